@@ -1402,7 +1402,8 @@ static void convolve(real *out, const real *in, const real *packed, const real *
 {
     size_t blocks = ceil_div(p->columns, COLUMNS);
     size_t images = min_size(n, ceil_div(512, p->out_pixels)); // weights are read once for these
-    while (images * p->out_pixels > 24 && ceil_div(n, images) * blocks < SLICES)
+    while (images > 1 && images * p->out_pixels > 24 &&
+           ceil_div(n, images) * blocks < SLICES)
         images = ceil_div(images, 2);
     PARALLEL_FOR_2
     for (size_t first = 0; first < n; first += images)
