@@ -86,7 +86,7 @@ typedef struct Backend {
     const char *name, *kernels;
     bool fuses_relu;
     size_t (*scratch_size)(const Layer *l, size_t n);
-    void (*prepare)(Layer *l); // conv2d, linear; may be NULL
+    void (*prepare)(Layer *l);    // conv2d, linear; may be NULL
     void *(*alloc)(size_t bytes); // zeroed; NULL when there is not enough
     void (*release)(void *memory);
     void (*copy)(void *to, const void *from, size_t bytes);
@@ -238,8 +238,9 @@ static void *must_alloc(size_t bytes, const char *what)
 {
     void *memory = host_alloc(bytes);
     if (!memory)
-        die(1, "no memory for %s: %.1f MB asked for; a smaller --batch-size or --limit-train "
-               "needs less",
+        die(1,
+            "no memory for %s: %.1f MB asked for; a smaller --batch-size or --limit-train "
+            "needs less",
             what, (double)bytes / 1e6);
     return memory;
 }
@@ -510,7 +511,7 @@ static void draw_glyph(float glyph[], size_t class, size_t channels)
     memset(glyph, 0, GLYPH * GLYPH * channels * sizeof *glyph);
     for (uint32_t wave = 0; wave < WAVES * channels; wave++) {
         uint32_t r[4];
-        philox4x32(r, wave, (uint32_t)class, 0, DRAW_SYNTHETIC, synthetic_seed);
+        philox4x32(r, wave, (uint32_t) class, 0, DRAW_SYNTHETIC, synthetic_seed);
         double angle = 2 * M_PI * (double)uniform(r[0]), phase = 2 * M_PI * (double)uniform(r[1]);
         double frequency = 2 * M_PI * (1 + 1.5 * (double)uniform(r[2])) / GLYPH;
         for (int y = 0; y < GLYPH; y++)
@@ -546,7 +547,7 @@ static void draw_synthetic(uint8_t *out, uint8_t *label, const float *glyphs,
         size_t top = r[1] % (s.h - GLYPH + 1), left = r[2] % (s.w - GLYPH + 1);
         float strength = (layer ? 60 : 25) * (r[3] & 1 ? 1.f : -1.f);
         add_glyph(image, glyphs + class * glyph_size, s, top, left, strength);
-        *label = (uint8_t)class;
+        *label = (uint8_t) class;
     }
     for (size_t i = 0; i < size; i += 16) {
         uint32_t r[4];
@@ -567,7 +568,7 @@ static void make_synthetic(Dataset *data, bool train, size_t limit)
     data->images = must_alloc(data->count * image_size(info), "images");
     data->labels = must_alloc(data->count, "labels");
     float *glyphs = must_alloc(info->classes * glyph_size * sizeof *glyphs, "synthetic images");
-    for (size_t class = 0; class < info->classes; class++)
+    for (size_t class = 0; class < info->classes; class ++)
         draw_glyph(glyphs + class * glyph_size, class, info->shape.c);
 #pragma omp parallel for schedule(static)
     for (size_t i = 0; i < data->count; i++) // the test set is numbered behind the training set
@@ -691,8 +692,7 @@ static void loader_init(Loader *l, const Dataset *data, size_t batch_size, size_
     }
     for (size_t c = 0; c < info->shape.c; c++)
         for (int byte = 0; byte < 256; byte++)
-            l->normalised[c][byte] =
-                ((real)byte / 255 - (real)info->mean[c]) / (real)info->std[c];
+            l->normalised[c][byte] = ((real)byte / 255 - (real)info->mean[c]) / (real)info->std[c];
     pthread_mutex_init(&l->lock, NULL);
     pthread_cond_init(&l->changed, NULL);
     for (size_t w = 0; w < workers; w++)
@@ -787,8 +787,9 @@ static void loader_free(Loader *l)
 #endif
 
 /* out[n][y][x][k] = bias[k] + sum over i, j, c of
-                     in[n][y * stride + i - padding][x * stride + j - padding][c] * weight[i][j][c][k]
-   where pixels outside of the image count as 0. Shapes: in [n][h][w][c], out [n][oh][ow][k]. */
+                          in[n][y * s + i - padding][x * s + j - padding][c] * weight[i][j][c][k]
+   where s is the stride and pixels outside of the image count as 0.
+   Shapes: in [n][h][w][c], out [n][oh][ow][k]. */
 static void conv2d_forward_naive(real *out, const real *in, const real *weight, const real *bias,
                                  const Layer *l, size_t n, real *scratch)
 {
@@ -816,9 +817,10 @@ static void conv2d_forward_naive(real *out, const real *in, const real *weight, 
 }
 
 /* dbias[k]            = sum over n, y, x of dout[n][y][x][k]
-   dweight[i][j][c][k] = sum over n, y, x of dout[n][y][x][k] * in[n][y * s + i - p][x * s + j - p][c]
+   dweight[i][j][c][k] = sum over n, y, x of
+                         dout[n][y][x][k] * in[n][y * s + i - padding][x * s + j - padding][c]
    din[n][iy][ix][c]   = sum over i, j, k of dout[n][y][x][k] * weight[i][j][c][k]
-                         where iy = y * stride + i - padding, ix likewise.   din may be NULL. */
+                         where iy = y * s + i - padding, ix likewise.   din may be NULL. */
 static void conv2d_backward_naive(real *din, real *dweight, real *dbias, const real *dout,
                                   const real *in, const real *weight, const Layer *l, size_t n,
                                   real *scratch)
@@ -1000,7 +1002,8 @@ static void dropout_forward(real *out, uint8_t *mask, const real *in, const Laye
             for (size_t b = 0; b < BLOCKS; b++)
                 philox4x32(bits[b], (uint32_t)(start / BLOCK + b), (uint32_t)(draw->first + image),
                            (uint32_t)draw->epoch, stream, draw->seed);
-            const uint16_t *draws = (const uint16_t *)bits;
+            uint16_t draws[BLOCK * BLOCKS];
+            memcpy(draws, bits, sizeof draws);
             size_t at = image * size + start, count = min_size(size - start, BLOCK * BLOCKS);
             for (size_t i = 0; i < count; i++) {
                 mask[at + i] = draws[i] >= threshold;
@@ -1020,7 +1023,7 @@ static void dropout_backward(real *din, const real *dout, const uint8_t *mask, c
         din[i] = mask[i] ? dout[i] * scale : 0;
 }
 
-// out[k] = in[k] - log(sum over j of exp(in[j])), shifted by the maximum so that exp cannot overflow
+// out[k] = in[k] - log(sum over j of exp(in[j])), shifted by the maximum: exp cannot overflow
 static void log_softmax_forward(real *out, const real *in, size_t n, size_t classes)
 {
     for (size_t image = 0; image < n; image++, in += classes, out += classes) {
@@ -1145,17 +1148,17 @@ typedef struct DotTile {
     bool add, relu;
 } DotTile;
 
-/* out[i][0 .. columns) = start + sum over taps t and d < depth of in[t][i][d] * weight[t][d][...] */
+/* out[i][0 .. columns) = start + sum over taps t, d < depth of in[t][i][d] * weight[t][d][...] */
 INLINE void dot_tile(const size_t vectors, const DotTile *t, size_t columns)
 {
     vec acc[ROWS][VECTORS];
     UNROLL
     for (size_t i = 0; i < ROWS; i++)
         UNROLL
-        for (size_t j = 0; j < vectors; j++)
-            acc[i][j] = t->add    ? load(t->out[i] + j * LANES, left(columns, j))
-                        : t->bias ? load(t->bias + j * LANES, left(columns, j))
-                                  : (vec){0};
+    for (size_t j = 0; j < vectors; j++)
+        acc[i][j] = t->add    ? load(t->out[i] + j * LANES, left(columns, j))
+                    : t->bias ? load(t->bias + j * LANES, left(columns, j))
+                              : (vec){0};
     for (size_t tap = 0; tap < t->taps; tap++) {
         const real *const *a = t->in[tap];
         const real *a0 = a[0], *a1 = a[1], *a2 = a[2], *a3 = a[3], *a4 = a[4], *a5 = a[5];
@@ -1169,19 +1172,19 @@ INLINE void dot_tile(const size_t vectors, const DotTile *t, size_t columns)
             UNROLL
             for (size_t i = 0; i < ROWS; i++)
                 UNROLL
-                for (size_t j = 0; j < vectors; j++)
-                    acc[i][j] += factor[i] * b[j];
+            for (size_t j = 0; j < vectors; j++)
+                acc[i][j] += factor[i] * b[j];
         }
     }
     UNROLL
     for (size_t i = 0; i < ROWS; i++)
         UNROLL
-        for (size_t j = 0; j < vectors; j++) {
-            vec v = acc[i][j];
-            if (t->relu)
-                v = (vec)((mask)v & ~(v < 0));
-            store(t->out[i] + j * LANES, v, left(columns, j));
-        }
+    for (size_t j = 0; j < vectors; j++) {
+        vec v = acc[i][j];
+        if (t->relu)
+            v = (vec)((mask)v & ~(v < 0));
+        store(t->out[i] + j * LANES, v, left(columns, j));
+    }
 }
 
 // One term of a weight gradient: an input pixel and the gradient of the output pixel that it met.
@@ -1198,8 +1201,8 @@ INLINE void outer_tile(const size_t rows, const size_t vectors, real *dweight, s
     UNROLL
     for (size_t i = 0; i < rows; i++)
         UNROLL
-        for (size_t j = 0; j < vectors; j++)
-            acc[i][j] = load(dweight + i * stride + j * LANES, left(columns, j));
+    for (size_t j = 0; j < vectors; j++)
+        acc[i][j] = load(dweight + i * stride + j * LANES, left(columns, j));
     for (size_t p = 0; p < count; p++) {
         const real *a = pairs[p].in + row, *d = pairs[p].dout + column;
         vec b[VECTORS];
@@ -1209,34 +1212,34 @@ INLINE void outer_tile(const size_t rows, const size_t vectors, real *dweight, s
         UNROLL
         for (size_t i = 0; i < rows; i++)
             UNROLL
-            for (size_t j = 0; j < vectors; j++)
-                acc[i][j] += a[i] * b[j];
+        for (size_t j = 0; j < vectors; j++)
+            acc[i][j] += a[i] * b[j];
     }
     UNROLL
     for (size_t i = 0; i < rows; i++)
         UNROLL
-        for (size_t j = 0; j < vectors; j++)
-            store(dweight + i * stride + j * LANES, acc[i][j], left(columns, j));
+    for (size_t j = 0; j < vectors; j++)
+        store(dweight + i * stride + j * LANES, acc[i][j], left(columns, j));
 }
 
 /* The compiler keeps acc in registers only if rows and vectors are constants, so each size is a
    function of its own. Not inlined: several tiles in one function make gcc spill registers. */
-#define DOT_TILE(vectors)                                                                          \
-    NOINLINE void dot_tile_##vectors(const DotTile *t, size_t columns)                             \
-    {                                                                                              \
-        dot_tile(vectors, t, columns);                                                             \
+#define DOT_TILE(vectors)                                              \
+    NOINLINE void dot_tile_##vectors(const DotTile *t, size_t columns) \
+    {                                                                  \
+        dot_tile(vectors, t, columns);                                 \
     }
-#define OUTER_TILE(rows, vectors)                                                                  \
-    NOINLINE void outer_tile_##rows##_##vectors(real *dweight, size_t stride, size_t columns,      \
-                                                const Pair *pairs, size_t count, size_t row,       \
-                                                size_t column)                                     \
-    {                                                                                              \
-        outer_tile(rows, vectors, dweight, stride, columns, pairs, count, row, column);            \
+#define OUTER_TILE(rows, vectors)                                                             \
+    NOINLINE void outer_tile_##rows##_##vectors(real *dweight, size_t stride, size_t columns, \
+                                                const Pair *pairs, size_t count, size_t row,  \
+                                                size_t column)                                \
+    {                                                                                         \
+        outer_tile(rows, vectors, dweight, stride, columns, pairs, count, row, column);       \
     }
-#define TILES(v)                                                                                   \
-    DOT_TILE(v)                                                                                    \
-    OUTER_TILE(1, v) OUTER_TILE(2, v) OUTER_TILE(3, v)                                             \
-    OUTER_TILE(4, v) OUTER_TILE(5, v) OUTER_TILE(6, v)
+#define TILES(v)     \
+    DOT_TILE(v)      \
+    OUTER_TILE(1, v) \
+    OUTER_TILE(2, v) OUTER_TILE(3, v) OUTER_TILE(4, v) OUTER_TILE(5, v) OUTER_TILE(6, v)
 #define OUTER_TILES(rows)                                                                          \
     {                                                                                              \
         outer_tile_##rows##_1, outer_tile_##rows##_2, outer_tile_##rows##_3, outer_tile_##rows##_4 \
@@ -1262,14 +1265,20 @@ typedef struct Pass {
 static Pass forward_pass(const Layer *l)
 {
     size_t taps = l->kernel * l->kernel;
-    return (Pass){l->gather, taps,     l->in.h * l->in.w, l->in.c, l->out.h * l->out.w,
-                  l->out.c,  l->in.c < 8 && taps > 1 && taps * l->in.c <= PATCH};
+    return (Pass){l->gather,
+                  taps,
+                  l->in.h * l->in.w,
+                  l->in.c,
+                  l->out.h * l->out.w,
+                  l->out.c,
+                  l->in.c < 8 && taps > 1 && taps * l->in.c <= PATCH};
 }
 
 static Pass backward_pass(const Layer *l)
 {
-    return (Pass){l->scatter,        l->kernel * l->kernel, l->out.h * l->out.w, l->out.c,
-                  l->in.h * l->in.w, l->in.c,               false};
+    return (Pass){l->scatter, l->kernel * l->kernel, l->out.h * l->out.w,
+                  l->out.c,   l->in.h * l->in.w,     l->in.c,
+                  false};
 }
 
 // The two maps of a layer. Made once, before the first step.
@@ -1402,8 +1411,7 @@ static void convolve(real *out, const real *in, const real *packed, const real *
 {
     size_t blocks = ceil_div(p->columns, COLUMNS);
     size_t images = min_size(n, ceil_div(512, p->out_pixels)); // weights are read once for these
-    while (images > 1 && images * p->out_pixels > 24 &&
-           ceil_div(n, images) * blocks < SLICES)
+    while (images > 1 && images * p->out_pixels > 24 && ceil_div(n, images) * blocks < SLICES)
         images = ceil_div(images, 2);
     PARALLEL_FOR_2
     for (size_t first = 0; first < n; first += images)
@@ -1591,12 +1599,12 @@ static void cpu_synchronize(void) // a CPU has done what it was told when the ca
 {
 }
 
-#define CPU_COMMON                                                                                 \
-    .name = "cpu", .alloc = host_alloc, .release = free, .copy = cpu_copy,                         \
-    .synchronize = cpu_synchronize, .relu_forward = relu_forward, .relu_backward = relu_backward,  \
-    .maxpool2d_forward = maxpool2d_forward, .maxpool2d_backward = maxpool2d_backward,              \
-    .dropout_forward = dropout_forward, .dropout_backward = dropout_backward,                      \
-    .log_softmax_forward = log_softmax_forward, .log_softmax_backward = log_softmax_backward,      \
+#define CPU_COMMON                                                                                \
+    .name = "cpu", .alloc = host_alloc, .release = free, .copy = cpu_copy,                        \
+    .synchronize = cpu_synchronize, .relu_forward = relu_forward, .relu_backward = relu_backward, \
+    .maxpool2d_forward = maxpool2d_forward, .maxpool2d_backward = maxpool2d_backward,             \
+    .dropout_forward = dropout_forward, .dropout_backward = dropout_backward,                     \
+    .log_softmax_forward = log_softmax_forward, .log_softmax_backward = log_softmax_backward,     \
     .nll_loss = nll_loss, .adadelta = adadelta, .sgd = sgd
 
 static const Backend backends[] = {
@@ -1626,9 +1634,9 @@ typedef struct Net {
     const Backend *backend;
     Layer layers[MAX_LAYERS]; // row 0 is the input
     size_t count;
-    size_t parameters;    // how many there are
-    size_t param_size;    // ... with the gaps between tensors: the size of the arenas
-    size_t batch;         // the most images of one step
+    size_t parameters; // how many there are
+    size_t param_size; // ... with the gaps between tensors: the size of the arenas
+    size_t batch;      // the most images of one step
     size_t activation_size, saved_size, scratch_size;
     real *params, *grads, *activations, *dactivations, *scratch, *losses;
     uint8_t *saved, *labels;
@@ -1675,12 +1683,14 @@ static size_t conv2d(Net *net, size_t x, size_t out_channels, size_t kernel, siz
 {
     Shape in = net->layers[x].out;
     if (in.h + 2 * padding < kernel || in.w + 2 * padding < kernel)
-        die(1, "model %s: conv2d at row %zu: a %zu x %zu filter does not fit on %zu x %zu pixels "
-               "with padding %zu",
+        die(1,
+            "model %s: conv2d at row %zu: a %zu x %zu filter does not fit on %zu x %zu pixels "
+            "with padding %zu",
             net->model, net->count, kernel, kernel, in.h, in.w, padding);
     if (kernel * kernel > MAX_TAPS || kernel * stride * out_channels == 0)
-        die(1, "model %s: conv2d at row %zu: expected a filter of 1 x 1 to 11 x 11, a stride and "
-               "channels of at least 1",
+        die(1,
+            "model %s: conv2d at row %zu: expected a filter of 1 x 1 to 11 x 11, a stride and "
+            "channels of at least 1",
             net->model, net->count);
     Layer l = {.kind = CONV2D, .input = x, .kernel = kernel, .stride = stride, .padding = padding};
     l.in = in;
@@ -1741,7 +1751,8 @@ static size_t maxpool2d(Net *net, size_t x, size_t kernel)
 {
     Shape in = net->layers[x].out;
     if (kernel == 0 || kernel > 15 || in.h < kernel || in.w < kernel)
-        die(1, "model %s: maxpool2d at row %zu: a %zu x %zu window does not fit on %zu x %zu pixels",
+        die(1,
+            "model %s: maxpool2d at row %zu: a %zu x %zu window does not fit on %zu x %zu pixels",
             net->model, net->count, kernel, kernel, in.h, in.w);
     Layer l = {.kind = MAXPOOL2D, .input = x, .in = in, .kernel = kernel, .stride = kernel};
     l.out = (Shape){in.h / kernel, in.w / kernel, in.c};
@@ -1930,16 +1941,16 @@ static const Model models[] = {
 };
 enum { MODELS = sizeof models / sizeof *models };
 
-static void net_build(Net *net, const Model *model, const DatasetInfo *data,
-                      const Backend *backend)
+static void net_build(Net *net, const Model *model, const DatasetInfo *data, const Backend *backend)
 {
     *net = (Net){.model = model->name, .backend = backend};
     size_t x = add_layer(net, (Layer){.kind = INPUT, .in = data->shape, .out = data->shape});
     x = model->build(net, x);
     const Layer *last = &net->layers[x];
     if (x != net->count - 1 || last->kind != LOG_SOFTMAX || shape_size(last->out) != data->classes)
-        die(1, "model %s: expected log_softmax over the %zu classes of %s as its last row, found "
-               "%zu outputs",
+        die(1,
+            "model %s: expected log_softmax over the %zu classes of %s as its last row, found "
+            "%zu outputs",
             model->name, data->classes, data->name, shape_size(last->out));
 }
 
@@ -2086,8 +2097,9 @@ static void check_loss(const Net *net, size_t n, double loss, size_t epoch, size
         const Layer *l = &net->layers[i];
         for (size_t j = 0; j < n * shape_size(l->out); j++)
             if (!isfinite(output(net, l)[j]))
-                die(1, "epoch %zu, step %zu: the loss is %g; the first output that is not finite "
-                       "is in row %zu (%s); try a smaller --lr",
+                die(1,
+                    "epoch %zu, step %zu: the loss is %g; the first output that is not finite "
+                    "is in row %zu (%s); try a smaller --lr",
                     epoch, step, loss, i, l->name);
     }
     die(1, "epoch %zu, step %zu: the loss is %g; try a smaller --lr", epoch, step, loss);
@@ -2106,8 +2118,8 @@ typedef struct Optimizer {
 
 static void adadelta_step(Net *net, real *state, double lr)
 {
-    net->backend->adadelta(net->params, net->grads, state, state + net->param_size,
-                           net->param_size, lr, .9, 1e-6);
+    net->backend->adadelta(net->params, net->grads, state, state + net->param_size, net->param_size,
+                           lr, .9, 1e-6);
 }
 
 static void sgd_step(Net *net, real *state, double lr)
@@ -2149,9 +2161,8 @@ static size_t header_entry(char *at, size_t size, const char *separator, const L
                            const char *what, const char *shape, size_t offset, size_t count)
 {
     return (size_t)snprintf(
-        at, size,
-        "%s\"%s.%s\":{\"dtype\":\"%s\",\"shape\":[%s],\"data_offsets\":[%zu,%zu]}", separator,
-        l->name, what, sizeof(real) == 4 ? "F32" : "F64", shape, offset,
+        at, size, "%s\"%s.%s\":{\"dtype\":\"%s\",\"shape\":[%s],\"data_offsets\":[%zu,%zu]}",
+        separator, l->name, what, sizeof(real) == 4 ? "F32" : "F64", shape, offset,
         offset + count * sizeof(real));
 }
 
@@ -2177,8 +2188,8 @@ static void save_model(const Net *net, const char *path)
                                shape, offset, l->weights);
         offset += l->weights * sizeof(real);
         snprintf(shape, sizeof shape, "%zu", l->biases);
-        length += header_entry(header + length, size - length, ",", l, "bias", shape, offset,
-                               l->biases);
+        length +=
+            header_entry(header + length, size - length, ",", l, "bias", shape, offset, l->biases);
         offset += l->biases * sizeof(real);
     }
     header[length++] = '}';
@@ -2237,10 +2248,10 @@ static const Option options[] = {
      "the images; auto: the first that is found, else synthetic ones"},
     {"--data", TEXT, FIELD(data), "", 0, 0, "DIR",
      "look for the data files in DIR and DIR/DATASET, nowhere else"},
-    {"--limit-train", COUNT, FIELD(limit_train), "4294967295", 1, UINT32_MAX, "N",
-     "train on the first N images only"},
-    {"--limit-test", COUNT, FIELD(limit_test), "4294967295", 1, UINT32_MAX, "N",
-     "test on the first N images only"},
+    {"--limit-train", COUNT, FIELD(limit_train), NULL, 1, UINT32_MAX, "N",
+     "train on the first N images only (default: all)"},
+    {"--limit-test", COUNT, FIELD(limit_test), NULL, 1, UINT32_MAX, "N",
+     "test on the first N images only (default: all)"},
     {"--batch-size", COUNT, FIELD(batch_size), "64", 1, 65536, "N",
      "images of a training step"},
     {"--test-batch-size", COUNT, FIELD(test_batch_size), "1000", 1, 65536, "N",
@@ -2365,15 +2376,19 @@ static void unknown_option(const char *word)
 
 static void print_help(void)
 {
-    printf("usage: ./cnn [options]\n\nTrains a convolutional neural network and tests it after each "
-           "epoch.\n\noptions:\n");
+    printf(
+        "usage: ./cnn [options]\n\nTrains a convolutional neural network and tests it after each "
+        "epoch.\n\noptions:\n");
     for (size_t i = 0; i < OPTIONS; i++) {
         const Option *o = &options[i];
         char usage[96];
-        snprintf(usage, sizeof usage, o->kind == SWITCH ? "%s [%s]" : "%s %s", o->name, o->values);
-        printf("  %s%*s%s", usage, strlen(usage) > 26 ? 30 + (int)printf("\n") : 28 - (int)strlen(usage), "", o->help);
-        bool plain = o->fallback && *o->fallback && o->max < UINT32_MAX;
-        printf(plain ? " (default: %s)\n" : "\n", o->fallback);
+        snprintf(usage, sizeof usage, "%s %s", o->name, o->values);
+        bool wide = strlen(usage) > 26;
+        printf("  %s%s%*s%s", usage, wide ? "\n" : "", wide ? 30 : 28 - (int)strlen(usage), "",
+               o->help);
+        if (o->fallback && *o->fallback)
+            printf(" (default: %s)", o->fallback);
+        printf("\n");
     }
     printf("  %-28sthis text\n", "--help");
 }
@@ -2631,8 +2646,8 @@ static double measure_peak_gflops(void)
                 sums[i] = (vec){0} + (real)i;
             for (int step = 0; step < STEPS; step++)
                 UNROLL
-                for (int i = 0; i < SUMS; i++)
-                    sums[i] = sums[i] * factor + term;
+            for (int i = 0; i < SUMS; i++)
+                sums[i] = sums[i] * factor + term;
             UNROLL
             for (int i = 0; i < SUMS; i++)
                 kept += sums[i][0];
@@ -2706,7 +2721,7 @@ typedef struct Run {
     const char *status;
     int argc;
     char **argv;
-    double started, epoch_started;
+    double started, epoch_started, peak_gflops;
     StepResult step, *steps; // the step that runs; those not yet written to steps.csv
     size_t steps_kept;
     EpochResult *epochs;
@@ -2749,9 +2764,9 @@ static void write_run_json(Run *run)
     fprintf(f, ", \"cpu\": ");
     json_string(f, cpu);
     fprintf(f,
-            ", \"cores\": %zu, \"memory_bytes\": %.0f, \"peak_gflops\": null, \"device\": "
+            ", \"cores\": %zu, \"memory_bytes\": %.0f, \"peak_gflops\": %.1f, \"device\": "
             "\"cpu\", \"uuid\": null, \"driver\": null, \"slurm\": ",
-            usable_cores(), memory_bytes());
+            usable_cores(), memory_bytes(), run->peak_gflops);
     const char *job = getenv("SLURM_JOB_ID");
     if (job)
         json_string(f, job);
@@ -2771,8 +2786,7 @@ static void write_run_json(Run *run)
     for (size_t i = 0; i < run->epochs_done; i++) {
         fprintf(f, "%s\n    {", i ? "," : "");
         print_epoch(f, &run->epochs[i], JSON);
-        fprintf(f, ",\"weight_hash\":\"%016llx\"}",
-                (unsigned long long)run->epochs[i].weight_hash);
+        fprintf(f, ",\"weight_hash\":\"%016llx\"}", (unsigned long long)run->epochs[i].weight_hash);
     }
     struct rusage usage;
     getrusage(RUSAGE_SELF, &usage);
@@ -2807,6 +2821,7 @@ static void open_run_folder(Run *run)
     run->epochs_csv = create_csv(dir, "epochs.csv");
     print_epoch(run->epochs_csv, &(EpochResult){0}, CSV_HEADER);
     fprintf(run->epochs_csv, "\n");
+    run->peak_gflops = measure_peak_gflops();
     dying_run = run;
     before_dying = write_failed;
     write_run_json(run);
@@ -2893,7 +2908,6 @@ static void report_epoch(Run *run, EpochResult *e)
     write_run_json(run);
 }
 
-
 /* ==== 14. train(), test(), main() ===============================================================
 
    The program itself. */
@@ -2965,14 +2979,19 @@ static void setup_settings(Run *run, int argc, char **argv)
         s->lr = run->optimizer->lr;
     if (s->dry_run)
         s->epochs = 1;
+    if (s->limit_train == 0)
+        s->limit_train = UINT32_MAX;
+    if (s->limit_test == 0)
+        s->limit_test = UINT32_MAX;
     if (s->threads == 0)
         s->threads = usable_cores();
     const char *slurm = getenv("SLURM_CPUS_PER_TASK");
     if (s->workers == 0)
         s->workers = slurm && atoi(slurm) > 0 ? min_size((size_t)atoi(slurm), 256) : 1;
     if (s->workers > usable_cores())
-        fprintf(stderr, "cnn: warning: --workers %zu, but only %zu cores are usable: they will "
-                        "wait for each other\n",
+        fprintf(stderr,
+                "cnn: warning: --workers %zu, but only %zu cores are usable: they will "
+                "wait for each other\n",
                 s->workers, usable_cores());
     omp_set_num_threads((int)s->threads);
     run->lr = s->lr;
@@ -3023,10 +3042,13 @@ static void setup_data(Run *run)
             return;
         }
     }
-    die(1, "%s: expected %s (or .gz), found none in %s%s; run: data/get_data.sh %s, or use "
-           "--dataset synthetic",
-        name, idx_files[0][0], *s->data ? "the folder --data " : "./data, beside ./cnn and in "
-                                                                  "/usr/share/datasets",
+    die(1,
+        "%s: expected %s (or .gz), found none in %s%s; run: data/get_data.sh %s, or use "
+        "--dataset synthetic",
+        name, idx_files[0][0],
+        *s->data ? "the folder --data "
+                 : "./data, beside ./cnn and in "
+                   "/usr/share/datasets",
         s->data, name);
 }
 
@@ -3062,8 +3084,9 @@ static void print_memory(const Run *run)
     }
     printf(" together %.1f\n", total / 1e6);
     if (total > memory_bytes())
-        die(1, "not enough memory: %.1f MB needed, this machine has %.1f; use a smaller "
-               "--batch-size than %zu",
+        die(1,
+            "not enough memory: %.1f MB needed, this machine has %.1f; use a smaller "
+            "--batch-size than %zu",
             total / 1e6, memory_bytes() / 1e6, net->batch);
 }
 
@@ -3182,12 +3205,13 @@ __attribute__((target("no-avx")))
 #endif
 int main(int argc, char **argv)
 {
-#define NEED_CPU(feature)                                                                          \
-    if (!__builtin_cpu_supports(feature)) {                                                        \
-        fprintf(stderr, "cnn: error: built for a CPU with %s, which this one has not; run: "      \
-                        "make clean && make ARCH=native, on this machine\n",                       \
-                feature);                                                                          \
-        return 1;                                                                                  \
+#define NEED_CPU(feature)                                                            \
+    if (!__builtin_cpu_supports(feature)) {                                          \
+        fprintf(stderr,                                                              \
+                "cnn: error: built for a CPU with %s, which this one has not; run: " \
+                "make clean && make ARCH=native, on this machine\n",                 \
+                feature);                                                            \
+        return 1;                                                                    \
     }
 #ifdef __AVX512F__
     NEED_CPU("avx512f")

@@ -1,0 +1,90 @@
+# cnn.c: `make run` trains, `make test` passes. `make help` tells the rest.
+#
+# Variables: CC=clang   ARCH=native|x86-64-v3|...   NO_OMP=1   NO_CUDA=1   QUICK=1 (shorter tests)
+
+CC     = gcc
+ARCH   = native
+CUDA   ?= /usr/local/cuda
+
+# -fno-math-errno: sqrt() as one instruction. Nothing here that changes what floating point means.
+CFLAGS = -std=gnu17 -O3 -march=$(ARCH) -fno-math-errno -g -Wall -Wextra
+LIBS   = -lm -lpthread
+COMMIT := $(shell git describe --always --dirty 2>/dev/null || echo unknown)
+
+HASH := \#
+# An optional part is used if a program with it compiles and links; nothing is guessed from names.
+probe = $(shell printf '$(1)' | $(CC) -x c - -o /dev/null $(2) 2>/dev/null && echo yes)
+ifndef NO_OMP
+OMP := $(call probe,$(HASH)include <omp.h>\nint main(void) { return omp_get_max_threads() < 1; },-fopenmp)
+endif
+OMP_FLAGS := $(if $(OMP),-fopenmp,-Wno-unknown-pragmas)
+ifndef NO_CUDA
+NVCC := $(shell command -v nvcc 2>/dev/null || command -v $(CUDA)/bin/nvcc 2>/dev/null)
+HAVE_CUDA := $(and $(NVCC),$(call probe,$(HASH)include <cuda_runtime_api.h>\nint main(void) { int n; \
+	return cudaGetDeviceCount(&n) == 0; },-I$(dir $(NVCC))../include -L$(dir $(NVCC))../lib64 \
+	-lcudart_static -lpthread -ldl -lrt))
+endif
+HAVE_MPI := $(shell printf '$(HASH)include <mpi.h>\nint main(void) { return MPI_Init(0, 0); }' | \
+	mpicc -x c - -o /dev/null 2>/dev/null && echo yes)
+HAVE_NCCL := $(call probe,$(HASH)include <nccl.h>\nint main(void) { int v; return ncclGetVersion(&v); },\
+	-I$(CUDA)/include -L$(CUDA)/lib64 -lnccl)
+
+.PHONY: all help run test data bench debug clean found
+all: found cnn
+
+found:
+	@echo "OpenMP: $(if $(OMP),found,$(if $(NO_OMP),left out,not found: one thread))"
+	@echo "CUDA:   $(if $(HAVE_CUDA),found (not used yet),$(if $(NO_CUDA),left out,not found))"
+	@echo "MPI:    $(if $(HAVE_MPI),found (not used yet),not found)"
+	@echo "NCCL:   $(if $(HAVE_NCCL),found (not used yet),not found)"
+
+help:
+	@echo "make         build ./cnn and say what was found"
+	@echo "make run     train the MNIST network for one epoch on the best data there is"
+	@echo "make test    run all tests; QUICK=1 runs fewer shapes and epochs"
+	@echo "make data    download MNIST (INSTALL=1: may install Debian's Fashion-MNIST package)"
+	@echo "make bench   training speed, per cent of this machine's peak, next to PyTorch"
+	@echo "make debug   build ./cnn-debug with the address and undefined-behaviour sanitizers"
+	@echo "make clean   remove everything that make made"
+	@echo "Variables: CC=clang ARCH=x86-64-v3 NO_OMP=1 NO_CUDA=1 QUICK=1"
+
+# Rebuilds when the settings change, not only when the source does.
+BUILD = $(CC) $(CFLAGS) $(OMP_FLAGS)
+build/settings: FORCE
+	@mkdir -p build
+	@echo '$(BUILD) $(COMMIT)' | cmp -s - $@ || echo '$(BUILD) $(COMMIT)' > $@
+.PHONY: FORCE
+FORCE:
+
+DEFINES = -DCNN_COMMIT='"$(COMMIT)"' -DCNN_FLAGS='"$(CFLAGS) $(OMP_FLAGS)"'
+cnn: cnn.c build/settings
+	$(BUILD) $(DEFINES) cnn.c -o $@ $(LIBS)
+
+SANITIZE = -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+cnn-debug: cnn.c build/settings
+	$(BUILD) $(SANITIZE) $(DEFINES) cnn.c -o $@ $(LIBS)
+debug: cnn-debug
+
+run: all
+	./cnn --epochs 1
+
+data:
+	INSTALL=$(INSTALL) data/get_data.sh mnist
+
+TEST_FLAGS = $(BUILD) -Wno-unused-function $(if $(SANITIZED),$(SANITIZE))
+build/test_float: tests/test_cnn.c cnn.c build/settings
+	$(TEST_FLAGS) tests/test_cnn.c -o $@ $(LIBS) -ldl
+build/test_double: tests/test_cnn.c cnn.c build/settings
+	$(TEST_FLAGS) -DREAL=double tests/test_cnn.c -o $@ $(LIBS) -ldl
+
+TESTED = $(if $(SANITIZED),cnn-debug,cnn)
+test: $(TESTED) build/test_float build/test_double
+	@CNN=./$(TESTED) QUICK=$(QUICK) tests/run_tests.sh
+
+build/bench: tests/bench.c cnn.c build/settings
+	$(BUILD) -Wno-unused-function tests/bench.c -o $@ $(LIBS)
+bench: cnn build/bench
+	@tests/bench.sh
+
+clean:
+	rm -rf build cnn cnn-debug

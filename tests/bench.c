@@ -1,0 +1,75 @@
+/* Training speed without the loader: whole steps (forward, loss, backward, optimizer) on one batch
+   in memory, against the multiply-add peak and the copy bandwidth of the same run. Prints one line
+   of key=value; times vary from run to run, the per cent of the peak hardly does. */
+#define CNN_NO_MAIN
+#include "../cnn.c"
+
+static double copy_gb_per_s(void)
+{
+    const size_t bytes = (size_t)256 << 20;
+    char *from = must_alloc(bytes, "bandwidth"), *to = must_alloc(bytes, "bandwidth");
+    double best = 0;
+    for (int repeat = 0; repeat < 5; repeat++) {
+        double begin = now();
+        PARALLEL_FOR
+        for (size_t i = 0; i < bytes; i += 1 << 20)
+            memcpy(to + i, from + i, 1 << 20);
+        best = fmax(best, 2e-9 * (double)bytes / (now() - begin)); // read and written
+    }
+    free(from);
+    free(to);
+    return best;
+}
+
+static int compare_doubles(const void *a, const void *b)
+{
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+static double median(double *values, size_t count)
+{
+    qsort(values, count, sizeof *values, compare_doubles);
+    return values[count / 2];
+}
+
+int main(int argc, char **argv)
+{
+    enum { ROUNDS = 9, STEPS = 12 };
+    static Run run;
+    setup_settings(&run, argc, argv);
+    Settings *s = &run.settings;
+    s->dataset = "synthetic";
+    run.train_set.info = run.test_set.info = find_dataset_info("synthetic");
+    make_synthetic(&run.train_set, true, s->batch_size);
+    net_build(&run.net, run.model, run.train_set.info, &backends[strcmp(s->kernels, "fast") == 0]);
+    plan_memory(&run.net, s->batch_size);
+    net_alloc(&run.net);
+    net_init(&run.net, s->seed);
+    run.state = must_alloc(run.optimizer->states * run.net.param_size * sizeof(real), "optimizer");
+    loader_init(&run.train_loader, &run.train_set, s->batch_size, 1);
+    loader_start(&run.train_loader, s->seed, 1);
+    const Batch *batch = loader_next(&run.train_loader);
+    double speeds[ROUNDS], peaks[ROUNDS + 1], bandwidth = copy_gb_per_s();
+    for (size_t round = 0; round <= ROUNDS; round++) {
+        peaks[round] = measure_peak_gflops();
+        double begin = now();
+        for (size_t step = 0; step < STEPS; step++) {
+            Draw draw = {s->seed, 1 + round, step * batch->n};
+            net_load(&run.net, batch);
+            forward(&run.net, batch->n, &draw);
+            check_loss(&run.net, batch->n, loss_and_gradient(&run.net, batch->n, true), 1, step);
+            backward(&run.net, batch->n);
+            run.optimizer->step(&run.net, run.state, 1e-3);
+        }
+        if (round > 0) // the first warms up
+            speeds[round - 1] = STEPS * (double)batch->n / (now() - begin);
+    }
+    double speed = median(speeds, ROUNDS), peak = median(peaks, ROUNDS + 1);
+    double gflops = speed * training_flops(&run.net) / 1e9;
+    printf("cnn model=%s batch=%zu threads=%zu steps_img_per_s=%.0f gflops=%.1f peak_gflops=%.1f "
+           "percent_of_peak=%.1f copy_gb_per_s=%.1f..%.1f\n",
+           s->model, s->batch_size, s->threads, speed, gflops, peak, 100 * gflops / peak, bandwidth,
+           copy_gb_per_s());
+    return 0;
+}

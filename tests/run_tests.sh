@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Runs every test program, counts their lines `pass NAME`, `fail NAME: why`, `skip NAME: why`,
+# and ends with one line `N passed, N failed, N skipped`. A program that breaks off has failed.
+set -u
+cd "$(dirname "$0")/.." || exit 1
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+
+run() {
+    local name=$1
+    shift
+    "$@" </dev/null 2>&1 | tee -a "$log" | grep -E '^(fail|skip|.*(ERROR|runtime error))'
+    local status=${PIPESTATUS[0]}
+    if [ "$status" -ne 0 ]; then
+        echo "fail $name: broke off with exit status $status" | tee -a "$log"
+        tail -n 20 "$log"
+    fi
+}
+
+run float build/test_float
+run double build/test_double
+run cli tests/test_cli.sh
+run get_data tests/test_get_data.sh
+
+passed=$(grep -c '^pass ' "$log")
+failed=$(grep -c '^fail ' "$log")
+skipped=$(grep -c '^skip ' "$log")
+echo "$passed passed, $failed failed, $skipped skipped"
+[ "$failed" -eq 0 ] && [ "$passed" -gt 0 ]
