@@ -500,10 +500,10 @@ static void load_idx(Dataset *data, const char *dir, bool train, size_t limit)
 }
 
 /* Made-up images, for machines without data. Each class has a glyph, a patch of waves drawn from
-   Philox; an image shows the glyph of its class, dark or bright, somewhere, under noise and over a
+   Philox; an image shows the glyph of its class, dark or bright, near its middle, under noise and over a
    fainter glyph of another class. Since a glyph and its negative mean the same class, no linear
    model can tell classes apart; convolutions and ReLUs can. The images never depend on --seed. */
-enum { GLYPH = 14, WAVES = 3 };
+enum { GLYPH = 14, WAVES = 3, SHIFT = 2 };
 static const uint64_t synthetic_seed = 2022;
 
 static void draw_glyph(float glyph[], size_t class, size_t channels)
@@ -544,8 +544,9 @@ static void draw_synthetic(uint8_t *out, uint8_t *label, const float *glyphs,
         uint32_t r[4];
         philox4x32(r, layer, index, 1, DRAW_SYNTHETIC, synthetic_seed);
         size_t class = r[0] % info->classes;
-        size_t top = r[1] % (s.h - GLYPH + 1), left = r[2] % (s.w - GLYPH + 1);
-        float strength = (layer ? 60 : 25) * (r[3] & 1 ? 1.f : -1.f);
+        size_t top = (s.h - GLYPH) / 2 - SHIFT + r[1] % (2 * SHIFT + 1);
+        size_t left = (s.w - GLYPH) / 2 - SHIFT + r[2] % (2 * SHIFT + 1);
+        float strength = (layer ? 80 : 25) * (r[3] & 1 ? 1.f : -1.f);
         add_glyph(image, glyphs + class * glyph_size, s, top, left, strength);
         *label = (uint8_t) class;
     }
@@ -554,7 +555,7 @@ static void draw_synthetic(uint8_t *out, uint8_t *label, const float *glyphs,
         philox4x32(r, (uint32_t)i, index, 2, DRAW_SYNTHETIC, synthetic_seed);
         for (size_t j = 0; j < min_size(16, size - i); j++) {
             float noise = (float)(r[j / 4] >> (8 * (j % 4)) & 255) - 127.5f;
-            float value = 100 + image[i + j] + .4f * noise;
+            float value = 100 + image[i + j] + .3f * noise;
             out[i + j] = (uint8_t)(value < 0 ? 0 : value > 255 ? 255 : value);
         }
     }
@@ -1151,7 +1152,7 @@ typedef struct DotTile {
 /* out[i][0 .. columns) = start + sum over taps t, d < depth of in[t][i][d] * weight[t][d][...] */
 INLINE void dot_tile(const size_t vectors, const DotTile *t, size_t columns)
 {
-    vec acc[ROWS][VECTORS];
+    vec acc[ROWS][4];
     UNROLL
     for (size_t i = 0; i < ROWS; i++)
         UNROLL
@@ -1165,7 +1166,7 @@ INLINE void dot_tile(const size_t vectors, const DotTile *t, size_t columns)
         const real *w = t->weight[tap];
         for (size_t d = 0; d < t->depth; d++, w += vectors * LANES) {
             const real factor[ROWS] = {a0[d], a1[d], a2[d], a3[d], a4[d], a5[d]};
-            vec b[VECTORS];
+            vec b[4];
             UNROLL
             for (size_t j = 0; j < vectors; j++)
                 b[j] = *(const vec *)(w + j * LANES);
@@ -1197,7 +1198,7 @@ typedef struct Pair {
 INLINE void outer_tile(const size_t rows, const size_t vectors, real *dweight, size_t stride,
                        size_t columns, const Pair *pairs, size_t count, size_t row, size_t column)
 {
-    vec acc[ROWS][VECTORS];
+    vec acc[ROWS][4];
     UNROLL
     for (size_t i = 0; i < rows; i++)
         UNROLL
@@ -1205,7 +1206,7 @@ INLINE void outer_tile(const size_t rows, const size_t vectors, real *dweight, s
         acc[i][j] = load(dweight + i * stride + j * LANES, left(columns, j));
     for (size_t p = 0; p < count; p++) {
         const real *a = pairs[p].in + row, *d = pairs[p].dout + column;
-        vec b[VECTORS];
+        vec b[4];
         UNROLL
         for (size_t j = 0; j < vectors; j++)
             b[j] = *(const vec *)(d + j * LANES);
