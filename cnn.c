@@ -458,6 +458,8 @@ static size_t read_idx(DataFile *f, uint8_t **items, size_t *kept, size_t limit,
     size_t expected = header_bytes + count * item_bytes; // below 2^32 * 2^10: cannot overflow
     if (count == 0)
         bad_file(f, "expected at least one item, found 0");
+    if (count > 10000000)
+        bad_file(f, "expected at most 10000000 items, found %zu", count);
     struct stat info;
     if (!f->gzip && fstat(fileno(f->stream), &info) == 0 && (size_t)info.st_size != expected)
         bad_file(f, "expected %zu bytes for %zu items, found %lld", expected, count,
@@ -470,7 +472,7 @@ static size_t read_idx(DataFile *f, uint8_t **items, size_t *kept, size_t limit,
         read_exactly(f, skipped, item_bytes, header_bytes + i * item_bytes, expected);
     }
     if (fgetc(f->stream) != EOF)
-        bad_file(f, "longer than the %zu bytes that its header announces", expected);
+        bad_file(f, "too long: expected %zu bytes, found more", expected);
     data_close(f);
     return count;
 }
@@ -2306,7 +2308,7 @@ static Value option_value(Settings *s, const Option *o)
 static bool is_choice(const char *choices, const char *word)
 {
     size_t length = strlen(word);
-    for (const char *c = choices; length > 0 && c; c = strchr(c, '|')) {
+    for (const char *c = choices; length > 0 && !strchr(word, '|') && c; c = strchr(c, '|')) {
         c += *c == '|';
         if (strncmp(c, word, length) == 0 && (c[length] == '|' || c[length] == 0))
             return true;
@@ -2403,6 +2405,8 @@ static void parse_options(Settings *s, int argc, char **argv)
     for (int i = 1; i < argc; i++) {
         if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0) {
             print_help();
+            if (fflush(stdout) != 0)
+                file_fail("cannot write to", "standard output");
             exit(0);
         }
         size_t length = strcspn(argv[i], "="), which = 0;
@@ -2731,6 +2735,12 @@ typedef struct Run {
     FILE *steps_csv, *epochs_csv;
 } Run;
 
+static void flush_stdout(void)
+{
+    if (fflush(stdout) != 0 || ferror(stdout))
+        file_fail("cannot write to", "standard output");
+}
+
 static FILE *create_csv(const char *dir, const char *file)
 {
     char path[PATH_SIZE];
@@ -2899,7 +2909,7 @@ static void report_epoch(Run *run, EpochResult *e)
     e->weight_hash = hash_bytes(params, run->net.param_size * sizeof *params);
     print_epoch(stdout, e, KEY_VALUE);
     printf("\n");
-    fflush(stdout);
+    flush_stdout();
     run->epochs[run->epochs_done++] = *e;
     if (!run->epochs_csv)
         return;
@@ -3150,6 +3160,7 @@ static void write_model(Run *run)
 
 static void close_run(Run *run)
 {
+    flush_stdout();
     run->status = "complete";
     write_run_json(run);
     before_dying = NULL;
@@ -3166,8 +3177,6 @@ static void close_run(Run *run)
         fclose(run->steps_csv);
     if (run->epochs_csv)
         fclose(run->epochs_csv);
-    if (fflush(stdout) != 0)
-        file_fail("cannot write to", "standard output");
 }
 
 static int run_main(int argc, char **argv)
@@ -3175,11 +3184,11 @@ static int run_main(int argc, char **argv)
     static Run run; // zeroed; too large for the stack
     run.started = now();
     setup_settings(&run, argc, argv);
+    open_run_folder(&run);
     print_machine(&run);
     setup_data(&run);
     setup_network(&run);
     setup_loaders(&run);
-    open_run_folder(&run);
     for (size_t epoch = 1; epoch <= run.settings.epochs; epoch++) {
         EpochResult result = {.epoch = epoch};
         run.epoch_started = now();

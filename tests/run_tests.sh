@@ -2,6 +2,7 @@
 # Runs every test program, counts their lines `pass NAME`, `fail NAME: why`, `skip NAME: why`,
 # and ends with one line `N passed, N failed, N skipped`. A program that breaks off has failed.
 set -u
+export OMP_WAIT_POLICY=passive # threads that spin while they wait starve whatever runs beside us
 cd "$(dirname "$0")/.." || exit 1
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
