@@ -22,8 +22,8 @@
       8 Forward and backward   the walk over the layer table
       9 Optimizers and schedules
      11 Checkpoints     weights as PyTorch reads them
-     12 Instruments     line profile, machine card, run folder
-     13 Options         one table: parser, --help and settings
+     12 Options         one table: parser, --help and settings
+     13 Instruments     line profile, machine card, run folder
      14 train(), test(), main()
    Rooms 10 (data parallelism) and the GPU's backend are not built yet. */
 
@@ -2242,10 +2242,12 @@ typedef struct Option {
     const char *help;
 } Option;
 
+static char model_names[1024]; // the choices of --model, listed from models[]
+
 #define FIELD(name) offsetof(Settings, name)
 // clang-format off
 static const Option options[] = {
-    {"--model", CHOICE, FIELD(model), "mnist", 0, 0, "mnist",
+    {"--model", CHOICE, FIELD(model), "mnist", 0, 0, model_names,
      "the network to train"},
     {"--dataset", CHOICE, FIELD(dataset), "auto", 0, 0, "auto|mnist|fashion-mnist|synthetic",
      "the images; auto: the first that is found, else synthetic ones"},
@@ -2399,6 +2401,10 @@ static void print_help(void)
 static void parse_options(Settings *s, int argc, char **argv)
 {
     *s = (Settings){0};
+    size_t length = 0;
+    for (size_t i = 0; i < MODELS; i++)
+        length += (size_t)snprintf(model_names + length, sizeof model_names - length, "%s%s",
+                                   i ? "|" : "", models[i].name);
     for (size_t i = 0; i < OPTIONS; i++)
         if (options[i].fallback)
             set_option(s, &options[i], options[i].fallback);
@@ -2409,7 +2415,8 @@ static void parse_options(Settings *s, int argc, char **argv)
                 file_fail("cannot write to", "standard output");
             exit(0);
         }
-        size_t length = strcspn(argv[i], "="), which = 0;
+        size_t which = 0;
+        length = strcspn(argv[i], "=");
         while (which < OPTIONS && (strncmp(argv[i], options[which].name, length) != 0 ||
                                    options[which].name[length] != 0))
             which++;
