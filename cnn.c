@@ -936,7 +936,8 @@ static void relu_backward(real *din, const real *dout, const real *out, size_t c
 
 /* out[n][y][x][c] = max over i, j < kernel of in[n][y * stride + i - padding][...][c], and argmax
    = i * kernel + j of the first such maximum. Pixels outside of the image are never the maximum. */
-static void maxpool2d_forward(real *out, uint8_t *argmax, const real *in, const Layer *l, size_t n)
+static void maxpool2d_forward_naive(real *out, uint8_t *argmax, const real *in, const Layer *l,
+                                    size_t n)
 {
     Shape I = l->in, O = l->out;
     PARALLEL_FOR_2
@@ -1107,7 +1108,9 @@ enum {
     SLICE_ELEMENTS = 2 * 1024 * 1024, // ... as long as their sums take no more than this
 };
 typedef real vec __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(real)), may_alias));
-typedef __typeof__((vec){0} < (vec){0}) mask; // all bits of a lane set: true
+// an integer as wide as a real; a comparison of vectors sets all bits of a lane, or none
+typedef __typeof__(__builtin_choose_expr(sizeof(real) == 8, (int64_t)0, (int32_t)0)) lane;
+typedef lane mask __attribute__((vector_size(VECTOR_BYTES)));
 
 #define SQRT(x) (sizeof(real) == sizeof(float) ? (real)sqrtf((float)(x)) : (real)sqrt((double)(x)))
 #define INLINE static inline __attribute__((always_inline))
@@ -1545,6 +1548,37 @@ static void conv2d_backward_fast(real *din, real *dweight, real *dbias, const re
     convolve(din, dout, scratch, NULL, false, &p, n);
 }
 
+/* The same, a vector of channels at a time: the largest so far and where it was stay in registers.
+   Spelled out, because compilers do not mix numbers and bytes in one vector loop by themselves. */
+static void maxpool2d_forward_fast(real *out, uint8_t *argmax, const real *in, const Layer *l,
+                                   size_t n)
+{
+    typedef uint8_t bytes __attribute__((vector_size(LANES)));
+    Shape I = l->in, O = l->out;
+    PARALLEL_FOR_2
+    for (size_t image = 0; image < n; image++)
+        for (size_t y = 0; y < O.h; y++)
+            for (size_t x = 0; x < O.w; x++)
+                for (size_t c = 0; c < O.c; c += LANES) {
+                    size_t at = ((image * O.h + y) * O.w + x) * O.c + c, count = O.c - c;
+                    vec best = (vec){0} - (real)INFINITY;
+                    mask arg = {0};
+                    for (size_t tap = 0; tap < l->kernel * l->kernel; tap++) {
+                        size_t iy = y * l->stride + tap / l->kernel - l->padding;
+                        size_t ix = x * l->stride + tap % l->kernel - l->padding;
+                        if (iy >= I.h || ix >= I.w)
+                            continue;
+                        vec v = load(in + ((image * I.h + iy) * I.w + ix) * I.c + c, count);
+                        mask larger = ~(v <= best);
+                        best = (vec)((larger & (mask)v) | (~larger & (mask)best));
+                        arg = (larger & ((mask){0} + (lane)tap)) | (~larger & arg);
+                    }
+                    store(out + at, best, count);
+                    bytes positions = __builtin_convertvector(arg, bytes);
+                    memcpy(argmax + at, &positions, min_size(count, LANES));
+                }
+}
+
 static size_t scratch_size_naive(const Layer *l, size_t n)
 {
     (void)l;
@@ -1605,19 +1639,20 @@ static void cpu_synchronize(void) // a CPU has done what it was told when the ca
 #define CPU_COMMON                                                                                \
     .name = "cpu", .alloc = host_alloc, .release = free, .copy = cpu_copy,                        \
     .synchronize = cpu_synchronize, .relu_forward = relu_forward, .relu_backward = relu_backward, \
-    .maxpool2d_forward = maxpool2d_forward, .maxpool2d_backward = maxpool2d_backward,             \
-    .dropout_forward = dropout_forward, .dropout_backward = dropout_backward,                     \
-    .log_softmax_forward = log_softmax_forward, .log_softmax_backward = log_softmax_backward,     \
-    .nll_loss = nll_loss, .adadelta = adadelta, .sgd = sgd
+    .maxpool2d_backward = maxpool2d_backward, .dropout_forward = dropout_forward,                 \
+    .dropout_backward = dropout_backward, .log_softmax_forward = log_softmax_forward,             \
+    .log_softmax_backward = log_softmax_backward, .nll_loss = nll_loss, .adadelta = adadelta,     \
+    .sgd = sgd
 
 static const Backend backends[] = {
     {CPU_COMMON, .kernels = "naive", .scratch_size = scratch_size_naive,
-     .conv2d_forward = conv2d_forward_naive, .conv2d_backward = conv2d_backward_naive,
-     .linear_forward = linear_forward_naive, .linear_backward = linear_backward_naive},
+     .maxpool2d_forward = maxpool2d_forward_naive, .conv2d_forward = conv2d_forward_naive,
+     .conv2d_backward = conv2d_backward_naive, .linear_forward = linear_forward_naive,
+     .linear_backward = linear_backward_naive},
     {CPU_COMMON, .kernels = "fast", .fuses_relu = true, .scratch_size = scratch_size_fast,
-     .prepare = cpu_prepare, .conv2d_forward = conv2d_forward_fast,
-     .conv2d_backward = conv2d_backward_fast, .linear_forward = conv2d_forward_fast,
-     .linear_backward = conv2d_backward_fast},
+     .prepare = cpu_prepare, .maxpool2d_forward = maxpool2d_forward_fast,
+     .conv2d_forward = conv2d_forward_fast, .conv2d_backward = conv2d_backward_fast,
+     .linear_forward = conv2d_forward_fast, .linear_backward = conv2d_backward_fast},
 };
 
 /* ==== 6. Network ================================================================================

@@ -1,7 +1,7 @@
 /* test_cnn.c - tests of the parts of cnn.c, compiled once with real = float and once = double.
 
    Prints a line for each test: `pass NAME`, `fail NAME: what` or `skip NAME: why`. QUICK=1 in the
-   environment runs fewer shapes. Every number here is drawn from a fixed seed: a failure repeats. */
+   environment runs fewer shapes. Every number is drawn from a fixed seed: a failure repeats. */
 
 #define CNN_NO_MAIN
 #include "../cnn.c"
@@ -19,7 +19,7 @@ static const bool is_double = sizeof(real) == sizeof(double);
 static const double epsilon = sizeof(real) == sizeof(double) ? DBL_EPSILON : FLT_EPSILON;
 static bool quick;
 
-/* ---- Verdicts ---------------------------------------------------------------------------------- */
+/* ---- Verdicts ------------------------------------------------------------------------------- */
 
 static char failure[512]; // the first thing that went wrong in the test that runs; "" if nothing
 
@@ -86,7 +86,7 @@ static void test_comparison(void)
     verdict("comparison");
 }
 
-/* ---- Numbers and arrays ------------------------------------------------------------------------ */
+/* ---- Numbers and arrays --------------------------------------------------------------------- */
 
 static uint32_t drawn; // how many random numbers the tests have drawn
 
@@ -150,7 +150,7 @@ static void check_guards(const char *name, const Array *a)
             fail("%s: wrote at index %td of %zu", name, (ptrdiff_t)i - ALIGN, a->count);
 }
 
-/* ---- Fast layers against the definitions -------------------------------------------------------- */
+/* ---- Fast layers against the definitions ---------------------------------------------------- */
 
 typedef struct Inputs {
     Array in, weight, bias, dout;
@@ -237,6 +237,37 @@ static void compare_layer(Layer l, size_t n)
     free(l.scatter);
 }
 
+// Both choose the same of equal maxima, so results must be equal to the bit.
+static void test_maxpool(void)
+{
+    bool same = true;
+    for (size_t c = 1; c < 70; c++) {
+        Layer l = {.kind = MAXPOOL2D, .in = {9, 7, c}, .kernel = 1 + c % 3};
+        l.stride = l.kernel;
+        l.out = (Shape){l.in.h / l.kernel, l.in.w / l.kernel, c};
+        size_t count = 3 * shape_size(l.out);
+        Array in = random_array(3 * shape_size(l.in));
+        for (size_t i = 0; i < in.count; i++)
+            in.at[i] = (real)floor(3 * (double)in.at[i]); // many ties
+        Array outs[2] = {array(count, guard_value), array(count, guard_value)};
+        uint8_t *args[2] = {must_alloc(count, "test"), must_alloc(count, "test")};
+        for (size_t b = 0; b < 2; b++) {
+            backends[b].maxpool2d_forward(outs[b].at, args[b], in.at, &l, 3);
+            check_guards("maxpool2d", &outs[b]);
+        }
+        same = same && memcmp(outs[0].at, outs[1].at, count * sizeof(real)) == 0 &&
+               memcmp(args[0], args[1], count) == 0;
+        for (size_t b = 0; b < 2; b++) {
+            free(outs[b].base);
+            free(args[b]);
+        }
+        free(in.base);
+    }
+    if (!same)
+        fail("fast and naive differ");
+    verdict("maxpool2d, fast against naive");
+}
+
 // Mostly small, at times large: odd sizes meet every edge of the tiles.
 static Layer draw_conv(Net *net, size_t *n)
 {
@@ -285,7 +316,7 @@ static void test_fast_linear(void)
     verdict("fast linear against its definition");
 }
 
-/* ---- Gradients against central differences ------------------------------------------------------ */
+/* ---- Gradients against central differences -------------------------------------------------- */
 
 enum { BATCH = 7, CLASSES = 4 };
 static const Draw gradient_draw = {.seed = 5, .epoch = 2, .first = 30};
@@ -400,7 +431,7 @@ static void test_gradients(void)
             test_gradients_of(&backends[b], kernels[k]);
 }
 
-/* ---- Random numbers and dropout ----------------------------------------------------------------- */
+/* ---- Random numbers and dropout ------------------------------------------------------------- */
 
 // Known answers from the Random123 library.
 static void test_philox(void)
@@ -516,7 +547,7 @@ static void test_dropout_draws(void)
     verdict("dropout: drawn by seed, epoch, layer and image alone");
 }
 
-/* ---- Optimizers --------------------------------------------------------------------------------- */
+/* ---- Optimizers ----------------------------------------------------------------------------- */
 
 enum { OPT_COUNT = 1003, OPT_STEPS = 10 };
 typedef struct Reference {
@@ -568,7 +599,7 @@ static void test_optimizer(bool adadelta_rule)
     verdict(adadelta_rule ? "adadelta against a plain loop" : "sgd against a plain loop");
 }
 
-/* ---- Loader ------------------------------------------------------------------------------------- */
+/* ---- Loader --------------------------------------------------------------------------------- */
 
 enum { IMAGES = 103, LOAD_BATCH = 8, LOAD_BATCHES = 13 };
 static const DatasetInfo tiny_info = {"tiny",       {1, 2, 3},      10, IMAGES, IMAGES,
@@ -666,7 +697,7 @@ static void test_loader_left_early(void)
     verdict("loader: an epoch left early, then a fresh one");
 }
 
-/* ---- No allocation and no new thread inside of a training step ---------------------------------- */
+/* ---- No allocation and no new thread inside of a training step ------------------------------ */
 
 #if defined(__GLIBC__) && !defined(SANITIZED)
 #define COUNTS_ALLOCATIONS
@@ -800,7 +831,7 @@ static void test_steps(void)
 #endif
 }
 
-/* ---- Weights as PyTorch has them ---------------------------------------------------------------- */
+/* ---- Weights as PyTorch has them ------------------------------------------------------------ */
 
 // Weights that hold their own index, so that each one's way can be told.
 static void check_permutation(Shape s, size_t outputs)
@@ -858,6 +889,7 @@ int main(void)
     test_comparison();
     test_philox();
     test_gradients();
+    test_maxpool();
     test_fast_conv();
     test_fast_linear();
     test_dropout_values();
