@@ -947,8 +947,10 @@ static void maxpool2d_forward_naive(real *out, uint8_t *argmax, const real *in, 
                 size_t at = ((image * O.h + y) * O.w + x) * O.c;
                 real *restrict best = out + at;
                 uint8_t *restrict arg = argmax + at;
-                for (size_t c = 0; c < O.c; c++)
+                for (size_t c = 0; c < O.c; c++) {
                     best[c] = -INFINITY;
+                    arg[c] = 0;
+                }
                 for (size_t tap = 0; tap < l->kernel * l->kernel; tap++) {
                     size_t iy = y * l->stride + tap / l->kernel - l->padding;
                     size_t ix = x * l->stride + tap % l->kernel - l->padding;

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs every test program, counts their lines `pass NAME`, `fail NAME: why`, `skip NAME: why`,
-# and ends with one line `N passed, N failed, N skipped`. A program that breaks off has failed.
+# and ends with one line `N passed, N failed, N skipped`. A program that breaks off or hangs has failed.
 set -u
 export OMP_WAIT_POLICY=passive # threads that spin while they wait starve whatever runs beside us
 cd "$(dirname "$0")/.." || exit 1
@@ -10,7 +10,7 @@ trap 'rm -f "$log"' EXIT
 run() {
     local name=$1
     shift
-    "$@" </dev/null 2>&1 | tee -a "$log" | grep -E '^(fail|skip|.*(ERROR|runtime error))'
+    timeout 900 "$@" </dev/null 2>&1 | tee -a "$log" | grep -E '^(fail|skip|.*(ERROR|runtime error))'
     local status=${PIPESTATUS[0]}
     if [ "$status" -ne 0 ]; then
         echo "fail $name: broke off with exit status $status" | tee -a "$log"
