@@ -122,8 +122,7 @@ typedef struct Backend {
    (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.) It has no state, so any
    thread, device or replica can draw any number at any time and all agree on it. */
 static inline HOST_DEVICE void philox4x32(uint32_t out[4], uint32_t c0, uint32_t c1, uint32_t c2,
-                                          uint32_t c3, uint64_t seed)
-{
+                                          uint32_t c3, uint64_t seed) {
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
     for (int round = 0; round < 10; round++) {
         uint64_t p0 = (uint64_t)0xD2511F53u * c0, p1 = (uint64_t)0xCD9E8D57u * c2;
@@ -144,8 +143,7 @@ static inline HOST_DEVICE void philox4x32(uint32_t out[4], uint32_t c0, uint32_t
 enum { DRAW_INIT, DRAW_SHUFFLE, DRAW_SYNTHETIC, DRAW_DROPOUT = 256 };
 
 // uniform in [0, 1) from 32 random bits; 24 of them, so that float and double agree
-static inline HOST_DEVICE real uniform(uint32_t bits)
-{
+static inline HOST_DEVICE real uniform(uint32_t bits) {
     return (real)(bits >> 8) * (real)(1.0 / 16777216.0);
 }
 
@@ -156,12 +154,9 @@ static inline HOST_DEVICE real uniform(uint32_t bits)
    Clock, errors, memory and files. die() is how every error ends: one line that says what, where,
    what was expected, what was found and what to do. */
 
-#include <ctype.h>
 #include <errno.h>
 #include <fcntl.h>
-#include <float.h>
 #include <libgen.h>
-#include <limits.h>
 #include <math.h>
 #include <pthread.h>
 #include <sched.h>
@@ -175,10 +170,16 @@ static inline HOST_DEVICE real uniform(uint32_t bits)
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
+
+#define DO_PRAGMA(text) _Pragma(#text)
 #ifdef _OPENMP
 #include <omp.h>
+#define PARALLEL_FOR DO_PRAGMA(omp parallel for schedule(static))
+#define PARALLEL_FOR_2 DO_PRAGMA(omp parallel for schedule(static) collapse(2))
 #else
 #define omp_set_num_threads(n) ((void)(n))
+#define PARALLEL_FOR
+#define PARALLEL_FOR_2
 #endif
 
 enum { PATH_SIZE = 4096, EXIT_USAGE = 2 };
@@ -194,8 +195,7 @@ static _Noreturn void die(int status, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
 static void (*before_dying)(void); // lets the run folder say "failed"
 
-static _Noreturn void die(int status, const char *format, ...)
-{
+static _Noreturn void die(int status, const char *format, ...) {
     char line[2 * PATH_SIZE];
     va_list args;
     va_start(args, format);
@@ -210,32 +210,27 @@ static _Noreturn void die(int status, const char *format, ...)
     exit(status);
 }
 
-static size_t min_size(size_t a, size_t b)
-{
+static size_t min_size(size_t a, size_t b) {
     return a < b ? a : b;
 }
 
-static size_t max_size(size_t a, size_t b)
-{
+static size_t max_size(size_t a, size_t b) {
     return a > b ? a : b;
 }
 
-static size_t ceil_div(size_t a, size_t b)
-{
+static size_t ceil_div(size_t a, size_t b) {
     return (a + b - 1) / b;
 }
 
 // Zeroed memory on a cache line's border, with room for one vector read past the end.
-static void *host_alloc(size_t bytes)
-{
+static void *host_alloc(size_t bytes) {
     void *memory = NULL;
     if (bytes > SIZE_MAX / 2 || posix_memalign(&memory, 64, bytes + 128) != 0)
         return NULL;
     return memset(memory, 0, bytes + 128);
 }
 
-static void *must_alloc(size_t bytes, const char *what)
-{
+static void *must_alloc(size_t bytes, const char *what) {
     void *memory = host_alloc(bytes);
     if (!memory)
         die(1,
@@ -245,8 +240,7 @@ static void *must_alloc(size_t bytes, const char *what)
     return memory;
 }
 
-static void join_path(char path[PATH_SIZE], const char *dir, const char *file)
-{
+static void join_path(char path[PATH_SIZE], const char *dir, const char *file) {
     if (snprintf(path, PATH_SIZE, "%s/%s", dir, file) >= PATH_SIZE)
         die(1, "path too long: %s/%s", dir, file);
 }
@@ -257,13 +251,11 @@ typedef struct AtomicFile {
     char path[PATH_SIZE], temporary[PATH_SIZE];
 } AtomicFile;
 
-static void file_fail(const char *doing, const char *path)
-{
+static void file_fail(const char *doing, const char *path) {
     die(1, "%s %s: %s", doing, path, strerror(errno));
 }
 
-static void atomic_open(AtomicFile *f, const char *path)
-{
+static void atomic_open(AtomicFile *f, const char *path) {
     snprintf(f->path, sizeof f->path, "%s", path);
     if (snprintf(f->temporary, PATH_SIZE, "%s.tmp", path) >= PATH_SIZE)
         die(1, "path too long: %s.tmp", path);
@@ -272,8 +264,7 @@ static void atomic_open(AtomicFile *f, const char *path)
         file_fail("cannot create", f->temporary);
 }
 
-static void atomic_commit(AtomicFile *f)
-{
+static void atomic_commit(AtomicFile *f) {
     bool good = !ferror(f->stream) && fflush(f->stream) == 0 && fsync(fileno(f->stream)) == 0;
     good = fclose(f->stream) == 0 && good;
     if (!good || rename(f->temporary, f->path) != 0) {
@@ -292,8 +283,7 @@ static void atomic_commit(AtomicFile *f)
 }
 
 // FNV-1a over memory: two runs have equal weights if they print equal hashes.
-static uint64_t hash_bytes(const void *memory, size_t bytes)
-{
+static uint64_t hash_bytes(const void *memory, size_t bytes) {
     uint64_t hash = 0xcbf29ce484222325u;
     for (size_t i = 0; i < bytes; i++)
         hash = (hash ^ ((const uint8_t *)memory)[i]) * 0x100000001b3u;
@@ -327,16 +317,14 @@ typedef struct Dataset {
     uint8_t *labels; // [count]
 } Dataset;
 
-static const DatasetInfo *find_dataset_info(const char *name)
-{
+static const DatasetInfo *find_dataset_info(const char *name) {
     for (size_t i = 0; i < DATASETS; i++)
         if (strcmp(dataset_infos[i].name, name) == 0)
             return &dataset_infos[i];
     return NULL;
 }
 
-static size_t image_size(const DatasetInfo *info)
-{
+static size_t image_size(const DatasetInfo *info) {
     return info->shape.h * info->shape.w * info->shape.c;
 }
 
@@ -350,8 +338,7 @@ typedef struct DataFile {
 static void bad_file(const DataFile *f, const char *format, ...)
     __attribute__((format(printf, 2, 3), noreturn));
 
-static void bad_file(const DataFile *f, const char *format, ...)
-{
+static void bad_file(const DataFile *f, const char *format, ...) {
     char what[512];
     va_list args;
     va_start(args, format);
@@ -361,8 +348,7 @@ static void bad_file(const DataFile *f, const char *format, ...)
 }
 
 // The gzip program, its output as a stream: no library needed to read Debian's packages.
-static void open_gzip(DataFile *f)
-{
+static void open_gzip(DataFile *f) {
     int ends[2];
     if (pipe(ends) != 0)
         file_fail("cannot open a pipe for", f->path);
@@ -381,8 +367,7 @@ static void open_gzip(DataFile *f)
 }
 
 // Finds DIR/FILE or DIR/FILE.gz; false if there is neither.
-static bool data_path(char path[PATH_SIZE], const char *dir, const char *file)
-{
+static bool data_path(char path[PATH_SIZE], const char *dir, const char *file) {
     char compressed[PATH_SIZE];
     join_path(path, dir, file);
     if (access(path, F_OK) == 0)
@@ -393,8 +378,7 @@ static bool data_path(char path[PATH_SIZE], const char *dir, const char *file)
     return access(path, F_OK) == 0;
 }
 
-static void data_open(DataFile *f, const char *dir, const char *file, const char *dataset)
-{
+static void data_open(DataFile *f, const char *dir, const char *file, const char *dataset) {
     *f = (DataFile){0};
     snprintf(f->remedy, sizeof f->remedy, "remove it and run: data/get_data.sh %s", dataset);
     if (!data_path(f->path, dir, file))
@@ -410,8 +394,7 @@ static void data_open(DataFile *f, const char *dir, const char *file, const char
     }
 }
 
-static void data_close(DataFile *f)
-{
+static void data_close(DataFile *f) {
     fclose(f->stream);
     int status = 0;
     if (f->gzip && waitpid(f->gzip, &status, 0) == f->gzip && status != 0) {
@@ -422,8 +405,7 @@ static void data_close(DataFile *f)
     }
 }
 
-static void read_exactly(DataFile *f, void *to, size_t bytes, size_t offset, size_t expected)
-{
+static void read_exactly(DataFile *f, void *to, size_t bytes, size_t offset, size_t expected) {
     size_t got = fread(to, 1, bytes, f->stream);
     if (got == bytes)
         return;
@@ -432,16 +414,14 @@ static void read_exactly(DataFile *f, void *to, size_t bytes, size_t offset, siz
     bad_file(f, "truncated: expected %zu bytes, found %zu", expected, offset + got);
 }
 
-static uint32_t big_endian(const uint8_t b[4])
-{
+static uint32_t big_endian(const uint8_t b[4]) {
     return (uint32_t)b[0] << 24 | (uint32_t)b[1] << 16 | (uint32_t)b[2] << 8 | b[3];
 }
 
 /* An IDX file: magic number 0x0801 (labels) or 0x0803 (images), the sizes of its 1 or 3 dimensions,
    all big-endian, then bytes. item is the size that the one after the first dimension must have.
    Reads the first `limit` items, checks the length of all; returns the whole file's count. */
-static size_t read_idx(DataFile *f, uint8_t **items, size_t *kept, size_t limit, Shape item)
-{
+static size_t read_idx(DataFile *f, uint8_t **items, size_t *kept, size_t limit, Shape item) {
     bool images = item.h > 0;
     uint32_t magic = images ? 0x0803 : 0x0801;
     size_t header_bytes = images ? 16 : 8, item_bytes = images ? item.h * item.w : 1;
@@ -482,8 +462,7 @@ static const char *const idx_files[2][2] = {
     {"t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"},
 };
 
-static void load_idx(Dataset *data, const char *dir, bool train, size_t limit)
-{
+static void load_idx(Dataset *data, const char *dir, bool train, size_t limit) {
     const DatasetInfo *info = data->info;
     const char *const *files = idx_files[train ? 0 : 1];
     DataFile images, labels;
@@ -508,8 +487,7 @@ static void load_idx(Dataset *data, const char *dir, bool train, size_t limit)
 enum { GLYPH = 14, WAVES = 3, SHIFT = 2 };
 static const uint64_t synthetic_seed = 2022;
 
-static void draw_glyph(float glyph[], size_t class, size_t channels)
-{
+static void draw_glyph(float glyph[], size_t class, size_t channels) {
     memset(glyph, 0, GLYPH * GLYPH * channels * sizeof *glyph);
     for (uint32_t wave = 0; wave < WAVES * channels; wave++) {
         uint32_t r[4];
@@ -528,16 +506,14 @@ static void draw_glyph(float glyph[], size_t class, size_t channels)
 }
 
 static void add_glyph(float *image, const float *glyph, Shape s, size_t top, size_t left,
-                      float strength)
-{
+                      float strength) {
     for (size_t y = 0; y < GLYPH; y++)
         for (size_t i = 0; i < GLYPH * s.c; i++)
             image[((top + y) * s.w + left) * s.c + i] += strength * glyph[y * GLYPH * s.c + i];
 }
 
 static void draw_synthetic(uint8_t *out, uint8_t *label, const float *glyphs,
-                           const DatasetInfo *info, uint32_t index)
-{
+                           const DatasetInfo *info, uint32_t index) {
     Shape s = info->shape;
     size_t size = image_size(info), glyph_size = GLYPH * GLYPH * s.c;
     float image[size];
@@ -563,8 +539,7 @@ static void draw_synthetic(uint8_t *out, uint8_t *label, const float *glyphs,
     }
 }
 
-static void make_synthetic(Dataset *data, bool train, size_t limit)
-{
+static void make_synthetic(Dataset *data, bool train, size_t limit) {
     const DatasetInfo *info = data->info;
     size_t glyph_size = GLYPH * GLYPH * info->shape.c;
     data->count = min_size(train ? info->train : info->test, limit);
@@ -573,22 +548,20 @@ static void make_synthetic(Dataset *data, bool train, size_t limit)
     float *glyphs = must_alloc(info->classes * glyph_size * sizeof *glyphs, "synthetic images");
     for (size_t class = 0; class < info->classes; class ++)
         draw_glyph(glyphs + class * glyph_size, class, info->shape.c);
-#pragma omp parallel for schedule(static)
+    PARALLEL_FOR
     for (size_t i = 0; i < data->count; i++) // the test set is numbered behind the training set
         draw_synthetic(data->images + i * image_size(info), data->labels + i, glyphs, info,
                        (uint32_t)(i + (train ? 0 : info->train)));
     free(glyphs);
 }
 
-static bool has_dataset(const char *dir)
-{
+static bool has_dataset(const char *dir) {
     char path[PATH_SIZE];
     return data_path(path, dir, idx_files[0][0]);
 }
 
 // Where a dataset's files are: DIR and DIR/NAME with --data DIR, else the usual folders.
-static bool find_data_dir(char dir[PATH_SIZE], const char *name, const char *data_option)
-{
+static bool find_data_dir(char dir[PATH_SIZE], const char *name, const char *data_option) {
     char beside[PATH_SIZE] = "."; // the executable's folder
     ssize_t length = readlink("/proc/self/exe", beside, sizeof beside - 8);
     beside[length > 0 ? length : 1] = 0;
@@ -608,8 +581,7 @@ static bool find_data_dir(char dir[PATH_SIZE], const char *name, const char *dat
     return has_dataset(dir);
 }
 
-static void free_dataset(Dataset *data)
-{
+static void free_dataset(Dataset *data) {
     free(data->images);
     free(data->labels);
 }
@@ -624,6 +596,7 @@ typedef struct Batch {
     real *images;    // [n][h][w][c], normalised
     uint8_t *labels; // [n]
     size_t n, first; // how many images; position of the first one in the epoch
+    size_t number;   // of the batch, from 0
 } Batch;
 
 typedef struct Loader {
@@ -641,9 +614,9 @@ typedef struct Loader {
     real normalised[3][256]; // (byte / 255 - mean) / std, by channel
 } Loader;
 
-static void fill_batch(const Loader *l, Batch *batch, size_t number)
-{
+static void fill_batch(const Loader *l, Batch *batch, size_t number) {
     size_t pixels = image_size(l->data->info), channels = l->data->info->shape.c;
+    batch->number = number;
     batch->first = number * l->batch_size;
     batch->n = min_size(l->batch_size, l->data->count - batch->first);
     for (size_t i = 0; i < batch->n; i++) {
@@ -657,8 +630,7 @@ static void fill_batch(const Loader *l, Batch *batch, size_t number)
     }
 }
 
-static void *loader_worker(void *argument)
-{
+static void *loader_worker(void *argument) {
     Loader *l = argument;
     pthread_mutex_lock(&l->lock);
     while (!l->quit) {
@@ -680,8 +652,7 @@ static void *loader_worker(void *argument)
     return NULL;
 }
 
-static void loader_init(Loader *l, const Dataset *data, size_t batch_size, size_t workers)
-{
+static void loader_init(Loader *l, const Dataset *data, size_t batch_size, size_t workers) {
     const DatasetInfo *info = data->info;
     *l = (Loader){.data = data, .batch_size = batch_size, .workers = workers};
     l->slots = 2 * workers + 1; // PyTorch's prefetch_factor of 2, and the batch in use
@@ -704,8 +675,7 @@ static void loader_init(Loader *l, const Dataset *data, size_t batch_size, size_
 }
 
 // Fisher-Yates: every permutation is equally likely. Draw i depends on seed, epoch and i only.
-static void shuffle(uint32_t *order, size_t count, uint64_t seed, size_t epoch)
-{
+static void shuffle(uint32_t *order, size_t count, uint64_t seed, size_t epoch) {
     for (size_t i = count - 1; i > 0; i--) {
         uint32_t r[4];
         philox4x32(r, (uint32_t)i, 0, (uint32_t)epoch, DRAW_SHUFFLE, seed);
@@ -718,8 +688,7 @@ static void shuffle(uint32_t *order, size_t count, uint64_t seed, size_t epoch)
 }
 
 // Starts an epoch: shuffled for training; epoch 0 means in the order of the file, for testing.
-static void loader_start(Loader *l, uint64_t seed, size_t epoch)
-{
+static void loader_start(Loader *l, uint64_t seed, size_t epoch) {
     pthread_mutex_lock(&l->lock);
     l->started = l->batches = 0; // stops the workers, if an epoch was left early
     while (l->busy > 0)
@@ -736,8 +705,7 @@ static void loader_start(Loader *l, uint64_t seed, size_t epoch)
 }
 
 // The next batch, valid until the call after; NULL when the epoch is over.
-static const Batch *loader_next(Loader *l)
-{
+static const Batch *loader_next(Loader *l) {
     pthread_mutex_lock(&l->lock);
     const Batch *batch = NULL;
     if (l->handed < l->batches) {
@@ -751,8 +719,7 @@ static const Batch *loader_next(Loader *l)
     return batch;
 }
 
-static void loader_free(Loader *l)
-{
+static void loader_free(Loader *l) {
     pthread_mutex_lock(&l->lock);
     l->quit = true;
     pthread_cond_broadcast(&l->changed);
@@ -780,22 +747,12 @@ static void loader_free(Loader *l)
    dweight and dbias with =. Work is split by shapes, never by the number of threads, and every sum
    is taken in one fixed order: the result has the same bits for any --threads. */
 
-#define DO_PRAGMA(text) _Pragma(#text)
-#ifdef _OPENMP
-#define PARALLEL_FOR DO_PRAGMA(omp parallel for schedule(static))
-#define PARALLEL_FOR_2 DO_PRAGMA(omp parallel for schedule(static) collapse(2))
-#else
-#define PARALLEL_FOR
-#define PARALLEL_FOR_2
-#endif
-
 /* out[n][y][x][k] = bias[k] + sum over i, j, c of
                           in[n][y * s + i - padding][x * s + j - padding][c] * weight[i][j][c][k]
    where s is the stride and pixels outside of the image count as 0.
    Shapes: in [n][h][w][c], out [n][oh][ow][k]. */
 static void conv2d_forward_naive(real *out, const real *in, const real *weight, const real *bias,
-                                 const Layer *l, size_t n, real *scratch)
-{
+                                 const Layer *l, size_t n, real *scratch) {
     (void)scratch;
     Shape I = l->in, O = l->out;
     PARALLEL_FOR_2
@@ -826,8 +783,7 @@ static void conv2d_forward_naive(real *out, const real *in, const real *weight, 
                          where iy = y * s + i - padding, ix likewise.   din may be NULL. */
 static void conv2d_backward_naive(real *din, real *dweight, real *dbias, const real *dout,
                                   const real *in, const real *weight, const Layer *l, size_t n,
-                                  real *scratch)
-{
+                                  real *scratch) {
     (void)scratch;
     Shape I = l->in, O = l->out;
     memset(dbias, 0, O.c * sizeof *dbias);
@@ -876,8 +832,7 @@ static void conv2d_backward_naive(real *din, real *dweight, real *dbias, const r
 
 // out[n][k] = bias[k] + sum over c of in[n][c] * weight[c][k]
 static void linear_forward_naive(real *out, const real *in, const real *weight, const real *bias,
-                                 const Layer *l, size_t n, real *scratch)
-{
+                                 const Layer *l, size_t n, real *scratch) {
     (void)scratch;
     size_t inputs = l->in.c, outputs = l->out.c;
     PARALLEL_FOR_2
@@ -894,8 +849,7 @@ static void linear_forward_naive(real *out, const real *in, const real *weight, 
    din[n][c] = sum over k of dout[n][k] * weight[c][k]                      din may be NULL. */
 static void linear_backward_naive(real *din, real *dweight, real *dbias, const real *dout,
                                   const real *in, const real *weight, const Layer *l, size_t n,
-                                  real *scratch)
-{
+                                  real *scratch) {
     (void)scratch;
     size_t inputs = l->in.c, outputs = l->out.c;
     for (size_t k = 0; k < outputs; k++) {
@@ -919,16 +873,14 @@ static void linear_backward_naive(real *din, real *dweight, real *dbias, const r
 }
 
 // out = max(in, 0); a NaN stays a NaN. In place, if out is in
-static void relu_forward(real *out, const real *in, size_t count)
-{
+static void relu_forward(real *out, const real *in, size_t count) {
     PARALLEL_FOR
     for (size_t i = 0; i < count; i++)
         out[i] = in[i] < 0 ? 0 : in[i];
 }
 
 // din = dout where out > 0, else 0; in place, if din is dout
-static void relu_backward(real *din, const real *dout, const real *out, size_t count)
-{
+static void relu_backward(real *din, const real *dout, const real *out, size_t count) {
     PARALLEL_FOR
     for (size_t i = 0; i < count; i++)
         din[i] = out[i] > 0 ? dout[i] : 0;
@@ -937,8 +889,7 @@ static void relu_backward(real *din, const real *dout, const real *out, size_t c
 /* out[n][y][x][c] = max over i, j < kernel of in[n][y * stride + i - padding][...][c], and argmax
    = i * kernel + j of the first such maximum. Pixels outside of the image are never the maximum. */
 static void maxpool2d_forward_naive(real *out, uint8_t *argmax, const real *in, const Layer *l,
-                                    size_t n)
-{
+                                    size_t n) {
     Shape I = l->in, O = l->out;
     PARALLEL_FOR_2
     for (size_t image = 0; image < n; image++)
@@ -968,8 +919,7 @@ static void maxpool2d_forward_naive(real *out, uint8_t *argmax, const real *in, 
 
 // din = 0, then din[the pixel that was the maximum] += dout
 static void maxpool2d_backward(real *din, const real *dout, const uint8_t *argmax, const Layer *l,
-                               size_t n)
-{
+                               size_t n) {
     Shape I = l->in, O = l->out;
     PARALLEL_FOR
     for (size_t image = 0; image < n; image++) {
@@ -995,8 +945,7 @@ static void maxpool2d_backward(real *din, const real *dout, const uint8_t *argma
    with 16 bits each, so p is rounded to 1/65536. Element e of the image at position q draws from
    (seed, layer, epoch, q, e). (Srivastava et al., "Dropout", JMLR 2014; inverted as in PyTorch.) */
 static void dropout_forward(real *out, uint8_t *mask, const real *in, const Layer *l, size_t n,
-                            uint32_t stream, const Draw *draw)
-{
+                            uint32_t stream, const Draw *draw) {
     enum { BLOCK = 8, BLOCKS = 16 }; // 16 blocks at a time, for the compiler to vectorise
     size_t size = l->out.h * l->out.w * l->out.c;
     real scale = 1 / (1 - l->p);
@@ -1020,8 +969,7 @@ static void dropout_forward(real *out, uint8_t *mask, const real *in, const Laye
 
 // din = dout / (1 - p) where the mask is set, else 0
 static void dropout_backward(real *din, const real *dout, const uint8_t *mask, const Layer *l,
-                             size_t n)
-{
+                             size_t n) {
     real scale = 1 / (1 - l->p);
     size_t count = n * l->out.h * l->out.w * l->out.c;
     PARALLEL_FOR
@@ -1030,8 +978,7 @@ static void dropout_backward(real *din, const real *dout, const uint8_t *mask, c
 }
 
 // out[k] = in[k] - log(sum over j of exp(in[j])), shifted by the maximum: exp cannot overflow
-static void log_softmax_forward(real *out, const real *in, size_t n, size_t classes)
-{
+static void log_softmax_forward(real *out, const real *in, size_t n, size_t classes) {
     for (size_t image = 0; image < n; image++, in += classes, out += classes) {
         real largest = -INFINITY, sum = 0;
         for (size_t k = 0; k < classes; k++)
@@ -1046,8 +993,7 @@ static void log_softmax_forward(real *out, const real *in, size_t n, size_t clas
 
 // din[k] = dout[k] - softmax[k] * sum over j of dout[j], where softmax = exp(out)
 static void log_softmax_backward(real *din, const real *dout, const real *out, size_t n,
-                                 size_t classes)
-{
+                                 size_t classes) {
     for (size_t image = 0; image < n; image++, din += classes, dout += classes, out += classes) {
         real sum = 0;
         for (size_t k = 0; k < classes; k++)
@@ -1060,8 +1006,7 @@ static void log_softmax_backward(real *din, const real *dout, const real *out, s
 /* Negative log-likelihood: losses[i] = -logp[i][label], one an image; the loss is their mean.
    dlogp = -1/n at the label, else 0; dlogp may be NULL. */
 static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t *labels, size_t n,
-                     size_t classes)
-{
+                     size_t classes) {
     for (size_t i = 0; i < n; i++)
         losses[i] = -logp[i * classes + labels[i]];
     for (size_t i = 0; dlogp && i < n * classes; i++)
@@ -1124,8 +1069,7 @@ typedef lane mask __attribute__((vector_size(VECTOR_BYTES)));
 #endif
 
 // Loads and stores the first `count` numbers of a vector; all of them, where there are enough.
-INLINE vec load(const real *from, size_t count)
-{
+INLINE vec load(const real *from, size_t count) {
     if (count >= LANES)
         return *(const vec *)from;
     vec v = {0};
@@ -1133,8 +1077,7 @@ INLINE vec load(const real *from, size_t count)
     return v;
 }
 
-INLINE void store(real *to, vec v, size_t count)
-{
+INLINE void store(real *to, vec v, size_t count) {
     if (count >= LANES)
         *(vec *)to = v;
     else
@@ -1157,16 +1100,16 @@ typedef struct DotTile {
 } DotTile;
 
 /* out[i][0 .. columns) = start + sum over taps t, d < depth of in[t][i][d] * weight[t][d][...] */
-INLINE void dot_tile(const size_t vectors, const DotTile *t, size_t columns)
-{
+INLINE void dot_tile(const size_t vectors, const DotTile *t, size_t columns) {
     vec acc[ROWS][4];
     UNROLL
-    for (size_t i = 0; i < ROWS; i++)
+    for (size_t i = 0; i < ROWS; i++) {
         UNROLL
-    for (size_t j = 0; j < vectors; j++)
-        acc[i][j] = t->add    ? load(t->out[i] + j * LANES, left(columns, j))
-                    : t->bias ? load(t->bias + j * LANES, left(columns, j))
-                              : (vec){0};
+        for (size_t j = 0; j < vectors; j++)
+            acc[i][j] = t->add    ? load(t->out[i] + j * LANES, left(columns, j))
+                        : t->bias ? load(t->bias + j * LANES, left(columns, j))
+                                  : (vec){0};
+    }
     for (size_t tap = 0; tap < t->taps; tap++) {
         const real *const *a = t->in[tap];
         const real *a0 = a[0], *a1 = a[1], *a2 = a[2], *a3 = a[3], *a4 = a[4], *a5 = a[5];
@@ -1178,20 +1121,22 @@ INLINE void dot_tile(const size_t vectors, const DotTile *t, size_t columns)
             for (size_t j = 0; j < vectors; j++)
                 b[j] = *(const vec *)(w + j * LANES);
             UNROLL
-            for (size_t i = 0; i < ROWS; i++)
+            for (size_t i = 0; i < ROWS; i++) {
                 UNROLL
-            for (size_t j = 0; j < vectors; j++)
-                acc[i][j] += factor[i] * b[j];
+                for (size_t j = 0; j < vectors; j++)
+                    acc[i][j] += factor[i] * b[j];
+            }
         }
     }
     UNROLL
-    for (size_t i = 0; i < ROWS; i++)
+    for (size_t i = 0; i < ROWS; i++) {
         UNROLL
-    for (size_t j = 0; j < vectors; j++) {
-        vec v = acc[i][j];
-        if (t->relu)
-            v = (vec)((mask)v & ~(v < 0));
-        store(t->out[i] + j * LANES, v, left(columns, j));
+        for (size_t j = 0; j < vectors; j++) {
+            vec v = acc[i][j];
+            if (t->relu)
+                v = (vec)((mask)v & ~(v < 0));
+            store(t->out[i] + j * LANES, v, left(columns, j));
+        }
     }
 }
 
@@ -1203,14 +1148,14 @@ typedef struct Pair {
 /* dweight[i][0 .. columns) += sum over pairs of in[i] * dout[0 .. columns), for i < rows.
    Reads whole vectors of dout; what lies behind the columns is dropped. */
 INLINE void outer_tile(const size_t rows, const size_t vectors, real *dweight, size_t stride,
-                       size_t columns, const Pair *pairs, size_t count, size_t row, size_t column)
-{
+                       size_t columns, const Pair *pairs, size_t count, size_t row, size_t column) {
     vec acc[ROWS][4];
     UNROLL
-    for (size_t i = 0; i < rows; i++)
+    for (size_t i = 0; i < rows; i++) {
         UNROLL
-    for (size_t j = 0; j < vectors; j++)
-        acc[i][j] = load(dweight + i * stride + j * LANES, left(columns, j));
+        for (size_t j = 0; j < vectors; j++)
+            acc[i][j] = load(dweight + i * stride + j * LANES, left(columns, j));
+    }
     for (size_t p = 0; p < count; p++) {
         const real *a = pairs[p].in + row, *d = pairs[p].dout + column;
         vec b[4];
@@ -1218,40 +1163,38 @@ INLINE void outer_tile(const size_t rows, const size_t vectors, real *dweight, s
         for (size_t j = 0; j < vectors; j++)
             b[j] = *(const vec *)(d + j * LANES);
         UNROLL
-        for (size_t i = 0; i < rows; i++)
+        for (size_t i = 0; i < rows; i++) {
             UNROLL
-        for (size_t j = 0; j < vectors; j++)
-            acc[i][j] += a[i] * b[j];
+            for (size_t j = 0; j < vectors; j++)
+                acc[i][j] += a[i] * b[j];
+        }
     }
     UNROLL
-    for (size_t i = 0; i < rows; i++)
+    for (size_t i = 0; i < rows; i++) {
         UNROLL
-    for (size_t j = 0; j < vectors; j++)
-        store(dweight + i * stride + j * LANES, acc[i][j], left(columns, j));
+        for (size_t j = 0; j < vectors; j++)
+            store(dweight + i * stride + j * LANES, acc[i][j], left(columns, j));
+    }
 }
 
 /* The compiler keeps acc in registers only if rows and vectors are constants, so each size is a
    function of its own. Not inlined: several tiles in one function make gcc spill registers. */
-#define DOT_TILE(vectors)                                              \
-    NOINLINE void dot_tile_##vectors(const DotTile *t, size_t columns) \
-    {                                                                  \
-        dot_tile(vectors, t, columns);                                 \
+#define DOT_TILE(vectors)                                                \
+    NOINLINE void dot_tile_##vectors(const DotTile *t, size_t columns) { \
+        dot_tile(vectors, t, columns);                                   \
     }
 #define OUTER_TILE(rows, vectors)                                                             \
     NOINLINE void outer_tile_##rows##_##vectors(real *dweight, size_t stride, size_t columns, \
                                                 const Pair *pairs, size_t count, size_t row,  \
-                                                size_t column)                                \
-    {                                                                                         \
+                                                size_t column) {                              \
         outer_tile(rows, vectors, dweight, stride, columns, pairs, count, row, column);       \
     }
 #define TILES(v)     \
     DOT_TILE(v)      \
     OUTER_TILE(1, v) \
     OUTER_TILE(2, v) OUTER_TILE(3, v) OUTER_TILE(4, v) OUTER_TILE(5, v) OUTER_TILE(6, v)
-#define OUTER_TILES(rows)                                                                          \
-    {                                                                                              \
-        outer_tile_##rows##_1, outer_tile_##rows##_2, outer_tile_##rows##_3, outer_tile_##rows##_4 \
-    }
+#define OUTER_TILES(rows) \
+    { outer_tile_##rows##_1, outer_tile_##rows##_2, outer_tile_##rows##_3, outer_tile_##rows##_4 }
 TILES(1)
 TILES(2)
 TILES(3)
@@ -1270,8 +1213,7 @@ typedef struct Pass {
     bool patches; // few channels: all numbers under the filter are copied together, to sum at once
 } Pass;
 
-static Pass forward_pass(const Layer *l)
-{
+static Pass forward_pass(const Layer *l) {
     size_t taps = l->kernel * l->kernel;
     return (Pass){l->gather,
                   taps,
@@ -1282,16 +1224,14 @@ static Pass forward_pass(const Layer *l)
                   l->in.c < 8 && taps > 1 && taps * l->in.c <= PATCH};
 }
 
-static Pass backward_pass(const Layer *l)
-{
+static Pass backward_pass(const Layer *l) {
     return (Pass){l->scatter, l->kernel * l->kernel, l->out.h * l->out.w,
                   l->out.c,   l->in.h * l->in.w,     l->in.c,
                   false};
 }
 
 // The two maps of a layer. Made once, before the first step.
-static void cpu_prepare(Layer *l)
-{
+static void cpu_prepare(Layer *l) {
     Shape I = l->in, O = l->out;
     size_t taps = l->kernel * l->kernel, s = l->stride;
     l->gather = must_alloc(O.h * O.w * (1 + taps) * sizeof *l->gather, "pixel maps");
@@ -1323,8 +1263,7 @@ static void cpu_prepare(Layer *l)
 
 /* Weights in the order in which tiles read them: [block of COLUMNS][tap][depth][column], the last
    vector filled up with zeros. transposed: from [tap][column][depth]. */
-static void pack_weights(real *packed, const real *weight, const Pass *p, bool transposed)
-{
+static void pack_weights(real *packed, const real *weight, const Pass *p, bool transposed) {
     size_t rows = p->taps * p->depth;
     PARALLEL_FOR_2
     for (size_t first = 0; first < p->columns; first += COLUMNS)
@@ -1343,14 +1282,12 @@ static void pack_weights(real *packed, const real *weight, const Pass *p, bool t
         }
 }
 
-static size_t packed_size(const Pass *p)
-{
+static size_t packed_size(const Pass *p) {
     return p->taps * p->depth * ceil_div(p->columns, LANES) * LANES;
 }
 
 // Copies what lies under the filter at one output pixel: patch[tap][channel], 0 outside.
-static void copy_patch(real *patch, const real *image, const int32_t *met, const Pass *p)
-{
+static void copy_patch(real *patch, const real *image, const int32_t *met, const Pass *p) {
     for (size_t tap = 0; tap < p->taps; tap++)
         for (size_t c = 0; c < p->depth; c++)
             *patch++ = met[tap] < 0 ? 0 : image[(size_t)met[tap] * p->depth + c];
@@ -1360,8 +1297,7 @@ static const real zeros[MAX_DEPTH]; // what lies outside of an image
 
 // Lists the taps that any of the tile's pixels meets; taps that all miss cost nothing.
 static void list_taps(DotTile *t, const Pass *p, const int32_t *const met[ROWS],
-                      const real *const image[ROWS], const real *weight, size_t weight_step)
-{
+                      const real *const image[ROWS], const real *weight, size_t weight_step) {
     t->taps = 0;
     for (size_t tap = 0; tap < p->taps; tap++) {
         bool any = false;
@@ -1377,8 +1313,7 @@ static void list_taps(DotTile *t, const Pass *p, const int32_t *const met[ROWS],
 
 // Output pixels of `images` images from `first` on, columns from `column` on.
 static void convolve_block(real *out, const real *in, const real *packed, const real *bias,
-                           bool relu, const Pass *p, size_t first, size_t images, size_t column)
-{
+                           bool relu, const Pass *p, size_t first, size_t images, size_t column) {
     DotTile t = {.bias = bias ? bias + column : NULL};
     real patch[ROWS][PATCH];
     size_t columns = min_size(COLUMNS, p->columns - column), vectors = ceil_div(columns, LANES);
@@ -1415,8 +1350,7 @@ static void convolve_block(real *out, const real *in, const real *packed, const 
 
 // out[pixel][column] = bias[column] + sum over taps and depth, then ReLU if asked; bias may be NULL
 static void convolve(real *out, const real *in, const real *packed, const real *bias, bool relu,
-                     const Pass *p, size_t n)
-{
+                     const Pass *p, size_t n) {
     size_t blocks = ceil_div(p->columns, COLUMNS);
     size_t images = min_size(n, ceil_div(512, p->out_pixels)); // weights are read once for these
     while (images > 1 && images * p->out_pixels > 24 && ceil_div(n, images) * blocks < SLICES)
@@ -1429,8 +1363,7 @@ static void convolve(real *out, const real *in, const real *packed, const real *
 }
 
 static void conv2d_forward_fast(real *out, const real *in, const real *weight, const real *bias,
-                                const Layer *l, size_t n, real *scratch)
-{
+                                const Layer *l, size_t n, real *scratch) {
     Pass p = forward_pass(l);
     pack_weights(scratch, weight, &p, false);
     convolve(out, in, scratch, bias, l->fused_relu, &p, n);
@@ -1446,8 +1379,7 @@ typedef struct WeightGradient {
     size_t n, slices, parts;
 } WeightGradient;
 
-static WeightGradient weight_gradient_plan(const Layer *l, size_t n)
-{
+static WeightGradient weight_gradient_plan(const Layer *l, size_t n) {
     WeightGradient g = {.pass = forward_pass(l), .n = n};
     g.taps = g.pass.patches ? 1 : g.pass.taps;
     g.depth = g.pass.patches ? g.pass.taps * g.pass.depth : g.pass.depth;
@@ -1461,8 +1393,7 @@ static WeightGradient weight_gradient_plan(const Layer *l, size_t n)
 
 // Pairs of (what the filter meets at this tap, gradient of the output) of pixels [first, last).
 static size_t list_pairs(Pair pairs[PAIRS], real *patches, const WeightGradient *g, size_t tap,
-                         size_t first, size_t last)
-{
+                         size_t first, size_t last) {
     static const real one = 1;
     const Pass *p = &g->pass;
     size_t count = 0, image = first / p->out_pixels, pixel = first % p->out_pixels;
@@ -1488,8 +1419,7 @@ static size_t list_pairs(Pair pairs[PAIRS], real *patches, const WeightGradient 
 
 // dweight and dbias (=) of one part of the rows over one slice of the images
 static void weight_gradient_piece(real *dweight, real *dbias, const WeightGradient *g, size_t slice,
-                                  size_t part)
-{
+                                  size_t part) {
     Pair pairs[PAIRS];
     real patches[PAIRS * PATCH];
     const size_t columns = g->pass.columns, pixels = g->pass.out_pixels;
@@ -1515,8 +1445,7 @@ static void weight_gradient_piece(real *dweight, real *dbias, const WeightGradie
 }
 
 static void weight_gradient(real *dweight, real *dbias, const real *dout, const real *in,
-                            const Layer *l, size_t n, real *scratch)
-{
+                            const Layer *l, size_t n, real *scratch) {
     WeightGradient g = weight_gradient_plan(l, n);
     g.in = in;
     g.dout = dout;
@@ -1540,8 +1469,7 @@ static void weight_gradient(real *dweight, real *dbias, const real *dout, const 
 
 static void conv2d_backward_fast(real *din, real *dweight, real *dbias, const real *dout,
                                  const real *in, const real *weight, const Layer *l, size_t n,
-                                 real *scratch)
-{
+                                 real *scratch) {
     weight_gradient(dweight, dbias, dout, in, l, n, scratch);
     if (!din)
         return;
@@ -1553,8 +1481,7 @@ static void conv2d_backward_fast(real *din, real *dweight, real *dbias, const re
 /* The same, a vector of channels at a time: the largest so far and where it was stay in registers.
    Spelled out, because compilers do not mix numbers and bytes in one vector loop by themselves. */
 static void maxpool2d_forward_fast(real *out, uint8_t *argmax, const real *in, const Layer *l,
-                                   size_t n)
-{
+                                   size_t n) {
     typedef uint8_t bytes __attribute__((vector_size(LANES)));
     Shape I = l->in, O = l->out;
     PARALLEL_FOR_2
@@ -1581,15 +1508,13 @@ static void maxpool2d_forward_fast(real *out, uint8_t *argmax, const real *in, c
                 }
 }
 
-static size_t scratch_size_naive(const Layer *l, size_t n)
-{
+static size_t scratch_size_naive(const Layer *l, size_t n) {
     (void)l;
     (void)n;
     return 0;
 }
 
-static size_t scratch_size_fast(const Layer *l, size_t n)
-{
+static size_t scratch_size_fast(const Layer *l, size_t n) {
     if (l->kind != CONV2D && l->kind != LINEAR)
         return 0;
     Pass forward = forward_pass(l), backward = backward_pass(l);
@@ -1607,8 +1532,7 @@ static size_t scratch_size_fast(const Layer *l, size_t n)
    delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * grad
    acc_delta = rho * acc_delta + (1 - rho) * delta^2;   param -= lr * delta */
 static void adadelta(real *param, const real *grad, real *square_avg, real *acc_delta, size_t count,
-                     double lr, double rho, double eps)
-{
+                     double lr, double rho, double eps) {
     const real keep = (real)rho, mix = (real)(1 - rho), e = (real)eps, rate = (real)lr;
     PARALLEL_FOR
     for (size_t i = 0; i < count; i++) {
@@ -1621,22 +1545,19 @@ static void adadelta(real *param, const real *grad, real *square_avg, real *acc_
 }
 
 // param -= lr * grad
-static void sgd(real *param, const real *grad, size_t count, double lr)
-{
+static void sgd(real *param, const real *grad, size_t count, double lr) {
     const real rate = (real)lr;
     PARALLEL_FOR
     for (size_t i = 0; i < count; i++)
         param[i] -= rate * grad[i];
 }
 
-static void cpu_copy(void *to, const void *from, size_t bytes)
-{
+static void cpu_copy(void *to, const void *from, size_t bytes) {
     memcpy(to, from, bytes);
 }
 
 static void cpu_synchronize(void) // a CPU has done what it was told when the call returns
-{
-}
+{}
 
 #define CPU_COMMON                                                                                \
     .name = "cpu", .alloc = host_alloc, .release = free, .copy = cpu_copy,                        \
@@ -1682,18 +1603,15 @@ typedef struct Net {
     uint8_t *saved, *labels;
 } Net;
 
-static size_t shape_size(Shape s)
-{
+static size_t shape_size(Shape s) {
     return s.h * s.w * s.c;
 }
 
-static size_t aligned(size_t count)
-{
+static size_t aligned(size_t count) {
     return ceil_div(count, ALIGN) * ALIGN;
 }
 
-static size_t add_layer(Net *net, Layer l)
-{
+static size_t add_layer(Net *net, Layer l) {
     if (net->count == MAX_LAYERS)
         die(1, "model %s: more than %d layers; raise MAX_LAYERS in cnn.c", net->model, MAX_LAYERS);
     net->layers[net->count] = l;
@@ -1701,16 +1619,14 @@ static size_t add_layer(Net *net, Layer l)
 }
 
 // PyTorch's habit of naming: conv1, conv2, ..., fc1, fc2, ...
-static void name_layer(const Net *net, Layer *l, const char *prefix)
-{
+static void name_layer(const Net *net, Layer *l, const char *prefix) {
     size_t number = 1;
     for (size_t i = 0; i < net->count; i++)
         number += net->layers[i].kind == l->kind;
     snprintf(l->name, sizeof l->name, "%s%zu", prefix, number);
 }
 
-static size_t add_params(Net *net, size_t count)
-{
+static size_t add_params(Net *net, size_t count) {
     size_t offset = net->param_size;
     net->param_size += aligned(count);
     net->parameters += count;
@@ -1719,8 +1635,7 @@ static size_t add_params(Net *net, size_t count)
 
 // nn.Conv2d(in_channels = those of x, out_channels, kernel_size, stride, padding)
 static size_t conv2d(Net *net, size_t x, size_t out_channels, size_t kernel, size_t stride,
-                     size_t padding)
-{
+                     size_t padding) {
     Shape in = net->layers[x].out;
     if (in.h + 2 * padding < kernel || in.w + 2 * padding < kernel)
         die(1,
@@ -1745,8 +1660,7 @@ static size_t conv2d(Net *net, size_t x, size_t out_channels, size_t kernel, siz
 }
 
 // nn.Linear(in_features = all numbers of x, out_features); flattens x by itself
-static size_t linear(Net *net, size_t x, size_t out_features)
-{
+static size_t linear(Net *net, size_t x, size_t out_features) {
     size_t in_features = shape_size(net->layers[x].out);
     if (out_features == 0)
         die(1, "model %s: linear at row %zu: expected at least 1 output", net->model, net->count);
@@ -1761,34 +1675,29 @@ static size_t linear(Net *net, size_t x, size_t out_features)
     return add_layer(net, l);
 }
 
-static size_t same_shape(Net *net, size_t x, LayerKind kind, real p)
-{
+static size_t same_shape(Net *net, size_t x, LayerKind kind, real p) {
     Shape s = net->layers[x].out;
     return add_layer(net, (Layer){.kind = kind, .input = x, .in = s, .out = s, .p = p});
 }
 
-static size_t relu(Net *net, size_t x)
-{
+static size_t relu(Net *net, size_t x) {
     return same_shape(net, x, RELU, 0);
 }
 
 // nn.Dropout(p)
-static size_t dropout(Net *net, size_t x, real p)
-{
+static size_t dropout(Net *net, size_t x, real p) {
     if (!(p >= 0 && p < 1))
         die(1, "model %s: dropout at row %zu: expected a probability from 0 to below 1, found %g",
             net->model, net->count, (double)p);
     return same_shape(net, x, DROPOUT, p);
 }
 
-static size_t log_softmax(Net *net, size_t x)
-{
+static size_t log_softmax(Net *net, size_t x) {
     return same_shape(net, x, LOG_SOFTMAX, 0);
 }
 
 // nn.MaxPool2d(kernel_size, stride = kernel_size)
-static size_t maxpool2d(Net *net, size_t x, size_t kernel)
-{
+static size_t maxpool2d(Net *net, size_t x, size_t kernel) {
     Shape in = net->layers[x].out;
     if (kernel == 0 || kernel > 15 || in.h < kernel || in.w < kernel)
         die(1,
@@ -1801,8 +1710,7 @@ static size_t maxpool2d(Net *net, size_t x, size_t kernel)
 
 /* Which rows overwrite their input: ReLU and dropout, where nobody else reads it. Nothing is lost:
    a ReLU's backward asks only where its output is positive, a dropout's only for its mask. */
-static void plan_in_place(Net *net)
-{
+static void plan_in_place(Net *net) {
     size_t readers[MAX_LAYERS] = {0};
     for (size_t i = 1; i < net->count; i++)
         readers[net->layers[i].input]++;
@@ -1816,8 +1724,7 @@ static void plan_in_place(Net *net)
 }
 
 // Offsets and sizes of all arenas, for batches of at most `batch` images.
-static void plan_memory(Net *net, size_t batch)
-{
+static void plan_memory(Net *net, size_t batch) {
     plan_in_place(net);
     net->batch = batch;
     for (size_t i = 0; i < net->count; i++) {
@@ -1831,8 +1738,7 @@ static void plan_memory(Net *net, size_t batch)
     }
 }
 
-static void *device_alloc(const Net *net, size_t bytes, const char *what)
-{
+static void *device_alloc(const Net *net, size_t bytes, const char *what) {
     void *memory = net->backend->alloc(bytes);
     if (!memory)
         die(1, "no memory for %s: %.1f MB asked for; a --batch-size below %zu needs less", what,
@@ -1840,8 +1746,7 @@ static void *device_alloc(const Net *net, size_t bytes, const char *what)
     return memory;
 }
 
-static void net_alloc(Net *net)
-{
+static void net_alloc(Net *net) {
     net->params = device_alloc(net, net->param_size * sizeof(real), "parameters");
     net->grads = device_alloc(net, net->param_size * sizeof(real), "gradients");
     net->activations = device_alloc(net, net->activation_size * sizeof(real), "activations");
@@ -1856,8 +1761,7 @@ static void net_alloc(Net *net)
             net->backend->prepare(&net->layers[i]);
 }
 
-static void net_free(Net *net)
-{
+static void net_free(Net *net) {
     void *arenas[] = {net->params,  net->grads,  net->activations, net->dactivations,
                       net->scratch, net->losses, net->saved,       net->labels};
     for (size_t i = 0; i < sizeof arenas / sizeof *arenas; i++)
@@ -1868,8 +1772,7 @@ static void net_free(Net *net)
     }
 }
 
-static void init_uniform(real *values, size_t count, real bound, uint32_t tensor, uint64_t seed)
-{
+static void init_uniform(real *values, size_t count, real bound, uint32_t tensor, uint64_t seed) {
     for (size_t i = 0; i < count; i += 4) {
         uint32_t r[4];
         philox4x32(r, (uint32_t)(i / 4), tensor, 0, DRAW_INIT, seed);
@@ -1879,8 +1782,7 @@ static void init_uniform(real *values, size_t count, real bound, uint32_t tensor
 }
 
 // PyTorch's default: weights and biases uniform within +-1 / sqrt(fan_in)
-static void net_init(Net *net, uint64_t seed)
-{
+static void net_init(Net *net, uint64_t seed) {
     real *params = must_alloc(net->param_size * sizeof(real), "parameters");
     for (size_t i = 0; i < net->count; i++) {
         const Layer *l = &net->layers[i];
@@ -1895,22 +1797,19 @@ static void net_init(Net *net, uint64_t seed)
 }
 
 // Floating-point operations of one image, forward: 2 for each multiply-add.
-static double layer_flops(const Layer *l)
-{
+static double layer_flops(const Layer *l) {
     return 2. * (double)l->weights * (double)(l->out.h * l->out.w);
 }
 
 // Training: forward, weight gradient and, but for the layers on the input, data gradient.
-static double training_flops(const Net *net)
-{
+static double training_flops(const Net *net) {
     double flops = 0;
     for (size_t i = 1; i < net->count; i++)
         flops += layer_flops(&net->layers[i]) * (net->layers[i].input == 0 ? 2 : 3);
     return flops;
 }
 
-static void describe_layer(const Layer *l, char *text, size_t size)
-{
+static void describe_layer(const Layer *l, char *text, size_t size) {
     switch (l->kind) {
     case INPUT:
         snprintf(text, size, "input");
@@ -1937,8 +1836,7 @@ static void describe_layer(const Layer *l, char *text, size_t size)
     }
 }
 
-static void print_summary(const Net *net)
-{
+static void print_summary(const Net *net) {
     printf("Model %s:\n  row  name    layer                         output (h x w x c)"
            "  parameters  MFLOP forward\n",
            net->model);
@@ -1960,8 +1858,7 @@ static void print_summary(const Net *net)
    images, and add it to the table with the datasets that it can use by itself. */
 
 // The network of the PyTorch MNIST example.
-static size_t model_mnist(Net *net, size_t x)
-{
+static size_t model_mnist(Net *net, size_t x) {
     x = relu(net, conv2d(net, x, 32, 3, 1, 0));
     x = relu(net, conv2d(net, x, 64, 3, 1, 0));
     x = dropout(net, maxpool2d(net, x, 2), (real)0.25);
@@ -1981,8 +1878,8 @@ static const Model models[] = {
 };
 enum { MODELS = sizeof models / sizeof *models };
 
-static void net_build(Net *net, const Model *model, const DatasetInfo *data, const Backend *backend)
-{
+static void net_build(Net *net, const Model *model, const DatasetInfo *data,
+                      const Backend *backend) {
     *net = (Net){.model = model->name, .backend = backend};
     size_t x = add_layer(net, (Layer){.kind = INPUT, .in = data->shape, .out = data->shape});
     x = model->build(net, x);
@@ -2000,32 +1897,27 @@ static void net_build(Net *net, const Model *model, const DatasetInfo *data, con
    = and what is +=: every backward writes its gradients with =, so nothing has to be set to zero
    before a step (PyTorch's optimizer.zero_grad()). Each row may be read by one other row. */
 
-static real *output(const Net *net, const Layer *l)
-{
+static real *output(const Net *net, const Layer *l) {
     return net->activations + l->output;
 }
 
-static real *output_gradient(const Net *net, const Layer *l)
-{
+static real *output_gradient(const Net *net, const Layer *l) {
     return net->dactivations + l->output;
 }
 
-static const Layer *last_layer(const Net *net)
-{
+static const Layer *last_layer(const Net *net) {
     return &net->layers[net->count - 1];
 }
 
 // data.to(device)
-static void net_load(Net *net, const Batch *batch)
-{
+static void net_load(Net *net, const Batch *batch) {
     size_t bytes = batch->n * shape_size(net->layers[0].out) * sizeof(real);
     net->backend->copy(output(net, &net->layers[0]), batch->images, bytes);
     net->backend->copy(net->labels, batch->labels, batch->n);
 }
 
 // model(data): log-probabilities of n images. draw NULL: evaluation, dropout does nothing.
-static void forward(Net *net, size_t n, const Draw *draw)
-{
+static void forward(Net *net, size_t n, const Draw *draw) {
     const Backend *b = net->backend;
     for (size_t i = 1; i < net->count; i++) {
         const Layer *l = &net->layers[i];
@@ -2064,8 +1956,7 @@ static void forward(Net *net, size_t n, const Draw *draw)
 }
 
 // loss.backward(): from the gradient of the last row to those of all parameters
-static void backward(Net *net, size_t n)
-{
+static void backward(Net *net, size_t n) {
     const Backend *b = net->backend;
     for (size_t i = net->count - 1; i > 0; i--) {
         const Layer *l = &net->layers[i], *before = &net->layers[l->input];
@@ -2102,8 +1993,7 @@ static void backward(Net *net, size_t n)
 }
 
 // F.nll_loss(output, target): the mean; leaves the gradient of the last row for backward()
-static double loss_and_gradient(Net *net, size_t n, bool gradient)
-{
+static double loss_and_gradient(Net *net, size_t n, bool gradient) {
     const Layer *last = last_layer(net);
     net->backend->nll_loss(net->losses, gradient ? output_gradient(net, last) : NULL,
                            output(net, last), net->labels, n, last->out.c);
@@ -2113,8 +2003,7 @@ static double loss_and_gradient(Net *net, size_t n, bool gradient)
     return sum / (double)n;
 }
 
-static size_t count_correct(const Net *net, size_t n)
-{
+static size_t count_correct(const Net *net, size_t n) {
     const Layer *last = last_layer(net);
     const real *logp = output(net, last);
     size_t correct = 0, classes = last->out.c;
@@ -2129,8 +2018,7 @@ static size_t count_correct(const Net *net, size_t n)
 }
 
 // A loss that is no number any more ends the run, and names the layer where it began.
-static void check_loss(const Net *net, size_t n, double loss, size_t epoch, size_t step)
-{
+static void check_loss(const Net *net, size_t n, double loss, size_t epoch, size_t number) {
     if (isfinite(loss))
         return;
     for (size_t i = 0; i < net->count; i++) {
@@ -2140,9 +2028,9 @@ static void check_loss(const Net *net, size_t n, double loss, size_t epoch, size
                 die(1,
                     "epoch %zu, step %zu: the loss is %g; the first output that is not finite "
                     "is in row %zu (%s); try a smaller --lr",
-                    epoch, step, loss, i, l->name);
+                    epoch, number + 1, loss, i, l->name);
     }
-    die(1, "epoch %zu, step %zu: the loss is %g; try a smaller --lr", epoch, step, loss);
+    die(1, "epoch %zu, step %zu: the loss is %g; try a smaller --lr", epoch, number + 1, loss);
 }
 
 /* ==== 9. Optimizers and schedules ===============================================================
@@ -2156,14 +2044,12 @@ typedef struct Optimizer {
     void (*step)(Net *net, real *state, double lr);
 } Optimizer;
 
-static void adadelta_step(Net *net, real *state, double lr)
-{
+static void adadelta_step(Net *net, real *state, double lr) {
     net->backend->adadelta(net->params, net->grads, state, state + net->param_size, net->param_size,
                            lr, .9, 1e-6);
 }
 
-static void sgd_step(Net *net, real *state, double lr)
-{
+static void sgd_step(Net *net, real *state, double lr) {
     (void)state;
     net->backend->sgd(net->params, net->grads, net->param_size, lr);
 }
@@ -2182,15 +2068,13 @@ enum { OPTIMIZERS = sizeof optimizers / sizeof *optimizers };
    channel, row, column, the order in which PyTorch flattens an image. */
 
 // The filter that a weight is on the image before it: a linear layer looks at all of the image.
-static Shape filter_shape(const Net *net, const Layer *l)
-{
+static Shape filter_shape(const Net *net, const Layer *l) {
     Shape whole = net->layers[l->input].out;
     return l->kind == LINEAR ? whole : (Shape){l->kernel, l->kernel, l->in.c};
 }
 
 // to[k][c][i][j] = from[i][j][c][k]
-static void weight_to_pytorch(real *to, const real *from, Shape filter, size_t outputs)
-{
+static void weight_to_pytorch(real *to, const real *from, Shape filter, size_t outputs) {
     for (size_t k = 0; k < outputs; k++)
         for (size_t c = 0; c < filter.c; c++)
             for (size_t pixel = 0; pixel < filter.h * filter.w; pixel++)
@@ -2198,16 +2082,14 @@ static void weight_to_pytorch(real *to, const real *from, Shape filter, size_t o
 }
 
 static size_t header_entry(char *at, size_t size, const char *separator, const Layer *l,
-                           const char *what, const char *shape, size_t offset, size_t count)
-{
+                           const char *what, const char *shape, size_t offset, size_t count) {
     return (size_t)snprintf(
         at, size, "%s\"%s.%s\":{\"dtype\":\"%s\",\"shape\":[%s],\"data_offsets\":[%zu,%zu]}",
         separator, l->name, what, sizeof(real) == 4 ? "F32" : "F64", shape, offset,
         offset + count * sizeof(real));
 }
 
-static void save_model(const Net *net, const char *path)
-{
+static void save_model(const Net *net, const char *path) {
     enum { ENTRY = 256 };
     size_t size = 64 + 2 * net->count * ENTRY, length = 0, offset = 0;
     char *header = must_alloc(size, "the header");
@@ -2339,13 +2221,11 @@ typedef union Value {
     char *at;
 } Value;
 
-static Value option_value(Settings *s, const Option *o)
-{
+static Value option_value(Settings *s, const Option *o) {
     return (Value){.at = (char *)s + o->offset};
 }
 
-static bool is_choice(const char *choices, const char *word)
-{
+static bool is_choice(const char *choices, const char *word) {
     size_t length = strlen(word);
     for (const char *c = choices; length > 0 && !strchr(word, '|') && c; c = strchr(c, '|')) {
         c += *c == '|';
@@ -2355,8 +2235,7 @@ static bool is_choice(const char *choices, const char *word)
     return false;
 }
 
-static void set_option(Settings *s, const Option *o, const char *text)
-{
+static void set_option(Settings *s, const Option *o, const char *text) {
     Value value = option_value(s, o);
     char *end = NULL;
     switch (o->kind) {
@@ -2390,8 +2269,7 @@ static void set_option(Settings *s, const Option *o, const char *text)
 }
 
 // Levenshtein's distance: how many letters to change, add or drop to turn a into b
-static size_t edit_distance(const char *a, const char *b)
-{
+static size_t edit_distance(const char *a, const char *b) {
     size_t row[64], length = min_size(strlen(b), 63);
     for (size_t j = 0; j <= length; j++)
         row[j] = j;
@@ -2407,8 +2285,7 @@ static size_t edit_distance(const char *a, const char *b)
     return row[length];
 }
 
-static void unknown_option(const char *word)
-{
+static void unknown_option(const char *word) {
     const char *nearest = "--help";
     for (size_t i = 0; i < OPTIONS; i++)
         if (edit_distance(word, options[i].name) < edit_distance(word, nearest))
@@ -2416,8 +2293,7 @@ static void unknown_option(const char *word)
     die(EXIT_USAGE, "unknown option %s; did you mean %s? See ./cnn --help", word, nearest);
 }
 
-static void print_help(void)
-{
+static void print_help(void) {
     printf(
         "usage: ./cnn [options]\n\nTrains a convolutional neural network and tests it after each "
         "epoch.\n\noptions:\n");
@@ -2435,8 +2311,7 @@ static void print_help(void)
     printf("  %-28sthis text\n", "--help");
 }
 
-static void parse_options(Settings *s, int argc, char **argv)
-{
+static void parse_options(Settings *s, int argc, char **argv) {
     *s = (Settings){0};
     size_t length = 0;
     for (size_t i = 0; i < MODELS; i++)
@@ -2472,8 +2347,7 @@ static void parse_options(Settings *s, int argc, char **argv)
     }
 }
 
-static void json_string(FILE *f, const char *text)
-{
+static void json_string(FILE *f, const char *text) {
     fputc('"', f);
     for (; *text; text++)
         if (*text == '"' || *text == '\\')
@@ -2485,8 +2359,7 @@ static void json_string(FILE *f, const char *text)
     fputc('"', f);
 }
 
-static void print_settings_json(FILE *f, Settings *s)
-{
+static void print_settings_json(FILE *f, Settings *s) {
     for (size_t i = 0; i < OPTIONS; i++) {
         Value value = option_value(s, &options[i]);
         fprintf(f, "%s\n    \"%s\": ", i ? "," : "", options[i].name + 2);
@@ -2529,8 +2402,7 @@ typedef struct LineClock {
     } lines[PROFILED_LINES];
 } LineClock;
 
-static void clock_line(LineClock *c, int line, double *column)
-{
+static void clock_line(LineClock *c, int line, double *column) {
     if (c->synchronize)
         c->backend->synchronize();
     double t = now();
@@ -2548,8 +2420,7 @@ static void clock_line(LineClock *c, int line, double *column)
 }
 
 static void print_profile_line(FILE *out, FILE *csv, const LineClock *c, int number,
-                               const char *text, double total)
-{
+                               const char *text, double total) {
     size_t at = (size_t)(number - c->first);
     if (number < c->first || at >= PROFILED_LINES || c->lines[at].hits == 0) {
         fprintf(out, "%6d %9s %12s %8s %8s  %s\n", number, "", "", "", "", text);
@@ -2568,8 +2439,7 @@ static void print_profile_line(FILE *out, FILE *csv, const LineClock *c, int num
 }
 
 // cnn.c itself, for its lines: where it was compiled, else beside the program; NULL without it
-static FILE *open_source(void)
-{
+static FILE *open_source(void) {
     FILE *f = fopen(__FILE__, "r");
     char path[PATH_SIZE] = "";
     if (!f && readlink("/proc/self/exe", path, sizeof path - 8) > 0) {
@@ -2580,8 +2450,7 @@ static FILE *open_source(void)
 }
 
 // The lines of train(): from the last one before `first` that begins with static to the next }.
-static void find_function(FILE *source, int first, int *begin, int *end)
-{
+static void find_function(FILE *source, int first, int *begin, int *end) {
     char text[256];
     *begin = *end = 0;
     for (int number = 1; *end == 0 && fgets(text, sizeof text, source); number++) {
@@ -2594,8 +2463,7 @@ static void find_function(FILE *source, int first, int *begin, int *end)
 }
 
 // line_profiler's table, as kernprof's users know it, and the same as CSV; csv may be NULL
-static void print_profile(const LineClock *c, FILE *out, FILE *csv)
-{
+static void print_profile(const LineClock *c, FILE *out, FILE *csv) {
     FILE *source = open_source();
     int begin = c->first, end = c->first + PROFILED_LINES - 1;
     if (source)
@@ -2627,14 +2495,12 @@ static void print_profile(const LineClock *c, FILE *out, FILE *csv)
 
 // ---- Machine card
 
-static size_t usable_cores(void)
-{
+static size_t usable_cores(void) {
     cpu_set_t set;
     return sched_getaffinity(0, sizeof set, &set) == 0 ? (size_t)CPU_COUNT(&set) : 1;
 }
 
-static void cpu_name(char *name, size_t size)
-{
+static void cpu_name(char *name, size_t size) {
     struct utsname system;
     uname(&system);
     snprintf(name, size, "%s", system.machine);
@@ -2672,16 +2538,14 @@ static double memory_bytes(void) // of this machine
     return (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
 }
 
-static double cpu_seconds(const struct rusage *u)
-{
+static double cpu_seconds(const struct rusage *u) {
     return (double)(u->ru_utime.tv_sec + u->ru_stime.tv_sec) +
            1e-6 * (double)(u->ru_utime.tv_usec + u->ru_stime.tv_usec);
 }
 
 /* The most multiply-adds a second that this program's vectors reach on this machine: each thread
    keeps 24 independent sums in registers. GFLOP/s; takes about 30 ms. */
-static double measure_peak_gflops(void)
-{
+static double measure_peak_gflops(void) {
     enum { SUMS = ROWS * VECTORS, STEPS = 400000, REPEATS = 10 };
     double best = 0;
     for (int repeat = 0; repeat < REPEATS; repeat++) {
@@ -2693,10 +2557,11 @@ static double measure_peak_gflops(void)
             UNROLL
             for (int i = 0; i < SUMS; i++)
                 sums[i] = (vec){0} + (real)i;
-            for (int step = 0; step < STEPS; step++)
+            for (int step = 0; step < STEPS; step++) {
                 UNROLL
-            for (int i = 0; i < SUMS; i++)
-                sums[i] = sums[i] * factor + term;
+                for (int i = 0; i < SUMS; i++)
+                    sums[i] = sums[i] * factor + term;
+            }
             UNROLL
             for (int i = 0; i < SUMS; i++)
                 kept += sums[i][0];
@@ -2727,8 +2592,7 @@ typedef struct StepResult {
 typedef enum { KEY_VALUE, CSV_HEADER, CSV_ROW, JSON } Form;
 
 // One list of an epoch's figures for the line on stdout, for epochs.csv and for run.json.
-static void print_epoch(FILE *f, const EpochResult *e, Form form)
-{
+static void print_epoch(FILE *f, const EpochResult *e, Form form) {
     const struct {
         const char *key, *format;
         double value;
@@ -2756,6 +2620,8 @@ static void print_epoch(FILE *f, const EpochResult *e, Form form)
             fprintf(f, fields[i].format, fields[i].value);
     }
 }
+
+// Everything that a run has and knows.
 typedef struct Run {
     Settings settings;
     const Model *model;
@@ -2779,14 +2645,12 @@ typedef struct Run {
     FILE *steps_csv, *epochs_csv;
 } Run;
 
-static void flush_stdout(void)
-{
+static void flush_stdout(void) {
     if (fflush(stdout) != 0 || ferror(stdout))
         file_fail("cannot write to", "standard output");
 }
 
-static FILE *create_csv(const char *dir, const char *file)
-{
+static FILE *create_csv(const char *dir, const char *file) {
     char path[PATH_SIZE];
     join_path(path, dir, file);
     FILE *f = fopen(path, "w");
@@ -2795,8 +2659,7 @@ static FILE *create_csv(const char *dir, const char *file)
     return f;
 }
 
-static void write_run_json(Run *run)
-{
+static void write_run_json(Run *run) {
     Settings *s = &run->settings;
     if (!*s->out)
         return;
@@ -2854,15 +2717,13 @@ static void write_run_json(Run *run)
 
 static Run *dying_run;
 
-static void write_failed(void)
-{
+static void write_failed(void) {
     dying_run->status = "failed";
     write_run_json(dying_run);
 }
 
 // Creates --out DIR and its files; from here on an error leaves "status": "failed" there.
-static void open_run_folder(Run *run)
-{
+static void open_run_folder(Run *run) {
     const char *dir = run->settings.out;
     run->status = "running";
     if (!*dir)
@@ -2882,14 +2743,12 @@ static void open_run_folder(Run *run)
     write_run_json(run);
 }
 
-static void flush_csv(FILE *f, const char *dir, const char *file)
-{
+static void flush_csv(FILE *f, const char *dir, const char *file) {
     if (fflush(f) != 0 || ferror(f))
         die(1, "cannot write %s/%s: %s", dir, file, strerror(errno));
 }
 
-static void flush_steps(Run *run)
-{
+static void flush_steps(Run *run) {
     for (size_t i = 0; run->steps_csv && i < run->steps_kept; i++) {
         const StepResult *s = &run->steps[i];
         fprintf(run->steps_csv, "%zu,%zu,0,%zu,%.9g,%.9g,%.6f,%.6f,%.6f,%.6f,%.6f,%.6f,,,,,%d\n",
@@ -2902,8 +2761,7 @@ static void flush_steps(Run *run)
 }
 
 // On a terminal: how far the epoch is, how fast it goes and how long it will take.
-static void show_progress(const Run *run, const EpochResult *e, double seconds)
-{
+static void show_progress(const Run *run, const EpochResult *e, double seconds) {
     if (!isatty(STDERR_FILENO))
         return;
     double rate = (double)e->images / seconds, rest = (double)(run->train_set.count - e->images);
@@ -2912,12 +2770,10 @@ static void show_progress(const Run *run, const EpochResult *e, double seconds)
 }
 
 // What a step leaves: its row for steps.csv, the log line at the log interval, the epoch's sums.
-static void log_step(Run *run, EpochResult *e, const Batch *batch, double loss)
-{
+static void log_step(Run *run, EpochResult *e, const Batch *batch, double loss) {
     StepResult *s = &run->step;
-    size_t number = batch->first / run->settings.batch_size;
     s->epoch = e->epoch;
-    s->step = number + 1;
+    s->step = batch->number + 1;
     s->images = batch->n;
     s->loss = loss;
     s->lr = run->lr;
@@ -2927,27 +2783,26 @@ static void log_step(Run *run, EpochResult *e, const Batch *batch, double loss)
     e->train_loss += loss * (double)batch->n;
     run->steps[run->steps_kept++] = *s;
     *s = (StepResult){0};
-    if (number % run->settings.log_interval != 0)
+    if (batch->number % run->settings.log_interval != 0)
         return;
     flush_steps(run);
     if (isatty(STDERR_FILENO))
         fprintf(stderr, "\r\033[K");
-    printf("Train Epoch: %zu [%zu/%zu (%.0f%%)]\tLoss: %.6f\n", e->epoch, number * batch->n,
-           run->train_set.count, 100. * (double)number / (double)run->train_loader.batches, loss);
+    printf("Train Epoch: %zu [%zu/%zu (%.0f%%)]\tLoss: %.6f\n", e->epoch, batch->number * batch->n,
+           run->train_set.count, 100. * (double)batch->number / (double)run->train_loader.batches,
+           loss);
     show_progress(run, e, now() - run->epoch_started);
 }
 
 // Ends an epoch of training: its averages, and the rows that are left.
-static void finish_epoch(Run *run, EpochResult *e)
-{
+static void finish_epoch(Run *run, EpochResult *e) {
     e->lr = run->lr;
     e->train_loss /= (double)e->images;
     flush_steps(run);
 }
 
 // Writes the epoch's line and adds it to the run folder.
-static void report_epoch(Run *run, EpochResult *e)
-{
+static void report_epoch(Run *run, EpochResult *e) {
     real *params = run->host_params;
     run->net.backend->copy(params, run->net.params, run->net.param_size * sizeof *params);
     e->weight_hash = hash_bytes(params, run->net.param_size * sizeof *params);
@@ -2971,8 +2826,7 @@ static void report_epoch(Run *run, EpochResult *e)
    the column of steps.csv. */
 #define AT(column, ...) (clock_line(&run->clock, __LINE__, &run->step.column), __VA_ARGS__)
 
-static void train(Run *run, EpochResult *result)
-{
+static void train(Run *run, EpochResult *result) {
     Net *net = &run->net;
     const Batch *batch;
     Draw draw = {run->settings.seed, result->epoch, 0};
@@ -2983,7 +2837,7 @@ static void train(Run *run, EpochResult *result)
         AT(other_s, draw.first = batch->first);
         AT(forward_s, forward(net, batch->n, &draw));
         AT(forward_s, loss = loss_and_gradient(net, batch->n, true));
-        AT(other_s, check_loss(net, batch->n, loss, result->epoch, batch->first));
+        AT(other_s, check_loss(net, batch->n, loss, result->epoch, batch->number));
         AT(backward_s, backward(net, batch->n));
         AT(optimizer_s, run->optimizer->step(net, run->state, run->lr));
         AT(other_s, log_step(run, result, batch, loss));
@@ -2994,8 +2848,7 @@ static void train(Run *run, EpochResult *result)
     clock_line(&run->clock, 0, NULL);
 }
 
-static void test(Run *run, EpochResult *result)
-{
+static void test(Run *run, EpochResult *result) {
     Net *net = &run->net;
     const Batch *batch;
     double begin = now(), loss = 0;
@@ -3018,8 +2871,7 @@ static void test(Run *run, EpochResult *result)
 }
 
 // Resolves what the options left open.
-static void setup_settings(Run *run, int argc, char **argv)
-{
+static void setup_settings(Run *run, int argc, char **argv) {
     Settings *s = &run->settings;
     parse_options(s, argc, argv);
     run->argc = argc;
@@ -3052,8 +2904,7 @@ static void setup_settings(Run *run, int argc, char **argv)
     run->lr = s->lr;
 }
 
-static void print_machine(const Run *run)
-{
+static void print_machine(const Run *run) {
     char cpu[256], host[256] = "";
     cpu_name(cpu, sizeof cpu);
     gethostname(host, sizeof host - 1);
@@ -3065,8 +2916,7 @@ static void print_machine(const Run *run)
            run->settings.threads, run->settings.workers);
 }
 
-static void load_dataset(Run *run, const char *name, const char *dir)
-{
+static void load_dataset(Run *run, const char *name, const char *dir) {
     Settings *s = &run->settings;
     bool synthetic = strcmp(name, "synthetic") == 0;
     printf("Data: %s %s%s\n", name, synthetic ? "(images made by cnn itself)" : "from ",
@@ -3084,8 +2934,7 @@ static void load_dataset(Run *run, const char *name, const char *dir)
 }
 
 // --dataset auto takes the first of the model's data sets that is there; synthetic always is.
-static void setup_data(Run *run)
-{
+static void setup_data(Run *run) {
     Settings *s = &run->settings;
     char dir[PATH_SIZE], name[32];
     bool automatic = strcmp(s->dataset, "auto") == 0;
@@ -3108,8 +2957,7 @@ static void setup_data(Run *run)
 }
 
 // The memory that the run will take, category by category, before any of it is allocated.
-static void print_memory(const Run *run)
-{
+static void print_memory(const Run *run) {
     const Net *net = &run->net;
     const double number = sizeof(real), params = number * (double)net->param_size;
     const double activations = number * (double)net->activation_size;
@@ -3145,8 +2993,7 @@ static void print_memory(const Run *run)
             total / 1e6, memory_bytes() / 1e6, net->batch);
 }
 
-static void setup_network(Run *run)
-{
+static void setup_network(Run *run) {
     Settings *s = &run->settings;
     const Backend *backend = backends;
     while (strcmp(backend->kernels, s->kernels) != 0)
@@ -3163,8 +3010,7 @@ static void setup_network(Run *run)
     run->host_params = must_alloc(run->net.param_size * sizeof(real), "parameters");
 }
 
-static void setup_loaders(Run *run)
-{
+static void setup_loaders(Run *run) {
     Settings *s = &run->settings;
     loader_init(&run->train_loader, &run->train_set, s->batch_size, s->workers);
     loader_init(&run->test_loader, &run->test_set, min_size(s->test_batch_size, run->net.batch),
@@ -3177,8 +3023,7 @@ static void setup_loaders(Run *run)
     run->clock.synchronize = s->profile;
 }
 
-static void write_profile(Run *run)
-{
+static void write_profile(Run *run) {
     print_profile(&run->clock, stdout, NULL);
     if (!*run->settings.out)
         return;
@@ -3191,8 +3036,7 @@ static void write_profile(Run *run)
     fclose(csv);
 }
 
-static void write_model(Run *run)
-{
+static void write_model(Run *run) {
     char path[PATH_SIZE];
     if (*run->settings.out)
         join_path(path, run->settings.out, "model.safetensors");
@@ -3202,8 +3046,7 @@ static void write_model(Run *run)
     printf("Saved the weights to %s\n", path);
 }
 
-static void close_run(Run *run)
-{
+static void close_run(Run *run) {
     flush_stdout();
     run->status = "complete";
     write_run_json(run);
@@ -3223,8 +3066,7 @@ static void close_run(Run *run)
         fclose(run->epochs_csv);
 }
 
-static int run_main(int argc, char **argv)
-{
+static int run_main(int argc, char **argv) {
     static Run run; // zeroed; too large for the stack
     run.started = now();
     setup_settings(&run, argc, argv);

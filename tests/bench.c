@@ -4,8 +4,7 @@
 #define CNN_NO_MAIN
 #include "../cnn.c"
 
-static double copy_gb_per_s(void)
-{
+static double copy_gb_per_s(void) {
     const size_t bytes = (size_t)256 << 20;
     char *from = must_alloc(bytes, "bandwidth"), *to = must_alloc(bytes, "bandwidth");
     double best = 0;
@@ -21,20 +20,17 @@ static double copy_gb_per_s(void)
     return best;
 }
 
-static int compare_doubles(const void *a, const void *b)
-{
+static int compare_doubles(const void *a, const void *b) {
     double x = *(const double *)a, y = *(const double *)b;
     return (x > y) - (x < y);
 }
 
-static double median(double *values, size_t count)
-{
+static double median(double *values, size_t count) {
     qsort(values, count, sizeof *values, compare_doubles);
     return values[count / 2];
 }
 
-int main(int argc, char **argv)
-{
+int main(int argc, char **argv) {
     enum { ROUNDS = 9, STEPS = 12 };
     static Run run;
     setup_settings(&run, argc, argv);

@@ -6,6 +6,7 @@
 #define CNN_NO_MAIN
 #include "../cnn.c"
 #include <dlfcn.h>
+#include <float.h>
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 #define SANITIZED
@@ -25,8 +26,7 @@ static char failure[512]; // the first thing that went wrong in the test that ru
 
 static void fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
-static void fail(const char *format, ...)
-{
+static void fail(const char *format, ...) {
     if (*failure)
         return;
     va_list args;
@@ -35,8 +35,7 @@ static void fail(const char *format, ...)
     va_end(args);
 }
 
-static void verdict(const char *name)
-{
+static void verdict(const char *name) {
     const char *build = is_double ? "double" : "float";
     if (*failure)
         printf("fail %s/%s: %s\n", build, name, failure);
@@ -46,15 +45,13 @@ static void verdict(const char *name)
     *failure = 0;
 }
 
-static void skip(const char *name, const char *why)
-{
+static void skip(const char *name, const char *why) {
     printf("skip %s/%s: %s\n", is_double ? "double" : "float", name, why);
 }
 
 // The only comparison of tensors. It asks what is right, so that a NaN on any side fails.
 static bool check_tensor(const char *name, const real *got, const real *want, const real *bound,
-                         size_t count)
-{
+                         size_t count) {
     for (size_t i = 0; i < count; i++) {
         double a = (double)got[i], b = (double)want[i], most = (double)bound[i];
         if (isfinite(a) && isfinite(b) && fabs(a - b) <= most)
@@ -66,8 +63,7 @@ static bool check_tensor(const char *name, const real *got, const real *want, co
 }
 
 // A comparison that never fails would make every test below pass: so it is tested first.
-static void test_comparison(void)
-{
+static void test_comparison(void) {
     static const real want[4] = {1, 2, 3, 4}, bound[4] = {.5, .5, .5, .5};
     static const real wrong[4] = {(real)NAN, (real)INFINITY, (real)-INFINITY, 4};
     bool good = check_tensor("equal", want, want, bound, 4);
@@ -90,15 +86,13 @@ static void test_comparison(void)
 
 static uint32_t drawn; // how many random numbers the tests have drawn
 
-static uint32_t draw_bits(void)
-{
+static uint32_t draw_bits(void) {
     uint32_t r[4];
     philox4x32(r, drawn++, 0, 0, 0xFFFF, 99);
     return r[0];
 }
 
-static size_t draw_size(size_t least, size_t most)
-{
+static size_t draw_size(size_t least, size_t most) {
     return least + draw_bits() % (most - least + 1);
 }
 
@@ -116,8 +110,7 @@ typedef struct Array {
     size_t count;
 } Array;
 
-static Array array(size_t count, real guard)
-{
+static Array array(size_t count, real guard) {
     Array a = {.count = count};
     a.base = must_alloc((count + ALIGN) * sizeof(real), "a test");
     a.at = a.base + ALIGN; // keeps the alignment of the arenas
@@ -127,24 +120,21 @@ static Array array(size_t count, real guard)
 }
 
 // What lies around an input is NaN: whoever uses it spoils the result.
-static Array random_array(size_t count)
-{
+static Array random_array(size_t count) {
     Array a = array(count, (real)NAN);
     for (size_t i = 0; i < count; i++)
         a.at[i] = draw_real();
     return a;
 }
 
-static Array absolute(const Array *from)
-{
+static Array absolute(const Array *from) {
     Array a = array(from->count, (real)NAN);
     for (size_t i = 0; i < a.count; i++)
         a.at[i] = (real)fabs((double)from->at[i]);
     return a;
 }
 
-static void check_guards(const char *name, const Array *a)
-{
+static void check_guards(const char *name, const Array *a) {
     for (size_t i = 0; i < a->count + ALIGN + GUARD; i++)
         if (i - ALIGN >= a->count && a->base[i] != guard_value)
             fail("%s: wrote at index %td of %zu", name, (ptrdiff_t)i - ALIGN, a->count);
@@ -165,8 +155,7 @@ static void free_arrays(Array *arrays) // the four of an Inputs or a Results
         free(arrays[i].base);
 }
 
-static Results run_layer(const Backend *b, const Layer *l, size_t n, const Inputs *x)
-{
+static Results run_layer(const Backend *b, const Layer *l, size_t n, const Inputs *x) {
     Results r = {array(n * shape_size(l->out), guard_value),
                  array(n * shape_size(l->in), guard_value), array(l->weights, guard_value),
                  array(l->biases, guard_value)};
@@ -182,15 +171,13 @@ static Results run_layer(const Backend *b, const Layer *l, size_t n, const Input
 }
 
 // The sum of |a * b| of each output becomes its bound: terms roundings each, in either version.
-static void to_bound(Array *sums, size_t terms)
-{
+static void to_bound(Array *sums, size_t terms) {
     for (size_t i = 0; i < sums->count; i++)
         sums->at[i] = (real)(2 * (double)terms * epsilon * (double)sums->at[i] + 1e-30);
 }
 
 static void compare_results(const Results *got, const Results *want, Results *bound, const Layer *l,
-                            size_t n)
-{
+                            size_t n) {
     size_t taps = l->kernel * l->kernel, pixels = n * l->out.h * l->out.w;
     const char *names[4] = {"out", "din", "dweight", "dbias"};
     size_t terms[4] = {taps * l->in.c + 1, taps * l->out.c, pixels, pixels};
@@ -203,8 +190,7 @@ static void compare_results(const Results *got, const Results *want, Results *bo
     }
 }
 
-static void describe_failure(const Layer *l, size_t n)
-{
+static void describe_failure(const Layer *l, size_t n) {
     char what[sizeof failure], kind[64];
     describe_layer(l, kind, sizeof kind);
     snprintf(what, sizeof what, "%.200s (%s, %zu images, %zu x %zu x %zu to %zu channels%s)",
@@ -213,8 +199,7 @@ static void describe_failure(const Layer *l, size_t n)
     snprintf(failure, sizeof failure, "%s", what);
 }
 
-static void compare_layer(Layer l, size_t n)
-{
+static void compare_layer(Layer l, size_t n) {
     const Backend *naive = &backends[0], *fast = &backends[1];
     Inputs x = {random_array(n * shape_size(l.in)), random_array(l.weights), random_array(l.biases),
                 random_array(n * shape_size(l.out))};
@@ -238,8 +223,7 @@ static void compare_layer(Layer l, size_t n)
 }
 
 // Both choose the same of equal maxima, so results must be equal to the bit.
-static void test_maxpool(void)
-{
+static void test_maxpool(void) {
     bool same = true;
     for (size_t c = 1; c < 70; c++) {
         Layer l = {.kind = MAXPOOL2D, .in = {9, 7, c}, .kernel = 1 + c % 3};
@@ -269,8 +253,7 @@ static void test_maxpool(void)
 }
 
 // Mostly small, at times large: odd sizes meet every edge of the tiles.
-static Layer draw_conv(Net *net, size_t *n)
-{
+static Layer draw_conv(Net *net, size_t *n) {
     bool large = draw_bits() % 8 == 0;
     size_t kernel = draw_bits() % 12 == 0 ? 7 : draw_size(1, 5);
     size_t stride = draw_bits() % 8 == 0 ? 3 : draw_size(1, 2), padding = draw_size(0, kernel - 1);
@@ -287,8 +270,7 @@ static Layer draw_conv(Net *net, size_t *n)
     return net->layers[1];
 }
 
-static void test_fast_conv(void)
-{
+static void test_fast_conv(void) {
     static Net net;
     for (int shape = 0; shape < (quick ? 60 : 300);) {
         size_t n;
@@ -302,8 +284,7 @@ static void test_fast_conv(void)
     verdict("fast conv2d against its definition");
 }
 
-static void test_fast_linear(void)
-{
+static void test_fast_linear(void) {
     static Net net;
     for (int shape = 0; shape < (quick ? 10 : 40); shape++) {
         size_t inputs = shape % 4 ? draw_size(1, 300) : draw_size(1000, 2600); // MAX_DEPTH: 1024
@@ -322,8 +303,7 @@ enum { BATCH = 7, CLASSES = 4 };
 static const Draw gradient_draw = {.seed = 5, .epoch = 2, .first = 30};
 
 static void build_gradient_net(Net *net, const Backend *b, size_t kernel, size_t stride,
-                               size_t padding)
-{
+                               size_t padding) {
     Shape in = {5, 9, 3};
     *net = (Net){.model = "test", .backend = b};
     size_t x = add_layer(net, (Layer){.kind = INPUT, .in = in, .out = in});
@@ -344,22 +324,19 @@ static void build_gradient_net(Net *net, const Backend *b, size_t kernel, size_t
     net_init(net, 3);
 }
 
-static void load_random(Net *net)
-{
+static void load_random(Net *net) {
     for (size_t i = 0; i < BATCH * shape_size(net->layers[0].out); i++)
         output(net, &net->layers[0])[i] = draw_real();
     for (size_t i = 0; i < BATCH; i++)
         net->labels[i] = (uint8_t)draw_size(0, CLASSES - 1);
 }
 
-static double loss_of(Net *net)
-{
+static double loss_of(Net *net) {
     forward(net, BATCH, &gradient_draw);
     return loss_and_gradient(net, BATCH, true);
 }
 
-static double central_difference(Net *net, size_t at, double h)
-{
+static double central_difference(Net *net, size_t at, double h) {
     real kept = net->params[at];
     net->params[at] = kept + (real)h;
     double above = loss_of(net);
@@ -371,8 +348,7 @@ static double central_difference(Net *net, size_t at, double h)
 
 // Where the loss has a kink (a ReLU at 0, a tie of a max-pool) halving h changes the difference.
 static void check_gradient(Net *net, const char *name, size_t offset, size_t count, size_t *checked,
-                           size_t *skipped)
-{
+                           size_t *skipped) {
     double scale = 0;
     for (size_t i = 0; i < count; i++)
         scale = fmax(scale, fabs((double)net->grads[offset + i]));
@@ -391,8 +367,7 @@ static void check_gradient(Net *net, const char *name, size_t offset, size_t cou
     }
 }
 
-static void test_gradients_of(const Backend *b, size_t kernel)
-{
+static void test_gradients_of(const Backend *b, size_t kernel) {
     static Net net;
     size_t checked = 0, skipped = 0;
     for (size_t stride = 1; stride <= 2; stride++)
@@ -423,8 +398,7 @@ static void test_gradients_of(const Backend *b, size_t kernel)
     verdict(name);
 }
 
-static void test_gradients(void)
-{
+static void test_gradients(void) {
     static const size_t kernels[] = {1, 2, 3, 5};
     for (size_t b = 0; is_double && b < 2; b++) // float is too coarse for differences
         for (size_t k = 0; k < 4; k++)
@@ -434,8 +408,7 @@ static void test_gradients(void)
 /* ---- Random numbers and dropout ------------------------------------------------------------- */
 
 // Known answers from the Random123 library.
-static void test_philox(void)
-{
+static void test_philox(void) {
     static const uint32_t want[2][4] = {{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8},
                                         {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}};
     uint32_t got[2][4], f = UINT32_MAX;
@@ -450,14 +423,12 @@ enum { DROP_N = 9, DROP_SIZE = 7 * 13 * 37, DROP_COUNT = DROP_N * DROP_SIZE };
 static const uint32_t drop_stream = DRAW_DROPOUT + 3;
 
 static void drop(real *out, uint8_t *kept, const real *in, real p, size_t n, uint32_t stream,
-                 const Draw *draw)
-{
+                 const Draw *draw) {
     Layer l = {.kind = DROPOUT, .p = p, .in = {7, 13, 37}, .out = {7, 13, 37}};
     dropout_forward(out, kept, in, &l, n, stream, draw);
 }
 
-static void check_dropout_values(const real *in, const real *out, const uint8_t *kept, real p)
-{
+static void check_dropout_values(const real *in, const real *out, const uint8_t *kept, real p) {
     Layer l = {.kind = DROPOUT, .p = p, .in = {7, 13, 37}, .out = {7, 13, 37}};
     Array din = array(DROP_COUNT, guard_value), bound = array(DROP_COUNT, 0);
     Array want = array(DROP_COUNT, 0);
@@ -480,8 +451,7 @@ static void check_dropout_values(const real *in, const real *out, const uint8_t 
     free(want.base);
 }
 
-static void test_dropout_values(void)
-{
+static void test_dropout_values(void) {
     static const real rates[] = {0, (real).1, (real).25, (real).5, (real).9};
     static uint8_t kept[DROP_COUNT];
     Draw draw = {.seed = 1, .epoch = 1};
@@ -501,23 +471,20 @@ static void test_dropout_values(void)
 }
 
 // How many mask bytes differ: about half if two masks with p = 0.5 are independent.
-static double differing(const uint8_t *a, const uint8_t *b, size_t count)
-{
+static double differing(const uint8_t *a, const uint8_t *b, size_t count) {
     size_t differ = 0;
     for (size_t i = 0; i < count; i++)
         differ += a[i] != b[i];
     return (double)differ / (double)count;
 }
 
-static void expect_independent(const char *what, const uint8_t *a, const uint8_t *b, size_t count)
-{
+static void expect_independent(const char *what, const uint8_t *a, const uint8_t *b, size_t count) {
     if (!(fabs(differing(a, b, count) - .5) < .05))
         fail("another %s: %.1f %% of the mask differ, expected 50", what,
              100 * differing(a, b, count));
 }
 
-static void test_dropout_draws(void)
-{
+static void test_dropout_draws(void) {
     static uint8_t one[DROP_COUNT], other[DROP_COUNT];
     Draw base = {.seed = 1, .epoch = 1, .first = 100}, draws[3] = {base, base, base};
     const char *names[3] = {"seed", "epoch", "position"};
@@ -554,8 +521,7 @@ typedef struct Reference {
     double param, square, delta, moved; // moved: the sum of |steps|, for the bound
 } Reference;
 
-static void reference_step(Reference *r, double g, bool adadelta_rule)
-{
+static void reference_step(Reference *r, double g, bool adadelta_rule) {
     double step = .01 * g;
     if (adadelta_rule) {
         r->square = .9 * r->square + .1 * g * g;
@@ -567,8 +533,7 @@ static void reference_step(Reference *r, double g, bool adadelta_rule)
     r->moved += fabs(step);
 }
 
-static void test_optimizer(bool adadelta_rule)
-{
+static void test_optimizer(bool adadelta_rule) {
     static Reference r[OPT_COUNT];
     Array param = random_array(OPT_COUNT), want = array(OPT_COUNT, 0), bound = array(OPT_COUNT, 0);
     Array square = array(OPT_COUNT, guard_value), delta = array(OPT_COUNT, guard_value);
@@ -606,8 +571,7 @@ static const DatasetInfo tiny_info = {"tiny",       {1, 2, 3},      10, IMAGES, 
                                       {.1, .2, .3}, {.5, .25, .125}};
 
 // Each image holds its own number: times 1, 2, ... 6, modulo 251, in its six bytes.
-static Dataset tiny_dataset(void)
-{
+static Dataset tiny_dataset(void) {
     static uint8_t images[IMAGES * 6], labels[IMAGES];
     for (size_t i = 0; i < IMAGES; i++) {
         labels[i] = (uint8_t)(i % 10);
@@ -617,8 +581,7 @@ static Dataset tiny_dataset(void)
     return (Dataset){&tiny_info, IMAGES, images, labels};
 }
 
-static size_t image_number(const Batch *batch, size_t i)
-{
+static size_t image_number(const Batch *batch, size_t i) {
     const real *pixels = batch->images + i * 6;
     size_t number = (size_t)lround(((double)pixels[0] * .5 + .1) * 255) - 1;
     for (size_t p = 0; p < 6; p++) {
@@ -633,8 +596,7 @@ static size_t image_number(const Batch *batch, size_t i)
 }
 
 // Runs through the batches of an epoch that was started; the images in the order they came.
-static void read_epoch(Loader *l, size_t order[IMAGES])
-{
+static void read_epoch(Loader *l, size_t order[IMAGES]) {
     size_t seen[IMAGES] = {0}, count = 0, batches = 0;
     for (const Batch *b; (b = loader_next(l)); batches++) {
         if (b->first != count || b->n != min_size(LOAD_BATCH, IMAGES - count)) {
@@ -652,8 +614,7 @@ static void read_epoch(Loader *l, size_t order[IMAGES])
         fail("%zu batches with %zu images", batches, count);
 }
 
-static void test_loader_order(void)
-{
+static void test_loader_order(void) {
     static size_t orders[2][4][IMAGES];
     Dataset data = tiny_dataset();
     for (size_t run = 0; run < 2; run++) {
@@ -676,8 +637,7 @@ static void test_loader_order(void)
     verdict("loader: each image once, the same order for 1 and 4 workers");
 }
 
-static void test_loader_left_early(void)
-{
+static void test_loader_left_early(void) {
     static size_t want[IMAGES], got[IMAGES];
     Dataset data = tiny_dataset();
     Loader l;
@@ -711,8 +671,7 @@ extern char __executable_start[],
 
 /* clang's libomp takes memory for every parallel region. That is not ours to change, so with clang
    only calls from this program count; with gcc those that libgomp makes count as well. */
-static bool is_ours(const void *caller)
-{
+static bool is_ours(const void *caller) {
 #ifdef __clang__
     return (uintptr_t)caller >= (uintptr_t)__executable_start &&
            (uintptr_t)caller < (uintptr_t)etext;
@@ -721,47 +680,40 @@ static bool is_ours(const void *caller)
 #endif
 }
 
-static void count_one(const void *caller)
-{
+static void count_one(const void *caller) {
     if (is_ours(caller) && __atomic_load_n(&counting, __ATOMIC_RELAXED))
         __atomic_add_fetch(&allocations, 1, __ATOMIC_RELAXED);
 }
 
 // The program's own definitions come before the C library's, also for what libgomp calls.
-__attribute__((noinline)) void *malloc(size_t size)
-{
+__attribute__((noinline)) void *malloc(size_t size) {
     count_one(__builtin_return_address(0));
     return __libc_malloc(size);
 }
 
-__attribute__((noinline)) void *calloc(size_t count, size_t size)
-{
+__attribute__((noinline)) void *calloc(size_t count, size_t size) {
     count_one(__builtin_return_address(0));
     return __libc_calloc(count, size);
 }
 
-__attribute__((noinline)) void *realloc(void *memory, size_t size)
-{
+__attribute__((noinline)) void *realloc(void *memory, size_t size) {
     count_one(__builtin_return_address(0));
     return __libc_realloc(memory, size);
 }
 
-__attribute__((noinline)) void *aligned_alloc(size_t alignment, size_t size)
-{
+__attribute__((noinline)) void *aligned_alloc(size_t alignment, size_t size) {
     count_one(__builtin_return_address(0));
     return __libc_memalign(alignment, size);
 }
 
-__attribute__((noinline)) int posix_memalign(void **memory, size_t alignment, size_t size)
-{
+__attribute__((noinline)) int posix_memalign(void **memory, size_t alignment, size_t size) {
     count_one(__builtin_return_address(0));
     *memory = __libc_memalign(alignment, size);
     return *memory ? 0 : ENOMEM;
 }
 
 __attribute__((noinline)) int pthread_create(pthread_t *thread, const pthread_attr_t *attr,
-                                             void *(*start)(void *), void *argument)
-{
+                                             void *(*start)(void *), void *argument) {
     typedef int Create(pthread_t *, const pthread_attr_t *, void *(*)(void *), void *);
     count_one(__builtin_return_address(0));
     Create *create;
@@ -769,8 +721,7 @@ __attribute__((noinline)) int pthread_create(pthread_t *thread, const pthread_at
     return create(thread, attr, start, argument);
 }
 
-static void train_steps(Net *net, Loader *l, real *state, size_t steps)
-{
+static void train_steps(Net *net, Loader *l, real *state, size_t steps) {
     for (size_t step = 0; step < steps; step++) {
         const Batch *batch = loader_next(l);
         Draw draw = {.seed = 1, .epoch = 1, .first = batch->first};
@@ -784,14 +735,12 @@ static void train_steps(Net *net, Loader *l, real *state, size_t steps)
     }
 }
 
-static void *no_work(void *argument)
-{
+static void *no_work(void *argument) {
     return argument;
 }
 
 // The counter has to see what it is there for.
-static void check_counter(void)
-{
+static void check_counter(void) {
     allocations = 0;
     counting = true;
     void *volatile memory = malloc(10);
@@ -805,8 +754,7 @@ static void check_counter(void)
         fail("control: %zu of 3 allocations and threads counted", allocations);
 }
 
-static void test_steady_steps(void)
-{
+static void test_steady_steps(void) {
     static Net net;
     Dataset data = {.info = find_dataset_info("synthetic")};
     Loader l;
@@ -835,8 +783,7 @@ static void test_steady_steps(void)
 }
 #endif
 
-static void test_steps(void)
-{
+static void test_steps(void) {
 #ifdef COUNTS_ALLOCATIONS
     if (!is_double)
         test_steady_steps();
@@ -849,8 +796,7 @@ static void test_steps(void)
 /* ---- Weights as PyTorch has them ------------------------------------------------------------ */
 
 // Weights that hold their own index, so that each one's way can be told.
-static void check_permutation(Shape s, size_t outputs)
-{
+static void check_permutation(Shape s, size_t outputs) {
     size_t count = shape_size(s) * outputs;
     Array from = array(count, 0), got = array(count, guard_value), want = array(count, 0);
     Array bound = array(count, 0);
@@ -872,8 +818,7 @@ static void check_permutation(Shape s, size_t outputs)
         free(arrays[i].base);
 }
 
-static void test_to_pytorch(void)
-{
+static void test_to_pytorch(void) {
     static Net net;
     Shape in = {4, 3, 2};
     net = (Net){.model = "test", .backend = &backends[1]};
@@ -888,8 +833,7 @@ static void test_to_pytorch(void)
     verdict("weights in PyTorch's order");
 }
 
-static void test_parameter_count(void)
-{
+static void test_parameter_count(void) {
     static Net net;
     net_build(&net, &models[0], find_dataset_info("mnist"), &backends[0]);
     if (net.parameters != 1199882)
@@ -897,8 +841,7 @@ static void test_parameter_count(void)
     verdict("parameter count of model mnist");
 }
 
-int main(void)
-{
+int main(void) {
     const char *wish = getenv("QUICK");
     quick = wish && *wish && strcmp(wish, "0") != 0;
     test_comparison();
