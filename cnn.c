@@ -50,25 +50,47 @@
 #endif
 typedef REAL real; // the tests build with -DREAL=double to check gradients
 
-typedef enum { INPUT, CONV2D, RELU, MAXPOOL2D, DROPOUT, LINEAR, LOG_SOFTMAX } LayerKind;
+typedef enum {
+    INPUT,
+    CONV2D,
+    BATCHNORM2D,
+    RELU,
+    MAXPOOL2D,
+    AVGPOOL2D,
+    ADD,
+    DROPOUT,
+    LINEAR,
+    LOG_SOFTMAX
+} LayerKind;
 
 typedef struct Shape {
     size_t h, w, c;
 } Shape; // of one image
 
+// What the user chose; the table of options in room 12 fills it.
+typedef struct Settings {
+    const char *model, *stem, *dataset, *data, *augment, *optimizer, *schedule, *milestones;
+    const char *lr_scaling, *kernels, *out, *checkpoint, *save_every, *load;
+    size_t width, limit_train, limit_test, batch_size, test_batch_size, epochs, max_steps, seed;
+    size_t step_size, warmup_epochs, log_interval, workers, threads;
+    double lr, momentum, weight_decay, gamma, label_smoothing;
+    bool nesterov, dry_run, save_model, resume, eval, per_class, profile, no_cuda;
+} Settings;
+
 // One row of the layer table. Offsets count elements from the start of the network's arenas.
 typedef struct Layer {
     LayerKind kind;
-    char name[32];                  // PyTorch's name of its parameters, "conv1"; else empty
-    size_t input;                   // the row whose output this one reads
+    char name[48];                  // PyTorch's name of its parameters, "conv1"; else empty
+    size_t input, other;            // the row whose output this one reads; add: the second one
     Shape in, out;                  // a linear layer reads 1 x 1 x (h * w * c)
     size_t kernel, stride, padding; // conv2d, maxpool2d
     real p;                         // dropout: probability of a zero
     bool in_place;                  // the output overwrites the input, the gradient likewise
-    bool fused_relu;                // conv2d, linear: the ReLU behind it is applied while storing
-    size_t weights, biases;         // how many parameters
+    bool fused_relu;                // the ReLU behind this row is applied while it is stored
+    size_t weights, biases;         // how many parameters; batchnorm2d: weights are its scales
     size_t weight, bias;            // offsets into params and grads
-    size_t output;                  // offset into activations and their gradients
+    size_t output, gradient;        // offsets into activations and dactivations
+    size_t stats;                   // batchnorm2d: offset into stats, see batchnorm2d_forward()
     size_t saved;                   // offset into saved: argmax of a max-pool, mask of a dropout
     int32_t *gather, *scatter;      // CPU, fast: which pixels a filter meets (room 5)
 } Layer;
@@ -80,7 +102,8 @@ typedef struct Draw {
 } Draw;
 
 /* The operations that a network needs of a device. Outputs come first, gradients are prefixed d.
-   n is the number of images in this batch. Each backward writes its outputs with =, never +=.
+   n is the number of images in this batch. Each backward writes its outputs with =; din with += if
+   accumulate says that another reader of the same row has written there before.
    scratch has as many elements as the backend's scratch_size() asked for. */
 typedef struct Backend {
     const char *name, *kernels;
@@ -94,28 +117,42 @@ typedef struct Backend {
     void (*conv2d_forward)(real *out, const real *in, const real *weight, const real *bias,
                            const Layer *l, size_t n, real *scratch);
     void (*conv2d_backward)(real *din, real *dweight, real *dbias, const real *dout, const real *in,
-                            const real *weight, const Layer *l, size_t n, real *scratch);
+                            const real *weight, const Layer *l, size_t n, bool accumulate,
+                            real *scratch);
     void (*linear_forward)(real *out, const real *in, const real *weight, const real *bias,
                            const Layer *l, size_t n, real *scratch);
     void (*linear_backward)(real *din, real *dweight, real *dbias, const real *dout, const real *in,
-                            const real *weight, const Layer *l, size_t n, real *scratch);
+                            const real *weight, const Layer *l, size_t n, bool accumulate,
+                            real *scratch);
+    void (*batchnorm2d_forward)(real *out, real *stats, const real *in, const real *weight,
+                                const real *bias, const Layer *l, size_t n, bool training,
+                                real *scratch);
+    void (*batchnorm2d_backward)(real *din, real *dweight, real *dbias, const real *dout,
+                                 const real *in, const real *stats, const real *weight,
+                                 const Layer *l, size_t n, bool accumulate, real *scratch);
     void (*relu_forward)(real *out, const real *in, size_t count);
-    void (*relu_backward)(real *din, const real *dout, const real *out, size_t count);
+    void (*relu_backward)(real *din, const real *dout, const real *out, size_t count,
+                          bool accumulate);
     void (*maxpool2d_forward)(real *out, uint8_t *argmax, const real *in, const Layer *l, size_t n);
     void (*maxpool2d_backward)(real *din, const real *dout, const uint8_t *argmax, const Layer *l,
-                               size_t n);
+                               size_t n, bool accumulate);
+    void (*avgpool2d_forward)(real *out, const real *in, const Layer *l, size_t n);
+    void (*avgpool2d_backward)(real *din, const real *dout, const Layer *l, size_t n,
+                               bool accumulate);
+    void (*add)(real *out, const real *in, size_t count);
     void (*dropout_forward)(real *out, uint8_t *mask, const real *in, const Layer *l, size_t n,
                             uint32_t stream, const Draw *draw);
     void (*dropout_backward)(real *din, const real *dout, const uint8_t *mask, const Layer *l,
-                             size_t n);
+                             size_t n, bool accumulate);
     void (*log_softmax_forward)(real *out, const real *in, size_t n, size_t classes);
     void (*log_softmax_backward)(real *din, const real *dout, const real *out, size_t n,
                                  size_t classes);
     void (*nll_loss)(real *losses, real *dlogp, const real *logp, const uint8_t *labels, size_t n,
-                     size_t classes);
+                     size_t classes, double smoothing);
     void (*adadelta)(real *param, const real *grad, real *square_avg, real *acc_delta, size_t count,
-                     double lr, double rho, double eps);
-    void (*sgd)(real *param, const real *grad, size_t count, double lr);
+                     double lr, double rho, double eps, double weight_decay);
+    void (*sgd)(real *param, const real *grad, real *momentum_buffer, size_t count, double lr,
+                double momentum, double weight_decay, bool nesterov);
 } Backend;
 
 /* Philox4x32-10, a counter-based random number generator: out = a keyed scramble of the counter.
@@ -140,7 +177,7 @@ static inline HOST_DEVICE void philox4x32(uint32_t out[4], uint32_t c0, uint32_t
 }
 
 // What a random number is for. Dropout adds the row of its layer, so that layers differ.
-enum { DRAW_INIT, DRAW_SHUFFLE, DRAW_SYNTHETIC, DRAW_DROPOUT = 256 };
+enum { DRAW_INIT, DRAW_SHUFFLE, DRAW_SYNTHETIC, DRAW_AUGMENT, DRAW_DROPOUT = 256 };
 
 // uniform in [0, 1) from 32 random bits; 24 of them, so that float and double agree
 static inline HOST_DEVICE real uniform(uint32_t bits) {
@@ -182,6 +219,8 @@ static inline HOST_DEVICE real uniform(uint32_t bits) {
 #define PARALLEL_FOR_2
 #endif
 
+#define SQRT(x) (sizeof(real) == sizeof(float) ? (real)sqrtf((float)(x)) : (real)sqrt((double)(x)))
+
 enum { PATH_SIZE = 4096, EXIT_USAGE = 2 };
 
 static double now(void) // seconds, from an arbitrary start
@@ -216,6 +255,10 @@ static size_t min_size(size_t a, size_t b) {
 
 static size_t max_size(size_t a, size_t b) {
     return a > b ? a : b;
+}
+
+static size_t shape_size(Shape s) {
+    return s.h * s.w * s.c;
 }
 
 static size_t ceil_div(size_t a, size_t b) {
@@ -282,9 +325,8 @@ static void atomic_commit(AtomicFile *f) {
     }
 }
 
-// FNV-1a over memory: two runs have equal weights if they print equal hashes.
-static uint64_t hash_bytes(const void *memory, size_t bytes) {
-    uint64_t hash = 0xcbf29ce484222325u;
+// FNV-1a, from the hash of what came before: equal weights have equal hashes.
+static uint64_t hash_bytes(uint64_t hash, const void *memory, size_t bytes) {
     for (size_t i = 0; i < bytes; i++)
         hash = (hash ^ ((const uint8_t *)memory)[i]) * 0x100000001b3u;
     return hash;
@@ -295,38 +337,24 @@ static uint64_t hash_bytes(const void *memory, size_t bytes) {
    Images stay bytes in memory, as they are on disk; the loader turns them into numbers. Files come
    from strangers: every count is checked against the file's real size before it is believed. */
 
+typedef struct Dataset Dataset;
+
 typedef struct DatasetInfo {
     const char *name;
     Shape shape;
-    size_t classes, train, test;
-    double mean[3], std[3]; // of the pixels scaled to [0, 1], one a channel
+    size_t classes, train, test; // classes; images in the two sets
+    double mean[3], std[3];      // of the pixels scaled to [0, 1], one a channel
+    void (*read)(Dataset *data, const char *dir, const char *const *files, size_t limit);
+    const char *files[2][6]; // of the training set, of the test set
+    const char *class_names; // separated by spaces; NULL: numbers
 } DatasetInfo;
 
-static const DatasetInfo dataset_infos[] = {
-    // the constants of MNIST serve all three, as in the handouts' script
-    {"mnist", {28, 28, 1}, 10, 60000, 10000, {.1307}, {.3081}},
-    {"fashion-mnist", {28, 28, 1}, 10, 60000, 10000, {.1307}, {.3081}},
-    {"synthetic", {28, 28, 1}, 10, 60000, 10000, {.1307}, {.3081}},
-};
-enum { DATASETS = sizeof dataset_infos / sizeof *dataset_infos };
-
-typedef struct Dataset {
+struct Dataset {
     const DatasetInfo *info;
     size_t count;
     uint8_t *images; // [count][h][w][c]
     uint8_t *labels; // [count]
-} Dataset;
-
-static const DatasetInfo *find_dataset_info(const char *name) {
-    for (size_t i = 0; i < DATASETS; i++)
-        if (strcmp(dataset_infos[i].name, name) == 0)
-            return &dataset_infos[i];
-    return NULL;
-}
-
-static size_t image_size(const DatasetInfo *info) {
-    return info->shape.h * info->shape.w * info->shape.c;
-}
+};
 
 // A data file, plain or read through `gzip -dc`.
 typedef struct DataFile {
@@ -418,6 +446,12 @@ static uint32_t big_endian(const uint8_t b[4]) {
     return (uint32_t)b[0] << 24 | (uint32_t)b[1] << 16 | (uint32_t)b[2] << 8 | b[3];
 }
 
+static void check_label(const DataFile *f, size_t label, size_t classes, size_t image) {
+    if (label >= classes)
+        bad_file(f, "expected labels from 0 to %zu, found %zu at image %zu", classes - 1, label,
+                 image);
+}
+
 /* An IDX file: magic number 0x0801 (labels) or 0x0803 (images), the sizes of its 1 or 3 dimensions,
    all big-endian, then bytes. item is the size that the one after the first dimension must have.
    Reads the first `limit` items, checks the length of all; returns the whole file's count. */
@@ -457,14 +491,9 @@ static size_t read_idx(DataFile *f, uint8_t **items, size_t *kept, size_t limit,
     return count;
 }
 
-static const char *const idx_files[2][2] = {
-    {"train-images-idx3-ubyte", "train-labels-idx1-ubyte"},
-    {"t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"},
-};
-
-static void load_idx(Dataset *data, const char *dir, bool train, size_t limit) {
+// files: the images, then the labels
+static void read_idx_set(Dataset *data, const char *dir, const char *const *files, size_t limit) {
     const DatasetInfo *info = data->info;
-    const char *const *files = idx_files[train ? 0 : 1];
     DataFile images, labels;
     data_open(&images, dir, files[0], info->name);
     data_open(&labels, dir, files[1], info->name);
@@ -475,9 +504,82 @@ static void load_idx(Dataset *data, const char *dir, bool train, size_t limit) {
         bad_file(&labels, "expected a label for each of the %zu images, found %zu", n_images,
                  n_labels);
     for (size_t i = 0; i < data->count; i++)
-        if (data->labels[i] >= info->classes)
-            bad_file(&labels, "expected labels from 0 to %zu, found %u at image %zu",
-                     info->classes - 1, data->labels[i], i);
+        check_label(&labels, data->labels[i], info->classes, i);
+}
+
+/* One file of CIFAR: records of a label (CIFAR-100: a coarse one of 20, then the fine one that we
+   take), and 3 x 32 x 32 bytes, channel by channel. Keeps at most `limit` images in all. */
+static void read_cifar(Dataset *data, const char *dir, const char *file, size_t records,
+                       size_t limit) {
+    enum { PIXELS = 32 * 32 };
+    DataFile f;
+    uint8_t record[2 + 3 * PIXELS];
+    size_t label_bytes = data->info->classes == 100 ? 2 : 1, bytes = label_bytes + 3 * PIXELS;
+    data_open(&f, dir, file, data->info->name);
+    for (size_t i = 0; i < records; i++) {
+        read_exactly(&f, record, bytes, i * bytes, records * bytes);
+        if (label_bytes == 2)
+            check_label(&f, record[0], 20, i);
+        check_label(&f, record[label_bytes - 1], data->info->classes, i);
+        if (data->count == limit)
+            continue;
+        uint8_t *image = data->images + data->count * 3 * PIXELS;
+        for (size_t pixel = 0; pixel < 3 * PIXELS; pixel++)
+            image[pixel] = record[label_bytes + pixel % 3 * PIXELS + pixel / 3];
+        data->labels[data->count++] = record[label_bytes - 1];
+    }
+    if (fgetc(f.stream) != EOF)
+        bad_file(&f, "too long: expected %zu bytes for %zu images, found more", records * bytes,
+                 records);
+    data_close(&f);
+}
+
+static void read_cifar_set(Dataset *data, const char *dir, const char *const *files, size_t limit) {
+    bool train = files == data->info->files[0];
+    size_t parts = 0, count = train ? data->info->train : data->info->test;
+    while (files[parts])
+        parts++;
+    data->images = must_alloc(min_size(count, limit) * shape_size(data->info->shape), "images");
+    data->labels = must_alloc(min_size(count, limit), "labels");
+    for (size_t i = 0; i < parts; i++)
+        read_cifar(data, dir, files[i], count / parts, limit);
+}
+
+#define IDX_FILES                                                 \
+    read_idx_set, {                                               \
+        {"train-images-idx3-ubyte", "train-labels-idx1-ubyte"}, { \
+            "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"    \
+        }                                                         \
+    }
+// clang-format off
+static const DatasetInfo dataset_infos[] = {
+    // the constants of MNIST serve both, as in the handouts' script
+    {"mnist", {28, 28, 1}, 10, 60000, 10000, {.1307}, {.3081}, IDX_FILES, NULL},
+    {"fashion-mnist", {28, 28, 1}, 10, 60000, 10000, {.1307}, {.3081}, IDX_FILES,
+     "t-shirt trouser pullover dress coat sandal shirt sneaker bag boot"},
+    {"cifar10", {32, 32, 3}, 10, 50000, 10000, {.4914, .4822, .4465}, {.2470, .2435, .2616},
+     read_cifar_set, {{"data_batch_1.bin", "data_batch_2.bin", "data_batch_3.bin",
+                       "data_batch_4.bin", "data_batch_5.bin"}, {"test_batch.bin"}},
+     "plane car bird cat deer dog frog horse ship truck"},
+    {"cifar100", {32, 32, 3}, 100, 50000, 10000, {.5071, .4865, .4409}, {.2673, .2564, .2762},
+     read_cifar_set, {{"train.bin"}, {"test.bin"}},
+     "apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus "
+     "butterfly camel can castle caterpillar cattle chair chimpanzee clock cloud cockroach couch "
+     "crab crocodile cup dinosaur dolphin elephant flatfish forest fox girl hamster house kangaroo "
+     "keyboard lamp lawn_mower leopard lion lizard lobster man maple_tree motorcycle mountain "
+     "mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck pine_tree plain "
+     "plate poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk "
+     "skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone "
+     "television tiger tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm"},
+};
+// clang-format on
+enum { DATASETS = sizeof dataset_infos / sizeof *dataset_infos };
+
+static const DatasetInfo *find_dataset_info(const char *name) {
+    for (size_t i = 0; i < DATASETS; i++)
+        if (strcmp(dataset_infos[i].name, name) == 0)
+            return &dataset_infos[i];
+    return NULL;
 }
 
 /* Made-up images, for machines without data. Each class has a glyph, a patch of waves drawn from
@@ -515,7 +617,7 @@ static void add_glyph(float *image, const float *glyph, Shape s, size_t top, siz
 static void draw_synthetic(uint8_t *out, uint8_t *label, const float *glyphs,
                            const DatasetInfo *info, uint32_t index) {
     Shape s = info->shape;
-    size_t size = image_size(info), glyph_size = GLYPH * GLYPH * s.c;
+    size_t size = shape_size(info->shape), glyph_size = GLYPH * GLYPH * s.c;
     float image[size];
     memset(image, 0, sizeof image);
     for (uint32_t layer = 0; layer < 2; layer++) { // a distractor, then the glyph that counts
@@ -543,21 +645,21 @@ static void make_synthetic(Dataset *data, bool train, size_t limit) {
     const DatasetInfo *info = data->info;
     size_t glyph_size = GLYPH * GLYPH * info->shape.c;
     data->count = min_size(train ? info->train : info->test, limit);
-    data->images = must_alloc(data->count * image_size(info), "images");
+    data->images = must_alloc(data->count * shape_size(info->shape), "images");
     data->labels = must_alloc(data->count, "labels");
     float *glyphs = must_alloc(info->classes * glyph_size * sizeof *glyphs, "synthetic images");
     for (size_t class = 0; class < info->classes; class ++)
         draw_glyph(glyphs + class * glyph_size, class, info->shape.c);
     PARALLEL_FOR
     for (size_t i = 0; i < data->count; i++) // the test set is numbered behind the training set
-        draw_synthetic(data->images + i * image_size(info), data->labels + i, glyphs, info,
+        draw_synthetic(data->images + i * shape_size(info->shape), data->labels + i, glyphs, info,
                        (uint32_t)(i + (train ? 0 : info->train)));
     free(glyphs);
 }
 
-static bool has_dataset(const char *dir) {
+static bool has_dataset(const char *dir, const char *name) {
     char path[PATH_SIZE];
-    return data_path(path, dir, idx_files[0][0]);
+    return data_path(path, dir, find_dataset_info(name)->files[0][0]);
 }
 
 // Where a dataset's files are: DIR and DIR/NAME with --data DIR, else the usual folders.
@@ -569,16 +671,16 @@ static bool find_data_dir(char dir[PATH_SIZE], const char *name, const char *dat
     const char *roots[] = {"data", beside, "/usr/share/datasets"};
     for (size_t i = 0; !*data_option && i < sizeof roots / sizeof *roots; i++) {
         join_path(dir, roots[i], name);
-        if (has_dataset(dir))
+        if (has_dataset(dir, name))
             return true;
     }
     if (!*data_option)
         return false;
     join_path(dir, data_option, name);
-    if (has_dataset(dir))
+    if (has_dataset(dir, name))
         return true;
     snprintf(dir, PATH_SIZE, "%s", data_option);
-    return has_dataset(dir);
+    return has_dataset(dir, name);
 }
 
 static void free_dataset(Dataset *data) {
@@ -591,6 +693,85 @@ static void free_dataset(Dataset *data) {
    W worker threads fill a ring of batches ahead of the training loop. Which images a batch holds,
    and in which order batches are handed out, is settled by the permutation alone: W changes
    nothing but the waiting. Threads and memory are made once, before the first step. */
+
+/* Augmentation: another view of each image in each epoch. The function gets one image as bytes and
+   draws from Philox by (seed, epoch, position in the epoch), so workers change nothing. */
+typedef void Augment(uint8_t *out, const uint8_t *in, Shape s, const Draw *draw);
+
+// A byte of an image; black outside of it, where row or column have wrapped around below 0.
+static uint8_t pixel_at(const uint8_t *image, Shape s, size_t y, size_t x, size_t c) {
+    return y < s.h && x < s.w ? image[(y * s.w + x) * s.c + c] : 0;
+}
+
+// RandomCrop(size, padding = 4), then RandomHorizontalFlip(0.5)
+static void augment_crop_flip(uint8_t *out, const uint8_t *in, Shape s, const Draw *draw) {
+    enum { PADDING = 4 };
+    uint32_t r[4];
+    philox4x32(r, 0, (uint32_t)draw->first, (uint32_t)draw->epoch, DRAW_AUGMENT, draw->seed);
+    size_t top = (size_t)(r[0] % (2 * PADDING + 1)) - PADDING; // may wrap around below 0
+    size_t left = (size_t)(r[1] % (2 * PADDING + 1)) - PADDING;
+    for (size_t y = 0; y < s.h; y++)
+        for (size_t x = 0; x < s.w; x++)
+            for (size_t c = 0; c < s.c; c++)
+                *out++ = pixel_at(in, s, y + top, (r[2] & 1 ? s.w - 1 - x : x) + left, c);
+}
+
+// to[i] = sum over d from -3 sigma to 3 sigma of weight(d) * from[i + d], along rows or columns
+static void blur(float *to, const float *from, Shape s, bool rows) {
+    enum { SIGMA = 4, REACH = 3 * SIGMA };
+    float weights[REACH + 1];
+    for (int d = 0; d <= REACH; d++)
+        weights[d] = (float)(exp(-d * d / (2. * SIGMA * SIGMA)) / (SIGMA * sqrt(2 * M_PI)));
+    for (size_t y = 0; y < s.h; y++)
+        for (size_t x = 0; x < s.w; x++) {
+            float sum = 0;
+            for (int d = -REACH; d <= REACH; d++) {
+                size_t yy = rows ? y : y + (size_t)d, xx = rows ? x + (size_t)d : x;
+                if (yy < s.h && xx < s.w)
+                    sum += weights[abs(d)] * from[yy * s.w + xx];
+            }
+            to[y * s.w + x] = sum;
+        }
+}
+
+/* Elastic distortion (Simard, Steinkraus, Platt, "Best practices for convolutional neural
+   networks", ICDAR 2003): every pixel is fetched from a place nearby, which a random field, blurred
+   with sigma = 4 and scaled by alpha = 34 pixels, tells; bilinear between four pixels. */
+static void augment_elastic(uint8_t *out, const uint8_t *in, Shape s, const Draw *draw) {
+    const float alpha = 34;
+    size_t pixels = s.h * s.w;
+    float field[2][pixels], blurred[pixels]; // how far down, how far to the right
+    for (size_t f = 0; f < 2; f++) {
+        for (size_t i = 0; i < pixels; i += 4) {
+            uint32_t r[4];
+            philox4x32(r, (uint32_t)(1 + f * pixels + i), (uint32_t)draw->first,
+                       (uint32_t)draw->epoch, DRAW_AUGMENT, draw->seed);
+            for (size_t j = 0; j < min_size(4, pixels - i); j++)
+                field[f][i + j] = alpha * (float)(2 * uniform(r[j]) - 1);
+        }
+        blur(blurred, field[f], s, true);
+        blur(field[f], blurred, s, false);
+    }
+    for (size_t i = 0; i < pixels; i++) {
+        float y = (float)(i / s.w) + field[0][i], x = (float)(i % s.w) + field[1][i];
+        float down = y - floorf(y), right = x - floorf(x);
+        size_t top = (size_t)(ptrdiff_t)floorf(y), left = (size_t)(ptrdiff_t)floorf(x);
+        for (size_t c = 0; c < s.c; c++) {
+            float above = (1 - right) * (float)pixel_at(in, s, top, left, c) +
+                          right * (float)pixel_at(in, s, top, left + 1, c);
+            float below = (1 - right) * (float)pixel_at(in, s, top + 1, left, c) +
+                          right * (float)pixel_at(in, s, top + 1, left + 1, c);
+            *out++ = (uint8_t)((1 - down) * above + down * below + .5f);
+        }
+    }
+}
+
+static const struct {
+    const char *name;
+    Augment *augment;
+} augmentations[] = {
+    {"none", NULL}, {"crop-flip", augment_crop_flip}, {"elastic", augment_elastic}};
+enum { AUGMENTATIONS = sizeof augmentations / sizeof *augmentations };
 
 typedef struct Batch {
     real *images;    // [n][h][w][c], normalised
@@ -608,6 +789,8 @@ typedef struct Loader {
     size_t started, handed; // batches that workers have begun; batches that next() has returned
     size_t busy;            // workers that are filling a slot
     bool quit;
+    Augment *augment; // NULL: images as they are
+    Draw draw;        // the epoch's seed and number, for the augmentation
     pthread_mutex_t lock;
     pthread_cond_t changed;
     pthread_t *threads;
@@ -615,7 +798,9 @@ typedef struct Loader {
 } Loader;
 
 static void fill_batch(const Loader *l, Batch *batch, size_t number) {
-    size_t pixels = image_size(l->data->info), channels = l->data->info->shape.c;
+    Shape s = l->data->info->shape;
+    size_t pixels = shape_size(l->data->info->shape);
+    uint8_t augmented[pixels];
     batch->number = number;
     batch->first = number * l->batch_size;
     batch->n = min_size(l->batch_size, l->data->count - batch->first);
@@ -623,8 +808,13 @@ static void fill_batch(const Loader *l, Batch *batch, size_t number) {
         size_t image = l->order[batch->first + i];
         const uint8_t *bytes = l->data->images + image * pixels;
         real *out = batch->images + i * pixels;
-        for (size_t p = 0; p < pixels; p += channels)
-            for (size_t c = 0; c < channels; c++)
+        if (l->augment) {
+            Draw draw = {l->draw.seed, l->draw.epoch, batch->first + i};
+            l->augment(augmented, bytes, s, &draw);
+            bytes = augmented;
+        }
+        for (size_t p = 0; p < pixels; p += s.c)
+            for (size_t c = 0; c < s.c; c++)
                 out[p + c] = l->normalised[c][bytes[p + c]];
         batch->labels[i] = l->data->labels[image];
     }
@@ -652,16 +842,18 @@ static void *loader_worker(void *argument) {
     return NULL;
 }
 
-static void loader_init(Loader *l, const Dataset *data, size_t batch_size, size_t workers) {
+static void loader_init(Loader *l, const Dataset *data, size_t batch_size, size_t workers,
+                        Augment *augment) {
     const DatasetInfo *info = data->info;
-    *l = (Loader){.data = data, .batch_size = batch_size, .workers = workers};
+    *l = (Loader){.data = data, .batch_size = batch_size, .workers = workers, .augment = augment};
     l->slots = 2 * workers + 1; // PyTorch's prefetch_factor of 2, and the batch in use
     l->order = must_alloc(data->count * sizeof *l->order, "the permutation");
     l->ring = must_alloc(l->slots * sizeof *l->ring, "the loader");
     l->filled = must_alloc(l->slots * sizeof *l->filled, "the loader");
     l->threads = must_alloc(workers * sizeof *l->threads, "the loader");
     for (size_t s = 0; s < l->slots; s++) {
-        l->ring[s].images = must_alloc(batch_size * image_size(info) * sizeof(real), "a batch");
+        l->ring[s].images =
+            must_alloc(batch_size * shape_size(info->shape) * sizeof(real), "a batch");
         l->ring[s].labels = must_alloc(batch_size, "a batch");
     }
     for (size_t c = 0; c < info->shape.c; c++)
@@ -687,8 +879,9 @@ static void shuffle(uint32_t *order, size_t count, uint64_t seed, size_t epoch) 
     }
 }
 
-// Starts an epoch: shuffled for training; epoch 0 means in the order of the file, for testing.
-static void loader_start(Loader *l, uint64_t seed, size_t epoch) {
+/* Starts an epoch with its batch number `first`: shuffled for training; epoch 0 means in the order
+   of the file, for testing. */
+static void loader_start(Loader *l, uint64_t seed, size_t epoch, size_t first) {
     pthread_mutex_lock(&l->lock);
     l->started = l->batches = 0; // stops the workers, if an epoch was left early
     while (l->busy > 0)
@@ -698,7 +891,8 @@ static void loader_start(Loader *l, uint64_t seed, size_t epoch) {
     if (epoch > 0)
         shuffle(l->order, l->data->count, seed, epoch);
     memset(l->filled, 0, l->slots * sizeof *l->filled);
-    l->handed = 0;
+    l->draw = (Draw){seed, epoch, 0};
+    l->started = l->handed = first;
     l->batches = ceil_div(l->data->count, l->batch_size);
     pthread_cond_broadcast(&l->changed);
     pthread_mutex_unlock(&l->lock);
@@ -743,14 +937,23 @@ static void loader_free(Loader *l) {
    Every layer stands here first as its definition, a few loops that say what it computes (_naive);
    the tests take these for the truth. Where time is spent a fast version follows (_fast).
 
-   Gradients: dX is the derivative of the loss by X. A backward receives dout and writes din,
-   dweight and dbias with =. Work is split by shapes, never by the number of threads, and every sum
+   Gradients: dX is the derivative of the loss by X. A backward receives dout and writes dweight
+   and dbias with =, and din with = or, if accumulate, with +=. Work is split by shapes, never by the number of threads, and every sum
    is taken in one fixed order: the result has the same bits for any --threads. */
+
+enum { OUTSIDE = -1 };
+
+// Which input pixel (row * w + column) output pixel (y, x) meets at a tap of the filter, or OUTSIDE.
+static ptrdiff_t met_pixel(const Layer *l, size_t y, size_t x, size_t tap) {
+    size_t iy = y * l->stride + tap / l->kernel - l->padding; // wraps around above the first row
+    size_t ix = x * l->stride + tap % l->kernel - l->padding;
+    return iy < l->in.h && ix < l->in.w ? (ptrdiff_t)(iy * l->in.w + ix) : OUTSIDE;
+}
 
 /* out[n][y][x][k] = bias[k] + sum over i, j, c of
                           in[n][y * s + i - padding][x * s + j - padding][c] * weight[i][j][c][k]
    where s is the stride and pixels outside of the image count as 0.
-   Shapes: in [n][h][w][c], out [n][oh][ow][k]. */
+   Shapes: in [n][h][w][c], out [n][oh][ow][k]. bias may be NULL: there is none. */
 static void conv2d_forward_naive(real *out, const real *in, const real *weight, const real *bias,
                                  const Layer *l, size_t n, real *scratch) {
     (void)scratch;
@@ -760,18 +963,13 @@ static void conv2d_forward_naive(real *out, const real *in, const real *weight, 
         for (size_t y = 0; y < O.h; y++)
             for (size_t x = 0; x < O.w; x++)
                 for (size_t k = 0; k < O.c; k++) {
-                    real sum = bias[k];
-                    for (size_t i = 0; i < l->kernel; i++)
-                        for (size_t j = 0; j < l->kernel; j++) {
-                            size_t iy = y * l->stride + i - l->padding; // wraps around when
-                            size_t ix = x * l->stride + j - l->padding; // outside: then >= h, w
-                            if (iy >= I.h || ix >= I.w)
-                                continue;
-                            const real *pixel = in + ((image * I.h + iy) * I.w + ix) * I.c;
-                            const real *tap = weight + (i * l->kernel + j) * I.c * O.c;
-                            for (size_t c = 0; c < I.c; c++)
-                                sum += pixel[c] * tap[c * O.c + k];
-                        }
+                    real sum = bias ? bias[k] : 0;
+                    for (size_t tap = 0; tap < l->kernel * l->kernel; tap++) {
+                        ptrdiff_t met = met_pixel(l, y, x, tap);
+                        for (size_t c = 0; met != OUTSIDE && c < I.c; c++)
+                            sum += in[(image * I.h * I.w + (size_t)met) * I.c + c] *
+                                   weight[(tap * I.c + c) * O.c + k];
+                    }
                     out[((image * O.h + y) * O.w + x) * O.c + k] = sum;
                 }
 }
@@ -780,52 +978,43 @@ static void conv2d_forward_naive(real *out, const real *in, const real *weight, 
    dweight[i][j][c][k] = sum over n, y, x of
                          dout[n][y][x][k] * in[n][y * s + i - padding][x * s + j - padding][c]
    din[n][iy][ix][c]   = sum over i, j, k of dout[n][y][x][k] * weight[i][j][c][k]
-                         where iy = y * s + i - padding, ix likewise.   din may be NULL. */
+                         where iy = y * s + i - padding, ix likewise.   din may be NULL.
+   din += instead, if accumulate. Without a bias there is no dbias. */
 static void conv2d_backward_naive(real *din, real *dweight, real *dbias, const real *dout,
                                   const real *in, const real *weight, const Layer *l, size_t n,
-                                  real *scratch) {
+                                  bool accumulate, real *scratch) {
     (void)scratch;
     Shape I = l->in, O = l->out;
-    memset(dbias, 0, O.c * sizeof *dbias);
-    for (size_t pixel = 0; pixel < n * O.h * O.w; pixel++)
-        for (size_t k = 0; k < O.c; k++)
-            dbias[k] += dout[pixel * O.c + k];
+    memset(dbias, 0, l->biases * sizeof *dbias);
+    for (size_t i = 0; l->biases && i < n * shape_size(O); i++)
+        dbias[i % O.c] += dout[i];
     PARALLEL_FOR_2
     for (size_t tap = 0; tap < l->kernel * l->kernel; tap++)
         for (size_t c = 0; c < I.c; c++) {
             real *row = dweight + (tap * I.c + c) * O.c;
             memset(row, 0, O.c * sizeof *row);
-            for (size_t image = 0; image < n; image++)
-                for (size_t y = 0; y < O.h; y++)
-                    for (size_t x = 0; x < O.w; x++) {
-                        size_t iy = y * l->stride + tap / l->kernel - l->padding;
-                        size_t ix = x * l->stride + tap % l->kernel - l->padding;
-                        if (iy >= I.h || ix >= I.w)
-                            continue;
-                        real value = in[((image * I.h + iy) * I.w + ix) * I.c + c];
-                        const real *d = dout + ((image * O.h + y) * O.w + x) * O.c;
-                        for (size_t k = 0; k < O.c; k++)
-                            row[k] += value * d[k];
-                    }
+            for (size_t pixel = 0; pixel < n * O.h * O.w; pixel++) {
+                ptrdiff_t met = met_pixel(l, pixel / O.w % O.h, pixel % O.w, tap);
+                size_t image = pixel / (O.h * O.w);
+                for (size_t k = 0; met != OUTSIDE && k < O.c; k++)
+                    row[k] +=
+                        in[(image * I.h * I.w + (size_t)met) * I.c + c] * dout[pixel * O.c + k];
+            }
         }
     if (!din)
         return;
     PARALLEL_FOR
     for (size_t image = 0; image < n; image++) {
-        real *d = din + image * I.h * I.w * I.c;
-        memset(d, 0, I.h * I.w * I.c * sizeof *d);
+        real *d = din + image * shape_size(I);
+        memset(d, 0, accumulate ? 0 : shape_size(I) * sizeof *d);
         for (size_t y = 0; y < O.h; y++)
             for (size_t x = 0; x < O.w; x++)
                 for (size_t tap = 0; tap < l->kernel * l->kernel; tap++) {
-                    size_t iy = y * l->stride + tap / l->kernel - l->padding;
-                    size_t ix = x * l->stride + tap % l->kernel - l->padding;
-                    if (iy >= I.h || ix >= I.w)
-                        continue;
+                    ptrdiff_t met = met_pixel(l, y, x, tap);
                     const real *from = dout + ((image * O.h + y) * O.w + x) * O.c;
-                    for (size_t c = 0; c < I.c; c++)
+                    for (size_t c = 0; met != OUTSIDE && c < I.c; c++)
                         for (size_t k = 0; k < O.c; k++)
-                            d[(iy * I.w + ix) * I.c + c] +=
-                                from[k] * weight[(tap * I.c + c) * O.c + k];
+                            d[(size_t)met * I.c + c] += from[k] * weight[(tap * I.c + c) * O.c + k];
                 }
     }
 }
@@ -846,10 +1035,10 @@ static void linear_forward_naive(real *out, const real *in, const real *weight, 
 }
 
 /* dbias[k] = sum over n of dout[n][k]     dweight[c][k] = sum over n of in[n][c] * dout[n][k]
-   din[n][c] = sum over k of dout[n][k] * weight[c][k]                      din may be NULL. */
+   din[n][c] = sum over k of dout[n][k] * weight[c][k], or += if accumulate; din may be NULL. */
 static void linear_backward_naive(real *din, real *dweight, real *dbias, const real *dout,
                                   const real *in, const real *weight, const Layer *l, size_t n,
-                                  real *scratch) {
+                                  bool accumulate, real *scratch) {
     (void)scratch;
     size_t inputs = l->in.c, outputs = l->out.c;
     for (size_t k = 0; k < outputs; k++) {
@@ -866,7 +1055,7 @@ static void linear_backward_naive(real *din, real *dweight, real *dbias, const r
             dweight[c * outputs + k] = sum;
         }
     for (size_t i = 0; din && i < n * inputs; i++) {
-        din[i] = 0;
+        din[i] = accumulate ? din[i] : 0;
         for (size_t k = 0; k < outputs; k++)
             din[i] += dout[i / inputs * outputs + k] * weight[i % inputs * outputs + k];
     }
@@ -879,11 +1068,12 @@ static void relu_forward(real *out, const real *in, size_t count) {
         out[i] = in[i] < 0 ? 0 : in[i];
 }
 
-// din = dout where out > 0, else 0; in place, if din is dout
-static void relu_backward(real *din, const real *dout, const real *out, size_t count) {
+// din = dout where out > 0, else 0 (+= if accumulate); in place, if din is dout
+static void relu_backward(real *din, const real *dout, const real *out, size_t count,
+                          bool accumulate) {
     PARALLEL_FOR
     for (size_t i = 0; i < count; i++)
-        din[i] = out[i] > 0 ? dout[i] : 0;
+        din[i] = (out[i] > 0 ? dout[i] : 0) + (accumulate ? din[i] : 0);
 }
 
 /* out[n][y][x][c] = max over i, j < kernel of in[n][y * stride + i - padding][...][c], and argmax
@@ -903,12 +1093,9 @@ static void maxpool2d_forward_naive(real *out, uint8_t *argmax, const real *in, 
                     arg[c] = 0;
                 }
                 for (size_t tap = 0; tap < l->kernel * l->kernel; tap++) {
-                    size_t iy = y * l->stride + tap / l->kernel - l->padding;
-                    size_t ix = x * l->stride + tap % l->kernel - l->padding;
-                    if (iy >= I.h || ix >= I.w)
-                        continue;
-                    const real *pixel = in + ((image * I.h + iy) * I.w + ix) * I.c;
-                    for (size_t c = 0; c < O.c; c++) {
+                    ptrdiff_t met = met_pixel(l, y, x, tap);
+                    const real *pixel = in + (image * I.h * I.w + (size_t)met) * I.c;
+                    for (size_t c = 0; met != OUTSIDE && c < O.c; c++) {
                         bool larger = !(pixel[c] <= best[c]); // so that a NaN is not overlooked
                         best[c] = larger ? pixel[c] : best[c];
                         arg[c] = larger ? (uint8_t)tap : arg[c];
@@ -917,27 +1104,190 @@ static void maxpool2d_forward_naive(real *out, uint8_t *argmax, const real *in, 
             }
 }
 
-// din = 0, then din[the pixel that was the maximum] += dout
+// din = 0 unless accumulate, then din[the pixel that was the maximum] += dout
 static void maxpool2d_backward(real *din, const real *dout, const uint8_t *argmax, const Layer *l,
-                               size_t n) {
+                               size_t n, bool accumulate) {
     Shape I = l->in, O = l->out;
     PARALLEL_FOR
     for (size_t image = 0; image < n; image++) {
-        real *d = din + image * I.h * I.w * I.c;
-        memset(d, 0, I.h * I.w * I.c * sizeof *d);
+        real *d = din + image * shape_size(I);
+        memset(d, 0, accumulate ? 0 : shape_size(I) * sizeof *d);
         for (size_t y = 0; y < O.h; y++)
             for (size_t x = 0; x < O.w; x++) {
                 size_t at = ((image * O.h + y) * O.w + x) * O.c;
                 for (size_t tap = 0; tap < l->kernel * l->kernel; tap++) {
-                    size_t iy = y * l->stride + tap / l->kernel - l->padding;
-                    size_t ix = x * l->stride + tap % l->kernel - l->padding;
-                    if (iy >= I.h || ix >= I.w)
-                        continue;
-                    real *restrict pixel = d + (iy * I.w + ix) * I.c;
-                    for (size_t c = 0; c < O.c; c++)
+                    ptrdiff_t met = met_pixel(l, y, x, tap);
+                    real *restrict pixel = d + (size_t)met * I.c;
+                    for (size_t c = 0; met != OUTSIDE && c < O.c; c++)
                         pixel[c] += argmax[at + c] == tap ? dout[at + c] : 0;
                 }
             }
+    }
+}
+
+// out[n][c] = mean over y, x of in[n][y][x][c]
+static void avgpool2d_forward(real *out, const real *in, const Layer *l, size_t n) {
+    size_t channels = l->in.c, pixels = l->in.h * l->in.w;
+    PARALLEL_FOR
+    for (size_t image = 0; image < n; image++) {
+        real *restrict to = out + image * channels;
+        memset(to, 0, channels * sizeof *to);
+        for (size_t i = 0; i < pixels; i++)
+            for (size_t c = 0; c < channels; c++)
+                to[c] += in[(image * pixels + i) * channels + c];
+        for (size_t c = 0; c < channels; c++)
+            to[c] /= (real)pixels;
+    }
+}
+
+// din[n][y][x][c] = dout[n][c] / (h * w), or += if accumulate
+static void avgpool2d_backward(real *din, const real *dout, const Layer *l, size_t n,
+                               bool accumulate) {
+    size_t channels = l->in.c, pixels = l->in.h * l->in.w;
+    PARALLEL_FOR
+    for (size_t i = 0; i < n * pixels; i++)
+        for (size_t c = 0; c < channels; c++)
+            din[i * channels + c] = dout[i / pixels * channels + c] / (real)pixels +
+                                    (accumulate ? din[i * channels + c] : 0);
+}
+
+// out += in: a residual join, forward and for gradients
+static void add_arrays(real *out, const real *in, size_t count) {
+    PARALLEL_FOR
+    for (size_t i = 0; i < count; i++)
+        out[i] += in[i];
+}
+
+/* ---- BatchNorm ---------------------------------------------------------------------------------
+
+   (Ioffe, Szegedy, "Batch normalization", ICML 2015, as PyTorch computes it.) Per channel c, over
+   the m = n * h * w pixels of the batch:
+     mean = sum of in / m      variance = sum of (in - mean)^2 / m      scale = weight / sqrt(variance + eps)
+     out = (in - mean) * scale + bias
+     running = (1 - momentum) * running + momentum * (mean, or variance * m / (m - 1))
+   Evaluation takes the running statistics instead of the batch's. stats holds four rows of c numbers:
+   running mean, running variance, and mean and 1 / sqrt(variance + eps) for the backward.
+   Sums are taken over slices of the pixels, which do not depend on the number of threads. */
+
+enum { BN_SLICES = 32 };
+static const double bn_eps = 1e-5, bn_momentum = 0.1;
+
+typedef struct Slice {
+    size_t first, last; // pixels [first, last)
+} Slice;
+
+static Slice bn_slice(size_t slice, size_t pixels) {
+    return (Slice){pixels * slice / BN_SLICES, pixels * (slice + 1) / BN_SLICES};
+}
+
+/* sums[0][c] = mean over a slice, sums[1][c] = sum of the squared distances from it, in one pass:
+   distances from the slice's first pixel are small, so nothing cancels out. */
+static void bn_slice_statistics(real *restrict sums, const real *restrict in, Slice s,
+                                size_t channels) {
+    real *restrict squares = sums + channels;
+    const real *shift = in + s.first * channels;
+    real count = (real)(s.last - s.first);
+    memset(sums, 0, 2 * channels * sizeof *sums);
+    for (size_t i = s.first; i < s.last; i++)
+        for (size_t c = 0; c < channels; c++) {
+            real d = in[i * channels + c] - shift[c];
+            sums[c] += d;
+            squares[c] += d * d;
+        }
+    for (size_t c = 0; c < channels && count > 0; c++) {
+        squares[c] -= sums[c] * sums[c] / count;
+        sums[c] = shift[c] + sums[c] / count;
+    }
+}
+
+// Joins the slices of channel c (Chan, Golub, LeVeque, "Updating formulae", 1979).
+static void bn_join_statistics(real *stats, const real *sums, size_t pixels, size_t channels,
+                               size_t c) {
+    double mean = 0, squares = 0, count = 0;
+    for (size_t slice = 0; slice < BN_SLICES; slice++, sums += 2 * channels) {
+        Slice s = bn_slice(slice, pixels);
+        double more = (double)(s.last - s.first), d = (double)sums[c] - mean;
+        if (more == 0)
+            continue;
+        squares += (double)sums[channels + c] + d * d * count * more / (count + more);
+        mean += d * more / (count + more);
+        count += more;
+    }
+    double unbiased = squares / (count > 1 ? count - 1 : 1);
+    stats[c] = (real)((1 - bn_momentum) * (double)stats[c] + bn_momentum * mean);
+    stats += channels;
+    stats[c] = (real)((1 - bn_momentum) * (double)stats[c] + bn_momentum * unbiased);
+    stats[channels + c] = (real)mean;
+    stats[2 * channels + c] = (real)(1 / sqrt(squares / count + bn_eps));
+}
+
+static void batchnorm2d_forward(real *out, real *stats, const real *in, const real *weight,
+                                const real *bias, const Layer *l, size_t n, bool training,
+                                real *scratch) {
+    size_t channels = l->in.c, pixels = n * l->in.h * l->in.w;
+    PARALLEL_FOR
+    for (size_t slice = 0; slice < (training ? BN_SLICES : 0); slice++)
+        bn_slice_statistics(scratch + slice * 2 * channels, in, bn_slice(slice, pixels), channels);
+    real *restrict scale = scratch + BN_SLICES * 2 * channels, *restrict shift = scale + channels;
+    for (size_t c = 0; c < channels; c++) {
+        if (training)
+            bn_join_statistics(stats, scratch, pixels, channels, c);
+        real mean = stats[training ? 2 * channels + c : c];
+        scale[c] = weight[c] * (training ? stats[3 * channels + c]
+                                         : 1 / SQRT(stats[channels + c] + (real)bn_eps));
+        shift[c] = bias[c] - mean * scale[c];
+    }
+    real least = l->fused_relu ? 0 : -(real)INFINITY;
+    PARALLEL_FOR
+    for (size_t i = 0; i < pixels; i++) {
+        const real *restrict from = in + i * channels;
+        real *restrict to = out + i * channels;
+        for (size_t c = 0; c < channels; c++) {
+            real value = from[c] * scale[c] + shift[c];
+            to[c] = value < least ? least : value;
+        }
+    }
+}
+
+/* dbias = sum of dout      dweight = sum of dout * x      where x = (in - mean) / sqrt(variance + eps)
+   din = weight / sqrt(variance + eps) * (dout - dbias / m - x * dweight / m), or += if accumulate; din may be NULL */
+static void batchnorm2d_backward(real *din, real *dweight, real *dbias, const real *dout,
+                                 const real *in, const real *stats, const real *weight,
+                                 const Layer *l, size_t n, bool accumulate, real *scratch) {
+    size_t channels = l->in.c, pixels = n * l->in.h * l->in.w;
+    const real *restrict mean = stats + 2 * channels, *restrict inverse = mean + channels;
+    PARALLEL_FOR
+    for (size_t slice = 0; slice < BN_SLICES; slice++) {
+        Slice s = bn_slice(slice, pixels);
+        real *restrict sums = scratch + slice * 2 * channels, *restrict products = sums + channels;
+        memset(sums, 0, 2 * channels * sizeof *sums);
+        for (size_t i = s.first; i < s.last; i++)
+            for (size_t c = 0; c < channels; c++) {
+                real d = dout[i * channels + c];
+                sums[c] += d;
+                products[c] += d * (in[i * channels + c] - mean[c]);
+            }
+    }
+    real *restrict a = scratch + BN_SLICES * 2 * channels; // din = a * dout + b * in + e
+    real *restrict b = a + channels, *restrict e = b + channels;
+    for (size_t c = 0; c < channels; c++) {
+        double sum = 0, product = 0;
+        for (size_t slice = 0; slice < BN_SLICES; slice++) {
+            sum += (double)scratch[slice * 2 * channels + c];
+            product += (double)scratch[(slice * 2 + 1) * channels + c];
+        }
+        dbias[c] = (real)sum;
+        dweight[c] = (real)product * inverse[c];
+        a[c] = weight[c] * inverse[c];
+        b[c] = -a[c] * inverse[c] * dweight[c] / (real)pixels;
+        e[c] = -a[c] * dbias[c] / (real)pixels;
+    }
+    PARALLEL_FOR
+    for (size_t i = 0; i < (din ? pixels : 0); i++) {
+        const real *restrict x = in + i * channels, *restrict d = dout + i * channels;
+        real *restrict to = din + i * channels;
+        for (size_t c = 0; c < channels; c++)
+            to[c] = a[c] * d[c] + b[c] * (x[c] - mean[c]) + e[c] + (accumulate ? to[c] : 0);
     }
 }
 
@@ -967,14 +1317,14 @@ static void dropout_forward(real *out, uint8_t *mask, const real *in, const Laye
         }
 }
 
-// din = dout / (1 - p) where the mask is set, else 0
+// din = dout / (1 - p) where the mask is set, else 0; += if accumulate
 static void dropout_backward(real *din, const real *dout, const uint8_t *mask, const Layer *l,
-                             size_t n) {
+                             size_t n, bool accumulate) {
     real scale = 1 / (1 - l->p);
     size_t count = n * l->out.h * l->out.w * l->out.c;
     PARALLEL_FOR
     for (size_t i = 0; i < count; i++)
-        din[i] = mask[i] ? dout[i] * scale : 0;
+        din[i] = (mask[i] ? dout[i] * scale : 0) + (accumulate ? din[i] : 0);
 }
 
 // out[k] = in[k] - log(sum over j of exp(in[j])), shifted by the maximum: exp cannot overflow
@@ -1003,14 +1353,21 @@ static void log_softmax_backward(real *din, const real *dout, const real *out, s
     }
 }
 
-/* Negative log-likelihood: losses[i] = -logp[i][label], one an image; the loss is their mean.
-   dlogp = -1/n at the label, else 0; dlogp may be NULL. */
+/* Negative log-likelihood with label smoothing e (Szegedy et al., arXiv:1512.00567, section 7; e = 0:
+   none). One loss an image, of which the loss is the mean:
+     losses[i] = sum over k of target[k] * -logp[i][k], target[k] = e / classes, + 1 - e at the label
+   dlogp[i][k] = -target[k] / n; dlogp may be NULL. */
 static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t *labels, size_t n,
-                     size_t classes) {
-    for (size_t i = 0; i < n; i++)
-        losses[i] = -logp[i * classes + labels[i]];
-    for (size_t i = 0; dlogp && i < n * classes; i++)
-        dlogp[i] = i % classes == labels[i / classes] ? -1 / (real)n : 0;
+                     size_t classes, double smoothing) {
+    const real elsewhere = (real)(smoothing / (double)classes);
+    const real at_label = (real)(1 - smoothing) + elsewhere;
+    for (size_t i = 0; i < n; i++, logp += classes) {
+        losses[i] = -at_label * logp[labels[i]];
+        for (size_t k = 0; k < classes && smoothing > 0; k++)
+            losses[i] -= k == labels[i] ? 0 : elsewhere * logp[k];
+        for (size_t k = 0; k < classes && dlogp; k++)
+            *dlogp++ = -(k == labels[i] ? at_label : elsewhere) / (real)n;
+    }
 }
 
 /* ---- The fast convolution: one register tile ---------------------------------------------------
@@ -1029,7 +1386,7 @@ static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t 
      weight gradient rows: 6 channels in      b: 4 vectors of dout        sum: all pixels
 
    A filter's taps are its kernel * kernel positions. gather[pixel][tap] tells which input pixel an
-   output pixel meets at a tap, or -1 outside of the image; scatter is the same, seen from the input
+   output pixel meets at a tap, or OUTSIDE; scatter is the same, seen from the input
    pixel. So stride, padding and borders are settled in two tables, made once; the tiles know only
    lists of addresses. A linear layer is a convolution of 1 x 1 pixel: it takes the same road. */
 
@@ -1059,7 +1416,6 @@ typedef real vec __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(real))
 typedef __typeof__(__builtin_choose_expr(sizeof(real) == 8, (int64_t)0, (int32_t)0)) lane;
 typedef lane mask __attribute__((vector_size(VECTOR_BYTES)));
 
-#define SQRT(x) (sizeof(real) == sizeof(float) ? (real)sqrtf((float)(x)) : (real)sqrt((double)(x)))
 #define INLINE static inline __attribute__((always_inline))
 #define NOINLINE static __attribute__((noinline))
 #ifdef __clang__
@@ -1095,8 +1451,8 @@ typedef struct DotTile {
     const real *in[MAX_TAPS][ROWS];
     const real *weight[MAX_TAPS]; // [depth][width of the tile]
     size_t taps, depth;           // the sum runs over taps * depth terms
-    const real *bias;             // NULL: the sum starts from what out holds if add, else from 0
-    bool add, relu;
+    const real *bias;             // NULL: the sum starts from 0
+    bool add, relu;               // add: the sum starts from what out holds
 } DotTile;
 
 /* out[i][0 .. columns) = start + sum over taps t, d < depth of in[t][i][d] * weight[t][d][...] */
@@ -1211,23 +1567,31 @@ typedef struct Pass {
     const int32_t *map; // [out_pixels][1 + taps]: an output pixel, then what it meets at each tap
     size_t taps, in_pixels, depth, out_pixels, columns; // depth: channels summed; columns: made
     bool patches; // few channels: all numbers under the filter are copied together, to sum at once
+    bool relu;    // store max(sum, 0)
+    bool accumulate; // out +=
 } Pass;
 
 static Pass forward_pass(const Layer *l) {
     size_t taps = l->kernel * l->kernel;
-    return (Pass){l->gather,
-                  taps,
-                  l->in.h * l->in.w,
-                  l->in.c,
-                  l->out.h * l->out.w,
-                  l->out.c,
-                  l->in.c < 8 && taps > 1 && taps * l->in.c <= PATCH};
+    bool patches = l->in.c < 8 && taps > 1 && taps * l->in.c <= PATCH;
+    return (Pass){.map = l->gather,
+                  .taps = taps,
+                  .in_pixels = l->in.h * l->in.w,
+                  .depth = l->in.c,
+                  .out_pixels = l->out.h * l->out.w,
+                  .columns = l->out.c,
+                  .patches = patches,
+                  .relu = l->fused_relu};
 }
 
-static Pass backward_pass(const Layer *l) {
-    return (Pass){l->scatter, l->kernel * l->kernel, l->out.h * l->out.w,
-                  l->out.c,   l->in.h * l->in.w,     l->in.c,
-                  false};
+static Pass backward_pass(const Layer *l, bool accumulate) {
+    return (Pass){.map = l->scatter,
+                  .taps = l->kernel * l->kernel,
+                  .in_pixels = l->out.h * l->out.w,
+                  .depth = l->out.c,
+                  .out_pixels = l->in.h * l->in.w,
+                  .columns = l->in.c,
+                  .accumulate = accumulate};
 }
 
 // The two maps of a layer. Made once, before the first step.
@@ -1241,9 +1605,7 @@ static void cpu_prepare(Layer *l) {
         for (size_t x = 0; x < O.w; x++) {
             *at++ = (int32_t)(y * O.w + x);
             for (size_t tap = 0; tap < taps; tap++) {
-                size_t iy = y * s + tap / l->kernel - l->padding; // outside: wraps around, >= h
-                size_t ix = x * s + tap % l->kernel - l->padding;
-                *at++ = iy < I.h && ix < I.w ? (int32_t)(iy * I.w + ix) : -1;
+                *at++ = (int32_t)met_pixel(l, y, x, tap);
             }
         }
     // With a stride, neighbours meet different taps; pixels that meet the same ones stand together.
@@ -1256,7 +1618,7 @@ static void cpu_prepare(Layer *l) {
                     size_t sy = iy + l->padding - tap / l->kernel;
                     size_t sx = ix + l->padding - tap % l->kernel;
                     bool met = sy % s == 0 && sx % s == 0 && sy / s < O.h && sx / s < O.w;
-                    *at++ = met ? (int32_t)(sy / s * O.w + sx / s) : -1;
+                    *at++ = met ? (int32_t)(sy / s * O.w + sx / s) : OUTSIDE;
                 }
             }
 }
@@ -1313,7 +1675,7 @@ static void list_taps(DotTile *t, const Pass *p, const int32_t *const met[ROWS],
 
 // Output pixels of `images` images from `first` on, columns from `column` on.
 static void convolve_block(real *out, const real *in, const real *packed, const real *bias,
-                           bool relu, const Pass *p, size_t first, size_t images, size_t column) {
+                           const Pass *p, size_t first, size_t images, size_t column) {
     DotTile t = {.bias = bias ? bias + column : NULL};
     real patch[ROWS][PATCH];
     size_t columns = min_size(COLUMNS, p->columns - column), vectors = ceil_div(columns, LANES);
@@ -1322,8 +1684,8 @@ static void convolve_block(real *out, const real *in, const real *packed, const 
     const real *block = packed + column * p->taps * p->depth;
     for (size_t d = 0; d < p->depth; d += deepest) {
         t.depth = min_size(deepest, p->depth - d);
-        t.add = d > 0;
-        t.relu = relu && d + t.depth == p->depth;
+        t.add = d > 0 || p->accumulate;
+        t.relu = p->relu && d + t.depth == p->depth;
         for (size_t pixel = 0; pixel < pixels; pixel += ROWS) {
             const int32_t *met[ROWS];
             const real *image[ROWS];
@@ -1348,9 +1710,9 @@ static void convolve_block(real *out, const real *in, const real *packed, const 
     }
 }
 
-// out[pixel][column] = bias[column] + sum over taps and depth, then ReLU if asked; bias may be NULL
-static void convolve(real *out, const real *in, const real *packed, const real *bias, bool relu,
-                     const Pass *p, size_t n) {
+// out[pixel][column] = bias[column] + sum over taps and depth; bias may be NULL
+static void convolve(real *out, const real *in, const real *packed, const real *bias, const Pass *p,
+                     size_t n) {
     size_t blocks = ceil_div(p->columns, COLUMNS);
     size_t images = min_size(n, ceil_div(512, p->out_pixels)); // weights are read once for these
     while (images > 1 && images * p->out_pixels > 24 && ceil_div(n, images) * blocks < SLICES)
@@ -1358,7 +1720,7 @@ static void convolve(real *out, const real *in, const real *packed, const real *
     PARALLEL_FOR_2
     for (size_t first = 0; first < n; first += images)
         for (size_t block = 0; block < blocks; block++)
-            convolve_block(out, in, packed, bias, relu, p, first, min_size(images, n - first),
+            convolve_block(out, in, packed, bias, p, first, min_size(images, n - first),
                            block * COLUMNS);
 }
 
@@ -1366,12 +1728,12 @@ static void conv2d_forward_fast(real *out, const real *in, const real *weight, c
                                 const Layer *l, size_t n, real *scratch) {
     Pass p = forward_pass(l);
     pack_weights(scratch, weight, &p, false);
-    convolve(out, in, scratch, bias, l->fused_relu, &p, n);
+    convolve(out, in, scratch, bias, &p, n);
 }
 
 /* A weight gradient as its pieces see it: slices of the images times parts of the rows. Rows are
-   dealt in units: (tap, up to ROWS channels), and one last unit for the bias, which is the weight
-   of an input that is always 1. */
+   dealt in units: (tap, up to ROWS channels), and where there is a bias, one last unit for it: it is the weight of
+   an input that is always 1. */
 typedef struct WeightGradient {
     Pass pass;
     const real *in, *dout;
@@ -1384,7 +1746,7 @@ static WeightGradient weight_gradient_plan(const Layer *l, size_t n) {
     g.taps = g.pass.patches ? 1 : g.pass.taps;
     g.depth = g.pass.patches ? g.pass.taps * g.pass.depth : g.pass.depth;
     g.groups = ceil_div(g.depth, ROWS);
-    g.units = g.taps * g.groups + 1;
+    g.units = g.taps * g.groups + (l->biases > 0);
     size_t sums = l->weights + l->biases;
     g.slices = min_size(n, min_size(SLICES, max_size(1, SLICE_ELEMENTS / sums)));
     g.parts = min_size(g.units, ceil_div(SLICES, g.slices));
@@ -1469,13 +1831,13 @@ static void weight_gradient(real *dweight, real *dbias, const real *dout, const 
 
 static void conv2d_backward_fast(real *din, real *dweight, real *dbias, const real *dout,
                                  const real *in, const real *weight, const Layer *l, size_t n,
-                                 real *scratch) {
+                                 bool accumulate, real *scratch) {
     weight_gradient(dweight, dbias, dout, in, l, n, scratch);
     if (!din)
         return;
-    Pass p = backward_pass(l);
+    Pass p = backward_pass(l, accumulate);
     pack_weights(scratch, weight, &p, true);
-    convolve(din, dout, scratch, NULL, false, &p, n);
+    convolve(din, dout, scratch, NULL, &p, n);
 }
 
 /* The same, a vector of channels at a time: the largest so far and where it was stay in registers.
@@ -1493,11 +1855,10 @@ static void maxpool2d_forward_fast(real *out, uint8_t *argmax, const real *in, c
                     vec best = (vec){0} - (real)INFINITY;
                     mask arg = {0};
                     for (size_t tap = 0; tap < l->kernel * l->kernel; tap++) {
-                        size_t iy = y * l->stride + tap / l->kernel - l->padding;
-                        size_t ix = x * l->stride + tap % l->kernel - l->padding;
-                        if (iy >= I.h || ix >= I.w)
+                        ptrdiff_t met = met_pixel(l, y, x, tap);
+                        if (met == OUTSIDE)
                             continue;
-                        vec v = load(in + ((image * I.h + iy) * I.w + ix) * I.c + c, count);
+                        vec v = load(in + (image * I.h * I.w + (size_t)met) * I.c + c, count);
                         mask larger = ~(v <= best);
                         best = (vec)((larger & (mask)v) | (~larger & (mask)best));
                         arg = (larger & ((mask){0} + (lane)tap)) | (~larger & arg);
@@ -1509,15 +1870,14 @@ static void maxpool2d_forward_fast(real *out, uint8_t *argmax, const real *in, c
 }
 
 static size_t scratch_size_naive(const Layer *l, size_t n) {
-    (void)l;
     (void)n;
-    return 0;
+    return l->kind == BATCHNORM2D ? (2 * BN_SLICES + 3) * l->in.c : 0;
 }
 
 static size_t scratch_size_fast(const Layer *l, size_t n) {
     if (l->kind != CONV2D && l->kind != LINEAR)
-        return 0;
-    Pass forward = forward_pass(l), backward = backward_pass(l);
+        return scratch_size_naive(l, n);
+    Pass forward = forward_pass(l), backward = backward_pass(l, false);
     size_t slices = weight_gradient_plan(l, n).slices;
     return max_size(max_size(packed_size(&forward), packed_size(&backward)),
                     slices * (l->weights + l->biases));
@@ -1530,13 +1890,15 @@ static size_t scratch_size_fast(const Layer *l, size_t n) {
 /* Adadelta (Zeiler, arXiv:1212.5701), as PyTorch computes it:
    square_avg = rho * square_avg + (1 - rho) * grad^2
    delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * grad
-   acc_delta = rho * acc_delta + (1 - rho) * delta^2;   param -= lr * delta */
+   acc_delta = rho * acc_delta + (1 - rho) * delta^2;   param -= lr * delta
+   where grad includes weight_decay * param */
 static void adadelta(real *param, const real *grad, real *square_avg, real *acc_delta, size_t count,
-                     double lr, double rho, double eps) {
+                     double lr, double rho, double eps, double weight_decay) {
     const real keep = (real)rho, mix = (real)(1 - rho), e = (real)eps, rate = (real)lr;
+    const real decay = (real)weight_decay;
     PARALLEL_FOR
     for (size_t i = 0; i < count; i++) {
-        real g = grad[i];
+        real g = grad[i] + decay * param[i];
         real square = square_avg[i] = keep * square_avg[i] + mix * g * g;
         real delta = SQRT(acc_delta[i] + e) / SQRT(square + e) * g;
         acc_delta[i] = keep * acc_delta[i] + mix * delta * delta;
@@ -1544,12 +1906,21 @@ static void adadelta(real *param, const real *grad, real *square_avg, real *acc_
     }
 }
 
-// param -= lr * grad
-static void sgd(real *param, const real *grad, size_t count, double lr) {
-    const real rate = (real)lr;
+/* grad includes weight_decay * param;   buffer = momentum * buffer + grad
+   param -= lr * (nesterov ? grad + momentum * buffer : buffer). Without momentum there is no buffer.
+   (Sutskever et al., "On the importance of initialization and momentum", ICML 2013, as PyTorch.) */
+static void sgd(real *param, const real *grad, real *momentum_buffer, size_t count, double lr,
+                double momentum, double weight_decay, bool nesterov) {
+    const real rate = (real)lr, keep = (real)momentum, decay = (real)weight_decay;
     PARALLEL_FOR
-    for (size_t i = 0; i < count; i++)
-        param[i] -= rate * grad[i];
+    for (size_t i = 0; i < count; i++) {
+        real g = grad[i] + decay * param[i], step = g;
+        if (momentum > 0) {
+            step = momentum_buffer[i] = keep * momentum_buffer[i] + g;
+            step = nesterov ? g + keep * step : step;
+        }
+        param[i] -= rate * step;
+    }
 }
 
 static void cpu_copy(void *to, const void *from, size_t bytes) {
@@ -1562,10 +1933,12 @@ static void cpu_synchronize(void) // a CPU has done what it was told when the ca
 #define CPU_COMMON                                                                                \
     .name = "cpu", .alloc = host_alloc, .release = free, .copy = cpu_copy,                        \
     .synchronize = cpu_synchronize, .relu_forward = relu_forward, .relu_backward = relu_backward, \
-    .maxpool2d_backward = maxpool2d_backward, .dropout_forward = dropout_forward,                 \
-    .dropout_backward = dropout_backward, .log_softmax_forward = log_softmax_forward,             \
-    .log_softmax_backward = log_softmax_backward, .nll_loss = nll_loss, .adadelta = adadelta,     \
-    .sgd = sgd
+    .maxpool2d_backward = maxpool2d_backward, .avgpool2d_forward = avgpool2d_forward,             \
+    .avgpool2d_backward = avgpool2d_backward, .batchnorm2d_forward = batchnorm2d_forward,         \
+    .batchnorm2d_backward = batchnorm2d_backward, .add = add_arrays,                              \
+    .dropout_forward = dropout_forward, .dropout_backward = dropout_backward,                     \
+    .log_softmax_forward = log_softmax_forward, .log_softmax_backward = log_softmax_backward,     \
+    .nll_loss = nll_loss, .adadelta = adadelta, .sgd = sgd
 
 static const Backend backends[] = {
     {CPU_COMMON, .kernels = "naive", .scratch_size = scratch_size_naive,
@@ -1580,32 +1953,34 @@ static const Backend backends[] = {
 
 /* ==== 6. Network ================================================================================
 
-   A network is a table of layers, each of which reads the output of an earlier row. Builders add
-   rows and look like the PyTorch modules that they mirror. Everything else (sizes, memory, summary,
-   forward, backward, checkpoints) walks over the table. The network owns five arenas, planned from
-   the table and allocated once:
-      params, grads                 [parameters], each tensor on a cache line's border
-      activations, dactivations     [batch][...] of every row; in-place rows share their input's
-      saved                         bytes that a forward leaves for its backward */
+   A network is a table of layers, each of which reads the output of one earlier row, or of two (add).
+   Builders add rows and look like the PyTorch modules that they mirror. Everything else (sizes,
+   memory, summary, forward, backward, checkpoints) walks over the table. The network owns these
+   arenas, planned from the table and allocated once:
+      params, grads     [parameters], each tensor on a cache line's border
+      activations       [batch][...] of every row; in-place rows share their input's
+      dactivations      their gradients; those that are not needed at the same time share memory
+      stats             BatchNorm's running statistics, and those of the last batch
+      saved             bytes that a forward leaves for its backward */
 
-enum { MAX_LAYERS = 512, ALIGN = 64 / sizeof(real) };
+enum { MAX_LAYERS = 1024, ALIGN = 64 / sizeof(real) };
 
 typedef struct Net {
     const char *model;
+    const Settings *settings;
     const Backend *backend;
     Layer layers[MAX_LAYERS]; // row 0 is the input
-    size_t count;
+    size_t count, classes;
     size_t parameters; // how many there are
     size_t param_size; // ... with the gaps between tensors: the size of the arenas
     size_t batch;      // the most images of one step
-    size_t activation_size, saved_size, scratch_size;
-    real *params, *grads, *activations, *dactivations, *scratch, *losses;
+    size_t activation_size, gradient_size, stats_size, saved_size, scratch_size;
+    size_t largest_tensor;  // of the parameters
+    size_t batches_tracked; // how many batches BatchNorm's running statistics have seen
+    real *params, *grads, *activations, *dactivations, *stats, *scratch, *losses;
+    real *host[2]; // two tensors on the host, on their way to a file or from one
     uint8_t *saved, *labels;
 } Net;
-
-static size_t shape_size(Shape s) {
-    return s.h * s.w * s.c;
-}
 
 static size_t aligned(size_t count) {
     return ceil_div(count, ALIGN) * ALIGN;
@@ -1618,61 +1993,93 @@ static size_t add_layer(Net *net, Layer l) {
     return net->count++;
 }
 
-// PyTorch's habit of naming: conv1, conv2, ..., fc1, fc2, ...
-static void name_layer(const Net *net, Layer *l, const char *prefix) {
-    size_t number = 1;
-    for (size_t i = 0; i < net->count; i++)
-        number += net->layers[i].kind == l->kind;
-    snprintf(l->name, sizeof l->name, "%s%zu", prefix, number);
-}
-
 static size_t add_params(Net *net, size_t count) {
     size_t offset = net->param_size;
     net->param_size += aligned(count);
     net->parameters += count;
+    net->largest_tensor = max_size(net->largest_tensor, count);
     return offset;
+}
+
+// Adds a layer with parameters, named by PyTorch's habit: conv1, conv2, ..., fc1, fc2, ...
+static size_t add_weights(Net *net, Layer l, size_t weights, size_t biases, const char *prefix) {
+    size_t number = 1;
+    for (size_t i = 0; i < net->count; i++)
+        number += net->layers[i].kind == l.kind;
+    snprintf(l.name, sizeof l.name, "%s%zu", prefix, number);
+    l.weights = weights;
+    l.biases = biases;
+    l.weight = add_params(net, weights);
+    l.bias = add_params(net, biases);
+    return add_layer(net, l);
+}
+
+// Gives row x a name of its own: x = named(net, conv2d(...), "layer%d.conv1", 3)
+static size_t named(Net *net, size_t x, const char *format, ...)
+    __attribute__((format(printf, 3, 4)));
+
+static size_t named(Net *net, size_t x, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    vsnprintf(net->layers[x].name, sizeof net->layers[x].name, format, args);
+    va_end(args);
+    return x;
+}
+
+// The output's shape where a window of kernel x kernel slides over x, or why it cannot.
+static Shape slide(const Net *net, size_t x, const char *what, size_t kernel, size_t stride,
+                   size_t padding, size_t channels) {
+    Shape in = net->layers[x].out;
+    if (kernel == 0 || kernel > 11 || stride == 0 || padding >= kernel || channels == 0)
+        die(1,
+            "model %s: %s at row %zu: expected a window of 1 x 1 to 11 x 11, a stride and channels "
+            "of at least 1 and a padding below the window's size, found %zu, %zu, %zu, %zu",
+            net->model, what, net->count, kernel, stride, channels, padding);
+    if (in.h + 2 * padding < kernel || in.w + 2 * padding < kernel)
+        die(1,
+            "model %s: %s at row %zu: a window of %zu x %zu does not fit on %zu x %zu pixels with "
+            "padding %zu; this network needs larger images",
+            net->model, what, net->count, kernel, kernel, in.h, in.w, padding);
+    return (Shape){(in.h + 2 * padding - kernel) / stride + 1,
+                   (in.w + 2 * padding - kernel) / stride + 1, channels};
+}
+
+static size_t add_conv2d(Net *net, size_t x, size_t out_channels, size_t kernel, size_t stride,
+                         size_t padding, bool bias) {
+    Layer l = {.kind = CONV2D, .input = x, .kernel = kernel, .stride = stride, .padding = padding};
+    l.in = net->layers[x].out;
+    l.out = slide(net, x, "conv2d", kernel, stride, padding, out_channels);
+    return add_weights(net, l, kernel * kernel * l.in.c * out_channels, bias ? out_channels : 0,
+                       "conv");
 }
 
 // nn.Conv2d(in_channels = those of x, out_channels, kernel_size, stride, padding)
 static size_t conv2d(Net *net, size_t x, size_t out_channels, size_t kernel, size_t stride,
                      size_t padding) {
-    Shape in = net->layers[x].out;
-    if (in.h + 2 * padding < kernel || in.w + 2 * padding < kernel)
-        die(1,
-            "model %s: conv2d at row %zu: a %zu x %zu filter does not fit on %zu x %zu pixels "
-            "with padding %zu",
-            net->model, net->count, kernel, kernel, in.h, in.w, padding);
-    if (kernel * kernel > MAX_TAPS || kernel * stride * out_channels == 0)
-        die(1,
-            "model %s: conv2d at row %zu: expected a filter of 1 x 1 to 11 x 11, a stride and "
-            "channels of at least 1",
-            net->model, net->count);
-    Layer l = {.kind = CONV2D, .input = x, .kernel = kernel, .stride = stride, .padding = padding};
-    l.in = in;
-    l.out = (Shape){(in.h + 2 * padding - kernel) / stride + 1,
-                    (in.w + 2 * padding - kernel) / stride + 1, out_channels};
-    l.weights = kernel * kernel * in.c * out_channels;
-    l.biases = out_channels;
-    l.weight = add_params(net, l.weights);
-    l.bias = add_params(net, l.biases);
-    name_layer(net, &l, "conv");
-    return add_layer(net, l);
+    return add_conv2d(net, x, out_channels, kernel, stride, padding, true);
+}
+
+// The same with bias = False, as it stands before a BatchNorm, which has a bias itself.
+static size_t conv2d_no_bias(Net *net, size_t x, size_t out_channels, size_t kernel, size_t stride,
+                             size_t padding) {
+    return add_conv2d(net, x, out_channels, kernel, stride, padding, false);
 }
 
 // nn.Linear(in_features = all numbers of x, out_features); flattens x by itself
 static size_t linear(Net *net, size_t x, size_t out_features) {
-    size_t in_features = shape_size(net->layers[x].out);
+    Layer l = {.kind = LINEAR, .input = x, .kernel = 1, .stride = 1};
+    l.in = (Shape){1, 1, shape_size(net->layers[x].out)};
+    l.out = (Shape){1, 1, out_features};
     if (out_features == 0)
         die(1, "model %s: linear at row %zu: expected at least 1 output", net->model, net->count);
-    Layer l = {.kind = LINEAR, .input = x, .kernel = 1, .stride = 1};
-    l.in = (Shape){1, 1, in_features};
-    l.out = (Shape){1, 1, out_features};
-    l.weights = in_features * out_features;
-    l.biases = out_features;
-    l.weight = add_params(net, l.weights);
-    l.bias = add_params(net, l.biases);
-    name_layer(net, &l, "fc");
-    return add_layer(net, l);
+    return add_weights(net, l, l.in.c * out_features, out_features, "fc");
+}
+
+// nn.BatchNorm2d(num_features = channels of x)
+static size_t batchnorm2d(Net *net, size_t x) {
+    Shape s = net->layers[x].out;
+    Layer l = {.kind = BATCHNORM2D, .input = x, .in = s, .out = s};
+    return add_weights(net, l, s.c, s.c, "bn");
 }
 
 static size_t same_shape(Net *net, size_t x, LayerKind kind, real p) {
@@ -1682,6 +2089,17 @@ static size_t same_shape(Net *net, size_t x, LayerKind kind, real p) {
 
 static size_t relu(Net *net, size_t x) {
     return same_shape(net, x, RELU, 0);
+}
+
+// a + b: where a residual block's shortcut joins. The newer row is the one that may be overwritten.
+static size_t add(Net *net, size_t a, size_t b) {
+    Shape s = net->layers[a].out, t = net->layers[b].out;
+    if (s.h != t.h || s.w != t.w || s.c != t.c)
+        die(1, "model %s: add at row %zu: expected equal shapes, found %zux%zux%zu and %zux%zux%zu",
+            net->model, net->count, s.h, s.w, s.c, t.h, t.w, t.c);
+    size_t x = same_shape(net, max_size(a, b), ADD, 0);
+    net->layers[x].other = min_size(a, b);
+    return x;
 }
 
 // nn.Dropout(p)
@@ -1696,30 +2114,109 @@ static size_t log_softmax(Net *net, size_t x) {
     return same_shape(net, x, LOG_SOFTMAX, 0);
 }
 
-// nn.MaxPool2d(kernel_size, stride = kernel_size)
-static size_t maxpool2d(Net *net, size_t x, size_t kernel) {
-    Shape in = net->layers[x].out;
-    if (kernel == 0 || kernel > 15 || in.h < kernel || in.w < kernel)
-        die(1,
-            "model %s: maxpool2d at row %zu: a %zu x %zu window does not fit on %zu x %zu pixels",
-            net->model, net->count, kernel, kernel, in.h, in.w);
-    Layer l = {.kind = MAXPOOL2D, .input = x, .in = in, .kernel = kernel, .stride = kernel};
-    l.out = (Shape){in.h / kernel, in.w / kernel, in.c};
+// nn.MaxPool2d(kernel_size, stride, padding)
+static size_t maxpool2d(Net *net, size_t x, size_t kernel, size_t stride, size_t padding) {
+    Layer l = {.kind = MAXPOOL2D, .input = x, .kernel = kernel, .stride = stride};
+    l.padding = padding;
+    l.in = net->layers[x].out;
+    l.out = slide(net, x, "maxpool2d", kernel, stride, padding, l.in.c);
     return add_layer(net, l);
 }
 
-/* Which rows overwrite their input: ReLU and dropout, where nobody else reads it. Nothing is lost:
-   a ReLU's backward asks only where its output is positive, a dropout's only for its mask. */
+// nn.AdaptiveAvgPool2d(1): the mean over all pixels
+static size_t global_avgpool2d(Net *net, size_t x) {
+    Shape s = net->layers[x].out;
+    return add_layer(net, (Layer){.kind = AVGPOOL2D, .input = x, .in = s, .out = {1, 1, s.c}});
+}
+
+// ---- Memory
+
+static bool reads(const Layer *l, size_t row) {
+    return l->kind != INPUT && (l->input == row || (l->kind == ADD && l->other == row));
+}
+
+static size_t count_readers(const Net *net, size_t row) {
+    size_t readers = 0;
+    for (size_t i = row + 1; i < net->count; i++)
+        readers += reads(&net->layers[i], row);
+    return readers;
+}
+
+/* Which rows overwrite their input: ReLU, dropout and add, where nobody else reads it. Nothing is
+   lost: a dropout's backward asks only for its mask, a ReLU's only where its output is positive, which
+   a dropout behind it does not change; an add behind it would. */
 static void plan_in_place(Net *net) {
-    size_t readers[MAX_LAYERS] = {0};
-    for (size_t i = 1; i < net->count; i++)
-        readers[net->layers[i].input]++;
     for (size_t i = 1; i < net->count; i++) {
         Layer *l = &net->layers[i], *before = &net->layers[l->input];
+        bool reuse = l->input > 0 && count_readers(net, l->input) == 1;
         l->in_place =
-            (l->kind == RELU || l->kind == DROPOUT) && l->input > 0 && readers[l->input] == 1;
-        if (l->kind == RELU && l->in_place && (before->kind == CONV2D || before->kind == LINEAR))
+            reuse &&
+            (l->kind == RELU || l->kind == DROPOUT ||
+             (l->kind == ADD && l->other != l->input && before->kind != RELU && !before->in_place));
+        bool fusible =
+            before->kind == CONV2D || before->kind == LINEAR || before->kind == BATCHNORM2D;
+        if (l->kind == RELU && l->in_place && fusible)
             before->fused_relu = net->backend->fuses_relu;
+    }
+}
+
+/* An add's gradient is that of both its inputs: they share its memory, so nothing is copied. Into
+   the second one (a block's input x, say) other readers of x add theirs; it is shared only if they come
+   before the first input's row, so that backward has used up the first one's gradient by then. */
+static bool shares_gradient(const Net *net, const Layer *add, size_t add_row) {
+    if (!add->in_place || add->other == 0)
+        return false;
+    for (size_t i = add->other + 1; i < net->count; i++)
+        if (i != add_row && i >= add->input && reads(&net->layers[i], add->other))
+            return false;
+    return true;
+}
+
+// A gradient is needed from its last reader, which writes it first, down to its own row.
+typedef struct Lifetime {
+    size_t low, high, size, offset; // rows; elements
+} Lifetime;
+
+// The lowest offset at which `l` meets none of the gradients placed before that live with it.
+static size_t place_gradient(const Lifetime *l, const Lifetime *placed, size_t count) {
+    size_t offset = 0;
+    for (size_t i = 0; i < count; i++) {
+        const Lifetime *p = &placed[i];
+        bool together = p->low <= l->high && l->low <= p->high;
+        if (together && offset < p->offset + p->size && p->offset < offset + l->size) {
+            offset = p->offset + p->size;
+            i = (size_t)-1; // it may have moved onto one that it had passed
+        }
+    }
+    return offset;
+}
+
+static void plan_gradients(Net *net) {
+    size_t owner[MAX_LAYERS], count = 0; // the row whose gradient's memory a row shares
+    Lifetime lives[MAX_LAYERS];
+    for (size_t i = 0; i < net->count; i++)
+        owner[i] = i;
+    for (size_t i = net->count - 1; i > 0; i--) {
+        const Layer *l = &net->layers[i];
+        if (l->in_place)
+            owner[l->input] = owner[i];
+        if (l->kind == ADD && shares_gradient(net, l, i))
+            owner[l->other] = owner[i];
+    }
+    for (size_t i = net->count - 1; i > 0; i--) {
+        if (owner[i] != i)
+            continue;
+        Lifetime *life = &lives[count];
+        *life = (Lifetime){i, i, aligned(net->batch * shape_size(net->layers[i].out)), 0};
+        for (size_t r = 1; r < net->count; r++) {
+            life->low = owner[r] == i ? min_size(life->low, r) : life->low;
+            life->high = reads(&net->layers[r], i) ? max_size(life->high, r) : life->high;
+        }
+        life->offset = place_gradient(life, lives, count++);
+        net->gradient_size = max_size(net->gradient_size, life->offset + life->size);
+        for (size_t r = 1; r <= i; r++)
+            if (owner[r] == i)
+                net->layers[r].gradient = life->offset;
     }
 }
 
@@ -1732,10 +2229,13 @@ static void plan_memory(Net *net, size_t batch) {
         size_t size = aligned(batch * shape_size(l->out));
         l->output = l->in_place ? net->layers[l->input].output : net->activation_size;
         net->activation_size += l->in_place ? 0 : size;
+        l->stats = net->stats_size;
+        net->stats_size += l->kind == BATCHNORM2D ? 4 * aligned(l->out.c) : 0;
         l->saved = net->saved_size;
         net->saved_size += l->kind == MAXPOOL2D || l->kind == DROPOUT ? size : 0;
         net->scratch_size = max_size(net->scratch_size, net->backend->scratch_size(l, batch));
     }
+    plan_gradients(net);
 }
 
 static void *device_alloc(const Net *net, size_t bytes, const char *what) {
@@ -1746,23 +2246,29 @@ static void *device_alloc(const Net *net, size_t bytes, const char *what) {
     return memory;
 }
 
+static real *real_alloc(const Net *net, size_t count, const char *what) {
+    return device_alloc(net, count * sizeof(real), what);
+}
+
 static void net_alloc(Net *net) {
-    net->params = device_alloc(net, net->param_size * sizeof(real), "parameters");
-    net->grads = device_alloc(net, net->param_size * sizeof(real), "gradients");
-    net->activations = device_alloc(net, net->activation_size * sizeof(real), "activations");
-    net->dactivations =
-        device_alloc(net, net->activation_size * sizeof(real), "activation gradients");
+    net->params = real_alloc(net, net->param_size, "parameters");
+    net->grads = real_alloc(net, net->param_size, "gradients");
+    net->activations = real_alloc(net, net->activation_size, "activations");
+    net->dactivations = real_alloc(net, net->gradient_size, "activation gradients");
+    net->stats = real_alloc(net, net->stats_size, "BatchNorm's statistics");
+    net->scratch = real_alloc(net, net->scratch_size, "scratch space");
+    net->losses = real_alloc(net, net->batch, "losses");
     net->saved = device_alloc(net, net->saved_size, "masks");
-    net->scratch = device_alloc(net, net->scratch_size * sizeof(real), "scratch space");
-    net->losses = device_alloc(net, net->batch * sizeof(real), "losses");
     net->labels = device_alloc(net, net->batch, "labels");
+    for (size_t i = 0; i < 2; i++)
+        net->host[i] = must_alloc(net->largest_tensor * sizeof(real), "a tensor");
     for (size_t i = 0; net->backend->prepare && i < net->count; i++)
-        if (net->layers[i].weights)
+        if (net->layers[i].kind == CONV2D || net->layers[i].kind == LINEAR)
             net->backend->prepare(&net->layers[i]);
 }
 
 static void net_free(Net *net) {
-    void *arenas[] = {net->params,  net->grads,  net->activations, net->dactivations,
+    void *arenas[] = {net->params,  net->grads,  net->activations, net->dactivations, net->stats,
                       net->scratch, net->losses, net->saved,       net->labels};
     for (size_t i = 0; i < sizeof arenas / sizeof *arenas; i++)
         net->backend->release(arenas[i]);
@@ -1770,35 +2276,67 @@ static void net_free(Net *net) {
         free(net->layers[i].gather);
         free(net->layers[i].scatter);
     }
+    free(net->host[0]);
+    free(net->host[1]);
 }
 
-static void init_uniform(real *values, size_t count, real bound, uint32_t tensor, uint64_t seed) {
+// ---- Initial values, as PyTorch's modules and torchvision's ResNets have them
+
+// Fills net->host[0] with numbers in [-1, 1), or with as many from the normal distribution.
+static void draw_tensor(Net *net, size_t count, bool normal, size_t tensor, uint64_t seed) {
+    PARALLEL_FOR
     for (size_t i = 0; i < count; i += 4) {
         uint32_t r[4];
-        philox4x32(r, (uint32_t)(i / 4), tensor, 0, DRAW_INIT, seed);
-        for (size_t j = 0; j < min_size(4, count - i); j++)
-            values[i + j] = bound * (2 * uniform(r[j]) - 1);
+        philox4x32(r, (uint32_t)(i / 4), (uint32_t)tensor, 0, DRAW_INIT, seed);
+        for (size_t j = 0; j < min_size(4, count - i); j++) {
+            size_t pair = j / 2 * 2; // two uniform numbers make two normal ones (Box, Muller 1958)
+            double radius = sqrt(-2 * log(1 - (double)uniform(r[pair])));
+            double angle = 2 * M_PI * (double)uniform(r[pair + 1]);
+            net->host[0][i + j] =
+                normal ? (real)(radius * (j % 2 ? sin(angle) : cos(angle))) : 2 * uniform(r[j]) - 1;
+        }
     }
 }
 
-// PyTorch's default: weights and biases uniform within +-1 / sqrt(fan_in)
+static void set_tensor(Net *net, real *param, size_t count, real scale, real shift) {
+    for (size_t i = 0; i < count; i++)
+        net->host[0][i] = net->host[0][i] * scale + shift;
+    net->backend->copy(param, net->host[0], count * sizeof(real));
+}
+
+/* Weights and biases uniform within +-1 / sqrt(fan_in); a convolution before a BatchNorm (no bias):
+   normal with variance 2 / fan_out (He et al., arXiv:1502.01852); BatchNorm: weight 1, bias 0. */
 static void net_init(Net *net, uint64_t seed) {
-    real *params = must_alloc(net->param_size * sizeof(real), "parameters");
     for (size_t i = 0; i < net->count; i++) {
         const Layer *l = &net->layers[i];
+        real *weight = net->params + l->weight, *bias = net->params + l->bias;
+        real fan_in = (real)(l->weights / l->out.c),
+             fan_out = (real)(l->kernel * l->kernel * l->out.c);
+        bool normal = l->biases == 0, norm = l->kind == BATCHNORM2D;
         if (!l->weights)
             continue;
-        real bound = (real)(1 / sqrt((double)(l->weights / l->out.c)));
-        init_uniform(params + l->weight, l->weights, bound, (uint32_t)(2 * i), seed);
-        init_uniform(params + l->bias, l->biases, bound, (uint32_t)(2 * i + 1), seed);
+        draw_tensor(net, l->weights, normal, 2 * i, seed);
+        set_tensor(net, weight, l->weights,
+                   norm     ? 0
+                   : normal ? SQRT(2 / fan_out)
+                            : 1 / SQRT(fan_in),
+                   norm);
+        draw_tensor(net, l->biases, false, 2 * i + 1, seed);
+        set_tensor(net, bias, l->biases, norm ? 0 : 1 / SQRT(fan_in), 0);
+        for (size_t c = 0; norm && c < l->out.c; c++)
+            net->host[1][c] = 1;
+        if (norm) // the running variance starts at 1, the running mean at 0
+            net->backend->copy(net->stats + l->stats + l->out.c, net->host[1],
+                               l->out.c * sizeof(real));
     }
-    net->backend->copy(net->params, params, net->param_size * sizeof(real));
-    free(params);
 }
 
-// Floating-point operations of one image, forward: 2 for each multiply-add.
+// ---- Summary
+
+// Floating-point operations of one image, forward: 2 for each multiply-add of the weights.
 static double layer_flops(const Layer *l) {
-    return 2. * (double)l->weights * (double)(l->out.h * l->out.w);
+    bool multiplies = l->kind == CONV2D || l->kind == LINEAR;
+    return multiplies ? 2. * (double)l->weights * (double)(l->out.h * l->out.w) : 0;
 }
 
 // Training: forward, weight gradient and, but for the layers on the input, data gradient.
@@ -1810,42 +2348,36 @@ static double training_flops(const Net *net) {
 }
 
 static void describe_layer(const Layer *l, char *text, size_t size) {
-    switch (l->kind) {
-    case INPUT:
-        snprintf(text, size, "input");
-        break;
-    case CONV2D:
-        snprintf(text, size, "conv2d %zux%zu stride %zu padding %zu", l->kernel, l->kernel,
-                 l->stride, l->padding);
-        break;
-    case RELU:
-        snprintf(text, size, "relu");
-        break;
-    case MAXPOOL2D:
-        snprintf(text, size, "maxpool2d %zux%zu", l->kernel, l->kernel);
-        break;
-    case DROPOUT:
+    static const char *const names[] = {
+        [INPUT] = "input",     [CONV2D] = "conv2d",       [BATCHNORM2D] = "batchnorm2d",
+        [RELU] = "relu",       [MAXPOOL2D] = "maxpool2d", [AVGPOOL2D] = "global average pool",
+        [DROPOUT] = "dropout", [LINEAR] = "linear",       [LOG_SOFTMAX] = "log_softmax"};
+    if (l->kind == CONV2D || l->kind == MAXPOOL2D)
+        snprintf(text, size, "%s %zux%zu stride %zu padding %zu", names[l->kind], l->kernel,
+                 l->kernel, l->stride, l->padding);
+    else if (l->kind == ADD)
+        snprintf(text, size, "add row %zu + row %zu", l->input, l->other);
+    else if (l->kind == DROPOUT)
         snprintf(text, size, "dropout %g", (double)l->p);
-        break;
-    case LINEAR:
+    else if (l->kind == LINEAR)
         snprintf(text, size, "linear %zu -> %zu", l->in.c, l->out.c);
-        break;
-    case LOG_SOFTMAX:
-        snprintf(text, size, "log_softmax");
-        break;
-    }
+    else
+        snprintf(text, size, "%s", names[l->kind]);
 }
 
 static void print_summary(const Net *net) {
-    printf("Model %s:\n  row  name    layer                         output (h x w x c)"
+    int width = 7;
+    for (size_t i = 0; i < net->count; i++)
+        width = (int)max_size((size_t)width, strlen(net->layers[i].name));
+    printf("Model %s:\n  row  %-*s layer                               output (h x w x c)"
            "  parameters  MFLOP forward\n",
-           net->model);
+           net->model, width, "name");
     for (size_t i = 0; i < net->count; i++) {
         const Layer *l = &net->layers[i];
         char kind[64], shape[64];
         describe_layer(l, kind, sizeof kind);
         snprintf(shape, sizeof shape, "%zu x %zu x %zu", l->out.h, l->out.w, l->out.c);
-        printf("  %3zu  %-7s %-28s %19s  %10zu  %13.3f\n", i, l->name, kind, shape,
+        printf("  %3zu  %-*s %-34s %19s  %10zu  %13.3f\n", i, width, l->name, kind, shape,
                l->weights + l->biases, layer_flops(l) / 1e6);
     }
     printf("  %zu parameters, %.1f MFLOP to train on one image\n", net->parameters,
@@ -1855,32 +2387,145 @@ static void print_summary(const Net *net) {
 /* ==== 7. Models =================================================================================
 
    Yours takes ten lines: write a builder like model_mnist(), in which x is the row that holds the
-   images, and add it to the table with the datasets that it can use by itself. */
+   images, and add it to the table with the options and datasets that it takes by itself. */
 
 // The network of the PyTorch MNIST example.
 static size_t model_mnist(Net *net, size_t x) {
     x = relu(net, conv2d(net, x, 32, 3, 1, 0));
     x = relu(net, conv2d(net, x, 64, 3, 1, 0));
-    x = dropout(net, maxpool2d(net, x, 2), (real)0.25);
+    x = dropout(net, maxpool2d(net, x, 2, 2, 0), (real)0.25);
     x = relu(net, linear(net, x, 128));
-    x = linear(net, dropout(net, x, (real)0.5), 10);
+    x = linear(net, dropout(net, x, (real)0.5), net->classes);
     return log_softmax(net, x);
 }
+
+// The network of PyTorch's CIFAR-10 tutorial; --width 64 makes it the wider one of the timing study.
+static size_t model_cifar(Net *net, size_t x) {
+    x = maxpool2d(net, relu(net, conv2d(net, x, net->settings->width, 5, 1, 0)), 2, 2, 0);
+    x = maxpool2d(net, relu(net, conv2d(net, x, 16, 5, 1, 0)), 2, 2, 0);
+    x = relu(net, linear(net, x, 120));
+    x = relu(net, linear(net, x, 84));
+    x = linear(net, x, net->classes);
+    return log_softmax(net, x);
+}
+
+/* ResNets (He et al., arXiv:1512.03385) with torchvision's names: a stem, four stages of blocks, of
+   which each but the first halves the image, and a linear layer on the mean of all pixels. */
+static size_t conv_bn(Net *net, size_t x, const char *block, int number, size_t channels,
+                      size_t kernel, size_t stride) {
+    x = conv2d_no_bias(net, x, channels, kernel, stride, kernel / 2);
+    x = batchnorm2d(net, named(net, x, "%sconv%d", block, number));
+    return named(net, x, "%sbn%d", block, number);
+}
+
+// The block's input itself, or, where the block changes its shape, a 1 x 1 convolution of it.
+static size_t shortcut(Net *net, size_t x, const char *block, size_t channels, size_t stride) {
+    if (stride == 1 && net->layers[x].out.c == channels)
+        return x;
+    x = conv2d_no_bias(net, x, channels, 1, stride, 0);
+    x = batchnorm2d(net, named(net, x, "%sdownsample.0", block));
+    return named(net, x, "%sdownsample.1", block);
+}
+
+typedef size_t Block(Net *net, size_t x, const char *block, size_t channels, size_t stride);
+
+static size_t basic_block(Net *net, size_t x, const char *block, size_t channels, size_t stride) {
+    size_t y = relu(net, conv_bn(net, x, block, 1, channels, 3, stride));
+    y = conv_bn(net, y, block, 2, channels, 3, 1);
+    return relu(net, add(net, y, shortcut(net, x, block, channels, stride)));
+}
+
+// The stride is that of the 3 x 3 convolution, as in torchvision ("ResNet V1.5").
+static size_t bottleneck(Net *net, size_t x, const char *block, size_t channels, size_t stride) {
+    size_t y = relu(net, conv_bn(net, x, block, 1, channels, 1, 1));
+    y = relu(net, conv_bn(net, y, block, 2, channels, 3, stride));
+    y = conv_bn(net, y, block, 3, 4 * channels, 1, 1);
+    return relu(net, add(net, y, shortcut(net, x, block, 4 * channels, stride)));
+}
+
+// `blocks` has a digit for each stage: "3463" is ResNet-34 or ResNet-50. channels: of the first stage
+static size_t resnet(Net *net, size_t x, Block *block, const size_t *blocks, size_t channels) {
+    bool imagenet = strcmp(net->settings->stem, "imagenet") == 0;
+    size_t kernel = strcmp(net->settings->stem, "3") == 0 ? 3 : 7;
+    x = relu(net, conv_bn(net, x, "", 1, channels, kernel, imagenet ? 2 : 1));
+    x = imagenet ? maxpool2d(net, x, 3, 2, 1) : x;
+    for (int stage = 0; blocks[stage]; stage++, channels *= 2)
+        for (size_t i = 0; i < blocks[stage]; i++) {
+            char name[64];
+            snprintf(name, sizeof name, "layer%d.%zu.", stage + 1, i);
+            x = block(net, x, name, channels, stage > 0 && i == 0 ? 2 : 1);
+        }
+    x = named(net, linear(net, global_avgpool2d(net, x), net->classes), "fc");
+    return log_softmax(net, x);
+}
+
+#define RESNET(depth, block, channels, ...)                                       \
+    static size_t model_resnet##depth(Net *net, size_t x) {                       \
+        return resnet(net, x, block, (const size_t[]){__VA_ARGS__, 0}, channels); \
+    }
+RESNET(8, basic_block, 16, 1, 1, 1) // for laptops and tests
+RESNET(18, basic_block, 64, 2, 2, 2, 2)
+RESNET(34, basic_block, 64, 3, 4, 6, 3)
+RESNET(50, bottleneck, 64, 3, 4, 6, 3)
+RESNET(101, bottleneck, 64, 3, 4, 23, 3)
+RESNET(152, bottleneck, 64, 3, 8, 36, 3)
 
 typedef struct Model {
     const char *name;
     size_t (*build)(Net *net, size_t x);
     const char *datasets; // what --dataset auto takes: the first of these that is there
+    const char *native;   // the dataset whose shape, classes and counts synthetic images take
+    const char *defaults; // options that differ from those of the table in room 12
+    bool half;            // three channels are normalised by .5/.5, as in the CIFAR-10 tutorial
+    bool sc20_log;        // logs as the ResNets of the SC20 tutorial do, not as the MNIST example
 } Model;
 
+#define RESNET_DEFAULTS                                                             \
+    "--optimizer sgd --lr 0.1 --momentum 0.9 --weight-decay 5e-4 --batch-size 128 " \
+    "--epochs 100 --schedule cosine --log-interval 20"
+#define RESNET_MODEL(depth, native)                                                 \
+    {                                                                               \
+        "resnet" #depth, model_resnet##depth, "cifar100 cifar10 synthetic", native, \
+            RESNET_DEFAULTS, false, true                                            \
+    }
 static const Model models[] = {
-    {"mnist", model_mnist, "mnist fashion-mnist synthetic"},
+    {"mnist", model_mnist, "mnist fashion-mnist synthetic", "mnist", "", false, false},
+    {"cifar", model_cifar, "cifar10 synthetic", "cifar10",
+     "--optimizer sgd --lr 0.001 --momentum 0.9 --batch-size 4 --epochs 2 --gamma 1", true, false},
+    RESNET_MODEL(8, "cifar10"),
+    RESNET_MODEL(18, "cifar100"),
+    RESNET_MODEL(34, "cifar100"),
+    RESNET_MODEL(50, "cifar100"),
+    RESNET_MODEL(101, "cifar100"),
+    RESNET_MODEL(152, "cifar100"),
 };
 enum { MODELS = sizeof models / sizeof *models };
 
+static const Model *find_model(const char *name) {
+    const Model *m = models;
+    while (strcmp(m->name, name) != 0)
+        m++;
+    return m;
+}
+
+/* What the images of a dataset are for a model: synthetic ones look like its native dataset's, and
+   the normalisation is that of the model's handout where it has its own. */
+static DatasetInfo dataset_for(const Model *model, const char *name) {
+    bool synthetic = strcmp(name, "synthetic") == 0;
+    DatasetInfo info = *find_dataset_info(synthetic ? model->native : name);
+    for (size_t c = 0; c < 3 && info.shape.c == 3 && (model->half || synthetic); c++)
+        info.mean[c] = info.std[c] = .5;
+    if (synthetic) {
+        info.name = "synthetic";
+        info.class_names = NULL;
+    }
+    return info;
+}
+
 static void net_build(Net *net, const Model *model, const DatasetInfo *data,
-                      const Backend *backend) {
-    *net = (Net){.model = model->name, .backend = backend};
+                      const Settings *settings, const Backend *backend) {
+    *net = (Net){.model = model->name, .settings = settings, .backend = backend};
+    net->classes = data->classes;
     size_t x = add_layer(net, (Layer){.kind = INPUT, .in = data->shape, .out = data->shape});
     x = model->build(net, x);
     const Layer *last = &net->layers[x];
@@ -1893,16 +2538,17 @@ static void net_build(Net *net, const Model *model, const DatasetInfo *data,
 
 /* ==== 8. Forward and backward ===================================================================
 
-   The walk over the layer table: down for the outputs, up for the gradients. The rule for what is
-   = and what is +=: every backward writes its gradients with =, so nothing has to be set to zero
-   before a step (PyTorch's optimizer.zero_grad()). Each row may be read by one other row. */
+   The walk over the layer table: down for the outputs, up for the gradients. The rule for what is =
+   and what is +=: gradients of parameters are always =, so nothing has to be set to zero before a
+   step (PyTorch's optimizer.zero_grad()). The gradient of a row is written (=) by its last reader,
+   which backward meets first; each reader that it meets later adds (+=). */
 
 static real *output(const Net *net, const Layer *l) {
     return net->activations + l->output;
 }
 
 static real *output_gradient(const Net *net, const Layer *l) {
-    return net->dactivations + l->output;
+    return net->dactivations + l->gradient;
 }
 
 static const Layer *last_layer(const Net *net) {
@@ -1919,11 +2565,13 @@ static void net_load(Net *net, const Batch *batch) {
 // model(data): log-probabilities of n images. draw NULL: evaluation, dropout does nothing.
 static void forward(Net *net, size_t n, const Draw *draw) {
     const Backend *b = net->backend;
+    net->batches_tracked += draw != NULL;
     for (size_t i = 1; i < net->count; i++) {
         const Layer *l = &net->layers[i];
-        real *out = output(net, l);
+        real *out = output(net, l), *stats = net->stats + l->stats;
         const real *in = output(net, &net->layers[l->input]);
-        const real *weight = net->params + l->weight, *bias = net->params + l->bias;
+        const real *weight = net->params + l->weight;
+        const real *bias = l->biases ? net->params + l->bias : NULL;
         uint8_t *saved = net->saved + l->saved;
         size_t count = n * shape_size(l->out);
         switch (l->kind) {
@@ -1935,12 +2583,23 @@ static void forward(Net *net, size_t n, const Draw *draw) {
         case LINEAR:
             b->linear_forward(out, in, weight, bias, l, n, net->scratch);
             break;
+        case BATCHNORM2D:
+            b->batchnorm2d_forward(out, stats, in, weight, bias, l, n, draw != NULL, net->scratch);
+            break;
         case RELU:
             if (!net->layers[l->input].fused_relu)
                 b->relu_forward(out, in, count);
             break;
         case MAXPOOL2D:
             b->maxpool2d_forward(out, saved, in, l, n);
+            break;
+        case AVGPOOL2D:
+            b->avgpool2d_forward(out, in, l, n);
+            break;
+        case ADD:
+            if (!l->in_place)
+                b->copy(out, in, count * sizeof *out);
+            b->add(out, output(net, &net->layers[l->other]), count);
             break;
         case DROPOUT:
             if (draw)
@@ -1955,63 +2614,95 @@ static void forward(Net *net, size_t n, const Draw *draw) {
     }
 }
 
+// An add's gradient goes to both rows that it reads, unless they have it already by sharing.
+static void backward_add(const Net *net, const Layer *l, size_t n, bool *written) {
+    const size_t inputs[2] = {l->input, l->other}, count = n * shape_size(l->out);
+    const real *dout = output_gradient(net, l);
+    for (size_t i = 0; i < 2; i++) {
+        real *din = output_gradient(net, &net->layers[inputs[i]]);
+        if (inputs[i] > 0 && din != dout && written[inputs[i]])
+            net->backend->add(din, dout, count);
+        else if (inputs[i] > 0 && din != dout)
+            net->backend->copy(din, dout, count * sizeof *din);
+        written[inputs[i]] = true;
+    }
+}
+
 // loss.backward(): from the gradient of the last row to those of all parameters
 static void backward(Net *net, size_t n) {
     const Backend *b = net->backend;
+    bool written[MAX_LAYERS] = {false}; // which rows' gradients hold something already
     for (size_t i = net->count - 1; i > 0; i--) {
         const Layer *l = &net->layers[i], *before = &net->layers[l->input];
-        if (l->input == 0 && !l->weights)
+        if (l->input == 0 && !l->weights && l->kind != ADD)
             continue; // nobody asks for the gradient of the images
         real *din = l->input == 0 ? NULL : output_gradient(net, before);
         const real *dout = output_gradient(net, l), *out = output(net, l);
         const real *in = output(net, before), *weight = net->params + l->weight;
+        const real *stats = net->stats + l->stats;
         real *dweight = net->grads + l->weight, *dbias = net->grads + l->bias;
         const uint8_t *saved = net->saved + l->saved;
+        bool accumulate = written[l->input];
         switch (l->kind) {
         case INPUT:
             break;
         case CONV2D:
-            b->conv2d_backward(din, dweight, dbias, dout, in, weight, l, n, net->scratch);
+            b->conv2d_backward(din, dweight, dbias, dout, in, weight, l, n, accumulate,
+                               net->scratch);
             break;
         case LINEAR:
-            b->linear_backward(din, dweight, dbias, dout, in, weight, l, n, net->scratch);
+            b->linear_backward(din, dweight, dbias, dout, in, weight, l, n, accumulate,
+                               net->scratch);
+            break;
+        case BATCHNORM2D:
+            b->batchnorm2d_backward(din, dweight, dbias, dout, in, stats, weight, l, n, accumulate,
+                                    net->scratch);
             break;
         case RELU:
-            b->relu_backward(din, dout, out, n * shape_size(l->out));
+            b->relu_backward(din, dout, out, n * shape_size(l->out), accumulate);
             break;
         case MAXPOOL2D:
-            b->maxpool2d_backward(din, dout, saved, l, n);
+            b->maxpool2d_backward(din, dout, saved, l, n, accumulate);
+            break;
+        case AVGPOOL2D:
+            b->avgpool2d_backward(din, dout, l, n, accumulate);
+            break;
+        case ADD:
+            backward_add(net, l, n, written);
             break;
         case DROPOUT:
-            b->dropout_backward(din, dout, saved, l, n);
+            b->dropout_backward(din, dout, saved, l, n, accumulate);
             break;
         case LOG_SOFTMAX:
             b->log_softmax_backward(din, dout, out, n, l->out.c);
             break;
         }
+        written[l->input] = true;
     }
 }
 
-// F.nll_loss(output, target): the mean; leaves the gradient of the last row for backward()
-static double loss_and_gradient(Net *net, size_t n, bool gradient) {
+/* F.cross_entropy(): the mean over the batch. Training smooths the labels and leaves the gradient of
+   the last row for backward(); evaluation does neither. */
+static double loss_and_gradient(Net *net, size_t n, bool training) {
     const Layer *last = last_layer(net);
-    net->backend->nll_loss(net->losses, gradient ? output_gradient(net, last) : NULL,
-                           output(net, last), net->labels, n, last->out.c);
+    net->backend->nll_loss(net->losses, training ? output_gradient(net, last) : NULL,
+                           output(net, last), net->labels, n, net->classes,
+                           training ? net->settings->label_smoothing : 0);
     double sum = 0;
     for (size_t i = 0; i < n; i++)
         sum += (double)net->losses[i];
     return sum / (double)n;
 }
 
-static size_t count_correct(const Net *net, size_t n) {
-    const Layer *last = last_layer(net);
-    const real *logp = output(net, last);
-    size_t correct = 0, classes = last->out.c;
-    for (size_t i = 0; i < n; i++) {
+// confusion[label][predicted class] += 1 for each image; returns how many are right
+static size_t count_predictions(const Net *net, size_t n, size_t *confusion) {
+    const real *logp = output(net, last_layer(net));
+    size_t correct = 0, classes = net->classes;
+    for (size_t i = 0; i < n; i++, logp += classes) {
         size_t best = 0;
         for (size_t k = 1; k < classes; k++)
-            if (logp[i * classes + k] > logp[i * classes + best])
-                best = k;
+            best = logp[k] > logp[best] ? k : best;
+        confusion[net->labels[i] * classes + best]++;
         correct += best == net->labels[i];
     }
     return correct;
@@ -2039,115 +2730,451 @@ static void check_loss(const Net *net, size_t n, double loss, size_t epoch, size
 
 typedef struct Optimizer {
     const char *name;
-    size_t states; // numbers kept for each parameter
-    double lr;     // the default
+    double lr;             // the default
+    const char *states[2]; // what it keeps for each parameter, by PyTorch's names
     void (*step)(Net *net, real *state, double lr);
 } Optimizer;
 
 static void adadelta_step(Net *net, real *state, double lr) {
     net->backend->adadelta(net->params, net->grads, state, state + net->param_size, net->param_size,
-                           lr, .9, 1e-6);
+                           lr, .9, 1e-6, net->settings->weight_decay);
 }
 
 static void sgd_step(Net *net, real *state, double lr) {
-    (void)state;
-    net->backend->sgd(net->params, net->grads, net->param_size, lr);
+    const Settings *s = net->settings;
+    net->backend->sgd(net->params, net->grads, state, net->param_size, lr, s->momentum,
+                      s->weight_decay, s->nesterov);
 }
 
 static const Optimizer optimizers[] = {
-    {"adadelta", 2, 1.0, adadelta_step},
-    {"sgd", 0, 0.01, sgd_step},
+    {"adadelta", 1.0, {"square_avg", "acc_delta"}, adadelta_step},
+    {"sgd", 0.01, {"momentum_buffer", NULL}, sgd_step},
 };
 enum { OPTIMIZERS = sizeof optimizers / sizeof *optimizers };
+
+static size_t count_states(const Optimizer *o, const Settings *s) {
+    bool none = strcmp(o->name, "sgd") == 0 && s->momentum == 0;
+    return none ? 0 : o->states[1] ? 2 : 1;
+}
+
+// How many of the epochs "60,120,160" are over
+static int milestones_passed(const char *milestones, size_t epochs) {
+    int passed = 0;
+    for (const char *at = milestones; *at; at += strcspn(at, ","), at += *at == ',')
+        passed += strtoul(at, NULL, 10) <= epochs;
+    return passed;
+}
+
+/* The learning rate of a step; epochs and steps count from 0. After e epochs (not counting those of
+   the warm-up, in which the rate grows with each step up to lr):
+     step        lr * gamma^(e / step_size)                          StepLR
+     multistep   lr * gamma^(milestones that are over)               MultiStepLR
+     cosine      lr * (1 + cos(pi * e / epochs)) / 2                 CosineAnnealingLR */
+static double learning_rate(const Settings *s, size_t epoch, size_t step, size_t steps_per_epoch) {
+    if (epoch < s->warmup_epochs)
+        return s->lr * (double)(epoch * steps_per_epoch + step + 1) /
+               (double)(s->warmup_epochs * steps_per_epoch);
+    size_t e = epoch - s->warmup_epochs;
+    if (strcmp(s->schedule, "step") == 0)
+        return s->lr * pow(s->gamma, (double)(e / s->step_size));
+    if (strcmp(s->schedule, "multistep") == 0)
+        return s->lr * pow(s->gamma, milestones_passed(s->milestones, e));
+    return s->lr * (1 + cos(M_PI * (double)e / (double)(s->epochs - s->warmup_epochs))) / 2;
+}
 
 /* ==== 11. Checkpoints ===========================================================================
 
    A safetensors file: the length of the header (8 bytes, little-endian), the header as JSON, then
    the numbers of all tensors. Names, shapes and layouts are those of PyTorch's state_dict():
    a convolution's weight is [out][in][row][column], a linear layer's [out][in], where `in` counts
-   channel, row, column, the order in which PyTorch flattens an image. */
+   channel, row, column, the order in which PyTorch flattens an image. A checkpoint holds the
+   optimizer's numbers too, and as metadata where the run was and the settings that shape it. */
 
-// The filter that a weight is on the image before it: a linear layer looks at all of the image.
-static Shape filter_shape(const Net *net, const Layer *l) {
-    Shape whole = net->layers[l->input].out;
-    return l->kind == LINEAR ? whole : (Shape){l->kernel, l->kernel, l->in.c};
-}
+enum { MAX_HEADER = 1 << 20, METADATA_SIZE = 4096 };
 
-// to[k][c][i][j] = from[i][j][c][k]
-static void weight_to_pytorch(real *to, const real *from, Shape filter, size_t outputs) {
+// A tensor of the file. Its numbers are on the device, or it is the counter of BatchNorm's batches.
+typedef struct Tensor {
+    char name[96];
+    const char *dtype;
+    size_t rank, dims[4], count, bytes; // bytes of one number
+    real *values;                       // NULL: the counter
+    Shape filter;   // a weight: the part of the image that each output sees; h = 0: a plain list
+    size_t outputs; // a weight: how many filters
+    size_t begin;   // offset in the file, behind the header
+    bool found;     // reading: the file has it
+} Tensor;
+
+// to[k][c][i][j] = from[i][j][c][k], or back
+static void reorder_weight(real *to, const real *from, Shape filter, size_t outputs,
+                           bool to_pytorch) {
+    size_t pixels = filter.h * filter.w, at = 0;
     for (size_t k = 0; k < outputs; k++)
         for (size_t c = 0; c < filter.c; c++)
-            for (size_t pixel = 0; pixel < filter.h * filter.w; pixel++)
-                *to++ = from[(pixel * filter.c + c) * outputs + k];
+            for (size_t pixel = 0; pixel < pixels; pixel++, at++) {
+                size_t ours = (pixel * filter.c + c) * outputs + k;
+                to[to_pytorch ? at : ours] = from[to_pytorch ? ours : at];
+            }
 }
 
-static size_t header_entry(char *at, size_t size, const char *separator, const Layer *l,
-                           const char *what, const char *shape, size_t offset, size_t count) {
-    return (size_t)snprintf(
-        at, size, "%s\"%s.%s\":{\"dtype\":\"%s\",\"shape\":[%s],\"data_offsets\":[%zu,%zu]}",
-        separator, l->name, what, sizeof(real) == 4 ? "F32" : "F64", shape, offset,
-        offset + count * sizeof(real));
+static Tensor *add_tensor(Tensor *t, const char *prefix, const Layer *l, const char *what,
+                          real *values, size_t count) {
+    *t = (Tensor){.dtype = sizeof(real) == 4 ? "F32" : "F64", .rank = 1, .dims = {count}};
+    snprintf(t->name, sizeof t->name, "%s%s.%s", prefix, l->name, what);
+    t->count = count;
+    t->bytes = sizeof(real);
+    t->values = values;
+    return t + 1;
 }
 
-static void save_model(const Net *net, const char *path) {
-    enum { ENTRY = 256 };
-    size_t size = 64 + 2 * net->count * ENTRY, length = 0, offset = 0;
-    char *header = must_alloc(size, "the header");
-    real *params = must_alloc(net->param_size * sizeof(real), "parameters");
-    real *tensor = must_alloc(net->param_size * sizeof(real), "a tensor");
-    net->backend->copy(params, net->params, net->param_size * sizeof(real));
+// Tensors of all layers, the parameters at `params` or the like; with_stats: and BatchNorm's.
+static Tensor *list_layers(const Net *net, Tensor *t, const char *prefix, real *params,
+                           bool with_stats) {
     for (size_t i = 0; i < net->count; i++) {
         const Layer *l = &net->layers[i];
+        size_t k = l->kernel;
         if (!l->weights)
             continue;
-        char shape[96];
-        if (l->kind == CONV2D)
-            snprintf(shape, sizeof shape, "%zu,%zu,%zu,%zu", l->out.c, l->in.c, l->kernel,
-                     l->kernel);
-        else
-            snprintf(shape, sizeof shape, "%zu,%zu", l->out.c, l->in.c);
-        length += header_entry(header + length, size - length, length ? "," : "{", l, "weight",
-                               shape, offset, l->weights);
-        offset += l->weights * sizeof(real);
-        snprintf(shape, sizeof shape, "%zu", l->biases);
-        length +=
-            header_entry(header + length, size - length, ",", l, "bias", shape, offset, l->biases);
-        offset += l->biases * sizeof(real);
+        Tensor *weight = t;
+        t = add_tensor(t, prefix, l, "weight", params + l->weight, l->weights);
+        if (l->kind != BATCHNORM2D) { // a linear layer looks at all of the image before it
+            weight->filter = l->kind == LINEAR ? net->layers[l->input].out : (Shape){k, k, l->in.c};
+            weight->outputs = l->out.c;
+            weight->rank = l->kind == LINEAR ? 2 : 4;
+            memcpy(weight->dims, (size_t[]){l->out.c, l->in.c, k, k}, sizeof weight->dims);
+        }
+        if (l->biases)
+            t = add_tensor(t, prefix, l, "bias", params + l->bias, l->biases);
+        if (l->kind != BATCHNORM2D || !with_stats)
+            continue;
+        t = add_tensor(t, prefix, l, "running_mean", net->stats + l->stats, l->out.c);
+        t = add_tensor(t, prefix, l, "running_var", net->stats + l->stats + l->out.c, l->out.c);
+        t = add_tensor(t, prefix, l, "num_batches_tracked", NULL, 1);
+        t[-1].dtype = "I64";
+        t[-1].bytes = sizeof(int64_t);
+        t[-1].rank = 0;
     }
-    header[length++] = '}';
-    while (length % 8)
-        header[length++] = ' '; // so that the numbers are aligned
+    return t;
+}
 
+/* All tensors: the network's, and the optimizer's under "optimizer.", if state is given. The list is
+   the caller's to free. Wide numbers come first in the file, so that all lie on their borders. */
+static Tensor *list_tensors(const Net *net, const Optimizer *optimizer, real *state,
+                            size_t *count) {
+    Tensor *list = must_alloc(10 * net->count * sizeof *list, "the list of tensors");
+    Tensor *end = list_layers(net, list, "", net->params, true);
+    for (size_t i = 0; state && i < count_states(optimizer, net->settings); i++) {
+        char prefix[64];
+        snprintf(prefix, sizeof prefix, "optimizer.%s.", optimizer->states[i]);
+        end = list_layers(net, end, prefix, state + i * net->param_size, false);
+    }
+    *count = (size_t)(end - list);
+    size_t offset = 0;
+    for (size_t counters = 2; counters-- > 0;)
+        for (Tensor *t = list; t < end; t++)
+            if ((t->values == NULL) == counters) {
+                t->begin = offset;
+                offset += t->count * t->bytes;
+            }
+    return list;
+}
+
+static int compare_begin(const void *a, const void *b) {
+    size_t x = ((const Tensor *)a)->begin, y = ((const Tensor *)b)->begin;
+    return x < y ? -1 : x > y;
+}
+
+// The header as JSON, padded to 8 bytes; metadata are lines "key=value".
+static size_t write_header(char *to, size_t size, const Tensor *list, size_t count,
+                           const char *metadata) {
+    size_t at = (size_t)snprintf(to, size, "{\"__metadata__\":{\"format\":\"pt\"");
+    for (const char *m = metadata; *m; m += strcspn(m, "\n") + 1) {
+        int key = (int)strcspn(m, "="), value = (int)strcspn(m + key + 1, "\n");
+        at +=
+            (size_t)snprintf(to + at, size - at, ",\"%.*s\":\"%.*s\"", key, m, value, m + key + 1);
+    }
+    to[at++] = '}';
+    for (const Tensor *t = list; t < list + count; t++) {
+        at += (size_t)snprintf(to + at, size - at, ",\"%s\":{\"dtype\":\"%s\",\"shape\":[", t->name,
+                               t->dtype);
+        for (size_t d = 0; d < t->rank; d++)
+            at += (size_t)snprintf(to + at, size - at, d ? ",%zu" : "%zu", t->dims[d]);
+        at += (size_t)snprintf(to + at, size - at, "],\"data_offsets\":[%zu,%zu]}", t->begin,
+                               t->begin + t->count * t->bytes);
+    }
+    to[at++] = '}';
+    while (at % 8)
+        to[at++] = ' ';
+    return at;
+}
+
+static void save_tensors(Net *net, Tensor *list, size_t count, const char *metadata,
+                         const char *path) {
+    enum { ENTRY = 256 };
     AtomicFile f;
+    char *header = must_alloc(METADATA_SIZE * 2 + count * ENTRY, "the header");
+    qsort(list, count, sizeof *list, compare_begin);
+    size_t length = write_header(header, METADATA_SIZE * 2 + count * ENTRY, list, count, metadata);
     atomic_open(&f, path);
     for (int byte = 0; byte < 8; byte++)
         fputc((int)((uint64_t)length >> (8 * byte) & 255), f.stream);
     fwrite(header, 1, length, f.stream);
-    for (size_t i = 0; i < net->count; i++) {
-        const Layer *l = &net->layers[i];
-        if (!l->weights)
-            continue;
-        weight_to_pytorch(tensor, params + l->weight, filter_shape(net, l), l->out.c);
-        fwrite(tensor, sizeof(real), l->weights, f.stream);
-        fwrite(params + l->bias, sizeof(real), l->biases, f.stream);
+    for (const Tensor *t = list; t < list + count; t++) {
+        int64_t tracked = (int64_t)net->batches_tracked;
+        if (t->values)
+            net->backend->copy(net->host[0], t->values, t->count * sizeof(real));
+        if (t->filter.h)
+            reorder_weight(net->host[1], net->host[0], t->filter, t->outputs, true);
+        const void *numbers = !t->values ? (void *)&tracked : net->host[t->filter.h ? 1 : 0];
+        fwrite(numbers, t->bytes, t->count, f.stream);
     }
     atomic_commit(&f);
     free(header);
-    free(params);
-    free(tensor);
+}
+
+// ---- Reading: such a file may come from a stranger, so everything is checked before it is used.
+
+typedef struct Header {
+    const char *path;
+    char *text, *at; // zero-terminated, so that `at` cannot run past the end
+} Header;
+
+static _Noreturn void header_fail(const Header *h, const char *expected) {
+    die(1, "%s: byte %td of the header: expected %s, found \"%.20s\"; is it a safetensors file?",
+        h->path, h->at - h->text, expected, h->at);
+}
+
+static bool accept(Header *h, char c) {
+    h->at += strspn(h->at, " \t\r\n");
+    if (*h->at != c)
+        return false;
+    h->at++;
+    return true;
+}
+
+static void expect(Header *h, char c) {
+    if (!accept(h, c))
+        header_fail(h, (char[]){'\'', c, '\'', 0});
+}
+
+// A string without escapes; ends it with 0 in place.
+static char *parse_string(Header *h) {
+    expect(h, '"');
+    char *begin = h->at, *end = begin + strcspn(begin, "\"\\\n");
+    h->at = end;
+    if (*end != '"')
+        header_fail(h, "a string without backslashes");
+    *end = 0;
+    h->at = end + 1;
+    return begin;
+}
+
+static size_t parse_size(Header *h) {
+    h->at += strspn(h->at, " \t\r\n");
+    size_t digits = strspn(h->at, "0123456789"), number = 0;
+    if (digits == 0 || digits > 18)
+        header_fail(h, "a whole number of at most 18 digits");
+    for (; digits > 0; digits--)
+        number = number * 10 + (size_t)(*h->at++ - '0');
+    return number;
+}
+
+// "[1,2,3]": at most `most` numbers; returns how many
+static size_t parse_sizes(Header *h, size_t *sizes, size_t most) {
+    size_t count = 0;
+    expect(h, '[');
+    if (accept(h, ']'))
+        return 0;
+    do {
+        if (count == most)
+            header_fail(h, "fewer numbers");
+        sizes[count++] = parse_size(h);
+    } while (accept(h, ','));
+    expect(h, ']');
+    return count;
+}
+
+// What the header says of a tensor: found.begin to end, which its dtype and shape must fill.
+static Tensor parse_tensor(Header *h, char *name) {
+    static const struct {
+        const char *name;
+        size_t bytes;
+    } dtypes[] = {{"F64", 8}, {"F32", 4}, {"F16", 2}, {"BF16", 2}, {"I64", 8},
+                  {"I32", 4}, {"I16", 2}, {"I8", 1},  {"U8", 1},   {"BOOL", 1}};
+    Tensor t = {.count = 1};
+    size_t offsets[2] = {0}, seen = 0;
+    snprintf(t.name, sizeof t.name, "%s", name);
+    expect(h, '{');
+    do {
+        char *key = parse_string(h);
+        expect(h, ':');
+        if (strcmp(key, "dtype") == 0 && (seen |= 1))
+            t.dtype = parse_string(h);
+        else if (strcmp(key, "shape") == 0 && (seen |= 2))
+            t.rank = parse_sizes(h, t.dims, 4);
+        else if (strcmp(key, "data_offsets") == 0 && parse_sizes(h, offsets, 2) == 2)
+            seen |= 4;
+        else
+            header_fail(h, "dtype, shape and two data_offsets before this");
+    } while (accept(h, ','));
+    expect(h, '}');
+    for (size_t i = 0; t.dtype && i < sizeof dtypes / sizeof *dtypes; i++)
+        t.bytes = strcmp(t.dtype, dtypes[i].name) == 0 ? dtypes[i].bytes : t.bytes;
+    for (size_t d = 0; d < t.rank; d++)
+        if (__builtin_mul_overflow(t.count, t.dims[d], &t.count))
+            header_fail(h, "a smaller shape before this");
+    size_t bytes;
+    if (seen != 7 || t.bytes == 0 || __builtin_mul_overflow(t.count, t.bytes, &bytes) ||
+        offsets[1] < offsets[0] || offsets[1] - offsets[0] != bytes ||
+        strlen(name) >= sizeof t.name)
+        header_fail(h, "a known dtype, a shape, and data_offsets that fit them, before this");
+    t.begin = offsets[0];
+    return t;
+}
+
+// {"key":"value", ...} into lines "key=value"
+static void parse_metadata(Header *h, char metadata[METADATA_SIZE]) {
+    size_t at = 0;
+    expect(h, '{');
+    if (accept(h, '}'))
+        return;
+    do {
+        char *key = parse_string(h);
+        expect(h, ':');
+        char *value = parse_string(h);
+        at += (size_t)snprintf(metadata + at, METADATA_SIZE - at, "%s=%s\n", key, value);
+        if (at >= METADATA_SIZE)
+            header_fail(h, "less metadata before this");
+    } while (accept(h, ','));
+    expect(h, '}');
+}
+
+// The file's own list of tensors, sorted by offset, without a hole or an overlap up to data_bytes.
+static Tensor *parse_header(Header *h, size_t data_bytes, char metadata[METADATA_SIZE],
+                            size_t *count) {
+    size_t room = strlen(h->text) / 40 + 1, end = 0; // no entry is shorter
+    Tensor *list = must_alloc(room * sizeof *list, "the list of tensors");
+    *count = 0;
+    *metadata = 0;
+    expect(h, '{');
+    do {
+        char *name = parse_string(h);
+        expect(h, ':');
+        if (strcmp(name, "__metadata__") == 0)
+            parse_metadata(h, metadata);
+        else
+            list[(*count)++] = parse_tensor(h, name);
+    } while (accept(h, ','));
+    expect(h, '}');
+    if (h->at[strspn(h->at, " \t\r\n")])
+        header_fail(h, "nothing more");
+    qsort(list, *count, sizeof *list, compare_begin);
+    for (size_t i = 0; i < *count; i++) {
+        if (list[i].begin != end)
+            die(1, "%s: %s: expected its numbers at byte %zu, where those before it end, found %zu",
+                h->path, list[i].name, end, list[i].begin);
+        end += list[i].count * list[i].bytes;
+    }
+    if (end != data_bytes)
+        die(1, "%s: expected %zu bytes of numbers, as its header says, found %zu", h->path, end,
+            data_bytes);
+    return list;
+}
+
+static void print_shape(char *to, size_t size, const Tensor *t) {
+    size_t at = (size_t)snprintf(to, size, "%s [", t->dtype);
+    for (size_t d = 0; d < t->rank; d++)
+        at += (size_t)snprintf(to + at, size - at, d ? ",%zu" : "%zu", t->dims[d]);
+    snprintf(to + at, size - at, "]");
+}
+
+// Finds where each of our tensors lies in the file; what the file has beyond them is an error.
+static void match_tensors(const char *path, Tensor *ours, size_t n_ours, const Tensor *theirs,
+                          size_t n_theirs, bool ignore_optimizer) {
+    for (size_t i = 0; i < n_theirs; i++) {
+        char found[128], expected[128];
+        size_t at = 0;
+        while (at < n_ours && strcmp(ours[at].name, theirs[i].name) != 0)
+            at++;
+        if (at == n_ours && ignore_optimizer && strncmp(theirs[i].name, "optimizer.", 10) == 0)
+            continue;
+        if (at == n_ours || ours[at].found)
+            die(1, "%s: %s: expected a tensor of this model, once; is --model the right one?", path,
+                theirs[i].name);
+        print_shape(expected, sizeof expected, &ours[at]);
+        print_shape(found, sizeof found, &theirs[i]);
+        if (strcmp(expected, found) != 0)
+            die(1,
+                "%s: %s: expected %s, found %s; is --model the right one, with its --width, "
+                "--stem and --dataset?",
+                path, theirs[i].name, expected, found);
+        ours[at].found = true;
+        ours[at].begin = theirs[i].begin;
+    }
+    for (size_t i = 0; i < n_ours; i++)
+        if (!ours[i].found)
+            die(1, "%s: expected the tensor %s, found none; is --model the right one?", path,
+                ours[i].name);
+}
+
+/* Reads all tensors of the list from a safetensors file. ignore_optimizer: the file may hold an
+   optimizer's numbers as well. metadata gets the file's, as lines "key=value". */
+static void load_tensors(Net *net, Tensor *list, size_t count, bool ignore_optimizer,
+                         char metadata[METADATA_SIZE], const char *path) {
+    uint8_t prefix[8];
+    struct stat info;
+    uint64_t length = 0;
+    FILE *f = fopen(path, "rb");
+    if (!f || fstat(fileno(f), &info) != 0)
+        file_fail("cannot read", path);
+    if (fread(prefix, 1, 8, f) != 8)
+        die(1, "%s: expected a safetensors file, found fewer than 8 bytes", path);
+    for (int byte = 7; byte >= 0; byte--)
+        length = length << 8 | prefix[byte];
+    if (length > MAX_HEADER || length + 8 > (uint64_t)info.st_size)
+        die(1, "%s: expected a header of at most %d bytes and not beyond the file, found %llu",
+            path, MAX_HEADER, (unsigned long long)length);
+    Header h = {.path = path, .text = must_alloc(length + 1, "the header")};
+    h.at = h.text;
+    if (fread(h.text, 1, length, f) != length || *h.text != '{')
+        die(1, "%s: expected a header that starts with {, found 0x%02x", path,
+            (unsigned char)*h.text);
+    size_t n_theirs;
+    Tensor *theirs = parse_header(&h, (size_t)info.st_size - 8 - length, metadata, &n_theirs);
+    match_tensors(path, list, count, theirs, n_theirs, ignore_optimizer);
+    for (const Tensor *t = list; t < list + count; t++) {
+        int64_t tracked = 0;
+        void *to = t->values ? (void *)net->host[0] : (void *)&tracked;
+        if (fseek(f, (long)(8 + length + t->begin), SEEK_SET) != 0 ||
+            fread(to, t->bytes, t->count, f) != t->count)
+            file_fail("cannot read", path);
+        if (t->filter.h)
+            reorder_weight(net->host[1], net->host[0], t->filter, t->outputs, false);
+        if (t->values)
+            net->backend->copy(t->values, net->host[t->filter.h ? 1 : 0], t->count * sizeof(real));
+        else
+            net->batches_tracked = (size_t)tracked;
+    }
+    fclose(f);
+    free(h.text);
+    free(theirs);
+}
+
+// One hash of all parameters, tensor by tensor.
+static uint64_t hash_weights(Net *net) {
+    uint64_t hash = 0xcbf29ce484222325u;
+    for (size_t i = 0; i < net->count; i++) {
+        const Layer *l = &net->layers[i];
+        net->backend->copy(net->host[0], net->params + l->weight, l->weights * sizeof(real));
+        hash = hash_bytes(hash, net->host[0], l->weights * sizeof(real));
+        net->backend->copy(net->host[0], net->params + l->bias, l->biases * sizeof(real));
+        hash = hash_bytes(hash, net->host[0], l->biases * sizeof(real));
+    }
+    return hash;
 }
 
 /* ==== 12. Options ===============================================================================
 
    One table: the parser, --help and the settings in run.json are made from it. */
-
-typedef struct Settings {
-    const char *model, *dataset, *data, *kernels, *optimizer, *out;
-    size_t limit_train, limit_test, batch_size, test_batch_size, epochs, seed, log_interval;
-    size_t workers, threads;
-    double lr, gamma;
-    bool dry_run, save_model, profile, no_cuda;
-} Settings;
 
 typedef enum { SWITCH, COUNT, NUMBER, CHOICE, TEXT } OptionKind;
 
@@ -2157,6 +3184,7 @@ typedef struct Option {
     size_t offset;        // of the field in Settings
     const char *fallback; // NULL: worked out after parsing, as the help text says
     double min, max;
+    bool result;        // it changes the result: a checkpoint keeps it, and --resume insists on it
     const char *values; // the choices, or a word for the value in --help
     const char *help;
 } Option;
@@ -2166,47 +3194,85 @@ static char model_names[1024]; // the choices of --model, listed from models[]
 #define FIELD(name) offsetof(Settings, name)
 // clang-format off
 static const Option options[] = {
-    {"--model", CHOICE, FIELD(model), "mnist", 0, 0, model_names,
-     "the network to train"},
-    {"--dataset", CHOICE, FIELD(dataset), "auto", 0, 0, "auto|mnist|fashion-mnist|synthetic",
+    {"--model", CHOICE, FIELD(model), "mnist", 0, 0, 1, model_names,
+     "the network to train; it has defaults of its own, listed below"},
+    {"--width", COUNT, FIELD(width), "6", 1, 1024, 1, "N",
+     "cifar: channels of the first convolution; 64 is the wide one"},
+    {"--stem", CHOICE, FIELD(stem), "3", 0, 0, 1, "3|7|imagenet",
+     "ResNets: first convolution 3x3, 7x7, or 7x7 stride 2 and max-pool"},
+    {"--dataset", CHOICE, FIELD(dataset), "auto", 0, 0, 1, "auto|mnist|fashion-mnist|cifar10|cifar100|synthetic",
      "the images; auto: the first that is found, else synthetic ones"},
-    {"--data", TEXT, FIELD(data), "", 0, 0, "DIR",
+    {"--data", TEXT, FIELD(data), "", 0, 0, 0, "DIR",
      "look for the data files in DIR and DIR/DATASET, nowhere else"},
-    {"--limit-train", COUNT, FIELD(limit_train), NULL, 1, UINT32_MAX, "N",
+    {"--limit-train", COUNT, FIELD(limit_train), NULL, 1, UINT32_MAX, 1, "N",
      "train on the first N images only (default: all)"},
-    {"--limit-test", COUNT, FIELD(limit_test), NULL, 1, UINT32_MAX, "N",
+    {"--limit-test", COUNT, FIELD(limit_test), NULL, 1, UINT32_MAX, 0, "N",
      "test on the first N images only (default: all)"},
-    {"--batch-size", COUNT, FIELD(batch_size), "64", 1, 65536, "N",
+    {"--augment", CHOICE, FIELD(augment), "none", 0, 0, 1, "none|crop-flip|elastic",
+     "another view of each training image in each epoch"},
+    {"--batch-size", COUNT, FIELD(batch_size), "64", 1, 65536, 1, "N",
      "images of a training step"},
-    {"--test-batch-size", COUNT, FIELD(test_batch_size), "1000", 1, 65536, "N",
+    {"--test-batch-size", COUNT, FIELD(test_batch_size), "1000", 1, 65536, 0, "N",
      "images tested at a time, at most --batch-size"},
-    {"--epochs", COUNT, FIELD(epochs), "14", 1, 100000, "N",
+    {"--epochs", COUNT, FIELD(epochs), "14", 1, 100000, 0, "N",
      "how often to go through the training set"},
-    {"--lr", NUMBER, FIELD(lr), NULL, 1e-12, 1e6, "LR",
-     "learning rate (default: 1.0 for adadelta, 0.01 for sgd)"},
-    {"--gamma", NUMBER, FIELD(gamma), "0.7", 0, 1e6, "M",
-     "the learning rate is multiplied by M after each epoch"},
-    {"--optimizer", CHOICE, FIELD(optimizer), "adadelta", 0, 0, "adadelta|sgd",
+    {"--max-steps", COUNT, FIELD(max_steps), NULL, 1, UINT32_MAX, 0, "N",
+     "end training after N steps in all"},
+    {"--optimizer", CHOICE, FIELD(optimizer), "adadelta", 0, 0, 1, "adadelta|sgd",
      "how gradients change the weights"},
-    {"--seed", COUNT, FIELD(seed), "1", 0, 9007199254740992., "S",
+    {"--lr", NUMBER, FIELD(lr), NULL, 1e-12, 1e6, 1, "LR",
+     "learning rate (default: 1.0 for adadelta, 0.01 for sgd)"},
+    {"--momentum", NUMBER, FIELD(momentum), "0", 0, 0.999999, 1, "M",
+     "sgd: share of the last step that is taken again"},
+    {"--nesterov", SWITCH, FIELD(nesterov), "off", 0, 0, 1, "on|off",
+     "sgd: Nesterov's momentum"},
+    {"--weight-decay", NUMBER, FIELD(weight_decay), "0", 0, 1e3, 1, "W",
+     "adds W times the weight to each gradient"},
+    {"--label-smoothing", NUMBER, FIELD(label_smoothing), "0", 0, 0.999999, 1, "E",
+     "share of the target that is spread over all classes"},
+    {"--schedule", CHOICE, FIELD(schedule), "step", 0, 0, 1, "step|multistep|cosine",
+     "how the learning rate falls from epoch to epoch"},
+    {"--gamma", NUMBER, FIELD(gamma), "0.7", 0, 1e6, 1, "M",
+     "step, multistep: the learning rate is multiplied by M"},
+    {"--step-size", COUNT, FIELD(step_size), "1", 1, 100000, 1, "N",
+     "step: ... after every N epochs"},
+    {"--milestones", TEXT, FIELD(milestones), "", 0, 0, 1, "E,E,...",
+     "multistep: ... after these epochs"},
+    {"--warmup-epochs", COUNT, FIELD(warmup_epochs), "0", 0, 100000, 1, "N",
+     "epochs before the schedule, in which the learning rate grows up to --lr"},
+    {"--lr-scaling", CHOICE, FIELD(lr_scaling), "none", 0, 0, 1, "none|linear|sqrt",
+     "scales --lr by batch size / the model's default one, or its root"},
+    {"--seed", COUNT, FIELD(seed), "1", 0, 9007199254740992., 1, "S",
      "decides all random numbers: the same seed gives the same run"},
-    {"--log-interval", COUNT, FIELD(log_interval), "10", 1, UINT32_MAX, "N",
+    {"--log-interval", COUNT, FIELD(log_interval), "10", 1, UINT32_MAX, 0, "N",
      "steps between two log lines"},
-    {"--workers", COUNT, FIELD(workers), NULL, 1, 256, "N",
+    {"--workers", COUNT, FIELD(workers), NULL, 1, 256, 0, "N",
      "threads that load batches (default: SLURM_CPUS_PER_TASK, else 1)"},
-    {"--threads", COUNT, FIELD(threads), NULL, 1, 1024, "N",
+    {"--threads", COUNT, FIELD(threads), NULL, 1, 1024, 0, "N",
      "threads that compute (default: the usable cores)"},
-    {"--kernels", CHOICE, FIELD(kernels), "fast", 0, 0, "naive|fast",
+    {"--kernels", CHOICE, FIELD(kernels), "fast", 0, 0, 1, "naive|fast",
      "naive: the definitions, to read and compare with; fast: the ones to use"},
-    {"--out", TEXT, FIELD(out), "", 0, 0, "DIR",
+    {"--out", TEXT, FIELD(out), "", 0, 0, 0, "DIR",
      "write run.json, steps.csv and epochs.csv into DIR"},
-    {"--profile", SWITCH, FIELD(profile), "off", 0, 0, "on|off",
+    {"--per-class", SWITCH, FIELD(per_class), "off", 0, 0, 0, "on|off",
+     "print the accuracy of each class at the end"},
+    {"--profile", SWITCH, FIELD(profile), "off", 0, 0, 0, "on|off",
      "print the time that each line of train() took"},
-    {"--save-model", SWITCH, FIELD(save_model), "off", 0, 0, "on|off",
+    {"--save-model", SWITCH, FIELD(save_model), "off", 0, 0, 0, "on|off",
      "write the weights as MODEL_cnn.safetensors, or model.safetensors in --out"},
-    {"--dry-run", SWITCH, FIELD(dry_run), "off", 0, 0, "on|off",
+    {"--checkpoint", TEXT, FIELD(checkpoint), "", 0, 0, 0, "FILE",
+     "write weights, optimizer and position to FILE, as --save-every says"},
+    {"--save-every", TEXT, FIELD(save_every), "1", 0, 0, 0, "N|Nsteps",
+     "write the checkpoint after every N epochs or steps, and at the end"},
+    {"--resume", SWITCH, FIELD(resume), "off", 0, 0, 0, "on|off",
+     "go on from --checkpoint, if it is there"},
+    {"--load", TEXT, FIELD(load), "", 0, 0, 0, "FILE",
+     "start from the weights in FILE, ours or PyTorch's safetensors"},
+    {"--eval", SWITCH, FIELD(eval), "off", 0, 0, 0, "on|off",
+     "only test, no training"},
+    {"--dry-run", SWITCH, FIELD(dry_run), "off", 0, 0, 0, "on|off",
      "one epoch of one training batch and one test batch"},
-    {"--no-cuda", SWITCH, FIELD(no_cuda), "off", 0, 0, "on|off",
+    {"--no-cuda", SWITCH, FIELD(no_cuda), "off", 0, 0, 0, "on|off",
      "stay on the CPU, even where there is a GPU (so far cnn always does)"},
 };
 // clang-format on
@@ -2308,43 +3374,127 @@ static void print_help(void) {
             printf(" (default: %s)", o->fallback);
         printf("\n");
     }
-    printf("  %-28sthis text\n", "--help");
+    printf("  %-28soptions from a file, where # begins a comment\n", "@FILE");
+    printf("  %-28sthis text\n\ndefaults of the models:\n", "--help");
+    for (size_t i = 0; i < MODELS; i++)
+        if (*models[i].defaults)
+            printf("  --model %-9s %s\n", models[i].name, models[i].defaults);
+}
+
+/* One word of the command line and, if it is an option that takes one, the word after it (NULL:
+   none). Returns how many words that were. */
+static int parse_word(Settings *s, const char *word, const char *next) {
+    size_t which = 0, length = strcspn(word, "=");
+    while (which < OPTIONS &&
+           (strncmp(word, options[which].name, length) != 0 || options[which].name[length] != 0))
+        which++;
+    if (which == OPTIONS)
+        unknown_option(word);
+    const Option *o = &options[which];
+    bool lone_switch = o->kind == SWITCH && !(next && is_choice(o->values, next));
+    if (word[length] != '=' && !lone_switch && !next)
+        die(EXIT_USAGE, "%s: expected a value (%s) after it, found nothing; see ./cnn --help",
+            o->name, o->values);
+    set_option(s, o, word[length] == '=' ? word + length + 1 : lone_switch ? "on" : next);
+    return word[length] == '=' || lone_switch ? 1 : 2;
+}
+
+enum { WORDS_SIZE = 65536 };
+static char words[WORDS_SIZE]; // the options of models and argument files, cut into words
+static size_t words_used;
+
+// Options in one text, between blanks; from # to the end of a line is a comment.
+static void parse_text(Settings *s, const char *text, size_t length) {
+    char *list[WORDS_SIZE / 2], *at = words + words_used;
+    size_t count = 0;
+    memcpy(at, text, length);
+    at[length] = 0;
+    words_used += length + 1;
+    while (*(at += strspn(at, " \t\r\n"))) {
+        if (*at == '#') {
+            at += strcspn(at, "\n");
+            continue;
+        }
+        list[count++] = at;
+        at += strcspn(at, " \t\r\n");
+        if (*at)
+            *at++ = 0;
+    }
+    for (size_t i = 0; i < count;)
+        i += (size_t)parse_word(s, list[i], i + 1 < count ? list[i + 1] : NULL);
+}
+
+// @FILE: the options in it stand where @FILE stands.
+static void parse_file(Settings *s, const char *path) {
+    char text[WORDS_SIZE];
+    FILE *f = fopen(path, "r");
+    if (!f)
+        die(EXIT_USAGE, "@%s: cannot read it: %s", path, strerror(errno));
+    size_t length = fread(text, 1, sizeof text, f);
+    bool readable = !ferror(f);
+    fclose(f);
+    if (!readable || memchr(text, 0, length) || words_used + length + 1 > WORDS_SIZE)
+        die(EXIT_USAGE, "@%s: expected a text file of options, %d bytes at most in all such files",
+            path, WORDS_SIZE);
+    parse_text(s, text, length);
+}
+
+// The table's defaults, then those of a model (NULL: none), then what the user says.
+static void parse_all(Settings *s, const Model *model, int argc, char **argv) {
+    *s = (Settings){0};
+    words_used = 0;
+    for (size_t i = 0; i < OPTIONS; i++)
+        if (options[i].fallback)
+            set_option(s, &options[i], options[i].fallback);
+    if (model)
+        parse_text(s, model->defaults, strlen(model->defaults));
+    for (int i = 1; i < argc;) {
+        if (argv[i][0] == '@')
+            parse_file(s, argv[i++] + 1);
+        else
+            i += parse_word(s, argv[i], i + 1 < argc ? argv[i + 1] : NULL);
+    }
 }
 
 static void parse_options(Settings *s, int argc, char **argv) {
-    *s = (Settings){0};
     size_t length = 0;
     for (size_t i = 0; i < MODELS; i++)
         length += (size_t)snprintf(model_names + length, sizeof model_names - length, "%s%s",
                                    i ? "|" : "", models[i].name);
-    for (size_t i = 0; i < OPTIONS; i++)
-        if (options[i].fallback)
-            set_option(s, &options[i], options[i].fallback);
-    for (int i = 1; i < argc; i++) {
+    for (int i = 1; i < argc; i++)
         if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0) {
             print_help();
             if (fflush(stdout) != 0)
                 file_fail("cannot write to", "standard output");
             exit(0);
         }
-        size_t which = 0;
-        length = strcspn(argv[i], "=");
-        while (which < OPTIONS && (strncmp(argv[i], options[which].name, length) != 0 ||
-                                   options[which].name[length] != 0))
-            which++;
-        if (which == OPTIONS)
-            unknown_option(argv[i]);
-        const Option *o = &options[which];
-        if (argv[i][length] == '=')
-            set_option(s, o, argv[i] + length + 1);
-        else if (o->kind == SWITCH && !(i + 1 < argc && is_choice(o->values, argv[i + 1])))
-            set_option(s, o, "on");
-        else if (i + 1 < argc)
-            set_option(s, o, argv[++i]);
-        else
-            die(EXIT_USAGE, "%s: expected a value (%s) after it, found nothing; see ./cnn --help",
-                o->name, o->values);
+    parse_all(s, NULL, argc, argv); // tells the model
+    parse_all(s, find_model(s->model), argc, argv);
+}
+
+// The value of an option as text, in `room` if it is no text by itself.
+static const char *option_text(Settings *s, const Option *o, char room[64]) {
+    Value value = option_value(s, o);
+    if (o->kind == CHOICE || o->kind == TEXT)
+        return *value.text;
+    if (o->kind == SWITCH)
+        return *value.flag ? "on" : "off";
+    double number = o->kind == COUNT ? (double)*value.count : *value.number;
+    for (int digits = 6; digits <= 17; digits++) { // as few as tell it from all other numbers
+        snprintf(room, 64, "%.*g", digits, number);
+        if (strtod(room, NULL) == number)
+            break;
     }
+    return room;
+}
+
+static void print_settings(Settings *s) {
+    char room[64];
+    printf("Settings:");
+    for (size_t i = 0; i < OPTIONS; i++)
+        if (*option_text(s, &options[i], room))
+            printf(" %s %s", options[i].name, option_text(s, &options[i], room));
+    printf("\n");
 }
 
 static void json_string(FILE *f, const char *text) {
@@ -2360,24 +3510,17 @@ static void json_string(FILE *f, const char *text) {
 }
 
 static void print_settings_json(FILE *f, Settings *s) {
+    char room[64];
     for (size_t i = 0; i < OPTIONS; i++) {
-        Value value = option_value(s, &options[i]);
-        fprintf(f, "%s\n    \"%s\": ", i ? "," : "", options[i].name + 2);
-        switch (options[i].kind) {
-        case SWITCH:
-            fprintf(f, *value.flag ? "true" : "false");
-            break;
-        case COUNT:
-            fprintf(f, "%zu", *value.count);
-            break;
-        case NUMBER:
-            fprintf(f, "%.9g", *value.number);
-            break;
-        case CHOICE:
-        case TEXT:
-            json_string(f, *value.text);
-            break;
-        }
+        const Option *o = &options[i];
+        const char *text = option_text(s, o, room);
+        fprintf(f, "%s\n    \"%s\": ", i ? "," : "", o->name + 2);
+        if (o->kind == SWITCH)
+            fprintf(f, strcmp(text, "on") == 0 ? "true" : "false");
+        else if (o->kind == COUNT || o->kind == NUMBER)
+            fprintf(f, "%s", text);
+        else
+            json_string(f, text);
     }
 }
 
@@ -2578,7 +3721,7 @@ static double measure_peak_gflops(void) {
 
 // What an epoch's line says. Times in seconds; accuracy in per cent.
 typedef struct EpochResult {
-    size_t epoch, images;
+    size_t epoch, images, images_logged;
     double seconds, loader_wait_s, train_loss, test_seconds, test_loss, accuracy, lr;
     uint64_t weight_hash;
 } EpochResult;
@@ -2629,19 +3772,22 @@ typedef struct Run {
     Net net;
     real *state; // the optimizer's
     double lr;
+    DatasetInfo info;
     Dataset train_set, test_set;
     Loader train_loader, test_loader;
+    size_t epoch, next_batch;       // the position: epoch from 1, batch from 0
+    size_t save_epochs, save_steps; // --save-every, one of them 0
+    size_t *confusion;              // [label][predicted class] of the last test
     LineClock clock;
     // the run folder
     const char *status;
     int argc;
     char **argv;
-    double started, epoch_started, peak_gflops;
+    double started, epoch_started, log_started, peak_gflops;
     StepResult step, *steps; // the step that runs; those not yet written to steps.csv
     size_t steps_kept;
     EpochResult *epochs;
     size_t epochs_done;
-    real *host_params; // a copy of the weights, to hash
     FILE *steps_csv, *epochs_csv;
 } Run;
 
@@ -2657,6 +3803,44 @@ static FILE *create_csv(const char *dir, const char *file) {
     if (!f)
         file_fail("cannot create", path);
     return f;
+}
+
+// In per cent; NAN where the test set has no image of the class.
+static double class_accuracy(const Run *run, size_t class) {
+    size_t all = 0, classes = run->net.classes;
+    for (size_t k = 0; k < classes; k++)
+        all += run->confusion[class * classes + k];
+    return 100. * (double)run->confusion[class * classes + class] / (double)all;
+}
+
+// The class's name, or its number where the dataset has no names; in `room`.
+static const char *class_name(const DatasetInfo *info, size_t class, char room[32]) {
+    const char *at = info->class_names;
+    snprintf(room, 32, "%zu", class);
+    for (size_t i = 0; at && i < class; i++)
+        at = strchr(at, ' ') + 1;
+    if (at)
+        snprintf(room, 32, "%.*s", (int)strcspn(at, " "), at);
+    return room;
+}
+
+static void print_confusion_json(FILE *f, const Run *run) {
+    size_t classes = run->net.classes;
+    char room[32];
+    fprintf(f, "  \"per_class\": {");
+    for (size_t i = 0; i < classes; i++) {
+        double accuracy = class_accuracy(run, i);
+        fprintf(f, isfinite(accuracy) ? "%s\"%s\": %.2f" : "%s\"%s\": null", i ? ", " : "",
+                class_name(&run->info, i, room), accuracy);
+    }
+    fprintf(f, "},\n  \"confusion\": [");
+    for (size_t i = 0; i < classes * classes; i++)
+        fprintf(f, "%s%s%zu%s",
+                i % classes ? ","
+                : i         ? ",\n    "
+                            : "\n    ",
+                i % classes ? "" : "[", run->confusion[i], i % classes == classes - 1 ? "]" : "");
+    fprintf(f, "],\n");
 }
 
 static void write_run_json(Run *run) {
@@ -2706,10 +3890,15 @@ static void write_run_json(Run *run) {
         print_epoch(f, &run->epochs[i], JSON);
         fprintf(f, ",\"weight_hash\":\"%016llx\"}", (unsigned long long)run->epochs[i].weight_hash);
     }
+    fprintf(f, "],\n");
+    if (run->confusion)
+        print_confusion_json(f, run);
+    else
+        fprintf(f, "  \"per_class\": null, \"confusion\": null,\n");
     struct rusage usage;
     getrusage(RUSAGE_SELF, &usage);
     fprintf(f,
-            "],\n  \"per_class\": null, \"confusion\": null,\n  \"resources\": {\"wall_s\": "
+            "  \"resources\": {\"wall_s\": "
             "%.3f, \"cpu_s\": %.3f, \"max_rss_bytes\": %.0f}\n}\n",
             now() - run->started, cpu_seconds(&usage), 1024. * (double)usage.ru_maxrss);
     atomic_commit(&file);
@@ -2788,24 +3977,31 @@ static void log_step(Run *run, EpochResult *e, const Batch *batch, double loss) 
     flush_steps(run);
     if (isatty(STDERR_FILENO))
         fprintf(stderr, "\r\033[K");
-    printf("Train Epoch: %zu [%zu/%zu (%.0f%%)]\tLoss: %.6f\n", e->epoch, batch->number * batch->n,
-           run->train_set.count, 100. * (double)batch->number / (double)run->train_loader.batches,
-           loss);
+    if (run->model->sc20_log)
+        printf("INFO - Epoch: %zu, Iteration: %zu, Avg img/sec: %.3f\n", e->epoch, batch->number,
+               (double)(e->images - e->images_logged) / (now() - run->log_started));
+    else
+        printf("Train Epoch: %zu [%zu/%zu (%.0f%%)]\tLoss: %.6f\n", e->epoch,
+               batch->number * batch->n, run->train_set.count,
+               100. * (double)batch->number / (double)run->train_loader.batches, loss);
+    e->images_logged = e->images;
+    run->log_started = now();
     show_progress(run, e, now() - run->epoch_started);
 }
 
 // Ends an epoch of training: its averages, and the rows that are left.
 static void finish_epoch(Run *run, EpochResult *e) {
     e->lr = run->lr;
-    e->train_loss /= (double)e->images;
+    e->train_loss /= (double)max_size(e->images, 1);
     flush_steps(run);
+    if (run->model->sc20_log)
+        printf("INFO - Time taken for epoch %zu is %.3f sec\n", e->epoch,
+               now() - run->epoch_started);
 }
 
 // Writes the epoch's line and adds it to the run folder.
 static void report_epoch(Run *run, EpochResult *e) {
-    real *params = run->host_params;
-    run->net.backend->copy(params, run->net.params, run->net.param_size * sizeof *params);
-    e->weight_hash = hash_bytes(params, run->net.param_size * sizeof *params);
+    e->weight_hash = hash_weights(&run->net);
     print_epoch(stdout, e, KEY_VALUE);
     printf("\n");
     flush_stdout();
@@ -2818,9 +4014,107 @@ static void report_epoch(Run *run, EpochResult *e) {
     write_run_json(run);
 }
 
+// The lines of the CIFAR-10 tutorial.
+static void print_per_class(const Run *run) {
+    char room[32];
+    for (size_t i = 0; i < run->net.classes; i++)
+        printf("Accuracy for class: %-5s is %.1f %%\n", class_name(&run->info, i, room),
+               class_accuracy(run, i));
+}
+
 /* ==== 14. train(), test(), main() ===============================================================
 
    The program itself. */
+
+// ---- Where a run is, and its checkpoints
+
+static size_t steps_done(const Run *run) {
+    return (run->epoch - 1) * ceil_div(run->train_set.count, run->settings.batch_size) +
+           run->next_batch;
+}
+
+// The position and the settings that shape the result, as lines "key=value".
+static void describe_run(Run *run, char metadata[METADATA_SIZE]) {
+    char room[64];
+    size_t at = (size_t)snprintf(metadata, METADATA_SIZE, "epoch=%zu\nbatch=%zu\n", run->epoch,
+                                 run->next_batch);
+    for (size_t i = 0; i < OPTIONS; i++)
+        if (options[i].result)
+            at +=
+                (size_t)snprintf(metadata + at, METADATA_SIZE - at, "%s=%s\n", options[i].name + 2,
+                                 option_text(&run->settings, &options[i], room));
+}
+
+// The value of a line "key=value", in `room`; NULL if there is none.
+static const char *metadata_value(const char *metadata, const char *key, char room[METADATA_SIZE]) {
+    size_t length = strlen(key);
+    for (const char *m = metadata; *m; m += strcspn(m, "\n") + 1)
+        if (strncmp(m, key, length) == 0 && m[length] == '=') {
+            snprintf(room, METADATA_SIZE, "%.*s", (int)strcspn(m + length + 1, "\n"),
+                     m + length + 1);
+            return room;
+        }
+    return NULL;
+}
+
+static void save_checkpoint(Run *run) {
+    char metadata[METADATA_SIZE];
+    size_t count;
+    Tensor *list = list_tensors(&run->net, run->optimizer, run->state, &count);
+    describe_run(run, metadata);
+    save_tensors(&run->net, list, count, metadata, run->settings.checkpoint);
+    free(list);
+}
+
+// Goes on from the checkpoint, if the settings that shape the result are the same.
+static void resume_checkpoint(Run *run) {
+    const char *path = run->settings.checkpoint;
+    char theirs[METADATA_SIZE], room[64], value[METADATA_SIZE];
+    size_t count;
+    if (access(path, F_OK) != 0) {
+        printf("No checkpoint %s yet: starting afresh\n", path);
+        return;
+    }
+    Tensor *list = list_tensors(&run->net, run->optimizer, run->state, &count);
+    load_tensors(&run->net, list, count, false, theirs, path);
+    free(list);
+    for (size_t i = 0; i < OPTIONS; i++) {
+        const char *ours = option_text(&run->settings, &options[i], room);
+        const char *found = metadata_value(theirs, options[i].name + 2, value);
+        if (options[i].result && (!found || strcmp(found, ours) != 0))
+            die(EXIT_USAGE,
+                "%s: its %s is \"%s\", this run's is \"%s\"; resume with the former, or "
+                "start from its weights with --load",
+                path, options[i].name, found ? found : "not there", ours);
+    }
+    const char *epoch = metadata_value(theirs, "epoch", value);
+    run->epoch = epoch ? strtoul(epoch, NULL, 10) : 0;
+    const char *batch = metadata_value(theirs, "batch", value);
+    run->next_batch = batch ? strtoul(batch, NULL, 10) : 0;
+    if (run->epoch == 0 || run->next_batch >= run->train_loader.batches)
+        die(1, "%s: expected the position of a run in its metadata, found none", path);
+    printf("Going on from %s: epoch %zu, step %zu\n", path, run->epoch, run->next_batch + 1);
+}
+
+static void optimizer_step(Run *run, size_t batch) {
+    run->lr = learning_rate(&run->settings, run->epoch - 1, batch, run->train_loader.batches);
+    run->optimizer->step(&run->net, run->state, run->lr);
+}
+
+// Moves on by a step and saves the checkpoint when it is due; true: training ends here.
+static bool finish_step(Run *run) {
+    const Settings *s = &run->settings;
+    bool epoch_over = ++run->next_batch == run->train_loader.batches;
+    if (epoch_over) {
+        run->epoch++;
+        run->next_batch = 0;
+    }
+    bool due = run->save_steps ? steps_done(run) % run->save_steps == 0
+                               : epoch_over && (run->epoch - 1) % run->save_epochs == 0;
+    if (*s->checkpoint && due)
+        save_checkpoint(run);
+    return s->dry_run || steps_done(run) >= s->max_steps;
+}
 
 /* One epoch. AT(column, what) does `what` and charges its time to this line of the profile and to
    the column of steps.csv. */
@@ -2829,19 +4123,19 @@ static void report_epoch(Run *run, EpochResult *e) {
 static void train(Run *run, EpochResult *result) {
     Net *net = &run->net;
     const Batch *batch;
-    Draw draw = {run->settings.seed, result->epoch, 0};
+    Draw draw = {run->settings.seed, run->epoch, 0};
     double loss;
-    AT(other_s, loader_start(&run->train_loader, run->settings.seed, result->epoch));
+    AT(other_s, loader_start(&run->train_loader, draw.seed, draw.epoch, run->next_batch));
     while (AT(load_s, batch = loader_next(&run->train_loader))) {
         AT(copy_s, net_load(net, batch));
         AT(other_s, draw.first = batch->first);
         AT(forward_s, forward(net, batch->n, &draw));
         AT(forward_s, loss = loss_and_gradient(net, batch->n, true));
-        AT(other_s, check_loss(net, batch->n, loss, result->epoch, batch->number));
+        AT(other_s, check_loss(net, batch->n, loss, draw.epoch, batch->number));
         AT(backward_s, backward(net, batch->n));
-        AT(optimizer_s, run->optimizer->step(net, run->state, run->lr));
+        AT(optimizer_s, optimizer_step(run, batch->number));
         AT(other_s, log_step(run, result, batch, loss));
-        if (AT(other_s, run->settings.dry_run))
+        if (AT(other_s, finish_step(run)))
             break;
     }
     AT(other_s, finish_epoch(run, result));
@@ -2853,12 +4147,13 @@ static void test(Run *run, EpochResult *result) {
     const Batch *batch;
     double begin = now(), loss = 0;
     size_t correct = 0, images = 0;
-    loader_start(&run->test_loader, run->settings.seed, 0);
+    memset(run->confusion, 0, net->classes * net->classes * sizeof *run->confusion);
+    loader_start(&run->test_loader, run->settings.seed, 0, 0);
     while ((batch = loader_next(&run->test_loader))) {
         net_load(net, batch);
         forward(net, batch->n, NULL);
         loss += loss_and_gradient(net, batch->n, false) * (double)batch->n;
-        correct += count_correct(net, batch->n);
+        correct += count_predictions(net, batch->n, run->confusion);
         images += batch->n;
         if (run->settings.dry_run)
             break;
@@ -2866,30 +4161,80 @@ static void test(Run *run, EpochResult *result) {
     result->test_loss = loss / (double)images;
     result->accuracy = 100. * (double)correct / (double)images;
     result->test_seconds = now() - begin;
-    printf("\nTest set: Average loss: %.4f, Accuracy: %zu/%zu (%.0f%%)\n\n", result->test_loss,
-           correct, images, result->accuracy);
+    if (!run->model->sc20_log)
+        printf("\nTest set: Average loss: %.4f, Accuracy: %zu/%zu (%.0f%%)\n\n", result->test_loss,
+               correct, images, result->accuracy);
+}
+
+static void parse_save_every(Run *run) {
+    const char *text = run->settings.save_every;
+    size_t digits = strspn(text, "0123456789"), number = strtoul(text, NULL, 10);
+    bool steps = strcmp(text + digits, "steps") == 0;
+    if (digits == 0 || digits > 9 || number == 0 || (text[digits] && !steps))
+        die(EXIT_USAGE, "--save-every: expected epochs, as 2, or steps, as 100steps, found \"%s\"",
+            text);
+    *(steps ? &run->save_steps : &run->save_epochs) = number;
+}
+
+// What the table of options cannot say by itself.
+static void check_settings(const Settings *s) {
+    const char *m = s->milestones;
+    bool list = true;
+    while (list && *m) {
+        size_t digits = strspn(m, "0123456789");
+        list = digits > 0 && digits < 10 && (m[digits] == 0 || (m[digits] == ',' && m[digits + 1]));
+        m += digits + (m[digits] == ',');
+    }
+    if (!list || (strcmp(s->schedule, "multistep") == 0) != (*s->milestones != 0))
+        die(EXIT_USAGE,
+            "--milestones: expected epochs as 60,120,160, and --schedule multistep, "
+            "found \"%s\" and %s",
+            s->milestones, s->schedule);
+    if (s->warmup_epochs >= s->epochs && s->warmup_epochs > 0)
+        die(EXIT_USAGE, "--warmup-epochs: expected fewer than the %zu --epochs, found %zu",
+            s->epochs, s->warmup_epochs);
+    if (s->nesterov && (s->momentum == 0 || strcmp(s->optimizer, "sgd") != 0))
+        die(EXIT_USAGE,
+            "--nesterov: expected --optimizer sgd and a --momentum above 0, found %s "
+            "and %g",
+            s->optimizer, s->momentum);
+    if (s->momentum > 0 && strcmp(s->optimizer, "sgd") != 0)
+        die(EXIT_USAGE, "--momentum: expected --optimizer sgd, found %s", s->optimizer);
+    if (s->resume && !*s->checkpoint)
+        die(EXIT_USAGE, "--resume: expected --checkpoint FILE too, found none");
+    if (s->resume && *s->load)
+        die(EXIT_USAGE,
+            "--resume: expected no --load with it: both say where the weights come from");
 }
 
 // Resolves what the options left open.
 static void setup_settings(Run *run, int argc, char **argv) {
     Settings *s = &run->settings;
     parse_options(s, argc, argv);
+    check_settings(s);
+    parse_save_every(run);
     run->argc = argc;
     run->argv = argv;
-    for (size_t i = 0; i < MODELS; i++)
-        if (strcmp(models[i].name, s->model) == 0)
-            run->model = &models[i];
+    run->model = find_model(s->model);
     for (size_t i = 0; i < OPTIMIZERS; i++)
         if (strcmp(optimizers[i].name, s->optimizer) == 0)
             run->optimizer = &optimizers[i];
     if (s->lr == 0)
         s->lr = run->optimizer->lr;
+    if (strcmp(s->lr_scaling, "none") != 0) {
+        Settings usual;
+        parse_all(&usual, run->model, 0, NULL);
+        double factor = (double)s->batch_size / (double)usual.batch_size;
+        s->lr *= strcmp(s->lr_scaling, "sqrt") == 0 ? sqrt(factor) : factor;
+    }
     if (s->dry_run)
         s->epochs = 1;
     if (s->limit_train == 0)
         s->limit_train = UINT32_MAX;
     if (s->limit_test == 0)
         s->limit_test = UINT32_MAX;
+    if (s->max_steps == 0)
+        s->max_steps = UINT32_MAX;
     if (s->threads == 0)
         s->threads = usable_cores();
     const char *slurm = getenv("SLURM_CPUS_PER_TASK");
@@ -2901,7 +4246,6 @@ static void setup_settings(Run *run, int argc, char **argv) {
                 "wait for each other\n",
                 s->workers, usable_cores());
     omp_set_num_threads((int)s->threads);
-    run->lr = s->lr;
 }
 
 static void print_machine(const Run *run) {
@@ -2918,18 +4262,21 @@ static void print_machine(const Run *run) {
 
 static void load_dataset(Run *run, const char *name, const char *dir) {
     Settings *s = &run->settings;
+    Dataset *sets[2] = {&run->train_set, &run->test_set};
+    size_t *limits[2] = {&s->limit_train, &s->limit_test};
     bool synthetic = strcmp(name, "synthetic") == 0;
     printf("Data: %s %s%s\n", name, synthetic ? "(images made by cnn itself)" : "from ",
            synthetic ? "" : dir);
-    run->train_set.info = run->test_set.info = find_dataset_info(name);
-    if (synthetic) {
-        make_synthetic(&run->train_set, true, s->limit_train);
-        make_synthetic(&run->test_set, false, s->limit_test);
-    } else {
-        load_idx(&run->train_set, dir, true, s->limit_train);
-        load_idx(&run->test_set, dir, false, s->limit_test);
+    run->info = dataset_for(run->model, name);
+    for (size_t i = 0; i < 2; i++) {
+        sets[i]->info = &run->info;
+        if (synthetic)
+            make_synthetic(sets[i], i == 0, *limits[i]);
+        else
+            run->info.read(sets[i], dir, run->info.files[i], *limits[i]);
+        *limits[i] = sets[i]->count;
     }
-    s->dataset = run->train_set.info->name;
+    s->dataset = run->info.name;
     printf("Train set size: %zu\nTest set size: %zu\n", run->train_set.count, run->test_set.count);
 }
 
@@ -2949,35 +4296,45 @@ static void setup_data(Run *run) {
     die(1,
         "%s: expected %s (or .gz), found none in %s%s; run: data/get_data.sh %s, or use "
         "--dataset synthetic",
-        name, idx_files[0][0],
+        name, find_dataset_info(name)->files[0][0],
         *s->data ? "the folder --data "
                  : "./data, beside ./cnn and in "
                    "/usr/share/datasets",
         s->data, name);
 }
 
+static double map_bytes(const Net *net) { // of the fast kernels' pixel maps
+    double entries = 0;
+    for (size_t i = 0; net->backend->prepare && i < net->count; i++) {
+        const Layer *l = &net->layers[i];
+        if (l->kind == CONV2D || l->kind == LINEAR)
+            entries +=
+                (double)((l->out.h * l->out.w + l->in.h * l->in.w) * (1 + l->kernel * l->kernel));
+    }
+    return entries * sizeof(int32_t);
+}
+
 // The memory that the run will take, category by category, before any of it is allocated.
 static void print_memory(const Run *run) {
     const Net *net = &run->net;
     const double number = sizeof(real), params = number * (double)net->param_size;
-    const double activations = number * (double)net->activation_size;
-    const double data = (double)(run->train_set.count + run->test_set.count) *
-                        (double)(image_size(run->train_set.info) + 1);
-    const double batches = 2 * (2. * (double)run->settings.workers + 1) * (double)net->batch *
-                           number * (double)image_size(run->train_set.info);
+    const double image = (double)shape_size(run->info.shape);
+    const double slots = 2 * (double)run->settings.workers + 1; // of each loader's ring
+    const double batches = (double)(run->settings.batch_size + net->batch);
     const struct {
         const char *what;
         double bytes;
     } ledger[] = {
         {"parameters", params},
         {"gradients", params},
-        {"optimizer state", params * (double)run->optimizer->states},
-        {"activations", activations},
-        {"activation gradients", activations},
-        {"masks", (double)net->saved_size},
+        {"optimizer state", params * (double)count_states(run->optimizer, &run->settings)},
+        {"activations", number * (double)net->activation_size},
+        {"activation gradients", number * (double)net->gradient_size},
+        {"statistics and masks", number * (double)net->stats_size + (double)net->saved_size},
         {"scratch", number * (double)net->scratch_size},
-        {"loader", batches},
-        {"data set", data},
+        {"maps and buffers", map_bytes(net) + 2 * number * (double)net->largest_tensor},
+        {"loader", slots * batches * number * image},
+        {"data set", (double)(run->train_set.count + run->test_set.count) * (image + 1)},
     };
     double total = 0;
     printf("Memory in MB:");
@@ -2995,32 +4352,54 @@ static void print_memory(const Run *run) {
 
 static void setup_network(Run *run) {
     Settings *s = &run->settings;
+    Net *net = &run->net;
     const Backend *backend = backends;
     while (strcmp(backend->kernels, s->kernels) != 0)
         backend++;
     size_t images = max_size(run->train_set.count, run->test_set.count);
-    net_build(&run->net, run->model, run->train_set.info, backend);
-    plan_memory(&run->net, min_size(s->batch_size, images));
-    print_summary(&run->net);
+    net_build(net, run->model, &run->info, s, backend);
+    plan_memory(net, min_size(s->batch_size, images));
+    print_summary(net);
     print_memory(run);
-    net_alloc(&run->net);
-    net_init(&run->net, s->seed);
-    size_t state_bytes = run->optimizer->states * run->net.param_size * sizeof(real);
-    run->state = device_alloc(&run->net, state_bytes, "the optimizer");
-    run->host_params = must_alloc(run->net.param_size * sizeof(real), "parameters");
+    net_alloc(net);
+    run->state =
+        real_alloc(net, count_states(run->optimizer, s) * net->param_size, "the optimizer");
+    run->confusion =
+        must_alloc(net->classes * net->classes * sizeof *run->confusion, "the confusion matrix");
 }
 
 static void setup_loaders(Run *run) {
     Settings *s = &run->settings;
-    loader_init(&run->train_loader, &run->train_set, s->batch_size, s->workers);
+    size_t augmentation = 0;
+    while (strcmp(augmentations[augmentation].name, s->augment) != 0)
+        augmentation++;
+    loader_init(&run->train_loader, &run->train_set, s->batch_size, s->workers,
+                augmentations[augmentation].augment);
     loader_init(&run->test_loader, &run->test_set, min_size(s->test_batch_size, run->net.batch),
-                s->workers);
+                s->workers, NULL);
     run->train_loader.batches = ceil_div(run->train_set.count, s->batch_size);
     size_t room = min_size(s->log_interval, run->train_loader.batches) + 1;
     run->steps = must_alloc(room * sizeof *run->steps, "the step log");
     run->epochs = must_alloc(s->epochs * sizeof *run->epochs, "the epoch log");
     run->clock.backend = run->net.backend;
     run->clock.synchronize = s->profile;
+}
+
+// The weights to begin with, and where: fresh ones, those of --load, or a checkpoint's.
+static void setup_weights(Run *run) {
+    Settings *s = &run->settings;
+    run->epoch = 1;
+    net_init(&run->net, s->seed);
+    if (*s->load) {
+        char metadata[METADATA_SIZE];
+        size_t count;
+        Tensor *list = list_tensors(&run->net, NULL, NULL, &count);
+        load_tensors(&run->net, list, count, true, metadata, s->load);
+        free(list);
+        printf("Loaded the weights in %s\n", s->load);
+    }
+    if (s->resume)
+        resume_checkpoint(run);
 }
 
 static void write_profile(Run *run) {
@@ -3042,13 +4421,15 @@ static void write_model(Run *run) {
         join_path(path, run->settings.out, "model.safetensors");
     else
         snprintf(path, sizeof path, "%s_cnn.safetensors", run->model->name);
-    save_model(&run->net, path);
+    size_t count;
+    Tensor *list = list_tensors(&run->net, NULL, NULL, &count);
+    save_tensors(&run->net, list, count, "", path);
+    free(list);
     printf("Saved the weights to %s\n", path);
 }
 
 static void close_run(Run *run) {
     flush_stdout();
-    run->status = "complete";
     write_run_json(run);
     before_dying = NULL;
     loader_free(&run->train_loader);
@@ -3057,13 +4438,39 @@ static void close_run(Run *run) {
     net_free(&run->net);
     free_dataset(&run->train_set);
     free_dataset(&run->test_set);
-    free(run->host_params);
+    free(run->confusion);
     free(run->steps);
     free(run->epochs);
     if (run->steps_csv)
         fclose(run->steps_csv);
     if (run->epochs_csv)
         fclose(run->epochs_csv);
+}
+
+// Epochs of training, each with a test, from where the run is to where it shall end.
+static void train_epochs(Run *run) {
+    const Settings *s = &run->settings;
+    while (run->epoch <= s->epochs && steps_done(run) < s->max_steps) {
+        EpochResult result = {.epoch = run->epoch};
+        run->epoch_started = run->log_started = now();
+        train(run, &result);
+        result.seconds = now() - run->epoch_started;
+        test(run, &result);
+        report_epoch(run, &result);
+        if (s->dry_run)
+            break;
+    }
+    if (*s->checkpoint)
+        save_checkpoint(run);
+    run->status = run->epoch <= s->epochs && !s->dry_run ? "stopped" : "complete";
+}
+
+// --eval: the test alone, reported as epoch 0
+static void evaluate(Run *run) {
+    EpochResult result = {.epoch = 0};
+    test(run, &result);
+    report_epoch(run, &result);
+    run->status = "complete";
 }
 
 static int run_main(int argc, char **argv) {
@@ -3075,15 +4482,14 @@ static int run_main(int argc, char **argv) {
     setup_data(&run);
     setup_network(&run);
     setup_loaders(&run);
-    for (size_t epoch = 1; epoch <= run.settings.epochs; epoch++) {
-        EpochResult result = {.epoch = epoch};
-        run.epoch_started = now();
-        train(&run, &result);
-        result.seconds = now() - run.epoch_started;
-        test(&run, &result);
-        report_epoch(&run, &result);
-        run.lr *= run.settings.gamma; // StepLR(step_size = 1)
-    }
+    setup_weights(&run);
+    print_settings(&run.settings);
+    if (run.settings.eval)
+        evaluate(&run);
+    else
+        train_epochs(&run);
+    if (run.settings.per_class)
+        print_per_class(&run);
     if (run.settings.profile)
         write_profile(&run);
     if (run.settings.save_model)
