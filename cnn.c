@@ -3216,8 +3216,8 @@ static const Option options[] = {
      "images tested at a time, at most --batch-size"},
     {"--epochs", COUNT, FIELD(epochs), "14", 1, 100000, 0, "N",
      "how often to go through the training set"},
-    {"--max-steps", COUNT, FIELD(max_steps), NULL, 1, UINT32_MAX, 0, "N",
-     "end training after N steps in all"},
+    {"--max-steps", COUNT, FIELD(max_steps), "0", 0, UINT32_MAX, 0, "N",
+     "end training after N steps in all; 0: after --epochs"},
     {"--optimizer", CHOICE, FIELD(optimizer), "adadelta", 0, 0, 1, "adadelta|sgd",
      "how gradients change the weights"},
     {"--lr", NUMBER, FIELD(lr), NULL, 1e-12, 1e6, 1, "LR",
@@ -4033,6 +4033,11 @@ static size_t steps_done(const Run *run) {
            run->next_batch;
 }
 
+static bool training_is_over(const Run *run) {
+    const Settings *s = &run->settings;
+    return run->epoch > s->epochs || (s->max_steps && steps_done(run) >= s->max_steps);
+}
+
 // The position and the settings that shape the result, as lines "key=value".
 static void describe_run(Run *run, char metadata[METADATA_SIZE]) {
     char room[64];
@@ -4113,7 +4118,7 @@ static bool finish_step(Run *run) {
                                : epoch_over && (run->epoch - 1) % run->save_epochs == 0;
     if (*s->checkpoint && due)
         save_checkpoint(run);
-    return s->dry_run || steps_done(run) >= s->max_steps;
+    return s->dry_run || training_is_over(run);
 }
 
 /* One epoch. AT(column, what) does `what` and charges its time to this line of the profile and to
@@ -4233,8 +4238,6 @@ static void setup_settings(Run *run, int argc, char **argv) {
         s->limit_train = UINT32_MAX;
     if (s->limit_test == 0)
         s->limit_test = UINT32_MAX;
-    if (s->max_steps == 0)
-        s->max_steps = UINT32_MAX;
     if (s->threads == 0)
         s->threads = usable_cores();
     const char *slurm = getenv("SLURM_CPUS_PER_TASK");
@@ -4450,7 +4453,7 @@ static void close_run(Run *run) {
 // Epochs of training, each with a test, from where the run is to where it shall end.
 static void train_epochs(Run *run) {
     const Settings *s = &run->settings;
-    while (run->epoch <= s->epochs && steps_done(run) < s->max_steps) {
+    while (!training_is_over(run)) {
         EpochResult result = {.epoch = run->epoch};
         run->epoch_started = run->log_started = now();
         train(run, &result);
