@@ -30,42 +30,55 @@ static double median(double *values, size_t count) {
     return values[count / 2];
 }
 
+// The network of the options on synthetic images, and a loader that holds one batch of them.
+static const Batch *setup_bench(Run *run, int argc, char **argv) {
+    setup_settings(run, argc, argv);
+    Settings *s = &run->settings;
+    const Backend *backend = &backends[strcmp(s->kernels, "fast") == 0];
+    run->info = dataset_for(run->model, "synthetic");
+    run->train_set.info = &run->info;
+    make_synthetic(&run->train_set, true, s->batch_size);
+    net_build(&run->net, run->model, &run->info, s, backend);
+    plan_memory(&run->net, s->batch_size);
+    net_alloc(&run->net);
+    net_init(&run->net, s->seed);
+    run->state =
+        real_alloc(&run->net, count_states(run->optimizer, s) * run->net.param_size, "optimizer");
+    loader_init(&run->train_loader, &run->train_set, s->batch_size, 1, NULL);
+    loader_start(&run->train_loader, s->seed, 1, 0);
+    return loader_next(&run->train_loader);
+}
+
+static void train_step(Run *run, const Batch *batch, size_t step) {
+    Draw draw = {run->settings.seed, 1, step * batch->n};
+    net_load(&run->net, batch);
+    forward(&run->net, batch->n, &draw);
+    check_loss(&run->net, batch->n, loss_and_gradient(&run->net, batch->n, true), 1, step);
+    backward(&run->net, batch->n);
+    run->optimizer->step(&run->net, run->state, 1e-4);
+}
+
 int main(int argc, char **argv) {
-    enum { ROUNDS = 9, STEPS = 12 };
+    enum { ROUNDS = 9 };
+    const double round_seconds = 0.4; // at least, and at least two steps
     static Run run;
-    setup_settings(&run, argc, argv);
-    Settings *s = &run.settings;
-    s->dataset = "synthetic";
-    run.train_set.info = run.test_set.info = find_dataset_info("synthetic");
-    make_synthetic(&run.train_set, true, s->batch_size);
-    net_build(&run.net, run.model, run.train_set.info, &backends[strcmp(s->kernels, "fast") == 0]);
-    plan_memory(&run.net, s->batch_size);
-    net_alloc(&run.net);
-    net_init(&run.net, s->seed);
-    run.state = must_alloc(run.optimizer->states * run.net.param_size * sizeof(real), "optimizer");
-    loader_init(&run.train_loader, &run.train_set, s->batch_size, 1);
-    loader_start(&run.train_loader, s->seed, 1);
-    const Batch *batch = loader_next(&run.train_loader);
-    double speeds[ROUNDS], peaks[ROUNDS + 1], bandwidth = copy_gb_per_s();
-    for (size_t round = 0; round <= ROUNDS; round++) {
+    const Batch *batch = setup_bench(&run, argc, argv);
+    double speeds[ROUNDS], peaks[ROUNDS], bandwidth = copy_gb_per_s();
+    size_t steps = 0;
+    train_step(&run, batch, steps++);
+    for (size_t round = 0; round < ROUNDS; round++) {
         peaks[round] = measure_peak_gflops();
         double begin = now();
-        for (size_t step = 0; step < STEPS; step++) {
-            Draw draw = {s->seed, 1 + round, step * batch->n};
-            net_load(&run.net, batch);
-            forward(&run.net, batch->n, &draw);
-            check_loss(&run.net, batch->n, loss_and_gradient(&run.net, batch->n, true), 1, step);
-            backward(&run.net, batch->n);
-            run.optimizer->step(&run.net, run.state, 1e-3);
-        }
-        if (round > 0) // the first warms up
-            speeds[round - 1] = STEPS * (double)batch->n / (now() - begin);
+        size_t before = steps;
+        while (steps < before + 2 || now() - begin < round_seconds)
+            train_step(&run, batch, steps++);
+        speeds[round] = (double)((steps - before) * batch->n) / (now() - begin);
     }
-    double speed = median(speeds, ROUNDS), peak = median(peaks, ROUNDS + 1);
+    double speed = median(speeds, ROUNDS), peak = median(peaks, ROUNDS);
     double gflops = speed * training_flops(&run.net) / 1e9;
-    printf("cnn model=%s batch=%zu threads=%zu steps_img_per_s=%.0f gflops=%.1f peak_gflops=%.1f "
-           "percent_of_peak=%.1f copy_gb_per_s=%.1f..%.1f\n",
-           s->model, s->batch_size, s->threads, speed, gflops, peak, 100 * gflops / peak, bandwidth,
-           copy_gb_per_s());
+    printf("cnn model=%s width=%zu batch=%zu threads=%zu steps_img_per_s=%.1f gflops=%.1f "
+           "peak_gflops=%.1f percent_of_peak=%.1f copy_gb_per_s=%.1f..%.1f\n",
+           run.settings.model, run.settings.width, batch->n, run.settings.threads, speed, gflops,
+           peak, 100 * gflops / peak, bandwidth, copy_gb_per_s());
     return 0;
 }
