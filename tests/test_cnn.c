@@ -2110,8 +2110,10 @@ static void compare_tensor(const Line *line, const real *values, size_t count, d
         want.at[i] = (real)line->numbers[1 + i];
         largest = fmax(largest, i < 2 ? 0 : fabs(line->numbers[1 + i]));
     }
-    for (size_t i = 0; i < got.count; i++) // as many errors add up in the norm and in the sum
-        bound.at[i] = (real)(tolerance * (i < 2 ? norm * sqrt((double)count) : largest));
+    for (size_t i = 0; i < got.count; i++) // as many errors as numbers may add up in the sum
+        bound.at[i] = (real)(tolerance * (i == 0   ? norm
+                                          : i == 1 ? norm * sqrt((double)count)
+                                                   : largest));
     check_tensor(line->name, got.at, want.at, bound.at, got.count);
     free_arrays((Array[]){got, want, bound}, 3 * sizeof(Array));
 }
