@@ -146,7 +146,7 @@ typedef struct Backend {
     void (*avgpool2d_forward)(real *out, const real *in, const Layer *l, size_t n);
     void (*avgpool2d_backward)(real *din, const real *dout, const Layer *l, size_t n,
                                bool accumulate);
-    void (*add)(real *out, const real *in, size_t count);
+    void (*add)(real *out, const real *in, size_t count, bool relu);
     void (*dropout_forward)(real *out, uint8_t *mask, const real *in, const Layer *l, size_t n,
                             uint32_t stream, const Draw *draw);
     void (*dropout_backward)(real *din, const real *dout, const uint8_t *mask, const Layer *l,
@@ -960,7 +960,8 @@ static ptrdiff_t met_pixel(const Layer *l, size_t y, size_t x, size_t tap) {
 /* out[n][y][x][k] = bias[k] + sum over i, j, c of
                           in[n][y * s + i - padding][x * s + j - padding][c] * weight[i][j][c][k]
    where s is the stride and pixels outside of the image count as 0.
-   Shapes: in [n][h][w][c], out [n][oh][ow][k]. bias may be NULL: there is none. */
+   Shapes: in [n][h][w][c], out [n][oh][ow][k]. bias may be NULL: there is none. A linear layer is
+   the same on images of 1 x 1 pixel: out[n][k] = bias[k] + sum over c of in[n][c] * weight[c][k]. */
 static void conv2d_forward_naive(real *out, const real *in, const real *weight, const real *bias,
                                  const Layer *l, size_t n, real *scratch) {
     (void)scratch;
@@ -1023,48 +1024,6 @@ static void conv2d_backward_naive(real *din, real *dweight, real *dbias, const r
                         for (size_t k = 0; k < O.c; k++)
                             d[(size_t)met * I.c + c] += from[k] * weight[(tap * I.c + c) * O.c + k];
                 }
-    }
-}
-
-// out[n][k] = bias[k] + sum over c of in[n][c] * weight[c][k]
-static void linear_forward_naive(real *out, const real *in, const real *weight, const real *bias,
-                                 const Layer *l, size_t n, real *scratch) {
-    (void)scratch;
-    size_t inputs = l->in.c, outputs = l->out.c;
-    PARALLEL_FOR_2
-    for (size_t image = 0; image < n; image++)
-        for (size_t k = 0; k < outputs; k++) {
-            real sum = bias[k];
-            for (size_t c = 0; c < inputs; c++)
-                sum += in[image * inputs + c] * weight[c * outputs + k];
-            out[image * outputs + k] = sum;
-        }
-}
-
-/* dbias[k] = sum over n of dout[n][k]     dweight[c][k] = sum over n of in[n][c] * dout[n][k]
-   din[n][c] = sum over k of dout[n][k] * weight[c][k], or += if accumulate; din may be NULL. */
-static void linear_backward_naive(real *din, real *dweight, real *dbias, const real *dout,
-                                  const real *in, const real *weight, const Layer *l, size_t n,
-                                  bool accumulate, real *scratch) {
-    (void)scratch;
-    size_t inputs = l->in.c, outputs = l->out.c;
-    for (size_t k = 0; k < outputs; k++) {
-        dbias[k] = 0;
-        for (size_t image = 0; image < n; image++)
-            dbias[k] += dout[image * outputs + k];
-    }
-    PARALLEL_FOR
-    for (size_t c = 0; c < inputs; c++)
-        for (size_t k = 0; k < outputs; k++) {
-            real sum = 0;
-            for (size_t image = 0; image < n; image++)
-                sum += in[image * inputs + c] * dout[image * outputs + k];
-            dweight[c * outputs + k] = sum;
-        }
-    for (size_t i = 0; din && i < n * inputs; i++) {
-        din[i] = accumulate ? din[i] : 0;
-        for (size_t k = 0; k < outputs; k++)
-            din[i] += dout[i / inputs * outputs + k] * weight[i % inputs * outputs + k];
     }
 }
 
@@ -1158,11 +1117,14 @@ static void avgpool2d_backward(real *din, const real *dout, const Layer *l, size
                                     (accumulate ? din[i * channels + c] : 0);
 }
 
-// out += in: a residual join, forward and for gradients
-static void add_arrays(real *out, const real *in, size_t count) {
+// out += in, then ReLU if asked: a residual join, and a sum of gradients
+static void add_arrays(real *out, const real *in, size_t count, bool relu) {
+    const real least = relu ? 0 : -(real)INFINITY;
     PARALLEL_FOR
-    for (size_t i = 0; i < count; i++)
-        out[i] += in[i];
+    for (size_t i = 0; i < count; i++) {
+        real sum = out[i] + in[i];
+        out[i] = sum < least ? least : sum;
+    }
 }
 
 /* ---- BatchNorm ---------------------------------------------------------------------------------
@@ -2098,75 +2060,6 @@ static size_t scratch_size_fast(const Layer *l, size_t n) {
                     max_size(pooled, slices * (l->weights + l->biases)));
 }
 
-/* ---- Optimizer steps ---------------------------------------------------------------------------
-
-   One pass over a flat range of parameters each. */
-
-/* Adadelta (Zeiler, arXiv:1212.5701), as PyTorch computes it:
-   square_avg = rho * square_avg + (1 - rho) * grad^2
-   delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * grad
-   acc_delta = rho * acc_delta + (1 - rho) * delta^2;   param -= lr * delta
-   where grad includes weight_decay * param */
-static void adadelta(real *param, const real *grad, real *square_avg, real *acc_delta, size_t count,
-                     double lr, double rho, double eps, double weight_decay) {
-    const real keep = (real)rho, mix = (real)(1 - rho), e = (real)eps, rate = (real)lr;
-    const real decay = (real)weight_decay;
-    PARALLEL_FOR
-    for (size_t i = 0; i < count; i++) {
-        real g = grad[i] + decay * param[i];
-        real square = square_avg[i] = keep * square_avg[i] + mix * g * g;
-        real delta = SQRT(acc_delta[i] + e) / SQRT(square + e) * g;
-        acc_delta[i] = keep * acc_delta[i] + mix * delta * delta;
-        param[i] -= rate * delta;
-    }
-}
-
-/* grad includes weight_decay * param;   buffer = momentum * buffer + grad
-   param -= lr * (nesterov ? grad + momentum * buffer : buffer). Without momentum there is no buffer.
-   (Sutskever et al., "On the importance of initialization and momentum", ICML 2013, as PyTorch.) */
-static void sgd(real *param, const real *grad, real *momentum_buffer, size_t count, double lr,
-                double momentum, double weight_decay, bool nesterov) {
-    const real rate = (real)lr, keep = (real)momentum, decay = (real)weight_decay;
-    PARALLEL_FOR
-    for (size_t i = 0; i < count; i++) {
-        real g = grad[i] + decay * param[i], step = g;
-        if (momentum > 0) {
-            step = momentum_buffer[i] = keep * momentum_buffer[i] + g;
-            step = nesterov ? g + keep * step : step;
-        }
-        param[i] -= rate * step;
-    }
-}
-
-static void cpu_copy(void *to, const void *from, size_t bytes) {
-    memcpy(to, from, bytes);
-}
-
-static void cpu_synchronize(void) // a CPU has done what it was told when the call returns
-{}
-
-#define CPU_COMMON                                                                                \
-    .name = "cpu", .alloc = host_alloc, .release = free, .copy = cpu_copy,                        \
-    .synchronize = cpu_synchronize, .relu_forward = relu_forward, .relu_backward = relu_backward, \
-    .maxpool2d_backward = maxpool2d_backward, .avgpool2d_forward = avgpool2d_forward,             \
-    .avgpool2d_backward = avgpool2d_backward, .batchnorm2d_forward = batchnorm2d_forward,         \
-    .batchnorm2d_backward = batchnorm2d_backward, .add = add_arrays,                              \
-    .dropout_forward = dropout_forward, .dropout_backward = dropout_backward,                     \
-    .log_softmax_forward = log_softmax_forward, .log_softmax_backward = log_softmax_backward,     \
-    .nll_loss = nll_loss, .adadelta = adadelta, .sgd = sgd
-
-static const Backend backends[] = {
-    {CPU_COMMON, .kernels = "naive", .scratch_size = scratch_size_naive,
-     .maxpool2d_forward = maxpool2d_forward_naive, .conv2d_forward = conv2d_forward_naive,
-     .conv2d_backward = conv2d_backward_naive, .linear_forward = linear_forward_naive,
-     .linear_backward = linear_backward_naive},
-    {CPU_COMMON, .kernels = "fast", .fuses_relu = true, .scratch_size = scratch_size_fast,
-     .prepare = cpu_prepare, .maxpool2d_forward = maxpool2d_forward_fast,
-     .conv2d_forward = conv2d_forward_fast, .conv2d_backward = conv2d_backward_fast,
-     .conv2d_backward_pooled = conv2d_backward_pooled, .linear_forward = conv2d_forward_fast,
-     .linear_backward = conv2d_backward_fast},
-};
-
 /* ==== 6. Network ================================================================================
 
    A network is a table of layers, each of which reads the output of one earlier row, or of two (add).
@@ -2368,8 +2261,8 @@ static void plan_in_place(Net *net) {
         l->in_place = reuse && (l->kind == RELU || l->kind == DROPOUT ||
                                 (l->kind == ADD && l->other != l->input && before->kind != RELU &&
                                  before->kind != MAXPOOL2D && !before->in_place));
-        bool fusible =
-            before->kind == CONV2D || before->kind == LINEAR || before->kind == BATCHNORM2D;
+        bool fusible = before->kind == CONV2D || before->kind == LINEAR ||
+                       before->kind == BATCHNORM2D || before->kind == ADD;
         if (l->kind == RELU && l->in_place && fusible)
             before->fused_relu = net->backend->fuses_relu;
     }
@@ -2832,7 +2725,7 @@ static void forward(Net *net, size_t n, const Draw *draw) {
         case ADD:
             if (!l->in_place)
                 b->copy(out, in, count * sizeof *out);
-            b->add(out, output(net, &net->layers[l->other]), count);
+            b->add(out, output(net, &net->layers[l->other]), count, l->fused_relu);
             break;
         case DROPOUT:
             if (draw)
@@ -2854,7 +2747,7 @@ static void backward_add(const Net *net, const Layer *l, size_t n, bool *written
     for (size_t i = 0; i < 2; i++) {
         real *din = output_gradient(net, &net->layers[inputs[i]]);
         if (inputs[i] > 0 && din != dout && written[inputs[i]])
-            net->backend->add(din, dout, count);
+            net->backend->add(din, dout, count, false);
         else if (inputs[i] > 0 && din != dout)
             net->backend->copy(din, dout, count * sizeof *din);
         written[inputs[i]] = true;
@@ -2966,6 +2859,72 @@ static void check_loss(const Net *net, size_t n, double loss, size_t epoch, size
 /* ==== 9. Optimizers and schedules ===============================================================
 
    An optimizer makes one pass over the flat arena of all parameters, whatever layer they are of. */
+
+/* Adadelta (Zeiler, arXiv:1212.5701), as PyTorch computes it:
+   square_avg = rho * square_avg + (1 - rho) * grad^2
+   delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * grad
+   acc_delta = rho * acc_delta + (1 - rho) * delta^2;   param -= lr * delta
+   where grad includes weight_decay * param */
+static void adadelta(real *param, const real *grad, real *square_avg, real *acc_delta, size_t count,
+                     double lr, double rho, double eps, double weight_decay) {
+    const real keep = (real)rho, mix = (real)(1 - rho), e = (real)eps, rate = (real)lr;
+    const real decay = (real)weight_decay;
+    PARALLEL_FOR
+    for (size_t i = 0; i < count; i++) {
+        real g = grad[i] + decay * param[i];
+        real square = square_avg[i] = keep * square_avg[i] + mix * g * g;
+        real delta = SQRT(acc_delta[i] + e) / SQRT(square + e) * g;
+        acc_delta[i] = keep * acc_delta[i] + mix * delta * delta;
+        param[i] -= rate * delta;
+    }
+}
+
+/* grad includes weight_decay * param;   buffer = momentum * buffer + grad
+   param -= lr * (nesterov ? grad + momentum * buffer : buffer). Without momentum there is no buffer.
+   (Sutskever et al., "On the importance of initialization and momentum", ICML 2013, as PyTorch.) */
+static void sgd(real *param, const real *grad, real *momentum_buffer, size_t count, double lr,
+                double momentum, double weight_decay, bool nesterov) {
+    const real rate = (real)lr, keep = (real)momentum, decay = (real)weight_decay;
+    PARALLEL_FOR
+    for (size_t i = 0; i < count; i++) {
+        real g = grad[i] + decay * param[i], step = g;
+        if (momentum > 0) {
+            step = momentum_buffer[i] = keep * momentum_buffer[i] + g;
+            step = nesterov ? g + keep * step : step;
+        }
+        param[i] -= rate * step;
+    }
+}
+
+// What the CPU can do, with the definitions of the layers or with the fast versions.
+static void cpu_copy(void *to, const void *from, size_t bytes) {
+    memcpy(to, from, bytes);
+}
+
+static void cpu_synchronize(void) // a CPU has done what it was told when the call returns
+{}
+
+#define CPU_COMMON                                                                                \
+    .name = "cpu", .alloc = host_alloc, .release = free, .copy = cpu_copy,                        \
+    .synchronize = cpu_synchronize, .relu_forward = relu_forward, .relu_backward = relu_backward, \
+    .maxpool2d_backward = maxpool2d_backward, .avgpool2d_forward = avgpool2d_forward,             \
+    .avgpool2d_backward = avgpool2d_backward, .batchnorm2d_forward = batchnorm2d_forward,         \
+    .batchnorm2d_backward = batchnorm2d_backward, .add = add_arrays,                              \
+    .dropout_forward = dropout_forward, .dropout_backward = dropout_backward,                     \
+    .log_softmax_forward = log_softmax_forward, .log_softmax_backward = log_softmax_backward,     \
+    .nll_loss = nll_loss, .adadelta = adadelta, .sgd = sgd
+
+static const Backend backends[] = {
+    {CPU_COMMON, .kernels = "naive", .scratch_size = scratch_size_naive,
+     .maxpool2d_forward = maxpool2d_forward_naive, .conv2d_forward = conv2d_forward_naive,
+     .conv2d_backward = conv2d_backward_naive, .linear_forward = conv2d_forward_naive,
+     .linear_backward = conv2d_backward_naive},
+    {CPU_COMMON, .kernels = "fast", .fuses_relu = true, .scratch_size = scratch_size_fast,
+     .prepare = cpu_prepare, .maxpool2d_forward = maxpool2d_forward_fast,
+     .conv2d_forward = conv2d_forward_fast, .conv2d_backward = conv2d_backward_fast,
+     .conv2d_backward_pooled = conv2d_backward_pooled, .linear_forward = conv2d_forward_fast,
+     .linear_backward = conv2d_backward_fast},
+};
 
 typedef struct Optimizer {
     const char *name;
