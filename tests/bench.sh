@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
-# make bench: our training speed, PyTorch's on the same cores in the same run, and whole epochs.
-# Absolute figures vary with the machine and its neighbours; quote the ratios.
+# make bench: our training steps next to PyTorch's, on the same cores in the same run, then an epoch.
+# Absolute figures vary with the machine and its neighbours; quote the ratios and the per cents.
+# THREADS="1 2": other numbers of threads. PYTHON=...: one that can import torch.
+# NETS="mnist,64 resnet18,32": only these networks and batch sizes.
 set -u
 cd "$(dirname "$0")/.." || exit 1
-threads=$(nproc)
+threads=${THREADS:-"1 $(nproc)"}
+nets=${NETS:-"mnist,64 cifar64,50 cifar64,250 cifar6,100 resnet18,32 resnet50,32"}
 
 # Debian's torch belongs to the system's python3, which need not be the first in PATH.
 python=
@@ -13,23 +16,36 @@ for candidate in "${PYTHON:-python3}" /usr/bin/python3; do
         break
     fi
 done
+[ -n "$python" ] || echo "PyTorch is not installed for ${PYTHON:-python3}: no comparison"
 
-echo "Training steps, data in memory, no loader:"
-ours=$(build/bench --threads "$threads") || exit 1
-echo "  $ours"
-if [ -z "$python" ]; then
-    echo "  PyTorch is not installed for ${PYTHON:-python3}: no comparison"
-else
-    theirs=$("$python" tests/bench_pytorch.py --model mnist --batch-size 64 --threads "$threads")
-    printf '%s\n' "$theirs" | sed 's/^/  /'
-    # A second measurement of ours brackets theirs, in case the machine's speed drifted.
-    again=$(build/bench --threads "$threads")
-    echo "  $again"
-    printf '%s\n%s\n%s\n' "$ours" "$again" "$theirs" | awk '
-        match($0, /steps_img_per_s=[0-9.]+/) { us += substr($0, RSTART + 16, RLENGTH - 16) / 2 }
-        /layout=best/ && match($0, /img_per_s=[0-9.]+/) { it = substr($0, RSTART + 10, RLENGTH - 10) }
-        END { printf "  ratio to PyTorch: %.2f\n", us / it }'
-fi
+# ours NET BATCH THREADS: the line of build/bench; cifar64 is --model cifar --width 64
+ours() {
+    local model=$1 width=6
+    case $1 in cifar*) model=cifar width=${1#cifar} ;; esac
+    build/bench --model "$model" --width "$width" --batch-size "$2" --threads "$3"
+}
+value() { grep -oP "\b$1=\K[0-9.]+" | tail -n 1; }
+
+echo "Training steps, data in memory, no loader; images a second, per cent of the FMA peak:"
+printf '%-10s %6s %8s %10s %8s %10s %7s\n' network batch threads img/s "% peak" PyTorch ratio
+for net in $nets; do
+    model=${net%,*} batch=${net#*,}
+    for t in $threads; do
+        line=$(ours "$model" "$batch" "$t") || exit 1
+        theirs=- ratio=-
+        if [ -n "$python" ]; then
+            theirs=$("$python" tests/bench_pytorch.py --model "$model" --batch-size "$batch" \
+                --threads "$t" ${COMPILE:+--compile} | value img_per_s)
+            # a second measurement of ours brackets theirs, in case the machine's speed drifted
+            line+=$'\n'$(ours "$model" "$batch" "$t")
+        fi
+        speed=$(grep -oP 'steps_img_per_s=\K[0-9.]+' <<<"$line" | awk '{ s += $1 } END { print s / NR }')
+        peak=$(grep -oP 'percent_of_peak=\K[0-9.]+' <<<"$line" | awk '{ s += $1 } END { print s / NR }')
+        [ "$theirs" = - ] || ratio=$(awk -v a="$speed" -v b="$theirs" 'BEGIN { printf "%.2f", a / b }')
+        printf '%-10s %6s %8s %10.1f %8.1f %10s %7s\n' \
+            "$model" "$batch" "$t" "$speed" "$peak" "$theirs" "$ratio"
+    done
+done
 
 echo "One epoch end to end, with the loader (Fashion-MNIST, the first 20000 images):"
 data=/usr/share/datasets/fashion-mnist
@@ -42,6 +58,6 @@ limits="--limit-train 20000 --limit-test 1000 --epochs 1"
 ./cnn --dataset fashion-mnist --data "$data" $limits | grep '^epoch=' | sed 's/^/  cnn    /'
 if [ -n "$python" ]; then
     # shellcheck disable=SC2086
-    "$python" tests/pytorch_mnist.py --data "$data" --threads "$threads" $limits |
+    "$python" tests/pytorch_mnist.py --data "$data" --threads "${threads##* }" $limits |
         grep '^epoch=' | sed 's/^/  torch  /'
 fi

@@ -3,18 +3,18 @@
 
 Compared: the whole step (zero_grad, forward, loss, backward, optimizer) of the same network, batch
 size, optimizer and number of threads, in 32-bit floats, on one batch of random tensors that lie in
-memory.  PyTorch's CPU kernels for NCHW and NHWC tensors differ, so both layouts run and the faster
-one is what counts.
+memory.  PyTorch's CPU kernels for NCHW and NHWC tensors differ, so both layouts run, eager and, with
+--compile, through torch.compile; the fastest is what counts.
 
 Not compared: reading, shuffling and normalising the data (pytorch_mnist.py beside this file times
-training end to end), the accuracy reached, torch.compile, bfloat16.
+training end to end), the accuracy reached, bfloat16.
 
 PyTorch runs as installed.  With glibc, large tensors cost it page faults in every step, about a
 quarter of the mnist model's time on two cores; MALLOC_MMAP_THRESHOLD_=1000000000 and
 MALLOC_TRIM_THRESHOLD_=4000000000 in the environment spare it these.
 
-usage: bench_pytorch.py --model mnist --batch-size 64 --threads 2 [--seconds 4]
-One line a layout on stdout, then one for the faster of them.  Exit code 77 without PyTorch.
+usage: bench_pytorch.py --model mnist --batch-size 64 --threads 2 [--seconds 4] [--compile]
+One line a layout on stdout, then one for the fastest of them.  Exit code 77 without PyTorch.
 """
 import argparse
 import ctypes
@@ -54,8 +54,44 @@ class MnistNet(nn.Module):
         return F.log_softmax(x, dim=1)
 
 
-def adadelta(parameters, lr=1.0):
-    return torch.optim.Adadelta(parameters, lr=lr, rho=0.9, eps=1e-6)
+class CifarNet(nn.Module):
+    """The network of PyTorch's CIFAR-10 tutorial, with `width` channels in its first layer."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, width, 5)
+        self.conv2 = nn.Conv2d(width, 16, 5)
+        self.fc1 = nn.Linear(400, 120)
+        self.fc2 = nn.Linear(120, 84)
+        self.fc3 = nn.Linear(84, 10)
+
+    def forward(self, x):
+        x = F.max_pool2d(F.relu(self.conv1(x)), 2)
+        x = F.max_pool2d(F.relu(self.conv2(x)), 2)
+        x = F.relu(self.fc1(torch.flatten(x, 1)))
+        return F.log_softmax(self.fc3(F.relu(self.fc2(x))), dim=1)
+
+
+def resnet(name):
+    """torchvision's ResNet with a 3x3 first layer and no max-pool, as for CIFAR-100."""
+
+    def build():
+        import torchvision
+
+        net = getattr(torchvision.models, name)(num_classes=100)
+        net.conv1 = nn.Conv2d(3, 64, 3, 1, 1, bias=False)
+        net.maxpool = nn.Identity()
+        return nn.Sequential(net, nn.LogSoftmax(dim=1))
+
+    return build
+
+
+def adadelta(parameters):
+    return torch.optim.Adadelta(parameters, lr=1.0, rho=0.9, eps=1e-6)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=1e-4, momentum=0.9, weight_decay=5e-4)
 
 
 class Model(NamedTuple):
@@ -68,6 +104,10 @@ class Model(NamedTuple):
 # One row a model; nothing else has to change for a new one.
 MODELS = {
     "mnist": Model(MnistNet, (1, 28, 28), 10, adadelta),
+    "cifar6": Model(lambda: CifarNet(6), (3, 32, 32), 10, sgd),
+    "cifar64": Model(lambda: CifarNet(64), (3, 32, 32), 10, sgd),
+    "resnet18": Model(resnet("resnet18"), (3, 32, 32), 100, sgd),
+    "resnet50": Model(resnet("resnet50"), (3, 32, 32), 100, sgd),
 }
 LAYOUTS = {"nchw": torch.contiguous_format, "nhwc": torch.channels_last}
 
@@ -109,10 +149,12 @@ def set_threads(threads):
               " no fair measure; on Debian: apt-get install libopenblas0-openmp", file=sys.stderr)
 
 
-def time_steps(model, layout, batch, seconds):
+def time_steps(model, layout, batch, seconds, compiled):
     """Median images a second of training steps, measured for so many seconds."""
     torch.manual_seed(1)
     net = model.network().train().to(memory_format=LAYOUTS[layout])
+    if compiled:
+        net = torch.compile(net)
     images = torch.randn(batch, *model.shape).contiguous(memory_format=LAYOUTS[layout])
     labels = torch.randint(model.classes, (batch,))
     optimizer = model.optimizer(net.parameters())
@@ -147,6 +189,7 @@ def main():
     parser.add_argument("--batch-size", type=positive, default=64)
     parser.add_argument("--threads", type=positive, default=cpus())
     parser.add_argument("--seconds", type=float, default=4, help="to measure, each layout")
+    parser.add_argument("--compile", action="store_true", help="time torch.compile as well")
     args = parser.parse_args()
 
     set_threads(args.threads)
@@ -156,10 +199,20 @@ def main():
 
     case = f"torch model={args.model} batch={args.batch_size} threads={args.threads}"
     best = 0
-    for layout in LAYOUTS:
-        rate = time_steps(MODELS[args.model], layout, args.batch_size, args.seconds)
-        best = max(best, rate)
-        print(f"{case} layout={layout} img_per_s={rate:.1f}", flush=True)
+    for compiled in (False, True) if args.compile else (False,):
+        for layout in LAYOUTS:
+            mode = f"layout={layout} mode={'compiled' if compiled else 'eager'}"
+            try:
+                rate = time_steps(
+                    MODELS[args.model], layout, args.batch_size, args.seconds, compiled
+                )
+            except Exception as error:  # torch.compile fails in many ways
+                if not compiled:
+                    raise
+                print(f"{case} {mode} does not work here: {type(error).__name__}", flush=True)
+                continue
+            best = max(best, rate)
+            print(f"{case} {mode} img_per_s={rate:.1f}", flush=True)
     print(f"{case} layout=best version={torch.__version__} img_per_s={best:.1f}")
 
 

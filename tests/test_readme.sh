@@ -1,0 +1,62 @@
+#!/usr/bin/env bash
+# Runs the commands of README.md as a new user would, in a copy of the sources: each indented line
+# that begins with make or ./cnn, in order, and the network that README tells to add.
+# Left out are those that take long or need more: make test runs us, make bench and make data.
+set -u
+export LC_ALL=C
+unset SLURM_CPUS_PER_TASK MAKEFLAGS MAKELEVEL
+repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) || exit 1
+tmp=$(mktemp -d) || exit 1
+trap 'rm -rf "$tmp"' EXIT
+cp -r "$repo"/{cnn.c,Makefile,data} "$tmp" && cd "$tmp" || exit 1
+
+# command_runs COMMAND
+command_runs() {
+    if [ -n "${QUICK:-}" ] && [ "$1" = "make run" ]; then
+        echo "skip readme/$1: QUICK=1"
+    elif bash -c "$1" >out 2>err </dev/null; then
+        echo "pass readme/$1"
+    else
+        echo "fail readme/$1: expected exit status 0, found $? and $(tail -n 3 err | tr '\n' ' ')"
+    fi
+}
+
+# says NAME REGEX: the output of the last command has such a line
+says() {
+    if grep -qP -- "$2" out; then
+        echo "pass readme/$1"
+    else
+        echo "fail readme/$1: expected a line $2, found $(tail -n 5 out | tr '\n' '|')"
+    fi
+}
+
+# Room 7 with README's builder before the table of models and its row behind the table's first line.
+add_lenet() {
+    sed -n '/^\/\/ LeNet-5/,/^}/p' "$repo/README.md" >builder
+    grep -m 1 '^    {"lenet"' "$repo/README.md" >row
+    awk '/^typedef struct Model \{/ { while ((getline line < "builder") > 0) print line; print "" }
+        { print }
+        /^static const Model models\[\]/ { while ((getline line < "row") > 0) print line }' \
+        cnn.c >with_lenet && mv with_lenet cnn.c
+}
+
+commands=$(grep -oP '^    \K(make|\./cnn)( .*)?$' "$repo/README.md" | sed 's/ *#.*//' |
+    grep -vE '^make (test|bench|data)')
+if [ "$(wc -l <<<"$commands")" -lt 8 ]; then
+    echo "fail readme/commands: expected at least 8, found $(wc -l <<<"$commands")"
+fi
+while read -r command; do
+    case $command in *lenet*)
+        add_lenet
+        command_runs make
+        command_runs "$command"
+        says lenet_parameters '^  61706 parameters, 2\.3 MFLOP to train on one image$'
+        continue
+        ;;
+    esac
+    command_runs "$command"
+    case $command in
+        *--resume*) says resume '^Going on from run.ckpt: epoch 3, step 6$' ;;
+        *--eval*) says eval '^Loaded the weights in mnist_cnn.safetensors$' ;;
+    esac
+done <<<"$commands"
