@@ -3137,8 +3137,12 @@ typedef struct Header {
 } Header;
 
 static _Noreturn void header_fail(const Header *h, const char *expected) {
-    die(1, "%s: byte %td of the header: expected %s, found \"%.20s\"; is it a safetensors file?",
-        h->path, h->at - h->text, expected, h->at);
+    char found[21];
+    snprintf(found, sizeof found, "%s", h->at);
+    for (char *c = found; *c; c++)
+        *c = *c < ' ' || *c > '~' ? '?' : *c; // a stranger's bytes do not reach the terminal
+    die(1, "%s: byte %td of the header: expected %s, found \"%s\"; is it a safetensors file?",
+        h->path, h->at - h->text, expected, found);
 }
 
 static bool accept(Header *h, char c) {
