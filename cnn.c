@@ -3158,13 +3158,15 @@ static void expect(Header *h, char c) {
         header_fail(h, (char[]){'\'', c, '\'', 0});
 }
 
-// A string without escapes; ends it with 0 in place.
+// A string without escapes and control characters; ends it with 0 in place.
 static char *parse_string(Header *h) {
     expect(h, '"');
-    char *begin = h->at, *end = begin + strcspn(begin, "\"\\\n");
+    char *begin = h->at, *end = begin;
+    while ((unsigned char)*end >= ' ' && *end != '"' && *end != '\\')
+        end++;
     h->at = end;
     if (*end != '"')
-        header_fail(h, "a string without backslashes");
+        header_fail(h, "a string without backslashes and control characters");
     *end = 0;
     h->at = end + 1;
     return begin;
