@@ -1293,7 +1293,7 @@ static void dropout_backward(real *din, const real *dout, const uint8_t *mask, c
     size_t count = n * l->out.h * l->out.w * l->out.c;
     PARALLEL_FOR
     for (size_t i = 0; i < count; i++)
-        din[i] = (mask[i] ? dout[i] * scale : 0) + (accumulate ? din[i] : 0);
+        din[i] = dout[i] * (mask[i] ? scale : 0) + (accumulate ? din[i] : 0);
 }
 
 // out[k] = in[k] - log(sum over j of exp(in[j])), shifted by the maximum: exp cannot overflow
