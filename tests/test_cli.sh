@@ -13,6 +13,54 @@ mkdir "$tmp/cwd" && cp "$repo/cnn.c" "$tmp/cwd/" && cd "$tmp/cwd" || exit 1
 small=(--dataset synthetic --limit-train 640 --limit-test 200 --epochs 1)
 tiny=(--dataset synthetic --limit-train 64 --limit-test 20 --epochs 1)
 
+one_line() { tr '\n\t' '| ' | cut -c 1-300; }
+pass() { echo "pass cli/$1"; }
+fail() { echo "fail cli/$1: expected $(one_line <<<"$2"), found $(one_line <<<"$3")"; }
+skip() { echo "skip cli/$1: $2"; }
+
+# same NAME EXPECTED FOUND
+same() { if [ "$2" = "$3" ]; then pass "$1"; else fail "$1" "$2" "$3"; fi; }
+
+# holds NAME EXPECTED FOUND COMMAND...: the command must succeed; the words are for the report
+holds() {
+    local name=$1 expected=$2 found=$3
+    shift 3
+    if "$@" >/dev/null; then pass "$name"; else fail "$name" "$expected" "$found"; fi
+}
+
+# line NAME REGEX: a line of the last run's output matches
+line() { holds "$1" "a line $2" "$(tail -n 30 "$out")" grep -qP -- "$2" "$out"; }
+
+# at_least NUMBER BOUND
+# shellcheck disable=SC2317 # holds calls it
+at_least() { awk -v a="$1" -v b="$2" 'BEGIN { exit !(a != "" && a + 0 >= b) }'; }
+
+out=$tmp/stdout err=$tmp/stderr
+run() {
+    "$cnn" "$@" >"$out" 2>"$err" </dev/null
+    status=$?
+}
+value() { grep '^epoch=' "$out" | tail -n 1 | tr ' ' '\n' | sed -n "s/^$1=//p"; }
+
+# Everything that a run computed, without its times.
+figures() {
+    grep -E '^(Train Epoch|Test set: A)' "$out"
+    grep -oE '(train_loss|test_loss|accuracy)=[^ ]+' "$out"
+}
+
+# python NAME ARGUMENTS... <PROGRAM: passes if it prints nothing, else fails with what it printed
+python() {
+    local name=$1
+    shift
+    if ! command -v python3 >/dev/null; then
+        skip "$name" "python3 is not installed"
+        return
+    fi
+    local said
+    said=$(python3 - "$@" 2>&1)
+    same "$name" "" "$said"
+}
+
 # ---- A good run
 
 test_good_run() {
@@ -154,6 +202,115 @@ test_options() {
 }
 
 # ---- Data files
+
+be32() {
+    local hex
+    hex=$(printf '%08x' "$1")
+    printf '%b' "\\x${hex:0:2}\\x${hex:2:2}\\x${hex:4:2}\\x${hex:6:2}"
+}
+
+# images COUNT [MAGIC [ROWS [COLUMNS]]], labels COUNT [MAGIC]: an IDX file to stdout
+images() {
+    local rows=${3:-28} columns=${4:-28}
+    be32 "${2:-2051}" && be32 "$1" && be32 "$rows" && be32 "$columns"
+    yes 'Any bytes do: images of nothing.' 2>/dev/null | head -c $(($1 * rows * columns))
+}
+labels() {
+    local i
+    be32 "${2:-2049}" && be32 "$1"
+    for ((i = 0; i < $1; i++)); do printf '%b' "\\x0$((i % 10))"; done
+}
+
+train_images=train-images-idx3-ubyte train_labels=train-labels-idx1-ubyte
+test_images=t10k-images-idx3-ubyte test_labels=t10k-labels-idx1-ubyte
+make_data() {
+    rm -rf "$tmp/idx"
+    mkdir "$tmp/idx" && cd "$tmp/idx" || exit 1
+    images 20 >$train_images
+    labels 20 >$train_labels
+    images 10 >$test_images
+    labels 10 >$test_labels
+    cd "$tmp/cwd" || exit 1
+}
+
+# bad NAME FILE REGEX COMMAND: after the command has spoilt the data, cnn refuses FILE in one line
+bad() {
+    local name=data/$1 file=$2 regex=$3 wrong=''
+    make_data
+    (cd "$tmp/idx" && eval "$4") || exit 1
+    run --data "$tmp/idx" --dataset mnist --epochs 1 --out "$tmp/idx/out"
+    [ "$status" -eq 1 ] || wrong="exit $status"
+    [ "$(grep -vcE '^(gzip: .*)?$' "$err")" -eq 1 ] || wrong+=" not one line"
+    grep -q '^cnn: error: ' "$err" || wrong+=" no 'cnn: error:'"
+    grep '^cnn: error: ' "$err" | grep -qF -- "$file" || wrong+=" does not name $file"
+    grep -qP -- "$regex" "$err" || wrong+=" no $regex"
+    grep -qF 'data/get_data.sh mnist' "$err" || wrong+=" no data/get_data.sh"
+    if grep -qs complete "$tmp/idx/out/run.json"; then wrong+=" a complete run.json"; fi
+    if [ -z "$wrong" ]; then
+        pass "$name"
+    else
+        fail "$name" "one line of refusal, exit 1" "$wrong: $(cat "$err")"
+    fi
+}
+
+test_data() {
+    make_data
+    run --data "$tmp/idx" --dataset mnist --epochs 1
+    same data/plain_status 0 "$status"
+    line data/plain_size '^Train set size: 20$'
+    line data/plain_folder "^Data: mnist from $tmp/idx\$"
+    figures >"$tmp/plain"
+    gzip "$tmp/idx/"*-ubyte
+    run --data "$tmp/idx" --dataset mnist --epochs 1
+    same data/gz_status 0 "$status"
+    same data/gz_equals_plain "$(cat "$tmp/plain")" "$(figures)"
+    run --data "$tmp/idx" --dataset mnist --epochs 1 --limit-train 7
+    line data/gz_limit '^Train set size: 7$'
+    mkdir "$tmp/idx/mnist" && mv "$tmp/idx/"*.gz "$tmp/idx/mnist/"
+    run --data "$tmp/idx" --dataset mnist --epochs 1
+    line data/subfolder "^Data: mnist from $tmp/idx/mnist\$"
+
+    local both='expected .*, found ' f
+    for f in $train_images $train_labels $test_images $test_labels; do
+        bad "missing_$f" "$f" "$both" "rm $f"
+        bad "truncated_$f" "$f" "$both" "truncate -s -1 $f"
+        bad "short_header_$f" "$f" "$both" "truncate -s 5 $f"
+        bad "empty_$f" "$f" "$both" ": >$f"
+        bad "too_long_$f" "$f" "$both" "echo >>$f"
+        bad "no_gz_name_$f" "$f" "$both" "gzip $f && mv $f.gz $f"
+        bad "broken_gz_$f" "$f.gz" 'gzip' "gzip $f && truncate -s -9 $f.gz"
+        bad "not_gz_$f" "$f.gz" 'gzip' "mv $f $f.gz"
+        bad "short_gz_$f" "$f.gz" "$both" "truncate -s -1 $f && gzip $f"
+        bad "long_gz_$f" "$f.gz" "$both" "echo >>$f && gzip $f"
+    done
+    bad magic_images $train_images "$both" "images 20 2049 >$train_images"
+    bad magic_labels $test_labels "$both" "labels 10 2051 >$test_labels"
+    bad swapped $train_images "$both" "cp $train_labels $train_images"
+    bad label_10 $train_labels 'from 0 to 9, found 10' \
+        "truncate -s -1 $train_labels && printf '\\x0a' >>$train_labels"
+    bad fewer_labels $train_labels "$both" "labels 19 >$train_labels"
+    bad more_labels $test_labels "$both" "labels 11 >$test_labels"
+    bad rows $train_images '28 x 28 .*found 14 x 28' "images 20 2051 14 28 >$train_images"
+    bad columns $test_images '28 x 28 .*found 28 x 14' "images 10 2051 28 14 >$test_images"
+    bad count_0_images $train_images "$both" "images 0 >$train_images"
+    bad count_0_labels $test_labels "$both" "labels 0 >$test_labels"
+    bad huge_count $train_images "$both" \
+        "{ be32 2051; be32 4294967295; be32 28; be32 28; } >$train_images"
+    bad huge_count_gz $train_images.gz "$both" "rm $train_images &&
+        { be32 2051; be32 4294967295; be32 28; be32 28; } | gzip >$train_images.gz"
+
+    # A failed run must not leave an older run's success behind in its folder.
+    make_data
+    run --data "$tmp/idx" --dataset mnist --epochs 1 --out "$tmp/reused"
+    echo >>"$tmp/idx/$test_labels"
+    run --data "$tmp/idx" --dataset mnist --epochs 1 --out "$tmp/reused"
+    same data/stale_run_json 0 "$(grep -cs '"complete"' "$tmp/reused/run.json")"
+
+    run --data "$tmp/nowhere" --dataset mnist --epochs 1
+    same data/nowhere_status 1 "$status"
+    same data/nowhere_lines 1 "$(wc -l <"$err")"
+    holds data/nowhere_command "data/get_data.sh" "$(cat "$err")" grep -qF data/get_data.sh "$err"
+}
 
 test_auto() {
     local name expected=synthetic
