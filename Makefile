@@ -83,6 +83,9 @@ test: $(TESTED) build/test_float build/test_double
 
 build/bench: tests/bench.c cnn.c build/settings
 	$(BUILD) -Wno-unused-function tests/bench.c -o $@ $(LIBS)
+# For any CPU of the last ten years, so that valgrind can run it and counts compare between machines.
+build/bench-v3: tests/bench.c cnn.c build/settings
+	$(BUILD) -march=x86-64-v3 -Wno-unused-function tests/bench.c -o $@ $(LIBS)
 bench: cnn build/bench
 	@tests/bench.sh
 

@@ -87,12 +87,14 @@ typedef struct Layer {
     real p;                         // dropout: probability of a zero
     bool in_place;                  // the output overwrites the input, the gradient likewise
     bool fused_relu;                // the ReLU behind this row is applied while it is stored
-    size_t weights, biases;         // how many parameters; batchnorm2d: weights are its scales
-    size_t weight, bias;            // offsets into params and grads
-    size_t output, gradient;        // offsets into activations and dactivations
-    size_t stats;                   // batchnorm2d: offset into stats, see batchnorm2d_forward()
-    size_t saved;                   // offset into saved: argmax of a max-pool, mask of a dropout
-    int32_t *gather, *scatter;      // CPU, fast: which pixels a filter meets (room 5)
+    const struct Layer *pool;  // conv2d: the max-pool behind it whose backward it does, or NULL
+    bool skipped;              // that max-pool, and the ReLU before it: no backward of their own
+    size_t weights, biases;    // how many parameters; batchnorm2d: weights are its scales
+    size_t weight, bias;       // offsets into params and grads
+    size_t output, gradient;   // offsets into activations and dactivations
+    size_t stats;              // batchnorm2d: offset into stats, see batchnorm2d_forward()
+    size_t saved;              // offset into saved: argmax of a max-pool, mask of a dropout
+    int32_t *gather, *scatter; // CPU, fast: which pixels a filter meets (room 5)
 } Layer;
 
 // Which images a batch holds, so that random numbers follow the image and not the batch.
@@ -119,6 +121,11 @@ typedef struct Backend {
     void (*conv2d_backward)(real *din, real *dweight, real *dbias, const real *dout, const real *in,
                             const real *weight, const Layer *l, size_t n, bool accumulate,
                             real *scratch);
+    // conv2d, ReLU and max-pool in one, from the pool's dout and output; NULL: there is no such thing
+    void (*conv2d_backward_pooled)(real *din, real *dweight, real *dbias, const real *dout,
+                                   const real *pooled, const uint8_t *argmax, const real *in,
+                                   const real *weight, const Layer *l, size_t n, bool accumulate,
+                                   real *scratch);
     void (*linear_forward)(real *out, const real *in, const real *weight, const real *bias,
                            const Layer *l, size_t n, real *scratch);
     void (*linear_backward)(real *din, real *dweight, real *dbias, const real *dout, const real *in,
@@ -139,7 +146,7 @@ typedef struct Backend {
     void (*avgpool2d_forward)(real *out, const real *in, const Layer *l, size_t n);
     void (*avgpool2d_backward)(real *din, const real *dout, const Layer *l, size_t n,
                                bool accumulate);
-    void (*add)(real *out, const real *in, size_t count);
+    void (*add)(real *out, const real *in, size_t count, bool relu);
     void (*dropout_forward)(real *out, uint8_t *mask, const real *in, const Layer *l, size_t n,
                             uint32_t stream, const Draw *draw);
     void (*dropout_backward)(real *din, const real *dout, const uint8_t *mask, const Layer *l,
@@ -953,7 +960,8 @@ static ptrdiff_t met_pixel(const Layer *l, size_t y, size_t x, size_t tap) {
 /* out[n][y][x][k] = bias[k] + sum over i, j, c of
                           in[n][y * s + i - padding][x * s + j - padding][c] * weight[i][j][c][k]
    where s is the stride and pixels outside of the image count as 0.
-   Shapes: in [n][h][w][c], out [n][oh][ow][k]. bias may be NULL: there is none. */
+   Shapes: in [n][h][w][c], out [n][oh][ow][k]. bias may be NULL: there is none. A linear layer is
+   the same on images of 1 x 1 pixel: out[n][k] = bias[k] + sum over c of in[n][c] * weight[c][k]. */
 static void conv2d_forward_naive(real *out, const real *in, const real *weight, const real *bias,
                                  const Layer *l, size_t n, real *scratch) {
     (void)scratch;
@@ -1016,48 +1024,6 @@ static void conv2d_backward_naive(real *din, real *dweight, real *dbias, const r
                         for (size_t k = 0; k < O.c; k++)
                             d[(size_t)met * I.c + c] += from[k] * weight[(tap * I.c + c) * O.c + k];
                 }
-    }
-}
-
-// out[n][k] = bias[k] + sum over c of in[n][c] * weight[c][k]
-static void linear_forward_naive(real *out, const real *in, const real *weight, const real *bias,
-                                 const Layer *l, size_t n, real *scratch) {
-    (void)scratch;
-    size_t inputs = l->in.c, outputs = l->out.c;
-    PARALLEL_FOR_2
-    for (size_t image = 0; image < n; image++)
-        for (size_t k = 0; k < outputs; k++) {
-            real sum = bias[k];
-            for (size_t c = 0; c < inputs; c++)
-                sum += in[image * inputs + c] * weight[c * outputs + k];
-            out[image * outputs + k] = sum;
-        }
-}
-
-/* dbias[k] = sum over n of dout[n][k]     dweight[c][k] = sum over n of in[n][c] * dout[n][k]
-   din[n][c] = sum over k of dout[n][k] * weight[c][k], or += if accumulate; din may be NULL. */
-static void linear_backward_naive(real *din, real *dweight, real *dbias, const real *dout,
-                                  const real *in, const real *weight, const Layer *l, size_t n,
-                                  bool accumulate, real *scratch) {
-    (void)scratch;
-    size_t inputs = l->in.c, outputs = l->out.c;
-    for (size_t k = 0; k < outputs; k++) {
-        dbias[k] = 0;
-        for (size_t image = 0; image < n; image++)
-            dbias[k] += dout[image * outputs + k];
-    }
-    PARALLEL_FOR
-    for (size_t c = 0; c < inputs; c++)
-        for (size_t k = 0; k < outputs; k++) {
-            real sum = 0;
-            for (size_t image = 0; image < n; image++)
-                sum += in[image * inputs + c] * dout[image * outputs + k];
-            dweight[c * outputs + k] = sum;
-        }
-    for (size_t i = 0; din && i < n * inputs; i++) {
-        din[i] = accumulate ? din[i] : 0;
-        for (size_t k = 0; k < outputs; k++)
-            din[i] += dout[i / inputs * outputs + k] * weight[i % inputs * outputs + k];
     }
 }
 
@@ -1151,11 +1117,14 @@ static void avgpool2d_backward(real *din, const real *dout, const Layer *l, size
                                     (accumulate ? din[i * channels + c] : 0);
 }
 
-// out += in: a residual join, forward and for gradients
-static void add_arrays(real *out, const real *in, size_t count) {
+// out += in, then ReLU if asked: a residual join, and a sum of gradients
+static void add_arrays(real *out, const real *in, size_t count, bool relu) {
+    const real least = relu ? 0 : -(real)INFINITY;
     PARALLEL_FOR
-    for (size_t i = 0; i < count; i++)
-        out[i] += in[i];
+    for (size_t i = 0; i < count; i++) {
+        real sum = out[i] + in[i];
+        out[i] = sum < least ? least : sum;
+    }
 }
 
 /* ---- BatchNorm ---------------------------------------------------------------------------------
@@ -1324,7 +1293,7 @@ static void dropout_backward(real *din, const real *dout, const uint8_t *mask, c
     size_t count = n * l->out.h * l->out.w * l->out.c;
     PARALLEL_FOR
     for (size_t i = 0; i < count; i++)
-        din[i] = (mask[i] ? dout[i] * scale : 0) + (accumulate ? din[i] : 0);
+        din[i] = dout[i] * (mask[i] ? scale : 0) + (accumulate ? din[i] : 0);
 }
 
 // out[k] = in[k] - log(sum over j of exp(in[j])), shifted by the maximum: exp cannot overflow
@@ -1406,10 +1375,13 @@ enum {
     MAX_TAPS = 11 * 11,               // the largest kernel: 11 x 11
     MAX_DEPTH = 1024,                 // channels that a tile sums over at a time
     WEIGHT_BYTES = 256 * 1024,        // weights that a pass goes through at a time: they fit L2
-    PATCH = 160,                      // the most numbers under a filter that are copied together
+    FEW = 8,                          // fewer channels: a row of taps is read as one
+    RUN = 11 * FEW,                   // the most numbers in such a row
+    MAX_POOL = 9,                     // positions in a pool's window whose zeros are skipped
     PAIRS = 128,                      // pixels that a weight gradient takes at a time
     SLICES = 32,                      // pieces that a weight gradient is cut into
     SLICE_ELEMENTS = 2 * 1024 * 1024, // ... as long as their sums take no more than this
+    SLICE_PIXELS = 256,               // ... and each has so many pixels
 };
 typedef real vec __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(real)), may_alias));
 // an integer as wide as a real; a comparison of vectors sets all bits of a lane, or none
@@ -1562,36 +1534,32 @@ static DotTileFunction *const dot_tiles[4] = {dot_tile_1, dot_tile_2, dot_tile_3
 static OuterTileFunction *const outer_tiles[ROWS][4] = {
     OUTER_TILES(1), OUTER_TILES(2), OUTER_TILES(3), OUTER_TILES(4), OUTER_TILES(5), OUTER_TILES(6)};
 
-// One pass of a convolution: which way it goes through the pixels, and the sizes as it sees them.
+/* One pass of a convolution: which way it goes through the pixels, and the sizes as it sees them.
+   Taps that follow each other in a row of the filter meet pixels that follow each other in memory.
+   Where channels are few, such a row is read as one tap, kernel * channels deep. */
 typedef struct Pass {
-    const int32_t *map; // [out_pixels][1 + taps]: an output pixel, then what it meets at each tap
-    size_t taps, in_pixels, depth, out_pixels, columns; // depth: channels summed; columns: made
-    bool patches; // few channels: all numbers under the filter are copied together, to sum at once
-    bool relu;    // store max(sum, 0)
-    bool accumulate; // out +=
+    const int32_t *map; // [out_pixels][1 + taps * run]: an output pixel, then what its taps meet
+    size_t taps, run;   // run: how many taps of the filter make one of this pass
+    size_t in_pixels, channels, depth, out_pixels, columns; // depth = run * channels: to sum over
+    bool relu;                                              // store max(sum, 0)
+    bool accumulate;                                        // out +=
 } Pass;
 
+static Pass make_pass(const int32_t *map, size_t kernel, size_t run, Shape in, Shape out) {
+    return (Pass){map,        kernel * kernel / run, run,   in.h * in.w, in.c,
+                  run * in.c, out.h * out.w,         out.c, false,       false};
+}
+
 static Pass forward_pass(const Layer *l) {
-    size_t taps = l->kernel * l->kernel;
-    bool patches = l->in.c < 8 && taps > 1 && taps * l->in.c <= PATCH;
-    return (Pass){.map = l->gather,
-                  .taps = taps,
-                  .in_pixels = l->in.h * l->in.w,
-                  .depth = l->in.c,
-                  .out_pixels = l->out.h * l->out.w,
-                  .columns = l->out.c,
-                  .patches = patches,
-                  .relu = l->fused_relu};
+    Pass p = make_pass(l->gather, l->kernel, l->in.c < FEW ? l->kernel : 1, l->in, l->out);
+    p.relu = l->fused_relu;
+    return p;
 }
 
 static Pass backward_pass(const Layer *l, bool accumulate) {
-    return (Pass){.map = l->scatter,
-                  .taps = l->kernel * l->kernel,
-                  .in_pixels = l->out.h * l->out.w,
-                  .depth = l->out.c,
-                  .out_pixels = l->in.h * l->in.w,
-                  .columns = l->in.c,
-                  .accumulate = accumulate};
+    Pass p = make_pass(l->scatter, l->kernel, 1, l->out, l->in);
+    p.accumulate = accumulate;
+    return p;
 }
 
 // The two maps of a layer. Made once, before the first step.
@@ -1604,9 +1572,8 @@ static void cpu_prepare(Layer *l) {
     for (size_t y = 0; y < O.h; y++)
         for (size_t x = 0; x < O.w; x++) {
             *at++ = (int32_t)(y * O.w + x);
-            for (size_t tap = 0; tap < taps; tap++) {
+            for (size_t tap = 0; tap < taps; tap++)
                 *at++ = (int32_t)met_pixel(l, y, x, tap);
-            }
         }
     // With a stride, neighbours meet different taps; pixels that meet the same ones stand together.
     at = l->scatter;
@@ -1648,25 +1615,41 @@ static size_t packed_size(const Pass *p) {
     return p->taps * p->depth * ceil_div(p->columns, LANES) * LANES;
 }
 
-// Copies what lies under the filter at one output pixel: patch[tap][channel], 0 outside.
-static void copy_patch(real *patch, const real *image, const int32_t *met, const Pass *p) {
-    for (size_t tap = 0; tap < p->taps; tap++)
-        for (size_t c = 0; c < p->depth; c++)
-            *patch++ = met[tap] < 0 ? 0 : image[(size_t)met[tap] * p->depth + c];
+static const real zeros[MAX_DEPTH]; // what lies outside of an image
+
+// Puts a row of taps together that is partly outside of the image; NULL if all of it is.
+NOINLINE const real *copy_run(const Pass *p, const real *image, const int32_t *met, real *copy) {
+    bool any = false;
+    for (size_t j = 0; j < p->run; j++) {
+        bool inside = met[j] != OUTSIDE;
+        any |= inside;
+        memcpy(copy + j * p->channels, inside ? image + (size_t)met[j] * p->channels : zeros,
+               p->channels * sizeof *copy);
+    }
+    return any ? copy : NULL;
 }
 
-static const real zeros[MAX_DEPTH]; // what lies outside of an image
+// Where the numbers are that an output pixel meets at a tap; NULL: outside of the image.
+INLINE const real *met_numbers(const Pass *p, const real *image, const int32_t *met, size_t tap,
+                               real *copy) {
+    met += tap * p->run;
+    if (p->run > 1 && (met[0] == OUTSIDE || met[p->run - 1] == OUTSIDE))
+        return copy_run(p, image, met, copy);
+    return met[0] == OUTSIDE ? NULL : image + (size_t)met[0] * p->channels;
+}
 
 // Lists the taps that any of the tile's pixels meets; taps that all miss cost nothing.
 static void list_taps(DotTile *t, const Pass *p, const int32_t *const met[ROWS],
-                      const real *const image[ROWS], const real *weight, size_t weight_step) {
+                      const real *const image[ROWS], const real *weight, size_t weight_step,
+                      real copies[ROWS][11 * RUN]) {
     t->taps = 0;
     for (size_t tap = 0; tap < p->taps; tap++) {
         bool any = false;
         for (size_t i = 0; i < ROWS; i++) {
-            bool inside = met[i][tap] >= 0;
-            any |= inside;
-            t->in[t->taps][i] = inside ? image[i] + (size_t)met[i][tap] * p->depth : zeros;
+            const real *from =
+                met_numbers(p, image[i], met[i], tap, copies[i] + (p->run > 1 ? tap * RUN : 0));
+            any |= from != NULL;
+            t->in[t->taps][i] = from ? from : zeros;
         }
         if (any)
             t->weight[t->taps++] = weight + tap * weight_step;
@@ -1677,7 +1660,7 @@ static void list_taps(DotTile *t, const Pass *p, const int32_t *const met[ROWS],
 static void convolve_block(real *out, const real *in, const real *packed, const real *bias,
                            const Pass *p, size_t first, size_t images, size_t column) {
     DotTile t = {.bias = bias ? bias + column : NULL};
-    real patch[ROWS][PATCH];
+    real copies[ROWS][11 * RUN];
     size_t columns = min_size(COLUMNS, p->columns - column), vectors = ceil_div(columns, LANES);
     size_t width = vectors * LANES, pixels = images * p->out_pixels;
     size_t deepest = min_size(MAX_DEPTH, WEIGHT_BYTES / (p->taps * width * sizeof(real)));
@@ -1691,20 +1674,11 @@ static void convolve_block(real *out, const real *in, const real *packed, const 
             const real *image[ROWS];
             for (size_t i = 0; i < ROWS; i++) { // a short last tile repeats its last pixel
                 size_t q = min_size(pixel + i, pixels - 1), n = first + q / p->out_pixels;
-                met[i] = p->map + q % p->out_pixels * (1 + p->taps);
+                met[i] = p->map + q % p->out_pixels * (1 + p->taps * p->run);
                 t.out[i] = out + (n * p->out_pixels + (size_t)*met[i]++) * p->columns + column;
-                image[i] = in + n * p->in_pixels * p->depth + d;
+                image[i] = in + n * p->in_pixels * p->channels + d;
             }
-            if (p->patches) {
-                for (size_t i = 0; i < ROWS; i++) {
-                    copy_patch(patch[i], image[i], met[i], p);
-                    t.in[0][i] = patch[i];
-                }
-                t.weight[0] = block;
-                t.taps = 1;
-                t.depth = p->taps * p->depth;
-            } else
-                list_taps(&t, p, met, image, block + d * width, p->depth * width);
+            list_taps(&t, p, met, image, block + d * width, p->depth * width, copies);
             dot_tiles[vectors - 1](&t, columns);
         }
     }
@@ -1737,40 +1711,34 @@ static void conv2d_forward_fast(real *out, const real *in, const real *weight, c
 typedef struct WeightGradient {
     Pass pass;
     const real *in, *dout;
-    size_t taps, depth, groups, units; // with patches: one tap, as deep as the patch
+    size_t groups, units; // groups of channels in a tap
     size_t n, slices, parts;
 } WeightGradient;
 
 static WeightGradient weight_gradient_plan(const Layer *l, size_t n) {
     WeightGradient g = {.pass = forward_pass(l), .n = n};
-    g.taps = g.pass.patches ? 1 : g.pass.taps;
-    g.depth = g.pass.patches ? g.pass.taps * g.pass.depth : g.pass.depth;
-    g.groups = ceil_div(g.depth, ROWS);
-    g.units = g.taps * g.groups + (l->biases > 0);
+    g.groups = ceil_div(g.pass.depth, ROWS);
+    g.units = g.pass.taps * g.groups + (l->biases > 0);
     size_t sums = l->weights + l->biases;
-    g.slices = min_size(n, min_size(SLICES, max_size(1, SLICE_ELEMENTS / sums)));
+    size_t worth = min_size(SLICE_ELEMENTS / sums, n * g.pass.out_pixels / SLICE_PIXELS);
+    g.slices = min_size(n, min_size(SLICES, max_size(1, worth)));
     g.parts = min_size(g.units, ceil_div(SLICES, g.slices));
     return g;
 }
 
 // Pairs of (what the filter meets at this tap, gradient of the output) of pixels [first, last).
-static size_t list_pairs(Pair pairs[PAIRS], real *patches, const WeightGradient *g, size_t tap,
-                         size_t first, size_t last) {
+static size_t list_pairs(Pair pairs[PAIRS], real copies[PAIRS][RUN], const WeightGradient *g,
+                         size_t tap, size_t first, size_t last) {
     static const real one = 1;
     const Pass *p = &g->pass;
     size_t count = 0, image = first / p->out_pixels, pixel = first % p->out_pixels;
     for (size_t q = first; q < last; q++) {
-        const int32_t *met = p->map + pixel * (1 + p->taps) + 1;
-        const real *in = g->in + image * p->in_pixels * p->depth;
+        const int32_t *met = p->map + pixel * (1 + p->taps * p->run) + 1;
+        const real *in = g->in + image * p->in_pixels * p->channels;
         pairs[count].dout = g->dout + (image * p->out_pixels + pixel) * p->columns;
-        if (tap == g->taps)
-            pairs[count++].in = &one;
-        else if (p->patches) {
-            copy_patch(patches + count * PATCH, in, met, p);
-            pairs[count].in = patches + count * PATCH;
-            count++;
-        } else if (met[tap] >= 0)
-            pairs[count++].in = in + (size_t)met[tap] * p->depth;
+        bool bias = tap == p->taps;
+        pairs[count].in = bias ? &one : met_numbers(p, in, met, tap, copies[count]);
+        count += pairs[count].in != NULL;
         if (++pixel == p->out_pixels) {
             pixel = 0;
             image++;
@@ -1783,7 +1751,7 @@ static size_t list_pairs(Pair pairs[PAIRS], real *patches, const WeightGradient 
 static void weight_gradient_piece(real *dweight, real *dbias, const WeightGradient *g, size_t slice,
                                   size_t part) {
     Pair pairs[PAIRS];
-    real patches[PAIRS * PATCH];
+    real copies[PAIRS][RUN];
     const size_t columns = g->pass.columns, pixels = g->pass.out_pixels;
     size_t begin = g->n * slice / g->slices * pixels, end = g->n * (slice + 1) / g->slices * pixels;
     size_t first = g->units * part / g->parts, last = g->units * (part + 1) / g->parts, count = 0;
@@ -1791,11 +1759,11 @@ static void weight_gradient_piece(real *dweight, real *dbias, const WeightGradie
         for (size_t unit = first; unit < last; unit++) {
             size_t tap = unit / g->groups, group = unit % g->groups;
             if (unit == first || group == 0)
-                count = list_pairs(pairs, patches, g, tap, q, min_size(q + PAIRS, end));
-            bool bias = tap == g->taps;
-            size_t row = bias ? 0 : g->depth * group / g->groups;
-            size_t rows = bias ? 1 : g->depth * (group + 1) / g->groups - row;
-            real *to = bias ? dbias : dweight + (tap * g->depth + row) * columns;
+                count = list_pairs(pairs, copies, g, tap, q, min_size(q + PAIRS, end));
+            bool bias = tap == g->pass.taps;
+            size_t depth = g->pass.depth, row = bias ? 0 : depth * group / g->groups;
+            size_t rows = bias ? 1 : depth * (group + 1) / g->groups - row;
+            real *to = bias ? dbias : dweight + (tap * depth + row) * columns;
             if (q == begin)
                 memset(to, 0, rows * columns * sizeof *to);
             for (size_t c = 0; c < columns; c += COLUMNS) {
@@ -1840,6 +1808,211 @@ static void conv2d_backward_fast(real *din, real *dweight, real *dbias, const re
     convolve(din, dout, scratch, NULL, &p, n);
 }
 
+/* ---- Backward through a max-pool -----------------------------------------------------------------
+
+   A 2 x 2 max-pool hands its gradient to one of four pixels; behind a ReLU and a dropout half of
+   those are zero as well. So a convolution before a pool lists what is not zero and skips the rest.
+   What a filter meets at one pixel is `kernel` rows of memory, each kernel * channels long, whatever
+   the stride. With the weights of each output channel k packed as such rows, too, a term is
+     data gradient     rows of din under the pixel  += dout[pixel][k] * rows of weight[k]
+     weight gradient   rows of dweight[k]           += dout[pixel][k] * rows of in under the pixel
+   Both are one tile: ROWS x VECTORS sums in registers, to which a list of terms is added. */
+
+typedef struct Term {
+    const real *at;
+    real factor;
+} Term;
+
+// sums[i][0 .. vectors * LANES) += for each term, factor * (at + offset)[i][...], for i < rows
+INLINE void term_tile(const size_t rows, const size_t vectors, real *sums, size_t sums_pitch,
+                      const Term *terms, const Term *end, size_t offset, size_t pitch) {
+    vec acc[5][6];
+    UNROLL
+    for (size_t i = 0; i < rows; i++) {
+        UNROLL
+        for (size_t j = 0; j < vectors; j++)
+            acc[i][j] = *(const vec *)(sums + i * sums_pitch + j * LANES);
+    }
+    for (const Term *t = terms; t < end; t++) {
+        const real *at = t->at + offset;
+        UNROLL
+        for (size_t i = 0; i < rows; i++, at += pitch) {
+            UNROLL
+            for (size_t j = 0; j < vectors; j++)
+                acc[i][j] += t->factor * *(const vec *)(at + j * LANES);
+        }
+    }
+    UNROLL
+    for (size_t i = 0; i < rows; i++) {
+        UNROLL
+        for (size_t j = 0; j < vectors; j++)
+            *(vec *)(sums + i * sums_pitch + j * LANES) = acc[i][j];
+    }
+}
+
+typedef void TermTileFunction(real *sums, size_t sums_pitch, const Term *terms, const Term *end,
+                              size_t offset, size_t pitch);
+#define TERM_TILE(rows, vectors)                                                                 \
+    NOINLINE void term_tile_##rows##_##vectors(real *sums, size_t sums_pitch, const Term *terms, \
+                                               const Term *end, size_t offset, size_t pitch) {   \
+        term_tile(rows, vectors, sums, sums_pitch, terms, end, offset, pitch);                   \
+    }
+#define TERM_TILES(rows)                                                  \
+    TERM_TILE(rows, 1)                                                    \
+    TERM_TILE(rows, 2)                                                    \
+    TERM_TILE(rows, 3)                                                    \
+    TERM_TILE(rows, 4)                                                    \
+    TERM_TILE(rows, 5)                                                    \
+    TERM_TILE(rows, 6)                                                    \
+    static TermTileFunction *const term_tiles_##rows[6] = {               \
+        term_tile_##rows##_1, term_tile_##rows##_2, term_tile_##rows##_3, \
+        term_tile_##rows##_4, term_tile_##rows##_5, term_tile_##rows##_6};
+TERM_TILES(1)
+TERM_TILES(3)
+TERM_TILES(5)
+
+// The sizes of such a backward.
+typedef struct PooledPass {
+    const Layer *l, *pool;
+    size_t row, pitch;              // of the input image; of a filter's row, in whole vectors
+    size_t tap_start[MAX_POOL];     // from a window's first pixel to its others, in the input image
+    size_t filter;                  // of all rows of a filter
+    TermTileFunction *const *tiles; // by vectors - 1
+    size_t rows, widest;            // rows and the most vectors of a tile
+    size_t pooled, image;           // numbers of one image: behind the pool, before the convolution
+    const real *dout, *relu;        // the pool's gradient and its output
+    const uint8_t *argmax;
+} PooledPass;
+
+static PooledPass pooled_pass(const Layer *l) {
+    PooledPass p = {.l = l, .pool = l->pool, .row = l->in.w * l->in.c};
+    p.pitch = ceil_div(l->kernel * l->in.c, LANES) * LANES;
+    p.filter = l->kernel * p.pitch;
+    p.rows = l->kernel == 3 || l->kernel == 5 ? l->kernel : 1;
+    p.tiles = p.rows == 3 ? term_tiles_3 : p.rows == 5 ? term_tiles_5 : term_tiles_1;
+    p.widest = min_size(6, ROWS * VECTORS / p.rows);
+    p.pooled = shape_size(l->pool->out);
+    p.image = shape_size(l->in);
+    for (size_t tap = 0; tap < l->pool->kernel * l->pool->kernel; tap++)
+        p.tap_start[tap] =
+            (tap / l->pool->kernel * l->in.w + tap % l->pool->kernel) * l->stride * l->in.c;
+    return p;
+}
+
+// Adds the terms up to `end` to the rows of one filter, or to the rows that lie under it.
+static void add_terms(const PooledPass *p, real *sums, size_t sums_pitch, const Term *terms,
+                      const Term *end, size_t pitch) {
+    for (size_t i = 0; i < p->l->kernel && terms < end; i += p->rows)
+        for (size_t j = 0; j < p->pitch; j += p->widest * LANES) {
+            size_t vectors = min_size(p->widest, (p->pitch - j) / LANES);
+            p->tiles[vectors - 1](sums + i * sums_pitch + j, sums_pitch, terms, end, i * pitch + j,
+                                  pitch);
+        }
+}
+
+// Where in the input image the filter lies for the first pixel of a window of the pool.
+static size_t window_start(const PooledPass *p, size_t window) {
+    const Layer *l = p->l;
+    size_t y = window / l->pool->out.w * l->pool->stride,
+           x = window % l->pool->out.w * l->pool->stride;
+    return (y * l->in.w + x) * l->stride * l->in.c;
+}
+
+/* One image: sums[k][...] += its weight gradient, the biases' behind it, and din = its data gradient,
+   unless din is NULL. What is not zero goes into two lists: of its pixel, for the data gradient, which
+   takes a window's lists at once, and of its channel, for the weight gradient, which takes those of a
+   few windows together, while what their filters meet is in the nearest cache. */
+static void pooled_image(real *sums, real *din, const real *in, const real *packed,
+                         const PooledPass *p, size_t image) {
+    enum { TERMS = 2048 };
+    const size_t channels = p->l->out.c, windows = p->pool->out.h * p->pool->out.w;
+    const size_t taps = p->pool->kernel * p->pool->kernel, most = max_size(TERMS / channels, 1);
+    Term of_pixel[taps][channels], of_channel[channels][most];
+    Term *pixel_end[MAX_POOL], *channel_end[channels];
+    real gradient[channels], *restrict dbias = sums + channels * p->filter;
+    if (din)
+        memset(din, 0, p->image * sizeof *din);
+    for (size_t window = 0; window < windows; window++) {
+        const size_t at = image * p->pooled + window * channels, start = window_start(p, window);
+        const real *restrict relu = p->relu + at, *restrict dout = p->dout + at;
+        for (size_t k = 0; k < channels; k++) {
+            gradient[k] = relu[k] > 0 ? dout[k] : 0;
+            dbias[k] += gradient[k];
+        }
+        for (size_t tap = 0; tap < taps; tap++)
+            pixel_end[tap] = of_pixel[tap];
+        for (size_t k = 0; k < channels && window % most == 0; k++)
+            channel_end[k] = of_channel[k];
+        for (size_t k = 0; k < channels; k++) {
+            size_t tap = p->argmax[at + k];
+            bool nonzero = gradient[k] != 0;
+            *pixel_end[tap] = (Term){packed + k * p->filter, gradient[k]};
+            *channel_end[k] = (Term){in + start + p->tap_start[tap], gradient[k]};
+            pixel_end[tap] += nonzero;
+            channel_end[k] += nonzero;
+        }
+        for (size_t tap = 0; tap < taps && din; tap++)
+            add_terms(p, din + start + p->tap_start[tap], p->row, of_pixel[tap], pixel_end[tap],
+                      p->pitch);
+        bool full = window % most == most - 1 || window == windows - 1;
+        for (size_t k = 0; k < channels && full; k++)
+            add_terms(p, sums + k * p->filter, p->pitch, of_channel[k], channel_end[k], p->row);
+    }
+}
+
+// packed[k][i][j * channels + c] = weight[i][j][c][k], each row filled up with zeros
+static void pack_rows(real *packed, const real *weight, const PooledPass *p) {
+    size_t run = p->l->kernel * p->l->in.c, channels = p->l->out.c;
+    PARALLEL_FOR
+    for (size_t i = 0; i < channels * p->filter; i++) {
+        size_t k = i / p->filter, row = i % p->filter / p->pitch, at = i % p->pitch;
+        packed[i] = at < run ? weight[(row * run + at) * channels + k] : 0;
+    }
+}
+
+// The sums of a slice of the images: the filters, then the biases.
+static size_t pooled_sums(const PooledPass *p) {
+    return p->l->out.c * p->filter + ceil_div(p->l->out.c, LANES) * LANES;
+}
+
+static size_t pooled_slices(const PooledPass *p, size_t n) {
+    return min_size(n, min_size(SLICES, max_size(1, SLICE_ELEMENTS / pooled_sums(p))));
+}
+
+static void conv2d_backward_pooled(real *din, real *dweight, real *dbias, const real *dout,
+                                   const real *pooled, const uint8_t *argmax, const real *in,
+                                   const real *weight, const Layer *l, size_t n, bool accumulate,
+                                   real *scratch) {
+    PooledPass p = pooled_pass(l);
+    p.dout = dout;
+    p.relu = pooled;
+    p.argmax = argmax;
+    size_t channels = l->out.c, slices = pooled_slices(&p, n), size = pooled_sums(&p);
+    real *packed = scratch + slices * size;
+    pack_rows(packed, weight, &p);
+    PARALLEL_FOR
+    for (size_t slice = 0; slice < slices; slice++) {
+        real *sums = scratch + slice * size, dimage[p.image + LANES];
+        memset(sums, 0, size * sizeof *sums);
+        for (size_t image = n * slice / slices; image < n * (slice + 1) / slices; image++) {
+            pooled_image(sums, din ? dimage : NULL, in + image * p.image, packed, &p, image);
+            for (size_t i = 0; i < (din ? p.image : 0); i++)
+                din[image * p.image + i] = dimage[i] + (accumulate ? din[image * p.image + i] : 0);
+        }
+    }
+    size_t run = l->kernel * l->in.c;
+    PARALLEL_FOR
+    for (size_t i = 0; i < l->weights + l->biases; i++) {
+        bool bias = i >= l->weights;
+        size_t k = i % channels, row = i / channels / run, at = i / channels % run;
+        size_t from = bias ? channels * p.filter + k : k * p.filter + row * p.pitch + at;
+        real sum = 0;
+        for (size_t slice = 0; slice < slices; slice++)
+            sum += scratch[slice * size + from];
+        *(bias ? dbias + k : dweight + i) = sum;
+    }
+}
+
 /* The same, a vector of channels at a time: the largest so far and where it was stay in registers.
    Spelled out, because compilers do not mix numbers and bytes in one vector loop by themselves. */
 static void maxpool2d_forward_fast(real *out, uint8_t *argmax, const real *in, const Layer *l,
@@ -1878,78 +2051,14 @@ static size_t scratch_size_fast(const Layer *l, size_t n) {
     if (l->kind != CONV2D && l->kind != LINEAR)
         return scratch_size_naive(l, n);
     Pass forward = forward_pass(l), backward = backward_pass(l, false);
-    size_t slices = weight_gradient_plan(l, n).slices;
+    size_t slices = weight_gradient_plan(l, n).slices, pooled = 0;
+    if (l->pool) {
+        PooledPass p = pooled_pass(l);
+        pooled = pooled_slices(&p, n) * pooled_sums(&p) + l->out.c * p.filter;
+    }
     return max_size(max_size(packed_size(&forward), packed_size(&backward)),
-                    slices * (l->weights + l->biases));
+                    max_size(pooled, slices * (l->weights + l->biases)));
 }
-
-/* ---- Optimizer steps ---------------------------------------------------------------------------
-
-   One pass over a flat range of parameters each. */
-
-/* Adadelta (Zeiler, arXiv:1212.5701), as PyTorch computes it:
-   square_avg = rho * square_avg + (1 - rho) * grad^2
-   delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * grad
-   acc_delta = rho * acc_delta + (1 - rho) * delta^2;   param -= lr * delta
-   where grad includes weight_decay * param */
-static void adadelta(real *param, const real *grad, real *square_avg, real *acc_delta, size_t count,
-                     double lr, double rho, double eps, double weight_decay) {
-    const real keep = (real)rho, mix = (real)(1 - rho), e = (real)eps, rate = (real)lr;
-    const real decay = (real)weight_decay;
-    PARALLEL_FOR
-    for (size_t i = 0; i < count; i++) {
-        real g = grad[i] + decay * param[i];
-        real square = square_avg[i] = keep * square_avg[i] + mix * g * g;
-        real delta = SQRT(acc_delta[i] + e) / SQRT(square + e) * g;
-        acc_delta[i] = keep * acc_delta[i] + mix * delta * delta;
-        param[i] -= rate * delta;
-    }
-}
-
-/* grad includes weight_decay * param;   buffer = momentum * buffer + grad
-   param -= lr * (nesterov ? grad + momentum * buffer : buffer). Without momentum there is no buffer.
-   (Sutskever et al., "On the importance of initialization and momentum", ICML 2013, as PyTorch.) */
-static void sgd(real *param, const real *grad, real *momentum_buffer, size_t count, double lr,
-                double momentum, double weight_decay, bool nesterov) {
-    const real rate = (real)lr, keep = (real)momentum, decay = (real)weight_decay;
-    PARALLEL_FOR
-    for (size_t i = 0; i < count; i++) {
-        real g = grad[i] + decay * param[i], step = g;
-        if (momentum > 0) {
-            step = momentum_buffer[i] = keep * momentum_buffer[i] + g;
-            step = nesterov ? g + keep * step : step;
-        }
-        param[i] -= rate * step;
-    }
-}
-
-static void cpu_copy(void *to, const void *from, size_t bytes) {
-    memcpy(to, from, bytes);
-}
-
-static void cpu_synchronize(void) // a CPU has done what it was told when the call returns
-{}
-
-#define CPU_COMMON                                                                                \
-    .name = "cpu", .alloc = host_alloc, .release = free, .copy = cpu_copy,                        \
-    .synchronize = cpu_synchronize, .relu_forward = relu_forward, .relu_backward = relu_backward, \
-    .maxpool2d_backward = maxpool2d_backward, .avgpool2d_forward = avgpool2d_forward,             \
-    .avgpool2d_backward = avgpool2d_backward, .batchnorm2d_forward = batchnorm2d_forward,         \
-    .batchnorm2d_backward = batchnorm2d_backward, .add = add_arrays,                              \
-    .dropout_forward = dropout_forward, .dropout_backward = dropout_backward,                     \
-    .log_softmax_forward = log_softmax_forward, .log_softmax_backward = log_softmax_backward,     \
-    .nll_loss = nll_loss, .adadelta = adadelta, .sgd = sgd
-
-static const Backend backends[] = {
-    {CPU_COMMON, .kernels = "naive", .scratch_size = scratch_size_naive,
-     .maxpool2d_forward = maxpool2d_forward_naive, .conv2d_forward = conv2d_forward_naive,
-     .conv2d_backward = conv2d_backward_naive, .linear_forward = linear_forward_naive,
-     .linear_backward = linear_backward_naive},
-    {CPU_COMMON, .kernels = "fast", .fuses_relu = true, .scratch_size = scratch_size_fast,
-     .prepare = cpu_prepare, .maxpool2d_forward = maxpool2d_forward_fast,
-     .conv2d_forward = conv2d_forward_fast, .conv2d_backward = conv2d_backward_fast,
-     .linear_forward = conv2d_forward_fast, .linear_backward = conv2d_backward_fast},
-};
 
 /* ==== 6. Network ================================================================================
 
@@ -2149,14 +2258,30 @@ static void plan_in_place(Net *net) {
     for (size_t i = 1; i < net->count; i++) {
         Layer *l = &net->layers[i], *before = &net->layers[l->input];
         bool reuse = l->input > 0 && count_readers(net, l->input) == 1;
-        l->in_place =
-            reuse &&
-            (l->kind == RELU || l->kind == DROPOUT ||
-             (l->kind == ADD && l->other != l->input && before->kind != RELU && !before->in_place));
-        bool fusible =
-            before->kind == CONV2D || before->kind == LINEAR || before->kind == BATCHNORM2D;
+        l->in_place = reuse && (l->kind == RELU || l->kind == DROPOUT ||
+                                (l->kind == ADD && l->other != l->input && before->kind != RELU &&
+                                 before->kind != MAXPOOL2D && !before->in_place));
+        bool fusible = before->kind == CONV2D || before->kind == LINEAR ||
+                       before->kind == BATCHNORM2D || before->kind == ADD;
         if (l->kind == RELU && l->in_place && fusible)
             before->fused_relu = net->backend->fuses_relu;
+    }
+}
+
+/* Which convolutions do the backward of the ReLU and the max-pool behind them as well, because most of
+   what those hand on is zero: where the windows do not overlap and no padding has to be met. */
+static void plan_pooled_backward(Net *net) {
+    for (size_t i = 1; i < net->count && net->backend->conv2d_backward_pooled; i++) {
+        Layer *pool = &net->layers[i], *relu = &net->layers[pool->input];
+        Layer *conv = &net->layers[relu->input];
+        bool apart = !conv->padding && !pool->padding && pool->stride >= pool->kernel;
+        bool small = pool->kernel * pool->kernel <= MAX_POOL && conv->out.c <= 1024 &&
+                     shape_size(conv->in) <= 1 << 17; // these arrays are local to a thread
+        if (pool->kind != MAXPOOL2D || relu->kind != RELU || !relu->in_place ||
+            conv->kind != CONV2D || !apart || !small || count_readers(net, pool->input) > 1)
+            continue;
+        conv->pool = pool;
+        pool->skipped = relu->skipped = true;
     }
 }
 
@@ -2198,7 +2323,7 @@ static void plan_gradients(Net *net) {
         owner[i] = i;
     for (size_t i = net->count - 1; i > 0; i--) {
         const Layer *l = &net->layers[i];
-        if (l->in_place)
+        if (l->in_place || l->skipped)
             owner[l->input] = owner[i];
         if (l->kind == ADD && shares_gradient(net, l, i))
             owner[l->other] = owner[i];
@@ -2223,6 +2348,7 @@ static void plan_gradients(Net *net) {
 // Offsets and sizes of all arenas, for batches of at most `batch` images.
 static void plan_memory(Net *net, size_t batch) {
     plan_in_place(net);
+    plan_pooled_backward(net);
     net->batch = batch;
     for (size_t i = 0; i < net->count; i++) {
         Layer *l = &net->layers[i];
@@ -2599,7 +2725,7 @@ static void forward(Net *net, size_t n, const Draw *draw) {
         case ADD:
             if (!l->in_place)
                 b->copy(out, in, count * sizeof *out);
-            b->add(out, output(net, &net->layers[l->other]), count);
+            b->add(out, output(net, &net->layers[l->other]), count, l->fused_relu);
             break;
         case DROPOUT:
             if (draw)
@@ -2621,7 +2747,7 @@ static void backward_add(const Net *net, const Layer *l, size_t n, bool *written
     for (size_t i = 0; i < 2; i++) {
         real *din = output_gradient(net, &net->layers[inputs[i]]);
         if (inputs[i] > 0 && din != dout && written[inputs[i]])
-            net->backend->add(din, dout, count);
+            net->backend->add(din, dout, count, false);
         else if (inputs[i] > 0 && din != dout)
             net->backend->copy(din, dout, count * sizeof *din);
         written[inputs[i]] = true;
@@ -2634,7 +2760,7 @@ static void backward(Net *net, size_t n) {
     bool written[MAX_LAYERS] = {false}; // which rows' gradients hold something already
     for (size_t i = net->count - 1; i > 0; i--) {
         const Layer *l = &net->layers[i], *before = &net->layers[l->input];
-        if (l->input == 0 && !l->weights && l->kind != ADD)
+        if (l->skipped || (l->input == 0 && !l->weights && l->kind != ADD))
             continue; // nobody asks for the gradient of the images
         real *din = l->input == 0 ? NULL : output_gradient(net, before);
         const real *dout = output_gradient(net, l), *out = output(net, l);
@@ -2647,6 +2773,12 @@ static void backward(Net *net, size_t n) {
         case INPUT:
             break;
         case CONV2D:
+            if (l->pool) {
+                b->conv2d_backward_pooled(din, dweight, dbias, dout, output(net, l->pool),
+                                          net->saved + l->pool->saved, in, weight, l, n, accumulate,
+                                          net->scratch);
+                break;
+            }
             b->conv2d_backward(din, dweight, dbias, dout, in, weight, l, n, accumulate,
                                net->scratch);
             break;
@@ -2727,6 +2859,72 @@ static void check_loss(const Net *net, size_t n, double loss, size_t epoch, size
 /* ==== 9. Optimizers and schedules ===============================================================
 
    An optimizer makes one pass over the flat arena of all parameters, whatever layer they are of. */
+
+/* Adadelta (Zeiler, arXiv:1212.5701), as PyTorch computes it:
+   square_avg = rho * square_avg + (1 - rho) * grad^2
+   delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * grad
+   acc_delta = rho * acc_delta + (1 - rho) * delta^2;   param -= lr * delta
+   where grad includes weight_decay * param */
+static void adadelta(real *param, const real *grad, real *square_avg, real *acc_delta, size_t count,
+                     double lr, double rho, double eps, double weight_decay) {
+    const real keep = (real)rho, mix = (real)(1 - rho), e = (real)eps, rate = (real)lr;
+    const real decay = (real)weight_decay;
+    PARALLEL_FOR
+    for (size_t i = 0; i < count; i++) {
+        real g = grad[i] + decay * param[i];
+        real square = square_avg[i] = keep * square_avg[i] + mix * g * g;
+        real delta = SQRT(acc_delta[i] + e) / SQRT(square + e) * g;
+        acc_delta[i] = keep * acc_delta[i] + mix * delta * delta;
+        param[i] -= rate * delta;
+    }
+}
+
+/* grad includes weight_decay * param;   buffer = momentum * buffer + grad
+   param -= lr * (nesterov ? grad + momentum * buffer : buffer). Without momentum there is no buffer.
+   (Sutskever et al., "On the importance of initialization and momentum", ICML 2013, as PyTorch.) */
+static void sgd(real *param, const real *grad, real *momentum_buffer, size_t count, double lr,
+                double momentum, double weight_decay, bool nesterov) {
+    const real rate = (real)lr, keep = (real)momentum, decay = (real)weight_decay;
+    PARALLEL_FOR
+    for (size_t i = 0; i < count; i++) {
+        real g = grad[i] + decay * param[i], step = g;
+        if (momentum > 0) {
+            step = momentum_buffer[i] = keep * momentum_buffer[i] + g;
+            step = nesterov ? g + keep * step : step;
+        }
+        param[i] -= rate * step;
+    }
+}
+
+// What the CPU can do, with the definitions of the layers or with the fast versions.
+static void cpu_copy(void *to, const void *from, size_t bytes) {
+    memcpy(to, from, bytes);
+}
+
+static void cpu_synchronize(void) // a CPU has done what it was told when the call returns
+{}
+
+#define CPU_COMMON                                                                                \
+    .name = "cpu", .alloc = host_alloc, .release = free, .copy = cpu_copy,                        \
+    .synchronize = cpu_synchronize, .relu_forward = relu_forward, .relu_backward = relu_backward, \
+    .maxpool2d_backward = maxpool2d_backward, .avgpool2d_forward = avgpool2d_forward,             \
+    .avgpool2d_backward = avgpool2d_backward, .batchnorm2d_forward = batchnorm2d_forward,         \
+    .batchnorm2d_backward = batchnorm2d_backward, .add = add_arrays,                              \
+    .dropout_forward = dropout_forward, .dropout_backward = dropout_backward,                     \
+    .log_softmax_forward = log_softmax_forward, .log_softmax_backward = log_softmax_backward,     \
+    .nll_loss = nll_loss, .adadelta = adadelta, .sgd = sgd
+
+static const Backend backends[] = {
+    {CPU_COMMON, .kernels = "naive", .scratch_size = scratch_size_naive,
+     .maxpool2d_forward = maxpool2d_forward_naive, .conv2d_forward = conv2d_forward_naive,
+     .conv2d_backward = conv2d_backward_naive, .linear_forward = conv2d_forward_naive,
+     .linear_backward = conv2d_backward_naive},
+    {CPU_COMMON, .kernels = "fast", .fuses_relu = true, .scratch_size = scratch_size_fast,
+     .prepare = cpu_prepare, .maxpool2d_forward = maxpool2d_forward_fast,
+     .conv2d_forward = conv2d_forward_fast, .conv2d_backward = conv2d_backward_fast,
+     .conv2d_backward_pooled = conv2d_backward_pooled, .linear_forward = conv2d_forward_fast,
+     .linear_backward = conv2d_backward_fast},
+};
 
 typedef struct Optimizer {
     const char *name;
@@ -2939,8 +3137,12 @@ typedef struct Header {
 } Header;
 
 static _Noreturn void header_fail(const Header *h, const char *expected) {
-    die(1, "%s: byte %td of the header: expected %s, found \"%.20s\"; is it a safetensors file?",
-        h->path, h->at - h->text, expected, h->at);
+    char found[21];
+    snprintf(found, sizeof found, "%s", h->at);
+    for (char *c = found; *c; c++)
+        *c = *c < ' ' || *c > '~' ? '?' : *c; // a stranger's bytes do not reach the terminal
+    die(1, "%s: byte %td of the header: expected %s, found \"%s\"; is it a safetensors file?",
+        h->path, h->at - h->text, expected, found);
 }
 
 static bool accept(Header *h, char c) {
@@ -2956,13 +3158,15 @@ static void expect(Header *h, char c) {
         header_fail(h, (char[]){'\'', c, '\'', 0});
 }
 
-// A string without escapes; ends it with 0 in place.
+// A string without escapes and control characters; ends it with 0 in place.
 static char *parse_string(Header *h) {
     expect(h, '"');
-    char *begin = h->at, *end = begin + strcspn(begin, "\"\\\n");
+    char *begin = h->at, *end = begin;
+    while ((unsigned char)*end >= ' ' && *end != '"' && *end != '\\')
+        end++;
     h->at = end;
     if (*end != '"')
-        header_fail(h, "a string without backslashes");
+        header_fail(h, "a string without backslashes and control characters");
     *end = 0;
     h->at = end + 1;
     return begin;

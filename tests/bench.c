@@ -1,6 +1,7 @@
 /* Training speed without the loader: whole steps (forward, loss, backward, optimizer) on one batch
    in memory, against the multiply-add peak and the copy bandwidth of the same run. Prints one line
-   of key=value; times vary from run to run, the per cent of the peak hardly does. */
+   of key=value; times vary from run to run, the per cent of the peak hardly does. With --max-steps N
+   it does N steps and tells nothing: for a profiler (tests/test_instructions.sh). */
 #define CNN_NO_MAIN
 #include "../cnn.c"
 
@@ -49,7 +50,7 @@ static const Batch *setup_bench(Run *run, int argc, char **argv) {
     return loader_next(&run->train_loader);
 }
 
-static void train_step(Run *run, const Batch *batch, size_t step) {
+NOINLINE void train_step(Run *run, const Batch *batch, size_t step) {
     Draw draw = {run->settings.seed, 1, step * batch->n};
     net_load(&run->net, batch);
     forward(&run->net, batch->n, &draw);
@@ -63,9 +64,13 @@ int main(int argc, char **argv) {
     const double round_seconds = 0.4; // at least, and at least two steps
     static Run run;
     const Batch *batch = setup_bench(&run, argc, argv);
-    double speeds[ROUNDS], peaks[ROUNDS], bandwidth = copy_gb_per_s();
     size_t steps = 0;
     train_step(&run, batch, steps++);
+    while (steps < run.settings.max_steps)
+        train_step(&run, batch, steps++);
+    if (run.settings.max_steps)
+        return 0;
+    double speeds[ROUNDS], peaks[ROUNDS], bandwidth = copy_gb_per_s();
     for (size_t round = 0; round < ROUNDS; round++) {
         peaks[round] = measure_peak_gflops();
         double begin = now();

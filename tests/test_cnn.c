@@ -547,6 +547,91 @@ static void find_gradients(Net *net) {
     backward(net, BATCH);
 }
 
+/* ---- The backward that skips a max-pool's zeros ---------------------------------------------- */
+
+// From the pool's dout to the convolution's gradients, by the definitions.
+static Results pooled_reference(const Layer *l, size_t n, const Inputs *x, const uint8_t *argmax,
+                                const real *out, bool accumulate) {
+    const Backend *naive = &backends[0];
+    Array dconv = array(n * shape_size(l->out), 0);
+    Results r = {array(0, guard_value), array(x->in.count, guard_value),
+                 array(l->weights, guard_value), array(l->biases, guard_value)};
+    if (accumulate)
+        memcpy(r.din.at, x->din.at, x->din.count * sizeof(real));
+    naive->maxpool2d_backward(dconv.at, x->dout.at, argmax, l->pool, n, false);
+    naive->relu_backward(dconv.at, dconv.at, out, dconv.count, false);
+    naive->conv2d_backward(r.din.at, r.dweight.at, r.dbias.at, dconv.at, x->in.at, x->weight.at, l,
+                           n, accumulate, NULL);
+    free(dconv.base);
+    return r;
+}
+
+// Some of the gradient is zero, as a dropout behind the pool makes it.
+static void drop_some(Array *dout) {
+    for (size_t i = 0; i < dout->count; i++)
+        dout->at[i] = draw_bits() % 3 ? dout->at[i] : 0;
+}
+
+static void compare_pooled(const Net *net, size_t n, bool accumulate, bool wants_din) {
+    const Layer *l = &net->layers[1], *pool = l->pool;
+    size_t count = n * shape_size(pool->out);
+    Inputs x = {random_array(n * shape_size(l->in)), random_array(l->weights),
+                random_array(l->biases), random_array(count), random_array(n * shape_size(l->in))};
+    drop_some(&x.dout);
+    Inputs a = {absolute(&x.in), absolute(&x.weight), absolute(&x.bias), absolute(&x.dout),
+                absolute(&x.din)};
+    Array out = array(n * shape_size(l->out), 0), pooled = array(count, 0);
+    Array scratch = array(net->scratch_size, guard_value);
+    uint8_t *argmax = must_alloc(count, "test");
+    backends[0].conv2d_forward(out.at, x.in.at, x.weight.at, l->biases ? x.bias.at : NULL, l, n,
+                               NULL);
+    relu_forward(out.at, out.at, out.count);
+    backends[0].maxpool2d_forward(pooled.at, argmax, out.at, pool, n);
+    Results want = pooled_reference(l, n, &x, argmax, out.at, accumulate);
+    Results bound = pooled_reference(l, n, &a, argmax, out.at, accumulate);
+    Results got = {array(0, guard_value), array(x.in.count, guard_value),
+                   array(l->weights, guard_value), array(l->biases, guard_value)};
+    if (accumulate)
+        memcpy(got.din.at, x.din.at, x.din.count * sizeof(real));
+    backends[1].conv2d_backward_pooled(wants_din ? got.din.at : NULL, got.dweight.at, got.dbias.at,
+                                       x.dout.at, pooled.at, argmax, x.in.at, x.weight.at, l, n,
+                                       accumulate, scratch.at);
+    check_guards("scratch", &scratch);
+    if (!wants_din)
+        memcpy(got.din.at, want.din.at, want.din.count * sizeof(real));
+    compare_results(&got, &want, &bound, l, n);
+    if (*failure)
+        describe_failure(l, n, accumulate);
+    free_arrays(&x, sizeof x);
+    free_arrays(&a, sizeof a);
+    free_arrays(&want, sizeof want);
+    free_arrays(&bound, sizeof bound);
+    free_arrays(&got, sizeof got);
+    free(out.base);
+    free(pooled.base);
+    free(scratch.base);
+    free(argmax);
+}
+
+static void test_pooled_backward(void) {
+    static Net net;
+    for (int shape = 0; shape < (quick ? 40 : 200); shape++) {
+        size_t kernel = draw_size(1, 7), stride = draw_size(1, 2), window = draw_size(2, 3);
+        size_t least = kernel + stride * (window + draw_size(0, 2)), n = draw_size(1, 9);
+        Shape in = {least + draw_size(0, 4), least + draw_size(0, 4), draw_size(1, 40)};
+        net = (Net){.model = "test", .backend = &backends[1], .settings = &plain};
+        add_layer(&net, (Layer){.kind = INPUT, .in = in, .out = in});
+        size_t x = add_conv2d(&net, 0, draw_size(1, 70), kernel, stride, 0, draw_bits() % 2);
+        maxpool2d(&net, relu(&net, x), window, window + draw_size(0, 1), 0);
+        plan_memory(&net, n);
+        if (!net.layers[1].pool)
+            fail("a convolution without padding before a max-pool is not joined with it");
+        else
+            compare_pooled(&net, n, shape % 2, shape % 5);
+    }
+    verdict("backward through a max-pool without its zeros, against the definitions");
+}
+
 /* ---- Gradients against central differences -------------------------------------------------- */
 
 typedef struct Checked {
@@ -728,7 +813,8 @@ static void plan_apart(Net *net) {
     for (size_t i = 0; i < net->count; i++) {
         Layer *l = &net->layers[i];
         size_t size = aligned(net->batch * shape_size(l->out));
-        l->in_place = l->fused_relu = false;
+        l->in_place = l->fused_relu = l->skipped = false;
+        l->pool = NULL;
         l->output = net->activation_size;
         l->gradient = net->gradient_size;
         net->activation_size += size;
@@ -832,6 +918,11 @@ static void write_story(Story *s, size_t reader, size_t row) {
     s->written[row] = true;
 }
 
+// Has a gradient of its own: not so a convolution and its ReLU, if they start from their max-pool's.
+static bool has_gradient(const Layer *l) {
+    return !l->pool && !(l->skipped && l->kind == RELU);
+}
+
 // What backward() does to memory, row by row.
 static void tell_backward(Story *s) {
     const Net *net = s->net;
@@ -840,13 +931,17 @@ static void tell_backward(Story *s) {
         row_story(s, net->count - 1)[cell] = 1;
     for (size_t i = net->count - 1; i > 0; i--) {
         const Layer *l = &net->layers[i];
-        expect_story(s, i, s->whole[i], "when its own turn comes");
+        size_t from = l->pool ? (size_t)(l->pool - net->layers) : i;
+        if (has_gradient(l) || l->pool)
+            expect_story(s, from, s->whole[from], "when its own turn comes");
+        if (l->skipped)
+            continue;
         if (l->input > 0)
             write_story(s, i, l->input);
         if (l->kind == ADD && l->other > 0)
             write_story(s, i, l->other);
         if (l->kind == ADD || !l->in_place)
-            expect_story(s, i, s->whole[i], "when its own turn ends");
+            expect_story(s, from, s->whole[from], "when its own turn ends");
     }
 }
 
@@ -854,8 +949,9 @@ static void check_plan(const Net *net) {
     static Story story;
     story = (Story){.net = net};
     for (size_t i = 1; i < net->count; i++)
-        if (net->layers[i].gradient % ALIGN ||
-            net->layers[i].gradient / ALIGN + row_cells(net, i) > net->gradient_size / ALIGN)
+        if (has_gradient(&net->layers[i]) &&
+            (net->layers[i].gradient % ALIGN ||
+             net->layers[i].gradient / ALIGN + row_cells(net, i) > net->gradient_size / ALIGN))
             fail("%s: row %zu lies outside of the arena", net->model, i);
     if (*failure)
         return;
@@ -3035,6 +3131,7 @@ int main(void) {
     test_maxpool(&backends[0]);
     test_maxpool(&backends[1]);
     test_fast_conv();
+    test_pooled_backward();
     test_fast_resnet_conv();
     test_fast_linear();
     test_dropout_values();
