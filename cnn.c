@@ -121,7 +121,7 @@ typedef struct Backend {
     void (*conv2d_backward)(real *din, real *dweight, real *dbias, const real *dout, const real *in,
                             const real *weight, const Layer *l, size_t n, bool accumulate,
                             real *scratch);
-    // conv2d, ReLU and max-pool in one, from the pool's dout and output; NULL: there is no such thing
+    // conv2d, ReLU and max-pool in one, from the pool's dout and output; NULL: not in this backend
     void (*conv2d_backward_pooled)(real *din, real *dweight, real *dbias, const real *dout,
                                    const real *pooled, const uint8_t *argmax, const real *in,
                                    const real *weight, const Layer *l, size_t n, bool accumulate,
@@ -577,7 +577,8 @@ static const DatasetInfo dataset_infos[] = {
      "mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck pine_tree plain "
      "plate poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk "
      "skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone "
-     "television tiger tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm"},
+     "television tiger tractor train trout tulip turtle wardrobe whale willow_tree wolf woman "
+     "worm"},
 };
 // clang-format on
 enum { DATASETS = sizeof dataset_infos / sizeof *dataset_infos };
@@ -590,9 +591,10 @@ static const DatasetInfo *find_dataset_info(const char *name) {
 }
 
 /* Made-up images, for machines without data. Each class has a glyph, a patch of waves drawn from
-   Philox; an image shows the glyph of its class, dark or bright, near its middle, under noise and over a
-   fainter glyph of another class. Since a glyph and its negative mean the same class, no linear
-   model can tell classes apart; convolutions and ReLUs can. The images never depend on --seed. */
+   Philox; an image shows the glyph of its class, dark or bright, near its middle, under noise and
+   over a fainter glyph of another class. Since a glyph and its negative mean the same class, no
+   linear model can tell classes apart; convolutions and ReLUs can. The images never depend on
+   --seed. */
 enum { GLYPH = 14, WAVES = 3, SHIFT = 2 };
 static const uint64_t synthetic_seed = 2022;
 
@@ -945,12 +947,13 @@ static void loader_free(Loader *l) {
    the tests take these for the truth. Where time is spent a fast version follows (_fast).
 
    Gradients: dX is the derivative of the loss by X. A backward receives dout and writes dweight
-   and dbias with =, and din with = or, if accumulate, with +=. Work is split by shapes, never by the number of threads, and every sum
-   is taken in one fixed order: the result has the same bits for any --threads. */
+   and dbias with =, and din with = or, if accumulate, with +=. Work is split by shapes, never by the
+   number of threads, and every sum is taken in one fixed order: the result has the same bits for any
+   --threads. */
 
 enum { OUTSIDE = -1 };
 
-// Which input pixel (row * w + column) output pixel (y, x) meets at a tap of the filter, or OUTSIDE.
+// Which input pixel (row * w + column) output pixel (y, x) meets at a tap, or OUTSIDE.
 static ptrdiff_t met_pixel(const Layer *l, size_t y, size_t x, size_t tap) {
     size_t iy = y * l->stride + tap / l->kernel - l->padding; // wraps around above the first row
     size_t ix = x * l->stride + tap % l->kernel - l->padding;
@@ -960,8 +963,8 @@ static ptrdiff_t met_pixel(const Layer *l, size_t y, size_t x, size_t tap) {
 /* out[n][y][x][k] = bias[k] + sum over i, j, c of
                           in[n][y * s + i - padding][x * s + j - padding][c] * weight[i][j][c][k]
    where s is the stride and pixels outside of the image count as 0.
-   Shapes: in [n][h][w][c], out [n][oh][ow][k]. bias may be NULL: there is none. A linear layer is
-   the same on images of 1 x 1 pixel: out[n][k] = bias[k] + sum over c of in[n][c] * weight[c][k]. */
+   Shapes: in [n][h][w][c], out [n][oh][ow][k]. bias may be NULL: there is none.
+   A linear layer is the same on 1 x 1 pixel: out[n][k] = bias[k] + sum of in[n][c] * weight[c][k]. */
 static void conv2d_forward_naive(real *out, const real *in, const real *weight, const real *bias,
                                  const Layer *l, size_t n, real *scratch) {
     (void)scratch;
@@ -1131,11 +1134,11 @@ static void add_arrays(real *out, const real *in, size_t count, bool relu) {
 
    (Ioffe, Szegedy, "Batch normalization", ICML 2015, as PyTorch computes it.) Per channel c, over
    the m = n * h * w pixels of the batch:
-     mean = sum of in / m      variance = sum of (in - mean)^2 / m      scale = weight / sqrt(variance + eps)
-     out = (in - mean) * scale + bias
+     mean = sum of in / m                     variance = sum of (in - mean)^2 / m
+     out = (in - mean) * scale + bias         scale = weight / sqrt(variance + eps)
      running = (1 - momentum) * running + momentum * (mean, or variance * m / (m - 1))
-   Evaluation takes the running statistics instead of the batch's. stats holds four rows of c numbers:
-   running mean, running variance, and mean and 1 / sqrt(variance + eps) for the backward.
+   Evaluation takes the running statistics instead of the batch's. stats holds four rows of c
+   numbers: running mean, running variance, and mean and 1 / sqrt(variance + eps) for the backward.
    Sums are taken over slices of the pixels, which do not depend on the number of threads. */
 
 enum { BN_SLICES = 32 };
@@ -1218,8 +1221,9 @@ static void batchnorm2d_forward(real *out, real *stats, const real *in, const re
     }
 }
 
-/* dbias = sum of dout      dweight = sum of dout * x      where x = (in - mean) / sqrt(variance + eps)
-   din = weight / sqrt(variance + eps) * (dout - dbias / m - x * dweight / m), or += if accumulate; din may be NULL */
+/* dbias = sum of dout      dweight = sum of dout * x, where x = (in - mean) / sqrt(variance + eps)
+   din = weight / sqrt(variance + eps) * (dout - dbias / m - x * dweight / m), or += if accumulate;
+   din may be NULL */
 static void batchnorm2d_backward(real *din, real *dweight, real *dbias, const real *dout,
                                  const real *in, const real *stats, const real *weight,
                                  const Layer *l, size_t n, bool accumulate, real *scratch) {
@@ -1323,8 +1327,8 @@ static void log_softmax_backward(real *din, const real *dout, const real *out, s
 }
 
 /* Negative log-likelihood with label smoothing e (Szegedy et al., arXiv:1512.00567, section 7; e = 0:
-   none). One loss an image, of which the loss is the mean:
-     losses[i] = sum over k of target[k] * -logp[i][k], target[k] = e / classes, + 1 - e at the label
+   none). One loss an image, of which the batch's loss is the mean:
+     losses[i] = sum over k of target[k] * -logp[i][k],  target[k] = e / classes (+ 1 - e: the label)
    dlogp[i][k] = -target[k] / n; dlogp may be NULL. */
 static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t *labels, size_t n,
                      size_t classes, double smoothing) {
@@ -1706,8 +1710,8 @@ static void conv2d_forward_fast(real *out, const real *in, const real *weight, c
 }
 
 /* A weight gradient as its pieces see it: slices of the images times parts of the rows. Rows are
-   dealt in units: (tap, up to ROWS channels), and where there is a bias, one last unit for it: it is the weight of
-   an input that is always 1. */
+   dealt in units: (tap, up to ROWS channels), and where there is a bias, one last unit for it: it is
+   the weight of an input that is always 1. */
 typedef struct WeightGradient {
     Pass pass;
     const real *in, *dout;
@@ -1808,12 +1812,12 @@ static void conv2d_backward_fast(real *din, real *dweight, real *dbias, const re
     convolve(din, dout, scratch, NULL, &p, n);
 }
 
-/* ---- Backward through a max-pool -----------------------------------------------------------------
+/* ---- Backward through a max-pool ----------------------------------------------------------------
 
    A 2 x 2 max-pool hands its gradient to one of four pixels; behind a ReLU and a dropout half of
    those are zero as well. So a convolution before a pool lists what is not zero and skips the rest.
-   What a filter meets at one pixel is `kernel` rows of memory, each kernel * channels long, whatever
-   the stride. With the weights of each output channel k packed as such rows, too, a term is
+   What a filter meets at one pixel is `kernel` rows of memory, each kernel * channels long,
+   whatever the stride. With the weights of each output channel k packed as such rows, too, a term is
      data gradient     rows of din under the pixel  += dout[pixel][k] * rows of weight[k]
      weight gradient   rows of dweight[k]           += dout[pixel][k] * rows of in under the pixel
    Both are one tile: ROWS x VECTORS sums in registers, to which a list of terms is added. */
@@ -1918,10 +1922,11 @@ static size_t window_start(const PooledPass *p, size_t window) {
     return (y * l->in.w + x) * l->stride * l->in.c;
 }
 
-/* One image: sums[k][...] += its weight gradient, the biases' behind it, and din = its data gradient,
-   unless din is NULL. What is not zero goes into two lists: of its pixel, for the data gradient, which
-   takes a window's lists at once, and of its channel, for the weight gradient, which takes those of a
-   few windows together, while what their filters meet is in the nearest cache. */
+/* One image: sums[k][...] += its weight gradient, the biases' behind it, and din = its data
+   gradient, unless din is NULL. What is not zero goes into two lists: that of its pixel, for the
+   data gradient, which takes a window's lists at once, and that of its channel, for the weight
+   gradient, which takes a few windows together, while what their filters meet is in the nearest
+   cache. */
 static void pooled_image(real *sums, real *din, const real *in, const real *packed,
                          const PooledPass *p, size_t image) {
     enum { TERMS = 2048 };
@@ -2062,7 +2067,7 @@ static size_t scratch_size_fast(const Layer *l, size_t n) {
 
 /* ==== 6. Network ================================================================================
 
-   A network is a table of layers, each of which reads the output of one earlier row, or of two (add).
+   A network is a table of layers, each of which reads the output of an earlier row, or of two (add).
    Builders add rows and look like the PyTorch modules that they mirror. Everything else (sizes,
    memory, summary, forward, backward, checkpoints) walks over the table. The network owns these
    arenas, planned from the table and allocated once:
@@ -2252,8 +2257,8 @@ static size_t count_readers(const Net *net, size_t row) {
 }
 
 /* Which rows overwrite their input: ReLU, dropout and add, where nobody else reads it. Nothing is
-   lost: a dropout's backward asks only for its mask, a ReLU's only where its output is positive, which
-   a dropout behind it does not change; an add behind it would. */
+   lost: a dropout's backward asks only for its mask, a ReLU's only where its output is positive,
+   which a dropout behind it does not change; an add behind it would, and behind its max-pool. */
 static void plan_in_place(Net *net) {
     for (size_t i = 1; i < net->count; i++) {
         Layer *l = &net->layers[i], *before = &net->layers[l->input];
@@ -2268,8 +2273,8 @@ static void plan_in_place(Net *net) {
     }
 }
 
-/* Which convolutions do the backward of the ReLU and the max-pool behind them as well, because most of
-   what those hand on is zero: where the windows do not overlap and no padding has to be met. */
+/* Which convolutions do the backward of the ReLU and the max-pool behind them as well, because most
+   of what those hand on is zero: where windows do not overlap and no padding has to be met. */
 static void plan_pooled_backward(Net *net) {
     for (size_t i = 1; i < net->count && net->backend->conv2d_backward_pooled; i++) {
         Layer *pool = &net->layers[i], *relu = &net->layers[pool->input];
@@ -2286,8 +2291,8 @@ static void plan_pooled_backward(Net *net) {
 }
 
 /* An add's gradient is that of both its inputs: they share its memory, so nothing is copied. Into
-   the second one (a block's input x, say) other readers of x add theirs; it is shared only if they come
-   before the first input's row, so that backward has used up the first one's gradient by then. */
+   the second one (a block's input x, say) other readers of x add theirs; it is shared only if they
+   come before the first input's row: then backward has used up the first one's gradient. */
 static bool shares_gradient(const Net *net, const Layer *add, size_t add_row) {
     if (!add->in_place || add->other == 0)
         return false;
@@ -2525,7 +2530,7 @@ static size_t model_mnist(Net *net, size_t x) {
     return log_softmax(net, x);
 }
 
-// The network of PyTorch's CIFAR-10 tutorial; --width 64 makes it the wider one of the timing study.
+// The network of PyTorch's CIFAR-10 tutorial; --width 64: the wider one of the timing study.
 static size_t model_cifar(Net *net, size_t x) {
     x = maxpool2d(net, relu(net, conv2d(net, x, net->settings->width, 5, 1, 0)), 2, 2, 0);
     x = maxpool2d(net, relu(net, conv2d(net, x, 16, 5, 1, 0)), 2, 2, 0);
@@ -2569,7 +2574,7 @@ static size_t bottleneck(Net *net, size_t x, const char *block, size_t channels,
     return relu(net, add(net, y, shortcut(net, x, block, 4 * channels, stride)));
 }
 
-// `blocks` has a digit for each stage: "3463" is ResNet-34 or ResNet-50. channels: of the first stage
+// blocks: how many in each stage, up to a 0; channels: of the first stage
 static size_t resnet(Net *net, size_t x, Block *block, const size_t *blocks, size_t channels) {
     bool imagenet = strcmp(net->settings->stem, "imagenet") == 0;
     size_t kernel = strcmp(net->settings->stem, "3") == 0 ? 3 : 7;
@@ -2813,8 +2818,8 @@ static void backward(Net *net, size_t n) {
     }
 }
 
-/* F.cross_entropy(): the mean over the batch. Training smooths the labels and leaves the gradient of
-   the last row for backward(); evaluation does neither. */
+/* F.cross_entropy(): the mean over the batch. Training smooths the labels and leaves the gradient
+   of the last row for backward(); evaluation does neither. */
 static double loss_and_gradient(Net *net, size_t n, bool training) {
     const Layer *last = last_layer(net);
     net->backend->nll_loss(net->losses, training ? output_gradient(net, last) : NULL,
@@ -2880,7 +2885,7 @@ static void adadelta(real *param, const real *grad, real *square_avg, real *acc_
 }
 
 /* grad includes weight_decay * param;   buffer = momentum * buffer + grad
-   param -= lr * (nesterov ? grad + momentum * buffer : buffer). Without momentum there is no buffer.
+   param -= lr * (nesterov ? grad + momentum * buffer : buffer).   No momentum: no buffer.
    (Sutskever et al., "On the importance of initialization and momentum", ICML 2013, as PyTorch.) */
 static void sgd(real *param, const real *grad, real *momentum_buffer, size_t count, double lr,
                 double momentum, double weight_decay, bool nesterov) {
@@ -3054,8 +3059,8 @@ static Tensor *list_layers(const Net *net, Tensor *t, const char *prefix, real *
     return t;
 }
 
-/* All tensors: the network's, and the optimizer's under "optimizer.", if state is given. The list is
-   the caller's to free. Wide numbers come first in the file, so that all lie on their borders. */
+/* All tensors: the network's, and the optimizer's under "optimizer.", if state is given. The list
+   is the caller's to free. Wide numbers come first in the file, so that all lie on their borders. */
 static Tensor *list_tensors(const Net *net, const Optimizer *optimizer, real *state,
                             size_t *count) {
     Tensor *list = must_alloc(10 * net->count * sizeof *list, "the list of tensors");
@@ -3404,7 +3409,8 @@ static const Option options[] = {
      "cifar: channels of the first convolution; 64 is the wide one"},
     {"--stem", CHOICE, FIELD(stem), "3", 0, 0, 1, "3|7|imagenet",
      "ResNets: first convolution 3x3, 7x7, or 7x7 stride 2 and max-pool"},
-    {"--dataset", CHOICE, FIELD(dataset), "auto", 0, 0, 1, "auto|mnist|fashion-mnist|cifar10|cifar100|synthetic",
+    {"--dataset", CHOICE, FIELD(dataset), "auto", 0, 0, 1,
+     "auto|mnist|fashion-mnist|cifar10|cifar100|synthetic",
      "the images; auto: the first that is found, else synthetic ones"},
     {"--data", TEXT, FIELD(data), "", 0, 0, 0, "DIR",
      "look for the data files in DIR and DIR/DATASET, nowhere else"},

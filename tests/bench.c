@@ -1,7 +1,7 @@
 /* Training speed without the loader: whole steps (forward, loss, backward, optimizer) on one batch
    in memory, against the multiply-add peak and the copy bandwidth of the same run. Prints one line
-   of key=value; times vary from run to run, the per cent of the peak hardly does. With --max-steps N
-   it does N steps and tells nothing: for a profiler (tests/test_instructions.sh). */
+   of key=value; times vary from run to run, the per cent of the peak hardly does. With
+   --max-steps N it does N steps and tells nothing: for a profiler (tests/test_instructions.sh). */
 #define CNN_NO_MAIN
 #include "../cnn.c"
 
