@@ -947,9 +947,9 @@ static void loader_free(Loader *l) {
    the tests take these for the truth. Where time is spent a fast version follows (_fast).
 
    Gradients: dX is the derivative of the loss by X. A backward receives dout and writes dweight
-   and dbias with =, and din with = or, if accumulate, with +=. Work is split by shapes, never by the
-   number of threads, and every sum is taken in one fixed order: the result has the same bits for any
-   --threads. */
+   and dbias with =, and din with = or, if accumulate, with +=. Work is split by shapes, never by
+   the number of threads, and every sum is taken in one fixed order: the result has the same bits
+   for any --threads. */
 
 enum { OUTSIDE = -1 };
 
@@ -964,7 +964,7 @@ static ptrdiff_t met_pixel(const Layer *l, size_t y, size_t x, size_t tap) {
                           in[n][y * s + i - padding][x * s + j - padding][c] * weight[i][j][c][k]
    where s is the stride and pixels outside of the image count as 0.
    Shapes: in [n][h][w][c], out [n][oh][ow][k]. bias may be NULL: there is none.
-   A linear layer is the same on 1 x 1 pixel: out[n][k] = bias[k] + sum of in[n][c] * weight[c][k]. */
+   A linear layer is the same on 1 pixel: out[n][k] = bias[k] + sum of in[n][c] * weight[c][k]. */
 static void conv2d_forward_naive(real *out, const real *in, const real *weight, const real *bias,
                                  const Layer *l, size_t n, real *scratch) {
     (void)scratch;
@@ -1326,9 +1326,9 @@ static void log_softmax_backward(real *din, const real *dout, const real *out, s
     }
 }
 
-/* Negative log-likelihood with label smoothing e (Szegedy et al., arXiv:1512.00567, section 7; e = 0:
+/* Negative log-likelihood with label smoothing e (Szegedy et al., arXiv:1512.00567, section 7; 0:
    none). One loss an image, of which the batch's loss is the mean:
-     losses[i] = sum over k of target[k] * -logp[i][k],  target[k] = e / classes (+ 1 - e: the label)
+     losses[i] = sum over k of target[k] * -logp[i][k],  target[k] = e / classes (+ 1 - e at label)
    dlogp[i][k] = -target[k] / n; dlogp may be NULL. */
 static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t *labels, size_t n,
                      size_t classes, double smoothing) {
@@ -1710,8 +1710,8 @@ static void conv2d_forward_fast(real *out, const real *in, const real *weight, c
 }
 
 /* A weight gradient as its pieces see it: slices of the images times parts of the rows. Rows are
-   dealt in units: (tap, up to ROWS channels), and where there is a bias, one last unit for it: it is
-   the weight of an input that is always 1. */
+   dealt in units: (tap, up to ROWS channels), and where there is a bias, one last unit for it: it
+   is the weight of an input that is always 1. */
 typedef struct WeightGradient {
     Pass pass;
     const real *in, *dout;
@@ -1817,7 +1817,7 @@ static void conv2d_backward_fast(real *din, real *dweight, real *dbias, const re
    A 2 x 2 max-pool hands its gradient to one of four pixels; behind a ReLU and a dropout half of
    those are zero as well. So a convolution before a pool lists what is not zero and skips the rest.
    What a filter meets at one pixel is `kernel` rows of memory, each kernel * channels long,
-   whatever the stride. With the weights of each output channel k packed as such rows, too, a term is
+   whatever the stride. With the weights of each output channel k packed as such rows, a term is
      data gradient     rows of din under the pixel  += dout[pixel][k] * rows of weight[k]
      weight gradient   rows of dweight[k]           += dout[pixel][k] * rows of in under the pixel
    Both are one tile: ROWS x VECTORS sums in registers, to which a list of terms is added. */
@@ -2067,7 +2067,7 @@ static size_t scratch_size_fast(const Layer *l, size_t n) {
 
 /* ==== 6. Network ================================================================================
 
-   A network is a table of layers, each of which reads the output of an earlier row, or of two (add).
+   A network is a table of layers, each of which reads the output of an earlier row, or two (add).
    Builders add rows and look like the PyTorch modules that they mirror. Everything else (sizes,
    memory, summary, forward, backward, checkpoints) walks over the table. The network owns these
    arenas, planned from the table and allocated once:
@@ -3060,7 +3060,7 @@ static Tensor *list_layers(const Net *net, Tensor *t, const char *prefix, real *
 }
 
 /* All tensors: the network's, and the optimizer's under "optimizer.", if state is given. The list
-   is the caller's to free. Wide numbers come first in the file, so that all lie on their borders. */
+   is the caller's to free. Wide numbers come first in the file: so all lie on their borders. */
 static Tensor *list_tensors(const Net *net, const Optimizer *optimizer, real *state,
                             size_t *count) {
     Tensor *list = must_alloc(10 * net->count * sizeof *list, "the list of tensors");
