@@ -18,10 +18,26 @@ run() {
     fi
 }
 
+# run_torch NAME PROGRAM ARGUMENTS...: by the first python3 that has PyTorch
+run_torch() {
+    local python
+    for python in python3 /usr/bin/python3; do
+        if "$python" -c 'import torch' 2>/dev/null; then
+            run "$1" "$python" "${@:2}"
+            return
+        fi
+    done
+    echo "skip $1: no python3 with PyTorch; on Debian: apt-get install python3-torch" | tee -a "$log"
+}
+
 run float build/test_float
 run double build/test_double
 run cli tests/test_cli.sh
+run data tests/test_data.sh
+run checkpoints tests/test_checkpoints.sh
 run get_data tests/test_get_data.sh
+run_torch pytorch_weights tests/pytorch_weights.py
+run_torch live_pytorch tests/live_pytorch.py build
 
 passed=$(grep -c '^pass ' "$log")
 failed=$(grep -c '^fail ' "$log")

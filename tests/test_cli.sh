@@ -1,65 +1,12 @@
 #!/usr/bin/env bash
-# Tests ./cnn as its users meet it: options, output, data files, the run folder, what it learns.
+# Tests ./cnn as its users meet it: options, output, the run folder, what it learns.
 # CNN=PATH: another binary. QUICK=1: without the tests that train for long.
 # Prints `pass cli/NAME`, `fail cli/NAME: expected ..., found ...` or `skip cli/NAME: why`.
-set -u
-export LC_ALL=C
-unset SLURM_CPUS_PER_TASK
-repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) || exit 1
-cnn=$(realpath -e "${CNN:-$repo/cnn}") || exit 1
-tmp=$(mktemp -d) || exit 1
-trap 'rm -rf "$tmp"' EXIT
-mkdir "$tmp/cwd" && cp "$repo/cnn.c" "$tmp/cwd/" && cd "$tmp/cwd" || exit 1
+suite=cli
+# shellcheck source=tests/lib.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh" || exit 1
 small=(--dataset synthetic --limit-train 640 --limit-test 200 --epochs 1)
 tiny=(--dataset synthetic --limit-train 64 --limit-test 20 --epochs 1)
-
-one_line() { tr '\n\t' '| ' | cut -c 1-300; }
-pass() { echo "pass cli/$1"; }
-fail() { echo "fail cli/$1: expected $(one_line <<<"$2"), found $(one_line <<<"$3")"; }
-skip() { echo "skip cli/$1: $2"; }
-
-# same NAME EXPECTED FOUND
-same() { if [ "$2" = "$3" ]; then pass "$1"; else fail "$1" "$2" "$3"; fi; }
-
-# holds NAME EXPECTED FOUND COMMAND...: the command must succeed; the words are for the report
-holds() {
-    local name=$1 expected=$2 found=$3
-    shift 3
-    if "$@" >/dev/null; then pass "$name"; else fail "$name" "$expected" "$found"; fi
-}
-
-# line NAME REGEX: a line of the last run's output matches
-line() { holds "$1" "a line $2" "$(tail -n 30 "$out")" grep -qP -- "$2" "$out"; }
-
-# at_least NUMBER BOUND
-# shellcheck disable=SC2317 # holds calls it
-at_least() { awk -v a="$1" -v b="$2" 'BEGIN { exit !(a != "" && a + 0 >= b) }'; }
-
-out=$tmp/stdout err=$tmp/stderr
-run() {
-    "$cnn" "$@" >"$out" 2>"$err" </dev/null
-    status=$?
-}
-value() { grep '^epoch=' "$out" | tail -n 1 | tr ' ' '\n' | sed -n "s/^$1=//p"; }
-
-# Everything that a run computed, without its times.
-figures() {
-    grep -E '^(Train Epoch|Test set: A)' "$out"
-    grep -oE '(train_loss|test_loss|accuracy)=[^ ]+' "$out"
-}
-
-# python NAME ARGUMENTS... <PROGRAM: passes if it prints nothing, else fails with what it printed
-python() {
-    local name=$1
-    shift
-    if ! command -v python3 >/dev/null; then
-        skip "$name" "python3 is not installed"
-        return
-    fi
-    local said
-    said=$(python3 - "$@" 2>&1)
-    same "$name" "" "$said"
-}
 
 # ---- A good run
 
@@ -148,39 +95,26 @@ test_kernels() {
 
 # ---- Options
 
-# refused NAME WORD OPTIONS...: exit 2 with one line on stderr that has the word
-refused() {
-    local name=options/$1 word=$2
-    shift 2
-    run "$@"
-    local lines
-    lines=$(wc -l <"$err")
-    if [ "$status" -eq 2 ] && [ "$lines" -eq 1 ] && grep -q '^cnn: error: ' "$err" &&
-        grep -qF -- "$word" "$err"; then
-        pass "$name"
-    else
-        fail "$name" "exit 2 and one line 'cnn: error: ...$word...'" \
-            "exit $status and $(cat "$err")"
-    fi
-}
+# usage NAME WORD OPTIONS...
+usage() { refused "options/$1" 2 "${@:2}"; }
 
 test_options() {
-    refused unknown --batch-size "${tiny[@]}" --batchsize 4
-    refused not_an_option --help "${tiny[@]}" help
-    refused zero --batch-size "${tiny[@]}" --batch-size 0
-    refused fraction --batch-size "${tiny[@]}" --batch-size 1.5
-    refused negative --epochs "${tiny[@]}" --epochs -1
-    refused empty --epochs "${tiny[@]}" --epochs=
-    refused too_large --seed "${tiny[@]}" --seed 99999999999999999999
-    refused word --lr "${tiny[@]}" --lr abc
-    refused trailing --lr "${tiny[@]}" --lr 0.5x
-    refused nan --lr "${tiny[@]}" --lr nan
-    refused inf --lr "${tiny[@]}" --lr inf
-    refused choice --optimizer "${tiny[@]}" --optimizer adam
-    refused part_of_choice --optimizer "${tiny[@]}" --optimizer ada
-    refused two_choices --optimizer "${tiny[@]}" --optimizer 'adadelta|sgd'
-    refused no_value --epochs "${tiny[@]}" --epochs
-    refused equals_switch --profile "${tiny[@]}" --profile=maybe
+    usage unknown --batch-size "${tiny[@]}" --batchsize 4
+    usage not_an_option --help "${tiny[@]}" help
+    usage zero --batch-size "${tiny[@]}" --batch-size 0
+    usage fraction --batch-size "${tiny[@]}" --batch-size 1.5
+    usage negative --epochs "${tiny[@]}" --epochs -1
+    usage empty --epochs "${tiny[@]}" --epochs=
+    usage too_large --seed "${tiny[@]}" --seed 99999999999999999999
+    usage word --lr "${tiny[@]}" --lr abc
+    usage trailing --lr "${tiny[@]}" --lr 0.5x
+    usage nan --lr "${tiny[@]}" --lr nan
+    usage inf --lr "${tiny[@]}" --lr inf
+    usage choice --optimizer "${tiny[@]}" --optimizer adam
+    usage part_of_choice --optimizer "${tiny[@]}" --optimizer ada
+    usage two_choices --optimizer "${tiny[@]}" --optimizer 'adadelta|sgd'
+    usage no_value --epochs "${tiny[@]}" --epochs
+    usage equals_switch --profile "${tiny[@]}" --profile=maybe
 
     run "${tiny[@]}" --batch-size=32 --log-interval=1 --profile=off --dry-run off
     same options/equals_status 0 "$status"
@@ -198,130 +132,205 @@ test_options() {
     holds options/table "15 options or more in cnn.c" "$names" test "$(wc -w <<<"$names")" -ge 15
     same options/help_names_all "" "$missing"
     line options/help_default '^  --epochs .*default: 14\)'
-    same options/help_empty_lines "" "$(sed -n '/^options:/,$p' "$out" | grep -n '^$')"
+    line options/help_file '^  @FILE '
+    line options/help_model '^  --model cifar .*--momentum 0.9'
+    same options/help_empty_lines "" "$(sed -n '/^options:/,/^  --help/p' "$out" | grep -n '^$')"
 }
 
-# ---- Data files
+# ---- Options of SGD and of its schedules that exclude each other
 
-be32() {
-    local hex
-    hex=$(printf '%08x' "$1")
-    printf '%b' "\\x${hex:0:2}\\x${hex:2:2}\\x${hex:4:2}\\x${hex:6:2}"
-}
-
-# images COUNT [MAGIC [ROWS [COLUMNS]]], labels COUNT [MAGIC]: an IDX file to stdout
-images() {
-    local rows=${3:-28} columns=${4:-28}
-    be32 "${2:-2051}" && be32 "$1" && be32 "$rows" && be32 "$columns"
-    yes 'Any bytes do: images of nothing.' 2>/dev/null | head -c $(($1 * rows * columns))
-}
-labels() {
-    local i
-    be32 "${2:-2049}" && be32 "$1"
-    for ((i = 0; i < $1; i++)); do printf '%b' "\\x0$((i % 10))"; done
-}
-
-train_images=train-images-idx3-ubyte train_labels=train-labels-idx1-ubyte
-test_images=t10k-images-idx3-ubyte test_labels=t10k-labels-idx1-ubyte
-make_data() {
-    rm -rf "$tmp/idx"
-    mkdir "$tmp/idx" && cd "$tmp/idx" || exit 1
-    images 20 >$train_images
-    labels 20 >$train_labels
-    images 10 >$test_images
-    labels 10 >$test_labels
-    cd "$tmp/cwd" || exit 1
-}
-
-# bad NAME FILE REGEX COMMAND: after the command has spoilt the data, cnn refuses FILE in one line
-bad() {
-    local name=data/$1 file=$2 regex=$3 wrong=''
-    make_data
-    (cd "$tmp/idx" && eval "$4") || exit 1
-    run --data "$tmp/idx" --dataset mnist --epochs 1 --out "$tmp/idx/out"
-    [ "$status" -eq 1 ] || wrong="exit $status"
-    [ "$(grep -vcE '^(gzip: .*)?$' "$err")" -eq 1 ] || wrong+=" not one line"
-    grep -q '^cnn: error: ' "$err" || wrong+=" no 'cnn: error:'"
-    grep '^cnn: error: ' "$err" | grep -qF -- "$file" || wrong+=" does not name $file"
-    grep -qP -- "$regex" "$err" || wrong+=" no $regex"
-    grep -qF 'data/get_data.sh mnist' "$err" || wrong+=" no data/get_data.sh"
-    if grep -qs complete "$tmp/idx/out/run.json"; then wrong+=" a complete run.json"; fi
-    if [ -z "$wrong" ]; then
-        pass "$name"
-    else
-        fail "$name" "one line of refusal, exit 1" "$wrong: $(cat "$err")"
-    fi
-}
-
-test_data() {
-    make_data
-    run --data "$tmp/idx" --dataset mnist --epochs 1
-    same data/plain_status 0 "$status"
-    line data/plain_size '^Train set size: 20$'
-    line data/plain_folder "^Data: mnist from $tmp/idx\$"
-    figures >"$tmp/plain"
-    gzip "$tmp/idx/"*-ubyte
-    run --data "$tmp/idx" --dataset mnist --epochs 1
-    same data/gz_status 0 "$status"
-    same data/gz_equals_plain "$(cat "$tmp/plain")" "$(figures)"
-    run --data "$tmp/idx" --dataset mnist --epochs 1 --limit-train 7
-    line data/gz_limit '^Train set size: 7$'
-    mkdir "$tmp/idx/mnist" && mv "$tmp/idx/"*.gz "$tmp/idx/mnist/"
-    run --data "$tmp/idx" --dataset mnist --epochs 1
-    line data/subfolder "^Data: mnist from $tmp/idx/mnist\$"
-
-    local both='expected .*, found ' f
-    for f in $train_images $train_labels $test_images $test_labels; do
-        bad "missing_$f" "$f" "$both" "rm $f"
-        bad "truncated_$f" "$f" "$both" "truncate -s -1 $f"
-        bad "short_header_$f" "$f" "$both" "truncate -s 5 $f"
-        bad "empty_$f" "$f" "$both" ": >$f"
-        bad "too_long_$f" "$f" "$both" "echo >>$f"
-        bad "no_gz_name_$f" "$f" "$both" "gzip $f && mv $f.gz $f"
-        bad "broken_gz_$f" "$f.gz" 'gzip' "gzip $f && truncate -s -9 $f.gz"
-        bad "not_gz_$f" "$f.gz" 'gzip' "mv $f $f.gz"
-        bad "short_gz_$f" "$f.gz" "$both" "truncate -s -1 $f && gzip $f"
-        bad "long_gz_$f" "$f.gz" "$both" "echo >>$f && gzip $f"
+test_usage() {
+    local sgd=("${tiny[@]}" --optimizer sgd)
+    usage milestones_without_multistep --milestones "${sgd[@]}" --milestones 1,2
+    usage multistep_without_milestones --milestones "${sgd[@]}" --schedule multistep
+    local list
+    for list in '1,' ',1' '1,,2' '1,x' -1 1.5 '1 2'; do
+        usage "milestones_$list" --milestones "${sgd[@]}" --schedule multistep --milestones "$list"
     done
-    bad magic_images $train_images "$both" "images 20 2049 >$train_images"
-    bad magic_labels $test_labels "$both" "labels 10 2051 >$test_labels"
-    bad swapped $train_images "$both" "cp $train_labels $train_images"
-    bad label_10 $train_labels 'from 0 to 9, found 10' \
-        "truncate -s -1 $train_labels && printf '\\x0a' >>$train_labels"
-    bad fewer_labels $train_labels "$both" "labels 19 >$train_labels"
-    bad more_labels $test_labels "$both" "labels 11 >$test_labels"
-    bad rows $train_images '28 x 28 .*found 14 x 28' "images 20 2051 14 28 >$train_images"
-    bad columns $test_images '28 x 28 .*found 28 x 14' "images 10 2051 28 14 >$test_images"
-    bad count_0_images $train_images "$both" "images 0 >$train_images"
-    bad count_0_labels $test_labels "$both" "labels 0 >$test_labels"
-    bad huge_count $train_images "$both" \
-        "{ be32 2051; be32 4294967295; be32 28; be32 28; } >$train_images"
-    bad huge_count_gz $train_images.gz "$both" "rm $train_images &&
-        { be32 2051; be32 4294967295; be32 28; be32 28; } | gzip >$train_images.gz"
-
-    # A failed run must not leave an older run's success behind in its folder.
-    make_data
-    run --data "$tmp/idx" --dataset mnist --epochs 1 --out "$tmp/reused"
-    echo >>"$tmp/idx/$test_labels"
-    run --data "$tmp/idx" --dataset mnist --epochs 1 --out "$tmp/reused"
-    same data/stale_run_json 0 "$(grep -cs '"complete"' "$tmp/reused/run.json")"
-
-    run --data "$tmp/nowhere" --dataset mnist --epochs 1
-    same data/nowhere_status 1 "$status"
-    same data/nowhere_lines 1 "$(wc -l <"$err")"
-    holds data/nowhere_command "data/get_data.sh" "$(cat "$err")" grep -qF data/get_data.sh "$err"
+    usage nesterov_without_momentum --nesterov "${sgd[@]}" --nesterov
+    usage nesterov_with_adadelta --nesterov "${tiny[@]}" --nesterov
+    usage momentum_with_adadelta --momentum "${tiny[@]}" --momentum 0.9
+    usage momentum_1 --momentum "${sgd[@]}" --momentum 1
+    usage label_smoothing_1 --label-smoothing "${tiny[@]}" --label-smoothing 1
+    usage warm_up_too_long --warmup-epochs "${tiny[@]}" --epochs 2 --warmup-epochs 2
+    usage resume_without_checkpoint --checkpoint "${tiny[@]}" --resume
+    usage resume_and_load --load "${tiny[@]}" --resume --checkpoint "$tmp/none" --load "$tmp/none"
+    local every
+    for every in 0 0steps 1.5 10step steps -1 '' 10stepss; do
+        usage "save_every_$every" --save-every "${tiny[@]}" --checkpoint "$tmp/none" \
+            --save-every "$every"
+    done
+    same options/usage_wrote_nothing "" "$(find "$tmp" -name 'none*')"
 }
 
-test_auto() {
-    local name expected=synthetic
-    for name in fashion-mnist mnist; do
-        if compgen -G "/usr/share/datasets/$name/$train_images*" >/dev/null; then expected=$name; fi
+# ---- Defaults of the models, as the line "Settings:" tells them
+
+# defaults MODEL PARAMETERS WORDS...: the run of --model MODEL says these words of its settings
+defaults() {
+    local model=$1 parameters=$2 missing='' settings i
+    shift 2
+    run --model "$model" --dataset synthetic --limit-train 1 --limit-test 1 --eval
+    settings="$(grep '^Settings:' "$out") "
+    for ((i = 1; i < $#; i += 2)); do
+        [[ $settings == *" --${!i} ${*:i+1:1} "* ]] || missing+=" --${!i} ${*:i+1:1}"
     done
-    mkdir "$tmp/empty" && cp "$cnn" "$tmp/empty/cnn"
-    (cd "$tmp/empty" && ./cnn --limit-train 64 --limit-test 20 --epochs 1) >"$out" 2>"$err"
-    line auto/data "^Data: $expected "
-    run --data "$tmp/empty" --limit-train 64 --limit-test 20 --epochs 1
-    line auto/data_option '^Data: synthetic '
+    same "defaults/$model" "exit 0, " "exit $status, $missing"
+    line "defaults/$model/parameters" "\\b$parameters parameters"
+}
+
+test_defaults() {
+    defaults mnist 1199882 optimizer adadelta lr 1 momentum 0 nesterov off weight-decay 0 \
+        batch-size 64 test-batch-size 1000 epochs 14 schedule step gamma 0.7 step-size 1 \
+        log-interval 10 seed 1 augment none label-smoothing 0 warmup-epochs 0 max-steps 0 \
+        lr-scaling none save-every 1
+    defaults cifar 62006 optimizer sgd lr 0.001 momentum 0.9 nesterov off weight-decay 0 \
+        batch-size 4 epochs 2 schedule step gamma 1 width 6 log-interval 10 seed 1
+    local model models=resnet8:78042
+    # with 100 classes and the 3 x 3 stem, as torchvision counts them
+    [ -n "${QUICK:-}" ] || models+=" resnet18:11220132 resnet34:21328292 resnet50:23705252 \
+resnet101:42697380 resnet152:58341028"
+    for model in $models; do
+        defaults "${model%:*}" "${model#*:}" optimizer sgd lr 0.1 momentum 0.9 nesterov off \
+            weight-decay 0.0005 batch-size 128 epochs 100 schedule cosine log-interval 20 stem 3
+    done
+    [ -z "${QUICK:-}" ] || skip defaults/resnet18_to_152 "QUICK=1"
+    run --model resnet8 --dataset synthetic --limit-train 1 --limit-test 1 --eval --stem 7
+    line defaults/stem_7 '\b79962 parameters'
+    line defaults/stem_7_layer '  conv1 +conv2d 7x7 stride 1 padding 3 +32 x 32 x 16 '
+    run --model resnet8 --dataset synthetic --limit-train 1 --limit-test 1 --eval --stem imagenet
+    line defaults/stem_imagenet '\b79962 parameters'
+    line defaults/stem_imagenet_layer '  conv1 +conv2d 7x7 stride 2 padding 3 +16 x 16 x 16 '
+    run --model cifar --dataset synthetic --limit-train 1 --limit-test 1 --eval --width 64
+    line defaults/width_64 '\b89614 parameters'
+}
+
+# ---- Argument files
+
+# in_file NAME SETTING EXPECTED ARGUMENTS...
+in_file() {
+    local name=$1 setting=$2 expected=$3
+    shift 3
+    run --dataset synthetic --limit-test 1 --eval "$@"
+    same "argument_file/$name" "$expected" "$(setting "$setting")"
+}
+
+test_argument_files() {
+    local file=$tmp/a.args other=$tmp/b.args
+    printf '%s\n' '# a comment' '--epochs 2 # --epochs 7' '' '  --batch-size=32' '--limit-train' \
+        '  64' $'--nesterov\t--optimizer sgd\r' '--momentum 0.5' '#--lr 3' --profile >"$file"
+    printf '%s' '--epochs 4 --model cifar' >"$other"
+    in_file words epochs 2 "@$file"
+    local part
+    for part in batch-size:32 limit-train:64 nesterov:on optimizer:sgd momentum:0.5 lr:0.01 \
+        profile:on; do
+        same "argument_file/words/${part%:*}" "${part#*:}" "$(setting "${part%:*}")"
+    done
+    in_file option_before epochs 2 --epochs 5 "@$file"
+    in_file option_after epochs 3 "@$file" --epochs 3
+    in_file two_files epochs 4 "@$file" "@$other"
+    in_file two_files_turned epochs 2 "@$other" "@$file"
+    in_file two_files/other_settings batch-size 32 "@$file" "@$other"
+    in_file model batch-size 4 --limit-train 1 "@$other"
+    in_file option_before_model lr 0.5 --limit-train 1 --lr 0.5 "@$other"
+    : >"$tmp/empty.args"
+    in_file empty epochs 14 --limit-train 1 "@$tmp/empty.args"
+
+    refused argument_file/missing 2 "$tmp/nowhere.args" "@$tmp/nowhere.args"
+    refused argument_file/no_name 2 '@' "@"
+    refused argument_file/folder 2 "@$tmp" "@$tmp"
+    echo '--epochs 1 --batchsize 3' >"$file"
+    refused argument_file/unknown_option 2 '--batchsize' "@$file"
+    echo '--dataset synthetic --epochs' >"$file"
+    refused argument_file/no_value 2 '--epochs' "@$file" 1
+    echo "@$other" >"$file"
+    refused argument_file/in_a_file 2 "@$other" "@$file"
+    printf -- '--epochs 1\0 --epochs 2' >"$file"
+    refused argument_file/zero_byte 2 "@$file" "@$file"
+    yes '# a comment' 2>/dev/null | head -c 70000 >"$file"
+    refused argument_file/too_long 2 "@$file" "@$file"
+}
+
+# ---- The learning rate
+
+# scaled NAME EXPECTED OPTIONS...: lr after --lr-scaling
+scaled() {
+    run --dataset synthetic --limit-train 1 --limit-test 1 --eval "${@:3}"
+    same "lr_scaling/$1" "$2" "$(setting lr)"
+}
+
+# rates NAME EXPECTED OPTIONS...: lr in the lines of the epochs, of a step each
+rates() {
+    run --model cifar --dataset synthetic --limit-train 4 --limit-test 1 --lr 0.01 "${@:3}"
+    same "schedule/$1" "$2" "$(grep -oP '^epoch=.* lr=\K.*' "$out" | paste -sd ' ')"
+}
+
+test_learning_rate() {
+    scaled none 0.01 --optimizer sgd --batch-size 128
+    scaled mnist_linear 0.02 --optimizer sgd --batch-size 128 --lr-scaling linear
+    scaled mnist_adadelta 2 --batch-size 128 --lr-scaling linear
+    scaled mnist_sqrt 2 --batch-size 256 --lr-scaling sqrt
+    scaled cifar_linear 0.0625 --model cifar --batch-size 250 --lr-scaling linear
+    scaled resnet_sqrt 0.05 --model resnet8 --batch-size 32 --lr-scaling sqrt
+    scaled own_lr 0.25 --model resnet8 --batch-size 64 --lr 0.5 --lr-scaling linear
+
+    rates step "0.01 0.01 0.005 0.005 0.0025" --epochs 5 --gamma 0.5 --step-size 2
+    rates step_gamma_1 "0.01 0.01 0.01" --epochs 3
+    rates multistep "0.01 0.001 0.001 0.0001 0.0001" --epochs 5 --gamma 0.1 \
+        --schedule multistep --milestones 1,3
+    rates cosine "0.01 0.00853553 0.005 0.00146447" --epochs 4 --schedule cosine
+    rates warm_up_step "0.005 0.01 0.01 0.005" --epochs 4 --warmup-epochs 2 --gamma 0.5
+    rates warm_up_cosine "0.01 0.01 0.005" --epochs 3 --warmup-epochs 1 --schedule cosine
+    # within an epoch of four steps the warm-up grows; the first rate that is used is not 0
+    run --model cifar --dataset synthetic --limit-train 14 --limit-test 1 --lr 0.01 --epochs 3 \
+        --warmup-epochs 2 --out "$tmp/warm_up"
+    same schedule/warm_up_steps \
+        "0.00125 0.0025 0.00375 0.005 0.00625 0.0075 0.00875 0.01 0.01 0.01 0.01 0.01" \
+        "$(cut -d , -f 6 "$tmp/warm_up/steps.csv" | tail -n +2 | paste -sd ' ')"
+}
+
+# ---- What a ResNet logs: the lines of the SC20 tutorial
+
+test_sc20() {
+    local number='[0-9]+\.[0-9]+'
+    run --model resnet8 --dataset synthetic --limit-train 82 --batch-size 2 --limit-test 2 \
+        --epochs 2
+    same sc20/status 0 "$status"
+    same sc20/iterations "1 0 1 20 1 40 2 0 2 20 2 40" "$(grep -oP \
+        "^INFO - Epoch: \\K[0-9]+, Iteration: [0-9]+(?=, Avg img/sec: $number\$)" "$out" |
+        sed 's/, Iteration://' | paste -sd ' ')"
+    same sc20/epochs "1 2" "$(grep -oP \
+        "^INFO - Time taken for epoch \\K[0-9]+(?= is $number sec\$)" "$out" | paste -sd ' ')"
+    same sc20/order "Iteration: 40,|Time taken|epoch=1" "$(grep -B 2 '^epoch=1 ' "$out" |
+        grep -oE 'Iteration: 40,|Time taken|epoch=1' | paste -sd '|')"
+    same sc20/no_other_lines "" "$(grep -E '^(Train Epoch|Test set: )' "$out")"
+    run --model resnet8 --dataset synthetic --limit-train 6 --batch-size 2 --limit-test 2 \
+        --epochs 1 --log-interval 1
+    same sc20/log_interval 3 "$(grep -c '^INFO - Epoch: 1, Iteration: ' "$out")"
+}
+
+# ---- Augmentation: other images, and the same ones whatever --workers and --threads are
+
+test_augmentation() {
+    local kind name options
+    while read -r name options; do
+        # shellcheck disable=SC2086 # several words on purpose
+        run --model cifar --dataset synthetic --limit-train 30 --limit-test 4 --epochs 2 \
+            --save-model --out "$tmp/augment_$name" $options
+    done <<END
+none --workers 1 --threads 1
+crop-flip --augment crop-flip --workers 1 --threads 1
+crop-flip_again --augment crop-flip --workers 4 --threads 2
+elastic --augment elastic --workers 1 --threads 1
+elastic_again --augment elastic --workers 4 --threads 2
+END
+    for kind in crop-flip elastic; do
+        holds "augment/$kind/workers" "the same weights with 4 workers" "others" cmp -s \
+            "$tmp/augment_$kind/model.safetensors" "$tmp/augment_${kind}_again/model.safetensors"
+        local differ=0
+        cmp -s "$tmp/augment_$kind/model.safetensors" "$tmp/augment_none/model.safetensors" ||
+            differ=$?
+        same "augment/$kind/changes_images" 1 "$differ"
+    done
 }
 
 # ---- The run folder
@@ -497,8 +506,12 @@ test_dry_run
 test_determinism
 test_kernels
 test_options
-test_data
-test_auto
+test_usage
+test_defaults
+test_argument_files
+test_learning_rate
+test_sc20
+test_augmentation
 test_out
 test_write_errors
 test_learns

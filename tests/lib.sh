@@ -1,0 +1,110 @@
+# Shared by the tests of ./cnn, which source it after they have set suite=NAME: helpers to run ./cnn
+# in a folder of its own and to print `pass NAME/TEST`, `fail NAME/TEST: expected ..., found ...` or
+# `skip NAME/TEST: why`. CNN=PATH: another binary.
+# shellcheck shell=bash
+set -u
+: "${suite:?}"
+export LC_ALL=C
+unset SLURM_CPUS_PER_TASK
+repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) || exit 1
+cnn=$(realpath -e "${CNN:-$repo/cnn}") || exit 1
+tmp=$(mktemp -d) || exit 1
+trap 'rm -rf "$tmp"' EXIT
+mkdir "$tmp/cwd" && cp "$repo/cnn.c" "$tmp/cwd/" && cd "$tmp/cwd" || exit 1
+
+one_line() { tr '\n\t' '| ' | cut -c 1-300; }
+pass() { echo "pass $suite/$1"; }
+fail() { echo "fail $suite/$1: expected $(one_line <<<"$2"), found $(one_line <<<"$3")"; }
+skip() { echo "skip $suite/$1: $2"; }
+
+# same NAME EXPECTED FOUND
+same() { if [ "$2" = "$3" ]; then pass "$1"; else fail "$1" "$2" "$3"; fi; }
+
+# holds NAME EXPECTED FOUND COMMAND...: the command must succeed; the words are for the report
+holds() {
+    local name=$1 expected=$2 found=$3
+    shift 3
+    if "$@" >/dev/null; then pass "$name"; else fail "$name" "$expected" "$found"; fi
+}
+
+# line NAME REGEX: a line of the last run's output matches
+line() { holds "$1" "a line $2" "$(tail -n 30 "$out")" grep -qP -- "$2" "$out"; }
+
+# at_least NUMBER BOUND
+# shellcheck disable=SC2317 # holds calls it
+at_least() { awk -v a="$1" -v b="$2" 'BEGIN { exit !(a != "" && a + 0 >= b) }'; }
+
+out=$tmp/stdout err=$tmp/stderr
+run() {
+    "$cnn" "$@" >"$out" 2>"$err" </dev/null
+    status=$?
+}
+value() { grep '^epoch=' "$out" | tail -n 1 | tr ' ' '\n' | sed -n "s/^$1=//p"; }
+
+# setting NAME: its value in the line "Settings:" of the last run
+setting() { grep '^Settings:' "$out" | grep -oP -- " --$1 \K[^ ]+"; }
+
+# refused NAME STATUS WORD OPTIONS...: ends with that status and one line on stderr, with the word
+refused() {
+    local name=$1 wanted=$2 word=$3
+    shift 3
+    run "$@"
+    if [ "$status" -eq "$wanted" ] && [ "$(wc -l <"$err")" -eq 1 ] &&
+        grep -q '^cnn: error: ' "$err" && grep -qF -- "$word" "$err"; then
+        pass "$name"
+    else
+        fail "$name" "exit $wanted and one line 'cnn: error: ...$word...'" \
+            "exit $status and $(cat "$err")"
+    fi
+}
+
+# Everything that a run computed, without its times.
+figures() {
+    grep -E '^(Train Epoch|Test set: A)' "$out"
+    grep -oE '(train_loss|test_loss|accuracy)=[^ ]+' "$out"
+}
+
+# python NAME ARGUMENTS... <PROGRAM: passes if it prints nothing, else fails with what it printed
+python() {
+    local name=$1
+    shift
+    if ! command -v python3 >/dev/null; then
+        skip "$name" "python3 is not installed"
+        return
+    fi
+    local said
+    said=$(python3 - "$@" 2>&1)
+    same "$name" "" "$said"
+}
+
+# ---- Data files
+
+be32() {
+    local hex
+    hex=$(printf '%08x' "$1")
+    printf '%b' "\\x${hex:0:2}\\x${hex:2:2}\\x${hex:4:2}\\x${hex:6:2}"
+}
+
+# images COUNT [MAGIC [ROWS [COLUMNS]]], labels COUNT [MAGIC]: an IDX file to stdout
+images() {
+    local rows=${3:-28} columns=${4:-28}
+    be32 "${2:-2051}" && be32 "$1" && be32 "$rows" && be32 "$columns"
+    yes 'Any bytes do: images of nothing.' 2>/dev/null | head -c $(($1 * rows * columns))
+}
+labels() {
+    local i
+    be32 "${2:-2049}" && be32 "$1"
+    for ((i = 0; i < $1; i++)); do printf '%b' "\\x0$((i % 10))"; done
+}
+
+train_images=train-images-idx3-ubyte train_labels=train-labels-idx1-ubyte
+test_images=t10k-images-idx3-ubyte test_labels=t10k-labels-idx1-ubyte
+make_data() {
+    rm -rf "$tmp/idx"
+    mkdir "$tmp/idx" && cd "$tmp/idx" || exit 1
+    images 20 >$train_images
+    labels 20 >$train_labels
+    images 10 >$test_images
+    labels 10 >$test_labels
+    cd "$tmp/cwd" || exit 1
+}
