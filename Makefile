@@ -77,8 +77,14 @@ build/test_float: tests/test_cnn.c cnn.c build/settings
 build/test_double: tests/test_cnn.c cnn.c build/settings
 	$(TEST_FLAGS) -DREAL=double tests/test_cnn.c -o $@ $(LIBS) -ldl
 
+build/parity_float: tests/parity.c cnn.c build/settings
+	$(TEST_FLAGS) tests/parity.c -o $@ $(LIBS)
+build/parity_double: tests/parity.c cnn.c build/settings
+	$(TEST_FLAGS) -DREAL=double tests/parity.c -o $@ $(LIBS)
+
 TESTED = $(if $(SANITIZED),cnn-debug,cnn)
-test: $(TESTED) build/test_float build/test_double
+TEST_PROGRAMS = $(addprefix build/,test_float test_double parity_float parity_double bench-v3)
+test: $(TESTED) $(TEST_PROGRAMS)
 	@CNN=./$(TESTED) QUICK=$(QUICK) tests/run_tests.sh
 
 build/bench: tests/bench.c cnn.c build/settings
