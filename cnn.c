@@ -314,6 +314,14 @@ static void atomic_open(AtomicFile *f, const char *path) {
         file_fail("cannot create", f->temporary);
 }
 
+// Whether `path` can be written: better to know it before hours of work than after them.
+static void check_writable(const char *path) {
+    AtomicFile f;
+    atomic_open(&f, path);
+    fclose(f.stream);
+    unlink(f.temporary);
+}
+
 static void atomic_commit(AtomicFile *f) {
     bool good = !ferror(f->stream) && fflush(f->stream) == 0 && fsync(fileno(f->stream)) == 0;
     good = fclose(f->stream) == 0 && good;
@@ -3125,6 +3133,12 @@ static void save_tensors(Net *net, Tensor *list, size_t count, const char *metad
         int64_t tracked = (int64_t)net->batches_tracked;
         if (t->values)
             net->backend->copy(net->host[0], t->values, t->count * sizeof(real));
+        for (size_t i = 0; t->values && i < t->count; i++)
+            if (!isfinite(net->host[0][i])) {
+                unlink(f.temporary);
+                die(1, "%s: not written, because %s is not finite any more; try a smaller --lr",
+                    path, t->name);
+            }
         if (t->filter.h)
             reorder_weight(net->host[1], net->host[0], t->filter, t->outputs, true);
         const void *numbers = !t->values ? (void *)&tracked : net->host[t->filter.h ? 1 : 0];
@@ -3325,37 +3339,49 @@ static void match_tensors(const char *path, Tensor *ours, size_t n_ours, const T
                 ours[i].name);
 }
 
-/* Reads all tensors of the list from a safetensors file. ignore_optimizer: the file may hold an
-   optimizer's numbers as well. metadata gets the file's, as lines "key=value". */
-static void load_tensors(Net *net, Tensor *list, size_t count, bool ignore_optimizer,
-                         char metadata[METADATA_SIZE], const char *path) {
+// A safetensors file whose header has been read and found good.
+typedef struct TensorFile {
+    FILE *stream;
+    Header header;
+    Tensor *list;
+    size_t count, data;           // tensors; where their numbers begin
+    char metadata[METADATA_SIZE]; // lines "key=value"
+} TensorFile;
+
+static void open_tensors(TensorFile *f, const char *path) {
     uint8_t prefix[8];
     struct stat info;
     uint64_t length = 0;
-    FILE *f = fopen(path, "rb");
-    if (!f || fstat(fileno(f), &info) != 0)
+    f->stream = fopen(path, "rb");
+    if (!f->stream || fstat(fileno(f->stream), &info) != 0)
         file_fail("cannot read", path);
-    if (fread(prefix, 1, 8, f) != 8)
+    if (fread(prefix, 1, 8, f->stream) != 8)
         die(1, "%s: expected a safetensors file, found fewer than 8 bytes", path);
     for (int byte = 7; byte >= 0; byte--)
         length = length << 8 | prefix[byte];
     if (length > MAX_HEADER || length + 8 > (uint64_t)info.st_size)
         die(1, "%s: expected a header of at most %d bytes and not beyond the file, found %llu",
             path, MAX_HEADER, (unsigned long long)length);
-    Header h = {.path = path, .text = must_alloc(length + 1, "the header")};
-    h.at = h.text;
-    if (fread(h.text, 1, length, f) != length || *h.text != '{')
+    f->header = (Header){.path = path, .text = must_alloc(length + 1, "the header")};
+    f->header.at = f->header.text;
+    if (fread(f->header.text, 1, length, f->stream) != length || *f->header.text != '{')
         die(1, "%s: expected a header that starts with {, found 0x%02x", path,
-            (unsigned char)*h.text);
-    size_t n_theirs;
-    Tensor *theirs = parse_header(&h, (size_t)info.st_size - 8 - length, metadata, &n_theirs);
-    match_tensors(path, list, count, theirs, n_theirs, ignore_optimizer);
+            (unsigned char)*f->header.text);
+    f->data = 8 + length;
+    f->list = parse_header(&f->header, (size_t)info.st_size - f->data, f->metadata, &f->count);
+}
+
+/* Reads all tensors of the list and closes the file. ignore_optimizer: the file may hold an
+   optimizer's numbers as well. */
+static void read_tensors(TensorFile *f, Net *net, Tensor *list, size_t count,
+                         bool ignore_optimizer) {
+    match_tensors(f->header.path, list, count, f->list, f->count, ignore_optimizer);
     for (const Tensor *t = list; t < list + count; t++) {
         int64_t tracked = 0;
         void *to = t->values ? (void *)net->host[0] : (void *)&tracked;
-        if (fseek(f, (long)(8 + length + t->begin), SEEK_SET) != 0 ||
-            fread(to, t->bytes, t->count, f) != t->count)
-            file_fail("cannot read", path);
+        if (fseek(f->stream, (long)(f->data + t->begin), SEEK_SET) != 0 ||
+            fread(to, t->bytes, t->count, f->stream) != t->count)
+            file_fail("cannot read", f->header.path);
         if (t->filter.h)
             reorder_weight(net->host[1], net->host[0], t->filter, t->outputs, false);
         if (t->values)
@@ -3363,9 +3389,9 @@ static void load_tensors(Net *net, Tensor *list, size_t count, bool ignore_optim
         else
             net->batches_tracked = (size_t)tracked;
     }
-    fclose(f);
-    free(h.text);
-    free(theirs);
+    fclose(f->stream);
+    free(f->header.text);
+    free(f->list);
 }
 
 // One hash of all parameters, tensor by tensor.
@@ -4228,8 +4254,12 @@ static void report_epoch(Run *run, EpochResult *e) {
 static void print_per_class(const Run *run) {
     char room[32];
     for (size_t i = 0; i < run->net.classes; i++)
-        printf("Accuracy for class: %-5s is %.1f %%\n", class_name(&run->info, i, room),
-               class_accuracy(run, i));
+        if (isfinite(class_accuracy(run, i)))
+            printf("Accuracy for class: %-5s is %.1f %%\n", class_name(&run->info, i, room),
+                   class_accuracy(run, i));
+        else
+            printf("Accuracy for class: %-5s is unknown, no test image shows it\n",
+                   class_name(&run->info, i, room));
 }
 
 /* ==== 14. train(), test(), main() ===============================================================
@@ -4281,33 +4311,48 @@ static void save_checkpoint(Run *run) {
     free(list);
 }
 
+// A whole number of the metadata; die() where there is none.
+static size_t metadata_number(const TensorFile *f, const char *key) {
+    char value[METADATA_SIZE];
+    if (!metadata_value(f->metadata, key, value) || !*value || strlen(value) > 9 ||
+        strspn(value, "0123456789") != strlen(value))
+        die(1, "%s: expected the position of a run in its metadata, found no %s", f->header.path,
+            key);
+    return strtoul(value, NULL, 10);
+}
+
+static void compare_settings(Run *run, const TensorFile *f) {
+    char room[64], value[METADATA_SIZE];
+    for (size_t i = 0; i < OPTIONS; i++) {
+        const char *ours = option_text(&run->settings, &options[i], room);
+        const char *found = metadata_value(f->metadata, options[i].name + 2, value);
+        if (options[i].result && (!found || strcmp(found, ours) != 0))
+            die(EXIT_USAGE,
+                "%s: its %s is \"%s\", this run's is \"%s\"; resume with the former, or "
+                "start from its weights with --load",
+                f->header.path, options[i].name, found ? found : "not there", ours);
+    }
+}
+
 // Goes on from the checkpoint, if the settings that shape the result are the same.
 static void resume_checkpoint(Run *run) {
     const char *path = run->settings.checkpoint;
-    char theirs[METADATA_SIZE], room[64], value[METADATA_SIZE];
+    TensorFile f;
     size_t count;
     if (access(path, F_OK) != 0) {
         printf("No checkpoint %s yet: starting afresh\n", path);
         return;
     }
-    Tensor *list = list_tensors(&run->net, run->optimizer, run->state, &count);
-    load_tensors(&run->net, list, count, false, theirs, path);
-    free(list);
-    for (size_t i = 0; i < OPTIONS; i++) {
-        const char *ours = option_text(&run->settings, &options[i], room);
-        const char *found = metadata_value(theirs, options[i].name + 2, value);
-        if (options[i].result && (!found || strcmp(found, ours) != 0))
-            die(EXIT_USAGE,
-                "%s: its %s is \"%s\", this run's is \"%s\"; resume with the former, or "
-                "start from its weights with --load",
-                path, options[i].name, found ? found : "not there", ours);
-    }
-    const char *epoch = metadata_value(theirs, "epoch", value);
-    run->epoch = epoch ? strtoul(epoch, NULL, 10) : 0;
-    const char *batch = metadata_value(theirs, "batch", value);
-    run->next_batch = batch ? strtoul(batch, NULL, 10) : 0;
+    open_tensors(&f, path);
+    run->epoch = metadata_number(&f, "epoch");
+    run->next_batch = metadata_number(&f, "batch");
+    compare_settings(run, &f);
     if (run->epoch == 0 || run->next_batch >= run->train_loader.batches)
-        die(1, "%s: expected the position of a run in its metadata, found none", path);
+        die(1, "%s: its metadata says epoch %zu, batch %zu: no such place", path, run->epoch,
+            run->next_batch);
+    Tensor *list = list_tensors(&run->net, run->optimizer, run->state, &count);
+    read_tensors(&f, &run->net, list, count, false);
+    free(list);
     printf("Going on from %s: epoch %zu, step %zu\n", path, run->epoch, run->next_batch + 1);
 }
 
@@ -4374,6 +4419,9 @@ static void test(Run *run, EpochResult *result) {
             break;
     }
     result->test_loss = loss / (double)images;
+    if (!isfinite(loss))
+        die(1, "the test loss is %g: the weights have grown beyond all numbers; try a smaller --lr",
+            loss);
     result->accuracy = 100. * (double)correct / (double)images;
     result->test_seconds = now() - begin;
     if (!run->model->sc20_log)
@@ -4415,8 +4463,9 @@ static void check_settings(const Settings *s) {
             s->optimizer, s->momentum);
     if (s->momentum > 0 && strcmp(s->optimizer, "sgd") != 0)
         die(EXIT_USAGE, "--momentum: expected --optimizer sgd, found %s", s->optimizer);
-    if (s->resume && !*s->checkpoint)
-        die(EXIT_USAGE, "--resume: expected --checkpoint FILE too, found none");
+    if ((s->resume || strcmp(s->save_every, "1") != 0) && !*s->checkpoint)
+        die(EXIT_USAGE, "%s: expected --checkpoint FILE too, found none",
+            s->resume ? "--resume" : "--save-every");
     if (s->resume && *s->load)
         die(EXIT_USAGE,
             "--resume: expected no --load with it: both say where the weights come from");
@@ -4601,13 +4650,16 @@ static void setup_loaders(Run *run) {
 // The weights to begin with, and where: fresh ones, those of --load, or a checkpoint's.
 static void setup_weights(Run *run) {
     Settings *s = &run->settings;
+    if (*s->checkpoint)
+        check_writable(s->checkpoint);
     run->epoch = 1;
     net_init(&run->net, s->seed);
     if (*s->load) {
-        char metadata[METADATA_SIZE];
+        TensorFile f;
         size_t count;
         Tensor *list = list_tensors(&run->net, NULL, NULL, &count);
-        load_tensors(&run->net, list, count, true, metadata, s->load);
+        open_tensors(&f, s->load);
+        read_tensors(&f, &run->net, list, count, true);
         free(list);
         printf("Loaded the weights in %s\n", s->load);
     }
@@ -4660,9 +4712,19 @@ static void close_run(Run *run) {
         fclose(run->epochs_csv);
 }
 
+// The test alone, reported as epoch 0: --eval, or no training left to do
+static void evaluate(Run *run) {
+    EpochResult result = {.epoch = 0};
+    test(run, &result);
+    report_epoch(run, &result);
+    run->status = "complete";
+}
+
 // Epochs of training, each with a test, from where the run is to where it shall end.
 static void train_epochs(Run *run) {
     const Settings *s = &run->settings;
+    if (training_is_over(run))
+        evaluate(run);
     while (!training_is_over(run)) {
         EpochResult result = {.epoch = run->epoch};
         run->epoch_started = run->log_started = now();
@@ -4676,14 +4738,6 @@ static void train_epochs(Run *run) {
     if (*s->checkpoint)
         save_checkpoint(run);
     run->status = run->epoch <= s->epochs && !s->dry_run ? "stopped" : "complete";
-}
-
-// --eval: the test alone, reported as epoch 0
-static void evaluate(Run *run) {
-    EpochResult result = {.epoch = 0};
-    test(run, &result);
-    report_epoch(run, &result);
-    run->status = "complete";
 }
 
 static int run_main(int argc, char **argv) {

@@ -1,26 +1,58 @@
-/* parity.c - trains on the batches that another program prepared, for tests/live_pytorch.py.
+/* parity.c - trains on the batches that tests/live_pytorch.py prepared, which tells how it is called.
 
-   usage: parity IN.safetensors BATCHES.bin OUT.safetensors STEPS CLASSES H W C OPTIONS...
-   Reads the first weights from IN, does STEPS steps with dropout off at the learning rate of the
-   options, prints `loss NUMBER` for each and writes the weights to OUT. BATCHES.bin holds for each
-   step the images [batch][h][w][c], then the labels, all as float64. OPTIONS are those of ./cnn. */
+   Reads the first weights, trains with dropout off, prints `loss NUMBER` for each step, and writes
+   the weights. */
 
 #define CNN_NO_MAIN
 #include "../cnn.c"
 
-enum { ARGUMENTS = 8 };
+enum {
+    MODEL = 1,
+    IN,
+    BATCHES,
+    OUT,
+    STEPS,
+    BATCH,
+    CLASS_COUNT,
+    H,
+    W,
+    C,
+    LR,
+    MOMENTUM,
+    DECAY,
+    NESTEROV,
+    OPTIMIZER,
+    ARGUMENTS
+};
 
 static size_t number(char **argv, size_t i) {
     return strtoul(argv[i], NULL, 10);
 }
 
-static void setup_parity(Run *run, int argc, char **argv) {
-    setup_settings(run, argc - ARGUMENTS, argv + ARGUMENTS);
+// The arguments as options of ./cnn.
+static void parse_arguments(Run *run, char **argv) {
+    static const struct {
+        char *option;
+        size_t argument;
+    } table[] = {{"--model", MODEL},        {"--batch-size", BATCH},    {"--lr", LR},
+                 {"--weight-decay", DECAY}, {"--optimizer", OPTIMIZER}, {"--momentum", MOMENTUM}};
+    char *words[16] = {"cnn"};
+    int count = 1;
+    for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
+        words[count++] = table[i].option;
+        words[count++] = argv[table[i].argument];
+    }
+    words[count++] = number(argv, NESTEROV) ? "--nesterov=on" : "--nesterov=off";
+    setup_settings(run, count, words);
+}
+
+static void setup_parity(Run *run, char **argv) {
+    parse_arguments(run, argv);
     Net *net = &run->net;
     const Settings *s = &run->settings;
-    run->info = (DatasetInfo){.name = "batches", .classes = number(argv, 5)};
-    run->info.shape = (Shape){number(argv, 6), number(argv, 7), number(argv, 8)};
-    net_build(net, run->model, &run->info, s, &backends[strcmp(s->kernels, "fast") == 0]);
+    run->info = (DatasetInfo){.name = "batches", .classes = number(argv, CLASS_COUNT)};
+    run->info.shape = (Shape){number(argv, H), number(argv, W), number(argv, C)};
+    net_build(net, run->model, &run->info, s, &backends[1]);
     for (size_t i = 0; i < net->count; i++)
         net->layers[i].p = 0; // dropout
     plan_memory(net, s->batch_size);
@@ -29,14 +61,19 @@ static void setup_parity(Run *run, int argc, char **argv) {
     run->state = real_alloc(net, count_states(run->optimizer, s) * net->param_size, "optimizer");
 }
 
-static void exchange_weights(Net *net, const char *path, bool save) {
-    char metadata[METADATA_SIZE] = "";
+static void load_weights(Net *net, const char *path) {
+    TensorFile f;
     size_t count;
     Tensor *list = list_tensors(net, NULL, NULL, &count);
-    if (save)
-        save_tensors(net, list, count, metadata, path);
-    else
-        load_tensors(net, list, count, true, metadata, path);
+    open_tensors(&f, path);
+    read_tensors(&f, net, list, count, true);
+    free(list);
+}
+
+static void save_weights(Net *net, const char *path) {
+    size_t count;
+    Tensor *list = list_tensors(net, NULL, NULL, &count);
+    save_tensors(net, list, count, "", path);
     free(list);
 }
 
@@ -54,20 +91,20 @@ static void read_batch(FILE *f, Batch *batch, size_t pixels) {
 
 int main(int argc, char **argv) {
     static Run run;
-    if (argc <= ARGUMENTS)
-        die(EXIT_USAGE, "expected %d arguments, found %d", ARGUMENTS, argc - 1);
-    setup_parity(&run, argc, argv);
+    if (argc != ARGUMENTS)
+        die(EXIT_USAGE, "expected %d arguments, found %d", ARGUMENTS - 1, argc - 1);
+    setup_parity(&run, argv);
     Net *net = &run.net;
     const Settings *s = &run.settings;
     size_t pixels = shape_size(run.info.shape);
     Batch batch = {.n = s->batch_size};
     batch.images = must_alloc(batch.n * pixels * sizeof(real), "a batch");
     batch.labels = must_alloc(batch.n, "a batch");
-    exchange_weights(net, argv[1], false);
-    FILE *f = fopen(argv[2], "rb");
+    load_weights(net, argv[IN]);
+    FILE *f = fopen(argv[BATCHES], "rb");
     if (!f)
-        file_fail("cannot read", argv[2]);
-    for (size_t step = 0; step < number(argv, 4); step++) {
+        file_fail("cannot read", argv[BATCHES]);
+    for (size_t step = 0; step < number(argv, STEPS); step++) {
         Draw draw = {s->seed, 1, step * batch.n};
         read_batch(f, &batch, pixels);
         net_load(net, &batch);
@@ -77,6 +114,6 @@ int main(int argc, char **argv) {
         run.optimizer->step(net, run.state, s->lr);
     }
     fclose(f);
-    exchange_weights(net, argv[3], true);
+    save_weights(net, argv[OUT]);
     return 0;
 }

@@ -2572,10 +2572,14 @@ static void build_for_checkpoint(Net *net, const char *model, const Settings *se
 static void save_or_load(Net *net, const Optimizer *o, real *state, char *metadata, bool save) {
     size_t count;
     Tensor *list = list_tensors(net, o, state, &count);
-    if (save)
+    if (save) {
         save_tensors(net, list, count, metadata, checkpoint_path);
-    else
-        load_tensors(net, list, count, false, metadata, checkpoint_path);
+    } else {
+        TensorFile f;
+        open_tensors(&f, checkpoint_path);
+        snprintf(metadata, METADATA_SIZE, "%s", f.metadata);
+        read_tensors(&f, net, list, count, false);
+    }
     free(list);
 }
 
