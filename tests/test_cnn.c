@@ -422,8 +422,9 @@ static void build_plain_net(Net *net, const Backend *b, size_t kernel, size_t st
     bool pool_first = (stride + padding) % 2; // a ReLU behind a convolution, or behind a max-pool
     x = pool_first ? x : relu(net, x);
     size_t window = s.h >= 3 && s.w >= 3 && padding != 1 ? 3 : 2;
+    size_t step = stride == 2 && kernel % 2 ? window - 1 : window; // windows that overlap, or not
     if (s.h >= window && s.w >= window)
-        x = maxpool2d(net, x, window, window, 0);
+        x = maxpool2d(net, x, window, step, 0);
     x = pool_first ? relu(net, x) : x;
     x = relu(net, linear(net, dropout(net, x, (real).3), 11));
     x = linear(net, dropout(net, x, (real).5), CLASSES);
@@ -763,12 +764,12 @@ static size_t row_of_equal_shape(const Net *net, size_t x) {
     }
 }
 
-// A max-pool whose zeros the fast convolution's backward may skip, where the image is large enough.
+// A max-pool whose zeros the fast convolution's backward may skip, or not.
 static void add_random_pool(Net *net, size_t x) {
     x = draw_bits() % 4 ? relu(net, conv2d(net, x, draw_size(1, 4), 1, 1, 0)) : x;
     Shape s = net->layers[x].out;
-    bool large = s.h >= 2 && s.w >= 2;
-    maxpool2d(net, x, large ? 2 : 1, large ? 2 : 1, 0);
+    size_t kernel = draw_size(1, min_size(min_size(s.h, s.w), 3));
+    maxpool2d(net, x, kernel, draw_size(1, 3), draw_bits() % 2 ? kernel / 2 : 0);
 }
 
 static void add_random_row(Net *net) {
