@@ -86,8 +86,8 @@ def resnet(name):
     return build
 
 
-def adadelta(parameters):
-    return torch.optim.Adadelta(parameters, lr=1.0, rho=0.9, eps=1e-6)
+def adadelta(parameters, lr=1.0):
+    return torch.optim.Adadelta(parameters, lr=lr, rho=0.9, eps=1e-6)
 
 
 def sgd(parameters):

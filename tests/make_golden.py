@@ -18,7 +18,8 @@ Lines of NET.txt, one step in training mode with the mean loss, dropout off:
   grad NAME COUNT NORM SUM ENTRIES   stat NAME COUNT NORM SUM ENTRIES (running mean or variance)
   ENTRIES: m = min(64, COUNT) of them, at floor(k * COUNT / m) of PyTorch's layout, k = 0..m-1
 Lines of optimizers.txt:
-  optimizer NAME LR MOMENTUM WEIGHT_DECAY NESTEROV ADADELTA, then 16 parameters after each of 10 steps
+  optimizer NAME LR MOMENTUM WEIGHT_DECAY NESTEROV ADADELTA, then the 16 parameters after each of
+           10 steps
   schedule NAME KIND GAMMA STEP_SIZE WARMUP_EPOCHS EPOCHS, then the rate of each step, 3 an epoch;
            base rate .1, milestones 4 and 7, cosine down to 0 over the epochs after the warm-up
   smoothing - LOSS, then its 40 derivatives by the log-probabilities
