@@ -1683,7 +1683,7 @@ static void draw_map(uint8_t *image) {
 }
 
 typedef struct Field { // sums over pixels in the middle
-    double count, sum[2], squares[2], steps[2], largest;
+    double count, sum[2], squares[2], product, steps[2], largest;
     size_t outside, grey; // pixels that came from outside, or from the border
 } Field;
 
@@ -1702,6 +1702,7 @@ static void measure_field(Field *f, const uint8_t *image) {
             displacement(d, image, y, x);
             displacement(next, image, y, x + 1);
             f->count++;
+            f->product += d[0] * d[1];
             for (size_t i = 0; i < 2; i++) {
                 f->sum[i] += d[i];
                 f->squares[i] += d[i] * d[i];
@@ -1737,6 +1738,9 @@ static void test_elastic_field(void) {
             fail("direction %zu: mean %.3f, deviation %.3f, neighbours differ by %.3f", i, mean,
                  deviation, step);
     }
+    double together = f.product / sqrt(f.squares[0] * f.squares[1]);
+    if (!(fabs(together) < .2))
+        fail("down and right move together: correlation %.2f", together);
     if (!(f.largest < 7) || changed != ELASTIC_DRAWS)
         fail("largest %.1f pixels, %zu of %d images changed", f.largest, changed, ELASTIC_DRAWS);
     if (f.outside == 0 || f.grey == 0 || f.outside > ELASTIC_DRAWS * 40)
@@ -2426,7 +2430,8 @@ static void test_stems(void) {
 }
 
 typedef struct Spread {
-    double largest, variance, fourth; // fourth: the fourth moment by the square of the variance
+    double largest, variance;
+    double fourth, neighbours; // the fourth moment, by variance^2; correlation of neighbours
 } Spread;
 
 static Spread measure_spread(const real *values, size_t count) {
@@ -2436,8 +2441,10 @@ static Spread measure_spread(const real *values, size_t count) {
         s.largest = fmax(s.largest, fabs((double)values[i]));
         s.variance += square / (double)count;
         s.fourth += square * square / (double)count;
+        s.neighbours += i ? (double)values[i] * (double)values[i - 1] / (double)count : 0;
     }
     s.fourth /= s.variance * s.variance;
+    s.neighbours /= s.variance;
     return s;
 }
 
@@ -2448,6 +2455,8 @@ static void expect_spread(const char *name, const real *values, size_t count, do
     if (!(fabs(s.variance / variance - 1) < .05 && fabs(s.fourth / fourth - 1) < .1))
         fail("%s: variance %g, fourth moment %.2f, expected %g, %.2f", name, s.variance, s.fourth,
              variance, fourth);
+    if (!(fabs(s.neighbours) < .05))
+        fail("%s: neighbours have a correlation of %.2f", name, s.neighbours);
     if (fourth < 2 && !(s.largest <= sqrt(3 * variance)))
         fail("%s: largest %g, expected %g", name, s.largest, sqrt(3 * variance));
 }
