@@ -115,5 +115,9 @@ int main(int argc, char **argv) {
     }
     fclose(f);
     save_weights(net, argv[OUT]);
+    net->backend->release(run.state);
+    net_free(net);
+    free(batch.images);
+    free(batch.labels);
     return 0;
 }
