@@ -550,20 +550,54 @@ static void find_gradients(Net *net) {
 
 /* ---- The backward that skips a max-pool's zeros ---------------------------------------------- */
 
-// From the pool's dout to the convolution's gradients, by the definitions.
-static Results pooled_reference(const Layer *l, size_t n, const Inputs *x, const uint8_t *argmax,
-                                const real *out, bool accumulate) {
-    const Backend *naive = &backends[0];
-    Array dconv = array(n * shape_size(l->out), 0);
+typedef struct Pooled { // what forward left
+    Array out, pooled;  // of the ReLU, of the max-pool
+    uint8_t *argmax;
+} Pooled;
+
+static Pooled pooled_forward(const Layer *l, size_t n, const Inputs *x) {
+    size_t count = n * shape_size(l->pool->out);
+    Pooled p = {array(n * shape_size(l->out), 0), array(count, 0), must_alloc(count, "a test")};
+    const real *bias = l->biases ? x->bias.at : NULL;
+    backends[0].conv2d_forward(p.out.at, x->in.at, x->weight.at, bias, l, n, NULL);
+    relu_forward(p.out.at, p.out.at, p.out.count);
+    backends[0].maxpool2d_forward(p.pooled.at, p.argmax, p.out.at, l->pool, n);
+    return p;
+}
+
+// Room for the gradients, in din what another reader wrote, if that is to be added to.
+static Results pooled_results(const Layer *l, const Inputs *x, bool accumulate) {
     Results r = {array(0, guard_value), array(x->in.count, guard_value),
                  array(l->weights, guard_value), array(l->biases, guard_value)};
     if (accumulate)
         memcpy(r.din.at, x->din.at, x->din.count * sizeof(real));
-    naive->maxpool2d_backward(dconv.at, x->dout.at, argmax, l->pool, n, false);
-    naive->relu_backward(dconv.at, dconv.at, out, dconv.count, false);
+    return r;
+}
+
+// From the pool's dout to the convolution's gradients, by the definitions.
+static Results pooled_naive(const Layer *l, size_t n, const Inputs *x, const Pooled *p,
+                            bool accumulate) {
+    const Backend *naive = &backends[0];
+    Array dconv = array(n * shape_size(l->out), 0);
+    Results r = pooled_results(l, x, accumulate);
+    naive->maxpool2d_backward(dconv.at, x->dout.at, p->argmax, l->pool, n, false);
+    naive->relu_backward(dconv.at, dconv.at, p->out.at, dconv.count, false);
     naive->conv2d_backward(r.din.at, r.dweight.at, r.dbias.at, dconv.at, x->in.at, x->weight.at, l,
                            n, accumulate, NULL);
     free(dconv.base);
+    return r;
+}
+
+static Results pooled_fast(const Net *net, size_t n, const Inputs *x, const Pooled *p,
+                           bool accumulate, bool wants_din) {
+    const Layer *l = &net->layers[1];
+    Array scratch = array(net->scratch_size, guard_value);
+    Results r = pooled_results(l, x, accumulate);
+    backends[1].conv2d_backward_pooled(wants_din ? r.din.at : NULL, r.dweight.at, r.dbias.at,
+                                       x->dout.at, p->pooled.at, p->argmax, x->in.at, x->weight.at,
+                                       l, n, accumulate, scratch.at);
+    check_guards("scratch", &scratch);
+    free(scratch.base);
     return r;
 }
 
@@ -574,44 +608,30 @@ static void drop_some(Array *dout) {
 }
 
 static void compare_pooled(const Net *net, size_t n, bool accumulate, bool wants_din) {
-    const Layer *l = &net->layers[1], *pool = l->pool;
-    size_t count = n * shape_size(pool->out);
-    Inputs x = {random_array(n * shape_size(l->in)), random_array(l->weights),
-                random_array(l->biases), random_array(count), random_array(n * shape_size(l->in))};
+    const Layer *l = &net->layers[1];
+    size_t inputs = n * shape_size(l->in);
+    Inputs x = {random_array(inputs), random_array(l->weights), random_array(l->biases),
+                random_array(n * shape_size(l->pool->out)), random_array(inputs)};
     drop_some(&x.dout);
     Inputs a = {absolute(&x.in), absolute(&x.weight), absolute(&x.bias), absolute(&x.dout),
                 absolute(&x.din)};
-    Array out = array(n * shape_size(l->out), 0), pooled = array(count, 0);
-    Array scratch = array(net->scratch_size, guard_value);
-    uint8_t *argmax = must_alloc(count, "test");
-    backends[0].conv2d_forward(out.at, x.in.at, x.weight.at, l->biases ? x.bias.at : NULL, l, n,
-                               NULL);
-    relu_forward(out.at, out.at, out.count);
-    backends[0].maxpool2d_forward(pooled.at, argmax, out.at, pool, n);
-    Results want = pooled_reference(l, n, &x, argmax, out.at, accumulate);
-    Results bound = pooled_reference(l, n, &a, argmax, out.at, accumulate);
-    Results got = {array(0, guard_value), array(x.in.count, guard_value),
-                   array(l->weights, guard_value), array(l->biases, guard_value)};
-    if (accumulate)
-        memcpy(got.din.at, x.din.at, x.din.count * sizeof(real));
-    backends[1].conv2d_backward_pooled(wants_din ? got.din.at : NULL, got.dweight.at, got.dbias.at,
-                                       x.dout.at, pooled.at, argmax, x.in.at, x.weight.at, l, n,
-                                       accumulate, scratch.at);
-    check_guards("scratch", &scratch);
+    Pooled p = pooled_forward(l, n, &x);
+    Results got = pooled_fast(net, n, &x, &p, accumulate, wants_din);
+    Results want = pooled_naive(l, n, &x, &p, accumulate);
+    Results bound = pooled_naive(l, n, &a, &p, accumulate);
+    bool before = *failure;
     if (!wants_din)
         memcpy(got.din.at, want.din.at, want.din.count * sizeof(real));
     compare_results(&got, &want, &bound, l, n);
-    if (*failure)
+    if (*failure && !before)
         describe_failure(l, n, accumulate);
     free_arrays(&x, sizeof x);
     free_arrays(&a, sizeof a);
     free_arrays(&want, sizeof want);
     free_arrays(&bound, sizeof bound);
     free_arrays(&got, sizeof got);
-    free(out.base);
-    free(pooled.base);
-    free(scratch.base);
-    free(argmax);
+    free_arrays(&p, 2 * sizeof(Array));
+    free(p.argmax);
 }
 
 static void test_pooled_backward(void) {
@@ -620,8 +640,7 @@ static void test_pooled_backward(void) {
         size_t kernel = draw_size(1, 7), stride = draw_size(1, 2), window = draw_size(2, 3);
         size_t least = kernel + stride * (window + draw_size(0, 2)), n = draw_size(1, 9);
         Shape in = {least + draw_size(0, 4), least + draw_size(0, 4), draw_size(1, 40)};
-        net = (Net){.model = "test", .backend = &backends[1], .settings = &plain};
-        add_layer(&net, (Layer){.kind = INPUT, .in = in, .out = in});
+        start_net(&net, in);
         size_t x = add_conv2d(&net, 0, draw_size(1, 70), kernel, stride, 0, draw_bits() % 2);
         maxpool2d(&net, relu(&net, x), window, window + draw_size(0, 1), 0);
         plan_memory(&net, n);
@@ -933,7 +952,7 @@ static void write_story(Story *s, size_t reader, size_t row) {
     s->written[row] = true;
 }
 
-// Has a gradient of its own: not so a convolution and its ReLU, if they start from their max-pool's.
+// Has a gradient of its own: not so a convolution and its ReLU that go on from their max-pool's.
 static bool has_gradient(const Layer *l) {
     return !l->pool && !(l->skipped && l->kind == RELU);
 }
@@ -983,8 +1002,8 @@ static size_t unshared_size(const Net *net) {
     return sum;
 }
 
-/* A ResNet of whatever depth needs three gradients of the largest row, and little more: what a block
-   receives and hands on share their memory. */
+/* A ResNet of whatever depth needs three gradients of the largest row, and little more: what a
+   block receives and hands on share their memory. */
 static void check_resnet_size(const Net *net) {
     size_t largest = 0;
     for (size_t i = 1; i < net->count; i++)
@@ -1717,8 +1736,8 @@ static void measure_field(Field *f, const uint8_t *image) {
 }
 
 /* A uniform field in [-34, 34) has a deviation of 34 / sqrt(3). Blurred with sigma 4 in two
-   directions, a sum with weights whose squares add up to 1 / (4 pi sigma^2), it keeps 1.38 pixels of
-   them; neighbours then differ by 0.244, and by 0.25 in bytes. */
+   directions, a sum with weights whose squares add up to 1 / (4 pi sigma^2), it keeps 1.38 pixels
+   of them; neighbours then differ by 0.244, and by 0.25 in bytes. */
 static void test_elastic_field(void) {
     static uint8_t in[ELASTIC_SIDE * ELASTIC_SIDE * 3], out[sizeof in];
     Shape s = {ELASTIC_SIDE, ELASTIC_SIDE, 3};
@@ -2174,9 +2193,11 @@ static void set_golden_parameters(Net *net, const Golden *g, const Tensor *list,
     }
 }
 
-/* How far off a result may be, as a part of the largest number of its tensor. In double: 1e-6, as if
-   by another order of sums. In float: a sum of t terms is off by about sqrt(t) * epsilon of its
-   size; a gradient has been through the sums forward and backward of all rows, whose errors add up. */
+/* How far off a result may be, as a part of the largest number of its tensor. In double: 1e-6, as
+   if by another order of sums. In float: a sum of t terms is off by about sqrt(t) * epsilon of its
+   size; a gradient has been through the sums forward and backward of all rows: their errors add up.
+   That holds as long as no rounding moves a ReLU's input over 0 or changes who is a max-pool's
+   largest. In these networks the nearest input is 2e-7 from 0, the nearest two are 3e-6 apart. */
 static double golden_tolerance(const Net *net, size_t n) {
     double roundings = 0;
     for (size_t i = 1; i < net->count; i++) {
