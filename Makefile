@@ -83,7 +83,8 @@ build/parity_double: tests/parity.c cnn.c build/settings
 	$(TEST_FLAGS) -DREAL=double tests/parity.c -o $@ $(LIBS)
 
 TESTED = $(if $(SANITIZED),cnn-debug,cnn)
-TEST_PROGRAMS = $(addprefix build/,test_float test_double parity_float parity_double bench-v3)
+TEST_PROGRAMS = $(addprefix build/,test_float test_double parity_float parity_double \
+	$(if $(filter x86_64,$(shell uname -m)),bench-v3))
 test: $(TESTED) $(TEST_PROGRAMS)
 	@CNN=./$(TESTED) QUICK=$(QUICK) tests/run_tests.sh
 

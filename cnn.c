@@ -317,6 +317,9 @@ static void atomic_open(AtomicFile *f, const char *path) {
 // Whether `path` can be written: better to know it before hours of work than after them.
 static void check_writable(const char *path) {
     AtomicFile f;
+    struct stat info;
+    if (stat(path, &info) == 0 && S_ISDIR(info.st_mode))
+        die(1, "cannot write %s: it is a folder", path);
     atomic_open(&f, path);
     fclose(f.stream);
     unlink(f.temporary);
@@ -681,9 +684,10 @@ static bool has_dataset(const char *dir, const char *name) {
 
 // Where a dataset's files are: DIR and DIR/NAME with --data DIR, else the usual folders.
 static bool find_data_dir(char dir[PATH_SIZE], const char *name, const char *data_option) {
-    char beside[PATH_SIZE] = "."; // the executable's folder
+    char beside[PATH_SIZE] = "./cnn"; // the executable's folder
     ssize_t length = readlink("/proc/self/exe", beside, sizeof beside - 8);
-    beside[length > 0 ? length : 1] = 0;
+    if (length > 0)
+        beside[length] = 0;
     strcat(dirname(beside), "/data");
     const char *roots[] = {"data", beside, "/usr/share/datasets"};
     for (size_t i = 0; !*data_option && i < sizeof roots / sizeof *roots; i++) {
@@ -863,6 +867,7 @@ static void loader_init(Loader *l, const Dataset *data, size_t batch_size, size_
                         Augment *augment) {
     const DatasetInfo *info = data->info;
     *l = (Loader){.data = data, .batch_size = batch_size, .workers = workers, .augment = augment};
+    l->started = l->batches = ceil_div(data->count, batch_size); // nothing to do yet
     l->slots = 2 * workers + 1; // PyTorch's prefetch_factor of 2, and the batch in use
     l->order = must_alloc(data->count * sizeof *l->order, "the permutation");
     l->ring = must_alloc(l->slots * sizeof *l->ring, "the loader");
@@ -1071,9 +1076,11 @@ static void maxpool2d_forward_naive(real *out, uint8_t *argmax, const real *in, 
                 }
                 for (size_t tap = 0; tap < l->kernel * l->kernel; tap++) {
                     ptrdiff_t met = met_pixel(l, y, x, tap);
+                    if (met == OUTSIDE)
+                        continue;
                     const real *pixel = in + (image * I.h * I.w + (size_t)met) * I.c;
-                    for (size_t c = 0; met != OUTSIDE && c < O.c; c++) {
-                        bool larger = !(pixel[c] <= best[c]); // so that a NaN is not overlooked
+                    for (size_t c = 0; c < O.c; c++) {
+                        bool larger = pixel[c] > best[c] || pixel[c] != pixel[c]; // a NaN wins
                         best[c] = larger ? pixel[c] : best[c];
                         arg[c] = larger ? (uint8_t)tap : arg[c];
                     }
@@ -1094,8 +1101,10 @@ static void maxpool2d_backward(real *din, const real *dout, const uint8_t *argma
                 size_t at = ((image * O.h + y) * O.w + x) * O.c;
                 for (size_t tap = 0; tap < l->kernel * l->kernel; tap++) {
                     ptrdiff_t met = met_pixel(l, y, x, tap);
+                    if (met == OUTSIDE)
+                        continue;
                     real *restrict pixel = d + (size_t)met * I.c;
-                    for (size_t c = 0; met != OUTSIDE && c < O.c; c++)
+                    for (size_t c = 0; c < O.c; c++)
                         pixel[c] += argmax[at + c] == tap ? dout[at + c] : 0;
                 }
             }
@@ -1160,27 +1169,37 @@ static Slice bn_slice(size_t slice, size_t pixels) {
     return (Slice){pixels * slice / BN_SLICES, pixels * (slice + 1) / BN_SLICES};
 }
 
-/* sums[0][c] = mean over a slice, sums[1][c] = sum of the squared distances from it, in one pass:
-   distances from the slice's first pixel are small, so nothing cancels out. */
+/* sums[0][c] = mean over a slice, sums[1][c] = sum of the squared distances from it (Chan, Golub,
+   LeVeque, "Updating formulae", 1979), joined from short pieces, read twice while in the cache. */
 static void bn_slice_statistics(real *restrict sums, const real *restrict in, Slice s,
                                 size_t channels) {
-    real *restrict squares = sums + channels;
-    const real *shift = in + s.first * channels;
-    real count = (real)(s.last - s.first);
+    enum { PIECE = 16 };
+    real *restrict squares = sums + channels, mean[channels], more[channels];
     memset(sums, 0, 2 * channels * sizeof *sums);
-    for (size_t i = s.first; i < s.last; i++)
+    for (size_t first = s.first; first < s.last; first += PIECE) {
+        size_t last = min_size(first + PIECE, s.last);
+        real before = (real)(first - s.first), n = (real)(last - first);
+        memset(mean, 0, sizeof mean);
+        memset(more, 0, sizeof more);
+        for (size_t i = first; i < last; i++)
+            for (size_t c = 0; c < channels; c++)
+                mean[c] += in[i * channels + c];
+        for (size_t c = 0; c < channels; c++)
+            mean[c] /= n;
+        for (size_t i = first; i < last; i++)
+            for (size_t c = 0; c < channels; c++) {
+                real d = in[i * channels + c] - mean[c];
+                more[c] += d * d;
+            }
         for (size_t c = 0; c < channels; c++) {
-            real d = in[i * channels + c] - shift[c];
-            sums[c] += d;
-            squares[c] += d * d;
+            real d = mean[c] - sums[c];
+            squares[c] += more[c] + d * d * (before * n / (before + n));
+            sums[c] += d * (n / (before + n));
         }
-    for (size_t c = 0; c < channels && count > 0; c++) {
-        squares[c] -= sums[c] * sums[c] / count;
-        sums[c] = shift[c] + sums[c] / count;
     }
 }
 
-// Joins the slices of channel c (Chan, Golub, LeVeque, "Updating formulae", 1979).
+// Joins the slices of channel c in the same way.
 static void bn_join_statistics(real *stats, const real *sums, size_t pixels, size_t channels,
                                size_t c) {
     double mean = 0, squares = 0, count = 0;
@@ -1249,7 +1268,7 @@ static void batchnorm2d_backward(real *din, real *dweight, real *dbias, const re
                 products[c] += d * (in[i * channels + c] - mean[c]);
             }
     }
-    real *restrict a = scratch + BN_SLICES * 2 * channels; // din = a * dout + b * in + e
+    real *restrict a = scratch + BN_SLICES * 2 * channels; // din = a * dout + b * (in - mean) + e
     real *restrict b = a + channels, *restrict e = b + channels;
     for (size_t c = 0; c < channels; c++) {
         double sum = 0, product = 0;
@@ -2045,7 +2064,7 @@ static void maxpool2d_forward_fast(real *out, uint8_t *argmax, const real *in, c
                         if (met == OUTSIDE)
                             continue;
                         vec v = load(in + (image * I.h * I.w + (size_t)met) * I.c + c, count);
-                        mask larger = ~(v <= best);
+                        mask larger = (v > best) | (v != v); // a NaN wins
                         best = (vec)((larger & (mask)v) | (~larger & (mask)best));
                         arg = (larger & ((mask){0} + (lane)tap)) | (~larger & arg);
                     }
@@ -2274,6 +2293,7 @@ static void plan_in_place(Net *net) {
         l->in_place = reuse && (l->kind == RELU || l->kind == DROPOUT ||
                                 (l->kind == ADD && l->other != l->input && before->kind != RELU &&
                                  before->kind != MAXPOOL2D && !before->in_place));
+        l->in_place = l->in_place && before->kind != LOG_SOFTMAX;
         bool fusible = before->kind == CONV2D || before->kind == LINEAR ||
                        before->kind == BATCHNORM2D || before->kind == ADD;
         if (l->kind == RELU && l->in_place && fusible)
@@ -3382,6 +3402,10 @@ static void read_tensors(TensorFile *f, Net *net, Tensor *list, size_t count,
         if (fseek(f->stream, (long)(f->data + t->begin), SEEK_SET) != 0 ||
             fread(to, t->bytes, t->count, f->stream) != t->count)
             file_fail("cannot read", f->header.path);
+        for (size_t i = 0; t->values && i < t->count; i++)
+            if (!isfinite(net->host[0][i]))
+                die(1, "%s: %s: expected finite numbers, found %g", f->header.path, t->name,
+                    (double)net->host[0][i]);
         if (t->filter.h)
             reorder_weight(net->host[1], net->host[0], t->filter, t->outputs, false);
         if (t->values)
@@ -3843,6 +3867,10 @@ static void find_function(FILE *source, int first, int *begin, int *end) {
 
 // line_profiler's table, as kernprof's users know it, and the same as CSV; csv may be NULL
 static void print_profile(const LineClock *c, FILE *out, FILE *csv) {
+    if (!c->first) {
+        fprintf(out, "No training step to profile\n");
+        return;
+    }
     FILE *source = open_source();
     int begin = c->first, end = c->first + PROFILED_LINES - 1;
     if (source)
@@ -4371,7 +4399,7 @@ static bool finish_step(Run *run) {
     }
     bool due = run->save_steps ? steps_done(run) % run->save_steps == 0
                                : epoch_over && (run->epoch - 1) % run->save_epochs == 0;
-    if (*s->checkpoint && due)
+    if (*s->checkpoint && due && !s->dry_run)
         save_checkpoint(run);
     return s->dry_run || training_is_over(run);
 }
@@ -4462,10 +4490,16 @@ static void check_settings(const Settings *s) {
             "and %g",
             s->optimizer, s->momentum);
     if (s->momentum > 0 && strcmp(s->optimizer, "sgd") != 0)
-        die(EXIT_USAGE, "--momentum: expected --optimizer sgd, found %s", s->optimizer);
+        die(EXIT_USAGE,
+            "--momentum: expected --optimizer sgd, found %s; where the model's defaults "
+            "bring it, add --momentum 0 and an --lr",
+            s->optimizer);
     if ((s->resume || strcmp(s->save_every, "1") != 0) && !*s->checkpoint)
         die(EXIT_USAGE, "%s: expected --checkpoint FILE too, found none",
             s->resume ? "--resume" : "--save-every");
+    if (s->eval && *s->checkpoint && !s->resume && !*s->load)
+        die(EXIT_USAGE, "--eval: expected --resume or --load too, which read weights; --checkpoint "
+                        "alone only writes them");
     if (s->resume && *s->load)
         die(EXIT_USAGE,
             "--resume: expected no --load with it: both say where the weights come from");
@@ -4491,8 +4525,6 @@ static void setup_settings(Run *run, int argc, char **argv) {
         double factor = (double)s->batch_size / (double)usual.batch_size;
         s->lr *= strcmp(s->lr_scaling, "sqrt") == 0 ? sqrt(factor) : factor;
     }
-    if (s->dry_run)
-        s->epochs = 1;
     if (s->limit_train == 0)
         s->limit_train = UINT32_MAX;
     if (s->limit_test == 0)
@@ -4582,7 +4614,8 @@ static void print_memory(const Run *run) {
     const double number = sizeof(real), params = number * (double)net->param_size;
     const double image = (double)shape_size(run->info.shape);
     const double slots = 2 * (double)run->settings.workers + 1; // of each loader's ring
-    const double batches = (double)(run->settings.batch_size + net->batch);
+    const double batches =
+        (double)(min_size(run->settings.batch_size, run->train_set.count) + net->batch);
     const struct {
         const char *what;
         double bytes;
@@ -4635,11 +4668,10 @@ static void setup_loaders(Run *run) {
     size_t augmentation = 0;
     while (strcmp(augmentations[augmentation].name, s->augment) != 0)
         augmentation++;
-    loader_init(&run->train_loader, &run->train_set, s->batch_size, s->workers,
-                augmentations[augmentation].augment);
+    loader_init(&run->train_loader, &run->train_set, min_size(s->batch_size, run->train_set.count),
+                s->workers, augmentations[augmentation].augment);
     loader_init(&run->test_loader, &run->test_set, min_size(s->test_batch_size, run->net.batch),
                 s->workers, NULL);
-    run->train_loader.batches = ceil_div(run->train_set.count, s->batch_size);
     size_t room = min_size(s->log_interval, run->train_loader.batches) + 1;
     run->steps = must_alloc(room * sizeof *run->steps, "the step log");
     run->epochs = must_alloc(s->epochs * sizeof *run->epochs, "the epoch log");
@@ -4650,7 +4682,7 @@ static void setup_loaders(Run *run) {
 // The weights to begin with, and where: fresh ones, those of --load, or a checkpoint's.
 static void setup_weights(Run *run) {
     Settings *s = &run->settings;
-    if (*s->checkpoint)
+    if (*s->checkpoint && !s->eval)
         check_writable(s->checkpoint);
     run->epoch = 1;
     net_init(&run->net, s->seed);
@@ -4735,7 +4767,7 @@ static void train_epochs(Run *run) {
         if (s->dry_run)
             break;
     }
-    if (*s->checkpoint)
+    if (*s->checkpoint && !s->dry_run)
         save_checkpoint(run);
     run->status = run->epoch <= s->epochs && !s->dry_run ? "stopped" : "complete";
 }
@@ -4784,6 +4816,15 @@ int main(int argc, char **argv)
     }
 #ifdef __AVX512F__
     NEED_CPU("avx512f")
+#endif
+#ifdef __AVX512BW__
+    NEED_CPU("avx512bw")
+#endif
+#ifdef __AVX512DQ__
+    NEED_CPU("avx512dq")
+#endif
+#ifdef __AVX512VL__
+    NEED_CPU("avx512vl")
 #endif
 #ifdef __AVX2__
     NEED_CPU("avx2")
