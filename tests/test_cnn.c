@@ -407,6 +407,40 @@ static void test_maxpool(const Backend *b) {
     verdict(name);
 }
 
+// A NaN is the largest of its window, so that it reaches the loss and is found.
+static void test_maxpool_nan(const Backend *b) {
+    static Net net;
+    start_net(&net, (Shape){6, 7, 19});
+    maxpool2d(&net, 0, 3, 2, 1);
+    const Layer *l = &net.layers[1];
+    size_t count = shape_size(l->out), found = 0;
+    Array in = random_array(shape_size(l->in)), out = array(count, guard_value);
+    uint8_t *arg = must_alloc(count, "a test");
+    for (size_t i = 0; i < in.count; i++)
+        in.at[i] = draw_bits() % 9 ? in.at[i] : (real)NAN;
+    b->maxpool2d_forward(out.at, arg, in.at, l, 1);
+    for (size_t at = 0; at < count; at++) {
+        size_t c = at % l->out.c, x = at / l->out.c % l->out.w, y = at / l->out.c / l->out.w;
+        bool any = false;
+        for (size_t tap = 0; tap < 9; tap++) {
+            const real *pixel = window_pixel(in.at, l, y, x, tap);
+            any |= pixel && isnan(pixel[c]);
+        }
+        found += any;
+        if (any != (bool)isnan(out.at[at]) ||
+            (any && !isnan(window_pixel(in.at, l, y, x, arg[at])[c])))
+            fail("output %zu is %g, its window has %s NaN", at, (double)out.at[at],
+                 any ? "a" : "no");
+    }
+    if (found == 0 || found == count)
+        fail("%zu of %zu windows have a NaN", found, count);
+    free_arrays((Array[]){in, out}, 2 * sizeof(Array));
+    free(arg);
+    char name[64];
+    snprintf(name, sizeof name, "maxpool2d of NaN, %s kernels", b->kernels);
+    verdict(name);
+}
+
 /* ---- Networks of every shape ---------------------------------------------------------------- */
 
 static const Draw gradient_draw = {.seed = 5, .epoch = 2, .first = 30};
@@ -1199,7 +1233,7 @@ static void run_norm(Norm *x, size_t n, bool training) {
 
 // In two passes and more digits than those of a real.
 typedef struct Moments {
-    long double mean, variance, shift; // shift: the largest distance from the mean
+    long double mean, variance, farthest; // farthest: the largest distance from the mean
 } Moments;
 
 static Moments moments_of(const Norm *x, size_t n, size_t c) {
@@ -1210,18 +1244,17 @@ static Moments moments_of(const Norm *x, size_t n, size_t c) {
     for (size_t i = 0; i < pixels; i++) {
         long double d = x->in.at[i * BN_CHANNELS + c] - m.mean;
         m.variance += d * d / (long double)pixels;
-        m.shift = fmaxl(m.shift, fabsl(d));
+        m.farthest = fmaxl(m.farthest, fabsl(d));
     }
     return m;
 }
 
-/* How far off a variance may be, as a part of it: a sum over a slice of numbers, each off by some
-   roundings, of which the square of the shift from the slice's first number is taken away; and each
-   slice's mean is rounded, which moves the squared distances from the common one. */
+/* How far off a variance may be, as a part of it: a sum of squares over a slice, and means that are
+   each rounded, which moves the squared distances from them. */
 static double variance_error(const Moments *m, size_t n) {
     double terms = (double)(n * bn_shape.h * bn_shape.w) / BN_SLICES + 4;
-    double deviation = sqrt((double)m->variance), shift = (double)m->shift / deviation;
-    return epsilon * (4 * terms * (1 + shift * shift) + fabs((double)m->mean) / deviation);
+    double shift = fabs((double)m->mean) / sqrt((double)m->variance);
+    return 4 * epsilon * (terms + shift) + 16 * epsilon * epsilon * shift * shift;
 }
 
 static void check_norm_outputs(const Norm *x, size_t n, const Moments *m, const double *errors) {
@@ -1250,7 +1283,7 @@ static void check_norm_statistics(const Norm *x, size_t n, const Moments *m) {
     for (size_t c = 0; c < BN_CHANNELS; c++) {
         errors[c] = variance_error(&m[c], n);
         want[c] = (real)m[c].mean;
-        bound[c] = (real)(epsilon * fabs((double)m[c].mean) + errors[c] * (double)m[c].shift);
+        bound[c] = (real)(epsilon * fabs((double)m[c].mean) + errors[c] * (double)m[c].farthest);
         want[BN_CHANNELS + c] = (real)(1 / sqrtl(m[c].variance + (long double)bn_eps));
         bound[BN_CHANNELS + c] = (real)(errors[c] + 2 * epsilon) * want[BN_CHANNELS + c];
     }
@@ -1274,6 +1307,29 @@ static void test_norm_cancellation(void) {
     }
     free_arrays(&x, sizeof x);
     verdict("batchnorm2d: statistics of numbers far from 0");
+}
+
+/* Each slice begins with a number far from all others. A sum of squared distances from that one, of
+   which most is taken away again, would be off by a hundredth. */
+static void test_norm_outliers(void) {
+    enum { SIDE = 64, N = 16, PIXELS = N * SIDE * SIDE };
+    Layer l = {.kind = BATCHNORM2D, .in = {SIDE, SIDE, 1}, .out = {SIDE, SIDE, 1}};
+    Array in = random_array(PIXELS), out = array(PIXELS, guard_value);
+    Array scratch = array(scratch_size_naive(&l, N), guard_value);
+    real stats[4] = {0, 1}, weight = 1, bias = 0;
+    long double mean = 0, variance = 0;
+    for (size_t i = 0; i < PIXELS; i += PIXELS / BN_SLICES)
+        in.at[i] = 300;
+    batchnorm2d_forward(out.at, stats, in.at, &weight, &bias, &l, N, true, scratch.at);
+    for (size_t i = 0; i < PIXELS; i++)
+        mean += in.at[i] / (long double)PIXELS;
+    for (size_t i = 0; i < PIXELS; i++)
+        variance += (in.at[i] - mean) * (in.at[i] - mean) / (long double)PIXELS;
+    real want = (real)(1 / sqrtl(variance + (long double)bn_eps));
+    real bound = (real)(epsilon * PIXELS / BN_SLICES) * want;
+    check_tensor("1 / deviation", &stats[3], &want, &bound, 1);
+    free_arrays((Array[]){in, out, scratch}, 3 * sizeof(Array));
+    verdict("batchnorm2d: statistics with outliers");
 }
 
 // Takes one more batch into running statistics, and into the error that they may have.
@@ -3161,6 +3217,22 @@ static void test_mutated_headers(void) {
     verdict("checkpoint: random changes of the header, never a crash");
 }
 
+static void test_unfinite_file(void) {
+    static const real values[2] = {(real)NAN, (real)-INFINITY};
+    File f = good_file();
+    make_header(&f);
+    for (size_t i = 0; i < 2; i++) {
+        write_good(&f);
+        FILE *file = fopen(checkpoint_path, "r+b");
+        bool good =
+            file && fseek(file, (long)(8 + strlen(f.header) + last_entry(&f)->begin), 0) == 0;
+        if (!good || fwrite(&values[i], sizeof(real), 1, file) != 1 || fclose(file) != 0)
+            fail("cannot change %s", checkpoint_path);
+        expect_refusal("a number that is not finite", "fc1.bias: expected finite numbers");
+    }
+    verdict("checkpoint: numbers that are not finite are refused");
+}
+
 // The spoiled ones differ from files that are accepted by what is wrong with them alone.
 static void test_good_file(void) {
     File f = good_file();
@@ -3209,6 +3281,7 @@ static void test_checkpoints(void) {
     unlink(checkpoint_path);
     use_memory_file();
     test_good_file();
+    test_unfinite_file();
     test_spoiled_headers();
     test_garbage_headers();
     test_header_lengths();
@@ -3229,6 +3302,8 @@ int main(void) {
     test_plan_of_random();
     test_maxpool(&backends[0]);
     test_maxpool(&backends[1]);
+    test_maxpool_nan(&backends[0]);
+    test_maxpool_nan(&backends[1]);
     test_fast_conv();
     test_pooled_backward();
     test_fast_resnet_conv();
@@ -3236,6 +3311,7 @@ int main(void) {
     test_dropout_values();
     test_dropout_draws();
     test_norm_cancellation();
+    test_norm_outliers();
     test_norm_running();
     test_norm_threads();
     test_optimizers();
