@@ -222,6 +222,8 @@ static inline HOST_DEVICE real uniform(uint32_t bits) {
 #define PARALLEL_FOR_2 DO_PRAGMA(omp parallel for schedule(static) collapse(2))
 #else
 #define omp_set_num_threads(n) ((void)(n))
+#define omp_get_max_threads() 1
+#define omp_get_thread_num() 0
 #define PARALLEL_FOR
 #define PARALLEL_FOR_2
 #endif
@@ -1409,6 +1411,8 @@ enum {
     FEW = 8,                          // fewer channels: a row of taps is read as one
     RUN = 11 * FEW,                   // the most numbers in such a row
     MAX_POOL = 9,                     // positions in a pool's window whose zeros are skipped
+    PLACES = 16,                      // of a Winograd tile
+    TILES_AT_ONCE = 72,               // Winograd tiles between transforms: they fit L2
     PAIRS = 128,                      // pixels that a weight gradient takes at a time
     SLICES = 32,                      // pieces that a weight gradient is cut into
     SLICE_ELEMENTS = 2 * 1024 * 1024, // ... as long as their sums take no more than this
@@ -1570,25 +1574,44 @@ static OuterTileFunction *const outer_tiles[ROWS][4] = {
    Where channels are few, such a row is read as one tap, kernel * channels deep. */
 typedef struct Pass {
     const int32_t *map; // [out_pixels][1 + taps * run]: an output pixel, then what its taps meet
-    size_t taps, run;   // run: how many taps of the filter make one of this pass
-    size_t in_pixels, channels, depth, out_pixels, columns; // depth = run * channels: to sum over
-    bool relu;                                              // store max(sum, 0)
-    bool accumulate;                                        // out +=
+    Shape in, out;      // in.c channels are summed over, out.c columns are computed
+    size_t taps, run, depth; // run: how many taps of the filter make one of this pass
+    size_t in_pixels, out_pixels;
+    size_t padding;  // of the input, as this pass sees it
+    bool winograd;   // by winograd() instead of convolve()
+    bool transposed; // the weights are stored [tap][column][depth]
+    bool relu;       // store max(sum, 0)
+    bool accumulate; // out +=
 } Pass;
 
-static Pass make_pass(const int32_t *map, size_t kernel, size_t run, Shape in, Shape out) {
-    return (Pass){map,        kernel * kernel / run, run,   in.h * in.w, in.c,
-                  run * in.c, out.h * out.w,         out.c, false,       false};
+static bool suits_winograd(const Layer *l, Shape in, Shape out) {
+    return l->kernel == 3 && l->stride == 1 && in.c % LANES == 0 && in.c <= MAX_DEPTH &&
+           out.c >= LANES && out.h * out.w >= 64; // on small maps the transforms cost too much
+}
+
+static Pass make_pass(const Layer *l, const int32_t *map, Shape in, Shape out, size_t run) {
+    return (Pass){.map = map,
+                  .in = in,
+                  .out = out,
+                  .taps = l->kernel * l->kernel / run,
+                  .run = run,
+                  .depth = run * in.c,
+                  .in_pixels = in.h * in.w,
+                  .out_pixels = out.h * out.w,
+                  .winograd = suits_winograd(l, in, out)};
 }
 
 static Pass forward_pass(const Layer *l) {
-    Pass p = make_pass(l->gather, l->kernel, l->in.c < FEW ? l->kernel : 1, l->in, l->out);
+    Pass p = make_pass(l, l->gather, l->in, l->out, l->in.c < FEW ? l->kernel : 1);
+    p.padding = l->padding;
     p.relu = l->fused_relu;
     return p;
 }
 
 static Pass backward_pass(const Layer *l, bool accumulate) {
-    Pass p = make_pass(l->scatter, l->kernel, 1, l->out, l->in);
+    Pass p = make_pass(l, l->scatter, l->out, l->in, 1);
+    p.padding = l->kernel - 1 - l->padding; // may wrap around below 0; used for 3 x 3 filters only
+    p.transposed = true;
     p.accumulate = accumulate;
     return p;
 }
@@ -1623,18 +1646,17 @@ static void cpu_prepare(Layer *l) {
 
 /* Weights in the order in which tiles read them: [block of COLUMNS][tap][depth][column], the last
    vector filled up with zeros. transposed: from [tap][column][depth]. */
-static void pack_weights(real *packed, const real *weight, const Pass *p, bool transposed) {
-    size_t rows = p->taps * p->depth;
+static void pack_weights(real *packed, const real *weight, const Pass *p) {
+    size_t rows = p->taps * p->depth, step = p->transposed ? p->depth : 1;
     PARALLEL_FOR_2
-    for (size_t first = 0; first < p->columns; first += COLUMNS)
+    for (size_t first = 0; first < p->out.c; first += COLUMNS)
         for (size_t row = 0; row < rows; row++) {
-            size_t columns = min_size(COLUMNS, p->columns - first);
+            size_t columns = min_size(COLUMNS, p->out.c - first);
             size_t width = ceil_div(columns, LANES) * LANES, tap = row / p->depth;
             real *to = packed + first * rows + row * width;
-            const real *from = transposed
-                                   ? weight + (tap * p->columns + first) * p->depth + row % p->depth
-                                   : weight + row * p->columns + first;
-            size_t step = transposed ? p->depth : 1;
+            const real *from = p->transposed
+                                   ? weight + (tap * p->out.c + first) * p->depth + row % p->depth
+                                   : weight + row * p->out.c + first;
             for (size_t j = 0; j < columns; j++)
                 to[j] = from[j * step];
             for (size_t j = columns; j < width; j++)
@@ -1643,7 +1665,7 @@ static void pack_weights(real *packed, const real *weight, const Pass *p, bool t
 }
 
 static size_t packed_size(const Pass *p) {
-    return p->taps * p->depth * ceil_div(p->columns, LANES) * LANES;
+    return (p->winograd ? PLACES : p->taps) * p->depth * ceil_div(p->out.c, LANES) * LANES;
 }
 
 static const real zeros[MAX_DEPTH]; // what lies outside of an image
@@ -1654,8 +1676,8 @@ NOINLINE const real *copy_run(const Pass *p, const real *image, const int32_t *m
     for (size_t j = 0; j < p->run; j++) {
         bool inside = met[j] != OUTSIDE;
         any |= inside;
-        memcpy(copy + j * p->channels, inside ? image + (size_t)met[j] * p->channels : zeros,
-               p->channels * sizeof *copy);
+        memcpy(copy + j * p->in.c, inside ? image + (size_t)met[j] * p->in.c : zeros,
+               p->in.c * sizeof *copy);
     }
     return any ? copy : NULL;
 }
@@ -1666,7 +1688,7 @@ INLINE const real *met_numbers(const Pass *p, const real *image, const int32_t *
     met += tap * p->run;
     if (p->run > 1 && (met[0] == OUTSIDE || met[p->run - 1] == OUTSIDE))
         return copy_run(p, image, met, copy);
-    return met[0] == OUTSIDE ? NULL : image + (size_t)met[0] * p->channels;
+    return met[0] == OUTSIDE ? NULL : image + (size_t)met[0] * p->in.c;
 }
 
 // Lists the taps that any of the tile's pixels meets; taps that all miss cost nothing.
@@ -1692,7 +1714,7 @@ static void convolve_block(real *out, const real *in, const real *packed, const 
                            const Pass *p, size_t first, size_t images, size_t column) {
     DotTile t = {.bias = bias ? bias + column : NULL};
     real copies[ROWS][11 * RUN];
-    size_t columns = min_size(COLUMNS, p->columns - column), vectors = ceil_div(columns, LANES);
+    size_t columns = min_size(COLUMNS, p->out.c - column), vectors = ceil_div(columns, LANES);
     size_t width = vectors * LANES, pixels = images * p->out_pixels;
     size_t deepest = min_size(MAX_DEPTH, WEIGHT_BYTES / (p->taps * width * sizeof(real)));
     const real *block = packed + column * p->taps * p->depth;
@@ -1706,8 +1728,8 @@ static void convolve_block(real *out, const real *in, const real *packed, const 
             for (size_t i = 0; i < ROWS; i++) { // a short last tile repeats its last pixel
                 size_t q = min_size(pixel + i, pixels - 1), n = first + q / p->out_pixels;
                 met[i] = p->map + q % p->out_pixels * (1 + p->taps * p->run);
-                t.out[i] = out + (n * p->out_pixels + (size_t)*met[i]++) * p->columns + column;
-                image[i] = in + n * p->in_pixels * p->channels + d;
+                t.out[i] = out + (n * p->out_pixels + (size_t)*met[i]++) * p->out.c + column;
+                image[i] = in + n * p->in_pixels * p->in.c + d;
             }
             list_taps(&t, p, met, image, block + d * width, p->depth * width, copies);
             dot_tiles[vectors - 1](&t, columns);
@@ -1718,7 +1740,7 @@ static void convolve_block(real *out, const real *in, const real *packed, const 
 // out[pixel][column] = bias[column] + sum over taps and depth; bias may be NULL
 static void convolve(real *out, const real *in, const real *packed, const real *bias, const Pass *p,
                      size_t n) {
-    size_t blocks = ceil_div(p->columns, COLUMNS);
+    size_t blocks = ceil_div(p->out.c, COLUMNS);
     size_t images = min_size(n, ceil_div(512, p->out_pixels)); // weights are read once for these
     while (images > 1 && images * p->out_pixels > 24 && ceil_div(n, images) * blocks < SLICES)
         images = ceil_div(images, 2);
@@ -1729,11 +1751,190 @@ static void convolve(real *out, const real *in, const real *packed, const real *
                            block * COLUMNS);
 }
 
+/* ---- Winograd's convolution ---------------------------------------------------------------------
+
+   Where a 3 x 3 filter g, stride 1, meets the 4 x 4 inputs d of 2 x 2 neighbouring outputs, it takes
+   36 products a channel. 16 are enough (Lavin, Gray, "Fast algorithms for convolutional neural
+   networks", CVPR 2016, F(2 x 2, 3 x 3)):
+     u = G g G^T, v = B^T d B       4 x 4 places each
+     out = A^T (sum over channels of u * v, place by place) A
+   The sum is a matrix product at each place, done by dot_tile() with 6 tiles of pixels as its rows.
+   The transforms only add, subtract and halve: the error stays within that of the definition's own
+   rounding (tests: twice the bound of convolve()). */
+
+// B^T d, A^T m and G g of one row (step 1) or column (step 4) of a tile, in place
+INLINE void transform_input(vec *d, size_t step) {
+    vec d0 = d[0], d1 = d[step], d2 = d[2 * step], d3 = d[3 * step];
+    d[0] = d0 - d2;
+    d[step] = d1 + d2;
+    d[2 * step] = d2 - d1;
+    d[3 * step] = d1 - d3;
+}
+
+INLINE void transform_output(vec *m, size_t step) {
+    vec m1 = m[step], m2 = m[2 * step];
+    m[0] = m[0] + m1 + m2;
+    m[step] = m1 - m2 - m[3 * step];
+}
+
+INLINE void transform_weight(real *g, size_t step) {
+    real ends = g[0] + g[2 * step], middle = g[step];
+    g[3 * step] = g[2 * step];
+    g[step] = (ends + middle) / 2;
+    g[2 * step] = (ends - middle) / 2;
+}
+
+// packed[block of COLUMNS][place][depth][column] = u
+static void pack_winograd(real *packed, const real *weight, const Pass *p) {
+    PARALLEL_FOR_2
+    for (size_t first = 0; first < p->out.c; first += COLUMNS)
+        for (size_t d = 0; d < p->depth; d++) {
+            size_t columns = min_size(COLUMNS, p->out.c - first);
+            size_t width = ceil_div(columns, LANES) * LANES;
+            for (size_t j = 0; j < columns; j++) {
+                real g[PLACES];
+                for (size_t tap = 0; tap < 9; tap++)
+                    g[tap / 3 * 4 + tap % 3] =
+                        p->transposed ? weight[((8 - tap) * p->out.c + first + j) * p->depth + d]
+                                      : weight[(tap * p->depth + d) * p->out.c + first + j];
+                for (size_t i = 0; i < 3; i++)
+                    transform_weight(g + 4 * i, 1);
+                for (size_t i = 0; i < 4; i++)
+                    transform_weight(g + i, 4);
+                for (size_t place = 0; place < PLACES; place++)
+                    packed[first * PLACES * p->depth + (place * p->depth + d) * width + j] =
+                        g[place];
+            }
+        }
+}
+
+// v[place][depth] of the tile whose outputs begin at pixel (y, x)
+static void winograd_input(real *v, size_t v_step, const real *in, const Pass *p, size_t y,
+                           size_t x) {
+    const real *from[PLACES];
+    for (size_t i = 0; i < PLACES; i++) {
+        size_t iy = y + i / 4 - p->padding, ix = x + i % 4 - p->padding;
+        bool inside = iy < p->in.h && ix < p->in.w;
+        from[i] = inside ? in + (iy * p->in.w + ix) * p->depth : zeros;
+    }
+    for (size_t c = 0; c < p->depth; c += LANES) {
+        vec d[PLACES];
+        UNROLL
+        for (size_t i = 0; i < PLACES; i++)
+            d[i] = *(const vec *)(from[i] + c);
+        UNROLL
+        for (size_t i = 0; i < 4; i++)
+            transform_input(d + i, 4);
+        UNROLL
+        for (size_t i = 0; i < 4; i++)
+            transform_input(d + 4 * i, 1);
+        UNROLL
+        for (size_t i = 0; i < PLACES; i++)
+            *(vec *)(v + i * v_step + c) = d[i];
+    }
+}
+
+// out at 2 x 2 pixels from (y, x) on, columns from `column` on
+static void winograd_output(real *out, const real *m, size_t m_step, const real *bias,
+                            const Pass *p, size_t y, size_t x, size_t columns) {
+    for (size_t j = 0; j < columns; j += LANES) {
+        vec sums[PLACES];
+        UNROLL
+        for (size_t i = 0; i < PLACES; i++)
+            sums[i] = *(const vec *)(m + i * m_step + j);
+        UNROLL
+        for (size_t i = 0; i < 4; i++)
+            transform_output(sums + i, 4);
+        UNROLL
+        for (size_t i = 0; i < 2; i++)
+            transform_output(sums + 4 * i, 1);
+        for (size_t i = 0; i < 4; i++) {
+            if (y + i / 2 >= p->out.h || x + i % 2 >= p->out.w)
+                continue;
+            real *to = out + ((y + i / 2) * p->out.w + x + i % 2) * p->out.c + j;
+            vec value = sums[i / 2 * 4 + i % 2];
+            if (bias)
+                value += load(bias + j, columns - j);
+            if (p->accumulate)
+                value += load(to, columns - j);
+            if (p->relu)
+                value = (vec)((mask)value & ~(value < 0));
+            store(to, value, columns - j);
+        }
+    }
+}
+
+static size_t winograd_area(const Pass *p) // one thread's v and sums
+{
+    return PLACES * (TILES_AT_ONCE * (p->depth + COLUMNS) + 2 * LANES);
+}
+
+static void winograd_block(real *out, const real *in, const real *packed, const real *bias,
+                           const Pass *p, size_t first, size_t tiles, size_t column, real *area) {
+    // a vector more than needed, lest the 16 places fall on the same lines of the cache
+    size_t v_step = TILES_AT_ONCE * p->depth + LANES, m_step = TILES_AT_ONCE * COLUMNS + LANES;
+    size_t across = ceil_div(p->out.w, 2), of_image = across * ceil_div(p->out.h, 2);
+    size_t columns = min_size(COLUMNS, p->out.c - column), vectors = ceil_div(columns, LANES);
+    size_t width = vectors * LANES;
+    real *v = area, *m = v + PLACES * v_step;
+    for (size_t t = 0; t < tiles; t++) {
+        size_t image = (first + t) / of_image, tile = (first + t) % of_image;
+        winograd_input(v + t * p->depth, v_step, in + image * p->in_pixels * p->depth, p,
+                       tile / across * 2, tile % across * 2);
+    }
+    for (size_t place = 0; place < PLACES; place++)
+        for (size_t t = 0; t < tiles; t += ROWS) {
+            DotTile d;
+            d.taps = 1;
+            d.depth = p->depth;
+            d.bias = NULL;
+            d.add = d.relu = false;
+            d.weight[0] = packed + (column * PLACES + place * width) * p->depth;
+            for (size_t i = 0; i < ROWS; i++) {
+                size_t row = min_size(t + i, tiles - 1);
+                d.in[0][i] = v + place * v_step + row * p->depth;
+                d.out[i] = m + place * m_step + row * width;
+            }
+            dot_tiles[vectors - 1](&d, width);
+        }
+    for (size_t t = 0; t < tiles; t++) {
+        size_t image = (first + t) / of_image, tile = (first + t) % of_image;
+        winograd_output(out + image * p->out_pixels * p->out.c + column, m + t * width, m_step,
+                        bias ? bias + column : NULL, p, tile / across * 2, tile % across * 2,
+                        columns);
+    }
+}
+
+static void winograd(real *out, const real *in, const real *packed, const real *bias, const Pass *p,
+                     size_t n, real *areas) {
+    size_t tiles = n * ceil_div(p->out.h, 2) * ceil_div(p->out.w, 2);
+    PARALLEL_FOR_2
+    for (size_t first = 0; first < tiles; first += TILES_AT_ONCE)
+        for (size_t column = 0; column < p->out.c; column += COLUMNS)
+            winograd_block(out, in, packed, bias, p, first, min_size(TILES_AT_ONCE, tiles - first),
+                           column, areas + (size_t)omp_get_thread_num() * winograd_area(p));
+}
+
+// The pass, by the way that suits it.
+static void run_pass(real *out, const real *in, const real *weight, const real *bias, const Pass *p,
+                     size_t n, real *scratch) {
+    if (p->winograd) {
+        pack_winograd(scratch, weight, p);
+        winograd(out, in, scratch, bias, p, n, scratch + packed_size(p));
+    } else {
+        pack_weights(scratch, weight, p);
+        convolve(out, in, scratch, bias, p, n);
+    }
+}
+
+static size_t pass_scratch(const Pass *p) {
+    return packed_size(p) + (p->winograd ? (size_t)omp_get_max_threads() * winograd_area(p) : 0);
+}
+
 static void conv2d_forward_fast(real *out, const real *in, const real *weight, const real *bias,
                                 const Layer *l, size_t n, real *scratch) {
     Pass p = forward_pass(l);
-    pack_weights(scratch, weight, &p, false);
-    convolve(out, in, scratch, bias, &p, n);
+    run_pass(out, in, weight, bias, &p, n, scratch);
 }
 
 /* A weight gradient as its pieces see it: slices of the images times parts of the rows. Rows are
@@ -1765,8 +1966,8 @@ static size_t list_pairs(Pair pairs[PAIRS], real copies[PAIRS][RUN], const Weigh
     size_t count = 0, image = first / p->out_pixels, pixel = first % p->out_pixels;
     for (size_t q = first; q < last; q++) {
         const int32_t *met = p->map + pixel * (1 + p->taps * p->run) + 1;
-        const real *in = g->in + image * p->in_pixels * p->channels;
-        pairs[count].dout = g->dout + (image * p->out_pixels + pixel) * p->columns;
+        const real *in = g->in + image * p->in_pixels * p->in.c;
+        pairs[count].dout = g->dout + (image * p->out_pixels + pixel) * p->out.c;
         bool bias = tap == p->taps;
         pairs[count].in = bias ? &one : met_numbers(p, in, met, tap, copies[count]);
         count += pairs[count].in != NULL;
@@ -1783,7 +1984,7 @@ static void weight_gradient_piece(real *dweight, real *dbias, const WeightGradie
                                   size_t part) {
     Pair pairs[PAIRS];
     real copies[PAIRS][RUN];
-    const size_t columns = g->pass.columns, pixels = g->pass.out_pixels;
+    const size_t columns = g->pass.out.c, pixels = g->pass.out_pixels;
     size_t begin = g->n * slice / g->slices * pixels, end = g->n * (slice + 1) / g->slices * pixels;
     size_t first = g->units * part / g->parts, last = g->units * (part + 1) / g->parts, count = 0;
     for (size_t q = begin; q < end; q += PAIRS)
@@ -1835,8 +2036,7 @@ static void conv2d_backward_fast(real *din, real *dweight, real *dbias, const re
     if (!din)
         return;
     Pass p = backward_pass(l, accumulate);
-    pack_weights(scratch, weight, &p, true);
-    convolve(din, dout, scratch, NULL, &p, n);
+    run_pass(din, dout, weight, NULL, &p, n, scratch);
 }
 
 /* ---- Backward through a max-pool ----------------------------------------------------------------
@@ -2088,7 +2288,7 @@ static size_t scratch_size_fast(const Layer *l, size_t n) {
         PooledPass p = pooled_pass(l);
         pooled = pooled_slices(&p, n) * pooled_sums(&p) + l->out.c * p.filter;
     }
-    return max_size(max_size(packed_size(&forward), packed_size(&backward)),
+    return max_size(max_size(pass_scratch(&forward), pass_scratch(&backward)),
                     max_size(pooled, slices * (l->weights + l->biases)));
 }
 

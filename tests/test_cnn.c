@@ -304,6 +304,25 @@ static void test_fast_resnet_conv(void) {
     verdict("fast conv2d of residual networks against its definition");
 }
 
+// 3 x 3, stride 1 and channels in whole vectors: what winograd() takes, and shapes just beside that.
+static void test_winograd(void) {
+    static Net net;
+    size_t taken[2] = {0, 0};
+    for (int shape = 0; shape < (quick ? 20 : 80); shape++) {
+        Shape in = {draw_size(7, 13), draw_size(7, 13), LANES * draw_size(1, shape % 8 ? 3 : 8)};
+        start_net(&net, in);
+        size_t columns = shape % 2 ? LANES * draw_size(1, 3) : draw_size(LANES, 140);
+        add_conv2d(&net, 0, columns, 3, 1, draw_size(0, 2), shape % 3 > 0);
+        net.layers[1].fused_relu = draw_bits() % 2;
+        taken[0] += forward_pass(&net.layers[1]).winograd;
+        taken[1] += backward_pass(&net.layers[1], false).winograd;
+        compare_layer(net.layers[1], draw_size(1, 9), draw_bits() % 2);
+    }
+    if (!taken[0] || !taken[1])
+        fail("no shape was taken: %zu forward, %zu backward", taken[0], taken[1]);
+    verdict("Winograd's convolution against its definition");
+}
+
 static void test_fast_linear(void) {
     static Net net;
     for (int shape = 0; shape < (quick ? 10 : 40); shape++) {
@@ -3307,6 +3326,7 @@ int main(void) {
     test_fast_conv();
     test_pooled_backward();
     test_fast_resnet_conv();
+    test_winograd();
     test_fast_linear();
     test_dropout_values();
     test_dropout_draws();
