@@ -1430,6 +1430,10 @@ typedef lane mask __attribute__((vector_size(VECTOR_BYTES)));
 #else
 #define UNROLL _Pragma("GCC unroll 32")
 #endif
+// A loop written out by the compiler, so that an array indexed by it can live in registers.
+#define UNROLLED(i, count) \
+    UNROLL                 \
+    for (size_t i = 0; i < (count); i++)
 
 // Loads and stores the first `count` numbers of a vector; all of them, where there are enough.
 INLINE vec load(const real *from, size_t count) {
@@ -1445,6 +1449,10 @@ INLINE void store(real *to, vec v, size_t count) {
         *(vec *)to = v;
     else
         memcpy(to, &v, count * sizeof *to);
+}
+
+INLINE vec relu_vec(vec v) {
+    return (vec)((mask)v & ~(v < 0));
 }
 
 INLINE size_t left(size_t columns, size_t j) // columns from vector j on
@@ -1465,10 +1473,8 @@ typedef struct DotTile {
 /* out[i][0 .. columns) = start + sum over taps t, d < depth of in[t][i][d] * weight[t][d][...] */
 INLINE void dot_tile(const size_t vectors, const DotTile *t, size_t columns) {
     vec acc[ROWS][4];
-    UNROLL
-    for (size_t i = 0; i < ROWS; i++) {
-        UNROLL
-        for (size_t j = 0; j < vectors; j++)
+    UNROLLED(i, ROWS) {
+        UNROLLED(j, vectors)
             acc[i][j] = t->add    ? load(t->out[i] + j * LANES, left(columns, j))
                         : t->bias ? load(t->bias + j * LANES, left(columns, j))
                                   : (vec){0};
@@ -1480,27 +1486,18 @@ INLINE void dot_tile(const size_t vectors, const DotTile *t, size_t columns) {
         for (size_t d = 0; d < t->depth; d++, w += vectors * LANES) {
             const real factor[ROWS] = {a0[d], a1[d], a2[d], a3[d], a4[d], a5[d]};
             vec b[4];
-            UNROLL
-            for (size_t j = 0; j < vectors; j++)
+            UNROLLED(j, vectors)
                 b[j] = *(const vec *)(w + j * LANES);
-            UNROLL
-            for (size_t i = 0; i < ROWS; i++) {
-                UNROLL
-                for (size_t j = 0; j < vectors; j++)
+            UNROLLED(i, ROWS)
+                UNROLLED(j, vectors)
                     acc[i][j] += factor[i] * b[j];
-            }
         }
     }
-    UNROLL
-    for (size_t i = 0; i < ROWS; i++) {
-        UNROLL
-        for (size_t j = 0; j < vectors; j++) {
+    UNROLLED(i, ROWS)
+        UNROLLED(j, vectors) {
             vec v = acc[i][j];
-            if (t->relu)
-                v = (vec)((mask)v & ~(v < 0));
-            store(t->out[i] + j * LANES, v, left(columns, j));
+            store(t->out[i] + j * LANES, t->relu ? relu_vec(v) : v, left(columns, j));
         }
-    }
 }
 
 // One term of a weight gradient: an input pixel and the gradient of the output pixel that it met.
@@ -1513,31 +1510,21 @@ typedef struct Pair {
 INLINE void outer_tile(const size_t rows, const size_t vectors, real *dweight, size_t stride,
                        size_t columns, const Pair *pairs, size_t count, size_t row, size_t column) {
     vec acc[ROWS][4];
-    UNROLL
-    for (size_t i = 0; i < rows; i++) {
-        UNROLL
-        for (size_t j = 0; j < vectors; j++)
+    UNROLLED(i, rows)
+        UNROLLED(j, vectors)
             acc[i][j] = load(dweight + i * stride + j * LANES, left(columns, j));
-    }
     for (size_t p = 0; p < count; p++) {
         const real *a = pairs[p].in + row, *d = pairs[p].dout + column;
         vec b[4];
-        UNROLL
-        for (size_t j = 0; j < vectors; j++)
+        UNROLLED(j, vectors)
             b[j] = *(const vec *)(d + j * LANES);
-        UNROLL
-        for (size_t i = 0; i < rows; i++) {
-            UNROLL
-            for (size_t j = 0; j < vectors; j++)
+        UNROLLED(i, rows)
+            UNROLLED(j, vectors)
                 acc[i][j] += a[i] * b[j];
-        }
     }
-    UNROLL
-    for (size_t i = 0; i < rows; i++) {
-        UNROLL
-        for (size_t j = 0; j < vectors; j++)
+    UNROLLED(i, rows)
+        UNROLLED(j, vectors)
             store(dweight + i * stride + j * LANES, acc[i][j], left(columns, j));
-    }
 }
 
 /* The compiler keeps acc in registers only if rows and vectors are constants, so each size is a
@@ -1644,6 +1631,11 @@ static void cpu_prepare(Layer *l) {
             }
 }
 
+// The width of the tiles at a block of columns: whole vectors.
+static size_t block_width(const Pass *p, size_t first) {
+    return ceil_div(min_size(COLUMNS, p->out.c - first), LANES) * LANES;
+}
+
 /* Weights in the order in which tiles read them: [block of COLUMNS][tap][depth][column], the last
    vector filled up with zeros. transposed: from [tap][column][depth]. */
 static void pack_weights(real *packed, const real *weight, const Pass *p) {
@@ -1651,8 +1643,8 @@ static void pack_weights(real *packed, const real *weight, const Pass *p) {
     PARALLEL_FOR_2
     for (size_t first = 0; first < p->out.c; first += COLUMNS)
         for (size_t row = 0; row < rows; row++) {
-            size_t columns = min_size(COLUMNS, p->out.c - first);
-            size_t width = ceil_div(columns, LANES) * LANES, tap = row / p->depth;
+            size_t width = block_width(p, first), columns = min_size(width, p->out.c - first);
+            size_t tap = row / p->depth;
             real *to = packed + first * rows + row * width;
             const real *from = p->transposed
                                    ? weight + (tap * p->out.c + first) * p->depth + row % p->depth
@@ -1714,8 +1706,8 @@ static void convolve_block(real *out, const real *in, const real *packed, const 
                            const Pass *p, size_t first, size_t images, size_t column) {
     DotTile t = {.bias = bias ? bias + column : NULL};
     real copies[ROWS][11 * RUN];
-    size_t columns = min_size(COLUMNS, p->out.c - column), vectors = ceil_div(columns, LANES);
-    size_t width = vectors * LANES, pixels = images * p->out_pixels;
+    size_t width = block_width(p, column), columns = min_size(width, p->out.c - column);
+    size_t pixels = images * p->out_pixels;
     size_t deepest = min_size(MAX_DEPTH, WEIGHT_BYTES / (p->taps * width * sizeof(real)));
     const real *block = packed + column * p->taps * p->depth;
     for (size_t d = 0; d < p->depth; d += deepest) {
@@ -1732,7 +1724,7 @@ static void convolve_block(real *out, const real *in, const real *packed, const 
                 image[i] = in + n * p->in_pixels * p->in.c + d;
             }
             list_taps(&t, p, met, image, block + d * width, p->depth * width, copies);
-            dot_tiles[vectors - 1](&t, columns);
+            dot_tiles[width / LANES - 1](&t, columns);
         }
     }
 }
@@ -1784,31 +1776,28 @@ INLINE void transform_weight(real *g, size_t step) {
     g[2 * step] = (ends - middle) / 2;
 }
 
-// packed[block of COLUMNS][place][depth][column] = u
+// packed[block of COLUMNS][place][depth][column] = u; the data gradient meets the taps in reverse
 static void pack_winograd(real *packed, const real *weight, const Pass *p) {
     PARALLEL_FOR_2
-    for (size_t first = 0; first < p->out.c; first += COLUMNS)
-        for (size_t d = 0; d < p->depth; d++) {
-            size_t columns = min_size(COLUMNS, p->out.c - first);
-            size_t width = ceil_div(columns, LANES) * LANES;
-            for (size_t j = 0; j < columns; j++) {
-                real g[PLACES];
-                for (size_t tap = 0; tap < 9; tap++)
-                    g[tap / 3 * 4 + tap % 3] =
-                        p->transposed ? weight[((8 - tap) * p->out.c + first + j) * p->depth + d]
-                                      : weight[(tap * p->depth + d) * p->out.c + first + j];
-                for (size_t i = 0; i < 3; i++)
-                    transform_weight(g + 4 * i, 1);
-                for (size_t i = 0; i < 4; i++)
-                    transform_weight(g + i, 4);
-                for (size_t place = 0; place < PLACES; place++)
-                    packed[first * PLACES * p->depth + (place * p->depth + d) * width + j] =
-                        g[place];
-            }
+    for (size_t d = 0; d < p->depth; d++)
+        for (size_t column = 0; column < p->out.c; column++) {
+            real g[PLACES];
+            for (size_t tap = 0; tap < 9; tap++)
+                g[tap / 3 * 4 + tap % 3] =
+                    p->transposed ? weight[((8 - tap) * p->out.c + column) * p->depth + d]
+                                  : weight[(tap * p->depth + d) * p->out.c + column];
+            for (size_t i = 0; i < 3; i++)
+                transform_weight(g + 4 * i, 1);
+            for (size_t i = 0; i < 4; i++)
+                transform_weight(g + i, 4);
+            size_t first = column / COLUMNS * COLUMNS, width = block_width(p, first);
+            real *to = packed + first * PLACES * p->depth + d * width + column - first;
+            for (size_t place = 0; place < PLACES; place++)
+                to[place * p->depth * width] = g[place];
         }
 }
 
-// v[place][depth] of the tile whose outputs begin at pixel (y, x)
+// v[place][depth] of the tile whose 2 x 2 outputs begin at (y, x)
 static void winograd_input(real *v, size_t v_step, const real *in, const Pass *p, size_t y,
                            size_t x) {
     const real *from[PLACES];
@@ -1819,47 +1808,37 @@ static void winograd_input(real *v, size_t v_step, const real *in, const Pass *p
     }
     for (size_t c = 0; c < p->depth; c += LANES) {
         vec d[PLACES];
-        UNROLL
-        for (size_t i = 0; i < PLACES; i++)
+        UNROLLED(i, PLACES)
             d[i] = *(const vec *)(from[i] + c);
-        UNROLL
-        for (size_t i = 0; i < 4; i++)
+        UNROLLED(i, 4)
             transform_input(d + i, 4);
-        UNROLL
-        for (size_t i = 0; i < 4; i++)
+        UNROLLED(i, 4)
             transform_input(d + 4 * i, 1);
-        UNROLL
-        for (size_t i = 0; i < PLACES; i++)
+        UNROLLED(i, PLACES)
             *(vec *)(v + i * v_step + c) = d[i];
     }
 }
 
-// out at 2 x 2 pixels from (y, x) on, columns from `column` on
+// out at 2 x 2 pixels from (y, x) on, from the sums m[place][columns]
 static void winograd_output(real *out, const real *m, size_t m_step, const real *bias,
                             const Pass *p, size_t y, size_t x, size_t columns) {
     for (size_t j = 0; j < columns; j += LANES) {
         vec sums[PLACES];
-        UNROLL
-        for (size_t i = 0; i < PLACES; i++)
+        UNROLLED(i, PLACES)
             sums[i] = *(const vec *)(m + i * m_step + j);
-        UNROLL
-        for (size_t i = 0; i < 4; i++)
+        UNROLLED(i, 4)
             transform_output(sums + i, 4);
-        UNROLL
-        for (size_t i = 0; i < 2; i++)
+        UNROLLED(i, 2)
             transform_output(sums + 4 * i, 1);
-        for (size_t i = 0; i < 4; i++) {
-            if (y + i / 2 >= p->out.h || x + i % 2 >= p->out.w)
-                continue;
-            real *to = out + ((y + i / 2) * p->out.w + x + i % 2) * p->out.c + j;
-            vec value = sums[i / 2 * 4 + i % 2];
-            if (bias)
-                value += load(bias + j, columns - j);
-            if (p->accumulate)
-                value += load(to, columns - j);
-            if (p->relu)
-                value = (vec)((mask)value & ~(value < 0));
-            store(to, value, columns - j);
+        UNROLLED(i, 4) {
+            size_t oy = y + i / 2, ox = x + i % 2, count = columns - j;
+            real *to = out + (oy * p->out.w + ox) * p->out.c + j;
+            if (oy < p->out.h && ox < p->out.w) {
+                vec start = bias ? load(bias + j, count) : (vec){0};
+                vec before = p->accumulate ? load(to, count) : (vec){0};
+                vec sum = sums[i / 2 * 4 + i % 2] + start + before;
+                store(to, p->relu ? relu_vec(sum) : sum, count);
+            }
         }
     }
 }
@@ -1869,40 +1848,32 @@ static size_t winograd_area(const Pass *p) // one thread's v and sums
     return PLACES * (TILES_AT_ONCE * (p->depth + COLUMNS) + 2 * LANES);
 }
 
+/* A block of COLUMNS columns of `tiles` tiles from `first` on. Between places lies a vector more
+   than needed, lest all 16 fall on the same lines of the cache. */
 static void winograd_block(real *out, const real *in, const real *packed, const real *bias,
                            const Pass *p, size_t first, size_t tiles, size_t column, real *area) {
-    // a vector more than needed, lest the 16 places fall on the same lines of the cache
     size_t v_step = TILES_AT_ONCE * p->depth + LANES, m_step = TILES_AT_ONCE * COLUMNS + LANES;
     size_t across = ceil_div(p->out.w, 2), of_image = across * ceil_div(p->out.h, 2);
-    size_t columns = min_size(COLUMNS, p->out.c - column), vectors = ceil_div(columns, LANES);
-    size_t width = vectors * LANES;
+    size_t width = block_width(p, column), columns = min_size(width, p->out.c - column);
     real *v = area, *m = v + PLACES * v_step;
-    for (size_t t = 0; t < tiles; t++) {
-        size_t image = (first + t) / of_image, tile = (first + t) % of_image;
-        winograd_input(v + t * p->depth, v_step, in + image * p->in_pixels * p->depth, p,
-                       tile / across * 2, tile % across * 2);
-    }
+    for (size_t t = 0, tile = first; t < tiles; t++, tile++)
+        winograd_input(v + t * p->depth, v_step, in + tile / of_image * p->in_pixels * p->depth, p,
+                       tile % of_image / across * 2, tile % across * 2);
+    DotTile dot = {.taps = 1, .depth = p->depth};
     for (size_t place = 0; place < PLACES; place++)
         for (size_t t = 0; t < tiles; t += ROWS) {
-            DotTile d;
-            d.taps = 1;
-            d.depth = p->depth;
-            d.bias = NULL;
-            d.add = d.relu = false;
-            d.weight[0] = packed + (column * PLACES + place * width) * p->depth;
+            dot.weight[0] = packed + (column * PLACES + place * width) * p->depth;
             for (size_t i = 0; i < ROWS; i++) {
-                size_t row = min_size(t + i, tiles - 1);
-                d.in[0][i] = v + place * v_step + row * p->depth;
-                d.out[i] = m + place * m_step + row * width;
+                size_t row = min_size(t + i, tiles - 1); // a short last group repeats its last row
+                dot.in[0][i] = v + place * v_step + row * p->depth;
+                dot.out[i] = m + place * m_step + row * width;
             }
-            dot_tiles[vectors - 1](&d, width);
+            dot_tiles[width / LANES - 1](&dot, width);
         }
-    for (size_t t = 0; t < tiles; t++) {
-        size_t image = (first + t) / of_image, tile = (first + t) % of_image;
-        winograd_output(out + image * p->out_pixels * p->out.c + column, m + t * width, m_step,
-                        bias ? bias + column : NULL, p, tile / across * 2, tile % across * 2,
-                        columns);
-    }
+    for (size_t t = 0, tile = first; t < tiles; t++, tile++)
+        winograd_output(out + tile / of_image * p->out_pixels * p->out.c + column, m + t * width,
+                        m_step, bias ? bias + column : NULL, p, tile % of_image / across * 2,
+                        tile % across * 2, columns);
 }
 
 static void winograd(real *out, const real *in, const real *packed, const real *bias, const Pass *p,
@@ -2058,27 +2029,18 @@ typedef struct Term {
 INLINE void term_tile(const size_t rows, const size_t vectors, real *sums, size_t sums_pitch,
                       const Term *terms, const Term *end, size_t offset, size_t pitch) {
     vec acc[5][6];
-    UNROLL
-    for (size_t i = 0; i < rows; i++) {
-        UNROLL
-        for (size_t j = 0; j < vectors; j++)
+    UNROLLED(i, rows)
+        UNROLLED(j, vectors)
             acc[i][j] = *(const vec *)(sums + i * sums_pitch + j * LANES);
-    }
     for (const Term *t = terms; t < end; t++) {
         const real *at = t->at + offset;
-        UNROLL
-        for (size_t i = 0; i < rows; i++, at += pitch) {
-            UNROLL
-            for (size_t j = 0; j < vectors; j++)
-                acc[i][j] += t->factor * *(const vec *)(at + j * LANES);
-        }
+        UNROLLED(i, rows)
+            UNROLLED(j, vectors)
+                acc[i][j] += t->factor * *(const vec *)(at + i * pitch + j * LANES);
     }
-    UNROLL
-    for (size_t i = 0; i < rows; i++) {
-        UNROLL
-        for (size_t j = 0; j < vectors; j++)
+    UNROLLED(i, rows)
+        UNROLLED(j, vectors)
             *(vec *)(sums + i * sums_pitch + j * LANES) = acc[i][j];
-    }
 }
 
 typedef void TermTileFunction(real *sums, size_t sums_pitch, const Term *terms, const Term *end,
@@ -4161,16 +4123,12 @@ static double measure_peak_gflops(void) {
 #pragma omp parallel reduction(+ : kept, threads)
         {
             vec sums[SUMS], factor = (vec){0} + (real)0.999, term = (vec){0} + (real)0.001;
-            UNROLL
-            for (int i = 0; i < SUMS; i++)
+            UNROLLED(i, SUMS)
                 sums[i] = (vec){0} + (real)i;
-            for (int step = 0; step < STEPS; step++) {
-                UNROLL
-                for (int i = 0; i < SUMS; i++)
+            for (int step = 0; step < STEPS; step++)
+                UNROLLED(i, SUMS)
                     sums[i] = sums[i] * factor + term;
-            }
-            UNROLL
-            for (int i = 0; i < SUMS; i++)
+            UNROLLED(i, SUMS)
                 kept += sums[i][0];
             threads += 1;
         }

@@ -739,7 +739,8 @@ struct BlockStarter {
 #endif
 };
 
-void count_traffic(const Launch *launch);
+void note_memory(Launch *launch); // see section 8
+void add_traffic(const Launch *launch);
 
 inline void run_threads(const Launch *launch, long i) {
     Unwatched unwatched;
@@ -787,7 +788,7 @@ __attribute__((no_sanitize("thread"))) inline void run_block(const Launch *launc
         run_threads(launch, i);
         happens_before((void *)launch);
     }
-    count_traffic(launch);
+    add_traffic(launch);
 }
 
 // Workers that run blocks of one launch; of several GPUs each gets its part of the cores.
@@ -815,9 +816,11 @@ inline void run_grid(const Launch *launch) {
 
 /* ==== 3. Barriers, warp operations, atomics ===================================================== */
 
-// Every lane of `mask` hands in a value; all get everyone's when the last has come.
+// Every lane of `mask` hands in a value; all get everyone's when the last has come. Of the warp
+// operations only __syncwarp puts accesses to memory in order.
 typedef unsigned char LaneValues[32][32];
-inline LaneValues &meet(unsigned mask, const void *value, size_t bytes, Place place) {
+inline LaneValues &meet(unsigned mask, const void *value, size_t bytes, Place place,
+                        bool orders_memory = false) {
     Unwatched unwatched;
     if (!(mask >> self->lane & 1)) {
         die("%s:%d: lane %d is not in the mask %#x that it gives", place.file, place.line, self->lane,
@@ -837,7 +840,9 @@ inline LaneValues &meet(unsigned mask, const void *value, size_t bytes, Place pl
     meeting.arrived |= 1u << self->lane;
     self->place = place;
     self->mask = mask;
-    happens_before(values);
+    if (orders_memory) {
+        happens_before(values);
+    }
     if (meeting.arrived != mask) {
         self->state = IN_WARP_OPERATION;
         give_way();
@@ -855,7 +860,9 @@ inline LaneValues &meet(unsigned mask, const void *value, size_t bytes, Place pl
             }
         }
     }
-    happens_after(values);
+    if (orders_memory) {
+        happens_after(values);
+    }
     return values;
 }
 
@@ -906,7 +913,7 @@ inline void __syncthreads(emulator::Place place = EMULATOR_HERE) {
 }
 
 inline void __syncwarp(unsigned mask = 0xffffffff, emulator::Place place = EMULATOR_HERE) {
-    emulator::meet(mask, "", 0, place);
+    emulator::meet(mask, "", 0, place, true);
 }
 
 // `width` lanes side by side are a group of their own; who would read beyond it reads itself.
@@ -1128,3 +1135,993 @@ inline EMULATOR_UNCOUNTED void emu_cp_async_wait(int pending) {
         count(SHARED_WRITE, 16);
     }
 }
+
+/* ==== 5. Devices and their memory =============================================================== */
+
+#define EMULATOR_ERRORS(X)                                                                         \
+    X(cudaSuccess, 0, "no error")                                                                  \
+    X(cudaErrorInvalidValue, 1, "invalid argument")                                                \
+    X(cudaErrorMemoryAllocation, 2, "out of memory")                                               \
+    X(cudaErrorInvalidConfiguration, 9, "invalid configuration argument")                          \
+    X(cudaErrorNoDevice, 100, "no CUDA-capable device is detected")                                \
+    X(cudaErrorInvalidDevice, 101, "invalid device ordinal")                                       \
+    X(cudaErrorInvalidResourceHandle, 400, "invalid resource handle")                              \
+    X(cudaErrorNotReady, 600, "device not ready")                                                  \
+    X(cudaErrorPeerAccessAlreadyEnabled, 704, "peer access is already enabled")                    \
+    X(cudaErrorPeerAccessNotEnabled, 705, "peer access has not been enabled")                      \
+    X(cudaErrorStreamCaptureUnsupported, 900, "operation not permitted when stream is capturing")  \
+    X(cudaErrorIllegalState, 401, "the operation cannot be performed in the present state")
+#define EMULATOR_ENUM(NAME, VALUE, TEXT) NAME = VALUE,
+enum cudaError_t { EMULATOR_ERRORS(EMULATOR_ENUM) };
+typedef cudaError_t cudaError;
+
+namespace emulator {
+static std::mutex runtime_lock; // of all that follows; never held while a kernel or a copy runs
+static std::condition_variable runtime_changed;
+static thread_local int current_device;
+static thread_local cudaError_t last_error;
+
+inline cudaError_t failed(cudaError_t error) {
+    if (error != cudaSuccess) {
+        last_error = error;
+    }
+    return error;
+}
+
+// The numbers of the devices that CUDA_VISIBLE_DEVICES leaves; it ends at the first that is none.
+inline const std::vector<int> &devices() {
+    static const std::vector<int> visible = [] {
+        int count = (int)setting("CUEMU_DEVICES", 1);
+        const char *text = getenv("CUDA_VISIBLE_DEVICES");
+        std::vector<int> list;
+        for (int i = 0; !text && i < count; i++) {
+            list.push_back(i);
+        }
+        while (text && *text) {
+            char *end;
+            long number = strtol(text, &end, 10);
+            if (end == text || number < 0 || number >= count) {
+                break;
+            }
+            list.push_back((int)number);
+            text = *end == ',' ? end + 1 : "";
+        }
+        return list;
+    }();
+    return visible;
+}
+inline int device_count() {
+    return (int)devices().size();
+}
+
+struct Allocation {
+    size_t bytes;
+    int device;            // -1: of the host, page-locked
+    char *pages;           // null: from malloc()
+    size_t bytes_of_pages; // which fault while nothing runs on a GPU; one more always does
+};
+static std::map<const char *, Allocation> allocations;
+static std::map<int, size_t> used_memory; // by device
+static std::map<std::pair<int, int>, bool> peers;
+
+inline size_t device_memory() {
+    return (size_t)setting("CUEMU_MEMORY", 4l << 30);
+}
+
+// The allocation that holds an address, or ends there.
+inline const Allocation *find_allocation(const void *address, const char **begin = nullptr) {
+    auto next = allocations.upper_bound((const char *)address);
+    if (next == allocations.begin()) {
+        return nullptr;
+    }
+    auto found = std::prev(next);
+    if (begin) {
+        *begin = found->first;
+    }
+    bool inside = (const char *)address <= found->first + found->second.bytes;
+    return inside ? &found->second : nullptr;
+}
+
+#if defined(EMULATOR_ASAN) || defined(EMULATOR_TSAN) // which watch malloc's memory
+inline bool protects() {
+    return false;
+}
+#else
+inline bool protects() {
+    static const bool answer = setting("CUEMU_PROTECT", 0);
+    return answer;
+}
+#endif
+
+// While one of these lives, memory of the GPUs can be touched.
+static int memory_users;
+struct UseMemory {
+    UseMemory() {
+        use(1, PROT_READ | PROT_WRITE);
+    }
+    ~UseMemory() {
+        use(-1, PROT_NONE);
+    }
+    static void use(int change, int protection) {
+        if (!protects()) {
+            return;
+        }
+        std::lock_guard<std::mutex> guard(runtime_lock);
+        bool unused = memory_users == 0;
+        memory_users += change;
+        for (auto &[begin, allocation] : allocations) {
+            if ((unused || memory_users == 0) && allocation.pages) {
+                mprotect(allocation.pages, allocation.bytes_of_pages, protection);
+            }
+        }
+    }
+};
+
+// New memory holds 0xff, NaNs, as if it were somebody's who used it before.
+inline cudaError_t allocate(void **memory, size_t bytes, int device) {
+    const size_t PAGE = (size_t)sysconf(_SC_PAGESIZE);
+    Allocation allocation = {bytes, device, nullptr, 0};
+    *memory = nullptr;
+    if (bytes == 0) {
+        return cudaSuccess;
+    }
+    if (device >= 0) {
+        std::lock_guard<std::mutex> guard(runtime_lock);
+        if (bytes > device_memory() - used_memory[device]) {
+            return failed(cudaErrorMemoryAllocation);
+        }
+        used_memory[device] += bytes;
+    }
+    if (protects() && device >= 0) { // ends where a page begins that faults
+        size_t size = (bytes + PAGE - 1) / PAGE * PAGE;
+        allocation.pages = (char *)mmap(nullptr, size + PAGE, PROT_READ | PROT_WRITE,
+                                        MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (allocation.pages == MAP_FAILED) {
+            die("no memory for cudaMalloc of %zu bytes", bytes);
+        }
+        allocation.bytes_of_pages = size;
+        mprotect(allocation.pages + size, PAGE, PROT_NONE);
+        *memory = allocation.pages + size - (bytes + 15) / 16 * 16;
+    } else if (posix_memalign(memory, 256, bytes)) {
+        die("no memory for cudaMalloc of %zu bytes", bytes);
+    }
+    memset(*memory, 0xff, bytes);
+    std::lock_guard<std::mutex> guard(runtime_lock);
+    allocations[(const char *)*memory] = allocation;
+    if (allocation.pages && memory_users == 0) {
+        mprotect(allocation.pages, allocation.bytes_of_pages, PROT_NONE);
+    }
+    return cudaSuccess;
+}
+
+inline cudaError_t release(const void *memory, bool of_host) {
+    if (!memory) {
+        return cudaSuccess;
+    }
+    std::lock_guard<std::mutex> guard(runtime_lock);
+    auto found = allocations.find((const char *)memory);
+    if (found == allocations.end() || (found->second.device < 0) != of_host) {
+        die("%s: %p is not such memory, or was freed before", of_host ? "cudaFreeHost" : "cudaFree",
+            memory);
+    }
+    Allocation allocation = found->second;
+    allocations.erase(found);
+    used_memory[allocation.device] -= allocation.bytes;
+    if (allocation.pages) {
+        munmap(allocation.pages, allocation.bytes_of_pages + (size_t)sysconf(_SC_PAGESIZE));
+    } else {
+        free(const_cast<void *>(memory));
+    }
+    return cudaSuccess;
+}
+
+/* ---- Faults: what the page tables caught */
+
+inline void handle_fault(int, siginfo_t *info, void *) {
+    const char *begin, *address = (const char *)info->si_addr;
+    auto next = allocations.upper_bound(address);
+    if (self && next != allocations.begin() && address < (begin = std::prev(next)->first) +
+            std::prev(next)->second.bytes + (64 << 10)) {
+        die("memory fault: out of range by %ld bytes, of %zu",
+            (long)(address - begin) - (long)std::prev(next)->second.bytes + 1,
+            std::prev(next)->second.bytes);
+    }
+    if (self) {
+        die("memory fault at %p: out of range, freed, the host's, or this thread's stack is full",
+            (const void *)address);
+    }
+    die("memory fault at %p: %s", (const void *)address,
+        find_allocation(address) ? "the host touches memory of a GPU" : "in the host's code");
+}
+
+inline void catch_faults() {
+    struct sigaction action = {};
+    action.sa_sigaction = handle_fault;
+    action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+    sigaction(SIGSEGV, &action, nullptr);
+    sigaction(SIGBUS, &action, nullptr);
+}
+
+// A sanitizer's report of its own does not know about kernels.
+inline void say_where() {
+    if (self) {
+        fprintf(stderr, "cuda_on_cpu: kernel %s launched at %s:%d, block (%u,%u,%u), thread (%u,%u,%u)\n",
+                block->launch->kernel, block->launch->place.file, block->launch->place.line,
+                block->index.x, block->index.y, block->index.z, self->index.x, self->index.y,
+                self->index.z);
+    }
+}
+
+static const bool prepared_for_faults = [] {
+#if defined(EMULATOR_ASAN)
+    __sanitizer_set_death_callback(say_where);
+#elif !defined(EMULATOR_TSAN)
+    catch_faults();
+#endif
+    return true;
+}();
+
+/* ==== 6. Streams, events, graphs ================================================================
+
+   A stream is a queue. What it holds runs in order, when somebody waits for it, or at once without
+   CUEMU_LAZY. Who waits does the work, unless another thread of the host is at it. */
+
+typedef std::function<void()> Operation;
+typedef std::vector<Operation> Graph;
+
+struct Stream {
+    int device;
+    bool waits_for_null_stream;
+    std::deque<Operation> queue;
+    long queued, finished; // operations so far
+    bool busy, destroyed;
+    std::thread::id worker; // who is at it
+    Graph *captured;        // while what is queued goes there
+};
+
+struct Event {
+    int device;
+    Stream *stream; // recorded in: it happens when `position` operations of the stream have finished
+    long position;
+    Graph *captured;
+    std::shared_ptr<double> seconds;
+};
+
+static std::vector<std::unique_ptr<Stream>> streams; // for ever: an event may point to a stream
+static std::map<int, Stream *> null_streams;         // by device
+
+inline Stream *new_stream(bool waits_for_null_stream) {
+    streams.emplace_back(new Stream{current_device, waits_for_null_stream, {}, 0, 0, false, false, {},
+                                    nullptr});
+    return streams.back().get();
+}
+
+inline Stream *stream_of(Stream *stream) {
+    std::lock_guard<std::mutex> guard(runtime_lock);
+    if (!stream && !null_streams[current_device]) {
+        null_streams[current_device] = new_stream(false);
+    }
+    if (stream && stream->destroyed) {
+        die("a stream is used that was destroyed");
+    }
+    return stream ? stream : null_streams[current_device];
+}
+
+// Does what the stream holds, until `position` operations have finished.
+inline void run_until(Stream *stream, long position) {
+    std::unique_lock<std::mutex> lock(runtime_lock);
+    while (stream->finished < position) {
+        if (stream->busy && stream->worker == std::this_thread::get_id()) {
+            die("deadlock: an operation in a stream waits for itself");
+        }
+        if (stream->busy) {
+            runtime_changed.wait(lock);
+            continue;
+        }
+        Operation operation = std::move(stream->queue.front());
+        stream->queue.pop_front();
+        stream->busy = true;
+        stream->worker = std::this_thread::get_id();
+        lock.unlock();
+        operation();
+        lock.lock();
+        stream->busy = false;
+        stream->finished++;
+        runtime_changed.notify_all();
+    }
+}
+
+inline void finish_stream(Stream *stream) {
+    run_until(stream, stream->queued);
+}
+
+// All streams of a device, or those that wait for its null stream.
+inline void finish_device(int device, bool only_waiting = false) {
+    std::vector<Stream *> waited_for;
+    {
+        std::lock_guard<std::mutex> guard(runtime_lock);
+        for (auto &stream : streams) {
+            if (stream->device == device && (stream->waits_for_null_stream || !only_waiting)) {
+                waited_for.push_back(stream.get());
+            }
+        }
+    }
+    for (Stream *stream : waited_for) {
+        finish_stream(stream);
+    }
+}
+
+// The null stream and the others (but those that are cudaStreamNonBlocking) wait for one another.
+inline void wait_for_others(Stream *stream) {
+    Stream *null_stream = stream_of(nullptr);
+    if (stream == null_stream) {
+        finish_device(stream->device, true);
+    } else if (stream->waits_for_null_stream && null_stream->device == stream->device) {
+        finish_stream(null_stream);
+    }
+}
+
+inline cudaError_t enqueue(Stream *stream, Operation operation) {
+    static const bool lazy = setting("CUEMU_LAZY", 0);
+    stream = stream_of(stream);
+    if (stream->captured) {
+        stream->captured->push_back(std::move(operation));
+        return cudaSuccess;
+    }
+    wait_for_others(stream);
+    {
+        std::lock_guard<std::mutex> guard(runtime_lock);
+        stream->queue.push_back(std::move(operation));
+        stream->queued++;
+    }
+    if (!lazy) {
+        finish_stream(stream);
+    }
+    return cudaSuccess;
+}
+
+/* ---- Copies */
+
+// Says what is wrong with memory that a copy is to use: on a GPU, of the host, or any (cudaMemcpyDefault).
+enum Side { ON_HOST, ON_GPU, ANYWHERE };
+inline void check_range(const char *what, const void *begin, size_t bytes, Side side, int device = -1) {
+    std::lock_guard<std::mutex> guard(runtime_lock);
+    const char *start;
+    const Allocation *found = bytes ? find_allocation(begin, &start) : nullptr;
+    if (found && (const char *)begin == start + found->bytes) {
+        found = nullptr; // ends there, begins elsewhere
+    }
+    bool gpu = found && found->device >= 0;
+    if (bytes && side != ANYWHERE && gpu != (side == ON_GPU)) {
+        die("%s: %p is %s", what, begin, gpu ? "memory of a GPU" : "not memory of a GPU, or was freed");
+    }
+    if (found && (const char *)begin + bytes > start + found->bytes) {
+        die("%s: %zu bytes, of which only %zu are there", what, bytes,
+            (size_t)(start + found->bytes - (const char *)begin));
+    }
+    if (gpu && device >= 0 && found->device != device) {
+        die("%s: %p is memory of device %d, not %d", what, begin, found->device, device);
+    }
+}
+
+inline bool is_pageable(const void *memory) {
+    std::lock_guard<std::mutex> guard(runtime_lock);
+    return !find_allocation(memory);
+}
+
+inline cudaError_t copy(void *to, const void *from, size_t bytes, Side to_side, Side from_side,
+                        Stream *stream, int to_device = -1, int from_device = -1) {
+    auto check = [=] {
+        check_range("copy to", to, bytes, to_side, to_device);
+        check_range("copy from", from, bytes, from_side, from_device);
+    };
+    check();
+    enqueue(stream, [=] {
+        check(); // it may have been freed since
+        UseMemory use;
+        memcpy(to, from, bytes);
+    });
+    // Memory that is not page-locked goes through a buffer of the driver, which the host waits for.
+    stream = stream_of(stream);
+    if (!stream->captured && (is_pageable(to) || is_pageable(from))) {
+        finish_stream(stream);
+    }
+    return cudaSuccess;
+}
+
+/* ---- Launches */
+
+static std::map<std::pair<int, const void *>, size_t> dynamic_limits; // by device and kernel
+const size_t STATIC_LIMIT = 48 << 10, DYNAMIC_LIMIT = 227 << 10;
+
+[[noreturn]] __attribute__((format(printf, 2, 3))) inline void refuse(const Launch *launch,
+                                                                      const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    report(launch, format, arguments);
+}
+
+inline void check_launch(const Launch *launch, const void *kernel, const Stream *stream) {
+    dim3 grid = launch->grid, size = launch->block;
+    long threads = (long)size.x * size.y * size.z;
+    if ((long)grid.x * grid.y * grid.z == 0 || threads == 0) {
+        refuse(launch, "an empty grid or block: (%u,%u,%u) blocks of (%u,%u,%u) threads", grid.x,
+               grid.y, grid.z, size.x, size.y, size.z);
+    }
+    if (threads > 1024 || size.z > 64) {
+        refuse(launch, "%ld threads in a block; at most 1024, 64 of them in z", threads);
+    }
+    if (grid.x > INT_MAX || grid.y > 65535 || grid.z > 65535) {
+        refuse(launch, "a grid of (%u,%u,%u); at most (2147483647,65535,65535)", grid.x, grid.y, grid.z);
+    }
+    std::lock_guard<std::mutex> guard(runtime_lock);
+    auto found = dynamic_limits.find({launch->device, kernel});
+    size_t limit = found == dynamic_limits.end() ? STATIC_LIMIT : found->second;
+    if (launch->dynamic_bytes > limit) {
+        refuse(launch, "%zu bytes of dynamic shared memory; cudaFuncSetAttribute allows %zu here",
+               launch->dynamic_bytes, limit);
+    }
+    if (stream->device != launch->device) {
+        refuse(launch, "in a stream of device %d, while device %d is the current one", stream->device,
+               launch->device);
+    }
+}
+
+template <class T> void check_argument(const Launch *launch, int number, T argument) {
+    if constexpr (std::is_pointer_v<T>) {
+        std::lock_guard<std::mutex> guard(runtime_lock);
+        const Allocation *found = find_allocation((const void *)argument);
+        if (!found && argument) {
+            refuse(launch, "argument %d is no pointer to memory of a GPU: the host's, or freed", number);
+        }
+        if (found && found->device >= 0 && found->device != launch->device &&
+            !peers[{launch->device, found->device}]) {
+            refuse(launch, "argument %d is memory of device %d, launched on device %d", number,
+                   found->device, launch->device);
+        }
+    }
+}
+
+template <class... Parameters> struct Launcher {
+    Launch launch;
+    void (*kernel)(Parameters...);
+    Stream *stream;
+
+    static void check(const Launch *launch, Parameters... arguments) {
+        int number = 0;
+        (void)launch;
+        (void)number;
+        (check_argument(launch, ++number, arguments), ...);
+    }
+
+    void operator()(Parameters... arguments) {
+        check_launch(&launch, (const void *)kernel, stream_of(stream));
+        check(&launch, arguments...);
+        enqueue(stream, [queued = launch, kernel = kernel, arguments...] {
+            Launch launch = queued;
+            check(&launch, arguments...); // some may have been freed since
+            launch.call = [=] { kernel(arguments...); };
+            note_memory(&launch);
+            UseMemory use;
+            run_grid(&launch);
+        });
+    }
+};
+
+// What kernel<<<grid, block, dynamic_bytes, stream>>> has become; the arguments follow.
+template <class... Parameters>
+Launcher<Parameters...> launch(const char *name, void (*kernel)(Parameters...), dim3 grid, dim3 block,
+                               size_t dynamic_bytes = 0, Stream *stream = nullptr,
+                               Place place = EMULATOR_HERE) {
+    return {{name, place, grid, block, dynamic_bytes, current_device, {}, {}}, kernel, stream};
+}
+} // namespace emulator
+
+/* ==== 7. The runtime's functions ================================================================ */
+
+typedef emulator::Stream *cudaStream_t;
+typedef emulator::Event *cudaEvent_t;
+typedef emulator::Graph *cudaGraph_t, *cudaGraphExec_t;
+typedef void (*cudaHostFn_t)(void *data);
+enum cudaMemcpyKind {
+    cudaMemcpyHostToHost,
+    cudaMemcpyHostToDevice,
+    cudaMemcpyDeviceToHost,
+    cudaMemcpyDeviceToDevice,
+    cudaMemcpyDefault
+};
+enum { cudaStreamDefault, cudaStreamNonBlocking };
+enum { cudaEventDefault, cudaEventBlockingSync, cudaEventDisableTiming };
+enum { cudaHostAllocDefault, cudaHostAllocPortable, cudaHostAllocMapped };
+enum cudaStreamCaptureMode {
+    cudaStreamCaptureModeGlobal,
+    cudaStreamCaptureModeThreadLocal,
+    cudaStreamCaptureModeRelaxed
+};
+enum cudaFuncAttribute {
+    cudaFuncAttributeMaxDynamicSharedMemorySize = 8,
+    cudaFuncAttributePreferredSharedMemoryCarveout = 9
+};
+enum cudaMemoryType {
+    cudaMemoryTypeUnregistered,
+    cudaMemoryTypeHost,
+    cudaMemoryTypeDevice,
+    cudaMemoryTypeManaged
+};
+struct cudaPointerAttributes {
+    cudaMemoryType type;
+    int device;
+    void *devicePointer, *hostPointer;
+};
+struct cudaFuncAttributes {
+    size_t sharedSizeBytes, constSizeBytes, localSizeBytes;
+    int maxThreadsPerBlock, numRegs, ptxVersion, binaryVersion, maxDynamicSharedSizeBytes;
+};
+struct cudaUUID_t {
+    char bytes[16];
+};
+struct cudaDeviceProp {
+    char name[256];
+    cudaUUID_t uuid;
+    size_t totalGlobalMem, sharedMemPerBlock, sharedMemPerBlockOptin, sharedMemPerMultiprocessor;
+    int major, minor, warpSize, multiProcessorCount, maxThreadsPerBlock, maxThreadsPerMultiProcessor;
+    int maxThreadsDim[3], maxGridSize[3], regsPerBlock, regsPerMultiprocessor, l2CacheSize;
+    int memoryBusWidth, concurrentKernels, asyncEngineCount, unifiedAddressing, ECCEnabled, integrated;
+    int pciBusID, pciDeviceID, pciDomainID;
+};
+enum cudaDeviceAttr {
+    cudaDevAttrMaxThreadsPerBlock = 1,
+    cudaDevAttrMaxSharedMemoryPerBlock = 8,
+    cudaDevAttrWarpSize = 10,
+    cudaDevAttrClockRate = 13,
+    cudaDevAttrMultiProcessorCount = 16,
+    cudaDevAttrMemoryClockRate = 36,
+    cudaDevAttrGlobalMemoryBusWidth = 37,
+    cudaDevAttrL2CacheSize = 38,
+    cudaDevAttrMaxThreadsPerMultiProcessor = 39,
+    cudaDevAttrComputeCapabilityMajor = 75,
+    cudaDevAttrComputeCapabilityMinor = 76,
+    cudaDevAttrMaxSharedMemoryPerMultiprocessor = 81,
+    cudaDevAttrMaxSharedMemoryPerBlockOptin = 97
+};
+
+/* ---- Errors */
+
+#define EMULATOR_NAME(NAME, VALUE, TEXT)                                                           \
+    if (error == NAME) {                                                                           \
+        return #NAME;                                                                              \
+    }
+#define EMULATOR_TEXT(NAME, VALUE, TEXT)                                                           \
+    if (error == NAME) {                                                                           \
+        return TEXT;                                                                               \
+    }
+inline const char *cudaGetErrorName(cudaError_t error) {
+    EMULATOR_ERRORS(EMULATOR_NAME)
+    return "unrecognized error code";
+}
+inline const char *cudaGetErrorString(cudaError_t error) {
+    EMULATOR_ERRORS(EMULATOR_TEXT)
+    return "unrecognized error code";
+}
+inline cudaError_t cudaPeekAtLastError() {
+    return emulator::last_error;
+}
+inline cudaError_t cudaGetLastError() {
+    cudaError_t error = emulator::last_error;
+    emulator::last_error = cudaSuccess;
+    return error;
+}
+
+/* ---- Devices */
+
+inline cudaError_t cudaGetDeviceCount(int *count) {
+    *count = emulator::device_count();
+    return *count ? cudaSuccess : emulator::failed(cudaErrorNoDevice);
+}
+inline cudaError_t cudaSetDevice(int device) {
+    if (device < 0 || device >= emulator::device_count()) {
+        return emulator::failed(emulator::device_count() ? cudaErrorInvalidDevice : cudaErrorNoDevice);
+    }
+    emulator::current_device = device;
+    return cudaSuccess;
+}
+inline cudaError_t cudaGetDevice(int *device) {
+    *device = emulator::current_device;
+    return emulator::device_count() ? cudaSuccess : emulator::failed(cudaErrorNoDevice);
+}
+inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp *properties, int device) {
+    if (device < 0 || device >= emulator::device_count()) {
+        return emulator::failed(cudaErrorInvalidDevice);
+    }
+    *properties = {};
+    int number = emulator::devices()[(size_t)device]; // whatever CUDA_VISIBLE_DEVICES calls it
+    strcpy(properties->name, "emulated GPU");
+    snprintf(properties->uuid.bytes, 16, "cuda_on_cpu %03d", number);
+    properties->pciBusID = number + 1;
+    properties->totalGlobalMem = emulator::device_memory();
+    properties->sharedMemPerBlock = emulator::STATIC_LIMIT;
+    properties->sharedMemPerBlockOptin = emulator::DYNAMIC_LIMIT;
+    properties->sharedMemPerMultiprocessor = 228 << 10;
+    properties->major = 9;
+    properties->warpSize = 32;
+    properties->multiProcessorCount = 4;
+    properties->maxThreadsPerBlock = 1024;
+    properties->maxThreadsPerMultiProcessor = 2048;
+    for (int i = 0; i < 3; i++) {
+        properties->maxThreadsDim[i] = i < 2 ? 1024 : 64;
+        properties->maxGridSize[i] = i ? 65535 : INT_MAX;
+    }
+    properties->regsPerBlock = properties->regsPerMultiprocessor = 65536;
+    properties->l2CacheSize = 1 << 20;
+    properties->memoryBusWidth = 64;
+    properties->concurrentKernels = properties->asyncEngineCount = properties->unifiedAddressing = 1;
+    return cudaSuccess;
+}
+inline cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device) {
+    cudaDeviceProp properties;
+    cudaError_t error = cudaGetDeviceProperties(&properties, device);
+    const std::map<int, int> values = {
+        {cudaDevAttrMaxThreadsPerBlock, properties.maxThreadsPerBlock},
+        {cudaDevAttrMaxSharedMemoryPerBlock, (int)properties.sharedMemPerBlock},
+        {cudaDevAttrWarpSize, properties.warpSize},
+        {cudaDevAttrClockRate, 1000000},
+        {cudaDevAttrMultiProcessorCount, properties.multiProcessorCount},
+        {cudaDevAttrMemoryClockRate, 1000000},
+        {cudaDevAttrGlobalMemoryBusWidth, properties.memoryBusWidth},
+        {cudaDevAttrL2CacheSize, properties.l2CacheSize},
+        {cudaDevAttrMaxThreadsPerMultiProcessor, properties.maxThreadsPerMultiProcessor},
+        {cudaDevAttrComputeCapabilityMajor, properties.major},
+        {cudaDevAttrComputeCapabilityMinor, properties.minor},
+        {cudaDevAttrMaxSharedMemoryPerMultiprocessor, (int)properties.sharedMemPerMultiprocessor},
+        {cudaDevAttrMaxSharedMemoryPerBlockOptin, (int)properties.sharedMemPerBlockOptin},
+    };
+    if (error == cudaSuccess && !values.count(attribute)) {
+        error = emulator::failed(cudaErrorInvalidValue);
+    }
+    *value = error ? 0 : values.at(attribute);
+    return error;
+}
+inline cudaError_t cudaDriverGetVersion(int *version) {
+    *version = 12000;
+    return cudaSuccess;
+}
+inline cudaError_t cudaRuntimeGetVersion(int *version) {
+    return cudaDriverGetVersion(version);
+}
+inline cudaError_t cudaDeviceSynchronize() {
+    emulator::finish_device(emulator::current_device);
+    return cudaSuccess;
+}
+inline cudaError_t cudaDeviceReset() {
+    return cudaDeviceSynchronize();
+}
+inline cudaError_t cudaProfilerStart() {
+    return cudaSuccess;
+}
+inline cudaError_t cudaProfilerStop() {
+    return cudaSuccess;
+}
+inline cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer) {
+    *can = device != peer;
+    return cudaSuccess;
+}
+inline cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned) {
+    if (peer < 0 || peer >= emulator::device_count() || peer == emulator::current_device) {
+        return emulator::failed(cudaErrorInvalidDevice);
+    }
+    std::lock_guard<std::mutex> guard(emulator::runtime_lock);
+    bool &enabled = emulator::peers[{emulator::current_device, peer}];
+    cudaError_t error = enabled ? cudaErrorPeerAccessAlreadyEnabled : cudaSuccess;
+    enabled = true;
+    return emulator::failed(error);
+}
+inline cudaError_t cudaDeviceDisablePeerAccess(int peer) {
+    std::lock_guard<std::mutex> guard(emulator::runtime_lock);
+    bool &enabled = emulator::peers[{emulator::current_device, peer}];
+    cudaError_t error = enabled ? cudaSuccess : cudaErrorPeerAccessNotEnabled;
+    enabled = false;
+    return emulator::failed(error);
+}
+
+/* ---- Kernels */
+
+template <class Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel *kernel, cudaFuncAttribute attribute, int value) {
+    if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) {
+        return cudaSuccess;
+    }
+    if (value < 0 || value > (int)emulator::DYNAMIC_LIMIT) {
+        return emulator::failed(cudaErrorInvalidValue);
+    }
+    std::lock_guard<std::mutex> guard(emulator::runtime_lock);
+    emulator::dynamic_limits[{emulator::current_device, (const void *)kernel}] = (size_t)value;
+    return cudaSuccess;
+}
+template <class Kernel>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, Kernel *) {
+    *attributes = {};
+    attributes->maxThreadsPerBlock = 1024;
+    attributes->ptxVersion = attributes->binaryVersion = 90;
+    return cudaSuccess;
+}
+template <class Kernel>
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, Kernel *, int threads, size_t) {
+    *blocks = 2048 / threads;
+    return cudaSuccess;
+}
+inline cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *data) {
+    return emulator::enqueue(stream, [=] { function(data); });
+}
+
+/* ---- Memory */
+
+template <class T> cudaError_t cudaMalloc(T **memory, size_t bytes) {
+    if (!emulator::device_count()) {
+        return emulator::failed(cudaErrorNoDevice);
+    }
+    return emulator::allocate((void **)memory, bytes, emulator::current_device);
+}
+inline cudaError_t cudaFree(void *memory) {
+    for (int device = 0; device < emulator::device_count() && memory; device++) {
+        emulator::finish_device(device);
+    }
+    return emulator::release(memory, false);
+}
+template <class T> cudaError_t cudaHostAlloc(T **memory, size_t bytes, unsigned) {
+    return emulator::allocate((void **)memory, bytes, -1);
+}
+template <class T> cudaError_t cudaMallocHost(T **memory, size_t bytes, unsigned flags = 0) {
+    return cudaHostAlloc(memory, bytes, flags);
+}
+inline cudaError_t cudaFreeHost(void *memory) {
+    cudaDeviceSynchronize();
+    return emulator::release(memory, true);
+}
+inline cudaError_t cudaMemGetInfo(size_t *left, size_t *total) {
+    std::lock_guard<std::mutex> guard(emulator::runtime_lock);
+    *total = emulator::device_memory();
+    *left = *total - emulator::used_memory[emulator::current_device];
+    return cudaSuccess;
+}
+inline cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *attributes, const void *memory) {
+    std::lock_guard<std::mutex> guard(emulator::runtime_lock);
+    const emulator::Allocation *found = emulator::find_allocation(memory);
+    bool gpu = found && found->device >= 0;
+    attributes->type = gpu     ? cudaMemoryTypeDevice
+                       : found ? cudaMemoryTypeHost
+                               : cudaMemoryTypeUnregistered;
+    attributes->device = gpu ? found->device : found ? 0 : -2;
+    attributes->devicePointer = found ? const_cast<void *>(memory) : nullptr;
+    attributes->hostPointer = gpu ? nullptr : const_cast<void *>(memory);
+    return cudaSuccess;
+}
+
+inline cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind,
+                                   cudaStream_t stream = nullptr) {
+    using namespace emulator;
+    bool to_gpu = kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;
+    bool from_gpu = kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
+    bool any = kind == cudaMemcpyDefault;
+    return copy(to, from, bytes, any ? ANYWHERE : to_gpu ? ON_GPU : ON_HOST,
+                any ? ANYWHERE : from_gpu ? ON_GPU : ON_HOST, stream);
+}
+inline cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind) {
+    cudaError_t error = cudaMemcpyAsync(to, from, bytes, kind);
+    emulator::finish_stream(emulator::stream_of(nullptr));
+    return error;
+}
+inline cudaError_t cudaMemcpyPeerAsync(void *to, int to_device, const void *from, int from_device,
+                                       size_t bytes, cudaStream_t stream = nullptr) {
+    using namespace emulator;
+    return copy(to, from, bytes, ON_GPU, ON_GPU, stream, to_device, from_device);
+}
+inline cudaError_t cudaMemcpyPeer(void *to, int to_device, const void *from, int from_device,
+                                  size_t bytes) {
+    cudaError_t error = cudaMemcpyPeerAsync(to, to_device, from, from_device, bytes);
+    emulator::finish_stream(emulator::stream_of(nullptr));
+    return error;
+}
+inline cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stream = nullptr) {
+    emulator::check_range("cudaMemset", to, bytes, emulator::ON_GPU);
+    return emulator::enqueue(stream, [=] {
+        emulator::check_range("cudaMemset", to, bytes, emulator::ON_GPU);
+        emulator::UseMemory use;
+        memset(to, value, bytes);
+    });
+}
+inline cudaError_t cudaMemset(void *to, int value, size_t bytes) {
+    return cudaMemsetAsync(to, value, bytes);
+}
+
+/* ---- Streams */
+
+inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
+    std::lock_guard<std::mutex> guard(emulator::runtime_lock);
+    *stream = emulator::new_stream(flags != cudaStreamNonBlocking);
+    return cudaSuccess;
+}
+inline cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int) {
+    return cudaStreamCreateWithFlags(stream, flags);
+}
+inline cudaError_t cudaStreamCreate(cudaStream_t *stream) {
+    return cudaStreamCreateWithFlags(stream, cudaStreamDefault);
+}
+inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+    stream = emulator::stream_of(stream);
+    if (stream->captured) {
+        return emulator::failed(cudaErrorStreamCaptureUnsupported);
+    }
+    emulator::wait_for_others(stream);
+    emulator::finish_stream(stream);
+    return cudaSuccess;
+}
+inline cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+    cudaError_t error = cudaStreamSynchronize(stream);
+    stream->destroyed = true;
+    return error;
+}
+// Whoever asks again and again shall see it end: every question does one more operation.
+inline cudaError_t cudaStreamQuery(cudaStream_t stream) {
+    stream = emulator::stream_of(stream);
+    if (stream->finished == stream->queued) {
+        return cudaSuccess;
+    }
+    emulator::run_until(stream, stream->finished + 1);
+    return cudaErrorNotReady;
+}
+
+/* ---- Events */
+
+inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned) {
+    *event = new emulator::Event{emulator::current_device, nullptr, 0, nullptr,
+                                 std::make_shared<double>(0)};
+    return cudaSuccess;
+}
+inline cudaError_t cudaEventCreate(cudaEvent_t *event, unsigned flags = 0) {
+    return cudaEventCreateWithFlags(event, flags);
+}
+inline cudaError_t cudaEventDestroy(cudaEvent_t event) {
+    delete event;
+    return cudaSuccess;
+}
+inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream = nullptr) {
+    stream = emulator::stream_of(stream);
+    if (stream->device != event->device) {
+        return emulator::failed(cudaErrorInvalidResourceHandle);
+    }
+    event->captured = stream->captured;
+    if (stream->captured) {
+        return cudaSuccess;
+    }
+    event->stream = stream;
+    event->position = stream->queued + 1;
+    return emulator::enqueue(stream, [seconds = event->seconds] {
+        timespec now;
+        clock_gettime(CLOCK_MONOTONIC, &now);
+        *seconds = (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+    });
+}
+inline cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+    if (event->stream) {
+        emulator::run_until(event->stream, event->position);
+    }
+    return cudaSuccess;
+}
+inline cudaError_t cudaEventQuery(cudaEvent_t event) {
+    if (!event->stream || event->stream->finished >= event->position) {
+        return cudaSuccess;
+    }
+    cudaStreamQuery(event->stream);
+    return cudaErrorNotReady;
+}
+inline cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t begin, cudaEvent_t end) {
+    if (cudaEventQuery(begin) || cudaEventQuery(end)) {
+        return cudaErrorNotReady;
+    }
+    *milliseconds = (float)((*end->seconds - *begin->seconds) * 1e3);
+    return cudaSuccess;
+}
+// Of an event in a stream that is being captured, the waiting stream joins the capture.
+inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned = 0) {
+    stream = emulator::stream_of(stream);
+    if (event->captured) {
+        stream->captured = event->captured;
+        return cudaSuccess;
+    }
+    if (!event->stream) {
+        return cudaSuccess; // never recorded
+    }
+    return emulator::enqueue(stream, [from = event->stream, position = event->position] {
+        emulator::run_until(from, position);
+    });
+}
+
+/* ---- Graphs: the operations of a capture in the order in which they were queued */
+
+inline cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
+    if (!stream || stream->captured) {
+        return emulator::failed(cudaErrorIllegalState);
+    }
+    stream->captured = new emulator::Graph;
+    return cudaSuccess;
+}
+inline cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) {
+    *graph = stream->captured;
+    std::lock_guard<std::mutex> guard(emulator::runtime_lock);
+    for (auto &other : emulator::streams) {
+        if (other->captured == *graph) {
+            other->captured = nullptr;
+        }
+    }
+    return *graph ? cudaSuccess : emulator::failed(cudaErrorIllegalState);
+}
+inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t *executable, cudaGraph_t graph,
+                                        unsigned long long = 0) {
+    *executable = new emulator::Graph(*graph);
+    return cudaSuccess;
+}
+inline cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *executable, cudaGraph_t graph,
+                                                 unsigned long long = 0) {
+    return cudaGraphInstantiate(executable, graph);
+}
+inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t *executable, cudaGraph_t graph, void *, char *,
+                                        size_t) { // as in CUDA 11
+    return cudaGraphInstantiate(executable, graph);
+}
+inline cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream) {
+    return emulator::enqueue(stream, [operations = *executable] {
+        for (const emulator::Operation &operation : operations) {
+            operation();
+        }
+    });
+}
+inline cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+    delete graph;
+    return cudaSuccess;
+}
+inline cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) {
+    delete executable;
+    return cudaSuccess;
+}
+
+/* ==== 8. Counting accesses ======================================================================
+
+   With -fsanitize=thread the compiler calls a function at every access to memory that may be shared.
+   Here these are ours. What is neither in an array in shared memory nor in an allocation of a GPU, on
+   a stack for instance, is not counted: a GPU would have most of it in registers. */
+
+namespace emulator {
+#ifdef CUEMU_COUNT
+struct KernelTraffic {
+    long launches = 0;
+    Traffic traffic[TRAFFIC_KINDS];
+};
+static std::map<std::string, KernelTraffic> kernel_traffic;
+
+EMULATOR_UNCOUNTED inline void count(int kind, long bytes) {
+    block->traffic[kind].accesses++;
+    block->traffic[kind].bytes += bytes;
+}
+
+EMULATOR_UNCOUNTED inline bool contains(const Range *range, const Range *end, const char *address) {
+    for (; range < end; range++) {
+        if (address >= range->begin && address < range->end) {
+            return true;
+        }
+    }
+    return false;
+}
+
+EMULATOR_UNCOUNTED inline void count_access(const void *address, long bytes, bool write) {
+    if (!self) {
+        return;
+    }
+    const Range *shared = block->shared.data(), *global = block->launch->memory.data();
+    if (contains(shared, shared + block->shared.size(), (const char *)address)) {
+        count(write ? SHARED_WRITE : SHARED_READ, bytes);
+    } else if (contains(global, global + block->launch->memory.size(), (const char *)address)) {
+        count(write ? GLOBAL_WRITE : GLOBAL_READ, bytes);
+    }
+}
+#endif
+} // namespace emulator
