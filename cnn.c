@@ -352,6 +352,14 @@ static uint64_t hash_bytes(uint64_t hash, const void *memory, size_t bytes) {
     return hash;
 }
 
+// The index of the first number that is NaN or infinite; count, if all are finite.
+static size_t first_not_finite(const real *numbers, size_t count) {
+    size_t i = 0;
+    while (i < count && isfinite(numbers[i]))
+        i++;
+    return i;
+}
+
 /* ==== 3. Datasets ===============================================================================
 
    Images stay bytes in memory, as they are on disk; the loader turns them into numbers. Files come
@@ -473,8 +481,8 @@ static void check_label(const DataFile *f, size_t label, size_t classes, size_t 
 }
 
 /* An IDX file: magic number 0x0801 (labels) or 0x0803 (images), the sizes of its 1 or 3 dimensions,
-   all big-endian, then bytes. item is the size that the one after the first dimension must have.
-   Reads the first `limit` items, checks the length of all; returns the whole file's count. */
+   all big-endian, then bytes. item: the size that each image must have; all zero: labels. Reads the
+   first `limit` items, checks the length of all; returns the whole file's count. */
 static size_t read_idx(DataFile *f, uint8_t **items, size_t *kept, size_t limit, Shape item) {
     bool images = item.h > 0;
     uint32_t magic = images ? 0x0803 : 0x0801;
@@ -1388,9 +1396,9 @@ static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t 
      weight gradient rows: 6 channels in      b: 4 vectors of dout        sum: all pixels
 
    A filter's taps are its kernel * kernel positions. gather[pixel][tap] tells which input pixel an
-   output pixel meets at a tap, or OUTSIDE; scatter is the same, seen from the input
-   pixel. So stride, padding and borders are settled in two tables, made once; the tiles know only
-   lists of addresses. A linear layer is a convolution of 1 x 1 pixel: it takes the same road. */
+   output pixel meets at a tap, or OUTSIDE; scatter is the same, seen from the input pixel. So
+   stride, padding and borders are settled in two tables, made once; the tiles know only lists of
+   addresses. A linear layer is a convolution of 1 x 1 pixel: it takes the same road. */
 
 #if defined(__AVX512F__)
 enum { VECTOR_BYTES = 64, VECTORS = 4 };
@@ -2207,7 +2215,7 @@ static void conv2d_backward_pooled(real *din, real *dweight, real *dbias, const 
     }
 }
 
-/* The same, a vector of channels at a time: the largest so far and where it was stay in registers.
+/* A max-pool, a vector of channels at a time: the largest so far and where it was stay in registers.
    Spelled out, because compilers do not mix numbers and bytes in one vector loop by themselves. */
 static void maxpool2d_forward_fast(real *out, uint8_t *argmax, const real *in, const Layer *l,
                                    size_t n) {
@@ -2413,7 +2421,11 @@ static size_t dropout(Net *net, size_t x, real p) {
     return same_shape(net, x, DROPOUT, p);
 }
 
+// nn.LogSoftmax(dim = 1): over the classes, so it wants 1 x 1 pixel
 static size_t log_softmax(Net *net, size_t x) {
+    if (net->layers[x].out.h * net->layers[x].out.w != 1)
+        die(1, "model %s: log_softmax at row %zu: expected 1 x 1 pixel, found %zu x %zu",
+            net->model, net->count, net->layers[x].out.h, net->layers[x].out.w);
     return same_shape(net, x, LOG_SOFTMAX, 0);
 }
 
@@ -3041,12 +3053,14 @@ static void check_loss(const Net *net, size_t n, double loss, size_t epoch, size
         return;
     for (size_t i = 0; i < net->count; i++) {
         const Layer *l = &net->layers[i];
-        for (size_t j = 0; j < n * shape_size(l->out); j++)
-            if (!isfinite(output(net, l)[j]))
-                die(1,
-                    "epoch %zu, step %zu: the loss is %g; the first output that is not finite "
-                    "is in row %zu (%s); try a smaller --lr",
-                    epoch, number + 1, loss, i, l->name);
+        size_t count = n * shape_size(l->out);
+        char what[64];
+        describe_layer(l, what, sizeof what);
+        if (first_not_finite(output(net, l), count) < count)
+            die(1,
+                "epoch %zu, step %zu: the loss is %g; the first output that is not finite "
+                "is in row %zu (%s%s%s); try a smaller --lr",
+                epoch, number + 1, loss, i, l->name, *l->name ? ": " : "", what);
     }
     die(1, "epoch %zu, step %zu: the loss is %g; try a smaller --lr", epoch, number + 1, loss);
 }
@@ -3091,7 +3105,6 @@ static void sgd(real *param, const real *grad, real *momentum_buffer, size_t cou
     }
 }
 
-// What the CPU can do, with the definitions of the layers or with the fast versions.
 static void cpu_copy(void *to, const void *from, size_t bytes) {
     memcpy(to, from, bytes);
 }
@@ -3109,6 +3122,7 @@ static void cpu_synchronize(void) // a CPU has done what it was told when the ca
     .log_softmax_forward = log_softmax_forward, .log_softmax_backward = log_softmax_backward,     \
     .nll_loss = nll_loss, .adadelta = adadelta, .sgd = sgd
 
+// What the CPU can do, with the definitions of the layers or with the fast versions.
 static const Backend backends[] = {
     {CPU_COMMON, .kernels = "naive", .scratch_size = scratch_size_naive,
      .maxpool2d_forward = maxpool2d_forward_naive, .conv2d_forward = conv2d_forward_naive,
@@ -3271,6 +3285,15 @@ static Tensor *list_tensors(const Net *net, const Optimizer *optimizer, real *st
     return list;
 }
 
+// "3,64": the dimensions; returns the length
+static size_t print_dims(char *to, size_t size, const Tensor *t) {
+    size_t at = 0;
+    *to = 0;
+    for (size_t d = 0; d < t->rank; d++)
+        at += (size_t)snprintf(to + at, size - at, d ? ",%zu" : "%zu", t->dims[d]);
+    return at;
+}
+
 static int compare_begin(const void *a, const void *b) {
     size_t x = ((const Tensor *)a)->begin, y = ((const Tensor *)b)->begin;
     return x < y ? -1 : x > y;
@@ -3289,8 +3312,7 @@ static size_t write_header(char *to, size_t size, const Tensor *list, size_t cou
     for (const Tensor *t = list; t < list + count; t++) {
         at += (size_t)snprintf(to + at, size - at, ",\"%s\":{\"dtype\":\"%s\",\"shape\":[", t->name,
                                t->dtype);
-        for (size_t d = 0; d < t->rank; d++)
-            at += (size_t)snprintf(to + at, size - at, d ? ",%zu" : "%zu", t->dims[d]);
+        at += print_dims(to + at, size - at, t);
         at += (size_t)snprintf(to + at, size - at, "],\"data_offsets\":[%zu,%zu]}", t->begin,
                                t->begin + t->count * t->bytes);
     }
@@ -3300,10 +3322,13 @@ static size_t write_header(char *to, size_t size, const Tensor *list, size_t cou
     return at;
 }
 
-static void save_tensors(Net *net, Tensor *list, size_t count, const char *metadata,
+// The network's tensors, and the optimizer's if state is given, with metadata, lines "key=value".
+static void save_tensors(Net *net, const Optimizer *optimizer, real *state, const char *metadata,
                          const char *path) {
     enum { ENTRY = 256 };
     AtomicFile f;
+    size_t count;
+    Tensor *list = list_tensors(net, optimizer, state, &count);
     char *header = must_alloc(METADATA_SIZE * 2 + count * ENTRY, "the header");
     qsort(list, count, sizeof *list, compare_begin);
     size_t length = write_header(header, METADATA_SIZE * 2 + count * ENTRY, list, count, metadata);
@@ -3315,12 +3340,11 @@ static void save_tensors(Net *net, Tensor *list, size_t count, const char *metad
         int64_t tracked = (int64_t)net->batches_tracked;
         if (t->values)
             net->backend->copy(net->host[0], t->values, t->count * sizeof(real));
-        for (size_t i = 0; t->values && i < t->count; i++)
-            if (!isfinite(net->host[0][i])) {
-                unlink(f.temporary);
-                die(1, "%s: not written, because %s is not finite any more; try a smaller --lr",
-                    path, t->name);
-            }
+        if (t->values && first_not_finite(net->host[0], t->count) < t->count) {
+            unlink(f.temporary);
+            die(1, "%s: not written, because %s is not finite any more; try a smaller --lr", path,
+                t->name);
+        }
         if (t->filter.h)
             reorder_weight(net->host[1], net->host[0], t->filter, t->outputs, true);
         const void *numbers = !t->values ? (void *)&tracked : net->host[t->filter.h ? 1 : 0];
@@ -3328,6 +3352,7 @@ static void save_tensors(Net *net, Tensor *list, size_t count, const char *metad
     }
     atomic_commit(&f);
     free(header);
+    free(list);
 }
 
 // ---- Reading: such a file may come from a stranger, so everything is checked before it is used.
@@ -3398,7 +3423,7 @@ static size_t parse_sizes(Header *h, size_t *sizes, size_t most) {
     return count;
 }
 
-// What the header says of a tensor: found.begin to end, which its dtype and shape must fill.
+// What the header says of a tensor; its dtype and shape must fill its data_offsets.
 static Tensor parse_tensor(Header *h, char *name) {
     static const struct {
         const char *name;
@@ -3485,35 +3510,30 @@ static Tensor *parse_header(Header *h, size_t data_bytes, char metadata[METADATA
     return list;
 }
 
-static void print_shape(char *to, size_t size, const Tensor *t) {
-    size_t at = (size_t)snprintf(to, size, "%s [", t->dtype);
-    for (size_t d = 0; d < t->rank; d++)
-        at += (size_t)snprintf(to + at, size - at, d ? ",%zu" : "%zu", t->dims[d]);
-    snprintf(to + at, size - at, "]");
-}
-
 // Finds where each of our tensors lies in the file; what the file has beyond them is an error.
 static void match_tensors(const char *path, Tensor *ours, size_t n_ours, const Tensor *theirs,
                           size_t n_theirs, bool ignore_optimizer) {
     for (size_t i = 0; i < n_theirs; i++) {
         char found[128], expected[128];
+        const Tensor *their = &theirs[i];
         size_t at = 0;
-        while (at < n_ours && strcmp(ours[at].name, theirs[i].name) != 0)
+        while (at < n_ours && strcmp(ours[at].name, their->name) != 0)
             at++;
-        if (at == n_ours && ignore_optimizer && strncmp(theirs[i].name, "optimizer.", 10) == 0)
+        if (at == n_ours && ignore_optimizer && strncmp(their->name, "optimizer.", 10) == 0)
             continue;
         if (at == n_ours || ours[at].found)
             die(1, "%s: %s: expected a tensor of this model, once; is --model the right one?", path,
-                theirs[i].name);
-        print_shape(expected, sizeof expected, &ours[at]);
-        print_shape(found, sizeof found, &theirs[i]);
-        if (strcmp(expected, found) != 0)
+                their->name);
+        print_dims(expected, sizeof expected, &ours[at]);
+        print_dims(found, sizeof found, their);
+        if (strcmp(expected, found) != 0 || strcmp(ours[at].dtype, their->dtype) != 0)
             die(1,
-                "%s: %s: expected %s, found %s; is --model the right one, with its --width, "
+                "%s: %s: expected %s [%s], found %s [%s]; is --model the right one, with its "
+                "--width, "
                 "--stem and --dataset?",
-                path, theirs[i].name, expected, found);
+                path, their->name, ours[at].dtype, expected, their->dtype, found);
         ours[at].found = true;
-        ours[at].begin = theirs[i].begin;
+        ours[at].begin = their->begin;
     }
     for (size_t i = 0; i < n_ours; i++)
         if (!ours[i].found)
@@ -3553,21 +3573,22 @@ static void open_tensors(TensorFile *f, const char *path) {
     f->list = parse_header(&f->header, (size_t)info.st_size - f->data, f->metadata, &f->count);
 }
 
-/* Reads all tensors of the list and closes the file. ignore_optimizer: the file may hold an
-   optimizer's numbers as well. */
-static void read_tensors(TensorFile *f, Net *net, Tensor *list, size_t count,
-                         bool ignore_optimizer) {
-    match_tensors(f->header.path, list, count, f->list, f->count, ignore_optimizer);
+/* Reads the network's tensors, and the optimizer's if state is given, and closes the file. Without
+   a state, the file may hold an optimizer's numbers or not. */
+static void read_tensors(TensorFile *f, Net *net, const Optimizer *optimizer, real *state) {
+    size_t count;
+    Tensor *list = list_tensors(net, optimizer, state, &count);
+    match_tensors(f->header.path, list, count, f->list, f->count, state == NULL);
     for (const Tensor *t = list; t < list + count; t++) {
         int64_t tracked = 0;
         void *to = t->values ? (void *)net->host[0] : (void *)&tracked;
         if (fseek(f->stream, (long)(f->data + t->begin), SEEK_SET) != 0 ||
             fread(to, t->bytes, t->count, f->stream) != t->count)
             file_fail("cannot read", f->header.path);
-        for (size_t i = 0; t->values && i < t->count; i++)
-            if (!isfinite(net->host[0][i]))
-                die(1, "%s: %s: expected finite numbers, found %g", f->header.path, t->name,
-                    (double)net->host[0][i]);
+        size_t bad = t->values ? first_not_finite(net->host[0], t->count) : t->count;
+        if (bad < t->count)
+            die(1, "%s: %s: expected finite numbers, found %g", f->header.path, t->name,
+                (double)net->host[0][bad]);
         if (t->filter.h)
             reorder_weight(net->host[1], net->host[0], t->filter, t->outputs, false);
         if (t->values)
@@ -3578,6 +3599,14 @@ static void read_tensors(TensorFile *f, Net *net, Tensor *list, size_t count,
     fclose(f->stream);
     free(f->header.text);
     free(f->list);
+    free(list);
+}
+
+// net.load_state_dict(load_file(path))
+static void load_weights(Net *net, const char *path) {
+    TensorFile f;
+    open_tensors(&f, path);
+    read_tensors(&f, net, NULL, NULL);
 }
 
 // One hash of all parameters, tensor by tensor.
@@ -4490,11 +4519,8 @@ static const char *metadata_value(const char *metadata, const char *key, char ro
 
 static void save_checkpoint(Run *run) {
     char metadata[METADATA_SIZE];
-    size_t count;
-    Tensor *list = list_tensors(&run->net, run->optimizer, run->state, &count);
     describe_run(run, metadata);
-    save_tensors(&run->net, list, count, metadata, run->settings.checkpoint);
-    free(list);
+    save_tensors(&run->net, run->optimizer, run->state, metadata, run->settings.checkpoint);
 }
 
 // A whole number of the metadata; die() where there is none.
@@ -4524,7 +4550,6 @@ static void compare_settings(Run *run, const TensorFile *f) {
 static void resume_checkpoint(Run *run) {
     const char *path = run->settings.checkpoint;
     TensorFile f;
-    size_t count;
     if (access(path, F_OK) != 0) {
         printf("No checkpoint %s yet: starting afresh\n", path);
         return;
@@ -4536,9 +4561,7 @@ static void resume_checkpoint(Run *run) {
     if (run->epoch == 0 || run->next_batch >= run->train_loader.batches)
         die(1, "%s: its metadata says epoch %zu, batch %zu: no such place", path, run->epoch,
             run->next_batch);
-    Tensor *list = list_tensors(&run->net, run->optimizer, run->state, &count);
-    read_tensors(&f, &run->net, list, count, false);
-    free(list);
+    read_tensors(&f, &run->net, run->optimizer, run->state);
     printf("Going on from %s: epoch %zu, step %zu\n", path, run->epoch, run->next_batch + 1);
 }
 
@@ -4837,20 +4860,27 @@ static void setup_loaders(Run *run) {
     run->clock.synchronize = s->profile;
 }
 
+// Where --save-model puts the weights.
+static void model_path(const Run *run, char path[PATH_SIZE]) {
+    if (*run->settings.out)
+        join_path(path, run->settings.out, "model.safetensors");
+    else
+        snprintf(path, PATH_SIZE, "%s_cnn.safetensors", run->model->name);
+}
+
 // The weights to begin with, and where: fresh ones, those of --load, or a checkpoint's.
 static void setup_weights(Run *run) {
     Settings *s = &run->settings;
+    char path[PATH_SIZE];
+    model_path(run, path);
+    if (s->save_model)
+        check_writable(path);
     if (*s->checkpoint && !s->eval)
         check_writable(s->checkpoint);
     run->epoch = 1;
     net_init(&run->net, s->seed);
     if (*s->load) {
-        TensorFile f;
-        size_t count;
-        Tensor *list = list_tensors(&run->net, NULL, NULL, &count);
-        open_tensors(&f, s->load);
-        read_tensors(&f, &run->net, list, count, true);
-        free(list);
+        load_weights(&run->net, s->load);
         printf("Loaded the weights in %s\n", s->load);
     }
     if (s->resume)
@@ -4872,14 +4902,8 @@ static void write_profile(Run *run) {
 
 static void write_model(Run *run) {
     char path[PATH_SIZE];
-    if (*run->settings.out)
-        join_path(path, run->settings.out, "model.safetensors");
-    else
-        snprintf(path, sizeof path, "%s_cnn.safetensors", run->model->name);
-    size_t count;
-    Tensor *list = list_tensors(&run->net, NULL, NULL, &count);
-    save_tensors(&run->net, list, count, "", path);
-    free(list);
+    model_path(run, path);
+    save_tensors(&run->net, NULL, NULL, "", path);
     printf("Saved the weights to %s\n", path);
 }
 

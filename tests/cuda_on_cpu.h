@@ -253,14 +253,12 @@ template <class A, class B> inline std::common_type_t<A, B> max(A a, B b) {
 
 namespace emulator {
 
-struct Place { // in the CUDA file; as a default argument, that of the call
+struct Place { // in the CUDA file; as a default argument, {}, that of the call
     const char *file;
     int line;
-};
-#define EMULATOR_HERE                                                                              \
-    emulator::Place {                                                                              \
-        __builtin_FILE(), __builtin_LINE()                                                         \
+    Place(const char *file = __builtin_FILE(), int line = __builtin_LINE()) : file(file), line(line) {
     }
+};
 
 struct Fiber {
     void *stack = nullptr; // its lowest byte
@@ -360,7 +358,7 @@ static thread_local Thread *self;
     abort();
 }
 
-__attribute__((format(printf, 1, 2))) [[noreturn]] inline void die(const char *format, ...) {
+[[noreturn]] __attribute__((format(printf, 1, 2))) inline void die(const char *format, ...) {
     va_list arguments;
     va_start(arguments, format);
     report(self ? block->launch : nullptr, format, arguments);
@@ -542,8 +540,8 @@ inline Fiber *idle_fiber() {
     return fiber;
 }
 
-// Goes on as `next`, on its stack; comes back when another thread switches to this fiber.
-inline void switch_to(Fiber *from, Thread *next) {
+// `next` becomes the running thread; to be switched to.
+inline Fiber *fiber_of(Thread *next) {
     if (!next->fiber) {
         next->fiber = idle_fiber();
     }
@@ -555,7 +553,7 @@ inline void switch_to(Fiber *from, Thread *next) {
     __tsan_set_fiber_name(next->fiber->tsan_thread, name);
 #endif
     self = next;
-    switch_fiber(from, next->fiber);
+    return next->fiber;
 }
 
 // Nobody is ready, yet some have not ended: who waits for whom?
@@ -582,10 +580,9 @@ inline void give_way() {
     if (!next) {
         report_stuck();
     }
-    if (next->fiber == mine) {
-        return; // it was the last to come
+    if (fiber_of(next) != mine) { // if it is, it was the last to come
+        switch_fiber(mine, next->fiber);
     }
-    switch_to(mine, next);
 }
 
 inline void open_barrier() {
@@ -603,38 +600,36 @@ inline void open_barrier() {
     }
 }
 
-inline void end_thread() {
+// Returns the fiber to go on with: this one if the next thread has not started yet.
+inline Fiber *end_thread() {
     Unwatched unwatched;
     if (!self->copies.empty()) {
         die("has ended without waiting for its last %d cp.async", (int)self->copies.size());
     }
     happens_before(&block->end_token);
-    Fiber *mine = self->fiber;
+    block->idle.push_back(self->fiber);
     self->state = ENDED;
     block->ended++;
     Thread *next = next_ready();
     if (!next && block->ended < (int)block->threads.size()) {
         report_stuck();
     }
-    if (next && !next->fiber && !race_detector) { // goes on with the next thread, on the same stack
-        next->fiber = mine;
-        self = next;
-        return;
-    }
-    block->idle.push_back(mine);
     if (next) {
-        switch_to(mine, next);
-    } else {
-        self = nullptr;
-        switch_fiber(mine, &block->worker);
+        return fiber_of(next);
     }
+    self = nullptr;
+    return &block->worker;
 }
 
 inline void fiber_main() {
-    arrive_on_stack(self->fiber);
+    Fiber *mine = self->fiber;
+    arrive_on_stack(mine);
     for (;;) {
         block->launch->call();
-        end_thread();
+        Fiber *next = end_thread();
+        if (next != mine) {
+            switch_fiber(mine, next);
+        }
     }
 }
 
@@ -724,21 +719,6 @@ inline bool is_shared(const void *begin, size_t bytes) {
 
 /* ---- A block, a grid */
 
-// For the race detector a block is started by a thread of its own, so that nothing orders two blocks.
-struct BlockStarter {
-#ifdef EMULATOR_TSAN
-    void *host = __tsan_get_current_fiber();
-    BlockStarter() {
-        block->worker.tsan_thread = __tsan_create_fiber(0);
-        __tsan_switch_to_fiber(block->worker.tsan_thread, __tsan_switch_to_fiber_no_sync);
-    }
-    ~BlockStarter() {
-        __tsan_switch_to_fiber(host, __tsan_switch_to_fiber_no_sync);
-        __tsan_destroy_fiber(block->worker.tsan_thread);
-    }
-#endif
-};
-
 void note_memory(Launch *launch); // see section 8
 void add_traffic(const Launch *launch);
 
@@ -746,7 +726,7 @@ inline void run_threads(const Launch *launch, long i) {
     Unwatched unwatched;
     set_up_block(launch, i);
     block->dynamic = new_shared(launch->dynamic_bytes);
-    switch_to(&block->worker, next_ready());
+    switch_fiber(&block->worker, fiber_of(next_ready()));
     happens_after(&block->end_token);
     for (Range array : block->shared) {
         free((void *)array.begin);
@@ -776,6 +756,7 @@ struct DeleteBlock {
     }
 };
 
+// For the race detector a block is started by a thread of its own, so that nothing orders two blocks.
 __attribute__((no_sanitize("thread"))) inline void run_block(const Launch *launch, long i) {
     static thread_local std::unique_ptr<Block, DeleteBlock> owner;
     if (!block) {
@@ -783,11 +764,17 @@ __attribute__((no_sanitize("thread"))) inline void run_block(const Launch *launc
         block = owner.get();
         use_signal_stack();
     }
-    {
-        BlockStarter starter;
-        run_threads(launch, i);
-        happens_before((void *)launch);
-    }
+#ifdef EMULATOR_TSAN
+    void *host = __tsan_get_current_fiber();
+    block->worker.tsan_thread = __tsan_create_fiber(0);
+    __tsan_switch_to_fiber(block->worker.tsan_thread, __tsan_switch_to_fiber_no_sync);
+#endif
+    run_threads(launch, i);
+#ifdef EMULATOR_TSAN
+    __tsan_release((void *)launch);
+    __tsan_switch_to_fiber(host, __tsan_switch_to_fiber_no_sync);
+    __tsan_destroy_fiber(block->worker.tsan_thread);
+#endif
     add_traffic(launch);
 }
 
@@ -898,7 +885,7 @@ T combine_lanes(unsigned mask, T value, Place place, Combine combine) {
 #define gridDim (emulator::block->launch->grid)
 static const int warpSize = 32;
 
-inline void __syncthreads(emulator::Place place = EMULATOR_HERE) {
+inline void __syncthreads(emulator::Place place = {}) {
     using namespace emulator;
     Unwatched unwatched;
     char *token = &block->barrier_token[block->barriers % 2]; // some may come to the next one soon
@@ -912,55 +899,55 @@ inline void __syncthreads(emulator::Place place = EMULATOR_HERE) {
     happens_after(token);
 }
 
-inline void __syncwarp(unsigned mask = 0xffffffff, emulator::Place place = EMULATOR_HERE) {
+inline void __syncwarp(unsigned mask = 0xffffffff, emulator::Place place = {}) {
     emulator::meet(mask, "", 0, place, true);
 }
 
 // `width` lanes side by side are a group of their own; who would read beyond it reads itself.
 template <class T>
 T __shfl_sync(unsigned mask, T value, int source, int width = 32,
-              emulator::Place place = EMULATOR_HERE) {
+              emulator::Place place = {}) {
     int group = emulator::self->lane & ~(width - 1);
     return emulator::shuffle(mask, value, group | (source & (width - 1)), place);
 }
 template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int flip, int width = 32,
-                  emulator::Place place = EMULATOR_HERE) {
+                  emulator::Place place = {}) {
     int lane = emulator::self->lane, source = lane ^ flip;
     return emulator::shuffle(mask, value, source / width > lane / width ? lane : source, place);
 }
 template <class T>
 T __shfl_down_sync(unsigned mask, T value, int distance, int width = 32,
-                   emulator::Place place = EMULATOR_HERE) {
+                   emulator::Place place = {}) {
     int lane = emulator::self->lane;
     bool inside = lane % width + distance < width;
     return emulator::shuffle(mask, value, inside ? lane + distance : lane, place);
 }
 template <class T>
 T __shfl_up_sync(unsigned mask, T value, int distance, int width = 32,
-                 emulator::Place place = EMULATOR_HERE) {
+                 emulator::Place place = {}) {
     int lane = emulator::self->lane;
     bool inside = lane % width >= distance;
     return emulator::shuffle(mask, value, inside ? lane - distance : lane, place);
 }
 
-inline unsigned __ballot_sync(unsigned mask, int vote, emulator::Place place = EMULATOR_HERE) {
+inline unsigned __ballot_sync(unsigned mask, int vote, emulator::Place place = {}) {
     unsigned mine = vote ? 1u << emulator::self->lane : 0;
     return emulator::combine_lanes(mask, mine, place, [](unsigned a, unsigned b) { return a | b; });
 }
-inline int __any_sync(unsigned mask, int vote, emulator::Place place = EMULATOR_HERE) {
+inline int __any_sync(unsigned mask, int vote, emulator::Place place = {}) {
     return __ballot_sync(mask, vote, place) != 0;
 }
-inline int __all_sync(unsigned mask, int vote, emulator::Place place = EMULATOR_HERE) {
+inline int __all_sync(unsigned mask, int vote, emulator::Place place = {}) {
     return __ballot_sync(mask, vote, place) == mask;
 }
 template <class T>
-T __reduce_add_sync(unsigned mask, T value, emulator::Place place = EMULATOR_HERE) {
+T __reduce_add_sync(unsigned mask, T value, emulator::Place place = {}) {
     static_assert(std::is_integral_v<T>, "for int and unsigned");
     return emulator::combine_lanes(mask, value, place, [](T a, T b) { return (T)(a + b); });
 }
 template <class T>
-T __reduce_max_sync(unsigned mask, T value, emulator::Place place = EMULATOR_HERE) {
+T __reduce_max_sync(unsigned mask, T value, emulator::Place place = {}) {
     static_assert(std::is_integral_v<T>, "for int and unsigned");
     return emulator::combine_lanes(mask, value, place, [](T a, T b) { return a < b ? b : a; });
 }
@@ -1067,22 +1054,22 @@ inline void check_shared(const char *what, const void *address, Place place) {
 } // namespace emulator
 
 inline void emu_mma_m16n8k16_bf16(float *d, const uint32_t *a, const uint32_t *b, const float *c,
-                                  emulator::Place place = EMULATOR_HERE) {
+                                  emulator::Place place = {}) {
     emulator::multiply<2, emulator::bf16_element>(d, a, b, c, place);
 }
 inline void emu_mma_m16n8k16_f16(float *d, const uint32_t *a, const uint32_t *b, const float *c,
-                                 emulator::Place place = EMULATOR_HERE) {
+                                 emulator::Place place = {}) {
     emulator::multiply<2, emulator::f16_element>(d, a, b, c, place);
 }
 inline void emu_mma_m16n8k8_tf32(float *d, const uint32_t *a, const uint32_t *b, const float *c,
-                                 emulator::Place place = EMULATOR_HERE) {
+                                 emulator::Place place = {}) {
     emulator::multiply<1, emulator::tf32_element>(d, a, b, c, place);
 }
 
 // Four matrices of 8 rows of 16 bytes: lane i says where row i % 8 of matrix i / 8 lies. Lane 4*g + q
 // gets elements 2*q and 2*q + 1 of row g of each matrix; transposed, of column g.
 inline EMULATOR_UNCOUNTED void emu_ldmatrix_x4(uint32_t *registers, const void *row, bool transposed,
-                                               emulator::Place place = EMULATOR_HERE) {
+                                               emulator::Place place = {}) {
     using namespace emulator;
     check_shared("ldmatrix", row, place);
     count(SHARED_READ, 16);
@@ -1101,7 +1088,7 @@ inline EMULATOR_UNCOUNTED void emu_ldmatrix_x4(uint32_t *registers, const void *
 // Starts to copy `bytes` (0 to 16) from global to shared memory, and zeros after them up to 16. Until
 // the copy is waited for nobody knows what lies there: a NaN.
 inline EMULATOR_UNCOUNTED void emu_cp_async16(void *to, const void *from, int bytes,
-                                              emulator::Place place = EMULATOR_HERE) {
+                                              emulator::Place place = {}) {
     using namespace emulator;
     check_shared("cp.async", to, place);
     if ((uintptr_t)from % 16) {
@@ -1612,7 +1599,7 @@ template <class... Parameters> struct Launcher {
 template <class... Parameters>
 Launcher<Parameters...> launch(const char *name, void (*kernel)(Parameters...), dim3 grid, dim3 block,
                                size_t dynamic_bytes = 0, Stream *stream = nullptr,
-                               Place place = EMULATOR_HERE) {
+                               Place place = {}) {
     return {{name, place, grid, block, dynamic_bytes, current_device, {}, {}}, kernel, stream};
 }
 } // namespace emulator
@@ -2090,38 +2077,134 @@ inline cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) {
    Here these are ours. What is neither in an array in shared memory nor in an allocation of a GPU, on
    a stack for instance, is not counted: a GPU would have most of it in registers. */
 
-namespace emulator {
 #ifdef CUEMU_COUNT
+namespace emulator {
 struct KernelTraffic {
     long launches = 0;
     Traffic traffic[TRAFFIC_KINDS];
 };
-static std::map<std::string, KernelTraffic> kernel_traffic;
+struct TrafficTable {
+    std::map<std::string, KernelTraffic> kernels;
+    ~TrafficTable(); // at the program's end
+};
+static TrafficTable traffic_table;
 
-EMULATOR_UNCOUNTED inline void count(int kind, long bytes) {
+inline TrafficTable::~TrafficTable() {
+    fprintf(stderr, "%-24s %8s %31s %31s\n%-24s %8s", "", "", "accesses to global memory",
+            "accesses to shared memory", "kernel", "launches");
+    for (int i = 0; i < 2; i++) {
+        fprintf(stderr, " %15s %15s", "reads (bytes)", "writes (bytes)");
+    }
+    fprintf(stderr, "\n");
+    for (auto &[name, kernel] : kernels) {
+        fprintf(stderr, "%-24s %8ld", name.c_str(), kernel.launches);
+        for (const Traffic &traffic : kernel.traffic) {
+            std::string bytes = "(" + std::to_string(traffic.bytes) + ")";
+            fprintf(stderr, " %6ld %8s", traffic.accesses, bytes.c_str());
+        }
+        fprintf(stderr, "\n");
+    }
+}
+
+inline void note_memory(Launch *launch) {
+    std::lock_guard<std::mutex> guard(runtime_lock);
+    traffic_table.kernels[launch->kernel].launches++;
+    for (auto &[begin, allocation] : allocations) {
+        launch->memory.push_back({begin, begin + allocation.bytes});
+    }
+}
+
+inline void add_traffic(const Launch *launch) {
+    std::lock_guard<std::mutex> guard(runtime_lock);
+    KernelTraffic &kernel = traffic_table.kernels[launch->kernel];
+    for (int kind = 0; kind < TRAFFIC_KINDS; kind++) {
+        kernel.traffic[kind].accesses += block->traffic[kind].accesses;
+        kernel.traffic[kind].bytes += block->traffic[kind].bytes;
+        block->traffic[kind] = {};
+    }
+}
+
+inline void count(int kind, long bytes) {
     block->traffic[kind].accesses++;
     block->traffic[kind].bytes += bytes;
 }
 
-EMULATOR_UNCOUNTED inline bool contains(const Range *range, const Range *end, const char *address) {
-    for (; range < end; range++) {
-        if (address >= range->begin && address < range->end) {
-            return true;
-        }
-    }
-    return false;
+inline bool is_global(const char *address) {
+    const std::vector<Range> &memory = block->launch->memory; // sorted
+    auto after = [](const char *a, const Range &range) { return a < range.begin; };
+    auto next = std::upper_bound(memory.begin(), memory.end(), address, after);
+    return next != memory.begin() && address < std::prev(next)->end;
 }
 
-EMULATOR_UNCOUNTED inline void count_access(const void *address, long bytes, bool write) {
-    if (!self) {
+__attribute__((no_sanitize("thread"))) inline void count_access(const void *address, long bytes,
+                                                                bool write) {
+    static thread_local bool counting; // for what we do here is watched as well
+    if (!self || counting) {
         return;
     }
-    const Range *shared = block->shared.data(), *global = block->launch->memory.data();
-    if (contains(shared, shared + block->shared.size(), (const char *)address)) {
+    counting = true;
+    if (is_shared(address, 1)) {
         count(write ? SHARED_WRITE : SHARED_READ, bytes);
-    } else if (contains(global, global + block->launch->memory.size(), (const char *)address)) {
+    } else if (is_global((const char *)address)) {
         count(write ? GLOBAL_WRITE : GLOBAL_READ, bytes);
     }
+    counting = false;
 }
-#endif
 } // namespace emulator
+
+#define EMULATOR_HOOK extern "C" __attribute__((no_sanitize("thread"), used)) void
+#define EMULATOR_HOOKS(BYTES)                                                                      \
+    EMULATOR_HOOK __tsan_read##BYTES(void *address) {                                              \
+        emulator::count_access(address, BYTES, false);                                             \
+    }                                                                                              \
+    EMULATOR_HOOK __tsan_write##BYTES(void *address) {                                             \
+        emulator::count_access(address, BYTES, true);                                              \
+    }                                                                                              \
+    EMULATOR_HOOK __tsan_unaligned_read##BYTES(void *address) {                                    \
+        emulator::count_access(address, BYTES, false);                                             \
+    }                                                                                              \
+    EMULATOR_HOOK __tsan_unaligned_write##BYTES(void *address) {                                   \
+        emulator::count_access(address, BYTES, true);                                              \
+    }
+EMULATOR_HOOKS(1)
+EMULATOR_HOOKS(2)
+EMULATOR_HOOKS(4)
+EMULATOR_HOOKS(8)
+EMULATOR_HOOKS(16)
+EMULATOR_HOOK __tsan_read_range(void *address, size_t bytes) {
+    emulator::count_access(address, (long)bytes, false);
+}
+EMULATOR_HOOK __tsan_write_range(void *address, size_t bytes) {
+    emulator::count_access(address, (long)bytes, true);
+}
+#define EMULATOR_ATOMIC_HOOK(NAME, BITS)                                                           \
+    extern "C" __attribute__((no_sanitize("thread"), used)) uint##BITS##_t                         \
+    __tsan_atomic##BITS##_##NAME(uint##BITS##_t *address, uint##BITS##_t value, int order) {       \
+        emulator::count_access(address, BITS / 8, true);                                           \
+        (void)order;                                                                               \
+        return __atomic_##NAME(address, value, __ATOMIC_SEQ_CST);                                  \
+    }
+EMULATOR_ATOMIC_HOOK(fetch_add, 32)
+EMULATOR_ATOMIC_HOOK(fetch_add, 64)
+EMULATOR_ATOMIC_HOOK(fetch_or, 32)
+extern "C" __attribute__((no_sanitize("thread"), used)) uint8_t __tsan_atomic8_load(uint8_t *p, int) {
+    return __atomic_load_n(p, __ATOMIC_SEQ_CST); // is a static variable initialised?
+}
+EMULATOR_HOOK __tsan_init() {
+}
+EMULATOR_HOOK __tsan_func_entry(void *) {
+}
+EMULATOR_HOOK __tsan_func_exit() {
+}
+EMULATOR_HOOK __tsan_vptr_update(void **, void *) {
+}
+#else
+namespace emulator {
+inline void note_memory(Launch *) {
+}
+inline void add_traffic(const Launch *) {
+}
+inline void count(int, long) {
+}
+} // namespace emulator
+#endif

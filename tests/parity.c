@@ -61,22 +61,6 @@ static void setup_parity(Run *run, char **argv) {
     run->state = real_alloc(net, count_states(run->optimizer, s) * net->param_size, "optimizer");
 }
 
-static void load_weights(Net *net, const char *path) {
-    TensorFile f;
-    size_t count;
-    Tensor *list = list_tensors(net, NULL, NULL, &count);
-    open_tensors(&f, path);
-    read_tensors(&f, net, list, count, true);
-    free(list);
-}
-
-static void save_weights(Net *net, const char *path) {
-    size_t count;
-    Tensor *list = list_tensors(net, NULL, NULL, &count);
-    save_tensors(net, list, count, "", path);
-    free(list);
-}
-
 static void read_batch(FILE *f, Batch *batch, size_t pixels) {
     double x;
     for (size_t i = 0; i < batch->n * (pixels + 1); i++) {
@@ -114,7 +98,7 @@ int main(int argc, char **argv) {
         run.optimizer->step(net, run.state, s->lr);
     }
     fclose(f);
-    save_weights(net, argv[OUT]);
+    save_tensors(net, NULL, NULL, "", argv[OUT]);
     net->backend->release(run.state);
     net_free(net);
     free(batch.images);
