@@ -70,6 +70,8 @@ int main(int argc, char **argv) {
         train_step(&run, batch, steps++);
     if (run.settings.max_steps)
         return 0;
+    struct rusage usage; // before this program's own arrays
+    getrusage(RUSAGE_SELF, &usage);
     double speeds[ROUNDS], peaks[ROUNDS], bandwidth = copy_gb_per_s();
     for (size_t round = 0; round < ROUNDS; round++) {
         peaks[round] = measure_peak_gflops();
@@ -82,8 +84,8 @@ int main(int argc, char **argv) {
     double speed = median(speeds, ROUNDS), peak = median(peaks, ROUNDS);
     double gflops = speed * training_flops(&run.net) / 1e9;
     printf("cnn model=%s width=%zu batch=%zu threads=%zu steps_img_per_s=%.1f gflops=%.1f "
-           "peak_gflops=%.1f percent_of_peak=%.1f copy_gb_per_s=%.1f..%.1f\n",
+           "peak_gflops=%.1f percent_of_peak=%.1f rss_mb=%.0f copy_gb_per_s=%.1f..%.1f\n",
            run.settings.model, run.settings.width, batch->n, run.settings.threads, speed, gflops,
-           peak, 100 * gflops / peak, bandwidth, copy_gb_per_s());
+           peak, 100 * gflops / peak, (double)usage.ru_maxrss * 1024 / 1e6, bandwidth, copy_gb_per_s());
     return 0;
 }

@@ -24,26 +24,30 @@ ours() {
     case $1 in cifar*) model=cifar width=${1#cifar} ;; esac
     build/bench --model "$model" --width "$width" --batch-size "$2" --threads "$3"
 }
+mean() { grep -oP "\b$1=\K[0-9.]+" | awk '{ s += $1 } END { printf "%.1f", s / NR }'; }
 value() { grep -oP "\b$1=\K[0-9.]+" | tail -n 1; }
 
 echo "Training steps, data in memory, no loader; images a second, per cent of the FMA peak:"
-printf '%-10s %6s %8s %10s %8s %10s %7s\n' network batch threads img/s "% peak" PyTorch ratio
+row='%-10s %6s %8s %10s %8s %7s %10s %7s %7s\n'
+# shellcheck disable=SC2059 # the format of every row
+printf "$row" network batch threads img/s "% peak" MB PyTorch MB ratio
 for net in $nets; do
     model=${net%,*} batch=${net#*,}
     for t in $threads; do
         line=$(ours "$model" "$batch" "$t") || exit 1
-        theirs=- ratio=-
+        theirs=- ratio=- memory=-
         if [ -n "$python" ]; then
-            theirs=$("$python" tests/bench_pytorch.py --model "$model" --batch-size "$batch" \
-                --threads "$t" ${COMPILE:+--compile} | value img_per_s)
+            lines=$("$python" tests/bench_pytorch.py --model "$model" --batch-size "$batch" \
+                --threads "$t" ${COMPILE:+--compile})
+            theirs=$(value img_per_s <<<"$lines") memory=$(value rss_mb <<<"$lines")
             # a second measurement of ours brackets theirs, in case the machine's speed drifted
             line+=$'\n'$(ours "$model" "$batch" "$t")
         fi
-        speed=$(grep -oP 'steps_img_per_s=\K[0-9.]+' <<<"$line" | awk '{ s += $1 } END { print s / NR }')
-        peak=$(grep -oP 'percent_of_peak=\K[0-9.]+' <<<"$line" | awk '{ s += $1 } END { print s / NR }')
+        speed=$(mean steps_img_per_s <<<"$line")
         [ "$theirs" = - ] || ratio=$(awk -v a="$speed" -v b="$theirs" 'BEGIN { printf "%.2f", a / b }')
-        printf '%-10s %6s %8s %10.1f %8.1f %10s %7s\n' \
-            "$model" "$batch" "$t" "$speed" "$peak" "$theirs" "$ratio"
+        # shellcheck disable=SC2059
+        printf "$row" "$model" "$batch" "$t" "$speed" "$(mean percent_of_peak <<<"$line")" \
+            "$(value rss_mb <<<"$line")" "$theirs" "$memory" "$ratio"
     done
 done
 

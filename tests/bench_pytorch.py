@@ -19,6 +19,7 @@ One line a layout on stdout, then one for the fastest of them.  Exit code 77 wit
 import argparse
 import ctypes
 import os
+import resource
 import statistics
 import sys
 import time
@@ -117,6 +118,11 @@ def cpus():
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
+def rss_mb():
+    """The most memory that this process has held so far, in MB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+
+
 def positive(text):
     number = int(text)
     if number < 1:
@@ -198,7 +204,9 @@ def main():
     torch.set_flush_denormal(True)
 
     case = f"torch model={args.model} batch={args.batch_size} threads={args.threads}"
-    best = 0
+    # PyTorch's memory without the interpreter and its libraries: what one layout's training adds.
+    idle = rss_mb()
+    best, memory = 0, None
     for compiled in (False, True) if args.compile else (False,):
         for layout in LAYOUTS:
             mode = f"layout={layout} mode={'compiled' if compiled else 'eager'}"
@@ -212,8 +220,9 @@ def main():
                 print(f"{case} {mode} does not work here: {type(error).__name__}", flush=True)
                 continue
             best = max(best, rate)
+            memory = memory or rss_mb() - idle  # a peak never falls: only the first layout's is known
             print(f"{case} {mode} img_per_s={rate:.1f}", flush=True)
-    print(f"{case} layout=best version={torch.__version__} img_per_s={best:.1f}")
+    print(f"{case} layout=best version={torch.__version__} rss_mb={memory:.0f} img_per_s={best:.1f}")
 
 
 if __name__ == "__main__":

@@ -325,7 +325,8 @@ struct Block {
     size_t first_ready, ready_count;
     int waiting, ended, barriers;             // at the barrier, at the end; barriers passed
     std::vector<std::deque<Meeting>> warps; // a deque: what lies in it stays in its place
-    std::vector<Range> shared;                // arrays in shared memory
+    Range shared[64];                         // arrays in shared memory, so many:
+    int shared_count;
     void *dynamic;
     std::vector<Fiber *> idle;                // fibers without a thread
     Fiber worker;                             // the worker's own stack
@@ -687,7 +688,10 @@ inline void *new_shared(size_t bytes) {
         die("no memory for an array in shared memory");
     }
     memset(memory, 0xff, bytes);
-    block->shared.push_back({(char *)memory, (char *)memory + bytes});
+    if (block->shared_count == 64) {
+        die("more than 64 arrays in shared memory");
+    }
+    block->shared[block->shared_count++] = {(char *)memory, (char *)memory + bytes};
     return memory;
 }
 
@@ -709,7 +713,8 @@ template <class T> T *dynamic_shared() {
 }
 
 inline bool is_shared(const void *begin, size_t bytes) {
-    for (const Range &array : block->shared) {
+    for (int i = 0; i < block->shared_count; i++) {
+        const Range &array = block->shared[i];
         if ((const char *)begin >= array.begin && (const char *)begin + bytes <= array.end) {
             return true;
         }
@@ -728,10 +733,9 @@ inline void run_threads(const Launch *launch, long i) {
     block->dynamic = new_shared(launch->dynamic_bytes);
     switch_fiber(&block->worker, fiber_of(next_ready()));
     happens_after(&block->end_token);
-    for (Range array : block->shared) {
-        free((void *)array.begin);
+    while (block->shared_count > 0) {
+        free((void *)block->shared[--block->shared_count].begin);
     }
-    block->shared.clear();
     while (race_detector && !block->idle.empty()) {
         delete_fiber(block->idle.back());
         block->idle.pop_back();
