@@ -1,10 +1,12 @@
 # cnn.c: `make run` trains, `make test` passes. `make help` tells the rest.
 #
 # Variables: CC=clang   ARCH=native|x86-64-v3|...   NO_OMP=1   NO_CUDA=1   QUICK=1 (shorter tests)
+#            CUDA_ARCH=native|sm_90|...  (all-major: every GPU that this nvcc knows, and later ones)
 
 CC     = gcc
 ARCH   = native
 CUDA   ?= /usr/local/cuda
+CUDA_ARCH = all-major
 
 # -fno-math-errno: sqrt() as one instruction. Nothing here that changes what floating point means.
 CFLAGS = -std=gnu17 -O3 -march=$(ARCH) -fno-math-errno -g -Wall -Wextra
@@ -12,6 +14,7 @@ LIBS   = -lm -lpthread
 COMMIT := $(shell git describe --always --dirty 2>/dev/null || echo unknown)
 
 HASH := \#
+comma := ,
 # An optional part is used if a program with it compiles and links; nothing is guessed from names.
 probe = $(shell printf '$(1)' | $(CC) -x c - -o /dev/null $(2) 2>/dev/null && echo yes)
 ifndef NO_OMP
@@ -29,12 +32,12 @@ HAVE_MPI := $(shell printf '$(HASH)include <mpi.h>\nint main(void) { return MPI_
 HAVE_NCCL := $(call probe,$(HASH)include <nccl.h>\nint main(void) { int v; return ncclGetVersion(&v); },\
 	-I$(CUDA)/include -L$(CUDA)/lib64 -lnccl)
 
-.PHONY: all help run test data bench debug clean found
+.PHONY: all help run test data bench debug emulate clean found
 all: found cnn
 
 found:
 	@echo "OpenMP: $(if $(OMP),found,$(if $(NO_OMP),left out,not found: one thread))"
-	@echo "CUDA:   $(if $(HAVE_CUDA),found (not used yet),$(if $(NO_CUDA),left out,not found))"
+	@echo "CUDA:   $(if $(HAVE_CUDA),found$(comma) for $(CUDA_ARCH),$(if $(NO_CUDA),left out,not found: CPU only))"
 	@echo "MPI:    $(if $(HAVE_MPI),found (not used yet),not found)"
 	@echo "NCCL:   $(if $(HAVE_NCCL),found (not used yet),not found)"
 
@@ -44,21 +47,43 @@ help:
 	@echo "make test    run all tests; QUICK=1 runs fewer shapes and epochs"
 	@echo "make data    download MNIST (INSTALL=1: may install Debian's Fashion-MNIST package)"
 	@echo "make bench   training speed, per cent of this machine's peak, next to PyTorch"
+	@echo "make emulate build ./cnn-emu: the GPU's code on the CPU, to try and to check it"
 	@echo "make debug   build ./cnn-debug with the address and undefined-behaviour sanitizers"
 	@echo "make clean   remove everything that make made"
-	@echo "Variables: CC=clang ARCH=x86-64-v3 NO_OMP=1 NO_CUDA=1 QUICK=1"
+	@echo "Variables: CC=clang ARCH=x86-64-v3 NO_OMP=1 NO_CUDA=1 CUDA_ARCH=native QUICK=1"
 
 # Rebuilds when the settings change, not only when the source does.
 BUILD = $(CC) $(CFLAGS) $(OMP_FLAGS)
+NVCC_BUILD = $(NVCC) -std=c++17 -O3 -arch=$(CUDA_ARCH) -lineinfo
+SETTINGS = $(BUILD) $(if $(HAVE_CUDA),$(NVCC_BUILD)) $(COMMIT)
 build/settings: FORCE
 	@mkdir -p build
-	@echo '$(BUILD) $(COMMIT)' | cmp -s - $@ || echo '$(BUILD) $(COMMIT)' > $@
+	@echo '$(SETTINGS)' | cmp -s - $@ || echo '$(SETTINGS)' > $@
 .PHONY: FORCE
 FORCE:
 
 DEFINES = -DCNN_COMMIT='"$(COMMIT)"' -DCNN_FLAGS='"$(CFLAGS) $(OMP_FLAGS)"'
-cnn: cnn.c build/settings
-	$(BUILD) $(DEFINES) cnn.c -o $@ $(LIBS)
+# cudart is linked statically: the program starts on a machine without a driver, too.
+ifneq ($(HAVE_CUDA),)
+KERNELS = build/cnn_kernels.o
+CUDA_DEFINES = -DCNN_CUDA
+CUDA_LIBS = -L$(dir $(NVCC))../lib64 -lcudart_static -lstdc++ -ldl -lrt
+endif
+build/cnn_kernels.o: cnn_kernels.cu cnn.c build/settings
+	$(NVCC_BUILD) -c cnn_kernels.cu -o $@
+
+cnn: cnn.c $(KERNELS) build/settings
+	$(BUILD) $(DEFINES) $(CUDA_DEFINES) cnn.c $(KERNELS) -o $@ $(CUDA_LIBS) $(LIBS)
+
+# The same two files on the CPU: tests/cuda_on_cpu.h plays the GPU. Two steps, since g++ compiles
+# the kernels and gcc the rest.
+CXX = g++
+EMULATE = $(CXX) -std=c++17 -O2 -march=$(ARCH) -g $(OMP_FLAGS) -I. -include tests/cuda_on_cpu.h
+build/emu_kernels.o: cnn_kernels.cu cnn.c tests/cuda_on_cpu.h tests/cuda_on_cpu.sed build/settings
+	sed -f tests/cuda_on_cpu.sed cnn_kernels.cu | $(EMULATE) -x c++ -c - -o $@
+cnn-emu: cnn.c build/emu_kernels.o build/settings
+	$(BUILD) $(DEFINES) -DCNN_CUDA cnn.c build/emu_kernels.o -o $@ -lstdc++ $(LIBS)
+emulate: cnn-emu
 
 SANITIZE = -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 cnn-debug: cnn.c build/settings
@@ -97,4 +122,4 @@ bench: cnn build/bench
 	@tests/bench.sh
 
 clean:
-	rm -rf build cnn cnn-debug
+	rm -rf build cnn cnn-debug cnn-emu

@@ -70,11 +70,12 @@ typedef struct Shape {
 // What the user chose; the table of options in room 12 fills it.
 typedef struct Settings {
     const char *model, *stem, *dataset, *data, *augment, *optimizer, *schedule, *milestones;
-    const char *lr_scaling, *kernels, *out, *checkpoint, *save_every, *load;
+    const char *lr_scaling, *kernels, *optimizer_launch, *out, *checkpoint, *save_every, *load;
     size_t width, limit_train, limit_test, batch_size, test_batch_size, epochs, max_steps, seed;
     size_t step_size, warmup_epochs, log_interval, workers, threads;
     double lr, momentum, weight_decay, gamma, label_smoothing;
     bool nesterov, dry_run, save_model, resume, eval, per_class, profile, no_cuda;
+    bool pin_memory, resident;
 } Settings;
 
 // One row of the layer table. Offsets count elements from the start of the network's arenas.
@@ -103,6 +104,20 @@ typedef struct Draw {
     size_t epoch, first; // position of the batch's first image in the epoch's permutation
 } Draw;
 
+// Another view of each image in each epoch, drawn from Philox (rooms 4 and 12).
+typedef enum { AUGMENT_NONE, AUGMENT_CROP_FLIP, AUGMENT_ELASTIC } Augmentation;
+enum { CROP_PADDING = 4, ELASTIC_ALPHA = 34, ELASTIC_SIGMA = 4, ELASTIC_REACH = 3 * ELASTIC_SIGMA };
+
+// A data set in a device's memory, and what its loader needs to know.
+typedef struct Resident {
+    const uint8_t *images, *labels; // [count][h][w][c], [count]
+    uint32_t *order;                // the epoch's permutation: order[position] = image
+    const real *normalised;         // [c][256]: what a byte of a channel becomes
+    Shape shape;
+    Augmentation augment;
+    float blur[ELASTIC_REACH + 1]; // AUGMENT_ELASTIC: the weights of its blur
+} Resident;
+
 /* The operations that a network needs of a device. Outputs come first, gradients are prefixed d.
    n is the number of images in this batch. Each backward writes its outputs with =; din with += if
    accumulate says that another reader of the same row has written there before.
@@ -114,8 +129,15 @@ typedef struct Backend {
     void (*prepare)(Layer *l);    // conv2d, linear; may be NULL
     void *(*alloc)(size_t bytes); // zeroed; NULL when there is not enough
     void (*release)(void *memory);
+    // memory of the host for the loader; pinned: the device can reach it by itself
+    void *(*host_alloc)(size_t bytes, bool pinned);
+    void (*host_release)(void *memory, bool pinned);
     void (*copy)(void *to, const void *from, size_t bytes);
+    // from the host, by a loader's thread, beside the work on that device; NULL: not needed
+    void (*upload)(size_t device, void *to, const void *from, size_t bytes);
     void (*synchronize)(void);
+    // a batch of a data set that lies on the device; NULL: the loader's threads do it
+    void (*gather)(real *out, uint8_t *labels, const Resident *r, const Draw *draw, size_t n);
     void (*conv2d_forward)(real *out, const real *in, const real *weight, const real *bias,
                            const Layer *l, size_t n, real *scratch);
     void (*conv2d_backward)(real *din, real *dweight, real *dbias, const real *dout, const real *in,
@@ -183,6 +205,25 @@ static inline HOST_DEVICE void philox4x32(uint32_t out[4], uint32_t c0, uint32_t
     out[3] = c3;
 }
 
+// What a run computes on.
+typedef struct Device {
+    char name[256], uuid[48], driver[32]; // uuid and driver: empty on a CPU
+    double memory;                        // bytes that are free
+    bool emulated;                        // GPU code that runs on the CPU: its times mean nothing
+} Device;
+
+// What cnn_kernels.cu offers, where nvcc or the emulator has compiled it.
+#ifdef __cplusplus
+extern "C" {
+#endif
+size_t cuda_device_count(const char **reason);
+void cuda_use_device(size_t which, void (*on_error)(int status, const char *format, ...));
+void cuda_describe(Device *d);
+const Backend *cuda_backend(size_t i);
+#ifdef __cplusplus
+}
+#endif
+
 // What a random number is for. Dropout adds the row of its layer, so that layers differ.
 enum { DRAW_INIT, DRAW_SHUFFLE, DRAW_SYNTHETIC, DRAW_AUGMENT, DRAW_DROPOUT = 256 };
 
@@ -226,6 +267,23 @@ static inline HOST_DEVICE real uniform(uint32_t bits) {
 #define omp_get_thread_num() 0
 #define PARALLEL_FOR
 #define PARALLEL_FOR_2
+#endif
+
+#ifndef CNN_CUDA // no cnn_kernels.cu in this program
+size_t cuda_device_count(const char **reason) {
+    *reason = "built without CUDA";
+    return 0;
+}
+void cuda_use_device(size_t which, void (*on_error)(int, const char *, ...)) {
+    (void)which, (void)on_error;
+}
+void cuda_describe(Device *d) {
+    (void)d;
+}
+const Backend *cuda_backend(size_t i) {
+    (void)i;
+    return NULL;
+}
 #endif
 
 #define SQRT(x) (sizeof(real) == sizeof(float) ? (real)sqrtf((float)(x)) : (real)sqrt((double)(x)))
@@ -275,7 +333,7 @@ static size_t ceil_div(size_t a, size_t b) {
 }
 
 // Zeroed memory on a cache line's border, with room for one vector read past the end.
-static void *host_alloc(size_t bytes) {
+static void *zeroed_alloc(size_t bytes) {
     void *memory = NULL;
     if (bytes > SIZE_MAX / 2 || posix_memalign(&memory, 64, bytes + 128) != 0)
         return NULL;
@@ -283,7 +341,7 @@ static void *host_alloc(size_t bytes) {
 }
 
 static void *must_alloc(size_t bytes, const char *what) {
-    void *memory = host_alloc(bytes);
+    void *memory = zeroed_alloc(bytes);
     if (!memory)
         die(1,
             "no memory for %s: %.1f MB asked for; a smaller --batch-size or --limit-train "
@@ -736,27 +794,31 @@ static uint8_t pixel_at(const uint8_t *image, Shape s, size_t y, size_t x, size_
 
 // RandomCrop(size, padding = 4), then RandomHorizontalFlip(0.5)
 static void augment_crop_flip(uint8_t *out, const uint8_t *in, Shape s, const Draw *draw) {
-    enum { PADDING = 4 };
     uint32_t r[4];
     philox4x32(r, 0, (uint32_t)draw->first, (uint32_t)draw->epoch, DRAW_AUGMENT, draw->seed);
-    size_t top = (size_t)(r[0] % (2 * PADDING + 1)) - PADDING; // may wrap around below 0
-    size_t left = (size_t)(r[1] % (2 * PADDING + 1)) - PADDING;
+    size_t top = (size_t)(r[0] % (2 * CROP_PADDING + 1)) - CROP_PADDING; // may wrap around below 0
+    size_t left = (size_t)(r[1] % (2 * CROP_PADDING + 1)) - CROP_PADDING;
     for (size_t y = 0; y < s.h; y++)
         for (size_t x = 0; x < s.w; x++)
             for (size_t c = 0; c < s.c; c++)
                 *out++ = pixel_at(in, s, y + top, (r[2] & 1 ? s.w - 1 - x : x) + left, c);
 }
 
-// to[i] = sum over d from -3 sigma to 3 sigma of weight(d) * from[i + d], along rows or columns
+// weights[d] = exp(-d^2 / (2 sigma^2)) / (sigma sqrt(2 pi)), up to 3 sigma
+static void blur_weights(float weights[ELASTIC_REACH + 1]) {
+    for (int d = 0; d <= ELASTIC_REACH; d++)
+        weights[d] = (float)(exp(-d * d / (2. * ELASTIC_SIGMA * ELASTIC_SIGMA)) /
+                             (ELASTIC_SIGMA * sqrt(2 * M_PI)));
+}
+
+// to[i] = sum over d from -3 sigma to 3 sigma of weights[|d|] * from[i + d], along rows or columns
 static void blur(float *to, const float *from, Shape s, bool rows) {
-    enum { SIGMA = 4, REACH = 3 * SIGMA };
-    float weights[REACH + 1];
-    for (int d = 0; d <= REACH; d++)
-        weights[d] = (float)(exp(-d * d / (2. * SIGMA * SIGMA)) / (SIGMA * sqrt(2 * M_PI)));
+    float weights[ELASTIC_REACH + 1];
+    blur_weights(weights);
     for (size_t y = 0; y < s.h; y++)
         for (size_t x = 0; x < s.w; x++) {
             float sum = 0;
-            for (int d = -REACH; d <= REACH; d++) {
+            for (int d = -ELASTIC_REACH; d <= ELASTIC_REACH; d++) {
                 size_t yy = rows ? y : y + (size_t)d, xx = rows ? x + (size_t)d : x;
                 if (yy < s.h && xx < s.w)
                     sum += weights[abs(d)] * from[yy * s.w + xx];
@@ -769,7 +831,6 @@ static void blur(float *to, const float *from, Shape s, bool rows) {
    networks", ICDAR 2003): every pixel is fetched from a place nearby, which a random field, blurred
    with sigma = 4 and scaled by alpha = 34 pixels, tells; bilinear between four pixels. */
 static void augment_elastic(uint8_t *out, const uint8_t *in, Shape s, const Draw *draw) {
-    const float alpha = 34;
     size_t pixels = s.h * s.w;
     float field[2][pixels], blurred[pixels]; // how far down, how far to the right
     for (size_t f = 0; f < 2; f++) {
@@ -778,7 +839,7 @@ static void augment_elastic(uint8_t *out, const uint8_t *in, Shape s, const Draw
             philox4x32(r, (uint32_t)(1 + f * pixels + i), (uint32_t)draw->first,
                        (uint32_t)draw->epoch, DRAW_AUGMENT, draw->seed);
             for (size_t j = 0; j < min_size(4, pixels - i); j++)
-                field[f][i + j] = alpha * (float)(2 * uniform(r[j]) - 1);
+                field[f][i + j] = ELASTIC_ALPHA * (float)(2 * uniform(r[j]) - 1);
         }
         blur(blurred, field[f], s, true);
         blur(field[f], blurred, s, false);
@@ -800,16 +861,28 @@ static void augment_elastic(uint8_t *out, const uint8_t *in, Shape s, const Draw
 static const struct {
     const char *name;
     Augment *augment;
-} augmentations[] = {
-    {"none", NULL}, {"crop-flip", augment_crop_flip}, {"elastic", augment_elastic}};
+} augmentations[] = {[AUGMENT_NONE] = {"none", NULL},
+                     [AUGMENT_CROP_FLIP] = {"crop-flip", augment_crop_flip},
+                     [AUGMENT_ELASTIC] = {"elastic", augment_elastic}};
 enum { AUGMENTATIONS = sizeof augmentations / sizeof *augmentations };
 
 typedef struct Batch {
-    real *images;    // [n][h][w][c], normalised
-    uint8_t *labels; // [n]
-    size_t n, first; // how many images; position of the first one in the epoch
-    size_t number;   // of the batch, from 0
+    real *images;        // [n][h][w][c], normalised
+    uint8_t *labels;     // [n]
+    real *device_images; // where the backend reads them: the same on a CPU, copies on a GPU
+    uint8_t *device_labels;
+    const Resident
+        *resident;    // instead of images: the data set lies on the device; NULL: it does not
+    Draw draw;        // seed, epoch, and the first image's position in it
+    size_t n, number; // how many images; number of the batch, from 0
 } Batch;
+
+// Where a loader's batches go, and how.
+typedef struct Placement {
+    const Backend *backend;
+    size_t device;
+    bool pinned, resident;
+} Placement;
 
 typedef struct Loader {
     const Dataset *data;
@@ -822,33 +895,49 @@ typedef struct Loader {
     bool quit;
     Augment *augment; // NULL: images as they are
     Draw draw;        // the epoch's seed and number, for the augmentation
+    Placement place;
+    Resident resident;         // the data set on the device, if place.resident
+    double uploaded, upload_s; // bytes copied to the device, and how long that took
     pthread_mutex_t lock;
     pthread_cond_t changed;
     pthread_t *threads;
     real normalised[3][256]; // (byte / 255 - mean) / std, by channel
 } Loader;
 
+// The images and labels of a batch; where the data set is resident, only which ones they are.
 static void fill_batch(const Loader *l, Batch *batch, size_t number) {
     Shape s = l->data->info->shape;
-    size_t pixels = shape_size(l->data->info->shape);
+    size_t pixels = shape_size(l->data->info->shape), first = number * l->batch_size;
     uint8_t augmented[pixels];
     batch->number = number;
-    batch->first = number * l->batch_size;
-    batch->n = min_size(l->batch_size, l->data->count - batch->first);
+    batch->draw = (Draw){l->draw.seed, l->draw.epoch, first};
+    batch->n = min_size(l->batch_size, l->data->count - first);
     for (size_t i = 0; i < batch->n; i++) {
-        size_t image = l->order[batch->first + i];
+        size_t image = l->order[first + i];
         const uint8_t *bytes = l->data->images + image * pixels;
         real *out = batch->images + i * pixels;
+        batch->labels[i] = l->data->labels[image];
+        if (batch->resident)
+            continue;
         if (l->augment) {
-            Draw draw = {l->draw.seed, l->draw.epoch, batch->first + i};
+            Draw draw = {l->draw.seed, l->draw.epoch, first + i};
             l->augment(augmented, bytes, s, &draw);
             bytes = augmented;
         }
         for (size_t p = 0; p < pixels; p += s.c)
             for (size_t c = 0; c < s.c; c++)
                 out[p + c] = l->normalised[c][bytes[p + c]];
-        batch->labels[i] = l->data->labels[image];
     }
+}
+
+// Copies a batch to the device, beside whatever runs there; returns the bytes.
+static size_t upload_batch(const Loader *l, const Batch *batch) {
+    size_t bytes = batch->n * shape_size(l->data->info->shape) * sizeof(real);
+    if (!l->place.backend->upload || batch->resident)
+        return 0;
+    l->place.backend->upload(l->place.device, batch->device_images, batch->images, bytes);
+    l->place.backend->upload(l->place.device, batch->device_labels, batch->labels, batch->n);
+    return bytes + batch->n;
 }
 
 static void *loader_worker(void *argument) {
@@ -864,7 +953,12 @@ static void *loader_worker(void *argument) {
         l->busy++;
         pthread_mutex_unlock(&l->lock);
         fill_batch(l, &l->ring[number % l->slots], number);
+        double begin = now();
+        size_t uploaded = upload_batch(l, &l->ring[number % l->slots]);
+        double seconds = now() - begin;
         pthread_mutex_lock(&l->lock);
+        l->uploaded += (double)uploaded;
+        l->upload_s += seconds;
         l->busy--;
         l->filled[number % l->slots] = number + 1;
         pthread_cond_broadcast(&l->changed);
@@ -873,24 +967,73 @@ static void *loader_worker(void *argument) {
     return NULL;
 }
 
+static void *place_alloc(const Placement *p, size_t bytes, const char *what) {
+    void *memory = p->backend->alloc(bytes);
+    if (!memory)
+        die(1,
+            "no memory on the device for %s: %.1f MB asked for; a smaller --batch-size needs less",
+            what, (double)bytes / 1e6);
+    return memory;
+}
+
+static void *place_copy(const Placement *p, const void *from, size_t bytes, const char *what) {
+    void *memory = place_alloc(p, bytes, what);
+    p->backend->copy(memory, from, bytes);
+    return memory;
+}
+
+// Puts the data set into the device's memory.
+static void make_resident(Loader *l) {
+    const Dataset *data = l->data;
+    const Placement *p = &l->place;
+    Resident *r = &l->resident;
+    r->shape = data->info->shape;
+    r->images = place_copy(p, data->images, data->count * shape_size(r->shape), "the data set");
+    r->labels = place_copy(p, data->labels, data->count, "the data set");
+    r->normalised = place_copy(p, l->normalised, sizeof l->normalised, "the data set");
+    r->order = place_alloc(p, data->count * sizeof *r->order, "the permutation");
+    while (augmentations[r->augment].augment != l->augment)
+        r->augment++;
+    blur_weights(r->blur);
+}
+
+// A slot of the ring: on the host, and on the device where that has memory of its own.
+static void make_slot(Loader *l, Batch *slot) {
+    const Placement *p = &l->place;
+    size_t bytes = l->batch_size * shape_size(l->data->info->shape) * sizeof(real);
+    bool copied = p->backend->upload != NULL;
+    slot->resident = p->resident ? &l->resident : NULL;
+    slot->images = p->backend->host_alloc(p->resident ? 0 : bytes, p->pinned);
+    slot->labels = p->backend->host_alloc(l->batch_size, p->pinned);
+    if (!slot->images || !slot->labels)
+        die(1, "no memory for a batch: %.1f MB asked for; a smaller --batch-size needs less",
+            (double)bytes / 1e6);
+    slot->device_images = slot->images;
+    slot->device_labels = slot->labels;
+    if (copied && !p->resident) {
+        slot->device_images = place_alloc(p, bytes, "a batch");
+        slot->device_labels = place_alloc(p, l->batch_size, "a batch");
+    }
+}
+
 static void loader_init(Loader *l, const Dataset *data, size_t batch_size, size_t workers,
-                        Augment *augment) {
+                        Augment *augment, Placement place) {
     const DatasetInfo *info = data->info;
     *l = (Loader){.data = data, .batch_size = batch_size, .workers = workers, .augment = augment};
+    l->place = place;
     l->started = l->batches = ceil_div(data->count, batch_size); // nothing to do yet
     l->slots = 2 * workers + 1; // PyTorch's prefetch_factor of 2, and the batch in use
     l->order = must_alloc(data->count * sizeof *l->order, "the permutation");
     l->ring = must_alloc(l->slots * sizeof *l->ring, "the loader");
     l->filled = must_alloc(l->slots * sizeof *l->filled, "the loader");
     l->threads = must_alloc(workers * sizeof *l->threads, "the loader");
-    for (size_t s = 0; s < l->slots; s++) {
-        l->ring[s].images =
-            must_alloc(batch_size * shape_size(info->shape) * sizeof(real), "a batch");
-        l->ring[s].labels = must_alloc(batch_size, "a batch");
-    }
     for (size_t c = 0; c < info->shape.c; c++)
         for (int byte = 0; byte < 256; byte++)
             l->normalised[c][byte] = ((real)byte / 255 - (real)info->mean[c]) / (real)info->std[c];
+    if (place.resident)
+        make_resident(l);
+    for (size_t s = 0; s < l->slots; s++)
+        make_slot(l, &l->ring[s]);
     pthread_mutex_init(&l->lock, NULL);
     pthread_cond_init(&l->changed, NULL);
     for (size_t w = 0; w < workers; w++)
@@ -922,6 +1065,8 @@ static void loader_start(Loader *l, uint64_t seed, size_t epoch, size_t first) {
         l->order[i] = (uint32_t)i;
     if (epoch > 0)
         shuffle(l->order, l->data->count, seed, epoch);
+    if (l->place.resident)
+        l->place.backend->copy(l->resident.order, l->order, l->data->count * sizeof *l->order);
     memset(l->filled, 0, l->slots * sizeof *l->filled);
     l->draw = (Draw){seed, epoch, 0};
     l->started = l->handed = first;
@@ -952,9 +1097,21 @@ static void loader_free(Loader *l) {
     pthread_mutex_unlock(&l->lock);
     for (size_t w = 0; w < l->workers; w++)
         pthread_join(l->threads[w], NULL);
+    const Placement *p = &l->place;
     for (size_t s = 0; s < l->slots; s++) {
-        free(l->ring[s].images);
-        free(l->ring[s].labels);
+        const Batch *slot = &l->ring[s];
+        if (slot->device_images != slot->images) {
+            p->backend->release(slot->device_images);
+            p->backend->release(slot->device_labels);
+        }
+        p->backend->host_release(slot->images, p->pinned);
+        p->backend->host_release(slot->labels, p->pinned);
+    }
+    if (p->resident) {
+        p->backend->release((void *)l->resident.images);
+        p->backend->release((void *)l->resident.labels);
+        p->backend->release((void *)l->resident.normalised);
+        p->backend->release(l->resident.order);
     }
     pthread_mutex_destroy(&l->lock);
     pthread_cond_destroy(&l->changed);
@@ -2286,10 +2443,10 @@ typedef struct Net {
     size_t param_size; // ... with the gaps between tensors: the size of the arenas
     size_t batch;      // the most images of one step
     size_t activation_size, gradient_size, stats_size, saved_size, scratch_size;
-    size_t largest_tensor;  // of the parameters
+    size_t host_size;       // as large as the largest tensor of the parameters, or the output
     size_t batches_tracked; // how many batches BatchNorm's running statistics have seen
     real *params, *grads, *activations, *dactivations, *stats, *scratch, *losses;
-    real *host[2]; // two tensors on the host, on their way to a file or from one
+    real *host[2]; // two tensors on the host, on their way from the device or to it
     uint8_t *saved, *labels;
 } Net;
 
@@ -2308,7 +2465,7 @@ static size_t add_params(Net *net, size_t count) {
     size_t offset = net->param_size;
     net->param_size += aligned(count);
     net->parameters += count;
-    net->largest_tensor = max_size(net->largest_tensor, count);
+    net->host_size = max_size(net->host_size, count);
     return offset;
 }
 
@@ -2557,6 +2714,7 @@ static void plan_memory(Net *net, size_t batch) {
     plan_in_place(net);
     plan_pooled_backward(net);
     net->batch = batch;
+    net->host_size = max_size(net->host_size, batch * net->classes);
     for (size_t i = 0; i < net->count; i++) {
         Layer *l = &net->layers[i];
         size_t size = aligned(batch * shape_size(l->out));
@@ -2594,7 +2752,7 @@ static void net_alloc(Net *net) {
     net->saved = device_alloc(net, net->saved_size, "masks");
     net->labels = device_alloc(net, net->batch, "labels");
     for (size_t i = 0; i < 2; i++)
-        net->host[i] = must_alloc(net->largest_tensor * sizeof(real), "a tensor");
+        net->host[i] = must_alloc(net->host_size * sizeof(real), "a tensor");
     for (size_t i = 0; net->backend->prepare && i < net->count; i++)
         if (net->layers[i].kind == CONV2D || net->layers[i].kind == LINEAR)
             net->backend->prepare(&net->layers[i]);
@@ -2890,9 +3048,14 @@ static const Layer *last_layer(const Net *net) {
 
 // data.to(device)
 static void net_load(Net *net, const Batch *batch) {
-    size_t bytes = batch->n * shape_size(net->layers[0].out) * sizeof(real);
-    net->backend->copy(output(net, &net->layers[0]), batch->images, bytes);
-    net->backend->copy(net->labels, batch->labels, batch->n);
+    const Backend *b = net->backend;
+    real *images = output(net, &net->layers[0]);
+    if (batch->resident) {
+        b->gather(images, net->labels, batch->resident, &batch->draw, batch->n);
+        return;
+    }
+    b->copy(images, batch->device_images, batch->n * shape_size(net->layers[0].out) * sizeof(real));
+    b->copy(net->labels, batch->device_labels, batch->n);
 }
 
 // model(data): log-probabilities of n images. draw NULL: evaluation, dropout does nothing.
@@ -3027,42 +3190,49 @@ static double loss_and_gradient(Net *net, size_t n, bool training) {
     net->backend->nll_loss(net->losses, training ? output_gradient(net, last) : NULL,
                            output(net, last), net->labels, n, net->classes,
                            training ? net->settings->label_smoothing : 0);
+    net->backend->copy(net->host[0], net->losses, n * sizeof(real));
     double sum = 0;
     for (size_t i = 0; i < n; i++)
-        sum += (double)net->losses[i];
+        sum += (double)net->host[0][i];
     return sum / (double)n;
 }
 
 // confusion[label][predicted class] += 1 for each image; returns how many are right
-static size_t count_predictions(const Net *net, size_t n, size_t *confusion) {
-    const real *logp = output(net, last_layer(net));
+static size_t count_predictions(const Net *net, const Batch *batch, size_t *confusion) {
+    const real *logp = net->host[0];
     size_t correct = 0, classes = net->classes;
-    for (size_t i = 0; i < n; i++, logp += classes) {
+    net->backend->copy(net->host[0], output(net, last_layer(net)),
+                       batch->n * classes * sizeof(real));
+    for (size_t i = 0; i < batch->n; i++, logp += classes) {
         size_t best = 0;
         for (size_t k = 1; k < classes; k++)
             best = logp[k] > logp[best] ? k : best;
-        confusion[net->labels[i] * classes + best]++;
-        correct += best == net->labels[i];
+        confusion[batch->labels[i] * classes + best]++;
+        correct += best == batch->labels[i];
     }
     return correct;
 }
 
 // A loss that is no number any more ends the run, and names the layer where it began.
-static void check_loss(const Net *net, size_t n, double loss, size_t epoch, size_t number) {
+static void check_loss(const Net *net, const Batch *batch, double loss) {
     if (isfinite(loss))
         return;
     for (size_t i = 0; i < net->count; i++) {
         const Layer *l = &net->layers[i];
-        size_t count = n * shape_size(l->out);
+        size_t count = batch->n * shape_size(l->out);
+        real *values = must_alloc(count * sizeof *values, "a look at the outputs");
         char what[64];
         describe_layer(l, what, sizeof what);
-        if (first_not_finite(output(net, l), count) < count)
+        net->backend->copy(values, output(net, l), count * sizeof *values);
+        if (first_not_finite(values, count) < count)
             die(1,
                 "epoch %zu, step %zu: the loss is %g; the first output that is not finite "
                 "is in row %zu (%s%s%s); try a smaller --lr",
-                epoch, number + 1, loss, i, l->name, *l->name ? ": " : "", what);
+                batch->draw.epoch, batch->number + 1, loss, i, l->name, *l->name ? ": " : "", what);
+        free(values);
     }
-    die(1, "epoch %zu, step %zu: the loss is %g; try a smaller --lr", epoch, number + 1, loss);
+    die(1, "epoch %zu, step %zu: the loss is %g; try a smaller --lr", batch->draw.epoch,
+        batch->number + 1, loss);
 }
 
 /* ==== 9. Optimizers and schedules ===============================================================
@@ -3109,11 +3279,22 @@ static void cpu_copy(void *to, const void *from, size_t bytes) {
     memcpy(to, from, bytes);
 }
 
+static void *cpu_host_alloc(size_t bytes, bool pinned) {
+    (void)pinned;
+    return zeroed_alloc(bytes);
+}
+
+static void cpu_host_release(void *memory, bool pinned) {
+    (void)pinned;
+    free(memory);
+}
+
 static void cpu_synchronize(void) // a CPU has done what it was told when the call returns
 {}
 
 #define CPU_COMMON                                                                                \
-    .name = "cpu", .alloc = host_alloc, .release = free, .copy = cpu_copy,                        \
+    .name = "cpu", .alloc = zeroed_alloc, .release = free, .copy = cpu_copy,                      \
+    .host_alloc = cpu_host_alloc, .host_release = cpu_host_release,                               \
     .synchronize = cpu_synchronize, .relu_forward = relu_forward, .relu_backward = relu_backward, \
     .maxpool2d_backward = maxpool2d_backward, .avgpool2d_forward = avgpool2d_forward,             \
     .avgpool2d_backward = avgpool2d_backward, .batchnorm2d_forward = batchnorm2d_forward,         \
@@ -3134,23 +3315,26 @@ static const Backend backends[] = {
      .conv2d_backward_pooled = conv2d_backward_pooled, .linear_forward = conv2d_forward_fast,
      .linear_backward = conv2d_backward_fast},
 };
+enum { CPU_BACKENDS = sizeof backends / sizeof *backends };
 
 typedef struct Optimizer {
     const char *name;
     double lr;             // the default
     const char *states[2]; // what it keeps for each parameter, by PyTorch's names
-    void (*step)(Net *net, real *state, double lr);
+    // updates `count` parameters from number `first` on
+    void (*step)(const Net *net, real *state, size_t first, size_t count, double lr);
 } Optimizer;
 
-static void adadelta_step(Net *net, real *state, double lr) {
-    net->backend->adadelta(net->params, net->grads, state, state + net->param_size, net->param_size,
-                           lr, .9, 1e-6, net->settings->weight_decay);
+static void adadelta_step(const Net *net, real *state, size_t first, size_t count, double lr) {
+    net->backend->adadelta(net->params + first, net->grads + first, state + first,
+                           state + net->param_size + first, count, lr, .9, 1e-6,
+                           net->settings->weight_decay);
 }
 
-static void sgd_step(Net *net, real *state, double lr) {
+static void sgd_step(const Net *net, real *state, size_t first, size_t count, double lr) {
     const Settings *s = net->settings;
-    net->backend->sgd(net->params, net->grads, state, net->param_size, lr, s->momentum,
-                      s->weight_decay, s->nesterov);
+    net->backend->sgd(net->params + first, net->grads + first, state + first, count, lr,
+                      s->momentum, s->weight_decay, s->nesterov);
 }
 
 static const Optimizer optimizers[] = {
@@ -3158,6 +3342,21 @@ static const Optimizer optimizers[] = {
     {"sgd", 0.01, {"momentum_buffer", NULL}, sgd_step},
 };
 enum { OPTIMIZERS = sizeof optimizers / sizeof *optimizers };
+
+/* optimizer.step(): all parameters in one go, since they lie in one arena; with --optimizer-launch
+   per-tensor one tensor at a time, as frameworks once did, to see what that costs on a GPU. */
+static void optimizer_step(const Optimizer *o, const Net *net, real *state, double lr) {
+    if (strcmp(net->settings->optimizer_launch, "per-tensor") != 0) {
+        o->step(net, state, 0, net->param_size, lr);
+        return;
+    }
+    for (const Layer *l = net->layers; l < net->layers + net->count; l++) {
+        if (l->weights)
+            o->step(net, state, l->weight, l->weights, lr);
+        if (l->biases)
+            o->step(net, state, l->bias, l->biases, lr);
+    }
+}
 
 static size_t count_states(const Optimizer *o, const Settings *s) {
     bool none = strcmp(o->name, "sgd") == 0 && s->momentum == 0;
@@ -3701,8 +3900,14 @@ static const Option options[] = {
      "threads that load batches (default: SLURM_CPUS_PER_TASK, else 1)"},
     {"--threads", COUNT, FIELD(threads), NULL, 1, 1024, 0, "N",
      "threads that compute (default: the usable cores)"},
-    {"--kernels", CHOICE, FIELD(kernels), "fast", 0, 0, 1, "naive|fast",
-     "naive: the definitions, to read and compare with; fast: the ones to use"},
+    {"--kernels", CHOICE, FIELD(kernels), "fast", 0, 0, 1, "naive|tiled|fast",
+     "naive: the definitions; GPU: tiled: in shared memory; fast: the best there are"},
+    {"--optimizer-launch", CHOICE, FIELD(optimizer_launch), "flat", 0, 0, 0, "flat|per-tensor",
+     "flat: one pass over all parameters; per-tensor: one for each, to compare"},
+    {"--resident", SWITCH, FIELD(resident), "on", 0, 0, 0, "on|off",
+     "GPU: keep the data set in its memory, if it fits; off: copy each batch"},
+    {"--pin-memory", SWITCH, FIELD(pin_memory), "on", 0, 0, 0, "on|off",
+     "GPU: copy batches from memory that it can reach by itself"},
     {"--out", TEXT, FIELD(out), "", 0, 0, 0, "DIR",
      "write run.json, steps.csv and epochs.csv into DIR"},
     {"--per-class", SWITCH, FIELD(per_class), "off", 0, 0, 0, "on|off",
@@ -3724,7 +3929,7 @@ static const Option options[] = {
     {"--dry-run", SWITCH, FIELD(dry_run), "off", 0, 0, 0, "on|off",
      "one epoch of one training batch and one test batch"},
     {"--no-cuda", SWITCH, FIELD(no_cuda), "off", 0, 0, 0, "on|off",
-     "stay on the CPU, even where there is a GPU (so far cnn always does)"},
+     "stay on the CPU, even where there is a GPU"},
 };
 // clang-format on
 enum { OPTIONS = sizeof options / sizeof *options };
@@ -3948,7 +4153,12 @@ static void print_settings(Settings *s) {
     printf("\n");
 }
 
-static void json_string(FILE *f, const char *text) {
+static void json_string(FILE *f, const char *text) // NULL: null
+{
+    if (!text) {
+        fprintf(f, "null");
+        return;
+    }
     fputc('"', f);
     for (; *text; text++)
         if (*text == '"' || *text == '\\')
@@ -4220,6 +4430,9 @@ typedef struct Run {
     Settings settings;
     const Model *model;
     const Optimizer *optimizer;
+    Device device;
+    const Backend *backend;
+    bool resident; // the data set lies on the device
     Net net;
     real *state; // the optimizer's
     double lr;
@@ -4305,8 +4518,8 @@ static void write_run_json(Run *run) {
     FILE *f = file.stream;
     cpu_name(cpu, sizeof cpu);
     gethostname(host, sizeof host - 1);
-    fprintf(f, "{\n  \"status\": \"%s\", \"provenance\": \"measured\", \"emulated\": false,\n",
-            run->status);
+    fprintf(f, "{\n  \"status\": \"%s\", \"provenance\": \"measured\", \"emulated\": %s,\n",
+            run->status, run->device.emulated ? "true" : "false");
     fprintf(f, "  \"command\": [");
     for (int i = 0; i < run->argc; i++) {
         fprintf(f, i ? ", " : "");
@@ -4316,15 +4529,15 @@ static void write_run_json(Run *run) {
     json_string(f, host);
     fprintf(f, ", \"cpu\": ");
     json_string(f, cpu);
-    fprintf(f,
-            ", \"cores\": %zu, \"memory_bytes\": %.0f, \"peak_gflops\": %.1f, \"device\": "
-            "\"cpu\", \"uuid\": null, \"driver\": null, \"slurm\": ",
+    fprintf(f, ", \"cores\": %zu, \"memory_bytes\": %.0f, \"peak_gflops\": %.1f, \"device\": ",
             usable_cores(), memory_bytes(), run->peak_gflops);
-    const char *job = getenv("SLURM_JOB_ID");
-    if (job)
-        json_string(f, job);
-    else
-        fprintf(f, "null");
+    json_string(f, run->device.name);
+    fprintf(f, ", \"uuid\": ");
+    json_string(f, *run->device.uuid ? run->device.uuid : NULL);
+    fprintf(f, ", \"driver\": ");
+    json_string(f, *run->device.driver ? run->device.driver : NULL);
+    fprintf(f, ", \"slurm\": ");
+    json_string(f, getenv("SLURM_JOB_ID"));
     fprintf(f, "},\n  \"build\": {\"compiler\": ");
     json_string(f, COMPILER);
     fprintf(f, ", \"flags\": ");
@@ -4455,6 +4668,11 @@ static void report_epoch(Run *run, EpochResult *e) {
     e->weight_hash = hash_weights(&run->net);
     print_epoch(stdout, e, KEY_VALUE);
     printf("\n");
+    const Loader *l = &run->train_loader;
+    if (l->uploaded > 0)
+        printf("Copied to the device so far: %.1f MB at %.2f GB/s from %s memory\n",
+               l->uploaded / 1e6, l->uploaded / l->upload_s / 1e9,
+               l->place.pinned ? "pinned" : "pageable");
     flush_stdout();
     run->epochs[run->epochs_done++] = *e;
     if (!run->epochs_csv)
@@ -4565,9 +4783,9 @@ static void resume_checkpoint(Run *run) {
     printf("Going on from %s: epoch %zu, step %zu\n", path, run->epoch, run->next_batch + 1);
 }
 
-static void optimizer_step(Run *run, size_t batch) {
+static void update_weights(Run *run, size_t batch) {
     run->lr = learning_rate(&run->settings, run->epoch - 1, batch, run->train_loader.batches);
-    run->optimizer->step(&run->net, run->state, run->lr);
+    optimizer_step(run->optimizer, &run->net, run->state, run->lr);
 }
 
 // Moves on by a step and saves the checkpoint when it is due; true: training ends here.
@@ -4592,17 +4810,15 @@ static bool finish_step(Run *run) {
 static void train(Run *run, EpochResult *result) {
     Net *net = &run->net;
     const Batch *batch;
-    Draw draw = {run->settings.seed, run->epoch, 0};
     double loss;
-    AT(other_s, loader_start(&run->train_loader, draw.seed, draw.epoch, run->next_batch));
+    AT(other_s, loader_start(&run->train_loader, run->settings.seed, run->epoch, run->next_batch));
     while (AT(load_s, batch = loader_next(&run->train_loader))) {
         AT(copy_s, net_load(net, batch));
-        AT(other_s, draw.first = batch->first);
-        AT(forward_s, forward(net, batch->n, &draw));
+        AT(forward_s, forward(net, batch->n, &batch->draw));
         AT(forward_s, loss = loss_and_gradient(net, batch->n, true));
-        AT(other_s, check_loss(net, batch->n, loss, draw.epoch, batch->number));
+        AT(other_s, check_loss(net, batch, loss));
         AT(backward_s, backward(net, batch->n));
-        AT(optimizer_s, optimizer_step(run, batch->number));
+        AT(optimizer_s, update_weights(run, batch->number));
         AT(other_s, log_step(run, result, batch, loss));
         if (AT(other_s, finish_step(run)))
             break;
@@ -4622,7 +4838,7 @@ static void test(Run *run, EpochResult *result) {
         net_load(net, batch);
         forward(net, batch->n, NULL);
         loss += loss_and_gradient(net, batch->n, false) * (double)batch->n;
-        correct += count_predictions(net, batch->n, run->confusion);
+        correct += count_predictions(net, batch, run->confusion);
         images += batch->n;
         if (run->settings.dry_run)
             break;
@@ -4723,7 +4939,41 @@ static void setup_settings(Run *run, int argc, char **argv) {
     omp_set_num_threads((int)s->threads);
 }
 
-static void print_machine(const Run *run) {
+static const Backend *backend_of(bool cuda, size_t i) {
+    return cuda ? cuda_backend(i) : i < CPU_BACKENDS ? &backends[i] : NULL;
+}
+
+// The first GPU, if there is one and --no-cuda is not given, else the CPU; and its --kernels.
+static void setup_device(Run *run) {
+    const Settings *s = &run->settings;
+    const char *why_not = "--no-cuda";
+    bool cuda = !s->no_cuda && cuda_device_count(&why_not) > 0;
+    char known[64] = "fast";
+    run->device.memory = memory_bytes();
+    if (cuda) {
+        cuda_use_device(0, die);
+        cuda_describe(&run->device);
+    } else {
+        snprintf(run->device.name, sizeof run->device.name, "cpu");
+    }
+    for (size_t i = 0; backend_of(cuda, i); i++) { // the best ones stand last
+        const Backend *b = backend_of(cuda, i);
+        size_t length = strlen(known);
+        if (strcmp(s->kernels, "fast") == 0 || strcmp(s->kernels, b->kernels) == 0)
+            run->backend = b;
+        snprintf(known + length, sizeof known - length, ", %s", b->kernels);
+    }
+    if (!run->backend)
+        die(EXIT_USAGE, "--kernels %s: expected one of %s on this device (%s)", s->kernels, known,
+            run->device.name);
+    printf("Device: %s%s%s%s, --kernels %s, --threads %zu, --workers %zu\n", run->device.name,
+           cuda ? "" : " (", cuda ? "" : why_not, cuda ? "" : ")", run->backend->kernels,
+           s->threads, s->workers);
+    if (run->device.emulated)
+        printf("Emulated: CUDA code on the CPU. Results are right, times mean nothing.\n");
+}
+
+static void print_machine(void) {
     char cpu[256], host[256] = "";
     cpu_name(cpu, sizeof cpu);
     gethostname(host, sizeof host - 1);
@@ -4731,8 +4981,6 @@ static void print_machine(const Run *run) {
            memory_bytes() / 1e9);
     printf("Build: %s, vectors of %d numbers, %s, commit %s\n", COMPILER, (int)LANES, OPENMP_WORD,
            CNN_COMMIT);
-    printf("Device: cpu, --kernels %s, --threads %zu, --workers %zu\n", run->settings.kernels,
-           run->settings.threads, run->settings.workers);
 }
 
 static void load_dataset(Run *run, const char *name, const char *dir) {
@@ -4789,54 +5037,65 @@ static double map_bytes(const Net *net) { // of the fast kernels' pixel maps
     return entries * sizeof(int32_t);
 }
 
-// The memory that the run will take, category by category, before any of it is allocated.
-static void print_memory(const Run *run) {
+/* The memory that the run will take, category by category, before any of it is allocated. A data
+   set that fits beside the rest becomes resident on the device. */
+static void plan_run_memory(Run *run) {
     const Net *net = &run->net;
+    const Settings *s = &run->settings;
     const double number = sizeof(real), params = number * (double)net->param_size;
     const double image = (double)shape_size(run->info.shape);
-    const double slots = 2 * (double)run->settings.workers + 1; // of each loader's ring
-    const double batches =
-        (double)(min_size(run->settings.batch_size, run->train_set.count) + net->batch);
+    const double data = (double)(run->train_set.count + run->test_set.count) * (image + 1);
+    const double slots = 2 * (double)s->workers + 1; // of each loader's ring
+    const double batches = (double)(min_size(s->batch_size, run->train_set.count) + net->batch);
+    const bool gpu = run->backend->upload != NULL;
+    enum { FIXED, BY_BATCH, HOST };
     const struct {
         const char *what;
         double bytes;
+        int kind; // on the device: the same for all batch sizes or not; on the host of a GPU
     } ledger[] = {
-        {"parameters", params},
-        {"gradients", params},
-        {"optimizer state", params * (double)count_states(run->optimizer, &run->settings)},
-        {"activations", number * (double)net->activation_size},
-        {"activation gradients", number * (double)net->gradient_size},
-        {"statistics and masks", number * (double)net->stats_size + (double)net->saved_size},
-        {"scratch", number * (double)net->scratch_size},
-        {"maps and buffers", map_bytes(net) + 2 * number * (double)net->largest_tensor},
-        {"loader", slots * batches * number * image},
-        {"data set", (double)(run->train_set.count + run->test_set.count) * (image + 1)},
+        {"parameters", params, FIXED},
+        {"gradients", params, FIXED},
+        {"optimizer state", params * (double)count_states(run->optimizer, s), FIXED},
+        {"activations", number * (double)net->activation_size, BY_BATCH},
+        {"activation gradients", number * (double)net->gradient_size, BY_BATCH},
+        {"statistics and masks", number * (double)net->stats_size + (double)net->saved_size,
+         BY_BATCH},
+        {"scratch", number * (double)net->scratch_size, BY_BATCH},
+        {"maps and buffers", map_bytes(net) + 2 * number * (double)net->host_size, HOST},
+        {"loader", slots * batches * number * image, HOST},
+        {"data set", data, HOST},
     };
-    double total = 0;
+    double total = 0, fixed = 0, by_batch = 0;
     printf("Memory in MB:");
     for (size_t i = 0; i < sizeof ledger / sizeof *ledger; i++) {
         printf(" %s %.1f,", ledger[i].what, ledger[i].bytes / 1e6);
         total += ledger[i].bytes;
+        fixed += ledger[i].kind == FIXED || (!gpu && ledger[i].kind == HOST) ? ledger[i].bytes : 0;
+        by_batch += ledger[i].kind == BY_BATCH ? ledger[i].bytes : 0;
     }
     printf(" together %.1f\n", total / 1e6);
-    if (total > memory_bytes())
+    const double room = run->device.memory, fits = (room - fixed) / by_batch * (double)net->batch;
+    if (fixed + by_batch > room)
         die(1,
-            "not enough memory: %.1f MB needed, this machine has %.1f; use a smaller "
-            "--batch-size than %zu",
-            total / 1e6, memory_bytes() / 1e6, net->batch);
+            "not enough memory: %.1f MB needed, %.1f MB are free on this device (%s); expected a "
+            "--batch-size of at most %.0f, found %zu",
+            (fixed + by_batch) / 1e6, room / 1e6, run->device.name, fmax(0, floor(fits)),
+            net->batch);
+    run->resident = s->resident && run->backend->gather && fixed + by_batch + data < .9 * room;
+    if (gpu)
+        printf("Data set: %s\n",
+               run->resident ? "resident on the device" : "copied to the device batch by batch");
 }
 
 static void setup_network(Run *run) {
     Settings *s = &run->settings;
     Net *net = &run->net;
-    const Backend *backend = backends;
-    while (strcmp(backend->kernels, s->kernels) != 0)
-        backend++;
     size_t images = max_size(run->train_set.count, run->test_set.count);
-    net_build(net, run->model, &run->info, s, backend);
+    net_build(net, run->model, &run->info, s, run->backend);
     plan_memory(net, min_size(s->batch_size, images));
     print_summary(net);
-    print_memory(run);
+    plan_run_memory(run);
     net_alloc(net);
     run->state =
         real_alloc(net, count_states(run->optimizer, s) * net->param_size, "the optimizer");
@@ -4846,13 +5105,14 @@ static void setup_network(Run *run) {
 
 static void setup_loaders(Run *run) {
     Settings *s = &run->settings;
+    Placement place = {run->backend, 0, s->pin_memory && run->backend->upload, run->resident};
     size_t augmentation = 0;
     while (strcmp(augmentations[augmentation].name, s->augment) != 0)
         augmentation++;
     loader_init(&run->train_loader, &run->train_set, min_size(s->batch_size, run->train_set.count),
-                s->workers, augmentations[augmentation].augment);
+                s->workers, augmentations[augmentation].augment, place);
     loader_init(&run->test_loader, &run->test_set, min_size(s->test_batch_size, run->net.batch),
-                s->workers, NULL);
+                s->workers, NULL, place);
     size_t room = min_size(s->log_interval, run->train_loader.batches) + 1;
     run->steps = must_alloc(room * sizeof *run->steps, "the step log");
     run->epochs = must_alloc(s->epochs * sizeof *run->epochs, "the epoch log");
@@ -4958,8 +5218,9 @@ static int run_main(int argc, char **argv) {
     static Run run; // zeroed; too large for the stack
     run.started = now();
     setup_settings(&run, argc, argv);
+    print_machine();
+    setup_device(&run);
     open_run_folder(&run);
-    print_machine(&run);
     setup_data(&run);
     setup_network(&run);
     setup_loaders(&run);

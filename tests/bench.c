@@ -31,6 +31,8 @@ static double median(double *values, size_t count) {
     return values[count / 2];
 }
 
+static const Placement on_cpu = {.backend = &backends[1]};
+
 // The network of the options on synthetic images, and a loader that holds one batch of them.
 static const Batch *setup_bench(Run *run, int argc, char **argv) {
     setup_settings(run, argc, argv);
@@ -45,7 +47,7 @@ static const Batch *setup_bench(Run *run, int argc, char **argv) {
     net_init(&run->net, s->seed);
     run->state =
         real_alloc(&run->net, count_states(run->optimizer, s) * run->net.param_size, "optimizer");
-    loader_init(&run->train_loader, &run->train_set, s->batch_size, 1, NULL);
+    loader_init(&run->train_loader, &run->train_set, s->batch_size, 1, NULL, on_cpu);
     loader_start(&run->train_loader, s->seed, 1, 0);
     return loader_next(&run->train_loader);
 }
@@ -54,9 +56,9 @@ NOINLINE void train_step(Run *run, const Batch *batch, size_t step) {
     Draw draw = {run->settings.seed, 1, step * batch->n};
     net_load(&run->net, batch);
     forward(&run->net, batch->n, &draw);
-    check_loss(&run->net, batch->n, loss_and_gradient(&run->net, batch->n, true), 1, step);
+    check_loss(&run->net, batch, loss_and_gradient(&run->net, batch->n, true));
     backward(&run->net, batch->n);
-    run->optimizer->step(&run->net, run->state, 1e-4);
+    optimizer_step(run->optimizer, &run->net, run->state, 1e-4);
 }
 
 int main(int argc, char **argv) {

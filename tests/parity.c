@@ -84,6 +84,8 @@ int main(int argc, char **argv) {
     Batch batch = {.n = s->batch_size};
     batch.images = must_alloc(batch.n * pixels * sizeof(real), "a batch");
     batch.labels = must_alloc(batch.n, "a batch");
+    batch.device_images = batch.images;
+    batch.device_labels = batch.labels;
     load_weights(net, argv[IN]);
     FILE *f = fopen(argv[BATCHES], "rb");
     if (!f)
@@ -95,7 +97,7 @@ int main(int argc, char **argv) {
         forward(net, batch.n, &draw);
         printf("loss %.17g\n", loss_and_gradient(net, batch.n, true));
         backward(net, batch.n);
-        run.optimizer->step(net, run.state, s->lr);
+        optimizer_step(run.optimizer, net, run.state, s->lr);
     }
     fclose(f);
     save_tensors(net, NULL, NULL, "", argv[OUT]);

@@ -149,8 +149,11 @@ static void check_guards(const char *name, const Array *a) {
             fail("%s: wrote at index %td of %zu", name, (ptrdiff_t)i - ALIGN, a->count);
 }
 
+// Where loaders put batches.
+static const Placement on_cpu = {.backend = &backends[1]};
+
 // Settings of networks that are built without a command line.
-static const Settings plain = {.stem = "3", .width = 6};
+static const Settings plain = {.stem = "3", .width = 6, .optimizer_launch = "flat"};
 
 /* ---- Fast layers against the definitions ---------------------------------------------------- */
 
@@ -1657,8 +1660,8 @@ static size_t image_number(const Batch *batch, size_t i) {
 static void read_epoch(Loader *l, size_t order[IMAGES]) {
     size_t seen[IMAGES] = {0}, count = 0, batches = 0;
     for (const Batch *b; (b = loader_next(l)); batches++) {
-        if (b->first != count || b->n != min_size(LOAD_BATCH, IMAGES - count)) {
-            fail("batch %zu: %zu images from position %zu on", batches, b->n, b->first);
+        if (b->draw.first != count || b->n != min_size(LOAD_BATCH, IMAGES - count)) {
+            fail("batch %zu: %zu images from position %zu on", batches, b->n, b->draw.first);
             return;
         }
         for (size_t i = 0; i < b->n; i++) {
@@ -1677,7 +1680,7 @@ static void test_loader_order(void) {
     Dataset data = tiny_dataset();
     for (size_t run = 0; run < 2; run++) {
         Loader l;
-        loader_init(&l, &data, LOAD_BATCH, run ? 4 : 1, NULL);
+        loader_init(&l, &data, LOAD_BATCH, run ? 4 : 1, NULL, on_cpu);
         for (size_t epoch = 0; epoch < 4; epoch++) {
             loader_start(&l, 11, epoch, 0);
             read_epoch(&l, orders[run][epoch]);
@@ -1699,7 +1702,7 @@ static void test_loader_left_early(void) {
     static size_t want[IMAGES], got[IMAGES];
     Dataset data = tiny_dataset();
     Loader l;
-    loader_init(&l, &data, LOAD_BATCH, 3, NULL);
+    loader_init(&l, &data, LOAD_BATCH, 3, NULL, on_cpu);
     loader_start(&l, 11, 5, 0);
     read_epoch(&l, want);
     for (size_t round = 0; round < 200; round++) {
@@ -1864,14 +1867,14 @@ static Dataset view_dataset(void) {
 static size_t load_views(Array *views, uint8_t *labels, const Dataset *data, Augment *augment,
                          size_t batch, size_t workers, size_t first) {
     Loader l;
-    loader_init(&l, data, batch, workers, augment);
+    loader_init(&l, data, batch, workers, augment, on_cpu);
     loader_start(&l, 21, 2, 0); // an epoch left early
     loader_next(&l);
     loader_start(&l, 21, 3, first);
     size_t position = first * batch;
     for (const Batch *b; (b = loader_next(&l)); position += b->n) {
-        if (b->first != position)
-            fail("a batch is at position %zu, expected %zu", b->first, position);
+        if (b->draw.first != position)
+            fail("a batch is at position %zu, expected %zu", b->draw.first, position);
         memcpy(views->at + position * VIEW_SIZE, b->images, b->n * VIEW_SIZE * sizeof(real));
         memcpy(labels + position, b->labels, b->n);
     }
@@ -2019,14 +2022,14 @@ __attribute__((noinline)) int pthread_create(pthread_t *thread, const pthread_at
 static void train_steps(Net *net, Loader *l, const Optimizer *o, real *state, size_t steps) {
     for (size_t step = 0; step < steps; step++) {
         const Batch *batch = loader_next(l);
-        Draw draw = {.seed = 1, .epoch = 1, .first = batch->first};
+        Draw draw = {.seed = 1, .epoch = 1, .first = batch->draw.first};
         net_load(net, batch);
         forward(net, batch->n, &draw);
         double loss = loss_and_gradient(net, batch->n, true);
         if (!isfinite(loss))
             fail("the loss is %g", loss);
         backward(net, batch->n);
-        o->step(net, state, .1);
+        optimizer_step(o, net, state, .1);
     }
 }
 
@@ -2062,7 +2065,7 @@ static void test_steady_steps(const Model *model, const Optimizer *o, Augment *a
     net_alloc(&net);
     net_init(&net, 1);
     real *state = must_alloc(2 * net.param_size * sizeof(real), "a test");
-    loader_init(&l, &data, 16, 2, augment);
+    loader_init(&l, &data, 16, 2, augment, on_cpu);
     loader_start(&l, 1, 1, 0);
     train_steps(&net, &l, o, state, 3);
     allocations = 0;
@@ -2400,13 +2403,16 @@ static void check_golden_optimizer(const Line *line) {
     const double *x = line->numbers;
     const Optimizer *o = &optimizers[x[4] == 0];
     real params[COUNT], grads[COUNT], state[2 * COUNT] = {0}, want[COUNT], bound[COUNT];
-    Settings settings = {.momentum = x[1], .weight_decay = x[2], .nesterov = x[3] != 0};
+    Settings settings = plain;
+    settings.momentum = x[1];
+    settings.weight_decay = x[2];
+    settings.nesterov = x[3] != 0;
     Net net = {.settings = &settings, .backend = &backends[1], .params = params, .grads = grads};
     net.param_size = COUNT;
     fill_stream(params, COUNT, START_STREAM);
     for (uint32_t step = 0; step < STEPS && line->count == 5 + COUNT * STEPS; step++) {
         fill_stream(grads, COUNT, GRADIENT_STREAM + step);
-        o->step(&net, state, x[0]);
+        optimizer_step(o, &net, state, x[0]);
         for (size_t i = 0; i < COUNT; i++) { // a momentum of .9 keeps ten steps' roundings
             want[i] = (real)x[5 + step * COUNT + i];
             bound[i] = (real)(is_double ? 1e-12 : 40 * (step + 1) * epsilon);
@@ -2623,12 +2629,14 @@ static void test_confusion(void) {
     static Net net;
     static const real logp[5][CLASSES] = {
         {0, 3, 1, 2}, {5, 3, 1, 2}, {0, 3, 1, 4}, {0, 3, 3, 2}, {-4, -3, -2, -3}};
-    static const uint8_t labels[5] = {1, 1, 3, 1, 0};
+    static uint8_t labels[5] = {1, 1, 3, 1, 0};
+    static real room[5 * CLASSES];
+    const Batch batch = {.labels = labels, .n = 5};
     size_t got[CLASSES * CLASSES] = {0}, want[CLASSES * CLASSES] = {0};
     start_net(&net, (Shape){1, 1, CLASSES});
     net.activations = (real *)logp;
-    net.labels = (uint8_t *)labels;
-    size_t correct = count_predictions(&net, 5, got);
+    net.host[0] = room;
+    size_t correct = count_predictions(&net, &batch, got);
     want[1 * CLASSES + 1] = 2; // the first of equal ones counts
     want[1 * CLASSES + 0] = want[3 * CLASSES + 3] = want[0 * CLASSES + 2] = 1;
     if (correct != 3 || memcmp(got, want, sizeof want) != 0)

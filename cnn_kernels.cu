@@ -1,0 +1,1244 @@
+/* cnn_kernels.cu - everything that cnn runs on a GPU, by hand: no cuDNN, no cuBLAS, no Thrust.
+
+   A GPU runs a kernel on thousands of threads. They come in blocks of THREADS; the threads of a
+   block share a little fast memory (__shared__) and can wait for each other (__syncthreads()). 32
+   of them, a warp, go in step. Neighbouring threads should read neighbouring numbers: then one
+   transfer of memory serves all of a warp.
+
+   In reading order:
+      1 Errors and devices       every CUDA call is checked; streams; memory; copies
+      2 Element by element       ReLU, add, dropout, pooling, optimizers, the loader's work
+      3 Sums over pixels         BatchNorm, gradients of biases
+      4 Softmax and loss         one warp an image
+      5 Convolution, naive       one thread an output: the CPU's loops
+      6 Convolution, tiled       a matrix product through shared memory
+      7 The table of the backend
+
+   Each kernel is preceded by what it computes, its grid, and its memory traffic: the bytes that it
+   must move at least, N standing for the numbers of its output. Kernels without a word on their
+   grid have one thread an element.
+   Rules: results never depend on the order in which threads run (no floating-point atomics), so
+   the same seed gives the same bits; no thread leaves before a barrier; one __shared__ array a
+   line. Only the declarations of cnn.c are read here, which are C and C++ alike. */
+
+#define CNN_DECLARATIONS_ONLY
+#include "cnn.c"
+
+#include <cuda_runtime.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static_assert(sizeof(real) == sizeof(float), "the kernels are written for 32-bit floats");
+
+/* ==== 1. Errors and devices =====================================================================
+
+   One host thread drives one device. Work is queued on that device's stream and done in order;
+   uploads of the loader's threads have streams of their own, so that they overlap with it. */
+
+enum { THREADS = 256, WARP = 32, MAX_DEVICES = 64 };
+
+static void (*fail)(int status, const char *format, ...); // die() of cnn.c
+static cudaStream_t streams[MAX_DEVICES];                 // by device
+static thread_local int device;                           // that this host thread drives
+
+static void check(cudaError_t error, const char *call, int line) {
+    if (error != cudaSuccess)
+        fail(1, "cnn_kernels.cu:%d: device %d: %s: %s (%s)", line, device, call,
+             cudaGetErrorString(error), cudaGetErrorName(error));
+}
+#define CHECK(call) check(call, #call, __LINE__)
+#define CHECK_LAUNCH() check(cudaGetLastError(), "the kernel above", __LINE__)
+
+static cudaStream_t stream(void) {
+    return streams[device];
+}
+
+static unsigned blocks(size_t threads) {
+    return (unsigned)((threads + THREADS - 1) / THREADS);
+}
+
+// How many GPUs there are; 0 and the reason, if none can be used.
+extern "C" size_t cuda_device_count(const char **reason) {
+    int count = 0;
+    cudaError_t error = cudaGetDeviceCount(&count);
+    *reason = error == cudaSuccess ? "no device" : cudaGetErrorString(error);
+    return error == cudaSuccess && count > 0 ? (size_t)count : 0;
+}
+
+// Makes `which` the device of this host thread. on_error ends the program with a message.
+extern "C" void cuda_use_device(size_t which, void (*on_error)(int, const char *, ...)) {
+    fail = on_error;
+    device = (int)which;
+    CHECK(cudaSetDevice(device));
+    if (!streams[device])
+        CHECK(cudaStreamCreateWithFlags(&streams[device], cudaStreamNonBlocking));
+}
+
+extern "C" void cuda_describe(Device *d) {
+    cudaDeviceProp p;
+    int driver = 0;
+    size_t bytes = 0, total = 0;
+    CHECK(cudaGetDeviceProperties(&p, device));
+    CHECK(cudaDriverGetVersion(&driver));
+    CHECK(cudaMemGetInfo(&bytes, &total));
+    snprintf(d->name, sizeof d->name, "%s, sm_%d%d, %d multiprocessors, %.1f GB", p.name, p.major,
+             p.minor, p.multiProcessorCount, (double)total / 1e9);
+    snprintf(d->driver, sizeof d->driver, "CUDA %d.%d", driver / 1000, driver % 1000 / 10);
+    char *to = d->uuid + snprintf(d->uuid, sizeof d->uuid, "GPU");
+    for (int i = 0; i < 16; i++) // as nvidia-smi writes it
+        to += snprintf(to, 4, i == 0 || (i >= 4 && i <= 10 && i % 2 == 0) ? "-%02x" : "%02x",
+                       (unsigned char)p.uuid.bytes[i]);
+    d->memory = (double)bytes;
+#ifdef CUDA_ON_CPU
+    d->emulated = true;
+#endif
+}
+
+static void *device_alloc(size_t bytes) {
+    void *memory = NULL;
+    if (cudaMalloc(&memory, bytes + 16) != cudaSuccess) {
+        cudaGetLastError(); // forgets the error: the caller names what did not fit
+        return NULL;
+    }
+    CHECK(cudaMemsetAsync(memory, 0, bytes + 16, stream()));
+    CHECK(cudaStreamSynchronize(stream()));
+    return memory;
+}
+
+static void device_free(void *memory) {
+    CHECK(cudaFree(memory));
+}
+
+// Memory of the host. Pinned, the device reads it without the driver's help, and at full speed.
+static void *host_alloc(size_t bytes, bool pinned) {
+    void *memory = NULL;
+    bytes += 16; // none is a size as well
+    if (!pinned)
+        return calloc(1, bytes);
+    CHECK(cudaMallocHost(&memory, bytes));
+    return memset(memory, 0, bytes);
+}
+
+static void host_free(void *memory, bool pinned) {
+    if (pinned)
+        CHECK(cudaFreeHost(memory));
+    else
+        free(memory);
+}
+
+// In order with the kernels; when it returns, memory of the host may be read and written again.
+static void copy(void *to, const void *from, size_t bytes) {
+    if (bytes == 0)
+        return;
+    CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream()));
+    cudaPointerAttributes a, b;
+    CHECK(cudaPointerGetAttributes(&a, to));
+    CHECK(cudaPointerGetAttributes(&b, from));
+    if (a.type != cudaMemoryTypeDevice || b.type != cudaMemoryTypeDevice)
+        CHECK(cudaStreamSynchronize(stream()));
+}
+
+// A loader's thread copies to the device `which`, beside the kernels that run there.
+static void upload(size_t which, void *to, const void *from, size_t bytes) {
+    static thread_local cudaStream_t own;
+    device = (int)which;
+    CHECK(cudaSetDevice(device));
+    if (!own)
+        CHECK(cudaStreamCreateWithFlags(&own, cudaStreamNonBlocking));
+    CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, own));
+    CHECK(cudaStreamSynchronize(own));
+}
+
+static void synchronize(void) {
+    CHECK(cudaStreamSynchronize(stream()));
+}
+
+/* ==== 2. Element by element =====================================================================
+
+   Memory is the limit here: a few operations for each number that is read. */
+
+static __device__ size_t element(void) {
+    return (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+}
+
+// out = max(in, 0); a NaN stays a NaN.   Traffic: 8 N bytes
+static __global__ void relu_forward_kernel(real *out, const real *in, size_t count) {
+    size_t i = element();
+    if (i < count)
+        out[i] = in[i] < 0 ? 0 : in[i];
+}
+
+static void relu_forward(real *out, const real *in, size_t count) {
+    relu_forward_kernel<<<blocks(count), THREADS, 0, stream()>>>(out, in, count);
+    CHECK_LAUNCH();
+}
+
+// din = dout where out > 0, else 0; += if accumulate.   Traffic: 12 N bytes
+static __global__ void relu_backward_kernel(real *din, const real *dout, const real *out,
+                                            size_t count, bool accumulate) {
+    size_t i = element();
+    if (i < count)
+        din[i] = (out[i] > 0 ? dout[i] : 0) + (accumulate ? din[i] : 0);
+}
+
+static void relu_backward(real *din, const real *dout, const real *out, size_t count,
+                          bool accumulate) {
+    relu_backward_kernel<<<blocks(count), THREADS, 0, stream()>>>(din, dout, out, count,
+                                                                   accumulate);
+    CHECK_LAUNCH();
+}
+
+// out += in, then ReLU if asked.   Traffic: 12 N bytes
+static __global__ void add_kernel(real *out, const real *in, size_t count, bool relu) {
+    size_t i = element();
+    if (i < count) {
+        real sum = out[i] + in[i];
+        out[i] = relu && sum < 0 ? 0 : sum;
+    }
+}
+
+static void add(real *out, const real *in, size_t count, bool relu) {
+    add_kernel<<<blocks(count), THREADS, 0, stream()>>>(out, in, count, relu);
+    CHECK_LAUNCH();
+}
+
+/* out = in / (1 - p), or 0 where the image's Philox numbers say so: the same masks as on the CPU.
+   One thread does the 8 elements that share a Philox block.   Traffic: 9 N bytes */
+static __global__ void dropout_forward_kernel(real *out, uint8_t *mask, const real *in, size_t size,
+                                              size_t blocks_of_image, size_t n, real scale,
+                                              uint32_t threshold, uint32_t stream, Draw draw) {
+    size_t image = element() / blocks_of_image, block = element() % blocks_of_image;
+    if (image >= n)
+        return;
+    uint32_t bits[4];
+    philox4x32(bits, (uint32_t)block, (uint32_t)(draw.first + image), (uint32_t)draw.epoch, stream,
+               draw.seed);
+    for (size_t j = 0; j < 8 && block * 8 + j < size; j++) {
+        size_t i = image * size + block * 8 + j;
+        bool kept = (bits[j / 2] >> (16 * (j % 2)) & 0xffff) >= threshold;
+        mask[i] = kept;
+        out[i] = kept ? in[i] * scale : 0;
+    }
+}
+
+static void dropout_forward(real *out, uint8_t *mask, const real *in, const Layer *l, size_t n,
+                            uint32_t purpose, const Draw *draw) {
+    size_t size = l->out.h * l->out.w * l->out.c, blocks_of_image = (size + 7) / 8;
+    dropout_forward_kernel<<<blocks(n * blocks_of_image), THREADS, 0, stream()>>>(
+        out, mask, in, size, blocks_of_image, n, 1 / (1 - l->p),
+        (uint32_t)lround((double)l->p * 65536), purpose, *draw);
+    CHECK_LAUNCH();
+}
+
+// din = dout / (1 - p) where the mask is set, else 0; += if accumulate.   Traffic: 9 N bytes
+static __global__ void dropout_backward_kernel(real *din, const real *dout, const uint8_t *mask,
+                                               size_t count, real scale, bool accumulate) {
+    size_t i = element();
+    if (i < count)
+        din[i] = dout[i] * (mask[i] ? scale : 0) + (accumulate ? din[i] : 0);
+}
+
+static void dropout_backward(real *din, const real *dout, const uint8_t *mask, const Layer *l,
+                             size_t n, bool accumulate) {
+    size_t count = n * l->out.h * l->out.w * l->out.c;
+    dropout_backward_kernel<<<blocks(count), THREADS, 0, stream()>>>(din, dout, mask, count,
+                                                                     1 / (1 - l->p), accumulate);
+    CHECK_LAUNCH();
+}
+
+// The sizes of a layer as kernels see them: 32-bit numbers, which a GPU divides faster.
+struct Window {
+    int h, w, c, oh, ow, oc, kernel, stride, padding;
+};
+
+static Window window_of(const Layer *l) {
+    return {(int)l->in.h,   (int)l->in.w,  (int)l->in.c,   (int)l->out.h,   (int)l->out.w,
+            (int)l->out.c, (int)l->kernel, (int)l->stride, (int)l->padding};
+}
+
+// An output element's parts: element = ((image * height + y) * width + x) * channels + c
+struct Spot {
+    int image, y, x, c;
+};
+
+static __device__ Spot spot_of(size_t i, int height, int width, int channels) {
+    size_t pixel = i / channels;
+    int y = (int)(pixel / width % height), x = (int)(pixel % width);
+    return {(int)(pixel / ((size_t)width * height)), y, x, (int)(i % channels)};
+}
+
+/* out = the largest number under the window, argmax = where it is: i * kernel + j, the first one.
+   A NaN wins.   Traffic: 4 (stride^2 + 1) N + N bytes */
+static __global__ void maxpool2d_forward_kernel(real *out, uint8_t *argmax, const real *in,
+                                                Window s, size_t count) {
+    size_t i = element();
+    if (i >= count)
+        return;
+    Spot o = spot_of(i, s.oh, s.ow, s.oc);
+    real best = -INFINITY;
+    int arg = 0;
+    for (int tap = 0; tap < s.kernel * s.kernel; tap++) {
+        int y = o.y * s.stride + tap / s.kernel - s.padding;
+        int x = o.x * s.stride + tap % s.kernel - s.padding;
+        if (y < 0 || y >= s.h || x < 0 || x >= s.w)
+            continue;
+        real value = in[(((size_t)o.image * s.h + y) * s.w + x) * s.c + o.c];
+        if (value > best || value != value) {
+            best = value;
+            arg = tap;
+        }
+    }
+    out[i] = best;
+    argmax[i] = (uint8_t)arg;
+}
+
+static void maxpool2d_forward(real *out, uint8_t *argmax, const real *in, const Layer *l,
+                              size_t n) {
+    size_t count = n * l->out.h * l->out.w * l->out.c;
+    maxpool2d_forward_kernel<<<blocks(count), THREADS, 0, stream()>>>(out, argmax, in,
+                                                                      window_of(l), count);
+    CHECK_LAUNCH();
+}
+
+/* din = sum of dout over the windows whose maximum this pixel was; += if accumulate. One thread an
+   input, which looks at the windows that cover it: no two threads add to one number.
+   Traffic: 4 N + 5 N / stride^2 bytes */
+static __global__ void maxpool2d_backward_kernel(real *din, const real *dout, const uint8_t *argmax,
+                                                 Window s, size_t count, bool accumulate) {
+    size_t i = element();
+    if (i >= count)
+        return;
+    Spot p = spot_of(i, s.h, s.w, s.c);
+    real sum = accumulate ? din[i] : 0;
+    for (int tap = 0; tap < s.kernel * s.kernel; tap++) {
+        int y = p.y + s.padding - tap / s.kernel, x = p.x + s.padding - tap % s.kernel;
+        if (y < 0 || x < 0 || y % s.stride || x % s.stride || y / s.stride >= s.oh ||
+            x / s.stride >= s.ow)
+            continue;
+        size_t at = (((size_t)p.image * s.oh + y / s.stride) * s.ow + x / s.stride) * s.oc + p.c;
+        sum += argmax[at] == tap ? dout[at] : 0;
+    }
+    din[i] = sum;
+}
+
+static void maxpool2d_backward(real *din, const real *dout, const uint8_t *argmax, const Layer *l,
+                               size_t n, bool accumulate) {
+    size_t count = n * l->in.h * l->in.w * l->in.c;
+    maxpool2d_backward_kernel<<<blocks(count), THREADS, 0, stream()>>>(
+        din, dout, argmax, window_of(l), count, accumulate);
+    CHECK_LAUNCH();
+}
+
+// out[n][c] = mean over the pixels.   Traffic: 4 (pixels + 1) N bytes
+static __global__ void avgpool2d_forward_kernel(real *out, const real *in, int pixels, int channels,
+                                                size_t count) {
+    size_t i = element();
+    if (i >= count)
+        return;
+    const real *from = in + i / channels * pixels * channels + i % channels;
+    real sum = 0;
+    for (int p = 0; p < pixels; p++)
+        sum += from[(size_t)p * channels];
+    out[i] = sum / pixels;
+}
+
+static void avgpool2d_forward(real *out, const real *in, const Layer *l, size_t n) {
+    size_t count = n * l->in.c;
+    avgpool2d_forward_kernel<<<blocks(count), THREADS, 0, stream()>>>(
+        out, in, (int)(l->in.h * l->in.w), (int)l->in.c, count);
+    CHECK_LAUNCH();
+}
+
+// din[n][pixel][c] = dout[n][c] / pixels; += if accumulate.   Traffic: 4 N bytes
+static __global__ void avgpool2d_backward_kernel(real *din, const real *dout, int pixels,
+                                                 int channels, size_t count, bool accumulate) {
+    size_t i = element();
+    if (i < count)
+        din[i] = dout[i / channels / pixels * channels + i % channels] / pixels +
+                 (accumulate ? din[i] : 0);
+}
+
+static void avgpool2d_backward(real *din, const real *dout, const Layer *l, size_t n,
+                               bool accumulate) {
+    size_t pixels = l->in.h * l->in.w, count = n * pixels * l->in.c;
+    avgpool2d_backward_kernel<<<blocks(count), THREADS, 0, stream()>>>(
+        din, dout, (int)pixels, (int)l->in.c, count, accumulate);
+    CHECK_LAUNCH();
+}
+
+/* ---- Optimizers: the formulas stand in cnn.c, room 9. One launch goes over as many parameters as
+   it is given: all of them, or those of a tensor (--optimizer-launch).   Traffic: 28 N bytes */
+static __global__ void adadelta_kernel(real *param, const real *grad, real *square_avg,
+                                       real *acc_delta, size_t count, real lr, real rho, real eps,
+                                       real weight_decay) {
+    size_t i = element();
+    if (i >= count)
+        return;
+    real g = grad[i] + weight_decay * param[i];
+    real square = square_avg[i] = rho * square_avg[i] + (1 - rho) * g * g;
+    real delta = sqrtf(acc_delta[i] + eps) / sqrtf(square + eps) * g;
+    acc_delta[i] = rho * acc_delta[i] + (1 - rho) * delta * delta;
+    param[i] -= lr * delta;
+}
+
+static void adadelta(real *param, const real *grad, real *square_avg, real *acc_delta, size_t count,
+                     double lr, double rho, double eps, double weight_decay) {
+    adadelta_kernel<<<blocks(count), THREADS, 0, stream()>>>(param, grad, square_avg, acc_delta,
+                                                             count, (real)lr, (real)rho, (real)eps,
+                                                             (real)weight_decay);
+    CHECK_LAUNCH();
+}
+
+// Traffic: 20 N bytes with momentum, 12 N without
+static __global__ void sgd_kernel(real *param, const real *grad, real *momentum_buffer,
+                                  size_t count, real lr, real momentum, real weight_decay,
+                                  bool nesterov) {
+    size_t i = element();
+    if (i >= count)
+        return;
+    real g = grad[i] + weight_decay * param[i], step = g;
+    if (momentum > 0) {
+        step = momentum_buffer[i] = momentum * momentum_buffer[i] + g;
+        step = nesterov ? g + momentum * step : step;
+    }
+    param[i] -= lr * step;
+}
+
+static void sgd(real *param, const real *grad, real *momentum_buffer, size_t count, double lr,
+                double momentum, double weight_decay, bool nesterov) {
+    sgd_kernel<<<blocks(count), THREADS, 0, stream()>>>(param, grad, momentum_buffer, count,
+                                                        (real)lr, (real)momentum,
+                                                        (real)weight_decay, nesterov);
+    CHECK_LAUNCH();
+}
+
+/* ---- The loader's work, where the data set lies on the device: pick the batch's images by the
+   epoch's permutation, augment and normalise them. */
+
+// A byte of an image; black outside of it.
+static __device__ real pixel_at(const uint8_t *image, Shape s, int y, int x, int c) {
+    bool inside = y >= 0 && x >= 0 && y < (int)s.h && x < (int)s.w;
+    return inside ? image[(y * s.w + x) * s.c + c] : 0;
+}
+
+/* out[n][h][w][c] = normalised[c][byte]; with crop_flip from where augment_crop_flip() of cnn.c
+   takes it; and the labels.   Traffic: 5 N bytes */
+static __global__ void gather_kernel(real *out, uint8_t *labels, Resident r, Draw draw, size_t n) {
+    size_t size = r.shape.h * r.shape.w * r.shape.c, i = element();
+    if (i >= n * size)
+        return;
+    Spot o = spot_of(i, (int)r.shape.h, (int)r.shape.w, (int)r.shape.c);
+    size_t position = draw.first + o.image, image = r.order[position];
+    int y = o.y, x = o.x;
+    if (r.augment == AUGMENT_CROP_FLIP) {
+        uint32_t bits[4];
+        philox4x32(bits, 0, (uint32_t)position, (uint32_t)draw.epoch, DRAW_AUGMENT, draw.seed);
+        y += (int)(bits[0] % (2 * CROP_PADDING + 1)) - CROP_PADDING;
+        x = (bits[2] & 1 ? (int)r.shape.w - 1 - x : x) +
+            (int)(bits[1] % (2 * CROP_PADDING + 1)) - CROP_PADDING;
+    }
+    out[i] = r.normalised[o.c * 256 + (int)pixel_at(r.images + image * size, r.shape, y, x, o.c)];
+    if (i % size == 0)
+        labels[o.image] = r.labels[image];
+}
+
+// to = from blurred along rows or columns: the sum of weights[|d|] * from[i + d]
+static __device__ void blur(real *to, const real *from, const float *weights, Shape s, bool rows) {
+    int h = (int)s.h, w = (int)s.w;
+    for (int i = threadIdx.x; i < h * w; i += THREADS) {
+        real sum = 0;
+        for (int d = -ELASTIC_REACH; d <= ELASTIC_REACH; d++) {
+            int y = i / w + (rows ? 0 : d), x = i % w + (rows ? d : 0);
+            if (y >= 0 && x >= 0 && y < h && x < w)
+                sum += weights[d < 0 ? -d : d] * from[y * w + x];
+        }
+        to[i] = sum;
+    }
+    __syncthreads();
+}
+
+/* The elastic distortion: augment_elastic() of cnn.c. One block an image; the field and its blurred
+   copies stay in shared memory.   Grid: n blocks.   Traffic: 5 N bytes */
+static __global__ void gather_elastic_kernel(real *out, uint8_t *labels, Resident r, Draw draw) {
+    extern __shared__ real fields[]; // down, right, and room to blur them
+    int pixels = (int)(r.shape.h * r.shape.w), w = (int)r.shape.w, channels = (int)r.shape.c;
+    size_t position = draw.first + blockIdx.x, image = r.order[position];
+    real *room = fields + 2 * pixels;
+    for (int i = threadIdx.x; i < 2 * pixels; i += THREADS) {
+        uint32_t bits[4];
+        int field = i / pixels, at = i % pixels;
+        philox4x32(bits, (uint32_t)(1 + field * pixels + at / 4 * 4), (uint32_t)position,
+                   (uint32_t)draw.epoch, DRAW_AUGMENT, draw.seed);
+        fields[i] = ELASTIC_ALPHA * (2 * uniform(bits[at % 4]) - 1);
+    }
+    __syncthreads();
+    for (int field = 0; field < 2; field++) {
+        blur(room, fields + field * pixels, r.blur, r.shape, true);
+        blur(fields + field * pixels, room, r.blur, r.shape, false);
+    }
+    const uint8_t *bytes = r.images + image * pixels * channels;
+    for (int i = threadIdx.x; i < pixels * channels; i += THREADS) {
+        int pixel = i / channels, c = i % channels;
+        real y = pixel / w + fields[pixel], x = pixel % w + fields[pixels + pixel];
+        real down = y - floorf(y), right = x - floorf(x);
+        int top = (int)floorf(y), left = (int)floorf(x);
+        real above = (1 - right) * pixel_at(bytes, r.shape, top, left, c) +
+                     right * pixel_at(bytes, r.shape, top, left + 1, c);
+        real below = (1 - right) * pixel_at(bytes, r.shape, top + 1, left, c) +
+                     right * pixel_at(bytes, r.shape, top + 1, left + 1, c);
+        int byte = (int)((1 - down) * above + down * below + .5f);
+        out[(size_t)blockIdx.x * pixels * channels + i] = r.normalised[c * 256 + byte];
+    }
+    if (threadIdx.x == 0)
+        labels[blockIdx.x] = r.labels[image];
+}
+
+static void gather(real *out, uint8_t *labels, const Resident *r, const Draw *draw, size_t n) {
+    size_t pixels = r->shape.h * r->shape.w;
+    if (r->augment == AUGMENT_ELASTIC)
+        gather_elastic_kernel<<<(unsigned)n, THREADS, 3 * pixels * sizeof(real), stream()>>>(
+            out, labels, *r, *draw);
+    else
+        gather_kernel<<<blocks(n * pixels * r->shape.c), THREADS, 0, stream()>>>(out, labels, *r,
+                                                                                 *draw, n);
+    CHECK_LAUNCH();
+}
+
+/* ==== 3. Sums over pixels =======================================================================
+
+   BatchNorm and a bias's gradient need, for each channel, sums over all pixels of the batch. They
+   are taken in three levels, each in one fixed order: a thread goes through every 8th pixel of a
+   slice; the 8 threads of a channel join theirs in shared memory; a second kernel joins slices.
+   Blocks have 32 x 8 threads: x is the channel, so a warp reads 32 neighbouring numbers. */
+
+enum { LANES_Y = 8, SUM_SLICES = 64 };
+
+// How many slices there are: as many as 64 pixels each allow, at most SUM_SLICES.
+static int sum_slices(size_t pixels) {
+    size_t slices = (pixels + 63) / 64;
+    return (int)(slices < SUM_SLICES ? slices : SUM_SLICES);
+}
+
+static dim3 sum_grid(size_t pixels, size_t channels) {
+    return dim3((unsigned)((channels + WARP - 1) / WARP), (unsigned)sum_slices(pixels));
+}
+
+// The part of the pixels that a block sums up, and the first one of this thread.
+struct PixelSlice {
+    size_t first, last;
+};
+
+static __device__ PixelSlice pixel_slice(size_t pixels) {
+    size_t slice = blockIdx.y, slices = gridDim.y;
+    return {pixels * slice / slices + threadIdx.y, pixels * (slice + 1) / slices};
+}
+
+/* partial[slice][0][c] = sum of d, partial[slice][1][c] = sum of d * (x - mean), over the slice's
+   pixels. x NULL: the first sum only.   Grid: channels / 32 x slices.   Traffic: 4 or 8 bytes for
+   each number of d */
+static __global__ void column_sums_kernel(real *partial, const real *d, const real *x,
+                                          const real *mean, size_t pixels, int channels) {
+    __shared__ real sums[LANES_Y][WARP];
+    __shared__ real products[LANES_Y][WARP];
+    int c = blockIdx.x * WARP + threadIdx.x;
+    PixelSlice s = pixel_slice(pixels);
+    real sum = 0, product = 0;
+    for (size_t p = s.first; p < s.last && c < channels; p += LANES_Y) {
+        real value = d[p * channels + c];
+        sum += value;
+        product += x ? value * (x[p * channels + c] - mean[c]) : 0;
+    }
+    sums[threadIdx.y][threadIdx.x] = sum;
+    products[threadIdx.y][threadIdx.x] = product;
+    __syncthreads();
+    if (threadIdx.y > 0 || c >= channels)
+        return;
+    for (int i = 1; i < LANES_Y; i++) {
+        sum += sums[i][threadIdx.x];
+        product += products[i][threadIdx.x];
+    }
+    partial[(2 * blockIdx.y) * channels + c] = sum;
+    partial[(2 * blockIdx.y + 1) * channels + c] = product;
+}
+
+// dbias[c] = sum over slices.   One thread a channel
+static __global__ void bias_gradient_kernel(real *dbias, const real *partial, int slices,
+                                            int channels) {
+    size_t c = element();
+    if (c >= channels)
+        return;
+    real sum = 0;
+    for (int slice = 0; slice < slices; slice++)
+        sum += partial[2 * slice * channels + c];
+    dbias[c] = sum;
+}
+
+static void bias_gradient(real *dbias, const real *dout, const Layer *l, size_t n, real *scratch) {
+    size_t pixels = n * l->out.h * l->out.w;
+    if (!l->biases)
+        return;
+    column_sums_kernel<<<sum_grid(pixels, l->out.c), dim3(WARP, LANES_Y), 0, stream()>>>(
+        scratch, dout, NULL, NULL, pixels, (int)l->out.c);
+    CHECK_LAUNCH();
+    bias_gradient_kernel<<<blocks(l->out.c), THREADS, 0, stream()>>>(
+        dbias, scratch, sum_slices(pixels), (int)l->out.c);
+    CHECK_LAUNCH();
+}
+
+// A count, its mean and the sum of squared distances from it; joined without cancellation (Chan,
+// Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing variances", 1979).
+struct Moments {
+    real count, mean, squares;
+};
+
+static __device__ Moments join(Moments a, Moments b) {
+    real count = a.count + b.count, d = b.mean - a.mean;
+    if (b.count == 0)
+        return a;
+    return {count, a.mean + d * (b.count / count),
+            a.squares + b.squares + d * d * (a.count * b.count / count)};
+}
+
+/* partial[slice][0][c] = mean, partial[slice][1][c] = squares of the slice's pixels.
+   Grid: channels / 32 x slices.   Traffic: 4 bytes for each number of in */
+static __global__ void moments_kernel(real *partial, const real *in, size_t pixels, int channels) {
+    __shared__ Moments moments[LANES_Y][WARP];
+    int c = blockIdx.x * WARP + threadIdx.x;
+    PixelSlice s = pixel_slice(pixels);
+    Moments m = {0, 0, 0};
+    for (size_t p = s.first; p < s.last && c < channels; p += LANES_Y)
+        m = join(m, {1, in[p * channels + c], 0});
+    moments[threadIdx.y][threadIdx.x] = m;
+    __syncthreads();
+    if (threadIdx.y > 0 || c >= channels)
+        return;
+    for (int i = 1; i < LANES_Y; i++)
+        m = join(m, moments[i][threadIdx.x]);
+    partial[(2 * blockIdx.y) * channels + c] = m.mean;
+    partial[(2 * blockIdx.y + 1) * channels + c] = m.squares;
+}
+
+static const real bn_eps = 1e-5f, bn_momentum = 0.1f;
+
+/* Joins the slices of a channel; stats as in batchnorm2d_forward() of cnn.c: running mean and
+   variance, then the batch's mean and 1 / sqrt(variance + eps).   One thread a channel */
+static __global__ void batchnorm_statistics_kernel(real *stats, const real *partial, size_t pixels,
+                                                   int slices, int channels) {
+    size_t c = element();
+    if (c >= channels)
+        return;
+    Moments m = {0, 0, 0};
+    for (int slice = 0; slice < slices; slice++) {
+        size_t first = pixels * slice / slices, last = pixels * (slice + 1) / slices;
+        m = join(m, {(real)(last - first), partial[2 * slice * channels + c],
+                     partial[(2 * slice + 1) * channels + c]});
+    }
+    real unbiased = m.squares / (m.count > 1 ? m.count - 1 : 1);
+    real *running_mean = stats, *running_variance = stats + channels;
+    running_mean[c] = (1 - bn_momentum) * running_mean[c] + bn_momentum * m.mean;
+    running_variance[c] = (1 - bn_momentum) * running_variance[c] + bn_momentum * unbiased;
+    stats[2 * channels + c] = m.mean;
+    stats[3 * channels + c] = 1 / sqrtf(m.squares / m.count + bn_eps);
+}
+
+// out = (in - mean) * weight / sqrt(variance + eps) + bias, ReLU if asked.   Traffic: 8 N bytes
+static __global__ void batchnorm_apply_kernel(real *out, const real *in, const real *stats,
+                                              const real *weight, const real *bias, size_t count,
+                                              int channels, bool training, bool relu) {
+    size_t i = element(), c = i % channels;
+    if (i >= count)
+        return;
+    real mean = training ? stats[2 * channels + c] : stats[c];
+    real inverse = training ? stats[3 * channels + c] : 1 / sqrtf(stats[channels + c] + bn_eps);
+    real value = (in[i] - mean) * (weight[c] * inverse) + bias[c];
+    out[i] = relu && value < 0 ? 0 : value;
+}
+
+static void batchnorm2d_forward(real *out, real *stats, const real *in, const real *weight,
+                                const real *bias, const Layer *l, size_t n, bool training,
+                                real *scratch) {
+    size_t pixels = n * l->in.h * l->in.w, count = pixels * l->in.c;
+    int channels = (int)l->in.c;
+    if (training) {
+        moments_kernel<<<sum_grid(pixels, l->in.c), dim3(WARP, LANES_Y), 0, stream()>>>(
+            scratch, in, pixels, channels);
+        CHECK_LAUNCH();
+        batchnorm_statistics_kernel<<<blocks(l->in.c), THREADS, 0, stream()>>>(
+            stats, scratch, pixels, sum_slices(pixels), channels);
+        CHECK_LAUNCH();
+    }
+    batchnorm_apply_kernel<<<blocks(count), THREADS, 0, stream()>>>(
+        out, in, stats, weight, bias, count, channels, training, l->fused_relu);
+    CHECK_LAUNCH();
+}
+
+// dbias = sum of dout, dweight = sum of dout * x, where x = (in - mean) * inverse
+static __global__ void batchnorm_gradients_kernel(real *dweight, real *dbias, const real *partial,
+                                                  const real *stats, int slices, int channels) {
+    size_t c = element();
+    if (c >= channels)
+        return;
+    real sum = 0, product = 0;
+    for (int slice = 0; slice < slices; slice++) {
+        sum += partial[2 * slice * channels + c];
+        product += partial[(2 * slice + 1) * channels + c];
+    }
+    dbias[c] = sum;
+    dweight[c] = product * stats[3 * channels + c];
+}
+
+/* din = weight * inverse * (dout - dbias / m - x * dweight / m), over m pixels; += if accumulate.
+   Traffic: 12 N bytes */
+static __global__ void batchnorm_backward_kernel(real *din, const real *dout, const real *in,
+                                                 const real *stats, const real *weight,
+                                                 const real *dweight, const real *dbias,
+                                                 size_t count, int channels, bool accumulate) {
+    size_t i = element(), c = i % channels;
+    if (i >= count)
+        return;
+    real m = (real)(count / channels), inverse = stats[3 * channels + c];
+    real x = (in[i] - stats[2 * channels + c]) * inverse;
+    real d = weight[c] * inverse * (dout[i] - dbias[c] / m - x * (dweight[c] / m));
+    din[i] = d + (accumulate ? din[i] : 0);
+}
+
+static void batchnorm2d_backward(real *din, real *dweight, real *dbias, const real *dout,
+                                 const real *in, const real *stats, const real *weight,
+                                 const Layer *l, size_t n, bool accumulate, real *scratch) {
+    size_t pixels = n * l->in.h * l->in.w, count = pixels * l->in.c;
+    int channels = (int)l->in.c;
+    column_sums_kernel<<<sum_grid(pixels, l->in.c), dim3(WARP, LANES_Y), 0, stream()>>>(
+        scratch, dout, in, stats + 2 * channels, pixels, channels);
+    CHECK_LAUNCH();
+    batchnorm_gradients_kernel<<<blocks(l->in.c), THREADS, 0, stream()>>>(
+        dweight, dbias, scratch, stats, sum_slices(pixels), channels);
+    CHECK_LAUNCH();
+    if (!din)
+        return;
+    batchnorm_backward_kernel<<<blocks(count), THREADS, 0, stream()>>>(
+        din, dout, in, stats, weight, dweight, dbias, count, channels, accumulate);
+    CHECK_LAUNCH();
+}
+
+/* ==== 4. Softmax and loss =======================================================================
+
+   One warp an image: its lanes take every 32nd class and join their results by shuffles, which hand
+   a register to another lane. After 5 exchanges all lanes hold the sum, or the largest. */
+
+static __device__ real warp_sum(real value) {
+    for (int lane = WARP / 2; lane > 0; lane /= 2)
+        value += __shfl_xor_sync(0xffffffffu, value, lane);
+    return value;
+}
+
+static __device__ real warp_max(real value) {
+    for (int lane = WARP / 2; lane > 0; lane /= 2)
+        value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, lane));
+    return value;
+}
+
+/* out[k] = in[k] - largest - log(sum of exp(in[j] - largest)).   Grid: THREADS / 32 images a block.
+   Traffic: 8 N bytes */
+static __global__ void log_softmax_forward_kernel(real *out, const real *in, size_t n,
+                                                  int classes) {
+    size_t image = element() / WARP;
+    int lane = threadIdx.x % WARP;
+    if (image >= n) // a whole warp, so nobody waits for it
+        return;
+    real largest = -INFINITY, sum = 0;
+    for (int k = lane; k < classes; k += WARP)
+        largest = fmaxf(largest, in[image * classes + k]);
+    largest = warp_max(largest);
+    for (int k = lane; k < classes; k += WARP)
+        sum += expf(in[image * classes + k] - largest);
+    real log_sum = largest + logf(warp_sum(sum));
+    for (int k = lane; k < classes; k += WARP)
+        out[image * classes + k] = in[image * classes + k] - log_sum;
+}
+
+static void log_softmax_forward(real *out, const real *in, size_t n, size_t classes) {
+    log_softmax_forward_kernel<<<blocks(n * WARP), THREADS, 0, stream()>>>(out, in, n,
+                                                                           (int)classes);
+    CHECK_LAUNCH();
+}
+
+// din[k] = dout[k] - exp(out[k]) * sum of dout.   Grid as above.   Traffic: 12 N bytes
+static __global__ void log_softmax_backward_kernel(real *din, const real *dout, const real *out,
+                                                   size_t n, int classes) {
+    size_t image = element() / WARP;
+    int lane = threadIdx.x % WARP;
+    if (image >= n)
+        return;
+    real sum = 0;
+    for (int k = lane; k < classes; k += WARP)
+        sum += dout[image * classes + k];
+    sum = warp_sum(sum);
+    for (size_t i = image * classes + lane; i < (image + 1) * classes; i += WARP)
+        din[i] = dout[i] - expf(out[i]) * sum;
+}
+
+static void log_softmax_backward(real *din, const real *dout, const real *out, size_t n,
+                                 size_t classes) {
+    log_softmax_backward_kernel<<<blocks(n * WARP), THREADS, 0, stream()>>>(din, dout, out, n,
+                                                                            (int)classes);
+    CHECK_LAUNCH();
+}
+
+// The formulas stand at nll_loss() of cnn.c. One thread an image.   Traffic: 8 N bytes
+static __global__ void nll_loss_kernel(real *losses, real *dlogp, const real *logp,
+                                       const uint8_t *labels, size_t n, int classes, real at_label,
+                                       real elsewhere) {
+    size_t i = element();
+    if (i >= n)
+        return;
+    int label = labels[i];
+    real loss = -at_label * logp[i * classes + label];
+    for (int k = 0; k < classes && elsewhere > 0; k++)
+        loss -= k == label ? 0 : elsewhere * logp[i * classes + k];
+    losses[i] = loss;
+    for (int k = 0; k < classes && dlogp; k++)
+        dlogp[i * classes + k] = -(k == label ? at_label : elsewhere) / (real)n;
+}
+
+static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t *labels, size_t n,
+                     size_t classes, double smoothing) {
+    real elsewhere = (real)(smoothing / (double)classes);
+    nll_loss_kernel<<<blocks(n), THREADS, 0, stream()>>>(losses, dlogp, logp, labels, n,
+                                                         (int)classes,
+                                                         (real)(1 - smoothing) + elsewhere,
+                                                         elsewhere);
+    CHECK_LAUNCH();
+}
+
+/* ==== 5. Convolution, naive =====================================================================
+
+   --kernels naive: one thread an output runs the CPU's loops. It reads every number from memory
+   each time it needs it, which the caches soften and nothing hides. The formulas stand in cnn.c,
+   room 5; a linear layer is a convolution of 1 x 1 pixel. */
+
+// out[n][y][x][k].   Traffic: up to 8 bytes for each multiply-add
+static __global__ void conv2d_forward_naive_kernel(real *out, const real *in, const real *weight,
+                                                   const real *bias, Window s, size_t count) {
+    size_t i = element();
+    if (i >= count)
+        return;
+    Spot o = spot_of(i, s.oh, s.ow, s.oc);
+    real sum = bias ? bias[o.c] : 0;
+    for (int tap = 0; tap < s.kernel * s.kernel; tap++) {
+        int y = o.y * s.stride + tap / s.kernel - s.padding;
+        int x = o.x * s.stride + tap % s.kernel - s.padding;
+        if (y < 0 || y >= s.h || x < 0 || x >= s.w)
+            continue;
+        const real *pixel = in + (((size_t)o.image * s.h + y) * s.w + x) * s.c;
+        for (int c = 0; c < s.c; c++)
+            sum += pixel[c] * weight[(tap * s.c + c) * s.oc + o.c];
+    }
+    out[i] = sum;
+}
+
+static void conv2d_forward_naive(real *out, const real *in, const real *weight, const real *bias,
+                                 const Layer *l, size_t n, real *) {
+    size_t count = n * l->out.h * l->out.w * l->out.c;
+    conv2d_forward_naive_kernel<<<blocks(count), THREADS, 0, stream()>>>(out, in, weight, bias,
+                                                                         window_of(l), count);
+    CHECK_LAUNCH();
+}
+
+// din[n][y][x][c]; += if accumulate.   Traffic: up to 8 bytes for each multiply-add
+static __global__ void conv2d_data_gradient_naive_kernel(real *din, const real *dout,
+                                                         const real *weight, Window s, size_t count,
+                                                         bool accumulate) {
+    size_t i = element();
+    if (i >= count)
+        return;
+    Spot p = spot_of(i, s.h, s.w, s.c);
+    real sum = accumulate ? din[i] : 0;
+    for (int tap = 0; tap < s.kernel * s.kernel; tap++) {
+        int y = p.y + s.padding - tap / s.kernel, x = p.x + s.padding - tap % s.kernel;
+        if (y < 0 || x < 0 || y % s.stride || x % s.stride || y / s.stride >= s.oh ||
+            x / s.stride >= s.ow)
+            continue;
+        size_t pixel = ((size_t)p.image * s.oh + y / s.stride) * s.ow + x / s.stride;
+        for (int k = 0; k < s.oc; k++)
+            sum += dout[pixel * s.oc + k] * weight[(tap * s.c + p.c) * s.oc + k];
+    }
+    din[i] = sum;
+}
+
+// dweight[tap][c][k]: each thread goes through all pixels.   Traffic: up to 8 bytes a multiply-add
+static __global__ void conv2d_weight_gradient_naive_kernel(real *dweight, const real *dout,
+                                                           const real *in, Window s, size_t n,
+                                                           size_t count) {
+    size_t i = element();
+    if (i >= count)
+        return;
+    int k = (int)(i % s.oc), c = (int)(i / s.oc % s.c), tap = (int)(i / s.oc / s.c);
+    real sum = 0;
+    for (size_t image = 0; image < n; image++)
+        for (int oy = 0; oy < s.oh; oy++)
+            for (int ox = 0; ox < s.ow; ox++) {
+                int y = oy * s.stride + tap / s.kernel - s.padding;
+                int x = ox * s.stride + tap % s.kernel - s.padding;
+                if (y >= 0 && y < s.h && x >= 0 && x < s.w)
+                    sum += in[((image * s.h + y) * s.w + x) * s.c + c] *
+                           dout[((image * s.oh + oy) * s.ow + ox) * s.oc + k];
+            }
+    dweight[i] = sum;
+}
+
+static void conv2d_backward_naive(real *din, real *dweight, real *dbias, const real *dout,
+                                  const real *in, const real *weight, const Layer *l, size_t n,
+                                  bool accumulate, real *scratch) {
+    size_t inputs = n * l->in.h * l->in.w * l->in.c;
+    bias_gradient(dbias, dout, l, n, scratch);
+    conv2d_weight_gradient_naive_kernel<<<blocks(l->weights), THREADS, 0, stream()>>>(
+        dweight, dout, in, window_of(l), n, l->weights);
+    CHECK_LAUNCH();
+    if (!din)
+        return;
+    conv2d_data_gradient_naive_kernel<<<blocks(inputs), THREADS, 0, stream()>>>(
+        din, dout, weight, window_of(l), inputs, accumulate);
+    CHECK_LAUNCH();
+}
+
+/* ==== 6. Convolution, tiled =====================================================================
+
+   --kernels tiled: every pass is a matrix product C[M][N] = sum over K of A[M][K] * B[K][N], whose
+   A is never built ("implicit GEMM"): its elements are looked up in the image.
+
+     pass              M: rows of C       N: columns     K: summed over      A             B
+     forward           n * oh * ow        channels out   taps * channels in  in            weight
+     data gradient     n * h * w          channels in    taps * chan. out    dout          weight
+     weight gradient   taps * chan. in    channels out   n * oh * ow         in            dout
+
+   A block computes a tile of 128 x 64 numbers of C with 256 threads, 8 x 4 each, in registers. For
+   every 16 of K it brings 128 x 16 of A and 16 x 64 of B into shared memory, from where each number
+   is used 64 or 128 times: memory is asked 1 / 43 as often as by the naive kernels. While the
+   threads multiply, the numbers of the next step are on their way into registers.
+
+   Where C has too few tiles to keep a GPU busy, K is split among blocks; their sums are added
+   afterwards, always in the same order. */
+
+enum { TILE_M = 128, TILE_N = 64, TILE_K = 16, ROWS_M = 8, COLUMNS_N = 4 };
+
+/* Where an element of A or B is: the parts that its outer index (M or N) and its inner one (K) give
+   are worked out apart, since a thread keeps one of them, and are then added. A line beyond the
+   matrix has a y far below 0. */
+struct Place {
+    int offset, y, x;
+};
+enum { OUTSIDE = -(1 << 20) };
+
+// An ordinary matrix: a line's numbers lie inner_step apart.
+struct Matrix {
+    const real *data;
+    int outer_step, inner_step;
+    __device__ Place outer(int i) const { return {i * outer_step, 0, 0}; }
+    __device__ Place inner(int k) const { return {k * inner_step, 0, 0}; }
+    __device__ real at(Place a, Place b) const { return a.y < 0 ? 0 : data[a.offset + b.offset]; }
+};
+
+// The weights as the data gradient reads them: line = channel in, K = (tap, channel out).
+struct Filter {
+    const real *data;
+    int channels_in, channels_out;
+    __device__ Place outer(int c) const { return {c * channels_out, 0, 0}; }
+    __device__ Place inner(int k) const {
+        return {k / channels_out * channels_in * channels_out + k % channels_out, 0, 0};
+    }
+    __device__ real at(Place a, Place b) const { return a.y < 0 ? 0 : data[a.offset + b.offset]; }
+};
+
+/* An image under a filter. Position (n, y, x) of the other image and tap (i, j) meet the pixel
+     (y * step + origin + direction * i) / divisor, x likewise,
+   if that is a whole number inside the image. Forward: step = stride, origin = -padding, direction
+   = 1, divisor = 1. Data gradient: 1, padding, -1, stride. */
+struct Picture {
+    const real *data;
+    int h, w, channels;      // of this image
+    int across, per_image;   // positions in a row and in all of the other image
+    int kernel, step, origin, direction, divisor;
+    __device__ Place position(int i) const {
+        int p = i % per_image;
+        return {i / per_image * h * w * channels, p / across * step + origin,
+                p % across * step + origin};
+    }
+    __device__ Place tap(int k) const {
+        int t = k / channels;
+        return {k % channels, direction * (t / kernel), direction * (t % kernel)};
+    }
+    __device__ real at(Place a, Place b) const {
+        int y = a.y + b.y, x = a.x + b.x;
+        bool met = y >= 0 && x >= 0;
+        if (divisor > 1) {
+            met = met && y % divisor == 0 && x % divisor == 0;
+            y /= divisor;
+            x /= divisor;
+        }
+        return met && y < h && x < w ? data[a.offset + b.offset + (y * w + x) * channels] : 0;
+    }
+};
+
+struct PixelRows : Picture { // lines are positions, K goes over taps and channels
+    __device__ Place outer(int i) const { return position(i); }
+    __device__ Place inner(int k) const { return tap(k); }
+};
+
+struct TapRows : Picture { // lines are taps and channels, K goes over positions
+    __device__ Place outer(int i) const { return tap(i); }
+    __device__ Place inner(int k) const { return position(k); }
+};
+
+/* One thread's share of bringing a tile of LINES x TILE_K numbers into shared memory [k][line].
+   ALONG_K: neighbouring threads take neighbouring k, since those lie side by side in memory;
+   otherwise neighbouring lines do. The two steps lie apart so that arithmetic can stand between. */
+template <class Operand, int LINES, bool ALONG_K> struct TileLoader {
+    enum { COUNT = LINES * TILE_K / THREADS, PITCH = LINES + 4 };
+    real numbers[COUNT];
+    __device__ static int line(int i) {
+        return ALONG_K ? threadIdx.x / TILE_K + i * (THREADS / TILE_K) : threadIdx.x % LINES;
+    }
+    __device__ static int depth(int i) {
+        return ALONG_K ? threadIdx.x % TILE_K : threadIdx.x / LINES + i * (THREADS / LINES);
+    }
+    __device__ void fetch(const Operand &operand, const Place *outer, int k, int end) {
+        Place inner = operand.inner(k + depth(0));
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            if (!ALONG_K)
+                inner = operand.inner(k + depth(i));
+            numbers[i] = k + depth(i) < end ? operand.at(outer[ALONG_K ? i : 0], inner) : 0;
+        }
+    }
+    __device__ void put(real *tile) const {
+#pragma unroll
+        for (int i = 0; i < COUNT; i++)
+            tile[depth(i) * PITCH + line(i)] = numbers[i];
+    }
+};
+
+template <class Operand>
+static __device__ Place line_or_outside(const Operand &operand, int line, int lines) {
+    return line < lines ? operand.outer(line) : Place{0, OUTSIDE, 0};
+}
+
+// What becomes of a number of C.
+struct Epilogue {
+    real *out;        // [M][N]; with splits > 1: [split][M][N], and nothing of the following
+    const real *bias; // of a column, or NULL
+    bool relu, accumulate;
+};
+
+static __device__ void finish(const Epilogue &e, size_t at, int column, real sum) {
+    sum += (e.bias ? e.bias[column] : 0) + (e.accumulate ? e.out[at] : 0);
+    e.out[at] = e.relu && sum < 0 ? 0 : sum;
+}
+
+/* C = A * B over K from this split's first to its last; see above.
+   Grid: N / 64 x M / 128 x splits.   Shared memory: 2 x (132 + 68) x 16 floats = 25.6 KB.
+   Traffic: 4 K (M N / 64 + M N / 128) + 4 M N bytes, most of it served by the L2 cache */
+template <class A, class B, bool A_ALONG_K, bool B_ALONG_K>
+static __global__ void __launch_bounds__(THREADS, 2)
+    gemm_kernel(A a, B b, Epilogue e, int rows, int columns, int depth, int depth_of_split) {
+    using LoadA = TileLoader<A, TILE_M, A_ALONG_K>;
+    using LoadB = TileLoader<B, TILE_N, B_ALONG_K>;
+    __shared__ real tile_a[2][TILE_K * LoadA::PITCH];
+    __shared__ real tile_b[2][TILE_K * LoadB::PITCH];
+    const int first_row = blockIdx.y * TILE_M, first_column = blockIdx.x * TILE_N;
+    const int begin = blockIdx.z * depth_of_split, end = min(begin + depth_of_split, depth);
+    LoadA load_a;
+    LoadB load_b;
+    Place outer_a[LoadA::COUNT], outer_b[LoadB::COUNT];
+#pragma unroll
+    for (int i = 0; i < LoadA::COUNT; i++)
+        outer_a[i] = line_or_outside(a, first_row + LoadA::line(i), rows);
+#pragma unroll
+    for (int i = 0; i < LoadB::COUNT; i++)
+        outer_b[i] = line_or_outside(b, first_column + LoadB::line(i), columns);
+    const int row = threadIdx.x / (TILE_N / COLUMNS_N) * COLUMNS_N;
+    const int column = threadIdx.x % (TILE_N / COLUMNS_N) * COLUMNS_N;
+    real sums[ROWS_M][COLUMNS_N] = {};
+    load_a.fetch(a, outer_a, begin, end);
+    load_b.fetch(b, outer_b, begin, end);
+    for (int k = begin, buffer = 0; k < end; k += TILE_K, buffer ^= 1) {
+        load_a.put(tile_a[buffer]);
+        load_b.put(tile_b[buffer]);
+        __syncthreads(); // the tiles are whole; and nobody reads the buffers of the step before last
+        load_a.fetch(a, outer_a, k + TILE_K, end);
+        load_b.fetch(b, outer_b, k + TILE_K, end);
+#pragma unroll
+        for (int d = 0; d < TILE_K; d++) {
+            const real *from_a = tile_a[buffer] + d * LoadA::PITCH + row;
+            const float4 low = *(const float4 *)from_a;
+            const float4 high = *(const float4 *)(from_a + TILE_M / 2);
+            const float4 four = *(const float4 *)(tile_b[buffer] + d * LoadB::PITCH + column);
+            const real x[ROWS_M] = {low.x,  low.y,  low.z,  low.w,
+                                    high.x, high.y, high.z, high.w};
+            const real y[COLUMNS_N] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+            for (int i = 0; i < ROWS_M; i++)
+#pragma unroll
+                for (int j = 0; j < COLUMNS_N; j++)
+                    sums[i][j] += x[i] * y[j];
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < ROWS_M; i++)
+#pragma unroll
+        for (int j = 0; j < COLUMNS_N; j++) {
+            int m = first_row + row + i % 4 + i / 4 * (TILE_M / 2), n = first_column + column + j;
+            if (m < rows && n < columns)
+                finish(e, ((size_t)blockIdx.z * rows + m) * columns + n, n, sums[i][j]);
+        }
+}
+
+// out = the sum of all splits, then the epilogue.   Traffic: 4 (splits + 1) N bytes
+static __global__ void join_splits_kernel(Epilogue e, const real *parts, int splits, size_t count,
+                                          int columns) {
+    size_t i = element();
+    if (i >= count)
+        return;
+    real sum = 0;
+    for (int split = 0; split < splits; split++)
+        sum += parts[split * count + i];
+    finish(e, i, (int)(i % columns), sum);
+}
+
+/* How many ways K is split: until there are about 256 tiles, two for each multiprocessor of a large
+   GPU, but none with less than 256 of K. Never by the GPU at hand: its bits are those of others. */
+static size_t gemm_splits(size_t rows, size_t columns, size_t depth) {
+    size_t tiles = (rows + TILE_M - 1) / TILE_M * ((columns + TILE_N - 1) / TILE_N);
+    size_t wanted = (256 + tiles - 1) / tiles, most = (depth + 255) / 256;
+    size_t splits = wanted < most ? wanted : most;
+    return splits < 64 ? splits : 64;
+}
+
+template <class A, class B, bool A_ALONG_K, bool B_ALONG_K>
+static void gemm(Epilogue e, const A &a, const B &b, size_t rows, size_t columns, size_t depth,
+                 real *scratch) {
+    size_t splits = gemm_splits(rows, columns, depth);
+    size_t depth_of_split = (depth + splits * TILE_K - 1) / (splits * TILE_K) * TILE_K;
+    Epilogue plain = {scratch, NULL, false, false};
+    dim3 grid((unsigned)((columns + TILE_N - 1) / TILE_N),
+              (unsigned)((rows + TILE_M - 1) / TILE_M), (unsigned)splits);
+    gemm_kernel<A, B, A_ALONG_K, B_ALONG_K><<<grid, THREADS, 0, stream()>>>(
+        a, b, splits > 1 ? plain : e, (int)rows, (int)columns, (int)depth,
+        (int)depth_of_split);
+    CHECK_LAUNCH();
+    if (splits == 1)
+        return;
+    join_splits_kernel<<<blocks(rows * columns), THREADS, 0, stream()>>>(
+        e, scratch, (int)splits, rows * columns, (int)columns);
+    CHECK_LAUNCH();
+}
+
+// The image `of` under the layer's filter, seen from each pixel of the layer's other image.
+static Picture picture(const real *data, const Layer *l, bool forward) {
+    Shape own = forward ? l->in : l->out, other = forward ? l->out : l->in;
+    int padding = (int)l->padding, stride = (int)l->stride;
+    return {data, (int)own.h, (int)own.w, (int)own.c, (int)other.w, (int)(other.h * other.w),
+            (int)l->kernel, forward ? stride : 1, forward ? -padding : padding, forward ? 1 : -1,
+            forward ? 1 : stride};
+}
+
+// Kernels count in 32 bits, which is faster; so a tensor must not have more numbers than that.
+static void check_sizes(const Layer *l, size_t n) {
+    size_t inputs = n * l->in.h * l->in.w * l->in.c, outputs = n * l->out.h * l->out.w * l->out.c;
+    if ((inputs > outputs ? inputs : outputs) >> 31)
+        fail(1, "layer %s: a batch of %zu images has tensors of more than 2^31 numbers; use a "
+                "smaller --batch-size", l->name, n);
+}
+
+static void conv2d_forward_tiled(real *out, const real *in, const real *weight, const real *bias,
+                                 const Layer *l, size_t n, real *scratch) {
+    check_sizes(l, n);
+    PixelRows a = {picture(in, l, true)};
+    Matrix b = {weight, 1, (int)l->out.c};
+    Epilogue e = {out, bias, l->fused_relu, false};
+    gemm<PixelRows, Matrix, true, false>(e, a, b, n * l->out.h * l->out.w, l->out.c,
+                                         l->kernel * l->kernel * l->in.c, scratch);
+}
+
+static void conv2d_backward_tiled(real *din, real *dweight, real *dbias, const real *dout,
+                                  const real *in, const real *weight, const Layer *l, size_t n,
+                                  bool accumulate, real *scratch) {
+    check_sizes(l, n);
+    bias_gradient(dbias, dout, l, n, scratch);
+    size_t taps = l->kernel * l->kernel;
+    TapRows a = {picture(in, l, true)};
+    Matrix b = {dout, 1, (int)l->out.c};
+    gemm<TapRows, Matrix, false, false>({dweight, NULL, false, false}, a, b, taps * l->in.c,
+                                        l->out.c, n * l->out.h * l->out.w, scratch);
+    if (!din)
+        return;
+    PixelRows c = {picture(dout, l, false)};
+    Filter d = {weight, (int)l->in.c, (int)l->out.c};
+    gemm<PixelRows, Filter, true, true>({din, NULL, false, accumulate}, c, d,
+                                        n * l->in.h * l->in.w, l->in.c, taps * l->out.c, scratch);
+}
+
+/* ==== 7. The table of the backend =============================================================== */
+
+static size_t larger(size_t a, size_t b) {
+    return a > b ? a : b;
+}
+
+static size_t parts_size(size_t rows, size_t columns, size_t depth) {
+    size_t splits = gemm_splits(rows, columns, depth);
+    return splits > 1 ? splits * rows * columns : 0;
+}
+
+// Sums of slices, and of a product's splits where there are any.
+static size_t scratch_size(const Layer *l, size_t n) {
+    size_t sums = 2 * SUM_SLICES * l->out.c, taps = l->kernel * l->kernel;
+    size_t outputs = n * l->out.h * l->out.w, inputs = n * l->in.h * l->in.w;
+    if (l->kind != CONV2D && l->kind != LINEAR)
+        return l->kind == BATCHNORM2D ? sums : 0;
+    size_t parts = larger(parts_size(outputs, l->out.c, taps * l->in.c),
+                          larger(parts_size(taps * l->in.c, l->out.c, outputs),
+                                 parts_size(inputs, l->in.c, taps * l->out.c)));
+    return larger(sums, parts);
+}
+
+static Backend make_backend(bool tiled) {
+    Backend b = {};
+    b.name = "cuda";
+    b.kernels = tiled ? "tiled" : "naive";
+    b.fuses_relu = tiled;
+    b.scratch_size = scratch_size;
+    b.alloc = device_alloc;
+    b.release = device_free;
+    b.host_alloc = host_alloc;
+    b.host_release = host_free;
+    b.copy = copy;
+    b.upload = upload;
+    b.synchronize = synchronize;
+    b.gather = gather;
+    b.conv2d_forward = b.linear_forward = tiled ? conv2d_forward_tiled : conv2d_forward_naive;
+    b.conv2d_backward = b.linear_backward = tiled ? conv2d_backward_tiled : conv2d_backward_naive;
+    b.batchnorm2d_forward = batchnorm2d_forward;
+    b.batchnorm2d_backward = batchnorm2d_backward;
+    b.relu_forward = relu_forward;
+    b.relu_backward = relu_backward;
+    b.maxpool2d_forward = maxpool2d_forward;
+    b.maxpool2d_backward = maxpool2d_backward;
+    b.avgpool2d_forward = avgpool2d_forward;
+    b.avgpool2d_backward = avgpool2d_backward;
+    b.add = add;
+    b.dropout_forward = dropout_forward;
+    b.dropout_backward = dropout_backward;
+    b.log_softmax_forward = log_softmax_forward;
+    b.log_softmax_backward = log_softmax_backward;
+    b.nll_loss = nll_loss;
+    b.adadelta = adadelta;
+    b.sgd = sgd;
+    return b;
+}
+
+// The backends, the best one last; NULL behind it.
+extern "C" const Backend *cuda_backend(size_t i) {
+    static const Backend backends[] = {make_backend(false), make_backend(true)};
+    return i < sizeof backends / sizeof *backends ? &backends[i] : NULL;
+}
