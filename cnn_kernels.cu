@@ -45,11 +45,19 @@ static thread_local int device;                           // that this host thre
 
 static void check(cudaError_t error, const char *call, int line) {
     if (error != cudaSuccess)
-        fail(1, "cnn_kernels.cu:%d: device %d: %s: %s (%s)", line, device, call,
-             cudaGetErrorString(error), cudaGetErrorName(error));
+        fail(1,
+             "cnn_kernels.cu:%d: device %d: %s: %s (%s); if a kernel is to blame, it may be an "
+             "earlier one: run again with CUDA_LAUNCH_BLOCKING=1 to see which",
+             line, device, call, cudaGetErrorString(error), cudaGetErrorName(error));
 }
 #define CHECK(call) check(call, #call, __LINE__)
 #define CHECK_LAUNCH() check(cudaGetLastError(), "the kernel above", __LINE__)
+// Queues a kernel with `threads` threads, in as many blocks as that takes.
+#define LAUNCH(kernel, threads, ...)                                    \
+    do {                                                                \
+        kernel<<<blocks(threads), THREADS, 0, stream()>>>(__VA_ARGS__); \
+        CHECK_LAUNCH();                                                 \
+    } while (0)
 
 static cudaStream_t stream(void) {
     return streams[device];
@@ -171,8 +179,7 @@ static __global__ void relu_forward_kernel(real *out, const real *in, size_t cou
 }
 
 static void relu_forward(real *out, const real *in, size_t count) {
-    relu_forward_kernel<<<blocks(count), THREADS, 0, stream()>>>(out, in, count);
-    CHECK_LAUNCH();
+    LAUNCH(relu_forward_kernel, count, out, in, count);
 }
 
 // din = dout where out > 0, else 0; += if accumulate.   Traffic: 12 N bytes
@@ -185,9 +192,7 @@ static __global__ void relu_backward_kernel(real *din, const real *dout, const r
 
 static void relu_backward(real *din, const real *dout, const real *out, size_t count,
                           bool accumulate) {
-    relu_backward_kernel<<<blocks(count), THREADS, 0, stream()>>>(din, dout, out, count,
-                                                                   accumulate);
-    CHECK_LAUNCH();
+    LAUNCH(relu_backward_kernel, count, din, dout, out, count, accumulate);
 }
 
 // out += in, then ReLU if asked.   Traffic: 12 N bytes
@@ -200,8 +205,7 @@ static __global__ void add_kernel(real *out, const real *in, size_t count, bool 
 }
 
 static void add(real *out, const real *in, size_t count, bool relu) {
-    add_kernel<<<blocks(count), THREADS, 0, stream()>>>(out, in, count, relu);
-    CHECK_LAUNCH();
+    LAUNCH(add_kernel, count, out, in, count, relu);
 }
 
 /* out = in / (1 - p), or 0 where the image's Philox numbers say so: the same masks as on the CPU.
@@ -226,10 +230,8 @@ static __global__ void dropout_forward_kernel(real *out, uint8_t *mask, const re
 static void dropout_forward(real *out, uint8_t *mask, const real *in, const Layer *l, size_t n,
                             uint32_t purpose, const Draw *draw) {
     size_t size = l->out.h * l->out.w * l->out.c, blocks_of_image = (size + 7) / 8;
-    dropout_forward_kernel<<<blocks(n * blocks_of_image), THREADS, 0, stream()>>>(
-        out, mask, in, size, blocks_of_image, n, 1 / (1 - l->p),
-        (uint32_t)lround((double)l->p * 65536), purpose, *draw);
-    CHECK_LAUNCH();
+    LAUNCH(dropout_forward_kernel, n * blocks_of_image, out, mask, in, size, blocks_of_image, n,
+           1 / (1 - l->p), (uint32_t)lround((double)l->p * 65536), purpose, *draw);
 }
 
 // din = dout / (1 - p) where the mask is set, else 0; += if accumulate.   Traffic: 9 N bytes
@@ -243,9 +245,7 @@ static __global__ void dropout_backward_kernel(real *din, const real *dout, cons
 static void dropout_backward(real *din, const real *dout, const uint8_t *mask, const Layer *l,
                              size_t n, bool accumulate) {
     size_t count = n * l->out.h * l->out.w * l->out.c;
-    dropout_backward_kernel<<<blocks(count), THREADS, 0, stream()>>>(din, dout, mask, count,
-                                                                     1 / (1 - l->p), accumulate);
-    CHECK_LAUNCH();
+    LAUNCH(dropout_backward_kernel, count, din, dout, mask, count, 1 / (1 - l->p), accumulate);
 }
 
 // The sizes of a layer as kernels see them: 32-bit numbers, which a GPU divides faster.
@@ -254,7 +254,7 @@ struct Window {
 };
 
 static Window window_of(const Layer *l) {
-    return {(int)l->in.h,   (int)l->in.w,  (int)l->in.c,   (int)l->out.h,   (int)l->out.w,
+    return {(int)l->in.h,  (int)l->in.w,   (int)l->in.c,   (int)l->out.h,  (int)l->out.w,
             (int)l->out.c, (int)l->kernel, (int)l->stride, (int)l->padding};
 }
 
@@ -297,9 +297,7 @@ static __global__ void maxpool2d_forward_kernel(real *out, uint8_t *argmax, cons
 static void maxpool2d_forward(real *out, uint8_t *argmax, const real *in, const Layer *l,
                               size_t n) {
     size_t count = n * l->out.h * l->out.w * l->out.c;
-    maxpool2d_forward_kernel<<<blocks(count), THREADS, 0, stream()>>>(out, argmax, in,
-                                                                      window_of(l), count);
-    CHECK_LAUNCH();
+    LAUNCH(maxpool2d_forward_kernel, count, out, argmax, in, window_of(l), count);
 }
 
 /* din = sum of dout over the windows whose maximum this pixel was; += if accumulate. One thread an
@@ -326,9 +324,7 @@ static __global__ void maxpool2d_backward_kernel(real *din, const real *dout, co
 static void maxpool2d_backward(real *din, const real *dout, const uint8_t *argmax, const Layer *l,
                                size_t n, bool accumulate) {
     size_t count = n * l->in.h * l->in.w * l->in.c;
-    maxpool2d_backward_kernel<<<blocks(count), THREADS, 0, stream()>>>(
-        din, dout, argmax, window_of(l), count, accumulate);
-    CHECK_LAUNCH();
+    LAUNCH(maxpool2d_backward_kernel, count, din, dout, argmax, window_of(l), count, accumulate);
 }
 
 // out[n][c] = mean over the pixels.   Traffic: 4 (pixels + 1) N bytes
@@ -346,9 +342,7 @@ static __global__ void avgpool2d_forward_kernel(real *out, const real *in, int p
 
 static void avgpool2d_forward(real *out, const real *in, const Layer *l, size_t n) {
     size_t count = n * l->in.c;
-    avgpool2d_forward_kernel<<<blocks(count), THREADS, 0, stream()>>>(
-        out, in, (int)(l->in.h * l->in.w), (int)l->in.c, count);
-    CHECK_LAUNCH();
+    LAUNCH(avgpool2d_forward_kernel, count, out, in, (int)(l->in.h * l->in.w), (int)l->in.c, count);
 }
 
 // din[n][pixel][c] = dout[n][c] / pixels; += if accumulate.   Traffic: 4 N bytes
@@ -363,9 +357,8 @@ static __global__ void avgpool2d_backward_kernel(real *din, const real *dout, in
 static void avgpool2d_backward(real *din, const real *dout, const Layer *l, size_t n,
                                bool accumulate) {
     size_t pixels = l->in.h * l->in.w, count = n * pixels * l->in.c;
-    avgpool2d_backward_kernel<<<blocks(count), THREADS, 0, stream()>>>(
-        din, dout, (int)pixels, (int)l->in.c, count, accumulate);
-    CHECK_LAUNCH();
+    LAUNCH(avgpool2d_backward_kernel, count, din, dout, (int)pixels, (int)l->in.c, count,
+           accumulate);
 }
 
 /* ---- Optimizers: the formulas stand in cnn.c, room 9. One launch goes over as many parameters as
@@ -385,10 +378,8 @@ static __global__ void adadelta_kernel(real *param, const real *grad, real *squa
 
 static void adadelta(real *param, const real *grad, real *square_avg, real *acc_delta, size_t count,
                      double lr, double rho, double eps, double weight_decay) {
-    adadelta_kernel<<<blocks(count), THREADS, 0, stream()>>>(param, grad, square_avg, acc_delta,
-                                                             count, (real)lr, (real)rho, (real)eps,
-                                                             (real)weight_decay);
-    CHECK_LAUNCH();
+    LAUNCH(adadelta_kernel, count, param, grad, square_avg, acc_delta, count, (real)lr, (real)rho,
+           (real)eps, (real)weight_decay);
 }
 
 // Traffic: 20 N bytes with momentum, 12 N without
@@ -408,10 +399,8 @@ static __global__ void sgd_kernel(real *param, const real *grad, real *momentum_
 
 static void sgd(real *param, const real *grad, real *momentum_buffer, size_t count, double lr,
                 double momentum, double weight_decay, bool nesterov) {
-    sgd_kernel<<<blocks(count), THREADS, 0, stream()>>>(param, grad, momentum_buffer, count,
-                                                        (real)lr, (real)momentum,
-                                                        (real)weight_decay, nesterov);
-    CHECK_LAUNCH();
+    LAUNCH(sgd_kernel, count, param, grad, momentum_buffer, count, (real)lr, (real)momentum,
+           (real)weight_decay, nesterov);
 }
 
 /* ---- The loader's work, where the data set lies on the device: pick the batch's images by the
@@ -436,8 +425,8 @@ static __global__ void gather_kernel(real *out, uint8_t *labels, Resident r, Dra
         uint32_t bits[4];
         philox4x32(bits, 0, (uint32_t)position, (uint32_t)draw.epoch, DRAW_AUGMENT, draw.seed);
         y += (int)(bits[0] % (2 * CROP_PADDING + 1)) - CROP_PADDING;
-        x = (bits[2] & 1 ? (int)r.shape.w - 1 - x : x) +
-            (int)(bits[1] % (2 * CROP_PADDING + 1)) - CROP_PADDING;
+        x = (bits[2] & 1 ? (int)r.shape.w - 1 - x : x) + (int)(bits[1] % (2 * CROP_PADDING + 1)) -
+            CROP_PADDING;
     }
     out[i] = r.normalised[o.c * 256 + (int)pixel_at(r.images + image * size, r.shape, y, x, o.c)];
     if (i % size == 0)
@@ -501,9 +490,7 @@ static void gather(real *out, uint8_t *labels, const Resident *r, const Draw *dr
         gather_elastic_kernel<<<(unsigned)n, THREADS, 3 * pixels * sizeof(real), stream()>>>(
             out, labels, *r, *draw);
     else
-        gather_kernel<<<blocks(n * pixels * r->shape.c), THREADS, 0, stream()>>>(out, labels, *r,
-                                                                                 *draw, n);
-    CHECK_LAUNCH();
+        LAUNCH(gather_kernel, n * pixels * r->shape.c, out, labels, *r, *draw, n);
 }
 
 /* ==== 3. Sums over pixels =======================================================================
@@ -582,9 +569,7 @@ static void bias_gradient(real *dbias, const real *dout, const Layer *l, size_t 
     column_sums_kernel<<<sum_grid(pixels, l->out.c), dim3(WARP, LANES_Y), 0, stream()>>>(
         scratch, dout, NULL, NULL, pixels, (int)l->out.c);
     CHECK_LAUNCH();
-    bias_gradient_kernel<<<blocks(l->out.c), THREADS, 0, stream()>>>(
-        dbias, scratch, sum_slices(pixels), (int)l->out.c);
-    CHECK_LAUNCH();
+    LAUNCH(bias_gradient_kernel, l->out.c, dbias, scratch, sum_slices(pixels), (int)l->out.c);
 }
 
 // A count, its mean and the sum of squared distances from it; joined without cancellation (Chan,
@@ -665,13 +650,11 @@ static void batchnorm2d_forward(real *out, real *stats, const real *in, const re
         moments_kernel<<<sum_grid(pixels, l->in.c), dim3(WARP, LANES_Y), 0, stream()>>>(
             scratch, in, pixels, channels);
         CHECK_LAUNCH();
-        batchnorm_statistics_kernel<<<blocks(l->in.c), THREADS, 0, stream()>>>(
-            stats, scratch, pixels, sum_slices(pixels), channels);
-        CHECK_LAUNCH();
+        LAUNCH(batchnorm_statistics_kernel, l->in.c, stats, scratch, pixels, sum_slices(pixels),
+               channels);
     }
-    batchnorm_apply_kernel<<<blocks(count), THREADS, 0, stream()>>>(
-        out, in, stats, weight, bias, count, channels, training, l->fused_relu);
-    CHECK_LAUNCH();
+    LAUNCH(batchnorm_apply_kernel, count, out, in, stats, weight, bias, count, channels, training,
+           l->fused_relu);
 }
 
 // dbias = sum of dout, dweight = sum of dout * x, where x = (in - mean) * inverse
@@ -712,14 +695,12 @@ static void batchnorm2d_backward(real *din, real *dweight, real *dbias, const re
     column_sums_kernel<<<sum_grid(pixels, l->in.c), dim3(WARP, LANES_Y), 0, stream()>>>(
         scratch, dout, in, stats + 2 * channels, pixels, channels);
     CHECK_LAUNCH();
-    batchnorm_gradients_kernel<<<blocks(l->in.c), THREADS, 0, stream()>>>(
-        dweight, dbias, scratch, stats, sum_slices(pixels), channels);
-    CHECK_LAUNCH();
+    LAUNCH(batchnorm_gradients_kernel, l->in.c, dweight, dbias, scratch, stats, sum_slices(pixels),
+           channels);
     if (!din)
         return;
-    batchnorm_backward_kernel<<<blocks(count), THREADS, 0, stream()>>>(
-        din, dout, in, stats, weight, dweight, dbias, count, channels, accumulate);
-    CHECK_LAUNCH();
+    LAUNCH(batchnorm_backward_kernel, count, din, dout, in, stats, weight, dweight, dbias, count,
+           channels, accumulate);
 }
 
 /* ==== 4. Softmax and loss =======================================================================
@@ -759,9 +740,7 @@ static __global__ void log_softmax_forward_kernel(real *out, const real *in, siz
 }
 
 static void log_softmax_forward(real *out, const real *in, size_t n, size_t classes) {
-    log_softmax_forward_kernel<<<blocks(n * WARP), THREADS, 0, stream()>>>(out, in, n,
-                                                                           (int)classes);
-    CHECK_LAUNCH();
+    LAUNCH(log_softmax_forward_kernel, n * WARP, out, in, n, (int)classes);
 }
 
 // din[k] = dout[k] - exp(out[k]) * sum of dout.   Grid as above.   Traffic: 12 N bytes
@@ -781,9 +760,7 @@ static __global__ void log_softmax_backward_kernel(real *din, const real *dout, 
 
 static void log_softmax_backward(real *din, const real *dout, const real *out, size_t n,
                                  size_t classes) {
-    log_softmax_backward_kernel<<<blocks(n * WARP), THREADS, 0, stream()>>>(din, dout, out, n,
-                                                                            (int)classes);
-    CHECK_LAUNCH();
+    LAUNCH(log_softmax_backward_kernel, n * WARP, din, dout, out, n, (int)classes);
 }
 
 // The formulas stand at nll_loss() of cnn.c. One thread an image.   Traffic: 8 N bytes
@@ -805,11 +782,8 @@ static __global__ void nll_loss_kernel(real *losses, real *dlogp, const real *lo
 static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t *labels, size_t n,
                      size_t classes, double smoothing) {
     real elsewhere = (real)(smoothing / (double)classes);
-    nll_loss_kernel<<<blocks(n), THREADS, 0, stream()>>>(losses, dlogp, logp, labels, n,
-                                                         (int)classes,
-                                                         (real)(1 - smoothing) + elsewhere,
-                                                         elsewhere);
-    CHECK_LAUNCH();
+    LAUNCH(nll_loss_kernel, n, losses, dlogp, logp, labels, n, (int)classes,
+           (real)(1 - smoothing) + elsewhere, elsewhere);
 }
 
 /* ==== 5. Convolution, naive =====================================================================
@@ -841,9 +815,7 @@ static __global__ void conv2d_forward_naive_kernel(real *out, const real *in, co
 static void conv2d_forward_naive(real *out, const real *in, const real *weight, const real *bias,
                                  const Layer *l, size_t n, real *) {
     size_t count = n * l->out.h * l->out.w * l->out.c;
-    conv2d_forward_naive_kernel<<<blocks(count), THREADS, 0, stream()>>>(out, in, weight, bias,
-                                                                         window_of(l), count);
-    CHECK_LAUNCH();
+    LAUNCH(conv2d_forward_naive_kernel, count, out, in, weight, bias, window_of(l), count);
 }
 
 // din[n][y][x][c]; += if accumulate.   Traffic: up to 8 bytes for each multiply-add
@@ -893,14 +865,12 @@ static void conv2d_backward_naive(real *din, real *dweight, real *dbias, const r
                                   bool accumulate, real *scratch) {
     size_t inputs = n * l->in.h * l->in.w * l->in.c;
     bias_gradient(dbias, dout, l, n, scratch);
-    conv2d_weight_gradient_naive_kernel<<<blocks(l->weights), THREADS, 0, stream()>>>(
-        dweight, dout, in, window_of(l), n, l->weights);
-    CHECK_LAUNCH();
+    LAUNCH(conv2d_weight_gradient_naive_kernel, l->weights, dweight, dout, in, window_of(l), n,
+           l->weights);
     if (!din)
         return;
-    conv2d_data_gradient_naive_kernel<<<blocks(inputs), THREADS, 0, stream()>>>(
-        din, dout, weight, window_of(l), inputs, accumulate);
-    CHECK_LAUNCH();
+    LAUNCH(conv2d_data_gradient_naive_kernel, inputs, din, dout, weight, window_of(l), inputs,
+           accumulate);
 }
 
 /* ==== 6. Convolution, tiled =====================================================================
@@ -935,20 +905,30 @@ enum { OUTSIDE = -(1 << 20) };
 struct Matrix {
     const real *data;
     int outer_step, inner_step;
-    __device__ Place outer(int i) const { return {i * outer_step, 0, 0}; }
-    __device__ Place inner(int k) const { return {k * inner_step, 0, 0}; }
-    __device__ real at(Place a, Place b) const { return a.y < 0 ? 0 : data[a.offset + b.offset]; }
+    __device__ Place outer(int i) const {
+        return {i * outer_step, 0, 0};
+    }
+    __device__ Place inner(int k) const {
+        return {k * inner_step, 0, 0};
+    }
+    __device__ real at(Place a, Place b) const {
+        return a.y < 0 ? 0 : data[a.offset + b.offset];
+    }
 };
 
 // The weights as the data gradient reads them: line = channel in, K = (tap, channel out).
 struct Filter {
     const real *data;
     int channels_in, channels_out;
-    __device__ Place outer(int c) const { return {c * channels_out, 0, 0}; }
+    __device__ Place outer(int c) const {
+        return {c * channels_out, 0, 0};
+    }
     __device__ Place inner(int k) const {
         return {k / channels_out * channels_in * channels_out + k % channels_out, 0, 0};
     }
-    __device__ real at(Place a, Place b) const { return a.y < 0 ? 0 : data[a.offset + b.offset]; }
+    __device__ real at(Place a, Place b) const {
+        return a.y < 0 ? 0 : data[a.offset + b.offset];
+    }
 };
 
 /* An image under a filter. Position (n, y, x) of the other image and tap (i, j) meet the pixel
@@ -957,8 +937,8 @@ struct Filter {
    = 1, divisor = 1. Data gradient: 1, padding, -1, stride. */
 struct Picture {
     const real *data;
-    int h, w, channels;      // of this image
-    int across, per_image;   // positions in a row and in all of the other image
+    int h, w, channels;    // of this image
+    int across, per_image; // positions in a row and in all of the other image
     int kernel, step, origin, direction, divisor;
     __device__ Place position(int i) const {
         int p = i % per_image;
@@ -982,13 +962,21 @@ struct Picture {
 };
 
 struct PixelRows : Picture { // lines are positions, K goes over taps and channels
-    __device__ Place outer(int i) const { return position(i); }
-    __device__ Place inner(int k) const { return tap(k); }
+    __device__ Place outer(int i) const {
+        return position(i);
+    }
+    __device__ Place inner(int k) const {
+        return tap(k);
+    }
 };
 
 struct TapRows : Picture { // lines are taps and channels, K goes over positions
-    __device__ Place outer(int i) const { return tap(i); }
-    __device__ Place inner(int k) const { return position(k); }
+    __device__ Place outer(int i) const {
+        return tap(i);
+    }
+    __device__ Place inner(int k) const {
+        return position(k);
+    }
 };
 
 /* One thread's share of bringing a tile of LINES x TILE_K numbers into shared memory [k][line].
@@ -1037,7 +1025,7 @@ static __device__ void finish(const Epilogue &e, size_t at, int column, real sum
 }
 
 /* C = A * B over K from this split's first to its last; see above.
-   Grid: N / 64 x M / 128 x splits.   Shared memory: 2 x (132 + 68) x 16 floats = 25.6 KB.
+   Grid: M / 128 x N / 64 x splits.   Shared memory: 2 x (132 + 68) x 16 floats = 25.6 KB.
    Traffic: 4 K (M N / 64 + M N / 128) + 4 M N bytes, most of it served by the L2 cache */
 template <class A, class B, bool A_ALONG_K, bool B_ALONG_K>
 static __global__ void __launch_bounds__(THREADS, 2)
@@ -1046,7 +1034,7 @@ static __global__ void __launch_bounds__(THREADS, 2)
     using LoadB = TileLoader<B, TILE_N, B_ALONG_K>;
     __shared__ real tile_a[2][TILE_K * LoadA::PITCH];
     __shared__ real tile_b[2][TILE_K * LoadB::PITCH];
-    const int first_row = blockIdx.y * TILE_M, first_column = blockIdx.x * TILE_N;
+    const int first_row = blockIdx.x * TILE_M, first_column = blockIdx.y * TILE_N;
     const int begin = blockIdx.z * depth_of_split, end = min(begin + depth_of_split, depth);
     LoadA load_a;
     LoadB load_b;
@@ -1074,8 +1062,7 @@ static __global__ void __launch_bounds__(THREADS, 2)
             const float4 low = *(const float4 *)from_a;
             const float4 high = *(const float4 *)(from_a + TILE_M / 2);
             const float4 four = *(const float4 *)(tile_b[buffer] + d * LoadB::PITCH + column);
-            const real x[ROWS_M] = {low.x,  low.y,  low.z,  low.w,
-                                    high.x, high.y, high.z, high.w};
+            const real x[ROWS_M] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
             const real y[COLUMNS_N] = {four.x, four.y, four.z, four.w};
 #pragma unroll
             for (int i = 0; i < ROWS_M; i++)
@@ -1121,25 +1108,31 @@ static void gemm(Epilogue e, const A &a, const B &b, size_t rows, size_t columns
     size_t splits = gemm_splits(rows, columns, depth);
     size_t depth_of_split = (depth + splits * TILE_K - 1) / (splits * TILE_K) * TILE_K;
     Epilogue plain = {scratch, NULL, false, false};
-    dim3 grid((unsigned)((columns + TILE_N - 1) / TILE_N),
-              (unsigned)((rows + TILE_M - 1) / TILE_M), (unsigned)splits);
+    dim3 grid((unsigned)((rows + TILE_M - 1) / TILE_M), (unsigned)((columns + TILE_N - 1) / TILE_N),
+              (unsigned)splits); // x may be 2^31 - 1, y and z 65,535
     gemm_kernel<A, B, A_ALONG_K, B_ALONG_K><<<grid, THREADS, 0, stream()>>>(
-        a, b, splits > 1 ? plain : e, (int)rows, (int)columns, (int)depth,
-        (int)depth_of_split);
+        a, b, splits > 1 ? plain : e, (int)rows, (int)columns, (int)depth, (int)depth_of_split);
     CHECK_LAUNCH();
     if (splits == 1)
         return;
-    join_splits_kernel<<<blocks(rows * columns), THREADS, 0, stream()>>>(
-        e, scratch, (int)splits, rows * columns, (int)columns);
-    CHECK_LAUNCH();
+    LAUNCH(join_splits_kernel, rows * columns, e, scratch, (int)splits, rows * columns,
+           (int)columns);
 }
 
 // The image `of` under the layer's filter, seen from each pixel of the layer's other image.
 static Picture picture(const real *data, const Layer *l, bool forward) {
     Shape own = forward ? l->in : l->out, other = forward ? l->out : l->in;
     int padding = (int)l->padding, stride = (int)l->stride;
-    return {data, (int)own.h, (int)own.w, (int)own.c, (int)other.w, (int)(other.h * other.w),
-            (int)l->kernel, forward ? stride : 1, forward ? -padding : padding, forward ? 1 : -1,
+    return {data,
+            (int)own.h,
+            (int)own.w,
+            (int)own.c,
+            (int)other.w,
+            (int)(other.h * other.w),
+            (int)l->kernel,
+            forward ? stride : 1,
+            forward ? -padding : padding,
+            forward ? 1 : -1,
             forward ? 1 : stride};
 }
 
@@ -1147,8 +1140,10 @@ static Picture picture(const real *data, const Layer *l, bool forward) {
 static void check_sizes(const Layer *l, size_t n) {
     size_t inputs = n * l->in.h * l->in.w * l->in.c, outputs = n * l->out.h * l->out.w * l->out.c;
     if ((inputs > outputs ? inputs : outputs) >> 31)
-        fail(1, "layer %s: a batch of %zu images has tensors of more than 2^31 numbers; use a "
-                "smaller --batch-size", l->name, n);
+        fail(1,
+             "layer %s: a batch of %zu images has tensors of more than 2^31 numbers; use a "
+             "smaller --batch-size",
+             l->name, n);
 }
 
 static void conv2d_forward_tiled(real *out, const real *in, const real *weight, const real *bias,
@@ -1175,8 +1170,8 @@ static void conv2d_backward_tiled(real *din, real *dweight, real *dbias, const r
         return;
     PixelRows c = {picture(dout, l, false)};
     Filter d = {weight, (int)l->in.c, (int)l->out.c};
-    gemm<PixelRows, Filter, true, true>({din, NULL, false, accumulate}, c, d,
-                                        n * l->in.h * l->in.w, l->in.c, taps * l->out.c, scratch);
+    gemm<PixelRows, Filter, true, true>({din, NULL, false, accumulate}, c, d, n * l->in.h * l->in.w,
+                                        l->in.c, taps * l->out.c, scratch);
 }
 
 /* ==== 7. The table of the backend =============================================================== */
