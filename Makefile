@@ -55,21 +55,28 @@ help:
 # Rebuilds when the settings change, not only when the source does.
 BUILD = $(CC) $(CFLAGS) $(OMP_FLAGS)
 NVCC_BUILD = $(NVCC) -std=c++17 -O3 -arch=$(CUDA_ARCH) -lineinfo
-SETTINGS = $(BUILD) $(if $(HAVE_CUDA),$(NVCC_BUILD)) $(COMMIT)
-build/settings: FORCE
+build/settings build/kernel_settings: FORCE
 	@mkdir -p build
 	@echo '$(SETTINGS)' | cmp -s - $@ || echo '$(SETTINGS)' > $@
+build/settings: SETTINGS = $(BUILD) $(if $(HAVE_CUDA),CUDA) $(COMMIT)
+build/kernel_settings: SETTINGS = $(NVCC_BUILD) $(EMULATE)
 .PHONY: FORCE
 FORCE:
 
 DEFINES = -DCNN_COMMIT='"$(COMMIT)"' -DCNN_FLAGS='"$(CFLAGS) $(OMP_FLAGS)"'
+# The kernels read only the declarations of cnn.c: another change there does not compile them anew.
+build/declarations: cnn.c FORCE
+	@mkdir -p build
+	@sed '/^#ifndef CNN_DECLARATIONS_ONLY/q' cnn.c | cmp -s - $@ || \
+		sed '/^#ifndef CNN_DECLARATIONS_ONLY/q' cnn.c > $@
+
 # cudart is linked statically: the program starts on a machine without a driver, too.
 ifneq ($(HAVE_CUDA),)
 KERNELS = build/cnn_kernels.o
 CUDA_DEFINES = -DCNN_CUDA
 CUDA_LIBS = -L$(dir $(NVCC))../lib64 -lcudart_static -lstdc++ -ldl -lrt
 endif
-build/cnn_kernels.o: cnn_kernels.cu cnn.c build/settings
+build/cnn_kernels.o: cnn_kernels.cu build/declarations build/kernel_settings
 	$(NVCC_BUILD) -c cnn_kernels.cu -o $@
 
 cnn: cnn.c $(KERNELS) build/settings
@@ -79,7 +86,8 @@ cnn: cnn.c $(KERNELS) build/settings
 # the kernels and gcc the rest.
 CXX = g++
 EMULATE = $(CXX) -std=c++17 -O2 -march=$(ARCH) -g $(OMP_FLAGS) -I. -include tests/cuda_on_cpu.h
-build/emu_kernels.o: cnn_kernels.cu cnn.c tests/cuda_on_cpu.h tests/cuda_on_cpu.sed build/settings
+build/emu_kernels.o: cnn_kernels.cu tests/cuda_on_cpu.h tests/cuda_on_cpu.sed build/declarations \
+		build/kernel_settings
 	sed -f tests/cuda_on_cpu.sed cnn_kernels.cu | $(EMULATE) -x c++ -c - -o $@
 cnn-emu: cnn.c build/emu_kernels.o build/settings
 	$(BUILD) $(DEFINES) -DCNN_CUDA cnn.c build/emu_kernels.o -o $@ -lstdc++ $(LIBS)

@@ -8,7 +8,7 @@ unset SLURM_CPUS_PER_TASK MAKEFLAGS MAKELEVEL
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) || exit 1
 tmp=$(mktemp -d) || exit 1
 trap 'rm -rf "$tmp"' EXIT
-cp -r "$repo"/{cnn.c,Makefile,data} "$tmp" && cd "$tmp" || exit 1
+cp -r "$repo"/{cnn.c,cnn_kernels.cu,Makefile,data,tests} "$tmp" && cd "$tmp" || exit 1
 
 # command_runs COMMAND
 command_runs() {
@@ -40,7 +40,7 @@ add_lenet() {
         cnn.c >with_lenet && mv with_lenet cnn.c
 }
 
-commands=$(grep -oP '^    \K(make|\./cnn)( .*)?$' "$repo/README.md" | sed 's/ *#.*//' |
+commands=$(grep -oP '^    \K(make|\./cnn(-emu)?)( .*)?$' "$repo/README.md" | sed 's/ *#.*//' |
     grep -vE '^make (test|bench|data)')
 if [ "$(wc -l <<<"$commands")" -lt 8 ]; then
     echo "fail readme/commands: expected at least 8, found $(wc -l <<<"$commands")"
