@@ -91,8 +91,8 @@ extern "C" void cuda_describe(Device *d) {
     CHECK(cudaGetDeviceProperties(&p, device));
     CHECK(cudaDriverGetVersion(&driver));
     CHECK(cudaMemGetInfo(&bytes, &total));
-    snprintf(d->name, sizeof d->name, "%s, sm_%d%d, %d multiprocessors, %.1f GB", p.name, p.major,
-             p.minor, p.multiProcessorCount, (double)total / 1e9);
+    snprintf(d->name, sizeof d->name, "%.200s, sm_%d%d, %d multiprocessors, %.1f GB", p.name,
+             p.major, p.minor, p.multiProcessorCount, (double)total / 1e9);
     snprintf(d->driver, sizeof d->driver, "CUDA %d.%d", driver / 1000, driver % 1000 / 10);
     char *to = d->uuid + snprintf(d->uuid, sizeof d->uuid, "GPU");
     for (int i = 0; i < 16; i++) // as nvidia-smi writes it
@@ -167,13 +167,14 @@ static void synchronize(void) {
 
    Memory is the limit here: a few operations for each number that is read. */
 
-static __device__ size_t element(void) {
-    return (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+// Which element is this thread's. 32 bits do (see check_sizes()), and divide faster than 64.
+static __device__ unsigned element(void) {
+    return blockIdx.x * blockDim.x + threadIdx.x;
 }
 
 // out = max(in, 0); a NaN stays a NaN.   Traffic: 8 N bytes
-static __global__ void relu_forward_kernel(real *out, const real *in, size_t count) {
-    size_t i = element();
+static __global__ void relu_forward_kernel(real *out, const real *in, unsigned count) {
+    unsigned i = element();
     if (i < count)
         out[i] = in[i] < 0 ? 0 : in[i];
 }
@@ -184,8 +185,8 @@ static void relu_forward(real *out, const real *in, size_t count) {
 
 // din = dout where out > 0, else 0; += if accumulate.   Traffic: 12 N bytes
 static __global__ void relu_backward_kernel(real *din, const real *dout, const real *out,
-                                            size_t count, bool accumulate) {
-    size_t i = element();
+                                            unsigned count, bool accumulate) {
+    unsigned i = element();
     if (i < count)
         din[i] = (out[i] > 0 ? dout[i] : 0) + (accumulate ? din[i] : 0);
 }
@@ -196,8 +197,8 @@ static void relu_backward(real *din, const real *dout, const real *out, size_t c
 }
 
 // out += in, then ReLU if asked.   Traffic: 12 N bytes
-static __global__ void add_kernel(real *out, const real *in, size_t count, bool relu) {
-    size_t i = element();
+static __global__ void add_kernel(real *out, const real *in, unsigned count, bool relu) {
+    unsigned i = element();
     if (i < count) {
         real sum = out[i] + in[i];
         out[i] = relu && sum < 0 ? 0 : sum;
@@ -210,17 +211,18 @@ static void add(real *out, const real *in, size_t count, bool relu) {
 
 /* out = in / (1 - p), or 0 where the image's Philox numbers say so: the same masks as on the CPU.
    One thread does the 8 elements that share a Philox block.   Traffic: 9 N bytes */
-static __global__ void dropout_forward_kernel(real *out, uint8_t *mask, const real *in, size_t size,
-                                              size_t blocks_of_image, size_t n, real scale,
-                                              uint32_t threshold, uint32_t stream, Draw draw) {
-    size_t image = element() / blocks_of_image, block = element() % blocks_of_image;
+static __global__ void dropout_forward_kernel(real *out, uint8_t *mask, const real *in,
+                                              unsigned size, unsigned blocks_of_image, unsigned n,
+                                              real scale, uint32_t threshold, uint32_t stream,
+                                              Draw draw) {
+    unsigned image = element() / blocks_of_image, block = element() % blocks_of_image;
     if (image >= n)
         return;
     uint32_t bits[4];
     philox4x32(bits, (uint32_t)block, (uint32_t)(draw.first + image), (uint32_t)draw.epoch, stream,
                draw.seed);
-    for (size_t j = 0; j < 8 && block * 8 + j < size; j++) {
-        size_t i = image * size + block * 8 + j;
+    for (unsigned j = 0; j < 8 && block * 8 + j < size; j++) {
+        unsigned i = image * size + block * 8 + j;
         bool kept = (bits[j / 2] >> (16 * (j % 2)) & 0xffff) >= threshold;
         mask[i] = kept;
         out[i] = kept ? in[i] * scale : 0;
@@ -236,8 +238,8 @@ static void dropout_forward(real *out, uint8_t *mask, const real *in, const Laye
 
 // din = dout / (1 - p) where the mask is set, else 0; += if accumulate.   Traffic: 9 N bytes
 static __global__ void dropout_backward_kernel(real *din, const real *dout, const uint8_t *mask,
-                                               size_t count, real scale, bool accumulate) {
-    size_t i = element();
+                                               unsigned count, real scale, bool accumulate) {
+    unsigned i = element();
     if (i < count)
         din[i] = dout[i] * (mask[i] ? scale : 0) + (accumulate ? din[i] : 0);
 }
@@ -263,17 +265,16 @@ struct Spot {
     int image, y, x, c;
 };
 
-static __device__ Spot spot_of(size_t i, int height, int width, int channels) {
-    size_t pixel = i / channels;
-    int y = (int)(pixel / width % height), x = (int)(pixel % width);
-    return {(int)(pixel / ((size_t)width * height)), y, x, (int)(i % channels)};
+static __device__ Spot spot_of(unsigned i, unsigned height, unsigned width, unsigned channels) {
+    unsigned pixel = i / channels, row = pixel / width;
+    return {(int)(row / height), (int)(row % height), (int)(pixel % width), (int)(i % channels)};
 }
 
 /* out = the largest number under the window, argmax = where it is: i * kernel + j, the first one.
    A NaN wins.   Traffic: 4 (stride^2 + 1) N + N bytes */
 static __global__ void maxpool2d_forward_kernel(real *out, uint8_t *argmax, const real *in,
-                                                Window s, size_t count) {
-    size_t i = element();
+                                                Window s, unsigned count) {
+    unsigned i = element();
     if (i >= count)
         return;
     Spot o = spot_of(i, s.oh, s.ow, s.oc);
@@ -284,7 +285,7 @@ static __global__ void maxpool2d_forward_kernel(real *out, uint8_t *argmax, cons
         int x = o.x * s.stride + tap % s.kernel - s.padding;
         if (y < 0 || y >= s.h || x < 0 || x >= s.w)
             continue;
-        real value = in[(((size_t)o.image * s.h + y) * s.w + x) * s.c + o.c];
+        real value = in[((o.image * s.h + y) * s.w + x) * s.c + o.c];
         if (value > best || value != value) {
             best = value;
             arg = tap;
@@ -304,8 +305,8 @@ static void maxpool2d_forward(real *out, uint8_t *argmax, const real *in, const 
    input, which looks at the windows that cover it: no two threads add to one number.
    Traffic: 4 N + 5 N / stride^2 bytes */
 static __global__ void maxpool2d_backward_kernel(real *din, const real *dout, const uint8_t *argmax,
-                                                 Window s, size_t count, bool accumulate) {
-    size_t i = element();
+                                                 Window s, unsigned count, bool accumulate) {
+    unsigned i = element();
     if (i >= count)
         return;
     Spot p = spot_of(i, s.h, s.w, s.c);
@@ -315,7 +316,7 @@ static __global__ void maxpool2d_backward_kernel(real *din, const real *dout, co
         if (y < 0 || x < 0 || y % s.stride || x % s.stride || y / s.stride >= s.oh ||
             x / s.stride >= s.ow)
             continue;
-        size_t at = (((size_t)p.image * s.oh + y / s.stride) * s.ow + x / s.stride) * s.oc + p.c;
+        int at = ((p.image * s.oh + y / s.stride) * s.ow + x / s.stride) * s.oc + p.c;
         sum += argmax[at] == tap ? dout[at] : 0;
     }
     din[i] = sum;
@@ -329,14 +330,14 @@ static void maxpool2d_backward(real *din, const real *dout, const uint8_t *argma
 
 // out[n][c] = mean over the pixels.   Traffic: 4 (pixels + 1) N bytes
 static __global__ void avgpool2d_forward_kernel(real *out, const real *in, int pixels, int channels,
-                                                size_t count) {
-    size_t i = element();
+                                                unsigned count) {
+    unsigned i = element();
     if (i >= count)
         return;
     const real *from = in + i / channels * pixels * channels + i % channels;
     real sum = 0;
     for (int p = 0; p < pixels; p++)
-        sum += from[(size_t)p * channels];
+        sum += from[p * channels];
     out[i] = sum / pixels;
 }
 
@@ -347,8 +348,8 @@ static void avgpool2d_forward(real *out, const real *in, const Layer *l, size_t 
 
 // din[n][pixel][c] = dout[n][c] / pixels; += if accumulate.   Traffic: 4 N bytes
 static __global__ void avgpool2d_backward_kernel(real *din, const real *dout, int pixels,
-                                                 int channels, size_t count, bool accumulate) {
-    size_t i = element();
+                                                 int channels, unsigned count, bool accumulate) {
+    unsigned i = element();
     if (i < count)
         din[i] = dout[i / channels / pixels * channels + i % channels] / pixels +
                  (accumulate ? din[i] : 0);
@@ -364,9 +365,9 @@ static void avgpool2d_backward(real *din, const real *dout, const Layer *l, size
 /* ---- Optimizers: the formulas stand in cnn.c, room 9. One launch goes over as many parameters as
    it is given: all of them, or those of a tensor (--optimizer-launch).   Traffic: 28 N bytes */
 static __global__ void adadelta_kernel(real *param, const real *grad, real *square_avg,
-                                       real *acc_delta, size_t count, real lr, real rho, real eps,
+                                       real *acc_delta, unsigned count, real lr, real rho, real eps,
                                        real weight_decay) {
-    size_t i = element();
+    unsigned i = element();
     if (i >= count)
         return;
     real g = grad[i] + weight_decay * param[i];
@@ -384,9 +385,9 @@ static void adadelta(real *param, const real *grad, real *square_avg, real *acc_
 
 // Traffic: 20 N bytes with momentum, 12 N without
 static __global__ void sgd_kernel(real *param, const real *grad, real *momentum_buffer,
-                                  size_t count, real lr, real momentum, real weight_decay,
+                                  unsigned count, real lr, real momentum, real weight_decay,
                                   bool nesterov) {
-    size_t i = element();
+    unsigned i = element();
     if (i >= count)
         return;
     real g = grad[i] + weight_decay * param[i], step = g;
@@ -414,11 +415,12 @@ static __device__ real pixel_at(const uint8_t *image, Shape s, int y, int x, int
 
 /* out[n][h][w][c] = normalised[c][byte]; with crop_flip from where augment_crop_flip() of cnn.c
    takes it; and the labels.   Traffic: 5 N bytes */
-static __global__ void gather_kernel(real *out, uint8_t *labels, Resident r, Draw draw, size_t n) {
-    size_t size = r.shape.h * r.shape.w * r.shape.c, i = element();
+static __global__ void gather_kernel(real *out, uint8_t *labels, Resident r, Draw draw,
+                                     unsigned n) {
+    unsigned size = r.shape.h * r.shape.w * r.shape.c, i = element();
     if (i >= n * size)
         return;
-    Spot o = spot_of(i, (int)r.shape.h, (int)r.shape.w, (int)r.shape.c);
+    Spot o = spot_of(i, r.shape.h, r.shape.w, r.shape.c);
     size_t position = draw.first + o.image, image = r.order[position];
     int y = o.y, x = o.x;
     if (r.augment == AUGMENT_CROP_FLIP) {
@@ -478,7 +480,7 @@ static __global__ void gather_elastic_kernel(real *out, uint8_t *labels, Residen
         real below = (1 - right) * pixel_at(bytes, r.shape, top + 1, left, c) +
                      right * pixel_at(bytes, r.shape, top + 1, left + 1, c);
         int byte = (int)((1 - down) * above + down * below + .5f);
-        out[(size_t)blockIdx.x * pixels * channels + i] = r.normalised[c * 256 + byte];
+        out[blockIdx.x * pixels * channels + i] = r.normalised[c * 256 + byte];
     }
     if (threadIdx.x == 0)
         labels[blockIdx.x] = r.labels[image];
@@ -505,7 +507,7 @@ enum { LANES_Y = 8, SUM_SLICES = 64 };
 // How many slices there are: as many as 64 pixels each allow, at most SUM_SLICES.
 static int sum_slices(size_t pixels) {
     size_t slices = (pixels + 63) / 64;
-    return (int)(slices < SUM_SLICES ? slices : SUM_SLICES);
+    return (int)(slices < SUM_SLICES ? slices : (size_t)SUM_SLICES);
 }
 
 static dim3 sum_grid(size_t pixels, size_t channels) {
@@ -514,25 +516,29 @@ static dim3 sum_grid(size_t pixels, size_t channels) {
 
 // The part of the pixels that a block sums up, and the first one of this thread.
 struct PixelSlice {
-    size_t first, last;
+    unsigned first, last;
 };
 
-static __device__ PixelSlice pixel_slice(size_t pixels) {
-    size_t slice = blockIdx.y, slices = gridDim.y;
-    return {pixels * slice / slices + threadIdx.y, pixels * (slice + 1) / slices};
+static __device__ unsigned slice_start(unsigned pixels, unsigned slice, unsigned slices) {
+    return (unsigned)((size_t)pixels * slice / slices);
+}
+
+static __device__ PixelSlice pixel_slice(unsigned pixels) {
+    return {slice_start(pixels, blockIdx.y, gridDim.y) + threadIdx.y,
+            slice_start(pixels, blockIdx.y + 1, gridDim.y)};
 }
 
 /* partial[slice][0][c] = sum of d, partial[slice][1][c] = sum of d * (x - mean), over the slice's
    pixels. x NULL: the first sum only.   Grid: channels / 32 x slices.   Traffic: 4 or 8 bytes for
    each number of d */
 static __global__ void column_sums_kernel(real *partial, const real *d, const real *x,
-                                          const real *mean, size_t pixels, int channels) {
+                                          const real *mean, unsigned pixels, int channels) {
     __shared__ real sums[LANES_Y][WARP];
     __shared__ real products[LANES_Y][WARP];
     int c = blockIdx.x * WARP + threadIdx.x;
     PixelSlice s = pixel_slice(pixels);
     real sum = 0, product = 0;
-    for (size_t p = s.first; p < s.last && c < channels; p += LANES_Y) {
+    for (unsigned p = s.first; p < s.last && c < channels; p += LANES_Y) {
         real value = d[p * channels + c];
         sum += value;
         product += x ? value * (x[p * channels + c] - mean[c]) : 0;
@@ -553,7 +559,7 @@ static __global__ void column_sums_kernel(real *partial, const real *d, const re
 // dbias[c] = sum over slices.   One thread a channel
 static __global__ void bias_gradient_kernel(real *dbias, const real *partial, int slices,
                                             int channels) {
-    size_t c = element();
+    unsigned c = element();
     if (c >= channels)
         return;
     real sum = 0;
@@ -588,12 +594,13 @@ static __device__ Moments join(Moments a, Moments b) {
 
 /* partial[slice][0][c] = mean, partial[slice][1][c] = squares of the slice's pixels.
    Grid: channels / 32 x slices.   Traffic: 4 bytes for each number of in */
-static __global__ void moments_kernel(real *partial, const real *in, size_t pixels, int channels) {
+static __global__ void moments_kernel(real *partial, const real *in, unsigned pixels,
+                                      int channels) {
     __shared__ Moments moments[LANES_Y][WARP];
     int c = blockIdx.x * WARP + threadIdx.x;
     PixelSlice s = pixel_slice(pixels);
     Moments m = {0, 0, 0};
-    for (size_t p = s.first; p < s.last && c < channels; p += LANES_Y)
+    for (unsigned p = s.first; p < s.last && c < channels; p += LANES_Y)
         m = join(m, {1, in[p * channels + c], 0});
     moments[threadIdx.y][threadIdx.x] = m;
     __syncthreads();
@@ -609,15 +616,16 @@ static const real bn_eps = 1e-5f, bn_momentum = 0.1f;
 
 /* Joins the slices of a channel; stats as in batchnorm2d_forward() of cnn.c: running mean and
    variance, then the batch's mean and 1 / sqrt(variance + eps).   One thread a channel */
-static __global__ void batchnorm_statistics_kernel(real *stats, const real *partial, size_t pixels,
-                                                   int slices, int channels) {
-    size_t c = element();
+static __global__ void batchnorm_statistics_kernel(real *stats, const real *partial,
+                                                   unsigned pixels, int slices, int channels) {
+    unsigned c = element();
     if (c >= channels)
         return;
     Moments m = {0, 0, 0};
     for (int slice = 0; slice < slices; slice++) {
-        size_t first = pixels * slice / slices, last = pixels * (slice + 1) / slices;
-        m = join(m, {(real)(last - first), partial[2 * slice * channels + c],
+        unsigned pixels_of_slice =
+            slice_start(pixels, slice + 1, slices) - slice_start(pixels, slice, slices);
+        m = join(m, {(real)pixels_of_slice, partial[2 * slice * channels + c],
                      partial[(2 * slice + 1) * channels + c]});
     }
     real unbiased = m.squares / (m.count > 1 ? m.count - 1 : 1);
@@ -630,9 +638,9 @@ static __global__ void batchnorm_statistics_kernel(real *stats, const real *part
 
 // out = (in - mean) * weight / sqrt(variance + eps) + bias, ReLU if asked.   Traffic: 8 N bytes
 static __global__ void batchnorm_apply_kernel(real *out, const real *in, const real *stats,
-                                              const real *weight, const real *bias, size_t count,
+                                              const real *weight, const real *bias, unsigned count,
                                               int channels, bool training, bool relu) {
-    size_t i = element(), c = i % channels;
+    unsigned i = element(), c = i % channels;
     if (i >= count)
         return;
     real mean = training ? stats[2 * channels + c] : stats[c];
@@ -660,7 +668,7 @@ static void batchnorm2d_forward(real *out, real *stats, const real *in, const re
 // dbias = sum of dout, dweight = sum of dout * x, where x = (in - mean) * inverse
 static __global__ void batchnorm_gradients_kernel(real *dweight, real *dbias, const real *partial,
                                                   const real *stats, int slices, int channels) {
-    size_t c = element();
+    unsigned c = element();
     if (c >= channels)
         return;
     real sum = 0, product = 0;
@@ -677,8 +685,8 @@ static __global__ void batchnorm_gradients_kernel(real *dweight, real *dbias, co
 static __global__ void batchnorm_backward_kernel(real *din, const real *dout, const real *in,
                                                  const real *stats, const real *weight,
                                                  const real *dweight, const real *dbias,
-                                                 size_t count, int channels, bool accumulate) {
-    size_t i = element(), c = i % channels;
+                                                 unsigned count, int channels, bool accumulate) {
+    unsigned i = element(), c = i % channels;
     if (i >= count)
         return;
     real m = (real)(count / channels), inverse = stats[3 * channels + c];
@@ -722,9 +730,9 @@ static __device__ real warp_max(real value) {
 
 /* out[k] = in[k] - largest - log(sum of exp(in[j] - largest)).   Grid: THREADS / 32 images a block.
    Traffic: 8 N bytes */
-static __global__ void log_softmax_forward_kernel(real *out, const real *in, size_t n,
+static __global__ void log_softmax_forward_kernel(real *out, const real *in, unsigned n,
                                                   int classes) {
-    size_t image = element() / WARP;
+    unsigned image = element() / WARP;
     int lane = threadIdx.x % WARP;
     if (image >= n) // a whole warp, so nobody waits for it
         return;
@@ -745,8 +753,8 @@ static void log_softmax_forward(real *out, const real *in, size_t n, size_t clas
 
 // din[k] = dout[k] - exp(out[k]) * sum of dout.   Grid as above.   Traffic: 12 N bytes
 static __global__ void log_softmax_backward_kernel(real *din, const real *dout, const real *out,
-                                                   size_t n, int classes) {
-    size_t image = element() / WARP;
+                                                   unsigned n, int classes) {
+    unsigned image = element() / WARP;
     int lane = threadIdx.x % WARP;
     if (image >= n)
         return;
@@ -754,7 +762,7 @@ static __global__ void log_softmax_backward_kernel(real *din, const real *dout, 
     for (int k = lane; k < classes; k += WARP)
         sum += dout[image * classes + k];
     sum = warp_sum(sum);
-    for (size_t i = image * classes + lane; i < (image + 1) * classes; i += WARP)
+    for (unsigned i = image * classes + lane; i < (image + 1) * classes; i += WARP)
         din[i] = dout[i] - expf(out[i]) * sum;
 }
 
@@ -765,9 +773,9 @@ static void log_softmax_backward(real *din, const real *dout, const real *out, s
 
 // The formulas stand at nll_loss() of cnn.c. One thread an image.   Traffic: 8 N bytes
 static __global__ void nll_loss_kernel(real *losses, real *dlogp, const real *logp,
-                                       const uint8_t *labels, size_t n, int classes, real at_label,
-                                       real elsewhere) {
-    size_t i = element();
+                                       const uint8_t *labels, unsigned n, int classes,
+                                       real at_label, real elsewhere) {
+    unsigned i = element();
     if (i >= n)
         return;
     int label = labels[i];
@@ -794,8 +802,8 @@ static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t 
 
 // out[n][y][x][k].   Traffic: up to 8 bytes for each multiply-add
 static __global__ void conv2d_forward_naive_kernel(real *out, const real *in, const real *weight,
-                                                   const real *bias, Window s, size_t count) {
-    size_t i = element();
+                                                   const real *bias, Window s, unsigned count) {
+    unsigned i = element();
     if (i >= count)
         return;
     Spot o = spot_of(i, s.oh, s.ow, s.oc);
@@ -805,7 +813,7 @@ static __global__ void conv2d_forward_naive_kernel(real *out, const real *in, co
         int x = o.x * s.stride + tap % s.kernel - s.padding;
         if (y < 0 || y >= s.h || x < 0 || x >= s.w)
             continue;
-        const real *pixel = in + (((size_t)o.image * s.h + y) * s.w + x) * s.c;
+        const real *pixel = in + ((o.image * s.h + y) * s.w + x) * s.c;
         for (int c = 0; c < s.c; c++)
             sum += pixel[c] * weight[(tap * s.c + c) * s.oc + o.c];
     }
@@ -820,9 +828,9 @@ static void conv2d_forward_naive(real *out, const real *in, const real *weight, 
 
 // din[n][y][x][c]; += if accumulate.   Traffic: up to 8 bytes for each multiply-add
 static __global__ void conv2d_data_gradient_naive_kernel(real *din, const real *dout,
-                                                         const real *weight, Window s, size_t count,
-                                                         bool accumulate) {
-    size_t i = element();
+                                                         const real *weight, Window s,
+                                                         unsigned count, bool accumulate) {
+    unsigned i = element();
     if (i >= count)
         return;
     Spot p = spot_of(i, s.h, s.w, s.c);
@@ -832,7 +840,7 @@ static __global__ void conv2d_data_gradient_naive_kernel(real *din, const real *
         if (y < 0 || x < 0 || y % s.stride || x % s.stride || y / s.stride >= s.oh ||
             x / s.stride >= s.ow)
             continue;
-        size_t pixel = ((size_t)p.image * s.oh + y / s.stride) * s.ow + x / s.stride;
+        int pixel = (p.image * s.oh + y / s.stride) * s.ow + x / s.stride;
         for (int k = 0; k < s.oc; k++)
             sum += dout[pixel * s.oc + k] * weight[(tap * s.c + p.c) * s.oc + k];
     }
@@ -841,14 +849,14 @@ static __global__ void conv2d_data_gradient_naive_kernel(real *din, const real *
 
 // dweight[tap][c][k]: each thread goes through all pixels.   Traffic: up to 8 bytes a multiply-add
 static __global__ void conv2d_weight_gradient_naive_kernel(real *dweight, const real *dout,
-                                                           const real *in, Window s, size_t n,
-                                                           size_t count) {
-    size_t i = element();
+                                                           const real *in, Window s, unsigned n,
+                                                           unsigned count) {
+    unsigned i = element();
     if (i >= count)
         return;
     int k = (int)(i % s.oc), c = (int)(i / s.oc % s.c), tap = (int)(i / s.oc / s.c);
     real sum = 0;
-    for (size_t image = 0; image < n; image++)
+    for (unsigned image = 0; image < n; image++)
         for (int oy = 0; oy < s.oh; oy++)
             for (int ox = 0; ox < s.ow; ox++) {
                 int y = oy * s.stride + tap / s.kernel - s.padding;
@@ -1019,7 +1027,7 @@ struct Epilogue {
     bool relu, accumulate;
 };
 
-static __device__ void finish(const Epilogue &e, size_t at, int column, real sum) {
+static __device__ void finish(const Epilogue &e, unsigned at, int column, real sum) {
     sum += (e.bias ? e.bias[column] : 0) + (e.accumulate ? e.out[at] : 0);
     e.out[at] = e.relu && sum < 0 ? 0 : sum;
 }
@@ -1077,14 +1085,14 @@ static __global__ void __launch_bounds__(THREADS, 2)
         for (int j = 0; j < COLUMNS_N; j++) {
             int m = first_row + row + i % 4 + i / 4 * (TILE_M / 2), n = first_column + column + j;
             if (m < rows && n < columns)
-                finish(e, ((size_t)blockIdx.z * rows + m) * columns + n, n, sums[i][j]);
+                finish(e, (blockIdx.z * rows + m) * columns + n, n, sums[i][j]);
         }
 }
 
 // out = the sum of all splits, then the epilogue.   Traffic: 4 (splits + 1) N bytes
-static __global__ void join_splits_kernel(Epilogue e, const real *parts, int splits, size_t count,
+static __global__ void join_splits_kernel(Epilogue e, const real *parts, int splits, unsigned count,
                                           int columns) {
-    size_t i = element();
+    unsigned i = element();
     if (i >= count)
         return;
     real sum = 0;
@@ -1136,19 +1144,8 @@ static Picture picture(const real *data, const Layer *l, bool forward) {
             forward ? 1 : stride};
 }
 
-// Kernels count in 32 bits, which is faster; so a tensor must not have more numbers than that.
-static void check_sizes(const Layer *l, size_t n) {
-    size_t inputs = n * l->in.h * l->in.w * l->in.c, outputs = n * l->out.h * l->out.w * l->out.c;
-    if ((inputs > outputs ? inputs : outputs) >> 31)
-        fail(1,
-             "layer %s: a batch of %zu images has tensors of more than 2^31 numbers; use a "
-             "smaller --batch-size",
-             l->name, n);
-}
-
 static void conv2d_forward_tiled(real *out, const real *in, const real *weight, const real *bias,
                                  const Layer *l, size_t n, real *scratch) {
-    check_sizes(l, n);
     PixelRows a = {picture(in, l, true)};
     Matrix b = {weight, 1, (int)l->out.c};
     Epilogue e = {out, bias, l->fused_relu, false};
@@ -1159,7 +1156,6 @@ static void conv2d_forward_tiled(real *out, const real *in, const real *weight, 
 static void conv2d_backward_tiled(real *din, real *dweight, real *dbias, const real *dout,
                                   const real *in, const real *weight, const Layer *l, size_t n,
                                   bool accumulate, real *scratch) {
-    check_sizes(l, n);
     bias_gradient(dbias, dout, l, n, scratch);
     size_t taps = l->kernel * l->kernel;
     TapRows a = {picture(in, l, true)};
@@ -1185,10 +1181,21 @@ static size_t parts_size(size_t rows, size_t columns, size_t depth) {
     return splits > 1 ? splits * rows * columns : 0;
 }
 
+// Kernels count in 32 bits; so a tensor must not have more numbers than that.
+static void check_sizes(const Layer *l, size_t n) {
+    size_t inputs = n * l->in.h * l->in.w * l->in.c, outputs = n * l->out.h * l->out.w * l->out.c;
+    if ((inputs > outputs ? inputs : outputs) >> 31)
+        fail(1,
+             "layer %s: a batch of %zu images has tensors of more than 2^31 numbers; use a "
+             "smaller --batch-size",
+             l->name, n);
+}
+
 // Sums of slices, and of a product's splits where there are any.
 static size_t scratch_size(const Layer *l, size_t n) {
     size_t sums = 2 * SUM_SLICES * l->out.c, taps = l->kernel * l->kernel;
     size_t outputs = n * l->out.h * l->out.w, inputs = n * l->in.h * l->in.w;
+    check_sizes(l, n);
     if (l->kind != CONV2D && l->kind != LINEAR)
         return l->kind == BATCHNORM2D ? sums : 0;
     size_t parts = larger(parts_size(outputs, l->out.c, taps * l->in.c),

@@ -1,23 +1,36 @@
-/* cuda_on_cpu.h: runs CUDA kernels on the CPU, to test them without a GPU, and to see how one works.
+/* cuda_on_cpu.h: runs CUDA kernels on the CPU, to test them without a GPU, and to see how it works.
 
-   A .cu file goes through cuda_on_cpu.sed, which rewrites launches and __shared__, and is then C++17:
+   A .cu file goes through cuda_on_cpu.sed, which rewrites launches and __shared__, and is then C++:
+
      { echo '#line 1 "kernels.cu"'; sed -f tests/cuda_on_cpu.sed kernels.cu; } |
-         g++ -std=c++17 -O2 -march=native -fopenmp -include tests/cuda_on_cpu.h -x c++ -c - -o kernels.o
+         g++ -std=c++17 -O2 -march=native -fopenmp -Wno-unknown-pragmas \
+             -include tests/cuda_on_cpu.h -x c++ -c - -o kernels.o
+
    One object of a program may be made so. Results are real, times mean nothing.
 
-   What a GPU does at once is done here one after the other. The threads of a block take turns: one runs
-   until it has to wait for others, at a barrier or in a warp operation. Blocks are spread over the CPU's
-   cores, as over the multiprocessors of a GPU. What a GPU hides is reported: file, line, kernel, block
-   and thread on stderr, then abort(). With -fsanitize=thread every CUDA thread is a thread of its own to
-   the race detector, and only barriers and warp operations order two of them. With -fsanitize=thread
-   -DCUEMU_COUNT (g++, -O1; linked without -fsanitize) no races are looked for: accesses are counted.
+   What a GPU does at once is done here one after the other. The threads of a block take turns: one
+   runs until it has to wait for others, at a barrier or in a warp operation. Blocks are spread over
+   the CPU's cores, as they are over the multiprocessors of a GPU. What a GPU hides is reported:
+   file, line, kernel, block and thread go to stderr, then abort(). Some other builds:
+
+     -O1 -g -fsanitize=address   finds accesses out of range
+     -O1 -g -fsanitize=thread    finds races: every CUDA thread is a thread to the race detector;
+                                 nothing but barriers, __syncwarp and fences orders two of them
+     -O1 -fsanitize=thread -DCUEMU_COUNT   g++ only, and linked without -fsanitize: counts accesses,
+                                 and prints a table to stderr at the end
 
    Environment:
-     CUEMU_DEVICES=N  as many GPUs (1). CUDA_VISIBLE_DEVICES=1,0 takes some of them, as ever.
-     CUEMU_MEMORY=N   bytes of memory of each (4 GiB)
-     CUEMU_ORDER=N    threads and blocks run forwards (0, the default), backwards (1), shuffled (seed N)
-     CUEMU_LAZY=1     work queued in a stream starts only when something waits for it
-     CUEMU_PROTECT=1  memory of a GPU faults beyond its end, and wherever the host touches it */
+
+     CUEMU_DEVICES=N   as many GPUs (1). CUDA_VISIBLE_DEVICES=1,0 takes some of them, as ever
+     CUEMU_MEMORY=N    bytes of memory that each has (4 GiB)
+     CUEMU_ORDER=N     threads and blocks run forwards (0), backwards (1) or shuffled (other seeds)
+     CUEMU_LAZY=1      work queued in a stream starts only when something waits for it
+     CUEMU_PROTECT=1   a GPU's memory faults beyond its end, and wherever the host touches it
+
+   What kernels must keep to: one __shared__ array in a declaration; template arguments written out
+   at a launch, and no >>>( elsewhere; every _sync operation by all lanes of its mask; no waiting
+   for another block; atomics in whole numbers; half and bfloat16 only converted; inline PTX only
+   where CUDA_ON_CPU is not defined. */
 
 #pragma once
 #include <errno.h>
@@ -31,6 +44,8 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <time.h>
+#include <ucontext.h>
+#include <unistd.h>
 #include <algorithm>
 #include <condition_variable>
 #include <deque>
@@ -61,8 +76,8 @@
 
 /* ==== 1. The language ===========================================================================
 
-   A function for the GPU is a function. What stays of __shared__ is what cuda_on_cpu.sed could not
-   read, and does not compile. */
+   A function for the GPU is a function. cuda_on_cpu.sed makes EMU_SHARED and EMU_DYNAMIC
+   of __shared__; what is left of it does not compile. */
 
 #define CUDA_ON_CPU 1
 #define __CUDACC__ 1 // after the system's headers, some of which look for it
@@ -74,6 +89,8 @@
 #define __launch_bounds__(...)
 #define __align__(bytes) alignas(bytes)
 #define __shared__ write_one_shared_array_per_declaration
+#define EMU_SHARED(NAME, ...) auto &NAME = emulator::shared_array<__VA_ARGS__>([] {})
+#define EMU_DYNAMIC(NAME, ...) auto *NAME = emulator::dynamic_shared<__VA_ARGS__>()
 
 extern "C" const char *cuda_emulated(void) {
     return "emulated CUDA on the CPU: results are real, times mean nothing";
@@ -84,29 +101,28 @@ struct uint3 {
 };
 struct dim3 {
     unsigned x, y, z;
-    dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {
-    }
+    dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
 
-#define EMULATOR_VECTORS(T, T2, T4)                                                                \
-    struct alignas(2 * sizeof(T)) T2 {                                                             \
-        T x, y;                                                                                    \
-    };                                                                                             \
-    struct alignas(16) T4 {                                                                        \
-        T x, y, z, w;                                                                              \
-    };                                                                                             \
-    inline T2 make_##T2(T x, T y) {                                                                \
-        return {x, y};                                                                             \
-    }                                                                                              \
-    inline T4 make_##T4(T x, T y, T z, T w) {                                                      \
-        return {x, y, z, w};                                                                       \
+#define EMULATOR_VECTORS(T, T2, T4)           \
+    struct alignas(2 * sizeof(T)) T2 {        \
+        T x, y;                               \
+    };                                        \
+    struct alignas(16) T4 {                   \
+        T x, y, z, w;                         \
+    };                                        \
+    inline T2 make_##T2(T x, T y) {           \
+        return {x, y};                        \
+    }                                         \
+    inline T4 make_##T4(T x, T y, T z, T w) { \
+        return {x, y, z, w};                  \
     }
 EMULATOR_VECTORS(float, float2, float4)
 EMULATOR_VECTORS(int, int2, int4)
 EMULATOR_VECTORS(unsigned, uint2, uint4)
 
-/* ---- half and bfloat16: conversions only. Arithmetic would run in float here and round differently
-   from a GPU's, so it does not compile. */
+/* ---- half and bfloat16: conversions only. Arithmetic in float would round differently from a
+   GPU's, so there is none. */
 
 inline uint32_t __float_as_uint(float x) {
     uint32_t bits;
@@ -151,10 +167,11 @@ inline uint16_t half_bits(float x) {
 
 inline float half_value(uint16_t bits) {
     int exponent = bits >> 10 & 31, mantissa = bits & 1023;
-    float size = exponent == 0 ? (float)mantissa * 0x1p-24f
-                 : exponent < 31
-                     ? __uint_as_float((uint32_t)(exponent + 127 - 15) << 23 | (uint32_t)mantissa << 13)
-                     : __uint_as_float(0x7f800000 | (uint32_t)mantissa << 13);
+    float size =
+        exponent == 0 ? (float)mantissa * 0x1p-24f
+        : exponent < 31
+            ? __uint_as_float((uint32_t)(exponent + 127 - 15) << 23 | (uint32_t)mantissa << 13)
+            : __uint_as_float(0x7f800000 | (uint32_t)mantissa << 13);
     return bits & 0x8000 ? -size : size;
 }
 inline float bfloat16_value(uint16_t bits) {
@@ -165,8 +182,7 @@ inline float bfloat16_value(uint16_t bits) {
 struct __half {
     uint16_t bits;
     __half() = default;
-    explicit __half(float x) : bits(emulator::half_bits(x)) {
-    }
+    explicit __half(float x) : bits(emulator::half_bits(x)) {}
     explicit operator float() const {
         return emulator::half_value(bits);
     }
@@ -174,8 +190,7 @@ struct __half {
 struct __nv_bfloat16 {
     uint16_t bits;
     __nv_bfloat16() = default;
-    explicit __nv_bfloat16(float x) : bits(emulator::bfloat16_bits(x)) {
-    }
+    explicit __nv_bfloat16(float x) : bits(emulator::bfloat16_bits(x)) {}
     explicit operator float() const {
         return emulator::bfloat16_value(bits);
     }
@@ -248,22 +263,22 @@ template <class A, class B> inline std::common_type_t<A, B> max(A a, B b) {
 /* ==== 2. Threads, warps and blocks ==============================================================
 
    A fiber is a stack and the place where its function stopped. A block belongs to one thread of the
-   CPU, the worker, which switches between the fibers of the block. A fiber that comes to the end of a
-   CUDA thread starts the next one, so that a kernel without barriers needs only one fiber. */
+   CPU, the worker, which switches between the fibers of the block. A fiber that comes to the end of
+   a CUDA thread starts the next one, so that a kernel without barriers needs only one fiber. */
 
 namespace emulator {
 
 struct Place { // in the CUDA file; as a default argument, {}, that of the call
     const char *file;
     int line;
-    Place(const char *file = __builtin_FILE(), int line = __builtin_LINE()) : file(file), line(line) {
-    }
+    Place(const char *file = __builtin_FILE(), int line = __builtin_LINE())
+        : file(file), line(line) {}
 };
 
 struct Fiber {
     void *stack = nullptr; // its lowest byte
     size_t stack_bytes = 0;
-    void *stack_pointer = nullptr; // while it does not run
+    void *stack_pointer = nullptr;                      // while it does not run
     void *asan_stack = nullptr, *tsan_thread = nullptr; // what the sanitizers know of it
 #if !defined(__x86_64__) && !defined(__aarch64__)
     ucontext_t context;
@@ -319,18 +334,20 @@ struct Launch {
 struct Block {
     const Launch *launch;
     uint3 index;
-    long number;                              // no other block of this worker has it
+    dim3 size{0, 0, 0}; // for which the threads have their numbers
+    long number;        // no other block of this worker has it
     std::vector<Thread> threads;
-    std::vector<Thread *> order, ready;       // `ready` is a ring: at most every thread is in it
-    size_t first_ready, ready_count;
-    int waiting, ended, barriers;             // at the barrier, at the end; barriers passed
+    std::vector<Thread *> order;
+    Thread *ready[1024]; // a ring: at most every thread is in it
+    unsigned first_ready, ready_count;
+    int waiting, ended, barriers;           // at the barrier, at the end; barriers passed
     std::vector<std::deque<Meeting>> warps; // a deque: what lies in it stays in its place
-    Range shared[64];                         // arrays in shared memory, so many:
+    Range shared[64];                       // arrays in shared memory, so many:
     int shared_count;
     void *dynamic;
-    std::vector<Fiber *> idle;                // fibers without a thread
-    Fiber worker;                             // the worker's own stack
-    char barrier_token[2], end_token;         // addresses that stand for events, see section 3
+    std::vector<Fiber *> idle;        // fibers without a thread
+    Fiber worker;                     // the worker's own stack
+    char barrier_token[2], end_token; // addresses that stand for events: see below
     Traffic traffic[TRAFFIC_KINDS];
 };
 
@@ -365,9 +382,9 @@ static thread_local Thread *self;
     report(self ? block->launch : nullptr, format, arguments);
 }
 
-/* ---- What the sanitizers are told. The race detector sees every CUDA thread as a thread. It orders
-   what comes before happens_before(token) before what comes after happens_after(token), and the
-   emulator's own accesses, while an Unwatched lives, are none of its business. */
+/* ---- What the sanitizers are told. To the race detector what comes before happens_before(token)
+   is ordered before what comes after happens_after(token). It ignores the emulator's own accesses,
+   those made while an Unwatched lives. */
 
 #ifdef EMULATOR_TSAN
 extern "C" void AnnotateIgnoreReadsBegin(const char *file, int line);
@@ -394,13 +411,10 @@ inline void happens_after(void *token) {
 #else
 const bool race_detector = false;
 struct Unwatched {
-    Unwatched() {
-    }
+    Unwatched() {}
 };
-inline void happens_before(void *) {
-}
-inline void happens_after(void *) {
-}
+inline void happens_before(void *) {}
+inline void happens_after(void *) {}
 #endif
 
 #ifdef EMULATOR_ASAN
@@ -416,14 +430,12 @@ inline void arrive_on_stack(Fiber *fiber) {
     left_fiber->stack = (void *)stack;
 }
 #else
-inline void leave_stack(Fiber *, Fiber *) {
-}
-inline void arrive_on_stack(Fiber *) {
-}
+inline void leave_stack(Fiber *, Fiber *) {}
+inline void arrive_on_stack(Fiber *) {}
 #endif
 
-/* ---- Fibers. A switch saves the registers that a function must keep, and the stack pointer; then it
-   takes the other stack pointer, and returns to where that fiber came from. */
+/* ---- Fibers. A switch saves the registers that a function must keep, and the stack pointer; then
+   it takes the other stack pointer, and returns to where that fiber came from. */
 
 void fiber_main();
 const size_t STACK_BYTES = 256 << 10;
@@ -446,13 +458,15 @@ emulator_switch:
     sub sp, sp, #160
     stp x19, x20, [sp]; stp x21, x22, [sp, #16]; stp x23, x24, [sp, #32]; stp x25, x26, [sp, #48]
     stp x27, x28, [sp, #64]; stp x29, x30, [sp, #80]
-    stp d8, d9, [sp, #96]; stp d10, d11, [sp, #112]; stp d12, d13, [sp, #128]; stp d14, d15, [sp, #144]
+    stp d8, d9, [sp, #96]; stp d10, d11, [sp, #112]; stp d12, d13, [sp, #128]
+    stp d14, d15, [sp, #144]
     mov x9, sp
     str x9, [x0]
     mov sp, x1
     ldp x19, x20, [sp]; ldp x21, x22, [sp, #16]; ldp x23, x24, [sp, #32]; ldp x25, x26, [sp, #48]
     ldp x27, x28, [sp, #64]; ldp x29, x30, [sp, #80]
-    ldp d8, d9, [sp, #96]; ldp d10, d11, [sp, #112]; ldp d12, d13, [sp, #128]; ldp d14, d15, [sp, #144]
+    ldp d8, d9, [sp, #96]; ldp d10, d11, [sp, #112]; ldp d12, d13, [sp, #128]
+    ldp d14, d15, [sp, #144]
     add sp, sp, #160
     ret
 )");
@@ -462,7 +476,10 @@ const int SAVED_WORDS = 20, RETURN_WORD = 11; // x30
 #if defined(__x86_64__) || defined(__aarch64__)
 extern "C" void emulator_switch(void **save_stack_pointer, void *stack_pointer);
 inline void prepare(Fiber *fiber) {
-    void **top = (void **)((char *)fiber->stack + STACK_BYTES) - SAVED_WORDS;
+    // Stacks begin at different places of a page, or they would compete for few lines of the cache.
+    static thread_local size_t fibers;
+    size_t shift = fibers++ % 32 * 128;
+    void **top = (void **)((char *)fiber->stack + STACK_BYTES - shift) - SAVED_WORDS;
     top[RETURN_WORD] = (void *)fiber_main;
     fiber->stack_pointer = top;
 }
@@ -519,21 +536,19 @@ inline void delete_fiber(Fiber *fiber) {
 
 inline void make_ready(Thread *thread) {
     thread->state = READY;
-    block->ready[(block->first_ready + block->ready_count++) % block->ready.size()] = thread;
+    block->ready[(block->first_ready + block->ready_count++) % 1024] = thread;
 }
 
 inline Thread *next_ready() {
     if (block->ready_count == 0) {
         return nullptr;
     }
-    Thread *thread = block->ready[block->first_ready];
-    block->first_ready = (block->first_ready + 1) % block->ready.size();
     block->ready_count--;
-    return thread;
+    return block->ready[block->first_ready++ % 1024];
 }
 
 inline Fiber *idle_fiber() {
-    if (block->idle.empty() || race_detector) { // to which old stacks are memory of other threads
+    if (block->idle.empty()) {
         return new_fiber();
     }
     Fiber *fiber = block->idle.back();
@@ -652,29 +667,41 @@ inline std::vector<unsigned> ordering(size_t n, long salt) {
 }
 
 inline uint3 position(long i, dim3 size) {
-    return {(unsigned)(i % size.x), (unsigned)(i / size.x % size.y), (unsigned)(i / size.x / size.y)};
+    return {(unsigned)(i % size.x), (unsigned)(i / size.x % size.y),
+            (unsigned)(i / size.x / size.y)};
+}
+
+inline void number_threads(dim3 size) {
+    block->size = size;
+    block->threads.resize(size.x * size.y * size.z);
+    block->warps.resize((block->threads.size() + 31) / 32);
+    int i = 0;
+    for (Thread &thread : block->threads) {
+        thread.index = position(i, size);
+        thread.warp = i / 32;
+        thread.lane = i % 32;
+        i++;
+    }
 }
 
 inline void set_up_block(const Launch *launch, long i) {
-    size_t n = launch->block.x * launch->block.y * launch->block.z;
+    dim3 size = launch->block, old = block->size;
+    if (size.x != old.x || size.y != old.y || size.z != old.z) {
+        number_threads(size);
+    }
     block->launch = launch;
     block->index = position(i, launch->grid);
     block->number++;
     block->first_ready = block->ready_count = 0;
     block->waiting = block->ended = block->barriers = 0;
-    block->threads.resize(n);
-    block->ready.resize(n);
-    block->order.clear();
-    block->warps.resize((n + 31) / 32);
-    for (size_t t = 0; t < n; t++) {
-        Thread &thread = block->threads[t];
-        thread.index = position((long)t, launch->block);
-        thread.warp = (int)(t / 32);
-        thread.lane = (int)(t % 32);
-        thread.fiber = nullptr;
+    for (Thread &thread : block->threads) {
+        // To the race detector whoever makes a thread comes before it, and an old stack is memory
+        // of another thread: each gets a new one, made by none of them.
+        thread.fiber = race_detector ? new_fiber() : nullptr;
         thread.copy_groups = 0;
     }
-    for (unsigned t : ordering(n, i)) {
+    block->order.clear();
+    for (unsigned t : ordering(block->threads.size(), i)) {
         block->order.push_back(&block->threads[t]);
         make_ready(&block->threads[t]);
     }
@@ -695,7 +722,7 @@ inline void *new_shared(size_t bytes) {
     return memory;
 }
 
-// `Declaration` is a type of its own for every __shared__. The first thread of a block makes the array.
+// `Declaration` is a type of its own for every __shared__. A block's first thread makes the array.
 template <class Array, class Declaration> Array &shared_array(Declaration) {
     Unwatched unwatched;
     static thread_local void *array;
@@ -744,11 +771,13 @@ inline void run_threads(const Launch *launch, long i) {
 
 // Faults are handled on a stack of their own: the fiber's may be what has overflown.
 inline void use_signal_stack() {
+#if !defined(EMULATOR_ASAN) && !defined(EMULATOR_TSAN) // which see to it themselves
     static thread_local char memory[64 << 10];
     stack_t stack = {};
     stack.ss_sp = memory;
     stack.ss_size = sizeof memory;
     sigaltstack(&stack, nullptr);
+#endif
 }
 
 struct DeleteBlock {
@@ -760,7 +789,7 @@ struct DeleteBlock {
     }
 };
 
-// For the race detector a block is started by a thread of its own, so that nothing orders two blocks.
+// To the race detector a thread of its own starts a block, so that nothing orders two blocks.
 __attribute__((no_sanitize("thread"))) inline void run_block(const Launch *launch, long i) {
     static thread_local std::unique_ptr<Block, DeleteBlock> owner;
     if (!block) {
@@ -782,40 +811,47 @@ __attribute__((no_sanitize("thread"))) inline void run_block(const Launch *launc
     add_traffic(launch);
 }
 
-// Workers that run blocks of one launch; of several GPUs each gets its part of the cores.
-inline int worker_count() {
-#if defined(_OPENMP) && !defined(EMULATOR_TSAN)
-    // A block may need 1024 stacks of two memory maps each, of which Linux gives a process 65530.
-    return std::max(1, std::min(16, omp_get_max_threads() / (int)setting("CUEMU_DEVICES", 1)));
-#else
-    return 1;
-#endif
-}
-
+// The blocks of a launch, spread over the cores; at the same time other threads of the host may
+// launch kernels on other GPUs.
 inline void run_grid(const Launch *launch) {
     static long launches;
+    long salt = __atomic_add_fetch(&launches, 1, __ATOMIC_RELAXED);
     long blocks = (long)launch->grid.x * launch->grid.y * launch->grid.z;
-    std::vector<unsigned> order = ordering((size_t)blocks, __atomic_add_fetch(&launches, 1, __ATOMIC_RELAXED));
+    std::vector<unsigned> order = ordering((size_t)blocks, salt);
 #if defined(_OPENMP) && !defined(EMULATOR_TSAN)
-#pragma omp parallel for schedule(dynamic) num_threads(worker_count())
-#endif
+    static int running;
+    int workers = omp_get_max_threads() / __atomic_add_fetch(&running, 1, __ATOMIC_RELAXED);
+    // A block may need 1024 stacks of two memory maps each, of which Linux gives a process 65530.
+    workers = std::max(1, std::min(16, workers));
+    // Waking up the other cores takes longer than a small grid.
+    bool is_large = blocks * launch->block.x * launch->block.y * launch->block.z > 2048;
+#pragma omp parallel for schedule(dynamic) num_threads(workers) if (is_large)
     for (long i = 0; i < blocks; i++) {
         run_block(launch, order[(size_t)i]);
     }
+    __atomic_add_fetch(&running, -1, __ATOMIC_RELAXED);
+#else
+    for (long i = 0; i < blocks; i++) {
+        run_block(launch, order[(size_t)i]);
+    }
+#endif
     happens_after((void *)launch);
 }
+} // namespace emulator
 
-/* ==== 3. Barriers, warp operations, atomics ===================================================== */
+/* ==== 3. Barriers, warp operations, atomics =================================================== */
 
-// Every lane of `mask` hands in a value; all get everyone's when the last has come. Of the warp
+namespace emulator {
+
+// Every lane of `mask` hands in a value; all get everyone's when the last has come. Of the warp's
 // operations only __syncwarp puts accesses to memory in order.
 typedef unsigned char LaneValues[32][32];
 inline LaneValues &meet(unsigned mask, const void *value, size_t bytes, Place place,
                         bool orders_memory = false) {
     Unwatched unwatched;
     if (!(mask >> self->lane & 1)) {
-        die("%s:%d: lane %d is not in the mask %#x that it gives", place.file, place.line, self->lane,
-            mask);
+        die("%s:%d: lane %d is not in the mask %#x that it gives", place.file, place.line,
+            self->lane, mask);
     }
     std::deque<Meeting> &meetings = block->warps[(size_t)self->warp];
     auto same_mask = [=](const Meeting &meeting) { return meeting.mask == mask; };
@@ -861,7 +897,8 @@ template <class T> T shuffle(unsigned mask, T value, int source, Place place) {
     static_assert(sizeof(T) <= 32, "a value of at most 32 bytes");
     LaneValues &values = meet(mask, &value, sizeof value, place);
     if (!(mask >> source & 1)) {
-        die("%s:%d: reads lane %d, which is not in the mask %#x", place.file, place.line, source, mask);
+        die("%s:%d: reads lane %d, which is not in the mask %#x", place.file, place.line, source,
+            mask);
     }
     memcpy(&value, values[source], sizeof value);
     return value;
@@ -909,14 +946,12 @@ inline void __syncwarp(unsigned mask = 0xffffffff, emulator::Place place = {}) {
 
 // `width` lanes side by side are a group of their own; who would read beyond it reads itself.
 template <class T>
-T __shfl_sync(unsigned mask, T value, int source, int width = 32,
-              emulator::Place place = {}) {
+T __shfl_sync(unsigned mask, T value, int source, int width = 32, emulator::Place place = {}) {
     int group = emulator::self->lane & ~(width - 1);
     return emulator::shuffle(mask, value, group | (source & (width - 1)), place);
 }
 template <class T>
-T __shfl_xor_sync(unsigned mask, T value, int flip, int width = 32,
-                  emulator::Place place = {}) {
+T __shfl_xor_sync(unsigned mask, T value, int flip, int width = 32, emulator::Place place = {}) {
     int lane = emulator::self->lane, source = lane ^ flip;
     return emulator::shuffle(mask, value, source / width > lane / width ? lane : source, place);
 }
@@ -928,8 +963,7 @@ T __shfl_down_sync(unsigned mask, T value, int distance, int width = 32,
     return emulator::shuffle(mask, value, inside ? lane + distance : lane, place);
 }
 template <class T>
-T __shfl_up_sync(unsigned mask, T value, int distance, int width = 32,
-                 emulator::Place place = {}) {
+T __shfl_up_sync(unsigned mask, T value, int distance, int width = 32, emulator::Place place = {}) {
     int lane = emulator::self->lane;
     bool inside = lane % width >= distance;
     return emulator::shuffle(mask, value, inside ? lane - distance : lane, place);
@@ -945,13 +979,11 @@ inline int __any_sync(unsigned mask, int vote, emulator::Place place = {}) {
 inline int __all_sync(unsigned mask, int vote, emulator::Place place = {}) {
     return __ballot_sync(mask, vote, place) == mask;
 }
-template <class T>
-T __reduce_add_sync(unsigned mask, T value, emulator::Place place = {}) {
+template <class T> T __reduce_add_sync(unsigned mask, T value, emulator::Place place = {}) {
     static_assert(std::is_integral_v<T>, "for int and unsigned");
     return emulator::combine_lanes(mask, value, place, [](T a, T b) { return (T)(a + b); });
 }
-template <class T>
-T __reduce_max_sync(unsigned mask, T value, emulator::Place place = {}) {
+template <class T> T __reduce_max_sync(unsigned mask, T value, emulator::Place place = {}) {
     static_assert(std::is_integral_v<T>, "for int and unsigned");
     return emulator::combine_lanes(mask, value, place, [](T a, T b) { return a < b ? b : a; });
 }
@@ -959,10 +991,10 @@ T __reduce_max_sync(unsigned mask, T value, emulator::Place place = {}) {
 /* Atomics in whole numbers only: those give the same sum in every order. They order nothing else;
    a fence does. */
 
-#define EMULATOR_ATOMIC(NAME, BUILTIN)                                                             \
-    template <class T> T NAME(T *address, std::common_type_t<T> value) {                           \
-        static_assert(std::is_integral_v<T>, "float atomics make a result depend on the order");   \
-        return BUILTIN(address, value, __ATOMIC_RELAXED);                                          \
+#define EMULATOR_ATOMIC(NAME, BUILTIN)                                                           \
+    template <class T> T NAME(T *address, std::common_type_t<T> value) {                         \
+        static_assert(std::is_integral_v<T>, "float atomics make a result depend on the order"); \
+        return BUILTIN(address, value, __ATOMIC_RELAXED);                                        \
     }
 EMULATOR_ATOMIC(atomicAdd, __atomic_fetch_add)
 EMULATOR_ATOMIC(atomicSub, __atomic_fetch_sub)
@@ -973,7 +1005,8 @@ EMULATOR_ATOMIC(atomicExch, __atomic_exchange_n)
 
 template <class T> T atomicCAS(T *address, std::common_type_t<T> expected, T value) {
     static_assert(std::is_integral_v<T>, "float atomics make a result depend on the order");
-    __atomic_compare_exchange_n(address, &expected, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+    __atomic_compare_exchange_n(address, &expected, value, false, __ATOMIC_RELAXED,
+                                __ATOMIC_RELAXED);
     return expected;
 }
 template <class T> T atomicMax(T *address, std::common_type_t<T> value) {
@@ -991,12 +1024,10 @@ template <class T> T atomicMin(T *address, std::common_type_t<T> value) {
     return old;
 }
 
-// What any thread wrote before its fence comes before what another does after a later fence.
+// What a thread wrote before its fence comes before whatever another does after a later fence.
 inline void __threadfence() {
-    static char token;
-    __atomic_thread_fence(__ATOMIC_SEQ_CST);
-    emulator::happens_after(&token);
-    emulator::happens_before(&token);
+    static int fences;
+    __atomic_fetch_add(&fences, 1, __ATOMIC_ACQ_REL);
 }
 
 /* ==== 4. Tensor cores, ldmatrix, cp.async =======================================================
@@ -1006,7 +1037,7 @@ inline void __threadfence() {
 
 namespace emulator {
 
-// Element `i` of a register, of the lower or the upper 16 bits; tf32 has one, without the low 13 bits.
+// Element `i` of a register: 16 bits, or one tf32, a float without its low 13 bits.
 inline float bf16_element(uint32_t bits, int i) {
     return bfloat16_value((uint16_t)(bits >> 16 * i));
 }
@@ -1023,18 +1054,23 @@ inline float tf32_element(uint32_t bits, int) {
 template <int PER_REGISTER, float (*element)(uint32_t, int)>
 void multiply(float *d, const uint32_t *a, const uint32_t *b, const float *c, Place place) {
     const int HALF_K = 4 * PER_REGISTER;
-    uint32_t mine[6] = {a[0], a[1], a[2], a[3], b[0], b[1]}, of_row[6], of_column[6];
+    uint32_t mine[6] = {a[0], a[1], a[2], a[3], b[0], b[1]};
     LaneValues &values = meet(0xffffffff, mine, sizeof mine, place);
+    auto element_of = [&](int lane, int i_register, int i) {
+        uint32_t bits;
+        memcpy(&bits, values[lane] + 4 * i_register, 4);
+        return element(bits, i);
+    };
     int g = self->lane / 4, q = self->lane % 4;
     float sums[4] = {c[0], c[1], c[2], c[3]};
     for (int k = 0; k < 2 * HALF_K; k++) {
         int half = k / HALF_K, holder = k % HALF_K / PER_REGISTER, i = k % PER_REGISTER;
-        memcpy(of_row, values[g * 4 + holder], sizeof of_row);
-        for (int column = 0; column < 2; column++) {
-            memcpy(of_column, values[(2 * q + column) * 4 + holder], sizeof of_column);
-            float from_b = element(of_column[4 + half], i);
-            sums[column] += element(of_row[2 * half], i) * from_b;
-            sums[2 + column] += element(of_row[2 * half + 1], i) * from_b;
+        for (int row = 0; row < 2; row++) {
+            float from_a = element_of(g * 4 + holder, 2 * half + row, i);
+            for (int column = 0; column < 2; column++) {
+                float from_b = element_of((2 * q + column) * 4 + holder, 4 + half, i);
+                sums[2 * row + column] += from_a * from_b;
+            }
         }
     }
     memcpy(d, sums, sizeof sums);
@@ -1070,10 +1106,10 @@ inline void emu_mma_m16n8k8_tf32(float *d, const uint32_t *a, const uint32_t *b,
     emulator::multiply<1, emulator::tf32_element>(d, a, b, c, place);
 }
 
-// Four matrices of 8 rows of 16 bytes: lane i says where row i % 8 of matrix i / 8 lies. Lane 4*g + q
-// gets elements 2*q and 2*q + 1 of row g of each matrix; transposed, of column g.
-inline EMULATOR_UNCOUNTED void emu_ldmatrix_x4(uint32_t *registers, const void *row, bool transposed,
-                                               emulator::Place place = {}) {
+// Four matrices of 8 rows of 16 bytes: lane i says where row i % 8 of matrix i / 8 lies. Lane 4*g +
+// q gets elements 2*q and 2*q + 1 of row g of each matrix; transposed, of column g.
+inline EMULATOR_UNCOUNTED void emu_ldmatrix_x4(uint32_t *registers, const void *row,
+                                               bool transposed, emulator::Place place = {}) {
     using namespace emulator;
     check_shared("ldmatrix", row, place);
     count(SHARED_READ, 16);
@@ -1089,8 +1125,8 @@ inline EMULATOR_UNCOUNTED void emu_ldmatrix_x4(uint32_t *registers, const void *
     }
 }
 
-// Starts to copy `bytes` (0 to 16) from global to shared memory, and zeros after them up to 16. Until
-// the copy is waited for nobody knows what lies there: a NaN.
+// Starts to copy `bytes` (0 to 16) from global to shared memory, and zeros after them up to 16.
+// Until the copy is waited for nobody knows what lies there: a NaN.
 inline EMULATOR_UNCOUNTED void emu_cp_async16(void *to, const void *from, int bytes,
                                               emulator::Place place = {}) {
     using namespace emulator;
@@ -1127,20 +1163,20 @@ inline EMULATOR_UNCOUNTED void emu_cp_async_wait(int pending) {
     }
 }
 
-/* ==== 5. Devices and their memory =============================================================== */
+/* ==== 5. Devices and their memory ============================================================= */
 
-#define EMULATOR_ERRORS(X)                                                                         \
-    X(cudaSuccess, 0, "no error")                                                                  \
-    X(cudaErrorInvalidValue, 1, "invalid argument")                                                \
-    X(cudaErrorMemoryAllocation, 2, "out of memory")                                               \
-    X(cudaErrorInvalidConfiguration, 9, "invalid configuration argument")                          \
-    X(cudaErrorNoDevice, 100, "no CUDA-capable device is detected")                                \
-    X(cudaErrorInvalidDevice, 101, "invalid device ordinal")                                       \
-    X(cudaErrorInvalidResourceHandle, 400, "invalid resource handle")                              \
-    X(cudaErrorNotReady, 600, "device not ready")                                                  \
-    X(cudaErrorPeerAccessAlreadyEnabled, 704, "peer access is already enabled")                    \
-    X(cudaErrorPeerAccessNotEnabled, 705, "peer access has not been enabled")                      \
-    X(cudaErrorStreamCaptureUnsupported, 900, "operation not permitted when stream is capturing")  \
+#define EMULATOR_ERRORS(X)                                                                        \
+    X(cudaSuccess, 0, "no error")                                                                 \
+    X(cudaErrorInvalidValue, 1, "invalid argument")                                               \
+    X(cudaErrorMemoryAllocation, 2, "out of memory")                                              \
+    X(cudaErrorInvalidConfiguration, 9, "invalid configuration argument")                         \
+    X(cudaErrorNoDevice, 100, "no CUDA-capable device is detected")                               \
+    X(cudaErrorInvalidDevice, 101, "invalid device ordinal")                                      \
+    X(cudaErrorInvalidResourceHandle, 400, "invalid resource handle")                             \
+    X(cudaErrorNotReady, 600, "device not ready")                                                 \
+    X(cudaErrorPeerAccessAlreadyEnabled, 704, "peer access is already enabled")                   \
+    X(cudaErrorPeerAccessNotEnabled, 705, "peer access has not been enabled")                     \
+    X(cudaErrorStreamCaptureUnsupported, 900, "operation not permitted when stream is capturing") \
     X(cudaErrorIllegalState, 401, "the operation cannot be performed in the present state")
 #define EMULATOR_ENUM(NAME, VALUE, TEXT) NAME = VALUE,
 enum cudaError_t { EMULATOR_ERRORS(EMULATOR_ENUM) };
@@ -1309,13 +1345,14 @@ inline cudaError_t release(const void *memory, bool of_host) {
 /* ---- Faults: what the page tables caught */
 
 inline void handle_fault(int, siginfo_t *info, void *) {
-    const char *begin, *address = (const char *)info->si_addr;
+    const char *address = (const char *)info->si_addr;
     auto next = allocations.upper_bound(address);
-    if (self && next != allocations.begin() && address < (begin = std::prev(next)->first) +
-            std::prev(next)->second.bytes + (64 << 10)) {
-        die("memory fault: out of range by %ld bytes, of %zu",
-            (long)(address - begin) - (long)std::prev(next)->second.bytes + 1,
-            std::prev(next)->second.bytes);
+    if (self && next != allocations.begin()) {
+        auto [begin, allocation] = *std::prev(next);
+        if (address < begin + allocation.bytes + (64 << 10)) {
+            die("memory fault: out of range, at byte %td of an allocation of %zu", address - begin,
+                allocation.bytes);
+        }
     }
     if (self) {
         die("memory fault at %p: out of range, freed, the host's, or this thread's stack is full",
@@ -1336,7 +1373,8 @@ inline void catch_faults() {
 // A sanitizer's report of its own does not know about kernels.
 inline void say_where() {
     if (self) {
-        fprintf(stderr, "cuda_on_cpu: kernel %s launched at %s:%d, block (%u,%u,%u), thread (%u,%u,%u)\n",
+        fprintf(stderr,
+                "cuda_on_cpu: kernel %s launched at %s:%d, block (%u,%u,%u), thread (%u,%u,%u)\n",
                 block->launch->kernel, block->launch->place.file, block->launch->place.line,
                 block->index.x, block->index.y, block->index.z, self->index.x, self->index.y,
                 self->index.z);
@@ -1372,7 +1410,8 @@ struct Stream {
 
 struct Event {
     int device;
-    Stream *stream; // recorded in: it happens when `position` operations of the stream have finished
+    Stream
+        *stream; // recorded in: it happens when `position` operations of the stream have finished
     long position;
     Graph *captured;
     std::shared_ptr<double> seconds;
@@ -1382,8 +1421,8 @@ static std::vector<std::unique_ptr<Stream>> streams; // for ever: an event may p
 static std::map<int, Stream *> null_streams;         // by device
 
 inline Stream *new_stream(bool waits_for_null_stream) {
-    streams.emplace_back(new Stream{current_device, waits_for_null_stream, {}, 0, 0, false, false, {},
-                                    nullptr});
+    streams.emplace_back(
+        new Stream{current_device, waits_for_null_stream, {}, 0, 0, false, false, {}, nullptr});
     return streams.back().get();
 }
 
@@ -1422,8 +1461,12 @@ inline void run_until(Stream *stream, long position) {
     }
 }
 
+inline long operations(long Stream::*which, Stream *stream) {
+    std::lock_guard<std::mutex> guard(runtime_lock);
+    return stream->*which;
+}
 inline void finish_stream(Stream *stream) {
-    run_until(stream, stream->queued);
+    run_until(stream, operations(&Stream::queued, stream));
 }
 
 // All streams of a device, or those that wait for its null stream.
@@ -1473,9 +1516,10 @@ inline cudaError_t enqueue(Stream *stream, Operation operation) {
 
 /* ---- Copies */
 
-// Says what is wrong with memory that a copy is to use: on a GPU, of the host, or any (cudaMemcpyDefault).
+// Is there such memory on that side? cudaMemcpyDefault takes any.
 enum Side { ON_HOST, ON_GPU, ANYWHERE };
-inline void check_range(const char *what, const void *begin, size_t bytes, Side side, int device = -1) {
+inline void check_range(const char *what, const void *begin, size_t bytes, Side side,
+                        int device = -1) {
     std::lock_guard<std::mutex> guard(runtime_lock);
     const char *start;
     const Allocation *found = bytes ? find_allocation(begin, &start) : nullptr;
@@ -1484,7 +1528,8 @@ inline void check_range(const char *what, const void *begin, size_t bytes, Side 
     }
     bool gpu = found && found->device >= 0;
     if (bytes && side != ANYWHERE && gpu != (side == ON_GPU)) {
-        die("%s: %p is %s", what, begin, gpu ? "memory of a GPU" : "not memory of a GPU, or was freed");
+        die("%s: %p is %s", what, begin,
+            gpu ? "memory of a GPU" : "not memory of a GPU, or was freed");
     }
     if (found && (const char *)begin + bytes > start + found->bytes) {
         die("%s: %zu bytes, of which only %zu are there", what, bytes,
@@ -1543,7 +1588,8 @@ inline void check_launch(const Launch *launch, const void *kernel, const Stream 
         refuse(launch, "%ld threads in a block; at most 1024, 64 of them in z", threads);
     }
     if (grid.x > INT_MAX || grid.y > 65535 || grid.z > 65535) {
-        refuse(launch, "a grid of (%u,%u,%u); at most (2147483647,65535,65535)", grid.x, grid.y, grid.z);
+        refuse(launch, "a grid of (%u,%u,%u); at most (2147483647,65535,65535)", grid.x, grid.y,
+               grid.z);
     }
     std::lock_guard<std::mutex> guard(runtime_lock);
     auto found = dynamic_limits.find({launch->device, kernel});
@@ -1553,8 +1599,8 @@ inline void check_launch(const Launch *launch, const void *kernel, const Stream 
                launch->dynamic_bytes, limit);
     }
     if (stream->device != launch->device) {
-        refuse(launch, "in a stream of device %d, while device %d is the current one", stream->device,
-               launch->device);
+        refuse(launch, "in a stream of device %d, while device %d is the current one",
+               stream->device, launch->device);
     }
 }
 
@@ -1563,7 +1609,8 @@ template <class T> void check_argument(const Launch *launch, int number, T argum
         std::lock_guard<std::mutex> guard(runtime_lock);
         const Allocation *found = find_allocation((const void *)argument);
         if (!found && argument) {
-            refuse(launch, "argument %d is no pointer to memory of a GPU: the host's, or freed", number);
+            refuse(launch, "argument %d is no pointer to memory of a GPU: the host's, or freed",
+                   number);
         }
         if (found && found->device >= 0 && found->device != launch->device &&
             !peers[{launch->device, found->device}]) {
@@ -1601,14 +1648,14 @@ template <class... Parameters> struct Launcher {
 
 // What kernel<<<grid, block, dynamic_bytes, stream>>> has become; the arguments follow.
 template <class... Parameters>
-Launcher<Parameters...> launch(const char *name, void (*kernel)(Parameters...), dim3 grid, dim3 block,
-                               size_t dynamic_bytes = 0, Stream *stream = nullptr,
+Launcher<Parameters...> launch(const char *name, void (*kernel)(Parameters...), dim3 grid,
+                               dim3 block, size_t dynamic_bytes = 0, Stream *stream = nullptr,
                                Place place = {}) {
     return {{name, place, grid, block, dynamic_bytes, current_device, {}, {}}, kernel, stream};
 }
 } // namespace emulator
 
-/* ==== 7. The runtime's functions ================================================================ */
+/* ==== 7. The runtime's functions ============================================================== */
 
 typedef emulator::Stream *cudaStream_t;
 typedef emulator::Event *cudaEvent_t;
@@ -1655,9 +1702,11 @@ struct cudaDeviceProp {
     char name[256];
     cudaUUID_t uuid;
     size_t totalGlobalMem, sharedMemPerBlock, sharedMemPerBlockOptin, sharedMemPerMultiprocessor;
-    int major, minor, warpSize, multiProcessorCount, maxThreadsPerBlock, maxThreadsPerMultiProcessor;
+    int major, minor, warpSize, multiProcessorCount, maxThreadsPerBlock,
+        maxThreadsPerMultiProcessor;
     int maxThreadsDim[3], maxGridSize[3], regsPerBlock, regsPerMultiprocessor, l2CacheSize;
-    int memoryBusWidth, concurrentKernels, asyncEngineCount, unifiedAddressing, ECCEnabled, integrated;
+    int memoryBusWidth, concurrentKernels, asyncEngineCount, unifiedAddressing, ECCEnabled,
+        integrated;
     int pciBusID, pciDeviceID, pciDomainID;
 };
 enum cudaDeviceAttr {
@@ -1678,13 +1727,13 @@ enum cudaDeviceAttr {
 
 /* ---- Errors */
 
-#define EMULATOR_NAME(NAME, VALUE, TEXT)                                                           \
-    if (error == NAME) {                                                                           \
-        return #NAME;                                                                              \
+#define EMULATOR_NAME(NAME, VALUE, TEXT) \
+    if (error == NAME) {                 \
+        return #NAME;                    \
     }
-#define EMULATOR_TEXT(NAME, VALUE, TEXT)                                                           \
-    if (error == NAME) {                                                                           \
-        return TEXT;                                                                               \
+#define EMULATOR_TEXT(NAME, VALUE, TEXT) \
+    if (error == NAME) {                 \
+        return TEXT;                     \
     }
 inline const char *cudaGetErrorName(cudaError_t error) {
     EMULATOR_ERRORS(EMULATOR_NAME)
@@ -1711,7 +1760,8 @@ inline cudaError_t cudaGetDeviceCount(int *count) {
 }
 inline cudaError_t cudaSetDevice(int device) {
     if (device < 0 || device >= emulator::device_count()) {
-        return emulator::failed(emulator::device_count() ? cudaErrorInvalidDevice : cudaErrorNoDevice);
+        return emulator::failed(emulator::device_count() ? cudaErrorInvalidDevice
+                                                         : cudaErrorNoDevice);
     }
     emulator::current_device = device;
     return cudaSuccess;
@@ -1745,7 +1795,8 @@ inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp *properties, int devic
     properties->regsPerBlock = properties->regsPerMultiprocessor = 65536;
     properties->l2CacheSize = 1 << 20;
     properties->memoryBusWidth = 64;
-    properties->concurrentKernels = properties->asyncEngineCount = properties->unifiedAddressing = 1;
+    properties->concurrentKernels = properties->asyncEngineCount = properties->unifiedAddressing =
+        1;
     return cudaSuccess;
 }
 inline cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device) {
@@ -1836,7 +1887,8 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, Kernel *) {
     return cudaSuccess;
 }
 template <class Kernel>
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, Kernel *, int threads, size_t) {
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, Kernel *, int threads,
+                                                          size_t) {
     *blocks = 2048 / threads;
     return cudaSuccess;
 }
@@ -1846,6 +1898,18 @@ inline cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function
 
 /* ---- Memory */
 
+inline cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *attributes, const void *memory) {
+    std::lock_guard<std::mutex> guard(emulator::runtime_lock);
+    const emulator::Allocation *found = emulator::find_allocation(memory);
+    bool gpu = found && found->device >= 0;
+    attributes->type = gpu     ? cudaMemoryTypeDevice
+                       : found ? cudaMemoryTypeHost
+                               : cudaMemoryTypeUnregistered;
+    attributes->device = gpu ? found->device : found ? 0 : -2;
+    attributes->devicePointer = found ? const_cast<void *>(memory) : nullptr;
+    attributes->hostPointer = gpu ? nullptr : const_cast<void *>(memory);
+    return cudaSuccess;
+}
 template <class T> cudaError_t cudaMalloc(T **memory, size_t bytes) {
     if (!emulator::device_count()) {
         return emulator::failed(cudaErrorNoDevice);
@@ -1853,9 +1917,9 @@ template <class T> cudaError_t cudaMalloc(T **memory, size_t bytes) {
     return emulator::allocate((void **)memory, bytes, emulator::current_device);
 }
 inline cudaError_t cudaFree(void *memory) {
-    for (int device = 0; device < emulator::device_count() && memory; device++) {
-        emulator::finish_device(device);
-    }
+    cudaPointerAttributes attributes;
+    cudaPointerGetAttributes(&attributes, memory);
+    emulator::finish_device(attributes.device); // who uses it has ended
     return emulator::release(memory, false);
 }
 template <class T> cudaError_t cudaHostAlloc(T **memory, size_t bytes, unsigned) {
@@ -1874,27 +1938,20 @@ inline cudaError_t cudaMemGetInfo(size_t *left, size_t *total) {
     *left = *total - emulator::used_memory[emulator::current_device];
     return cudaSuccess;
 }
-inline cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *attributes, const void *memory) {
-    std::lock_guard<std::mutex> guard(emulator::runtime_lock);
-    const emulator::Allocation *found = emulator::find_allocation(memory);
-    bool gpu = found && found->device >= 0;
-    attributes->type = gpu     ? cudaMemoryTypeDevice
-                       : found ? cudaMemoryTypeHost
-                               : cudaMemoryTypeUnregistered;
-    attributes->device = gpu ? found->device : found ? 0 : -2;
-    attributes->devicePointer = found ? const_cast<void *>(memory) : nullptr;
-    attributes->hostPointer = gpu ? nullptr : const_cast<void *>(memory);
-    return cudaSuccess;
-}
-
 inline cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind,
                                    cudaStream_t stream = nullptr) {
     using namespace emulator;
     bool to_gpu = kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;
     bool from_gpu = kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
     bool any = kind == cudaMemcpyDefault;
-    return copy(to, from, bytes, any ? ANYWHERE : to_gpu ? ON_GPU : ON_HOST,
-                any ? ANYWHERE : from_gpu ? ON_GPU : ON_HOST, stream);
+    return copy(to, from, bytes,
+                any      ? ANYWHERE
+                : to_gpu ? ON_GPU
+                         : ON_HOST,
+                any        ? ANYWHERE
+                : from_gpu ? ON_GPU
+                           : ON_HOST,
+                stream);
 }
 inline cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind) {
     cudaError_t error = cudaMemcpyAsync(to, from, bytes, kind);
@@ -1912,7 +1969,8 @@ inline cudaError_t cudaMemcpyPeer(void *to, int to_device, const void *from, int
     emulator::finish_stream(emulator::stream_of(nullptr));
     return error;
 }
-inline cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stream = nullptr) {
+inline cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes,
+                                   cudaStream_t stream = nullptr) {
     emulator::check_range("cudaMemset", to, bytes, emulator::ON_GPU);
     return emulator::enqueue(stream, [=] {
         emulator::check_range("cudaMemset", to, bytes, emulator::ON_GPU);
@@ -1953,11 +2011,13 @@ inline cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 }
 // Whoever asks again and again shall see it end: every question does one more operation.
 inline cudaError_t cudaStreamQuery(cudaStream_t stream) {
-    stream = emulator::stream_of(stream);
-    if (stream->finished == stream->queued) {
+    using namespace emulator;
+    stream = stream_of(stream);
+    long finished = operations(&Stream::finished, stream);
+    if (finished == operations(&Stream::queued, stream)) {
         return cudaSuccess;
     }
-    emulator::run_until(stream, stream->finished + 1);
+    run_until(stream, finished + 1);
     return cudaErrorNotReady;
 }
 
@@ -1985,7 +2045,7 @@ inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream = null
         return cudaSuccess;
     }
     event->stream = stream;
-    event->position = stream->queued + 1;
+    event->position = emulator::operations(&emulator::Stream::queued, stream) + 1;
     return emulator::enqueue(stream, [seconds = event->seconds] {
         timespec now;
         clock_gettime(CLOCK_MONOTONIC, &now);
@@ -1999,7 +2059,8 @@ inline cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     return cudaSuccess;
 }
 inline cudaError_t cudaEventQuery(cudaEvent_t event) {
-    if (!event->stream || event->stream->finished >= event->position) {
+    using namespace emulator;
+    if (!event->stream || operations(&Stream::finished, event->stream) >= event->position) {
         return cudaSuccess;
     }
     cudaStreamQuery(event->stream);
@@ -2055,7 +2116,8 @@ inline cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *executable, cu
                                                  unsigned long long = 0) {
     return cudaGraphInstantiate(executable, graph);
 }
-inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t *executable, cudaGraph_t graph, void *, char *,
+inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t *executable, cudaGraph_t graph, void *,
+                                        char *,
                                         size_t) { // as in CUDA 11
     return cudaGraphInstantiate(executable, graph);
 }
@@ -2077,9 +2139,9 @@ inline cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) {
 
 /* ==== 8. Counting accesses ======================================================================
 
-   With -fsanitize=thread the compiler calls a function at every access to memory that may be shared.
-   Here these are ours. What is neither in an array in shared memory nor in an allocation of a GPU, on
-   a stack for instance, is not counted: a GPU would have most of it in registers. */
+   With -fsanitize=thread the compiler calls a function at every access to memory that may be
+   shared. Here these are ours. What is neither in an array in shared memory nor in an allocation of
+   a GPU, on a stack for instance, is not counted: a GPU would have most of it in registers. */
 
 #ifdef CUEMU_COUNT
 namespace emulator {
@@ -2094,17 +2156,17 @@ struct TrafficTable {
 static TrafficTable traffic_table;
 
 inline TrafficTable::~TrafficTable() {
-    fprintf(stderr, "%-24s %8s %31s %31s\n%-24s %8s", "", "", "accesses to global memory",
-            "accesses to shared memory", "kernel", "launches");
-    for (int i = 0; i < 2; i++) {
-        fprintf(stderr, " %15s %15s", "reads (bytes)", "writes (bytes)");
+    const char *kinds[TRAFFIC_KINDS] = {"global reads", "writes", "shared reads", "writes"};
+    fprintf(stderr, "%-24s %8s", "kernel", "launches");
+    for (const char *kind : kinds) {
+        fprintf(stderr, " %12s %14s", kind, "(bytes)");
     }
     fprintf(stderr, "\n");
     for (auto &[name, kernel] : kernels) {
         fprintf(stderr, "%-24s %8ld", name.c_str(), kernel.launches);
         for (const Traffic &traffic : kernel.traffic) {
             std::string bytes = "(" + std::to_string(traffic.bytes) + ")";
-            fprintf(stderr, " %6ld %8s", traffic.accesses, bytes.c_str());
+            fprintf(stderr, " %12ld %14s", traffic.accesses, bytes.c_str());
         }
         fprintf(stderr, "\n");
     }
@@ -2157,18 +2219,18 @@ __attribute__((no_sanitize("thread"))) inline void count_access(const void *addr
 } // namespace emulator
 
 #define EMULATOR_HOOK extern "C" __attribute__((no_sanitize("thread"), used)) void
-#define EMULATOR_HOOKS(BYTES)                                                                      \
-    EMULATOR_HOOK __tsan_read##BYTES(void *address) {                                              \
-        emulator::count_access(address, BYTES, false);                                             \
-    }                                                                                              \
-    EMULATOR_HOOK __tsan_write##BYTES(void *address) {                                             \
-        emulator::count_access(address, BYTES, true);                                              \
-    }                                                                                              \
-    EMULATOR_HOOK __tsan_unaligned_read##BYTES(void *address) {                                    \
-        emulator::count_access(address, BYTES, false);                                             \
-    }                                                                                              \
-    EMULATOR_HOOK __tsan_unaligned_write##BYTES(void *address) {                                   \
-        emulator::count_access(address, BYTES, true);                                              \
+#define EMULATOR_HOOKS(BYTES)                                    \
+    EMULATOR_HOOK __tsan_read##BYTES(void *address) {            \
+        emulator::count_access(address, BYTES, false);           \
+    }                                                            \
+    EMULATOR_HOOK __tsan_write##BYTES(void *address) {           \
+        emulator::count_access(address, BYTES, true);            \
+    }                                                            \
+    EMULATOR_HOOK __tsan_unaligned_read##BYTES(void *address) {  \
+        emulator::count_access(address, BYTES, false);           \
+    }                                                            \
+    EMULATOR_HOOK __tsan_unaligned_write##BYTES(void *address) { \
+        emulator::count_access(address, BYTES, true);            \
     }
 EMULATOR_HOOKS(1)
 EMULATOR_HOOKS(2)
@@ -2181,34 +2243,38 @@ EMULATOR_HOOK __tsan_read_range(void *address, size_t bytes) {
 EMULATOR_HOOK __tsan_write_range(void *address, size_t bytes) {
     emulator::count_access(address, (long)bytes, true);
 }
-#define EMULATOR_ATOMIC_HOOK(NAME, BITS)                                                           \
-    extern "C" __attribute__((no_sanitize("thread"), used)) uint##BITS##_t                         \
-    __tsan_atomic##BITS##_##NAME(uint##BITS##_t *address, uint##BITS##_t value, int order) {       \
-        emulator::count_access(address, BITS / 8, true);                                           \
-        (void)order;                                                                               \
-        return __atomic_##NAME(address, value, __ATOMIC_SEQ_CST);                                  \
+#define EMULATOR_ATOMIC_HOOK(BITS, TYPE, NAME, ...)         \
+    extern "C" __attribute__((no_sanitize("thread"), used)) \
+    TYPE __tsan_atomic##BITS##_##NAME(uint##BITS##_t *address, __VA_ARGS__)
+#define EMULATOR_ATOMIC_HOOKS(BITS, T)                                                         \
+    EMULATOR_ATOMIC_HOOK(BITS, T, load, int) {                                                 \
+        emulator::count_access(address, BITS / 8, false);                                      \
+        return __atomic_load_n(address, __ATOMIC_SEQ_CST);                                     \
+    }                                                                                          \
+    EMULATOR_ATOMIC_HOOK(BITS, T, fetch_add, T value, int) {                                   \
+        emulator::count_access(address, BITS / 8, true);                                       \
+        return __atomic_fetch_add(address, value, __ATOMIC_SEQ_CST);                           \
+    }                                                                                          \
+    EMULATOR_ATOMIC_HOOK(BITS, T, fetch_or, T value, int) {                                    \
+        emulator::count_access(address, BITS / 8, true);                                       \
+        return __atomic_fetch_or(address, value, __ATOMIC_SEQ_CST);                            \
+    }                                                                                          \
+    EMULATOR_ATOMIC_HOOK(BITS, int, compare_exchange_strong, T *expected, T value, int, int) { \
+        emulator::count_access(address, BITS / 8, true);                                       \
+        return __atomic_compare_exchange_n(address, expected, value, false, __ATOMIC_SEQ_CST,  \
+                                           __ATOMIC_SEQ_CST);                                  \
     }
-EMULATOR_ATOMIC_HOOK(fetch_add, 32)
-EMULATOR_ATOMIC_HOOK(fetch_add, 64)
-EMULATOR_ATOMIC_HOOK(fetch_or, 32)
-extern "C" __attribute__((no_sanitize("thread"), used)) uint8_t __tsan_atomic8_load(uint8_t *p, int) {
-    return __atomic_load_n(p, __ATOMIC_SEQ_CST); // is a static variable initialised?
-}
-EMULATOR_HOOK __tsan_init() {
-}
-EMULATOR_HOOK __tsan_func_entry(void *) {
-}
-EMULATOR_HOOK __tsan_func_exit() {
-}
-EMULATOR_HOOK __tsan_vptr_update(void **, void *) {
-}
+EMULATOR_ATOMIC_HOOKS(8, uint8_t)
+EMULATOR_ATOMIC_HOOKS(32, uint32_t)
+EMULATOR_ATOMIC_HOOKS(64, uint64_t)
+EMULATOR_HOOK __tsan_init() {}
+EMULATOR_HOOK __tsan_func_entry(void *) {}
+EMULATOR_HOOK __tsan_func_exit() {}
+EMULATOR_HOOK __tsan_vptr_update(void **, void *) {}
 #else
 namespace emulator {
-inline void note_memory(Launch *) {
-}
-inline void add_traffic(const Launch *) {
-}
-inline void count(int, long) {
-}
+inline void note_memory(Launch *) {}
+inline void add_traffic(const Launch *) {}
+inline void count(int, long) {}
 } // namespace emulator
 #endif

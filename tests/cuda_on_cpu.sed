@@ -1,28 +1,28 @@
-# sed -f tests/cuda_on_cpu.sed KERNELS.cu: what a C++ compiler cannot read in a CUDA file, rewritten
-# for tests/cuda_on_cpu.h. Everything stays on its line, so that messages name the lines of the file:
+# sed -f tests/cuda_on_cpu.sed KERNELS.cu: rewrites what a C++ compiler cannot read in a CUDA file,
+# for tests/cuda_on_cpu.h. Everything stays on its line, so that messages can name it:
 #   { echo '#line 1 "KERNELS.cu"'; sed -f tests/cuda_on_cpu.sed KERNELS.cu; } | g++ -x c++ ... -
 
-# The whole file at once: a declaration or a launch may be broken over several lines.
+# The whole file at once: a launch may be broken over several lines.
 :read
 $!{
 N
 b read
 }
 
-# CUDA's headers; tests/cuda_on_cpu.h stands for all of them.
+# CUDA's headers, for all of which tests/cuda_on_cpu.h stands, and advice to a GPU's compiler.
 s|#include[ \t]*<cuda[^>\n]*>|// &|g
-s|#include[ \t]*<mma\.h>|// &|g
-
-# Advice to a GPU compiler.
 s|#pragma[ \t]\+unroll|// &|g
 
-# extern __shared__ float4 tile[];  ->  float4 *tile = emulator::dynamic_shared<float4>();
-s/extern\([ \t\n]\+\)__shared__[ \t\n]\+\(\(__align__\|alignas\)([^()]*)[ \t\n]*\)\?\([A-Za-z_][A-Za-z0-9_: ]*[A-Za-z0-9_]\)[ \t\n]\+\([A-Za-z_][A-Za-z0-9_]*\)\[\];/\4 *\5 =\1emulator::dynamic_shared<\4>();/g
+# Shared memory is aligned to 128 bytes anyway.
+s/__shared__[ \t]\+\(__align__\|alignas\)([^()]*)/__shared__/g
 
-# __shared__ float tile[32][33];  ->  auto &tile = emulator::shared_array<float[32][33]>([] {});
-# The lambda's type tells one declaration from every other.
-s/__shared__[ \t\n]\+\(\(__align__\|alignas\)([^()]*)[ \t\n]*\)\?\([A-Za-z_][A-Za-z0-9_: ]*\(<[^<>;]*>\)\?\)[ \t\n]\+\([A-Za-z_][A-Za-z0-9_]*\)\(\(\[[^];]*\]\)*\);/auto \&\5 = emulator::shared_array<\3\6>([] {});/g
+# extern __shared__ float4 tile[];   ->   EMU_DYNAMIC(tile, float4);
+s/extern\s\+__shared__\s\+\(\w[^][;<,]*\)\s\+\(\w\+\)\[\];/EMU_DYNAMIC(\2, \1);/g
 
-# kernel<TILE><<<grid, block>>>(x, n)  ->  emulator::launch("kernel<TILE>", kernel<TILE>, grid, block)(x, n)
-s/\([A-Za-z_][A-Za-z0-9_:]*\(<[^<>;(){}]*>\)\?\)[ \t\n]*<<</emulator::launch(R"(\1)", \1, /g
-s/>>>[ \t\n]*(/)(/g
+# __shared__ float tile[32][33];   ->   EMU_SHARED(tile, float[32][33]);
+s/__shared__\s\+\(\w[^][;<]*\(<[^<>]*>\)\?\)\s\+\(\w\+\)\(\(\[[^];]*\]\)*\);/EMU_SHARED(\3, \1\4);/g
+
+# kernel<TILE><<<grid, block>>>(x, n)
+# ->   emulator::launch("kernel<TILE>", kernel<TILE>, grid, block)(x, n)
+s/\([A-Za-z_][A-Za-z0-9_:]*\(<[^<>;(){}]*>\)\?\)\s*<<</emulator::launch(R"(\1)", \1, /g
+s/>>>\s*(/)(/g
