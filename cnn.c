@@ -16,7 +16,8 @@
       2 Helpers         clock, errors, memory, files
       3 Datasets        reading images from files that cannot be trusted; made-up images
       4 Loader          worker threads that prepare the next batches
-      5 CPU layers      each layer forward and backward: first as its definition, then fast
+      5 CPU layers      each layer forward and backward, as its definition
+     5b Fast convolutions on the CPU; to be skipped at first reading
       6 Network         the layer table and its builders, memory plan, summary
       7 Models          the networks themselves, ten lines each
       8 Forward and backward   the walk over the layer table
@@ -1123,8 +1124,8 @@ static void loader_free(Loader *l) {
 
 /* ==== 5. Layers on the CPU ======================================================================
 
-   Every layer stands here first as its definition, a few loops that say what it computes (_naive);
-   the tests take these for the truth. Where time is spent a fast version follows (_fast).
+   Every layer stands here as its definition, a few loops that say what it computes; the tests take
+   these for the truth. Those called _naive have a fast version in the next room (_fast).
 
    Gradients: dX is the derivative of the loss by X. A backward receives dout and writes dweight
    and dbias with =, and din with = or, if accumulate, with +=. Work is split by shapes, never by
@@ -1537,7 +1538,11 @@ static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t 
     }
 }
 
-/* ---- The fast convolution: one register tile ---------------------------------------------------
+/* ==== 5b. Fast convolutions on the CPU ==========================================================
+
+   The same results as the definitions, to rounding, near the limit of the machine. */
+
+/* ---- One register tile -------------------------------------------------------------------------
 
    A CPU core of today does its arithmetic in vector registers: 16 floats at a time with AVX-512, 8
    with AVX2, 4 with NEON. It multiplies and adds faster than it loads, so numbers that were loaded
@@ -1910,16 +1915,18 @@ static void convolve(real *out, const real *in, const real *packed, const real *
 
 /* ---- Winograd's convolution ---------------------------------------------------------------------
 
-   Where a 3 x 3 filter g, stride 1, meets the 4 x 4 inputs d of 2 x 2 neighbouring outputs, it takes
-   36 products a channel. 16 are enough (Lavin, Gray, "Fast algorithms for convolutional neural
-   networks", CVPR 2016, F(2 x 2, 3 x 3)):
+   Where a 3 x 3 filter g, stride 1, meets the 4 x 4 inputs d of 2 x 2 neighbouring outputs, the
+   definition takes 36 products a channel. 16 are enough (Lavin, Gray, "Fast algorithms for
+   convolutional neural networks", CVPR 2016, F(2 x 2, 3 x 3)):
      u = G g G^T, v = B^T d B       4 x 4 places each
      out = A^T (sum over channels of u * v, place by place) A
-   The sum is a matrix product at each place, done by dot_tile() with 6 tiles of pixels as its rows.
+   The sum is a matrix product at each place, done by dot_tile() with 6 tiles of pixels as its rows;
+   the weight gradient is one too, by outer_tile().
    The transforms only add, subtract and halve, and the sums are shorter: the rounding error is 0.6
    times that of the definition (32 to 512 channels, random numbers); the same bound tests both. */
 
-// B^T d, A^T m and G g of one row (step 1) or column (step 4) of a tile, in place
+/* One row (step 1) or column (step 4) of a tile, in place: B^T d, A^T m and G g, and for the weight
+   gradient A dout and G^T du. */
 INLINE void transform_input(vec *d, size_t step) {
     vec d0 = d[0], d1 = d[step], d2 = d[2 * step], d3 = d[3 * step];
     d[0] = d0 - d2;
@@ -1932,6 +1939,20 @@ INLINE void transform_output(vec *m, size_t step) {
     vec m1 = m[step], m2 = m[2 * step];
     m[0] = m[0] + m1 + m2;
     m[step] = m1 - m2 - m[3 * step];
+}
+
+INLINE void transform_dout(vec *d, size_t step) {
+    vec d0 = d[0], d1 = d[step];
+    d[step] = d0 + d1;
+    d[2 * step] = d0 - d1;
+    d[3 * step] = -d1;
+}
+
+INLINE void transform_dweight(real *u, size_t step) {
+    real sum = (u[step] + u[2 * step]) / 2, difference = (u[step] - u[2 * step]) / 2;
+    u[0] += sum;
+    u[step] = difference;
+    u[2 * step] = sum + u[3 * step];
 }
 
 INLINE void transform_weight(real *g, size_t step) {
@@ -2005,6 +2026,26 @@ static void winograd_output(real *out, const real *m, size_t m_step, const real 
                 store(to, p->relu ? relu_vec(sum) : sum, count);
             }
         }
+    }
+}
+
+// The reverse, for the weight gradient: m[place][columns] = A dout A^T; no pixel, no gradient
+static void winograd_dout(real *m, size_t m_step, const real *dout, const Pass *p, size_t y,
+                          size_t x, size_t columns) {
+    for (size_t j = 0; j < columns; j += LANES) {
+        vec d[PLACES];
+        UNROLLED(i, 4) {
+            size_t oy = y + i / 2, ox = x + i % 2;
+            bool inside = oy < p->out.h && ox < p->out.w;
+            const real *from = dout + (oy * p->out.w + ox) * p->out.c + j;
+            d[i / 2 * 4 + i % 2] = inside ? load(from, columns - j) : (vec){0};
+        }
+        UNROLLED(i, 2)
+            transform_dout(d + 4 * i, 1);
+        UNROLLED(i, 4)
+            transform_dout(d + i, 4);
+        UNROLLED(i, PLACES)
+            *(vec *)(m + i * m_step + j) = d[i];
     }
 }
 
@@ -2083,11 +2124,16 @@ typedef struct WeightGradient {
     size_t n, slices, parts;
 } WeightGradient;
 
+static size_t winograd_sums(const Pass *p) // of one slice
+{
+    return (PLACES * p->depth + 1) * ceil_div(p->out.c, LANES) * LANES;
+}
+
 static WeightGradient weight_gradient_plan(const Layer *l, size_t n) {
     WeightGradient g = {.pass = forward_pass(l), .n = n};
     g.groups = ceil_div(g.pass.depth, ROWS);
     g.units = g.pass.taps * g.groups + (l->biases > 0);
-    size_t sums = l->weights + l->biases;
+    size_t sums = g.pass.winograd ? winograd_sums(&g.pass) : l->weights + l->biases;
     size_t worth = min_size(SLICE_ELEMENTS / sums, n * g.pass.out_pixels / SLICE_PIXELS);
     g.slices = min_size(n, min_size(SLICES, max_size(1, worth)));
     g.parts = min_size(g.units, ceil_div(SLICES, g.slices));
@@ -2142,11 +2188,99 @@ static void weight_gradient_piece(real *dweight, real *dbias, const WeightGradie
         }
 }
 
+// to[i] = sum over slices of from[slice][i], for i < count; to may be from
+static void sum_slices(real *to, const real *from, size_t slices, size_t pitch, size_t count) {
+    PARALLEL_FOR
+    for (size_t i = 0; i < count; i++) {
+        real sum = from[i];
+        for (size_t slice = 1; slice < slices; slice++)
+            sum += from[slice * pitch + i];
+        to[i] = sum;
+    }
+}
+
+/* ... and by Winograd's transforms, since the output is linear in u:
+     du = sum over tiles of v * (A dout A^T), place by place;   dweight = G^T du G
+   sums[place][depth][width] += du of a block of columns over tiles [first, last); behind them, the
+   bias: at place (1, 1) the transform of dout is the sum of its four pixels. */
+static void winograd_gradient_piece(real *sums, const WeightGradient *g, size_t first, size_t last,
+                                    size_t column, real *area) {
+    const Pass *p = &g->pass;
+    Pair pairs[TILES_AT_ONCE];
+    size_t v_step = TILES_AT_ONCE * p->depth + LANES, m_step = TILES_AT_ONCE * COLUMNS + LANES;
+    size_t across = ceil_div(p->out.w, 2), of_image = across * ceil_div(p->out.h, 2);
+    size_t width = block_width(p, column), columns = min_size(width, p->out.c - column);
+    real *v = area, *m = v + PLACES * v_step;
+    memset(sums, 0, (PLACES * p->depth + 1) * width * sizeof *sums);
+    for (; first < last; first += TILES_AT_ONCE) {
+        size_t tiles = min_size(TILES_AT_ONCE, last - first);
+        for (size_t t = 0, tile = first; t < tiles; t++, tile++) {
+            size_t image = tile / of_image, y = tile % of_image / across * 2;
+            winograd_input(v + t * p->depth, v_step, g->in + image * p->in_pixels * p->depth, p, y,
+                           tile % across * 2);
+            winograd_dout(m + t * width, m_step,
+                          g->dout + image * p->out_pixels * p->out.c + column, p, y,
+                          tile % across * 2, columns);
+            for (size_t j = 0; j < width; j++)
+                sums[PLACES * p->depth * width + j] += m[5 * m_step + t * width + j];
+        }
+        for (size_t place = 0; place < PLACES; place++) {
+            for (size_t t = 0; t < tiles; t++)
+                pairs[t] =
+                    (Pair){v + place * v_step + t * p->depth, m + place * m_step + t * width};
+            for (size_t row = 0; row < p->depth; row += ROWS)
+                outer_tiles[min_size(ROWS, p->depth - row) - 1][width / LANES - 1](
+                    sums + (place * p->depth + row) * width, width, width, pairs, tiles, row, 0);
+        }
+    }
+}
+
+// sums[block of COLUMNS][row][column in the block]
+static real *winograd_sum(real *sums, const Pass *p, size_t row, size_t column) {
+    size_t first = column / COLUMNS * COLUMNS, rows = PLACES * p->depth + 1;
+    return sums + first * rows + row * block_width(p, first) + column - first;
+}
+
+static void winograd_gradient(real *dweight, real *dbias, const WeightGradient *g, bool bias,
+                              real *scratch) {
+    const Pass *p = &g->pass;
+    size_t size = winograd_sums(p);
+    size_t tiles = g->n * ceil_div(p->out.h, 2) * ceil_div(p->out.w, 2);
+    real *areas = scratch + g->slices * size;
+    PARALLEL_FOR_2
+    for (size_t slice = 0; slice < g->slices; slice++)
+        for (size_t column = 0; column < p->out.c; column += COLUMNS)
+            winograd_gradient_piece(winograd_sum(scratch + slice * size, p, 0, column), g,
+                                    tiles * slice / g->slices, tiles * (slice + 1) / g->slices,
+                                    column,
+                                    areas + (size_t)omp_get_thread_num() * winograd_area(p));
+    sum_slices(scratch, scratch, g->slices, size, size);
+    for (size_t column = 0; bias && column < p->out.c; column++)
+        dbias[column] = *winograd_sum(scratch, p, PLACES * p->depth, column);
+    PARALLEL_FOR_2
+    for (size_t d = 0; d < p->depth; d++)
+        for (size_t column = 0; column < p->out.c; column++) {
+            real u[PLACES];
+            for (size_t place = 0; place < PLACES; place++)
+                u[place] = *winograd_sum(scratch, p, place * p->depth + d, column);
+            for (size_t i = 0; i < 4; i++)
+                transform_dweight(u + i, 4);
+            for (size_t i = 0; i < 3; i++)
+                transform_dweight(u + 4 * i, 1);
+            for (size_t tap = 0; tap < 9; tap++)
+                dweight[(tap * p->depth + d) * p->out.c + column] = u[tap / 3 * 4 + tap % 3];
+        }
+}
+
 static void weight_gradient(real *dweight, real *dbias, const real *dout, const real *in,
                             const Layer *l, size_t n, real *scratch) {
     WeightGradient g = weight_gradient_plan(l, n);
     g.in = in;
     g.dout = dout;
+    if (g.pass.winograd) {
+        winograd_gradient(dweight, dbias, &g, l->biases > 0, scratch);
+        return;
+    }
     size_t sums = l->weights + l->biases;
     PARALLEL_FOR_2
     for (size_t slice = 0; slice < g.slices; slice++)
@@ -2156,13 +2290,8 @@ static void weight_gradient(real *dweight, real *dbias, const real *dout, const 
         }
     if (g.slices == 1)
         return;
-    PARALLEL_FOR
-    for (size_t i = 0; i < sums; i++) {
-        real sum = 0;
-        for (size_t slice = 0; slice < g.slices; slice++)
-            sum += scratch[slice * sums + i];
-        *(i < l->weights ? dweight + i : dbias + i - l->weights) = sum;
-    }
+    sum_slices(dweight, scratch, g.slices, sums, l->weights);
+    sum_slices(dbias, scratch + l->weights, g.slices, sums, l->biases);
 }
 
 static void conv2d_backward_fast(real *din, real *dweight, real *dbias, const real *dout,
@@ -2359,20 +2488,18 @@ static void conv2d_backward_pooled(real *din, real *dweight, real *dbias, const 
                 din[image * p.image + i] = dimage[i] + (accumulate ? din[image * p.image + i] : 0);
         }
     }
+    sum_slices(scratch, scratch, slices, size, size);
+    for (size_t k = 0; k < l->biases; k++)
+        dbias[k] = scratch[channels * p.filter + k];
     size_t run = l->kernel * l->in.c;
     PARALLEL_FOR
-    for (size_t i = 0; i < l->weights + l->biases; i++) {
-        bool bias = i >= l->weights;
+    for (size_t i = 0; i < l->weights; i++) {
         size_t k = i % channels, row = i / channels / run, at = i / channels % run;
-        size_t from = bias ? channels * p.filter + k : k * p.filter + row * p.pitch + at;
-        real sum = 0;
-        for (size_t slice = 0; slice < slices; slice++)
-            sum += scratch[slice * size + from];
-        *(bias ? dbias + k : dweight + i) = sum;
+        dweight[i] = scratch[k * p.filter + row * p.pitch + at];
     }
 }
 
-/* A max-pool, a vector of channels at a time: the largest so far and where it was stay in registers.
+/* A max-pool, a vector of channels at a time: the largest and where it was stay in registers.
    Spelled out, because compilers do not mix numbers and bytes in one vector loop by themselves. */
 static void maxpool2d_forward_fast(real *out, uint8_t *argmax, const real *in, const Layer *l,
                                    size_t n) {
@@ -2411,12 +2538,15 @@ static size_t scratch_size_fast(const Layer *l, size_t n) {
         return scratch_size_naive(l, n);
     Pass forward = forward_pass(l), backward = backward_pass(l, false);
     size_t slices = weight_gradient_plan(l, n).slices, pooled = 0;
+    size_t gradient = forward.winograd ? slices * winograd_sums(&forward) +
+                                             (size_t)omp_get_max_threads() * winograd_area(&forward)
+                                       : slices * (l->weights + l->biases);
     if (l->pool) {
         PooledPass p = pooled_pass(l);
         pooled = pooled_slices(&p, n) * pooled_sums(&p) + l->out.c * p.filter;
     }
     return max_size(max_size(pass_scratch(&forward), pass_scratch(&backward)),
-                    max_size(pooled, slices * (l->weights + l->biases)));
+                    max_size(pooled, gradient));
 }
 
 /* ==== 6. Network ================================================================================
