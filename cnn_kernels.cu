@@ -1101,13 +1101,23 @@ static __global__ void join_splits_kernel(Epilogue e, const real *parts, int spl
     finish(e, i, (int)(i % columns), sum);
 }
 
-/* How many ways K is split: until there are about 256 tiles, two for each multiprocessor of a large
-   GPU, but none with less than 256 of K. Never by the GPU at hand: its bits are those of others. */
+/* How many ways K is split: as long as there are no more than MOST_TILES tiles, about two for each
+   multiprocessor of a large GPU, and each has at least 256 of K. By shapes alone, not by the GPU at
+   hand, so that all GPUs compute the same bits. */
+enum { MOST_TILES = 256, LEAST_DEPTH = 256 };
+
 static size_t gemm_splits(size_t rows, size_t columns, size_t depth) {
     size_t tiles = (rows + TILE_M - 1) / TILE_M * ((columns + TILE_N - 1) / TILE_N);
-    size_t wanted = (256 + tiles - 1) / tiles, most = (depth + 255) / 256;
-    size_t splits = wanted < most ? wanted : most;
-    return splits < 64 ? splits : 64;
+    size_t room = tiles < MOST_TILES ? MOST_TILES / tiles : 1;
+    size_t most = (depth + LEAST_DEPTH - 1) / LEAST_DEPTH;
+    return room < most ? room : most;
+}
+
+// At least what the sums of all splits take, for these rows or fewer and this depth or less.
+static size_t parts_size(size_t rows, size_t columns, size_t depth) {
+    size_t most = (depth + LEAST_DEPTH - 1) / LEAST_DEPTH * rows * columns;
+    return most < (size_t)MOST_TILES * TILE_M * TILE_N ? most
+                                                       : (size_t)MOST_TILES * TILE_M * TILE_N;
 }
 
 template <class A, class B, bool A_ALONG_K, bool B_ALONG_K>
@@ -1174,11 +1184,6 @@ static void conv2d_backward_tiled(real *din, real *dweight, real *dbias, const r
 
 static size_t larger(size_t a, size_t b) {
     return a > b ? a : b;
-}
-
-static size_t parts_size(size_t rows, size_t columns, size_t depth) {
-    size_t splits = gemm_splits(rows, columns, depth);
-    return splits > 1 ? splits * rows * columns : 0;
 }
 
 // Kernels count in 32 bits; so a tensor must not have more numbers than that.

@@ -438,7 +438,8 @@ inline void arrive_on_stack(Fiber *) {}
    it takes the other stack pointer, and returns to where that fiber came from. */
 
 void fiber_main();
-const size_t STACK_BYTES = 256 << 10;
+// The race detector notes what happened to every byte of new memory, which takes its time.
+const size_t STACK_BYTES = (race_detector ? 64 : 256) << 10;
 
 #if defined(__x86_64__)
 asm(R"(
@@ -1654,6 +1655,11 @@ Launcher<Parameters...> launch(const char *name, void (*kernel)(Parameters...), 
     return {{name, place, grid, block, dynamic_bytes, current_device, {}, {}}, kernel, stream};
 }
 } // namespace emulator
+
+// kernel<<<grid, block>>>(x) has become EMU_LAUNCH((kernel), grid, block)(x). In a macro, too, the
+// name is the kernel's own.
+#define EMU_NAME(...) #__VA_ARGS__
+#define EMU_LAUNCH(kernel, ...) emulator::launch(EMU_NAME kernel, kernel, __VA_ARGS__)
 
 /* ==== 7. The runtime's functions ============================================================== */
 

@@ -23,6 +23,6 @@ s/extern\s\+__shared__\s\+\(\w[^][;<,]*\)\s\+\(\w\+\)\[\];/EMU_DYNAMIC(\2, \1);/
 s/__shared__\s\+\(\w[^][;<]*\(<[^<>]*>\)\?\)\s\+\(\w\+\)\(\(\[[^];]*\]\)*\);/EMU_SHARED(\3, \1\4);/g
 
 # kernel<TILE><<<grid, block>>>(x, n)
-# ->   emulator::launch("kernel<TILE>", kernel<TILE>, grid, block)(x, n)
-s/\([A-Za-z_][A-Za-z0-9_:]*\(<[^<>;(){}]*>\)\?\)\s*<<</emulator::launch(R"(\1)", \1, /g
+# ->   EMU_LAUNCH((kernel<TILE>), grid, block)(x, n)
+s/\([A-Za-z_][A-Za-z0-9_:]*\(<[^<>;(){}]*>\)\?\)\s*<<</EMU_LAUNCH((\1), /g
 s/>>>\s*(/)(/g
