@@ -1983,113 +1983,153 @@ static void pack_winograd(real *packed, const real *weight, const Pass *p) {
         }
 }
 
-// v[place][depth] of the tile whose 2 x 2 outputs begin at (y, x)
-static void winograd_input(real *v, size_t v_step, const real *in, const Pass *p, size_t y,
-                           size_t x) {
-    const real *from[PLACES];
-    for (size_t i = 0; i < PLACES; i++) {
-        size_t iy = y + i / 4 - p->padding, ix = x + i % 4 - p->padding;
-        bool inside = iy < p->in.h && ix < p->in.w;
-        from[i] = inside ? in + (iy * p->in.w + ix) * p->depth : zeros;
-    }
-    for (size_t c = 0; c < p->depth; c += LANES) {
-        vec d[PLACES];
-        UNROLLED(i, PLACES)
-            d[i] = *(const vec *)(from[i] + c);
-        UNROLLED(i, 4)
-            transform_input(d + i, 4);
-        UNROLLED(i, 4)
-            transform_input(d + 4 * i, 1);
-        UNROLLED(i, PLACES)
-            *(vec *)(v + i * v_step + c) = d[i];
-    }
-}
+/* A block of tiles on its way through the transforms: `tiles` tiles from `first` on, and the columns
+   from `column` on, at most COLUMNS. v is [place][tile][depth], m is [place][tile][width]; between
+   places lies a vector more than needed, lest all 16 fall on the same lines of the cache. */
+typedef struct TileBlock {
+    const Pass *pass;
+    size_t first, tiles, column, columns, width, v_step, m_step;
+    real *v, *m;
+} TileBlock;
 
-// out at 2 x 2 pixels from (y, x) on, from the sums m[place][columns]
-static void winograd_output(real *out, const real *m, size_t m_step, const real *bias,
-                            const Pass *p, size_t y, size_t x, size_t columns) {
-    for (size_t j = 0; j < columns; j += LANES) {
-        vec sums[PLACES];
-        UNROLLED(i, PLACES)
-            sums[i] = *(const vec *)(m + i * m_step + j);
-        UNROLLED(i, 4)
-            transform_output(sums + i, 4);
-        UNROLLED(i, 2)
-            transform_output(sums + 4 * i, 1);
-        UNROLLED(i, 4) {
-            size_t oy = y + i / 2, ox = x + i % 2, count = columns - j;
-            real *to = out + (oy * p->out.w + ox) * p->out.c + j;
-            if (oy < p->out.h && ox < p->out.w) {
-                vec start = bias ? load(bias + j, count) : (vec){0};
-                vec before = p->accumulate ? load(to, count) : (vec){0};
-                vec sum = sums[i / 2 * 4 + i % 2] + start + before;
-                store(to, p->relu ? relu_vec(sum) : sum, count);
-            }
-        }
-    }
-}
-
-// The reverse, for the weight gradient: m[place][columns] = A dout A^T; no pixel, no gradient
-static void winograd_dout(real *m, size_t m_step, const real *dout, const Pass *p, size_t y,
-                          size_t x, size_t columns) {
-    for (size_t j = 0; j < columns; j += LANES) {
-        vec d[PLACES];
-        UNROLLED(i, 4) {
-            size_t oy = y + i / 2, ox = x + i % 2;
-            bool inside = oy < p->out.h && ox < p->out.w;
-            const real *from = dout + (oy * p->out.w + ox) * p->out.c + j;
-            d[i / 2 * 4 + i % 2] = inside ? load(from, columns - j) : (vec){0};
-        }
-        UNROLLED(i, 2)
-            transform_dout(d + 4 * i, 1);
-        UNROLLED(i, 4)
-            transform_dout(d + i, 4);
-        UNROLLED(i, PLACES)
-            *(vec *)(m + i * m_step + j) = d[i];
-    }
-}
-
-static size_t winograd_area(const Pass *p) // one thread's v and sums
+static size_t tile_area(const Pass *p) // v and m of one thread
 {
     return PLACES * (TILES_AT_ONCE * (p->depth + COLUMNS) + 2 * LANES);
 }
 
-/* A block of COLUMNS columns of `tiles` tiles from `first` on. Between places lies a vector more
-   than needed, lest all 16 fall on the same lines of the cache. */
-static void winograd_block(real *out, const real *in, const real *packed, const real *bias,
-                           const Pass *p, size_t first, size_t tiles, size_t column, real *area) {
-    size_t v_step = TILES_AT_ONCE * p->depth + LANES, m_step = TILES_AT_ONCE * COLUMNS + LANES;
-    size_t across = ceil_div(p->out.w, 2), of_image = across * ceil_div(p->out.h, 2);
-    size_t width = block_width(p, column), columns = min_size(width, p->out.c - column);
-    real *v = area, *m = v + PLACES * v_step;
-    for (size_t t = 0, tile = first; t < tiles; t++, tile++)
-        winograd_input(v + t * p->depth, v_step, in + tile / of_image * p->in_pixels * p->depth, p,
-                       tile % of_image / across * 2, tile % across * 2);
+static TileBlock tile_block(const Pass *p, size_t first, size_t last, size_t column, real *areas) {
+    TileBlock b = {.pass = p, .first = first, .tiles = min_size(TILES_AT_ONCE, last - first)};
+    b.column = column;
+    b.width = block_width(p, column);
+    b.columns = min_size(b.width, p->out.c - column);
+    b.v_step = TILES_AT_ONCE * p->depth + LANES;
+    b.m_step = TILES_AT_ONCE * COLUMNS + LANES;
+    b.v = areas + (size_t)omp_get_thread_num() * tile_area(p);
+    b.m = b.v + PLACES * b.v_step;
+    return b;
+}
+
+static size_t count_tiles(const Pass *p, size_t n) {
+    return n * ceil_div(p->out.h, 2) * ceil_div(p->out.w, 2);
+}
+
+// The image of a block's tile t, and the first of its 2 x 2 outputs.
+typedef struct TileSpot {
+    size_t image, y, x;
+} TileSpot;
+
+static TileSpot tile_spot(const TileBlock *b, size_t t) {
+    size_t across = ceil_div(b->pass->out.w, 2), down = ceil_div(b->pass->out.h, 2);
+    size_t tile = b->first + t;
+    return (TileSpot){tile / across / down, tile / across % down * 2, tile % across * 2};
+}
+
+// Where pixel i of 2 x 2 lies in out or dout; OUTSIDE: beyond the image's odd edge
+static ptrdiff_t tile_pixel(const TileBlock *b, TileSpot s, size_t i) {
+    const Pass *p = b->pass;
+    size_t y = s.y + i / 2, x = s.x + i % 2;
+    bool inside = y < p->out.h && x < p->out.w;
+    return inside ? (ptrdiff_t)((s.image * p->out_pixels + y * p->out.w + x) * p->out.c + b->column)
+                  : OUTSIDE;
+}
+
+// v = B^T d B
+static void winograd_input(const TileBlock *b, const real *in) {
+    const Pass *p = b->pass;
+    for (size_t t = 0; t < b->tiles; t++) {
+        const TileSpot s = tile_spot(b, t);
+        const real *from[PLACES];
+        for (size_t i = 0; i < PLACES; i++) {
+            size_t y = s.y + i / 4 - p->padding, x = s.x + i % 4 - p->padding;
+            bool inside = y < p->in.h && x < p->in.w;
+            from[i] = inside ? in + (s.image * p->in_pixels + y * p->in.w + x) * p->depth : zeros;
+        }
+        for (size_t c = 0; c < p->depth; c += LANES) {
+            vec d[PLACES];
+            UNROLLED(i, PLACES)
+                d[i] = *(const vec *)(from[i] + c);
+            UNROLLED(i, 4)
+                transform_input(d + i, 4);
+            UNROLLED(i, 4)
+                transform_input(d + 4 * i, 1);
+            UNROLLED(i, PLACES)
+                *(vec *)(b->v + i * b->v_step + t * p->depth + c) = d[i];
+        }
+    }
+}
+
+// out = A^T m A + bias, and what the pass wants besides
+static void winograd_output(const TileBlock *b, real *out, const real *bias) {
+    const Pass *p = b->pass;
+    for (size_t t = 0; t < b->tiles; t++) {
+        const TileSpot s = tile_spot(b, t);
+        for (size_t j = 0, count = b->columns; j < b->columns; j += LANES, count -= LANES) {
+            vec sums[PLACES], start = bias ? load(bias + b->column + j, count) : (vec){0};
+            UNROLLED(i, PLACES)
+                sums[i] = *(const vec *)(b->m + i * b->m_step + t * b->width + j);
+            UNROLLED(i, 4)
+                transform_output(sums + i, 4);
+            UNROLLED(i, 2)
+                transform_output(sums + 4 * i, 1);
+            UNROLLED(i, 4) {
+                ptrdiff_t at = tile_pixel(b, s, i);
+                if (at != OUTSIDE) {
+                    vec sum = sums[i / 2 * 4 + i % 2] + start;
+                    sum += p->accumulate ? load(out + at + j, count) : (vec){0};
+                    store(out + at + j, p->relu ? relu_vec(sum) : sum, count);
+                }
+            }
+        }
+    }
+}
+
+// m = A dout A^T
+static void winograd_dout(const TileBlock *b, const real *dout) {
+    for (size_t t = 0; t < b->tiles; t++) {
+        const TileSpot s = tile_spot(b, t);
+        for (size_t j = 0, count = b->columns; j < b->columns; j += LANES, count -= LANES) {
+            vec d[PLACES];
+            UNROLLED(i, 4) {
+                ptrdiff_t at = tile_pixel(b, s, i);
+                d[i / 2 * 4 + i % 2] = at == OUTSIDE ? (vec){0} : load(dout + at + j, count);
+            }
+            UNROLLED(i, 2)
+                transform_dout(d + 4 * i, 1);
+            UNROLLED(i, 4)
+                transform_dout(d + i, 4);
+            UNROLLED(i, PLACES)
+                *(vec *)(b->m + i * b->m_step + t * b->width + j) = d[i];
+        }
+    }
+}
+
+// m = v * u, place by place
+static void winograd_product(const TileBlock *b, const real *packed) {
+    const Pass *p = b->pass;
     DotTile dot = {.taps = 1, .depth = p->depth};
     for (size_t place = 0; place < PLACES; place++)
-        for (size_t t = 0; t < tiles; t += ROWS) {
-            dot.weight[0] = packed + (column * PLACES + place * width) * p->depth;
-            for (size_t i = 0; i < ROWS; i++) {
-                size_t row = min_size(t + i, tiles - 1); // a short last group repeats its last row
-                dot.in[0][i] = v + place * v_step + row * p->depth;
-                dot.out[i] = m + place * m_step + row * width;
+        for (size_t t = 0; t < b->tiles; t += ROWS) {
+            dot.weight[0] = packed + (b->column * PLACES + place * b->width) * p->depth;
+            for (size_t i = 0; i < ROWS; i++) { // a short last group repeats its last row
+                size_t row = min_size(t + i, b->tiles - 1);
+                dot.in[0][i] = b->v + place * b->v_step + row * p->depth;
+                dot.out[i] = b->m + place * b->m_step + row * b->width;
             }
-            dot_tiles[width / LANES - 1](&dot, width);
+            dot_tiles[b->width / LANES - 1](&dot, b->width);
         }
-    for (size_t t = 0, tile = first; t < tiles; t++, tile++)
-        winograd_output(out + tile / of_image * p->out_pixels * p->out.c + column, m + t * width,
-                        m_step, bias ? bias + column : NULL, p, tile % of_image / across * 2,
-                        tile % across * 2, columns);
 }
 
 static void winograd(real *out, const real *in, const real *packed, const real *bias, const Pass *p,
                      size_t n, real *areas) {
-    size_t tiles = n * ceil_div(p->out.h, 2) * ceil_div(p->out.w, 2);
+    size_t tiles = count_tiles(p, n);
     PARALLEL_FOR_2
     for (size_t first = 0; first < tiles; first += TILES_AT_ONCE)
-        for (size_t column = 0; column < p->out.c; column += COLUMNS)
-            winograd_block(out, in, packed, bias, p, first, min_size(TILES_AT_ONCE, tiles - first),
-                           column, areas + (size_t)omp_get_thread_num() * winograd_area(p));
+        for (size_t column = 0; column < p->out.c; column += COLUMNS) {
+            TileBlock b = tile_block(p, first, tiles, column, areas);
+            winograd_input(&b, in);
+            winograd_product(&b, packed);
+            winograd_output(&b, out, bias);
+        }
 }
 
 // The pass, by the way that suits it.
@@ -2105,7 +2145,7 @@ static void run_pass(real *out, const real *in, const real *weight, const real *
 }
 
 static size_t pass_scratch(const Pass *p) {
-    return packed_size(p) + (p->winograd ? (size_t)omp_get_max_threads() * winograd_area(p) : 0);
+    return packed_size(p) + (p->winograd ? (size_t)omp_get_max_threads() * tile_area(p) : 0);
 }
 
 static void conv2d_forward_fast(real *out, const real *in, const real *weight, const real *bias,
@@ -2201,38 +2241,22 @@ static void sum_slices(real *to, const real *from, size_t slices, size_t pitch, 
 
 /* ... and by Winograd's transforms, since the output is linear in u:
      du = sum over tiles of v * (A dout A^T), place by place;   dweight = G^T du G
-   sums[place][depth][width] += du of a block of columns over tiles [first, last); behind them, the
-   bias: at place (1, 1) the transform of dout is the sum of its four pixels. */
-static void winograd_gradient_piece(real *sums, const WeightGradient *g, size_t first, size_t last,
-                                    size_t column, real *area) {
-    const Pass *p = &g->pass;
+   sums[place][depth][width] += du of a block's tiles; behind them the bias: at place (1, 1) the
+   transform of dout is the sum of its four pixels. */
+static void winograd_gradient_block(real *sums, const TileBlock *b) {
+    const size_t depth = b->pass->depth, width = b->width;
     Pair pairs[TILES_AT_ONCE];
-    size_t v_step = TILES_AT_ONCE * p->depth + LANES, m_step = TILES_AT_ONCE * COLUMNS + LANES;
-    size_t across = ceil_div(p->out.w, 2), of_image = across * ceil_div(p->out.h, 2);
-    size_t width = block_width(p, column), columns = min_size(width, p->out.c - column);
-    real *v = area, *m = v + PLACES * v_step;
-    memset(sums, 0, (PLACES * p->depth + 1) * width * sizeof *sums);
-    for (; first < last; first += TILES_AT_ONCE) {
-        size_t tiles = min_size(TILES_AT_ONCE, last - first);
-        for (size_t t = 0, tile = first; t < tiles; t++, tile++) {
-            size_t image = tile / of_image, y = tile % of_image / across * 2;
-            winograd_input(v + t * p->depth, v_step, g->in + image * p->in_pixels * p->depth, p, y,
-                           tile % across * 2);
-            winograd_dout(m + t * width, m_step,
-                          g->dout + image * p->out_pixels * p->out.c + column, p, y,
-                          tile % across * 2, columns);
-            for (size_t j = 0; j < width; j++)
-                sums[PLACES * p->depth * width + j] += m[5 * m_step + t * width + j];
-        }
-        for (size_t place = 0; place < PLACES; place++) {
-            for (size_t t = 0; t < tiles; t++)
-                pairs[t] =
-                    (Pair){v + place * v_step + t * p->depth, m + place * m_step + t * width};
-            for (size_t row = 0; row < p->depth; row += ROWS)
-                outer_tiles[min_size(ROWS, p->depth - row) - 1][width / LANES - 1](
-                    sums + (place * p->depth + row) * width, width, width, pairs, tiles, row, 0);
-        }
+    for (size_t place = 0; place < PLACES; place++) {
+        for (size_t t = 0; t < b->tiles; t++)
+            pairs[t] =
+                (Pair){b->v + place * b->v_step + t * depth, b->m + place * b->m_step + t * width};
+        for (size_t row = 0; row < depth; row += ROWS)
+            outer_tiles[min_size(ROWS, depth - row) - 1][width / LANES - 1](
+                sums + (place * depth + row) * width, width, width, pairs, b->tiles, row, 0);
     }
+    for (size_t t = 0; t < b->tiles; t++)
+        for (size_t j = 0; j < width; j++)
+            sums[PLACES * depth * width + j] += b->m[5 * b->m_step + t * width + j];
 }
 
 // sums[block of COLUMNS][row][column in the block]
@@ -2244,16 +2268,20 @@ static real *winograd_sum(real *sums, const Pass *p, size_t row, size_t column) 
 static void winograd_gradient(real *dweight, real *dbias, const WeightGradient *g, bool bias,
                               real *scratch) {
     const Pass *p = &g->pass;
-    size_t size = winograd_sums(p);
-    size_t tiles = g->n * ceil_div(p->out.h, 2) * ceil_div(p->out.w, 2);
-    real *areas = scratch + g->slices * size;
+    size_t size = winograd_sums(p), tiles = count_tiles(p, g->n);
     PARALLEL_FOR_2
     for (size_t slice = 0; slice < g->slices; slice++)
-        for (size_t column = 0; column < p->out.c; column += COLUMNS)
-            winograd_gradient_piece(winograd_sum(scratch + slice * size, p, 0, column), g,
-                                    tiles * slice / g->slices, tiles * (slice + 1) / g->slices,
-                                    column,
-                                    areas + (size_t)omp_get_thread_num() * winograd_area(p));
+        for (size_t column = 0; column < p->out.c; column += COLUMNS) {
+            size_t first = tiles * slice / g->slices, last = tiles * (slice + 1) / g->slices;
+            real *sums = winograd_sum(scratch + slice * size, p, 0, column);
+            memset(sums, 0, (PLACES * p->depth + 1) * block_width(p, column) * sizeof *sums);
+            for (; first < last; first += TILES_AT_ONCE) {
+                TileBlock b = tile_block(p, first, last, column, scratch + g->slices * size);
+                winograd_input(&b, g->in);
+                winograd_dout(&b, g->dout);
+                winograd_gradient_block(sums, &b);
+            }
+        }
     sum_slices(scratch, scratch, g->slices, size, size);
     for (size_t column = 0; bias && column < p->out.c; column++)
         dbias[column] = *winograd_sum(scratch, p, PLACES * p->depth, column);
@@ -2539,7 +2567,7 @@ static size_t scratch_size_fast(const Layer *l, size_t n) {
     Pass forward = forward_pass(l), backward = backward_pass(l, false);
     size_t slices = weight_gradient_plan(l, n).slices, pooled = 0;
     size_t gradient = forward.winograd ? slices * winograd_sums(&forward) +
-                                             (size_t)omp_get_max_threads() * winograd_area(&forward)
+                                             (size_t)omp_get_max_threads() * tile_area(&forward)
                                        : slices * (l->weights + l->biases);
     if (l->pool) {
         PooledPass p = pooled_pass(l);
