@@ -32,7 +32,7 @@ HAVE_MPI := $(shell printf '$(HASH)include <mpi.h>\nint main(void) { return MPI_
 HAVE_NCCL := $(call probe,$(HASH)include <nccl.h>\nint main(void) { int v; return ncclGetVersion(&v); },\
 	-I$(CUDA)/include -L$(CUDA)/lib64 -lnccl)
 
-.PHONY: all help run test data bench debug emulate clean found
+.PHONY: all help run test data bench bench-gpu debug emulate clean found
 all: found cnn
 
 found:
@@ -47,6 +47,7 @@ help:
 	@echo "make test    run all tests; QUICK=1 runs fewer shapes and epochs"
 	@echo "make data    download MNIST (INSTALL=1: may install Debian's Fashion-MNIST package)"
 	@echo "make bench   training speed, per cent of this machine's peak, next to PyTorch"
+	@echo "make bench-gpu   the same on the GPU: training steps, and each operation by itself"
 	@echo "make emulate build ./cnn-emu: the GPU's code on the CPU, to try and to check it"
 	@echo "make debug   build ./cnn-debug with the address and undefined-behaviour sanitizers"
 	@echo "make clean   remove everything that make made"
@@ -129,6 +130,17 @@ build/bench-v3: tests/bench.c cnn.c build/settings
 	$(BUILD) -march=x86-64-v3 -Wno-unused-function tests/bench.c -o $@ $(LIBS)
 bench: cnn build/bench
 	@tests/bench.sh
+
+# The tests and timings of the GPU's code: on a GPU, and with emu_ before their names in the emulator.
+GPU_PROGRAMS = test_cuda bench_gpu
+GPU_TEST = $(BUILD) $(DEFINES) -DCNN_CUDA -Wno-unused-function $<
+$(addprefix build/,$(GPU_PROGRAMS)): build/%: tests/%.c tests/check.h cnn.c $(KERNELS) build/settings
+	$(GPU_TEST) $(KERNELS) -o $@ $(CUDA_LIBS) $(LIBS)
+$(addprefix build/emu_,$(GPU_PROGRAMS)): build/emu_%: tests/%.c tests/check.h cnn.c \
+		build/emu_kernels.o build/settings
+	$(GPU_TEST) build/emu_kernels.o -o $@ -lstdc++ $(LIBS)
+bench-gpu: build/bench_gpu
+	build/bench_gpu
 
 clean:
 	rm -rf build cnn cnn-debug cnn-emu

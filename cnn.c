@@ -1983,7 +1983,7 @@ static void pack_winograd(real *packed, const real *weight, const Pass *p) {
         }
 }
 
-/* A block of tiles on its way through the transforms: `tiles` tiles from `first` on, and the columns
+/* A block of tiles on its way through the transforms: `tiles` tiles from `first` on, and columns
    from `column` on, at most COLUMNS. v is [place][tile][depth], m is [place][tile][width]; between
    places lies a vector more than needed, lest all 16 fall on the same lines of the cache. */
 typedef struct TileBlock {
@@ -5195,53 +5195,79 @@ static double map_bytes(const Net *net) { // of the fast kernels' pixel maps
     return entries * sizeof(int32_t);
 }
 
-/* The memory that the run will take, category by category, before any of it is allocated. A data
-   set that fits beside the rest becomes resident on the device. */
-static void plan_run_memory(Run *run) {
-    const Net *net = &run->net;
+enum { LEDGER_ROWS = 10 };
+
+typedef struct LedgerRow {
+    const char *what;
+    double bytes;
+    bool device; // it lies in the memory of the device that computes
+} LedgerRow;
+
+// What a run with this network takes, category by category; returns what of it is on the device.
+static double fill_ledger(const Run *run, const Net *net, LedgerRow rows[LEDGER_ROWS]) {
     const Settings *s = &run->settings;
     const double number = sizeof(real), params = number * (double)net->param_size;
     const double image = (double)shape_size(run->info.shape);
     const double data = (double)(run->train_set.count + run->test_set.count) * (image + 1);
-    const double slots = 2 * (double)s->workers + 1; // of each loader's ring
-    const double batches = (double)(min_size(s->batch_size, run->train_set.count) + net->batch);
-    const bool gpu = run->backend->upload != NULL;
-    enum { FIXED, BY_BATCH, HOST };
-    const struct {
-        const char *what;
-        double bytes;
-        int kind; // on the device: the same for all batch sizes or not; on the host of a GPU
-    } ledger[] = {
-        {"parameters", params, FIXED},
-        {"gradients", params, FIXED},
-        {"optimizer state", params * (double)count_states(run->optimizer, s), FIXED},
-        {"activations", number * (double)net->activation_size, BY_BATCH},
-        {"activation gradients", number * (double)net->gradient_size, BY_BATCH},
-        {"statistics and masks", number * (double)net->stats_size + (double)net->saved_size,
-         BY_BATCH},
-        {"scratch", number * (double)net->scratch_size, BY_BATCH},
-        {"maps and buffers", map_bytes(net) + 2 * number * (double)net->host_size, HOST},
-        {"loader", slots * batches * number * image, HOST},
-        {"data set", data, HOST},
+    // two loaders, each with a ring of batches
+    const double batches = 2 * (2 * (double)s->workers + 1) * (double)net->batch;
+    const bool cpu = run->backend->upload == NULL;
+    const LedgerRow ledger[LEDGER_ROWS] = {
+        {"parameters", params, true},
+        {"gradients", params, true},
+        {"optimizer state", params * (double)count_states(run->optimizer, s), true},
+        {"activations", number * (double)net->activation_size, true},
+        {"activation gradients", number * (double)net->gradient_size, true},
+        {"statistics and masks", number * (double)net->stats_size + (double)net->saved_size, true},
+        {"scratch", number * (double)net->scratch_size, true},
+        {"maps and buffers", map_bytes(net) + 2 * number * (double)net->host_size, cpu},
+        {"loader", batches * (number * image + 1), cpu || !run->resident},
+        {"data set", data, cpu || run->resident},
     };
-    double total = 0, fixed = 0, by_batch = 0;
+    double device = 0;
+    for (size_t i = 0; i < LEDGER_ROWS; i++) {
+        rows[i] = ledger[i];
+        device += ledger[i].device ? ledger[i].bytes : 0;
+    }
+    return device;
+}
+
+// The largest batch whose run fits on the device; 0: none does
+static size_t batch_that_fits(const Run *run) {
+    static Net trial; // too large for the stack
+    LedgerRow rows[LEDGER_ROWS];
+    size_t fits = 0, too_large = run->net.batch;
+    while (too_large - fits > 1) {
+        size_t middle = (fits + too_large) / 2;
+        net_build(&trial, run->model, &run->info, &run->settings, run->backend);
+        plan_memory(&trial, middle);
+        *(fill_ledger(run, &trial, rows) <= run->device.memory ? &fits : &too_large) = middle;
+    }
+    return fits;
+}
+
+/* Prints the ledger before anything is allocated, and refuses what cannot fit. A GPU keeps the data
+   set, too, if that leaves a tenth of its memory free. */
+static void plan_run_memory(Run *run) {
+    const Settings *s = &run->settings;
+    LedgerRow rows[LEDGER_ROWS];
+    double total = 0;
+    run->resident = s->resident && run->backend->gather;
+    run->resident = run->resident && fill_ledger(run, &run->net, rows) < .9 * run->device.memory;
+    const double device = fill_ledger(run, &run->net, rows);
     printf("Memory in MB:");
-    for (size_t i = 0; i < sizeof ledger / sizeof *ledger; i++) {
-        printf(" %s %.1f,", ledger[i].what, ledger[i].bytes / 1e6);
-        total += ledger[i].bytes;
-        fixed += ledger[i].kind == FIXED || (!gpu && ledger[i].kind == HOST) ? ledger[i].bytes : 0;
-        by_batch += ledger[i].kind == BY_BATCH ? ledger[i].bytes : 0;
+    for (size_t i = 0; i < LEDGER_ROWS; i++) {
+        printf(" %s %.1f,", rows[i].what, rows[i].bytes / 1e6);
+        total += rows[i].bytes;
     }
     printf(" together %.1f\n", total / 1e6);
-    const double room = run->device.memory, fits = (room - fixed) / by_batch * (double)net->batch;
-    if (fixed + by_batch > room)
+    if (device > run->device.memory)
         die(1,
             "not enough memory: %.1f MB needed, %.1f MB are free on this device (%s); expected a "
-            "--batch-size of at most %.0f, found %zu",
-            (fixed + by_batch) / 1e6, room / 1e6, run->device.name, fmax(0, floor(fits)),
-            net->batch);
-    run->resident = s->resident && run->backend->gather && fixed + by_batch + data < .9 * room;
-    if (gpu)
+            "--batch-size of at most %zu, found %zu",
+            device / 1e6, run->device.memory / 1e6, run->device.name, batch_that_fits(run),
+            run->net.batch);
+    if (run->backend->upload)
         printf("Data set: %s\n",
                run->resident ? "resident on the device" : "copied to the device batch by batch");
 }

@@ -221,11 +221,14 @@ static __global__ void dropout_forward_kernel(real *out, uint8_t *mask, const re
     uint32_t bits[4];
     philox4x32(bits, (uint32_t)block, (uint32_t)(draw.first + image), (uint32_t)draw.epoch, stream,
                draw.seed);
-    for (unsigned j = 0; j < 8 && block * 8 + j < size; j++) {
+#pragma unroll // so that bits[] stays in registers
+    for (unsigned j = 0; j < 8; j++) {
         unsigned i = image * size + block * 8 + j;
         bool kept = (bits[j / 2] >> (16 * (j % 2)) & 0xffff) >= threshold;
-        mask[i] = kept;
-        out[i] = kept ? in[i] * scale : 0;
+        if (block * 8 + j < size) {
+            mask[i] = kept;
+            out[i] = kept ? in[i] * scale : 0;
+        }
     }
 }
 
@@ -1061,7 +1064,7 @@ static __global__ void __launch_bounds__(THREADS, 2)
     for (int k = begin, buffer = 0; k < end; k += TILE_K, buffer ^= 1) {
         load_a.put(tile_a[buffer]);
         load_b.put(tile_b[buffer]);
-        __syncthreads(); // the tiles are whole; and nobody reads the buffers of the step before last
+        __syncthreads(); // the tiles are whole; nobody reads those of the step before last
         load_a.fetch(a, outer_a, k + TILE_K, end);
         load_b.fetch(b, outer_b, k + TILE_K, end);
 #pragma unroll
@@ -1180,7 +1183,7 @@ static void conv2d_backward_tiled(real *din, real *dweight, real *dbias, const r
                                         l->in.c, taps * l->out.c, scratch);
 }
 
-/* ==== 7. The table of the backend =============================================================== */
+/* ==== 7. The table of the backend ============================================================= */
 
 static size_t larger(size_t a, size_t b) {
     return a > b ? a : b;

@@ -88,6 +88,7 @@ int main(int argc, char **argv) {
     printf("cnn model=%s width=%zu batch=%zu threads=%zu steps_img_per_s=%.1f gflops=%.1f "
            "peak_gflops=%.1f percent_of_peak=%.1f rss_mb=%.0f copy_gb_per_s=%.1f..%.1f\n",
            run.settings.model, run.settings.width, batch->n, run.settings.threads, speed, gflops,
-           peak, 100 * gflops / peak, (double)usage.ru_maxrss * 1024 / 1e6, bandwidth, copy_gb_per_s());
+           peak, 100 * gflops / peak, (double)usage.ru_maxrss * 1024 / 1e6, bandwidth,
+           copy_gb_per_s());
     return 0;
 }
