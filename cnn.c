@@ -2791,16 +2791,16 @@ static void plan_in_place(Net *net) {
 }
 
 /* Which convolutions do the backward of the ReLU and the max-pool behind them as well, because most
-   of what those hand on is zero: where windows do not overlap and no padding has to be met. */
+   of what those hand on is zero: where no padding has to be met. */
 static void plan_pooled_backward(Net *net) {
     for (size_t i = 1; i < net->count && net->backend->conv2d_backward_pooled; i++) {
         Layer *pool = &net->layers[i], *relu = &net->layers[pool->input];
         Layer *conv = &net->layers[relu->input];
-        bool apart = !conv->padding && !pool->padding && pool->stride >= pool->kernel;
+        bool padded = conv->padding || pool->padding;
         bool small = pool->kernel * pool->kernel <= MAX_POOL && conv->out.c <= 1024 &&
                      shape_size(conv->in) <= 1 << 17; // these arrays are local to a thread
         if (pool->kind != MAXPOOL2D || relu->kind != RELU || !relu->in_place ||
-            conv->kind != CONV2D || !apart || !small || count_readers(net, pool->input) > 1)
+            conv->kind != CONV2D || padded || !small || count_readers(net, pool->input) > 1)
             continue;
         conv->pool = pool;
         pool->skipped = relu->skipped = true;
@@ -4741,17 +4741,51 @@ static void open_run_folder(Run *run) {
         return;
     if (mkdir(dir, 0777) != 0 && errno != EEXIST)
         file_fail("cannot create the folder", dir);
-    run->steps_csv = create_csv(dir, "steps.csv");
-    fprintf(run->steps_csv, "epoch,step,rank,images,loss,lr,seconds,load_s,copy_s,forward_s,"
-                            "backward_s,optimizer_s,comm_s,exposed_comm_s,idle_s,bytes_sent,"
-                            "warmup\n");
-    run->epochs_csv = create_csv(dir, "epochs.csv");
-    print_epoch(run->epochs_csv, &(EpochResult){0}, CSV_HEADER);
-    fprintf(run->epochs_csv, "\n");
     run->peak_gflops = measure_peak_gflops();
+    write_run_json(run);
     dying_run = run;
     before_dying = write_failed;
-    write_run_json(run);
+}
+
+/* Opens a log of the run folder. A run that goes on from a checkpoint keeps the rows up to there:
+   those whose epoch and, where by_step, step are before its position. */
+static FILE *open_log(const Run *run, const char *file, const char *header, bool by_step) {
+    char path[PATH_SIZE], row[1024];
+    join_path(path, run->settings.out, file);
+    bool goes_on = run->epoch > 1 || run->next_batch > 0;
+    FILE *before = goes_on ? fopen(path, "r") : NULL;
+    if (before)
+        unlink(path); // its rows are read on, and written to a new file of that name
+    FILE *f = create_csv(run->settings.out, file);
+    fprintf(f, "%s\n", header);
+    while (before && fgets(row, sizeof row, before)) {
+        size_t epoch = 0, step = 0;
+        bool kept =
+            sscanf(row, "%zu,%zu", &epoch, &step) == 2 && epoch > 0 &&
+            (epoch < run->epoch || (by_step && epoch == run->epoch && step <= run->next_batch));
+        if (kept)
+            fputs(row, f);
+    }
+    if (before)
+        fclose(before);
+    return f;
+}
+
+static void open_logs(Run *run) {
+    char *header = NULL;
+    size_t size;
+    if (!*run->settings.out)
+        return;
+    FILE *f = open_memstream(&header, &size);
+    print_epoch(f, &(EpochResult){0}, CSV_HEADER);
+    fclose(f);
+    run->epochs_csv = open_log(run, "epochs.csv", header, false);
+    free(header);
+    run->steps_csv = open_log(run, "steps.csv",
+                              "epoch,step,rank,images,loss,lr,seconds,load_s,copy_s,forward_s,"
+                              "backward_s,optimizer_s,comm_s,exposed_comm_s,idle_s,bytes_sent,"
+                              "warmup",
+                              true);
 }
 
 static void flush_csv(FILE *f, const char *dir, const char *file) {
@@ -5409,6 +5443,7 @@ static int run_main(int argc, char **argv) {
     setup_network(&run);
     setup_loaders(&run);
     setup_weights(&run);
+    open_logs(&run);
     print_settings(&run.settings);
     if (run.settings.eval)
         evaluate(&run);

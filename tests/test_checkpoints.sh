@@ -73,6 +73,22 @@ test_stops() {
     same stops/nothing_left "exit 0, 1 epochs" "exit $status, $(grep -c '^epoch=0 ' "$out") epochs"
 }
 
+# With the same --out the logs go on as well: each step stands there once, as if never stopped. The
+# checkpoint is older than the last rows, as where a job was killed between two checkpoints.
+test_logs_go_on() {
+    run "${cifar[@]}" --checkpoint "$tmp/logged" --out "$tmp/logs" --max-steps 4
+    cp "$tmp/logged" "$tmp/older"
+    run "${cifar[@]}" --checkpoint "$tmp/logged" --resume --out "$tmp/logs"
+    run "${cifar[@]}" --checkpoint "$tmp/older" --resume --out "$tmp/logs"
+    same logs/steps "1,1 1,2 1,3 2,1 2,2 2,3" \
+        "$(tail -n +2 "$tmp/logs/steps.csv" | cut -d, -f1,2 | paste -sd ' ')"
+    same logs/epochs "1 2" "$(tail -n +2 "$tmp/logs/epochs.csv" | cut -d, -f1 | paste -sd ' ')"
+    same logs/headers "epoch epoch" \
+        "$(head -qn 1 "$tmp"/logs/{steps,epochs}.csv | cut -d, -f1 | paste -sd ' ')"
+    run "${cifar[@]}" --out "$tmp/logs"
+    same logs/fresh_run_starts_anew 7 "$(wc -l <"$tmp/logs/steps.csv")"
+}
+
 test_max_steps() {
     run "${cifar[@]}" --max-steps 5 --out "$tmp/max_steps"
     same max_steps/status 0 "$status"
@@ -451,6 +467,7 @@ END
 }
 
 test_stops
+test_logs_go_on
 test_max_steps
 test_resume_refuses
 test_resume
