@@ -4,6 +4,7 @@
    --max-steps N it does N steps and tells nothing: for a profiler (tests/test_instructions.sh). */
 #define CNN_NO_MAIN
 #include "../cnn.c"
+#include "timing.h"
 
 static double copy_gb_per_s(void) {
     const size_t bytes = (size_t)256 << 20;
@@ -19,16 +20,6 @@ static double copy_gb_per_s(void) {
     free(from);
     free(to);
     return best;
-}
-
-static int compare_doubles(const void *a, const void *b) {
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
-static double median(double *values, size_t count) {
-    qsort(values, count, sizeof *values, compare_doubles);
-    return values[count / 2];
 }
 
 static const Placement on_cpu = {.backend = &backends[1]};

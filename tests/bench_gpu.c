@@ -12,6 +12,7 @@
    convolution once for each number. Exit code 77 without a GPU. */
 #define CNN_NO_MAIN
 #include "../cnn.c"
+#include "timing.h"
 
 enum { ROUNDS = 9, WALKS = 5, MAX_SAMPLES = 4096 };
 
@@ -26,16 +27,6 @@ static Sample samples[MAX_SAMPLES];
 static size_t sample_count, walk;
 static const Backend *gpu; // what is measured
 static bool emulated;
-
-static int compare_doubles(const void *a, const void *b) {
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
-static double median(double *values, size_t count) {
-    qsort(values, count, sizeof *values, compare_doubles);
-    return values[count / 2];
-}
 
 /* ---- A backend that times each call of another one. Short operations are repeated, so that the
    wait for the device does not count; `grows` tells that a repetition changes its input, which must
