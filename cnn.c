@@ -5140,7 +5140,7 @@ static void setup_device(Run *run) {
     const Settings *s = &run->settings;
     const char *why_not = "--no-cuda";
     bool cuda = !s->no_cuda && cuda_device_count(&why_not) > 0;
-    char known[64] = "fast";
+    char known[64] = "";
     run->device.memory = memory_bytes();
     if (cuda) {
         cuda_use_device(0, die);
@@ -5153,10 +5153,11 @@ static void setup_device(Run *run) {
         size_t length = strlen(known);
         if (strcmp(s->kernels, "fast") == 0 || strcmp(s->kernels, b->kernels) == 0)
             run->backend = b;
-        snprintf(known + length, sizeof known - length, ", %s", b->kernels);
+        if (strcmp(b->kernels, "fast") != 0)
+            snprintf(known + length, sizeof known - length, "%s, ", b->kernels);
     }
     if (!run->backend)
-        die(EXIT_USAGE, "--kernels %s: expected one of %s on this device (%s)", s->kernels, known,
+        die(EXIT_USAGE, "--kernels %s: expected %sfast on this device (%s)", s->kernels, known,
             run->device.name);
     printf("Device: %s%s%s%s, --kernels %s, --threads %zu, --workers %zu\n", run->device.name,
            cuda ? "" : " (", cuda ? "" : why_not, cuda ? "" : ")", run->backend->kernels,
@@ -5295,12 +5296,15 @@ static void plan_run_memory(Run *run) {
         total += rows[i].bytes;
     }
     printf(" together %.1f\n", total / 1e6);
-    if (device > run->device.memory)
-        die(1,
-            "not enough memory: %.1f MB needed, %.1f MB are free on this device (%s); expected a "
-            "--batch-size of at most %zu, found %zu",
-            device / 1e6, run->device.memory / 1e6, run->device.name, batch_that_fits(run),
-            run->net.batch);
+    if (device > run->device.memory) {
+        size_t fits = batch_that_fits(run);
+        char remedy[80] = "even one image at a time does not fit; try a smaller network";
+        if (fits > 0)
+            snprintf(remedy, sizeof remedy, "expected a --batch-size of at most %zu, found %zu",
+                     fits, run->net.batch);
+        die(1, "not enough memory: %.1f MB needed, %.1f MB there on this device (%s); %s",
+            device / 1e6, run->device.memory / 1e6, run->device.name, remedy);
+    }
     if (run->backend->upload)
         printf("Data set: %s\n",
                run->resident ? "resident on the device" : "copied to the device batch by batch");
