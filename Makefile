@@ -32,7 +32,7 @@ HAVE_MPI := $(shell printf '$(HASH)include <mpi.h>\nint main(void) { return MPI_
 HAVE_NCCL := $(call probe,$(HASH)include <nccl.h>\nint main(void) { int v; return ncclGetVersion(&v); },\
 	-I$(CUDA)/include -L$(CUDA)/lib64 -lnccl)
 
-.PHONY: all help run test data bench bench-gpu debug emulate clean found
+.PHONY: all help run test data bench bench-gpu debug emulate count clean found
 all: found cnn
 
 found:
@@ -49,6 +49,7 @@ help:
 	@echo "make bench   training speed, per cent of this machine's peak, next to PyTorch"
 	@echo "make bench-gpu   the same on the GPU: training steps, and each operation by itself"
 	@echo "make emulate build ./cnn-emu: the GPU's code on the CPU, to try and to check it"
+	@echo "make count   build ./cnn-count: the same, and counts what each kernel reads and writes"
 	@echo "make debug   build ./cnn-debug with the address and undefined-behaviour sanitizers"
 	@echo "make clean   remove everything that make made"
 	@echo "Variables: CC=clang ARCH=x86-64-v3 NO_OMP=1 NO_CUDA=1 CUDA_ARCH=native QUICK=1"
@@ -87,12 +88,17 @@ cnn: cnn.c $(KERNELS) build/settings
 # the kernels and gcc the rest.
 CXX = g++
 EMULATE = $(CXX) -std=c++17 -O2 -march=$(ARCH) -g $(OMP_FLAGS) -Wno-unknown-pragmas -I. -include tests/cuda_on_cpu.h
-build/emu_kernels.o: cnn_kernels.cu tests/cuda_on_cpu.h tests/cuda_on_cpu.sed build/declarations \
-		build/kernel_settings
-	{ echo '#line 1 "cnn_kernels.cu"'; sed -f tests/cuda_on_cpu.sed cnn_kernels.cu; } | \
-		$(EMULATE) -x c++ -c - -o $@
-cnn-emu: cnn.c build/emu_kernels.o build/settings
-	$(BUILD) $(DEFINES) -DCNN_CUDA cnn.c build/emu_kernels.o -o $@ -lstdc++ $(LIBS)
+EMU_SOURCE = { echo '\#line 1 "cnn_kernels.cu"'; sed -f tests/cuda_on_cpu.sed cnn_kernels.cu; }
+build/emu_kernels.o build/count_kernels.o: cnn_kernels.cu tests/cuda_on_cpu.h tests/cuda_on_cpu.sed \
+		build/declarations build/kernel_settings
+	$(EMU_SOURCE) | $(EMULATE) $(COUNT) -x c++ -c - -o $@
+# The race detector's hooks, called for each load and store, count them instead.
+build/count_kernels.o: COUNT = -O1 -fsanitize=thread -DCUEMU_COUNT
+cnn-emu: build/emu_kernels.o
+cnn-count: build/count_kernels.o
+cnn-emu cnn-count: cnn.c build/settings
+	$(BUILD) $(DEFINES) -DCNN_CUDA cnn.c $(filter %_kernels.o,$^) -o $@ -lstdc++ $(LIBS)
+count: cnn-count
 emulate: cnn-emu
 
 SANITIZE = -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
@@ -143,4 +149,4 @@ bench-gpu: build/bench_gpu
 	build/bench_gpu
 
 clean:
-	rm -rf build cnn cnn-debug cnn-emu
+	rm -rf build cnn cnn-debug cnn-emu cnn-count

@@ -822,7 +822,7 @@ static void blur(float *to, const float *from, Shape s, bool rows) {
             for (int d = -ELASTIC_REACH; d <= ELASTIC_REACH; d++) {
                 size_t yy = rows ? y : y + (size_t)d, xx = rows ? x + (size_t)d : x;
                 if (yy < s.h && xx < s.w)
-                    sum += weights[abs(d)] * from[yy * s.w + xx];
+                    sum = fmaf(weights[abs(d)], from[yy * s.w + xx], sum);
             }
             to[y * s.w + x] = sum;
         }
@@ -830,7 +830,8 @@ static void blur(float *to, const float *from, Shape s, bool rows) {
 
 /* Elastic distortion (Simard, Steinkraus, Platt, "Best practices for convolutional neural
    networks", ICDAR 2003): every pixel is fetched from a place nearby, which a random field, blurred
-   with sigma = 4 and scaled by alpha = 34 pixels, tells; bilinear between four pixels. */
+   with sigma = 4 and scaled by alpha = 34 pixels, tells; bilinear between four pixels. fmaf()
+   rounds once, wherever it runs: so a GPU makes the same images. */
 static void augment_elastic(uint8_t *out, const uint8_t *in, Shape s, const Draw *draw) {
     size_t pixels = s.h * s.w;
     float field[2][pixels], blurred[pixels]; // how far down, how far to the right
@@ -850,11 +851,11 @@ static void augment_elastic(uint8_t *out, const uint8_t *in, Shape s, const Draw
         float down = y - floorf(y), right = x - floorf(x);
         size_t top = (size_t)(ptrdiff_t)floorf(y), left = (size_t)(ptrdiff_t)floorf(x);
         for (size_t c = 0; c < s.c; c++) {
-            float above = (1 - right) * (float)pixel_at(in, s, top, left, c) +
-                          right * (float)pixel_at(in, s, top, left + 1, c);
-            float below = (1 - right) * (float)pixel_at(in, s, top + 1, left, c) +
-                          right * (float)pixel_at(in, s, top + 1, left + 1, c);
-            *out++ = (uint8_t)((1 - down) * above + down * below + .5f);
+            float above = fmaf(right, (float)pixel_at(in, s, top, left + 1, c),
+                               (1 - right) * (float)pixel_at(in, s, top, left, c));
+            float below = fmaf(right, (float)pixel_at(in, s, top + 1, left + 1, c),
+                               (1 - right) * (float)pixel_at(in, s, top + 1, left, c));
+            *out++ = (uint8_t)fmaf(down, below, fmaf(1 - down, above, .5f));
         }
     }
 }
@@ -1089,6 +1090,15 @@ static const Batch *loader_next(Loader *l) {
     }
     pthread_mutex_unlock(&l->lock);
     return batch;
+}
+
+// The bytes that the workers have copied to the device, and how long they were at it in all.
+static double loader_traffic(Loader *l, double *seconds) {
+    pthread_mutex_lock(&l->lock);
+    double bytes = l->uploaded;
+    *seconds = l->upload_s;
+    pthread_mutex_unlock(&l->lock);
+    return bytes;
 }
 
 static void loader_free(Loader *l) {
@@ -4796,9 +4806,14 @@ static void flush_csv(FILE *f, const char *dir, const char *file) {
 static void flush_steps(Run *run) {
     for (size_t i = 0; run->steps_csv && i < run->steps_kept; i++) {
         const StepResult *s = &run->steps[i];
-        fprintf(run->steps_csv, "%zu,%zu,0,%zu,%.9g,%.9g,%.6f,%.6f,%.6f,%.6f,%.6f,%.6f,,,,,%d\n",
-                s->epoch, s->step, s->images, s->loss, s->lr, s->seconds, s->load_s, s->copy_s,
-                s->forward_s, s->backward_s, s->optimizer_s, s->epoch == 1 && s->step <= 3);
+        fprintf(run->steps_csv, "%zu,%zu,0,%zu,%.9g,%.9g,%.6f,%.6f,", s->epoch, s->step, s->images,
+                s->loss, s->lr, s->seconds, s->load_s);
+        if (run->backend->upload && !run->clock.synchronize) // a GPU's queue has no such parts
+            fprintf(run->steps_csv, ",,,");
+        else
+            fprintf(run->steps_csv, "%.6f,%.6f,%.6f,%.6f", s->copy_s, s->forward_s, s->backward_s,
+                    s->optimizer_s);
+        fprintf(run->steps_csv, ",,,,,%d\n", s->epoch == 1 && s->step <= 3);
     }
     run->steps_kept = 0;
     if (run->steps_csv)
@@ -4847,6 +4862,7 @@ static void log_step(Run *run, EpochResult *e, const Batch *batch, double loss) 
 
 // Ends an epoch of training: its averages, and the rows that are left.
 static void finish_epoch(Run *run, EpochResult *e) {
+    run->backend->synchronize(); // the last step may still be on its way
     e->lr = run->lr;
     e->train_loss /= (double)max_size(e->images, 1);
     flush_steps(run);
@@ -4860,11 +4876,11 @@ static void report_epoch(Run *run, EpochResult *e) {
     e->weight_hash = hash_weights(&run->net);
     print_epoch(stdout, e, KEY_VALUE);
     printf("\n");
-    const Loader *l = &run->train_loader;
-    if (l->uploaded > 0)
-        printf("Copied to the device so far: %.1f MB at %.2f GB/s from %s memory\n",
-               l->uploaded / 1e6, l->uploaded / l->upload_s / 1e9,
-               l->place.pinned ? "pinned" : "pageable");
+    double seconds, bytes = loader_traffic(&run->train_loader, &seconds);
+    if (bytes > 0)
+        printf("Copied to the device so far: %.1f MB, %.2f GB/s a worker from %s memory\n",
+               bytes / 1e6, bytes / seconds / 1e9,
+               run->train_loader.place.pinned ? "pinned" : "pageable");
     flush_stdout();
     run->epochs[run->epochs_done++] = *e;
     if (!run->epochs_csv)
@@ -5234,41 +5250,56 @@ enum { LEDGER_ROWS = 10 };
 
 typedef struct LedgerRow {
     const char *what;
-    double bytes;
-    bool device; // it lies in the memory of the device that computes
+    double device, host; // bytes; on a CPU all count as the device's
 } LedgerRow;
 
-// What a run with this network takes, category by category; returns what of it is on the device.
+// What a run with this network takes, category by category; returns the sum on the device.
 static double fill_ledger(const Run *run, const Net *net, LedgerRow rows[LEDGER_ROWS]) {
     const Settings *s = &run->settings;
+    const bool gpu = run->backend->upload != NULL, streamed = gpu && !run->resident;
     const double number = sizeof(real), params = number * (double)net->param_size;
     const double image = (double)shape_size(run->info.shape);
     const double data = (double)(run->train_set.count + run->test_set.count) * (image + 1);
-    // two loaders, each with a ring of batches
-    const double batches = 2 * (2 * (double)s->workers + 1) * (double)net->batch;
-    const bool cpu = run->backend->upload == NULL;
+    const double buffers = map_bytes(net) + 2 * number * (double)net->host_size;
+    const double images = (2 * (double)s->workers + 1) * // of the rings of both loaders
+                          (double)(min_size(net->batch, run->train_set.count) +
+                                   min_size(net->batch, s->test_batch_size));
+    const double rings = images * (run->resident ? 1 : number * image + 1);
     const LedgerRow ledger[LEDGER_ROWS] = {
-        {"parameters", params, true},
-        {"gradients", params, true},
-        {"optimizer state", params * (double)count_states(run->optimizer, s), true},
-        {"activations", number * (double)net->activation_size, true},
-        {"activation gradients", number * (double)net->gradient_size, true},
-        {"statistics and masks", number * (double)net->stats_size + (double)net->saved_size, true},
-        {"scratch", number * (double)net->scratch_size, true},
-        {"maps and buffers", map_bytes(net) + 2 * number * (double)net->host_size, cpu},
-        {"loader", batches * (number * image + 1), cpu || !run->resident},
-        {"data set", data, cpu || run->resident},
+        {"parameters", params, 0},
+        {"gradients", params, 0},
+        {"optimizer state", params * (double)count_states(run->optimizer, s), 0},
+        {"activations", number * (double)net->activation_size, 0},
+        {"activation gradients", number * (double)net->gradient_size, 0},
+        {"statistics and masks", number * (double)net->stats_size + (double)net->saved_size, 0},
+        {"scratch", number * (double)net->scratch_size, 0},
+        {"maps and buffers", gpu ? 0 : buffers, gpu ? buffers : 0},
+        {"loader", gpu && !streamed ? 0 : rings, gpu ? rings : 0},
+        {"data set", streamed ? 0 : data, gpu ? data : 0},
     };
     double device = 0;
     for (size_t i = 0; i < LEDGER_ROWS; i++) {
         rows[i] = ledger[i];
-        device += ledger[i].device ? ledger[i].bytes : 0;
+        device += ledger[i].device;
     }
     return device;
 }
 
+/* Whether the data set becomes resident on the device: if that leaves a tenth of its memory free,
+   or takes less than the rings that it saves. Returns the bytes on the device. */
+static double choose_resident(Run *run, const Net *net, LedgerRow rows[LEDGER_ROWS]) {
+    run->resident = false;
+    double streamed = fill_ledger(run, net, rows);
+    run->resident = run->settings.resident && run->backend->gather;
+    double device = fill_ledger(run, net, rows);
+    if (device < .9 * run->device.memory || device < streamed)
+        return device;
+    run->resident = false;
+    return fill_ledger(run, net, rows);
+}
+
 // The largest batch whose run fits on the device; 0: none does
-static size_t batch_that_fits(const Run *run) {
+static size_t batch_that_fits(Run *run) {
     static Net trial; // too large for the stack
     LedgerRow rows[LEDGER_ROWS];
     size_t fits = 0, too_large = run->net.batch;
@@ -5276,24 +5307,19 @@ static size_t batch_that_fits(const Run *run) {
         size_t middle = (fits + too_large) / 2;
         net_build(&trial, run->model, &run->info, &run->settings, run->backend);
         plan_memory(&trial, middle);
-        *(fill_ledger(run, &trial, rows) <= run->device.memory ? &fits : &too_large) = middle;
+        *(choose_resident(run, &trial, rows) <= run->device.memory ? &fits : &too_large) = middle;
     }
     return fits;
 }
 
-/* Prints the ledger before anything is allocated, and refuses what cannot fit. A GPU keeps the data
-   set, too, if that leaves a tenth of its memory free. */
+// Prints the ledger before anything is allocated, and refuses what cannot fit.
 static void plan_run_memory(Run *run) {
-    const Settings *s = &run->settings;
     LedgerRow rows[LEDGER_ROWS];
-    double total = 0;
-    run->resident = s->resident && run->backend->gather;
-    run->resident = run->resident && fill_ledger(run, &run->net, rows) < .9 * run->device.memory;
-    const double device = fill_ledger(run, &run->net, rows);
+    double total = 0, device = choose_resident(run, &run->net, rows);
     printf("Memory in MB:");
     for (size_t i = 0; i < LEDGER_ROWS; i++) {
-        printf(" %s %.1f,", rows[i].what, rows[i].bytes / 1e6);
-        total += rows[i].bytes;
+        printf(" %s %.1f,", rows[i].what, (rows[i].device + rows[i].host) / 1e6);
+        total += rows[i].device + rows[i].host;
     }
     printf(" together %.1f\n", total / 1e6);
     if (device > run->device.memory) {
@@ -5306,8 +5332,8 @@ static void plan_run_memory(Run *run) {
             device / 1e6, run->device.memory / 1e6, run->device.name, remedy);
     }
     if (run->backend->upload)
-        printf("Data set: %s\n",
-               run->resident ? "resident on the device" : "copied to the device batch by batch");
+        printf("On the device: %.1f MB; the data set %s\n", device / 1e6,
+               run->resident ? "lies there, too" : "is copied there batch by batch");
 }
 
 static void setup_network(Run *run) {

@@ -446,7 +446,7 @@ static __device__ void blur(real *to, const real *from, const float *weights, Sh
         for (int d = -ELASTIC_REACH; d <= ELASTIC_REACH; d++) {
             int y = i / w + (rows ? 0 : d), x = i % w + (rows ? d : 0);
             if (y >= 0 && x >= 0 && y < h && x < w)
-                sum += weights[d < 0 ? -d : d] * from[y * w + x];
+                sum = fmaf(weights[d < 0 ? -d : d], from[y * w + x], sum);
         }
         to[i] = sum;
     }
@@ -478,11 +478,11 @@ static __global__ void gather_elastic_kernel(real *out, uint8_t *labels, Residen
         real y = pixel / w + fields[pixel], x = pixel % w + fields[pixels + pixel];
         real down = y - floorf(y), right = x - floorf(x);
         int top = (int)floorf(y), left = (int)floorf(x);
-        real above = (1 - right) * pixel_at(bytes, r.shape, top, left, c) +
-                     right * pixel_at(bytes, r.shape, top, left + 1, c);
-        real below = (1 - right) * pixel_at(bytes, r.shape, top + 1, left, c) +
-                     right * pixel_at(bytes, r.shape, top + 1, left + 1, c);
-        int byte = (int)((1 - down) * above + down * below + .5f);
+        real above = fmaf(right, pixel_at(bytes, r.shape, top, left + 1, c),
+                          (1 - right) * pixel_at(bytes, r.shape, top, left, c));
+        real below = fmaf(right, pixel_at(bytes, r.shape, top + 1, left + 1, c),
+                          (1 - right) * pixel_at(bytes, r.shape, top + 1, left, c));
+        int byte = (int)fmaf(down, below, fmaf(1 - down, above, .5f));
         out[blockIdx.x * pixels * channels + i] = r.normalised[c * 256 + byte];
     }
     if (threadIdx.x == 0)

@@ -30,6 +30,14 @@ says() {
     fi
 }
 
+holds_count() {
+    if grep -q '^conv2d_forward_naive_kernel *10 ' err; then
+        echo "pass readme/count"
+    else
+        echo "fail readme/count: expected 10 launches of a kernel, found $(tail -n 5 err | tr '\n' '|')"
+    fi
+}
+
 # Room 7 with README's builder before the table of models and its row behind the table's first line.
 add_lenet() {
     sed -n '/^\/\/ LeNet-5/,/^}/p' "$repo/README.md" >builder
@@ -40,7 +48,7 @@ add_lenet() {
         cnn.c >with_lenet && mv with_lenet cnn.c
 }
 
-commands=$(grep -oP '^    \K(make|\./cnn(-emu)?)( .*)?$' "$repo/README.md" | sed 's/ *#.*//' |
+commands=$(grep -oP '^    \K(make|\./cnn(-emu|-count)?)( .*)?$' "$repo/README.md" | sed 's/ *#.*//' |
     grep -vE '^make (test|bench|data)')
 if [ "$(wc -l <<<"$commands")" -lt 8 ]; then
     echo "fail readme/commands: expected at least 8, found $(wc -l <<<"$commands")"
@@ -57,6 +65,8 @@ while read -r command; do
     command_runs "$command"
     case $command in
         *--resume*) says resume '^Going on from run.ckpt: epoch 3, step 6$' ;;
+        ./cnn-emu*) says emulated '^Emulated: CUDA code on the CPU' ;;
+        ./cnn-count*) holds_count ;;
         *--eval*) says eval '^Loaded the weights in mnist_cnn.safetensors$' ;;
     esac
 done <<<"$commands"
