@@ -113,9 +113,9 @@ data:
 	INSTALL=$(INSTALL) data/get_data.sh mnist
 
 TEST_FLAGS = $(BUILD) -Wno-unused-function $(if $(SANITIZED),$(SANITIZE))
-build/test_float: tests/test_cnn.c cnn.c build/settings
+build/test_float: tests/test_cnn.c tests/check.h cnn.c build/settings
 	$(TEST_FLAGS) tests/test_cnn.c -o $@ $(LIBS) -ldl
-build/test_double: tests/test_cnn.c cnn.c build/settings
+build/test_double: tests/test_cnn.c tests/check.h cnn.c build/settings
 	$(TEST_FLAGS) -DREAL=double tests/test_cnn.c -o $@ $(LIBS) -ldl
 
 build/parity_float: tests/parity.c cnn.c build/settings

@@ -6,8 +6,8 @@
 
 #define CNN_NO_MAIN
 #include "../cnn.c"
+#include "check.h"
 #include <dlfcn.h>
-#include <float.h>
 #include <setjmp.h>
 #include <sys/mman.h>
 
@@ -20,94 +20,9 @@
 #endif
 
 static const bool is_double = sizeof(real) == sizeof(double);
-static const double epsilon = sizeof(real) == sizeof(double) ? DBL_EPSILON : FLT_EPSILON;
 static bool quick;
 
-/* ---- Verdicts ------------------------------------------------------------------------------- */
-
-static char failure[512]; // the first thing that went wrong in the test that runs; "" if nothing
-
-static void fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
-
-static void fail(const char *format, ...) {
-    if (*failure)
-        return;
-    va_list args;
-    va_start(args, format);
-    vsnprintf(failure, sizeof failure, format, args);
-    va_end(args);
-    for (char *at = failure; (at = strchr(at, '\n'));)
-        *at = ' '; // a verdict is one line
-}
-
-static void verdict(const char *name) {
-    const char *build = is_double ? "double" : "float";
-    if (*failure)
-        printf("fail %s/%s: %s\n", build, name, failure);
-    else
-        printf("pass %s/%s\n", build, name);
-    fflush(stdout);
-    *failure = 0;
-}
-
-static void skip(const char *name, const char *why) {
-    printf("skip %s/%s: %s\n", is_double ? "double" : "float", name, why);
-}
-
-/* The only comparison of tensors. It asks what is right, so that a NaN on any side fails.
-   bound NULL: they must be equal. */
-static bool check_tensor(const char *name, const real *got, const real *want, const real *bound,
-                         size_t count) {
-    for (size_t i = 0; i < count; i++) {
-        double a = (double)got[i], b = (double)want[i], most = bound ? (double)bound[i] : 0;
-        if (isfinite(a) && isfinite(b) && fabs(a - b) <= most)
-            continue;
-        fail("%s[%zu of %zu] is %.9g, expected %.9g within %.3g", name, i, count, a, b, most);
-        return false;
-    }
-    return true;
-}
-
-// A comparison that never fails would make every test below pass: so it is tested first.
-static void test_comparison(void) {
-    static const real want[4] = {1, 2, 3, 4}, bound[4] = {.5, .5, .5, .5};
-    static const real wrong[4] = {(real)NAN, (real)INFINITY, (real)-INFINITY, 4};
-    bool good =
-        check_tensor("near", want, want, bound, 4) && check_tensor("equal", want, want, NULL, 4);
-    for (size_t at = 0; at < 4; at++) {
-        for (size_t kind = 0; kind < 4; kind++) {
-            real got[4] = {1, 2, 3, 4};
-            got[at] = kind < 3 ? wrong[kind] : got[at] + 1;
-            good = !check_tensor("wrong", got, want, bound, 4) && good;
-            good = !check_tensor("unequal", got, want, NULL, 4) && good;
-        }
-    }
-    real nowhere[4] = {0, 0, (real)NAN, 0};
-    good = !check_tensor("bound", want, want, nowhere, 4) && good;
-    *failure = 0;
-    if (!good)
-        fail("the comparison missed a difference");
-    verdict("comparison");
-}
-
 /* ---- Numbers and arrays --------------------------------------------------------------------- */
-
-static uint32_t drawn; // how many random numbers the tests have drawn
-
-static uint32_t draw_bits(void) {
-    uint32_t r[4];
-    philox4x32(r, drawn++, 0, 0, 0xFFFF, 99);
-    return r[0];
-}
-
-static size_t draw_size(size_t least, size_t most) {
-    return least + draw_bits() % (most - least + 1);
-}
-
-static real draw_real(void) // in [-1, 1)
-{
-    return 2 * uniform(draw_bits()) - 1;
-}
 
 enum { BATCH = 7, CLASSES = 4 };     // of the networks that the tests make up
 enum { GUARD = 128 / sizeof(real) }; // what host_alloc() leaves behind an array
@@ -426,7 +341,7 @@ static void test_maxpool(const Backend *b) {
     }
     char name[64];
     snprintf(name, sizeof name, "maxpool2d, %s kernels", b->kernels);
-    verdict(name);
+    verdict("%s", name);
 }
 
 // A NaN is the largest of its window, so that it reaches the loss and is found.
@@ -460,7 +375,7 @@ static void test_maxpool_nan(const Backend *b) {
     free(arg);
     char name[64];
     snprintf(name, sizeof name, "maxpool2d of NaN, %s kernels", b->kernels);
-    verdict(name);
+    verdict("%s", name);
 }
 
 /* ---- Networks of every shape ---------------------------------------------------------------- */
@@ -788,7 +703,7 @@ static void test_plain_gradients(const Backend *b, size_t kernel) {
     char name[96];
     snprintf(name, sizeof name, "gradients, %s kernels, %zu x %zu filters", b->kernels, kernel,
              kernel);
-    verdict(name);
+    verdict("%s", name);
 }
 
 static void build_small(Net *net, const Model *model, Shape images, const Settings *settings,
@@ -812,7 +727,7 @@ static void test_odd_gradients(const Backend *b, const Model *model) {
     check_kinks(&checked);
     char name[96];
     snprintf(name, sizeof name, "gradients, %s kernels, %s", b->kernels, model->name);
-    verdict(name);
+    verdict("%s", name);
 }
 
 static void test_gradients(void) {
@@ -1503,7 +1418,7 @@ static void test_optimizer(const Rule *rule) {
     check_guards("square_avg or momentum_buffer", &state);
     check_guards("acc_delta", &delta);
     free_arrays((Array[]){param, want, bound, state, delta}, 5 * sizeof(Array));
-    verdict(rule->name);
+    verdict("%s", rule->name);
 }
 
 enum { FLAT_COUNT = 1003, FLAT_KINDS = 4 };
@@ -1541,7 +1456,7 @@ static void test_flat_ranges(size_t kind) {
     }
     free(one.base);
     snprintf(name, sizeof name, "%s: the same bits for any number of threads", flat_names[kind]);
-    verdict(name);
+    verdict("%s", name);
 }
 
 static void test_optimizers(void) {
@@ -1917,7 +1832,7 @@ static void test_augmented_loader(size_t augmentation) {
     char name[96];
     snprintf(name, sizeof name, "loader: augmentation %s, whatever the batches and workers",
              augmentations[augmentation].name);
-    verdict(name);
+    verdict("%s", name);
 }
 
 // Another seed, epoch or position: another view of the same image, in nearly all cases.
@@ -1943,7 +1858,7 @@ static void test_augmentation_draws(size_t augmentation) {
     char name[96];
     snprintf(name, sizeof name, "augmentation %s: drawn by seed, epoch and position",
              augmentations[augmentation].name);
-    verdict(name);
+    verdict("%s", name);
 }
 
 static void test_augmentation(void) {
@@ -2394,7 +2309,7 @@ static void test_golden_net(const GoldenNet *which, const Backend *b) {
     free_golden(&golden);
     char name[96];
     snprintf(name, sizeof name, "PyTorch's %s, %s kernels", which->name, b->kernels);
-    verdict(name);
+    verdict("%s", name);
 }
 
 // Ten steps by the line's settings; the network is nothing but its parameters.
@@ -2470,7 +2385,7 @@ static void test_golden_lines(const char *keyword, size_t expected, void (*check
         fail("%zu lines, expected %zu", count, expected);
     free_golden(&golden);
     snprintf(name, sizeof name, "PyTorch's %s", keyword);
-    verdict(name);
+    verdict("%s", name);
 }
 
 static void test_golden(void) {
@@ -2764,7 +2679,7 @@ static void test_round_trip(const char *model, const Optimizer *o, double moment
     char name[96];
     snprintf(name, sizeof name, "checkpoint of %s with %s and momentum %g, and back", model,
              o->name, momentum);
-    verdict(name);
+    verdict("%s", name);
 }
 
 // Files for this network are small enough to be spoiled in every way.
@@ -3318,6 +3233,7 @@ static void test_checkpoints(void) {
 int main(void) {
     const char *wish = getenv("QUICK");
     quick = wish && *wish && strcmp(wish, "0") != 0;
+    suite = is_double ? "double" : "float";
     omp_set_num_threads(2);
     test_comparison();
     test_philox();
