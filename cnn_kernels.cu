@@ -273,6 +273,22 @@ static __device__ Spot spot_of(unsigned i, unsigned height, unsigned width, unsi
     return {(int)(row / height), (int)(row % height), (int)(pixel % width), (int)(i % channels)};
 }
 
+// The input pixel that output pixel o meets at a tap of its window; below 0: it is outside.
+static __device__ int met_pixel(const Window &s, const Spot &o, int tap) {
+    int y = o.y * s.stride + tap / s.kernel - s.padding;
+    int x = o.x * s.stride + tap % s.kernel - s.padding;
+    bool inside = y >= 0 && y < s.h && x >= 0 && x < s.w;
+    return inside ? (o.image * s.h + y) * s.w + x : -1;
+}
+
+// The reverse: the output pixel that meets input pixel p at a tap; below 0: none does.
+static __device__ int meeting_pixel(const Window &s, const Spot &p, int tap) {
+    int y = p.y + s.padding - tap / s.kernel, x = p.x + s.padding - tap % s.kernel;
+    bool meets = y >= 0 && x >= 0 && y % s.stride == 0 && x % s.stride == 0 &&
+                 y / s.stride < s.oh && x / s.stride < s.ow;
+    return meets ? (p.image * s.oh + y / s.stride) * s.ow + x / s.stride : -1;
+}
+
 /* out = the largest number under the window, argmax = where it is: i * kernel + j, the first one.
    A NaN wins.   Traffic: 4 (stride^2 + 1) N + N bytes */
 static __global__ void maxpool2d_forward_kernel(real *out, uint8_t *argmax, const real *in,
@@ -284,11 +300,10 @@ static __global__ void maxpool2d_forward_kernel(real *out, uint8_t *argmax, cons
     real best = -INFINITY;
     int arg = 0;
     for (int tap = 0; tap < s.kernel * s.kernel; tap++) {
-        int y = o.y * s.stride + tap / s.kernel - s.padding;
-        int x = o.x * s.stride + tap % s.kernel - s.padding;
-        if (y < 0 || y >= s.h || x < 0 || x >= s.w)
+        int pixel = met_pixel(s, o, tap);
+        if (pixel < 0)
             continue;
-        real value = in[((o.image * s.h + y) * s.w + x) * s.c + o.c];
+        real value = in[pixel * s.c + o.c];
         if (value > best || value != value) {
             best = value;
             arg = tap;
@@ -315,12 +330,8 @@ static __global__ void maxpool2d_backward_kernel(real *din, const real *dout, co
     Spot p = spot_of(i, s.h, s.w, s.c);
     real sum = accumulate ? din[i] : 0;
     for (int tap = 0; tap < s.kernel * s.kernel; tap++) {
-        int y = p.y + s.padding - tap / s.kernel, x = p.x + s.padding - tap % s.kernel;
-        if (y < 0 || x < 0 || y % s.stride || x % s.stride || y / s.stride >= s.oh ||
-            x / s.stride >= s.ow)
-            continue;
-        int at = ((p.image * s.oh + y / s.stride) * s.ow + x / s.stride) * s.oc + p.c;
-        sum += argmax[at] == tap ? dout[at] : 0;
+        int pixel = meeting_pixel(s, p, tap), at = pixel * s.oc + p.c;
+        sum += pixel >= 0 && argmax[at] == tap ? dout[at] : 0;
     }
     din[i] = sum;
 }
@@ -502,10 +513,25 @@ static void gather(real *out, uint8_t *labels, const Resident *r, const Draw *dr
 
    BatchNorm and a bias's gradient need, for each channel, sums over all pixels of the batch. They
    are taken in three levels, each in one fixed order: a thread goes through every 8th pixel of a
-   slice; the 8 threads of a channel join theirs in shared memory; a second kernel joins slices.
-   Blocks have 32 x 8 threads: x is the channel, so a warp reads 32 neighbouring numbers. */
+   slice; the 8 threads of a channel join theirs in shared memory; a second kernel joins slices, a
+   warp a channel. Blocks of the first have 32 x 8 threads: x is the channel, so a warp reads 32
+   neighbouring numbers. */
 
-enum { LANES_Y = 8, SUM_SLICES = 64 };
+enum { LANES_Y = 8, SUM_SLICES = 512 };
+
+// The lanes of a warp join by shuffles, which hand a register to another lane: after 5 exchanges all
+// lanes hold the sum, or the largest.
+static __device__ real warp_sum(real value) {
+    for (int lane = WARP / 2; lane > 0; lane /= 2)
+        value += __shfl_xor_sync(0xffffffffu, value, lane);
+    return value;
+}
+
+static __device__ real warp_max(real value) {
+    for (int lane = WARP / 2; lane > 0; lane /= 2)
+        value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, lane));
+    return value;
+}
 
 // How many slices there are: as many as 64 pixels each allow, at most SUM_SLICES.
 static int sum_slices(size_t pixels) {
@@ -559,16 +585,18 @@ static __global__ void column_sums_kernel(real *partial, const real *d, const re
     partial[(2 * blockIdx.y + 1) * channels + c] = product;
 }
 
-// dbias[c] = sum over slices.   One thread a channel
+// dbias[c] = sum over slices.   One warp a channel
 static __global__ void bias_gradient_kernel(real *dbias, const real *partial, int slices,
                                             int channels) {
-    unsigned c = element();
-    if (c >= channels)
+    int c = element() / WARP, lane = threadIdx.x % WARP;
+    if (c >= channels) // a whole warp, so nobody waits for it
         return;
     real sum = 0;
-    for (int slice = 0; slice < slices; slice++)
+    for (int slice = lane; slice < slices; slice += WARP)
         sum += partial[2 * slice * channels + c];
-    dbias[c] = sum;
+    sum = warp_sum(sum);
+    if (lane == 0)
+        dbias[c] = sum;
 }
 
 static void bias_gradient(real *dbias, const real *dout, const Layer *l, size_t n, real *scratch) {
@@ -578,7 +606,8 @@ static void bias_gradient(real *dbias, const real *dout, const Layer *l, size_t 
     column_sums_kernel<<<sum_grid(pixels, l->out.c), dim3(WARP, LANES_Y), 0, stream()>>>(
         scratch, dout, NULL, NULL, pixels, (int)l->out.c);
     CHECK_LAUNCH();
-    LAUNCH(bias_gradient_kernel, l->out.c, dbias, scratch, sum_slices(pixels), (int)l->out.c);
+    LAUNCH(bias_gradient_kernel, l->out.c * WARP, dbias, scratch, sum_slices(pixels),
+           (int)l->out.c);
 }
 
 // A count, its mean and the sum of squared distances from it; joined without cancellation (Chan,
@@ -593,6 +622,15 @@ static __device__ Moments join(Moments a, Moments b) {
         return a;
     return {count, a.mean + d * (b.count / count),
             a.squares + b.squares + d * d * (a.count * b.count / count)};
+}
+
+static __device__ Moments warp_join(Moments m) // for lane 0
+{
+    for (int lane = WARP / 2; lane > 0; lane /= 2)
+        m = join(m, {__shfl_down_sync(0xffffffffu, m.count, lane),
+                     __shfl_down_sync(0xffffffffu, m.mean, lane),
+                     __shfl_down_sync(0xffffffffu, m.squares, lane)});
+    return m;
 }
 
 /* partial[slice][0][c] = mean, partial[slice][1][c] = squares of the slice's pixels.
@@ -618,19 +656,22 @@ static __global__ void moments_kernel(real *partial, const real *in, unsigned pi
 static const real bn_eps = 1e-5f, bn_momentum = 0.1f;
 
 /* Joins the slices of a channel; stats as in batchnorm2d_forward() of cnn.c: running mean and
-   variance, then the batch's mean and 1 / sqrt(variance + eps).   One thread a channel */
+   variance, then the batch's mean and 1 / sqrt(variance + eps).   One warp a channel */
 static __global__ void batchnorm_statistics_kernel(real *stats, const real *partial,
                                                    unsigned pixels, int slices, int channels) {
-    unsigned c = element();
+    int c = element() / WARP, lane = threadIdx.x % WARP;
     if (c >= channels)
         return;
     Moments m = {0, 0, 0};
-    for (int slice = 0; slice < slices; slice++) {
+    for (int slice = lane; slice < slices; slice += WARP) {
         unsigned pixels_of_slice =
             slice_start(pixels, slice + 1, slices) - slice_start(pixels, slice, slices);
         m = join(m, {(real)pixels_of_slice, partial[2 * slice * channels + c],
                      partial[(2 * slice + 1) * channels + c]});
     }
+    m = warp_join(m);
+    if (lane > 0)
+        return;
     real unbiased = m.squares / (m.count > 1 ? m.count - 1 : 1);
     real *running_mean = stats, *running_variance = stats + channels;
     running_mean[c] = (1 - bn_momentum) * running_mean[c] + bn_momentum * m.mean;
@@ -661,26 +702,30 @@ static void batchnorm2d_forward(real *out, real *stats, const real *in, const re
         moments_kernel<<<sum_grid(pixels, l->in.c), dim3(WARP, LANES_Y), 0, stream()>>>(
             scratch, in, pixels, channels);
         CHECK_LAUNCH();
-        LAUNCH(batchnorm_statistics_kernel, l->in.c, stats, scratch, pixels, sum_slices(pixels),
-               channels);
+        LAUNCH(batchnorm_statistics_kernel, l->in.c * WARP, stats, scratch, pixels,
+               sum_slices(pixels), channels);
     }
     LAUNCH(batchnorm_apply_kernel, count, out, in, stats, weight, bias, count, channels, training,
            l->fused_relu);
 }
 
-// dbias = sum of dout, dweight = sum of dout * x, where x = (in - mean) * inverse
+// dbias = sum of dout, dweight = sum of dout * x, where x = (in - mean) * inverse.   One warp a channel
 static __global__ void batchnorm_gradients_kernel(real *dweight, real *dbias, const real *partial,
                                                   const real *stats, int slices, int channels) {
-    unsigned c = element();
+    int c = element() / WARP, lane = threadIdx.x % WARP;
     if (c >= channels)
         return;
     real sum = 0, product = 0;
-    for (int slice = 0; slice < slices; slice++) {
+    for (int slice = lane; slice < slices; slice += WARP) {
         sum += partial[2 * slice * channels + c];
         product += partial[(2 * slice + 1) * channels + c];
     }
-    dbias[c] = sum;
-    dweight[c] = product * stats[3 * channels + c];
+    sum = warp_sum(sum);
+    product = warp_sum(product);
+    if (lane == 0) {
+        dbias[c] = sum;
+        dweight[c] = product * stats[3 * channels + c];
+    }
 }
 
 /* din = weight * inverse * (dout - dbias / m - x * dweight / m), over m pixels; += if accumulate.
@@ -706,8 +751,8 @@ static void batchnorm2d_backward(real *din, real *dweight, real *dbias, const re
     column_sums_kernel<<<sum_grid(pixels, l->in.c), dim3(WARP, LANES_Y), 0, stream()>>>(
         scratch, dout, in, stats + 2 * channels, pixels, channels);
     CHECK_LAUNCH();
-    LAUNCH(batchnorm_gradients_kernel, l->in.c, dweight, dbias, scratch, stats, sum_slices(pixels),
-           channels);
+    LAUNCH(batchnorm_gradients_kernel, l->in.c * WARP, dweight, dbias, scratch, stats,
+           sum_slices(pixels), channels);
     if (!din)
         return;
     LAUNCH(batchnorm_backward_kernel, count, din, dout, in, stats, weight, dweight, dbias, count,
@@ -716,20 +761,7 @@ static void batchnorm2d_backward(real *din, real *dweight, real *dbias, const re
 
 /* ==== 4. Softmax and loss =======================================================================
 
-   One warp an image: its lanes take every 32nd class and join their results by shuffles, which hand
-   a register to another lane. After 5 exchanges all lanes hold the sum, or the largest. */
-
-static __device__ real warp_sum(real value) {
-    for (int lane = WARP / 2; lane > 0; lane /= 2)
-        value += __shfl_xor_sync(0xffffffffu, value, lane);
-    return value;
-}
-
-static __device__ real warp_max(real value) {
-    for (int lane = WARP / 2; lane > 0; lane /= 2)
-        value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, lane));
-    return value;
-}
+   One warp an image: its lanes take every 32nd class, and join their results as in room 3. */
 
 /* out[k] = in[k] - largest - log(sum of exp(in[j] - largest)).   Grid: THREADS / 32 images a block.
    Traffic: 8 N bytes */
@@ -812,13 +844,9 @@ static __global__ void conv2d_forward_naive_kernel(real *out, const real *in, co
     Spot o = spot_of(i, s.oh, s.ow, s.oc);
     real sum = bias ? bias[o.c] : 0;
     for (int tap = 0; tap < s.kernel * s.kernel; tap++) {
-        int y = o.y * s.stride + tap / s.kernel - s.padding;
-        int x = o.x * s.stride + tap % s.kernel - s.padding;
-        if (y < 0 || y >= s.h || x < 0 || x >= s.w)
-            continue;
-        const real *pixel = in + ((o.image * s.h + y) * s.w + x) * s.c;
-        for (int c = 0; c < s.c; c++)
-            sum += pixel[c] * weight[(tap * s.c + c) * s.oc + o.c];
+        int pixel = met_pixel(s, o, tap);
+        for (int c = 0; pixel >= 0 && c < s.c; c++)
+            sum += in[pixel * s.c + c] * weight[(tap * s.c + c) * s.oc + o.c];
     }
     out[i] = sum;
 }
@@ -839,12 +867,8 @@ static __global__ void conv2d_data_gradient_naive_kernel(real *din, const real *
     Spot p = spot_of(i, s.h, s.w, s.c);
     real sum = accumulate ? din[i] : 0;
     for (int tap = 0; tap < s.kernel * s.kernel; tap++) {
-        int y = p.y + s.padding - tap / s.kernel, x = p.x + s.padding - tap % s.kernel;
-        if (y < 0 || x < 0 || y % s.stride || x % s.stride || y / s.stride >= s.oh ||
-            x / s.stride >= s.ow)
-            continue;
-        int pixel = (p.image * s.oh + y / s.stride) * s.ow + x / s.stride;
-        for (int k = 0; k < s.oc; k++)
+        int pixel = meeting_pixel(s, p, tap);
+        for (int k = 0; pixel >= 0 && k < s.oc; k++)
             sum += dout[pixel * s.oc + k] * weight[(tap * s.c + p.c) * s.oc + k];
     }
     din[i] = sum;
@@ -859,15 +883,11 @@ static __global__ void conv2d_weight_gradient_naive_kernel(real *dweight, const 
         return;
     int k = (int)(i % s.oc), c = (int)(i / s.oc % s.c), tap = (int)(i / s.oc / s.c);
     real sum = 0;
-    for (unsigned image = 0; image < n; image++)
-        for (int oy = 0; oy < s.oh; oy++)
-            for (int ox = 0; ox < s.ow; ox++) {
-                int y = oy * s.stride + tap / s.kernel - s.padding;
-                int x = ox * s.stride + tap % s.kernel - s.padding;
-                if (y >= 0 && y < s.h && x >= 0 && x < s.w)
-                    sum += in[((image * s.h + y) * s.w + x) * s.c + c] *
-                           dout[((image * s.oh + oy) * s.ow + ox) * s.oc + k];
-            }
+    for (unsigned o = 0; o < n * s.oh * s.ow; o++) {
+        int pixel = met_pixel(s, spot_of(o, s.oh, s.ow, 1), tap);
+        if (pixel >= 0)
+            sum += in[pixel * s.c + c] * dout[o * s.oc + k];
+    }
     dweight[i] = sum;
 }
 

@@ -39,6 +39,7 @@ run readme tests/test_readme.sh
 run get_data tests/test_get_data.sh
 run instructions tests/test_instructions.sh
 run emulator tests/test_emulator.sh
+run cuda tests/test_cuda.sh
 run nvcc tests/test_nvcc.sh
 run gpu_check tests/gpu_check.sh --emulated
 run_torch pytorch_weights tests/pytorch_weights.py
