@@ -32,7 +32,7 @@ HAVE_MPI := $(shell printf '$(HASH)include <mpi.h>\nint main(void) { return MPI_
 HAVE_NCCL := $(call probe,$(HASH)include <nccl.h>\nint main(void) { int v; return ncclGetVersion(&v); },\
 	-I$(CUDA)/include -L$(CUDA)/lib64 -lnccl)
 
-.PHONY: all help run test data bench bench-gpu debug emulate count clean found
+.PHONY: all help run test data bench bench-gpu debug emulate count races clean found
 all: found cnn
 
 found:
@@ -50,6 +50,7 @@ help:
 	@echo "make bench-gpu   the same on the GPU: training steps, and each operation by itself"
 	@echo "make emulate build ./cnn-emu: the GPU's code on the CPU, to try and to check it"
 	@echo "make count   build ./cnn-count: the same, and counts what each kernel reads and writes"
+	@echo "make races   look for races in the GPU's kernels, in the emulator (a minute)"
 	@echo "make debug   build ./cnn-debug with the address and undefined-behaviour sanitizers"
 	@echo "make clean   remove everything that make made"
 	@echo "Variables: CC=clang ARCH=x86-64-v3 NO_OMP=1 NO_CUDA=1 CUDA_ARCH=native QUICK=1"
@@ -145,8 +146,18 @@ $(addprefix build/,$(GPU_PROGRAMS)): build/%: tests/%.c tests/check.h tests/timi
 $(addprefix build/emu_,$(GPU_PROGRAMS)): build/emu_%: tests/%.c tests/check.h tests/timing.h cnn.c \
 		build/emu_kernels.o build/settings
 	$(GPU_TEST) build/emu_kernels.o -o $@ -lstdc++ $(LIBS)
+ifdef KERNELS
 bench-gpu: build/bench_gpu
 	build/bench_gpu
+else
+bench-gpu:
+	@echo "make bench-gpu needs nvcc and a GPU; none of CUDA was found"; exit 1
+endif
+
+# The race detector on every kernel: barriers that are missing, numbers that two threads fight for.
+races: cnn-emu
+	@tests/test_cuda.sh races > build/races.txt; grep ^skip build/races.txt; ! grep ^fail build/races.txt
+	@echo "No races in `grep -c ^pass build/races.txt` tests of the kernels, in three orders of threads"
 
 clean:
 	rm -rf build cnn cnn-debug cnn-emu cnn-count

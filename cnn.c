@@ -26,7 +26,7 @@
      12 Options         one table: parser, --help and settings
      13 Instruments     line profile, machine card, run folder
      14 train(), test(), main()
-   Rooms 10 (data parallelism) and the GPU's backend are not built yet. */
+   Room 10 (data parallelism) is not built yet. The GPU's kernels are in cnn_kernels.cu. */
 
 /* ==== 1. Declarations ===========================================================================
 
@@ -1008,8 +1008,9 @@ static void make_slot(Loader *l, Batch *slot) {
     slot->images = p->backend->host_alloc(p->resident ? 0 : bytes, p->pinned);
     slot->labels = p->backend->host_alloc(l->batch_size, p->pinned);
     if (!slot->images || !slot->labels)
-        die(1, "no memory for a batch: %.1f MB asked for; a smaller --batch-size needs less",
-            (double)bytes / 1e6);
+        die(1, "no %smemory for a batch: %.1f MB asked for; a smaller --batch-size needs less%s",
+            p->pinned ? "pinned " : "", (double)bytes / 1e6,
+            p->pinned ? ", or --pin-memory off" : "");
     slot->device_images = slot->images;
     slot->device_labels = slot->labels;
     if (copied && !p->resident) {
@@ -3214,7 +3215,8 @@ static const Layer *last_layer(const Net *net) {
     return &net->layers[net->count - 1];
 }
 
-// data.to(device)
+/* data.to(device). The copies are queued; the loss of the batch, which is waited for, comes behind
+   them: before the loader's slot is filled anew. */
 static void net_load(Net *net, const Batch *batch) {
     const Backend *b = net->backend;
     real *images = output(net, &net->layers[0]);
@@ -5153,7 +5155,7 @@ static const Backend *backend_of(bool cuda, size_t i) {
 
 // The first GPU, if there is one and --no-cuda is not given, else the CPU; and its --kernels.
 static void setup_device(Run *run) {
-    const Settings *s = &run->settings;
+    Settings *s = &run->settings;
     const char *why_not = "--no-cuda";
     bool cuda = !s->no_cuda && cuda_device_count(&why_not) > 0;
     char known[64] = "";
@@ -5175,6 +5177,7 @@ static void setup_device(Run *run) {
     if (!run->backend)
         die(EXIT_USAGE, "--kernels %s: expected %sfast on this device (%s)", s->kernels, known,
             run->device.name);
+    s->kernels = run->backend->kernels; // what "fast" means here: checkpoints compare it
     printf("Device: %s%s%s%s, --kernels %s, --threads %zu, --workers %zu\n", run->device.name,
            cuda ? "" : " (", cuda ? "" : why_not, cuda ? "" : ")", run->backend->kernels,
            s->threads, s->workers);
@@ -5315,13 +5318,18 @@ static size_t batch_that_fits(Run *run) {
 // Prints the ledger before anything is allocated, and refuses what cannot fit.
 static void plan_run_memory(Run *run) {
     LedgerRow rows[LEDGER_ROWS];
-    double total = 0, device = choose_resident(run, &run->net, rows);
+    double host = 0, device = choose_resident(run, &run->net, rows);
     printf("Memory in MB:");
     for (size_t i = 0; i < LEDGER_ROWS; i++) {
         printf(" %s %.1f,", rows[i].what, (rows[i].device + rows[i].host) / 1e6);
-        total += rows[i].device + rows[i].host;
+        host += rows[i].host;
     }
-    printf(" together %.1f\n", total / 1e6);
+    printf(" together %.1f\n", (device + host) / 1e6);
+    if (host > memory_bytes())
+        die(1,
+            "not enough memory: %.1f MB needed, this machine has %.1f MB; use fewer --workers or "
+            "a smaller --batch-size",
+            host / 1e6, memory_bytes() / 1e6);
     if (device > run->device.memory) {
         size_t fits = batch_that_fits(run);
         char remedy[80] = "even one image at a time does not fit; try a smaller network";

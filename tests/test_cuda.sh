@@ -275,6 +275,11 @@ test_mutations() {
     -Wno-unknown-pragmas -DCNN_CUDA -c "$repo/tests/test_cuda.c" -o "$build/test_cuda.o" 2>"$err"
 same build/tests "exit 0, " "exit $?, $(cat "$err")"
 choose_tsan
+if [ "${1:-}" = races ]; then # make races
+    test_races
+    rm -rf "$build"
+    exit 0
+fi
 test_kernels
 test_runs
 test_options
