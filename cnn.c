@@ -303,6 +303,12 @@ static _Noreturn void die(int status, const char *format, ...)
 static void (*before_dying)(void); // lets the run folder say "failed"
 
 static _Noreturn void die(int status, const char *format, ...) {
+    static bool dying;
+    static __thread bool first;
+    if (__atomic_exchange_n(&dying, true, __ATOMIC_SEQ_CST) && !first)
+        for (;;) // another thread has the word, and ends the program
+            pause();
+    first = true;
     char line[2 * PATH_SIZE];
     va_list args;
     va_start(args, format);
@@ -4766,21 +4772,22 @@ static FILE *open_log(const Run *run, const char *file, const char *header, bool
     join_path(path, run->settings.out, file);
     bool goes_on = run->epoch > 1 || run->next_batch > 0;
     FILE *before = goes_on ? fopen(path, "r") : NULL;
-    if (before)
-        unlink(path); // its rows are read on, and written to a new file of that name
-    FILE *f = create_csv(run->settings.out, file);
-    fprintf(f, "%s\n", header);
+    AtomicFile kept;
+    atomic_open(&kept, path);
+    fprintf(kept.stream, "%s\n", header);
     while (before && fgets(row, sizeof row, before)) {
         size_t epoch = 0, step = 0;
-        bool kept =
-            sscanf(row, "%zu,%zu", &epoch, &step) == 2 && epoch > 0 &&
-            (epoch < run->epoch || (by_step && epoch == run->epoch && step <= run->next_batch));
-        if (kept)
-            fputs(row, f);
+        if (sscanf(row, "%zu,%zu", &epoch, &step) == 2 && epoch > 0 &&
+            (epoch < run->epoch || (by_step && epoch == run->epoch && step <= run->next_batch)))
+            fputs(row, kept.stream);
     }
     if (before)
         fclose(before);
-    return f;
+    atomic_commit(&kept);
+    FILE *log = fopen(path, "a");
+    if (!log)
+        file_fail("cannot write", path);
+    return log;
 }
 
 static void open_logs(Run *run) {

@@ -2,7 +2,7 @@
 
    A GPU runs a kernel on thousands of threads. They come in blocks of THREADS; the threads of a
    block share a little fast memory (__shared__) and can wait for each other (__syncthreads()). 32
-   of them, a warp, go in step. Neighbouring threads should read neighbouring numbers: then one
+   of them, a warp, are run together. Neighbouring threads should read neighbouring numbers: then one
    transfer of memory serves all of a warp.
 
    In reading order:
@@ -18,8 +18,9 @@
    must move at least, N standing for the numbers of its output. Kernels without a word on their
    grid have one thread an element.
    Rules: results never depend on the order in which threads run (no floating-point atomics), so
-   the same seed gives the same bits; no thread leaves before a barrier; one __shared__ array a
-   line. Only the declarations of cnn.c are read here, which are C and C++ alike. */
+   the same seed gives the same bits; no thread leaves before a barrier; and for the emulator, one
+   __shared__ array a line, template arguments written out at a launch. Only the declarations of
+   cnn.c are read here, which are C and C++ alike. */
 
 #define CNN_DECLARATIONS_ONLY
 #include "cnn.c"
@@ -51,7 +52,7 @@ static void check(cudaError_t error, const char *call, int line) {
              line, device, call, cudaGetErrorString(error), cudaGetErrorName(error));
 }
 #define CHECK(call) check(call, #call, __LINE__)
-#define CHECK_LAUNCH() check(cudaGetLastError(), "the kernel above", __LINE__)
+#define CHECK_LAUNCH() check(cudaGetLastError(), "the kernel launched here", __LINE__)
 // Queues a kernel with `threads` threads, in as many blocks as that takes.
 #define LAUNCH(kernel, threads, ...)                                    \
     do {                                                                \
@@ -75,11 +76,19 @@ extern "C" size_t cuda_device_count(const char **reason) {
     return error == cudaSuccess && count > 0 ? (size_t)count : 0;
 }
 
+static __global__ void relu_forward_kernel(real *out, const real *in, unsigned count);
+
 // Makes `which` the device of this host thread. on_error ends the program with a message.
 extern "C" void cuda_use_device(size_t which, void (*on_error)(int, const char *, ...)) {
     fail = on_error;
     device = (int)which;
     CHECK(cudaSetDevice(device));
+    cudaFuncAttributes attributes;
+    if (cudaFuncGetAttributes(&attributes, (const void *)relu_forward_kernel) != cudaSuccess)
+        fail(1,
+             "device %d: this program was built for other GPUs; run: make clean && make "
+             "CUDA_ARCH=native, on this machine, or use --no-cuda",
+             device);
     if (!streams[device])
         CHECK(cudaStreamCreateWithFlags(&streams[device], cudaStreamNonBlocking));
 }
@@ -216,13 +225,13 @@ static void add(real *out, const real *in, size_t count, bool relu) {
    One thread does the 8 elements that share a Philox block.   Traffic: 9 N bytes */
 static __global__ void dropout_forward_kernel(real *out, uint8_t *mask, const real *in,
                                               unsigned size, unsigned blocks_of_image, unsigned n,
-                                              real scale, uint32_t threshold, uint32_t stream,
+                                              real scale, uint32_t threshold, uint32_t purpose,
                                               Draw draw) {
     unsigned image = element() / blocks_of_image, block = element() % blocks_of_image;
     if (image >= n)
         return;
     uint32_t bits[4];
-    philox4x32(bits, (uint32_t)block, (uint32_t)(draw.first + image), (uint32_t)draw.epoch, stream,
+    philox4x32(bits, (uint32_t)block, (uint32_t)(draw.first + image), (uint32_t)draw.epoch, purpose,
                draw.seed);
 #pragma unroll // so that bits[] stays in registers
     for (unsigned j = 0; j < 8; j++) {
@@ -1016,8 +1025,11 @@ struct TapRows : Picture { // lines are taps and channels, K goes over positions
 };
 
 /* One thread's share of bringing a tile of LINES x TILE_K numbers into shared memory [k][line].
-   ALONG_K: neighbouring threads take neighbouring k, since those lie side by side in memory;
-   otherwise neighbouring lines do. The two steps lie apart so that arithmetic can stand between. */
+   ALONG_K: neighbouring threads take neighbouring k, since those lie side by side in memory, and a
+   thread has one k; otherwise neighbouring threads take neighbouring lines, and a thread has one
+   line. The two steps lie apart so that arithmetic can stand between. A line of shared memory is 4
+   numbers longer than it must be: else the threads that store one line's numbers would fall on the
+   same of its 32 banks, and wait for each other. */
 template <class Operand, int LINES, bool ALONG_K> struct TileLoader {
     enum { COUNT = LINES * TILE_K / THREADS, PITCH = LINES + 4 };
     real numbers[COUNT];
@@ -1061,6 +1073,7 @@ static __device__ void finish(const Epilogue &e, unsigned at, int column, real s
 }
 
 /* C = A * B over K from this split's first to its last; see above.
+   Two blocks fit on a multiprocessor: a thread has at most 128 registers.
    Grid: M / 128 x N / 64 x splits.   Shared memory: 2 x (132 + 68) x 16 floats = 25.6 KB.
    Traffic: 4 K (M N / 64 + M N / 128) + 4 M N bytes, most of it served by the L2 cache */
 template <class A, class B, bool A_ALONG_K, bool B_ALONG_K>
@@ -1082,7 +1095,7 @@ static __global__ void __launch_bounds__(THREADS, 2)
 #pragma unroll
     for (int i = 0; i < LoadB::COUNT; i++)
         outer_b[i] = line_or_outside(b, first_column + LoadB::line(i), columns);
-    const int row = threadIdx.x / (TILE_N / COLUMNS_N) * COLUMNS_N;
+    const int row = threadIdx.x / (TILE_N / COLUMNS_N) * (ROWS_M / 2); // and 64 further down
     const int column = threadIdx.x % (TILE_N / COLUMNS_N) * COLUMNS_N;
     real sums[ROWS_M][COLUMNS_N] = {};
     load_a.fetch(a, outer_a, begin, end);
@@ -1112,7 +1125,8 @@ static __global__ void __launch_bounds__(THREADS, 2)
     for (int i = 0; i < ROWS_M; i++)
 #pragma unroll
         for (int j = 0; j < COLUMNS_N; j++) {
-            int m = first_row + row + i % 4 + i / 4 * (TILE_M / 2), n = first_column + column + j;
+            int m = first_row + row + i % (ROWS_M / 2) + i / (ROWS_M / 2) * (TILE_M / 2),
+                n = first_column + column + j;
             if (m < rows && n < columns)
                 finish(e, (blockIdx.z * rows + m) * columns + n, n, sums[i][j]);
         }
