@@ -599,18 +599,24 @@ static __global__ void column_sums_kernel(real *partial, const real *d, const re
     partial[(2 * blockIdx.y + 1) * channels + c] = product;
 }
 
-// dbias[c] = sum over slices.   One warp a channel
-static __global__ void bias_gradient_kernel(real *dbias, const real *partial, int slices,
-                                            int channels) {
+/* dbias[c] = sum over slices of the first sums; dweight[c] = of the second ones, times inverse[c];
+   no dweight where it is NULL.   One warp a channel */
+static __global__ void join_sums_kernel(real *dbias, real *dweight, const real *partial,
+                                        const real *inverse, int slices, int channels) {
     int c = element() / WARP, lane = threadIdx.x % WARP;
     if (c >= channels) // a whole warp, so nobody waits for it
         return;
-    real sum = 0;
-    for (int slice = lane; slice < slices; slice += WARP)
+    real sum = 0, product = 0;
+    for (int slice = lane; slice < slices; slice += WARP) {
         sum += partial[2 * slice * channels + c];
+        product += partial[(2 * slice + 1) * channels + c];
+    }
     sum = warp_sum(sum);
+    product = warp_sum(product);
     if (lane == 0)
         dbias[c] = sum;
+    if (lane == 0 && dweight)
+        dweight[c] = product * inverse[c];
 }
 
 static void bias_gradient(real *dbias, const real *dout, const Layer *l, size_t n, real *scratch) {
@@ -620,7 +626,7 @@ static void bias_gradient(real *dbias, const real *dout, const Layer *l, size_t 
     column_sums_kernel<<<sum_grid(pixels, l->out.c), dim3(WARP, LANES_Y), 0, stream()>>>(
         scratch, dout, NULL, NULL, pixels, (int)l->out.c);
     CHECK_LAUNCH();
-    LAUNCH(bias_gradient_kernel, l->out.c * WARP, dbias, scratch, sum_slices(pixels),
+    LAUNCH(join_sums_kernel, l->out.c * WARP, dbias, NULL, scratch, NULL, sum_slices(pixels),
            (int)l->out.c);
 }
 
@@ -723,26 +729,8 @@ static void batchnorm2d_forward(real *out, real *stats, const real *in, const re
            l->fused_relu);
 }
 
-// dbias = sum of dout, dweight = sum of dout * x, where x = (in - mean) * inverse.   One warp a channel
-static __global__ void batchnorm_gradients_kernel(real *dweight, real *dbias, const real *partial,
-                                                  const real *stats, int slices, int channels) {
-    int c = element() / WARP, lane = threadIdx.x % WARP;
-    if (c >= channels)
-        return;
-    real sum = 0, product = 0;
-    for (int slice = lane; slice < slices; slice += WARP) {
-        sum += partial[2 * slice * channels + c];
-        product += partial[(2 * slice + 1) * channels + c];
-    }
-    sum = warp_sum(sum);
-    product = warp_sum(product);
-    if (lane == 0) {
-        dbias[c] = sum;
-        dweight[c] = product * stats[3 * channels + c];
-    }
-}
-
-/* din = weight * inverse * (dout - dbias / m - x * dweight / m), over m pixels; += if accumulate.
+/* din = weight * inverse * (dout - dbias / m - x * dweight / m), over m pixels, where
+   x = (in - mean) * inverse, dbias = sum of dout, dweight = sum of dout * x; += if accumulate.
    Traffic: 12 N bytes */
 static __global__ void batchnorm_backward_kernel(real *din, const real *dout, const real *in,
                                                  const real *stats, const real *weight,
@@ -765,7 +753,7 @@ static void batchnorm2d_backward(real *din, real *dweight, real *dbias, const re
     column_sums_kernel<<<sum_grid(pixels, l->in.c), dim3(WARP, LANES_Y), 0, stream()>>>(
         scratch, dout, in, stats + 2 * channels, pixels, channels);
     CHECK_LAUNCH();
-    LAUNCH(batchnorm_gradients_kernel, l->in.c * WARP, dweight, dbias, scratch, stats,
+    LAUNCH(join_sums_kernel, l->in.c * WARP, dbias, dweight, scratch, stats + 3 * channels,
            sum_slices(pixels), channels);
     if (!din)
         return;
