@@ -5,6 +5,7 @@
 # CC, CXX, CLANGXX=COMPILER, ARCH as for make. QUICK=1: fewer shapes and runs, no sanitizers, no
 # bugs.
 # Prints `pass cuda/NAME`, `fail cuda/NAME: expected ..., found ...` or `skip cuda/NAME: why`.
+# shellcheck disable=SC2317 # some functions are called by xargs only
 suite=cuda
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) || exit 1
 cc=${CC:-gcc} cxx=${CXX:-g++} clangxx=${CLANGXX:-clang++} arch=${ARCH:-native}
