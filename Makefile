@@ -86,8 +86,8 @@ cnn: cnn.c $(KERNELS) build/settings
 # the kernels and gcc the rest.
 CXX = g++
 EMULATE = $(CXX) -std=c++17 -O2 -march=$(ARCH) -g $(OMP_FLAGS) -Wno-unknown-pragmas -I. -include tests/cuda_on_cpu.h
-build/emu_kernels.o: cnn_kernels.cu tests/cuda_on_cpu.h tests/cuda_on_cpu.sed build/declarations \
-		build/kernel_settings
+build/emu_kernels.o: cnn_kernels.cu tests/cuda_on_cpu.h tests/cuda_on_cpu_runtime.h \
+		tests/cuda_on_cpu.sed build/declarations build/kernel_settings
 	{ echo '#line 1 "cnn_kernels.cu"'; sed -f tests/cuda_on_cpu.sed cnn_kernels.cu; } | \
 		$(EMULATE) -x c++ -c - -o $@
 cnn-emu: cnn.c build/emu_kernels.o build/settings

@@ -731,12 +731,10 @@ static void test_devices(int devices) {
 static void test_properties() {
     cudaDeviceProp properties;
     cudaPointerAttributes attributes;
-    int multiprocessors;
     size_t left, then_left, total;
     CHECK(cudaGetDeviceProperties(&properties, 0));
-    CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, 0));
     CHECK(cudaMemGetInfo(&left, &total));
-    bool right = properties.warpSize == 32 && properties.multiProcessorCount == multiprocessors &&
+    bool right = properties.warpSize == 32 && properties.multiProcessorCount > 0 &&
                  total <= properties.totalGlobalMem;
     {
         Both<float> a(8 << 20);
