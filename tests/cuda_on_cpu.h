@@ -10,18 +10,12 @@
 
    What a GPU does at once is done here one after the other. The threads of a block take turns: one
    runs until it has to wait for others, at a barrier or in a warp operation. Blocks are spread over
-   the CPU's cores, as they are over the multiprocessors of a GPU. What a GPU hides is reported:
-   file, line, kernel, block and thread go to stderr, then abort(). In reading order:
+   the CPU's cores, as they are over the multiprocessors of a GPU. In reading order: 1 the language,
+   2 threads and blocks, 3 turns, 4 shared memory, 5 meetings (barriers, warp operations), 6 grids
+   and launches; then, in cuda_on_cpu_runtime.h, what the host sees of a GPU.
 
-     1 The language        what a C++ compiler does not know, threadIdx, __shared__
-     2 Reports             and what the sanitizers have to know
-     3 Turns               threads, each on a stack of its own; who runs next
-     4 Shared memory
-     5 Barriers, warps     __syncthreads, shuffles, votes, atomics, fences
-     6 Grids and launches
-     cuda_on_cpu_runtime.h: memory, streams, events, graphs; tensor cores, cp.async; counting
-
-   Some other builds:
+   What a GPU hides is reported: file, line, kernel, block and thread go to stderr, then abort().
+   Some builds find more:
 
      -O1 -g -fsanitize=address   finds accesses out of range
      -O1 -g -fsanitize=thread    finds races: every CUDA thread is a thread to the race detector;
@@ -43,7 +37,6 @@
    where CUDA_ON_CPU is not defined. Of CUDA's functions those are here that somebody uses. */
 
 #pragma once
-#include <limits.h>
 #include <math.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -70,6 +63,26 @@
 #include <omp.h>
 #endif
 
+// IF_ASAN(...) and IF_TSAN(...) are for one sanitizer only. The compilers name them differently.
+#ifndef __has_feature
+#define __has_feature(feature) 0
+#endif
+#define IF_ASAN(...)
+#define IF_TSAN(...)
+#if defined(__SANITIZE_ADDRESS__) || __has_feature(address_sanitizer)
+#include <sanitizer/common_interface_defs.h>
+#undef IF_ASAN
+#define IF_ASAN(...) __VA_ARGS__
+#elif (defined(__SANITIZE_THREAD__) || __has_feature(thread_sanitizer)) && !defined(CUEMU_COUNT)
+#include <sanitizer/tsan_interface.h>
+#undef IF_TSAN
+#define IF_TSAN(...) __VA_ARGS__
+extern "C" void AnnotateIgnoreReadsBegin(const char *, int),
+    AnnotateIgnoreReadsEnd(const char *, int);
+extern "C" void AnnotateIgnoreWritesBegin(const char *, int),
+    AnnotateIgnoreWritesEnd(const char *, int);
+#endif
+
 /* ==== 1. The language ===========================================================================
 
    A function for the GPU is a function. cuda_on_cpu.sed makes EMU_SHARED and EMU_DYNAMIC of
@@ -94,51 +107,30 @@
 #define blockIdx (emu::block->index)
 #define blockDim (emu::launched->block)
 #define gridDim (emu::launched->grid)
-const int warpSize = 32;
 
 struct uint3 {
     unsigned x, y, z;
 };
-struct dim3 {
-    unsigned x, y, z;
-    dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
-};
-struct alignas(8) float2 {
-    float x, y;
+struct dim3 : uint3 {
+    dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : uint3{x, y, z} {}
 };
 struct alignas(16) float4 {
     float x, y, z, w;
-};
-struct alignas(16) uint4 {
-    unsigned x, y, z, w;
 };
 
 extern "C" const char *cuda_emulated(void) {
     return "emulated CUDA on the CPU: results are real, times mean nothing";
 }
 
-inline uint32_t __float_as_uint(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    return bits;
-}
-inline float __uint_as_float(uint32_t bits) {
-    float x;
-    memcpy(&x, &bits, 4);
-    return x;
-}
-
-// As CUDA's: of a number and a NaN, the number.
-template <class A, class B> std::common_type_t<A, B> min(A a, B b) {
-    typedef std::common_type_t<A, B> T;
-    return (T)b < (T)a || (T)a != (T)a ? (T)b : (T)a;
-}
-template <class A, class B> std::common_type_t<A, B> max(A a, B b) {
-    typedef std::common_type_t<A, B> T;
-    return (T)a < (T)b || (T)a != (T)a ? (T)b : (T)a;
-}
-
 namespace emu {
+template <class To, class From> To same_bits(From from) {
+    To to;
+    memcpy(&to, &from, sizeof to);
+    return to;
+}
+#define __float_as_uint(x) emu::same_bits<uint32_t>((float)(x))
+#define __uint_as_float(x) emu::same_bits<float>((uint32_t)(x))
+
 // Numbers of 16 bits: conversions only, to the nearest, a tie to the even neighbour. Arithmetic in
 // float would round differently from a GPU's, so there is none.
 inline uint16_t half_bits(float x) { // sign, 5 bits of exponent, 10 of mantissa
@@ -151,7 +143,7 @@ inline uint16_t half_bits(float x) { // sign, 5 bits of exponent, 10 of mantissa
     unsigned mantissa = (unsigned)lrintf(ldexpf(x, 10 - exponent));
     return (uint16_t)(sign | (((unsigned)(exponent + 14) << 10) + mantissa));
 }
-inline float half_value(uint16_t bits) {
+inline float half_value(uint32_t bits) {
     int exponent = bits >> 10 & 31, mantissa = bits & 1023;
     float size = (float)(exponent ? mantissa + 1024 : mantissa);
     size = exponent == 31 ? (mantissa ? NAN : INFINITY) : ldexpf(size, std::max(exponent, 1) - 25);
@@ -161,11 +153,10 @@ inline uint16_t bfloat16_bits(float x) { // the upper half of a float
     uint32_t bits = __float_as_uint(x);
     return x != x ? 0x7fff : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
-inline float bfloat16_value(uint16_t bits) {
-    return __uint_as_float((uint32_t)bits << 16);
+inline float bfloat16_value(uint32_t bits) {
+    return __uint_as_float(bits << 16);
 }
-
-template <uint16_t (*encode)(float), float (*decode)(uint16_t)> struct Float16 {
+template <uint16_t (*encode)(float), float (*decode)(uint32_t)> struct Float16 {
     uint16_t bits;
     Float16() = default;
     explicit Float16(float x) : bits(encode(x)) {}
@@ -173,36 +164,30 @@ template <uint16_t (*encode)(float), float (*decode)(uint16_t)> struct Float16 {
         return decode(bits);
     }
 };
-} // namespace emu
-typedef emu::Float16<emu::half_bits, emu::half_value> __half, half;
-typedef emu::Float16<emu::bfloat16_bits, emu::bfloat16_value> __nv_bfloat16, nv_bfloat16;
+
+namespace api { // CUDA's own names
+typedef Float16<half_bits, half_value> __half;
+typedef Float16<bfloat16_bits, bfloat16_value> __nv_bfloat16;
 #define __float2half(x) __half(x)
 #define __half2float(x) ((float)(x))
 #define __float2bfloat16(x) __nv_bfloat16(x)
 #define __bfloat162float(x) ((float)(x))
 
-/* ==== 2. Reports, and what the sanitizers are told ============================================== */
+// As CUDA's: of a number and a NaN, the number.
+template <class A, class B> std::common_type_t<A, B> min(A a, B b) {
+    typedef std::common_type_t<A, B> T;
+    return (T)b < (T)a || (T)a != (T)a ? (T)b : (T)a;
+}
+template <class A, class B> std::common_type_t<A, B> max(A a, B b) {
+    typedef std::common_type_t<A, B> T;
+    return (T)a < (T)b || (T)a != (T)a ? (T)b : (T)a;
+}
+} // namespace api
 
-#ifndef __has_feature
-#define __has_feature(feature) 0
-#endif
-#define IF_ASAN(...)
-#define IF_TSAN(...)
-#if defined(__SANITIZE_ADDRESS__) || __has_feature(address_sanitizer)
-#include <sanitizer/common_interface_defs.h>
-#undef IF_ASAN
-#define IF_ASAN(...) __VA_ARGS__
-#elif (defined(__SANITIZE_THREAD__) || __has_feature(thread_sanitizer)) && !defined(CUEMU_COUNT)
-#include <sanitizer/tsan_interface.h>
-#undef IF_TSAN
-#define IF_TSAN(...) __VA_ARGS__
-extern "C" void AnnotateIgnoreReadsBegin(const char *file, int line);
-extern "C" void AnnotateIgnoreReadsEnd(const char *file, int line);
-extern "C" void AnnotateIgnoreWritesBegin(const char *file, int line);
-extern "C" void AnnotateIgnoreWritesEnd(const char *file, int line);
-#endif
+/* ==== 2. Threads and blocks =================================================================== */
 
-namespace emu {
+const bool race_detector = IF_TSAN(true ||) false;
+const bool sanitized = IF_ASAN(true ||) race_detector;
 
 struct Place { // in the CUDA file; as a default argument, {}, that of the call
     const char *file;
@@ -210,77 +195,75 @@ struct Place { // in the CUDA file; as a default argument, {}, that of the call
     Place(const char *file = __builtin_FILE(), int line = __builtin_LINE())
         : file(file), line(line) {}
 };
-
 struct Fiber {                   // see section 3
     const void *stack = nullptr; // its lowest byte
     size_t stack_bytes = 0;
     void *stack_pointer = nullptr;         // while it does not run
     void *asan = nullptr, *tsan = nullptr; // what the sanitizers know of it
 };
-
 struct AsyncCopy { // a cp.async that was not waited for
     void *to;
     const void *from;
     int bytes, group;
 };
-
-enum ThreadState { READY, AT_BARRIER, IN_WARP_OPERATION, ENDED };
-
 struct Thread {
     uint3 index;
     unsigned number; // in the block
-    ThreadState state;
-    Place place; // of the barrier or warp operation that it waits in
-    unsigned mask;
-    Fiber *fiber; // null: not started
+    bool ended;
+    Place place;   // of the barrier or warp operation that it waits in
+    unsigned mask; // of the lanes it waits for; 0: at a barrier
+    Fiber *fiber;  // null: not started
     int copy_groups;
     std::deque<AsyncCopy> copies;
 };
 
-// Where lanes of a warp meet: each puts in a value, and goes on when all of the mask have. A lane
-// may come to the next meeting before another has read the values of this one: two sets, in turns.
+// Where threads meet, all of a block at a barrier, or the lanes of a mask: each hands in a value,
+// and goes on when the last has come. A thread may come to the next meeting before another has read
+// the values of this one, hence two sets, in turns.
 typedef unsigned char LaneValues[32][32];
 struct Meeting {
-    unsigned arrived = 0;
+    std::vector<Thread *> arrived;
     int number = 0; // counts meetings
     alignas(16) LaneValues values[2];
 };
-
 struct SharedArray {
     char *begin;
     size_t bytes;
 };
-
 struct Stream;
 struct Traffic;
 struct Launch {
-    const char *kernel;
+    const char *name;
+    const void *kernel;
     Place place;
     dim3 grid, block;
     size_t dynamic_bytes;
     Stream *stream;
     int device;
-    Traffic *traffic;            // its accesses, where they are counted
-    std::function<void()> check; // the kernel's arguments
-    std::function<void()> call;  // the kernel with its arguments
+    Traffic *traffic;               // its accesses, where they are counted
+    std::function<void(int)> check; // the kernel's arguments
+    std::function<void()> call;     // the kernel with its arguments
 };
 
 struct Block {
     uint3 index;
-    long number; // no other block of this worker has it
+    long number = 0; // no other block of this worker has it
     std::vector<Thread> threads;
-    std::deque<Thread *> ready;    // they run in this order
-    std::vector<Thread *> waiting; // at the barrier
+    std::deque<Thread *> ready; // they run in this order
     size_t ended;
-    int barriers;                                   // passed so far
+    Meeting barrier;
     std::vector<std::map<unsigned, Meeting>> warps; // by mask
     std::vector<SharedArray> shared;
     void *dynamic;
-    std::vector<Fiber *> idle;        // fibers without a thread
-    Fiber worker;                     // the stack of the CPU's thread
-    char barrier_token[2], end_token; // addresses that stand for events: see happens_before()
-    char signal_stack[64 << 10];
-    Block();
+    std::vector<Fiber *> idle;   // without a thread
+    Fiber worker;                // the stack of the CPU's thread
+    char signal_stack[64 << 10]; // where a fault is handled: the fiber's may be full
+    Block() {
+        shared.reserve(64); // it must not move while accesses are counted
+        stack_t stack = {signal_stack, 0, sizeof signal_stack};
+        if (!sanitized)
+            sigaltstack(&stack, nullptr);
+    }
     ~Block();
 };
 
@@ -291,20 +274,22 @@ static thread_local const Launch *launched;
 inline int lane() {
     return (int)(self->number % 32);
 }
-
+inline std::string who() {
+    uint3 b = block->index, t = self->index;
+    char text[100];
+    snprintf(text, sizeof text, "block (%u,%u,%u), thread (%u,%u,%u)", b.x, b.y, b.z, t.x, t.y,
+             t.z);
+    return text;
+}
 inline void say_where() {
+    Place place = launched ? launched->place : Place();
     fprintf(stderr, "cuda_on_cpu: ");
-    if (launched) {
-        fprintf(stderr, "kernel %s launched at %s:%d", launched->kernel, launched->place.file,
-                launched->place.line);
-    }
-    if (self) {
-        fprintf(stderr, ", block (%u,%u,%u), thread (%u,%u,%u)", block->index.x, block->index.y,
-                block->index.z, self->index.x, self->index.y, self->index.z);
-    }
+    if (launched)
+        fprintf(stderr, "kernel %s launched at %s:%d", launched->name, place.file, place.line);
+    if (self)
+        fprintf(stderr, ", %s", who().c_str());
     fprintf(stderr, launched ? ": " : "");
 }
-
 [[noreturn]] __attribute__((format(printf, 1, 2))) inline void die(const char *format, ...) {
     static std::mutex only_one;
     only_one.lock(); // for ever
@@ -316,7 +301,6 @@ inline void say_where() {
     fprintf(stderr, "\n");
     abort();
 }
-
 inline long setting(const char *name, long otherwise) {
     const char *text = getenv(name);
     return text && *text ? atol(text) : otherwise;
@@ -324,8 +308,6 @@ inline long setting(const char *name, long otherwise) {
 
 // To the race detector what comes before happens_before(token) is ordered before what comes after
 // happens_after(token). It ignores the emulator's own accesses, while an Unwatched lives.
-const bool race_detector = IF_TSAN(true ||) false;
-const bool sanitized = IF_ASAN(true ||) race_detector;
 inline void happens_before([[maybe_unused]] void *token) {
     IF_TSAN(__tsan_release(token));
 }
@@ -399,7 +381,6 @@ EMU_SWITCHES inline void switch_fiber(Fiber *from, Fiber *to) {
     emulator_switch(&from->stack_pointer, to->stack_pointer);
     arrive_on_stack(from);
 }
-
 void fiber_main();
 const size_t PAGE = (size_t)sysconf(_SC_PAGESIZE);
 
@@ -410,9 +391,8 @@ inline Fiber *new_fiber() {
     fiber->stack = mmap(nullptr, fiber->stack_bytes, PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     // A stack that overflows faults.
-    if (fiber->stack == MAP_FAILED || mprotect((void *)fiber->stack, PAGE, PROT_NONE) != 0) {
+    if (fiber->stack == MAP_FAILED || mprotect((void *)fiber->stack, PAGE, PROT_NONE) != 0)
         die("no memory for the stack of a thread");
-    }
     // Stacks begin at different places of a page, or they would compete for few lines of the cache.
     static thread_local size_t fibers;
     size_t end = fiber->stack_bytes - fibers++ % 32 * 128;
@@ -431,86 +411,59 @@ inline void delete_idle_fibers() {
     }
     block->idle.clear();
 }
-
-inline Block::Block() {
-    block = this;
-    number = 0;
-    shared.reserve(64); // it must not move while accesses are counted
-    if (!sanitized) {   // a fault is reported on a stack of its own: the fiber's may be full
-        stack_t stack = {};
-        stack.ss_sp = signal_stack;
-        stack.ss_size = sizeof signal_stack;
-        sigaltstack(&stack, nullptr);
-    }
-}
 inline Block::~Block() {
     delete_idle_fibers();
 }
 
-inline void make_ready(Thread *thread) {
-    thread->state = READY;
-    block->ready.push_back(thread);
-}
-
 // Nobody is ready, yet some have not ended: who waits for whom?
 [[noreturn]] inline void report_stuck() {
-    Thread *ended = nullptr;
     for (Thread &thread : block->threads) {
-        if (thread.state == IN_WARP_OPERATION) {
-            self = &thread;
+        self = &thread;
+        if (!thread.ended && thread.mask)
             die("%s:%d: waits for ever: of the lanes in mask %#x some never come to this warp "
                 "operation; they have ended or wait elsewhere",
                 thread.place.file, thread.place.line, thread.mask);
-        }
-        ended = thread.state == ENDED ? &thread : ended;
     }
-    self = ended;
-    Place place = block->waiting[0]->place;
+    while (!self->ended)
+        self--;
+    Place place = block->barrier.arrived[0]->place;
     die("has ended while %zu threads wait for it in __syncthreads() at %s:%d",
-        block->waiting.size(), place.file, place.line);
+        block->barrier.arrived.size(), place.file, place.line);
 }
 
 // Who is ready first becomes the running thread; if all have ended, it is the worker's turn.
 inline Fiber *next_turn() {
     Unwatched unwatched;
-    if (block->ready.empty() && block->ended < block->threads.size()) {
+    if (block->ready.empty() && block->ended < block->threads.size())
         report_stuck();
-    }
     if (block->ready.empty()) {
         self = nullptr;
         return &block->worker;
     }
     self = block->ready.front();
     block->ready.pop_front();
-    if (!self->fiber && block->idle.empty()) {
+    if (!self->fiber && block->idle.empty())
         block->idle.push_back(new_fiber());
-    }
     if (!self->fiber) {
         self->fiber = block->idle.back();
         block->idle.pop_back();
     }
-#define EMU_FIBER_NAME "block (%u,%u,%u) thread (%u,%u,%u) of %s"
-    IF_TSAN(char name[64]; uint3 b = block->index, t = self->index; snprintf(
-                name, sizeof name, EMU_FIBER_NAME, b.x, b.y, b.z, t.x, t.y, t.z, launched->kernel);
-            __tsan_set_fiber_name(self->fiber->tsan, name));
+    IF_TSAN(__tsan_set_fiber_name(self->fiber->tsan, (who() + " of " + launched->name).c_str()));
     return self->fiber;
 }
 
 // The running thread waits until another makes it ready.
 EMU_SWITCHES inline void give_way() {
     Fiber *mine = self->fiber, *next = next_turn();
-    if (next != mine) { // it is if this thread was the last to come
+    if (next != mine)
         switch_fiber(mine, next);
-    }
 }
-
 inline void end_thread() {
     Unwatched unwatched;
-    if (!self->copies.empty()) {
+    if (!self->copies.empty())
         die("has ended without waiting for its last %zu cp.async", self->copies.size());
-    }
-    happens_before(&block->end_token);
-    self->state = ENDED;
+    happens_before(&block->ended);
+    self->ended = true;
     block->ended++;
     block->idle.push_back(self->fiber);
 }
@@ -530,9 +483,8 @@ EMU_SWITCHES inline void fiber_main() {
 
 inline void *new_shared(size_t bytes) {
     void *memory;
-    if (posix_memalign(&memory, 128, bytes ? bytes : 1) || block->shared.size() == 64) {
+    if (posix_memalign(&memory, 128, bytes ? bytes : 1) || block->shared.size() == 64)
         die("no memory for an array in shared memory, or more than 64 of them");
-    }
     memset(memory, 0xff, bytes);
     block->shared.push_back({(char *)memory, bytes});
     return memory;
@@ -553,124 +505,91 @@ template <class Array, class Declaration> Array &shared_array(Declaration) {
 
 inline bool is_shared(const void *address, size_t bytes) {
     const char *begin = (const char *)address;
-    for (const SharedArray &array : block->shared) {
-        if (begin >= array.begin && begin + bytes <= array.begin + array.bytes) {
-            return true;
-        }
-    }
-    return false;
+    return std::any_of(block->shared.begin(), block->shared.end(), [=](const SharedArray &array) {
+        return begin >= array.begin && begin + bytes <= array.begin + array.bytes;
+    });
 }
 
-/* ==== 5. Barriers, warp operations, atomics ===================================================== */
+/* ==== 5. Meetings ============================================================================= */
 
-// Every lane of `mask` hands in a value; all get everyone's when the last has come. Of the warp's
-// operations only __syncwarp puts accesses to memory in order.
-inline LaneValues &meet(unsigned mask, const void *value, size_t bytes, Place place,
-                        bool orders_memory = false) {
+// The running thread hands in a value, and waits until `expected` threads have come.
+inline LaneValues &meet(Meeting &meeting, size_t expected, const void *value, size_t bytes,
+                        Place place, unsigned mask, bool orders_memory) {
     Unwatched unwatched;
-    if (!(mask >> lane() & 1)) {
-        die("%s:%d: lane %d is not in the mask %#x that it gives", place.file, place.line, lane(),
-            mask);
-    }
-    Meeting &meeting = block->warps[self->number / 32][mask];
     LaneValues &values = meeting.values[meeting.number % 2];
     memcpy(values[lane()], value, bytes);
-    meeting.arrived |= 1u << lane();
     self->place = place;
     self->mask = mask;
-    self->state = IN_WARP_OPERATION;
-    if (orders_memory) {
+    if (orders_memory)
         happens_before(values);
-    }
-    if (meeting.arrived != mask) {
-        give_way();
-    } else {
-        meeting.arrived = 0;
-        meeting.number++;
-        self->state = READY;
-        for (int other = 0; other < 32; other++) {
-            Thread *thread = self - lane() + other;
-            if (mask >> other & 1 && thread->place.line != place.line) {
+    meeting.arrived.push_back(self);
+    if (meeting.arrived.size() == expected) {
+        for (Thread *thread : meeting.arrived) {
+            int line = thread->place.line;
+            if (line != place.line && mask)
                 die("%s:%d: lane %d meets this one in another warp operation, at line %d",
-                    place.file, place.line, other, thread->place.line);
-            }
-            if (mask >> other & 1 && thread != self) {
-                make_ready(thread);
-            }
+                    place.file, place.line, (int)thread->number % 32, line);
+            else if (line != place.line)
+                die("divergent barrier: waits in __syncthreads() at %s:%d, thread %u in one at "
+                    "line %d",
+                    place.file, place.line, thread->number, line);
+            block->ready.push_back(thread);
         }
+        meeting.arrived.clear();
+        meeting.number++;
     }
-    if (orders_memory) {
+    give_way();
+    if (orders_memory)
         happens_after(values);
-    }
     return values;
+}
+
+// Of a warp's operations only __syncwarp puts accesses to memory in order.
+inline LaneValues &meet_lanes(unsigned mask, const void *value, size_t bytes, Place place,
+                              bool orders_memory = false) {
+    if (!(mask >> lane() & 1))
+        die("%s:%d: lane %d is not in the mask %#x that it gives", place.file, place.line, lane(),
+            mask);
+    Unwatched unwatched;
+    Meeting &meeting = block->warps[self->number / 32][mask];
+    size_t lanes = (size_t)__builtin_popcount(mask);
+    return meet(meeting, lanes, value, bytes, place, mask, orders_memory);
 }
 
 template <class T> T shuffle(unsigned mask, T value, int source, Place place) {
     static_assert(sizeof(T) <= 32, "a value of at most 32 bytes");
-    LaneValues &values = meet(mask, &value, sizeof value, place);
-    if (!(mask >> source & 1)) {
+    LaneValues &values = meet_lanes(mask, &value, sizeof value, place);
+    if (!(mask >> source & 1))
         die("%s:%d: reads lane %d, which is not in the mask %#x", place.file, place.line, source,
             mask);
-    }
     memcpy(&value, values[source], sizeof value);
     return value;
 }
 
-namespace api { // for kernels: CUDA's own names
+namespace api {
 
 inline void __syncthreads(Place place = {}) {
-    Unwatched unwatched;
-    char *token = &block->barrier_token[block->barriers % 2]; // some may come to the next one soon
-    happens_before(token);
-    self->state = AT_BARRIER;
-    self->place = place;
-    block->waiting.push_back(self);
-    if (block->waiting.size() == block->threads.size()) {
-        Place first = block->threads[0].place;
-        for (Thread *thread : block->waiting) {
-            if (thread->place.line != first.line) {
-                self = thread;
-                die("divergent barrier: waits in __syncthreads() at %s:%d, thread 0 in one at line "
-                    "%d",
-                    thread->place.file, thread->place.line, first.line);
-            }
-            make_ready(thread);
-        }
-        block->waiting.clear();
-        block->barriers++;
-    }
-    give_way();
-    happens_after(token);
+    meet(block->barrier, block->threads.size(), "", 0, place, 0, true);
 }
-
 inline void __syncwarp(unsigned mask = 0xffffffff, Place place = {}) {
-    meet(mask, "", 0, place, true);
+    meet_lanes(mask, "", 0, place, true);
 }
 
 // `width` lanes side by side are a group of their own; who would read beyond it reads itself.
-template <class T>
-T __shfl_sync(unsigned mask, T value, int source, int width = 32, Place place = {}) {
-    return shuffle(mask, value, (lane() & ~(width - 1)) | (source & (width - 1)), place);
-}
-template <class T>
-T __shfl_xor_sync(unsigned mask, T value, int flip, int width = 32, Place place = {}) {
-    int source = lane() ^ flip;
-    return shuffle(mask, value, source / width > lane() / width ? lane() : source, place);
-}
-template <class T>
-T __shfl_down_sync(unsigned mask, T value, int distance, int width = 32, Place place = {}) {
-    bool inside = lane() % width + distance < width;
-    return shuffle(mask, value, inside ? lane() + distance : lane(), place);
-}
-template <class T>
-T __shfl_up_sync(unsigned mask, T value, int distance, int width = 32, Place place = {}) {
-    bool inside = lane() % width >= distance;
-    return shuffle(mask, value, inside ? lane() - distance : lane(), place);
-}
+#define EMU_SHUFFLE(NAME, NUMBER, SOURCE, INSIDE)                                  \
+    template <class T>                                                             \
+    T NAME(unsigned mask, T value, int NUMBER, int width = 32, Place place = {}) { \
+        int source = SOURCE;                                                       \
+        return shuffle(mask, value, INSIDE ? source : lane(), place);              \
+    }
+EMU_SHUFFLE(__shfl_sync, from, (lane() & ~(width - 1)) | (from & (width - 1)), true)
+EMU_SHUFFLE(__shfl_xor_sync, flip, lane() ^ flip, source / width <= lane() / width)
+EMU_SHUFFLE(__shfl_down_sync, distance, lane() + distance, lane() % width + distance < width)
+EMU_SHUFFLE(__shfl_up_sync, distance, lane() - distance, lane() % width >= distance)
 
 template <class T> T __reduce_add_sync(unsigned mask, T value, Place place = {}) {
     static_assert(std::is_integral_v<T>, "for int and unsigned");
-    LaneValues &values = meet(mask, &value, sizeof value, place);
+    LaneValues &values = meet_lanes(mask, &value, sizeof value, place);
     T sum = 0;
     for (int i = 0; i < 32; i++) {
         memcpy(&value, values[i], sizeof value);
@@ -688,21 +607,17 @@ inline int __all_sync(unsigned mask, int vote, Place place = {}) {
     return __ballot_sync(mask, vote, place) == mask;
 }
 
-// Atomics in whole numbers only: those give the same sum in every order. They order nothing else;
-// a fence does: what a thread wrote before its own comes before whatever another does after a later.
-#define EMU_WHOLE_NUMBERS(T) \
-    static_assert(std::is_integral_v<T>, "float atomics make a result depend on the order")
-template <class T> T atomicAdd(T *address, std::common_type_t<T> value) {
-    EMU_WHOLE_NUMBERS(T);
-    return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
-}
-template <class T> T atomicOr(T *address, std::common_type_t<T> value) {
-    EMU_WHOLE_NUMBERS(T);
-    return __atomic_fetch_or(address, value, __ATOMIC_RELAXED);
-}
+// Atomics in whole numbers only: those give the same sum in every order. They order nothing else; a
+// fence does: what comes before it comes before whatever another thread does after a later one.
+#define EMU_ATOMIC(NAME, BUILTIN)                                                                \
+    template <class T> T NAME(T *address, std::common_type_t<T> value) {                         \
+        static_assert(std::is_integral_v<T>, "float atomics make a result depend on the order"); \
+        return BUILTIN(address, value, __ATOMIC_RELAXED);                                        \
+    }
+EMU_ATOMIC(atomicAdd, __atomic_fetch_add)
+EMU_ATOMIC(atomicOr, __atomic_fetch_or)
 template <class T> T atomicMax(T *address, std::common_type_t<T> value) {
-    EMU_WHOLE_NUMBERS(T);
-    T old = __atomic_load_n(address, __ATOMIC_RELAXED);
+    T old = atomicAdd(address, 0);
     while (old < value && !__atomic_compare_exchange_n(address, &old, value, false,
                                                        __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
     }
@@ -714,31 +629,26 @@ inline void __threadfence() {
 }
 } // namespace api
 
-/* ==== 6. Grids and launches ===================================================================== */
+/* ==== 6. Grids and launches =================================================================== */
 
 // 0 to n - 1 in the order that CUEMU_ORDER asks for.
 inline std::vector<unsigned> ordering(size_t n, long salt) {
     static const long seed = setting("CUEMU_ORDER", 0);
     std::vector<unsigned> order(n);
-    for (size_t i = 0; i < n; i++) {
+    for (size_t i = 0; i < n; i++)
         order[i] = (unsigned)(seed == 1 ? n - 1 - i : i);
-    }
-    if (seed > 1) {
+    if (seed > 1)
         std::shuffle(order.begin(), order.end(), std::minstd_rand((unsigned)(seed * 7919 + salt)));
-    }
     return order;
 }
-
 inline uint3 position(unsigned i, dim3 size) {
     return {i % size.x, i / size.x % size.y, i / size.x / size.y};
 }
-
 inline void run_threads(unsigned i) {
     Unwatched unwatched;
     unsigned threads = launched->block.x * launched->block.y * launched->block.z;
     block->index = position(i, launched->grid);
     block->number++;
-    block->barriers = 0;
     block->ended = 0;
     block->threads.resize(threads);
     block->warps.resize((threads + 31) / 32);
@@ -750,18 +660,17 @@ inline void run_threads(unsigned i) {
         // To the race detector whoever makes a thread comes before it, and an old stack is memory
         // of another thread: each gets a new one, made by none of them.
         thread->fiber = race_detector ? new_fiber() : nullptr;
-        make_ready(thread);
+        thread->ended = false;
+        block->ready.push_back(thread);
     }
     block->dynamic = new_shared(launched->dynamic_bytes);
     switch_fiber(&block->worker, next_turn());
-    happens_after(&block->end_token);
-    for (const SharedArray &array : block->shared) {
+    happens_after(&block->ended);
+    for (const SharedArray &array : block->shared)
         free(array.begin);
-    }
     block->shared.clear();
-    if (race_detector) {
+    if (race_detector)
         delete_idle_fibers();
-    }
 }
 
 // To the race detector a thread of its own starts a block, so that nothing orders two blocks.
@@ -790,44 +699,33 @@ inline void run_grid(const Launch *launch) {
     bool spread = blocks * launch->block.x * launch->block.y * launch->block.z > 2048;
 #pragma omp parallel for schedule(dynamic) num_threads(workers) if (spread && !race_detector)
 #endif
-    for (size_t i = 0; i < blocks; i++) {
+    for (size_t i = 0; i < blocks; i++)
         run_block(launch, order[i]);
-    }
     happens_after((void *)launch);
 }
 
 // In cuda_on_cpu_runtime.h: the checks, and what to queue.
 static thread_local int current_device;
 void check_pointer(int number, const void *argument);
-void queue_launch(std::shared_ptr<Launch> launch, const void *kernel);
-
-template <class... Parameters> struct Launcher {
-    std::shared_ptr<Launch> launch;
-    void (*kernel)(Parameters...);
-
-    template <class T> static void check(int number, T argument) {
-        if constexpr (std::is_pointer_v<T>) {
-            check_pointer(number, (const void *)argument);
-        }
-    }
-    void operator()(Parameters... arguments) {
-        launch->check = [=] {
-            [[maybe_unused]] int number = 0;
-            (check(++number, arguments), ...);
-        };
-        launch->call = [kernel = kernel, arguments...] { kernel(arguments...); };
-        queue_launch(launch, (const void *)kernel);
-    }
-};
+void queue_launch(std::shared_ptr<Launch> launch);
+template <class T> void check_argument(int number, T argument) {
+    if constexpr (std::is_pointer_v<T>)
+        check_pointer(number, (const void *)argument);
+}
 
 // kernel<<<grid, block>>>(x) has become EMU_LAUNCH((kernel), grid, block)(x).
 template <class... Parameters>
-Launcher<Parameters...> launch(const char *name, void (*kernel)(Parameters...), dim3 grid,
-                               dim3 block, size_t dynamic_bytes = 0, Stream *stream = nullptr,
-                               Place place = {}) {
-    return {std::make_shared<Launch>(Launch{name, place, grid, block, dynamic_bytes, stream,
-                                            current_device, nullptr, nullptr, nullptr}),
-            kernel};
+auto launch(const char *name, void (*kernel)(Parameters...), dim3 grid, dim3 block,
+            size_t dynamic_bytes = 0, Stream *stream = nullptr, Place place = {}) {
+    return [=](Parameters... arguments) {
+        auto check = [=]([[maybe_unused]] int number) {
+            (check_argument(++number, arguments), ...);
+        };
+        auto call = [=] { kernel(arguments...); };
+        queue_launch(std::make_shared<Launch>(Launch{name, (const void *)kernel, place, grid, block,
+                                                     dynamic_bytes, stream, current_device, nullptr,
+                                                     check, call}));
+    };
 }
 } // namespace emu
 using namespace emu::api;
