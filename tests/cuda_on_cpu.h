@@ -16,7 +16,6 @@
 
    What a GPU hides is reported: file, line, kernel, block and thread go to stderr, then abort().
    Some builds find more:
-
      -O1 -g -fsanitize=address   finds accesses out of range
      -O1 -g -fsanitize=thread    finds races: every CUDA thread is a thread to the race detector;
                                  nothing but barriers, __syncwarp and fences orders two of them
@@ -24,7 +23,6 @@
                                  and prints a table to stderr at the end
 
    Environment:
-
      CUEMU_DEVICES=N   as many GPUs (1). CUDA_VISIBLE_DEVICES=1,0 takes some of them, as ever
      CUEMU_MEMORY=N    bytes of memory that each has (4 GiB)
      CUEMU_ORDER=N     threads and blocks run forwards (0), backwards (1) or shuffled (other seeds)
@@ -136,9 +134,8 @@ template <class To, class From> To same_bits(From from) {
 inline uint16_t half_bits(float x) { // sign, 5 bits of exponent, 10 of mantissa
     unsigned sign = std::signbit(x) ? 0x8000 : 0;
     x = fabsf(x);
-    if (!(x < 65520)) { // which is rounded to 65536
+    if (!(x < 65520)) // which is rounded to 65536
         return (uint16_t)(x != x ? 0x7fff : sign | 0x7c00);
-    }
     int exponent = std::max(ilogbf(x), -14); // smaller numbers lack the leading 1 of a mantissa
     unsigned mantissa = (unsigned)lrintf(ldexpf(x, 10 - exponent));
     return (uint16_t)(sign | (((unsigned)(exponent + 14) << 10) + mantissa));
@@ -525,14 +522,12 @@ inline LaneValues &meet(Meeting &meeting, size_t expected, const void *value, si
     meeting.arrived.push_back(self);
     if (meeting.arrived.size() == expected) {
         for (Thread *thread : meeting.arrived) {
-            int line = thread->place.line;
-            if (line != place.line && mask)
-                die("%s:%d: lane %d meets this one in another warp operation, at line %d",
-                    place.file, place.line, (int)thread->number % 32, line);
-            else if (line != place.line)
-                die("divergent barrier: waits in __syncthreads() at %s:%d, thread %u in one at "
-                    "line %d",
-                    place.file, place.line, thread->number, line);
+            if (thread->place.line != place.line)
+                die(mask ? "%s:%d: lane %u meets this one in another warp operation, at line %d"
+                         : "divergent barrier: waits in __syncthreads() at %s:%d, thread %u in one "
+                           "at line %d",
+                    place.file, place.line, thread->number % (mask ? 32 : 1024),
+                    thread->place.line);
             block->ready.push_back(thread);
         }
         meeting.arrived.clear();

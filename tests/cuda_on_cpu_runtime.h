@@ -48,24 +48,25 @@ inline const std::vector<int> &devices() {
 inline bool is_device(int device) {
     return device >= 0 && device < (int)devices().size();
 }
+
 struct Allocation {
+    const char *begin;
     size_t bytes;
     int device;            // -1: of the host, page-locked
     char *pages;           // null: from malloc()
     size_t bytes_of_pages; // which fault while nothing runs on a GPU; one more page always does
 };
-static std::map<const char *, Allocation> allocations; // by their first byte
+static std::map<const char *, Allocation> allocations; // by `begin`
 static std::map<int, size_t> used_memory;              // by device
 static const size_t device_memory = (size_t)setting("CUEMU_MEMORY", 4l << 30);
 
-typedef std::pair<const char *const, Allocation> Allocated;
-inline const Allocated *last_before(const void *address) {
+inline const Allocation *last_before(const void *address) {
     auto next = allocations.upper_bound((const char *)address);
-    return next == allocations.begin() ? nullptr : &*std::prev(next);
+    return next == allocations.begin() ? nullptr : &std::prev(next)->second;
 }
-inline const Allocated *find_allocation(const void *address) {
-    const Allocated *last = last_before(address);
-    return last && address < last->first + last->second.bytes ? last : nullptr;
+inline const Allocation *find_allocation(const void *address) {
+    const Allocation *last = last_before(address);
+    return last && address < last->begin + last->bytes ? last : nullptr;
 }
 inline void protect(int protection) {
     for (auto &[begin, allocation] : allocations)
@@ -75,24 +76,25 @@ inline void protect(int protection) {
 
 // New memory holds 0xff, NaNs, as if it were somebody's who used it before.
 inline void *allocate(size_t bytes, int device) {
-    static const bool protects = setting("CUEMU_PROTECT", 0) && !sanitized; // who watch malloc's
-    Allocation allocation = {bytes, device, nullptr, 0};
-    void *memory = nullptr;
-    if (bytes && device >= 0 && protects) { // ends where a page begins that faults
+    static const bool protects = setting("CUEMU_PROTECT", 0) && !sanitized;
+    Allocation allocation = {nullptr, bytes, device, nullptr, 0};
+    void *memory;
+    if (bytes == 0)
+        return nullptr;
+    if (device >= 0 && protects) { // ends where a page begins that faults
         size_t size = allocation.bytes_of_pages = (bytes + PAGE - 1) / PAGE * PAGE;
         allocation.pages = (char *)mmap(nullptr, size + PAGE, PROT_READ | PROT_WRITE,
                                         MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         mprotect(allocation.pages + size, PAGE, PROT_NONE);
         memory = allocation.pages + size - (bytes + 15) / 16 * 16;
-    } else if (bytes && posix_memalign(&memory, 256, bytes)) {
+    } else if (posix_memalign(&memory, 256, bytes)) { // a sanitizer watches it
         die("no memory for %zu bytes", bytes);
     }
-    if (memory) {
-        memset(memory, 0xff, bytes);
-        used_memory[device] += bytes;
-        allocations[(const char *)memory] = allocation;
-        protect(PROT_NONE);
-    }
+    memset(memory, 0xff, bytes);
+    used_memory[device] += bytes;
+    allocation.begin = (const char *)memory;
+    allocations[allocation.begin] = allocation;
+    protect(PROT_NONE);
     return memory;
 }
 
@@ -116,10 +118,10 @@ inline void release(const char *function, void *memory, bool of_gpu) {
 // What the page tables caught.
 inline void handle_fault(int, siginfo_t *info, void *) {
     const char *address = (const char *)info->si_addr;
-    const Allocated *last = last_before(address);
-    if (self && last && address < last->first + last->second.bytes + (64 << 10))
+    const Allocation *last = last_before(address);
+    if (self && last && address < last->begin + last->bytes + (64 << 10))
         die("memory fault: out of range, at byte %td of an allocation of %zu",
-            address - last->first, last->second.bytes);
+            address - last->begin, last->bytes);
     die("memory fault at %p: %s", (const void *)address,
         self ? "out of range, freed, the host's, or this thread's stack is full"
         : find_allocation(address) ? "the host touches memory of a GPU"
@@ -163,8 +165,8 @@ struct Event { // it happens when `position` operations of the stream have finis
     double seconds = 0;
 };
 
-static std::deque<Stream> streams; // and events, for ever: an operation may still know them
-static std::deque<Event> events;
+static std::deque<Stream> streams; // never deleted, since what is queued may still know them
+static std::deque<Event> events;   // likewise
 static std::map<int, Stream *> null_streams; // by device
 
 inline Stream *null_stream(int device) {
@@ -243,12 +245,12 @@ inline void check_launch(const Launch *launch) {
 }
 
 inline void check_pointer(int number, const void *argument) {
-    const Allocated *found = find_allocation(argument);
+    const Allocation *found = find_allocation(argument);
     if (!found && argument)
         found = find_allocation((const char *)argument - 1); // an array's end is no mistake
     if (!found && argument)
         die("argument %d is no pointer to memory of a GPU: the host's, or freed", number);
-    int owner = found ? found->second.device : -1, device = launched->device;
+    int owner = found ? found->device : -1, device = launched->device;
     if (owner >= 0 && owner != device && !peers.count({device, owner}))
         die("argument %d is memory of device %d, launched on device %d", number, owner, device);
 }
@@ -277,14 +279,14 @@ inline void queue_launch(std::shared_ptr<Launch> launch) {
 enum Side { ON_HOST, ON_GPU, ANYWHERE };
 inline void check_range(const char *what, const void *begin, size_t bytes, Side side,
                         int device = -1) {
-    const Allocated *found = bytes ? find_allocation(begin) : nullptr;
-    int owner = found ? found->second.device : -1;
+    const Allocation *found = bytes ? find_allocation(begin) : nullptr;
+    int owner = found ? found->device : -1;
     if (bytes && side != ANYWHERE && (owner >= 0) != (side == ON_GPU))
         die("%s: %p is %s", what, begin,
             owner >= 0 ? "memory of a GPU" : "not memory of a GPU, or was freed");
-    if (found && (const char *)begin + bytes > found->first + found->second.bytes)
+    if (found && (const char *)begin + bytes > found->begin + found->bytes)
         die("%s: %zu bytes, of which only %zu are there", what, bytes,
-            (size_t)(found->first + found->second.bytes - (const char *)begin));
+            (size_t)(found->begin + found->bytes - (const char *)begin));
     if (owner >= 0 && device >= 0 && owner != device)
         die("%s: %p is memory of device %d, not %d", what, begin, owner, device);
 }
@@ -413,9 +415,9 @@ EMU_CUDA(cudaFree(void *memory), release("cudaFree", memory, true))
                  *left = *total - used_memory[current_device]) inline cudaError_t
     cudaPointerGetAttributes(cudaPointerAttributes *attributes, const void *memory) {
     Lock lock(runtime);
-    const Allocated *found = find_allocation(memory);
-    bool on_gpu = found && found->second.device >= 0;
-    *attributes = {cudaMemoryType((found != nullptr) + on_gpu), on_gpu ? found->second.device : 0};
+    const Allocation *found = find_allocation(memory);
+    bool on_gpu = found && found->device >= 0;
+    *attributes = {cudaMemoryType((found != nullptr) + on_gpu), on_gpu ? found->device : 0};
     return cudaSuccess;
 }
 
