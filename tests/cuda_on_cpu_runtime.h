@@ -165,9 +165,9 @@ struct Event { // it happens when `position` operations of the stream have finis
     double seconds = 0;
 };
 
-static std::deque<Stream> streams; // never deleted, since what is queued may still know them
-static std::deque<Event> events;   // likewise
 static std::map<int, Stream *> null_streams; // by device
+static std::deque<Stream> streams; // what is queued may know them when they are destroyed,
+static std::deque<Event> events;   // and these: neither is ever deleted
 
 inline Stream *null_stream(int device) {
     Stream *&stream = null_streams[device];
@@ -349,7 +349,7 @@ inline cudaError_t cudaGetLastError() {
     return std::exchange(last_error, cudaSuccess);
 }
 
-// A function that holds the lock and does what is said last; it succeeds unless it returns before.
+// A function that holds the lock, does what is said after its head, and succeeds.
 #define EMU_CUDA(FUNCTION, ...)   \
     inline cudaError_t FUNCTION { \
         Lock lock(runtime);       \
@@ -407,13 +407,16 @@ template <class T> cudaError_t cudaMalloc(T **memory, size_t bytes) {
     *memory = (T *)allocate(bytes, current_device);
     return cudaSuccess;
 }
-template <class T>
-EMU_CUDA(cudaMallocHost(T **memory, size_t bytes), *memory = (T *)allocate(bytes, -1))
+template <class T> cudaError_t cudaMallocHost(T **memory, size_t bytes) {
+    Lock lock(runtime);
+    *memory = (T *)allocate(bytes, -1);
+    return cudaSuccess;
+}
 EMU_CUDA(cudaFree(void *memory), release("cudaFree", memory, true))
-    EMU_CUDA(cudaFreeHost(void *memory), release("cudaFreeHost", memory, false))
-        EMU_CUDA(cudaMemGetInfo(size_t *left, size_t *total), *total = device_memory,
-                 *left = *total - used_memory[current_device]) inline cudaError_t
-    cudaPointerGetAttributes(cudaPointerAttributes *attributes, const void *memory) {
+EMU_CUDA(cudaFreeHost(void *memory), release("cudaFreeHost", memory, false))
+EMU_CUDA(cudaMemGetInfo(size_t *left, size_t *total), *total = device_memory,
+         *left = *total - used_memory[current_device])
+inline cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *attributes, const void *memory) {
     Lock lock(runtime);
     const Allocation *found = find_allocation(memory);
     bool on_gpu = found && found->device >= 0;
@@ -431,10 +434,14 @@ EMU_CUDA(cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind kin
 EMU_CUDA(cudaMemcpyPeerAsync(void *to, int to_device, const void *from, int from_device,
                              size_t bytes, cudaStream_t stream = nullptr),
          copy(to, from, bytes, ON_GPU, ON_GPU, stream, to_device, from_device))
-EMU_CUDA(
-    cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stream = nullptr),
+inline cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes,
+                                   cudaStream_t stream = nullptr) {
+    Lock lock(runtime);
     auto check = [=] { check_range("cudaMemset", to, bytes, ON_GPU); };
-    check(); enqueue(stream, [=] { check(), memset(to, value, bytes); }))
+    check();
+    enqueue(stream, [=] { check(), memset(to, value, bytes); });
+    return cudaSuccess;
+}
 #define cudaMemset cudaMemsetAsync // which the host need not wait for either
 
 /* ---- Streams */
