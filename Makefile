@@ -90,7 +90,7 @@ cnn: cnn.c $(KERNELS) build/settings
 CXX = g++
 EMULATE = $(CXX) -std=c++17 -O2 -march=$(ARCH) -g $(OMP_FLAGS) -Wno-unknown-pragmas -I. -include tests/cuda_on_cpu.h
 EMU_SOURCE = { echo '\#line 1 "cnn_kernels.cu"'; sed -f tests/cuda_on_cpu.sed cnn_kernels.cu; }
-build/emu_kernels.o build/count_kernels.o: cnn_kernels.cu tests/cuda_on_cpu.h tests/cuda_on_cpu.sed \
+build/emu_kernels.o build/count_kernels.o: cnn_kernels.cu $(wildcard tests/cuda_on_cpu*) \
 		build/declarations build/kernel_settings
 	$(EMU_SOURCE) | $(EMULATE) $(COUNT) -x c++ -c - -o $@
 # The race detector's hooks, called for each load and store, count them instead.

@@ -281,11 +281,13 @@ __host__ __device__ uint16_t bits_of(float x, bool bfloat) {
     return bits;
 }
 
-// d[16][8] = a[16][16] b[16][8] by one warp: cp.async to shared memory, ldmatrix, mma.
+// d[16][8] = a[16][16] b[16][8] by one warp: cp.async to shared memory, ldmatrix, mma. Every block
+// does the same.
 __global__ void tensor_product(float *d, const uint16_t *a, const uint16_t *b, bool bfloat) {
     __shared__ __align__(16) uint16_t tile_a[M][K];
     __shared__ __align__(16) uint16_t tile_b[2 * K][N]; // half of it zeros, to load four matrices
     int lane = threadIdx.x;
+    d += blockIdx.x * (M * N + 64);
     cp_async16(&tile_a[lane / 2][lane % 2 * 8], a + lane * 8, 16);
     cp_async_commit();
     cp_async16(tile_b[lane], lane < K ? b + lane * N : b, lane < K ? 16 : 0);
@@ -524,7 +526,7 @@ static void test_conversions() {
 /* ---- Tensor cores */
 
 static void test_tensor_cores() {
-    Both<float> a(M * K), b(K * N), d(M * N + 2 * 32);
+    Both<float> a(M * K), b(K * N), d(2 * (M * N + 64));
     Both<uint16_t> a_bits(M * K), b_bits(K * N);
     for (int type = 0; type < 3; type++) { // half, bfloat16, tf32
         int k_size = type == 2 ? 8 : K;
@@ -539,7 +541,7 @@ static void test_tensor_cores() {
         a.up(), b.up(), a_bits.up(), b_bits.up();
         for (int loaded = 0; loaded < (type == 2 ? 1 : 2); loaded++) {
             if (loaded) {
-                tensor_product<<<1, 32>>>(d.gpu, a_bits.gpu, b_bits.gpu, type);
+                tensor_product<<<2, 32>>>(d.gpu, a_bits.gpu, b_bits.gpu, type);
             } else {
                 from_registers<<<1, 32>>>(d.gpu, a.gpu, b.gpu, type);
             }
@@ -553,7 +555,7 @@ static void test_tensor_cores() {
                 right &= d.host[i] == sum;
             }
             for (int i = M * N; i < d.n && loaded; i++) {
-                right &= d.host[i] == 0;
+                right &= d.host[i] == (i < d.n / 2 ? 0 : d.host[i - d.n / 2]);
             }
             const char *names[3][2] = {{"mma_f16", "mma_f16_from_shared_memory"},
                                        {"mma_bf16", "mma_bf16_from_shared_memory"},
@@ -731,12 +733,10 @@ static void test_devices(int devices) {
 static void test_properties() {
     cudaDeviceProp properties;
     cudaPointerAttributes attributes;
-    int multiprocessors;
     size_t left, then_left, total;
     CHECK(cudaGetDeviceProperties(&properties, 0));
-    CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, 0));
     CHECK(cudaMemGetInfo(&left, &total));
-    bool right = properties.warpSize == 32 && properties.multiProcessorCount == multiprocessors &&
+    bool right = properties.warpSize == 32 && properties.multiProcessorCount > 0 &&
                  total <= properties.totalGlobalMem;
     {
         Both<float> a(8 << 20);

@@ -193,7 +193,7 @@ test_race_detector() {
     bug missing_barrier tsan "$report" CUEMU_ORDER=1
     start tsan bug_missing_barrier
     line_in_report tsan/names_line 'emulator_test.cu:[0-9]+'
-    line_in_report tsan/names_thread 'block \(0,0,0\) thread \([0-9]+,0,0\) of reverse'
+    line_in_report tsan/names_thread 'block \(0,0,0\), thread \([0-9]+,0,0\) of reverse'
 }
 
 # counted KERNEL LAUNCHES READS WRITES SHARED_READS SHARED_WRITES, each as accesses (bytes)
