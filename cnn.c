@@ -2002,7 +2002,8 @@ static void pack_winograd(real *packed, const real *weight, const Pass *p) {
 
 /* A block of tiles on its way through the transforms: `tiles` tiles from `first` on, and columns
    from `column` on, at most COLUMNS. v is [place][tile][depth], m is [place][tile][width]; between
-   places lies a vector more than needed, lest all 16 fall on the same lines of the cache. */
+   places lies a vector more than needed, lest all 16 fall on the same lines of the cache. It is
+   handed on by value: then the compiler knows that no store changes it. */
 typedef struct TileBlock {
     const Pass *pass;
     size_t first, tiles, column, columns, width, v_step, m_step;
@@ -2030,30 +2031,29 @@ static size_t count_tiles(const Pass *p, size_t n) {
     return n * ceil_div(p->out.h, 2) * ceil_div(p->out.w, 2);
 }
 
-// The image of a block's tile t, and the first of its 2 x 2 outputs.
+// A block's tile t: its image, the first of its 2 x 2 output pixels, and where these four lie in
+// out or dout; OUTSIDE: beyond the image's odd edge.
 typedef struct TileSpot {
     size_t image, y, x;
+    ptrdiff_t at[4];
 } TileSpot;
 
-static TileSpot tile_spot(const TileBlock *b, size_t t) {
-    size_t across = ceil_div(b->pass->out.w, 2), down = ceil_div(b->pass->out.h, 2);
-    size_t tile = b->first + t;
-    return (TileSpot){tile / across / down, tile / across % down * 2, tile % across * 2};
-}
-
-// Where pixel i of 2 x 2 lies in out or dout; OUTSIDE: beyond the image's odd edge
-static ptrdiff_t tile_pixel(const TileBlock *b, TileSpot s, size_t i) {
-    const Pass *p = b->pass;
-    size_t y = s.y + i / 2, x = s.x + i % 2;
-    bool inside = y < p->out.h && x < p->out.w;
-    return inside ? (ptrdiff_t)((s.image * p->out_pixels + y * p->out.w + x) * p->out.c + b->column)
-                  : OUTSIDE;
+static TileSpot tile_spot(TileBlock b, size_t t) {
+    const Pass *p = b.pass;
+    size_t across = ceil_div(p->out.w, 2), down = ceil_div(p->out.h, 2), tile = b.first + t;
+    TileSpot s = {tile / across / down, tile / across % down * 2, tile % across * 2, {0}};
+    for (size_t i = 0; i < 4; i++) {
+        size_t y = s.y + i / 2, x = s.x + i % 2;
+        size_t at = (s.image * p->out_pixels + y * p->out.w + x) * p->out.c + b.column;
+        s.at[i] = y < p->out.h && x < p->out.w ? (ptrdiff_t)at : OUTSIDE;
+    }
+    return s;
 }
 
 // v = B^T d B
-static void winograd_input(const TileBlock *b, const real *in) {
-    const Pass *p = b->pass;
-    for (size_t t = 0; t < b->tiles; t++) {
+static void winograd_input(TileBlock b, const real *in) {
+    const Pass *p = b.pass;
+    for (size_t t = 0; t < b.tiles; t++) {
         const TileSpot s = tile_spot(b, t);
         const real *from[PLACES];
         for (size_t i = 0; i < PLACES; i++) {
@@ -2070,30 +2070,30 @@ static void winograd_input(const TileBlock *b, const real *in) {
             UNROLLED(i, 4)
                 transform_input(d + 4 * i, 1);
             UNROLLED(i, PLACES)
-                *(vec *)(b->v + i * b->v_step + t * p->depth + c) = d[i];
+                *(vec *)(b.v + i * b.v_step + t * p->depth + c) = d[i];
         }
     }
 }
 
 // out = A^T m A + bias, and what the pass wants besides
-static void winograd_output(const TileBlock *b, real *out, const real *bias) {
-    const Pass *p = b->pass;
-    for (size_t t = 0; t < b->tiles; t++) {
+static void winograd_output(TileBlock b, real *out, const real *bias) {
+    const Pass *p = b.pass;
+    for (size_t t = 0; t < b.tiles; t++) {
         const TileSpot s = tile_spot(b, t);
-        for (size_t j = 0, count = b->columns; j < b->columns; j += LANES, count -= LANES) {
-            vec sums[PLACES], start = bias ? load(bias + b->column + j, count) : (vec){0};
+        for (size_t j = 0, count = b.columns; j < b.columns; j += LANES, count -= LANES) {
+            vec sums[PLACES], start = bias ? load(bias + b.column + j, count) : (vec){0};
             UNROLLED(i, PLACES)
-                sums[i] = *(const vec *)(b->m + i * b->m_step + t * b->width + j);
+                sums[i] = *(const vec *)(b.m + i * b.m_step + t * b.width + j);
             UNROLLED(i, 4)
                 transform_output(sums + i, 4);
             UNROLLED(i, 2)
                 transform_output(sums + 4 * i, 1);
             UNROLLED(i, 4) {
-                ptrdiff_t at = tile_pixel(b, s, i);
-                if (at != OUTSIDE) {
+                if (s.at[i] != OUTSIDE) {
+                    real *to = out + s.at[i] + j;
                     vec sum = sums[i / 2 * 4 + i % 2] + start;
-                    sum += p->accumulate ? load(out + at + j, count) : (vec){0};
-                    store(out + at + j, p->relu ? relu_vec(sum) : sum, count);
+                    sum += p->accumulate ? load(to, count) : (vec){0};
+                    store(to, p->relu ? relu_vec(sum) : sum, count);
                 }
             }
         }
@@ -2101,38 +2101,38 @@ static void winograd_output(const TileBlock *b, real *out, const real *bias) {
 }
 
 // m = A dout A^T
-static void winograd_dout(const TileBlock *b, const real *dout) {
-    for (size_t t = 0; t < b->tiles; t++) {
+static void winograd_dout(TileBlock b, const real *dout) {
+    for (size_t t = 0; t < b.tiles; t++) {
         const TileSpot s = tile_spot(b, t);
-        for (size_t j = 0, count = b->columns; j < b->columns; j += LANES, count -= LANES) {
+        for (size_t j = 0, count = b.columns; j < b.columns; j += LANES, count -= LANES) {
             vec d[PLACES];
             UNROLLED(i, 4) {
-                ptrdiff_t at = tile_pixel(b, s, i);
-                d[i / 2 * 4 + i % 2] = at == OUTSIDE ? (vec){0} : load(dout + at + j, count);
+                bool inside = s.at[i] != OUTSIDE;
+                d[i / 2 * 4 + i % 2] = inside ? load(dout + s.at[i] + j, count) : (vec){0};
             }
             UNROLLED(i, 2)
                 transform_dout(d + 4 * i, 1);
             UNROLLED(i, 4)
                 transform_dout(d + i, 4);
             UNROLLED(i, PLACES)
-                *(vec *)(b->m + i * b->m_step + t * b->width + j) = d[i];
+                *(vec *)(b.m + i * b.m_step + t * b.width + j) = d[i];
         }
     }
 }
 
 // m = v * u, place by place
-static void winograd_product(const TileBlock *b, const real *packed) {
-    const Pass *p = b->pass;
+static void winograd_product(TileBlock b, const real *packed) {
+    const Pass *p = b.pass;
     DotTile dot = {.taps = 1, .depth = p->depth};
     for (size_t place = 0; place < PLACES; place++)
-        for (size_t t = 0; t < b->tiles; t += ROWS) {
-            dot.weight[0] = packed + (b->column * PLACES + place * b->width) * p->depth;
+        for (size_t t = 0; t < b.tiles; t += ROWS) {
+            dot.weight[0] = packed + (b.column * PLACES + place * b.width) * p->depth;
             for (size_t i = 0; i < ROWS; i++) { // a short last group repeats its last row
-                size_t row = min_size(t + i, b->tiles - 1);
-                dot.in[0][i] = b->v + place * b->v_step + row * p->depth;
-                dot.out[i] = b->m + place * b->m_step + row * b->width;
+                size_t row = min_size(t + i, b.tiles - 1);
+                dot.in[0][i] = b.v + place * b.v_step + row * p->depth;
+                dot.out[i] = b.m + place * b.m_step + row * b.width;
             }
-            dot_tiles[b->width / LANES - 1](&dot, b->width);
+            dot_tiles[b.width / LANES - 1](&dot, b.width);
         }
 }
 
@@ -2143,9 +2143,9 @@ static void winograd(real *out, const real *in, const real *packed, const real *
     for (size_t first = 0; first < tiles; first += TILES_AT_ONCE)
         for (size_t column = 0; column < p->out.c; column += COLUMNS) {
             TileBlock b = tile_block(p, first, tiles, column, areas);
-            winograd_input(&b, in);
-            winograd_product(&b, packed);
-            winograd_output(&b, out, bias);
+            winograd_input(b, in);
+            winograd_product(b, packed);
+            winograd_output(b, out, bias);
         }
 }
 
@@ -2260,20 +2260,20 @@ static void sum_slices(real *to, const real *from, size_t slices, size_t pitch, 
      du = sum over tiles of v * (A dout A^T), place by place;   dweight = G^T du G
    sums[place][depth][width] += du of a block's tiles; behind them the bias: at place (1, 1) the
    transform of dout is the sum of its four pixels. */
-static void winograd_gradient_block(real *sums, const TileBlock *b) {
-    const size_t depth = b->pass->depth, width = b->width;
+static void winograd_gradient_block(real *sums, TileBlock b) {
+    const size_t depth = b.pass->depth, width = b.width;
     Pair pairs[TILES_AT_ONCE];
     for (size_t place = 0; place < PLACES; place++) {
-        for (size_t t = 0; t < b->tiles; t++)
+        for (size_t t = 0; t < b.tiles; t++)
             pairs[t] =
-                (Pair){b->v + place * b->v_step + t * depth, b->m + place * b->m_step + t * width};
+                (Pair){b.v + place * b.v_step + t * depth, b.m + place * b.m_step + t * width};
         for (size_t row = 0; row < depth; row += ROWS)
             outer_tiles[min_size(ROWS, depth - row) - 1][width / LANES - 1](
-                sums + (place * depth + row) * width, width, width, pairs, b->tiles, row, 0);
+                sums + (place * depth + row) * width, width, width, pairs, b.tiles, row, 0);
     }
-    for (size_t t = 0; t < b->tiles; t++)
+    for (size_t t = 0; t < b.tiles; t++)
         for (size_t j = 0; j < width; j++)
-            sums[PLACES * depth * width + j] += b->m[5 * b->m_step + t * width + j];
+            sums[PLACES * depth * width + j] += b.m[5 * b.m_step + t * width + j];
 }
 
 // sums[block of COLUMNS][row][column in the block]
@@ -2294,9 +2294,9 @@ static void winograd_gradient(real *dweight, real *dbias, const WeightGradient *
             memset(sums, 0, (PLACES * p->depth + 1) * block_width(p, column) * sizeof *sums);
             for (; first < last; first += TILES_AT_ONCE) {
                 TileBlock b = tile_block(p, first, last, column, scratch + g->slices * size);
-                winograd_input(&b, g->in);
-                winograd_dout(&b, g->dout);
-                winograd_gradient_block(sums, &b);
+                winograd_input(b, g->in);
+                winograd_dout(b, g->dout);
+                winograd_gradient_block(sums, b);
             }
         }
     sum_slices(scratch, scratch, g->slices, size, size);
