@@ -105,7 +105,7 @@ typedef struct Draw {
     size_t epoch, first; // position of the batch's first image in the epoch's permutation
 } Draw;
 
-// Another view of each image in each epoch, drawn from Philox (rooms 4 and 12).
+// --augment: another view of each image in each epoch. The functions are in room 4.
 typedef enum { AUGMENT_NONE, AUGMENT_CROP_FLIP, AUGMENT_ELASTIC } Augmentation;
 enum { CROP_PADDING = 4, ELASTIC_ALPHA = 34, ELASTIC_SIGMA = 4, ELASTIC_REACH = 3 * ELASTIC_SIGMA };
 
@@ -133,6 +133,7 @@ typedef struct Backend {
     // memory of the host for the loader; pinned: the device can reach it by itself
     void *(*host_alloc)(size_t bytes, bool pinned);
     void (*host_release)(void *memory, bool pinned);
+    // between host and device, either way, and within the device; in order with the operations
     void (*copy)(void *to, const void *from, size_t bytes);
     // from the host, by a loader's thread, beside the work on that device; NULL: not needed
     void (*upload)(size_t device, void *to, const void *from, size_t bytes);
@@ -185,6 +186,29 @@ typedef struct Backend {
                 double momentum, double weight_decay, bool nesterov);
 } Backend;
 
+// What a run computes on.
+typedef struct Device {
+    char name[256], uuid[48], driver[32]; // uuid and driver: empty on a CPU
+    double memory;                        // bytes that a run may take
+    bool emulated;                        // GPU code that runs on the CPU: its times mean nothing
+} Device;
+
+/* What cnn_kernels.cu offers, where nvcc or the emulator has compiled it:
+   cuda_device_count()  how many GPUs there are; 0 and the reason, if none can be used
+   cuda_use_device()    makes one the device of the calling thread; on_error is die()
+   cuda_describe()      fills *d for that device
+   cuda_backend()       its backends, the best one last; NULL behind it */
+#ifdef __cplusplus
+extern "C" {
+#endif
+size_t cuda_device_count(const char **reason);
+void cuda_use_device(size_t which, void (*on_error)(int status, const char *format, ...));
+void cuda_describe(Device *d);
+const Backend *cuda_backend(size_t i);
+#ifdef __cplusplus
+}
+#endif
+
 /* Philox4x32-10, a counter-based random number generator: out = a keyed scramble of the counter.
    (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.) It has no state, so any
    thread, device or replica can draw any number at any time and all agree on it. */
@@ -205,25 +229,6 @@ static inline HOST_DEVICE void philox4x32(uint32_t out[4], uint32_t c0, uint32_t
     out[2] = c2;
     out[3] = c3;
 }
-
-// What a run computes on.
-typedef struct Device {
-    char name[256], uuid[48], driver[32]; // uuid and driver: empty on a CPU
-    double memory;                        // bytes that are free
-    bool emulated;                        // GPU code that runs on the CPU: its times mean nothing
-} Device;
-
-// What cnn_kernels.cu offers, where nvcc or the emulator has compiled it.
-#ifdef __cplusplus
-extern "C" {
-#endif
-size_t cuda_device_count(const char **reason);
-void cuda_use_device(size_t which, void (*on_error)(int status, const char *format, ...));
-void cuda_describe(Device *d);
-const Backend *cuda_backend(size_t i);
-#ifdef __cplusplus
-}
-#endif
 
 // What a random number is for. Dropout adds the row of its layer, so that layers differ.
 enum { DRAW_INIT, DRAW_SHUFFLE, DRAW_SYNTHETIC, DRAW_AUGMENT, DRAW_DROPOUT = 256 };
@@ -975,6 +980,7 @@ static void *loader_worker(void *argument) {
     return NULL;
 }
 
+// Memory of the device, or die(); place_copy() fills it from the host's.
 static void *place_alloc(const Placement *p, size_t bytes, const char *what) {
     void *memory = p->backend->alloc(bytes);
     if (!memory)
@@ -1758,6 +1764,7 @@ typedef struct Pass {
     bool accumulate; // out +=
 } Pass;
 
+// See "Winograd's convolution" below.
 static bool suits_winograd(const Layer *l, Shape in, Shape out) {
     return l->kernel == 3 && l->stride == 1 && in.c % LANES == 0 && in.c <= MAX_DEPTH &&
            out.c >= LANES && out.h * out.w >= 64; // on small maps the transforms cost too much
@@ -2010,11 +2017,12 @@ typedef struct TileBlock {
     real *v, *m;
 } TileBlock;
 
-static size_t tile_area(const Pass *p) // v and m of one thread
+static size_t tile_area(const Pass *p) // v and m of one thread: numbers
 {
     return PLACES * (TILES_AT_ONCE * (p->depth + COLUMNS) + 2 * LANES);
 }
 
+// The block that begins at tile `first` and ends before `last`; areas: tile_area() for each thread.
 static TileBlock tile_block(const Pass *p, size_t first, size_t last, size_t column, real *areas) {
     TileBlock b = {.pass = p, .first = first, .tiles = min_size(TILES_AT_ONCE, last - first)};
     b.column = column;
@@ -2161,6 +2169,7 @@ static void run_pass(real *out, const real *in, const real *weight, const real *
     }
 }
 
+// Counts on no more threads at run time than when this is asked.
 static size_t pass_scratch(const Pass *p) {
     return packed_size(p) + (p->winograd ? (size_t)omp_get_max_threads() * tile_area(p) : 0);
 }
@@ -2256,7 +2265,7 @@ static void sum_slices(real *to, const real *from, size_t slices, size_t pitch, 
     }
 }
 
-/* ... and by Winograd's transforms, since the output is linear in u:
+/* A weight gradient by Winograd's transforms, since the output is linear in u:
      du = sum over tiles of v * (A dout A^T), place by place;   dweight = G^T du G
    sums[place][depth][width] += du of a block's tiles; behind them the bias: at place (1, 1) the
    transform of dout is the sum of its four pixels. */
@@ -5156,6 +5165,7 @@ static void setup_settings(Run *run, int argc, char **argv) {
     omp_set_num_threads((int)s->threads);
 }
 
+// Backend i of the device, the best one last; NULL behind it.
 static const Backend *backend_of(bool cuda, size_t i) {
     return cuda ? cuda_backend(i) : i < CPU_BACKENDS ? &backends[i] : NULL;
 }
@@ -5173,7 +5183,7 @@ static void setup_device(Run *run) {
     } else {
         snprintf(run->device.name, sizeof run->device.name, "cpu");
     }
-    for (size_t i = 0; backend_of(cuda, i); i++) { // the best ones stand last
+    for (size_t i = 0; backend_of(cuda, i); i++) {
         const Backend *b = backend_of(cuda, i);
         size_t length = strlen(known);
         if (strcmp(s->kernels, "fast") == 0 || strcmp(s->kernels, b->kernels) == 0)

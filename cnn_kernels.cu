@@ -2,8 +2,8 @@
 
    A GPU runs a kernel on thousands of threads. They come in blocks of THREADS; the threads of a
    block share a little fast memory (__shared__) and can wait for each other (__syncthreads()). 32
-   of them, a warp, are run together. Neighbouring threads should read neighbouring numbers: then one
-   transfer of memory serves all of a warp.
+   of them, a warp, are run together. Neighbouring threads should read neighbouring numbers: then
+   one transfer of memory serves all of a warp.
 
    In reading order:
       1 Errors and devices       every CUDA call is checked; streams; memory; copies
@@ -93,6 +93,7 @@ extern "C" void cuda_use_device(size_t which, void (*on_error)(int, const char *
         CHECK(cudaStreamCreateWithFlags(&streams[device], cudaStreamNonBlocking));
 }
 
+// Name, memory and the like of this thread's device.
 extern "C" void cuda_describe(Device *d) {
     cudaDeviceProp p;
     int driver = 0;
@@ -113,6 +114,7 @@ extern "C" void cuda_describe(Device *d) {
 #endif
 }
 
+// Zeroed memory of the device; NULL when there is not enough.
 static void *device_alloc(size_t bytes) {
     void *memory = NULL;
     if (cudaMalloc(&memory, bytes + 16) != cudaSuccess) {
@@ -533,8 +535,8 @@ static void gather(real *out, uint8_t *labels, const Resident *r, const Draw *dr
 
 enum { LANES_Y = 8, SUM_SLICES = 512 };
 
-// The lanes of a warp join by shuffles, which hand a register to another lane: after 5 exchanges all
-// lanes hold the sum, or the largest.
+// The lanes of a warp join by shuffles, which hand a register to another lane: after 5 exchanges
+// all lanes hold the sum, or the largest.
 static __device__ real warp_sum(real value) {
     for (int lane = WARP / 2; lane > 0; lane /= 2)
         value += __shfl_xor_sync(0xffffffffu, value, lane);
@@ -934,9 +936,16 @@ struct Place {
 };
 enum { OUTSIDE = -(1 << 20) };
 
-// An ordinary matrix: a line's numbers lie inner_step apart.
-struct Matrix {
+// Numbers whose place is the sum of two offsets.
+struct Numbers {
     const real *data;
+    __device__ real at(Place a, Place b) const {
+        return a.y < 0 ? 0 : data[a.offset + b.offset];
+    }
+};
+
+// An ordinary matrix: a line's numbers lie inner_step apart.
+struct Matrix : Numbers {
     int outer_step, inner_step;
     __device__ Place outer(int i) const {
         return {i * outer_step, 0, 0};
@@ -944,23 +953,16 @@ struct Matrix {
     __device__ Place inner(int k) const {
         return {k * inner_step, 0, 0};
     }
-    __device__ real at(Place a, Place b) const {
-        return a.y < 0 ? 0 : data[a.offset + b.offset];
-    }
 };
 
 // The weights as the data gradient reads them: line = channel in, K = (tap, channel out).
-struct Filter {
-    const real *data;
+struct Filter : Numbers {
     int channels_in, channels_out;
     __device__ Place outer(int c) const {
         return {c * channels_out, 0, 0};
     }
     __device__ Place inner(int k) const {
         return {k / channels_out * channels_in * channels_out + k % channels_out, 0, 0};
-    }
-    __device__ real at(Place a, Place b) const {
-        return a.y < 0 ? 0 : data[a.offset + b.offset];
     }
 };
 
@@ -1060,7 +1062,7 @@ static __device__ void finish(const Epilogue &e, unsigned at, int column, real s
     e.out[at] = e.relu && sum < 0 ? 0 : sum;
 }
 
-/* C = A * B over K from this split's first to its last; see above.
+/* C = A * B over K from this split's first to its last; the table above says what A and B are.
    Two blocks fit on a multiprocessor: a thread has at most 128 registers.
    Grid: M / 128 x N / 64 x splits.   Shared memory: 2 x (132 + 68) x 16 floats = 25.6 KB.
    Traffic: 4 K (M N / 64 + M N / 128) + 4 M N bytes, most of it served by the L2 cache */
@@ -1168,7 +1170,7 @@ static void gemm(Epilogue e, const A &a, const B &b, size_t rows, size_t columns
            (int)columns);
 }
 
-// The image `of` under the layer's filter, seen from each pixel of the layer's other image.
+// A layer's input (forward) or dout under its filter, seen from each pixel of its other image.
 static Picture picture(const real *data, const Layer *l, bool forward) {
     Shape own = forward ? l->in : l->out, other = forward ? l->out : l->in;
     int padding = (int)l->padding, stride = (int)l->stride;
@@ -1188,7 +1190,7 @@ static Picture picture(const real *data, const Layer *l, bool forward) {
 static void conv2d_forward_tiled(real *out, const real *in, const real *weight, const real *bias,
                                  const Layer *l, size_t n, real *scratch) {
     PixelRows a = {picture(in, l, true)};
-    Matrix b = {weight, 1, (int)l->out.c};
+    Matrix b = {{weight}, 1, (int)l->out.c};
     Epilogue e = {out, bias, l->fused_relu, false};
     gemm<PixelRows, Matrix, true, false>(e, a, b, n * l->out.h * l->out.w, l->out.c,
                                          l->kernel * l->kernel * l->in.c, scratch);
@@ -1200,13 +1202,13 @@ static void conv2d_backward_tiled(real *din, real *dweight, real *dbias, const r
     bias_gradient(dbias, dout, l, n, scratch);
     size_t taps = l->kernel * l->kernel;
     TapRows a = {picture(in, l, true)};
-    Matrix b = {dout, 1, (int)l->out.c};
+    Matrix b = {{dout}, 1, (int)l->out.c};
     gemm<TapRows, Matrix, false, false>({dweight, NULL, false, false}, a, b, taps * l->in.c,
                                         l->out.c, n * l->out.h * l->out.w, scratch);
     if (!din)
         return;
     PixelRows c = {picture(dout, l, false)};
-    Filter d = {weight, (int)l->in.c, (int)l->out.c};
+    Filter d = {{weight}, (int)l->in.c, (int)l->out.c};
     gemm<PixelRows, Filter, true, true>({din, NULL, false, accumulate}, c, d, n * l->in.h * l->in.w,
                                         l->in.c, taps * l->out.c, scratch);
 }
