@@ -109,6 +109,8 @@ typedef struct Draw {
 typedef enum { AUGMENT_NONE, AUGMENT_CROP_FLIP, AUGMENT_ELASTIC } Augmentation;
 enum { CROP_PADDING = 4, ELASTIC_ALPHA = 34, ELASTIC_SIGMA = 4, ELASTIC_REACH = 3 * ELASTIC_SIGMA };
 
+enum { MARKS = 64 }; // moments in a device's work, see Backend
+
 // A data set in a device's memory, and what its loader needs to know.
 typedef struct Resident {
     const uint8_t *images, *labels; // [count][h][w][c], [count]
@@ -138,6 +140,9 @@ typedef struct Backend {
     // from the host, by a loader's thread, beside the work on that device; NULL: not needed
     void (*upload)(size_t device, void *to, const void *from, size_t bytes);
     void (*synchronize)(void);
+    // a moment among the operations, numbered from 0 to MARKS - 1; the seconds between two of them
+    void (*mark)(size_t i);
+    double (*elapsed)(size_t from, size_t to); // waits until both are past
     // a batch of a data set that lies on the device; NULL: the loader's threads do it
     void (*gather)(real *out, uint8_t *labels, const Resident *r, const Draw *draw, size_t n);
     void (*conv2d_forward)(real *out, const real *in, const real *weight, const real *bias,
@@ -3477,15 +3482,26 @@ static void cpu_host_release(void *memory, bool pinned) {
 static void cpu_synchronize(void) // a CPU has done what it was told when the call returns
 {}
 
-#define CPU_COMMON                                                                                \
-    .name = "cpu", .alloc = zeroed_alloc, .release = free, .copy = cpu_copy,                      \
-    .host_alloc = cpu_host_alloc, .host_release = cpu_host_release,                               \
-    .synchronize = cpu_synchronize, .relu_forward = relu_forward, .relu_backward = relu_backward, \
-    .maxpool2d_backward = maxpool2d_backward, .avgpool2d_forward = avgpool2d_forward,             \
-    .avgpool2d_backward = avgpool2d_backward, .batchnorm2d_forward = batchnorm2d_forward,         \
-    .batchnorm2d_backward = batchnorm2d_backward, .add = add_arrays,                              \
-    .dropout_forward = dropout_forward, .dropout_backward = dropout_backward,                     \
-    .log_softmax_forward = log_softmax_forward, .log_softmax_backward = log_softmax_backward,     \
+static _Thread_local double cpu_marks[MARKS]; // by the clock, since nothing is queued
+
+static void cpu_mark(size_t i) {
+    cpu_marks[i] = now();
+}
+
+static double cpu_elapsed(size_t from, size_t to) {
+    return cpu_marks[to] - cpu_marks[from];
+}
+
+#define CPU_COMMON                                                                            \
+    .name = "cpu", .alloc = zeroed_alloc, .release = free, .copy = cpu_copy,                  \
+    .host_alloc = cpu_host_alloc, .host_release = cpu_host_release,                           \
+    .synchronize = cpu_synchronize, .mark = cpu_mark, .elapsed = cpu_elapsed,                 \
+    .relu_forward = relu_forward, .relu_backward = relu_backward,                             \
+    .maxpool2d_backward = maxpool2d_backward, .avgpool2d_forward = avgpool2d_forward,         \
+    .avgpool2d_backward = avgpool2d_backward, .batchnorm2d_forward = batchnorm2d_forward,     \
+    .batchnorm2d_backward = batchnorm2d_backward, .add = add_arrays,                          \
+    .dropout_forward = dropout_forward, .dropout_backward = dropout_backward,                 \
+    .log_softmax_forward = log_softmax_forward, .log_softmax_backward = log_softmax_backward, \
     .nll_loss = nll_loss, .adadelta = adadelta, .sgd = sgd
 
 // What the CPU can do, with the definitions of the layers or with the fast versions.

@@ -42,7 +42,8 @@ enum { THREADS = 256, WARP = 32, MAX_DEVICES = 64 };
 
 static void (*fail)(int status, const char *format, ...); // die() of cnn.c
 static cudaStream_t streams[MAX_DEVICES];                 // by device
-static thread_local int device;                           // that this host thread drives
+static cudaEvent_t events[MAX_DEVICES][MARKS];
+static thread_local int device; // that this host thread drives
 
 static void check(cudaError_t error, const char *call, int line) {
     if (error != cudaSuccess)
@@ -89,8 +90,11 @@ extern "C" void cuda_use_device(size_t which, void (*on_error)(int, const char *
              "device %d: this program was built for other GPUs; run: make clean && make "
              "CUDA_ARCH=native, on this machine, or use --no-cuda",
              device);
-    if (!streams[device])
-        CHECK(cudaStreamCreateWithFlags(&streams[device], cudaStreamNonBlocking));
+    if (streams[device])
+        return;
+    CHECK(cudaStreamCreateWithFlags(&streams[device], cudaStreamNonBlocking));
+    for (size_t i = 0; i < MARKS; i++)
+        CHECK(cudaEventCreate(&events[device][i]));
 }
 
 // Name, memory and the like of this thread's device.
@@ -175,6 +179,18 @@ static void upload(size_t which, void *to, const void *from, size_t bytes) {
 
 static void synchronize(void) {
     CHECK(cudaStreamSynchronize(stream()));
+}
+
+// The device notes the time when it gets there, to about half a microsecond.
+static void mark(size_t i) {
+    CHECK(cudaEventRecord(events[device][i], stream()));
+}
+
+static double elapsed(size_t from, size_t to) {
+    float milliseconds = 0;
+    CHECK(cudaEventSynchronize(events[device][to]));
+    CHECK(cudaEventElapsedTime(&milliseconds, events[device][from], events[device][to]));
+    return 1e-3 * (double)milliseconds;
 }
 
 /* ==== 2. Element by element =====================================================================
@@ -1255,6 +1271,8 @@ static Backend make_backend(bool tiled) {
     b.copy = copy;
     b.upload = upload;
     b.synchronize = synchronize;
+    b.mark = mark;
+    b.elapsed = elapsed;
     b.gather = gather;
     b.conv2d_forward = b.linear_forward = tiled ? conv2d_forward_tiled : conv2d_forward_naive;
     b.conv2d_backward = b.linear_backward = tiled ? conv2d_backward_tiled : conv2d_backward_naive;

@@ -945,6 +945,20 @@ static void test_copies(const Backend *b) {
     verdict("alloc, copy and upload, %s kernels", b->kernels);
 }
 
+static void test_marks(const Backend *b) {
+    b->mark(0);
+    b->synchronize();
+    nanosleep(&(struct timespec){.tv_nsec = 20000000}, NULL);
+    b->mark(MARKS - 1);
+    b->mark(1);
+    double seconds = b->elapsed(0, MARKS - 1), later = b->elapsed(MARKS - 1, 1);
+    if (!(seconds >= .0199 && seconds < 30))
+        fail("two marks are %g s apart, expected at least 0.02", seconds);
+    if (!(later >= 0 && later < 30))
+        fail("the next mark comes %g s later", later);
+    verdict("mark and elapsed, %s kernels", b->kernels);
+}
+
 /* ---- Training -------------------------------------------------------------------------------- */
 
 enum { MOST_STEPS = 5 };
@@ -1029,8 +1043,9 @@ static const struct {
     {"maxpool2d", test_maxpool, true},     {"avgpool2d", test_avgpool, true},
     {"batchnorm2d", test_norm, true},      {"softmax", test_softmax_and_loss, true},
     {"optimizers", test_optimizers, true}, {"gather", test_gather, true},
-    {"copies", test_copies, true},         {"linear", test_linear, false},
-    {"conv2d", test_conv, false},          {"training", test_training, true},
+    {"copies", test_copies, true},         {"marks", test_marks, true},
+    {"linear", test_linear, false},        {"conv2d", test_conv, false},
+    {"training", test_training, true},
 };
 enum { TESTS = sizeof tests / sizeof *tests };
 
