@@ -4391,35 +4391,52 @@ static void print_settings_json(FILE *f, Settings *s) {
    What a run tells about itself: how long each line of train() took, what machine it ran on, and
    the run folder that plots, labs and graders read. */
 
-/* The clock of train(). Every line there begins with AT(...), which stops the clock of the line
-   before and starts its own; a column of steps.csv may collect the line's time as well. */
+/* The clock of train(). Every line there begins with AT(...), which sets a mark in the device's work:
+   there the line before ends and this one begins. A column of steps.csv may collect the line's time
+   as well. A GPU lags behind the program, so times are asked for when they are needed, or when
+   their marks are. */
 enum { PROFILED_LINES = 128 };
 
 typedef struct LineClock {
     bool synchronize; // --profile: wait for the device at each line, so that its time is its own
     const Backend *backend;
-    int first, line; // the first profiled line of cnn.c; the line whose clock runs, 0: none
-    double since;
-    double *column, ignored;
+    int first;             // the first profiled line of cnn.c
+    size_t marks, settled; // how many marks were set; how many lines' times are known
+    struct {
+        int line;       // that began here; 0: none
+        double *column; // or NULL
+    } begun[MARKS];
     struct {
         size_t hits;
         double seconds;
     } lines[PROFILED_LINES];
 } LineClock;
 
+// Asks for the time of the oldest line that has ended.
+static void clock_settle(LineClock *c) {
+    size_t from = c->settled++ % MARKS, to = c->settled % MARKS;
+    double seconds = c->backend->elapsed(from, to);
+    if (c->begun[from].line)
+        c->lines[c->begun[from].line - c->first].seconds += seconds;
+    if (c->begun[from].column)
+        *c->begun[from].column += seconds;
+}
+
+static void clock_settle_all(LineClock *c) {
+    while (c->settled + 1 < c->marks)
+        clock_settle(c);
+}
+
 static void clock_line(LineClock *c, int line, double *column) {
     if (c->synchronize)
         c->backend->synchronize();
-    double t = now();
-    if (c->line) {
-        c->lines[c->line - c->first].seconds += t - c->since;
-        *c->column += t - c->since;
-    }
     if (!c->first)
         c->first = line;
-    c->line = line;
-    c->column = column ? column : &c->ignored;
-    c->since = t;
+    if (c->marks - c->settled == MARKS)
+        clock_settle(c);
+    c->begun[c->marks % MARKS].line = line;
+    c->begun[c->marks % MARKS].column = column;
+    c->backend->mark(c->marks++ % MARKS);
     if (line)
         c->lines[line - c->first].hits++;
 }
@@ -4588,10 +4605,10 @@ typedef struct EpochResult {
     uint64_t weight_hash;
 } EpochResult;
 
-// One step: a row of steps.csv. The parts add up to its seconds.
+// One step: a row of steps.csv, whose seconds are the sum of these parts.
 typedef struct StepResult {
     size_t epoch, step, images;
-    double loss, lr, seconds, load_s, copy_s, forward_s, backward_s, optimizer_s, other_s;
+    double loss, lr, load_s, copy_s, forward_s, backward_s, optimizer_s, other_s;
 } StepResult;
 
 typedef enum { KEY_VALUE, CSV_HEADER, CSV_ROW, JSON } Form;
@@ -4649,7 +4666,7 @@ typedef struct Run {
     int argc;
     char **argv;
     double started, epoch_started, log_started, peak_gflops;
-    StepResult step, *steps; // the step that runs; those not yet written to steps.csv
+    StepResult *steps; // those not yet written to steps.csv, and the one that runs
     size_t steps_kept;
     EpochResult *epochs;
     size_t epochs_done;
@@ -4837,18 +4854,25 @@ static void flush_csv(FILE *f, const char *dir, const char *file) {
         die(1, "cannot write %s/%s: %s", dir, file, strerror(errno));
 }
 
-static void flush_steps(Run *run) {
-    for (size_t i = 0; run->steps_csv && i < run->steps_kept; i++) {
+static void flush_steps(Run *run, EpochResult *e) {
+    clock_settle_all(&run->clock);
+    for (size_t i = 0; i < run->steps_kept; i++) {
         const StepResult *s = &run->steps[i];
-        fprintf(run->steps_csv, "%zu,%zu,0,%zu,%.9g,%.9g,%.6f,%.6f,", s->epoch, s->step, s->images,
-                s->loss, s->lr, s->seconds, s->load_s);
-        if (run->backend->upload && !run->clock.synchronize) // a GPU's queue has no such parts
-            fprintf(run->steps_csv, ",,,");
-        else
-            fprintf(run->steps_csv, "%.6f,%.6f,%.6f,%.6f", s->copy_s, s->forward_s, s->backward_s,
-                    s->optimizer_s);
+        double parts[] = {s->load_s,     s->copy_s,      s->forward_s,
+                          s->backward_s, s->optimizer_s, s->other_s};
+        double seconds = 0;
+        for (size_t k = 0; k < 6; k++)
+            seconds += parts[k];
+        e->loader_wait_s += s->load_s;
+        if (!run->steps_csv)
+            continue;
+        fprintf(run->steps_csv, "%zu,%zu,0,%zu,%.9g,%.9g,%.6f", s->epoch, s->step, s->images,
+                s->loss, s->lr, seconds);
+        for (size_t k = 0; k < 5; k++)
+            fprintf(run->steps_csv, ",%.6f", parts[k]);
         fprintf(run->steps_csv, ",,,,,%d\n", s->epoch == 1 && s->step <= 3);
     }
+    memset(run->steps, 0, run->steps_kept * sizeof *run->steps);
     run->steps_kept = 0;
     if (run->steps_csv)
         flush_csv(run->steps_csv, run->settings.out, "steps.csv");
@@ -4865,21 +4889,17 @@ static void show_progress(const Run *run, const EpochResult *e, double seconds) 
 
 // What a step leaves: its row for steps.csv, the log line at the log interval, the epoch's sums.
 static void log_step(Run *run, EpochResult *e, const Batch *batch, double loss) {
-    StepResult *s = &run->step;
+    StepResult *s = &run->steps[run->steps_kept++];
     s->epoch = e->epoch;
     s->step = batch->number + 1;
     s->images = batch->n;
     s->loss = loss;
     s->lr = run->lr;
-    s->seconds = s->load_s + s->copy_s + s->forward_s + s->backward_s + s->optimizer_s + s->other_s;
     e->images += batch->n;
-    e->loader_wait_s += s->load_s;
     e->train_loss += loss * (double)batch->n;
-    run->steps[run->steps_kept++] = *s;
-    *s = (StepResult){0};
     if (batch->number % run->settings.log_interval != 0)
         return;
-    flush_steps(run);
+    flush_steps(run, e);
     if (isatty(STDERR_FILENO))
         fprintf(stderr, "\r\033[K");
     if (run->model->sc20_log)
@@ -4896,10 +4916,9 @@ static void log_step(Run *run, EpochResult *e, const Batch *batch, double loss) 
 
 // Ends an epoch of training: its averages, and the rows that are left.
 static void finish_epoch(Run *run, EpochResult *e) {
-    run->backend->synchronize(); // the last step may still be on its way
     e->lr = run->lr;
     e->train_loss /= (double)max_size(e->images, 1);
-    flush_steps(run);
+    flush_steps(run, e);
     if (run->model->sc20_log)
         printf("INFO - Time taken for epoch %zu is %.3f sec\n", e->epoch,
                now() - run->epoch_started);
@@ -5047,7 +5066,8 @@ static bool finish_step(Run *run) {
 
 /* One epoch. AT(column, what) does `what` and charges its time to this line of the profile and to
    the column of steps.csv. */
-#define AT(column, ...) (clock_line(&run->clock, __LINE__, &run->step.column), __VA_ARGS__)
+#define AT(column, ...) \
+    (clock_line(&run->clock, __LINE__, &run->steps[run->steps_kept].column), __VA_ARGS__)
 
 static void train(Run *run, EpochResult *result) {
     Net *net = &run->net;
@@ -5437,6 +5457,7 @@ static void setup_weights(Run *run) {
 }
 
 static void write_profile(Run *run) {
+    clock_settle_all(&run->clock);
     print_profile(&run->clock, stdout, NULL);
     if (!*run->settings.out)
         return;
