@@ -183,9 +183,9 @@ static void time_log_softmax_backward(real *din, const real *dout, const real *o
 }
 
 static void time_nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t *labels,
-                          size_t n, size_t classes, double smoothing) {
+                          size_t n, size_t batch, size_t classes, double smoothing) {
     TIME("nll_loss", "", 0, 8. * (double)(n * classes), false,
-         nll_loss(losses, dlogp, logp, labels, n, classes, smoothing));
+         nll_loss(losses, dlogp, logp, labels, n, batch, classes, smoothing));
 }
 
 static void time_adadelta(real *param, const real *grad, real *square_avg, real *acc_delta,
@@ -478,7 +478,7 @@ static void begin_report(FILE *json, const Device *d) {
 
 static void bench(const char *nets, const char *kernels, FILE *json) {
     Device d = {0};
-    cuda_use_device(0, die);
+    cuda_use_device(0, 0, die);
     cuda_describe(&d);
     emulated = d.emulated;
     gpu = find_backend(kernels);

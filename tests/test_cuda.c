@@ -721,7 +721,7 @@ static void softmax_backward_bound(const Task *t, const Array *before, const Arr
 
 static void run_nll(const Backend *b, const Task *t, void *const *a, real *scratch) {
     (void)scratch;
-    b->nll_loss(a[0], a[1], a[2], a[3], t->n, t->count, t->smoothing);
+    b->nll_loss(a[0], a[1], a[2], a[3], t->n, t->n + 3, t->count, t->smoothing);
 }
 
 static void test_softmax_and_loss(const Backend *b) {
@@ -895,10 +895,10 @@ static void test_gather(const Backend *b) {
     verdict("gather, %s kernels", b->kernels);
 }
 
-static void *upload_thread(void *argument) {
+static void *transfer_thread(void *argument) {
     void **a = argument;
     const Backend *b = a[0];
-    b->upload(0, a[1], a[2], 777);
+    b->transfer(0, a[1], a[2], 777);
     return NULL;
 }
 
@@ -926,15 +926,15 @@ static void test_copies(const Backend *b) {
         pthread_t thread; // as a loader's worker does it
         memcpy(host, from.at, BYTES);
         b->copy(second, first, BYTES);
-        b->synchronize(); // an upload does not wait for what is queued
-        if (pthread_create(&thread, NULL, upload_thread, (void *[]){(void *)b, second + 8, host}))
+        b->synchronize(); // a transfer does not wait for what is queued
+        if (pthread_create(&thread, NULL, transfer_thread, (void *[]){(void *)b, second + 8, host}))
             fail("no thread");
         else
             pthread_join(thread, NULL);
         b->copy(host, second, BYTES);
         if (memcmp(host, from.at, 8) != 0 || memcmp(host + 8, from.at, 777) != 0 ||
             memcmp(host + 785, (char *)from.at + 785, BYTES - 785) != 0)
-            fail("upload: other bytes than expected");
+            fail("transfer: other bytes than expected");
         b->host_release(host, pinned);
     }
     if (b->alloc((size_t)1 << 60))
@@ -942,7 +942,7 @@ static void test_copies(const Backend *b) {
     b->release(first);
     b->release(second);
     free(from.at);
-    verdict("alloc, copy and upload, %s kernels", b->kernels);
+    verdict("alloc, copy and transfer, %s kernels", b->kernels);
 }
 
 static void test_marks(const Backend *b) {
@@ -980,7 +980,7 @@ static uint64_t train_steps(const Backend *b, const char *model, size_t batch_si
     net_alloc(&net);
     net_init(&net, 1);
     real *state = b->alloc(count_states(o, &s) * net.param_size * sizeof *state);
-    loader_init(&loader, &data, batch_size, 1, NULL, (Placement){b, 0, b->upload, resident});
+    loader_init(&loader, &data, batch_size, 1, NULL, (Placement){b, 0, b->transfer, resident});
     loader_start(&loader, 1, 1, 0);
     for (const Batch *batch; (batch = loader_next(&loader));) {
         net_load(&net, batch);
@@ -1059,7 +1059,7 @@ int main(int argc, char **argv) {
         skip("all", reason);
         return 0;
     }
-    cuda_use_device(0, die);
+    cuda_use_device(0, 0, die);
     if (strcmp(what, "weights") == 0) {
         print_weights();
         return 0;
