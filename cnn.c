@@ -5897,6 +5897,13 @@ static const Backend *backend_of(bool cuda, size_t i) {
     return cuda ? cuda_backend(i) : i < CPU_BACKENDS ? &backends[i] : NULL;
 }
 
+static void use_gpu(Run *run) {
+    const Comm *c = &run->comm;
+    cuda_use_device(c->replica, c->device, die);
+    cuda_describe(&run->device);
+    run->device.memory /= (double)(c->team ? ceil_div(c->world, run->devices) : 1);
+}
+
 // This rank's device: a GPU, if there is one and --no-cuda is not given, else the CPU.
 static void choose_device(Run *run, bool cuda, size_t devices) {
     Comm *c = &run->comm;
@@ -5913,9 +5920,7 @@ static void choose_device(Run *run, bool cuda, size_t devices) {
     if (!cuda)
         return;
     c->device %= devices;
-    cuda_use_device(c->replica, c->device, die);
-    cuda_describe(&run->device);
-    run->device.memory /= (double)ceil_div(here, devices);
+    use_gpu(run);
 }
 
 // The devices and their --kernels.
@@ -6302,7 +6307,7 @@ static void *replica_main(void *argument) {
     Run *run = argument;
     omp_set_num_threads((int)run->settings.threads);
     if (run->backend->transfer)
-        cuda_use_device(run->comm.replica, run->comm.device, die);
+        use_gpu(run);
     run_rank(run);
     free_rank(run);
     return NULL;

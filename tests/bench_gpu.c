@@ -292,7 +292,7 @@ static void free_bench(Run *run) {
 
 // As train() does it; like there, the loss comes to the host in every step.
 static double train_step(Run *run, const Batch *batch) {
-    Draw draw = {1, 1, 0};
+    Draw draw = {1, 1, 0, 0};
     net_load(&run->net, batch);
     forward(&run->net, batch->n, &draw);
     double loss = loss_and_gradient(&run->net, batch->n, true);

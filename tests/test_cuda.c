@@ -421,7 +421,8 @@ static void test_dropout(const Backend *b) {
         Task t = {.run = run_dropout_forward, .l = &l, .n = n, .in_place = i % 3 == 0};
         t.stream = DRAW_DROPOUT + draw_bits() % 20;
         t.draw = (Draw){(uint64_t)draw_bits() << 32 | draw_bits(), draw_bits() % 100,
-                        i % 2 ? draw_bits() % 60000 : UINT32_MAX - 3}; // may wrap around
+                        i % 2 ? draw_bits() % 60000 : UINT32_MAX - 3,
+                        draw_bits() % 4}; // may wrap around
         describe(&l, n, "");
         {
             Array arrays[] = {changed_array("out", count, 0, t.in_place),
@@ -855,13 +856,14 @@ static void gather_epoch(const Backend *b, const DatasetInfo *info, Augmentation
     Dataset data = {info, tiny ? 2 : 2 * GATHERED + 3, NULL, NULL};
     Array images = input_bytes("images", data.count * shape_size(info->shape), 256);
     Array labels = input_bytes("labels", data.count, 200);
-    size_t batch_size = min_size(GATHERED, data.count);
+    size_t batch_size = min_size(GATHERED, data.count), others = draw_size(0, 2);
+    size_t rank = draw_size(0, others);
     Loader cpu, gpu;
     data.images = images.at;
     data.labels = labels.at;
     Augment *augment = augmentations[kind].augment;
-    loader_init(&cpu, &data, batch_size, 1, augment, (Placement){&backends[0], 0, 0, 0});
-    loader_init(&gpu, &data, batch_size, 1, augment, (Placement){b, 0, true, true});
+    loader_init(&cpu, &data, batch_size, 1, augment, (Placement){&backends[0], 0, 0, 0, rank, others});
+    loader_init(&gpu, &data, batch_size, 1, augment, (Placement){b, 0, true, true, rank, others});
     const uint64_t seed = (uint64_t)draw_bits() << 32 | draw_bits();
     loader_start(&cpu, seed, 3, 0);
     loader_start(&gpu, seed, 3, 0);
@@ -980,7 +982,8 @@ static uint64_t train_steps(const Backend *b, const char *model, size_t batch_si
     net_alloc(&net);
     net_init(&net, 1);
     real *state = b->alloc(count_states(o, &s) * net.param_size * sizeof *state);
-    loader_init(&loader, &data, batch_size, 1, NULL, (Placement){b, 0, b->transfer, resident});
+    loader_init(&loader, &data, batch_size, 1, NULL,
+                (Placement){b, 0, b->transfer, resident, 0, 0});
     loader_start(&loader, 1, 1, 0);
     for (const Batch *batch; (batch = loader_next(&loader));) {
         net_load(&net, batch);
