@@ -2670,7 +2670,7 @@ typedef struct Net {
     real *params, *grads, *activations, *dactivations, *stats, *scratch, *losses;
     real *host[2]; // two tensors on the host, on their way from the device or to it
     uint8_t *saved, *labels;
-    size_t ranks;      // that share a batch equally: the loss is the mean over all of it
+    size_t others;     // ranks that share a batch: the loss is the mean over all of it
     struct Comm *comm; // told by backward() which gradients are finished; NULL: nobody waits
 } Net;
 
@@ -3239,7 +3239,7 @@ static DatasetInfo dataset_for(const Model *model, const char *name) {
 
 static void net_build(Net *net, const Model *model, const DatasetInfo *data,
                       const Settings *settings, const Backend *backend) {
-    *net = (Net){.model = model->name, .settings = settings, .backend = backend, .ranks = 1};
+    *net = (Net){.model = model->name, .settings = settings, .backend = backend};
     net->classes = data->classes;
     size_t x = add_layer(net, (Layer){.kind = INPUT, .in = data->shape, .out = data->shape});
     x = model->build(net, x);
@@ -3428,7 +3428,7 @@ static double mean(const real *numbers, size_t n) {
 static double loss_and_gradient(Net *net, size_t n, bool training) {
     const Layer *last = last_layer(net);
     net->backend->nll_loss(net->losses, training ? output_gradient(net, last) : NULL,
-                           output(net, last), net->labels, n, n * net->ranks, net->classes,
+                           output(net, last), net->labels, n, n * (1 + net->others), net->classes,
                            training ? net->settings->label_smoothing : 0);
     net->backend->copy(net->host[0], net->losses, n * sizeof(real));
     return mean(net->host[0], n);
@@ -4136,7 +4136,7 @@ static void comm_init(Comm *c, Net *net, Loader *loader) {
     plan_buckets(c);
     if (c->settings->overlap)
         net->comm = c;
-    net->ranks = c->world;
+    net->others = c->world - 1;
     if (pthread_create(&c->thread, NULL, comm_thread, c) != 0)
         die(1, "cannot start the thread that adds up gradients");
 }

@@ -1613,6 +1613,44 @@ static void test_loader_order(void) {
     verdict("loader: each image once, the same order for 1 and 4 workers");
 }
 
+// Ranks 0 to N - 1 take an epoch's positions in turn; in training the first images come again at the
+// end, in a test none does.
+static void test_loader_shares(void) {
+    static size_t whole[IMAGES];
+    Dataset data = tiny_dataset();
+    Loader l;
+    loader_init(&l, &data, LOAD_BATCH, 1, NULL, on_cpu);
+    loader_start(&l, 11, 3, 0);
+    read_epoch(&l, whole);
+    loader_free(&l);
+    for (size_t world = 2; world <= IMAGES + 3; world++)
+        for (size_t rank = 0; rank < world; rank++)
+            for (size_t epoch = 0; epoch <= 3; epoch += 3) {
+                Placement place = on_cpu;
+                place.rank = rank;
+                place.others = world - 1;
+                loader_init(&l, &data, LOAD_BATCH, 2, NULL, place);
+                loader_start(&l, 11, epoch, 0);
+                size_t position = rank, n = 0;
+                for (const Batch *batch; (batch = loader_next(&l)); n += batch->n)
+                    for (size_t i = 0; i < batch->n; i++, position += world) {
+                        size_t want = epoch ? whole[position % IMAGES] : position;
+                        if (batch->labels[i] != data.labels[want] ||
+                            position_of(batch->draw, i) != position)
+                            fail("rank %zu of %zu, epoch %zu, position %zu: another image", rank,
+                                 world, epoch, position);
+                    }
+                size_t share = epoch           ? ceil_div(IMAGES, world)
+                               : rank < IMAGES ? ceil_div(IMAGES - rank, world)
+                                               : 0;
+                if (n != share)
+                    fail("rank %zu of %zu, epoch %zu: %zu images, expected %zu", rank, world, epoch,
+                         n, share);
+                loader_free(&l);
+            }
+    verdict("loader: the shares of several ranks");
+}
+
 static void test_loader_left_early(void) {
     static size_t want[IMAGES], got[IMAGES];
     Dataset data = tiny_dataset();
@@ -3230,6 +3268,222 @@ static void test_checkpoints(void) {
     net_free(&spoiled_net);
 }
 
+/* ---- Data parallelism ------------------------------------------------------------------------ */
+
+enum { MOST_RANKS = 6, RING_NUMBERS = 64 };
+
+// One rank of a ring under test, and what it has.
+typedef struct RingRank {
+    Comm comm;
+    real numbers[RING_NUMBERS];
+    size_t gathered[MOST_RANKS];
+    Range range;
+} RingRank;
+
+static const Settings ring_settings = {.timeout = 60};
+
+static void *ring_thread(void *argument) {
+    RingRank *r = argument;
+    all_reduce(&r->comm, r->numbers, r->range);
+    r->gathered[r->comm.rank] = 100 + r->comm.rank;
+    all_gather(&r->comm, r->gathered, sizeof *r->gathered);
+    return NULL;
+}
+
+static void *broadcast_thread(void *argument) {
+    RingRank *r = argument;
+    broadcast(&r->comm, r->numbers, r->range.count);
+    return NULL;
+}
+
+// Runs `body` on all ranks of a new team, each in a thread.
+static void run_ring(RingRank *ranks, size_t world, void *(*body)(void *)) {
+    static Net net;
+    Team team = {.changed = PTHREAD_COND_INITIALIZER};
+    pthread_t threads[MOST_RANKS];
+    pthread_mutex_init(&team.lock, NULL);
+    net.backend = &backends[1];
+    for (size_t r = 0; r < world; r++) {
+        ranks[r].comm = (Comm){.rank = r, .world = world, .team = &team, .net = &net};
+        ranks[r].comm.settings = &ring_settings;
+        team.ranks[r] = &ranks[r].comm;
+    }
+    for (size_t r = 0; r < world; r++)
+        if (pthread_create(&threads[r], NULL, body, &ranks[r]) != 0)
+            fail("no thread");
+    for (size_t r = 0; r < world; r++)
+        pthread_join(threads[r], NULL);
+}
+
+// Ranges of any size, also smaller than the ring: the sum inside, the same bits on all ranks,
+// nothing changed outside.
+static void test_all_reduce(void) {
+    static RingRank ranks[MOST_RANKS];
+    for (size_t round = 0; round < 60; round++) {
+        size_t world = draw_size(2, MOST_RANKS), first = draw_size(0, 9);
+        Range range = {first, draw_size(0, RING_NUMBERS - 10)};
+        real want[RING_NUMBERS], before[MOST_RANKS][RING_NUMBERS], bound[RING_NUMBERS];
+        for (size_t i = 0; i < RING_NUMBERS; i++) {
+            double sum = 0, size = 0;
+            for (size_t r = 0; r < world; r++) {
+                before[r][i] = ranks[r].numbers[i] = draw_real();
+                sum += (double)before[r][i];
+                size += fabs((double)before[r][i]);
+            }
+            want[i] = (real)sum;
+            bound[i] = (real)((double)world * epsilon * size);
+        }
+        for (size_t r = 0; r < world; r++)
+            ranks[r].range = range;
+        run_ring(ranks, world, ring_thread);
+        double sent = 0;
+        snprintf(context, sizeof context, "%zu ranks, %zu numbers from %zu on", world, range.count,
+                 first);
+        for (size_t r = 0; r < world; r++) {
+            const real *got = ranks[r].numbers;
+            sent += ranks[r].comm.bytes_sent;
+            check_tensor("sum", got + first, want + first, bound + first, range.count);
+            check_tensor("rank 0's", got + first, ranks[0].numbers + first, NULL, range.count);
+            check_tensor("before", got, before[r], NULL, first);
+            check_tensor("behind", got + first + range.count, before[r] + first + range.count, NULL,
+                         RING_NUMBERS - first - range.count);
+            for (size_t k = 0; k < world; k++)
+                if (ranks[r].gathered[k] != 100 + k)
+                    fail("rank %zu gathered %zu from rank %zu", r, ranks[r].gathered[k], k);
+        }
+        if (sent != 2. * (double)((world - 1) * range.count * sizeof(real)))
+            fail("all ranks together sent %g bytes", sent);
+    }
+    verdict("ring: all-reduce and all-gather");
+}
+
+static void test_broadcast(void) {
+    static RingRank ranks[MOST_RANKS];
+    for (size_t world = 2; world <= MOST_RANKS; world++) {
+        for (size_t r = 0; r < world; r++) {
+            for (size_t i = 0; i < RING_NUMBERS; i++)
+                ranks[r].numbers[i] = draw_real();
+            ranks[r].range = (Range){0, RING_NUMBERS};
+        }
+        real want[RING_NUMBERS];
+        memcpy(want, ranks[0].numbers, sizeof want);
+        run_ring(ranks, world, broadcast_thread);
+        for (size_t r = 0; r < world; r++)
+            check_tensor("rank 0's", ranks[r].numbers, want, NULL, RING_NUMBERS);
+    }
+    verdict("ring: broadcast");
+}
+
+// A link that takes its time: `slow` seconds for each message.
+static double slow_link;
+
+static void slow_receive(size_t device, real *to, const real *from, size_t count, bool add,
+                         real *room) {
+    double end = now() + slow_link;
+    while (now() < end)
+        nanosleep(&(struct timespec){.tv_nsec = 500000}, NULL);
+    backends[0].receive(device, to, from, count, add, room);
+}
+
+// A network that learns with others: its steps, and how long they waited for gradients.
+typedef struct Learner {
+    Run run;
+    Backend backend;
+    bool overlap;
+    double backward_s, exposed_s;
+    uint64_t hash;
+} Learner;
+
+enum { LEARN_STEPS = 3, LEARN_BATCH = 4 };
+
+static void *learner_thread(void *argument) {
+    Learner *learner = argument;
+    Run *run = &learner->run;
+    Net *net = &run->net;
+    const DatasetInfo info = dataset_for(find_model("mnist"), "synthetic");
+    Dataset data = {.info = &info};
+    omp_set_num_threads(1);
+    parse_options(&run->settings, 1, (char *[]){"cnn"});
+    run->settings.overlap = learner->overlap;
+    run->settings.bucket_mb = 1;
+    run->comm.settings = &run->settings;
+    make_synthetic(&data, true, LEARN_STEPS * 2 * LEARN_BATCH);
+    net_build(net, find_model("mnist"), &info, &run->settings, &learner->backend);
+    plan_memory(net, LEARN_BATCH);
+    net_alloc(net);
+    net_init(net, 1);
+    real *state = must_alloc(2 * net->param_size * sizeof(real), "a test");
+    Placement place = {&learner->backend, 0, false, false, run->comm.rank, run->comm.world - 1};
+    loader_init(&run->train_loader, &data, LEARN_BATCH, 1, NULL, place);
+    comm_init(&run->comm, net, &run->train_loader);
+    loader_start(&run->train_loader, 1, 1, 0);
+    for (const Batch *batch; (batch = next_batch(&run->comm));) {
+        load_batch(&run->comm, batch);
+        forward(net, batch->n, &batch->draw);
+        batch_loss(&run->comm, batch);
+        double begin = now();
+        backward(net, batch->n);
+        double middle = now();
+        reduce_gradients(&run->comm);
+        learner->backward_s += (middle - begin) / LEARN_STEPS;
+        learner->exposed_s += (now() - middle) / LEARN_STEPS;
+        optimizer_step(&optimizers[0], net, state, 1);
+    }
+    learner->hash = hash_weights(net);
+    comm_free(&run->comm);
+    loader_free(&run->train_loader);
+    net_free(net);
+    free(state);
+    free_dataset(&data);
+    return NULL;
+}
+
+// Two learners; returns what rank 0 measured.
+static Learner learn(bool overlap) {
+    static Learner learners[2];
+    Team team = {.changed = PTHREAD_COND_INITIALIZER};
+    pthread_t threads[2];
+    pthread_mutex_init(&team.lock, NULL);
+    memset(learners, 0, sizeof learners);
+    for (size_t r = 0; r < 2; r++) {
+        Learner *l = &learners[r];
+        l->backend = backends[0]; // the definitions: backward takes long enough to hide something
+        l->backend.receive = slow_receive;
+        l->overlap = overlap;
+        l->run.comm = (Comm){.rank = r, .world = 2, .team = &team};
+        team.ranks[r] = &l->run.comm;
+    }
+    for (size_t r = 0; r < 2; r++)
+        if (pthread_create(&threads[r], NULL, learner_thread, &learners[r]) != 0)
+            fail("no thread");
+    for (size_t r = 0; r < 2; r++)
+        pthread_join(threads[r], NULL);
+    if (learners[0].hash != learners[1].hash)
+        fail("the two ranks have other weights");
+    return learners[0];
+}
+
+// On a link that needs as long as backward, communication beside it costs less than behind it. The
+// machine may be busy otherwise: one of three attempts has to show it.
+static void test_overlap(void) {
+    double best = 1;
+    for (size_t attempt = 0; attempt < 3 && best > .75; attempt++) {
+        slow_link = 0;
+        Learner without = learn(false);
+        slow_link = without.backward_s / 4; // 2 buckets of 2 messages
+        Learner off = learn(false), on = learn(true);
+        if (off.hash != without.hash || on.hash != without.hash)
+            fail("the weights depend on when gradients are added up");
+        if (off.exposed_s < 4 * slow_link)
+            fail("without overlap the wait is %g s, expected at least %g s", off.exposed_s,
+                 4 * slow_link);
+        best = fmin(best, on.exposed_s / off.exposed_s);
+    }
+    if (best > .75)
+        fail("with overlap the wait is %g times that without", best);
+    verdict("ddp: overlap hides communication, and changes no bit");
+}
+
 int main(void) {
     const char *wish = getenv("QUICK");
     quick = wish && *wish && strcmp(wish, "0") != 0;
@@ -3260,6 +3514,7 @@ int main(void) {
     test_cifar_files();
     test_loader_order();
     test_loader_left_early();
+    test_loader_shares();
     test_augmentation();
     test_steps();
     test_to_pytorch();
@@ -3271,5 +3526,8 @@ int main(void) {
     test_confusion();
     test_smoothing_of_training();
     test_checkpoints();
+    test_all_reduce();
+    test_broadcast();
+    test_overlap();
     return 0;
 }
