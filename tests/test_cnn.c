@@ -3389,7 +3389,6 @@ static void slow_receive(size_t device, real *to, const real *from, size_t count
 typedef struct Learner {
     Run run;
     Backend backend;
-    bool overlap;
     double backward_s, exposed_s;
     uint64_t hash;
 } Learner;
@@ -3403,10 +3402,6 @@ static void *learner_thread(void *argument) {
     const DatasetInfo info = dataset_for(find_model("mnist"), "synthetic");
     Dataset data = {.info = &info};
     omp_set_num_threads(1);
-    parse_options(&run->settings, 1, (char *[]){"cnn"});
-    run->settings.overlap = learner->overlap;
-    run->settings.bucket_mb = 1;
-    run->comm.settings = &run->settings;
     make_synthetic(&data, true, LEARN_STEPS * 2 * LEARN_BATCH);
     net_build(net, find_model("mnist"), &info, &run->settings, &learner->backend);
     plan_memory(net, LEARN_BATCH);
@@ -3449,8 +3444,10 @@ static Learner learn(bool overlap) {
         Learner *l = &learners[r];
         l->backend = backends[0]; // the definitions: backward takes long enough to hide something
         l->backend.receive = slow_receive;
-        l->overlap = overlap;
-        l->run.comm = (Comm){.rank = r, .world = 2, .team = &team};
+        parse_options(&l->run.settings, 1, (char *[]){"cnn"});
+        l->run.settings.overlap = overlap;
+        l->run.settings.bucket_mb = 1;
+        l->run.comm = (Comm){.rank = r, .world = 2, .team = &team, .settings = &l->run.settings};
         team.ranks[r] = &l->run.comm;
     }
     for (size_t r = 0; r < 2; r++)
