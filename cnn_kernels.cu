@@ -936,7 +936,8 @@ struct Place {
 };
 enum { OUTSIDE = -(1 << 20) };
 
-// Numbers whose place is the sum of two offsets.
+// Numbers whose place is the sum of two offsets. As in all operands, ALONG_K says what lies side by
+// side in memory: the numbers of a line, along K, or else the lines.
 struct Numbers {
     const real *data;
     __device__ real at(Place a, Place b) const {
@@ -944,19 +945,21 @@ struct Numbers {
     }
 };
 
-// An ordinary matrix: a line's numbers lie inner_step apart.
+// An ordinary matrix [K][lines].
 struct Matrix : Numbers {
-    int outer_step, inner_step;
+    enum { ALONG_K = false };
+    int lines;
     __device__ Place outer(int i) const {
-        return {i * outer_step, 0, 0};
+        return {i, 0, 0};
     }
     __device__ Place inner(int k) const {
-        return {k * inner_step, 0, 0};
+        return {k * lines, 0, 0};
     }
 };
 
 // The weights as the data gradient reads them: line = channel in, K = (tap, channel out).
 struct Filter : Numbers {
+    enum { ALONG_K = true };
     int channels_in, channels_out;
     __device__ Place outer(int c) const {
         return {c * channels_out, 0, 0};
@@ -969,8 +972,12 @@ struct Filter : Numbers {
 /* An image under a filter. Position (n, y, x) of the other image and tap (i, j) meet the pixel
      (y * step + origin + direction * i) / divisor, x likewise,
    if that is a whole number inside the image. Forward: step = stride, origin = -padding, direction
-   = 1, divisor = 1. Data gradient: 1, padding, -1, stride. */
-struct Picture {
+   = 1, divisor = 1. Data gradient: 1, padding, -1, stride.
+   Lines are positions (PIXELS) and K goes over taps and channels, or the other way round (TAPS). */
+enum PictureLines { PIXELS, TAPS };
+
+template <PictureLines LINES> struct Picture {
+    enum { ALONG_K = LINES == PIXELS };
     const real *data;
     int h, w, channels;    // of this image
     int across, per_image; // positions in a row and in all of the other image
@@ -994,42 +1001,37 @@ struct Picture {
         }
         return met && y < h && x < w ? data[a.offset + b.offset + (y * w + x) * channels] : 0;
     }
-};
-
-struct PixelRows : Picture { // lines are positions, K goes over taps and channels
     __device__ Place outer(int i) const {
-        return position(i);
+        return LINES == PIXELS ? position(i) : tap(i);
     }
     __device__ Place inner(int k) const {
-        return tap(k);
-    }
-};
-
-struct TapRows : Picture { // lines are taps and channels, K goes over positions
-    __device__ Place outer(int i) const {
-        return tap(i);
-    }
-    __device__ Place inner(int k) const {
-        return position(k);
+        return LINES == PIXELS ? tap(k) : position(k);
     }
 };
 
 /* One thread's share of bringing a tile of LINES x TILE_K numbers into shared memory [k][line].
-   ALONG_K: neighbouring threads take neighbouring k, since those lie side by side in memory, and a
-   thread has one k; otherwise neighbouring threads take neighbouring lines, and a thread has one
-   line. The two steps lie apart so that arithmetic can stand between. A line of shared memory is 4
-   numbers longer than it must be: else the threads that store one line's numbers would fall on the
-   same of its 32 banks, and wait for each other. */
-template <class Operand, int LINES, bool ALONG_K> struct TileLoader {
-    enum { COUNT = LINES * TILE_K / THREADS, PITCH = LINES + 4 };
+   Neighbouring threads take what lies side by side in memory: neighbouring k if ALONG_K, and then a
+   thread has one k; else neighbouring lines, and a thread has one line. fetch() and put() lie apart
+   so that arithmetic can stand between. A line of shared memory is 4 numbers longer than it must
+   be: else the threads that store one line's numbers would fall on the same of its 32 banks, and
+   wait for each other. */
+template <class Operand, int LINES> struct TileLoader {
+    enum { ALONG_K = Operand::ALONG_K, COUNT = LINES * TILE_K / THREADS, PITCH = LINES + 4 };
+    Place outer[COUNT];
     real numbers[COUNT];
+    __device__ TileLoader(const Operand &operand, int first_line, int lines) {
+#pragma unroll
+        for (int i = 0; i < COUNT; i++)
+            outer[i] = first_line + line(i) < lines ? operand.outer(first_line + line(i))
+                                                    : Place{0, OUTSIDE, 0};
+    }
     __device__ static int line(int i) {
         return ALONG_K ? threadIdx.x / TILE_K + i * (THREADS / TILE_K) : threadIdx.x % LINES;
     }
     __device__ static int depth(int i) {
         return ALONG_K ? threadIdx.x % TILE_K : threadIdx.x / LINES + i * (THREADS / LINES);
     }
-    __device__ void fetch(const Operand &operand, const Place *outer, int k, int end) {
+    __device__ void fetch(const Operand &operand, int k, int end) {
         Place inner = operand.inner(k + depth(0));
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
@@ -1045,57 +1047,44 @@ template <class Operand, int LINES, bool ALONG_K> struct TileLoader {
     }
 };
 
-template <class Operand>
-static __device__ Place line_or_outside(const Operand &operand, int line, int lines) {
-    return line < lines ? operand.outer(line) : Place{0, OUTSIDE, 0};
-}
-
 // What becomes of a number of C.
 struct Epilogue {
     real *out;        // [M][N]; with splits > 1: [split][M][N], and nothing of the following
     const real *bias; // of a column, or NULL
     bool relu, accumulate;
+    __device__ void store(unsigned at, int column, real sum) const {
+        sum += (bias ? bias[column] : 0) + (accumulate ? out[at] : 0);
+        out[at] = relu && sum < 0 ? 0 : sum;
+    }
 };
-
-static __device__ void finish(const Epilogue &e, unsigned at, int column, real sum) {
-    sum += (e.bias ? e.bias[column] : 0) + (e.accumulate ? e.out[at] : 0);
-    e.out[at] = e.relu && sum < 0 ? 0 : sum;
-}
 
 /* C = A * B over K from this split's first to its last; the table above says what A and B are.
    Two blocks fit on a multiprocessor: a thread has at most 128 registers.
    Grid: M / 128 x N / 64 x splits.   Shared memory: 2 x (132 + 68) x 16 floats = 25.6 KB.
    Traffic: 4 K (M N / 64 + M N / 128) + 4 M N bytes, most of it served by the L2 cache */
-template <class A, class B, bool A_ALONG_K, bool B_ALONG_K>
+template <class A, class B>
 static __global__ void __launch_bounds__(THREADS, 2)
     gemm_kernel(A a, B b, Epilogue e, int rows, int columns, int depth, int depth_of_split) {
-    using LoadA = TileLoader<A, TILE_M, A_ALONG_K>;
-    using LoadB = TileLoader<B, TILE_N, B_ALONG_K>;
+    using LoadA = TileLoader<A, TILE_M>;
+    using LoadB = TileLoader<B, TILE_N>;
     __shared__ __align__(16) real tile_a[2][TILE_K * LoadA::PITCH]; // read 4 numbers at a time
     __shared__ __align__(16) real tile_b[2][TILE_K * LoadB::PITCH];
     static_assert(LoadA::PITCH % 4 == 0 && LoadB::PITCH % 4 == 0, "lines begin on 16 bytes");
     const int first_row = blockIdx.x * TILE_M, first_column = blockIdx.y * TILE_N;
     const int begin = blockIdx.z * depth_of_split, end = min(begin + depth_of_split, depth);
-    LoadA load_a;
-    LoadB load_b;
-    Place outer_a[LoadA::COUNT], outer_b[LoadB::COUNT];
-#pragma unroll
-    for (int i = 0; i < LoadA::COUNT; i++)
-        outer_a[i] = line_or_outside(a, first_row + LoadA::line(i), rows);
-#pragma unroll
-    for (int i = 0; i < LoadB::COUNT; i++)
-        outer_b[i] = line_or_outside(b, first_column + LoadB::line(i), columns);
+    LoadA load_a(a, first_row, rows);
+    LoadB load_b(b, first_column, columns);
     const int row = threadIdx.x / (TILE_N / COLUMNS_N) * (ROWS_M / 2); // and 64 further down
     const int column = threadIdx.x % (TILE_N / COLUMNS_N) * COLUMNS_N;
     real sums[ROWS_M][COLUMNS_N] = {};
-    load_a.fetch(a, outer_a, begin, end);
-    load_b.fetch(b, outer_b, begin, end);
+    load_a.fetch(a, begin, end);
+    load_b.fetch(b, begin, end);
     for (int k = begin, buffer = 0; k < end; k += TILE_K, buffer ^= 1) {
         load_a.put(tile_a[buffer]);
         load_b.put(tile_b[buffer]);
         __syncthreads(); // the tiles are whole; nobody reads those of the step before last
-        load_a.fetch(a, outer_a, k + TILE_K, end);
-        load_b.fetch(b, outer_b, k + TILE_K, end);
+        load_a.fetch(a, k + TILE_K, end);
+        load_b.fetch(b, k + TILE_K, end);
 #pragma unroll
         for (int d = 0; d < TILE_K; d++) {
             const real *from_a = tile_a[buffer] + d * LoadA::PITCH + row;
@@ -1118,7 +1107,7 @@ static __global__ void __launch_bounds__(THREADS, 2)
             int m = first_row + row + i % (ROWS_M / 2) + i / (ROWS_M / 2) * (TILE_M / 2),
                 n = first_column + column + j;
             if (m < rows && n < columns)
-                finish(e, (blockIdx.z * rows + m) * columns + n, n, sums[i][j]);
+                e.store((blockIdx.z * rows + m) * columns + n, n, sums[i][j]);
         }
 }
 
@@ -1131,7 +1120,7 @@ static __global__ void join_splits_kernel(Epilogue e, const real *parts, int spl
     real sum = 0;
     for (int split = 0; split < splits; split++)
         sum += parts[split * count + i];
-    finish(e, i, (int)(i % columns), sum);
+    e.store(i, (int)(i % columns), sum);
 }
 
 /* How many ways K is split: as long as there are no more than MOST_TILES tiles, about two for each
@@ -1153,7 +1142,7 @@ static size_t parts_size(size_t rows, size_t columns, size_t depth) {
                                                        : (size_t)MOST_TILES * TILE_M * TILE_N;
 }
 
-template <class A, class B, bool A_ALONG_K, bool B_ALONG_K>
+template <class A, class B>
 static void gemm(Epilogue e, const A &a, const B &b, size_t rows, size_t columns, size_t depth,
                  real *scratch) {
     size_t splits = gemm_splits(rows, columns, depth);
@@ -1161,7 +1150,7 @@ static void gemm(Epilogue e, const A &a, const B &b, size_t rows, size_t columns
     Epilogue plain = {scratch, NULL, false, false};
     dim3 grid((unsigned)((rows + TILE_M - 1) / TILE_M), (unsigned)((columns + TILE_N - 1) / TILE_N),
               (unsigned)splits); // x may be 2^31 - 1, y and z 65,535
-    gemm_kernel<A, B, A_ALONG_K, B_ALONG_K><<<grid, THREADS, 0, stream()>>>(
+    gemm_kernel<A, B><<<grid, THREADS, 0, stream()>>>(
         a, b, splits > 1 ? plain : e, (int)rows, (int)columns, (int)depth, (int)depth_of_split);
     CHECK_LAUNCH();
     if (splits == 1)
@@ -1171,46 +1160,32 @@ static void gemm(Epilogue e, const A &a, const B &b, size_t rows, size_t columns
 }
 
 // A layer's input (forward) or dout under its filter, seen from each pixel of its other image.
-static Picture picture(const real *data, const Layer *l, bool forward) {
-    Shape own = forward ? l->in : l->out, other = forward ? l->out : l->in;
-    int padding = (int)l->padding, stride = (int)l->stride;
-    return {data,
-            (int)own.h,
-            (int)own.w,
-            (int)own.c,
-            (int)other.w,
-            (int)(other.h * other.w),
-            (int)l->kernel,
-            forward ? stride : 1,
-            forward ? -padding : padding,
-            forward ? 1 : -1,
-            forward ? 1 : stride};
+template <PictureLines LINES>
+static Picture<LINES> picture(const real *data, const Layer *l, bool forward) {
+    Window s = window_of(l);
+    if (forward)
+        return {data, s.h, s.w, s.c, s.ow, s.oh * s.ow, s.kernel, s.stride, -s.padding, 1, 1};
+    return {data, s.oh, s.ow, s.oc, s.w, s.h * s.w, s.kernel, 1, s.padding, -1, s.stride};
 }
 
 static void conv2d_forward_tiled(real *out, const real *in, const real *weight, const real *bias,
                                  const Layer *l, size_t n, real *scratch) {
-    PixelRows a = {picture(in, l, true)};
-    Matrix b = {{weight}, 1, (int)l->out.c};
     Epilogue e = {out, bias, l->fused_relu, false};
-    gemm<PixelRows, Matrix, true, false>(e, a, b, n * l->out.h * l->out.w, l->out.c,
-                                         l->kernel * l->kernel * l->in.c, scratch);
+    gemm(e, picture<PIXELS>(in, l, true), Matrix{{weight}, (int)l->out.c}, n * l->out.h * l->out.w,
+         l->out.c, l->kernel * l->kernel * l->in.c, scratch);
 }
 
 static void conv2d_backward_tiled(real *din, real *dweight, real *dbias, const real *dout,
                                   const real *in, const real *weight, const Layer *l, size_t n,
                                   bool accumulate, real *scratch) {
-    bias_gradient(dbias, dout, l, n, scratch);
     size_t taps = l->kernel * l->kernel;
-    TapRows a = {picture(in, l, true)};
-    Matrix b = {{dout}, 1, (int)l->out.c};
-    gemm<TapRows, Matrix, false, false>({dweight, NULL, false, false}, a, b, taps * l->in.c,
-                                        l->out.c, n * l->out.h * l->out.w, scratch);
-    if (!din)
-        return;
-    PixelRows c = {picture(dout, l, false)};
-    Filter d = {{weight}, (int)l->in.c, (int)l->out.c};
-    gemm<PixelRows, Filter, true, true>({din, NULL, false, accumulate}, c, d, n * l->in.h * l->in.w,
-                                        l->in.c, taps * l->out.c, scratch);
+    bias_gradient(dbias, dout, l, n, scratch);
+    gemm({dweight, NULL, false, false}, picture<TAPS>(in, l, true), Matrix{{dout}, (int)l->out.c},
+         taps * l->in.c, l->out.c, n * l->out.h * l->out.w, scratch);
+    if (din)
+        gemm({din, NULL, false, accumulate}, picture<PIXELS>(dout, l, false),
+             Filter{{weight}, (int)l->in.c, (int)l->out.c}, n * l->in.h * l->in.w, l->in.c,
+             taps * l->out.c, scratch);
 }
 
 /* ==== 7. The table of the backend ============================================================= */

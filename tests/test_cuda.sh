@@ -228,7 +228,7 @@ bugs=$(cat <<'END'
 5 tiled s/i \/ (ROWS_M \/ 2) \* (TILE_M/i \/ (ROWS_M \/ 2) * (TILE_N/
 6 tiled s/(e.accumulate ? e.out\[at\] : 0)/0/
 7 tiled s/return larger(sums, parts)/return sums/
-8 tiled s/forward ? -padding : padding/forward ? -padding : padding - 1/
+8 tiled s/1, s.padding, -1/1, s.padding - 1, -1/
 9 copies s/a.type != cudaMemoryTypeDevice || b/a.type != cudaMemoryTypeDevice \&\& b/
 10 batchnorm2d s/blockIdx.y + 1, gridDim.y)}/blockIdx.y + 1, gridDim.y) - 1}/
 END
