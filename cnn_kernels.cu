@@ -64,8 +64,13 @@ static cudaStream_t stream(void) {
     return streams[device];
 }
 
+// a / b, rounded up
+static size_t ceil_div(size_t a, size_t b) {
+    return (a + b - 1) / b;
+}
+
 static unsigned blocks(size_t threads) {
-    return (unsigned)((threads + THREADS - 1) / THREADS);
+    return (unsigned)ceil_div(threads, THREADS);
 }
 
 // How many GPUs there are; 0 and the reason, if none can be used.
@@ -181,7 +186,7 @@ static void synchronize(void) {
 
    Memory is the limit here: a few operations for each number that is read. */
 
-// Which element is this thread's. 32 bits do (see check_sizes()), and divide faster than 64.
+// Which element is this thread's. 32 bits do (see scratch_size()), and divide faster than 64.
 static __device__ unsigned element(void) {
     return blockIdx.x * blockDim.x + threadIdx.x;
 }
@@ -551,12 +556,11 @@ static __device__ real warp_max(real value) {
 
 // How many slices there are: as many as 64 pixels each allow, at most SUM_SLICES.
 static int sum_slices(size_t pixels) {
-    size_t slices = (pixels + 63) / 64;
-    return (int)(slices < SUM_SLICES ? slices : (size_t)SUM_SLICES);
+    return (int)min(ceil_div(pixels, 64), (size_t)SUM_SLICES);
 }
 
 static dim3 sum_grid(size_t pixels, size_t channels) {
-    return dim3((unsigned)((channels + WARP - 1) / WARP), (unsigned)sum_slices(pixels));
+    return dim3((unsigned)ceil_div(channels, WARP), (unsigned)sum_slices(pixels));
 }
 
 // The part of the pixels that a block sums up, and the first one of this thread.
@@ -1129,34 +1133,29 @@ static __global__ void join_splits_kernel(Epilogue e, const real *parts, int spl
 enum { MOST_TILES = 256, LEAST_DEPTH = 256 };
 
 static size_t gemm_splits(size_t rows, size_t columns, size_t depth) {
-    size_t tiles = (rows + TILE_M - 1) / TILE_M * ((columns + TILE_N - 1) / TILE_N);
-    size_t room = tiles < MOST_TILES ? MOST_TILES / tiles : 1;
-    size_t most = (depth + LEAST_DEPTH - 1) / LEAST_DEPTH;
-    return room < most ? room : most;
+    size_t room = MOST_TILES / (ceil_div(rows, TILE_M) * ceil_div(columns, TILE_N));
+    return min(max(room, (size_t)1), ceil_div(depth, LEAST_DEPTH));
 }
 
 // At least what the sums of all splits take, for these rows or fewer and this depth or less.
 static size_t parts_size(size_t rows, size_t columns, size_t depth) {
-    size_t most = (depth + LEAST_DEPTH - 1) / LEAST_DEPTH * rows * columns;
-    return most < (size_t)MOST_TILES * TILE_M * TILE_N ? most
-                                                       : (size_t)MOST_TILES * TILE_M * TILE_N;
+    return min(ceil_div(depth, LEAST_DEPTH) * rows * columns, (size_t)MOST_TILES * TILE_M * TILE_N);
 }
 
 template <class A, class B>
 static void gemm(Epilogue e, const A &a, const B &b, size_t rows, size_t columns, size_t depth,
                  real *scratch) {
     size_t splits = gemm_splits(rows, columns, depth);
-    size_t depth_of_split = (depth + splits * TILE_K - 1) / (splits * TILE_K) * TILE_K;
+    size_t depth_of_split = ceil_div(depth, splits * TILE_K) * TILE_K;
     Epilogue plain = {scratch, NULL, false, false};
-    dim3 grid((unsigned)((rows + TILE_M - 1) / TILE_M), (unsigned)((columns + TILE_N - 1) / TILE_N),
+    dim3 grid((unsigned)ceil_div(rows, TILE_M), (unsigned)ceil_div(columns, TILE_N),
               (unsigned)splits); // x may be 2^31 - 1, y and z 65,535
     gemm_kernel<A, B><<<grid, THREADS, 0, stream()>>>(
         a, b, splits > 1 ? plain : e, (int)rows, (int)columns, (int)depth, (int)depth_of_split);
     CHECK_LAUNCH();
-    if (splits == 1)
-        return;
-    LAUNCH(join_splits_kernel, rows * columns, e, scratch, (int)splits, rows * columns,
-           (int)columns);
+    if (splits > 1)
+        LAUNCH(join_splits_kernel, rows * columns, e, scratch, (int)splits, rows * columns,
+               (int)columns);
 }
 
 // A layer's input (forward) or dout under its filter, seen from each pixel of its other image.
@@ -1190,66 +1189,38 @@ static void conv2d_backward_tiled(real *din, real *dweight, real *dbias, const r
 
 /* ==== 7. The table of the backend ============================================================= */
 
-static size_t larger(size_t a, size_t b) {
-    return a > b ? a : b;
-}
-
-// Kernels count in 32 bits; so a tensor must not have more numbers than that.
-static void check_sizes(const Layer *l, size_t n) {
-    size_t inputs = n * l->in.h * l->in.w * l->in.c, outputs = n * l->out.h * l->out.w * l->out.c;
-    if ((inputs > outputs ? inputs : outputs) >> 31)
+// Room for the sums of slices, and of a product's splits where there are any. Kernels count in 32
+// bits, so a tensor must not have more numbers than that.
+static size_t scratch_size(const Layer *l, size_t n) {
+    size_t sums = 2 * SUM_SLICES * l->out.c, taps = l->kernel * l->kernel;
+    size_t outputs = n * l->out.h * l->out.w, inputs = n * l->in.h * l->in.w;
+    if (max(inputs * l->in.c, outputs * l->out.c) >> 31)
         fail(1,
              "layer %s: a batch of %zu images has tensors of more than 2^31 numbers; use a "
              "smaller --batch-size",
              l->name, n);
-}
-
-// Sums of slices, and of a product's splits where there are any.
-static size_t scratch_size(const Layer *l, size_t n) {
-    size_t sums = 2 * SUM_SLICES * l->out.c, taps = l->kernel * l->kernel;
-    size_t outputs = n * l->out.h * l->out.w, inputs = n * l->in.h * l->in.w;
-    check_sizes(l, n);
     if (l->kind != CONV2D && l->kind != LINEAR)
         return l->kind == BATCHNORM2D ? sums : 0;
-    size_t parts = larger(parts_size(outputs, l->out.c, taps * l->in.c),
-                          larger(parts_size(taps * l->in.c, l->out.c, outputs),
-                                 parts_size(inputs, l->in.c, taps * l->out.c)));
-    return larger(sums, parts);
+    size_t parts = max(parts_size(outputs, l->out.c, taps * l->in.c),
+                       max(parts_size(taps * l->in.c, l->out.c, outputs),
+                           parts_size(inputs, l->in.c, taps * l->out.c)));
+    return max(sums, parts);
 }
 
+// In the order of struct Backend in cnn.c; NULL: prepare() and conv2d_backward_pooled().
 static Backend make_backend(bool tiled) {
-    Backend b = {};
-    b.name = "cuda";
-    b.kernels = tiled ? "tiled" : "naive";
-    b.fuses_relu = tiled;
-    b.scratch_size = scratch_size;
-    b.alloc = device_alloc;
-    b.release = device_free;
-    b.host_alloc = host_alloc;
-    b.host_release = host_free;
-    b.copy = copy;
-    b.upload = upload;
-    b.synchronize = synchronize;
-    b.gather = gather;
-    b.conv2d_forward = b.linear_forward = tiled ? conv2d_forward_tiled : conv2d_forward_naive;
-    b.conv2d_backward = b.linear_backward = tiled ? conv2d_backward_tiled : conv2d_backward_naive;
-    b.batchnorm2d_forward = batchnorm2d_forward;
-    b.batchnorm2d_backward = batchnorm2d_backward;
-    b.relu_forward = relu_forward;
-    b.relu_backward = relu_backward;
-    b.maxpool2d_forward = maxpool2d_forward;
-    b.maxpool2d_backward = maxpool2d_backward;
-    b.avgpool2d_forward = avgpool2d_forward;
-    b.avgpool2d_backward = avgpool2d_backward;
-    b.add = add;
-    b.dropout_forward = dropout_forward;
-    b.dropout_backward = dropout_backward;
-    b.log_softmax_forward = log_softmax_forward;
-    b.log_softmax_backward = log_softmax_backward;
-    b.nll_loss = nll_loss;
-    b.adadelta = adadelta;
-    b.sgd = sgd;
-    return b;
+    auto conv2d_forward = tiled ? conv2d_forward_tiled : conv2d_forward_naive;
+    auto conv2d_backward = tiled ? conv2d_backward_tiled : conv2d_backward_naive;
+    return {"cuda", tiled ? "tiled" : "naive", tiled, scratch_size, NULL,
+            // memory and the loader
+            device_alloc, device_free, host_alloc, host_free, copy, upload, synchronize, gather,
+            // conv2d and linear, which is the same; then layer by layer
+            conv2d_forward, conv2d_backward, NULL, conv2d_forward, conv2d_backward,
+            batchnorm2d_forward, batchnorm2d_backward, relu_forward, relu_backward,
+            maxpool2d_forward, maxpool2d_backward, avgpool2d_forward, avgpool2d_backward, add,
+            dropout_forward, dropout_backward, log_softmax_forward, log_softmax_backward, nll_loss,
+            // optimizers
+            adadelta, sgd};
 }
 
 // The backends, the best one last; NULL behind it.
