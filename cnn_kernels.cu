@@ -238,8 +238,7 @@ static __global__ void dropout_forward_kernel(real *out, uint8_t *mask, const re
     if (image >= n)
         return;
     uint32_t bits[4];
-    philox4x32(bits, (uint32_t)block, (uint32_t)(draw.first + image), (uint32_t)draw.epoch, purpose,
-               draw.seed);
+    philox4x32(bits, block, (uint32_t)draw.first + image, (uint32_t)draw.epoch, purpose, draw.seed);
 #pragma unroll // so that bits[] stays in registers
     for (unsigned j = 0; j < 8; j++) {
         unsigned i = image * size + block * 8 + j;
@@ -521,12 +520,12 @@ static __global__ void gather_elastic_kernel(real *out, uint8_t *labels, Residen
 
 static void gather(real *out, uint8_t *labels, const Resident *r, const Draw *draw, size_t n) {
     size_t pixels = r->shape.h * r->shape.w;
-    if (r->augment != AUGMENT_ELASTIC) {
-        LAUNCH(gather_kernel, n * pixels * r->shape.c, out, labels, *r, *draw, n);
-        return;
-    }
-    gather_elastic_kernel<<<(unsigned)n, THREADS, 3 * pixels * sizeof(real), stream()>>>(
-        out, labels, *r, *draw);
+    if (r->augment == AUGMENT_ELASTIC)
+        gather_elastic_kernel<<<(unsigned)n, THREADS, 3 * pixels * sizeof(real), stream()>>>(
+            out, labels, *r, *draw);
+    else
+        gather_kernel<<<blocks(n * pixels * r->shape.c), THREADS, 0, stream()>>>(out, labels, *r,
+                                                                                 *draw, n);
     CHECK_LAUNCH();
 }
 
@@ -554,27 +553,14 @@ static __device__ real warp_max(real value) {
     return value;
 }
 
-// How many slices there are: as many as 64 pixels each allow, at most SUM_SLICES.
-static int sum_slices(size_t pixels) {
-    return (int)min(ceil_div(pixels, 64), (size_t)SUM_SLICES);
-}
-
+// x: 32 channels a block; y: as many slices as 64 pixels each allow, at most SUM_SLICES.
 static dim3 sum_grid(size_t pixels, size_t channels) {
-    return dim3((unsigned)ceil_div(channels, WARP), (unsigned)sum_slices(pixels));
+    return dim3(ceil_div(channels, WARP), min(ceil_div(pixels, 64), (size_t)SUM_SLICES));
 }
 
-// The part of the pixels that a block sums up, and the first one of this thread.
-struct PixelSlice {
-    unsigned first, last;
-};
-
+// The first pixel of a slice.
 static __device__ unsigned slice_start(unsigned pixels, unsigned slice, unsigned slices) {
     return (unsigned)((size_t)pixels * slice / slices);
-}
-
-static __device__ PixelSlice pixel_slice(unsigned pixels) {
-    return {slice_start(pixels, blockIdx.y, gridDim.y) + threadIdx.y,
-            slice_start(pixels, blockIdx.y + 1, gridDim.y)};
 }
 
 /* partial[slice][0][c] = sum of d, partial[slice][1][c] = sum of d * (x - mean), over the slice's
@@ -585,9 +571,10 @@ static __global__ void column_sums_kernel(real *partial, const real *d, const re
     __shared__ real sums[LANES_Y][WARP];
     __shared__ real products[LANES_Y][WARP];
     int c = blockIdx.x * WARP + threadIdx.x;
-    PixelSlice s = pixel_slice(pixels);
+    unsigned first = slice_start(pixels, blockIdx.y, gridDim.y) + threadIdx.y;
+    unsigned end = slice_start(pixels, blockIdx.y + 1, gridDim.y);
     real sum = 0, product = 0;
-    for (unsigned p = s.first; p < s.last && c < channels; p += LANES_Y) {
+    for (unsigned p = first; p < end && c < channels; p += LANES_Y) {
         real value = d[p * channels + c];
         sum += value;
         product += x ? value * (x[p * channels + c] - mean[c]) : 0;
@@ -625,15 +612,20 @@ static __global__ void join_sums_kernel(real *dbias, real *dweight, const real *
         dweight[c] = product * inverse[c];
 }
 
+// Both kernels: dbias = sum of d; dweight = sum of d * (x - mean) * inverse, where it is not NULL.
+static void column_sums(real *dbias, real *dweight, const real *d, const real *x, const real *mean,
+                        const real *inverse, size_t pixels, int channels, real *scratch) {
+    dim3 grid = sum_grid(pixels, channels);
+    column_sums_kernel<<<grid, dim3(WARP, LANES_Y), 0, stream()>>>(scratch, d, x, mean, pixels,
+                                                                   channels);
+    CHECK_LAUNCH();
+    LAUNCH(join_sums_kernel, channels * WARP, dbias, dweight, scratch, inverse, grid.y, channels);
+}
+
 static void bias_gradient(real *dbias, const real *dout, const Layer *l, size_t n, real *scratch) {
     size_t pixels = n * l->out.h * l->out.w;
-    if (!l->biases)
-        return;
-    column_sums_kernel<<<sum_grid(pixels, l->out.c), dim3(WARP, LANES_Y), 0, stream()>>>(
-        scratch, dout, NULL, NULL, pixels, (int)l->out.c);
-    CHECK_LAUNCH();
-    LAUNCH(join_sums_kernel, l->out.c * WARP, dbias, NULL, scratch, NULL, sum_slices(pixels),
-           (int)l->out.c);
+    if (l->biases)
+        column_sums(dbias, NULL, dout, NULL, NULL, NULL, pixels, (int)l->out.c, scratch);
 }
 
 // A count, its mean and the sum of squared distances from it; joined without cancellation (Chan,
@@ -650,24 +642,16 @@ static __device__ Moments join(Moments a, Moments b) {
             a.squares + b.squares + d * d * (a.count * b.count / count)};
 }
 
-static __device__ Moments warp_join(Moments m) // for lane 0
-{
-    for (int lane = WARP / 2; lane > 0; lane /= 2)
-        m = join(m, {__shfl_down_sync(0xffffffffu, m.count, lane),
-                     __shfl_down_sync(0xffffffffu, m.mean, lane),
-                     __shfl_down_sync(0xffffffffu, m.squares, lane)});
-    return m;
-}
-
 /* partial[slice][0][c] = mean, partial[slice][1][c] = squares of the slice's pixels.
    Grid: channels / 32 x slices.   Traffic: 4 bytes for each number of in */
 static __global__ void moments_kernel(real *partial, const real *in, unsigned pixels,
                                       int channels) {
     __shared__ Moments moments[LANES_Y][WARP];
     int c = blockIdx.x * WARP + threadIdx.x;
-    PixelSlice s = pixel_slice(pixels);
+    unsigned first = slice_start(pixels, blockIdx.y, gridDim.y) + threadIdx.y;
+    unsigned end = slice_start(pixels, blockIdx.y + 1, gridDim.y);
     Moments m = {0, 0, 0};
-    for (unsigned p = s.first; p < s.last && c < channels; p += LANES_Y)
+    for (unsigned p = first; p < end && c < channels; p += LANES_Y)
         m = join(m, {1, in[p * channels + c], 0});
     moments[threadIdx.y][threadIdx.x] = m;
     __syncthreads();
@@ -695,7 +679,10 @@ static __global__ void batchnorm_statistics_kernel(real *stats, const real *part
         m = join(m, {(real)pixels_of_slice, partial[2 * slice * channels + c],
                      partial[(2 * slice + 1) * channels + c]});
     }
-    m = warp_join(m);
+    for (int other = WARP / 2; other > 0; other /= 2) // at last lane 0 has joined all
+        m = join(m, {__shfl_down_sync(0xffffffffu, m.count, other),
+                     __shfl_down_sync(0xffffffffu, m.mean, other),
+                     __shfl_down_sync(0xffffffffu, m.squares, other)});
     if (lane > 0)
         return;
     real unbiased = m.squares / (m.count > 1 ? m.count - 1 : 1);
@@ -725,11 +712,11 @@ static void batchnorm2d_forward(real *out, real *stats, const real *in, const re
     size_t pixels = n * l->in.h * l->in.w, count = pixels * l->in.c;
     int channels = (int)l->in.c;
     if (training) {
-        moments_kernel<<<sum_grid(pixels, l->in.c), dim3(WARP, LANES_Y), 0, stream()>>>(
-            scratch, in, pixels, channels);
+        dim3 grid = sum_grid(pixels, channels);
+        moments_kernel<<<grid, dim3(WARP, LANES_Y), 0, stream()>>>(scratch, in, pixels, channels);
         CHECK_LAUNCH();
-        LAUNCH(batchnorm_statistics_kernel, l->in.c * WARP, stats, scratch, pixels,
-               sum_slices(pixels), channels);
+        LAUNCH(batchnorm_statistics_kernel, l->in.c * WARP, stats, scratch, pixels, grid.y,
+               channels);
     }
     LAUNCH(batchnorm_apply_kernel, count, out, in, stats, weight, bias, count, channels, training,
            l->fused_relu);
@@ -756,15 +743,11 @@ static void batchnorm2d_backward(real *din, real *dweight, real *dbias, const re
                                  const Layer *l, size_t n, bool accumulate, real *scratch) {
     size_t pixels = n * l->in.h * l->in.w, count = pixels * l->in.c;
     int channels = (int)l->in.c;
-    column_sums_kernel<<<sum_grid(pixels, l->in.c), dim3(WARP, LANES_Y), 0, stream()>>>(
-        scratch, dout, in, stats + 2 * channels, pixels, channels);
-    CHECK_LAUNCH();
-    LAUNCH(join_sums_kernel, l->in.c * WARP, dbias, dweight, scratch, stats + 3 * channels,
-           sum_slices(pixels), channels);
-    if (!din)
-        return;
-    LAUNCH(batchnorm_backward_kernel, count, din, dout, in, stats, weight, dweight, dbias, count,
-           channels, accumulate);
+    column_sums(dbias, dweight, dout, in, stats + 2 * channels, stats + 3 * channels, pixels,
+                channels, scratch);
+    if (din)
+        LAUNCH(batchnorm_backward_kernel, count, din, dout, in, stats, weight, dweight, dbias,
+               count, channels, accumulate);
 }
 
 /* ==== 4. Softmax and loss =======================================================================
@@ -773,10 +756,8 @@ static void batchnorm2d_backward(real *din, real *dweight, real *dbias, const re
 
 /* out[k] = in[k] - largest - log(sum of exp(in[j] - largest)).   Grid: THREADS / 32 images a block.
    Traffic: 8 N bytes */
-static __global__ void log_softmax_forward_kernel(real *out, const real *in, unsigned n,
-                                                  int classes) {
-    unsigned image = element() / WARP;
-    int lane = threadIdx.x % WARP;
+static __global__ void log_softmax_forward_kernel(real *out, const real *in, int n, int classes) {
+    int image = element() / WARP, lane = threadIdx.x % WARP;
     if (image >= n) // a whole warp, so nobody waits for it
         return;
     real largest = -INFINITY, sum = 0;
@@ -796,16 +777,15 @@ static void log_softmax_forward(real *out, const real *in, size_t n, size_t clas
 
 // din[k] = dout[k] - exp(out[k]) * sum of dout.   Grid as above.   Traffic: 12 N bytes
 static __global__ void log_softmax_backward_kernel(real *din, const real *dout, const real *out,
-                                                   unsigned n, int classes) {
-    unsigned image = element() / WARP;
-    int lane = threadIdx.x % WARP;
+                                                   int n, int classes) {
+    int image = element() / WARP, lane = threadIdx.x % WARP;
     if (image >= n)
         return;
     real sum = 0;
     for (int k = lane; k < classes; k += WARP)
         sum += dout[image * classes + k];
     sum = warp_sum(sum);
-    for (unsigned i = image * classes + lane; i < (image + 1) * classes; i += WARP)
+    for (int i = image * classes + lane; i < (image + 1) * classes; i += WARP)
         din[i] = dout[i] - expf(out[i]) * sum;
 }
 
@@ -906,10 +886,9 @@ static void conv2d_backward_naive(real *din, real *dweight, real *dbias, const r
     bias_gradient(dbias, dout, l, n, scratch);
     LAUNCH(conv2d_weight_gradient_naive_kernel, l->weights, dweight, dout, in, window_of(l), n,
            l->weights);
-    if (!din)
-        return;
-    LAUNCH(conv2d_data_gradient_naive_kernel, inputs, din, dout, weight, window_of(l), inputs,
-           accumulate);
+    if (din)
+        LAUNCH(conv2d_data_gradient_naive_kernel, inputs, din, dout, weight, window_of(l), inputs,
+               accumulate);
 }
 
 /* ==== 6. Convolution, tiled =====================================================================
@@ -940,36 +919,22 @@ struct Place {
 };
 enum { OUTSIDE = -(1 << 20) };
 
-// Numbers whose place is the sum of two offsets. As in all operands, ALONG_K says what lies side by
-// side in memory: the numbers of a line, along K, or else the lines.
-struct Numbers {
+/* The operands. ALONG_K: a line's numbers lie side by side in memory; otherwise the lines do.
+
+   Matrix<false>: [K][lines], depth unused. Matrix<true>: [K / depth][lines][depth], as the data
+   gradient reads the weights: its lines are the channels in, depth the channels out. */
+template <bool DEEP> struct Matrix {
+    enum { ALONG_K = DEEP };
     const real *data;
+    int lines, depth;
+    __device__ Place outer(int i) const {
+        return {ALONG_K ? i * depth : i, 0, 0};
+    }
+    __device__ Place inner(int k) const {
+        return {ALONG_K ? k / depth * lines * depth + k % depth : k * lines, 0, 0};
+    }
     __device__ real at(Place a, Place b) const {
         return a.y < 0 ? 0 : data[a.offset + b.offset];
-    }
-};
-
-// An ordinary matrix [K][lines].
-struct Matrix : Numbers {
-    enum { ALONG_K = false };
-    int lines;
-    __device__ Place outer(int i) const {
-        return {i, 0, 0};
-    }
-    __device__ Place inner(int k) const {
-        return {k * lines, 0, 0};
-    }
-};
-
-// The weights as the data gradient reads them: line = channel in, K = (tap, channel out).
-struct Filter : Numbers {
-    enum { ALONG_K = true };
-    int channels_in, channels_out;
-    __device__ Place outer(int c) const {
-        return {c * channels_out, 0, 0};
-    }
-    __device__ Place inner(int k) const {
-        return {k / channels_out * channels_in * channels_out + k % channels_out, 0, 0};
     }
 };
 
@@ -1036,11 +1001,9 @@ template <class Operand, int LINES> struct TileLoader {
         return ALONG_K ? threadIdx.x % TILE_K : threadIdx.x / LINES + i * (THREADS / LINES);
     }
     __device__ void fetch(const Operand &operand, int k, int end) {
-        Place inner = operand.inner(k + depth(0));
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
-            if (!ALONG_K)
-                inner = operand.inner(k + depth(i));
+            Place inner = operand.inner(k + depth(i));
             numbers[i] = k + depth(i) < end ? operand.at(outer[ALONG_K ? i : 0], inner) : 0;
         }
     }
@@ -1053,9 +1016,9 @@ template <class Operand, int LINES> struct TileLoader {
 
 // What becomes of a number of C.
 struct Epilogue {
-    real *out;        // [M][N]; with splits > 1: [split][M][N], and nothing of the following
-    const real *bias; // of a column, or NULL
-    bool relu, accumulate;
+    real *out;               // [M][N]; with splits > 1: [split][M][N], and nothing of the following
+    const real *bias = NULL; // of a column
+    bool relu = false, accumulate = false;
     __device__ void store(unsigned at, int column, real sum) const {
         sum += (bias ? bias[column] : 0) + (accumulate ? out[at] : 0);
         out[at] = relu && sum < 0 ? 0 : sum;
@@ -1147,11 +1110,11 @@ static void gemm(Epilogue e, const A &a, const B &b, size_t rows, size_t columns
                  real *scratch) {
     size_t splits = gemm_splits(rows, columns, depth);
     size_t depth_of_split = ceil_div(depth, splits * TILE_K) * TILE_K;
-    Epilogue plain = {scratch, NULL, false, false};
-    dim3 grid((unsigned)ceil_div(rows, TILE_M), (unsigned)ceil_div(columns, TILE_N),
-              (unsigned)splits); // x may be 2^31 - 1, y and z 65,535
-    gemm_kernel<A, B><<<grid, THREADS, 0, stream()>>>(
-        a, b, splits > 1 ? plain : e, (int)rows, (int)columns, (int)depth, (int)depth_of_split);
+    // x may be 2^31 - 1, y and z 65,535
+    dim3 grid(ceil_div(rows, TILE_M), ceil_div(columns, TILE_N), splits);
+    gemm_kernel<A, B><<<grid, THREADS, 0, stream()>>>(a, b, splits > 1 ? Epilogue{scratch} : e,
+                                                      (int)rows, (int)columns, (int)depth,
+                                                      (int)depth_of_split);
     CHECK_LAUNCH();
     if (splits > 1)
         LAUNCH(join_splits_kernel, rows * columns, e, scratch, (int)splits, rows * columns,
@@ -1169,9 +1132,9 @@ static Picture<LINES> picture(const real *data, const Layer *l, bool forward) {
 
 static void conv2d_forward_tiled(real *out, const real *in, const real *weight, const real *bias,
                                  const Layer *l, size_t n, real *scratch) {
-    Epilogue e = {out, bias, l->fused_relu, false};
-    gemm(e, picture<PIXELS>(in, l, true), Matrix{{weight}, (int)l->out.c}, n * l->out.h * l->out.w,
-         l->out.c, l->kernel * l->kernel * l->in.c, scratch);
+    gemm({out, bias, l->fused_relu}, picture<PIXELS>(in, l, true),
+         Matrix<false>{weight, (int)l->out.c, 1}, n * l->out.h * l->out.w, l->out.c,
+         l->kernel * l->kernel * l->in.c, scratch);
 }
 
 static void conv2d_backward_tiled(real *din, real *dweight, real *dbias, const real *dout,
@@ -1179,11 +1142,11 @@ static void conv2d_backward_tiled(real *din, real *dweight, real *dbias, const r
                                   bool accumulate, real *scratch) {
     size_t taps = l->kernel * l->kernel;
     bias_gradient(dbias, dout, l, n, scratch);
-    gemm({dweight, NULL, false, false}, picture<TAPS>(in, l, true), Matrix{{dout}, (int)l->out.c},
+    gemm({dweight}, picture<TAPS>(in, l, true), Matrix<false>{dout, (int)l->out.c, 1},
          taps * l->in.c, l->out.c, n * l->out.h * l->out.w, scratch);
     if (din)
         gemm({din, NULL, false, accumulate}, picture<PIXELS>(dout, l, false),
-             Filter{{weight}, (int)l->in.c, (int)l->out.c}, n * l->in.h * l->in.w, l->in.c,
+             Matrix<true>{weight, (int)l->in.c, (int)l->out.c}, n * l->in.h * l->in.w, l->in.c,
              taps * l->out.c, scratch);
 }
 

@@ -226,11 +226,11 @@ bugs=$(cat <<'END'
 4 naive s/weight\[(tap \* s.c + c) \* s.oc + o.c\]/weight[(tap * s.c + c) * s.c + o.c]/
 4 tiled s/(blockIdx.z \* rows + m) \* columns/(blockIdx.z * rows + m) * rows/
 5 tiled s/i \/ (ROWS_M \/ 2) \* (TILE_M/i \/ (ROWS_M \/ 2) * (TILE_N/
-6 tiled s/(e.accumulate ? e.out\[at\] : 0)/0/
+6 tiled s/(accumulate ? out\[at\] : 0)/0/
 7 tiled s/return max(sums, parts)/return sums/
 8 tiled s/1, s.padding, -1/1, s.padding - 1, -1/
 9 copies s/a.type != cudaMemoryTypeDevice || b/a.type != cudaMemoryTypeDevice \&\& b/
-10 batchnorm2d s/blockIdx.y + 1, gridDim.y)}/blockIdx.y + 1, gridDim.y) - 1}/
+10 batchnorm2d /moments_kernel/,/^}/s/blockIdx.y + 1, gridDim.y)/blockIdx.y + 1, gridDim.y) - 1/
 END
 )
 
