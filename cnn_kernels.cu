@@ -54,10 +54,11 @@ static void check(cudaError_t error, const char *call, int line) {
 #define CHECK(call) check(call, #call, __LINE__)
 #define CHECK_LAUNCH() check(cudaGetLastError(), "the kernel launched here", __LINE__)
 // Queues a kernel with `threads` threads, in as many blocks as that takes.
-#define LAUNCH(kernel, threads, ...)                                    \
-    do {                                                                \
-        kernel<<<blocks(threads), THREADS, 0, stream()>>>(__VA_ARGS__); \
-        CHECK_LAUNCH();                                                 \
+#define LAUNCH(kernel, threads, ...)                            \
+    do {                                                        \
+        unsigned blocks = (unsigned)ceil_div(threads, THREADS); \
+        kernel<<<blocks, THREADS, 0, stream()>>>(__VA_ARGS__);  \
+        CHECK_LAUNCH();                                         \
     } while (0)
 
 static cudaStream_t stream(void) {
@@ -67,10 +68,6 @@ static cudaStream_t stream(void) {
 // a / b, rounded up
 static size_t ceil_div(size_t a, size_t b) {
     return (a + b - 1) / b;
-}
-
-static unsigned blocks(size_t threads) {
-    return (unsigned)ceil_div(threads, THREADS);
 }
 
 // How many GPUs there are; 0 and the reason, if none can be used.
@@ -319,9 +316,7 @@ static __global__ void maxpool2d_forward_kernel(real *out, uint8_t *argmax, cons
     int arg = 0;
     for (int tap = 0; tap < s.kernel * s.kernel; tap++) {
         int pixel = met_pixel(s, o, tap);
-        if (pixel < 0)
-            continue;
-        real value = in[pixel * s.c + o.c];
+        real value = pixel >= 0 ? in[pixel * s.c + o.c] : -INFINITY;
         if (value > best || value != value) {
             best = value;
             arg = tap;
@@ -447,8 +442,7 @@ static __device__ real pixel_at(const uint8_t *image, Shape s, int y, int x, int
 
 /* out[n][h][w][c] = normalised[c][byte]; with crop_flip from where augment_crop_flip() of cnn.c
    takes it; and the labels.   Traffic: 5 N bytes */
-static __global__ void gather_kernel(real *out, uint8_t *labels, Resident r, Draw draw,
-                                     unsigned n) {
+static __global__ void gather_kernel(real *out, uint8_t *labels, Resident r, Draw draw, int n) {
     unsigned size = r.shape.h * r.shape.w * r.shape.c, i = element();
     if (i >= n * size)
         return;
@@ -520,12 +514,11 @@ static __global__ void gather_elastic_kernel(real *out, uint8_t *labels, Residen
 
 static void gather(real *out, uint8_t *labels, const Resident *r, const Draw *draw, size_t n) {
     size_t pixels = r->shape.h * r->shape.w;
-    if (r->augment == AUGMENT_ELASTIC)
+    if (r->augment != AUGMENT_ELASTIC)
+        LAUNCH(gather_kernel, n * pixels * r->shape.c, out, labels, *r, *draw, n);
+    else
         gather_elastic_kernel<<<(unsigned)n, THREADS, 3 * pixels * sizeof(real), stream()>>>(
             out, labels, *r, *draw);
-    else
-        gather_kernel<<<blocks(n * pixels * r->shape.c), THREADS, 0, stream()>>>(out, labels, *r,
-                                                                                 *draw, n);
     CHECK_LAUNCH();
 }
 
@@ -564,20 +557,20 @@ static __device__ unsigned slice_start(unsigned pixels, unsigned slice, unsigned
 }
 
 /* partial[slice][0][c] = sum of d, partial[slice][1][c] = sum of d * (x - mean), over the slice's
-   pixels. x NULL: the first sum only.   Grid: channels / 32 x slices.   Traffic: 4 or 8 bytes for
-   each number of d */
+   pixels; the mean is in stats. x NULL: the first sum only.   Grid: channels / 32 x slices.
+   Traffic: 4 or 8 bytes for each number of d */
 static __global__ void column_sums_kernel(real *partial, const real *d, const real *x,
-                                          const real *mean, unsigned pixels, int channels) {
+                                          const real *stats, unsigned pixels, int channels) {
     __shared__ real sums[LANES_Y][WARP];
     __shared__ real products[LANES_Y][WARP];
     int c = blockIdx.x * WARP + threadIdx.x;
     unsigned first = slice_start(pixels, blockIdx.y, gridDim.y) + threadIdx.y;
     unsigned end = slice_start(pixels, blockIdx.y + 1, gridDim.y);
-    real sum = 0, product = 0;
+    real sum = 0, product = 0, mean = x && c < channels ? stats[2 * channels + c] : 0;
     for (unsigned p = first; p < end && c < channels; p += LANES_Y) {
         real value = d[p * channels + c];
         sum += value;
-        product += x ? value * (x[p * channels + c] - mean[c]) : 0;
+        product += x ? value * (x[p * channels + c] - mean) : 0;
     }
     sums[threadIdx.y][threadIdx.x] = sum;
     products[threadIdx.y][threadIdx.x] = product;
@@ -592,10 +585,10 @@ static __global__ void column_sums_kernel(real *partial, const real *d, const re
     partial[(2 * blockIdx.y + 1) * channels + c] = product;
 }
 
-/* dbias[c] = sum over slices of the first sums; dweight[c] = of the second ones, times inverse[c];
-   no dweight where it is NULL.   One warp a channel */
+/* dbias[c] = sum over slices of the first sums; dweight[c] = of the second ones, times stats' 1 /
+   sqrt(variance + eps); no dweight where it is NULL.   One warp a channel */
 static __global__ void join_sums_kernel(real *dbias, real *dweight, const real *partial,
-                                        const real *inverse, int slices, int channels) {
+                                        const real *stats, int slices, int channels) {
     int c = element() / WARP, lane = threadIdx.x % WARP;
     if (c >= channels) // a whole warp, so nobody waits for it
         return;
@@ -609,23 +602,22 @@ static __global__ void join_sums_kernel(real *dbias, real *dweight, const real *
     if (lane == 0)
         dbias[c] = sum;
     if (lane == 0 && dweight)
-        dweight[c] = product * inverse[c];
+        dweight[c] = product * stats[3 * channels + c];
 }
 
-// Both kernels: dbias = sum of d; dweight = sum of d * (x - mean) * inverse, where it is not NULL.
-static void column_sums(real *dbias, real *dweight, const real *d, const real *x, const real *mean,
-                        const real *inverse, size_t pixels, int channels, real *scratch) {
-    dim3 grid = sum_grid(pixels, channels);
-    column_sums_kernel<<<grid, dim3(WARP, LANES_Y), 0, stream()>>>(scratch, d, x, mean, pixels,
-                                                                   channels);
+// Both kernels; without x and stats, which BatchNorm has, dbias only.
+static void column_sums(real *dbias, real *dweight, const real *d, const real *x, const real *stats,
+                        size_t pixels, int channels, real *scratch) {
+    dim3 grid = sum_grid(pixels, channels), block(WARP, LANES_Y);
+    column_sums_kernel<<<grid, block, 0, stream()>>>(scratch, d, x, stats, pixels, channels);
     CHECK_LAUNCH();
-    LAUNCH(join_sums_kernel, channels * WARP, dbias, dweight, scratch, inverse, grid.y, channels);
+    LAUNCH(join_sums_kernel, channels * WARP, dbias, dweight, scratch, stats, grid.y, channels);
 }
 
 static void bias_gradient(real *dbias, const real *dout, const Layer *l, size_t n, real *scratch) {
     size_t pixels = n * l->out.h * l->out.w;
     if (l->biases)
-        column_sums(dbias, NULL, dout, NULL, NULL, NULL, pixels, (int)l->out.c, scratch);
+        column_sums(dbias, NULL, dout, NULL, NULL, pixels, (int)l->out.c, scratch);
 }
 
 // A count, its mean and the sum of squared distances from it; joined without cancellation (Chan,
@@ -644,8 +636,7 @@ static __device__ Moments join(Moments a, Moments b) {
 
 /* partial[slice][0][c] = mean, partial[slice][1][c] = squares of the slice's pixels.
    Grid: channels / 32 x slices.   Traffic: 4 bytes for each number of in */
-static __global__ void moments_kernel(real *partial, const real *in, unsigned pixels,
-                                      int channels) {
+static __global__ void moments_kernel(real *partial, const real *in, int pixels, int channels) {
     __shared__ Moments moments[LANES_Y][WARP];
     int c = blockIdx.x * WARP + threadIdx.x;
     unsigned first = slice_start(pixels, blockIdx.y, gridDim.y) + threadIdx.y;
@@ -712,8 +703,8 @@ static void batchnorm2d_forward(real *out, real *stats, const real *in, const re
     size_t pixels = n * l->in.h * l->in.w, count = pixels * l->in.c;
     int channels = (int)l->in.c;
     if (training) {
-        dim3 grid = sum_grid(pixels, channels);
-        moments_kernel<<<grid, dim3(WARP, LANES_Y), 0, stream()>>>(scratch, in, pixels, channels);
+        dim3 grid = sum_grid(pixels, channels), block(WARP, LANES_Y);
+        moments_kernel<<<grid, block, 0, stream()>>>(scratch, in, pixels, channels);
         CHECK_LAUNCH();
         LAUNCH(batchnorm_statistics_kernel, l->in.c * WARP, stats, scratch, pixels, grid.y,
                channels);
@@ -743,8 +734,7 @@ static void batchnorm2d_backward(real *din, real *dweight, real *dbias, const re
                                  const Layer *l, size_t n, bool accumulate, real *scratch) {
     size_t pixels = n * l->in.h * l->in.w, count = pixels * l->in.c;
     int channels = (int)l->in.c;
-    column_sums(dbias, dweight, dout, in, stats + 2 * channels, stats + 3 * channels, pixels,
-                channels, scratch);
+    column_sums(dbias, dweight, dout, in, stats, pixels, channels, scratch);
     if (din)
         LAUNCH(batchnorm_backward_kernel, count, din, dout, in, stats, weight, dweight, dbias,
                count, channels, accumulate);
@@ -1110,15 +1100,12 @@ static void gemm(Epilogue e, const A &a, const B &b, size_t rows, size_t columns
                  real *scratch) {
     size_t splits = gemm_splits(rows, columns, depth);
     size_t depth_of_split = ceil_div(depth, splits * TILE_K) * TILE_K;
-    // x may be 2^31 - 1, y and z 65,535
-    dim3 grid(ceil_div(rows, TILE_M), ceil_div(columns, TILE_N), splits);
+    dim3 grid(ceil_div(rows, TILE_M), ceil_div(columns, TILE_N), splits); // y, z: at most 65,535
     gemm_kernel<A, B><<<grid, THREADS, 0, stream()>>>(a, b, splits > 1 ? Epilogue{scratch} : e,
-                                                      (int)rows, (int)columns, (int)depth,
-                                                      (int)depth_of_split);
+                                                      rows, columns, depth, depth_of_split);
     CHECK_LAUNCH();
     if (splits > 1)
-        LAUNCH(join_splits_kernel, rows * columns, e, scratch, (int)splits, rows * columns,
-               (int)columns);
+        LAUNCH(join_splits_kernel, rows * columns, e, scratch, splits, rows * columns, columns);
 }
 
 // A layer's input (forward) or dout under its filter, seen from each pixel of its other image.
@@ -1158,9 +1145,7 @@ static size_t scratch_size(const Layer *l, size_t n) {
     size_t sums = 2 * SUM_SLICES * l->out.c, taps = l->kernel * l->kernel;
     size_t outputs = n * l->out.h * l->out.w, inputs = n * l->in.h * l->in.w;
     if (max(inputs * l->in.c, outputs * l->out.c) >> 31)
-        fail(1,
-             "layer %s: a batch of %zu images has tensors of more than 2^31 numbers; use a "
-             "smaller --batch-size",
+        fail(1, "layer %s: %zu images have more than 2^31 numbers; use a smaller --batch-size",
              l->name, n);
     if (l->kind != CONV2D && l->kind != LINEAR)
         return l->kind == BATCHNORM2D ? sums : 0;
@@ -1177,12 +1162,11 @@ static Backend make_backend(bool tiled) {
     return {"cuda", tiled ? "tiled" : "naive", tiled, scratch_size, NULL,
             // memory and the loader
             device_alloc, device_free, host_alloc, host_free, copy, upload, synchronize, gather,
-            // conv2d and linear, which is the same; then layer by layer
+            // conv2d and linear, which is the same; then layer by layer; optimizers
             conv2d_forward, conv2d_backward, NULL, conv2d_forward, conv2d_backward,
             batchnorm2d_forward, batchnorm2d_backward, relu_forward, relu_backward,
             maxpool2d_forward, maxpool2d_backward, avgpool2d_forward, avgpool2d_backward, add,
             dropout_forward, dropout_backward, log_softmax_forward, log_softmax_backward, nll_loss,
-            // optimizers
             adadelta, sgd};
 }
 
