@@ -1,6 +1,7 @@
 # cnn.c: `make run` trains, `make test` passes. `make help` tells the rest.
 #
-# Variables: CC=clang   ARCH=native|x86-64-v3|...   NO_OMP=1   NO_CUDA=1   QUICK=1 (shorter tests)
+# Variables: CC=clang   ARCH=native|x86-64-v3|...   NO_OMP=1   NO_CUDA=1   NO_MPI=1
+#            QUICK=1 (shorter tests)
 #            CUDA_ARCH=native|sm_90|...  (all-major: every GPU that this nvcc knows, and later ones)
 
 CC     = gcc
@@ -27,8 +28,12 @@ HAVE_CUDA := $(and $(NVCC),$(call probe,$(HASH)include <cuda_runtime_api.h>\nint
 	return cudaGetDeviceCount(&n) == 0; },-I$(dir $(NVCC))../include -L$(dir $(NVCC))../lib64 \
 	-lcudart_static -lpthread -ldl -lrt))
 endif
-HAVE_MPI := $(shell printf '$(HASH)include <mpi.h>\nint main(void) { return MPI_Init(0, 0); }' | \
-	mpicc -x c - -o /dev/null 2>/dev/null && echo yes)
+ifndef NO_MPI
+MPI_FLAGS := $(wordlist 2,99,$(shell mpicc -show 2>/dev/null)) # what mpicc would add
+HAVE_MPI := $(if $(MPI_FLAGS),$(call probe,$(HASH)include <mpi.h>\nint main(void) { return MPI_Init(0$(comma) 0); },\
+	$(MPI_FLAGS)))
+endif
+MPI := $(if $(HAVE_MPI),-DCNN_MPI $(MPI_FLAGS))
 HAVE_NCCL := $(call probe,$(HASH)include <nccl.h>\nint main(void) { int v; return ncclGetVersion(&v); },\
 	-I$(CUDA)/include -L$(CUDA)/lib64 -lnccl)
 
@@ -38,7 +43,7 @@ all: found cnn
 found:
 	@echo "OpenMP: $(if $(OMP),found,$(if $(NO_OMP),left out,not found: one thread))"
 	@echo "CUDA:   $(if $(HAVE_CUDA),found$(comma) for $(CUDA_ARCH),$(if $(NO_CUDA),left out,not found: CPU only))"
-	@echo "MPI:    $(if $(HAVE_MPI),found (not used yet),not found)"
+	@echo "MPI:    $(if $(HAVE_MPI),found,$(if $(NO_MPI),left out,not found: one machine only))"
 	@echo "NCCL:   $(if $(HAVE_NCCL),found (not used yet),not found)"
 
 help:
@@ -53,7 +58,7 @@ help:
 	@echo "make races   look for races in the GPU's kernels, in the emulator (a minute)"
 	@echo "make debug   build ./cnn-debug with the address and undefined-behaviour sanitizers"
 	@echo "make clean   remove everything that make made"
-	@echo "Variables: CC=clang ARCH=x86-64-v3 NO_OMP=1 NO_CUDA=1 CUDA_ARCH=native QUICK=1"
+	@echo "Variables: CC=clang ARCH=x86-64-v3 NO_OMP=1 NO_CUDA=1 NO_MPI=1 CUDA_ARCH=native QUICK=1"
 
 # Rebuilds when the settings change, not only when the source does.
 BUILD = $(CC) $(CFLAGS) $(OMP_FLAGS)
@@ -61,7 +66,7 @@ NVCC_BUILD = $(NVCC) -std=c++17 -O3 -arch=$(CUDA_ARCH) -lineinfo
 build/settings build/kernel_settings: FORCE
 	@mkdir -p build
 	@echo '$(SETTINGS)' | cmp -s - $@ || echo '$(SETTINGS)' > $@
-build/settings: SETTINGS = $(BUILD) $(if $(HAVE_CUDA),CUDA) $(COMMIT)
+build/settings: SETTINGS = $(BUILD) $(if $(HAVE_CUDA),CUDA) $(MPI) $(COMMIT)
 build/kernel_settings: SETTINGS = $(NVCC_BUILD) $(EMULATE)
 .PHONY: FORCE
 FORCE:
@@ -83,7 +88,7 @@ build/cnn_kernels.o: cnn_kernels.cu build/declarations build/kernel_settings
 	$(NVCC_BUILD) -c cnn_kernels.cu -o $@
 
 cnn: cnn.c $(KERNELS) build/settings
-	$(BUILD) $(DEFINES) $(CUDA_DEFINES) cnn.c $(KERNELS) -o $@ $(CUDA_LIBS) $(LIBS)
+	$(BUILD) $(DEFINES) $(CUDA_DEFINES) cnn.c $(KERNELS) -o $@ $(MPI) $(CUDA_LIBS) $(LIBS)
 
 # The same two files on the CPU: tests/cuda_on_cpu.h plays the GPU. Two steps, since g++ compiles
 # the kernels and gcc the rest.
@@ -98,7 +103,7 @@ build/count_kernels.o: COUNT = -O1 -fsanitize=thread -DCUEMU_COUNT
 cnn-emu: build/emu_kernels.o
 cnn-count: build/count_kernels.o
 cnn-emu cnn-count: cnn.c build/settings
-	$(BUILD) $(DEFINES) -DCNN_CUDA cnn.c $(filter %_kernels.o,$^) -o $@ -lstdc++ $(LIBS)
+	$(BUILD) $(DEFINES) -DCNN_CUDA cnn.c $(filter %_kernels.o,$^) -o $@ $(MPI) -lstdc++ $(LIBS)
 count: cnn-count
 emulate: cnn-emu
 

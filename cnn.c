@@ -77,6 +77,10 @@ typedef struct Settings {
     double lr, momentum, weight_decay, gamma, label_smoothing;
     bool nesterov, dry_run, save_model, resume, eval, per_class, profile, no_cuda;
     bool pin_memory, resident;
+    const char *parallel;
+    size_t gpus, replicas, global_batch;
+    double bucket_mb, timeout;
+    bool oversubscribe, overlap;
 } Settings;
 
 // One row of the layer table. Offsets count elements from the start of the network's arenas.
@@ -103,11 +107,20 @@ typedef struct Layer {
 typedef struct Draw {
     uint64_t seed;
     size_t epoch, first; // position of the batch's first image in the epoch's permutation
+    size_t skip;         // positions between two of its images: those of other ranks
 } Draw;
+
+static inline HOST_DEVICE size_t position_of(Draw draw, size_t image) {
+    return draw.first + image * (1 + draw.skip);
+}
 
 // --augment: another view of each image in each epoch. The functions are in room 4.
 typedef enum { AUGMENT_NONE, AUGMENT_CROP_FLIP, AUGMENT_ELASTIC } Augmentation;
 enum { CROP_PADDING = 4, ELASTIC_ALPHA = 34, ELASTIC_SIGMA = 4, ELASTIC_REACH = 3 * ELASTIC_SIGMA };
+
+// Moments in a replica's work, see Backend: for the clock of train(), and one for each bucket of
+// gradients. Replicas are the networks of one process that learn together, in a thread each.
+enum { CLOCK_MARKS = 64, MAX_BUCKETS = 64, MARKS = CLOCK_MARKS + MAX_BUCKETS, MAX_REPLICAS = 64 };
 
 // A data set in a device's memory, and what its loader needs to know.
 typedef struct Resident {
@@ -135,9 +148,17 @@ typedef struct Backend {
     void (*host_release)(void *memory, bool pinned);
     // between host and device, either way, and within the device; in order with the operations
     void (*copy)(void *to, const void *from, size_t bytes);
-    // from the host, by a loader's thread, beside the work on that device; NULL: not needed
-    void (*upload)(size_t device, void *to, const void *from, size_t bytes);
+    // from host or device to either, by any thread, beside the work on that device; NULL: all
+    // memory is the host's
+    void (*transfer)(size_t device, void *to, const void *from, size_t bytes);
+    /* to = from, or to += from, which lies on this device, another one or the host; by any thread,
+       beside the work on this device, over when it returns. room: as large as to, on this device */
+    void (*receive)(size_t device, real *to, const real *from, size_t count, bool add, real *room);
     void (*synchronize)(void);
+    // a moment among the operations, numbered from 0 to MARKS - 1; the seconds between two of them
+    void (*mark)(size_t i);
+    double (*elapsed)(size_t from, size_t to); // waits until both are past
+    void (*wait)(size_t replica, size_t mark); // until a mark of that replica's work is past
     // a batch of a data set that lies on the device; NULL: the loader's threads do it
     void (*gather)(real *out, uint8_t *labels, const Resident *r, const Draw *draw, size_t n);
     void (*conv2d_forward)(real *out, const real *in, const real *weight, const real *bias,
@@ -179,7 +200,7 @@ typedef struct Backend {
     void (*log_softmax_backward)(real *din, const real *dout, const real *out, size_t n,
                                  size_t classes);
     void (*nll_loss)(real *losses, real *dlogp, const real *logp, const uint8_t *labels, size_t n,
-                     size_t classes, double smoothing);
+                     size_t batch, size_t classes, double smoothing);
     void (*adadelta)(real *param, const real *grad, real *square_avg, real *acc_delta, size_t count,
                      double lr, double rho, double eps, double weight_decay);
     void (*sgd)(real *param, const real *grad, real *momentum_buffer, size_t count, double lr,
@@ -195,14 +216,15 @@ typedef struct Device {
 
 /* What cnn_kernels.cu offers, where nvcc or the emulator has compiled it:
    cuda_device_count()  how many GPUs there are; 0 and the reason, if none can be used
-   cuda_use_device()    makes one the device of the calling thread; on_error is die()
+   cuda_use_device()    the calling thread computes for this replica, there; on_error is die()
    cuda_describe()      fills *d for that device
    cuda_backend()       its backends, the best one last; NULL behind it */
 #ifdef __cplusplus
 extern "C" {
 #endif
 size_t cuda_device_count(const char **reason);
-void cuda_use_device(size_t which, void (*on_error)(int status, const char *format, ...));
+void cuda_use_device(size_t replica, size_t which,
+                     void (*on_error)(int status, const char *format, ...));
 void cuda_describe(Device *d);
 const Backend *cuda_backend(size_t i);
 #ifdef __cplusplus
@@ -280,8 +302,8 @@ size_t cuda_device_count(const char **reason) {
     *reason = "built without CUDA";
     return 0;
 }
-void cuda_use_device(size_t which, void (*on_error)(int, const char *, ...)) {
-    (void)which, (void)on_error;
+void cuda_use_device(size_t replica, size_t which, void (*on_error)(int, const char *, ...)) {
+    (void)replica, (void)which, (void)on_error;
 }
 void cuda_describe(Device *d) {
     (void)d;
@@ -290,6 +312,10 @@ const Backend *cuda_backend(size_t i) {
     (void)i;
     return NULL;
 }
+#endif
+
+#ifdef CNN_MPI
+#include <mpi.h>
 #endif
 
 #define SQRT(x) (sizeof(real) == sizeof(float) ? (real)sqrtf((float)(x)) : (real)sqrt((double)(x)))
@@ -305,7 +331,8 @@ static double now(void) // seconds, from an arbitrary start
 
 static _Noreturn void die(int status, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
-static void (*before_dying)(void); // lets the run folder say "failed"
+static void (*before_dying)(void);       // lets the run folder say "failed"
+static void (*leave)(int status) = exit; // MPI: ends the other ranks as well
 
 static _Noreturn void die(int status, const char *format, ...) {
     static bool dying;
@@ -325,7 +352,8 @@ static _Noreturn void die(int status, const char *format, ...) {
     before_dying = NULL;
     if (last_words)
         last_words();
-    exit(status);
+    leave(status);
+    abort(); // leave() does not return
 }
 
 static size_t min_size(size_t a, size_t b) {
@@ -895,11 +923,13 @@ typedef struct Placement {
     const Backend *backend;
     size_t device;
     bool pinned, resident;
+    size_t rank, others; // of the ranks that share each batch, this one; how many more there are
 } Placement;
 
 typedef struct Loader {
     const Dataset *data;
     uint32_t *order; // the epoch's permutation: order[position] = image
+    size_t share;    // how many positions of it are this rank's
     size_t batch_size, batches, workers, slots;
     Batch *ring;            // batch b lies in slot b % slots
     size_t *filled;         // 1 + the number of the batch that a slot holds; 0: none
@@ -923,17 +953,18 @@ static void fill_batch(const Loader *l, Batch *batch, size_t number) {
     size_t pixels = shape_size(l->data->info->shape), first = number * l->batch_size;
     uint8_t augmented[pixels];
     batch->number = number;
-    batch->draw = (Draw){l->draw.seed, l->draw.epoch, first};
-    batch->n = min_size(l->batch_size, l->data->count - first);
+    batch->draw = l->draw;
+    batch->draw.first = position_of(l->draw, first);
+    batch->n = min_size(l->batch_size, l->share - first);
     for (size_t i = 0; i < batch->n; i++) {
-        size_t image = l->order[first + i];
+        size_t position = position_of(batch->draw, i), image = l->order[position];
         const uint8_t *bytes = l->data->images + image * pixels;
         real *out = batch->images + i * pixels;
         batch->labels[i] = l->data->labels[image];
         if (batch->resident)
             continue;
         if (l->augment) {
-            Draw draw = {l->draw.seed, l->draw.epoch, first + i};
+            Draw draw = {l->draw.seed, l->draw.epoch, position, 0};
             l->augment(augmented, bytes, s, &draw);
             bytes = augmented;
         }
@@ -943,13 +974,13 @@ static void fill_batch(const Loader *l, Batch *batch, size_t number) {
     }
 }
 
-// Copies a batch to the device, beside whatever runs there; returns the bytes.
+// Copies a batch to the device, beside what runs there; returns the bytes.
 static size_t upload_batch(const Loader *l, const Batch *batch) {
     size_t bytes = batch->n * shape_size(l->data->info->shape) * sizeof(real);
-    if (!l->place.backend->upload || batch->resident)
+    if (!l->place.backend->transfer || batch->resident)
         return 0;
-    l->place.backend->upload(l->place.device, batch->device_images, batch->images, bytes);
-    l->place.backend->upload(l->place.device, batch->device_labels, batch->labels, batch->n);
+    l->place.backend->transfer(l->place.device, batch->device_images, batch->images, bytes);
+    l->place.backend->transfer(l->place.device, batch->device_labels, batch->labels, batch->n);
     return bytes + batch->n;
 }
 
@@ -1005,7 +1036,7 @@ static void make_resident(Loader *l) {
     r->images = place_copy(p, data->images, data->count * shape_size(r->shape), "the data set");
     r->labels = place_copy(p, data->labels, data->count, "the data set");
     r->normalised = place_copy(p, l->normalised, sizeof l->normalised, "the data set");
-    r->order = place_alloc(p, data->count * sizeof *r->order, "the permutation");
+    r->order = place_alloc(p, (data->count + p->others) * sizeof *r->order, "the permutation");
     while (augmentations[r->augment].augment != l->augment)
         r->augment++;
     blur_weights(r->blur);
@@ -1015,7 +1046,7 @@ static void make_resident(Loader *l) {
 static void make_slot(Loader *l, Batch *slot) {
     const Placement *p = &l->place;
     size_t bytes = l->batch_size * shape_size(l->data->info->shape) * sizeof(real);
-    bool copied = p->backend->upload != NULL;
+    bool copied = p->backend->transfer != NULL;
     slot->resident = p->resident ? &l->resident : NULL;
     slot->images = p->backend->host_alloc(p->resident ? 0 : bytes, p->pinned);
     slot->labels = p->backend->host_alloc(l->batch_size, p->pinned);
@@ -1036,9 +1067,9 @@ static void loader_init(Loader *l, const Dataset *data, size_t batch_size, size_
     const DatasetInfo *info = data->info;
     *l = (Loader){.data = data, .batch_size = batch_size, .workers = workers, .augment = augment};
     l->place = place;
-    l->started = l->batches = ceil_div(data->count, batch_size); // nothing to do yet
+    l->started = l->batches = ceil_div(ceil_div(data->count, 1 + place.others), batch_size);
     l->slots = 2 * workers + 1; // PyTorch's prefetch_factor of 2, and the batch in use
-    l->order = must_alloc(data->count * sizeof *l->order, "the permutation");
+    l->order = must_alloc((data->count + place.others) * sizeof *l->order, "the permutation");
     l->ring = must_alloc(l->slots * sizeof *l->ring, "the loader");
     l->filled = must_alloc(l->slots * sizeof *l->filled, "the loader");
     l->threads = must_alloc(workers * sizeof *l->threads, "the loader");
@@ -1070,22 +1101,28 @@ static void shuffle(uint32_t *order, size_t count, uint64_t seed, size_t epoch) 
 }
 
 /* Starts an epoch with its batch number `first`: shuffled for training; epoch 0 means in the order
-   of the file, for testing. */
+   of the file, for testing. Rank r of N takes the positions r, r + N, ...; for training, the first
+   images come again at the end, so that all ranks have equally many (as DistributedSampler). */
 static void loader_start(Loader *l, uint64_t seed, size_t epoch, size_t first) {
+    const size_t count = l->data->count, rank = l->place.rank, ranks = 1 + l->place.others;
     pthread_mutex_lock(&l->lock);
     l->started = l->batches = 0; // stops the workers, if an epoch was left early
     while (l->busy > 0)
         pthread_cond_wait(&l->changed, &l->lock);
-    for (size_t i = 0; i < l->data->count; i++)
+    for (size_t i = 0; i < count; i++)
         l->order[i] = (uint32_t)i;
     if (epoch > 0)
-        shuffle(l->order, l->data->count, seed, epoch);
+        shuffle(l->order, count, seed, epoch);
+    for (size_t i = 0; i < l->place.others; i++)
+        l->order[count + i] = l->order[i % count];
     if (l->place.resident)
-        l->place.backend->copy(l->resident.order, l->order, l->data->count * sizeof *l->order);
+        l->place.backend->copy(l->resident.order, l->order,
+                               (count + l->place.others) * sizeof *l->order);
     memset(l->filled, 0, l->slots * sizeof *l->filled);
-    l->draw = (Draw){seed, epoch, 0};
+    l->draw = (Draw){seed, epoch, rank, l->place.others};
+    l->share = epoch > 0 ? ceil_div(count, ranks) : (count + ranks - 1 - rank) / ranks;
     l->started = l->handed = first;
-    l->batches = ceil_div(l->data->count, l->batch_size);
+    l->batches = ceil_div(l->share, l->batch_size);
     pthread_cond_broadcast(&l->changed);
     pthread_mutex_unlock(&l->lock);
 }
@@ -1496,8 +1533,9 @@ static void dropout_forward(real *out, uint8_t *mask, const real *in, const Laye
         for (size_t start = 0; start < size; start += BLOCK * BLOCKS) {
             uint32_t bits[BLOCKS][4];
             for (size_t b = 0; b < BLOCKS; b++)
-                philox4x32(bits[b], (uint32_t)(start / BLOCK + b), (uint32_t)(draw->first + image),
-                           (uint32_t)draw->epoch, stream, draw->seed);
+                philox4x32(bits[b], (uint32_t)(start / BLOCK + b),
+                           (uint32_t)position_of(*draw, image), (uint32_t)draw->epoch, stream,
+                           draw->seed);
             uint16_t draws[BLOCK * BLOCKS];
             memcpy(draws, bits, sizeof draws);
             size_t at = image * size + start, count = min_size(size - start, BLOCK * BLOCKS);
@@ -1547,9 +1585,9 @@ static void log_softmax_backward(real *din, const real *dout, const real *out, s
 /* Negative log-likelihood with label smoothing e (Szegedy et al., arXiv:1512.00567, section 7; 0:
    none). One loss an image, of which the batch's loss is the mean:
      losses[i] = sum over k of target[k] * -logp[i][k],  target[k] = e / classes (+ 1 - e at label)
-   dlogp[i][k] = -target[k] / n; dlogp may be NULL. */
+   dlogp[i][k] = -target[k] / batch, the images of the whole batch; dlogp may be NULL. */
 static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t *labels, size_t n,
-                     size_t classes, double smoothing) {
+                     size_t batch, size_t classes, double smoothing) {
     const real elsewhere = (real)(smoothing / (double)classes);
     const real at_label = (real)(1 - smoothing) + elsewhere;
     for (size_t i = 0; i < n; i++, logp += classes) {
@@ -1557,7 +1595,7 @@ static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t 
         for (size_t k = 0; k < classes && smoothing > 0; k++)
             losses[i] -= k == labels[i] ? 0 : elsewhere * logp[k];
         for (size_t k = 0; k < classes && dlogp; k++)
-            *dlogp++ = -(k == labels[i] ? at_label : elsewhere) / (real)n;
+            *dlogp++ = -(k == labels[i] ? at_label : elsewhere) / (real)batch;
     }
 }
 
@@ -2632,6 +2670,8 @@ typedef struct Net {
     real *params, *grads, *activations, *dactivations, *stats, *scratch, *losses;
     real *host[2]; // two tensors on the host, on their way from the device or to it
     uint8_t *saved, *labels;
+    size_t ranks;      // that share a batch equally: the loss is the mean over all of it
+    struct Comm *comm; // told by backward() which gradients are finished; NULL: nobody waits
 } Net;
 
 static size_t aligned(size_t count) {
@@ -3199,7 +3239,7 @@ static DatasetInfo dataset_for(const Model *model, const char *name) {
 
 static void net_build(Net *net, const Model *model, const DatasetInfo *data,
                       const Settings *settings, const Backend *backend) {
-    *net = (Net){.model = model->name, .settings = settings, .backend = backend};
+    *net = (Net){.model = model->name, .settings = settings, .backend = backend, .ranks = 1};
     net->classes = data->classes;
     size_t x = add_layer(net, (Layer){.kind = INPUT, .in = data->shape, .out = data->shape});
     x = model->build(net, x);
@@ -3246,6 +3286,8 @@ static void net_load(Net *net, const Batch *batch) {
 // model(data): log-probabilities of n images. draw NULL: evaluation, dropout does nothing.
 static void forward(Net *net, size_t n, const Draw *draw) {
     const Backend *b = net->backend;
+    if (n == 0)
+        return;
     net->batches_tracked += draw != NULL;
     for (size_t i = 1; i < net->count; i++) {
         const Layer *l = &net->layers[i];
@@ -3309,9 +3351,13 @@ static void backward_add(const Net *net, const Layer *l, size_t n, bool *written
     }
 }
 
+static void gradients_ready(struct Comm *c, size_t first); // room 10
+
 // loss.backward(): from the gradient of the last row to those of all parameters
 static void backward(Net *net, size_t n) {
     const Backend *b = net->backend;
+    if (n == 0)
+        return;
     bool written[MAX_LAYERS] = {false}; // which rows' gradients hold something already
     for (size_t i = net->count - 1; i > 0; i--) {
         const Layer *l = &net->layers[i], *before = &net->layers[l->input];
@@ -3365,7 +3411,16 @@ static void backward(Net *net, size_t n) {
             break;
         }
         written[l->input] = true;
+        if (net->comm && l->weights)
+            gradients_ready(net->comm, l->weight);
     }
+}
+
+static double mean(const real *numbers, size_t n) {
+    double sum = 0;
+    for (size_t i = 0; i < n; i++)
+        sum += (double)numbers[i];
+    return sum / (double)n;
 }
 
 /* F.cross_entropy(): the mean over the batch. Training smooths the labels and leaves the gradient
@@ -3373,13 +3428,10 @@ static void backward(Net *net, size_t n) {
 static double loss_and_gradient(Net *net, size_t n, bool training) {
     const Layer *last = last_layer(net);
     net->backend->nll_loss(net->losses, training ? output_gradient(net, last) : NULL,
-                           output(net, last), net->labels, n, net->classes,
+                           output(net, last), net->labels, n, n * net->ranks, net->classes,
                            training ? net->settings->label_smoothing : 0);
     net->backend->copy(net->host[0], net->losses, n * sizeof(real));
-    double sum = 0;
-    for (size_t i = 0; i < n; i++)
-        sum += (double)net->host[0][i];
-    return sum / (double)n;
+    return mean(net->host[0], n);
 }
 
 // confusion[label][predicted class] += 1 for each image; returns how many are right
@@ -3477,15 +3529,40 @@ static void cpu_host_release(void *memory, bool pinned) {
 static void cpu_synchronize(void) // a CPU has done what it was told when the call returns
 {}
 
-#define CPU_COMMON                                                                                \
-    .name = "cpu", .alloc = zeroed_alloc, .release = free, .copy = cpu_copy,                      \
-    .host_alloc = cpu_host_alloc, .host_release = cpu_host_release,                               \
-    .synchronize = cpu_synchronize, .relu_forward = relu_forward, .relu_backward = relu_backward, \
-    .maxpool2d_backward = maxpool2d_backward, .avgpool2d_forward = avgpool2d_forward,             \
-    .avgpool2d_backward = avgpool2d_backward, .batchnorm2d_forward = batchnorm2d_forward,         \
-    .batchnorm2d_backward = batchnorm2d_backward, .add = add_arrays,                              \
-    .dropout_forward = dropout_forward, .dropout_backward = dropout_backward,                     \
-    .log_softmax_forward = log_softmax_forward, .log_softmax_backward = log_softmax_backward,     \
+static _Thread_local double cpu_marks[MARKS]; // by the clock, since nothing is queued
+
+static void cpu_mark(size_t i) {
+    cpu_marks[i] = now();
+}
+
+static double cpu_elapsed(size_t from, size_t to) {
+    return cpu_marks[to] - cpu_marks[from];
+}
+
+static void cpu_receive(size_t device, real *to, const real *from, size_t count, bool add,
+                        real *room) {
+    (void)device, (void)room;
+    for (size_t i = 0; i < count && add; i++)
+        to[i] += from[i];
+    if (!add)
+        memcpy(to, from, count * sizeof *to);
+}
+
+static void cpu_wait(size_t replica, size_t mark) // what a CPU has marked is past
+{
+    (void)replica, (void)mark;
+}
+
+#define CPU_COMMON                                                                              \
+    .name = "cpu", .alloc = zeroed_alloc, .release = free, .copy = cpu_copy,                    \
+    .host_alloc = cpu_host_alloc, .host_release = cpu_host_release,                             \
+    .synchronize = cpu_synchronize, .mark = cpu_mark, .elapsed = cpu_elapsed, .wait = cpu_wait, \
+    .receive = cpu_receive, .relu_forward = relu_forward, .relu_backward = relu_backward,       \
+    .maxpool2d_backward = maxpool2d_backward, .avgpool2d_forward = avgpool2d_forward,           \
+    .avgpool2d_backward = avgpool2d_backward, .batchnorm2d_forward = batchnorm2d_forward,       \
+    .batchnorm2d_backward = batchnorm2d_backward, .add = add_arrays,                            \
+    .dropout_forward = dropout_forward, .dropout_backward = dropout_backward,                   \
+    .log_softmax_forward = log_softmax_forward, .log_softmax_backward = log_softmax_backward,   \
     .nll_loss = nll_loss, .adadelta = adadelta, .sgd = sgd
 
 // What the CPU can do, with the definitions of the layers or with the fast versions.
@@ -3571,6 +3648,522 @@ static double learning_rate(const Settings *s, size_t epoch, size_t step, size_t
     if (strcmp(s->schedule, "multistep") == 0)
         return s->lr * pow(s->gamma, milestones_passed(s->milestones, e));
     return s->lr * (1 + cos(M_PI * (double)e / (double)(s->epochs - s->warmup_epochs))) / 2;
+}
+
+/* ==== 10. Data parallelism ======================================================================
+
+   N replicas of the network learn together. Each has a rank, 0 to N - 1, and computes on a device of
+   its own, driven by a thread of this process (--gpus, --replicas) or by a process (MPI).
+
+     ddp   each rank loads its share of the batch and computes a gradient from it. A ring all-reduce
+           adds the gradients, bucket by bucket, while backward is busy with earlier layers. All
+           ranks make the same update.
+     dp    rank 0, the master, loads the batch, hands out images and parameters, gathers the
+           outputs, computes the loss, adds up the gradients and makes the update. All wait for it.
+
+   Both give the update of one device that has the whole batch: the shares make up that batch, random
+   numbers follow an image's position, and gradients are those of the mean over the whole batch.
+   BatchNorm alone sees only its rank's share; rank 0's running statistics are kept. Sums are made in
+   the order of the ring, so that the same N gives the same bits. */
+
+typedef struct Range {
+    size_t first, count;
+} Range;
+
+// The ranks that are threads of this process.
+typedef struct Team {
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    struct Comm *ranks[MAX_REPLICAS];
+    size_t meetings[MAX_REPLICAS]; // how many each rank has come to
+    // dp: the master's batch, the outputs of all ranks and their gradients
+    const Batch *batch;
+    real *logp, *dlogp, *losses, *host_losses;
+    uint8_t *labels;
+    double loss;
+} Team;
+
+// What a rank needs to work with the others.
+typedef struct Comm {
+    size_t rank, world, replica, device; // replica: which of this process
+    const Settings *settings;
+    Team *team; // NULL: the ranks are processes
+    bool dp;
+    Net *net;
+    Loader *loader;
+    const void *shown; // what the other ranks may read after a meeting
+    void *room;        // as large as what comes from the left neighbour at a time
+    void *host[2];     // MPI: what goes out and what comes in
+    Batch batch;       // dp: this rank's part of the master's
+    // the thread that adds up gradients while backward goes on
+    Range buckets[MAX_BUCKETS]; // of the gradients, in the order in which they are finished
+    size_t bucket_count, ready, done;
+    bool quit;
+    pthread_t thread;
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    double seconds, bytes_sent; // of communication since the last step
+} Comm;
+
+// ---- Who is there
+
+#ifdef CNN_MPI
+static void end_all_ranks(int status) {
+    MPI_Abort(MPI_COMM_WORLD, status);
+}
+
+static void start_mpi(Comm *c) {
+    int provided, rank, world, device;
+    MPI_Comm host;
+    MPI_Init_thread(NULL, NULL, MPI_THREAD_SERIALIZED, &provided);
+    leave = end_all_ranks;
+    if (provided < MPI_THREAD_SERIALIZED)
+        die(1, "this MPI library does not let several threads of a program call it in turn");
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    MPI_Comm_size(MPI_COMM_WORLD, &world);
+    MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &host);
+    MPI_Comm_rank(host, &device); // the ranks of a host take its devices in turn
+    MPI_Comm_free(&host);
+    c->rank = (size_t)rank;
+    c->world = (size_t)world;
+    c->device = (size_t)device;
+}
+
+static void leave_launcher(void) {
+    int started = 0;
+    MPI_Initialized(&started);
+    if (started)
+        MPI_Finalize();
+}
+#else
+static void start_mpi(Comm *c) {
+    (void)c;
+    die(1, "started as one of several ranks, but built without MPI; install it and run: make clean "
+           "&& make, which says whether it was found");
+}
+
+static void leave_launcher(void) {}
+#endif
+
+static size_t number_in_environment(const char *name) // 0: not there
+{
+    const char *text = getenv(name);
+    return text && atoi(text) > 0 ? (size_t)atoi(text) : 0;
+}
+
+// Whether mpirun or srun has started this process as one of several; if so, fills rank and world.
+static bool join_launcher(Comm *c) {
+    bool launched = getenv("OMPI_COMM_WORLD_RANK") || getenv("PMI_RANK") || getenv("PMIX_RANK");
+    size_t world = max_size(
+        number_in_environment("OMPI_COMM_WORLD_SIZE"),
+        max_size(number_in_environment("PMI_SIZE"), number_in_environment("SLURM_STEP_NUM_TASKS")));
+    if (!launched || world < 2)
+        return false;
+    start_mpi(c);
+    return true;
+}
+
+// ---- Meetings and messages
+
+static struct timespec seconds_from_now(double seconds) {
+    struct timespec t;
+    clock_gettime(CLOCK_REALTIME, &t);
+    t.tv_sec += (time_t)seconds;
+    return t;
+}
+
+static _Noreturn void die_waiting(const Comm *c, size_t late) {
+    die(1,
+        "rank %zu: rank %zu has not answered for %g s; is it alive? Its own log may tell. A longer "
+        "--timeout waits longer",
+        c->rank, late, c->settings->timeout);
+}
+
+// Waits until all ranks of the process have come.
+static void meet(Comm *c) {
+    Team *t = c->team;
+    struct timespec deadline = seconds_from_now(c->settings->timeout);
+    pthread_mutex_lock(&t->lock);
+    size_t number = ++t->meetings[c->rank];
+    pthread_cond_broadcast(&t->changed);
+    for (size_t r = 0; r < c->world; r++)
+        while (t->meetings[r] < number)
+            if (pthread_cond_timedwait(&t->changed, &t->lock, &deadline) == ETIMEDOUT)
+                die_waiting(c, r);
+    pthread_mutex_unlock(&t->lock);
+}
+
+#ifdef CNN_MPI
+static void mpi_wait(const Comm *c, MPI_Request *request, size_t neighbour) {
+    double deadline = now() + c->settings->timeout;
+    for (int done = 0; !done;) {
+        MPI_Test(request, &done, MPI_STATUS_IGNORE);
+        if (!done && now() > deadline)
+            die_waiting(c, neighbour);
+        if (!done)
+            sched_yield();
+    }
+}
+
+// Sends bytes to the right neighbour and returns those that came from the left one.
+static const void *mpi_exchange(Comm *c, const void *send, size_t bytes, size_t expected) {
+    size_t right = (c->rank + 1) % c->world, left = (c->rank + c->world - 1) % c->world;
+    MPI_Request requests[2];
+    if (c->net->backend->transfer) {
+        c->net->backend->transfer(c->device, c->host[0], send, bytes);
+        send = c->host[0];
+    }
+    MPI_Irecv(c->host[1], (int)expected, MPI_BYTE, (int)left, 0, MPI_COMM_WORLD, &requests[0]);
+    MPI_Isend(send, (int)bytes, MPI_BYTE, (int)right, 0, MPI_COMM_WORLD, &requests[1]);
+    mpi_wait(c, &requests[0], left);
+    mpi_wait(c, &requests[1], right);
+    return c->host[1];
+}
+#else
+static const void *mpi_exchange(Comm *c, const void *send, size_t bytes, size_t expected) {
+    (void)c, (void)send, (void)bytes, (void)expected;
+    die(1, "built without MPI");
+}
+#endif
+
+/* One step around the ring: `send` of data goes to the right neighbour; `receive` of it comes from
+   the left one, and replaces what is there (=) or is added to it (+=). */
+static void ring_step(Comm *c, real *data, Range send, Range receive, bool add) {
+    const real *from;
+    if (c->team) {
+        c->shown = data;
+        meet(c);
+        const Comm *left = c->team->ranks[(c->rank + c->world - 1) % c->world];
+        from = (const real *)left->shown + receive.first;
+    } else {
+        from = mpi_exchange(c, data + send.first, send.count * sizeof *data,
+                            receive.count * sizeof *data);
+    }
+    c->bytes_sent += (double)(send.count * sizeof *data);
+    c->net->backend->receive(c->device, data + receive.first, from, receive.count, add, c->room);
+}
+
+static void finish_ring(Comm *c) // the right neighbour may still be reading
+{
+    if (c->team)
+        meet(c);
+}
+
+// Part i of `parts`; they are as equal as can be.
+static Range part_of(Range whole, size_t i, size_t parts) {
+    size_t first = whole.count * i / parts, last = whole.count * (i + 1) / parts;
+    return (Range){whole.first + first, last - first};
+}
+
+/* data[range] = its sum over all ranks, with the same bits on each. World - 1 steps in which a part
+   goes around and grows, then world - 1 in which the sums go around; so each rank sends
+   2 (world - 1) / world of the range, whatever the number of ranks. (Patarasuk, Yuan, "Bandwidth
+   optimal all-reduce algorithms for clusters of workstations", JPDC 2009.) */
+static void all_reduce(Comm *c, real *data, Range range) {
+    const size_t n = c->world, rank = c->rank + 2 * n;
+    for (size_t step = 0; step < 2 * (n - 1); step++)
+        ring_step(c, data, part_of(range, (rank - step) % n, n),
+                  part_of(range, (rank - step - 1) % n, n), step < n - 1);
+    finish_ring(c);
+}
+
+// data = rank 0's, handed on from neighbour to neighbour
+static void broadcast(Comm *c, real *data, size_t count) {
+    const Range all = {0, count}, none = {0, 0};
+    for (size_t step = 0; step + 1 < c->world; step++)
+        ring_step(c, data, c->rank == step ? all : none, c->rank == step + 1 ? all : none, false);
+    finish_ring(c);
+}
+
+// all[r] = the bytes that rank r has in its all[r]; memory of the host
+static void all_gather(Comm *c, void *all, size_t bytes) {
+    char *to = all;
+    const size_t n = c->world, rank = c->rank + n;
+    if (c->team) {
+        c->shown = all;
+        meet(c);
+        for (size_t r = 0; r < n; r++)
+            if (r != c->rank)
+                memcpy(to + r * bytes, (const char *)c->team->ranks[r]->shown + r * bytes, bytes);
+        meet(c);
+        return;
+    }
+    for (size_t step = 0; step + 1 < n; step++) {
+        const char *send = to + (rank - step) % n * bytes;
+        for (size_t at = 0; at < bytes; at += 4096) {
+            size_t size = min_size(4096, bytes - at);
+            memcpy(to + (rank - step - 1) % n * bytes + at, mpi_exchange(c, send + at, size, size),
+                   size);
+        }
+    }
+}
+
+// ---- ddp
+
+// Adds up the buckets that are ready, one after the other, while backward fills the next.
+static void *comm_thread(void *argument) {
+    Comm *c = argument;
+    pthread_mutex_lock(&c->lock);
+    while (!c->quit) {
+        if (c->done == c->ready) {
+            pthread_cond_wait(&c->changed, &c->lock);
+            continue;
+        }
+        size_t bucket = c->done;
+        pthread_mutex_unlock(&c->lock);
+        c->net->backend->wait(c->replica, CLOCK_MARKS + bucket);
+        double begin = now();
+        all_reduce(c, c->net->grads, c->buckets[bucket]);
+        c->seconds += now() - begin;
+        pthread_mutex_lock(&c->lock);
+        c->done++;
+        pthread_cond_broadcast(&c->changed);
+    }
+    pthread_mutex_unlock(&c->lock);
+    return NULL;
+}
+
+// backward() says: the gradients from number `first` on are finished.
+static void gradients_ready(Comm *c, size_t first) {
+    pthread_mutex_lock(&c->lock);
+    while (c->ready < c->bucket_count && c->buckets[c->ready].first >= first)
+        c->net->backend->mark(CLOCK_MARKS + c->ready++);
+    pthread_cond_broadcast(&c->changed);
+    pthread_mutex_unlock(&c->lock);
+}
+
+// Cuts the gradients into buckets, from the last layer on. As in PyTorch the first one is small, so
+// that communication begins early.
+static void plan_buckets(Comm *c) {
+    const Net *net = c->net;
+    double limit = fmin(1, c->settings->bucket_mb);
+    size_t end = net->param_size;
+    for (size_t i = net->count; i-- > 0 && c->bucket_count + 1 < MAX_BUCKETS;) {
+        const Layer *l = &net->layers[i];
+        if (!l->weights || 1e-6 * (double)((end - l->weight) * sizeof(real)) < limit)
+            continue;
+        c->buckets[c->bucket_count++] = (Range){l->weight, end - l->weight};
+        end = l->weight;
+        limit = c->settings->bucket_mb;
+    }
+    if (end > 0)
+        c->buckets[c->bucket_count++] = (Range){0, end};
+}
+
+// ---- dp
+
+// to = from of another rank, or to += from
+static void dp_fetch(Comm *c, real *to, const real *from, size_t count, bool add) {
+    double begin = now();
+    c->net->backend->receive(c->device, to, from, count, add, c->room);
+    c->seconds += now() - begin;
+    c->bytes_sent += (double)(count * sizeof *to);
+}
+
+static Range dp_part(const Comm *c, size_t rank) {
+    return part_of((Range){0, c->team->batch->n}, rank, c->world);
+}
+
+// This rank's part of the master's next batch.
+static const Batch *dp_next(Comm *c) {
+    Team *t = c->team;
+    if (c->rank == 0)
+        t->batch = loader_next(c->loader);
+    c->net->backend->synchronize(); // the update may still be on its way
+    meet(c);
+    if (!t->batch)
+        return NULL;
+    Range part = dp_part(c, c->rank);
+    c->batch = *t->batch;
+    c->batch.n = part.count;
+    c->batch.draw.first += part.first;
+    c->batch.labels += part.first;
+    c->batch.device_labels += part.first;
+    c->batch.device_images += part.first * shape_size(c->net->layers[0].out);
+    return &c->batch;
+}
+
+// The master's parameters and running statistics
+static void dp_fetch_weights(Comm *c) {
+    const Net *net = c->net, *master = c->team->ranks[0]->net;
+    dp_fetch(c, net->params, master->params, net->param_size, false);
+    dp_fetch(c, net->stats, master->stats, net->stats_size, false);
+}
+
+// This rank's images of the master's batch, and its weights
+static void dp_load(Comm *c) {
+    const Net *net = c->net;
+    dp_fetch(c, output(net, &net->layers[0]), c->batch.device_images,
+             c->batch.n * shape_size(net->layers[0].out), false);
+    if (c->rank > 0)
+        dp_fetch_weights(c);
+}
+
+// Gathers the outputs; the master computes the loss of the whole batch and its gradient.
+static double dp_loss(Comm *c) {
+    Team *t = c->team;
+    Net *net = c->net;
+    const Backend *b = net->backend;
+    const size_t classes = net->classes, n = t->batch->n, first = dp_part(c, c->rank).first;
+    b->synchronize();
+    dp_fetch(c, t->logp + first * classes, output(net, last_layer(net)), c->batch.n * classes,
+             false);
+    meet(c);
+    if (c->rank == 0) {
+        b->copy(t->labels, t->batch->device_labels, n);
+        b->nll_loss(t->losses, t->dlogp, t->logp, t->labels, n, n, classes,
+                    c->settings->label_smoothing);
+        b->copy(t->host_losses, t->losses, n * sizeof(real));
+        t->loss = mean(t->host_losses, n);
+    }
+    meet(c);
+    dp_fetch(c, output_gradient(net, last_layer(net)), t->dlogp + first * classes,
+             c->batch.n * classes, false);
+    return t->loss;
+}
+
+// The master adds up the gradients of the ranks that had an image.
+static void dp_reduce(Comm *c) {
+    c->net->backend->synchronize();
+    meet(c);
+    for (size_t r = 1; r < c->world && c->rank == 0; r++)
+        if (dp_part(c, r).count > 0)
+            dp_fetch(c, c->net->grads, c->team->ranks[r]->net->grads, c->net->param_size, true);
+    meet(c);
+}
+
+// ---- What train() and test() call
+
+static const Batch *next_batch(Comm *c) {
+    return c->dp ? dp_next(c) : loader_next(c->loader);
+}
+
+static void load_batch(Comm *c, const Batch *batch) {
+    if (c->dp)
+        dp_load(c);
+    else
+        net_load(c->net, batch);
+}
+
+static double batch_loss(Comm *c, const Batch *batch) {
+    return c->dp ? dp_loss(c) : loss_and_gradient(c->net, batch->n, true);
+}
+
+// Returns when the gradients are those of the whole batch: on all ranks, or on dp's master.
+static void reduce_gradients(Comm *c) {
+    if (c->world == 1)
+        return;
+    if (c->dp) {
+        dp_reduce(c);
+        return;
+    }
+    gradients_ready(c, 0);
+    pthread_mutex_lock(&c->lock);
+    while (c->done < c->bucket_count)
+        pthread_cond_wait(&c->changed, &c->lock);
+    c->ready = c->done = 0;
+    pthread_mutex_unlock(&c->lock);
+}
+
+// Before a test: rank 0's running statistics; under dp its parameters as well
+static void share_weights(Comm *c) {
+    Net *net = c->net;
+    if (c->world == 1)
+        return;
+    net->backend->synchronize();
+    if (c->dp) {
+        meet(c);
+        if (c->rank > 0)
+            dp_fetch_weights(c);
+        meet(c);
+    } else {
+        broadcast(c, net->stats, net->stats_size);
+    }
+}
+
+// sums[i] = their sum over all ranks, added in the order of ranks; all: room for those of all ranks
+static void sum_over_ranks(Comm *c, double *sums, size_t count, double *all) {
+    memcpy(all + c->rank * count, sums, count * sizeof *sums);
+    all_gather(c, all, count * sizeof *sums);
+    for (size_t i = 0; i < count; i++) {
+        sums[i] = 0;
+        for (size_t r = 0; r < c->world; r++)
+            sums[i] += all[r * count + i];
+    }
+}
+
+// Ends the program if a rank's weights are not those of rank 0.
+static void compare_weights(Comm *c, uint64_t hash) {
+    uint64_t hashes[c->world];
+    hashes[c->rank] = hash;
+    all_gather(c, hashes, sizeof hash);
+    for (size_t r = 1; r < c->world; r++)
+        if (hashes[r] != hashes[0])
+            die(1, "rank %zu has other weights than rank 0: hashes %016llx and %016llx", r,
+                (unsigned long long)hashes[r], (unsigned long long)hashes[0]);
+}
+
+static void dp_alloc(const Comm *c) {
+    Team *t = c->team;
+    const Net *net = c->net;
+    size_t images = c->loader->batch_size, outputs = images * net->classes;
+    t->logp = real_alloc(net, outputs, "the outputs of all ranks");
+    t->dlogp = real_alloc(net, outputs, "the outputs of all ranks");
+    t->losses = real_alloc(net, images, "the losses of all ranks");
+    t->labels = device_alloc(net, images, "the labels of all ranks");
+    t->host_losses = must_alloc(images * sizeof(real), "the losses of all ranks");
+}
+
+/* Memory and thread for working with the others; rank, world, device, settings and team are set. */
+static void comm_init(Comm *c, Net *net, Loader *loader) {
+    const Backend *b = net->backend;
+    c->net = net;
+    c->loader = loader;
+    if (c->world == 1)
+        return;
+    size_t bytes = max_size(net->param_size, net->stats_size) * sizeof(real) + 4096;
+    if (b->transfer)
+        c->room = device_alloc(net, bytes, "what comes from other ranks");
+    for (size_t i = 0; i < 2 && !c->team; i++)
+        c->host[i] = b->host_alloc(bytes, b->transfer != NULL);
+    pthread_mutex_init(&c->lock, NULL);
+    pthread_cond_init(&c->changed, NULL);
+    if (c->dp) {
+        if (c->rank == 0)
+            dp_alloc(c);
+        return;
+    }
+    plan_buckets(c);
+    if (c->settings->overlap)
+        net->comm = c;
+    net->ranks = c->world;
+    if (pthread_create(&c->thread, NULL, comm_thread, c) != 0)
+        die(1, "cannot start the thread that adds up gradients");
+}
+
+static void comm_free(Comm *c) {
+    const Backend *b = c->net->backend;
+    if (c->world == 1)
+        return;
+    if (c->bucket_count > 0) {
+        pthread_mutex_lock(&c->lock);
+        c->quit = true;
+        pthread_cond_broadcast(&c->changed);
+        pthread_mutex_unlock(&c->lock);
+        pthread_join(c->thread, NULL);
+    }
+    pthread_mutex_destroy(&c->lock);
+    pthread_cond_destroy(&c->changed);
+    if (c->room)
+        b->release(c->room);
+    for (size_t i = 0; i < 2 && c->host[i]; i++)
+        b->host_release(c->host[i], b->transfer != NULL);
+    if (c->dp && c->rank == 0) {
+        void *memory[] = {c->team->logp, c->team->dlogp, c->team->losses, c->team->labels};
+        for (size_t i = 0; i < 4; i++)
+            b->release(memory[i]);
+        free(c->team->host_losses);
+    }
 }
 
 /* ==== 11. Checkpoints ===========================================================================
@@ -4093,6 +4686,22 @@ static const Option options[] = {
      "GPU: keep the data set in its memory, if it fits; off: copy each batch"},
     {"--pin-memory", SWITCH, FIELD(pin_memory), "on", 0, 0, 0, "on|off",
      "GPU: copy batches from memory that it can reach by itself"},
+    {"--gpus", COUNT, FIELD(gpus), "1", 1, MAX_REPLICAS, 0, "N",
+     "train on N GPUs of this machine at once"},
+    {"--replicas", COUNT, FIELD(replicas), "1", 1, MAX_REPLICAS, 0, "N",
+     "the same on the CPU: N networks, which share the --threads"},
+    {"--oversubscribe", SWITCH, FIELD(oversubscribe), "off", 0, 0, 0, "on|off",
+     "let several of them share a GPU or a core, to try things out"},
+    {"--parallel", CHOICE, FIELD(parallel), "ddp", 0, 0, 1, "ddp|dp",
+     "ddp: --batch-size images each, gradients added up; dp: a master shares its batch out"},
+    {"--global-batch", COUNT, FIELD(global_batch), NULL, 1, 65536, 1, "B",
+     "images of a step on all devices together, instead of --batch-size"},
+    {"--bucket-mb", NUMBER, FIELD(bucket_mb), "25", 0.001, 10000, 0, "MB",
+     "ddp: gradients are added up in pieces of this size"},
+    {"--overlap", SWITCH, FIELD(overlap), "on", 0, 0, 0, "on|off",
+     "ddp: ... as soon as backward has finished them; off: after it"},
+    {"--timeout", NUMBER, FIELD(timeout), "300", 1, 1e6, 0, "S",
+     "seconds that a device waits for another before the run ends"},
     {"--out", TEXT, FIELD(out), "", 0, 0, 0, "DIR",
      "write run.json, steps.csv and epochs.csv into DIR"},
     {"--per-class", SWITCH, FIELD(per_class), "off", 0, 0, 0, "on|off",
@@ -4375,35 +4984,52 @@ static void print_settings_json(FILE *f, Settings *s) {
    What a run tells about itself: how long each line of train() took, what machine it ran on, and
    the run folder that plots, labs and graders read. */
 
-/* The clock of train(). Every line there begins with AT(...), which stops the clock of the line
-   before and starts its own; a column of steps.csv may collect the line's time as well. */
+/* The clock of train(). Every line there begins with AT(...), which sets a mark in the device's work:
+   there the line before ends and this one begins. A column of steps.csv may collect the line's time
+   as well. A GPU lags behind the program, so times are asked for when they are needed, or when
+   their marks are. */
 enum { PROFILED_LINES = 128 };
 
 typedef struct LineClock {
     bool synchronize; // --profile: wait for the device at each line, so that its time is its own
     const Backend *backend;
-    int first, line; // the first profiled line of cnn.c; the line whose clock runs, 0: none
-    double since;
-    double *column, ignored;
+    int first;             // the first profiled line of cnn.c
+    size_t marks, settled; // how many marks were set; how many lines' times are known
+    struct {
+        int line;       // that began here; 0: none
+        double *column; // or NULL
+    } begun[CLOCK_MARKS];
     struct {
         size_t hits;
         double seconds;
     } lines[PROFILED_LINES];
 } LineClock;
 
+// Asks for the time of the oldest line that has ended.
+static void clock_settle(LineClock *c) {
+    size_t from = c->settled++ % CLOCK_MARKS, to = c->settled % CLOCK_MARKS;
+    double seconds = c->backend->elapsed(from, to);
+    if (c->begun[from].line)
+        c->lines[c->begun[from].line - c->first].seconds += seconds;
+    if (c->begun[from].column)
+        *c->begun[from].column += seconds;
+}
+
+static void clock_settle_all(LineClock *c) {
+    while (c->settled + 1 < c->marks)
+        clock_settle(c);
+}
+
 static void clock_line(LineClock *c, int line, double *column) {
     if (c->synchronize)
         c->backend->synchronize();
-    double t = now();
-    if (c->line) {
-        c->lines[c->line - c->first].seconds += t - c->since;
-        *c->column += t - c->since;
-    }
     if (!c->first)
         c->first = line;
-    c->line = line;
-    c->column = column ? column : &c->ignored;
-    c->since = t;
+    if (c->marks - c->settled == CLOCK_MARKS)
+        clock_settle(c);
+    c->begun[c->marks % CLOCK_MARKS].line = line;
+    c->begun[c->marks % CLOCK_MARKS].column = column;
+    c->backend->mark(c->marks++ % CLOCK_MARKS);
     if (line)
         c->lines[line - c->first].hits++;
 }
@@ -4567,15 +5193,16 @@ static double measure_peak_gflops(void) {
 
 // What an epoch's line says. Times in seconds; accuracy in per cent.
 typedef struct EpochResult {
-    size_t epoch, images, images_logged;
-    double seconds, loader_wait_s, train_loss, test_seconds, test_loss, accuracy, lr;
+    size_t epoch, images, images_logged, step_images;
+    double seconds, loader_wait_s, train_loss, test_seconds, test_loss, accuracy, lr, step_loss;
     uint64_t weight_hash;
 } EpochResult;
 
-// One step: a row of steps.csv. The parts add up to its seconds.
+// One step: a row of steps.csv, whose seconds are the sum of these parts.
 typedef struct StepResult {
     size_t epoch, step, images;
-    double loss, lr, seconds, load_s, copy_s, forward_s, backward_s, optimizer_s, other_s;
+    double loss, lr, load_s, copy_s, forward_s, backward_s, optimizer_s, exposed_comm_s, idle_s;
+    double comm_s, bytes_sent; // communication, of which exposed_comm_s was waited for
 } StepResult;
 
 typedef enum { KEY_VALUE, CSV_HEADER, CSV_ROW, JSON } Form;
@@ -4617,7 +5244,10 @@ typedef struct Run {
     const Optimizer *optimizer;
     Device device;
     const Backend *backend;
-    bool resident; // the data set lies on the device
+    bool resident;            // the data set lies on the device
+    Comm comm;                // with the other ranks, each of which has a Run of its own
+    size_t devices;           // that ranks of this process can use
+    size_t batch, iterations; // images of a step on this device, at most; steps of an epoch
     Net net;
     real *state; // the optimizer's
     double lr;
@@ -4633,8 +5263,10 @@ typedef struct Run {
     int argc;
     char **argv;
     double started, epoch_started, log_started, peak_gflops;
-    StepResult step, *steps; // the step that runs; those not yet written to steps.csv
-    size_t steps_kept;
+    // steps not yet written to steps.csv: this rank's, and behind each other those of all ranks
+    StepResult *steps, *all_steps;
+    size_t steps_kept, steps_room;
+    double *totals; // of a test: this rank's, and behind them those of all ranks
     EpochResult *epochs;
     size_t epochs_done;
     FILE *steps_csv, *epochs_csv;
@@ -4729,11 +5361,13 @@ static void write_run_json(Run *run) {
     json_string(f, CNN_FLAGS);
     fprintf(f, ", \"commit\": \"" CNN_COMMIT "\"},\n  \"settings\": {");
     print_settings_json(f, s);
+    const Comm *c = &run->comm;
     fprintf(f,
-            "\n  },\n  \"parallel\": {\"mode\": \"single\", \"world\": 1, \"batch_per_device\": "
-            "%zu, \"global_batch\": %zu, \"iterations\": %zu, \"workers\": %zu, \"graph\": "
-            "false},\n  \"epochs\": [",
-            s->batch_size, s->batch_size, run->train_loader.batches, s->workers);
+            "\n  },\n  \"parallel\": {\"mode\": \"%s\", \"world\": %zu, \"batch_per_device\": %zu, "
+            "\"global_batch\": %zu, \"iterations\": %zu, \"workers\": %zu, \"graph\": false},\n"
+            "  \"epochs\": [",
+            c->world == 1 ? "single" : s->parallel, c->world, run->batch, s->global_batch,
+            run->iterations, s->workers);
     for (size_t i = 0; i < run->epochs_done; i++) {
         fprintf(f, "%s\n    {", i ? "," : "");
         print_epoch(f, &run->epochs[i], JSON);
@@ -4821,18 +5455,41 @@ static void flush_csv(FILE *f, const char *dir, const char *file) {
         die(1, "cannot write %s/%s: %s", dir, file, strerror(errno));
 }
 
-static void flush_steps(Run *run) {
-    for (size_t i = 0; run->steps_csv && i < run->steps_kept; i++) {
-        const StepResult *s = &run->steps[i];
-        fprintf(run->steps_csv, "%zu,%zu,0,%zu,%.9g,%.9g,%.6f,%.6f,", s->epoch, s->step, s->images,
-                s->loss, s->lr, s->seconds, s->load_s);
-        if (run->backend->upload && !run->clock.synchronize) // a GPU's queue has no such parts
-            fprintf(run->steps_csv, ",,,");
-        else
-            fprintf(run->steps_csv, "%.6f,%.6f,%.6f,%.6f", s->copy_s, s->forward_s, s->backward_s,
-                    s->optimizer_s);
-        fprintf(run->steps_csv, ",,,,,%d\n", s->epoch == 1 && s->step <= 3);
+static void write_step(const Run *run, const StepResult *s, size_t rank) {
+    const double parts[] = {s->load_s,      s->copy_s, s->forward_s,      s->backward_s,
+                            s->optimizer_s, s->comm_s, s->exposed_comm_s, s->idle_s};
+    enum { PARTS = sizeof parts / sizeof *parts };
+    double seconds = -s->comm_s; // it goes on beside the others
+    for (size_t k = 0; k < PARTS; k++)
+        seconds += parts[k];
+    fprintf(run->steps_csv, "%zu,%zu,%zu,%zu,%.9g,%.9g,%.6f", s->epoch, s->step, rank, s->images,
+            s->loss, s->lr, seconds);
+    for (size_t k = 0; k < PARTS; k++)
+        fprintf(run->steps_csv, ",%.6f", parts[k]);
+    fprintf(run->steps_csv, ",%.0f,%d\n", s->bytes_sent, s->epoch == 1 && s->step <= 3);
+}
+
+// Adds the steps of all ranks to the epoch's sums and to steps.csv.
+static void flush_steps(Run *run, EpochResult *e) {
+    clock_settle_all(&run->clock);
+    all_gather(&run->comm, run->all_steps, run->steps_room * sizeof *run->steps);
+    for (size_t i = 0; i < run->steps_kept; i++) {
+        double loss = 0, wait = 0;
+        e->step_images = 0;
+        for (size_t rank = 0; rank < run->comm.world; rank++) {
+            const StepResult *s = &run->all_steps[rank * run->steps_room + i];
+            e->step_images += s->images;
+            loss += s->loss * (double)s->images;
+            wait = fmax(wait, s->load_s);
+            if (run->steps_csv)
+                write_step(run, s, rank);
+        }
+        e->images += e->step_images;
+        e->step_loss = loss / (double)e->step_images;
+        e->train_loss += loss;
+        e->loader_wait_s += wait;
     }
+    memset(run->steps, 0, run->steps_kept * sizeof *run->steps);
     run->steps_kept = 0;
     if (run->steps_csv)
         flush_csv(run->steps_csv, run->settings.out, "steps.csv");
@@ -4849,21 +5506,20 @@ static void show_progress(const Run *run, const EpochResult *e, double seconds) 
 
 // What a step leaves: its row for steps.csv, the log line at the log interval, the epoch's sums.
 static void log_step(Run *run, EpochResult *e, const Batch *batch, double loss) {
-    StepResult *s = &run->step;
+    StepResult *s = &run->steps[run->steps_kept++];
     s->epoch = e->epoch;
     s->step = batch->number + 1;
     s->images = batch->n;
     s->loss = loss;
     s->lr = run->lr;
-    s->seconds = s->load_s + s->copy_s + s->forward_s + s->backward_s + s->optimizer_s + s->other_s;
-    e->images += batch->n;
-    e->loader_wait_s += s->load_s;
-    e->train_loss += loss * (double)batch->n;
-    run->steps[run->steps_kept++] = *s;
-    *s = (StepResult){0};
+    s->comm_s = run->comm.seconds;
+    s->bytes_sent = run->comm.bytes_sent;
+    run->comm.seconds = run->comm.bytes_sent = 0;
     if (batch->number % run->settings.log_interval != 0)
         return;
-    flush_steps(run);
+    flush_steps(run, e);
+    if (run->comm.rank > 0)
+        return;
     if (isatty(STDERR_FILENO))
         fprintf(stderr, "\r\033[K");
     if (run->model->sc20_log)
@@ -4871,8 +5527,8 @@ static void log_step(Run *run, EpochResult *e, const Batch *batch, double loss) 
                (double)(e->images - e->images_logged) / (now() - run->log_started));
     else
         printf("Train Epoch: %zu [%zu/%zu (%.0f%%)]\tLoss: %.6f\n", e->epoch,
-               batch->number * batch->n, run->train_set.count,
-               100. * (double)batch->number / (double)run->train_loader.batches, loss);
+               batch->number * e->step_images, run->train_set.count,
+               100. * (double)batch->number / (double)run->iterations, e->step_loss);
     e->images_logged = e->images;
     run->log_started = now();
     show_progress(run, e, now() - run->epoch_started);
@@ -4880,11 +5536,10 @@ static void log_step(Run *run, EpochResult *e, const Batch *batch, double loss) 
 
 // Ends an epoch of training: its averages, and the rows that are left.
 static void finish_epoch(Run *run, EpochResult *e) {
-    run->backend->synchronize(); // the last step may still be on its way
+    flush_steps(run, e);
     e->lr = run->lr;
     e->train_loss /= (double)max_size(e->images, 1);
-    flush_steps(run);
-    if (run->model->sc20_log)
+    if (run->model->sc20_log && run->comm.rank == 0)
         printf("INFO - Time taken for epoch %zu is %.3f sec\n", e->epoch,
                now() - run->epoch_started);
 }
@@ -4892,6 +5547,9 @@ static void finish_epoch(Run *run, EpochResult *e) {
 // Writes the epoch's line and adds it to the run folder.
 static void report_epoch(Run *run, EpochResult *e) {
     e->weight_hash = hash_weights(&run->net);
+    compare_weights(&run->comm, e->weight_hash);
+    if (run->comm.rank > 0)
+        return;
     print_epoch(stdout, e, KEY_VALUE);
     printf("\n");
     double seconds, bytes = loader_traffic(&run->train_loader, &seconds);
@@ -4928,8 +5586,7 @@ static void print_per_class(const Run *run) {
 // ---- Where a run is, and its checkpoints
 
 static size_t steps_done(const Run *run) {
-    return (run->epoch - 1) * ceil_div(run->train_set.count, run->settings.batch_size) +
-           run->next_batch;
+    return (run->epoch - 1) * run->iterations + run->next_batch;
 }
 
 static bool training_is_over(const Run *run) {
@@ -4963,6 +5620,8 @@ static const char *metadata_value(const char *metadata, const char *key, char ro
 
 static void save_checkpoint(Run *run) {
     char metadata[METADATA_SIZE];
+    if (run->comm.rank > 0)
+        return;
     describe_run(run, metadata);
     save_tensors(&run->net, run->optimizer, run->state, metadata, run->settings.checkpoint);
 }
@@ -4994,30 +5653,34 @@ static void compare_settings(Run *run, const TensorFile *f) {
 static void resume_checkpoint(Run *run) {
     const char *path = run->settings.checkpoint;
     TensorFile f;
+    const bool first = run->comm.rank == 0;
     if (access(path, F_OK) != 0) {
-        printf("No checkpoint %s yet: starting afresh\n", path);
+        if (first)
+            printf("No checkpoint %s yet: starting afresh\n", path);
         return;
     }
     open_tensors(&f, path);
     run->epoch = metadata_number(&f, "epoch");
     run->next_batch = metadata_number(&f, "batch");
     compare_settings(run, &f);
-    if (run->epoch == 0 || run->next_batch >= run->train_loader.batches)
+    if (run->epoch == 0 || run->next_batch >= run->iterations)
         die(1, "%s: its metadata says epoch %zu, batch %zu: no such place", path, run->epoch,
             run->next_batch);
     read_tensors(&f, &run->net, run->optimizer, run->state);
-    printf("Going on from %s: epoch %zu, step %zu\n", path, run->epoch, run->next_batch + 1);
+    if (first)
+        printf("Going on from %s: epoch %zu, step %zu\n", path, run->epoch, run->next_batch + 1);
 }
 
 static void update_weights(Run *run, size_t batch) {
-    run->lr = learning_rate(&run->settings, run->epoch - 1, batch, run->train_loader.batches);
-    optimizer_step(run->optimizer, &run->net, run->state, run->lr);
+    run->lr = learning_rate(&run->settings, run->epoch - 1, batch, run->iterations);
+    if (!run->comm.dp || run->comm.rank == 0)
+        optimizer_step(run->optimizer, &run->net, run->state, run->lr);
 }
 
 // Moves on by a step and saves the checkpoint when it is due; true: training ends here.
 static bool finish_step(Run *run) {
     const Settings *s = &run->settings;
-    bool epoch_over = ++run->next_batch == run->train_loader.batches;
+    bool epoch_over = ++run->next_batch == run->iterations;
     if (epoch_over) {
         run->epoch++;
         run->next_batch = 0;
@@ -5029,55 +5692,71 @@ static bool finish_step(Run *run) {
     return s->dry_run || training_is_over(run);
 }
 
+static void start_epoch(Run *run) {
+    if (run->train_loader.data) // dp: the master's
+        loader_start(&run->train_loader, run->settings.seed, run->epoch, run->next_batch);
+}
+
 /* One epoch. AT(column, what) does `what` and charges its time to this line of the profile and to
    the column of steps.csv. */
-#define AT(column, ...) (clock_line(&run->clock, __LINE__, &run->step.column), __VA_ARGS__)
+#define AT(column, ...) \
+    (clock_line(&run->clock, __LINE__, &run->steps[run->steps_kept].column), __VA_ARGS__)
 
 static void train(Run *run, EpochResult *result) {
     Net *net = &run->net;
+    Comm *comm = &run->comm;
     const Batch *batch;
     double loss;
-    AT(other_s, loader_start(&run->train_loader, run->settings.seed, run->epoch, run->next_batch));
-    while (AT(load_s, batch = loader_next(&run->train_loader))) {
-        AT(copy_s, net_load(net, batch));
+    AT(idle_s, start_epoch(run));
+    while (AT(load_s, batch = next_batch(comm))) {
+        AT(copy_s, load_batch(comm, batch));
         AT(forward_s, forward(net, batch->n, &batch->draw));
-        AT(forward_s, loss = loss_and_gradient(net, batch->n, true));
-        AT(other_s, check_loss(net, batch, loss));
+        AT(forward_s, loss = batch_loss(comm, batch));
+        AT(idle_s, check_loss(net, batch, loss));
         AT(backward_s, backward(net, batch->n));
+        AT(exposed_comm_s, reduce_gradients(comm));
         AT(optimizer_s, update_weights(run, batch->number));
-        AT(other_s, log_step(run, result, batch, loss));
-        if (AT(other_s, finish_step(run)))
+        AT(idle_s, log_step(run, result, batch, loss));
+        if (AT(idle_s, finish_step(run)))
             break;
     }
-    AT(other_s, finish_epoch(run, result));
+    AT(idle_s, finish_epoch(run, result));
     clock_line(&run->clock, 0, NULL);
 }
 
+// Tests this rank's share of the test set; the result is that of all.
 static void test(Run *run, EpochResult *result) {
     Net *net = &run->net;
     const Batch *batch;
-    double begin = now(), loss = 0;
-    size_t correct = 0, images = 0;
-    memset(run->confusion, 0, net->classes * net->classes * sizeof *run->confusion);
+    const size_t cells = net->classes * net->classes;
+    double begin = now(), *totals = run->totals; // loss, images, right ones, confusion
+    memset(run->confusion, 0, cells * sizeof *run->confusion);
+    memset(totals, 0, 3 * sizeof *totals);
+    share_weights(&run->comm);
     loader_start(&run->test_loader, run->settings.seed, 0, 0);
     while ((batch = loader_next(&run->test_loader))) {
         net_load(net, batch);
         forward(net, batch->n, NULL);
-        loss += loss_and_gradient(net, batch->n, false) * (double)batch->n;
-        correct += count_predictions(net, batch, run->confusion);
-        images += batch->n;
+        totals[0] += loss_and_gradient(net, batch->n, false) * (double)batch->n;
+        totals[1] += (double)batch->n;
+        totals[2] += (double)count_predictions(net, batch, run->confusion);
         if (run->settings.dry_run)
             break;
     }
-    result->test_loss = loss / (double)images;
-    if (!isfinite(loss))
+    for (size_t i = 0; i < cells; i++)
+        totals[3 + i] = (double)run->confusion[i];
+    sum_over_ranks(&run->comm, totals, 3 + cells, totals + 3 + cells);
+    for (size_t i = 0; i < cells; i++)
+        run->confusion[i] = (size_t)totals[3 + i];
+    result->test_loss = totals[0] / totals[1];
+    if (!isfinite(result->test_loss))
         die(1, "the test loss is %g: the weights have grown beyond all numbers; try a smaller --lr",
-            loss);
-    result->accuracy = 100. * (double)correct / (double)images;
+            result->test_loss);
+    result->accuracy = 100. * totals[2] / totals[1];
     result->test_seconds = now() - begin;
-    if (!run->model->sc20_log)
-        printf("\nTest set: Average loss: %.4f, Accuracy: %zu/%zu (%.0f%%)\n\n", result->test_loss,
-               correct, images, result->accuracy);
+    if (!run->model->sc20_log && run->comm.rank == 0)
+        printf("\nTest set: Average loss: %.4f, Accuracy: %.0f/%.0f (%.0f%%)\n\n",
+               result->test_loss, totals[2], totals[1], result->accuracy);
 }
 
 static void parse_save_every(Run *run) {
@@ -5123,9 +5802,53 @@ static void check_settings(const Settings *s) {
     if (s->eval && *s->checkpoint && !s->resume && !*s->load)
         die(EXIT_USAGE, "--eval: expected --resume or --load too, which read weights; --checkpoint "
                         "alone only writes them");
+    if (s->gpus > 1 && s->replicas > 1)
+        die(EXIT_USAGE, "--gpus and --replicas: expected one of them, found both: --replicas are "
+                        "for the CPU");
     if (s->resume && *s->load)
         die(EXIT_USAGE,
             "--resume: expected no --load with it: both say where the weights come from");
+}
+
+/* Who the ranks are: processes, if a launcher started this one as one of several, else threads. The
+   first rank alone speaks and writes files. */
+static void setup_ranks(Run *run) {
+    Settings *s = &run->settings;
+    Comm *c = &run->comm;
+    c->settings = s;
+    c->world = max_size(s->gpus, s->replicas);
+    s->no_cuda |= s->replicas > 1;
+    bool launched = join_launcher(c);
+    c->dp = c->world > 1 && strcmp(s->parallel, "dp") == 0;
+    if (launched && (s->gpus > 1 || s->replicas > 1 || c->dp))
+        die(EXIT_USAGE,
+            "one rank of %zu, started by MPI: expected --parallel ddp and neither "
+            "--gpus nor --replicas; each rank has one device",
+            c->world);
+    if (c->world > 1 && !launched) {
+        c->team = must_alloc(sizeof *c->team, "the ranks");
+        pthread_mutex_init(&c->team->lock, NULL);
+        pthread_cond_init(&c->team->changed, NULL);
+    }
+    if (c->rank > 0) {
+        s->out = "";
+        s->save_model = s->per_class = s->profile = false;
+        if (!freopen("/dev/null", "w", stdout))
+            file_fail("cannot open", "/dev/null");
+    }
+}
+
+// What a step takes: on all devices (--global-batch) and on each (--batch-size, under dp its part).
+static void setup_batch(Run *run) {
+    Settings *s = &run->settings;
+    const size_t world = run->comm.world;
+    if (!s->global_batch)
+        s->global_batch = run->comm.dp ? s->batch_size : s->batch_size * world;
+    else if (!run->comm.dp && s->global_batch % world != 0)
+        die(EXIT_USAGE, "--global-batch: expected a multiple of the %zu devices, found %zu", world,
+            s->global_batch);
+    s->batch_size = run->comm.dp ? s->global_batch : s->global_batch / world;
+    run->batch = ceil_div(s->global_batch, world);
 }
 
 // Resolves what the options left open.
@@ -5133,6 +5856,7 @@ static void setup_settings(Run *run, int argc, char **argv) {
     Settings *s = &run->settings;
     parse_options(s, argc, argv);
     check_settings(s);
+    setup_ranks(run);
     parse_save_every(run);
     run->argc = argc;
     run->argv = argv;
@@ -5140,12 +5864,13 @@ static void setup_settings(Run *run, int argc, char **argv) {
     for (size_t i = 0; i < OPTIMIZERS; i++)
         if (strcmp(optimizers[i].name, s->optimizer) == 0)
             run->optimizer = &optimizers[i];
+    setup_batch(run);
     if (s->lr == 0)
         s->lr = run->optimizer->lr;
     if (strcmp(s->lr_scaling, "none") != 0) {
         Settings usual;
         parse_all(&usual, run->model, 0, NULL);
-        double factor = (double)s->batch_size / (double)usual.batch_size;
+        double factor = (double)s->global_batch / (double)usual.batch_size;
         s->lr *= strcmp(s->lr_scaling, "sqrt") == 0 ? sqrt(factor) : factor;
     }
     if (s->limit_train == 0)
@@ -5162,6 +5887,8 @@ static void setup_settings(Run *run, int argc, char **argv) {
                 "cnn: warning: --workers %zu, but only %zu cores are usable: they will "
                 "wait for each other\n",
                 s->workers, usable_cores());
+    if (run->comm.team)
+        s->threads = max_size(1, s->threads / run->comm.world);
     omp_set_num_threads((int)s->threads);
 }
 
@@ -5170,19 +5897,43 @@ static const Backend *backend_of(bool cuda, size_t i) {
     return cuda ? cuda_backend(i) : i < CPU_BACKENDS ? &backends[i] : NULL;
 }
 
-// The first GPU, if there is one and --no-cuda is not given, else the CPU; and its --kernels.
+static void use_gpu(Run *run) {
+    const Comm *c = &run->comm;
+    cuda_use_device(c->replica, c->device, die);
+    cuda_describe(&run->device);
+    run->device.memory /= (double)(c->team ? ceil_div(c->world, run->devices) : 1);
+}
+
+// This rank's device: a GPU, if there is one and --no-cuda is not given, else the CPU.
+static void choose_device(Run *run, bool cuda, size_t devices) {
+    Comm *c = &run->comm;
+    const Settings *s = &run->settings;
+    size_t here = c->team ? c->world : 1; // ranks of this process
+    run->devices = devices;
+    if (here > devices && !s->oversubscribe)
+        die(EXIT_USAGE,
+            "%s %zu: expected at most %zu, as many as there are here; --oversubscribe lets several "
+            "share one, to try things out",
+            s->gpus > 1 ? "--gpus" : "--replicas", c->world, devices);
+    run->device.memory = memory_bytes() / (double)here;
+    snprintf(run->device.name, sizeof run->device.name, "cpu");
+    if (!cuda)
+        return;
+    c->device %= devices;
+    use_gpu(run);
+}
+
+// The devices and their --kernels.
 static void setup_device(Run *run) {
     Settings *s = &run->settings;
-    const char *why_not = "--no-cuda";
-    bool cuda = !s->no_cuda && cuda_device_count(&why_not) > 0;
+    const char *why_not = s->replicas > 1 ? "--replicas" : "--no-cuda";
+    size_t devices = s->no_cuda ? 0 : cuda_device_count(&why_not);
     char known[64] = "";
-    run->device.memory = memory_bytes();
-    if (cuda) {
-        cuda_use_device(0, die);
-        cuda_describe(&run->device);
-    } else {
-        snprintf(run->device.name, sizeof run->device.name, "cpu");
-    }
+    bool cuda = devices > 0;
+    if (s->gpus > 1 && !cuda)
+        die(EXIT_USAGE, "--gpus %zu: found no GPU (%s); --replicas %zu does the same on the CPU",
+            s->gpus, why_not, s->gpus);
+    choose_device(run, cuda, cuda ? devices : usable_cores());
     for (size_t i = 0; backend_of(cuda, i); i++) {
         const Backend *b = backend_of(cuda, i);
         size_t length = strlen(known);
@@ -5266,7 +6017,7 @@ static double map_bytes(const Net *net) { // of the fast kernels' pixel maps
     return entries * sizeof(int32_t);
 }
 
-enum { LEDGER_ROWS = 10 };
+enum { LEDGER_ROWS = 11 };
 
 typedef struct LedgerRow {
     const char *what;
@@ -5276,7 +6027,7 @@ typedef struct LedgerRow {
 // What a run with this network takes, category by category; returns the sum on the device.
 static double fill_ledger(const Run *run, const Net *net, LedgerRow rows[LEDGER_ROWS]) {
     const Settings *s = &run->settings;
-    const bool gpu = run->backend->upload != NULL, streamed = gpu && !run->resident;
+    const bool gpu = run->backend->transfer != NULL, streamed = gpu && !run->resident;
     const double number = sizeof(real), params = number * (double)net->param_size;
     const double image = (double)shape_size(run->info.shape);
     const double data = (double)(run->train_set.count + run->test_set.count) * (image + 1);
@@ -5294,6 +6045,7 @@ static double fill_ledger(const Run *run, const Net *net, LedgerRow rows[LEDGER_
         {"statistics and masks", number * (double)net->stats_size + (double)net->saved_size, 0},
         {"scratch", number * (double)net->scratch_size, 0},
         {"maps and buffers", gpu ? 0 : buffers, gpu ? buffers : 0},
+        {"communication", gpu && run->comm.world > 1 ? params : 0, 0},
         {"loader", gpu && !streamed ? 0 : rings, gpu ? rings : 0},
         {"data set", streamed ? 0 : data, gpu ? data : 0},
     };
@@ -5310,7 +6062,7 @@ static double fill_ledger(const Run *run, const Net *net, LedgerRow rows[LEDGER_
 static double choose_resident(Run *run, const Net *net, LedgerRow rows[LEDGER_ROWS]) {
     run->resident = false;
     double streamed = fill_ledger(run, net, rows);
-    run->resident = run->settings.resident && run->backend->gather;
+    run->resident = run->settings.resident && run->backend->gather && !run->comm.dp;
     double device = fill_ledger(run, net, rows);
     if (device < .9 * run->device.memory || device < streamed)
         return device;
@@ -5336,7 +6088,9 @@ static size_t batch_that_fits(Run *run) {
 static void plan_run_memory(Run *run) {
     LedgerRow rows[LEDGER_ROWS];
     double host = 0, device = choose_resident(run, &run->net, rows);
-    printf("Memory in MB:");
+    if (run->comm.rank > 0)
+        return;
+    printf("Memory in MB%s:", run->comm.world > 1 ? " of each device" : "");
     for (size_t i = 0; i < LEDGER_ROWS; i++) {
         printf(" %s %.1f,", rows[i].what, (rows[i].device + rows[i].host) / 1e6);
         host += rows[i].host;
@@ -5356,7 +6110,7 @@ static void plan_run_memory(Run *run) {
         die(1, "not enough memory: %.1f MB needed, %.1f MB there on this device (%s); %s",
             device / 1e6, run->device.memory / 1e6, run->device.name, remedy);
     }
-    if (run->backend->upload)
+    if (run->backend->transfer)
         printf("On the device: %.1f MB; the data set %s\n", device / 1e6,
                run->resident ? "lies there, too" : "is copied there batch by batch");
 }
@@ -5366,28 +6120,42 @@ static void setup_network(Run *run) {
     Net *net = &run->net;
     size_t images = max_size(run->train_set.count, run->test_set.count);
     net_build(net, run->model, &run->info, s, run->backend);
-    plan_memory(net, min_size(s->batch_size, images));
-    print_summary(net);
+    plan_memory(net, min_size(run->batch, images));
+    if (run->comm.rank == 0)
+        print_summary(net);
     plan_run_memory(run);
     net_alloc(net);
     run->state =
         real_alloc(net, count_states(run->optimizer, s) * net->param_size, "the optimizer");
     run->confusion =
         must_alloc(net->classes * net->classes * sizeof *run->confusion, "the confusion matrix");
+    run->totals =
+        must_alloc((1 + run->comm.world) * (3 + net->classes * net->classes) * sizeof *run->totals,
+                   "the sums of a test");
 }
 
 static void setup_loaders(Run *run) {
     Settings *s = &run->settings;
-    Placement place = {run->backend, 0, s->pin_memory && run->backend->upload, run->resident};
-    size_t augmentation = 0;
+    const Comm *c = &run->comm;
+    Placement place = {run->backend,  c->device, s->pin_memory && run->backend->transfer,
+                       run->resident, c->rank,   c->world - 1};
+    Placement train_place = place;
+    size_t augmentation = 0, share = ceil_div(run->train_set.count, c->world);
     while (strcmp(augmentations[augmentation].name, s->augment) != 0)
         augmentation++;
-    loader_init(&run->train_loader, &run->train_set, min_size(s->batch_size, run->train_set.count),
-                s->workers, augmentations[augmentation].augment, place);
+    if (c->dp) { // the master loads for all
+        train_place.others = 0;
+        share = run->train_set.count;
+    }
+    if (!c->dp || c->rank == 0)
+        loader_init(&run->train_loader, &run->train_set, min_size(s->batch_size, share), s->workers,
+                    augmentations[augmentation].augment, train_place);
     loader_init(&run->test_loader, &run->test_set, min_size(s->test_batch_size, run->net.batch),
                 s->workers, NULL, place);
-    size_t room = min_size(s->log_interval, run->train_loader.batches) + 1;
-    run->steps = must_alloc(room * sizeof *run->steps, "the step log");
+    run->iterations = ceil_div(share, s->batch_size);
+    run->steps_room = min_size(s->log_interval, run->iterations) + 1;
+    run->all_steps = must_alloc(c->world * run->steps_room * sizeof *run->steps, "the step log");
+    run->steps = run->all_steps + c->rank * run->steps_room;
     run->epochs = must_alloc(s->epochs * sizeof *run->epochs, "the epoch log");
     run->clock.backend = run->net.backend;
     run->clock.synchronize = s->profile;
@@ -5408,19 +6176,21 @@ static void setup_weights(Run *run) {
     model_path(run, path);
     if (s->save_model)
         check_writable(path);
-    if (*s->checkpoint && !s->eval)
+    if (*s->checkpoint && !s->eval && run->comm.rank == 0)
         check_writable(s->checkpoint);
     run->epoch = 1;
     net_init(&run->net, s->seed);
     if (*s->load) {
         load_weights(&run->net, s->load);
-        printf("Loaded the weights in %s\n", s->load);
+        if (run->comm.rank == 0)
+            printf("Loaded the weights in %s\n", s->load);
     }
     if (s->resume)
         resume_checkpoint(run);
 }
 
 static void write_profile(Run *run) {
+    clock_settle_all(&run->clock);
     print_profile(&run->clock, stdout, NULL);
     if (!*run->settings.out)
         return;
@@ -5440,23 +6210,32 @@ static void write_model(Run *run) {
     printf("Saved the weights to %s\n", path);
 }
 
+static void free_rank(Run *run) {
+    if (run->train_loader.data)
+        loader_free(&run->train_loader);
+    loader_free(&run->test_loader);
+    comm_free(&run->comm);
+    run->net.backend->release(run->state);
+    net_free(&run->net);
+    free(run->confusion);
+    free(run->totals);
+    free(run->all_steps);
+    free(run->epochs);
+}
+
 static void close_run(Run *run) {
     flush_stdout();
     write_run_json(run);
     before_dying = NULL;
-    loader_free(&run->train_loader);
-    loader_free(&run->test_loader);
-    run->net.backend->release(run->state);
-    net_free(&run->net);
+    free_rank(run);
     free_dataset(&run->train_set);
     free_dataset(&run->test_set);
-    free(run->confusion);
-    free(run->steps);
-    free(run->epochs);
+    free(run->comm.team);
     if (run->steps_csv)
         fclose(run->steps_csv);
     if (run->epochs_csv)
         fclose(run->epochs_csv);
+    leave_launcher();
 }
 
 // The test alone, reported as epoch 0: --eval, or no training left to do
@@ -5487,6 +6266,78 @@ static void train_epochs(Run *run) {
     run->status = run->epoch <= s->epochs && !s->dry_run ? "stopped" : "complete";
 }
 
+// Which device each rank has, as all see it.
+static void print_ranks(Run *run) {
+    typedef struct Place {
+        char host[64], device[256], uuid[48];
+    } Place;
+    Comm *c = &run->comm;
+    if (c->world == 1)
+        return;
+    Place *places = must_alloc(c->world * sizeof *places, "the list of ranks");
+    Place *mine = &places[c->rank];
+    gethostname(mine->host, sizeof mine->host - 1);
+    snprintf(mine->device, sizeof mine->device, "%zu, %.200s", c->device, run->device.name);
+    snprintf(mine->uuid, sizeof mine->uuid, "%s", run->device.uuid);
+    all_gather(c, places, sizeof *places);
+    for (size_t r = 0; r < c->world && c->rank == 0; r++)
+        printf("Rank %zu: %s, device %s%s%s\n", r, places[r].host, places[r].device,
+               *places[r].uuid ? ", " : "", places[r].uuid);
+    free(places);
+}
+
+// What every rank does, once the settings and the data are there.
+static void run_rank(Run *run) {
+    setup_network(run);
+    setup_loaders(run);
+    comm_init(&run->comm, &run->net, &run->train_loader);
+    print_ranks(run);
+    setup_weights(run);
+    if (run->comm.rank == 0) {
+        open_logs(run);
+        print_settings(&run->settings);
+    }
+    if (run->settings.eval)
+        evaluate(run);
+    else
+        train_epochs(run);
+}
+
+static void *replica_main(void *argument) {
+    Run *run = argument;
+    omp_set_num_threads((int)run->settings.threads);
+    if (run->backend->transfer)
+        use_gpu(run);
+    run_rank(run);
+    free_rank(run);
+    return NULL;
+}
+
+// Runs all ranks of this process: rank 0 here, each other one in a thread of its own.
+static void run_ranks(Run *run) {
+    size_t threads = run->comm.team ? run->comm.world - 1 : 0;
+    Run *replicas = must_alloc(threads * sizeof *replicas, "the replicas");
+    pthread_t ids[MAX_REPLICAS];
+    for (size_t i = 0; run->comm.team && i <= threads; i++) {
+        Run *rank = i == 0 ? run : &replicas[i - 1];
+        if (i > 0)
+            *rank = *run;
+        rank->comm.settings = &rank->settings;
+        rank->comm.rank = rank->comm.replica = i;
+        run->comm.team->ranks[i] = &rank->comm;
+    }
+    for (size_t i = 0; i < threads; i++) {
+        replicas[i].settings.out = "";
+        replicas[i].comm.device = (i + 1) % run->devices;
+        if (pthread_create(&ids[i], NULL, replica_main, &replicas[i]) != 0)
+            die(1, "cannot start a thread for rank %zu", i + 1);
+    }
+    run_rank(run);
+    for (size_t i = 0; i < threads; i++)
+        pthread_join(ids[i], NULL);
+    free(replicas);
+}
+
 static int run_main(int argc, char **argv) {
     static Run run; // zeroed; too large for the stack
     run.started = now();
@@ -5495,15 +6346,7 @@ static int run_main(int argc, char **argv) {
     setup_device(&run);
     open_run_folder(&run);
     setup_data(&run);
-    setup_network(&run);
-    setup_loaders(&run);
-    setup_weights(&run);
-    open_logs(&run);
-    print_settings(&run.settings);
-    if (run.settings.eval)
-        evaluate(&run);
-    else
-        train_epochs(&run);
+    run_ranks(&run);
     if (run.settings.per_class)
         print_per_class(&run);
     if (run.settings.profile)

@@ -35,14 +35,17 @@ static_assert(sizeof(real) == sizeof(float), "the kernels are written for 32-bit
 
 /* ==== 1. Errors and devices =====================================================================
 
-   One host thread drives one device. Work is queued on that device's stream and done in order;
-   uploads of the loader's threads have streams of their own, so that they overlap with it. */
+   One host thread computes for one replica, on one device. Its work is queued on the replica's
+   stream and done in order; copies by other threads, the loader's and those that communicate, have
+   streams of their own, so that they overlap with it. */
 
-enum { THREADS = 256, WARP = 32, MAX_DEVICES = 64 };
+enum { THREADS = 256, WARP = 32 };
 
 static void (*fail)(int status, const char *format, ...); // die() of cnn.c
-static cudaStream_t streams[MAX_DEVICES];                 // by device
-static thread_local int device;                           // that this host thread drives
+static cudaStream_t streams[MAX_REPLICAS];
+static cudaEvent_t events[MAX_REPLICAS][MARKS];
+static thread_local size_t replica; // that this host thread computes for
+static thread_local int device;     // that it uses
 
 static void check(cudaError_t error, const char *call, int line) {
     if (error != cudaSuccess)
@@ -62,7 +65,7 @@ static void check(cudaError_t error, const char *call, int line) {
     } while (0)
 
 static cudaStream_t stream(void) {
-    return streams[device];
+    return streams[replica];
 }
 
 // a / b, rounded up
@@ -80,9 +83,10 @@ extern "C" size_t cuda_device_count(const char **reason) {
 
 static __global__ void relu_forward_kernel(real *out, const real *in, unsigned count);
 
-// Makes `which` the device of this host thread. on_error ends the program with a message.
-extern "C" void cuda_use_device(size_t which, void (*on_error)(int, const char *, ...)) {
+// This host thread computes for replica r on device `which`. on_error ends the program.
+extern "C" void cuda_use_device(size_t r, size_t which, void (*on_error)(int, const char *, ...)) {
     fail = on_error;
+    replica = r;
     device = (int)which;
     CHECK(cudaSetDevice(device));
     cudaFuncAttributes attributes;
@@ -91,8 +95,11 @@ extern "C" void cuda_use_device(size_t which, void (*on_error)(int, const char *
              "device %d: this program was built for other GPUs; run: make clean && make "
              "CUDA_ARCH=native, on this machine, or use --no-cuda",
              device);
-    if (!streams[device])
-        CHECK(cudaStreamCreateWithFlags(&streams[device], cudaStreamNonBlocking));
+    if (streams[replica])
+        return;
+    CHECK(cudaStreamCreateWithFlags(&streams[replica], cudaStreamNonBlocking));
+    for (size_t i = 0; i < MARKS; i++)
+        CHECK(cudaEventCreate(&events[replica][i]));
 }
 
 // Name, memory and the like of this thread's device.
@@ -164,19 +171,54 @@ static void copy(void *to, const void *from, size_t bytes) {
         CHECK(cudaStreamSynchronize(stream()));
 }
 
-// A loader's thread copies to the device `which`, beside the kernels that run there.
-static void upload(size_t which, void *to, const void *from, size_t bytes) {
+// A stream of this host thread's own on device `which`, for copies beside the kernels there.
+static cudaStream_t own_stream(size_t which) {
     static thread_local cudaStream_t own;
     device = (int)which;
     CHECK(cudaSetDevice(device));
     if (!own)
         CHECK(cudaStreamCreateWithFlags(&own, cudaStreamNonBlocking));
-    CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, own));
+    return own;
+}
+
+static void transfer(size_t which, void *to, const void *from, size_t bytes) {
+    cudaStream_t own = own_stream(which);
+    CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, own));
+    CHECK(cudaStreamSynchronize(own));
+}
+
+static __global__ void add_kernel(real *out, const real *in, unsigned count, bool relu);
+
+static void receive(size_t which, real *to, const real *from, size_t count, bool add, real *room) {
+    cudaStream_t own = own_stream(which);
+    if (count == 0)
+        return;
+    // between two devices this is cudaMemcpyPeerAsync()
+    CHECK(cudaMemcpyAsync(add ? room : to, from, count * sizeof *to, cudaMemcpyDefault, own));
+    if (add)
+        add_kernel<<<(unsigned)ceil_div(count, THREADS), THREADS, 0, own>>>(to, room, count, false);
+    CHECK_LAUNCH();
     CHECK(cudaStreamSynchronize(own));
 }
 
 static void synchronize(void) {
     CHECK(cudaStreamSynchronize(stream()));
+}
+
+// The device notes the time when it gets there, to about half a microsecond.
+static void mark(size_t i) {
+    CHECK(cudaEventRecord(events[replica][i], stream()));
+}
+
+static void wait(size_t r, size_t i) {
+    CHECK(cudaEventSynchronize(events[r][i]));
+}
+
+static double elapsed(size_t from, size_t to) {
+    float milliseconds = 0;
+    wait(replica, to);
+    CHECK(cudaEventElapsedTime(&milliseconds, events[replica][from], events[replica][to]));
+    return 1e-3 * (double)milliseconds;
 }
 
 /* ==== 2. Element by element =====================================================================
@@ -235,7 +277,8 @@ static __global__ void dropout_forward_kernel(real *out, uint8_t *mask, const re
     if (image >= n)
         return;
     uint32_t bits[4];
-    philox4x32(bits, block, (uint32_t)draw.first + image, (uint32_t)draw.epoch, purpose, draw.seed);
+    philox4x32(bits, (uint32_t)block, (uint32_t)position_of(draw, image), (uint32_t)draw.epoch,
+               purpose, draw.seed);
 #pragma unroll // so that bits[] stays in registers
     for (unsigned j = 0; j < 8; j++) {
         unsigned i = image * size + block * 8 + j;
@@ -447,7 +490,7 @@ static __global__ void gather_kernel(real *out, uint8_t *labels, Resident r, Dra
     if (i >= n * size)
         return;
     Spot o = spot_of(i, r.shape.h, r.shape.w, r.shape.c);
-    size_t position = draw.first + o.image, image = r.order[position];
+    size_t position = position_of(draw, o.image), image = r.order[position];
     int y = o.y, x = o.x;
     if (r.augment == AUGMENT_CROP_FLIP) {
         uint32_t bits[4];
@@ -481,7 +524,7 @@ static __device__ void blur(real *to, const real *from, const float *weights, Sh
 static __global__ void gather_elastic_kernel(real *out, uint8_t *labels, Resident r, Draw draw) {
     extern __shared__ real fields[]; // down, right, and room to blur them
     int pixels = (int)(r.shape.h * r.shape.w), w = (int)r.shape.w, channels = (int)r.shape.c;
-    size_t position = draw.first + blockIdx.x, image = r.order[position];
+    size_t position = position_of(draw, blockIdx.x), image = r.order[position];
     real *room = fields + 2 * pixels;
     for (int i = threadIdx.x; i < 2 * pixels; i += THREADS) {
         uint32_t bits[4];
@@ -786,8 +829,8 @@ static void log_softmax_backward(real *din, const real *dout, const real *out, s
 
 // The formulas stand at nll_loss() of cnn.c. One thread an image.   Traffic: 8 N bytes
 static __global__ void nll_loss_kernel(real *losses, real *dlogp, const real *logp,
-                                       const uint8_t *labels, unsigned n, int classes,
-                                       real at_label, real elsewhere) {
+                                       const uint8_t *labels, unsigned n, unsigned batch,
+                                       int classes, real at_label, real elsewhere) {
     unsigned i = element();
     if (i >= n)
         return;
@@ -797,13 +840,13 @@ static __global__ void nll_loss_kernel(real *losses, real *dlogp, const real *lo
         loss -= k == label ? 0 : elsewhere * logp[i * classes + k];
     losses[i] = loss;
     for (int k = 0; k < classes && dlogp; k++)
-        dlogp[i * classes + k] = -(k == label ? at_label : elsewhere) / (real)n;
+        dlogp[i * classes + k] = -(k == label ? at_label : elsewhere) / (real)batch;
 }
 
 static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t *labels, size_t n,
-                     size_t classes, double smoothing) {
+                     size_t batch, size_t classes, double smoothing) {
     real elsewhere = (real)(smoothing / (double)classes);
-    LAUNCH(nll_loss_kernel, n, losses, dlogp, logp, labels, n, (int)classes,
+    LAUNCH(nll_loss_kernel, n, losses, dlogp, logp, labels, n, batch, (int)classes,
            (real)(1 - smoothing) + elsewhere, elsewhere);
 }
 
@@ -1160,8 +1203,9 @@ static Backend make_backend(bool tiled) {
     auto conv2d_forward = tiled ? conv2d_forward_tiled : conv2d_forward_naive;
     auto conv2d_backward = tiled ? conv2d_backward_tiled : conv2d_backward_naive;
     return {"cuda", tiled ? "tiled" : "naive", tiled, scratch_size, NULL,
-            // memory and the loader
-            device_alloc, device_free, host_alloc, host_free, copy, upload, synchronize, gather,
+            // memory, copies, marks, the loader
+            device_alloc, device_free, host_alloc, host_free, copy, transfer, receive, synchronize,
+            mark, elapsed, wait, gather,
             // conv2d and linear, which is the same; then layer by layer; optimizers
             conv2d_forward, conv2d_backward, NULL, conv2d_forward, conv2d_backward,
             batchnorm2d_forward, batchnorm2d_backward, relu_forward, relu_backward,

@@ -44,7 +44,7 @@ static const Batch *setup_bench(Run *run, int argc, char **argv) {
 }
 
 NOINLINE void train_step(Run *run, const Batch *batch, size_t step) {
-    Draw draw = {run->settings.seed, 1, step * batch->n};
+    Draw draw = {run->settings.seed, 1, step * batch->n, 0};
     net_load(&run->net, batch);
     forward(&run->net, batch->n, &draw);
     check_loss(&run->net, batch, loss_and_gradient(&run->net, batch->n, true));

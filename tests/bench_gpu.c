@@ -1,7 +1,7 @@
 /* Training speed on the GPU, without the loader: whole steps on one batch in its memory, then every
    operation of a step by itself, beside the device's copy bandwidth. Figures are medians over
-   rounds, by the wall clock, between waits for the device; nothing is printed as a speed when the
-   "device" is the emulator.
+   rounds, by events in the device's stream; nothing is printed as a speed when the "device" is the
+   emulator.
 
      build/bench_gpu [--nets "mnist,64 cifar64,250 ..."] [--kernels NAME] [--json FILE] [--tiny]
 
@@ -28,8 +28,8 @@ static size_t sample_count, walk;
 static const Backend *gpu; // what is measured
 static bool emulated;
 
-/* ---- A backend that times each call of another one. Short operations are repeated, so that the
-   wait for the device does not count; `grows` tells that a repetition changes its input, which must
+/* ---- A backend that times each call of another one. Short operations are repeated, so that an
+   event's resolution does not count; `grows` tells that a repetition changes its input, which must
    not run away in a step. */
 
 static Sample *next_sample(const char *op, const char *name, double flops, double bytes) {
@@ -40,7 +40,6 @@ static Sample *next_sample(const char *op, const char *name, double flops, doubl
     s->name = name;
     s->flops = flops;
     s->bytes = bytes;
-    gpu->synchronize();
     return s;
 }
 
@@ -51,15 +50,15 @@ static size_t repeats(const Sample *s, bool grows) {
     return grows ? min_size(wanted, 3) : wanted;
 }
 
-#define TIME(op, name, flops, bytes, grows, call)                 \
-    do {                                                          \
-        Sample *sample = next_sample(op, name, flops, bytes);     \
-        size_t count_ = repeats(sample, grows);                   \
-        double begin = now();                                     \
-        for (size_t i_ = 0; i_ < count_; i_++)                    \
-            gpu->call;                                            \
-        gpu->synchronize();                                       \
-        sample->seconds[walk] = (now() - begin) / (double)count_; \
+#define TIME(op, name, flops, bytes, grows, call)                    \
+    do {                                                             \
+        Sample *sample = next_sample(op, name, flops, bytes);        \
+        size_t count_ = repeats(sample, grows);                      \
+        gpu->mark(0);                                                \
+        for (size_t i_ = 0; i_ < count_; i_++)                       \
+            gpu->call;                                               \
+        gpu->mark(1);                                                \
+        sample->seconds[walk] = gpu->elapsed(0, 1) / (double)count_; \
     } while (0)
 
 static double inputs(const Layer *l, size_t n) {
@@ -184,9 +183,9 @@ static void time_log_softmax_backward(real *din, const real *dout, const real *o
 }
 
 static void time_nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t *labels,
-                          size_t n, size_t classes, double smoothing) {
+                          size_t n, size_t batch, size_t classes, double smoothing) {
     TIME("nll_loss", "", 0, 8. * (double)(n * classes), false,
-         nll_loss(losses, dlogp, logp, labels, n, classes, smoothing));
+         nll_loss(losses, dlogp, logp, labels, n, batch, classes, smoothing));
 }
 
 static void time_adadelta(real *param, const real *grad, real *square_avg, real *acc_delta,
@@ -293,7 +292,7 @@ static void free_bench(Run *run) {
 
 // As train() does it; like there, the loss comes to the host in every step.
 static double train_step(Run *run, const Batch *batch) {
-    Draw draw = {1, 1, 0};
+    Draw draw = {1, 1, 0, 0};
     net_load(&run->net, batch);
     forward(&run->net, batch->n, &draw);
     double loss = loss_and_gradient(&run->net, batch->n, true);
@@ -314,12 +313,13 @@ static size_t time_steps(Run *run, const Batch *batch, double seconds[ROUNDS]) {
     while (rounds < least || (!emulated && rounds < ROUNDS && now() - start < enough)) {
         size_t steps = 0;
         double begin = now(), loss = 0;
+        gpu->mark(0);
         while (steps < 1 || (!emulated && (steps < 2 || now() - begin < round_seconds))) {
             loss = train_step(run, batch);
             steps++;
         }
-        gpu->synchronize();
-        seconds[rounds++] = (now() - begin) / (double)steps;
+        gpu->mark(1);
+        seconds[rounds++] = gpu->elapsed(0, 1) / (double)steps;
         check_loss(&run->net, batch, loss);
     }
     return rounds;
@@ -443,11 +443,10 @@ static double copy_gb_per_s(void) {
     void *from = gpu->alloc(bytes), *to = gpu->alloc(bytes);
     double seconds[ROUNDS];
     for (size_t i = 0; from && to && i < ROUNDS; i++) {
-        gpu->synchronize();
-        double begin = now();
+        gpu->mark(0);
         gpu->copy(to, from, bytes);
-        gpu->synchronize();
-        seconds[i] = now() - begin;
+        gpu->mark(1);
+        seconds[i] = gpu->elapsed(0, 1);
     }
     double speed = from && to ? 2e-9 * (double)bytes / median(seconds, ROUNDS) : 0;
     gpu->release(from);
@@ -479,7 +478,7 @@ static void begin_report(FILE *json, const Device *d) {
 
 static void bench(const char *nets, const char *kernels, FILE *json) {
     Device d = {0};
-    cuda_use_device(0, die);
+    cuda_use_device(0, 0, die);
     cuda_describe(&d);
     emulated = d.emulated;
     gpu = find_backend(kernels);

@@ -91,7 +91,7 @@ int main(int argc, char **argv) {
     if (!f)
         file_fail("cannot read", argv[BATCHES]);
     for (size_t step = 0; step < number(argv, STEPS); step++) {
-        Draw draw = {s->seed, 1, step * batch.n};
+        Draw draw = {s->seed, 1, step * batch.n, 0};
         read_batch(f, &batch, pixels);
         net_load(net, &batch);
         forward(net, batch.n, &draw);

@@ -2361,7 +2361,7 @@ static void check_golden_smoothing(const Line *line) {
     fill_stream(logits, COUNT, LOGIT_STREAM);
     fill_labels(labels, N);
     log_softmax_forward(logp, logits, N, GOLDEN_CLASSES);
-    nll_loss(losses, got + 1, logp, labels, N, GOLDEN_CLASSES, .1);
+    nll_loss(losses, got + 1, logp, labels, N, N, GOLDEN_CLASSES, .1);
     got[0] = (losses[0] + losses[1] + losses[2] + losses[3]) / N;
     for (size_t i = 0; i < 1 + COUNT && line->count == 1 + COUNT; i++) {
         want[i] = (real)line->numbers[i];

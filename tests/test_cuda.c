@@ -421,7 +421,8 @@ static void test_dropout(const Backend *b) {
         Task t = {.run = run_dropout_forward, .l = &l, .n = n, .in_place = i % 3 == 0};
         t.stream = DRAW_DROPOUT + draw_bits() % 20;
         t.draw = (Draw){(uint64_t)draw_bits() << 32 | draw_bits(), draw_bits() % 100,
-                        i % 2 ? draw_bits() % 60000 : UINT32_MAX - 3}; // may wrap around
+                        i % 2 ? draw_bits() % 60000 : UINT32_MAX - 3,
+                        draw_bits() % 4}; // may wrap around
         describe(&l, n, "");
         {
             Array arrays[] = {changed_array("out", count, 0, t.in_place),
@@ -721,7 +722,7 @@ static void softmax_backward_bound(const Task *t, const Array *before, const Arr
 
 static void run_nll(const Backend *b, const Task *t, void *const *a, real *scratch) {
     (void)scratch;
-    b->nll_loss(a[0], a[1], a[2], a[3], t->n, t->count, t->smoothing);
+    b->nll_loss(a[0], a[1], a[2], a[3], t->n, t->n + 3, t->count, t->smoothing);
 }
 
 static void test_softmax_and_loss(const Backend *b) {
@@ -855,13 +856,14 @@ static void gather_epoch(const Backend *b, const DatasetInfo *info, Augmentation
     Dataset data = {info, tiny ? 2 : 2 * GATHERED + 3, NULL, NULL};
     Array images = input_bytes("images", data.count * shape_size(info->shape), 256);
     Array labels = input_bytes("labels", data.count, 200);
-    size_t batch_size = min_size(GATHERED, data.count);
+    size_t batch_size = min_size(GATHERED, data.count), others = draw_size(0, 2);
+    size_t rank = draw_size(0, others);
     Loader cpu, gpu;
     data.images = images.at;
     data.labels = labels.at;
     Augment *augment = augmentations[kind].augment;
-    loader_init(&cpu, &data, batch_size, 1, augment, (Placement){&backends[0], 0, 0, 0});
-    loader_init(&gpu, &data, batch_size, 1, augment, (Placement){b, 0, true, true});
+    loader_init(&cpu, &data, batch_size, 1, augment, (Placement){&backends[0], 0, 0, 0, rank, others});
+    loader_init(&gpu, &data, batch_size, 1, augment, (Placement){b, 0, true, true, rank, others});
     const uint64_t seed = (uint64_t)draw_bits() << 32 | draw_bits();
     loader_start(&cpu, seed, 3, 0);
     loader_start(&gpu, seed, 3, 0);
@@ -895,10 +897,10 @@ static void test_gather(const Backend *b) {
     verdict("gather, %s kernels", b->kernels);
 }
 
-static void *upload_thread(void *argument) {
+static void *transfer_thread(void *argument) {
     void **a = argument;
     const Backend *b = a[0];
-    b->upload(0, a[1], a[2], 777);
+    b->transfer(0, a[1], a[2], 777);
     return NULL;
 }
 
@@ -926,15 +928,15 @@ static void test_copies(const Backend *b) {
         pthread_t thread; // as a loader's worker does it
         memcpy(host, from.at, BYTES);
         b->copy(second, first, BYTES);
-        b->synchronize(); // an upload does not wait for what is queued
-        if (pthread_create(&thread, NULL, upload_thread, (void *[]){(void *)b, second + 8, host}))
+        b->synchronize(); // a transfer does not wait for what is queued
+        if (pthread_create(&thread, NULL, transfer_thread, (void *[]){(void *)b, second + 8, host}))
             fail("no thread");
         else
             pthread_join(thread, NULL);
         b->copy(host, second, BYTES);
         if (memcmp(host, from.at, 8) != 0 || memcmp(host + 8, from.at, 777) != 0 ||
             memcmp(host + 785, (char *)from.at + 785, BYTES - 785) != 0)
-            fail("upload: other bytes than expected");
+            fail("transfer: other bytes than expected");
         b->host_release(host, pinned);
     }
     if (b->alloc((size_t)1 << 60))
@@ -942,7 +944,21 @@ static void test_copies(const Backend *b) {
     b->release(first);
     b->release(second);
     free(from.at);
-    verdict("alloc, copy and upload, %s kernels", b->kernels);
+    verdict("alloc, copy and transfer, %s kernels", b->kernels);
+}
+
+static void test_marks(const Backend *b) {
+    b->mark(0);
+    b->synchronize();
+    nanosleep(&(struct timespec){.tv_nsec = 20000000}, NULL);
+    b->mark(MARKS - 1);
+    b->mark(1);
+    double seconds = b->elapsed(0, MARKS - 1), later = b->elapsed(MARKS - 1, 1);
+    if (!(seconds >= .0199 && seconds < 30))
+        fail("two marks are %g s apart, expected at least 0.02", seconds);
+    if (!(later >= 0 && later < 30))
+        fail("the next mark comes %g s later", later);
+    verdict("mark and elapsed, %s kernels", b->kernels);
 }
 
 /* ---- Training -------------------------------------------------------------------------------- */
@@ -966,7 +982,8 @@ static uint64_t train_steps(const Backend *b, const char *model, size_t batch_si
     net_alloc(&net);
     net_init(&net, 1);
     real *state = b->alloc(count_states(o, &s) * net.param_size * sizeof *state);
-    loader_init(&loader, &data, batch_size, 1, NULL, (Placement){b, 0, b->upload, resident});
+    loader_init(&loader, &data, batch_size, 1, NULL,
+                (Placement){b, 0, b->transfer, resident, 0, 0});
     loader_start(&loader, 1, 1, 0);
     for (const Batch *batch; (batch = loader_next(&loader));) {
         net_load(&net, batch);
@@ -1029,8 +1046,9 @@ static const struct {
     {"maxpool2d", test_maxpool, true},     {"avgpool2d", test_avgpool, true},
     {"batchnorm2d", test_norm, true},      {"softmax", test_softmax_and_loss, true},
     {"optimizers", test_optimizers, true}, {"gather", test_gather, true},
-    {"copies", test_copies, true},         {"linear", test_linear, false},
-    {"conv2d", test_conv, false},          {"training", test_training, true},
+    {"copies", test_copies, true},         {"marks", test_marks, true},
+    {"linear", test_linear, false},        {"conv2d", test_conv, false},
+    {"training", test_training, true},
 };
 enum { TESTS = sizeof tests / sizeof *tests };
 
@@ -1044,7 +1062,7 @@ int main(int argc, char **argv) {
         skip("all", reason);
         return 0;
     }
-    cuda_use_device(0, die);
+    cuda_use_device(0, 0, die);
     if (strcmp(what, "weights") == 0) {
         print_weights();
         return 0;

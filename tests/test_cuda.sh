@@ -216,7 +216,7 @@ bugs=$(cat <<'END'
 2 optimizers s/nesterov ? g + momentum/nesterov ? step + momentum/
 2 gather s/(int)r.shape.w - 1 - x/(int)r.shape.w - x/
 2 batchnorm2d s/m.count > 1 ? m.count - 1/m.count > 1 ? m.count/
-2 softmax s/at_label : elsewhere) \/ (real)n/elsewhere : at_label) \/ (real)n/
+2 softmax s/at_label : elsewhere) \/ (real)batch/elsewhere : at_label) \/ (real)batch/
 2 tiled s/ && x % divisor == 0//
 3 relu s/out\[i\] = relu && sum < 0/out[i] = sum < 0/
 3 gather s/d <= ELASTIC_REACH; d++/d < ELASTIC_REACH; d++/
