@@ -35,9 +35,9 @@ static_assert(sizeof(real) == sizeof(float), "the kernels are written for 32-bit
 
 /* ==== 1. Errors and devices =====================================================================
 
-   One host thread computes for one replica, on one device. Its work is queued on the replica's stream
-   and done in order; copies by other threads, the loader's and those that communicate, have streams
-   of their own, so that they overlap with it. */
+   One host thread computes for one replica, on one device. Its work is queued on the replica's
+   stream and done in order; copies by other threads, the loader's and those that communicate, have
+   streams of their own, so that they overlap with it. */
 
 enum { THREADS = 256, WARP = 32 };
 
@@ -57,18 +57,20 @@ static void check(cudaError_t error, const char *call, int line) {
 #define CHECK(call) check(call, #call, __LINE__)
 #define CHECK_LAUNCH() check(cudaGetLastError(), "the kernel launched here", __LINE__)
 // Queues a kernel with `threads` threads, in as many blocks as that takes.
-#define LAUNCH(kernel, threads, ...)                                    \
-    do {                                                                \
-        kernel<<<blocks(threads), THREADS, 0, stream()>>>(__VA_ARGS__); \
-        CHECK_LAUNCH();                                                 \
+#define LAUNCH(kernel, threads, ...)                            \
+    do {                                                        \
+        unsigned blocks = (unsigned)ceil_div(threads, THREADS); \
+        kernel<<<blocks, THREADS, 0, stream()>>>(__VA_ARGS__);  \
+        CHECK_LAUNCH();                                         \
     } while (0)
 
 static cudaStream_t stream(void) {
     return streams[replica];
 }
 
-static unsigned blocks(size_t threads) {
-    return (unsigned)((threads + THREADS - 1) / THREADS);
+// a / b, rounded up
+static size_t ceil_div(size_t a, size_t b) {
+    return (a + b - 1) / b;
 }
 
 // How many GPUs there are; 0 and the reason, if none can be used.
@@ -194,7 +196,7 @@ static void receive(size_t which, real *to, const real *from, size_t count, bool
     // between two devices this is cudaMemcpyPeerAsync()
     CHECK(cudaMemcpyAsync(add ? room : to, from, count * sizeof *to, cudaMemcpyDefault, own));
     if (add)
-        add_kernel<<<blocks(count), THREADS, 0, own>>>(to, room, count, false);
+        add_kernel<<<(unsigned)ceil_div(count, THREADS), THREADS, 0, own>>>(to, room, count, false);
     CHECK_LAUNCH();
     CHECK(cudaStreamSynchronize(own));
 }
@@ -223,7 +225,7 @@ static double elapsed(size_t from, size_t to) {
 
    Memory is the limit here: a few operations for each number that is read. */
 
-// Which element is this thread's. 32 bits do (see check_sizes()), and divide faster than 64.
+// Which element is this thread's. 32 bits do (see scratch_size()), and divide faster than 64.
 static __device__ unsigned element(void) {
     return blockIdx.x * blockDim.x + threadIdx.x;
 }
@@ -357,9 +359,7 @@ static __global__ void maxpool2d_forward_kernel(real *out, uint8_t *argmax, cons
     int arg = 0;
     for (int tap = 0; tap < s.kernel * s.kernel; tap++) {
         int pixel = met_pixel(s, o, tap);
-        if (pixel < 0)
-            continue;
-        real value = in[pixel * s.c + o.c];
+        real value = pixel >= 0 ? in[pixel * s.c + o.c] : -INFINITY;
         if (value > best || value != value) {
             best = value;
             arg = tap;
@@ -485,8 +485,7 @@ static __device__ real pixel_at(const uint8_t *image, Shape s, int y, int x, int
 
 /* out[n][h][w][c] = normalised[c][byte]; with crop_flip from where augment_crop_flip() of cnn.c
    takes it; and the labels.   Traffic: 5 N bytes */
-static __global__ void gather_kernel(real *out, uint8_t *labels, Resident r, Draw draw,
-                                     unsigned n) {
+static __global__ void gather_kernel(real *out, uint8_t *labels, Resident r, Draw draw, int n) {
     unsigned size = r.shape.h * r.shape.w * r.shape.c, i = element();
     if (i >= n * size)
         return;
@@ -558,12 +557,11 @@ static __global__ void gather_elastic_kernel(real *out, uint8_t *labels, Residen
 
 static void gather(real *out, uint8_t *labels, const Resident *r, const Draw *draw, size_t n) {
     size_t pixels = r->shape.h * r->shape.w;
-    if (r->augment != AUGMENT_ELASTIC) {
+    if (r->augment != AUGMENT_ELASTIC)
         LAUNCH(gather_kernel, n * pixels * r->shape.c, out, labels, *r, *draw, n);
-        return;
-    }
-    gather_elastic_kernel<<<(unsigned)n, THREADS, 3 * pixels * sizeof(real), stream()>>>(
-        out, labels, *r, *draw);
+    else
+        gather_elastic_kernel<<<(unsigned)n, THREADS, 3 * pixels * sizeof(real), stream()>>>(
+            out, labels, *r, *draw);
     CHECK_LAUNCH();
 }
 
@@ -591,44 +589,31 @@ static __device__ real warp_max(real value) {
     return value;
 }
 
-// How many slices there are: as many as 64 pixels each allow, at most SUM_SLICES.
-static int sum_slices(size_t pixels) {
-    size_t slices = (pixels + 63) / 64;
-    return (int)(slices < SUM_SLICES ? slices : (size_t)SUM_SLICES);
-}
-
+// x: 32 channels a block; y: as many slices as 64 pixels each allow, at most SUM_SLICES.
 static dim3 sum_grid(size_t pixels, size_t channels) {
-    return dim3((unsigned)((channels + WARP - 1) / WARP), (unsigned)sum_slices(pixels));
+    return dim3(ceil_div(channels, WARP), min(ceil_div(pixels, 64), (size_t)SUM_SLICES));
 }
 
-// The part of the pixels that a block sums up, and the first one of this thread.
-struct PixelSlice {
-    unsigned first, last;
-};
-
+// The first pixel of a slice.
 static __device__ unsigned slice_start(unsigned pixels, unsigned slice, unsigned slices) {
     return (unsigned)((size_t)pixels * slice / slices);
 }
 
-static __device__ PixelSlice pixel_slice(unsigned pixels) {
-    return {slice_start(pixels, blockIdx.y, gridDim.y) + threadIdx.y,
-            slice_start(pixels, blockIdx.y + 1, gridDim.y)};
-}
-
 /* partial[slice][0][c] = sum of d, partial[slice][1][c] = sum of d * (x - mean), over the slice's
-   pixels. x NULL: the first sum only.   Grid: channels / 32 x slices.   Traffic: 4 or 8 bytes for
-   each number of d */
+   pixels; the mean is in stats. x NULL: the first sum only.   Grid: channels / 32 x slices.
+   Traffic: 4 or 8 bytes for each number of d */
 static __global__ void column_sums_kernel(real *partial, const real *d, const real *x,
-                                          const real *mean, unsigned pixels, int channels) {
+                                          const real *stats, unsigned pixels, int channels) {
     __shared__ real sums[LANES_Y][WARP];
     __shared__ real products[LANES_Y][WARP];
     int c = blockIdx.x * WARP + threadIdx.x;
-    PixelSlice s = pixel_slice(pixels);
-    real sum = 0, product = 0;
-    for (unsigned p = s.first; p < s.last && c < channels; p += LANES_Y) {
+    unsigned first = slice_start(pixels, blockIdx.y, gridDim.y) + threadIdx.y;
+    unsigned end = slice_start(pixels, blockIdx.y + 1, gridDim.y);
+    real sum = 0, product = 0, mean = x && c < channels ? stats[2 * channels + c] : 0;
+    for (unsigned p = first; p < end && c < channels; p += LANES_Y) {
         real value = d[p * channels + c];
         sum += value;
-        product += x ? value * (x[p * channels + c] - mean[c]) : 0;
+        product += x ? value * (x[p * channels + c] - mean) : 0;
     }
     sums[threadIdx.y][threadIdx.x] = sum;
     products[threadIdx.y][threadIdx.x] = product;
@@ -643,10 +628,10 @@ static __global__ void column_sums_kernel(real *partial, const real *d, const re
     partial[(2 * blockIdx.y + 1) * channels + c] = product;
 }
 
-/* dbias[c] = sum over slices of the first sums; dweight[c] = of the second ones, times inverse[c];
-   no dweight where it is NULL.   One warp a channel */
+/* dbias[c] = sum over slices of the first sums; dweight[c] = of the second ones, times stats' 1 /
+   sqrt(variance + eps); no dweight where it is NULL.   One warp a channel */
 static __global__ void join_sums_kernel(real *dbias, real *dweight, const real *partial,
-                                        const real *inverse, int slices, int channels) {
+                                        const real *stats, int slices, int channels) {
     int c = element() / WARP, lane = threadIdx.x % WARP;
     if (c >= channels) // a whole warp, so nobody waits for it
         return;
@@ -660,18 +645,22 @@ static __global__ void join_sums_kernel(real *dbias, real *dweight, const real *
     if (lane == 0)
         dbias[c] = sum;
     if (lane == 0 && dweight)
-        dweight[c] = product * inverse[c];
+        dweight[c] = product * stats[3 * channels + c];
+}
+
+// Both kernels; without x and stats, which BatchNorm has, dbias only.
+static void column_sums(real *dbias, real *dweight, const real *d, const real *x, const real *stats,
+                        size_t pixels, int channels, real *scratch) {
+    dim3 grid = sum_grid(pixels, channels), block(WARP, LANES_Y);
+    column_sums_kernel<<<grid, block, 0, stream()>>>(scratch, d, x, stats, pixels, channels);
+    CHECK_LAUNCH();
+    LAUNCH(join_sums_kernel, channels * WARP, dbias, dweight, scratch, stats, grid.y, channels);
 }
 
 static void bias_gradient(real *dbias, const real *dout, const Layer *l, size_t n, real *scratch) {
     size_t pixels = n * l->out.h * l->out.w;
-    if (!l->biases)
-        return;
-    column_sums_kernel<<<sum_grid(pixels, l->out.c), dim3(WARP, LANES_Y), 0, stream()>>>(
-        scratch, dout, NULL, NULL, pixels, (int)l->out.c);
-    CHECK_LAUNCH();
-    LAUNCH(join_sums_kernel, l->out.c * WARP, dbias, NULL, scratch, NULL, sum_slices(pixels),
-           (int)l->out.c);
+    if (l->biases)
+        column_sums(dbias, NULL, dout, NULL, NULL, pixels, (int)l->out.c, scratch);
 }
 
 // A count, its mean and the sum of squared distances from it; joined without cancellation (Chan,
@@ -688,24 +677,15 @@ static __device__ Moments join(Moments a, Moments b) {
             a.squares + b.squares + d * d * (a.count * b.count / count)};
 }
 
-static __device__ Moments warp_join(Moments m) // for lane 0
-{
-    for (int lane = WARP / 2; lane > 0; lane /= 2)
-        m = join(m, {__shfl_down_sync(0xffffffffu, m.count, lane),
-                     __shfl_down_sync(0xffffffffu, m.mean, lane),
-                     __shfl_down_sync(0xffffffffu, m.squares, lane)});
-    return m;
-}
-
 /* partial[slice][0][c] = mean, partial[slice][1][c] = squares of the slice's pixels.
    Grid: channels / 32 x slices.   Traffic: 4 bytes for each number of in */
-static __global__ void moments_kernel(real *partial, const real *in, unsigned pixels,
-                                      int channels) {
+static __global__ void moments_kernel(real *partial, const real *in, int pixels, int channels) {
     __shared__ Moments moments[LANES_Y][WARP];
     int c = blockIdx.x * WARP + threadIdx.x;
-    PixelSlice s = pixel_slice(pixels);
+    unsigned first = slice_start(pixels, blockIdx.y, gridDim.y) + threadIdx.y;
+    unsigned end = slice_start(pixels, blockIdx.y + 1, gridDim.y);
     Moments m = {0, 0, 0};
-    for (unsigned p = s.first; p < s.last && c < channels; p += LANES_Y)
+    for (unsigned p = first; p < end && c < channels; p += LANES_Y)
         m = join(m, {1, in[p * channels + c], 0});
     moments[threadIdx.y][threadIdx.x] = m;
     __syncthreads();
@@ -733,7 +713,10 @@ static __global__ void batchnorm_statistics_kernel(real *stats, const real *part
         m = join(m, {(real)pixels_of_slice, partial[2 * slice * channels + c],
                      partial[(2 * slice + 1) * channels + c]});
     }
-    m = warp_join(m);
+    for (int other = WARP / 2; other > 0; other /= 2) // at last lane 0 has joined all
+        m = join(m, {__shfl_down_sync(0xffffffffu, m.count, other),
+                     __shfl_down_sync(0xffffffffu, m.mean, other),
+                     __shfl_down_sync(0xffffffffu, m.squares, other)});
     if (lane > 0)
         return;
     real unbiased = m.squares / (m.count > 1 ? m.count - 1 : 1);
@@ -763,11 +746,11 @@ static void batchnorm2d_forward(real *out, real *stats, const real *in, const re
     size_t pixels = n * l->in.h * l->in.w, count = pixels * l->in.c;
     int channels = (int)l->in.c;
     if (training) {
-        moments_kernel<<<sum_grid(pixels, l->in.c), dim3(WARP, LANES_Y), 0, stream()>>>(
-            scratch, in, pixels, channels);
+        dim3 grid = sum_grid(pixels, channels), block(WARP, LANES_Y);
+        moments_kernel<<<grid, block, 0, stream()>>>(scratch, in, pixels, channels);
         CHECK_LAUNCH();
-        LAUNCH(batchnorm_statistics_kernel, l->in.c * WARP, stats, scratch, pixels,
-               sum_slices(pixels), channels);
+        LAUNCH(batchnorm_statistics_kernel, l->in.c * WARP, stats, scratch, pixels, grid.y,
+               channels);
     }
     LAUNCH(batchnorm_apply_kernel, count, out, in, stats, weight, bias, count, channels, training,
            l->fused_relu);
@@ -794,15 +777,10 @@ static void batchnorm2d_backward(real *din, real *dweight, real *dbias, const re
                                  const Layer *l, size_t n, bool accumulate, real *scratch) {
     size_t pixels = n * l->in.h * l->in.w, count = pixels * l->in.c;
     int channels = (int)l->in.c;
-    column_sums_kernel<<<sum_grid(pixels, l->in.c), dim3(WARP, LANES_Y), 0, stream()>>>(
-        scratch, dout, in, stats + 2 * channels, pixels, channels);
-    CHECK_LAUNCH();
-    LAUNCH(join_sums_kernel, l->in.c * WARP, dbias, dweight, scratch, stats + 3 * channels,
-           sum_slices(pixels), channels);
-    if (!din)
-        return;
-    LAUNCH(batchnorm_backward_kernel, count, din, dout, in, stats, weight, dweight, dbias, count,
-           channels, accumulate);
+    column_sums(dbias, dweight, dout, in, stats, pixels, channels, scratch);
+    if (din)
+        LAUNCH(batchnorm_backward_kernel, count, din, dout, in, stats, weight, dweight, dbias,
+               count, channels, accumulate);
 }
 
 /* ==== 4. Softmax and loss =======================================================================
@@ -811,10 +789,8 @@ static void batchnorm2d_backward(real *din, real *dweight, real *dbias, const re
 
 /* out[k] = in[k] - largest - log(sum of exp(in[j] - largest)).   Grid: THREADS / 32 images a block.
    Traffic: 8 N bytes */
-static __global__ void log_softmax_forward_kernel(real *out, const real *in, unsigned n,
-                                                  int classes) {
-    unsigned image = element() / WARP;
-    int lane = threadIdx.x % WARP;
+static __global__ void log_softmax_forward_kernel(real *out, const real *in, int n, int classes) {
+    int image = element() / WARP, lane = threadIdx.x % WARP;
     if (image >= n) // a whole warp, so nobody waits for it
         return;
     real largest = -INFINITY, sum = 0;
@@ -834,16 +810,15 @@ static void log_softmax_forward(real *out, const real *in, size_t n, size_t clas
 
 // din[k] = dout[k] - exp(out[k]) * sum of dout.   Grid as above.   Traffic: 12 N bytes
 static __global__ void log_softmax_backward_kernel(real *din, const real *dout, const real *out,
-                                                   unsigned n, int classes) {
-    unsigned image = element() / WARP;
-    int lane = threadIdx.x % WARP;
+                                                   int n, int classes) {
+    int image = element() / WARP, lane = threadIdx.x % WARP;
     if (image >= n)
         return;
     real sum = 0;
     for (int k = lane; k < classes; k += WARP)
         sum += dout[image * classes + k];
     sum = warp_sum(sum);
-    for (unsigned i = image * classes + lane; i < (image + 1) * classes; i += WARP)
+    for (int i = image * classes + lane; i < (image + 1) * classes; i += WARP)
         din[i] = dout[i] - expf(out[i]) * sum;
 }
 
@@ -944,10 +919,9 @@ static void conv2d_backward_naive(real *din, real *dweight, real *dbias, const r
     bias_gradient(dbias, dout, l, n, scratch);
     LAUNCH(conv2d_weight_gradient_naive_kernel, l->weights, dweight, dout, in, window_of(l), n,
            l->weights);
-    if (!din)
-        return;
-    LAUNCH(conv2d_data_gradient_naive_kernel, inputs, din, dout, weight, window_of(l), inputs,
-           accumulate);
+    if (din)
+        LAUNCH(conv2d_data_gradient_naive_kernel, inputs, din, dout, weight, window_of(l), inputs,
+               accumulate);
 }
 
 /* ==== 6. Convolution, tiled =====================================================================
@@ -978,41 +952,34 @@ struct Place {
 };
 enum { OUTSIDE = -(1 << 20) };
 
-// Numbers whose place is the sum of two offsets.
-struct Numbers {
+/* The operands. ALONG_K: a line's numbers lie side by side in memory; otherwise the lines do.
+
+   Matrix<false>: [K][lines], depth unused. Matrix<true>: [K / depth][lines][depth], as the data
+   gradient reads the weights: its lines are the channels in, depth the channels out. */
+template <bool DEEP> struct Matrix {
+    enum { ALONG_K = DEEP };
     const real *data;
+    int lines, depth;
+    __device__ Place outer(int i) const {
+        return {ALONG_K ? i * depth : i, 0, 0};
+    }
+    __device__ Place inner(int k) const {
+        return {ALONG_K ? k / depth * lines * depth + k % depth : k * lines, 0, 0};
+    }
     __device__ real at(Place a, Place b) const {
         return a.y < 0 ? 0 : data[a.offset + b.offset];
-    }
-};
-
-// An ordinary matrix: a line's numbers lie inner_step apart.
-struct Matrix : Numbers {
-    int outer_step, inner_step;
-    __device__ Place outer(int i) const {
-        return {i * outer_step, 0, 0};
-    }
-    __device__ Place inner(int k) const {
-        return {k * inner_step, 0, 0};
-    }
-};
-
-// The weights as the data gradient reads them: line = channel in, K = (tap, channel out).
-struct Filter : Numbers {
-    int channels_in, channels_out;
-    __device__ Place outer(int c) const {
-        return {c * channels_out, 0, 0};
-    }
-    __device__ Place inner(int k) const {
-        return {k / channels_out * channels_in * channels_out + k % channels_out, 0, 0};
     }
 };
 
 /* An image under a filter. Position (n, y, x) of the other image and tap (i, j) meet the pixel
      (y * step + origin + direction * i) / divisor, x likewise,
    if that is a whole number inside the image. Forward: step = stride, origin = -padding, direction
-   = 1, divisor = 1. Data gradient: 1, padding, -1, stride. */
-struct Picture {
+   = 1, divisor = 1. Data gradient: 1, padding, -1, stride.
+   Lines are positions (PIXELS) and K goes over taps and channels, or the other way round (TAPS). */
+enum PictureLines { PIXELS, TAPS };
+
+template <PictureLines LINES> struct Picture {
+    enum { ALONG_K = LINES == PIXELS };
     const real *data;
     int h, w, channels;    // of this image
     int across, per_image; // positions in a row and in all of the other image
@@ -1036,47 +1003,40 @@ struct Picture {
         }
         return met && y < h && x < w ? data[a.offset + b.offset + (y * w + x) * channels] : 0;
     }
-};
-
-struct PixelRows : Picture { // lines are positions, K goes over taps and channels
     __device__ Place outer(int i) const {
-        return position(i);
+        return LINES == PIXELS ? position(i) : tap(i);
     }
     __device__ Place inner(int k) const {
-        return tap(k);
-    }
-};
-
-struct TapRows : Picture { // lines are taps and channels, K goes over positions
-    __device__ Place outer(int i) const {
-        return tap(i);
-    }
-    __device__ Place inner(int k) const {
-        return position(k);
+        return LINES == PIXELS ? tap(k) : position(k);
     }
 };
 
 /* One thread's share of bringing a tile of LINES x TILE_K numbers into shared memory [k][line].
-   ALONG_K: neighbouring threads take neighbouring k, since those lie side by side in memory, and a
-   thread has one k; otherwise neighbouring threads take neighbouring lines, and a thread has one
-   line. The two steps lie apart so that arithmetic can stand between. A line of shared memory is 4
-   numbers longer than it must be: else the threads that store one line's numbers would fall on the
-   same of its 32 banks, and wait for each other. */
-template <class Operand, int LINES, bool ALONG_K> struct TileLoader {
-    enum { COUNT = LINES * TILE_K / THREADS, PITCH = LINES + 4 };
+   Neighbouring threads take what lies side by side in memory: neighbouring k if ALONG_K, and then a
+   thread has one k; else neighbouring lines, and a thread has one line. fetch() and put() lie apart
+   so that arithmetic can stand between. A line of shared memory is 4 numbers longer than it must
+   be: else the threads that store one line's numbers would fall on the same of its 32 banks, and
+   wait for each other. */
+template <class Operand, int LINES> struct TileLoader {
+    enum { ALONG_K = Operand::ALONG_K, COUNT = LINES * TILE_K / THREADS, PITCH = LINES + 4 };
+    Place outer[COUNT];
     real numbers[COUNT];
+    __device__ TileLoader(const Operand &operand, int first_line, int lines) {
+#pragma unroll
+        for (int i = 0; i < COUNT; i++)
+            outer[i] = first_line + line(i) < lines ? operand.outer(first_line + line(i))
+                                                    : Place{0, OUTSIDE, 0};
+    }
     __device__ static int line(int i) {
         return ALONG_K ? threadIdx.x / TILE_K + i * (THREADS / TILE_K) : threadIdx.x % LINES;
     }
     __device__ static int depth(int i) {
         return ALONG_K ? threadIdx.x % TILE_K : threadIdx.x / LINES + i * (THREADS / LINES);
     }
-    __device__ void fetch(const Operand &operand, const Place *outer, int k, int end) {
-        Place inner = operand.inner(k + depth(0));
+    __device__ void fetch(const Operand &operand, int k, int end) {
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
-            if (!ALONG_K)
-                inner = operand.inner(k + depth(i));
+            Place inner = operand.inner(k + depth(i));
             numbers[i] = k + depth(i) < end ? operand.at(outer[ALONG_K ? i : 0], inner) : 0;
         }
     }
@@ -1087,57 +1047,44 @@ template <class Operand, int LINES, bool ALONG_K> struct TileLoader {
     }
 };
 
-template <class Operand>
-static __device__ Place line_or_outside(const Operand &operand, int line, int lines) {
-    return line < lines ? operand.outer(line) : Place{0, OUTSIDE, 0};
-}
-
 // What becomes of a number of C.
 struct Epilogue {
-    real *out;        // [M][N]; with splits > 1: [split][M][N], and nothing of the following
-    const real *bias; // of a column, or NULL
-    bool relu, accumulate;
+    real *out;               // [M][N]; with splits > 1: [split][M][N], and nothing of the following
+    const real *bias = NULL; // of a column
+    bool relu = false, accumulate = false;
+    __device__ void store(unsigned at, int column, real sum) const {
+        sum += (bias ? bias[column] : 0) + (accumulate ? out[at] : 0);
+        out[at] = relu && sum < 0 ? 0 : sum;
+    }
 };
-
-static __device__ void finish(const Epilogue &e, unsigned at, int column, real sum) {
-    sum += (e.bias ? e.bias[column] : 0) + (e.accumulate ? e.out[at] : 0);
-    e.out[at] = e.relu && sum < 0 ? 0 : sum;
-}
 
 /* C = A * B over K from this split's first to its last; the table above says what A and B are.
    Two blocks fit on a multiprocessor: a thread has at most 128 registers.
    Grid: M / 128 x N / 64 x splits.   Shared memory: 2 x (132 + 68) x 16 floats = 25.6 KB.
    Traffic: 4 K (M N / 64 + M N / 128) + 4 M N bytes, most of it served by the L2 cache */
-template <class A, class B, bool A_ALONG_K, bool B_ALONG_K>
+template <class A, class B>
 static __global__ void __launch_bounds__(THREADS, 2)
     gemm_kernel(A a, B b, Epilogue e, int rows, int columns, int depth, int depth_of_split) {
-    using LoadA = TileLoader<A, TILE_M, A_ALONG_K>;
-    using LoadB = TileLoader<B, TILE_N, B_ALONG_K>;
+    using LoadA = TileLoader<A, TILE_M>;
+    using LoadB = TileLoader<B, TILE_N>;
     __shared__ __align__(16) real tile_a[2][TILE_K * LoadA::PITCH]; // read 4 numbers at a time
     __shared__ __align__(16) real tile_b[2][TILE_K * LoadB::PITCH];
     static_assert(LoadA::PITCH % 4 == 0 && LoadB::PITCH % 4 == 0, "lines begin on 16 bytes");
     const int first_row = blockIdx.x * TILE_M, first_column = blockIdx.y * TILE_N;
     const int begin = blockIdx.z * depth_of_split, end = min(begin + depth_of_split, depth);
-    LoadA load_a;
-    LoadB load_b;
-    Place outer_a[LoadA::COUNT], outer_b[LoadB::COUNT];
-#pragma unroll
-    for (int i = 0; i < LoadA::COUNT; i++)
-        outer_a[i] = line_or_outside(a, first_row + LoadA::line(i), rows);
-#pragma unroll
-    for (int i = 0; i < LoadB::COUNT; i++)
-        outer_b[i] = line_or_outside(b, first_column + LoadB::line(i), columns);
+    LoadA load_a(a, first_row, rows);
+    LoadB load_b(b, first_column, columns);
     const int row = threadIdx.x / (TILE_N / COLUMNS_N) * (ROWS_M / 2); // and 64 further down
     const int column = threadIdx.x % (TILE_N / COLUMNS_N) * COLUMNS_N;
     real sums[ROWS_M][COLUMNS_N] = {};
-    load_a.fetch(a, outer_a, begin, end);
-    load_b.fetch(b, outer_b, begin, end);
+    load_a.fetch(a, begin, end);
+    load_b.fetch(b, begin, end);
     for (int k = begin, buffer = 0; k < end; k += TILE_K, buffer ^= 1) {
         load_a.put(tile_a[buffer]);
         load_b.put(tile_b[buffer]);
         __syncthreads(); // the tiles are whole; nobody reads those of the step before last
-        load_a.fetch(a, outer_a, k + TILE_K, end);
-        load_b.fetch(b, outer_b, k + TILE_K, end);
+        load_a.fetch(a, k + TILE_K, end);
+        load_b.fetch(b, k + TILE_K, end);
 #pragma unroll
         for (int d = 0; d < TILE_K; d++) {
             const real *from_a = tile_a[buffer] + d * LoadA::PITCH + row;
@@ -1160,7 +1107,7 @@ static __global__ void __launch_bounds__(THREADS, 2)
             int m = first_row + row + i % (ROWS_M / 2) + i / (ROWS_M / 2) * (TILE_M / 2),
                 n = first_column + column + j;
             if (m < rows && n < columns)
-                finish(e, (blockIdx.z * rows + m) * columns + n, n, sums[i][j]);
+                e.store((blockIdx.z * rows + m) * columns + n, n, sums[i][j]);
         }
 }
 
@@ -1173,7 +1120,7 @@ static __global__ void join_splits_kernel(Epilogue e, const real *parts, int spl
     real sum = 0;
     for (int split = 0; split < splits; split++)
         sum += parts[split * count + i];
-    finish(e, i, (int)(i % columns), sum);
+    e.store(i, (int)(i % columns), sum);
 }
 
 /* How many ways K is split: as long as there are no more than MOST_TILES tiles, about two for each
@@ -1182,145 +1129,89 @@ static __global__ void join_splits_kernel(Epilogue e, const real *parts, int spl
 enum { MOST_TILES = 256, LEAST_DEPTH = 256 };
 
 static size_t gemm_splits(size_t rows, size_t columns, size_t depth) {
-    size_t tiles = (rows + TILE_M - 1) / TILE_M * ((columns + TILE_N - 1) / TILE_N);
-    size_t room = tiles < MOST_TILES ? MOST_TILES / tiles : 1;
-    size_t most = (depth + LEAST_DEPTH - 1) / LEAST_DEPTH;
-    return room < most ? room : most;
+    size_t room = MOST_TILES / (ceil_div(rows, TILE_M) * ceil_div(columns, TILE_N));
+    return min(max(room, (size_t)1), ceil_div(depth, LEAST_DEPTH));
 }
 
 // At least what the sums of all splits take, for these rows or fewer and this depth or less.
 static size_t parts_size(size_t rows, size_t columns, size_t depth) {
-    size_t most = (depth + LEAST_DEPTH - 1) / LEAST_DEPTH * rows * columns;
-    return most < (size_t)MOST_TILES * TILE_M * TILE_N ? most
-                                                       : (size_t)MOST_TILES * TILE_M * TILE_N;
+    return min(ceil_div(depth, LEAST_DEPTH) * rows * columns, (size_t)MOST_TILES * TILE_M * TILE_N);
 }
 
-template <class A, class B, bool A_ALONG_K, bool B_ALONG_K>
+template <class A, class B>
 static void gemm(Epilogue e, const A &a, const B &b, size_t rows, size_t columns, size_t depth,
                  real *scratch) {
     size_t splits = gemm_splits(rows, columns, depth);
-    size_t depth_of_split = (depth + splits * TILE_K - 1) / (splits * TILE_K) * TILE_K;
-    Epilogue plain = {scratch, NULL, false, false};
-    dim3 grid((unsigned)((rows + TILE_M - 1) / TILE_M), (unsigned)((columns + TILE_N - 1) / TILE_N),
-              (unsigned)splits); // x may be 2^31 - 1, y and z 65,535
-    gemm_kernel<A, B, A_ALONG_K, B_ALONG_K><<<grid, THREADS, 0, stream()>>>(
-        a, b, splits > 1 ? plain : e, (int)rows, (int)columns, (int)depth, (int)depth_of_split);
+    size_t depth_of_split = ceil_div(depth, splits * TILE_K) * TILE_K;
+    dim3 grid(ceil_div(rows, TILE_M), ceil_div(columns, TILE_N), splits); // y, z: at most 65,535
+    gemm_kernel<A, B><<<grid, THREADS, 0, stream()>>>(a, b, splits > 1 ? Epilogue{scratch} : e,
+                                                      rows, columns, depth, depth_of_split);
     CHECK_LAUNCH();
-    if (splits == 1)
-        return;
-    LAUNCH(join_splits_kernel, rows * columns, e, scratch, (int)splits, rows * columns,
-           (int)columns);
+    if (splits > 1)
+        LAUNCH(join_splits_kernel, rows * columns, e, scratch, splits, rows * columns, columns);
 }
 
 // A layer's input (forward) or dout under its filter, seen from each pixel of its other image.
-static Picture picture(const real *data, const Layer *l, bool forward) {
-    Shape own = forward ? l->in : l->out, other = forward ? l->out : l->in;
-    int padding = (int)l->padding, stride = (int)l->stride;
-    return {data,
-            (int)own.h,
-            (int)own.w,
-            (int)own.c,
-            (int)other.w,
-            (int)(other.h * other.w),
-            (int)l->kernel,
-            forward ? stride : 1,
-            forward ? -padding : padding,
-            forward ? 1 : -1,
-            forward ? 1 : stride};
+template <PictureLines LINES>
+static Picture<LINES> picture(const real *data, const Layer *l, bool forward) {
+    Window s = window_of(l);
+    if (forward)
+        return {data, s.h, s.w, s.c, s.ow, s.oh * s.ow, s.kernel, s.stride, -s.padding, 1, 1};
+    return {data, s.oh, s.ow, s.oc, s.w, s.h * s.w, s.kernel, 1, s.padding, -1, s.stride};
 }
 
 static void conv2d_forward_tiled(real *out, const real *in, const real *weight, const real *bias,
                                  const Layer *l, size_t n, real *scratch) {
-    PixelRows a = {picture(in, l, true)};
-    Matrix b = {{weight}, 1, (int)l->out.c};
-    Epilogue e = {out, bias, l->fused_relu, false};
-    gemm<PixelRows, Matrix, true, false>(e, a, b, n * l->out.h * l->out.w, l->out.c,
-                                         l->kernel * l->kernel * l->in.c, scratch);
+    gemm({out, bias, l->fused_relu}, picture<PIXELS>(in, l, true),
+         Matrix<false>{weight, (int)l->out.c, 1}, n * l->out.h * l->out.w, l->out.c,
+         l->kernel * l->kernel * l->in.c, scratch);
 }
 
 static void conv2d_backward_tiled(real *din, real *dweight, real *dbias, const real *dout,
                                   const real *in, const real *weight, const Layer *l, size_t n,
                                   bool accumulate, real *scratch) {
-    bias_gradient(dbias, dout, l, n, scratch);
     size_t taps = l->kernel * l->kernel;
-    TapRows a = {picture(in, l, true)};
-    Matrix b = {{dout}, 1, (int)l->out.c};
-    gemm<TapRows, Matrix, false, false>({dweight, NULL, false, false}, a, b, taps * l->in.c,
-                                        l->out.c, n * l->out.h * l->out.w, scratch);
-    if (!din)
-        return;
-    PixelRows c = {picture(dout, l, false)};
-    Filter d = {{weight}, (int)l->in.c, (int)l->out.c};
-    gemm<PixelRows, Filter, true, true>({din, NULL, false, accumulate}, c, d, n * l->in.h * l->in.w,
-                                        l->in.c, taps * l->out.c, scratch);
+    bias_gradient(dbias, dout, l, n, scratch);
+    gemm({dweight}, picture<TAPS>(in, l, true), Matrix<false>{dout, (int)l->out.c, 1},
+         taps * l->in.c, l->out.c, n * l->out.h * l->out.w, scratch);
+    if (din)
+        gemm({din, NULL, false, accumulate}, picture<PIXELS>(dout, l, false),
+             Matrix<true>{weight, (int)l->in.c, (int)l->out.c}, n * l->in.h * l->in.w, l->in.c,
+             taps * l->out.c, scratch);
 }
 
 /* ==== 7. The table of the backend ============================================================= */
 
-static size_t larger(size_t a, size_t b) {
-    return a > b ? a : b;
-}
-
-// Kernels count in 32 bits; so a tensor must not have more numbers than that.
-static void check_sizes(const Layer *l, size_t n) {
-    size_t inputs = n * l->in.h * l->in.w * l->in.c, outputs = n * l->out.h * l->out.w * l->out.c;
-    if ((inputs > outputs ? inputs : outputs) >> 31)
-        fail(1,
-             "layer %s: a batch of %zu images has tensors of more than 2^31 numbers; use a "
-             "smaller --batch-size",
-             l->name, n);
-}
-
-// Sums of slices, and of a product's splits where there are any.
+// Room for the sums of slices, and of a product's splits where there are any. Kernels count in 32
+// bits, so a tensor must not have more numbers than that.
 static size_t scratch_size(const Layer *l, size_t n) {
     size_t sums = 2 * SUM_SLICES * l->out.c, taps = l->kernel * l->kernel;
     size_t outputs = n * l->out.h * l->out.w, inputs = n * l->in.h * l->in.w;
-    check_sizes(l, n);
+    if (max(inputs * l->in.c, outputs * l->out.c) >> 31)
+        fail(1, "layer %s: %zu images have more than 2^31 numbers; use a smaller --batch-size",
+             l->name, n);
     if (l->kind != CONV2D && l->kind != LINEAR)
         return l->kind == BATCHNORM2D ? sums : 0;
-    size_t parts = larger(parts_size(outputs, l->out.c, taps * l->in.c),
-                          larger(parts_size(taps * l->in.c, l->out.c, outputs),
-                                 parts_size(inputs, l->in.c, taps * l->out.c)));
-    return larger(sums, parts);
+    size_t parts = max(parts_size(outputs, l->out.c, taps * l->in.c),
+                       max(parts_size(taps * l->in.c, l->out.c, outputs),
+                           parts_size(inputs, l->in.c, taps * l->out.c)));
+    return max(sums, parts);
 }
 
+// In the order of struct Backend in cnn.c; NULL: prepare() and conv2d_backward_pooled().
 static Backend make_backend(bool tiled) {
-    Backend b = {};
-    b.name = "cuda";
-    b.kernels = tiled ? "tiled" : "naive";
-    b.fuses_relu = tiled;
-    b.scratch_size = scratch_size;
-    b.alloc = device_alloc;
-    b.release = device_free;
-    b.host_alloc = host_alloc;
-    b.host_release = host_free;
-    b.copy = copy;
-    b.transfer = transfer;
-    b.receive = receive;
-    b.synchronize = synchronize;
-    b.mark = mark;
-    b.elapsed = elapsed;
-    b.wait = wait;
-    b.gather = gather;
-    b.conv2d_forward = b.linear_forward = tiled ? conv2d_forward_tiled : conv2d_forward_naive;
-    b.conv2d_backward = b.linear_backward = tiled ? conv2d_backward_tiled : conv2d_backward_naive;
-    b.batchnorm2d_forward = batchnorm2d_forward;
-    b.batchnorm2d_backward = batchnorm2d_backward;
-    b.relu_forward = relu_forward;
-    b.relu_backward = relu_backward;
-    b.maxpool2d_forward = maxpool2d_forward;
-    b.maxpool2d_backward = maxpool2d_backward;
-    b.avgpool2d_forward = avgpool2d_forward;
-    b.avgpool2d_backward = avgpool2d_backward;
-    b.add = add;
-    b.dropout_forward = dropout_forward;
-    b.dropout_backward = dropout_backward;
-    b.log_softmax_forward = log_softmax_forward;
-    b.log_softmax_backward = log_softmax_backward;
-    b.nll_loss = nll_loss;
-    b.adadelta = adadelta;
-    b.sgd = sgd;
-    return b;
+    auto conv2d_forward = tiled ? conv2d_forward_tiled : conv2d_forward_naive;
+    auto conv2d_backward = tiled ? conv2d_backward_tiled : conv2d_backward_naive;
+    return {"cuda", tiled ? "tiled" : "naive", tiled, scratch_size, NULL,
+            // memory, copies, marks, the loader
+            device_alloc, device_free, host_alloc, host_free, copy, transfer, receive, synchronize,
+            mark, elapsed, wait, gather,
+            // conv2d and linear, which is the same; then layer by layer; optimizers
+            conv2d_forward, conv2d_backward, NULL, conv2d_forward, conv2d_backward,
+            batchnorm2d_forward, batchnorm2d_backward, relu_forward, relu_backward,
+            maxpool2d_forward, maxpool2d_backward, avgpool2d_forward, avgpool2d_backward, add,
+            dropout_forward, dropout_backward, log_softmax_forward, log_softmax_backward, nll_loss,
+            adadelta, sgd};
 }
 
 // The backends, the best one last; NULL behind it.

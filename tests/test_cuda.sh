@@ -216,7 +216,7 @@ bugs=$(cat <<'END'
 2 optimizers s/nesterov ? g + momentum/nesterov ? step + momentum/
 2 gather s/(int)r.shape.w - 1 - x/(int)r.shape.w - x/
 2 batchnorm2d s/m.count > 1 ? m.count - 1/m.count > 1 ? m.count/
-2 softmax s/at_label : elsewhere) \/ (real)n/elsewhere : at_label) \/ (real)n/
+2 softmax s/at_label : elsewhere) \/ (real)batch/elsewhere : at_label) \/ (real)batch/
 2 tiled s/ && x % divisor == 0//
 3 relu s/out\[i\] = relu && sum < 0/out[i] = sum < 0/
 3 gather s/d <= ELASTIC_REACH; d++/d < ELASTIC_REACH; d++/
@@ -226,11 +226,11 @@ bugs=$(cat <<'END'
 4 naive s/weight\[(tap \* s.c + c) \* s.oc + o.c\]/weight[(tap * s.c + c) * s.c + o.c]/
 4 tiled s/(blockIdx.z \* rows + m) \* columns/(blockIdx.z * rows + m) * rows/
 5 tiled s/i \/ (ROWS_M \/ 2) \* (TILE_M/i \/ (ROWS_M \/ 2) * (TILE_N/
-6 tiled s/(e.accumulate ? e.out\[at\] : 0)/0/
-7 tiled s/return larger(sums, parts)/return sums/
-8 tiled s/forward ? -padding : padding/forward ? -padding : padding - 1/
+6 tiled s/(accumulate ? out\[at\] : 0)/0/
+7 tiled s/return max(sums, parts)/return sums/
+8 tiled s/1, s.padding, -1/1, s.padding - 1, -1/
 9 copies s/a.type != cudaMemoryTypeDevice || b/a.type != cudaMemoryTypeDevice \&\& b/
-10 batchnorm2d s/blockIdx.y + 1, gridDim.y)}/blockIdx.y + 1, gridDim.y) - 1}/
+10 batchnorm2d /moments_kernel/,/^}/s/blockIdx.y + 1, gridDim.y)/blockIdx.y + 1, gridDim.y) - 1/
 END
 )
 
