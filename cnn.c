@@ -4696,7 +4696,7 @@ static const Option options[] = {
      "ddp: --batch-size images each, gradients added up; dp: a master shares its batch out"},
     {"--global-batch", COUNT, FIELD(global_batch), NULL, 1, 65536, 1, "B",
      "images of a step on all devices together, instead of --batch-size"},
-    {"--bucket-mb", NUMBER, FIELD(bucket_mb), "25", 0.001, 10000, 0, "MB",
+    {"--bucket-mb", NUMBER, FIELD(bucket_mb), "25", 0.001, 10000, 1, "MB",
      "ddp: gradients are added up in pieces of this size"},
     {"--overlap", SWITCH, FIELD(overlap), "on", 0, 0, 0, "on|off",
      "ddp: ... as soon as backward has finished them; off: after it"},

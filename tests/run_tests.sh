@@ -51,6 +51,7 @@ ours() {
 gpu_and_pytorch() {
     run emulator tests/test_emulator.sh
     run cuda tests/test_cuda.sh
+    run parallel tests/test_parallel.sh
     run nvcc tests/test_nvcc.sh
     run gpu_check tests/gpu_check.sh --emulated
     run_torch pytorch_weights tests/pytorch_weights.py

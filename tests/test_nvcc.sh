@@ -20,16 +20,16 @@ bounds='^gemm_kernel<              128  0 25600
 # What cnn_kernels.cu may call: functions of CUDA 11.0 that have the same arguments in every later
 # version. CUDA 12's header says _v2 for the properties. Names with __ come from nvcc itself.
 allowed='cudaDeviceCanAccessPeer cudaDeviceEnablePeerAccess cudaDeviceGetAttribute
-cudaDeviceSynchronize cudaDriverGetVersion cudaEventCreateWithFlags cudaEventDestroy
+cudaDeviceSynchronize cudaDriverGetVersion cudaEventCreate cudaEventCreateWithFlags cudaEventDestroy
 cudaEventElapsedTime cudaEventRecord cudaEventSynchronize cudaFree cudaFreeHost
-cudaFuncGetAttributes cudaFuncSetAttribute cudaGetDevice cudaGetDeviceCount
-cudaGetDeviceProperties cudaGetDeviceProperties_v2 cudaGetErrorName cudaGetErrorString
-cudaGetLastError cudaGraphDestroy cudaGraphExecDestroy cudaGraphLaunch cudaHostAlloc
-cudaLaunchKernel cudaMalloc cudaMallocHost cudaMemGetInfo cudaMemcpyAsync cudaMemcpyPeerAsync
-cudaMemsetAsync cudaOccupancyMaxActiveBlocksPerMultiprocessor cudaPeekAtLastError
-cudaPointerGetAttributes cudaRuntimeGetVersion cudaSetDevice cudaStreamBeginCapture
-cudaStreamCreateWithFlags cudaStreamDestroy cudaStreamEndCapture cudaStreamIsCapturing
-cudaStreamQuery cudaStreamSynchronize cudaStreamWaitEvent'
+cudaFuncGetAttributes cudaFuncSetAttribute cudaGetDevice cudaGetDeviceCount cudaGetDeviceProperties
+cudaGetDeviceProperties_v2 cudaGetErrorName cudaGetErrorString cudaGetLastError cudaGraphDestroy
+cudaGraphExecDestroy cudaGraphLaunch cudaHostAlloc cudaLaunchKernel cudaMalloc cudaMallocHost
+cudaMemGetInfo cudaMemcpyAsync cudaMemcpyPeerAsync cudaMemsetAsync
+cudaOccupancyMaxActiveBlocksPerMultiprocessor cudaPeekAtLastError cudaPointerGetAttributes
+cudaRuntimeGetVersion cudaSetDevice cudaStreamBeginCapture cudaStreamCreateWithFlags
+cudaStreamDestroy cudaStreamEndCapture cudaStreamIsCapturing cudaStreamQuery cudaStreamSynchronize
+cudaStreamWaitEvent'
 
 # resources <LOG OF ptxas -v: a line `KERNEL REGISTERS STACK SPILLS SHARED` for each kernel; spaces
 # within a kernel's name are left out
