@@ -1,7 +1,7 @@
 # cnn.c: `make run` trains, `make test` passes. `make help` tells the rest.
 #
 # Variables: CC=clang   ARCH=native|x86-64-v3|...   NO_OMP=1   NO_CUDA=1   NO_MPI=1
-#            QUICK=1 (shorter tests)
+#            NO_NCCL=1   QUICK=1 (shorter tests)
 #            CUDA_ARCH=native|sm_90|...  (all-major: every GPU that this nvcc knows, and later ones)
 
 CC     = gcc
@@ -34,8 +34,10 @@ HAVE_MPI := $(if $(MPI_FLAGS),$(call probe,$(HASH)include <mpi.h>\nint main(void
 	$(MPI_FLAGS)))
 endif
 MPI := $(if $(HAVE_MPI),-DCNN_MPI $(MPI_FLAGS))
-HAVE_NCCL := $(call probe,$(HASH)include <nccl.h>\nint main(void) { int v; return ncclGetVersion(&v); },\
-	-I$(CUDA)/include -L$(CUDA)/lib64 -lnccl)
+ifndef NO_NCCL
+HAVE_NCCL := $(and $(HAVE_CUDA),$(HAVE_MPI),$(call probe,$(HASH)include <nccl.h>\nint main(void) { int v; \
+	return ncclGetVersion(&v); },-I$(CUDA)/include -L$(CUDA)/lib64 -lnccl))
+endif
 
 .PHONY: all help run test data bench bench-gpu debug emulate count races clean found
 all: found cnn
@@ -44,7 +46,7 @@ found:
 	@echo "OpenMP: $(if $(OMP),found,$(if $(NO_OMP),left out,not found: one thread))"
 	@echo "CUDA:   $(if $(HAVE_CUDA),found$(comma) for $(CUDA_ARCH),$(if $(NO_CUDA),left out,not found: CPU only))"
 	@echo "MPI:    $(if $(HAVE_MPI),found,$(if $(NO_MPI),left out,not found: one machine only))"
-	@echo "NCCL:   $(if $(HAVE_NCCL),found (not used yet),not found)"
+	@echo "NCCL:   $(if $(HAVE_NCCL),found,$(if $(NO_NCCL),left out,not found or no use for it: it joins MPI ranks with GPUs))"
 
 help:
 	@echo "make         build ./cnn and say what was found"
@@ -58,11 +60,11 @@ help:
 	@echo "make races   look for races in the GPU's kernels, in the emulator (a minute)"
 	@echo "make debug   build ./cnn-debug with the address and undefined-behaviour sanitizers"
 	@echo "make clean   remove everything that make made"
-	@echo "Variables: CC=clang ARCH=x86-64-v3 NO_OMP=1 NO_CUDA=1 NO_MPI=1 CUDA_ARCH=native QUICK=1"
+	@echo "Variables: CC=clang ARCH=x86-64-v3 NO_OMP=1 NO_CUDA=1 NO_MPI=1 NO_NCCL=1 CUDA_ARCH=native QUICK=1"
 
 # Rebuilds when the settings change, not only when the source does.
 BUILD = $(CC) $(CFLAGS) $(OMP_FLAGS)
-NVCC_BUILD = $(NVCC) -std=c++17 -O3 -arch=$(CUDA_ARCH) -lineinfo
+NVCC_BUILD = $(NVCC) -std=c++17 -O3 -arch=$(CUDA_ARCH) -lineinfo $(if $(HAVE_NCCL),-DCNN_NCCL)
 build/settings build/kernel_settings: FORCE
 	@mkdir -p build
 	@echo '$(SETTINGS)' | cmp -s - $@ || echo '$(SETTINGS)' > $@
@@ -81,8 +83,9 @@ build/declarations: cnn.c FORCE
 # cudart is linked statically: the program starts on a machine without a driver, too.
 ifneq ($(HAVE_CUDA),)
 KERNELS = build/cnn_kernels.o
-CUDA_DEFINES = -DCNN_CUDA
-CUDA_LIBS = -L$(dir $(NVCC))../lib64 -lcudart_static -lstdc++ -ldl -lrt
+CUDA_DEFINES = -DCNN_CUDA $(if $(HAVE_NCCL),-DCNN_NCCL)
+CUDA_LIBS = -L$(dir $(NVCC))../lib64 -lcudart_static -lstdc++ -ldl -lrt \
+	$(if $(HAVE_NCCL),-lnccl)
 endif
 build/cnn_kernels.o: cnn_kernels.cu build/declarations build/kernel_settings
 	$(NVCC_BUILD) -c cnn_kernels.cu -o $@

@@ -218,7 +218,11 @@ typedef struct Device {
    cuda_device_count()  how many GPUs there are; 0 and the reason, if none can be used
    cuda_use_device()    the calling thread computes for this replica, there; on_error is die()
    cuda_describe()      fills *d for that device
-   cuda_backend()       its backends, the best one last; NULL behind it */
+   cuda_backend()       its backends, the best one last; NULL behind it
+   With NCCL, for GPUs of several processes:
+   cuda_nccl_id()       a name for a group, which rank 0 makes and all of it get
+   cuda_nccl_join()     this thread's device becomes one of the group
+   cuda_all_reduce()    data = its sum over the group; false: not done within `timeout` seconds */
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -227,6 +231,10 @@ void cuda_use_device(size_t replica, size_t which,
                      void (*on_error)(int status, const char *format, ...));
 void cuda_describe(Device *d);
 const Backend *cuda_backend(size_t i);
+enum { NCCL_ID_BYTES = 128 };
+void cuda_nccl_id(char id[NCCL_ID_BYTES]);
+void cuda_nccl_join(const char id[NCCL_ID_BYTES], size_t rank, size_t world);
+bool cuda_all_reduce(size_t device, real *data, size_t count, double timeout);
 #ifdef __cplusplus
 }
 #endif
@@ -3826,6 +3834,16 @@ static const void *mpi_exchange(Comm *c, const void *send, size_t bytes, size_t 
 }
 #endif
 
+// Ranks that are processes with a GPU each leave the sums to NCCL, if it was found.
+static bool uses_nccl(const Comm *c) {
+#ifdef CNN_NCCL
+    return !c->team && c->net->backend->transfer;
+#else
+    (void)c;
+    return false;
+#endif
+}
+
 /* One step around the ring: `send` of data goes to the right neighbour; `receive` of it comes from
    the left one, and replaces what is there (=) or is added to it (+=). */
 static void ring_step(Comm *c, real *data, Range send, Range receive, bool add) {
@@ -3861,6 +3879,14 @@ static Range part_of(Range whole, size_t i, size_t parts) {
    optimal all-reduce algorithms for clusters of workstations", JPDC 2009.) */
 static void all_reduce(Comm *c, real *data, Range range) {
     const size_t n = c->world, rank = c->rank + 2 * n;
+#ifdef CNN_NCCL
+    if (uses_nccl(c)) {
+        c->bytes_sent += 2. * (double)((n - 1) * range.count * sizeof *data) / (double)n;
+        if (!cuda_all_reduce(c->device, data + range.first, range.count, c->settings->timeout))
+            die_waiting(c, (c->rank + n - 1) % n);
+        return;
+    }
+#endif
     for (size_t step = 0; step < 2 * (n - 1); step++)
         ring_step(c, data, part_of(range, (rank - step) % n, n),
                   part_of(range, (rank - step - 1) % n, n), step < n - 1);
@@ -4133,6 +4159,16 @@ static void comm_init(Comm *c, Net *net, Loader *loader) {
             dp_alloc(c);
         return;
     }
+#ifdef CNN_NCCL
+    if (uses_nccl(c)) {
+        char *ids = must_alloc(c->world * NCCL_ID_BYTES, "NCCL's name for the ranks");
+        if (c->rank == 0)
+            cuda_nccl_id(ids);
+        all_gather(c, ids, NCCL_ID_BYTES);
+        cuda_nccl_join(ids, c->rank, c->world);
+        free(ids);
+    }
+#endif
     plan_buckets(c);
     if (c->settings->overlap)
         net->comm = c;
@@ -6280,6 +6316,12 @@ static void print_ranks(Run *run) {
     snprintf(mine->device, sizeof mine->device, "%zu, %.200s", c->device, run->device.name);
     snprintf(mine->uuid, sizeof mine->uuid, "%s", run->device.uuid);
     all_gather(c, places, sizeof *places);
+    if (c->rank == 0)
+        printf("Gradients: %s, added up by %s\n", run->settings.parallel,
+               c->dp          ? "the master"
+               : uses_nccl(c) ? "NCCL"
+               : c->team      ? "a ring of threads"
+                              : "a ring of MPI processes");
     for (size_t r = 0; r < c->world && c->rank == 0; r++)
         printf("Rank %zu: %s, device %s%s%s\n", r, places[r].host, places[r].device,
                *places[r].uuid ? ", " : "", places[r].uuid);

@@ -27,9 +27,11 @@
 
 #include <cuda_runtime.h>
 #include <math.h>
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 static_assert(sizeof(real) == sizeof(float), "the kernels are written for 32-bit floats");
 
@@ -220,6 +222,50 @@ static double elapsed(size_t from, size_t to) {
     CHECK(cudaEventElapsedTime(&milliseconds, events[replica][from], events[replica][to]));
     return 1e-3 * (double)milliseconds;
 }
+
+#ifdef CNN_NCCL
+#include <nccl.h>
+
+static ncclComm_t group; // of this process, which has one device
+
+static void check_nccl(ncclResult_t result, const char *call, int line) {
+    if (result != ncclSuccess)
+        fail(1, "cnn_kernels.cu:%d: device %d: %s: %s; NCCL_DEBUG=INFO tells more", line, device,
+             call, ncclGetErrorString(result));
+}
+#define CHECK_NCCL(call) check_nccl(call, #call, __LINE__)
+
+extern "C" void cuda_nccl_id(char id[NCCL_ID_BYTES]) {
+    ncclUniqueId unique;
+    static_assert(sizeof unique == NCCL_ID_BYTES, "NCCL has other names for groups");
+    CHECK_NCCL(ncclGetUniqueId(&unique));
+    memcpy(id, &unique, sizeof unique);
+}
+
+extern "C" void cuda_nccl_join(const char id[NCCL_ID_BYTES], size_t rank, size_t world) {
+    ncclUniqueId unique;
+    memcpy(&unique, id, sizeof unique);
+    CHECK_NCCL(ncclCommInitRank(&group, (int)world, unique, (int)rank));
+}
+
+static double seconds(void) {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+extern "C" bool cuda_all_reduce(size_t which, real *data, size_t count, double timeout) {
+    cudaStream_t own = own_stream(which);
+    double begin = seconds();
+    cudaError_t state;
+    CHECK_NCCL(ncclAllReduce(data, data, count, ncclFloat, ncclSum, group, own));
+    while ((state = cudaStreamQuery(own)) == cudaErrorNotReady && seconds() < begin + timeout)
+        sched_yield();
+    if (state != cudaErrorNotReady)
+        CHECK(state);
+    return state == cudaSuccess;
+}
+#endif
 
 /* ==== 2. Element by element =====================================================================
 
