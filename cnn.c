@@ -22,11 +22,12 @@
       7 Models          the networks themselves, ten lines each
       8 Forward and backward   the walk over the layer table
       9 Optimizers and schedules
+     10 Data parallelism   replicas that learn together: ring all-reduce, ddp, dp, MPI
      11 Checkpoints     weights as PyTorch reads them
      12 Options         one table: parser, --help and settings
      13 Instruments     line profile, machine card, run folder
      14 train(), test(), main()
-   Room 10 (data parallelism) is not built yet. The GPU's kernels are in cnn_kernels.cu. */
+   The GPU's kernels are in cnn_kernels.cu. */
 
 /* ==== 1. Declarations ===========================================================================
 
@@ -3670,8 +3671,8 @@ static double learning_rate(const Settings *s, size_t epoch, size_t step, size_t
            outputs, computes the loss, adds up the gradients and makes the update. All wait for it.
 
    Both give the update of one device that has the whole batch: the shares make up that batch, random
-   numbers follow an image's position, and gradients are those of the mean over the whole batch.
-   BatchNorm alone sees only its rank's share; rank 0's running statistics are kept. Sums are made in
+   numbers follow an image's position, and gradients are those of the mean over the whole batch. (If
+   N does not divide the data, ddp's last batch has some images twice, as PyTorch's.) BatchNorm alone sees only its rank's share; rank 0's running statistics are kept. Sums are made in
    the order of the ring, so that the same N gives the same bits. */
 
 typedef struct Range {
@@ -3762,22 +3763,29 @@ static size_t number_in_environment(const char *name) // 0: not there
 // Whether mpirun or srun has started this process as one of several; if so, fills rank and world.
 static bool join_launcher(Comm *c) {
     bool launched = getenv("OMPI_COMM_WORLD_RANK") || getenv("PMI_RANK") || getenv("PMIX_RANK");
-    size_t world = max_size(
-        number_in_environment("OMPI_COMM_WORLD_SIZE"),
-        max_size(number_in_environment("PMI_SIZE"), number_in_environment("SLURM_STEP_NUM_TASKS")));
+    static const char *const sizes[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"};
+    size_t world = 0;
+    for (size_t i = 0; i < 3 && world == 0; i++)
+        world = number_in_environment(sizes[i]);
     if (!launched || world < 2)
         return false;
     start_mpi(c);
+    if (c->world != world)
+        die(1,
+            "started as one of %zu ranks, but MPI knows of %zu; start them with the mpirun of the "
+            "MPI that cnn was built with, or with srun --mpi=pmix",
+            world, c->world);
     return true;
 }
 
 // ---- Meetings and messages
 
-static struct timespec seconds_from_now(double seconds) {
-    struct timespec t;
-    clock_gettime(CLOCK_REALTIME, &t);
-    t.tv_sec += (time_t)seconds;
-    return t;
+static void team_init(Team *t) {
+    pthread_condattr_t monotonic; // a clock that nobody sets
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_cond_init(&t->changed, &monotonic);
+    pthread_mutex_init(&t->lock, NULL);
 }
 
 static _Noreturn void die_waiting(const Comm *c, size_t late) {
@@ -3790,7 +3798,8 @@ static _Noreturn void die_waiting(const Comm *c, size_t late) {
 // Waits until all ranks of the process have come.
 static void meet(Comm *c) {
     Team *t = c->team;
-    struct timespec deadline = seconds_from_now(c->settings->timeout);
+    double end = now() + c->settings->timeout;
+    struct timespec deadline = {(time_t)end, (long)(1e9 * (end - floor(end)))};
     pthread_mutex_lock(&t->lock);
     size_t number = ++t->meetings[c->rank];
     pthread_cond_broadcast(&t->changed);
@@ -3849,7 +3858,6 @@ static bool uses_nccl(const Comm *c) {
 static void ring_step(Comm *c, real *data, Range send, Range receive, bool add) {
     const real *from;
     if (c->team) {
-        c->shown = data;
         meet(c);
         const Comm *left = c->team->ranks[(c->rank + c->world - 1) % c->world];
         from = (const real *)left->shown + receive.first;
@@ -3887,6 +3895,7 @@ static void all_reduce(Comm *c, real *data, Range range) {
         return;
     }
 #endif
+    c->shown = data;
     for (size_t step = 0; step < 2 * (n - 1); step++)
         ring_step(c, data, part_of(range, (rank - step) % n, n),
                   part_of(range, (rank - step - 1) % n, n), step < n - 1);
@@ -3896,6 +3905,7 @@ static void all_reduce(Comm *c, real *data, Range range) {
 // data = rank 0's, handed on from neighbour to neighbour
 static void broadcast(Comm *c, real *data, size_t count) {
     const Range all = {0, count}, none = {0, 0};
+    c->shown = data;
     for (size_t step = 0; step + 1 < c->world; step++)
         ring_step(c, data, c->rank == step ? all : none, c->rank == step + 1 ? all : none, false);
     finish_ring(c);
@@ -3986,8 +3996,10 @@ static void dp_fetch(Comm *c, real *to, const real *from, size_t count, bool add
     c->bytes_sent += (double)(count * sizeof *to);
 }
 
+// A rank's images of the batch; if they do not go round, the last ranks have none.
 static Range dp_part(const Comm *c, size_t rank) {
-    return part_of((Range){0, c->team->batch->n}, rank, c->world);
+    size_t n = c->team->batch->n, share = ceil_div(n, c->world), first = min_size(rank * share, n);
+    return (Range){first, min_size(share, n - first)};
 }
 
 // This rank's part of the master's next batch.
@@ -4009,20 +4021,13 @@ static const Batch *dp_next(Comm *c) {
     return &c->batch;
 }
 
-// The master's parameters and running statistics
-static void dp_fetch_weights(Comm *c) {
-    const Net *net = c->net, *master = c->team->ranks[0]->net;
-    dp_fetch(c, net->params, master->params, net->param_size, false);
-    dp_fetch(c, net->stats, master->stats, net->stats_size, false);
-}
-
-// This rank's images of the master's batch, and its weights
+// This rank's images of the master's batch, and the master's parameters
 static void dp_load(Comm *c) {
     const Net *net = c->net;
     dp_fetch(c, output(net, &net->layers[0]), c->batch.device_images,
              c->batch.n * shape_size(net->layers[0].out), false);
     if (c->rank > 0)
-        dp_fetch_weights(c);
+        dp_fetch(c, net->params, c->team->ranks[0]->net->params, net->param_size, false);
 }
 
 // Gathers the outputs; the master computes the loss of the whole batch and its gradient.
@@ -4097,14 +4102,10 @@ static void share_weights(Comm *c) {
     if (c->world == 1)
         return;
     net->backend->synchronize();
-    if (c->dp) {
-        meet(c);
-        if (c->rank > 0)
-            dp_fetch_weights(c);
-        meet(c);
-    } else {
-        broadcast(c, net->stats, net->stats_size);
-    }
+    broadcast(c, net->stats, net->stats_size);
+    if (c->dp)
+        broadcast(c, net->params, net->param_size);
+    c->seconds = c->bytes_sent = 0; // it belongs to no step
 }
 
 // sums[i] = their sum over all ranks, added in the order of ranks; all: room for those of all ranks
@@ -4118,15 +4119,18 @@ static void sum_over_ranks(Comm *c, double *sums, size_t count, double *all) {
     }
 }
 
-// Ends the program if a rank's weights are not those of rank 0.
-static void compare_weights(Comm *c, uint64_t hash) {
+// Ends the program if a rank has something else than rank 0, by its hash.
+static void compare_ranks(Comm *c, const char *what, uint64_t hash) {
     uint64_t hashes[c->world];
     hashes[c->rank] = hash;
     all_gather(c, hashes, sizeof hash);
     for (size_t r = 1; r < c->world; r++)
         if (hashes[r] != hashes[0])
-            die(1, "rank %zu has other weights than rank 0: hashes %016llx and %016llx", r,
-                (unsigned long long)hashes[r], (unsigned long long)hashes[0]);
+            die(1,
+                "rank %zu has other %s than rank 0 (hashes %016llx and %016llx); start all with "
+                "the "
+                "same options and files",
+                r, what, (unsigned long long)hashes[r], (unsigned long long)hashes[0]);
 }
 
 static void dp_alloc(const Comm *c) {
@@ -4674,7 +4678,7 @@ static const Option options[] = {
      "test on the first N images only (default: all)"},
     {"--augment", CHOICE, FIELD(augment), "none", 0, 0, 1, "none|crop-flip|elastic",
      "another view of each training image in each epoch"},
-    {"--batch-size", COUNT, FIELD(batch_size), "64", 1, 65536, 1, "N",
+    {"--batch-size", COUNT, FIELD(batch_size), "64", 1, 65536, 0, "N",
      "images of a training step"},
     {"--test-batch-size", COUNT, FIELD(test_batch_size), "1000", 1, 65536, 0, "N",
      "images tested at a time, at most --batch-size"},
@@ -5361,9 +5365,12 @@ static void print_confusion_json(FILE *f, const Run *run) {
 }
 
 static void write_run_json(Run *run) {
+    // A rank that dies writes it too; recursive, since the one that writes it may die of that.
+    static pthread_mutex_t lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
     Settings *s = &run->settings;
     if (!*s->out)
         return;
+    pthread_mutex_lock(&lock);
     char path[PATH_SIZE], cpu[256], host[256] = "";
     AtomicFile file;
     join_path(path, s->out, "run.json");
@@ -5421,6 +5428,7 @@ static void write_run_json(Run *run) {
             "%.3f, \"cpu_s\": %.3f, \"max_rss_bytes\": %.0f}\n}\n",
             now() - run->started, cpu_seconds(&usage), 1024. * (double)usage.ru_maxrss);
     atomic_commit(&file);
+    pthread_mutex_unlock(&lock);
 }
 
 static Run *dying_run;
@@ -5535,7 +5543,8 @@ static void flush_steps(Run *run, EpochResult *e) {
 static void show_progress(const Run *run, const EpochResult *e, double seconds) {
     if (!isatty(STDERR_FILENO))
         return;
-    double rate = (double)e->images / seconds, rest = (double)(run->train_set.count - e->images);
+    double rate = (double)e->images / seconds,
+           rest = fmax(0, (double)run->train_set.count - (double)e->images);
     fprintf(stderr, "\r\033[Kepoch %zu: %zu/%zu images, %.0f img/s, %.0f s left\r", e->epoch,
             e->images, run->train_set.count, rate, rest / rate);
 }
@@ -5583,7 +5592,7 @@ static void finish_epoch(Run *run, EpochResult *e) {
 // Writes the epoch's line and adds it to the run folder.
 static void report_epoch(Run *run, EpochResult *e) {
     e->weight_hash = hash_weights(&run->net);
-    compare_weights(&run->comm, e->weight_hash);
+    compare_ranks(&run->comm, "weights", e->weight_hash);
     if (run->comm.rank > 0)
         return;
     print_epoch(stdout, e, KEY_VALUE);
@@ -5633,8 +5642,8 @@ static bool training_is_over(const Run *run) {
 // The position and the settings that shape the result, as lines "key=value".
 static void describe_run(Run *run, char metadata[METADATA_SIZE]) {
     char room[64];
-    size_t at = (size_t)snprintf(metadata, METADATA_SIZE, "epoch=%zu\nbatch=%zu\n", run->epoch,
-                                 run->next_batch);
+    size_t at = (size_t)snprintf(metadata, METADATA_SIZE, "epoch=%zu\nbatch=%zu\ndevices=%zu\n",
+                                 run->epoch, run->next_batch, run->comm.world);
     for (size_t i = 0; i < OPTIONS; i++)
         if (options[i].result)
             at +=
@@ -5674,6 +5683,12 @@ static size_t metadata_number(const TensorFile *f, const char *key) {
 
 static void compare_settings(Run *run, const TensorFile *f) {
     char room[64], value[METADATA_SIZE];
+    if (metadata_number(f, "devices") != run->comm.world)
+        die(EXIT_USAGE,
+            "%s: expected %zu devices (--gpus, --replicas or MPI ranks), as it was made with, "
+            "found "
+            "%zu; or start from its weights with --load",
+            f->header.path, metadata_number(f, "devices"), run->comm.world);
     for (size_t i = 0; i < OPTIONS; i++) {
         const char *ours = option_text(&run->settings, &options[i], room);
         const char *found = metadata_value(f->metadata, options[i].name + 2, value);
@@ -5846,6 +5861,12 @@ static void check_settings(const Settings *s) {
             "--resume: expected no --load with it: both say where the weights come from");
 }
 
+// What the first rank alone does: files and reports.
+static void be_silent(Settings *s) {
+    s->out = "";
+    s->save_model = s->per_class = s->profile = false;
+}
+
 /* Who the ranks are: processes, if a launcher started this one as one of several, else threads. The
    first rank alone speaks and writes files. */
 static void setup_ranks(Run *run) {
@@ -5863,12 +5884,10 @@ static void setup_ranks(Run *run) {
             c->world);
     if (c->world > 1 && !launched) {
         c->team = must_alloc(sizeof *c->team, "the ranks");
-        pthread_mutex_init(&c->team->lock, NULL);
-        pthread_cond_init(&c->team->changed, NULL);
+        team_init(c->team);
     }
     if (c->rank > 0) {
-        s->out = "";
-        s->save_model = s->per_class = s->profile = false;
+        be_silent(s);
         if (!freopen("/dev/null", "w", stdout))
             file_fail("cannot open", "/dev/null");
     }
@@ -5881,8 +5900,8 @@ static void setup_batch(Run *run) {
     if (!s->global_batch)
         s->global_batch = run->comm.dp ? s->batch_size : s->batch_size * world;
     else if (!run->comm.dp && s->global_batch % world != 0)
-        die(EXIT_USAGE, "--global-batch: expected a multiple of the %zu devices, found %zu", world,
-            s->global_batch);
+        die(EXIT_USAGE, "--global-batch: expected a multiple of the %zu devices, as %zu, found %zu",
+            world, ceil_div(s->global_batch, world) * world, s->global_batch);
     s->batch_size = run->comm.dp ? s->global_batch : s->global_batch / world;
     run->batch = ceil_div(s->global_batch, world);
 }
@@ -6141,7 +6160,7 @@ static void plan_run_memory(Run *run) {
         size_t fits = batch_that_fits(run);
         char remedy[80] = "even one image at a time does not fit; try a smaller network";
         if (fits > 0)
-            snprintf(remedy, sizeof remedy, "expected a --batch-size of at most %zu, found %zu",
+            snprintf(remedy, sizeof remedy, "expected at most %zu images on each device, found %zu",
                      fits, run->net.batch);
         die(1, "not enough memory: %.1f MB needed, %.1f MB there on this device (%s); %s",
             device / 1e6, run->device.memory / 1e6, run->device.name, remedy);
@@ -6328,6 +6347,19 @@ static void print_ranks(Run *run) {
     free(places);
 }
 
+// Ranks that are processes have command lines and files of their own.
+static void compare_settings_of_ranks(Run *run) {
+    Settings *s = &run->settings;
+    char metadata[METADATA_SIZE];
+    describe_run(run, metadata);
+    uint64_t hash = hash_bytes(0, metadata, strlen(metadata));
+    const size_t others[] = {s->epochs, s->max_steps,  s->log_interval, s->test_batch_size,
+                             s->eval,   s->limit_test, s->dry_run};
+    compare_ranks(&run->comm, "settings, or another place in the run",
+                  hash_bytes(hash, others, sizeof others));
+    compare_ranks(&run->comm, "weights", hash_weights(&run->net));
+}
+
 // What every rank does, once the settings and the data are there.
 static void run_rank(Run *run) {
     setup_network(run);
@@ -6335,6 +6367,7 @@ static void run_rank(Run *run) {
     comm_init(&run->comm, &run->net, &run->train_loader);
     print_ranks(run);
     setup_weights(run);
+    compare_settings_of_ranks(run);
     if (run->comm.rank == 0) {
         open_logs(run);
         print_settings(&run->settings);
@@ -6369,7 +6402,7 @@ static void run_ranks(Run *run) {
         run->comm.team->ranks[i] = &rank->comm;
     }
     for (size_t i = 0; i < threads; i++) {
-        replicas[i].settings.out = "";
+        be_silent(&replicas[i].settings);
         replicas[i].comm.device = (i + 1) % run->devices;
         if (pthread_create(&ids[i], NULL, replica_main, &replicas[i]) != 0)
             die(1, "cannot start a thread for rank %zu", i + 1);

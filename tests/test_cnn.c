@@ -3299,9 +3299,9 @@ static void *broadcast_thread(void *argument) {
 // Runs `body` on all ranks of a new team, each in a thread.
 static void run_ring(RingRank *ranks, size_t world, void *(*body)(void *)) {
     static Net net;
-    Team team = {.changed = PTHREAD_COND_INITIALIZER};
+    Team team = {0};
     pthread_t threads[MOST_RANKS];
-    pthread_mutex_init(&team.lock, NULL);
+    team_init(&team);
     net.backend = &backends[1];
     for (size_t r = 0; r < world; r++) {
         ranks[r].comm = (Comm){.rank = r, .world = world, .team = &team, .net = &net};
@@ -3436,9 +3436,9 @@ static void *learner_thread(void *argument) {
 // Two learners; returns what rank 0 measured.
 static Learner learn(bool overlap) {
     static Learner learners[2];
-    Team team = {.changed = PTHREAD_COND_INITIALIZER};
+    Team team = {0};
     pthread_t threads[2];
-    pthread_mutex_init(&team.lock, NULL);
+    team_init(&team);
     memset(learners, 0, sizeof learners);
     for (size_t r = 0; r < 2; r++) {
         Learner *l = &learners[r];

@@ -101,7 +101,7 @@ test_equal_losses() {
 # Sizes that nothing divides: padding in the epoch, parts without an image under dp.
 test_odd_sizes() {
     local sizes
-    for sizes in "7 4" "5 8" "2 2" "61 24"; do
+    for sizes in "7 4" "5 8" "2 2" "61 24" "7 1"; do
         read -r count batch <<<"$sizes"
         local odd=(--model cifar --dataset synthetic --limit-train "$count" --limit-test 2 --epochs 2)
         with replicas 3 "${odd[@]}" --batch-size "$batch"

@@ -5,6 +5,7 @@
 set -u
 export LC_ALL=C
 unset SLURM_CPUS_PER_TASK MAKEFLAGS MAKELEVEL
+export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) || exit 1
 tmp=$(mktemp -d) || exit 1
 trap 'rm -rf "$tmp"' EXIT
@@ -14,6 +15,8 @@ cp -r "$repo"/{cnn.c,cnn_kernels.cu,Makefile,data,tests} "$tmp" && cd "$tmp" || 
 command_runs() {
     if [ -n "${QUICK:-}" ] && [ "$1" = "make run" ]; then
         echo "skip readme/$1: QUICK=1"
+    elif [[ $1 = mpirun* ]] && ! ldd ./cnn | grep -q libmpi; then
+        echo "skip readme/$1: ./cnn was built without MPI"
     elif bash -c "$1" >out 2>err </dev/null; then
         echo "pass readme/$1"
     else
@@ -48,7 +51,7 @@ add_lenet() {
         cnn.c >with_lenet && mv with_lenet cnn.c
 }
 
-commands=$(grep -oP '^    \K(make|\./cnn(-emu|-count)?)( .*)?$' "$repo/README.md" | sed 's/ *#.*//' |
+commands=$(grep -oP '^    \K(CUEMU_DEVICES=2 )?(make|mpirun|\./cnn(-emu|-count)?)( .*)?$' "$repo/README.md" | sed 's/ *#.*//' |
     grep -vE '^make (test|bench|data)')
 if [ "$(wc -l <<<"$commands")" -lt 8 ]; then
     echo "fail readme/commands: expected at least 8, found $(wc -l <<<"$commands")"
