@@ -41,7 +41,7 @@ error() {
 
 # make_run DIR N BUCKETS COMM_MS BATCH BYTES [OVERLAP]: forward 10 ms, backward 20, load 1 for 64
 # images; optimizer 2, idle 1, exposed 5 if N > 1. All ranks but the last wait 30 ms for it, in comm_s.
-# With warm-up, a short last batch and a lame step, which a median passes over.
+# With warm-up, short batches as at the ends of epochs, and a lame step, which a median passes over.
 make_run() {
     local dir=$tmp/$1 mode=ddp
     mkdir -p "$dir"
@@ -56,14 +56,14 @@ END
     awk -v n="$2" -v comm="$4" -v batch="$5" -v bytes="$6" 'BEGIN {
         print "epoch,step,rank,images,loss,lr,seconds,load_s,copy_s,forward_s,backward_s," \
             "optimizer_s,comm_s,exposed_comm_s,idle_s,bytes_sent,warmup"
-        for (step = 1; step <= 9; step++)
+        for (step = 1; step <= 13; step++)
             for (rank = 0; rank < n; rank++) {
-                lame = step <= 3 || step == 5 ? 7 : 1
+                lame = step <= 3 || step == 5 ? 7 : step > 8 ? 0.1 : 1
                 f = lame * 1e-3
                 s = f * batch / 64
                 exposed = n > 1 ? 0.005 : 0
                 printf "1,%d,%d,%d,2.3,1,%.9f,%.9f,0,%.9f,%.9f,%.9f,%.9f,%.9f,%.9f,%.0f,%d\n",
-                    step, rank, step == 9 ? 1 : batch, 31 * s + 3 * f + exposed, s, 10 * s, 20 * s,
+                    step, rank, (step > 8) ? 1 : batch, 31 * s + 3 * f + exposed, s, 10 * s, 20 * s,
                     2 * f, comm * f + 0.03 * (rank < n - 1), exposed, f, 2 * (n - 1) / n * bytes,
                     step <= 3
             }
@@ -168,7 +168,8 @@ test_refused() {
     refuse dp 's/"mode": "ddp"/"mode": "dp"/' "mode dp"
     refuse column 's/comm_s,exposed/seconds_of_comm,exposed/' "bad/steps.csv" "none named comm_s;"
     refuse half_line '19s/,2\.3,.*/,2.3/' "bad/steps.csv, line 19" "half a line"
-    refuse no_steps 's/,0$/,1/' "bad/steps.csv" "none among 9 steps" --limit-train
+    refuse no_steps 's/,0$/,1/' "bad/steps.csv" "none among 13 steps" --limit-train
+    refuse half_the_ranks '/^1,[0-9]*,1,/d' "none among 13 steps"
     refuse other_network 's/mnist/cifar/' "same network"
     refuse no_entry 's/"world"/"ranks"/' "bad/run.json" "'world'"
     refuse no_json 's/^{/[/' "bad/run.json" JSON

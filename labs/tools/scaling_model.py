@@ -253,7 +253,8 @@ def main():
     several = [r for r in runs if r.n > 1]
     if not several and not (args.gradient_mb and args.alpha_us):
         fail(", ".join(args.folders), "a run on 2 devices or more, which tells what communication takes and "
-             "how large the gradients are", "one device only", "add one, or give --gradient-mb, --alpha-us and --gb-per-s")
+             "how large the gradients are", "one device only",
+             "add one, or give --gradient-mb, --alpha-us and --gb-per-s")
     gradient_bytes = 1e6 * args.gradient_mb if args.gradient_mb else statistics.median(
         r.bytes_sent * r.n / (2 * (r.n - 1)) for r in several)
     for run in runs:
