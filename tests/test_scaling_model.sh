@@ -98,6 +98,9 @@ test_fit() {
     same projection/labels "8 64 1024" "$(awk -F, '$15 == "projection" { print $1 }' "$tmp/csv" | xargs)"
     same projection/unmeasured "" "$(cell 8 step_measured_ms)$(cell 8 efficiency_measured)"
     line projection/sentence '^projection: nothing in these lines was measured'
+    same projection/alpha_known 0 "$(grep -c '^With alpha as 0' "$out")"
+    model w1 w2
+    line projection/alpha_0 '^With alpha as 0 they leave out'
     model w1 w2 --project ''
     line fit/one_run '^alpha 0\.00 us a message, beta 0\.952 GB/s: one run, .* tell beta alone'
     same projection/none "0" "$(grep -c projection "$out")"
