@@ -271,7 +271,7 @@ def main():
     print_table(rows)
     if args.project:
         print("\nprojection: nothing in these lines was measured on that many devices. They would hold if "
-              "all devices\nwere as fast as the first run's, and every message cost the alpha and beta above.")
+              "all devices\nwere as fast as the first run's, and messages cost the alpha and beta above.")
         if alpha == 0:
             print("With alpha as 0 they leave out what messages cost however short, which grows with N.")
     if args.csv:
