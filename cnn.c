@@ -5407,10 +5407,10 @@ static void write_run_json(Run *run) {
     const Comm *c = &run->comm;
     fprintf(f,
             "\n  },\n  \"parallel\": {\"mode\": \"%s\", \"world\": %zu, \"batch_per_device\": %zu, "
-            "\"global_batch\": %zu, \"iterations\": %zu, \"workers\": %zu, \"graph\": false},\n"
-            "  \"epochs\": [",
+            "\"global_batch\": %zu, \"iterations\": %zu, \"buckets\": %zu, \"workers\": %zu, "
+            "\"graph\": false},\n  \"epochs\": [",
             c->world == 1 ? "single" : s->parallel, c->world, run->batch, s->global_batch,
-            run->iterations, s->workers);
+            run->iterations, c->bucket_count, s->workers);
     for (size_t i = 0; i < run->epochs_done; i++) {
         fprintf(f, "%s\n    {", i ? "," : "");
         print_epoch(f, &run->epochs[i], JSON);

@@ -45,6 +45,7 @@ ours() {
     run checkpoints tests/test_checkpoints.sh
     run readme tests/test_readme.sh
     run get_data tests/test_get_data.sh
+    run scaling_model tests/test_scaling_model.sh
     run instructions tests/test_instructions.sh
 }
 
