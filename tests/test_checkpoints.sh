@@ -106,8 +106,8 @@ test_max_steps() {
 
 # ---- Which settings a checkpoint keeps
 
-kept=(model width stem dataset limit-train augment batch-size optimizer lr momentum nesterov
-    weight-decay label-smoothing schedule gamma step-size milestones warmup-epochs lr-scaling seed
+kept=(model width stem dataset limit-train augment global-batch parallel bucket-mb optimizer lr
+    momentum nesterov weight-decay label-smoothing schedule gamma step-size milestones warmup-epochs lr-scaling seed
     kernels)
 
 # differs NAME OPTIONS...: the checkpoint $tmp/base of the run "${base[@]}" is not resumed with them
@@ -124,7 +124,7 @@ differs() {
 test_resume_refuses() {
     local tried=() base=("${cifar[@]}")
     run "${base[@]}" --checkpoint "$tmp/base" --max-steps 2
-    same resume/keeps "$(printf '%s\n' format epoch batch "${kept[@]}" | sort)" \
+    same resume/keeps "$(printf '%s\n' format epoch batch devices "${kept[@]}" | sort)" \
         "$(metadata "$tmp/base" | grep -oP '(^|,)"\K[a-z-]+(?=":")' | sort)"
     differs model --model mnist --optimizer sgd --lr 0.001 --momentum 0.9 --batch-size 4 --gamma 1
     differs width --width 8
@@ -132,7 +132,10 @@ test_resume_refuses() {
     differs dataset --dataset mnist --data "$tmp/idx"
     differs limit-train --limit-train 9
     differs augment --augment crop-flip
-    differs batch-size --batch-size 5
+    differs global-batch --batch-size 5
+    differs global-batch:option --global-batch 5
+    differs parallel --parallel dp
+    differs bucket-mb --bucket-mb 1
     differs optimizer --optimizer adadelta --momentum 0
     differs lr --lr 0.002
     differs momentum --momentum 0.8

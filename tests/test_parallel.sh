@@ -178,7 +178,7 @@ test_run_folder() {
 import csv, json, sys
 run = json.load(open(sys.argv[1] + "/run.json"))
 want = {"mode": "ddp", "world": 3, "batch_per_device": 5, "global_batch": 15, "iterations": 4,
-        "workers": 1, "graph": False}
+        "buckets": 2, "workers": 1, "graph": False}
 if run["parallel"] != want:
     print(run["parallel"])
 for row in csv.DictReader(open(sys.argv[1] + "/steps.csv")):
@@ -211,7 +211,7 @@ test_resume() {
         holds "resume/$kind" "equal checkpoints" "other bytes, or none" \
             cmp -s "$tmp/stopped" "$tmp/straight"
     done
-    refused resume/other_world 2 --global-batch "${small[@]}" --batch-size 2 --resume \
+    refused resume/other_world 2 "expected 3 devices" "${small[@]}" --batch-size 6 --resume \
         --checkpoint "$tmp/straight"
     run --model cifar --dataset synthetic --limit-train 30 --limit-test 7 --eval \
         --load "$tmp/straight"
