@@ -3818,7 +3818,7 @@ static void mpi_wait(const Comm *c, MPI_Request *request, size_t neighbour) {
         if (!done && now() > deadline)
             die_waiting(c, neighbour);
         if (!done)
-            sched_yield();
+            nanosleep(&(struct timespec){.tv_nsec = 20000}, NULL); // the core is another's
     }
 }
 
@@ -5231,19 +5231,34 @@ static double measure_peak_gflops(void) {
 
 // ---- Run folder (--out DIR)
 
+// What a step is made of, in the order of steps.csv: seconds, but for the last one. Communication goes
+// on beside the rest; what a rank waits for it is EXPOSED_COMM. The others add up to the step.
+typedef enum {
+    LOAD,
+    COPY,
+    FORWARD,
+    BACKWARD,
+    OPTIMIZER,
+    COMM,
+    EXPOSED_COMM,
+    IDLE,
+    BYTES_SENT,
+    PARTS
+} StepPart;
+
+// One step: a row of steps.csv.
+typedef struct StepResult {
+    size_t epoch, step, images;
+    double loss, lr, parts[PARTS];
+} StepResult;
+
 // What an epoch's line says. Times in seconds; accuracy in per cent.
 typedef struct EpochResult {
     size_t epoch, images, images_logged, step_images;
     double seconds, loader_wait_s, train_loss, test_seconds, test_loss, accuracy, lr, step_loss;
+    double parts[PARTS]; // sums over all steps and ranks
     uint64_t weight_hash;
 } EpochResult;
-
-// One step: a row of steps.csv, whose seconds are the sum of these parts.
-typedef struct StepResult {
-    size_t epoch, step, images;
-    double loss, lr, load_s, copy_s, forward_s, backward_s, optimizer_s, exposed_comm_s, idle_s;
-    double comm_s, bytes_sent; // communication, of which exposed_comm_s was waited for
-} StepResult;
 
 typedef enum { KEY_VALUE, CSV_HEADER, CSV_ROW, JSON } Form;
 
@@ -5500,17 +5515,14 @@ static void flush_csv(FILE *f, const char *dir, const char *file) {
 }
 
 static void write_step(const Run *run, const StepResult *s, size_t rank) {
-    const double parts[] = {s->load_s,      s->copy_s, s->forward_s,      s->backward_s,
-                            s->optimizer_s, s->comm_s, s->exposed_comm_s, s->idle_s};
-    enum { PARTS = sizeof parts / sizeof *parts };
-    double seconds = -s->comm_s; // it goes on beside the others
-    for (size_t k = 0; k < PARTS; k++)
-        seconds += parts[k];
+    double seconds = -s->parts[COMM];
+    for (size_t k = 0; k < BYTES_SENT; k++)
+        seconds += s->parts[k];
     fprintf(run->steps_csv, "%zu,%zu,%zu,%zu,%.9g,%.9g,%.6f", s->epoch, s->step, rank, s->images,
             s->loss, s->lr, seconds);
-    for (size_t k = 0; k < PARTS; k++)
-        fprintf(run->steps_csv, ",%.6f", parts[k]);
-    fprintf(run->steps_csv, ",%.0f,%d\n", s->bytes_sent, s->epoch == 1 && s->step <= 3);
+    for (size_t k = 0; k < BYTES_SENT; k++)
+        fprintf(run->steps_csv, ",%.6f", s->parts[k]);
+    fprintf(run->steps_csv, ",%.0f,%d\n", s->parts[BYTES_SENT], s->epoch == 1 && s->step <= 3);
 }
 
 // Adds the steps of all ranks to the epoch's sums and to steps.csv.
@@ -5524,7 +5536,9 @@ static void flush_steps(Run *run, EpochResult *e) {
             const StepResult *s = &run->all_steps[rank * run->steps_room + i];
             e->step_images += s->images;
             loss += s->loss * (double)s->images;
-            wait = fmax(wait, s->load_s);
+            wait = fmax(wait, s->parts[LOAD]);
+            for (size_t k = 0; k < PARTS; k++)
+                e->parts[k] += s->parts[k];
             if (run->steps_csv)
                 write_step(run, s, rank);
         }
@@ -5557,8 +5571,8 @@ static void log_step(Run *run, EpochResult *e, const Batch *batch, double loss) 
     s->images = batch->n;
     s->loss = loss;
     s->lr = run->lr;
-    s->comm_s = run->comm.seconds;
-    s->bytes_sent = run->comm.bytes_sent;
+    s->parts[COMM] = run->comm.seconds;
+    s->parts[BYTES_SENT] = run->comm.bytes_sent;
     run->comm.seconds = run->comm.bytes_sent = 0;
     if (batch->number % run->settings.log_interval != 0)
         return;
@@ -5581,12 +5595,19 @@ static void log_step(Run *run, EpochResult *e, const Batch *batch, double loss) 
 
 // Ends an epoch of training: its averages, and the rows that are left.
 static void finish_epoch(Run *run, EpochResult *e) {
+    const double ranks = (double)run->comm.world, *p = e->parts;
     flush_steps(run, e);
     e->lr = run->lr;
     e->train_loss /= (double)max_size(e->images, 1);
     if (run->model->sc20_log && run->comm.rank == 0)
         printf("INFO - Time taken for epoch %zu is %.3f sec\n", e->epoch,
                now() - run->epoch_started);
+    if (run->comm.world > 1 && run->comm.rank == 0)
+        printf("ranks=%.0f compute_s=%.3f load_s=%.3f comm_s=%.3f exposed_comm_s=%.3f idle_s=%.3f "
+               "mb_sent=%.1f (each, on average)\n",
+               ranks, (p[COPY] + p[FORWARD] + p[BACKWARD] + p[OPTIMIZER]) / ranks, p[LOAD] / ranks,
+               p[COMM] / ranks, p[EXPOSED_COMM] / ranks, p[IDLE] / ranks,
+               1e-6 * p[BYTES_SENT] / ranks);
 }
 
 // Writes the epoch's line and adds it to the run folder.
@@ -5748,30 +5769,30 @@ static void start_epoch(Run *run) {
         loader_start(&run->train_loader, run->settings.seed, run->epoch, run->next_batch);
 }
 
-/* One epoch. AT(column, what) does `what` and charges its time to this line of the profile and to
-   the column of steps.csv. */
-#define AT(column, ...) \
-    (clock_line(&run->clock, __LINE__, &run->steps[run->steps_kept].column), __VA_ARGS__)
+/* One epoch. AT(part, what) does `what` and charges its time to this line of the profile and to
+   this part of the step, a column of steps.csv. */
+#define AT(part, ...) \
+    (clock_line(&run->clock, __LINE__, &run->steps[run->steps_kept].parts[part]), __VA_ARGS__)
 
 static void train(Run *run, EpochResult *result) {
     Net *net = &run->net;
     Comm *comm = &run->comm;
     const Batch *batch;
     double loss;
-    AT(idle_s, start_epoch(run));
-    while (AT(load_s, batch = next_batch(comm))) {
-        AT(copy_s, load_batch(comm, batch));
-        AT(forward_s, forward(net, batch->n, &batch->draw));
-        AT(forward_s, loss = batch_loss(comm, batch));
-        AT(idle_s, check_loss(net, batch, loss));
-        AT(backward_s, backward(net, batch->n));
-        AT(exposed_comm_s, reduce_gradients(comm));
-        AT(optimizer_s, update_weights(run, batch->number));
-        AT(idle_s, log_step(run, result, batch, loss));
-        if (AT(idle_s, finish_step(run)))
+    AT(IDLE, start_epoch(run));
+    while (AT(LOAD, batch = next_batch(comm))) {
+        AT(COPY, load_batch(comm, batch));
+        AT(FORWARD, forward(net, batch->n, &batch->draw));
+        AT(FORWARD, loss = batch_loss(comm, batch));
+        AT(IDLE, check_loss(net, batch, loss));
+        AT(BACKWARD, backward(net, batch->n));
+        AT(EXPOSED_COMM, reduce_gradients(comm));
+        AT(OPTIMIZER, update_weights(run, batch->number));
+        AT(IDLE, log_step(run, result, batch, loss));
+        if (AT(IDLE, finish_step(run)))
             break;
     }
-    AT(idle_s, finish_epoch(run, result));
+    AT(IDLE, finish_epoch(run, result));
     clock_line(&run->clock, 0, NULL);
 }
 

@@ -51,6 +51,24 @@ for net in $nets; do
     done
 done
 
+# epoch OPTIONS...: images a second of an epoch of the mnist network
+epoch() {
+    ./cnn --no-cuda --dataset synthetic --limit-train 12800 --limit-test 100 --epochs 1 "$@" |
+        value img_per_s
+}
+median() { sort -n | sed -n "$(((rounds + 1) / 2))p"; }
+
+if [ "${threads##* }" -eq 2 ]; then
+    rounds=9 one='' two=''
+    for ((i = 0; i < rounds; i++)); do
+        one+=$(epoch --threads 2 --batch-size 128)$'\n'
+        two+=$(epoch --replicas 2 --threads 2 --global-batch 128)$'\n'
+    done
+    one=$(printf %s "$one" | median) two=$(printf %s "$two" | median)
+    echo "mnist, 128 images a step, medians of $rounds epochs: one network with 2 threads $one img/s,"
+    echo "  two replicas with 1 thread each $two img/s, $(awk -v a="$two" -v b="$one" 'BEGIN { printf "%.2f", a / b }') of it"
+fi
+
 echo "One epoch end to end, with the loader (Fashion-MNIST, the first 20000 images):"
 data=/usr/share/datasets/fashion-mnist
 if [ ! -d "$data" ]; then
