@@ -81,7 +81,7 @@ typedef struct Settings {
     const char *parallel;
     size_t gpus, replicas, global_batch;
     double bucket_mb, timeout;
-    bool oversubscribe, overlap;
+    bool oversubscribe, overlap, quiet;
 } Settings;
 
 // One row of the layer table. Offsets count elements from the start of the network's arenas.
@@ -286,6 +286,7 @@ static inline HOST_DEVICE real uniform(uint32_t bits) {
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/utsname.h>
@@ -4744,6 +4745,8 @@ static const Option options[] = {
      "seconds that a device waits for another before the run ends"},
     {"--out", TEXT, FIELD(out), "", 0, 0, 0, "DIR",
      "write run.json, steps.csv and epochs.csv into DIR"},
+    {"--quiet", SWITCH, FIELD(quiet), "off", 0, 0, 0, "on|off",
+     "on stdout nothing but one line for each epoch; no progress either"},
     {"--per-class", SWITCH, FIELD(per_class), "off", 0, 0, 0, "on|off",
      "print the accuracy of each class at the end"},
     {"--profile", SWITCH, FIELD(profile), "off", 0, 0, 0, "on|off",
@@ -5229,6 +5232,49 @@ static double measure_peak_gflops(void) {
     return best / 1e9;
 }
 
+// ---- What the run took
+
+// The memory that Slurm or the cgroup allows this run, in bytes; else that of the machine.
+static double memory_limit(void) {
+    double limit = memory_bytes(), found = 0;
+    double slurm = 1048576. * (double)number_in_environment("SLURM_MEM_PER_NODE");
+    char line[PATH_SIZE] = "", path[PATH_SIZE];
+    FILE *f = fopen("/proc/self/cgroup", "r"); // "0::/path", version 2 of cgroups
+    bool known = f && fgets(line, sizeof line, f) && strncmp(line, "0::", 3) == 0;
+    if (f)
+        fclose(f);
+    line[strcspn(line, "\n")] = 0;
+    snprintf(path, sizeof path, "/sys/fs/cgroup%.4000s/memory.max", line + 3 * known);
+    f = known ? fopen(path, "r") : NULL;
+    if (f && fscanf(f, "%lf", &found) == 1) // "max": no limit
+        limit = fmin(limit, found);
+    if (f)
+        fclose(f);
+    return slurm > 0 ? fmin(limit, slurm) : limit;
+}
+
+static void print_duration(const char *what, double seconds, const char *end) {
+    long s = lround(seconds);
+    printf("%s%02ld:%02ld:%02ld%s\n", what, s / 3600, s / 60 % 60, s % 60, end);
+}
+
+// The lines of Slurm's seff, for this process. 1 GB is 2^30 bytes, as there.
+static void print_resources(double wall_s) {
+    struct rusage usage;
+    getrusage(RUSAGE_SELF, &usage);
+    size_t cores = number_in_environment("SLURM_CPUS_PER_TASK");
+    cores = cores ? cores : usable_cores();
+    double cpu = cpu_seconds(&usage), memory = 1024. * (double)usage.ru_maxrss;
+    double limit = memory_limit();
+    printf("RESOURCES\nState: COMPLETED (exit code 0)\nCores: %zu\n", cores);
+    print_duration("CPU Utilized: ", cpu, "");
+    printf("CPU Efficiency: %.2f%% of ", 100 * cpu / (wall_s * (double)cores));
+    print_duration("", wall_s * (double)cores, " core-walltime");
+    print_duration("Job Wall-clock time: ", wall_s, "");
+    printf("Memory Utilized: %.2f GB\n", memory / 0x1p30);
+    printf("Memory Efficiency: %.2f%% of %.2f GB\n", 100 * memory / limit, limit / 0x1p30);
+}
+
 // ---- Run folder (--out DIR)
 
 // What a step is made of, in the order of steps.csv: seconds, but for the last one. Communication goes
@@ -5325,6 +5371,7 @@ typedef struct Run {
     EpochResult *epochs;
     size_t epochs_done;
     FILE *steps_csv, *epochs_csv;
+    FILE *lines; // of the epochs: stdout, also where --quiet silences that
 } Run;
 
 static void flush_stdout(void) {
@@ -5553,14 +5600,18 @@ static void flush_steps(Run *run, EpochResult *e) {
         flush_csv(run->steps_csv, run->settings.out, "steps.csv");
 }
 
-// On a terminal: how far the epoch is, how fast it goes and how long it will take.
+// On a terminal: how far the epoch is, how fast it goes and how long it will take; in its width.
 static void show_progress(const Run *run, const EpochResult *e, double seconds) {
+    struct winsize terminal = {.ws_col = 80};
     if (!isatty(STDERR_FILENO))
         return;
-    double rate = (double)e->images / seconds,
-           rest = fmax(0, (double)run->train_set.count - (double)e->images);
-    fprintf(stderr, "\r\033[Kepoch %zu: %zu/%zu images, %.0f img/s, %.0f s left\r", e->epoch,
-            e->images, run->train_set.count, rate, rest / rate);
+    ioctl(STDERR_FILENO, TIOCGWINSZ, &terminal);
+    double rate = (double)e->images / seconds, all = (double)run->train_set.count;
+    char text[256];
+    snprintf(text, sizeof text, "epoch %zu: %3.0f %%, %zu of %.0f images, %.0f img/s, %.0f s left",
+             e->epoch, fmin(100, 100 * (double)e->images / all), e->images, all, rate,
+             fmax(0, all - (double)e->images) / rate);
+    fprintf(stderr, "\r\033[K%.*s\r", terminal.ws_col > 1 ? terminal.ws_col - 1 : 79, text);
 }
 
 // What a step leaves: its row for steps.csv, the log line at the log interval, the epoch's sums.
@@ -5577,7 +5628,7 @@ static void log_step(Run *run, EpochResult *e, const Batch *batch, double loss) 
     if (batch->number % run->settings.log_interval != 0)
         return;
     flush_steps(run, e);
-    if (run->comm.rank > 0)
+    if (run->comm.rank > 0 || run->settings.quiet)
         return;
     if (isatty(STDERR_FILENO))
         fprintf(stderr, "\r\033[K");
@@ -5616,8 +5667,9 @@ static void report_epoch(Run *run, EpochResult *e) {
     compare_ranks(&run->comm, "weights", e->weight_hash);
     if (run->comm.rank > 0)
         return;
-    print_epoch(stdout, e, KEY_VALUE);
-    printf("\n");
+    print_epoch(run->lines, e, KEY_VALUE);
+    fprintf(run->lines, "\n");
+    fflush(run->lines);
     double seconds, bytes = loader_traffic(&run->train_loader, &seconds);
     if (bytes > 0)
         printf("Copied to the device so far: %.1f MB, %.2f GB/s a worker from %s memory\n",
@@ -5907,11 +5959,11 @@ static void setup_ranks(Run *run) {
         c->team = must_alloc(sizeof *c->team, "the ranks");
         team_init(c->team);
     }
-    if (c->rank > 0) {
+    if (c->rank > 0)
         be_silent(s);
-        if (!freopen("/dev/null", "w", stdout))
-            file_fail("cannot open", "/dev/null");
-    }
+    run->lines = s->quiet ? fdopen(dup(STDOUT_FILENO), "w") : stdout;
+    if ((c->rank > 0 || s->quiet) && (!run->lines || !freopen("/dev/null", "w", stdout)))
+        file_fail("cannot open", "/dev/null");
 }
 
 // What a step takes: on all devices (--global-batch) and on each (--batch-size, under dp its part).
@@ -6300,6 +6352,7 @@ static void free_rank(Run *run) {
 }
 
 static void close_run(Run *run) {
+    print_resources(now() - run->started);
     flush_stdout();
     write_run_json(run);
     before_dying = NULL;

@@ -349,7 +349,7 @@ $(grep '^epoch=' "$out" | sed 's/[a-z_]*=//g; s/ /,/g')" "$(cat "$dir/epochs.csv
         "$(head -n 1 "$dir/profile.csv")"
     line out/profile_table \
         '^Line #      Hits         Time  Per Hit   % Time  Line Contents$'
-    line out/profile_forward '^ +[0-9]+ +10 .* AT\(forward_s, forward\(net, '
+    line out/profile_forward '^ +[0-9]+ +10 .* AT\(FORWARD, forward\(net, '
     # shellcheck disable=SC2016 # awk's own $
     holds out/profile_txt "the table of stdout" "$(head -n 5 "$dir/profile.txt")" \
         awk 'NR == FNR { want[$0]; next } !($0 in want) { exit 1 }' "$out" "$dir/profile.txt"
@@ -401,7 +401,7 @@ END
     python out/profile_csv "$dir/profile.csv" <<'END'
 import csv, sys
 rows = list(csv.DictReader(open(sys.argv[1])))
-hits = [r["hits"] for r in rows if r["source"].startswith("AT(forward_s, forward(net")]
+hits = [r["hits"] for r in rows if r["source"].startswith("AT(FORWARD, forward(net")]
 if hits != ["10"]:
     print("hits of forward", hits)
 if abs(sum(float(r["percent"]) for r in rows) - 100) > 1:
@@ -501,6 +501,55 @@ test_learns() {
         at_least "$(value accuracy)" 88
 }
 
+# ---- What the run took, and how much it says
+
+test_resources() {
+    local time='[0-9]{2,}:[0-9]{2}:[0-9]{2}' number='[0-9]+\.[0-9]{2}'
+    run "${tiny[@]}"
+    holds resources/lines "seff's lines at the end" "$(tail -n 8 "$out")" \
+        grep -qPz "\nRESOURCES\nState: COMPLETED \(exit code 0\)\nCores: [0-9]+\nCPU Utilized: $time\n\
+CPU Efficiency: $number% of $time core-walltime\nJob Wall-clock time: $time\n\
+Memory Utilized: $number GB\nMemory Efficiency: $number% of $number GB\n\$" "$out"
+    SLURM_CPUS_PER_TASK=3 SLURM_MEM_PER_NODE=512 run "${tiny[@]}"
+    line resources/slurm_cores '^Cores: 3$'
+    line resources/slurm_memory '^Memory Efficiency: .* of 0\.50 GB$'
+    if [ ! -x /usr/bin/time ]; then
+        skip resources/time "/usr/bin/time is not installed"
+        return
+    fi
+    /usr/bin/time -f '%e %U %S %M' -o "$tmp/time" "$cnn" "${small[@]}" --out "$tmp/took" >"$out"
+    python resources/time "$tmp/time" "$tmp/took/run.json" <<'END'
+import json, sys
+wall, user, system, kb = map(float, open(sys.argv[1]).read().split())
+took = json.load(open(sys.argv[2]))["resources"]
+for name, ours, theirs, least in (("wall", took["wall_s"], wall, .05),
+                                  ("cpu", took["cpu_s"], user + system, .05),
+                                  ("memory", took["max_rss_bytes"], 1024 * kb, 0)):
+    if abs(ours - theirs) > .05 * theirs + least:
+        print(name, ours, "expected", theirs)
+END
+}
+
+test_quiet() {
+    run "${tiny[@]}" --epochs 2 --quiet --per-class
+    same quiet/stdout "epoch=1 epoch=2" "$(cut -d ' ' -f 1 "$out" | paste -sd ' ')"
+    same quiet/stderr "" "$(cat "$err")"
+    refused quiet/errors 2 "--epochs" --quiet --epochs 0
+}
+
+# The progress line, which only a terminal gets, stays in its width.
+test_progress() {
+    local width widest
+    for width in 20 100; do
+        script -qec "stty cols $width; $cnn ${tiny[*]} --log-interval 1 --batch-size 8" "$tmp/terminal" \
+            >/dev/null 2>&1 </dev/null
+        widest=$(tr '\r' '\n' <"$tmp/terminal" | grep -a 'epoch 1:' | sed 's/\x1b\[K//' |
+            awk 'length > w { w = length } END { print w + 0 }')
+        holds "progress/$width" "1 to $((width - 1)) letters" "$widest" \
+            test "$widest" -gt 0 -a "$widest" -lt "$width"
+    done
+}
+
 test_good_run
 test_dry_run
 test_determinism
@@ -514,5 +563,8 @@ test_sc20
 test_augmentation
 test_out
 test_write_errors
+test_resources
+test_quiet
+test_progress
 test_learns
 exit 0
