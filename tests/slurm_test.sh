@@ -173,22 +173,26 @@ trained() {
         grep -q "\"mode\": \"$4\", \"world\": $5," "$json"
 }
 
-# The commands of README.md, with a smaller run behind them.
+# The commands of README.md in the same order, with a smaller run behind those that submit a job.
 test_readme() {
     local command script jobs=() i cnn_of_job
     while read -r command; do
         script=$(grep -oP 'slurm/\K\w+(?=\.sb)' <<<"$command")
         cnn_of_job=./cnn-emu
         case $script in
+        '')
+            bash -c "$command" >"$out" 2>&1
+            same "readme/$command" 0 $?
+            continue
+            ;;
         cpu) cnn_of_job=./cnn ;;
         ddp | dp) can_train_on_many "$script" || continue ;;
         multinode) can_train_over_mpi "$script" || continue ;;
         esac
-        # shellcheck disable=SC2086 # several words
-        job=$(CNN=$cnn_of_job ${command/sbatch/sbatch --parsable} "${tiny[@]}" 2>"$err") ||
-            fail "readme/$script" "$command works" "$(cat "$err")"
+        command="source slurm/site.env && ${command/sbatch/sbatch --parsable} ${tiny[*]}"
+        job=$(CNN=$cnn_of_job bash -c "$command" 2>"$err") || fail "readme/$script" works "$(cat "$err")"
         jobs+=("$script:$job")
-    done < <(grep -oP '^    \Ksbatch .*' "$repo/README.md" | sed 's/ *#.*//')
+    done < <(grep -oP '^    \K(source|sbatch|squeue) .*' "$repo/README.md" | sed 's/ *#.*//')
     for i in "${jobs[@]}"; do
         script=${i%:*} job=${i#*:}
         case $script in
@@ -271,7 +275,7 @@ END
     ends bad_option "$job" FAILED
     line bad_option/says_so '^cnn: error: .*--no-such-option'
     mkdir -p elsewhere
-    submit --chdir=elsewhere --output=%x-%j.out slurm/cpu.sb "${tiny[@]}"
+    submit --chdir=elsewhere slurm/cpu.sb "${tiny[@]}"
     until_true 60 ended "$job"
     same elsewhere/state FAILED "$(state "$job")"
     out=elsewhere/cpu-$job.out
