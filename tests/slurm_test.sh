@@ -1,40 +1,51 @@
 #!/usr/bin/env bash
 # Submits the job scripts of slurm/ to a real Slurm: a controller and two nodes with four GPUs each, all on
-# this machine, on its loopback only, in a temporary folder. The GPUs are device files that nobody opens;
-# ./cnn-emu plays them, and takes those that Slurm has granted to the job.
+# this machine, in a temporary folder and in a network of their own. The GPUs are device files that nobody
+# opens; ./cnn-emu plays them, and takes those that Slurm has granted to the job.
 # CNN=PATH: for jobs on the CPU (./cnn); GPU_CNN=PATH: for jobs on GPUs (./cnn-emu).
 # Prints `pass slurm/NAME`, `fail slurm/NAME: expected ..., found ...` or `skip slurm/NAME: why`.
 suite=slurm
-# shellcheck source=tests/lib.sh
-source "$(dirname "${BASH_SOURCE[0]}")/lib.sh" || exit 1
 PATH=$PATH:/usr/sbin:/sbin
-unset "${!SLURM@}" "${!SBATCH@}" "${!SRUN@}" "${!CUEMU@}" CUDA_VISIBLE_DEVICES LAUNCH
-export OMP_WAIT_POLICY=passive CUEMU_DEVICES=4
-tiny=(--model cifar --dataset synthetic --limit-train 64 --limit-test 16 --batch-size 16 --epochs 1)
 
 # ---- What it needs
 
 skip_all() {
-    skip all "$1"
+    echo "skip slurm/all: $1"
     exit 0
 }
-for program in sbatch slurmctld slurmd; do
-    command -v $program >/dev/null || skip_all "$program is not installed; Debian: apt-get install slurm-wlm"
-done
-command -v munged >/dev/null || skip_all "munged is not installed; Debian: apt-get install munge"
-command -v setpriv >/dev/null || skip_all "setpriv is not installed; Debian: apt-get install util-linux"
+# needs PROGRAM PACKAGE
+needs() { command -v "$1" >/dev/null || skip_all "$1 is not installed; Debian: apt-get install $2"; }
+needs sbatch slurm-wlm
+needs slurmctld slurm-wlm
+needs slurmd slurm-wlm
+needs munged munge
+needs ip iproute2
 [ "$(id -u)" = 0 ] || skip_all "only root can start slurmd"
 id munge >/dev/null 2>&1 || skip_all "there is no user munge"
+if [ -z "${ALONE:-}" ]; then
+    unshare --net true 2>/dev/null || skip_all "no network of its own can be made here"
+    # Starts this script again in a network that ends at this machine. Names are looked up only where
+    # there is an address besides 127.0.0.1, so it gets one.
+    # shellcheck disable=SC2016 # for the inner shell
+    ALONE=1 exec unshare --net bash -c \
+        'ip link set lo up && ip address add 10.0.0.1/32 dev lo && exec "$0"' "$0"
+fi
+
+[ -z "${GPU_CNN:-}" ] || GPU_CNN=$(realpath "$GPU_CNN")
+# shellcheck source=tests/lib.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh" || exit 1
+unset "${!SLURM@}" "${!SBATCH@}" "${!SRUN@}" "${!CUEMU@}" CUDA_VISIBLE_DEVICES LAUNCH
+export OMP_WAIT_POLICY=passive CUEMU_DEVICES=4
+tiny=(--model cifar --dataset synthetic --limit-train 64 --limit-test 16 --batch-size 16 --epochs 1)
 mkdir "$tmp/gpus"
 mknod "$tmp/gpus/0" c 1 3 2>"$err" || skip_all "no device files can be made here"
 for i in 1 2 3; do mknod "$tmp/gpus/$i" c 1 3; done
 make -s -C "$repo" cnn-emu >/dev/null 2>&1 || { fail build "make cnn-emu" "exit $?"; exit 1; }
-gpu_cnn=$(realpath -e "${GPU_CNN:-$repo/cnn-emu}") || exit 1
-cp -r "$repo/slurm" "$repo/Makefile" . && cp "$cnn" cnn && cp "$gpu_cnn" cnn-emu || exit 1
+cp -r "$repo/slurm" "$repo/Makefile" . && cp "$cnn" cnn && cp "${GPU_CNN:-$repo/cnn-emu}" cnn-emu || exit 1
 
 # ---- A Slurm of our own
 
-pids=()
+pids=() running=
 
 # daemon PROGRAM ARGUMENTS...: in the background, until stop() ends it
 daemon() {
@@ -44,47 +55,32 @@ daemon() {
 
 # shellcheck disable=SC2317 # the trap calls it
 stop() {
-    local i
-    squeue -h -o %A 2>/dev/null | xargs -r scancel 2>/dev/null
-    for ((i = 0; i < 100; i++)); do
-        [ -n "$(squeue -h 2>/dev/null)" ] || break
-        sleep .2
-    done
+    if [ -n "$running" ]; then
+        squeue -h -o %A | xargs -r scancel
+        until_true 20 no_jobs
+    fi 2>/dev/null
     [ ${#pids[@]} -eq 0 ] || kill "${pids[@]}" 2>/dev/null
     wait
     rm -rf "$tmp"
 }
 trap stop EXIT
 
-# first_port: of four that nobody listens on
-first_port() {
-    local port i
-    while :; do
-        port=$((21000 + RANDOM % 11000))
-        for i in 0 1 2; do
-            if (exec 3<>"/dev/tcp/127.0.0.1/$((port + i))") 2>/dev/null; then continue 2; fi
-        done
-        echo $port
-        return
-    done
-}
-
 # until_true SECONDS COMMAND...
 until_true() {
-    local i
-    for ((i = 0; i < $1 * 5; i++)); do
-        if "${@:2}"; then return 0; fi
+    local end=$((SECONDS + $1))
+    until "${@:2}"; do
+        [ $SECONDS -lt $end ] || return 1
         sleep .2
     done
-    return 1
 }
 
 # shellcheck disable=SC2317 # until_true calls it
+no_jobs() { [ -z "$(squeue -h)" ]; }
+# shellcheck disable=SC2317
 two_idle_nodes() { [ "$(sinfo -h -p first -t idle -o %D 2>/dev/null)" = 2 ]; }
 
 start() {
-    local port node
-    port=$(first_port)
+    local node
     chmod 711 "$tmp"
     mkdir -p "$tmp"/{munge,state} "$tmp"/{spool,scratch}/node{1,2}
     head -c 1024 /dev/urandom >"$tmp/munge/key"
@@ -93,8 +89,7 @@ start() {
     cat >"$tmp/slurm.conf" <<END
 ClusterName=cnn
 SlurmctldHost=localhost(127.0.0.1)
-SlurmctldPort=$port
-CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
+SlurmctldPort=6817
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
@@ -115,8 +110,8 @@ SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait=5
 GresTypes=gpu
-NodeName=node1 NodeHostname=localhost NodeAddr=127.0.0.1 Port=$((port + 1)) CPUs=16 RealMemory=64000 Gres=gpu:4
-NodeName=node2 NodeHostname=localhost NodeAddr=127.0.0.1 Port=$((port + 2)) CPUs=16 RealMemory=64000 Gres=gpu:4
+NodeName=node1 NodeHostname=localhost NodeAddr=127.0.0.1 Port=6818 CPUs=16 RealMemory=64000 Gres=gpu:4
+NodeName=node2 NodeHostname=localhost NodeAddr=127.0.0.1 Port=6819 CPUs=16 RealMemory=64000 Gres=gpu:4
 PartitionName=first Nodes=node[1-2] Default=YES
 PartitionName=second Nodes=node[1-2]
 END
@@ -130,6 +125,7 @@ END
     daemon slurmctld -D -c
     for node in node1 node2; do daemon slurmd -D -N $node; done
     if until_true 60 two_idle_nodes; then
+        running=yes
         pass start
     else
         fail start "two idle nodes" "$(sinfo 2>&1) $(grep -E 'error|fatal' "$tmp/daemons.log" | tail -n 5)"
@@ -143,6 +139,8 @@ END
 state() { scontrol -o show job "$1" 2>/dev/null | grep -oP 'JobState=\K\w+'; }
 # shellcheck disable=SC2317
 ended() { [[ $(state "$1") =~ COMPLETED|FAILED|CANCELLED|TIMEOUT ]]; }
+# shellcheck disable=SC2317
+running() { [ "$(state "$1")" = RUNNING ]; }
 # shellcheck disable=SC2317
 logged() { grep -q "$2" "$1" 2>/dev/null; }
 
@@ -205,8 +203,8 @@ test_readme() {
         single) line single/device '^Device: emulated GPU' ;;
         ddp | dp) line "$script/gpus" '^CUDA_VISIBLE_DEVICES=\d,\d$' ;;
         multinode)
-            line multinode/rank_0 '^Rank 0 on node1, GPUs 0$'
-            line multinode/rank_1 '^Rank 1 on node2, GPUs 0$'
+            line multinode/rank_0 '^Rank 0 on node1, GPUs \d$'
+            line multinode/rank_1 '^Rank 1 on node2, GPUs \d$'
             ;;
         esac
     done
@@ -282,9 +280,10 @@ END
     line elsewhere/says_so 'slurm/site.env: No such file'
 }
 
-# Four ranks on two nodes talk to each other, however they are started.
+# Four ranks on two nodes talk to each other, however they are started, and each knows the GPUs that are
+# free on its own node: on the second one, GPU 0 is taken.
 test_mpi() {
-    local name launch rank
+    local name launch rank taken gpus=("0,1" "0,1" "1,2" "1,2")
     if ! command -v mpicc mpirun >/dev/null; then
         skip mpi "no mpicc and mpirun; Debian: apt-get install openmpi-bin libopenmpi-dev"
         return
@@ -308,6 +307,9 @@ END
     # Open MPI's processes would take two nodes with one name and one memory for one node.
     export OMPI_MCA_btl=self,tcp OMPI_MCA_btl_tcp_if_include=lo OMPI_MCA_oob_tcp_if_include=lo
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+    submit --nodelist=node2 --gres=gpu:1 --output=/dev/null --wrap="sleep 600"
+    taken=$job
+    until_true 60 running "$taken"
     while read -r name launch; do
         if [ "$name" = srun ] && ! srun --mpi=list 2>&1 | grep -qw pmix; then
             skip mpi/srun "Slurm was built without PMIx"
@@ -319,7 +321,7 @@ END
         for rank in 0 1 2 3; do
             line "mpi/$name/$rank" \
                 "^MPI rank $rank of 4 on node$((rank / 2 + 1)), sum 6, last argument the_last$"
-            line "mpi/$name/table_$rank" "^Rank $rank on node$((rank / 2 + 1)), GPUs 0,1$"
+            line "mpi/$name/table_$rank" "^Rank $rank on node$((rank / 2 + 1)), GPUs ${gpus[rank]}$"
         done
         if can_train_over_mpi "mpi/$name/cnn"; then
             CNN=./cnn-emu submit --ntasks-per-node=2 --gres=gpu:2 slurm/multinode.sb "${tiny[@]}"
@@ -333,6 +335,7 @@ END
 srun
 mpirun mpirun --bind-to none
 END
+    scancel "$taken"
 }
 
 test_doctor() {
