@@ -184,7 +184,6 @@ test_readme() {
             continue
             ;;
         cpu) cnn_of_job=./cnn ;;
-        ddp | dp) can_train_on_many "$script" || continue ;;
         multinode) can_train_over_mpi "$script" || continue ;;
         esac
         command="source slurm/site.env && ${command/sbatch/sbatch --parsable} ${tiny[*]}"
@@ -213,14 +212,7 @@ test_readme() {
         "$(find "$repo/slurm" -name '*.sb' | wc -l)"
 }
 
-can_train_on_many() {
-    ./cnn-emu --help | grep -q -e '--parallel' && return
-    skip "$1" "./cnn has no --parallel yet"
-    return 1
-}
-
 can_train_over_mpi() {
-    can_train_on_many "$1" || return
     grep -aq MPI_Init cnn-emu && return
     skip "$1" "./cnn was built without MPI; Debian: apt-get install openmpi-bin libopenmpi-dev"
     return 1
@@ -283,7 +275,7 @@ END
 # Four ranks on two nodes talk to each other, however they are started, and each knows the GPUs that are
 # free on its own node: on the second one, GPU 0 is taken.
 test_mpi() {
-    local name launch rank taken gpus=("0,1" "0,1" "1,2" "1,2")
+    local name launch rank taken hashes=() gpus=("0,1" "0,1" "1,2" "1,2")
     if ! command -v mpicc mpirun >/dev/null; then
         skip mpi "no mpicc and mpirun; Debian: apt-get install openmpi-bin libopenmpi-dev"
         return
@@ -326,6 +318,7 @@ END
         if can_train_over_mpi "mpi/$name/cnn"; then
             CNN=./cnn-emu submit --ntasks-per-node=2 --gres=gpu:2 slurm/multinode.sb "${tiny[@]}"
             trained "mpi/$name/gpus" multinode "$job" ddp 4
+            hashes+=("$(grep -o '"weight_hash":"[^"]*"' "runs/multinode-$job/run.json")")
             CNN=./cnn submit --gres=none slurm/multinode.sb --no-cuda "${tiny[@]}"
             trained "mpi/$name/cpu" multinode "$job" ddp 2
             line "mpi/$name/cpu/rank_1" '^Rank 1 on node2, GPUs none$'
@@ -336,6 +329,7 @@ srun
 mpirun mpirun --bind-to none
 END
     scancel "$taken"
+    [ ${#hashes[@]} -lt 2 ] || same mpi/same_bits "${hashes[0]}" "${hashes[1]}"
 }
 
 test_doctor() {
