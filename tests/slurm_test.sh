@@ -166,9 +166,9 @@ trained() {
     line "$1/epoch" '^epoch=1 images=64 '
     same "$1/epochs" 1 "$(grep -c '^epoch=' "$out")"
     holds "$1/run_json" "complete, of job $3" "$(grep -E 'status|slurm' "$json" 2>&1)" \
-        grep -Pzq "(?s)\"status\": \"complete\".*\"slurm\": \"$3\"" "$json"
+        grep -sPzq "(?s)\"status\": \"complete\".*\"slurm\": \"$3\"" "$json"
     holds "$1/parallel" "mode $4, world $5" "$(grep '"parallel"' "$json" 2>&1)" \
-        grep -q "\"mode\": \"$4\", \"world\": $5," "$json"
+        grep -sq "\"mode\": \"$4\", \"world\": $5," "$json"
 }
 
 # The commands of README.md in the same order, with a smaller run behind those that submit a job.
@@ -319,7 +319,7 @@ END
             CNN=./cnn-emu submit --ntasks-per-node=2 --gres=gpu:2 slurm/multinode.sb "${tiny[@]}"
             trained "mpi/$name/gpus" multinode "$job" ddp 4
             hashes+=("$(grep -o '"weight_hash":"[^"]*"' "runs/multinode-$job/run.json")")
-            CNN=./cnn submit --gres=none slurm/multinode.sb --no-cuda "${tiny[@]}"
+            CNN=./cnn-emu submit --gres=none slurm/multinode.sb --no-cuda "${tiny[@]}"
             trained "mpi/$name/cpu" multinode "$job" ddp 2
             line "mpi/$name/cpu/rank_1" '^Rank 1 on node2, GPUs none$'
         fi
