@@ -200,7 +200,10 @@ test_readme() {
         case $script in
         cpu) line cpu/threads '^Device: cpu .*--threads 4, --workers 4' ;;
         single) line single/device '^Device: emulated GPU' ;;
-        ddp | dp) line "$script/gpus" '^CUDA_VISIBLE_DEVICES=\d,\d$' ;;
+        ddp | dp)
+            line "$script/gpus" '^CUDA_VISIBLE_DEVICES=\d,\d$'
+            same "$script/uuids" 2 "$(grep -oP '^Rank \d: .* \KGPU-.*' "$out" | sort -u | wc -l)"
+            ;;
         multinode)
             line multinode/rank_0 '^Rank 0 on node1, GPUs \d$'
             line multinode/rank_1 '^Rank 1 on node2, GPUs \d$'
@@ -329,6 +332,9 @@ srun
 mpirun mpirun --bind-to none
 END
     scancel "$taken"
+    LAUNCH="srun --mpi=none" CNN=./ranks submit slurm/multinode.sb
+    ends mpi/no_ranks "$job" FAILED
+    line mpi/no_ranks/says_so 'MPI gives no rank: see LAUNCH in slurm/site.env'
     [ ${#hashes[@]} -lt 2 ] || same mpi/same_bits "${hashes[0]}" "${hashes[1]}"
 }
 
