@@ -279,7 +279,7 @@ END
 # free on its own node: on the second one, GPU 0 is taken.
 test_mpi() {
     local name launch rank taken hashes=() gpus=("0,1" "0,1" "1,2" "1,2")
-    if ! command -v mpicc mpirun >/dev/null; then
+    if ! command -v mpicc >/dev/null || ! command -v mpirun >/dev/null; then
         skip mpi "no mpicc and mpirun; Debian: apt-get install openmpi-bin libopenmpi-dev"
         return
     fi
