@@ -39,7 +39,7 @@ HAVE_NCCL := $(and $(HAVE_CUDA),$(HAVE_MPI),$(call probe,$(HASH)include <nccl.h>
 	return ncclGetVersion(&v); },-I$(CUDA)/include -L$(CUDA)/lib64 -lnccl))
 endif
 
-.PHONY: all help run test data bench bench-gpu debug emulate count races clean found
+.PHONY: all help run test data bench bench-gpu debug emulate count races clean found doctor
 all: found cnn
 
 found:
@@ -50,6 +50,7 @@ found:
 
 help:
 	@echo "make         build ./cnn and say what was found"
+	@echo "make doctor  what this machine has, and what to do about what is missing"
 	@echo "make run     train the MNIST network for one epoch on the best data there is"
 	@echo "make test    run all tests; QUICK=1 runs fewer shapes and epochs"
 	@echo "make data    download MNIST (INSTALL=1: may install Debian's Fashion-MNIST package)"
@@ -61,6 +62,10 @@ help:
 	@echo "make debug   build ./cnn-debug with the address and undefined-behaviour sanitizers"
 	@echo "make clean   remove everything that make made"
 	@echo "Variables: CC=clang ARCH=x86-64-v3 NO_OMP=1 NO_CUDA=1 NO_MPI=1 NO_NCCL=1 CUDA_ARCH=native QUICK=1"
+
+doctor:
+	@CC='$(CC)' OMP='$(OMP)' NVCC='$(NVCC)' HAVE_CUDA='$(HAVE_CUDA)' HAVE_MPI='$(HAVE_MPI)' \
+		HAVE_NCCL='$(HAVE_NCCL)' slurm/doctor.sh
 
 # Rebuilds when the settings change, not only when the source does.
 BUILD = $(CC) $(CFLAGS) $(OMP_FLAGS)

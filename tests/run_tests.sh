@@ -44,6 +44,7 @@ ours() {
     run data tests/test_data.sh
     run checkpoints tests/test_checkpoints.sh
     run readme tests/test_readme.sh
+    run doctor tests/test_doctor.sh
     run get_data tests/test_get_data.sh
     run scaling_model tests/test_scaling_model.sh
     run instructions tests/test_instructions.sh
@@ -55,6 +56,7 @@ gpu_and_pytorch() {
     run parallel tests/test_parallel.sh
     run nvcc tests/test_nvcc.sh
     run gpu_check tests/gpu_check.sh --emulated
+    run slurm tests/slurm_test.sh
     run_torch pytorch_weights tests/pytorch_weights.py
     run_torch live_pytorch tests/live_pytorch.py build
 }

@@ -9,7 +9,7 @@ export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) || exit 1
 tmp=$(mktemp -d) || exit 1
 trap 'rm -rf "$tmp"' EXIT
-cp -r "$repo"/{cnn.c,cnn_kernels.cu,Makefile,data,tests} "$tmp" && cd "$tmp" || exit 1
+cp -r "$repo"/{cnn.c,cnn_kernels.cu,Makefile,data,slurm,tests} "$tmp" && cd "$tmp" || exit 1
 
 # command_runs COMMAND
 command_runs() {
@@ -71,5 +71,6 @@ while read -r command; do
         ./cnn-emu*) says emulated '^Emulated: CUDA code on the CPU' ;;
         ./cnn-count*) holds_count ;;
         *--eval*) says eval '^Loaded the weights in mnist_cnn.safetensors$' ;;
+        'make doctor') says doctor '^This machine: ' ;;
     esac
 done <<<"$commands"

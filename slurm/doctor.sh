@@ -1,0 +1,184 @@
+#!/usr/bin/env bash
+# Tells a first-time user what this machine has for cnn.c and what to do about what is missing.
+# `make doctor` calls it with what the Makefile has found: CC, OMP, NVCC, HAVE_CUDA, HAVE_MPI, HAVE_NCCL.
+# Exit status 1 only where ./cnn cannot be built.
+set -u
+cd "$(dirname "$0")/.." || exit 1
+export LC_ALL=C
+status=0
+row() { printf '%-9s%-15s%s\n' "$1" "$2" "$3"; }
+ok() { row ok "$@"; }
+missing() { row missing "$@"; } # one can do without it
+note() { row note "$@"; }
+broken() {
+    row BROKEN "$@"
+    status=1
+}
+todo() { row '' '' "$1"; }
+have() { command -v "$1" >/dev/null; }
+version() { "$@" 2>/dev/null | grep -m 1 -oE '.*[0-9]+\.[0-9]+.*'; }
+
+if ! have make; then
+    broken make "not found; Debian: apt-get install make; on a cluster: module avail"
+    exit 1
+fi
+[ -n "${CC:-}" ] || exec make --no-print-directory doctor
+
+# ---- Building
+
+compiler() {
+    if ! have "${CC%% *}"; then
+        broken compiler "${CC%% *} not found; Debian: apt-get install gcc; on a cluster: module load gcc"
+    elif ! echo 'int main(void) { return 0; }' | $CC -std=gnu17 -x c - -o /dev/null -lm -lpthread 2>/dev/null; then
+        broken compiler "$CC cannot build a C17 program: it is too old or lacks the C library's headers"
+        todo "Debian: apt-get install gcc libc6-dev; on a cluster: module load gcc"
+    else
+        ok compiler "$(version "${CC%% *}" --version)"
+        if [ -n "${OMP:-}" ]; then
+            ok OpenMP "several threads compute"
+        else
+            missing OpenMP "one thread computes; Debian: gcc has it, for clang apt-get install libomp-dev"
+        fi
+    fi
+}
+
+# Lets ./cnn train on a single image, and tells on what it did that, in its own words.
+binary() {
+    local tiny=(--dataset synthetic --limit-train 1 --limit-test 1 --batch-size 1 --dry-run) said
+    if [ ! -x cnn ]; then
+        note ./cnn "not built yet: run make"
+    elif said=$(timeout 60 ./cnn "${tiny[@]}" 2>&1); then
+        ok ./cnn "trains on: $(grep -oP '^Device: \K.*(?=, --kernels)' <<<"$said")"
+    else
+        note ./cnn "does not run here: $(tail -n 1 <<<"$said")"
+        todo "was it built on another machine? Run make clean, then make, here"
+    fi
+}
+
+cuda() {
+    if [ -n "${HAVE_CUDA:-}" ]; then
+        ok nvcc "$(version "$NVCC" --version | sed 's/.*\(release\)/\1/')"
+    elif [ -n "${NVCC:-}" ]; then
+        missing nvcc "$NVCC is there, but its library cudart_static is not, or does not link"
+    else
+        missing nvcc "needed to build for a GPU: module load cuda, or make CUDA=FOLDER"
+        todo "without any GPU: make emulate"
+    fi
+    local gpus
+    gpus=$(have nvidia-smi && nvidia-smi -L 2>/dev/null | grep ^GPU)
+    if [ -n "$gpus" ]; then
+        ok GPU "$(wc -l <<<"$gpus"): $(sed 's/^GPU [0-9]*: //; s/ (UUID.*//' <<<"$gpus" | sort | uniq -c |
+            sed 's/^ *//' | paste -sd ';')"
+    else
+        missing GPU "none here, as on most login nodes; in a job: srun --gres=gpu:1 make doctor"
+    fi
+}
+
+mpi() {
+    if [ -n "${HAVE_MPI:-}" ]; then
+        ok MPI "$(version mpirun --version)"
+    elif have mpicc; then
+        missing MPI "mpicc is there, but cannot build a program"
+    else
+        missing MPI "needed for several machines: module load openmpi"
+        todo "Debian: apt-get install openmpi-bin libopenmpi-dev"
+    fi
+    if [ -n "${HAVE_NCCL:-}" ]; then
+        ok NCCL "GPUs of several machines talk to each other"
+    else
+        missing NCCL "needed for GPUs of several machines: module load nccl"
+    fi
+}
+
+# ---- This machine
+
+cores() {
+    local usable granted=${SLURM_CPUS_PER_TASK:-}
+    usable=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)
+    if [ -z "${SLURM_JOB_ID:-}" ]; then
+        ok cores "$usable usable"
+    elif [ -z "$granted" ]; then
+        note cores "$usable usable; the job did not say --cpus-per-task, which often means one core"
+    elif [ "$usable" -lt "$granted" ]; then
+        note cores "$usable usable, but --cpus-per-task is $granted: start with srun --cpus-per-task=$granted"
+    elif [ "$usable" -gt "$granted" ]; then
+        note cores "$usable usable, but the job was granted $granted: give ./cnn --threads $granted"
+    else
+        ok cores "$usable usable, as granted by Slurm"
+    fi
+}
+
+room() {
+    local kilobytes
+    kilobytes=$(df -Pk . | awk 'NR == 2 { print $4 }')
+    if [ "${kilobytes:-0}" -lt 2000000 ]; then
+        note disk "$((kilobytes / 1000)) MB free here; all data sets and a few runs take 2000"
+    else
+        ok disk "$((kilobytes / 1000000)) GB free here"
+    fi
+}
+
+data_sets() {
+    local name file folder found
+    while read -r name file; do
+        found=
+        for folder in data /usr/share/datasets; do
+            if [ -e "$folder/$name/$file" ] || [ -e "$folder/$name/$file.gz" ]; then
+                found=${found:-$folder/$name}
+            fi
+        done
+        if [ -n "$found" ]; then
+            ok "$name" "$found"
+        else
+            missing "$name" "data/get_data.sh $name, where there is a network: on the login node"
+        fi
+    done <<END
+mnist train-images-idx3-ubyte
+fashion-mnist train-images-idx3-ubyte
+cifar10 data_batch_1.bin
+cifar100 train.bin
+END
+    ok synthetic "made by ./cnn itself"
+}
+
+# ---- Slurm
+
+slurm() {
+    local partitions name
+    if ! have sinfo; then
+        missing Slurm "not here; you need it on a cluster only"
+        return
+    fi
+    # partition, nodes, cores of a node, GPUs of a node, longest time
+    if ! partitions=$(timeout 20 sinfo -h -o '%P %D %c %G %l' 2>/dev/null) || [ -z "$partitions" ]; then
+        missing Slurm "sinfo is here, but no Slurm answers: are you logged in to the cluster?"
+        return
+    fi
+    ok Slurm "$(version sinfo --version); * is the default partition"
+    while read -r name nodes cores gpus longest; do
+        todo "$name: $nodes nodes of $cores cores, GPUs ${gpus/(null)/none}, at most $longest"
+    done <<<"$partitions"
+    name=${SBATCH_PARTITION:-}
+    if [ -n "$name" ] && ! grep -qE "^${name%%,*}\*? " <<<"$partitions"; then
+        note site.env "SBATCH_PARTITION=$name is none of these"
+    elif [ -z "$name" ] && ! grep -q '^[^ ]*\* ' <<<"$partitions"; then
+        note site.env "there is no default partition: choose one in slurm/site.env"
+    fi
+    if srun --mpi=list 2>&1 | grep -qw pmix; then
+        ok PMIx "srun starts MPI programs"
+    else
+        missing PMIx "srun cannot start MPI programs: LAUNCH=\"mpirun --bind-to none\" in slurm/site.env"
+    fi
+}
+
+echo "This machine: $(hostname)${SLURM_JOB_ID:+, in job $SLURM_JOB_ID of Slurm}"
+compiler
+binary
+cuda
+mpi
+cores
+room
+slurm
+data_sets
+[ $status -eq 0 ] || echo "./cnn cannot be built here: see the lines BROKEN above."
+exit $status
