@@ -4716,7 +4716,7 @@ static const Option options[] = {
     {"--log-interval", COUNT, FIELD(log_interval), "10", 1, UINT32_MAX, 0, "N",
      "steps between two log lines"},
     {"--workers", COUNT, FIELD(workers), NULL, 1, 256, 0, "N",
-     "threads that load batches (default: SLURM_CPUS_PER_TASK, else 1)"},
+     "threads that load batches for each device (default: SLURM_CPUS_PER_TASK in all, else 1)"},
     {"--threads", COUNT, FIELD(threads), NULL, 1, 1024, 0, "N",
      "threads that compute (default: the usable cores)"},
     {"--kernels", CHOICE, FIELD(kernels), "fast", 0, 0, 1, "naive|tiled|fast",
@@ -4727,8 +4727,8 @@ static const Option options[] = {
      "GPU: keep the data set in its memory, if it fits; off: copy each batch"},
     {"--pin-memory", SWITCH, FIELD(pin_memory), "on", 0, 0, 0, "on|off",
      "GPU: copy batches from memory that it can reach by itself"},
-    {"--gpus", COUNT, FIELD(gpus), "1", 1, MAX_REPLICAS, 0, "N",
-     "train on N GPUs of this machine at once"},
+    {"--gpus", COUNT, FIELD(gpus), NULL, 1, MAX_REPLICAS, 0, "N",
+     "train on N GPUs of this machine at once (default: 1 if there is one, else the CPU)"},
     {"--replicas", COUNT, FIELD(replicas), "1", 1, MAX_REPLICAS, 0, "N",
      "the same on the CPU: N networks, which share the --threads"},
     {"--oversubscribe", SWITCH, FIELD(oversubscribe), "off", 0, 0, 0, "on|off",
@@ -5946,7 +5946,7 @@ static void setup_ranks(Run *run) {
     Settings *s = &run->settings;
     Comm *c = &run->comm;
     c->settings = s;
-    c->world = max_size(s->gpus, s->replicas);
+    c->world = max_size(max_size(s->gpus, s->replicas), 1);
     s->no_cuda |= s->replicas > 1;
     bool launched = join_launcher(c);
     c->dp = c->world > 1 && strcmp(s->parallel, "dp") == 0;
@@ -6007,9 +6007,9 @@ static void setup_settings(Run *run, int argc, char **argv) {
         s->limit_test = UINT32_MAX;
     if (s->threads == 0)
         s->threads = usable_cores();
-    const char *slurm = getenv("SLURM_CPUS_PER_TASK");
+    size_t slurm = number_in_environment("SLURM_CPUS_PER_TASK");
     if (s->workers == 0)
-        s->workers = slurm && atoi(slurm) > 0 ? min_size((size_t)atoi(slurm), 256) : 1;
+        s->workers = min_size(max_size(slurm / (run->comm.team ? run->comm.world : 1), 1), 256);
     if (s->workers > usable_cores())
         fprintf(stderr,
                 "cnn: warning: --workers %zu, but only %zu cores are usable: they will "
@@ -6042,7 +6042,7 @@ static void choose_device(Run *run, bool cuda, size_t devices) {
         die(EXIT_USAGE,
             "%s %zu: expected at most %zu, as many as there are here; --oversubscribe lets several "
             "share one, to try things out",
-            s->gpus > 1 ? "--gpus" : "--replicas", c->world, devices);
+            s->gpus > 0 ? "--gpus" : "--replicas", c->world, devices);
     run->device.memory = memory_bytes() / (double)here;
     snprintf(run->device.name, sizeof run->device.name, "cpu");
     if (!cuda)
@@ -6058,9 +6058,10 @@ static void setup_device(Run *run) {
     size_t devices = s->no_cuda ? 0 : cuda_device_count(&why_not);
     char known[64] = "";
     bool cuda = devices > 0;
-    if (s->gpus > 1 && !cuda)
+    if (s->gpus > 0 && !cuda)
         die(EXIT_USAGE, "--gpus %zu: found no GPU (%s); --replicas %zu does the same on the CPU",
             s->gpus, why_not, s->gpus);
+    s->gpus = cuda ? max_size(s->gpus, 1) : 0;
     choose_device(run, cuda, cuda ? devices : usable_cores());
     for (size_t i = 0; backend_of(cuda, i); i++) {
         const Backend *b = backend_of(cuda, i);
@@ -6230,11 +6231,11 @@ static void plan_run_memory(Run *run) {
             "a smaller --batch-size",
             host / 1e6, memory_bytes() / 1e6);
     if (device > run->device.memory) {
-        size_t fits = batch_that_fits(run);
+        size_t fits = batch_that_fits(run), parts = run->comm.dp ? run->comm.world : 1;
         char remedy[80] = "even one image at a time does not fit; try a smaller network";
         if (fits > 0)
-            snprintf(remedy, sizeof remedy, "expected at most %zu images on each device, found %zu",
-                     fits, run->net.batch);
+            snprintf(remedy, sizeof remedy, "expected a --batch-size of at most %zu, found %zu",
+                     fits * parts, run->net.batch * parts);
         die(1, "not enough memory: %.1f MB needed, %.1f MB there on this device (%s); %s",
             device / 1e6, run->device.memory / 1e6, run->device.name, remedy);
     }
@@ -6395,29 +6396,43 @@ static void train_epochs(Run *run) {
     run->status = run->epoch <= s->epochs && !s->dry_run ? "stopped" : "complete";
 }
 
+typedef struct RankPlace {
+    char host[64], device[256], uuid[48];
+} RankPlace;
+
+// Two processes on one GPU: most likely a mistake in how they were started.
+static void refuse_shared_gpus(const Comm *c, const RankPlace *places) {
+    for (size_t r = 0; r < c->world && !c->team && !c->settings->oversubscribe; r++)
+        for (size_t k = 0; k < r; k++)
+            if (*places[r].uuid && strcmp(places[r].uuid, places[k].uuid) == 0 &&
+                strcmp(places[r].host, places[k].host) == 0)
+                die(EXIT_USAGE,
+                    "ranks %zu and %zu share a GPU of %s: expected one for each rank; start fewer, "
+                    "or add --oversubscribe to try things out",
+                    k, r, places[r].host);
+}
+
 // Which device each rank has, as all see it.
 static void print_ranks(Run *run) {
-    typedef struct Place {
-        char host[64], device[256], uuid[48];
-    } Place;
     Comm *c = &run->comm;
     if (c->world == 1)
         return;
-    Place *places = must_alloc(c->world * sizeof *places, "the list of ranks");
-    Place *mine = &places[c->rank];
+    RankPlace *places = must_alloc(c->world * sizeof *places, "the list of ranks");
+    RankPlace *mine = &places[c->rank];
     gethostname(mine->host, sizeof mine->host - 1);
-    snprintf(mine->device, sizeof mine->device, "%zu, %.200s", c->device, run->device.name);
+    snprintf(mine->device, sizeof mine->device, "%.250s", run->device.name);
     snprintf(mine->uuid, sizeof mine->uuid, "%s", run->device.uuid);
     all_gather(c, places, sizeof *places);
+    refuse_shared_gpus(c, places);
+    for (size_t r = 0; r < c->world && c->rank == 0; r++)
+        printf("Rank %zu: %s, %s%s%s\n", r, places[r].host, places[r].device,
+               *places[r].uuid ? ", " : "", places[r].uuid);
     if (c->rank == 0)
         printf("Gradients: %s, added up by %s\n", run->settings.parallel,
                c->dp          ? "the master"
                : uses_nccl(c) ? "NCCL"
                : c->team      ? "a ring of threads"
                               : "a ring of MPI processes");
-    for (size_t r = 0; r < c->world && c->rank == 0; r++)
-        printf("Rank %zu: %s, device %s%s%s\n", r, places[r].host, places[r].device,
-               *places[r].uuid ? ", " : "", places[r].uuid);
     free(places);
 }
 
