@@ -6419,7 +6419,10 @@ static void print_ranks(Run *run) {
         return;
     RankPlace *places = must_alloc(c->world * sizeof *places, "the list of ranks");
     RankPlace *mine = &places[c->rank];
+    const char *node = getenv("SLURMD_NODENAME"); // by which its users know the machine
     gethostname(mine->host, sizeof mine->host - 1);
+    if (node)
+        snprintf(mine->host, sizeof mine->host, "%.60s", node);
     snprintf(mine->device, sizeof mine->device, "%.250s", run->device.name);
     snprintf(mine->uuid, sizeof mine->uuid, "%s", run->device.uuid);
     all_gather(c, places, sizeof *places);
