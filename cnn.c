@@ -2781,6 +2781,7 @@ static size_t linear(Net *net, size_t x, size_t out_features) {
 static size_t batchnorm2d(Net *net, size_t x) {
     Shape s = net->layers[x].out;
     Layer l = {.kind = BATCHNORM2D, .input = x, .in = s, .out = s};
+    net->host_size = max_size(net->host_size, 2 * s.c); // both running statistics at once
     return add_weights(net, l, s.c, s.c, "bn");
 }
 
@@ -4627,15 +4628,19 @@ static void load_weights(Net *net, const char *path) {
     read_tensors(&f, net, NULL, NULL);
 }
 
-// One hash of all parameters, tensor by tensor.
+// One hash of all parameters and running statistics, tensor by tensor.
 static uint64_t hash_weights(Net *net) {
     uint64_t hash = 0xcbf29ce484222325u;
     for (size_t i = 0; i < net->count; i++) {
         const Layer *l = &net->layers[i];
-        net->backend->copy(net->host[0], net->params + l->weight, l->weights * sizeof(real));
-        hash = hash_bytes(hash, net->host[0], l->weights * sizeof(real));
-        net->backend->copy(net->host[0], net->params + l->bias, l->biases * sizeof(real));
-        hash = hash_bytes(hash, net->host[0], l->biases * sizeof(real));
+        const size_t running = l->kind == BATCHNORM2D ? 2 * l->out.c : 0; // means and variances
+        const real *parts[] = {net->params + l->weight, net->params + l->bias,
+                               net->stats + l->stats};
+        const size_t counts[] = {l->weights, l->biases, running};
+        for (size_t k = 0; k < 3; k++) {
+            net->backend->copy(net->host[0], parts[k], counts[k] * sizeof(real));
+            hash = hash_bytes(hash, net->host[0], counts[k] * sizeof(real));
+        }
     }
     return hash;
 }
