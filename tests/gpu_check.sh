@@ -120,7 +120,11 @@ python_with_torch() {
     done
 }
 
-losses() { sed 1d "$tmp/$1.run/steps.csv" | cut -d , -f 5; }
+# losses RUN: of each step; ranks have equally many images here
+losses() {
+    awk -F , 'NR > 1 { sum[$2] += $5; n[$2]++ }
+        END { for (i = 1; i in n; i++) printf "%.9g\n", sum[i] / n[i] }' "$tmp/$1.run/steps.csv"
+}
 
 # same_losses RUN RUN: of at least three steps; 1e-3 is far above what rounding does to so few
 same_losses() {
@@ -144,9 +148,10 @@ hash_of() { grep -os '"weight_hash":"[^"]*"' "$tmp/$1.run/run.json" || echo "no 
 
 targets=("${cnn#./}" "${programs}bench_gpu" "${programs}test_cuda")
 synthetic=(--dataset synthetic --epochs 1)
-few=("${synthetic[@]}" --limit-train 1280 --limit-test 100 --log-interval 1)
+few=("${synthetic[@]}" --limit-train 1280 --limit-test 100 --log-interval 1) batch=64
 if [ $emulated = true ]; then
-    few=("${synthetic[@]}" --limit-train 12 --limit-test 4 --batch-size 4)
+    few=("${synthetic[@]}" --limit-train 12 --limit-test 4 --batch-size 4) batch=4
+    export CUEMU_DEVICES=2
     mnist=("${few[@]}") cifar=(--model cifar "${few[@]}")
     tests=(tiny) bench=(--tiny)
 else
@@ -169,6 +174,14 @@ judge on_gpu "a line Device: with sm_" "$(grep '^Device' "$tmp/once")" \
 judge same_again "$(hash_of once)" "$(hash_of again)" test "$(hash_of once)" = "$(hash_of again)"
 judge same_as_cpu "the same losses to 1e-3" "$(losses once | paste -sd ' ' | cut -c 1-100)" \
     same_losses once on_cpu
+
+# Two replicas, on two GPUs where there are as many: the losses of one.
+for mode in ddp dp; do
+    step check $mode 30 $cnn "${few[@]}" --gpus 2 --oversubscribe --parallel $mode \
+        --global-batch $batch --out "$tmp/$mode.run"
+    judge ${mode}_same "the same losses to 1e-3" "$(losses $mode | paste -sd ' ' | cut -c 1-100)" \
+        same_losses once $mode
+done
 
 step check mnist 60 $cnn "${mnist[@]}" --out "$tmp/mnist.run"
 step check cifar 60 $cnn "${cifar[@]}" --out "$tmp/cifar.run"
