@@ -273,6 +273,30 @@ test_dead_rank() {
     done
 }
 
+# ---- No races: under the thread sanitizer, without OpenMP, whose threads it does not know
+
+test_races() {
+    local options flags="-std=gnu17 -O1 -g -fsanitize=thread -Wno-unknown-pragmas"
+    # shellcheck disable=SC2086 # several words on purpose
+    if ! clang $flags "$repo/cnn.c" -o "$tmp/tsan" -lm -lpthread 2>/dev/null; then
+        skip races "no clang with -fsanitize=thread"
+        return
+    fi
+    while read -r options; do
+        # shellcheck disable=SC2086
+        "$tmp/tsan" --dataset synthetic --limit-train 48 --limit-test 8 --epochs 2 --oversubscribe \
+            --replicas 3 $options >"$out" 2>"$err" </dev/null
+        status=$?
+        same "races/$options" "exit 0, 0 reports" \
+            "exit $status, $(grep -c 'WARNING: Thread' "$err") reports"
+    done <<'END'
+--model mnist --global-batch 12
+--model resnet8 --global-batch 12 --overlap off
+--model cifar --global-batch 12 --bucket-mb 0.01 --augment crop-flip --workers 2
+--model resnet8 --batch-size 10 --parallel dp
+END
+}
+
 # ---- What makes no sense is refused
 
 test_refusals() {
@@ -302,4 +326,5 @@ test_same_bits
 test_run_folder
 test_resume
 test_dead_rank
+test_races
 test_refusals
