@@ -143,10 +143,10 @@ TEST_PROGRAMS = $(addprefix build/,test_float test_double parity_float parity_do
 test: $(TESTED) $(TEST_PROGRAMS)
 	@CNN=./$(TESTED) QUICK=$(QUICK) tests/run_tests.sh
 
-build/bench: tests/bench.c tests/timing.h cnn.c build/settings
+build/bench: tests/bench.c cnn.c build/settings
 	$(BUILD) -Wno-unused-function tests/bench.c -o $@ $(LIBS)
 # For any CPU of the last ten years, so that valgrind can run it and counts compare between machines.
-build/bench-v3: tests/bench.c tests/timing.h cnn.c build/settings
+build/bench-v3: tests/bench.c cnn.c build/settings
 	$(BUILD) -march=x86-64-v3 -Wno-unused-function tests/bench.c -o $@ $(LIBS)
 bench: cnn build/bench
 	@tests/bench.sh
@@ -154,9 +154,9 @@ bench: cnn build/bench
 # The tests and timings of the GPU's code: on a GPU, and with emu_ before their names in the emulator.
 GPU_PROGRAMS = test_cuda bench_gpu
 GPU_TEST = $(BUILD) $(DEFINES) -DCNN_CUDA -Wno-unused-function $<
-$(addprefix build/,$(GPU_PROGRAMS)): build/%: tests/%.c tests/check.h tests/timing.h cnn.c $(KERNELS) build/settings
+$(addprefix build/,$(GPU_PROGRAMS)): build/%: tests/%.c tests/check.h cnn.c $(KERNELS) build/settings
 	$(GPU_TEST) $(KERNELS) -o $@ $(CUDA_LIBS) $(LIBS)
-$(addprefix build/emu_,$(GPU_PROGRAMS)): build/emu_%: tests/%.c tests/check.h tests/timing.h cnn.c \
+$(addprefix build/emu_,$(GPU_PROGRAMS)): build/emu_%: tests/%.c tests/check.h cnn.c \
 		build/emu_kernels.o build/settings
 	$(GPU_TEST) build/emu_kernels.o -o $@ -lstdc++ $(LIBS)
 ifdef KERNELS

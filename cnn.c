@@ -81,7 +81,7 @@ typedef struct Settings {
     const char *parallel;
     size_t gpus, replicas, global_batch;
     double bucket_mb, timeout;
-    bool oversubscribe, overlap, quiet;
+    bool oversubscribe, overlap, quiet, layers;
 } Settings;
 
 // One row of the layer table. Offsets count elements from the start of the network's arenas.
@@ -119,9 +119,18 @@ static inline HOST_DEVICE size_t position_of(Draw draw, size_t image) {
 typedef enum { AUGMENT_NONE, AUGMENT_CROP_FLIP, AUGMENT_ELASTIC } Augmentation;
 enum { CROP_PADDING = 4, ELASTIC_ALPHA = 34, ELASTIC_SIGMA = 4, ELASTIC_REACH = 3 * ELASTIC_SIGMA };
 
-// Moments in a replica's work, see Backend: for the clock of train(), and one for each bucket of
-// gradients. Replicas are the networks of one process that learn together, in a thread each.
-enum { CLOCK_MARKS = 64, MAX_BUCKETS = 64, MARKS = CLOCK_MARKS + MAX_BUCKETS, MAX_REPLICAS = 64 };
+/* Moments in a replica's work, see Backend: for the clock of train(), one for each bucket of
+   gradients, and for --layers one behind each row, forward and backward. Replicas are the networks
+   of one process that learn together, in a thread each. */
+enum {
+    MAX_REPLICAS = 64,
+    MAX_LAYERS = 1024,
+    CLOCK_MARKS = 64,
+    MAX_BUCKETS = 64,
+    FORWARD_MARKS = CLOCK_MARKS + MAX_BUCKETS,
+    BACKWARD_MARKS = FORWARD_MARKS + MAX_LAYERS,
+    MARKS = BACKWARD_MARKS + MAX_LAYERS + 1
+};
 
 // A data set in a device's memory, and what its loader needs to know.
 typedef struct Resident {
@@ -160,6 +169,7 @@ typedef struct Backend {
     void (*mark)(size_t i);
     double (*elapsed)(size_t from, size_t to); // waits until both are past
     void (*wait)(size_t replica, size_t mark); // until a mark of that replica's work is past
+    double (*peak_gflops)(void);               // multiply-adds that this device reaches, measured
     // a batch of a data set that lies on the device; NULL: the loader's threads do it
     void (*gather)(real *out, uint8_t *labels, const Resident *r, const Draw *draw, size_t n);
     void (*conv2d_forward)(real *out, const real *in, const real *weight, const real *bias,
@@ -2663,7 +2673,7 @@ static size_t scratch_size_fast(const Layer *l, size_t n) {
       stats             BatchNorm's running statistics, and those of the last batch
       saved             bytes that a forward leaves for its backward */
 
-enum { MAX_LAYERS = 1024, ALIGN = 64 / sizeof(real) };
+enum { ALIGN = 64 / sizeof(real) };
 
 typedef struct Net {
     const char *model;
@@ -2682,6 +2692,7 @@ typedef struct Net {
     uint8_t *saved, *labels;
     size_t others;     // ranks that share a batch: the loss is the mean over all of it
     struct Comm *comm; // told by backward() which gradients are finished; NULL: nobody waits
+    bool marks_rows;   // a mark behind each row
 } Net;
 
 static size_t aligned(size_t count) {
@@ -3294,57 +3305,69 @@ static void net_load(Net *net, const Batch *batch) {
     b->copy(net->labels, batch->device_labels, batch->n);
 }
 
+// Where a row's time ends, for whoever measures it.
+static void mark_row(const Net *net, size_t mark) {
+    if (net->marks_rows)
+        net->backend->mark(mark);
+}
+
+static void forward_row(Net *net, size_t i, size_t n, const Draw *draw) {
+    const Backend *b = net->backend;
+    const Layer *l = &net->layers[i];
+    real *out = output(net, l), *stats = net->stats + l->stats;
+    const real *in = output(net, &net->layers[l->input]);
+    const real *weight = net->params + l->weight;
+    const real *bias = l->biases ? net->params + l->bias : NULL;
+    uint8_t *saved = net->saved + l->saved;
+    size_t count = n * shape_size(l->out);
+    switch (l->kind) {
+    case INPUT:
+        break;
+    case CONV2D:
+        b->conv2d_forward(out, in, weight, bias, l, n, net->scratch);
+        break;
+    case LINEAR:
+        b->linear_forward(out, in, weight, bias, l, n, net->scratch);
+        break;
+    case BATCHNORM2D:
+        b->batchnorm2d_forward(out, stats, in, weight, bias, l, n, draw != NULL, net->scratch);
+        break;
+    case RELU:
+        if (!net->layers[l->input].fused_relu)
+            b->relu_forward(out, in, count);
+        break;
+    case MAXPOOL2D:
+        b->maxpool2d_forward(out, saved, in, l, n);
+        break;
+    case AVGPOOL2D:
+        b->avgpool2d_forward(out, in, l, n);
+        break;
+    case ADD:
+        if (!l->in_place)
+            b->copy(out, in, count * sizeof *out);
+        b->add(out, output(net, &net->layers[l->other]), count, l->fused_relu);
+        break;
+    case DROPOUT:
+        if (draw)
+            b->dropout_forward(out, saved, in, l, n, DRAW_DROPOUT + (uint32_t)i, draw);
+        else if (!l->in_place)
+            b->copy(out, in, count * sizeof *out);
+        break;
+    case LOG_SOFTMAX:
+        b->log_softmax_forward(out, in, n, l->out.c);
+        break;
+    }
+}
+
 // model(data): log-probabilities of n images. draw NULL: evaluation, dropout does nothing.
 static void forward(Net *net, size_t n, const Draw *draw) {
-    const Backend *b = net->backend;
     if (n == 0)
         return;
     net->batches_tracked += draw != NULL;
+    mark_row(net, FORWARD_MARKS);
     for (size_t i = 1; i < net->count; i++) {
-        const Layer *l = &net->layers[i];
-        real *out = output(net, l), *stats = net->stats + l->stats;
-        const real *in = output(net, &net->layers[l->input]);
-        const real *weight = net->params + l->weight;
-        const real *bias = l->biases ? net->params + l->bias : NULL;
-        uint8_t *saved = net->saved + l->saved;
-        size_t count = n * shape_size(l->out);
-        switch (l->kind) {
-        case INPUT:
-            break;
-        case CONV2D:
-            b->conv2d_forward(out, in, weight, bias, l, n, net->scratch);
-            break;
-        case LINEAR:
-            b->linear_forward(out, in, weight, bias, l, n, net->scratch);
-            break;
-        case BATCHNORM2D:
-            b->batchnorm2d_forward(out, stats, in, weight, bias, l, n, draw != NULL, net->scratch);
-            break;
-        case RELU:
-            if (!net->layers[l->input].fused_relu)
-                b->relu_forward(out, in, count);
-            break;
-        case MAXPOOL2D:
-            b->maxpool2d_forward(out, saved, in, l, n);
-            break;
-        case AVGPOOL2D:
-            b->avgpool2d_forward(out, in, l, n);
-            break;
-        case ADD:
-            if (!l->in_place)
-                b->copy(out, in, count * sizeof *out);
-            b->add(out, output(net, &net->layers[l->other]), count, l->fused_relu);
-            break;
-        case DROPOUT:
-            if (draw)
-                b->dropout_forward(out, saved, in, l, n, DRAW_DROPOUT + (uint32_t)i, draw);
-            else if (!l->in_place)
-                b->copy(out, in, count * sizeof *out);
-            break;
-        case LOG_SOFTMAX:
-            b->log_softmax_forward(out, in, n, l->out.c);
-            break;
-        }
+        forward_row(net, i, n, draw);
+        mark_row(net, FORWARD_MARKS + i);
     }
 }
 
@@ -3362,68 +3385,73 @@ static void backward_add(const Net *net, const Layer *l, size_t n, bool *written
     }
 }
 
+// written: which rows' gradients hold something already
+static void backward_row(Net *net, size_t i, size_t n, bool *written) {
+    const Backend *b = net->backend;
+    const Layer *l = &net->layers[i], *before = &net->layers[l->input];
+    if (l->skipped || (l->input == 0 && !l->weights && l->kind != ADD))
+        return; // nobody asks for the gradient of the images
+    real *din = l->input == 0 ? NULL : output_gradient(net, before);
+    const real *dout = output_gradient(net, l), *out = output(net, l);
+    const real *in = output(net, before), *weight = net->params + l->weight;
+    const real *stats = net->stats + l->stats;
+    real *dweight = net->grads + l->weight, *dbias = net->grads + l->bias;
+    const uint8_t *saved = net->saved + l->saved;
+    bool accumulate = written[l->input];
+    switch (l->kind) {
+    case INPUT:
+        break;
+    case CONV2D:
+        if (l->pool) {
+            b->conv2d_backward_pooled(din, dweight, dbias, dout, output(net, l->pool),
+                                      net->saved + l->pool->saved, in, weight, l, n, accumulate,
+                                      net->scratch);
+            break;
+        }
+        b->conv2d_backward(din, dweight, dbias, dout, in, weight, l, n, accumulate, net->scratch);
+        break;
+    case LINEAR:
+        b->linear_backward(din, dweight, dbias, dout, in, weight, l, n, accumulate, net->scratch);
+        break;
+    case BATCHNORM2D:
+        b->batchnorm2d_backward(din, dweight, dbias, dout, in, stats, weight, l, n, accumulate,
+                                net->scratch);
+        break;
+    case RELU:
+        b->relu_backward(din, dout, out, n * shape_size(l->out), accumulate);
+        break;
+    case MAXPOOL2D:
+        b->maxpool2d_backward(din, dout, saved, l, n, accumulate);
+        break;
+    case AVGPOOL2D:
+        b->avgpool2d_backward(din, dout, l, n, accumulate);
+        break;
+    case ADD:
+        backward_add(net, l, n, written);
+        break;
+    case DROPOUT:
+        b->dropout_backward(din, dout, saved, l, n, accumulate);
+        break;
+    case LOG_SOFTMAX:
+        b->log_softmax_backward(din, dout, out, n, l->out.c);
+        break;
+    }
+    written[l->input] = true;
+}
+
 static void gradients_ready(struct Comm *c, size_t first); // room 10
 
 // loss.backward(): from the gradient of the last row to those of all parameters
 static void backward(Net *net, size_t n) {
-    const Backend *b = net->backend;
+    bool written[MAX_LAYERS] = {false};
     if (n == 0)
         return;
-    bool written[MAX_LAYERS] = {false}; // which rows' gradients hold something already
+    mark_row(net, BACKWARD_MARKS + net->count);
     for (size_t i = net->count - 1; i > 0; i--) {
-        const Layer *l = &net->layers[i], *before = &net->layers[l->input];
-        if (l->skipped || (l->input == 0 && !l->weights && l->kind != ADD))
-            continue; // nobody asks for the gradient of the images
-        real *din = l->input == 0 ? NULL : output_gradient(net, before);
-        const real *dout = output_gradient(net, l), *out = output(net, l);
-        const real *in = output(net, before), *weight = net->params + l->weight;
-        const real *stats = net->stats + l->stats;
-        real *dweight = net->grads + l->weight, *dbias = net->grads + l->bias;
-        const uint8_t *saved = net->saved + l->saved;
-        bool accumulate = written[l->input];
-        switch (l->kind) {
-        case INPUT:
-            break;
-        case CONV2D:
-            if (l->pool) {
-                b->conv2d_backward_pooled(din, dweight, dbias, dout, output(net, l->pool),
-                                          net->saved + l->pool->saved, in, weight, l, n, accumulate,
-                                          net->scratch);
-                break;
-            }
-            b->conv2d_backward(din, dweight, dbias, dout, in, weight, l, n, accumulate,
-                               net->scratch);
-            break;
-        case LINEAR:
-            b->linear_backward(din, dweight, dbias, dout, in, weight, l, n, accumulate,
-                               net->scratch);
-            break;
-        case BATCHNORM2D:
-            b->batchnorm2d_backward(din, dweight, dbias, dout, in, stats, weight, l, n, accumulate,
-                                    net->scratch);
-            break;
-        case RELU:
-            b->relu_backward(din, dout, out, n * shape_size(l->out), accumulate);
-            break;
-        case MAXPOOL2D:
-            b->maxpool2d_backward(din, dout, saved, l, n, accumulate);
-            break;
-        case AVGPOOL2D:
-            b->avgpool2d_backward(din, dout, l, n, accumulate);
-            break;
-        case ADD:
-            backward_add(net, l, n, written);
-            break;
-        case DROPOUT:
-            b->dropout_backward(din, dout, saved, l, n, accumulate);
-            break;
-        case LOG_SOFTMAX:
-            b->log_softmax_backward(din, dout, out, n, l->out.c);
-            break;
-        }
-        written[l->input] = true;
-        if (net->comm && l->weights)
-            gradients_ready(net->comm, l->weight);
+        backward_row(net, i, n, written);
+        mark_row(net, BACKWARD_MARKS + i);
+        if (net->comm && net->layers[i].weights)
+            gradients_ready(net->comm, net->layers[i].weight);
     }
 }
 
@@ -3540,6 +3568,33 @@ static void cpu_host_release(void *memory, bool pinned) {
 static void cpu_synchronize(void) // a CPU has done what it was told when the call returns
 {}
 
+/* The most multiply-adds a second that this program's vectors reach on this machine: each thread
+   keeps 24 independent sums in registers. GFLOP/s; takes about 30 ms. */
+static double cpu_peak_gflops(void) {
+    enum { SUMS = ROWS * VECTORS, STEPS = 400000, REPEATS = 10 };
+    double best = 0;
+    for (int repeat = 0; repeat < REPEATS; repeat++) {
+        double begin = now(), threads = 0;
+        real kept = 0;
+#pragma omp parallel reduction(+ : kept, threads)
+        {
+            vec sums[SUMS], factor = (vec){0} + (real)0.999, term = (vec){0} + (real)0.001;
+            UNROLLED(i, SUMS)
+                sums[i] = (vec){0} + (real)i;
+            for (int step = 0; step < STEPS; step++)
+                UNROLLED(i, SUMS)
+                    sums[i] = sums[i] * factor + term;
+            UNROLLED(i, SUMS)
+                kept += sums[i][0];
+            threads += 1;
+        }
+        double flops = threads * STEPS * SUMS * LANES * 2. / (now() - begin);
+        if (kept > 0 && flops > best) // uses the sums, so that they are computed
+            best = flops;
+    }
+    return best / 1e9;
+}
+
 static _Thread_local double cpu_marks[MARKS]; // by the clock, since nothing is queued
 
 static void cpu_mark(size_t i) {
@@ -3564,16 +3619,16 @@ static void cpu_wait(size_t replica, size_t mark) // what a CPU has marked is pa
     (void)replica, (void)mark;
 }
 
-#define CPU_COMMON                                                                              \
-    .name = "cpu", .alloc = zeroed_alloc, .release = free, .copy = cpu_copy,                    \
-    .host_alloc = cpu_host_alloc, .host_release = cpu_host_release,                             \
-    .synchronize = cpu_synchronize, .mark = cpu_mark, .elapsed = cpu_elapsed, .wait = cpu_wait, \
-    .receive = cpu_receive, .relu_forward = relu_forward, .relu_backward = relu_backward,       \
-    .maxpool2d_backward = maxpool2d_backward, .avgpool2d_forward = avgpool2d_forward,           \
-    .avgpool2d_backward = avgpool2d_backward, .batchnorm2d_forward = batchnorm2d_forward,       \
-    .batchnorm2d_backward = batchnorm2d_backward, .add = add_arrays,                            \
-    .dropout_forward = dropout_forward, .dropout_backward = dropout_backward,                   \
-    .log_softmax_forward = log_softmax_forward, .log_softmax_backward = log_softmax_backward,   \
+#define CPU_COMMON                                                                               \
+    .name = "cpu", .alloc = zeroed_alloc, .release = free, .copy = cpu_copy,                     \
+    .host_alloc = cpu_host_alloc, .host_release = cpu_host_release,                              \
+    .synchronize = cpu_synchronize, .mark = cpu_mark, .elapsed = cpu_elapsed, .wait = cpu_wait,  \
+    .peak_gflops = cpu_peak_gflops, .receive = cpu_receive, .relu_forward = relu_forward,        \
+    .relu_backward = relu_backward, .maxpool2d_backward = maxpool2d_backward,                    \
+    .avgpool2d_forward = avgpool2d_forward, .avgpool2d_backward = avgpool2d_backward,            \
+    .batchnorm2d_forward = batchnorm2d_forward, .batchnorm2d_backward = batchnorm2d_backward,    \
+    .add = add_arrays, .dropout_forward = dropout_forward, .dropout_backward = dropout_backward, \
+    .log_softmax_forward = log_softmax_forward, .log_softmax_backward = log_softmax_backward,    \
     .nll_loss = nll_loss, .adadelta = adadelta, .sgd = sgd
 
 // What the CPU can do, with the definitions of the layers or with the fast versions.
@@ -4756,6 +4811,8 @@ static const Option options[] = {
      "print the accuracy of each class at the end"},
     {"--profile", SWITCH, FIELD(profile), "off", 0, 0, 0, "on|off",
      "print the time that each line of train() took"},
+    {"--layers", SWITCH, FIELD(layers), "off", 0, 0, 0, "on|off",
+     "at the end measure each layer, next to the limits of this machine"},
     {"--save-model", SWITCH, FIELD(save_model), "off", 0, 0, 0, "on|off",
      "write the weights as MODEL_cnn.safetensors, or model.safetensors in --out"},
     {"--checkpoint", TEXT, FIELD(checkpoint), "", 0, 0, 0, "FILE",
@@ -5210,33 +5267,6 @@ static double cpu_seconds(const struct rusage *u) {
            1e-6 * (double)(u->ru_utime.tv_usec + u->ru_stime.tv_usec);
 }
 
-/* The most multiply-adds a second that this program's vectors reach on this machine: each thread
-   keeps 24 independent sums in registers. GFLOP/s; takes about 30 ms. */
-static double measure_peak_gflops(void) {
-    enum { SUMS = ROWS * VECTORS, STEPS = 400000, REPEATS = 10 };
-    double best = 0;
-    for (int repeat = 0; repeat < REPEATS; repeat++) {
-        double begin = now(), threads = 0;
-        real kept = 0;
-#pragma omp parallel reduction(+ : kept, threads)
-        {
-            vec sums[SUMS], factor = (vec){0} + (real)0.999, term = (vec){0} + (real)0.001;
-            UNROLLED(i, SUMS)
-                sums[i] = (vec){0} + (real)i;
-            for (int step = 0; step < STEPS; step++)
-                UNROLLED(i, SUMS)
-                    sums[i] = sums[i] * factor + term;
-            UNROLLED(i, SUMS)
-                kept += sums[i][0];
-            threads += 1;
-        }
-        double flops = threads * STEPS * SUMS * LANES * 2. / (now() - begin);
-        if (kept > 0 && flops > best) // uses the sums, so that they are computed
-            best = flops;
-    }
-    return best / 1e9;
-}
-
 // ---- What the run took
 
 // The memory that Slurm or the cgroup allows this run, in bytes; else that of the machine.
@@ -5513,7 +5543,7 @@ static void open_run_folder(Run *run) {
         return;
     if (mkdir(dir, 0777) != 0 && errno != EEXIST)
         file_fail("cannot create the folder", dir);
-    run->peak_gflops = measure_peak_gflops();
+    run->peak_gflops = run->backend->peak_gflops();
     write_run_json(run);
     dying_run = run;
     before_dying = write_failed;
@@ -5690,6 +5720,158 @@ static void report_epoch(Run *run, EpochResult *e) {
     write_run_json(run);
 }
 
+static void start_epoch(Run *run) {
+    if (run->train_loader.data) // dp: the master's
+        loader_start(&run->train_loader, run->settings.seed, run->epoch, run->next_batch);
+}
+
+// ---- Layers (--layers)
+
+enum { LAYER_ROUNDS = 7 };
+
+// What a row does with a batch, and how long it took.
+typedef struct LayerTimes {
+    double forward[LAYER_ROUNDS], backward[LAYER_ROUNDS], flops, bytes;
+} LayerTimes;
+
+static int compare_doubles(const void *a, const void *b) {
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+static double median(double *values, size_t count) {
+    qsort(values, count, sizeof *values, compare_doubles);
+    return values[count / 2];
+}
+
+/* Floating-point operations of a row on n images, forward and backward, by the definition; and the
+   bytes that it moves at least: each tensor that it reads or writes, once. */
+static void count_work(const Layer *l, size_t n, LayerTimes *t) {
+    const double in = (double)(n * shape_size(l->in)), out = (double)(n * shape_size(l->out));
+    const double weights = (double)l->weights;
+    const bool first = l->input == 0; // no gradient of the images
+    double numbers = 0;
+    switch (l->kind) {
+    case CONV2D: // forward, weight gradient, data gradient
+    case LINEAR:
+        numbers = (2 + !first) * (in + out + weights);
+        break;
+    case BATCHNORM2D: // statistics, result; sums, gradient
+        numbers = 3 * out + 5 * out;
+        break;
+    case RELU:
+    case LOG_SOFTMAX:
+        numbers = 2 * out + 3 * out;
+        break;
+    case ADD:
+        numbers = 3 * out;
+        break;
+    case MAXPOOL2D: // and a byte for each output
+    case AVGPOOL2D:
+        numbers = 2 * in + 2.5 * out;
+        break;
+    case DROPOUT:
+        numbers = 4.5 * out;
+        break;
+    case INPUT:
+        break;
+    }
+    t->flops = (double)n * layer_flops(l) * (2 + !first);
+    t->bytes = numbers * sizeof(real);
+}
+
+// Bytes a second that this device reads and writes: out += in, larger than its caches
+static double measure_bandwidth(const Net *net) {
+    const Backend *b = net->backend;
+    const size_t count = 1 << 24;
+    real *out = real_alloc(net, count, "a measurement"),
+         *in = real_alloc(net, count, "a measurement");
+    double seconds[LAYER_ROUNDS];
+    for (size_t i = 0; i < LAYER_ROUNDS; i++) {
+        b->mark(0);
+        b->add(out, in, count, false);
+        b->mark(1);
+        seconds[i] = b->elapsed(0, 1);
+    }
+    b->release(out);
+    b->release(in);
+    return 3. * (double)(count * sizeof(real)) / median(seconds, LAYER_ROUNDS);
+}
+
+// Steps of training without an update, which note the time behind each row.
+static void time_rows(Run *run, const Batch *batch, LayerTimes *times) {
+    Net *net = &run->net;
+    const Backend *b = net->backend;
+    net->comm = NULL;
+    net->marks_rows = true;
+    net_load(net, batch);
+    for (size_t round = 0; round < LAYER_ROUNDS; round++) {
+        forward(net, batch->n, &batch->draw);
+        loss_and_gradient(net, batch->n, true);
+        backward(net, batch->n);
+        for (size_t i = 1; i < net->count; i++) {
+            times[i].forward[round] = b->elapsed(FORWARD_MARKS + i - 1, FORWARD_MARKS + i);
+            times[i].backward[round] = b->elapsed(BACKWARD_MARKS + i + 1, BACKWARD_MARKS + i);
+        }
+    }
+    net->marks_rows = false;
+}
+
+// A row of the table on stdout and in layers.csv. The limit that binds is the one that takes longer.
+static void print_layer(FILE *csv, const Layer *l, size_t number, LayerTimes *t, double peak,
+                        double bandwidth) {
+    const double forward_s = median(t->forward, LAYER_ROUNDS);
+    const double backward_s = median(t->backward, LAYER_ROUNDS), seconds = forward_s + backward_s;
+    const double compute = t->flops / peak, memory = t->bytes / bandwidth;
+    char kind[64], name[64], shape[64];
+    describe_layer(l, kind, sizeof kind);
+    snprintf(name, sizeof name, "row %zu", number);
+    if (*l->name)
+        snprintf(name, sizeof name, "%s", l->name);
+    snprintf(shape, sizeof shape, "%zux%zux%zu", l->out.h, l->out.w, l->out.c);
+    printf("  %-24s %-34s %9.3f %9.3f %8.1f %7.1f %6.1f  %s\n", name, kind, 1e3 * forward_s,
+           1e3 * backward_s, 1e-9 * t->flops / seconds, 1e-9 * t->bytes / seconds,
+           100 * fmax(compute, memory) / seconds, compute > memory ? "compute" : "memory");
+    if (csv)
+        fprintf(csv, "%s,%s,%s,%zu,%.3f,%.4f,%.4f,%.2f,%.2f,%.1f,%s\n", name, kind, shape,
+                l->weights + l->biases, layer_flops(l) / 1e6, 1e3 * forward_s, 1e3 * backward_s,
+                1e-9 * t->flops / seconds, 1e-9 * t->bytes / seconds,
+                100 * fmax(compute, memory) / seconds, compute > memory ? "compute" : "memory");
+}
+
+/* Each layer's time on a batch of training, medians over rounds, and how far from this machine's limits it
+   is. A row whose work another one does (a fused ReLU) is left out. */
+static void measure_layers(Run *run) {
+    Net *net = &run->net;
+    LayerTimes *times = must_alloc(net->count * sizeof *times, "the layers' times");
+    start_epoch(run);
+    Batch batch = *loader_next(&run->train_loader);
+    batch.n = min_size(batch.n, net->batch);
+    time_rows(run, &batch, times);
+    const double peak = 1e9 * net->backend->peak_gflops(), bandwidth = measure_bandwidth(net);
+    FILE *csv = *run->settings.out ? create_csv(run->settings.out, "layers.csv") : NULL;
+    printf("Layers, %zu images; this device: %.1f GFLOP/s, %.1f GB/s measured%s\n", batch.n,
+           peak / 1e9, bandwidth / 1e9,
+           run->device.emulated ? "; emulated, they mean nothing" : "");
+    printf("  %-24s %-34s %9s %9s %8s %7s %6s  %s\n", "layer", "kind", "forward", "backward",
+           "GFLOP/s", "GB/s", "%", "of which limit");
+    if (csv)
+        fprintf(csv, "layer,kind,out_shape,params,mflop,forward_ms,backward_ms,gflops,gb_per_s,"
+                     "percent_of_peak,bound\n");
+    for (size_t i = 1; i < net->count; i++) {
+        const Layer *l = &net->layers[i];
+        count_work(l, batch.n, &times[i]);
+        if (l->skipped ? l->kind == MAXPOOL2D
+                       : l->kind != RELU || !net->layers[l->input].fused_relu)
+            print_layer(csv, l, i, &times[i], peak, bandwidth);
+    }
+    if (csv)
+        flush_csv(csv, run->settings.out, "layers.csv");
+    if (csv)
+        fclose(csv);
+    free(times);
+}
+
 // The lines of the CIFAR-10 tutorial.
 static void print_per_class(const Run *run) {
     char room[32];
@@ -5821,11 +6003,6 @@ static bool finish_step(Run *run) {
     return s->dry_run || training_is_over(run);
 }
 
-static void start_epoch(Run *run) {
-    if (run->train_loader.data) // dp: the master's
-        loader_start(&run->train_loader, run->settings.seed, run->epoch, run->next_batch);
-}
-
 /* One epoch. AT(part, what) does `what` and charges its time to this line of the profile and to
    this part of the step, a column of steps.csv. */
 #define AT(part, ...) \
@@ -5942,7 +6119,7 @@ static void check_settings(const Settings *s) {
 // What the first rank alone does: files and reports.
 static void be_silent(Settings *s) {
     s->out = "";
-    s->save_model = s->per_class = s->profile = false;
+    s->save_model = s->per_class = s->profile = s->layers = false;
 }
 
 /* Who the ranks are: processes, if a launcher started this one as one of several, else threads. The
@@ -6525,6 +6702,8 @@ static int run_main(int argc, char **argv) {
         write_profile(&run);
     if (run.settings.save_model)
         write_model(&run);
+    if (run.settings.layers)
+        measure_layers(&run);
     close_run(&run);
     return 0;
 }

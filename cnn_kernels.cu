@@ -1226,6 +1226,40 @@ static void conv2d_backward_tiled(real *din, real *dweight, real *dbias, const r
              taps * l->out.c, scratch);
 }
 
+// Multiply-adds in registers: 8 independent sums a thread, 16 FLOP in each of `steps` rounds.
+static __global__ void peak_kernel(real *out, int steps) {
+    real sums[8], total = 0;
+    for (int i = 0; i < 8; i++)
+        sums[i] = (real)i;
+    for (int step = 0; step < steps; step++)
+        for (int i = 0; i < 8; i++)
+            sums[i] = sums[i] * (real).999 + (real).001;
+    for (int i = 0; i < 8; i++)
+        total += sums[i];
+    out[element()] = total;
+}
+
+static double peak_gflops(void) {
+#ifdef CUDA_ON_CPU
+    const int steps = 8; // it means nothing
+#else
+    const int steps = 20000;
+#endif
+    cudaDeviceProp p;
+    CHECK(cudaGetDeviceProperties(&p, device));
+    size_t threads = (size_t)p.multiProcessorCount * 8 * THREADS;
+    real *out = (real *)device_alloc(threads * sizeof *out);
+    double best = 0;
+    for (int round = 0; round < 5 && out; round++) {
+        mark(0);
+        LAUNCH(peak_kernel, threads, out, steps);
+        mark(1);
+        best = max(best, 16. * steps * (double)threads / elapsed(0, 1));
+    }
+    device_free(out);
+    return best / 1e9;
+}
+
 /* ==== 7. The table of the backend ============================================================= */
 
 // Room for the sums of slices, and of a product's splits where there are any. Kernels count in 32
@@ -1251,7 +1285,7 @@ static Backend make_backend(bool tiled) {
     return {"cuda", tiled ? "tiled" : "naive", tiled, scratch_size, NULL,
             // memory, copies, marks, the loader
             device_alloc, device_free, host_alloc, host_free, copy, transfer, receive, synchronize,
-            mark, elapsed, wait, gather,
+            mark, elapsed, wait, peak_gflops, gather,
             // conv2d and linear, which is the same; then layer by layer; optimizers
             conv2d_forward, conv2d_backward, NULL, conv2d_forward, conv2d_backward,
             batchnorm2d_forward, batchnorm2d_backward, relu_forward, relu_backward,

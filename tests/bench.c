@@ -4,7 +4,6 @@
    --max-steps N it does N steps and tells nothing: for a profiler (tests/test_instructions.sh). */
 #define CNN_NO_MAIN
 #include "../cnn.c"
-#include "timing.h"
 
 static double copy_gb_per_s(void) {
     const size_t bytes = (size_t)256 << 20;
@@ -67,7 +66,7 @@ int main(int argc, char **argv) {
     getrusage(RUSAGE_SELF, &usage);
     double speeds[ROUNDS], peaks[ROUNDS], bandwidth = copy_gb_per_s();
     for (size_t round = 0; round < ROUNDS; round++) {
-        peaks[round] = measure_peak_gflops();
+        peaks[round] = cpu_peak_gflops();
         double begin = now();
         size_t before = steps;
         while (steps < before + 2 || now() - begin < round_seconds)

@@ -12,7 +12,6 @@
    convolution once for each number. Exit code 77 without a GPU. */
 #define CNN_NO_MAIN
 #include "../cnn.c"
-#include "timing.h"
 
 enum { ROUNDS = 9, WALKS = 5, MAX_SAMPLES = 4096 };
 

@@ -21,7 +21,7 @@ enum {
     MOMENTUM,
     DECAY,
     NESTEROV,
-    OPTIMIZER,
+    RULE,
     ARGUMENTS
 };
 
@@ -35,7 +35,7 @@ static void parse_arguments(Run *run, char **argv) {
         char *option;
         size_t argument;
     } table[] = {{"--model", MODEL},        {"--batch-size", BATCH},    {"--lr", LR},
-                 {"--weight-decay", DECAY}, {"--optimizer", OPTIMIZER}, {"--momentum", MOMENTUM}};
+                 {"--weight-decay", DECAY}, {"--optimizer", RULE}, {"--momentum", MOMENTUM}};
     char *words[16] = {"cnn"};
     int count = 1;
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {

@@ -530,6 +530,36 @@ for name, ours, theirs, least in (("wall", took["wall_s"], wall, .05),
 END
 }
 
+test_layers() {
+    run --model cifar --dataset synthetic --limit-train 40 --limit-test 10 --batch-size 20 --epochs 1 \
+        --layers --save-model --out "$tmp/layers"
+    line layers/title '^Layers, 20 images; this device: [0-9.]+ GFLOP/s, [0-9.]+ GB/s measured$'
+    line layers/conv2 '^  conv2 +conv2d 5x5 stride 1 padding 0 .*(compute|memory)$'
+    same layers/header "layer,kind,out_shape,params,mflop,forward_ms,backward_ms,gflops,gb_per_s,\
+percent_of_peak,bound" "$(head -n 1 "$tmp/layers/layers.csv")"
+    python layers/csv "$tmp/layers/layers.csv" <<'END'
+import csv, sys
+rows = {r["layer"]: r for r in csv.DictReader(open(sys.argv[1]))}
+if sum(int(r["params"]) for r in rows.values()) != 62006:
+    print("parameters", [r["params"] for r in rows.values()])
+want = {"conv1": ("28x28x6", .7056, 2), "conv2": ("10x10x16", .48, 3), "fc1": ("1x1x120", .096, 3)}
+for name, (shape, mflop, passes) in want.items():
+    r = rows[name]
+    seconds = 1e-3 * (float(r["forward_ms"]) + float(r["backward_ms"]))
+    gflops = passes * 20 * mflop / 1e3 / seconds
+    if (r["out_shape"], r["mflop"]) != (shape, "%.3f" % mflop):
+        print(name, r["out_shape"], r["mflop"])
+    if abs(gflops - float(r["gflops"])) > .02 * gflops + .1 or r["bound"] not in ("compute", "memory"):
+        print(name, "expected", gflops, "found", r["gflops"])
+if any(not float(r["percent_of_peak"]) > 0 for r in rows.values()):
+    print("per cent", [r["percent_of_peak"] for r in rows.values()])
+END
+    run --model cifar --dataset synthetic --limit-train 40 --limit-test 10 --batch-size 20 --epochs 1 \
+        --save-model --out "$tmp/no_layers"
+    holds layers/changes_nothing "equal weights" "others" \
+        cmp -s "$tmp/layers/model.safetensors" "$tmp/no_layers/model.safetensors"
+}
+
 test_quiet() {
     run "${tiny[@]}" --epochs 2 --quiet --per-class
     same quiet/stdout "epoch=1 epoch=2" "$(cut -d ' ' -f 1 "$out" | paste -sd ' ')"
@@ -564,6 +594,7 @@ test_augmentation
 test_out
 test_write_errors
 test_resources
+test_layers
 test_quiet
 test_progress
 test_learns
