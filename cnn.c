@@ -78,7 +78,7 @@ typedef struct Settings {
     double lr, momentum, weight_decay, gamma, label_smoothing;
     bool nesterov, dry_run, save_model, resume, eval, per_class, profile, no_cuda;
     bool pin_memory, resident;
-    const char *parallel;
+    const char *parallel, *trace, *trace_steps;
     size_t gpus, replicas, global_batch;
     double bucket_mb, timeout;
     bool oversubscribe, overlap, quiet, layers;
@@ -120,8 +120,8 @@ typedef enum { AUGMENT_NONE, AUGMENT_CROP_FLIP, AUGMENT_ELASTIC } Augmentation;
 enum { CROP_PADDING = 4, ELASTIC_ALPHA = 34, ELASTIC_SIGMA = 4, ELASTIC_REACH = 3 * ELASTIC_SIGMA };
 
 /* Moments in a replica's work, see Backend: for the clock of train(), one for each bucket of
-   gradients, and for --layers one behind each row, forward and backward. Replicas are the networks
-   of one process that learn together, in a thread each. */
+   gradients, for --layers and --trace one behind each row, forward and backward, and a start.
+   Replicas are the networks of one process that learn together, in a thread each. */
 enum {
     MAX_REPLICAS = 64,
     MAX_LAYERS = 1024,
@@ -129,7 +129,8 @@ enum {
     MAX_BUCKETS = 64,
     FORWARD_MARKS = CLOCK_MARKS + MAX_BUCKETS,
     BACKWARD_MARKS = FORWARD_MARKS + MAX_LAYERS,
-    MARKS = BACKWARD_MARKS + MAX_LAYERS + 1
+    START_MARK = BACKWARD_MARKS + MAX_LAYERS + 1,
+    MARKS
 };
 
 // A data set in a device's memory, and what its loader needs to know.
@@ -476,6 +477,32 @@ static size_t first_not_finite(const real *numbers, size_t count) {
     while (i < count && isfinite(numbers[i]))
         i++;
     return i;
+}
+
+/* What happened when, for --trace: a list that all threads add to, with room planned beforehand. A
+   track is a thread, a device or a worker of a rank. */
+enum { TRACK_STEP, TRACK_HOST, TRACK_DEVICE, TRACK_COMM, TRACK_LOADER };
+
+typedef struct TraceEvent {
+    char name[48];
+    size_t rank, track;
+    double begin, end; // of now()
+} TraceEvent;
+
+static struct {
+    size_t on;          // how many ranks are in a step that is traced
+    size_t count, room; // count goes on where there is no room left
+    TraceEvent *events;
+} trace;
+
+static void trace_event(size_t rank, size_t track, const char *name, double begin, double end) {
+    if (!__atomic_load_n(&trace.on, __ATOMIC_RELAXED))
+        return;
+    size_t i = __atomic_fetch_add(&trace.count, 1, __ATOMIC_RELAXED);
+    if (i >= trace.room)
+        return;
+    trace.events[i] = (TraceEvent){.rank = rank, .track = track, .begin = begin, .end = end};
+    snprintf(trace.events[i].name, sizeof trace.events[i].name, "%s", name);
 }
 
 /* ==== 3. Datasets ===============================================================================
@@ -955,6 +982,7 @@ typedef struct Loader {
     size_t *filled;         // 1 + the number of the batch that a slot holds; 0: none
     size_t started, handed; // batches that workers have begun; batches that next() has returned
     size_t busy;            // workers that are filling a slot
+    size_t entered;         // workers that have started
     bool quit;
     Augment *augment; // NULL: images as they are
     Draw draw;        // the epoch's seed and number, for the augmentation
@@ -1007,6 +1035,7 @@ static size_t upload_batch(const Loader *l, const Batch *batch) {
 static void *loader_worker(void *argument) {
     Loader *l = argument;
     pthread_mutex_lock(&l->lock);
+    size_t worker = l->entered++;
     while (!l->quit) {
         // the batch handed out last is still in use: its slot is not free yet
         if (l->started == l->batches || l->started >= l->handed + l->slots - 1) {
@@ -1016,10 +1045,14 @@ static void *loader_worker(void *argument) {
         size_t number = l->started++;
         l->busy++;
         pthread_mutex_unlock(&l->lock);
+        double start = now();
         fill_batch(l, &l->ring[number % l->slots], number);
         double begin = now();
+        trace_event(l->place.rank, TRACK_LOADER + worker, "make a batch", start, begin);
         size_t uploaded = upload_batch(l, &l->ring[number % l->slots]);
         double seconds = now() - begin;
+        if (uploaded)
+            trace_event(l->place.rank, TRACK_LOADER + worker, "upload", begin, begin + seconds);
         pthread_mutex_lock(&l->lock);
         l->uploaded += (double)uploaded;
         l->upload_s += seconds;
@@ -3718,8 +3751,8 @@ static double learning_rate(const Settings *s, size_t epoch, size_t step, size_t
 
 /* ==== 10. Data parallelism ======================================================================
 
-   N replicas of the network learn together. Each has a rank, 0 to N - 1, and computes on a device of
-   its own, driven by a thread of this process (--gpus, --replicas) or by a process (MPI).
+   N replicas of the network learn together. Each has a rank, 0 to N - 1, and computes on a device
+   of its own, driven by a thread of this process (--gpus, --replicas) or by a process (MPI).
 
      ddp   each rank loads its share of the batch and computes a gradient from it. A ring all-reduce
            adds the gradients, bucket by bucket, while backward is busy with earlier layers. All
@@ -3727,10 +3760,11 @@ static double learning_rate(const Settings *s, size_t epoch, size_t step, size_t
      dp    rank 0, the master, loads the batch, hands out images and parameters, gathers the
            outputs, computes the loss, adds up the gradients and makes the update. All wait for it.
 
-   Both give the update of one device that has the whole batch: the shares make up that batch, random
-   numbers follow an image's position, and gradients are those of the mean over the whole batch. (If
-   N does not divide the data, ddp's last batch has some images twice, as PyTorch's.) BatchNorm alone sees only its rank's share; rank 0's running statistics are kept. Sums are made in
-   the order of the ring, so that the same N gives the same bits. */
+   Both give the update of one device that has the whole batch: the shares make up that batch,
+   random numbers follow an image's position, and gradients are those of the mean over the whole
+   batch. (If N does not divide the data, ddp's last batch has some images twice, as PyTorch's.)
+   BatchNorm alone sees only its rank's share; rank 0's running statistics are kept. Sums are made
+   in the order of the ring, so that the same N gives the same bits. */
 
 typedef struct Range {
     size_t first, count;
@@ -4008,6 +4042,7 @@ static void *comm_thread(void *argument) {
         double begin = now();
         all_reduce(c, c->net->grads, c->buckets[bucket]);
         c->seconds += now() - begin;
+        trace_event(c->rank, TRACK_COMM, "all-reduce", begin, now());
         pthread_mutex_lock(&c->lock);
         c->done++;
         pthread_cond_broadcast(&c->changed);
@@ -4050,6 +4085,7 @@ static void dp_fetch(Comm *c, real *to, const real *from, size_t count, bool add
     double begin = now();
     c->net->backend->receive(c->device, to, from, count, add, c->room);
     c->seconds += now() - begin;
+    trace_event(c->rank, TRACK_COMM, add ? "add" : "fetch", begin, now());
     c->bytes_sent += (double)(count * sizeof *to);
 }
 
@@ -4813,6 +4849,10 @@ static const Option options[] = {
      "print the time that each line of train() took"},
     {"--layers", SWITCH, FIELD(layers), "off", 0, 0, 0, "on|off",
      "at the end measure each layer, next to the limits of this machine"},
+    {"--trace", TEXT, FIELD(trace), "", 0, 0, 0, "FILE",
+     "write what happened when as JSON, for chrome://tracing and Perfetto"},
+    {"--trace-steps", TEXT, FIELD(trace_steps), "0:50", 0, 0, 0, "A:B",
+     "... from training step A on, and before step B; counted from 0"},
     {"--save-model", SWITCH, FIELD(save_model), "off", 0, 0, 0, "on|off",
      "write the weights as MODEL_cnn.safetensors, or model.safetensors in --out"},
     {"--checkpoint", TEXT, FIELD(checkpoint), "", 0, 0, 0, "FILE",
@@ -5089,16 +5129,19 @@ static void print_settings_json(FILE *f, Settings *s) {
    What a run tells about itself: how long each line of train() took, what machine it ran on, and
    the run folder that plots, labs and graders read. */
 
-/* The clock of train(). Every line there begins with AT(...), which sets a mark in the device's work:
-   there the line before ends and this one begins. A column of steps.csv may collect the line's time
-   as well. A GPU lags behind the program, so times are asked for when they are needed, or when
+/* The clock of train(). Every line there begins with AT(...), which sets a mark in the device's
+   work: there the line before ends and this one begins. A part of the step may collect the line's
+   time as well. A GPU lags behind the program, so times are asked for when they are needed, or when
    their marks are. */
 enum { PROFILED_LINES = 128 };
 
 typedef struct LineClock {
     bool synchronize; // --profile: wait for the device at each line, so that its time is its own
     const Backend *backend;
-    int first;             // the first profiled line of cnn.c
+    int first;   // the first profiled line of cnn.c
+    size_t rank; // for --trace, with the line that runs and when it began
+    const char *text;
+    double since;
     size_t marks, settled; // how many marks were set; how many lines' times are known
     struct {
         int line;       // that began here; 0: none
@@ -5125,9 +5168,13 @@ static void clock_settle_all(LineClock *c) {
         clock_settle(c);
 }
 
-static void clock_line(LineClock *c, int line, double *column) {
+static void clock_line(LineClock *c, int line, double *column, const char *text) {
     if (c->synchronize)
         c->backend->synchronize();
+    if (c->text)
+        trace_event(c->rank, TRACK_HOST, c->text, c->since, now());
+    c->text = text;
+    c->since = now();
     if (!c->first)
         c->first = line;
     if (c->marks - c->settled == CLOCK_MARKS)
@@ -5312,8 +5359,8 @@ static void print_resources(double wall_s) {
 
 // ---- Run folder (--out DIR)
 
-// What a step is made of, in the order of steps.csv: seconds, but for the last one. Communication goes
-// on beside the rest; what a rank waits for it is EXPOSED_COMM. The others add up to the step.
+// What a step is made of, in the order of steps.csv: seconds, but for the last one. Communication
+// goes on beside the rest; what a rank waits for it is EXPOSED_COMM. The others add up to the step.
 typedef enum {
     LOAD,
     COPY,
@@ -5394,6 +5441,8 @@ typedef struct Run {
     size_t save_epochs, save_steps; // --save-every, one of them 0
     size_t *confusion;              // [label][predicted class] of the last test
     LineClock clock;
+    size_t trace_first, trace_end;  // --trace-steps
+    double trace_start, step_start; // when START_MARK was set; when this step began
     // the run folder
     const char *status;
     int argc;
@@ -5720,7 +5769,126 @@ static void report_epoch(Run *run, EpochResult *e) {
     write_run_json(run);
 }
 
+// ---- Trace (--trace)
+
+static size_t steps_done(const Run *run) {
+    return (run->epoch - 1) * run->iterations + run->next_batch;
+}
+
+static void trace_rank(Run *run, bool traced) {
+    if (traced != run->net.marks_rows)
+        __atomic_fetch_add(&trace.on, traced ? 1 : (size_t)-1, __ATOMIC_RELAXED);
+    run->net.marks_rows = traced;
+}
+
+// Before a step: whether it is traced. The first one sets the mark from which device times count.
+static void begin_traced_step(Run *run) {
+    const Backend *b = run->backend;
+    size_t step = steps_done(run);
+    bool traced = step >= run->trace_first && step < run->trace_end;
+    if (traced && !run->net.marks_rows) {
+        b->synchronize();
+        b->mark(START_MARK);
+        run->trace_start = now();
+    }
+    trace_rank(run, traced);
+    run->step_start = now();
+}
+
+// Behind a traced step: the step itself, and its rows by the device's clock, which it waits for.
+static void trace_step(const Run *run) {
+    const Net *net = &run->net;
+    const Backend *b = net->backend;
+    const size_t rank = run->comm.rank;
+    char name[48], kind[40];
+    if (!net->marks_rows)
+        return;
+    for (size_t k = 0; k < 2 * net->count; k++) { // forward, then backward
+        bool back = k >= net->count;
+        size_t i = back ? 2 * net->count - k : k;
+        const Layer *l = &net->layers[i];
+        if (i == 0 || i == net->count)
+            continue;
+        size_t end = (back ? BACKWARD_MARKS : FORWARD_MARKS) + i, begin = back ? end + 1 : end - 1;
+        describe_layer(l, kind, sizeof kind);
+        snprintf(name, sizeof name, "%.30s %s", *l->name ? l->name : kind,
+                 back ? "backward" : "forward");
+        trace_event(rank, TRACK_DEVICE, name, run->trace_start + b->elapsed(START_MARK, begin),
+                    run->trace_start + b->elapsed(START_MARK, end));
+    }
+    trace_event(rank, TRACK_STEP, "step", run->step_start, now());
+}
+
+static void parse_trace_steps(Run *run) {
+    const char *text = run->settings.trace_steps;
+    char *end = NULL;
+    run->trace_first = strtoul(text, &end, 10);
+    bool good = end > text && *end == ':' && strspn(end + 1, "0123456789") > 0 && *text != '-';
+    run->trace_end = good ? strtoul(end + 1, &end, 10) : 0;
+    if (!good || *end || run->trace_first >= run->trace_end)
+        die(EXIT_USAGE, "--trace-steps: expected A:B with A below B, as 10:20, found \"%s\"", text);
+    if (!*run->settings.trace)
+        run->trace_first = run->trace_end = 0;
+}
+
+// Room for all events of the traced steps.
+static void plan_trace(Run *run) {
+    size_t steps =
+        min_size(run->trace_end - run->trace_first, run->settings.epochs * run->iterations);
+    if (!*run->settings.trace || run->comm.replica > 0)
+        return;
+    trace.room = steps * run->comm.world * (2 * run->net.count + MAX_BUCKETS + 32);
+    trace.events = must_alloc(trace.room * sizeof *trace.events, "the trace");
+}
+
+static void write_track_names(FILE *f, const Run *run) {
+    static const char *const names[] = {"steps", "train()", "device", "communication"};
+    for (size_t rank = 0; rank < run->comm.world; rank++) {
+        fprintf(f,
+                ",\n{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":%zu,\"args\":{\"name\":\"rank "
+                "%zu\"}}",
+                rank, rank);
+        for (size_t track = 0; track < TRACK_LOADER + run->settings.workers; track++) {
+            char worker[64];
+            snprintf(worker, sizeof worker, "loader worker %zu", track - TRACK_LOADER);
+            fprintf(f,
+                    ",\n{\"ph\":\"M\",\"name\":\"thread_name\",\"pid\":%zu,\"tid\":%zu,\"args\":"
+                    "{\"name\":\"%s\"}}",
+                    rank, track, track < TRACK_LOADER ? names[track] : worker);
+        }
+    }
+}
+
+// Chrome's trace event format: complete events (X), times in microseconds, and names (M).
+static void write_trace(const Run *run) {
+    AtomicFile file;
+    char path[PATH_SIZE];
+    if (!trace.events)
+        return;
+    snprintf(path, sizeof path, run->comm.rank == 0 ? "%s" : "%s.rank%zu", run->settings.trace,
+             run->comm.rank);
+    atomic_open(&file, path);
+    fprintf(file.stream,
+            "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n"
+            "{\"ph\":\"M\",\"name\":\"process_labels\",\"pid\":0,\"args\":{\"labels\":\"cnn\"}}");
+    write_track_names(file.stream, run);
+    for (size_t i = 0; i < min_size(trace.count, trace.room); i++) {
+        const TraceEvent *e = &trace.events[i];
+        fprintf(file.stream,
+                ",\n{\"ph\":\"X\",\"pid\":%zu,\"tid\":%zu,\"ts\":%.3f,\"dur\":%.3f,\"name\":",
+                e->rank, e->track, 1e6 * (e->begin - run->started), 1e6 * (e->end - e->begin));
+        json_string(file.stream, e->name);
+        fprintf(file.stream, "}");
+    }
+    fprintf(file.stream, "\n]}\n");
+    atomic_commit(&file);
+    printf("Wrote %zu events to %s%s\n", min_size(trace.count, trace.room), path,
+           trace.count > trace.room ? ", and had no room for more; fewer --trace-steps fit" : "");
+    free(trace.events);
+}
+
 static void start_epoch(Run *run) {
+    begin_traced_step(run);
     if (run->train_loader.data) // dp: the master's
         loader_start(&run->train_loader, run->settings.seed, run->epoch, run->next_batch);
 }
@@ -5817,7 +5985,7 @@ static void time_rows(Run *run, const Batch *batch, LayerTimes *times) {
     net->marks_rows = false;
 }
 
-// A row of the table on stdout and in layers.csv. The limit that binds is the one that takes longer.
+// A row of the table and of layers.csv. The limit that binds is the one that would take longer.
 static void print_layer(FILE *csv, const Layer *l, size_t number, LayerTimes *t, double peak,
                         double bandwidth) {
     const double forward_s = median(t->forward, LAYER_ROUNDS);
@@ -5839,8 +6007,8 @@ static void print_layer(FILE *csv, const Layer *l, size_t number, LayerTimes *t,
                 100 * fmax(compute, memory) / seconds, compute > memory ? "compute" : "memory");
 }
 
-/* Each layer's time on a batch of training, medians over rounds, and how far from this machine's limits it
-   is. A row whose work another one does (a fused ReLU) is left out. */
+/* Each layer's time on a batch of training, medians over rounds, and how far it is from the limits
+   of this machine. A row whose work another one does (a fused ReLU) is left out. */
 static void measure_layers(Run *run) {
     Net *net = &run->net;
     LayerTimes *times = must_alloc(net->count * sizeof *times, "the layers' times");
@@ -5889,10 +6057,6 @@ static void print_per_class(const Run *run) {
    The program itself. */
 
 // ---- Where a run is, and its checkpoints
-
-static size_t steps_done(const Run *run) {
-    return (run->epoch - 1) * run->iterations + run->next_batch;
-}
 
 static bool training_is_over(const Run *run) {
     const Settings *s = &run->settings;
@@ -5991,6 +6155,7 @@ static void update_weights(Run *run, size_t batch) {
 // Moves on by a step and saves the checkpoint when it is due; true: training ends here.
 static bool finish_step(Run *run) {
     const Settings *s = &run->settings;
+    trace_step(run);
     bool epoch_over = ++run->next_batch == run->iterations;
     if (epoch_over) {
         run->epoch++;
@@ -6000,13 +6165,15 @@ static bool finish_step(Run *run) {
                                : epoch_over && (run->epoch - 1) % run->save_epochs == 0;
     if (*s->checkpoint && due && !s->dry_run)
         save_checkpoint(run);
+    begin_traced_step(run);
     return s->dry_run || training_is_over(run);
 }
 
 /* One epoch. AT(part, what) does `what` and charges its time to this line of the profile and to
    this part of the step, a column of steps.csv. */
-#define AT(part, ...) \
-    (clock_line(&run->clock, __LINE__, &run->steps[run->steps_kept].parts[part]), __VA_ARGS__)
+#define AT(part, ...)                                                                           \
+    (clock_line(&run->clock, __LINE__, &run->steps[run->steps_kept].parts[part], #__VA_ARGS__), \
+     __VA_ARGS__)
 
 static void train(Run *run, EpochResult *result) {
     Net *net = &run->net;
@@ -6027,7 +6194,8 @@ static void train(Run *run, EpochResult *result) {
             break;
     }
     AT(IDLE, finish_epoch(run, result));
-    clock_line(&run->clock, 0, NULL);
+    clock_line(&run->clock, 0, NULL, NULL);
+    trace_rank(run, false);
 }
 
 // Tests this rank's share of the test set; the result is that of all.
@@ -6168,6 +6336,7 @@ static void setup_settings(Run *run, int argc, char **argv) {
     check_settings(s);
     setup_ranks(run);
     parse_save_every(run);
+    parse_trace_steps(run);
     run->argc = argc;
     run->argv = argv;
     run->model = find_model(s->model);
@@ -6470,6 +6639,8 @@ static void setup_loaders(Run *run) {
     run->epochs = must_alloc(s->epochs * sizeof *run->epochs, "the epoch log");
     run->clock.backend = run->net.backend;
     run->clock.synchronize = s->profile;
+    run->clock.rank = c->rank;
+    plan_trace(run);
 }
 
 // Where --save-model puts the weights.
@@ -6487,6 +6658,8 @@ static void setup_weights(Run *run) {
     model_path(run, path);
     if (s->save_model)
         check_writable(path);
+    if (*s->trace && run->comm.rank == 0)
+        check_writable(s->trace);
     if (*s->checkpoint && !s->eval && run->comm.rank == 0)
         check_writable(s->checkpoint);
     run->epoch = 1;
@@ -6535,6 +6708,7 @@ static void free_rank(Run *run) {
 }
 
 static void close_run(Run *run) {
+    write_trace(run);
     print_resources(now() - run->started);
     flush_stdout();
     write_run_json(run);

@@ -560,6 +560,54 @@ END
         cmp -s "$tmp/layers/model.safetensors" "$tmp/no_layers/model.safetensors"
 }
 
+# trace_is_good NAME FILE TRACKS: strict JSON, events of a track nest, and these tracks have some
+trace_is_good() {
+    python "$1" "$2" "$3" <<'END'
+import json, sys
+def no_constant(word):
+    raise ValueError(word)
+events = json.load(open(sys.argv[1]), parse_constant=no_constant)["traceEvents"]
+names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+tracks = {}
+for e in events:
+    if e["ph"] == "X":
+        tracks.setdefault((e["pid"], e["tid"]), []).append(e)
+if any(key not in names for key in tracks):
+    print("a track without a name")
+found = {"%d:%s" % (key[0], names[key]) for key in tracks}
+for wanted in sys.argv[2].split(","):
+    if wanted not in found:
+        print("nothing on", wanted, found)
+for key, track in tracks.items():
+    ends = []
+    for e in sorted(track, key=lambda e: (e["ts"], -e["dur"])):
+        while ends and ends[-1] <= e["ts"] + .01:
+            ends.pop()
+        if e["dur"] < 0 or (ends and e["ts"] + e["dur"] > ends[-1] + .01):
+            print(names[key], e, "does not nest")
+        ends.append(e["ts"] + e["dur"])
+END
+}
+
+test_trace() {
+    run "${small[@]}" --batch-size 32 --trace "$tmp/trace.json" --trace-steps 0:6
+    line trace/wrote "^Wrote [0-9]+ events to $tmp/trace.json\$"
+    trace_is_good trace/one "$tmp/trace.json" "0:steps,0:train(),0:device,0:loader worker 0"
+    same trace/steps 6 "$(grep -c '"name":"step"' "$tmp/trace.json")"
+    same trace/rows "6 6" "$(grep -c '"conv2 forward"' "$tmp/trace.json") $(grep -c \
+        '"fc1 backward"' "$tmp/trace.json")"
+    holds trace/lines "lines of train()" "none" grep -q '"name":"backward(net, batch->n)"' \
+        "$tmp/trace.json"
+    run "${small[@]}" --batch-size 32 --replicas 2 --oversubscribe --epochs 2 \
+        --trace "$tmp/trace.json" --trace-steps 8:12
+    trace_is_good trace/ddp "$tmp/trace.json" "0:communication,1:communication,1:device,1:steps"
+    same trace/over_epochs 8 "$(grep -c '"name":"step"' "$tmp/trace.json")"
+    holds trace/all_reduce "all-reduce" "none" grep -q '"name":"all-reduce"' "$tmp/trace.json"
+    refused trace/steps_text 2 "--trace-steps" "${tiny[@]}" --trace "$tmp/x.json" --trace-steps 5
+    refused trace/steps_order 2 "--trace-steps" "${tiny[@]}" --trace "$tmp/x.json" --trace-steps 5:5
+    refused trace/no_folder 1 "$tmp/none/x.json" "${tiny[@]}" --trace "$tmp/none/x.json"
+}
+
 test_quiet() {
     run "${tiny[@]}" --epochs 2 --quiet --per-class
     same quiet/stdout "epoch=1 epoch=2" "$(cut -d ' ' -f 1 "$out" | paste -sd ' ')"
@@ -595,6 +643,7 @@ test_out
 test_write_errors
 test_resources
 test_layers
+test_trace
 test_quiet
 test_progress
 test_learns
