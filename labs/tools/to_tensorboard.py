@@ -141,10 +141,10 @@ class Run:
         rows, self.ranks = self.ranks, []
         if not rows:
             return
-        images = sum(row["images"] for row in rows)
         with_loss = [row for row in rows if "loss" in row and row["images"]]
         values = {"step/lr": rows[0]["lr"]}
         if with_loss:
+            images = sum(row["images"] for row in with_loss)
             values["step/loss"] = sum(row["loss"] * row["images"] for row in with_loss) / images
         for name in MS if not self.emulated else []:
             cells = [row[name] for row in rows if name in row]
