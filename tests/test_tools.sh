@@ -360,12 +360,16 @@ pid, terminal = pty.fork()
 if pid == 0:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.chdir(tmp)
-    os.execv(sys.executable, [sys.executable, monitor, "--interval", "86400", "bash", "-c", """
-        trap 'echo INT >>ctrl_c' INT
-        echo ready
-        until [ -s ctrl_c ]; do sleep 0.05; done
-        for i in 1 2 3 4 5 6; do sleep 0.1; done
-        exit 5"""])
+    os.execv(sys.executable, [sys.executable, monitor, "--interval", "86400", sys.executable, "-c", """
+import signal, sys, time
+got = []
+signal.signal(signal.SIGINT, lambda *_: got.append(1))
+print("ready", flush=True)
+while not got:
+    time.sleep(0.05)
+time.sleep(0.5)
+open("ctrl_c", "w").write(str(len(got)))
+sys.exit(5)"""])
 said = b""
 while b"ready" not in said:
     said += os.read(terminal, 99)
@@ -375,8 +379,8 @@ try:
         pass
 except OSError:
     pass  # so ends a terminal
-status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-print(len(open(f"{tmp}/ctrl_c").readlines()), status)
+status = os.WEXITSTATUS(os.waitpid(pid, 0)[1])
+print(open(f"{tmp}/ctrl_c").read(), status)
 END
 )"
 }
