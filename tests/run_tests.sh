@@ -47,6 +47,7 @@ ours() {
     run doctor tests/test_doctor.sh
     run get_data tests/test_get_data.sh
     run scaling_model tests/test_scaling_model.sh
+    run tools tests/test_tools.sh
     run instructions tests/test_instructions.sh
 }
 
