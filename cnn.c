@@ -4220,9 +4220,8 @@ static void compare_ranks(Comm *c, const char *what, uint64_t hash) {
     for (size_t r = 1; r < c->world; r++)
         if (hashes[r] != hashes[0])
             die(1,
-                "rank %zu has other %s than rank 0 (hashes %016llx and %016llx); start all with "
-                "the "
-                "same options and files",
+                "rank %zu has other %s than rank 0 (hashes %016llx and %016llx); start all of them "
+                "with the same options and files",
                 r, what, (unsigned long long)hashes[r], (unsigned long long)hashes[0]);
 }
 
