@@ -34,8 +34,8 @@ static void parse_arguments(Run *run, char **argv) {
     static const struct {
         char *option;
         size_t argument;
-    } table[] = {{"--model", MODEL},        {"--batch-size", BATCH},    {"--lr", LR},
-                 {"--weight-decay", DECAY}, {"--optimizer", RULE}, {"--momentum", MOMENTUM}};
+    } table[] = {{"--model", MODEL},        {"--batch-size", BATCH}, {"--lr", LR},
+                 {"--weight-decay", DECAY}, {"--optimizer", RULE},   {"--momentum", MOMENTUM}};
     char *words[16] = {"cnn"};
     int count = 1;
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {

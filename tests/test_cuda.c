@@ -862,7 +862,8 @@ static void gather_epoch(const Backend *b, const DatasetInfo *info, Augmentation
     data.images = images.at;
     data.labels = labels.at;
     Augment *augment = augmentations[kind].augment;
-    loader_init(&cpu, &data, batch_size, 1, augment, (Placement){&backends[0], 0, 0, 0, rank, others});
+    loader_init(&cpu, &data, batch_size, 1, augment,
+                (Placement){&backends[0], 0, 0, 0, rank, others});
     loader_init(&gpu, &data, batch_size, 1, augment, (Placement){b, 0, true, true, rank, others});
     const uint64_t seed = (uint64_t)draw_bits() << 32 | draw_bits();
     loader_start(&cpu, seed, 3, 0);
