@@ -171,6 +171,10 @@ typedef struct Backend {
     double (*elapsed)(size_t from, size_t to); // waits until both are past
     void (*wait)(size_t replica, size_t mark); // until a mark of that replica's work is past
     double (*peak_gflops)(void);               // multiply-adds that this device reaches, measured
+    // for Nsight; NULL: not in this backend. A range of this thread's work ends, and one of this
+    // name begins (NULL: none); what is recorded begins or ends
+    void (*range)(const char *name);
+    void (*record)(bool on);
     // a batch of a data set that lies on the device; NULL: the loader's threads do it
     void (*gather)(real *out, uint8_t *labels, const Resident *r, const Draw *draw, size_t n);
     void (*conv2d_forward)(real *out, const real *in, const real *weight, const real *bias,
@@ -4851,7 +4855,7 @@ static const Option options[] = {
     {"--trace", TEXT, FIELD(trace), "", 0, 0, 0, "FILE",
      "write what happened when as JSON, for chrome://tracing and Perfetto"},
     {"--trace-steps", TEXT, FIELD(trace_steps), "0:50", 0, 0, 0, "A:B",
-     "... from training step A on, and before step B; counted from 0"},
+     "... from training step A on, and before step B; counted from 0. Nsight records them, too"},
     {"--save-model", SWITCH, FIELD(save_model), "off", 0, 0, 0, "on|off",
      "write the weights as MODEL_cnn.safetensors, or model.safetensors in --out"},
     {"--checkpoint", TEXT, FIELD(checkpoint), "", 0, 0, 0, "FILE",
@@ -5174,6 +5178,8 @@ static void clock_line(LineClock *c, int line, double *column, const char *text)
         trace_event(c->rank, TRACK_HOST, c->text, c->since, now());
     c->text = text;
     c->since = now();
+    if (c->backend->range)
+        c->backend->range(text);
     if (!c->first)
         c->first = line;
     if (c->marks - c->settled == CLOCK_MARKS)
@@ -5441,6 +5447,7 @@ typedef struct Run {
     size_t *confusion;              // [label][predicted class] of the last test
     LineClock clock;
     size_t trace_first, trace_end;  // --trace-steps
+    bool recording;                 // Nsight records this step
     double trace_start, step_start; // when START_MARK was set; when this step began
     // the run folder
     const char *status;
@@ -5784,7 +5791,11 @@ static void trace_rank(Run *run, bool traced) {
 static void begin_traced_step(Run *run) {
     const Backend *b = run->backend;
     size_t step = steps_done(run);
-    bool traced = step >= run->trace_first && step < run->trace_end;
+    bool recording = step >= run->trace_first && step < run->trace_end;
+    bool traced = recording && *run->settings.trace;
+    if (b->record && run->comm.replica == 0 && recording != run->recording)
+        b->record(recording);
+    run->recording = recording;
     if (traced && !run->net.marks_rows) {
         b->synchronize();
         b->mark(START_MARK);
@@ -5826,8 +5837,6 @@ static void parse_trace_steps(Run *run) {
     run->trace_end = good ? strtoul(end + 1, &end, 10) : 0;
     if (!good || *end || run->trace_first >= run->trace_end)
         die(EXIT_USAGE, "--trace-steps: expected A:B with A below B, as 10:20, found \"%s\"", text);
-    if (!*run->settings.trace)
-        run->trace_first = run->trace_end = 0;
 }
 
 // Room for all events of the traced steps.

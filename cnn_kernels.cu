@@ -223,6 +223,31 @@ static double elapsed(size_t from, size_t to) {
     return 1e-3 * (double)milliseconds;
 }
 
+#ifdef CUDA_ON_CPU // no Nsight there
+#define nvtxRangePushA(name) (void)(name)
+#define nvtxRangePop() (void)0
+#define cudaProfilerStart() cudaSuccess
+#define cudaProfilerStop() cudaSuccess
+#else
+#include <cuda_profiler_api.h>
+#include <nvtx3/nvToolsExt.h>
+#endif
+
+// Named ranges of this host thread's time, which Nsight Systems shows above the kernels.
+static void range(const char *name) {
+    static thread_local bool open;
+    if (open)
+        nvtxRangePop();
+    if (name)
+        nvtxRangePushA(name);
+    open = name != NULL;
+}
+
+// nsys --capture-range=cudaProfilerApi and ncu --profile-from-start off record only while it is on.
+static void record(bool on) {
+    CHECK(on ? cudaProfilerStart() : cudaProfilerStop());
+}
+
 #ifdef CNN_NCCL
 #include <nccl.h>
 
@@ -1285,7 +1310,7 @@ static Backend make_backend(bool tiled) {
     return {"cuda", tiled ? "tiled" : "naive", tiled, scratch_size, NULL,
             // memory, copies, marks, the loader
             device_alloc, device_free, host_alloc, host_free, copy, transfer, receive, synchronize,
-            mark, elapsed, wait, peak_gflops, gather,
+            mark, elapsed, wait, peak_gflops, range, record, gather,
             // conv2d and linear, which is the same; then layer by layer; optimizers
             conv2d_forward, conv2d_backward, NULL, conv2d_forward, conv2d_backward,
             batchnorm2d_forward, batchnorm2d_backward, relu_forward, relu_backward,
