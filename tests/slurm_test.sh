@@ -171,6 +171,15 @@ trained() {
         grep -sq "\"mode\": \"$4\", \"world\": $5," "$json"
 }
 
+# Nsight Systems is not here: a stand-in that notes its options and starts the program.
+mkdir "$tmp/bin"
+cat >"$tmp/bin/nsys" <<'END'
+#!/bin/sh
+while [ "$1" = profile ] || [ "${1#--}" != "$1" ]; do echo "nsys option $1" && shift; done
+exec "$@"
+END
+chmod +x "$tmp/bin/nsys"
+
 # The commands of README.md in the same order, with a smaller run behind those that submit a job.
 test_readme() {
     local command script jobs=() i cnn_of_job
@@ -187,19 +196,20 @@ test_readme() {
         multinode) can_train_over_mpi "$script" || continue ;;
         esac
         command="source slurm/site.env && ${command/sbatch/sbatch --parsable} ${tiny[*]}"
-        job=$(CNN=$cnn_of_job bash -c "$command" 2>"$err") || fail "readme/$script" works "$(cat "$err")"
+        job=$(PATH=$tmp/bin:$PATH CNN=$cnn_of_job bash -c "$command" 2>"$err") || fail "readme/$script" works "$(cat "$err")"
         jobs+=("$script:$job")
     done < <(grep -oP '^    \K(source|sbatch|squeue) .*' "$repo/README.md" | sed 's/ *#.*//')
     for i in "${jobs[@]}"; do
         script=${i%:*} job=${i#*:}
         case $script in
-        cpu | single) trained "$script" "$script" "$job" single 1 ;;
+        cpu | single | profile) trained "$script" "$script" "$job" single 1 ;;
         dp) trained dp dp "$job" dp 2 ;;
         *) trained "$script" "$script" "$job" ddp 2 ;;
         esac
         case $script in
         cpu) line cpu/threads '^Device: cpu .*--threads 4, --workers 4' ;;
         single) line single/device '^Device: emulated GPU' ;;
+        profile) line profile/output "^nsys option --output=runs/profile-$job\$" ;;
         ddp | dp)
             line "$script/gpus" '^CUDA_VISIBLE_DEVICES=\d,\d$'
             same "$script/uuids" 2 "$(grep -oP '^Rank \d: .* \KGPU-.*' "$out" | sort -u | wc -l)"
