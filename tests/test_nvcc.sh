@@ -27,9 +27,9 @@ cudaGetDeviceProperties_v2 cudaGetErrorName cudaGetErrorString cudaGetLastError 
 cudaGraphExecDestroy cudaGraphLaunch cudaHostAlloc cudaLaunchKernel cudaMalloc cudaMallocHost
 cudaMemGetInfo cudaMemcpyAsync cudaMemcpyPeerAsync cudaMemsetAsync
 cudaOccupancyMaxActiveBlocksPerMultiprocessor cudaPeekAtLastError cudaPointerGetAttributes
-cudaRuntimeGetVersion cudaSetDevice cudaStreamBeginCapture cudaStreamCreateWithFlags
-cudaStreamDestroy cudaStreamEndCapture cudaStreamIsCapturing cudaStreamQuery cudaStreamSynchronize
-cudaStreamWaitEvent'
+cudaProfilerStart cudaProfilerStop cudaRuntimeGetVersion cudaSetDevice cudaStreamBeginCapture
+cudaStreamCreateWithFlags cudaStreamDestroy cudaStreamEndCapture cudaStreamIsCapturing
+cudaStreamQuery cudaStreamSynchronize cudaStreamWaitEvent'
 
 # resources <LOG OF ptxas -v: a line `KERNEL REGISTERS STACK SPILLS SHARED` for each kernel; spaces
 # within a kernel's name are left out
