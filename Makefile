@@ -74,7 +74,7 @@ build/settings build/kernel_settings: FORCE
 	@mkdir -p build
 	@echo '$(SETTINGS)' | cmp -s - $@ || echo '$(SETTINGS)' > $@
 build/settings: SETTINGS = $(BUILD) $(if $(HAVE_CUDA),CUDA) $(MPI) $(COMMIT)
-build/kernel_settings: SETTINGS = $(NVCC_BUILD) $(EMULATE)
+build/kernel_settings: SETTINGS = $(NVCC_BUILD) $(EMU_BUILD)
 .PHONY: FORCE
 FORCE:
 
@@ -101,11 +101,11 @@ cnn: cnn.c $(KERNELS) build/settings
 # The same two files on the CPU: tests/cuda_on_cpu.h plays the GPU. Two steps, since g++ compiles
 # the kernels and gcc the rest.
 CXX = g++
-EMULATE = $(CXX) -std=c++17 -O2 -march=$(ARCH) -g $(OMP_FLAGS) -Wno-unknown-pragmas -I. -include tests/cuda_on_cpu.h
+EMU_BUILD = $(CXX) -std=c++17 -O2 -march=$(ARCH) -g $(OMP_FLAGS) -Wno-unknown-pragmas -I. -include tests/cuda_on_cpu.h
 EMU_SOURCE = { echo '\#line 1 "cnn_kernels.cu"'; sed -f tests/cuda_on_cpu.sed cnn_kernels.cu; }
 build/emu_kernels.o build/count_kernels.o: cnn_kernels.cu $(wildcard tests/cuda_on_cpu*) \
 		build/declarations build/kernel_settings
-	$(EMU_SOURCE) | $(EMULATE) $(COUNT) -x c++ -c - -o $@
+	$(EMU_SOURCE) | $(EMU_BUILD) $(COUNT) -x c++ -c - -o $@
 # The race detector's hooks, called for each load and store, count them instead.
 build/count_kernels.o: COUNT = -O1 -fsanitize=thread -DCUEMU_COUNT
 cnn-emu: build/emu_kernels.o
