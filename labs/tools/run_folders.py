@@ -61,9 +61,9 @@ def read_run(folder):
 
 
 def read_runs(root):
-    """The complete runs in the folders of root; the others are named."""
+    """The complete runs in the folders of root, or root itself; the others are named."""
     try:
-        folders = [os.path.join(root, name) for name in sorted(os.listdir(root))]
+        folders = [root] + [os.path.join(root, name) for name in sorted(os.listdir(root))]
     except OSError as error:
         fail(root, "a folder of run folders", error.strerror, "make study writes one")
     complete = []
