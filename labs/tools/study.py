@@ -141,8 +141,8 @@ def train(args):
     status = start(task.program, task.count, [*task.options, "--out", folder])
     if status == 0:
         run = read_run(folder)
-        print(f"{args.device}: {len(run.epochs)} epochs, {run.seconds:.3f} s of training, accuracy {run.accuracy:.2f} %, "
-              f"see {folder}" + ". Emulated: the time means nothing." * run.emulated)
+        print(f"{args.device}: {run.seconds:.3f} s of training, accuracy {run.accuracy:.2f} %, see {folder}"
+              + ". Emulated: the time means nothing." * run.emulated)
     sys.exit(status)
 
 
@@ -251,7 +251,10 @@ def parse_options():
 
 if __name__ == "__main__":
     try:
+        sys.stdout.reconfigure(line_buffering=True)  # errors after what was said before them
         arguments = parse_options()
         arguments.does(arguments)
     except KeyboardInterrupt:
         sys.exit("study: stopped; finished runs are kept, and the same command goes on from here")
+    except OSError as problem:
+        fail(problem.filename, "a file or folder that can be written", problem.strerror, "mend its permissions")
