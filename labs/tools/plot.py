@@ -17,13 +17,11 @@ named so: their times mean nothing. Needs matplotlib: pip install -r labs/requir
 apt-get install python3-matplotlib.
 """
 import argparse
-import csv
-import json
 import os
-import struct
 import sys
 
-from run_folders import check_comparable, fail, make_rows, read_runs, scaling_rows, summary
+from run_folders import (Missing, by, check_comparable, fail, make_rows, read_csv, read_filters, read_losses,
+                         read_runs, scaling_rows, summary)
 
 try:
     import matplotlib
@@ -31,15 +29,11 @@ try:
     import matplotlib.pyplot as plt
     import numpy as np
 except ImportError as missing:
-    fail(sys.executable, "matplotlib", missing, "pip install -r labs/requirements.txt, or on Debian: apt-get install "
-         "python3-matplotlib and /usr/bin/python3 labs/tools/plot.py DIR")
+    fail(sys.executable, "matplotlib", missing, "pip install -r labs/requirements.txt, or on Debian: apt-get "
+         "install python3-matplotlib, and call /usr/bin/python3 labs/tools/plot.py DIR")
 
 ORDER = ["cpu", "single", "multi"]
 HATCHES, GREYS = ["", "////", "....", "xxxx", "--", "++"], ["0.65", "0.85", "1.0", "0.9", "0.75", "1.0"]
-
-
-class Skip(Exception):
-    """A plot cannot be drawn, and why."""
 
 
 def line_style(i):
@@ -52,44 +46,23 @@ def describe(runs):
     """What all runs have in common, for the title."""
     epochs = runs[0].epochs
     models = dict.fromkeys(r.model for r in runs)
-    machines = dict.fromkeys(r.machine["cpu"] if r.kind == "cpu" else r.machine["device"].split(", sm_")[0] for r in runs)
-    return (f"{', '.join(models)}; {runs[0].settings['dataset']}, {epochs[0]['images']} images, epochs: {len(epochs)}\n"
-            f"{', '.join(machines)}; commit {runs[0].build['commit']}")
-
-
-def label(row):
-    words = row["device"] + (f", {row['gpus']} GPUs, {row['parallel']}" if row["gpus"] > 1 else "")
-    return words + " (EMULATED)" * row["emulated"]
-
-
-def by(rows, key):
-    groups = {}
-    for row in rows:
-        groups.setdefault(key(row), []).append(row)
-    return groups
-
-
-def read_csv(path, columns):
-    """Those columns of the rows that have them all; the numbers as such."""
-    try:
-        with open(path, newline="") as f:
-            rows = [[row[c] for c in columns] for row in csv.DictReader(f)]
-        return [[v if c in ("layer", "kind") else float(v) for c, v in zip(columns, row)] for row in rows if all(row)]
-    except (OSError, KeyError, ValueError) as error:
-        raise Skip(f"{path}: expected the columns {', '.join(columns)}, found {error!r}; write it anew with ./cnn") from None
+    names = (r.machine["cpu" if r.kind == "cpu" else "device"] for r in runs)
+    machines = dict.fromkeys(name.split(", sm_")[0] for name in names)
+    return (f"{', '.join(models)}; {runs[0].settings['dataset']}, {epochs[0]['images']} images, epochs: "
+            f"{len(epochs)}\n{', '.join(machines)}; commit {runs[0].build['commit']}")
 
 
 def draw_study(runs):
     check_comparable(runs)
     if len({r.model for r in runs}) > 1:
-        raise Skip("several models; give each a folder of its own")
+        raise Missing("several models; give each a folder of its own")
     rows = sorted(make_rows(runs), key=lambda r: ORDER.index(r["device"]) if r["device"] in ORDER else 9)
-    batches, devices = sorted({r["global_batch"] for r in rows}), by(rows, label)
+    batches, devices = sorted({r["global_batch"] for r in rows}), by(rows, lambda r: r["label"])
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.5))
     width = 0.8 / len(devices)
     for i, (device, group) in enumerate(devices.items()):
         x = [batches.index(r["global_batch"]) + (i - (len(devices) - 1) / 2) * width for r in group]
-        for axis, height, error in (axes[0], "seconds_mean", "ci95"), (axes[1], "accuracy_mean", "accuracy_sd"):
+        for axis, height, error in zip(axes, ("seconds_mean", "accuracy_mean"), ("ci95", "accuracy_sd")):
             axis.bar(x, [r[height] for r in group], width, yerr=[r[error] or 0 for r in group], capsize=3,
                      color=GREYS[i % 6], hatch=HATCHES[i % 6], edgecolor="black", label=device)
     times = [r["seconds_mean"] for r in rows]
@@ -110,10 +83,10 @@ def draw_study(runs):
 
 def draw_workers(runs):
     if len({r.settings["workers"] for r in runs}) < 2:
-        raise Skip("all runs have the same --workers; train with --workers 1, 2, ..., each with an --out of its own")
+        raise Missing("all runs have the same --workers; train with 1, 2, ..., each with an --out of its own")
     check_comparable(runs, {"workers"})
     figure, axis = plt.subplots(figsize=(7, 4.5))
-    lines = by(runs, lambda r: f"{label(make_rows([r])[0])}, global batch {r.global_batch}")
+    lines = by(runs, lambda r: f"{make_rows([r])[0]['label']}, global batch {r.global_batch}")
     for i, (name, group) in enumerate(lines.items()):
         points = sorted(by(group, lambda r: r.settings["workers"]).items())
         speeds = [summary([r.images / max(r.seconds, 1e-9) for r in several]) for _, several in points]
@@ -128,22 +101,22 @@ def draw_workers(runs):
 def draw_scaling(runs):
     rows = scaling_rows(make_rows(runs))
     if not any(r["devices"] > 1 for r in rows):
-        raise Skip("no runs on one and on several devices of a kind; make study-scaling makes them")
+        raise Missing("no runs on one and on several devices of a kind; make study-scaling makes them")
     check_comparable(runs, {"threads"})
     rows = [r for r in rows if not r["emulated"]]
     if all(r["devices"] == 1 for r in rows):
-        raise Skip("emulated devices: their times mean nothing")
+        raise Missing("emulated devices: their times mean nothing")
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), sharex=True, sharey=True)
     counts = sorted({r["devices"] for r in rows})
     for axis, scaling in zip(axes, ("strong", "weak")):
+        batch = {"strong": ("--global-batch", "global_batch"), "weak": ("--batch-size", "batch")}[scaling]
         lines = by([r for r in rows if r["scaling"] == scaling],
-                   lambda r: f"{r['model']}, {r['device']}, " + (f"--global-batch {r['global_batch']}" if scaling == "strong"
-                                                                 else f"--batch-size {r['batch']} each"))
+                   lambda r: f"{r['model']}, {r['device']}, {batch[0]} {r[batch[1]]}")
         for i, (name, group) in enumerate(lines.items()):
             if len(group) > 1:
                 error = [r["speedup"] * (r["ci95"] or 0) / max(r["seconds_mean"], 1e-9) for r in group]
-                axis.errorbar([r["devices"] for r in group], [r["speedup"] for r in group], error, capsize=3, label=name,
-                              **line_style(i))
+                axis.errorbar([r["devices"] for r in group], [r["speedup"] for r in group], error, capsize=3,
+                              label=name, **line_style(i))
         axis.plot(counts, counts, color="0.5", linestyle=":", linewidth=2.5, label="ideal")
         axis.set(xlabel="devices", title=f"{scaling.capitalize()} scaling", xticks=counts, ylim=(0, None))
         axis.legend(loc="upper left")
@@ -151,28 +124,18 @@ def draw_scaling(runs):
     return figure
 
 
-def training_loss(run):
-    """[epochs done, loss]: means over the images of all ranks and, in long runs, over some steps."""
-    path = os.path.join(run.folder, "steps.csv")
-    steps = by(read_csv(path, ["epoch", "step", "images", "loss"]), lambda row: (row[0], row[1]))
-    if not steps:
-        raise Skip(f"{path} has no step with a loss")
-    last = max(step for _, step in steps)
-    points = [(epoch - 1 + step / last, np.average([r[3] for r in ranks], weights=[r[2] for r in ranks]))
-              for (epoch, step), ranks in sorted(steps.items())]
-    window = max(1, len(points) // 40)
-    return np.array([np.mean(points[k:k + window], axis=0) for k in range(0, len(points), window)])
-
-
 def draw_loss(runs):
-    panels = by(make_rows(runs), lambda r: f"{r['model']}, {label(r)}")
-    figure, axes = plt.subplots(1, len(panels), figsize=(2 + 4.5 * len(panels), 4.5), squeeze=False, sharey=True)
+    panels = by(make_rows(runs), lambda r: f"{r['model']}, {r['label']}")
+    size = 2 + 4.5 * len(panels), 4.5
+    figure, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False, sharey=True)
     for axis, (name, rows) in zip(axes[0], panels.items()):
         for i, row in enumerate(rows):
             run, style = row["runs"][0], line_style(i)
-            points = training_loss(run)
-            axis.plot(points[:, 0], points[:, 1], markevery=(i % 5, 8), markersize=5, label=f"batch {row['global_batch']}",
-                      **style)
+            points = read_losses(run)
+            window = max(1, len(points) // 40)
+            means = np.array([np.mean(points[k:k + window], axis=0) for k in range(0, len(points), window)])
+            axis.plot(means[:, 0], means[:, 1], markevery=(i % 5, 8), markersize=5,
+                      label=f"batch {row['global_batch']}", **style)
             style.update(linestyle="", markerfacecolor="none", markersize=10)
             axis.plot([e["epoch"] for e in run.epochs], [e["test_loss"] for e in run.epochs], **style)
         axis.set(xlabel="epoch", title=name)
@@ -184,25 +147,25 @@ def draw_loss(runs):
 def draw_roofline(runs):
     found = [r for r in runs if os.path.exists(os.path.join(r.folder, "layers.csv"))]
     if not found:
-        raise Skip("no run folder has a layers.csv")
+        raise Missing("no run folder has a layers.csv")
     run = found[0]
-    layers = [r for r in read_csv(os.path.join(run.folder, "layers.csv"), ["layer", "kind", "gflops", "gb_per_s"])
-              if r[2] > 0 and r[3] > 0]
+    layers = read_csv(run, "layers.csv", ["layer", "kind", "gflops", "gb_per_s"])
+    layers = [row for row in layers if row[2] > 0 and row[3] > 0]
     if not layers:
-        raise Skip(f"{run.folder}/layers.csv has no layer with gflops and gb_per_s")
+        raise Missing(f"{run.folder}/layers.csv has no layer with gflops and gb_per_s")
     peak, source = max((r[2], "the fastest layer") for r in layers)
     if run.kind == "cpu":
         peak, source = run.machine["peak_gflops"], "the peak in run.json"
     bandwidth, where = max(r[3] for r in layers), [r[2] / r[3] for r in layers]
     figure, axis = plt.subplots(figsize=(8, 5))
     x = np.geomspace(min(where) / 3, 3 * max(max(where), peak / bandwidth), 100)
-    axis.plot(x, x * bandwidth, color="black", linestyle="--", label=f"{bandwidth:.3g} GB/s, the most of any layer")
-    axis.plot(x, 0 * x + peak, color="black", label=f"{peak:.3g} GFLOP/s, {source}")
+    axis.plot(x, x * bandwidth, "k--", label=f"{bandwidth:.3g} GB/s, the most of any layer")
+    axis.plot(x, 0 * x + peak, "k-", label=f"{peak:.3g} GFLOP/s, {source}")
     for i, (kind, group) in enumerate(by(layers, lambda r: r[1]).items()):
-        axis.plot([r[2] / r[3] for r in group], [r[2] for r in group], markersize=8, label=kind,
-                  **dict(line_style(i), linestyle="", color="black", markerfacecolor="white" if i % 2 else "0.4"))
+        look = dict(line_style(i), linestyle="", color="black", markerfacecolor="white" if i % 2 else "0.4")
+        axis.plot([r[2] / r[3] for r in group], [r[2] for r in group], markersize=8, label=kind, **look)
         for name, _, gflops, gb in group:
-            axis.annotate(name, (gflops / gb, gflops), xytext=(7, -10), textcoords="offset points", fontsize=8)
+            axis.annotate(name, (gflops / gb, gflops), (7, -10), textcoords="offset points", fontsize=8)
     axis.set(xscale="log", yscale="log", xlabel="FLOP a byte", ylabel="GFLOP/s", ylim=(None, 3 * peak),
              title=run.folder + " (EMULATED)" * run.emulated)
     axis.legend(loc="lower right")
@@ -212,75 +175,65 @@ def draw_roofline(runs):
 def draw_confusion(runs):
     found = [r for r in runs if r.confusion]
     if not found:
-        raise Skip("no run.json has a confusion matrix")
+        raise Missing("no run.json has a confusion matrix")
     run = max(found, key=lambda r: r.accuracy)
     counts, names = np.array(run.confusion, float), list(run.per_class)
     share = 100 * counts / np.maximum(1, counts.sum(axis=1, keepdims=True))
     figure, axis = plt.subplots(figsize=(7.5, 7))
-    figure.colorbar(axis.imshow(share, cmap="Greys", vmin=0, vmax=100), label="% of the class's images", shrink=0.8)
+    picture = axis.imshow(share, cmap="Greys", vmin=0, vmax=100)
+    figure.colorbar(picture, label="% of the class's images", shrink=0.8)
     if len(names) <= 20:
         for i, j in np.ndindex(*share.shape):
-            axis.text(j, i, f"{share[i, j]:.0f}", ha="center", va="center", color="white" if share[i, j] > 50 else "black")
+            axis.text(j, i, f"{share[i, j]:.0f}", ha="center", va="center",
+                      color="white" if share[i, j] > 50 else "black")
         axis.set_xticks(range(len(names)), names, rotation=45)
         axis.set_yticks(range(len(names)), names)
     axis.set(xlabel="taken for", ylabel="class", title=f"{run.folder}\n{run.accuracy:.2f} % right")
     return figure
 
 
-def first_filters(path):
-    """The first tensor with 4 dimensions. The file: 8 bytes of length, that much JSON, the numbers."""
-    with open(path, "rb") as f:
-        length, = struct.unpack("<Q", f.read(8))
-        header = json.loads(f.read(length))
-        numbers = f.read()
-    header.pop("__metadata__", None)
-    tensors = [(t["data_offsets"], name, t["shape"]) for name, t in header.items()
-               if len(t["shape"]) == 4 and t["dtype"] == "F32"]
-    (begin, end), name, shape = min(tensors)  # ValueError: there is none
-    return name, np.frombuffer(numbers[begin:end], "<f4").reshape(shape)
-
-
 def draw_filters(runs):
-    paths = [os.path.join(r.folder, "model.safetensors") for r in sorted(runs, key=lambda r: -r.accuracy)]
-    path = next(filter(os.path.exists, paths), None)
-    if not path:
-        raise Skip("no run folder has a model.safetensors; --save-model writes it")
-    try:
-        name, filters = first_filters(path)
-    except (OSError, ValueError, KeyError, struct.error) as error:
-        raise Skip(f"{path}: expected filters in a safetensors file, found {error!r}; write it anew") from None
-    count, channels, height, width = filters.shape
+    found = [r for r in runs if os.path.exists(os.path.join(r.folder, "model.safetensors"))]
+    if not found:
+        raise Missing("no run folder has a model.safetensors; --save-model writes it")
+    run = max(found, key=lambda r: r.accuracy)
+    name, shape, weights = read_filters(run)
+    filters, (count, channels, height, width) = np.reshape(weights, shape), shape
     columns, most = min(count, 16), np.abs(filters).max()
     rows = -(-count // columns)
-    figure, axis = plt.subplots(figsize=(3 + 0.5 * columns, 1.5 + 0.5 * rows * channels), layout="constrained")
+    figure, axis = plt.subplots(figsize=(3 + 0.5 * columns, 1.5 + 0.5 * rows * channels))
     for k, c in np.ndindex(count, channels):  # the channels of a filter lie below each other
         x, y = k % columns * 1.2, -1.05 * (c + k // columns * (channels + 0.4))
-        picture = axis.imshow(filters[k, c], cmap="Greys_r", vmin=-most, vmax=most, extent=(x, x + 1, y, y + 1))
+        picture = axis.imshow(filters[k, c], "Greys_r", vmin=-most, vmax=most, extent=(x, x + 1, y, y + 1))
         axis.add_patch(plt.Rectangle((x, y), 1, 1, fill=False, linewidth=0.6))
     axis.set(xlim=(-0.1, columns * 1.2), ylim=(y - 0.1, 1.1))
     axis.axis("off")
-    axis.set_title(f"{name}: {count} filters of {height} x {width}" + "\nred, green, blue from top" * (channels == 3)
-                   + f"\n{os.path.dirname(path)}", fontsize=9)
+    colours = "red, green, blue from top\n" * (channels == 3)
+    axis.set_title(f"{name}: {count} filters of {height} x {width}\n{colours}{run.folder}", fontsize=9)
     figure.colorbar(picture, label="weight")
     return figure
 
 
+PLOTS = [draw_study, draw_workers, draw_scaling, draw_loss, draw_roofline, draw_confusion, draw_filters]
+
+
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", metavar="DIR", help="what ./cnn --out or make study has written")
     folder = parser.parse_args().folder
     runs = read_runs(folder)
     out, drawn = os.path.join(folder, "plots"), 0
     try:
         os.makedirs(out, exist_ok=True)
-        for draw in draw_study, draw_workers, draw_scaling, draw_loss, draw_roofline, draw_confusion, draw_filters:
+        for draw in PLOTS:
             name = draw.__name__.removeprefix("draw_")
             try:
                 figure = draw(runs)
-            except (Skip, SystemExit) as why:  # SystemExit: runs that cannot be compared
+            except (Missing, SystemExit) as why:  # SystemExit: runs that cannot be compared
                 print(f"skip {name}: {why}")
                 continue
-            if draw in (draw_study, draw_workers, draw_scaling, draw_loss):
+            if draw in PLOTS[:4]:
                 figure.suptitle(describe(runs), fontsize=9, y=1.02)
             for kind in "png", "svg":
                 figure.savefig(os.path.join(out, f"{name}.{kind}"), dpi=130, bbox_inches="tight")
@@ -288,7 +241,7 @@ def main():
             drawn += 1
             print(f"drawn: {out}/{name}.png and .svg")
     except OSError as error:
-        fail(error.filename or out, "a file that can be written", error.strerror, "mend the folder's permissions")
+        fail(error.filename or out, "a file that can be written", error.strerror, "mend its permissions")
     sys.exit(0 if drawn else 1)
 
 

@@ -2,25 +2,32 @@
 
 The columns of its tables, and what may be compared with what, are described by `study.py --help`.
 """
+import array
 import csv
 import json
 import math
 import os
 import statistics
+import struct
 import sys
 from types import SimpleNamespace
 
-COLUMNS = ["device", "parallel", "gpus", "model", "batch", "global_batch", "repeats", "seconds_mean", "seconds_sd",
-           "ci95", "speedup", "accuracy_mean", "accuracy_sd", "emulated"]
-SCALING = ["scaling", "device", "devices", "parallel", "model", "batch", "global_batch", "repeats", "seconds_mean",
-           "seconds_sd", "ci95", "img_per_s", "speedup", "efficiency", "emulated"]
+COLUMNS = ["device", "parallel", "gpus", "model", "batch", "global_batch", "repeats", "seconds_mean",
+           "seconds_sd", "ci95", "speedup", "accuracy_mean", "accuracy_sd", "emulated"]
+SCALING = ["scaling", "device", "devices", "parallel", "model", "batch", "global_batch", "repeats",
+           "seconds_mean", "seconds_sd", "ci95", "img_per_s", "speedup", "efficiency", "emulated"]
 # Student's t: 97.5 % of all values lie below, for 1, 2, ... degrees of freedom; beyond 30 the last is taken.
-T95 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
-       2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042]
+T95 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
+       2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
+       2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042]
 REPEATS_DIFFER = {"out", "seed", "save-model", "dry-run"}
 COLUMNS_DIFFER = {"batch-size", "global-batch", "no-cuda", "gpus", "replicas", "parallel"}
 ENTRIES = ["status", "emulated", "command", "machine", "build", "settings", "parallel", "epochs", "per_class",
            "confusion"]
+
+
+class Missing(Exception):
+    """What a plot needs is not there, or not as ./cnn writes it."""
 
 
 def fail(where, expected, found, advice):
@@ -71,13 +78,56 @@ def read_runs(root):
         if run.status != "complete":
             print(f"left out: {run.folder}: status {run.status}, not complete", file=sys.stderr)
         elif len(run.epochs) != run.settings["epochs"]:
-            print(f"left out: {run.folder}: run.json has {len(run.epochs)} of {run.settings['epochs']} epochs; after "
-                  "--resume it tells of the last part alone", file=sys.stderr)
+            print(f"left out: {run.folder}: run.json has {len(run.epochs)} of {run.settings['epochs']} "
+                  "epochs; after --resume it tells of the last part alone", file=sys.stderr)
         else:
             complete.append(run)
     if not complete:
         fail(root, "folders of complete runs", "none", "make study writes them, and so does ./cnn --out")
     return complete
+
+
+def read_csv(run, name, columns):
+    """Those columns of the rows that have them all; numbers but for layer and kind."""
+    path = os.path.join(run.folder, name)
+    try:
+        with open(path, newline="") as f:
+            rows = [[row[c] for c in columns] for row in csv.DictReader(f)]
+        return [[v if c in ("layer", "kind") else float(v) for c, v in zip(columns, row)]
+                for row in rows if all(row)]
+    except (OSError, KeyError, ValueError) as error:
+        raise Missing(f"{path}: expected the columns {', '.join(columns)}, found {error!r}") from None
+
+
+def read_losses(run):
+    """[epochs done, loss] of each training step; the loss is the mean over the images of all ranks."""
+    steps = by(read_csv(run, "steps.csv", ["epoch", "step", "images", "loss"]), lambda row: (row[0], row[1]))
+    if not steps:
+        raise Missing(f"{run.folder}/steps.csv has no step with a loss")
+    last = max(step for _, step in steps)
+    return [(epoch - 1 + step / last, sum(r[2] * r[3] for r in ranks) / sum(r[2] for r in ranks))
+            for (epoch, step), ranks in sorted(steps.items())]
+
+
+def read_filters(run):
+    """Name, shape and numbers of the first tensor with 4 dimensions in model.safetensors.
+
+    The file: 8 bytes that say how long the header is, the header in JSON, the numbers."""
+    path = os.path.join(run.folder, "model.safetensors")
+    try:
+        with open(path, "rb") as f:
+            length, = struct.unpack("<Q", f.read(8))
+            header = json.loads(f.read(length))
+            numbers = f.read()
+        header.pop("__metadata__", None)
+        (begin, end), name, shape = min((t["data_offsets"], name, t["shape"]) for name, t in header.items()
+                                        if len(t["shape"]) == 4 and t["dtype"] == "F32")
+        weights = array.array("f", numbers[begin:end])  # our machines are little-endian, as the file is
+        if len(weights) != math.prod(shape):
+            raise ValueError(f"{len(weights)} numbers for {shape}")
+        return name, shape, weights
+    except (OSError, OverflowError, ValueError, KeyError, struct.error) as error:
+        raise Missing(f"{path}: expected filters in a safetensors file, found {error!r}") from None
 
 
 # ---- Comparing
@@ -112,8 +162,9 @@ def check_comparable(runs, free=frozenset()):
         # devices of a kind must be the same one, and the kinds must agree in all the rest
         for other in first.setdefault(run.model, run), first.setdefault((run.model, run.kind), run):
             for name, expected, found in differences(other, run, REPEATS_DIFFER | COLUMNS_DIFFER | set(free)):
-                fail(run.folder, f"{name} {expected!r} as in {other.folder}", repr(found), "runs that differ in more "
-                     "than device and batch are not compared: delete one, or move it to a folder of its own")
+                fail(run.folder, f"{name} {expected!r} as in {other.folder}", repr(found),
+                     "runs that differ in more than device, batch and seed are not compared: delete one, or "
+                     "move it to a folder of its own")
             if other.machine["host"] != run.machine["host"]:
                 notes.add(f"hosts differ: {other.machine['host']}, {run.machine['host']}")
         if is_dirty(run):
@@ -138,21 +189,29 @@ def summary(values):
     return mean, sd, T95[min(n - 1, len(T95)) - 1] * sd / math.sqrt(n)
 
 
-def make_rows(runs):
-    """A row for each device, batch and model: the columns of both tables but for speed-ups, and its runs."""
+def by(rows, key):
     groups = {}
-    for run in sorted(runs, key=lambda r: (r.model, r.kind, r.world, r.mode, r.global_batch, r.seed)):
-        groups.setdefault((run.model, run.kind, run.world, run.mode, run.global_batch), []).append(run)
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
+
+
+def make_rows(runs):
+    """A row for each device, batch and model: all but speed-ups, and what else its users need."""
+    def key(run):
+        return run.model, run.kind, run.world, run.mode, run.global_batch
     rows = []
-    for group in groups.values():
+    for group in by(sorted(runs, key=lambda r: (key(r), r.seed)), key).values():
         run = group[0]
+        label = run.device + (f", {run.world} GPUs, {run.mode}" if run.device == "multi" else "")
         seconds, sd, ci95 = summary([r.seconds for r in group])
         accuracy, accuracy_sd, _ = summary([r.accuracy for r in group])
         rows.append(dict(
             device=run.device, parallel=run.mode, gpus=0 if run.kind == "cpu" else run.world, model=run.model,
-            batch=run.batch, global_batch=run.global_batch, repeats=len(group), seconds_mean=seconds, seconds_sd=sd,
-            ci95=ci95, accuracy_mean=accuracy, accuracy_sd=accuracy_sd, emulated=int(run.emulated), runs=group,
-            kind=run.kind, devices=run.world, img_per_s=run.images / max(seconds, 1e-9)))
+            batch=run.batch, global_batch=run.global_batch, repeats=len(group), seconds_mean=seconds,
+            seconds_sd=sd, ci95=ci95, accuracy_mean=accuracy, accuracy_sd=accuracy_sd, runs=group,
+            kind=run.kind, devices=run.world, img_per_s=run.images / max(seconds, 1e-9),
+            emulated=int(run.emulated), label=label + " (EMULATED)" * run.emulated))
     return rows
 
 
@@ -164,8 +223,8 @@ def add_speedups(rows):
         if base and not row["emulated"]:
             row["speedup"] = row["img_per_s"] / base["img_per_s"]
         elif not row["emulated"]:
-            print(f"Note: no speed-up for {row['device']}, {row['model']}, global batch {row['global_batch']}: "
-                  "no cpu row has that batch")
+            print(f"Note: no speed-up for {row['device']}, {row['model']}, global batch "
+                  f"{row['global_batch']}: no cpu row has that batch")
 
 
 def scaling_rows(rows):
@@ -186,8 +245,9 @@ def scaling_rows(rows):
 
 
 def write_table(path, columns, rows):
-    lines = [columns] + [["" if row.get(c) is None else f"{row[c]:.6g}" if isinstance(row[c], float) else str(row[c])
-                          for c in columns] for row in rows]
+    def cell(value):
+        return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+    lines = [columns] + [[cell(row.get(c)) for c in columns] for row in rows]
     try:
         with open(path, "w", newline="") as f:
             csv.writer(f, lineterminator="\n").writerows(lines)

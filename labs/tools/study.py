@@ -36,8 +36,8 @@ import sys
 import tempfile
 from types import SimpleNamespace
 
-from run_folders import (COLUMNS, REPEATS_DIFFER, SCALING, add_speedups, check_comparable, differences, fail, is_dirty,
-                         make_rows, read_run, read_runs, scaling_rows, write_table)
+from run_folders import (COLUMNS, REPEATS_DIFFER, SCALING, add_speedups, check_comparable, differences, fail,
+                         is_dirty, make_rows, read_run, read_runs, scaling_rows, write_table)
 
 DEVICES = {"cpu": "--no-cuda", "single": "--gpus 1", "multi": "--gpus {n}",
            "gpus": "--gpus {n}", "replicas": "--no-cuda --replicas {n} --threads {n}"}
@@ -93,7 +93,8 @@ def make_task(args, device, count, batch, repeat, batch_option="--global-batch")
                     + ["emulated"] * expected.emulated
                     + [("each" if batch_option == "--batch-size" else "b") + str(batch), f"r{repeat}"])
     options += ["--seed", str(repeat)] + ["--save-model"] * (repeat == 1)  # the plots need one of them
-    return SimpleNamespace(name=name, program=program, count=count, expected=expected, options=options, repeat=repeat)
+    return SimpleNamespace(name=name, program=program, count=count, expected=expected, options=options,
+                           repeat=repeat)
 
 
 def is_finished(task, folder):
@@ -105,10 +106,10 @@ def is_finished(task, folder):
     if run.command != command:
         wrong.append(("the command", " ".join(command), " ".join(run.command)))
     if is_dirty(run) and os.path.getmtime(task.program) > os.path.getmtime(os.path.join(folder, "run.json")):
-        wrong.append(("", f"a run of today's {task.program}", "one of older sources, whose changes nobody committed"))
+        wrong.append(("", f"a run of today's {task.program}", "one of older sources that nobody committed"))
     for name, expected, found in wrong:
-        fail(folder, f"{name} {expected}".strip(), found, "finished runs are not overwritten: take another folder "
-             "(make: RUNS=DIR) or delete this one")
+        fail(folder, f"{name} {expected}".strip(), found, "finished runs are not overwritten: take another "
+             "folder (make: RUNS=DIR) or delete this one")
     return True
 
 
@@ -121,10 +122,11 @@ def run_tasks(root, tasks):
             with open(os.path.join(folder, "output.txt"), "w") as output:
                 status = start(task.program, task.count, [*task.options, "--out", folder], output)
             if status:
-                fail(folder, "exit status 0", status, f"read {folder}/output.txt; the same command goes on from here")
+                fail(folder, "exit status 0", status,
+                     f"read {folder}/output.txt; the same command goes on from here")
         run = read_run(folder)
-        print(f"[{number}/{len(tasks)}] {task.name}: {run.seconds:.3f} s of training, accuracy {run.accuracy:.2f} %"
-              + ", emulated" * run.emulated + ", finished before" * finished, flush=True)
+        print(f"[{number}/{len(tasks)}] {task.name}: {run.seconds:.3f} s of training, accuracy "
+              f"{run.accuracy:.2f} %" + ", emulated" * run.emulated + ", finished before" * finished)
 
 
 def advice(why):
@@ -151,7 +153,7 @@ def study(args):
             for repeat in range(1, args.repeats + 1) for device in args.devices for batch in args.batches]
     if args.task:
         if args.task > len(plan):
-            fail("--task", f"1 to {len(plan)}, one for each device, batch and repeat", args.task, "ask for fewer tasks")
+            fail("--task", f"1 to {len(plan)}, for each device, batch and repeat", args.task, "ask for fewer")
         plan = plan[args.task - 1:args.task]
     tasks, absent = [], {}
     for entry in plan:
@@ -217,23 +219,26 @@ def positive(text):
 def parse_options():
     words = sys.argv[1:]
     end = words.index("--") if "--" in words else len(words)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="train|run|scaling|collect")
-    for name, does, batches, repeats in (("train", train, [250], 1), ("run", study, [50, 100, 150, 200, 250], 10),
-                                         ("scaling", scaling, [256], 3), ("collect", collect, None, None)):
+    known = ["cpu", "single", "multi"]
+    for name, does, devices, batches, repeats in (
+            ("train", train, None, [250], 1), ("run", study, known, [50, 100, 150, 200, 250], 10),
+            ("scaling", scaling, None, [256], 3), ("collect", collect, None, None, None)):
         command = commands.add_parser(name)
-        command.set_defaults(does=does, devices=None if name == "collect" else list(DEVICES)[:3], repeats=repeats,
-                             options=words[end + 1:], tried={})
+        command.set_defaults(does=does, devices=devices, options=words[end + 1:], tried={})
         add = command.add_argument
         if name == "train":
-            add("device", choices=list(DEVICES)[:3])
+            add("device", choices=known)
         add("folder", metavar="DIR", help="of the run folders")
         add("--batches", nargs="+", type=positive, metavar="B", default=batches,
             help=f"images of a step on all devices together (default: {batches or 'those that are there'})")
         if name in ("run", "collect"):
-            add("--devices", nargs="+", choices=list(DEVICES)[:3], metavar="NAME", help="cpu, single, multi")
+            add("--devices", nargs="+", choices=known, metavar="NAME", help="cpu, single, multi")
         if name != "train":
-            add("--repeats", type=positive, metavar="N", default=repeats, help=f"default: {repeats or 'as most have'}")
+            add("--repeats", type=positive, metavar="N", default=repeats,
+                help=f"default: {repeats or 'the most that a row has'}")
         if name == "collect":
             continue
         add("--model", default="cifar", help="default: cifar")
@@ -243,9 +248,10 @@ def parse_options():
         add("--emulate", action="store_true", help="virtual GPUs where there are none, by PROGRAM-emu")
         add("--program", default="./cnn", help="default: ./cnn")
         if name == "run":
-            add("--task", type=positive, metavar="N", help="only the Nth run, for array jobs; collect comes later")
+            add("--task", type=positive, metavar="N", help="only the Nth run, for array jobs")
         if name == "scaling":
-            add("--counts", nargs="+", type=positive, metavar="N", help="devices (default: 1 2 4 ... all there are)")
+            add("--counts", nargs="+", type=positive, metavar="N",
+                help="numbers of devices (default: 1 2 4 ... as many as there are)")
     return parser.parse_args(words[:end])
 
 
@@ -257,4 +263,4 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         sys.exit("study: stopped; finished runs are kept, and the same command goes on from here")
     except OSError as problem:
-        fail(problem.filename, "a file or folder that can be written", problem.strerror, "mend its permissions")
+        fail(problem.filename, "a file that can be written", problem.strerror, "mend its permissions")
