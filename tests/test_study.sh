@@ -321,7 +321,7 @@ END_OF_LAYERS
 # The targets as a user calls them, in a copy; quickly built
 test_make() {
     mkdir copy && cp -r "$repo"/{cnn.c,cnn_kernels.cu,Makefile,tests,labs} copy && cd copy || exit 1
-    local build=(NO_CUDA=1 NO_MPI=1 CFLAGS=-std=gnu17\ -O1)
+    local build=(NO_CUDA=1 NO_MPI=1 CFLAGS=-std=gnu17\ -O1 COMMIT=unknown)
     make "${build[@]}" cpu EPOCHS=1 LIMIT=200 BATCH=50 >"$out" 2>"$err" </dev/null
     same make/cpu "0 " "$? $(cat "$err")"
     line make/cpu_said '^cpu: [0-9.]+ s of training, accuracy [0-9.]+ %, see runs/cpu$'
@@ -330,6 +330,13 @@ test_make() {
     make "${build[@]}" multi EPOCHS=1 LIMIT=200 BATCH=50 >"$out" 2>"$err" </dev/null
     status=$?
     holds make/multi "exit 2, no GPU" "$status $(cat "$err")" grep -q 'error: multi: .*found no GPU' "$err"
+    local small_study=(study EPOCHS=1 LIMIT=64 BATCHES=16 REPEATS=1 RUNS=runs/small)
+    make "${build[@]}" "${small_study[@]}" >"$out" 2>&1 </dev/null
+    same make/study 0 "$?"
+    line make/study_csv '^Written: runs/small/study.csv$'
+    touch cnn # as if built from other sources, which no commit tells apart
+    make "${build[@]}" "${small_study[@]}" >"$out" 2>"$err" </dev/null
+    holds make/uncommitted "older sources" "$(cat "$err")" grep -q 'runs/small/.* older sources' "$err"
     cd "$tmp" || exit 1
 }
 

@@ -132,7 +132,7 @@ def draw_loss(runs):
         for i, row in enumerate(rows):
             run, style = row["runs"][0], line_style(i)
             points = read_losses(run)
-            window = max(1, len(points) // 40)
+            window = max(1, len(points) // 25)
             means = np.array([np.mean(points[k:k + window], axis=0) for k in range(0, len(points), window)])
             axis.plot(means[:, 0], means[:, 1], markevery=(i % 5, 8), markersize=5,
                       label=f"batch {row['global_batch']}", **style)
