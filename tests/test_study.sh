@@ -235,7 +235,7 @@ test_devices() {
         done
         same absent/rows cpu "$(awk -F, 'NR > 1 { print $1 }' absent/study.csv)"
         study train single absent --program "$cnn" "${small[@]}"
-        error absent/train single "finds no GPU"
+        error absent/train single "found no GPU"
     else
         skip absent "there is a GPU"
     fi
@@ -305,11 +305,11 @@ END_OF_LAYERS
     plots plots_scaling replicas scaling loss confusion filters
     for workers in 1 2; do
         "$cnn" --no-cuda --model cifar --dataset synthetic --limit-train 64 --limit-test 64 --epochs 1 \
-            --batch-size 16 --workers $workers --out "workers$workers" >/dev/null 2>&1
+            --batch-size 16 --workers $workers --layers --out "workers$workers" >/dev/null 2>&1
         mkdir -p workers && mv "workers$workers" workers/
     done
-    plots plots_workers workers workers loss confusion
-    plots plots_one_run workers/workers1 study loss confusion
+    plots plots_workers workers workers loss roofline confusion
+    plots plots_one_run workers/workers1 study loss roofline confusion
     sed -i 's/gflops/flops/' tiny/cifar-cpu-b16-r1/layers.csv
     head -c 100 tiny/cifar-cpu-b32-r1/model.safetensors >tiny/cifar-cpu-b16-r1/model.safetensors
     cp tiny/cifar-cpu-b16-r1/model.safetensors tiny/cifar-cpu-b32-r1/

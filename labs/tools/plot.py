@@ -7,7 +7,8 @@ study      time and accuracy by device and batch: means, with 95 % intervals (ti
 workers    images a second by --workers, for runs that differ in that
 scaling    speed-up by number of devices, strong and weak, beside the ideal line
 loss       training loss by epoch (averages over some steps), and the test loss as single marks
-roofline   layers of the network below the roofs of the machine, where a run folder has a layers.csv
+roofline   layers below the roofs of the machine, where a run folder has a layers.csv (--layers); without
+           those that only move data, and Winograd's and skipped products may take others above the roof
 confusion  which class was taken for which, in the run with the best accuracy
 filters    the first layer's filters, where a run has written model.safetensors (--save-model)
 
@@ -149,23 +150,28 @@ def draw_roofline(runs):
     if not found:
         raise Missing("no run folder has a layers.csv")
     run = found[0]
-    layers = read_csv(run, "layers.csv", ["layer", "kind", "gflops", "gb_per_s"])
-    layers = [row for row in layers if row[2] > 0 and row[3] > 0]
+    every = read_csv(run, "layers.csv", ["layer", "kind", "bound", "percent_of_peak", "gflops", "gb_per_s"])
+    layers = [r for r in every if r[4] > 0 and r[5] > 0]
     if not layers:
         raise Missing(f"{run.folder}/layers.csv has no layer with gflops and gb_per_s")
-    peak, source = max((r[2], "the fastest layer") for r in layers)
-    if run.kind == "cpu":
-        peak, source = run.machine["peak_gflops"], "the peak in run.json"
-    bandwidth, where = max(r[3] for r in layers), [r[2] / r[3] for r in layers]
+
+    def roof(bound, column):
+        """The limit of which percent_of_peak are per cent; the largest of them are the least rounded."""
+        percent, speed = max([(r[3], r[column]) for r in every if r[2] == bound and r[3] > 0],
+                             default=(100, max(r[column] for r in every)))
+        return 100 * speed / percent
+    peak, bandwidth, where = roof("compute", 4), roof("memory", 5), [r[4] / r[5] for r in layers]
     figure, axis = plt.subplots(figsize=(8, 5))
     x = np.geomspace(min(where) / 3, 3 * max(max(where), peak / bandwidth), 100)
-    axis.plot(x, x * bandwidth, "k--", label=f"{bandwidth:.3g} GB/s, the most of any layer")
-    axis.plot(x, 0 * x + peak, "k-", label=f"{peak:.3g} GFLOP/s, {source}")
-    for i, (kind, group) in enumerate(by(layers, lambda r: r[1]).items()):
+    axis.plot(x, x * bandwidth, "k--", label=f"{bandwidth:.3g} GB/s")
+    axis.plot(x, 0 * x + peak, "k-", label=f"{peak:.3g} GFLOP/s")
+    for i, (kind, group) in enumerate(by(layers, lambda r: r[1].split()[0]).items()):
         look = dict(line_style(i), linestyle="", color="black", markerfacecolor="white" if i % 2 else "0.4")
-        axis.plot([r[2] / r[3] for r in group], [r[2] for r in group], markersize=8, label=kind, **look)
-        for name, _, gflops, gb in group:
-            axis.annotate(name, (gflops / gb, gflops), (7, -10), textcoords="offset points", fontsize=8)
+        axis.plot([r[4] / r[5] for r in group], [r[4] for r in group], markersize=8, label=kind, **look)
+    for number, (*_, gflops, gb) in enumerate(layers, 1):
+        axis.annotate(str(number), (gflops / gb, gflops), (6, -9), textcoords="offset points", fontsize=8)
+    axis.text(1.02, 1, "\n".join(f"{number}  {r[0]}" for number, r in enumerate(layers, 1)), va="top",
+              fontsize=min(8, 280 / len(layers)), transform=axis.transAxes)
     axis.set(xscale="log", yscale="log", xlabel="FLOP a byte", ylabel="GFLOP/s", ylim=(None, 3 * peak),
              title=run.folder + " (EMULATED)" * run.emulated)
     axis.legend(loc="lower right")
@@ -227,7 +233,7 @@ def main():
     try:
         os.makedirs(out, exist_ok=True)
         for draw in PLOTS:
-            name = draw.__name__.removeprefix("draw_")
+            name = draw.__name__[len("draw_"):]
             try:
                 figure = draw(runs)
             except (Missing, SystemExit) as why:  # SystemExit: runs that cannot be compared

@@ -31,7 +31,7 @@ class Missing(Exception):
 
 
 def fail(where, expected, found, advice):
-    tool = os.path.basename(sys.argv[0]).removesuffix(".py")
+    tool = os.path.basename(sys.argv[0]).replace(".py", "")
     sys.exit(f"{tool}: error: {where}: expected {expected}, found {found}; {advice}")
 
 
@@ -88,12 +88,12 @@ def read_runs(root):
 
 
 def read_csv(run, name, columns):
-    """Those columns of the rows that have them all; numbers but for layer and kind."""
+    """Those columns of the rows that have them all; numbers, but for layer, kind and bound."""
     path = os.path.join(run.folder, name)
     try:
         with open(path, newline="") as f:
             rows = [[row[c] for c in columns] for row in csv.DictReader(f)]
-        return [[v if c in ("layer", "kind") else float(v) for c, v in zip(columns, row)]
+        return [[v if c in ("layer", "kind", "bound") else float(v) for c, v in zip(columns, row)]
                 for row in rows if all(row)]
     except (OSError, KeyError, ValueError) as error:
         raise Missing(f"{path}: expected the columns {', '.join(columns)}, found {error!r}") from None
