@@ -194,7 +194,7 @@ tiny=(run tiny --program ./counted --devices cpu --batches 16 32 --repeats 2 "${
 test_resumed() {
     make_program "$cnn"
     touch deadly
-    study "${tiny[@]}" -- --dataset synthetic
+    { study "${tiny[@]}" -- --dataset synthetic; } 2>/dev/null # bash would say that it was killed
     same killed/status 137 "$status"
     same killed/trained 3 "$(wc -l <trained)"
     rm deadly trained
@@ -211,6 +211,8 @@ test_resumed() {
     error again/other_epochs tiny/cifar-cpu-b16-r1 "--epochs 2, found 1" "not overwritten"
     study "${tiny[@]}" -- --dataset synthetic --lr 0.1
     error again/other_options tiny/cifar-cpu-b16-r1 "--lr 0.1, found 0.001"
+    study "${tiny[@]}" -- --dataset synthetic --lr 0.001
+    error again/other_command tiny/cifar-cpu-b16-r1 "the command ./counted" "--lr 0.001"
     sed -i 's/"commit": "[^"]*"/"commit": "0000000"/' tiny/cifar-cpu-b32-r2/run.json
     study "${tiny[@]}" -- --dataset synthetic
     error again/other_commit tiny/cifar-cpu-b32-r2 "found 0000000"
