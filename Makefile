@@ -39,7 +39,8 @@ HAVE_NCCL := $(and $(HAVE_CUDA),$(HAVE_MPI),$(call probe,$(HASH)include <nccl.h>
 	return ncclGetVersion(&v); },-I$(CUDA)/include -L$(CUDA)/lib64 -lnccl))
 endif
 
-.PHONY: all help run test data bench bench-gpu debug emulate count races clean found doctor
+.PHONY: all help run test data bench bench-gpu debug emulate count races clean found doctor \
+	cpu single multi study study-scaling plots
 all: found cnn
 
 found:
@@ -60,7 +61,13 @@ help:
 	@echo "make count   build ./cnn-count: the same, and counts what each kernel reads and writes"
 	@echo "make races   look for races in the GPU's kernels, in the emulator (a minute)"
 	@echo "make debug   build ./cnn-debug with the address and undefined-behaviour sanitizers"
-	@echo "make clean   remove everything that make made"
+	@echo "make cpu     train as in a timing study, on the CPU; make single, make multi: on one GPU, on two"
+	@echo "make study   the timing study: devices x BATCHES x REPEATS, study.csv and plots; it goes on if stopped"
+	@echo "make study-scaling   1, 2, 4, ... devices: scaling.csv and a plot"
+	@echo "             MODEL=cifar EPOCHS=20 BATCH=250 BATCHES='50 100' REPEATS=10 LIMIT=images GPUS=2 RUNS=folder"
+	@echo "             OPTIONS='--width 64': more options of ./cnn; EMULATE=1: virtual GPUs where there are none"
+	@echo "make plots RUNS=folder   draw what run folders tell"
+	@echo "make clean   remove everything that make made, but not runs/"
 	@echo "Variables: CC=clang ARCH=x86-64-v3 NO_OMP=1 NO_CUDA=1 NO_MPI=1 NO_NCCL=1 CUDA_ARCH=native QUICK=1"
 
 doctor:
@@ -74,7 +81,7 @@ build/settings build/kernel_settings: FORCE
 	@mkdir -p build
 	@echo '$(SETTINGS)' | cmp -s - $@ || echo '$(SETTINGS)' > $@
 build/settings: SETTINGS = $(BUILD) $(if $(HAVE_CUDA),CUDA) $(MPI) $(COMMIT)
-build/kernel_settings: SETTINGS = $(NVCC_BUILD) $(EMULATE)
+build/kernel_settings: SETTINGS = $(NVCC_BUILD) $(EMU_BUILD)
 .PHONY: FORCE
 FORCE:
 
@@ -101,11 +108,11 @@ cnn: cnn.c $(KERNELS) build/settings
 # The same two files on the CPU: tests/cuda_on_cpu.h plays the GPU. Two steps, since g++ compiles
 # the kernels and gcc the rest.
 CXX = g++
-EMULATE = $(CXX) -std=c++17 -O2 -march=$(ARCH) -g $(OMP_FLAGS) -Wno-unknown-pragmas -I. -include tests/cuda_on_cpu.h
+EMU_BUILD = $(CXX) -std=c++17 -O2 -march=$(ARCH) -g $(OMP_FLAGS) -Wno-unknown-pragmas -I. -include tests/cuda_on_cpu.h
 EMU_SOURCE = { echo '\#line 1 "cnn_kernels.cu"'; sed -f tests/cuda_on_cpu.sed cnn_kernels.cu; }
 build/emu_kernels.o build/count_kernels.o: cnn_kernels.cu $(wildcard tests/cuda_on_cpu*) \
 		build/declarations build/kernel_settings
-	$(EMU_SOURCE) | $(EMULATE) $(COUNT) -x c++ -c - -o $@
+	$(EMU_SOURCE) | $(EMU_BUILD) $(COUNT) -x c++ -c - -o $@
 # The race detector's hooks, called for each load and store, count them instead.
 build/count_kernels.o: COUNT = -O1 -fsanitize=thread -DCUEMU_COUNT
 cnn-emu: build/emu_kernels.o
@@ -122,6 +129,35 @@ debug: cnn-debug
 
 run: all
 	./cnn --epochs 1
+
+# The timing study. `labs/tools/study.py --help` tells what is measured, `plot.py --help` what is drawn.
+MODEL   = cifar
+EPOCHS  = 20
+BATCH   = 250
+BATCHES = 50 100 150 200 250
+REPEATS = 10
+GPUS    = 2
+NAME    = $(MODEL)-$(EPOCHS)-epochs$(if $(LIMIT),-$(LIMIT)-images)
+RUNS    = runs/$(NAME)
+VIRTUAL = $(filter-out 0,$(EMULATE))
+STUDY   = --model $(MODEL) --epochs $(EPOCHS) --gpus $(GPUS) $(if $(LIMIT),--limit $(LIMIT)) \
+	$(if $(VIRTUAL),--emulate) $(if $(OPTIONS),-- $(OPTIONS))
+PLOT = $(or $(shell for python in python3 /usr/bin/python3; do \
+	$$python -c 'import matplotlib' 2>/dev/null && echo $$python && break; done),python3) labs/tools/plot.py
+
+cpu single multi: all $(if $(VIRTUAL),cnn-emu)
+	@labs/tools/study.py train $@ runs --batches $(BATCH) $(STUDY)
+study: all $(if $(VIRTUAL),cnn-emu)
+	@labs/tools/study.py run $(RUNS) --batches $(BATCHES) --repeats $(REPEATS) $(STUDY)
+	-@$(PLOT) $(RUNS)
+study-scaling: RUNS = runs/scaling-$(NAME)
+study-scaling: BATCH = 256
+study-scaling: REPEATS = 3
+study-scaling: all $(if $(VIRTUAL),cnn-emu)
+	@labs/tools/study.py scaling $(RUNS) --batches $(BATCH) --repeats $(REPEATS) $(STUDY)
+	-@$(PLOT) $(RUNS)
+plots:
+	@$(PLOT) $(RUNS)
 
 data:
 	INSTALL=$(INSTALL) data/get_data.sh mnist

@@ -56,6 +56,7 @@ gpu_and_pytorch() {
     run cuda tests/test_cuda.sh
     run parallel tests/test_parallel.sh
     run nvcc tests/test_nvcc.sh
+    run study tests/test_study.sh
     run gpu_check tests/gpu_check.sh --emulated
     run slurm tests/slurm_test.sh
     run_torch pytorch_weights tests/pytorch_weights.py

@@ -9,7 +9,7 @@ export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) || exit 1
 tmp=$(mktemp -d) || exit 1
 trap 'rm -rf "$tmp"' EXIT
-cp -r "$repo"/{cnn.c,cnn_kernels.cu,Makefile,data,slurm,tests} "$tmp" && cd "$tmp" || exit 1
+cp -r "$repo"/{cnn.c,cnn_kernels.cu,Makefile,data,labs,slurm,tests} "$tmp" && cd "$tmp" || exit 1
 
 # command_runs COMMAND
 command_runs() {
@@ -70,6 +70,9 @@ while read -r command; do
         *--resume*) says resume '^Going on from run.ckpt: epoch 3, step 6$' ;;
         ./cnn-emu*) says emulated '^Emulated: CUDA code on the CPU' ;;
         ./cnn-count*) holds_count ;;
+        'make study EPOCHS'*) says study '^Written: runs/cifar-1-epochs-2000-images/study.csv$' ;;
+        'make study EMULATE'*) says virtual '^ *multi +ddp +2 +cifar +25 +50 +2 .* 1$' ;;
+        make\ study-scaling*) says study_scaling '^Written: runs/scaling-cifar-1-epochs-2048-images/scaling.csv$' ;;
         *--eval*) says eval '^Loaded the weights in mnist_cnn.safetensors$' ;;
         'make doctor') says doctor '^This machine: ' ;;
     esac

@@ -1,0 +1,259 @@
+"""Reads the run folders of ./cnn --out and compares them; study.py and plot.py use it.
+
+The columns of its tables, and what may be compared with what, are described by `study.py --help`.
+"""
+import array
+import csv
+import json
+import math
+import os
+import statistics
+import struct
+import sys
+from types import SimpleNamespace
+
+COLUMNS = ["device", "parallel", "gpus", "model", "batch", "global_batch", "repeats", "seconds_mean",
+           "seconds_sd", "ci95", "speedup", "accuracy_mean", "accuracy_sd", "emulated"]
+SCALING = ["scaling", "device", "devices", "parallel", "model", "batch", "global_batch", "repeats",
+           "seconds_mean", "seconds_sd", "ci95", "img_per_s", "speedup", "efficiency", "emulated"]
+# Student's t: 97.5 % of all values lie below, for 1, 2, ... degrees of freedom; beyond 30 the last is taken.
+T95 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
+       2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
+       2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042]
+REPEATS_DIFFER = {"out", "seed", "save-model", "dry-run"}
+COLUMNS_DIFFER = {"batch-size", "global-batch", "no-cuda", "gpus", "replicas", "parallel"}
+ENTRIES = ["status", "emulated", "command", "machine", "build", "settings", "parallel", "epochs", "per_class",
+           "confusion"]
+
+
+class Missing(Exception):
+    """What a plot needs is not there, or not as ./cnn writes it."""
+
+
+def fail(where, expected, found, advice):
+    tool = os.path.basename(sys.argv[0]).replace(".py", "")
+    sys.exit(f"{tool}: error: {where}: expected {expected}, found {found}; {advice}")
+
+
+# ---- Reading
+
+
+def read_run(folder):
+    """What run.json says; None if there is none."""
+    path = os.path.join(folder, "run.json")
+    if not os.path.exists(path):
+        return None
+    try:
+        with open(path) as f:
+            about = json.load(f)
+        run = SimpleNamespace(folder=folder, **{k: about[k] for k in ENTRIES})
+        run.kind = "emulated" if run.emulated else "cpu" if run.machine["device"] == "cpu" else "gpu"
+        run.mode, run.world = run.parallel["mode"], run.parallel["world"]
+        run.batch, run.global_batch = run.parallel["batch_per_device"], run.parallel["global_batch"]
+        run.model, run.seed = run.settings["model"], run.settings["seed"]
+        run.seconds = sum(e["seconds"] for e in run.epochs)
+        run.images = sum(e["images"] for e in run.epochs)
+        run.accuracy = run.epochs[-1]["accuracy"] if run.epochs else math.nan
+        if run.kind != "cpu":
+            run.device = "single" if run.world == 1 else "multi"
+        else:
+            run.device = "cpu" if run.world == 1 else f"cpu x {run.world}"
+    except OSError as error:
+        fail(path, "a file that can be read", error.strerror, "mend its permissions")
+    except ValueError as error:
+        fail(path, "JSON", error, "delete the folder and run it again")
+    except (KeyError, TypeError) as error:
+        fail(path, f"the entry {error}", "none", "give folders that this version of ./cnn has written")
+    return run
+
+
+def read_runs(root):
+    """The complete runs in the folders of root, or root itself; the others are named."""
+    try:
+        folders = [root] + [os.path.join(root, name) for name in sorted(os.listdir(root))]
+    except OSError as error:
+        fail(root, "a folder of run folders", error.strerror, "make study writes one")
+    complete = []
+    for run in filter(None, map(read_run, folders)):
+        if run.status != "complete":
+            print(f"left out: {run.folder}: status {run.status}, not complete", file=sys.stderr)
+        elif len(run.epochs) != run.settings["epochs"]:
+            print(f"left out: {run.folder}: run.json has {len(run.epochs)} of {run.settings['epochs']} "
+                  "epochs; after --resume it tells of the last part alone", file=sys.stderr)
+        else:
+            complete.append(run)
+    if not complete:
+        fail(root, "folders of complete runs", "none", "make study writes them, and so does ./cnn --out")
+    return complete
+
+
+def read_csv(run, name, columns):
+    """Those columns of the rows that have them all; numbers, but for layer, kind and bound."""
+    path = os.path.join(run.folder, name)
+    try:
+        with open(path, newline="") as f:
+            rows = [[row[c] for c in columns] for row in csv.DictReader(f)]
+        return [[v if c in ("layer", "kind", "bound") else float(v) for c, v in zip(columns, row)]
+                for row in rows if all(row)]
+    except (OSError, KeyError, ValueError) as error:
+        raise Missing(f"{path}: expected the columns {', '.join(columns)}, found {error!r}") from None
+
+
+def read_losses(run):
+    """[epochs done, loss] of each training step; the loss is the mean over the images of all ranks."""
+    steps = by(read_csv(run, "steps.csv", ["epoch", "step", "images", "loss"]), lambda row: (row[0], row[1]))
+    if not steps:
+        raise Missing(f"{run.folder}/steps.csv has no step with a loss")
+    last = max(step for _, step in steps)
+    return [(epoch - 1 + step / last, sum(r[2] * r[3] for r in ranks) / sum(r[2] for r in ranks))
+            for (epoch, step), ranks in sorted(steps.items())]
+
+
+def read_filters(run):
+    """Name, shape and numbers of the first tensor with 4 dimensions in model.safetensors.
+
+    The file: 8 bytes that say how long the header is, the header in JSON, the numbers."""
+    path = os.path.join(run.folder, "model.safetensors")
+    try:
+        with open(path, "rb") as f:
+            length, = struct.unpack("<Q", f.read(8))
+            header = json.loads(f.read(length))
+            numbers = f.read()
+        header.pop("__metadata__", None)
+        (begin, end), name, shape = min((t["data_offsets"], name, t["shape"]) for name, t in header.items()
+                                        if len(t["shape"]) == 4 and t["dtype"] == "F32")
+        weights = array.array("f", numbers[begin:end])  # our machines are little-endian, as the file is
+        if len(weights) != math.prod(shape):
+            raise ValueError(f"{len(weights)} numbers for {shape}")
+        return name, shape, weights
+    except (OSError, OverflowError, ValueError, KeyError, struct.error) as error:
+        raise Missing(f"{path}: expected filters in a safetensors file, found {error!r}") from None
+
+
+# ---- Comparing
+
+
+def facts(run):
+    """All that decides what a run computes, and how fast."""
+    known = {f"--{k}": v for k, v in run.settings.items()}
+    known["--threads"] *= run.world if run.kind == "cpu" else 1
+    return dict(known, compiler=run.build["compiler"], flags=run.build["flags"], commit=run.build["commit"],
+                cpu=run.machine["cpu"], device=run.machine["device"])
+
+
+def differences(a, b, free):
+    """What differs though it must not: (name, value in a, value in b). The settings in `free` may differ."""
+    left, right = facts(a), facts(b)
+    free = {f"--{k}" for k in free}
+    if a.kind != b.kind:
+        free |= {"--kernels", "device"}  # what --kernels fast means depends on the device
+    if {a.kind, b.kind} != {"cpu"}:
+        free.add("--threads")  # a GPU does not compute with them
+    if a.settings["lr-scaling"] != "none":
+        free.add("--lr")  # it follows the batch
+    return [(k, left.get(k), right.get(k)) for k in dict.fromkeys([*left, *right])
+            if k not in free and left.get(k) != right.get(k)]
+
+
+def check_comparable(runs, free=frozenset()):
+    """Ends with an error if runs of a model differ in more than the columns say and `free` allows."""
+    first, notes = {}, set()
+    for run in runs:
+        # devices of a kind must be the same one, and the kinds must agree in all the rest
+        for other in first.setdefault(run.model, run), first.setdefault((run.model, run.kind), run):
+            for name, expected, found in differences(other, run, REPEATS_DIFFER | COLUMNS_DIFFER | set(free)):
+                fail(run.folder, f"{name} {expected!r} as in {other.folder}", repr(found),
+                     "runs that differ in more than device, batch and seed are not compared: delete one, or "
+                     "move it to a folder of its own")
+            if other.machine["host"] != run.machine["host"]:
+                notes.add(f"hosts differ: {other.machine['host']}, {run.machine['host']}")
+        if is_dirty(run):
+            notes.add("built from sources with changes that are not committed: nobody can tell which")
+    for note in sorted(notes):
+        print("Note:", note)
+
+
+def is_dirty(run):
+    return "dirty" in run.build["commit"] or run.build["commit"] == "unknown"
+
+
+# ---- Tables
+
+
+def summary(values):
+    """Mean, standard deviation and half the 95 % interval; None where one value cannot tell."""
+    n, mean = len(values), statistics.mean(values)
+    if n < 2:
+        return mean, None, None
+    sd = statistics.stdev(values)  # divides by n - 1
+    return mean, sd, T95[min(n - 1, len(T95)) - 1] * sd / math.sqrt(n)
+
+
+def by(rows, key):
+    groups = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
+
+
+def make_rows(runs):
+    """A row for each device, batch and model: all but speed-ups, and what else its users need."""
+    def key(run):
+        return run.model, run.kind, run.world, run.mode, run.global_batch
+    rows = []
+    for group in by(sorted(runs, key=lambda r: (key(r), r.seed)), key).values():
+        run = group[0]
+        label = run.device + (f", {run.world} GPUs, {run.mode}" if run.device == "multi" else "")
+        seconds, sd, ci95 = summary([r.seconds for r in group])
+        accuracy, accuracy_sd, _ = summary([r.accuracy for r in group])
+        rows.append(dict(
+            device=run.device, parallel=run.mode, gpus=0 if run.kind == "cpu" else run.world, model=run.model,
+            batch=run.batch, global_batch=run.global_batch, repeats=len(group), seconds_mean=seconds,
+            seconds_sd=sd, ci95=ci95, accuracy_mean=accuracy, accuracy_sd=accuracy_sd, runs=group,
+            kind=run.kind, devices=run.world, img_per_s=run.images / max(seconds, 1e-9),
+            emulated=int(run.emulated), label=label + " (EMULATED)" * run.emulated))
+    return rows
+
+
+def add_speedups(rows):
+    """Against the cpu row of the same model and global batch; emulated rows get none."""
+    cpu = {(r["model"], r["global_batch"]): r for r in rows if r["device"] == "cpu"}
+    for row in rows:
+        base = cpu.get((row["model"], row["global_batch"]))
+        if base and not row["emulated"]:
+            row["speedup"] = row["img_per_s"] / base["img_per_s"]
+        elif not row["emulated"]:
+            print(f"Note: no speed-up for {row['device']}, {row['model']}, global batch "
+                  f"{row['global_batch']}: no cpu row has that batch")
+
+
+def scaling_rows(rows):
+    """For each row of one device: those of several that share its batch (strong), or have one each (weak)."""
+    table = []
+    for one in (r for r in rows if r["devices"] == 1):
+        for scaling, batch in ("strong", "global_batch"), ("weak", "batch"):
+            for row in rows:
+                if row is not one and row["parallel"] != "ddp" or any(
+                        row[k] != one[k] for k in ("model", "kind", batch)):
+                    continue
+                row = dict(row, scaling=scaling, device=row["kind"].replace("emulated", "gpu"))
+                if not row["emulated"]:
+                    row["speedup"] = row["img_per_s"] / one["img_per_s"]
+                    row["efficiency"] = row["speedup"] / row["devices"]
+                table.append(row)
+    return table
+
+
+def write_table(path, columns, rows):
+    def cell(value):
+        return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+    lines = [columns] + [[cell(row.get(c)) for c in columns] for row in rows]
+    try:
+        with open(path, "w", newline="") as f:
+            csv.writer(f, lineterminator="\n").writerows(lines)
+    except OSError as error:
+        fail(path, "a file that can be written", error.strerror, "mend the folder's permissions")
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+    for line in lines:
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths)))
+    print(f"Written: {path}")

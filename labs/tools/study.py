@@ -1,0 +1,263 @@
+#!/usr/bin/env python3
+"""A timing study: trains the same network on the CPU, one GPU and several, and compares the times.
+
+In the project's folder, after make:
+    labs/tools/study.py run runs/first --batches 50 100 --repeats 3 --epochs 1 --limit 2000
+trains for each device, batch and repeat, each in a run folder of its own in runs/first, and collects
+them into runs/first/study.csv. Stopped and called again, it goes on: a run is finished if its run.json
+says `complete`, with the same command, settings and build. A half-finished one starts anew.
+    labs/tools/study.py train cpu runs         one run on cpu, single or multi; it replaces runs/cpu
+    labs/tools/study.py scaling runs/scaling   1, 2, 4, ... devices: scaling.csv
+    labs/tools/study.py collect runs/first     study.csv from any folder of run folders; names missing runs
+`make study` and its like call these and draw the plots. Options of ./cnn come last, after --.
+
+Devices: cpu (all usable cores), single (one GPU), multi (--gpus of them, ddp). One that is not there is
+named and left out. With --emulate it is a virtual one: ./cnn-emu runs the GPU's code on the CPU; its
+results are right and its times mean nothing, so such rows have emulated = 1 and no speed-up.
+
+study.csv has a row for each device and batch:
+    batch, global_batch              images of a step on one device, on all devices together
+    seconds_mean, seconds_sd, ci95   of the repeats. A run's seconds are the sum of its epochs' `seconds` in
+                                     run.json: training alone, no testing, no reading of files. sd divides by
+                                     n - 1; mean +- ci95 is the 95 % interval of the mean (Student's t)
+    speedup                          how many times as fast as the cpu row with this model and global_batch
+    accuracy_mean, accuracy_sd       per cent of the test images, after the last epoch
+Repeat k has --seed k: other weights, other order of the images, the same ones on each device. All other
+settings, build and machine must be equal: else what differs is named and nothing is compared.
+
+scaling.csv: strong: the devices share one --global-batch; weak: each has --batch-size images. All go through
+the same images. speedup: images a second / those of one device; efficiency: speedup / devices. Where there is
+no GPU, replicas of the network on the CPU take their place, with one thread each.
+"""
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from types import SimpleNamespace
+
+from run_folders import (COLUMNS, REPEATS_DIFFER, SCALING, add_speedups, check_comparable, differences, fail,
+                         is_dirty, make_rows, read_run, read_runs, scaling_rows, write_table)
+
+DEVICES = {"cpu": "--no-cuda", "single": "--gpus 1", "multi": "--gpus {n}",
+           "gpus": "--gpus {n}", "replicas": "--no-cuda --replicas {n} --threads {n}"}
+
+
+class Absent(Exception):
+    """There is no such device, or not as many."""
+
+
+def start(program, count, options, output=None):
+    """Runs ./cnn and waits for it; its exit status."""
+    environment = dict(os.environ, CUEMU_DEVICES=str(count)) if program.endswith("-emu") else None
+    try:
+        return subprocess.call([program, *options], stdin=subprocess.DEVNULL, stdout=output,
+                               stderr=output and subprocess.STDOUT, env=environment)
+    except OSError as error:
+        fail(program, "a program", error.strerror, "run make first, and make emulate for virtual GPUs")
+
+
+def try_out(program, count, options):
+    """The run.json of one step of training: which settings and build a run will have."""
+    with tempfile.TemporaryDirectory() as folder, open(os.path.join(folder, "output.txt"), "w+") as output:
+        status = start(program, count, [*options, "--dry-run", "--out", folder], output)
+        output.seek(0)
+        error = (output.read().strip() or "nothing").splitlines()[-1].replace("cnn: error: ", "")
+        if status and error.startswith((f"--gpus {count}: ", f"--replicas {count}: ")):
+            raise Absent(error)
+        if status:
+            fail(" ".join([program, *options]), "a dry run that succeeds", error, "mend that option")
+        return read_run(folder)
+
+
+def make_task(args, device, count, batch, repeat, batch_option="--global-batch"):
+    """The command of a run, its folder's name and what its run.json should say. Absent: no such device."""
+    options = DEVICES[device].format(n=count).split()
+    options += ["--model", args.model, "--epochs", str(args.epochs), batch_option, str(batch)]
+    if args.limit:
+        options += ["--limit-train", str(args.limit), "--limit-test", str(args.limit)]
+    options += args.options
+    key = device, count, batch, batch_option
+    if key not in args.tried:
+        try:
+            args.tried[key] = args.program, try_out(args.program, count, options)
+        except Absent:
+            if not args.emulate or device == "replicas":
+                raise
+            args.tried[key] = args.program + "-emu", try_out(args.program + "-emu", count, options)
+    program, expected = args.tried[key]
+    name = "-".join([args.model, device + (str(count) if "{n}" in DEVICES[device] else "")]
+                    + ["emulated"] * expected.emulated
+                    + [("each" if batch_option == "--batch-size" else "b") + str(batch), f"r{repeat}"])
+    options += ["--seed", str(repeat)] + ["--save-model"] * (repeat == 1)  # the plots need one of them
+    return SimpleNamespace(name=name, program=program, count=count, expected=expected, options=options,
+                           repeat=repeat)
+
+
+def is_finished(task, folder):
+    run = read_run(folder)
+    if not run or run.status != "complete":
+        return False
+    wrong = differences(task.expected, run, REPEATS_DIFFER)
+    command = [task.program, *task.options, "--out", folder]
+    if run.command != command:
+        wrong.append(("the command", " ".join(command), " ".join(run.command)))
+    if is_dirty(run) and os.path.getmtime(task.program) > os.path.getmtime(os.path.join(folder, "run.json")):
+        wrong.append(("", f"a run of today's {task.program}", "one of older sources that nobody committed"))
+    for name, expected, found in wrong:
+        fail(folder, f"{name} {expected}".strip(), found, "finished runs are not overwritten: take another "
+             "folder (make: RUNS=DIR) or delete this one")
+    return True
+
+
+def run_tasks(root, tasks):
+    for number, task in enumerate(tasks, 1):
+        folder = os.path.join(root, task.name)
+        finished = is_finished(task, folder)
+        if not finished:
+            os.makedirs(folder, exist_ok=True)
+            with open(os.path.join(folder, "output.txt"), "w") as output:
+                status = start(task.program, task.count, [*task.options, "--out", folder], output)
+            if status:
+                fail(folder, "exit status 0", status,
+                     f"read {folder}/output.txt; the same command goes on from here")
+        run = read_run(folder)
+        print(f"[{number}/{len(tasks)}] {task.name}: {run.seconds:.3f} s of training, accuracy "
+              f"{run.accuracy:.2f} %" + ", emulated" * run.emulated + ", finished before" * finished)
+
+
+def advice(why):
+    return f"{why}; with EMULATE=1 (study.py --emulate) virtual GPUs take its place"
+
+
+def train(args):
+    try:
+        task = make_task(args, args.device, args.gpus if args.device == "multi" else 1, args.batches[0], 1)
+    except Absent as why:
+        sys.exit(f"study: error: {args.device}: {advice(why)}")
+    os.makedirs(args.folder, exist_ok=True)
+    folder = os.path.join(args.folder, args.device)
+    status = start(task.program, task.count, [*task.options, "--out", folder])
+    if status == 0:
+        run = read_run(folder)
+        print(f"{args.device}: {run.seconds:.3f} s of training, accuracy {run.accuracy:.2f} %, see {folder}"
+              + ". Emulated: the time means nothing." * run.emulated)
+    sys.exit(status)
+
+
+def study(args):
+    plan = [(device, args.gpus if device == "multi" else 1, batch, repeat)
+            for repeat in range(1, args.repeats + 1) for device in args.devices for batch in args.batches]
+    if args.task:
+        if args.task > len(plan):
+            fail("--task", f"1 to {len(plan)}, for each device, batch and repeat", args.task, "ask for fewer")
+        plan = plan[args.task - 1:args.task]
+    tasks, absent = [], {}
+    for entry in plan:
+        try:
+            tasks += [make_task(args, *entry)] if entry[0] not in absent else []
+        except Absent as why:
+            absent[entry[0]] = why
+            print(f"skip {entry[0]}: {advice(why)}")
+    run_tasks(args.folder, tasks)
+    if args.task:
+        sys.exit(0 if tasks else 1)
+    args.devices = [device for device in args.devices if device not in absent]
+    collect(args)
+
+
+def collect(args):
+    """study.csv; exit status 1 if runs are missing: of those asked for, or else of what others have."""
+    runs = read_runs(args.folder)
+    check_comparable(runs)
+    rows = make_rows(runs)
+    add_speedups(rows)
+    write_table(os.path.join(args.folder, "study.csv"), COLUMNS, rows)
+    repeats, missing = args.repeats or max(row["repeats"] for row in rows), False
+    for device in args.devices or sorted({row["device"] for row in rows}):
+        for batch in args.batches or sorted({row["global_batch"] for row in rows}):
+            seeds = [r.seed for r in runs if r.device == device and r.global_batch == batch]
+            if len(seeds) < repeats:
+                numbers = ", ".join(str(k) for k in range(1, repeats + 1) if k not in seeds)
+                print(f"missing: {device}, global batch {batch}: repeat {numbers}", file=sys.stderr)
+                missing = True
+    sys.exit(1 if missing else 0)
+
+
+def scaling(args):
+    batch, device = args.batches[0], "gpus"
+    try:
+        args.emulate = make_task(args, device, 1, batch, 1).expected.emulated  # all real, or all virtual
+    except Absent as why:
+        device = "replicas"
+        print(f"{why}: the devices are replicas on the CPU, with one thread each")
+    tasks = []
+    for count in args.counts or [1, 2] if args.emulate else args.counts or [2 ** i for i in range(12)]:
+        try:
+            for repeat in range(1, args.repeats + 1):
+                tasks.append(make_task(args, device, count, batch, repeat))
+                if count > 1:
+                    tasks.append(make_task(args, device, count, batch, repeat, "--batch-size"))
+        except Absent as why:
+            print(f"skip {count} devices and more: {why}")
+            break
+    run_tasks(args.folder, sorted(tasks, key=lambda task: task.repeat))
+    runs = read_runs(args.folder)
+    check_comparable(runs, {"threads"})
+    write_table(os.path.join(args.folder, "scaling.csv"), SCALING, scaling_rows(make_rows(runs)))
+
+
+def positive(text):
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
+def parse_options():
+    words = sys.argv[1:]
+    end = words.index("--") if "--" in words else len(words)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="train|run|scaling|collect")
+    known = ["cpu", "single", "multi"]
+    for name, does, devices, batches, repeats in (
+            ("train", train, None, [250], 1), ("run", study, known, [50, 100, 150, 200, 250], 10),
+            ("scaling", scaling, None, [256], 3), ("collect", collect, None, None, None)):
+        command = commands.add_parser(name)
+        command.set_defaults(does=does, devices=devices, options=words[end + 1:], tried={})
+        add = command.add_argument
+        if name == "train":
+            add("device", choices=known)
+        add("folder", metavar="DIR", help="of the run folders")
+        add("--batches", nargs="+", type=positive, metavar="B", default=batches,
+            help=f"images of a step on all devices together (default: {batches or 'those that are there'})")
+        if name in ("run", "collect"):
+            add("--devices", nargs="+", choices=known, metavar="NAME", help="cpu, single, multi")
+        if name != "train":
+            add("--repeats", type=positive, metavar="N", default=repeats,
+                help=f"default: {repeats or 'the most that a row has'}")
+        if name == "collect":
+            continue
+        add("--model", default="cifar", help="default: cifar")
+        add("--epochs", type=positive, default=20, metavar="N", help="default: 20")
+        add("--limit", type=positive, metavar="N", help="only the first N images, to train and to test")
+        add("--gpus", type=positive, default=2, metavar="N", help="GPUs of multi (default: 2)")
+        add("--emulate", action="store_true", help="virtual GPUs where there are none, by PROGRAM-emu")
+        add("--program", default="./cnn", help="default: ./cnn")
+        if name == "run":
+            add("--task", type=positive, metavar="N", help="only the Nth run, for array jobs")
+        if name == "scaling":
+            add("--counts", nargs="+", type=positive, metavar="N",
+                help="numbers of devices (default: 1 2 4 ... as many as there are)")
+    return parser.parse_args(words[:end])
+
+
+if __name__ == "__main__":
+    try:
+        sys.stdout.reconfigure(line_buffering=True)  # errors after what was said before them
+        arguments = parse_options()
+        arguments.does(arguments)
+    except KeyboardInterrupt:
+        sys.exit("study: stopped; finished runs are kept, and the same command goes on from here")
+    except OSError as problem:
+        fail(problem.filename, "a file that can be written", problem.strerror, "mend its permissions")
