@@ -194,6 +194,7 @@ test_readme() {
             ;;
         cpu) cnn_of_job=./cnn ;;
         multinode) can_train_over_mpi "$script" || continue ;;
+        timing_array) continue ;; # test_timing_array
         esac
         command="source slurm/site.env && ${command/sbatch/sbatch --parsable} ${tiny[*]}"
         job=$(PATH=$tmp/bin:$PATH CNN=$cnn_of_job bash -c "$command" 2>"$err") || fail "readme/$script" works "$(cat "$err")"
@@ -223,6 +224,25 @@ test_readme() {
     holds readme/scripts "each job script stands in README" "${jobs[*]}" \
         test "$(grep -oP '^    sbatch .*slurm/\K\w+\.sb' "$repo/README.md" | sort -u | wc -l)" = \
         "$(find "$repo/slurm" -name '*.sb' | wc -l)"
+}
+
+# Two jobs of the array, each with a run of the study; then its collector, which names a third.
+test_timing_array() {
+    local study=labs/tools/study.py
+    if ! command -v python3 >/dev/null; then
+        skip timing_array "python3 is not installed"
+        return
+    fi
+    cp -r "$repo/labs" .
+    submit --array=1-2 slurm/timing_array.sb --epochs 1 --limit 64 --batches 16 --emulate \
+        --repeats 1 -- --dataset synthetic
+    until_true 120 no_jobs
+    same timing_array/jobs "2 of 2 runs" \
+        "$(grep -l '"status": "complete"' runs/timing/*/run.json | wc -l) of 2 runs"
+    $study collect runs/timing --devices cpu single --batches 16 --repeats 1 >"$out" 2>&1
+    same timing_array/collected "exit 0, 3 lines" "exit $?, $(wc -l <runs/timing/study.csv) lines"
+    $study collect runs/timing --repeats 2 >"$out" 2>&1
+    line timing_array/missing '^missing: single, global batch 16: repeat 2$'
 }
 
 can_train_over_mpi() {
@@ -365,3 +385,4 @@ test_two_gpus_and_cancel
 test_site
 test_mpi
 test_readme
+test_timing_array

@@ -49,7 +49,7 @@ class Absent(Exception):
 
 def start(program, count, options, output=None):
     """Runs ./cnn and waits for it; its exit status."""
-    environment = dict(os.environ, CUEMU_DEVICES=str(count)) if program.endswith("-emu") else None
+    environment = dict({"CUEMU_DEVICES": str(count)}, **os.environ)  # of the emulator; the user's wins
     try:
         return subprocess.call([program, *options], stdin=subprocess.DEVNULL, stdout=output,
                                stderr=output and subprocess.STDOUT, env=environment)
