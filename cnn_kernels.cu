@@ -224,23 +224,28 @@ static double elapsed(size_t from, size_t to) {
 }
 
 #ifdef CUDA_ON_CPU // no Nsight there
-#define nvtxRangePushA(name) (void)(name)
-#define nvtxRangePop() (void)0
 #define cudaProfilerStart() cudaSuccess
 #define cudaProfilerStop() cudaSuccess
 #else
 #include <cuda_profiler_api.h>
+#if __has_include(<nvtx3/nvToolsExt.h>) // some installations have CUDA without it
+#define HAVE_NVTX
 #include <nvtx3/nvToolsExt.h>
+#endif
 #endif
 
 // Named ranges of this host thread's time, which Nsight Systems shows above the kernels.
 static void range(const char *name) {
+#ifdef HAVE_NVTX
     static thread_local bool open;
     if (open)
         nvtxRangePop();
     if (name)
         nvtxRangePushA(name);
     open = name != NULL;
+#else
+    (void)name;
+#endif
 }
 
 // nsys --capture-range=cudaProfilerApi and ncu --profile-from-start off record only while it is on.
