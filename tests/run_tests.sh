@@ -49,7 +49,6 @@ host() {
     run scaling_model tests/test_scaling_model.sh
     run tools tests/test_tools.sh
     run instructions tests/test_instructions.sh
-    run tools tests/test_tools.sh
     run_torch pytorch_weights tests/pytorch_weights.py
     run_torch live_pytorch tests/live_pytorch.py build
 }
