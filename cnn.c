@@ -78,10 +78,13 @@ typedef struct Settings {
     double lr, momentum, weight_decay, gamma, label_smoothing;
     bool nesterov, dry_run, save_model, resume, eval, per_class, profile, no_cuda;
     bool pin_memory, resident;
-    const char *parallel, *trace, *trace_steps;
+    const char *trace, *trace_steps;
+    bool quiet, layers;
+    // several devices (room 10)
+    const char *parallel;
     size_t gpus, replicas, global_batch;
-    double bucket_mb, timeout;
-    bool oversubscribe, overlap, quiet, layers;
+    double bucket_mb, timeout; // MB; seconds
+    bool oversubscribe, overlap;
 } Settings;
 
 // One row of the layer table. Offsets count elements from the start of the network's arenas.
@@ -111,6 +114,7 @@ typedef struct Draw {
     size_t skip;         // positions between two of its images: those of other ranks
 } Draw;
 
+// Of the batch's image number `image`, the position in the epoch's permutation.
 static inline HOST_DEVICE size_t position_of(Draw draw, size_t image) {
     return draw.first + image * (1 + draw.skip);
 }
@@ -499,6 +503,7 @@ static struct {
     TraceEvent *events;
 } trace;
 
+// Notes what happened between two times of now(), if any rank is being traced. Any thread may.
 static void trace_event(size_t rank, size_t track, const char *name, double begin, double end) {
     if (!__atomic_load_n(&trace.on, __ATOMIC_RELAXED))
         return;
@@ -3348,6 +3353,7 @@ static void mark_row(const Net *net, size_t mark) {
         net->backend->mark(mark);
 }
 
+// One row's output; nothing where a rank has no image (dp).
 static void forward_row(Net *net, size_t i, size_t n, const Draw *draw) {
     const Backend *b = net->backend;
     const Layer *l = &net->layers[i];
@@ -3357,6 +3363,8 @@ static void forward_row(Net *net, size_t i, size_t n, const Draw *draw) {
     const real *bias = l->biases ? net->params + l->bias : NULL;
     uint8_t *saved = net->saved + l->saved;
     size_t count = n * shape_size(l->out);
+    if (n == 0)
+        return;
     switch (l->kind) {
     case INPUT:
         break;
@@ -3398,8 +3406,6 @@ static void forward_row(Net *net, size_t i, size_t n, const Draw *draw) {
 
 // model(data): log-probabilities of n images. draw NULL: evaluation, dropout does nothing.
 static void forward(Net *net, size_t n, const Draw *draw) {
-    if (n == 0)
-        return;
     net->batches_tracked += draw != NULL;
     mark_row(net, FORWARD_MARKS);
     for (size_t i = 1; i < net->count; i++) {
@@ -3422,11 +3428,12 @@ static void backward_add(const Net *net, const Layer *l, size_t n, bool *written
     }
 }
 
-// written: which rows' gradients hold something already
+// One row's gradients: those of its parameters and of its inputs. written: which rows' gradients
+// hold something already
 static void backward_row(Net *net, size_t i, size_t n, bool *written) {
     const Backend *b = net->backend;
     const Layer *l = &net->layers[i], *before = &net->layers[l->input];
-    if (l->skipped || (l->input == 0 && !l->weights && l->kind != ADD))
+    if (n == 0 || l->skipped || (l->input == 0 && !l->weights && l->kind != ADD))
         return; // nobody asks for the gradient of the images
     real *din = l->input == 0 ? NULL : output_gradient(net, before);
     const real *dout = output_gradient(net, l), *out = output(net, l);
@@ -3481,8 +3488,6 @@ static void gradients_ready(struct Comm *c, size_t first); // room 10
 // loss.backward(): from the gradient of the last row to those of all parameters
 static void backward(Net *net, size_t n) {
     bool written[MAX_LAYERS] = {false};
-    if (n == 0)
-        return;
     mark_row(net, BACKWARD_MARKS + net->count);
     for (size_t i = net->count - 1; i > 0; i--) {
         backward_row(net, i, n, written);
@@ -3771,7 +3776,7 @@ static double learning_rate(const Settings *s, size_t epoch, size_t step, size_t
    in the order of the ring, so that the same N gives the same bits. */
 
 typedef struct Range {
-    size_t first, count;
+    size_t first, count; // of numbers
 } Range;
 
 // The ranks that are threads of this process.
@@ -3812,10 +3817,12 @@ typedef struct Comm {
 // ---- Who is there
 
 #ifdef CNN_MPI
+// What die() does in the end, for other ranks would wait for this one.
 static void end_all_ranks(int status) {
     MPI_Abort(MPI_COMM_WORLD, status);
 }
 
+// Fills rank, world and device; the latter is still to be taken modulo the devices that there are.
 static void start_mpi(Comm *c) {
     int provided, rank, world, device;
     MPI_Comm host;
@@ -3833,6 +3840,7 @@ static void start_mpi(Comm *c) {
     c->device = (size_t)device;
 }
 
+// Waits until all ranks have come to their end.
 static void leave_launcher(void) {
     int started = 0;
     MPI_Initialized(&started);
@@ -3890,7 +3898,7 @@ static _Noreturn void die_waiting(const Comm *c, size_t late) {
         c->rank, late, c->settings->timeout);
 }
 
-// Waits until all ranks of the process have come.
+// Waits until all ranks of the process have come; die() names one that has not within --timeout.
 static void meet(Comm *c) {
     Team *t = c->team;
     double end = now() + c->settings->timeout;
@@ -3906,6 +3914,7 @@ static void meet(Comm *c) {
 }
 
 #ifdef CNN_MPI
+// Waits for a message to or from a neighbour, or dies as meet() does.
 static void mpi_wait(const Comm *c, MPI_Request *request, size_t neighbour) {
     double deadline = now() + c->settings->timeout;
     for (int done = 0; !done;) {
@@ -4160,7 +4169,7 @@ static void dp_reduce(Comm *c) {
     meet(c);
 }
 
-// ---- What train() and test() call
+// ---- What train() and test() call: ddp's way, which is also that of one device, or dp's
 
 static const Batch *next_batch(Comm *c) {
     return c->dp ? dp_next(c) : loader_next(c->loader);
@@ -4229,6 +4238,7 @@ static void compare_ranks(Comm *c, const char *what, uint64_t hash) {
                 r, what, (unsigned long long)hashes[r], (unsigned long long)hashes[0]);
 }
 
+// The master's memory for the outputs of a whole batch, which all ranks reach.
 static void dp_alloc(const Comm *c) {
     Team *t = c->team;
     const Net *net = c->net;
@@ -5781,6 +5791,7 @@ static size_t steps_done(const Run *run) {
     return (run->epoch - 1) * run->iterations + run->next_batch;
 }
 
+// Whether this rank's next step is traced; events are noted while any rank's is.
 static void trace_rank(Run *run, bool traced) {
     if (traced != run->net.marks_rows)
         __atomic_fetch_add(&trace.on, traced ? 1 : (size_t)-1, __ATOMIC_RELAXED);
@@ -5829,6 +5840,7 @@ static void trace_step(const Run *run) {
     trace_event(rank, TRACK_STEP, "step", run->step_start, now());
 }
 
+// "10:20": from step 10 on, before step 20
 static void parse_trace_steps(Run *run) {
     const char *text = run->settings.trace_steps;
     char *end = NULL;
@@ -5849,6 +5861,7 @@ static void plan_trace(Run *run) {
     trace.events = must_alloc(trace.room * sizeof *trace.events, "the trace");
 }
 
+// What the numbers of processes and threads in the file mean: ranks and their tracks.
 static void write_track_names(FILE *f, const Run *run) {
     static const char *const names[] = {"steps", "train()", "device", "communication"};
     for (size_t rank = 0; rank < run->comm.world; rank++) {
@@ -5893,12 +5906,6 @@ static void write_trace(const Run *run) {
     printf("Wrote %zu events to %s%s\n", min_size(trace.count, trace.room), path,
            trace.count > trace.room ? ", and had no room for more; fewer --trace-steps fit" : "");
     free(trace.events);
-}
-
-static void start_epoch(Run *run) {
-    begin_traced_step(run);
-    if (run->train_loader.data) // dp: the master's
-        loader_start(&run->train_loader, run->settings.seed, run->epoch, run->next_batch);
 }
 
 // ---- Layers (--layers)
@@ -6020,7 +6027,7 @@ static void print_layer(FILE *csv, const Layer *l, size_t number, LayerTimes *t,
 static void measure_layers(Run *run) {
     Net *net = &run->net;
     LayerTimes *times = must_alloc(net->count * sizeof *times, "the layers' times");
-    start_epoch(run);
+    loader_start(&run->train_loader, run->settings.seed, run->epoch, run->next_batch);
     Batch batch = *loader_next(&run->train_loader);
     batch.n = min_size(batch.n, net->batch);
     time_rows(run, &batch, times);
@@ -6175,6 +6182,12 @@ static bool finish_step(Run *run) {
         save_checkpoint(run);
     begin_traced_step(run);
     return s->dry_run || training_is_over(run);
+}
+
+static void start_epoch(Run *run) {
+    begin_traced_step(run);
+    if (run->train_loader.data) // dp: the master's
+        loader_start(&run->train_loader, run->settings.seed, run->epoch, run->next_batch);
 }
 
 /* One epoch. AT(part, what) does `what` and charges its time to this line of the profile and to

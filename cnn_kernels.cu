@@ -183,6 +183,7 @@ static cudaStream_t own_stream(size_t which) {
     return own;
 }
 
+// For other threads than the one that computes: over when it returns, beside the kernels.
 static void transfer(size_t which, void *to, const void *from, size_t bytes) {
     cudaStream_t own = own_stream(which);
     CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, own));
@@ -191,6 +192,7 @@ static void transfer(size_t which, void *to, const void *from, size_t bytes) {
 
 static __global__ void add_kernel(real *out, const real *in, unsigned count, bool relu);
 
+// to = from, or to += from by way of room, like transfer().   Traffic of the kernel: 12 N bytes
 static void receive(size_t which, real *to, const real *from, size_t count, bool add, real *room) {
     cudaStream_t own = own_stream(which);
     if (count == 0)
@@ -212,10 +214,12 @@ static void mark(size_t i) {
     CHECK(cudaEventRecord(events[replica][i], stream()));
 }
 
+// Until replica r's device has come to mark i; any thread may wait.
 static void wait(size_t r, size_t i) {
     CHECK(cudaEventSynchronize(events[r][i]));
 }
 
+// Seconds; waits for the later mark.
 static double elapsed(size_t from, size_t to) {
     float milliseconds = 0;
     wait(replica, to);

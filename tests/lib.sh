@@ -34,7 +34,25 @@ line() { holds "$1" "a line $2" "$(tail -n 30 "$out")" grep -qP -- "$2" "$out"; 
 # shellcheck disable=SC2317 # holds calls it
 at_least() { awk -v a="$1" -v b="$2" 'BEGIN { exit !(a != "" && a + 0 >= b) }'; }
 
+# near NAME EXPECTED FOUND: to 5 digits
+near() {
+    # shellcheck disable=SC2016 # awk's own $
+    holds "$1" "$2" "$3" awk -v a="$2" -v b="$3" \
+        'BEGIN { d = a - b; if (d < 0) d = -d; s = a < 0 ? -a : a; exit !(b != "" && d <= 1e-5 * s) }'
+}
+
 out=$tmp/stdout err=$tmp/stderr
+
+# one_error PROGRAM NAME WORDS...: the last command ended with status 1 and one line on stderr,
+# `PROGRAM: error: ...`, with these words
+one_error() {
+    local word wrong=0
+    [ "$status" -eq 1 ] && [ "$(wc -l <"$err")" -eq 1 ] || wrong=1
+    for word in "$1: error: " "${@:3}"; do
+        grep -qF -- "$word" "$err" || wrong=1
+    done
+    holds "$2" "exit 1 and one line with: ${*:3}" "exit $status and $(cat "$err")" [ $wrong = 0 ]
+}
 run() {
     "$cnn" "$@" >"$out" 2>"$err" </dev/null
     status=$?

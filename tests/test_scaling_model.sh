@@ -22,22 +22,7 @@ cell() {
         NR > 1 && $1 == n { print $c; exit }' "$tmp/csv"
 }
 
-# near NAME EXPECTED FOUND: to 5 digits
-near() {
-    # shellcheck disable=SC2016 # awk's own $
-    holds "$1" "$2" "$3" awk -v a="$2" -v b="$3" \
-        'BEGIN { d = a - b; if (d < 0) d = -d; s = a < 0 ? -a : a; exit !(b != "" && d <= 1e-5 * s) }'
-}
-
-# error NAME WORDS...: the last run ended with one line on stderr, with these words
-error() {
-    local name=$1 word wrong=0
-    [ "$status" -eq 1 ] && [ "$(wc -l <"$err")" -eq 1 ] || wrong=1
-    for word in "scaling_model: error: " "${@:2}"; do
-        grep -qF -- "$word" "$err" || wrong=1
-    done
-    holds "$name" "exit 1 and one line with: ${*:2}" "exit $status and $(cat "$err")" [ $wrong = 0 ]
-}
+error() { one_error scaling_model "$@"; }
 
 # make_run DIR N BUCKETS COMM_MS BATCH BYTES [OVERLAP]: forward 10 ms, backward 20, load 1 for 64
 # images; optimizer 2, idle 1, exposed 5 if N > 1. All ranks but the last wait 30 ms for it, in comm_s.

@@ -23,22 +23,7 @@ cell() {
         NR > 1 && $0 ~ row { print $c; exit }' "$1"
 }
 
-# near NAME EXPECTED FOUND: to 5 digits
-near() {
-    # shellcheck disable=SC2016 # awk's own $
-    holds "$1" "$2" "$3" awk -v a="$2" -v b="$3" \
-        'BEGIN { d = a - b; if (d < 0) d = -d; s = a < 0 ? -a : a; exit !(b != "" && d <= 1e-5 * s) }'
-}
-
-# error NAME WORDS...: the last command ended with one line on stderr, with these words
-error() {
-    local name=$1 word wrong=0
-    [ "$status" -eq 1 ] && [ "$(wc -l <"$err")" -eq 1 ] || wrong=1
-    for word in "study: error: " "${@:2}"; do
-        grep -qF -- "$word" "$err" || wrong=1
-    done
-    holds "$name" "exit 1 and one line with: ${*:2}" "exit $status and $(cat "$err")" [ $wrong = 0 ]
-}
+error() { one_error study "$@"; }
 
 # make_run DIR DEVICE WORLD GLOBAL_BATCH SEED SECONDS ACCURACY: two epochs, a quarter and the rest
 make_run() {

@@ -176,15 +176,7 @@ test_follow() {
     same follow/restarted "step/loss 4 1" "$(scalars "$tmp/live" step/loss | tail -n 1)"
 }
 
-# refused_by NAME WORDS...: the last call ended with one line on stderr that has these words
-refused_by() {
-    local word wrong=0
-    [ "$status" -eq 1 ] && [ "$(wc -l <"$err")" -eq 1 ] || wrong=1
-    for word in "to_tensorboard: error: " "${@:2}"; do
-        grep -qF -- "$word" "$err" || wrong=1
-    done
-    holds "$1" "exit 1 and one line with: ${*:2}" "exit $status and $(cat "$err")" [ $wrong = 0 ]
-}
+refused_by() { one_error to_tensorboard "$@"; }
 
 test_refused() {
     tensorboard "$tmp/nowhere"
@@ -222,8 +214,8 @@ monitor() {
     status=$?
 }
 
-# stub NAME: the program of that name prints stdin; its arguments are kept in $tmp/asked
-stub() {
+# pretend NAME: the program of that name prints stdin; its arguments are kept in $tmp/asked
+pretend() {
     cat >"$tmp/answer"
     printf '#!%s\necho "$@" >%s/asked\ncat %s/answer\n' "$(command -v sh)" "$tmp" "$tmp" >"$tmp/gpu/$1"
     chmod +x "$tmp/gpu/$1"
@@ -233,7 +225,7 @@ stub() {
 enough() { echo "until [ \"\$(wc -l <$tmp/monitor.csv)\" -gt $1 ]; do sleep 0.05; done"; }
 
 test_nvidia() {
-    stub nvidia-smi <<'END'
+    pretend nvidia-smi <<'END'
 0, GPU-aaaa, 50, 1000, 100.25, 400.00
 1, GPU-bbbb, [N/A], 2000, [Not Supported], [N/A]
 END
@@ -280,7 +272,7 @@ test_broken_nvidia() {
     same broken/status 4 "$status"
     same broken/said_once 1 "$(grep -c '^monitor: nvidia-smi failed, .*: NVIDIA-SMI has failed: no driver$' "$err")"
     same broken/device cpu "$(tail -n 1 "$tmp/monitor.csv" | cut -d, -f 2)"
-    echo nonsense | stub nvidia-smi
+    echo nonsense | pretend nvidia-smi
     monitor true
     same broken/nonsense "0 cpu" "$status $(tail -n 1 "$tmp/monitor.csv" | cut -d, -f 2)"
     cat >"$tmp/gpu/nvidia-smi" <<END
@@ -294,7 +286,7 @@ END
 }
 
 test_rocm() {
-    stub rocm-smi <<'END'
+    pretend rocm-smi <<'END'
 {"card0": {"GPU use (%)": "99", "Max Graphics Package Power (W)": "560.0", "Average Graphics Package Power (W)":
  "280.0", "VRAM Total Memory (B)": "68702699520", "VRAM Total Used Memory (B)": "5000000"},
  "card1": {"GPU use (%)": "0", "Current Socket Graphics Package Power (W)": "N/A"}, "system": {"x": "y"}}
