@@ -1272,6 +1272,7 @@ static void conv2d_forward_naive(real *out, const real *in, const real *weight, 
                                  const Layer *l, size_t n, real *scratch) {
     (void)scratch;
     Shape I = l->in, O = l->out;
+    /* LAB 1.1 BEGIN conv2d_forward_naive */
     PARALLEL_FOR_2
     for (size_t image = 0; image < n; image++)
         for (size_t y = 0; y < O.h; y++)
@@ -1286,6 +1287,7 @@ static void conv2d_forward_naive(real *out, const real *in, const real *weight, 
                     }
                     out[((image * O.h + y) * O.w + x) * O.c + k] = sum;
                 }
+    /* LAB 1.1 END */
 }
 
 /* dbias[k]            = sum over n, y, x of dout[n][y][x][k]
@@ -1299,6 +1301,7 @@ static void conv2d_backward_naive(real *din, real *dweight, real *dbias, const r
                                   bool accumulate, real *scratch) {
     (void)scratch;
     Shape I = l->in, O = l->out;
+    /* LAB 1.2 BEGIN conv2d_backward_naive */
     memset(dbias, 0, l->biases * sizeof *dbias);
     for (size_t i = 0; l->biases && i < n * shape_size(O); i++)
         dbias[i % O.c] += dout[i];
@@ -1315,8 +1318,10 @@ static void conv2d_backward_naive(real *din, real *dweight, real *dbias, const r
                         in[(image * I.h * I.w + (size_t)met) * I.c + c] * dout[pixel * O.c + k];
             }
         }
+    /* LAB 1.2 END */
     if (!din)
         return;
+    /* LAB 1.3 BEGIN conv2d_backward_naive */
     PARALLEL_FOR
     for (size_t image = 0; image < n; image++) {
         real *d = din + image * shape_size(I);
@@ -1331,6 +1336,7 @@ static void conv2d_backward_naive(real *din, real *dweight, real *dbias, const r
                             d[(size_t)met * I.c + c] += from[k] * weight[(tap * I.c + c) * O.c + k];
                 }
     }
+    /* LAB 1.3 END */
 }
 
 // out = max(in, 0); a NaN stays a NaN. In place, if out is in
@@ -1353,6 +1359,7 @@ static void relu_backward(real *din, const real *dout, const real *out, size_t c
 static void maxpool2d_forward_naive(real *out, uint8_t *argmax, const real *in, const Layer *l,
                                     size_t n) {
     Shape I = l->in, O = l->out;
+    /* LAB 1.4 BEGIN maxpool2d_forward_naive */
     PARALLEL_FOR_2
     for (size_t image = 0; image < n; image++)
         for (size_t y = 0; y < O.h; y++)
@@ -1376,12 +1383,14 @@ static void maxpool2d_forward_naive(real *out, uint8_t *argmax, const real *in, 
                     }
                 }
             }
+    /* LAB 1.4 END */
 }
 
 // din = 0 unless accumulate, then din[the pixel that was the maximum] += dout
 static void maxpool2d_backward(real *din, const real *dout, const uint8_t *argmax, const Layer *l,
                                size_t n, bool accumulate) {
     Shape I = l->in, O = l->out;
+    /* LAB 1.5 BEGIN maxpool2d_backward */
     PARALLEL_FOR
     for (size_t image = 0; image < n; image++) {
         real *d = din + image * shape_size(I);
@@ -1399,6 +1408,7 @@ static void maxpool2d_backward(real *din, const real *dout, const uint8_t *argma
                 }
             }
     }
+    /* LAB 1.5 END */
 }
 
 // out[n][c] = mean over y, x of in[n][y][x][c]
@@ -1635,6 +1645,7 @@ static void log_softmax_forward(real *out, const real *in, size_t n, size_t clas
 // din[k] = dout[k] - softmax[k] * sum over j of dout[j], where softmax = exp(out)
 static void log_softmax_backward(real *din, const real *dout, const real *out, size_t n,
                                  size_t classes) {
+    /* LAB 1.6 BEGIN log_softmax_backward */
     for (size_t image = 0; image < n; image++, din += classes, dout += classes, out += classes) {
         real sum = 0;
         for (size_t k = 0; k < classes; k++)
@@ -1642,6 +1653,7 @@ static void log_softmax_backward(real *din, const real *dout, const real *out, s
         for (size_t k = 0; k < classes; k++)
             din[k] = dout[k] - (real)exp((double)out[k]) * sum;
     }
+    /* LAB 1.6 END */
 }
 
 /* Negative log-likelihood with label smoothing e (Szegedy et al., arXiv:1512.00567, section 7; 0:
@@ -3178,6 +3190,19 @@ static size_t model_mnist(Net *net, size_t x) {
     return log_softmax(net, x);
 }
 
+// LeNet-5 (LeCun et al., "Gradient-based learning applied to document recognition", 1998) as it is
+// built today, with ReLU and max-pooling.
+static size_t model_lenet(Net *net, size_t x) {
+    /* LAB 1.7 BEGIN model_lenet */
+    x = maxpool2d(net, relu(net, conv2d(net, x, 6, 5, 1, 2)), 2, 2, 0);
+    x = maxpool2d(net, relu(net, conv2d(net, x, 16, 5, 1, 0)), 2, 2, 0);
+    x = relu(net, linear(net, x, 120));
+    x = relu(net, linear(net, x, 84));
+    x = linear(net, x, net->classes);
+    return log_softmax(net, x);
+    /* LAB 1.7 END */
+}
+
 // The network of PyTorch's CIFAR-10 tutorial; --width 64: the wider one of the timing study.
 static size_t model_cifar(Net *net, size_t x) {
     x = maxpool2d(net, relu(net, conv2d(net, x, net->settings->width, 5, 1, 0)), 2, 2, 0);
@@ -3269,6 +3294,7 @@ typedef struct Model {
     }
 static const Model models[] = {
     {"mnist", model_mnist, "mnist fashion-mnist synthetic", "mnist", "", false, false},
+    {"lenet", model_lenet, "mnist fashion-mnist synthetic", "mnist", "", false, false},
     {"cifar", model_cifar, "cifar10 synthetic", "cifar10",
      "--optimizer sgd --lr 0.001 --momentum 0.9 --batch-size 4 --epochs 2 --gamma 1", true, false},
     RESNET_MODEL(8, "cifar10"),
