@@ -1,0 +1,123 @@
+# What labs 0 and 2 ask of run folders, to be sourced by their labNN.sh. Numbers are believed only as
+# far as they agree with each other; what is missing or wrong is named on stdout.
+# shellcheck shell=bash
+# home, from, work: check.sh exports them.
+
+# complain WHAT: says it, and what to do about it, and fails
+complain() {
+    echo "$1"
+    echo "run: $command"
+    return 1
+}
+
+# open_run NAME COMMAND: reads $from/runs/NAME; COMMAND is what makes it.
+open_run() {
+    run=runs/$1 folder=$from/runs/$1 command=$2 flat=$work/$1.flat
+    [ -d "$folder" ] || { complain "$run: there is no such folder in $from"; return 1; }
+    local file said
+    for file in run.json epochs.csv steps.csv; do
+        [ -f "$folder/$file" ] || { complain "$run/$file: missing"; return 1; }
+    done
+    if ! said=$(awk -f "$home/labs/check/json.awk" "$folder/run.json" 2>&1 >"$flat"); then
+        complain "$run/run.json is no JSON, $said; was it cut off, or edited?"
+    fi
+}
+
+# value KEY: from run.json, such as settings.epochs
+value() { awk -F '\t' -v key="$1" '$1 == key { print $2 }' "$flat"; }
+
+# is KEY EXPECTED WHY: the value in run.json
+is() {
+    local found
+    found=$(value "$1")
+    [ "$found" = "$2" ] || complain "$run/run.json: $1 should be $2, found ${found:-nothing}: $3"
+}
+
+# The run has come to its end, has trained what its settings say, and was measured.
+complete() {
+    is status complete "the run was stopped or has failed" &&
+        is provenance measured "only your own measurements count" &&
+        is emulated false "the emulator's times mean nothing" &&
+        is settings.dry-run false "a dry run trains one batch only" &&
+        is settings.eval false "this run has trained nothing" &&
+        is settings.resume false "times of a run that goes on are those of its last part" &&
+        is settings.max-steps 0 "the run ended before the epoch did"
+}
+
+# awk with the numbers that a run's counts must agree with.
+count() {
+    awk -F , -v run="$run" -v epochs="$(value settings.epochs)" -v n="$(value settings.limit-train)" \
+        -v batch="$(value parallel.global_batch)" -v world="$(value parallel.world)" \
+        -v iterations="$(value parallel.iterations)" -f "$home/labs/check/counts.awk" \
+        "$@" 2>&1 || complain "the numbers of $run do not agree, so they are no run's"
+}
+
+# Epochs, steps and images; throughput x time; the loss of an epoch from that of its steps.
+counts() { count "$folder/epochs.csv" "$folder/steps.csv" && same_epochs; }
+
+# The epochs in run.json are those of epochs.csv.
+same_epochs() {
+    local key i=0 row
+    # shellcheck disable=SC2034 # columns that nobody asks for
+    while IFS=, read -r epoch images seconds img_per_s rest; do
+        for key in epoch images seconds img_per_s; do
+            row=$(value "epochs[$i].$key")
+            [ "$row" = "${!key}" ] || {
+                complain "$run: $key of epoch $epoch is ${!key} in epochs.csv, ${row:-missing} in run.json"
+                return 1
+            }
+        done
+        i=$((i + 1))
+    done < <(tail -n +2 "$folder/epochs.csv")
+}
+
+# losses FILE: the first three steps' losses in a steps.csv
+losses() { awk -F , 'NR > 1 && NR <= 4 { print $5 }' "$1"; }
+
+# same_losses FILE WHAT: the run's first losses are those of FILE, a steps.csv, up to rounding
+same_losses() {
+    losses "$1" | paste -d ' ' - <(losses "$folder/steps.csv") | awk -v what="$2" -v run="$run" '
+        { d = $1 - $2; if (NF != 2 || d > .01 * $1 || d < -.01 * $1) {
+            printf "%s/steps.csv: the loss of step %d should be %s, as %s; found %s\n",
+                run, NR, $1, what, ($2 == "" ? "nothing" : $2); exit 1 } }
+        END { if (NR == 0) { print "no losses in what we compare with"; exit 1 } }' ||
+        complain "the same images and the same first weights give the same losses on every machine"
+}
+
+# retrain STEPS: our own short training with the run's images, batches and seed, in the folder "own"
+retrain() {
+    local key number arguments=()
+    is settings.dataset synthetic "the lab's images are those that cnn makes itself" &&
+        is settings.model mnist "the lab trains the network mnist" || return 1
+    for key in limit-train batch-size seed; do
+        number=$(value "settings.$key")
+        [[ $number =~ ^[0-9]{1,9}$ ]] || {
+            complain "$run/run.json: settings.$key should be a number, found ${number:-nothing}"
+            return 1
+        }
+        arguments+=("--$key" "$number")
+    done
+    ./cnn --no-cuda --dataset synthetic "${arguments[@]}" --max-steps 3 --epochs 1 --limit-test 1 \
+        --threads 1 --out own >own.log 2>&1 || { cat own.log; return 1; }
+}
+
+# machine_card: run.json tells on what it was measured
+machine_card() {
+    local key
+    for key in host cpu device; do
+        [[ $(value "machine.$key") =~ [A-Za-z0-9] ]] || {
+            complain "$run/run.json: machine.$key is empty"
+            return 1
+        }
+    done
+    for key in cores memory_bytes peak_gflops; do
+        awk -v x="$(value "machine.$key")" 'BEGIN { exit !(x + 0 > 0) }' || {
+            complain "$run/run.json: machine.$key should be above 0, found $(value "machine.$key")"
+            return 1
+        }
+    done
+    [ -n "$(value build.compiler)" ] || complain "$run/run.json: build.compiler is empty"
+}
+
+# say_word: the last thing that a passed test does
+say_word() { echo "$word" >&9; }
