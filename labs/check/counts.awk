@@ -27,9 +27,10 @@ file == 1 {
     seconds[rows] = $column["seconds"]
     if (images[rows] != n)
         wrong("images in epoch " rows, n, images[rows])
-    # both are rounded: seconds to a thousandth, images per second to four digits
-    product = seconds[rows] * $column["img_per_s"]
-    if (!near(product, n, .01 + (seconds[rows] > 0 ? .001 / seconds[rows] : 1)))
+    # both are rounded: seconds to thousandths, images per second to whole ones
+    rate = $column["img_per_s"]
+    product = seconds[rows] * rate
+    if (!(seconds[rows] > 0 && rate > 0) || !near(product, n, .01 + .001 / seconds[rows] + .5 / rate))
         wrong("seconds x img_per_s in epoch " rows, n, product)
 }
 

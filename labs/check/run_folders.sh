@@ -84,7 +84,7 @@ same_losses() {
         complain "the same images and the same first weights give the same losses on every machine"
 }
 
-# retrain STEPS: our own short training with the run's images, batches and seed, in the folder "own"
+# retrain OPTIONS...: our own short training with the run's images, batches and seed, in the folder own
 retrain() {
     local key number arguments=()
     is settings.dataset synthetic "the lab's images are those that cnn makes itself" &&
@@ -98,7 +98,7 @@ retrain() {
         arguments+=("--$key" "$number")
     done
     ./cnn --no-cuda --dataset synthetic "${arguments[@]}" --max-steps 3 --epochs 1 --limit-test 1 \
-        --threads 1 --out own >own.log 2>&1 || { cat own.log; return 1; }
+        --threads 1 --out own "$@" >own.log 2>&1 || { cat own.log; return 1; }
 }
 
 # machine_card: run.json tells on what it was measured

@@ -1,0 +1,43 @@
+# Do the columns of layers.csv agree?   -v run=NAME -v batch=B
+# GFLOP/s = passes x MFLOP x B / ms: forward, and two passes backward (one in the first layer, whose input
+# needs no gradient). The per cents of all rows that the same limit binds lead back to the same limit.
+
+function wrong(row, what, expected, found) {
+    printf "%s/layers.csv: %s in row %s should be %s, found %s\n", run, what, row, expected, found
+    failed = 1
+    exit 1
+}
+
+function near(a, b, part) { return a - b <= part * b && b - a <= part * b }
+
+FNR == 1 {
+    for (i = 1; i <= NF; i++)
+        column[$i] = i
+    next
+}
+
+{
+    name = $1
+    ms = $column["forward_ms"] + $column["backward_ms"]
+    percent = $column["percent_of_peak"]
+    bound = $column["bound"]
+    rate = bound == "compute" ? $column["gflops"] : $column["gb_per_s"]
+    if (!(ms > 0))
+        wrong(name, "the time", "above 0", ms)
+    if (bound != "compute" && bound != "memory")
+        wrong(name, "bound", "compute or memory", bound)
+    if (!(percent > 0 && percent < 1000))
+        wrong(name, "percent_of_peak", "above 0 and below 1000", percent)
+    if ($column["mflop"] > .1) {
+        passes = $column["gflops"] * ms / ($column["mflop"] * batch)
+        if (!near(passes, 2, .02) && !near(passes, 3, .02))
+            wrong(name, "gflops x ms / (mflop x batch)", "2 or 3 passes", passes)
+    }
+    if (percent >= 10) { # fewer digits than that tell nothing
+        peak = 100 * rate / percent
+        if (limit[bound] && !near(peak, limit[bound], .03))
+            wrong(name, "the limit behind its per cents", limit[bound] ", as in the other rows", peak)
+        if (!limit[bound])
+            limit[bound] = peak
+    }
+}

@@ -1,0 +1,59 @@
+# Does the line profile belong to its run?   -v what=hits|cover, then epochs.csv and profile.csv
+# A line in the loop over the batches is hit once a step, one outside of it once an epoch. The loop's own line
+# may be hit once more in each epoch: it finds then that there is no batch left.
+
+function wrong(what, expected, found) {
+    printf "%s/profile.csv: %s should be %s, found %s\n", run, what, expected, found
+    failed = 1
+    exit 1
+}
+
+FNR == 1 {
+    file++
+    next
+}
+file == 1 {
+    trained_us += 1e6 * $3 # epoch,images,seconds
+    next
+}
+
+# line,hits,time_us,per_hit_us,percent,"source"
+{
+    lines++
+    sum_us += $3
+    percent += $5
+    steps = epochs * int((n + batch - 1) / batch)
+    loop = index($0, "next_batch(") && $2 >= steps && $2 <= steps + epochs
+    if ($2 != steps && $2 != epochs && !loop)
+        bad = bad (bad ? ", " : "") $2 " in line " $1
+    off = $2 * $4 - $3 # per_hit_us is rounded to tenths
+    if (what == "hits" && (off > .01 * $3 + .1 * $2 || -off > .01 * $3 + .1 * $2))
+        wrong("hits x per_hit_us in line " $1, $3, $2 * $4)
+    for (i = 1; i <= 4; i++)
+        if (index($0, part(i)) && ($2 == steps || loop))
+            found[i] = 1
+}
+
+function part(i) {
+    return i == 1 ? "next_batch(" : i == 2 ? "forward(net" : i == 3 ? "backward(net" : "update_weights("
+}
+
+END {
+    if (failed)
+        exit 1
+    if (what == "hits") {
+        if (bad)
+            wrong("hits", steps " (" epochs " epochs x ceil(" n " / " batch ")) in the loop and " epochs \
+                  " outside of it", bad)
+        for (i = 1; i <= 4; i++)
+            if (!found[i])
+                wrong("the hits of the line with " part(i), steps, "no such line")
+    } else {
+        if (trained_us <= 0 || sum_us < .95 * trained_us)
+            wrong("the lines' time", "at least 95 % of the epochs' " trained_us / 1e6 " s", sum_us / 1e6 " s")
+        if (sum_us > 1.02 * trained_us)
+            wrong("the lines' time", "at most the epochs' " trained_us / 1e6 " s", sum_us / 1e6 " s")
+        if (percent < 99 || percent > 101)
+            wrong("the sum of the per cents", 100, percent)
+    }
+}
