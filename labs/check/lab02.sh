@@ -1,6 +1,6 @@
 # Lab 2: six runs that differ from the first in one thing each, a line profile and a table of layers.
 # check.sh reads this.
-# shellcheck shell=bash
+# shellcheck shell=bash disable=SC2119,SC2154 # check.sh exports home, from and work
 # shellcheck source=labs/check/run_folders.sh
 . "$home/labs/check/run_folders.sh"
 
@@ -16,7 +16,7 @@ tests() {
 END
 }
 
-build() { make cnn NO_CUDA=1 NO_MPI=1 COMMIT=checker; }
+build() { make cnn CC="${CC:-gcc}" NO_CUDA=1 NO_MPI=1 COMMIT=checker; }
 
 folders="o3 o0 naive threads2 profile layers"
 options="--no-cuda --threads 1 --dataset synthetic --limit-train 400 --limit-test 100 --epochs 2"

@@ -1,7 +1,6 @@
 # What labs 0 and 2 ask of run folders, to be sourced by their labNN.sh. Numbers are believed only as
 # far as they agree with each other; what is missing or wrong is named on stdout.
-# shellcheck shell=bash
-# home, from, work: check.sh exports them.
+# shellcheck shell=bash disable=SC2154 # check.sh exports home, from and work; run() reads word
 
 # complain WHAT: says it, and what to do about it, and fails
 complain() {
@@ -85,6 +84,7 @@ same_losses() {
 }
 
 # retrain OPTIONS...: our own short training with the run's images, batches and seed, in the folder own
+# shellcheck disable=SC2120 # its options are optional
 retrain() {
     local key number arguments=()
     is settings.dataset synthetic "the lab's images are those that cnn makes itself" &&

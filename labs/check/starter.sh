@@ -39,4 +39,7 @@ cat >"$out/labs/starter.mk" <<EOF
 # This folder is the starter of lab $lab. What is still to be written leaves names without a use.
 CFLAGS += -Wno-unused-parameter -Wno-unused-variable -Wno-unused-function
 EOF
+if [ -f "labs/check/lab0$lab.sh" ]; then
+    labs/classroom/generate.sh "$lab" "$(cd "$out" && pwd)"
+fi
 echo "$out is the starter of lab $lab: read $out/labs/lab0$lab/README.md, then work in $out"
