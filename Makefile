@@ -42,7 +42,7 @@ HAVE_NCCL := $(and $(HAVE_CUDA),$(HAVE_MPI),$(call probe,$(HASH)include <nccl.h>
 endif
 
 .PHONY: all help run test data bench bench-gpu debug emulate count races clean found doctor \
-	cpu single multi study study-scaling plots starter check gradescope
+	cpu single multi study study-scaling plots starter check
 all: found cnn
 
 found:
@@ -69,9 +69,9 @@ help:
 	@echo "             MODEL=cifar EPOCHS=20 BATCH=250 BATCHES='50 100' REPEATS=10 LIMIT=images GPUS=2 RUNS=folder"
 	@echo "             OPTIONS='--width 64': more options of ./cnn; EMULATE=1: virtual GPUs where there are none"
 	@echo "make plots RUNS=folder   draw what run folders tell"
+	@echo "make gradescope LAB=1   for teachers: the zip to upload as that lab's autograder"
 	@echo "make starter LAB=1 OUT=folder   the starter of a lab; labs/README.md tells what labs there are"
 	@echo "make check LAB=1   a lab's tests, in its starter: points, and results.json; TEST=2: one of them"
-	@echo "make gradescope LAB=1   for teachers: the zip to upload as that lab's autograder"
 	@echo "make clean   remove everything that make made, but not runs/"
 	@echo "Variables: CC=clang ARCH=x86-64-v3 OPT=-O0 NO_OMP=1 NO_CUDA=1 NO_MPI=1 NO_NCCL=1 CUDA_ARCH=native QUICK=1"
 
@@ -169,6 +169,7 @@ starter:
 	@labs/check/starter.sh '$(LAB)' '$(OUT)'
 check:
 	@CC='$(CC)' FROM='$(FROM)' labs/check/check.sh '$(LAB)' $(TEST)
+.PHONY: gradescope
 gradescope:
 	@labs/gradescope/pack.sh '$(LAB)' $(if $(OUT),'$(OUT)')
 
