@@ -57,13 +57,18 @@ starter() { # starter LAB DIR
     make -s --no-print-directory -C "$repo" starter LAB="$1" OUT="$2" >"$tmp/starter$1.log" 2>&1
 }
 
-# check LAB HOME FROM FILE: what make check says, in FILE, and FILE.json; 300 s are for a test, not for all
+# check LAB HOME FROM FILE [TESTS]: what make check says, in FILE, and FILE.json
 check() {
-    (cd "$2" && RESULTS=$4.json timeout 280 make --no-print-directory check LAB="$1" FROM="$3") >"$4" 2>&1
+    (cd "$2" && RESULTS=$4.json timeout 280 make --no-print-directory check LAB="$1" FROM="$3" TEST="${5:-}") >"$4" 2>&1
 }
 
-# tests_of LAB ID: the numbers of the tests that need it
-tests_of() { list "$1" | awk -F '|' -v id="$2" '(" " $2 " ") ~ (" " id " ") { print NR }'; }
+# tests_of LAB ID: the numbers of the tests that need it and no other part; if there is none, of all that need it
+tests_of() {
+    list "$1" | awk -F '|' -v id="$2" '
+        $2 == id { own = own " " NR }
+        index(" " $2 " ", " " id " ") { all = all " " NR }
+        END { print own == "" ? all : own }'
+}
 
 # verdicts FILE: lines `passed 3` of what make check has said
 verdicts() { sed -nE 's/^(passed|failed|skipped) +[0-9]+\/[0-9]+ +test ([0-9]+):.*/\1 \2/p' "$1"; }
@@ -74,7 +79,7 @@ verdicts() { sed -nE 's/^(passed|failed|skipped) +[0-9]+\/[0-9]+ +test ([0-9]+):
 solve() {
     local lab=$1 dir=$2 file id
     rm -rf "$dir.parts" && mkdir "$dir.parts"
-    (cd "$repo" && grep -lE "/\* LAB $lab\.[0-9]+ BEGIN" cnn.c cnn_kernels.cu labs/lab*/* 2>/dev/null) |
+    (cd "$repo" && marked "$lab") |
         while read -r file; do
             for id in $(ids "$lab" "$file"); do
                 awk -v mode=take -v id="$id" -f "$repo/labs/check/regions.awk" "$repo/$file" >"$dir.parts/$id"
@@ -100,7 +105,7 @@ commands() {
             joined = ""
             bare = line
             while (bare ~ /^[A-Z_]+=[^ ]* /) sub(/^[^ ]* /, "", bare)
-            if (bare !~ /^(make|\.\/cnn[a-z-]*|labs\/[^ ]*|slurm\/[^ ]*|mpirun|srun|sbatch|squeue|source|mkdir|cp|cat|head|tail|grep|diff|cut|python3)( |$)/)
+            if (bare !~ /^(make|\.\/cnn[a-z-]*|labs\/[^ ]*|slurm\/[^ ]*|mpirun|srun|sbatch|squeue|source|mkdir|cp|cat|head|tail|grep|diff|cut|awk|python3|for [a-z]+ in)( |$)/)
                 next
             if (line ~ /\\$/) { joined = substr(line, 1, length(line) - 1); next }
             print (device ? "device" : "run"), line
@@ -124,6 +129,8 @@ handout() {
                 continue ;;
             esac
             (cd "$dir" && timeout 300 bash -c "$command") >>"$said" 2>&1 </dev/null && continue
+            # in the middle of a lab not all points can be there; check_all looks at the end
+            [[ $command = make\ check* ]] && grep -q "^lab $lab: .* points" "$said" && continue
             fail "lab0$lab-handout" "success of $command" "$(tail -n 5 "$said")"
             wrong=1 ;;
         esac
@@ -198,56 +205,77 @@ END
 
 # ---- Wrong answers
 
-# The k-th wrong answers of all TODOs are tried at once, since each fails tests of its own.
+# The k-th wrong answers of all TODOs are tried at once, since each fails tests of its own; those of which the
+# sum of all points is expected by themselves.
 wrong_answers() {
-    local lab=$1 k=1 dir file id tried
+    local lab=$1 k=1 id file
     local -A answer
     while :; do
-        answer=() dir=$tmp/wrong$lab.$k
-        for id in $(find "$repo/tests/labs/0$lab" -maxdepth 1 -type f -name "$lab.*-*" -printf '%f\n' 2>/dev/null |
-            sed 's/-.*//' | sort -u); do
+        answer=()
+        for id in $(answered "$lab"); do
             file=$(find "$repo/tests/labs/0$lab" -maxdepth 1 -type f -name "$id-*" | sort | sed -n "${k}p")
             [ -z "$file" ] || answer[$id]=$file
         done
         [ ${#answer[@]} -gt 0 ] || break
-        try_answers "$lab" "$dir" "${answer[@]}"
-        for id in "${!answer[@]}"; do
-            tried=$dir
-            if ! caught "$lab" "$id" "${answer[$id]}" "$dir.said" && [ ${#answer[@]} -gt 1 ]; then
-                tried=$dir.$id
-                try_answers "$lab" "$tried" "${answer[$id]}"
-            fi
-            # shellcheck disable=SC2310 # its status is what is tested
-            holds "lab0$lab-wrong/$(basename "${answer[$id]}")" "$(expected "${answer[$id]}")" \
-                "$(grep -v '^passed' "$tried.said")" caught "$lab" "$id" "${answer[$id]}" "$tried.said"
-        done
+        try_round "$lab" "$tmp/wrong$lab.$k" "${answer[@]}"
         [ -z "${QUICK:-}" ] || break
         k=$((k + 1))
     done
 }
+answered() { # the TODOs that have wrong answers
+    find "$repo/tests/labs/0$1" -maxdepth 1 -type f -name "$1.*-*" -printf '%f\n' 2>/dev/null | sed 's/-.*//' | sort -u
+}
 
-# try_answers LAB DIR FILES...: a solved starter with these answers
+# try_round LAB DIR FILES...
+try_round() {
+    local lab=$1 dir=$2 file id tests=
+    local together=()
+    for file in "${@:3}"; do
+        id=$(id_of "$file")
+        if [[ $(expected "$file") = *points* ]]; then
+            try_answers "$lab" "$dir.$id" "" "$file"
+            must_be_caught "$lab" "$file" "$dir.$id.said"
+        else
+            together+=("$file")
+            tests+=" $(tests_of "$lab" "$id")"
+        fi
+    done
+    [ ${#together[@]} -gt 0 ] || return
+    try_answers "$lab" "$dir" "$tests" "${together[@]}"
+    for file in "${together[@]}"; do must_be_caught "$lab" "$file" "$dir.said"; done
+}
+# must_be_caught LAB FILE SAID: where another answer may have been in the way, alone and by all tests
+must_be_caught() {
+    local said=$3 dir
+    dir=$tmp/$(basename "$2")
+    if ! caught "$1" "$2" "$said" && [[ $(expected "$2") != *points* ]]; then
+        try_answers "$1" "$dir" "" "$2"
+        said=$dir.said
+    fi
+    holds "lab0$1-wrong/$(basename "$2")" "$(expected "$2")" "$(grep -v '^passed' "$said")" caught "$1" "$2" "$said"
+}
+
+# try_answers LAB DIR TESTS FILES...: a solved starter with these answers
 try_answers() {
-    local lab=$1 dir=$2 file name
+    local lab=$1 dir=$2 file
     cp -r "$tmp/solved$lab" "$dir"
     mkdir "$dir.parts"
-    for file in "${@:3}"; do
-        name=$(basename "$file")
-        tail -n +2 "$file" >"$dir.parts/${name%%-*}"
-    done
-    (cd "$repo" && grep -lE "/\* LAB $lab\.[0-9]+ BEGIN" cnn.c cnn_kernels.cu labs/lab*/* 2>/dev/null) |
-        while read -r file; do put "$dir.parts" "$dir/$file"; done
-    check "$lab" "$repo" "$dir" "$dir.said"
+    for file in "${@:4}"; do cp "$file" "$dir.parts/$(id_of "$file")"; done
+    (cd "$repo" && marked "$lab") | while read -r file; do put "$dir.parts" "$dir/$file"; done
+    check "$lab" "$repo" "$dir" "$dir.said" "$3"
+    rm -rf "$dir"
 }
+marked() { grep -lE "/\* LAB $1\.[0-9]+ BEGIN" cnn.c cnn_kernels.cu labs/lab*/* 2>/dev/null; }
+id_of() { basename "$1" | sed 's/-.*//'; }
 expected() { sed -n '1s/.*expect: //p' "$1"; }
 
-# caught LAB ID FILE SAID
+# caught LAB FILE SAID: a test of its TODO fails, with the words expected; after a cheat, all of them do
 caught() {
     local failed of
-    of=$(tests_of "$1" "$2")
-    failed=$(verdicts "$4" | awk -v of=" $(tr '\n' ' ' <<<"$of")" '$1 == "failed" && index(of, " " $2 " ")' | wc -l)
-    [ "$failed" -gt 0 ] && [ -n "$(expected "$3")" ] && grep -qE -- "$(expected "$3")" "$4" || return 1
-    [[ $3 != *cheat* ]] || [ "$failed" -eq "$(wc -w <<<"$of")" ]
+    of=$(tests_of "$1" "$(id_of "$2")")
+    failed=$(verdicts "$3" | awk -v of="$of " '$1 == "failed" && index(of, " " $2 " ")' | wc -l)
+    [ "$failed" -gt 0 ] && [ -n "$(expected "$2")" ] && grep -qE -- "$(expected "$2")" "$3" || return 1
+    [[ $2 != *cheat* ]] || [ "$failed" -eq "$(wc -w <<<"$of")" ]
 }
 
 # Wrong run folders: the right ones, edited.
@@ -348,14 +376,13 @@ print(sum(test["points"] for test in json.load(open(sys.argv[1]))))' "$tmp/bare$
 }
 
 wanted=${*:-$(labs)}
-# two at a time, as most of it keeps one core busy
+# Two at a time, as most of it keeps one core busy; labs 1 and 4 have the most wrong answers.
 lane() {
     local n
-    for n in $wanted; do [ $((n % 2)) = "$1" ] && try_lab "$n"; done
-    true
+    for n; do [[ " ${wanted//$'\n'/ } " != *" $n "* ]] || try_lab "$n"; done
 }
-lane 1 &
-lane 0
+lane 4 1 &
+lane 0 2 3 5 6 7 8 9
 no_answers
 classroom
 [[ " $(tr '\n' ' ' <<<"$wanted")" != *" 0 "* ]] || { own_checker && gradescope; }
