@@ -262,7 +262,7 @@ try_answers() {
     mkdir "$dir.parts"
     for file in "${@:4}"; do cp "$file" "$dir.parts/$(id_of "$file")"; done
     (cd "$repo" && marked "$lab") | while read -r file; do put "$dir.parts" "$dir/$file"; done
-    check "$lab" "$repo" "$dir" "$dir.said" "$3"
+    LIMIT_S=40 check "$lab" "$repo" "$dir" "$dir.said" "$3" # some of them wait for ever
     rm -rf "$dir"
 }
 marked() { grep -lE "/\* LAB $1\.[0-9]+ BEGIN" cnn.c cnn_kernels.cu labs/lab*/* 2>/dev/null; }
