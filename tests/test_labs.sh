@@ -308,7 +308,10 @@ answers() {
             END { print "" >inside }' "$file"
         mv "$tmp/inside$1" "$tmp/in.$1.${file//\//_}" && mv "$tmp/outside$1" "$tmp/out.$1.${file//\//_}"
     done)
-    comm -23 <(squeeze "$tmp/in.$1".*) <(squeeze "$tmp/out.$1".*) | grep -v '^/\*LAB'
+    # also no part of a line outside
+    squeeze "$tmp/in.$1".* | grep -v '^/\*LAB' | awk '
+        NR == FNR { text = text $0 "\n"; next }
+        !index(text, $0)' <(squeeze "$tmp/out.$1".*) -
 }
 
 no_answers() {
