@@ -40,7 +40,7 @@ HAVE_NCCL := $(and $(HAVE_CUDA),$(HAVE_MPI),$(call probe,$(HASH)include <nccl.h>
 endif
 
 .PHONY: all help run test data bench bench-gpu debug emulate count races clean found doctor \
-	cpu single multi study study-scaling plots
+	cpu single multi study study-scaling plots report verify
 all: found cnn
 
 found:
@@ -67,6 +67,8 @@ help:
 	@echo "             MODEL=cifar EPOCHS=20 BATCH=250 BATCHES='50 100' REPEATS=10 LIMIT=images GPUS=2 RUNS=folder"
 	@echo "             OPTIONS='--width 64': more options of ./cnn; EMULATE=1: virtual GPUs where there are none"
 	@echo "make plots RUNS=folder   draw what run folders tell"
+	@echo "make report RUNS=folder  tables and plots of run folders in report.md, and questions for you"
+	@echo "make verify RUNS=folder  what is missing or implausible there, before you hand it in"
 	@echo "make clean   remove everything that make made, but not runs/"
 	@echo "Variables: CC=clang ARCH=x86-64-v3 NO_OMP=1 NO_CUDA=1 NO_MPI=1 NO_NCCL=1 CUDA_ARCH=native QUICK=1"
 
@@ -152,12 +154,17 @@ study: all $(if $(VIRTUAL),cnn-emu)
 	-@$(PLOT) $(RUNS)
 study-scaling: RUNS = runs/scaling-$(NAME)
 study-scaling: BATCH = 256
-study-scaling: REPEATS = 3
+study-scaling: REPEATS = 5
 study-scaling: all $(if $(VIRTUAL),cnn-emu)
 	@labs/tools/study.py scaling $(RUNS) --batches $(BATCH) --repeats $(REPEATS) $(STUDY)
 	-@$(PLOT) $(RUNS)
 plots:
 	@$(PLOT) $(RUNS)
+report:
+	-@$(PLOT) $(RUNS)
+	@labs/tools/report.py $(RUNS)
+verify:
+	@labs/tools/verify.py $(RUNS)
 
 data:
 	INSTALL=$(INSTALL) data/get_data.sh mnist

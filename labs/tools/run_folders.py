@@ -1,4 +1,4 @@
-"""Reads the run folders of ./cnn --out and compares them; study.py and plot.py use it.
+"""Reads the run folders of ./cnn --out and compares them; study.py, plot.py and report.py use it.
 
 The columns of its tables, and what may be compared with what, are described by `study.py --help`.
 """
@@ -24,6 +24,7 @@ REPEATS_DIFFER = {"out", "seed", "save-model", "dry-run"}
 COLUMNS_DIFFER = {"batch-size", "global-batch", "no-cuda", "gpus", "replicas", "parallel"}
 ENTRIES = ["status", "emulated", "command", "machine", "build", "settings", "parallel", "epochs", "per_class",
            "confusion"]
+TEXTS = {"layer", "kind", "out_shape", "bound", "source"}  # columns that hold no number
 
 
 class Missing(Exception):
@@ -47,6 +48,7 @@ def read_run(folder):
         with open(path) as f:
             about = json.load(f)
         run = SimpleNamespace(folder=folder, **{k: about[k] for k in ENTRIES})
+        run.provenance, run.resources = about.get("provenance", "measured"), about.get("resources", {})
         run.kind = "emulated" if run.emulated else "cpu" if run.machine["device"] == "cpu" else "gpu"
         run.mode, run.world = run.parallel["mode"], run.parallel["world"]
         run.batch, run.global_batch = run.parallel["batch_per_device"], run.parallel["global_batch"]
@@ -88,12 +90,12 @@ def read_runs(root):
 
 
 def read_csv(run, name, columns):
-    """Those columns of the rows that have them all; numbers, but for layer, kind and bound."""
+    """Those columns of the rows that have them all; numbers, but for TEXTS."""
     path = os.path.join(run.folder, name)
     try:
         with open(path, newline="") as f:
             rows = [[row[c] for c in columns] for row in csv.DictReader(f)]
-        return [[v if c in ("layer", "kind", "bound") else float(v) for c, v in zip(columns, row)]
+        return [[v if c in TEXTS else float(v) for c, v in zip(columns, row)]
                 for row in rows if all(row)]
     except (OSError, KeyError, ValueError) as error:
         raise Missing(f"{path}: expected the columns {', '.join(columns)}, found {error!r}") from None
@@ -138,7 +140,7 @@ def facts(run):
     known = {f"--{k}": v for k, v in run.settings.items()}
     known["--threads"] *= run.world if run.kind == "cpu" else 1
     return dict(known, compiler=run.build["compiler"], flags=run.build["flags"], commit=run.build["commit"],
-                cpu=run.machine["cpu"], device=run.machine["device"])
+                cpu=run.machine["cpu"], device=run.machine["device"], provenance=run.provenance)
 
 
 def differences(a, b, free):
@@ -244,10 +246,15 @@ def scaling_rows(rows):
     return table
 
 
-def write_table(path, columns, rows):
+def table_lines(columns, rows, digits=6):
+    """The header and the rows as texts."""
     def cell(value):
-        return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
-    lines = [columns] + [[cell(row.get(c)) for c in columns] for row in rows]
+        return "" if value is None else f"{value:.{digits}g}" if isinstance(value, float) else str(value)
+    return [columns] + [[cell(row.get(c)) for c in columns] for row in rows]
+
+
+def write_table(path, columns, rows):
+    lines = table_lines(columns, rows)
     try:
         with open(path, "w", newline="") as f:
             csv.writer(f, lineterminator="\n").writerows(lines)

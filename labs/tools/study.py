@@ -222,7 +222,7 @@ def parse_options():
     known = ["cpu", "single", "multi"]
     for name, does, devices, batches, repeats in (
             ("train", train, None, [250], 1), ("run", study, known, [50, 100, 150, 200, 250], 10),
-            ("scaling", scaling, None, [256], 3), ("collect", collect, None, None, None)):
+            ("scaling", scaling, None, [256], 5), ("collect", collect, None, None, None)):
         command = commands.add_parser(name)
         command.set_defaults(does=does, devices=devices, options=words[end + 1:], tried={})
         add = command.add_argument
