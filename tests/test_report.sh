@@ -124,6 +124,7 @@ test_honest() {
         grep -qF '| cpu | cifar | 50 | 50 | 5 | 12 | 1.414 | 1.756 | 16.67 | 1 | 75 | 0 | measured |' <<<"$text"
     holds honest/scaling_row "speed-up 3 / 1.6 = 1.875" "$(grep '^| strong' <<<"$text")" \
         grep -qE '^\| strong \| gpu \| 2 \| ddp .*\| 1.875 \| 0.9375 \| measured \|$' <<<"$text"
+    same honest/scaling_alone 0 "$(grep -c '^| strong | cpu' <<<"$text")" # it has no row of several devices
     holds honest/steps "2 steps an epoch, first 6 s, parts 375 ms" "$(grep '^| cpu' <<<"$text")" \
         grep -qE '^\| cpu \| 50 \| 2 \| 6 \| 6 \| 312.5 \|' <<<"$text"
     holds honest/machine "host, cpu, cores, memory, peak" "$(grep '^| a ' <<<"$text")" \
@@ -165,6 +166,7 @@ test_missing() {
     spoil resumed c2/run.json 's/"epochs": 2,/"epochs": 3,/' "expected all 3 epochs, found 2"
     spoil json c2/run.json '1s/\{/[/' "expected JSON"
     spoil dry_run c2/run.json 's/"lr-scaling"/"dry-run": true, "lr-scaling"/' "expected a run that trains"
+    spoil entry c2/run.json 's/"img_per_s"/"speed"/' "what ./cnn --out writes, found KeyError('img_per_s')"
     spoil epochs_csv_gone c2/epochs.csv '1s/accuracy/other/' "epochs.csv: expected the columns"
     spoilt && rm spoilt/c2/run.json spoilt/c2/epochs.csv
     found missing/run_json c2/run.json "expected a run.json, found none"
@@ -210,6 +212,8 @@ test_implausible() {
     spoil gpus m2/output.txt '2s/.$/0/' "2 ranks on as many GPUs, found 1 different GPUs"
     spoilt && rm spoilt/m2/output.txt
     found implausible/no_output m2/output.txt "with its 2 GPUs, found no such file"
+    spoilt && make_run spoilt/o1 cpu 8 48 1 3 && sed -i 's/"oversubscribe": false/"oversubscribe": true/' spoilt/o1/run.json
+    found implausible/oversubscribed o1/run.json "expected a core for each of 8 replicas, found 4 cores"
     spoil emulated s2/run.json 's/GPU X/emulated GPU/' '"emulated": true, as its device or program says'
     spoil emulator s2/run.json 's/"\.\/cnn"/".\/cnn-emu"/' '"emulated": true, as its device or program says'
     spoilt && cp spoilt/c2/steps.csv spoilt/c4/
@@ -340,7 +344,7 @@ test_real() {
     answer real/report.md
     tool verify real
     if [ -d real/plots ]; then
-        line real/findings '^1 findings$'
+        line real/findings '^Findings: 1$'
         line real/repeats '^real: expected 5 repeats or more of cpu, global batch 50, found 2; '
     else
         skip real/findings "no plots, since no python3 has matplotlib"

@@ -179,8 +179,8 @@ def check_copies(root, runs):
     """Two runs never take the same microseconds for everything, not even with the same seed."""
     seen = {}
     for run in runs:
-        with contextlib.suppress(Missing):  # check_steps has told
-            times = str(read_csv(run, "steps.csv", ["seconds", *STEP_PARTS]))
+        with contextlib.suppress(OSError, IndexError), open(path(run, "steps.csv")) as f:
+            times = hash(tuple(line.split(",", 6)[6] for line in f))  # the columns from seconds on
             other = seen.setdefault(times, run)
             if other is not run:
                 yield finding(path(run, "steps.csv"), "times of its own", f"all those of {other.folder}",
@@ -339,7 +339,7 @@ def main():
     for line in findings(root):
         print(line)
         count += 1
-    print(f"{count} findings" if count else f"Nothing found in {root} that is missing or implausible")
+    print(f"Findings: {count}" if count else f"Nothing found in {root} that is missing or implausible")
     sys.exit(1 if count else 0)
 
 
