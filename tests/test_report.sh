@@ -163,8 +163,10 @@ spoil() {
 
 test_missing() {
     spoil status c2/run.json 's/"complete"/"running"/' "expected status complete, found running"
+    same spoilt/status_once 1 "$(cat "$out" "$err" | grep -c 'not complete\|status complete')"
     spoil resumed c2/run.json 's/"epochs": 2,/"epochs": 3,/' "expected all 3 epochs, found 2"
     spoil json c2/run.json '1s/\{/[/' "expected JSON"
+    same spoilt/json_once 1 "$(grep -c JSON "$out")"
     spoil dry_run c2/run.json 's/"lr-scaling"/"dry-run": true, "lr-scaling"/' "expected a run that trains"
     spoil entry c2/run.json 's/"img_per_s"/"speed"/' "what ./cnn --out writes, found KeyError('img_per_s')"
     spoil epochs_csv_gone c2/epochs.csv '1s/accuracy/other/' "epochs.csv: expected the columns"
@@ -323,11 +325,14 @@ test_damaged() {
 
 # One thing that differs gets rows of its own, and the workers' table is shown where study.py wrote one
 test_variants() {
-    spoilt && sed -i 's/"workers": 1/"workers": 2/' spoilt/c[45]/run.json
+    local line_of
+    spoilt && sed -i 's/"workers": 1/"workers": 2/; s/"images": 100/"images": 60000/' spoilt/c[45]/run.json
     printf 'workers,img_per_s\n1,100\n2,150\n' >spoilt/workers.csv
     printf '<!-- begin workers -->\n<!-- end workers -->\n' >>spoilt/report.md
     tool report spoilt
     same variants/rows "3 2" "$(awk -F ' *[|] *' '/^\| --workers [12] \| cpu \| cifar/ { print $7 }' spoilt/report.md | xargs)"
+    line_of=$(grep '^| --workers 2 | cpu' spoilt/report.md)
+    holds variants/large "10000 images a second" "$line_of" grep -qF '| 10000 |' <<<"$line_of"
     holds variants/workers "the rows of workers.csv" "$(cat spoilt/report.md)" grep -qF '| 2 | 150 |' spoilt/report.md
 }
 

@@ -21,8 +21,7 @@ import re
 import textwrap
 
 from run_folders import (COLUMNS_DIFFER, REPEATS_DIFFER, SCALING, Missing, add_speedups, by, differences,
-                         facts, fail, is_dirty, make_rows, read_csv, read_runs, scaling_rows, summary,
-                         table_lines)
+                         facts, fail, is_dirty, make_rows, read_csv, read_runs, scaling_rows, summary)
 
 FREE = REPEATS_DIFFER | COLUMNS_DIFFER
 STEP_PARTS = ["load_s", "copy_s", "forward_s", "backward_s", "optimizer_s", "exposed_comm_s", "idle_s"]
@@ -59,8 +58,8 @@ def show(value):
 def timing_rows(runs):
     """The rows of study.csv, variant by variant; `variant` says what is not the same in all."""
     groups, rows = variants(runs), []
-    names = list(dict.fromkeys(name for group in groups for name, _, _ in
-                               differences(groups[0][0], group[0], FREE | {"model"})))
+    names = list(dict.fromkeys(name for a in groups for b in groups for name, _, _ in
+                               differences(a[0], b[0], FREE | {"model"})))
     for group in groups:
         values = facts(group[0])
         some = make_rows(group)
@@ -78,8 +77,11 @@ def timing_rows(runs):
 
 def table(titles, rows):
     """In Markdown; rows are dicts with the keys of titles."""
-    head, *lines = table_lines(list(titles), rows, 4)
-    texts = [[str(titles[c]) for c in head], ["---"] * len(head)] + lines
+    def cell(value):
+        if isinstance(value, float):
+            return f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
+        return "" if value is None else str(value)
+    texts = [list(titles.values()), ["---"] * len(titles)] + [[cell(r.get(c)) for c in titles] for r in rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in texts)
 
 

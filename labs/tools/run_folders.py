@@ -246,10 +246,10 @@ def scaling_rows(rows):
     return table
 
 
-def table_lines(columns, rows, digits=6):
+def table_lines(columns, rows):
     """The header and the rows as texts."""
     def cell(value):
-        return "" if value is None else f"{value:.{digits}g}" if isinstance(value, float) else str(value)
+        return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
     return [columns] + [[cell(row.get(c)) for c in columns] for row in rows]
 
 

@@ -15,6 +15,7 @@ the run folders.
 import argparse
 import contextlib
 import csv
+import io
 import math
 import os
 import re
@@ -301,12 +302,13 @@ def check_report(root, runs):
 
 
 def findings(root):
-    yield from check_complete(root)
+    told = list(check_complete(root))
+    yield from told
     try:
-        with contextlib.redirect_stderr(None):  # it names runs that are not complete, as we did
+        with contextlib.redirect_stderr(io.StringIO()):  # it names runs that are not complete, as we did
             runs = read_runs(root)
     except SystemExit as why:
-        yield str(why).replace("verify: error: ", "")
+        yield from {str(why).replace("verify: error: ", "")}.difference(told)
         return
     for run in runs:
         for check in RUN_CHECKS:
