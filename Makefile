@@ -1,7 +1,7 @@
 # cnn.c: `make run` trains, `make test` passes. `make help` tells the rest.
 #
 # Variables: CC=clang   ARCH=native|x86-64-v3|...   NO_OMP=1   NO_CUDA=1   NO_MPI=1
-#            NO_NCCL=1   QUICK=1 (shorter tests)
+#            OPT=-O0 (no optimisation)   NO_NCCL=1   QUICK=1 (shorter tests)
 #            CUDA_ARCH=native|sm_90|...  (all-major: every GPU that this nvcc knows, and later ones)
 
 CC     = gcc
@@ -10,8 +10,10 @@ CUDA   ?= /usr/local/cuda
 CUDA_ARCH = all-major
 
 # -fno-math-errno: sqrt() as one instruction. Nothing here that changes what floating point means.
-CFLAGS = -std=gnu17 -O3 -march=$(ARCH) -fno-math-errno -g -Wall -Wextra
+OPT    = -O3
+CFLAGS = -std=gnu17 $(OPT) -march=$(ARCH) -fno-math-errno -g -Wall -Wextra
 LIBS   = -lm -lpthread
+-include labs/starter.mk # only in a starter of a lab
 COMMIT := $(shell git describe --always --dirty 2>/dev/null || echo unknown)
 
 HASH := \#
@@ -40,7 +42,7 @@ HAVE_NCCL := $(and $(HAVE_CUDA),$(HAVE_MPI),$(call probe,$(HASH)include <nccl.h>
 endif
 
 .PHONY: all help run test data bench bench-gpu debug emulate count races clean found doctor \
-	cpu single multi study study-scaling plots report verify
+	cpu single multi study study-scaling plots report verify starter check
 all: found cnn
 
 found:
@@ -69,8 +71,10 @@ help:
 	@echo "make plots RUNS=folder   draw what run folders tell"
 	@echo "make report RUNS=folder  tables and plots of run folders in report.md, and questions for you"
 	@echo "make verify RUNS=folder  what is missing or implausible there, before you hand it in"
+	@echo "make starter LAB=1 OUT=folder   the starter of a lab; labs/README.md tells what labs there are"
+	@echo "make check LAB=1   a lab's tests, in its starter: points, and results.json; TEST=2: one of them"
 	@echo "make clean   remove everything that make made, but not runs/"
-	@echo "Variables: CC=clang ARCH=x86-64-v3 NO_OMP=1 NO_CUDA=1 NO_MPI=1 NO_NCCL=1 CUDA_ARCH=native QUICK=1"
+	@echo "Variables: CC=clang ARCH=x86-64-v3 OPT=-O0 NO_OMP=1 NO_CUDA=1 NO_MPI=1 NO_NCCL=1 CUDA_ARCH=native QUICK=1"
 
 doctor:
 	@CC='$(CC)' OMP='$(OMP)' NVCC='$(NVCC)' HAVE_CUDA='$(HAVE_CUDA)' HAVE_MPI='$(HAVE_MPI)' \
@@ -165,6 +169,12 @@ report:
 	@labs/tools/report.py $(RUNS)
 verify:
 	@labs/tools/verify.py $(RUNS)
+
+# The labs. In a starter, FROM is the folder itself; instructors name a student's.
+starter:
+	@labs/check/starter.sh '$(LAB)' '$(OUT)'
+check:
+	@CC='$(CC)' FROM='$(FROM)' labs/check/check.sh '$(LAB)' $(TEST)
 
 data:
 	INSTALL=$(INSTALL) data/get_data.sh mnist

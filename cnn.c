@@ -97,14 +97,14 @@ typedef struct Layer {
     real p;                         // dropout: probability of a zero
     bool in_place;                  // the output overwrites the input, the gradient likewise
     bool fused_relu;                // the ReLU behind this row is applied while it is stored
-    const struct Layer *pool;  // conv2d: the max-pool behind it whose backward it does, or NULL
-    bool skipped;              // that max-pool, and the ReLU before it: no backward of their own
-    size_t weights, biases;    // how many parameters; batchnorm2d: weights are its scales
-    size_t weight, bias;       // offsets into params and grads
-    size_t output, gradient;   // offsets into activations and dactivations
-    size_t stats;              // batchnorm2d: offset into stats, see batchnorm2d_forward()
-    size_t saved;              // offset into saved: argmax of a max-pool, mask of a dropout
-    int32_t *gather, *scatter; // CPU, fast: which pixels a filter meets (room 5)
+    const struct Layer *pool;       // conv2d: the max-pool behind it whose work it does, or NULL
+    bool skipped;                   // that max-pool, and the ReLU before it: nothing left to do
+    size_t weights, biases;         // how many parameters; batchnorm2d: weights are its scales
+    size_t weight, bias;            // offsets into params and grads
+    size_t output, gradient;        // offsets into activations and dactivations
+    size_t stats;                   // batchnorm2d: offset into stats, see batchnorm2d_forward()
+    size_t saved;                   // offset into saved: argmax of a max-pool, mask of a dropout
+    int32_t *gather, *scatter;      // CPU, fast: which pixels a filter meets (room 5)
 } Layer;
 
 // Which images a batch holds, so that random numbers follow the image and not the batch.
@@ -186,7 +186,10 @@ typedef struct Backend {
     void (*conv2d_backward)(real *din, real *dweight, real *dbias, const real *dout, const real *in,
                             const real *weight, const Layer *l, size_t n, bool accumulate,
                             real *scratch);
-    // conv2d, ReLU and max-pool in one, from the pool's dout and output; NULL: not in this backend
+    // conv2d, ReLU and max-pool in one: what the pool gives; and back, from the pool's dout and
+    // output; NULL: not in this backend
+    void (*conv2d_forward_pooled)(real *pooled, uint8_t *argmax, const real *in, const real *weight,
+                                  const real *bias, const Layer *l, size_t n, real *scratch);
     void (*conv2d_backward_pooled)(real *din, real *dweight, real *dbias, const real *dout,
                                    const real *pooled, const uint8_t *argmax, const real *in,
                                    const real *weight, const Layer *l, size_t n, bool accumulate,
@@ -1272,6 +1275,7 @@ static void conv2d_forward_naive(real *out, const real *in, const real *weight, 
                                  const Layer *l, size_t n, real *scratch) {
     (void)scratch;
     Shape I = l->in, O = l->out;
+    /* LAB 1.1 BEGIN conv2d_forward_naive */
     PARALLEL_FOR_2
     for (size_t image = 0; image < n; image++)
         for (size_t y = 0; y < O.h; y++)
@@ -1286,6 +1290,7 @@ static void conv2d_forward_naive(real *out, const real *in, const real *weight, 
                     }
                     out[((image * O.h + y) * O.w + x) * O.c + k] = sum;
                 }
+    /* LAB 1.1 END */
 }
 
 /* dbias[k]            = sum over n, y, x of dout[n][y][x][k]
@@ -1299,6 +1304,7 @@ static void conv2d_backward_naive(real *din, real *dweight, real *dbias, const r
                                   bool accumulate, real *scratch) {
     (void)scratch;
     Shape I = l->in, O = l->out;
+    /* LAB 1.2 BEGIN conv2d_backward_naive */
     memset(dbias, 0, l->biases * sizeof *dbias);
     for (size_t i = 0; l->biases && i < n * shape_size(O); i++)
         dbias[i % O.c] += dout[i];
@@ -1315,8 +1321,10 @@ static void conv2d_backward_naive(real *din, real *dweight, real *dbias, const r
                         in[(image * I.h * I.w + (size_t)met) * I.c + c] * dout[pixel * O.c + k];
             }
         }
+    /* LAB 1.2 END */
     if (!din)
         return;
+    /* LAB 1.3 BEGIN conv2d_backward_naive */
     PARALLEL_FOR
     for (size_t image = 0; image < n; image++) {
         real *d = din + image * shape_size(I);
@@ -1331,6 +1339,7 @@ static void conv2d_backward_naive(real *din, real *dweight, real *dbias, const r
                             d[(size_t)met * I.c + c] += from[k] * weight[(tap * I.c + c) * O.c + k];
                 }
     }
+    /* LAB 1.3 END */
 }
 
 // out = max(in, 0); a NaN stays a NaN. In place, if out is in
@@ -1353,6 +1362,7 @@ static void relu_backward(real *din, const real *dout, const real *out, size_t c
 static void maxpool2d_forward_naive(real *out, uint8_t *argmax, const real *in, const Layer *l,
                                     size_t n) {
     Shape I = l->in, O = l->out;
+    /* LAB 1.4 BEGIN maxpool2d_forward_naive */
     PARALLEL_FOR_2
     for (size_t image = 0; image < n; image++)
         for (size_t y = 0; y < O.h; y++)
@@ -1376,12 +1386,14 @@ static void maxpool2d_forward_naive(real *out, uint8_t *argmax, const real *in, 
                     }
                 }
             }
+    /* LAB 1.4 END */
 }
 
 // din = 0 unless accumulate, then din[the pixel that was the maximum] += dout
 static void maxpool2d_backward(real *din, const real *dout, const uint8_t *argmax, const Layer *l,
                                size_t n, bool accumulate) {
     Shape I = l->in, O = l->out;
+    /* LAB 1.5 BEGIN maxpool2d_backward */
     PARALLEL_FOR
     for (size_t image = 0; image < n; image++) {
         real *d = din + image * shape_size(I);
@@ -1399,6 +1411,7 @@ static void maxpool2d_backward(real *din, const real *dout, const uint8_t *argma
                 }
             }
     }
+    /* LAB 1.5 END */
 }
 
 // out[n][c] = mean over y, x of in[n][y][x][c]
@@ -1635,6 +1648,7 @@ static void log_softmax_forward(real *out, const real *in, size_t n, size_t clas
 // din[k] = dout[k] - softmax[k] * sum over j of dout[j], where softmax = exp(out)
 static void log_softmax_backward(real *din, const real *dout, const real *out, size_t n,
                                  size_t classes) {
+    /* LAB 1.6 BEGIN log_softmax_backward */
     for (size_t image = 0; image < n; image++, din += classes, dout += classes, out += classes) {
         real sum = 0;
         for (size_t k = 0; k < classes; k++)
@@ -1642,6 +1656,7 @@ static void log_softmax_backward(real *din, const real *dout, const real *out, s
         for (size_t k = 0; k < classes; k++)
             din[k] = dout[k] - (real)exp((double)out[k]) * sum;
     }
+    /* LAB 1.6 END */
 }
 
 /* Negative log-likelihood with label smoothing e (Szegedy et al., arXiv:1512.00567, section 7; 0:
@@ -1746,6 +1761,11 @@ INLINE void store(real *to, vec v, size_t count) {
 
 INLINE vec relu_vec(vec v) {
     return (vec)((mask)v & ~(v < 0));
+}
+
+INLINE size_t whole_vectors(size_t count) // numbers of as many vectors as that takes
+{
+    return ceil_div(count, LANES) * LANES;
 }
 
 INLINE size_t left(size_t columns, size_t j) // columns from vector j on
@@ -1927,7 +1947,7 @@ static void cpu_prepare(Layer *l) {
 
 // The width of the tiles at a block of columns: whole vectors.
 static size_t block_width(const Pass *p, size_t first) {
-    return ceil_div(min_size(COLUMNS, p->out.c - first), LANES) * LANES;
+    return whole_vectors(min_size(COLUMNS, p->out.c - first));
 }
 
 /* Weights in the order in which tiles read them: [block of COLUMNS][tap][depth][column], the last
@@ -1951,7 +1971,7 @@ static void pack_weights(real *packed, const real *weight, const Pass *p) {
 }
 
 static size_t packed_size(const Pass *p) {
-    return (p->winograd ? PLACES : p->taps) * p->depth * ceil_div(p->out.c, LANES) * LANES;
+    return (p->winograd ? PLACES : p->taps) * p->depth * whole_vectors(p->out.c);
 }
 
 static const real zeros[MAX_DEPTH]; // what lies outside of an image
@@ -2244,28 +2264,48 @@ static void winograd_product(TileBlock b, const real *packed) {
         }
 }
 
+static void winograd_block(real *out, const real *in, const real *packed, const real *bias,
+                           TileBlock b) {
+    winograd_input(b, in);
+    winograd_product(b, packed);
+    winograd_output(b, out, bias);
+}
+
 static void winograd(real *out, const real *in, const real *packed, const real *bias, const Pass *p,
                      size_t n, real *areas) {
     size_t tiles = count_tiles(p, n);
     PARALLEL_FOR_2
     for (size_t first = 0; first < tiles; first += TILES_AT_ONCE)
-        for (size_t column = 0; column < p->out.c; column += COLUMNS) {
-            TileBlock b = tile_block(p, first, tiles, column, areas);
-            winograd_input(b, in);
-            winograd_product(b, packed);
-            winograd_output(b, out, bias);
-        }
+        for (size_t column = 0; column < p->out.c; column += COLUMNS)
+            winograd_block(out, in, packed, bias, tile_block(p, first, tiles, column, areas));
+}
+
+static void pack(real *packed, const real *weight, const Pass *p) {
+    if (p->winograd)
+        pack_winograd(packed, weight, p);
+    else
+        pack_weights(packed, weight, p);
 }
 
 // The pass, by the way that suits it.
 static void run_pass(real *out, const real *in, const real *weight, const real *bias, const Pass *p,
                      size_t n, real *scratch) {
-    if (p->winograd) {
-        pack_winograd(scratch, weight, p);
+    pack(scratch, weight, p);
+    if (p->winograd)
         winograd(out, in, scratch, bias, p, n, scratch + packed_size(p));
-    } else {
-        pack_weights(scratch, weight, p);
+    else
         convolve(out, in, scratch, bias, p, n);
+}
+
+// The pass on one image, by one thread.
+static void run_pass_on_image(real *out, const real *in, const real *packed, const real *bias,
+                              const Pass *p, real *areas) {
+    size_t tiles = count_tiles(p, 1);
+    for (size_t column = 0; column < p->out.c; column += COLUMNS) {
+        if (!p->winograd)
+            convolve_block(out, in, packed, bias, p, 0, 1, column);
+        for (size_t first = 0; p->winograd && first < tiles; first += TILES_AT_ONCE)
+            winograd_block(out, in, packed, bias, tile_block(p, first, tiles, column, areas));
     }
 }
 
@@ -2292,7 +2332,7 @@ typedef struct WeightGradient {
 
 static size_t winograd_sums(const Pass *p) // of one slice
 {
-    return (PLACES * p->depth + 1) * ceil_div(p->out.c, LANES) * LANES;
+    return (PLACES * p->depth + 1) * whole_vectors(p->out.c);
 }
 
 static WeightGradient weight_gradient_plan(const Layer *l, size_t n) {
@@ -2527,7 +2567,7 @@ typedef struct PooledPass {
 
 static PooledPass pooled_pass(const Layer *l) {
     PooledPass p = {.l = l, .pool = l->pool, .row = l->in.w * l->in.c};
-    p.pitch = ceil_div(l->kernel * l->in.c, LANES) * LANES;
+    p.pitch = whole_vectors(l->kernel * l->in.c);
     p.filter = l->kernel * p.pitch;
     p.rows = l->kernel == 3 || l->kernel == 5 ? l->kernel : 1;
     p.tiles = p.rows == 3 ? term_tiles_3 : p.rows == 5 ? term_tiles_5 : term_tiles_1;
@@ -2614,7 +2654,7 @@ static void pack_rows(real *packed, const real *weight, const PooledPass *p) {
 
 // The sums of a slice of the images: the filters, then the biases.
 static size_t pooled_sums(const PooledPass *p) {
-    return p->l->out.c * p->filter + ceil_div(p->l->out.c, LANES) * LANES;
+    return p->l->out.c * p->filter + whole_vectors(p->l->out.c);
 }
 
 static size_t pooled_slices(const PooledPass *p, size_t n) {
@@ -2653,33 +2693,55 @@ static void conv2d_backward_pooled(real *din, real *dweight, real *dbias, const 
     }
 }
 
-/* A max-pool, a vector of channels at a time: the largest and where it was stay in registers.
-   Spelled out, because compilers do not mix numbers and bytes in one vector loop by themselves. */
+/* One row of a max-pool's image, a vector of channels at a time: the largest and where it was stay
+   in registers. Spelled out, because compilers do not mix numbers and bytes in one vector loop. */
+static void maxpool2d_row(real *out, uint8_t *argmax, const real *in, const Layer *l, size_t y) {
+    typedef uint8_t bytes __attribute__((vector_size(LANES)));
+    for (size_t x = 0; x < l->out.w; x++)
+        for (size_t c = 0; c < l->out.c; c += LANES) {
+            size_t at = (y * l->out.w + x) * l->out.c + c, count = l->out.c - c;
+            vec best = (vec){0} - (real)INFINITY;
+            mask arg = {0};
+            for (size_t tap = 0; tap < l->kernel * l->kernel; tap++) {
+                ptrdiff_t met = met_pixel(l, y, x, tap);
+                if (met == OUTSIDE)
+                    continue;
+                vec v = load(in + (size_t)met * l->in.c + c, count);
+                mask larger = (v > best) | (v != v); // a NaN wins
+                best = (vec)((larger & (mask)v) | (~larger & (mask)best));
+                arg = (larger & ((mask){0} + (lane)tap)) | (~larger & arg);
+            }
+            store(out + at, best, count);
+            bytes positions = __builtin_convertvector(arg, bytes);
+            memcpy(argmax + at, &positions, min_size(count, LANES));
+        }
+}
+
 static void maxpool2d_forward_fast(real *out, uint8_t *argmax, const real *in, const Layer *l,
                                    size_t n) {
-    typedef uint8_t bytes __attribute__((vector_size(LANES)));
-    Shape I = l->in, O = l->out;
+    size_t size = shape_size(l->out);
     PARALLEL_FOR_2
     for (size_t image = 0; image < n; image++)
-        for (size_t y = 0; y < O.h; y++)
-            for (size_t x = 0; x < O.w; x++)
-                for (size_t c = 0; c < O.c; c += LANES) {
-                    size_t at = ((image * O.h + y) * O.w + x) * O.c + c, count = O.c - c;
-                    vec best = (vec){0} - (real)INFINITY;
-                    mask arg = {0};
-                    for (size_t tap = 0; tap < l->kernel * l->kernel; tap++) {
-                        ptrdiff_t met = met_pixel(l, y, x, tap);
-                        if (met == OUTSIDE)
-                            continue;
-                        vec v = load(in + (image * I.h * I.w + (size_t)met) * I.c + c, count);
-                        mask larger = (v > best) | (v != v); // a NaN wins
-                        best = (vec)((larger & (mask)v) | (~larger & (mask)best));
-                        arg = (larger & ((mask){0} + (lane)tap)) | (~larger & arg);
-                    }
-                    store(out + at, best, count);
-                    bytes positions = __builtin_convertvector(arg, bytes);
-                    memcpy(argmax + at, &positions, min_size(count, LANES));
-                }
+        for (size_t y = 0; y < l->out.h; y++)
+            maxpool2d_row(out + image * size, argmax + image * size, in + image * shape_size(l->in),
+                          l, y);
+}
+
+// conv2d, ReLU and max-pool, image by image: what lies between is in the cache and never in memory.
+static void conv2d_forward_pooled(real *pooled, uint8_t *argmax, const real *in, const real *weight,
+                                  const real *bias, const Layer *l, size_t n, real *scratch) {
+    Pass p = forward_pass(l);
+    const size_t size = shape_size(l->pool->out);
+    real *areas = scratch + packed_size(&p), *images = scratch + pass_scratch(&p);
+    p.relu = true;
+    pack(scratch, weight, &p);
+    PARALLEL_FOR
+    for (size_t image = 0; image < n; image++) {
+        real *out = images + (size_t)omp_get_thread_num() * whole_vectors(shape_size(l->out));
+        run_pass_on_image(out, in + image * shape_size(l->in), scratch, bias, &p, areas);
+        for (size_t y = 0; y < l->pool->out.h; y++)
+            maxpool2d_row(pooled + image * size, argmax + image * size, out, l->pool, y);
+    }
 }
 
 static size_t scratch_size_naive(const Layer *l, size_t n) {
@@ -2692,12 +2754,14 @@ static size_t scratch_size_fast(const Layer *l, size_t n) {
         return scratch_size_naive(l, n);
     Pass forward = forward_pass(l), backward = backward_pass(l, false);
     size_t slices = weight_gradient_plan(l, n).slices, pooled = 0;
-    size_t gradient = forward.winograd ? slices * winograd_sums(&forward) +
-                                             (size_t)omp_get_max_threads() * tile_area(&forward)
-                                       : slices * (l->weights + l->biases);
+    size_t threads = (size_t)omp_get_max_threads();
+    size_t gradient = forward.winograd
+                          ? slices * winograd_sums(&forward) + threads * tile_area(&forward)
+                          : slices * (l->weights + l->biases);
     if (l->pool) {
         PooledPass p = pooled_pass(l);
-        pooled = pooled_slices(&p, n) * pooled_sums(&p) + l->out.c * p.filter;
+        pooled = max_size(pooled_slices(&p, n) * pooled_sums(&p) + l->out.c * p.filter,
+                          pass_scratch(&forward) + threads * whole_vectors(shape_size(l->out)));
     }
     return max_size(max_size(pass_scratch(&forward), pass_scratch(&backward)),
                     max_size(pooled, gradient));
@@ -2920,10 +2984,10 @@ static void plan_in_place(Net *net) {
     }
 }
 
-/* Which convolutions do the backward of the ReLU and the max-pool behind them as well, because most
-   of what those hand on is zero: where no padding has to be met. */
-static void plan_pooled_backward(Net *net) {
-    for (size_t i = 1; i < net->count && net->backend->conv2d_backward_pooled; i++) {
+/* Which convolutions do the work of the ReLU and the max-pool behind them as well, because what lies
+   between need not be stored, and most of its gradient is zero: where no padding has to be met. */
+static void plan_pooled(Net *net) {
+    for (size_t i = 1; i < net->count && net->backend->conv2d_forward_pooled; i++) {
         Layer *pool = &net->layers[i], *relu = &net->layers[pool->input];
         Layer *conv = &net->layers[relu->input];
         bool padded = conv->padding || pool->padding;
@@ -3000,12 +3064,12 @@ static void plan_gradients(Net *net) {
 // Offsets and sizes of all arenas, for batches of at most `batch` images.
 static void plan_memory(Net *net, size_t batch) {
     plan_in_place(net);
-    plan_pooled_backward(net);
+    plan_pooled(net);
     net->batch = batch;
     net->host_size = max_size(net->host_size, batch * net->classes);
     for (size_t i = 0; i < net->count; i++) {
         Layer *l = &net->layers[i];
-        size_t size = aligned(batch * shape_size(l->out));
+        size_t size = l->pool ? 0 : aligned(batch * shape_size(l->out));
         l->output = l->in_place ? net->layers[l->input].output : net->activation_size;
         net->activation_size += l->in_place ? 0 : size;
         l->stats = net->stats_size;
@@ -3178,6 +3242,19 @@ static size_t model_mnist(Net *net, size_t x) {
     return log_softmax(net, x);
 }
 
+// LeNet-5 (LeCun et al., "Gradient-based learning applied to document recognition", 1998) as it is
+// built today, with ReLU and max-pooling.
+static size_t model_lenet(Net *net, size_t x) {
+    /* LAB 1.7 BEGIN model_lenet */
+    x = maxpool2d(net, relu(net, conv2d(net, x, 6, 5, 1, 2)), 2, 2, 0);
+    x = maxpool2d(net, relu(net, conv2d(net, x, 16, 5, 1, 0)), 2, 2, 0);
+    x = relu(net, linear(net, x, 120));
+    x = relu(net, linear(net, x, 84));
+    x = linear(net, x, net->classes);
+    return log_softmax(net, x);
+    /* LAB 1.7 END */
+}
+
 // The network of PyTorch's CIFAR-10 tutorial; --width 64: the wider one of the timing study.
 static size_t model_cifar(Net *net, size_t x) {
     x = maxpool2d(net, relu(net, conv2d(net, x, net->settings->width, 5, 1, 0)), 2, 2, 0);
@@ -3269,6 +3346,7 @@ typedef struct Model {
     }
 static const Model models[] = {
     {"mnist", model_mnist, "mnist fashion-mnist synthetic", "mnist", "", false, false},
+    {"lenet", model_lenet, "mnist fashion-mnist synthetic", "mnist", "", false, false},
     {"cifar", model_cifar, "cifar10 synthetic", "cifar10",
      "--optimizer sgd --lr 0.001 --momentum 0.9 --batch-size 4 --epochs 2 --gamma 1", true, false},
     RESNET_MODEL(8, "cifar10"),
@@ -3363,12 +3441,17 @@ static void forward_row(Net *net, size_t i, size_t n, const Draw *draw) {
     const real *bias = l->biases ? net->params + l->bias : NULL;
     uint8_t *saved = net->saved + l->saved;
     size_t count = n * shape_size(l->out);
-    if (n == 0)
+    if (n == 0 || l->skipped)
         return;
     switch (l->kind) {
     case INPUT:
         break;
     case CONV2D:
+        if (l->pool) {
+            b->conv2d_forward_pooled(output(net, l->pool), net->saved + l->pool->saved, in, weight,
+                                     bias, l, n, net->scratch);
+            break;
+        }
         b->conv2d_forward(out, in, weight, bias, l, n, net->scratch);
         break;
     case LINEAR:
@@ -3537,7 +3620,8 @@ static void check_loss(const Net *net, const Batch *batch, double loss) {
         return;
     for (size_t i = 0; i < net->count; i++) {
         const Layer *l = &net->layers[i];
-        size_t count = batch->n * shape_size(l->out);
+        bool stored = !l->pool && !(l->skipped && l->kind == RELU);
+        size_t count = stored ? batch->n * shape_size(l->out) : 0;
         real *values = must_alloc(count * sizeof *values, "a look at the outputs");
         char what[64];
         describe_layer(l, what, sizeof what);
@@ -3682,6 +3766,7 @@ static const Backend backends[] = {
     {CPU_COMMON, .kernels = "fast", .fuses_relu = true, .scratch_size = scratch_size_fast,
      .prepare = cpu_prepare, .maxpool2d_forward = maxpool2d_forward_fast,
      .conv2d_forward = conv2d_forward_fast, .conv2d_backward = conv2d_backward_fast,
+     .conv2d_forward_pooled = conv2d_forward_pooled,
      .conv2d_backward_pooled = conv2d_backward_pooled, .linear_forward = conv2d_forward_fast,
      .linear_backward = conv2d_backward_fast},
 };
@@ -5930,7 +6015,8 @@ static double median(double *values, size_t count) {
 /* Floating-point operations of a row on n images, forward and backward, by the definition; and the
    bytes that it moves at least: each tensor that it reads or writes, once. */
 static void count_work(const Layer *l, size_t n, LayerTimes *t) {
-    const double in = (double)(n * shape_size(l->in)), out = (double)(n * shape_size(l->out));
+    const Shape stored = l->pool ? l->pool->out : l->out;
+    const double in = (double)(n * shape_size(l->in)), out = (double)(n * shape_size(stored));
     const double weights = (double)l->weights;
     const bool first = l->input == 0; // no gradient of the images
     double numbers = 0;
@@ -6044,8 +6130,7 @@ static void measure_layers(Run *run) {
     for (size_t i = 1; i < net->count; i++) {
         const Layer *l = &net->layers[i];
         count_work(l, batch.n, &times[i]);
-        if (l->skipped ? l->kind == MAXPOOL2D
-                       : l->kind != RELU || !net->layers[l->input].fused_relu)
+        if (!l->skipped && (l->kind != RELU || !net->layers[l->input].fused_relu))
             print_layer(csv, l, i, &times[i], peak, bandwidth);
     }
     if (csv)

@@ -1312,7 +1312,7 @@ static size_t scratch_size(const Layer *l, size_t n) {
     return max(sums, parts);
 }
 
-// In the order of struct Backend in cnn.c; NULL: prepare() and conv2d_backward_pooled().
+// In the order of struct Backend in cnn.c; NULL: prepare() and conv2d_..._pooled().
 static Backend make_backend(bool tiled) {
     auto conv2d_forward = tiled ? conv2d_forward_tiled : conv2d_forward_naive;
     auto conv2d_backward = tiled ? conv2d_backward_tiled : conv2d_backward_naive;
@@ -1321,7 +1321,7 @@ static Backend make_backend(bool tiled) {
             device_alloc, device_free, host_alloc, host_free, copy, transfer, receive, synchronize,
             mark, elapsed, wait, peak_gflops, range, record, gather,
             // conv2d and linear, which is the same; then layer by layer; optimizers
-            conv2d_forward, conv2d_backward, NULL, conv2d_forward, conv2d_backward,
+            conv2d_forward, conv2d_backward, NULL, NULL, conv2d_forward, conv2d_backward,
             batchnorm2d_forward, batchnorm2d_backward, relu_forward, relu_backward,
             maxpool2d_forward, maxpool2d_backward, avgpool2d_forward, avgpool2d_backward, add,
             dropout_forward, dropout_backward, log_softmax_forward, log_softmax_backward, nll_loss,

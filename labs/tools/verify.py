@@ -33,7 +33,7 @@ NOISE = 1.15        # a measured peak may be this much too low, since others use
 LARGEST_SPEEDUP = 1.1  # for each device: caches that grow with the devices explain no more
 CACHED_MB = 128     # what moves less than --layers uses to measure the bandwidth may stay in caches
 WINOGRAD = 36 / 16  # products by the definition over those of F(2x2, 3x3)
-SKIPPING = 8        # backward at most: three of four inputs of a max-pool got no gradient, and ReLU's zeros
+SKIPPING = 8        # of backward: three of four inputs of a max-pool get no gradient, nor do ReLU's zeros
 
 
 def finding(where, expected, found, advice="run it again"):
@@ -101,19 +101,23 @@ def check_steps(run):
 
 def check_layers(run):
     """Per cent of the peak count the operations of the definition; where the program needs fewer, more than
-    100 is right: Winograd's convolutions, and those whose backward skips what a max-pool left out."""
+    100 is right: Winograd's convolutions, and backward where it skips what a max-pool left out."""
     if not os.path.exists(path(run, "layers.csv")):
         return
-    rows = read_csv(run, "layers.csv", ["layer", "kind", "bound", "percent_of_peak", "gb_per_s", "forward_ms",
-                                        "backward_ms"])
-    for (layer, kind, bound, percent, gb_per_s, *ms), after in zip(rows, rows[1:] + [["", ""]]):
-        most = 100 * NOISE * (WINOGRAD if kind.startswith("conv2d 3x3 stride 1") else 1)
-        if kind.startswith("conv2d") and after[1].startswith("maxpool2d"):
-            most *= SKIPPING
-        limited = bound == "compute" or gb_per_s * sum(ms) > CACHED_MB
-        if percent > most and limited and not run.emulated:
-            yield finding(path(run, "layers.csv"), f"{layer}, bound by {bound}: at most {most:.0f} % of the "
-                          "measured peak", f"{percent} %", "measure again while nothing else runs")
+    images = min(run.batch, math.ceil(run.epochs[0]["images"] / run.world))
+    for layer, kind, bound, percent, gflops, gb_per_s, mflop, forward, backward in read_csv(
+            run, "layers.csv", ["layer", "kind", "bound", "percent_of_peak", "gflops", "gb_per_s", "mflop",
+                                "forward_ms", "backward_ms"]):
+        most = 100 * NOISE
+        limited = bound == "compute" or gb_per_s * (forward + backward) > CACHED_MB
+        found = {f"{layer}, bound by {bound}": (percent, most * (SKIPPING if "conv2d" in kind else 1))}
+        if bound == "compute" and min(gflops, forward) > 0:  # forward alone; MFLOP a ms are GFLOP/s
+            found[f"forward of {layer}"] = (percent / gflops * mflop * images / forward,
+                                            most * (WINOGRAD if "conv2d 3x3 stride 1" in kind else 1))
+        for what, (share, limit) in found.items():
+            if share > limit and limited and not run.emulated:
+                yield finding(path(run, "layers.csv"), f"{what}: at most {limit:.0f} % of the measured peak",
+                              f"{share:.0f} %", "measure again while nothing else runs")
 
 
 def check_devices(run):

@@ -1,0 +1,184 @@
+#!/usr/bin/env bash
+# make check LAB=n [TEST=k] [FROM=dir]: runs the lab's tests on what a student has written and prints
+# the points; results.json (or RESULTS=file) gets them as Gradescope reads them.
+# Exit status 0: all points; 1: not all; 2: the command was wrong.
+#
+# Nothing of the student's folder is used but what stands between the markers, and the run folders
+# that a lab asks for. The parts are put into an own copy of the sources, and each test runs in a
+# process of its own, which proves that it came to its end by a word that only we know.
+#
+# A lab brings labs/check/labNN.sh with
+#   tests    lines `points|TODOs that it needs, or -|title`; test k is line k
+#   build    compiles the tests in the folder $work; runs again without parts that do not compile
+#   run K    runs test K; the last thing that it does is to say the word: it gets it as its input,
+#            and writes it to file descriptor 9. Exit status 77: skipped, with the reason
+set -u
+export LC_ALL=C OMP_WAIT_POLICY=passive
+unset MAKEFLAGS MAKELEVEL SLURM_CPUS_PER_TASK
+home=$(cd "$(dirname "$0")/../.." && pwd) || exit 2
+lab=${1:-} only=${2:-} from=${FROM:-$home} limit=${LIMIT_S:-300}
+script=$home/labs/check/lab0$lab.sh
+if [[ ! $lab =~ ^[0-9]$ ]] || [ ! -f "$script" ]; then
+    echo "usage: make check LAB=n [TEST=k] [FROM=dir]; there is no checker for lab '$lab'" >&2
+    exit 2
+fi
+from=$(cd "$from" && pwd) || exit 2
+results=${RESULTS:-$PWD/results.json}
+pristine=$home
+[ -d "$home/labs/pristine" ] && pristine=$home/labs/pristine
+work=$(mktemp -d) && parts=$(mktemp -d) && logs=$(mktemp -d) || exit 2
+trap 'rm -rf "$work" "$parts" "$logs"' EXIT
+regions=$home/labs/check/regions.awk
+
+# shellcheck source=/dev/null # of the lab
+. "$script"
+
+# The files with markers of this lab, as paths in the project.
+marked_files() {
+    (cd "$pristine" && grep -lE "/\* LAB $lab\.[0-9]+ BEGIN" cnn.c cnn_kernels.cu labs/lab*/* 2>/dev/null)
+}
+todos() { # lines `1.2 name file`
+    local file
+    for file in $(marked_files); do
+        awk -v mode=list -v lab="$lab" -f "$regions" "$pristine/$file" | sed "s|\$| $file|"
+    done
+}
+
+# vet ID: what a part must not contain, since it would reach out of it
+vet() {
+    awk -v id="$1" '
+        { line = $0; gsub(/"([^"\\]|\\.)*"/, "\"\"", line); sub(/\/\/.*/, "", line) }
+        line ~ /^ *#/ && line !~ /^ *#pragma (omp|unroll|GCC|clang)/ { bad = "`" $1 "`" }
+        match(line, /(^|[^A-Za-z0-9_])(asm|__asm__|exit|_exit|_Exit|quick_exit|abort|atexit|longjmp|fork|vfork|clone|execl|execv|execve|system|popen|syscall|mmap|mprotect|ptrace|dlsym|dlopen|signal|sigaction|raise|kill|open|fopen|fdopen|write|dprintf|pwrite|getenv|setenv|environ|clock_gettime|__attribute__|__attribute|_Pragma|main)[^A-Za-z0-9_]/) {
+            bad = "`" substr(line, RSTART, RLENGTH) "`"
+        }
+        { opened = gsub(/\{/, "{", line); closed = gsub(/\}/, "}", line); depth += opened - closed }
+        depth < 0 { print "TODO " id ": a } too many; the brackets of a part must pair up"; exit }
+        bad != "" { print "TODO " id ", line " NR ": found " bad ", which this task has no use for; without it the part is taken"; exit }
+        END { if (depth > 0) print "TODO " id ": a { without its }" }' "$parts/$1"
+}
+
+stubs=$logs/stubs
+mkdir -p "$stubs" "$logs/refused"
+# assemble IDS...: the sources in $work, with these of the student's parts
+assemble() {
+    local file id taken=$logs/taken
+    rm -rf "$taken" "$work" && mkdir -p "$taken" "$work" || exit 2
+    for id in "$@"; do cp "$parts/$id" "$taken/$id"; done
+    cp -r "$home"/{Makefile,data,labs,tests} "$work"
+    rm -rf "$work/labs/pristine"
+    for file in cnn.c cnn_kernels.cu $(marked_files); do
+        mkdir -p "$work/$(dirname "$file")"
+        awk -v mode=strip -v from="$lab" -v stubs="$home/labs/stubs" -v file="$(basename "$file")" \
+            -f "$regions" "$pristine/$file" |
+            awk -v mode=put -v dir="$taken" -f "$regions" >"$work/$file"
+    done
+}
+
+# refuse ID WHY: tests that need this part fail, and say so
+refuse() { echo "$2" >"$logs/refused/$1"; }
+
+# Takes the student's parts; those that are no more than the starter's stub are not done.
+take_parts() {
+    local id name file why
+    assemble
+    while read -r id name file; do
+        if [ ! -f "$from/$file" ]; then
+            refuse "$id" "there is no $file in $from"
+        elif ! why=$(awk -v mode=take -v id="$id" -f "$regions" "$from/$file" 2>&1 >"$parts/$id"); then
+            refuse "$id" "$why"
+        elif awk -v mode=take -v id="$id" -f "$regions" "$work/$file" | diff -qbB - "$parts/$id" >/dev/null; then
+            refuse "$id" "TODO $id is not done: $name in $file; see labs/lab0$lab/README.md"
+        else
+            why=$(vet "$id")
+            [ -z "$why" ] || refuse "$id" "$why"
+        fi
+    done < <(todos)
+}
+accepted() {
+    todos | while read -r id _; do [ -f "$logs/refused/$id" ] || echo "$id"; done
+}
+
+# Builds with all parts, or, if that fails, without those that do not compile by themselves.
+build_parts() {
+    local id
+    # shellcheck disable=SC2046 # one word an id
+    assemble $(accepted)
+    (cd "$work" && build) >"$logs/build" 2>&1 && return
+    for id in $(accepted); do
+        assemble "$id"
+        (cd "$work" && build) >"$logs/build" 2>&1 ||
+            refuse "$id" "TODO $id does not compile here, where nothing is but its own layer's definitions:
+$(grep -E 'error|undefined' "$logs/build" | head -n 3)"
+    done
+    # shellcheck disable=SC2046
+    assemble $(accepted)
+    (cd "$work" && build) >"$logs/build" 2>&1 && return
+    echo "make check: the tests do not compile:" >&2
+    grep -m 5 -E 'error|undefined' "$logs/build" >&2 || tail -n 5 "$logs/build" >&2
+    exit 2
+}
+
+# run_test K NEEDS: sets verdict to passed, failed or skipped, and said to the reason
+run_test() {
+    local id word status
+    verdict=failed said=
+    for id in $2; do
+        if [ "$id" != - ] && [ -f "$logs/refused/$id" ]; then
+            said=$(cat "$logs/refused/$id")
+            return
+        fi
+    done
+    word=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
+    (cd "$work" && run_limited "$1" <<<"$word" 9>"$logs/word") >"$logs/said" 2>&1
+    status=$?
+    said=$(tail -n 12 "$logs/said" | cut -c1-400)
+    if [ "$status" -eq 77 ]; then
+        verdict=skipped
+    elif [ "$status" -eq 0 ] && [ "$(cat "$logs/word")" = "$word" ]; then
+        verdict=passed
+    elif [ "$status" -eq 0 ]; then
+        said="the test ended before its end; did a part of yours leave the program? $said"
+    elif [ "$status" -eq 124 ]; then
+        said="stopped after $limit s: an endless loop, or threads that wait for each other? $said"
+    elif [ "$status" -gt 128 ]; then
+        said="ended by signal $((status - 128)) ($(kill -l $((status - 128)))): memory that is not yours? $said"
+    fi
+}
+run_limited() {
+    export work from home
+    timeout --kill-after=5 "$limit" bash -c ". '$script'; run $1"
+}
+
+json_string() { # what is read, as a JSON string
+    awk 'BEGIN { printf "\"" }
+        { gsub(/\\/, "\\\\"); gsub(/"/, "\\\""); gsub(/\t/, "\\t"); gsub(/[\001-\037\177-\377]/, "?")
+          printf "%s%s", (NR > 1 ? "\\n" : ""), $0 }
+        END { printf "\"" }'
+}
+
+take_parts
+build_parts
+k=0 sum=0 most=0 lines=
+while IFS='|' read -r points needs title; do
+    k=$((k + 1))
+    if [ -n "$only" ] && [ "$only" != "$k" ]; then continue; fi
+    run_test "$k" "$needs"
+    got=0
+    [ "$verdict" = passed ] && got=$points
+    sum=$((sum + got)) most=$((most + points))
+    printf '%-7s %2d/%-2d  test %d: %s\n' "$verdict" "$got" "$points" "$k" "$title"
+    # shellcheck disable=SC2001 # each line
+    [ "$verdict" = passed ] || [ -z "$said" ] || sed 's/^/        /' <<<"$said"
+    lines+="${lines:+,
+}  {\"number\": \"$k\", \"name\": $(json_string <<<"$title"), \"score\": $got, \"max_score\": $points, \
+\"status\": \"${verdict/skipped/failed}\", \"output\": $( { [ "$verdict" != skipped ] || echo "skipped:"
+        [ "$verdict" = passed ] || echo "$said"; } | json_string)}"
+done < <(tests)
+if [ "$most" -eq 0 ]; then
+    echo "lab $lab has no test $only; it has $k" >&2
+    exit 2
+fi
+printf '{"score": %d, "tests": [\n%s\n]}\n' "$sum" "$lines" >"$results"
+echo "lab $lab: $sum/$most points"
+[ "$sum" -eq "$most" ]
