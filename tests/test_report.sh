@@ -206,11 +206,11 @@ test_implausible() {
     spoilt && sed -i 's/"seconds": 6.0/"seconds": 3.0/; s/"img_per_s": 17/"img_per_s": 33/' spoilt/c2/run.json
     found spoilt/seconds c2/steps.csv "expected 3.0 s in all steps of rank 0 in epoch 1" "found 6.0"
     spoil parts c2/steps.csv '3s/0,0\.37/0,0.47/' "seconds = sum of the parts in epoch 1, step 2"
-    spoil linear c1/layers.csv 's/95,compute/130,compute/' "fc1, bound by compute: at most 115 %" "found 130 %"
-    spoil conv c1/layers.csv '/^conv1/s/,1.0,2.0/,0.1,2.9/' "forward of conv1: at most 115 %" "found 353 %"
-    spoil winograd c1/layers.csv '/^conv2/s/,0.16,/,0.08,/' "forward of conv2: at most 259 %" "found 441 %"
-    spoil backward c1/layers.csv 's/200,compute/950,compute/' "conv3, bound by compute: at most 920 %"
-    spoil bandwidth c1/layers.csv 's/90,memory/130,memory/' "row 6, bound by memory: at most 115 %"
+    spoil linear c1/layers.csv 's/95,compute/180,compute/' "fc1, bound by compute: at most 150 %" "found 180 %"
+    spoil conv c1/layers.csv '/^conv1/s/,1.0,2.0/,0.1,2.9/' "forward of conv1: at most 150 %" "found 353 %"
+    spoil winograd c1/layers.csv '/^conv2/s/,0.16,/,0.08,/' "forward of conv2: at most 338 %" "found 441 %"
+    spoil backward c1/layers.csv 's/200,compute/1280,compute/' "conv3, bound by compute: at most 1200 %"
+    spoil bandwidth c1/layers.csv 's/90,memory/180,memory/' "row 6, bound by memory: at most 150 %"
     spoil gpus m2/output.txt '2s/.$/0/' "2 ranks on as many GPUs, found 1 different GPUs"
     spoilt && rm spoilt/m2/output.txt
     found implausible/no_output m2/output.txt "with its 2 GPUs, found no such file"
@@ -348,9 +348,9 @@ test_real() {
     same real/questions 14 "$(grep -c 'expected your answer' "$out")"
     answer real/report.md
     tool verify real
-    if [ -d real/plots ]; then
-        line real/findings '^Findings: 1$'
-        line real/repeats '^real: expected 5 repeats or more of cpu, global batch 50, found 2; '
+    if [ -d real/plots ]; then # what a busy machine does to times in CSV files is not tested
+        same real/findings "real: expected 5 repeats or more of cpu, global batch 50, found 2" \
+            "$(sed '/^Note: /d; /^Findings: /d; /[.]csv: /d; s/;.*//' "$out")"
     else
         skip real/findings "no plots, since no python3 has matplotlib"
     fi
