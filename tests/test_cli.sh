@@ -391,12 +391,9 @@ for images, loss in log:
     row = rows[int(images) // 64]
     if abs(float(row["loss"]) - float(loss)) > 6e-7:
         print("step", row["step"], "loss", row["loss"], "log", loss)
-parts = "load_s", "copy_s", "forward_s", "backward_s", "optimizer_s"
 for i, row in enumerate(rows):
     if (row["epoch"], row["step"], row["rank"], row["images"]) != ("1", str(i + 1), "0", "64"):
         print("row", row)
-    if sum(float(row[p]) for p in parts) > float(row["seconds"]) + 1e-5:
-        print("parts exceed the whole", row)
 END
     python out/profile_csv "$dir/profile.csv" <<'END'
 import csv, sys
@@ -451,6 +448,50 @@ END
     local failed='"status": "failed"'
     holds out/diverged_json "$failed" "$(head -n 2 "$tmp/diverged/run.json")" \
         grep -qF "$failed" "$tmp/diverged/run.json"
+}
+
+# profile_is_good FOLDER: of 3 epochs of 11 steps. What is wrong with its profile.csv and steps.csv
+profile_is_good() {
+    python3 - "$1" cnn.c 2>&1 <<'END'
+import csv, sys
+def read(name):
+    return list(csv.DictReader(open(sys.argv[1] + "/" + name)))
+lines, steps, source = read("profile.csv"), read("steps.csv"), open(sys.argv[2]).read().split("\n")
+for line in lines:
+    if line["source"] != source[int(line["line"]) - 1].strip():
+        print("not in cnn.c:", line)
+first, = [i for i, line in enumerate(lines) if line["source"].startswith("while")]
+last, = [i for i, line in enumerate(lines) if "finish_epoch" in line["source"]]
+wrong = {line["source"]: line["hits"] for line in lines[first + 1:last] if line["hits"] != "33"}
+if wrong or last < first + 8 or len(steps) != 33:
+    print("hits", wrong, "of", last - first - 1, "lines;", len(steps), "steps")
+parts = ["load_s", "copy_s", "forward_s", "backward_s", "optimizer_s", "exposed_comm_s", "idle_s"]
+for step in steps: # a microsecond is the last digit of each
+    if abs(sum(float(step[part]) for part in parts) - float(step["seconds"])) > 5e-6:
+        print("parts do not add up:", step)
+seconds = sum(float(epoch["seconds"]) for epoch in read("epochs.csv"))
+for name, found in (("lines", sum(float(line["time_us"]) for line in lines) / 1e6),
+                    ("steps", sum(float(step["seconds"]) for step in steps))):
+    if not .95 * seconds <= found <= seconds + .002: # each epoch's is rounded to a millisecond
+        print(name, "take", found, "of", seconds, "s")
+END
+}
+
+# 11 steps in an epoch, of which the last has 10 images. Another program may take the core between the
+# two clocks that are compared, but not three times.
+test_profile() {
+    local said try
+    if ! command -v python3 >/dev/null; then
+        skip profile "python3 is not installed"
+        return
+    fi
+    for try in 1 2 3; do
+        run --dataset synthetic --limit-train 650 --limit-test 10 --batch-size 64 --epochs 3 --profile \
+            --out "$tmp/profile"
+        said=$(profile_is_good "$tmp/profile")
+        [ -n "$said" ] || break
+    done
+    same profile/is_good "" "$said"
 }
 
 test_write_errors() {
@@ -565,39 +606,10 @@ END
         cmp -s "$tmp/layers/model.safetensors" "$tmp/no_layers/model.safetensors"
 }
 
-# trace_is_good NAME FILE TRACKS: strict JSON, events of a track nest, and these tracks have some
-trace_is_good() {
-    python "$1" "$2" "$3" <<'END'
-import json, sys
-def no_constant(word):
-    raise ValueError(word)
-events = json.load(open(sys.argv[1]), parse_constant=no_constant)["traceEvents"]
-names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-tracks = {}
-for e in events:
-    if e["ph"] == "X":
-        tracks.setdefault((e["pid"], e["tid"]), []).append(e)
-if any(key not in names for key in tracks):
-    print("a track without a name")
-found = {"%d:%s" % (key[0], names[key]) for key in tracks}
-for wanted in sys.argv[2].split(","):
-    if wanted not in found:
-        print("nothing on", wanted, found)
-for key, track in tracks.items():
-    ends = []
-    for e in sorted(track, key=lambda e: (e["ts"], -e["dur"])):
-        while ends and ends[-1] <= e["ts"] + .01:
-            ends.pop()
-        if e["dur"] < 0 or (ends and e["ts"] + e["dur"] > ends[-1] + .01):
-            print(names[key], e, "does not nest")
-        ends.append(e["ts"] + e["dur"])
-END
-}
-
 test_trace() {
     run "${small[@]}" --batch-size 32 --trace "$tmp/trace.json" --trace-steps 0:6
     line trace/wrote "^Wrote [0-9]+ events to $tmp/trace.json\$"
-    trace_is_good trace/one "$tmp/trace.json" "0:steps,0:train(),0:device,0:loader worker 0"
+    trace_is_good trace/one "$tmp/trace.json" "0:steps:step,0:train(),0:device:conv2 forward,0:loader worker 0"
     same trace/steps 6 "$(grep -c '"name":"step"' "$tmp/trace.json")"
     same trace/rows "6 6" "$(grep -c '"conv2 forward"' "$tmp/trace.json") $(grep -c \
         '"fc1 backward"' "$tmp/trace.json")"
@@ -605,9 +617,9 @@ test_trace() {
         "$tmp/trace.json"
     run "${small[@]}" --batch-size 32 --replicas 2 --oversubscribe --epochs 2 \
         --trace "$tmp/trace.json" --trace-steps 8:12
-    trace_is_good trace/ddp "$tmp/trace.json" "0:communication,1:communication,1:device,1:steps"
+    trace_is_good trace/ddp "$tmp/trace.json" "0:communication:all-reduce,1:communication:all-reduce,\
+1:device:fc1 backward,1:steps:step"
     same trace/over_epochs 8 "$(grep -c '"name":"step"' "$tmp/trace.json")"
-    holds trace/all_reduce "all-reduce" "none" grep -q '"name":"all-reduce"' "$tmp/trace.json"
     refused trace/steps_text 2 "--trace-steps" "${tiny[@]}" --trace "$tmp/x.json" --trace-steps 5
     refused trace/steps_order 2 "--trace-steps" "${tiny[@]}" --trace "$tmp/x.json" --trace-steps 5:5
     refused trace/no_folder 1 "$tmp/none/x.json" "${tiny[@]}" --trace "$tmp/none/x.json"
@@ -645,6 +657,7 @@ test_learning_rate
 test_sc20
 test_augmentation
 test_out
+test_profile
 test_write_errors
 test_resources
 test_layers
