@@ -484,12 +484,12 @@ END
 # 11 steps in an epoch, of which the last has 10 images. Another program may take the core between the
 # two clocks that are compared, but not three times.
 test_profile() {
-    local said try
+    local said
     if ! command -v python3 >/dev/null; then
         skip profile "python3 is not installed"
         return
     fi
-    for try in 1 2 3; do
+    for _ in 1 2 3; do
         run --dataset synthetic --limit-train 650 --limit-test 10 --batch-size 64 --epochs 3 --profile \
             --out "$tmp/profile"
         said=$(profile_is_good "$tmp/profile")
