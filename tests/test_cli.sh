@@ -548,6 +548,28 @@ test_learns() {
 
 # ---- What the run took, and how much it says
 
+# what_differs FOLDER: between /usr/bin/time, run.json and the block RESOURCES of the last run
+what_differs() {
+    python3 - "$tmp/time" "$1/run.json" "$out" 2>&1 <<'END'
+import json, re, sys
+wall, user, system, kb = map(float, open(sys.argv[1]).read().split())
+took = json.load(open(sys.argv[2]))["resources"]
+block = open(sys.argv[3]).read().split("RESOURCES")[1]
+def seconds(line):
+    hours, minutes, rest = re.search(line + r": (\d+):(\d+):(\d+)\n", block).groups()
+    return 3600 * int(hours) + 60 * int(minutes) + int(rest)
+gb = float(re.search(r"Memory Utilized: ([\d.]+) GB", block)[1])
+for name, ours, theirs, least in (("wall", took["wall_s"], wall, .05),
+                                  ("cpu", took["cpu_s"], user + system, .05),
+                                  ("memory", took["max_rss_bytes"], 1024 * kb, 0),
+                                  ("Job Wall-clock time", seconds("Job Wall-clock time"), wall, .55),
+                                  ("CPU Utilized", seconds("CPU Utilized"), user + system, .55),
+                                  ("Memory Utilized", gb * 2 ** 30, 1024 * kb, .005 * 2 ** 30)):
+    if abs(ours - theirs) > .05 * theirs + least:
+        print(name, ours, "expected", theirs)
+END
+}
+
 test_resources() {
     local time='[0-9]{2,}:[0-9]{2}:[0-9]{2}' number='[0-9]+\.[0-9]{2}'
     run "${tiny[@]}"
@@ -558,8 +580,8 @@ Memory Utilized: $number GB\nMemory Efficiency: $number% of $number GB\n\$" "$ou
     SLURM_CPUS_PER_TASK=3 SLURM_MEM_PER_NODE=512 run "${tiny[@]}"
     line resources/slurm_cores '^Cores: 3$'
     line resources/slurm_memory '^Memory Efficiency: .* of 0\.50 GB$'
-    if [ ! -x /usr/bin/time ]; then
-        skip resources/time "/usr/bin/time is not installed"
+    if [ ! -x /usr/bin/time ] || ! command -v python3 >/dev/null; then
+        skip resources/time "/usr/bin/time or python3 is not installed"
         return
     fi
     case $cnn in *debug)
@@ -567,17 +589,13 @@ Memory Utilized: $number GB\nMemory Efficiency: $number% of $number GB\n\$" "$ou
         return
         ;;
     esac
-    /usr/bin/time -f '%e %U %S %M' -o "$tmp/time" "$cnn" "${small[@]}" --out "$tmp/took" >"$out"
-    python resources/time "$tmp/time" "$tmp/took/run.json" <<'END'
-import json, sys
-wall, user, system, kb = map(float, open(sys.argv[1]).read().split())
-took = json.load(open(sys.argv[2]))["resources"]
-for name, ours, theirs, least in (("wall", took["wall_s"], wall, .05),
-                                  ("cpu", took["cpu_s"], user + system, .05),
-                                  ("memory", took["max_rss_bytes"], 1024 * kb, 0)):
-    if abs(ours - theirs) > .05 * theirs + least:
-        print(name, ours, "expected", theirs)
-END
+    local said=
+    for _ in 1 2 3; do # another program may take the core while the run begins or ends
+        /usr/bin/time -f '%e %U %S %M' -o "$tmp/time" "$cnn" "${small[@]}" --out "$tmp/took" >"$out"
+        said=$(what_differs "$tmp/took")
+        [ -n "$said" ] || break
+    done
+    same resources/time "" "$said"
 }
 
 test_layers() {
