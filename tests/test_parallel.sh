@@ -209,9 +209,9 @@ test_trace() {
     fi
     with gpus 2 --dataset synthetic --limit-train 24 --limit-test 8 --epochs 1 --global-batch 8 \
         --trace "$tmp/trace.json" --trace-steps 0:2
-    same trace/status "0 4" "$status $(grep -c '"name":"step"' "$tmp/trace.json")"
+    same trace/status "0 4" "$status $(grep -c '"name":"step [01]"' "$tmp/trace.json")"
     trace_is_good trace/gpus "$tmp/trace.json" "0:device:$first,0:device:$last,1:device:$first,\
-1:device:$last,0:communication:all-reduce,1:communication:all-reduce,0:steps,1:train()"
+1:device:$last,0:communication:all-reduce,1:communication:all-reduce,0:steps:step 0,1:steps:step 1"
 }
 
 # ---- Stopping and going on
