@@ -138,7 +138,7 @@ def draw_loss(runs):
             style.update(linestyle="", markerfacecolor="none", markersize=10)
             axis.plot([e["epoch"] for e in run.epochs], [e["test_loss"] for e in run.epochs], **style)
         axis.set(xlabel="epoch", title=name)
-        axis.legend(title="lines: training\nlarge, hollow: test", loc="upper right")
+        axis.legend(title="lines: training\nlarge, hollow: test", loc="best")
     axes[0][0].set_ylabel("loss, first repeat")
     return figure
 
