@@ -42,7 +42,7 @@ HAVE_NCCL := $(and $(HAVE_CUDA),$(HAVE_MPI),$(call probe,$(HASH)include <nccl.h>
 endif
 
 .PHONY: all help run test data bench bench-gpu debug emulate count races clean found doctor \
-	cpu single multi study study-scaling plots report verify starter check
+	cpu single multi study study-scaling study-workers plots report verify starter check
 all: found cnn
 
 found:
@@ -66,6 +66,7 @@ help:
 	@echo "make cpu     train as in a timing study, on the CPU; make single, make multi: on one GPU, on two"
 	@echo "make study   the timing study: devices x BATCHES x REPEATS, study.csv and plots; it goes on if stopped"
 	@echo "make study-scaling   1, 2, 4, ... devices: scaling.csv and a plot"
+	@echo "make study-workers   WORKERS='1 2 4 8' threads that load images: workers.csv and a plot"
 	@echo "             MODEL=cifar EPOCHS=20 BATCH=250 BATCHES='50 100' REPEATS=10 LIMIT=images GPUS=2 RUNS=folder"
 	@echo "             OPTIONS='--width 64': more options of ./cnn; EMULATE=1: virtual GPUs where there are none"
 	@echo "make plots RUNS=folder   draw what run folders tell"
@@ -142,6 +143,7 @@ EPOCHS  = 20
 BATCH   = 250
 BATCHES = 50 100 150 200 250
 REPEATS = 10
+WORKERS = 1 2 4 8
 GPUS    = 2
 NAME    = $(MODEL)-$(EPOCHS)-epochs$(if $(LIMIT),-$(LIMIT)-images)
 RUNS    = runs/$(NAME)
@@ -161,6 +163,12 @@ study-scaling: BATCH = 256
 study-scaling: REPEATS = 5
 study-scaling: all $(if $(VIRTUAL),cnn-emu)
 	@labs/tools/study.py scaling $(RUNS) --batches $(BATCH) --repeats $(REPEATS) $(STUDY)
+	-@$(PLOT) $(RUNS)
+study-workers: RUNS = runs/workers-$(NAME)
+study-workers: EPOCHS = 1
+study-workers: REPEATS = 5
+study-workers: all $(if $(VIRTUAL),cnn-emu)
+	@labs/tools/study.py workers $(RUNS) --workers $(WORKERS) --batches $(BATCH) --repeats $(REPEATS) $(STUDY)
 	-@$(PLOT) $(RUNS)
 plots:
 	@$(PLOT) $(RUNS)

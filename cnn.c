@@ -5922,7 +5922,8 @@ static void trace_step(const Run *run) {
         trace_event(rank, TRACK_DEVICE, name, run->trace_start + b->elapsed(START_MARK, begin),
                     run->trace_start + b->elapsed(START_MARK, end));
     }
-    trace_event(rank, TRACK_STEP, "step", run->step_start, now());
+    snprintf(name, sizeof name, "step %zu", steps_done(run)); // counted as by --trace-steps
+    trace_event(rank, TRACK_STEP, name, run->step_start, now());
 }
 
 // "10:20": from step 10 on, before step 20

@@ -16,6 +16,8 @@ COLUMNS = ["device", "parallel", "gpus", "model", "batch", "global_batch", "repe
            "seconds_sd", "ci95", "speedup", "accuracy_mean", "accuracy_sd", "emulated"]
 SCALING = ["scaling", "device", "devices", "parallel", "model", "batch", "global_batch", "repeats",
            "seconds_mean", "seconds_sd", "ci95", "img_per_s", "speedup", "efficiency", "emulated"]
+WORKERS = ["device", "model", "global_batch", "workers", "repeats", "img_per_s_mean", "img_per_s_sd", "ci95",
+           "loader_wait_s_mean", "emulated"]
 # Student's t: 97.5 % of all values lie below, for 1, 2, ... degrees of freedom; beyond 30 the last is taken.
 T95 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
        2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
@@ -55,6 +57,7 @@ def read_run(folder):
         run.model, run.seed = run.settings["model"], run.settings["seed"]
         run.seconds = sum(e["seconds"] for e in run.epochs)
         run.images = sum(e["images"] for e in run.epochs)
+        run.loader_wait_s = sum(e["loader_wait_s"] for e in run.epochs)
         run.accuracy = run.epochs[-1]["accuracy"] if run.epochs else math.nan
         if run.kind != "cpu":
             run.device = "single" if run.world == 1 else "multi"
@@ -243,6 +246,18 @@ def scaling_rows(rows):
                     row["speedup"] = row["img_per_s"] / one["img_per_s"]
                     row["efficiency"] = row["speedup"] / row["devices"]
                 table.append(row)
+    return table
+
+
+def workers_rows(runs):
+    """A row for each --workers, device and batch."""
+    table = []
+    for workers, group in sorted(by(runs, lambda r: r.settings["workers"]).items()):
+        for row in make_rows(group):
+            mean, sd, ci95 = summary([r.images / max(r.seconds, 1e-9) for r in row["runs"]])
+            wait = statistics.mean(r.loader_wait_s for r in row["runs"])
+            table.append(dict(row, workers=workers, img_per_s_mean=mean, img_per_s_sd=sd, ci95=ci95,
+                              loader_wait_s_mean=wait))
     return table
 
 
