@@ -64,7 +64,7 @@ static struct {
     Place place;                   // where the caller is
     uint32_t order[IMAGES];        // the epoch's permutation
     unsigned begun[MAX_EPOCHS][IMAGES], made[MAX_EPOCHS][IMAGES]; // how many times, by position
-    size_t inside, most_inside;    // threads that make a batch, now and at most
+    size_t inside, most_inside; // threads that make a batch, now and at most
     pthread_t caller;
     void (*hold_up)(size_t position); // what a test does to whoever makes this image
 } seen;
@@ -136,9 +136,10 @@ static void observe(uint8_t *out, const uint8_t *in, Shape s, const Draw *draw) 
     out[2] = (uint8_t)position;
     ADD(seen.inside, -1);
     if (epoch != READ(seen.epoch))
-        wrong("a worker was still making batch %zu of epoch %zu when loader_start() had begun epoch "
-              "%zu: loader_start() waits until l->busy, the workers that make a batch, is 0",
-              position / seen.size, epoch, READ(seen.epoch));
+        wrong(
+            "a worker was still making batch %zu of epoch %zu when loader_start() had begun epoch "
+            "%zu: loader_start() waits until l->busy, the workers that make a batch, is 0",
+            position / seen.size, epoch, READ(seen.epoch));
     ADD(seen.made[epoch][position], 1);
     ADD(events, 1);
 }
@@ -148,16 +149,18 @@ static void observe(uint8_t *out, const uint8_t *in, Shape s, const Draw *draw) 
 static _Noreturn void explain_next(const Loader *l) {
     size_t due = READ(seen.due);
     if (l->filled[due % l->slots] == due + 1)
-        wrong("deadlock: batch %zu is filled, but the caller of loader_next() sleeps on: nobody has "
-              "woken it. Does a signal wake one thread where several wait for different things?",
-              due);
+        wrong(
+            "deadlock: batch %zu is filled, but the caller of loader_next() sleeps on: nobody has "
+            "woken it. Does a signal wake one thread where several wait for different things?",
+            due);
     if (count_images(seen.begun, due) == 0)
         wrong("deadlock: loader_next() waits for batch %zu, all workers wait, and nobody fills it",
               due);
     if (count_images(seen.made, due) == images_of(due))
-        wrong("deadlock: batch %zu is made, but filled[%zu] is %zu, not %zu: loader_next() waits for "
-              "ever",
-              due, due % l->slots, l->filled[due % l->slots], due + 1);
+        wrong(
+            "deadlock: batch %zu is made, but filled[%zu] is %zu, not %zu: loader_next() waits for "
+            "ever",
+            due, due % l->slots, l->filled[due % l->slots], due + 1);
     wrong("batch %zu was begun and is never ready", due);
 }
 
@@ -171,9 +174,10 @@ static _Noreturn void explain_silence(void) {
     if (place == IN_NEXT)
         explain_next(l);
     if (place == IN_START && l->busy > 0)
-        wrong("deadlock: loader_start() waits for busy workers, and busy stays %zu though none makes "
-              "a batch",
-              l->busy);
+        wrong(
+            "deadlock: loader_start() waits for busy workers, and busy stays %zu though none makes "
+            "a batch",
+            l->busy);
     if (place == IN_START)
         wrong("deadlock: no worker is busy any more, but nobody has woken loader_start()");
     if (place == IN_FREE)
@@ -194,12 +198,12 @@ static void *watch(void *unused) {
 }
 
 // Waits until `condition` holds; false: it does not within half of the patience.
-#define HAPPENS(condition)                                          \
-    ({                                                              \
-        double limit = now() + PATIENCE_S / 2.;                     \
-        while (!(condition) && now() < limit)                       \
-            usleep(1000);                                           \
-        (condition);                                                \
+#define HAPPENS(condition)                      \
+    ({                                          \
+        double limit = now() + PATIENCE_S / 2.; \
+        while (!(condition) && now() < limit)   \
+            usleep(1000);                       \
+        (condition);                            \
     })
 
 /* ---- The caller ------------------------------------------------------------------------------ */
@@ -208,15 +212,15 @@ static const DatasetInfo info = {
     .name = "numbered", .shape = {2, 4, 1}, .classes = 10, .train = IMAGES, .std = {1, 1, 1}};
 static const uint64_t seed = 7;
 
+static uint8_t images[IMAGES * PIXELS], labels[IMAGES];
+static const Dataset data = {&info, IMAGES, images, labels};
+
 // Image number i holds i in its first byte, and a pattern of its own behind it.
-static const Dataset *numbered_images(void) {
-    static uint8_t images[IMAGES * PIXELS], labels[IMAGES];
-    static const Dataset data = {&info, IMAGES, images, labels};
+static void make_images(void) {
     for (size_t i = 0; i < IMAGES * PIXELS; i++)
         images[i] = (uint8_t)(i / PIXELS * (1 + i % PIXELS * 3));
     for (size_t i = 0; i < IMAGES; i++)
         labels[i] = (uint8_t)(i % 10);
-    return &data;
 }
 
 static void enter(Place place) {
@@ -232,7 +236,7 @@ static void open_loader(size_t size, size_t workers, void (*hold_up)(size_t posi
     seen.workers = workers;
     seen.caller = pthread_self();
     seen.hold_up = hold_up;
-    loader_init(&seen.loader, numbered_images(), size, workers, observe, on_cpu);
+    loader_init(&seen.loader, &data, size, workers, observe, on_cpu);
 }
 
 // Each epoch of a loader has another number: 1, 2, ...
@@ -259,7 +263,7 @@ static void check_images(const Batch *batch, size_t number, const char *when) {
     for (size_t i = 0; i < images_of(number); i++) {
         const size_t position = number * seen.size + i, image = seen.order[position];
         uint8_t want[PIXELS], got[PIXELS];
-        memcpy(want, numbered_images()->images + image * PIXELS, PIXELS);
+        memcpy(want, images + image * PIXELS, PIXELS);
         want[1] = (uint8_t)seen.epoch;
         want[2] = (uint8_t)position;
         for (size_t p = 0; p < PIXELS; p++)
@@ -504,13 +508,15 @@ static long switches(void) { // how many times a thread of ours went to sleep
 static void check_sleep(const char *who, double since, double cpu_since, long switches_since) {
     const double wall = now() - since, cpu = cpu_s() - cpu_since;
     if (cpu > .1 * wall)
-        wrong("%s for %.2f s, and took %.2f s of a core for it: they ask again and again instead of "
-              "sleeping in pthread_cond_wait(), and take the core from those who compute",
-              who, wall, cpu);
+        wrong(
+            "%s for %.2f s, and took %.2f s of a core for it: they ask again and again instead of "
+            "sleeping in pthread_cond_wait(), and take the core from those who compute",
+            who, wall, cpu);
     if (switches() - switches_since > 25)
-        wrong("%s for %.2f s, and woke up %ld times meanwhile, to look whether anything has changed: "
-              "pthread_cond_wait() sleeps until it has",
-              who, wall, switches() - switches_since);
+        wrong(
+            "%s for %.2f s, and woke up %ld times meanwhile, to look whether anything has changed: "
+            "pthread_cond_wait() sleeps until it has",
+            who, wall, switches() - switches_since);
 }
 
 static void hold_up_and_measure(size_t position) {
@@ -569,6 +575,7 @@ int main(int argc, char **argv) {
     pthread_t watcher;
     if (!fgets(word, sizeof word, stdin) || pthread_create(&watcher, NULL, watch, NULL) != 0)
         return 2;
+    make_images();
     for (int a = 1; a < argc; a++)
         for (size_t t = 0; t < sizeof tests / sizeof *tests; t++)
             if (strcmp(argv[a], tests[t].name) == 0)

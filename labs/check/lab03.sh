@@ -115,7 +115,7 @@ bad_row() {
 }
 
 sweep() {
-    local folder=$from/runs/lab03-workers row why workers missing= first=
+    local folder=$from/runs/lab03-workers row why workers run_json missing="" first=""
     for workers in 1 2 4 8; do
         row=
         for run_json in "$folder"/*/run.json; do
