@@ -194,7 +194,7 @@ test_readme() {
             ;;
         cpu) cnn_of_job=./cnn ;;
         multinode) can_train_over_mpi "$script" || continue ;;
-        timing_array) continue ;; # test_timing_array
+        timing_array | workers_array) continue ;; # test_timing_array, test_workers_array
         esac
         command="source slurm/site.env && ${command/sbatch/sbatch --parsable} ${tiny[*]}"
         job=$(PATH=$tmp/bin:$PATH CNN=$cnn_of_job bash -c "$command" 2>"$err") || fail "readme/$script" works "$(cat "$err")"
@@ -243,6 +243,18 @@ test_timing_array() {
     same timing_array/collected "exit 0, 3 lines" "exit $?, $(wc -l <runs/timing/study.csv) lines"
     $study collect runs/timing --repeats 2 >"$out" 2>&1
     line timing_array/missing '^missing: single, global batch 16: repeat 2$'
+}
+
+# Two jobs of the array: each index is its number of workers.
+test_workers_array() {
+    local workers
+    submit --array=1,8 slurm/workers_array.sb "${tiny[@]}"
+    until_true 120 no_jobs
+    for workers in 1 8; do
+        same "workers_array/$workers" "complete, with $workers" \
+            "$(grep -oP '"status": "\K\w+' runs/workers/w$workers/run.json), with $(
+                grep -oP '^    "workers": \K\d+' runs/workers/w$workers/run.json)"
+    done
 }
 
 can_train_over_mpi() {
@@ -386,3 +398,4 @@ test_site
 test_mpi
 test_readme
 test_timing_array
+test_workers_array
