@@ -97,6 +97,7 @@ conditions() { # what has to be the same in all rows
     for name in model width dataset limit-train batch-size epochs seed threads kernels; do
         echo "$name=$(setting "$1" $name)"
     done
+    grep -o '"cpu": "[^"]*"\|"device": "[^"]*"' "$1/run.json"
     results "$1"
 }
 
@@ -114,26 +115,42 @@ bad_row() {
     grep -q '^1,' "$1/epochs.csv" || echo "has no epoch in epochs.csv"
 }
 
+# row_of FOLDER WORKERS: the run folder with so many workers
+row_of() {
+    local file
+    for file in "$1"/*/run.json; do
+        [ -f "$file" ] || continue
+        [ "$(setting "$(dirname "$file")" workers)" != "$2" ] || { dirname "$file" && return; }
+    done
+}
+
+# fits ROW OTHERS...: says why a row cannot stand in one table with the others
+fits() {
+    local row=$1 other why
+    for other in "${@:2}"; do
+        if why=$(diff <(conditions "$other") <(conditions "$row")); then
+            cmp -s "$other/epochs.csv" "$row/epochs.csv" || continue
+            echo "$other and $row have the same times to the last digit: one is a copy of the other"
+        else
+            echo "$other and $row differ in more than their workers:"
+            grep '^[<>]' <<<"$why" | head -n 4
+        fi
+        return 1
+    done
+}
+
 sweep() {
-    local folder=$from/runs/lab03-workers row why workers run_json missing="" first=""
+    local folder=$from/runs/lab03-workers workers row why rows=() missing=""
     for workers in 1 2 4 8; do
-        row=
-        for run_json in "$folder"/*/run.json; do
-            [ -f "$run_json" ] && [ "$(setting "$(dirname "$run_json")" workers)" = "$workers" ] &&
-                row=$(dirname "$run_json") && break
-        done
+        row=$(row_of "$folder" "$workers")
         [ -n "$row" ] || { missing+=" $workers" && continue; }
         why=$(bad_row "$row")
         [ -z "$why" ] || { echo "$row: $why" && return 1; }
-        first=${first:-$row}
-        if ! why=$(diff <(conditions "$first") <(conditions "$row")); then
-            echo "$first and $row differ in more than their workers:"
-            grep '^[<>]' <<<"$why" | head -n 4
-            return 1
-        fi
+        fits "$row" "${rows[@]}" || return 1
+        rows+=("$row")
     done
     [ -z "$missing" ] || {
-        echo "no run folder in $folder for --workers$missing; step 5 of the handout has the commands"
+        echo "no run folder in $folder for --workers$missing; step 6 of the handout has the commands"
         return 1
     }
 }
