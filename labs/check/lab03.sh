@@ -72,7 +72,7 @@ trained() {
 
 # Without any: the program in which these two parts are the starter's.
 same_bits() {
-    local flags="-std=gnu17 -O2 -Wno-unknown-pragmas" name alone found
+    local flags="-std=gnu17 -O1 -Wno-unknown-pragmas" name alone found
     awk -v mode=strip -v from=3 -v stubs=labs/stubs -f labs/check/regions.awk cnn.c >alone.c
     for name in cnn alone; do
         # shellcheck disable=SC2086 # several words
