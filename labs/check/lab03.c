@@ -512,7 +512,7 @@ static void check_sleep(const char *who, double since, double cpu_since, long sw
             "%s for %.2f s, and took %.2f s of a core for it: they ask again and again instead of "
             "sleeping in pthread_cond_wait(), and take the core from those who compute",
             who, wall, cpu);
-    if (switches() - switches_since > 25)
+    if (switches() - switches_since > 40)
         wrong(
             "%s for %.2f s, and woke up %ld times meanwhile, to look whether anything has changed: "
             "pthread_cond_wait() sleeps until it has",
