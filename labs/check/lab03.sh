@@ -59,28 +59,30 @@ races() {
     return 1
 }
 
-# trained PROGRAM WORKERS: the losses and the weights' hash of every epoch
+# trained PROGRAM WORKERS SECONDS: the losses and the weights' hash of every epoch
 trained() {
-    if ! "./$1" --no-cuda --model cifar --dataset synthetic --limit-train 500 --limit-test 100 --epochs 2 \
-        --augment elastic --workers "$2" --out "trained-$1-$2" >output.txt 2>&1 </dev/null; then
-        tail -n 3 output.txt
-        return 1
-    fi
+    local status=0
+    timeout "$3" "./$1" --no-cuda --model cifar --dataset synthetic --limit-train 500 --limit-test 100 --epochs 2 \
+        --augment elastic --workers "$2" --out "trained-$1-$2" >output.txt 2>&1 </dev/null || status=$?
+    [ $status -ne 124 ] || echo "deadlock: ./cnn --workers $2 stood still and was stopped after $3 s; its last lines:"
+    [ $status -eq 0 ] || { tail -n 3 output.txt && return 1; }
     cut -d, -f1-6 "trained-$1-$2/steps.csv"
     grep -o '"weight_hash":"[^"]*"' "trained-$1-$2/run.json"
 }
 
 # Without any: the program in which these two parts are the starter's.
 same_bits() {
-    local flags="-std=gnu17 -O1 -Wno-unknown-pragmas" name alone found
+    local flags="-std=gnu17 -O1 -Wno-unknown-pragmas" name workers alone found
     awk -v mode=strip -v from=3 -v stubs=labs/stubs -f labs/check/regions.awk cnn.c >alone.c
     for name in cnn alone; do
         # shellcheck disable=SC2086 # several words
         "${CC:-gcc}" $flags "$name.c" -o "$name" -lm -lpthread || return 1
     done
-    alone=$(trained alone 1) || { echo "$alone" && return 1; }
+    SECONDS=0
+    alone=$(trained alone 1 240) || { echo "$alone" && return 1; }
+    local patience=$((20 + 10 * SECONDS)) # a run that stands still
     for workers in 1 4; do
-        found=$(trained cnn "$workers") || { echo "$found" && return 1; }
+        found=$(trained cnn "$workers" "$patience") || { echo "$found" && return 1; }
         [ "$found" = "$alone" ] && continue
         echo "with --workers $workers the losses are others than those of batches made one after the other:"
         diff <(echo "$alone") <(echo "$found") | grep '^[<>]' | head -n 4
