@@ -32,7 +32,7 @@ run() {
     6) ./lab03 end ;;
     7) ./lab03 sleep ;;
     8) races ;;
-    9) same_bits && say_word ;;
+    9) ./lab03 order 9>/dev/null <<<"" && same_bits && say_word ;; # by the workers
     10) sweep && say_word ;;
     esac
 }
