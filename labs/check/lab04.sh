@@ -27,8 +27,8 @@ may_call='element spot_of met_pixel window_of stream ceil_div check'
 may_call+=' cudaGetLastError cudaPeekAtLastError cudaError_t cudaSuccess cudaGetErrorString'
 may_call+=' cudaDeviceSynchronize cudaStreamSynchronize cudaStream_t'
 
-# cut: the kernels without room 6, and with names inside of the parts that lead nowhere else
-cut() {
+# cut_kernels: the kernels without room 6, and with names inside of the parts that lead nowhere else
+cut_kernels() {
     local defined
     # names of functions that stand outside of the parts
     defined=$(awk '/LAB 4\.[0-9] BEGIN/ { inside = 1 } /LAB 4\.[0-9] END/ { inside = 0 }
@@ -89,7 +89,7 @@ emulated() {
 build() {
     local cc=${CC:-gcc} cxx=${CXX:-g++} tsan=(-O1 -g -fsanitize=thread)
     local c=("$cc" -std=gnu17 -O1 -g -march=native -fno-math-errno -w -DCNN_CUDA)
-    cut >lab04.cu && "${c[@]}" -c labs/check/lab04.c -o lab04.o || return
+    cut_kernels >lab04.cu && "${c[@]}" -c labs/check/lab04.c -o lab04.o || return
     emulated lab04_emulated "$cxx" -O1 -g || return
     if on_gpu; then
         nvcc -std=c++17 -O2 -arch=native -I. -c lab04.cu -o lab04_gpu.o &&
