@@ -114,7 +114,8 @@ static void test_waits(size_t times) {
         wrong("the timer tells the %.3f ms of all %zu calls together, expected those of one call, "
               "%.3f ms",
               1e3 * seconds, times, 1e3 * duration);
-    if (!near(seconds, duration))
+    // one call too many, which warms up, is for the next test
+    if (!near(seconds, duration) && !near(seconds, duration * (double)(times + 1) / (double)times))
         wrong("the timer tells %.4f ms a call, expected the %.3f ms that the device is busy with "
               "each of %zu calls",
               1e3 * seconds, 1e3 * duration, times);
@@ -126,7 +127,7 @@ static void test_counts_no_more(size_t times) {
     check_waited(seconds);
     if (!near(seconds, duration))
         wrong("each call takes the device %.3f ms, the first one %.0f ms; the timer tells %.3f ms: "
-              "the slow first call is counted. Make one before the clock starts",
+              "the slow first call is counted. Make one before the clock starts, and wait for it",
               1e3 * duration, 1e3 * slow, 1e3 * seconds);
     seconds = told(slow, before, times);
     if (!near(seconds, duration))
