@@ -214,7 +214,8 @@ bench-gpu:
 	@echo "make bench-gpu needs nvcc and a GPU; none of CUDA was found"; exit 1
 endif
 
-# Lab 4: where a GPU begins to be worth it. EMULATE=1, or no CUDA: in the emulator; LARGEST: the last batch
+# Lab 4: from how many images on is a GPU worth it? EMULATE=1, or without CUDA: in the emulator.
+# LARGEST: the last batch.
 CROSSOVER = build/$(if $(and $(KERNELS),$(if $(VIRTUAL),,yes)),,emu_)crossover
 build/crossover: labs/lab04/crossover.c cnn.c $(KERNELS) build/settings
 	$(GPU_TEST) $(KERNELS) -o $@ $(CUDA_LIBS) $(LIBS)

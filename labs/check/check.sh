@@ -47,7 +47,8 @@ todos() { # lines `1.2 name file`
 # vet ID: what a part must not contain, since it would reach out of it
 vet() {
     awk -v id="$1" '
-        { line = $0; gsub(/"([^"\\]|\\.)*"/, "\"\"", line); sub(/\/\/.*/, "", line) }
+        { line = $0; gsub(/"([^"\\]|\\.)*"/, "\"\"", line)
+          gsub(/\/\*[^*"\047]*\*\//, "", line); sub(/\/\/.*/, "", line) }
         line ~ /^ *#/ && line !~ /^ *#pragma (omp|unroll|GCC|clang)/ { bad = "`" $1 "`" }
         match(line, /(^|[^A-Za-z0-9_])(asm|__asm__|exit|_exit|_Exit|quick_exit|abort|atexit|longjmp|fork|vfork|clone|execl|execv|execve|system|popen|syscall|mmap|mprotect|ptrace|dlsym|dlopen|signal|sigaction|raise|kill|open|fopen|fdopen|write|dprintf|pwrite|getenv|setenv|environ|clock_gettime|__attribute__|__attribute|_Pragma|main)[^A-Za-z0-9_]/) {
             bad = "`" substr(line, RSTART, RLENGTH) "`"
