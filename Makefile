@@ -42,7 +42,7 @@ HAVE_NCCL := $(and $(HAVE_CUDA),$(HAVE_MPI),$(call probe,$(HASH)include <nccl.h>
 endif
 
 .PHONY: all help run test data bench bench-gpu debug emulate count races clean found doctor \
-	cpu single multi study study-scaling study-workers plots report verify starter check
+	cpu single multi study study-scaling study-workers plots report verify starter check crossover
 all: found cnn
 
 found:
@@ -74,6 +74,7 @@ help:
 	@echo "make verify RUNS=folder  what is missing or implausible there, before you hand it in"
 	@echo "make starter LAB=1 OUT=folder   the starter of a lab; labs/README.md tells what labs there are"
 	@echo "make check LAB=1   a lab's tests, in its starter: points, and results.json; TEST=2: one of them"
+	@echo "make crossover   lab 4: a layer on the CPU and on the GPU, from 1 image to 256; EMULATE=1 LARGEST=16"
 	@echo "make clean   remove everything that make made, but not runs/"
 	@echo "Variables: CC=clang ARCH=x86-64-v3 OPT=-O0 NO_OMP=1 NO_CUDA=1 NO_MPI=1 NO_NCCL=1 CUDA_ARCH=native QUICK=1"
 
@@ -227,6 +228,17 @@ else
 bench-gpu:
 	@echo "make bench-gpu needs nvcc and a GPU; none of CUDA was found"; exit 1
 endif
+
+# Lab 4: from how many images on is a GPU worth it? EMULATE=1, or without CUDA: in the emulator.
+# LARGEST: the last batch.
+CROSSOVER = build/$(if $(and $(KERNELS),$(if $(VIRTUAL),,yes)),,emu_)crossover
+build/crossover: labs/lab04/crossover.c cnn.c $(KERNELS) build/settings
+	$(GPU_TEST) $(KERNELS) -o $@ $(CUDA_LIBS) $(LIBS)
+build/emu_crossover: labs/lab04/crossover.c cnn.c build/emu_kernels.o build/settings
+	$(GPU_TEST) build/emu_kernels.o -o $@ -lstdc++ $(LIBS)
+crossover: $(CROSSOVER)
+	@mkdir -p runs
+	@$(CROSSOVER) runs/lab04-crossover.csv $(LARGEST)
 
 # The race detector on every kernel: barriers that are missing, numbers that two threads fight for.
 races: cnn-emu
