@@ -395,7 +395,7 @@ static Trial draw_trial(const Case *c) {
     }
 }
 
-// Places of maxima for all outputs, each inside of the image; that of the trial's output is its own.
+// Places of maxima for all outputs, each inside of the image; the trial's output has its own.
 static void draw_argmax(const Case *c, const Trial *t) {
     const Layer *l = &c->l;
     memset(argmax_memory, 255, sizeof argmax_memory);
@@ -698,7 +698,7 @@ static bool in_window(const Case *c, size_t out, size_t pixel, Mistake m, size_t
     return false;
 }
 
-// The first pixel that has this value and, unless ROLES, lies in the window; else how many there are.
+// The first pixel that has this value, in the window or anywhere; else how many pixels there are.
 static size_t find_pixel(const Case *c, real value, size_t out, Mistake m, bool within) {
     size_t pixel = 0, tap;
     const Array *in = &tensors[IMAGE];

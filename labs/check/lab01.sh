@@ -34,7 +34,8 @@ build() {
     make -s -f - CC="${CC:-gcc}" NO_CUDA=1 NO_MPI=1 OPT=-O1 lab01 <<'END'
 include Makefile
 lab01: labs/check/lab01.c layers.c models.c
-	$(BUILD) -DREAL=double -I. -Wno-unused-function -Werror=implicit-function-declaration $< -o $@ $(LIBS)
+	$(BUILD) -DREAL=double -I. -Wno-unused-function -Werror=implicit-function-declaration \
+		$< -o $@ $(LIBS)
 END
 }
 
@@ -42,14 +43,18 @@ END
 learns() {
     local accuracy least=50
     make -s cnn CC="${CC:-gcc}" NO_CUDA=1 NO_MPI=1 || return
-    ./cnn --kernels naive --model lenet --dataset synthetic --limit-train 3200 --limit-test 500 \
-        --epochs 1 --batch-size 8 --seed 1 --threads 1 --out lenet </dev/null 9>&- >train.txt 2>&1 ||
-        { echo "./cnn --kernels naive --model lenet ended with an error:"; tail -n 3 train.txt; return 1; }
+    if ! ./cnn --kernels naive --model lenet --dataset synthetic --limit-train 3200 \
+        --limit-test 500 --epochs 1 --batch-size 8 --seed 1 --threads 1 --out lenet \
+        </dev/null 9>&- >train.txt 2>&1; then
+        echo "./cnn --kernels naive --model lenet ended with an error:"
+        tail -n 3 train.txt
+        return 1
+    fi
     accuracy=$(awk -F, 'NR == 1 { for (i = 1; i <= NF; i++) at = $i == "accuracy" ? i : at }
         END { if (NR > 1) print $at }' lenet/epochs.csv)
     awk -v a="$accuracy" -v least="$least" 'BEGIN { exit !(a != "" && a + 0 >= least) }' && return
-    echo "after 3200 images lenet gets ${accuracy:-?} % of 500 made-up digits right; expected at least"
-    echo "$least %. Guessing gets 10 %. Do the tests before this one pass?"
+    echo "After 3200 images lenet gets ${accuracy:-?} % of 500 made-up images right; expected at"
+    echo "least $least %. Guessing gets 10 %. Do the tests before this one pass?"
     return 1
 }
 
