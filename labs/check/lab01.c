@@ -198,7 +198,7 @@ static void print_case(const Case *c) {
     printf("%s%s\n",
            c->pool     ? ""
            : c->biased ? "; with a bias"
-                       : "; no bias",
+                       : "; no bias (NULL)",
            c->accumulate ? "; accumulate" : "");
 }
 
@@ -425,13 +425,22 @@ static void run_trial(const Case *c, const Trial *t, real before, real around) {
     call(c, before);
 }
 
-static real wanted(const Case *c, const Trial *t, Mistake m, size_t i) {
-    Trial moved = *t;
-    real product = 1;
+static real product(const Case *c, const Trial *t) {
+    real both = 1;
     for (Role role = 0; role < ROLES; role++)
-        product *= role == c->role ? 1 : t->value[role];
+        both *= role == c->role ? 1 : t->value[role];
+    return both;
+}
+
+// Whether the product belongs to number i of what is computed.
+static bool meets_at(const Case *c, const Trial *t, Mistake m, size_t i) {
+    Trial moved = *t;
     moved.at[c->role] = i;
-    return prior.data[i] + (meets(c, moved.at, m) ? product : 0);
+    return meets(c, moved.at, m);
+}
+
+static real wanted(const Case *c, const Trial *t, Mistake m, size_t i) {
+    return prior.data[i] + (meets_at(c, t, m, i) ? product(c, t) : 0);
 }
 
 static bool close_to(real a, real b) {
@@ -461,15 +470,42 @@ static bool always_as_mistaken(const Case *c, const Trial *first, Mistake m) {
     return all;
 }
 
-static void print_effect(const Case *c, const Trial *t, real found, real expected) {
+// Whether each number is what was there before plus what is right.
+static bool added_to_before(const Case *c, const Trial *t) {
+    size_t i = 0, count = tensors[c->role].count;
+    run_trial(c, t, 1, NAN);
+    while (i < count && close_to(tensors[c->role].data[i], 1 + wanted(c, t, RIGHT, i)))
+        i++;
+    return i == count;
+}
+
+// Where the product is found instead; as many as there are numbers, if nowhere.
+static size_t find_product(const Case *c, const Trial *t) {
+    size_t i = 0, count = tensors[c->role].count;
+    run_trial(c, t, 0, 0);
+    while (i < count && (meets_at(c, t, RIGHT, i) ||
+                         !close_to(tensors[c->role].data[i] - prior.data[i], product(c, t))))
+        i++;
+    return i;
+}
+
+static void print_effect(const Case *c, const Trial *t, real found, bool meet) {
     Case fresh = *c;
     fresh.accumulate = false;
     if (c->accumulate && as_mistaken(&fresh, t, RIGHT, 0, 0)) {
         printf("It is right without accumulate; with it, din has to be added to what is there.\n");
         return;
     }
-    if (!c->accumulate && as_mistaken(c, t, RIGHT, 0, NAN)) {
+    if (!c->accumulate && added_to_before(c, t)) {
         printf("It was added to what was there before, here NaN: = is asked, not +=.\n");
+        return;
+    }
+    if (always_as_mistaken(c, t, RIGHT)) {
+        printf("%s\n", isnan(found)
+                           ? "Numbers before or behind an array were read, or this one was "
+                             "never written. Pixels outside of the image count as 0."
+                           : "It was right when the same was asked again: is a variable "
+                             "not set before it is used?");
         return;
     }
     for (Mistake m = RIGHT + 1; m < MISTAKES; m++)
@@ -477,17 +513,17 @@ static void print_effect(const Case *c, const Trial *t, real found, real expecte
             printf("All numbers look as if %s.\n", effects[m]);
             return;
         }
-    if (as_mistaken(c, t, RIGHT, 0, 0))
-        printf("Numbers before or behind an array were read: pixels outside of the image must "
-               "count as 0.\n");
+    size_t instead = find_product(c, t);
+    if (instead < tensors[c->role].count)
+        printf("The product was found in %s.%s\n", element(c, c->role, instead),
+               meet ? "" : " Is a sum not set to 0 before the next one?");
     else if (isnan(found))
         printf("NaN was there before: it was never written, or numbers outside of an array were "
                "read.\n");
-    else if (expected == 0)
-        printf("These two have nothing to do with that place.\n");
     else
         printf(
-            "The product is missing or not alone: was it overwritten later, or counted twice?\n");
+            "The product was found nowhere else: was it overwritten later (= where += is asked), "
+            "left out, or counted twice?\n");
 }
 
 static _Noreturn void report_trial(const Case *c, const Trial *t, size_t i) {
@@ -502,18 +538,14 @@ static _Noreturn void report_trial(const Case *c, const Trial *t, size_t i) {
         printf("All of %s is 0 but for %s = %.6g, all of %s but for %s = %.6g", name_of(c, first),
                element(c, first, t->at[first]), t->value[first], name_of(c, second),
                element(c, second, t->at[second]), t->value[second]);
-    Trial moved = *t;
     size_t meeting = 0, count = tensors[c->role].count;
-    for (; meeting < count; meeting++) {
-        moved.at[c->role] = meeting;
-        if (meets(c, moved.at, RIGHT))
-            break;
-    }
+    while (meeting < count && !meets_at(c, t, RIGHT, meeting))
+        meeting++;
     if (meeting < count)
         printf("; they meet in %s.\n", element(c, c->role, meeting));
     else
         printf("; they meet nowhere.\n");
-    print_effect(c, t, found, expected);
+    print_effect(c, t, found, meeting == i);
     print_case(c);
     print_step(c);
     give_up();
@@ -802,9 +834,11 @@ static void test_pool_forward(void) {
         }
 }
 
-// Two windows that overlap, and have the same maximum: din gets the sum of both.
+/* Two windows that overlap, and have the same maximum: din gets the sum of both. Says so if one was
+   overwritten; what else there may be wrong the next tests find. */
 static void test_overlap(void) {
     Case c = draw_case(IMAGE, true, 1);
+    c.accumulate = false;
     c.l.stride = 1;
     c.l.out.h = c.l.in.h - c.l.kernel + 1;
     c.l.out.w = c.l.in.w - c.l.kernel + 1;
@@ -814,12 +848,16 @@ static void test_overlap(void) {
     tensors[OUTPUT].data[0] = 2;
     tensors[OUTPUT].data[1] = 3;
     call(&c, NAN);
-    if (tensors[IMAGE].data[1] == 5)
+    const Array *din = &tensors[IMAGE];
+    bool overwritten = din->data[1] == 3 || din->data[1] == 2;
+    for (size_t i = 0; i < din->count; i++)
+        overwritten = overwritten && (i == 1 || din->data[i] == 0);
+    if (!overwritten)
         return;
     printf("din[0][0][1][0] is %.6g, expected 5: it is the maximum of two windows that overlap, "
            "with dout 2 and 3.\n",
-           tensors[IMAGE].data[1]);
-    printf("It gets the sum of both; was the first one overwritten?\n");
+           din->data[1]);
+    printf("It gets the sum of both; one was overwritten by the other (= where += is asked).\n");
     print_case(&c);
     give_up();
 }
@@ -889,7 +927,8 @@ static void test_softmax_case(Dout kind) {
             printf("It is near, but a gradient has no error but that of rounding (here 1e-9): is "
                    "it still a difference of two numbers, not the formula?\n");
         else if (isnan(found))
-            printf("NaN was there before: it was not written, or += where = is asked.\n");
+            printf("NaN was there before: it was not written, or += where = is asked.%s\n",
+                   i >= classes ? " Image 0 is right: does each image get its own numbers?" : "");
         else if (kind == ONE_HOT)
             printf("It was right for one image and a dout that sums up to -1. softmax has to be "
                    "multiplied by the sum of this image's dout.\n");
