@@ -42,7 +42,7 @@ HAVE_NCCL := $(and $(HAVE_CUDA),$(HAVE_MPI),$(call probe,$(HASH)include <nccl.h>
 endif
 
 .PHONY: all help run test data bench bench-gpu debug emulate count races clean found doctor \
-	cpu single multi study study-scaling plots starter check
+	cpu single multi study study-scaling study-workers plots report verify starter check crossover
 all: found cnn
 
 found:
@@ -66,12 +66,16 @@ help:
 	@echo "make cpu     train as in a timing study, on the CPU; make single, make multi: on one GPU, on two"
 	@echo "make study   the timing study: devices x BATCHES x REPEATS, study.csv and plots; it goes on if stopped"
 	@echo "make study-scaling   1, 2, 4, ... devices: scaling.csv and a plot"
+	@echo "make study-workers   WORKERS='1 2 4 8' threads that load images: workers.csv and a plot"
 	@echo "             MODEL=cifar EPOCHS=20 BATCH=250 BATCHES='50 100' REPEATS=10 LIMIT=images GPUS=2 RUNS=folder"
 	@echo "             OPTIONS='--width 64': more options of ./cnn; EMULATE=1: virtual GPUs where there are none"
 	@echo "make plots RUNS=folder   draw what run folders tell"
+	@echo "make report RUNS=folder  tables and plots of run folders in report.md, and questions for you"
+	@echo "make verify RUNS=folder  what is missing or implausible there, before you hand it in"
 	@echo "make gradescope LAB=1   for teachers: the zip to upload as that lab's autograder"
 	@echo "make starter LAB=1 OUT=folder   the starter of a lab; labs/README.md tells what labs there are"
 	@echo "make check LAB=1   a lab's tests, in its starter: points, and results.json; TEST=2: one of them"
+	@echo "make crossover   lab 4: a layer on the CPU and on the GPU, from 1 image to 256; EMULATE=1 LARGEST=16"
 	@echo "make clean   remove everything that make made, but not runs/"
 	@echo "Variables: CC=clang ARCH=x86-64-v3 OPT=-O0 NO_OMP=1 NO_CUDA=1 NO_MPI=1 NO_NCCL=1 CUDA_ARCH=native QUICK=1"
 
@@ -141,6 +145,7 @@ EPOCHS  = 20
 BATCH   = 250
 BATCHES = 50 100 150 200 250
 REPEATS = 10
+WORKERS = 1 2 4 8
 GPUS    = 2
 NAME    = $(MODEL)-$(EPOCHS)-epochs$(if $(LIMIT),-$(LIMIT)-images)
 RUNS    = runs/$(NAME)
@@ -157,12 +162,23 @@ study: all $(if $(VIRTUAL),cnn-emu)
 	-@$(PLOT) $(RUNS)
 study-scaling: RUNS = runs/scaling-$(NAME)
 study-scaling: BATCH = 256
-study-scaling: REPEATS = 3
+study-scaling: REPEATS = 5
 study-scaling: all $(if $(VIRTUAL),cnn-emu)
 	@labs/tools/study.py scaling $(RUNS) --batches $(BATCH) --repeats $(REPEATS) $(STUDY)
 	-@$(PLOT) $(RUNS)
+study-workers: RUNS = runs/workers-$(NAME)
+study-workers: EPOCHS = 1
+study-workers: REPEATS = 5
+study-workers: all $(if $(VIRTUAL),cnn-emu)
+	@labs/tools/study.py workers $(RUNS) --workers $(WORKERS) --batches $(BATCH) --repeats $(REPEATS) $(STUDY)
+	-@$(PLOT) $(RUNS)
 plots:
 	@$(PLOT) $(RUNS)
+report:
+	-@$(PLOT) $(RUNS)
+	@labs/tools/report.py $(RUNS)
+verify:
+	@labs/tools/verify.py $(RUNS)
 
 # The labs. In a starter, FROM is the folder itself; instructors name a student's.
 starter:
@@ -216,6 +232,17 @@ else
 bench-gpu:
 	@echo "make bench-gpu needs nvcc and a GPU; none of CUDA was found"; exit 1
 endif
+
+# Lab 4: from how many images on is a GPU worth it? EMULATE=1, or without CUDA: in the emulator.
+# LARGEST: the last batch.
+CROSSOVER = build/$(if $(and $(KERNELS),$(if $(VIRTUAL),,yes)),,emu_)crossover
+build/crossover: labs/lab04/crossover.c cnn.c $(KERNELS) build/settings
+	$(GPU_TEST) $(KERNELS) -o $@ $(CUDA_LIBS) $(LIBS)
+build/emu_crossover: labs/lab04/crossover.c cnn.c build/emu_kernels.o build/settings
+	$(GPU_TEST) build/emu_kernels.o -o $@ -lstdc++ $(LIBS)
+crossover: $(CROSSOVER)
+	@mkdir -p runs
+	@$(CROSSOVER) runs/lab04-crossover.csv $(LARGEST)
 
 # The race detector on every kernel: barriers that are missing, numbers that two threads fight for.
 races: cnn-emu

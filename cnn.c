@@ -999,8 +999,8 @@ typedef struct Loader {
     Augment *augment; // NULL: images as they are
     Draw draw;        // the epoch's seed and number, for the augmentation
     Placement place;
-    Resident resident;         // the data set on the device, if place.resident
-    double uploaded, upload_s; // bytes copied to the device, and how long that took
+    Resident resident;          // the data set on the device, if place.resident
+    size_t uploaded, upload_ns; // bytes copied to the device, and how long that took
     pthread_mutex_t lock;
     pthread_cond_t changed;
     pthread_t *threads;
@@ -1044,10 +1044,27 @@ static size_t upload_batch(const Loader *l, const Batch *batch) {
     return bytes + batch->n;
 }
 
+// Fills the slot of batch `number` and brings it to the device. Workers do this side by side: without
+// the lock.
+static void make_batch(Loader *l, size_t number, size_t worker) {
+    Batch *slot = &l->ring[number % l->slots];
+    double start = now();
+    fill_batch(l, slot, number);
+    double filled = now();
+    trace_event(l->place.rank, TRACK_LOADER + worker, "make a batch", start, filled);
+    size_t uploaded = upload_batch(l, slot);
+    double end = now();
+    if (uploaded)
+        trace_event(l->place.rank, TRACK_LOADER + worker, "upload", filled, end);
+    __atomic_fetch_add(&l->uploaded, uploaded, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&l->upload_ns, (size_t)(1e9 * (end - filled)), __ATOMIC_RELAXED);
+}
+
 static void *loader_worker(void *argument) {
     Loader *l = argument;
+    size_t worker = __atomic_fetch_add(&l->entered, 1, __ATOMIC_RELAXED);
+    /* LAB 3.1 BEGIN loader_worker */
     pthread_mutex_lock(&l->lock);
-    size_t worker = l->entered++;
     while (!l->quit) {
         // the batch handed out last is still in use: its slot is not free yet
         if (l->started == l->batches || l->started >= l->handed + l->slots - 1) {
@@ -1057,22 +1074,14 @@ static void *loader_worker(void *argument) {
         size_t number = l->started++;
         l->busy++;
         pthread_mutex_unlock(&l->lock);
-        double start = now();
-        fill_batch(l, &l->ring[number % l->slots], number);
-        double begin = now();
-        trace_event(l->place.rank, TRACK_LOADER + worker, "make a batch", start, begin);
-        size_t uploaded = upload_batch(l, &l->ring[number % l->slots]);
-        double seconds = now() - begin;
-        if (uploaded)
-            trace_event(l->place.rank, TRACK_LOADER + worker, "upload", begin, begin + seconds);
+        make_batch(l, number, worker);
         pthread_mutex_lock(&l->lock);
-        l->uploaded += (double)uploaded;
-        l->upload_s += seconds;
         l->busy--;
         l->filled[number % l->slots] = number + 1;
         pthread_cond_broadcast(&l->changed);
     }
     pthread_mutex_unlock(&l->lock);
+    /* LAB 3.1 END */
     return NULL;
 }
 
@@ -1194,8 +1203,9 @@ static void loader_start(Loader *l, uint64_t seed, size_t epoch, size_t first) {
 
 // The next batch, valid until the call after; NULL when the epoch is over.
 static const Batch *loader_next(Loader *l) {
-    pthread_mutex_lock(&l->lock);
     const Batch *batch = NULL;
+    /* LAB 3.2 BEGIN loader_next */
+    pthread_mutex_lock(&l->lock);
     if (l->handed < l->batches) {
         size_t number = l->handed++;
         pthread_cond_broadcast(&l->changed); // the slot before this one is free now
@@ -1204,16 +1214,14 @@ static const Batch *loader_next(Loader *l) {
         batch = &l->ring[number % l->slots];
     }
     pthread_mutex_unlock(&l->lock);
+    /* LAB 3.2 END */
     return batch;
 }
 
 // The bytes that the workers have copied to the device, and how long they were at it in all.
-static double loader_traffic(Loader *l, double *seconds) {
-    pthread_mutex_lock(&l->lock);
-    double bytes = l->uploaded;
-    *seconds = l->upload_s;
-    pthread_mutex_unlock(&l->lock);
-    return bytes;
+static double loader_traffic(const Loader *l, double *seconds) {
+    *seconds = 1e-9 * (double)__atomic_load_n(&l->upload_ns, __ATOMIC_RELAXED);
+    return (double)__atomic_load_n(&l->uploaded, __ATOMIC_RELAXED);
 }
 
 static void loader_free(Loader *l) {
@@ -5922,7 +5930,8 @@ static void trace_step(const Run *run) {
         trace_event(rank, TRACK_DEVICE, name, run->trace_start + b->elapsed(START_MARK, begin),
                     run->trace_start + b->elapsed(START_MARK, end));
     }
-    trace_event(rank, TRACK_STEP, "step", run->step_start, now());
+    snprintf(name, sizeof name, "step %zu", steps_done(run)); // counted as by --trace-steps
+    trace_event(rank, TRACK_STEP, name, run->step_start, now());
 }
 
 // "10:20": from step 10 on, before step 20

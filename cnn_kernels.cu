@@ -83,7 +83,7 @@ extern "C" size_t cuda_device_count(const char **reason) {
     return error == cudaSuccess && count > 0 ? (size_t)count : 0;
 }
 
-static __global__ void relu_forward_kernel(real *out, const real *in, unsigned count);
+static __global__ void add_kernel(real *out, const real *in, unsigned count, bool relu);
 
 // This host thread computes for replica r on device `which`. on_error ends the program.
 extern "C" void cuda_use_device(size_t r, size_t which, void (*on_error)(int, const char *, ...)) {
@@ -92,7 +92,7 @@ extern "C" void cuda_use_device(size_t r, size_t which, void (*on_error)(int, co
     device = (int)which;
     CHECK(cudaSetDevice(device));
     cudaFuncAttributes attributes;
-    if (cudaFuncGetAttributes(&attributes, (const void *)relu_forward_kernel) != cudaSuccess)
+    if (cudaFuncGetAttributes(&attributes, (const void *)add_kernel) != cudaSuccess)
         fail(1,
              "device %d: this program was built for other GPUs; run: make clean && make "
              "CUDA_ARCH=native, on this machine, or use --no-cuda",
@@ -189,8 +189,6 @@ static void transfer(size_t which, void *to, const void *from, size_t bytes) {
     CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, own));
     CHECK(cudaStreamSynchronize(own));
 }
-
-static __global__ void add_kernel(real *out, const real *in, unsigned count, bool relu);
 
 // to = from, or to += from by way of room, like transfer().   Traffic of the kernel: 12 N bytes
 static void receive(size_t which, real *to, const real *from, size_t count, bool add, real *room) {
@@ -310,6 +308,7 @@ static __device__ unsigned element(void) {
     return blockIdx.x * blockDim.x + threadIdx.x;
 }
 
+/* LAB 4.1 BEGIN relu_forward */
 // out = max(in, 0); a NaN stays a NaN.   Traffic: 8 N bytes
 static __global__ void relu_forward_kernel(real *out, const real *in, unsigned count) {
     unsigned i = element();
@@ -320,6 +319,7 @@ static __global__ void relu_forward_kernel(real *out, const real *in, unsigned c
 static void relu_forward(real *out, const real *in, size_t count) {
     LAUNCH(relu_forward_kernel, count, out, in, count);
 }
+/* LAB 4.1 END */
 
 // din = dout where out > 0, else 0; += if accumulate.   Traffic: 12 N bytes
 static __global__ void relu_backward_kernel(real *din, const real *dout, const real *out,
@@ -932,18 +932,32 @@ static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t 
 
 /* ==== 5. Convolution, naive =====================================================================
 
-   --kernels naive: one thread an output runs the CPU's loops. It reads every number from memory
-   each time it needs it, which the caches soften and nothing hides. The formulas stand in cnn.c,
-   room 5; a linear layer is a convolution of 1 x 1 pixel. */
+   --kernels naive: one kernel an operation, in which one thread an output runs the CPU's loops. It
+   reads every number from memory each time it needs it, which the caches soften and nothing hides.
+   The formulas stand in cnn.c, room 5; a linear layer is a convolution of 1 x 1 pixel. */
 
-// out[n][y][x][k].   Traffic: up to 8 bytes for each multiply-add
+/* LAB 4.2 BEGIN add_bias */
+// out[n][y][x][k] += bias[k]; count: the numbers of out.   Traffic: 8 N bytes
+static __global__ void bias_kernel(real *out, const real *bias, unsigned count, unsigned channels) {
+    unsigned i = element();
+    if (i < count)
+        out[i] += bias[i % channels];
+}
+
+static void add_bias(real *out, const real *bias, size_t count, size_t channels) {
+    LAUNCH(bias_kernel, count, out, bias, count, channels);
+}
+/* LAB 4.2 END */
+
+/* LAB 4.3 BEGIN conv2d_sums */
+// out[n][y][x][k], without the bias.   Traffic: up to 8 bytes for each multiply-add
 static __global__ void conv2d_forward_naive_kernel(real *out, const real *in, const real *weight,
-                                                   const real *bias, Window s, unsigned count) {
+                                                   Window s, unsigned count) {
     unsigned i = element();
     if (i >= count)
         return;
     Spot o = spot_of(i, s.oh, s.ow, s.oc);
-    real sum = bias ? bias[o.c] : 0;
+    real sum = 0;
     for (int tap = 0; tap < s.kernel * s.kernel; tap++) {
         int pixel = met_pixel(s, o, tap);
         for (int c = 0; pixel >= 0 && c < s.c; c++)
@@ -952,12 +966,20 @@ static __global__ void conv2d_forward_naive_kernel(real *out, const real *in, co
     out[i] = sum;
 }
 
+static void conv2d_sums(real *out, const real *in, const real *weight, const Layer *l, size_t n) {
+    size_t count = n * l->out.h * l->out.w * l->out.c;
+    LAUNCH(conv2d_forward_naive_kernel, count, out, in, weight, window_of(l), count);
+}
+/* LAB 4.3 END */
+
 static void conv2d_forward_naive(real *out, const real *in, const real *weight, const real *bias,
                                  const Layer *l, size_t n, real *) {
-    size_t count = n * l->out.h * l->out.w * l->out.c;
-    LAUNCH(conv2d_forward_naive_kernel, count, out, in, weight, bias, window_of(l), count);
+    conv2d_sums(out, in, weight, l, n);
+    if (bias)
+        add_bias(out, bias, n * l->out.h * l->out.w * l->out.c, l->out.c);
 }
 
+/* LAB 6.1 BEGIN data_gradient */
 // din[n][y][x][c]; += if accumulate.   Traffic: up to 8 bytes for each multiply-add
 static __global__ void conv2d_data_gradient_naive_kernel(real *din, const real *dout,
                                                          const real *weight, Window s,
@@ -975,6 +997,15 @@ static __global__ void conv2d_data_gradient_naive_kernel(real *din, const real *
     din[i] = sum;
 }
 
+static void data_gradient(real *din, const real *dout, const real *weight, const Layer *l, size_t n,
+                          bool accumulate) {
+    size_t count = n * l->in.h * l->in.w * l->in.c;
+    LAUNCH(conv2d_data_gradient_naive_kernel, count, din, dout, weight, window_of(l), count,
+           accumulate);
+}
+/* LAB 6.1 END */
+
+/* LAB 6.2 BEGIN weight_gradient */
 // dweight[tap][c][k]: each thread goes through all pixels.   Traffic: up to 8 bytes a multiply-add
 static __global__ void conv2d_weight_gradient_naive_kernel(real *dweight, const real *dout,
                                                            const real *in, Window s, unsigned n,
@@ -992,16 +1023,20 @@ static __global__ void conv2d_weight_gradient_naive_kernel(real *dweight, const 
     dweight[i] = sum;
 }
 
+static void weight_gradient(real *dweight, const real *dout, const real *in, const Layer *l,
+                            size_t n) {
+    LAUNCH(conv2d_weight_gradient_naive_kernel, l->weights, dweight, dout, in, window_of(l), n,
+           l->weights);
+}
+/* LAB 6.2 END */
+
 static void conv2d_backward_naive(real *din, real *dweight, real *dbias, const real *dout,
                                   const real *in, const real *weight, const Layer *l, size_t n,
                                   bool accumulate, real *scratch) {
-    size_t inputs = n * l->in.h * l->in.w * l->in.c;
     bias_gradient(dbias, dout, l, n, scratch);
-    LAUNCH(conv2d_weight_gradient_naive_kernel, l->weights, dweight, dout, in, window_of(l), n,
-           l->weights);
+    weight_gradient(dweight, dout, in, l, n);
     if (din)
-        LAUNCH(conv2d_data_gradient_naive_kernel, inputs, din, dout, weight, window_of(l), inputs,
-               accumulate);
+        data_gradient(din, dout, weight, l, n, accumulate);
 }
 
 /* ==== 6. Convolution, tiled =====================================================================

@@ -95,6 +95,43 @@ python() {
     same "$name" "" "$said"
 }
 
+# trace_is_good NAME FILE EVENTS: strict JSON; events of a track nest, and those of a device lie within a
+# step of their rank. EVENTS, RANK:TRACK or RANK:TRACK:EVENT with commas between them, are there.
+trace_is_good() {
+    python "$1" "$2" "$3" <<'END'
+import json, sys
+def no_constant(word):
+    raise ValueError(word)
+events = json.load(open(sys.argv[1]), parse_constant=no_constant)["traceEvents"]
+names = {(e["pid"], e["tid"]): "%d:%s" % (e["pid"], e["args"]["name"])
+         for e in events if e["name"] == "thread_name"}
+tracks = {}
+for e in events:
+    if e["ph"] == "X":
+        tracks.setdefault(names.get((e["pid"], e["tid"]), "0:nameless"), []).append(e)
+found = set(tracks) | {track + ":" + e["name"] for track in tracks for e in tracks[track]}
+if "0:nameless" in found:
+    print("a track without a name:", tracks["0:nameless"][0])
+for wanted in sys.argv[2].split(","):
+    if wanted not in found:
+        print("expected", wanted, "among", sorted(found))
+def inside(e, outer):
+    return outer["ts"] <= e["ts"] + .01 and e["ts"] + e["dur"] <= outer["ts"] + outer["dur"] + .01
+for name, track in tracks.items():
+    open_ones = []
+    for e in sorted(track, key=lambda e: (e["ts"], -e["dur"])):
+        while open_ones and open_ones[-1]["ts"] + open_ones[-1]["dur"] <= e["ts"] + .01:
+            open_ones.pop()
+        if e["dur"] < 0 or (open_ones and not inside(e, open_ones[-1])):
+            print(name, e, "does not nest")
+        open_ones.append(e)
+    steps = tracks.get(name.replace("device", "steps"), [])
+    for e in track:
+        if name.endswith(":device") and not any(inside(e, step) for step in steps):
+            print(name, e, "lies in no step")
+END
+}
+
 # ---- Data files
 
 be32() {

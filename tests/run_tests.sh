@@ -48,6 +48,7 @@ host() {
     run get_data tests/test_get_data.sh
     run scaling_model tests/test_scaling_model.sh
     run tools tests/test_tools.sh
+    run report tests/test_report.sh
     run labs tests/test_labs.sh
     run instructions tests/test_instructions.sh
     run_torch pytorch_weights tests/pytorch_weights.py

@@ -41,7 +41,7 @@ mkdir "$tmp/gpus"
 mknod "$tmp/gpus/0" c 1 3 2>"$err" || skip_all "no device files can be made here"
 for i in 1 2 3; do mknod "$tmp/gpus/$i" c 1 3; done
 make -s -C "$repo" cnn-emu >/dev/null 2>&1 || { fail build "make cnn-emu" "exit $?"; exit 1; }
-cp -r "$repo/slurm" "$repo/Makefile" . && cp "$cnn" cnn && cp "${GPU_CNN:-$repo/cnn-emu}" cnn-emu || exit 1
+cp -r "$repo/slurm" "$repo/labs" "$repo/Makefile" . && cp "$cnn" cnn && cp "${GPU_CNN:-$repo/cnn-emu}" cnn-emu || exit 1
 
 # ---- A Slurm of our own
 
@@ -194,7 +194,7 @@ test_readme() {
             ;;
         cpu) cnn_of_job=./cnn ;;
         multinode) can_train_over_mpi "$script" || continue ;;
-        timing_array) continue ;; # test_timing_array
+        *_array) continue ;; # test_timing_array, test_workers_array
         esac
         command="source slurm/site.env && ${command/sbatch/sbatch --parsable} ${tiny[*]}"
         job=$(PATH=$tmp/bin:$PATH CNN=$cnn_of_job bash -c "$command" 2>"$err") || fail "readme/$script" works "$(cat "$err")"
@@ -233,7 +233,6 @@ test_timing_array() {
         skip timing_array "python3 is not installed"
         return
     fi
-    cp -r "$repo/labs" .
     submit --array=1-2 slurm/timing_array.sb --epochs 1 --limit 64 --batches 16 --emulate \
         --repeats 1 -- --dataset synthetic
     until_true 120 no_jobs
@@ -243,6 +242,23 @@ test_timing_array() {
     same timing_array/collected "exit 0, 3 lines" "exit $?, $(wc -l <runs/timing/study.csv) lines"
     $study collect runs/timing --repeats 2 >"$out" 2>&1
     line timing_array/missing '^missing: single, global batch 16: repeat 2$'
+}
+
+# Two jobs of the other array; its collector names the run of a third.
+test_workers_array() {
+    local study=labs/tools/study.py
+    if ! command -v python3 >/dev/null; then
+        skip workers_array "python3 is not installed"
+        return
+    fi
+    submit --array=1-2 slurm/workers_array.sb --limit 64 --batches 16 --emulate --workers 1 3 \
+        -- --dataset synthetic
+    until_true 120 no_jobs
+    $study collect runs/workers --workers 1 3 --repeats 1 >"$out" 2>&1
+    same workers_array/collected "exit 0, rows 1,1,1 3,1,1" \
+        "exit $?, rows $(awk -F, 'NR > 1 { print $4 "," $5 "," $NF }' runs/workers/workers.csv | xargs)"
+    $study collect runs/workers --workers 1 3 --repeats 2 >"$out" 2>&1
+    line workers_array/missing '^missing: 3 workers: repeat 2$'
 }
 
 can_train_over_mpi() {
@@ -386,3 +402,4 @@ test_site
 test_mpi
 test_readme
 test_timing_array
+test_workers_array

@@ -200,6 +200,20 @@ if (run["mode"], run["batch_per_device"], run["global_batch"], run["iterations"]
 END
 }
 
+# Two virtual GPUs: their compute and their all-reduce, each on its track
+test_trace() {
+    local first="conv1 forward" last="conv1 backward"
+    if [ ! -x "$emulator" ]; then
+        skip trace "no cnn-emu: make emulate"
+        return
+    fi
+    with gpus 2 --dataset synthetic --limit-train 24 --limit-test 8 --epochs 1 --global-batch 8 \
+        --trace "$tmp/trace.json" --trace-steps 0:2
+    same trace/status "0 4" "$status $(grep -c '"name":"step [01]"' "$tmp/trace.json")"
+    trace_is_good trace/gpus "$tmp/trace.json" "0:device:$first,0:device:$last,1:device:$first,\
+1:device:$last,0:communication:all-reduce,1:communication:all-reduce,0:steps:step 0,1:steps:step 1"
+}
+
 # ---- Stopping and going on
 
 test_resume() {
@@ -324,6 +338,7 @@ test_equal_losses
 test_odd_sizes
 test_same_bits
 test_run_folder
+test_trace
 test_resume
 test_dead_rank
 test_races

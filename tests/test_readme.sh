@@ -73,6 +73,8 @@ while read -r command; do
         'make study EPOCHS'*) says study '^Written: runs/cifar-1-epochs-2000-images/study.csv$' ;;
         'make study EMULATE'*) says virtual '^ *multi +ddp +2 +cifar +25 +50 +2 .* 1$' ;;
         make\ study-scaling*) says study_scaling '^Written: runs/scaling-cifar-1-epochs-2048-images/scaling.csv$' ;;
+        'make report'*) says report '^Written: runs/cifar-1-epochs-2000-images/report.md, ' ;;
+        make\ study-workers*) says study_workers '^Written: runs/workers-cifar-1-epochs-2000-images/workers.csv$' ;;
         *--eval*) says eval '^Loaded the weights in mnist_cnn.safetensors$' ;;
         'make doctor') says doctor '^This machine: ' ;;
     esac

@@ -25,7 +25,8 @@ cell() {
 
 error() { one_error study "$@"; }
 
-# make_run DIR DEVICE WORLD GLOBAL_BATCH SEED SECONDS ACCURACY: two epochs, a quarter and the rest
+# make_run DIR DEVICE WORLD GLOBAL_BATCH SEED SECONDS ACCURACY: two epochs, a quarter and the rest; a tenth of
+# the time went into waiting for the loader
 make_run() {
     local mode=single emulated=false no_cuda=false
     mkdir -p "$1"
@@ -41,8 +42,8 @@ make_run() {
  "parallel": {"mode": "$mode", "world": $3, "batch_per_device": $(($4 / $3)), "global_batch": $4},
  "per_class": {"0": 50, "1": 100}, "confusion": [[1,1],[0,2]],
  "epochs": [$(awk -v s="$6" -v a="$7" 'BEGIN {
-     e = "{\"epoch\": %d, \"images\": 1000, \"seconds\": %s, \"test_loss\": 2, \"accuracy\": %s}"
-     printf e ", " e, 1, s / 4, 1, 2, 3 * s / 4, a }')]}
+     e = "{\"epoch\": %d, \"images\": 1000, \"seconds\": %s, \"loader_wait_s\": %s, \"test_loss\": 2, \"accuracy\": %s}"
+     printf e ", " e, 1, s / 4, s / 40, 1, 2, 3 * s / 4, 3 * s / 40, a }')]}
 END_OF_JSON
 }
 
@@ -155,6 +156,29 @@ write_table(sys.argv[1] + "/scaling.csv", SCALING, scaling_rows(make_rows(read_r
         cell up/scaling.csv strong,gpu,2 speedup)"
 }
 
+# One worker: 2000 images in 8 and in 10 s; two workers: in 4 s
+test_workers_table() {
+    make_run load/1a cpu 1 50 1 8 50
+    make_run load/1b cpu 1 50 2 10 50
+    make_run load/2 cpu 1 50 1 4 50
+    sed -i 's/"workers": 1/"workers": 2/' load/2/run.json
+    study collect load --workers 1 2 --repeats 1
+    same workers/status "0 " "$status $(cat "$err")"
+    same workers/columns "device,model,global_batch,workers,repeats,img_per_s_mean,img_per_s_sd,ci95,$(
+    )loader_wait_s_mean,emulated" "$(head -n 1 load/workers.csv)"
+    same workers/rows "cpu,cifar,50,1,2 cpu,cifar,50,2,1" "$(tail -n 2 load/workers.csv | cut -d , -f 1-5 | xargs)"
+    near workers/mean 225 "$(cell load/workers.csv cifar,50,1 img_per_s_mean)"
+    near workers/sd 35.3553 "$(cell load/workers.csv cifar,50,1 img_per_s_sd)" # 25 * sqrt(2)
+    near workers/two 500 "$(cell load/workers.csv cifar,50,2 img_per_s_mean)"
+    near workers/wait 0.9 "$(cell load/workers.csv cifar,50,1 loader_wait_s_mean)"
+    study collect load --workers 1 2 4
+    same workers/missing "1 missing: 2 workers: repeat 2|missing: 4 workers: repeat 1, 2|" \
+        "$status $(tr '\n' '|' <"$err")"
+    sed -i 's/"threads": 4/"threads": 3/' load/2/run.json
+    study collect load --workers 1 2
+    error workers/refused load/2 "--threads 4" "found 3"
+}
+
 # A program that notes what it trains, and in its third training is killed with the study that called it:
 # what it leaves says `running`.
 make_program() {
@@ -250,6 +274,19 @@ test_devices() {
         "$(cell virtual/study.csv ^multi accuracy_mean)"
 }
 
+test_workers() {
+    local loaders=(workers loaders --program "$cnn" --batches 16 --workers 1 2 "${small[@]}")
+    study "${loaders[@]}" --repeats 1 -- --dataset synthetic --layers
+    same loaders/status "0 " "$status $(cat "$err")"
+    same loaders/rows "1,1 2,1" "$(awk -F, 'NR > 1 { print $4 "," $5 }' loaders/workers.csv | xargs)"
+    same loaders/work 2 "$(grep -lPz '(?s)"resident": false.*' loaders/*/run.json | xargs grep -l '"augment": "elastic"' | wc -l)"
+    study "${loaders[@]}" --repeats 2 --task 4 -- --dataset synthetic --layers
+    same loaders/task "0 [1/1] 2" "$status $(grep -oP '^\[1/1\](?= cifar-.*-b16-workers2-r2: )' "$out") $(
+        awk -F, 'NR > 1 { n += $5 } END { print n }' loaders/workers.csv)"
+    study "${loaders[@]}" --repeats 2 --task 5 -- --dataset synthetic --layers
+    error loaders/no_such_task "--task" "expected 1 to 4" "found 5"
+}
+
 # More than a frame without anything in it
 # shellcheck disable=SC2317 # holds calls it
 is_png() { [ "$(head -c 4 "$1" | tail -c 3)" = PNG ] && [ "$(wc -c <"$1")" -gt 8000 ]; }
@@ -273,7 +310,7 @@ plots() {
 }
 
 test_plots() {
-    local plotter workers
+    local plotter
     for plotter in python3 /usr/bin/python3 ""; do
         "$plotter" -c 'import matplotlib' 2>/dev/null && break
     done
@@ -290,13 +327,8 @@ END_OF_LAYERS
     sed -i "s/0000000/$(grep -oP '"commit": "\K[^"]*' tiny/cifar-cpu-b16-r1/run.json)/" tiny/*/run.json
     plots plots tiny study loss roofline confusion filters
     plots plots_scaling replicas scaling loss confusion filters
-    for workers in 1 2; do
-        "$cnn" --no-cuda --model cifar --dataset synthetic --limit-train 64 --limit-test 64 --epochs 1 \
-            --batch-size 16 --workers $workers --layers --out "workers$workers" >/dev/null 2>&1
-        mkdir -p workers && mv "workers$workers" workers/
-    done
-    plots plots_workers workers workers loss roofline confusion
-    plots plots_one_run workers/workers1 study loss roofline confusion
+    plots plots_workers loaders workers loss roofline confusion filters
+    plots plots_one_run loaders/*workers2-r2 study loss roofline confusion
     sed -i 's/gflops/flops/' tiny/cifar-cpu-b16-r1/layers.csv
     head -c 100 tiny/cifar-cpu-b32-r1/model.safetensors >tiny/cifar-cpu-b16-r1/model.safetensors
     cp tiny/cifar-cpu-b16-r1/model.safetensors tiny/cifar-cpu-b32-r1/
@@ -330,8 +362,10 @@ test_make() {
 test_statistics
 test_refused
 test_scaling_table
+test_workers_table
 test_resumed
 test_devices
+test_workers
 test_plots
 test_make
 exit 0

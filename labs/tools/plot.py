@@ -22,7 +22,7 @@ import os
 import sys
 
 from run_folders import (Missing, by, check_comparable, fail, make_rows, read_csv, read_filters, read_losses,
-                         read_runs, scaling_rows, summary)
+                         read_runs, scaling_rows, workers_rows)
 
 try:
     import matplotlib
@@ -84,15 +84,13 @@ def draw_study(runs):
 
 def draw_workers(runs):
     if len({r.settings["workers"] for r in runs}) < 2:
-        raise Missing("all runs have the same --workers; train with 1, 2, ..., each with an --out of its own")
+        raise Missing("all runs have the same --workers; make study-workers varies them")
     check_comparable(runs, {"workers"})
     figure, axis = plt.subplots(figsize=(7, 4.5))
-    lines = by(runs, lambda r: f"{make_rows([r])[0]['label']}, global batch {r.global_batch}")
+    lines = by(workers_rows(runs), lambda row: f"{row['label']}, global batch {row['global_batch']}")
     for i, (name, group) in enumerate(lines.items()):
-        points = sorted(by(group, lambda r: r.settings["workers"]).items())
-        speeds = [summary([r.images / max(r.seconds, 1e-9) for r in several]) for _, several in points]
-        axis.errorbar([workers for workers, _ in points], [mean for mean, _, _ in speeds],
-                      [ci95 or 0 for _, _, ci95 in speeds], capsize=3, label=name, **line_style(i))
+        axis.errorbar([row["workers"] for row in group], [row["img_per_s_mean"] for row in group],
+                      [row["ci95"] or 0 for row in group], capsize=3, label=name, **line_style(i))
     axis.set(xlabel="--workers: threads that load images", ylabel="images a second, mean and 95 % interval",
              xticks=sorted({r.settings["workers"] for r in runs}), ylim=(0, None))
     axis.legend()
@@ -140,7 +138,7 @@ def draw_loss(runs):
             style.update(linestyle="", markerfacecolor="none", markersize=10)
             axis.plot([e["epoch"] for e in run.epochs], [e["test_loss"] for e in run.epochs], **style)
         axis.set(xlabel="epoch", title=name)
-        axis.legend(title="lines: training\nlarge, hollow: test", loc="upper right")
+        axis.legend(title="lines: training\nlarge, hollow: test", loc="best")
     axes[0][0].set_ylabel("loss, first repeat")
     return figure
 

@@ -1,4 +1,4 @@
-"""Reads the run folders of ./cnn --out and compares them; study.py and plot.py use it.
+"""Reads the run folders of ./cnn --out and compares them; study.py, plot.py and report.py use it.
 
 The columns of its tables, and what may be compared with what, are described by `study.py --help`.
 """
@@ -16,6 +16,8 @@ COLUMNS = ["device", "parallel", "gpus", "model", "batch", "global_batch", "repe
            "seconds_sd", "ci95", "speedup", "accuracy_mean", "accuracy_sd", "emulated"]
 SCALING = ["scaling", "device", "devices", "parallel", "model", "batch", "global_batch", "repeats",
            "seconds_mean", "seconds_sd", "ci95", "img_per_s", "speedup", "efficiency", "emulated"]
+WORKERS = ["device", "model", "global_batch", "workers", "repeats", "img_per_s_mean", "img_per_s_sd", "ci95",
+           "loader_wait_s_mean", "emulated"]
 # Student's t: 97.5 % of all values lie below, for 1, 2, ... degrees of freedom; beyond 30 the last is taken.
 T95 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
        2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
@@ -24,6 +26,7 @@ REPEATS_DIFFER = {"out", "seed", "save-model", "dry-run"}
 COLUMNS_DIFFER = {"batch-size", "global-batch", "no-cuda", "gpus", "replicas", "parallel"}
 ENTRIES = ["status", "emulated", "command", "machine", "build", "settings", "parallel", "epochs", "per_class",
            "confusion"]
+TEXTS = {"layer", "kind", "out_shape", "bound", "source"}  # columns that hold no number
 
 
 class Missing(Exception):
@@ -47,12 +50,14 @@ def read_run(folder):
         with open(path) as f:
             about = json.load(f)
         run = SimpleNamespace(folder=folder, **{k: about[k] for k in ENTRIES})
+        run.provenance, run.resources = about.get("provenance", "measured"), about.get("resources", {})
         run.kind = "emulated" if run.emulated else "cpu" if run.machine["device"] == "cpu" else "gpu"
         run.mode, run.world = run.parallel["mode"], run.parallel["world"]
         run.batch, run.global_batch = run.parallel["batch_per_device"], run.parallel["global_batch"]
         run.model, run.seed = run.settings["model"], run.settings["seed"]
         run.seconds = sum(e["seconds"] for e in run.epochs)
         run.images = sum(e["images"] for e in run.epochs)
+        run.loader_wait_s = sum(e["loader_wait_s"] for e in run.epochs)
         run.accuracy = run.epochs[-1]["accuracy"] if run.epochs else math.nan
         if run.kind != "cpu":
             run.device = "single" if run.world == 1 else "multi"
@@ -88,12 +93,12 @@ def read_runs(root):
 
 
 def read_csv(run, name, columns):
-    """Those columns of the rows that have them all; numbers, but for layer, kind and bound."""
+    """Those columns of the rows that have them all; numbers, but for TEXTS."""
     path = os.path.join(run.folder, name)
     try:
         with open(path, newline="") as f:
             rows = [[row[c] for c in columns] for row in csv.DictReader(f)]
-        return [[v if c in ("layer", "kind", "bound") else float(v) for c, v in zip(columns, row)]
+        return [[v if c in TEXTS else float(v) for c, v in zip(columns, row)]
                 for row in rows if all(row)]
     except (OSError, KeyError, ValueError) as error:
         raise Missing(f"{path}: expected the columns {', '.join(columns)}, found {error!r}") from None
@@ -138,7 +143,7 @@ def facts(run):
     known = {f"--{k}": v for k, v in run.settings.items()}
     known["--threads"] *= run.world if run.kind == "cpu" else 1
     return dict(known, compiler=run.build["compiler"], flags=run.build["flags"], commit=run.build["commit"],
-                cpu=run.machine["cpu"], device=run.machine["device"])
+                cpu=run.machine["cpu"], device=run.machine["device"], provenance=run.provenance)
 
 
 def differences(a, b, free):
@@ -244,10 +249,27 @@ def scaling_rows(rows):
     return table
 
 
-def write_table(path, columns, rows):
+def workers_rows(runs):
+    """A row for each --workers, device and batch."""
+    table = []
+    for workers, group in sorted(by(runs, lambda r: r.settings["workers"]).items()):
+        for row in make_rows(group):
+            mean, sd, ci95 = summary([r.images / max(r.seconds, 1e-9) for r in row["runs"]])
+            wait = statistics.mean(r.loader_wait_s for r in row["runs"])
+            table.append(dict(row, workers=workers, img_per_s_mean=mean, img_per_s_sd=sd, ci95=ci95,
+                              loader_wait_s_mean=wait))
+    return table
+
+
+def table_lines(columns, rows):
+    """The header and the rows as texts."""
     def cell(value):
         return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
-    lines = [columns] + [[cell(row.get(c)) for c in columns] for row in rows]
+    return [columns] + [[cell(row.get(c)) for c in columns] for row in rows]
+
+
+def write_table(path, columns, rows):
+    lines = table_lines(columns, rows)
     try:
         with open(path, "w", newline="") as f:
             csv.writer(f, lineterminator="\n").writerows(lines)

@@ -8,7 +8,9 @@ them into runs/first/study.csv. Stopped and called again, it goes on: a run is f
 says `complete`, with the same command, settings and build. A half-finished one starts anew.
     labs/tools/study.py train cpu runs         one run on cpu, single or multi; it replaces runs/cpu
     labs/tools/study.py scaling runs/scaling   1, 2, 4, ... devices: scaling.csv
-    labs/tools/study.py collect runs/first     study.csv from any folder of run folders; names missing runs
+    labs/tools/study.py workers runs/workers   1, 2, 4, 8 threads that load images: workers.csv
+    labs/tools/study.py collect runs/first     study.csv from any folder of run folders; names missing runs;
+                                               with --workers 1 2 ...: workers.csv
 `make study` and its like call these and draw the plots. Options of ./cnn come last, after --.
 
 Devices: cpu (all usable cores), single (one GPU), multi (--gpus of them, ddp). One that is not there is
@@ -28,6 +30,11 @@ settings, build and machine must be equal: else what differs is named and nothin
 scaling.csv: strong: the devices share one --global-batch; weak: each has --batch-size images. All go through
 the same images. speedup: images a second / those of one device; efficiency: speedup / devices. Where there is
 no GPU, replicas of the network on the CPU take their place, with one thread each.
+
+workers.csv: on one GPU, or else on the CPU, where loaders and training share the cores. --resident off and
+--augment elastic give the loaders work; options behind -- may change that.
+    img_per_s_mean, img_per_s_sd     of the repeats; mean +- ci95 is the 95 % interval of the mean
+    loader_wait_s_mean               seconds that training waited for images, all epochs of a run
 """
 import argparse
 import os
@@ -36,11 +43,13 @@ import sys
 import tempfile
 from types import SimpleNamespace
 
-from run_folders import (COLUMNS, REPEATS_DIFFER, SCALING, add_speedups, check_comparable, differences, fail,
-                         is_dirty, make_rows, read_run, read_runs, scaling_rows, write_table)
+from run_folders import (COLUMNS, REPEATS_DIFFER, SCALING, WORKERS, add_speedups, check_comparable,
+                         differences, fail, is_dirty, make_rows, read_run, read_runs, scaling_rows,
+                         workers_rows, write_table)
 
 DEVICES = {"cpu": "--no-cuda", "single": "--gpus 1", "multi": "--gpus {n}",
            "gpus": "--gpus {n}", "replicas": "--no-cuda --replicas {n} --threads {n}"}
+LOADING = ["--resident", "off", "--augment", "elastic"]  # what keeps loaders busy
 
 
 class Absent(Exception):
@@ -70,14 +79,15 @@ def try_out(program, count, options):
         return read_run(folder)
 
 
-def make_task(args, device, count, batch, repeat, batch_option="--global-batch"):
+def make_task(args, device, count, batch, repeat, batch_option="--global-batch", workers=None):
     """The command of a run, its folder's name and what its run.json should say. Absent: no such device."""
     options = DEVICES[device].format(n=count).split()
     options += ["--model", args.model, "--epochs", str(args.epochs), batch_option, str(batch)]
     if args.limit:
         options += ["--limit-train", str(args.limit), "--limit-test", str(args.limit)]
+    options += ["--workers", str(workers)] if workers else []
     options += args.options
-    key = device, count, batch, batch_option
+    key = device, count, batch, batch_option, workers
     if key not in args.tried:
         try:
             args.tried[key] = args.program, try_out(args.program, count, options)
@@ -88,7 +98,8 @@ def make_task(args, device, count, batch, repeat, batch_option="--global-batch")
     program, expected = args.tried[key]
     name = "-".join([args.model, device + (str(count) if "{n}" in DEVICES[device] else "")]
                     + ["emulated"] * expected.emulated
-                    + [("each" if batch_option == "--batch-size" else "b") + str(batch), f"r{repeat}"])
+                    + [("each" if batch_option == "--batch-size" else "b") + str(batch)]
+                    + [f"workers{workers}"] * bool(workers) + [f"r{repeat}"])
     options += ["--seed", str(repeat)] + ["--save-model"] * (repeat == 1)  # the plots need one of them
     return SimpleNamespace(name=name, program=program, count=count, expected=expected, options=options,
                            repeat=repeat)
@@ -145,15 +156,18 @@ def train(args):
     sys.exit(status)
 
 
+def planned(args, plan, each):
+    """All of the plan, or the one run that --task asks for."""
+    if args.task and args.task > len(plan):
+        fail("--task", f"1 to {len(plan)}, for each {each}", args.task, "ask for fewer")
+    return plan[args.task - 1:args.task] if args.task else plan
+
+
 def study(args):
     plan = [(device, args.gpus if device == "multi" else 1, batch, repeat)
             for repeat in range(1, args.repeats + 1) for device in args.devices for batch in args.batches]
-    if args.task:
-        if args.task > len(plan):
-            fail("--task", f"1 to {len(plan)}, for each device, batch and repeat", args.task, "ask for fewer")
-        plan = plan[args.task - 1:args.task]
     tasks, absent = [], {}
-    for entry in plan:
+    for entry in planned(args, plan, "device, batch and repeat"):
         try:
             tasks += [make_task(args, *entry)] if entry[0] not in absent else []
         except Absent as why:
@@ -163,25 +177,61 @@ def study(args):
     if args.task:
         sys.exit(0 if tasks else 1)
     args.devices = [device for device in args.devices if device not in absent]
-    collect(args)
+    collect_study(args)
+
+
+def name_missing(found, repeats, row):
+    """True if a row has fewer runs than repeats; those not among their seeds are named."""
+    if len(found) >= repeats:
+        return False
+    missing = [str(k) for k in range(1, repeats + 1) if k not in [run.seed for run in found]]
+    print(f"missing: {row}: repeat {', '.join(missing)}", file=sys.stderr)
+    return True
 
 
 def collect(args):
+    (collect_workers if args.workers else collect_study)(args)
+
+
+def collect_study(args):
     """study.csv; exit status 1 if runs are missing: of those asked for, or else of what others have."""
     runs = read_runs(args.folder)
     check_comparable(runs)
     rows = make_rows(runs)
     add_speedups(rows)
     write_table(os.path.join(args.folder, "study.csv"), COLUMNS, rows)
-    repeats, missing = args.repeats or max(row["repeats"] for row in rows), False
-    for device in args.devices or sorted({row["device"] for row in rows}):
-        for batch in args.batches or sorted({row["global_batch"] for row in rows}):
-            seeds = [r.seed for r in runs if r.device == device and r.global_batch == batch]
-            if len(seeds) < repeats:
-                numbers = ", ".join(str(k) for k in range(1, repeats + 1) if k not in seeds)
-                print(f"missing: {device}, global batch {batch}: repeat {numbers}", file=sys.stderr)
-                missing = True
-    sys.exit(1 if missing else 0)
+    repeats = args.repeats or max(row["repeats"] for row in rows)
+    missing = [name_missing([r for r in runs if (r.device, r.global_batch) == (device, batch)], repeats,
+                            f"{device}, global batch {batch}")
+               for device in args.devices or sorted({row["device"] for row in rows})
+               for batch in args.batches or sorted({row["global_batch"] for row in rows})]
+    sys.exit(1 if any(missing) else 0)
+
+
+def workers(args):
+    args.options, device, batch = LOADING + args.options, "single", args.batches[0]
+    try:
+        make_task(args, device, 1, batch, 1, workers=args.workers[0])
+    except Absent as why:
+        device = "cpu"
+        print(f"Trains on the CPU. {why}")
+    plan = [(count, repeat) for repeat in range(1, args.repeats + 1) for count in args.workers]
+    run_tasks(args.folder, [make_task(args, device, 1, batch, repeat, workers=count)
+                            for count, repeat in planned(args, plan, "number of workers and repeat")])
+    if not args.task:
+        collect_workers(args)
+
+
+def collect_workers(args):
+    """workers.csv; exit status 1 if runs are missing, as in collect_study()."""
+    runs = read_runs(args.folder)
+    check_comparable(runs, {"workers"})
+    rows = workers_rows(runs)
+    write_table(os.path.join(args.folder, "workers.csv"), WORKERS, rows)
+    repeats = args.repeats or max(row["repeats"] for row in rows)
+    missing = [name_missing([r for r in runs if r.settings["workers"] == count], repeats, f"{count} workers")
+               for count in args.workers]
+    sys.exit(1 if any(missing) else 0)
 
 
 def scaling(args):
@@ -218,11 +268,12 @@ def parse_options():
     end = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="train|run|scaling|collect")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="train|run|scaling|workers|collect")
     known = ["cpu", "single", "multi"]
     for name, does, devices, batches, repeats in (
             ("train", train, None, [250], 1), ("run", study, known, [50, 100, 150, 200, 250], 10),
-            ("scaling", scaling, None, [256], 3), ("collect", collect, None, None, None)):
+            ("scaling", scaling, None, [256], 5), ("workers", workers, None, [250], 5),
+            ("collect", collect, None, None, None)):
         command = commands.add_parser(name)
         command.set_defaults(does=does, devices=devices, options=words[end + 1:], tried={})
         add = command.add_argument
@@ -236,6 +287,10 @@ def parse_options():
         if name != "train":
             add("--repeats", type=positive, metavar="N", default=repeats,
                 help=f"default: {repeats or 'the most that a row has'}")
+        if name in ("workers", "collect"):
+            counts = [1, 2, 4, 8] if name == "workers" else None
+            add("--workers", nargs="+", type=positive, metavar="N", default=counts,
+                help=f"threads that load images (default: {counts or 'study.csv instead'})")
         if name == "collect":
             continue
         add("--model", default="cifar", help="default: cifar")
@@ -244,7 +299,7 @@ def parse_options():
         add("--gpus", type=positive, default=2, metavar="N", help="GPUs of multi (default: 2)")
         add("--emulate", action="store_true", help="virtual GPUs where there are none, by PROGRAM-emu")
         add("--program", default="./cnn", help="default: ./cnn")
-        if name == "run":
+        if name in ("run", "workers"):
             add("--task", type=positive, metavar="N", help="only the Nth run, for array jobs")
         if name == "scaling":
             add("--counts", nargs="+", type=positive, metavar="N",

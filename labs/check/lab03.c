@@ -1,0 +1,585 @@
+/* lab03.c - tests of the loader's queue for `make check LAB=3`: `lab03 TEST`.
+
+   Where an augmentation would stand, the tests put observe(): whoever makes an image passes through
+   it, is counted there, and can be held up. So they see what workers do, and need not know how.
+   The first thing that is wrong ends the program with a line that names it. */
+
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <stdbool.h>
+#include <time.h>
+#include <unistd.h>
+
+// Threads that dawdle around the lock, and wake up without a reason, as POSIX allows it.
+static bool restless;
+
+static void nap(void) {
+    static __thread unsigned turn;
+    if (restless && ++turn % 3 == 0)
+        usleep(turn * 37 % 200);
+}
+
+static int restless_lock(pthread_mutex_t *lock) {
+    nap();
+    return pthread_mutex_lock(lock);
+}
+
+static int restless_unlock(pthread_mutex_t *lock) {
+    int status = pthread_mutex_unlock(lock);
+    nap();
+    return status;
+}
+
+static int restless_wait(pthread_cond_t *changed, pthread_mutex_t *lock) {
+    if (!restless)
+        return pthread_cond_wait(changed, lock);
+    struct timespec soon;
+    clock_gettime(CLOCK_REALTIME, &soon);
+    soon.tv_nsec += 500 * 1000;
+    soon.tv_sec += soon.tv_nsec / 1000000000;
+    soon.tv_nsec %= 1000000000;
+    pthread_cond_timedwait(changed, lock, &soon);
+    return 0;
+}
+
+#define CNN_NO_MAIN
+#define pthread_mutex_lock restless_lock
+#define pthread_mutex_unlock restless_unlock
+#define pthread_cond_wait restless_wait
+#include "../../cnn.c"
+#undef pthread_mutex_lock
+#undef pthread_mutex_unlock
+#undef pthread_cond_wait
+
+/* ---- What happens, as observe() sees it ------------------------------------------------------ */
+
+enum { IMAGES = 103, PIXELS = 8, MAX_EPOCHS = 120, PATIENCE_S = 6 };
+
+typedef enum { ELSEWHERE, IN_START, IN_NEXT, IN_FREE } Place;
+
+static struct {
+    Loader loader;
+    size_t size, batches, workers; // of the loader: images in a batch, batches in an epoch
+    size_t epoch, due;             // the epoch, and the batch that loader_next() was asked for last
+    Place place;                   // where the caller is
+    uint32_t order[IMAGES];        // the epoch's permutation
+    unsigned begun[MAX_EPOCHS][IMAGES], made[MAX_EPOCHS][IMAGES]; // how many times, by position
+    size_t inside, most_inside; // threads that make a batch, now and at most
+    pthread_t caller;
+    void (*hold_up)(size_t position); // what a test does to whoever makes this image
+} seen;
+static size_t events; // stays the same while nothing goes on
+
+#define READ(x) __atomic_load_n(&(x), __ATOMIC_RELAXED) // relaxed: they hide no race
+#define WRITE(x, value) __atomic_store_n(&(x), value, __ATOMIC_RELAXED)
+#define ADD(x, value) __atomic_add_fetch(&(x), value, __ATOMIC_RELAXED)
+
+static _Noreturn void wrong(const char *format, ...) __attribute__((format(printf, 1, 2)));
+static _Noreturn void wrong(const char *format, ...) {
+    static bool told;
+    if (__atomic_exchange_n(&told, true, __ATOMIC_RELAXED))
+        for (;;)
+            pause(); // another thread tells what it has seen
+    va_list args;
+    va_start(args, format);
+    vprintf(format, args);
+    va_end(args);
+    puts("");
+    fflush(stdout);
+    _exit(1);
+}
+
+static size_t images_of(size_t number) {
+    return min_size(seen.size, IMAGES - number * seen.size);
+}
+
+// How many images of a batch are counted there.
+static size_t count_images(unsigned counts[MAX_EPOCHS][IMAGES], size_t number) {
+    size_t count = 0;
+    for (size_t i = 0; i < images_of(number); i++)
+        count += READ(counts[seen.epoch][number * seen.size + i]) > 0;
+    return count;
+}
+
+static void check_begin(size_t epoch, size_t position) {
+    size_t number = position / seen.size, due = READ(seen.due), slots = seen.loader.slots;
+    if (position >= IMAGES)
+        wrong("batch %zu was begun, but the epoch has only batches 0 to %zu", number,
+              seen.batches - 1);
+    if (pthread_equal(pthread_self(), seen.caller))
+        wrong("batch %zu was made by the thread that asked for it, which cannot train meanwhile: "
+              "workers have to make the batches",
+              number);
+    if (epoch != READ(seen.epoch))
+        wrong("a worker began batch %zu of an epoch that was already left", number);
+    if (number >= due + slots)
+        wrong("batch %zu was begun while batch %zu was in use: with %zu slots, both lie in slot "
+              "%zu, so the batch in use is overwritten",
+              number, due, slots, number % slots);
+    if (ADD(seen.begun[epoch][position], 1) > 1)
+        wrong("batch %zu was made twice, and images come twice: two workers took the same number",
+              number);
+}
+
+static void observe(uint8_t *out, const uint8_t *in, Shape s, const Draw *draw) {
+    const size_t epoch = draw->epoch, position = draw->first;
+    ADD(events, 1);
+    check_begin(epoch, position);
+    size_t inside = ADD(seen.inside, 1);
+    if (inside > READ(seen.most_inside))
+        WRITE(seen.most_inside, inside);
+    void (*hold_up)(size_t) = READ(seen.hold_up);
+    if (hold_up)
+        hold_up(position);
+    memcpy(out, in, shape_size(s));
+    out[1] = (uint8_t)epoch;
+    out[2] = (uint8_t)position;
+    ADD(seen.inside, -1);
+    if (epoch != READ(seen.epoch))
+        wrong(
+            "a worker was still making batch %zu of epoch %zu when loader_start() had begun epoch "
+            "%zu: loader_start() waits until l->busy, the workers that make a batch, is 0",
+            position / seen.size, epoch, READ(seen.epoch));
+    ADD(seen.made[epoch][position], 1);
+    ADD(events, 1);
+}
+
+/* ---- Nobody goes on: why? -------------------------------------------------------------------- */
+
+static _Noreturn void explain_next(const Loader *l) {
+    size_t due = READ(seen.due);
+    if (l->filled[due % l->slots] == due + 1)
+        wrong(
+            "deadlock: batch %zu is filled, but the caller of loader_next() sleeps on: nobody has "
+            "woken it. Does a signal wake one thread where several wait for different things?",
+            due);
+    if (count_images(seen.begun, due) == 0)
+        wrong("deadlock: loader_next() waits for batch %zu, all workers wait, and nobody fills it",
+              due);
+    if (count_images(seen.made, due) == images_of(due))
+        wrong(
+            "deadlock: batch %zu is made, but filled[%zu] is %zu, not %zu: loader_next() waits for "
+            "ever",
+            due, due % l->slots, l->filled[due % l->slots], due + 1);
+    wrong("batch %zu was begun and is never ready", due);
+}
+
+static _Noreturn void explain_silence(void) {
+    static const char *const names[] = {"the test", "loader_start()", "loader_next()",
+                                        "loader_free()"};
+    Loader *l = &seen.loader;
+    Place place = READ(seen.place);
+    if (pthread_mutex_trylock(&l->lock) != 0)
+        wrong("deadlock in %s: somebody holds the lock and never gives it back", names[place]);
+    if (place == IN_NEXT)
+        explain_next(l);
+    if (place == IN_START && l->busy > 0)
+        wrong(
+            "deadlock: loader_start() waits for busy workers, and busy stays %zu though none makes "
+            "a batch",
+            l->busy);
+    if (place == IN_START)
+        wrong("deadlock: no worker is busy any more, but nobody has woken loader_start()");
+    if (place == IN_FREE)
+        wrong("deadlock: quit is set, but loader_free() waits for a worker that does not end");
+    wrong("nothing happened for %d s", PATIENCE_S);
+}
+
+static void *watch(void *unused) {
+    (void)unused;
+    size_t before = 0, quiet_s = 0;
+    for (; quiet_s < PATIENCE_S; quiet_s++) {
+        sleep(1);
+        if (before != READ(events))
+            quiet_s = 0;
+        before = READ(events);
+    }
+    explain_silence();
+}
+
+// Waits until `condition` holds; false: it does not, though nobody has lost the patience yet.
+#define HAPPENS(condition)                      \
+    ({                                          \
+        double limit = now() + PATIENCE_S - 1.; \
+        while (!(condition) && now() < limit)   \
+            usleep(1000);                       \
+        (condition);                            \
+    })
+
+/* ---- The caller ------------------------------------------------------------------------------ */
+
+static const DatasetInfo info = {
+    .name = "numbered", .shape = {2, 4, 1}, .classes = 10, .train = IMAGES, .std = {1, 1, 1}};
+static const uint64_t seed = 7;
+
+static uint8_t images[IMAGES * PIXELS], labels[IMAGES];
+static const Dataset data = {&info, IMAGES, images, labels};
+
+// Image number i holds i in its first byte, and a pattern of its own behind it.
+static void make_images(void) {
+    for (size_t i = 0; i < IMAGES * PIXELS; i++)
+        images[i] = (uint8_t)(i / PIXELS * (1 + i % PIXELS * 3));
+    for (size_t i = 0; i < IMAGES; i++)
+        labels[i] = (uint8_t)(i % 10);
+}
+
+static void enter(Place place) {
+    WRITE(seen.place, place);
+    ADD(events, 1);
+}
+
+static void open_loader(size_t size, size_t workers, void (*hold_up)(size_t position)) {
+    const Placement on_cpu = {.backend = &backends[0]};
+    memset(&seen, 0, sizeof seen);
+    seen.size = size;
+    seen.batches = ceil_div(IMAGES, size);
+    seen.workers = workers;
+    seen.caller = pthread_self();
+    seen.hold_up = hold_up;
+    loader_init(&seen.loader, &data, size, workers, observe, on_cpu);
+}
+
+// Each epoch of a loader has another number: 1, 2, ...
+static void start_epoch_at(size_t first) {
+    enter(IN_START);
+    size_t epoch = seen.epoch + 1;
+    for (size_t i = 0; i < IMAGES; i++)
+        seen.order[i] = (uint32_t)i;
+    shuffle(seen.order, IMAGES, seed, epoch);
+    // between the last worker of the old epoch and the first of the new one: within loader_start()
+    pthread_mutex_lock(&seen.loader.lock);
+    seen.loader.started = seen.loader.batches = 0;
+    while (seen.loader.busy > 0)
+        pthread_cond_wait(&seen.loader.changed, &seen.loader.lock);
+    WRITE(seen.epoch, epoch);
+    WRITE(seen.due, first);
+    pthread_mutex_unlock(&seen.loader.lock);
+    loader_start(&seen.loader, seed, epoch, first);
+    enter(ELSEWHERE);
+}
+
+// What the slot of a batch has to hold, image by image. `when`: for the message.
+static void check_images(const Batch *batch, size_t number, const char *when) {
+    for (size_t i = 0; i < images_of(number); i++) {
+        const size_t position = number * seen.size + i, image = seen.order[position];
+        uint8_t want[PIXELS], got[PIXELS];
+        memcpy(want, images + image * PIXELS, PIXELS);
+        want[1] = (uint8_t)seen.epoch;
+        want[2] = (uint8_t)position;
+        for (size_t p = 0; p < PIXELS; p++)
+            got[p] = (uint8_t)lround((double)batch->images[i * PIXELS + p] * 255);
+        if (memcmp(got, want, PIXELS) == 0 && batch->labels[i] == image % 10)
+            continue;
+        if (got[1] == seen.epoch && got[2] != position)
+            wrong("batch %zu %s: its image %zu is one of batch %zu", number, when, i,
+                  got[2] / seen.size);
+        if (got[1] != seen.epoch)
+            wrong("batch %zu %s: its image %zu is left over from before", number, when, i);
+        wrong("batch %zu %s: its image %zu should be number %zu with label %zu, and is number %u "
+              "with label %u",
+              number, when, i, image, image % 10, got[0], batch->labels[i]);
+    }
+}
+
+static void check_batch(const Batch *batch, size_t number) {
+    size_t ready = count_images(seen.made, number);
+    if (!batch)
+        wrong("batch %zu of %zu was never handed out: loader_next() said that the epoch is over",
+              number, seen.batches);
+    if (batch->number != number && batch != &seen.loader.ring[number % seen.loader.slots])
+        wrong("batch %zu was handed out where batch %zu is due: the order has to be the "
+              "permutation's, whatever is filled first",
+              batch->number, number);
+    if (count_images(seen.begun, number) == 0)
+        wrong(
+            "batch %zu was handed out before any worker had begun it: the slot holds an older one",
+            number);
+    if (ready < images_of(number))
+        wrong("batch %zu was handed out while it was being written: %zu of its %zu images were "
+              "there",
+              number, ready, images_of(number));
+    if (batch->number != number || batch->n != images_of(number))
+        wrong("batch %zu has %zu images, expected %zu", number, batch->n, images_of(number));
+    check_images(batch, number, "is not what the permutation says");
+}
+
+static const Batch *next_batch_of_loader(size_t number) {
+    WRITE(seen.due, number);
+    enter(IN_NEXT);
+    const Batch *batch = loader_next(&seen.loader);
+    enter(ELSEWHERE);
+    return batch;
+}
+
+static const Batch *take_batch(size_t number) {
+    const Batch *batch = next_batch_of_loader(number);
+    check_batch(batch, number);
+    return batch;
+}
+
+static void finish_epoch_from(size_t first) {
+    for (size_t number = first; number < seen.batches; number++)
+        take_batch(number);
+    for (size_t again = 0; again < 2; again++)
+        if (next_batch_of_loader(seen.batches - 1))
+            wrong("the epoch has %zu batches, but loader_next() hands out another one behind them",
+                  seen.batches);
+}
+
+static void close_loader(void) {
+    WRITE(seen.hold_up, NULL);
+    enter(IN_FREE);
+    loader_free(&seen.loader);
+    enter(ELSEWHERE);
+}
+
+static void read_epochs(size_t size, size_t workers, size_t epochs) {
+    open_loader(size, workers, NULL);
+    for (size_t e = 0; e < epochs; e++) {
+        start_epoch_at(0);
+        finish_epoch_from(0);
+    }
+    close_loader();
+}
+
+/* ---- The tests ------------------------------------------------------------------------------- */
+
+static const size_t some_workers[] = {1, 2, 3, 8};
+enum { SOME = sizeof some_workers / sizeof *some_workers };
+
+static void test_order(void) {
+    for (size_t w = 0; w < SOME; w++)
+        read_epochs(8, some_workers[w], 4);
+}
+
+static void test_sizes(void) {
+    static const size_t sizes[] = {1, 2, 25, IMAGES - 1, IMAGES, 2 * IMAGES};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+        for (size_t w = 0; w < SOME; w++)
+            read_epochs(sizes[i], some_workers[w], 3);
+}
+
+// As a run that goes on from a checkpoint, in the middle of an epoch.
+static void test_first(void) {
+    for (size_t w = 0; w < SOME; w++) {
+        open_loader(8, some_workers[w], NULL);
+        for (size_t first = 1; first < seen.batches; first += 5) {
+            start_epoch_at(first);
+            finish_epoch_from(first);
+        }
+        close_loader();
+    }
+}
+
+static void test_restless(void) {
+    restless = true;
+    for (size_t w = 0; w < SOME; w++) {
+        read_epochs(8, some_workers[w], 5);
+        read_epochs(1, some_workers[w], 2);
+    }
+    restless = false;
+}
+
+static bool is_made(size_t first, size_t end) { // all batches from first to end - 1
+    for (size_t number = first; number < end; number++)
+        if (count_images(seen.made, number) < images_of(number))
+            return false;
+    return true;
+}
+
+// While a batch is in use, all other slots get filled, and this one does not.
+static void test_ahead(void) {
+    for (size_t w = 0; w < SOME; w++) {
+        open_loader(4, some_workers[w], NULL);
+        start_epoch_at(0);
+        const size_t slots = seen.loader.slots;
+        for (size_t number = 0; number + slots < seen.batches; number++) {
+            const Batch *batch = take_batch(number);
+            if (!HAPPENS(is_made(number + 1, number + slots)))
+                wrong("while batch %zu was in use, the workers (%zu) did not fill the other %zu "
+                      "slots: batch %zu was not made ahead",
+                      number, seen.workers, slots - 1, number + slots - 1);
+            usleep(number < 3 ? 50000 : 1000); // time enough to do too much
+            check_images(batch, number, "was overwritten while it was in use");
+        }
+        close_loader();
+    }
+}
+
+static void hold_up_until_all_are_in(size_t position) {
+    (void)position;
+    if (!HAPPENS(READ(seen.most_inside) >= seen.workers))
+        wrong("of %zu workers only %zu made a batch at the same time, though slots were free: is "
+              "the lock held while a batch is made?",
+              seen.workers, READ(seen.most_inside));
+}
+
+static void test_side_by_side(void) {
+    for (size_t w = 0; w < SOME; w++) {
+        open_loader(4, some_workers[w], hold_up_until_all_are_in);
+        start_epoch_at(0);
+        finish_epoch_from(0);
+        close_loader();
+    }
+}
+
+static void hold_up_first(size_t position) {
+    if (position > 0)
+        return;
+    HAPPENS(READ(seen.place) == IN_NEXT);
+    if (!HAPPENS(is_made(1, seen.loader.slots - 1)))
+        wrong("batch 0 took long, and meanwhile the other workers did not fill batches 1 to %zu",
+              seen.loader.slots - 2);
+    usleep(20000);
+}
+
+static void hold_up_last(size_t position) {
+    if (position < (seen.batches - 1) * seen.size)
+        return;
+    HAPPENS(READ(seen.place) == IN_NEXT && READ(seen.due) == seen.batches - 1);
+    usleep(20000); // until the caller sleeps as well
+}
+
+// The caller waits for a slow batch, and the other workers for a free slot, or for the next epoch.
+static void test_slow_batch(void) {
+    for (size_t w = 1; w < SOME; w++) {
+        open_loader(4, some_workers[w], hold_up_first);
+        start_epoch_at(0);
+        finish_epoch_from(0);
+        WRITE(seen.hold_up, hold_up_last);
+        for (size_t round = 0; round < 5; round++) {
+            start_epoch_at(0);
+            finish_epoch_from(0);
+        }
+        close_loader();
+    }
+}
+
+static void hold_up_a_little(size_t position) {
+    if (position % 5 == 0)
+        usleep(2000);
+}
+
+static void test_left_early(void) {
+    for (size_t w = 0; w < SOME; w++) {
+        open_loader(8, some_workers[w], hold_up_a_little);
+        for (size_t taken = 0; taken < seen.batches; taken += 1 + taken / 4) {
+            start_epoch_at(0);
+            for (size_t number = 0; number < taken; number++)
+                take_batch(number);
+        }
+        start_epoch_at(0);
+        finish_epoch_from(0);
+        close_loader();
+    }
+}
+
+static void test_end(void) {
+    for (size_t w = 0; w < SOME; w++) {
+        open_loader(8, some_workers[w], NULL); // before the first epoch
+        close_loader();
+        open_loader(8, some_workers[w], hold_up_a_little); // while batches are made
+        start_epoch_at(0);
+        take_batch(0);
+        close_loader();
+        open_loader(8, some_workers[w], NULL); // while the ring is full
+        start_epoch_at(0);
+        take_batch(0);
+        HAPPENS(is_made(0, min_size(seen.loader.slots, seen.batches)));
+        usleep(20000);
+        close_loader();
+    }
+    read_epochs(8, 3, 1); // at the end of an epoch
+}
+
+static double cpu_s(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static long switches(void) { // how many times a thread of ours left its core
+    struct rusage usage;
+    getrusage(RUSAGE_SELF, &usage);
+    return usage.ru_nvcsw + usage.ru_nivcsw;
+}
+
+// Ends the test if threads that should sleep have worked since then.
+static void check_sleep(const char *who, double since, double cpu_since, long switches_since) {
+    const double wall = now() - since, cpu = cpu_s() - cpu_since;
+    if (cpu > .1 * wall)
+        wrong(
+            "%s for %.2f s, and took %.2f s of a core for it: they ask again and again instead of "
+            "sleeping in pthread_cond_wait(), and take the core from those who compute",
+            who, wall, cpu);
+    if (switches() - switches_since > 40)
+        wrong(
+            "%s for %.2f s, and woke up %ld times meanwhile, to look whether anything has changed: "
+            "pthread_cond_wait() sleeps until it has",
+            who, wall, switches() - switches_since);
+}
+
+static void hold_up_and_measure(size_t position) {
+    if (position != (seen.batches - 1) * seen.size)
+        return;
+    HAPPENS(READ(seen.place) == IN_NEXT && READ(seen.due) == seen.batches - 1);
+    usleep(20000);
+    double since = now(), cpu_since = cpu_s();
+    long switches_since = switches();
+    usleep(300000);
+    check_sleep("the caller and idle workers waited for a slow batch", since, cpu_since,
+                switches_since);
+}
+
+static void test_sleep(void) {
+    for (size_t w = 0; w < SOME; w++) {
+        open_loader(4, some_workers[w], hold_up_and_measure);
+        start_epoch_at(0);
+        take_batch(0);
+        HAPPENS(is_made(0, seen.loader.slots));
+        usleep(20000);
+        double since = now(), cpu_since = cpu_s();
+        long switches_since = switches();
+        usleep(300000);
+        check_sleep("the ring was full", since, cpu_since, switches_since);
+        finish_epoch_from(1);
+        close_loader();
+    }
+}
+
+// For the thread sanitizer, which finds what is not protected even if all goes well.
+static void test_races(void) {
+    test_order();
+    test_left_early();
+    test_restless();
+}
+
+static const struct {
+    const char *name;
+    void (*run)(void);
+} tests[] = {{"order", test_order},
+             {"sizes", test_sizes},
+             {"first", test_first},
+             {"restless", test_restless},
+             {"ahead", test_ahead},
+             {"side_by_side", test_side_by_side},
+             {"slow_batch", test_slow_batch},
+             {"left_early", test_left_early},
+             {"end", test_end},
+             {"sleep", test_sleep},
+             {"races", test_races}};
+
+// Runs the tests that are named, and says the checker's word behind the last one.
+int main(int argc, char **argv) {
+    char word[64] = "";
+    pthread_t watcher;
+    if (!fgets(word, sizeof word, stdin) || pthread_create(&watcher, NULL, watch, NULL) != 0)
+        return 2;
+    make_images();
+    for (int a = 1; a < argc; a++)
+        for (size_t t = 0; t < sizeof tests / sizeof *tests; t++)
+            if (strcmp(argv[a], tests[t].name) == 0)
+                tests[t].run();
+    dprintf(9, "%s", word);
+    return 0;
+}

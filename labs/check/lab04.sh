@@ -1,0 +1,142 @@
+# shellcheck shell=bash
+# Lab 4, for check.sh: the kernels between guard zones, on a GPU or in the emulator, and the timer
+# on a device that is made up. DEVICE=gpu or DEVICE=emulator chooses; else a GPU, if there is one.
+
+tests() {
+    cat <<'END'
+3|4.1|ReLU: every number of every count is written, and none beside them
+1|4.1|ReLU in place; a NaN stays a NaN
+3|4.2|bias: each channel gets its own
+4|4.3|convolution: filters of several sizes, stride 1, no padding
+3|4.3|convolution: strides, padding, several images, linear layers
+2|4.1 4.2 4.3|no number is written by two threads (race detector, three orders of threads)
+1|4.1 4.2 4.3|kernels do the work, with one thread a number
+2|4.4|the timer waits until the device has done what it measures
+1|4.4|the timer counts neither the slow first call nor earlier work
+END
+}
+
+on_gpu() {
+    local found=emulator
+    if nvidia-smi -L >/dev/null 2>&1; then found=gpu; fi
+    [ "${DEVICE:-$found}" = gpu ]
+}
+
+# What the parts of rooms 2 and 5 may call of cnn_kernels.cu, and of CUDA beside launches.
+may_call='element spot_of met_pixel window_of stream ceil_div check'
+may_call+=' cudaGetLastError cudaPeekAtLastError cudaError_t cudaSuccess cudaGetErrorString'
+may_call+=' cudaDeviceSynchronize cudaStreamSynchronize cudaStream_t'
+
+# cut_kernels: the kernels without room 6, and with names inside of the parts that lead nowhere else
+cut_kernels() {
+    local defined
+    # names of functions that stand outside of the parts
+    defined=$(awk '/LAB 4\.[0-9] BEGIN/ { inside = 1 } /LAB 4\.[0-9] END/ { inside = 0 }
+        !inside && /^(static|extern|template|    gemm)/ && match($0, /[A-Za-z0-9_]+\(/) {
+            print substr($0, RSTART, RLENGTH - 1) }' cnn_kernels.cu | grep -v ^__ | sort -u)
+    awk -v may_call="$may_call" -v defined="$defined" '
+        function forbid(word) { if (!(word in allowed)) forbidden[word] = 1 }
+        BEGIN {
+            split(may_call, list, " ")
+            for (i in list) allowed[list[i]] = 1
+            split(defined, list, "\n")
+            for (i in list) forbid(list[i])
+        }
+        /^\/\* ==== 6\./ { cutting = 1
+            print "static size_t parts_size(size_t, size_t, size_t) { return 0; }"
+            print "static double peak_gflops(void) { return 0; }"
+            print "#define conv2d_forward_tiled conv2d_forward_naive"
+            print "#define conv2d_backward_tiled conv2d_backward_naive" }
+        /^\/\* ==== 7\./ { cutting = 0; print "#line " NR " \"cnn_kernels.cu\"" }
+        cutting { next }
+        /LAB 4\.[0-9] END/ {
+            for (word in forbidden) print "#undef " word
+            print "#line " NR " \"cnn_kernels.cu\""
+            inside = 0
+        }
+        inside {
+            line = $0
+            gsub(/"([^"\\]|\\.)*"/, "\"\"", line)
+            sub(/\/\/.*/, "", line)
+            while (match(line, /[A-Za-z_][A-Za-z0-9_]*/)) {
+                word = substr(line, RSTART, RLENGTH)
+                line = substr(line, RSTART + RLENGTH)
+                if ((word ~ /^(cu[A-Z]|cuda[A-Z])/ && !(word in allowed)) ||
+                    word ~ /^(emu|EMU_.*|lab_.*|__tsan.*|nccl.*)$/)
+                    print "#error " word " has no use in this task: kernels compute, and nothing is copied"
+            }
+        }
+        { print }
+        /LAB 4\.[0-9] BEGIN/ {
+            for (word in forbidden) print "#define " word " " word "_is_no_part_of_this_task"
+            print "#line " NR + 1 " \"cnn_kernels.cu\""
+            inside = 1
+        }
+        END {
+            print "extern \"C\" void lab_add_bias(real *out, const real *bias, size_t count, " \
+                "size_t channels) { add_bias(out, bias, count, channels); }"
+        }' cnn_kernels.cu
+}
+
+# emulated PROGRAM COMPILER OPTIONS...: the tests with the kernels in the emulator
+emulated() {
+    { echo '#line 1 "cnn_kernels.cu"' && sed -f tests/cuda_on_cpu.sed lab04.cu; } |
+        "$2" -std=c++17 -march=native -Wno-unknown-pragmas -I. -include labs/check/lab04_launches.h \
+            "${@:3}" -x c++ -c - -o "$1.o" &&
+        "$2" "${@:3}" lab04.o "$1.o" -o "$1" -lm -lpthread
+}
+
+# Compiling takes longer than any test, so little is optimised.
+build() {
+    local cc=${CC:-gcc} cxx=${CXX:-g++} nvcc pids=() pid failed=0 tsan=(-g -fsanitize=thread)
+    nvcc=$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)
+    cut_kernels >lab04.cu
+    "$cc" -std=gnu17 -g -march=native -w -DCNN_CUDA -c labs/check/lab04.c -o lab04.o || return
+    emulated lab04_emulated "$cxx" -O1 -g &
+    pids+=($!)
+    # clang's race detector is faster; either will do
+    if clang++ "${tsan[@]}" -x c++ - -o /dev/null 2>/dev/null <<<'int main() {}'; then
+        cxx=clang++
+    fi
+    emulated lab04_races "$cxx" "${tsan[@]}" &
+    pids+=($!)
+    # the timer reads our clock, and no GPU is in its program
+    "$cc" -std=gnu17 -g -w -Dclock_gettime=lab_clock_gettime -Dmain=crossover_main \
+        -c labs/lab04/crossover.c -o lab04_crossover.o &&
+        "$cc" -std=gnu17 -g -Wall -Wextra labs/check/lab04_timer.c lab04_crossover.o \
+            -o lab04_timer -lm -lpthread || failed=1
+    if on_gpu; then
+        "$nvcc" -std=c++17 -O2 -arch="${CUDA_ARCH:-native}" -I. -c lab04.cu -o lab04_gpu.o &&
+            "$nvcc" lab04.o lab04_gpu.o -o lab04_gpu || failed=1
+    fi
+    for pid in "${pids[@]}"; do wait "$pid" || failed=1; done
+    return $failed
+}
+
+# The race detector's report, in the student's words.
+races() {
+    local order
+    for order in 0 1 7; do
+        CUEMU_ORDER=$order TSAN_OPTIONS=halt_on_error=1 ./lab04_races 6 \
+            >said 2>&1 </dev/null 9>&- && continue
+        if grep -q 'data race' said; then
+            echo "a race: two threads use the same number of the device's memory, and at least one" \
+                "writes it; one thread must own each number of the output"
+            grep -E -m 2 '(Write|Read|Previous (write|read)) of size' said
+            grep -E -m 2 'block \(' said
+        else
+            tail -n 5 said
+        fi
+        return 1
+    done
+}
+
+run() {
+    export CUEMU_PROTECT=1
+    case $1 in
+        6) races && ./lab04_emulated 0 ;;
+        7) ./lab04_emulated 7 ;;
+        8 | 9) ./lab04_timer "$1" ;;
+        *) if on_gpu; then ./lab04_gpu "$1"; else ./lab04_emulated "$1"; fi ;;
+    esac
+}

@@ -1,0 +1,328 @@
+#!/usr/bin/env python3
+"""Writes DIR/report.md: tables and plots from the run folders in DIR, and questions for you to answer.
+
+    labs/tools/report.py runs/first     `make report RUNS=runs/first` draws the plots first
+
+It begins as report_template.md. Everything between <!-- begin NAME --> and <!-- end NAME --> is made from
+the run folders, and only that is made anew when you call this again. All else is yours: answer what begins
+with `> TODO:` and delete it, add what you like. A section that your study does not need, delete it with its
+markers. To get it back, write the two markers where you want it. Where markers are damaged, or somebody has
+written between them, report.md stays as it is and report.new.md is written instead.
+
+Runs that differ in more than device, batch and seed (--workers, --kernels, the compiler's flags, ...) are
+not averaged: they get rows of their own, which say what differs. A speed-up compares rows that agree.
+"""
+import argparse
+import contextlib
+import csv
+import hashlib
+import os
+import re
+import textwrap
+
+from run_folders import (COLUMNS_DIFFER, REPEATS_DIFFER, SCALING, Missing, add_speedups, by, differences,
+                         facts, fail, is_dirty, make_rows, read_csv, read_runs, scaling_rows, summary)
+
+FREE = REPEATS_DIFFER | COLUMNS_DIFFER
+STEP_PARTS = ["load_s", "copy_s", "forward_s", "backward_s", "optimizer_s", "exposed_comm_s", "idle_s"]
+NOTHING = "No run folder has what this table needs."
+MOST_TABLES = 4  # of several run folders that have a layers.csv, say
+
+
+# ---- Rows
+
+
+def variants(runs):
+    """Groups of runs that differ in nothing but device, batch and seed."""
+    groups = []
+    for run in runs:
+        for group in groups:
+            like = {r.kind: r for r in reversed(group)}  # one of each kind, as devices of a kind must agree
+            if not any(differences(other, run, free_settings(other, run)) for other in like.values()):
+                group.append(run)
+                break
+        else:
+            groups.append([run])
+    return groups
+
+
+def free_settings(a, b):
+    """What may differ between two runs of a variant: with replicas on the CPU, --threads follow them."""
+    return FREE | ({"threads"} if max(a.world, b.world) > 1 else set())
+
+
+def show(value):
+    return ("off", "on")[value] if isinstance(value, bool) else str(value)
+
+
+def timing_rows(runs):
+    """The rows of study.csv, variant by variant; `variant` says what is not the same in all."""
+    groups, rows = variants(runs), []
+    names = list(dict.fromkeys(name for a in groups for b in groups for name, _, _ in
+                               differences(a[0], b[0], FREE | {"model"})))
+    for group in groups:
+        values = facts(group[0])
+        some = make_rows(group)
+        with contextlib.redirect_stdout(None):  # it notes which rows have no speed-up; the table shows it
+            add_speedups(some)
+        for row in some:
+            kinds = dict.fromkeys("emulated" if r.emulated else r.provenance for r in row["runs"])
+            rows.append(dict(row, variant=", ".join(f"{k} {show(values.get(k))}" for k in names),
+                             provenance=", ".join(kinds)))
+    return rows
+
+
+# ---- Tables
+
+
+def table(titles, rows):
+    """In Markdown; rows are dicts with the keys of titles."""
+    def cell(value):
+        if isinstance(value, float):
+            return f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
+        return "" if value is None else str(value)
+    texts = [list(titles.values()), ["---"] * len(titles)] + [[cell(r.get(c)) for c in titles] for r in rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in texts)
+
+
+def csv_tables(root, name, folders):
+    """The CSV files of that name, as they are."""
+    paths, texts = [os.path.join(f, name) for f in folders if os.path.exists(os.path.join(f, name))], []
+    for path in paths[:MOST_TABLES]:
+        with open(path, newline="", encoding="utf-8", errors="replace") as f:
+            lines = list(csv.DictReader(f))
+        caption = f"From `{os.path.relpath(path, root)}`:\n\n"
+        texts.append(caption + table({c: c for c in (lines or [{}])[0]}, lines))
+    if len(paths) > MOST_TABLES:
+        texts.append(f"{len(paths) - MOST_TABLES} more run folders have a {name}.")
+    return "\n\n".join(texts)
+
+
+def first_runs(rows):
+    return [row["runs"][0].folder for row in rows]
+
+
+def picture(root, name, shows):
+    there = os.path.exists(os.path.join(root, "plots", name + ".png"))
+    return f"\n\n![{shows}](plots/{name}.png)" if there else ""
+
+
+def make_settings(root, runs, rows):
+    equal, differing = [], []
+    for name in (k for k in runs[0].settings if k not in ("out", "data")):
+        values = sorted({show(r.settings.get(name)) for r in runs}, key=lambda v: (len(v), v))
+        if len(values) > 1:
+            differing.append(f"- `--{name}`: {', '.join(v or 'none' for v in values)}")
+        elif values[0]:
+            equal.append(f"--{name} {values[0]}")
+    builds = dict.fromkeys("- {compiler}, `{flags}`, commit {commit}".format(**r.build) for r in runs)
+    notes = ["Some sources had changes that nobody committed."] * any(map(is_dirty, runs))
+    commands = dict.fromkeys(" ".join(r["runs"][0].command) for r in rows)
+    return "\n\n".join(
+        [f"{len(runs)} runs. Equal in all of them:",
+         fence([textwrap.fill(" ".join(equal), break_on_hyphens=False)]),
+         "What differs:", "\n".join(differing or ["- nothing"]), "Built with:", "\n".join(builds), *notes,
+         "Commands (the first repeat of each row):", fence(commands)])
+
+
+def fence(lines):
+    return "\n".join(["```", *lines, "```"])
+
+
+def make_machine(root, runs, rows):
+    titles = dict(host="host", cpu="CPU", cores="usable cores", memory="memory in GB", device="device",
+                  driver="driver", threads="threads", peak="measured peak, GFLOP/s", sd="its sd", runs="runs",
+                  jobs="Slurm jobs")
+    lines = []
+    for group in by(runs, lambda r: (*map(r.machine.get, titles), r.settings["threads"])).values():
+        card = group[0].machine
+        peak, sd, _ = summary([r.machine["peak_gflops"] for r in group])
+        lines.append(dict(card, memory=card.get("memory_bytes", 0) / 1e9, peak=peak, sd=sd, runs=len(group),
+                          threads=group[0].settings["threads"],
+                          jobs=len({r.machine.get("slurm") for r in group} - {None})))
+    return table(titles, lines)
+
+
+def make_timing(root, runs, rows):
+    titles = dict(label="device", model="model", batch="batch on each", global_batch="global batch",
+                  repeats="repeats", seconds_mean="seconds, mean", seconds_sd="sd", ci95="95 % interval, +-",
+                  img_per_s="img/s", speedup="speed-up over cpu", accuracy_mean="accuracy in %",
+                  accuracy_sd="its sd", provenance="measured?")
+    if any(r["variant"] for r in rows):
+        titles = dict(variant="what differs", **titles)
+    return table(titles, rows) + picture(root, "study", "time and accuracy") + picture(root, "loss", "loss")
+
+
+def make_steps(root, runs, rows):
+    lines = []
+    for row in rows:
+        run, later = row["runs"][0], [e["seconds"] for r in row["runs"] for e in r.epochs[1:]]
+        line = dict(row, first=summary([r.epochs[0]["seconds"] for r in row["runs"]])[0],
+                    later=summary(later)[0] if later else None, steps=run.parallel.get("iterations"))
+        with contextlib.suppress(Missing):
+            steps = [s for s in read_csv(run, "steps.csv", STEP_PARTS + ["warmup"]) if not s[-1]]
+            if steps:
+                line.update((name, 1e3 * summary(times)[0]) for name, times in zip(STEP_PARTS, zip(*steps)))
+        lines.append(line)
+    titles = dict(label="device", global_batch="global batch", steps="steps an epoch",
+                  first="first epoch, s", later="later ones, s",
+                  **{name: name[:-2].replace("_", " ") + ", ms" for name in STEP_PARTS})
+    if any(r["variant"] for r in rows):
+        titles = dict(variant="what differs", **titles)
+    return ("Epochs are means over repeats. The parts are of a step in the first repeat, without warm-up, "
+            "averaged over steps and devices:\n\n" + table(titles, lines))
+
+
+def make_scaling(root, runs, rows):
+    lines = []
+    for some in by(rows, lambda r: r["variant"]).values():
+        groups = by(scaling_rows(some), lambda r: (r["scaling"], r["device"], r["model"], r[
+            "global_batch" if r["scaling"] == "strong" else "batch"]))
+        lines += [r for group in groups.values() if len(group) > 1 for r in group]
+    if not lines:
+        return ""
+    columns = [c for c in SCALING if c != "emulated"] + ["provenance"]
+    titles = {c: c.replace("_", " ") for c in columns}
+    return table(titles, lines) + picture(root, "scaling", "speed-up by devices")
+
+
+def make_workers(root, runs, rows):
+    text = csv_tables(root, "workers.csv", [root])
+    return (text + picture(root, "workers", "images a second by workers")).strip()
+
+
+def make_layers(root, runs, rows):
+    text = csv_tables(root, "layers.csv", first_runs(rows))
+    return text and text + picture(root, "roofline", "layers below the machine's roofs")
+
+
+def make_profile(root, runs, rows):
+    return csv_tables(root, "profile.csv", first_runs(rows))
+
+
+def make_classes(root, runs, rows):
+    known = [r for r in runs if r.confusion and not r.emulated]
+    if not known:
+        return ""
+    best = max(known, key=lambda r: r.accuracy)
+    lines = [dict(name=name, accuracy=value) for name, value in best.per_class.items()]
+    return (f"Of `{os.path.relpath(best.folder, root)}`, the run with the best accuracy:\n\n"
+            + table(dict(name="class", accuracy="accuracy in %"), lines)
+            + picture(root, "confusion", "which class was taken for which"))
+
+
+MAKERS = dict(settings=make_settings, machine=make_machine, timing=make_timing, steps=make_steps,
+              scaling=make_scaling, workers=make_workers, layers=make_layers, profile=make_profile,
+              classes=make_classes)
+MARKER = re.compile(rf"<!-- (begin|end) ({'|'.join(MAKERS)})(?: ([0-9a-f]{{8}}))?\b[^>]*-->\s*")
+
+
+def make_blocks(root, runs):
+    """Name and text of each generated part; "" where the runs do not have what it takes."""
+    rows = timing_rows(runs)
+    return {name: maker(root, runs, rows) for name, maker in MAKERS.items()}
+
+
+# ---- The file
+
+
+class Damaged(Exception):
+    """What is wrong with a marker, and in which line."""
+
+
+def digest(lines):
+    return hashlib.sha1("\n".join(line.strip() for line in lines).strip().encode(
+        "utf-8", "surrogateescape")).hexdigest()[:8]
+
+
+def split(text):
+    """The report as pieces (name, lines): the student's have the name None, a block's lines come without its
+    markers. A marker has a digest of its block, which tells whether somebody has written there."""
+    pieces, begun = [(None, [])], None
+    for number, line in enumerate(text.splitlines(keepends=True), 1):
+        marker = MARKER.fullmatch(line)
+        what, name, stamp = marker.groups() if marker else (None, None, None)
+        where = f"line {number}: {line.strip()}"
+        if what == "end" and (not begun or name != begun[0]):
+            raise Damaged(f"{where}: expected its begin before it")
+        if what == "begin" and (begun or any(name == n for n, _ in pieces)):
+            raise Damaged(f"{where}: expected each part once, and the end of the one before")
+        if what == "begin":
+            begun = name, stamp
+            pieces.append((name, []))
+        elif what == "end":
+            if begun[1] != digest(pieces[-1][1]) and "".join(pieces[-1][1]).strip():
+                raise Damaged(f"{where}: somebody wrote between it and its begin")
+            begun = None
+            pieces.append((None, []))
+        else:
+            pieces[-1][1].append(line)
+    if begun:
+        raise Damaged(f"expected <!-- end {begun[0]} -->, found none")
+    return pieces
+
+
+def block(name, text):
+    stamp = digest(text.splitlines())
+    return (f"<!-- begin {name} {stamp}: made from the run folders; write nothing in here -->\n"
+            f"{text}\n<!-- end {name} -->\n")
+
+
+def fresh_report(blocks):
+    """The template without the sections whose part the runs have nothing for."""
+    template = read_report(os.path.join(os.path.dirname(os.path.abspath(__file__)), "report_template.md"))
+    unfit = [f"<!-- begin {name} -->" for name, text in blocks.items() if not text]
+    sections = [s for s in re.split("(?m)^(?=#)", template) if not any(marker in s for marker in unfit)]
+    return renewed_report("".join(sections), blocks)
+
+
+def renewed_report(text, blocks):
+    return "".join("".join(lines) if name is None else
+                   block(name, blocks[name] or NOTHING)
+                   for name, lines in split(text))
+
+
+def read_report(path):
+    """Any bytes survive reading and writing, line ends too."""
+    with open(path, encoding="utf-8", errors="surrogateescape", newline="") as f:
+        return f.read()
+
+
+def write_report(path, text):
+    """The file is complete or not there: a full disk loses nothing."""
+    with open(path + ".part", "w", encoding="utf-8", errors="surrogateescape", newline="") as f:
+        f.write(text)
+    os.replace(path + ".part", path)
+    print(f"Written: {path}, {len(re.findall('^> TODO:', text, re.M))} questions left for you to answer")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", metavar="DIR", help="what ./cnn --out or make study has written")
+    root = parser.parse_args().folder
+    path = os.path.join(root, "report.md")
+    try:
+        blocks = make_blocks(root, read_runs(root))
+        if not os.path.exists(path):
+            write_report(path, fresh_report(blocks))
+            return
+        old = read_report(path)
+        try:
+            write_report(path, renewed_report(old, blocks))
+        except Damaged as why:
+            new = os.path.join(root, "report.new.md")
+            if os.path.exists(new):
+                fail(path, "whole markers", why, f"mend it, or take what you need from {new} and delete that")
+            write_report(new, fresh_report(blocks))
+            fail(path, "whole markers", why, f"{path} stays as it is; copy the parts you need from {new}")
+        for name in (n for n, text in blocks.items() if text and f"<!-- begin {n}" not in old):
+            print(f"Note: the runs have what part {name} needs, and report.md has no place for it. If you "
+                  f"want it, write a line <!-- begin {name} --> and a line <!-- end {name} --> there.")
+    except OSError as error:
+        fail(error.filename or path, "a file that can be read and written", error.strerror,
+             "mend its permissions")
+
+
+if __name__ == "__main__":
+    main()
