@@ -308,10 +308,10 @@ answers() {
             END { print "" >inside }' "$file"
         mv "$tmp/inside$1" "$tmp/in.$1.${file//\//_}" && mv "$tmp/outside$1" "$tmp/out.$1.${file//\//_}"
     done)
-    # also no part of a line outside
+    # also no part of a line outside, or of what a starter gets instead, such as a function's first line
     squeeze "$tmp/in.$1".* | grep -v '^/\*LAB' | awk '
         NR == FNR { text = text $0 "\n"; next }
-        !index(text, $0)' <(squeeze "$tmp/out.$1".*) -
+        !index(text, $0)' <(squeeze "$tmp/out.$1".* "$repo"/labs/stubs/*) -
 }
 
 no_answers() {
