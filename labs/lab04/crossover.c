@@ -55,14 +55,15 @@ static double microseconds(Job *job, bool emulated) {
     return 1e6 * median(seconds, rounds);
 }
 
-// The cifar network on a device, with all of its layers apart.
-static void setup_net(Net *net, const Run *run, const Backend *b, size_t batch) {
-    net_build(net, run->model, &run->info, &run->settings, b);
+// The cifar network on a device; `apart` becomes its backend, which does each layer by itself.
+static void setup_net(Net *net, const Run *run, const Backend *b, Backend *apart, size_t batch) {
+    *apart = *b;
+    apart->fuses_relu = false;
+    apart->conv2d_forward_pooled = NULL;
+    net_build(net, run->model, &run->info, &run->settings, apart);
     plan_memory(net, batch);
     net_alloc(net);
     net_init(net, 1);
-    for (size_t i = 0; i < net->count; i++)
-        net->layers[i].fused_relu = false;
 }
 
 // From which batch on all times are below the CPU's; 0: from none.
@@ -114,6 +115,7 @@ static void measure(FILE *csv, Net *cpu, Net *gpu, size_t row, size_t largest, b
 int main(int argc, char **argv) {
     static Run run;
     static Net cpu, gpu;
+    Backend cpu_backend, gpu_backend;
     Device d = {0};
     AtomicFile file;
     const char *reason;
@@ -126,8 +128,8 @@ int main(int argc, char **argv) {
     cuda_describe(&d);
     setup_settings(&run, 3, (char *[]){"crossover", "--model", "cifar"});
     run.info = dataset_for(run.model, "synthetic");
-    setup_net(&cpu, &run, &backends[1], largest);
-    setup_net(&gpu, &run, cuda_backend(0), largest);
+    setup_net(&cpu, &run, &backends[1], &cpu_backend, largest);
+    setup_net(&gpu, &run, cuda_backend(0), &gpu_backend, largest);
     atomic_open(&file, argv[1]);
     fprintf(file.stream, "layer,batch,mflop,bytes_copied,cpu_us,gpu_us,gpu_copies_us,emulated\n");
     printf("Device: %s%s\n", d.name, d.emulated ? "; its times mean nothing" : "");
