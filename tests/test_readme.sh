@@ -9,7 +9,9 @@ export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) || exit 1
 tmp=$(mktemp -d) || exit 1
 trap 'rm -rf "$tmp"' EXIT
-cp -r "$repo"/{cnn.c,cnn_kernels.cu,Makefile,data,labs,slurm,tests} "$tmp" && cd "$tmp" || exit 1
+mkdir "$tmp/project"
+cp -r "$repo"/{.gitignore,LICENSE,README.md,cnn.c,cnn_kernels.cu,Makefile,data,labs,slurm,tests} "$tmp/project" &&
+    cd "$tmp/project" || exit 1
 
 # command_runs COMMAND
 command_runs() {
