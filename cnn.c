@@ -3396,9 +3396,10 @@ static void net_build(Net *net, const Model *model, const DatasetInfo *data,
     const Layer *last = &net->layers[x];
     if (x != net->count - 1 || last->kind != LOG_SOFTMAX || shape_size(last->out) != data->classes)
         die(1,
-            "model %s: expected log_softmax over the %zu classes of %s as its last row, found "
-            "%zu outputs",
-            model->name, data->classes, data->name, shape_size(last->out));
+            "model %s: expected the number of its last row, log_softmax over the %zu classes of "
+            "%s; "
+            "it returned row %zu of %zu, with %zu outputs",
+            model->name, data->classes, data->name, x, net->count, shape_size(last->out));
 }
 
 /* ==== 8. Forward and backward ===================================================================

@@ -135,7 +135,7 @@ run_test() {
     word=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
     (cd "$work" && run_limited "$1" <<<"$word" 9>"$logs/word") >"$logs/said" 2>&1
     status=$?
-    said=$(tail -n 12 "$logs/said" | cut -c1-400)
+    said=$(tail -n 40 "$logs/said" | cut -c1-400)
     if [ "$status" -eq 77 ]; then
         verdict=skipped
     elif [ "$status" -eq 0 ] && [ "$(cat "$logs/word")" = "$word" ]; then

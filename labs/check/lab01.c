@@ -207,7 +207,7 @@ static void print_case(const Case *c) {
 }
 
 static void print_step(const Case *c) {
-    printf("New in this step: %s.%s\n", steps[c->step],
+    printf("New in this step: %s%s.%s\n", steps[c->step], c->accumulate ? "; accumulate" : "",
            c->step > 0 ? " The steps before it passed." : "");
 }
 
@@ -501,7 +501,9 @@ static void print_effect(const Case *c, const Trial *t, real found, bool meet) {
         return;
     }
     if (!c->accumulate && added_to_before(c, t)) {
-        printf("It was added to what was there before, here NaN: = is asked, not +=.\n");
+        printf("It was added to what was there before, here NaN: %s\n",
+               c->role == IMAGE ? "without accumulate, set din to 0 first, then add to it."
+                                : "= is asked, not +=.");
         return;
     }
     if (always_as_mistaken(c, t, RIGHT)) {
@@ -527,13 +529,18 @@ static void print_effect(const Case *c, const Trial *t, real found, bool meet) {
     else
         printf(
             "The product was found nowhere else: was it overwritten later (= where += is asked), "
-            "left out, or counted twice?\n");
+            "left out, or counted twice? Or were other numbers multiplied, by an index that is "
+            "made "
+            "with the sizes of the wrong tensor?\n");
 }
 
 static _Noreturn void report_trial(const Case *c, const Trial *t, size_t i) {
     Role first = c->role == OUTPUT ? IMAGE : OUTPUT, second = c->role == FILTER ? IMAGE : FILTER;
     real found = tensors[c->role].data[i], expected = wanted(c, t, RIGHT, i);
-    printf("%s is %.6g, expected %.6g.\n", element(c, c->role, i), found, expected);
+    printf("%s is %.6g, expected %.6g", element(c, c->role, i), found, expected);
+    if (c->accumulate)
+        printf(", %.6g of which was there before", prior.data[i]);
+    printf(".\n");
     if (c->pool)
         printf("All of dout is 0 but for %s = %.6g, whose maximum was at place %zu of its window",
                element(c, OUTPUT, t->at[OUTPUT]), t->value[OUTPUT],
