@@ -3396,9 +3396,8 @@ static void net_build(Net *net, const Model *model, const DatasetInfo *data,
     const Layer *last = &net->layers[x];
     if (x != net->count - 1 || last->kind != LOG_SOFTMAX || shape_size(last->out) != data->classes)
         die(1,
-            "model %s: expected the number of its last row, log_softmax over the %zu classes of "
-            "%s; "
-            "it returned row %zu of %zu, with %zu outputs",
+            "model %s: expected the number of its last row, which is log_softmax over the %zu "
+            "classes of %s; it returned row %zu of %zu, with %zu outputs",
             model->name, data->classes, data->name, x, net->count, shape_size(last->out));
 }
 
