@@ -3632,13 +3632,16 @@ static void check_loss(const Net *net, const Batch *batch, double loss) {
         size_t count = stored ? batch->n * shape_size(l->out) : 0;
         real *values = must_alloc(count * sizeof *values, "a look at the outputs");
         char what[64];
-        describe_layer(l, what, sizeof what);
         net->backend->copy(values, output(net, l), count * sizeof *values);
+        if (l->skipped) // a max-pool whose convolution has done its work
+            l = &net->layers[net->layers[l->input].input];
+        describe_layer(l, what, sizeof what);
         if (first_not_finite(values, count) < count)
             die(1,
                 "epoch %zu, step %zu: the loss is %g; the first output that is not finite "
                 "is in row %zu (%s%s%s); try a smaller --lr",
-                batch->draw.epoch, batch->number + 1, loss, i, l->name, *l->name ? ": " : "", what);
+                batch->draw.epoch, batch->number + 1, loss, (size_t)(l - net->layers), l->name,
+                *l->name ? ": " : "", what);
         free(values);
     }
     die(1, "epoch %zu, step %zu: the loss is %g; try a smaller --lr", batch->draw.epoch,

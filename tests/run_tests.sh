@@ -10,7 +10,7 @@ trap 'rm -rf "$logs"' EXIT
 run() {
     local name=$1
     shift
-    timeout 900 "$@" </dev/null 2>&1 | tee -a "$log" | grep -E '^(fail|skip|.*(ERROR|runtime error))'
+    timeout 1800 "$@" </dev/null 2>&1 | tee -a "$log" | grep -E '^(fail|skip|.*(ERROR|runtime error))'
     local status=${PIPESTATUS[0]}
     if [ "$status" -ne 0 ]; then
         echo "fail $name: broke off with exit status $status" | tee -a "$log"

@@ -14,7 +14,7 @@
 #            and writes it to file descriptor 9. Exit status 77: skipped, with the reason
 set -u
 export LC_ALL=C OMP_WAIT_POLICY=passive
-unset MAKEFLAGS MAKELEVEL SLURM_CPUS_PER_TASK
+unset MAKEFLAGS MAKELEVEL SLURM_CPUS_PER_TASK CDPATH
 home=$(cd "$(dirname "$0")/../.." && pwd) || exit 2
 lab=${1:-} only="${*:2}" from=${FROM:-$home} limit=${LIMIT_S:-300}
 script=$home/labs/check/lab0$lab.sh
@@ -46,18 +46,23 @@ todos() { # lines `1.2 name file`
 
 # vet ID: what a part must not contain, since it would reach out of it
 vet() {
-    awk -v id="$1" '
-        { line = $0; gsub(/"([^"\\]|\\.)*"/, "\"\"", line)
-          gsub(/\/\*[^*"\047]*\*\//, "", line); sub(/\/\/.*/, "", line) }
-        line ~ /^ *#/ && line !~ /^ *#pragma (omp|unroll|GCC|clang)/ { bad = "`" $1 "`" }
-        line ~ /%:|\\$/ { bad = "`%:` or a \\ at the end of a line" }
-        match(line, /(^|[^A-Za-z0-9_])_*(asm|exit|_exit|_Exit|quick_exit|abort|atexit|longjmp|fork|vfork|clone|execl|execv|execve|system|popen|syscall|mmap|mprotect|ptrace|dlsym|dlopen|signal|sigaction|raise|kill|open|openat|creat|fopen|freopen|fdopen|dup|dup2|dup3|fcntl|ioctl|write|writev|dprintf|pwrite|sendfile|splice|posix_spawn|getenv|setenv|environ|clock_gettime|__attribute__|__attribute|_Pragma|main)_*[^A-Za-z0-9_]/) {
-            bad = "`" substr(line, RSTART, RLENGTH) "`"
+    local words='asm|die|fail|leave|stdin|main|va_list|exit|_Exit|quick_exit|abort|atexit|on_exit|longjmp|siglongjmp'
+    words+='|exec[lv][a-z]*|fork|vfork|clone[0-9]*|posix_spawn[a-z]*|system|popen|syscall|signal|sigaction|raise|kill'
+    words+='|mmap|mprotect|ptrace|dlsym|dlopen|getenv|secure_getenv|setenv|environ|clock_gettime'
+    words+='|open|openat|creat|fopen|freopen|fdopen|fopencookie|dup[23]?|fcntl|ioctl|v?dprintf'
+    words+='|write|writev|pwrite[a-z0-9]*|send[a-z]*|splice|tee|copy_file_range'
+    words+='|read|readv|pread[a-z0-9]*|fread|fgets|fgetc|gets|getc[a-z_]*|getline|getdelim|v?f?scanf'
+    words+='|attribute|attribute__|Pragma'
+    awk -f "$home/labs/check/code.awk" "$parts/$1" | awk -v id="$1" -v words="$words" '
+        /^[ \t]*#/ && !/^[ \t]*#[ \t]*pragma[ \t]+(omp|unroll|GCC (unroll|ivdep)|clang loop)/ { bad = "`#`" }
+        /%:/ || /(^|[^A-Za-z0-9_])(u8|[uUL])?R""/ { bad = "`%:` or a raw text" }
+        match($0, "(^|[^A-Za-z0-9_])_*(" words ")_*([^A-Za-z0-9_]|$)") {
+            bad = "`" substr($0, RSTART, RLENGTH) "`"
         }
-        { opened = gsub(/\{/, "{", line); closed = gsub(/\}/, "}", line); depth += opened - closed }
-        depth < 0 { print "TODO " id ": a } too many; the brackets of a part must pair up"; exit }
+        { opened = gsub(/\{/, "{"); closed = gsub(/\}/, "}"); depth += opened - closed }
         bad != "" { print "TODO " id ", line " NR ": found " bad ", which this task has no use for; without it the part is taken"; exit }
-        END { if (depth > 0 && bad == "") print "TODO " id ": a { without its }" }' "$parts/$1"
+        depth < 0 { print "TODO " id ": a } too many; the brackets of a part must pair up"; bad = "}"; exit }
+        END { if (depth > 0 && bad == "") print "TODO " id ": a { without its }" }'
 }
 
 stubs=$logs/stubs
@@ -150,7 +155,9 @@ run_test() {
 }
 run_limited() {
     export work from home
-    timeout --kill-after=5 "$limit" bash -c ". '$script'; run $1"
+    ulimit -f 200000 # kB: a part that prints for ever must not fill the disk
+    # shellcheck disable=SC2016 # for the inner shell
+    timeout --kill-after=5 "$limit" bash -c '. "$1"; run "$2"' - "$script" "$1"
 }
 
 json_string() { # what is read, as a JSON string
@@ -182,6 +189,9 @@ if [ "$most" -eq 0 ]; then
     echo "lab $lab has no test $only; it has $k" >&2
     exit 2
 fi
-printf '{"score": %d, "tests": [\n%s\n]}\n' "$sum" "$lines" >"$results"
+if ! printf '{"score": %d, "tests": [\n%s\n]}\n' "$sum" "$lines" >"$results"; then
+    echo "cannot write $results; RESULTS=file takes another one" >&2
+    exit 2
+fi
 echo "lab $lab: $sum/$most points"
 [ "$sum" -eq "$most" ]

@@ -36,6 +36,8 @@ file == 1 {
 
 file == 2 {
     e = $column["epoch"]
+    if ($column["loss"] !~ /^[0-9.]+(e[-+]?[0-9]+)?$/)
+        wrong("the loss of a step in epoch " e, "a number", $column["loss"])
     steps[e]++
     trained[e] += $column["images"]
     sum[e] += $column["images"] * $column["loss"]

@@ -198,6 +198,7 @@ static void test_relu(void) {
         relu_of(counts[i]);
     for (size_t i = 0; i < 5; i++)
         relu_of(draw(1, 3000));
+    relu_of(300000); // blocks and threads of a launch exchanged: a block of 1172 threads
 }
 
 static void test_relu_in_place(void) {

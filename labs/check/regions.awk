@@ -37,7 +37,7 @@ function print_stub(    message, indent) {
 
 BEGIN { if (file == "") file = "cnn.c" }
 
-/^ *\/\* LAB [0-9]+\.[0-9]+ BEGIN [A-Za-z0-9_]+ \*\/$/ {
+/^[ \t]*\/\* LAB [0-9]+\.[0-9]+ BEGIN [A-Za-z0-9_]+ \*\/[ \t\r]*$/ {
     if (open != "")
         stop("LAB " $3 " begins inside of LAB " open)
     if ($3 in seen)
@@ -60,7 +60,7 @@ BEGIN { if (file == "") file = "cnn.c" }
     next
 }
 
-/^ *\/\* LAB [0-9]+\.[0-9]+ END \*\/$/ {
+/^[ \t]*\/\* LAB [0-9]+\.[0-9]+ END \*\/[ \t\r]*$/ {
     if (open != $3)
         stop("LAB " $3 " ends here, but " (open == "" ? "none" : "LAB " open) " has begun")
     open = ""
@@ -70,7 +70,7 @@ BEGIN { if (file == "") file = "cnn.c" }
     next
 }
 
-/\/\* LAB [0-9]/ { stop("a marker that is none: " $0) }
+/LAB [0-9]+\.[0-9]+ (BEGIN|END)/ { stop("a marker that is none: " $0) }
 
 mode == "take" && open == id && id != "" { print }
 (mode == "put" || mode == "strip") && !(open != "" && replaced) { print }

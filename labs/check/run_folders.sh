@@ -76,7 +76,7 @@ losses() { awk -F , 'NR > 1 && NR <= 4 { print $5 }' "$1"; }
 # same_losses FILE WHAT: the run's first losses are those of FILE, a steps.csv, up to rounding
 same_losses() {
     losses "$1" | paste -d ' ' - <(losses "$folder/steps.csv") | awk -v what="$2" -v run="$run" '
-        { d = $1 - $2; if (NF != 2 || d > .01 * $1 || d < -.01 * $1) {
+        { d = $1 - $2; if (NF != 2 || $2 !~ /^[0-9.]+(e[-+]?[0-9]+)?$/ || d > .01 * $1 || d < -.01 * $1) {
             printf "%s/steps.csv: the loss of step %d should be %s, as %s; found %s\n",
                 run, NR, $1, what, ($2 == "" ? "nothing" : $2); exit 1 } }
         END { if (NR == 0) { print "no losses in what we compare with"; exit 1 } }' ||

@@ -2,6 +2,7 @@
 # make starter LAB=n OUT=dir: a copy of the project in which labs before n are done, and the parts
 # that labs n to 9 ask for are missing.
 set -eu
+unset CDPATH
 cd "$(dirname "$0")/../.."
 lab=${1:-} out=${2:-}
 usage="usage: make starter LAB=n OUT=dir, where n is a number from 0 to 9 and dir a new folder"
