@@ -54,7 +54,7 @@ vet() {
     words+='|read|readv|pread[a-z0-9]*|fread|fgets|fgetc|gets|getc[a-z_]*|getline|getdelim|v?f?scanf'
     words+='|attribute|attribute__|Pragma'
     awk -f "$home/labs/check/code.awk" "$parts/$1" | awk -v id="$1" -v words="$words" '
-        /^[ \t]*#/ && !/^[ \t]*#[ \t]*pragma[ \t]+(omp|unroll|GCC (unroll|ivdep)|clang loop)/ { bad = "`#`" }
+        /^[ \t]*#/ && !/^[ \t]*#[ \t]*pragma[ \t]+(omp|unroll|GCC (unroll|ivdep)|clang loop)/ { bad = "`" $1 "`" }
         /%:/ || /(^|[^A-Za-z0-9_])(u8|[uUL])?R""/ { bad = "`%:` or a raw text" }
         match($0, "(^|[^A-Za-z0-9_])_*(" words ")_*([^A-Za-z0-9_]|$)") {
             bad = "`" substr($0, RSTART, RLENGTH) "`"
