@@ -21,7 +21,8 @@ import re
 import textwrap
 
 from run_folders import (COLUMNS_DIFFER, REPEATS_DIFFER, SCALING, Missing, add_speedups, by, differences,
-                         facts, fail, is_dirty, make_rows, read_csv, read_runs, scaling_rows, summary)
+                         facts, fail, guarded, is_dirty, make_rows, read_csv, read_runs, scaling_rows,
+                         summary)
 
 FREE = REPEATS_DIFFER | COLUMNS_DIFFER
 STEP_PARTS = ["load_s", "copy_s", "forward_s", "backward_s", "optimizer_s", "exposed_comm_s", "idle_s"]
@@ -325,4 +326,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    guarded(main)

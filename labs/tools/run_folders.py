@@ -38,6 +38,15 @@ def fail(where, expected, found, advice):
     sys.exit(f"{tool}: error: {where}: expected {expected}, found {found}; {advice}")
 
 
+def guarded(main):
+    """Run folders that somebody has edited can hold anything: no traceback for them."""
+    try:
+        main()
+    except (AttributeError, IndexError, KeyError, OSError, TypeError) as error:
+        fail("a run folder", "files as ./cnn writes them", f"{type(error).__name__}: {error}",
+             "was one edited? Look for it by giving the tool fewer folders")
+
+
 # ---- Reading
 
 

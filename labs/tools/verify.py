@@ -23,8 +23,8 @@ import sys
 
 from report import (MAKERS, NOTHING, STEP_PARTS, Damaged, free_settings, make_blocks, read_report, split,
                     timing_rows, variants)
-from run_folders import (COLUMNS, SCALING, Missing, add_speedups, by, differences, is_dirty, make_rows,
-                         read_csv, read_run, read_runs, scaling_rows, table_lines)
+from run_folders import (COLUMNS, SCALING, Missing, add_speedups, by, differences, guarded, is_dirty,
+                         make_rows, read_csv, read_run, read_runs, scaling_rows, table_lines)
 
 SECTIONS = ["Project Title", "Motivating Image", "Abstract", "Methodology", "Timing Results",
             "Concluding Discussion and Future Work", "References"]
@@ -350,4 +350,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    guarded(main)
