@@ -336,6 +336,17 @@ test_variants() {
     holds variants/workers "the rows of workers.csv" "$(cat spoilt/report.md)" grep -qF '| 2 | 150 |' spoilt/report.md
 }
 
+# What ./cnn never writes: a message, no traceback.
+test_edited() {
+    local name
+    for name in report verify; do
+        spoilt
+        sed -i 's/"cpu": "[^"]*", //' spoilt/*/run.json
+        tool $name spoilt
+        one_error $name edited/$name "a run folder: expected files as ./cnn writes them" cpu
+    done
+}
+
 test_real() {
     python3 "$repo/labs/tools/study.py" run real --program "$cnn" --devices cpu --batches 50 --repeats 2 \
         --epochs 1 --limit 200 -- --dataset synthetic --layers --profile >"$out" 2>&1
@@ -363,5 +374,6 @@ test_nature
 test_renewed
 test_damaged
 test_variants
+test_edited
 test_real
 exit 0
