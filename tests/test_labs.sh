@@ -269,13 +269,15 @@ marked() { grep -lE "/\* LAB $1\.[0-9]+ BEGIN" cnn.c cnn_kernels.cu labs/lab*/* 
 id_of() { basename "$1" | sed 's/-.*//'; }
 expected() { sed -n '1s/.*expect: //p' "$1"; }
 
-# caught LAB FILE SAID: a test of its TODO fails, with the words expected; after a cheat, all of them do
+# caught LAB FILE SAID: a test that needs its TODO fails, with the words expected; after a cheat, all its own do
 caught() {
-    local failed of
-    of=$(tests_of "$1" "$(id_of "$2")")
-    failed=$(verdicts "$3" | awk -v of="$of " '$1 == "failed" && index(of, " " $2 " ")' | wc -l)
-    [ "$failed" -gt 0 ] && [ -n "$(expected "$2")" ] && grep -qE -- "$(expected "$2")" "$3" || return 1
-    [[ $2 != *cheat* ]] || [ "$failed" -eq "$(wc -w <<<"$of")" ]
+    local id failed of
+    id=$(id_of "$2")
+    failed=$(verdicts "$3" | awk '$1 == "failed" { print $2 }')
+    of=$(list "$1" | awk -F '|' -v id="$id" 'index(" " $2 " ", " " id " ") { print NR }')
+    grep -qxF "$of" <<<"$failed" && [ -n "$(expected "$2")" ] && grep -qE -- "$(expected "$2")" "$3" || return 1
+    [[ $2 != *cheat* ]] || [ -z "$(comm -23 <(tests_of "$1" "$id" | tr ' ' '\n' | sed '/^$/d' | sort) \
+        <(sort <<<"$failed"))" ]
 }
 
 # Wrong run folders: the right ones, edited.
