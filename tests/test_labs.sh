@@ -158,11 +158,11 @@ try_lab() {
     if [ -z "${QUICK:-}" ] || [ "$lab" = 0 ]; then
         handout "$lab" "$solved"
         check_all "$lab" "$solved"
-        [ ! -d "$solved/runs" ] || cp -r "$solved/runs" "$fresh"
+        cp -r "$solved/runs" "$fresh"
+        wrong_runs "$lab" "$solved"
     fi
     check_todos "$lab" "$fresh"
     wrong_answers "$lab" "$solved"
-    wrong_runs "$lab" "$solved"
 }
 
 # The solution gets all points, also from a teacher's project.
@@ -284,7 +284,7 @@ caught() {
 wrong_runs() {
     local lab=$1 folder name dir
     for folder in "$repo/tests/labs/0$lab"/*/; do
-        if [ ! -f "$folder/edit" ] || [ ! -d "$2/runs" ]; then continue; fi
+        [ -f "$folder/edit" ] || continue
         name=$(basename "$folder") dir=$tmp/runs$lab-$(basename "$folder")
         mkdir "$dir" && cp -r "$2/runs" "$dir"
         (cd "$dir/runs" && bash -e "$folder/edit") || fail "lab0$lab-runs/$name" "an edit that works" "none"
