@@ -1044,8 +1044,8 @@ static size_t upload_batch(const Loader *l, const Batch *batch) {
     return bytes + batch->n;
 }
 
-// Fills the slot of batch `number` and brings it to the device. Workers do this side by side: without
-// the lock.
+// Fills the slot of batch `number` and brings it to the device. Workers do this side by side:
+// without the lock.
 static void make_batch(Loader *l, size_t number, size_t worker) {
     Batch *slot = &l->ring[number % l->slots];
     double start = now();
@@ -2174,7 +2174,7 @@ typedef struct TileSpot {
     ptrdiff_t at[4];
 } TileSpot;
 
-static TileSpot tile_spot(TileBlock b, size_t t) {
+INLINE TileSpot tile_spot(TileBlock b, size_t t) {
     const Pass *p = b.pass;
     size_t across = ceil_div(p->out.w, 2), down = ceil_div(p->out.h, 2), tile = b.first + t;
     TileSpot s = {tile / across / down, tile / across % down * 2, tile % across * 2, {0}};
@@ -2272,6 +2272,7 @@ static void winograd_product(TileBlock b, const real *packed) {
         }
 }
 
+// out (= or +=, as the pass wants) of a block's tiles, from in [image][y][x][depth] to its columns
 static void winograd_block(real *out, const real *in, const real *packed, const real *bias,
                            TileBlock b) {
     winograd_input(b, in);
@@ -2279,6 +2280,7 @@ static void winograd_block(real *out, const real *in, const real *packed, const 
     winograd_output(b, out, bias);
 }
 
+// The pass on n images, its blocks dealt to the threads.
 static void winograd(real *out, const real *in, const real *packed, const real *bias, const Pass *p,
                      size_t n, real *areas) {
     size_t tiles = count_tiles(p, n);
@@ -2288,6 +2290,7 @@ static void winograd(real *out, const real *in, const real *packed, const real *
             winograd_block(out, in, packed, bias, tile_block(p, first, tiles, column, areas));
 }
 
+// packed = the weights in the order in which the pass reads them; packed_size() numbers
 static void pack(real *packed, const real *weight, const Pass *p) {
     if (p->winograd)
         pack_winograd(packed, weight, p);
@@ -2735,7 +2738,9 @@ static void maxpool2d_forward_fast(real *out, uint8_t *argmax, const real *in, c
                           l, y);
 }
 
-// conv2d, ReLU and max-pool, image by image: what lies between is in the cache and never in memory.
+/* pooled = max_pool2d(relu(conv2d(in, weight) + bias)); argmax = the place of each maximum in its
+   window. n images: in [h][w][c_in], pooled and argmax [h][w][c_out] of l->pool. Image by image, so
+   that what lies between is in the cache and never in memory. */
 static void conv2d_forward_pooled(real *pooled, uint8_t *argmax, const real *in, const real *weight,
                                   const real *bias, const Layer *l, size_t n, real *scratch) {
     Pass p = forward_pass(l);
@@ -2992,8 +2997,9 @@ static void plan_in_place(Net *net) {
     }
 }
 
-/* Which convolutions do the work of the ReLU and the max-pool behind them as well, because what lies
-   between need not be stored, and most of its gradient is zero: where no padding has to be met. */
+/* Which convolutions do the work of the ReLU and the max-pool behind them as well, because what
+   lies between need not be stored, and most of its gradient is zero: where no padding has to be
+   met. */
 static void plan_pooled(Net *net) {
     for (size_t i = 1; i < net->count && net->backend->conv2d_forward_pooled; i++) {
         Layer *pool = &net->layers[i], *relu = &net->layers[pool->input];
@@ -3439,7 +3445,8 @@ static void mark_row(const Net *net, size_t mark) {
         net->backend->mark(mark);
 }
 
-// One row's output; nothing where a rank has no image (dp).
+// One row's output (=). Nothing where a rank has no image (dp), or where the row is `skipped`: the
+// convolution below has written what it would give.
 static void forward_row(Net *net, size_t i, size_t n, const Draw *draw) {
     const Backend *b = net->backend;
     const Layer *l = &net->layers[i];
@@ -3519,8 +3526,8 @@ static void backward_add(const Net *net, const Layer *l, size_t n, bool *written
     }
 }
 
-// One row's gradients: those of its parameters and of its inputs. written: which rows' gradients
-// hold something already
+// One row's gradients: of its parameters (=) and of its inputs, = or += as written[] says, which
+// knows the rows whose gradients hold something already. Nothing for rows that are skipped.
 static void backward_row(Net *net, size_t i, size_t n, bool *written) {
     const Backend *b = net->backend;
     const Layer *l = &net->layers[i], *before = &net->layers[l->input];
@@ -3627,21 +3634,19 @@ static void check_loss(const Net *net, const Batch *batch, double loss) {
     if (isfinite(loss))
         return;
     for (size_t i = 0; i < net->count; i++) {
-        const Layer *l = &net->layers[i];
-        bool stored = !l->pool && !(l->skipped && l->kind == RELU);
-        size_t count = stored ? batch->n * shape_size(l->out) : 0;
+        const Layer *l = &net->layers[i], *stored = l->pool ? l->pool : l;
+        if (l->skipped)
+            continue;
+        size_t count = batch->n * shape_size(stored->out);
         real *values = must_alloc(count * sizeof *values, "a look at the outputs");
         char what[64];
-        net->backend->copy(values, output(net, l), count * sizeof *values);
-        if (l->skipped) // a max-pool whose convolution has done its work
-            l = &net->layers[net->layers[l->input].input];
+        net->backend->copy(values, output(net, stored), count * sizeof *values);
         describe_layer(l, what, sizeof what);
         if (first_not_finite(values, count) < count)
             die(1,
                 "epoch %zu, step %zu: the loss is %g; the first output that is not finite "
                 "is in row %zu (%s%s%s); try a smaller --lr",
-                batch->draw.epoch, batch->number + 1, loss, (size_t)(l - net->layers), l->name,
-                *l->name ? ": " : "", what);
+                batch->draw.epoch, batch->number + 1, loss, i, l->name, *l->name ? ": " : "", what);
         free(values);
     }
     die(1, "epoch %zu, step %zu: the loss is %g; try a smaller --lr", batch->draw.epoch,

@@ -1,4 +1,4 @@
-/* parity.c - trains on the batches that tests/live_pytorch.py prepared, which tells how it is called.
+/* parity.c - trains on the batches that tests/live_pytorch.py prepared, which tells how to call it.
 
    Reads the first weights, trains with dropout off, prints `loss NUMBER` for each step, and writes
    the weights. */

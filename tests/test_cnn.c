@@ -222,7 +222,7 @@ static void test_fast_resnet_conv(void) {
     verdict("fast conv2d of residual networks against its definition");
 }
 
-// 3 x 3, stride 1 and channels in whole vectors: what winograd() takes, and shapes just beside that.
+// 3 x 3, stride 1 and channels in whole vectors: what winograd() takes, and shapes just beside.
 static void test_winograd(void) {
     static Net net;
     size_t taken[2] = {0, 0};
@@ -519,7 +519,7 @@ static void find_gradients(Net *net) {
     backward(net, BATCH);
 }
 
-/* ---- A convolution and its max-pool in one: the backward skips the pool's zeros --------------- */
+/* ---- A convolution and its max-pool in one: the backward skips the pool's zeros -------------- */
 
 typedef struct Pooled { // what forward left
     Array out, pooled;  // of the ReLU, of the max-pool
@@ -1649,8 +1649,8 @@ static void test_loader_order(void) {
     verdict("loader: each image once, the same order for 1 and 4 workers");
 }
 
-// Ranks 0 to N - 1 take an epoch's positions in turn; in training the first images come again at the
-// end, in a test none does.
+// Ranks 0 to N - 1 take an epoch's positions in turn; in training the first images come again at
+// the end, in a test none does.
 static void test_loader_shares(void) {
     static size_t whole[IMAGES];
     Dataset data = tiny_dataset();

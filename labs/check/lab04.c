@@ -6,23 +6,14 @@
      lab04 6   every kernel once, for the race detector */
 #define CNN_NO_MAIN
 #include "../../cnn.c"
+#include "tell.h"
 
 // At the end of the assembled cnn_kernels.cu
 void lab_add_bias(real *out, const real *bias, size_t count, size_t channels);
 
 static const Backend *gpu;
 
-static void wrong(const char *format, ...) __attribute__((format(printf, 1, 2), noreturn));
-static void wrong(const char *format, ...) {
-    va_list args;
-    va_start(args, format);
-    vprintf(format, args);
-    va_end(args);
-    printf("\n");
-    exit(1);
-}
-
-/* ---- Random numbers, fresh in each run -------------------------------------------------------- */
+/* ---- Random numbers, fresh in each run ------------------------------------------------------- */
 
 static uint64_t seed;
 static uint32_t drawn;
@@ -38,7 +29,7 @@ static void fill(real *numbers, size_t count) {
         numbers[i] = (real)draw(0, 8) - 4;
 }
 
-/* ---- Launches: the emulator's tell us (lab04_launches.h) -------------------------------------- */
+/* ---- Launches: the emulator's tell us (lab04_launches.h) ------------------------------------- */
 
 static size_t launches, launched_threads;
 
@@ -49,7 +40,7 @@ void lab_launched(const char *kernel, size_t threads) {
     launched_threads += threads;
 }
 
-/* ---- Memory of the device between guard zones ------------------------------------------------- */
+/* ---- Memory of the device between guard zones ------------------------------------------------ */
 
 enum { GUARD = 2048 }; // numbers; a block has no more than 1024 threads
 static const uint32_t unwritten = 0xFFFFFFFF, guard_of_outputs = 0xC5C5C5C5;
@@ -312,137 +303,137 @@ static const char *shape_of(const Layer *l, size_t n) {
     return text;
 }
 
-// out on the device; in and weight are sent first. The output holds `before`.
-static void run_convolution(Array *out, Array *in, Array *weight, const Layer *l, size_t n) {
-    send(out);
-    send(in);
-    send(weight);
-    gpu->conv2d_forward(out->device, in->device, weight->device, NULL, l, n, NULL);
-    fetch(out, false);
-    fetch(in, true);
-    fetch(weight, true);
+// n images through a convolution: what the kernel makes of them, and the definition (want).
+typedef struct Trial {
+    const Layer *l;
+    size_t n;
+    Array out, in, weight;
+    real *want;
+} Trial;
+
+static Trial new_trial(const Layer *l, size_t n) {
+    return (Trial){.l = l,
+                   .n = n,
+                   .out = new_output("out", n * shape_size(l->out)),
+                   .in = new_input("in", n * shape_size(l->in)),
+                   .weight = new_input("weight", l->weights),
+                   .want = must_alloc(n * shape_size(l->out) * sizeof(real), "a test")};
+}
+
+static void drop_trial(Trial *t) {
+    drop(&t->out);
+    drop(&t->in);
+    drop(&t->weight);
+    free(t->want);
+}
+
+static void run_kernel(Trial *t) {
+    send(&t->out);
+    send(&t->in);
+    send(&t->weight);
+    gpu->conv2d_forward(t->out.device, t->in.device, t->weight.device, NULL, t->l, t->n, NULL);
+    fetch(&t->out, false);
+    fetch(&t->in, true);
+    fetch(&t->weight, true);
 }
 
 /* Where does a NaN come from? An output that held one keeps its very bits if a sum begins with it,
-   and then looks as if it was not written. */
-static void explain_nan(Array *in, Array *weight, const Layer *l, size_t n, size_t at) {
-    Array out = new_array("out", n * shape_size(l->out), guard_of_outputs); // of zeros
+   and then looks as if it was not written. So here it holds zeros before. */
+static void explain_nan(const Trial *t, size_t at) {
+    Trial again = *t;
+    again.out = new_array("out", t->out.count, guard_of_outputs);
     bool nothing = true;
-    run_convolution(&out, in, weight, l, n);
-    for (size_t i = 0; i < out.count; i++) {
-        if (isnan(out.host[i]))
+    run_kernel(&again);
+    for (size_t i = 0; i < t->out.count; i++) {
+        if (isnan(again.out.host[i]))
             wrong(
                 "%s: the output at %s is NaN: a number beyond the images or the weights was read. "
                 "Is each pixel inside of its image? Those beyond its border count as 0",
-                shape_of(l, n), place(l, at));
-        nothing = nothing && out.host[i] == 0;
+                shape_of(t->l, t->n), place(t->l, at));
+        nothing = nothing && again.out.host[i] == 0;
     }
     if (!nothing)
         wrong("%s: the output at %s is NaN, but not if it held 0 before: the sum must begin with "
               "0, not with what was there",
-              shape_of(l, n), place(l, at));
+              shape_of(t->l, t->n), place(t->l, at));
+    drop(&again.out);
 }
 
-static real *expected(const Array *in, const Array *weight, const Layer *l, size_t n) {
-    real *want = must_alloc(n * shape_size(l->out) * sizeof *want, "a test");
-    backends[0].conv2d_forward(want, in->host, weight->host, NULL, l, n, NULL);
-    return want;
-}
-
-static void check_convolution(Array *out, Array *in, Array *weight, const Layer *l, size_t n) {
-    run_convolution(out, in, weight, l, n);
-    if (isnan(out->host[0]))
-        explain_nan(in, weight, l, n, 0);
-    check_written(out);
-    for (size_t i = 0; i < out->count; i++)
-        if (isnan(out->host[i]))
-            explain_nan(in, weight, l, n, i);
+// Both results; the kernel has written all numbers of its own, and none is NaN.
+static void run_trial(Trial *t) {
+    run_kernel(t);
+    if (isnan(t->out.host[0]))
+        explain_nan(t, 0);
+    check_written(&t->out);
+    for (size_t i = 0; i < t->out.count; i++)
+        if (isnan(t->out.host[i]))
+            explain_nan(t, i);
+    backends[0].conv2d_forward(t->want, t->in.host, t->weight.host, NULL, t->l, t->n, NULL);
 }
 
 /* All pixels and weights are 1: each output counts the pixels that it met. Where the filter lies
    inside of the image all must be right before a border is blamed. */
 static void conv_of_ones(const Layer *l, size_t n, bool border_only) {
-    Array out = new_output("out", n * shape_size(l->out));
-    Array in = new_input("in", n * shape_size(l->in)), weight = new_input("weight", l->weights);
-    size_t wrong_inside = 0, at = out.count;
-    for (size_t i = 0; i < in.count; i++)
-        in.host[i] = 1;
-    for (size_t i = 0; i < weight.count; i++)
-        weight.host[i] = 1;
-    check_convolution(&out, &in, &weight, l, n);
-    real *want = expected(&in, &weight, l, n);
-    for (size_t i = 0; i < out.count; i++)
-        if (out.host[i] != want[i]) {
-            bool inside = want[i] == (real)(l->kernel * l->kernel * l->in.c);
-            wrong_inside += inside || out.host[i] < want[i];
-            at = at < out.count ? at : i;
+    Trial t = new_trial(l, n);
+    size_t wrong_inside = 0, at = t.out.count;
+    for (size_t i = 0; i < t.in.count; i++)
+        t.in.host[i] = 1;
+    for (size_t i = 0; i < t.weight.count; i++)
+        t.weight.host[i] = 1;
+    run_trial(&t);
+    for (size_t i = 0; i < t.out.count; i++)
+        if (t.out.host[i] != t.want[i]) {
+            bool inside = t.want[i] == (real)(l->kernel * l->kernel * l->in.c);
+            wrong_inside += inside || t.out.host[i] < t.want[i];
+            at = at < t.out.count ? at : i;
         }
-    if (at < out.count && (!border_only || wrong_inside == 0))
+    if (at < t.out.count && (!border_only || wrong_inside == 0))
         wrong("%s: with all pixels and weights 1 the output at %s is %g, expected %g: %s",
-              shape_of(l, n), place(l, at), (double)out.host[at], (double)want[at],
+              shape_of(l, n), place(l, at), (double)t.out.host[at], (double)t.want[at],
               wrong_inside ? "it counts the pixels under the filter, times channels"
                            : "pixels outside of the image were read: a border must count as 0");
-    drop(&out);
-    drop(&in);
-    drop(&weight);
-    free(want);
+    drop_trial(&t);
 }
 
-// One pixel and one weight are 1: the output has a single 1, or none.
+// The place of the first number that is not 0, in words.
+static const char *first_one(char text[160], const real *numbers, const Layer *l, size_t count) {
+    size_t at = 0;
+    while (at < count && numbers[at] == 0)
+        at++;
+    snprintf(text, 160, at < count ? "at %s" : "nowhere", place(l, at));
+    return text;
+}
+
+// A pixel and a weight of the same channel are 1: the output has a single 1, or none.
 static void conv_of_one(const Layer *l, size_t n) {
-    Array out = new_output("out", n * shape_size(l->out)),
-          in = new_input("in", n * shape_size(l->in));
-    Array weight = new_input("weight", l->weights);
-    size_t pixel = draw(0, in.count - 1), w = draw(0, weight.count - 1);
-    memset(in.host, 0, in.count * sizeof(real));
-    memset(weight.host, 0, weight.count * sizeof(real));
-    in.host[pixel] = weight.host[w] = 1;
-    // the channel that the weight looks at
-    size_t channel = w / l->out.c % l->in.c, tap = w / l->out.c / l->in.c;
-    in.host[pixel] = 0;
-    pixel = pixel / l->in.c * l->in.c + channel;
-    in.host[pixel] = 1;
-    check_convolution(&out, &in, &weight, l, n);
-    real *want = expected(&in, &weight, l, n);
-    size_t at = out.count, should = out.count;
-    for (size_t i = out.count; i-- > 0;) {
-        at = out.host[i] != 0 ? i : at;
-        should = want[i] != 0 ? i : should;
-    }
-    char found[160] = "nowhere", wanted[160] = "nowhere";
-    if (at < out.count)
-        snprintf(found, sizeof found, "at %s", place(l, at));
-    if (should < out.count)
-        snprintf(wanted, sizeof wanted, "at %s", place(l, should));
-    if (memcmp(out.host, want, out.count * sizeof(real)) != 0) {
-        size_t row = pixel / l->in.c / l->in.w;
+    Trial t = new_trial(l, n);
+    size_t w = draw(0, l->weights - 1), pixel = draw(0, t.in.count / l->in.c - 1);
+    size_t channel = w / l->out.c % l->in.c, tap = w / l->out.c / l->in.c, row = pixel / l->in.w;
+    memset(t.in.host, 0, t.in.count * sizeof(real));
+    memset(t.weight.host, 0, t.weight.count * sizeof(real));
+    t.in.host[pixel * l->in.c + channel] = t.weight.host[w] = 1;
+    run_trial(&t);
+    char found[160], wanted[160];
+    if (memcmp(t.out.host, t.want, t.out.count * sizeof(real)) != 0)
         wrong("%s: a single pixel is 1, image %zu, row %zu, column %zu, channel %zu, and a single "
               "weight, filter row %zu, filter column %zu, channel in %zu, channel out %zu: the "
               "output has its 1 %s, expected %s. Are rows and columns, or the strides of weight[], "
               "mixed up?",
-              shape_of(l, n), row / l->in.h, row % l->in.h, pixel / l->in.c % l->in.w, channel,
-              tap / l->kernel, tap % l->kernel, channel, w % l->out.c, found, wanted);
-    }
-    drop(&out);
-    drop(&in);
-    drop(&weight);
-    free(want);
+              shape_of(l, n), row / l->in.h, row % l->in.h, pixel % l->in.w, channel,
+              tap / l->kernel, tap % l->kernel, channel, w % l->out.c,
+              first_one(found, t.out.host, l, t.out.count),
+              first_one(wanted, t.want, l, t.out.count));
+    drop_trial(&t);
 }
 
 static void conv_of_any(const Layer *l, size_t n) {
-    Array out = new_output("out", n * shape_size(l->out)),
-          in = new_input("in", n * shape_size(l->in));
-    Array weight = new_input("weight", l->weights);
-    check_convolution(&out, &in, &weight, l, n);
-    real *want = expected(&in, &weight, l, n);
-    for (size_t i = 0; i < out.count; i++)
-        if (out.host[i] != want[i])
+    Trial t = new_trial(l, n);
+    run_trial(&t);
+    for (size_t i = 0; i < t.out.count; i++)
+        if (t.out.host[i] != t.want[i])
             wrong("%s: the output at %s is %g, expected %g", shape_of(l, n), place(l, i),
-                  (double)out.host[i], (double)want[i]);
-    drop(&out);
-    drop(&in);
-    drop(&weight);
-    free(want);
+                  (double)t.out.host[i], (double)t.want[i]);
+    drop_trial(&t);
 }
 
 static void conv_of(const Layer *l, size_t n) {
@@ -530,12 +521,6 @@ static void test_races(void) {
 
 static void test_launches(void) {
     run_kernels(check_launches);
-}
-
-static void say_word(void) {
-    char word[64] = "";
-    if (!fgets(word, sizeof word, stdin) || write(9, word, strlen(word)) < 0)
-        exit(1);
 }
 
 int main(int argc, char **argv) {

@@ -5,8 +5,8 @@
      lab04_timer 8|9   a test; then it hands on the word that it reads (see check.sh) */
 #define CNN_DECLARATIONS_ONLY
 #include "../../cnn.c"
+#include "tell.h"
 #include <math.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -61,16 +61,6 @@ static void wait(size_t replica, size_t i) {
 static double elapsed(size_t from, size_t to) {
     wait(0, to);
     return marks[to] - marks[from];
-}
-
-static void wrong(const char *format, ...) __attribute__((format(printf, 1, 2), noreturn));
-static void wrong(const char *format, ...) {
-    va_list args;
-    va_start(args, format);
-    vprintf(format, args);
-    va_end(args);
-    printf("\n");
-    exit(1);
 }
 
 // What the student's timer tells, if `first` is how long the first call takes and `before` seconds
@@ -139,7 +129,6 @@ static void test_counts_no_more(size_t times) {
 }
 
 int main(int argc, char **argv) {
-    char word[64] = "";
     unsigned seed = (unsigned)time(NULL) ^ (unsigned)getpid();
     size_t times = 5 + seed % 20;
     duration = 1e-6 * (300 + seed / 32 % 600);
@@ -149,7 +138,6 @@ int main(int argc, char **argv) {
         test_counts_no_more(times);
     else
         wrong("lab04_timer: there is no such test");
-    if (!fgets(word, sizeof word, stdin) || write(9, word, strlen(word)) < 0)
-        return 1;
+    say_word();
     return 0;
 }

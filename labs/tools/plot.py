@@ -17,12 +17,11 @@ be compared are not put into one plot. Everything can be told apart in black and
 named so: their times mean nothing. Needs matplotlib: pip install -r labs/requirements.txt, or on Debian
 apt-get install python3-matplotlib.
 """
-import argparse
 import os
 import sys
 
 from run_folders import (Missing, by, check_comparable, fail, make_rows, read_csv, read_filters, read_losses,
-                         read_runs, scaling_rows, workers_rows)
+                         read_runs, scaling_rows, start, workers_rows)
 
 try:
     import matplotlib
@@ -221,11 +220,7 @@ def draw_filters(runs):
 PLOTS = [draw_study, draw_workers, draw_scaling, draw_loss, draw_roofline, draw_confusion, draw_filters]
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", metavar="DIR", help="what ./cnn --out or make study has written")
-    folder = parser.parse_args().folder
+def main(folder):
     runs = read_runs(folder)
     out, drawn = os.path.join(folder, "plots"), 0
     try:
@@ -250,4 +245,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    start(main, __doc__, "what ./cnn --out or make study has written")

@@ -12,7 +12,6 @@ written between them, report.md stays as it is and report.new.md is written inst
 Runs that differ in more than device, batch and seed (--workers, --kernels, the compiler's flags, ...) are
 not averaged: they get rows of their own, which say what differs. A speed-up compares rows that agree.
 """
-import argparse
 import contextlib
 import csv
 import hashlib
@@ -21,7 +20,7 @@ import re
 import textwrap
 
 from run_folders import (COLUMNS_DIFFER, REPEATS_DIFFER, SCALING, Missing, add_speedups, by, differences,
-                         facts, fail, guarded, is_dirty, make_rows, read_csv, read_runs, scaling_rows,
+                         facts, fail, is_dirty, make_rows, read_csv, read_runs, scaling_rows, start,
                          summary)
 
 FREE = REPEATS_DIFFER | COLUMNS_DIFFER
@@ -297,11 +296,7 @@ def write_report(path, text):
     print(f"Written: {path}, {len(re.findall('^> TODO:', text, re.M))} questions left for you to answer")
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", metavar="DIR", help="what ./cnn --out or make study has written")
-    root = parser.parse_args().folder
+def main(root):
     path = os.path.join(root, "report.md")
     try:
         blocks = make_blocks(root, read_runs(root))
@@ -326,4 +321,4 @@ def main():
 
 
 if __name__ == "__main__":
-    guarded(main)
+    start(main, __doc__, "what ./cnn --out or make study has written")

@@ -2,6 +2,7 @@
 
 The columns of its tables, and what may be compared with what, are described by `study.py --help`.
 """
+import argparse
 import array
 import csv
 import json
@@ -38,10 +39,15 @@ def fail(where, expected, found, advice):
     sys.exit(f"{tool}: error: {where}: expected {expected}, found {found}; {advice}")
 
 
-def guarded(main):
-    """Run folders that somebody has edited can hold anything: no traceback for them."""
+def start(main, about, reads):
+    """main(DIR) of a tool that has no other argument; its help is `about`, and DIR is what it `reads`.
+
+    Run folders that somebody has edited can hold anything: no traceback for them."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", metavar="DIR", help=reads)
+    folder = parser.parse_args().folder
     try:
-        main()
+        main(folder)
     except (AttributeError, IndexError, KeyError, OSError, TypeError) as error:
         fail("a run folder", "files as ./cnn writes them", f"{type(error).__name__}: {error}",
              "was one edited? Look for it by giving the tool fewer folders")

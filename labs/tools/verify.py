@@ -12,7 +12,6 @@ are not there or older than the runs. Implausible: what a run's numbers should b
 with the machine (steps, images, seconds, CPU time, peaks, speed-ups, GPUs), and tables that do not agree with
 the run folders.
 """
-import argparse
 import contextlib
 import csv
 import io
@@ -23,8 +22,8 @@ import sys
 
 from report import (MAKERS, NOTHING, STEP_PARTS, Damaged, free_settings, make_blocks, read_report, split,
                     timing_rows, variants)
-from run_folders import (COLUMNS, SCALING, Missing, add_speedups, by, differences, guarded, is_dirty,
-                         make_rows, read_csv, read_run, read_runs, scaling_rows, table_lines)
+from run_folders import (COLUMNS, SCALING, Missing, add_speedups, by, differences, is_dirty,
+                         make_rows, read_csv, read_run, read_runs, scaling_rows, start, table_lines)
 
 SECTIONS = ["Project Title", "Motivating Image", "Abstract", "Methodology", "Timing Results",
             "Concluding Discussion and Future Work", "References"]
@@ -332,11 +331,7 @@ def findings(root):
             print(f"Note: {what}: {', '.join(os.path.relpath(r.folder, root) for r in those)}")
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", metavar="DIR", help="what make study and make report have written")
-    root = parser.parse_args().folder
+def main(root):
     if not os.path.isdir(root):
         print(f"verify: error: {root}: expected a folder of run folders, found none; make study writes one",
               file=sys.stderr)
@@ -350,4 +345,4 @@ def main():
 
 
 if __name__ == "__main__":
-    guarded(main)
+    start(main, __doc__, "what make study and make report have written")
