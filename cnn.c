@@ -97,6 +97,7 @@ typedef struct Layer {
     real p;                         // dropout: probability of a zero
     bool in_place;                  // the output overwrites the input, the gradient likewise
     bool fused_relu;                // the ReLU behind this row is applied while it is stored
+    bool fused_relu_backward;       // conv2d: that before it is, backward; relu: it is that one
     const struct Layer *pool;       // conv2d: the max-pool behind it whose work it does, or NULL
     bool skipped;                   // that max-pool, and the ReLU before it: nothing left to do
     size_t weights, biases;         // how many parameters; batchnorm2d: weights are its scales
@@ -1724,6 +1725,7 @@ enum {
     MAX_TAPS = 11 * 11,               // the largest kernel: 11 x 11
     MAX_DEPTH = 1024,                 // channels that a tile sums over at a time
     WEIGHT_BYTES = 256 * 1024,        // weights that a pass goes through at a time: they fit L2
+    FEW_PIXELS = 512,                 // pixels for which a panel of weights is read once
     FEW = 8,                          // fewer channels: a row of taps is read as one
     RUN = 11 * FEW,                   // the most numbers in such a row
     MAX_POOL = 9,                     // positions in a pool's window whose zeros are skipped
@@ -1958,23 +1960,58 @@ static size_t block_width(const Pass *p, size_t first) {
     return whole_vectors(min_size(COLUMNS, p->out.c - first));
 }
 
-/* Weights in the order in which tiles read them: [block of COLUMNS][tap][depth][column], the last
-   vector filled up with zeros. transposed: from [tap][column][depth]. */
+/* The weights that a tile's columns meet in a part of the depth, in the order in which tiles read
+   them: [tap][depth][column], the last vector filled up with zeros. A panel fits L2, if it can. */
+typedef struct Panel {
+    size_t column, columns, width; // whole vectors, of which `columns` are the layer's
+    size_t first, depth;
+} Panel;
+
+static size_t panel_depth(const Pass *p) {
+    return min_size(MAX_DEPTH, WEIGHT_BYTES / (p->taps * COLUMNS * sizeof(real)));
+}
+
+static Panel panel_at(const Pass *p, size_t column, size_t first) {
+    size_t width = block_width(p, column);
+    return (Panel){.column = column,
+                   .width = width,
+                   .columns = min_size(width, p->out.c - column),
+                   .first = first,
+                   .depth = min_size(panel_depth(p), p->depth - first)};
+}
+
+static size_t panel_size(const Pass *p, Panel b) {
+    return p->taps * b.depth * b.width;
+}
+
+// Where the panel lies among all of them.
+static size_t panel_start(const Pass *p, Panel b) {
+    return p->taps * (b.column * p->depth + b.first * b.width);
+}
+
+// transposed: from [tap][column][depth]
+static void pack_panel(real *panel, const real *weight, const Pass *p, Panel b) {
+    const size_t step = p->transposed ? p->depth : 1, row = p->transposed ? 1 : p->out.c;
+    for (size_t tap = 0; tap < p->taps; tap++) {
+        const real *from = weight + tap * p->depth * p->out.c + b.first * row + b.column * step;
+        for (size_t d = 0; d < b.depth; d++, from += row, panel += b.width) {
+            if (p->transposed)
+                for (size_t j = 0; j < b.columns; j++)
+                    panel[j] = from[j * step];
+            else
+                memcpy(panel, from, b.columns * sizeof *panel);
+            for (size_t j = b.columns; j < b.width; j++)
+                panel[j] = 0;
+        }
+    }
+}
+
 static void pack_weights(real *packed, const real *weight, const Pass *p) {
-    size_t rows = p->taps * p->depth, step = p->transposed ? p->depth : 1;
     PARALLEL_FOR_2
-    for (size_t first = 0; first < p->out.c; first += COLUMNS)
-        for (size_t row = 0; row < rows; row++) {
-            size_t width = block_width(p, first), columns = min_size(width, p->out.c - first);
-            size_t tap = row / p->depth;
-            real *to = packed + first * rows + row * width;
-            const real *from = p->transposed
-                                   ? weight + (tap * p->out.c + first) * p->depth + row % p->depth
-                                   : weight + row * p->out.c + first;
-            for (size_t j = 0; j < columns; j++)
-                to[j] = from[j * step];
-            for (size_t j = columns; j < width; j++)
-                to[j] = 0;
+    for (size_t column = 0; column < p->out.c; column += COLUMNS)
+        for (size_t first = 0; first < p->depth; first += panel_depth(p)) {
+            Panel b = panel_at(p, column, first);
+            pack_panel(packed + panel_start(p, b), weight, p, b);
         }
 }
 
@@ -2023,31 +2060,36 @@ static void list_taps(DotTile *t, const Pass *p, const int32_t *const met[ROWS],
     }
 }
 
+// A panel's part of the sums, for the output pixels of `images` images from `first` on.
+static void convolve_panel(real *out, const real *in, const real *panel, const real *bias,
+                           const Pass *p, Panel b, size_t first, size_t images) {
+    DotTile t = {.depth = b.depth, .add = p->accumulate, .relu = p->relu};
+    t.bias = bias ? bias + b.column : NULL;
+    real copies[ROWS][11 * RUN];
+    size_t pixels = images * p->out_pixels;
+    for (size_t pixel = 0; pixel < pixels; pixel += ROWS) {
+        const int32_t *met[ROWS];
+        const real *image[ROWS];
+        for (size_t i = 0; i < ROWS; i++) { // a short last tile repeats its last pixel
+            size_t q = min_size(pixel + i, pixels - 1), n = first + q / p->out_pixels;
+            met[i] = p->map + q % p->out_pixels * (1 + p->taps * p->run);
+            t.out[i] = out + (n * p->out_pixels + (size_t)*met[i]++) * p->out.c + b.column;
+            image[i] = in + n * p->in_pixels * p->in.c + b.first;
+        }
+        list_taps(&t, p, met, image, panel, b.depth * b.width, copies);
+        dot_tiles[b.width / LANES - 1](&t, b.columns);
+    }
+}
+
 // Output pixels of `images` images from `first` on, columns from `column` on.
 static void convolve_block(real *out, const real *in, const real *packed, const real *bias,
                            const Pass *p, size_t first, size_t images, size_t column) {
-    DotTile t = {.bias = bias ? bias + column : NULL};
-    real copies[ROWS][11 * RUN];
-    size_t width = block_width(p, column), columns = min_size(width, p->out.c - column);
-    size_t pixels = images * p->out_pixels;
-    size_t deepest = min_size(MAX_DEPTH, WEIGHT_BYTES / (p->taps * width * sizeof(real)));
-    const real *block = packed + column * p->taps * p->depth;
-    for (size_t d = 0; d < p->depth; d += deepest) {
-        t.depth = min_size(deepest, p->depth - d);
-        t.add = d > 0 || p->accumulate;
-        t.relu = p->relu && d + t.depth == p->depth;
-        for (size_t pixel = 0; pixel < pixels; pixel += ROWS) {
-            const int32_t *met[ROWS];
-            const real *image[ROWS];
-            for (size_t i = 0; i < ROWS; i++) { // a short last tile repeats its last pixel
-                size_t q = min_size(pixel + i, pixels - 1), n = first + q / p->out_pixels;
-                met[i] = p->map + q % p->out_pixels * (1 + p->taps * p->run);
-                t.out[i] = out + (n * p->out_pixels + (size_t)*met[i]++) * p->out.c + column;
-                image[i] = in + n * p->in_pixels * p->in.c + d;
-            }
-            list_taps(&t, p, met, image, block + d * width, p->depth * width, copies);
-            dot_tiles[width / LANES - 1](&t, columns);
-        }
+    for (size_t d = 0; d < p->depth; d += panel_depth(p)) {
+        Panel b = panel_at(p, column, d);
+        Pass part = *p;
+        part.accumulate = d > 0 || p->accumulate;
+        part.relu = p->relu && d + b.depth == p->depth;
+        convolve_panel(out, in, packed + panel_start(p, b), bias, &part, b, first, images);
     }
 }
 
@@ -2055,7 +2097,7 @@ static void convolve_block(real *out, const real *in, const real *packed, const 
 static void convolve(real *out, const real *in, const real *packed, const real *bias, const Pass *p,
                      size_t n) {
     size_t blocks = ceil_div(p->out.c, COLUMNS);
-    size_t images = min_size(n, ceil_div(512, p->out_pixels)); // weights are read once for these
+    size_t images = min_size(n, ceil_div(FEW_PIXELS, p->out_pixels));
     while (images > 1 && images * p->out_pixels > 24 && ceil_div(n, images) * blocks < SLICES)
         images = ceil_div(images, 2);
     PARALLEL_FOR_2
@@ -2063,6 +2105,50 @@ static void convolve(real *out, const real *in, const real *packed, const real *
         for (size_t block = 0; block < blocks; block++)
             convolve_block(out, in, packed, bias, p, first, min_size(images, n - first),
                            block * COLUMNS);
+}
+
+/* Few pixels and many weights, as in a large linear layer: what takes time is to read the weights.
+   So each panel is read once, by the thread that packs it, and the parts that the panels of a
+   column give are added up when all are there. */
+static bool has_few_pixels(const Pass *p, size_t n) {
+    size_t panels = ceil_div(p->out.c, COLUMNS) * ceil_div(p->depth, panel_depth(p));
+    return n * p->out_pixels <= FEW_PIXELS && panels >= SLICES / 2;
+}
+
+// out (= or +=) bias + sum of the parts
+static void add_parts(real *out, const real *parts, const real *bias, const Pass *p, size_t count,
+                      size_t pixels) {
+    const size_t columns = p->out.c, size = pixels * columns;
+    PARALLEL_FOR
+    for (size_t pixel = 0; pixel < pixels; pixel++)
+        for (size_t j = 0; j < columns; j++) {
+            size_t at = pixel * columns + j;
+            real sum = p->accumulate ? out[at] : bias ? bias[j] : 0;
+            for (size_t part = 0; part < count; part++)
+                sum += parts[part * size + at];
+            out[at] = p->relu && sum < 0 ? 0 : sum;
+        }
+}
+
+static void convolve_few(real *out, const real *in, const real *weight, const real *bias,
+                         const Pass *p, size_t n, real *parts) {
+    size_t deepest = panel_depth(p), count = ceil_div(p->depth, deepest);
+    Pass alone = *p;
+    alone.relu = alone.accumulate = false;
+    PARALLEL_FOR_2
+    for (size_t column = 0; column < p->out.c; column += COLUMNS)
+        for (size_t part = 0; part < count; part++) {
+            Panel b = panel_at(p, column, part * deepest);
+            real panel[panel_size(p, b)];
+            pack_panel(panel, weight, p, b);
+            if (count == 1)
+                convolve_panel(out, in, panel, bias, p, b, 0, n);
+            else
+                convolve_panel(parts + part * n * p->out_pixels * p->out.c, in, panel, NULL, &alone,
+                               b, 0, n);
+        }
+    if (count > 1)
+        add_parts(out, parts, bias, p, count, n * p->out_pixels);
 }
 
 /* ---- Winograd's convolution ---------------------------------------------------------------------
@@ -2301,6 +2387,10 @@ static void pack(real *packed, const real *weight, const Pass *p) {
 // The pass, by the way that suits it.
 static void run_pass(real *out, const real *in, const real *weight, const real *bias, const Pass *p,
                      size_t n, real *scratch) {
+    if (!p->winograd && has_few_pixels(p, n)) {
+        convolve_few(out, in, weight, bias, p, n, scratch);
+        return;
+    }
     pack(scratch, weight, p);
     if (p->winograd)
         winograd(out, in, scratch, bias, p, n, scratch + packed_size(p));
@@ -2320,7 +2410,8 @@ static void run_pass_on_image(real *out, const real *in, const real *packed, con
     }
 }
 
-// Counts on no more threads at run time than when this is asked.
+// Counts on no more threads at run time than when this is asked. The parts of convolve_few() are
+// at most half as many as the weights, rounded up to panels: they fit as well.
 static size_t pass_scratch(const Pass *p) {
     return packed_size(p) + (p->winograd ? (size_t)omp_get_max_threads() * tile_area(p) : 0);
 }
@@ -2689,8 +2780,10 @@ static void conv2d_backward_pooled(real *din, real *dweight, real *dbias, const 
         memset(sums, 0, size * sizeof *sums);
         for (size_t image = n * slice / slices; image < n * (slice + 1) / slices; image++) {
             pooled_image(sums, din ? dimage : NULL, in + image * p.image, packed, &p, image);
-            for (size_t i = 0; i < (din ? p.image : 0); i++)
-                din[image * p.image + i] = dimage[i] + (accumulate ? din[image * p.image + i] : 0);
+            for (size_t i = 0, at = image * p.image; i < (din ? p.image : 0); i++, at++) {
+                real sum = dimage[i] + (accumulate ? din[at] : 0);
+                din[at] = l->fused_relu_backward && !(in[at] > 0) ? 0 : sum;
+            }
         }
     }
     sum_slices(scratch, scratch, slices, size, size);
@@ -2999,11 +3092,11 @@ static void plan_in_place(Net *net) {
 
 /* Which convolutions do the work of the ReLU and the max-pool behind them as well, because what
    lies between need not be stored, and most of its gradient is zero: where no padding has to be
-   met. */
+   met. Backward they do that of a ReLU before them as well. */
 static void plan_pooled(Net *net) {
     for (size_t i = 1; i < net->count && net->backend->conv2d_forward_pooled; i++) {
         Layer *pool = &net->layers[i], *relu = &net->layers[pool->input];
-        Layer *conv = &net->layers[relu->input];
+        Layer *conv = &net->layers[relu->input], *before = &net->layers[conv->input];
         bool padded = conv->padding || pool->padding;
         bool small = pool->kernel * pool->kernel <= MAX_POOL && conv->out.c <= 1024 &&
                      shape_size(conv->in) <= 1 << 17; // these arrays are local to a thread
@@ -3012,6 +3105,8 @@ static void plan_pooled(Net *net) {
             continue;
         conv->pool = pool;
         pool->skipped = relu->skipped = true;
+        if (before->kind == RELU && before->in_place && count_readers(net, conv->input) == 1)
+            conv->fused_relu_backward = before->fused_relu_backward = true;
     }
 }
 
@@ -3560,7 +3655,8 @@ static void backward_row(Net *net, size_t i, size_t n, bool *written) {
                                 net->scratch);
         break;
     case RELU:
-        b->relu_backward(din, dout, out, n * shape_size(l->out), accumulate);
+        if (!l->fused_relu_backward)
+            b->relu_backward(din, dout, out, n * shape_size(l->out), accumulate);
         break;
     case MAXPOOL2D:
         b->maxpool2d_backward(din, dout, saved, l, n, accumulate);

@@ -128,9 +128,11 @@ static void compare_results(const Results *got, const Results *want, Results *bo
 static void describe_failure(const Layer *l, size_t n, bool accumulate) {
     char what[sizeof failure], kind[64];
     describe_layer(l, kind, sizeof kind);
-    snprintf(what, sizeof what, "%.200s (%s, %zu images, %zu x %zu x %zu to %zu channels%s%s%s)",
+    snprintf(what, sizeof what, "%.200s (%s, %zu images, %zu x %zu x %zu to %zu channels%s%s%s%s)",
              failure, kind, n, l->in.h, l->in.w, l->in.c, l->out.c, l->biases ? "" : ", no bias",
-             l->fused_relu ? ", fused ReLU" : "", accumulate ? ", accumulate" : "");
+             l->fused_relu ? ", fused ReLU" : "",
+             l->fused_relu_backward ? ", fused ReLU backward" : "",
+             accumulate ? ", accumulate" : "");
     snprintf(failure, sizeof failure, "%s", what);
 }
 
@@ -251,6 +253,34 @@ static void test_fast_linear(void) {
         compare_layer(net.layers[1], draw_size(1, 40), draw_bits() % 2);
     }
     verdict("fast linear against its definition");
+}
+
+// Large layers of few pixels: what convolve_few() takes, with one part of the depth and with some.
+static void test_few_pixels(void) {
+    static Net net;
+    static const struct {
+        size_t side, channels, columns, kernel;
+    } shapes[] = {{1, 300, 17 * COLUMNS + 3, 1},
+                  {1, 5 * MAX_DEPTH + 7, 3 * COLUMNS + 5, 1},
+                  {1, 9 * COLUMNS, 2 * MAX_DEPTH + 9, 1},
+                  {3, MAX_DEPTH - 5, 4 * COLUMNS + 1, 2}};
+    size_t taken[2][2] = {{0}}; // forward, backward; one part, some
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
+        for (size_t variant = 0; variant < 4; variant++) {
+            size_t n = draw_size(1, 8);
+            start_net(&net, (Shape){shapes[i].side, shapes[i].side, shapes[i].channels});
+            add_conv2d(&net, 0, shapes[i].columns, shapes[i].kernel, 1, 0, variant != 1);
+            net.layers[1].fused_relu = variant == 1 || variant == 2;
+            Pass p[2] = {forward_pass(&net.layers[1]), backward_pass(&net.layers[1], false)};
+            for (size_t way = 0; way < 2; way++)
+                taken[way][panel_depth(&p[way]) < p[way].depth] += has_few_pixels(&p[way], n);
+            compare_layer(net.layers[1], n, variant % 2);
+        }
+    for (size_t i = 0; i < 4; i++)
+        if (!taken[i / 2][i % 2])
+            fail("no shape was taken %s, %s", i / 2 ? "backward" : "forward",
+                 i % 2 ? "in parts" : "whole");
+    verdict("layers of few pixels against their definition");
 }
 
 // Where the tap of a window lies in the image, or NULL.
@@ -555,6 +585,8 @@ static Results pooled_naive(const Layer *l, size_t n, const Inputs *x, const Poo
     naive->relu_backward(dconv.at, dconv.at, p->out.at, dconv.count, false);
     naive->conv2d_backward(r.din.at, r.dweight.at, r.dbias.at, dconv.at, x->in.at, x->weight.at, l,
                            n, accumulate, NULL);
+    if (l->fused_relu_backward)
+        relu_backward(r.din.at, r.din.at, x->in.at, r.din.count, false);
     free(dconv.base);
     return r;
 }
@@ -651,6 +683,7 @@ static void test_pooled(void) {
         size_t x = add_conv2d(&net, 0, draw_size(1, 70), kernel, stride, 0, draw_bits() % 2);
         maxpool2d(&net, relu(&net, x), window, window + draw_size(0, 1), 0);
         plan_memory(&net, n);
+        net.layers[1].fused_relu_backward = draw_bits() % 2;
         if (!net.layers[1].pool)
             fail("a convolution without padding before a max-pool is not joined with it");
         else
@@ -852,7 +885,7 @@ static void plan_apart(Net *net) {
     for (size_t i = 0; i < net->count; i++) {
         Layer *l = &net->layers[i];
         size_t size = aligned(net->batch * shape_size(l->out));
-        l->in_place = l->fused_relu = false;
+        l->in_place = l->fused_relu = l->fused_relu_backward = false;
         l->output = net->activation_size;
         l->gradient = net->gradient_size;
         net->activation_size += size;
@@ -3537,6 +3570,7 @@ int main(void) {
     test_fast_resnet_conv();
     test_winograd();
     test_fast_linear();
+    test_few_pixels();
     test_dropout_values();
     test_dropout_draws();
     test_norm_cancellation();
