@@ -9,7 +9,8 @@
 #
 # A lab brings labs/check/labNN.sh with
 #   tests    lines `points|TODOs that it needs, or -|title`; test k is line k
-#   build    compiles the tests in the folder $work; runs again without parts that do not compile
+#   build    compiles the tests in the folder $work, those that are wanted; runs again without parts
+#            that do not compile
 #   run K    runs test K; the last thing that it does is to say the word: it gets it as its input,
 #            and writes it to file descriptor 9. Exit status 77: skipped, with the reason
 set -u
@@ -29,6 +30,12 @@ pristine=$home
 work=$(mktemp -d) && parts=$(mktemp -d) && logs=$(mktemp -d) || exit 2
 trap 'rm -rf "$work" "$parts" "$logs"' EXIT
 regions=$home/labs/check/regions.awk
+
+wanted() { # wanted K...: is one of these tests to run?
+    local k
+    for k; do [[ -z $only || " $only " = *" $k "* ]] && return; done
+    return 1
+}
 
 # shellcheck source=/dev/null # of the lab
 . "$script"
@@ -173,7 +180,7 @@ build_parts
 k=0 sum=0 most=0 lines=
 while IFS='|' read -r points needs title; do
     k=$((k + 1))
-    [[ -z $only || " $only " = *" $k "* ]] || continue
+    wanted "$k" || continue
     run_test "$k" "$needs"
     got=0
     [ "$verdict" = passed ] && got=$points
