@@ -97,7 +97,7 @@ typedef struct Layer {
     real p;                         // dropout: probability of a zero
     bool in_place;                  // the output overwrites the input, the gradient likewise
     bool fused_relu;                // the ReLU behind this row is applied while it is stored
-    bool fused_relu_backward;       // conv2d: that before it is, backward; relu: it is that one
+    bool fused_relu_backward;       // conv2d: does that of the ReLU before it; that ReLU: is done
     const struct Layer *pool;       // conv2d: the max-pool behind it whose work it does, or NULL
     bool skipped;                   // that max-pool, and the ReLU before it: nothing left to do
     size_t weights, biases;         // how many parameters; batchnorm2d: weights are its scales
@@ -1725,7 +1725,7 @@ enum {
     MAX_TAPS = 11 * 11,               // the largest kernel: 11 x 11
     MAX_DEPTH = 1024,                 // channels that a tile sums over at a time
     WEIGHT_BYTES = 256 * 1024,        // weights that a pass goes through at a time: they fit L2
-    FEW_PIXELS = 512,                 // pixels for which a panel of weights is read once
+    GROUP_PIXELS = 512,               // pixels that are computed while a panel is in L2
     FEW = 8,                          // fewer channels: a row of taps is read as one
     RUN = 11 * FEW,                   // the most numbers in such a row
     MAX_POOL = 9,                     // positions in a pool's window whose zeros are skipped
@@ -1960,48 +1960,45 @@ static size_t block_width(const Pass *p, size_t first) {
     return whole_vectors(min_size(COLUMNS, p->out.c - first));
 }
 
-/* The weights that a tile's columns meet in a part of the depth, in the order in which tiles read
-   them: [tap][depth][column], the last vector filled up with zeros. A panel fits L2, if it can. */
+/* Which weights a tile sums over at a time: `columns` of them from `column` on, `width` with the
+   zeros that make whole vectors, and so much of the depth that they stay in L2 while one tile after
+   the other reads them. Packed, they lie in the order of reading: [tap][depth][width]. */
 typedef struct Panel {
-    size_t column, columns, width; // whole vectors, of which `columns` are the layer's
-    size_t first, depth;
+    size_t column, columns, width;
+    size_t start, depth; // [start, start + depth) of the whole depth
 } Panel;
 
 static size_t panel_depth(const Pass *p) {
     return min_size(MAX_DEPTH, WEIGHT_BYTES / (p->taps * COLUMNS * sizeof(real)));
 }
 
-static Panel panel_at(const Pass *p, size_t column, size_t first) {
-    size_t width = block_width(p, column);
+static Panel panel_at(const Pass *p, size_t column, size_t start) {
     return (Panel){.column = column,
-                   .width = width,
-                   .columns = min_size(width, p->out.c - column),
-                   .first = first,
-                   .depth = min_size(panel_depth(p), p->depth - first)};
+                   .columns = min_size(COLUMNS, p->out.c - column),
+                   .width = block_width(p, column),
+                   .start = start,
+                   .depth = min_size(panel_depth(p), p->depth - start)};
 }
 
-static size_t panel_size(const Pass *p, Panel b) {
-    return p->taps * b.depth * b.width;
+// Where the panel lies among the packed weights.
+static size_t panel_offset(const Pass *p, Panel panel) {
+    return p->taps * (panel.column * p->depth + panel.start * panel.width);
 }
 
-// Where the panel lies among all of them.
-static size_t panel_start(const Pass *p, Panel b) {
-    return p->taps * (b.column * p->depth + b.first * b.width);
-}
-
-// transposed: from [tap][column][depth]
-static void pack_panel(real *panel, const real *weight, const Pass *p, Panel b) {
+// From weight[tap][depth][column]; transposed: from [tap][column][depth]
+static void pack_panel(real *packed, const real *weight, const Pass *p, Panel panel) {
     const size_t step = p->transposed ? p->depth : 1, row = p->transposed ? 1 : p->out.c;
     for (size_t tap = 0; tap < p->taps; tap++) {
-        const real *from = weight + tap * p->depth * p->out.c + b.first * row + b.column * step;
-        for (size_t d = 0; d < b.depth; d++, from += row, panel += b.width) {
+        const real *from = weight + tap * p->depth * p->out.c;
+        from += panel.start * row + panel.column * step;
+        for (size_t d = 0; d < panel.depth; d++, from += row, packed += panel.width) {
             if (p->transposed)
-                for (size_t j = 0; j < b.columns; j++)
-                    panel[j] = from[j * step];
+                for (size_t j = 0; j < panel.columns; j++)
+                    packed[j] = from[j * step];
             else
-                memcpy(panel, from, b.columns * sizeof *panel);
-            for (size_t j = b.columns; j < b.width; j++)
-                panel[j] = 0;
+                memcpy(packed, from, panel.columns * sizeof *packed);
+            for (size_t j = panel.columns; j < panel.width; j++)
+                packed[j] = 0;
         }
     }
 }
@@ -2009,9 +2006,9 @@ static void pack_panel(real *panel, const real *weight, const Pass *p, Panel b) 
 static void pack_weights(real *packed, const real *weight, const Pass *p) {
     PARALLEL_FOR_2
     for (size_t column = 0; column < p->out.c; column += COLUMNS)
-        for (size_t first = 0; first < p->depth; first += panel_depth(p)) {
-            Panel b = panel_at(p, column, first);
-            pack_panel(packed + panel_start(p, b), weight, p, b);
+        for (size_t start = 0; start < p->depth; start += panel_depth(p)) {
+            Panel panel = panel_at(p, column, start);
+            pack_panel(packed + panel_offset(p, panel), weight, p, panel);
         }
 }
 
@@ -2061,10 +2058,10 @@ static void list_taps(DotTile *t, const Pass *p, const int32_t *const met[ROWS],
 }
 
 // A panel's part of the sums, for the output pixels of `images` images from `first` on.
-static void convolve_panel(real *out, const real *in, const real *panel, const real *bias,
-                           const Pass *p, Panel b, size_t first, size_t images) {
-    DotTile t = {.depth = b.depth, .add = p->accumulate, .relu = p->relu};
-    t.bias = bias ? bias + b.column : NULL;
+static void convolve_panel(real *out, const real *in, const real *packed, const real *bias,
+                           const Pass *p, Panel panel, size_t first, size_t images) {
+    DotTile t = {.depth = panel.depth, .add = p->accumulate, .relu = p->relu};
+    t.bias = bias ? bias + panel.column : NULL;
     real copies[ROWS][11 * RUN];
     size_t pixels = images * p->out_pixels;
     for (size_t pixel = 0; pixel < pixels; pixel += ROWS) {
@@ -2073,23 +2070,23 @@ static void convolve_panel(real *out, const real *in, const real *panel, const r
         for (size_t i = 0; i < ROWS; i++) { // a short last tile repeats its last pixel
             size_t q = min_size(pixel + i, pixels - 1), n = first + q / p->out_pixels;
             met[i] = p->map + q % p->out_pixels * (1 + p->taps * p->run);
-            t.out[i] = out + (n * p->out_pixels + (size_t)*met[i]++) * p->out.c + b.column;
-            image[i] = in + n * p->in_pixels * p->in.c + b.first;
+            t.out[i] = out + (n * p->out_pixels + (size_t)*met[i]++) * p->out.c + panel.column;
+            image[i] = in + n * p->in_pixels * p->in.c + panel.start;
         }
-        list_taps(&t, p, met, image, panel, b.depth * b.width, copies);
-        dot_tiles[b.width / LANES - 1](&t, b.columns);
+        list_taps(&t, p, met, image, packed, panel.depth * panel.width, copies);
+        dot_tiles[panel.width / LANES - 1](&t, panel.columns);
     }
 }
 
 // Output pixels of `images` images from `first` on, columns from `column` on.
 static void convolve_block(real *out, const real *in, const real *packed, const real *bias,
                            const Pass *p, size_t first, size_t images, size_t column) {
-    for (size_t d = 0; d < p->depth; d += panel_depth(p)) {
-        Panel b = panel_at(p, column, d);
+    for (size_t start = 0; start < p->depth; start += panel_depth(p)) {
+        Panel panel = panel_at(p, column, start);
         Pass part = *p;
-        part.accumulate = d > 0 || p->accumulate;
-        part.relu = p->relu && d + b.depth == p->depth;
-        convolve_panel(out, in, packed + panel_start(p, b), bias, &part, b, first, images);
+        part.accumulate = start > 0 || p->accumulate;
+        part.relu = p->relu && start + panel.depth == p->depth;
+        convolve_panel(out, in, packed + panel_offset(p, panel), bias, &part, panel, first, images);
     }
 }
 
@@ -2097,7 +2094,7 @@ static void convolve_block(real *out, const real *in, const real *packed, const 
 static void convolve(real *out, const real *in, const real *packed, const real *bias, const Pass *p,
                      size_t n) {
     size_t blocks = ceil_div(p->out.c, COLUMNS);
-    size_t images = min_size(n, ceil_div(FEW_PIXELS, p->out_pixels));
+    size_t images = min_size(n, ceil_div(GROUP_PIXELS, p->out_pixels));
     while (images > 1 && images * p->out_pixels > 24 && ceil_div(n, images) * blocks < SLICES)
         images = ceil_div(images, 2);
     PARALLEL_FOR_2
@@ -2107,15 +2104,16 @@ static void convolve(real *out, const real *in, const real *packed, const real *
                            block * COLUMNS);
 }
 
-/* Few pixels and many weights, as in a large linear layer: what takes time is to read the weights.
-   So each panel is read once, by the thread that packs it, and the parts that the panels of a
-   column give are added up when all are there. */
-static bool has_few_pixels(const Pass *p, size_t n) {
+/* A large linear layer (or 1 x 1 convolution) on few pixels: what takes time is to read weights. So
+   each panel is read once, by the thread that packs it, and the parts of the sums that panels of
+   the same columns give are added up when all are there. The order of a sum depends on this choice,
+   hence on the number of images, but never on that of threads. */
+static bool suits_panels(const Pass *p, size_t n) {
     size_t panels = ceil_div(p->out.c, COLUMNS) * ceil_div(p->depth, panel_depth(p));
-    return n * p->out_pixels <= FEW_PIXELS && panels >= SLICES / 2;
+    return p->taps == 1 && n * p->out_pixels <= GROUP_PIXELS && panels >= 16; // enough for threads
 }
 
-// out (= or +=) bias + sum of the parts
+// out = bias + sum of the parts, or out += that of the parts; then the pass's ReLU
 static void add_parts(real *out, const real *parts, const real *bias, const Pass *p, size_t count,
                       size_t pixels) {
     const size_t columns = p->out.c, size = pixels * columns;
@@ -2130,26 +2128,28 @@ static void add_parts(real *out, const real *parts, const real *bias, const Pass
         }
 }
 
-static void convolve_few(real *out, const real *in, const real *weight, const real *bias,
-                         const Pass *p, size_t n, real *parts) {
-    size_t deepest = panel_depth(p), count = ceil_div(p->depth, deepest);
-    Pass alone = *p;
-    alone.relu = alone.accumulate = false;
+static void convolve_by_panels(real *out, const real *in, const real *weight, const real *bias,
+                               const Pass *p, size_t n, real *parts) {
+    size_t count = ceil_div(p->depth, MAX_DEPTH), size = n * p->out_pixels * p->out.c;
+    Pass part_pass = *p;
+    part_pass.relu = part_pass.accumulate = false;
     PARALLEL_FOR_2
     for (size_t column = 0; column < p->out.c; column += COLUMNS)
         for (size_t part = 0; part < count; part++) {
-            Panel b = panel_at(p, column, part * deepest);
-            real panel[panel_size(p, b)];
-            pack_panel(panel, weight, p, b);
-            if (count == 1)
-                convolve_panel(out, in, panel, bias, p, b, 0, n);
+            Panel panel = panel_at(p, column, part * MAX_DEPTH);
+            real packed[MAX_DEPTH * COLUMNS] __attribute__((aligned(VECTOR_BYTES)));
+            pack_panel(packed, weight, p, panel);
+            if (count == 1) // the part is the whole
+                convolve_panel(out, in, packed, bias, p, panel, 0, n);
             else
-                convolve_panel(parts + part * n * p->out_pixels * p->out.c, in, panel, NULL, &alone,
-                               b, 0, n);
+                convolve_panel(parts + part * size, in, packed, NULL, &part_pass, panel, 0, n);
         }
     if (count > 1)
         add_parts(out, parts, bias, p, count, n * p->out_pixels);
 }
+// With one tap a panel has MAX_DEPTH rows; and the parts are no more numbers than the weights.
+_Static_assert(MAX_DEPTH *COLUMNS * sizeof(real) <= WEIGHT_BYTES && 2 * GROUP_PIXELS <= MAX_DEPTH,
+               "convolve_by_panels() relies on it");
 
 /* ---- Winograd's convolution ---------------------------------------------------------------------
 
@@ -2387,8 +2387,8 @@ static void pack(real *packed, const real *weight, const Pass *p) {
 // The pass, by the way that suits it.
 static void run_pass(real *out, const real *in, const real *weight, const real *bias, const Pass *p,
                      size_t n, real *scratch) {
-    if (!p->winograd && has_few_pixels(p, n)) {
-        convolve_few(out, in, weight, bias, p, n, scratch);
+    if (suits_panels(p, n)) {
+        convolve_by_panels(out, in, weight, bias, p, n, scratch);
         return;
     }
     pack(scratch, weight, p);
@@ -2410,8 +2410,7 @@ static void run_pass_on_image(real *out, const real *in, const real *packed, con
     }
 }
 
-// Counts on no more threads at run time than when this is asked. The parts of convolve_few() are
-// at most half as many as the weights, rounded up to panels: they fit as well.
+// Counts on no more threads at run time than when this is asked.
 static size_t pass_scratch(const Pass *p) {
     return packed_size(p) + (p->winograd ? (size_t)omp_get_max_threads() * tile_area(p) : 0);
 }
@@ -2782,7 +2781,7 @@ static void conv2d_backward_pooled(real *din, real *dweight, real *dbias, const 
             pooled_image(sums, din ? dimage : NULL, in + image * p.image, packed, &p, image);
             for (size_t i = 0, at = image * p.image; i < (din ? p.image : 0); i++, at++) {
                 real sum = dimage[i] + (accumulate ? din[at] : 0);
-                din[at] = l->fused_relu_backward && !(in[at] > 0) ? 0 : sum;
+                din[at] = l->fused_relu_backward && !(in[at] > 0) ? 0 : sum; // in: of that ReLU
             }
         }
     }
@@ -3092,7 +3091,7 @@ static void plan_in_place(Net *net) {
 
 /* Which convolutions do the work of the ReLU and the max-pool behind them as well, because what
    lies between need not be stored, and most of its gradient is zero: where no padding has to be
-   met. Backward they do that of a ReLU before them as well. */
+   met. Backward they do the work of the ReLU before them as well, if nobody else reads it. */
 static void plan_pooled(Net *net) {
     for (size_t i = 1; i < net->count && net->backend->conv2d_forward_pooled; i++) {
         Layer *pool = &net->layers[i], *relu = &net->layers[pool->input];
@@ -3730,7 +3729,8 @@ static void check_loss(const Net *net, const Batch *batch, double loss) {
     if (isfinite(loss))
         return;
     for (size_t i = 0; i < net->count; i++) {
-        const Layer *l = &net->layers[i], *stored = l->pool ? l->pool : l;
+        const Layer *l = &net->layers[i];
+        const Layer *stored = l->pool ? l->pool : l; // the row whose output is in memory
         if (l->skipped)
             continue;
         size_t count = batch->n * shape_size(stored->out);

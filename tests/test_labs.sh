@@ -28,7 +28,7 @@ for word; do
     last=\$word
 done
 [ -n "\$out" ] && [ -f cnn.c ] || exec $real_gcc "\$@"
-key=$tmp/built/\$({ echo "\$@"; cat cnn.c cnn_kernels.cu tests/*.h labs/check/*.c; } 2>&1 | sha1sum | cut -c1-40)
+key=$tmp/built/\$({ echo "\$@"; cat cnn.c cnn_kernels.cu tests/*.h labs/check/*.[ch]; } 2>&1 | sha1sum | cut -c1-40)
 if [ ! -f "\$key" ]; then
     $real_gcc "\$@" 2>"\$key.said" || { cat "\$key.said" >&2; exit 1; }
     cp "\$out" "\$key.\$\$" && mv "\$key.\$\$" "\$key"

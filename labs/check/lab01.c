@@ -569,9 +569,9 @@ static void test_trials(const Case *c) {
         Trial t = draw_trial(c);
         run_trial(c, &t, NAN, NAN);
         check_guards(c, NAN);
-        size_t wrong = first_wrong(c, &t, RIGHT);
-        if (wrong < tensors[c->role].count)
-            report_trial(c, &t, wrong);
+        size_t at = first_wrong(c, &t, RIGHT);
+        if (at < tensors[c->role].count)
+            report_trial(c, &t, at);
     }
 }
 

@@ -1,5 +1,5 @@
-/* tell.h - how a test program speaks to check.sh: it tells what is wrong and ends with 1, or it ends
-   with 0 and hands on the word. */
+/* tell.h - how a test program speaks to check.sh: it tells what is wrong and ends with 1, or it
+   ends with 0 and hands on the word. */
 #include <stdarg.h>
 #include <stdbool.h>
 #include <stdio.h>
