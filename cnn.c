@@ -97,7 +97,8 @@ typedef struct Layer {
     real p;                         // dropout: probability of a zero
     bool in_place;                  // the output overwrites the input, the gradient likewise
     bool fused_relu;                // the ReLU behind this row is applied while it is stored
-    bool fused_relu_backward;       // conv2d: does that of the ReLU before it; that ReLU: is done
+    bool fused_relu_backward;       // conv2d: its backward does that of the ReLU before it;
+                                    // relu: the convolution behind it has done its backward
     const struct Layer *pool;       // conv2d: the max-pool behind it whose work it does, or NULL
     bool skipped;                   // that max-pool, and the ReLU before it: nothing left to do
     size_t weights, biases;         // how many parameters; batchnorm2d: weights are its scales
@@ -2128,28 +2129,30 @@ static void add_parts(real *out, const real *parts, const real *bias, const Pass
         }
 }
 
+/* As convolve(), but from weights that are not packed. parts holds those of a deep sum, each
+   [n][pixel][column]: with one tap a panel has MAX_DEPTH rows, so they are no more numbers than the
+   weights. */
 static void convolve_by_panels(real *out, const real *in, const real *weight, const real *bias,
                                const Pass *p, size_t n, real *parts) {
+    _Static_assert(sizeof(real) * MAX_DEPTH * COLUMNS <= WEIGHT_BYTES, "a panel is MAX_DEPTH deep");
+    _Static_assert(2 * GROUP_PIXELS <= MAX_DEPTH, "parts have no more numbers than the weights");
     size_t count = ceil_div(p->depth, MAX_DEPTH), size = n * p->out_pixels * p->out.c;
-    Pass part_pass = *p;
-    part_pass.relu = part_pass.accumulate = false;
+    bool whole = count == 1;
+    Pass pass = *p;
+    pass.relu = p->relu && whole;
+    pass.accumulate = p->accumulate && whole;
     PARALLEL_FOR_2
     for (size_t column = 0; column < p->out.c; column += COLUMNS)
         for (size_t part = 0; part < count; part++) {
             Panel panel = panel_at(p, column, part * MAX_DEPTH);
             real packed[MAX_DEPTH * COLUMNS] __attribute__((aligned(VECTOR_BYTES)));
             pack_panel(packed, weight, p, panel);
-            if (count == 1) // the part is the whole
-                convolve_panel(out, in, packed, bias, p, panel, 0, n);
-            else
-                convolve_panel(parts + part * size, in, packed, NULL, &part_pass, panel, 0, n);
+            convolve_panel(whole ? out : parts + part * size, in, packed, whole ? bias : NULL,
+                           &pass, panel, 0, n);
         }
-    if (count > 1)
+    if (!whole)
         add_parts(out, parts, bias, p, count, n * p->out_pixels);
 }
-// With one tap a panel has MAX_DEPTH rows; and the parts are no more numbers than the weights.
-_Static_assert(MAX_DEPTH *COLUMNS * sizeof(real) <= WEIGHT_BYTES && 2 * GROUP_PIXELS <= MAX_DEPTH,
-               "convolve_by_panels() relies on it");
 
 /* ---- Winograd's convolution ---------------------------------------------------------------------
 
@@ -2781,7 +2784,7 @@ static void conv2d_backward_pooled(real *din, real *dweight, real *dbias, const 
             pooled_image(sums, din ? dimage : NULL, in + image * p.image, packed, &p, image);
             for (size_t i = 0, at = image * p.image; i < (din ? p.image : 0); i++, at++) {
                 real sum = dimage[i] + (accumulate ? din[at] : 0);
-                din[at] = l->fused_relu_backward && !(in[at] > 0) ? 0 : sum; // in: of that ReLU
+                din[at] = l->fused_relu_backward && !(in[at] > 0) ? 0 : sum; // in is its output
             }
         }
     }
