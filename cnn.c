@@ -318,17 +318,22 @@ static inline HOST_DEVICE real uniform(uint32_t bits) {
 #include <time.h>
 #include <unistd.h>
 
+// Before a loop, or two (_2): its turns are dealt out to the threads. PARALLEL_FOR gives each its
+// part at once; PARALLEL_PIECES, for long turns, gives the next one to whoever is free, so that a
+// thread that others hold up has less to do.
 #define DO_PRAGMA(text) _Pragma(#text)
 #ifdef _OPENMP
 #include <omp.h>
 #define PARALLEL_FOR DO_PRAGMA(omp parallel for schedule(static))
-#define PARALLEL_FOR_2 DO_PRAGMA(omp parallel for schedule(static) collapse(2))
+#define PARALLEL_PIECES DO_PRAGMA(omp parallel for schedule(dynamic))
+#define PARALLEL_PIECES_2 DO_PRAGMA(omp parallel for schedule(dynamic) collapse(2))
 #else
 #define omp_set_num_threads(n) ((void)(n))
 #define omp_get_max_threads() 1
 #define omp_get_thread_num() 0
 #define PARALLEL_FOR
-#define PARALLEL_FOR_2
+#define PARALLEL_PIECES
+#define PARALLEL_PIECES_2
 #endif
 
 #ifndef CNN_CUDA // no cnn_kernels.cu in this program
@@ -1286,7 +1291,7 @@ static void conv2d_forward_naive(real *out, const real *in, const real *weight, 
     (void)scratch;
     Shape I = l->in, O = l->out;
     /* LAB 1.1 BEGIN conv2d_forward_naive */
-    PARALLEL_FOR_2
+    PARALLEL_PIECES_2
     for (size_t image = 0; image < n; image++)
         for (size_t y = 0; y < O.h; y++)
             for (size_t x = 0; x < O.w; x++)
@@ -1318,7 +1323,7 @@ static void conv2d_backward_naive(real *din, real *dweight, real *dbias, const r
     memset(dbias, 0, l->biases * sizeof *dbias);
     for (size_t i = 0; l->biases && i < n * shape_size(O); i++)
         dbias[i % O.c] += dout[i];
-    PARALLEL_FOR_2
+    PARALLEL_PIECES_2
     for (size_t tap = 0; tap < l->kernel * l->kernel; tap++)
         for (size_t c = 0; c < I.c; c++) {
             real *row = dweight + (tap * I.c + c) * O.c;
@@ -1335,7 +1340,7 @@ static void conv2d_backward_naive(real *din, real *dweight, real *dbias, const r
     if (!din)
         return;
     /* LAB 1.3 BEGIN conv2d_backward_naive */
-    PARALLEL_FOR
+    PARALLEL_PIECES
     for (size_t image = 0; image < n; image++) {
         real *d = din + image * shape_size(I);
         memset(d, 0, accumulate ? 0 : shape_size(I) * sizeof *d);
@@ -1373,7 +1378,7 @@ static void maxpool2d_forward_naive(real *out, uint8_t *argmax, const real *in, 
                                     size_t n) {
     Shape I = l->in, O = l->out;
     /* LAB 1.4 BEGIN maxpool2d_forward_naive */
-    PARALLEL_FOR_2
+    PARALLEL_PIECES_2
     for (size_t image = 0; image < n; image++)
         for (size_t y = 0; y < O.h; y++)
             for (size_t x = 0; x < O.w; x++) {
@@ -1404,7 +1409,7 @@ static void maxpool2d_backward(real *din, const real *dout, const uint8_t *argma
                                size_t n, bool accumulate) {
     Shape I = l->in, O = l->out;
     /* LAB 1.5 BEGIN maxpool2d_backward */
-    PARALLEL_FOR
+    PARALLEL_PIECES
     for (size_t image = 0; image < n; image++) {
         real *d = din + image * shape_size(I);
         memset(d, 0, accumulate ? 0 : shape_size(I) * sizeof *d);
@@ -1427,7 +1432,7 @@ static void maxpool2d_backward(real *din, const real *dout, const uint8_t *argma
 // out[n][c] = mean over y, x of in[n][y][x][c]
 static void avgpool2d_forward(real *out, const real *in, const Layer *l, size_t n) {
     size_t channels = l->in.c, pixels = l->in.h * l->in.w;
-    PARALLEL_FOR
+    PARALLEL_PIECES
     for (size_t image = 0; image < n; image++) {
         real *restrict to = out + image * channels;
         memset(to, 0, channels * sizeof *to);
@@ -1537,7 +1542,7 @@ static void batchnorm2d_forward(real *out, real *stats, const real *in, const re
                                 const real *bias, const Layer *l, size_t n, bool training,
                                 real *scratch) {
     size_t channels = l->in.c, pixels = n * l->in.h * l->in.w;
-    PARALLEL_FOR
+    PARALLEL_PIECES
     for (size_t slice = 0; slice < (training ? BN_SLICES : 0); slice++)
         bn_slice_statistics(scratch + slice * 2 * channels, in, bn_slice(slice, pixels), channels);
     real *restrict scale = scratch + BN_SLICES * 2 * channels, *restrict shift = scale + channels;
@@ -1569,7 +1574,7 @@ static void batchnorm2d_backward(real *din, real *dweight, real *dbias, const re
                                  const Layer *l, size_t n, bool accumulate, real *scratch) {
     size_t channels = l->in.c, pixels = n * l->in.h * l->in.w;
     const real *restrict mean = stats + 2 * channels, *restrict inverse = mean + channels;
-    PARALLEL_FOR
+    PARALLEL_PIECES
     for (size_t slice = 0; slice < BN_SLICES; slice++) {
         Slice s = bn_slice(slice, pixels);
         real *restrict sums = scratch + slice * 2 * channels, *restrict products = sums + channels;
@@ -1613,7 +1618,7 @@ static void dropout_forward(real *out, uint8_t *mask, const real *in, const Laye
     size_t size = l->out.h * l->out.w * l->out.c;
     real scale = 1 / (1 - l->p);
     uint32_t threshold = (uint32_t)lround((double)l->p * 65536);
-    PARALLEL_FOR
+    PARALLEL_PIECES
     for (size_t image = 0; image < n; image++)
         for (size_t start = 0; start < size; start += BLOCK * BLOCKS) {
             uint32_t bits[BLOCKS][4];
@@ -2005,7 +2010,7 @@ static void pack_panel(real *packed, const real *weight, const Pass *p, Panel pa
 }
 
 static void pack_weights(real *packed, const real *weight, const Pass *p) {
-    PARALLEL_FOR_2
+    PARALLEL_PIECES_2
     for (size_t column = 0; column < p->out.c; column += COLUMNS)
         for (size_t start = 0; start < p->depth; start += panel_depth(p)) {
             Panel panel = panel_at(p, column, start);
@@ -2098,7 +2103,7 @@ static void convolve(real *out, const real *in, const real *packed, const real *
     size_t images = min_size(n, ceil_div(GROUP_PIXELS, p->out_pixels));
     while (images > 1 && images * p->out_pixels > 24 && ceil_div(n, images) * blocks < SLICES)
         images = ceil_div(images, 2);
-    PARALLEL_FOR_2
+    PARALLEL_PIECES_2
     for (size_t first = 0; first < n; first += images)
         for (size_t block = 0; block < blocks; block++)
             convolve_block(out, in, packed, bias, p, first, min_size(images, n - first),
@@ -2141,7 +2146,7 @@ static void convolve_by_panels(real *out, const real *in, const real *weight, co
     Pass pass = *p;
     pass.relu = p->relu && whole;
     pass.accumulate = p->accumulate && whole;
-    PARALLEL_FOR_2
+    PARALLEL_PIECES_2
     for (size_t column = 0; column < p->out.c; column += COLUMNS)
         for (size_t part = 0; part < count; part++) {
             Panel panel = panel_at(p, column, part * MAX_DEPTH);
@@ -2205,7 +2210,7 @@ INLINE void transform_weight(real *g, size_t step) {
 
 // packed[block of COLUMNS][place][depth][column] = u; the data gradient meets the taps in reverse
 static void pack_winograd(real *packed, const real *weight, const Pass *p) {
-    PARALLEL_FOR_2
+    PARALLEL_FOR
     for (size_t d = 0; d < p->depth; d++)
         for (size_t column = 0; column < p->out.c; column++) {
             real g[PLACES];
@@ -2373,7 +2378,7 @@ static void winograd_block(real *out, const real *in, const real *packed, const 
 static void winograd(real *out, const real *in, const real *packed, const real *bias, const Pass *p,
                      size_t n, real *areas) {
     size_t tiles = count_tiles(p, n);
-    PARALLEL_FOR_2
+    PARALLEL_PIECES_2
     for (size_t first = 0; first < tiles; first += TILES_AT_ONCE)
         for (size_t column = 0; column < p->out.c; column += COLUMNS)
             winograd_block(out, in, packed, bias, tile_block(p, first, tiles, column, areas));
@@ -2539,7 +2544,7 @@ static void winograd_gradient(real *dweight, real *dbias, const WeightGradient *
                               real *scratch) {
     const Pass *p = &g->pass;
     size_t size = winograd_sums(p), tiles = count_tiles(p, g->n);
-    PARALLEL_FOR_2
+    PARALLEL_PIECES_2
     for (size_t slice = 0; slice < g->slices; slice++)
         for (size_t column = 0; column < p->out.c; column += COLUMNS) {
             size_t first = tiles * slice / g->slices, last = tiles * (slice + 1) / g->slices;
@@ -2555,7 +2560,7 @@ static void winograd_gradient(real *dweight, real *dbias, const WeightGradient *
     sum_slices(scratch, scratch, g->slices, size, size);
     for (size_t column = 0; bias && column < p->out.c; column++)
         dbias[column] = *winograd_sum(scratch, p, PLACES * p->depth, column);
-    PARALLEL_FOR_2
+    PARALLEL_FOR
     for (size_t d = 0; d < p->depth; d++)
         for (size_t column = 0; column < p->out.c; column++) {
             real u[PLACES];
@@ -2580,7 +2585,7 @@ static void weight_gradient(real *dweight, real *dbias, const real *dout, const 
         return;
     }
     size_t sums = l->weights + l->biases;
-    PARALLEL_FOR_2
+    PARALLEL_PIECES_2
     for (size_t slice = 0; slice < g.slices; slice++)
         for (size_t part = 0; part < g.parts; part++) {
             real *to = g.slices > 1 ? scratch + slice * sums : dweight;
@@ -2776,7 +2781,7 @@ static void conv2d_backward_pooled(real *din, real *dweight, real *dbias, const 
     size_t channels = l->out.c, slices = pooled_slices(&p, n), size = pooled_sums(&p);
     real *packed = scratch + slices * size;
     pack_rows(packed, weight, &p);
-    PARALLEL_FOR
+    PARALLEL_PIECES
     for (size_t slice = 0; slice < slices; slice++) {
         real *sums = scratch + slice * size, dimage[p.image + LANES];
         memset(sums, 0, size * sizeof *sums);
@@ -2826,7 +2831,7 @@ static void maxpool2d_row(real *out, uint8_t *argmax, const real *in, const Laye
 static void maxpool2d_forward_fast(real *out, uint8_t *argmax, const real *in, const Layer *l,
                                    size_t n) {
     size_t size = shape_size(l->out);
-    PARALLEL_FOR_2
+    PARALLEL_PIECES_2
     for (size_t image = 0; image < n; image++)
         for (size_t y = 0; y < l->out.h; y++)
             maxpool2d_row(out + image * size, argmax + image * size, in + image * shape_size(l->in),
@@ -2843,7 +2848,7 @@ static void conv2d_forward_pooled(real *pooled, uint8_t *argmax, const real *in,
     real *areas = scratch + packed_size(&p), *images = scratch + pass_scratch(&p);
     p.relu = true;
     pack(scratch, weight, &p);
-    PARALLEL_FOR
+    PARALLEL_PIECES
     for (size_t image = 0; image < n; image++) {
         real *out = images + (size_t)omp_get_thread_num() * whole_vectors(shape_size(l->out));
         run_pass_on_image(out, in + image * shape_size(l->in), scratch, bias, &p, areas);
@@ -2898,6 +2903,7 @@ typedef struct Net {
     size_t parameters; // how many there are
     size_t param_size; // ... with the gaps between tensors: the size of the arenas
     size_t batch;      // the most images of one step
+    real *images;      // the batch's: output of row 0
     size_t activation_size, gradient_size, stats_size, saved_size, scratch_size;
     size_t host_size;       // as large as the largest tensor of the parameters, or the output
     size_t batches_tracked; // how many batches BatchNorm's running statistics have seen
@@ -3208,6 +3214,7 @@ static void net_alloc(Net *net) {
     net->params = real_alloc(net, net->param_size, "parameters");
     net->grads = real_alloc(net, net->param_size, "gradients");
     net->activations = real_alloc(net, net->activation_size, "activations");
+    net->images = net->activations + net->layers[0].output;
     net->dactivations = real_alloc(net, net->gradient_size, "activation gradients");
     net->stats = real_alloc(net, net->stats_size, "BatchNorm's statistics");
     net->scratch = real_alloc(net, net->scratch_size, "scratch space");
@@ -3512,7 +3519,7 @@ static void net_build(Net *net, const Model *model, const DatasetInfo *data,
    which backward meets first; each reader that it meets later adds (+=). */
 
 static real *output(const Net *net, const Layer *l) {
-    return net->activations + l->output;
+    return l->kind == INPUT ? net->images : net->activations + l->output;
 }
 
 static real *output_gradient(const Net *net, const Layer *l) {
@@ -3523,16 +3530,20 @@ static const Layer *last_layer(const Net *net) {
     return &net->layers[net->count - 1];
 }
 
-/* data.to(device). The copies are queued; the loss of the batch, which is waited for, comes behind
-   them: before the loader's slot is filled anew. */
+/* data.to(device). On a CPU there is nothing to do for the images: they are read where the loader
+   put them. On a GPU the copies are queued; the loss of the batch, which is waited for, comes
+   behind them: before the loader's slot is filled anew. */
 static void net_load(Net *net, const Batch *batch) {
     const Backend *b = net->backend;
-    real *images = output(net, &net->layers[0]);
+    const size_t bytes = batch->n * shape_size(net->layers[0].out) * sizeof(real);
     if (batch->resident) {
-        b->gather(images, net->labels, batch->resident, &batch->draw, batch->n);
+        b->gather(net->images, net->labels, batch->resident, &batch->draw, batch->n);
         return;
     }
-    b->copy(images, batch->device_images, batch->n * shape_size(net->layers[0].out) * sizeof(real));
+    if (b->transfer)
+        b->copy(net->images, batch->device_images, bytes);
+    else
+        net->images = batch->device_images;
     b->copy(net->labels, batch->device_labels, batch->n);
 }
 
@@ -4329,9 +4340,10 @@ static const Batch *dp_next(Comm *c) {
 
 // This rank's images of the master's batch, and the master's parameters
 static void dp_load(Comm *c) {
-    const Net *net = c->net;
-    dp_fetch(c, output(net, &net->layers[0]), c->batch.device_images,
-             c->batch.n * shape_size(net->layers[0].out), false);
+    Net *net = c->net;
+    net->images = net->activations + net->layers[0].output; // a test reads the loader's
+    dp_fetch(c, net->images, c->batch.device_images, c->batch.n * shape_size(net->layers[0].out),
+             false);
     if (c->rank > 0)
         dp_fetch(c, net->params, c->team->ranks[0]->net->params, net->param_size, false);
 }

@@ -51,9 +51,17 @@ NOINLINE void train_step(Run *run, const Batch *batch, size_t step) {
     optimizer_step(run->optimizer, &run->net, run->state, 1e-4);
 }
 
+// Images a second over at least round_seconds and two steps.
+static double measure_steps(Run *run, const Batch *batch, size_t *steps) {
+    const double round_seconds = 0.4, begin = now();
+    size_t before = *steps;
+    while (*steps < before + 2 || now() - begin < round_seconds)
+        train_step(run, batch, (*steps)++);
+    return (double)((*steps - before) * batch->n) / (now() - begin);
+}
+
 int main(int argc, char **argv) {
     enum { ROUNDS = 9 };
-    const double round_seconds = 0.4; // at least, and at least two steps
     static Run run;
     const Batch *batch = setup_bench(&run, argc, argv);
     size_t steps = 0;
@@ -64,21 +72,21 @@ int main(int argc, char **argv) {
         return 0;
     struct rusage usage; // before this program's own arrays
     getrusage(RUSAGE_SELF, &usage);
-    double speeds[ROUNDS], peaks[ROUNDS], bandwidth = copy_gb_per_s();
+    double speeds[ROUNDS], scaling[ROUNDS], peaks[ROUNDS], bandwidth = copy_gb_per_s();
     for (size_t round = 0; round < ROUNDS; round++) {
         peaks[round] = cpu_peak_gflops();
-        double begin = now();
-        size_t before = steps;
-        while (steps < before + 2 || now() - begin < round_seconds)
-            train_step(&run, batch, steps++);
-        speeds[round] = (double)((steps - before) * batch->n) / (now() - begin);
+        speeds[round] = measure_steps(&run, batch, &steps);
+        omp_set_num_threads(1); // in turn, so that both meet the same neighbours
+        scaling[round] = speeds[round] / measure_steps(&run, batch, &steps);
+        omp_set_num_threads((int)run.settings.threads);
     }
     double speed = median(speeds, ROUNDS), peak = median(peaks, ROUNDS);
     double gflops = speed * training_flops(&run.net) / 1e9;
-    printf("cnn model=%s width=%zu batch=%zu threads=%zu steps_img_per_s=%.1f gflops=%.1f "
-           "peak_gflops=%.1f percent_of_peak=%.1f rss_mb=%.0f copy_gb_per_s=%.1f..%.1f\n",
-           run.settings.model, run.settings.width, batch->n, run.settings.threads, speed, gflops,
-           peak, 100 * gflops / peak, (double)usage.ru_maxrss * 1024 / 1e6, bandwidth,
-           copy_gb_per_s());
+    printf(
+        "cnn model=%s width=%zu batch=%zu threads=%zu steps_img_per_s=%.1f times_one_thread=%.2f "
+        "gflops=%.1f peak_gflops=%.1f percent_of_peak=%.1f rss_mb=%.0f copy_gb_per_s=%.1f..%.1f\n",
+        run.settings.model, run.settings.width, batch->n, run.settings.threads, speed,
+        median(scaling, ROUNDS), gflops, peak, 100 * gflops / peak,
+        (double)usage.ru_maxrss * 1024 / 1e6, bandwidth, copy_gb_per_s());
     return 0;
 }

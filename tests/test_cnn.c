@@ -2656,7 +2656,7 @@ static void test_confusion(void) {
     const Batch batch = {.labels = labels, .n = 5};
     size_t got[CLASSES * CLASSES] = {0}, want[CLASSES * CLASSES] = {0};
     start_net(&net, (Shape){1, 1, CLASSES});
-    net.activations = (real *)logp;
+    net.images = (real *)logp;
     net.host[0] = room;
     size_t correct = count_predictions(&net, &batch, got);
     want[1 * CLASSES + 1] = 2; // the first of equal ones counts
