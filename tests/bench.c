@@ -76,6 +76,9 @@ int main(int argc, char **argv) {
     for (size_t round = 0; round < ROUNDS; round++) {
         peaks[round] = cpu_peak_gflops();
         speeds[round] = measure_steps(&run, batch, &steps);
+        scaling[round] = 1;
+        if (run.settings.threads == 1)
+            continue;
         omp_set_num_threads(1); // in turn, so that both meet the same neighbours
         scaling[round] = speeds[round] / measure_steps(&run, batch, &steps);
         omp_set_num_threads((int)run.settings.threads);

@@ -24,13 +24,14 @@ ours() {
     case $1 in cifar*) model=cifar width=${1#cifar} ;; esac
     build/bench --model "$model" --width "$width" --batch-size "$2" --threads "$3"
 }
-mean() { grep -oP "\b$1=\K[0-9.]+" | awk '{ s += $1 } END { printf "%.1f", s / NR }'; }
+# mean NAME [FORMAT]: of the values of NAME in the lines read
+mean() { grep -oP "\b$1=\K[0-9.]+" | awk -v f="${2:-%.1f}" '{ s += $1 } END { printf f, s / NR }'; }
 value() { grep -oP "\b$1=\K[0-9.]+" | tail -n 1; }
 
 echo "Training steps, data in memory, no loader; images a second, per cent of the FMA peak:"
-row='%-10s %6s %8s %10s %8s %7s %10s %7s %7s\n'
+row='%-10s %6s %8s %10s %10s %8s %7s %10s %7s %7s\n'
 # shellcheck disable=SC2059 # the format of every row
-printf "$row" network batch threads img/s "% peak" MB PyTorch MB ratio
+printf "$row" network batch threads img/s "x 1 thread" "% peak" MB PyTorch MB ratio
 for net in $nets; do
     model=${net%,*} batch=${net#*,}
     for t in $threads; do
@@ -46,8 +47,8 @@ for net in $nets; do
         speed=$(mean steps_img_per_s <<<"$line")
         [ "$theirs" = - ] || ratio=$(awk -v a="$speed" -v b="$theirs" 'BEGIN { printf "%.2f", a / b }')
         # shellcheck disable=SC2059
-        printf "$row" "$model" "$batch" "$t" "$speed" "$(mean percent_of_peak <<<"$line")" \
-            "$(value rss_mb <<<"$line")" "$theirs" "$memory" "$ratio"
+        printf "$row" "$model" "$batch" "$t" "$speed" "$(mean times_one_thread %.2f <<<"$line")" \
+            "$(mean percent_of_peak <<<"$line")" "$(value rss_mb <<<"$line")" "$theirs" "$memory" "$ratio"
     done
 done
 
