@@ -1432,7 +1432,7 @@ static void maxpool2d_backward(real *din, const real *dout, const uint8_t *argma
 // out[n][c] = mean over y, x of in[n][y][x][c]
 static void avgpool2d_forward(real *out, const real *in, const Layer *l, size_t n) {
     size_t channels = l->in.c, pixels = l->in.h * l->in.w;
-    PARALLEL_PIECES
+    PARALLEL_FOR
     for (size_t image = 0; image < n; image++) {
         real *restrict to = out + image * channels;
         memset(to, 0, channels * sizeof *to);
@@ -2887,7 +2887,8 @@ static size_t scratch_size_fast(const Layer *l, size_t n) {
    memory, summary, forward, backward, checkpoints) walks over the table. The network owns these
    arenas, planned from the table and allocated once:
       params, grads     [parameters], each tensor on a cache line's border
-      activations       [batch][...] of every row; in-place rows share their input's
+      activations       [batch][...] of every row; in-place rows share their input's, and a CPU
+                        reads the images, row 0, where the loader put them
       dactivations      their gradients; those that are not needed at the same time share memory
       stats             BatchNorm's running statistics, and those of the last batch
       saved             bytes that a forward leaves for its backward */
@@ -3531,8 +3532,8 @@ static const Layer *last_layer(const Net *net) {
 }
 
 /* data.to(device). On a CPU there is nothing to do for the images: they are read where the loader
-   put them. On a GPU the copies are queued; the loss of the batch, which is waited for, comes
-   behind them: before the loader's slot is filled anew. */
+   put them, until backward is over. On a GPU the copies are queued; the loss of the batch, which is
+   waited for, comes behind them. Both end before the loader's slot is filled anew. */
 static void net_load(Net *net, const Batch *batch) {
     const Backend *b = net->backend;
     const size_t bytes = batch->n * shape_size(net->layers[0].out) * sizeof(real);
@@ -4341,7 +4342,7 @@ static const Batch *dp_next(Comm *c) {
 // This rank's images of the master's batch, and the master's parameters
 static void dp_load(Comm *c) {
     Net *net = c->net;
-    net->images = net->activations + net->layers[0].output; // a test reads the loader's
+    net->images = net->activations + net->layers[0].output; // the last test left its loader's
     dp_fetch(c, net->images, c->batch.device_images, c->batch.n * shape_size(net->layers[0].out),
              false);
     if (c->rank > 0)

@@ -1,7 +1,8 @@
 /* Training speed without the loader: whole steps (forward, loss, backward, optimizer) on one batch
    in memory, against the multiply-add peak and the copy bandwidth of the same run. Prints one line
-   of key=value; times vary from run to run, the per cent of the peak hardly does. With
-   --max-steps N it does N steps and tells nothing: for a profiler (tests/test_instructions.sh). */
+   of key=value; with several threads, rounds with all and with one take turns. Times vary from run
+   to run, the per cent of the peak less. With --max-steps N it does N steps and tells nothing: for
+   a profiler (tests/test_instructions.sh). */
 #define CNN_NO_MAIN
 #include "../cnn.c"
 
@@ -51,8 +52,9 @@ NOINLINE void train_step(Run *run, const Batch *batch, size_t step) {
     optimizer_step(run->optimizer, &run->net, run->state, 1e-4);
 }
 
-// Images a second over at least round_seconds and two steps.
+// Images a second over at least round_seconds and two steps, behind one that fills the caches.
 static double measure_steps(Run *run, const Batch *batch, size_t *steps) {
+    train_step(run, batch, (*steps)++);
     const double round_seconds = 0.4, begin = now();
     size_t before = *steps;
     while (*steps < before + 2 || now() - begin < round_seconds)
@@ -77,7 +79,7 @@ int main(int argc, char **argv) {
         peaks[round] = cpu_peak_gflops();
         speeds[round] = measure_steps(&run, batch, &steps);
         scaling[round] = 1;
-        if (run.settings.threads == 1)
+        if (omp_get_max_threads() == 1)
             continue;
         omp_set_num_threads(1); // in turn, so that both meet the same neighbours
         scaling[round] = speeds[round] / measure_steps(&run, batch, &steps);

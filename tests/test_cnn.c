@@ -2046,6 +2046,8 @@ static void train_steps(Net *net, Loader *l, const Optimizer *o, real *state, si
         const Batch *batch = loader_next(l);
         Draw draw = {.seed = 1, .epoch = 1, .first = batch->draw.first};
         net_load(net, batch);
+        if (output(net, &net->layers[0]) != batch->device_images)
+            fail("a CPU has copied the loader's images");
         forward(net, batch->n, &draw);
         double loss = loss_and_gradient(net, batch->n, true);
         if (!isfinite(loss))
