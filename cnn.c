@@ -2503,14 +2503,19 @@ static void weight_gradient_piece(real *dweight, real *dbias, const WeightGradie
         }
 }
 
-// to[i] = sum over slices of from[slice][i], for i < count; to may be from
+/* to[i] = sum over slices of from[slice][i], for i < count; to may be from. Block by block, so that
+   the sums stay in L1 while one slice after the other is read: slices lie so far apart, often by a
+   power of 2, that a number of each would not. */
 static void sum_slices(real *to, const real *from, size_t slices, size_t pitch, size_t count) {
+    enum { BLOCK = 1024 };
     PARALLEL_FOR
-    for (size_t i = 0; i < count; i++) {
-        real sum = from[i];
+    for (size_t first = 0; first < count; first += BLOCK) {
+        size_t end = min_size(first + BLOCK, count);
+        for (size_t i = first; i < end; i++)
+            to[i] = from[i];
         for (size_t slice = 1; slice < slices; slice++)
-            sum += from[slice * pitch + i];
-        to[i] = sum;
+            for (size_t i = first; i < end; i++)
+                to[i] += from[slice * pitch + i];
     }
 }
 
