@@ -130,6 +130,7 @@ enum { CROP_PADDING = 4, ELASTIC_ALPHA = 34, ELASTIC_SIGMA = 4, ELASTIC_REACH = 
    Replicas are the networks of one process that learn together, in a thread each. */
 enum {
     MAX_REPLICAS = 64,
+    MAX_THREADS = 1024, // of one of them
     MAX_LAYERS = 1024,
     CLOCK_MARKS = 64,
     MAX_BUCKETS = 64,
@@ -318,22 +319,19 @@ static inline HOST_DEVICE real uniform(uint32_t bits) {
 #include <time.h>
 #include <unistd.h>
 
-// Before a loop, or two (_2): its turns are dealt out to the threads. PARALLEL_FOR gives each its
-// part at once; PARALLEL_PIECES, for long turns, gives the next one to whoever is free, so that a
-// thread that others hold up has less to do.
+// Before a loop: each thread gets its part of it. For long turns see PARALLEL_TURNS().
 #define DO_PRAGMA(text) _Pragma(#text)
 #ifdef _OPENMP
 #include <omp.h>
+#define PARALLEL DO_PRAGMA(omp parallel)
 #define PARALLEL_FOR DO_PRAGMA(omp parallel for schedule(static))
-#define PARALLEL_PIECES DO_PRAGMA(omp parallel for schedule(dynamic))
-#define PARALLEL_PIECES_2 DO_PRAGMA(omp parallel for schedule(dynamic) collapse(2))
 #else
 #define omp_set_num_threads(n) ((void)(n))
 #define omp_get_max_threads() 1
+#define omp_get_num_threads() 1
 #define omp_get_thread_num() 0
+#define PARALLEL
 #define PARALLEL_FOR
-#define PARALLEL_PIECES
-#define PARALLEL_PIECES_2
 #endif
 
 #ifndef CNN_CUDA // no cnn_kernels.cu in this program
@@ -410,6 +408,31 @@ static size_t shape_size(Shape s) {
 static size_t ceil_div(size_t a, size_t b) {
     return (a + b - 1) / b;
 }
+
+/* PARALLEL_TURNS(i, count) stands for a loop, i from 0 to count - 1, whose turns take long. Each
+   thread has a part of it, the same share in every loop: what it wrote in one it finds in its cache
+   in the next, and turns that write side by side are one thread's. Who is done goes on with what
+   others have left, lest all wait for one that was held up. */
+typedef struct Turns {
+    size_t count;
+    uint32_t taken[MAX_THREADS]; // of each thread's part
+} Turns;
+
+static bool take_turn(Turns *t, size_t *i) {
+    const size_t threads = (size_t)omp_get_num_threads(), self = (size_t)omp_get_thread_num();
+    for (size_t k = 0; k < threads; k++) {
+        size_t owner = (self + k) % threads, end = t->count * (owner + 1) / threads;
+        *i = t->count * owner / threads;
+        *i += __atomic_fetch_add(&t->taken[owner], 1, __ATOMIC_RELAXED);
+        if (*i < end)
+            return true;
+    }
+    return false;
+}
+
+#define PARALLEL_TURNS(i, count)                                          \
+    for (Turns turns = {(count), {0}}, *deal = &turns; deal; deal = NULL) \
+    PARALLEL for (size_t i; take_turn(deal, &i);)
 
 // Zeroed memory on a cache line's border, with room for one vector read past the end.
 static void *zeroed_alloc(size_t bytes) {
@@ -1291,20 +1314,19 @@ static void conv2d_forward_naive(real *out, const real *in, const real *weight, 
     (void)scratch;
     Shape I = l->in, O = l->out;
     /* LAB 1.1 BEGIN conv2d_forward_naive */
-    PARALLEL_PIECES_2
-    for (size_t image = 0; image < n; image++)
-        for (size_t y = 0; y < O.h; y++)
-            for (size_t x = 0; x < O.w; x++)
-                for (size_t k = 0; k < O.c; k++) {
-                    real sum = bias ? bias[k] : 0;
-                    for (size_t tap = 0; tap < l->kernel * l->kernel; tap++) {
-                        ptrdiff_t met = met_pixel(l, y, x, tap);
-                        for (size_t c = 0; met != OUTSIDE && c < I.c; c++)
-                            sum += in[(image * I.h * I.w + (size_t)met) * I.c + c] *
-                                   weight[(tap * I.c + c) * O.c + k];
-                    }
-                    out[((image * O.h + y) * O.w + x) * O.c + k] = sum;
-                }
+    PARALLEL_FOR
+    for (size_t pixel = 0; pixel < n * O.h * O.w; pixel++)
+        for (size_t k = 0; k < O.c; k++) {
+            size_t image = pixel / (O.h * O.w), y = pixel / O.w % O.h, x = pixel % O.w;
+            real sum = bias ? bias[k] : 0;
+            for (size_t tap = 0; tap < l->kernel * l->kernel; tap++) {
+                ptrdiff_t met = met_pixel(l, y, x, tap);
+                for (size_t c = 0; met != OUTSIDE && c < I.c; c++)
+                    sum += in[(image * I.h * I.w + (size_t)met) * I.c + c] *
+                           weight[(tap * I.c + c) * O.c + k];
+            }
+            out[pixel * O.c + k] = sum;
+        }
     /* LAB 1.1 END */
 }
 
@@ -1323,24 +1345,23 @@ static void conv2d_backward_naive(real *din, real *dweight, real *dbias, const r
     memset(dbias, 0, l->biases * sizeof *dbias);
     for (size_t i = 0; l->biases && i < n * shape_size(O); i++)
         dbias[i % O.c] += dout[i];
-    PARALLEL_PIECES_2
-    for (size_t tap = 0; tap < l->kernel * l->kernel; tap++)
-        for (size_t c = 0; c < I.c; c++) {
-            real *row = dweight + (tap * I.c + c) * O.c;
-            memset(row, 0, O.c * sizeof *row);
-            for (size_t pixel = 0; pixel < n * O.h * O.w; pixel++) {
-                ptrdiff_t met = met_pixel(l, pixel / O.w % O.h, pixel % O.w, tap);
-                size_t image = pixel / (O.h * O.w);
-                for (size_t k = 0; met != OUTSIDE && k < O.c; k++)
-                    row[k] +=
-                        in[(image * I.h * I.w + (size_t)met) * I.c + c] * dout[pixel * O.c + k];
-            }
+    PARALLEL_FOR
+    for (size_t row = 0; row < l->kernel * l->kernel * I.c; row++) {
+        size_t tap = row / I.c, c = row % I.c;
+        real *sums = dweight + row * O.c;
+        memset(sums, 0, O.c * sizeof *sums);
+        for (size_t pixel = 0; pixel < n * O.h * O.w; pixel++) {
+            ptrdiff_t met = met_pixel(l, pixel / O.w % O.h, pixel % O.w, tap);
+            size_t image = pixel / (O.h * O.w);
+            for (size_t k = 0; met != OUTSIDE && k < O.c; k++)
+                sums[k] += in[(image * I.h * I.w + (size_t)met) * I.c + c] * dout[pixel * O.c + k];
         }
+    }
     /* LAB 1.2 END */
     if (!din)
         return;
     /* LAB 1.3 BEGIN conv2d_backward_naive */
-    PARALLEL_PIECES
+    PARALLEL_FOR
     for (size_t image = 0; image < n; image++) {
         real *d = din + image * shape_size(I);
         memset(d, 0, accumulate ? 0 : shape_size(I) * sizeof *d);
@@ -1378,7 +1399,7 @@ static void maxpool2d_forward_naive(real *out, uint8_t *argmax, const real *in, 
                                     size_t n) {
     Shape I = l->in, O = l->out;
     /* LAB 1.4 BEGIN maxpool2d_forward_naive */
-    PARALLEL_PIECES_2
+    PARALLEL_FOR
     for (size_t image = 0; image < n; image++)
         for (size_t y = 0; y < O.h; y++)
             for (size_t x = 0; x < O.w; x++) {
@@ -1409,7 +1430,7 @@ static void maxpool2d_backward(real *din, const real *dout, const uint8_t *argma
                                size_t n, bool accumulate) {
     Shape I = l->in, O = l->out;
     /* LAB 1.5 BEGIN maxpool2d_backward */
-    PARALLEL_PIECES
+    PARALLEL_FOR
     for (size_t image = 0; image < n; image++) {
         real *d = din + image * shape_size(I);
         memset(d, 0, accumulate ? 0 : shape_size(I) * sizeof *d);
@@ -1542,9 +1563,8 @@ static void batchnorm2d_forward(real *out, real *stats, const real *in, const re
                                 const real *bias, const Layer *l, size_t n, bool training,
                                 real *scratch) {
     size_t channels = l->in.c, pixels = n * l->in.h * l->in.w;
-    PARALLEL_PIECES
-    for (size_t slice = 0; slice < (training ? BN_SLICES : 0); slice++)
-        bn_slice_statistics(scratch + slice * 2 * channels, in, bn_slice(slice, pixels), channels);
+    PARALLEL_TURNS(slice, training ? BN_SLICES : 0)
+    bn_slice_statistics(scratch + slice * 2 * channels, in, bn_slice(slice, pixels), channels);
     real *restrict scale = scratch + BN_SLICES * 2 * channels, *restrict shift = scale + channels;
     for (size_t c = 0; c < channels; c++) {
         if (training)
@@ -1574,8 +1594,7 @@ static void batchnorm2d_backward(real *din, real *dweight, real *dbias, const re
                                  const Layer *l, size_t n, bool accumulate, real *scratch) {
     size_t channels = l->in.c, pixels = n * l->in.h * l->in.w;
     const real *restrict mean = stats + 2 * channels, *restrict inverse = mean + channels;
-    PARALLEL_PIECES
-    for (size_t slice = 0; slice < BN_SLICES; slice++) {
+    PARALLEL_TURNS(slice, BN_SLICES) {
         Slice s = bn_slice(slice, pixels);
         real *restrict sums = scratch + slice * 2 * channels, *restrict products = sums + channels;
         memset(sums, 0, 2 * channels * sizeof *sums);
@@ -1618,22 +1637,20 @@ static void dropout_forward(real *out, uint8_t *mask, const real *in, const Laye
     size_t size = l->out.h * l->out.w * l->out.c;
     real scale = 1 / (1 - l->p);
     uint32_t threshold = (uint32_t)lround((double)l->p * 65536);
-    PARALLEL_PIECES
-    for (size_t image = 0; image < n; image++)
-        for (size_t start = 0; start < size; start += BLOCK * BLOCKS) {
-            uint32_t bits[BLOCKS][4];
-            for (size_t b = 0; b < BLOCKS; b++)
-                philox4x32(bits[b], (uint32_t)(start / BLOCK + b),
-                           (uint32_t)position_of(*draw, image), (uint32_t)draw->epoch, stream,
-                           draw->seed);
-            uint16_t draws[BLOCK * BLOCKS];
-            memcpy(draws, bits, sizeof draws);
-            size_t at = image * size + start, count = min_size(size - start, BLOCK * BLOCKS);
-            for (size_t i = 0; i < count; i++) {
-                mask[at + i] = draws[i] >= threshold;
-                out[at + i] = draws[i] >= threshold ? in[at + i] * scale : 0;
-            }
+    PARALLEL_TURNS(image, n)
+    for (size_t start = 0; start < size; start += BLOCK * BLOCKS) {
+        uint32_t bits[BLOCKS][4];
+        for (size_t b = 0; b < BLOCKS; b++)
+            philox4x32(bits[b], (uint32_t)(start / BLOCK + b), (uint32_t)position_of(*draw, image),
+                       (uint32_t)draw->epoch, stream, draw->seed);
+        uint16_t draws[BLOCK * BLOCKS];
+        memcpy(draws, bits, sizeof draws);
+        size_t at = image * size + start, count = min_size(size - start, BLOCK * BLOCKS);
+        for (size_t i = 0; i < count; i++) {
+            mask[at + i] = draws[i] >= threshold;
+            out[at + i] = draws[i] >= threshold ? in[at + i] * scale : 0;
         }
+    }
 }
 
 // din = dout / (1 - p) where the mask is set, else 0; += if accumulate
@@ -2010,12 +2027,11 @@ static void pack_panel(real *packed, const real *weight, const Pass *p, Panel pa
 }
 
 static void pack_weights(real *packed, const real *weight, const Pass *p) {
-    PARALLEL_PIECES_2
-    for (size_t column = 0; column < p->out.c; column += COLUMNS)
-        for (size_t start = 0; start < p->depth; start += panel_depth(p)) {
-            Panel panel = panel_at(p, column, start);
-            pack_panel(packed + panel_offset(p, panel), weight, p, panel);
-        }
+    const size_t parts = ceil_div(p->depth, panel_depth(p));
+    PARALLEL_TURNS(i, ceil_div(p->out.c, COLUMNS) * parts) {
+        Panel panel = panel_at(p, i / parts * COLUMNS, i % parts * panel_depth(p));
+        pack_panel(packed + panel_offset(p, panel), weight, p, panel);
+    }
 }
 
 static size_t packed_size(const Pass *p) {
@@ -2103,11 +2119,11 @@ static void convolve(real *out, const real *in, const real *packed, const real *
     size_t images = min_size(n, ceil_div(GROUP_PIXELS, p->out_pixels));
     while (images > 1 && images * p->out_pixels > 24 && ceil_div(n, images) * blocks < SLICES)
         images = ceil_div(images, 2);
-    PARALLEL_PIECES_2
-    for (size_t first = 0; first < n; first += images)
-        for (size_t block = 0; block < blocks; block++)
-            convolve_block(out, in, packed, bias, p, first, min_size(images, n - first),
-                           block * COLUMNS);
+    PARALLEL_TURNS(i, ceil_div(n, images) * blocks) {
+        size_t first = i / blocks * images;
+        convolve_block(out, in, packed, bias, p, first, min_size(images, n - first),
+                       i % blocks * COLUMNS);
+    }
 }
 
 /* A large linear layer (or 1 x 1 convolution) on few pixels: what takes time is to read weights. So
@@ -2141,20 +2157,20 @@ static void convolve_by_panels(real *out, const real *in, const real *weight, co
                                const Pass *p, size_t n, real *parts) {
     _Static_assert(sizeof(real) * MAX_DEPTH * COLUMNS <= WEIGHT_BYTES, "a panel is MAX_DEPTH deep");
     _Static_assert(2 * GROUP_PIXELS <= MAX_DEPTH, "parts have no more numbers than the weights");
-    size_t count = ceil_div(p->depth, MAX_DEPTH), size = n * p->out_pixels * p->out.c;
+    size_t count = ceil_div(p->depth, MAX_DEPTH), blocks = ceil_div(p->out.c, COLUMNS);
+    size_t size = n * p->out_pixels * p->out.c;
     bool whole = count == 1;
     Pass pass = *p;
     pass.relu = p->relu && whole;
     pass.accumulate = p->accumulate && whole;
-    PARALLEL_PIECES_2
-    for (size_t column = 0; column < p->out.c; column += COLUMNS)
-        for (size_t part = 0; part < count; part++) {
-            Panel panel = panel_at(p, column, part * MAX_DEPTH);
-            real packed[MAX_DEPTH * COLUMNS] __attribute__((aligned(VECTOR_BYTES)));
-            pack_panel(packed, weight, p, panel);
-            convolve_panel(whole ? out : parts + part * size, in, packed, whole ? bias : NULL,
-                           &pass, panel, 0, n);
-        }
+    PARALLEL_TURNS(i, count * blocks) { // by depth: a thread updates the weights that it reads
+        size_t part = i / blocks;
+        Panel panel = panel_at(p, i % blocks * COLUMNS, part * MAX_DEPTH);
+        real packed[MAX_DEPTH * COLUMNS] __attribute__((aligned(VECTOR_BYTES)));
+        pack_panel(packed, weight, p, panel);
+        convolve_panel(whole ? out : parts + part * size, in, packed, whole ? bias : NULL, &pass,
+                       panel, 0, n);
+    }
     if (!whole)
         add_parts(out, parts, bias, p, count, n * p->out_pixels);
 }
@@ -2377,11 +2393,11 @@ static void winograd_block(real *out, const real *in, const real *packed, const 
 // The pass on n images, its blocks dealt to the threads.
 static void winograd(real *out, const real *in, const real *packed, const real *bias, const Pass *p,
                      size_t n, real *areas) {
-    size_t tiles = count_tiles(p, n);
-    PARALLEL_PIECES_2
-    for (size_t first = 0; first < tiles; first += TILES_AT_ONCE)
-        for (size_t column = 0; column < p->out.c; column += COLUMNS)
-            winograd_block(out, in, packed, bias, tile_block(p, first, tiles, column, areas));
+    size_t tiles = count_tiles(p, n), blocks = ceil_div(p->out.c, COLUMNS);
+    PARALLEL_TURNS(i, ceil_div(tiles, TILES_AT_ONCE) * blocks) {
+        size_t first = i / blocks * TILES_AT_ONCE, column = i % blocks * COLUMNS;
+        winograd_block(out, in, packed, bias, tile_block(p, first, tiles, column, areas));
+    }
 }
 
 // packed = the weights in the order in which the pass reads them; packed_size() numbers
@@ -2549,19 +2565,19 @@ static void winograd_gradient(real *dweight, real *dbias, const WeightGradient *
                               real *scratch) {
     const Pass *p = &g->pass;
     size_t size = winograd_sums(p), tiles = count_tiles(p, g->n);
-    PARALLEL_PIECES_2
-    for (size_t slice = 0; slice < g->slices; slice++)
-        for (size_t column = 0; column < p->out.c; column += COLUMNS) {
-            size_t first = tiles * slice / g->slices, last = tiles * (slice + 1) / g->slices;
-            real *sums = winograd_sum(scratch + slice * size, p, 0, column);
-            memset(sums, 0, (PLACES * p->depth + 1) * block_width(p, column) * sizeof *sums);
-            for (; first < last; first += TILES_AT_ONCE) {
-                TileBlock b = tile_block(p, first, last, column, scratch + g->slices * size);
-                winograd_input(b, g->in);
-                winograd_dout(b, g->dout);
-                winograd_gradient_block(sums, b);
-            }
+    size_t blocks = ceil_div(p->out.c, COLUMNS);
+    PARALLEL_TURNS(i, g->slices * blocks) {
+        size_t slice = i / blocks, column = i % blocks * COLUMNS;
+        size_t first = tiles * slice / g->slices, last = tiles * (slice + 1) / g->slices;
+        real *sums = winograd_sum(scratch + slice * size, p, 0, column);
+        memset(sums, 0, (PLACES * p->depth + 1) * block_width(p, column) * sizeof *sums);
+        for (; first < last; first += TILES_AT_ONCE) {
+            TileBlock b = tile_block(p, first, last, column, scratch + g->slices * size);
+            winograd_input(b, g->in);
+            winograd_dout(b, g->dout);
+            winograd_gradient_block(sums, b);
         }
+    }
     sum_slices(scratch, scratch, g->slices, size, size);
     for (size_t column = 0; bias && column < p->out.c; column++)
         dbias[column] = *winograd_sum(scratch, p, PLACES * p->depth, column);
@@ -2590,12 +2606,11 @@ static void weight_gradient(real *dweight, real *dbias, const real *dout, const 
         return;
     }
     size_t sums = l->weights + l->biases;
-    PARALLEL_PIECES_2
-    for (size_t slice = 0; slice < g.slices; slice++)
-        for (size_t part = 0; part < g.parts; part++) {
-            real *to = g.slices > 1 ? scratch + slice * sums : dweight;
-            weight_gradient_piece(to, g.slices > 1 ? to + l->weights : dbias, &g, slice, part);
-        }
+    PARALLEL_TURNS(i, g.slices * g.parts) {
+        real *to = g.slices > 1 ? scratch + i / g.parts * sums : dweight;
+        weight_gradient_piece(to, g.slices > 1 ? to + l->weights : dbias, &g, i / g.parts,
+                              i % g.parts);
+    }
     if (g.slices == 1)
         return;
     sum_slices(dweight, scratch, g.slices, sums, l->weights);
@@ -2786,8 +2801,7 @@ static void conv2d_backward_pooled(real *din, real *dweight, real *dbias, const 
     size_t channels = l->out.c, slices = pooled_slices(&p, n), size = pooled_sums(&p);
     real *packed = scratch + slices * size;
     pack_rows(packed, weight, &p);
-    PARALLEL_PIECES
-    for (size_t slice = 0; slice < slices; slice++) {
+    PARALLEL_TURNS(slice, slices) {
         real *sums = scratch + slice * size, dimage[p.image + LANES];
         memset(sums, 0, size * sizeof *sums);
         for (size_t image = n * slice / slices; image < n * (slice + 1) / slices; image++) {
@@ -2836,11 +2850,10 @@ static void maxpool2d_row(real *out, uint8_t *argmax, const real *in, const Laye
 static void maxpool2d_forward_fast(real *out, uint8_t *argmax, const real *in, const Layer *l,
                                    size_t n) {
     size_t size = shape_size(l->out);
-    PARALLEL_PIECES_2
-    for (size_t image = 0; image < n; image++)
-        for (size_t y = 0; y < l->out.h; y++)
-            maxpool2d_row(out + image * size, argmax + image * size, in + image * shape_size(l->in),
-                          l, y);
+    PARALLEL_TURNS(image, n)
+    for (size_t y = 0; y < l->out.h; y++)
+        maxpool2d_row(out + image * size, argmax + image * size, in + image * shape_size(l->in), l,
+                      y);
 }
 
 /* pooled = max_pool2d(relu(conv2d(in, weight) + bias)); argmax = the place of each maximum in its
@@ -2853,8 +2866,7 @@ static void conv2d_forward_pooled(real *pooled, uint8_t *argmax, const real *in,
     real *areas = scratch + packed_size(&p), *images = scratch + pass_scratch(&p);
     p.relu = true;
     pack(scratch, weight, &p);
-    PARALLEL_PIECES
-    for (size_t image = 0; image < n; image++) {
+    PARALLEL_TURNS(image, n) {
         real *out = images + (size_t)omp_get_thread_num() * whole_vectors(shape_size(l->out));
         run_pass_on_image(out, in + image * shape_size(l->in), scratch, bias, &p, areas);
         for (size_t y = 0; y < l->pool->out.h; y++)
@@ -3216,11 +3228,16 @@ static real *real_alloc(const Net *net, size_t count, const char *what) {
     return device_alloc(net, count * sizeof(real), what);
 }
 
+// Where a batch lies that was copied: the output of row 0.
+static real *own_images(const Net *net) {
+    return net->activations + net->layers[0].output;
+}
+
 static void net_alloc(Net *net) {
     net->params = real_alloc(net, net->param_size, "parameters");
     net->grads = real_alloc(net, net->param_size, "gradients");
     net->activations = real_alloc(net, net->activation_size, "activations");
-    net->images = net->activations + net->layers[0].output;
+    net->images = own_images(net);
     net->dactivations = real_alloc(net, net->gradient_size, "activation gradients");
     net->stats = real_alloc(net, net->stats_size, "BatchNorm's statistics");
     net->scratch = real_alloc(net, net->scratch_size, "scratch space");
@@ -3541,13 +3558,13 @@ static const Layer *last_layer(const Net *net) {
    waited for, comes behind them. Both end before the loader's slot is filled anew. */
 static void net_load(Net *net, const Batch *batch) {
     const Backend *b = net->backend;
-    const size_t bytes = batch->n * shape_size(net->layers[0].out) * sizeof(real);
     if (batch->resident) {
         b->gather(net->images, net->labels, batch->resident, &batch->draw, batch->n);
         return;
     }
     if (b->transfer)
-        b->copy(net->images, batch->device_images, bytes);
+        b->copy(net->images, batch->device_images,
+                batch->n * shape_size(net->layers[0].out) * sizeof(real));
     else
         net->images = batch->device_images;
     b->copy(net->labels, batch->device_labels, batch->n);
@@ -4347,7 +4364,7 @@ static const Batch *dp_next(Comm *c) {
 // This rank's images of the master's batch, and the master's parameters
 static void dp_load(Comm *c) {
     Net *net = c->net;
-    net->images = net->activations + net->layers[0].output; // the last test left its loader's
+    net->images = own_images(net); // the last test has left its loader's
     dp_fetch(c, net->images, c->batch.device_images, c->batch.n * shape_size(net->layers[0].out),
              false);
     if (c->rank > 0)
@@ -5044,7 +5061,7 @@ static const Option options[] = {
      "steps between two log lines"},
     {"--workers", COUNT, FIELD(workers), NULL, 1, 256, 0, "N",
      "threads that load batches for each device (default: SLURM_CPUS_PER_TASK in all, else 1)"},
-    {"--threads", COUNT, FIELD(threads), NULL, 1, 1024, 0, "N",
+    {"--threads", COUNT, FIELD(threads), NULL, 1, MAX_THREADS, 0, "N",
      "threads that compute (default: the usable cores)"},
     {"--kernels", CHOICE, FIELD(kernels), "fast", 0, 0, 1, "naive|tiled|fast",
      "naive: the definitions; GPU: tiled: in shared memory; fast: the best there are"},
@@ -6597,7 +6614,7 @@ static void setup_settings(Run *run, int argc, char **argv) {
     if (s->limit_test == 0)
         s->limit_test = UINT32_MAX;
     if (s->threads == 0)
-        s->threads = usable_cores();
+        s->threads = min_size(usable_cores(), MAX_THREADS);
     size_t slurm = number_in_environment("SLURM_CPUS_PER_TASK");
     if (s->workers == 0)
         s->workers = min_size(max_size(slurm / (run->comm.team ? run->comm.world : 1), 1), 256);

@@ -1,10 +1,12 @@
 /* Training speed without the loader: whole steps (forward, loss, backward, optimizer) on one batch
    in memory, against the multiply-add peak and the copy bandwidth of the same run. Prints one line
-   of key=value; with several threads, rounds with all and with one take turns. Times vary from run
-   to run, the per cent of the peak less. With --max-steps N it does N steps and tells nothing: for
-   a profiler (tests/test_instructions.sh). */
+   of key=value; with several threads, rounds with all and with one take turns, with two also rounds
+   with one beside a second program. Times vary from run to run, the per cent of the peak less. With
+   --max-steps N it does N steps and tells nothing: for a profiler (tests/test_instructions.sh). */
 #define CNN_NO_MAIN
 #include "../cnn.c"
+#include <stdatomic.h>
+#include <sys/mman.h>
 
 static double copy_gb_per_s(void) {
     const size_t bytes = (size_t)256 << 20;
@@ -24,9 +26,8 @@ static double copy_gb_per_s(void) {
 
 static const Placement on_cpu = {.backend = &backends[1]};
 
-// The network of the options on synthetic images, and a loader that holds one batch of them.
-static const Batch *setup_bench(Run *run, int argc, char **argv) {
-    setup_settings(run, argc, argv);
+// The network of the settings on synthetic images, and a loader that holds one batch of them.
+static const Batch *setup_bench(Run *run) {
     Settings *s = &run->settings;
     const Backend *backend = &backends[strcmp(s->kernels, "fast") == 0];
     run->info = dataset_for(run->model, "synthetic");
@@ -62,10 +63,52 @@ static double measure_steps(Run *run, const Batch *batch, size_t *steps) {
     return (double)((*steps - before) * batch->n) / (now() - begin);
 }
 
+/* A second program, which trains the same with one thread while it is wanted. One thread beside it
+   shows what this machine gives to two programs that share nothing but its memory and caches: the
+   most that two threads of one program can hope for. */
+typedef struct Neighbour {
+    atomic_bool wanted, busy;
+    atomic_size_t steps;
+} Neighbour;
+
+static Neighbour *start_neighbour(Run *run) {
+    Neighbour *n = mmap(NULL, sizeof *n, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    pid_t parent = getpid(), child = n == MAP_FAILED ? -1 : fork();
+    if (child < 0)
+        die(1, "no second program: %s", strerror(errno));
+    if (child > 0)
+        return n;
+    omp_set_num_threads(1);
+    const Batch *batch = setup_bench(run);
+    while (getppid() == parent) {
+        n->busy = n->wanted;
+        if (n->busy)
+            train_step(run, batch, n->steps++);
+        else
+            usleep(1000);
+    }
+    exit(0);
+}
+
+static double measure_beside(Neighbour *n, Run *run, const Batch *batch, size_t *steps) {
+    n->wanted = true;
+    for (size_t before = n->steps; n->steps < before + 2;)
+        usleep(1000);
+    double speed = measure_steps(run, batch, steps);
+    n->wanted = false;
+    while (n->busy)
+        usleep(1000);
+    return speed;
+}
+
 int main(int argc, char **argv) {
     enum { ROUNDS = 9 };
     static Run run;
-    const Batch *batch = setup_bench(&run, argc, argv);
+    setup_settings(&run, argc, argv);
+    Neighbour *neighbour = NULL;
+    if (run.settings.threads == 2 && !run.settings.max_steps)
+        neighbour = start_neighbour(&run);
+    const Batch *batch = setup_bench(&run);
     size_t steps = 0;
     train_step(&run, batch, steps++);
     while (steps < run.settings.max_steps)
@@ -74,24 +117,29 @@ int main(int argc, char **argv) {
         return 0;
     struct rusage usage; // before this program's own arrays
     getrusage(RUSAGE_SELF, &usage);
-    double speeds[ROUNDS], scaling[ROUNDS], peaks[ROUNDS], bandwidth = copy_gb_per_s();
+    double speeds[ROUNDS], scaling[ROUNDS], programs[ROUNDS], peaks[ROUNDS];
+    double bandwidth = copy_gb_per_s();
     for (size_t round = 0; round < ROUNDS; round++) {
         peaks[round] = cpu_peak_gflops();
         speeds[round] = measure_steps(&run, batch, &steps);
-        scaling[round] = 1;
+        scaling[round] = programs[round] = 1;
         if (omp_get_max_threads() == 1)
             continue;
         omp_set_num_threads(1); // in turn, so that both meet the same neighbours
-        scaling[round] = speeds[round] / measure_steps(&run, batch, &steps);
+        double one = measure_steps(&run, batch, &steps);
+        scaling[round] = speeds[round] / one;
+        if (neighbour)
+            programs[round] = 2 * measure_beside(neighbour, &run, batch, &steps) / one;
         omp_set_num_threads((int)run.settings.threads);
     }
     double speed = median(speeds, ROUNDS), peak = median(peaks, ROUNDS);
     double gflops = speed * training_flops(&run.net) / 1e9;
     printf(
         "cnn model=%s width=%zu batch=%zu threads=%zu steps_img_per_s=%.1f times_one_thread=%.2f "
-        "gflops=%.1f peak_gflops=%.1f percent_of_peak=%.1f rss_mb=%.0f copy_gb_per_s=%.1f..%.1f\n",
+        "two_programs=%.2f gflops=%.1f peak_gflops=%.1f percent_of_peak=%.1f rss_mb=%.0f "
+        "copy_gb_per_s=%.1f..%.1f\n",
         run.settings.model, run.settings.width, batch->n, run.settings.threads, speed,
-        median(scaling, ROUNDS), gflops, peak, 100 * gflops / peak,
+        median(scaling, ROUNDS), median(programs, ROUNDS), gflops, peak, 100 * gflops / peak,
         (double)usage.ru_maxrss * 1024 / 1e6, bandwidth, copy_gb_per_s());
     return 0;
 }

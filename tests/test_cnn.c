@@ -1084,6 +1084,53 @@ static void test_plan_of_random(void) {
     verdict("gradients of random networks: none is overwritten while it is needed");
 }
 
+/* ---- Loops ----------------------------------------------------------------------------------- */
+
+static void test_turns(void) {
+    enum { MOST = 100 };
+    static const size_t counts[] = {0, 1, 2, 7, MOST};
+    for (size_t which = 0; which < 5; which++)
+        for (int threads = 1; threads <= 5; threads++) {
+            size_t count = counts[which], taken[MOST] = {0};
+            omp_set_num_threads(threads);
+            snprintf(context, sizeof context, "%zu turns, %d threads", count, threads);
+            PARALLEL_TURNS(i, count)
+            __atomic_add_fetch(&taken[i], 1, __ATOMIC_RELAXED);
+            for (size_t i = 0; i < count; i++)
+                if (taken[i] != 1)
+                    fail("turn %zu was taken %zu times", i, taken[i]);
+        }
+    omp_set_num_threads(2);
+    verdict("turns: each is taken once");
+}
+
+// The second of two threads takes its four of eight turns and one more, the first what is left.
+static void test_left_turns(void) {
+    enum { COUNT = 8, SECOND = 5 };
+    Turns turns = {COUNT, {0}};
+    size_t got[COUNT + 1], done = 0, threads = 1;
+    bool more = true;
+    PARALLEL {
+        bool alone = omp_get_num_threads() == 1, second = omp_get_thread_num() == 1;
+        while (!alone && !second && __atomic_load_n(&done, __ATOMIC_ACQUIRE) < SECOND)
+            usleep(100);
+        for (size_t k = alone || second ? 0 : SECOND; k < (second ? SECOND : COUNT); k++) {
+            take_turn(&turns, &got[k]);
+            __atomic_add_fetch(&done, 1, __ATOMIC_RELEASE);
+        }
+        if (second)
+            threads = 2;
+        else
+            more = take_turn(&turns, &got[COUNT]);
+    }
+    for (size_t k = 0; k < COUNT; k++)
+        if (got[k] != (threads == 1 ? k : (k + COUNT / 2) % COUNT))
+            fail("%zu threads: turn %zu was taken as number %zu", threads, got[k], k);
+    if (more)
+        fail("a turn was left at the end");
+    verdict("turns: one's own first, then what others have left");
+}
+
 /* ---- Random numbers and dropout ------------------------------------------------------------- */
 
 // Known answers from the Random123 library.
@@ -3558,6 +3605,8 @@ int main(void) {
     suite = is_double ? "double" : "float";
     omp_set_num_threads(2);
     test_comparison();
+    test_turns();
+    test_left_turns();
     test_philox();
     test_gradients();
     test_plan_against_none();

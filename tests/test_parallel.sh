@@ -112,6 +112,12 @@ test_odd_sizes() {
         same_losses "odd/$count/dp" $((2 * ((count + batch - 1) / batch))) "$tmp/one" "$tmp/run"
         rm -rf "$tmp/one"
     done
+    # a test whose batches are smaller than a rank's share: the sanitizers see who writes where
+    local tested=(--dataset synthetic --limit-train 24 --limit-test 3 --batch-size 12 --epochs 2)
+    run --no-cuda "${tested[@]}" --test-batch-size 1 --out "$tmp/one"
+    with replicas 3 "${tested[@]}" --test-batch-size 1 --parallel dp
+    same_losses odd/small_tests/dp 4 "$tmp/one" "$tmp/run"
+    rm -rf "$tmp/one"
 }
 
 # ---- The same N, the same bits, however the ranks talk
