@@ -1564,7 +1564,7 @@ static void batchnorm2d_forward(real *out, real *stats, const real *in, const re
                                 real *scratch) {
     size_t channels = l->in.c, pixels = n * l->in.h * l->in.w;
     PARALLEL_TURNS(slice, training ? BN_SLICES : 0)
-    bn_slice_statistics(scratch + slice * 2 * channels, in, bn_slice(slice, pixels), channels);
+        bn_slice_statistics(scratch + slice * 2 * channels, in, bn_slice(slice, pixels), channels);
     real *restrict scale = scratch + BN_SLICES * 2 * channels, *restrict shift = scale + channels;
     for (size_t c = 0; c < channels; c++) {
         if (training)
@@ -1638,19 +1638,20 @@ static void dropout_forward(real *out, uint8_t *mask, const real *in, const Laye
     real scale = 1 / (1 - l->p);
     uint32_t threshold = (uint32_t)lround((double)l->p * 65536);
     PARALLEL_TURNS(image, n)
-    for (size_t start = 0; start < size; start += BLOCK * BLOCKS) {
-        uint32_t bits[BLOCKS][4];
-        for (size_t b = 0; b < BLOCKS; b++)
-            philox4x32(bits[b], (uint32_t)(start / BLOCK + b), (uint32_t)position_of(*draw, image),
-                       (uint32_t)draw->epoch, stream, draw->seed);
-        uint16_t draws[BLOCK * BLOCKS];
-        memcpy(draws, bits, sizeof draws);
-        size_t at = image * size + start, count = min_size(size - start, BLOCK * BLOCKS);
-        for (size_t i = 0; i < count; i++) {
-            mask[at + i] = draws[i] >= threshold;
-            out[at + i] = draws[i] >= threshold ? in[at + i] * scale : 0;
+        for (size_t start = 0; start < size; start += BLOCK * BLOCKS) {
+            uint32_t bits[BLOCKS][4];
+            for (size_t b = 0; b < BLOCKS; b++)
+                philox4x32(bits[b], (uint32_t)(start / BLOCK + b),
+                           (uint32_t)position_of(*draw, image), (uint32_t)draw->epoch, stream,
+                           draw->seed);
+            uint16_t draws[BLOCK * BLOCKS];
+            memcpy(draws, bits, sizeof draws);
+            size_t at = image * size + start, count = min_size(size - start, BLOCK * BLOCKS);
+            for (size_t i = 0; i < count; i++) {
+                mask[at + i] = draws[i] >= threshold;
+                out[at + i] = draws[i] >= threshold ? in[at + i] * scale : 0;
+            }
         }
-    }
 }
 
 // din = dout / (1 - p) where the mask is set, else 0; += if accumulate
@@ -2851,9 +2852,9 @@ static void maxpool2d_forward_fast(real *out, uint8_t *argmax, const real *in, c
                                    size_t n) {
     size_t size = shape_size(l->out);
     PARALLEL_TURNS(image, n)
-    for (size_t y = 0; y < l->out.h; y++)
-        maxpool2d_row(out + image * size, argmax + image * size, in + image * shape_size(l->in), l,
-                      y);
+        for (size_t y = 0; y < l->out.h; y++)
+            maxpool2d_row(out + image * size, argmax + image * size, in + image * shape_size(l->in),
+                          l, y);
 }
 
 /* pooled = max_pool2d(relu(conv2d(in, weight) + bias)); argmax = the place of each maximum in its

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# make bench: our training steps next to PyTorch's, on the same cores in the same run, then an epoch.
-# Absolute figures vary with the machine and its neighbours; quote the ratios and the per cents.
+# make bench: our training steps next to PyTorch's, on the same cores in the same run; then an
+# epoch. Absolute figures vary with the machine and its neighbours; quote ratios and per cents.
 # THREADS="1 2": other numbers of threads. PYTHON=...: one that can import torch.
 # NETS="mnist,64 resnet18,32": only these networks and batch sizes.
 set -u
@@ -27,11 +27,12 @@ ours() {
 # mean NAME [FORMAT]: of the values of NAME in the lines read
 mean() { grep -oP "\b$1=\K[0-9.]+" | awk -v f="${2:-%.1f}" '{ s += $1 } END { printf f, s / NR }'; }
 value() { grep -oP "\b$1=\K[0-9.]+" | tail -n 1; }
+quotient() { awk -v a="$1" -v b="$2" 'BEGIN { printf "%.2f", a / b }'; }
 
 echo "Training steps, data in memory, no loader; images a second, per cent of the FMA peak:"
-row='%-10s %6s %8s %10s %10s %8s %7s %10s %7s %7s\n'
+row='%-10s %6s %8s %10s %10s %10s %8s %7s %10s %7s %7s\n'
 # shellcheck disable=SC2059 # the format of every row
-printf "$row" network batch threads img/s "x 1 thread" "% peak" MB PyTorch MB ratio
+printf "$row" network batch threads img/s "x 1 thread" "2 programs" "% peak" MB PyTorch MB ratio
 for net in $nets; do
     model=${net%,*} batch=${net#*,}
     for t in $threads; do
@@ -45,10 +46,11 @@ for net in $nets; do
             line+=$'\n'$(ours "$model" "$batch" "$t")
         fi
         speed=$(mean steps_img_per_s <<<"$line")
-        [ "$theirs" = - ] || ratio=$(awk -v a="$speed" -v b="$theirs" 'BEGIN { printf "%.2f", a / b }')
+        [ "$theirs" = - ] || ratio=$(quotient "$speed" "$theirs")
         # shellcheck disable=SC2059
         printf "$row" "$model" "$batch" "$t" "$speed" "$(mean times_one_thread %.2f <<<"$line")" \
-            "$(mean percent_of_peak <<<"$line")" "$(value rss_mb <<<"$line")" "$theirs" "$memory" "$ratio"
+            "$(mean two_programs %.2f <<<"$line")" "$(mean percent_of_peak <<<"$line")" \
+            "$(value rss_mb <<<"$line")" "$theirs" "$memory" "$ratio"
     done
 done
 
@@ -66,8 +68,8 @@ if [ "${threads##* }" -eq 2 ]; then
         two+=$(epoch --replicas 2 --threads 2 --global-batch 128)$'\n'
     done
     one=$(printf %s "$one" | median) two=$(printf %s "$two" | median)
-    echo "mnist, 128 images a step, medians of $rounds epochs: one network with 2 threads $one img/s,"
-    echo "  two replicas with 1 thread each $two img/s, $(awk -v a="$two" -v b="$one" 'BEGIN { printf "%.2f", a / b }') of it"
+    echo "mnist, 128 images a step, medians of $rounds epochs: one network with 2 threads"
+    echo "  $one img/s, two replicas with 1 thread each $two img/s, $(quotient "$two" "$one") of it"
 fi
 
 echo "One epoch end to end, with the loader (Fashion-MNIST, the first 20000 images):"

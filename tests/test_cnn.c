@@ -1095,7 +1095,7 @@ static void test_turns(void) {
             omp_set_num_threads(threads);
             snprintf(context, sizeof context, "%zu turns, %d threads", count, threads);
             PARALLEL_TURNS(i, count)
-            __atomic_add_fetch(&taken[i], 1, __ATOMIC_RELAXED);
+                __atomic_add_fetch(&taken[i], 1, __ATOMIC_RELAXED);
             for (size_t i = 0; i < count; i++)
                 if (taken[i] != 1)
                     fail("turn %zu was taken %zu times", i, taken[i]);
