@@ -410,28 +410,29 @@ static size_t ceil_div(size_t a, size_t b) {
 }
 
 /* PARALLEL_TURNS(i, count) stands for a loop, i from 0 to count - 1, whose turns take long. Each
-   thread has a part of it, the same share in every loop: what it wrote in one it finds in its cache
-   in the next, and turns that write side by side are one thread's. Who is done goes on with what
-   others have left, lest all wait for one that was held up. */
+   thread begins with a part of it, the same share in every loop: what it wrote in one it finds in
+   its cache in the next, and turns that write side by side are one thread's. Who is done goes on
+   with what others have left, lest all wait for one that was held up. `continue` ends a turn; a
+   `break` would lose some. */
 typedef struct Turns {
     size_t count;
-    uint32_t taken[MAX_THREADS]; // of each thread's part
+    uint32_t taken[MAX_THREADS]; // of each thread's part, and how often somebody found it empty
 } Turns;
 
 static bool take_turn(Turns *t, size_t *i) {
-    const size_t threads = (size_t)omp_get_num_threads(), self = (size_t)omp_get_thread_num();
+    const size_t threads = min_size((size_t)omp_get_num_threads(), MAX_THREADS);
     for (size_t k = 0; k < threads; k++) {
-        size_t owner = (self + k) % threads, end = t->count * (owner + 1) / threads;
+        size_t owner = ((size_t)omp_get_thread_num() + k) % threads;
         *i = t->count * owner / threads;
         *i += __atomic_fetch_add(&t->taken[owner], 1, __ATOMIC_RELAXED);
-        if (*i < end)
+        if (*i < t->count * (owner + 1) / threads)
             return true;
     }
     return false;
 }
 
-#define PARALLEL_TURNS(i, count)                                          \
-    for (Turns turns = {(count), {0}}, *deal = &turns; deal; deal = NULL) \
+#define PARALLEL_TURNS(i, count)                                  \
+    for (Turns *deal = &(Turns){(count), {0}}; deal; deal = NULL) \
     PARALLEL for (size_t i; take_turn(deal, &i);)
 
 // Zeroed memory on a cache line's border, with room for one vector read past the end.
@@ -1315,9 +1316,9 @@ static void conv2d_forward_naive(real *out, const real *in, const real *weight, 
     Shape I = l->in, O = l->out;
     /* LAB 1.1 BEGIN conv2d_forward_naive */
     PARALLEL_FOR
-    for (size_t pixel = 0; pixel < n * O.h * O.w; pixel++)
+    for (size_t pixel = 0; pixel < n * O.h * O.w; pixel++) {
+        size_t image = pixel / (O.h * O.w), y = pixel / O.w % O.h, x = pixel % O.w;
         for (size_t k = 0; k < O.c; k++) {
-            size_t image = pixel / (O.h * O.w), y = pixel / O.w % O.h, x = pixel % O.w;
             real sum = bias ? bias[k] : 0;
             for (size_t tap = 0; tap < l->kernel * l->kernel; tap++) {
                 ptrdiff_t met = met_pixel(l, y, x, tap);
@@ -1327,6 +1328,7 @@ static void conv2d_forward_naive(real *out, const real *in, const real *weight, 
             }
             out[pixel * O.c + k] = sum;
         }
+    }
     /* LAB 1.1 END */
 }
 
@@ -2164,7 +2166,7 @@ static void convolve_by_panels(real *out, const real *in, const real *weight, co
     Pass pass = *p;
     pass.relu = p->relu && whole;
     pass.accumulate = p->accumulate && whole;
-    PARALLEL_TURNS(i, count * blocks) { // by depth: a thread updates the weights that it reads
+    PARALLEL_TURNS(i, count * blocks) { // a thread reads rows of weights that lie together
         size_t part = i / blocks;
         Panel panel = panel_at(p, i % blocks * COLUMNS, part * MAX_DEPTH);
         real packed[MAX_DEPTH * COLUMNS] __attribute__((aligned(VECTOR_BYTES)));

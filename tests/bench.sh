@@ -24,8 +24,11 @@ ours() {
     case $1 in cifar*) model=cifar width=${1#cifar} ;; esac
     build/bench --model "$model" --width "$width" --batch-size "$2" --threads "$3"
 }
-# mean NAME [FORMAT]: of the values of NAME in the lines read
-mean() { grep -oP "\b$1=\K[0-9.]+" | awk -v f="${2:-%.1f}" '{ s += $1 } END { printf f, s / NR }'; }
+# mean NAME [FORMAT]: of the values of NAME in the lines read; -: there are none
+mean() {
+    grep -oP "\b$1=\K[0-9.]+" |
+        awk -v f="${2:-%.1f}" '{ s += $1 } END { if (NR) printf f, s / NR; else printf "-" }'
+}
 value() { grep -oP "\b$1=\K[0-9.]+" | tail -n 1; }
 quotient() { awk -v a="$1" -v b="$2" 'BEGIN { printf "%.2f", a / b }'; }
 

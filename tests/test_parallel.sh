@@ -116,6 +116,7 @@ test_odd_sizes() {
     local tested=(--dataset synthetic --limit-train 24 --limit-test 3 --batch-size 12 --epochs 2)
     run --no-cuda "${tested[@]}" --test-batch-size 1 --out "$tmp/one"
     with replicas 3 "${tested[@]}" --test-batch-size 1 --parallel dp
+    same odd/small_tests/status 0 "$status"
     same_losses odd/small_tests/dp 4 "$tmp/one" "$tmp/run"
     rm -rf "$tmp/one"
 }
