@@ -319,7 +319,8 @@ static inline HOST_DEVICE real uniform(uint32_t bits) {
 #include <time.h>
 #include <unistd.h>
 
-// Before a loop: each thread gets its part of it. For long turns see PARALLEL_TURNS().
+// PARALLEL_FOR before a loop: each thread gets its part of it. PARALLEL_TURNS(), in the helpers, is
+// for loops whose turns take long.
 #define DO_PRAGMA(text) _Pragma(#text)
 #ifdef _OPENMP
 #include <omp.h>
@@ -419,6 +420,7 @@ typedef struct Turns {
     uint32_t taken[MAX_THREADS]; // of each thread's part, and how often somebody found it empty
 } Turns;
 
+// *i = the calling thread's next turn; false: none is left
 static bool take_turn(Turns *t, size_t *i) {
     const size_t threads = min_size((size_t)omp_get_num_threads(), MAX_THREADS);
     for (size_t k = 0; k < threads; k++) {
@@ -431,6 +433,7 @@ static bool take_turn(Turns *t, size_t *i) {
     return false;
 }
 
+// The outer loop runs once: it makes the counts that all threads share.
 #define PARALLEL_TURNS(i, count)                                  \
     for (Turns *deal = &(Turns){(count), {0}}; deal; deal = NULL) \
     PARALLEL for (size_t i; take_turn(deal, &i);)
@@ -2610,9 +2613,9 @@ static void weight_gradient(real *dweight, real *dbias, const real *dout, const 
     }
     size_t sums = l->weights + l->biases;
     PARALLEL_TURNS(i, g.slices * g.parts) {
-        real *to = g.slices > 1 ? scratch + i / g.parts * sums : dweight;
-        weight_gradient_piece(to, g.slices > 1 ? to + l->weights : dbias, &g, i / g.parts,
-                              i % g.parts);
+        size_t slice = i / g.parts, part = i % g.parts;
+        real *to = g.slices > 1 ? scratch + slice * sums : dweight;
+        weight_gradient_piece(to, g.slices > 1 ? to + l->weights : dbias, &g, slice, part);
     }
     if (g.slices == 1)
         return;

@@ -93,6 +93,7 @@ static Neighbour *start_neighbour(Run *run) {
     exit(0);
 }
 
+// Waits a moment, or dies if nothing is left to wait for.
 static void wait_for(const Neighbour *n) {
     if (waitpid(n->pid, NULL, WNOHANG) != 0)
         die(1, "the second program has ended; is there memory for two?");
