@@ -1759,7 +1759,8 @@ enum {
     RUN = 11 * FEW,                   // the most numbers in such a row
     MAX_POOL = 9,                     // positions in a pool's window whose zeros are skipped
     PLACES = 16,                      // of a Winograd tile
-    TILES_AT_ONCE = 72,               // Winograd tiles between transforms: they fit L2
+    TILES = 36,                       // Winograd tiles between transforms: they fit L2
+    GRADIENT_TILES = 72,              // ... and in a weight gradient, which reads its sums for each
     PAIRS = 128,                      // pixels that a weight gradient takes at a time
     SLICES = 32,                      // pieces that a weight gradient is cut into
     SLICE_ELEMENTS = 2 * 1024 * 1024, // ... as long as their sums take no more than this
@@ -2216,15 +2217,15 @@ INLINE void transform_dout(vec *d, size_t step) {
     d[3 * step] = -d1;
 }
 
-INLINE void transform_dweight(real *u, size_t step) {
-    real sum = (u[step] + u[2 * step]) / 2, difference = (u[step] - u[2 * step]) / 2;
+INLINE void transform_dweight(vec *u, size_t step) {
+    vec sum = (u[step] + u[2 * step]) / 2, difference = (u[step] - u[2 * step]) / 2;
     u[0] += sum;
     u[step] = difference;
     u[2 * step] = sum + u[3 * step];
 }
 
-INLINE void transform_weight(real *g, size_t step) {
-    real ends = g[0] + g[2 * step], middle = g[step];
+INLINE void transform_weight(vec *g, size_t step) {
+    vec ends = g[0] + g[2 * step], middle = g[step];
     g[3 * step] = g[2 * step];
     g[step] = (ends + middle) / 2;
     g[2 * step] = (ends - middle) / 2;
@@ -2232,23 +2233,27 @@ INLINE void transform_weight(real *g, size_t step) {
 
 // packed[block of COLUMNS][place][depth][column] = u; the data gradient meets the taps in reverse
 static void pack_winograd(real *packed, const real *weight, const Pass *p) {
-    PARALLEL_FOR
-    for (size_t d = 0; d < p->depth; d++)
-        for (size_t column = 0; column < p->out.c; column++) {
-            real g[PLACES];
-            for (size_t tap = 0; tap < 9; tap++)
-                g[tap / 3 * 4 + tap % 3] =
-                    p->transposed ? weight[((8 - tap) * p->out.c + column) * p->depth + d]
-                                  : weight[(tap * p->depth + d) * p->out.c + column];
-            for (size_t i = 0; i < 3; i++)
-                transform_weight(g + 4 * i, 1);
-            for (size_t i = 0; i < 4; i++)
-                transform_weight(g + i, 4);
-            size_t first = column / COLUMNS * COLUMNS, width = block_width(p, first);
-            real *to = packed + first * PLACES * p->depth + d * width + column - first;
-            for (size_t place = 0; place < PLACES; place++)
-                to[place * p->depth * width] = g[place];
+    const size_t step = p->transposed ? p->depth : 1, row = p->transposed ? 1 : p->out.c;
+    PARALLEL_TURNS(i, ceil_div(p->out.c, LANES)) {
+        const size_t column = i * LANES, count = min_size(LANES, p->out.c - column);
+        const size_t first = column / COLUMNS * COLUMNS, width = block_width(p, first);
+        real *to = packed + first * PLACES * p->depth + column - first;
+        for (size_t d = 0; d < p->depth; d++, to += width) {
+            vec g[PLACES] = {{0}};
+            UNROLLED(tap, 9) {
+                const real *from = weight + d * row + column * step;
+                from += (p->transposed ? 8 - tap : tap) * p->depth * p->out.c;
+                for (size_t j = 0; j < count; j++)
+                    g[tap / 3 * 4 + tap % 3][j] = from[j * step];
+            }
+            UNROLLED(j, 3)
+                transform_weight(g + 4 * j, 1);
+            UNROLLED(j, 4)
+                transform_weight(g + j, 4);
+            UNROLLED(place, PLACES)
+                *(vec *)(to + place * p->depth * width) = g[place];
         }
+    }
 }
 
 /* A block of tiles on its way through the transforms: `tiles` tiles from `first` on, and columns
@@ -2263,17 +2268,17 @@ typedef struct TileBlock {
 
 static size_t tile_area(const Pass *p) // v and m of one thread: numbers
 {
-    return PLACES * (TILES_AT_ONCE * (p->depth + COLUMNS) + 2 * LANES);
+    return PLACES * (GRADIENT_TILES * (p->depth + COLUMNS) + 2 * LANES);
 }
 
-// The block that begins at tile `first` and ends before `last`; areas: tile_area() for each thread.
+// The block of tiles [first, last), at most GRADIENT_TILES; areas: tile_area() for each thread.
 static TileBlock tile_block(const Pass *p, size_t first, size_t last, size_t column, real *areas) {
-    TileBlock b = {.pass = p, .first = first, .tiles = min_size(TILES_AT_ONCE, last - first)};
+    TileBlock b = {.pass = p, .first = first, .tiles = last - first};
     b.column = column;
     b.width = block_width(p, column);
     b.columns = min_size(b.width, p->out.c - column);
-    b.v_step = TILES_AT_ONCE * p->depth + LANES;
-    b.m_step = TILES_AT_ONCE * COLUMNS + LANES;
+    b.v_step = GRADIENT_TILES * p->depth + LANES;
+    b.m_step = GRADIENT_TILES * COLUMNS + LANES;
     b.v = areas + (size_t)omp_get_thread_num() * tile_area(p);
     b.m = b.v + PLACES * b.v_step;
     return b;
@@ -2400,9 +2405,10 @@ static void winograd_block(real *out, const real *in, const real *packed, const 
 static void winograd(real *out, const real *in, const real *packed, const real *bias, const Pass *p,
                      size_t n, real *areas) {
     size_t tiles = count_tiles(p, n), blocks = ceil_div(p->out.c, COLUMNS);
-    PARALLEL_TURNS(i, ceil_div(tiles, TILES_AT_ONCE) * blocks) {
-        size_t first = i / blocks * TILES_AT_ONCE, column = i % blocks * COLUMNS;
-        winograd_block(out, in, packed, bias, tile_block(p, first, tiles, column, areas));
+    PARALLEL_TURNS(i, ceil_div(tiles, TILES) * blocks) {
+        size_t first = i / blocks * TILES, last = min_size(first + TILES, tiles);
+        TileBlock b = tile_block(p, first, last, i % blocks * COLUMNS, areas);
+        winograd_block(out, in, packed, bias, b);
     }
 }
 
@@ -2435,8 +2441,10 @@ static void run_pass_on_image(real *out, const real *in, const real *packed, con
     for (size_t column = 0; column < p->out.c; column += COLUMNS) {
         if (!p->winograd)
             convolve_block(out, in, packed, bias, p, 0, 1, column);
-        for (size_t first = 0; p->winograd && first < tiles; first += TILES_AT_ONCE)
-            winograd_block(out, in, packed, bias, tile_block(p, first, tiles, column, areas));
+        for (size_t first = 0; p->winograd && first < tiles; first += TILES) {
+            size_t last = min_size(first + TILES, tiles);
+            winograd_block(out, in, packed, bias, tile_block(p, first, last, column, areas));
+        }
     }
 }
 
@@ -2547,7 +2555,7 @@ static void sum_slices(real *to, const real *from, size_t slices, size_t pitch, 
    transform of dout is the sum of its four pixels. */
 static void winograd_gradient_block(real *sums, TileBlock b) {
     const size_t depth = b.pass->depth, width = b.width;
-    Pair pairs[TILES_AT_ONCE];
+    Pair pairs[GRADIENT_TILES];
     for (size_t place = 0; place < PLACES; place++) {
         for (size_t t = 0; t < b.tiles; t++)
             pairs[t] =
@@ -2577,8 +2585,9 @@ static void winograd_gradient(real *dweight, real *dbias, const WeightGradient *
         size_t first = tiles * slice / g->slices, last = tiles * (slice + 1) / g->slices;
         real *sums = winograd_sum(scratch + slice * size, p, 0, column);
         memset(sums, 0, (PLACES * p->depth + 1) * block_width(p, column) * sizeof *sums);
-        for (; first < last; first += TILES_AT_ONCE) {
-            TileBlock b = tile_block(p, first, last, column, scratch + g->slices * size);
+        for (; first < last; first += GRADIENT_TILES) {
+            size_t end = min_size(first + GRADIENT_TILES, last);
+            TileBlock b = tile_block(p, first, end, column, scratch + g->slices * size);
             winograd_input(b, g->in);
             winograd_dout(b, g->dout);
             winograd_gradient_block(sums, b);
@@ -2589,16 +2598,17 @@ static void winograd_gradient(real *dweight, real *dbias, const WeightGradient *
         dbias[column] = *winograd_sum(scratch, p, PLACES * p->depth, column);
     PARALLEL_FOR
     for (size_t d = 0; d < p->depth; d++)
-        for (size_t column = 0; column < p->out.c; column++) {
-            real u[PLACES];
-            for (size_t place = 0; place < PLACES; place++)
-                u[place] = *winograd_sum(scratch, p, place * p->depth + d, column);
-            for (size_t i = 0; i < 4; i++)
+        for (size_t column = 0; column < p->out.c; column += LANES) {
+            vec u[PLACES];
+            UNROLLED(place, PLACES)
+                u[place] = *(vec *)winograd_sum(scratch, p, place * p->depth + d, column);
+            UNROLLED(i, 4)
                 transform_dweight(u + i, 4);
-            for (size_t i = 0; i < 3; i++)
+            UNROLLED(i, 3)
                 transform_dweight(u + 4 * i, 1);
-            for (size_t tap = 0; tap < 9; tap++)
-                dweight[(tap * p->depth + d) * p->out.c + column] = u[tap / 3 * 4 + tap % 3];
+            UNROLLED(tap, 9)
+                store(dweight + (tap * p->depth + d) * p->out.c + column, u[tap / 3 * 4 + tap % 3],
+                      p->out.c - column);
         }
 }
 
@@ -2644,19 +2654,19 @@ static void conv2d_backward_fast(real *din, real *dweight, real *dbias, const re
    Both are one tile: ROWS x VECTORS sums in registers, to which a list of terms is added. */
 
 typedef struct Term {
-    const real *at;
+    uint32_t at; // where the rows lie: in the image, or among the packed weights
     real factor;
 } Term;
 
-// sums[i][0 .. vectors * LANES) += for each term, factor * (at + offset)[i][...], for i < rows
+// sums[i][0 .. vectors * LANES) += for each term, factor * (from + at)[i][...], for i < rows
 INLINE void term_tile(const size_t rows, const size_t vectors, real *sums, size_t sums_pitch,
-                      const Term *terms, const Term *end, size_t offset, size_t pitch) {
+                      const Term *terms, const Term *end, const real *from, size_t pitch) {
     vec acc[5][6];
     UNROLLED(i, rows)
         UNROLLED(j, vectors)
             acc[i][j] = *(const vec *)(sums + i * sums_pitch + j * LANES);
     for (const Term *t = terms; t < end; t++) {
-        const real *at = t->at + offset;
+        const real *at = from + t->at;
         UNROLLED(i, rows)
             UNROLLED(j, vectors)
                 acc[i][j] += t->factor * *(const vec *)(at + i * pitch + j * LANES);
@@ -2667,11 +2677,11 @@ INLINE void term_tile(const size_t rows, const size_t vectors, real *sums, size_
 }
 
 typedef void TermTileFunction(real *sums, size_t sums_pitch, const Term *terms, const Term *end,
-                              size_t offset, size_t pitch);
-#define TERM_TILE(rows, vectors)                                                                 \
-    NOINLINE void term_tile_##rows##_##vectors(real *sums, size_t sums_pitch, const Term *terms, \
-                                               const Term *end, size_t offset, size_t pitch) {   \
-        term_tile(rows, vectors, sums, sums_pitch, terms, end, offset, pitch);                   \
+                              const real *from, size_t pitch);
+#define TERM_TILE(rows, vectors)                                                                  \
+    NOINLINE void term_tile_##rows##_##vectors(real *sums, size_t sums_pitch, const Term *terms,  \
+                                               const Term *end, const real *from, size_t pitch) { \
+        term_tile(rows, vectors, sums, sums_pitch, terms, end, from, pitch);                      \
     }
 #define TERM_TILES(rows)                                                  \
     TERM_TILE(rows, 1)                                                    \
@@ -2691,17 +2701,33 @@ TERM_TILES(5)
 typedef struct PooledPass {
     const Layer *l, *pool;
     size_t row, pitch;              // of the input image; of a filter's row, in whole vectors
-    size_t tap_start[MAX_POOL];     // from a window's first pixel to its others, in the input image
+    uint32_t tap_start[MAX_POOL];   // from a window's first pixel to its others, in the input image
     size_t filter;                  // of all rows of a filter
     TermTileFunction *const *tiles; // by vectors - 1
     size_t rows, widest;            // rows and the most vectors of a tile
     size_t pooled, image;           // numbers of one image: behind the pool, before the convolution
     const real *dout, *relu;        // the pool's gradient and its output
     const uint8_t *argmax;
+    size_t count_bits; // of the counts of list_window()
+    uint64_t count_mask;
 } PooledPass;
 
+static size_t count_bits(size_t taps) {
+    return min_size(16, 64 / taps);
+}
+
+// What it keeps on a thread's stack must be small, and its counts must suffice.
+static bool suits_pooled(const Layer *conv, const Layer *pool) {
+    size_t taps = pool->kernel * pool->kernel;
+    return taps <= MAX_POOL && conv->out.c <= 1024 && conv->out.c < (size_t)1 << count_bits(taps) &&
+           shape_size(conv->in) <= 1 << 17;
+}
+
 static PooledPass pooled_pass(const Layer *l) {
+    const size_t taps = l->pool->kernel * l->pool->kernel;
     PooledPass p = {.l = l, .pool = l->pool, .row = l->in.w * l->in.c};
+    p.count_bits = count_bits(taps);
+    p.count_mask = ((uint64_t)1 << p.count_bits) - 1;
     p.pitch = whole_vectors(l->kernel * l->in.c);
     p.filter = l->kernel * p.pitch;
     p.rows = l->kernel == 3 || l->kernel == 5 ? l->kernel : 1;
@@ -2709,71 +2735,102 @@ static PooledPass pooled_pass(const Layer *l) {
     p.widest = min_size(6, ROWS * VECTORS / p.rows);
     p.pooled = shape_size(l->pool->out);
     p.image = shape_size(l->in);
-    for (size_t tap = 0; tap < l->pool->kernel * l->pool->kernel; tap++)
-        p.tap_start[tap] =
-            (tap / l->pool->kernel * l->in.w + tap % l->pool->kernel) * l->stride * l->in.c;
+    for (size_t tap = 0; tap < taps; tap++)
+        p.tap_start[tap] = (uint32_t)((tap / l->pool->kernel * l->in.w + tap % l->pool->kernel) *
+                                      l->stride * l->in.c);
     return p;
 }
 
 // Adds the terms up to `end` to the rows of one filter, or to the rows that lie under it.
 static void add_terms(const PooledPass *p, real *sums, size_t sums_pitch, const Term *terms,
-                      const Term *end, size_t pitch) {
+                      const Term *end, const real *from, size_t pitch) {
     for (size_t i = 0; i < p->l->kernel && terms < end; i += p->rows)
         for (size_t j = 0; j < p->pitch; j += p->widest * LANES) {
             size_t vectors = min_size(p->widest, (p->pitch - j) / LANES);
-            p->tiles[vectors - 1](sums + i * sums_pitch + j, sums_pitch, terms, end, i * pitch + j,
-                                  pitch);
+            p->tiles[vectors - 1](sums + i * sums_pitch + j, sums_pitch, terms, end,
+                                  from + i * pitch + j, pitch);
         }
 }
 
 // Where in the input image the filter lies for the first pixel of a window of the pool.
-static size_t window_start(const PooledPass *p, size_t window) {
+static uint32_t window_start(const PooledPass *p, size_t window) {
     const Layer *l = p->l;
     size_t y = window / l->pool->out.w * l->pool->stride,
            x = window % l->pool->out.w * l->pool->stride;
-    return (y * l->in.w + x) * l->stride * l->in.c;
+    return (uint32_t)((y * l->in.w + x) * l->stride * l->in.c);
+}
+
+// A few windows of an image, so many that what they meet stays in the nearest cache.
+enum { WINDOWS = 64 };
+typedef struct Windows {
+    size_t count, channels;
+    uint32_t start[WINDOWS];
+    const uint8_t *argmax; // [count][channels], as the next two
+    real *gradient;        // behind the pool's ReLU
+    uint8_t *nonzero;      // 1 where the gradient is not 0
+} Windows;
+
+// Channel k's terms of a weight gradient; returns their end.
+NOINLINE Term *list_channel(Term *end, const PooledPass *p, const Windows *w, size_t k) {
+    for (size_t window = 0, i = k; window < w->count; window++, i += w->channels) {
+        *end = (Term){w->start[window] + p->tap_start[w->argmax[i]], w->gradient[i]};
+        end += w->nonzero[i];
+    }
+    return end;
+}
+
+/* A window's terms of a data gradient, those of each of its pixels from terms[tap * channels] on.
+   Returns how many they are, count_bits() for each pixel: one number stays in a register, an array
+   would go to memory and back for each term. */
+NOINLINE uint64_t list_window(Term *terms, const PooledPass *p, const Windows *w, size_t window) {
+    uint64_t counts = 0;
+    for (size_t k = 0, i = window * w->channels; k < w->channels; k++, i++) {
+        size_t tap = w->argmax[i], shift = tap * p->count_bits;
+        terms[tap * w->channels + (counts >> shift & p->count_mask)] =
+            (Term){(uint32_t)(k * p->filter), w->gradient[i]};
+        counts += (uint64_t)w->nonzero[i] << shift;
+    }
+    return counts;
 }
 
 /* One image: sums[k][...] += its weight gradient, the biases' behind it, and din = its data
-   gradient, unless din is NULL. What is not zero goes into two lists: that of its pixel, for the
-   data gradient, which takes a window's lists at once, and that of its channel, for the weight
-   gradient, which takes a few windows together, while what their filters meet is in the nearest
-   cache. */
+   gradient, unless din is NULL. */
 static void pooled_image(real *sums, real *din, const real *in, const real *packed,
                          const PooledPass *p, size_t image) {
-    enum { TERMS = 2048 };
     const size_t channels = p->l->out.c, windows = p->pool->out.h * p->pool->out.w;
-    const size_t taps = p->pool->kernel * p->pool->kernel, most = max_size(TERMS / channels, 1);
-    Term of_pixel[taps][channels], of_channel[channels][most];
-    Term *pixel_end[MAX_POOL], *channel_end[channels];
-    real gradient[channels], *restrict dbias = sums + channels * p->filter;
+    const size_t taps = p->pool->kernel * p->pool->kernel;
+    real gradient[WINDOWS * channels], *restrict dbias = sums + channels * p->filter;
+    uint8_t nonzero[WINDOWS * channels];
+    Term terms[max_size(WINDOWS, taps * channels)];
+    Windows w = {.channels = channels, .gradient = gradient, .nonzero = nonzero};
     if (din)
         memset(din, 0, p->image * sizeof *din);
-    for (size_t window = 0; window < windows; window++) {
-        const size_t at = image * p->pooled + window * channels, start = window_start(p, window);
-        const real *restrict relu = p->relu + at, *restrict dout = p->dout + at;
-        for (size_t k = 0; k < channels; k++) {
-            gradient[k] = relu[k] > 0 ? dout[k] : 0;
-            dbias[k] += gradient[k];
+    for (size_t first = 0; first < windows; first += WINDOWS) {
+        const size_t from = image * p->pooled + first * channels;
+        const real *restrict relu = p->relu + from, *restrict dout = p->dout + from;
+        w.count = min_size(WINDOWS, windows - first);
+        w.argmax = p->argmax + from;
+        for (size_t i = 0; i < w.count * channels; i++) {
+            gradient[i] = relu[i] > 0 ? dout[i] : 0;
+            nonzero[i] = gradient[i] != 0;
         }
-        for (size_t tap = 0; tap < taps; tap++)
-            pixel_end[tap] = of_pixel[tap];
-        for (size_t k = 0; k < channels && window % most == 0; k++)
-            channel_end[k] = of_channel[k];
-        for (size_t k = 0; k < channels; k++) {
-            size_t tap = p->argmax[at + k];
-            bool nonzero = gradient[k] != 0;
-            *pixel_end[tap] = (Term){packed + k * p->filter, gradient[k]};
-            *channel_end[k] = (Term){in + start + p->tap_start[tap], gradient[k]};
-            pixel_end[tap] += nonzero;
-            channel_end[k] += nonzero;
+        for (size_t window = 0; window < w.count; window++) {
+            w.start[window] = window_start(p, first + window);
+            for (size_t k = 0; k < channels; k++)
+                dbias[k] += gradient[window * channels + k];
         }
-        for (size_t tap = 0; tap < taps && din; tap++)
-            add_terms(p, din + start + p->tap_start[tap], p->row, of_pixel[tap], pixel_end[tap],
-                      p->pitch);
-        bool full = window % most == most - 1 || window == windows - 1;
-        for (size_t k = 0; k < channels && full; k++)
-            add_terms(p, sums + k * p->filter, p->pitch, of_channel[k], channel_end[k], p->row);
+        for (size_t k = 0; k < channels; k++)
+            add_terms(p, sums + k * p->filter, p->pitch, terms, list_channel(terms, p, &w, k), in,
+                      p->row);
+        for (size_t window = 0; window < w.count && din; window++) {
+            uint64_t counts = list_window(terms, p, &w, window);
+            for (size_t tap = 0; tap < taps; tap++) {
+                const Term *begin = terms + tap * channels;
+                add_terms(p, din + w.start[window] + p->tap_start[tap], p->row, begin,
+                          begin + (counts >> tap * p->count_bits & p->count_mask), packed,
+                          p->pitch);
+            }
+        }
     }
 }
 
@@ -2781,10 +2838,11 @@ static void pooled_image(real *sums, real *din, const real *in, const real *pack
 static void pack_rows(real *packed, const real *weight, const PooledPass *p) {
     size_t run = p->l->kernel * p->l->in.c, channels = p->l->out.c;
     PARALLEL_FOR
-    for (size_t i = 0; i < channels * p->filter; i++) {
-        size_t k = i / p->filter, row = i % p->filter / p->pitch, at = i % p->pitch;
-        packed[i] = at < run ? weight[(row * run + at) * channels + k] : 0;
-    }
+    for (size_t k = 0; k < channels; k++)
+        for (size_t row = 0; row < p->l->kernel; row++)
+            for (size_t at = 0; at < p->pitch; at++)
+                packed[k * p->filter + row * p->pitch + at] =
+                    at < run ? weight[(row * run + at) * channels + k] : 0;
 }
 
 // The sums of a slice of the images: the filters, then the biases.
@@ -2823,10 +2881,9 @@ static void conv2d_backward_pooled(real *din, real *dweight, real *dbias, const 
         dbias[k] = scratch[channels * p.filter + k];
     size_t run = l->kernel * l->in.c;
     PARALLEL_FOR
-    for (size_t i = 0; i < l->weights; i++) {
-        size_t k = i % channels, row = i / channels / run, at = i / channels % run;
-        dweight[i] = scratch[k * p.filter + row * p.pitch + at];
-    }
+    for (size_t i = 0; i < l->kernel * run; i++)
+        for (size_t k = 0; k < channels; k++)
+            dweight[i * channels + k] = scratch[k * p.filter + i / run * p.pitch + i % run];
 }
 
 /* One row of a max-pool's image, a vector of channels at a time: the largest and where it was stay
@@ -3130,10 +3187,9 @@ static void plan_pooled(Net *net) {
         Layer *pool = &net->layers[i], *relu = &net->layers[pool->input];
         Layer *conv = &net->layers[relu->input], *before = &net->layers[conv->input];
         bool padded = conv->padding || pool->padding;
-        bool small = pool->kernel * pool->kernel <= MAX_POOL && conv->out.c <= 1024 &&
-                     shape_size(conv->in) <= 1 << 17; // these arrays are local to a thread
         if (pool->kind != MAXPOOL2D || relu->kind != RELU || !relu->in_place ||
-            conv->kind != CONV2D || padded || !small || count_readers(net, pool->input) > 1)
+            conv->kind != CONV2D || padded || !suits_pooled(conv, pool) ||
+            count_readers(net, pool->input) > 1)
             continue;
         conv->pool = pool;
         pool->skipped = relu->skipped = true;
