@@ -1813,30 +1813,36 @@ INLINE size_t left(size_t columns, size_t j) // columns from vector j on
     return columns > j * LANES ? columns - j * LANES : 0;
 }
 
-// What dot_tile() needs: 6 output pixels, and for each tap in use 6 input pixels and its weights.
+// What dot_tile() needs: 6 output pixels, the taps in use, and for each of these 6 input pixels.
 typedef struct DotTile {
     real *out[ROWS];
     const real *in[MAX_TAPS][ROWS];
-    const real *weight[MAX_TAPS]; // [depth][width of the tile]
-    size_t taps, depth;           // the sum runs over taps * depth terms
-    const real *bias;             // NULL: the sum starts from 0
-    bool add, relu;               // add: the sum starts from what out holds
+    size_t tap[MAX_TAPS];
+    size_t taps, depth; // the sum runs over taps * depth terms
+    const real *weight; // [tap][depth][width of the tile]
+    const real *bias;   // NULL: the sum starts from 0
+    size_t column;      // of out and bias
+    size_t pitch;       // from an input pixel to the next
+    bool add, relu;     // add: the sum starts from what out holds
 } DotTile;
 
-/* out[i][0 .. columns) = start + sum over taps t, d < depth of in[t][i][d] * weight[t][d][...] */
+/* out[i][column + 0 .. columns) =
+       start + sum over taps t, d < depth of in[t][i][d] * weight[tap[t]][d][0 .. columns)
+   What the next tile reads, most likely, is fetched meanwhile: the pixels behind these. */
 INLINE void dot_tile(const size_t vectors, const DotTile *t, size_t columns) {
     vec acc[ROWS][4];
     UNROLLED(i, ROWS) {
         UNROLLED(j, vectors)
-            acc[i][j] = t->add    ? load(t->out[i] + j * LANES, left(columns, j))
-                        : t->bias ? load(t->bias + j * LANES, left(columns, j))
+            acc[i][j] = t->add    ? load(t->out[i] + t->column + j * LANES, left(columns, j))
+                        : t->bias ? load(t->bias + t->column + j * LANES, left(columns, j))
                                   : (vec){0};
     }
     for (size_t tap = 0; tap < t->taps; tap++) {
         const real *const *a = t->in[tap];
         const real *a0 = a[0], *a1 = a[1], *a2 = a[2], *a3 = a[3], *a4 = a[4], *a5 = a[5];
-        const real *w = t->weight[tap];
+        const real *w = t->weight + t->tap[tap] * t->depth * vectors * LANES;
         for (size_t d = 0; d < t->depth; d++, w += vectors * LANES) {
+            __builtin_prefetch(a5 + t->pitch + ROWS * d);
             const real factor[ROWS] = {a0[d], a1[d], a2[d], a3[d], a4[d], a5[d]};
             vec b[4];
             UNROLLED(j, vectors)
@@ -1849,7 +1855,7 @@ INLINE void dot_tile(const size_t vectors, const DotTile *t, size_t columns) {
     UNROLLED(i, ROWS)
         UNROLLED(j, vectors) {
             vec v = acc[i][j];
-            store(t->out[i] + j * LANES, t->relu ? relu_vec(v) : v, left(columns, j));
+            store(t->out[i] + t->column + j * LANES, t->relu ? relu_vec(v) : v, left(columns, j));
         }
 }
 
@@ -1859,9 +1865,11 @@ typedef struct Pair {
 } Pair;
 
 /* dweight[i][0 .. columns) += sum over pairs of in[i] * dout[0 .. columns), for i < rows.
-   Reads whole vectors of dout; what lies behind the columns is dropped. */
+   Reads whole vectors of dout; what lies behind the columns is dropped. Meanwhile what lies `ahead`
+   of in is fetched. */
 INLINE void outer_tile(const size_t rows, const size_t vectors, real *dweight, size_t stride,
-                       size_t columns, const Pair *pairs, size_t count, size_t row, size_t column) {
+                       size_t columns, const Pair *pairs, size_t count, size_t row, size_t column,
+                       size_t ahead) {
     vec acc[ROWS][4];
     UNROLLED(i, rows)
         UNROLLED(j, vectors)
@@ -1869,6 +1877,7 @@ INLINE void outer_tile(const size_t rows, const size_t vectors, real *dweight, s
     for (size_t p = 0; p < count; p++) {
         const real *a = pairs[p].in + row, *d = pairs[p].dout + column;
         vec b[4];
+        __builtin_prefetch(a + ahead);
         UNROLLED(j, vectors)
             b[j] = *(const vec *)(d + j * LANES);
         UNROLLED(i, rows)
@@ -1886,11 +1895,11 @@ INLINE void outer_tile(const size_t rows, const size_t vectors, real *dweight, s
     NOINLINE void dot_tile_##vectors(const DotTile *t, size_t columns) { \
         dot_tile(vectors, t, columns);                                   \
     }
-#define OUTER_TILE(rows, vectors)                                                             \
-    NOINLINE void outer_tile_##rows##_##vectors(real *dweight, size_t stride, size_t columns, \
-                                                const Pair *pairs, size_t count, size_t row,  \
-                                                size_t column) {                              \
-        outer_tile(rows, vectors, dweight, stride, columns, pairs, count, row, column);       \
+#define OUTER_TILE(rows, vectors)                                                              \
+    NOINLINE void outer_tile_##rows##_##vectors(real *dweight, size_t stride, size_t columns,  \
+                                                const Pair *pairs, size_t count, size_t row,   \
+                                                size_t column, size_t ahead) {                 \
+        outer_tile(rows, vectors, dweight, stride, columns, pairs, count, row, column, ahead); \
     }
 #define TILES(v)     \
     DOT_TILE(v)      \
@@ -1904,7 +1913,7 @@ TILES(3)
 TILES(4)
 typedef void DotTileFunction(const DotTile *t, size_t columns);
 typedef void OuterTileFunction(real *dweight, size_t stride, size_t columns, const Pair *pairs,
-                               size_t count, size_t row, size_t column);
+                               size_t count, size_t row, size_t column, size_t ahead);
 static DotTileFunction *const dot_tiles[4] = {dot_tile_1, dot_tile_2, dot_tile_3, dot_tile_4};
 static OuterTileFunction *const outer_tiles[ROWS][4] = {
     OUTER_TILES(1), OUTER_TILES(2), OUTER_TILES(3), OUTER_TILES(4), OUTER_TILES(5), OUTER_TILES(6)};
@@ -1990,11 +1999,11 @@ static size_t block_width(const Pass *p, size_t first) {
     return whole_vectors(min_size(COLUMNS, p->out.c - first));
 }
 
-/* Which weights a tile sums over at a time: `columns` of them from `column` on, `width` with the
-   zeros that make whole vectors, and so much of the depth that they stay in L2 while one tile after
-   the other reads them. Packed, they lie in the order of reading: [tap][depth][width]. */
+/* Which weights the tiles of a pixel sum over at a time: so many columns, from `column` on, and so
+   much of the depth that they stay in L2 while one pixel after the other meets them. Packed, a
+   tile's columns lie in the order of reading: [tap][depth][block_width()]. */
 typedef struct Panel {
-    size_t column, columns, width;
+    size_t column, columns;
     size_t start, depth; // [start, start + depth) of the whole depth
 } Panel;
 
@@ -2002,32 +2011,37 @@ static size_t panel_depth(const Pass *p) {
     return min_size(MAX_DEPTH, WEIGHT_BYTES / (p->taps * COLUMNS * sizeof(real)));
 }
 
-static Panel panel_at(const Pass *p, size_t column, size_t start) {
+static size_t panel_columns(const Pass *p) {
+    size_t rows = p->taps * min_size(p->depth, panel_depth(p));
+    return WEIGHT_BYTES / (rows * COLUMNS * sizeof(real)) * COLUMNS;
+}
+
+static Panel panel_at(const Pass *p, size_t column, size_t columns, size_t start) {
     return (Panel){.column = column,
-                   .columns = min_size(COLUMNS, p->out.c - column),
-                   .width = block_width(p, column),
+                   .columns = min_size(columns, p->out.c - column),
                    .start = start,
                    .depth = min_size(panel_depth(p), p->depth - start)};
 }
 
-// Where the panel lies among the packed weights.
-static size_t panel_offset(const Pass *p, Panel panel) {
-    return p->taps * (panel.column * p->depth + panel.start * panel.width);
+// Where a panel's columns from `column` on lie among the packed weights.
+static size_t panel_offset(const Pass *p, Panel panel, size_t column) {
+    return p->taps * (column * p->depth + panel.start * block_width(p, column));
 }
 
-// From weight[tap][depth][column]; transposed: from [tap][column][depth]
+// One tile's columns, from weight[tap][depth][column]; transposed: from [tap][column][depth]
 static void pack_panel(real *packed, const real *weight, const Pass *p, Panel panel) {
     const size_t step = p->transposed ? p->depth : 1, row = p->transposed ? 1 : p->out.c;
+    const size_t width = block_width(p, panel.column);
     for (size_t tap = 0; tap < p->taps; tap++) {
         const real *from = weight + tap * p->depth * p->out.c;
         from += panel.start * row + panel.column * step;
-        for (size_t d = 0; d < panel.depth; d++, from += row, packed += panel.width) {
+        for (size_t d = 0; d < panel.depth; d++, from += row, packed += width) {
             if (p->transposed)
                 for (size_t j = 0; j < panel.columns; j++)
                     packed[j] = from[j * step];
             else
                 memcpy(packed, from, panel.columns * sizeof *packed);
-            for (size_t j = panel.columns; j < panel.width; j++)
+            for (size_t j = panel.columns; j < width; j++)
                 packed[j] = 0;
         }
     }
@@ -2036,8 +2050,8 @@ static void pack_panel(real *packed, const real *weight, const Pass *p, Panel pa
 static void pack_weights(real *packed, const real *weight, const Pass *p) {
     const size_t parts = ceil_div(p->depth, panel_depth(p));
     PARALLEL_TURNS(i, ceil_div(p->out.c, COLUMNS) * parts) {
-        Panel panel = panel_at(p, i / parts * COLUMNS, i % parts * panel_depth(p));
-        pack_panel(packed + panel_offset(p, panel), weight, p, panel);
+        Panel panel = panel_at(p, i / parts * COLUMNS, COLUMNS, i % parts * panel_depth(p));
+        pack_panel(packed + panel_offset(p, panel, panel.column), weight, p, panel);
     }
 }
 
@@ -2070,8 +2084,7 @@ INLINE const real *met_numbers(const Pass *p, const real *image, const int32_t *
 
 // Lists the taps that any of the tile's pixels meets; taps that all miss cost nothing.
 static void list_taps(DotTile *t, const Pass *p, const int32_t *const met[ROWS],
-                      const real *const image[ROWS], const real *weight, size_t weight_step,
-                      real copies[ROWS][11 * RUN]) {
+                      const real *const image[ROWS], real copies[ROWS][11 * RUN]) {
     t->taps = 0;
     for (size_t tap = 0; tap < p->taps; tap++) {
         bool any = false;
@@ -2082,54 +2095,67 @@ static void list_taps(DotTile *t, const Pass *p, const int32_t *const met[ROWS],
             t->in[t->taps][i] = from ? from : zeros;
         }
         if (any)
-            t->weight[t->taps++] = weight + tap * weight_step;
+            t->tap[t->taps++] = tap;
     }
 }
 
-// A panel's part of the sums, for the output pixels of `images` images from `first` on.
+/* A panel's part of the sums, for the output pixels of `images` images from `first` on. packed
+   points to the weights of panel.column. */
 static void convolve_panel(real *out, const real *in, const real *packed, const real *bias,
                            const Pass *p, Panel panel, size_t first, size_t images) {
-    DotTile t = {.depth = panel.depth, .add = p->accumulate, .relu = p->relu};
-    t.bias = bias ? bias + panel.column : NULL;
+    DotTile t = {.depth = panel.depth, .bias = bias, .pitch = p->in.c};
+    t.add = p->accumulate;
+    t.relu = p->relu;
     real copies[ROWS][11 * RUN];
-    size_t pixels = images * p->out_pixels;
-    for (size_t pixel = 0; pixel < pixels; pixel += ROWS) {
+    const size_t pixels = images * p->out_pixels, offset = panel_offset(p, panel, panel.column);
+    size_t n = first, pixel = 0; // of the next row of a tile
+    for (size_t q = 0; q < pixels; q += ROWS) {
         const int32_t *met[ROWS];
         const real *image[ROWS];
-        for (size_t i = 0; i < ROWS; i++) { // a short last tile repeats its last pixel
-            size_t q = min_size(pixel + i, pixels - 1), n = first + q / p->out_pixels;
-            met[i] = p->map + q % p->out_pixels * (1 + p->taps * p->run);
-            t.out[i] = out + (n * p->out_pixels + (size_t)*met[i]++) * p->out.c + panel.column;
+        for (size_t i = 0; i < ROWS; i++) {
+            met[i] = p->map + pixel * (1 + p->taps * p->run);
+            t.out[i] = out + (n * p->out_pixels + (size_t)*met[i]++) * p->out.c;
             image[i] = in + n * p->in_pixels * p->in.c + panel.start;
+            pixel += q + i + 1 < pixels; // a short last tile repeats its last pixel
+            if (pixel == p->out_pixels) {
+                pixel = 0;
+                n++;
+            }
         }
-        list_taps(&t, p, met, image, packed, panel.depth * panel.width, copies);
-        dot_tiles[panel.width / LANES - 1](&t, panel.columns);
+        list_taps(&t, p, met, image, copies);
+        for (size_t c = 0; c < panel.columns; c += COLUMNS) {
+            t.column = panel.column + c;
+            t.weight = packed + panel_offset(p, panel, t.column) - offset;
+            dot_tiles[block_width(p, t.column) / LANES - 1](&t,
+                                                            min_size(COLUMNS, panel.columns - c));
+        }
     }
 }
 
-// Output pixels of `images` images from `first` on, columns from `column` on.
+// Output pixels of `images` images from `first` on, panel_columns() from `column` on.
 static void convolve_block(real *out, const real *in, const real *packed, const real *bias,
                            const Pass *p, size_t first, size_t images, size_t column) {
     for (size_t start = 0; start < p->depth; start += panel_depth(p)) {
-        Panel panel = panel_at(p, column, start);
+        Panel panel = panel_at(p, column, panel_columns(p), start);
         Pass part = *p;
         part.accumulate = start > 0 || p->accumulate;
         part.relu = p->relu && start + panel.depth == p->depth;
-        convolve_panel(out, in, packed + panel_offset(p, panel), bias, &part, panel, first, images);
+        convolve_panel(out, in, packed + panel_offset(p, panel, column), bias, &part, panel, first,
+                       images);
     }
 }
 
 // out[pixel][column] = bias[column] + sum over taps and depth; bias may be NULL
 static void convolve(real *out, const real *in, const real *packed, const real *bias, const Pass *p,
                      size_t n) {
-    size_t blocks = ceil_div(p->out.c, COLUMNS);
+    size_t blocks = ceil_div(p->out.c, panel_columns(p));
     size_t images = min_size(n, ceil_div(GROUP_PIXELS, p->out_pixels));
     while (images > 1 && images * p->out_pixels > 24 && ceil_div(n, images) * blocks < SLICES)
         images = ceil_div(images, 2);
     PARALLEL_TURNS(i, ceil_div(n, images) * blocks) {
         size_t first = i / blocks * images;
         convolve_block(out, in, packed, bias, p, first, min_size(images, n - first),
-                       i % blocks * COLUMNS);
+                       i % blocks * panel_columns(p));
     }
 }
 
@@ -2172,7 +2198,7 @@ static void convolve_by_panels(real *out, const real *in, const real *weight, co
     pass.accumulate = p->accumulate && whole;
     PARALLEL_TURNS(i, count * blocks) { // a thread reads rows of weights that lie together
         size_t part = i / blocks;
-        Panel panel = panel_at(p, i % blocks * COLUMNS, part * MAX_DEPTH);
+        Panel panel = panel_at(p, i % blocks * COLUMNS, COLUMNS, part * MAX_DEPTH);
         real packed[MAX_DEPTH * COLUMNS] __attribute__((aligned(VECTOR_BYTES)));
         pack_panel(packed, weight, p, panel);
         convolve_panel(whole ? out : parts + part * size, in, packed, whole ? bias : NULL, &pass,
@@ -2380,10 +2406,10 @@ static void winograd_dout(TileBlock b, const real *dout) {
 // m = v * u, place by place
 static void winograd_product(TileBlock b, const real *packed) {
     const Pass *p = b.pass;
-    DotTile dot = {.taps = 1, .depth = p->depth};
+    DotTile dot = {.taps = 1, .depth = p->depth, .pitch = p->depth};
     for (size_t place = 0; place < PLACES; place++)
         for (size_t t = 0; t < b.tiles; t += ROWS) {
-            dot.weight[0] = packed + (b.column * PLACES + place * b.width) * p->depth;
+            dot.weight = packed + (b.column * PLACES + place * b.width) * p->depth;
             for (size_t i = 0; i < ROWS; i++) { // a short last group repeats its last row
                 size_t row = min_size(t + i, b.tiles - 1);
                 dot.in[0][i] = b.v + place * b.v_step + row * p->depth;
@@ -2437,15 +2463,14 @@ static void run_pass(real *out, const real *in, const real *weight, const real *
 // The pass on one image, by one thread.
 static void run_pass_on_image(real *out, const real *in, const real *packed, const real *bias,
                               const Pass *p, real *areas) {
-    size_t tiles = count_tiles(p, 1);
-    for (size_t column = 0; column < p->out.c; column += COLUMNS) {
-        if (!p->winograd)
-            convolve_block(out, in, packed, bias, p, 0, 1, column);
-        for (size_t first = 0; p->winograd && first < tiles; first += TILES) {
+    const size_t tiles = p->winograd ? count_tiles(p, 1) : 0;
+    for (size_t c = 0; !p->winograd && c < p->out.c; c += panel_columns(p))
+        convolve_block(out, in, packed, bias, p, 0, 1, c);
+    for (size_t first = 0; first < tiles; first += TILES)
+        for (size_t column = 0; column < p->out.c; column += COLUMNS) {
             size_t last = min_size(first + TILES, tiles);
             winograd_block(out, in, packed, bias, tile_block(p, first, last, column, areas));
         }
-    }
 }
 
 // Counts on no more threads at run time than when this is asked.
@@ -2527,8 +2552,9 @@ static void weight_gradient_piece(real *dweight, real *dbias, const WeightGradie
                 memset(to, 0, rows * columns * sizeof *to);
             for (size_t c = 0; c < columns; c += COLUMNS) {
                 size_t width = min_size(COLUMNS, columns - c);
+                size_t ahead = c == 0 ? PAIRS * g->pass.in.c : 0; // the next pairs' pixels, once
                 outer_tiles[rows - 1][ceil_div(width, LANES) - 1](to + c, columns, width, pairs,
-                                                                  count, row, c);
+                                                                  count, row, c, ahead);
             }
         }
 }
@@ -2562,7 +2588,7 @@ static void winograd_gradient_block(real *sums, TileBlock b) {
                 (Pair){b.v + place * b.v_step + t * depth, b.m + place * b.m_step + t * width};
         for (size_t row = 0; row < depth; row += ROWS)
             outer_tiles[min_size(ROWS, depth - row) - 1][width / LANES - 1](
-                sums + (place * depth + row) * width, width, width, pairs, b.tiles, row, 0);
+                sums + (place * depth + row) * width, width, width, pairs, b.tiles, row, 0, 0);
     }
     for (size_t t = 0; t < b.tiles; t++)
         for (size_t j = 0; j < width; j++)
