@@ -100,6 +100,7 @@ typedef struct Layer {
     bool fused_relu_backward;       // conv2d: its backward does that of the ReLU before it;
                                     // relu: the convolution behind it has done its backward
     const struct Layer *pool;       // conv2d: the max-pool behind it whose work it does, or NULL
+    const struct Layer *add;        // batchnorm2d: the add behind it whose work it does, or NULL
     bool skipped;                   // that max-pool, and the ReLU before it: nothing left to do
     size_t weights, biases;         // how many parameters; batchnorm2d: weights are its scales
     size_t weight, bias;            // offsets into params and grads
@@ -156,7 +157,7 @@ typedef struct Resident {
    scratch has as many elements as the backend's scratch_size() asked for. */
 typedef struct Backend {
     const char *name, *kernels;
-    bool fuses_relu;
+    bool fuses; // a ReLU, and an add behind a BatchNorm, are done while the row before is stored
     size_t (*scratch_size)(const Layer *l, size_t n);
     void (*prepare)(Layer *l);    // conv2d, linear; may be NULL
     void *(*alloc)(size_t bytes); // zeroed; NULL when there is not enough
@@ -202,9 +203,10 @@ typedef struct Backend {
     void (*linear_backward)(real *din, real *dweight, real *dbias, const real *dout, const real *in,
                             const real *weight, const Layer *l, size_t n, bool accumulate,
                             real *scratch);
+    // residual: the other input of l->add, or NULL
     void (*batchnorm2d_forward)(real *out, real *stats, const real *in, const real *weight,
-                                const real *bias, const Layer *l, size_t n, bool training,
-                                real *scratch);
+                                const real *bias, const real *residual, const Layer *l, size_t n,
+                                bool training, real *scratch);
     void (*batchnorm2d_backward)(real *din, real *dweight, real *dbias, const real *dout,
                                  const real *in, const real *stats, const real *weight,
                                  const Layer *l, size_t n, bool accumulate, real *scratch);
@@ -1498,6 +1500,7 @@ static void add_arrays(real *out, const real *in, size_t count, bool relu) {
      mean = sum of in / m                     variance = sum of (in - mean)^2 / m
      out = (in - mean) * scale + bias         scale = weight / sqrt(variance + eps)
      running = (1 - momentum) * running + momentum * (mean, or variance * m / (m - 1))
+   An add behind it is done in one: out += residual, its other input; a ReLU behind these likewise.
    Evaluation takes the running statistics instead of the batch's. stats holds four rows of c
    numbers: running mean, running variance, and mean and 1 / sqrt(variance + eps) for the backward.
    Sums are taken over slices of the pixels, which do not depend on the number of threads. */
@@ -1565,8 +1568,8 @@ static void bn_join_statistics(real *stats, const real *sums, size_t pixels, siz
 }
 
 static void batchnorm2d_forward(real *out, real *stats, const real *in, const real *weight,
-                                const real *bias, const Layer *l, size_t n, bool training,
-                                real *scratch) {
+                                const real *bias, const real *residual, const Layer *l, size_t n,
+                                bool training, real *scratch) {
     size_t channels = l->in.c, pixels = n * l->in.h * l->in.w;
     PARALLEL_TURNS(slice, training ? BN_SLICES : 0)
         bn_slice_statistics(scratch + slice * 2 * channels, in, bn_slice(slice, pixels), channels);
@@ -1579,13 +1582,15 @@ static void batchnorm2d_forward(real *out, real *stats, const real *in, const re
                                          : 1 / SQRT(stats[channels + c] + (real)bn_eps));
         shift[c] = bias[c] - mean * scale[c];
     }
-    real least = l->fused_relu ? 0 : -(real)INFINITY;
+    real least = (l->add ? l->add : l)->fused_relu ? 0 : -(real)INFINITY;
     PARALLEL_FOR
     for (size_t i = 0; i < pixels; i++) {
         const real *restrict from = in + i * channels;
         real *restrict to = out + i * channels;
         for (size_t c = 0; c < channels; c++) {
             real value = from[c] * scale[c] + shift[c];
+            if (residual)
+                value += residual[i * channels + c];
             to[c] = value < least ? least : value;
         }
     }
@@ -1759,7 +1764,7 @@ enum {
     RUN = 11 * FEW,                   // the most numbers in such a row
     MAX_POOL = 9,                     // positions in a pool's window whose zeros are skipped
     PLACES = 16,                      // of a Winograd tile
-    TILES = 36,                       // Winograd tiles between transforms: they fit L2
+    BLOCK_TILES = 36,                 // Winograd tiles between transforms: they fit L2
     GRADIENT_TILES = 72,              // ... and in a weight gradient, which reads its sums for each
     PAIRS = 128,                      // pixels that a weight gradient takes at a time
     SLICES = 32,                      // pieces that a weight gradient is cut into
@@ -2030,19 +2035,15 @@ static size_t panel_offset(const Pass *p, Panel panel, size_t column) {
 
 // One tile's columns, from weight[tap][depth][column]; transposed: from [tap][column][depth]
 static void pack_panel(real *packed, const real *weight, const Pass *p, Panel panel) {
-    const size_t step = p->transposed ? p->depth : 1, row = p->transposed ? 1 : p->out.c;
-    const size_t width = block_width(p, panel.column);
+    const size_t row = p->transposed ? 1 : p->out.c, width = block_width(p, panel.column);
     for (size_t tap = 0; tap < p->taps; tap++) {
         const real *from = weight + tap * p->depth * p->out.c;
-        from += panel.start * row + panel.column * step;
+        from += panel.start * row + panel.column * (p->transposed ? p->depth : 1);
         for (size_t d = 0; d < panel.depth; d++, from += row, packed += width) {
-            if (p->transposed)
-                for (size_t j = 0; j < panel.columns; j++)
-                    packed[j] = from[j * step];
-            else
-                memcpy(packed, from, panel.columns * sizeof *packed);
-            for (size_t j = panel.columns; j < width; j++)
-                packed[j] = 0;
+            for (size_t j = 0; p->transposed && j < width; j++)
+                packed[j] = j < panel.columns ? from[j * p->depth] : 0;
+            for (size_t j = 0; !p->transposed && j < width; j += LANES)
+                *(vec *)(packed + j) = load(from + j, panel.columns - j);
         }
     }
 }
@@ -2431,8 +2432,8 @@ static void winograd_block(real *out, const real *in, const real *packed, const 
 static void winograd(real *out, const real *in, const real *packed, const real *bias, const Pass *p,
                      size_t n, real *areas) {
     size_t tiles = count_tiles(p, n), blocks = ceil_div(p->out.c, COLUMNS);
-    PARALLEL_TURNS(i, ceil_div(tiles, TILES) * blocks) {
-        size_t first = i / blocks * TILES, last = min_size(first + TILES, tiles);
+    PARALLEL_TURNS(i, ceil_div(tiles, BLOCK_TILES) * blocks) {
+        size_t first = i / blocks * BLOCK_TILES, last = min_size(first + BLOCK_TILES, tiles);
         TileBlock b = tile_block(p, first, last, i % blocks * COLUMNS, areas);
         winograd_block(out, in, packed, bias, b);
     }
@@ -2466,9 +2467,9 @@ static void run_pass_on_image(real *out, const real *in, const real *packed, con
     const size_t tiles = p->winograd ? count_tiles(p, 1) : 0;
     for (size_t c = 0; !p->winograd && c < p->out.c; c += panel_columns(p))
         convolve_block(out, in, packed, bias, p, 0, 1, c);
-    for (size_t first = 0; first < tiles; first += TILES)
+    for (size_t first = 0; first < tiles; first += BLOCK_TILES)
         for (size_t column = 0; column < p->out.c; column += COLUMNS) {
-            size_t last = min_size(first + TILES, tiles);
+            size_t last = min_size(first + BLOCK_TILES, tiles);
             winograd_block(out, in, packed, bias, tile_block(p, first, last, column, areas));
         }
 }
@@ -2913,26 +2914,31 @@ static void conv2d_backward_pooled(real *din, real *dweight, real *dbias, const 
 }
 
 /* One row of a max-pool's image, a vector of channels at a time: the largest and where it was stay
-   in registers. Spelled out, because compilers do not mix numbers and bytes in one vector loop. */
+   in registers. Spelled out, because compilers do not mix numbers and bytes in one vector loop.
+   Reads whole vectors of in; what lies behind the channels is dropped. */
 static void maxpool2d_row(real *out, uint8_t *argmax, const real *in, const Layer *l, size_t y) {
     typedef uint8_t bytes __attribute__((vector_size(LANES)));
     for (size_t x = 0; x < l->out.w; x++)
         for (size_t c = 0; c < l->out.c; c += LANES) {
             size_t at = (y * l->out.w + x) * l->out.c + c, count = l->out.c - c;
             vec best = (vec){0} - (real)INFINITY;
-            mask arg = {0};
-            for (size_t tap = 0; tap < l->kernel * l->kernel; tap++) {
-                ptrdiff_t met = met_pixel(l, y, x, tap);
-                if (met == OUTSIDE)
-                    continue;
-                vec v = load(in + (size_t)met * l->in.c + c, count);
-                mask larger = (v > best) | (v != v); // a NaN wins
-                best = (vec)((larger & (mask)v) | (~larger & (mask)best));
-                arg = (larger & ((mask){0} + (lane)tap)) | (~larger & arg);
-            }
+            mask arg = {0}, tap = {0};
+            for (size_t i = 0; i < l->kernel; i++)
+                for (size_t j = 0; j < l->kernel; j++, tap += 1) {
+                    size_t iy = y * l->stride + i - l->padding, ix = x * l->stride + j - l->padding;
+                    if (iy >= l->in.h || ix >= l->in.w)
+                        continue;
+                    vec v = *(const vec *)(in + (iy * l->in.w + ix) * l->in.c + c);
+                    mask larger = (v > best) | (v != v); // a NaN wins
+                    best = (vec)((larger & (mask)v) | (~larger & (mask)best));
+                    arg = (larger & tap) | (~larger & arg);
+                }
             store(out + at, best, count);
             bytes positions = __builtin_convertvector(arg, bytes);
-            memcpy(argmax + at, &positions, min_size(count, LANES));
+            if (count >= LANES)
+                memcpy(argmax + at, &positions, LANES);
+            else
+                memcpy(argmax + at, &positions, count);
         }
 }
 
@@ -3198,10 +3204,12 @@ static void plan_in_place(Net *net) {
                                 (l->kind == ADD && l->other != l->input && before->kind != RELU &&
                                  before->kind != MAXPOOL2D && !before->in_place));
         l->in_place = l->in_place && before->kind != LOG_SOFTMAX;
+        if (l->kind == ADD && l->in_place && before->kind == BATCHNORM2D && net->backend->fuses)
+            before->add = l;
         bool fusible = before->kind == CONV2D || before->kind == LINEAR ||
                        before->kind == BATCHNORM2D || before->kind == ADD;
         if (l->kind == RELU && l->in_place && fusible)
-            before->fused_relu = net->backend->fuses_relu;
+            before->fused_relu = net->backend->fuses;
     }
 }
 
@@ -3664,6 +3672,12 @@ static void mark_row(const Net *net, size_t mark) {
         net->backend->mark(mark);
 }
 
+// Whether the row before has done this row's forward while it was stored.
+static bool is_fused(const Net *net, const Layer *l) {
+    const Layer *before = &net->layers[l->input];
+    return l->kind == RELU ? before->fused_relu : before->add == l;
+}
+
 // One row's output (=). Nothing where a rank has no image (dp), or where the row is `skipped`: the
 // convolution below has written what it would give.
 static void forward_row(Net *net, size_t i, size_t n, const Draw *draw) {
@@ -3692,10 +3706,12 @@ static void forward_row(Net *net, size_t i, size_t n, const Draw *draw) {
         b->linear_forward(out, in, weight, bias, l, n, net->scratch);
         break;
     case BATCHNORM2D:
-        b->batchnorm2d_forward(out, stats, in, weight, bias, l, n, draw != NULL, net->scratch);
+        b->batchnorm2d_forward(out, stats, in, weight, bias,
+                               l->add ? output(net, &net->layers[l->add->other]) : NULL, l, n,
+                               draw != NULL, net->scratch);
         break;
     case RELU:
-        if (!net->layers[l->input].fused_relu)
+        if (!is_fused(net, l))
             b->relu_forward(out, in, count);
         break;
     case MAXPOOL2D:
@@ -3705,6 +3721,8 @@ static void forward_row(Net *net, size_t i, size_t n, const Draw *draw) {
         b->avgpool2d_forward(out, in, l, n);
         break;
     case ADD:
+        if (is_fused(net, l))
+            break;
         if (!l->in_place)
             b->copy(out, in, count * sizeof *out);
         b->add(out, output(net, &net->layers[l->other]), count, l->fused_relu);
@@ -4000,7 +4018,7 @@ static const Backend backends[] = {
      .maxpool2d_forward = maxpool2d_forward_naive, .conv2d_forward = conv2d_forward_naive,
      .conv2d_backward = conv2d_backward_naive, .linear_forward = conv2d_forward_naive,
      .linear_backward = conv2d_backward_naive},
-    {CPU_COMMON, .kernels = "fast", .fuses_relu = true, .scratch_size = scratch_size_fast,
+    {CPU_COMMON, .kernels = "fast", .fuses = true, .scratch_size = scratch_size_fast,
      .prepare = cpu_prepare, .maxpool2d_forward = maxpool2d_forward_fast,
      .conv2d_forward = conv2d_forward_fast, .conv2d_backward = conv2d_backward_fast,
      .conv2d_forward_pooled = conv2d_forward_pooled,
@@ -6265,7 +6283,7 @@ static void count_work(const Layer *l, size_t n, LayerTimes *t) {
         numbers = (2 + !first) * (in + out + weights);
         break;
     case BATCHNORM2D: // statistics, result; sums, gradient
-        numbers = 3 * out + 5 * out;
+        numbers = (l->add ? 4 : 3) * out + 5 * out;
         break;
     case RELU:
     case LOG_SOFTMAX:
@@ -6348,7 +6366,7 @@ static void print_layer(FILE *csv, const Layer *l, size_t number, LayerTimes *t,
 }
 
 /* Each layer's time on a batch of training, medians over rounds, and how far it is from the limits
-   of this machine. A row whose work another one does (a fused ReLU) is left out. */
+   of this machine. A row whose work another one does (a fused ReLU or add) is left out. */
 static void measure_layers(Run *run) {
     Net *net = &run->net;
     LayerTimes *times = must_alloc(net->count * sizeof *times, "the layers' times");
@@ -6369,7 +6387,7 @@ static void measure_layers(Run *run) {
     for (size_t i = 1; i < net->count; i++) {
         const Layer *l = &net->layers[i];
         count_work(l, batch.n, &times[i]);
-        if (!l->skipped && (l->kind != RELU || !net->layers[l->input].fused_relu))
+        if (!l->skipped && !is_fused(net, l))
             print_layer(csv, l, i, &times[i], peak, bandwidth);
     }
     if (csv)

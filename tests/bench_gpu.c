@@ -107,10 +107,11 @@ static void time_linear_backward(real *din, real *dweight, real *dbias, const re
 }
 
 static void time_batchnorm2d_forward(real *out, real *stats, const real *in, const real *weight,
-                                     const real *bias, const Layer *l, size_t n, bool training,
-                                     real *scratch) {
-    TIME("batchnorm2d_forward", l->name, 0, (training ? 12 : 8) * outputs(l, n), out == in,
-         batchnorm2d_forward(out, stats, in, weight, bias, l, n, training, scratch));
+                                     const real *bias, const real *residual, const Layer *l,
+                                     size_t n, bool training, real *scratch) {
+    TIME("batchnorm2d_forward", l->name, 0,
+         ((training ? 12 : 8) + (residual ? 4 : 0)) * outputs(l, n), out == in,
+         batchnorm2d_forward(out, stats, in, weight, bias, residual, l, n, training, scratch));
 }
 
 static void time_batchnorm2d_backward(real *din, real *dweight, real *dbias, const real *dout,

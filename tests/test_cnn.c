@@ -886,6 +886,7 @@ static void plan_apart(Net *net) {
         Layer *l = &net->layers[i];
         size_t size = aligned(net->batch * shape_size(l->out));
         l->in_place = l->fused_relu = l->fused_relu_backward = false;
+        l->add = NULL;
         l->output = net->activation_size;
         l->gradient = net->gradient_size;
         net->activation_size += size;
@@ -1056,6 +1057,14 @@ static void check_resnet_size(const Net *net) {
         fail("resnet18: %zu of %zu numbers", net->gradient_size, unshared_size(net));
 }
 
+// Every add of a ResNet is done while the output of a BatchNorm is stored.
+static void check_resnet_adds(const Net *net) {
+    bool resnet = strncmp(net->model, "resnet", 6) == 0;
+    for (size_t i = 1; i < net->count; i++)
+        if (resnet && net->layers[i].kind == ADD && !is_fused(net, &net->layers[i]))
+            fail("%s: row %zu is an add of its own", net->model, i);
+}
+
 static void test_plan_of_models(void) {
     static Net net;
     static const char *const stems[] = {"3", "7", "imagenet"};
@@ -1069,6 +1078,7 @@ static void test_plan_of_models(void) {
             plan_memory(&net, 2);
             check_plan(&net);
             check_resnet_size(&net);
+            check_resnet_adds(&net);
         }
     verdict("gradients of all models: none is overwritten while it is needed");
 }
@@ -1277,8 +1287,8 @@ static void draw_norm_input(Norm *x, const double *means, const double *spreads)
 }
 
 static void run_norm(Norm *x, size_t n, bool training) {
-    batchnorm2d_forward(x->out.at, x->stats.at, x->in.at, x->weight.at, x->bias.at, &bn_layer, n,
-                        training, x->scratch.at);
+    batchnorm2d_forward(x->out.at, x->stats.at, x->in.at, x->weight.at, x->bias.at, NULL, &bn_layer,
+                        n, training, x->scratch.at);
     check_guards("out", &x->out);
     check_guards("stats", &x->stats);
     check_guards("scratch", &x->scratch);
@@ -1373,7 +1383,7 @@ static void test_norm_outliers(void) {
     long double mean = 0, variance = 0;
     for (size_t i = 0; i < PIXELS; i += PIXELS / BN_SLICES)
         in.at[i] = 300;
-    batchnorm2d_forward(out.at, stats, in.at, &weight, &bias, &l, N, true, scratch.at);
+    batchnorm2d_forward(out.at, stats, in.at, &weight, &bias, NULL, &l, N, true, scratch.at);
     for (size_t i = 0; i < PIXELS; i++)
         mean += in.at[i] / (long double)PIXELS;
     for (size_t i = 0; i < PIXELS; i++)
@@ -1449,8 +1459,8 @@ static Array norm_results(Norm *x, const Array *dout, int threads) {
     real *din = all.at + count, *stats = din + count, *dweight = stats + 4 * BN_CHANNELS;
     omp_set_num_threads(threads);
     memset(stats, 0, 4 * BN_CHANNELS * sizeof *stats);
-    batchnorm2d_forward(all.at, stats, x->in.at, x->weight.at, x->bias.at, &bn_layer, BN_MOST, true,
-                        x->scratch.at);
+    batchnorm2d_forward(all.at, stats, x->in.at, x->weight.at, x->bias.at, NULL, &bn_layer, BN_MOST,
+                        true, x->scratch.at);
     batchnorm2d_backward(din, dweight, dweight + BN_CHANNELS, dout->at, x->in.at, stats,
                          x->weight.at, &bn_layer, BN_MOST, false, x->scratch.at);
     omp_set_num_threads(2);

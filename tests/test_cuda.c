@@ -225,7 +225,7 @@ static void describe(const Layer *l, size_t n, const char *more) {
 static void run_forward(const Backend *b, const Task *t, void *const *a, real *scratch) {
     bool conv = t->l->kind == CONV2D;
     (conv ? b->conv2d_forward : b->linear_forward)(a[0], a[1], a[2], a[3], t->l, t->n, scratch);
-    if (t->l->fused_relu && !b->fuses_relu)
+    if (t->l->fused_relu && !b->fuses)
         b->relu_forward(a[0], a[0], t->n * shape_size(t->l->out));
 }
 
@@ -512,7 +512,8 @@ static void test_avgpool(const Backend *b) {
 /* ---- BatchNorm ------------------------------------------------------------------------------- */
 
 static void run_norm_forward(const Backend *b, const Task *t, void *const *a, real *scratch) {
-    b->batchnorm2d_forward(a[0], a[1], a[2], a[3], a[4], t->l, t->n, t->training, scratch);
+    b->batchnorm2d_forward(a[0], a[1], a[2], a[3], a[4], t->l->add ? a[5] : NULL, t->l, t->n,
+                           t->training, scratch);
 }
 
 static void run_norm_backward(const Backend *b, const Task *t, void *const *a, real *scratch) {
@@ -543,7 +544,7 @@ static void norm_forward_bound(const Task *t, const Array *before, const Array *
     (void)got;
     size_t channels = t->l->in.c, pixels = t->n * t->l->in.h * t->l->in.w;
     const real *in = before[2].at, *weight = before[3].at, *bias = before[4].at;
-    const real *stats = want[1].at, *running = before[1].at;
+    const real *residual = before[5].at, *stats = want[1].at, *running = before[1].at;
     real *out = bound[0].at, *bound_of = bound[1].at;
     for (size_t c = 0; c < channels; c++) {
         double mean = (double)stats[(t->training ? 2 : 0) * channels + c], farthest = 0;
@@ -565,9 +566,11 @@ static void norm_forward_bound(const Task *t, const Array *before, const Array *
         for (size_t i = c; i < pixels * channels; i += channels) {
             double x = fabs((double)in[i]), d = fabs((double)in[i] - mean);
             double far = e.mean + 4 * epsilon * (x + fabs(mean));
-            out[i] = (real)(fabs((double)weight[c]) *
-                                (inverse * far + d * (e.inverse + 4 * epsilon * inverse)) +
-                            4 * epsilon * fabs((double)bias[c]));
+            out[i] =
+                (real)(fabs((double)weight[c]) *
+                           (inverse * far + d * (e.inverse + 4 * epsilon * inverse)) +
+                       4 * epsilon *
+                           (fabs((double)bias[c]) + (t->l->add ? fabs((double)residual[i]) : 0)));
         }
     }
 }
@@ -633,7 +636,10 @@ static void test_norm_forward(const Backend *b, bool training) {
         l.fused_relu = i % 2;
         Array arrays[] = {
             output_array("out", count, 1), changed_array("stats", 4 * c, training, !training),
-            input_array("in", count), input_array("weight", c), input_array("bias", c)};
+            input_array("in", count),      input_array("weight", c),
+            input_array("bias", c),        input_array("residual", count)};
+        const Layer add = {.kind = ADD, .fused_relu = i / 2 % 2};
+        l.add = i % 3 ? &add : NULL;
         real *stats = arrays[1].at;
         draw_norm_input(&arrays[2], c);
         for (size_t k = 0; k < c; k++) { // the running statistics

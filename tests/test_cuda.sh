@@ -222,6 +222,7 @@ bugs=$(cat <<'END'
 3 gather s/d <= ELASTIC_REACH; d++/d < ELASTIC_REACH; d++/
 3 batchnorm2d s/dbias\[c\] \/ m - x \*/dbias[c] \/ m + x */
 3 tiled s/m < rows && n < columns/m <= rows \&\& n < columns/
+4 batchnorm2d s/ + (residual ? residual\[i\] : 0)//
 4 gather s/at \/ 4 \* 4)/at)/
 4 naive s/weight\[(tap \* s.c + c) \* s.oc + o.c\]/weight[(tap * s.c + c) * s.c + o.c]/
 4 tiled s/(blockIdx.z \* rows + m) \* columns/(blockIdx.z * rows + m) * rows/

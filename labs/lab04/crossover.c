@@ -58,7 +58,7 @@ static double microseconds(Job *job, bool emulated) {
 // The cifar network on a device; `apart` becomes its backend, which does each layer by itself.
 static void setup_net(Net *net, const Run *run, const Backend *b, Backend *apart, size_t batch) {
     *apart = *b;
-    apart->fuses_relu = false;
+    apart->fuses = false;
     apart->conv2d_forward_pooled = NULL;
     net_build(net, run->model, &run->info, &run->settings, apart);
     plan_memory(net, batch);
