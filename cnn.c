@@ -1755,19 +1755,19 @@ enum { VECTOR_BYTES = 16, VECTORS = 2 };
 enum {
     LANES = VECTOR_BYTES / sizeof(real),
     ROWS = 6,
-    COLUMNS = VECTORS * LANES,        // the widest tile
-    MAX_TAPS = 11 * 11,               // the largest kernel: 11 x 11
-    MAX_DEPTH = 1024,                 // channels that a tile sums over at a time
-    WEIGHT_BYTES = 256 * 1024,        // weights that a pass goes through at a time: they fit L2
-    GROUP_PIXELS = 512,               // pixels that are computed while a panel is in L2
-    FEW = 8,                          // fewer channels: a row of taps is read as one
-    RUN = 11 * FEW,                   // the most numbers in such a row
-    MAX_POOL = 9,                     // positions in a pool's window whose zeros are skipped
-    PLACES = 16,                      // of a Winograd tile
-    BLOCK_TILES = 36,                 // Winograd tiles between transforms: they fit L2
-    GRADIENT_TILES = 72,              // ... and in a weight gradient, which reads its sums for each
-    PAIRS = 128,                      // pixels that a weight gradient takes at a time
-    SLICES = 32,                      // pieces that a weight gradient is cut into
+    COLUMNS = VECTORS * LANES, // the widest tile
+    MAX_TAPS = 11 * 11,        // the largest kernel: 11 x 11
+    MAX_DEPTH = 1024,          // channels that a tile sums over at a time
+    WEIGHT_BYTES = 256 * 1024, // weights that a pass goes through at a time: they fit L2
+    GROUP_PIXELS = 512,        // pixels that are computed while a panel is in L2
+    FEW = 8,                   // fewer channels: a row of taps is read as one
+    RUN = 11 * FEW,            // the most numbers in such a row
+    MAX_POOL = 9,              // positions in a pool's window whose zeros are skipped
+    PLACES = 16,               // of a Winograd tile
+    BLOCK_TILES = 36,          // Winograd tiles between transforms: they fit L2
+    GRADIENT_TILES = 72,       // ... and in a weight gradient, which reads its sums each time
+    PAIRS = 128,               // pixels that a weight gradient takes at a time
+    SLICES = 32,               // pieces that a weight gradient is cut into
     SLICE_ELEMENTS = 2 * 1024 * 1024, // ... as long as their sums take no more than this
     SLICE_PIXELS = 256,               // ... and each has so many pixels
 };
@@ -1953,7 +1953,7 @@ static Pass make_pass(const Layer *l, const int32_t *map, Shape in, Shape out, s
                   .depth = run * in.c,
                   .in_pixels = in.h * in.w,
                   .out_pixels = out.h * out.w,
-                  .winograd = suits_winograd(l, in, out)};
+                  .winograd = run == 1 && suits_winograd(l, in, out)};
 }
 
 static Pass forward_pass(const Layer *l) {
@@ -2125,19 +2125,20 @@ static void convolve_panel(real *out, const real *in, const real *packed, const 
         }
         list_taps(&t, p, met, image, copies);
         for (size_t c = 0; c < panel.columns; c += COLUMNS) {
+            const size_t columns = min_size(COLUMNS, panel.columns - c);
             t.column = panel.column + c;
-            t.weight = packed + panel_offset(p, panel, t.column) - offset;
-            dot_tiles[block_width(p, t.column) / LANES - 1](&t,
-                                                            min_size(COLUMNS, panel.columns - c));
+            t.weight = packed + (panel_offset(p, panel, t.column) - offset);
+            dot_tiles[ceil_div(columns, LANES) - 1](&t, columns);
         }
     }
 }
 
-// Output pixels of `images` images from `first` on, panel_columns() from `column` on.
+// Output pixels of `images` images from `first` on, `columns` columns from `column` on.
 static void convolve_block(real *out, const real *in, const real *packed, const real *bias,
-                           const Pass *p, size_t first, size_t images, size_t column) {
+                           const Pass *p, size_t first, size_t images, size_t column,
+                           size_t columns) {
     for (size_t start = 0; start < p->depth; start += panel_depth(p)) {
-        Panel panel = panel_at(p, column, panel_columns(p), start);
+        Panel panel = panel_at(p, column, columns, start);
         Pass part = *p;
         part.accumulate = start > 0 || p->accumulate;
         part.relu = p->relu && start + panel.depth == p->depth;
@@ -2149,14 +2150,17 @@ static void convolve_block(real *out, const real *in, const real *packed, const 
 // out[pixel][column] = bias[column] + sum over taps and depth; bias may be NULL
 static void convolve(real *out, const real *in, const real *packed, const real *bias, const Pass *p,
                      size_t n) {
-    size_t blocks = ceil_div(p->out.c, panel_columns(p));
-    size_t images = min_size(n, ceil_div(GROUP_PIXELS, p->out_pixels));
-    while (images > 1 && images * p->out_pixels > 24 && ceil_div(n, images) * blocks < SLICES)
+    size_t columns = panel_columns(p), images = min_size(n, ceil_div(GROUP_PIXELS, p->out_pixels));
+    while (images > 1 && images * p->out_pixels > 24 &&
+           ceil_div(n, images) * ceil_div(p->out.c, columns) < SLICES)
         images = ceil_div(images, 2);
+    if (ceil_div(n, images) * ceil_div(p->out.c, columns) < SLICES)
+        columns = COLUMNS; // turns for more threads
+    const size_t blocks = ceil_div(p->out.c, columns);
     PARALLEL_TURNS(i, ceil_div(n, images) * blocks) {
         size_t first = i / blocks * images;
         convolve_block(out, in, packed, bias, p, first, min_size(images, n - first),
-                       i % blocks * panel_columns(p));
+                       i % blocks * columns, columns);
     }
 }
 
@@ -2304,8 +2308,8 @@ static TileBlock tile_block(const Pass *p, size_t first, size_t last, size_t col
     b.column = column;
     b.width = block_width(p, column);
     b.columns = min_size(b.width, p->out.c - column);
-    b.v_step = GRADIENT_TILES * p->depth + LANES;
-    b.m_step = GRADIENT_TILES * COLUMNS + LANES;
+    b.v_step = b.tiles * p->depth + LANES;
+    b.m_step = b.tiles * COLUMNS + LANES;
     b.v = areas + (size_t)omp_get_thread_num() * tile_area(p);
     b.m = b.v + PLACES * b.v_step;
     return b;
@@ -2465,8 +2469,9 @@ static void run_pass(real *out, const real *in, const real *weight, const real *
 static void run_pass_on_image(real *out, const real *in, const real *packed, const real *bias,
                               const Pass *p, real *areas) {
     const size_t tiles = p->winograd ? count_tiles(p, 1) : 0;
-    for (size_t c = 0; !p->winograd && c < p->out.c; c += panel_columns(p))
-        convolve_block(out, in, packed, bias, p, 0, 1, c);
+    const size_t columns = panel_columns(p);
+    for (size_t c = 0; !p->winograd && c < p->out.c; c += columns)
+        convolve_block(out, in, packed, bias, p, 0, 1, c, columns);
     for (size_t first = 0; first < tiles; first += BLOCK_TILES)
         for (size_t column = 0; column < p->out.c; column += COLUMNS) {
             size_t last = min_size(first + BLOCK_TILES, tiles);
@@ -2735,7 +2740,7 @@ typedef struct PooledPass {
     size_t pooled, image;           // numbers of one image: behind the pool, before the convolution
     const real *dout, *relu;        // the pool's gradient and its output
     const uint8_t *argmax;
-    size_t count_bits; // of the counts of list_window()
+    size_t count_bits; // of a count of list_window(), and the mask for it
     uint64_t count_mask;
 } PooledPass;
 
@@ -2787,8 +2792,8 @@ static uint32_t window_start(const PooledPass *p, size_t window) {
     return (uint32_t)((y * l->in.w + x) * l->stride * l->in.c);
 }
 
-// A few windows of an image, so many that what they meet stays in the nearest cache.
-enum { WINDOWS = 64 };
+// A few windows of an image: so many that they, and what they meet, stay in the nearest caches.
+enum { WINDOWS = 64, WINDOW_NUMBERS = 8192 };
 typedef struct Windows {
     size_t count, channels;
     uint32_t start[WINDOWS];
@@ -2826,16 +2831,17 @@ static void pooled_image(real *sums, real *din, const real *in, const real *pack
                          const PooledPass *p, size_t image) {
     const size_t channels = p->l->out.c, windows = p->pool->out.h * p->pool->out.w;
     const size_t taps = p->pool->kernel * p->pool->kernel;
-    real gradient[WINDOWS * channels], *restrict dbias = sums + channels * p->filter;
-    uint8_t nonzero[WINDOWS * channels];
-    Term terms[max_size(WINDOWS, taps * channels)];
+    const size_t most = min_size(WINDOWS, WINDOW_NUMBERS / channels);
+    real gradient[most * channels], *restrict dbias = sums + channels * p->filter;
+    uint8_t nonzero[most * channels];
+    Term terms[max_size(most, taps * channels)];
     Windows w = {.channels = channels, .gradient = gradient, .nonzero = nonzero};
     if (din)
         memset(din, 0, p->image * sizeof *din);
-    for (size_t first = 0; first < windows; first += WINDOWS) {
+    for (size_t first = 0; first < windows; first += most) {
         const size_t from = image * p->pooled + first * channels;
         const real *restrict relu = p->relu + from, *restrict dout = p->dout + from;
-        w.count = min_size(WINDOWS, windows - first);
+        w.count = min_size(most, windows - first);
         w.argmax = p->argmax + from;
         for (size_t i = 0; i < w.count * channels; i++) {
             gradient[i] = relu[i] > 0 ? dout[i] : 0;

@@ -681,7 +681,7 @@ static void test_pooled(void) {
                     winograd ? LANES : draw_size(1, 40)};
         start_net(&net, in);
         size_t x = add_conv2d(&net, 0, draw_size(1, 70), kernel, stride, 0, draw_bits() % 2);
-        maxpool2d(&net, relu(&net, x), window, window + draw_size(0, 1), 0);
+        maxpool2d(&net, relu(&net, x), window, draw_size(1, window + 1), 0);
         plan_memory(&net, n);
         net.layers[1].fused_relu_backward = draw_bits() % 2;
         if (!net.layers[1].pool)
@@ -690,6 +690,19 @@ static void test_pooled(void) {
             compare_pooled(&net, n, shape % 2, shape % 5);
     }
     verdict("a convolution and its max-pool in one, forward, and backward without its zeros");
+}
+
+// The counts of 3 x 3 windows have 7 bits each.
+static void test_pooled_limit(void) {
+    for (size_t channels = 126; channels < 130; channels++) {
+        static Net net;
+        start_net(&net, (Shape){9, 9, 2});
+        maxpool2d(&net, relu(&net, conv2d(&net, 0, channels, 3, 1, 0)), 3, 2, 0);
+        plan_memory(&net, 1);
+        if ((net.layers[1].pool != NULL) != (channels < 128))
+            fail("%zu channels: %s", channels, net.layers[1].pool ? "joined" : "not joined");
+    }
+    verdict("a convolution and its max-pool in one: as many channels as can be counted");
 }
 
 /* ---- Gradients against central differences -------------------------------------------------- */
@@ -1480,6 +1493,26 @@ static void test_norm_threads(void) {
     free(dout.base);
     free(one.base);
     verdict("batchnorm2d: the same bits for any number of threads");
+}
+
+// What BatchNorm adds while it stores has the bits of an add behind it, with and without ReLU.
+static void test_norm_residual(void) {
+    Norm x = make_norm();
+    Array residual = random_array(x.in.count), got = array(x.in.count, guard_value);
+    for (int variant = 0; variant < 4; variant++) {
+        Layer sum = {.kind = ADD, .fused_relu = variant % 2}, joined = bn_layer;
+        joined.add = &sum;
+        run_norm(&x, BN_MOST, variant / 2);
+        add_arrays(x.out.at, residual.at, x.out.count, sum.fused_relu);
+        batchnorm2d_forward(got.at, x.stats.at, x.in.at, x.weight.at, x.bias.at, residual.at,
+                            &joined, BN_MOST, variant / 2, x.scratch.at);
+        check_tensor("out", got.at, x.out.at, NULL, got.count);
+    }
+    check_guards("out", &got);
+    free_arrays(&x, sizeof x);
+    free(residual.base);
+    free(got.base);
+    verdict("batchnorm2d: an add in one with it");
 }
 
 /* ---- Optimizers ----------------------------------------------------------------------------- */
@@ -3628,6 +3661,7 @@ int main(void) {
     test_maxpool_nan(&backends[1]);
     test_fast_conv();
     test_pooled();
+    test_pooled_limit();
     test_fast_resnet_conv();
     test_winograd();
     test_fast_linear();
@@ -3638,6 +3672,7 @@ int main(void) {
     test_norm_outliers();
     test_norm_running();
     test_norm_threads();
+    test_norm_residual();
     test_optimizers();
     test_cifar_files();
     test_loader_order();
