@@ -7,7 +7,11 @@
    mistakes would have put it. */
 
 #include "layers.c"
-enum { MAX_POOL = 9 }; // stands in room 5b
+
+static bool suits_pooled(const Layer *conv, const Layer *pool) { // stands in room 5b
+    return (void)conv, (void)pool, false;
+}
+
 #include "models.c"
 
 #include "tell.h"
