@@ -1763,11 +1763,13 @@ enum {
     FEW = 8,                   // fewer channels: a row of taps is read as one
     RUN = 11 * FEW,            // the most numbers in such a row
     MAX_POOL = 9,              // positions in a pool's window whose zeros are skipped
-    PLACES = 16,               // of a Winograd tile
-    BLOCK_TILES = 36,          // Winograd tiles between transforms: they fit L2
-    GRADIENT_TILES = 72,       // ... and in a weight gradient, which reads its sums each time
-    PAIRS = 128,               // pixels that a weight gradient takes at a time
-    SLICES = 32,               // pieces that a weight gradient is cut into
+    TILE = 4,                  // side of a Winograd tile: outputs
+    SIDE = TILE + 3 - 1,       // ... and the inputs that they meet
+    PLACES = SIDE * SIDE,
+    BLOCK_TILES = 18,    // Winograd tiles between transforms: they fit L2
+    GRADIENT_TILES = 36, // ... and in a weight gradient, which reads its sums each time
+    PAIRS = 128,         // pixels that a weight gradient takes at a time
+    SLICES = 32,         // pieces that a weight gradient is cut into
     SLICE_ELEMENTS = 2 * 1024 * 1024, // ... as long as their sums take no more than this
     SLICE_PIXELS = 256,               // ... and each has so many pixels
 };
@@ -1781,7 +1783,7 @@ typedef lane mask __attribute__((vector_size(VECTOR_BYTES)));
 #ifdef __clang__
 #define UNROLL _Pragma("clang loop unroll(full)")
 #else
-#define UNROLL _Pragma("GCC unroll 32")
+#define UNROLL _Pragma("GCC unroll 36")
 #endif
 // A loop written out by the compiler, so that an array indexed by it can live in registers.
 #define UNROLLED(i, count) \
@@ -2215,51 +2217,80 @@ static void convolve_by_panels(real *out, const real *in, const real *weight, co
 
 /* ---- Winograd's convolution ---------------------------------------------------------------------
 
-   Where a 3 x 3 filter g, stride 1, meets the 4 x 4 inputs d of 2 x 2 neighbouring outputs, the
-   definition takes 36 products a channel. 16 are enough (Lavin, Gray, "Fast algorithms for
-   convolutional neural networks", CVPR 2016, F(2 x 2, 3 x 3)):
-     u = G g G^T, v = B^T d B       4 x 4 places each
+   Where a 3 x 3 filter g, stride 1, meets the 6 x 6 inputs d of 4 x 4 neighbouring outputs, the
+   definition takes 144 products a channel. 36 are enough (Lavin, Gray, "Fast algorithms for
+   convolutional neural networks", CVPR 2016, F(4 x 4, 3 x 3)):
+     u = G g G^T, v = B^T d B       6 x 6 places each
      out = A^T (sum over channels of u * v, place by place) A
    The sum is a matrix product at each place, done by dot_tile() with 6 tiles of pixels as its rows;
    the weight gradient is one too, by outer_tile().
-   The transforms only add, subtract and halve, and the sums are shorter: the rounding error is 0.6
-   times that of the definition (32 to 512 channels, random numbers); the same bound tests both. */
+   In one dimension 6 places are the values of two polynomials and of their product at 0, +-near,
+   +-far and infinity; pairs of them share their even and odd terms. Which numbers near and far are
+   decides how much rounding grows. With 1 and 2, as in the paper, errors are 4.5 times those of the
+   definition, with 5/8 and 3/2 they are at most 2.2 times as large (32 to 512 channels, random numbers). The
+   same bound tests both. */
 
-/* One row (step 1) or column (step 4) of a tile, in place: B^T d, A^T m and G g, and for the weight
-   gradient A dout and G^T du. */
+static const real near = 5 / (real)8, far = 3 / (real)2, near2 = near * near, far2 = far * far;
+
+// One row (step 1) or column (step SIDE) of a tile, in place: B^T d
 INLINE void transform_input(vec *d, size_t step) {
-    vec d0 = d[0], d1 = d[step], d2 = d[2 * step], d3 = d[3 * step];
-    d[0] = d0 - d2;
-    d[step] = d1 + d2;
-    d[2 * step] = d2 - d1;
-    d[3 * step] = d1 - d3;
+    vec d0 = d[0], d1 = d[step], d2 = d[2 * step], d3 = d[3 * step], d4 = d[4 * step];
+    vec even = d4 - far2 * d2, odd = near * (d3 - far2 * d1);
+    vec even2 = d4 - near2 * d2, odd2 = far * (d3 - near2 * d1);
+    d[0] = near2 * far2 * d0 - (near2 + far2) * d2 + d4;
+    d[step] = even + odd;
+    d[2 * step] = even - odd;
+    d[3 * step] = even2 + odd2;
+    d[4 * step] = even2 - odd2;
+    d[5 * step] += near2 * far2 * d1 - (near2 + far2) * d3;
 }
 
+// A^T m
 INLINE void transform_output(vec *m, size_t step) {
-    vec m1 = m[step], m2 = m[2 * step];
-    m[0] = m[0] + m1 + m2;
-    m[step] = m1 - m2 - m[3 * step];
+    vec even = m[step] + m[2 * step], odd = near * (m[step] - m[2 * step]);
+    vec even2 = m[3 * step] + m[4 * step], odd2 = far * (m[3 * step] - m[4 * step]);
+    m[0] += even + even2;
+    m[step] = odd + odd2;
+    m[2 * step] = near2 * even + far2 * even2;
+    m[3 * step] = near2 * odd + far2 * odd2 + m[5 * step];
 }
 
+// A dout
 INLINE void transform_dout(vec *d, size_t step) {
-    vec d0 = d[0], d1 = d[step];
-    d[step] = d0 + d1;
-    d[2 * step] = d0 - d1;
-    d[3 * step] = -d1;
+    vec d0 = d[0], d1 = d[step], d2 = d[2 * step], d3 = d[3 * step];
+    vec even = d0 + near2 * d2, odd = near * (d1 + near2 * d3);
+    vec even2 = d0 + far2 * d2, odd2 = far * (d1 + far2 * d3);
+    d[step] = even + odd;
+    d[2 * step] = even - odd;
+    d[3 * step] = even2 + odd2;
+    d[4 * step] = even2 - odd2;
+    d[5 * step] = d3;
 }
 
-INLINE void transform_dweight(vec *u, size_t step) {
-    vec sum = (u[step] + u[2 * step]) / 2, difference = (u[step] - u[2 * step]) / 2;
-    u[0] += sum;
-    u[step] = difference;
-    u[2 * step] = sum + u[3 * step];
-}
+static const real near_slope = 2 * near2 * (near2 - far2), far_slope = 2 * far2 * (far2 - near2);
 
+// G g
 INLINE void transform_weight(vec *g, size_t step) {
-    vec ends = g[0] + g[2 * step], middle = g[step];
-    g[3 * step] = g[2 * step];
-    g[step] = (ends + middle) / 2;
-    g[2 * step] = (ends - middle) / 2;
+    vec g0 = g[0], g1 = g[step], g2 = g[2 * step];
+    vec even = (g0 + near2 * g2) / near_slope, odd = near / near_slope * g1;
+    vec even2 = (g0 + far2 * g2) / far_slope, odd2 = far / far_slope * g1;
+    g[0] = g0 / (near2 * far2);
+    g[step] = even + odd;
+    g[2 * step] = even - odd;
+    g[3 * step] = even2 + odd2;
+    g[4 * step] = even2 - odd2;
+    g[5 * step] = g2;
+}
+
+// G^T du
+INLINE void transform_dweight(vec *u, size_t step) {
+    vec even = (u[step] + u[2 * step]) / near_slope,
+        even2 = (u[3 * step] + u[4 * step]) / far_slope;
+    vec odd = near / near_slope * (u[step] - u[2 * step]);
+    vec odd2 = far / far_slope * (u[3 * step] - u[4 * step]);
+    u[0] = u[0] / (near2 * far2) + even + even2;
+    u[step] = odd + odd2;
+    u[2 * step] = near2 * even + far2 * even2 + u[5 * step];
 }
 
 // packed[block of COLUMNS][place][depth][column] = u; the data gradient meets the taps in reverse
@@ -2275,12 +2306,12 @@ static void pack_winograd(real *packed, const real *weight, const Pass *p) {
                 const real *from = weight + d * row + column * step;
                 from += (p->transposed ? 8 - tap : tap) * p->depth * p->out.c;
                 for (size_t j = 0; j < count; j++)
-                    g[tap / 3 * 4 + tap % 3][j] = from[j * step];
+                    g[tap / 3 * SIDE + tap % 3][j] = from[j * step];
             }
-            UNROLLED(j, 3)
-                transform_weight(g + 4 * j, 1);
-            UNROLLED(j, 4)
-                transform_weight(g + j, 4);
+            UNROLLED(i, 3)
+                transform_weight(g + SIDE * i, 1);
+            UNROLLED(j, SIDE)
+                transform_weight(g + j, SIDE);
             UNROLLED(place, PLACES)
                 *(vec *)(to + place * p->depth * width) = g[place];
         }
@@ -2289,7 +2320,7 @@ static void pack_winograd(real *packed, const real *weight, const Pass *p) {
 
 /* A block of tiles on its way through the transforms: `tiles` tiles from `first` on, and columns
    from `column` on, at most COLUMNS. v is [place][tile][depth], m is [place][tile][width]; between
-   places lies a vector more than needed, lest all 16 fall on the same lines of the cache. It is
+   places lies a vector more than needed, lest all fall on the same lines of the cache. It is
    handed on by value: then the compiler knows that no store changes it. */
 typedef struct TileBlock {
     const Pass *pass;
@@ -2316,22 +2347,22 @@ static TileBlock tile_block(const Pass *p, size_t first, size_t last, size_t col
 }
 
 static size_t count_tiles(const Pass *p, size_t n) {
-    return n * ceil_div(p->out.h, 2) * ceil_div(p->out.w, 2);
+    return n * ceil_div(p->out.h, TILE) * ceil_div(p->out.w, TILE);
 }
 
-// A block's tile t: its image, the first of its 2 x 2 output pixels, and where these four lie in
-// out or dout; OUTSIDE: beyond the image's odd edge.
+// A block's tile t: its image, the first of its output pixels, and where these lie in out or dout;
+// OUTSIDE: beyond the image's edge.
 typedef struct TileSpot {
     size_t image, y, x;
-    ptrdiff_t at[4];
+    ptrdiff_t at[TILE * TILE];
 } TileSpot;
 
 INLINE TileSpot tile_spot(TileBlock b, size_t t) {
     const Pass *p = b.pass;
-    size_t across = ceil_div(p->out.w, 2), down = ceil_div(p->out.h, 2), tile = b.first + t;
-    TileSpot s = {tile / across / down, tile / across % down * 2, tile % across * 2, {0}};
-    for (size_t i = 0; i < 4; i++) {
-        size_t y = s.y + i / 2, x = s.x + i % 2;
+    size_t across = ceil_div(p->out.w, TILE), down = ceil_div(p->out.h, TILE), tile = b.first + t;
+    TileSpot s = {tile / across / down, tile / across % down * TILE, tile % across * TILE, {0}};
+    for (size_t i = 0; i < TILE * TILE; i++) {
+        size_t y = s.y + i / TILE, x = s.x + i % TILE;
         size_t at = (s.image * p->out_pixels + y * p->out.w + x) * p->out.c + b.column;
         s.at[i] = y < p->out.h && x < p->out.w ? (ptrdiff_t)at : OUTSIDE;
     }
@@ -2345,18 +2376,21 @@ static void winograd_input(TileBlock b, const real *in) {
         const TileSpot s = tile_spot(b, t);
         const real *from[PLACES];
         for (size_t i = 0; i < PLACES; i++) {
-            size_t y = s.y + i / 4 - p->padding, x = s.x + i % 4 - p->padding;
+            size_t y = s.y + i / SIDE - p->padding, x = s.x + i % SIDE - p->padding;
             bool inside = y < p->in.h && x < p->in.w;
             from[i] = inside ? in + (s.image * p->in_pixels + y * p->in.w + x) * p->depth : zeros;
         }
         for (size_t c = 0; c < p->depth; c += LANES) {
             vec d[PLACES];
-            UNROLLED(i, PLACES)
+            UNROLLED(i, PLACES) {
                 d[i] = *(const vec *)(from[i] + c);
-            UNROLLED(i, 4)
-                transform_input(d + i, 4);
-            UNROLLED(i, 4)
-                transform_input(d + 4 * i, 1);
+                if (i % SIDE >= 2)
+                    __builtin_prefetch(from[i] + TILE * p->depth + c);
+            }
+            UNROLLED(j, SIDE)
+                transform_input(d + j, SIDE);
+            UNROLLED(i, SIDE)
+                transform_input(d + SIDE * i, 1);
             UNROLLED(i, PLACES)
                 *(vec *)(b.v + i * b.v_step + t * p->depth + c) = d[i];
         }
@@ -2372,14 +2406,14 @@ static void winograd_output(TileBlock b, real *out, const real *bias) {
             vec sums[PLACES], start = bias ? load(bias + b.column + j, count) : (vec){0};
             UNROLLED(i, PLACES)
                 sums[i] = *(const vec *)(b.m + i * b.m_step + t * b.width + j);
-            UNROLLED(i, 4)
-                transform_output(sums + i, 4);
-            UNROLLED(i, 2)
-                transform_output(sums + 4 * i, 1);
-            UNROLLED(i, 4) {
+            UNROLLED(i, SIDE)
+                transform_output(sums + i, SIDE);
+            UNROLLED(i, TILE)
+                transform_output(sums + SIDE * i, 1);
+            UNROLLED(i, TILE * TILE) {
                 if (s.at[i] != OUTSIDE) {
                     real *to = out + s.at[i] + j;
-                    vec sum = sums[i / 2 * 4 + i % 2] + start;
+                    vec sum = sums[i / TILE * SIDE + i % TILE] + start;
                     sum += p->accumulate ? load(to, count) : (vec){0};
                     store(to, p->relu ? relu_vec(sum) : sum, count);
                 }
@@ -2388,20 +2422,21 @@ static void winograd_output(TileBlock b, real *out, const real *bias) {
     }
 }
 
-// m = A dout A^T
-static void winograd_dout(TileBlock b, const real *dout) {
+// m = A dout A^T; dbias[column of the block] += dout's sum
+static void winograd_dout(TileBlock b, real *dbias, const real *dout) {
     for (size_t t = 0; t < b.tiles; t++) {
         const TileSpot s = tile_spot(b, t);
         for (size_t j = 0, count = b.columns; j < b.columns; j += LANES, count -= LANES) {
             vec d[PLACES];
-            UNROLLED(i, 4) {
-                bool inside = s.at[i] != OUTSIDE;
-                d[i / 2 * 4 + i % 2] = inside ? load(dout + s.at[i] + j, count) : (vec){0};
+            UNROLLED(i, TILE * TILE) {
+                vec v = s.at[i] == OUTSIDE ? (vec){0} : load(dout + s.at[i] + j, count);
+                d[i / TILE * SIDE + i % TILE] = v;
+                *(vec *)(dbias + j) += v;
             }
-            UNROLLED(i, 2)
-                transform_dout(d + 4 * i, 1);
-            UNROLLED(i, 4)
-                transform_dout(d + i, 4);
+            UNROLLED(i, TILE)
+                transform_dout(d + SIDE * i, 1);
+            UNROLLED(i, SIDE)
+                transform_dout(d + i, SIDE);
             UNROLLED(i, PLACES)
                 *(vec *)(b.m + i * b.m_step + t * b.width + j) = d[i];
         }
@@ -2583,8 +2618,7 @@ static void sum_slices(real *to, const real *from, size_t slices, size_t pitch, 
 
 /* A weight gradient by Winograd's transforms, since the output is linear in u:
      du = sum over tiles of v * (A dout A^T), place by place;   dweight = G^T du G
-   sums[place][depth][width] += du of a block's tiles; behind them the bias: at place (1, 1) the
-   transform of dout is the sum of its four pixels. */
+   sums[place][depth][width] += du of a block's tiles */
 static void winograd_gradient_block(real *sums, TileBlock b) {
     const size_t depth = b.pass->depth, width = b.width;
     Pair pairs[GRADIENT_TILES];
@@ -2596,12 +2630,9 @@ static void winograd_gradient_block(real *sums, TileBlock b) {
             outer_tiles[min_size(ROWS, depth - row) - 1][width / LANES - 1](
                 sums + (place * depth + row) * width, width, width, pairs, b.tiles, row, 0, 0);
     }
-    for (size_t t = 0; t < b.tiles; t++)
-        for (size_t j = 0; j < width; j++)
-            sums[PLACES * depth * width + j] += b.m[5 * b.m_step + t * width + j];
 }
 
-// sums[block of COLUMNS][row][column in the block]
+// sums[block of COLUMNS][row][column in the block], a row for each place and channel, one for dbias
 static real *winograd_sum(real *sums, const Pass *p, size_t row, size_t column) {
     size_t first = column / COLUMNS * COLUMNS, rows = PLACES * p->depth + 1;
     return sums + first * rows + row * block_width(p, first) + column - first;
@@ -2621,7 +2652,7 @@ static void winograd_gradient(real *dweight, real *dbias, const WeightGradient *
             size_t end = min_size(first + GRADIENT_TILES, last);
             TileBlock b = tile_block(p, first, end, column, scratch + g->slices * size);
             winograd_input(b, g->in);
-            winograd_dout(b, g->dout);
+            winograd_dout(b, sums + PLACES * p->depth * b.width, g->dout);
             winograd_gradient_block(sums, b);
         }
     }
@@ -2634,13 +2665,13 @@ static void winograd_gradient(real *dweight, real *dbias, const WeightGradient *
             vec u[PLACES];
             UNROLLED(place, PLACES)
                 u[place] = *(vec *)winograd_sum(scratch, p, place * p->depth + d, column);
-            UNROLLED(i, 4)
-                transform_dweight(u + i, 4);
+            UNROLLED(j, SIDE)
+                transform_dweight(u + j, SIDE);
             UNROLLED(i, 3)
-                transform_dweight(u + 4 * i, 1);
+                transform_dweight(u + SIDE * i, 1);
             UNROLLED(tap, 9)
-                store(dweight + (tap * p->depth + d) * p->out.c + column, u[tap / 3 * 4 + tap % 3],
-                      p->out.c - column);
+                store(dweight + (tap * p->depth + d) * p->out.c + column,
+                      u[tap / 3 * SIDE + tap % 3], p->out.c - column);
         }
 }
 
