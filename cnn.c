@@ -2226,9 +2226,9 @@ static void convolve_by_panels(real *out, const real *in, const real *weight, co
    the weight gradient is one too, by outer_tile().
    In one dimension 6 places are the values of two polynomials and of their product at 0, +-near,
    +-far and infinity; pairs of them share their even and odd terms. Which numbers near and far are
-   decides how much rounding grows. With 1 and 2, as in the paper, errors are 4.5 times those of the
-   definition, with 5/8 and 3/2 they are at most 2.2 times as large (32 to 512 channels, random numbers). The
-   same bound tests both. */
+   decides how much rounding grows: with 1 and 2, as in the paper, to 4.7 times that of the
+   definition, with 5/8 and 3/2 to 2.2 times (32 to 512 channels, random numbers). The same bound
+   tests both. */
 
 static const real near = 5 / (real)8, far = 3 / (real)2, near2 = near * near, far2 = far * far;
 
@@ -2267,6 +2267,7 @@ INLINE void transform_dout(vec *d, size_t step) {
     d[5 * step] = d3;
 }
 
+// Of x (x^2 - near^2) (x^2 - far^2) at near and far: what Lagrange's interpolation divides by.
 static const real near_slope = 2 * near2 * (near2 - far2), far_slope = 2 * far2 * (far2 - near2);
 
 // G g
@@ -2284,9 +2285,9 @@ INLINE void transform_weight(vec *g, size_t step) {
 
 // G^T du
 INLINE void transform_dweight(vec *u, size_t step) {
-    vec even = (u[step] + u[2 * step]) / near_slope,
-        even2 = (u[3 * step] + u[4 * step]) / far_slope;
+    vec even = (u[step] + u[2 * step]) / near_slope;
     vec odd = near / near_slope * (u[step] - u[2 * step]);
+    vec even2 = (u[3 * step] + u[4 * step]) / far_slope;
     vec odd2 = far / far_slope * (u[3 * step] - u[4 * step]);
     u[0] = u[0] / (near2 * far2) + even + even2;
     u[step] = odd + odd2;
@@ -2369,7 +2370,7 @@ INLINE TileSpot tile_spot(TileBlock b, size_t t) {
     return s;
 }
 
-// v = B^T d B
+// v = B^T d B; meanwhile the columns of the tile to the right are fetched.
 static void winograd_input(TileBlock b, const real *in) {
     const Pass *p = b.pass;
     for (size_t t = 0; t < b.tiles; t++) {
@@ -2384,7 +2385,7 @@ static void winograd_input(TileBlock b, const real *in) {
             vec d[PLACES];
             UNROLLED(i, PLACES) {
                 d[i] = *(const vec *)(from[i] + c);
-                if (i % SIDE >= 2)
+                if (i % SIDE >= SIDE - TILE)
                     __builtin_prefetch(from[i] + TILE * p->depth + c);
             }
             UNROLLED(j, SIDE)
@@ -2618,7 +2619,7 @@ static void sum_slices(real *to, const real *from, size_t slices, size_t pitch, 
 
 /* A weight gradient by Winograd's transforms, since the output is linear in u:
      du = sum over tiles of v * (A dout A^T), place by place;   dweight = G^T du G
-   sums[place][depth][width] += du of a block's tiles */
+   sums[place][depth][width] += du of a block's tiles. */
 static void winograd_gradient_block(real *sums, TileBlock b) {
     const size_t depth = b.pass->depth, width = b.width;
     Pair pairs[GRADIENT_TILES];

@@ -31,7 +31,7 @@ REPEATS = 5         # fewer tell little about spread
 NOISE = 1.5         # a measured peak may be this much too low, since others use the machine as well
 LARGEST_SPEEDUP = 1.1  # for each device: caches that grow with the devices explain no more
 CACHED_MB = 128     # what moves less than --layers uses to measure the bandwidth may stay in caches
-WINOGRAD = 36 / 16  # products by the definition over those of F(2x2, 3x3)
+WINOGRAD = 144 / 36  # products by the definition over those of F(4x4, 3x3)
 SKIPPING = 8        # of backward: three of four inputs of a max-pool get no gradient, nor do ReLU's zeros
 
 
