@@ -1833,35 +1833,54 @@ typedef struct DotTile {
     bool add, relu;     // add: the sum starts from what out holds
 } DotTile;
 
+// acc[i][j] += a[i][d] * w[j]: one step of the sum
+INLINE void dot_step(const size_t vectors, vec acc[ROWS][4], const real *const a[ROWS], size_t d,
+                     const real *w) {
+    real factor[ROWS];
+    vec b[4];
+    UNROLLED(i, ROWS)
+        factor[i] = a[i][d];
+    UNROLLED(j, vectors)
+        b[j] = *(const vec *)(w + j * LANES);
+    UNROLLED(i, ROWS)
+        UNROLLED(j, vectors)
+            acc[i][j] += factor[i] * b[j];
+}
+
 /* out[i][column + 0 .. columns) =
        start + sum over taps t, d < depth of in[t][i][d] * weight[tap[t]][d][0 .. columns)
-   What the next tile reads, most likely, is fetched meanwhile: the pixels behind these. */
+   A tile of one vector has too few sums to hide that each takes 4 cycles: it keeps two for each
+   output, of the even d and of the odd. What the next tile reads, most likely, is fetched meanwhile:
+   the pixels behind these. */
 INLINE void dot_tile(const size_t vectors, const DotTile *t, size_t columns) {
-    vec acc[ROWS][4];
+    const size_t each = vectors == 1 ? 2 : 1, whole = t->depth / each * each;
+    const size_t width = vectors * LANES;
+    vec acc[2][ROWS][4];
     UNROLLED(i, ROWS) {
-        UNROLLED(j, vectors)
-            acc[i][j] = t->add    ? load(t->out[i] + t->column + j * LANES, left(columns, j))
-                        : t->bias ? load(t->bias + t->column + j * LANES, left(columns, j))
-                                  : (vec){0};
+        UNROLLED(j, vectors) {
+            acc[0][i][j] = t->add    ? load(t->out[i] + t->column + j * LANES, left(columns, j))
+                           : t->bias ? load(t->bias + t->column + j * LANES, left(columns, j))
+                                     : (vec){0};
+            acc[1][i][j] = (vec){0};
+        }
     }
     for (size_t tap = 0; tap < t->taps; tap++) {
-        const real *const *a = t->in[tap];
-        const real *a0 = a[0], *a1 = a[1], *a2 = a[2], *a3 = a[3], *a4 = a[4], *a5 = a[5];
-        const real *w = t->weight + t->tap[tap] * t->depth * vectors * LANES;
-        for (size_t d = 0; d < t->depth; d++, w += vectors * LANES) {
-            __builtin_prefetch(a5 + t->pitch + ROWS * d);
-            const real factor[ROWS] = {a0[d], a1[d], a2[d], a3[d], a4[d], a5[d]};
-            vec b[4];
-            UNROLLED(j, vectors)
-                b[j] = *(const vec *)(w + j * LANES);
-            UNROLLED(i, ROWS)
-                UNROLLED(j, vectors)
-                    acc[i][j] += factor[i] * b[j];
+        const real *a[ROWS], *w = t->weight + t->tap[tap] * t->depth * width;
+        UNROLLED(i, ROWS)
+            a[i] = t->in[tap][i];
+        for (size_t d = 0; d < whole; d += each, w += each * width) {
+            __builtin_prefetch(a[ROWS - 1] + t->pitch + ROWS * d);
+            UNROLLED(s, each)
+                dot_step(vectors, acc[s], a, d + s, w + s * width);
         }
+        if (whole < t->depth)
+            dot_step(vectors, acc[0], a, whole, w);
     }
     UNROLLED(i, ROWS)
         UNROLLED(j, vectors) {
-            vec v = acc[i][j];
+            vec v = acc[0][i][j];
+            if (each == 2)
+                v += acc[1][i][j];
             store(t->out[i] + t->column + j * LANES, t->relu ? relu_vec(v) : v, left(columns, j));
         }
 }
@@ -2722,22 +2741,39 @@ typedef struct Term {
     real factor;
 } Term;
 
-// sums[i][0 .. vectors * LANES) += for each term, factor * (from + at)[i][...], for i < rows
+// acc[i][j] += factor * (from + at)[i][j], j by vectors
+INLINE void add_term(const size_t rows, const size_t vectors, vec acc[5][6], const Term *t,
+                     const real *from, size_t pitch) {
+    const real *at = from + t->at;
+    UNROLLED(i, rows)
+        UNROLLED(j, vectors)
+            acc[i][j] += t->factor * *(const vec *)(at + i * pitch + j * LANES);
+}
+
+/* sums[i][0 .. vectors * LANES) += for each term, factor * (from + at)[i][...], for i < rows.
+   Where these are few sums, there are two of each, as in dot_tile(). */
 INLINE void term_tile(const size_t rows, const size_t vectors, real *sums, size_t sums_pitch,
                       const Term *terms, const Term *end, const real *from, size_t pitch) {
-    vec acc[5][6];
+    const size_t each = rows * vectors < 8 ? 2 : 1;
+    vec acc[2][5][6];
     UNROLLED(i, rows)
-        UNROLLED(j, vectors)
-            acc[i][j] = *(const vec *)(sums + i * sums_pitch + j * LANES);
-    for (const Term *t = terms; t < end; t++) {
-        const real *at = from + t->at;
-        UNROLLED(i, rows)
-            UNROLLED(j, vectors)
-                acc[i][j] += t->factor * *(const vec *)(at + i * pitch + j * LANES);
-    }
+        UNROLLED(j, vectors) {
+            acc[0][i][j] = *(const vec *)(sums + i * sums_pitch + j * LANES);
+            acc[1][i][j] = (vec){0};
+        }
+    const Term *t = terms;
+    for (; t + each <= end; t += each)
+        UNROLLED(s, each)
+            add_term(rows, vectors, acc[s], t + s, from, pitch);
+    if (each == 2 && t < end)
+        add_term(rows, vectors, acc[0], t, from, pitch);
     UNROLLED(i, rows)
-        UNROLLED(j, vectors)
-            *(vec *)(sums + i * sums_pitch + j * LANES) = acc[i][j];
+        UNROLLED(j, vectors) {
+            vec *to = (vec *)(sums + i * sums_pitch + j * LANES);
+            *to = acc[0][i][j];
+            if (each == 2)
+                *to += acc[1][i][j];
+        }
 }
 
 typedef void TermTileFunction(real *sums, size_t sums_pitch, const Term *terms, const Term *end,
