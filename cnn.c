@@ -1574,6 +1574,7 @@ static void batchnorm2d_forward(real *out, real *stats, const real *in, const re
     PARALLEL_TURNS(slice, training ? BN_SLICES : 0)
         bn_slice_statistics(scratch + slice * 2 * channels, in, bn_slice(slice, pixels), channels);
     real *restrict scale = scratch + BN_SLICES * 2 * channels, *restrict shift = scale + channels;
+    PARALLEL_FOR
     for (size_t c = 0; c < channels; c++) {
         if (training)
             bn_join_statistics(stats, scratch, pixels, channels, c);
@@ -1617,6 +1618,7 @@ static void batchnorm2d_backward(real *din, real *dweight, real *dbias, const re
     }
     real *restrict a = scratch + BN_SLICES * 2 * channels; // din = a * dout + b * (in - mean) + e
     real *restrict b = a + channels, *restrict e = b + channels;
+    PARALLEL_FOR
     for (size_t c = 0; c < channels; c++) {
         double sum = 0, product = 0;
         for (size_t slice = 0; slice < BN_SLICES; slice++) {
