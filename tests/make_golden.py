@@ -5,12 +5,15 @@ The C tests so check forward and backward passes, batch-norm statistics, optimiz
 schedules and label smoothing against PyTorch on machines that do not have it.  Inputs and weights
 are not in the files: value(stream, i) below makes them, and C makes the same by its own Philox.
 
-A number of a stream is 2 * uniform(philox(i / 4, stream, 0, 0xFFFE, seed 7)[i % 4]) - 1.  Streams:
+A number of a stream is 2 * uniform(philox(i / 4, stream, 0, 0xFFFE, seed 309)[i % 4]) - 1.  Streams:
   50       images, as [n][row][column][channel]      51  labels: floor((value + 1) / 2 * classes)
   60       parameters that an optimizer starts from  61 + s  gradients of its step s = 0..9
   80       logits of the label-smoothing check, 4 x 10
   100 + t  entry t of named_parameters(), in PyTorch's layout: weights value / sqrt(fan_in), fan_in
            being the entries of one output; biases .1 * value; batch norm 1 + .5 * value, .3 * value
+
+Of the seeds 1 to 400 this one keeps the inputs of all ReLUs furthest from 0, and a max-pool's two largest
+apart: closer than the rounding of floats, they would make any comparison in floats a matter of luck.
 
 usage: make_golden.py [DIR]     DIR: where to write, golden beside this file if left out
 Lines of NET.txt, one step in training mode with the mean loss, dropout off:
@@ -37,7 +40,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torchvision.models.resnet import BasicBlock, Bottleneck
 
-SEED, CLASSES = 7, 10
+SEED, CLASSES = 309, 10
 IMAGES, LABELS, START, GRADIENTS, LOGITS, WEIGHTS = 50, 51, 60, 61, 80, 100
 LISTED = 64  # entries of a tensor that are written
 STEPS_PER_EPOCH, EPOCHS, BASE_LR = 3, 10, 0.1

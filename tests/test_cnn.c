@@ -2302,7 +2302,7 @@ enum { WEIGHT_STREAM = 100, GOLDEN_CLASSES = 10, GOLDEN_LISTED = 64 };
 static void fill_stream(real *to, size_t count, uint32_t stream) {
     for (size_t i = 0; i < count; i++) {
         uint32_t r[4];
-        philox4x32(r, (uint32_t)(i / 4), stream, 0, 0xFFFE, 7);
+        philox4x32(r, (uint32_t)(i / 4), stream, 0, 0xFFFE, 309);
         to[i] = 2 * uniform(r[i % 4]) - 1;
     }
 }
@@ -2389,7 +2389,8 @@ static void set_golden_parameters(Net *net, const Golden *g, const Tensor *list,
    if by another order of sums. In float: a sum of t terms is off by about sqrt(t) * epsilon of its
    size; a gradient has been through the sums forward and backward of all rows: their errors add up.
    That holds as long as no rounding moves a ReLU's input over 0 or changes who is a max-pool's
-   largest. In these networks the nearest input is 2e-7 from 0, the nearest two are 3e-6 apart. */
+   largest. Those inputs are at least 8e-6 from 0 (mnist; the residual networks 2e-5, whose rounding
+   is up to 5e-6), and the two largest 5e-6 apart. */
 static double golden_tolerance(const Net *net, size_t n) {
     double roundings = 0;
     for (size_t i = 1; i < net->count; i++) {
