@@ -1767,11 +1767,11 @@ enum {
     MAX_POOL = 9,              // positions in a pool's window whose zeros are skipped
     TILE = 4,                  // side of a Winograd tile: outputs
     SIDE = TILE + 3 - 1,       // ... and the inputs that they meet
-    PLACES = SIDE * SIDE,
-    BLOCK_TILES = 18,    // Winograd tiles between transforms: they fit L2
-    GRADIENT_TILES = 36, // ... and in a weight gradient, which reads its sums each time
-    PAIRS = 128,         // pixels that a weight gradient takes at a time
-    SLICES = 32,         // pieces that a weight gradient is cut into
+    PLACES = SIDE * SIDE,      // of such a tile
+    BLOCK_TILES = 18,          // Winograd tiles between transforms: they fit L2
+    GRADIENT_TILES = 36,       // ... and in a weight gradient, which reads its sums each time
+    PAIRS = 128,               // pixels that a weight gradient takes at a time
+    SLICES = 32,               // pieces that a weight gradient is cut into
     SLICE_ELEMENTS = 2 * 1024 * 1024, // ... as long as their sums take no more than this
     SLICE_PIXELS = 256,               // ... and each has so many pixels
 };
@@ -1851,11 +1851,11 @@ INLINE void dot_step(const size_t vectors, vec acc[ROWS][4], const real *const a
 
 /* out[i][column + 0 .. columns) =
        start + sum over taps t, d < depth of in[t][i][d] * weight[tap[t]][d][0 .. columns)
-   A tile of one vector has too few sums to hide that each takes 4 cycles: it keeps two for each
-   output, of the even d and of the odd. What the next tile reads, most likely, is fetched meanwhile:
-   the pixels behind these. */
+   A tile of one vector has too few sums to hide the 4 cycles of a multiply-add: it keeps two for
+   each output, of the even d and of the odd. Meanwhile what the next tile reads, most likely, is
+   fetched: the pixels behind these. */
 INLINE void dot_tile(const size_t vectors, const DotTile *t, size_t columns) {
-    const size_t each = vectors == 1 ? 2 : 1, whole = t->depth / each * each;
+    const size_t parts = vectors == 1 ? 2 : 1, whole = t->depth / parts * parts;
     const size_t width = vectors * LANES;
     vec acc[2][ROWS][4];
     UNROLLED(i, ROWS) {
@@ -1870,9 +1870,9 @@ INLINE void dot_tile(const size_t vectors, const DotTile *t, size_t columns) {
         const real *a[ROWS], *w = t->weight + t->tap[tap] * t->depth * width;
         UNROLLED(i, ROWS)
             a[i] = t->in[tap][i];
-        for (size_t d = 0; d < whole; d += each, w += each * width) {
+        for (size_t d = 0; d < whole; d += parts, w += parts * width) {
             __builtin_prefetch(a[ROWS - 1] + t->pitch + ROWS * d);
-            UNROLLED(s, each)
+            UNROLLED(s, parts)
                 dot_step(vectors, acc[s], a, d + s, w + s * width);
         }
         if (whole < t->depth)
@@ -1881,7 +1881,7 @@ INLINE void dot_tile(const size_t vectors, const DotTile *t, size_t columns) {
     UNROLLED(i, ROWS)
         UNROLLED(j, vectors) {
             vec v = acc[0][i][j];
-            if (each == 2)
+            if (parts == 2)
                 v += acc[1][i][j];
             store(t->out[i] + t->column + j * LANES, t->relu ? relu_vec(v) : v, left(columns, j));
         }
@@ -2245,74 +2245,77 @@ static void convolve_by_panels(real *out, const real *in, const real *weight, co
      out = A^T (sum over channels of u * v, place by place) A
    The sum is a matrix product at each place, done by dot_tile() with 6 tiles of pixels as its rows;
    the weight gradient is one too, by outer_tile().
-   In one dimension 6 places are the values of two polynomials and of their product at 0, +-near,
-   +-far and infinity; pairs of them share their even and odd terms. Which numbers near and far are
-   decides how much rounding grows: with 1 and 2, as in the paper, to 4.7 times that of the
-   definition, with 5/8 and 3/2 to 2.2 times (32 to 512 channels, random numbers). The same bound
-   tests both. */
+   Why it works, in one dimension: let g and dout be the coefficients of two polynomials. Their
+   product, whose coefficients are the data gradient, is known from 6 of its values; here those at
+   0, +-near, +-far and infinity. G g and A dout are the values of the two there, B makes
+   coefficients of values (Lagrange), and the other two passes are that one transposed. At x and -x
+   the even terms are the same and the odd ones differ in sign: a pair takes little more than one.
+   Which numbers near and far are decides how much rounding grows: with 1 and 2, as in the paper, to
+   5 times that of the definition, with 5/8 and 3/2 to 1.7 to 2.8 times (root mean square, 32 to 512
+   channels, random numbers). The same bound tests both. */
 
 static const real near = 5 / (real)8, far = 3 / (real)2, near2 = near * near, far2 = far * far;
+// The derivatives of x (x^2 - near^2) (x^2 - far^2) at 0, near and far: Lagrange divides by them.
+static const real slope0 = near2 * far2, near_slope = 2 * near2 * (near2 - far2),
+                  far_slope = 2 * far2 * (far2 - near2);
 
 // One row (step 1) or column (step SIDE) of a tile, in place: B^T d
 INLINE void transform_input(vec *d, size_t step) {
     vec d0 = d[0], d1 = d[step], d2 = d[2 * step], d3 = d[3 * step], d4 = d[4 * step];
-    vec even = d4 - far2 * d2, odd = near * (d3 - far2 * d1);
-    vec even2 = d4 - near2 * d2, odd2 = far * (d3 - near2 * d1);
-    d[0] = near2 * far2 * d0 - (near2 + far2) * d2 + d4;
-    d[step] = even + odd;
-    d[2 * step] = even - odd;
-    d[3 * step] = even2 + odd2;
-    d[4 * step] = even2 - odd2;
-    d[5 * step] += near2 * far2 * d1 - (near2 + far2) * d3;
+    vec near_even = d4 - far2 * d2, near_odd = near * (d3 - far2 * d1);
+    vec far_even = d4 - near2 * d2, far_odd = far * (d3 - near2 * d1);
+    d[0] = slope0 * d0 - (near2 + far2) * d2 + d4;
+    d[step] = near_even + near_odd;
+    d[2 * step] = near_even - near_odd;
+    d[3 * step] = far_even + far_odd;
+    d[4 * step] = far_even - far_odd;
+    d[5 * step] += slope0 * d1 - (near2 + far2) * d3;
 }
 
 // A^T m
 INLINE void transform_output(vec *m, size_t step) {
-    vec even = m[step] + m[2 * step], odd = near * (m[step] - m[2 * step]);
-    vec even2 = m[3 * step] + m[4 * step], odd2 = far * (m[3 * step] - m[4 * step]);
-    m[0] += even + even2;
-    m[step] = odd + odd2;
-    m[2 * step] = near2 * even + far2 * even2;
-    m[3 * step] = near2 * odd + far2 * odd2 + m[5 * step];
+    vec near_even = m[step] + m[2 * step], near_odd = near * (m[step] - m[2 * step]);
+    vec far_even = m[3 * step] + m[4 * step], far_odd = far * (m[3 * step] - m[4 * step]);
+    m[0] += near_even + far_even;
+    m[step] = near_odd + far_odd;
+    m[2 * step] = near2 * near_even + far2 * far_even;
+    m[3 * step] = near2 * near_odd + far2 * far_odd + m[5 * step];
 }
 
 // A dout
 INLINE void transform_dout(vec *d, size_t step) {
     vec d0 = d[0], d1 = d[step], d2 = d[2 * step], d3 = d[3 * step];
-    vec even = d0 + near2 * d2, odd = near * (d1 + near2 * d3);
-    vec even2 = d0 + far2 * d2, odd2 = far * (d1 + far2 * d3);
-    d[step] = even + odd;
-    d[2 * step] = even - odd;
-    d[3 * step] = even2 + odd2;
-    d[4 * step] = even2 - odd2;
+    vec near_even = d0 + near2 * d2, near_odd = near * (d1 + near2 * d3);
+    vec far_even = d0 + far2 * d2, far_odd = far * (d1 + far2 * d3);
+    d[step] = near_even + near_odd;
+    d[2 * step] = near_even - near_odd;
+    d[3 * step] = far_even + far_odd;
+    d[4 * step] = far_even - far_odd;
     d[5 * step] = d3;
 }
 
-// Of x (x^2 - near^2) (x^2 - far^2) at near and far: what Lagrange's interpolation divides by.
-static const real near_slope = 2 * near2 * (near2 - far2), far_slope = 2 * far2 * (far2 - near2);
-
-// G g
+// G g, each value divided by the slope there
 INLINE void transform_weight(vec *g, size_t step) {
     vec g0 = g[0], g1 = g[step], g2 = g[2 * step];
-    vec even = (g0 + near2 * g2) / near_slope, odd = near / near_slope * g1;
-    vec even2 = (g0 + far2 * g2) / far_slope, odd2 = far / far_slope * g1;
-    g[0] = g0 / (near2 * far2);
-    g[step] = even + odd;
-    g[2 * step] = even - odd;
-    g[3 * step] = even2 + odd2;
-    g[4 * step] = even2 - odd2;
+    vec near_even = (g0 + near2 * g2) / near_slope, near_odd = near / near_slope * g1;
+    vec far_even = (g0 + far2 * g2) / far_slope, far_odd = far / far_slope * g1;
+    g[0] = g0 / slope0;
+    g[step] = near_even + near_odd;
+    g[2 * step] = near_even - near_odd;
+    g[3 * step] = far_even + far_odd;
+    g[4 * step] = far_even - far_odd;
     g[5 * step] = g2;
 }
 
 // G^T du
 INLINE void transform_dweight(vec *u, size_t step) {
-    vec even = (u[step] + u[2 * step]) / near_slope;
-    vec odd = near / near_slope * (u[step] - u[2 * step]);
-    vec even2 = (u[3 * step] + u[4 * step]) / far_slope;
-    vec odd2 = far / far_slope * (u[3 * step] - u[4 * step]);
-    u[0] = u[0] / (near2 * far2) + even + even2;
-    u[step] = odd + odd2;
-    u[2 * step] = near2 * even + far2 * even2 + u[5 * step];
+    vec near_even = (u[step] + u[2 * step]) / near_slope;
+    vec near_odd = near / near_slope * (u[step] - u[2 * step]);
+    vec far_even = (u[3 * step] + u[4 * step]) / far_slope;
+    vec far_odd = far / far_slope * (u[3 * step] - u[4 * step]);
+    u[0] = u[0] / slope0 + near_even + far_even;
+    u[step] = near_odd + far_odd;
+    u[2 * step] = near2 * near_even + far2 * far_even + u[5 * step];
 }
 
 // packed[block of COLUMNS][place][depth][column] = u; the data gradient meets the taps in reverse
@@ -2352,6 +2355,7 @@ typedef struct TileBlock {
 
 static size_t tile_area(const Pass *p) // v and m of one thread: numbers
 {
+    _Static_assert(BLOCK_TILES <= GRADIENT_TILES, "one area serves both");
     return PLACES * (GRADIENT_TILES * (p->depth + COLUMNS) + 2 * LANES);
 }
 
@@ -2753,10 +2757,11 @@ INLINE void add_term(const size_t rows, const size_t vectors, vec acc[5][6], con
 }
 
 /* sums[i][0 .. vectors * LANES) += for each term, factor * (from + at)[i][...], for i < rows.
-   Where these are few sums, there are two of each, as in dot_tile(). */
+   Fewer than 8 sums (2 multiply-adds begin in a cycle, and take 4) are kept twice, as in
+   dot_tile(). */
 INLINE void term_tile(const size_t rows, const size_t vectors, real *sums, size_t sums_pitch,
                       const Term *terms, const Term *end, const real *from, size_t pitch) {
-    const size_t each = rows * vectors < 8 ? 2 : 1;
+    const size_t parts = rows * vectors < 8 ? 2 : 1;
     vec acc[2][5][6];
     UNROLLED(i, rows)
         UNROLLED(j, vectors) {
@@ -2764,16 +2769,16 @@ INLINE void term_tile(const size_t rows, const size_t vectors, real *sums, size_
             acc[1][i][j] = (vec){0};
         }
     const Term *t = terms;
-    for (; t + each <= end; t += each)
-        UNROLLED(s, each)
+    for (; (size_t)(end - t) >= parts; t += parts)
+        UNROLLED(s, parts)
             add_term(rows, vectors, acc[s], t + s, from, pitch);
-    if (each == 2 && t < end)
+    if (parts == 2 && t < end)
         add_term(rows, vectors, acc[0], t, from, pitch);
     UNROLLED(i, rows)
         UNROLLED(j, vectors) {
             vec *to = (vec *)(sums + i * sums_pitch + j * LANES);
             *to = acc[0][i][j];
-            if (each == 2)
+            if (parts == 2)
                 *to += acc[1][i][j];
         }
 }

@@ -243,6 +243,71 @@ static void test_winograd(void) {
     verdict("Winograd's convolution against its definition");
 }
 
+// Root mean square of got - want.
+static double rms_error(const Array *got, const double *want) {
+    double sum = 0;
+    for (size_t i = 0; i < got->count; i++)
+        sum += pow((double)got->at[i] - want[i], 2);
+    return sqrt(sum / (double)got->count);
+}
+
+// out, din and dweight of a convolution without bias, in double; all three begin as zeros.
+static void convolve_in_double(const Layer *l, size_t n, const Inputs *x, double *out, double *din,
+                               double *dweight) {
+    const size_t pixels = l->out.h * l->out.w, taps = l->kernel * l->kernel;
+    for (size_t i = 0; i < n * pixels * taps; i++) {
+        size_t tap = i % taps, pixel = i / taps % pixels, image = i / taps / pixels;
+        ptrdiff_t met = met_pixel(l, pixel / l->out.w, pixel % l->out.w, tap);
+        for (size_t c = 0; c < (met == OUTSIDE ? 0 : l->in.c); c++)
+            for (size_t k = 0; k < l->out.c; k++) {
+                size_t at = image * shape_size(l->in) + (size_t)met * l->in.c + c;
+                size_t to = (image * pixels + pixel) * l->out.c + k;
+                size_t w = (tap * l->in.c + c) * l->out.c + k;
+                out[to] += (double)x->in.at[at] * (double)x->weight.at[w];
+                din[at] += (double)x->dout.at[to] * (double)x->weight.at[w];
+                dweight[w] += (double)x->in.at[at] * (double)x->dout.at[to];
+            }
+    }
+}
+
+// What room 5b says of Winograd's rounding: that it is at most 2.8 times that of the definition.
+static void test_winograd_rounding(void) {
+    static Net net;
+    for (size_t channels = 32; channels <= (quick ? 64 : 256); channels *= 2) {
+        const size_t n = 2;
+        start_net(&net, (Shape){12, 12, channels});
+        add_conv2d(&net, 0, 64, 3, 1, 1, false);
+        Layer *l = &net.layers[1];
+        Inputs x = {random_array(n * shape_size(l->in)),
+                    random_array(l->weights),
+                    {0},
+                    random_array(n * shape_size(l->out)),
+                    {0}};
+        cpu_prepare(l);
+        Results fast = run_layer(&backends[1], l, n, &x, false);
+        Results naive = run_layer(&backends[0], l, n, &x, false);
+        double *want[3], ratio[3];
+        for (size_t i = 0; i < 3; i++)
+            want[i] = must_alloc(((Array *)&fast)[i].count * sizeof(double), "a test");
+        convolve_in_double(l, n, &x, want[0], want[1], want[2]);
+        for (size_t i = 0; i < 3; i++) {
+            ratio[i] =
+                rms_error((Array *)&fast + i, want[i]) / rms_error((Array *)&naive + i, want[i]);
+            free(want[i]);
+        }
+        if (!is_double && !(fmax(fmax(ratio[0], ratio[1]), ratio[2]) < 2.8))
+            fail("%zu channels: rounding of out, din, dweight is %.2f, %.2f, %.2f times that of "
+                 "the definition, expected at most 2.8",
+                 channels, ratio[0], ratio[1], ratio[2]);
+        free_arrays(&x, sizeof x);
+        free_arrays(&fast, sizeof fast);
+        free_arrays(&naive, sizeof naive);
+        free(l->gather);
+        free(l->scatter);
+    }
+    verdict("Winograd's rounding against that of the definition");
+}
+
 static void test_fast_linear(void) {
     static Net net;
     for (int shape = 0; shape < (quick ? 10 : 40); shape++) {
@@ -3665,6 +3730,7 @@ int main(void) {
     test_pooled_limit();
     test_fast_resnet_conv();
     test_winograd();
+    test_winograd_rounding();
     test_fast_linear();
     test_few_pixels();
     test_dropout_values();
