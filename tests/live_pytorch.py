@@ -44,7 +44,7 @@ try:
     import torch.nn.functional as F
     import torchvision
     import make_golden as golden
-    golden.SEED = 7  # mnist in floats stays with PyTorch for 20 steps; from golden's own it parts at step 13
+    golden.SEED = 7  # from golden's own, mnist in floats parts from PyTorch at step 13
     from bench_pytorch import set_threads
 
     MISSING = None
