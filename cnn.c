@@ -1768,7 +1768,7 @@ enum {
     TILE = 4,                  // side of a Winograd tile: outputs
     SIDE = TILE + 3 - 1,       // ... and the inputs that they meet
     PLACES = SIDE * SIDE,      // of such a tile
-    BLOCK_TILES = 18,          // Winograd tiles between transforms: they fit L2
+    BLOCK_TILES = 18,          // Winograd tiles between transforms: 256 channels fit L2
     GRADIENT_TILES = 36,       // ... and in a weight gradient, which reads its sums each time
     PAIRS = 128,               // pixels that a weight gradient takes at a time
     SLICES = 32,               // pieces that a weight gradient is cut into
@@ -2259,16 +2259,22 @@ static const real near = 5 / (real)8, far = 3 / (real)2, near2 = near * near, fa
 static const real slope0 = near2 * far2, near_slope = 2 * near2 * (near2 - far2),
                   far_slope = 2 * far2 * (far2 - near2);
 
+// The places of +-near and +-far, from the even and the odd terms there.
+INLINE void set_pairs(vec *places, size_t step, vec near_even, vec near_odd, vec far_even,
+                      vec far_odd) {
+    places[step] = near_even + near_odd;
+    places[2 * step] = near_even - near_odd;
+    places[3 * step] = far_even + far_odd;
+    places[4 * step] = far_even - far_odd;
+}
+
 // One row (step 1) or column (step SIDE) of a tile, in place: B^T d
 INLINE void transform_input(vec *d, size_t step) {
     vec d0 = d[0], d1 = d[step], d2 = d[2 * step], d3 = d[3 * step], d4 = d[4 * step];
     vec near_even = d4 - far2 * d2, near_odd = near * (d3 - far2 * d1);
     vec far_even = d4 - near2 * d2, far_odd = far * (d3 - near2 * d1);
     d[0] = slope0 * d0 - (near2 + far2) * d2 + d4;
-    d[step] = near_even + near_odd;
-    d[2 * step] = near_even - near_odd;
-    d[3 * step] = far_even + far_odd;
-    d[4 * step] = far_even - far_odd;
+    set_pairs(d, step, near_even, near_odd, far_even, far_odd);
     d[5 * step] += slope0 * d1 - (near2 + far2) * d3;
 }
 
@@ -2287,10 +2293,7 @@ INLINE void transform_dout(vec *d, size_t step) {
     vec d0 = d[0], d1 = d[step], d2 = d[2 * step], d3 = d[3 * step];
     vec near_even = d0 + near2 * d2, near_odd = near * (d1 + near2 * d3);
     vec far_even = d0 + far2 * d2, far_odd = far * (d1 + far2 * d3);
-    d[step] = near_even + near_odd;
-    d[2 * step] = near_even - near_odd;
-    d[3 * step] = far_even + far_odd;
-    d[4 * step] = far_even - far_odd;
+    set_pairs(d, step, near_even, near_odd, far_even, far_odd);
     d[5 * step] = d3;
 }
 
@@ -2300,10 +2303,7 @@ INLINE void transform_weight(vec *g, size_t step) {
     vec near_even = (g0 + near2 * g2) / near_slope, near_odd = near / near_slope * g1;
     vec far_even = (g0 + far2 * g2) / far_slope, far_odd = far / far_slope * g1;
     g[0] = g0 / slope0;
-    g[step] = near_even + near_odd;
-    g[2 * step] = near_even - near_odd;
-    g[3 * step] = far_even + far_odd;
-    g[4 * step] = far_even - far_odd;
+    set_pairs(g, step, near_even, near_odd, far_even, far_odd);
     g[5 * step] = g2;
 }
 

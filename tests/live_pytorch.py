@@ -44,8 +44,9 @@ try:
     import torch.nn.functional as F
     import torchvision
     import make_golden as golden
-    golden.SEED = 7  # from golden's own, mnist in floats parts from PyTorch at step 13
     from bench_pytorch import set_threads
+
+    golden.SEED = 7  # from golden's own, mnist in floats parts from PyTorch at step 13
 
     MISSING = None
 except (ImportError, OSError, RuntimeError) as error:
