@@ -1765,8 +1765,7 @@ enum {
     FEW = 8,                   // fewer channels: a row of taps is read as one
     RUN = 11 * FEW,            // the most numbers in such a row
     MAX_POOL = 9,              // positions in a pool's window whose zeros are skipped
-    TILE = 4,                  // side of a Winograd tile: outputs
-    SIDE = TILE + 3 - 1,       // ... and the inputs that they meet
+    SIDE = 6,                  // of a Winograd tile: inputs
     PLACES = SIDE * SIDE,      // of such a tile
     BLOCK_TILES = 18,          // Winograd tiles between transforms: 256 channels fit L2
     GRADIENT_TILES = 36,       // ... and in a weight gradient, which reads its sums each time
@@ -1955,7 +1954,7 @@ typedef struct Pass {
     size_t taps, run, depth; // run: how many taps of the filter make one of this pass
     size_t in_pixels, out_pixels;
     size_t padding;  // of the input, as this pass sees it
-    bool winograd;   // by winograd() instead of convolve()
+    size_t tile;     // side of a Winograd tile: outputs; 0: by convolve()
     bool transposed; // the weights are stored [tap][column][depth]
     bool relu;       // store max(sum, 0)
     bool accumulate; // out +=
@@ -1963,8 +1962,9 @@ typedef struct Pass {
 
 // See "Winograd's convolution" below.
 static bool suits_winograd(const Layer *l, Shape in, Shape out) {
-    return l->kernel == 3 && l->stride == 1 && in.c % LANES == 0 && in.c <= MAX_DEPTH &&
-           out.c >= LANES && out.h * out.w >= 64; // on small maps the transforms cost too much
+    return (l->kernel == 3 || l->kernel == 5) && l->stride == 1 && in.c % LANES == 0 &&
+           in.c <= MAX_DEPTH && out.c >= LANES &&
+           out.h * out.w >= 64; // on small maps the transforms cost too much
 }
 
 static Pass make_pass(const Layer *l, const int32_t *map, Shape in, Shape out, size_t run) {
@@ -1976,7 +1976,7 @@ static Pass make_pass(const Layer *l, const int32_t *map, Shape in, Shape out, s
                   .depth = run * in.c,
                   .in_pixels = in.h * in.w,
                   .out_pixels = out.h * out.w,
-                  .winograd = run == 1 && suits_winograd(l, in, out)};
+                  .tile = run == 1 && suits_winograd(l, in, out) ? SIDE + 1 - l->kernel : 0};
 }
 
 static Pass forward_pass(const Layer *l) {
@@ -1988,7 +1988,7 @@ static Pass forward_pass(const Layer *l) {
 
 static Pass backward_pass(const Layer *l, bool accumulate) {
     Pass p = make_pass(l, l->scatter, l->out, l->in, 1);
-    p.padding = l->kernel - 1 - l->padding; // may wrap around below 0; used for 3 x 3 filters only
+    p.padding = l->kernel - 1 - l->padding; // may wrap around below 0; used for Winograd only
     p.transposed = true;
     p.accumulate = accumulate;
     return p;
@@ -2080,7 +2080,7 @@ static void pack_weights(real *packed, const real *weight, const Pass *p) {
 }
 
 static size_t packed_size(const Pass *p) {
-    return (p->winograd ? PLACES : p->taps) * p->depth * whole_vectors(p->out.c);
+    return (p->tile ? PLACES : p->taps) * p->depth * whole_vectors(p->out.c);
 }
 
 static const real zeros[MAX_DEPTH]; // what lies outside of an image
@@ -2243,6 +2243,7 @@ static void convolve_by_panels(real *out, const real *in, const real *weight, co
    convolutional neural networks", CVPR 2016, F(4 x 4, 3 x 3)):
      u = G g G^T, v = B^T d B       6 x 6 places each
      out = A^T (sum over channels of u * v, place by place) A
+   The same 36 serve the 2 x 2 outputs of a 5 x 5 filter, instead of 100.
    The sum is a matrix product at each place, done by dot_tile() with 6 tiles of pixels as its rows;
    the weight gradient is one too, by outer_tile().
    Why it works, in one dimension: let g and dout be the coefficients of two polynomials. Their
@@ -2251,96 +2252,109 @@ static void convolve_by_panels(real *out, const real *in, const real *weight, co
    coefficients of values (Lagrange), and the other two passes are that one transposed. At x and -x
    the even terms are the same and the odd ones differ in sign: a pair takes little more than one.
    Which numbers near and far are decides how much rounding grows: with 1 and 2, as in the paper, to
-   5 times that of the definition, with 5/8 and 3/2 to 1.7 to 2.8 times (root mean square, 32 to 512
-   channels, random numbers). The same bound tests both. */
+   5 times that of the definition, with 5/8 and 3/2 to 1.2 to 2.8 times (root mean square, 32 to 512
+   channels, random numbers). */
 
-static const real near = 5 / (real)8, far = 3 / (real)2, near2 = near * near, far2 = far * far;
+static const real near = 5 / (real)8, near2 = near * near, near4 = near2 * near2;
+static const real far = 3 / (real)2, far2 = far * far, far4 = far2 * far2;
+static const real near_powers[2] = {near2, near4}, far_powers[2] = {far2, far4};
 // The derivatives of x (x^2 - near^2) (x^2 - far^2) at 0, near and far: Lagrange divides by them.
 static const real slope0 = near2 * far2, near_slope = 2 * near2 * (near2 - far2),
                   far_slope = 2 * far2 * (far2 - near2);
 
-// The places of +-near and +-far, from the even and the odd terms there.
-INLINE void set_pairs(vec *places, size_t step, vec near_even, vec near_odd, vec far_even,
-                      vec far_odd) {
-    places[step] = near_even + near_odd;
-    places[2 * step] = near_even - near_odd;
-    places[3 * step] = far_even + far_odd;
-    places[4 * step] = far_even - far_odd;
-}
-
-// One row (step 1) or column (step SIDE) of a tile, in place: B^T d
+// One row (step 1) or column (step SIDE) of a tile, in place, as in all that follow: B^T d
 INLINE void transform_input(vec *d, size_t step) {
     vec d0 = d[0], d1 = d[step], d2 = d[2 * step], d3 = d[3 * step], d4 = d[4 * step];
     vec near_even = d4 - far2 * d2, near_odd = near * (d3 - far2 * d1);
     vec far_even = d4 - near2 * d2, far_odd = far * (d3 - near2 * d1);
     d[0] = slope0 * d0 - (near2 + far2) * d2 + d4;
-    set_pairs(d, step, near_even, near_odd, far_even, far_odd);
+    d[step] = near_even + near_odd;
+    d[2 * step] = near_even - near_odd;
+    d[3 * step] = far_even + far_odd;
+    d[4 * step] = far_even - far_odd;
     d[5 * step] += slope0 * d1 - (near2 + far2) * d3;
 }
 
-// A^T m
-INLINE void transform_output(vec *m, size_t step) {
-    vec near_even = m[step] + m[2 * step], near_odd = near * (m[step] - m[2 * step]);
-    vec far_even = m[3 * step] + m[4 * step], far_odd = far * (m[3 * step] - m[4 * step]);
-    m[0] += near_even + far_even;
-    m[step] = near_odd + far_odd;
-    m[2 * step] = near2 * near_even + far2 * far_even;
-    m[3 * step] = near2 * near_odd + far2 * far_odd + m[5 * step];
+// The values of the polynomial whose `count` coefficients d holds: A dout
+INLINE void polynomial_values(const size_t count, vec *d, size_t step) {
+    vec near_parts[2] = {d[0], d[step]}, far_parts[2] = {d[0], d[step]}; // even and odd terms
+    vec last = d[(count - 1) * step];
+    UNROLLED(i, count - 2) {
+        near_parts[i % 2] += near_powers[i / 2] * d[(i + 2) * step];
+        far_parts[i % 2] += far_powers[i / 2] * d[(i + 2) * step];
+    }
+    d[step] = near_parts[0] + near * near_parts[1];
+    d[2 * step] = near_parts[0] - near * near_parts[1];
+    d[3 * step] = far_parts[0] + far * far_parts[1];
+    d[4 * step] = far_parts[0] - far * far_parts[1];
+    d[5 * step] = last;
 }
 
-// A dout
-INLINE void transform_dout(vec *d, size_t step) {
-    vec d0 = d[0], d1 = d[step], d2 = d[2 * step], d3 = d[3 * step];
-    vec near_even = d0 + near2 * d2, near_odd = near * (d1 + near2 * d3);
-    vec far_even = d0 + far2 * d2, far_odd = far * (d1 + far2 * d3);
-    set_pairs(d, step, near_even, near_odd, far_even, far_odd);
-    d[5 * step] = d3;
+// `count` numbers from 6 values, polynomial_values() transposed: A^T m
+INLINE void values_transposed(const size_t count, vec *m, size_t step) {
+    vec near_parts[2] = {m[step] + m[2 * step], near * (m[step] - m[2 * step])};
+    vec far_parts[2] = {m[3 * step] + m[4 * step], far * (m[3 * step] - m[4 * step])};
+    vec last = m[5 * step];
+    m[0] += near_parts[0] + far_parts[0];
+    m[step] = near_parts[1] + far_parts[1];
+    UNROLLED(i, count - 2)
+        m[(i + 2) * step] =
+            near_powers[i / 2] * near_parts[i % 2] + far_powers[i / 2] * far_parts[i % 2];
+    m[(count - 1) * step] += last;
 }
 
-// G g, each value divided by the slope there
-INLINE void transform_weight(vec *g, size_t step) {
-    vec g0 = g[0], g1 = g[step], g2 = g[2 * step];
-    vec near_even = (g0 + near2 * g2) / near_slope, near_odd = near / near_slope * g1;
-    vec far_even = (g0 + far2 * g2) / far_slope, far_odd = far / far_slope * g1;
-    g[0] = g0 / slope0;
-    set_pairs(g, step, near_even, near_odd, far_even, far_odd);
-    g[5 * step] = g2;
+// Of what belongs to a filter, the values at finite places are divided by the slopes there.
+INLINE void divide_by_slopes(vec *u, size_t step) {
+    u[0] *= 1 / slope0;
+    u[step] *= 1 / near_slope;
+    u[2 * step] *= 1 / near_slope;
+    u[3 * step] *= 1 / far_slope;
+    u[4 * step] *= 1 / far_slope;
+}
+
+// G g
+INLINE void transform_weight(const size_t kernel, vec *g, size_t step) {
+    polynomial_values(kernel, g, step);
+    divide_by_slopes(g, step);
 }
 
 // G^T du
 INLINE void transform_dweight(vec *u, size_t step) {
-    vec near_even = (u[step] + u[2 * step]) / near_slope;
-    vec near_odd = near / near_slope * (u[step] - u[2 * step]);
-    vec far_even = (u[3 * step] + u[4 * step]) / far_slope;
-    vec far_odd = far / far_slope * (u[3 * step] - u[4 * step]);
-    u[0] = u[0] / slope0 + near_even + far_even;
-    u[step] = near_odd + far_odd;
-    u[2 * step] = near2 * near_even + far2 * far_even + u[5 * step];
+    divide_by_slopes(u, step);
+    values_transposed(3, u, step);
 }
 
 // packed[block of COLUMNS][place][depth][column] = u; the data gradient meets the taps in reverse
-static void pack_winograd(real *packed, const real *weight, const Pass *p) {
+INLINE void pack_filters(const size_t kernel, real *packed, const real *weight, const Pass *p) {
     const size_t step = p->transposed ? p->depth : 1, row = p->transposed ? 1 : p->out.c;
+    const size_t taps = kernel * kernel;
     PARALLEL_TURNS(i, ceil_div(p->out.c, LANES)) {
         const size_t column = i * LANES, count = min_size(LANES, p->out.c - column);
         const size_t first = column / COLUMNS * COLUMNS, width = block_width(p, first);
         real *to = packed + first * PLACES * p->depth + column - first;
         for (size_t d = 0; d < p->depth; d++, to += width) {
             vec g[PLACES] = {{0}};
-            UNROLLED(tap, 9) {
+            UNROLLED(tap, taps) {
                 const real *from = weight + d * row + column * step;
-                from += (p->transposed ? 8 - tap : tap) * p->depth * p->out.c;
+                from += (p->transposed ? taps - 1 - tap : tap) * p->depth * p->out.c;
                 for (size_t j = 0; j < count; j++)
-                    g[tap / 3 * SIDE + tap % 3][j] = from[j * step];
+                    g[tap / kernel * SIDE + tap % kernel][j] = from[j * step];
             }
-            UNROLLED(i, 3)
-                transform_weight(g + SIDE * i, 1);
+            UNROLLED(i, kernel)
+                transform_weight(kernel, g + SIDE * i, 1);
             UNROLLED(j, SIDE)
-                transform_weight(g + j, SIDE);
+                transform_weight(kernel, g + j, SIDE);
             UNROLLED(place, PLACES)
                 *(vec *)(to + place * p->depth * width) = g[place];
         }
     }
+}
+
+static void pack_winograd(real *packed, const real *weight, const Pass *p) {
+    if (p->tile == 4)
+        pack_filters(3, packed, weight, p);
+    else
+        pack_filters(5, packed, weight, p);
 }
 
 /* A block of tiles on its way through the transforms: `tiles` tiles from `first` on, and columns
@@ -2373,22 +2387,23 @@ static TileBlock tile_block(const Pass *p, size_t first, size_t last, size_t col
 }
 
 static size_t count_tiles(const Pass *p, size_t n) {
-    return n * ceil_div(p->out.h, TILE) * ceil_div(p->out.w, TILE);
+    return n * ceil_div(p->out.h, p->tile) * ceil_div(p->out.w, p->tile);
 }
 
 // A block's tile t: its image, the first of its output pixels, and where these lie in out or dout;
 // OUTSIDE: beyond the image's edge.
 typedef struct TileSpot {
     size_t image, y, x;
-    ptrdiff_t at[TILE * TILE];
+    ptrdiff_t at[4 * 4];
 } TileSpot;
 
 INLINE TileSpot tile_spot(TileBlock b, size_t t) {
     const Pass *p = b.pass;
-    size_t across = ceil_div(p->out.w, TILE), down = ceil_div(p->out.h, TILE), tile = b.first + t;
-    TileSpot s = {tile / across / down, tile / across % down * TILE, tile % across * TILE, {0}};
-    for (size_t i = 0; i < TILE * TILE; i++) {
-        size_t y = s.y + i / TILE, x = s.x + i % TILE;
+    const size_t side = p->tile, tile = b.first + t;
+    size_t across = ceil_div(p->out.w, side), down = ceil_div(p->out.h, side);
+    TileSpot s = {tile / across / down, tile / across % down * side, tile % across * side, {0}};
+    for (size_t i = 0; i < side * side; i++) {
+        size_t y = s.y + i / side, x = s.x + i % side;
         size_t at = (s.image * p->out_pixels + y * p->out.w + x) * p->out.c + b.column;
         s.at[i] = y < p->out.h && x < p->out.w ? (ptrdiff_t)at : OUTSIDE;
     }
@@ -2410,8 +2425,8 @@ static void winograd_input(TileBlock b, const real *in) {
             vec d[PLACES];
             UNROLLED(i, PLACES) {
                 d[i] = *(const vec *)(from[i] + c);
-                if (i % SIDE >= SIDE - TILE)
-                    __builtin_prefetch(from[i] + TILE * p->depth + c);
+                if (i % SIDE >= 2)
+                    __builtin_prefetch(from[i] + p->tile * p->depth + c);
             }
             UNROLLED(j, SIDE)
                 transform_input(d + j, SIDE);
@@ -2424,7 +2439,7 @@ static void winograd_input(TileBlock b, const real *in) {
 }
 
 // out = A^T m A + bias, and what the pass wants besides
-static void winograd_output(TileBlock b, real *out, const real *bias) {
+INLINE void winograd_output(const size_t tile, TileBlock b, real *out, const real *bias) {
     const Pass *p = b.pass;
     for (size_t t = 0; t < b.tiles; t++) {
         const TileSpot s = tile_spot(b, t);
@@ -2433,13 +2448,13 @@ static void winograd_output(TileBlock b, real *out, const real *bias) {
             UNROLLED(i, PLACES)
                 sums[i] = *(const vec *)(b.m + i * b.m_step + t * b.width + j);
             UNROLLED(i, SIDE)
-                transform_output(sums + i, SIDE);
-            UNROLLED(i, TILE)
-                transform_output(sums + SIDE * i, 1);
-            UNROLLED(i, TILE * TILE) {
+                values_transposed(tile, sums + i, SIDE);
+            UNROLLED(i, tile)
+                values_transposed(tile, sums + SIDE * i, 1);
+            UNROLLED(i, tile * tile) {
                 if (s.at[i] != OUTSIDE) {
                     real *to = out + s.at[i] + j;
-                    vec sum = sums[i / TILE * SIDE + i % TILE] + start;
+                    vec sum = sums[i / tile * SIDE + i % tile] + start;
                     sum += p->accumulate ? load(to, count) : (vec){0};
                     store(to, p->relu ? relu_vec(sum) : sum, count);
                 }
@@ -2450,6 +2465,7 @@ static void winograd_output(TileBlock b, real *out, const real *bias) {
 
 // m = A dout A^T; dbias[column of the block] += dout's sum
 static void winograd_dout(TileBlock b, real *dbias, const real *dout) {
+    enum { TILE = SIDE + 1 - 3 };
     for (size_t t = 0; t < b.tiles; t++) {
         const TileSpot s = tile_spot(b, t);
         for (size_t j = 0, count = b.columns; j < b.columns; j += LANES, count -= LANES) {
@@ -2460,9 +2476,9 @@ static void winograd_dout(TileBlock b, real *dbias, const real *dout) {
                 *(vec *)(dbias + j) += v;
             }
             UNROLLED(i, TILE)
-                transform_dout(d + SIDE * i, 1);
+                polynomial_values(TILE, d + SIDE * i, 1);
             UNROLLED(i, SIDE)
-                transform_dout(d + i, SIDE);
+                polynomial_values(TILE, d + i, SIDE);
             UNROLLED(i, PLACES)
                 *(vec *)(b.m + i * b.m_step + t * b.width + j) = d[i];
         }
@@ -2490,7 +2506,10 @@ static void winograd_block(real *out, const real *in, const real *packed, const 
                            TileBlock b) {
     winograd_input(b, in);
     winograd_product(b, packed);
-    winograd_output(b, out, bias);
+    if (b.pass->tile == 4)
+        winograd_output(4, b, out, bias);
+    else
+        winograd_output(2, b, out, bias);
 }
 
 // The pass on n images, its blocks dealt to the threads.
@@ -2506,7 +2525,7 @@ static void winograd(real *out, const real *in, const real *packed, const real *
 
 // packed = the weights in the order in which the pass reads them; packed_size() numbers
 static void pack(real *packed, const real *weight, const Pass *p) {
-    if (p->winograd)
+    if (p->tile)
         pack_winograd(packed, weight, p);
     else
         pack_weights(packed, weight, p);
@@ -2520,7 +2539,7 @@ static void run_pass(real *out, const real *in, const real *weight, const real *
         return;
     }
     pack(scratch, weight, p);
-    if (p->winograd)
+    if (p->tile)
         winograd(out, in, scratch, bias, p, n, scratch + packed_size(p));
     else
         convolve(out, in, scratch, bias, p, n);
@@ -2529,9 +2548,9 @@ static void run_pass(real *out, const real *in, const real *weight, const real *
 // The pass on one image, by one thread.
 static void run_pass_on_image(real *out, const real *in, const real *packed, const real *bias,
                               const Pass *p, real *areas) {
-    const size_t tiles = p->winograd ? count_tiles(p, 1) : 0;
+    const size_t tiles = p->tile ? count_tiles(p, 1) : 0;
     const size_t columns = panel_columns(p);
-    for (size_t c = 0; !p->winograd && c < p->out.c; c += columns)
+    for (size_t c = 0; !p->tile && c < p->out.c; c += columns)
         convolve_block(out, in, packed, bias, p, 0, 1, c, columns);
     for (size_t first = 0; first < tiles; first += BLOCK_TILES)
         for (size_t column = 0; column < p->out.c; column += COLUMNS) {
@@ -2542,7 +2561,7 @@ static void run_pass_on_image(real *out, const real *in, const real *packed, con
 
 // Counts on no more threads at run time than when this is asked.
 static size_t pass_scratch(const Pass *p) {
-    return packed_size(p) + (p->winograd ? (size_t)omp_get_max_threads() * tile_area(p) : 0);
+    return packed_size(p) + (p->tile ? (size_t)omp_get_max_threads() * tile_area(p) : 0);
 }
 
 static void conv2d_forward_fast(real *out, const real *in, const real *weight, const real *bias,
@@ -2568,9 +2587,11 @@ static size_t winograd_sums(const Pass *p) // of one slice
 
 static WeightGradient weight_gradient_plan(const Layer *l, size_t n) {
     WeightGradient g = {.pass = forward_pass(l), .n = n};
+    if (l->kernel != 3)
+        g.pass.tile = 0; // by Winograd, the rounding of a 5 x 5 filter's would be 3.3 times as much
     g.groups = ceil_div(g.pass.depth, ROWS);
     g.units = g.pass.taps * g.groups + (l->biases > 0);
-    size_t sums = g.pass.winograd ? winograd_sums(&g.pass) : l->weights + l->biases;
+    size_t sums = g.pass.tile ? winograd_sums(&g.pass) : l->weights + l->biases;
     size_t worth = min_size(SLICE_ELEMENTS / sums, n * g.pass.out_pixels / SLICE_PIXELS);
     g.slices = min_size(n, min_size(SLICES, max_size(1, worth)));
     g.parts = min_size(g.units, ceil_div(SLICES, g.slices));
@@ -2706,7 +2727,7 @@ static void weight_gradient(real *dweight, real *dbias, const real *dout, const 
     WeightGradient g = weight_gradient_plan(l, n);
     g.in = in;
     g.dout = dout;
-    if (g.pass.winograd) {
+    if (g.pass.tile) {
         winograd_gradient(dweight, dbias, &g, l->biases > 0, scratch);
         return;
     }
@@ -3059,11 +3080,12 @@ static size_t scratch_size_fast(const Layer *l, size_t n) {
     if (l->kind != CONV2D && l->kind != LINEAR)
         return scratch_size_naive(l, n);
     Pass forward = forward_pass(l), backward = backward_pass(l, false);
-    size_t slices = weight_gradient_plan(l, n).slices, pooled = 0;
+    WeightGradient g = weight_gradient_plan(l, n);
+    size_t pooled = 0;
     size_t threads = (size_t)omp_get_max_threads();
-    size_t gradient = forward.winograd
-                          ? slices * winograd_sums(&forward) + threads * tile_area(&forward)
-                          : slices * (l->weights + l->biases);
+    size_t gradient = g.pass.tile
+                          ? g.slices * winograd_sums(&forward) + threads * tile_area(&forward)
+                          : g.slices * (l->weights + l->biases);
     if (l->pool) {
         PooledPass p = pooled_pass(l);
         pooled = max_size(pooled_slices(&p, n) * pooled_sums(&p) + l->out.c * p.filter,

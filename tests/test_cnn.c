@@ -224,23 +224,25 @@ static void test_fast_resnet_conv(void) {
     verdict("fast conv2d of residual networks against its definition");
 }
 
-// 3 x 3, stride 1 and channels in whole vectors: what winograd() takes, and shapes just beside.
-static void test_winograd(void) {
+// 3 x 3 and 5 x 5, stride 1 and channels in whole vectors: what winograd() takes, and shapes just
+// beside.
+static void test_winograd(size_t kernel) {
     static Net net;
     size_t taken[2] = {0, 0};
     for (int shape = 0; shape < (quick ? 20 : 80); shape++) {
         Shape in = {draw_size(7, 13), draw_size(7, 13), LANES * draw_size(1, shape % 8 ? 3 : 8)};
         start_net(&net, in);
         size_t columns = shape % 2 ? LANES * draw_size(1, 3) : draw_size(LANES, 140);
-        add_conv2d(&net, 0, columns, 3, 1, draw_size(0, 2), shape % 3 > 0);
+        add_conv2d(&net, 0, columns, kernel, 1, draw_size(0, kernel - 1), shape % 3 > 0);
         net.layers[1].fused_relu = draw_bits() % 2;
-        taken[0] += forward_pass(&net.layers[1]).winograd;
-        taken[1] += backward_pass(&net.layers[1], false).winograd;
+        taken[0] += forward_pass(&net.layers[1]).tile > 0;
+        taken[1] += backward_pass(&net.layers[1], false).tile > 0;
         compare_layer(net.layers[1], draw_size(1, 9), draw_bits() % 2);
     }
     if (!taken[0] || !taken[1])
         fail("no shape was taken: %zu forward, %zu backward", taken[0], taken[1]);
-    verdict("Winograd's convolution against its definition");
+    verdict(kernel == 3 ? "Winograd's convolution, 3 x 3, against its definition"
+                        : "Winograd's convolution, 5 x 5, against its definition");
 }
 
 // Root mean square of got - want.
@@ -273,10 +275,10 @@ static void convolve_in_double(const Layer *l, size_t n, const Inputs *x, double
 // What room 5b says of Winograd's rounding: that it is at most 2.8 times that of the definition.
 static void test_winograd_rounding(void) {
     static Net net;
-    for (size_t channels = 32; channels <= (quick ? 64 : 256); channels *= 2) {
-        const size_t n = 2;
+    for (size_t i = 0; i < (quick ? 4 : 8); i++) {
+        const size_t n = 2, channels = (size_t)32 << i / 2, kernel = 3 + i % 2 * 2;
         start_net(&net, (Shape){12, 12, channels});
-        add_conv2d(&net, 0, 64, 3, 1, 1, false);
+        add_conv2d(&net, 0, 64, kernel, 1, 1, false);
         Layer *l = &net.layers[1];
         Inputs x = {random_array(n * shape_size(l->in)),
                     random_array(l->weights),
@@ -296,9 +298,10 @@ static void test_winograd_rounding(void) {
             free(want[i]);
         }
         if (!is_double && !(fmax(fmax(ratio[0], ratio[1]), ratio[2]) < 2.8))
-            fail("%zu channels: rounding of out, din, dweight is %.2f, %.2f, %.2f times that of "
+            fail("%zu channels, filters of %zu: rounding of out, din, dweight is %.2f, %.2f, %.2f "
+                 "times that of "
                  "the definition, expected at most 2.8",
-                 channels, ratio[0], ratio[1], ratio[2]);
+                 channels, kernel, ratio[0], ratio[1], ratio[2]);
         free_arrays(&x, sizeof x);
         free_arrays(&fast, sizeof fast);
         free_arrays(&naive, sizeof naive);
@@ -3729,7 +3732,8 @@ int main(void) {
     test_pooled();
     test_pooled_limit();
     test_fast_resnet_conv();
-    test_winograd();
+    test_winograd(3);
+    test_winograd(5);
     test_winograd_rounding();
     test_fast_linear();
     test_few_pixels();
