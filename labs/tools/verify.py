@@ -31,7 +31,7 @@ REPEATS = 5         # fewer tell little about spread
 NOISE = 1.5         # a measured peak may be this much too low, since others use the machine as well
 LARGEST_SPEEDUP = 1.1  # for each device: caches that grow with the devices explain no more
 CACHED_MB = 128     # what moves less than --layers uses to measure the bandwidth may stay in caches
-WINOGRAD = 144 / 36  # products by the definition over those of F(4x4, 3x3)
+WINOGRAD = {"conv2d 3x3 stride 1": 144 / 36, "conv2d 5x5 stride 1": 100 / 36}  # products: definition's over its
 SKIPPING = 8        # of backward: three of four inputs of a max-pool get no gradient, nor do ReLU's zeros
 
 
@@ -112,7 +112,7 @@ def check_layers(run):
         found = {f"{layer}, bound by {bound}": (percent, most * (SKIPPING if "conv2d" in kind else 1))}
         if bound == "compute" and min(gflops, forward) > 0:  # forward alone; MFLOP a ms are GFLOP/s
             found[f"forward of {layer}"] = (percent / gflops * mflop * images / forward,
-                                            most * (WINOGRAD if "conv2d 3x3 stride 1" in kind else 1))
+                                            most * WINOGRAD.get(kind.partition(" padding")[0], 1))
         for what, (share, limit) in found.items():
             if share > limit and limited and not run.emulated:
                 yield finding(path(run, "layers.csv"), f"{what}: at most {limit:.0f} % of the measured peak",
