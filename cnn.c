@@ -1764,7 +1764,6 @@ enum {
     GROUP_PIXELS = 512,        // pixels that are computed while a panel is in L2
     FEW = 8,                   // fewer channels: a row of taps is read as one
     RUN = 11 * FEW,            // the most numbers in such a row
-    MAX_POOL = 9,              // positions in a pool's window whose zeros are skipped
     SIDE = 6,                  // of a Winograd tile: inputs
     PLACES = SIDE * SIDE,      // of such a tile
     BLOCK_TILES = 18,          // Winograd tiles between transforms: 256 channels fit L2
@@ -2324,37 +2323,38 @@ INLINE void transform_dweight(vec *u, size_t step) {
     values_transposed(3, u, step);
 }
 
-// packed[block of COLUMNS][place][depth][column] = u; the data gradient meets the taps in reverse
-INLINE void pack_filters(const size_t kernel, real *packed, const real *weight, const Pass *p) {
+// A vector of columns of packed[block of COLUMNS][place][depth][column] = u; the data gradient meets
+// the taps in reverse.
+INLINE void pack_filters(const size_t kernel, real *packed, const real *weight, const Pass *p,
+                         size_t column) {
     const size_t step = p->transposed ? p->depth : 1, row = p->transposed ? 1 : p->out.c;
-    const size_t taps = kernel * kernel;
-    PARALLEL_TURNS(i, ceil_div(p->out.c, LANES)) {
-        const size_t column = i * LANES, count = min_size(LANES, p->out.c - column);
-        const size_t first = column / COLUMNS * COLUMNS, width = block_width(p, first);
-        real *to = packed + first * PLACES * p->depth + column - first;
-        for (size_t d = 0; d < p->depth; d++, to += width) {
-            vec g[PLACES] = {{0}};
-            UNROLLED(tap, taps) {
-                const real *from = weight + d * row + column * step;
-                from += (p->transposed ? taps - 1 - tap : tap) * p->depth * p->out.c;
-                for (size_t j = 0; j < count; j++)
-                    g[tap / kernel * SIDE + tap % kernel][j] = from[j * step];
-            }
-            UNROLLED(i, kernel)
-                transform_weight(kernel, g + SIDE * i, 1);
-            UNROLLED(j, SIDE)
-                transform_weight(kernel, g + j, SIDE);
-            UNROLLED(place, PLACES)
-                *(vec *)(to + place * p->depth * width) = g[place];
+    const size_t taps = kernel * kernel, count = min_size(LANES, p->out.c - column);
+    const size_t first = column / COLUMNS * COLUMNS, width = block_width(p, first);
+    real *to = packed + first * PLACES * p->depth + column - first;
+    for (size_t d = 0; d < p->depth; d++, to += width) {
+        vec g[PLACES] = {{0}};
+        UNROLLED(tap, taps) {
+            const real *from = weight + d * row + column * step;
+            from += (p->transposed ? taps - 1 - tap : tap) * p->depth * p->out.c;
+            for (size_t j = 0; j < count; j++)
+                g[tap / kernel * SIDE + tap % kernel][j] = from[j * step];
         }
+        UNROLLED(i, kernel)
+            transform_weight(kernel, g + SIDE * i, 1);
+        UNROLLED(j, SIDE)
+            transform_weight(kernel, g + j, SIDE);
+        UNROLLED(place, PLACES)
+            *(vec *)(to + place * p->depth * width) = g[place];
     }
 }
 
 static void pack_winograd(real *packed, const real *weight, const Pass *p) {
-    if (p->tile == 4)
-        pack_filters(3, packed, weight, p);
-    else
-        pack_filters(5, packed, weight, p);
+    PARALLEL_TURNS(i, ceil_div(p->out.c, LANES)) {
+        if (p->tile == 4)
+            pack_filters(3, packed, weight, p, i * LANES);
+        else
+            pack_filters(5, packed, weight, p, i * LANES);
+    }
 }
 
 /* A block of tiles on its way through the transforms: `tiles` tiles from `first` on, and columns
@@ -2756,32 +2756,44 @@ static void conv2d_backward_fast(real *din, real *dweight, real *dbias, const re
 /* ---- Backward through a max-pool ----------------------------------------------------------------
 
    A 2 x 2 max-pool hands its gradient to one of four pixels; behind a ReLU and a dropout half of
-   those are zero as well. So a convolution before a pool lists what is not zero and skips the rest.
-   What a filter meets at one pixel is `kernel` rows of memory, each kernel * channels long,
-   whatever the stride. With the weights of each output channel k packed as such rows, a term is
-     data gradient     rows of din under the pixel  += dout[pixel][k] * rows of weight[k]
-     weight gradient   rows of dweight[k]           += dout[pixel][k] * rows of in under the pixel
-   Both are one tile: ROWS x VECTORS sums in registers, to which a list of terms is added. */
+   those are zero as well. So a convolution before a pool skips what is zero: masks tell, by a bit
+   for each number, what is not. A term of the sums is what a pixel's gradient of channel k gives:
+     weight gradient   dweight[k]              += dout[pixel][k] * the numbers under the filter
+     data gradient     din under the filter    += dout[pixel][k] * weight[k]
+   One takes the terms of a channel and many windows, with the filter's sums in registers; the other
+   those of a window and all channels, with the sums that its pixels' filters cover in registers. */
 
-typedef struct Term {
-    uint32_t at; // where the rows lie: in the image, or among the packed weights
-    real factor;
-} Term;
+enum { MASK_BITS = 64, PIXELS = 4 };
 
-// acc[i][j] += factor * (from + at)[i][j], j by vectors
-INLINE void add_term(const size_t rows, const size_t vectors, vec acc[5][6], const Term *t,
-                     const real *from, size_t pitch) {
-    const real *at = from + t->at;
-    UNROLLED(i, rows)
+// Some windows of the pool's image: so many that they, and what they meet, stay in L1.
+typedef struct Windows {
+    size_t count, channels, words; // words of MASK_BITS channels
+    size_t met[MASK_BITS];         // the input pixel under the filter's corner at the first pixel
+    size_t other[PIXELS + 1];      // ... and how many pixels further at the others
+    size_t depth;                  // from an input pixel's numbers to those of the next
+    real *gradient;                // [count][channels]: behind the pool's ReLU
+    uint8_t *place;                // [count][channels]: the pixel it goes to; PIXELS: it is 0
+    uint64_t *nonzero;             // [channels]: windows whose gradient is not 0
+    uint64_t *chosen[PIXELS];      // [count][words]: channels whose gradient goes to the pixel
+} Windows;
+
+// acc[i][j] += gradient * (from + what it meets)[i][j], j by vectors, for one window and channel
+INLINE void add_term(const size_t rows, const size_t vectors, vec acc[5][6], const Windows *w,
+                     size_t window, size_t k, const real *from, size_t pitch) {
+    const size_t at = window * w->channels + k;
+    const real gradient = w->gradient[at];
+    from += (w->met[window] + w->other[w->place[at]]) * w->depth;
+    UNROLLED(i, rows) {
         UNROLLED(j, vectors)
-            acc[i][j] += t->factor * *(const vec *)(at + i * pitch + j * LANES);
+            acc[i][j] += gradient * *(const vec *)(from + j * LANES);
+        from += pitch;
+    }
 }
 
-/* sums[i][0 .. vectors * LANES) += for each term, factor * (from + at)[i][...], for i < rows.
-   Fewer than 8 sums (2 multiply-adds begin in a cycle, and take 4) are kept twice, as in
-   dot_tile(). */
+/* sums[i][0 .. vectors * LANES) += channel k's terms, for i < rows. Fewer than 8 sums (2
+   multiply-adds begin in a cycle, and take 4) are kept twice, as in dot_tile(). */
 INLINE void term_tile(const size_t rows, const size_t vectors, real *sums, size_t sums_pitch,
-                      const Term *terms, const Term *end, const real *from, size_t pitch) {
+                      const Windows *w, size_t k, const real *from, size_t pitch) {
     const size_t parts = rows * vectors < 8 ? 2 : 1;
     vec acc[2][5][6];
     UNROLLED(i, rows)
@@ -2789,12 +2801,12 @@ INLINE void term_tile(const size_t rows, const size_t vectors, real *sums, size_
             acc[0][i][j] = *(const vec *)(sums + i * sums_pitch + j * LANES);
             acc[1][i][j] = (vec){0};
         }
-    const Term *t = terms;
-    for (; (size_t)(end - t) >= parts; t += parts)
-        UNROLLED(s, parts)
-            add_term(rows, vectors, acc[s], t + s, from, pitch);
-    if (parts == 2 && t < end)
-        add_term(rows, vectors, acc[0], t, from, pitch);
+    for (uint64_t mask = w->nonzero[k]; mask;)
+        UNROLLED(s, parts) {
+            if (mask)
+                add_term(rows, vectors, acc[s], w, (size_t)__builtin_ctzll(mask), k, from, pitch);
+            mask &= mask - 1;
+        }
     UNROLLED(i, rows)
         UNROLLED(j, vectors) {
             vec *to = (vec *)(sums + i * sums_pitch + j * LANES);
@@ -2804,12 +2816,12 @@ INLINE void term_tile(const size_t rows, const size_t vectors, real *sums, size_
         }
 }
 
-typedef void TermTileFunction(real *sums, size_t sums_pitch, const Term *terms, const Term *end,
+typedef void TermTileFunction(real *sums, size_t sums_pitch, const Windows *w, size_t k,
                               const real *from, size_t pitch);
-#define TERM_TILE(rows, vectors)                                                                  \
-    NOINLINE void term_tile_##rows##_##vectors(real *sums, size_t sums_pitch, const Term *terms,  \
-                                               const Term *end, const real *from, size_t pitch) { \
-        term_tile(rows, vectors, sums, sums_pitch, terms, end, from, pitch);                      \
+#define TERM_TILE(rows, vectors)                                                                \
+    NOINLINE void term_tile_##rows##_##vectors(real *sums, size_t sums_pitch, const Windows *w, \
+                                               size_t k, const real *from, size_t pitch) {      \
+        term_tile(rows, vectors, sums, sums_pitch, w, k, from, pitch);                          \
     }
 #define TERM_TILES(rows)                                                  \
     TERM_TILE(rows, 1)                                                    \
@@ -2821,157 +2833,218 @@ typedef void TermTileFunction(real *sums, size_t sums_pitch, const Term *terms, 
     static TermTileFunction *const term_tiles_##rows[6] = {               \
         term_tile_##rows##_1, term_tile_##rows##_2, term_tile_##rows##_3, \
         term_tile_##rows##_4, term_tile_##rows##_5, term_tile_##rows##_6};
-TERM_TILES(1)
 TERM_TILES(3)
 TERM_TILES(5)
+
+/* din += a window's terms, for LANES channels and `rows` rows of the filter. weight: [k][tap][LANES]
+   from the first of the rows on. */
+INLINE void patch_tile(const size_t rows, const size_t kernel, real *din, size_t row, size_t pixel,
+                       const Windows *w, size_t window, const real *weight) {
+    const size_t across = kernel + 1;
+    vec acc[18];
+    UNROLLED(i, (rows + 1) * across)
+        acc[i] = *(const vec *)(din + i / across * row + i % across * pixel);
+    for (size_t word = 0; word < w->words; word++)
+        UNROLLED(p, PIXELS)
+            for (uint64_t mask = w->chosen[p][window * w->words + word]; mask; mask &= mask - 1) {
+                const size_t k = word * MASK_BITS + (size_t)__builtin_ctzll(mask);
+                const real gradient = w->gradient[window * w->channels + k];
+                const vec *from = (const vec *)(weight + k * kernel * kernel * LANES);
+                UNROLLED(i, rows * kernel)
+                    acc[(p / 2 + i / kernel) * across + p % 2 + i % kernel] += gradient * from[i];
+            }
+    UNROLLED(i, (rows + 1) * across)
+        *(vec *)(din + i / across * row + i % across * pixel) = acc[i];
+}
+
+#define PATCH_TILE(rows, kernel)                                                    \
+    NOINLINE void patch_tile_##rows##_##kernel(real *din, size_t row, size_t pixel, \
+                                               const Windows *w, size_t window,     \
+                                               const real *weight) {                \
+        patch_tile(rows, kernel, din, row, pixel, w, window, weight);               \
+    }
+PATCH_TILE(3, 3)
+PATCH_TILE(2, 5) // 18 sums; all 36 of a 5 x 5 filter find no registers
+PATCH_TILE(1, 5)
 
 // The sizes of such a backward.
 typedef struct PooledPass {
     const Layer *l, *pool;
-    size_t row, pitch;              // of the input image; of a filter's row, in whole vectors
-    uint32_t tap_start[MAX_POOL];   // from a window's first pixel to its others, in the input image
-    size_t filter;                  // of all rows of a filter
+    size_t pitch, filter;           // of a filter's row, in whole vectors; of all its rows
+    size_t depth;                   // from an input pixel's numbers to those of the next
+    size_t channels_in;             // of din on the way, in whole vectors
     TermTileFunction *const *tiles; // by vectors - 1
-    size_t rows, widest;            // rows and the most vectors of a tile
+    size_t widest;                  // the most vectors of a tile
     size_t pooled, image;           // numbers of one image: behind the pool, before the convolution
     const real *dout, *relu;        // the pool's gradient and its output
     const uint8_t *argmax;
-    size_t count_bits; // of a count of list_window(), and the mask for it
-    uint64_t count_mask;
 } PooledPass;
 
-static size_t count_bits(size_t taps) {
-    return min_size(16, 64 / taps);
+// Where vectors of the image would not be aligned, each pixel gets a copy of its row of the filter.
+static size_t pooled_depth(const Layer *l) {
+    return l->in.c % LANES ? whole_vectors(l->kernel * l->in.c) : l->in.c;
 }
 
-// What it keeps on a thread's stack must be small, and its counts must suffice.
+// What it keeps on a thread's stack must be small.
 static bool suits_pooled(const Layer *conv, const Layer *pool) {
-    size_t taps = pool->kernel * pool->kernel;
-    return taps <= MAX_POOL && conv->out.c <= 1024 && conv->out.c < (size_t)1 << count_bits(taps) &&
-           shape_size(conv->in) <= 1 << 17;
+    return (conv->kernel == 3 || conv->kernel == 5) && conv->stride == 1 && pool->kernel == 2 &&
+           conv->out.c <= 1024 && conv->in.h * conv->in.w * pooled_depth(conv) <= 1 << 17;
 }
 
 static PooledPass pooled_pass(const Layer *l) {
-    const size_t taps = l->pool->kernel * l->pool->kernel;
-    PooledPass p = {.l = l, .pool = l->pool, .row = l->in.w * l->in.c};
-    p.count_bits = count_bits(taps);
-    p.count_mask = ((uint64_t)1 << p.count_bits) - 1;
+    PooledPass p = {.l = l, .pool = l->pool, .depth = pooled_depth(l)};
     p.pitch = whole_vectors(l->kernel * l->in.c);
     p.filter = l->kernel * p.pitch;
-    p.rows = l->kernel == 3 || l->kernel == 5 ? l->kernel : 1;
-    p.tiles = p.rows == 3 ? term_tiles_3 : p.rows == 5 ? term_tiles_5 : term_tiles_1;
-    p.widest = min_size(6, ROWS * VECTORS / p.rows);
+    p.channels_in = whole_vectors(l->in.c);
+    p.tiles = l->kernel == 3 ? term_tiles_3 : term_tiles_5;
+    p.widest = min_size(6, (ROWS * VECTORS + 1) / l->kernel); // 5 x 5 fit where 6 x 4 do
     p.pooled = shape_size(l->pool->out);
     p.image = shape_size(l->in);
-    for (size_t tap = 0; tap < taps; tap++)
-        p.tap_start[tap] = (uint32_t)((tap / l->pool->kernel * l->in.w + tap % l->pool->kernel) *
-                                      l->stride * l->in.c);
     return p;
 }
 
-// Adds the terms up to `end` to the rows of one filter, or to the rows that lie under it.
-static void add_terms(const PooledPass *p, real *sums, size_t sums_pitch, const Term *terms,
-                      const Term *end, const real *from, size_t pitch) {
-    for (size_t i = 0; i < p->l->kernel && terms < end; i += p->rows)
-        for (size_t j = 0; j < p->pitch; j += p->widest * LANES) {
-            size_t vectors = min_size(p->widest, (p->pitch - j) / LANES);
-            p->tiles[vectors - 1](sums + i * sums_pitch + j, sums_pitch, terms, end,
-                                  from + i * pitch + j, pitch);
+// A bit for each of up to MASK_BITS bytes that is x; all are below 128. Reads 8 at a time.
+static uint64_t mask_equal(const uint8_t *from, size_t count, uint64_t x) {
+    const uint64_t ones = 0x0101010101010101;
+    uint64_t mask = 0;
+    for (size_t i = 0; i < MASK_BITS && i < count; i += 8) {
+        uint64_t eight;
+        memcpy(&eight, from + i, 8);
+        uint64_t equal = (0x80 * ones - (eight ^ x * ones)) >> 7 & ones; // only 0x80 - 0 has bit 7
+        mask |= equal * 0x0102040810204080 >> 56 << i; // bit 0 of eight bytes, side by side
+    }
+    return count < MASK_BITS ? mask & (((uint64_t)1 << count) - 1) : mask;
+}
+
+// gradient and place of windows from `first` on
+static void route_gradient(const Windows *w, const PooledPass *p, size_t image, size_t first) {
+    typedef uint8_t bytes __attribute__((vector_size(LANES)));
+    const size_t from = image * p->pooled + first * w->channels, numbers = w->count * w->channels;
+    for (size_t i = 0; i < numbers; i += LANES) {
+        const size_t count = numbers - i;
+        bytes place = {0};
+        if (count >= LANES)
+            memcpy(&place, p->argmax + from + i, LANES);
+        else
+            memcpy(&place, p->argmax + from + i, count);
+        mask passes = load(p->relu + from + i, count) > 0;
+        vec gradient = (vec)((mask)load(p->dout + from + i, count) & passes);
+        *(vec *)(w->gradient + i) = gradient;
+        place |= __builtin_convertvector(gradient == 0, bytes) & PIXELS;
+        memcpy(w->place + i, &place, LANES);
+    }
+}
+
+// The windows from `first` on: all but `count` and what never changes. Adds the gradient to dbias.
+static void find_terms(Windows *w, real *restrict dbias, const PooledPass *p, size_t image,
+                       size_t first) {
+    const size_t channels = w->channels;
+    uint64_t *restrict nonzero = w->nonzero;
+    route_gradient(w, p, image, first);
+    memset(nonzero, 0, channels * sizeof *nonzero);
+    for (size_t window = 0; window < w->count; window++) {
+        const real *gradient = w->gradient + window * channels;
+        const uint8_t *place = w->place + window * channels;
+        size_t y = (first + window) / p->pool->out.w, x = (first + window) % p->pool->out.w;
+        w->met[window] = (y * p->l->in.w + x) * p->pool->stride;
+        for (size_t k = 0; k < channels; k++)
+            nonzero[k] |= (uint64_t)(place[k] < PIXELS) << window;
+        for (size_t k = 0; k < channels; k++)
+            dbias[k] += gradient[k];
+    }
+}
+
+static void find_chosen(const Windows *w) {
+    for (size_t window = 0; window < w->count; window++)
+        for (size_t word = 0; word < w->words; word++) {
+            const size_t k = word * MASK_BITS;
+            for (size_t i = 0; i < PIXELS; i++)
+                w->chosen[i][window * w->words + word] =
+                    mask_equal(w->place + window * w->channels + k, w->channels - k, i);
         }
 }
 
-// Where in the input image the filter lies for the first pixel of a window of the pool.
-static uint32_t window_start(const PooledPass *p, size_t window) {
-    const Layer *l = p->l;
-    size_t y = window / l->pool->out.w * l->pool->stride,
-           x = window % l->pool->out.w * l->pool->stride;
-    return (uint32_t)((y * l->in.w + x) * l->stride * l->in.c);
+// rows[pixel][depth] = what a row of the filter meets that begins at the pixel
+static void copy_rows(real *rows, const real *in, const PooledPass *p) {
+    const Shape I = p->l->in;
+    for (size_t y = 0; y < I.h; y++)
+        for (size_t x = 0; x <= I.w - p->l->kernel; x++)
+            for (size_t j = 0; j < p->depth; j += LANES)
+                *(vec *)(rows + (y * I.w + x) * p->depth + j) =
+                    *(const vec *)(in + (y * I.w + x) * I.c + j);
 }
 
-// A few windows of an image: so many that they, and what they meet, stay in the nearest caches.
-enum { WINDOWS = 64, WINDOW_NUMBERS = 8192 };
-typedef struct Windows {
-    size_t count, channels;
-    uint32_t start[WINDOWS];
-    const uint8_t *argmax; // [count][channels], as the next two
-    real *gradient;        // behind the pool's ReLU
-    uint8_t *nonzero;      // 1 where the gradient is not 0
-} Windows;
-
-// Channel k's terms of a weight gradient; returns their end.
-NOINLINE Term *list_channel(Term *end, const PooledPass *p, const Windows *w, size_t k) {
-    for (size_t window = 0, i = k; window < w->count; window++, i += w->channels) {
-        *end = (Term){w->start[window] + p->tap_start[w->argmax[i]], w->gradient[i]};
-        end += w->nonzero[i];
+// din[pixel][channels_in] += a window's terms. packed: as pack_blocks() leaves it.
+static void add_window(real *din, const Windows *w, const PooledPass *p, size_t window, size_t c,
+                       const real *packed) {
+    const size_t kernel = p->l->kernel, pixel = p->channels_in, row = p->l->in.w * pixel;
+    const real *weight = packed + c * w->channels * kernel * kernel;
+    din += w->met[window] * pixel + c;
+    if (kernel == 3)
+        patch_tile_3_3(din, row, pixel, w, window, weight);
+    else {
+        patch_tile_2_5(din, row, pixel, w, window, weight);
+        patch_tile_2_5(din + 2 * row, row, pixel, w, window, weight + 10 * LANES);
+        patch_tile_1_5(din + 4 * row, row, pixel, w, window, weight + 20 * LANES);
     }
-    return end;
-}
-
-/* A window's terms of a data gradient, those of each of its pixels from terms[tap * channels] on.
-   Returns how many they are, count_bits() for each pixel: one number stays in a register, an array
-   would go to memory and back for each term. */
-NOINLINE uint64_t list_window(Term *terms, const PooledPass *p, const Windows *w, size_t window) {
-    uint64_t counts = 0;
-    for (size_t k = 0, i = window * w->channels; k < w->channels; k++, i++) {
-        size_t tap = w->argmax[i], shift = tap * p->count_bits;
-        terms[tap * w->channels + (counts >> shift & p->count_mask)] =
-            (Term){(uint32_t)(k * p->filter), w->gradient[i]};
-        counts += (uint64_t)w->nonzero[i] << shift;
-    }
-    return counts;
 }
 
 /* One image: sums[k][...] += its weight gradient, the biases' behind it, and din = its data
-   gradient, unless din is NULL. */
+   gradient, [pixel][channels_in], unless din is NULL. */
 static void pooled_image(real *sums, real *din, const real *in, const real *packed,
                          const PooledPass *p, size_t image) {
+    enum { NUMBERS = 3072 }; // of all windows
+    const Shape I = p->l->in;
     const size_t channels = p->l->out.c, windows = p->pool->out.h * p->pool->out.w;
-    const size_t taps = p->pool->kernel * p->pool->kernel;
-    const size_t most = min_size(WINDOWS, WINDOW_NUMBERS / channels);
-    real gradient[most * channels], *restrict dbias = sums + channels * p->filter;
-    uint8_t nonzero[most * channels];
-    Term terms[max_size(most, taps * channels)];
-    Windows w = {.channels = channels, .gradient = gradient, .nonzero = nonzero};
+    const size_t most = min_size(MASK_BITS, max_size(1, NUMBERS / channels));
+    const size_t words = ceil_div(channels, MASK_BITS);
+    real gradient[most * channels + LANES];
+    uint8_t place[most * channels + LANES + 8];
+    uint64_t nonzero[channels], chosen[PIXELS][most * words];
+    real rows[p->depth == I.c ? 1 : I.h * I.w * p->depth] __attribute__((aligned(VECTOR_BYTES)));
+    Windows w = {.channels = channels, .words = words, .depth = p->depth};
+    w.gradient = gradient;
+    w.place = place;
+    w.nonzero = nonzero;
+    for (size_t i = 0; i < PIXELS; i++) {
+        w.chosen[i] = chosen[i];
+        w.other[i] = i / 2 * I.w + i % 2;
+    }
+    if (p->depth != I.c) {
+        copy_rows(rows, in, p);
+        in = rows;
+    }
     if (din)
-        memset(din, 0, p->image * sizeof *din);
+        memset(din, 0, I.h * I.w * p->channels_in * sizeof *din);
     for (size_t first = 0; first < windows; first += most) {
-        const size_t from = image * p->pooled + first * channels;
-        const real *restrict relu = p->relu + from, *restrict dout = p->dout + from;
         w.count = min_size(most, windows - first);
-        w.argmax = p->argmax + from;
-        for (size_t i = 0; i < w.count * channels; i++) {
-            gradient[i] = relu[i] > 0 ? dout[i] : 0;
-            nonzero[i] = gradient[i] != 0;
-        }
-        for (size_t window = 0; window < w.count; window++) {
-            w.start[window] = window_start(p, first + window);
+        find_terms(&w, sums + channels * p->filter, p, image, first);
+        for (size_t j = 0; j < p->pitch; j += p->widest * LANES) {
+            TermTileFunction *tile = p->tiles[min_size(p->widest, (p->pitch - j) / LANES) - 1];
             for (size_t k = 0; k < channels; k++)
-                dbias[k] += gradient[window * channels + k];
+                tile(sums + k * p->filter + j, p->pitch, &w, k, in + j, I.w * p->depth);
         }
-        for (size_t k = 0; k < channels; k++)
-            add_terms(p, sums + k * p->filter, p->pitch, terms, list_channel(terms, p, &w, k), in,
-                      p->row);
-        for (size_t window = 0; window < w.count && din; window++) {
-            uint64_t counts = list_window(terms, p, &w, window);
-            for (size_t tap = 0; tap < taps; tap++) {
-                const Term *begin = terms + tap * channels;
-                add_terms(p, din + w.start[window] + p->tap_start[tap], p->row, begin,
-                          begin + (counts >> tap * p->count_bits & p->count_mask), packed,
-                          p->pitch);
-            }
-        }
+        if (din)
+            find_chosen(&w);
+        for (size_t c = 0; din && c < p->channels_in; c += LANES) // LANES channels' weights fit L1
+            for (size_t window = 0; window < w.count; window++)
+                add_window(din, &w, p, window, c, packed);
     }
 }
 
-// packed[k][i][j * channels + c] = weight[i][j][c][k], each row filled up with zeros
-static void pack_rows(real *packed, const real *weight, const PooledPass *p) {
-    size_t run = p->l->kernel * p->l->in.c, channels = p->l->out.c;
+// packed[c / LANES][k][tap][c % LANES] = weight[tap][c][k], filled up with zeros
+static void pack_blocks(real *packed, const real *weight, const PooledPass *p) {
+    const size_t depth = p->l->in.c, channels = p->l->out.c, taps = p->l->kernel * p->l->kernel;
     PARALLEL_FOR
     for (size_t k = 0; k < channels; k++)
-        for (size_t row = 0; row < p->l->kernel; row++)
-            for (size_t at = 0; at < p->pitch; at++)
-                packed[k * p->filter + row * p->pitch + at] =
-                    at < run ? weight[(row * run + at) * channels + k] : 0;
+        for (size_t c = 0; c < p->channels_in; c++)
+            for (size_t tap = 0; tap < taps; tap++)
+                packed[((c / LANES * channels + k) * taps + tap) * LANES + c % LANES] =
+                    c < depth ? weight[(tap * depth + c) * channels + k] : 0;
+}
+
+static size_t packed_blocks(const PooledPass *p) {
+    return p->channels_in * p->l->out.c * p->l->kernel * p->l->kernel;
 }
 
 // The sums of a slice of the images: the filters, then the biases.
@@ -2992,17 +3065,22 @@ static void conv2d_backward_pooled(real *din, real *dweight, real *dbias, const 
     p.relu = pooled;
     p.argmax = argmax;
     size_t channels = l->out.c, slices = pooled_slices(&p, n), size = pooled_sums(&p);
+    size_t padded = l->in.h * l->in.w * p.channels_in;
     real *packed = scratch + slices * size;
-    pack_rows(packed, weight, &p);
+    pack_blocks(packed, weight, &p);
     PARALLEL_TURNS(slice, slices) {
-        real *sums = scratch + slice * size, dimage[p.image + LANES];
+        real *sums = scratch + slice * size;
+        real dimage[padded] __attribute__((aligned(VECTOR_BYTES)));
         memset(sums, 0, size * sizeof *sums);
         for (size_t image = n * slice / slices; image < n * (slice + 1) / slices; image++) {
             pooled_image(sums, din ? dimage : NULL, in + image * p.image, packed, &p, image);
-            for (size_t i = 0, at = image * p.image; i < (din ? p.image : 0); i++, at++) {
-                real sum = dimage[i] + (accumulate ? din[at] : 0);
-                din[at] = l->fused_relu_backward && !(in[at] > 0) ? 0 : sum; // in is its output
-            }
+            size_t at = image * p.image;
+            for (size_t i = 0; din && i < padded; i += p.channels_in)
+                for (size_t c = 0; c < l->in.c; c++, at++) {
+                    real sum = dimage[i + c] + (accumulate ? din[at] : 0);
+                    // in is the output of the ReLU before
+                    din[at] = l->fused_relu_backward && !(in[at] > 0) ? 0 : sum;
+                }
         }
     }
     sum_slices(scratch, scratch, slices, size, size);
@@ -3088,7 +3166,7 @@ static size_t scratch_size_fast(const Layer *l, size_t n) {
                           : g.slices * (l->weights + l->biases);
     if (l->pool) {
         PooledPass p = pooled_pass(l);
-        pooled = max_size(pooled_slices(&p, n) * pooled_sums(&p) + l->out.c * p.filter,
+        pooled = max_size(pooled_slices(&p, n) * pooled_sums(&p) + packed_blocks(&p),
                           pass_scratch(&forward) + threads * whole_vectors(shape_size(l->out)));
     }
     return max_size(max_size(pass_scratch(&forward), pass_scratch(&backward)),

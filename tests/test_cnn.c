@@ -742,14 +742,14 @@ static void test_pooled(void) {
     static Net net;
     for (int shape = 0; shape < (quick ? 40 : 200); shape++) {
         bool winograd = shape % 8 == 0;
-        size_t kernel = winograd ? 3 : draw_size(1, 7), stride = winograd ? 1 : draw_size(1, 2);
-        size_t window = draw_size(2, 3), n = draw_size(1, 9);
-        size_t least = winograd ? 10 : kernel + stride * (window + draw_size(0, 2));
+        size_t kernel = 3 + draw_bits() % 2 * 2, n = draw_size(1, 9);
+        size_t least = winograd ? kernel + 7 : kernel + 1;
         Shape in = {least + draw_size(0, 9), least + draw_size(0, 9),
                     winograd ? LANES : draw_size(1, 40)};
         start_net(&net, in);
-        size_t x = add_conv2d(&net, 0, draw_size(1, 70), kernel, stride, 0, draw_bits() % 2);
-        maxpool2d(&net, relu(&net, x), window, draw_size(1, window + 1), 0);
+        size_t channels = draw_size(1, shape % 10 == 3 ? 200 : 70);
+        size_t x = add_conv2d(&net, 0, channels, kernel, 1, 0, draw_bits() % 2);
+        maxpool2d(&net, relu(&net, x), 2, draw_size(1, 3), 0);
         plan_memory(&net, n);
         net.layers[1].fused_relu_backward = draw_bits() % 2;
         if (!net.layers[1].pool)
@@ -760,17 +760,25 @@ static void test_pooled(void) {
     verdict("a convolution and its max-pool in one, forward, and backward without its zeros");
 }
 
-// The counts of 3 x 3 windows have 7 bits each.
+// Only shapes that the tiles are made for, and that fit a thread's stack.
 static void test_pooled_limit(void) {
-    for (size_t channels = 126; channels < 130; channels++) {
+    static const struct {
+        size_t size, channels_in, channels, kernel, stride, window;
+        bool joined;
+    } table[] = {
+        {12, 2, 1024, 3, 1, 2, true}, {12, 2, 1025, 3, 1, 2, false},   {12, 2, 8, 4, 1, 2, false},
+        {12, 2, 8, 3, 2, 2, false},   {12, 2, 8, 5, 1, 3, false},      {32, 128, 8, 5, 1, 2, true},
+        {33, 128, 8, 5, 1, 2, false}, {92, 1, 8, 3, 1, 2, LANES < 16}, {90, 1, 8, 3, 1, 2, true}};
+    for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
         static Net net;
-        start_net(&net, (Shape){9, 9, 2});
-        maxpool2d(&net, relu(&net, conv2d(&net, 0, channels, 3, 1, 0)), 3, 2, 0);
+        start_net(&net, (Shape){table[i].size, table[i].size, table[i].channels_in});
+        size_t x = conv2d(&net, 0, table[i].channels, table[i].kernel, table[i].stride, 0);
+        maxpool2d(&net, relu(&net, x), table[i].window, 2, 0);
         plan_memory(&net, 1);
-        if ((net.layers[1].pool != NULL) != (channels < 128))
-            fail("%zu channels: %s", channels, net.layers[1].pool ? "joined" : "not joined");
+        if ((net.layers[1].pool != NULL) != table[i].joined)
+            fail("row %zu: %s", i, net.layers[1].pool ? "joined" : "not joined");
     }
-    verdict("a convolution and its max-pool in one: as many channels as can be counted");
+    verdict("a convolution and its max-pool in one: which ones");
 }
 
 /* ---- Gradients against central differences -------------------------------------------------- */
