@@ -2944,13 +2944,12 @@ static void find_terms(Windows *w, real *restrict dbias, const PooledPass *p, si
     memset(nonzero, 0, channels * sizeof *nonzero);
     for (size_t window = 0; window < w->count; window++) {
         const real *gradient = w->gradient + window * channels;
-        const uint8_t *place = w->place + window * channels;
         size_t y = (first + window) / p->pool->out.w, x = (first + window) % p->pool->out.w;
         w->met[window] = (y * p->l->in.w + x) * p->pool->stride;
-        for (size_t k = 0; k < channels; k++)
-            nonzero[k] |= (uint64_t)(place[k] < PIXELS) << window;
-        for (size_t k = 0; k < channels; k++)
+        for (size_t k = 0; k < channels; k++) {
+            nonzero[k] |= (uint64_t)(gradient[k] != 0) << window;
             dbias[k] += gradient[k];
+        }
     }
 }
 
