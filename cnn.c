@@ -2694,6 +2694,7 @@ static void winograd_gradient(real *dweight, real *dbias, const WeightGradient *
         size_t slice = i / blocks, column = i % blocks * COLUMNS;
         size_t first = tiles * slice / g->slices, last = tiles * (slice + 1) / g->slices;
         real *sums = winograd_sum(scratch + slice * size, p, 0, column);
+        // cheaper than a first block that stores: that would read what it overwrites
         memset(sums, 0, (PLACES * p->depth + 1) * block_width(p, column) * sizeof *sums);
         for (; first < last; first += GRADIENT_TILES) {
             size_t end = min_size(first + GRADIENT_TILES, last);
@@ -2768,8 +2769,8 @@ enum { MASK_BITS = 64, PIXELS = 4 };
 // Some windows of the pool's image: so many that they, and what they meet, stay in L1.
 typedef struct Windows {
     size_t count, channels, words; // words of MASK_BITS channels
-    size_t met[MASK_BITS];         // the input pixel under the filter's corner at the first pixel
-    size_t other[PIXELS + 1];      // ... and how many pixels further at the others
+    size_t met[MASK_BITS];         // the input pixel under the filter's corner at a window's first
+    size_t further[PIXELS];        // ... pixel, and how many input pixels further it is at each
     size_t depth;                  // from an input pixel's numbers to those of the next
     real *gradient;                // [count][channels]: behind the pool's ReLU
     uint8_t *place;                // [count][channels]: the pixel it goes to; PIXELS: it is 0
@@ -2782,7 +2783,7 @@ INLINE void add_term(const size_t rows, const size_t vectors, vec acc[5][6], con
                      size_t window, size_t k, const real *from, size_t pitch) {
     const size_t at = window * w->channels + k;
     const real gradient = w->gradient[at];
-    from += (w->met[window] + w->other[w->place[at]]) * w->depth;
+    from += (w->met[window] + w->further[w->place[at]]) * w->depth;
     UNROLLED(i, rows) {
         UNROLLED(j, vectors)
             acc[i][j] += gradient * *(const vec *)(from + j * LANES);
@@ -2935,7 +2936,7 @@ static void route_gradient(const Windows *w, const PooledPass *p, size_t image, 
     }
 }
 
-// The windows from `first` on: all but `count` and what never changes. Adds the gradient to dbias.
+// The terms of w->count windows from `first` on; dbias += their gradient
 static void find_terms(Windows *w, real *restrict dbias, const PooledPass *p, size_t image,
                        size_t first) {
     const size_t channels = w->channels;
@@ -2953,6 +2954,7 @@ static void find_terms(Windows *w, real *restrict dbias, const PooledPass *p, si
     }
 }
 
+// What the data gradient needs besides.
 static void find_chosen(const Windows *w) {
     for (size_t window = 0; window < w->count; window++)
         for (size_t word = 0; word < w->words; word++) {
@@ -2965,12 +2967,11 @@ static void find_chosen(const Windows *w) {
 
 // rows[pixel][depth] = what a row of the filter meets that begins at the pixel
 static void copy_rows(real *rows, const real *in, const PooledPass *p) {
-    const Shape I = p->l->in;
-    for (size_t y = 0; y < I.h; y++)
-        for (size_t x = 0; x <= I.w - p->l->kernel; x++)
-            for (size_t j = 0; j < p->depth; j += LANES)
-                *(vec *)(rows + (y * I.w + x) * p->depth + j) =
-                    *(const vec *)(in + (y * I.w + x) * I.c + j);
+    const size_t c = p->l->in.c, w = p->l->in.w, depth = p->depth, across = w - p->l->kernel + 1;
+    for (size_t y = 0; y < p->l->in.h; y++, rows += w * depth, in += w * c)
+        for (size_t j = 0; j < depth; j += LANES) // innermost, gcc calls memcpy() for each pixel
+            for (size_t x = 0; x < across; x++)
+                *(vec *)(rows + x * depth + j) = *(const vec *)(in + x * c + j);
 }
 
 // din[pixel][channels_in] += a window's terms. packed: as pack_blocks() leaves it.
@@ -2992,7 +2993,7 @@ static void add_window(real *din, const Windows *w, const PooledPass *p, size_t 
    gradient, [pixel][channels_in], unless din is NULL. */
 static void pooled_image(real *sums, real *din, const real *in, const real *packed,
                          const PooledPass *p, size_t image) {
-    enum { NUMBERS = 3072 }; // of all windows
+    enum { NUMBERS = 3072 }; // of the gradient of some windows
     const Shape I = p->l->in;
     const size_t channels = p->l->out.c, windows = p->pool->out.h * p->pool->out.w;
     const size_t most = min_size(MASK_BITS, max_size(1, NUMBERS / channels));
@@ -3007,7 +3008,7 @@ static void pooled_image(real *sums, real *din, const real *in, const real *pack
     w.nonzero = nonzero;
     for (size_t i = 0; i < PIXELS; i++) {
         w.chosen[i] = chosen[i];
-        w.other[i] = i / 2 * I.w + i % 2;
+        w.further[i] = i / 2 * I.w + i % 2;
     }
     if (p->depth != I.c) {
         copy_rows(rows, in, p);
