@@ -2764,18 +2764,18 @@ static void conv2d_backward_fast(real *din, real *dweight, real *dbias, const re
    One takes the terms of a channel and many windows, with the filter's sums in registers; the other
    those of a window and all channels, with the sums that its pixels' filters cover in registers. */
 
-enum { MASK_BITS = 64, PIXELS = 4 };
+enum { MASK_BITS = 64, WINDOW_PIXELS = 4 };
 
 // Some windows of the pool's image: so many that they, and what they meet, stay in L1.
 typedef struct Windows {
     size_t count, channels, words; // words of MASK_BITS channels
     size_t met[MASK_BITS];         // the input pixel under the filter's corner at a window's first
-    size_t further[PIXELS];        // ... pixel, and how many input pixels further it is at each
+    size_t further[WINDOW_PIXELS]; // ... pixel, and how many input pixels further it is at each
     size_t depth;                  // from an input pixel's numbers to those of the next
     real *gradient;                // [count][channels]: behind the pool's ReLU
-    uint8_t *place;                // [count][channels]: the pixel it goes to; PIXELS: it is 0
-    uint64_t *nonzero;             // [channels]: windows whose gradient is not 0
-    uint64_t *chosen[PIXELS];      // [count][words]: channels whose gradient goes to the pixel
+    uint8_t *place;    // [count][channels]: the pixel it goes to; WINDOW_PIXELS: it is 0
+    uint64_t *nonzero; // [channels]: windows whose gradient is not 0
+    uint64_t *chosen[WINDOW_PIXELS]; // [count][words]: channels whose gradient goes to the pixel
 } Windows;
 
 // acc[i][j] += gradient * (from + what it meets)[i][j], j by vectors, for one window and channel
@@ -2846,7 +2846,7 @@ INLINE void patch_tile(const size_t rows, const size_t kernel, real *din, size_t
     UNROLLED(i, (rows + 1) * across)
         acc[i] = *(const vec *)(din + i / across * row + i % across * pixel);
     for (size_t word = 0; word < w->words; word++)
-        UNROLLED(p, PIXELS)
+        UNROLLED(p, WINDOW_PIXELS)
             for (uint64_t mask = w->chosen[p][window * w->words + word]; mask; mask &= mask - 1) {
                 const size_t k = word * MASK_BITS + (size_t)__builtin_ctzll(mask);
                 const real gradient = w->gradient[window * w->channels + k];
@@ -2931,7 +2931,7 @@ static void route_gradient(const Windows *w, const PooledPass *p, size_t image, 
         mask passes = load(p->relu + from + i, count) > 0;
         vec gradient = (vec)((mask)load(p->dout + from + i, count) & passes);
         *(vec *)(w->gradient + i) = gradient;
-        place |= __builtin_convertvector(gradient == 0, bytes) & PIXELS;
+        place |= __builtin_convertvector(gradient == 0, bytes) & WINDOW_PIXELS;
         memcpy(w->place + i, &place, LANES);
     }
 }
@@ -2959,7 +2959,7 @@ static void find_chosen(const Windows *w) {
     for (size_t window = 0; window < w->count; window++)
         for (size_t word = 0; word < w->words; word++) {
             const size_t k = word * MASK_BITS;
-            for (size_t i = 0; i < PIXELS; i++)
+            for (size_t i = 0; i < WINDOW_PIXELS; i++)
                 w->chosen[i][window * w->words + word] =
                     mask_equal(w->place + window * w->channels + k, w->channels - k, i);
         }
@@ -3000,13 +3000,13 @@ static void pooled_image(real *sums, real *din, const real *in, const real *pack
     const size_t words = ceil_div(channels, MASK_BITS);
     real gradient[most * channels + LANES];
     uint8_t place[most * channels + LANES + 8];
-    uint64_t nonzero[channels], chosen[PIXELS][most * words];
+    uint64_t nonzero[channels], chosen[WINDOW_PIXELS][most * words];
     real rows[p->depth == I.c ? 1 : I.h * I.w * p->depth] __attribute__((aligned(VECTOR_BYTES)));
     Windows w = {.channels = channels, .words = words, .depth = p->depth};
     w.gradient = gradient;
     w.place = place;
     w.nonzero = nonzero;
-    for (size_t i = 0; i < PIXELS; i++) {
+    for (size_t i = 0; i < WINDOW_PIXELS; i++) {
         w.chosen[i] = chosen[i];
         w.further[i] = i / 2 * I.w + i % 2;
     }
