@@ -13,7 +13,7 @@ and the sizes of the batches were chosen with PyTorch alone, before our program 
 that disturbed runs of it agree (Case.data, make_batches()).  Most do not: of 200 sets with 8 images
 a batch, 11 kept 14 runs of mnist together.  With one other run as the measure, two runs in three of
 PyTorch's ResNet-18 from its default weights would fail; therefore the large ResNets start with
-zero_init_residual.  ResNet-50 gets 16 images a batch, and even so its runs differ by some 0.03.
+zero_init_residual.  ResNet-50 gets 16 images a batch, and even so its runs differ by up to 0.09.
 
 usage: live_pytorch.py DIR     DIR holds the programs parity_float and parity_double, called as
   PARITY MODEL IN.safetensors BATCHES.bin OUT.safetensors STEPS BATCH CLASSES HEIGHT WIDTH CHANNELS
