@@ -1953,7 +1953,7 @@ typedef struct Pass {
     size_t taps, run, depth; // run: how many taps of the filter make one of this pass
     size_t in_pixels, out_pixels;
     size_t padding;  // of the input, as this pass sees it
-    size_t tile;     // side of a Winograd tile: outputs; 0: by convolve()
+    size_t tile;     // outputs across a Winograd tile: 4 for 3 x 3, 2 for 5 x 5; 0: by convolve()
     bool transposed; // the weights are stored [tap][column][depth]
     bool relu;       // store max(sum, 0)
     bool accumulate; // out +=
@@ -2256,6 +2256,7 @@ static void convolve_by_panels(real *out, const real *in, const real *weight, co
 
 static const real near = 5 / (real)8, near2 = near * near, near4 = near2 * near2;
 static const real far = 3 / (real)2, far2 = far * far, far4 = far2 * far2;
+// What the even and the odd terms behind the first are multiplied by.
 static const real near_powers[2] = {near2, near4}, far_powers[2] = {far2, far4};
 // The derivatives of x (x^2 - near^2) (x^2 - far^2) at 0, near and far: Lagrange divides by them.
 static const real slope0 = near2 * far2, near_slope = 2 * near2 * (near2 - far2),
@@ -2394,7 +2395,7 @@ static size_t count_tiles(const Pass *p, size_t n) {
 // OUTSIDE: beyond the image's edge.
 typedef struct TileSpot {
     size_t image, y, x;
-    ptrdiff_t at[4 * 4];
+    ptrdiff_t at[4 * 4]; // of the larger tile
 } TileSpot;
 
 INLINE TileSpot tile_spot(TileBlock b, size_t t) {
@@ -2425,7 +2426,7 @@ static void winograd_input(TileBlock b, const real *in) {
             vec d[PLACES];
             UNROLLED(i, PLACES) {
                 d[i] = *(const vec *)(from[i] + c);
-                if (i % SIDE >= 2)
+                if (i % SIDE >= 2) // a tile of 4 shares the others with the next
                     __builtin_prefetch(from[i] + p->tile * p->depth + c);
             }
             UNROLLED(j, SIDE)
@@ -2663,7 +2664,7 @@ static void sum_slices(real *to, const real *from, size_t slices, size_t pitch, 
     }
 }
 
-/* A weight gradient by Winograd's transforms, since the output is linear in u:
+/* A 3 x 3 filter's weight gradient by Winograd's transforms, since the output is linear in u:
      du = sum over tiles of v * (A dout A^T), place by place;   dweight = G^T du G
    sums[place][depth][width] += du of a block's tiles. */
 static void winograd_gradient_block(real *sums, TileBlock b) {
@@ -2993,7 +2994,7 @@ static void add_window(real *din, const Windows *w, const PooledPass *p, size_t 
    gradient, [pixel][channels_in], unless din is NULL. */
 static void pooled_image(real *sums, real *din, const real *in, const real *packed,
                          const PooledPass *p, size_t image) {
-    enum { NUMBERS = 3072 }; // of the gradient of some windows
+    enum { NUMBERS = 3072 }; // of the gradient at a time: they and what they meet stay in L1
     const Shape I = p->l->in;
     const size_t channels = p->l->out.c, windows = p->pool->out.h * p->pool->out.w;
     const size_t most = min_size(MASK_BITS, max_size(1, NUMBERS / channels));

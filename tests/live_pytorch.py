@@ -3,18 +3,18 @@
 
 In double the two must agree in every loss and every tensor of the trained network, which shows that
 all of a training step is the same arithmetic.  In float rounding differs, and training enlarges
-that: a unit that is zero in one run and not in the other is enough.  We ask that our losses stray
-from those of PyTorch in double at most twice as far as PyTorch's own do in float, taking the
-farthest of FLOAT_RUNS runs of it.  All but the first of these are disturbed as our rounding would,
-see disturb().
+that: a unit that is zero in one run and not in the other is enough.  mnist and cifar stay together
+nevertheless; of ResNets we ask that our losses stray from those of PyTorch in double at most twice
+as far as PyTorch's own do in float, taking the farthest of FLOAT_RUNS runs of it.  All but the
+first of these are disturbed as our rounding would, see disturb().
 
 Whether two correct programs stay together depends on the training itself, so the random numbers
 and the sizes of the batches were chosen with PyTorch alone, before our program was looked at: such
-that disturbed runs of it agree (Case.data, make_batches()).  Most do not: of 200 sets with 8 images
-a batch, 11 kept 14 runs of mnist together that were disturbed by 5 epsilons.  With one other run as
-the measure, two runs in three of
-PyTorch's ResNet-18 from its default weights would fail; therefore the large ResNets start with
-zero_init_residual.  ResNet-50 gets 16 images a batch, and even so its runs differ by up to 0.09.
+that disturbed runs of it agree (Case.data, make_batches()), by 2 epsilons with mnist, where 5 part
+two runs of eight, by 5 with the others.  Most sets part.  With one other run as the measure, two
+runs in three of PyTorch's ResNet-18 from its default weights would fail; therefore the large
+ResNets start with zero_init_residual.  ResNet-50 gets 16 images a batch, and even so its runs
+differ by up to 0.09.
 
 usage: live_pytorch.py DIR     DIR holds the programs parity_float and parity_double, called as
   PARITY MODEL IN.safetensors BATCHES.bin OUT.safetensors STEPS BATCH CLASSES HEIGHT WIDTH CHANNELS
@@ -68,14 +68,15 @@ class Case(NamedTuple):
     shape: tuple  # of an image: height, width, channels
     optimizer: tuple
     data: int  # which of the sets of random numbers
+    drifts: bool  # in float: a ResNet
 
 
 CASES = {
-    "mnist": Case(lambda: golden.mnist(), 8, (28, 28, 1), ADADELTA, 62),
-    "cifar": Case(lambda: golden.CifarNet(), 32, (32, 32, 3), SGD, 0),
-    "resnet8": Case(lambda: golden.resnet8(), 8, (16, 16, 3), SGD_RESNET, 79),
-    "resnet18": Case(lambda: resnet("resnet18"), 8, (16, 16, 3), SGD_RESNET, 54),
-    "resnet50": Case(lambda: resnet("resnet50"), 16, (16, 16, 3), SGD_RESNET, 0),
+    "mnist": Case(lambda: golden.mnist(), 32, (28, 28, 1), ADADELTA, 166, False),
+    "cifar": Case(lambda: golden.CifarNet(), 32, (32, 32, 3), SGD, 0, False),
+    "resnet8": Case(lambda: golden.resnet8(), 8, (16, 16, 3), SGD_RESNET, 79, True),
+    "resnet18": Case(lambda: resnet("resnet18"), 8, (16, 16, 3), SGD_RESNET, 54, True),
+    "resnet50": Case(lambda: resnet("resnet50"), 16, (16, 16, 3), SGD_RESNET, 0, True),
 }
 
 
@@ -299,6 +300,9 @@ def compare_float(folder, model, case, weights, batches, exact):
         return
     theirs, trained = train_pytorch(case, weights, batches, torch.float)
     check_tensors(f"{name}_tensors", trained, tensors)
+    if not case.drifts:
+        check_losses(f"{name}_losses", theirs, losses, RTOL_FLOAT)
+        return
     check_losses(f"{name}_first_loss", theirs[:1], losses[:1], RTOL_FLOAT)
     runs = [theirs]
     for seed in range(1, FLOAT_RUNS):

@@ -31,7 +31,8 @@ REPEATS = 5         # fewer tell little about spread
 NOISE = 1.5         # a measured peak may be this much too low, since others use the machine as well
 LARGEST_SPEEDUP = 1.1  # for each device: caches that grow with the devices explain no more
 CACHED_MB = 128     # what moves less than --layers uses to measure the bandwidth may stay in caches
-WINOGRAD = {"conv2d 3x3 stride 1": 144 / 36, "conv2d 5x5 stride 1": 100 / 36}  # products: definition's over its
+# Products by the definition over Winograd's, where he is used.
+WINOGRAD = {"conv2d 3x3 stride 1": 144 / 36, "conv2d 5x5 stride 1": 100 / 36}
 SKIPPING = 8        # of backward: three of four inputs of a max-pool get no gradient, nor do ReLU's zeros
 
 
