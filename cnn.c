@@ -1790,12 +1790,23 @@ typedef lane mask __attribute__((vector_size(VECTOR_BYTES)));
     UNROLL                 \
     for (size_t i = 0; i < (count); i++)
 
+// memcpy() of less than a vector: half of one, a quarter, ..., as the bits of the number tell
+INLINE void copy_part(void *to, const void *from, size_t bytes) {
+    UNROLL
+    for (size_t part = VECTOR_BYTES / 2; part > 0; part /= 2)
+        if (bytes & part) {
+            memcpy(to, from, part);
+            to = (char *)to + part;
+            from = (const char *)from + part;
+        }
+}
+
 // Loads and stores the first `count` numbers of a vector; all of them, where there are enough.
 INLINE vec load(const real *from, size_t count) {
     if (count >= LANES)
         return *(const vec *)from;
     vec v = {0};
-    memcpy(&v, from, count * sizeof *from);
+    copy_part(&v, from, count * sizeof *from);
     return v;
 }
 
@@ -1803,7 +1814,7 @@ INLINE void store(real *to, vec v, size_t count) {
     if (count >= LANES)
         *(vec *)to = v;
     else
-        memcpy(to, &v, count * sizeof *to);
+        copy_part(to, &v, count * sizeof *to);
 }
 
 INLINE vec relu_vec(vec v) {
@@ -1856,11 +1867,11 @@ INLINE void dot_tile(const size_t vectors, const DotTile *t, size_t columns) {
     const size_t parts = vectors == 1 ? 2 : 1, whole = t->depth / parts * parts;
     const size_t width = vectors * LANES;
     vec acc[2][ROWS][4];
-    UNROLLED(i, ROWS) {
-        UNROLLED(j, vectors) {
-            acc[0][i][j] = t->add    ? load(t->out[i] + t->column + j * LANES, left(columns, j))
-                           : t->bias ? load(t->bias + t->column + j * LANES, left(columns, j))
-                                     : (vec){0};
+    UNROLLED(j, vectors) {
+        const size_t at = t->column + j * LANES, count = left(columns, j);
+        const vec start = t->bias ? load(t->bias + at, count) : (vec){0};
+        UNROLLED(i, ROWS) {
+            acc[0][i][j] = t->add ? load(t->out[i] + at, count) : start;
             acc[1][i][j] = (vec){0};
         }
     }
@@ -1954,6 +1965,7 @@ typedef struct Pass {
     size_t in_pixels, out_pixels;
     size_t padding;  // of the input, as this pass sees it
     size_t tile;     // outputs across a Winograd tile: 4 for 3 x 3, 2 for 5 x 5; 0: by convolve()
+    bool inside;     // no tap is ever outside of the image
     bool transposed; // the weights are stored [tap][column][depth]
     bool relu;       // store max(sum, 0)
     bool accumulate; // out +=
@@ -1981,6 +1993,7 @@ static Pass make_pass(const Layer *l, const int32_t *map, Shape in, Shape out, s
 static Pass forward_pass(const Layer *l) {
     Pass p = make_pass(l, l->gather, l->in, l->out, l->in.c < FEW ? l->kernel : 1);
     p.padding = l->padding;
+    p.inside = l->padding == 0;
     p.relu = l->fused_relu;
     return p;
 }
@@ -1988,6 +2001,7 @@ static Pass forward_pass(const Layer *l) {
 static Pass backward_pass(const Layer *l, bool accumulate) {
     Pass p = make_pass(l, l->scatter, l->out, l->in, 1);
     p.padding = l->kernel - 1 - l->padding; // may wrap around below 0; used for Winograd only
+    p.inside = p.padding == 0 && l->stride == 1;
     p.transposed = true;
     p.accumulate = accumulate;
     return p;
@@ -2055,18 +2069,37 @@ static size_t panel_offset(const Pass *p, Panel panel, size_t column) {
     return p->taps * (column * p->depth + panel.start * block_width(p, column));
 }
 
+/* to[depth][width] = from[columns][depth], whose rows are pitch long, and zeros behind the columns.
+   A line of the cache at a time, since rows whose pitch is a power of 2 would soon evict it; the
+   next one of a row is fetched meanwhile. */
+static void transpose(real *to, size_t width, const real *from, size_t pitch, size_t columns,
+                      size_t depth) {
+    enum { LINE = 64 / sizeof(real) };
+    for (size_t line = 0; line < depth; line += LINE)
+        for (size_t j = 0; j < width; j++) {
+            __builtin_prefetch(from + j * pitch + line + LINE);
+            for (size_t d = line; d < min_size(line + LINE, depth); d++)
+                to[d * width + j] = j < columns ? from[j * pitch + d] : 0;
+        }
+}
+
 // One tile's columns, from weight[tap][depth][column]; transposed: from [tap][column][depth]
 static void pack_panel(real *packed, const real *weight, const Pass *p, Panel panel) {
-    const size_t row = p->transposed ? 1 : p->out.c, width = block_width(p, panel.column);
-    for (size_t tap = 0; tap < p->taps; tap++) {
+    enum { AHEAD = 8 }; // rows
+    const size_t width = block_width(p, panel.column);
+    for (size_t tap = 0; tap < p->taps; tap++, packed += panel.depth * width) {
         const real *from = weight + tap * p->depth * p->out.c;
-        from += panel.start * row + panel.column * (p->transposed ? p->depth : 1);
-        for (size_t d = 0; d < panel.depth; d++, from += row, packed += width) {
-            for (size_t j = 0; p->transposed && j < width; j++)
-                packed[j] = j < panel.columns ? from[j * p->depth] : 0;
-            for (size_t j = 0; !p->transposed && j < width; j += LANES)
-                *(vec *)(packed + j) = load(from + j, panel.columns - j);
+        if (p->transposed) {
+            from += panel.column * p->depth + panel.start;
+            transpose(packed, width, from, p->depth, panel.columns, panel.depth);
+            continue;
         }
+        from += panel.start * p->out.c + panel.column;
+        for (size_t d = 0; d < panel.depth; d++)
+            for (size_t j = 0; j < width; j += LANES) {
+                *(vec *)(packed + d * width + j) = load(from + d * p->out.c + j, panel.columns - j);
+                __builtin_prefetch(from + (d + AHEAD) * p->out.c + j);
+            }
     }
 }
 
@@ -2106,8 +2139,8 @@ INLINE const real *met_numbers(const Pass *p, const real *image, const int32_t *
 }
 
 // Lists the taps that any of the tile's pixels meets; taps that all miss cost nothing.
-static void list_taps(DotTile *t, const Pass *p, const int32_t *const met[ROWS],
-                      const real *const image[ROWS], real copies[ROWS][11 * RUN]) {
+static void list_met_taps(DotTile *t, const Pass *p, const int32_t *const met[ROWS],
+                          const real *const image[ROWS], real copies[ROWS][11 * RUN]) {
     t->taps = 0;
     for (size_t tap = 0; tap < p->taps; tap++) {
         bool any = false;
@@ -2120,6 +2153,18 @@ static void list_taps(DotTile *t, const Pass *p, const int32_t *const met[ROWS],
         if (any)
             t->tap[t->taps++] = tap;
     }
+}
+
+// The same where no tap is ever missed: each lies as far from the first one for all pixels.
+static void list_all_taps(DotTile *t, const Pass *p, const int32_t *const met[ROWS],
+                          const real *const image[ROWS]) {
+    for (size_t tap = 0; tap < p->taps; tap++) {
+        ptrdiff_t further = (met[0][tap * p->run] - *met[0]) * (ptrdiff_t)p->in.c;
+        for (size_t i = 0; i < ROWS; i++)
+            t->in[tap][i] = image[i] + (size_t)*met[i] * p->in.c + further;
+        t->tap[tap] = tap;
+    }
+    t->taps = p->taps;
 }
 
 /* A panel's part of the sums, for the output pixels of `images` images from `first` on. packed
@@ -2145,7 +2190,10 @@ static void convolve_panel(real *out, const real *in, const real *packed, const 
                 n++;
             }
         }
-        list_taps(&t, p, met, image, copies);
+        if (p->inside)
+            list_all_taps(&t, p, met, image);
+        else
+            list_met_taps(&t, p, met, image, copies);
         for (size_t c = 0; c < panel.columns; c += COLUMNS) {
             const size_t columns = min_size(COLUMNS, panel.columns - c);
             t.column = panel.column + c;
