@@ -1790,10 +1790,10 @@ typedef lane mask __attribute__((vector_size(VECTOR_BYTES)));
     UNROLL                 \
     for (size_t i = 0; i < (count); i++)
 
-// memcpy() of less than a vector: half of one, a quarter, ..., as the bits of the number tell
+// memcpy() of a part of a vector: a half, a quarter, ..., one number, as the bits of its size tell
 INLINE void copy_part(void *to, const void *from, size_t bytes) {
     UNROLL
-    for (size_t part = VECTOR_BYTES / 2; part > 0; part /= 2)
+    for (size_t part = VECTOR_BYTES / 2; part >= sizeof(real); part /= 2)
         if (bytes & part) {
             memcpy(to, from, part);
             to = (char *)to + part;
@@ -1974,7 +1974,7 @@ typedef struct Pass {
 // See "Winograd's convolution" below.
 static bool suits_winograd(const Layer *l, Shape in, Shape out) {
     return (l->kernel == 3 || l->kernel == 5) && l->stride == 1 && in.c % LANES == 0 &&
-           in.c <= MAX_DEPTH && out.c >= LANES &&
+           in.c >= FEW && in.c <= MAX_DEPTH && out.c >= LANES &&
            out.h * out.w >= 64; // on small maps the transforms cost too much
 }
 
@@ -2000,7 +2000,7 @@ static Pass forward_pass(const Layer *l) {
 
 static Pass backward_pass(const Layer *l, bool accumulate) {
     Pass p = make_pass(l, l->scatter, l->out, l->in, 1);
-    p.padding = l->kernel - 1 - l->padding; // may wrap around below 0; used for Winograd only
+    p.padding = l->kernel - 1 - l->padding; // not below 0, see slide()
     p.inside = p.padding == 0 && l->stride == 1;
     p.transposed = true;
     p.accumulate = accumulate;
@@ -2818,8 +2818,8 @@ enum { MASK_BITS = 64, WINDOW_PIXELS = 4 };
 // Some windows of the pool's image: so many that they, and what they meet, stay in L1.
 typedef struct Windows {
     size_t count, channels, words; // words of MASK_BITS channels
-    size_t met[MASK_BITS];         // the input pixel under the filter's corner at a window's first
-    size_t further[WINDOW_PIXELS]; // ... pixel, and how many input pixels further it is at each
+    size_t met[MASK_BITS];         // the input pixel under the filter's corner at its first pixel
+    size_t further[WINDOW_PIXELS]; // how many input pixels further that is at each of its pixels
     size_t depth;                  // from an input pixel's numbers to those of the next
     real *gradient;                // [count][channels]: behind the pool's ReLU
     uint8_t *place;    // [count][channels]: the pixel it goes to; WINDOW_PIXELS: it is 0
@@ -2914,18 +2914,17 @@ INLINE void patch_tile(const size_t rows, const size_t kernel, real *din, size_t
         patch_tile(rows, kernel, din, row, pixel, w, window, weight);               \
     }
 PATCH_TILE(3, 3)
-PATCH_TILE(2, 5) // 18 sums; all 36 of a 5 x 5 filter find no registers
+PATCH_TILE(2, 5) // 18 sums; all 36 of a 5 x 5 filter do not fit 32 registers
 PATCH_TILE(1, 5)
 
 // The sizes of such a backward.
 typedef struct PooledPass {
-    const Layer *l, *pool;
+    const Layer *l;
     size_t pitch, filter;           // of a filter's row, in whole vectors; of all its rows
     size_t depth;                   // from an input pixel's numbers to those of the next
     size_t channels_in;             // of din on the way, in whole vectors
     TermTileFunction *const *tiles; // by vectors - 1
     size_t widest;                  // the most vectors of a tile
-    size_t pooled, image;           // numbers of one image: behind the pool, before the convolution
     const real *dout, *relu;        // the pool's gradient and its output
     const uint8_t *argmax;
 } PooledPass;
@@ -2942,18 +2941,17 @@ static bool suits_pooled(const Layer *conv, const Layer *pool) {
 }
 
 static PooledPass pooled_pass(const Layer *l) {
-    PooledPass p = {.l = l, .pool = l->pool, .depth = pooled_depth(l)};
+    PooledPass p = {.l = l, .depth = pooled_depth(l)};
     p.pitch = whole_vectors(l->kernel * l->in.c);
     p.filter = l->kernel * p.pitch;
     p.channels_in = whole_vectors(l->in.c);
     p.tiles = l->kernel == 3 ? term_tiles_3 : term_tiles_5;
     p.widest = min_size(6, (ROWS * VECTORS + 1) / l->kernel); // 5 x 5 fit where 6 x 4 do
-    p.pooled = shape_size(l->pool->out);
-    p.image = shape_size(l->in);
     return p;
 }
 
-// A bit for each of up to MASK_BITS bytes that is x; all are below 128. Reads 8 at a time.
+/* A bit for each of up to MASK_BITS bytes that is x; all are below 128. Reads 8 at a time: what
+   lies behind the bytes may be anything, since a borrow goes only to bytes still further behind. */
 static uint64_t mask_equal(const uint8_t *from, size_t count, uint64_t x) {
     const uint64_t ones = 0x0101010101010101;
     uint64_t mask = 0;
@@ -2969,7 +2967,8 @@ static uint64_t mask_equal(const uint8_t *from, size_t count, uint64_t x) {
 // gradient and place of windows from `first` on
 static void route_gradient(const Windows *w, const PooledPass *p, size_t image, size_t first) {
     typedef uint8_t bytes __attribute__((vector_size(LANES)));
-    const size_t from = image * p->pooled + first * w->channels, numbers = w->count * w->channels;
+    const size_t from = image * shape_size(p->l->pool->out) + first * w->channels;
+    const size_t numbers = w->count * w->channels;
     for (size_t i = 0; i < numbers; i += LANES) {
         const size_t count = numbers - i;
         bytes place = {0};
@@ -2988,14 +2987,14 @@ static void route_gradient(const Windows *w, const PooledPass *p, size_t image, 
 // The terms of w->count windows from `first` on; dbias += their gradient
 static void find_terms(Windows *w, real *restrict dbias, const PooledPass *p, size_t image,
                        size_t first) {
-    const size_t channels = w->channels;
+    const size_t channels = w->channels, across = p->l->pool->out.w;
     uint64_t *restrict nonzero = w->nonzero;
     route_gradient(w, p, image, first);
     memset(nonzero, 0, channels * sizeof *nonzero);
     for (size_t window = 0; window < w->count; window++) {
         const real *gradient = w->gradient + window * channels;
-        size_t y = (first + window) / p->pool->out.w, x = (first + window) % p->pool->out.w;
-        w->met[window] = (y * p->l->in.w + x) * p->pool->stride;
+        size_t y = (first + window) / across, x = (first + window) % across;
+        w->met[window] = (y * p->l->in.w + x) * p->l->pool->stride;
         for (size_t k = 0; k < channels; k++) {
             nonzero[k] |= (uint64_t)(gradient[k] != 0) << window;
             dbias[k] += gradient[k];
@@ -3044,7 +3043,7 @@ static void pooled_image(real *sums, real *din, const real *in, const real *pack
                          const PooledPass *p, size_t image) {
     enum { NUMBERS = 3072 }; // of the gradient at a time: they and what they meet stay in L1
     const Shape I = p->l->in;
-    const size_t channels = p->l->out.c, windows = p->pool->out.h * p->pool->out.w;
+    const size_t channels = p->l->out.c, windows = p->l->pool->out.h * p->l->pool->out.w;
     const size_t most = min_size(MASK_BITS, max_size(1, NUMBERS / channels));
     const size_t words = ceil_div(channels, MASK_BITS);
     real gradient[most * channels + LANES];
@@ -3122,8 +3121,8 @@ static void conv2d_backward_pooled(real *din, real *dweight, real *dbias, const 
         real dimage[padded] __attribute__((aligned(VECTOR_BYTES)));
         memset(sums, 0, size * sizeof *sums);
         for (size_t image = n * slice / slices; image < n * (slice + 1) / slices; image++) {
-            pooled_image(sums, din ? dimage : NULL, in + image * p.image, packed, &p, image);
-            size_t at = image * p.image;
+            size_t at = image * shape_size(l->in);
+            pooled_image(sums, din ? dimage : NULL, in + at, packed, &p, image);
             for (size_t i = 0; din && i < padded; i += p.channels_in)
                 for (size_t c = 0; c < l->in.c; c++, at++) {
                     real sum = dimage[i + c] + (accumulate ? din[at] : 0);
@@ -3180,6 +3179,11 @@ static void maxpool2d_forward_fast(real *out, uint8_t *argmax, const real *in, c
                           l, y);
 }
 
+// For a thread's image between the two; maxpool2d_row() reads whole vectors.
+static size_t image_area(const Layer *l) {
+    return whole_vectors(shape_size(l->out) + LANES);
+}
+
 /* pooled = max_pool2d(relu(conv2d(in, weight) + bias)); argmax = the place of each maximum in its
    window. n images: in [h][w][c_in], pooled and argmax [h][w][c_out] of l->pool. Image by image, so
    that what lies between is in the cache and never in memory. */
@@ -3191,7 +3195,7 @@ static void conv2d_forward_pooled(real *pooled, uint8_t *argmax, const real *in,
     p.relu = true;
     pack(scratch, weight, &p);
     PARALLEL_TURNS(image, n) {
-        real *out = images + (size_t)omp_get_thread_num() * whole_vectors(shape_size(l->out));
+        real *out = images + (size_t)omp_get_thread_num() * image_area(l);
         run_pass_on_image(out, in + image * shape_size(l->in), scratch, bias, &p, areas);
         for (size_t y = 0; y < l->pool->out.h; y++)
             maxpool2d_row(pooled + image * size, argmax + image * size, out, l->pool, y);
@@ -3216,7 +3220,7 @@ static size_t scratch_size_fast(const Layer *l, size_t n) {
     if (l->pool) {
         PooledPass p = pooled_pass(l);
         pooled = max_size(pooled_slices(&p, n) * pooled_sums(&p) + packed_blocks(&p),
-                          pass_scratch(&forward) + threads * whole_vectors(shape_size(l->out)));
+                          pass_scratch(&forward) + threads * image_area(l));
     }
     return max_size(max_size(pass_scratch(&forward), pass_scratch(&backward)),
                     max_size(pooled, gradient));

@@ -136,6 +136,14 @@ static void describe_failure(const Layer *l, size_t n, bool accumulate) {
     snprintf(failure, sizeof failure, "%s", what);
 }
 
+// Two runs, of which one was by one thread, must have the same bits.
+static void compare_bits(const Results *got, const Results *alone) {
+    const Array *g = (const Array *)got, *a = (const Array *)alone;
+    for (size_t i = 0; i < sizeof *got / sizeof *g; i++)
+        if (g[i].count > 0 && memcmp(g[i].at, a[i].at, g[i].count * sizeof(real)) != 0)
+            fail("one thread gives other bits of result %zu than %d", i, omp_get_max_threads());
+}
+
 static void compare_layer(Layer l, size_t n, bool accumulate) {
     const Backend *naive = &backends[0], *fast = &backends[1];
     Inputs x = {random_array(n * shape_size(l.in)), random_array(l.weights), random_array(l.biases),
@@ -144,17 +152,22 @@ static void compare_layer(Layer l, size_t n, bool accumulate) {
                 absolute(&x.din)};
     fast->prepare(&l);
     Results got = run_layer(fast, &l, n, &x, accumulate);
+    omp_set_num_threads(1);
+    Results alone = run_layer(fast, &l, n, &x, accumulate);
+    omp_set_num_threads(2);
     Results want = run_layer(naive, &l, n, &x, accumulate);
     Results bound = run_layer(naive, &l, n, &a, accumulate);
     if (l.fused_relu)
         relu_forward(want.out.at, want.out.at, want.out.count);
     bool before = *failure;
+    compare_bits(&got, &alone);
     compare_results(&got, &want, &bound, &l, n);
     if (*failure && !before)
         describe_failure(&l, n, accumulate);
     free_arrays(&x, sizeof x);
     free_arrays(&a, sizeof a);
     free_arrays(&got, sizeof got);
+    free_arrays(&alone, sizeof alone);
     free_arrays(&want, sizeof want);
     free_arrays(&bound, sizeof bound);
     free(l.gather);
@@ -241,6 +254,12 @@ static void test_winograd(size_t kernel) {
     }
     if (!taken[0] || !taken[1])
         fail("no shape was taken: %zu forward, %zu backward", taken[0], taken[1]);
+    for (size_t over = 0; over < 2; over++) { // what lies outside of an image is MAX_DEPTH zeros
+        start_net(&net, (Shape){8, 9, MAX_DEPTH + over * LANES});
+        add_conv2d(&net, 0, LANES, kernel, 1, 1, false);
+        if ((forward_pass(&net.layers[1]).tile > 0) != (over == 0 && kernel == 3))
+            fail("%zu channels: wrongly taken, or not", MAX_DEPTH + over * LANES);
+    }
     verdict(kernel == 3 ? "Winograd's convolution, 3 x 3, against its definition"
                         : "Winograd's convolution, 5 x 5, against its definition");
 }
@@ -721,9 +740,13 @@ static void compare_pooled(Net *net, size_t n, bool accumulate, bool wants_din) 
     check_pooled_forward(net, n, &x);
     Pooled p = pooled_forward(l, n, &x);
     Results got = pooled_fast(net, n, &x, &p, accumulate, wants_din);
+    omp_set_num_threads(1);
+    Results alone = pooled_fast(net, n, &x, &p, accumulate, wants_din);
+    omp_set_num_threads(2);
     Results want = pooled_naive(l, n, &x, &p, accumulate);
     Results bound = pooled_naive(l, n, &a, &p, accumulate);
     bool before = *failure;
+    compare_bits(&got, &alone);
     if (!wants_din)
         memcpy(got.din.at, want.din.at, want.din.count * sizeof(real));
     compare_results(&got, &want, &bound, l, n);
@@ -734,6 +757,7 @@ static void compare_pooled(Net *net, size_t n, bool accumulate, bool wants_din) 
     free_arrays(&want, sizeof want);
     free_arrays(&bound, sizeof bound);
     free_arrays(&got, sizeof got);
+    free_arrays(&alone, sizeof alone);
     free_arrays(&p, 2 * sizeof(Array));
     free(p.argmax);
 }
@@ -741,13 +765,13 @@ static void compare_pooled(Net *net, size_t n, bool accumulate, bool wants_din) 
 static void test_pooled(void) {
     static Net net;
     for (int shape = 0; shape < (quick ? 40 : 200); shape++) {
-        bool winograd = shape % 8 == 0;
-        size_t kernel = 3 + draw_bits() % 2 * 2, n = draw_size(1, 9);
+        const bool winograd = shape % 8 == 0, many = shape % 10 == 7; // slices of several images
+        size_t kernel = 3 + draw_bits() % 2 * 2, n = many ? draw_size(33, 70) : draw_size(1, 9);
         size_t least = winograd ? kernel + 7 : kernel + 1;
         Shape in = {least + draw_size(0, 9), least + draw_size(0, 9),
-                    winograd ? LANES : draw_size(1, 40)};
+                    winograd ? max_size(LANES, FEW) : draw_size(1, many ? 5 : 40)};
         start_net(&net, in);
-        size_t channels = draw_size(1, shape % 10 == 3 ? 200 : 70);
+        size_t channels = draw_size(1, shape % 10 == 3 ? 200 : many ? 8 : 70);
         size_t x = add_conv2d(&net, 0, channels, kernel, 1, 0, draw_bits() % 2);
         maxpool2d(&net, relu(&net, x), 2, draw_size(1, 3), 0);
         plan_memory(&net, n);
