@@ -1772,6 +1772,7 @@ enum {
     SLICES = 32,               // pieces that a weight gradient is cut into
     SLICE_ELEMENTS = 2 * 1024 * 1024, // ... as long as their sums take no more than this
     SLICE_PIXELS = 256,               // ... and each has so many pixels
+    WINOGRAD_SLICE_PIXELS = 2048,     // ... lest the transform of its sums take too much
 };
 typedef real vec __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(real)), may_alias));
 // an integer as wide as a real; a comparison of vectors sets all bits of a lane, or none
@@ -2372,15 +2373,15 @@ INLINE void transform_dweight(vec *u, size_t step) {
     values_transposed(3, u, step);
 }
 
-// A vector of columns of packed[block of COLUMNS][place][depth][column] = u; the data gradient meets
-// the taps in reverse.
+// LANES columns of as many channels of packed[block of COLUMNS][place][depth][column] = u; the data
+// gradient meets the taps in reverse.
 INLINE void pack_filters(const size_t kernel, real *packed, const real *weight, const Pass *p,
-                         size_t column) {
+                         size_t column, size_t start) {
     const size_t step = p->transposed ? p->depth : 1, row = p->transposed ? 1 : p->out.c;
     const size_t taps = kernel * kernel, count = min_size(LANES, p->out.c - column);
     const size_t first = column / COLUMNS * COLUMNS, width = block_width(p, first);
-    real *to = packed + first * PLACES * p->depth + column - first;
-    for (size_t d = 0; d < p->depth; d++, to += width) {
+    real *to = packed + first * PLACES * p->depth + column - first + start * width;
+    for (size_t d = start; d < start + LANES; d++, to += width) {
         vec g[PLACES] = {{0}};
         UNROLLED(tap, taps) {
             const real *from = weight + d * row + column * step;
@@ -2398,11 +2399,12 @@ INLINE void pack_filters(const size_t kernel, real *packed, const real *weight, 
 }
 
 static void pack_winograd(real *packed, const real *weight, const Pass *p) {
-    PARALLEL_TURNS(i, ceil_div(p->out.c, LANES)) {
+    const size_t parts = p->depth / LANES;
+    PARALLEL_TURNS(i, ceil_div(p->out.c, LANES) * parts) {
         if (p->tile == 4)
-            pack_filters(3, packed, weight, p, i * LANES);
+            pack_filters(3, packed, weight, p, i / parts * LANES, i % parts * LANES);
         else
-            pack_filters(5, packed, weight, p, i * LANES);
+            pack_filters(5, packed, weight, p, i / parts * LANES, i % parts * LANES);
     }
 }
 
@@ -2413,13 +2415,13 @@ static void pack_winograd(real *packed, const real *weight, const Pass *p) {
 typedef struct TileBlock {
     const Pass *pass;
     size_t first, tiles, column, columns, width, v_step, m_step;
-    real *v, *m;
+    real *v, *m, *sums; // sums: a weight gradient's
 } TileBlock;
 
-static size_t tile_area(const Pass *p) // v and m of one thread: numbers
+static size_t tile_area(const Pass *p) // of one thread: numbers
 {
-    _Static_assert(BLOCK_TILES <= GRADIENT_TILES, "one area serves both");
-    return PLACES * (GRADIENT_TILES * (p->depth + COLUMNS) + 2 * LANES);
+    _Static_assert(BLOCK_TILES <= GRADIENT_TILES, "one area serves all passes");
+    return PLACES * (p->depth * COLUMNS + GRADIENT_TILES * (p->depth + COLUMNS) + 2 * LANES);
 }
 
 // The block of tiles [first, last), at most GRADIENT_TILES; areas: tile_area() for each thread.
@@ -2430,7 +2432,8 @@ static TileBlock tile_block(const Pass *p, size_t first, size_t last, size_t col
     b.columns = min_size(b.width, p->out.c - column);
     b.v_step = b.tiles * p->depth + LANES;
     b.m_step = b.tiles * COLUMNS + LANES;
-    b.v = areas + (size_t)omp_get_thread_num() * tile_area(p);
+    b.sums = areas + (size_t)omp_get_thread_num() * tile_area(p);
+    b.v = b.sums + PLACES * p->depth * COLUMNS;
     b.m = b.v + PLACES * b.v_step;
     return b;
 }
@@ -2550,25 +2553,34 @@ static void winograd_product(TileBlock b, const real *packed) {
         }
 }
 
-// out (= or +=, as the pass wants) of a block's tiles, from in [image][y][x][depth] to its columns
-static void winograd_block(real *out, const real *in, const real *packed, const real *bias,
-                           TileBlock b) {
-    winograd_input(b, in);
-    winograd_product(b, packed);
-    if (b.pass->tile == 4)
-        winograd_output(4, b, out, bias);
-    else
-        winograd_output(2, b, out, bias);
+/* out (= or +=, as the pass wants) of tiles [first, last) and columns [begin, end), from in
+   [image][y][x][depth], which is transformed once for all of them */
+static void winograd_tiles(real *out, const real *in, const real *packed, const real *bias,
+                           const Pass *p, size_t first, size_t last, size_t begin, size_t end,
+                           real *areas) {
+    winograd_input(tile_block(p, first, last, begin, areas), in);
+    for (size_t column = begin; column < end; column += COLUMNS) {
+        TileBlock b = tile_block(p, first, last, column, areas);
+        winograd_product(b, packed);
+        if (p->tile == 4)
+            winograd_output(4, b, out, bias);
+        else
+            winograd_output(2, b, out, bias);
+    }
 }
 
-// The pass on n images, its blocks dealt to the threads.
+// The pass on n images. A turn is a block of tiles, or where these are few, a block of its columns.
 static void winograd(real *out, const real *in, const real *packed, const real *bias, const Pass *p,
                      size_t n, real *areas) {
-    size_t tiles = count_tiles(p, n), blocks = ceil_div(p->out.c, COLUMNS);
-    PARALLEL_TURNS(i, ceil_div(tiles, BLOCK_TILES) * blocks) {
-        size_t first = i / blocks * BLOCK_TILES, last = min_size(first + BLOCK_TILES, tiles);
-        TileBlock b = tile_block(p, first, last, i % blocks * COLUMNS, areas);
-        winograd_block(out, in, packed, bias, b);
+    const size_t groups = ceil_div(count_tiles(p, n), ROWS); // dot_tile() takes so many at a time
+    const size_t parts = ceil_div(groups * ROWS, BLOCK_TILES);
+    const bool enough = parts >= 4 * (size_t)omp_get_max_threads();
+    const size_t columns = enough ? p->out.c : COLUMNS, blocks = ceil_div(p->out.c, columns);
+    PARALLEL_TURNS(i, parts * blocks) {
+        size_t part = i / blocks, column = i % blocks * columns;
+        winograd_tiles(out, in, packed, bias, p, groups * part / parts * ROWS,
+                       min_size(groups * (part + 1) / parts * ROWS, count_tiles(p, n)), column,
+                       min_size(column + columns, p->out.c), areas);
     }
 }
 
@@ -2602,10 +2614,8 @@ static void run_pass_on_image(real *out, const real *in, const real *packed, con
     for (size_t c = 0; !p->tile && c < p->out.c; c += columns)
         convolve_block(out, in, packed, bias, p, 0, 1, c, columns);
     for (size_t first = 0; first < tiles; first += BLOCK_TILES)
-        for (size_t column = 0; column < p->out.c; column += COLUMNS) {
-            size_t last = min_size(first + BLOCK_TILES, tiles);
-            winograd_block(out, in, packed, bias, tile_block(p, first, last, column, areas));
-        }
+        winograd_tiles(out, in, packed, bias, p, first, min_size(first + BLOCK_TILES, tiles), 0,
+                       p->out.c, areas);
 }
 
 // Counts on no more threads at run time than when this is asked.
@@ -2629,21 +2639,18 @@ typedef struct WeightGradient {
     size_t n, slices, parts;
 } WeightGradient;
 
-static size_t winograd_sums(const Pass *p) // of one slice
-{
-    return (PLACES * p->depth + 1) * whole_vectors(p->out.c);
-}
-
 static WeightGradient weight_gradient_plan(const Layer *l, size_t n) {
     WeightGradient g = {.pass = forward_pass(l), .n = n};
     if (l->kernel != 3)
         g.pass.tile = 0; // by Winograd, the rounding of a 5 x 5 filter's would be 3.3 times as much
     g.groups = ceil_div(g.pass.depth, ROWS);
     g.units = g.pass.taps * g.groups + (l->biases > 0);
-    size_t sums = g.pass.tile ? winograd_sums(&g.pass) : l->weights + l->biases;
-    size_t worth = min_size(SLICE_ELEMENTS / sums, n * g.pass.out_pixels / SLICE_PIXELS);
+    size_t pixels = g.pass.tile ? WINOGRAD_SLICE_PIXELS : SLICE_PIXELS;
+    size_t worth =
+        min_size(SLICE_ELEMENTS / (l->weights + l->biases), n * g.pass.out_pixels / pixels);
     g.slices = min_size(n, min_size(SLICES, max_size(1, worth)));
-    g.parts = min_size(g.units, ceil_div(SLICES, g.slices));
+    g.parts = g.pass.tile ? ceil_div(g.pass.out.c, COLUMNS)
+                          : min_size(g.units, ceil_div(SLICES, g.slices));
     return g;
 }
 
@@ -2714,8 +2721,8 @@ static void sum_slices(real *to, const real *from, size_t slices, size_t pitch, 
 
 /* A 3 x 3 filter's weight gradient by Winograd's transforms, since the output is linear in u:
      du = sum over tiles of v * (A dout A^T), place by place;   dweight = G^T du G
-   sums[place][depth][width] += du of a block's tiles. */
-static void winograd_gradient_block(real *sums, TileBlock b) {
+   b.sums[place][depth][width] += du of a block's tiles. */
+static void winograd_gradient_block(TileBlock b) {
     const size_t depth = b.pass->depth, width = b.width;
     Pair pairs[GRADIENT_TILES];
     for (size_t place = 0; place < PLACES; place++) {
@@ -2724,52 +2731,46 @@ static void winograd_gradient_block(real *sums, TileBlock b) {
                 (Pair){b.v + place * b.v_step + t * depth, b.m + place * b.m_step + t * width};
         for (size_t row = 0; row < depth; row += ROWS)
             outer_tiles[min_size(ROWS, depth - row) - 1][width / LANES - 1](
-                sums + (place * depth + row) * width, width, width, pairs, b.tiles, row, 0, 0);
+                b.sums + (place * depth + row) * width, width, width, pairs, b.tiles, row, 0, 0);
     }
 }
 
-// sums[block of COLUMNS][row][column in the block], a row for each place and channel, one for dbias
-static real *winograd_sum(real *sums, const Pass *p, size_t row, size_t column) {
-    size_t first = column / COLUMNS * COLUMNS, rows = PLACES * p->depth + 1;
-    return sums + first * rows + row * block_width(p, first) + column - first;
-}
-
-static void winograd_gradient(real *dweight, real *dbias, const WeightGradient *g, bool bias,
-                              real *scratch) {
-    const Pass *p = &g->pass;
-    size_t size = winograd_sums(p), tiles = count_tiles(p, g->n);
-    size_t blocks = ceil_div(p->out.c, COLUMNS);
-    PARALLEL_TURNS(i, g->slices * blocks) {
-        size_t slice = i / blocks, column = i % blocks * COLUMNS;
-        size_t first = tiles * slice / g->slices, last = tiles * (slice + 1) / g->slices;
-        real *sums = winograd_sum(scratch + slice * size, p, 0, column);
-        // cheaper than a first block that stores: that would read what it overwrites
-        memset(sums, 0, (PLACES * p->depth + 1) * block_width(p, column) * sizeof *sums);
-        for (; first < last; first += GRADIENT_TILES) {
-            size_t end = min_size(first + GRADIENT_TILES, last);
-            TileBlock b = tile_block(p, first, end, column, scratch + g->slices * size);
-            winograd_input(b, g->in);
-            winograd_dout(b, sums + PLACES * p->depth * b.width, g->dout);
-            winograd_gradient_block(sums, b);
-        }
-    }
-    sum_slices(scratch, scratch, g->slices, size, size);
-    for (size_t column = 0; bias && column < p->out.c; column++)
-        dbias[column] = *winograd_sum(scratch, p, PLACES * p->depth, column);
-    PARALLEL_FOR
-    for (size_t d = 0; d < p->depth; d++)
-        for (size_t column = 0; column < p->out.c; column += LANES) {
+// dweight = G^T du G, for the columns of a block
+static void winograd_dweight(real *dweight, TileBlock b) {
+    const size_t depth = b.pass->depth, columns = b.pass->out.c;
+    for (size_t d = 0; d < depth; d++)
+        for (size_t j = 0; j < b.width; j += LANES) {
             vec u[PLACES];
             UNROLLED(place, PLACES)
-                u[place] = *(vec *)winograd_sum(scratch, p, place * p->depth + d, column);
-            UNROLLED(j, SIDE)
-                transform_dweight(u + j, SIDE);
+                u[place] = *(vec *)(b.sums + (place * depth + d) * b.width + j);
+            UNROLLED(i, SIDE)
+                transform_dweight(u + i, SIDE);
             UNROLLED(i, 3)
                 transform_dweight(u + SIDE * i, 1);
             UNROLLED(tap, 9)
-                store(dweight + (tap * p->depth + d) * p->out.c + column,
-                      u[tap / 3 * SIDE + tap % 3], p->out.c - column);
+                store(dweight + (tap * depth + d) * columns + b.column + j,
+                      u[tap / 3 * SIDE + tap % 3], b.columns - j);
         }
+}
+
+// As weight_gradient_piece(); a slice is one of the tiles, a part a block of columns. dbias: or NULL
+static void winograd_gradient_piece(real *dweight, real *dbias, const WeightGradient *g,
+                                    size_t slice, size_t part, real *areas) {
+    const Pass *p = &g->pass;
+    const size_t tiles = count_tiles(p, g->n), column = part * COLUMNS;
+    size_t first = tiles * slice / g->slices, last = tiles * (slice + 1) / g->slices;
+    real bias[COLUMNS] __attribute__((aligned(VECTOR_BYTES))) = {0};
+    TileBlock b = tile_block(p, first, first, column, areas);
+    memset(b.sums, 0, PLACES * p->depth * b.width * sizeof *b.sums);
+    for (; first < last; first += GRADIENT_TILES) {
+        b = tile_block(p, first, min_size(first + GRADIENT_TILES, last), column, areas);
+        winograd_input(b, g->in);
+        winograd_dout(b, bias, g->dout);
+        winograd_gradient_block(b);
+    }
+    winograd_dweight(dweight, b);
+    if (dbias)
+        memcpy(dbias + column, bias, b.columns * sizeof *bias);
 }
 
 static void weight_gradient(real *dweight, real *dbias, const real *dout, const real *in,
@@ -2777,15 +2778,15 @@ static void weight_gradient(real *dweight, real *dbias, const real *dout, const 
     WeightGradient g = weight_gradient_plan(l, n);
     g.in = in;
     g.dout = dout;
-    if (g.pass.tile) {
-        winograd_gradient(dweight, dbias, &g, l->biases > 0, scratch);
-        return;
-    }
-    size_t sums = l->weights + l->biases;
+    const size_t sums = l->weights + l->biases;
     PARALLEL_TURNS(i, g.slices * g.parts) {
         size_t slice = i / g.parts, part = i % g.parts;
         real *to = g.slices > 1 ? scratch + slice * sums : dweight;
-        weight_gradient_piece(to, g.slices > 1 ? to + l->weights : dbias, &g, slice, part);
+        real *to_bias = !l->biases ? NULL : g.slices > 1 ? to + l->weights : dbias;
+        if (g.pass.tile)
+            winograd_gradient_piece(to, to_bias, &g, slice, part, scratch + g.slices * sums);
+        else
+            weight_gradient_piece(to, to_bias, &g, slice, part);
     }
     if (g.slices == 1)
         return;
@@ -3214,9 +3215,8 @@ static size_t scratch_size_fast(const Layer *l, size_t n) {
     WeightGradient g = weight_gradient_plan(l, n);
     size_t pooled = 0;
     size_t threads = (size_t)omp_get_max_threads();
-    size_t gradient = g.pass.tile
-                          ? g.slices * winograd_sums(&forward) + threads * tile_area(&forward)
-                          : g.slices * (l->weights + l->biases);
+    size_t gradient =
+        g.slices * (l->weights + l->biases) + (g.pass.tile ? threads * tile_area(&forward) : 0);
     if (l->pool) {
         PooledPass p = pooled_pass(l);
         pooled = max_size(pooled_slices(&p, n) * pooled_sums(&p) + packed_blocks(&p),
