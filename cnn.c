@@ -2637,6 +2637,7 @@ typedef struct WeightGradient {
     const real *in, *dout;
     size_t groups, units; // groups of channels in a tap
     size_t n, slices, parts;
+    size_t sums; // of a slice, in whole vectors
 } WeightGradient;
 
 static WeightGradient weight_gradient_plan(const Layer *l, size_t n) {
@@ -2646,8 +2647,8 @@ static WeightGradient weight_gradient_plan(const Layer *l, size_t n) {
     g.groups = ceil_div(g.pass.depth, ROWS);
     g.units = g.pass.taps * g.groups + (l->biases > 0);
     size_t pixels = g.pass.tile ? WINOGRAD_SLICE_PIXELS : SLICE_PIXELS;
-    size_t worth =
-        min_size(SLICE_ELEMENTS / (l->weights + l->biases), n * g.pass.out_pixels / pixels);
+    g.sums = whole_vectors(l->weights + l->biases);
+    size_t worth = min_size(SLICE_ELEMENTS / g.sums, n * g.pass.out_pixels / pixels);
     g.slices = min_size(n, min_size(SLICES, max_size(1, worth)));
     g.parts = g.pass.tile ? ceil_div(g.pass.out.c, COLUMNS)
                           : min_size(g.units, ceil_div(SLICES, g.slices));
@@ -2778,20 +2779,19 @@ static void weight_gradient(real *dweight, real *dbias, const real *dout, const 
     WeightGradient g = weight_gradient_plan(l, n);
     g.in = in;
     g.dout = dout;
-    const size_t sums = l->weights + l->biases;
     PARALLEL_TURNS(i, g.slices * g.parts) {
         size_t slice = i / g.parts, part = i % g.parts;
-        real *to = g.slices > 1 ? scratch + slice * sums : dweight;
+        real *to = g.slices > 1 ? scratch + slice * g.sums : dweight;
         real *to_bias = !l->biases ? NULL : g.slices > 1 ? to + l->weights : dbias;
         if (g.pass.tile)
-            winograd_gradient_piece(to, to_bias, &g, slice, part, scratch + g.slices * sums);
+            winograd_gradient_piece(to, to_bias, &g, slice, part, scratch + g.slices * g.sums);
         else
             weight_gradient_piece(to, to_bias, &g, slice, part);
     }
     if (g.slices == 1)
         return;
-    sum_slices(dweight, scratch, g.slices, sums, l->weights);
-    sum_slices(dbias, scratch + l->weights, g.slices, sums, l->biases);
+    sum_slices(dweight, scratch, g.slices, g.sums, l->weights);
+    sum_slices(dbias, scratch + l->weights, g.slices, g.sums, l->biases);
 }
 
 static void conv2d_backward_fast(real *din, real *dweight, real *dbias, const real *dout,
@@ -3215,8 +3215,7 @@ static size_t scratch_size_fast(const Layer *l, size_t n) {
     WeightGradient g = weight_gradient_plan(l, n);
     size_t pooled = 0;
     size_t threads = (size_t)omp_get_max_threads();
-    size_t gradient =
-        g.slices * (l->weights + l->biases) + (g.pass.tile ? threads * tile_area(&forward) : 0);
+    size_t gradient = g.slices * g.sums + (g.pass.tile ? threads * tile_area(&forward) : 0);
     if (l->pool) {
         PooledPass p = pooled_pass(l);
         pooled = max_size(pooled_slices(&p, n) * pooled_sums(&p) + packed_blocks(&p),
