@@ -1297,9 +1297,9 @@ static void loader_free(Loader *l) {
    these for the truth. Those called _naive have a fast version in the next room (_fast).
 
    Gradients: dX is the derivative of the loss by X. A backward receives dout and writes dweight
-   and dbias with =, and din with = or, if accumulate, with +=. Work is split by shapes, never by
-   the number of threads, and every sum is taken in one fixed order: the result has the same bits
-   for any --threads. */
+   and dbias with =, and din with = or, if accumulate, with +=. Every sum is split by shapes, never
+   by the number of threads, and taken in one fixed order: the result has the same bits for any
+   --threads. */
 
 enum { OUTSIDE = -1 };
 
@@ -1772,7 +1772,7 @@ enum {
     SLICES = 32,               // pieces that a weight gradient is cut into
     SLICE_ELEMENTS = 2 * 1024 * 1024, // ... as long as their sums take no more than this
     SLICE_PIXELS = 256,               // ... and each has so many pixels
-    WINOGRAD_SLICE_PIXELS = 2048,     // ... lest the transform of its sums take too much
+    WINOGRAD_SLICE_PIXELS = 1024,     // ... or for each block of columns, by Winograd's transforms
 };
 typedef real vec __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(real)), may_alias));
 // an integer as wide as a real; a comparison of vectors sets all bits of a lane, or none
@@ -2415,10 +2415,10 @@ static void pack_winograd(real *packed, const real *weight, const Pass *p) {
 typedef struct TileBlock {
     const Pass *pass;
     size_t first, tiles, column, columns, width, v_step, m_step;
-    real *v, *m, *sums; // sums: a weight gradient's
+    real *v, *m, *sums; // sums: a weight gradient's, [place][depth][width]
 } TileBlock;
 
-static size_t tile_area(const Pass *p) // of one thread: numbers
+static size_t tile_area(const Pass *p) // sums, v and m of one thread: numbers
 {
     _Static_assert(BLOCK_TILES <= GRADIENT_TILES, "one area serves all passes");
     return PLACES * (p->depth * COLUMNS + GRADIENT_TILES * (p->depth + COLUMNS) + 2 * LANES);
@@ -2569,10 +2569,12 @@ static void winograd_tiles(real *out, const real *in, const real *packed, const 
     }
 }
 
-// The pass on n images. A turn is a block of tiles, or where these are few, a block of its columns.
+// The pass on n images. A turn is a block of tiles, or where threads get too few to share them out
+// evenly, a block of its columns; no sum depends on that.
 static void winograd(real *out, const real *in, const real *packed, const real *bias, const Pass *p,
                      size_t n, real *areas) {
-    const size_t groups = ceil_div(count_tiles(p, n), ROWS); // dot_tile() takes so many at a time
+    _Static_assert(BLOCK_TILES % ROWS == 0, "a block is whole groups of what dot_tile() takes");
+    const size_t groups = ceil_div(count_tiles(p, n), ROWS);
     const size_t parts = ceil_div(groups * ROWS, BLOCK_TILES);
     const bool enough = parts >= 4 * (size_t)omp_get_max_threads();
     const size_t columns = enough ? p->out.c : COLUMNS, blocks = ceil_div(p->out.c, columns);
@@ -2631,7 +2633,8 @@ static void conv2d_forward_fast(real *out, const real *in, const real *weight, c
 
 /* A weight gradient as its pieces see it: slices of the images times parts of the rows. Rows are
    dealt in units: (tap, up to ROWS channels), and where there is a bias, one last unit for it: it
-   is the weight of an input that is always 1. */
+   is the weight of an input that is always 1. By Winograd's transforms: slices of the tiles times
+   blocks of columns. */
 typedef struct WeightGradient {
     Pass pass;
     const real *in, *dout;
@@ -2646,12 +2649,12 @@ static WeightGradient weight_gradient_plan(const Layer *l, size_t n) {
         g.pass.tile = 0; // by Winograd, the rounding of a 5 x 5 filter's would be 3.3 times as much
     g.groups = ceil_div(g.pass.depth, ROWS);
     g.units = g.pass.taps * g.groups + (l->biases > 0);
-    size_t pixels = g.pass.tile ? WINOGRAD_SLICE_PIXELS : SLICE_PIXELS;
+    size_t blocks = ceil_div(g.pass.out.c, COLUMNS);
+    size_t pixels = g.pass.tile ? WINOGRAD_SLICE_PIXELS * blocks : SLICE_PIXELS;
     g.sums = whole_vectors(l->weights + l->biases);
     size_t worth = min_size(SLICE_ELEMENTS / g.sums, n * g.pass.out_pixels / pixels);
     g.slices = min_size(n, min_size(SLICES, max_size(1, worth)));
-    g.parts = g.pass.tile ? ceil_div(g.pass.out.c, COLUMNS)
-                          : min_size(g.units, ceil_div(SLICES, g.slices));
+    g.parts = g.pass.tile ? blocks : min_size(g.units, ceil_div(SLICES, g.slices));
     return g;
 }
 
@@ -2754,7 +2757,7 @@ static void winograd_dweight(real *dweight, TileBlock b) {
         }
 }
 
-// As weight_gradient_piece(); a slice is one of the tiles, a part a block of columns. dbias: or NULL
+// As weight_gradient_piece(); a slice is one of tiles, a part a block of columns. dbias may be NULL.
 static void winograd_gradient_piece(real *dweight, real *dbias, const WeightGradient *g,
                                     size_t slice, size_t part, real *areas) {
     const Pass *p = &g->pass;
