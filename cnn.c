@@ -2757,7 +2757,7 @@ static void winograd_dweight(real *dweight, TileBlock b) {
         }
 }
 
-// As weight_gradient_piece(); a slice is one of tiles, a part a block of columns. dbias may be NULL.
+// As weight_gradient_piece(): a slice is one of tiles, a part a block of columns. dbias: or NULL.
 static void winograd_gradient_piece(real *dweight, real *dbias, const WeightGradient *g,
                                     size_t slice, size_t part, real *areas) {
     const Pass *p = &g->pass;
@@ -2890,8 +2890,8 @@ typedef void TermTileFunction(real *sums, size_t sums_pitch, const Windows *w, s
 TERM_TILES(3)
 TERM_TILES(5)
 
-/* din += a window's terms, for LANES channels and `rows` rows of the filter. weight: [k][tap][LANES]
-   from the first of the rows on. */
+/* din += a window's terms, for LANES channels and `rows` rows of the filter. weight:
+   [k][tap][LANES] from the first of the rows on. */
 INLINE void patch_tile(const size_t rows, const size_t kernel, real *din, size_t row, size_t pixel,
                        const Windows *w, size_t window, const real *weight) {
     const size_t across = kernel + 1;
