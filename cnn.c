@@ -2938,10 +2938,11 @@ static size_t pooled_depth(const Layer *l) {
     return l->in.c % LANES ? whole_vectors(l->kernel * l->in.c) : l->in.c;
 }
 
-// What it keeps on a thread's stack must be small.
+// What the two passes keep on a thread's stack, an image of in or of out, must be small.
 static bool suits_pooled(const Layer *conv, const Layer *pool) {
     return (conv->kernel == 3 || conv->kernel == 5) && conv->stride == 1 && pool->kernel == 2 &&
-           conv->out.c <= 1024 && conv->in.h * conv->in.w * pooled_depth(conv) <= 1 << 17;
+           conv->out.c <= 1024 && shape_size(conv->out) <= 1 << 18 &&
+           conv->in.h * conv->in.w * pooled_depth(conv) <= 1 << 17;
 }
 
 static PooledPass pooled_pass(const Layer *l) {
@@ -3183,24 +3184,19 @@ static void maxpool2d_forward_fast(real *out, uint8_t *argmax, const real *in, c
                           l, y);
 }
 
-// For a thread's image between the two; maxpool2d_row() reads whole vectors.
-static size_t image_area(const Layer *l) {
-    return whole_vectors(shape_size(l->out) + LANES);
-}
-
 /* pooled = max_pool2d(relu(conv2d(in, weight) + bias)); argmax = the place of each maximum in its
    window. n images: in [h][w][c_in], pooled and argmax [h][w][c_out] of l->pool. Image by image, so
-   that what lies between is in the cache and never in memory. */
+   that what lies between stays in the thread's own cache. */
 static void conv2d_forward_pooled(real *pooled, uint8_t *argmax, const real *in, const real *weight,
                                   const real *bias, const Layer *l, size_t n, real *scratch) {
     Pass p = forward_pass(l);
     const size_t size = shape_size(l->pool->out);
-    real *areas = scratch + packed_size(&p), *images = scratch + pass_scratch(&p);
     p.relu = true;
     pack(scratch, weight, &p);
     PARALLEL_TURNS(image, n) {
-        real *out = images + (size_t)omp_get_thread_num() * image_area(l);
-        run_pass_on_image(out, in + image * shape_size(l->in), scratch, bias, &p, areas);
+        real out[shape_size(l->out) + LANES] __attribute__((aligned(VECTOR_BYTES)));
+        run_pass_on_image(out, in + image * shape_size(l->in), scratch, bias, &p,
+                          scratch + packed_size(&p));
         for (size_t y = 0; y < l->pool->out.h; y++)
             maxpool2d_row(pooled + image * size, argmax + image * size, out, l->pool, y);
     }
@@ -3221,8 +3217,7 @@ static size_t scratch_size_fast(const Layer *l, size_t n) {
     size_t gradient = g.slices * g.sums + (g.pass.tile ? threads * tile_area(&forward) : 0);
     if (l->pool) {
         PooledPass p = pooled_pass(l);
-        pooled = max_size(pooled_slices(&p, n) * pooled_sums(&p) + packed_blocks(&p),
-                          pass_scratch(&forward) + threads * image_area(l));
+        pooled = pooled_slices(&p, n) * pooled_sums(&p) + packed_blocks(&p);
     }
     return max_size(max_size(pass_scratch(&forward), pass_scratch(&backward)),
                     max_size(pooled, gradient));
