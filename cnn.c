@@ -6501,8 +6501,9 @@ static double median(double *values, size_t count) {
 }
 
 /* Floating-point operations of a row on n images, forward and backward, by the definition; and the
-   bytes that it moves at least: each tensor that it reads or writes, once. */
-static void count_work(const Layer *l, size_t n, LayerTimes *t) {
+   bytes (+=) that it moves at least: each tensor that it reads or writes, once. A fused row moves
+   only what its backward does. */
+static void count_work(const Layer *l, bool fused, size_t n, LayerTimes *t) {
     const Shape stored = l->pool ? l->pool->out : l->out;
     const double in = (double)(n * shape_size(l->in)), out = (double)(n * shape_size(stored));
     const double weights = (double)l->weights;
@@ -6517,11 +6518,13 @@ static void count_work(const Layer *l, size_t n, LayerTimes *t) {
         numbers = (l->add ? 4 : 3) * out + 5 * out;
         break;
     case RELU:
+        numbers = (fused ? 0 : 2 * out) + (l->fused_relu_backward ? 0 : 3 * out);
+        break;
     case LOG_SOFTMAX:
         numbers = 2 * out + 3 * out;
         break;
     case ADD:
-        numbers = 3 * out;
+        numbers = fused ? 0 : 3 * out;
         break;
     case MAXPOOL2D: // and a byte for each output
     case AVGPOOL2D:
@@ -6534,7 +6537,7 @@ static void count_work(const Layer *l, size_t n, LayerTimes *t) {
         break;
     }
     t->flops = (double)n * layer_flops(l) * (2 + !first);
-    t->bytes = numbers * sizeof(real);
+    t->bytes += numbers * sizeof(real);
 }
 
 // Bytes a second that this device reads and writes: out += in, larger than its caches
@@ -6596,8 +6599,24 @@ static void print_layer(FILE *csv, const Layer *l, size_t number, LayerTimes *t,
                 100 * fmax(compute, memory) / seconds, compute > memory ? "compute" : "memory");
 }
 
+// The work and the time of a fused row are those of the row that it is fused with.
+static void join_fused(const Net *net, LayerTimes *times, size_t n) {
+    for (size_t i = net->count - 1; i > 0; i--) { // a ReLU may be fused with an add, and that again
+        const Layer *l = &net->layers[i];
+        LayerTimes *to = &times[l->input];
+        count_work(l, is_fused(net, l), n, &times[i]);
+        if (l->skipped || !is_fused(net, l))
+            continue;
+        to->bytes += times[i].bytes;
+        for (size_t round = 0; round < LAYER_ROUNDS; round++) {
+            to->forward[round] += times[i].forward[round];
+            to->backward[round] += times[i].backward[round];
+        }
+    }
+}
+
 /* Each layer's time on a batch of training, medians over rounds, and how far it is from the limits
-   of this machine. A row whose work another one does (a fused ReLU or add) is left out. */
+   of this machine. Rows that are fused with another one (a ReLU or an add) count with that one. */
 static void measure_layers(Run *run) {
     Net *net = &run->net;
     LayerTimes *times = must_alloc(net->count * sizeof *times, "the layers' times");
@@ -6605,6 +6624,7 @@ static void measure_layers(Run *run) {
     Batch batch = *loader_next(&run->train_loader);
     batch.n = min_size(batch.n, net->batch);
     time_rows(run, &batch, times);
+    join_fused(net, times, batch.n);
     const double peak = 1e9 * net->backend->peak_gflops(), bandwidth = measure_bandwidth(net);
     FILE *csv = *run->settings.out ? create_csv(run->settings.out, "layers.csv") : NULL;
     printf("Layers, %zu images; this device: %.1f GFLOP/s, %.1f GB/s measured%s\n", batch.n,
@@ -6617,7 +6637,6 @@ static void measure_layers(Run *run) {
                      "percent_of_peak,bound\n");
     for (size_t i = 1; i < net->count; i++) {
         const Layer *l = &net->layers[i];
-        count_work(l, batch.n, &times[i]);
         if (!l->skipped && !is_fused(net, l))
             print_layer(csv, l, i, &times[i], peak, bandwidth);
     }

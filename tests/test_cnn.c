@@ -2733,6 +2733,36 @@ static void test_parameter_counts(void) {
     verdict("parameter counts of the models");
 }
 
+// --layers: the times of fused rows are in the table, with those of the rows that they are fused with.
+static void test_layer_times(const char *model, const char *dataset, size_t shown) {
+    static Net net;
+    static LayerTimes times[MAX_LAYERS];
+    const DatasetInfo info = dataset_for(find_model(model), dataset);
+    double forward = 0, backward = 0, work = 0;
+    size_t rows = 0;
+    net_build(&net, find_model(model), &info, &plain, &backends[1]);
+    plan_memory(&net, 2);
+    memset(times, 0, sizeof times);
+    for (size_t i = 1; i < net.count; i++) {
+        times[i].forward[LAYER_ROUNDS - 1] = times[i].backward[0] =
+            net.layers[i].skipped ? 0 : (double)i;
+        work += times[i].backward[0];
+    }
+    join_fused(&net, times, 2);
+    for (size_t i = 1; i < net.count; i++)
+        if (!net.layers[i].skipped && !is_fused(&net, &net.layers[i])) {
+            forward += times[i].forward[LAYER_ROUNDS - 1];
+            backward += times[i].backward[0];
+            rows++;
+        }
+    if (forward != work || backward != work)
+        fail("%s: the table has %g of forward's and %g of backward's %g", model, forward, backward,
+             work);
+    if (rows != shown)
+        fail("%s: %zu rows, expected %zu", model, rows, shown);
+    verdict("layer times: fused rows count, %s", model);
+}
+
 // Every ResNet on the images of every dataset; the last stage has at least one pixel.
 static void test_stems(void) {
     static Net net;
@@ -3811,6 +3841,8 @@ int main(void) {
     test_to_pytorch();
     test_golden();
     test_parameter_counts();
+    test_layer_times("cifar", "synthetic", 6);
+    test_layer_times("resnet8", "synthetic", 21);
     test_stems();
     test_initial_values();
     test_threads();
