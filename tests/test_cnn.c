@@ -2733,7 +2733,7 @@ static void test_parameter_counts(void) {
     verdict("parameter counts of the models");
 }
 
-// --layers: the times of fused rows are in the table, with those of the rows that they are fused with.
+// --layers: the times of fused rows are in the table, with the rows that they are fused with.
 static void test_layer_times(const char *model, const char *dataset, size_t shown) {
     static Net net;
     static LayerTimes times[MAX_LAYERS];
