@@ -2938,11 +2938,11 @@ static size_t pooled_depth(const Layer *l) {
     return l->in.c % LANES ? whole_vectors(l->kernel * l->in.c) : l->in.c;
 }
 
-// What the two passes keep on a thread's stack, an image of in or of out, must be small.
+// Forward keeps an image of out on a thread's stack, backward two of in: 1 MB at the most.
 static bool suits_pooled(const Layer *conv, const Layer *pool) {
     return (conv->kernel == 3 || conv->kernel == 5) && conv->stride == 1 && pool->kernel == 2 &&
-           conv->out.c <= 1024 && shape_size(conv->out) <= 1 << 18 &&
-           conv->in.h * conv->in.w * pooled_depth(conv) <= 1 << 17;
+           conv->out.c <= 1024 && shape_size(conv->out) * sizeof(real) <= 1 << 20 &&
+           conv->in.h * conv->in.w * pooled_depth(conv) * sizeof(real) <= 1 << 19;
 }
 
 static PooledPass pooled_pass(const Layer *l) {
@@ -6599,9 +6599,9 @@ static void print_layer(FILE *csv, const Layer *l, size_t number, LayerTimes *t,
                 100 * fmax(compute, memory) / seconds, compute > memory ? "compute" : "memory");
 }
 
-// The work and the time of a fused row are those of the row that it is fused with.
+// Counts each row's work, and adds a fused row's, and its time, to the row that it is fused with.
 static void join_fused(const Net *net, LayerTimes *times, size_t n) {
-    for (size_t i = net->count - 1; i > 0; i--) { // a ReLU may be fused with an add, and that again
+    for (size_t i = net->count - 1; i > 0; i--) { // an add that is fused may have a ReLU's already
         const Layer *l = &net->layers[i];
         LayerTimes *to = &times[l->input];
         count_work(l, is_fused(net, l), n, &times[i]);
