@@ -1,24 +1,24 @@
-# cnn.c: `make run` trains, `make test` passes. `make help` tells the rest.
+# cnn.c: `make run` trains, `make test` tests, `make help` lists all targets and variables.
 #
 # Variables: CC=clang   ARCH=native|x86-64-v3|...   NO_OMP=1   NO_CUDA=1   NO_MPI=1
-#            OPT=-O0 (no optimisation)   NO_NCCL=1   QUICK=1 (shorter tests)
-#            CUDA_ARCH=native|sm_90|...  (all-major: every GPU that this nvcc knows, and later ones)
+#            OPT=-O0 (no optimization)   NO_NCCL=1
+#            CUDA_ARCH=native|sm_90|...  (all-major: every GPU that this nvcc supports, and later ones)
 
 CC     = gcc
 ARCH   = native
 CUDA   ?= /usr/local/cuda
 CUDA_ARCH = all-major
 
-# -fno-math-errno: sqrt() as one instruction. Nothing here that changes what floating point means.
+# -fno-math-errno: sqrt() is one instruction. No option here changes floating-point semantics.
 OPT    = -O3
 CFLAGS = -std=gnu17 $(OPT) -march=$(ARCH) -fno-math-errno -g -Wall -Wextra
 LIBS   = -lm -lpthread
--include labs/starter.mk # only in a starter of a lab
+-include labs/starter.mk # exists only in the starter of a lab
 COMMIT := $(shell git describe --always --dirty 2>/dev/null || echo unknown)
 
 HASH := \#
 comma := ,
-# An optional part is used if a program with it compiles and links; nothing is guessed from names.
+# An optional part is used if a test program with it compiles and links.
 probe = $(shell printf '$(1)' | $(CC) -x c - -o /dev/null $(2) 2>/dev/null && echo yes)
 ifndef NO_OMP
 OMP := $(call probe,$(HASH)include <omp.h>\nint main(void) { return omp_get_max_threads() < 1; },-fopenmp)
@@ -31,7 +31,7 @@ HAVE_CUDA := $(and $(NVCC),$(call probe,$(HASH)include <cuda_runtime_api.h>\nint
 	-lcudart_static -lpthread -ldl -lrt))
 endif
 ifndef NO_MPI
-MPI_FLAGS := $(wordlist 2,99,$(shell mpicc -show 2>/dev/null)) # what mpicc would add
+MPI_FLAGS := $(wordlist 2,99,$(shell mpicc -show 2>/dev/null)) # that mpicc would add
 HAVE_MPI := $(if $(MPI_FLAGS),$(call probe,$(HASH)include <mpi.h>\nint main(void) { return MPI_Init(0$(comma) 0); },\
 	$(MPI_FLAGS)))
 endif
@@ -41,67 +41,75 @@ HAVE_NCCL := $(and $(HAVE_CUDA),$(HAVE_MPI),$(call probe,$(HASH)include <nccl.h>
 	return ncclGetVersion(&v); },-I$(CUDA)/include -L$(CUDA)/lib64 -lnccl))
 endif
 
-.PHONY: all help run test data bench bench-gpu debug emulate count races clean found doctor \
+.PHONY: all help run test test-all data bench bench-gpu debug emulate count races clean found doctor \
 	cpu single multi study study-scaling study-workers plots report verify starter check crossover
 all: found cnn
 
 found:
-	@echo "OpenMP: $(if $(OMP),found,$(if $(NO_OMP),left out,not found: one thread))"
-	@echo "CUDA:   $(if $(HAVE_CUDA),found$(comma) for $(CUDA_ARCH),$(if $(NO_CUDA),left out,not found: CPU only))"
-	@echo "MPI:    $(if $(HAVE_MPI),found,$(if $(NO_MPI),left out,not found: one machine only))"
-	@echo "NCCL:   $(if $(HAVE_NCCL),found,$(if $(NO_NCCL),left out,not found or no use for it: it joins MPI ranks with GPUs))"
+	@echo "OpenMP: $(if $(OMP),found,$(if $(NO_OMP),disabled,not found: one thread))"
+	@echo "CUDA:   $(if $(HAVE_CUDA),found$(comma) for $(CUDA_ARCH),$(if $(NO_CUDA),disabled,not found: CPU only))"
+	@echo "MPI:    $(if $(HAVE_MPI),found,$(if $(NO_MPI),disabled,not found: one machine only))"
+	@echo "NCCL:   $(if $(HAVE_NCCL),found,$(if $(NO_NCCL),disabled,not found$(comma) or not needed: it connects GPUs of MPI ranks))"
 
 help:
-	@echo "make         build ./cnn and say what was found"
-	@echo "make doctor  what this machine has, and what to do about what is missing"
-	@echo "make run     train the MNIST network for one epoch on the best data there is"
-	@echo "make test    run all tests; QUICK=1 runs fewer shapes and epochs"
-	@echo "make data    download MNIST (INSTALL=1: may install Debian's Fashion-MNIST package)"
-	@echo "make bench   training speed, per cent of this machine's peak, next to PyTorch"
-	@echo "make bench-gpu   the same on the GPU: training steps, and each operation by itself"
-	@echo "make emulate build ./cnn-emu: the GPU's code on the CPU, to try and to check it"
-	@echo "make count   build ./cnn-count: the same, and counts what each kernel reads and writes"
-	@echo "make races   look for races in the GPU's kernels, in the emulator (a minute)"
-	@echo "make debug   build ./cnn-debug with the address and undefined-behaviour sanitizers"
-	@echo "make cpu     train as in a timing study, on the CPU; make single, make multi: on one GPU, on two"
-	@echo "make study   the timing study: devices x BATCHES x REPEATS, study.csv and plots; it goes on if stopped"
-	@echo "make study-scaling   1, 2, 4, ... devices: scaling.csv and a plot"
-	@echo "make study-workers   WORKERS='1 2 4 8' threads that load images: workers.csv and a plot"
-	@echo "             MODEL=cifar EPOCHS=20 BATCH=250 BATCHES='50 100' REPEATS=10 LIMIT=images GPUS=2 RUNS=folder"
-	@echo "             OPTIONS='--width 64': more options of ./cnn; EMULATE=1: virtual GPUs where there are none"
-	@echo "make plots RUNS=folder   draw what run folders tell"
-	@echo "make report RUNS=folder  tables and plots of run folders in report.md, and questions for you"
-	@echo "make verify RUNS=folder  what is missing or implausible there, before you hand it in"
-	@echo "make gradescope LAB=1   for teachers: the zip to upload as that lab's autograder"
-	@echo "make starter LAB=1 OUT=folder   the starter of a lab; labs/README.md tells what labs there are"
-	@echo "make check LAB=1   a lab's tests, in its starter: points, and results.json; TEST=2: one of them"
-	@echo "make crossover   lab 4: a layer on the CPU and on the GPU, from 1 image to 256; EMULATE=1 LARGEST=16"
-	@echo "make clean   remove everything that make made, but not runs/"
-	@echo "Variables: CC=clang ARCH=x86-64-v3 OPT=-O0 NO_OMP=1 NO_CUDA=1 NO_MPI=1 NO_NCCL=1 CUDA_ARCH=native QUICK=1"
+	@echo "Building"
+	@echo "  make           build ./cnn, and show which optional parts were found"
+	@echo "  make doctor    show what this machine provides, and how to get what is missing"
+	@echo "  make emulate   build ./cnn-emu: the GPU code on the CPU, to develop and check kernels"
+	@echo "  make count     build ./cnn-count: the same, counting what each kernel reads and writes"
+	@echo "  make debug     build ./cnn-debug with the address and undefined-behaviour sanitizers"
+	@echo "  make clean     remove everything that make built; runs/ is kept"
+	@echo "Running"
+	@echo "  make data      download MNIST (INSTALL=1: may install Debian's Fashion-MNIST package)"
+	@echo "  make run       train the MNIST network for one epoch on the best data found"
+	@echo "  make test      run the tests, about five minutes on two cores; SANITIZED=1: with sanitizers"
+	@echo "  make test-all  run all tests, with every shape, model, lab and planted bug: half an hour and more"
+	@echo "  make races     check the GPU kernels for data races, in the emulator (a minute)"
+	@echo "  make bench     training speed, per cent of this machine's peak, compared with PyTorch"
+	@echo "  make bench-gpu the same on the GPU: training steps, and each operation separately"
+	@echo "Timing study"
+	@echo "  make cpu       one run on the CPU; make single, make multi: on one GPU, on two"
+	@echo "  make study     devices x BATCHES x REPEATS: study.csv and plots; continues where it was stopped"
+	@echo "  make study-scaling   1, 2, 4, ... devices: scaling.csv and a plot"
+	@echo "  make study-workers   WORKERS='1 2 4 8' threads that load images: workers.csv and a plot"
+	@echo "  make plots RUNS=DIR  plots of the run folders in DIR"
+	@echo "  make report RUNS=DIR report.md: tables and plots of the run folders, and questions for you"
+	@echo "  make verify RUNS=DIR what is missing or implausible there; run it before you hand it in"
+	@echo "  MODEL=cifar EPOCHS=20 BATCH=250 BATCHES='50 100' REPEATS=10 LIMIT=images GPUS=2 RUNS=DIR"
+	@echo "  OPTIONS='--width 64': more options of ./cnn; EMULATE=1: virtual GPUs where there are none"
+	@echo "Labs (labs/README.md lists them)"
+	@echo "  make starter LAB=1 OUT=DIR  write the starter of a lab to DIR"
+	@echo "  make check LAB=1     in a starter: run the lab's tests, write results.json; TEST=2: only one"
+	@echo "  make gradescope LAB=1       for teachers: the zip to upload as that lab's autograder"
+	@echo "  make crossover       lab 4: a layer on the CPU and on the GPU, 1 to 256 images; EMULATE=1 LARGEST=16"
+	@echo "Variables: CC=clang ARCH=x86-64-v3 OPT=-O0 NO_OMP=1 NO_CUDA=1 NO_MPI=1 NO_NCCL=1 CUDA_ARCH=native"
 
 doctor:
 	@CC='$(CC)' OMP='$(OMP)' NVCC='$(NVCC)' HAVE_CUDA='$(HAVE_CUDA)' HAVE_MPI='$(HAVE_MPI)' \
 		HAVE_NCCL='$(HAVE_NCCL)' slurm/doctor.sh
 
+SOURCE = cnn.c $(wildcard cnn_kernels.c) # cnn.c includes the second one if it exists
+
 # Rebuilds when the settings change, not only when the source does.
 BUILD = $(CC) $(CFLAGS) $(OMP_FLAGS)
 NVCC_BUILD = $(NVCC) -std=c++17 -O3 -arch=$(CUDA_ARCH) -lineinfo $(if $(HAVE_NCCL),-DCNN_NCCL)
-build/settings build/kernel_settings: FORCE
+build/settings build/kernel_settings build/test_settings: FORCE
 	@mkdir -p build
 	@echo '$(SETTINGS)' | cmp -s - $@ || echo '$(SETTINGS)' > $@
 build/settings: SETTINGS = $(BUILD) $(if $(HAVE_CUDA),CUDA) $(MPI) $(COMMIT)
 build/kernel_settings: SETTINGS = $(NVCC_BUILD) $(EMU_BUILD)
+build/test_settings: SETTINGS = $(TEST_FLAGS)
 .PHONY: FORCE
 FORCE:
 
 DEFINES = -DCNN_COMMIT='"$(COMMIT)"' -DCNN_FLAGS='"$(CFLAGS) $(OMP_FLAGS)"'
-# The kernels read only the declarations of cnn.c: another change there does not compile them anew.
+# cnn_kernels.cu includes only the declarations of cnn.c: other changes of cnn.c do not recompile it.
 build/declarations: cnn.c FORCE
 	@mkdir -p build
 	@sed '/^#ifndef CNN_DECLARATIONS_ONLY/q' cnn.c | cmp -s - $@ || \
 		sed '/^#ifndef CNN_DECLARATIONS_ONLY/q' cnn.c > $@
 
-# cudart is linked statically: the program starts on a machine without a driver, too.
+# cudart is linked statically, so that the program also starts on a machine without a driver.
 ifneq ($(HAVE_CUDA),)
 KERNELS = build/cnn_kernels.o
 CUDA_DEFINES = -DCNN_CUDA $(if $(HAVE_NCCL),-DCNN_NCCL)
@@ -111,35 +119,35 @@ endif
 build/cnn_kernels.o: cnn_kernels.cu build/declarations build/kernel_settings
 	$(NVCC_BUILD) -c cnn_kernels.cu -o $@
 
-cnn: cnn.c $(KERNELS) build/settings
+cnn: $(SOURCE) $(KERNELS) build/settings
 	$(BUILD) $(DEFINES) $(CUDA_DEFINES) cnn.c $(KERNELS) -o $@ $(MPI) $(CUDA_LIBS) $(LIBS)
 
-# The same two files on the CPU: tests/cuda_on_cpu.h plays the GPU. Two steps, since g++ compiles
-# the kernels and gcc the rest.
+# The same sources on the CPU: tests/emulator/cuda_on_cpu.h emulates the GPU. Two steps: g++ compiles the kernels,
+# gcc the rest.
 CXX = g++
-EMU_BUILD = $(CXX) -std=c++17 -O2 -march=$(ARCH) -g $(OMP_FLAGS) -Wno-unknown-pragmas -I. -include tests/cuda_on_cpu.h
-EMU_SOURCE = { echo '\#line 1 "cnn_kernels.cu"'; sed -f tests/cuda_on_cpu.sed cnn_kernels.cu; }
-build/emu_kernels.o build/count_kernels.o: cnn_kernels.cu $(wildcard tests/cuda_on_cpu*) \
+EMU_BUILD = $(CXX) -std=c++17 -O2 -march=$(ARCH) -g $(OMP_FLAGS) -Wno-unknown-pragmas -I. -include tests/emulator/cuda_on_cpu.h
+EMU_SOURCE = { echo '\#line 1 "cnn_kernels.cu"'; sed -f tests/emulator/cuda_on_cpu.sed cnn_kernels.cu; }
+build/emu_kernels.o build/count_kernels.o: cnn_kernels.cu $(wildcard tests/emulator/cuda_on_cpu*) \
 		build/declarations build/kernel_settings
 	$(EMU_SOURCE) | $(EMU_BUILD) $(COUNT) -x c++ -c - -o $@
-# The race detector's hooks, called for each load and store, count them instead.
+# The hooks of the race detector are called for each load and store; this build counts them.
 build/count_kernels.o: COUNT = -O1 -fsanitize=thread -DCUEMU_COUNT
 cnn-emu: build/emu_kernels.o
 cnn-count: build/count_kernels.o
-cnn-emu cnn-count: cnn.c build/settings
+cnn-emu cnn-count: $(SOURCE) build/settings
 	$(BUILD) $(DEFINES) -DCNN_CUDA cnn.c $(filter %_kernels.o,$^) -o $@ $(MPI) -lstdc++ $(LIBS)
 count: cnn-count
 emulate: cnn-emu
 
 SANITIZE = -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
-cnn-debug: cnn.c build/settings
+cnn-debug: $(SOURCE) build/settings
 	$(BUILD) $(SANITIZE) $(DEFINES) cnn.c -o $@ $(LIBS)
 debug: cnn-debug
 
 run: all
 	./cnn --epochs 1
 
-# The timing study. `labs/tools/study.py --help` tells what is measured, `plot.py --help` what is drawn.
+# The timing study. `labs/tools/study.py --help` explains what is measured, `plot.py --help` what is drawn.
 MODEL   = cifar
 EPOCHS  = 20
 BATCH   = 250
@@ -152,7 +160,7 @@ RUNS    = runs/$(NAME)
 VIRTUAL = $(filter-out 0,$(EMULATE))
 STUDY   = --model $(MODEL) --epochs $(EPOCHS) --gpus $(GPUS) $(if $(LIMIT),--limit $(LIMIT)) \
 	$(if $(VIRTUAL),--emulate) $(if $(OPTIONS),-- $(OPTIONS))
-PLOT = $(or $(shell for python in python3 /usr/bin/python3; do \
+PLOT = $(or $(shell for python in .venv/bin/python python3 /usr/bin/python3; do \
 	$$python -c 'import matplotlib' 2>/dev/null && echo $$python && break; done),python3) labs/tools/plot.py
 
 cpu single multi: all $(if $(VIRTUAL),cnn-emu)
@@ -180,7 +188,7 @@ report:
 verify:
 	@labs/tools/verify.py $(RUNS)
 
-# The labs. In a starter, FROM is the folder itself; instructors name a student's.
+# The labs. FROM is the folder to check: the starter itself by default; instructors give a student's.
 starter:
 	@labs/check/starter.sh '$(LAB)' '$(OUT)'
 check:
@@ -192,61 +200,74 @@ gradescope:
 data:
 	INSTALL=$(INSTALL) data/get_data.sh mnist
 
-TEST_FLAGS = $(BUILD) -Wno-unused-function $(if $(SANITIZED),$(SANITIZE))
-build/test_float: tests/test_cnn.c tests/check.h cnn.c build/settings
-	$(TEST_FLAGS) tests/test_cnn.c -o $@ $(LIBS) -ldl
-build/test_double: tests/test_cnn.c tests/check.h cnn.c build/settings
-	$(TEST_FLAGS) -DREAL=double tests/test_cnn.c -o $@ $(LIBS) -ldl
+# In make test, compiling takes longer than running: -O1.
+TEST_FLAGS = $(BUILD) -Wno-unused-function $(if $(SANITIZED),$(SANITIZE),$(if $(QUICK),-O1))
+build/test_float build/test_double: build/test_%: $(wildcard tests/unit/*) tests/check.h $(SOURCE) build/test_settings
+	$(TEST_FLAGS) -DREAL=$* tests/unit/unit.c -o $@ $(LIBS) -ldl
 
-build/parity_float: tests/parity.c cnn.c build/settings
-	$(TEST_FLAGS) tests/parity.c -o $@ $(LIBS)
-build/parity_double: tests/parity.c cnn.c build/settings
-	$(TEST_FLAGS) -DREAL=double tests/parity.c -o $@ $(LIBS)
+build/parity_float build/parity_double: build/parity_%: tests/pytorch/parity.c $(SOURCE) build/test_settings
+	$(TEST_FLAGS) -DREAL=$* tests/pytorch/parity.c -o $@ $(LIBS)
 
-TESTED = $(if $(SANITIZED),cnn-debug,cnn)
-TEST_PROGRAMS = $(addprefix build/,test_float test_double parity_float parity_double \
-	$(if $(filter x86_64,$(shell uname -m)),bench-v3))
-test: $(TESTED) $(TEST_PROGRAMS)
-	@CNN=./$(TESTED) QUICK=$(QUICK) tests/run_tests.sh
-
-build/bench: tests/bench.c cnn.c build/settings
-	$(BUILD) -Wno-unused-function tests/bench.c -o $@ $(LIBS)
-# For any CPU of the last ten years, so that valgrind can run it and counts compare between machines.
-build/bench-v3: tests/bench.c cnn.c build/settings
-	$(BUILD) -march=x86-64-v3 -Wno-unused-function tests/bench.c -o $@ $(LIBS)
+build/bench: tests/bench/bench.c $(SOURCE) build/settings
+	$(BUILD) -Wno-unused-function tests/bench/bench.c -o $@ $(LIBS)
+# For any x86 CPU of the last ten years, so that valgrind can run it and counts are comparable between machines.
+build/bench-v3: tests/bench/bench.c $(SOURCE) build/settings
+	$(BUILD) -march=x86-64-v3 -Wno-unused-function tests/bench/bench.c -o $@ $(LIBS)
 bench: cnn build/bench
-	@tests/bench.sh
+	@tests/bench/bench.sh
 
-# The tests and timings of the GPU's code: on a GPU, and with emu_ before their names in the emulator.
+# The tests and timings of the GPU code: on a GPU, and with the prefix emu_ in the emulator.
 GPU_PROGRAMS = test_cuda bench_gpu
 GPU_TEST = $(BUILD) $(DEFINES) -DCNN_CUDA -Wno-unused-function $<
-$(addprefix build/,$(GPU_PROGRAMS)): build/%: tests/%.c tests/check.h cnn.c $(KERNELS) build/settings
+$(addprefix build/,$(GPU_PROGRAMS)): build/%: tests/gpu/%.c tests/check.h $(SOURCE) $(KERNELS) build/settings
 	$(GPU_TEST) $(KERNELS) -o $@ $(CUDA_LIBS) $(LIBS)
-$(addprefix build/emu_,$(GPU_PROGRAMS)): build/emu_%: tests/%.c tests/check.h cnn.c \
+$(addprefix build/emu_,$(GPU_PROGRAMS)): build/emu_%: tests/gpu/%.c tests/check.h $(SOURCE) \
 		build/emu_kernels.o build/settings
 	$(GPU_TEST) build/emu_kernels.o -o $@ -lstdc++ $(LIBS)
+TESTED = $(if $(SANITIZED),cnn-debug,cnn)
+# PARTS: only some parts of the tests, such as PARTS='unit/float program/test_cli.sh'.
+# All that the parts of the tests use is built first: they run side by side, and two makes would collide.
+HAVE_TORCH = $(shell for python in python3 /usr/bin/python3; do \
+	$$python -c 'import importlib.util as i; exit(not i.find_spec("torch"))' 2>/dev/null && echo yes && break; done)
+TEST_PROGRAMS = $(TESTED) $(addprefix build/,test_float test_double) \
+	$(if $(shell command -v $(CXX) 2>/dev/null),cnn-emu $(addprefix build/emu_,$(GPU_PROGRAMS))) \
+	$(if $(HAVE_TORCH),build/parity_float build/parity_double) \
+	$(if $(QUICK),,$(if $(filter x86_64,$(shell uname -m)),build/bench-v3)) # quick: not needed
+ifeq ($(wildcard tests/run_tests.sh),)
+test test-all:
+	@echo "A starter has no tests of the whole project: run make check LAB=n"; exit 1
+else
+.PHONY: test-programs
+test-programs:
+	@$(MAKE) --no-print-directory -j $(shell nproc) $(TEST_PROGRAMS)
+test: QUICK = 1
+test test-all:
+	@$(MAKE) --no-print-directory QUICK=$(QUICK) test-programs
+	@CNN=./$(TESTED) QUICK=$(QUICK) AGAIN='make $@ $(filter-out PARTS=%,$(MAKEOVERRIDES))' tests/run_tests.sh $(PARTS)
+endif
+
 ifdef KERNELS
 bench-gpu: build/bench_gpu
 	build/bench_gpu
 else
 bench-gpu:
-	@echo "make bench-gpu needs nvcc and a GPU; none of CUDA was found"; exit 1
+	@echo "make bench-gpu needs nvcc and a GPU; nvcc was not found: run make doctor"; exit 1
 endif
 
-# Lab 4: from how many images on is a GPU worth it? EMULATE=1, or without CUDA: in the emulator.
-# LARGEST: the last batch.
+# Lab 4: from which batch size on is a GPU faster? With EMULATE=1, or without CUDA, in the emulator.
+# LARGEST: the largest batch size.
 CROSSOVER = build/$(if $(and $(KERNELS),$(if $(VIRTUAL),,yes)),,emu_)crossover
-build/crossover: labs/lab04/crossover.c cnn.c $(KERNELS) build/settings
+build/crossover: labs/lab04/crossover.c $(SOURCE) $(KERNELS) build/settings
 	$(GPU_TEST) $(KERNELS) -o $@ $(CUDA_LIBS) $(LIBS)
-build/emu_crossover: labs/lab04/crossover.c cnn.c build/emu_kernels.o build/settings
+build/emu_crossover: labs/lab04/crossover.c $(SOURCE) build/emu_kernels.o build/settings
 	$(GPU_TEST) build/emu_kernels.o -o $@ -lstdc++ $(LIBS)
 crossover: $(CROSSOVER)
 	@mkdir -p runs
 	@$(CROSSOVER) runs/lab04-crossover.csv $(LARGEST)
 
-# The race detector on every kernel: barriers that are missing, numbers that two threads fight for.
+# The race detector on every kernel: missing barriers, memory that two threads access at once.
 races: cnn-emu
-	@tests/test_cuda.sh races > build/races.txt; grep ^skip build/races.txt; ! grep ^fail build/races.txt
+	@tests/gpu/test_cuda.sh races > build/races.txt; grep ^skip build/races.txt; ! grep ^fail build/races.txt
 	@echo "No races in `grep -c ^pass build/races.txt` tests of the kernels, in three orders of threads"
 
 clean:

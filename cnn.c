@@ -1,38 +1,45 @@
-/* cnn.c - train a convolutional neural network, with nothing hidden.
+/* cnn.c - trains a convolutional neural network, without any library.
 
-   One C file, read from top to bottom. It loads images, runs them through a network, computes every
-   gradient by hand, updates the weights and tells where the time went. No library does any of it.
+   One C file. It loads images, runs them through a network, computes every gradient, updates the
+   weights and reports where the time went.
 
      make run                         builds ./cnn and trains the MNIST network for one epoch
-     ./cnn --epochs 3 --workers 2     the flags are those of the PyTorch MNIST example, and more
-     ./cnn --help                     all of them
+     ./cnn --epochs 3 --workers 2     the options are those of the PyTorch MNIST example, and more
+     ./cnn --help                     lists all of them
+     gcc -O2 -fopenmp cnn.c -o cnn -lm -lpthread     builds this file alone, without make
 
    You should see the network layer by layer, then lines like
      Train Epoch: 1 [640/60000 (1%)]	Loss: 1.233434
    and after the epoch the accuracy on the test set: about 89 % on Fashion-MNIST, 98 % on MNIST.
 
-   The rooms, in reading order:
-      1 Declarations    what a layer, a network and a backend are; random numbers
-      2 Helpers         clock, errors, memory, files
-      3 Datasets        reading images from files that cannot be trusted; made-up images
-      4 Loader          worker threads that prepare the next batches
-      5 CPU layers      each layer forward and backward, as its definition
-     5b Fast convolutions on the CPU; to be skipped at first reading
-      6 Network         the layer table and its builders, memory plan, summary
-      7 Models          the networks themselves, ten lines each
-      8 Forward and backward   the walk over the layer table
-      9 Optimizers and schedules
-     10 Data parallelism   replicas that learn together: ring all-reduce, ddp, dp, MPI
-     11 Checkpoints     weights as PyTorch reads them
-     12 Options         one table: parser, --help and settings
-     13 Instruments     line profile, machine card, run folder
-     14 train(), test(), main()
-   The GPU's kernels are in cnn_kernels.cu. */
+   The sections, in reading order:
+      1 Declarations               layers, their operands, backends; random numbers
+      2 Helpers                    clock, errors, threads, memory, files
+      3 Layers on the CPU          the definition of each, forward and backward
+      4 Network                    the layer table and its builders, memory plan, summary
+      5 Models                     the networks themselves, ten lines each
+      6 Forward and backward       the walk over the layer table; the loss
+      7 Optimizers and schedules   and the CPU's backend
+      8 Datasets                   reading images from untrusted files; synthetic images
+      9 Loader                     worker threads that prepare the next batches
+     10 Data parallelism           replicas that train together: ring all-reduce, ddp, dp, MPI
+     11 Checkpoints                weights in PyTorch's names and layouts
+     12 Options                    one table: parser, --help and settings
+     13 Instruments                line profile, machine, run folder, trace, layer times
+     14 Setting up                 ranks, devices, data, memory, weights
+     15 train(), test(), main()
+
+   Each section uses only those before it. Sections 3 to 7 are the mathematics of a training step;
+   8 to 11 provide its images, run it on several devices and store its results; 12 to 14 are the
+   user interface. For an overview, read train() in section 15 first. The fast kernels, for CPUs in
+   cnn_kernels.c and for GPUs in cnn_kernels.cu, are not needed to understand this file. */
 
 /* ==== 1. Declarations ===========================================================================
 
-   What every backend has to know, and no more. Images are stored NHWC: image, row, column, channel,
-   channels innermost. Weights are stored [row of the filter][column][channel in][channel out]. */
+   Shared with the backends: cnn_kernels.cu, which is compiled separately, defines
+   CNN_DECLARATIONS_ONLY and includes this file up to the end of this section. Images are stored
+   NHWC: image, row, column, channel, with the channels innermost. Weights are stored
+   [filter row][filter column][input channel][output channel]. */
 
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE // sched_getaffinity
@@ -62,14 +69,15 @@ typedef enum {
     ADD,
     DROPOUT,
     LINEAR,
-    LOG_SOFTMAX
+    LOG_SOFTMAX,
+    KINDS // the number of kinds
 } LayerKind;
 
 typedef struct Shape {
     size_t h, w, c;
 } Shape; // of one image
 
-// What the user chose; the table of options in room 12 fills it.
+// What the user chose; the table of options in section 12 fills it.
 typedef struct Settings {
     const char *model, *stem, *dataset, *data, *augment, *optimizer, *schedule, *milestones;
     const char *lr_scaling, *kernels, *optimizer_launch, *out, *checkpoint, *save_every, *load;
@@ -80,59 +88,61 @@ typedef struct Settings {
     bool pin_memory, resident;
     const char *trace, *trace_steps;
     bool quiet, layers;
-    // several devices (room 10)
+    // several devices (section 10)
     const char *parallel;
     size_t gpus, replicas, global_batch;
     double bucket_mb, timeout; // MB; seconds
     bool oversubscribe, overlap;
 } Settings;
 
-// One row of the layer table. Offsets count elements from the start of the network's arenas.
+/* One row of the layer table. Offsets count elements from the start of the network's arenas, the
+   arrays of section 4. Operator fusion: a row that is the only reader of its input may be `fused`
+   into the previous row, which applies it when it stores its output; the two share memory. So a row
+   computes  out = relu(op(in) + residual),  where the sum and the ReLU are those fused into it. */
 typedef struct Layer {
     LayerKind kind;
     char name[48];                  // PyTorch's name of its parameters, "conv1"; else empty
-    size_t input, other;            // the row whose output this one reads; add: the second one
+    size_t input, other;            // the row that it reads; add: the second row that it reads
     Shape in, out;                  // a linear layer reads 1 x 1 x (h * w * c)
     size_t kernel, stride, padding; // conv2d, maxpool2d
-    real p;                         // dropout: probability of a zero
-    bool in_place;                  // the output overwrites the input, the gradient likewise
-    bool fused_relu;                // the ReLU behind this row is applied while it is stored
-    bool fused_relu_backward;       // conv2d: its backward does that of the ReLU before it;
-                                    // relu: the convolution behind it has done its backward
-    const struct Layer *pool;       // conv2d: the max-pool behind it whose work it does, or NULL
-    const struct Layer *add;        // batchnorm2d: the add behind it whose work it does, or NULL
-    bool skipped;                   // that max-pool, and the ReLU before it: nothing left to do
-    size_t weights, biases;         // how many parameters; batchnorm2d: weights are its scales
-    size_t weight, bias;            // offsets into params and grads
+    real p;                         // dropout: probability of a zero; free for other kinds
+    bool fused, in_place;           // in_place: out and in share memory (or a dropout's)
+    bool relu, relu_backward;       // forward ends with a fused ReLU; backward begins with its own
+    bool masks_din;                 // conv2d: backward includes that of the ReLU before it
+    const struct Layer *residual;   // the row whose output is added, or NULL
+    const struct Layer *pool;       // conv2d: the max-pool fused into it, or NULL
+    size_t weights, biases;         // numbers of parameters; batchnorm2d: weights are its scales
+    size_t weight, bias;            // their offsets into params and grads
     size_t output, gradient;        // offsets into activations and dactivations
     size_t stats;                   // batchnorm2d: offset into stats, see batchnorm2d_forward()
     size_t saved;                   // offset into saved: argmax of a max-pool, mask of a dropout
-    int32_t *gather, *scatter;      // CPU, fast: which pixels a filter meets (room 5)
 } Layer;
 
-// Which images a batch holds, so that random numbers follow the image and not the batch.
+// The identity of a batch's images: random numbers depend on the image, not on the batch.
 typedef struct Draw {
     uint64_t seed;
     size_t epoch, first; // position of the batch's first image in the epoch's permutation
-    size_t skip;         // positions between two of its images: those of other ranks
+    size_t skip;         // positions between two of its images, which other ranks have
 } Draw;
 
-// Of the batch's image number `image`, the position in the epoch's permutation.
+// The position of image number `image` of the batch in the epoch's permutation.
 static inline HOST_DEVICE size_t position_of(Draw draw, size_t image) {
     return draw.first + image * (1 + draw.skip);
 }
 
-// --augment: another view of each image in each epoch. The functions are in room 4.
+// --augment: each epoch sees another variant of each image. The functions are in section 9.
 typedef enum { AUGMENT_NONE, AUGMENT_CROP_FLIP, AUGMENT_ELASTIC } Augmentation;
 enum { CROP_PADDING = 4, ELASTIC_ALPHA = 34, ELASTIC_SIGMA = 4, ELASTIC_REACH = 3 * ELASTIC_SIGMA };
 
-/* Moments in a replica's work, see Backend: for the clock of train(), one for each bucket of
-   gradients, for --layers and --trace one behind each row, forward and backward, and a start.
-   Replicas are the networks of one process that learn together, in a thread each. */
+/* Marks are events in a replica's stream of work, as in CUDA: for the clock of train(), for each
+   bucket of gradients (section 10), for the start, and with --layers and --trace after each row,
+   forward and backward. Replicas are the networks of one process that train together, each in its
+   own thread. */
 enum {
     MAX_REPLICAS = 64,
-    MAX_THREADS = 1024, // of one of them
+    MAX_THREADS = 1024, // of one replica
     MAX_LAYERS = 1024,
+    MAX_AREAS = 16, // of memory, in one plan
     CLOCK_MARKS = 64,
     MAX_BUCKETS = 64,
     FORWARD_MARKS = CLOCK_MARKS + MAX_BUCKETS,
@@ -141,99 +151,74 @@ enum {
     MARKS
 };
 
-// A data set in a device's memory, and what its loader needs to know.
+// A data set: what is known about it, and the images of its training or test set.
+typedef struct Dataset Dataset;
+
+typedef struct DatasetInfo {
+    const char *name;
+    Shape shape;
+    size_t classes, train, test; // number of classes; images in the two sets
+    double mean[3], std[3];      // per channel, of pixels scaled to [0, 1]
+    void (*read)(Dataset *data, const char *dir, const char *const *files, size_t limit);
+    const char *files[2][6]; // of the training set, of the test set; NULL ends each list
+    const char *class_names; // separated by spaces; NULL: numbers
+} DatasetInfo;
+
+struct Dataset {
+    const DatasetInfo *info;
+    size_t count;
+    uint8_t *images; // [count][h][w][c]
+    uint8_t *labels; // [count]
+};
+
+// A data set in a device's memory, with what is needed to build batches there.
 typedef struct Resident {
     const uint8_t *images, *labels; // [count][h][w][c], [count]
     uint32_t *order;                // the epoch's permutation: order[position] = image
-    const real *normalised;         // [c][256]: what a byte of a channel becomes
+    const real *normalised;         // [c][256]: the value of each byte of a channel
     Shape shape;
     Augmentation augment;
     float blur[ELASTIC_REACH + 1]; // AUGMENT_ELASTIC: the weights of its blur
 } Resident;
 
-/* The operations that a network needs of a device. Outputs come first, gradients are prefixed d.
-   n is the number of images in this batch. Each backward writes its outputs with =; din with += if
-   accumulate says that another reader of the same row has written there before.
-   scratch has as many elements as the backend's scratch_size() asked for. */
-typedef struct Backend {
-    const char *name, *kernels;
-    bool fuses; // a ReLU, and an add behind a BatchNorm, are done while the row before is stored
-    size_t (*scratch_size)(const Layer *l, size_t n);
-    void (*prepare)(Layer *l);    // conv2d, linear; may be NULL
-    void *(*alloc)(size_t bytes); // zeroed; NULL when there is not enough
-    void (*release)(void *memory);
-    // memory of the host for the loader; pinned: the device can reach it by itself
-    void *(*host_alloc)(size_t bytes, bool pinned);
-    void (*host_release)(void *memory, bool pinned);
-    // between host and device, either way, and within the device; in order with the operations
-    void (*copy)(void *to, const void *from, size_t bytes);
-    // from host or device to either, by any thread, beside the work on that device; NULL: all
-    // memory is the host's
-    void (*transfer)(size_t device, void *to, const void *from, size_t bytes);
-    /* to = from, or to += from, which lies on this device, another one or the host; by any thread,
-       beside the work on this device, over when it returns. room: as large as to, on this device */
-    void (*receive)(size_t device, real *to, const real *from, size_t count, bool add, real *room);
-    void (*synchronize)(void);
-    // a moment among the operations, numbered from 0 to MARKS - 1; the seconds between two of them
-    void (*mark)(size_t i);
-    double (*elapsed)(size_t from, size_t to); // waits until both are past
-    void (*wait)(size_t replica, size_t mark); // until a mark of that replica's work is past
-    double (*peak_gflops)(void);               // multiply-adds that this device reaches, measured
-    // for Nsight; NULL: not in this backend. A range of this thread's work ends, and one of this
-    // name begins (NULL: none); what is recorded begins or ends
-    void (*range)(const char *name);
-    void (*record)(bool on);
-    // a batch of a data set that lies on the device; NULL: the loader's threads do it
-    void (*gather)(real *out, uint8_t *labels, const Resident *r, const Draw *draw, size_t n);
-    void (*conv2d_forward)(real *out, const real *in, const real *weight, const real *bias,
-                           const Layer *l, size_t n, real *scratch);
-    void (*conv2d_backward)(real *din, real *dweight, real *dbias, const real *dout, const real *in,
-                            const real *weight, const Layer *l, size_t n, bool accumulate,
-                            real *scratch);
-    // conv2d, ReLU and max-pool in one: what the pool gives; and back, from the pool's dout and
-    // output; NULL: not in this backend
-    void (*conv2d_forward_pooled)(real *pooled, uint8_t *argmax, const real *in, const real *weight,
-                                  const real *bias, const Layer *l, size_t n, real *scratch);
-    void (*conv2d_backward_pooled)(real *din, real *dweight, real *dbias, const real *dout,
-                                   const real *pooled, const uint8_t *argmax, const real *in,
-                                   const real *weight, const Layer *l, size_t n, bool accumulate,
-                                   real *scratch);
-    void (*linear_forward)(real *out, const real *in, const real *weight, const real *bias,
-                           const Layer *l, size_t n, real *scratch);
-    void (*linear_backward)(real *din, real *dweight, real *dbias, const real *dout, const real *in,
-                            const real *weight, const Layer *l, size_t n, bool accumulate,
-                            real *scratch);
-    // residual: the other input of l->add, or NULL
-    void (*batchnorm2d_forward)(real *out, real *stats, const real *in, const real *weight,
-                                const real *bias, const real *residual, const Layer *l, size_t n,
-                                bool training, real *scratch);
-    void (*batchnorm2d_backward)(real *din, real *dweight, real *dbias, const real *dout,
-                                 const real *in, const real *stats, const real *weight,
-                                 const Layer *l, size_t n, bool accumulate, real *scratch);
-    void (*relu_forward)(real *out, const real *in, size_t count);
-    void (*relu_backward)(real *din, const real *dout, const real *out, size_t count,
-                          bool accumulate);
-    void (*maxpool2d_forward)(real *out, uint8_t *argmax, const real *in, const Layer *l, size_t n);
-    void (*maxpool2d_backward)(real *din, const real *dout, const uint8_t *argmax, const Layer *l,
-                               size_t n, bool accumulate);
-    void (*avgpool2d_forward)(real *out, const real *in, const Layer *l, size_t n);
-    void (*avgpool2d_backward)(real *din, const real *dout, const Layer *l, size_t n,
-                               bool accumulate);
-    void (*add)(real *out, const real *in, size_t count, bool relu);
-    void (*dropout_forward)(real *out, uint8_t *mask, const real *in, const Layer *l, size_t n,
-                            uint32_t stream, const Draw *draw);
-    void (*dropout_backward)(real *din, const real *dout, const uint8_t *mask, const Layer *l,
-                             size_t n, bool accumulate);
-    void (*log_softmax_forward)(real *out, const real *in, size_t n, size_t classes);
-    void (*log_softmax_backward)(real *din, const real *dout, const real *out, size_t n,
-                                 size_t classes);
-    void (*nll_loss)(real *losses, real *dlogp, const real *logp, const uint8_t *labels, size_t n,
-                     size_t batch, size_t classes, double smoothing);
-    void (*adadelta)(real *param, const real *grad, real *square_avg, real *acc_delta, size_t count,
-                     double lr, double rho, double eps, double weight_decay);
-    void (*sgd)(real *param, const real *grad, real *momentum_buffer, size_t count, double lr,
-                double momentum, double weight_decay, bool nesterov);
-} Backend;
+// The images of one step, in the memory of a loader.
+typedef struct Batch {
+    real *images;        // [n][h][w][c], normalised
+    uint8_t *labels;     // [n]
+    real *device_images; // where the backend reads them: the same on a CPU, copies on a GPU
+    uint8_t *device_labels;
+    const Resident *resident; // instead of images: the data set on the device, or NULL
+    Draw draw;                // seed, epoch, position of the first image
+    size_t n, number;         // number of images; number of the batch, from 0
+} Batch;
+
+/* What a row works on in one step. A forward reads in, residual, weight and bias and writes out,
+   stats and saved (=). A backward reads dout and what its forward read and wrote; it writes dweight
+   and dbias with =, and din with = or, if accumulate, with +=. A prefixed d denotes the gradient
+   of the loss. */
+typedef struct Work {
+    const Layer *l;
+    size_t row, n;             // its number in the table; images of this batch
+    const real *in, *residual; // residual NULL: nothing to add
+    const real *weight, *bias; // bias NULL: there is none
+    real *out, *dout, *din;    // din NULL: not needed
+    real *dweight, *dbias;
+    real *stats;          // batchnorm2d
+    uint8_t *saved;       // argmax of a max-pool, mask of a dropout
+    real *scratch;        // the backend's scratch_size() elements
+    const void *prepared; // what the backend's prepare() has made for this row
+    const Draw *draw;     // of a training step; NULL: evaluation
+    bool accumulate;      // another reader of the same row has already written din
+} Work;
+
+// What an optimizer updates: `count` parameters, and the state that it keeps for each of them.
+typedef struct Update {
+    real *param, *state[2];
+    const real *grad;
+    size_t count;
+    double lr, momentum, weight_decay;
+    bool nesterov;
+} Update;
 
 // What a run computes on.
 typedef struct Device {
@@ -242,22 +227,65 @@ typedef struct Device {
     bool emulated;                        // GPU code that runs on the CPU: its times mean nothing
 } Device;
 
-/* What cnn_kernels.cu offers, where nvcc or the emulator has compiled it:
-   cuda_device_count()  how many GPUs there are; 0 and the reason, if none can be used
-   cuda_use_device()    the calling thread computes for this replica, there; on_error is die()
-   cuda_describe()      fills *d for that device
-   cuda_backend()       its backends, the best one last; NULL behind it
+// What a network needs from a device. Operations are queued and run in order. NULL: not provided.
+typedef struct Backend {
+    const char *name, *kernels;
+    // of GPUs: how many there are; 0: none, for this reason
+    size_t (*devices)(const char **why_not);
+    // the calling thread computes for this replica, on that device; errors go to on_error
+    void (*use)(size_t replica, size_t device, void (*on_error)(int status, const char *, ...));
+    void (*describe)(Device *d); // the device of the calling thread
+    struct {
+        void (*forward)(Work w), (*backward)(Work w);
+        bool fuses; // forward itself adds the residual and applies the ReLU
+    } layers[KINDS];
+    bool (*fuses_pool)(const Layer *conv, const Layer *pool); // ... and this max-pool
+    size_t (*scratch_size)(const Layer *l, size_t n);         // in elements
+    // constant data of a row's kernels: its size in bytes, and the function that computes it
+    size_t (*prepared_size)(const Layer *l);
+    void (*prepare)(void *prepared, const Layer *l);
+    // operations that the row's forward and backward execute; NULL: those of the definition
+    double (*flops)(Work w);
+    void (*nll_loss)(real *losses, real *dlogp, const real *logp, const uint8_t *labels, size_t n,
+                     size_t batch, size_t classes, double smoothing);
+    void (*adadelta)(Update u);
+    void (*sgd)(Update u);
+    void *(*alloc)(size_t bytes); // zeroed device memory; NULL: there is not enough
+    void (*release)(void *memory);
+    void *(*pinned_alloc)(size_t bytes); // zeroed host memory that the device reads directly
+    void (*pinned_release)(void *memory);
+    // between host and device, either way, and within the device; queued with the operations
+    void (*copy)(void *to, const void *from, size_t bytes);
+    // between host and device, either way, immediately and by any thread, concurrently with the
+    // operations of that device; NULL: the device computes in the host's memory
+    void (*transfer)(size_t device, void *to, const void *from, size_t bytes);
+    /* to = from, or to += from, where from may be on this device, another one or the host; by any
+       thread, concurrently with the work on this device; complete on return. buffer: on this
+       device, as large as to */
+    void (*receive)(size_t device, real *to, const real *from, size_t count, bool add,
+                    real *buffer);
+    void (*synchronize)(void);
+    void (*mark)(size_t i);                    // a point in the stream of work, 0 to MARKS - 1
+    double (*elapsed)(size_t from, size_t to); // seconds between two marks; waits for both
+    void (*wait)(size_t replica, size_t mark); // until that replica has passed the mark; or NULL
+    double (*peak_gflops)(void);               // multiply-adds of this device, measured
+    // for Nsight: ends this thread's range and begins one of this name (NULL: none); starts or
+    // stops recording
+    void (*range)(const char *name);
+    void (*record)(bool on);
+    // a batch of a resident data set; NULL: the loader's threads make all batches
+    void (*gather)(real *out, uint8_t *labels, const Resident *r, const Draw *draw, size_t n);
+} Backend;
+
+/* What cnn_kernels.cu provides where nvcc or the emulator has compiled it:
+   cuda_backend()       its backends, the best one last, then NULL
    With NCCL, for GPUs of several processes:
-   cuda_nccl_id()       a name for a group, which rank 0 makes and all of it get
-   cuda_nccl_join()     this thread's device becomes one of the group
-   cuda_all_reduce()    data = its sum over the group; false: not done within `timeout` seconds */
+   cuda_nccl_id()       creates the id of a group; rank 0 calls it and sends it to the others
+   cuda_nccl_join()     this thread's device joins the group
+   cuda_all_reduce()    data = its sum over the group; false: not complete within `timeout` s */
 #ifdef __cplusplus
 extern "C" {
 #endif
-size_t cuda_device_count(const char **reason);
-void cuda_use_device(size_t replica, size_t which,
-                     void (*on_error)(int status, const char *format, ...));
-void cuda_describe(Device *d);
 const Backend *cuda_backend(size_t i);
 enum { NCCL_ID_BYTES = 128 };
 void cuda_nccl_id(char id[NCCL_ID_BYTES]);
@@ -267,7 +295,7 @@ bool cuda_all_reduce(size_t device, real *data, size_t count, double timeout);
 }
 #endif
 
-/* Philox4x32-10, a counter-based random number generator: out = a keyed scramble of the counter.
+/* Philox4x32-10, a counter-based random number generator: out = a keyed bijection of the counter.
    (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.) It has no state, so any
    thread, device or replica can draw any number at any time and all agree on it. */
 static inline HOST_DEVICE void philox4x32(uint32_t out[4], uint32_t c0, uint32_t c1, uint32_t c2,
@@ -288,20 +316,20 @@ static inline HOST_DEVICE void philox4x32(uint32_t out[4], uint32_t c0, uint32_t
     out[3] = c3;
 }
 
-// What a random number is for. Dropout adds the row of its layer, so that layers differ.
+// The purpose of a random number. Dropout adds the row of its layer, so that layers differ.
 enum { DRAW_INIT, DRAW_SHUFFLE, DRAW_SYNTHETIC, DRAW_AUGMENT, DRAW_DROPOUT = 256 };
 
-// uniform in [0, 1) from 32 random bits; 24 of them, so that float and double agree
+// Uniform in [0, 1), from the upper 24 of 32 random bits: exact in float and in double.
 static inline HOST_DEVICE real uniform(uint32_t bits) {
     return (real)(bits >> 8) * (real)(1.0 / 16777216.0);
 }
 
-#ifndef CNN_DECLARATIONS_ONLY // cnn_kernels.cu reads no further
+#ifndef CNN_DECLARATIONS_ONLY // the kernels' files read no further
 
-/* ==== 2. Helpers ================================================================================
+/* ==== 2. Helpers =================================================================================
 
-   Clock, errors, memory and files. die() is how every error ends: one line that says what, where,
-   what was expected, what was found and what to do. */
+   Clock, errors, memory and files. Every error ends in die(), with one line that says what failed,
+   where, what was expected, what was found and what to do. */
 
 #include <errno.h>
 #include <fcntl.h>
@@ -321,33 +349,27 @@ static inline HOST_DEVICE real uniform(uint32_t bits) {
 #include <time.h>
 #include <unistd.h>
 
-// PARALLEL_FOR before a loop: each thread gets its part of it. PARALLEL_TURNS(), in the helpers, is
-// for loops whose turns take long.
+// PARALLEL_FOR before a loop gives each thread an equal part of it; PARALLEL_STEALING(), below, is
+// for loops with few, long iterations.
 #define DO_PRAGMA(text) _Pragma(#text)
 #ifdef _OPENMP
 #include <omp.h>
+#define OPENMP_STATUS "OpenMP"
 #define PARALLEL DO_PRAGMA(omp parallel)
+#define PARALLEL_SUMS(...) DO_PRAGMA(omp parallel reduction(+ : __VA_ARGS__))
 #define PARALLEL_FOR DO_PRAGMA(omp parallel for schedule(static))
 #else
+#define OPENMP_STATUS "no OpenMP: one thread"
 #define omp_set_num_threads(n) ((void)(n))
 #define omp_get_max_threads() 1
 #define omp_get_num_threads() 1
 #define omp_get_thread_num() 0
 #define PARALLEL
+#define PARALLEL_SUMS(...)
 #define PARALLEL_FOR
 #endif
 
 #ifndef CNN_CUDA // no cnn_kernels.cu in this program
-size_t cuda_device_count(const char **reason) {
-    *reason = "built without CUDA";
-    return 0;
-}
-void cuda_use_device(size_t replica, size_t which, void (*on_error)(int, const char *, ...)) {
-    (void)replica, (void)which, (void)on_error;
-}
-void cuda_describe(Device *d) {
-    (void)d;
-}
 const Backend *cuda_backend(size_t i) {
     (void)i;
     return NULL;
@@ -359,26 +381,26 @@ const Backend *cuda_backend(size_t i) {
 #endif
 
 #define SQRT(x) (sizeof(real) == sizeof(float) ? (real)sqrtf((float)(x)) : (real)sqrt((double)(x)))
+// Parameter i of a function is a format as of printf(), and its arguments follow.
+#define FORMAT(i) __attribute__((format(printf, i, (i) + 1)))
 
 enum { PATH_SIZE = 4096, EXIT_USAGE = 2 };
 
-static double now(void) // seconds, from an arbitrary start
-{
+// Seconds, from an arbitrary start
+static double now(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-static _Noreturn void die(int status, const char *format, ...)
-    __attribute__((format(printf, 2, 3)));
-static void (*before_dying)(void);       // lets the run folder say "failed"
+static void (*before_dying)(void);       // marks the run folder as failed
 static void (*leave)(int status) = exit; // MPI: ends the other ranks as well
 
-static _Noreturn void die(int status, const char *format, ...) {
+static _Noreturn FORMAT(2) void die(int status, const char *format, ...) {
     static bool dying;
     static __thread bool first;
     if (__atomic_exchange_n(&dying, true, __ATOMIC_SEQ_CST) && !first)
-        for (;;) // another thread has the word, and ends the program
+        for (;;) // another thread is already ending the program
             pause();
     first = true;
     char line[2 * PATH_SIZE];
@@ -388,10 +410,10 @@ static _Noreturn void die(int status, const char *format, ...) {
     va_end(args);
     fflush(stdout);
     fprintf(stderr, "cnn: error: %s\n", line);
-    void (*last_words)(void) = before_dying;
-    before_dying = NULL;
-    if (last_words)
-        last_words();
+    void (*hook)(void) = before_dying;
+    before_dying = NULL; // no recursion if the hook fails
+    if (hook)
+        hook();
     leave(status);
     abort(); // leave() does not return
 }
@@ -412,35 +434,45 @@ static size_t ceil_div(size_t a, size_t b) {
     return (a + b - 1) / b;
 }
 
-/* PARALLEL_TURNS(i, count) stands for a loop, i from 0 to count - 1, whose turns take long. Each
-   thread begins with a part of it, the same share in every loop: what it wrote in one it finds in
-   its cache in the next, and turns that write side by side are one thread's. Who is done goes on
-   with what others have left, lest all wait for one that was held up. `continue` ends a turn; a
-   `break` would lose some. */
-typedef struct Turns {
-    size_t count;
-    uint32_t taken[MAX_THREADS]; // of each thread's part, and how often somebody found it empty
-} Turns;
+typedef struct Range {
+    size_t first, count; // of numbers, pixels or iterations
+} Range;
 
-// *i = the calling thread's next turn; false: none is left
-static bool take_turn(Turns *t, size_t *i) {
+// Part i of a range that is divided into `parts`, whose sizes differ by at most 1
+static Range part_of(Range whole, size_t i, size_t parts) {
+    size_t first = whole.count * i / parts, last = whole.count * (i + 1) / parts;
+    return (Range){whole.first + first, last - first};
+}
+
+/* PARALLEL_STEALING(i, count) replaces `for (size_t i = 0; i < count; i++)` where iterations are
+   long. Each thread starts with its own contiguous share of them, the same in every loop, so that
+   it finds in its cache what it wrote before; idle threads then steal iterations from the others.
+   `continue` ends an iteration; `break` is not allowed: it would skip iterations. */
+typedef struct Shares {
+    size_t count;
+    uint32_t taken[MAX_THREADS]; // iterations started of each thread's share; may exceed its length
+} Shares;
+
+// *i = the calling thread's next iteration; false: none is left
+static bool next_iteration(Shares *s, size_t *i) {
     const size_t threads = min_size((size_t)omp_get_num_threads(), MAX_THREADS);
     for (size_t k = 0; k < threads; k++) {
         size_t owner = ((size_t)omp_get_thread_num() + k) % threads;
-        *i = t->count * owner / threads;
-        *i += __atomic_fetch_add(&t->taken[owner], 1, __ATOMIC_RELAXED);
-        if (*i < t->count * (owner + 1) / threads)
+        Range share = part_of((Range){0, s->count}, owner, threads);
+        size_t taken = __atomic_fetch_add(&s->taken[owner], 1, __ATOMIC_RELAXED);
+        *i = share.first + taken;
+        if (taken < share.count)
             return true;
     }
     return false;
 }
 
-// The outer loop runs once: it makes the counts that all threads share.
-#define PARALLEL_TURNS(i, count)                                  \
-    for (Turns *deal = &(Turns){(count), {0}}; deal; deal = NULL) \
-    PARALLEL for (size_t i; take_turn(deal, &i);)
+// The outer loop runs once: it declares the counters that all threads share.
+#define PARALLEL_STEALING(i, count)                                       \
+    for (Shares *shares = &(Shares){(count), {0}}; shares; shares = NULL) \
+    PARALLEL for (size_t i; next_iteration(shares, &i);)
 
-// Zeroed memory on a cache line's border, with room for one vector read past the end.
+// Zeroed memory, aligned to a cache line and padded, so that vector loads may read past its end.
 static void *zeroed_alloc(size_t bytes) {
     void *memory = NULL;
     if (bytes > SIZE_MAX / 2 || posix_memalign(&memory, 64, bytes + 128) != 0)
@@ -448,14 +480,63 @@ static void *zeroed_alloc(size_t bytes) {
     return memset(memory, 0, bytes + 128);
 }
 
+static _Noreturn void no_memory(size_t bytes, const char *what) {
+    die(1,
+        "no memory for %s: %.1f MB requested; a smaller --batch-size or --limit-train needs less",
+        what, (double)bytes / 1e6);
+}
+
 static void *must_alloc(size_t bytes, const char *what) {
     void *memory = zeroed_alloc(bytes);
     if (!memory)
-        die(1,
-            "no memory for %s: %.1f MB asked for; a smaller --batch-size or --limit-train "
-            "needs less",
-            what, (double)bytes / 1e6);
+        no_memory(bytes, what);
     return memory;
+}
+
+/* The memory of a network or a loader: a list of areas, which is printed before anything is
+   allocated; they are then allocated, and later freed, together. */
+typedef enum { HOST, PINNED, DEVICE } MemoryKind;
+
+typedef struct Plan {
+    const Backend *backend;
+    size_t count;
+    struct {
+        void *pointer; // address of the pointer to set; it has any type, hence memcpy()
+        size_t bytes;
+        MemoryKind where;
+        const char *what; // the category under which it is printed
+    } areas[MAX_AREAS];
+} Plan;
+
+static void plan_area(Plan *p, void *pointer, size_t bytes, MemoryKind where, const char *what) {
+    if (p->count == MAX_AREAS)
+        die(1, "planning memory for %s: more than %d areas; raise MAX_AREAS in cnn.c", what,
+            MAX_AREAS);
+    if (where == PINNED && !p->backend->transfer)
+        where = HOST; // there is no device that reads it
+    p->areas[p->count].pointer = pointer;
+    p->areas[p->count].bytes = bytes;
+    p->areas[p->count].where = where;
+    p->areas[p->count++].what = what;
+}
+
+static void plan_alloc(const Plan *p) {
+    void *(*const alloc[])(size_t) = {zeroed_alloc, p->backend->pinned_alloc, p->backend->alloc};
+    for (size_t i = 0; i < p->count; i++) {
+        void *memory = alloc[p->areas[i].where](p->areas[i].bytes);
+        if (!memory)
+            no_memory(p->areas[i].bytes, p->areas[i].what);
+        memcpy(p->areas[i].pointer, &memory, sizeof memory);
+    }
+}
+
+static void plan_free(const Plan *p) {
+    void (*const release[])(void *) = {free, p->backend->pinned_release, p->backend->release};
+    for (size_t i = 0; i < p->count; i++) {
+        void *memory;
+        memcpy(&memory, p->areas[i].pointer, sizeof memory);
+        release[p->areas[i].where](memory);
+    }
 }
 
 static void join_path(char path[PATH_SIZE], const char *dir, const char *file) {
@@ -463,13 +544,13 @@ static void join_path(char path[PATH_SIZE], const char *dir, const char *file) {
         die(1, "path too long: %s/%s", dir, file);
 }
 
-// A file that appears under its name whole or not at all: written beside it, synced, renamed.
+// A file that is replaced atomically: written to a temporary file, synced, renamed.
 typedef struct AtomicFile {
     FILE *stream;
     char path[PATH_SIZE], temporary[PATH_SIZE];
 } AtomicFile;
 
-static void file_fail(const char *doing, const char *path) {
+static _Noreturn void file_fail(const char *doing, const char *path) {
     die(1, "%s %s: %s", doing, path, strerror(errno));
 }
 
@@ -482,7 +563,7 @@ static void atomic_open(AtomicFile *f, const char *path) {
         file_fail("cannot create", f->temporary);
 }
 
-// Whether `path` can be written: better to know it before hours of work than after them.
+// Dies if `path` cannot be written: before hours of work rather than after them.
 static void check_writable(const char *path) {
     AtomicFile f;
     struct stat info;
@@ -504,14 +585,24 @@ static void atomic_commit(AtomicFile *f) {
     }
     char copy[PATH_SIZE];
     snprintf(copy, sizeof copy, "%s", f->path);
-    int dir = open(dirname(copy), O_RDONLY); // the rename itself has to reach the disk as well
+    int dir = open(dirname(copy), O_RDONLY); // the directory entry must reach the disk as well
     if (dir >= 0) {
         fsync(dir);
         close(dir);
     }
 }
 
-// FNV-1a, from the hash of what came before: equal weights have equal hashes.
+static size_t usable_cores(void) {
+    cpu_set_t set;
+    return sched_getaffinity(0, sizeof set, &set) == 0 ? (size_t)CPU_COUNT(&set) : 1;
+}
+
+// The memory of this machine
+static double memory_bytes(void) {
+    return (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
+}
+
+// FNV-1a; hash: that of the bytes before.
 static uint64_t hash_bytes(uint64_t hash, const void *memory, size_t bytes) {
     for (size_t i = 0; i < bytes; i++)
         hash = (hash ^ ((const uint8_t *)memory)[i]) * 0x100000001b3u;
@@ -526,8 +617,8 @@ static size_t first_not_finite(const real *numbers, size_t count) {
     return i;
 }
 
-/* What happened when, for --trace: a list that all threads add to, with room planned beforehand. A
-   track is a thread, a device or a worker of a rank. */
+/* The events of --trace: a list of fixed capacity to which all threads append. A track is a thread,
+   a device or a worker of a rank. */
 enum { TRACK_STEP, TRACK_HOST, TRACK_DEVICE, TRACK_COMM, TRACK_LOADER };
 
 typedef struct TraceEvent {
@@ -537,82 +628,1557 @@ typedef struct TraceEvent {
 } TraceEvent;
 
 static struct {
-    size_t on;          // how many ranks are in a step that is traced
-    size_t count, room; // count goes on where there is no room left
+    size_t on;              // number of ranks in a traced step
+    size_t count, capacity; // count may exceed it
     TraceEvent *events;
 } trace;
 
-// Notes what happened between two times of now(), if any rank is being traced. Any thread may.
+// Appends an event, if any rank is being traced. Thread-safe.
 static void trace_event(size_t rank, size_t track, const char *name, double begin, double end) {
     if (!__atomic_load_n(&trace.on, __ATOMIC_RELAXED))
         return;
     size_t i = __atomic_fetch_add(&trace.count, 1, __ATOMIC_RELAXED);
-    if (i >= trace.room)
+    if (i >= trace.capacity)
         return;
     trace.events[i] = (TraceEvent){.rank = rank, .track = track, .begin = begin, .end = end};
     snprintf(trace.events[i].name, sizeof trace.events[i].name, "%s", name);
 }
 
-/* ==== 3. Datasets ===============================================================================
+/* ==== 3. Layers on the CPU =======================================================================
 
-   Images stay bytes in memory, as they are on disk; the loader turns them into numbers. Files come
-   from strangers: every count is checked against the file's real size before it is believed. */
+   Each layer is defined here by a few loops that compute its formula; the tests compare everything
+   else with these definitions. Those named _naive have a fast version in cnn_kernels.c (_fast).
 
-typedef struct Dataset Dataset;
+   Gradients: dX is the derivative of the loss with respect to X. How a sum is split depends on
+   shapes, never on the number of threads, and its order is fixed: the result has the same bits for
+   any --threads. Convolutions keep the output channels in the innermost loop, where weights and
+   outputs are contiguous, so that the compiler vectorises it: each output is still the same sum in
+   the same order as in the textbook's loops. */
 
-typedef struct DatasetInfo {
+enum { OUTSIDE = -1 };
+
+// The input pixel (row * w + column) that tap = i * kernel + j of the filter reads for the output
+// (y, x), or OUTSIDE.
+static ptrdiff_t input_pixel(const Layer *l, size_t y, size_t x, size_t tap) {
+    size_t iy = y * l->stride + tap / l->kernel - l->padding; // wraps around if negative
+    size_t ix = x * l->stride + tap % l->kernel - l->padding;
+    return iy < l->in.h && ix < l->in.w ? (ptrdiff_t)(iy * l->in.w + ix) : OUTSIDE;
+}
+
+// out[k] += sum over i of in[i] * weight[i][k], four terms at a time to keep out[k] in a register
+static void add_products(real *restrict out, const real *in, const real *weight, size_t terms,
+                         size_t count) {
+    size_t i = 0;
+    for (; i + 4 <= terms; i += 4, weight += 4 * count)
+        for (size_t k = 0; k < count; k++)
+            out[k] = out[k] + in[i] * weight[k] + in[i + 1] * weight[count + k] +
+                     in[i + 2] * weight[2 * count + k] + in[i + 3] * weight[3 * count + k];
+    for (; i < terms; i++, weight += count)
+        for (size_t k = 0; k < count; k++)
+            out[k] += in[i] * weight[k];
+}
+
+/* out[n][y][x][k] = bias[k] + sum over i, j, c of
+                          in[n][y * s + i - padding][x * s + j - padding][c] * weight[i][j][c][k]
+   where s is the stride and pixels outside of the image count as 0.
+   Shapes: in [n][h][w][c], out [n][oh][ow][k]. bias may be NULL: there is none.
+   A linear layer is the same on 1 pixel: out[n][k] = bias[k] + sum of in[n][c] * weight[c][k]. */
+static void conv2d_forward_naive(Work w) {
+    const Layer *l = w.l;
+    const Shape I = l->in, O = l->out;
+    /* LAB 1.1 BEGIN conv2d_forward_naive */
+    PARALLEL_FOR
+    for (size_t pixel = 0; pixel < w.n * O.h * O.w; pixel++) {
+        const size_t image = pixel / (O.h * O.w), y = pixel / O.w % O.h, x = pixel % O.w;
+        real *restrict out = w.out + pixel * O.c;
+        for (size_t k = 0; k < O.c; k++)
+            out[k] = w.bias ? w.bias[k] : 0;
+        for (size_t tap = 0; tap < l->kernel * l->kernel; tap++) {
+            const ptrdiff_t source = input_pixel(l, y, x, tap);
+            if (source == OUTSIDE)
+                continue;
+            const real *in = w.in + (image * I.h * I.w + (size_t)source) * I.c;
+            add_products(out, in, w.weight + tap * I.c * O.c, I.c, O.c);
+        }
+    }
+    /* LAB 1.1 END */
+}
+
+/* dbias[k]            = sum over n, y, x of dout[n][y][x][k]
+   dweight[i][j][c][k] = sum over n, y, x of
+                         dout[n][y][x][k] * in[n][y * s + i - padding][x * s + j - padding][c]
+   din[n][iy][ix][c]   = sum over i, j, k of dout[n][y][x][k] * weight[i][j][c][k]
+                         where iy = y * s + i - padding, ix likewise.   din may be NULL.
+   din is +=, if accumulate. dbias only if there is a bias. */
+static void conv2d_backward_naive(Work w) {
+    const Layer *l = w.l;
+    const Shape I = l->in, O = l->out;
+    const size_t taps = l->kernel * l->kernel, pixels = w.n * O.h * O.w;
+    /* LAB 1.2 BEGIN conv2d_backward_naive */
+    enum { BLOCK = 16 }; // input channels
+    memset(w.dbias, 0, l->biases * sizeof *w.dbias);
+    for (size_t pixel = 0; pixel < pixels; pixel++)
+        for (size_t k = 0; k < l->biases; k++)
+            w.dbias[k] += w.dout[pixel * O.c + k];
+    PARALLEL_STEALING(block, taps * ceil_div(I.c, BLOCK)) {
+        const size_t tap = block % taps, first = block / taps * BLOCK;
+        const size_t count = min_size(BLOCK, I.c - first);
+        real *restrict sums = w.dweight + (tap * I.c + first) * O.c;
+        memset(sums, 0, count * O.c * sizeof *sums);
+        for (size_t pixel = 0; pixel < pixels; pixel++) {
+            const ptrdiff_t source = input_pixel(l, pixel / O.w % O.h, pixel % O.w, tap);
+            if (source == OUTSIDE)
+                continue;
+            const size_t image = pixel / (O.h * O.w);
+            const real *in = w.in + (image * I.h * I.w + (size_t)source) * I.c + first;
+            for (size_t c = 0; c < count; c++)
+                for (size_t k = 0; k < O.c; k++)
+                    sums[c * O.c + k] += in[c] * w.dout[pixel * O.c + k];
+        }
+    }
+    /* LAB 1.2 END */
+    if (!w.din)
+        return;
+    /* LAB 1.3 BEGIN conv2d_backward_naive */
+    real *restrict transposed = w.scratch; // [tap][k][c]: the weights, input channels innermost
+    for (size_t i = 0; i < l->weights; i++)
+        transposed[(i / (I.c * O.c) * O.c + i % O.c) * I.c + i / O.c % I.c] = w.weight[i];
+    PARALLEL_FOR
+    for (size_t image = 0; image < w.n; image++) {
+        real *din = w.din + image * shape_size(I);
+        memset(din, 0, w.accumulate ? 0 : shape_size(I) * sizeof *din);
+        for (size_t pixel = 0; pixel < O.h * O.w; pixel++)
+            for (size_t tap = 0; tap < taps; tap++) {
+                const ptrdiff_t source = input_pixel(l, pixel / O.w, pixel % O.w, tap);
+                if (source == OUTSIDE)
+                    continue;
+                const real *dout = w.dout + (image * O.h * O.w + pixel) * O.c;
+                real *restrict sums = din + (size_t)source * I.c;
+                add_products(sums, dout, transposed + tap * O.c * I.c, O.c, I.c);
+            }
+    }
+    /* LAB 1.3 END */
+}
+
+static size_t outputs(Work w) {
+    return w.n * shape_size(w.l->out);
+}
+
+// out = max(in, 0); NaN propagates. Works in place
+static void relu_forward(Work w) {
+    PARALLEL_FOR
+    for (size_t i = 0; i < outputs(w); i++)
+        w.out[i] = w.in[i] < 0 ? 0 : w.in[i];
+}
+
+// din = dout where out > 0, else 0. Works in place
+static void relu_backward(Work w) {
+    PARALLEL_FOR
+    for (size_t i = 0; i < outputs(w); i++)
+        w.din[i] = (w.out[i] > 0 ? w.dout[i] : 0) + (w.accumulate ? w.din[i] : 0);
+}
+
+/* out[n][y][x][c] = max over i, j < kernel of in[n][y * stride + i - padding][...][c], and saved
+   = i * kernel + j of the first such maximum. Pixels outside of the image do not count. */
+static void maxpool2d_forward_naive(Work w) {
+    const Layer *l = w.l;
+    Shape I = l->in, O = l->out;
+    /* LAB 1.4 BEGIN maxpool2d_forward_naive */
+    PARALLEL_FOR
+    for (size_t image = 0; image < w.n; image++)
+        for (size_t y = 0; y < O.h; y++)
+            for (size_t x = 0; x < O.w; x++) {
+                size_t at = ((image * O.h + y) * O.w + x) * O.c;
+                real *restrict best = w.out + at;
+                uint8_t *restrict arg = w.saved + at;
+                for (size_t c = 0; c < O.c; c++) {
+                    best[c] = -INFINITY;
+                    arg[c] = 0;
+                }
+                for (size_t tap = 0; tap < l->kernel * l->kernel; tap++) {
+                    ptrdiff_t source = input_pixel(l, y, x, tap);
+                    if (source == OUTSIDE)
+                        continue;
+                    const real *pixel = w.in + (image * I.h * I.w + (size_t)source) * I.c;
+                    for (size_t c = 0; c < O.c; c++) {
+                        bool larger = pixel[c] > best[c] || pixel[c] != pixel[c]; // NaN propagates
+                        best[c] = larger ? pixel[c] : best[c];
+                        arg[c] = larger ? (uint8_t)tap : arg[c];
+                    }
+                }
+            }
+    /* LAB 1.4 END */
+}
+
+// din = 0 unless accumulate, then din[the pixel that was the maximum] += dout
+static void maxpool2d_backward(Work w) {
+    const Layer *l = w.l;
+    Shape I = l->in, O = l->out;
+    /* LAB 1.5 BEGIN maxpool2d_backward */
+    PARALLEL_FOR
+    for (size_t image = 0; image < w.n; image++) {
+        real *d = w.din + image * shape_size(I);
+        memset(d, 0, w.accumulate ? 0 : shape_size(I) * sizeof *d);
+        for (size_t y = 0; y < O.h; y++)
+            for (size_t x = 0; x < O.w; x++) {
+                size_t at = ((image * O.h + y) * O.w + x) * O.c;
+                for (size_t tap = 0; tap < l->kernel * l->kernel; tap++) {
+                    ptrdiff_t source = input_pixel(l, y, x, tap);
+                    if (source == OUTSIDE)
+                        continue;
+                    real *restrict pixel = d + (size_t)source * I.c;
+                    for (size_t c = 0; c < O.c; c++)
+                        pixel[c] += w.saved[at + c] == tap ? w.dout[at + c] : 0;
+                }
+            }
+    }
+    /* LAB 1.5 END */
+}
+
+// out[n][c] = mean over y, x of in[n][y][x][c]
+static void avgpool2d_forward(Work w) {
+    size_t channels = w.l->in.c, pixels = w.l->in.h * w.l->in.w;
+    PARALLEL_FOR
+    for (size_t image = 0; image < w.n; image++) {
+        real *restrict to = w.out + image * channels;
+        memset(to, 0, channels * sizeof *to);
+        for (size_t i = 0; i < pixels; i++)
+            for (size_t c = 0; c < channels; c++)
+                to[c] += w.in[(image * pixels + i) * channels + c];
+        for (size_t c = 0; c < channels; c++)
+            to[c] /= (real)pixels;
+    }
+}
+
+// din[n][y][x][c] = dout[n][c] / (h * w)
+static void avgpool2d_backward(Work w) {
+    size_t channels = w.l->in.c, pixels = w.l->in.h * w.l->in.w;
+    PARALLEL_FOR
+    for (size_t i = 0; i < w.n * pixels; i++)
+        for (size_t c = 0; c < channels; c++)
+            w.din[i * channels + c] = w.dout[i / pixels * channels + c] / (real)pixels +
+                                      (w.accumulate ? w.din[i * channels + c] : 0);
+}
+
+// out = in + residual, then the ReLU if one is fused: the end of a residual block
+static void add_forward(Work w) {
+    const real least = w.l->relu ? 0 : -(real)INFINITY;
+    PARALLEL_FOR
+    for (size_t i = 0; i < outputs(w); i++) {
+        real sum = w.in[i] + w.residual[i];
+        w.out[i] = sum < least ? least : sum;
+    }
+}
+
+// din = dout
+static void add_backward(Work w) {
+    PARALLEL_FOR
+    for (size_t i = 0; i < outputs(w); i++)
+        w.din[i] = w.dout[i] + (w.accumulate ? w.din[i] : 0);
+}
+
+/* ---- BatchNorm ---------------------------------------------------------------------------------
+
+   (Ioffe, Szegedy, "Batch normalization", ICML 2015, as PyTorch computes it.) Per channel c, over
+   the m = n * h * w pixels of the batch:
+     mean = sum of in / m                     variance = sum of (in - mean)^2 / m
+     out = (in - mean) * scale + bias         scale = weight / sqrt(variance + eps)
+     running = (1 - momentum) * running + momentum * (mean, or variance * m / (m - 1))
+   Evaluation uses the running statistics instead of the batch's. stats holds four rows of c
+   numbers: running mean, running variance, and mean and 1 / sqrt(variance + eps) for the backward.
+   Sums are taken over slices of the pixels, which do not depend on the number of threads. */
+
+enum { BN_SLICES = 32 };
+static const double bn_eps = 1e-5, bn_momentum = 0.1;
+
+static Range bn_slice(size_t slice, size_t pixels) {
+    return part_of((Range){0, pixels}, slice, BN_SLICES);
+}
+
+/* sums[0][c] = mean over a slice, sums[1][c] = sum of squared deviations from it: two passes over
+   each piece that fits into the cache, combined by Chan's formula. (Chan, Golub, LeVeque, "Updating
+   formulae and a pairwise algorithm for computing sample variances", 1979.) */
+static void bn_slice_statistics(real *restrict sums, const real *restrict in, Range s,
+                                size_t channels) {
+    enum { PIECE = 16 };
+    real *restrict squares = sums + channels, mean[channels], more[channels];
+    memset(sums, 0, 2 * channels * sizeof *sums);
+    for (size_t first = s.first; first < s.first + s.count; first += PIECE) {
+        size_t last = min_size(first + PIECE, s.first + s.count);
+        real before = (real)(first - s.first), n = (real)(last - first);
+        memset(mean, 0, sizeof mean);
+        memset(more, 0, sizeof more);
+        for (size_t i = first; i < last; i++)
+            for (size_t c = 0; c < channels; c++)
+                mean[c] += in[i * channels + c];
+        for (size_t c = 0; c < channels; c++)
+            mean[c] /= n;
+        for (size_t i = first; i < last; i++)
+            for (size_t c = 0; c < channels; c++) {
+                real d = in[i * channels + c] - mean[c];
+                more[c] += d * d;
+            }
+        for (size_t c = 0; c < channels; c++) {
+            real d = mean[c] - sums[c];
+            squares[c] += more[c] + d * d * (before * n / (before + n));
+            sums[c] += d * (n / (before + n));
+        }
+    }
+}
+
+// Combines the slices of channel c in the same way.
+static void bn_join_statistics(real *stats, const real *sums, size_t pixels, size_t channels,
+                               size_t c) {
+    double mean = 0, squares = 0, count = 0;
+    for (size_t slice = 0; slice < BN_SLICES; slice++, sums += 2 * channels) {
+        double more = (double)bn_slice(slice, pixels).count, d = (double)sums[c] - mean;
+        if (more == 0)
+            continue;
+        squares += (double)sums[channels + c] + d * d * count * more / (count + more);
+        mean += d * more / (count + more);
+        count += more;
+    }
+    double unbiased = squares / (count > 1 ? count - 1 : 1);
+    stats[c] = (real)((1 - bn_momentum) * (double)stats[c] + bn_momentum * mean);
+    stats += channels;
+    stats[c] = (real)((1 - bn_momentum) * (double)stats[c] + bn_momentum * unbiased);
+    stats[channels + c] = (real)mean;
+    stats[2 * channels + c] = (real)(1 / sqrt(squares / count + bn_eps));
+}
+
+static void batchnorm2d_forward(Work w) {
+    size_t channels = w.l->in.c, pixels = w.n * w.l->in.h * w.l->in.w;
+    const bool training = w.draw != NULL;
+    PARALLEL_STEALING(slice, training ? BN_SLICES : 0)
+        bn_slice_statistics(w.scratch + slice * 2 * channels, w.in, bn_slice(slice, pixels),
+                            channels);
+    real *restrict scale = w.scratch + BN_SLICES * 2 * channels, *restrict shift = scale + channels;
+    PARALLEL_FOR
+    for (size_t c = 0; c < channels; c++) {
+        if (training)
+            bn_join_statistics(w.stats, w.scratch, pixels, channels, c);
+        real mean = w.stats[training ? 2 * channels + c : c];
+        scale[c] = w.weight[c] * (training ? w.stats[3 * channels + c]
+                                           : 1 / SQRT(w.stats[channels + c] + (real)bn_eps));
+        shift[c] = w.bias[c] - mean * scale[c];
+    }
+    real least = w.l->relu ? 0 : -(real)INFINITY;
+    PARALLEL_FOR
+    for (size_t i = 0; i < pixels; i++) {
+        const real *restrict from = w.in + i * channels;
+        real *restrict to = w.out + i * channels;
+        for (size_t c = 0; c < channels; c++) {
+            real value = from[c] * scale[c] + shift[c];
+            if (w.residual)
+                value += w.residual[i * channels + c];
+            to[c] = value < least ? least : value;
+        }
+    }
+}
+
+/* dbias = sum of dout      dweight = sum of dout * x, where x = (in - mean) / sqrt(variance + eps)
+   din = weight / sqrt(variance + eps) * (dout - dbias / m - x * dweight / m) */
+static void batchnorm2d_backward(Work w) {
+    size_t channels = w.l->in.c, pixels = w.n * w.l->in.h * w.l->in.w;
+    const real *restrict mean = w.stats + 2 * channels, *restrict inverse = mean + channels;
+    PARALLEL_STEALING(slice, BN_SLICES) {
+        Range s = bn_slice(slice, pixels);
+        real *restrict sums = w.scratch + slice * 2 * channels;
+        real *restrict products = sums + channels;
+        memset(sums, 0, 2 * channels * sizeof *sums);
+        for (size_t i = s.first; i < s.first + s.count; i++)
+            for (size_t c = 0; c < channels; c++) {
+                real d = w.dout[i * channels + c];
+                sums[c] += d;
+                products[c] += d * (w.in[i * channels + c] - mean[c]);
+            }
+    }
+    real *restrict a = w.scratch + BN_SLICES * 2 * channels; // din = a * dout + b * (in - mean) + e
+    real *restrict b = a + channels, *restrict e = b + channels;
+    PARALLEL_FOR
+    for (size_t c = 0; c < channels; c++) {
+        double sum = 0, product = 0;
+        for (size_t slice = 0; slice < BN_SLICES; slice++) {
+            sum += (double)w.scratch[slice * 2 * channels + c];
+            product += (double)w.scratch[(slice * 2 + 1) * channels + c];
+        }
+        w.dbias[c] = (real)sum;
+        w.dweight[c] = (real)product * inverse[c];
+        a[c] = w.weight[c] * inverse[c];
+        b[c] = -a[c] * inverse[c] * w.dweight[c] / (real)pixels;
+        e[c] = -a[c] * w.dbias[c] / (real)pixels;
+    }
+    PARALLEL_FOR
+    for (size_t i = 0; i < (w.din ? pixels : 0); i++) {
+        const real *restrict x = w.in + i * channels, *restrict d = w.dout + i * channels;
+        real *restrict to = w.din + i * channels;
+        for (size_t c = 0; c < channels; c++)
+            to[c] = a[c] * d[c] + b[c] * (x[c] - mean[c]) + e[c] + (w.accumulate ? to[c] : 0);
+    }
+}
+
+/* out = in / (1 - p), or 0 with probability p, as the mask says. One Philox block serves 8 elements
+   with 16 bits each, so p is rounded to 1/65536. Element e of the image at position q draws from
+   (seed, layer, epoch, q, e). (Srivastava et al., "Dropout", JMLR 2014; inverted as in PyTorch.) */
+static void dropout_forward(Work w) {
+    enum { BLOCK = 8, BLOCKS = 16 }; // 16 blocks at a time, which the compiler vectorises
+    const size_t size = shape_size(w.l->out);
+    const real scale = 1 / (1 - w.l->p);
+    const uint32_t threshold = (uint32_t)lround((double)w.l->p * 65536);
+    if (!w.draw && w.out != w.in)
+        memcpy(w.out, w.in, outputs(w) * sizeof *w.out);
+    PARALLEL_STEALING(image, w.draw ? w.n : 0)
+        for (size_t start = 0; start < size; start += BLOCK * BLOCKS) {
+            uint32_t bits[BLOCKS][4];
+            for (size_t b = 0; b < BLOCKS; b++)
+                philox4x32(bits[b], (uint32_t)(start / BLOCK + b),
+                           (uint32_t)position_of(*w.draw, image), (uint32_t)w.draw->epoch,
+                           DRAW_DROPOUT + (uint32_t)w.row, w.draw->seed);
+            uint16_t draws[BLOCK * BLOCKS];
+            memcpy(draws, bits, sizeof draws);
+            const size_t at = image * size + start, count = min_size(size - start, BLOCK * BLOCKS);
+            const real *in = w.in + at;
+            real *out = w.out + at;
+            uint8_t *saved = w.saved + at;
+            for (size_t i = 0; i < count; i++) {
+                saved[i] = draws[i] >= threshold;
+                out[i] = draws[i] >= threshold ? in[i] * scale : 0;
+            }
+        }
+}
+
+// din = dout / (1 - p) where the mask is set, else 0
+static void dropout_backward(Work w) {
+    const real scale = 1 / (1 - w.l->p);
+    PARALLEL_FOR
+    for (size_t i = 0; i < outputs(w); i++)
+        w.din[i] = w.dout[i] * (w.saved[i] ? scale : 0) + (w.accumulate ? w.din[i] : 0);
+}
+
+// out[k] = in[k] - log(sum over j of exp(in[j])); subtracts the maximum, to avoid overflow
+static void log_softmax_forward(Work w) {
+    const size_t classes = w.l->out.c;
+    for (size_t image = 0; image < w.n; image++, w.in += classes, w.out += classes) {
+        real largest = -INFINITY, sum = 0;
+        for (size_t k = 0; k < classes; k++)
+            largest = w.in[k] > largest ? w.in[k] : largest;
+        for (size_t k = 0; k < classes; k++)
+            sum += (real)exp((double)(w.in[k] - largest));
+        real log_sum = largest + (real)log((double)sum);
+        for (size_t k = 0; k < classes; k++)
+            w.out[k] = w.in[k] - log_sum;
+    }
+}
+
+// din[k] = dout[k] - softmax[k] * sum over j of dout[j], where softmax = exp(out)
+static void log_softmax_backward(Work w) {
+    const size_t classes = w.l->out.c;
+    /* LAB 1.6 BEGIN log_softmax_backward */
+    for (size_t image = 0; image < w.n; image++) {
+        const real *dout = w.dout + image * classes, *out = w.out + image * classes;
+        real sum = 0;
+        for (size_t k = 0; k < classes; k++)
+            sum += dout[k];
+        for (size_t k = 0; k < classes; k++)
+            w.din[image * classes + k] = dout[k] - (real)exp((double)out[k]) * sum;
+    }
+    /* LAB 1.6 END */
+}
+
+/* Negative log-likelihood with label smoothing e (Szegedy et al., arXiv:1512.00567, section 7; 0:
+   none). One loss per image; the loss of the batch is their mean.
+     losses[i] = sum over k of target[k] * -logp[i][k],  target[k] = e / classes (+ 1 - e at label)
+     dlogp[i][k] = -target[k] / batch, where batch counts all ranks' images. dlogp may be NULL. */
+static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t *labels, size_t n,
+                     size_t batch, size_t classes, double smoothing) {
+    const real elsewhere = (real)(smoothing / (double)classes);
+    const real at_label = (real)(1 - smoothing) + elsewhere;
+    for (size_t i = 0; i < n; i++, logp += classes) {
+        losses[i] = -at_label * logp[labels[i]];
+        for (size_t k = 0; k < classes && smoothing > 0; k++)
+            losses[i] -= k == labels[i] ? 0 : elsewhere * logp[k];
+        for (size_t k = 0; k < classes && dlogp; k++)
+            *dlogp++ = -(k == labels[i] ? at_label : elsewhere) / (real)batch;
+    }
+}
+
+/* ==== 4. Network =================================================================================
+
+   A network is a table of layers, each of which reads the output of an earlier row, or two (add).
+   Builders add rows and mirror PyTorch's modules. Everything else (sizes, memory, summary, forward,
+   backward, checkpoints) walks over the table. The network owns these arenas, planned from the
+   table and allocated once:
+      params, grads     [param_size], each tensor aligned to a cache line
+      activations       [batch][...] of every row; in-place rows share their input's, and a CPU
+                        reads the images, row 0, from the loader's buffer
+      dactivations      their gradients; those with disjoint lifetimes share memory
+      stats             BatchNorm's running statistics, and those of the last batch
+      saved             bytes that a forward saves for its backward */
+
+enum { ALIGN = 64 / sizeof(real) };
+
+typedef struct Net {
+    const char *model;
+    const Settings *settings;
+    const Backend *backend;
+    Layer layers[MAX_LAYERS]; // row 0 is the input
+    size_t count, classes;
+    size_t parameters; // their number
+    size_t param_size; // ... with the gaps between tensors: the size of the arenas
+    size_t batch;      // the most images of one step; of one evaluation: batch or test_batch
+    size_t test_batch; // set before plan_memory()
+    real *images;      // the batch's: output of row 0
+    size_t activation_size, gradient_size, stats_size, saved_size, scratch_size;
+    size_t host_size;       // elements of host[0] and host[1]: the largest tensor, or the output
+    size_t batches_tracked; // number of batches in BatchNorm's running statistics
+    real *params, *grads, *activations, *dactivations, *stats, *scratch, *losses;
+    real *host[2]; // staging buffers on the host, for copies from and to the device
+    uint8_t *saved, *labels;
+    size_t others;     // number of other ranks that share a batch, over which the loss is a mean
+    struct Comm *comm; // backward() reports finished gradients to it; or NULL
+    bool marks_rows;   // a mark after each row
+    double *flops;     // or NULL: backward stores what each row executes, see Backend
+    char *prepared;    // what the backend keeps for its kernels, row by row
+    size_t prepared_at[MAX_LAYERS], prepared_size;
+    Plan plan; // of the arenas
+} Net;
+
+/* Properties of each kind. accesses: the fewest reads and writes of forward and backward together,
+   in units of the size of input and weights, and of the output; a byte counts 1/4. */
+static const struct {
     const char *name;
-    Shape shape;
-    size_t classes, train, test; // classes; images in the two sets
-    double mean[3], std[3];      // of the pixels scaled to [0, 1], one a channel
-    void (*read)(Dataset *data, const char *dir, const char *const *files, size_t limit);
-    const char *files[2][6]; // of the training set, of the test set
-    const char *class_names; // separated by spaces; NULL: numbers
-} DatasetInfo;
-
-struct Dataset {
-    const DatasetInfo *info;
-    size_t count;
-    uint8_t *images; // [count][h][w][c]
-    uint8_t *labels; // [count]
+    double flops;       // forward, for each weight and output pixel
+    double accesses[2]; // of input and weights, of the output
+    bool saves;         // a byte for each output: an argmax or a mask
+    bool reads_out;     // backward reads its output, which no other row may overwrite in place
+    size_t stats;       // rows of statistics, one number per channel, running ones first
+} kinds[KINDS] = {
+    [INPUT] = {.name = "input"},
+    [CONV2D] = {.name = "conv2d", .flops = 2, .accesses = {3, 3}}, // forward, two gradients
+    [BATCHNORM2D] = {.name = "batchnorm2d", .stats = 4, .accesses = {0, 8}},
+    [RELU] = {.name = "relu", .accesses = {0, 5}},
+    [MAXPOOL2D] = {.name = "maxpool2d", .saves = true, .accesses = {2, 2.5}},
+    [AVGPOOL2D] = {.name = "global average pool", .accesses = {2, 2.5}},
+    [ADD] = {.name = "add", .accesses = {0, 3}},
+    [DROPOUT] = {.name = "dropout", .saves = true, .accesses = {0, 4.5}},
+    [LINEAR] = {.name = "linear", .flops = 2, .accesses = {3, 3}},
+    [LOG_SOFTMAX] = {.name = "log_softmax", .reads_out = true, .accesses = {0, 5}},
 };
 
-// A data file, plain or read through `gzip -dc`.
+static size_t aligned(size_t count) {
+    return ceil_div(count, ALIGN) * ALIGN;
+}
+
+static size_t add_layer(Net *net, Layer l) {
+    if (net->count == MAX_LAYERS)
+        die(1, "model %s: more than %d layers; raise MAX_LAYERS in cnn.c", net->model, MAX_LAYERS);
+    net->layers[net->count] = l;
+    return net->count++;
+}
+
+static size_t add_params(Net *net, size_t count) {
+    size_t offset = net->param_size;
+    net->param_size += aligned(count);
+    net->parameters += count;
+    net->host_size = max_size(net->host_size, count);
+    return offset;
+}
+
+// Adds a layer with parameters, named as in PyTorch's examples: conv1, conv2, ..., fc1, fc2, ...
+static size_t add_weights(Net *net, Layer l, size_t weights, size_t biases, const char *prefix) {
+    size_t number = 1;
+    for (size_t i = 0; i < net->count; i++)
+        number += net->layers[i].kind == l.kind;
+    snprintf(l.name, sizeof l.name, "%s%zu", prefix, number);
+    l.weights = weights;
+    l.biases = biases;
+    l.weight = add_params(net, weights);
+    l.bias = add_params(net, biases);
+    return add_layer(net, l);
+}
+
+// Names row x: x = named(net, conv2d(...), "layer%d.conv1", 3)
+static FORMAT(3) size_t named(Net *net, size_t x, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    vsnprintf(net->layers[x].name, sizeof net->layers[x].name, format, args);
+    va_end(args);
+    return x;
+}
+
+// The output shape of a window that slides over row x; dies if it does not fit.
+static Shape window_shape(const Net *net, size_t x, const char *what, size_t kernel, size_t stride,
+                          size_t padding, size_t channels) {
+    Shape in = net->layers[x].out;
+    if (kernel == 0 || kernel > 11 || stride == 0 || padding >= kernel || channels == 0 ||
+        in.h + 2 * padding < kernel || in.w + 2 * padding < kernel)
+        die(1,
+            "model %s: %s at row %zu: a window of %zu x %zu, stride %zu, padding %zu, to %zu "
+            "channels cannot slide over %zu x %zu pixels; expected 1 x 1 to 11 x 11, a padding "
+            "below that, and images as large as the window",
+            net->model, what, net->count, kernel, kernel, stride, padding, channels, in.h, in.w);
+    return (Shape){(in.h + 2 * padding - kernel) / stride + 1,
+                   (in.w + 2 * padding - kernel) / stride + 1, channels};
+}
+
+static size_t add_conv2d(Net *net, size_t x, size_t out_channels, size_t kernel, size_t stride,
+                         size_t padding, bool bias) {
+    Layer l = {.kind = CONV2D, .input = x, .kernel = kernel, .stride = stride, .padding = padding};
+    l.in = net->layers[x].out;
+    l.out = window_shape(net, x, "conv2d", kernel, stride, padding, out_channels);
+    return add_weights(net, l, kernel * kernel * l.in.c * out_channels, bias ? out_channels : 0,
+                       "conv");
+}
+
+// nn.Conv2d(in_channels = channels of x, out_channels, kernel_size, stride, padding)
+static size_t conv2d(Net *net, size_t x, size_t out_channels, size_t kernel, size_t stride,
+                     size_t padding) {
+    return add_conv2d(net, x, out_channels, kernel, stride, padding, true);
+}
+
+// The same with bias = False: before a BatchNorm, which has a bias itself.
+static size_t conv2d_no_bias(Net *net, size_t x, size_t out_channels, size_t kernel, size_t stride,
+                             size_t padding) {
+    return add_conv2d(net, x, out_channels, kernel, stride, padding, false);
+}
+
+// nn.Linear(in_features = size of x, out_features), with x flattened
+static size_t linear(Net *net, size_t x, size_t out_features) {
+    Layer l = {.kind = LINEAR, .input = x, .kernel = 1, .stride = 1};
+    l.in = (Shape){1, 1, shape_size(net->layers[x].out)};
+    l.out = (Shape){1, 1, out_features};
+    if (out_features == 0)
+        die(1, "model %s: linear at row %zu: expected at least 1 output", net->model, net->count);
+    return add_weights(net, l, l.in.c * out_features, out_features, "fc");
+}
+
+// nn.BatchNorm2d(num_features = channels of x)
+static size_t batchnorm2d(Net *net, size_t x) {
+    Shape s = net->layers[x].out;
+    Layer l = {.kind = BATCHNORM2D, .input = x, .in = s, .out = s};
+    net->host_size = max_size(net->host_size, 2 * s.c); // both running statistics at once
+    return add_weights(net, l, s.c, s.c, "bn");
+}
+
+static size_t same_shape(Net *net, size_t x, LayerKind kind, real p) {
+    Shape s = net->layers[x].out;
+    return add_layer(net, (Layer){.kind = kind, .input = x, .in = s, .out = s, .p = p});
+}
+
+static size_t relu(Net *net, size_t x) {
+    return same_shape(net, x, RELU, 0);
+}
+
+// a + b: a residual block's sum. The newer of the two rows may be overwritten by the result.
+static size_t add(Net *net, size_t a, size_t b) {
+    Shape s = net->layers[a].out, t = net->layers[b].out;
+    if (s.h != t.h || s.w != t.w || s.c != t.c)
+        die(1, "model %s: add at row %zu: expected equal shapes, found %zux%zux%zu and %zux%zux%zu",
+            net->model, net->count, s.h, s.w, s.c, t.h, t.w, t.c);
+    size_t x = same_shape(net, max_size(a, b), ADD, 0);
+    net->layers[x].other = min_size(a, b);
+    return x;
+}
+
+// nn.Dropout(p)
+static size_t dropout(Net *net, size_t x, real p) {
+    if (!(p >= 0 && p < 1))
+        die(1, "model %s: dropout at row %zu: expected a probability from 0 to below 1, found %g",
+            net->model, net->count, (double)p);
+    return same_shape(net, x, DROPOUT, p);
+}
+
+// nn.LogSoftmax(dim = 1): over the classes, of 1 x 1 pixel
+static size_t log_softmax(Net *net, size_t x) {
+    if (net->layers[x].out.h * net->layers[x].out.w != 1)
+        die(1, "model %s: log_softmax at row %zu: expected 1 x 1 pixel, found %zu x %zu",
+            net->model, net->count, net->layers[x].out.h, net->layers[x].out.w);
+    return same_shape(net, x, LOG_SOFTMAX, 0);
+}
+
+// nn.MaxPool2d(kernel_size, stride, padding)
+static size_t maxpool2d(Net *net, size_t x, size_t kernel, size_t stride, size_t padding) {
+    Layer l = {.kind = MAXPOOL2D, .input = x, .kernel = kernel, .stride = stride};
+    l.padding = padding;
+    l.in = net->layers[x].out;
+    l.out = window_shape(net, x, "maxpool2d", kernel, stride, padding, l.in.c);
+    return add_layer(net, l);
+}
+
+// nn.AdaptiveAvgPool2d(1): the mean over all pixels
+static size_t global_avgpool2d(Net *net, size_t x) {
+    Shape s = net->layers[x].out;
+    return add_layer(net, (Layer){.kind = AVGPOOL2D, .input = x, .in = s, .out = {1, 1, s.c}});
+}
+
+// ---- Memory
+
+static bool reads(const Layer *l, size_t row) {
+    return l->kind != INPUT && (l->input == row || (l->kind == ADD && l->other == row));
+}
+
+static size_t count_readers(const Net *net, size_t row) {
+    size_t readers = 0;
+    for (size_t i = row + 1; i < net->count; i++)
+        readers += reads(&net->layers[i], row);
+    return readers;
+}
+
+// The row that does this one's work: itself, or the one that it is fused with.
+static Layer *fused_into(Net *net, size_t row) {
+    while (net->layers[row].fused)
+        row = net->layers[row].input;
+    return &net->layers[row];
+}
+
+/* Fuses a row into the one that it reads, if no other row reads that one: a ReLU into any, an add
+   into a BatchNorm, a max-pool into a convolution with a ReLU, if the backend has a kernel for
+   both, whose backward then includes that of the ReLU, and of the one before the convolution. A
+   dropout only works in place. Backward still has its inputs: a dropout its mask, a ReLU the signs
+   of its output, which a dropout does not change. */
+static void plan_fusion(Net *net) {
+    const Backend *b = net->backend;
+    for (size_t i = 1; i < net->count; i++) {
+        Layer *l = &net->layers[i], *to = fused_into(net, l->input);
+        bool alone =
+            l->input > 0 && count_readers(net, l->input) == 1 && !kinds[to->kind].reads_out;
+        if (l->kind == ADD) {
+            l->fused = alone && to->kind == BATCHNORM2D && !to->relu && !to->residual &&
+                       l->other != l->input;
+            (l->fused ? to : l)->residual = &net->layers[l->other];
+        } else if (l->kind == RELU && alone && !to->pool) {
+            l->fused = to->relu = to->relu_backward = true;
+        } else if (l->kind == MAXPOOL2D && alone && to->kind == CONV2D && to->relu && !to->pool &&
+                   b->fuses_pool && b->fuses_pool(to, l)) {
+            Layer *before = fused_into(net, to->input);
+            to->masks_din = before->relu && count_readers(net, to->input) == 1;
+            before->relu_backward &= !to->masks_din;
+            to->relu_backward = false;
+            l->fused = true;
+            to->pool = l;
+        }
+        l->in_place = l->fused || (l->kind == DROPOUT && alone);
+    }
+}
+
+/* The gradient of a sum is that of both its inputs. True if the residual's can share its memory: no
+   other reader of the residual runs its backward, and writes to it, before this row has read it. */
+static bool shares_gradient(Net *net, size_t row) {
+    const Layer *l = &net->layers[row], *end = net->layers + net->count;
+    const Layer *with = fused_into(net, l->residual - net->layers);
+    bool shares = l->kind == BATCHNORM2D && with > net->layers;
+    for (const Layer *k = l; k < end && shares; k++) {
+        const Layer *adds = k->residual ? fused_into(net, k->residual - net->layers) : NULL;
+        shares = k->fused || (fused_into(net, k->input) != with && (k == l || adds != with));
+    }
+    return shares;
+}
+
+// The rows in whose backward a gradient is used: from its last reader, which writes it, to its own
+typedef struct Lifetime {
+    size_t low, high, size, offset; // rows; elements
+} Lifetime;
+
+// First fit: the lowest offset at which `l` overlaps no gradient with an overlapping lifetime.
+static size_t place_gradient(const Lifetime *l, const Lifetime *placed, size_t count) {
+    size_t offset = 0;
+    for (size_t i = 0; i < count; i++) {
+        const Lifetime *p = &placed[i];
+        bool together = p->low <= l->high && l->low <= p->high;
+        if (together && offset < p->offset + p->size && p->offset < offset + l->size) {
+            offset = p->offset + p->size;
+            i = (size_t)-1; // it may now overlap one that was already compared
+        }
+    }
+    return offset;
+}
+
+static void plan_gradients(Net *net) {
+    size_t owner[MAX_LAYERS], count = 0; // the row whose gradient's memory a row shares
+    Lifetime lives[MAX_LAYERS];
+    for (size_t i = 0; i < net->count; i++)
+        owner[i] = i;
+    for (size_t i = net->count - 1; i > 0; i--) {
+        const Layer *l = &net->layers[i];
+        if (l->in_place)
+            owner[l->input] = owner[i];
+        if (l->residual && shares_gradient(net, i))
+            owner[l->residual - net->layers] = owner[i];
+    }
+    for (size_t i = net->count - 1; i > 0; i--) {
+        if (owner[i] != i)
+            continue;
+        Lifetime *life = &lives[count];
+        *life = (Lifetime){i, i, aligned(net->batch * shape_size(net->layers[i].out)), 0};
+        for (size_t r = 1; r < net->count; r++) {
+            life->low = owner[r] == i ? min_size(life->low, r) : life->low;
+            life->high = reads(&net->layers[r], i) ? max_size(life->high, r) : life->high;
+        }
+        life->offset = place_gradient(life, lives, count++);
+        net->gradient_size = max_size(net->gradient_size, life->offset + life->size);
+        for (size_t r = 1; r <= i; r++)
+            if (owner[r] == i)
+                net->layers[r].gradient = life->offset;
+    }
+}
+
+static void plan_arenas(Net *net) {
+    const size_t size = sizeof(real), most = max_size(net->batch, net->test_batch);
+    Plan *p = &net->plan;
+    p->backend = net->backend;
+    plan_area(p, &net->params, size * net->param_size, DEVICE, "parameters");
+    plan_area(p, &net->grads, size * net->param_size, DEVICE, "gradients");
+    plan_area(p, &net->activations, size * net->activation_size, DEVICE, "activations");
+    plan_area(p, &net->dactivations, size * net->gradient_size, DEVICE, "activation gradients");
+    plan_area(p, &net->stats, size * net->stats_size, DEVICE, "statistics and masks");
+    plan_area(p, &net->saved, net->saved_size, DEVICE, "statistics and masks");
+    plan_area(p, &net->losses, size * most, DEVICE, "statistics and masks");
+    plan_area(p, &net->labels, most, DEVICE, "statistics and masks");
+    plan_area(p, &net->scratch, size * net->scratch_size, DEVICE, "scratch");
+    plan_area(p, &net->host[0], size * net->host_size, HOST, "maps and buffers");
+    plan_area(p, &net->host[1], size * net->host_size, HOST, "maps and buffers");
+    plan_area(p, &net->prepared, net->prepared_size, HOST, "maps and buffers");
+}
+
+// Offsets and sizes of all arenas, for training steps of at most `batch` images.
+static void plan_memory(Net *net, size_t batch) {
+    const size_t most = max_size(batch, net->test_batch);
+    plan_fusion(net);
+    net->batch = batch;
+    net->host_size = max_size(net->host_size, most * net->classes);
+    for (size_t i = 0; i < net->count; i++) {
+        Layer *l = &net->layers[i];
+        const char *kind = kinds[l->kind].name;
+        if (!kind || (l->kind != INPUT && !net->backend->layers[l->kind].forward))
+            die(1, "model %s, row %zu: layer kind %d (%s) has no row in %s; add it", net->model, i,
+                l->kind, kind ? kind : "?",
+                !kind                    ? "kinds[]"
+                : net->backend->transfer ? "make_backend() of cnn_kernels.cu"
+                                         : "CPU_BACKEND");
+        size_t size = aligned(most * shape_size(l->pool ? l->pool->out : l->out));
+        bool saves = l->pool || (!l->fused && kinds[l->kind].saves);
+        l->output = l->in_place ? net->layers[l->input].output : net->activation_size;
+        net->activation_size += l->in_place ? 0 : size;
+        l->stats = net->stats_size;
+        net->stats_size += kinds[l->kind].stats * aligned(l->out.c);
+        l->saved = net->saved_size;
+        net->saved_size += saves ? size : 0;
+        net->scratch_size = max_size(net->scratch_size, net->backend->scratch_size(l, batch));
+        net->scratch_size = max_size(net->scratch_size, net->backend->scratch_size(l, most));
+        net->prepared_at[i] = net->prepared_size;
+        if (net->backend->prepare)
+            net->prepared_size += 64 * ceil_div(net->backend->prepared_size(l), 64);
+    }
+    plan_gradients(net);
+    plan_arenas(net);
+}
+
+// Row 0's own memory, for images that are copied.
+static real *own_images(const Net *net) {
+    return net->activations + net->layers[0].output;
+}
+
+static void net_alloc(Net *net) {
+    plan_alloc(&net->plan);
+    net->images = own_images(net);
+    for (size_t i = 0; i < net->count && net->backend->prepare; i++)
+        net->backend->prepare(net->prepared + net->prepared_at[i], &net->layers[i]);
+}
+
+static void net_free(Net *net) {
+    plan_free(&net->plan);
+}
+
+// ---- Initial values, as in PyTorch's modules and torchvision's ResNets
+
+// param = scale * x + shift, where x is uniform in [-1, 1) or, if `normal`, standard normal. Each
+// tensor has its own random numbers.
+static void init_tensor(Net *net, real *param, size_t count, bool normal, real scale, real shift,
+                        size_t tensor, uint64_t seed) {
+    PARALLEL_FOR
+    for (size_t i = 0; i < count; i += 4) {
+        uint32_t r[4];
+        philox4x32(r, (uint32_t)(i / 4), (uint32_t)tensor, 0, DRAW_INIT, seed);
+        for (size_t j = 0; j < min_size(4, count - i); j++) {
+            size_t pair = j / 2 * 2; // two uniform numbers make two normal ones (Box, Muller 1958)
+            double radius = sqrt(-2 * log(1 - (double)uniform(r[pair])));
+            double angle = 2 * M_PI * (double)uniform(r[pair + 1]);
+            real x =
+                normal ? (real)(radius * (j % 2 ? sin(angle) : cos(angle))) : 2 * uniform(r[j]) - 1;
+            net->host[0][i + j] = x * scale + shift;
+        }
+    }
+    net->backend->copy(param, net->host[0], count * sizeof(real));
+}
+
+/* Weights and biases: uniform within +-1 / sqrt(fan_in). A convolution without a bias, as before a
+   BatchNorm: normal with variance 2 / fan_out (He et al., arXiv:1502.01852). BatchNorm: weight 1,
+   bias 0, running variance 1, running mean 0. */
+static void net_init(Net *net, uint64_t seed) {
+    for (size_t i = 0; i < net->count; i++) {
+        const Layer *l = &net->layers[i];
+        const bool norm = l->kind == BATCHNORM2D, normal = l->biases == 0;
+        const real fan_in = (real)(l->weights / l->out.c);
+        const real fan_out = (real)(l->kernel * l->kernel * l->out.c);
+        const real bound = norm ? 0 : 1 / SQRT(fan_in);
+        if (!l->weights)
+            continue;
+        init_tensor(net, net->params + l->weight, l->weights, normal,
+                    normal ? SQRT(2 / fan_out) : bound, norm, 2 * i, seed);
+        init_tensor(net, net->params + l->bias, l->biases, false, bound, 0, 2 * i + 1, seed);
+        if (norm)
+            init_tensor(net, net->stats + l->stats + l->out.c, l->out.c, false, 0, 1, 0, seed);
+    }
+}
+
+// ---- Summary
+
+// Floating-point operations of one image, forward: 2 for each multiply-add of the weights.
+static double layer_flops(const Layer *l) {
+    return kinds[l->kind].flops * (double)l->weights * (double)(l->out.h * l->out.w);
+}
+
+// Training: forward, weight gradient and, unless the row reads the images, data gradient.
+static double layer_training_flops(const Layer *l) {
+    return layer_flops(l) * (l->input == 0 ? 2 : 3);
+}
+
+static double training_flops(const Net *net) {
+    double flops = 0;
+    for (size_t i = 1; i < net->count; i++)
+        flops += layer_training_flops(&net->layers[i]);
+    return flops;
+}
+
+static void describe_layer(const Layer *l, char *text, size_t size) {
+    const char *name = kinds[l->kind].name;
+    if (l->kind == CONV2D || l->kind == MAXPOOL2D)
+        snprintf(text, size, "%s %zux%zu stride %zu padding %zu", name, l->kernel, l->kernel,
+                 l->stride, l->padding);
+    else if (l->kind == ADD)
+        snprintf(text, size, "%s row %zu + row %zu", name, l->input, l->other);
+    else if (l->kind == LINEAR)
+        snprintf(text, size, "%s %zu -> %zu", name, l->in.c, l->out.c);
+    else if (l->kind == DROPOUT)
+        snprintf(text, size, "%s %g", name, (double)l->p);
+    else
+        snprintf(text, size, "%s", name);
+}
+
+static void print_summary(const Net *net) {
+    int width = 7;
+    for (size_t i = 0; i < net->count; i++)
+        width = (int)max_size((size_t)width, strlen(net->layers[i].name));
+    printf("Model %s:\n  row  %-*s layer                               output (h x w x c)"
+           "  parameters  MFLOP forward\n",
+           net->model, width, "name");
+    for (size_t i = 0; i < net->count; i++) {
+        const Layer *l = &net->layers[i];
+        char kind[64], shape[64];
+        describe_layer(l, kind, sizeof kind);
+        snprintf(shape, sizeof shape, "%zu x %zu x %zu", l->out.h, l->out.w, l->out.c);
+        printf("  %3zu  %-*s %-34s %19s  %10zu  %13.3f\n", i, width, l->name, kind, shape,
+               l->weights + l->biases, layer_flops(l) / 1e6);
+    }
+    printf("  %zu parameters, %.1f MFLOP to train on one image\n", net->parameters,
+           training_flops(net) / 1e6);
+}
+
+/* ==== 5. Models ==================================================================================
+
+   A model of your own takes ten lines: write a builder like model_mnist(), where x is the row of
+   the images, and add it to the table models[] with its default options and data sets. */
+
+// The network of the PyTorch MNIST example.
+static size_t model_mnist(Net *net, size_t x) {
+    x = relu(net, conv2d(net, x, 32, 3, 1, 0));
+    x = relu(net, conv2d(net, x, 64, 3, 1, 0));
+    x = dropout(net, maxpool2d(net, x, 2, 2, 0), (real)0.25);
+    x = relu(net, linear(net, x, 128));
+    x = linear(net, dropout(net, x, (real)0.5), net->classes);
+    return log_softmax(net, x);
+}
+
+// LeNet-5 (LeCun et al., "Gradient-based learning applied to document recognition", 1998), with
+// ReLU and max-pooling as it is usually built today.
+static size_t model_lenet(Net *net, size_t x) {
+    /* LAB 1.7 BEGIN model_lenet */
+    x = maxpool2d(net, relu(net, conv2d(net, x, 6, 5, 1, 2)), 2, 2, 0);
+    x = maxpool2d(net, relu(net, conv2d(net, x, 16, 5, 1, 0)), 2, 2, 0);
+    x = relu(net, linear(net, x, 120));
+    x = relu(net, linear(net, x, 84));
+    x = linear(net, x, net->classes);
+    return log_softmax(net, x);
+    /* LAB 1.7 END */
+}
+
+// The network of PyTorch's CIFAR-10 tutorial; --width 64: the wider one of the timing study.
+static size_t model_cifar(Net *net, size_t x) {
+    x = maxpool2d(net, relu(net, conv2d(net, x, net->settings->width, 5, 1, 0)), 2, 2, 0);
+    x = maxpool2d(net, relu(net, conv2d(net, x, 16, 5, 1, 0)), 2, 2, 0);
+    x = relu(net, linear(net, x, 120));
+    x = relu(net, linear(net, x, 84));
+    x = linear(net, x, net->classes);
+    return log_softmax(net, x);
+}
+
+/* ResNets (He et al., arXiv:1512.03385) with torchvision's names: a stem, four stages of blocks,
+   all but the first halving the image, and a linear layer on the mean of all pixels. */
+static size_t conv_bn(Net *net, size_t x, const char *block, int number, size_t channels,
+                      size_t kernel, size_t stride) {
+    x = conv2d_no_bias(net, x, channels, kernel, stride, kernel / 2);
+    x = batchnorm2d(net, named(net, x, "%sconv%d", block, number));
+    return named(net, x, "%sbn%d", block, number);
+}
+
+// The block's input, or a 1 x 1 convolution of it where the block changes the shape.
+static size_t shortcut(Net *net, size_t x, const char *block, size_t channels, size_t stride) {
+    if (stride == 1 && net->layers[x].out.c == channels)
+        return x;
+    x = conv2d_no_bias(net, x, channels, 1, stride, 0);
+    x = batchnorm2d(net, named(net, x, "%sdownsample.0", block));
+    return named(net, x, "%sdownsample.1", block);
+}
+
+typedef size_t Block(Net *net, size_t x, const char *block, size_t channels, size_t stride);
+
+static size_t basic_block(Net *net, size_t x, const char *block, size_t channels, size_t stride) {
+    size_t y = relu(net, conv_bn(net, x, block, 1, channels, 3, stride));
+    y = conv_bn(net, y, block, 2, channels, 3, 1);
+    return relu(net, add(net, y, shortcut(net, x, block, channels, stride)));
+}
+
+// The 3 x 3 convolution has the stride, as in torchvision ("ResNet V1.5").
+static size_t bottleneck(Net *net, size_t x, const char *block, size_t channels, size_t stride) {
+    size_t y = relu(net, conv_bn(net, x, block, 1, channels, 1, 1));
+    y = relu(net, conv_bn(net, y, block, 2, channels, 3, stride));
+    y = conv_bn(net, y, block, 3, 4 * channels, 1, 1);
+    return relu(net, add(net, y, shortcut(net, x, block, 4 * channels, stride)));
+}
+
+// blocks: per stage, 0-terminated; channels: of the first stage
+static size_t resnet(Net *net, size_t x, Block *block, const size_t *blocks, size_t channels) {
+    bool imagenet = strcmp(net->settings->stem, "imagenet") == 0;
+    size_t kernel = strcmp(net->settings->stem, "3") == 0 ? 3 : 7;
+    x = relu(net, conv_bn(net, x, "", 1, channels, kernel, imagenet ? 2 : 1));
+    x = imagenet ? maxpool2d(net, x, 3, 2, 1) : x;
+    for (int stage = 0; blocks[stage]; stage++, channels *= 2)
+        for (size_t i = 0; i < blocks[stage]; i++) {
+            char name[64];
+            snprintf(name, sizeof name, "layer%d.%zu.", stage + 1, i);
+            x = block(net, x, name, channels, stage > 0 && i == 0 ? 2 : 1);
+        }
+    x = named(net, linear(net, global_avgpool2d(net, x), net->classes), "fc");
+    return log_softmax(net, x);
+}
+
+#define RESNET(depth, block, channels, ...)                                       \
+    static size_t model_resnet##depth(Net *net, size_t x) {                       \
+        return resnet(net, x, block, (const size_t[]){__VA_ARGS__, 0}, channels); \
+    }
+RESNET(8, basic_block, 16, 1, 1, 1) // for laptops and tests
+RESNET(18, basic_block, 64, 2, 2, 2, 2)
+RESNET(34, basic_block, 64, 3, 4, 6, 3)
+RESNET(50, bottleneck, 64, 3, 4, 6, 3)
+RESNET(101, bottleneck, 64, 3, 4, 23, 3)
+RESNET(152, bottleneck, 64, 3, 8, 36, 3)
+
+typedef struct Model {
+    const char *name;
+    size_t (*build)(Net *net, size_t x);
+    const char *datasets; // --dataset auto: the first of these that is found
+    const char *native;   // the dataset whose shape, classes and counts synthetic images have
+    const char *defaults; // options that differ from those of the table in section 12
+    bool half;            // mean and deviation .5 of 3 channels, as in PyTorch's CIFAR-10 tutorial
+    bool sc20_log;        // log lines with images per second (SC20 tutorial), else MNIST example's
+} Model;
+
+#define RESNET_DEFAULTS                                                             \
+    "--optimizer sgd --lr 0.1 --momentum 0.9 --weight-decay 5e-4 --batch-size 128 " \
+    "--epochs 100 --schedule cosine --log-interval 20"
+#define RESNET_MODEL(depth, native)                                                 \
+    {                                                                               \
+        "resnet" #depth, model_resnet##depth, "cifar100 cifar10 synthetic", native, \
+            RESNET_DEFAULTS, false, true                                            \
+    }
+static const Model models[] = {
+    {"mnist", model_mnist, "mnist fashion-mnist synthetic", "mnist", "--test-batch-size 1000",
+     false, false},
+    {"lenet", model_lenet, "mnist fashion-mnist synthetic", "mnist", "--test-batch-size 1000",
+     false, false},
+    {"cifar", model_cifar, "cifar10 synthetic", "cifar10",
+     "--optimizer sgd --lr 0.001 --momentum 0.9 --batch-size 4 --epochs 2 --gamma 1", true, false},
+    RESNET_MODEL(8, "cifar10"),
+    RESNET_MODEL(18, "cifar100"),
+    RESNET_MODEL(34, "cifar100"),
+    RESNET_MODEL(50, "cifar100"),
+    RESNET_MODEL(101, "cifar100"),
+    RESNET_MODEL(152, "cifar100"),
+};
+enum { MODELS = sizeof models / sizeof *models };
+
+static const Model *find_model(const char *name) { // which the parser has checked
+    const Model *m = models;
+    while (strcmp(m->name, name) != 0)
+        m++;
+    return m;
+}
+
+static void net_build(Net *net, const Model *model, const DatasetInfo *data,
+                      const Settings *settings, const Backend *backend) {
+    *net = (Net){.model = model->name, .settings = settings, .backend = backend};
+    net->classes = data->classes;
+    size_t x = add_layer(net, (Layer){.kind = INPUT, .in = data->shape, .out = data->shape});
+    x = model->build(net, x);
+    const Layer *last = &net->layers[x];
+    if (x != net->count - 1 || last->kind != LOG_SOFTMAX || shape_size(last->out) != data->classes)
+        die(1,
+            "model %s: expected the number of its last row, a log_softmax over the %zu classes of "
+            "%s; found row %zu of %zu, with %zu outputs",
+            model->name, data->classes, data->name, x, net->count, shape_size(last->out));
+}
+
+/* ==== 6. Forward and backward ====================================================================
+
+   The walk over the layer table: down for the outputs, up for the gradients. The rule for what is =
+   and what is +=: gradients of parameters are always =, so nothing has to be set to zero before a
+   step (PyTorch's optimizer.zero_grad()). The gradient of a row is written (=) by its last reader,
+   which runs first in backward; each reader after that adds (+=). */
+
+static real *output(const Net *net, const Layer *l) {
+    return l->kind == INPUT ? net->images : net->activations + l->output;
+}
+
+static real *gradient(const Net *net, const Layer *l) { // NULL: that of the images is not needed
+    return l->kind == INPUT ? NULL : net->dactivations + l->gradient;
+}
+
+static const Layer *last_layer(const Net *net) {
+    return &net->layers[net->count - 1];
+}
+
+/* data.to(device). A CPU reads the images from the loader's buffer, until backward ends. On a GPU
+   the copies are queued, and reading the loss of the batch waits for them. In both cases this is
+   over when the loader fills the buffer again. */
+static void net_load(Net *net, const Batch *batch) {
+    const Backend *b = net->backend;
+    if (batch->resident) {
+        b->gather(net->images, net->labels, batch->resident, &batch->draw, batch->n);
+        return;
+    }
+    if (b->transfer)
+        b->copy(net->images, batch->device_images,
+                batch->n * shape_size(net->layers[0].out) * sizeof(real));
+    else
+        net->images = batch->device_images;
+    b->copy(net->labels, batch->device_labels, batch->n);
+}
+
+// Marks the end of a row's work, if rows are being timed.
+static void mark_row(const Net *net, size_t mark) {
+    if (net->marks_rows)
+        net->backend->mark(mark);
+}
+
+// The operands of row i for n images.
+static Work work_of(const Net *net, size_t i, size_t n, const Draw *draw) {
+    const Layer *l = &net->layers[i], *before = &net->layers[l->input];
+    return (Work){.l = l,
+                  .row = i,
+                  .n = n,
+                  .in = output(net, before),
+                  .residual = l->residual ? output(net, l->residual) : NULL,
+                  .weight = net->params + l->weight,
+                  .bias = l->biases ? net->params + l->bias : NULL,
+                  .out = output(net, l),
+                  .dout = gradient(net, l),
+                  .din = gradient(net, before),
+                  .dweight = net->grads + l->weight,
+                  .dbias = net->grads + l->bias,
+                  .stats = net->stats + l->stats,
+                  .saved = net->saved + l->saved,
+                  .scratch = net->scratch,
+                  .prepared = net->prepared + net->prepared_at[i],
+                  .draw = draw};
+}
+
+// One row's output (=), with what is fused into it. n == 0: this rank of dp has no image.
+static void forward_row(const Net *net, size_t i, size_t n, const Draw *draw) {
+    const Backend *b = net->backend;
+    const Layer *l = &net->layers[i];
+    Work w = work_of(net, i, n, draw);
+    if (n == 0 || l->fused)
+        return;
+    b->layers[l->kind].forward(w);
+    if (b->layers[l->kind].fuses)
+        return;
+    w.in = w.out;
+    if (l->residual && l->kind != ADD)
+        b->layers[ADD].forward(w); // and its ReLU
+    else if (l->relu)
+        b->layers[RELU].forward(w);
+}
+
+// model(data): log-probabilities of n images. draw NULL: evaluation, dropout does nothing.
+static void forward(Net *net, size_t n, const Draw *draw) {
+    net->batches_tracked += draw != NULL;
+    mark_row(net, FORWARD_MARKS);
+    for (size_t i = 1; i < net->count; i++) {
+        forward_row(net, i, n, draw);
+        mark_row(net, FORWARD_MARKS + i);
+    }
+}
+
+// One row's gradients: of its parameters (=) and of its inputs, += if written[]: another reader of
+// that row has already stored its gradient.
+static void backward_row(const Net *net, size_t i, size_t n, bool *written) {
+    const Backend *b = net->backend;
+    const Layer *l = &net->layers[i];
+    Work w = work_of(net, i, n, NULL), relu = w, add = w;
+    if (n == 0 || l->fused) {
+        written[l->input] = true;
+        return;
+    }
+    relu.din = w.dout; // in place
+    if (l->relu_backward)
+        b->layers[RELU].backward(relu);
+    add.din = l->residual ? gradient(net, l->residual) : NULL;
+    if (add.din && add.din != w.dout) { // not the same memory
+        add.accumulate = written[l->residual - net->layers];
+        b->layers[ADD].backward(add);
+    }
+    if (l->residual)
+        written[l->residual - net->layers] = true;
+    w.accumulate = written[l->input];
+    if (net->flops && b->flops)
+        net->flops[i] = b->flops(w);
+    if (w.din || l->weights)
+        b->layers[l->kind].backward(w);
+    written[l->input] = true;
+}
+
+static void gradients_ready(struct Comm *c, size_t first); // section 10
+
+// loss.backward(): from the gradient of the last row to those of all parameters
+static void backward(Net *net, size_t n) {
+    bool written[MAX_LAYERS] = {false};
+    mark_row(net, BACKWARD_MARKS + net->count);
+    for (size_t i = net->count - 1; i > 0; i--) {
+        backward_row(net, i, n, written);
+        mark_row(net, BACKWARD_MARKS + i);
+        if (net->comm && net->layers[i].weights)
+            gradients_ready(net->comm, net->layers[i].weight);
+    }
+}
+
+static double mean(const real *numbers, size_t n) {
+    double sum = 0;
+    for (size_t i = 0; i < n; i++)
+        sum += (double)numbers[i];
+    return sum / (double)n;
+}
+
+/* F.nll_loss(): the mean over the batch. In training, labels are smoothed and the gradient of the
+   last row is stored for backward(). */
+static double loss_and_gradient(Net *net, size_t n, bool training) {
+    const Layer *last = last_layer(net);
+    net->backend->nll_loss(net->losses, training ? gradient(net, last) : NULL, output(net, last),
+                           net->labels, n, n * (1 + net->others), net->classes,
+                           training ? net->settings->label_smoothing : 0);
+    net->backend->copy(net->host[0], net->losses, n * sizeof(real));
+    return mean(net->host[0], n);
+}
+
+// confusion[label][predicted class] += 1 for each image; returns how many are right
+static size_t count_predictions(const Net *net, const Batch *batch, size_t *confusion) {
+    const real *logp = net->host[0];
+    size_t correct = 0, classes = net->classes;
+    net->backend->copy(net->host[0], output(net, last_layer(net)),
+                       batch->n * classes * sizeof(real));
+    for (size_t i = 0; i < batch->n; i++, logp += classes) {
+        size_t best = 0;
+        for (size_t k = 1; k < classes; k++)
+            best = logp[k] > logp[best] ? k : best;
+        confusion[batch->labels[i] * classes + best]++;
+        correct += best == batch->labels[i];
+    }
+    return correct;
+}
+
+// A loss that is not finite ends the run; the message names the first row that is not.
+static void check_loss(const Net *net, const Batch *batch, double loss) {
+    if (isfinite(loss))
+        return;
+    for (size_t i = 0; i < net->count; i++) {
+        const Layer *l = &net->layers[i];
+        size_t count = l->fused ? 0 : batch->n * shape_size(l->pool ? l->pool->out : l->out);
+        real *values = must_alloc(count * sizeof *values, "a copy of the outputs");
+        char what[64];
+        net->backend->copy(values, output(net, l), count * sizeof *values);
+        describe_layer(l, what, sizeof what);
+        if (first_not_finite(values, count) < count)
+            die(1,
+                "epoch %zu, step %zu: the loss is %g; the first output that is not finite "
+                "is in row %zu (%s%s%s); try a smaller --lr",
+                batch->draw.epoch, batch->number + 1, loss, i, l->name, *l->name ? ": " : "", what);
+        free(values);
+    }
+    die(1, "epoch %zu, step %zu: the loss is %g; try a smaller --lr", batch->draw.epoch,
+        batch->number + 1, loss);
+}
+
+/* ==== 7. Optimizers and schedules ================================================================
+
+   An optimizer makes one pass over the flat arena of all parameters, regardless of layers. With the
+   optimizers, the CPU's backend is complete, and stands here too. */
+
+/* Adadelta (Zeiler, arXiv:1212.5701), as PyTorch computes it:
+   square_avg = rho * square_avg + (1 - rho) * grad^2
+   delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * grad
+   acc_delta = rho * acc_delta + (1 - rho) * delta^2;   param -= lr * delta
+   where grad includes weight_decay * param */
+static void adadelta(Update u) {
+    const real rho = (real).9, rest = (real)(1 - .9), eps = (real)1e-6, lr = (real)u.lr;
+    const real decay = (real)u.weight_decay;
+    real *square_avg = u.state[0], *acc_delta = u.state[1];
+    PARALLEL_FOR
+    for (size_t i = 0; i < u.count; i++) {
+        real g = u.grad[i] + decay * u.param[i];
+        real square = square_avg[i] = rho * square_avg[i] + rest * g * g;
+        real delta = SQRT(acc_delta[i] + eps) / SQRT(square + eps) * g;
+        acc_delta[i] = rho * acc_delta[i] + rest * delta * delta;
+        u.param[i] -= lr * delta;
+    }
+}
+
+/* grad includes weight_decay * param;   buffer = momentum * buffer + grad
+   param -= lr * (nesterov ? grad + momentum * buffer : buffer).   No momentum: no buffer.
+   (Sutskever et al., "On the importance of initialization and momentum", ICML 2013, as PyTorch.) */
+static void sgd(Update u) {
+    const real lr = (real)u.lr, momentum = (real)u.momentum, decay = (real)u.weight_decay;
+    PARALLEL_FOR
+    for (size_t i = 0; i < u.count; i++) {
+        real g = u.grad[i] + decay * u.param[i], step = g;
+        if (momentum > 0) {
+            step = u.state[0][i] = momentum * u.state[0][i] + g;
+            step = u.nesterov ? g + momentum * step : step;
+        }
+        u.param[i] -= lr * step;
+    }
+}
+
+// ---- The backend of the CPU
+
+static void cpu_describe(Device *d) {
+    snprintf(d->name, sizeof d->name, "cpu");
+    d->memory = memory_bytes();
+}
+
+static void cpu_copy(void *to, const void *from, size_t bytes) {
+    memcpy(to, from, bytes);
+}
+
+// Nothing is queued on a CPU.
+static void cpu_synchronize(void) {}
+
+// The vector width of the instruction set that this program is compiled for, and the number of sums
+// that fit into a core's vector registers, with space for operands.
+#if defined(__AVX512F__)
+enum { VECTOR_BYTES = 64, VECTOR_SUMS = 24 };
+#elif defined(__AVX__)
+enum { VECTOR_BYTES = 32, VECTOR_SUMS = 12 };
+#elif defined(__aarch64__)
+enum { VECTOR_BYTES = 16, VECTOR_SUMS = 24 };
+#else
+enum { VECTOR_BYTES = 16, VECTOR_SUMS = 12 };
+#endif
+enum { LANES = VECTOR_BYTES / sizeof(real) };
+typedef real vec __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(real)), may_alias));
+
+#ifdef __clang__
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 36")
+#endif
+// A loop unrolled by the compiler, so that an array indexed by i is kept in registers.
+#define UNROLLED(i, count) \
+    UNROLL                 \
+    for (size_t i = 0; i < (count); i++)
+
+/* The peak rate of multiply-adds of this program's vectors, with independent sums in registers:
+   GFLOP/s, the best of 10 runs; takes about 30 ms. */
+static double cpu_peak_gflops(void) {
+    enum { STEPS = 400000, REPEATS = 10 };
+    double best = 0;
+    for (int repeat = 0; repeat < REPEATS; repeat++) {
+        double begin = now(), threads = 0;
+        real kept = 0;
+        PARALLEL_SUMS(kept, threads) {
+            vec sums[VECTOR_SUMS], factor = (vec){0} + (real)0.999, term = (vec){0} + (real)0.001;
+            UNROLLED(i, VECTOR_SUMS)
+                sums[i] = (vec){0} + (real)i;
+            for (int step = 0; step < STEPS; step++)
+                UNROLLED(i, VECTOR_SUMS)
+                    sums[i] = sums[i] * factor + term;
+            UNROLLED(i, VECTOR_SUMS)
+                kept += sums[i][0];
+            threads += 1;
+        }
+        double flops = threads * STEPS * VECTOR_SUMS * LANES * 2. / (now() - begin);
+        if (kept > 0 && flops > best) // kept: prevents dead-code elimination
+            best = flops;
+    }
+    return best / 1e9;
+}
+
+static _Thread_local double cpu_marks[MARKS]; // times, since nothing is queued
+
+static void cpu_mark(size_t i) {
+    cpu_marks[i] = now();
+}
+
+static double cpu_elapsed(size_t from, size_t to) {
+    return cpu_marks[to] - cpu_marks[from];
+}
+
+static void cpu_receive(size_t device, real *to, const real *from, size_t count, bool add,
+                        real *buffer) {
+    (void)device, (void)buffer;
+    if (!add)
+        memcpy(to, from, count * sizeof *to);
+    for (size_t i = 0; i < count && add; i++)
+        to[i] += from[i];
+}
+
+static size_t scratch_size_naive(const Layer *l, size_t n) {
+    (void)n;
+    return l->kind == BATCHNORM2D                   ? (2 * BN_SLICES + 3) * l->in.c
+           : l->kind == CONV2D || l->kind == LINEAR ? l->weights
+                                                    : 0;
+}
+
+#define CPU_BACKEND(conv_forward, conv_backward, conv_fuses, pool_forward)                     \
+    .name = "cpu", .describe = cpu_describe,                                                   \
+    .layers = {[CONV2D] = {conv_forward, conv_backward, conv_fuses},                           \
+               [LINEAR] = {conv_forward, conv_backward, conv_fuses},                           \
+               [BATCHNORM2D] = {batchnorm2d_forward, batchnorm2d_backward, true},              \
+               [RELU] = {relu_forward, relu_backward, false},                                  \
+               [MAXPOOL2D] = {pool_forward, maxpool2d_backward, false},                        \
+               [AVGPOOL2D] = {avgpool2d_forward, avgpool2d_backward, false},                   \
+               [ADD] = {add_forward, add_backward, true},                                      \
+               [DROPOUT] = {dropout_forward, dropout_backward, false},                         \
+               [LOG_SOFTMAX] = {log_softmax_forward, log_softmax_backward, false}},            \
+    .nll_loss = nll_loss, .adadelta = adadelta, .sgd = sgd, .alloc = zeroed_alloc,             \
+    .release = free, .copy = cpu_copy, .receive = cpu_receive, .synchronize = cpu_synchronize, \
+    .mark = cpu_mark, .elapsed = cpu_elapsed, .peak_gflops = cpu_peak_gflops
+
+static const Backend naive_backend = {
+    CPU_BACKEND(conv2d_forward_naive, conv2d_backward_naive, false, maxpool2d_forward_naive),
+    .kernels = "naive",
+    .scratch_size = scratch_size_naive,
+};
+
+#if !defined(CNN_NO_KERNELS) && defined(__has_include)
+#if __has_include("cnn_kernels.c")
+#include "cnn_kernels.c" // fills fast_backend
+#define CNN_FAST
+#endif
+#endif
+
+// The CPU's backends, the best one last.
+static const Backend *const cpu_backends[] = {
+    &naive_backend,
+#ifdef CNN_FAST
+    &fast_backend,
+#endif
+};
+enum { CPU_BACKENDS = sizeof cpu_backends / sizeof *cpu_backends };
+
+// ---- Optimizers
+
+typedef struct Optimizer {
+    const char *name;
+    double lr;             // the default
+    const char *states[2]; // what it keeps for each parameter, by PyTorch's names
+} Optimizer;
+
+static const Optimizer optimizers[] = {
+    {"adadelta", 1.0, {"square_avg", "acc_delta"}},
+    {"sgd", 0.01, {"momentum_buffer", NULL}},
+};
+enum { OPTIMIZERS = sizeof optimizers / sizeof *optimizers };
+
+/* optimizer.step(): one call for all parameters, which are one arena; with --optimizer-launch
+   per-tensor one call per tensor, as frameworks once did, to measure what that costs on a GPU. */
+static void optimizer_step(const Optimizer *o, const Net *net, real *state, double lr) {
+    const Settings *s = net->settings;
+    const bool whole = strcmp(s->optimizer_launch, "per-tensor") != 0;
+    void (*step)(Update u) = o->states[1] ? net->backend->adadelta : net->backend->sgd;
+    for (size_t i = 0; i < (whole ? 1 : 2 * net->count); i++) {
+        const Layer *l = &net->layers[i / 2];
+        size_t first = whole ? 0 : i % 2 ? l->bias : l->weight;
+        size_t count = whole ? net->param_size : i % 2 ? l->biases : l->weights;
+        if (count > 0)
+            step((Update){.param = net->params + first,
+                          .grad = net->grads + first,
+                          .state = {state + first, state + net->param_size + first},
+                          .count = count,
+                          .lr = lr,
+                          .momentum = s->momentum,
+                          .weight_decay = s->weight_decay,
+                          .nesterov = s->nesterov});
+    }
+}
+
+static size_t count_states(const Optimizer *o, const Settings *s) {
+    bool none = strcmp(o->name, "sgd") == 0 && s->momentum == 0;
+    return none ? 0 : o->states[1] ? 2 : 1;
+}
+
+// The number of milestones in "60,120,160" that are at most `epochs`
+static int milestones_passed(const char *milestones, size_t epochs) {
+    int passed = 0;
+    for (const char *at = milestones; *at; at += strcspn(at, ","), at += *at == ',')
+        passed += strtoul(at, NULL, 10) <= epochs;
+    return passed;
+}
+
+/* The learning rate of a step; epochs and steps count from 0. After e epochs (not counting those of
+   the warm-up, in which the rate grows with each step up to lr):
+     step        lr * gamma^(e / step_size)                          StepLR
+     multistep   lr * gamma^(milestones passed)                      MultiStepLR
+     cosine      lr * (1 + cos(pi * e / epochs)) / 2                 CosineAnnealingLR */
+static double learning_rate(const Settings *s, size_t epoch, size_t step, size_t steps_per_epoch) {
+    if (epoch < s->warmup_epochs)
+        return s->lr * (double)(epoch * steps_per_epoch + step + 1) /
+               (double)(s->warmup_epochs * steps_per_epoch);
+    size_t e = epoch - s->warmup_epochs;
+    if (strcmp(s->schedule, "step") == 0)
+        return s->lr * pow(s->gamma, (double)(e / s->step_size));
+    if (strcmp(s->schedule, "multistep") == 0)
+        return s->lr * pow(s->gamma, milestones_passed(s->milestones, e));
+    return s->lr * (1 + cos(M_PI * (double)e / (double)(s->epochs - s->warmup_epochs))) / 2;
+}
+
+/* ==== 8. Datasets ================================================================================
+
+   Images stay bytes in memory, as they are on disk; the loader normalises them. Files are not
+   trusted: every count is checked against the file's real size before it is used. */
+
+// A data file, plain or read through `gzip -dc`, which needs no library.
 typedef struct DataFile {
     char path[PATH_SIZE], remedy[128];
     FILE *stream;
-    pid_t gzip; // 0 for a plain file
+    bool gzip;
 } DataFile;
 
-static void bad_file(const DataFile *f, const char *format, ...)
-    __attribute__((format(printf, 2, 3), noreturn));
-
-static void bad_file(const DataFile *f, const char *format, ...) {
+static _Noreturn FORMAT(2) void bad_file(const DataFile *f, const char *format, ...) {
     char what[512];
     va_list args;
     va_start(args, format);
     vsnprintf(what, sizeof what, format, args);
     va_end(args);
     die(1, "%s: %s; %s", f->path, what, f->remedy);
-}
-
-// The gzip program, its output as a stream: no library needed to read Debian's packages.
-static void open_gzip(DataFile *f) {
-    int ends[2];
-    if (pipe(ends) != 0)
-        file_fail("cannot open a pipe for", f->path);
-    f->gzip = fork();
-    if (f->gzip == 0) {
-        dup2(ends[1], STDOUT_FILENO);
-        close(ends[0]);
-        close(ends[1]);
-        execlp("gzip", "gzip", "-dc", "--", f->path, (char *)NULL);
-        _exit(127);
-    }
-    close(ends[1]);
-    f->stream = f->gzip > 0 ? fdopen(ends[0], "rb") : NULL;
-    if (!f->stream)
-        file_fail("cannot start gzip for", f->path);
 }
 
 // Finds DIR/FILE or DIR/FILE.gz; false if there is neither.
@@ -633,25 +2199,25 @@ static void data_open(DataFile *f, const char *dir, const char *file, const char
     if (!data_path(f->path, dir, file))
         die(1, "%s: expected %s or %s.gz there, found neither; run: data/get_data.sh %s", dir, file,
             file, dataset);
+    size_t length = strlen(f->path);
+    f->gzip = length > 3 && strcmp(f->path + length - 3, ".gz") == 0;
     f->stream = fopen(f->path, "rb");
+    if (f->stream && f->gzip) {
+        fclose(f->stream);
+        setenv("CNN_FILE", f->path, 1); // so that the shell does not interpret it
+        f->stream = popen("exec gzip -dc -- \"$CNN_FILE\"", "r");
+    }
     if (!f->stream)
         file_fail("cannot read", f->path);
-    size_t length = strlen(f->path);
-    if (length > 3 && strcmp(f->path + length - 3, ".gz") == 0) {
-        fclose(f->stream);
-        open_gzip(f);
-    }
 }
 
 static void data_close(DataFile *f) {
-    fclose(f->stream);
-    int status = 0;
-    if (f->gzip && waitpid(f->gzip, &status, 0) == f->gzip && status != 0) {
-        if (WIFEXITED(status) && WEXITSTATUS(status) == 127)
-            die(1, "%s: the gzip program is not installed; install it or run: gunzip -k %s",
-                f->path, f->path);
+    int status = f->gzip ? pclose(f->stream) : fclose(f->stream);
+    if (WIFEXITED(status) && WEXITSTATUS(status) == 127)
+        die(1, "%s: the gzip program is not installed; install it or run: gunzip -k %s", f->path,
+            f->path);
+    if (status != 0)
         bad_file(f, "gzip cannot read it");
-    }
 }
 
 static void read_exactly(DataFile *f, void *to, size_t bytes, size_t offset, size_t expected) {
@@ -659,8 +2225,26 @@ static void read_exactly(DataFile *f, void *to, size_t bytes, size_t offset, siz
     if (got == bytes)
         return;
     if (f->gzip)
-        data_close(f); // if gzip itself failed, its reason is the better one
+        data_close(f); // reports a failure of gzip instead
     bad_file(f, "truncated: expected %zu bytes, found %zu", expected, offset + got);
+}
+
+// Returns the first `kept` of `count` records and closes the file, whose whole length is checked.
+static uint8_t *read_records(DataFile *f, size_t header_bytes, size_t bytes, size_t count,
+                             size_t kept) {
+    const size_t expected = header_bytes + count * bytes; // at most 2^32 * 2^12: cannot overflow
+    struct stat info; // checked before memory is allocated for what the header claims
+    if (!f->gzip && fstat(fileno(f->stream), &info) == 0 && (size_t)info.st_size != expected)
+        bad_file(f, "expected %zu bytes for %zu items, found %lld", expected, count,
+                 (long long)info.st_size);
+    uint8_t *records = must_alloc(kept * bytes, "images"), skipped[4096];
+    for (size_t i = 0; i < count; i++)
+        read_exactly(f, i < kept ? records + i * bytes : skipped, bytes, header_bytes + i * bytes,
+                     expected);
+    if (fgetc(f->stream) != EOF)
+        bad_file(f, "too long: expected %zu bytes for %zu items, found more", expected, count);
+    data_close(f);
+    return records;
 }
 
 static uint32_t big_endian(const uint8_t b[4]) {
@@ -674,9 +2258,9 @@ static void check_label(const DataFile *f, size_t label, size_t classes, size_t 
 }
 
 /* An IDX file: magic number 0x0801 (labels) or 0x0803 (images), the sizes of its 1 or 3 dimensions,
-   all big-endian, then bytes. item: the size that each image must have; all zero: labels. Reads the
-   first `limit` items, checks the length of all; returns the whole file's count. */
-static size_t read_idx(DataFile *f, uint8_t **items, size_t *kept, size_t limit, Shape item) {
+   all big-endian, then bytes. item: the expected size of an image; all zero: labels. Keeps at most
+   *kept items and sets *kept to their number; returns the whole file's count. */
+static size_t read_idx(DataFile *f, uint8_t **items, size_t *kept, Shape item) {
     bool images = item.h > 0;
     uint32_t magic = images ? 0x0803 : 0x0801;
     size_t header_bytes = images ? 16 : 8, item_bytes = images ? item.h * item.w : 1;
@@ -690,25 +2274,10 @@ static size_t read_idx(DataFile *f, uint8_t **items, size_t *kept, size_t limit,
         bad_file(f, "expected images of %zu x %zu pixels, found %u x %u", item.h, item.w,
                  big_endian(header + 8), big_endian(header + 12));
     size_t count = big_endian(header + 4);
-    size_t expected = header_bytes + count * item_bytes; // below 2^32 * 2^10: cannot overflow
-    if (count == 0)
-        bad_file(f, "expected at least one item, found 0");
-    if (count > 10000000)
-        bad_file(f, "expected at most 10000000 items, found %zu", count);
-    struct stat info;
-    if (!f->gzip && fstat(fileno(f->stream), &info) == 0 && (size_t)info.st_size != expected)
-        bad_file(f, "expected %zu bytes for %zu items, found %lld", expected, count,
-                 (long long)info.st_size);
-    *kept = min_size(count, limit);
-    *items = must_alloc(*kept * item_bytes, "images");
-    read_exactly(f, *items, *kept * item_bytes, header_bytes, expected);
-    for (size_t i = *kept; i < count; i++) {
-        uint8_t skipped[4096];
-        read_exactly(f, skipped, item_bytes, header_bytes + i * item_bytes, expected);
-    }
-    if (fgetc(f->stream) != EOF)
-        bad_file(f, "too long: expected %zu bytes, found more", expected);
-    data_close(f);
+    if (count == 0 || count > 10000000)
+        bad_file(f, "expected 1 to 10000000 items, found %zu", count);
+    *kept = min_size(count, *kept);
+    *items = read_records(f, header_bytes, item_bytes, count, *kept);
     return count;
 }
 
@@ -716,11 +2285,11 @@ static size_t read_idx(DataFile *f, uint8_t **items, size_t *kept, size_t limit,
 static void read_idx_set(Dataset *data, const char *dir, const char *const *files, size_t limit) {
     const DatasetInfo *info = data->info;
     DataFile images, labels;
+    size_t kept = data->count = limit;
     data_open(&images, dir, files[0], info->name);
     data_open(&labels, dir, files[1], info->name);
-    size_t kept;
-    size_t n_images = read_idx(&images, &data->images, &data->count, limit, info->shape);
-    size_t n_labels = read_idx(&labels, &data->labels, &kept, limit, (Shape){0});
+    size_t n_images = read_idx(&images, &data->images, &data->count, info->shape);
+    size_t n_labels = read_idx(&labels, &data->labels, &kept, (Shape){0});
     if (n_images != n_labels)
         bad_file(&labels, "expected a label for each of the %zu images, found %zu", n_images,
                  n_labels);
@@ -728,55 +2297,42 @@ static void read_idx_set(Dataset *data, const char *dir, const char *const *file
         check_label(&labels, data->labels[i], info->classes, i);
 }
 
-/* One file of CIFAR: records of a label (CIFAR-100: a coarse one of 20, then the fine one that we
-   take), and 3 x 32 x 32 bytes, channel by channel. Keeps at most `limit` images in all. */
-static void read_cifar(Dataset *data, const char *dir, const char *file, size_t records,
-                       size_t limit) {
-    enum { PIXELS = 32 * 32 };
-    DataFile f;
-    uint8_t record[2 + 3 * PIXELS];
-    size_t label_bytes = data->info->classes == 100 ? 2 : 1, bytes = label_bytes + 3 * PIXELS;
-    data_open(&f, dir, file, data->info->name);
-    for (size_t i = 0; i < records; i++) {
-        read_exactly(&f, record, bytes, i * bytes, records * bytes);
-        if (label_bytes == 2)
-            check_label(&f, record[0], 20, i);
-        check_label(&f, record[label_bytes - 1], data->info->classes, i);
-        if (data->count == limit)
-            continue;
-        uint8_t *image = data->images + data->count * 3 * PIXELS;
-        for (size_t pixel = 0; pixel < 3 * PIXELS; pixel++)
-            image[pixel] = record[label_bytes + pixel % 3 * PIXELS + pixel / 3];
-        data->labels[data->count++] = record[label_bytes - 1];
-    }
-    if (fgetc(f.stream) != EOF)
-        bad_file(&f, "too long: expected %zu bytes for %zu images, found more", records * bytes,
-                 records);
-    data_close(&f);
-}
-
+/* CIFAR's files: records of a label (CIFAR-100: a coarse one of 20, then the fine one, which is
+   used), and 3 x 32 x 32 bytes, channel by channel, which become NHWC. */
 static void read_cifar_set(Dataset *data, const char *dir, const char *const *files, size_t limit) {
-    bool train = files == data->info->files[0];
-    size_t parts = 0, count = train ? data->info->train : data->info->test;
+    enum { PIXELS = 32 * 32 };
+    const DatasetInfo *info = data->info;
+    const size_t labels = info->classes == 100 ? 2 : 1;
+    size_t parts = 0, count = files == info->files[0] ? info->train : info->test;
     while (files[parts])
         parts++;
-    data->images = must_alloc(min_size(count, limit) * shape_size(data->info->shape), "images");
+    data->images = must_alloc(min_size(count, limit) * 3 * PIXELS, "images");
     data->labels = must_alloc(min_size(count, limit), "labels");
-    for (size_t i = 0; i < parts; i++)
-        read_cifar(data, dir, files[i], count / parts, limit);
+    for (size_t part = 0; part < parts; part++) {
+        DataFile f;
+        data_open(&f, dir, files[part], info->name);
+        uint8_t *records = read_records(&f, 0, labels + 3 * PIXELS, count / parts, count / parts);
+        uint8_t *at = records;
+        for (size_t i = 0; i < count / parts; i++, at += labels + 3 * PIXELS) {
+            check_label(&f, at[0], labels == 2 ? 20 : info->classes, i);
+            check_label(&f, at[labels - 1], info->classes, i);
+            if (data->count == limit)
+                continue;
+            for (size_t k = 0; k < 3 * PIXELS; k++)
+                data->images[data->count * 3 * PIXELS + k] = at[labels + k % 3 * PIXELS + k / 3];
+            data->labels[data->count++] = at[labels - 1];
+        }
+        free(records);
+    }
 }
 
-#define IDX_FILES                                                 \
-    read_idx_set, {                                               \
-        {"train-images-idx3-ubyte", "train-labels-idx1-ubyte"}, { \
-            "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"    \
-        }                                                         \
-    }
 // clang-format off
+#define IDX_FILES {{"train-images-idx3-ubyte", "train-labels-idx1-ubyte"}, \
+                   {"t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"}}
 static const DatasetInfo dataset_infos[] = {
-    // the constants of MNIST serve both, as in the handouts' script
-    {"mnist", {28, 28, 1}, 10, 60000, 10000, {.1307}, {.3081}, IDX_FILES, NULL},
-    {"fashion-mnist", {28, 28, 1}, 10, 60000, 10000, {.1307}, {.3081}, IDX_FILES,
+    // both are normalised with the constants of MNIST, as in PyTorch's example
+    {"mnist", {28, 28, 1}, 10, 60000, 10000, {.1307}, {.3081}, read_idx_set, IDX_FILES, NULL},
+    {"fashion-mnist", {28, 28, 1}, 10, 60000, 10000, {.1307}, {.3081}, read_idx_set, IDX_FILES,
      "t-shirt trouser pullover dress coat sandal shirt sneaker bag boot"},
     {"cifar10", {32, 32, 3}, 10, 50000, 10000, {.4914, .4822, .4465}, {.2470, .2435, .2616},
      read_cifar_set, {{"data_batch_1.bin", "data_batch_2.bin", "data_batch_3.bin",
@@ -804,11 +2360,24 @@ static const DatasetInfo *find_dataset_info(const char *name) {
     return NULL;
 }
 
-/* Made-up images, for machines without data. Each class has a glyph, a patch of waves drawn from
-   Philox; an image shows the glyph of its class, dark or bright, near its middle, under noise and
-   over a fainter glyph of another class. Since a glyph and its negative mean the same class, no
-   linear model can tell classes apart; convolutions and ReLUs can. The images never depend on
-   --seed. */
+/* A dataset as a model sees it: synthetic images have the shape of the model's native dataset, and
+   some models have a normalisation of their own. */
+static DatasetInfo dataset_for(const Model *model, const char *name) {
+    bool synthetic = strcmp(name, "synthetic") == 0;
+    DatasetInfo info = *find_dataset_info(synthetic ? model->native : name);
+    for (size_t c = 0; c < 3 && info.shape.c == 3 && (model->half || synthetic); c++)
+        info.mean[c] = info.std[c] = .5;
+    if (synthetic) {
+        info.name = "synthetic";
+        info.class_names = NULL;
+    }
+    return info;
+}
+
+/* Synthetic images, for machines without data. Each class has a glyph, a patch of waves drawn from
+   Philox; an image shows the glyph of its class, dark or bright, near its middle, with noise and a
+   fainter glyph of another class. Since a glyph and its negative mean the same class, no linear
+   model can separate the classes; convolutions and ReLUs can. --seed does not change the images. */
 enum { GLYPH = 14, WAVES = 3, SHIFT = 2 };
 static const uint64_t synthetic_seed = 2022;
 
@@ -830,27 +2399,22 @@ static void draw_glyph(float glyph[], size_t class, size_t channels) {
     }
 }
 
-static void add_glyph(float *image, const float *glyph, Shape s, size_t top, size_t left,
-                      float strength) {
-    for (size_t y = 0; y < GLYPH; y++)
-        for (size_t i = 0; i < GLYPH * s.c; i++)
-            image[((top + y) * s.w + left) * s.c + i] += strength * glyph[y * GLYPH * s.c + i];
-}
-
 static void draw_synthetic(uint8_t *out, uint8_t *label, const float *glyphs,
                            const DatasetInfo *info, uint32_t index) {
     Shape s = info->shape;
     size_t size = shape_size(info->shape), glyph_size = GLYPH * GLYPH * s.c;
     float image[size];
     memset(image, 0, sizeof image);
-    for (uint32_t layer = 0; layer < 2; layer++) { // a distractor, then the glyph that counts
+    for (uint32_t layer = 0; layer < 2; layer++) { // a distractor, then the glyph of the label
         uint32_t r[4];
         philox4x32(r, layer, index, 1, DRAW_SYNTHETIC, synthetic_seed);
         size_t class = r[0] % info->classes;
         size_t top = (s.h - GLYPH) / 2 - SHIFT + r[1] % (2 * SHIFT + 1);
         size_t left = (s.w - GLYPH) / 2 - SHIFT + r[2] % (2 * SHIFT + 1);
         float strength = (layer ? 80 : 25) * (r[3] & 1 ? 1.f : -1.f);
-        add_glyph(image, glyphs + class * glyph_size, s, top, left, strength);
+        for (size_t i = 0; i < glyph_size; i++)
+            image[((top + i / (GLYPH * s.c)) * s.w + left) * s.c + i % (GLYPH * s.c)] +=
+                strength * glyphs[class * glyph_size + i];
         *label = (uint8_t) class;
     }
     for (size_t i = 0; i < size; i += 16) {
@@ -874,37 +2438,29 @@ static void make_synthetic(Dataset *data, bool train, size_t limit) {
     for (size_t class = 0; class < info->classes; class ++)
         draw_glyph(glyphs + class * glyph_size, class, info->shape.c);
     PARALLEL_FOR
-    for (size_t i = 0; i < data->count; i++) // the test set is numbered behind the training set
+    for (size_t i = 0; i < data->count; i++) // the test set is numbered after the training set
         draw_synthetic(data->images + i * shape_size(info->shape), data->labels + i, glyphs, info,
                        (uint32_t)(i + (train ? 0 : info->train)));
     free(glyphs);
 }
 
-static bool has_dataset(const char *dir, const char *name) {
-    char path[PATH_SIZE];
-    return data_path(path, dir, find_dataset_info(name)->files[0][0]);
-}
-
-// Where a dataset's files are: DIR and DIR/NAME with --data DIR, else the usual folders.
+// Finds the folder of a dataset's files: DIR or DIR/NAME with --data DIR, else the usual ones.
 static bool find_data_dir(char dir[PATH_SIZE], const char *name, const char *data_option) {
-    char beside[PATH_SIZE] = "./cnn"; // the executable's folder
+    char path[PATH_SIZE], beside[PATH_SIZE] = "./cnn"; // the executable's folder
+    const char *file = find_dataset_info(name)->files[0][0];
+    const bool given = *data_option != 0;
     ssize_t length = readlink("/proc/self/exe", beside, sizeof beside - 8);
     if (length > 0)
         beside[length] = 0;
     strcat(dirname(beside), "/data");
-    const char *roots[] = {"data", beside, "/usr/share/datasets"};
-    for (size_t i = 0; !*data_option && i < sizeof roots / sizeof *roots; i++) {
+    const char *roots[] = {given ? data_option : "data", beside, "/usr/share/datasets"};
+    for (size_t i = 0; i < (given ? 1 : 3); i++) {
         join_path(dir, roots[i], name);
-        if (has_dataset(dir, name))
+        if (data_path(path, dir, file))
             return true;
     }
-    if (!*data_option)
-        return false;
-    join_path(dir, data_option, name);
-    if (has_dataset(dir, name))
-        return true;
     snprintf(dir, PATH_SIZE, "%s", data_option);
-    return has_dataset(dir, name);
+    return given && data_path(path, dir, file);
 }
 
 static void free_dataset(Dataset *data) {
@@ -912,14 +2468,14 @@ static void free_dataset(Dataset *data) {
     free(data->labels);
 }
 
-/* ==== 4. Loader =================================================================================
+/* ==== 9. Loader ==================================================================================
 
-   W worker threads fill a ring of batches ahead of the training loop. Which images a batch holds,
-   and in which order batches are handed out, is settled by the permutation alone: W changes
-   nothing but the waiting. Threads and memory are made once, before the first step. */
+   W worker threads fill a ring of batches ahead of the training loop. The content and the order of
+   the batches depend on the permutation alone: W changes only how long the loop waits. Threads and
+   memory are created once, before the first step. */
 
-/* Augmentation: another view of each image in each epoch. The function gets one image as bytes and
-   draws from Philox by (seed, epoch, position in the epoch), so workers change nothing. */
+/* Augmentation: another variant of each image in each epoch. The function gets one image as bytes
+   and draws from Philox by (seed, epoch, position in the epoch), whichever worker calls it. */
 typedef void Augment(uint8_t *out, const uint8_t *in, Shape s, const Draw *draw);
 
 // A byte of an image; black outside of it, where row or column have wrapped around below 0.
@@ -963,12 +2519,12 @@ static void blur(float *to, const float *from, Shape s, bool rows) {
 }
 
 /* Elastic distortion (Simard, Steinkraus, Platt, "Best practices for convolutional neural
-   networks", ICDAR 2003): every pixel is fetched from a place nearby, which a random field, blurred
-   with sigma = 4 and scaled by alpha = 34 pixels, tells; bilinear between four pixels. fmaf()
-   rounds once, wherever it runs: so a GPU makes the same images. */
+   networks", ICDAR 2003): moves each pixel by a random field, blurred with sigma = 4 and scaled by
+   alpha = 34 pixels, with bilinear interpolation. fmaf() rounds once on every machine, so a GPU
+   makes the same images. */
 static void augment_elastic(uint8_t *out, const uint8_t *in, Shape s, const Draw *draw) {
     size_t pixels = s.h * s.w;
-    float field[2][pixels], blurred[pixels]; // how far down, how far to the right
+    float field[2][pixels], blurred[pixels]; // displacements in y and in x
     for (size_t f = 0; f < 2; f++) {
         for (size_t i = 0; i < pixels; i += 4) {
             uint32_t r[4];
@@ -1002,39 +2558,33 @@ static const struct {
                      [AUGMENT_ELASTIC] = {"elastic", augment_elastic}};
 enum { AUGMENTATIONS = sizeof augmentations / sizeof *augmentations };
 
-typedef struct Batch {
-    real *images;        // [n][h][w][c], normalised
-    uint8_t *labels;     // [n]
-    real *device_images; // where the backend reads them: the same on a CPU, copies on a GPU
-    uint8_t *device_labels;
-    const Resident
-        *resident;    // instead of images: the data set lies on the device; NULL: it does not
-    Draw draw;        // seed, epoch, and the first image's position in it
-    size_t n, number; // how many images; number of the batch, from 0
-} Batch;
-
-// Where a loader's batches go, and how.
+// Where a loader puts its batches.
 typedef struct Placement {
     const Backend *backend;
     size_t device;
     bool pinned, resident;
-    size_t rank, others; // of the ranks that share each batch, this one; how many more there are
+    size_t rank, others; // of the ranks that share each batch: this one, the number of others
 } Placement;
 
+// The loader of a data set: its ring of batches and the workers that fill them.
 typedef struct Loader {
     const Dataset *data;
     uint32_t *order; // the epoch's permutation: order[position] = image
-    size_t share;    // how many positions of it are this rank's
+    size_t share;    // how many of its positions are this rank's
     size_t batch_size, batches, workers, slots;
-    Batch *ring;            // batch b lies in slot b % slots
+    size_t slot_size;       // elements of a slot's images, with space for a vector load past them
+    Batch *ring;            // batch b is in slot b % slots
     size_t *filled;         // 1 + the number of the batch that a slot holds; 0: none
-    size_t started, handed; // batches that workers have begun; batches that next() has returned
+    size_t started, handed; // batches that workers have begun; that loader_next() has returned
     size_t busy;            // workers that are filling a slot
-    size_t entered;         // workers that have started
+    size_t entered;         // worker threads that are running
     bool quit;
     Augment *augment; // NULL: images as they are
     Draw draw;        // the epoch's seed and number, for the augmentation
     Placement place;
+    Plan plan;
+    real *images, *device_images; // of all slots
+    uint8_t *labels, *device_labels;
     Resident resident;          // the data set on the device, if place.resident
     size_t uploaded, upload_ns; // bytes copied to the device, and how long that took
     pthread_mutex_t lock;
@@ -1043,7 +2593,7 @@ typedef struct Loader {
     real normalised[3][256]; // (byte / 255 - mean) / std, by channel
 } Loader;
 
-// The images and labels of a batch; where the data set is resident, only which ones they are.
+// Fills a batch; if the data set is resident, only with labels and draw.
 static void fill_batch(const Loader *l, Batch *batch, size_t number) {
     Shape s = l->data->info->shape;
     size_t pixels = shape_size(l->data->info->shape), first = number * l->batch_size;
@@ -1070,29 +2620,23 @@ static void fill_batch(const Loader *l, Batch *batch, size_t number) {
     }
 }
 
-// Copies a batch to the device, beside what runs there; returns the bytes.
-static size_t upload_batch(const Loader *l, const Batch *batch) {
-    size_t bytes = batch->n * shape_size(l->data->info->shape) * sizeof(real);
-    if (!l->place.backend->transfer || batch->resident)
-        return 0;
-    l->place.backend->transfer(l->place.device, batch->device_images, batch->images, bytes);
-    l->place.backend->transfer(l->place.device, batch->device_labels, batch->labels, batch->n);
-    return bytes + batch->n;
-}
-
-// Fills the slot of batch `number` and brings it to the device. Workers do this side by side:
-// without the lock.
+// Fills the slot of batch `number` and copies it to the device, while that computes. Called without
+// the lock, so that several workers do it at once.
 static void make_batch(Loader *l, size_t number, size_t worker) {
     Batch *slot = &l->ring[number % l->slots];
+    const Placement *to = &l->place;
     double start = now();
     fill_batch(l, slot, number);
     double filled = now();
-    trace_event(l->place.rank, TRACK_LOADER + worker, "make a batch", start, filled);
-    size_t uploaded = upload_batch(l, slot);
+    trace_event(to->rank, TRACK_LOADER + worker, "make a batch", start, filled);
+    if (!to->backend->transfer || to->resident)
+        return;
+    size_t bytes = slot->n * shape_size(l->data->info->shape) * sizeof(real);
+    to->backend->transfer(to->device, slot->device_images, slot->images, bytes);
+    to->backend->transfer(to->device, slot->device_labels, slot->labels, slot->n);
     double end = now();
-    if (uploaded)
-        trace_event(l->place.rank, TRACK_LOADER + worker, "upload", filled, end);
-    __atomic_fetch_add(&l->uploaded, uploaded, __ATOMIC_RELAXED);
+    trace_event(to->rank, TRACK_LOADER + worker, "upload", filled, end);
+    __atomic_fetch_add(&l->uploaded, bytes + slot->n, __ATOMIC_RELAXED);
     __atomic_fetch_add(&l->upload_ns, (size_t)(1e9 * (end - filled)), __ATOMIC_RELAXED);
 }
 
@@ -1102,7 +2646,7 @@ static void *loader_worker(void *argument) {
     /* LAB 3.1 BEGIN loader_worker */
     pthread_mutex_lock(&l->lock);
     while (!l->quit) {
-        // the batch handed out last is still in use: its slot is not free yet
+        // the training loop still uses one slot, of the batch returned last
         if (l->started == l->batches || l->started >= l->handed + l->slots - 1) {
             pthread_cond_wait(&l->changed, &l->lock);
             continue;
@@ -1121,80 +2665,66 @@ static void *loader_worker(void *argument) {
     return NULL;
 }
 
-// Memory of the device, or die(); place_copy() fills it from the host's.
-static void *place_alloc(const Placement *p, size_t bytes, const char *what) {
-    void *memory = p->backend->alloc(bytes);
-    if (!memory)
-        die(1,
-            "no memory on the device for %s: %.1f MB asked for; a smaller --batch-size needs less",
-            what, (double)bytes / 1e6);
-    return memory;
-}
-
-static void *place_copy(const Placement *p, const void *from, size_t bytes, const char *what) {
-    void *memory = place_alloc(p, bytes, what);
-    p->backend->copy(memory, from, bytes);
-    return memory;
-}
-
-// Puts the data set into the device's memory.
-static void make_resident(Loader *l) {
-    const Dataset *data = l->data;
-    const Placement *p = &l->place;
-    Resident *r = &l->resident;
-    r->shape = data->info->shape;
-    r->images = place_copy(p, data->images, data->count * shape_size(r->shape), "the data set");
-    r->labels = place_copy(p, data->labels, data->count, "the data set");
-    r->normalised = place_copy(p, l->normalised, sizeof l->normalised, "the data set");
-    r->order = place_alloc(p, (data->count + p->others) * sizeof *r->order, "the permutation");
-    while (augmentations[r->augment].augment != l->augment)
-        r->augment++;
-    blur_weights(r->blur);
-}
-
-// A slot of the ring: on the host, and on the device where that has memory of its own.
-static void make_slot(Loader *l, Batch *slot) {
-    const Placement *p = &l->place;
-    size_t bytes = l->batch_size * shape_size(l->data->info->shape) * sizeof(real);
-    bool copied = p->backend->transfer != NULL;
-    slot->resident = p->resident ? &l->resident : NULL;
-    slot->images = p->backend->host_alloc(p->resident ? 0 : bytes, p->pinned);
-    slot->labels = p->backend->host_alloc(l->batch_size, p->pinned);
-    if (!slot->images || !slot->labels)
-        die(1, "no %smemory for a batch: %.1f MB asked for; a smaller --batch-size needs less%s",
-            p->pinned ? "pinned " : "", (double)bytes / 1e6,
-            p->pinned ? ", or --pin-memory off" : "");
-    slot->device_images = slot->images;
-    slot->device_labels = slot->labels;
-    if (copied && !p->resident) {
-        slot->device_images = place_alloc(p, bytes, "a batch");
-        slot->device_labels = place_alloc(p, l->batch_size, "a batch");
+// Plans the memory of a loader of batches of batch_size images; loader_init() follows.
+static void loader_plan(Loader *l, const Dataset *data, size_t batch_size, size_t workers,
+                        Augmentation augment, Placement place) {
+    const size_t image = shape_size(data->info->shape), positions = data->count + place.others;
+    *l = (Loader){.data = data, .batch_size = batch_size, .workers = workers, .place = place};
+    l->lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+    l->changed = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
+    l->augment = augmentations[augment].augment;
+    l->resident = (Resident){.shape = data->info->shape, .augment = augment};
+    l->slots = 2 * workers + 1; // PyTorch's prefetch_factor of 2, and the batch in use
+    l->plan.backend = place.backend;
+    l->slot_size = place.resident ? 0 : aligned(batch_size * image) + ALIGN;
+    const size_t bytes = l->slots * l->slot_size * sizeof(real);
+    const MemoryKind host = place.pinned ? PINNED : HOST;
+    plan_area(&l->plan, &l->images, bytes, host, "loader");
+    plan_area(&l->plan, &l->labels, l->slots * batch_size, host, "loader");
+    plan_area(&l->plan, &l->order, positions * sizeof *l->order, HOST, "loader");
+    if (place.resident) {
+        plan_area(&l->plan, &l->resident.images, data->count * image, DEVICE, "data set");
+        plan_area(&l->plan, &l->resident.labels, data->count, DEVICE, "data set");
+        plan_area(&l->plan, &l->resident.normalised, sizeof l->normalised, DEVICE, "data set");
+        plan_area(&l->plan, &l->resident.order, positions * sizeof *l->order, DEVICE, "data set");
+    } else if (place.backend->transfer) {
+        plan_area(&l->plan, &l->device_images, bytes, DEVICE, "loader");
+        plan_area(&l->plan, &l->device_labels, l->slots * batch_size, DEVICE, "loader");
     }
 }
 
-static void loader_init(Loader *l, const Dataset *data, size_t batch_size, size_t workers,
-                        Augment *augment, Placement place) {
+static void loader_init(Loader *l) {
+    const Dataset *data = l->data;
     const DatasetInfo *info = data->info;
-    *l = (Loader){.data = data, .batch_size = batch_size, .workers = workers, .augment = augment};
-    l->place = place;
-    l->started = l->batches = ceil_div(ceil_div(data->count, 1 + place.others), batch_size);
-    l->slots = 2 * workers + 1; // PyTorch's prefetch_factor of 2, and the batch in use
-    l->order = must_alloc((data->count + place.others) * sizeof *l->order, "the permutation");
+    Resident *r = &l->resident;
+    const size_t image = shape_size(info->shape);
+    plan_alloc(&l->plan);
+    // workers wait until loader_start()
+    l->started = l->batches = ceil_div(ceil_div(data->count, 1 + l->place.others), l->batch_size);
     l->ring = must_alloc(l->slots * sizeof *l->ring, "the loader");
     l->filled = must_alloc(l->slots * sizeof *l->filled, "the loader");
-    l->threads = must_alloc(workers * sizeof *l->threads, "the loader");
+    l->threads = must_alloc(l->workers * sizeof *l->threads, "the loader");
     for (size_t c = 0; c < info->shape.c; c++)
         for (int byte = 0; byte < 256; byte++)
             l->normalised[c][byte] = ((real)byte / 255 - (real)info->mean[c]) / (real)info->std[c];
-    if (place.resident)
-        make_resident(l);
-    for (size_t s = 0; s < l->slots; s++)
-        make_slot(l, &l->ring[s]);
-    pthread_mutex_init(&l->lock, NULL);
-    pthread_cond_init(&l->changed, NULL);
-    for (size_t w = 0; w < workers; w++)
+    if (l->place.resident) {
+        l->place.backend->copy((void *)r->images, data->images, data->count * image);
+        l->place.backend->copy((void *)r->labels, data->labels, data->count);
+        l->place.backend->copy((void *)r->normalised, l->normalised, sizeof l->normalised);
+        blur_weights(r->blur);
+    }
+    for (size_t s = 0; s < l->slots; s++) {
+        Batch *slot = &l->ring[s];
+        const size_t first = s * l->batch_size;
+        slot->resident = l->place.resident ? r : NULL;
+        slot->images = l->images + s * l->slot_size;
+        slot->labels = l->labels + first;
+        slot->device_images = l->device_images ? l->device_images + s * l->slot_size : slot->images;
+        slot->device_labels = l->device_labels ? l->device_labels + first : slot->labels;
+    }
+    for (size_t w = 0; w < l->workers; w++)
         if (pthread_create(&l->threads[w], NULL, loader_worker, l) != 0)
-            die(1, "cannot start loader worker %zu of %zu; use fewer --workers", w + 1, workers);
+            die(1, "cannot start loader worker %zu of %zu; use fewer --workers", w + 1, l->workers);
 }
 
 // Fisher-Yates: every permutation is equally likely. Draw i depends on seed, epoch and i only.
@@ -1210,13 +2740,13 @@ static void shuffle(uint32_t *order, size_t count, uint64_t seed, size_t epoch) 
     }
 }
 
-/* Starts an epoch with its batch number `first`: shuffled for training; epoch 0 means in the order
-   of the file, for testing. Rank r of N takes the positions r, r + N, ...; for training, the first
-   images come again at the end, so that all ranks have equally many (as DistributedSampler). */
+/* Starts an epoch at its batch number `first`: shuffled for training; epoch 0, for testing, keeps
+   the order of the file. Rank r of N has the positions r, r + N, ...; in training, the first images
+   are repeated at the end, so that all ranks have equally many (as DistributedSampler does). */
 static void loader_start(Loader *l, uint64_t seed, size_t epoch, size_t first) {
     const size_t count = l->data->count, rank = l->place.rank, ranks = 1 + l->place.others;
     pthread_mutex_lock(&l->lock);
-    l->started = l->batches = 0; // stops the workers, if an epoch was left early
+    l->started = l->batches = 0; // stops the workers, if an epoch ended early
     while (l->busy > 0)
         pthread_cond_wait(&l->changed, &l->lock);
     for (size_t i = 0; i < count; i++)
@@ -1237,7 +2767,7 @@ static void loader_start(Loader *l, uint64_t seed, size_t epoch, size_t first) {
     pthread_mutex_unlock(&l->lock);
 }
 
-// The next batch, valid until the call after; NULL when the epoch is over.
+// The next batch, valid until the next call; NULL when the epoch is over.
 static const Batch *loader_next(Loader *l) {
     const Batch *batch = NULL;
     /* LAB 3.2 BEGIN loader_next */
@@ -1254,12 +2784,6 @@ static const Batch *loader_next(Loader *l) {
     return batch;
 }
 
-// The bytes that the workers have copied to the device, and how long they were at it in all.
-static double loader_traffic(const Loader *l, double *seconds) {
-    *seconds = 1e-9 * (double)__atomic_load_n(&l->upload_ns, __ATOMIC_RELAXED);
-    return (double)__atomic_load_n(&l->uploaded, __ATOMIC_RELAXED);
-}
-
 static void loader_free(Loader *l) {
     pthread_mutex_lock(&l->lock);
     l->quit = true;
@@ -1267,3095 +2791,36 @@ static void loader_free(Loader *l) {
     pthread_mutex_unlock(&l->lock);
     for (size_t w = 0; w < l->workers; w++)
         pthread_join(l->threads[w], NULL);
-    const Placement *p = &l->place;
-    for (size_t s = 0; s < l->slots; s++) {
-        const Batch *slot = &l->ring[s];
-        if (slot->device_images != slot->images) {
-            p->backend->release(slot->device_images);
-            p->backend->release(slot->device_labels);
-        }
-        p->backend->host_release(slot->images, p->pinned);
-        p->backend->host_release(slot->labels, p->pinned);
-    }
-    if (p->resident) {
-        p->backend->release((void *)l->resident.images);
-        p->backend->release((void *)l->resident.labels);
-        p->backend->release((void *)l->resident.normalised);
-        p->backend->release(l->resident.order);
-    }
-    pthread_mutex_destroy(&l->lock);
-    pthread_cond_destroy(&l->changed);
-    free(l->order);
+    plan_free(&l->plan);
     free(l->ring);
     free(l->filled);
     free(l->threads);
 }
 
-/* ==== 5. Layers on the CPU ======================================================================
+/* ==== 10. Data parallelism =======================================================================
 
-   Every layer stands here as its definition, a few loops that say what it computes; the tests take
-   these for the truth. Those called _naive have a fast version in the next room (_fast).
-
-   Gradients: dX is the derivative of the loss by X. A backward receives dout and writes dweight
-   and dbias with =, and din with = or, if accumulate, with +=. Every sum is split by shapes, never
-   by the number of threads, and taken in one fixed order: the result has the same bits for any
-   --threads. */
-
-enum { OUTSIDE = -1 };
-
-// Which input pixel (row * w + column) output pixel (y, x) meets at a tap, or OUTSIDE.
-static ptrdiff_t met_pixel(const Layer *l, size_t y, size_t x, size_t tap) {
-    size_t iy = y * l->stride + tap / l->kernel - l->padding; // wraps around above the first row
-    size_t ix = x * l->stride + tap % l->kernel - l->padding;
-    return iy < l->in.h && ix < l->in.w ? (ptrdiff_t)(iy * l->in.w + ix) : OUTSIDE;
-}
-
-/* out[n][y][x][k] = bias[k] + sum over i, j, c of
-                          in[n][y * s + i - padding][x * s + j - padding][c] * weight[i][j][c][k]
-   where s is the stride and pixels outside of the image count as 0.
-   Shapes: in [n][h][w][c], out [n][oh][ow][k]. bias may be NULL: there is none.
-   A linear layer is the same on 1 pixel: out[n][k] = bias[k] + sum of in[n][c] * weight[c][k]. */
-static void conv2d_forward_naive(real *out, const real *in, const real *weight, const real *bias,
-                                 const Layer *l, size_t n, real *scratch) {
-    (void)scratch;
-    Shape I = l->in, O = l->out;
-    /* LAB 1.1 BEGIN conv2d_forward_naive */
-    PARALLEL_FOR
-    for (size_t pixel = 0; pixel < n * O.h * O.w; pixel++) {
-        size_t image = pixel / (O.h * O.w), y = pixel / O.w % O.h, x = pixel % O.w;
-        for (size_t k = 0; k < O.c; k++) {
-            real sum = bias ? bias[k] : 0;
-            for (size_t tap = 0; tap < l->kernel * l->kernel; tap++) {
-                ptrdiff_t met = met_pixel(l, y, x, tap);
-                for (size_t c = 0; met != OUTSIDE && c < I.c; c++)
-                    sum += in[(image * I.h * I.w + (size_t)met) * I.c + c] *
-                           weight[(tap * I.c + c) * O.c + k];
-            }
-            out[pixel * O.c + k] = sum;
-        }
-    }
-    /* LAB 1.1 END */
-}
-
-/* dbias[k]            = sum over n, y, x of dout[n][y][x][k]
-   dweight[i][j][c][k] = sum over n, y, x of
-                         dout[n][y][x][k] * in[n][y * s + i - padding][x * s + j - padding][c]
-   din[n][iy][ix][c]   = sum over i, j, k of dout[n][y][x][k] * weight[i][j][c][k]
-                         where iy = y * s + i - padding, ix likewise.   din may be NULL.
-   din += instead, if accumulate. Without a bias there is no dbias. */
-static void conv2d_backward_naive(real *din, real *dweight, real *dbias, const real *dout,
-                                  const real *in, const real *weight, const Layer *l, size_t n,
-                                  bool accumulate, real *scratch) {
-    (void)scratch;
-    Shape I = l->in, O = l->out;
-    /* LAB 1.2 BEGIN conv2d_backward_naive */
-    memset(dbias, 0, l->biases * sizeof *dbias);
-    for (size_t i = 0; l->biases && i < n * shape_size(O); i++)
-        dbias[i % O.c] += dout[i];
-    PARALLEL_FOR
-    for (size_t row = 0; row < l->kernel * l->kernel * I.c; row++) {
-        size_t tap = row / I.c, c = row % I.c;
-        real *sums = dweight + row * O.c;
-        memset(sums, 0, O.c * sizeof *sums);
-        for (size_t pixel = 0; pixel < n * O.h * O.w; pixel++) {
-            ptrdiff_t met = met_pixel(l, pixel / O.w % O.h, pixel % O.w, tap);
-            size_t image = pixel / (O.h * O.w);
-            for (size_t k = 0; met != OUTSIDE && k < O.c; k++)
-                sums[k] += in[(image * I.h * I.w + (size_t)met) * I.c + c] * dout[pixel * O.c + k];
-        }
-    }
-    /* LAB 1.2 END */
-    if (!din)
-        return;
-    /* LAB 1.3 BEGIN conv2d_backward_naive */
-    PARALLEL_FOR
-    for (size_t image = 0; image < n; image++) {
-        real *d = din + image * shape_size(I);
-        memset(d, 0, accumulate ? 0 : shape_size(I) * sizeof *d);
-        for (size_t y = 0; y < O.h; y++)
-            for (size_t x = 0; x < O.w; x++)
-                for (size_t tap = 0; tap < l->kernel * l->kernel; tap++) {
-                    ptrdiff_t met = met_pixel(l, y, x, tap);
-                    const real *from = dout + ((image * O.h + y) * O.w + x) * O.c;
-                    for (size_t c = 0; met != OUTSIDE && c < I.c; c++)
-                        for (size_t k = 0; k < O.c; k++)
-                            d[(size_t)met * I.c + c] += from[k] * weight[(tap * I.c + c) * O.c + k];
-                }
-    }
-    /* LAB 1.3 END */
-}
-
-// out = max(in, 0); a NaN stays a NaN. In place, if out is in
-static void relu_forward(real *out, const real *in, size_t count) {
-    PARALLEL_FOR
-    for (size_t i = 0; i < count; i++)
-        out[i] = in[i] < 0 ? 0 : in[i];
-}
-
-// din = dout where out > 0, else 0 (+= if accumulate); in place, if din is dout
-static void relu_backward(real *din, const real *dout, const real *out, size_t count,
-                          bool accumulate) {
-    PARALLEL_FOR
-    for (size_t i = 0; i < count; i++)
-        din[i] = (out[i] > 0 ? dout[i] : 0) + (accumulate ? din[i] : 0);
-}
-
-/* out[n][y][x][c] = max over i, j < kernel of in[n][y * stride + i - padding][...][c], and argmax
-   = i * kernel + j of the first such maximum. Pixels outside of the image are never the maximum. */
-static void maxpool2d_forward_naive(real *out, uint8_t *argmax, const real *in, const Layer *l,
-                                    size_t n) {
-    Shape I = l->in, O = l->out;
-    /* LAB 1.4 BEGIN maxpool2d_forward_naive */
-    PARALLEL_FOR
-    for (size_t image = 0; image < n; image++)
-        for (size_t y = 0; y < O.h; y++)
-            for (size_t x = 0; x < O.w; x++) {
-                size_t at = ((image * O.h + y) * O.w + x) * O.c;
-                real *restrict best = out + at;
-                uint8_t *restrict arg = argmax + at;
-                for (size_t c = 0; c < O.c; c++) {
-                    best[c] = -INFINITY;
-                    arg[c] = 0;
-                }
-                for (size_t tap = 0; tap < l->kernel * l->kernel; tap++) {
-                    ptrdiff_t met = met_pixel(l, y, x, tap);
-                    if (met == OUTSIDE)
-                        continue;
-                    const real *pixel = in + (image * I.h * I.w + (size_t)met) * I.c;
-                    for (size_t c = 0; c < O.c; c++) {
-                        bool larger = pixel[c] > best[c] || pixel[c] != pixel[c]; // a NaN wins
-                        best[c] = larger ? pixel[c] : best[c];
-                        arg[c] = larger ? (uint8_t)tap : arg[c];
-                    }
-                }
-            }
-    /* LAB 1.4 END */
-}
-
-// din = 0 unless accumulate, then din[the pixel that was the maximum] += dout
-static void maxpool2d_backward(real *din, const real *dout, const uint8_t *argmax, const Layer *l,
-                               size_t n, bool accumulate) {
-    Shape I = l->in, O = l->out;
-    /* LAB 1.5 BEGIN maxpool2d_backward */
-    PARALLEL_FOR
-    for (size_t image = 0; image < n; image++) {
-        real *d = din + image * shape_size(I);
-        memset(d, 0, accumulate ? 0 : shape_size(I) * sizeof *d);
-        for (size_t y = 0; y < O.h; y++)
-            for (size_t x = 0; x < O.w; x++) {
-                size_t at = ((image * O.h + y) * O.w + x) * O.c;
-                for (size_t tap = 0; tap < l->kernel * l->kernel; tap++) {
-                    ptrdiff_t met = met_pixel(l, y, x, tap);
-                    if (met == OUTSIDE)
-                        continue;
-                    real *restrict pixel = d + (size_t)met * I.c;
-                    for (size_t c = 0; c < O.c; c++)
-                        pixel[c] += argmax[at + c] == tap ? dout[at + c] : 0;
-                }
-            }
-    }
-    /* LAB 1.5 END */
-}
-
-// out[n][c] = mean over y, x of in[n][y][x][c]
-static void avgpool2d_forward(real *out, const real *in, const Layer *l, size_t n) {
-    size_t channels = l->in.c, pixels = l->in.h * l->in.w;
-    PARALLEL_FOR
-    for (size_t image = 0; image < n; image++) {
-        real *restrict to = out + image * channels;
-        memset(to, 0, channels * sizeof *to);
-        for (size_t i = 0; i < pixels; i++)
-            for (size_t c = 0; c < channels; c++)
-                to[c] += in[(image * pixels + i) * channels + c];
-        for (size_t c = 0; c < channels; c++)
-            to[c] /= (real)pixels;
-    }
-}
-
-// din[n][y][x][c] = dout[n][c] / (h * w), or += if accumulate
-static void avgpool2d_backward(real *din, const real *dout, const Layer *l, size_t n,
-                               bool accumulate) {
-    size_t channels = l->in.c, pixels = l->in.h * l->in.w;
-    PARALLEL_FOR
-    for (size_t i = 0; i < n * pixels; i++)
-        for (size_t c = 0; c < channels; c++)
-            din[i * channels + c] = dout[i / pixels * channels + c] / (real)pixels +
-                                    (accumulate ? din[i * channels + c] : 0);
-}
-
-// out += in, then ReLU if asked: a residual join, and a sum of gradients
-static void add_arrays(real *out, const real *in, size_t count, bool relu) {
-    const real least = relu ? 0 : -(real)INFINITY;
-    PARALLEL_FOR
-    for (size_t i = 0; i < count; i++) {
-        real sum = out[i] + in[i];
-        out[i] = sum < least ? least : sum;
-    }
-}
-
-/* ---- BatchNorm ---------------------------------------------------------------------------------
-
-   (Ioffe, Szegedy, "Batch normalization", ICML 2015, as PyTorch computes it.) Per channel c, over
-   the m = n * h * w pixels of the batch:
-     mean = sum of in / m                     variance = sum of (in - mean)^2 / m
-     out = (in - mean) * scale + bias         scale = weight / sqrt(variance + eps)
-     running = (1 - momentum) * running + momentum * (mean, or variance * m / (m - 1))
-   An add behind it is done in one: out += residual, its other input; a ReLU behind these likewise.
-   Evaluation takes the running statistics instead of the batch's. stats holds four rows of c
-   numbers: running mean, running variance, and mean and 1 / sqrt(variance + eps) for the backward.
-   Sums are taken over slices of the pixels, which do not depend on the number of threads. */
-
-enum { BN_SLICES = 32 };
-static const double bn_eps = 1e-5, bn_momentum = 0.1;
-
-typedef struct Slice {
-    size_t first, last; // pixels [first, last)
-} Slice;
-
-static Slice bn_slice(size_t slice, size_t pixels) {
-    return (Slice){pixels * slice / BN_SLICES, pixels * (slice + 1) / BN_SLICES};
-}
-
-/* sums[0][c] = mean over a slice, sums[1][c] = sum of the squared distances from it (Chan, Golub,
-   LeVeque, "Updating formulae", 1979), joined from short pieces, read twice while in the cache. */
-static void bn_slice_statistics(real *restrict sums, const real *restrict in, Slice s,
-                                size_t channels) {
-    enum { PIECE = 16 };
-    real *restrict squares = sums + channels, mean[channels], more[channels];
-    memset(sums, 0, 2 * channels * sizeof *sums);
-    for (size_t first = s.first; first < s.last; first += PIECE) {
-        size_t last = min_size(first + PIECE, s.last);
-        real before = (real)(first - s.first), n = (real)(last - first);
-        memset(mean, 0, sizeof mean);
-        memset(more, 0, sizeof more);
-        for (size_t i = first; i < last; i++)
-            for (size_t c = 0; c < channels; c++)
-                mean[c] += in[i * channels + c];
-        for (size_t c = 0; c < channels; c++)
-            mean[c] /= n;
-        for (size_t i = first; i < last; i++)
-            for (size_t c = 0; c < channels; c++) {
-                real d = in[i * channels + c] - mean[c];
-                more[c] += d * d;
-            }
-        for (size_t c = 0; c < channels; c++) {
-            real d = mean[c] - sums[c];
-            squares[c] += more[c] + d * d * (before * n / (before + n));
-            sums[c] += d * (n / (before + n));
-        }
-    }
-}
-
-// Joins the slices of channel c in the same way.
-static void bn_join_statistics(real *stats, const real *sums, size_t pixels, size_t channels,
-                               size_t c) {
-    double mean = 0, squares = 0, count = 0;
-    for (size_t slice = 0; slice < BN_SLICES; slice++, sums += 2 * channels) {
-        Slice s = bn_slice(slice, pixels);
-        double more = (double)(s.last - s.first), d = (double)sums[c] - mean;
-        if (more == 0)
-            continue;
-        squares += (double)sums[channels + c] + d * d * count * more / (count + more);
-        mean += d * more / (count + more);
-        count += more;
-    }
-    double unbiased = squares / (count > 1 ? count - 1 : 1);
-    stats[c] = (real)((1 - bn_momentum) * (double)stats[c] + bn_momentum * mean);
-    stats += channels;
-    stats[c] = (real)((1 - bn_momentum) * (double)stats[c] + bn_momentum * unbiased);
-    stats[channels + c] = (real)mean;
-    stats[2 * channels + c] = (real)(1 / sqrt(squares / count + bn_eps));
-}
-
-static void batchnorm2d_forward(real *out, real *stats, const real *in, const real *weight,
-                                const real *bias, const real *residual, const Layer *l, size_t n,
-                                bool training, real *scratch) {
-    size_t channels = l->in.c, pixels = n * l->in.h * l->in.w;
-    PARALLEL_TURNS(slice, training ? BN_SLICES : 0)
-        bn_slice_statistics(scratch + slice * 2 * channels, in, bn_slice(slice, pixels), channels);
-    real *restrict scale = scratch + BN_SLICES * 2 * channels, *restrict shift = scale + channels;
-    PARALLEL_FOR
-    for (size_t c = 0; c < channels; c++) {
-        if (training)
-            bn_join_statistics(stats, scratch, pixels, channels, c);
-        real mean = stats[training ? 2 * channels + c : c];
-        scale[c] = weight[c] * (training ? stats[3 * channels + c]
-                                         : 1 / SQRT(stats[channels + c] + (real)bn_eps));
-        shift[c] = bias[c] - mean * scale[c];
-    }
-    real least = (l->add ? l->add : l)->fused_relu ? 0 : -(real)INFINITY;
-    PARALLEL_FOR
-    for (size_t i = 0; i < pixels; i++) {
-        const real *restrict from = in + i * channels;
-        real *restrict to = out + i * channels;
-        for (size_t c = 0; c < channels; c++) {
-            real value = from[c] * scale[c] + shift[c];
-            if (residual)
-                value += residual[i * channels + c];
-            to[c] = value < least ? least : value;
-        }
-    }
-}
-
-/* dbias = sum of dout      dweight = sum of dout * x, where x = (in - mean) / sqrt(variance + eps)
-   din = weight / sqrt(variance + eps) * (dout - dbias / m - x * dweight / m), or += if accumulate;
-   din may be NULL */
-static void batchnorm2d_backward(real *din, real *dweight, real *dbias, const real *dout,
-                                 const real *in, const real *stats, const real *weight,
-                                 const Layer *l, size_t n, bool accumulate, real *scratch) {
-    size_t channels = l->in.c, pixels = n * l->in.h * l->in.w;
-    const real *restrict mean = stats + 2 * channels, *restrict inverse = mean + channels;
-    PARALLEL_TURNS(slice, BN_SLICES) {
-        Slice s = bn_slice(slice, pixels);
-        real *restrict sums = scratch + slice * 2 * channels, *restrict products = sums + channels;
-        memset(sums, 0, 2 * channels * sizeof *sums);
-        for (size_t i = s.first; i < s.last; i++)
-            for (size_t c = 0; c < channels; c++) {
-                real d = dout[i * channels + c];
-                sums[c] += d;
-                products[c] += d * (in[i * channels + c] - mean[c]);
-            }
-    }
-    real *restrict a = scratch + BN_SLICES * 2 * channels; // din = a * dout + b * (in - mean) + e
-    real *restrict b = a + channels, *restrict e = b + channels;
-    PARALLEL_FOR
-    for (size_t c = 0; c < channels; c++) {
-        double sum = 0, product = 0;
-        for (size_t slice = 0; slice < BN_SLICES; slice++) {
-            sum += (double)scratch[slice * 2 * channels + c];
-            product += (double)scratch[(slice * 2 + 1) * channels + c];
-        }
-        dbias[c] = (real)sum;
-        dweight[c] = (real)product * inverse[c];
-        a[c] = weight[c] * inverse[c];
-        b[c] = -a[c] * inverse[c] * dweight[c] / (real)pixels;
-        e[c] = -a[c] * dbias[c] / (real)pixels;
-    }
-    PARALLEL_FOR
-    for (size_t i = 0; i < (din ? pixels : 0); i++) {
-        const real *restrict x = in + i * channels, *restrict d = dout + i * channels;
-        real *restrict to = din + i * channels;
-        for (size_t c = 0; c < channels; c++)
-            to[c] = a[c] * d[c] + b[c] * (x[c] - mean[c]) + e[c] + (accumulate ? to[c] : 0);
-    }
-}
-
-/* out = in / (1 - p), or 0 with probability p; mask tells which. One Philox block serves 8 elements
-   with 16 bits each, so p is rounded to 1/65536. Element e of the image at position q draws from
-   (seed, layer, epoch, q, e). (Srivastava et al., "Dropout", JMLR 2014; inverted as in PyTorch.) */
-static void dropout_forward(real *out, uint8_t *mask, const real *in, const Layer *l, size_t n,
-                            uint32_t stream, const Draw *draw) {
-    enum { BLOCK = 8, BLOCKS = 16 }; // 16 blocks at a time, for the compiler to vectorise
-    size_t size = l->out.h * l->out.w * l->out.c;
-    real scale = 1 / (1 - l->p);
-    uint32_t threshold = (uint32_t)lround((double)l->p * 65536);
-    PARALLEL_TURNS(image, n)
-        for (size_t start = 0; start < size; start += BLOCK * BLOCKS) {
-            uint32_t bits[BLOCKS][4];
-            for (size_t b = 0; b < BLOCKS; b++)
-                philox4x32(bits[b], (uint32_t)(start / BLOCK + b),
-                           (uint32_t)position_of(*draw, image), (uint32_t)draw->epoch, stream,
-                           draw->seed);
-            uint16_t draws[BLOCK * BLOCKS];
-            memcpy(draws, bits, sizeof draws);
-            size_t at = image * size + start, count = min_size(size - start, BLOCK * BLOCKS);
-            for (size_t i = 0; i < count; i++) {
-                mask[at + i] = draws[i] >= threshold;
-                out[at + i] = draws[i] >= threshold ? in[at + i] * scale : 0;
-            }
-        }
-}
-
-// din = dout / (1 - p) where the mask is set, else 0; += if accumulate
-static void dropout_backward(real *din, const real *dout, const uint8_t *mask, const Layer *l,
-                             size_t n, bool accumulate) {
-    real scale = 1 / (1 - l->p);
-    size_t count = n * l->out.h * l->out.w * l->out.c;
-    PARALLEL_FOR
-    for (size_t i = 0; i < count; i++)
-        din[i] = dout[i] * (mask[i] ? scale : 0) + (accumulate ? din[i] : 0);
-}
-
-// out[k] = in[k] - log(sum over j of exp(in[j])), shifted by the maximum: exp cannot overflow
-static void log_softmax_forward(real *out, const real *in, size_t n, size_t classes) {
-    for (size_t image = 0; image < n; image++, in += classes, out += classes) {
-        real largest = -INFINITY, sum = 0;
-        for (size_t k = 0; k < classes; k++)
-            largest = in[k] > largest ? in[k] : largest;
-        for (size_t k = 0; k < classes; k++)
-            sum += (real)exp((double)(in[k] - largest));
-        real log_sum = largest + (real)log((double)sum);
-        for (size_t k = 0; k < classes; k++)
-            out[k] = in[k] - log_sum;
-    }
-}
-
-// din[k] = dout[k] - softmax[k] * sum over j of dout[j], where softmax = exp(out)
-static void log_softmax_backward(real *din, const real *dout, const real *out, size_t n,
-                                 size_t classes) {
-    /* LAB 1.6 BEGIN log_softmax_backward */
-    for (size_t image = 0; image < n; image++, din += classes, dout += classes, out += classes) {
-        real sum = 0;
-        for (size_t k = 0; k < classes; k++)
-            sum += dout[k];
-        for (size_t k = 0; k < classes; k++)
-            din[k] = dout[k] - (real)exp((double)out[k]) * sum;
-    }
-    /* LAB 1.6 END */
-}
-
-/* Negative log-likelihood with label smoothing e (Szegedy et al., arXiv:1512.00567, section 7; 0:
-   none). One loss an image, of which the batch's loss is the mean:
-     losses[i] = sum over k of target[k] * -logp[i][k],  target[k] = e / classes (+ 1 - e at label)
-   dlogp[i][k] = -target[k] / batch, the images of the whole batch; dlogp may be NULL. */
-static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t *labels, size_t n,
-                     size_t batch, size_t classes, double smoothing) {
-    const real elsewhere = (real)(smoothing / (double)classes);
-    const real at_label = (real)(1 - smoothing) + elsewhere;
-    for (size_t i = 0; i < n; i++, logp += classes) {
-        losses[i] = -at_label * logp[labels[i]];
-        for (size_t k = 0; k < classes && smoothing > 0; k++)
-            losses[i] -= k == labels[i] ? 0 : elsewhere * logp[k];
-        for (size_t k = 0; k < classes && dlogp; k++)
-            *dlogp++ = -(k == labels[i] ? at_label : elsewhere) / (real)batch;
-    }
-}
-
-/* ==== 5b. Fast convolutions on the CPU ==========================================================
-
-   The same results as the definitions, to rounding, near the limit of the machine. */
-
-/* ---- One register tile -------------------------------------------------------------------------
-
-   A CPU core of today does its arithmetic in vector registers: 16 floats at a time with AVX-512, 8
-   with AVX2, 4 with NEON. It multiplies and adds faster than it loads, so numbers that were loaded
-   must be used several times. The tile is how: hold a block of outputs, ROWS x up to VECTORS
-   vectors, in registers, and for each step of the sum load ROWS numbers a and VECTORS vectors b,
-   then do ROWS * VECTORS multiply-adds
-                                   acc[i][j] += a[i] * b[j].
-   With 6 x 4 vectors that is 24 multiply-adds for 10 loads, and 24 independent sums, enough to hide
-   the 4 cycles that each takes. What a and b are makes it one pass or the other:
-
-     forward         rows: 6 output pixels    b: 4 vectors of weights     sum: taps, channels in
-     data gradient   rows: 6 input pixels     b: 4 vectors of weights^T   sum: taps, channels out
-     weight gradient rows: 6 channels in      b: 4 vectors of dout        sum: all pixels
-
-   A filter's taps are its kernel * kernel positions. gather[pixel][tap] tells which input pixel an
-   output pixel meets at a tap, or OUTSIDE; scatter is the same, seen from the input pixel. So
-   stride, padding and borders are settled in two tables, made once; the tiles know only lists of
-   addresses. A linear layer is a convolution of 1 x 1 pixel: it takes the same road. */
-
-#if defined(__AVX512F__)
-enum { VECTOR_BYTES = 64, VECTORS = 4 };
-#elif defined(__AVX__)
-enum { VECTOR_BYTES = 32, VECTORS = 2 }; // 16 registers: 12 sums, 2 of b
-#elif defined(__aarch64__)
-enum { VECTOR_BYTES = 16, VECTORS = 4 };
-#else
-enum { VECTOR_BYTES = 16, VECTORS = 2 };
-#endif
-enum {
-    LANES = VECTOR_BYTES / sizeof(real),
-    ROWS = 6,
-    COLUMNS = VECTORS * LANES, // the widest tile
-    MAX_TAPS = 11 * 11,        // the largest kernel: 11 x 11
-    MAX_DEPTH = 1024,          // channels that a tile sums over at a time
-    WEIGHT_BYTES = 256 * 1024, // weights that a pass goes through at a time: they fit L2
-    GROUP_PIXELS = 512,        // pixels that are computed while a panel is in L2
-    FEW = 8,                   // fewer channels: a row of taps is read as one
-    RUN = 11 * FEW,            // the most numbers in such a row
-    SIDE = 6,                  // of a Winograd tile: inputs
-    PLACES = SIDE * SIDE,      // of such a tile
-    BLOCK_TILES = 18,          // Winograd tiles between transforms: 256 channels fit L2
-    GRADIENT_TILES = 36,       // ... and in a weight gradient, which reads its sums each time
-    PAIRS = 128,               // pixels that a weight gradient takes at a time
-    SLICES = 32,               // pieces that a weight gradient is cut into
-    SLICE_ELEMENTS = 2 * 1024 * 1024, // ... as long as their sums take no more than this
-    SLICE_PIXELS = 256,               // ... and each has so many pixels
-    WINOGRAD_SLICE_PIXELS = 1024,     // ... or for each block of columns, by Winograd's transforms
-};
-typedef real vec __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(real)), may_alias));
-// an integer as wide as a real; a comparison of vectors sets all bits of a lane, or none
-typedef __typeof__(__builtin_choose_expr(sizeof(real) == 8, (int64_t)0, (int32_t)0)) lane;
-typedef lane mask __attribute__((vector_size(VECTOR_BYTES)));
-
-#define INLINE static inline __attribute__((always_inline))
-#define NOINLINE static __attribute__((noinline))
-#ifdef __clang__
-#define UNROLL _Pragma("clang loop unroll(full)")
-#else
-#define UNROLL _Pragma("GCC unroll 36")
-#endif
-// A loop written out by the compiler, so that an array indexed by it can live in registers.
-#define UNROLLED(i, count) \
-    UNROLL                 \
-    for (size_t i = 0; i < (count); i++)
-
-// memcpy() of a part of a vector: a half, a quarter, ..., one number, as the bits of its size tell
-INLINE void copy_part(void *to, const void *from, size_t bytes) {
-    UNROLL
-    for (size_t part = VECTOR_BYTES / 2; part >= sizeof(real); part /= 2)
-        if (bytes & part) {
-            memcpy(to, from, part);
-            to = (char *)to + part;
-            from = (const char *)from + part;
-        }
-}
-
-// Loads and stores the first `count` numbers of a vector; all of them, where there are enough.
-INLINE vec load(const real *from, size_t count) {
-    if (count >= LANES)
-        return *(const vec *)from;
-    vec v = {0};
-    copy_part(&v, from, count * sizeof *from);
-    return v;
-}
-
-INLINE void store(real *to, vec v, size_t count) {
-    if (count >= LANES)
-        *(vec *)to = v;
-    else
-        copy_part(to, &v, count * sizeof *to);
-}
-
-INLINE vec relu_vec(vec v) {
-    return (vec)((mask)v & ~(v < 0));
-}
-
-INLINE size_t whole_vectors(size_t count) // numbers of as many vectors as that takes
-{
-    return ceil_div(count, LANES) * LANES;
-}
-
-INLINE size_t left(size_t columns, size_t j) // columns from vector j on
-{
-    return columns > j * LANES ? columns - j * LANES : 0;
-}
-
-// What dot_tile() needs: 6 output pixels, the taps in use, and for each of these 6 input pixels.
-typedef struct DotTile {
-    real *out[ROWS];
-    const real *in[MAX_TAPS][ROWS];
-    size_t tap[MAX_TAPS];
-    size_t taps, depth; // the sum runs over taps * depth terms
-    const real *weight; // [tap][depth][width of the tile]
-    const real *bias;   // NULL: the sum starts from 0
-    size_t column;      // of out and bias
-    size_t pitch;       // from an input pixel to the next
-    bool add, relu;     // add: the sum starts from what out holds
-} DotTile;
-
-// acc[i][j] += a[i][d] * w[j]: one step of the sum
-INLINE void dot_step(const size_t vectors, vec acc[ROWS][4], const real *const a[ROWS], size_t d,
-                     const real *w) {
-    real factor[ROWS];
-    vec b[4];
-    UNROLLED(i, ROWS)
-        factor[i] = a[i][d];
-    UNROLLED(j, vectors)
-        b[j] = *(const vec *)(w + j * LANES);
-    UNROLLED(i, ROWS)
-        UNROLLED(j, vectors)
-            acc[i][j] += factor[i] * b[j];
-}
-
-/* out[i][column + 0 .. columns) =
-       start + sum over taps t, d < depth of in[t][i][d] * weight[tap[t]][d][0 .. columns)
-   A tile of one vector has too few sums to hide the 4 cycles of a multiply-add: it keeps two for
-   each output, of the even d and of the odd. Meanwhile what the next tile reads, most likely, is
-   fetched: the pixels behind these. */
-INLINE void dot_tile(const size_t vectors, const DotTile *t, size_t columns) {
-    const size_t parts = vectors == 1 ? 2 : 1, whole = t->depth / parts * parts;
-    const size_t width = vectors * LANES;
-    vec acc[2][ROWS][4];
-    UNROLLED(j, vectors) {
-        const size_t at = t->column + j * LANES, count = left(columns, j);
-        const vec start = t->bias ? load(t->bias + at, count) : (vec){0};
-        UNROLLED(i, ROWS) {
-            acc[0][i][j] = t->add ? load(t->out[i] + at, count) : start;
-            acc[1][i][j] = (vec){0};
-        }
-    }
-    for (size_t tap = 0; tap < t->taps; tap++) {
-        const real *a[ROWS], *w = t->weight + t->tap[tap] * t->depth * width;
-        UNROLLED(i, ROWS)
-            a[i] = t->in[tap][i];
-        for (size_t d = 0; d < whole; d += parts, w += parts * width) {
-            __builtin_prefetch(a[ROWS - 1] + t->pitch + ROWS * d);
-            UNROLLED(s, parts)
-                dot_step(vectors, acc[s], a, d + s, w + s * width);
-        }
-        if (whole < t->depth)
-            dot_step(vectors, acc[0], a, whole, w);
-    }
-    UNROLLED(i, ROWS)
-        UNROLLED(j, vectors) {
-            vec v = acc[0][i][j];
-            if (parts == 2)
-                v += acc[1][i][j];
-            store(t->out[i] + t->column + j * LANES, t->relu ? relu_vec(v) : v, left(columns, j));
-        }
-}
-
-// One term of a weight gradient: an input pixel and the gradient of the output pixel that it met.
-typedef struct Pair {
-    const real *in, *dout;
-} Pair;
-
-/* dweight[i][0 .. columns) += sum over pairs of in[i] * dout[0 .. columns), for i < rows.
-   Reads whole vectors of dout; what lies behind the columns is dropped. Meanwhile what lies `ahead`
-   of in is fetched. */
-INLINE void outer_tile(const size_t rows, const size_t vectors, real *dweight, size_t stride,
-                       size_t columns, const Pair *pairs, size_t count, size_t row, size_t column,
-                       size_t ahead) {
-    vec acc[ROWS][4];
-    UNROLLED(i, rows)
-        UNROLLED(j, vectors)
-            acc[i][j] = load(dweight + i * stride + j * LANES, left(columns, j));
-    for (size_t p = 0; p < count; p++) {
-        const real *a = pairs[p].in + row, *d = pairs[p].dout + column;
-        vec b[4];
-        __builtin_prefetch(a + ahead);
-        UNROLLED(j, vectors)
-            b[j] = *(const vec *)(d + j * LANES);
-        UNROLLED(i, rows)
-            UNROLLED(j, vectors)
-                acc[i][j] += a[i] * b[j];
-    }
-    UNROLLED(i, rows)
-        UNROLLED(j, vectors)
-            store(dweight + i * stride + j * LANES, acc[i][j], left(columns, j));
-}
-
-/* The compiler keeps acc in registers only if rows and vectors are constants, so each size is a
-   function of its own. Not inlined: several tiles in one function make gcc spill registers. */
-#define DOT_TILE(vectors)                                                \
-    NOINLINE void dot_tile_##vectors(const DotTile *t, size_t columns) { \
-        dot_tile(vectors, t, columns);                                   \
-    }
-#define OUTER_TILE(rows, vectors)                                                              \
-    NOINLINE void outer_tile_##rows##_##vectors(real *dweight, size_t stride, size_t columns,  \
-                                                const Pair *pairs, size_t count, size_t row,   \
-                                                size_t column, size_t ahead) {                 \
-        outer_tile(rows, vectors, dweight, stride, columns, pairs, count, row, column, ahead); \
-    }
-#define TILES(v)     \
-    DOT_TILE(v)      \
-    OUTER_TILE(1, v) \
-    OUTER_TILE(2, v) OUTER_TILE(3, v) OUTER_TILE(4, v) OUTER_TILE(5, v) OUTER_TILE(6, v)
-#define OUTER_TILES(rows) \
-    { outer_tile_##rows##_1, outer_tile_##rows##_2, outer_tile_##rows##_3, outer_tile_##rows##_4 }
-TILES(1)
-TILES(2)
-TILES(3)
-TILES(4)
-typedef void DotTileFunction(const DotTile *t, size_t columns);
-typedef void OuterTileFunction(real *dweight, size_t stride, size_t columns, const Pair *pairs,
-                               size_t count, size_t row, size_t column, size_t ahead);
-static DotTileFunction *const dot_tiles[4] = {dot_tile_1, dot_tile_2, dot_tile_3, dot_tile_4};
-static OuterTileFunction *const outer_tiles[ROWS][4] = {
-    OUTER_TILES(1), OUTER_TILES(2), OUTER_TILES(3), OUTER_TILES(4), OUTER_TILES(5), OUTER_TILES(6)};
-
-/* One pass of a convolution: which way it goes through the pixels, and the sizes as it sees them.
-   Taps that follow each other in a row of the filter meet pixels that follow each other in memory.
-   Where channels are few, such a row is read as one tap, kernel * channels deep. */
-typedef struct Pass {
-    const int32_t *map; // [out_pixels][1 + taps * run]: an output pixel, then what its taps meet
-    Shape in, out;      // in.c channels are summed over, out.c columns are computed
-    size_t taps, run, depth; // run: how many taps of the filter make one of this pass
-    size_t in_pixels, out_pixels;
-    size_t padding;  // of the input, as this pass sees it
-    size_t tile;     // outputs across a Winograd tile: 4 for 3 x 3, 2 for 5 x 5; 0: by convolve()
-    bool inside;     // no tap is ever outside of the image
-    bool transposed; // the weights are stored [tap][column][depth]
-    bool relu;       // store max(sum, 0)
-    bool accumulate; // out +=
-} Pass;
-
-// See "Winograd's convolution" below.
-static bool suits_winograd(const Layer *l, Shape in, Shape out) {
-    return (l->kernel == 3 || l->kernel == 5) && l->stride == 1 && in.c % LANES == 0 &&
-           in.c >= FEW && in.c <= MAX_DEPTH && out.c >= LANES &&
-           out.h * out.w >= 64; // on small maps the transforms cost too much
-}
-
-static Pass make_pass(const Layer *l, const int32_t *map, Shape in, Shape out, size_t run) {
-    return (Pass){.map = map,
-                  .in = in,
-                  .out = out,
-                  .taps = l->kernel * l->kernel / run,
-                  .run = run,
-                  .depth = run * in.c,
-                  .in_pixels = in.h * in.w,
-                  .out_pixels = out.h * out.w,
-                  .tile = run == 1 && suits_winograd(l, in, out) ? SIDE + 1 - l->kernel : 0};
-}
-
-static Pass forward_pass(const Layer *l) {
-    Pass p = make_pass(l, l->gather, l->in, l->out, l->in.c < FEW ? l->kernel : 1);
-    p.padding = l->padding;
-    p.inside = l->padding == 0;
-    p.relu = l->fused_relu;
-    return p;
-}
-
-static Pass backward_pass(const Layer *l, bool accumulate) {
-    Pass p = make_pass(l, l->scatter, l->out, l->in, 1);
-    p.padding = l->kernel - 1 - l->padding; // not below 0, see slide()
-    p.inside = p.padding == 0 && l->stride == 1;
-    p.transposed = true;
-    p.accumulate = accumulate;
-    return p;
-}
-
-// The two maps of a layer. Made once, before the first step.
-static void cpu_prepare(Layer *l) {
-    Shape I = l->in, O = l->out;
-    size_t taps = l->kernel * l->kernel, s = l->stride;
-    l->gather = must_alloc(O.h * O.w * (1 + taps) * sizeof *l->gather, "pixel maps");
-    l->scatter = must_alloc(I.h * I.w * (1 + taps) * sizeof *l->scatter, "pixel maps");
-    int32_t *at = l->gather;
-    for (size_t y = 0; y < O.h; y++)
-        for (size_t x = 0; x < O.w; x++) {
-            *at++ = (int32_t)(y * O.w + x);
-            for (size_t tap = 0; tap < taps; tap++)
-                *at++ = (int32_t)met_pixel(l, y, x, tap);
-        }
-    // With a stride, neighbours meet different taps; pixels that meet the same ones stand together.
-    at = l->scatter;
-    for (size_t phase = 0; phase < s * s; phase++)
-        for (size_t iy = phase / s; iy < I.h; iy += s)
-            for (size_t ix = phase % s; ix < I.w; ix += s) {
-                *at++ = (int32_t)(iy * I.w + ix);
-                for (size_t tap = 0; tap < taps; tap++) {
-                    size_t sy = iy + l->padding - tap / l->kernel;
-                    size_t sx = ix + l->padding - tap % l->kernel;
-                    bool met = sy % s == 0 && sx % s == 0 && sy / s < O.h && sx / s < O.w;
-                    *at++ = met ? (int32_t)(sy / s * O.w + sx / s) : OUTSIDE;
-                }
-            }
-}
-
-// The width of the tiles at a block of columns: whole vectors.
-static size_t block_width(const Pass *p, size_t first) {
-    return whole_vectors(min_size(COLUMNS, p->out.c - first));
-}
-
-/* Which weights the tiles of a pixel sum over at a time: so many columns, from `column` on, and so
-   much of the depth that they stay in L2 while one pixel after the other meets them. Packed, a
-   tile's columns lie in the order of reading: [tap][depth][block_width()]. */
-typedef struct Panel {
-    size_t column, columns;
-    size_t start, depth; // [start, start + depth) of the whole depth
-} Panel;
-
-static size_t panel_depth(const Pass *p) {
-    return min_size(MAX_DEPTH, WEIGHT_BYTES / (p->taps * COLUMNS * sizeof(real)));
-}
-
-static size_t panel_columns(const Pass *p) {
-    size_t rows = p->taps * min_size(p->depth, panel_depth(p));
-    return WEIGHT_BYTES / (rows * COLUMNS * sizeof(real)) * COLUMNS;
-}
-
-static Panel panel_at(const Pass *p, size_t column, size_t columns, size_t start) {
-    return (Panel){.column = column,
-                   .columns = min_size(columns, p->out.c - column),
-                   .start = start,
-                   .depth = min_size(panel_depth(p), p->depth - start)};
-}
-
-// Where a panel's columns from `column` on lie among the packed weights.
-static size_t panel_offset(const Pass *p, Panel panel, size_t column) {
-    return p->taps * (column * p->depth + panel.start * block_width(p, column));
-}
-
-/* to[depth][width] = from[columns][depth], whose rows are pitch long, and zeros behind the columns.
-   A line of the cache at a time, since rows whose pitch is a power of 2 would soon evict it; the
-   next one of a row is fetched meanwhile. */
-static void transpose(real *to, size_t width, const real *from, size_t pitch, size_t columns,
-                      size_t depth) {
-    enum { LINE = 64 / sizeof(real) };
-    for (size_t line = 0; line < depth; line += LINE)
-        for (size_t j = 0; j < width; j++) {
-            __builtin_prefetch(from + j * pitch + line + LINE);
-            for (size_t d = line; d < min_size(line + LINE, depth); d++)
-                to[d * width + j] = j < columns ? from[j * pitch + d] : 0;
-        }
-}
-
-// One tile's columns, from weight[tap][depth][column]; transposed: from [tap][column][depth]
-static void pack_panel(real *packed, const real *weight, const Pass *p, Panel panel) {
-    enum { AHEAD = 8 }; // rows
-    const size_t width = block_width(p, panel.column);
-    for (size_t tap = 0; tap < p->taps; tap++, packed += panel.depth * width) {
-        const real *from = weight + tap * p->depth * p->out.c;
-        if (p->transposed) {
-            from += panel.column * p->depth + panel.start;
-            transpose(packed, width, from, p->depth, panel.columns, panel.depth);
-            continue;
-        }
-        from += panel.start * p->out.c + panel.column;
-        for (size_t d = 0; d < panel.depth; d++)
-            for (size_t j = 0; j < width; j += LANES) {
-                *(vec *)(packed + d * width + j) = load(from + d * p->out.c + j, panel.columns - j);
-                __builtin_prefetch(from + (d + AHEAD) * p->out.c + j);
-            }
-    }
-}
-
-static void pack_weights(real *packed, const real *weight, const Pass *p) {
-    const size_t parts = ceil_div(p->depth, panel_depth(p));
-    PARALLEL_TURNS(i, ceil_div(p->out.c, COLUMNS) * parts) {
-        Panel panel = panel_at(p, i / parts * COLUMNS, COLUMNS, i % parts * panel_depth(p));
-        pack_panel(packed + panel_offset(p, panel, panel.column), weight, p, panel);
-    }
-}
-
-static size_t packed_size(const Pass *p) {
-    return (p->tile ? PLACES : p->taps) * p->depth * whole_vectors(p->out.c);
-}
-
-static const real zeros[MAX_DEPTH]; // what lies outside of an image
-
-// Puts a row of taps together that is partly outside of the image; NULL if all of it is.
-NOINLINE const real *copy_run(const Pass *p, const real *image, const int32_t *met, real *copy) {
-    bool any = false;
-    for (size_t j = 0; j < p->run; j++) {
-        bool inside = met[j] != OUTSIDE;
-        any |= inside;
-        memcpy(copy + j * p->in.c, inside ? image + (size_t)met[j] * p->in.c : zeros,
-               p->in.c * sizeof *copy);
-    }
-    return any ? copy : NULL;
-}
-
-// Where the numbers are that an output pixel meets at a tap; NULL: outside of the image.
-INLINE const real *met_numbers(const Pass *p, const real *image, const int32_t *met, size_t tap,
-                               real *copy) {
-    met += tap * p->run;
-    if (p->run > 1 && (met[0] == OUTSIDE || met[p->run - 1] == OUTSIDE))
-        return copy_run(p, image, met, copy);
-    return met[0] == OUTSIDE ? NULL : image + (size_t)met[0] * p->in.c;
-}
-
-// Lists the taps that any of the tile's pixels meets; taps that all miss cost nothing.
-static void list_met_taps(DotTile *t, const Pass *p, const int32_t *const met[ROWS],
-                          const real *const image[ROWS], real copies[ROWS][11 * RUN]) {
-    t->taps = 0;
-    for (size_t tap = 0; tap < p->taps; tap++) {
-        bool any = false;
-        for (size_t i = 0; i < ROWS; i++) {
-            const real *from =
-                met_numbers(p, image[i], met[i], tap, copies[i] + (p->run > 1 ? tap * RUN : 0));
-            any |= from != NULL;
-            t->in[t->taps][i] = from ? from : zeros;
-        }
-        if (any)
-            t->tap[t->taps++] = tap;
-    }
-}
-
-// The same where no tap is ever missed: each lies as far from the first one for all pixels.
-static void list_all_taps(DotTile *t, const Pass *p, const int32_t *const met[ROWS],
-                          const real *const image[ROWS]) {
-    for (size_t tap = 0; tap < p->taps; tap++) {
-        ptrdiff_t further = (met[0][tap * p->run] - *met[0]) * (ptrdiff_t)p->in.c;
-        for (size_t i = 0; i < ROWS; i++)
-            t->in[tap][i] = image[i] + (size_t)*met[i] * p->in.c + further;
-        t->tap[tap] = tap;
-    }
-    t->taps = p->taps;
-}
-
-/* A panel's part of the sums, for the output pixels of `images` images from `first` on. packed
-   points to the weights of panel.column. */
-static void convolve_panel(real *out, const real *in, const real *packed, const real *bias,
-                           const Pass *p, Panel panel, size_t first, size_t images) {
-    DotTile t = {.depth = panel.depth, .bias = bias, .pitch = p->in.c};
-    t.add = p->accumulate;
-    t.relu = p->relu;
-    real copies[ROWS][11 * RUN];
-    const size_t pixels = images * p->out_pixels, offset = panel_offset(p, panel, panel.column);
-    size_t n = first, pixel = 0; // of the next row of a tile
-    for (size_t q = 0; q < pixels; q += ROWS) {
-        const int32_t *met[ROWS];
-        const real *image[ROWS];
-        for (size_t i = 0; i < ROWS; i++) {
-            met[i] = p->map + pixel * (1 + p->taps * p->run);
-            t.out[i] = out + (n * p->out_pixels + (size_t)*met[i]++) * p->out.c;
-            image[i] = in + n * p->in_pixels * p->in.c + panel.start;
-            pixel += q + i + 1 < pixels; // a short last tile repeats its last pixel
-            if (pixel == p->out_pixels) {
-                pixel = 0;
-                n++;
-            }
-        }
-        if (p->inside)
-            list_all_taps(&t, p, met, image);
-        else
-            list_met_taps(&t, p, met, image, copies);
-        for (size_t c = 0; c < panel.columns; c += COLUMNS) {
-            const size_t columns = min_size(COLUMNS, panel.columns - c);
-            t.column = panel.column + c;
-            t.weight = packed + (panel_offset(p, panel, t.column) - offset);
-            dot_tiles[ceil_div(columns, LANES) - 1](&t, columns);
-        }
-    }
-}
-
-// Output pixels of `images` images from `first` on, `columns` columns from `column` on.
-static void convolve_block(real *out, const real *in, const real *packed, const real *bias,
-                           const Pass *p, size_t first, size_t images, size_t column,
-                           size_t columns) {
-    for (size_t start = 0; start < p->depth; start += panel_depth(p)) {
-        Panel panel = panel_at(p, column, columns, start);
-        Pass part = *p;
-        part.accumulate = start > 0 || p->accumulate;
-        part.relu = p->relu && start + panel.depth == p->depth;
-        convolve_panel(out, in, packed + panel_offset(p, panel, column), bias, &part, panel, first,
-                       images);
-    }
-}
-
-// out[pixel][column] = bias[column] + sum over taps and depth; bias may be NULL
-static void convolve(real *out, const real *in, const real *packed, const real *bias, const Pass *p,
-                     size_t n) {
-    size_t columns = panel_columns(p), images = min_size(n, ceil_div(GROUP_PIXELS, p->out_pixels));
-    while (images > 1 && images * p->out_pixels > 24 &&
-           ceil_div(n, images) * ceil_div(p->out.c, columns) < SLICES)
-        images = ceil_div(images, 2);
-    if (ceil_div(n, images) * ceil_div(p->out.c, columns) < SLICES)
-        columns = COLUMNS; // turns for more threads
-    const size_t blocks = ceil_div(p->out.c, columns);
-    PARALLEL_TURNS(i, ceil_div(n, images) * blocks) {
-        size_t first = i / blocks * images;
-        convolve_block(out, in, packed, bias, p, first, min_size(images, n - first),
-                       i % blocks * columns, columns);
-    }
-}
-
-/* A large linear layer (or 1 x 1 convolution) on few pixels: what takes time is to read weights. So
-   each panel is read once, by the thread that packs it, and the parts of the sums that panels of
-   the same columns give are added up when all are there. The order of a sum depends on this choice,
-   hence on the number of images, but never on that of threads. */
-static bool suits_panels(const Pass *p, size_t n) {
-    size_t panels = ceil_div(p->out.c, COLUMNS) * ceil_div(p->depth, panel_depth(p));
-    return p->taps == 1 && n * p->out_pixels <= GROUP_PIXELS && panels >= 16; // enough for threads
-}
-
-// out = bias + sum of the parts, or out += that of the parts; then the pass's ReLU
-static void add_parts(real *out, const real *parts, const real *bias, const Pass *p, size_t count,
-                      size_t pixels) {
-    const size_t columns = p->out.c, size = pixels * columns;
-    PARALLEL_FOR
-    for (size_t pixel = 0; pixel < pixels; pixel++)
-        for (size_t j = 0; j < columns; j++) {
-            size_t at = pixel * columns + j;
-            real sum = p->accumulate ? out[at] : bias ? bias[j] : 0;
-            for (size_t part = 0; part < count; part++)
-                sum += parts[part * size + at];
-            out[at] = p->relu && sum < 0 ? 0 : sum;
-        }
-}
-
-/* As convolve(), but from weights that are not packed. parts holds those of a deep sum, each
-   [n][pixel][column]: with one tap a panel has MAX_DEPTH rows, so they are no more numbers than the
-   weights. */
-static void convolve_by_panels(real *out, const real *in, const real *weight, const real *bias,
-                               const Pass *p, size_t n, real *parts) {
-    _Static_assert(sizeof(real) * MAX_DEPTH * COLUMNS <= WEIGHT_BYTES, "a panel is MAX_DEPTH deep");
-    _Static_assert(2 * GROUP_PIXELS <= MAX_DEPTH, "parts have no more numbers than the weights");
-    size_t count = ceil_div(p->depth, MAX_DEPTH), blocks = ceil_div(p->out.c, COLUMNS);
-    size_t size = n * p->out_pixels * p->out.c;
-    bool whole = count == 1;
-    Pass pass = *p;
-    pass.relu = p->relu && whole;
-    pass.accumulate = p->accumulate && whole;
-    PARALLEL_TURNS(i, count * blocks) { // a thread reads rows of weights that lie together
-        size_t part = i / blocks;
-        Panel panel = panel_at(p, i % blocks * COLUMNS, COLUMNS, part * MAX_DEPTH);
-        real packed[MAX_DEPTH * COLUMNS] __attribute__((aligned(VECTOR_BYTES)));
-        pack_panel(packed, weight, p, panel);
-        convolve_panel(whole ? out : parts + part * size, in, packed, whole ? bias : NULL, &pass,
-                       panel, 0, n);
-    }
-    if (!whole)
-        add_parts(out, parts, bias, p, count, n * p->out_pixels);
-}
-
-/* ---- Winograd's convolution ---------------------------------------------------------------------
-
-   Where a 3 x 3 filter g, stride 1, meets the 6 x 6 inputs d of 4 x 4 neighbouring outputs, the
-   definition takes 144 products a channel. 36 are enough (Lavin, Gray, "Fast algorithms for
-   convolutional neural networks", CVPR 2016, F(4 x 4, 3 x 3)):
-     u = G g G^T, v = B^T d B       6 x 6 places each
-     out = A^T (sum over channels of u * v, place by place) A
-   The same 36 serve the 2 x 2 outputs of a 5 x 5 filter, instead of 100.
-   The sum is a matrix product at each place, done by dot_tile() with 6 tiles of pixels as its rows;
-   the weight gradient is one too, by outer_tile().
-   Why it works, in one dimension: let g and dout be the coefficients of two polynomials. Their
-   product, whose coefficients are the data gradient, is known from 6 of its values; here those at
-   0, +-near, +-far and infinity. G g and A dout are the values of the two there, B makes
-   coefficients of values (Lagrange), and the other two passes are that one transposed. At x and -x
-   the even terms are the same and the odd ones differ in sign: a pair takes little more than one.
-   Which numbers near and far are decides how much rounding grows: with 1 and 2, as in the paper, to
-   5 times that of the definition, with 5/8 and 3/2 to 1.2 to 2.8 times (root mean square, 32 to 512
-   channels, random numbers). */
-
-static const real near = 5 / (real)8, near2 = near * near, near4 = near2 * near2;
-static const real far = 3 / (real)2, far2 = far * far, far4 = far2 * far2;
-// What the even and the odd terms behind the first are multiplied by.
-static const real near_powers[2] = {near2, near4}, far_powers[2] = {far2, far4};
-// The derivatives of x (x^2 - near^2) (x^2 - far^2) at 0, near and far: Lagrange divides by them.
-static const real slope0 = near2 * far2, near_slope = 2 * near2 * (near2 - far2),
-                  far_slope = 2 * far2 * (far2 - near2);
-
-// One row (step 1) or column (step SIDE) of a tile, in place, as in all that follow: B^T d
-INLINE void transform_input(vec *d, size_t step) {
-    vec d0 = d[0], d1 = d[step], d2 = d[2 * step], d3 = d[3 * step], d4 = d[4 * step];
-    vec near_even = d4 - far2 * d2, near_odd = near * (d3 - far2 * d1);
-    vec far_even = d4 - near2 * d2, far_odd = far * (d3 - near2 * d1);
-    d[0] = slope0 * d0 - (near2 + far2) * d2 + d4;
-    d[step] = near_even + near_odd;
-    d[2 * step] = near_even - near_odd;
-    d[3 * step] = far_even + far_odd;
-    d[4 * step] = far_even - far_odd;
-    d[5 * step] += slope0 * d1 - (near2 + far2) * d3;
-}
-
-// The values of the polynomial whose `count` coefficients d holds: A dout
-INLINE void polynomial_values(const size_t count, vec *d, size_t step) {
-    vec near_parts[2] = {d[0], d[step]}, far_parts[2] = {d[0], d[step]}; // even and odd terms
-    vec last = d[(count - 1) * step];
-    UNROLLED(i, count - 2) {
-        near_parts[i % 2] += near_powers[i / 2] * d[(i + 2) * step];
-        far_parts[i % 2] += far_powers[i / 2] * d[(i + 2) * step];
-    }
-    d[step] = near_parts[0] + near * near_parts[1];
-    d[2 * step] = near_parts[0] - near * near_parts[1];
-    d[3 * step] = far_parts[0] + far * far_parts[1];
-    d[4 * step] = far_parts[0] - far * far_parts[1];
-    d[5 * step] = last;
-}
-
-// `count` numbers from 6 values, polynomial_values() transposed: A^T m
-INLINE void values_transposed(const size_t count, vec *m, size_t step) {
-    vec near_parts[2] = {m[step] + m[2 * step], near * (m[step] - m[2 * step])};
-    vec far_parts[2] = {m[3 * step] + m[4 * step], far * (m[3 * step] - m[4 * step])};
-    vec last = m[5 * step];
-    m[0] += near_parts[0] + far_parts[0];
-    m[step] = near_parts[1] + far_parts[1];
-    UNROLLED(i, count - 2)
-        m[(i + 2) * step] =
-            near_powers[i / 2] * near_parts[i % 2] + far_powers[i / 2] * far_parts[i % 2];
-    m[(count - 1) * step] += last;
-}
-
-// Of what belongs to a filter, the values at finite places are divided by the slopes there.
-INLINE void divide_by_slopes(vec *u, size_t step) {
-    u[0] *= 1 / slope0;
-    u[step] *= 1 / near_slope;
-    u[2 * step] *= 1 / near_slope;
-    u[3 * step] *= 1 / far_slope;
-    u[4 * step] *= 1 / far_slope;
-}
-
-// G g
-INLINE void transform_weight(const size_t kernel, vec *g, size_t step) {
-    polynomial_values(kernel, g, step);
-    divide_by_slopes(g, step);
-}
-
-// G^T du
-INLINE void transform_dweight(vec *u, size_t step) {
-    divide_by_slopes(u, step);
-    values_transposed(3, u, step);
-}
-
-// LANES columns of as many channels of packed[block of COLUMNS][place][depth][column] = u; the data
-// gradient meets the taps in reverse.
-INLINE void pack_filters(const size_t kernel, real *packed, const real *weight, const Pass *p,
-                         size_t column, size_t start) {
-    const size_t step = p->transposed ? p->depth : 1, row = p->transposed ? 1 : p->out.c;
-    const size_t taps = kernel * kernel, count = min_size(LANES, p->out.c - column);
-    const size_t first = column / COLUMNS * COLUMNS, width = block_width(p, first);
-    real *to = packed + first * PLACES * p->depth + column - first + start * width;
-    for (size_t d = start; d < start + LANES; d++, to += width) {
-        vec g[PLACES] = {{0}};
-        UNROLLED(tap, taps) {
-            const real *from = weight + d * row + column * step;
-            from += (p->transposed ? taps - 1 - tap : tap) * p->depth * p->out.c;
-            for (size_t j = 0; j < count; j++)
-                g[tap / kernel * SIDE + tap % kernel][j] = from[j * step];
-        }
-        UNROLLED(i, kernel)
-            transform_weight(kernel, g + SIDE * i, 1);
-        UNROLLED(j, SIDE)
-            transform_weight(kernel, g + j, SIDE);
-        UNROLLED(place, PLACES)
-            *(vec *)(to + place * p->depth * width) = g[place];
-    }
-}
-
-static void pack_winograd(real *packed, const real *weight, const Pass *p) {
-    const size_t parts = p->depth / LANES;
-    PARALLEL_TURNS(i, ceil_div(p->out.c, LANES) * parts) {
-        if (p->tile == 4)
-            pack_filters(3, packed, weight, p, i / parts * LANES, i % parts * LANES);
-        else
-            pack_filters(5, packed, weight, p, i / parts * LANES, i % parts * LANES);
-    }
-}
-
-/* A block of tiles on its way through the transforms: `tiles` tiles from `first` on, and columns
-   from `column` on, at most COLUMNS. v is [place][tile][depth], m is [place][tile][width]; between
-   places lies a vector more than needed, lest all fall on the same lines of the cache. It is
-   handed on by value: then the compiler knows that no store changes it. */
-typedef struct TileBlock {
-    const Pass *pass;
-    size_t first, tiles, column, columns, width, v_step, m_step;
-    real *v, *m, *sums; // sums: a weight gradient's, [place][depth][width]
-} TileBlock;
-
-static size_t tile_area(const Pass *p) // sums, v and m of one thread: numbers
-{
-    _Static_assert(BLOCK_TILES <= GRADIENT_TILES, "one area serves all passes");
-    return PLACES * (p->depth * COLUMNS + GRADIENT_TILES * (p->depth + COLUMNS) + 2 * LANES);
-}
-
-// The block of tiles [first, last), at most GRADIENT_TILES; areas: tile_area() for each thread.
-static TileBlock tile_block(const Pass *p, size_t first, size_t last, size_t column, real *areas) {
-    TileBlock b = {.pass = p, .first = first, .tiles = last - first};
-    b.column = column;
-    b.width = block_width(p, column);
-    b.columns = min_size(b.width, p->out.c - column);
-    b.v_step = b.tiles * p->depth + LANES;
-    b.m_step = b.tiles * COLUMNS + LANES;
-    b.sums = areas + (size_t)omp_get_thread_num() * tile_area(p);
-    b.v = b.sums + PLACES * p->depth * COLUMNS;
-    b.m = b.v + PLACES * b.v_step;
-    return b;
-}
-
-static size_t count_tiles(const Pass *p, size_t n) {
-    return n * ceil_div(p->out.h, p->tile) * ceil_div(p->out.w, p->tile);
-}
-
-// A block's tile t: its image, the first of its output pixels, and where these lie in out or dout;
-// OUTSIDE: beyond the image's edge.
-typedef struct TileSpot {
-    size_t image, y, x;
-    ptrdiff_t at[4 * 4]; // of the larger tile
-} TileSpot;
-
-INLINE TileSpot tile_spot(TileBlock b, size_t t) {
-    const Pass *p = b.pass;
-    const size_t side = p->tile, tile = b.first + t;
-    size_t across = ceil_div(p->out.w, side), down = ceil_div(p->out.h, side);
-    TileSpot s = {tile / across / down, tile / across % down * side, tile % across * side, {0}};
-    for (size_t i = 0; i < side * side; i++) {
-        size_t y = s.y + i / side, x = s.x + i % side;
-        size_t at = (s.image * p->out_pixels + y * p->out.w + x) * p->out.c + b.column;
-        s.at[i] = y < p->out.h && x < p->out.w ? (ptrdiff_t)at : OUTSIDE;
-    }
-    return s;
-}
-
-// v = B^T d B; meanwhile the columns of the tile to the right are fetched.
-static void winograd_input(TileBlock b, const real *in) {
-    const Pass *p = b.pass;
-    for (size_t t = 0; t < b.tiles; t++) {
-        const TileSpot s = tile_spot(b, t);
-        const real *from[PLACES];
-        for (size_t i = 0; i < PLACES; i++) {
-            size_t y = s.y + i / SIDE - p->padding, x = s.x + i % SIDE - p->padding;
-            bool inside = y < p->in.h && x < p->in.w;
-            from[i] = inside ? in + (s.image * p->in_pixels + y * p->in.w + x) * p->depth : zeros;
-        }
-        for (size_t c = 0; c < p->depth; c += LANES) {
-            vec d[PLACES];
-            UNROLLED(i, PLACES) {
-                d[i] = *(const vec *)(from[i] + c);
-                if (i % SIDE >= 2) // a tile of 4 shares the others with the next
-                    __builtin_prefetch(from[i] + p->tile * p->depth + c);
-            }
-            UNROLLED(j, SIDE)
-                transform_input(d + j, SIDE);
-            UNROLLED(i, SIDE)
-                transform_input(d + SIDE * i, 1);
-            UNROLLED(i, PLACES)
-                *(vec *)(b.v + i * b.v_step + t * p->depth + c) = d[i];
-        }
-    }
-}
-
-// out = A^T m A + bias, and what the pass wants besides
-INLINE void winograd_output(const size_t tile, TileBlock b, real *out, const real *bias) {
-    const Pass *p = b.pass;
-    for (size_t t = 0; t < b.tiles; t++) {
-        const TileSpot s = tile_spot(b, t);
-        for (size_t j = 0, count = b.columns; j < b.columns; j += LANES, count -= LANES) {
-            vec sums[PLACES], start = bias ? load(bias + b.column + j, count) : (vec){0};
-            UNROLLED(i, PLACES)
-                sums[i] = *(const vec *)(b.m + i * b.m_step + t * b.width + j);
-            UNROLLED(i, SIDE)
-                values_transposed(tile, sums + i, SIDE);
-            UNROLLED(i, tile)
-                values_transposed(tile, sums + SIDE * i, 1);
-            UNROLLED(i, tile * tile) {
-                if (s.at[i] != OUTSIDE) {
-                    real *to = out + s.at[i] + j;
-                    vec sum = sums[i / tile * SIDE + i % tile] + start;
-                    sum += p->accumulate ? load(to, count) : (vec){0};
-                    store(to, p->relu ? relu_vec(sum) : sum, count);
-                }
-            }
-        }
-    }
-}
-
-// m = A dout A^T; dbias[column of the block] += dout's sum
-static void winograd_dout(TileBlock b, real *dbias, const real *dout) {
-    enum { TILE = SIDE + 1 - 3 };
-    for (size_t t = 0; t < b.tiles; t++) {
-        const TileSpot s = tile_spot(b, t);
-        for (size_t j = 0, count = b.columns; j < b.columns; j += LANES, count -= LANES) {
-            vec d[PLACES];
-            UNROLLED(i, TILE * TILE) {
-                vec v = s.at[i] == OUTSIDE ? (vec){0} : load(dout + s.at[i] + j, count);
-                d[i / TILE * SIDE + i % TILE] = v;
-                *(vec *)(dbias + j) += v;
-            }
-            UNROLLED(i, TILE)
-                polynomial_values(TILE, d + SIDE * i, 1);
-            UNROLLED(i, SIDE)
-                polynomial_values(TILE, d + i, SIDE);
-            UNROLLED(i, PLACES)
-                *(vec *)(b.m + i * b.m_step + t * b.width + j) = d[i];
-        }
-    }
-}
-
-// m = v * u, place by place
-static void winograd_product(TileBlock b, const real *packed) {
-    const Pass *p = b.pass;
-    DotTile dot = {.taps = 1, .depth = p->depth, .pitch = p->depth};
-    for (size_t place = 0; place < PLACES; place++)
-        for (size_t t = 0; t < b.tiles; t += ROWS) {
-            dot.weight = packed + (b.column * PLACES + place * b.width) * p->depth;
-            for (size_t i = 0; i < ROWS; i++) { // a short last group repeats its last row
-                size_t row = min_size(t + i, b.tiles - 1);
-                dot.in[0][i] = b.v + place * b.v_step + row * p->depth;
-                dot.out[i] = b.m + place * b.m_step + row * b.width;
-            }
-            dot_tiles[b.width / LANES - 1](&dot, b.width);
-        }
-}
-
-/* out (= or +=, as the pass wants) of tiles [first, last) and columns [begin, end), from in
-   [image][y][x][depth], which is transformed once for all of them */
-static void winograd_tiles(real *out, const real *in, const real *packed, const real *bias,
-                           const Pass *p, size_t first, size_t last, size_t begin, size_t end,
-                           real *areas) {
-    winograd_input(tile_block(p, first, last, begin, areas), in);
-    for (size_t column = begin; column < end; column += COLUMNS) {
-        TileBlock b = tile_block(p, first, last, column, areas);
-        winograd_product(b, packed);
-        if (p->tile == 4)
-            winograd_output(4, b, out, bias);
-        else
-            winograd_output(2, b, out, bias);
-    }
-}
-
-// The pass on n images. A turn is a block of tiles, or where threads get too few to share them out
-// evenly, a block of its columns; no sum depends on that.
-static void winograd(real *out, const real *in, const real *packed, const real *bias, const Pass *p,
-                     size_t n, real *areas) {
-    _Static_assert(BLOCK_TILES % ROWS == 0, "a block is whole groups of what dot_tile() takes");
-    const size_t groups = ceil_div(count_tiles(p, n), ROWS);
-    const size_t parts = ceil_div(groups * ROWS, BLOCK_TILES);
-    const bool enough = parts >= 4 * (size_t)omp_get_max_threads();
-    const size_t columns = enough ? p->out.c : COLUMNS, blocks = ceil_div(p->out.c, columns);
-    PARALLEL_TURNS(i, parts * blocks) {
-        size_t part = i / blocks, column = i % blocks * columns;
-        winograd_tiles(out, in, packed, bias, p, groups * part / parts * ROWS,
-                       min_size(groups * (part + 1) / parts * ROWS, count_tiles(p, n)), column,
-                       min_size(column + columns, p->out.c), areas);
-    }
-}
-
-// packed = the weights in the order in which the pass reads them; packed_size() numbers
-static void pack(real *packed, const real *weight, const Pass *p) {
-    if (p->tile)
-        pack_winograd(packed, weight, p);
-    else
-        pack_weights(packed, weight, p);
-}
-
-// The pass, by the way that suits it.
-static void run_pass(real *out, const real *in, const real *weight, const real *bias, const Pass *p,
-                     size_t n, real *scratch) {
-    if (suits_panels(p, n)) {
-        convolve_by_panels(out, in, weight, bias, p, n, scratch);
-        return;
-    }
-    pack(scratch, weight, p);
-    if (p->tile)
-        winograd(out, in, scratch, bias, p, n, scratch + packed_size(p));
-    else
-        convolve(out, in, scratch, bias, p, n);
-}
-
-// The pass on one image, by one thread.
-static void run_pass_on_image(real *out, const real *in, const real *packed, const real *bias,
-                              const Pass *p, real *areas) {
-    const size_t tiles = p->tile ? count_tiles(p, 1) : 0;
-    const size_t columns = panel_columns(p);
-    for (size_t c = 0; !p->tile && c < p->out.c; c += columns)
-        convolve_block(out, in, packed, bias, p, 0, 1, c, columns);
-    for (size_t first = 0; first < tiles; first += BLOCK_TILES)
-        winograd_tiles(out, in, packed, bias, p, first, min_size(first + BLOCK_TILES, tiles), 0,
-                       p->out.c, areas);
-}
-
-// Counts on no more threads at run time than when this is asked.
-static size_t pass_scratch(const Pass *p) {
-    return packed_size(p) + (p->tile ? (size_t)omp_get_max_threads() * tile_area(p) : 0);
-}
-
-static void conv2d_forward_fast(real *out, const real *in, const real *weight, const real *bias,
-                                const Layer *l, size_t n, real *scratch) {
-    Pass p = forward_pass(l);
-    run_pass(out, in, weight, bias, &p, n, scratch);
-}
-
-/* A weight gradient as its pieces see it: slices of the images times parts of the rows. Rows are
-   dealt in units: (tap, up to ROWS channels), and where there is a bias, one last unit for it: it
-   is the weight of an input that is always 1. By Winograd's transforms: slices of the tiles times
-   blocks of columns. */
-typedef struct WeightGradient {
-    Pass pass;
-    const real *in, *dout;
-    size_t groups, units; // groups of channels in a tap
-    size_t n, slices, parts;
-    size_t sums; // of a slice, in whole vectors
-} WeightGradient;
-
-static WeightGradient weight_gradient_plan(const Layer *l, size_t n) {
-    WeightGradient g = {.pass = forward_pass(l), .n = n};
-    if (l->kernel != 3)
-        g.pass.tile = 0; // by Winograd, the rounding of a 5 x 5 filter's would be 3.3 times as much
-    g.groups = ceil_div(g.pass.depth, ROWS);
-    g.units = g.pass.taps * g.groups + (l->biases > 0);
-    size_t blocks = ceil_div(g.pass.out.c, COLUMNS);
-    size_t pixels = g.pass.tile ? WINOGRAD_SLICE_PIXELS * blocks : SLICE_PIXELS;
-    g.sums = whole_vectors(l->weights + l->biases);
-    size_t worth = min_size(SLICE_ELEMENTS / g.sums, n * g.pass.out_pixels / pixels);
-    g.slices = min_size(n, min_size(SLICES, max_size(1, worth)));
-    g.parts = g.pass.tile ? blocks : min_size(g.units, ceil_div(SLICES, g.slices));
-    return g;
-}
-
-// Pairs of (what the filter meets at this tap, gradient of the output) of pixels [first, last).
-static size_t list_pairs(Pair pairs[PAIRS], real copies[PAIRS][RUN], const WeightGradient *g,
-                         size_t tap, size_t first, size_t last) {
-    static const real one = 1;
-    const Pass *p = &g->pass;
-    size_t count = 0, image = first / p->out_pixels, pixel = first % p->out_pixels;
-    for (size_t q = first; q < last; q++) {
-        const int32_t *met = p->map + pixel * (1 + p->taps * p->run) + 1;
-        const real *in = g->in + image * p->in_pixels * p->in.c;
-        pairs[count].dout = g->dout + (image * p->out_pixels + pixel) * p->out.c;
-        bool bias = tap == p->taps;
-        pairs[count].in = bias ? &one : met_numbers(p, in, met, tap, copies[count]);
-        count += pairs[count].in != NULL;
-        if (++pixel == p->out_pixels) {
-            pixel = 0;
-            image++;
-        }
-    }
-    return count;
-}
-
-// dweight and dbias (=) of one part of the rows over one slice of the images
-static void weight_gradient_piece(real *dweight, real *dbias, const WeightGradient *g, size_t slice,
-                                  size_t part) {
-    Pair pairs[PAIRS];
-    real copies[PAIRS][RUN];
-    const size_t columns = g->pass.out.c, pixels = g->pass.out_pixels;
-    size_t begin = g->n * slice / g->slices * pixels, end = g->n * (slice + 1) / g->slices * pixels;
-    size_t first = g->units * part / g->parts, last = g->units * (part + 1) / g->parts, count = 0;
-    for (size_t q = begin; q < end; q += PAIRS)
-        for (size_t unit = first; unit < last; unit++) {
-            size_t tap = unit / g->groups, group = unit % g->groups;
-            if (unit == first || group == 0)
-                count = list_pairs(pairs, copies, g, tap, q, min_size(q + PAIRS, end));
-            bool bias = tap == g->pass.taps;
-            size_t depth = g->pass.depth, row = bias ? 0 : depth * group / g->groups;
-            size_t rows = bias ? 1 : depth * (group + 1) / g->groups - row;
-            real *to = bias ? dbias : dweight + (tap * depth + row) * columns;
-            if (q == begin)
-                memset(to, 0, rows * columns * sizeof *to);
-            for (size_t c = 0; c < columns; c += COLUMNS) {
-                size_t width = min_size(COLUMNS, columns - c);
-                size_t ahead = c == 0 ? PAIRS * g->pass.in.c : 0; // the next pairs' pixels, once
-                outer_tiles[rows - 1][ceil_div(width, LANES) - 1](to + c, columns, width, pairs,
-                                                                  count, row, c, ahead);
-            }
-        }
-}
-
-/* to[i] = sum over slices of from[slice][i], for i < count; to may be from. Block by block, so that
-   the sums stay in L1 while one slice after the other is read: slices lie so far apart, often by a
-   power of 2, that a number of each would not. */
-static void sum_slices(real *to, const real *from, size_t slices, size_t pitch, size_t count) {
-    enum { BLOCK = 1024 };
-    PARALLEL_FOR
-    for (size_t first = 0; first < count; first += BLOCK) {
-        size_t end = min_size(first + BLOCK, count);
-        for (size_t i = first; i < end; i++)
-            to[i] = from[i];
-        for (size_t slice = 1; slice < slices; slice++)
-            for (size_t i = first; i < end; i++)
-                to[i] += from[slice * pitch + i];
-    }
-}
-
-/* A 3 x 3 filter's weight gradient by Winograd's transforms, since the output is linear in u:
-     du = sum over tiles of v * (A dout A^T), place by place;   dweight = G^T du G
-   b.sums[place][depth][width] += du of a block's tiles. */
-static void winograd_gradient_block(TileBlock b) {
-    const size_t depth = b.pass->depth, width = b.width;
-    Pair pairs[GRADIENT_TILES];
-    for (size_t place = 0; place < PLACES; place++) {
-        for (size_t t = 0; t < b.tiles; t++)
-            pairs[t] =
-                (Pair){b.v + place * b.v_step + t * depth, b.m + place * b.m_step + t * width};
-        for (size_t row = 0; row < depth; row += ROWS)
-            outer_tiles[min_size(ROWS, depth - row) - 1][width / LANES - 1](
-                b.sums + (place * depth + row) * width, width, width, pairs, b.tiles, row, 0, 0);
-    }
-}
-
-// dweight = G^T du G, for the columns of a block
-static void winograd_dweight(real *dweight, TileBlock b) {
-    const size_t depth = b.pass->depth, columns = b.pass->out.c;
-    for (size_t d = 0; d < depth; d++)
-        for (size_t j = 0; j < b.width; j += LANES) {
-            vec u[PLACES];
-            UNROLLED(place, PLACES)
-                u[place] = *(vec *)(b.sums + (place * depth + d) * b.width + j);
-            UNROLLED(i, SIDE)
-                transform_dweight(u + i, SIDE);
-            UNROLLED(i, 3)
-                transform_dweight(u + SIDE * i, 1);
-            UNROLLED(tap, 9)
-                store(dweight + (tap * depth + d) * columns + b.column + j,
-                      u[tap / 3 * SIDE + tap % 3], b.columns - j);
-        }
-}
-
-// As weight_gradient_piece(): a slice is one of tiles, a part a block of columns. dbias: or NULL.
-static void winograd_gradient_piece(real *dweight, real *dbias, const WeightGradient *g,
-                                    size_t slice, size_t part, real *areas) {
-    const Pass *p = &g->pass;
-    const size_t tiles = count_tiles(p, g->n), column = part * COLUMNS;
-    size_t first = tiles * slice / g->slices, last = tiles * (slice + 1) / g->slices;
-    real bias[COLUMNS] __attribute__((aligned(VECTOR_BYTES))) = {0};
-    TileBlock b = tile_block(p, first, first, column, areas);
-    memset(b.sums, 0, PLACES * p->depth * b.width * sizeof *b.sums);
-    for (; first < last; first += GRADIENT_TILES) {
-        b = tile_block(p, first, min_size(first + GRADIENT_TILES, last), column, areas);
-        winograd_input(b, g->in);
-        winograd_dout(b, bias, g->dout);
-        winograd_gradient_block(b);
-    }
-    winograd_dweight(dweight, b);
-    if (dbias)
-        memcpy(dbias + column, bias, b.columns * sizeof *bias);
-}
-
-static void weight_gradient(real *dweight, real *dbias, const real *dout, const real *in,
-                            const Layer *l, size_t n, real *scratch) {
-    WeightGradient g = weight_gradient_plan(l, n);
-    g.in = in;
-    g.dout = dout;
-    PARALLEL_TURNS(i, g.slices * g.parts) {
-        size_t slice = i / g.parts, part = i % g.parts;
-        real *to = g.slices > 1 ? scratch + slice * g.sums : dweight;
-        real *to_bias = !l->biases ? NULL : g.slices > 1 ? to + l->weights : dbias;
-        if (g.pass.tile)
-            winograd_gradient_piece(to, to_bias, &g, slice, part, scratch + g.slices * g.sums);
-        else
-            weight_gradient_piece(to, to_bias, &g, slice, part);
-    }
-    if (g.slices == 1)
-        return;
-    sum_slices(dweight, scratch, g.slices, g.sums, l->weights);
-    sum_slices(dbias, scratch + l->weights, g.slices, g.sums, l->biases);
-}
-
-static void conv2d_backward_fast(real *din, real *dweight, real *dbias, const real *dout,
-                                 const real *in, const real *weight, const Layer *l, size_t n,
-                                 bool accumulate, real *scratch) {
-    weight_gradient(dweight, dbias, dout, in, l, n, scratch);
-    if (!din)
-        return;
-    Pass p = backward_pass(l, accumulate);
-    run_pass(din, dout, weight, NULL, &p, n, scratch);
-}
-
-/* ---- Backward through a max-pool ----------------------------------------------------------------
-
-   A 2 x 2 max-pool hands its gradient to one of four pixels; behind a ReLU and a dropout half of
-   those are zero as well. So a convolution before a pool skips what is zero: masks tell, by a bit
-   for each number, what is not. A term of the sums is what a pixel's gradient of channel k gives:
-     weight gradient   dweight[k]              += dout[pixel][k] * the numbers under the filter
-     data gradient     din under the filter    += dout[pixel][k] * weight[k]
-   One takes the terms of a channel and many windows, with the filter's sums in registers; the other
-   those of a window and all channels, with the sums that its pixels' filters cover in registers. */
-
-enum { MASK_BITS = 64, WINDOW_PIXELS = 4 };
-
-// Some windows of the pool's image: so many that they, and what they meet, stay in L1.
-typedef struct Windows {
-    size_t count, channels, words; // words of MASK_BITS channels
-    size_t met[MASK_BITS];         // the input pixel under the filter's corner at its first pixel
-    size_t further[WINDOW_PIXELS]; // how many input pixels further that is at each of its pixels
-    size_t depth;                  // from an input pixel's numbers to those of the next
-    real *gradient;                // [count][channels]: behind the pool's ReLU
-    uint8_t *place;    // [count][channels]: the pixel it goes to; WINDOW_PIXELS: it is 0
-    uint64_t *nonzero; // [channels]: windows whose gradient is not 0
-    uint64_t *chosen[WINDOW_PIXELS]; // [count][words]: channels whose gradient goes to the pixel
-} Windows;
-
-// acc[i][j] += gradient * (from + what it meets)[i][j], j by vectors, for one window and channel
-INLINE void add_term(const size_t rows, const size_t vectors, vec acc[5][6], const Windows *w,
-                     size_t window, size_t k, const real *from, size_t pitch) {
-    const size_t at = window * w->channels + k;
-    const real gradient = w->gradient[at];
-    from += (w->met[window] + w->further[w->place[at]]) * w->depth;
-    UNROLLED(i, rows) {
-        UNROLLED(j, vectors)
-            acc[i][j] += gradient * *(const vec *)(from + j * LANES);
-        from += pitch;
-    }
-}
-
-/* sums[i][0 .. vectors * LANES) += channel k's terms, for i < rows. Fewer than 8 sums (2
-   multiply-adds begin in a cycle, and take 4) are kept twice, as in dot_tile(). */
-INLINE void term_tile(const size_t rows, const size_t vectors, real *sums, size_t sums_pitch,
-                      const Windows *w, size_t k, const real *from, size_t pitch) {
-    const size_t parts = rows * vectors < 8 ? 2 : 1;
-    vec acc[2][5][6];
-    UNROLLED(i, rows)
-        UNROLLED(j, vectors) {
-            acc[0][i][j] = *(const vec *)(sums + i * sums_pitch + j * LANES);
-            acc[1][i][j] = (vec){0};
-        }
-    for (uint64_t mask = w->nonzero[k]; mask;)
-        UNROLLED(s, parts) {
-            if (mask)
-                add_term(rows, vectors, acc[s], w, (size_t)__builtin_ctzll(mask), k, from, pitch);
-            mask &= mask - 1;
-        }
-    UNROLLED(i, rows)
-        UNROLLED(j, vectors) {
-            vec *to = (vec *)(sums + i * sums_pitch + j * LANES);
-            *to = acc[0][i][j];
-            if (parts == 2)
-                *to += acc[1][i][j];
-        }
-}
-
-typedef void TermTileFunction(real *sums, size_t sums_pitch, const Windows *w, size_t k,
-                              const real *from, size_t pitch);
-#define TERM_TILE(rows, vectors)                                                                \
-    NOINLINE void term_tile_##rows##_##vectors(real *sums, size_t sums_pitch, const Windows *w, \
-                                               size_t k, const real *from, size_t pitch) {      \
-        term_tile(rows, vectors, sums, sums_pitch, w, k, from, pitch);                          \
-    }
-#define TERM_TILES(rows)                                                  \
-    TERM_TILE(rows, 1)                                                    \
-    TERM_TILE(rows, 2)                                                    \
-    TERM_TILE(rows, 3)                                                    \
-    TERM_TILE(rows, 4)                                                    \
-    TERM_TILE(rows, 5)                                                    \
-    TERM_TILE(rows, 6)                                                    \
-    static TermTileFunction *const term_tiles_##rows[6] = {               \
-        term_tile_##rows##_1, term_tile_##rows##_2, term_tile_##rows##_3, \
-        term_tile_##rows##_4, term_tile_##rows##_5, term_tile_##rows##_6};
-TERM_TILES(3)
-TERM_TILES(5)
-
-/* din += a window's terms, for LANES channels and `rows` rows of the filter. weight:
-   [k][tap][LANES] from the first of the rows on. */
-INLINE void patch_tile(const size_t rows, const size_t kernel, real *din, size_t row, size_t pixel,
-                       const Windows *w, size_t window, const real *weight) {
-    const size_t across = kernel + 1;
-    vec acc[18];
-    UNROLLED(i, (rows + 1) * across)
-        acc[i] = *(const vec *)(din + i / across * row + i % across * pixel);
-    for (size_t word = 0; word < w->words; word++)
-        UNROLLED(p, WINDOW_PIXELS)
-            for (uint64_t mask = w->chosen[p][window * w->words + word]; mask; mask &= mask - 1) {
-                const size_t k = word * MASK_BITS + (size_t)__builtin_ctzll(mask);
-                const real gradient = w->gradient[window * w->channels + k];
-                const vec *from = (const vec *)(weight + k * kernel * kernel * LANES);
-                UNROLLED(i, rows * kernel)
-                    acc[(p / 2 + i / kernel) * across + p % 2 + i % kernel] += gradient * from[i];
-            }
-    UNROLLED(i, (rows + 1) * across)
-        *(vec *)(din + i / across * row + i % across * pixel) = acc[i];
-}
-
-#define PATCH_TILE(rows, kernel)                                                    \
-    NOINLINE void patch_tile_##rows##_##kernel(real *din, size_t row, size_t pixel, \
-                                               const Windows *w, size_t window,     \
-                                               const real *weight) {                \
-        patch_tile(rows, kernel, din, row, pixel, w, window, weight);               \
-    }
-PATCH_TILE(3, 3)
-PATCH_TILE(2, 5) // 18 sums; all 36 of a 5 x 5 filter do not fit 32 registers
-PATCH_TILE(1, 5)
-
-// The sizes of such a backward.
-typedef struct PooledPass {
-    const Layer *l;
-    size_t pitch, filter;           // of a filter's row, in whole vectors; of all its rows
-    size_t depth;                   // from an input pixel's numbers to those of the next
-    size_t channels_in;             // of din on the way, in whole vectors
-    TermTileFunction *const *tiles; // by vectors - 1
-    size_t widest;                  // the most vectors of a tile
-    const real *dout, *relu;        // the pool's gradient and its output
-    const uint8_t *argmax;
-} PooledPass;
-
-// Where vectors of the image would not be aligned, each pixel gets a copy of its row of the filter.
-static size_t pooled_depth(const Layer *l) {
-    return l->in.c % LANES ? whole_vectors(l->kernel * l->in.c) : l->in.c;
-}
-
-// Forward keeps an image of out on a thread's stack, backward two of in: 1 MB at the most.
-static bool suits_pooled(const Layer *conv, const Layer *pool) {
-    return (conv->kernel == 3 || conv->kernel == 5) && conv->stride == 1 && pool->kernel == 2 &&
-           conv->out.c <= 1024 && shape_size(conv->out) * sizeof(real) <= 1 << 20 &&
-           conv->in.h * conv->in.w * pooled_depth(conv) * sizeof(real) <= 1 << 19;
-}
-
-static PooledPass pooled_pass(const Layer *l) {
-    PooledPass p = {.l = l, .depth = pooled_depth(l)};
-    p.pitch = whole_vectors(l->kernel * l->in.c);
-    p.filter = l->kernel * p.pitch;
-    p.channels_in = whole_vectors(l->in.c);
-    p.tiles = l->kernel == 3 ? term_tiles_3 : term_tiles_5;
-    p.widest = min_size(6, (ROWS * VECTORS + 1) / l->kernel); // 5 x 5 fit where 6 x 4 do
-    return p;
-}
-
-/* A bit for each of up to MASK_BITS bytes that is x; all are below 128. Reads 8 at a time: what
-   lies behind the bytes may be anything, since a borrow goes only to bytes still further behind. */
-static uint64_t mask_equal(const uint8_t *from, size_t count, uint64_t x) {
-    const uint64_t ones = 0x0101010101010101;
-    uint64_t mask = 0;
-    for (size_t i = 0; i < MASK_BITS && i < count; i += 8) {
-        uint64_t eight;
-        memcpy(&eight, from + i, 8);
-        uint64_t equal = (0x80 * ones - (eight ^ x * ones)) >> 7 & ones; // only 0x80 - 0 has bit 7
-        mask |= equal * 0x0102040810204080 >> 56 << i; // bit 0 of eight bytes, side by side
-    }
-    return count < MASK_BITS ? mask & (((uint64_t)1 << count) - 1) : mask;
-}
-
-// gradient and place of windows from `first` on
-static void route_gradient(const Windows *w, const PooledPass *p, size_t image, size_t first) {
-    typedef uint8_t bytes __attribute__((vector_size(LANES)));
-    const size_t from = image * shape_size(p->l->pool->out) + first * w->channels;
-    const size_t numbers = w->count * w->channels;
-    for (size_t i = 0; i < numbers; i += LANES) {
-        const size_t count = numbers - i;
-        bytes place = {0};
-        if (count >= LANES)
-            memcpy(&place, p->argmax + from + i, LANES);
-        else
-            memcpy(&place, p->argmax + from + i, count);
-        mask passes = load(p->relu + from + i, count) > 0;
-        vec gradient = (vec)((mask)load(p->dout + from + i, count) & passes);
-        *(vec *)(w->gradient + i) = gradient;
-        place |= __builtin_convertvector(gradient == 0, bytes) & WINDOW_PIXELS;
-        memcpy(w->place + i, &place, LANES);
-    }
-}
-
-// The terms of w->count windows from `first` on; dbias += their gradient
-static void find_terms(Windows *w, real *restrict dbias, const PooledPass *p, size_t image,
-                       size_t first) {
-    const size_t channels = w->channels, across = p->l->pool->out.w;
-    uint64_t *restrict nonzero = w->nonzero;
-    route_gradient(w, p, image, first);
-    memset(nonzero, 0, channels * sizeof *nonzero);
-    for (size_t window = 0; window < w->count; window++) {
-        const real *gradient = w->gradient + window * channels;
-        size_t y = (first + window) / across, x = (first + window) % across;
-        w->met[window] = (y * p->l->in.w + x) * p->l->pool->stride;
-        for (size_t k = 0; k < channels; k++) {
-            nonzero[k] |= (uint64_t)(gradient[k] != 0) << window;
-            dbias[k] += gradient[k];
-        }
-    }
-}
-
-// What the data gradient needs besides.
-static void find_chosen(const Windows *w) {
-    for (size_t window = 0; window < w->count; window++)
-        for (size_t word = 0; word < w->words; word++) {
-            const size_t k = word * MASK_BITS;
-            for (size_t i = 0; i < WINDOW_PIXELS; i++)
-                w->chosen[i][window * w->words + word] =
-                    mask_equal(w->place + window * w->channels + k, w->channels - k, i);
-        }
-}
-
-// rows[pixel][depth] = what a row of the filter meets that begins at the pixel
-static void copy_rows(real *rows, const real *in, const PooledPass *p) {
-    const size_t c = p->l->in.c, w = p->l->in.w, depth = p->depth, across = w - p->l->kernel + 1;
-    for (size_t y = 0; y < p->l->in.h; y++, rows += w * depth, in += w * c)
-        for (size_t j = 0; j < depth; j += LANES) // innermost, gcc calls memcpy() for each pixel
-            for (size_t x = 0; x < across; x++)
-                *(vec *)(rows + x * depth + j) = *(const vec *)(in + x * c + j);
-}
-
-// din[pixel][channels_in] += a window's terms. packed: as pack_blocks() leaves it.
-static void add_window(real *din, const Windows *w, const PooledPass *p, size_t window, size_t c,
-                       const real *packed) {
-    const size_t kernel = p->l->kernel, pixel = p->channels_in, row = p->l->in.w * pixel;
-    const real *weight = packed + c * w->channels * kernel * kernel;
-    din += w->met[window] * pixel + c;
-    if (kernel == 3)
-        patch_tile_3_3(din, row, pixel, w, window, weight);
-    else {
-        patch_tile_2_5(din, row, pixel, w, window, weight);
-        patch_tile_2_5(din + 2 * row, row, pixel, w, window, weight + 10 * LANES);
-        patch_tile_1_5(din + 4 * row, row, pixel, w, window, weight + 20 * LANES);
-    }
-}
-
-/* One image: sums[k][...] += its weight gradient, the biases' behind it, and din = its data
-   gradient, [pixel][channels_in], unless din is NULL. */
-static void pooled_image(real *sums, real *din, const real *in, const real *packed,
-                         const PooledPass *p, size_t image) {
-    enum { NUMBERS = 3072 }; // of the gradient at a time: they and what they meet stay in L1
-    const Shape I = p->l->in;
-    const size_t channels = p->l->out.c, windows = p->l->pool->out.h * p->l->pool->out.w;
-    const size_t most = min_size(MASK_BITS, max_size(1, NUMBERS / channels));
-    const size_t words = ceil_div(channels, MASK_BITS);
-    real gradient[most * channels + LANES];
-    uint8_t place[most * channels + LANES + 8];
-    uint64_t nonzero[channels], chosen[WINDOW_PIXELS][most * words];
-    real rows[p->depth == I.c ? 1 : I.h * I.w * p->depth] __attribute__((aligned(VECTOR_BYTES)));
-    Windows w = {.channels = channels, .words = words, .depth = p->depth};
-    w.gradient = gradient;
-    w.place = place;
-    w.nonzero = nonzero;
-    for (size_t i = 0; i < WINDOW_PIXELS; i++) {
-        w.chosen[i] = chosen[i];
-        w.further[i] = i / 2 * I.w + i % 2;
-    }
-    if (p->depth != I.c) {
-        copy_rows(rows, in, p);
-        in = rows;
-    }
-    if (din)
-        memset(din, 0, I.h * I.w * p->channels_in * sizeof *din);
-    for (size_t first = 0; first < windows; first += most) {
-        w.count = min_size(most, windows - first);
-        find_terms(&w, sums + channels * p->filter, p, image, first);
-        for (size_t j = 0; j < p->pitch; j += p->widest * LANES) {
-            TermTileFunction *tile = p->tiles[min_size(p->widest, (p->pitch - j) / LANES) - 1];
-            for (size_t k = 0; k < channels; k++)
-                tile(sums + k * p->filter + j, p->pitch, &w, k, in + j, I.w * p->depth);
-        }
-        if (din)
-            find_chosen(&w);
-        for (size_t c = 0; din && c < p->channels_in; c += LANES) // LANES channels' weights fit L1
-            for (size_t window = 0; window < w.count; window++)
-                add_window(din, &w, p, window, c, packed);
-    }
-}
-
-// packed[c / LANES][k][tap][c % LANES] = weight[tap][c][k], filled up with zeros
-static void pack_blocks(real *packed, const real *weight, const PooledPass *p) {
-    const size_t depth = p->l->in.c, channels = p->l->out.c, taps = p->l->kernel * p->l->kernel;
-    PARALLEL_FOR
-    for (size_t k = 0; k < channels; k++)
-        for (size_t c = 0; c < p->channels_in; c++)
-            for (size_t tap = 0; tap < taps; tap++)
-                packed[((c / LANES * channels + k) * taps + tap) * LANES + c % LANES] =
-                    c < depth ? weight[(tap * depth + c) * channels + k] : 0;
-}
-
-static size_t packed_blocks(const PooledPass *p) {
-    return p->channels_in * p->l->out.c * p->l->kernel * p->l->kernel;
-}
-
-// The sums of a slice of the images: the filters, then the biases.
-static size_t pooled_sums(const PooledPass *p) {
-    return p->l->out.c * p->filter + whole_vectors(p->l->out.c);
-}
-
-static size_t pooled_slices(const PooledPass *p, size_t n) {
-    return min_size(n, min_size(SLICES, max_size(1, SLICE_ELEMENTS / pooled_sums(p))));
-}
-
-static void conv2d_backward_pooled(real *din, real *dweight, real *dbias, const real *dout,
-                                   const real *pooled, const uint8_t *argmax, const real *in,
-                                   const real *weight, const Layer *l, size_t n, bool accumulate,
-                                   real *scratch) {
-    PooledPass p = pooled_pass(l);
-    p.dout = dout;
-    p.relu = pooled;
-    p.argmax = argmax;
-    size_t channels = l->out.c, slices = pooled_slices(&p, n), size = pooled_sums(&p);
-    size_t padded = l->in.h * l->in.w * p.channels_in;
-    real *packed = scratch + slices * size;
-    pack_blocks(packed, weight, &p);
-    PARALLEL_TURNS(slice, slices) {
-        real *sums = scratch + slice * size;
-        real dimage[padded] __attribute__((aligned(VECTOR_BYTES)));
-        memset(sums, 0, size * sizeof *sums);
-        for (size_t image = n * slice / slices; image < n * (slice + 1) / slices; image++) {
-            size_t at = image * shape_size(l->in);
-            pooled_image(sums, din ? dimage : NULL, in + at, packed, &p, image);
-            for (size_t i = 0; din && i < padded; i += p.channels_in)
-                for (size_t c = 0; c < l->in.c; c++, at++) {
-                    real sum = dimage[i + c] + (accumulate ? din[at] : 0);
-                    // in is the output of the ReLU before
-                    din[at] = l->fused_relu_backward && !(in[at] > 0) ? 0 : sum;
-                }
-        }
-    }
-    sum_slices(scratch, scratch, slices, size, size);
-    for (size_t k = 0; k < l->biases; k++)
-        dbias[k] = scratch[channels * p.filter + k];
-    size_t run = l->kernel * l->in.c;
-    PARALLEL_FOR
-    for (size_t i = 0; i < l->kernel * run; i++)
-        for (size_t k = 0; k < channels; k++)
-            dweight[i * channels + k] = scratch[k * p.filter + i / run * p.pitch + i % run];
-}
-
-/* One row of a max-pool's image, a vector of channels at a time: the largest and where it was stay
-   in registers. Spelled out, because compilers do not mix numbers and bytes in one vector loop.
-   Reads whole vectors of in; what lies behind the channels is dropped. */
-static void maxpool2d_row(real *out, uint8_t *argmax, const real *in, const Layer *l, size_t y) {
-    typedef uint8_t bytes __attribute__((vector_size(LANES)));
-    for (size_t x = 0; x < l->out.w; x++)
-        for (size_t c = 0; c < l->out.c; c += LANES) {
-            size_t at = (y * l->out.w + x) * l->out.c + c, count = l->out.c - c;
-            vec best = (vec){0} - (real)INFINITY;
-            mask arg = {0}, tap = {0};
-            for (size_t i = 0; i < l->kernel; i++)
-                for (size_t j = 0; j < l->kernel; j++, tap += 1) {
-                    size_t iy = y * l->stride + i - l->padding, ix = x * l->stride + j - l->padding;
-                    if (iy >= l->in.h || ix >= l->in.w)
-                        continue;
-                    vec v = *(const vec *)(in + (iy * l->in.w + ix) * l->in.c + c);
-                    mask larger = (v > best) | (v != v); // a NaN wins
-                    best = (vec)((larger & (mask)v) | (~larger & (mask)best));
-                    arg = (larger & tap) | (~larger & arg);
-                }
-            store(out + at, best, count);
-            bytes positions = __builtin_convertvector(arg, bytes);
-            if (count >= LANES)
-                memcpy(argmax + at, &positions, LANES);
-            else
-                memcpy(argmax + at, &positions, count);
-        }
-}
-
-static void maxpool2d_forward_fast(real *out, uint8_t *argmax, const real *in, const Layer *l,
-                                   size_t n) {
-    size_t size = shape_size(l->out);
-    PARALLEL_TURNS(image, n)
-        for (size_t y = 0; y < l->out.h; y++)
-            maxpool2d_row(out + image * size, argmax + image * size, in + image * shape_size(l->in),
-                          l, y);
-}
-
-/* pooled = max_pool2d(relu(conv2d(in, weight) + bias)); argmax = the place of each maximum in its
-   window. n images: in [h][w][c_in], pooled and argmax [h][w][c_out] of l->pool. Image by image, so
-   that what lies between stays in the thread's own cache. */
-static void conv2d_forward_pooled(real *pooled, uint8_t *argmax, const real *in, const real *weight,
-                                  const real *bias, const Layer *l, size_t n, real *scratch) {
-    Pass p = forward_pass(l);
-    const size_t size = shape_size(l->pool->out);
-    p.relu = true;
-    pack(scratch, weight, &p);
-    PARALLEL_TURNS(image, n) {
-        real out[shape_size(l->out) + LANES] __attribute__((aligned(VECTOR_BYTES)));
-        run_pass_on_image(out, in + image * shape_size(l->in), scratch, bias, &p,
-                          scratch + packed_size(&p));
-        for (size_t y = 0; y < l->pool->out.h; y++)
-            maxpool2d_row(pooled + image * size, argmax + image * size, out, l->pool, y);
-    }
-}
-
-static size_t scratch_size_naive(const Layer *l, size_t n) {
-    (void)n;
-    return l->kind == BATCHNORM2D ? (2 * BN_SLICES + 3) * l->in.c : 0;
-}
-
-static size_t scratch_size_fast(const Layer *l, size_t n) {
-    if (l->kind != CONV2D && l->kind != LINEAR)
-        return scratch_size_naive(l, n);
-    Pass forward = forward_pass(l), backward = backward_pass(l, false);
-    WeightGradient g = weight_gradient_plan(l, n);
-    size_t pooled = 0;
-    size_t threads = (size_t)omp_get_max_threads();
-    size_t gradient = g.slices * g.sums + (g.pass.tile ? threads * tile_area(&forward) : 0);
-    if (l->pool) {
-        PooledPass p = pooled_pass(l);
-        pooled = pooled_slices(&p, n) * pooled_sums(&p) + packed_blocks(&p);
-    }
-    return max_size(max_size(pass_scratch(&forward), pass_scratch(&backward)),
-                    max_size(pooled, gradient));
-}
-
-/* ==== 6. Network ================================================================================
-
-   A network is a table of layers, each of which reads the output of an earlier row, or two (add).
-   Builders add rows and look like the PyTorch modules that they mirror. Everything else (sizes,
-   memory, summary, forward, backward, checkpoints) walks over the table. The network owns these
-   arenas, planned from the table and allocated once:
-      params, grads     [parameters], each tensor on a cache line's border
-      activations       [batch][...] of every row; in-place rows share their input's, and a CPU
-                        reads the images, row 0, where the loader put them
-      dactivations      their gradients; those that are not needed at the same time share memory
-      stats             BatchNorm's running statistics, and those of the last batch
-      saved             bytes that a forward leaves for its backward */
-
-enum { ALIGN = 64 / sizeof(real) };
-
-typedef struct Net {
-    const char *model;
-    const Settings *settings;
-    const Backend *backend;
-    Layer layers[MAX_LAYERS]; // row 0 is the input
-    size_t count, classes;
-    size_t parameters; // how many there are
-    size_t param_size; // ... with the gaps between tensors: the size of the arenas
-    size_t batch;      // the most images of one step
-    real *images;      // the batch's: output of row 0
-    size_t activation_size, gradient_size, stats_size, saved_size, scratch_size;
-    size_t host_size;       // as large as the largest tensor of the parameters, or the output
-    size_t batches_tracked; // how many batches BatchNorm's running statistics have seen
-    real *params, *grads, *activations, *dactivations, *stats, *scratch, *losses;
-    real *host[2]; // two tensors on the host, on their way from the device or to it
-    uint8_t *saved, *labels;
-    size_t others;     // ranks that share a batch: the loss is the mean over all of it
-    struct Comm *comm; // told by backward() which gradients are finished; NULL: nobody waits
-    bool marks_rows;   // a mark behind each row
-} Net;
-
-static size_t aligned(size_t count) {
-    return ceil_div(count, ALIGN) * ALIGN;
-}
-
-static size_t add_layer(Net *net, Layer l) {
-    if (net->count == MAX_LAYERS)
-        die(1, "model %s: more than %d layers; raise MAX_LAYERS in cnn.c", net->model, MAX_LAYERS);
-    net->layers[net->count] = l;
-    return net->count++;
-}
-
-static size_t add_params(Net *net, size_t count) {
-    size_t offset = net->param_size;
-    net->param_size += aligned(count);
-    net->parameters += count;
-    net->host_size = max_size(net->host_size, count);
-    return offset;
-}
-
-// Adds a layer with parameters, named by PyTorch's habit: conv1, conv2, ..., fc1, fc2, ...
-static size_t add_weights(Net *net, Layer l, size_t weights, size_t biases, const char *prefix) {
-    size_t number = 1;
-    for (size_t i = 0; i < net->count; i++)
-        number += net->layers[i].kind == l.kind;
-    snprintf(l.name, sizeof l.name, "%s%zu", prefix, number);
-    l.weights = weights;
-    l.biases = biases;
-    l.weight = add_params(net, weights);
-    l.bias = add_params(net, biases);
-    return add_layer(net, l);
-}
-
-// Gives row x a name of its own: x = named(net, conv2d(...), "layer%d.conv1", 3)
-static size_t named(Net *net, size_t x, const char *format, ...)
-    __attribute__((format(printf, 3, 4)));
-
-static size_t named(Net *net, size_t x, const char *format, ...) {
-    va_list args;
-    va_start(args, format);
-    vsnprintf(net->layers[x].name, sizeof net->layers[x].name, format, args);
-    va_end(args);
-    return x;
-}
-
-// The output's shape where a window of kernel x kernel slides over x, or why it cannot.
-static Shape slide(const Net *net, size_t x, const char *what, size_t kernel, size_t stride,
-                   size_t padding, size_t channels) {
-    Shape in = net->layers[x].out;
-    if (kernel == 0 || kernel > 11 || stride == 0 || padding >= kernel || channels == 0)
-        die(1,
-            "model %s: %s at row %zu: expected a window of 1 x 1 to 11 x 11, a stride and channels "
-            "of at least 1 and a padding below the window's size, found %zu, %zu, %zu, %zu",
-            net->model, what, net->count, kernel, stride, channels, padding);
-    if (in.h + 2 * padding < kernel || in.w + 2 * padding < kernel)
-        die(1,
-            "model %s: %s at row %zu: a window of %zu x %zu does not fit on %zu x %zu pixels with "
-            "padding %zu; this network needs larger images",
-            net->model, what, net->count, kernel, kernel, in.h, in.w, padding);
-    return (Shape){(in.h + 2 * padding - kernel) / stride + 1,
-                   (in.w + 2 * padding - kernel) / stride + 1, channels};
-}
-
-static size_t add_conv2d(Net *net, size_t x, size_t out_channels, size_t kernel, size_t stride,
-                         size_t padding, bool bias) {
-    Layer l = {.kind = CONV2D, .input = x, .kernel = kernel, .stride = stride, .padding = padding};
-    l.in = net->layers[x].out;
-    l.out = slide(net, x, "conv2d", kernel, stride, padding, out_channels);
-    return add_weights(net, l, kernel * kernel * l.in.c * out_channels, bias ? out_channels : 0,
-                       "conv");
-}
-
-// nn.Conv2d(in_channels = those of x, out_channels, kernel_size, stride, padding)
-static size_t conv2d(Net *net, size_t x, size_t out_channels, size_t kernel, size_t stride,
-                     size_t padding) {
-    return add_conv2d(net, x, out_channels, kernel, stride, padding, true);
-}
-
-// The same with bias = False, as it stands before a BatchNorm, which has a bias itself.
-static size_t conv2d_no_bias(Net *net, size_t x, size_t out_channels, size_t kernel, size_t stride,
-                             size_t padding) {
-    return add_conv2d(net, x, out_channels, kernel, stride, padding, false);
-}
-
-// nn.Linear(in_features = all numbers of x, out_features); flattens x by itself
-static size_t linear(Net *net, size_t x, size_t out_features) {
-    Layer l = {.kind = LINEAR, .input = x, .kernel = 1, .stride = 1};
-    l.in = (Shape){1, 1, shape_size(net->layers[x].out)};
-    l.out = (Shape){1, 1, out_features};
-    if (out_features == 0)
-        die(1, "model %s: linear at row %zu: expected at least 1 output", net->model, net->count);
-    return add_weights(net, l, l.in.c * out_features, out_features, "fc");
-}
-
-// nn.BatchNorm2d(num_features = channels of x)
-static size_t batchnorm2d(Net *net, size_t x) {
-    Shape s = net->layers[x].out;
-    Layer l = {.kind = BATCHNORM2D, .input = x, .in = s, .out = s};
-    net->host_size = max_size(net->host_size, 2 * s.c); // both running statistics at once
-    return add_weights(net, l, s.c, s.c, "bn");
-}
-
-static size_t same_shape(Net *net, size_t x, LayerKind kind, real p) {
-    Shape s = net->layers[x].out;
-    return add_layer(net, (Layer){.kind = kind, .input = x, .in = s, .out = s, .p = p});
-}
-
-static size_t relu(Net *net, size_t x) {
-    return same_shape(net, x, RELU, 0);
-}
-
-// a + b: where a residual block's shortcut joins. The newer row is the one that may be overwritten.
-static size_t add(Net *net, size_t a, size_t b) {
-    Shape s = net->layers[a].out, t = net->layers[b].out;
-    if (s.h != t.h || s.w != t.w || s.c != t.c)
-        die(1, "model %s: add at row %zu: expected equal shapes, found %zux%zux%zu and %zux%zux%zu",
-            net->model, net->count, s.h, s.w, s.c, t.h, t.w, t.c);
-    size_t x = same_shape(net, max_size(a, b), ADD, 0);
-    net->layers[x].other = min_size(a, b);
-    return x;
-}
-
-// nn.Dropout(p)
-static size_t dropout(Net *net, size_t x, real p) {
-    if (!(p >= 0 && p < 1))
-        die(1, "model %s: dropout at row %zu: expected a probability from 0 to below 1, found %g",
-            net->model, net->count, (double)p);
-    return same_shape(net, x, DROPOUT, p);
-}
-
-// nn.LogSoftmax(dim = 1): over the classes, so it wants 1 x 1 pixel
-static size_t log_softmax(Net *net, size_t x) {
-    if (net->layers[x].out.h * net->layers[x].out.w != 1)
-        die(1, "model %s: log_softmax at row %zu: expected 1 x 1 pixel, found %zu x %zu",
-            net->model, net->count, net->layers[x].out.h, net->layers[x].out.w);
-    return same_shape(net, x, LOG_SOFTMAX, 0);
-}
-
-// nn.MaxPool2d(kernel_size, stride, padding)
-static size_t maxpool2d(Net *net, size_t x, size_t kernel, size_t stride, size_t padding) {
-    Layer l = {.kind = MAXPOOL2D, .input = x, .kernel = kernel, .stride = stride};
-    l.padding = padding;
-    l.in = net->layers[x].out;
-    l.out = slide(net, x, "maxpool2d", kernel, stride, padding, l.in.c);
-    return add_layer(net, l);
-}
-
-// nn.AdaptiveAvgPool2d(1): the mean over all pixels
-static size_t global_avgpool2d(Net *net, size_t x) {
-    Shape s = net->layers[x].out;
-    return add_layer(net, (Layer){.kind = AVGPOOL2D, .input = x, .in = s, .out = {1, 1, s.c}});
-}
-
-// ---- Memory
-
-static bool reads(const Layer *l, size_t row) {
-    return l->kind != INPUT && (l->input == row || (l->kind == ADD && l->other == row));
-}
-
-static size_t count_readers(const Net *net, size_t row) {
-    size_t readers = 0;
-    for (size_t i = row + 1; i < net->count; i++)
-        readers += reads(&net->layers[i], row);
-    return readers;
-}
-
-/* Which rows overwrite their input: ReLU, dropout and add, where nobody else reads it. Nothing is
-   lost: a dropout's backward asks only for its mask, a ReLU's only where its output is positive,
-   which a dropout behind it does not change; an add behind it would, and behind its max-pool. */
-static void plan_in_place(Net *net) {
-    for (size_t i = 1; i < net->count; i++) {
-        Layer *l = &net->layers[i], *before = &net->layers[l->input];
-        bool reuse = l->input > 0 && count_readers(net, l->input) == 1;
-        l->in_place = reuse && (l->kind == RELU || l->kind == DROPOUT ||
-                                (l->kind == ADD && l->other != l->input && before->kind != RELU &&
-                                 before->kind != MAXPOOL2D && !before->in_place));
-        l->in_place = l->in_place && before->kind != LOG_SOFTMAX;
-        if (l->kind == ADD && l->in_place && before->kind == BATCHNORM2D && net->backend->fuses)
-            before->add = l;
-        bool fusible = before->kind == CONV2D || before->kind == LINEAR ||
-                       before->kind == BATCHNORM2D || before->kind == ADD;
-        if (l->kind == RELU && l->in_place && fusible)
-            before->fused_relu = net->backend->fuses;
-    }
-}
-
-/* Which convolutions do the work of the ReLU and the max-pool behind them as well, because what
-   lies between need not be stored, and most of its gradient is zero: where no padding has to be
-   met. Backward they do the work of the ReLU before them as well, if nobody else reads it. */
-static void plan_pooled(Net *net) {
-    for (size_t i = 1; i < net->count && net->backend->conv2d_forward_pooled; i++) {
-        Layer *pool = &net->layers[i], *relu = &net->layers[pool->input];
-        Layer *conv = &net->layers[relu->input], *before = &net->layers[conv->input];
-        bool padded = conv->padding || pool->padding;
-        if (pool->kind != MAXPOOL2D || relu->kind != RELU || !relu->in_place ||
-            conv->kind != CONV2D || padded || !suits_pooled(conv, pool) ||
-            count_readers(net, pool->input) > 1)
-            continue;
-        conv->pool = pool;
-        pool->skipped = relu->skipped = true;
-        if (before->kind == RELU && before->in_place && count_readers(net, conv->input) == 1)
-            conv->fused_relu_backward = before->fused_relu_backward = true;
-    }
-}
-
-/* An add's gradient is that of both its inputs: they share its memory, so nothing is copied. Into
-   the second one (a block's input x, say) other readers of x add theirs; it is shared only if they
-   come before the first input's row: then backward has used up the first one's gradient. */
-static bool shares_gradient(const Net *net, const Layer *add, size_t add_row) {
-    if (!add->in_place || add->other == 0)
-        return false;
-    for (size_t i = add->other + 1; i < net->count; i++)
-        if (i != add_row && i >= add->input && reads(&net->layers[i], add->other))
-            return false;
-    return true;
-}
-
-// A gradient is needed from its last reader, which writes it first, down to its own row.
-typedef struct Lifetime {
-    size_t low, high, size, offset; // rows; elements
-} Lifetime;
-
-// The lowest offset at which `l` meets none of the gradients placed before that live with it.
-static size_t place_gradient(const Lifetime *l, const Lifetime *placed, size_t count) {
-    size_t offset = 0;
-    for (size_t i = 0; i < count; i++) {
-        const Lifetime *p = &placed[i];
-        bool together = p->low <= l->high && l->low <= p->high;
-        if (together && offset < p->offset + p->size && p->offset < offset + l->size) {
-            offset = p->offset + p->size;
-            i = (size_t)-1; // it may have moved onto one that it had passed
-        }
-    }
-    return offset;
-}
-
-static void plan_gradients(Net *net) {
-    size_t owner[MAX_LAYERS], count = 0; // the row whose gradient's memory a row shares
-    Lifetime lives[MAX_LAYERS];
-    for (size_t i = 0; i < net->count; i++)
-        owner[i] = i;
-    for (size_t i = net->count - 1; i > 0; i--) {
-        const Layer *l = &net->layers[i];
-        if (l->in_place || l->skipped)
-            owner[l->input] = owner[i];
-        if (l->kind == ADD && shares_gradient(net, l, i))
-            owner[l->other] = owner[i];
-    }
-    for (size_t i = net->count - 1; i > 0; i--) {
-        if (owner[i] != i)
-            continue;
-        Lifetime *life = &lives[count];
-        *life = (Lifetime){i, i, aligned(net->batch * shape_size(net->layers[i].out)), 0};
-        for (size_t r = 1; r < net->count; r++) {
-            life->low = owner[r] == i ? min_size(life->low, r) : life->low;
-            life->high = reads(&net->layers[r], i) ? max_size(life->high, r) : life->high;
-        }
-        life->offset = place_gradient(life, lives, count++);
-        net->gradient_size = max_size(net->gradient_size, life->offset + life->size);
-        for (size_t r = 1; r <= i; r++)
-            if (owner[r] == i)
-                net->layers[r].gradient = life->offset;
-    }
-}
-
-// Offsets and sizes of all arenas, for batches of at most `batch` images.
-static void plan_memory(Net *net, size_t batch) {
-    plan_in_place(net);
-    plan_pooled(net);
-    net->batch = batch;
-    net->host_size = max_size(net->host_size, batch * net->classes);
-    for (size_t i = 0; i < net->count; i++) {
-        Layer *l = &net->layers[i];
-        size_t size = l->pool ? 0 : aligned(batch * shape_size(l->out));
-        l->output = l->in_place ? net->layers[l->input].output : net->activation_size;
-        net->activation_size += l->in_place ? 0 : size;
-        l->stats = net->stats_size;
-        net->stats_size += l->kind == BATCHNORM2D ? 4 * aligned(l->out.c) : 0;
-        l->saved = net->saved_size;
-        net->saved_size += l->kind == MAXPOOL2D || l->kind == DROPOUT ? size : 0;
-        net->scratch_size = max_size(net->scratch_size, net->backend->scratch_size(l, batch));
-    }
-    plan_gradients(net);
-}
-
-static void *device_alloc(const Net *net, size_t bytes, const char *what) {
-    void *memory = net->backend->alloc(bytes);
-    if (!memory)
-        die(1, "no memory for %s: %.1f MB asked for; a --batch-size below %zu needs less", what,
-            (double)bytes / 1e6, net->batch);
-    return memory;
-}
-
-static real *real_alloc(const Net *net, size_t count, const char *what) {
-    return device_alloc(net, count * sizeof(real), what);
-}
-
-// Where a batch lies that was copied: the output of row 0.
-static real *own_images(const Net *net) {
-    return net->activations + net->layers[0].output;
-}
-
-static void net_alloc(Net *net) {
-    net->params = real_alloc(net, net->param_size, "parameters");
-    net->grads = real_alloc(net, net->param_size, "gradients");
-    net->activations = real_alloc(net, net->activation_size, "activations");
-    net->images = own_images(net);
-    net->dactivations = real_alloc(net, net->gradient_size, "activation gradients");
-    net->stats = real_alloc(net, net->stats_size, "BatchNorm's statistics");
-    net->scratch = real_alloc(net, net->scratch_size, "scratch space");
-    net->losses = real_alloc(net, net->batch, "losses");
-    net->saved = device_alloc(net, net->saved_size, "masks");
-    net->labels = device_alloc(net, net->batch, "labels");
-    for (size_t i = 0; i < 2; i++)
-        net->host[i] = must_alloc(net->host_size * sizeof(real), "a tensor");
-    for (size_t i = 0; net->backend->prepare && i < net->count; i++)
-        if (net->layers[i].kind == CONV2D || net->layers[i].kind == LINEAR)
-            net->backend->prepare(&net->layers[i]);
-}
-
-static void net_free(Net *net) {
-    void *arenas[] = {net->params,  net->grads,  net->activations, net->dactivations, net->stats,
-                      net->scratch, net->losses, net->saved,       net->labels};
-    for (size_t i = 0; i < sizeof arenas / sizeof *arenas; i++)
-        net->backend->release(arenas[i]);
-    for (size_t i = 0; i < net->count; i++) {
-        free(net->layers[i].gather);
-        free(net->layers[i].scatter);
-    }
-    free(net->host[0]);
-    free(net->host[1]);
-}
-
-// ---- Initial values, as PyTorch's modules and torchvision's ResNets have them
-
-// Fills net->host[0] with numbers in [-1, 1), or with as many from the normal distribution.
-static void draw_tensor(Net *net, size_t count, bool normal, size_t tensor, uint64_t seed) {
-    PARALLEL_FOR
-    for (size_t i = 0; i < count; i += 4) {
-        uint32_t r[4];
-        philox4x32(r, (uint32_t)(i / 4), (uint32_t)tensor, 0, DRAW_INIT, seed);
-        for (size_t j = 0; j < min_size(4, count - i); j++) {
-            size_t pair = j / 2 * 2; // two uniform numbers make two normal ones (Box, Muller 1958)
-            double radius = sqrt(-2 * log(1 - (double)uniform(r[pair])));
-            double angle = 2 * M_PI * (double)uniform(r[pair + 1]);
-            net->host[0][i + j] =
-                normal ? (real)(radius * (j % 2 ? sin(angle) : cos(angle))) : 2 * uniform(r[j]) - 1;
-        }
-    }
-}
-
-static void set_tensor(Net *net, real *param, size_t count, real scale, real shift) {
-    for (size_t i = 0; i < count; i++)
-        net->host[0][i] = net->host[0][i] * scale + shift;
-    net->backend->copy(param, net->host[0], count * sizeof(real));
-}
-
-/* Weights and biases uniform within +-1 / sqrt(fan_in); a convolution before a BatchNorm (no bias):
-   normal with variance 2 / fan_out (He et al., arXiv:1502.01852); BatchNorm: weight 1, bias 0. */
-static void net_init(Net *net, uint64_t seed) {
-    for (size_t i = 0; i < net->count; i++) {
-        const Layer *l = &net->layers[i];
-        real *weight = net->params + l->weight, *bias = net->params + l->bias;
-        real fan_in = (real)(l->weights / l->out.c),
-             fan_out = (real)(l->kernel * l->kernel * l->out.c);
-        bool normal = l->biases == 0, norm = l->kind == BATCHNORM2D;
-        if (!l->weights)
-            continue;
-        draw_tensor(net, l->weights, normal, 2 * i, seed);
-        set_tensor(net, weight, l->weights,
-                   norm     ? 0
-                   : normal ? SQRT(2 / fan_out)
-                            : 1 / SQRT(fan_in),
-                   norm);
-        draw_tensor(net, l->biases, false, 2 * i + 1, seed);
-        set_tensor(net, bias, l->biases, norm ? 0 : 1 / SQRT(fan_in), 0);
-        for (size_t c = 0; norm && c < l->out.c; c++)
-            net->host[1][c] = 1;
-        if (norm) // the running variance starts at 1, the running mean at 0
-            net->backend->copy(net->stats + l->stats + l->out.c, net->host[1],
-                               l->out.c * sizeof(real));
-    }
-}
-
-// ---- Summary
-
-// Floating-point operations of one image, forward: 2 for each multiply-add of the weights.
-static double layer_flops(const Layer *l) {
-    bool multiplies = l->kind == CONV2D || l->kind == LINEAR;
-    return multiplies ? 2. * (double)l->weights * (double)(l->out.h * l->out.w) : 0;
-}
-
-// Training: forward, weight gradient and, but for the layers on the input, data gradient.
-static double training_flops(const Net *net) {
-    double flops = 0;
-    for (size_t i = 1; i < net->count; i++)
-        flops += layer_flops(&net->layers[i]) * (net->layers[i].input == 0 ? 2 : 3);
-    return flops;
-}
-
-static void describe_layer(const Layer *l, char *text, size_t size) {
-    static const char *const names[] = {
-        [INPUT] = "input",     [CONV2D] = "conv2d",       [BATCHNORM2D] = "batchnorm2d",
-        [RELU] = "relu",       [MAXPOOL2D] = "maxpool2d", [AVGPOOL2D] = "global average pool",
-        [DROPOUT] = "dropout", [LINEAR] = "linear",       [LOG_SOFTMAX] = "log_softmax"};
-    if (l->kind == CONV2D || l->kind == MAXPOOL2D)
-        snprintf(text, size, "%s %zux%zu stride %zu padding %zu", names[l->kind], l->kernel,
-                 l->kernel, l->stride, l->padding);
-    else if (l->kind == ADD)
-        snprintf(text, size, "add row %zu + row %zu", l->input, l->other);
-    else if (l->kind == DROPOUT)
-        snprintf(text, size, "dropout %g", (double)l->p);
-    else if (l->kind == LINEAR)
-        snprintf(text, size, "linear %zu -> %zu", l->in.c, l->out.c);
-    else
-        snprintf(text, size, "%s", names[l->kind]);
-}
-
-static void print_summary(const Net *net) {
-    int width = 7;
-    for (size_t i = 0; i < net->count; i++)
-        width = (int)max_size((size_t)width, strlen(net->layers[i].name));
-    printf("Model %s:\n  row  %-*s layer                               output (h x w x c)"
-           "  parameters  MFLOP forward\n",
-           net->model, width, "name");
-    for (size_t i = 0; i < net->count; i++) {
-        const Layer *l = &net->layers[i];
-        char kind[64], shape[64];
-        describe_layer(l, kind, sizeof kind);
-        snprintf(shape, sizeof shape, "%zu x %zu x %zu", l->out.h, l->out.w, l->out.c);
-        printf("  %3zu  %-*s %-34s %19s  %10zu  %13.3f\n", i, width, l->name, kind, shape,
-               l->weights + l->biases, layer_flops(l) / 1e6);
-    }
-    printf("  %zu parameters, %.1f MFLOP to train on one image\n", net->parameters,
-           training_flops(net) / 1e6);
-}
-
-/* ==== 7. Models =================================================================================
-
-   Yours takes ten lines: write a builder like model_mnist(), in which x is the row that holds the
-   images, and add it to the table with the options and datasets that it takes by itself. */
-
-// The network of the PyTorch MNIST example.
-static size_t model_mnist(Net *net, size_t x) {
-    x = relu(net, conv2d(net, x, 32, 3, 1, 0));
-    x = relu(net, conv2d(net, x, 64, 3, 1, 0));
-    x = dropout(net, maxpool2d(net, x, 2, 2, 0), (real)0.25);
-    x = relu(net, linear(net, x, 128));
-    x = linear(net, dropout(net, x, (real)0.5), net->classes);
-    return log_softmax(net, x);
-}
-
-// LeNet-5 (LeCun et al., "Gradient-based learning applied to document recognition", 1998) as it is
-// built today, with ReLU and max-pooling.
-static size_t model_lenet(Net *net, size_t x) {
-    /* LAB 1.7 BEGIN model_lenet */
-    x = maxpool2d(net, relu(net, conv2d(net, x, 6, 5, 1, 2)), 2, 2, 0);
-    x = maxpool2d(net, relu(net, conv2d(net, x, 16, 5, 1, 0)), 2, 2, 0);
-    x = relu(net, linear(net, x, 120));
-    x = relu(net, linear(net, x, 84));
-    x = linear(net, x, net->classes);
-    return log_softmax(net, x);
-    /* LAB 1.7 END */
-}
-
-// The network of PyTorch's CIFAR-10 tutorial; --width 64: the wider one of the timing study.
-static size_t model_cifar(Net *net, size_t x) {
-    x = maxpool2d(net, relu(net, conv2d(net, x, net->settings->width, 5, 1, 0)), 2, 2, 0);
-    x = maxpool2d(net, relu(net, conv2d(net, x, 16, 5, 1, 0)), 2, 2, 0);
-    x = relu(net, linear(net, x, 120));
-    x = relu(net, linear(net, x, 84));
-    x = linear(net, x, net->classes);
-    return log_softmax(net, x);
-}
-
-/* ResNets (He et al., arXiv:1512.03385) with torchvision's names: a stem, four stages of blocks, of
-   which each but the first halves the image, and a linear layer on the mean of all pixels. */
-static size_t conv_bn(Net *net, size_t x, const char *block, int number, size_t channels,
-                      size_t kernel, size_t stride) {
-    x = conv2d_no_bias(net, x, channels, kernel, stride, kernel / 2);
-    x = batchnorm2d(net, named(net, x, "%sconv%d", block, number));
-    return named(net, x, "%sbn%d", block, number);
-}
-
-// The block's input itself, or, where the block changes its shape, a 1 x 1 convolution of it.
-static size_t shortcut(Net *net, size_t x, const char *block, size_t channels, size_t stride) {
-    if (stride == 1 && net->layers[x].out.c == channels)
-        return x;
-    x = conv2d_no_bias(net, x, channels, 1, stride, 0);
-    x = batchnorm2d(net, named(net, x, "%sdownsample.0", block));
-    return named(net, x, "%sdownsample.1", block);
-}
-
-typedef size_t Block(Net *net, size_t x, const char *block, size_t channels, size_t stride);
-
-static size_t basic_block(Net *net, size_t x, const char *block, size_t channels, size_t stride) {
-    size_t y = relu(net, conv_bn(net, x, block, 1, channels, 3, stride));
-    y = conv_bn(net, y, block, 2, channels, 3, 1);
-    return relu(net, add(net, y, shortcut(net, x, block, channels, stride)));
-}
-
-// The stride is that of the 3 x 3 convolution, as in torchvision ("ResNet V1.5").
-static size_t bottleneck(Net *net, size_t x, const char *block, size_t channels, size_t stride) {
-    size_t y = relu(net, conv_bn(net, x, block, 1, channels, 1, 1));
-    y = relu(net, conv_bn(net, y, block, 2, channels, 3, stride));
-    y = conv_bn(net, y, block, 3, 4 * channels, 1, 1);
-    return relu(net, add(net, y, shortcut(net, x, block, 4 * channels, stride)));
-}
-
-// blocks: how many in each stage, up to a 0; channels: of the first stage
-static size_t resnet(Net *net, size_t x, Block *block, const size_t *blocks, size_t channels) {
-    bool imagenet = strcmp(net->settings->stem, "imagenet") == 0;
-    size_t kernel = strcmp(net->settings->stem, "3") == 0 ? 3 : 7;
-    x = relu(net, conv_bn(net, x, "", 1, channels, kernel, imagenet ? 2 : 1));
-    x = imagenet ? maxpool2d(net, x, 3, 2, 1) : x;
-    for (int stage = 0; blocks[stage]; stage++, channels *= 2)
-        for (size_t i = 0; i < blocks[stage]; i++) {
-            char name[64];
-            snprintf(name, sizeof name, "layer%d.%zu.", stage + 1, i);
-            x = block(net, x, name, channels, stage > 0 && i == 0 ? 2 : 1);
-        }
-    x = named(net, linear(net, global_avgpool2d(net, x), net->classes), "fc");
-    return log_softmax(net, x);
-}
-
-#define RESNET(depth, block, channels, ...)                                       \
-    static size_t model_resnet##depth(Net *net, size_t x) {                       \
-        return resnet(net, x, block, (const size_t[]){__VA_ARGS__, 0}, channels); \
-    }
-RESNET(8, basic_block, 16, 1, 1, 1) // for laptops and tests
-RESNET(18, basic_block, 64, 2, 2, 2, 2)
-RESNET(34, basic_block, 64, 3, 4, 6, 3)
-RESNET(50, bottleneck, 64, 3, 4, 6, 3)
-RESNET(101, bottleneck, 64, 3, 4, 23, 3)
-RESNET(152, bottleneck, 64, 3, 8, 36, 3)
-
-typedef struct Model {
-    const char *name;
-    size_t (*build)(Net *net, size_t x);
-    const char *datasets; // what --dataset auto takes: the first of these that is there
-    const char *native;   // the dataset whose shape, classes and counts synthetic images take
-    const char *defaults; // options that differ from those of the table in room 12
-    bool half;            // three channels are normalised by .5/.5, as in the CIFAR-10 tutorial
-    bool sc20_log;        // logs as the ResNets of the SC20 tutorial do, not as the MNIST example
-} Model;
-
-#define RESNET_DEFAULTS                                                             \
-    "--optimizer sgd --lr 0.1 --momentum 0.9 --weight-decay 5e-4 --batch-size 128 " \
-    "--epochs 100 --schedule cosine --log-interval 20"
-#define RESNET_MODEL(depth, native)                                                 \
-    {                                                                               \
-        "resnet" #depth, model_resnet##depth, "cifar100 cifar10 synthetic", native, \
-            RESNET_DEFAULTS, false, true                                            \
-    }
-static const Model models[] = {
-    {"mnist", model_mnist, "mnist fashion-mnist synthetic", "mnist", "", false, false},
-    {"lenet", model_lenet, "mnist fashion-mnist synthetic", "mnist", "", false, false},
-    {"cifar", model_cifar, "cifar10 synthetic", "cifar10",
-     "--optimizer sgd --lr 0.001 --momentum 0.9 --batch-size 4 --epochs 2 --gamma 1", true, false},
-    RESNET_MODEL(8, "cifar10"),
-    RESNET_MODEL(18, "cifar100"),
-    RESNET_MODEL(34, "cifar100"),
-    RESNET_MODEL(50, "cifar100"),
-    RESNET_MODEL(101, "cifar100"),
-    RESNET_MODEL(152, "cifar100"),
-};
-enum { MODELS = sizeof models / sizeof *models };
-
-static const Model *find_model(const char *name) {
-    const Model *m = models;
-    while (strcmp(m->name, name) != 0)
-        m++;
-    return m;
-}
-
-/* What the images of a dataset are for a model: synthetic ones look like its native dataset's, and
-   the normalisation is that of the model's handout where it has its own. */
-static DatasetInfo dataset_for(const Model *model, const char *name) {
-    bool synthetic = strcmp(name, "synthetic") == 0;
-    DatasetInfo info = *find_dataset_info(synthetic ? model->native : name);
-    for (size_t c = 0; c < 3 && info.shape.c == 3 && (model->half || synthetic); c++)
-        info.mean[c] = info.std[c] = .5;
-    if (synthetic) {
-        info.name = "synthetic";
-        info.class_names = NULL;
-    }
-    return info;
-}
-
-static void net_build(Net *net, const Model *model, const DatasetInfo *data,
-                      const Settings *settings, const Backend *backend) {
-    *net = (Net){.model = model->name, .settings = settings, .backend = backend};
-    net->classes = data->classes;
-    size_t x = add_layer(net, (Layer){.kind = INPUT, .in = data->shape, .out = data->shape});
-    x = model->build(net, x);
-    const Layer *last = &net->layers[x];
-    if (x != net->count - 1 || last->kind != LOG_SOFTMAX || shape_size(last->out) != data->classes)
-        die(1,
-            "model %s: expected the number of its last row, which is log_softmax over the %zu "
-            "classes of %s; it returned row %zu of %zu, with %zu outputs",
-            model->name, data->classes, data->name, x, net->count, shape_size(last->out));
-}
-
-/* ==== 8. Forward and backward ===================================================================
-
-   The walk over the layer table: down for the outputs, up for the gradients. The rule for what is =
-   and what is +=: gradients of parameters are always =, so nothing has to be set to zero before a
-   step (PyTorch's optimizer.zero_grad()). The gradient of a row is written (=) by its last reader,
-   which backward meets first; each reader that it meets later adds (+=). */
-
-static real *output(const Net *net, const Layer *l) {
-    return l->kind == INPUT ? net->images : net->activations + l->output;
-}
-
-static real *output_gradient(const Net *net, const Layer *l) {
-    return net->dactivations + l->gradient;
-}
-
-static const Layer *last_layer(const Net *net) {
-    return &net->layers[net->count - 1];
-}
-
-/* data.to(device). On a CPU there is nothing to do for the images: they are read where the loader
-   put them, until backward is over. On a GPU the copies are queued; the loss of the batch, which is
-   waited for, comes behind them. Both end before the loader's slot is filled anew. */
-static void net_load(Net *net, const Batch *batch) {
-    const Backend *b = net->backend;
-    if (batch->resident) {
-        b->gather(net->images, net->labels, batch->resident, &batch->draw, batch->n);
-        return;
-    }
-    if (b->transfer)
-        b->copy(net->images, batch->device_images,
-                batch->n * shape_size(net->layers[0].out) * sizeof(real));
-    else
-        net->images = batch->device_images;
-    b->copy(net->labels, batch->device_labels, batch->n);
-}
-
-// Where a row's time ends, for whoever measures it.
-static void mark_row(const Net *net, size_t mark) {
-    if (net->marks_rows)
-        net->backend->mark(mark);
-}
-
-// Whether the row before has done this row's forward while it was stored.
-static bool is_fused(const Net *net, const Layer *l) {
-    const Layer *before = &net->layers[l->input];
-    return l->kind == RELU ? before->fused_relu : before->add == l;
-}
-
-// One row's output (=). Nothing where a rank has no image (dp), or where the row is `skipped`: the
-// convolution below has written what it would give.
-static void forward_row(Net *net, size_t i, size_t n, const Draw *draw) {
-    const Backend *b = net->backend;
-    const Layer *l = &net->layers[i];
-    real *out = output(net, l), *stats = net->stats + l->stats;
-    const real *in = output(net, &net->layers[l->input]);
-    const real *weight = net->params + l->weight;
-    const real *bias = l->biases ? net->params + l->bias : NULL;
-    uint8_t *saved = net->saved + l->saved;
-    size_t count = n * shape_size(l->out);
-    if (n == 0 || l->skipped)
-        return;
-    switch (l->kind) {
-    case INPUT:
-        break;
-    case CONV2D:
-        if (l->pool) {
-            b->conv2d_forward_pooled(output(net, l->pool), net->saved + l->pool->saved, in, weight,
-                                     bias, l, n, net->scratch);
-            break;
-        }
-        b->conv2d_forward(out, in, weight, bias, l, n, net->scratch);
-        break;
-    case LINEAR:
-        b->linear_forward(out, in, weight, bias, l, n, net->scratch);
-        break;
-    case BATCHNORM2D:
-        b->batchnorm2d_forward(out, stats, in, weight, bias,
-                               l->add ? output(net, &net->layers[l->add->other]) : NULL, l, n,
-                               draw != NULL, net->scratch);
-        break;
-    case RELU:
-        if (!is_fused(net, l))
-            b->relu_forward(out, in, count);
-        break;
-    case MAXPOOL2D:
-        b->maxpool2d_forward(out, saved, in, l, n);
-        break;
-    case AVGPOOL2D:
-        b->avgpool2d_forward(out, in, l, n);
-        break;
-    case ADD:
-        if (is_fused(net, l))
-            break;
-        if (!l->in_place)
-            b->copy(out, in, count * sizeof *out);
-        b->add(out, output(net, &net->layers[l->other]), count, l->fused_relu);
-        break;
-    case DROPOUT:
-        if (draw)
-            b->dropout_forward(out, saved, in, l, n, DRAW_DROPOUT + (uint32_t)i, draw);
-        else if (!l->in_place)
-            b->copy(out, in, count * sizeof *out);
-        break;
-    case LOG_SOFTMAX:
-        b->log_softmax_forward(out, in, n, l->out.c);
-        break;
-    }
-}
-
-// model(data): log-probabilities of n images. draw NULL: evaluation, dropout does nothing.
-static void forward(Net *net, size_t n, const Draw *draw) {
-    net->batches_tracked += draw != NULL;
-    mark_row(net, FORWARD_MARKS);
-    for (size_t i = 1; i < net->count; i++) {
-        forward_row(net, i, n, draw);
-        mark_row(net, FORWARD_MARKS + i);
-    }
-}
-
-// An add's gradient goes to both rows that it reads, unless they have it already by sharing.
-static void backward_add(const Net *net, const Layer *l, size_t n, bool *written) {
-    const size_t inputs[2] = {l->input, l->other}, count = n * shape_size(l->out);
-    const real *dout = output_gradient(net, l);
-    for (size_t i = 0; i < 2; i++) {
-        real *din = output_gradient(net, &net->layers[inputs[i]]);
-        if (inputs[i] > 0 && din != dout && written[inputs[i]])
-            net->backend->add(din, dout, count, false);
-        else if (inputs[i] > 0 && din != dout)
-            net->backend->copy(din, dout, count * sizeof *din);
-        written[inputs[i]] = true;
-    }
-}
-
-// One row's gradients: of its parameters (=) and of its inputs, = or += as written[] says, which
-// knows the rows whose gradients hold something already. Nothing for rows that are skipped.
-static void backward_row(Net *net, size_t i, size_t n, bool *written) {
-    const Backend *b = net->backend;
-    const Layer *l = &net->layers[i], *before = &net->layers[l->input];
-    if (n == 0 || l->skipped || (l->input == 0 && !l->weights && l->kind != ADD))
-        return; // nobody asks for the gradient of the images
-    real *din = l->input == 0 ? NULL : output_gradient(net, before);
-    const real *dout = output_gradient(net, l), *out = output(net, l);
-    const real *in = output(net, before), *weight = net->params + l->weight;
-    const real *stats = net->stats + l->stats;
-    real *dweight = net->grads + l->weight, *dbias = net->grads + l->bias;
-    const uint8_t *saved = net->saved + l->saved;
-    bool accumulate = written[l->input];
-    switch (l->kind) {
-    case INPUT:
-        break;
-    case CONV2D:
-        if (l->pool) {
-            b->conv2d_backward_pooled(din, dweight, dbias, dout, output(net, l->pool),
-                                      net->saved + l->pool->saved, in, weight, l, n, accumulate,
-                                      net->scratch);
-            break;
-        }
-        b->conv2d_backward(din, dweight, dbias, dout, in, weight, l, n, accumulate, net->scratch);
-        break;
-    case LINEAR:
-        b->linear_backward(din, dweight, dbias, dout, in, weight, l, n, accumulate, net->scratch);
-        break;
-    case BATCHNORM2D:
-        b->batchnorm2d_backward(din, dweight, dbias, dout, in, stats, weight, l, n, accumulate,
-                                net->scratch);
-        break;
-    case RELU:
-        if (!l->fused_relu_backward)
-            b->relu_backward(din, dout, out, n * shape_size(l->out), accumulate);
-        break;
-    case MAXPOOL2D:
-        b->maxpool2d_backward(din, dout, saved, l, n, accumulate);
-        break;
-    case AVGPOOL2D:
-        b->avgpool2d_backward(din, dout, l, n, accumulate);
-        break;
-    case ADD:
-        backward_add(net, l, n, written);
-        break;
-    case DROPOUT:
-        b->dropout_backward(din, dout, saved, l, n, accumulate);
-        break;
-    case LOG_SOFTMAX:
-        b->log_softmax_backward(din, dout, out, n, l->out.c);
-        break;
-    }
-    written[l->input] = true;
-}
-
-static void gradients_ready(struct Comm *c, size_t first); // room 10
-
-// loss.backward(): from the gradient of the last row to those of all parameters
-static void backward(Net *net, size_t n) {
-    bool written[MAX_LAYERS] = {false};
-    mark_row(net, BACKWARD_MARKS + net->count);
-    for (size_t i = net->count - 1; i > 0; i--) {
-        backward_row(net, i, n, written);
-        mark_row(net, BACKWARD_MARKS + i);
-        if (net->comm && net->layers[i].weights)
-            gradients_ready(net->comm, net->layers[i].weight);
-    }
-}
-
-static double mean(const real *numbers, size_t n) {
-    double sum = 0;
-    for (size_t i = 0; i < n; i++)
-        sum += (double)numbers[i];
-    return sum / (double)n;
-}
-
-/* F.cross_entropy(): the mean over the batch. Training smooths the labels and leaves the gradient
-   of the last row for backward(); evaluation does neither. */
-static double loss_and_gradient(Net *net, size_t n, bool training) {
-    const Layer *last = last_layer(net);
-    net->backend->nll_loss(net->losses, training ? output_gradient(net, last) : NULL,
-                           output(net, last), net->labels, n, n * (1 + net->others), net->classes,
-                           training ? net->settings->label_smoothing : 0);
-    net->backend->copy(net->host[0], net->losses, n * sizeof(real));
-    return mean(net->host[0], n);
-}
-
-// confusion[label][predicted class] += 1 for each image; returns how many are right
-static size_t count_predictions(const Net *net, const Batch *batch, size_t *confusion) {
-    const real *logp = net->host[0];
-    size_t correct = 0, classes = net->classes;
-    net->backend->copy(net->host[0], output(net, last_layer(net)),
-                       batch->n * classes * sizeof(real));
-    for (size_t i = 0; i < batch->n; i++, logp += classes) {
-        size_t best = 0;
-        for (size_t k = 1; k < classes; k++)
-            best = logp[k] > logp[best] ? k : best;
-        confusion[batch->labels[i] * classes + best]++;
-        correct += best == batch->labels[i];
-    }
-    return correct;
-}
-
-// A loss that is no number any more ends the run, and names the layer where it began.
-static void check_loss(const Net *net, const Batch *batch, double loss) {
-    if (isfinite(loss))
-        return;
-    for (size_t i = 0; i < net->count; i++) {
-        const Layer *l = &net->layers[i];
-        const Layer *stored = l->pool ? l->pool : l; // the row whose output is in memory
-        if (l->skipped)
-            continue;
-        size_t count = batch->n * shape_size(stored->out);
-        real *values = must_alloc(count * sizeof *values, "a look at the outputs");
-        char what[64];
-        net->backend->copy(values, output(net, stored), count * sizeof *values);
-        describe_layer(l, what, sizeof what);
-        if (first_not_finite(values, count) < count)
-            die(1,
-                "epoch %zu, step %zu: the loss is %g; the first output that is not finite "
-                "is in row %zu (%s%s%s); try a smaller --lr",
-                batch->draw.epoch, batch->number + 1, loss, i, l->name, *l->name ? ": " : "", what);
-        free(values);
-    }
-    die(1, "epoch %zu, step %zu: the loss is %g; try a smaller --lr", batch->draw.epoch,
-        batch->number + 1, loss);
-}
-
-/* ==== 9. Optimizers and schedules ===============================================================
-
-   An optimizer makes one pass over the flat arena of all parameters, whatever layer they are of. */
-
-/* Adadelta (Zeiler, arXiv:1212.5701), as PyTorch computes it:
-   square_avg = rho * square_avg + (1 - rho) * grad^2
-   delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * grad
-   acc_delta = rho * acc_delta + (1 - rho) * delta^2;   param -= lr * delta
-   where grad includes weight_decay * param */
-static void adadelta(real *param, const real *grad, real *square_avg, real *acc_delta, size_t count,
-                     double lr, double rho, double eps, double weight_decay) {
-    const real keep = (real)rho, mix = (real)(1 - rho), e = (real)eps, rate = (real)lr;
-    const real decay = (real)weight_decay;
-    PARALLEL_FOR
-    for (size_t i = 0; i < count; i++) {
-        real g = grad[i] + decay * param[i];
-        real square = square_avg[i] = keep * square_avg[i] + mix * g * g;
-        real delta = SQRT(acc_delta[i] + e) / SQRT(square + e) * g;
-        acc_delta[i] = keep * acc_delta[i] + mix * delta * delta;
-        param[i] -= rate * delta;
-    }
-}
-
-/* grad includes weight_decay * param;   buffer = momentum * buffer + grad
-   param -= lr * (nesterov ? grad + momentum * buffer : buffer).   No momentum: no buffer.
-   (Sutskever et al., "On the importance of initialization and momentum", ICML 2013, as PyTorch.) */
-static void sgd(real *param, const real *grad, real *momentum_buffer, size_t count, double lr,
-                double momentum, double weight_decay, bool nesterov) {
-    const real rate = (real)lr, keep = (real)momentum, decay = (real)weight_decay;
-    PARALLEL_FOR
-    for (size_t i = 0; i < count; i++) {
-        real g = grad[i] + decay * param[i], step = g;
-        if (momentum > 0) {
-            step = momentum_buffer[i] = keep * momentum_buffer[i] + g;
-            step = nesterov ? g + keep * step : step;
-        }
-        param[i] -= rate * step;
-    }
-}
-
-static void cpu_copy(void *to, const void *from, size_t bytes) {
-    memcpy(to, from, bytes);
-}
-
-static void *cpu_host_alloc(size_t bytes, bool pinned) {
-    (void)pinned;
-    return zeroed_alloc(bytes);
-}
-
-static void cpu_host_release(void *memory, bool pinned) {
-    (void)pinned;
-    free(memory);
-}
-
-static void cpu_synchronize(void) // a CPU has done what it was told when the call returns
-{}
-
-/* The most multiply-adds a second that this program's vectors reach on this machine: each thread
-   keeps 24 independent sums in registers. GFLOP/s; takes about 30 ms. */
-static double cpu_peak_gflops(void) {
-    enum { SUMS = ROWS * VECTORS, STEPS = 400000, REPEATS = 10 };
-    double best = 0;
-    for (int repeat = 0; repeat < REPEATS; repeat++) {
-        double begin = now(), threads = 0;
-        real kept = 0;
-#pragma omp parallel reduction(+ : kept, threads)
-        {
-            vec sums[SUMS], factor = (vec){0} + (real)0.999, term = (vec){0} + (real)0.001;
-            UNROLLED(i, SUMS)
-                sums[i] = (vec){0} + (real)i;
-            for (int step = 0; step < STEPS; step++)
-                UNROLLED(i, SUMS)
-                    sums[i] = sums[i] * factor + term;
-            UNROLLED(i, SUMS)
-                kept += sums[i][0];
-            threads += 1;
-        }
-        double flops = threads * STEPS * SUMS * LANES * 2. / (now() - begin);
-        if (kept > 0 && flops > best) // uses the sums, so that they are computed
-            best = flops;
-    }
-    return best / 1e9;
-}
-
-static _Thread_local double cpu_marks[MARKS]; // by the clock, since nothing is queued
-
-static void cpu_mark(size_t i) {
-    cpu_marks[i] = now();
-}
-
-static double cpu_elapsed(size_t from, size_t to) {
-    return cpu_marks[to] - cpu_marks[from];
-}
-
-static void cpu_receive(size_t device, real *to, const real *from, size_t count, bool add,
-                        real *room) {
-    (void)device, (void)room;
-    for (size_t i = 0; i < count && add; i++)
-        to[i] += from[i];
-    if (!add)
-        memcpy(to, from, count * sizeof *to);
-}
-
-static void cpu_wait(size_t replica, size_t mark) // what a CPU has marked is past
-{
-    (void)replica, (void)mark;
-}
-
-#define CPU_COMMON                                                                               \
-    .name = "cpu", .alloc = zeroed_alloc, .release = free, .copy = cpu_copy,                     \
-    .host_alloc = cpu_host_alloc, .host_release = cpu_host_release,                              \
-    .synchronize = cpu_synchronize, .mark = cpu_mark, .elapsed = cpu_elapsed, .wait = cpu_wait,  \
-    .peak_gflops = cpu_peak_gflops, .receive = cpu_receive, .relu_forward = relu_forward,        \
-    .relu_backward = relu_backward, .maxpool2d_backward = maxpool2d_backward,                    \
-    .avgpool2d_forward = avgpool2d_forward, .avgpool2d_backward = avgpool2d_backward,            \
-    .batchnorm2d_forward = batchnorm2d_forward, .batchnorm2d_backward = batchnorm2d_backward,    \
-    .add = add_arrays, .dropout_forward = dropout_forward, .dropout_backward = dropout_backward, \
-    .log_softmax_forward = log_softmax_forward, .log_softmax_backward = log_softmax_backward,    \
-    .nll_loss = nll_loss, .adadelta = adadelta, .sgd = sgd
-
-// What the CPU can do, with the definitions of the layers or with the fast versions.
-static const Backend backends[] = {
-    {CPU_COMMON, .kernels = "naive", .scratch_size = scratch_size_naive,
-     .maxpool2d_forward = maxpool2d_forward_naive, .conv2d_forward = conv2d_forward_naive,
-     .conv2d_backward = conv2d_backward_naive, .linear_forward = conv2d_forward_naive,
-     .linear_backward = conv2d_backward_naive},
-    {CPU_COMMON, .kernels = "fast", .fuses = true, .scratch_size = scratch_size_fast,
-     .prepare = cpu_prepare, .maxpool2d_forward = maxpool2d_forward_fast,
-     .conv2d_forward = conv2d_forward_fast, .conv2d_backward = conv2d_backward_fast,
-     .conv2d_forward_pooled = conv2d_forward_pooled,
-     .conv2d_backward_pooled = conv2d_backward_pooled, .linear_forward = conv2d_forward_fast,
-     .linear_backward = conv2d_backward_fast},
-};
-enum { CPU_BACKENDS = sizeof backends / sizeof *backends };
-
-typedef struct Optimizer {
-    const char *name;
-    double lr;             // the default
-    const char *states[2]; // what it keeps for each parameter, by PyTorch's names
-    // updates `count` parameters from number `first` on
-    void (*step)(const Net *net, real *state, size_t first, size_t count, double lr);
-} Optimizer;
-
-static void adadelta_step(const Net *net, real *state, size_t first, size_t count, double lr) {
-    net->backend->adadelta(net->params + first, net->grads + first, state + first,
-                           state + net->param_size + first, count, lr, .9, 1e-6,
-                           net->settings->weight_decay);
-}
-
-static void sgd_step(const Net *net, real *state, size_t first, size_t count, double lr) {
-    const Settings *s = net->settings;
-    net->backend->sgd(net->params + first, net->grads + first, state + first, count, lr,
-                      s->momentum, s->weight_decay, s->nesterov);
-}
-
-static const Optimizer optimizers[] = {
-    {"adadelta", 1.0, {"square_avg", "acc_delta"}, adadelta_step},
-    {"sgd", 0.01, {"momentum_buffer", NULL}, sgd_step},
-};
-enum { OPTIMIZERS = sizeof optimizers / sizeof *optimizers };
-
-/* optimizer.step(): all parameters in one go, since they lie in one arena; with --optimizer-launch
-   per-tensor one tensor at a time, as frameworks once did, to see what that costs on a GPU. */
-static void optimizer_step(const Optimizer *o, const Net *net, real *state, double lr) {
-    if (strcmp(net->settings->optimizer_launch, "per-tensor") != 0) {
-        o->step(net, state, 0, net->param_size, lr);
-        return;
-    }
-    for (const Layer *l = net->layers; l < net->layers + net->count; l++) {
-        if (l->weights)
-            o->step(net, state, l->weight, l->weights, lr);
-        if (l->biases)
-            o->step(net, state, l->bias, l->biases, lr);
-    }
-}
-
-static size_t count_states(const Optimizer *o, const Settings *s) {
-    bool none = strcmp(o->name, "sgd") == 0 && s->momentum == 0;
-    return none ? 0 : o->states[1] ? 2 : 1;
-}
-
-// How many of the epochs "60,120,160" are over
-static int milestones_passed(const char *milestones, size_t epochs) {
-    int passed = 0;
-    for (const char *at = milestones; *at; at += strcspn(at, ","), at += *at == ',')
-        passed += strtoul(at, NULL, 10) <= epochs;
-    return passed;
-}
-
-/* The learning rate of a step; epochs and steps count from 0. After e epochs (not counting those of
-   the warm-up, in which the rate grows with each step up to lr):
-     step        lr * gamma^(e / step_size)                          StepLR
-     multistep   lr * gamma^(milestones that are over)               MultiStepLR
-     cosine      lr * (1 + cos(pi * e / epochs)) / 2                 CosineAnnealingLR */
-static double learning_rate(const Settings *s, size_t epoch, size_t step, size_t steps_per_epoch) {
-    if (epoch < s->warmup_epochs)
-        return s->lr * (double)(epoch * steps_per_epoch + step + 1) /
-               (double)(s->warmup_epochs * steps_per_epoch);
-    size_t e = epoch - s->warmup_epochs;
-    if (strcmp(s->schedule, "step") == 0)
-        return s->lr * pow(s->gamma, (double)(e / s->step_size));
-    if (strcmp(s->schedule, "multistep") == 0)
-        return s->lr * pow(s->gamma, milestones_passed(s->milestones, e));
-    return s->lr * (1 + cos(M_PI * (double)e / (double)(s->epochs - s->warmup_epochs))) / 2;
-}
-
-/* ==== 10. Data parallelism ======================================================================
-
-   N replicas of the network learn together. Each has a rank, 0 to N - 1, and computes on a device
-   of its own, driven by a thread of this process (--gpus, --replicas) or by a process (MPI).
+   N replicas of the network train together. Each has a rank, 0 to N - 1, and computes on its own
+   device, driven by a thread of this process (--gpus, --replicas) or by a process (MPI).
 
      ddp   each rank loads its share of the batch and computes a gradient from it. A ring all-reduce
-           adds the gradients, bucket by bucket, while backward is busy with earlier layers. All
-           ranks make the same update.
-     dp    rank 0, the master, loads the batch, hands out images and parameters, gathers the
-           outputs, computes the loss, adds up the gradients and makes the update. All wait for it.
+           adds the gradients, bucket by bucket, while backward computes those of earlier layers.
+           All ranks make the same update.
+     dp    rank 0, the master, loads the batch, scatters images and broadcasts parameters, gathers
+           the outputs, computes the loss, reduces the gradients and makes the update, while the
+           others wait.
 
    Both give the update of one device that has the whole batch: the shares make up that batch,
    random numbers follow an image's position, and gradients are those of the mean over the whole
-   batch. (If N does not divide the data, ddp's last batch has some images twice, as PyTorch's.)
-   BatchNorm alone sees only its rank's share; rank 0's running statistics are kept. Sums are made
-   in the order of the ring, so that the same N gives the same bits. */
-
-typedef struct Range {
-    size_t first, count; // of numbers
-} Range;
+   batch. (If N does not divide the data, ddp's last batch repeats some images, as PyTorch's does.)
+   Only BatchNorm's statistics are those of a rank's share; rank 0's running statistics are kept.
+   Sums are taken in the order of the ring: the same N gives the same bits. */
 
 // The ranks that are threads of this process.
 typedef struct Team {
     pthread_mutex_t lock;
     pthread_cond_t changed;
     struct Comm *ranks[MAX_REPLICAS];
-    size_t meetings[MAX_REPLICAS]; // how many each rank has come to
+    size_t arrivals[MAX_REPLICAS]; // the barriers that each rank has reached
     // dp: the master's batch, the outputs of all ranks and their gradients
     const Batch *batch;
     real *logp, *dlogp, *losses, *host_losses;
@@ -4363,141 +2828,85 @@ typedef struct Team {
     double loss;
 } Team;
 
-// What a rank needs to work with the others.
+// A rank's part in communication.
 typedef struct Comm {
-    size_t rank, world, replica, device; // replica: which of this process
+    size_t rank, world, device;
+    size_t replica, replicas; // its number within this process, and how many there are
     const Settings *settings;
     Team *team; // NULL: the ranks are processes
     bool dp;
     Net *net;
     Loader *loader;
-    const void *shown; // what the other ranks may read after a meeting
-    void *room;        // as large as what comes from the left neighbour at a time
-    void *host[2];     // MPI: what goes out and what comes in
+    const void *shown; // read by the other ranks after a barrier
+    void *buffer;      // on the device, for what is received
+    void *host[2];     // MPI: what is sent and what is received
     Batch batch;       // dp: this rank's part of the master's
-    // the thread that adds up gradients while backward goes on
+    // the thread that adds up gradients during backward
     Range buckets[MAX_BUCKETS]; // of the gradients, in the order in which they are finished
     size_t bucket_count, ready, done;
     bool quit;
     pthread_t thread;
     pthread_mutex_t lock;
     pthread_cond_t changed;
-    double seconds, bytes_sent; // of communication since the last step
+    double seconds, bytes_sent; // of communication since the last step (dp: bytes received)
+    Plan plan;
 } Comm;
 
-// ---- Who is there
+static _Noreturn void die_of_timeout(const Comm *c, size_t late) {
+    die(1,
+        "rank %zu: rank %zu has not answered for %g s; is it still running? See its own log; a "
+        "larger --timeout waits longer",
+        c->rank, late, c->settings->timeout);
+}
+
+// ---- Ranks
 
 #ifdef CNN_MPI
-// What die() does in the end, for other ranks would wait for this one.
+// How die() ends the program, since other ranks would wait for this one forever.
 static void end_all_ranks(int status) {
     MPI_Abort(MPI_COMM_WORLD, status);
 }
 
-// Fills rank, world and device; the latter is still to be taken modulo the devices that there are.
+// Sets rank, world and device, its number within the host.
 static void start_mpi(Comm *c) {
     int provided, rank, world, device;
     MPI_Comm host;
     MPI_Init_thread(NULL, NULL, MPI_THREAD_SERIALIZED, &provided);
     leave = end_all_ranks;
     if (provided < MPI_THREAD_SERIALIZED)
-        die(1, "this MPI library does not let several threads of a program call it in turn");
+        die(1, "MPI: expected MPI_THREAD_SERIALIZED, so that any thread may call it, found less; "
+               "use an MPI library built with thread support");
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
     MPI_Comm_size(MPI_COMM_WORLD, &world);
     MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &host);
-    MPI_Comm_rank(host, &device); // the ranks of a host take its devices in turn
+    MPI_Comm_rank(host, &device); // the ranks of a host have devices 0, 1, ...
     MPI_Comm_free(&host);
     c->rank = (size_t)rank;
     c->world = (size_t)world;
     c->device = (size_t)device;
 }
 
-// Waits until all ranks have come to their end.
-static void leave_launcher(void) {
+// Waits until all ranks have finished.
+static void finalize_mpi(void) {
     int started = 0;
     MPI_Initialized(&started);
     if (started)
         MPI_Finalize();
 }
-#else
-static void start_mpi(Comm *c) {
-    (void)c;
-    die(1, "started as one of several ranks, but built without MPI; install it and run: make clean "
-           "&& make, which says whether it was found");
-}
 
-static void leave_launcher(void) {}
-#endif
-
-static size_t number_in_environment(const char *name) // 0: not there
-{
-    const char *text = getenv(name);
-    return text && atoi(text) > 0 ? (size_t)atoi(text) : 0;
-}
-
-// Whether mpirun or srun has started this process as one of several; if so, fills rank and world.
-static bool join_launcher(Comm *c) {
-    bool launched = getenv("OMPI_COMM_WORLD_RANK") || getenv("PMI_RANK") || getenv("PMIX_RANK");
-    static const char *const sizes[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"};
-    size_t world = 0;
-    for (size_t i = 0; i < 3 && world == 0; i++)
-        world = number_in_environment(sizes[i]);
-    if (!launched || world < 2)
-        return false;
-    start_mpi(c);
-    if (c->world != world)
-        die(1,
-            "started as one of %zu ranks, but MPI knows of %zu; start them with the mpirun of the "
-            "MPI that cnn was built with, or with srun --mpi=pmix",
-            world, c->world);
-    return true;
-}
-
-// ---- Meetings and messages
-
-static void team_init(Team *t) {
-    pthread_condattr_t monotonic; // a clock that nobody sets
-    pthread_condattr_init(&monotonic);
-    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    pthread_cond_init(&t->changed, &monotonic);
-    pthread_mutex_init(&t->lock, NULL);
-}
-
-static _Noreturn void die_waiting(const Comm *c, size_t late) {
-    die(1,
-        "rank %zu: rank %zu has not answered for %g s; is it alive? Its own log may tell. A longer "
-        "--timeout waits longer",
-        c->rank, late, c->settings->timeout);
-}
-
-// Waits until all ranks of the process have come; die() names one that has not within --timeout.
-static void meet(Comm *c) {
-    Team *t = c->team;
-    double end = now() + c->settings->timeout;
-    struct timespec deadline = {(time_t)end, (long)(1e9 * (end - floor(end)))};
-    pthread_mutex_lock(&t->lock);
-    size_t number = ++t->meetings[c->rank];
-    pthread_cond_broadcast(&t->changed);
-    for (size_t r = 0; r < c->world; r++)
-        while (t->meetings[r] < number)
-            if (pthread_cond_timedwait(&t->changed, &t->lock, &deadline) == ETIMEDOUT)
-                die_waiting(c, r);
-    pthread_mutex_unlock(&t->lock);
-}
-
-#ifdef CNN_MPI
-// Waits for a message to or from a neighbour, or dies as meet() does.
+// Waits for a message to or from a neighbour, or dies as barrier() does.
 static void mpi_wait(const Comm *c, MPI_Request *request, size_t neighbour) {
     double deadline = now() + c->settings->timeout;
     for (int done = 0; !done;) {
         MPI_Test(request, &done, MPI_STATUS_IGNORE);
         if (!done && now() > deadline)
-            die_waiting(c, neighbour);
+            die_of_timeout(c, neighbour);
         if (!done)
-            nanosleep(&(struct timespec){.tv_nsec = 20000}, NULL); // the core is another's
+            nanosleep(&(struct timespec){.tv_nsec = 20000}, NULL); // leaves the core to others
     }
 }
 
-// Sends bytes to the right neighbour and returns those that came from the left one.
+// Sends bytes to the right neighbour and returns those received from the left one.
 static const void *mpi_exchange(Comm *c, const void *send, size_t bytes, size_t expected) {
     size_t right = (c->rank + 1) % c->world, left = (c->rank + c->world - 1) % c->world;
     MPI_Request requests[2];
@@ -4512,13 +2921,70 @@ static const void *mpi_exchange(Comm *c, const void *send, size_t bytes, size_t 
     return c->host[1];
 }
 #else
+static void start_mpi(Comm *c) {
+    (void)c;
+    die(1, "started as one of several ranks, but built without MPI; install it and run: make clean "
+           "&& make, which says whether it was found");
+}
+
+static void finalize_mpi(void) {}
+
 static const void *mpi_exchange(Comm *c, const void *send, size_t bytes, size_t expected) {
     (void)c, (void)send, (void)bytes, (void)expected;
     die(1, "built without MPI");
 }
 #endif
 
-// Ranks that are processes with a GPU each leave the sums to NCCL, if it was found.
+// 0: not there
+static size_t number_in_environment(const char *name) {
+    const char *text = getenv(name);
+    return text && atoi(text) > 0 ? (size_t)atoi(text) : 0;
+}
+
+// Whether mpirun or srun has started this process as one of several; if so, sets rank and world.
+static bool join_mpi(Comm *c) {
+    bool launched = getenv("OMPI_COMM_WORLD_RANK") || getenv("PMI_RANK") || getenv("PMIX_RANK");
+    static const char *const sizes[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"};
+    size_t world = 0;
+    for (size_t i = 0; i < 3 && world == 0; i++)
+        world = number_in_environment(sizes[i]);
+    if (!launched || world < 2)
+        return false;
+    start_mpi(c);
+    if (c->world != world)
+        die(1,
+            "started as one of %zu ranks, but MPI found %zu; start them with the mpirun of the MPI "
+            "that cnn was built with, or with srun --mpi=pmix",
+            world, c->world);
+    return true;
+}
+
+// ---- Barriers and messages
+
+static void team_init(Team *t) {
+    pthread_condattr_t monotonic; // immune to changes of the wall clock
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_cond_init(&t->changed, &monotonic);
+    pthread_mutex_init(&t->lock, NULL);
+}
+
+// Waits until all ranks of the process have arrived; after --timeout dies, naming one that has not.
+static void barrier(Comm *c) {
+    Team *t = c->team;
+    double end = now() + c->settings->timeout;
+    struct timespec deadline = {(time_t)end, (long)(1e9 * (end - floor(end)))};
+    pthread_mutex_lock(&t->lock);
+    size_t number = ++t->arrivals[c->rank];
+    pthread_cond_broadcast(&t->changed);
+    for (size_t r = 0; r < c->world; r++)
+        while (t->arrivals[r] < number)
+            if (pthread_cond_timedwait(&t->changed, &t->lock, &deadline) == ETIMEDOUT)
+                die_of_timeout(c, r);
+    pthread_mutex_unlock(&t->lock);
+}
+
+// Whether NCCL adds the gradients: ranks are processes with a GPU each, and it was found.
 static bool uses_nccl(const Comm *c) {
 #ifdef CNN_NCCL
     return !c->team && c->net->backend->transfer;
@@ -4528,12 +2994,12 @@ static bool uses_nccl(const Comm *c) {
 #endif
 }
 
-/* One step around the ring: `send` of data goes to the right neighbour; `receive` of it comes from
-   the left one, and replaces what is there (=) or is added to it (+=). */
+/* One step around the ring: sends data[send] to the right neighbour and receives data[receive] from
+   the left one: = or, if add, +=. Threads read it from the left neighbour's memory. */
 static void ring_step(Comm *c, real *data, Range send, Range receive, bool add) {
     const real *from;
     if (c->team) {
-        meet(c);
+        barrier(c);
         const Comm *left = c->team->ranks[(c->rank + c->world - 1) % c->world];
         from = (const real *)left->shown + receive.first;
     } else {
@@ -4541,32 +3007,20 @@ static void ring_step(Comm *c, real *data, Range send, Range receive, bool add) 
                             receive.count * sizeof *data);
     }
     c->bytes_sent += (double)(send.count * sizeof *data);
-    c->net->backend->receive(c->device, data + receive.first, from, receive.count, add, c->room);
+    c->net->backend->receive(c->device, data + receive.first, from, receive.count, add, c->buffer);
 }
 
-static void finish_ring(Comm *c) // the right neighbour may still be reading
-{
-    if (c->team)
-        meet(c);
-}
-
-// Part i of `parts`; they are as equal as can be.
-static Range part_of(Range whole, size_t i, size_t parts) {
-    size_t first = whole.count * i / parts, last = whole.count * (i + 1) / parts;
-    return (Range){whole.first + first, last - first};
-}
-
-/* data[range] = its sum over all ranks, with the same bits on each. World - 1 steps in which a part
-   goes around and grows, then world - 1 in which the sums go around; so each rank sends
-   2 (world - 1) / world of the range, whatever the number of ranks. (Patarasuk, Yuan, "Bandwidth
-   optimal all-reduce algorithms for clusters of workstations", JPDC 2009.) */
+/* data[range] = its sum over all ranks, with the same bits on each: world - 1 steps of a
+   reduce-scatter, then world - 1 of an all-gather. Each rank sends 2 (world - 1) / world of the
+   range, whatever the number of ranks. (Patarasuk, Yuan, "Bandwidth optimal all-reduce algorithms
+   for clusters of workstations", JPDC 2009.) */
 static void all_reduce(Comm *c, real *data, Range range) {
-    const size_t n = c->world, rank = c->rank + 2 * n;
+    const size_t n = c->world, rank = c->rank + 2 * n; // 2n: rank - step stays positive
 #ifdef CNN_NCCL
     if (uses_nccl(c)) {
         c->bytes_sent += 2. * (double)((n - 1) * range.count * sizeof *data) / (double)n;
         if (!cuda_all_reduce(c->device, data + range.first, range.count, c->settings->timeout))
-            die_waiting(c, (c->rank + n - 1) % n);
+            die_of_timeout(c, (c->rank + n - 1) % n);
         return;
     }
 #endif
@@ -4574,35 +3028,39 @@ static void all_reduce(Comm *c, real *data, Range range) {
     for (size_t step = 0; step < 2 * (n - 1); step++)
         ring_step(c, data, part_of(range, (rank - step) % n, n),
                   part_of(range, (rank - step - 1) % n, n), step < n - 1);
-    finish_ring(c);
+    if (c->team)
+        barrier(c); // the right neighbour may still be reading
 }
 
-// data = rank 0's, handed on from neighbour to neighbour
+// data = rank 0's, passed around the ring
 static void broadcast(Comm *c, real *data, size_t count) {
     const Range all = {0, count}, none = {0, 0};
     c->shown = data;
     for (size_t step = 0; step + 1 < c->world; step++)
         ring_step(c, data, c->rank == step ? all : none, c->rank == step + 1 ? all : none, false);
-    finish_ring(c);
+    if (c->team)
+        barrier(c);
 }
 
-// all[r] = the bytes that rank r has in its all[r]; memory of the host
+enum { GATHER_CHUNK = 4096 }; // bytes
+
+// all[r] = the bytes that rank r has in its all[r]; in host memory
 static void all_gather(Comm *c, void *all, size_t bytes) {
     char *to = all;
     const size_t n = c->world, rank = c->rank + n;
     if (c->team) {
         c->shown = all;
-        meet(c);
+        barrier(c);
         for (size_t r = 0; r < n; r++)
             if (r != c->rank)
                 memcpy(to + r * bytes, (const char *)c->team->ranks[r]->shown + r * bytes, bytes);
-        meet(c);
+        barrier(c);
         return;
     }
     for (size_t step = 0; step + 1 < n; step++) {
         const char *send = to + (rank - step) % n * bytes;
-        for (size_t at = 0; at < bytes; at += 4096) {
-            size_t size = min_size(4096, bytes - at);
+        for (size_t at = 0; at < bytes; at += GATHER_CHUNK) {
+            size_t size = min_size(GATHER_CHUNK, bytes - at);
             memcpy(to + (rank - step - 1) % n * bytes + at, mpi_exchange(c, send + at, size, size),
                    size);
         }
@@ -4611,7 +3069,7 @@ static void all_gather(Comm *c, void *all, size_t bytes) {
 
 // ---- ddp
 
-// Adds up the buckets that are ready, one after the other, while backward fills the next.
+// Adds up each bucket when it is ready, while backward fills the next.
 static void *comm_thread(void *argument) {
     Comm *c = argument;
     pthread_mutex_lock(&c->lock);
@@ -4622,7 +3080,8 @@ static void *comm_thread(void *argument) {
         }
         size_t bucket = c->done;
         pthread_mutex_unlock(&c->lock);
-        c->net->backend->wait(c->replica, CLOCK_MARKS + bucket);
+        if (c->net->backend->wait)
+            c->net->backend->wait(c->replica, CLOCK_MARKS + bucket);
         double begin = now();
         all_reduce(c, c->net->grads, c->buckets[bucket]);
         c->seconds += now() - begin;
@@ -4635,7 +3094,7 @@ static void *comm_thread(void *argument) {
     return NULL;
 }
 
-// backward() says: the gradients from number `first` on are finished.
+// Called by backward(): the gradients from offset `first` on are finished.
 static void gradients_ready(Comm *c, size_t first) {
     pthread_mutex_lock(&c->lock);
     while (c->ready < c->bucket_count && c->buckets[c->ready].first >= first)
@@ -4644,8 +3103,8 @@ static void gradients_ready(Comm *c, size_t first) {
     pthread_mutex_unlock(&c->lock);
 }
 
-// Cuts the gradients into buckets, from the last layer on. As in PyTorch the first one is small, so
-// that communication begins early.
+// Divides the gradients into buckets, from the last layer backwards. As in PyTorch the first one is
+// small, so that communication begins early.
 static void plan_buckets(Comm *c) {
     const Net *net = c->net;
     double limit = fmin(1, c->settings->bucket_mb);
@@ -4664,16 +3123,16 @@ static void plan_buckets(Comm *c) {
 
 // ---- dp
 
-// to = from of another rank, or to += from
-static void dp_fetch(Comm *c, real *to, const real *from, size_t count, bool add) {
+// to = from or, if add, to += from, one of them another rank's
+static void dp_copy(Comm *c, real *to, const real *from, size_t count, bool add) {
     double begin = now();
-    c->net->backend->receive(c->device, to, from, count, add, c->room);
+    c->net->backend->receive(c->device, to, from, count, add, c->buffer);
     c->seconds += now() - begin;
     trace_event(c->rank, TRACK_COMM, add ? "add" : "fetch", begin, now());
     c->bytes_sent += (double)(count * sizeof *to);
 }
 
-// A rank's images of the batch; if they do not go round, the last ranks have none.
+// A rank's images of the batch; of a small batch, the last ranks have none.
 static Range dp_part(const Comm *c, size_t rank) {
     size_t n = c->team->batch->n, share = ceil_div(n, c->world), first = min_size(rank * share, n);
     return (Range){first, min_size(share, n - first)};
@@ -4684,8 +3143,8 @@ static const Batch *dp_next(Comm *c) {
     Team *t = c->team;
     if (c->rank == 0)
         t->batch = loader_next(c->loader);
-    c->net->backend->synchronize(); // the update may still be on its way
-    meet(c);
+    c->net->backend->synchronize(); // the update may still be queued
+    barrier(c);
     if (!t->batch)
         return NULL;
     Range part = dp_part(c, c->rank);
@@ -4701,23 +3160,24 @@ static const Batch *dp_next(Comm *c) {
 // This rank's images of the master's batch, and the master's parameters
 static void dp_load(Comm *c) {
     Net *net = c->net;
-    net->images = own_images(net); // the last test has left its loader's
-    dp_fetch(c, net->images, c->batch.device_images, c->batch.n * shape_size(net->layers[0].out),
-             false);
+    net->images = own_images(net); // test() has set it to the loader's buffer
+    dp_copy(c, net->images, c->batch.device_images, c->batch.n * shape_size(net->layers[0].out),
+            false);
     if (c->rank > 0)
-        dp_fetch(c, net->params, c->team->ranks[0]->net->params, net->param_size, false);
+        dp_copy(c, net->params, c->team->ranks[0]->net->params, net->param_size, false);
 }
 
-// Gathers the outputs; the master computes the loss of the whole batch and its gradient.
+// Gathers the outputs; the master computes the loss of the whole batch and its gradient, which each
+// rank fetches.
 static double dp_loss(Comm *c) {
     Team *t = c->team;
     Net *net = c->net;
     const Backend *b = net->backend;
     const size_t classes = net->classes, n = t->batch->n, first = dp_part(c, c->rank).first;
     b->synchronize();
-    dp_fetch(c, t->logp + first * classes, output(net, last_layer(net)), c->batch.n * classes,
-             false);
-    meet(c);
+    dp_copy(c, t->logp + first * classes, output(net, last_layer(net)), c->batch.n * classes,
+            false);
+    barrier(c);
     if (c->rank == 0) {
         b->copy(t->labels, t->batch->device_labels, n);
         b->nll_loss(t->losses, t->dlogp, t->logp, t->labels, n, n, classes,
@@ -4725,23 +3185,23 @@ static double dp_loss(Comm *c) {
         b->copy(t->host_losses, t->losses, n * sizeof(real));
         t->loss = mean(t->host_losses, n);
     }
-    meet(c);
-    dp_fetch(c, output_gradient(net, last_layer(net)), t->dlogp + first * classes,
-             c->batch.n * classes, false);
+    barrier(c);
+    dp_copy(c, gradient(net, last_layer(net)), t->dlogp + first * classes, c->batch.n * classes,
+            false);
     return t->loss;
 }
 
 // The master adds up the gradients of the ranks that had an image.
 static void dp_reduce(Comm *c) {
     c->net->backend->synchronize();
-    meet(c);
+    barrier(c);
     for (size_t r = 1; r < c->world && c->rank == 0; r++)
         if (dp_part(c, r).count > 0)
-            dp_fetch(c, c->net->grads, c->team->ranks[r]->net->grads, c->net->param_size, true);
-    meet(c);
+            dp_copy(c, c->net->grads, c->team->ranks[r]->net->grads, c->net->param_size, true);
+    barrier(c);
 }
 
-// ---- What train() and test() call: ddp's way, which is also that of one device, or dp's
+// ---- Called by train() and test(): ddp, which includes a single device, or dp
 
 static const Batch *next_batch(Comm *c) {
     return c->dp ? dp_next(c) : loader_next(c->loader);
@@ -4766,7 +3226,7 @@ static void reduce_gradients(Comm *c) {
         dp_reduce(c);
         return;
     }
-    gradients_ready(c, 0);
+    gradients_ready(c, 0); // those not yet reported: all, with --overlap off
     pthread_mutex_lock(&c->lock);
     while (c->done < c->bucket_count)
         pthread_cond_wait(&c->changed, &c->lock);
@@ -4783,10 +3243,10 @@ static void share_weights(Comm *c) {
     broadcast(c, net->stats, net->stats_size);
     if (c->dp)
         broadcast(c, net->params, net->param_size);
-    c->seconds = c->bytes_sent = 0; // it belongs to no step
+    c->seconds = c->bytes_sent = 0; // not part of a step
 }
 
-// sums[i] = their sum over all ranks, added in the order of ranks; all: room for those of all ranks
+// sums[i] = its sum over all ranks, in their order; all: a buffer for the sums of all ranks
 static void sum_over_ranks(Comm *c, double *sums, size_t count, double *all) {
     memcpy(all + c->rank * count, sums, count * sizeof *sums);
     all_gather(c, all, count * sizeof *sums);
@@ -4797,7 +3257,7 @@ static void sum_over_ranks(Comm *c, double *sums, size_t count, double *all) {
     }
 }
 
-// Ends the program if a rank has something else than rank 0, by its hash.
+// Ends the program if a rank's hash differs from rank 0's.
 static void compare_ranks(Comm *c, const char *what, uint64_t hash) {
     uint64_t hashes[c->world];
     hashes[c->rank] = hash;
@@ -4810,40 +3270,38 @@ static void compare_ranks(Comm *c, const char *what, uint64_t hash) {
                 r, what, (unsigned long long)hashes[r], (unsigned long long)hashes[0]);
 }
 
-// The master's memory for the outputs of a whole batch, which all ranks reach.
-static void dp_alloc(const Comm *c) {
-    Team *t = c->team;
-    const Net *net = c->net;
-    size_t images = c->loader->batch_size, outputs = images * net->classes;
-    t->logp = real_alloc(net, outputs, "the outputs of all ranks");
-    t->dlogp = real_alloc(net, outputs, "the outputs of all ranks");
-    t->losses = real_alloc(net, images, "the losses of all ranks");
-    t->labels = device_alloc(net, images, "the labels of all ranks");
-    t->host_losses = must_alloc(images * sizeof(real), "the losses of all ranks");
-}
-
-/* Memory and thread for working with the others; rank, world, device, settings and team are set. */
-static void comm_init(Comm *c, Net *net, Loader *loader) {
+// Plans the memory of communication; rank, world, settings and team must be set.
+static void comm_plan(Comm *c, Net *net, Loader *loader) {
     const Backend *b = net->backend;
+    const size_t images = loader->batch_size, outputs = images * net->classes * sizeof(real);
+    const size_t bytes = max_size(net->param_size, net->stats_size) * sizeof(real) + GATHER_CHUNK;
+    static const char what[] = "communication";
+    Team *t = c->team;
     c->net = net;
     c->loader = loader;
-    if (c->world == 1)
+    c->plan = (Plan){.backend = b};
+    if (c->world > 1 && b->transfer)
+        plan_area(&c->plan, &c->buffer, bytes, DEVICE, what);
+    for (size_t i = 0; i < 2 && c->world > 1 && !t; i++)
+        plan_area(&c->plan, &c->host[i], bytes, PINNED, what);
+    if (!c->dp || c->rank > 0)
         return;
-    size_t bytes = max_size(net->param_size, net->stats_size) * sizeof(real) + 4096;
-    if (b->transfer)
-        c->room = device_alloc(net, bytes, "what comes from other ranks");
-    for (size_t i = 0; i < 2 && !c->team; i++)
-        c->host[i] = b->host_alloc(bytes, b->transfer != NULL);
-    pthread_mutex_init(&c->lock, NULL);
-    pthread_cond_init(&c->changed, NULL);
-    if (c->dp) {
-        if (c->rank == 0)
-            dp_alloc(c);
+    plan_area(&c->plan, &t->logp, outputs, DEVICE, what); // the master's, of a whole batch
+    plan_area(&c->plan, &t->dlogp, outputs, DEVICE, what);
+    plan_area(&c->plan, &t->losses, images * sizeof(real), DEVICE, what);
+    plan_area(&c->plan, &t->labels, images, DEVICE, what);
+    plan_area(&c->plan, &t->host_losses, images * sizeof(real), HOST, what);
+}
+
+static void comm_init(Comm *c) {
+    plan_alloc(&c->plan);
+    c->lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+    c->changed = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
+    if (c->world == 1 || c->dp)
         return;
-    }
 #ifdef CNN_NCCL
     if (uses_nccl(c)) {
-        char *ids = must_alloc(c->world * NCCL_ID_BYTES, "NCCL's name for the ranks");
+        char *ids = must_alloc(c->world * NCCL_ID_BYTES, "the id of the NCCL group");
         if (c->rank == 0)
             cuda_nccl_id(ids);
         all_gather(c, ids, NCCL_ID_BYTES);
@@ -4853,57 +3311,45 @@ static void comm_init(Comm *c, Net *net, Loader *loader) {
 #endif
     plan_buckets(c);
     if (c->settings->overlap)
-        net->comm = c;
-    net->others = c->world - 1;
+        c->net->comm = c;
+    c->net->others = c->world - 1;
     if (pthread_create(&c->thread, NULL, comm_thread, c) != 0)
-        die(1, "cannot start the thread that adds up gradients");
+        die(1, "cannot start the communication thread");
 }
 
 static void comm_free(Comm *c) {
-    const Backend *b = c->net->backend;
-    if (c->world == 1)
-        return;
-    if (c->bucket_count > 0) {
+    if (c->bucket_count > 0) { // comm_thread() runs
         pthread_mutex_lock(&c->lock);
         c->quit = true;
         pthread_cond_broadcast(&c->changed);
         pthread_mutex_unlock(&c->lock);
         pthread_join(c->thread, NULL);
     }
-    pthread_mutex_destroy(&c->lock);
-    pthread_cond_destroy(&c->changed);
-    if (c->room)
-        b->release(c->room);
-    for (size_t i = 0; i < 2 && c->host[i]; i++)
-        b->host_release(c->host[i], b->transfer != NULL);
-    if (c->dp && c->rank == 0) {
-        void *memory[] = {c->team->logp, c->team->dlogp, c->team->losses, c->team->labels};
-        for (size_t i = 0; i < 4; i++)
-            b->release(memory[i]);
-        free(c->team->host_losses);
-    }
+    plan_free(&c->plan);
 }
 
-/* ==== 11. Checkpoints ===========================================================================
+/* ==== 11. Checkpoints ============================================================================
 
    A safetensors file: the length of the header (8 bytes, little-endian), the header as JSON, then
-   the numbers of all tensors. Names, shapes and layouts are those of PyTorch's state_dict():
+   the values of all tensors. Names, shapes and layouts are those of PyTorch's state_dict():
    a convolution's weight is [out][in][row][column], a linear layer's [out][in], where `in` counts
-   channel, row, column, the order in which PyTorch flattens an image. A checkpoint holds the
-   optimizer's numbers too, and as metadata where the run was and the settings that shape it. */
+   channel, row, column, the order in which PyTorch flattens an image. A checkpoint also holds the
+   optimizer's state and, as metadata, the position of the run and the settings that determine its
+   result. */
 
 enum { MAX_HEADER = 1 << 20, METADATA_SIZE = 4096 };
 
-// A tensor of the file. Its numbers are on the device, or it is the counter of BatchNorm's batches.
+// A tensor of the file.
 typedef struct Tensor {
     char name[96];
     const char *dtype;
-    size_t rank, dims[4], count, bytes; // bytes of one number
-    real *values;                       // NULL: the counter
-    Shape filter;   // a weight: the part of the image that each output sees; h = 0: a plain list
-    size_t outputs; // a weight: how many filters
-    size_t begin;   // offset in the file, behind the header
-    bool found;     // reading: the file has it
+    size_t rank, dims[4], count;
+    size_t begin, bytes; // of its values in the file, after the header
+    real *values;        // on the device; NULL: BatchNorm's counter of batches
+    Shape filter;        // a weight: the part of the image that each output sees; h = 0: 1-D
+    size_t outputs;      // a weight: the number of filters
+    bool ignored;        // reading: optional, of an optimizer that is not needed
+    size_t key;          // sort key
 } Tensor;
 
 // to[k][c][i][j] = from[i][j][c][k], or back
@@ -4923,333 +3369,195 @@ static Tensor *add_tensor(Tensor *t, const char *prefix, const Layer *l, const c
     *t = (Tensor){.dtype = sizeof(real) == 4 ? "F32" : "F64", .rank = 1, .dims = {count}};
     snprintf(t->name, sizeof t->name, "%s%s.%s", prefix, l->name, what);
     t->count = count;
-    t->bytes = sizeof(real);
+    t->bytes = count * sizeof(real);
     t->values = values;
     return t + 1;
 }
 
-// Tensors of all layers, the parameters at `params` or the like; with_stats: and BatchNorm's.
+// Tensors of all layers, with values at `params`; with_stats: BatchNorm's as well.
 static Tensor *list_layers(const Net *net, Tensor *t, const char *prefix, real *params,
                            bool with_stats) {
-    for (size_t i = 0; i < net->count; i++) {
-        const Layer *l = &net->layers[i];
-        size_t k = l->kernel;
+    for (const Layer *l = net->layers; l < net->layers + net->count; l++) {
+        Tensor *weight = t;
         if (!l->weights)
             continue;
-        Tensor *weight = t;
         t = add_tensor(t, prefix, l, "weight", params + l->weight, l->weights);
-        if (l->kind != BATCHNORM2D) { // a linear layer looks at all of the image before it
-            weight->filter = l->kind == LINEAR ? net->layers[l->input].out : (Shape){k, k, l->in.c};
-            weight->outputs = l->out.c;
-            weight->rank = l->kind == LINEAR ? 2 : 4;
-            memcpy(weight->dims, (size_t[]){l->out.c, l->in.c, k, k}, sizeof weight->dims);
-        }
         if (l->biases)
             t = add_tensor(t, prefix, l, "bias", params + l->bias, l->biases);
-        if (l->kind != BATCHNORM2D || !with_stats)
-            continue;
-        t = add_tensor(t, prefix, l, "running_mean", net->stats + l->stats, l->out.c);
-        t = add_tensor(t, prefix, l, "running_var", net->stats + l->stats + l->out.c, l->out.c);
-        t = add_tensor(t, prefix, l, "num_batches_tracked", NULL, 1);
-        t[-1].dtype = "I64";
-        t[-1].bytes = sizeof(int64_t);
-        t[-1].rank = 0;
+        if (l->kind != BATCHNORM2D) { // a linear layer sees all of the image before it
+            const Shape window = {l->kernel, l->kernel, l->in.c};
+            weight->filter = l->kind == LINEAR ? net->layers[l->input].out : window;
+            weight->outputs = l->out.c;
+            weight->rank = l->kind == LINEAR ? 2 : 4;
+            memcpy(weight->dims, (size_t[]){l->out.c, l->in.c, l->kernel, l->kernel},
+                   sizeof weight->dims);
+        } else if (with_stats) {
+            real *stats = net->stats + l->stats;
+            t = add_tensor(t, prefix, l, "running_mean", stats, l->out.c);
+            t = add_tensor(t, prefix, l, "running_var", stats + l->out.c, l->out.c);
+            t = add_tensor(t, prefix, l, "num_batches_tracked", NULL, 1);
+            t[-1].dtype = "I64";
+            t[-1].bytes = sizeof(int64_t);
+            t[-1].rank = 0;
+        }
     }
     return t;
 }
 
-/* All tensors: the network's, and the optimizer's under "optimizer.", if state is given. The list
-   is the caller's to free. Wide numbers come first in the file: so all lie on their borders. */
-static Tensor *list_tensors(const Net *net, const Optimizer *optimizer, real *state,
+/* Lists the tensors of the network and, under "optimizer.", of this optimizer, with values at
+   state, or, if `all`, of every optimizer, to be ignored. The caller frees the list. In the file
+   the 8-byte counters come first, so that all values are aligned. */
+static Tensor *list_tensors(const Net *net, const Optimizer *optimizer, real *state, bool all,
                             size_t *count) {
-    Tensor *list = must_alloc(10 * net->count * sizeof *list, "the list of tensors");
-    Tensor *end = list_layers(net, list, "", net->params, true);
-    for (size_t i = 0; state && i < count_states(optimizer, net->settings); i++) {
-        char prefix[64];
-        snprintf(prefix, sizeof prefix, "optimizer.%s.", optimizer->states[i]);
-        end = list_layers(net, end, prefix, state + i * net->param_size, false);
+    Tensor *list = must_alloc(16 * net->count * sizeof *list, "the list of tensors");
+    Tensor *end = list_layers(net, list, "", net->params, true), *own = end;
+    for (const Optimizer *o = optimizers; o < optimizers + OPTIMIZERS; o++) {
+        const size_t known = all ? o->states[1] ? 2 : 1 : 0;
+        const size_t states = o == optimizer ? count_states(o, net->settings) : known;
+        for (size_t i = 0; i < states; i++) {
+            char prefix[64];
+            snprintf(prefix, sizeof prefix, "optimizer.%s.", o->states[i]);
+            real *values = state ? state + i * net->param_size : net->params;
+            end = list_layers(net, end, prefix, values, false);
+        }
     }
+    for (Tensor *t = own; t < end; t++)
+        t->ignored = all;
     *count = (size_t)(end - list);
     size_t offset = 0;
     for (size_t counters = 2; counters-- > 0;)
         for (Tensor *t = list; t < end; t++)
             if ((t->values == NULL) == counters) {
-                t->begin = offset;
-                offset += t->count * t->bytes;
+                t->key = t->begin = offset;
+                offset += t->bytes;
             }
     return list;
 }
 
-// "3,64": the dimensions; returns the length
-static size_t print_dims(char *to, size_t size, const Tensor *t) {
-    size_t at = 0;
-    *to = 0;
-    for (size_t d = 0; d < t->rank; d++)
-        at += (size_t)snprintf(to + at, size - at, d ? ",%zu" : "%zu", t->dims[d]);
-    return at;
-}
-
-static int compare_begin(const void *a, const void *b) {
-    size_t x = ((const Tensor *)a)->begin, y = ((const Tensor *)b)->begin;
+static int compare_keys(const void *a, const void *b) {
+    size_t x = ((const Tensor *)a)->key, y = ((const Tensor *)b)->key;
     return x < y ? -1 : x > y;
 }
 
-// The header as JSON, padded to 8 bytes; metadata are lines "key=value".
-static size_t write_header(char *to, size_t size, const Tensor *list, size_t count,
-                           const char *metadata) {
-    size_t at = (size_t)snprintf(to, size, "{\"__metadata__\":{\"format\":\"pt\"");
-    for (const char *m = metadata; *m; m += strcspn(m, "\n") + 1) {
-        int key = (int)strcspn(m, "="), value = (int)strcspn(m + key + 1, "\n");
-        at +=
-            (size_t)snprintf(to + at, size - at, ",\"%.*s\":\"%.*s\"", key, m, value, m + key + 1);
-    }
-    to[at++] = '}';
-    for (const Tensor *t = list; t < list + count; t++) {
-        at += (size_t)snprintf(to + at, size - at, ",\"%s\":{\"dtype\":\"%s\",\"shape\":[", t->name,
-                               t->dtype);
-        at += print_dims(to + at, size - at, t);
-        at += (size_t)snprintf(to + at, size - at, "],\"data_offsets\":[%zu,%zu]}", t->begin,
-                               t->begin + t->count * t->bytes);
-    }
-    to[at++] = '}';
-    while (at % 8)
-        to[at++] = ' ';
-    return at;
+// A tensor's entry in the header, up to its offsets; returns the length.
+static size_t tensor_entry(char text[256], const Tensor *t) {
+    int at = snprintf(text, 256, "\"%s\":{\"dtype\":\"%s\",\"shape\":[", t->name, t->dtype);
+    for (size_t d = 0; d < t->rank; d++)
+        at += snprintf(text + at, 256 - (size_t)at, d ? ",%zu" : "%zu", t->dims[d]);
+    return (size_t)(at + snprintf(text + at, 256 - (size_t)at, "],\"data_offsets\":["));
 }
 
-// The network's tensors, and the optimizer's if state is given, with metadata, lines "key=value".
+// The header as JSON, which the caller frees; metadata are lines "key=value".
+static char *make_header(const Tensor *list, size_t count, const char *metadata) {
+    char *header, entry[256];
+    size_t length;
+    FILE *h = open_memstream(&header, &length);
+    const char *separator = "";
+    fprintf(h, *metadata ? "{\"__metadata__\":{" : "{");
+    for (const char *m = metadata; *m; m += strcspn(m, "\n") + 1) {
+        int key = (int)strcspn(m, "="), value = (int)strcspn(m + key + 1, "\n");
+        fprintf(h, "%s\"%.*s\":\"%.*s\"", separator, key, m, value, m + key + 1);
+        separator = ",";
+    }
+    fprintf(h, *metadata ? "}" : "");
+    for (const Tensor *t = list; t < list + count; t++, separator = ",") {
+        tensor_entry(entry, t);
+        fprintf(h, "%s%s%zu,%zu]}", separator, entry, t->begin, t->begin + t->bytes);
+    }
+    fprintf(h, "}");
+    fclose(h);
+    return header;
+}
+
+// Writes the network's tensors, the optimizer's if state is given, and metadata: lines "key=value".
 static void save_tensors(Net *net, const Optimizer *optimizer, real *state, const char *metadata,
                          const char *path) {
-    enum { ENTRY = 256 };
     AtomicFile f;
     size_t count;
-    Tensor *list = list_tensors(net, optimizer, state, &count);
-    char *header = must_alloc(METADATA_SIZE * 2 + count * ENTRY, "the header");
-    qsort(list, count, sizeof *list, compare_begin);
-    size_t length = write_header(header, METADATA_SIZE * 2 + count * ENTRY, list, count, metadata);
+    Tensor *list = list_tensors(net, state ? optimizer : NULL, state, false, &count);
+    qsort(list, count, sizeof *list, compare_keys);
+    char *header = make_header(list, count, metadata);
     atomic_open(&f, path);
+    const uint64_t length = (strlen(header) + 7) / 8 * 8; // padded with blanks
     for (int byte = 0; byte < 8; byte++)
-        fputc((int)((uint64_t)length >> (8 * byte) & 255), f.stream);
-    fwrite(header, 1, length, f.stream);
+        fputc((int)(length >> (8 * byte) & 255), f.stream);
+    fprintf(f.stream, "%-*s", (int)length, header);
     for (const Tensor *t = list; t < list + count; t++) {
         int64_t tracked = (int64_t)net->batches_tracked;
         if (t->values)
-            net->backend->copy(net->host[0], t->values, t->count * sizeof(real));
+            net->backend->copy(net->host[0], t->values, t->bytes);
         if (t->values && first_not_finite(net->host[0], t->count) < t->count) {
             unlink(f.temporary);
-            die(1, "%s: not written, because %s is not finite any more; try a smaller --lr", path,
-                t->name);
+            die(1, "%s: not written, since %s is not finite; try a smaller --lr", path, t->name);
         }
         if (t->filter.h)
             reorder_weight(net->host[1], net->host[0], t->filter, t->outputs, true);
-        const void *numbers = !t->values ? (void *)&tracked : net->host[t->filter.h ? 1 : 0];
-        fwrite(numbers, t->bytes, t->count, f.stream);
+        fwrite(!t->values ? (void *)&tracked : net->host[t->filter.h ? 1 : 0], 1, t->bytes,
+               f.stream);
     }
     atomic_commit(&f);
     free(header);
     free(list);
 }
 
-// ---- Reading: such a file may come from a stranger, so everything is checked before it is used.
+/* ---- Reading: nothing in the file is trusted. For each tensor of ours the header must contain the
+   entry that we would write, followed by its data_offsets. Writing the header again from the
+   offsets found must then give the same text, so it has no tensor of another model, none twice, and
+   nothing that is not JSON. (The safetensors library writes JSON without white space, and dtype,
+   shape and data_offsets in this order; a header in another style is refused.) */
 
-typedef struct Header {
-    const char *path;
-    char *text, *at; // zero-terminated, so that `at` cannot run past the end
-} Header;
-
-static _Noreturn void header_fail(const Header *h, const char *expected) {
-    char found[21];
-    snprintf(found, sizeof found, "%s", h->at);
-    for (char *c = found; *c; c++)
-        *c = *c < ' ' || *c > '~' ? '?' : *c; // a stranger's bytes do not reach the terminal
-    die(1, "%s: byte %td of the header: expected %s, found \"%s\"; is it a safetensors file?",
-        h->path, h->at - h->text, expected, found);
-}
-
-static bool accept(Header *h, char c) {
-    h->at += strspn(h->at, " \t\r\n");
-    if (*h->at != c)
-        return false;
-    h->at++;
-    return true;
-}
-
-static void expect(Header *h, char c) {
-    if (!accept(h, c))
-        header_fail(h, (char[]){'\'', c, '\'', 0});
-}
-
-// A string without escapes and control characters; ends it with 0 in place.
-static char *parse_string(Header *h) {
-    expect(h, '"');
-    char *begin = h->at, *end = begin;
-    while ((unsigned char)*end >= ' ' && *end != '"' && *end != '\\')
-        end++;
-    h->at = end;
-    if (*end != '"')
-        header_fail(h, "a string without backslashes and control characters");
-    *end = 0;
-    h->at = end + 1;
-    return begin;
-}
-
-static size_t parse_size(Header *h) {
-    h->at += strspn(h->at, " \t\r\n");
-    size_t digits = strspn(h->at, "0123456789"), number = 0;
-    if (digits == 0 || digits > 18)
-        header_fail(h, "a whole number of at most 18 digits");
-    for (; digits > 0; digits--)
-        number = number * 10 + (size_t)(*h->at++ - '0');
-    return number;
-}
-
-// "[1,2,3]": at most `most` numbers; returns how many
-static size_t parse_sizes(Header *h, size_t *sizes, size_t most) {
-    size_t count = 0;
-    expect(h, '[');
-    if (accept(h, ']'))
-        return 0;
-    do {
-        if (count == most)
-            header_fail(h, "fewer numbers");
-        sizes[count++] = parse_size(h);
-    } while (accept(h, ','));
-    expect(h, ']');
-    return count;
-}
-
-// What the header says of a tensor; its dtype and shape must fill its data_offsets.
-static Tensor parse_tensor(Header *h, char *name) {
-    static const struct {
-        const char *name;
-        size_t bytes;
-    } dtypes[] = {{"F64", 8}, {"F32", 4}, {"F16", 2}, {"BF16", 2}, {"I64", 8},
-                  {"I32", 4}, {"I16", 2}, {"I8", 1},  {"U8", 1},   {"BOOL", 1}};
-    Tensor t = {.count = 1};
-    size_t offsets[2] = {0}, seen = 0;
-    snprintf(t.name, sizeof t.name, "%s", name);
-    expect(h, '{');
-    do {
-        char *key = parse_string(h);
-        expect(h, ':');
-        if (strcmp(key, "dtype") == 0 && (seen |= 1))
-            t.dtype = parse_string(h);
-        else if (strcmp(key, "shape") == 0 && (seen |= 2))
-            t.rank = parse_sizes(h, t.dims, 4);
-        else if (strcmp(key, "data_offsets") == 0 && parse_sizes(h, offsets, 2) == 2)
-            seen |= 4;
-        else
-            header_fail(h, "dtype, shape and two data_offsets before this");
-    } while (accept(h, ','));
-    expect(h, '}');
-    for (size_t i = 0; t.dtype && i < sizeof dtypes / sizeof *dtypes; i++)
-        t.bytes = strcmp(t.dtype, dtypes[i].name) == 0 ? dtypes[i].bytes : t.bytes;
-    for (size_t d = 0; d < t.rank; d++)
-        if (__builtin_mul_overflow(t.count, t.dims[d], &t.count))
-            header_fail(h, "a smaller shape before this");
-    size_t bytes;
-    if (seen != 7 || t.bytes == 0 || __builtin_mul_overflow(t.count, t.bytes, &bytes) ||
-        offsets[1] < offsets[0] || offsets[1] - offsets[0] != bytes ||
-        strlen(name) >= sizeof t.name)
-        header_fail(h, "a known dtype, a shape, and data_offsets that fit them, before this");
-    t.begin = offsets[0];
-    return t;
-}
-
-// {"key":"value", ...} into lines "key=value"
-static void parse_metadata(Header *h, char metadata[METADATA_SIZE]) {
-    size_t at = 0;
-    expect(h, '{');
-    if (accept(h, '}'))
-        return;
-    do {
-        char *key = parse_string(h);
-        expect(h, ':');
-        char *value = parse_string(h);
-        at += (size_t)snprintf(metadata + at, METADATA_SIZE - at, "%s=%s\n", key, value);
-        if (at >= METADATA_SIZE)
-            header_fail(h, "less metadata before this");
-    } while (accept(h, ','));
-    expect(h, '}');
-}
-
-// The file's own list of tensors, sorted by offset, without a hole or an overlap up to data_bytes.
-static Tensor *parse_header(Header *h, size_t data_bytes, char metadata[METADATA_SIZE],
-                            size_t *count) {
-    size_t room = strlen(h->text) / 40 + 1, end = 0; // no entry is shorter
-    Tensor *list = must_alloc(room * sizeof *list, "the list of tensors");
-    *count = 0;
-    *metadata = 0;
-    expect(h, '{');
-    do {
-        char *name = parse_string(h);
-        expect(h, ':');
-        if (strcmp(name, "__metadata__") == 0)
-            parse_metadata(h, metadata);
-        else
-            list[(*count)++] = parse_tensor(h, name);
-    } while (accept(h, ','));
-    expect(h, '}');
-    if (h->at[strspn(h->at, " \t\r\n")])
-        header_fail(h, "nothing more");
-    qsort(list, *count, sizeof *list, compare_begin);
-    for (size_t i = 0; i < *count; i++) {
-        if (list[i].begin != end)
-            die(1, "%s: %s: expected its numbers at byte %zu, where those before it end, found %zu",
-                h->path, list[i].name, end, list[i].begin);
-        end += list[i].count * list[i].bytes;
-    }
-    if (end != data_bytes)
-        die(1, "%s: expected %zu bytes of numbers, as its header says, found %zu", h->path, end,
-            data_bytes);
-    return list;
-}
-
-// Finds where each of our tensors lies in the file; what the file has beyond them is an error.
-static void match_tensors(const char *path, Tensor *ours, size_t n_ours, const Tensor *theirs,
-                          size_t n_theirs, bool ignore_optimizer) {
-    for (size_t i = 0; i < n_theirs; i++) {
-        char found[128], expected[128];
-        const Tensor *their = &theirs[i];
-        size_t at = 0;
-        while (at < n_ours && strcmp(ours[at].name, their->name) != 0)
-            at++;
-        if (at == n_ours && ignore_optimizer && strncmp(their->name, "optimizer.", 10) == 0)
-            continue;
-        if (at == n_ours || ours[at].found)
-            die(1, "%s: %s: expected a tensor of this model, once; is --model the right one?", path,
-                their->name);
-        print_dims(expected, sizeof expected, &ours[at]);
-        print_dims(found, sizeof found, their);
-        if (strcmp(expected, found) != 0 || strcmp(ours[at].dtype, their->dtype) != 0)
-            die(1,
-                "%s: %s: expected %s [%s], found %s [%s]; is --model the right one, with its "
-                "--width, "
-                "--stem and --dataset?",
-                path, their->name, ours[at].dtype, expected, their->dtype, found);
-        ours[at].found = true;
-        ours[at].begin = their->begin;
-    }
-    for (size_t i = 0; i < n_ours; i++)
-        if (!ours[i].found)
-            die(1, "%s: expected the tensor %s, found none; is --model the right one?", path,
-                ours[i].name);
-}
-
-// A safetensors file whose header has been read and found good.
 typedef struct TensorFile {
+    const char *path;
     FILE *stream;
-    Header header;
-    Tensor *list;
-    size_t count, data;           // tensors; where their numbers begin
+    char *header, *tensors;       // its text; the tensors' entries in it, after the metadata
+    size_t data, data_bytes;      // offset of the values; how many bytes they are
     char metadata[METADATA_SIZE]; // lines "key=value"
 } TensorFile;
 
+// Ends the program, quoting only printable characters of the file.
+static _Noreturn void header_fail(const TensorFile *f, const char *at, const char *expected) {
+    char found[61];
+    snprintf(found, sizeof found, "%s", at);
+    for (char *c = found; *c; c++)
+        *c = *c < ' ' || *c > '~' ? '?' : *c;
+    die(1,
+        "%s: in its header: expected %s, found \"%s\"; is it a safetensors file of this --model, "
+        "--width, --stem and --dataset?",
+        f->path, expected, found);
+}
+
+// Converts "__metadata__":{"key":"value",...} into lines "key=value".
+static void read_metadata(TensorFile *f) {
+    static const char begin[] = "\"__metadata__\":{";
+    char *at = f->tensors + sizeof begin - 1;
+    if (strncmp(f->tensors, begin, sizeof begin - 1) != 0)
+        return;
+    size_t used = 0;
+    for (bool more = *at != '}'; more; at += more) {
+        const size_t key = *at == '"' ? strcspn(at + 1, "\"\\\n=") : 0;
+        const bool named = key > 0 && strncmp(at + 1 + key, "\":\"", 3) == 0;
+        const char *value = at + key + 4;
+        const size_t length = named ? strcspn(value, "\"\\\n") : 0;
+        if (!named || value[length] != '"')
+            header_fail(f, at, "metadata as \"key\":\"value\", without backslashes");
+        used += (size_t)snprintf(f->metadata + used, METADATA_SIZE - used, "%.*s=%.*s\n", (int)key,
+                                 at + 1, (int)length, value);
+        if (used >= METADATA_SIZE)
+            header_fail(f, at, "less metadata before this");
+        at += key + 4 + length + 1;
+        more = *at == ',';
+    }
+    if (at[0] != '}' || (at[1] != ',' && at[1] != '}'))
+        header_fail(f, at, "the end of the metadata");
+    f->tensors = at + 1 + (at[1] == ',');
+}
+
+// Opens the file and reads its header: 8 bytes that hold its length, then text, padded with blanks.
 static void open_tensors(TensorFile *f, const char *path) {
     uint8_t prefix[8];
     struct stat info;
     uint64_t length = 0;
-    f->stream = fopen(path, "rb");
+    *f = (TensorFile){.path = path, .stream = fopen(path, "rb")};
     if (!f->stream || fstat(fileno(f->stream), &info) != 0)
         file_fail("cannot read", path);
     if (fread(prefix, 1, 8, f->stream) != 8)
@@ -5259,56 +3567,98 @@ static void open_tensors(TensorFile *f, const char *path) {
     if (length > MAX_HEADER || length + 8 > (uint64_t)info.st_size)
         die(1, "%s: expected a header of at most %d bytes and not beyond the file, found %llu",
             path, MAX_HEADER, (unsigned long long)length);
-    f->header = (Header){.path = path, .text = must_alloc(length + 1, "the header")};
-    f->header.at = f->header.text;
-    if (fread(f->header.text, 1, length, f->stream) != length || *f->header.text != '{')
-        die(1, "%s: expected a header that starts with {, found 0x%02x", path,
-            (unsigned char)*f->header.text);
+    f->header = must_alloc(length + 1, "the header");
     f->data = 8 + length;
-    f->list = parse_header(&f->header, (size_t)info.st_size - f->data, f->metadata, &f->count);
+    f->data_bytes = (size_t)info.st_size - f->data;
+    if (fread(f->header, 1, length, f->stream) != length || *f->header != '{')
+        die(1, "%s: expected a header that starts with {, found 0x%02x", path,
+            (unsigned char)*f->header);
+    for (; f->header[length - 1] == ' '; length--)
+        f->header[length - 1] = 0;
+    if (strlen(f->header) != length)
+        header_fail(f, f->header + strlen(f->header), "no zero byte");
+    f->tensors = f->header + 1;
+    read_metadata(f);
+}
+
+// Finds a tensor of ours in the file and sets key and begin; false if it is optional and missing.
+static bool locate_tensor(const TensorFile *f, Tensor *t) {
+    char entry[256], name[128];
+    size_t length = tensor_entry(entry, t), end = 0;
+    const char *at = strstr(f->tensors, entry);
+    if (!at && t->ignored)
+        return false;
+    if (!at) { // shows what the file has under this name, if anything
+        snprintf(name, sizeof name, "\"%s\":", t->name);
+        at = strstr(f->tensors, name);
+        header_fail(f, at ? at : "nothing of that name", entry);
+    }
+    t->key = (size_t)(at - f->tensors);
+    if (sscanf(at + length, "%18zu,%18zu", &t->begin, &end) != 2 || end - t->begin != t->bytes)
+        header_fail(f, at, "data_offsets that fit the shape");
+    return true;
+}
+
+// Finds the tensors of the list in the file; returns their number, including ignored ones.
+static size_t find_tensors(const TensorFile *f, Tensor *list, size_t count) {
+    size_t kept = 0, end = 0, same = 0;
+    for (size_t i = 0; i < count; i++)
+        if (locate_tensor(f, &list[i]))
+            list[kept++] = list[i];
+    qsort(list, kept, sizeof *list, compare_keys);
+    char *header = make_header(list, kept, ""), *ours = header + 1;
+    while (ours[same] && ours[same] == f->tensors[same])
+        same++;
+    if (ours[same] || f->tensors[same])
+        header_fail(f, f->tensors + same, "only the tensors of this model, each once");
+    free(header);
+    for (size_t i = 0; i < kept; i++)
+        list[i].key = list[i].begin;
+    qsort(list, kept, sizeof *list, compare_keys);
+    for (size_t i = 0; i < kept; end += list[i++].bytes)
+        if (list[i].begin != end)
+            die(1, "%s: %s: expected its values at byte %zu, where those before it end, found %zu",
+                f->path, list[i].name, end, list[i].begin);
+    if (end != f->data_bytes)
+        die(1, "%s: expected %zu bytes of values, as its header says, found %zu", f->path, end,
+            f->data_bytes);
+    return kept;
 }
 
 /* Reads the network's tensors, and the optimizer's if state is given, and closes the file. Without
-   a state, the file may hold an optimizer's numbers or not. */
+   a state, an optimizer's tensors in the file are ignored. */
 static void read_tensors(TensorFile *f, Net *net, const Optimizer *optimizer, real *state) {
     size_t count;
-    Tensor *list = list_tensors(net, optimizer, state, &count);
-    match_tensors(f->header.path, list, count, f->list, f->count, state == NULL);
+    Tensor *list = list_tensors(net, state ? optimizer : NULL, state, !state, &count);
+    count = find_tensors(f, list, count);
     for (const Tensor *t = list; t < list + count; t++) {
         int64_t tracked = 0;
         void *to = t->values ? (void *)net->host[0] : (void *)&tracked;
+        if (t->ignored)
+            continue;
         if (fseek(f->stream, (long)(f->data + t->begin), SEEK_SET) != 0 ||
-            fread(to, t->bytes, t->count, f->stream) != t->count)
-            file_fail("cannot read", f->header.path);
+            fread(to, 1, t->bytes, f->stream) != t->bytes)
+            file_fail("cannot read", f->path);
         size_t bad = t->values ? first_not_finite(net->host[0], t->count) : t->count;
         if (bad < t->count)
-            die(1, "%s: %s: expected finite numbers, found %g", f->header.path, t->name,
+            die(1, "%s: %s: expected finite numbers, found %g", f->path, t->name,
                 (double)net->host[0][bad]);
         if (t->filter.h)
             reorder_weight(net->host[1], net->host[0], t->filter, t->outputs, false);
         if (t->values)
-            net->backend->copy(t->values, net->host[t->filter.h ? 1 : 0], t->count * sizeof(real));
+            net->backend->copy(t->values, net->host[t->filter.h ? 1 : 0], t->bytes);
         else
             net->batches_tracked = (size_t)tracked;
     }
     fclose(f->stream);
-    free(f->header.text);
-    free(f->list);
+    free(f->header);
     free(list);
-}
-
-// net.load_state_dict(load_file(path))
-static void load_weights(Net *net, const char *path) {
-    TensorFile f;
-    open_tensors(&f, path);
-    read_tensors(&f, net, NULL, NULL);
 }
 
 // One hash of all parameters and running statistics, tensor by tensor.
 static uint64_t hash_weights(Net *net) {
     uint64_t hash = 0xcbf29ce484222325u;
-    for (size_t i = 0; i < net->count; i++) {
-        const Layer *l = &net->layers[i];
+    for (const Layer *l = net->layers; l < net->layers + net->count; l++) {
         const size_t running = l->kind == BATCHNORM2D ? 2 * l->out.c : 0; // means and variances
         const real *parts[] = {net->params + l->weight, net->params + l->bias,
                                net->stats + l->stats};
@@ -5321,156 +3671,133 @@ static uint64_t hash_weights(Net *net) {
     return hash;
 }
 
-/* ==== 12. Options ===============================================================================
+/* ==== 12. Options ================================================================================
 
-   One table: the parser, --help and the settings in run.json are made from it. */
+   One table, from which the parser, --help and the settings in run.json are made. */
 
 typedef enum { SWITCH, COUNT, NUMBER, CHOICE, TEXT } OptionKind;
 
 typedef struct Option {
     const char *name;
     OptionKind kind;
-    size_t offset;        // of the field in Settings
-    const char *fallback; // NULL: worked out after parsing, as the help text says
-    double min, max;
-    bool result;        // it changes the result: a checkpoint keeps it, and --resume insists on it
+    size_t offset;      // of the field in Settings
     const char *values; // the choices, or a word for the value in --help
+    double min, max;
+    const char *fallback; // the default; NULL: determined after parsing, as the help text says
+    bool result;          // it changes the result: checkpoints hold it, --resume compares it
     const char *help;
 } Option;
 
 static char model_names[1024]; // the choices of --model, listed from models[]
 
-#define FIELD(name) offsetof(Settings, name)
+// The kind of an option, its field in Settings and the values that --help shows
+#define SWITCH(field) SWITCH, offsetof(Settings, field), "on|off", 0, 0
+#define COUNT(field, values, min, max) COUNT, offsetof(Settings, field), values, min, max
+#define NUMBER(field, values, min, max) NUMBER, offsetof(Settings, field), values, min, max
+#define CHOICE(field, values) CHOICE, offsetof(Settings, field), values, 0, 0
+#define TEXT(field, values) TEXT, offsetof(Settings, field), values, 0, 0
 // clang-format off
 static const Option options[] = {
-    {"--model", CHOICE, FIELD(model), "mnist", 0, 0, 1, model_names,
-     "the network to train; it has defaults of its own, listed below"},
-    {"--width", COUNT, FIELD(width), "6", 1, 1024, 1, "N",
+    {"--model", CHOICE(model, model_names), "mnist", 1,
+     "the network; its own defaults are listed below"},
+    {"--width", COUNT(width, "N", 1, 1024), "6", 1,
      "cifar: channels of the first convolution; 64 is the wide one"},
-    {"--stem", CHOICE, FIELD(stem), "3", 0, 0, 1, "3|7|imagenet",
+    {"--stem", CHOICE(stem, "3|7|imagenet"), "3", 1,
      "ResNets: first convolution 3x3, 7x7, or 7x7 stride 2 and max-pool"},
-    {"--dataset", CHOICE, FIELD(dataset), "auto", 0, 0, 1,
-     "auto|mnist|fashion-mnist|cifar10|cifar100|synthetic",
+    {"--dataset", CHOICE(dataset, "auto|mnist|fashion-mnist|cifar10|cifar100|synthetic"), "auto", 1,
      "the images; auto: the first that is found, else synthetic ones"},
-    {"--data", TEXT, FIELD(data), "", 0, 0, 0, "DIR",
-     "look for the data files in DIR and DIR/DATASET, nowhere else"},
-    {"--limit-train", COUNT, FIELD(limit_train), NULL, 1, UINT32_MAX, 1, "N",
+    {"--data", TEXT(data, "DIR"), "", 0, "look for the data files in DIR and DIR/DATASET only"},
+    {"--limit-train", COUNT(limit_train, "N", 1, UINT32_MAX), NULL, 1,
      "train on the first N images only (default: all)"},
-    {"--limit-test", COUNT, FIELD(limit_test), NULL, 1, UINT32_MAX, 0, "N",
+    {"--limit-test", COUNT(limit_test, "N", 1, UINT32_MAX), NULL, 0,
      "test on the first N images only (default: all)"},
-    {"--augment", CHOICE, FIELD(augment), "none", 0, 0, 1, "none|crop-flip|elastic",
-     "another view of each training image in each epoch"},
-    {"--batch-size", COUNT, FIELD(batch_size), "64", 1, 65536, 0, "N",
-     "images of a training step"},
-    {"--test-batch-size", COUNT, FIELD(test_batch_size), "1000", 1, 65536, 0, "N",
-     "images tested at a time, at most --batch-size"},
-    {"--epochs", COUNT, FIELD(epochs), "14", 1, 100000, 0, "N",
-     "how often to go through the training set"},
-    {"--max-steps", COUNT, FIELD(max_steps), "0", 0, UINT32_MAX, 0, "N",
+    {"--augment", CHOICE(augment, "none|crop-flip|elastic"), "none", 1,
+     "another variant of each training image in each epoch"},
+    {"--batch-size", COUNT(batch_size, "N", 1, 65536), "64", 0, "images of a training step"},
+    {"--test-batch-size", COUNT(test_batch_size, "N", 1, 65536), NULL, 0,
+     "images tested at a time (default: 1000 for mnist and lenet, else the training batch)"},
+    {"--epochs", COUNT(epochs, "N", 1, 100000), "14", 0, "passes over the training set"},
+    {"--max-steps", COUNT(max_steps, "N", 0, UINT32_MAX), "0", 0,
      "end training after N steps in all; 0: after --epochs"},
-    {"--optimizer", CHOICE, FIELD(optimizer), "adadelta", 0, 0, 1, "adadelta|sgd",
+    {"--optimizer", CHOICE(optimizer, "adadelta|sgd"), "adadelta", 1,
      "how gradients change the weights"},
-    {"--lr", NUMBER, FIELD(lr), NULL, 1e-12, 1e6, 1, "LR",
+    {"--lr", NUMBER(lr, "LR", 1e-12, 1e6), NULL, 1,
      "learning rate (default: 1.0 for adadelta, 0.01 for sgd)"},
-    {"--momentum", NUMBER, FIELD(momentum), "0", 0, 0.999999, 1, "M",
-     "sgd: share of the last step that is taken again"},
-    {"--nesterov", SWITCH, FIELD(nesterov), "off", 0, 0, 1, "on|off",
-     "sgd: Nesterov's momentum"},
-    {"--weight-decay", NUMBER, FIELD(weight_decay), "0", 0, 1e3, 1, "W",
+    {"--momentum", NUMBER(momentum, "M", 0, 0.999999), "0", 1, "sgd: momentum"},
+    {"--nesterov", SWITCH(nesterov), "off", 1, "sgd: Nesterov's momentum"},
+    {"--weight-decay", NUMBER(weight_decay, "W", 0, 1e3), "0", 1,
      "adds W times the weight to each gradient"},
-    {"--label-smoothing", NUMBER, FIELD(label_smoothing), "0", 0, 0.999999, 1, "E",
-     "share of the target that is spread over all classes"},
-    {"--schedule", CHOICE, FIELD(schedule), "step", 0, 0, 1, "step|multistep|cosine",
-     "how the learning rate falls from epoch to epoch"},
-    {"--gamma", NUMBER, FIELD(gamma), "0.7", 0, 1e6, 1, "M",
+    {"--label-smoothing", NUMBER(label_smoothing, "E", 0, 0.999999), "0", 1,
+     "share of the target spread over all classes"},
+    {"--schedule", CHOICE(schedule, "step|multistep|cosine"), "step", 1,
+     "how the learning rate changes from epoch to epoch"},
+    {"--gamma", NUMBER(gamma, "M", 0, 1e6), "0.7", 1,
      "step, multistep: the learning rate is multiplied by M"},
-    {"--step-size", COUNT, FIELD(step_size), "1", 1, 100000, 1, "N",
-     "step: ... after every N epochs"},
-    {"--milestones", TEXT, FIELD(milestones), "", 0, 0, 1, "E,E,...",
-     "multistep: ... after these epochs"},
-    {"--warmup-epochs", COUNT, FIELD(warmup_epochs), "0", 0, 100000, 1, "N",
-     "epochs before the schedule, in which the learning rate grows up to --lr"},
-    {"--lr-scaling", CHOICE, FIELD(lr_scaling), "none", 0, 0, 1, "none|linear|sqrt",
-     "scales --lr by batch size / the model's default one, or its root"},
-    {"--seed", COUNT, FIELD(seed), "1", 0, 9007199254740992., 1, "S",
-     "decides all random numbers: the same seed gives the same run"},
-    {"--log-interval", COUNT, FIELD(log_interval), "10", 1, UINT32_MAX, 0, "N",
+    {"--step-size", COUNT(step_size, "N", 1, 100000), "1", 1, "step: ... after every N epochs"},
+    {"--milestones", TEXT(milestones, "E,E,..."), "", 1, "multistep: ... after these epochs"},
+    {"--warmup-epochs", COUNT(warmup_epochs, "N", 0, 100000), "0", 1,
+     "epochs before the schedule in which the rate grows linearly up to --lr"},
+    {"--lr-scaling", CHOICE(lr_scaling, "none|linear|sqrt"), "none", 1,
+     "scale --lr by batch size / the model's default one, or its root"},
+    {"--seed", COUNT(seed, "S", 0, 9007199254740992.), "1", 1,
+     "determines all random numbers: the same seed, the same run"},
+    {"--log-interval", COUNT(log_interval, "N", 1, UINT32_MAX), "10", 0,
      "steps between two log lines"},
-    {"--workers", COUNT, FIELD(workers), NULL, 1, 256, 0, "N",
+    {"--workers", COUNT(workers, "N", 1, 256), NULL, 0,
      "threads that load batches for each device (default: SLURM_CPUS_PER_TASK in all, else 1)"},
-    {"--threads", COUNT, FIELD(threads), NULL, 1, MAX_THREADS, 0, "N",
-     "threads that compute (default: the usable cores)"},
-    {"--kernels", CHOICE, FIELD(kernels), "fast", 0, 0, 1, "naive|tiled|fast",
-     "naive: the definitions; GPU: tiled: in shared memory; fast: the best there are"},
-    {"--optimizer-launch", CHOICE, FIELD(optimizer_launch), "flat", 0, 0, 0, "flat|per-tensor",
+    {"--threads", COUNT(threads, "N", 1, MAX_THREADS), NULL, 0,
+     "threads that compute (default: OMP_NUM_THREADS, else the usable cores)"},
+    {"--kernels", CHOICE(kernels, "naive|fast|tiled|tensor"), NULL, 1,
+     "naive: the definitions; fast: CPU; tiled, tensor: GPU (default: the best here)"},
+    {"--optimizer-launch", CHOICE(optimizer_launch, "flat|per-tensor"), "flat", 0,
      "flat: one pass over all parameters; per-tensor: one for each, to compare"},
-    {"--resident", SWITCH, FIELD(resident), "on", 0, 0, 0, "on|off",
+    {"--resident", SWITCH(resident), "on", 0,
      "GPU: keep the data set in its memory, if it fits; off: copy each batch"},
-    {"--pin-memory", SWITCH, FIELD(pin_memory), "on", 0, 0, 0, "on|off",
-     "GPU: copy batches from memory that it can reach by itself"},
-    {"--gpus", COUNT, FIELD(gpus), NULL, 1, MAX_REPLICAS, 0, "N",
-     "train on N GPUs of this machine at once (default: 1 if there is one, else the CPU)"},
-    {"--replicas", COUNT, FIELD(replicas), "1", 1, MAX_REPLICAS, 0, "N",
+    {"--pin-memory", SWITCH(pin_memory), "on", 0,
+     "GPU: copy batches from pinned memory, which it reads directly"},
+    {"--gpus", COUNT(gpus, "N", 1, MAX_REPLICAS), NULL, 0,
+     "train on N GPUs of this machine (default: 1 if there is one, else the CPU)"},
+    {"--replicas", COUNT(replicas, "N", 1, MAX_REPLICAS), "1", 0,
      "the same on the CPU: N networks, which share the --threads"},
-    {"--oversubscribe", SWITCH, FIELD(oversubscribe), "off", 0, 0, 0, "on|off",
-     "let several of them share a GPU or a core, to try things out"},
-    {"--parallel", CHOICE, FIELD(parallel), "ddp", 0, 0, 1, "ddp|dp",
-     "ddp: --batch-size images each, gradients added up; dp: a master shares its batch out"},
-    {"--global-batch", COUNT, FIELD(global_batch), NULL, 1, 65536, 1, "B",
+    {"--oversubscribe", SWITCH(oversubscribe), "off", 0,
+     "let several of them share a GPU or a core, for trying things out"},
+    {"--parallel", CHOICE(parallel, "ddp|dp"), "ddp", 1,
+     "ddp: --batch-size images each, all-reduced; dp: a master scatters its batch"},
+    {"--global-batch", COUNT(global_batch, "B", 1, 65536), NULL, 1,
      "images of a step on all devices together, instead of --batch-size"},
-    {"--bucket-mb", NUMBER, FIELD(bucket_mb), "25", 0.001, 10000, 1, "MB",
-     "ddp: gradients are added up in pieces of this size"},
-    {"--overlap", SWITCH, FIELD(overlap), "on", 0, 0, 0, "on|off",
-     "ddp: ... as soon as backward has finished them; off: after it"},
-    {"--timeout", NUMBER, FIELD(timeout), "300", 1, 1e6, 0, "S",
-     "seconds that a device waits for another before the run ends"},
-    {"--out", TEXT, FIELD(out), "", 0, 0, 0, "DIR",
-     "write run.json, steps.csv and epochs.csv into DIR"},
-    {"--quiet", SWITCH, FIELD(quiet), "off", 0, 0, 0, "on|off",
-     "on stdout nothing but one line for each epoch; no progress either"},
-    {"--per-class", SWITCH, FIELD(per_class), "off", 0, 0, 0, "on|off",
-     "print the accuracy of each class at the end"},
-    {"--profile", SWITCH, FIELD(profile), "off", 0, 0, 0, "on|off",
-     "print the time that each line of train() took"},
-    {"--layers", SWITCH, FIELD(layers), "off", 0, 0, 0, "on|off",
+    {"--bucket-mb", NUMBER(bucket_mb, "MB", 0.001, 10000), "25", 1,
+     "ddp: size of the pieces in which gradients are all-reduced"},
+    {"--overlap", SWITCH(overlap), "on", 0, "ddp: all-reduce during backward; off: after it"},
+    {"--timeout", NUMBER(timeout, "S", 1, 1e6), "300", 0,
+     "seconds to wait for another device before the run ends"},
+    {"--out", TEXT(out, "DIR"), "", 0, "write run.json, steps.csv and epochs.csv into DIR"},
+    {"--quiet", SWITCH(quiet), "off", 0,
+     "print only one line for each epoch on stdout, and no progress"},
+    {"--per-class", SWITCH(per_class), "off", 0, "print the accuracy of each class at the end"},
+    {"--profile", SWITCH(profile), "off", 0, "print the time that each line of train() took"},
+    {"--layers", SWITCH(layers), "off", 0,
      "at the end measure each layer, next to the limits of this machine"},
-    {"--trace", TEXT, FIELD(trace), "", 0, 0, 0, "FILE",
-     "write what happened when as JSON, for chrome://tracing and Perfetto"},
-    {"--trace-steps", TEXT, FIELD(trace_steps), "0:50", 0, 0, 0, "A:B",
-     "... from training step A on, and before step B; counted from 0. Nsight records them, too"},
-    {"--save-model", SWITCH, FIELD(save_model), "off", 0, 0, 0, "on|off",
+    {"--trace", TEXT(trace, "FILE"), "", 0,
+     "write a timeline as JSON, for chrome://tracing and Perfetto"},
+    {"--trace-steps", TEXT(trace_steps, "A:B"), "0:50", 0,
+     "... of the training steps A to B - 1, counted from 0; Nsight records the same"},
+    {"--save-model", SWITCH(save_model), "off", 0,
      "write the weights as MODEL_cnn.safetensors, or model.safetensors in --out"},
-    {"--checkpoint", TEXT, FIELD(checkpoint), "", 0, 0, 0, "FILE",
+    {"--checkpoint", TEXT(checkpoint, "FILE"), "", 0,
      "write weights, optimizer and position to FILE, as --save-every says"},
-    {"--save-every", TEXT, FIELD(save_every), "1", 0, 0, 0, "N|Nsteps",
+    {"--save-every", TEXT(save_every, "N|Nsteps"), "1", 0,
      "write the checkpoint after every N epochs or steps, and at the end"},
-    {"--resume", SWITCH, FIELD(resume), "off", 0, 0, 0, "on|off",
-     "go on from --checkpoint, if it is there"},
-    {"--load", TEXT, FIELD(load), "", 0, 0, 0, "FILE",
-     "start from the weights in FILE, ours or PyTorch's safetensors"},
-    {"--eval", SWITCH, FIELD(eval), "off", 0, 0, 0, "on|off",
-     "only test, no training"},
-    {"--dry-run", SWITCH, FIELD(dry_run), "off", 0, 0, 0, "on|off",
-     "one epoch of one training batch and one test batch"},
-    {"--no-cuda", SWITCH, FIELD(no_cuda), "off", 0, 0, 0, "on|off",
-     "stay on the CPU, even where there is a GPU"},
+    {"--resume", SWITCH(resume), "off", 0, "continue from --checkpoint, if it exists"},
+    {"--load", TEXT(load, "FILE"), "", 0,
+     "start from the weights in FILE, a safetensors file of cnn or PyTorch"},
+    {"--eval", SWITCH(eval), "off", 0, "test only"},
+    {"--dry-run", SWITCH(dry_run), "off", 0, "one epoch of one training batch, then the test"},
+    {"--no-cuda", SWITCH(no_cuda), "off", 0, "use the CPU even if there is a GPU"},
 };
 // clang-format on
 enum { OPTIONS = sizeof options / sizeof *options };
 
-// Where an option's value lies in the settings; which member is valid, its kind says.
-typedef union Value {
-    bool *flag;
-    size_t *count;
-    double *number;
-    const char **text;
-    char *at;
-} Value;
-
-static Value option_value(Settings *s, const Option *o) {
-    return (Value){.at = (char *)s + o->offset};
-}
-
+// Whether `word` is one of "a|b|c"
 static bool is_choice(const char *choices, const char *word) {
     size_t length = strlen(word);
     for (const char *c = choices; length > 0 && !strchr(word, '|') && c; c = strchr(c, '|')) {
@@ -5482,39 +3809,28 @@ static bool is_choice(const char *choices, const char *word) {
 }
 
 static void set_option(Settings *s, const Option *o, const char *text) {
-    Value value = option_value(s, o);
-    char *end = NULL;
-    switch (o->kind) {
-    case SWITCH:
-    case CHOICE:
-        if (!is_choice(o->values, text))
-            die(EXIT_USAGE, "%s: expected one of %s, found \"%s\"; see ./cnn --help", o->name,
-                o->values, text);
-        if (o->kind == SWITCH)
-            *value.flag = strcmp(text, "on") == 0;
-        else
-            *value.text = text;
-        break;
-    case COUNT:
-    case NUMBER: {
-        double number = strtod(text, &end);
-        bool whole = o->kind == NUMBER || (strspn(text, "0123456789") == strlen(text));
-        if (end == text || *end || !whole || !(number >= o->min && number <= o->max))
-            die(EXIT_USAGE, "%s: expected a %s from %.16g to %.16g, found \"%s\"; see ./cnn --help",
-                o->name, o->kind == NUMBER ? "number" : "whole number", o->min, o->max, text);
-        if (o->kind == NUMBER)
-            *value.number = number;
-        else
-            *value.count = (size_t)number;
-        break;
-    }
-    case TEXT:
-        *value.text = text;
-        break;
-    }
+    void *field = (char *)s + o->offset;
+    char *end;
+    const double number = strtod(text, &end);
+    const bool whole = o->kind == NUMBER || strspn(text, "0123456789") == strlen(text);
+    if ((o->kind == SWITCH || o->kind == CHOICE) && !is_choice(o->values, text))
+        die(EXIT_USAGE, "%s: expected one of %s, found \"%s\"; see ./cnn --help", o->name,
+            o->values, text);
+    if ((o->kind == COUNT || o->kind == NUMBER) &&
+        (end == text || *end || !whole || !(number >= o->min && number <= o->max)))
+        die(EXIT_USAGE, "%s: expected a %s from %.16g to %.16g, found \"%s\"; see ./cnn --help",
+            o->name, o->kind == NUMBER ? "number" : "whole number", o->min, o->max, text);
+    if (o->kind == SWITCH)
+        *(bool *)field = strcmp(text, "on") == 0;
+    else if (o->kind == COUNT)
+        *(size_t *)field = (size_t)number;
+    else if (o->kind == NUMBER)
+        *(double *)field = number;
+    else
+        *(const char **)field = text;
 }
 
-// Levenshtein's distance: how many letters to change, add or drop to turn a into b
+// Levenshtein distance: the letters to change, insert or delete to make b from a
 static size_t edit_distance(const char *a, const char *b) {
     size_t row[64], length = min_size(strlen(b), 63);
     for (size_t j = 0; j <= length; j++)
@@ -5543,8 +3859,7 @@ static void print_help(void) {
     printf(
         "usage: ./cnn [options]\n\nTrains a convolutional neural network and tests it after each "
         "epoch.\n\noptions:\n");
-    for (size_t i = 0; i < OPTIONS; i++) {
-        const Option *o = &options[i];
+    for (const Option *o = options; o < options + OPTIONS; o++) {
         char usage[96];
         snprintf(usage, sizeof usage, "%s %s", o->name, o->values);
         bool wide = strlen(usage) > 26;
@@ -5561,8 +3876,7 @@ static void print_help(void) {
             printf("  --model %-9s %s\n", models[i].name, models[i].defaults);
 }
 
-/* One word of the command line and, if it is an option that takes one, the word after it (NULL:
-   none). Returns how many words that were. */
+// Parses an option and its value, which may be the next word (NULL: none); returns the words used.
 static int parse_word(Settings *s, const char *word, const char *next) {
     size_t which = 0, length = strcspn(word, "=");
     while (which < OPTIONS &&
@@ -5580,10 +3894,10 @@ static int parse_word(Settings *s, const char *word, const char *next) {
 }
 
 enum { WORDS_SIZE = 65536 };
-static char words[WORDS_SIZE]; // the options of models and argument files, cut into words
+static char words[WORDS_SIZE]; // the words of models' defaults and argument files
 static size_t words_used;
 
-// Options in one text, between blanks; from # to the end of a line is a comment.
+// Parses a text of options, separated by white space; # begins a comment.
 static void parse_text(Settings *s, const char *text, size_t length) {
     char *list[WORDS_SIZE / 2], *at = words + words_used;
     size_t count = 0;
@@ -5604,7 +3918,7 @@ static void parse_text(Settings *s, const char *text, size_t length) {
         i += (size_t)parse_word(s, list[i], i + 1 < count ? list[i + 1] : NULL);
 }
 
-// @FILE: the options in it stand where @FILE stands.
+// @FILE is replaced by the options in that file.
 static void parse_file(Settings *s, const char *path) {
     char text[WORDS_SIZE];
     FILE *f = fopen(path, "r");
@@ -5614,12 +3928,12 @@ static void parse_file(Settings *s, const char *path) {
     bool readable = !ferror(f);
     fclose(f);
     if (!readable || memchr(text, 0, length) || words_used + length + 1 > WORDS_SIZE)
-        die(EXIT_USAGE, "@%s: expected a text file of options, %d bytes at most in all such files",
+        die(EXIT_USAGE, "@%s: expected a text file of options, all such files at most %d bytes",
             path, WORDS_SIZE);
     parse_text(s, text, length);
 }
 
-// The table's defaults, then those of a model (NULL: none), then what the user says.
+// The table's defaults, then the model's (NULL: none), then the command line.
 static void parse_all(Settings *s, const Model *model, int argc, char **argv) {
     *s = (Settings){0};
     words_used = 0;
@@ -5648,89 +3962,103 @@ static void parse_options(Settings *s, int argc, char **argv) {
                 file_fail("cannot write to", "standard output");
             exit(0);
         }
-    parse_all(s, NULL, argc, argv); // tells the model
+    parse_all(s, NULL, argc, argv); // finds the model
     parse_all(s, find_model(s->model), argc, argv);
 }
 
-// The value of an option as text, in `room` if it is no text by itself.
-static const char *option_text(Settings *s, const Option *o, char room[64]) {
-    Value value = option_value(s, o);
+// The value of an option as text, in `buffer` if it is a number
+static const char *option_text(Settings *s, const Option *o, char buffer[64]) {
+    const void *field = (const char *)s + o->offset;
     if (o->kind == CHOICE || o->kind == TEXT)
-        return *value.text;
+        return *(const char *const *)field;
     if (o->kind == SWITCH)
-        return *value.flag ? "on" : "off";
-    double number = o->kind == COUNT ? (double)*value.count : *value.number;
-    for (int digits = 6; digits <= 17; digits++) { // as few as tell it from all other numbers
-        snprintf(room, 64, "%.*g", digits, number);
-        if (strtod(room, NULL) == number)
+        return *(const bool *)field ? "on" : "off";
+    double number = o->kind == COUNT ? (double)*(const size_t *)field : *(const double *)field;
+    for (int digits = 6; digits <= 17; digits++) { // the fewest that give the same number
+        snprintf(buffer, 64, "%.*g", digits, number);
+        if (strtod(buffer, NULL) == number)
             break;
     }
-    return room;
+    return buffer;
 }
 
 static void print_settings(Settings *s) {
-    char room[64];
+    char buffer[64];
     printf("Settings:");
-    for (size_t i = 0; i < OPTIONS; i++)
-        if (*option_text(s, &options[i], room))
-            printf(" %s %s", options[i].name, option_text(s, &options[i], room));
+    for (const Option *o = options; o < options + OPTIONS; o++)
+        if (*option_text(s, o, buffer))
+            printf(" %s %s", o->name, option_text(s, o, buffer));
     printf("\n");
 }
 
-static void json_string(FILE *f, const char *text) // NULL: null
-{
-    if (!text) {
-        fprintf(f, "null");
-        return;
-    }
-    fputc('"', f);
-    for (; *text; text++)
+/* ==== 13. Instruments ============================================================================
+
+   What a run measures: the time of each line of train() and of each layer, a trace, the resources
+   used, and the run folder, which plots, labs and graders read. */
+
+// ---- Records
+
+typedef enum { KEY_VALUE, CSV_HEADER, CSV_ROW, JSON } Form;
+
+// NULL: null
+static void json_string(FILE *f, const char *text) {
+    fprintf(f, text ? "\"" : "null");
+    for (; text && *text; text++)
         if (*text == '"' || *text == '\\')
             fprintf(f, "\\%c", *text);
-        else if ((unsigned char)*text < ' ')
-            fprintf(f, "\\u%04x", *text);
         else
-            fputc(*text, f);
-    fputc('"', f);
+            fprintf(f, (unsigned char)*text < ' ' ? "\\u%04x" : "%c", *text);
+    fprintf(f, text ? "\"" : "");
 }
 
-static void print_settings_json(FILE *f, Settings *s) {
-    char room[64];
-    for (size_t i = 0; i < OPTIONS; i++) {
-        const Option *o = &options[i];
-        const char *text = option_text(s, o, room);
-        fprintf(f, "%s\n    \"%s\": ", i ? "," : "", o->name + 2);
-        if (o->kind == SWITCH)
-            fprintf(f, strcmp(text, "on") == 0 ? "true" : "false");
-        else if (o->kind == COUNT || o->kind == NUMBER)
-            fprintf(f, "%s", text);
-        else
-            json_string(f, text);
+/* One description of a record, "epoch=%zu train_loss=%.4f ...", and its values give a line of
+   key=value pairs, the header or a row of CSV, or the members of a JSON object, where numbers that
+   are not finite become null. Conversions are %s, %zu and those of a double. */
+static FORMAT(3) void print_record(FILE *f, Form form, const char *record, ...) {
+    va_list args;
+    va_start(args, record);
+    for (const char *field = record, *next; *field; field = next) {
+        const int key = (int)strcspn(field, "="), length = (int)strcspn(field, " ");
+        char format[16];
+        snprintf(format, sizeof format, "%.*s", length - key - 1, field + key + 1);
+        const char kind = format[strlen(format) - 1];
+        const char *text = kind == 's' ? va_arg(args, const char *) : NULL;
+        const size_t count = kind == 'u' ? va_arg(args, size_t) : 0;
+        const double number = kind == 's' || kind == 'u' ? 0 : va_arg(args, double);
+        next = field + length + (field[length] == ' ');
+        if (form != CSV_ROW)
+            fprintf(f, form == JSON ? "\"%.*s\":" : "%.*s", key, field);
+        fprintf(f, form == KEY_VALUE ? "=" : "");
+        if (form == JSON && (kind == 's' || !isfinite(number)))
+            json_string(f, text); // of a number: null
+        else if (form != CSV_HEADER && kind == 's')
+            fputs(text, f);
+        else if (form != CSV_HEADER && kind == 'u')
+            fprintf(f, format, count);
+        else if (form != CSV_HEADER)
+            fprintf(f, format, number);
+        fprintf(f, !*next ? "" : form == KEY_VALUE ? " " : ",");
     }
+    fprintf(f, form == JSON ? "" : "\n");
+    va_end(args);
 }
 
-/* ==== 13. Instruments ===========================================================================
-
-   What a run tells about itself: how long each line of train() took, what machine it ran on, and
-   the run folder that plots, labs and graders read. */
-
-/* The clock of train(). Every line there begins with AT(...), which sets a mark in the device's
-   work: there the line before ends and this one begins. A part of the step may collect the line's
-   time as well. A GPU lags behind the program, so times are asked for when they are needed, or when
-   their marks are. */
+/* ---- The clock of train(). Each line there begins with AT(...), which sets a mark: the end of the
+   previous line and the beginning of this one, whose time also counts as a part of the step. Since
+   a GPU runs behind the program, times are read only when they are needed or a mark is reused. */
 enum { PROFILED_LINES = 128 };
 
 typedef struct LineClock {
     bool synchronize; // --profile: wait for the device at each line, so that its time is its own
     const Backend *backend;
     int first;   // the first profiled line of cnn.c
-    size_t rank; // for --trace, with the line that runs and when it began
+    size_t rank; // for --trace, with the running line and when it began
     const char *text;
     double since;
-    size_t marks, settled; // how many marks were set; how many lines' times are known
+    size_t marks, settled; // numbers of marks set, and of lines whose times are known
     struct {
-        int line;       // that began here; 0: none
-        double *column; // or NULL
+        int line;     // the line that begins at this mark, or 0
+        double *part; // of the step, or NULL
     } begun[CLOCK_MARKS];
     struct {
         size_t hits;
@@ -5738,22 +4066,19 @@ typedef struct LineClock {
     } lines[PROFILED_LINES];
 } LineClock;
 
-// Asks for the time of the oldest line that has ended.
-static void clock_settle(LineClock *c) {
-    size_t from = c->settled++ % CLOCK_MARKS, to = c->settled % CLOCK_MARKS;
-    double seconds = c->backend->elapsed(from, to);
-    if (c->begun[from].line)
-        c->lines[c->begun[from].line - c->first].seconds += seconds;
-    if (c->begun[from].column)
-        *c->begun[from].column += seconds;
+// Reads the times of lines that have ended, the oldest first, except for the last `left` of them.
+static void clock_settle(LineClock *c, size_t left) {
+    while (c->settled + 1 + left < c->marks) {
+        size_t from = c->settled++ % CLOCK_MARKS, to = c->settled % CLOCK_MARKS;
+        double seconds = c->backend->elapsed(from, to);
+        if (c->begun[from].line)
+            c->lines[c->begun[from].line - c->first].seconds += seconds;
+        if (c->begun[from].part)
+            *c->begun[from].part += seconds;
+    }
 }
 
-static void clock_settle_all(LineClock *c) {
-    while (c->settled + 1 < c->marks)
-        clock_settle(c);
-}
-
-static void clock_line(LineClock *c, int line, double *column, const char *text) {
+static void clock_line(LineClock *c, int line, double *part, const char *text) {
     if (c->synchronize)
         c->backend->synchronize();
     if (c->text)
@@ -5764,10 +4089,9 @@ static void clock_line(LineClock *c, int line, double *column, const char *text)
         c->backend->range(text);
     if (!c->first)
         c->first = line;
-    if (c->marks - c->settled == CLOCK_MARKS)
-        clock_settle(c);
+    clock_settle(c, CLOCK_MARKS - 2);
     c->begun[c->marks % CLOCK_MARKS].line = line;
-    c->begun[c->marks % CLOCK_MARKS].column = column;
+    c->begun[c->marks % CLOCK_MARKS].part = part;
     c->backend->mark(c->marks++ % CLOCK_MARKS);
     if (line)
         c->lines[line - c->first].hits++;
@@ -5784,100 +4108,77 @@ static void print_profile_line(FILE *out, FILE *csv, const LineClock *c, int num
     double us = c->lines[at].seconds * 1e6, percent = 100 * c->lines[at].seconds / total;
     fprintf(out, "%6d %9zu %12.1f %8.1f %8.1f  %s\n", number, hits, us, us / (double)hits, percent,
             text);
-    if (!csv)
-        return;
     fprintf(csv, "%d,%zu,%.1f,%.1f,%.1f,\"", number, hits, us, us / (double)hits, percent);
     for (text += strspn(text, " "); *text; text++)
         fprintf(csv, *text == '"' ? "\"\"" : "%c", *text);
     fprintf(csv, "\"\n");
 }
 
-// cnn.c itself, for its lines: where it was compiled, else beside the program; NULL without it
-static FILE *open_source(void) {
-    FILE *f = fopen(__FILE__, "r");
-    char path[PATH_SIZE] = "";
-    if (!f && readlink("/proc/self/exe", path, sizeof path - 8) > 0) {
-        strcat(dirname(path), "/cnn.c");
-        f = fopen(path, "r");
-    }
-    return f;
-}
-
-// The lines of train(): from the last one before `first` that begins with static to the next }.
-static void find_function(FILE *source, int first, int *begin, int *end) {
-    char text[256];
-    *begin = *end = 0;
-    for (int number = 1; *end == 0 && fgets(text, sizeof text, source); number++) {
-        if (number < first && strncmp(text, "static", 6) == 0)
-            *begin = number;
-        if (number > first && text[0] == '}')
-            *end = number;
-    }
-    rewind(source);
-}
-
-// line_profiler's table, as kernprof's users know it, and the same as CSV; csv may be NULL
+/* train() with the time of each line, as kernprof prints it, and as CSV. It begins with the last
+   line before the first timed one that starts with "static", and ends with the next }. */
 static void print_profile(const LineClock *c, FILE *out, FILE *csv) {
+    char text[256], path[PATH_SIZE] = "";
+    int begin = c->first, end = 0;
+    double total = 0;
     if (!c->first) {
         fprintf(out, "No training step to profile\n");
         return;
     }
-    FILE *source = open_source();
-    int begin = c->first, end = c->first + PROFILED_LINES - 1;
-    if (source)
-        find_function(source, c->first, &begin, &end);
-    double total = 0;
+    FILE *source = fopen(__FILE__, "r"); // cnn.c where it was compiled, or beside the program
+    if (!source && readlink("/proc/self/exe", path, sizeof path - 8) > 0)
+        source = fopen(strcat(dirname(path), "/cnn.c"), "r");
+    source = source ? source : fopen("/dev/null", "r");
+    for (int number = 1; end == 0 && fgets(text, sizeof text, source); number++) {
+        if (number < c->first && strncmp(text, "static", 6) == 0)
+            begin = number;
+        if (number > c->first && *text == '}')
+            end = number;
+    }
     for (size_t i = 0; i < PROFILED_LINES; i++)
         total += c->lines[i].seconds;
     fprintf(out, "Timer unit: 1e-06 s\n\nTotal time: %.6g s\nFile: cnn.c\n", total);
     fprintf(out, "Function: train at line %d\n\n", begin);
     fprintf(out, "Line #      Hits         Time  Per Hit   %% Time  Line Contents\n");
     fprintf(out, "==============================================================\n");
-    if (csv)
-        fprintf(csv, "line,hits,time_us,per_hit_us,percent,source\n");
-    char text[256];
-    for (int number = 1; number <= end; number++) {
-        strcpy(text, "(cnn.c is not here to be quoted)\n");
-        if (source && !fgets(text, sizeof text, source))
-            break;
+    fprintf(csv, "line,hits,time_us,per_hit_us,percent,source\n");
+    rewind(source);
+    for (int number = 1; number <= end && fgets(text, sizeof text, source); number++) {
         text[strcspn(text, "\n")] = 0;
-        int at = number - c->first;
-        bool timed = at >= 0 && at < PROFILED_LINES && c->lines[at].hits > 0;
-        if (timed || (source && number >= begin))
+        if (number >= begin)
             print_profile_line(out, csv, c, number, text, total);
     }
+    for (int i = 0; i < PROFILED_LINES; i++)
+        if (!end && c->lines[i].hits > 0)
+            print_profile_line(out, csv, c, c->first + i, "(cnn.c was not found)", total);
     fprintf(out, "\n %.2f seconds - cnn.c:%d - train\n", total, begin);
-    if (source)
-        fclose(source);
+    fclose(source);
 }
 
 // ---- Machine card
 
-static size_t usable_cores(void) {
-    cpu_set_t set;
-    return sched_getaffinity(0, sizeof set, &set) == 0 ? (size_t)CPU_COUNT(&set) : 1;
-}
-
-static void cpu_name(char *name, size_t size) {
+static const char *cpu_name(void) {
+    static char name[256];
     struct utsname system;
     uname(&system);
-    snprintf(name, size, "%s", system.machine);
+    snprintf(name, sizeof name, "%s", system.machine);
     FILE *f = fopen("/proc/cpuinfo", "r");
-    char line[256];
-    while (f && fgets(line, sizeof line, f))
-        if (strncmp(line, "model name", 10) == 0 && strchr(line, ':')) {
-            line[strcspn(line, "\n")] = 0;
-            snprintf(name, size, "%s", strchr(line, ':') + 2);
+    char line[256] = "";
+    while (f && strncmp(line, "model name", 10) != 0 && fgets(line, sizeof line, f))
+        if (sscanf(line, "model name : %255[^\n]", name) == 1)
             break;
-        }
     if (f)
         fclose(f);
+    return name;
 }
 
-#ifndef CNN_COMMIT // the Makefile says these
+static const char *host_name(void) {
+    static char name[256];
+    gethostname(name, sizeof name - 1);
+    return name;
+}
+
+#ifndef CNN_COMMIT // the Makefile defines both
 #define CNN_COMMIT "unknown"
-#endif
-#ifndef CNN_FLAGS
 #define CNN_FLAGS "unknown"
 #endif
 #ifdef __clang__
@@ -5885,35 +4186,39 @@ static void cpu_name(char *name, size_t size) {
 #else
 #define COMPILER "gcc " __VERSION__
 #endif
-#ifdef _OPENMP
-#define OPENMP_WORD "OpenMP"
-#else
-#define OPENMP_WORD "no OpenMP: one thread"
-#endif
 
-static double memory_bytes(void) // of this machine
-{
-    return (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
+static void print_machine(void) {
+    printf("Machine: %s, %s, %zu usable cores, %.1f GB memory\n", host_name(), cpu_name(),
+           usable_cores(), memory_bytes() / 1e9);
+    printf("Build: %s, vectors of %d numbers, %s, commit %s\n", COMPILER, (int)LANES, OPENMP_STATUS,
+           CNN_COMMIT);
 }
 
-static double cpu_seconds(const struct rusage *u) {
-    return (double)(u->ru_utime.tv_sec + u->ru_stime.tv_sec) +
-           1e-6 * (double)(u->ru_utime.tv_usec + u->ru_stime.tv_usec);
-}
+// ---- Resources
 
-// ---- What the run took
+typedef struct Resources {
+    double wall_s, cpu_s, max_rss; // bytes
+} Resources;
+
+static Resources resources_since(double start) {
+    struct rusage u;
+    getrusage(RUSAGE_SELF, &u);
+    return (Resources){now() - start,
+                       (double)(u.ru_utime.tv_sec + u.ru_stime.tv_sec) +
+                           1e-6 * (double)(u.ru_utime.tv_usec + u.ru_stime.tv_usec),
+                       1024. * (double)u.ru_maxrss};
+}
 
 // The memory that Slurm or the cgroup allows this run, in bytes; else that of the machine.
 static double memory_limit(void) {
     double limit = memory_bytes(), found = 0;
     double slurm = 1048576. * (double)number_in_environment("SLURM_MEM_PER_NODE");
-    char line[PATH_SIZE] = "", path[PATH_SIZE];
+    char group[PATH_SIZE] = "", path[PATH_SIZE + 32];
     FILE *f = fopen("/proc/self/cgroup", "r"); // "0::/path", version 2 of cgroups
-    bool known = f && fgets(line, sizeof line, f) && strncmp(line, "0::", 3) == 0;
+    bool known = f && fscanf(f, "0::%4000[^\n]", group) == 1;
     if (f)
         fclose(f);
-    line[strcspn(line, "\n")] = 0;
-    snprintf(path, sizeof path, "/sys/fs/cgroup%.4000s/memory.max", line + 3 * known);
+    snprintf(path, sizeof path, "/sys/fs/cgroup%s/memory.max", group);
     f = known ? fopen(path, "r") : NULL;
     if (f && fscanf(f, "%lf", &found) == 1) // "max": no limit
         limit = fmin(limit, found);
@@ -5922,52 +4227,39 @@ static double memory_limit(void) {
     return slurm > 0 ? fmin(limit, slurm) : limit;
 }
 
-static void print_duration(const char *what, double seconds, const char *end) {
+static const char *duration(double seconds, char text[32]) {
     long s = lround(seconds);
-    printf("%s%02ld:%02ld:%02ld%s\n", what, s / 3600, s / 60 % 60, s % 60, end);
+    snprintf(text, 32, "%02ld:%02ld:%02ld", s / 3600, s / 60 % 60, s % 60);
+    return text;
 }
 
 // The lines of Slurm's seff, for this process. 1 GB is 2^30 bytes, as there.
-static void print_resources(double wall_s) {
-    struct rusage usage;
-    getrusage(RUSAGE_SELF, &usage);
-    size_t cores = number_in_environment("SLURM_CPUS_PER_TASK");
-    cores = cores ? cores : usable_cores();
-    double cpu = cpu_seconds(&usage), memory = 1024. * (double)usage.ru_maxrss;
-    double limit = memory_limit();
-    printf("RESOURCES\nState: COMPLETED (exit code 0)\nCores: %zu\n", cores);
-    print_duration("CPU Utilized: ", cpu, "");
-    printf("CPU Efficiency: %.2f%% of ", 100 * cpu / (wall_s * (double)cores));
-    print_duration("", wall_s * (double)cores, " core-walltime");
-    print_duration("Job Wall-clock time: ", wall_s, "");
-    printf("Memory Utilized: %.2f GB\n", memory / 0x1p30);
-    printf("Memory Efficiency: %.2f%% of %.2f GB\n", 100 * memory / limit, limit / 0x1p30);
+static void print_resources(double start) {
+    const Resources r = resources_since(start);
+    const size_t slurm = number_in_environment("SLURM_CPUS_PER_TASK");
+    const size_t cores = slurm ? slurm : usable_cores();
+    const double limit = memory_limit(), core_s = r.wall_s * (double)cores;
+    char a[32], b[32], c[32];
+    printf("RESOURCES\nState: COMPLETED (exit code 0)\nCores: %zu\n"
+           "CPU Utilized: %s\nCPU Efficiency: %.2f%% of %s core-walltime\n"
+           "Job Wall-clock time: %s\n"
+           "Memory Utilized: %.2f GB\nMemory Efficiency: %.2f%% of %.2f GB\n",
+           cores, duration(r.cpu_s, a), 100 * r.cpu_s / core_s, duration(core_s, b),
+           duration(r.wall_s, c), r.max_rss / 0x1p30, 100 * r.max_rss / limit, limit / 0x1p30);
 }
 
 // ---- Run folder (--out DIR)
 
-// What a step is made of, in the order of steps.csv: seconds, but for the last one. Communication
-// goes on beside the rest; what a rank waits for it is EXPOSED_COMM. The others add up to the step.
-typedef enum {
-    LOAD,
-    COPY,
-    FORWARD,
-    BACKWARD,
-    OPTIMIZER,
-    COMM,
-    EXPOSED_COMM,
-    IDLE,
-    BYTES_SENT,
-    PARTS
-} StepPart;
+// The parts of a step, in the order of steps.csv. All but COMM, which overlaps with the rest, and
+// BYTES_SENT add up to the step, in seconds. EXPOSED_COMM is the time that a rank waits for COMM.
+enum { LOAD, COPY, FORWARD, BACKWARD, OPTIMIZER, COMM, EXPOSED_COMM, IDLE, BYTES_SENT, PARTS };
 
-// One step: a row of steps.csv.
 typedef struct StepResult {
     size_t epoch, step, images;
     double loss, lr, parts[PARTS];
 } StepResult;
 
-// What an epoch's line says. Times in seconds; accuracy in per cent.
+// The results of an epoch. Times in seconds; accuracy in per cent.
 typedef struct EpochResult {
     size_t epoch, images, images_logged, step_images;
     double seconds, loader_wait_s, train_loss, test_seconds, test_loss, accuracy, lr, step_loss;
@@ -5975,47 +4267,38 @@ typedef struct EpochResult {
     uint64_t weight_hash;
 } EpochResult;
 
-typedef enum { KEY_VALUE, CSV_HEADER, CSV_ROW, JSON } Form;
-
-// One list of an epoch's figures for the line on stdout, for epochs.csv and for run.json.
 static void print_epoch(FILE *f, const EpochResult *e, Form form) {
-    const struct {
-        const char *key, *format;
-        double value;
-    } fields[] = {
-        {"epoch", "%.0f", (double)e->epoch},
-        {"images", "%.0f", (double)e->images},
-        {"seconds", "%.3f", e->seconds},
-        {"img_per_s", "%.0f", e->seconds > 0 ? (double)e->images / e->seconds : 0},
-        {"loader_wait_s", "%.3f", e->loader_wait_s},
-        {"train_loss", "%.4f", e->train_loss},
-        {"test_seconds", "%.3f", e->test_seconds},
-        {"test_loss", "%.4f", e->test_loss},
-        {"accuracy", "%.2f", e->accuracy},
-        {"lr", "%g", e->lr},
-    };
-    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++) {
-        fprintf(f, i == 0 ? "" : form == KEY_VALUE ? " " : ",");
-        if (form == KEY_VALUE)
-            fprintf(f, "%s=", fields[i].key);
-        if (form == JSON)
-            fprintf(f, "\"%s\":", fields[i].key);
-        if (form == CSV_HEADER)
-            fprintf(f, "%s", fields[i].key);
-        else
-            fprintf(f, fields[i].format, fields[i].value);
-    }
+    print_record(f, form,
+                 "epoch=%zu images=%zu seconds=%.3f img_per_s=%.0f loader_wait_s=%.3f "
+                 "train_loss=%.4f test_seconds=%.3f test_loss=%.4f accuracy=%.2f lr=%g",
+                 e->epoch, e->images, e->seconds, (double)e->images / fmax(e->seconds, 1e-9),
+                 e->loader_wait_s, e->train_loss, e->test_seconds, e->test_loss, e->accuracy,
+                 e->lr);
 }
 
-// Everything that a run has and knows.
+// A row of steps.csv: a step of one rank.
+static void print_step(FILE *f, const StepResult *s, size_t rank, Form form) {
+    const double *p = s->parts;
+    print_record(f, form,
+                 "epoch=%zu step=%zu rank=%zu images=%zu loss=%.9g lr=%.9g seconds=%.6f "
+                 "load_s=%.6f copy_s=%.6f forward_s=%.6f backward_s=%.6f optimizer_s=%.6f "
+                 "comm_s=%.6f exposed_comm_s=%.6f idle_s=%.6f bytes_sent=%.0f warmup=%zu",
+                 s->epoch, s->step, rank, s->images, s->loss, s->lr,
+                 p[LOAD] + p[COPY] + p[FORWARD] + p[BACKWARD] + p[OPTIMIZER] + p[EXPOSED_COMM] +
+                     p[IDLE],
+                 p[LOAD], p[COPY], p[FORWARD], p[BACKWARD], p[OPTIMIZER], p[COMM], p[EXPOSED_COMM],
+                 p[IDLE], p[BYTES_SENT], (size_t)(s->epoch == 1 && s->step <= 3));
+}
+
+// The state of a run, of which each rank has one.
 typedef struct Run {
     Settings settings;
     const Model *model;
     const Optimizer *optimizer;
     Device device;
     const Backend *backend;
-    bool resident;            // the data set lies on the device
-    Comm comm;                // with the other ranks, each of which has a Run of its own
+    bool resident;            // the data set is on the device
+    Comm comm;                // with the other ranks
     size_t devices;           // that ranks of this process can use
     size_t batch, iterations; // images of a step on this device, at most; steps of an epoch
     Net net;
@@ -6027,6 +4310,7 @@ typedef struct Run {
     size_t epoch, next_batch;       // the position: epoch from 1, batch from 0
     size_t save_epochs, save_steps; // --save-every, one of them 0
     size_t *confusion;              // [label][predicted class] of the last test
+    Plan plan;                      // of the memory that is not the network's or a loader's
     LineClock clock;
     size_t trace_first, trace_end;  // --trace-steps
     bool recording;                 // Nsight records this step
@@ -6036,28 +4320,29 @@ typedef struct Run {
     int argc;
     char **argv;
     double started, epoch_started, log_started, peak_gflops;
-    // steps not yet written to steps.csv: this rank's, and behind each other those of all ranks
-    StepResult *steps, *all_steps;
-    size_t steps_kept, steps_room;
-    double *totals; // of a test: this rank's, and behind them those of all ranks
+    // steps not yet written to steps.csv: [rank][steps_capacity], and this rank's row of that
+    StepResult *all_steps, *steps;
+    size_t steps_kept, steps_capacity;
+    double *totals; // of test(): this rank's, followed by those of all ranks
     EpochResult *epochs;
     size_t epochs_done;
     FILE *steps_csv, *epochs_csv;
-    FILE *lines; // of the epochs: stdout, also where --quiet silences that
+    FILE *lines; // for the epochs' lines: stdout, even with --quiet
 } Run;
 
-static void flush_stdout(void) {
-    if (fflush(stdout) != 0 || ferror(stdout))
-        file_fail("cannot write to", "standard output");
+// A file of the run folder.
+static FILE *open_in_folder(const Run *run, const char *file, const char *mode) {
+    char path[PATH_SIZE];
+    join_path(path, run->settings.out, file);
+    FILE *f = fopen(path, mode);
+    if (!f)
+        file_fail("cannot write", path);
+    return f;
 }
 
-static FILE *create_csv(const char *dir, const char *file) {
-    char path[PATH_SIZE];
-    join_path(path, dir, file);
-    FILE *f = fopen(path, "w");
-    if (!f)
-        file_fail("cannot create", path);
-    return f;
+static void flush(FILE *f, const char *name) {
+    if (fflush(f) != 0 || ferror(f))
+        file_fail("cannot write to", name);
 }
 
 // In per cent; NAN where the test set has no image of the class.
@@ -6068,99 +4353,104 @@ static double class_accuracy(const Run *run, size_t class) {
     return 100. * (double)run->confusion[class * classes + class] / (double)all;
 }
 
-// The class's name, or its number where the dataset has no names; in `room`.
-static const char *class_name(const DatasetInfo *info, size_t class, char room[32]) {
+// The class's name, or its number where the dataset has no names; in `buffer`.
+static const char *class_name(const DatasetInfo *info, size_t class, char buffer[32]) {
     const char *at = info->class_names;
-    snprintf(room, 32, "%zu", class);
+    snprintf(buffer, 32, "%zu", class);
     for (size_t i = 0; at && i < class; i++)
         at = strchr(at, ' ') + 1;
     if (at)
-        snprintf(room, 32, "%.*s", (int)strcspn(at, " "), at);
-    return room;
+        snprintf(buffer, 32, "%.*s", (int)strcspn(at, " "), at);
+    return buffer;
 }
 
+// The accuracy of each class (null: no image shows it), and the matrix of all confusions
 static void print_confusion_json(FILE *f, const Run *run) {
-    size_t classes = run->net.classes;
-    char room[32];
-    fprintf(f, "  \"per_class\": {");
+    const size_t classes = run->net.classes;
+    char name[32];
     for (size_t i = 0; i < classes; i++) {
-        double accuracy = class_accuracy(run, i);
-        fprintf(f, isfinite(accuracy) ? "%s\"%s\": %.2f" : "%s\"%s\": null", i ? ", " : "",
-                class_name(&run->info, i, room), accuracy);
+        const double accuracy = class_accuracy(run, i);
+        fprintf(f, "%s\"%s\": ", i ? ", " : ",\n  \"per_class\": {",
+                class_name(&run->info, i, name));
+        fprintf(f, isfinite(accuracy) ? "%.2f" : "null", accuracy);
     }
-    fprintf(f, "},\n  \"confusion\": [");
+    fprintf(f, "}");
     for (size_t i = 0; i < classes * classes; i++)
-        fprintf(f, "%s%s%zu%s",
-                i % classes ? ","
-                : i         ? ",\n    "
-                            : "\n    ",
-                i % classes ? "" : "[", run->confusion[i], i % classes == classes - 1 ? "]" : "");
-    fprintf(f, "],\n");
+        fprintf(f, "%s%s%zu%s", i ? "," : ",\n  \"confusion\": [", i % classes ? "" : "\n    [",
+                run->confusion[i], i % classes == classes - 1 ? "]" : "");
+    fprintf(f, "]");
 }
 
-static void write_run_json(Run *run) {
-    // A rank that dies writes it too; recursive, since the one that writes it may die of that.
-    static pthread_mutex_t lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
+static void print_settings_json(FILE *f, Settings *s) {
+    char buffer[64];
+    for (const Option *o = options; o < options + OPTIONS; o++) {
+        const char *text = option_text(s, o, buffer);
+        fprintf(f, "%s\n    \"%s\": ", o > options ? "," : "{", o->name + 2);
+        if (o->kind == CHOICE || o->kind == TEXT)
+            json_string(f, text);
+        else
+            fputs(o->kind != SWITCH ? text : strcmp(text, "on") == 0 ? "true" : "false", f);
+    }
+    fprintf(f, "\n  }");
+}
+
+static void print_run_json(FILE *f, Run *run) {
     Settings *s = &run->settings;
-    if (!*s->out)
-        return;
-    pthread_mutex_lock(&lock);
-    char path[PATH_SIZE], cpu[256], host[256] = "";
-    AtomicFile file;
-    join_path(path, s->out, "run.json");
-    atomic_open(&file, path);
-    FILE *f = file.stream;
-    cpu_name(cpu, sizeof cpu);
-    gethostname(host, sizeof host - 1);
-    fprintf(f, "{\n  \"status\": \"%s\", \"provenance\": \"measured\", \"emulated\": %s,\n",
-            run->status, run->device.emulated ? "true" : "false");
-    fprintf(f, "  \"command\": [");
+    const Comm *c = &run->comm;
+    const Device *d = &run->device;
+    const Resources r = resources_since(run->started);
+    fprintf(f,
+            "{\n  \"status\": \"%s\", \"provenance\": \"measured\", \"emulated\": %s,\n"
+            "  \"command\": [",
+            run->status, d->emulated ? "true" : "false");
     for (int i = 0; i < run->argc; i++) {
         fprintf(f, i ? ", " : "");
         json_string(f, run->argv[i]);
     }
-    fprintf(f, "],\n  \"machine\": {\"host\": ");
-    json_string(f, host);
-    fprintf(f, ", \"cpu\": ");
-    json_string(f, cpu);
-    fprintf(f, ", \"cores\": %zu, \"memory_bytes\": %.0f, \"peak_gflops\": %.1f, \"device\": ",
-            usable_cores(), memory_bytes(), run->peak_gflops);
-    json_string(f, run->device.name);
-    fprintf(f, ", \"uuid\": ");
-    json_string(f, *run->device.uuid ? run->device.uuid : NULL);
-    fprintf(f, ", \"driver\": ");
-    json_string(f, *run->device.driver ? run->device.driver : NULL);
-    fprintf(f, ", \"slurm\": ");
-    json_string(f, getenv("SLURM_JOB_ID"));
-    fprintf(f, "},\n  \"build\": {\"compiler\": ");
-    json_string(f, COMPILER);
-    fprintf(f, ", \"flags\": ");
-    json_string(f, CNN_FLAGS);
-    fprintf(f, ", \"commit\": \"" CNN_COMMIT "\"},\n  \"settings\": {");
+    fprintf(f, "],\n  \"machine\": {");
+    print_record(f, JSON,
+                 "host=%s cpu=%s cores=%zu memory_bytes=%.0f peak_gflops=%.1f device=%s uuid=%s "
+                 "driver=%s slurm=%s",
+                 host_name(), cpu_name(), usable_cores(), memory_bytes(), run->peak_gflops, d->name,
+                 *d->uuid ? d->uuid : NULL, *d->driver ? d->driver : NULL, getenv("SLURM_JOB_ID"));
+    fprintf(f, "},\n  \"build\": {");
+    print_record(f, JSON, "compiler=%s flags=%s commit=%s", COMPILER, CNN_FLAGS, CNN_COMMIT);
+    fprintf(f, "},\n  \"settings\": ");
     print_settings_json(f, s);
-    const Comm *c = &run->comm;
-    fprintf(f,
-            "\n  },\n  \"parallel\": {\"mode\": \"%s\", \"world\": %zu, \"batch_per_device\": %zu, "
-            "\"global_batch\": %zu, \"iterations\": %zu, \"buckets\": %zu, \"workers\": %zu, "
-            "\"graph\": false},\n  \"epochs\": [",
-            c->world == 1 ? "single" : s->parallel, c->world, run->batch, s->global_batch,
-            run->iterations, c->bucket_count, s->workers);
+    fprintf(f, ",\n  \"parallel\": {");
+    print_record(f, JSON,
+                 "mode=%s world=%zu batch_per_device=%zu global_batch=%zu iterations=%zu "
+                 "buckets=%zu workers=%zu",
+                 c->world == 1 ? "single" : s->parallel, c->world, run->batch, s->global_batch,
+                 run->iterations, c->bucket_count, s->workers);
+    fprintf(f, ",\"graph\":false},\n  \"epochs\": [");
     for (size_t i = 0; i < run->epochs_done; i++) {
         fprintf(f, "%s\n    {", i ? "," : "");
         print_epoch(f, &run->epochs[i], JSON);
         fprintf(f, ",\"weight_hash\":\"%016llx\"}", (unsigned long long)run->epochs[i].weight_hash);
     }
-    fprintf(f, "],\n");
+    fprintf(f, "]");
     if (run->confusion)
         print_confusion_json(f, run);
     else
-        fprintf(f, "  \"per_class\": null, \"confusion\": null,\n");
-    struct rusage usage;
-    getrusage(RUSAGE_SELF, &usage);
-    fprintf(f,
-            "  \"resources\": {\"wall_s\": "
-            "%.3f, \"cpu_s\": %.3f, \"max_rss_bytes\": %.0f}\n}\n",
-            now() - run->started, cpu_seconds(&usage), 1024. * (double)usage.ru_maxrss);
+        fprintf(f, ",\n  \"per_class\": null, \"confusion\": null");
+    fprintf(f, ",\n  \"resources\": {");
+    print_record(f, JSON, "wall_s=%.3f cpu_s=%.3f max_rss_bytes=%.0f", r.wall_s, r.cpu_s,
+                 r.max_rss);
+    fprintf(f, "}\n}\n");
+}
+
+static void write_run_json(Run *run) {
+    // Any rank may write it when it dies; recursive, since writing may fail, too
+    static pthread_mutex_t lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
+    char path[PATH_SIZE];
+    AtomicFile file;
+    if (!*run->settings.out)
+        return;
+    pthread_mutex_lock(&lock);
+    join_path(path, run->settings.out, "run.json");
+    atomic_open(&file, path);
+    print_run_json(file.stream, run);
     atomic_commit(&file);
     pthread_mutex_unlock(&lock);
 }
@@ -6172,7 +4462,7 @@ static void write_failed(void) {
     write_run_json(dying_run);
 }
 
-// Creates --out DIR and its files; from here on an error leaves "status": "failed" there.
+// Creates --out DIR and run.json. Every later error leaves "status": "failed" there.
 static void open_run_folder(Run *run) {
     const char *dir = run->settings.out;
     run->status = "running";
@@ -6186,16 +4476,18 @@ static void open_run_folder(Run *run) {
     before_dying = write_failed;
 }
 
-/* Opens a log of the run folder. A run that goes on from a checkpoint keeps the rows up to there:
-   those whose epoch and, where by_step, step are before its position. */
-static FILE *open_log(const Run *run, const char *file, const char *header, bool by_step) {
+// Opens a log of the run folder. A resumed run keeps the rows before its position.
+static FILE *open_log(const Run *run, const char *file, bool by_step) {
     char path[PATH_SIZE], row[1024];
     join_path(path, run->settings.out, file);
-    bool goes_on = run->epoch > 1 || run->next_batch > 0;
-    FILE *before = goes_on ? fopen(path, "r") : NULL;
+    bool resumed = run->epoch > 1 || run->next_batch > 0;
+    FILE *before = resumed ? fopen(path, "r") : NULL;
     AtomicFile kept;
     atomic_open(&kept, path);
-    fprintf(kept.stream, "%s\n", header);
+    if (by_step)
+        print_step(kept.stream, &(StepResult){0}, 0, CSV_HEADER);
+    else
+        print_epoch(kept.stream, &(EpochResult){0}, CSV_HEADER);
     while (before && fgets(row, sizeof row, before)) {
         size_t epoch = 0, step = 0;
         if (sscanf(row, "%zu,%zu", &epoch, &step) == 2 && epoch > 0 &&
@@ -6205,61 +4497,25 @@ static FILE *open_log(const Run *run, const char *file, const char *header, bool
     if (before)
         fclose(before);
     atomic_commit(&kept);
-    FILE *log = fopen(path, "a");
-    if (!log)
-        file_fail("cannot write", path);
-    return log;
-}
-
-static void open_logs(Run *run) {
-    char *header = NULL;
-    size_t size;
-    if (!*run->settings.out)
-        return;
-    FILE *f = open_memstream(&header, &size);
-    print_epoch(f, &(EpochResult){0}, CSV_HEADER);
-    fclose(f);
-    run->epochs_csv = open_log(run, "epochs.csv", header, false);
-    free(header);
-    run->steps_csv = open_log(run, "steps.csv",
-                              "epoch,step,rank,images,loss,lr,seconds,load_s,copy_s,forward_s,"
-                              "backward_s,optimizer_s,comm_s,exposed_comm_s,idle_s,bytes_sent,"
-                              "warmup",
-                              true);
-}
-
-static void flush_csv(FILE *f, const char *dir, const char *file) {
-    if (fflush(f) != 0 || ferror(f))
-        die(1, "cannot write %s/%s: %s", dir, file, strerror(errno));
-}
-
-static void write_step(const Run *run, const StepResult *s, size_t rank) {
-    double seconds = -s->parts[COMM];
-    for (size_t k = 0; k < BYTES_SENT; k++)
-        seconds += s->parts[k];
-    fprintf(run->steps_csv, "%zu,%zu,%zu,%zu,%.9g,%.9g,%.6f", s->epoch, s->step, rank, s->images,
-            s->loss, s->lr, seconds);
-    for (size_t k = 0; k < BYTES_SENT; k++)
-        fprintf(run->steps_csv, ",%.6f", s->parts[k]);
-    fprintf(run->steps_csv, ",%.0f,%d\n", s->parts[BYTES_SENT], s->epoch == 1 && s->step <= 3);
+    return open_in_folder(run, file, "a");
 }
 
 // Adds the steps of all ranks to the epoch's sums and to steps.csv.
 static void flush_steps(Run *run, EpochResult *e) {
-    clock_settle_all(&run->clock);
-    all_gather(&run->comm, run->all_steps, run->steps_room * sizeof *run->steps);
+    clock_settle(&run->clock, 0);
+    all_gather(&run->comm, run->all_steps, run->steps_capacity * sizeof *run->steps);
     for (size_t i = 0; i < run->steps_kept; i++) {
         double loss = 0, wait = 0;
         e->step_images = 0;
         for (size_t rank = 0; rank < run->comm.world; rank++) {
-            const StepResult *s = &run->all_steps[rank * run->steps_room + i];
+            const StepResult *s = &run->all_steps[rank * run->steps_capacity + i];
             e->step_images += s->images;
             loss += s->loss * (double)s->images;
             wait = fmax(wait, s->parts[LOAD]);
             for (size_t k = 0; k < PARTS; k++)
                 e->parts[k] += s->parts[k];
             if (run->steps_csv)
-                write_step(run, s, rank);
+                print_step(run->steps_csv, s, rank, CSV_ROW);
         }
         e->images += e->step_images;
         e->step_loss = loss / (double)e->step_images;
@@ -6269,10 +4525,10 @@ static void flush_steps(Run *run, EpochResult *e) {
     memset(run->steps, 0, run->steps_kept * sizeof *run->steps);
     run->steps_kept = 0;
     if (run->steps_csv)
-        flush_csv(run->steps_csv, run->settings.out, "steps.csv");
+        flush(run->steps_csv, "steps.csv");
 }
 
-// On a terminal: how far the epoch is, how fast it goes and how long it will take; in its width.
+// On a terminal: how far the epoch is, its speed and the time left, in one line.
 static void show_progress(const Run *run, const EpochResult *e, double seconds) {
     struct winsize terminal = {.ws_col = 80};
     if (!isatty(STDERR_FILENO))
@@ -6286,7 +4542,7 @@ static void show_progress(const Run *run, const EpochResult *e, double seconds) 
     fprintf(stderr, "\r\033[K%.*s\r", terminal.ws_col > 1 ? terminal.ws_col - 1 : 79, text);
 }
 
-// What a step leaves: its row for steps.csv, the log line at the log interval, the epoch's sums.
+// After a step: adds a row for steps.csv; at the log interval prints the log line.
 static void log_step(Run *run, EpochResult *e, const Batch *batch, double loss) {
     StepResult *s = &run->steps[run->steps_kept++];
     s->epoch = e->epoch;
@@ -6316,16 +4572,18 @@ static void log_step(Run *run, EpochResult *e, const Batch *batch, double loss) 
     show_progress(run, e, now() - run->epoch_started);
 }
 
-// Ends an epoch of training: its averages, and the rows that are left.
+// After an epoch of training: writes the rows that are left, and computes and prints averages.
 static void finish_epoch(Run *run, EpochResult *e) {
     const double ranks = (double)run->comm.world, *p = e->parts;
     flush_steps(run, e);
     e->lr = run->lr;
     e->train_loss /= (double)max_size(e->images, 1);
-    if (run->model->sc20_log && run->comm.rank == 0)
+    if (run->comm.rank > 0)
+        return;
+    if (run->model->sc20_log)
         printf("INFO - Time taken for epoch %zu is %.3f sec\n", e->epoch,
                now() - run->epoch_started);
-    if (run->comm.world > 1 && run->comm.rank == 0)
+    if (ranks > 1)
         printf("ranks=%.0f compute_s=%.3f load_s=%.3f comm_s=%.3f exposed_comm_s=%.3f idle_s=%.3f "
                "mb_sent=%.1f (each, on average)\n",
                ranks, (p[COPY] + p[FORWARD] + p[BACKWARD] + p[OPTIMIZER]) / ranks, p[LOAD] / ranks,
@@ -6333,27 +4591,26 @@ static void finish_epoch(Run *run, EpochResult *e) {
                1e-6 * p[BYTES_SENT] / ranks);
 }
 
-// Writes the epoch's line and adds it to the run folder.
+// Prints the epoch's line and adds it to the run folder.
 static void report_epoch(Run *run, EpochResult *e) {
     e->weight_hash = hash_weights(&run->net);
     compare_ranks(&run->comm, "weights", e->weight_hash);
     if (run->comm.rank > 0)
         return;
     print_epoch(run->lines, e, KEY_VALUE);
-    fprintf(run->lines, "\n");
     fflush(run->lines);
-    double seconds, bytes = loader_traffic(&run->train_loader, &seconds);
+    const double bytes = (double)__atomic_load_n(&run->train_loader.uploaded, __ATOMIC_RELAXED);
     if (bytes > 0)
         printf("Copied to the device so far: %.1f MB, %.2f GB/s a worker from %s memory\n",
-               bytes / 1e6, bytes / seconds / 1e9,
+               bytes / 1e6,
+               bytes / (double)__atomic_load_n(&run->train_loader.upload_ns, __ATOMIC_RELAXED),
                run->train_loader.place.pinned ? "pinned" : "pageable");
-    flush_stdout();
+    flush(stdout, "standard output");
     run->epochs[run->epochs_done++] = *e;
     if (!run->epochs_csv)
         return;
     print_epoch(run->epochs_csv, e, CSV_ROW);
-    fprintf(run->epochs_csv, "\n");
-    flush_csv(run->epochs_csv, run->settings.out, "epochs.csv");
+    flush(run->epochs_csv, "epochs.csv");
     write_run_json(run);
 }
 
@@ -6363,14 +4620,14 @@ static size_t steps_done(const Run *run) {
     return (run->epoch - 1) * run->iterations + run->next_batch;
 }
 
-// Whether this rank's next step is traced; events are noted while any rank's is.
+// Turns tracing of this rank on or off.
 static void trace_rank(Run *run, bool traced) {
     if (traced != run->net.marks_rows)
         __atomic_fetch_add(&trace.on, traced ? 1 : (size_t)-1, __ATOMIC_RELAXED);
     run->net.marks_rows = traced;
 }
 
-// Before a step: whether it is traced. The first one sets the mark from which device times count.
+// Before a step: decides whether it is traced. At the first one, sets the origin of device times.
 static void begin_traced_step(Run *run) {
     const Backend *b = run->backend;
     size_t step = steps_done(run);
@@ -6388,96 +4645,86 @@ static void begin_traced_step(Run *run) {
     run->step_start = now();
 }
 
-// Behind a traced step: the step itself, and its rows by the device's clock, which it waits for.
+// After a traced step: adds events for it and its rows. Waits for the device.
 static void trace_step(const Run *run) {
     const Net *net = &run->net;
-    const Backend *b = net->backend;
-    const size_t rank = run->comm.rank;
+    const size_t rank = run->comm.rank, rows = net->count - 1;
     char name[48], kind[40];
-    if (!net->marks_rows)
-        return;
-    for (size_t k = 0; k < 2 * net->count; k++) { // forward, then backward
-        bool back = k >= net->count;
-        size_t i = back ? 2 * net->count - k : k;
-        const Layer *l = &net->layers[i];
-        if (i == 0 || i == net->count)
-            continue;
+    for (size_t k = 0; k < (net->marks_rows ? 2 * rows : 0); k++) { // forward, then backward
+        bool back = k >= rows;
+        size_t i = back ? 2 * rows - k : k + 1;
         size_t end = (back ? BACKWARD_MARKS : FORWARD_MARKS) + i, begin = back ? end + 1 : end - 1;
+        const Layer *l = &net->layers[i];
         describe_layer(l, kind, sizeof kind);
         snprintf(name, sizeof name, "%.30s %s", *l->name ? l->name : kind,
                  back ? "backward" : "forward");
-        trace_event(rank, TRACK_DEVICE, name, run->trace_start + b->elapsed(START_MARK, begin),
-                    run->trace_start + b->elapsed(START_MARK, end));
+        trace_event(rank, TRACK_DEVICE, name,
+                    run->trace_start + net->backend->elapsed(START_MARK, begin),
+                    run->trace_start + net->backend->elapsed(START_MARK, end));
     }
-    snprintf(name, sizeof name, "step %zu", steps_done(run)); // counted as by --trace-steps
-    trace_event(rank, TRACK_STEP, name, run->step_start, now());
+    snprintf(name, sizeof name, "step %zu", steps_done(run)); // as --trace-steps counts
+    if (net->marks_rows)
+        trace_event(rank, TRACK_STEP, name, run->step_start, now());
 }
 
-// "10:20": from step 10 on, before step 20
+// "10:20": from step 10 to step 19
 static void parse_trace_steps(Run *run) {
     const char *text = run->settings.trace_steps;
-    char *end = NULL;
-    run->trace_first = strtoul(text, &end, 10);
-    bool good = end > text && *end == ':' && strspn(end + 1, "0123456789") > 0 && *text != '-';
-    run->trace_end = good ? strtoul(end + 1, &end, 10) : 0;
-    if (!good || *end || run->trace_first >= run->trace_end)
+    int size = 0;
+    if (sscanf(text, "%18zu:%18zu%n", &run->trace_first, &run->trace_end, &size) != 2 ||
+        text[size] || strchr(text, '-') || run->trace_first >= run->trace_end)
         die(EXIT_USAGE, "--trace-steps: expected A:B with A below B, as 10:20, found \"%s\"", text);
 }
 
-// Room for all events of the traced steps.
+// Memory for all events of the traced steps
 static void plan_trace(Run *run) {
     size_t steps =
         min_size(run->trace_end - run->trace_first, run->settings.epochs * run->iterations);
     if (!*run->settings.trace || run->comm.replica > 0)
         return;
-    trace.room = steps * run->comm.world * (2 * run->net.count + MAX_BUCKETS + 32);
-    trace.events = must_alloc(trace.room * sizeof *trace.events, "the trace");
+    trace.capacity = steps * run->comm.world * (2 * run->net.count + MAX_BUCKETS + 32);
+    trace.events = must_alloc(trace.capacity * sizeof *trace.events, "the trace");
 }
 
-// What the numbers of processes and threads in the file mean: ranks and their tracks.
-static void write_track_names(FILE *f, const Run *run) {
-    static const char *const names[] = {"steps", "train()", "device", "communication"};
-    for (size_t rank = 0; rank < run->comm.world; rank++) {
-        fprintf(f,
-                ",\n{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":%zu,\"args\":{\"name\":\"rank "
-                "%zu\"}}",
-                rank, rank);
-        for (size_t track = 0; track < TRACK_LOADER + run->settings.workers; track++) {
-            char worker[64];
-            snprintf(worker, sizeof worker, "loader worker %zu", track - TRACK_LOADER);
-            fprintf(f,
-                    ",\n{\"ph\":\"M\",\"name\":\"thread_name\",\"pid\":%zu,\"tid\":%zu,\"args\":"
-                    "{\"name\":\"%s\"}}",
-                    rank, track, track < TRACK_LOADER ? names[track] : worker);
-        }
-    }
-}
-
-// Chrome's trace event format: complete events (X), times in microseconds, and names (M).
+// Chrome's trace event format: complete events (X), with times in microseconds, and names (M) of
+// processes and threads, which are ranks and their tracks.
 static void write_trace(const Run *run) {
+    static const char *const names[] = {"steps", "train()", "device", "communication"};
+    const size_t events = min_size(trace.count, trace.capacity);
     AtomicFile file;
-    char path[PATH_SIZE];
+    char path[PATH_SIZE], text[64];
     if (!trace.events)
         return;
     snprintf(path, sizeof path, run->comm.rank == 0 ? "%s" : "%s.rank%zu", run->settings.trace,
              run->comm.rank);
     atomic_open(&file, path);
-    fprintf(file.stream,
+    FILE *f = file.stream;
+    fprintf(f,
             "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n"
             "{\"ph\":\"M\",\"name\":\"process_labels\",\"pid\":0,\"args\":{\"labels\":\"cnn\"}}");
-    write_track_names(file.stream, run);
-    for (size_t i = 0; i < min_size(trace.count, trace.room); i++) {
-        const TraceEvent *e = &trace.events[i];
-        fprintf(file.stream,
-                ",\n{\"ph\":\"X\",\"pid\":%zu,\"tid\":%zu,\"ts\":%.3f,\"dur\":%.3f,\"name\":",
-                e->rank, e->track, 1e6 * (e->begin - run->started), 1e6 * (e->end - e->begin));
-        json_string(file.stream, e->name);
-        fprintf(file.stream, "}");
+    for (size_t rank = 0; rank < run->comm.world; rank++) {
+        fprintf(f,
+                ",\n{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":%zu,\"args\":"
+                "{\"name\":\"rank %zu\"}}",
+                rank, rank);
+        for (size_t track = 0; track < TRACK_LOADER + run->settings.workers; track++) {
+            snprintf(text, sizeof text, "loader worker %zu", track - TRACK_LOADER);
+            fprintf(f,
+                    ",\n{\"ph\":\"M\",\"name\":\"thread_name\",\"pid\":%zu,\"tid\":%zu,"
+                    "\"args\":{\"name\":\"%s\"}}",
+                    rank, track, track < TRACK_LOADER ? names[track] : text);
+        }
     }
-    fprintf(file.stream, "\n]}\n");
+    for (const TraceEvent *e = trace.events; e < trace.events + events; e++) {
+        fprintf(f, ",\n{");
+        print_record(f, JSON, "ph=%s pid=%zu tid=%zu ts=%.3f dur=%.3f name=%s", "X", e->rank,
+                     e->track, 1e6 * (e->begin - run->started), 1e6 * (e->end - e->begin), e->name);
+        fprintf(f, "}");
+    }
+    fprintf(f, "\n]}\n");
     atomic_commit(&file);
-    printf("Wrote %zu events to %s%s\n", min_size(trace.count, trace.room), path,
-           trace.count > trace.room ? ", and had no room for more; fewer --trace-steps fit" : "");
+    printf("Wrote %zu events to %s%s\n", events, path,
+           trace.count > trace.capacity ? "; more did not fit: use fewer --trace-steps" : "");
     free(trace.events);
 }
 
@@ -6485,9 +4732,9 @@ static void write_trace(const Run *run) {
 
 enum { LAYER_ROUNDS = 7 };
 
-// What a row does with a batch, and how long it took.
+// How long a row took, round by round, in seconds.
 typedef struct LayerTimes {
-    double forward[LAYER_ROUNDS], backward[LAYER_ROUNDS], flops, bytes;
+    double forward[LAYER_ROUNDS], backward[LAYER_ROUNDS];
 } LayerTimes;
 
 static int compare_doubles(const void *a, const void *b) {
@@ -6500,72 +4747,48 @@ static double median(double *values, size_t count) {
     return values[count / 2];
 }
 
-/* Floating-point operations of a row on n images, forward and backward, by the definition; and the
-   bytes (+=) that it moves at least: each tensor that it reads or writes, once. A fused row moves
-   only what its backward does. */
-static void count_work(const Layer *l, bool fused, size_t n, LayerTimes *t) {
-    const Shape stored = l->pool ? l->pool->out : l->out;
-    const double in = (double)(n * shape_size(l->in)), out = (double)(n * shape_size(stored));
-    const double weights = (double)l->weights;
-    const bool first = l->input == 0; // no gradient of the images
-    double numbers = 0;
-    switch (l->kind) {
-    case CONV2D: // forward, weight gradient, data gradient
-    case LINEAR:
-        numbers = (2 + !first) * (in + out + weights);
-        break;
-    case BATCHNORM2D: // statistics, result; sums, gradient
-        numbers = (l->add ? 4 : 3) * out + 5 * out;
-        break;
-    case RELU:
-        numbers = (fused ? 0 : 2 * out) + (l->fused_relu_backward ? 0 : 3 * out);
-        break;
-    case LOG_SOFTMAX:
-        numbers = 2 * out + 3 * out;
-        break;
-    case ADD:
-        numbers = fused ? 0 : 3 * out;
-        break;
-    case MAXPOOL2D: // and a byte for each output
-    case AVGPOOL2D:
-        numbers = 2 * in + 2.5 * out;
-        break;
-    case DROPOUT:
-        numbers = 4.5 * out;
-        break;
-    case INPUT:
-        break;
-    }
-    t->flops = (double)n * layer_flops(l) * (2 + !first);
-    t->bytes += numbers * sizeof(real);
+// The bytes that a row moves at least on n images, forward and backward: see kinds[].
+static double row_bytes(const Layer *l, size_t n) {
+    const double *accesses = kinds[l->kind].accesses;
+    double in = (double)(n * shape_size(l->in) + l->weights);
+    double out = (double)(n * shape_size(l->pool ? l->pool->out : l->out));
+    // of a first layer, 2 of 3 accesses: no data gradient; a fused ReLU's backward: 3
+    double share = l->weights && l->input == 0 && l->kind != BATCHNORM2D ? 2. / 3 : 1;
+    double fused =
+        (l->residual && l->kind != ADD) + (l->relu && (l->relu_backward || l->pool) ? 3 : 0);
+    return sizeof(real) * (share * (accesses[0] * in + accesses[1] * out) + fused * out);
 }
 
-// Bytes a second that this device reads and writes: out += in, larger than its caches
+// Memory bandwidth in bytes per second, of out = in + residual, 64 MB each
 static double measure_bandwidth(const Net *net) {
     const Backend *b = net->backend;
-    const size_t count = 1 << 24;
-    real *out = real_alloc(net, count, "a measurement"),
-         *in = real_alloc(net, count, "a measurement");
+    const Layer row = {.kind = ADD, .out = {1, 1, 1 << 24}};
+    Work w = {.l = &row, .n = 1};
+    Plan plan = {.backend = b};
     double seconds[LAYER_ROUNDS];
+    plan_area(&plan, &w.out, row.out.c * sizeof(real), DEVICE, "a measurement");
+    plan_area(&plan, &w.residual, row.out.c * sizeof(real), DEVICE, "a measurement");
+    plan_alloc(&plan);
+    w.in = w.out;
     for (size_t i = 0; i < LAYER_ROUNDS; i++) {
         b->mark(0);
-        b->add(out, in, count, false);
+        b->layers[ADD].forward(w);
         b->mark(1);
         seconds[i] = b->elapsed(0, 1);
     }
-    b->release(out);
-    b->release(in);
-    return 3. * (double)(count * sizeof(real)) / median(seconds, LAYER_ROUNDS);
+    plan_free(&plan);
+    return 3. * (double)(row.out.c * sizeof(real)) / median(seconds, LAYER_ROUNDS);
 }
 
-// Steps of training without an update, which note the time behind each row.
-static void time_rows(Run *run, const Batch *batch, LayerTimes *times) {
+// Times the rows of training steps without an update, and counts the operations in the first one.
+static void time_rows(Run *run, const Batch *batch, LayerTimes *times, double *flops) {
     Net *net = &run->net;
     const Backend *b = net->backend;
-    net->comm = NULL;
+    net->comm = NULL; // training is over
     net->marks_rows = true;
     net_load(net, batch);
     for (size_t round = 0; round < LAYER_ROUNDS; round++) {
+        net->flops = round == 0 ? flops : NULL;
         forward(net, batch->n, &batch->draw);
         loss_and_gradient(net, batch->n, true);
         backward(net, batch->n);
@@ -6577,121 +4800,112 @@ static void time_rows(Run *run, const Batch *batch, LayerTimes *times) {
     net->marks_rows = false;
 }
 
-// A row of the table and of layers.csv. The limit that binds is the one that would take longer.
-static void print_layer(FILE *csv, const Layer *l, size_t number, LayerTimes *t, double peak,
-                        double bandwidth) {
-    const double forward_s = median(t->forward, LAYER_ROUNDS);
-    const double backward_s = median(t->backward, LAYER_ROUNDS), seconds = forward_s + backward_s;
-    const double compute = t->flops / peak, memory = t->bytes / bandwidth;
+/* A row of the table and of layers.csv. It is bound by compute or by memory, whichever takes longer
+   at this device's peak, in operations and bytes a second. flops are those that are executed; the
+   definition has `saved` times as many. */
+static void print_layer(FILE *csv, const Layer *l, size_t row, size_t n, LayerTimes *times,
+                        double flops, double peak, double bandwidth) {
+    const double saved = flops > 0 ? (double)n * layer_training_flops(l) / flops : 1;
+    const double bytes = row_bytes(l, n), least = fmax(flops / peak, bytes / bandwidth);
+    const double forward_ms = 1e3 * median(times->forward, LAYER_ROUNDS);
+    const double backward_ms = 1e3 * median(times->backward, LAYER_ROUNDS);
+    const double seconds = 1e-3 * (forward_ms + backward_ms), percent = 100 * least / seconds;
+    const double gflops = 1e-9 * flops / seconds, gb_per_s = 1e-9 * bytes / seconds;
+    const char *bound = flops / peak > bytes / bandwidth ? "compute" : "memory";
     char kind[64], name[64], shape[64];
     describe_layer(l, kind, sizeof kind);
-    snprintf(name, sizeof name, "row %zu", number);
+    snprintf(name, sizeof name, "row %zu", row);
     if (*l->name)
         snprintf(name, sizeof name, "%s", l->name);
     snprintf(shape, sizeof shape, "%zux%zux%zu", l->out.h, l->out.w, l->out.c);
-    printf("  %-24s %-34s %9.3f %9.3f %8.1f %7.1f %6.1f  %s\n", name, kind, 1e3 * forward_s,
-           1e3 * backward_s, 1e-9 * t->flops / seconds, 1e-9 * t->bytes / seconds,
-           100 * fmax(compute, memory) / seconds, compute > memory ? "compute" : "memory");
-    if (csv)
-        fprintf(csv, "%s,%s,%s,%zu,%.3f,%.4f,%.4f,%.2f,%.2f,%.1f,%s\n", name, kind, shape,
-                l->weights + l->biases, layer_flops(l) / 1e6, 1e3 * forward_s, 1e3 * backward_s,
-                1e-9 * t->flops / seconds, 1e-9 * t->bytes / seconds,
-                100 * fmax(compute, memory) / seconds, compute > memory ? "compute" : "memory");
+    printf("  %-24s %-34s %9.3f %9.3f %8.1f %7.1f %6.1f %6.2f  %s\n", name, kind, forward_ms,
+           backward_ms, gflops, gb_per_s, percent, saved, bound);
+    for (Form form = row == 1 ? CSV_HEADER : CSV_ROW; csv && form <= CSV_ROW; form++) // or both
+        print_record(
+            csv, form,
+            "layer=%s kind=%s out_shape=%s params=%zu mflop=%.3f forward_ms=%.4f "
+            "backward_ms=%.4f gflops=%.2f gb_per_s=%.2f percent_of_peak=%.1f saved=%.3f bound=%s",
+            name, kind, shape, l->weights + l->biases, layer_flops(l) / 1e6, forward_ms,
+            backward_ms, gflops, gb_per_s, percent, saved, bound);
 }
 
-// Counts each row's work, and adds a fused row's, and its time, to the row that it is fused with.
-static void join_fused(const Net *net, LayerTimes *times, size_t n) {
-    for (size_t i = net->count - 1; i > 0; i--) { // an add that is fused may have a ReLU's already
-        const Layer *l = &net->layers[i];
-        LayerTimes *to = &times[l->input];
-        count_work(l, is_fused(net, l), n, &times[i]);
-        if (l->skipped || !is_fused(net, l))
-            continue;
-        to->bytes += times[i].bytes;
-        for (size_t round = 0; round < LAYER_ROUNDS; round++) {
-            to->forward[round] += times[i].forward[round];
-            to->backward[round] += times[i].backward[round];
-        }
-    }
-}
-
-/* Each layer's time on a batch of training, medians over rounds, and how far it is from the limits
-   of this machine. Rows that are fused with another one (a ReLU or an add) count with that one. */
+/* The time of each row on a training batch, as a median, next to the limits of this machine. Rows
+   that are fused count with the row that they are fused into. */
 static void measure_layers(Run *run) {
     Net *net = &run->net;
     LayerTimes *times = must_alloc(net->count * sizeof *times, "the layers' times");
+    double flops[MAX_LAYERS];
     loader_start(&run->train_loader, run->settings.seed, run->epoch, run->next_batch);
     Batch batch = *loader_next(&run->train_loader);
     batch.n = min_size(batch.n, net->batch);
-    time_rows(run, &batch, times);
-    join_fused(net, times, batch.n);
+    for (size_t i = 0; i < net->count; i++)
+        flops[i] = (double)batch.n * layer_training_flops(&net->layers[i]);
+    time_rows(run, &batch, times, flops);
     const double peak = 1e9 * net->backend->peak_gflops(), bandwidth = measure_bandwidth(net);
-    FILE *csv = *run->settings.out ? create_csv(run->settings.out, "layers.csv") : NULL;
+    FILE *csv = *run->settings.out ? open_in_folder(run, "layers.csv", "w") : NULL;
     printf("Layers, %zu images; this device: %.1f GFLOP/s, %.1f GB/s measured%s\n", batch.n,
            peak / 1e9, bandwidth / 1e9,
            run->device.emulated ? "; emulated, they mean nothing" : "");
-    printf("  %-24s %-34s %9s %9s %8s %7s %6s  %s\n", "layer", "kind", "forward", "backward",
-           "GFLOP/s", "GB/s", "%", "of which limit");
-    if (csv)
-        fprintf(csv, "layer,kind,out_shape,params,mflop,forward_ms,backward_ms,gflops,gb_per_s,"
-                     "percent_of_peak,bound\n");
-    for (size_t i = 1; i < net->count; i++) {
-        const Layer *l = &net->layers[i];
-        if (!l->skipped && !is_fused(net, l))
-            print_layer(csv, l, i, &times[i], peak, bandwidth);
-    }
-    if (csv)
-        flush_csv(csv, run->settings.out, "layers.csv");
-    if (csv)
+    printf("  %-24s %-34s %9s %9s %8s %7s %6s %6s  %s\n", "layer", "kind", "forward", "backward",
+           "GFLOP/s", "GB/s", "%", "saved", "of which limit");
+    for (size_t i = 1; i < net->count; i++)
+        if (!net->layers[i].fused) // row 1, which reads the images, never is
+            print_layer(csv, &net->layers[i], i, batch.n, &times[i], flops[i], peak, bandwidth);
+    if (csv) {
+        flush(csv, "layers.csv");
         fclose(csv);
+    }
     free(times);
 }
 
-// The lines of the CIFAR-10 tutorial.
+// The lines of PyTorch's CIFAR-10 tutorial.
 static void print_per_class(const Run *run) {
-    char room[32];
-    for (size_t i = 0; i < run->net.classes; i++)
-        if (isfinite(class_accuracy(run, i)))
-            printf("Accuracy for class: %-5s is %.1f %%\n", class_name(&run->info, i, room),
-                   class_accuracy(run, i));
-        else
-            printf("Accuracy for class: %-5s is unknown, no test image shows it\n",
-                   class_name(&run->info, i, room));
+    char name[32], text[64];
+    for (size_t i = 0; i < run->net.classes; i++) {
+        double accuracy = class_accuracy(run, i);
+        snprintf(text, sizeof text,
+                 isfinite(accuracy) ? "%.1f %%" : "unknown: no test image has it", accuracy);
+        printf("Accuracy for class: %-5s is %s\n", class_name(&run->info, i, name), text);
+    }
 }
 
-/* ==== 14. train(), test(), main() ===============================================================
+static void write_profile(Run *run) {
+    const bool out = *run->settings.out != 0;
+    clock_settle(&run->clock, 0);
+    for (int i = 0; i <= out; i++) { // to stdout, then to the run folder
+        FILE *text = i ? open_in_folder(run, "profile.txt", "w") : stdout;
+        FILE *csv = i ? open_in_folder(run, "profile.csv", "w") : fopen("/dev/null", "w");
+        print_profile(&run->clock, text, csv);
+        flush(text, "profile.txt");
+        flush(csv, "profile.csv");
+        fclose(csv);
+        if (i)
+            fclose(text);
+    }
+}
 
-   The program itself. */
+/* ==== 14. Setting up =============================================================================
 
-// ---- Where a run is, and its checkpoints
+   From the command line to a network that is ready to train: settings, ranks, devices, data, memory
+   and weights. All memory is planned and printed before any of it is allocated. */
+
+// ---- Checkpoints of a run
 
 static bool training_is_over(const Run *run) {
     const Settings *s = &run->settings;
     return run->epoch > s->epochs || (s->max_steps && steps_done(run) >= s->max_steps);
 }
 
-// The position and the settings that shape the result, as lines "key=value".
+// The position and the settings that determine the result, as lines "key=value".
 static void describe_run(Run *run, char metadata[METADATA_SIZE]) {
-    char room[64];
-    size_t at = (size_t)snprintf(metadata, METADATA_SIZE, "epoch=%zu\nbatch=%zu\ndevices=%zu\n",
-                                 run->epoch, run->next_batch, run->comm.world);
-    for (size_t i = 0; i < OPTIONS; i++)
-        if (options[i].result)
-            at +=
-                (size_t)snprintf(metadata + at, METADATA_SIZE - at, "%s=%s\n", options[i].name + 2,
-                                 option_text(&run->settings, &options[i], room));
-}
-
-// The value of a line "key=value", in `room`; NULL if there is none.
-static const char *metadata_value(const char *metadata, const char *key, char room[METADATA_SIZE]) {
-    size_t length = strlen(key);
-    for (const char *m = metadata; *m; m += strcspn(m, "\n") + 1)
-        if (strncmp(m, key, length) == 0 && m[length] == '=') {
-            snprintf(room, METADATA_SIZE, "%.*s", (int)strcspn(m + length + 1, "\n"),
-                     m + length + 1);
-            return room;
-        }
-    return NULL;
+    char buffer[64];
+    size_t at =
+        (size_t)snprintf(metadata, METADATA_SIZE, "format=pt\nepoch=%zu\nbatch=%zu\ndevices=%zu\n",
+                         run->epoch, run->next_batch, run->comm.world);
+    for (const Option *o = options; o < options + OPTIONS; o++)
+        if (o->result)
+            at += (size_t)snprintf(metadata + at, METADATA_SIZE - at, "%s=%s\n", o->name + 2,
+                                   option_text(&run->settings, o, buffer));
 }
 
 static void save_checkpoint(Run *run) {
@@ -6702,56 +4916,518 @@ static void save_checkpoint(Run *run) {
     save_tensors(&run->net, run->optimizer, run->state, metadata, run->settings.checkpoint);
 }
 
-// A whole number of the metadata; die() where there is none.
-static size_t metadata_number(const TensorFile *f, const char *key) {
-    char value[METADATA_SIZE];
-    if (!metadata_value(f->metadata, key, value) || !*value || strlen(value) > 9 ||
-        strspn(value, "0123456789") != strlen(value))
-        die(1, "%s: expected the position of a run in its metadata, found no %s", f->header.path,
-            key);
-    return strtoul(value, NULL, 10);
-}
-
+// The checkpoint's metadata must be what this run would write at the same position.
 static void compare_settings(Run *run, const TensorFile *f) {
-    char room[64], value[METADATA_SIZE];
-    if (metadata_number(f, "devices") != run->comm.world)
-        die(EXIT_USAGE,
-            "%s: expected %zu devices (--gpus, --replicas or MPI ranks), as it was made with, "
-            "found "
-            "%zu; or start from its weights with --load",
-            f->header.path, metadata_number(f, "devices"), run->comm.world);
-    for (size_t i = 0; i < OPTIONS; i++) {
-        const char *ours = option_text(&run->settings, &options[i], room);
-        const char *found = metadata_value(f->metadata, options[i].name + 2, value);
-        if (options[i].result && (!found || strcmp(found, ours) != 0))
+    char ours[METADATA_SIZE];
+    const char *theirs = f->metadata;
+    describe_run(run, ours);
+    for (const char *our = ours; *our; our += strcspn(our, "\n") + 1) {
+        int length = (int)strcspn(our, "\n"), found = (int)strcspn(theirs, "\n");
+        if (length != found || strncmp(our, theirs, (size_t)length) != 0)
             die(EXIT_USAGE,
-                "%s: its %s is \"%s\", this run's is \"%s\"; resume with the former, or "
-                "start from its weights with --load",
-                f->header.path, options[i].name, found ? found : "not there", ours);
+                "%s was made with %.*s, this run has %.*s; resume with the former, or start a new "
+                "run from its weights with --load",
+                f->path, found, theirs, length, our);
+        theirs += found + (theirs[found] == '\n');
     }
 }
 
-// Goes on from the checkpoint, if the settings that shape the result are the same.
+// Continues from the checkpoint, if it exists; the settings that determine the result must agree.
 static void resume_checkpoint(Run *run) {
     const char *path = run->settings.checkpoint;
-    TensorFile f;
     const bool first = run->comm.rank == 0;
+    TensorFile f;
     if (access(path, F_OK) != 0) {
         if (first)
-            printf("No checkpoint %s yet: starting afresh\n", path);
+            printf("No checkpoint %s yet: starting at epoch 1\n", path);
         return;
     }
     open_tensors(&f, path);
-    run->epoch = metadata_number(&f, "epoch");
-    run->next_batch = metadata_number(&f, "batch");
-    compare_settings(run, &f);
-    if (run->epoch == 0 || run->next_batch >= run->iterations)
-        die(1, "%s: its metadata says epoch %zu, batch %zu: no such place", path, run->epoch,
-            run->next_batch);
+    const bool found =
+        sscanf(f.metadata, "format=pt epoch=%9zu batch=%9zu", &run->epoch, &run->next_batch) == 2;
+    if (found)
+        compare_settings(run, &f);
+    if (!found || run->epoch == 0 || run->next_batch >= run->iterations)
+        die(1, "%s: expected the position of a run in its metadata, found \"%.*s\"", path,
+            (int)strcspn(f.metadata, "\n"), f.metadata);
     read_tensors(&f, &run->net, run->optimizer, run->state);
     if (first)
-        printf("Going on from %s: epoch %zu, step %zu\n", path, run->epoch, run->next_batch + 1);
+        printf("Resuming from %s: epoch %zu, step %zu\n", path, run->epoch, run->next_batch + 1);
 }
+
+static void parse_save_every(Run *run) {
+    const char *text = run->settings.save_every;
+    size_t number = 0;
+    int digits = 0, length = 0; // of "100" and, if it is there, "100steps"
+    sscanf(text, "%9zu%nsteps%n", &number, &digits, &length);
+    if (number == 0 || !strchr("0123456789", text[0]) || text[length ? length : digits])
+        die(EXIT_USAGE, "--save-every: expected epochs, as 2, or steps, as 100steps, found \"%s\"",
+            text);
+    run->save_steps = length ? number : 0;
+    run->save_epochs = length ? 0 : number;
+}
+
+// Checks combinations of options
+static void check_settings(Settings *s) {
+    char value[64];
+    const bool sgd = strcmp(s->optimizer, "sgd") == 0;
+    const char *m = s->milestones;
+    size_t digits = 1;
+    for (; *m && digits > 0 && digits < 10; m += digits + (m[digits] == ',' && m[digits + 1]))
+        digits = strspn(m, "0123456789");
+    const struct {
+        bool broken;
+        const char *expected, *option; // the message, and the option whose value it shows
+    } rules[] = {
+        {*m || digits == 0 || digits >= 10, "--milestones: expected epochs as 60,120,160",
+         "--milestones"},
+        {strcmp(s->schedule, "multistep") == 0 && !*s->milestones,
+         "--milestones: expected epochs as 60,120,160 with --schedule multistep", "--milestones"},
+        {strcmp(s->schedule, "multistep") != 0 && *s->milestones,
+         "--milestones: expected --schedule multistep with it", "--schedule"},
+        {s->warmup_epochs >= s->epochs && s->warmup_epochs > 0,
+         "--warmup-epochs: expected fewer than --epochs", "--warmup-epochs"},
+        {s->nesterov && !sgd, "--nesterov: expected --optimizer sgd", "--optimizer"},
+        {s->nesterov && s->momentum == 0, "--nesterov: expected a --momentum above 0",
+         "--momentum"},
+        {s->momentum > 0 && !sgd,
+         "--momentum: expected --optimizer sgd; if the model's defaults set a momentum, add "
+         "--momentum 0 and an --lr",
+         "--optimizer"},
+        {s->resume && !*s->checkpoint, "--resume: expected --checkpoint FILE too", "--checkpoint"},
+        {strcmp(s->save_every, "1") != 0 && !*s->checkpoint,
+         "--save-every: expected --checkpoint FILE too", "--checkpoint"},
+        {s->eval && *s->checkpoint && !s->resume && !*s->load,
+         "--eval: expected --resume or --load too, which read weights; --checkpoint alone only "
+         "writes them",
+         "--load"},
+        {s->gpus > 1 && s->replicas > 1,
+         "--gpus and --replicas: expected one of them: --replicas are for the CPU", "--replicas"},
+        {s->resume && *s->load,
+         "--resume: expected no --load with it: both say where the weights come from", "--load"}};
+    for (size_t i = 0; i < sizeof rules / sizeof *rules; i++)
+        for (const Option *o = options; rules[i].broken && o < options + OPTIONS; o++)
+            if (strcmp(o->name, rules[i].option) == 0)
+                die(EXIT_USAGE, "%s, found %s \"%s\"; see ./cnn --help", rules[i].expected, o->name,
+                    option_text(s, o, value));
+}
+
+// Only the first rank writes files and reports.
+static void silence_rank(Settings *s) {
+    s->out = "";
+    s->save_model = s->per_class = s->profile = s->layers = false;
+}
+
+/* Ranks are processes, if a launcher started this one as one of several, else threads. Only the
+   first rank prints and writes files. */
+static void setup_ranks(Run *run) {
+    Settings *s = &run->settings;
+    Comm *c = &run->comm;
+    c->settings = s;
+    c->world = max_size(max_size(s->gpus, s->replicas), 1);
+    s->no_cuda |= s->replicas > 1;
+    bool launched = join_mpi(c);
+    c->dp = c->world > 1 && strcmp(s->parallel, "dp") == 0;
+    if (launched && (s->gpus > 1 || s->replicas > 1 || c->dp))
+        die(EXIT_USAGE,
+            "one rank of %zu, started by MPI: expected --parallel ddp and neither --gpus nor "
+            "--replicas; each rank has one device",
+            c->world);
+    if (c->world > 1 && !launched) {
+        c->team = must_alloc(sizeof *c->team, "the ranks");
+        team_init(c->team);
+    }
+    c->replicas = launched ? 1 : c->world;
+    if (c->rank > 0)
+        silence_rank(s);
+    run->lines = s->quiet ? fdopen(dup(STDOUT_FILENO), "w") : stdout;
+    if ((c->rank > 0 || s->quiet) && (!run->lines || !freopen("/dev/null", "w", stdout)))
+        file_fail("cannot open", "/dev/null");
+}
+
+// The images of a step: of all devices (--global-batch) and of each loader (--batch-size).
+static void setup_batch(Run *run) {
+    Settings *s = &run->settings;
+    const size_t world = run->comm.world, parts = run->comm.dp ? 1 : world;
+    if (!s->global_batch)
+        s->global_batch = s->batch_size * parts;
+    if (s->global_batch % parts != 0)
+        die(EXIT_USAGE, "--global-batch: expected a multiple of the %zu devices, as %zu, found %zu",
+            world, ceil_div(s->global_batch, world) * world, s->global_batch);
+    s->batch_size = s->global_batch / parts;
+    run->batch = ceil_div(s->global_batch, world);
+    s->test_batch_size = s->test_batch_size ? s->test_batch_size : run->batch;
+}
+
+// Parses the options and determines those that have no default in the table.
+static void setup_settings(Run *run, int argc, char **argv) {
+    Settings *s = &run->settings;
+    const size_t cores = usable_cores(), slurm = number_in_environment("SLURM_CPUS_PER_TASK");
+    const size_t threads = min_size((size_t)omp_get_max_threads(), MAX_THREADS);
+    parse_options(s, argc, argv);
+    check_settings(s);
+    setup_ranks(run);
+    parse_save_every(run);
+    parse_trace_steps(run);
+    run->argc = argc;
+    run->argv = argv;
+    run->model = find_model(s->model);
+    for (size_t i = 0; i < OPTIMIZERS; i++)
+        if (strcmp(optimizers[i].name, s->optimizer) == 0)
+            run->optimizer = &optimizers[i];
+    setup_batch(run);
+    if (s->lr == 0)
+        s->lr = run->optimizer->lr;
+    if (strcmp(s->lr_scaling, "none") != 0) {
+        Settings usual;
+        parse_all(&usual, run->model, 0, NULL);
+        double factor = (double)s->global_batch / (double)usual.batch_size;
+        s->lr *= strcmp(s->lr_scaling, "sqrt") == 0 ? sqrt(factor) : factor;
+    }
+    const size_t here = run->comm.replicas;
+    s->limit_train = s->limit_train ? s->limit_train : UINT32_MAX;
+    s->limit_test = s->limit_test ? s->limit_test : UINT32_MAX;
+    s->threads = max_size(1, (s->threads ? s->threads : threads) / here);
+    s->workers = s->workers ? s->workers : min_size(max_size(slurm / here, 1), 256);
+    if (s->workers > cores)
+        fprintf(stderr,
+                "cnn: warning: --workers %zu, but only %zu cores are usable: workers will compete "
+                "for them\n",
+                s->workers, cores);
+    omp_set_num_threads((int)s->threads);
+}
+
+// The calling thread computes for this rank. Ranks that share a device share its memory.
+static void use_device(Run *run) {
+    const Comm *c = &run->comm;
+    const size_t sharing = run->settings.gpus ? ceil_div(c->replicas, run->devices) : c->replicas;
+    if (run->backend->use)
+        run->backend->use(c->replica, c->device, die);
+    run->backend->describe(&run->device);
+    run->device.memory /= (double)sharing;
+}
+
+// The backend that --kernels names; by default the last one in the device's list, which is the best
+static const Backend *choose_backend(const Settings *s, bool gpu) {
+    const Backend *found = NULL;
+    char known[64] = "";
+    for (size_t i = 0; gpu ? cuda_backend(i) != NULL : i < CPU_BACKENDS; i++) {
+        const Backend *b = gpu ? cuda_backend(i) : cpu_backends[i];
+        size_t length = strlen(known);
+        snprintf(known + length, sizeof known - length, "%s%s", i ? "|" : "", b->kernels);
+        if (!s->kernels || strcmp(s->kernels, b->kernels) == 0)
+            found = b;
+    }
+    if (!found)
+        die(EXIT_USAGE, "--kernels %s: expected %s on this device (%s)", s->kernels, known,
+            gpu ? "a GPU"
+            : CPU_BACKENDS > 1 || strcmp(s->kernels, "fast") != 0
+                ? "a CPU"
+                : "cnn_kernels.c was not beside cnn.c when it was compiled");
+    return found;
+}
+
+// This rank's device and kernels: a GPU, if there is one and --no-cuda is not given, else the CPU
+static void setup_device(Run *run) {
+    Settings *s = &run->settings;
+    Comm *c = &run->comm;
+    const char *why_not = s->replicas > 1 ? "--replicas"
+                          : s->no_cuda    ? "--no-cuda"
+                                          : "built without CUDA";
+    const bool built = !s->no_cuda && cuda_backend(0);
+    const size_t gpus = built ? cuda_backend(0)->devices(&why_not) : 0;
+    if (s->gpus > 0 && !gpus)
+        die(EXIT_USAGE, "--gpus %zu: found no GPU (%s); --replicas %zu does the same on the CPU",
+            s->gpus, why_not, s->gpus);
+    run->devices = gpus ? gpus : usable_cores();
+    if (c->replicas > run->devices && !s->oversubscribe)
+        die(EXIT_USAGE,
+            "%s %zu: expected at most %zu, the number found here; --oversubscribe lets several "
+            "share one, for trying things out",
+            s->gpus > 0 ? "--gpus" : "--replicas", c->world, run->devices);
+    run->backend = choose_backend(s, gpus > 0);
+    s->kernels = run->backend->kernels; // checkpoints compare it
+    s->gpus = gpus ? max_size(s->gpus, 1) : 0;
+    c->device %= run->devices;
+    use_device(run);
+    printf("Device: %s%s%s%s, --kernels %s, --threads %zu, --workers %zu\n", run->device.name,
+           gpus ? "" : " (", gpus ? "" : why_not, gpus ? "" : ")", s->kernels, s->threads,
+           s->workers);
+    if (run->device.emulated)
+        printf("Emulated: CUDA code on the CPU. Results are valid, times mean nothing.\n");
+}
+
+static void load_dataset(Run *run, const char *name, const char *dir) {
+    Settings *s = &run->settings;
+    Dataset *sets[2] = {&run->train_set, &run->test_set};
+    size_t *limits[2] = {&s->limit_train, &s->limit_test};
+    bool synthetic = strcmp(name, "synthetic") == 0;
+    printf("Data: %s %s%s\n", name, synthetic ? "(generated images)" : "from ",
+           synthetic ? "" : dir);
+    run->info = dataset_for(run->model, name);
+    for (size_t i = 0; i < 2; i++) {
+        sets[i]->info = &run->info;
+        if (synthetic)
+            make_synthetic(sets[i], i == 0, *limits[i]);
+        else
+            run->info.read(sets[i], dir, run->info.files[i], *limits[i]);
+        *limits[i] = sets[i]->count;
+    }
+    s->dataset = run->info.name;
+    printf("Train set size: %zu\nTest set size: %zu\n", run->train_set.count, run->test_set.count);
+}
+
+// --dataset auto: the first of the model's data sets that is found; synthetic always is
+static void setup_data(Run *run) {
+    Settings *s = &run->settings;
+    char dir[PATH_SIZE], name[32];
+    bool automatic = strcmp(s->dataset, "auto") == 0;
+    const char *list = automatic ? run->model->datasets : s->dataset;
+    for (; *list; list += strcspn(list, " "), list += strspn(list, " ")) {
+        snprintf(name, sizeof name, "%.*s", (int)strcspn(list, " "), list);
+        if (strcmp(name, "synthetic") == 0 || find_data_dir(dir, name, s->data)) {
+            load_dataset(run, name, dir);
+            return;
+        }
+    }
+    die(1,
+        "%s: expected %s (or .gz), found none in %s%s; run: data/get_data.sh %s, or use --dataset "
+        "synthetic",
+        name, find_dataset_info(name)->files[0][0],
+        *s->data ? "the folder --data " : "./data, beside ./cnn and in /usr/share/datasets",
+        s->data, name);
+}
+
+// ---- Memory: all of it is planned, printed, and only then allocated
+
+// The planned bytes of a category (NULL: all) in the kinds of memory from first to last
+static double run_bytes(const Run *run, const char *what, MemoryKind first, MemoryKind last) {
+    const Plan *plans[] = {&run->net.plan, &run->plan, &run->comm.plan, &run->train_loader.plan,
+                           &run->test_loader.plan};
+    double bytes = 0;
+    for (size_t p = 0; p < sizeof plans / sizeof *plans; p++)
+        for (size_t i = 0; i < plans[p]->count; i++) {
+            const bool asked = !what || strcmp(plans[p]->areas[i].what, what) == 0;
+            if (asked && plans[p]->areas[i].where >= first && plans[p]->areas[i].where <= last)
+                bytes += (double)plans[p]->areas[i].bytes;
+        }
+    return bytes;
+}
+
+// The bytes of the images and labels, which are already in memory
+static double data_bytes(const Run *run) {
+    const double images = (double)(run->train_set.count + run->test_set.count);
+    return images * (double)(shape_size(run->info.shape) + 1);
+}
+
+/* Plans all that this rank will allocate, for batches of at most `batch` images, with the data set
+   on the device or not. Returns the bytes on the device; on a CPU, all of them. */
+static double plan_run(Run *run, size_t batch, bool resident) {
+    Settings *s = &run->settings;
+    Comm *c = &run->comm;
+    Net *net = &run->net;
+    const size_t share = ceil_div(run->train_set.count, c->dp ? 1 : c->world);
+    const size_t loaded = min_size(min_size(s->batch_size, batch * (c->dp ? c->world : 1)), share);
+    Placement place = {run->backend, c->device, s->pin_memory && run->backend->transfer,
+                       resident,     c->rank,   c->world - 1};
+    Augmentation augment = 0;
+    while (strcmp(augmentations[augment].name, s->augment) != 0)
+        augment++;
+    run->resident = resident;
+    run->iterations = ceil_div(share, s->batch_size);
+    run->steps_capacity = min_size(s->log_interval, run->iterations) + 1;
+    net_build(net, run->model, &run->info, s, run->backend);
+    // the default follows the training batch, also while the largest one that fits is searched
+    const size_t tested = s->test_batch_size == run->batch ? batch : s->test_batch_size;
+    net->test_batch = min_size(tested, run->test_set.count);
+    plan_memory(net, min_size(batch, run->train_set.count));
+    loader_plan(&run->test_loader, &run->test_set, net->test_batch, s->workers, AUGMENT_NONE,
+                place);
+    place.others = c->dp ? 0 : place.others; // dp: the master loads for all
+    if (!c->dp || c->rank == 0)
+        loader_plan(&run->train_loader, &run->train_set, loaded, s->workers, augment, place);
+    comm_plan(c, net, &run->train_loader);
+    run->plan = (Plan){.backend = run->backend};
+    const size_t cells = net->classes * net->classes, sums = (1 + c->world) * (3 + cells);
+    const size_t steps = c->world * run->steps_capacity;
+    const size_t states = count_states(run->optimizer, s) * net->param_size;
+    static const char buffers[] = "maps and buffers";
+    plan_area(&run->plan, &run->confusion, cells * sizeof *run->confusion, HOST, buffers);
+    plan_area(&run->plan, &run->totals, sums * sizeof *run->totals, HOST, buffers);
+    plan_area(&run->plan, &run->all_steps, steps * sizeof *run->steps, HOST, buffers);
+    plan_area(&run->plan, &run->epochs, s->epochs * sizeof *run->epochs, HOST, buffers);
+    plan_area(&run->plan, &run->state, states * sizeof(real), DEVICE, "optimizer state");
+    return run->backend->transfer ? run_bytes(run, NULL, DEVICE, DEVICE)
+                                  : run_bytes(run, NULL, HOST, DEVICE) + data_bytes(run);
+}
+
+/* The data set is resident if 10 % of the device's memory stays free, or if it needs less than the
+   loader's buffers on the device would. */
+static double choose_resident(Run *run, size_t batch) {
+    const bool wanted = run->settings.resident && run->backend->gather && !run->comm.dp;
+    const double resident = plan_run(run, batch, wanted);
+    if (!wanted || resident < .9 * run->device.memory)
+        return resident;
+    const double copied = plan_run(run, batch, false);
+    return copied < resident ? copied : plan_run(run, batch, true);
+}
+
+// The largest batch whose plan fits on the device, or 0. Overwrites the run's plan.
+static size_t largest_batch(Run *run) {
+    size_t fits = 0, too_large = run->batch;
+    while (too_large - fits > 1) {
+        size_t middle = (fits + too_large) / 2;
+        *(choose_resident(run, middle) <= run->device.memory ? &fits : &too_large) = middle;
+    }
+    return fits * (run->comm.dp ? run->comm.world : 1);
+}
+
+// Prints the plan before anything is allocated, and refuses what cannot fit.
+static void plan_run_memory(Run *run) {
+    // clang-format off
+    static const char *const what[] = {
+        "parameters", "gradients", "optimizer state", "activations", "activation gradients",
+        "statistics and masks", "scratch", "maps and buffers", "communication", "loader"};
+    // clang-format on
+    const bool gpu = run->backend->transfer != NULL;
+    const double needed = choose_resident(run, run->batch), there = run->device.memory;
+    const double data = run_bytes(run, "data set", HOST, DEVICE) + data_bytes(run);
+    const double all = run_bytes(run, NULL, HOST, DEVICE) + data_bytes(run);
+    if (run->comm.rank > 0)
+        return;
+    print_summary(&run->net);
+    printf("Memory in MB%s:", run->comm.world > 1 ? " of each device" : "");
+    for (size_t i = 0; i < sizeof what / sizeof *what; i++)
+        printf(" %s %.1f,", what[i], run_bytes(run, what[i], HOST, DEVICE) / 1e6);
+    printf(" data set %.1f, together %.1f\n", data / 1e6, all / 1e6);
+    if (all - (gpu ? needed : 0) > memory_bytes() || needed > there)
+        die(1,
+            "not enough memory: %.1f MB needed, %.1f MB there on this device (%s); expected a "
+            "--batch-size of at most %zu, found %zu (0: a smaller network or --test-batch-size, or "
+            "fewer --workers)",
+            needed / 1e6, there / 1e6, run->device.name, largest_batch(run),
+            run->batch * (run->comm.dp ? run->comm.world : 1));
+    if (gpu)
+        printf("On the device: %.1f MB; the data set is %s\n", needed / 1e6,
+               run->resident ? "resident there" : "copied there batch by batch");
+}
+
+static void alloc_run(Run *run) {
+    const Comm *c = &run->comm;
+    plan_run_memory(run);
+    net_alloc(&run->net);
+    plan_alloc(&run->plan);
+    run->steps = run->all_steps + c->rank * run->steps_capacity;
+    if (run->train_loader.data)
+        loader_init(&run->train_loader);
+    loader_init(&run->test_loader);
+    comm_init(&run->comm);
+    run->clock = (LineClock){.backend = run->backend, .rank = c->rank};
+    run->clock.synchronize = run->settings.profile;
+    plan_trace(run);
+}
+
+static void free_run(Run *run) {
+    if (run->train_loader.data)
+        loader_free(&run->train_loader);
+    loader_free(&run->test_loader);
+    comm_free(&run->comm);
+    plan_free(&run->plan);
+    net_free(&run->net);
+}
+
+// The file that --save-model writes
+static void model_path(const Run *run, char path[PATH_SIZE]) {
+    if (*run->settings.out)
+        join_path(path, run->settings.out, "model.safetensors");
+    else
+        snprintf(path, PATH_SIZE, "%s_cnn.safetensors", run->model->name);
+}
+
+static void save_model(Run *run) {
+    char path[PATH_SIZE];
+    model_path(run, path);
+    save_tensors(&run->net, NULL, NULL, "format=pt\n", path);
+    printf("Saved the weights to %s\n", path);
+}
+
+// The initial weights: random, those of --load, or a checkpoint's, with its position.
+static void setup_weights(Run *run) {
+    Settings *s = &run->settings;
+    char path[PATH_SIZE];
+    model_path(run, path);
+    if (s->save_model)
+        check_writable(path);
+    if (*s->trace && run->comm.rank == 0)
+        check_writable(s->trace);
+    if (*s->checkpoint && !s->eval && run->comm.rank == 0)
+        check_writable(s->checkpoint);
+    run->epoch = 1;
+    net_init(&run->net, s->seed);
+    if (*s->load) { // net.load_state_dict(load_file(path))
+        TensorFile f;
+        open_tensors(&f, s->load);
+        read_tensors(&f, &run->net, NULL, NULL);
+        if (run->comm.rank == 0)
+            printf("Loaded the weights in %s\n", s->load);
+    }
+    if (s->resume)
+        resume_checkpoint(run);
+}
+
+typedef struct RankPlace {
+    char host[64], device[256], uuid[48];
+} RankPlace;
+
+// Prints the device of each rank. Two processes on one GPU are most likely a mistake.
+static void print_ranks(Run *run) {
+    Comm *c = &run->comm;
+    if (c->world == 1)
+        return;
+    RankPlace *places = must_alloc(c->world * sizeof *places, "the list of ranks");
+    const char *node = getenv("SLURMD_NODENAME"); // the name that Slurm's users know
+    const bool apart = !c->team && !c->settings->oversubscribe && *run->device.uuid;
+    RankPlace *mine = &places[c->rank];
+    snprintf(mine->host, sizeof mine->host, "%.60s", node ? node : host_name());
+    snprintf(mine->device, sizeof mine->device, "%.250s", run->device.name);
+    snprintf(mine->uuid, sizeof mine->uuid, "%s", run->device.uuid);
+    all_gather(c, places, sizeof *places);
+    for (size_t r = 0; r < c->world; r++)
+        for (size_t k = 0; k < (apart ? r : 0); k++)
+            if (strcmp(places[r].uuid, places[k].uuid) == 0 &&
+                strcmp(places[r].host, places[k].host) == 0)
+                die(EXIT_USAGE,
+                    "ranks %zu and %zu share a GPU of %s: expected one for each rank; start fewer "
+                    "ranks, or add --oversubscribe for trying things out",
+                    k, r, places[r].host);
+    for (size_t r = 0; r < c->world && c->rank == 0; r++)
+        printf("Rank %zu: %s, %s%s%s\n", r, places[r].host, places[r].device,
+               *places[r].uuid ? ", " : "", places[r].uuid);
+    if (c->rank == 0)
+        printf("Gradients: %s, added up by %s\n", run->settings.parallel,
+               c->dp          ? "the master"
+               : uses_nccl(c) ? "NCCL"
+               : c->team      ? "a ring of threads"
+                              : "a ring of MPI processes");
+    free(places);
+}
+
+// Ranks that are processes have their own command lines and files, which must agree.
+static void compare_settings_of_ranks(Run *run) {
+    Settings *s = &run->settings;
+    char metadata[METADATA_SIZE];
+    describe_run(run, metadata);
+    uint64_t hash = hash_bytes(0, metadata, strlen(metadata));
+    const size_t others[] = {s->epochs, s->max_steps,  s->log_interval, s->test_batch_size,
+                             s->eval,   s->limit_test, s->dry_run};
+    compare_ranks(&run->comm, "settings, or another position in the run",
+                  hash_bytes(hash, others, sizeof others));
+    compare_ranks(&run->comm, "weights", hash_weights(&run->net));
+}
+
+/* ==== 15. train(), test(), main() ================================================================
+
+   The program itself: each function here consists of a few calls to the sections above. */
 
 static void update_weights(Run *run, size_t batch) {
     run->lr = learning_rate(&run->settings, run->epoch - 1, batch, run->iterations);
@@ -6759,7 +5435,7 @@ static void update_weights(Run *run, size_t batch) {
         optimizer_step(run->optimizer, &run->net, run->state, run->lr);
 }
 
-// Moves on by a step and saves the checkpoint when it is due; true: training ends here.
+// Advances the position by a step and saves the checkpoint when it is due; true: training ends.
 static bool finish_step(Run *run) {
     const Settings *s = &run->settings;
     trace_step(run);
@@ -6782,8 +5458,8 @@ static void start_epoch(Run *run) {
         loader_start(&run->train_loader, run->settings.seed, run->epoch, run->next_batch);
 }
 
-/* One epoch. AT(part, what) does `what` and charges its time to this line of the profile and to
-   this part of the step, a column of steps.csv. */
+/* One epoch. AT(part, expression) evaluates the expression and adds its time to this line of the
+   profile and to this part of the step, a column of steps.csv. */
 #define AT(part, ...)                                                                           \
     (clock_line(&run->clock, __LINE__, &run->steps[run->steps_kept].parts[part], #__VA_ARGS__), \
      __VA_ARGS__)
@@ -6807,16 +5483,16 @@ static void train(Run *run, EpochResult *result) {
             break;
     }
     AT(IDLE, finish_epoch(run, result));
-    clock_line(&run->clock, 0, NULL, NULL);
+    clock_line(&run->clock, 0, NULL, NULL); // ends the last line
     trace_rank(run, false);
 }
 
-// Tests this rank's share of the test set; the result is that of all.
+// Tests this rank's share of the test set; the result covers all ranks.
 static void test(Run *run, EpochResult *result) {
     Net *net = &run->net;
     const Batch *batch;
     const size_t cells = net->classes * net->classes;
-    double begin = now(), *totals = run->totals; // loss, images, right ones, confusion
+    double begin = now(), *totals = run->totals; // loss, images, correct ones, confusion
     memset(run->confusion, 0, cells * sizeof *run->confusion);
     memset(totals, 0, 3 * sizeof *totals);
     share_weights(&run->comm);
@@ -6827,8 +5503,6 @@ static void test(Run *run, EpochResult *result) {
         totals[0] += loss_and_gradient(net, batch->n, false) * (double)batch->n;
         totals[1] += (double)batch->n;
         totals[2] += (double)count_predictions(net, batch, run->confusion);
-        if (run->settings.dry_run)
-            break;
     }
     for (size_t i = 0; i < cells; i++)
         totals[3 + i] = (double)run->confusion[i];
@@ -6837,504 +5511,13 @@ static void test(Run *run, EpochResult *result) {
         run->confusion[i] = (size_t)totals[3 + i];
     result->test_loss = totals[0] / totals[1];
     if (!isfinite(result->test_loss))
-        die(1, "the test loss is %g: the weights have grown beyond all numbers; try a smaller --lr",
+        die(1, "the test loss is %g: the weights are too large; try a smaller --lr",
             result->test_loss);
     result->accuracy = 100. * totals[2] / totals[1];
     result->test_seconds = now() - begin;
     if (!run->model->sc20_log && run->comm.rank == 0)
         printf("\nTest set: Average loss: %.4f, Accuracy: %.0f/%.0f (%.0f%%)\n\n",
                result->test_loss, totals[2], totals[1], result->accuracy);
-}
-
-static void parse_save_every(Run *run) {
-    const char *text = run->settings.save_every;
-    size_t digits = strspn(text, "0123456789"), number = strtoul(text, NULL, 10);
-    bool steps = strcmp(text + digits, "steps") == 0;
-    if (digits == 0 || digits > 9 || number == 0 || (text[digits] && !steps))
-        die(EXIT_USAGE, "--save-every: expected epochs, as 2, or steps, as 100steps, found \"%s\"",
-            text);
-    *(steps ? &run->save_steps : &run->save_epochs) = number;
-}
-
-// What the table of options cannot say by itself.
-static void check_settings(const Settings *s) {
-    const char *m = s->milestones;
-    bool list = true;
-    while (list && *m) {
-        size_t digits = strspn(m, "0123456789");
-        list = digits > 0 && digits < 10 && (m[digits] == 0 || (m[digits] == ',' && m[digits + 1]));
-        m += digits + (m[digits] == ',');
-    }
-    if (!list || (strcmp(s->schedule, "multistep") == 0) != (*s->milestones != 0))
-        die(EXIT_USAGE,
-            "--milestones: expected epochs as 60,120,160, and --schedule multistep, "
-            "found \"%s\" and %s",
-            s->milestones, s->schedule);
-    if (s->warmup_epochs >= s->epochs && s->warmup_epochs > 0)
-        die(EXIT_USAGE, "--warmup-epochs: expected fewer than the %zu --epochs, found %zu",
-            s->epochs, s->warmup_epochs);
-    if (s->nesterov && (s->momentum == 0 || strcmp(s->optimizer, "sgd") != 0))
-        die(EXIT_USAGE,
-            "--nesterov: expected --optimizer sgd and a --momentum above 0, found %s "
-            "and %g",
-            s->optimizer, s->momentum);
-    if (s->momentum > 0 && strcmp(s->optimizer, "sgd") != 0)
-        die(EXIT_USAGE,
-            "--momentum: expected --optimizer sgd, found %s; where the model's defaults "
-            "bring it, add --momentum 0 and an --lr",
-            s->optimizer);
-    if ((s->resume || strcmp(s->save_every, "1") != 0) && !*s->checkpoint)
-        die(EXIT_USAGE, "%s: expected --checkpoint FILE too, found none",
-            s->resume ? "--resume" : "--save-every");
-    if (s->eval && *s->checkpoint && !s->resume && !*s->load)
-        die(EXIT_USAGE, "--eval: expected --resume or --load too, which read weights; --checkpoint "
-                        "alone only writes them");
-    if (s->gpus > 1 && s->replicas > 1)
-        die(EXIT_USAGE, "--gpus and --replicas: expected one of them, found both: --replicas are "
-                        "for the CPU");
-    if (s->resume && *s->load)
-        die(EXIT_USAGE,
-            "--resume: expected no --load with it: both say where the weights come from");
-}
-
-// What the first rank alone does: files and reports.
-static void be_silent(Settings *s) {
-    s->out = "";
-    s->save_model = s->per_class = s->profile = s->layers = false;
-}
-
-/* Who the ranks are: processes, if a launcher started this one as one of several, else threads. The
-   first rank alone speaks and writes files. */
-static void setup_ranks(Run *run) {
-    Settings *s = &run->settings;
-    Comm *c = &run->comm;
-    c->settings = s;
-    c->world = max_size(max_size(s->gpus, s->replicas), 1);
-    s->no_cuda |= s->replicas > 1;
-    bool launched = join_launcher(c);
-    c->dp = c->world > 1 && strcmp(s->parallel, "dp") == 0;
-    if (launched && (s->gpus > 1 || s->replicas > 1 || c->dp))
-        die(EXIT_USAGE,
-            "one rank of %zu, started by MPI: expected --parallel ddp and neither "
-            "--gpus nor --replicas; each rank has one device",
-            c->world);
-    if (c->world > 1 && !launched) {
-        c->team = must_alloc(sizeof *c->team, "the ranks");
-        team_init(c->team);
-    }
-    if (c->rank > 0)
-        be_silent(s);
-    run->lines = s->quiet ? fdopen(dup(STDOUT_FILENO), "w") : stdout;
-    if ((c->rank > 0 || s->quiet) && (!run->lines || !freopen("/dev/null", "w", stdout)))
-        file_fail("cannot open", "/dev/null");
-}
-
-// What a step takes: on all devices (--global-batch) and on each (--batch-size, under dp its part).
-static void setup_batch(Run *run) {
-    Settings *s = &run->settings;
-    const size_t world = run->comm.world;
-    if (!s->global_batch)
-        s->global_batch = run->comm.dp ? s->batch_size : s->batch_size * world;
-    else if (!run->comm.dp && s->global_batch % world != 0)
-        die(EXIT_USAGE, "--global-batch: expected a multiple of the %zu devices, as %zu, found %zu",
-            world, ceil_div(s->global_batch, world) * world, s->global_batch);
-    s->batch_size = run->comm.dp ? s->global_batch : s->global_batch / world;
-    run->batch = ceil_div(s->global_batch, world);
-}
-
-// Resolves what the options left open.
-static void setup_settings(Run *run, int argc, char **argv) {
-    Settings *s = &run->settings;
-    parse_options(s, argc, argv);
-    check_settings(s);
-    setup_ranks(run);
-    parse_save_every(run);
-    parse_trace_steps(run);
-    run->argc = argc;
-    run->argv = argv;
-    run->model = find_model(s->model);
-    for (size_t i = 0; i < OPTIMIZERS; i++)
-        if (strcmp(optimizers[i].name, s->optimizer) == 0)
-            run->optimizer = &optimizers[i];
-    setup_batch(run);
-    if (s->lr == 0)
-        s->lr = run->optimizer->lr;
-    if (strcmp(s->lr_scaling, "none") != 0) {
-        Settings usual;
-        parse_all(&usual, run->model, 0, NULL);
-        double factor = (double)s->global_batch / (double)usual.batch_size;
-        s->lr *= strcmp(s->lr_scaling, "sqrt") == 0 ? sqrt(factor) : factor;
-    }
-    if (s->limit_train == 0)
-        s->limit_train = UINT32_MAX;
-    if (s->limit_test == 0)
-        s->limit_test = UINT32_MAX;
-    if (s->threads == 0)
-        s->threads = min_size(usable_cores(), MAX_THREADS);
-    size_t slurm = number_in_environment("SLURM_CPUS_PER_TASK");
-    if (s->workers == 0)
-        s->workers = min_size(max_size(slurm / (run->comm.team ? run->comm.world : 1), 1), 256);
-    if (s->workers > usable_cores())
-        fprintf(stderr,
-                "cnn: warning: --workers %zu, but only %zu cores are usable: they will "
-                "wait for each other\n",
-                s->workers, usable_cores());
-    if (run->comm.team)
-        s->threads = max_size(1, s->threads / run->comm.world);
-    omp_set_num_threads((int)s->threads);
-}
-
-// Backend i of the device, the best one last; NULL behind it.
-static const Backend *backend_of(bool cuda, size_t i) {
-    return cuda ? cuda_backend(i) : i < CPU_BACKENDS ? &backends[i] : NULL;
-}
-
-static void use_gpu(Run *run) {
-    const Comm *c = &run->comm;
-    cuda_use_device(c->replica, c->device, die);
-    cuda_describe(&run->device);
-    run->device.memory /= (double)(c->team ? ceil_div(c->world, run->devices) : 1);
-}
-
-// This rank's device: a GPU, if there is one and --no-cuda is not given, else the CPU.
-static void choose_device(Run *run, bool cuda, size_t devices) {
-    Comm *c = &run->comm;
-    const Settings *s = &run->settings;
-    size_t here = c->team ? c->world : 1; // ranks of this process
-    run->devices = devices;
-    if (here > devices && !s->oversubscribe)
-        die(EXIT_USAGE,
-            "%s %zu: expected at most %zu, as many as there are here; --oversubscribe lets several "
-            "share one, to try things out",
-            s->gpus > 0 ? "--gpus" : "--replicas", c->world, devices);
-    run->device.memory = memory_bytes() / (double)here;
-    snprintf(run->device.name, sizeof run->device.name, "cpu");
-    if (!cuda)
-        return;
-    c->device %= devices;
-    use_gpu(run);
-}
-
-// The devices and their --kernels.
-static void setup_device(Run *run) {
-    Settings *s = &run->settings;
-    const char *why_not = s->replicas > 1 ? "--replicas" : "--no-cuda";
-    size_t devices = s->no_cuda ? 0 : cuda_device_count(&why_not);
-    char known[64] = "";
-    bool cuda = devices > 0;
-    if (s->gpus > 0 && !cuda)
-        die(EXIT_USAGE, "--gpus %zu: found no GPU (%s); --replicas %zu does the same on the CPU",
-            s->gpus, why_not, s->gpus);
-    s->gpus = cuda ? max_size(s->gpus, 1) : 0;
-    choose_device(run, cuda, cuda ? devices : usable_cores());
-    for (size_t i = 0; backend_of(cuda, i); i++) {
-        const Backend *b = backend_of(cuda, i);
-        size_t length = strlen(known);
-        if (strcmp(s->kernels, "fast") == 0 || strcmp(s->kernels, b->kernels) == 0)
-            run->backend = b;
-        if (strcmp(b->kernels, "fast") != 0)
-            snprintf(known + length, sizeof known - length, "%s, ", b->kernels);
-    }
-    if (!run->backend)
-        die(EXIT_USAGE, "--kernels %s: expected %sfast on this device (%s)", s->kernels, known,
-            run->device.name);
-    s->kernels = run->backend->kernels; // what "fast" means here: checkpoints compare it
-    printf("Device: %s%s%s%s, --kernels %s, --threads %zu, --workers %zu\n", run->device.name,
-           cuda ? "" : " (", cuda ? "" : why_not, cuda ? "" : ")", run->backend->kernels,
-           s->threads, s->workers);
-    if (run->device.emulated)
-        printf("Emulated: CUDA code on the CPU. Results are right, times mean nothing.\n");
-}
-
-static void print_machine(void) {
-    char cpu[256], host[256] = "";
-    cpu_name(cpu, sizeof cpu);
-    gethostname(host, sizeof host - 1);
-    printf("Machine: %s, %s, %zu usable cores, %.1f GB memory\n", host, cpu, usable_cores(),
-           memory_bytes() / 1e9);
-    printf("Build: %s, vectors of %d numbers, %s, commit %s\n", COMPILER, (int)LANES, OPENMP_WORD,
-           CNN_COMMIT);
-}
-
-static void load_dataset(Run *run, const char *name, const char *dir) {
-    Settings *s = &run->settings;
-    Dataset *sets[2] = {&run->train_set, &run->test_set};
-    size_t *limits[2] = {&s->limit_train, &s->limit_test};
-    bool synthetic = strcmp(name, "synthetic") == 0;
-    printf("Data: %s %s%s\n", name, synthetic ? "(images made by cnn itself)" : "from ",
-           synthetic ? "" : dir);
-    run->info = dataset_for(run->model, name);
-    for (size_t i = 0; i < 2; i++) {
-        sets[i]->info = &run->info;
-        if (synthetic)
-            make_synthetic(sets[i], i == 0, *limits[i]);
-        else
-            run->info.read(sets[i], dir, run->info.files[i], *limits[i]);
-        *limits[i] = sets[i]->count;
-    }
-    s->dataset = run->info.name;
-    printf("Train set size: %zu\nTest set size: %zu\n", run->train_set.count, run->test_set.count);
-}
-
-// --dataset auto takes the first of the model's data sets that is there; synthetic always is.
-static void setup_data(Run *run) {
-    Settings *s = &run->settings;
-    char dir[PATH_SIZE], name[32];
-    bool automatic = strcmp(s->dataset, "auto") == 0;
-    const char *list = automatic ? run->model->datasets : s->dataset;
-    for (; *list; list += strcspn(list, " "), list += strspn(list, " ")) {
-        snprintf(name, sizeof name, "%.*s", (int)strcspn(list, " "), list);
-        if (strcmp(name, "synthetic") == 0 || find_data_dir(dir, name, s->data)) {
-            load_dataset(run, name, dir);
-            return;
-        }
-    }
-    die(1,
-        "%s: expected %s (or .gz), found none in %s%s; run: data/get_data.sh %s, or use "
-        "--dataset synthetic",
-        name, find_dataset_info(name)->files[0][0],
-        *s->data ? "the folder --data "
-                 : "./data, beside ./cnn and in "
-                   "/usr/share/datasets",
-        s->data, name);
-}
-
-static double map_bytes(const Net *net) { // of the fast kernels' pixel maps
-    double entries = 0;
-    for (size_t i = 0; net->backend->prepare && i < net->count; i++) {
-        const Layer *l = &net->layers[i];
-        if (l->kind == CONV2D || l->kind == LINEAR)
-            entries +=
-                (double)((l->out.h * l->out.w + l->in.h * l->in.w) * (1 + l->kernel * l->kernel));
-    }
-    return entries * sizeof(int32_t);
-}
-
-enum { LEDGER_ROWS = 11 };
-
-typedef struct LedgerRow {
-    const char *what;
-    double device, host; // bytes; on a CPU all count as the device's
-} LedgerRow;
-
-// What a run with this network takes, category by category; returns the sum on the device.
-static double fill_ledger(const Run *run, const Net *net, LedgerRow rows[LEDGER_ROWS]) {
-    const Settings *s = &run->settings;
-    const bool gpu = run->backend->transfer != NULL, streamed = gpu && !run->resident;
-    const double number = sizeof(real), params = number * (double)net->param_size;
-    const double image = (double)shape_size(run->info.shape);
-    const double data = (double)(run->train_set.count + run->test_set.count) * (image + 1);
-    const double buffers = map_bytes(net) + 2 * number * (double)net->host_size;
-    const double images = (2 * (double)s->workers + 1) * // of the rings of both loaders
-                          (double)(min_size(net->batch, run->train_set.count) +
-                                   min_size(net->batch, s->test_batch_size));
-    const double rings = images * (run->resident ? 1 : number * image + 1);
-    const LedgerRow ledger[LEDGER_ROWS] = {
-        {"parameters", params, 0},
-        {"gradients", params, 0},
-        {"optimizer state", params * (double)count_states(run->optimizer, s), 0},
-        {"activations", number * (double)net->activation_size, 0},
-        {"activation gradients", number * (double)net->gradient_size, 0},
-        {"statistics and masks", number * (double)net->stats_size + (double)net->saved_size, 0},
-        {"scratch", number * (double)net->scratch_size, 0},
-        {"maps and buffers", gpu ? 0 : buffers, gpu ? buffers : 0},
-        {"communication", gpu && run->comm.world > 1 ? params : 0, 0},
-        {"loader", gpu && !streamed ? 0 : rings, gpu ? rings : 0},
-        {"data set", streamed ? 0 : data, gpu ? data : 0},
-    };
-    double device = 0;
-    for (size_t i = 0; i < LEDGER_ROWS; i++) {
-        rows[i] = ledger[i];
-        device += ledger[i].device;
-    }
-    return device;
-}
-
-/* Whether the data set becomes resident on the device: if that leaves a tenth of its memory free,
-   or takes less than the rings that it saves. Returns the bytes on the device. */
-static double choose_resident(Run *run, const Net *net, LedgerRow rows[LEDGER_ROWS]) {
-    run->resident = false;
-    double streamed = fill_ledger(run, net, rows);
-    run->resident = run->settings.resident && run->backend->gather && !run->comm.dp;
-    double device = fill_ledger(run, net, rows);
-    if (device < .9 * run->device.memory || device < streamed)
-        return device;
-    run->resident = false;
-    return fill_ledger(run, net, rows);
-}
-
-// The largest batch whose run fits on the device; 0: none does
-static size_t batch_that_fits(Run *run) {
-    static Net trial; // too large for the stack
-    LedgerRow rows[LEDGER_ROWS];
-    size_t fits = 0, too_large = run->net.batch;
-    while (too_large - fits > 1) {
-        size_t middle = (fits + too_large) / 2;
-        net_build(&trial, run->model, &run->info, &run->settings, run->backend);
-        plan_memory(&trial, middle);
-        *(choose_resident(run, &trial, rows) <= run->device.memory ? &fits : &too_large) = middle;
-    }
-    return fits;
-}
-
-// Prints the ledger before anything is allocated, and refuses what cannot fit.
-static void plan_run_memory(Run *run) {
-    LedgerRow rows[LEDGER_ROWS];
-    double host = 0, device = choose_resident(run, &run->net, rows);
-    if (run->comm.rank > 0)
-        return;
-    printf("Memory in MB%s:", run->comm.world > 1 ? " of each device" : "");
-    for (size_t i = 0; i < LEDGER_ROWS; i++) {
-        printf(" %s %.1f,", rows[i].what, (rows[i].device + rows[i].host) / 1e6);
-        host += rows[i].host;
-    }
-    printf(" together %.1f\n", (device + host) / 1e6);
-    if (host > memory_bytes())
-        die(1,
-            "not enough memory: %.1f MB needed, this machine has %.1f MB; use fewer --workers or "
-            "a smaller --batch-size",
-            host / 1e6, memory_bytes() / 1e6);
-    if (device > run->device.memory) {
-        size_t fits = batch_that_fits(run), parts = run->comm.dp ? run->comm.world : 1;
-        char remedy[80] = "even one image at a time does not fit; try a smaller network";
-        if (fits > 0)
-            snprintf(remedy, sizeof remedy, "expected a --batch-size of at most %zu, found %zu",
-                     fits * parts, run->net.batch * parts);
-        die(1, "not enough memory: %.1f MB needed, %.1f MB there on this device (%s); %s",
-            device / 1e6, run->device.memory / 1e6, run->device.name, remedy);
-    }
-    if (run->backend->transfer)
-        printf("On the device: %.1f MB; the data set %s\n", device / 1e6,
-               run->resident ? "lies there, too" : "is copied there batch by batch");
-}
-
-static void setup_network(Run *run) {
-    Settings *s = &run->settings;
-    Net *net = &run->net;
-    size_t images = max_size(run->train_set.count, run->test_set.count);
-    net_build(net, run->model, &run->info, s, run->backend);
-    plan_memory(net, min_size(run->batch, images));
-    if (run->comm.rank == 0)
-        print_summary(net);
-    plan_run_memory(run);
-    net_alloc(net);
-    run->state =
-        real_alloc(net, count_states(run->optimizer, s) * net->param_size, "the optimizer");
-    run->confusion =
-        must_alloc(net->classes * net->classes * sizeof *run->confusion, "the confusion matrix");
-    run->totals =
-        must_alloc((1 + run->comm.world) * (3 + net->classes * net->classes) * sizeof *run->totals,
-                   "the sums of a test");
-}
-
-static void setup_loaders(Run *run) {
-    Settings *s = &run->settings;
-    const Comm *c = &run->comm;
-    Placement place = {run->backend,  c->device, s->pin_memory && run->backend->transfer,
-                       run->resident, c->rank,   c->world - 1};
-    Placement train_place = place;
-    size_t augmentation = 0, share = ceil_div(run->train_set.count, c->world);
-    while (strcmp(augmentations[augmentation].name, s->augment) != 0)
-        augmentation++;
-    if (c->dp) { // the master loads for all
-        train_place.others = 0;
-        share = run->train_set.count;
-    }
-    if (!c->dp || c->rank == 0)
-        loader_init(&run->train_loader, &run->train_set, min_size(s->batch_size, share), s->workers,
-                    augmentations[augmentation].augment, train_place);
-    loader_init(&run->test_loader, &run->test_set, min_size(s->test_batch_size, run->net.batch),
-                s->workers, NULL, place);
-    run->iterations = ceil_div(share, s->batch_size);
-    run->steps_room = min_size(s->log_interval, run->iterations) + 1;
-    run->all_steps = must_alloc(c->world * run->steps_room * sizeof *run->steps, "the step log");
-    run->steps = run->all_steps + c->rank * run->steps_room;
-    run->epochs = must_alloc(s->epochs * sizeof *run->epochs, "the epoch log");
-    run->clock.backend = run->net.backend;
-    run->clock.synchronize = s->profile;
-    run->clock.rank = c->rank;
-    plan_trace(run);
-}
-
-// Where --save-model puts the weights.
-static void model_path(const Run *run, char path[PATH_SIZE]) {
-    if (*run->settings.out)
-        join_path(path, run->settings.out, "model.safetensors");
-    else
-        snprintf(path, PATH_SIZE, "%s_cnn.safetensors", run->model->name);
-}
-
-// The weights to begin with, and where: fresh ones, those of --load, or a checkpoint's.
-static void setup_weights(Run *run) {
-    Settings *s = &run->settings;
-    char path[PATH_SIZE];
-    model_path(run, path);
-    if (s->save_model)
-        check_writable(path);
-    if (*s->trace && run->comm.rank == 0)
-        check_writable(s->trace);
-    if (*s->checkpoint && !s->eval && run->comm.rank == 0)
-        check_writable(s->checkpoint);
-    run->epoch = 1;
-    net_init(&run->net, s->seed);
-    if (*s->load) {
-        load_weights(&run->net, s->load);
-        if (run->comm.rank == 0)
-            printf("Loaded the weights in %s\n", s->load);
-    }
-    if (s->resume)
-        resume_checkpoint(run);
-}
-
-static void write_profile(Run *run) {
-    clock_settle_all(&run->clock);
-    print_profile(&run->clock, stdout, NULL);
-    if (!*run->settings.out)
-        return;
-    FILE *text = create_csv(run->settings.out, "profile.txt");
-    FILE *csv = create_csv(run->settings.out, "profile.csv");
-    print_profile(&run->clock, text, csv);
-    flush_csv(text, run->settings.out, "profile.txt");
-    flush_csv(csv, run->settings.out, "profile.csv");
-    fclose(text);
-    fclose(csv);
-}
-
-static void write_model(Run *run) {
-    char path[PATH_SIZE];
-    model_path(run, path);
-    save_tensors(&run->net, NULL, NULL, "", path);
-    printf("Saved the weights to %s\n", path);
-}
-
-static void free_rank(Run *run) {
-    if (run->train_loader.data)
-        loader_free(&run->train_loader);
-    loader_free(&run->test_loader);
-    comm_free(&run->comm);
-    run->net.backend->release(run->state);
-    net_free(&run->net);
-    free(run->confusion);
-    free(run->totals);
-    free(run->all_steps);
-    free(run->epochs);
-}
-
-static void close_run(Run *run) {
-    write_trace(run);
-    print_resources(now() - run->started);
-    flush_stdout();
-    write_run_json(run);
-    before_dying = NULL;
-    free_rank(run);
-    free_dataset(&run->train_set);
-    free_dataset(&run->test_set);
-    free(run->comm.team);
-    if (run->steps_csv)
-        fclose(run->steps_csv);
-    if (run->epochs_csv)
-        fclose(run->epochs_csv);
-    leave_launcher();
 }
 
 // The test alone, reported as epoch 0: --eval, or no training left to do
@@ -7345,7 +5528,7 @@ static void evaluate(Run *run) {
     run->status = "complete";
 }
 
-// Epochs of training, each with a test, from where the run is to where it shall end.
+// Epochs of training, each followed by a test, from the run's position to its end
 static void train_epochs(Run *run) {
     const Settings *s = &run->settings;
     if (training_is_over(run))
@@ -7365,74 +5548,18 @@ static void train_epochs(Run *run) {
     run->status = run->epoch <= s->epochs && !s->dry_run ? "stopped" : "complete";
 }
 
-typedef struct RankPlace {
-    char host[64], device[256], uuid[48];
-} RankPlace;
-
-// Two processes on one GPU: most likely a mistake in how they were started.
-static void refuse_shared_gpus(const Comm *c, const RankPlace *places) {
-    for (size_t r = 0; r < c->world && !c->team && !c->settings->oversubscribe; r++)
-        for (size_t k = 0; k < r; k++)
-            if (*places[r].uuid && strcmp(places[r].uuid, places[k].uuid) == 0 &&
-                strcmp(places[r].host, places[k].host) == 0)
-                die(EXIT_USAGE,
-                    "ranks %zu and %zu share a GPU of %s: expected one for each rank; start fewer, "
-                    "or add --oversubscribe to try things out",
-                    k, r, places[r].host);
-}
-
-// Which device each rank has, as all see it.
-static void print_ranks(Run *run) {
-    Comm *c = &run->comm;
-    if (c->world == 1)
-        return;
-    RankPlace *places = must_alloc(c->world * sizeof *places, "the list of ranks");
-    RankPlace *mine = &places[c->rank];
-    const char *node = getenv("SLURMD_NODENAME"); // by which its users know the machine
-    gethostname(mine->host, sizeof mine->host - 1);
-    if (node)
-        snprintf(mine->host, sizeof mine->host, "%.60s", node);
-    snprintf(mine->device, sizeof mine->device, "%.250s", run->device.name);
-    snprintf(mine->uuid, sizeof mine->uuid, "%s", run->device.uuid);
-    all_gather(c, places, sizeof *places);
-    refuse_shared_gpus(c, places);
-    for (size_t r = 0; r < c->world && c->rank == 0; r++)
-        printf("Rank %zu: %s, %s%s%s\n", r, places[r].host, places[r].device,
-               *places[r].uuid ? ", " : "", places[r].uuid);
-    if (c->rank == 0)
-        printf("Gradients: %s, added up by %s\n", run->settings.parallel,
-               c->dp          ? "the master"
-               : uses_nccl(c) ? "NCCL"
-               : c->team      ? "a ring of threads"
-                              : "a ring of MPI processes");
-    free(places);
-}
-
-// Ranks that are processes have command lines and files of their own.
-static void compare_settings_of_ranks(Run *run) {
-    Settings *s = &run->settings;
-    char metadata[METADATA_SIZE];
-    describe_run(run, metadata);
-    uint64_t hash = hash_bytes(0, metadata, strlen(metadata));
-    const size_t others[] = {s->epochs, s->max_steps,  s->log_interval, s->test_batch_size,
-                             s->eval,   s->limit_test, s->dry_run};
-    compare_ranks(&run->comm, "settings, or another place in the run",
-                  hash_bytes(hash, others, sizeof others));
-    compare_ranks(&run->comm, "weights", hash_weights(&run->net));
-}
-
-// What every rank does, once the settings and the data are there.
+// What each rank does after settings, device and data are set up.
 static void run_rank(Run *run) {
-    setup_network(run);
-    setup_loaders(run);
-    comm_init(&run->comm, &run->net, &run->train_loader);
+    alloc_run(run);
     print_ranks(run);
     setup_weights(run);
     compare_settings_of_ranks(run);
-    if (run->comm.rank == 0) {
-        open_logs(run);
-        print_settings(&run->settings);
+    if (*run->settings.out) {
+        run->epochs_csv = open_log(run, "epochs.csv", false);
+        run->steps_csv = open_log(run, "steps.csv", true);
     }
+    if (run->comm.rank == 0)
+        print_settings(&run->settings);
     if (run->settings.eval)
         evaluate(run);
     else
@@ -7442,32 +5569,32 @@ static void run_rank(Run *run) {
 static void *replica_main(void *argument) {
     Run *run = argument;
     omp_set_num_threads((int)run->settings.threads);
-    if (run->backend->transfer)
-        use_gpu(run);
+    use_device(run);
     run_rank(run);
-    free_rank(run);
+    free_run(run);
     return NULL;
 }
 
 // Runs all ranks of this process: rank 0 here, each other one in a thread of its own.
 static void run_ranks(Run *run) {
-    size_t threads = run->comm.team ? run->comm.world - 1 : 0;
+    Team *team = run->comm.team;
+    const size_t threads = team ? run->comm.world - 1 : 0;
     Run *replicas = must_alloc(threads * sizeof *replicas, "the replicas");
     pthread_t ids[MAX_REPLICAS];
-    for (size_t i = 0; run->comm.team && i <= threads; i++) {
-        Run *rank = i == 0 ? run : &replicas[i - 1];
-        if (i > 0)
-            *rank = *run;
+    for (size_t i = threads; i-- > 0;) {
+        Run *rank = &replicas[i];
+        *rank = *run;
+        silence_rank(&rank->settings);
         rank->comm.settings = &rank->settings;
-        rank->comm.rank = rank->comm.replica = i;
-        run->comm.team->ranks[i] = &rank->comm;
+        rank->comm.rank = rank->comm.replica = i + 1;
+        rank->comm.device = (i + 1) % run->devices;
+        team->ranks[i + 1] = &rank->comm;
     }
-    for (size_t i = 0; i < threads; i++) {
-        be_silent(&replicas[i].settings);
-        replicas[i].comm.device = (i + 1) % run->devices;
+    if (team)
+        team->ranks[0] = &run->comm;
+    for (size_t i = 0; i < threads; i++)
         if (pthread_create(&ids[i], NULL, replica_main, &replicas[i]) != 0)
             die(1, "cannot start a thread for rank %zu", i + 1);
-    }
     run_rank(run);
     for (size_t i = 0; i < threads; i++)
         pthread_join(ids[i], NULL);
@@ -7488,46 +5615,49 @@ static int run_main(int argc, char **argv) {
     if (run.settings.profile)
         write_profile(&run);
     if (run.settings.save_model)
-        write_model(&run);
+        save_model(&run);
     if (run.settings.layers)
         measure_layers(&run);
-    close_run(&run);
+    write_trace(&run);
+    print_resources(run.started);
+    flush(stdout, "standard output");
+    write_run_json(&run);
+    before_dying = NULL;
+    free_run(&run);
+    free_dataset(&run.train_set);
+    free_dataset(&run.test_set);
+    free(run.comm.team);
+    if (run.steps_csv)
+        fclose(run.steps_csv);
+    if (run.epochs_csv)
+        fclose(run.epochs_csv);
+    finalize_mpi();
     return 0;
 }
 
 #ifndef CNN_NO_MAIN // the tests include this file and bring their own
 
 /* Login and compute nodes differ. main() is compiled for any CPU of the family, so that it can
-   compare the one that cnn was built for with the one that it runs on: no SIGILL without a word. */
+   report a feature that cnn was built for and this CPU lacks; else the run would end by SIGILL. */
 #if defined(__x86_64__)
 __attribute__((target("no-avx")))
 #endif
 int main(int argc, char **argv)
 {
-#define NEED_CPU(feature)                                                            \
-    if (!__builtin_cpu_supports(feature)) {                                          \
-        fprintf(stderr,                                                              \
-                "cnn: error: built for a CPU with %s, which this one has not; run: " \
-                "make clean && make ARCH=native, on this machine\n",                 \
-                feature);                                                            \
-        return 1;                                                                    \
+#define NEED_CPU(feature)                                                          \
+    if (!__builtin_cpu_supports(feature)) {                                        \
+        fprintf(stderr,                                                            \
+                "cnn: error: built for a CPU with %s, which this one lacks; run: " \
+                "make clean && make ARCH=native, on this machine\n",               \
+                feature);                                                          \
+        return 1;                                                                  \
     }
-#ifdef __AVX512F__
+#ifdef __AVX512DQ__ // implies the other extensions of AVX-512 in use
     NEED_CPU("avx512f")
-#endif
-#ifdef __AVX512BW__
-    NEED_CPU("avx512bw")
-#endif
-#ifdef __AVX512DQ__
     NEED_CPU("avx512dq")
-#endif
-#ifdef __AVX512VL__
-    NEED_CPU("avx512vl")
 #endif
 #ifdef __AVX2__
     NEED_CPU("avx2")
-#endif
-#ifdef __FMA__
     NEED_CPU("fma")
 #endif
     return run_main(argc, argv);

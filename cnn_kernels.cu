@@ -1,26 +1,26 @@
 /* cnn_kernels.cu - everything that cnn runs on a GPU, by hand: no cuDNN, no cuBLAS, no Thrust.
 
    A GPU runs a kernel on thousands of threads. They come in blocks of THREADS; the threads of a
-   block share a little fast memory (__shared__) and can wait for each other (__syncthreads()). 32
-   of them, a warp, are run together. Neighbouring threads should read neighbouring numbers: then
-   one transfer of memory serves all of a warp.
+   block share a small, fast memory (__shared__) and can wait for each other (__syncthreads()). 32
+   of them form a warp, which shares its instructions. Neighbouring threads should read neighbouring
+   numbers (coalesced access): one memory transaction then serves the whole warp.
 
    In reading order:
       1 Errors and devices       every CUDA call is checked; streams; memory; copies
       2 Element by element       ReLU, add, dropout, pooling, optimizers, the loader's work
       3 Sums over pixels         BatchNorm, gradients of biases
-      4 Softmax and loss         one warp an image
-      5 Convolution, naive       one thread an output: the CPU's loops
+      4 Softmax and loss         one warp per image
+      5 Convolution, naive       one thread per output: the CPU's loops
       6 Convolution, tiled       a matrix product through shared memory
-      7 The table of the backend
+      7 The backends             the tables that cnn.c calls
 
-   Each kernel is preceded by what it computes, its grid, and its memory traffic: the bytes that it
-   must move at least, N standing for the numbers of its output. Kernels without a word on their
-   grid have one thread an element.
+   The comment before each kernel gives what it computes, its grid, and its memory traffic: the
+   least number of bytes it must move, where N is the number of elements of its output. Where no
+   grid is given, there is one thread per element.
    Rules: results never depend on the order in which threads run (no floating-point atomics), so
-   the same seed gives the same bits; no thread leaves before a barrier; and for the emulator, one
-   __shared__ array a line, template arguments written out at a launch. Only the declarations of
-   cnn.c are read here, which are C and C++ alike. */
+   the same seed gives the same bits; no thread returns before a barrier; and for the emulator, one
+   __shared__ array per line, template arguments written out at a launch. Of cnn.c only the
+   declarations are included (its section 1), which are valid C and C++. */
 
 #define CNN_DECLARATIONS_ONLY
 #include "cnn.c"
@@ -38,8 +38,8 @@ static_assert(sizeof(real) == sizeof(float), "the kernels are written for 32-bit
 /* ==== 1. Errors and devices =====================================================================
 
    One host thread computes for one replica, on one device. Its work is queued on the replica's
-   stream and done in order; copies by other threads, the loader's and those that communicate, have
-   streams of their own, so that they overlap with it. */
+   stream and executed in order; copies by other threads, those of the loader and of the
+   communication, use streams of their own, so that they overlap with it. */
 
 enum { THREADS = 256, WARP = 32 };
 
@@ -58,7 +58,7 @@ static void check(cudaError_t error, const char *call, int line) {
 }
 #define CHECK(call) check(call, #call, __LINE__)
 #define CHECK_LAUNCH() check(cudaGetLastError(), "the kernel launched here", __LINE__)
-// Queues a kernel with `threads` threads, in as many blocks as that takes.
+// Queues a kernel with at least `threads` threads, in blocks of THREADS.
 #define LAUNCH(kernel, threads, ...)                            \
     do {                                                        \
         unsigned blocks = (unsigned)ceil_div(threads, THREADS); \
@@ -75,18 +75,28 @@ static size_t ceil_div(size_t a, size_t b) {
     return (a + b - 1) / b;
 }
 
+// The elements of a layer's input and output, all images of the batch together.
+static size_t inputs(Work w) {
+    return w.n * w.l->in.h * w.l->in.w * w.l->in.c;
+}
+
+static size_t outputs(Work w) {
+    return w.n * w.l->out.h * w.l->out.w * w.l->out.c;
+}
+
 // How many GPUs there are; 0 and the reason, if none can be used.
-extern "C" size_t cuda_device_count(const char **reason) {
+static size_t devices(const char **why_not) {
     int count = 0;
     cudaError_t error = cudaGetDeviceCount(&count);
-    *reason = error == cudaSuccess ? "no device" : cudaGetErrorString(error);
+    *why_not = error == cudaSuccess ? "no device" : cudaGetErrorString(error);
     return error == cudaSuccess && count > 0 ? (size_t)count : 0;
 }
 
-static __global__ void add_kernel(real *out, const real *in, unsigned count, bool relu);
+static __global__ void add_kernel(real *out, const real *in, const real *residual, unsigned count,
+                                  bool relu);
 
 // This host thread computes for replica r on device `which`. on_error ends the program.
-extern "C" void cuda_use_device(size_t r, size_t which, void (*on_error)(int, const char *, ...)) {
+static void use(size_t r, size_t which, void (*on_error)(int, const char *, ...)) {
     fail = on_error;
     replica = r;
     device = (int)which;
@@ -104,8 +114,8 @@ extern "C" void cuda_use_device(size_t r, size_t which, void (*on_error)(int, co
         CHECK(cudaEventCreate(&events[replica][i]));
 }
 
-// Name, memory and the like of this thread's device.
-extern "C" void cuda_describe(Device *d) {
+// Name, driver and free memory of this thread's device.
+static void describe(Device *d) {
     cudaDeviceProp p;
     int driver = 0;
     size_t bytes = 0, total = 0;
@@ -116,10 +126,10 @@ extern "C" void cuda_describe(Device *d) {
              p.major, p.minor, p.multiProcessorCount, (double)total / 1e9);
     snprintf(d->driver, sizeof d->driver, "CUDA %d.%d", driver / 1000, driver % 1000 / 10);
     char *to = d->uuid + snprintf(d->uuid, sizeof d->uuid, "GPU");
-    for (int i = 0; i < 16; i++) // as nvidia-smi writes it
+    for (int i = 0; i < 16; i++) // in the format of nvidia-smi
         to += snprintf(to, 4, i == 0 || (i >= 4 && i <= 10 && i % 2 == 0) ? "-%02x" : "%02x",
                        (unsigned char)p.uuid.bytes[i]);
-    d->memory = .95 * (double)bytes; // CUDA itself takes some later, for kernels and streams
+    d->memory = .95 * (double)bytes; // CUDA itself allocates some later, for kernels and streams
 #ifdef CUDA_ON_CPU
     d->emulated = true;
 #endif
@@ -129,7 +139,7 @@ extern "C" void cuda_describe(Device *d) {
 static void *device_alloc(size_t bytes) {
     void *memory = NULL;
     if (cudaMalloc(&memory, bytes + 16) != cudaSuccess) {
-        cudaGetLastError(); // forgets the error: the caller names what did not fit
+        cudaGetLastError(); // clears the error: the caller names what did not fit
         return NULL;
     }
     CHECK(cudaMemsetAsync(memory, 0, bytes + 16, stream()));
@@ -141,12 +151,11 @@ static void device_free(void *memory) {
     CHECK(cudaFree(memory));
 }
 
-// Memory of the host. Pinned, the device reads it without the driver's help, and at full speed.
-static void *host_alloc(size_t bytes, bool pinned) {
+// Zeroed host memory that cannot be paged out, so that the device copies it directly, at the full
+// speed of the bus.
+static void *pinned_alloc(size_t bytes) {
     void *memory = NULL;
-    bytes += 16; // none is a size as well
-    if (!pinned)
-        return calloc(1, bytes);
+    bytes += 16; // so that 0 bytes have an address, too
     if (cudaMallocHost(&memory, bytes) != cudaSuccess) {
         cudaGetLastError(); // as in device_alloc()
         return NULL;
@@ -154,11 +163,8 @@ static void *host_alloc(size_t bytes, bool pinned) {
     return memset(memory, 0, bytes);
 }
 
-static void host_free(void *memory, bool pinned) {
-    if (pinned)
-        CHECK(cudaFreeHost(memory));
-    else
-        free(memory);
+static void pinned_free(void *memory) {
+    CHECK(cudaFreeHost(memory));
 }
 
 // In order with the kernels; when it returns, memory of the host may be read and written again.
@@ -173,7 +179,7 @@ static void copy(void *to, const void *from, size_t bytes) {
         CHECK(cudaStreamSynchronize(stream()));
 }
 
-// A stream of this host thread's own on device `which`, for copies beside the kernels there.
+// A stream of this host thread on device `which`, for copies that overlap with the kernels there.
 static cudaStream_t own_stream(size_t which) {
     static thread_local cudaStream_t own;
     device = (int)which;
@@ -183,22 +189,24 @@ static cudaStream_t own_stream(size_t which) {
     return own;
 }
 
-// For other threads than the one that computes: over when it returns, beside the kernels.
+// For threads other than the one that computes: concurrent with the kernels, complete on return.
 static void transfer(size_t which, void *to, const void *from, size_t bytes) {
     cudaStream_t own = own_stream(which);
     CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, own));
     CHECK(cudaStreamSynchronize(own));
 }
 
-// to = from, or to += from by way of room, like transfer().   Traffic of the kernel: 12 N bytes
-static void receive(size_t which, real *to, const real *from, size_t count, bool add, real *room) {
+// to = from, or to += from by way of buffer; like transfer().   Traffic of the kernel: 12 N bytes
+static void receive(size_t which, real *to, const real *from, size_t count, bool add,
+                    real *buffer) {
     cudaStream_t own = own_stream(which);
+    unsigned blocks = (unsigned)ceil_div(count, THREADS);
     if (count == 0)
         return;
     // between two devices this is cudaMemcpyPeerAsync()
-    CHECK(cudaMemcpyAsync(add ? room : to, from, count * sizeof *to, cudaMemcpyDefault, own));
+    CHECK(cudaMemcpyAsync(add ? buffer : to, from, count * sizeof *to, cudaMemcpyDefault, own));
     if (add)
-        add_kernel<<<(unsigned)ceil_div(count, THREADS), THREADS, 0, own>>>(to, room, count, false);
+        add_kernel<<<blocks, THREADS, 0, own>>>(to, to, buffer, count, false);
     CHECK_LAUNCH();
     CHECK(cudaStreamSynchronize(own));
 }
@@ -207,12 +215,12 @@ static void synchronize(void) {
     CHECK(cudaStreamSynchronize(stream()));
 }
 
-// The device notes the time when it gets there, to about half a microsecond.
+// An event: the device records the time when it gets there, to about half a microsecond.
 static void mark(size_t i) {
     CHECK(cudaEventRecord(events[replica][i], stream()));
 }
 
-// Until replica r's device has come to mark i; any thread may wait.
+// Until replica r's device has reached mark i; any thread may wait.
 static void wait(size_t r, size_t i) {
     CHECK(cudaEventSynchronize(events[r][i]));
 }
@@ -225,7 +233,7 @@ static double elapsed(size_t from, size_t to) {
     return 1e-3 * (double)milliseconds;
 }
 
-#ifdef CUDA_ON_CPU // no Nsight there
+#ifdef CUDA_ON_CPU // the emulator has no Nsight
 #define cudaProfilerStart() cudaSuccess
 #define cudaProfilerStop() cudaSuccess
 #else
@@ -262,14 +270,14 @@ static ncclComm_t group; // of this process, which has one device
 
 static void check_nccl(ncclResult_t result, const char *call, int line) {
     if (result != ncclSuccess)
-        fail(1, "cnn_kernels.cu:%d: device %d: %s: %s; NCCL_DEBUG=INFO tells more", line, device,
-             call, ncclGetErrorString(result));
+        fail(1, "cnn_kernels.cu:%d: device %d: %s: %s; NCCL_DEBUG=INFO prints details", line,
+             device, call, ncclGetErrorString(result));
 }
 #define CHECK_NCCL(call) check_nccl(call, #call, __LINE__)
 
 extern "C" void cuda_nccl_id(char id[NCCL_ID_BYTES]) {
     ncclUniqueId unique;
-    static_assert(sizeof unique == NCCL_ID_BYTES, "NCCL has other names for groups");
+    static_assert(sizeof unique == NCCL_ID_BYTES, "NCCL's identifiers have another size");
     CHECK_NCCL(ncclGetUniqueId(&unique));
     memcpy(id, &unique, sizeof unique);
 }
@@ -301,9 +309,9 @@ extern "C" bool cuda_all_reduce(size_t which, real *data, size_t count, double t
 
 /* ==== 2. Element by element =====================================================================
 
-   Memory is the limit here: a few operations for each number that is read. */
+   These kernels are memory-bound: a few operations for each number that is read. */
 
-// Which element is this thread's. 32 bits do (see scratch_size()), and divide faster than 64.
+// The index of this thread's element. 32 bits suffice (see scratch_size()) and divide faster.
 static __device__ unsigned element(void) {
     return blockIdx.x * blockDim.x + threadIdx.x;
 }
@@ -316,12 +324,12 @@ static __global__ void relu_forward_kernel(real *out, const real *in, unsigned c
         out[i] = in[i] < 0 ? 0 : in[i];
 }
 
-static void relu_forward(real *out, const real *in, size_t count) {
-    LAUNCH(relu_forward_kernel, count, out, in, count);
+static void relu_forward(Work w) {
+    LAUNCH(relu_forward_kernel, outputs(w), w.out, w.in, outputs(w));
 }
 /* LAB 4.1 END */
 
-// din = dout where out > 0, else 0; += if accumulate.   Traffic: 12 N bytes
+// din = dout where out > 0, else 0; += if accumulate. din may be dout.   Traffic: 12 N bytes
 static __global__ void relu_backward_kernel(real *din, const real *dout, const real *out,
                                             unsigned count, bool accumulate) {
     unsigned i = element();
@@ -329,26 +337,34 @@ static __global__ void relu_backward_kernel(real *din, const real *dout, const r
         din[i] = (out[i] > 0 ? dout[i] : 0) + (accumulate ? din[i] : 0);
 }
 
-static void relu_backward(real *din, const real *dout, const real *out, size_t count,
-                          bool accumulate) {
-    LAUNCH(relu_backward_kernel, count, din, dout, out, count, accumulate);
+static void relu_backward(Work w) {
+    LAUNCH(relu_backward_kernel, outputs(w), w.din, w.dout, w.out, outputs(w), w.accumulate);
 }
 
-// out += in, then ReLU if asked.   Traffic: 12 N bytes
-static __global__ void add_kernel(real *out, const real *in, unsigned count, bool relu) {
+// out = in + residual, then ReLU if asked.   Traffic: 12 N bytes
+static __global__ void add_kernel(real *out, const real *in, const real *residual, unsigned count,
+                                  bool relu) {
     unsigned i = element();
     if (i < count) {
-        real sum = out[i] + in[i];
+        real sum = in[i] + residual[i];
         out[i] = relu && sum < 0 ? 0 : sum;
     }
 }
 
-static void add(real *out, const real *in, size_t count, bool relu) {
-    LAUNCH(add_kernel, count, out, in, count, relu);
+static void add_forward(Work w) {
+    LAUNCH(add_kernel, outputs(w), w.out, w.in, w.residual, outputs(w), w.l->relu);
+}
+
+// din = dout; += if accumulate.   Traffic: 8 N bytes, 12 N if accumulate
+static void add_backward(Work w) {
+    if (w.accumulate)
+        LAUNCH(add_kernel, outputs(w), w.din, w.din, w.dout, outputs(w), false);
+    else
+        copy(w.din, w.dout, outputs(w) * sizeof *w.din);
 }
 
 /* out = in / (1 - p), or 0 where the image's Philox numbers say so: the same masks as on the CPU.
-   One thread does the 8 elements that share a Philox block.   Traffic: 9 N bytes */
+   One thread computes the 8 elements that share a Philox block.   Traffic: 9 N bytes */
 static __global__ void dropout_forward_kernel(real *out, uint8_t *mask, const real *in,
                                               unsigned size, unsigned blocks_of_image, unsigned n,
                                               real scale, uint32_t threshold, uint32_t purpose,
@@ -370,11 +386,15 @@ static __global__ void dropout_forward_kernel(real *out, uint8_t *mask, const re
     }
 }
 
-static void dropout_forward(real *out, uint8_t *mask, const real *in, const Layer *l, size_t n,
-                            uint32_t purpose, const Draw *draw) {
-    size_t size = l->out.h * l->out.w * l->out.c, blocks_of_image = (size + 7) / 8;
-    LAUNCH(dropout_forward_kernel, n * blocks_of_image, out, mask, in, size, blocks_of_image, n,
-           1 / (1 - l->p), (uint32_t)lround((double)l->p * 65536), purpose, *draw);
+// Evaluation (no draw): out = in
+static void dropout_forward(Work w) {
+    size_t size = outputs(w) / w.n, blocks_of_image = (size + 7) / 8;
+    if (w.draw)
+        LAUNCH(dropout_forward_kernel, w.n * blocks_of_image, w.out, w.saved, w.in, size,
+               blocks_of_image, w.n, 1 / (1 - w.l->p), (uint32_t)lround((double)w.l->p * 65536),
+               DRAW_DROPOUT + (uint32_t)w.row, *w.draw);
+    else if (w.out != w.in)
+        copy(w.out, w.in, outputs(w) * sizeof *w.out);
 }
 
 // din = dout / (1 - p) where the mask is set, else 0; += if accumulate.   Traffic: 9 N bytes
@@ -385,10 +405,9 @@ static __global__ void dropout_backward_kernel(real *din, const real *dout, cons
         din[i] = dout[i] * (mask[i] ? scale : 0) + (accumulate ? din[i] : 0);
 }
 
-static void dropout_backward(real *din, const real *dout, const uint8_t *mask, const Layer *l,
-                             size_t n, bool accumulate) {
-    size_t count = n * l->out.h * l->out.w * l->out.c;
-    LAUNCH(dropout_backward_kernel, count, din, dout, mask, count, 1 / (1 - l->p), accumulate);
+static void dropout_backward(Work w) {
+    LAUNCH(dropout_backward_kernel, outputs(w), w.din, w.dout, w.saved, outputs(w),
+           1 / (1 - w.l->p), w.accumulate);
 }
 
 // The sizes of a layer as kernels see them: 32-bit numbers, which a GPU divides faster.
@@ -401,44 +420,46 @@ static Window window_of(const Layer *l) {
             (int)l->out.c, (int)l->kernel, (int)l->stride, (int)l->padding};
 }
 
-// An output element's parts: element = ((image * height + y) * width + x) * channels + c
-struct Spot {
+// The four indices of an element [image][y][x][c].
+struct Index {
     int image, y, x, c;
 };
 
-static __device__ Spot spot_of(unsigned i, unsigned height, unsigned width, unsigned channels) {
+// The inverse of i = ((image * height + y) * width + x) * channels + c
+static __device__ Index unravel(unsigned i, unsigned height, unsigned width, unsigned channels) {
     unsigned pixel = i / channels, row = pixel / width;
     return {(int)(row / height), (int)(row % height), (int)(pixel % width), (int)(i % channels)};
 }
 
-// The input pixel that output pixel o meets at a tap of its window; below 0: it is outside.
-static __device__ int met_pixel(const Window &s, const Spot &o, int tap) {
+// The input pixel, counted over all images, that a tap of the window of output pixel o reads; below
+// 0: it is outside of the image.
+static __device__ int input_pixel(const Window &s, const Index &o, int tap) {
     int y = o.y * s.stride + tap / s.kernel - s.padding;
     int x = o.x * s.stride + tap % s.kernel - s.padding;
     bool inside = y >= 0 && y < s.h && x >= 0 && x < s.w;
     return inside ? (o.image * s.h + y) * s.w + x : -1;
 }
 
-// The reverse: the output pixel that meets input pixel p at a tap; below 0: none does.
-static __device__ int meeting_pixel(const Window &s, const Spot &p, int tap) {
+// The inverse: the output pixel whose window reads input pixel p at a tap; below 0: none.
+static __device__ int output_pixel(const Window &s, const Index &p, int tap) {
     int y = p.y + s.padding - tap / s.kernel, x = p.x + s.padding - tap % s.kernel;
-    bool meets = y >= 0 && x >= 0 && y % s.stride == 0 && x % s.stride == 0 &&
+    bool valid = y >= 0 && x >= 0 && y % s.stride == 0 && x % s.stride == 0 &&
                  y / s.stride < s.oh && x / s.stride < s.ow;
-    return meets ? (p.image * s.oh + y / s.stride) * s.ow + x / s.stride : -1;
+    return valid ? (p.image * s.oh + y / s.stride) * s.ow + x / s.stride : -1;
 }
 
-/* out = the largest number under the window, argmax = where it is: i * kernel + j, the first one.
-   A NaN wins.   Traffic: 4 (stride^2 + 1) N + N bytes */
+/* out = the maximum under the window, argmax = its tap i * kernel + j, the first if there are
+   several. A NaN wins.   Traffic: 4 (stride^2 + 1) N + N bytes */
 static __global__ void maxpool2d_forward_kernel(real *out, uint8_t *argmax, const real *in,
                                                 Window s, unsigned count) {
     unsigned i = element();
     if (i >= count)
         return;
-    Spot o = spot_of(i, s.oh, s.ow, s.oc);
+    Index o = unravel(i, s.oh, s.ow, s.oc);
     real best = -INFINITY;
     int arg = 0;
     for (int tap = 0; tap < s.kernel * s.kernel; tap++) {
-        int pixel = met_pixel(s, o, tap);
+        int pixel = input_pixel(s, o, tap);
         real value = pixel >= 0 ? in[pixel * s.c + o.c] : -INFINITY;
         if (value > best || value != value) {
             best = value;
@@ -449,33 +470,30 @@ static __global__ void maxpool2d_forward_kernel(real *out, uint8_t *argmax, cons
     argmax[i] = (uint8_t)arg;
 }
 
-static void maxpool2d_forward(real *out, uint8_t *argmax, const real *in, const Layer *l,
-                              size_t n) {
-    size_t count = n * l->out.h * l->out.w * l->out.c;
-    LAUNCH(maxpool2d_forward_kernel, count, out, argmax, in, window_of(l), count);
+static void maxpool2d_forward(Work w) {
+    LAUNCH(maxpool2d_forward_kernel, outputs(w), w.out, w.saved, w.in, window_of(w.l), outputs(w));
 }
 
-/* din = sum of dout over the windows whose maximum this pixel was; += if accumulate. One thread an
-   input, which looks at the windows that cover it: no two threads add to one number.
-   Traffic: 4 N + 5 N / stride^2 bytes */
+/* din = sum of dout over the windows whose maximum this pixel was; += if accumulate. One thread per
+   input element, which visits the windows that cover it, so that no two threads add to the same
+   number.   Traffic: 4 N + 5 N / stride^2 bytes */
 static __global__ void maxpool2d_backward_kernel(real *din, const real *dout, const uint8_t *argmax,
                                                  Window s, unsigned count, bool accumulate) {
     unsigned i = element();
     if (i >= count)
         return;
-    Spot p = spot_of(i, s.h, s.w, s.c);
+    Index p = unravel(i, s.h, s.w, s.c);
     real sum = accumulate ? din[i] : 0;
     for (int tap = 0; tap < s.kernel * s.kernel; tap++) {
-        int pixel = meeting_pixel(s, p, tap), at = pixel * s.oc + p.c;
+        int pixel = output_pixel(s, p, tap), at = pixel * s.oc + p.c;
         sum += pixel >= 0 && argmax[at] == tap ? dout[at] : 0;
     }
     din[i] = sum;
 }
 
-static void maxpool2d_backward(real *din, const real *dout, const uint8_t *argmax, const Layer *l,
-                               size_t n, bool accumulate) {
-    size_t count = n * l->in.h * l->in.w * l->in.c;
-    LAUNCH(maxpool2d_backward_kernel, count, din, dout, argmax, window_of(l), count, accumulate);
+static void maxpool2d_backward(Work w) {
+    LAUNCH(maxpool2d_backward_kernel, inputs(w), w.din, w.dout, w.saved, window_of(w.l), inputs(w),
+           w.accumulate);
 }
 
 // out[n][c] = mean over the pixels.   Traffic: 4 (pixels + 1) N bytes
@@ -491,9 +509,9 @@ static __global__ void avgpool2d_forward_kernel(real *out, const real *in, int p
     out[i] = sum / pixels;
 }
 
-static void avgpool2d_forward(real *out, const real *in, const Layer *l, size_t n) {
-    size_t count = n * l->in.c;
-    LAUNCH(avgpool2d_forward_kernel, count, out, in, (int)(l->in.h * l->in.w), (int)l->in.c, count);
+static void avgpool2d_forward(Work w) {
+    LAUNCH(avgpool2d_forward_kernel, outputs(w), w.out, w.in, (int)(w.l->in.h * w.l->in.w),
+           (int)w.l->in.c, outputs(w));
 }
 
 // din[n][pixel][c] = dout[n][c] / pixels; += if accumulate.   Traffic: 4 N bytes
@@ -505,18 +523,17 @@ static __global__ void avgpool2d_backward_kernel(real *din, const real *dout, in
                  (accumulate ? din[i] : 0);
 }
 
-static void avgpool2d_backward(real *din, const real *dout, const Layer *l, size_t n,
-                               bool accumulate) {
-    size_t pixels = l->in.h * l->in.w, count = n * pixels * l->in.c;
-    LAUNCH(avgpool2d_backward_kernel, count, din, dout, (int)pixels, (int)l->in.c, count,
-           accumulate);
+static void avgpool2d_backward(Work w) {
+    LAUNCH(avgpool2d_backward_kernel, inputs(w), w.din, w.dout, (int)(w.l->in.h * w.l->in.w),
+           (int)w.l->in.c, inputs(w), w.accumulate);
 }
 
-/* ---- Optimizers: the formulas stand in cnn.c, room 9. One launch goes over as many parameters as
-   it is given: all of them, or those of a tensor (--optimizer-launch).   Traffic: 28 N bytes */
+/* ---- Optimizers: the formulas are in cnn.c, section 7. One launch updates as many parameters as
+   it is given: all of them, or those of one tensor (--optimizer-launch).   Traffic: 28 N bytes */
 static __global__ void adadelta_kernel(real *param, const real *grad, real *square_avg,
-                                       real *acc_delta, unsigned count, real lr, real rho, real eps,
+                                       real *acc_delta, unsigned count, real lr,
                                        real weight_decay) {
+    const real rho = .9f, eps = 1e-6f;
     unsigned i = element();
     if (i >= count)
         return;
@@ -527,10 +544,9 @@ static __global__ void adadelta_kernel(real *param, const real *grad, real *squa
     param[i] -= lr * delta;
 }
 
-static void adadelta(real *param, const real *grad, real *square_avg, real *acc_delta, size_t count,
-                     double lr, double rho, double eps, double weight_decay) {
-    LAUNCH(adadelta_kernel, count, param, grad, square_avg, acc_delta, count, (real)lr, (real)rho,
-           (real)eps, (real)weight_decay);
+static void adadelta(Update u) {
+    LAUNCH(adadelta_kernel, u.count, u.param, u.grad, u.state[0], u.state[1], u.count, (real)u.lr,
+           (real)u.weight_decay);
 }
 
 // Traffic: 20 N bytes with momentum, 12 N without
@@ -548,14 +564,13 @@ static __global__ void sgd_kernel(real *param, const real *grad, real *momentum_
     param[i] -= lr * step;
 }
 
-static void sgd(real *param, const real *grad, real *momentum_buffer, size_t count, double lr,
-                double momentum, double weight_decay, bool nesterov) {
-    LAUNCH(sgd_kernel, count, param, grad, momentum_buffer, count, (real)lr, (real)momentum,
-           (real)weight_decay, nesterov);
+static void sgd(Update u) {
+    LAUNCH(sgd_kernel, u.count, u.param, u.grad, u.state[0], u.count, (real)u.lr, (real)u.momentum,
+           (real)u.weight_decay, u.nesterov);
 }
 
-/* ---- The loader's work, where the data set lies on the device: pick the batch's images by the
-   epoch's permutation, augment and normalise them. */
+/* ---- The loader's work, where the data set is resident on the device: look the batch's images up
+   in the epoch's permutation, augment and normalise them. */
 
 // A byte of an image; black outside of it.
 static __device__ real pixel_at(const uint8_t *image, Shape s, int y, int x, int c) {
@@ -563,13 +578,13 @@ static __device__ real pixel_at(const uint8_t *image, Shape s, int y, int x, int
     return inside ? image[(y * s.w + x) * s.c + c] : 0;
 }
 
-/* out[n][h][w][c] = normalised[c][byte]; with crop_flip from where augment_crop_flip() of cnn.c
-   takes it; and the labels.   Traffic: 5 N bytes */
+/* out[n][h][w][c] = normalised[c][byte], and the labels; crop_flip reads the byte at the position
+   that augment_crop_flip() of cnn.c gives.   Traffic: 5 N bytes */
 static __global__ void gather_kernel(real *out, uint8_t *labels, Resident r, Draw draw, int n) {
     unsigned size = r.shape.h * r.shape.w * r.shape.c, i = element();
     if (i >= n * size)
         return;
-    Spot o = spot_of(i, r.shape.h, r.shape.w, r.shape.c);
+    Index o = unravel(i, r.shape.h, r.shape.w, r.shape.c);
     size_t position = position_of(draw, o.image), image = r.order[position];
     int y = o.y, x = o.x;
     if (r.augment == AUGMENT_CROP_FLIP) {
@@ -599,13 +614,13 @@ static __device__ void blur(real *to, const real *from, const float *weights, Sh
     __syncthreads();
 }
 
-/* The elastic distortion: augment_elastic() of cnn.c. One block an image; the field and its blurred
-   copies stay in shared memory.   Grid: n blocks.   Traffic: 5 N bytes */
+/* The elastic distortion: augment_elastic() of cnn.c. One block per image; the displacement fields
+   and their blurred copies stay in shared memory.   Grid: n blocks.   Traffic: 5 N bytes */
 static __global__ void gather_elastic_kernel(real *out, uint8_t *labels, Resident r, Draw draw) {
-    extern __shared__ real fields[]; // down, right, and room to blur them
+    extern __shared__ real fields[]; // down, right, and a buffer to blur them
     int pixels = (int)(r.shape.h * r.shape.w), w = (int)r.shape.w, channels = (int)r.shape.c;
     size_t position = position_of(draw, blockIdx.x), image = r.order[position];
-    real *room = fields + 2 * pixels;
+    real *buffer = fields + 2 * pixels;
     for (int i = threadIdx.x; i < 2 * pixels; i += THREADS) {
         uint32_t bits[4];
         int field = i / pixels, at = i % pixels;
@@ -615,8 +630,8 @@ static __global__ void gather_elastic_kernel(real *out, uint8_t *labels, Residen
     }
     __syncthreads();
     for (int field = 0; field < 2; field++) {
-        blur(room, fields + field * pixels, r.blur, r.shape, true);
-        blur(fields + field * pixels, room, r.blur, r.shape, false);
+        blur(buffer, fields + field * pixels, r.blur, r.shape, true);
+        blur(fields + field * pixels, buffer, r.blur, r.shape, false);
     }
     const uint8_t *bytes = r.images + image * pixels * channels;
     for (int i = threadIdx.x; i < pixels * channels; i += THREADS) {
@@ -648,15 +663,15 @@ static void gather(real *out, uint8_t *labels, const Resident *r, const Draw *dr
 /* ==== 3. Sums over pixels =======================================================================
 
    BatchNorm and a bias's gradient need, for each channel, sums over all pixels of the batch. They
-   are taken in three levels, each in one fixed order: a thread goes through every 8th pixel of a
-   slice; the 8 threads of a channel join theirs in shared memory; a second kernel joins slices, a
-   warp a channel. Blocks of the first have 32 x 8 threads: x is the channel, so a warp reads 32
-   neighbouring numbers. */
+   are computed in three levels, each in a fixed order: a thread sums every 8th pixel of a slice;
+   the 8 threads of a channel are joined in shared memory; a second kernel joins the slices, with
+   one warp per channel. Blocks of the first kernel have 32 x 8 threads: x is the channel, so a warp
+   reads 32 neighbouring numbers. */
 
 enum { LANES_Y = 8, SUM_SLICES = 512 };
 
-// The lanes of a warp join by shuffles, which hand a register to another lane: after 5 exchanges
-// all lanes hold the sum, or the largest.
+// The lanes of a warp are reduced by shuffles, which read a register of another lane: after 5
+// exchanges all lanes hold the sum, or the maximum.
 static __device__ real warp_sum(real value) {
     for (int lane = WARP / 2; lane > 0; lane /= 2)
         value += __shfl_xor_sync(0xffffffffu, value, lane);
@@ -669,7 +684,7 @@ static __device__ real warp_max(real value) {
     return value;
 }
 
-// x: 32 channels a block; y: as many slices as 64 pixels each allow, at most SUM_SLICES.
+// x: 32 channels per block; y: slices of at least 64 pixels, at most SUM_SLICES of them.
 static dim3 sum_grid(size_t pixels, size_t channels) {
     return dim3(ceil_div(channels, WARP), min(ceil_div(pixels, 64), (size_t)SUM_SLICES));
 }
@@ -708,12 +723,12 @@ static __global__ void column_sums_kernel(real *partial, const real *d, const re
     partial[(2 * blockIdx.y + 1) * channels + c] = product;
 }
 
-/* dbias[c] = sum over slices of the first sums; dweight[c] = of the second ones, times stats' 1 /
-   sqrt(variance + eps); no dweight where it is NULL.   One warp a channel */
+/* dbias[c] = sum over slices of the first sums; dweight[c] = sum of the second ones, times the
+   1 / sqrt(variance + eps) of stats, unless dweight is NULL.   One warp per channel */
 static __global__ void join_sums_kernel(real *dbias, real *dweight, const real *partial,
                                         const real *stats, int slices, int channels) {
     int c = element() / WARP, lane = threadIdx.x % WARP;
-    if (c >= channels) // a whole warp, so nobody waits for it
+    if (c >= channels) // true of whole warps only, as shuffles need all lanes
         return;
     real sum = 0, product = 0;
     for (int slice = lane; slice < slices; slice += WARP) {
@@ -728,19 +743,15 @@ static __global__ void join_sums_kernel(real *dbias, real *dweight, const real *
         dweight[c] = product * stats[3 * channels + c];
 }
 
-// Both kernels; without x and stats, which BatchNorm has, dbias only.
-static void column_sums(real *dbias, real *dweight, const real *d, const real *x, const real *stats,
-                        size_t pixels, int channels, real *scratch) {
+// dbias[c] = sum of dout over all pixels; BatchNorm also needs dweight, for which x is its input.
+static void column_sums(Work w, real *dweight, const real *x) {
+    size_t channels = w.l->out.c, pixels = outputs(w) / channels;
     dim3 grid = sum_grid(pixels, channels), block(WARP, LANES_Y);
-    column_sums_kernel<<<grid, block, 0, stream()>>>(scratch, d, x, stats, pixels, channels);
+    column_sums_kernel<<<grid, block, 0, stream()>>>(w.scratch, w.dout, x, w.stats, pixels,
+                                                     channels);
     CHECK_LAUNCH();
-    LAUNCH(join_sums_kernel, channels * WARP, dbias, dweight, scratch, stats, grid.y, channels);
-}
-
-static void bias_gradient(real *dbias, const real *dout, const Layer *l, size_t n, real *scratch) {
-    size_t pixels = n * l->out.h * l->out.w;
-    if (l->biases)
-        column_sums(dbias, NULL, dout, NULL, NULL, pixels, (int)l->out.c, scratch);
+    LAUNCH(join_sums_kernel, channels * WARP, w.dbias, dweight, w.scratch, w.stats, grid.y,
+           channels);
 }
 
 // A count, its mean and the sum of squared distances from it; joined without cancellation (Chan,
@@ -757,8 +768,8 @@ static __device__ Moments join(Moments a, Moments b) {
             a.squares + b.squares + d * d * (a.count * b.count / count)};
 }
 
-/* partial[slice][0][c] = mean, partial[slice][1][c] = squares of the slice's pixels.
-   Grid: channels / 32 x slices.   Traffic: 4 bytes for each number of in */
+/* partial[slice][0][c] = mean, partial[slice][1][c] = sum of squared distances from it, over the
+   slice's pixels.   Grid: channels / 32 x slices.   Traffic: 4 bytes for each number of in */
 static __global__ void moments_kernel(real *partial, const real *in, int pixels, int channels) {
     __shared__ Moments moments[LANES_Y][WARP];
     int c = blockIdx.x * WARP + threadIdx.x;
@@ -779,8 +790,8 @@ static __global__ void moments_kernel(real *partial, const real *in, int pixels,
 
 static const real bn_eps = 1e-5f, bn_momentum = 0.1f;
 
-/* Joins the slices of a channel; stats as in batchnorm2d_forward() of cnn.c: running mean and
-   variance, then the batch's mean and 1 / sqrt(variance + eps).   One warp a channel */
+/* Joins the slices of a channel. stats as in batchnorm2d_forward() of cnn.c: running mean and
+   variance, then the batch's mean and 1 / sqrt(variance + eps).   One warp per channel */
 static __global__ void batchnorm_statistics_kernel(real *stats, const real *partial,
                                                    unsigned pixels, int slices, int channels) {
     int c = element() / WARP, lane = threadIdx.x % WARP;
@@ -793,7 +804,7 @@ static __global__ void batchnorm_statistics_kernel(real *stats, const real *part
         m = join(m, {(real)pixels_of_slice, partial[2 * slice * channels + c],
                      partial[(2 * slice + 1) * channels + c]});
     }
-    for (int other = WARP / 2; other > 0; other /= 2) // at last lane 0 has joined all
+    for (int other = WARP / 2; other > 0; other /= 2) // after the last iteration lane 0 has all
         m = join(m, {__shfl_down_sync(0xffffffffu, m.count, other),
                      __shfl_down_sync(0xffffffffu, m.mean, other),
                      __shfl_down_sync(0xffffffffu, m.squares, other)});
@@ -807,8 +818,8 @@ static __global__ void batchnorm_statistics_kernel(real *stats, const real *part
     stats[3 * channels + c] = 1 / sqrtf(m.squares / m.count + bn_eps);
 }
 
-/* out = (in - mean) * weight / sqrt(variance + eps) + bias, + residual unless that is NULL, ReLU if
-   asked.   Traffic: 8 N bytes, 12 N with a residual */
+/* out = (in - mean) * weight / sqrt(variance + eps) + bias, + residual unless that is NULL, then
+   ReLU if asked.   Traffic: 8 N bytes, 12 N with a residual */
 static __global__ void batchnorm_apply_kernel(real *out, const real *in, const real *stats,
                                               const real *weight, const real *bias,
                                               const real *residual, unsigned count, int channels,
@@ -822,20 +833,18 @@ static __global__ void batchnorm_apply_kernel(real *out, const real *in, const r
     out[i] = relu && value < 0 ? 0 : value;
 }
 
-static void batchnorm2d_forward(real *out, real *stats, const real *in, const real *weight,
-                                const real *bias, const real *residual, const Layer *l, size_t n,
-                                bool training, real *scratch) {
-    size_t pixels = n * l->in.h * l->in.w, count = pixels * l->in.c;
-    int channels = (int)l->in.c;
+static void batchnorm2d_forward(Work w) {
+    size_t channels = w.l->in.c, pixels = inputs(w) / channels;
+    const bool training = w.draw != NULL;
     if (training) {
         dim3 grid = sum_grid(pixels, channels), block(WARP, LANES_Y);
-        moments_kernel<<<grid, block, 0, stream()>>>(scratch, in, pixels, channels);
+        moments_kernel<<<grid, block, 0, stream()>>>(w.scratch, w.in, pixels, channels);
         CHECK_LAUNCH();
-        LAUNCH(batchnorm_statistics_kernel, l->in.c * WARP, stats, scratch, pixels, grid.y,
+        LAUNCH(batchnorm_statistics_kernel, channels * WARP, w.stats, w.scratch, pixels, grid.y,
                channels);
     }
-    LAUNCH(batchnorm_apply_kernel, count, out, in, stats, weight, bias, residual, count, channels,
-           training, (l->add ? l->add : l)->fused_relu);
+    LAUNCH(batchnorm_apply_kernel, outputs(w), w.out, w.in, w.stats, w.weight, w.bias, w.residual,
+           outputs(w), channels, training, w.l->relu);
 }
 
 /* din = weight * inverse * (dout - dbias / m - x * dweight / m), over m pixels, where
@@ -854,26 +863,22 @@ static __global__ void batchnorm_backward_kernel(real *din, const real *dout, co
     din[i] = d + (accumulate ? din[i] : 0);
 }
 
-static void batchnorm2d_backward(real *din, real *dweight, real *dbias, const real *dout,
-                                 const real *in, const real *stats, const real *weight,
-                                 const Layer *l, size_t n, bool accumulate, real *scratch) {
-    size_t pixels = n * l->in.h * l->in.w, count = pixels * l->in.c;
-    int channels = (int)l->in.c;
-    column_sums(dbias, dweight, dout, in, stats, pixels, channels, scratch);
-    if (din)
-        LAUNCH(batchnorm_backward_kernel, count, din, dout, in, stats, weight, dweight, dbias,
-               count, channels, accumulate);
+static void batchnorm2d_backward(Work w) {
+    column_sums(w, w.dweight, w.in);
+    if (w.din)
+        LAUNCH(batchnorm_backward_kernel, inputs(w), w.din, w.dout, w.in, w.stats, w.weight,
+               w.dweight, w.dbias, inputs(w), w.l->in.c, w.accumulate);
 }
 
 /* ==== 4. Softmax and loss =======================================================================
 
-   One warp an image: its lanes take every 32nd class, and join their results as in room 3. */
+   One warp per image: each lane reads every 32nd class; the lanes are reduced as in section 3. */
 
-/* out[k] = in[k] - largest - log(sum of exp(in[j] - largest)).   Grid: THREADS / 32 images a block.
-   Traffic: 8 N bytes */
+/* out[k] = in[k] - max(in) - log(sum of exp(in[j] - max(in))).   Grid: THREADS / 32 images per
+   block.   Traffic: 8 N bytes */
 static __global__ void log_softmax_forward_kernel(real *out, const real *in, int n, int classes) {
     int image = element() / WARP, lane = threadIdx.x % WARP;
-    if (image >= n) // a whole warp, so nobody waits for it
+    if (image >= n) // true of whole warps only
         return;
     real largest = -INFINITY, sum = 0;
     for (int k = lane; k < classes; k += WARP)
@@ -886,8 +891,8 @@ static __global__ void log_softmax_forward_kernel(real *out, const real *in, int
         out[image * classes + k] = in[image * classes + k] - log_sum;
 }
 
-static void log_softmax_forward(real *out, const real *in, size_t n, size_t classes) {
-    LAUNCH(log_softmax_forward_kernel, n * WARP, out, in, n, (int)classes);
+static void log_softmax_forward(Work w) {
+    LAUNCH(log_softmax_forward_kernel, w.n * WARP, w.out, w.in, w.n, (int)w.l->out.c);
 }
 
 // din[k] = dout[k] - exp(out[k]) * sum of dout.   Grid as above.   Traffic: 12 N bytes
@@ -904,12 +909,11 @@ static __global__ void log_softmax_backward_kernel(real *din, const real *dout, 
         din[i] = dout[i] - expf(out[i]) * sum;
 }
 
-static void log_softmax_backward(real *din, const real *dout, const real *out, size_t n,
-                                 size_t classes) {
-    LAUNCH(log_softmax_backward_kernel, n * WARP, din, dout, out, n, (int)classes);
+static void log_softmax_backward(Work w) {
+    LAUNCH(log_softmax_backward_kernel, w.n * WARP, w.din, w.dout, w.out, w.n, (int)w.l->out.c);
 }
 
-// The formulas stand at nll_loss() of cnn.c. One thread an image.   Traffic: 8 N bytes
+// The formulas are those of nll_loss() in cnn.c. One thread per image.   Traffic: 8 N bytes
 static __global__ void nll_loss_kernel(real *losses, real *dlogp, const real *logp,
                                        const uint8_t *labels, unsigned n, unsigned batch,
                                        int classes, real at_label, real elsewhere) {
@@ -934,20 +938,20 @@ static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t 
 
 /* ==== 5. Convolution, naive =====================================================================
 
-   --kernels naive: one kernel an operation, in which one thread an output runs the CPU's loops. It
-   reads every number from memory each time it needs it, which the caches soften and nothing hides.
-   The formulas stand in cnn.c, room 5; a linear layer is a convolution of 1 x 1 pixel. */
+   --kernels naive: one kernel per operation, in which one thread per output runs the CPU's loops.
+   It reads every number from memory each time it is needed; only the caches soften that. The
+   formulas are in cnn.c, section 3; a linear layer is a convolution on 1 x 1 pixel. */
 
 /* LAB 4.2 BEGIN add_bias */
-// out[n][y][x][k] += bias[k]; count: the numbers of out.   Traffic: 8 N bytes
+// out[n][y][x][k] += bias[k]; count: the elements of out.   Traffic: 8 N bytes
 static __global__ void bias_kernel(real *out, const real *bias, unsigned count, unsigned channels) {
     unsigned i = element();
     if (i < count)
         out[i] += bias[i % channels];
 }
 
-static void add_bias(real *out, const real *bias, size_t count, size_t channels) {
-    LAUNCH(bias_kernel, count, out, bias, count, channels);
+static void add_bias(Work w) {
+    LAUNCH(bias_kernel, outputs(w), w.out, w.bias, outputs(w), w.l->out.c);
 }
 /* LAB 4.2 END */
 
@@ -958,27 +962,26 @@ static __global__ void conv2d_forward_naive_kernel(real *out, const real *in, co
     unsigned i = element();
     if (i >= count)
         return;
-    Spot o = spot_of(i, s.oh, s.ow, s.oc);
+    Index o = unravel(i, s.oh, s.ow, s.oc);
     real sum = 0;
     for (int tap = 0; tap < s.kernel * s.kernel; tap++) {
-        int pixel = met_pixel(s, o, tap);
+        int pixel = input_pixel(s, o, tap);
         for (int c = 0; pixel >= 0 && c < s.c; c++)
             sum += in[pixel * s.c + c] * weight[(tap * s.c + c) * s.oc + o.c];
     }
     out[i] = sum;
 }
 
-static void conv2d_sums(real *out, const real *in, const real *weight, const Layer *l, size_t n) {
-    size_t count = n * l->out.h * l->out.w * l->out.c;
-    LAUNCH(conv2d_forward_naive_kernel, count, out, in, weight, window_of(l), count);
+static void conv2d_sums(Work w) {
+    LAUNCH(conv2d_forward_naive_kernel, outputs(w), w.out, w.in, w.weight, window_of(w.l),
+           outputs(w));
 }
 /* LAB 4.3 END */
 
-static void conv2d_forward_naive(real *out, const real *in, const real *weight, const real *bias,
-                                 const Layer *l, size_t n, real *) {
-    conv2d_sums(out, in, weight, l, n);
-    if (bias)
-        add_bias(out, bias, n * l->out.h * l->out.w * l->out.c, l->out.c);
+static void conv2d_forward_naive(Work w) {
+    conv2d_sums(w);
+    if (w.bias)
+        add_bias(w);
 }
 
 /* LAB 6.1 BEGIN data_gradient */
@@ -989,26 +992,24 @@ static __global__ void conv2d_data_gradient_naive_kernel(real *din, const real *
     unsigned i = element();
     if (i >= count)
         return;
-    Spot p = spot_of(i, s.h, s.w, s.c);
+    Index p = unravel(i, s.h, s.w, s.c);
     real sum = accumulate ? din[i] : 0;
     for (int tap = 0; tap < s.kernel * s.kernel; tap++) {
-        int pixel = meeting_pixel(s, p, tap);
+        int pixel = output_pixel(s, p, tap);
         for (int k = 0; pixel >= 0 && k < s.oc; k++)
             sum += dout[pixel * s.oc + k] * weight[(tap * s.c + p.c) * s.oc + k];
     }
     din[i] = sum;
 }
 
-static void data_gradient(real *din, const real *dout, const real *weight, const Layer *l, size_t n,
-                          bool accumulate) {
-    size_t count = n * l->in.h * l->in.w * l->in.c;
-    LAUNCH(conv2d_data_gradient_naive_kernel, count, din, dout, weight, window_of(l), count,
-           accumulate);
+static void data_gradient(Work w) {
+    LAUNCH(conv2d_data_gradient_naive_kernel, inputs(w), w.din, w.dout, w.weight, window_of(w.l),
+           inputs(w), w.accumulate);
 }
 /* LAB 6.1 END */
 
 /* LAB 6.2 BEGIN weight_gradient */
-// dweight[tap][c][k]: each thread goes through all pixels.   Traffic: up to 8 bytes a multiply-add
+// dweight[tap][c][k]: each thread sums over all pixels.   Traffic: up to 8 bytes per multiply-add
 static __global__ void conv2d_weight_gradient_naive_kernel(real *dweight, const real *dout,
                                                            const real *in, Window s, unsigned n,
                                                            unsigned count) {
@@ -1018,143 +1019,145 @@ static __global__ void conv2d_weight_gradient_naive_kernel(real *dweight, const 
     int k = (int)(i % s.oc), c = (int)(i / s.oc % s.c), tap = (int)(i / s.oc / s.c);
     real sum = 0;
     for (unsigned o = 0; o < n * s.oh * s.ow; o++) {
-        int pixel = met_pixel(s, spot_of(o, s.oh, s.ow, 1), tap);
+        int pixel = input_pixel(s, unravel(o, s.oh, s.ow, 1), tap);
         if (pixel >= 0)
             sum += in[pixel * s.c + c] * dout[o * s.oc + k];
     }
     dweight[i] = sum;
 }
 
-static void weight_gradient(real *dweight, const real *dout, const real *in, const Layer *l,
-                            size_t n) {
-    LAUNCH(conv2d_weight_gradient_naive_kernel, l->weights, dweight, dout, in, window_of(l), n,
-           l->weights);
+static void weight_gradient(Work w) {
+    LAUNCH(conv2d_weight_gradient_naive_kernel, w.l->weights, w.dweight, w.dout, w.in,
+           window_of(w.l), w.n, w.l->weights);
 }
 /* LAB 6.2 END */
 
-static void conv2d_backward_naive(real *din, real *dweight, real *dbias, const real *dout,
-                                  const real *in, const real *weight, const Layer *l, size_t n,
-                                  bool accumulate, real *scratch) {
-    bias_gradient(dbias, dout, l, n, scratch);
-    weight_gradient(dweight, dout, in, l, n);
-    if (din)
-        data_gradient(din, dout, weight, l, n, accumulate);
+static void conv2d_backward_naive(Work w) {
+    if (w.l->biases)
+        column_sums(w, NULL, NULL);
+    weight_gradient(w);
+    if (w.din)
+        data_gradient(w);
 }
 
 /* ==== 6. Convolution, tiled =====================================================================
 
    --kernels tiled: every pass is a matrix product C[M][N] = sum over K of A[M][K] * B[K][N], whose
-   A is never built ("implicit GEMM"): its elements are looked up in the image.
+   A is never stored ("implicit GEMM"): its elements are looked up in the image.
 
      pass              M: rows of C       N: columns     K: summed over      A             B
      forward           n * oh * ow        channels out   taps * channels in  in            weight
      data gradient     n * h * w          channels in    taps * chan. out    dout          weight
      weight gradient   taps * chan. in    channels out   n * oh * ow         in            dout
 
-   A block computes a tile of 128 x 64 numbers of C with 256 threads, 8 x 4 each, in registers. For
-   every 16 of K it brings 128 x 16 of A and 16 x 64 of B into shared memory, from where each number
-   is used 64 or 128 times: memory is asked 1 / 85 as often as by the naive kernels. While the
-   threads multiply, the numbers of the next step are on their way into registers.
+   A block computes a tile of 128 x 64 elements of C with 256 threads, 8 x 4 each, in registers. In
+   every step it loads 128 x 16 elements of A and 16 x 64 of B into shared memory, where each of
+   them is used 64 or 128 times: that is 1 / 85 of the naive kernels' memory accesses. While the
+   threads multiply, the numbers of the next step are being loaded into registers (double
+   buffering).
 
-   Where C has too few tiles to keep a GPU busy, K is split among blocks; their sums are added
-   afterwards, always in the same order. */
+   Where C has too few tiles to occupy a GPU, K is split among blocks (split-K); the partial sums
+   are added afterwards, always in the same order. */
 
 enum { TILE_M = 128, TILE_N = 64, TILE_K = 16, ROWS_M = 8, COLUMNS_N = 4 };
 
-/* Where an element of A or B is: the parts that its outer index (M or N) and its inner one (K) give
-   are worked out apart, since a thread keeps one of them, and are then added. A line beyond the
-   matrix has a y far below 0. */
-struct Place {
+/* The address of an element of A or B has a part that depends on its outer index (M or N) and one
+   that depends on its inner index (K). They are computed separately, since a thread keeps one of
+   them, and then added. An outer index beyond the matrix has a y far below 0. */
+struct Coord {
     int offset, y, x;
 };
 enum { OUTSIDE = -(1 << 20) };
 
-/* The operands. ALONG_K: a line's numbers lie side by side in memory; otherwise the lines do.
+/* The operands. K_CONTIGUOUS: elements with neighbouring K are neighbours in memory; otherwise
+   those with neighbouring outer indices are.
 
-   Matrix<false>: [K][lines], depth unused. Matrix<true>: [K / depth][lines][depth], as the data
-   gradient reads the weights: its lines are the channels in, depth the channels out. */
+   Matrix<false>: [K][lines], depth unused. Matrix<true>: [K / depth][lines][depth], which is how
+   the data gradient reads the weights: lines are the channels in, depth the channels out. */
 template <bool DEEP> struct Matrix {
-    enum { ALONG_K = DEEP };
+    enum { K_CONTIGUOUS = DEEP };
     const real *data;
     int lines, depth;
-    __device__ Place outer(int i) const {
-        return {ALONG_K ? i * depth : i, 0, 0};
+    __device__ Coord outer(int i) const {
+        return {K_CONTIGUOUS ? i * depth : i, 0, 0};
     }
-    __device__ Place inner(int k) const {
-        return {ALONG_K ? k / depth * lines * depth + k % depth : k * lines, 0, 0};
+    __device__ Coord inner(int k) const {
+        return {K_CONTIGUOUS ? k / depth * lines * depth + k % depth : k * lines, 0, 0};
     }
-    __device__ real at(Place a, Place b) const {
+    __device__ real at(Coord a, Coord b) const {
         return a.y < 0 ? 0 : data[a.offset + b.offset];
     }
 };
 
-/* An image under a filter. Position (n, y, x) of the other image and tap (i, j) meet the pixel
+/* An image as the matrix of the patches under a filter (im2col). Position (n, y, x) of the other
+   image and tap (i, j) meet the pixel
      (y * step + origin + direction * i) / divisor, x likewise,
-   if that is a whole number inside the image. Forward: step = stride, origin = -padding, direction
-   = 1, divisor = 1. Data gradient: 1, padding, -1, stride.
-   Lines are positions (PIXELS) and K goes over taps and channels, or the other way round (TAPS). */
-enum PictureLines { PIXELS, TAPS };
+   if that is an integer inside the image. Forward: step = stride, origin = -padding, direction = 1,
+   divisor = 1. Data gradient: 1, padding, -1, stride.
+   The outer index counts positions (PIXELS) and K taps and channels, or vice versa (TAPS). */
+enum OuterIndex { PIXELS, TAPS };
 
-template <PictureLines LINES> struct Picture {
-    enum { ALONG_K = LINES == PIXELS };
+template <OuterIndex OUTER> struct Im2col {
+    enum { K_CONTIGUOUS = OUTER == PIXELS };
     const real *data;
     int h, w, channels;    // of this image
     int across, per_image; // positions in a row and in all of the other image
     int kernel, step, origin, direction, divisor;
-    __device__ Place position(int i) const {
+    __device__ Coord position(int i) const {
         int p = i % per_image;
         return {i / per_image * h * w * channels, p / across * step + origin,
                 p % across * step + origin};
     }
-    __device__ Place tap(int k) const {
+    __device__ Coord tap(int k) const {
         int t = k / channels;
         return {k % channels, direction * (t / kernel), direction * (t % kernel)};
     }
-    __device__ real at(Place a, Place b) const {
+    __device__ real at(Coord a, Coord b) const {
         int y = a.y + b.y, x = a.x + b.x;
-        bool met = y >= 0 && x >= 0;
+        bool valid = y >= 0 && x >= 0;
         if (divisor > 1) {
-            met = met && y % divisor == 0 && x % divisor == 0;
+            valid = valid && y % divisor == 0 && x % divisor == 0;
             y /= divisor;
             x /= divisor;
         }
-        return met && y < h && x < w ? data[a.offset + b.offset + (y * w + x) * channels] : 0;
+        return valid && y < h && x < w ? data[a.offset + b.offset + (y * w + x) * channels] : 0;
     }
-    __device__ Place outer(int i) const {
-        return LINES == PIXELS ? position(i) : tap(i);
+    __device__ Coord outer(int i) const {
+        return OUTER == PIXELS ? position(i) : tap(i);
     }
-    __device__ Place inner(int k) const {
-        return LINES == PIXELS ? tap(k) : position(k);
+    __device__ Coord inner(int k) const {
+        return OUTER == PIXELS ? tap(k) : position(k);
     }
 };
 
-/* One thread's share of bringing a tile of LINES x TILE_K numbers into shared memory [k][line].
-   Neighbouring threads take what lies side by side in memory: neighbouring k if ALONG_K, and then a
-   thread has one k; else neighbouring lines, and a thread has one line. fetch() and put() lie apart
-   so that arithmetic can stand between. A line of shared memory is 4 numbers longer than it must
-   be: else the threads that store one line's numbers would fall on the same of its 32 banks, and
-   wait for each other. */
+/* One thread's share of loading a tile of LINES x TILE_K numbers into shared memory [k][line].
+   Neighbouring threads load numbers that are neighbours in memory: neighbouring k if K_CONTIGUOUS,
+   where a thread has a single k; else neighbouring lines, where a thread has a single line. fetch()
+   and put() are separate so that arithmetic can be done between them. A line of shared memory is
+   padded by 4 numbers: otherwise the threads that store the numbers of one line would use the same
+   of its 32 banks, and be serialised (a bank conflict). */
 template <class Operand, int LINES> struct TileLoader {
-    enum { ALONG_K = Operand::ALONG_K, COUNT = LINES * TILE_K / THREADS, PITCH = LINES + 4 };
-    Place outer[COUNT];
+    enum { K_CONTIGUOUS = Operand::K_CONTIGUOUS, COUNT = LINES * TILE_K / THREADS };
+    enum { PITCH = LINES + 4 };
+    Coord outer[COUNT];
     real numbers[COUNT];
     __device__ TileLoader(const Operand &operand, int first_line, int lines) {
 #pragma unroll
         for (int i = 0; i < COUNT; i++)
             outer[i] = first_line + line(i) < lines ? operand.outer(first_line + line(i))
-                                                    : Place{0, OUTSIDE, 0};
+                                                    : Coord{0, OUTSIDE, 0};
     }
     __device__ static int line(int i) {
-        return ALONG_K ? threadIdx.x / TILE_K + i * (THREADS / TILE_K) : threadIdx.x % LINES;
+        return K_CONTIGUOUS ? threadIdx.x / TILE_K + i * (THREADS / TILE_K) : threadIdx.x % LINES;
     }
     __device__ static int depth(int i) {
-        return ALONG_K ? threadIdx.x % TILE_K : threadIdx.x / LINES + i * (THREADS / LINES);
+        return K_CONTIGUOUS ? threadIdx.x % TILE_K : threadIdx.x / LINES + i * (THREADS / LINES);
     }
     __device__ void fetch(const Operand &operand, int k, int end) {
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
-            Place inner = operand.inner(k + depth(i));
-            numbers[i] = k + depth(i) < end ? operand.at(outer[ALONG_K ? i : 0], inner) : 0;
+            Coord inner = operand.inner(k + depth(i));
+            numbers[i] = k + depth(i) < end ? operand.at(outer[K_CONTIGUOUS ? i : 0], inner) : 0;
         }
     }
     __device__ void put(real *tile) const {
@@ -1164,10 +1167,10 @@ template <class Operand, int LINES> struct TileLoader {
     }
 };
 
-// What becomes of a number of C.
+// The epilogue: what is done with an element of C while it is stored.
 struct Epilogue {
-    real *out;               // [M][N]; with splits > 1: [split][M][N], and nothing of the following
-    const real *bias = NULL; // of a column
+    real *out;               // [M][N]; with splits > 1: [split][M][N], and none of the following
+    const real *bias = NULL; // one per column
     bool relu = false, accumulate = false;
     __device__ void store(unsigned at, int column, real sum) const {
         sum += (bias ? bias[column] : 0) + (accumulate ? out[at] : 0);
@@ -1175,7 +1178,7 @@ struct Epilogue {
     }
 };
 
-/* C = A * B over K from this split's first to its last; the table above says what A and B are.
+/* C = A * B over the K of this split; the table above lists A and B.
    Two blocks fit on a multiprocessor: a thread has at most 128 registers.
    Grid: M / 128 x N / 64 x splits.   Shared memory: 2 x (132 + 68) x 16 floats = 25.6 KB.
    Traffic: 4 K (M N / 64 + M N / 128) + 4 M N bytes, most of it served by the L2 cache */
@@ -1184,9 +1187,9 @@ static __global__ void __launch_bounds__(THREADS, 2)
     gemm_kernel(A a, B b, Epilogue e, int rows, int columns, int depth, int depth_of_split) {
     using LoadA = TileLoader<A, TILE_M>;
     using LoadB = TileLoader<B, TILE_N>;
-    __shared__ __align__(16) real tile_a[2][TILE_K * LoadA::PITCH]; // read 4 numbers at a time
+    __shared__ __align__(16) real tile_a[2][TILE_K * LoadA::PITCH]; // read as float4
     __shared__ __align__(16) real tile_b[2][TILE_K * LoadB::PITCH];
-    static_assert(LoadA::PITCH % 4 == 0 && LoadB::PITCH % 4 == 0, "lines begin on 16 bytes");
+    static_assert(LoadA::PITCH % 4 == 0 && LoadB::PITCH % 4 == 0, "lines are aligned to 16 bytes");
     const int first_row = blockIdx.x * TILE_M, first_column = blockIdx.y * TILE_N;
     const int begin = blockIdx.z * depth_of_split, end = min(begin + depth_of_split, depth);
     LoadA load_a(a, first_row, rows);
@@ -1199,7 +1202,7 @@ static __global__ void __launch_bounds__(THREADS, 2)
     for (int k = begin, buffer = 0; k < end; k += TILE_K, buffer ^= 1) {
         load_a.put(tile_a[buffer]);
         load_b.put(tile_b[buffer]);
-        __syncthreads(); // the tiles are whole; nobody reads those of the step before last
+        __syncthreads(); // the tiles are complete; those of the step before last are no longer read
         load_a.fetch(a, k + TILE_K, end);
         load_b.fetch(b, k + TILE_K, end);
 #pragma unroll
@@ -1240,17 +1243,17 @@ static __global__ void join_splits_kernel(Epilogue e, const real *parts, int spl
     e.store(i, (int)(i % columns), sum);
 }
 
-/* How many ways K is split: as long as there are no more than MOST_TILES tiles, about two for each
-   multiprocessor of a large GPU, and each has at least 256 of K. By shapes alone, not by the GPU at
-   hand, so that all GPUs compute the same bits. */
+/* Into how many parts K is split: as long as there are at most MOST_TILES tiles, about two for each
+   multiprocessor of a large GPU, and each has at least 256 of K. This depends on the shapes alone,
+   not on the GPU, so that all GPUs compute the same bits. */
 enum { MOST_TILES = 256, LEAST_DEPTH = 256 };
 
 static size_t gemm_splits(size_t rows, size_t columns, size_t depth) {
-    size_t room = MOST_TILES / (ceil_div(rows, TILE_M) * ceil_div(columns, TILE_N));
-    return min(max(room, (size_t)1), ceil_div(depth, LEAST_DEPTH));
+    size_t most = MOST_TILES / (ceil_div(rows, TILE_M) * ceil_div(columns, TILE_N));
+    return min(max(most, (size_t)1), ceil_div(depth, LEAST_DEPTH));
 }
 
-// At least what the sums of all splits take, for these rows or fewer and this depth or less.
+// An upper bound of what the sums of all splits take, for up to these rows and this depth.
 static size_t parts_size(size_t rows, size_t columns, size_t depth) {
     return min(ceil_div(depth, LEAST_DEPTH) * rows * columns, (size_t)MOST_TILES * TILE_M * TILE_N);
 }
@@ -1268,36 +1271,36 @@ static void gemm(Epilogue e, const A &a, const B &b, size_t rows, size_t columns
         LAUNCH(join_splits_kernel, rows * columns, e, scratch, splits, rows * columns, columns);
 }
 
-// A layer's input (forward) or dout under its filter, seen from each pixel of its other image.
-template <PictureLines LINES>
-static Picture<LINES> picture(const real *data, const Layer *l, bool forward) {
+// The patches of a layer's input under its filter (forward), or of dout (the data gradient).
+template <OuterIndex OUTER>
+static Im2col<OUTER> im2col(const real *data, const Layer *l, bool forward) {
     Window s = window_of(l);
     if (forward)
         return {data, s.h, s.w, s.c, s.ow, s.oh * s.ow, s.kernel, s.stride, -s.padding, 1, 1};
     return {data, s.oh, s.ow, s.oc, s.w, s.h * s.w, s.kernel, 1, s.padding, -1, s.stride};
 }
 
-static void conv2d_forward_tiled(real *out, const real *in, const real *weight, const real *bias,
-                                 const Layer *l, size_t n, real *scratch) {
-    gemm({out, bias, l->fused_relu}, picture<PIXELS>(in, l, true),
-         Matrix<false>{weight, (int)l->out.c, 1}, n * l->out.h * l->out.w, l->out.c,
-         l->kernel * l->kernel * l->in.c, scratch);
+static void conv2d_forward_tiled(Work w) {
+    const Layer *l = w.l;
+    gemm({w.out, w.bias, l->relu}, im2col<PIXELS>(w.in, l, true),
+         Matrix<false>{w.weight, (int)l->out.c, 1}, outputs(w) / l->out.c, l->out.c,
+         l->kernel * l->kernel * l->in.c, w.scratch);
 }
 
-static void conv2d_backward_tiled(real *din, real *dweight, real *dbias, const real *dout,
-                                  const real *in, const real *weight, const Layer *l, size_t n,
-                                  bool accumulate, real *scratch) {
+static void conv2d_backward_tiled(Work w) {
+    const Layer *l = w.l;
     size_t taps = l->kernel * l->kernel;
-    bias_gradient(dbias, dout, l, n, scratch);
-    gemm({dweight}, picture<TAPS>(in, l, true), Matrix<false>{dout, (int)l->out.c, 1},
-         taps * l->in.c, l->out.c, n * l->out.h * l->out.w, scratch);
-    if (din)
-        gemm({din, NULL, false, accumulate}, picture<PIXELS>(dout, l, false),
-             Matrix<true>{weight, (int)l->in.c, (int)l->out.c}, n * l->in.h * l->in.w, l->in.c,
-             taps * l->out.c, scratch);
+    if (w.l->biases)
+        column_sums(w, NULL, NULL);
+    gemm({w.dweight}, im2col<TAPS>(w.in, l, true), Matrix<false>{w.dout, (int)l->out.c, 1},
+         taps * l->in.c, l->out.c, outputs(w) / l->out.c, w.scratch);
+    if (w.din)
+        gemm({w.din, NULL, false, w.accumulate}, im2col<PIXELS>(w.dout, l, false),
+             Matrix<true>{w.weight, (int)l->in.c, (int)l->out.c}, inputs(w) / l->in.c, l->in.c,
+             taps * l->out.c, w.scratch);
 }
 
-// Multiply-adds in registers: 8 independent sums a thread, 16 FLOP in each of `steps` rounds.
+// Multiply-adds in registers: 8 independent sums per thread, 16 FLOP in each of `steps` iterations.
 static __global__ void peak_kernel(real *out, int steps) {
     real sums[8], total = 0;
     for (int i = 0; i < 8; i++)
@@ -1310,9 +1313,10 @@ static __global__ void peak_kernel(real *out, int steps) {
     out[element()] = total;
 }
 
+// GFLOP/s of this device, the best of 5 runs.
 static double peak_gflops(void) {
 #ifdef CUDA_ON_CPU
-    const int steps = 8; // it means nothing
+    const int steps = 8; // times mean nothing there
 #else
     const int steps = 20000;
 #endif
@@ -1321,7 +1325,7 @@ static double peak_gflops(void) {
     size_t threads = (size_t)p.multiProcessorCount * 8 * THREADS;
     real *out = (real *)device_alloc(threads * sizeof *out);
     double best = 0;
-    for (int round = 0; round < 5 && out; round++) {
+    for (int repeat = 0; repeat < 5 && out; repeat++) {
         mark(0);
         LAUNCH(peak_kernel, threads, out, steps);
         mark(1);
@@ -1331,41 +1335,71 @@ static double peak_gflops(void) {
     return best / 1e9;
 }
 
-/* ==== 7. The table of the backend ============================================================= */
+/* ==== 7. The backends ===========================================================================
 
-// Room for the sums of slices, and of a product's splits where there are any. Kernels count in 32
-// bits, so a tensor must not have more numbers than that.
+   The tables of functions that cnn.c calls: struct Backend and struct Work explain them. */
+
+// Memory for the sums of slices, and for a product's splits where there are any. Kernels count in
+// 32 bits, so a tensor must not have more elements than that.
 static size_t scratch_size(const Layer *l, size_t n) {
     size_t sums = 2 * SUM_SLICES * l->out.c, taps = l->kernel * l->kernel;
-    size_t outputs = n * l->out.h * l->out.w, inputs = n * l->in.h * l->in.w;
-    if (max(inputs * l->in.c, outputs * l->out.c) >> 31)
-        fail(1, "layer %s: %zu images have more than 2^31 numbers; use a smaller --batch-size",
+    size_t in_pixels = n * l->in.h * l->in.w, out_pixels = n * l->out.h * l->out.w;
+    if (max(in_pixels * l->in.c, out_pixels * l->out.c) >> 31)
+        fail(1, "layer %s: %zu images have more than 2^31 numbers; use a smaller --batch-size "
+                "or --test-batch-size",
              l->name, n);
     if (l->kind != CONV2D && l->kind != LINEAR)
         return l->kind == BATCHNORM2D ? sums : 0;
-    size_t parts = max(parts_size(outputs, l->out.c, taps * l->in.c),
-                       max(parts_size(taps * l->in.c, l->out.c, outputs),
-                           parts_size(inputs, l->in.c, taps * l->out.c)));
+    size_t parts = max(parts_size(out_pixels, l->out.c, taps * l->in.c),
+                       max(parts_size(taps * l->in.c, l->out.c, out_pixels),
+                           parts_size(in_pixels, l->in.c, taps * l->out.c)));
     return max(sums, parts);
 }
 
-// In the order of struct Backend in cnn.c; NULL: prepare() and conv2d_..._pooled().
 static Backend make_backend(bool tiled) {
-    auto conv2d_forward = tiled ? conv2d_forward_tiled : conv2d_forward_naive;
-    auto conv2d_backward = tiled ? conv2d_backward_tiled : conv2d_backward_naive;
-    return {"cuda", tiled ? "tiled" : "naive", tiled, scratch_size, NULL,
-            // memory, copies, marks, the loader
-            device_alloc, device_free, host_alloc, host_free, copy, transfer, receive, synchronize,
-            mark, elapsed, wait, peak_gflops, range, record, gather,
-            // conv2d and linear, which is the same; then layer by layer; optimizers
-            conv2d_forward, conv2d_backward, NULL, NULL, conv2d_forward, conv2d_backward,
-            batchnorm2d_forward, batchnorm2d_backward, relu_forward, relu_backward,
-            maxpool2d_forward, maxpool2d_backward, avgpool2d_forward, avgpool2d_backward, add,
-            dropout_forward, dropout_backward, log_softmax_forward, log_softmax_backward, nll_loss,
-            adadelta, sgd};
+    Backend b = {};
+    b.name = "cuda";
+    b.kernels = tiled ? "tiled" : "naive";
+    // devices, their memory and their stream of work
+    b.devices = devices;
+    b.use = use;
+    b.describe = describe;
+    b.alloc = device_alloc;
+    b.release = device_free;
+    b.pinned_alloc = pinned_alloc;
+    b.pinned_release = pinned_free;
+    b.copy = copy;
+    b.transfer = transfer;
+    b.receive = receive;
+    b.synchronize = synchronize;
+    b.mark = mark;
+    b.elapsed = elapsed;
+    b.wait = wait;
+    b.peak_gflops = peak_gflops;
+    b.range = range;
+    b.record = record;
+    // one row for each kind of layer: forward, backward, whether the forward fuses the ReLU
+    b.layers[CONV2D] = {conv2d_forward_naive, conv2d_backward_naive, false};
+    b.layers[BATCHNORM2D] = {batchnorm2d_forward, batchnorm2d_backward, true};
+    b.layers[RELU] = {relu_forward, relu_backward, false};
+    b.layers[MAXPOOL2D] = {maxpool2d_forward, maxpool2d_backward, false};
+    b.layers[AVGPOOL2D] = {avgpool2d_forward, avgpool2d_backward, false};
+    b.layers[ADD] = {add_forward, add_backward, true};
+    b.layers[DROPOUT] = {dropout_forward, dropout_backward, false};
+    b.layers[LOG_SOFTMAX] = {log_softmax_forward, log_softmax_backward, false};
+    if (tiled) // whose epilogue applies the ReLU
+        b.layers[CONV2D] = {conv2d_forward_tiled, conv2d_backward_tiled, true};
+    b.layers[LINEAR] = b.layers[CONV2D]; // a linear layer is a convolution on 1 x 1 pixel
+    b.scratch_size = scratch_size;
+    // the loss, optimizers and the loader
+    b.nll_loss = nll_loss;
+    b.adadelta = adadelta;
+    b.sgd = sgd;
+    b.gather = gather;
+    return b;
 }
 
-// The backends, the best one last; NULL behind it.
+// The backends, the best one last, then NULL.
 extern "C" const Backend *cuda_backend(size_t i) {
     static const Backend backends[] = {make_backend(false), make_backend(true)};
     return i < sizeof backends / sizeof *backends ? &backends[i] : NULL;

@@ -1,0 +1,1658 @@
+/* cnn_kernels.c - the fast convolutions and max-pools of the CPU.
+
+   cnn.c is a whole program without this file. Where the file exists, section 7 of cnn.c includes it
+   as text (-DCNN_NO_KERNELS leaves it out) and --kernels fast chooses the table at its end,
+   fast_backend. The kernels compute what the definitions in section 3 compute, equal up to
+   rounding, close to the peak rate of the machine. The parts, in reading order:
+
+     The register tile   every convolution and linear layer, forward and backward
+     Winograd            3 x 3 and 5 x 5 filters with stride 1, in fewer multiplications
+     Behind a max-pool   the backward of a convolution that is pooled, without its zeros
+     The backend         which layer runs which of these
+
+   Each gain given below is the speed of a whole training (images/s) with that part over the speed
+   without it, measured on 2 cores of an AMD Zen 5 with AVX-512, two threads. */
+
+/* ---- The register tile --------------------------------------------------------------------------
+
+   A core computes in vector registers of LANES floats: 16 with AVX-512, 8 with AVX2, 4 with NEON.
+   Each cycle it can issue 2 fused multiply-adds (FMA) acc += a * b, and each takes 4 cycles to
+   complete. A plain loop falls short of that rate for two reasons:
+
+     Loads     Two vectors can be loaded in a cycle. With a and b from memory an FMA needs two
+               loads, so the FMA units are busy half of the time at best, and less if the data come
+               from L2 or L3.
+     Latency   An FMA must wait for the one before it on the same acc. One accumulator gets one FMA
+               in 4 cycles; 2 units * 4 cycles need at least 8 independent accumulators.
+
+   Register tiling (register blocking) solves both: the accumulators of a block of outputs, ROWS x
+   VECTORS vectors, stay in registers during a whole sum, and each step of the sum loads ROWS
+   scalars a and VECTORS vectors b and uses every one of them several times:
+
+     acc[i][j] += a[i] * b[j]     for all i < ROWS, j < VECTORS
+
+   6 x 4 vectors: 24 FMAs for 10 loads and 24 independent accumulators, which with 4 registers of b
+   and one of a fit the 32 registers of AVX-512. AVX2 has 16 registers: 6 x 2 vectors.
+
+   One tile with numbers. A 3 x 3 convolution, stride 1, padding 1, of a 6 x 6 image with 8
+   channels, to 64 channels; AVX-512. The first tile computes 6 output pixels, 0 to 5, the upper row
+   of the image, with all their 64 = 4 * 16 channels. The filter has 9 taps; each tap selects one
+   input pixel for each output pixel (-: outside of the image):
+
+     tap             0   1   2    3   4   5    6   7   8
+     output pixel 0  -   -   -    -   0   1    -   6   7
+     output pixel 1  -   -   -    0   1   2    6   7   8
+          ...
+     output pixel 5  -   -   -    4   5   -   10  11   -
+
+   Taps 0 to 2 lie above the image for all six pixels, so they are left out of the list of taps.
+   Where a tap is outside for some of the pixels only, these read zeros. The sum has 6 taps * 8
+   channels = 48 steps. The step of tap 4, channel 3 loads
+     a[i] = in[pixel i][3]                    6 scalars, i = 0 .. 5, each broadcast to a register
+     b[j] = weight[4][3][16 j .. 16 j + 15]   4 vectors, j = 0 .. 3
+   and does 24 FMAs. The whole tile: 48 * 24 = 1152 FMAs, 576 cycles at 2 a cycle, and 48 * 10 = 480
+   loads, 240 cycles, so the FMA units are the limit, as intended. The accumulators start from the
+   bias; at the end they pass the ReLU and are stored. The second tile, pixels 6 to 11, lists all 9
+   taps and has 72 steps.
+
+   The weights are packed before a pass, in the order in which tiles read them. Here that is
+     packed[tap][channel in][64 channels out]      9 * 8 * 64 floats, 18 KB
+   and the step above reads the 64 floats from (4 * 8 + 3) * 64 on, the next step the next 64. With
+   128 channels out, the same for channels 64 to 127 follows: [block][tap][channel in][64].
+
+   All three passes of a convolution are such sums, with different rows and columns:
+
+                        rows i (a)            columns j (b)         sum over
+     forward            6 output pixels       channels out          taps, channels in
+     data gradient      6 input pixels        channels in           taps, channels out
+     weight gradient    6 channels in         channels out          pixels, for each tap
+
+   dot_tile() does the first two; the data gradient is a forward from dout to din with transposed
+   weights. outer_tile() does the third: it adds up outer products of in[pixel] and dout[pixel].
+
+   Stride, padding and borders are in two pixel maps, computed once for each layer by make_maps():
+   for each output pixel and tap, the input pixel that the tap selects, or OUTSIDE; and for each
+   input pixel and tap, the output pixel that reads it through the tap. The tiles know only
+   addresses. A linear layer is the convolution of a 1 x 1 image and takes the same path. */
+
+enum {
+    ROWS = 6, // of a tile
+    VECTORS = VECTOR_SUMS / ROWS,
+    MAX_VECTORS = 4,
+    COLUMNS = VECTORS * LANES, // of the widest tile
+    MAX_TAPS = 11 * 11,        // the largest kernel: 11 x 11
+    FEW = 8,                   // with fewer channels than this a row of taps is read as one tap
+    RUN = 11 * FEW,            // the most elements of such a row
+    // L2 blocking
+    MAX_DEPTH = 1024,          // channels that a tile sums over at a time
+    WEIGHT_BYTES = 256 * 1024, // of the weights used at a time: they stay in L2
+    GROUP_PIXELS = 512,        // output pixels computed with these weights
+    // Winograd
+    SIDE = 6,             // input pixels across a tile
+    POINTS = SIDE * SIDE, // of a tile, before and after its transform
+    BLOCK_TILES = 18,     // tiles between transforms: with 256 channels they fit L2
+    GRADIENT_TILES = 36,  // in a weight gradient: more, since it reads all its sums each time
+    // weight gradients
+    PAIRS = 128,                      // pixels that a tile sums over at a time
+    SLICES = 32,                      // independent parts of the batch at most, for load balance
+    SLICE_ELEMENTS = 2 * 1024 * 1024, // of the sums of all slices at most
+    SLICE_PIXELS = 256,               // of a slice at least
+    WINOGRAD_SLICE_PIXELS = 1024,     // of a slice at least, for each block of COLUMNS
+};
+// an integer as wide as a real; a comparison of vectors sets all bits of a lane, or none
+typedef __typeof__(__builtin_choose_expr(sizeof(real) == 8, (int64_t)0, (int32_t)0)) lane;
+typedef lane mask __attribute__((vector_size(VECTOR_BYTES)));
+
+#define INLINE static inline __attribute__((always_inline))
+#define NOINLINE static __attribute__((noinline))
+
+// memcpy() of less than a vector: a half, a quarter, ..., one element, by the bits of its size
+INLINE void copy_part(void *to, const void *from, size_t bytes) {
+    UNROLL
+    for (size_t part = VECTOR_BYTES / 2; part >= sizeof(real); part /= 2)
+        if (bytes & part) {
+            memcpy(to, from, part);
+            to = (char *)to + part;
+            from = (const char *)from + part;
+        }
+}
+
+// Loads and stores min(count, LANES) elements; the other lanes are 0 or not stored.
+INLINE vec load(const real *from, size_t count) {
+    if (count >= LANES)
+        return *(const vec *)from;
+    vec v = {0};
+    copy_part(&v, from, count * sizeof *from);
+    return v;
+}
+
+INLINE void store(real *to, vec v, size_t count) {
+    if (count >= LANES)
+        *(vec *)to = v;
+    else
+        copy_part(to, &v, count * sizeof *to);
+}
+
+INLINE vec relu_vec(vec v) {
+    return (vec)((mask)v & ~(v < 0));
+}
+
+INLINE size_t whole_vectors(size_t count) // rounds up to a multiple of LANES
+{
+    return ceil_div(count, LANES) * LANES;
+}
+
+INLINE size_t remaining(size_t columns, size_t j) // columns from vector j on
+{
+    return columns > j * LANES ? columns - j * LANES : 0;
+}
+
+// The arguments of dot_tile(): 6 output pixels, and 6 input pixels for each tap of the list.
+typedef struct DotTile {
+    real *out[ROWS];
+    const real *in[MAX_TAPS][ROWS];
+    size_t tap[MAX_TAPS];   // the list: which taps of the filter
+    size_t taps, depth;     // length of the list; steps of the sum for each tap
+    const real *weight;     // packed: [tap][depth][width of the tile]
+    const real *bias;       // NULL: the sum starts from 0
+    size_t column, columns; // of out and bias: [column, column + columns)
+    size_t pitch;           // elements from an input pixel to the next
+    bool accumulate, relu;  // accumulate: the sum starts from out
+} DotTile;
+
+// acc[i][j] += a[i][d] * w[j]: one step of the sum
+INLINE void dot_step(const size_t rows, const size_t vectors, vec acc[ROWS][MAX_VECTORS],
+                     const real *const a[ROWS], size_t d, const real *w) {
+    real factor[ROWS];
+    vec b[MAX_VECTORS];
+    UNROLLED(i, rows)
+        factor[i] = a[i][d];
+    UNROLLED(j, vectors)
+        b[j] = *(const vec *)(w + j * LANES);
+    UNROLLED(i, rows)
+        UNROLLED(j, vectors)
+            acc[i][j] += factor[i] * b[j];
+}
+
+/* out[i][column + c] = start + sum over taps t and d < depth of
+                                in[t][i][d] * weight[tap[t]][d][c]      for i < rows, c < columns
+   A tile of one vector has 6 accumulators, too few to hide the latency, so it keeps two for each
+   output, for even and for odd d. The prefetch is for the next tile, which most likely reads the
+   pixels behind these. */
+INLINE void dot_tile(const size_t rows, const size_t vectors, const DotTile *t) {
+    const size_t parts = vectors == 1 ? 2 : 1, whole = t->depth / parts * parts;
+    const size_t width = vectors * LANES, columns = t->columns;
+    vec acc[2][ROWS][MAX_VECTORS];
+    UNROLLED(j, vectors) {
+        const size_t at = t->column + j * LANES, count = remaining(columns, j);
+        const vec start = t->bias ? load(t->bias + at, count) : (vec){0};
+        UNROLLED(i, rows) {
+            acc[0][i][j] = t->accumulate ? load(t->out[i] + at, count) : start;
+            acc[1][i][j] = (vec){0};
+        }
+    }
+    for (size_t tap = 0; tap < t->taps; tap++) {
+        const real *a[ROWS], *w = t->weight + t->tap[tap] * t->depth * width;
+        UNROLLED(i, rows)
+            a[i] = t->in[tap][i];
+        for (size_t d = 0; d < whole; d += parts, w += parts * width) {
+            __builtin_prefetch(a[rows - 1] + t->pitch + rows * d);
+            UNROLLED(s, parts)
+                dot_step(rows, vectors, acc[s], a, d + s, w + s * width);
+        }
+        if (whole < t->depth)
+            dot_step(rows, vectors, acc[0], a, whole, w);
+    }
+    UNROLLED(i, rows)
+        UNROLLED(j, vectors) {
+            vec v = acc[0][i][j];
+            if (parts == 2)
+                v += acc[1][i][j];
+            v = t->relu ? relu_vec(v) : v;
+            store(t->out[i] + t->column + j * LANES, v, remaining(columns, j));
+        }
+}
+
+// One term of a weight gradient: an input pixel, and the gradient of an output pixel that reads it.
+typedef struct Pair {
+    const real *in, *dout;
+} Pair;
+
+typedef struct OuterTile {
+    real *dweight; // the first row's; `stride` elements from one row to the next
+    size_t stride, columns;
+    const Pair *pairs;
+    size_t count, row, column; // count: of the pairs; the tile's first row and column within them
+    size_t ahead;              // prefetches this many elements after in
+} OuterTile;
+
+/* dweight[i][c] += sum over pairs of in[row + i] * dout[column + c]     for i < rows, c < columns
+   Reads whole vectors of dout and drops what is past the columns. */
+INLINE void outer_tile(const size_t rows, const size_t vectors, const OuterTile *t) {
+    const size_t count = t->count, row = t->row, column = t->column, ahead = t->ahead;
+    const size_t columns = t->columns, stride = t->stride;
+    real *dweight = t->dweight;
+    vec acc[ROWS][MAX_VECTORS];
+    UNROLLED(i, rows)
+        UNROLLED(j, vectors)
+            acc[i][j] = load(dweight + i * stride + j * LANES, remaining(columns, j));
+    for (const Pair *p = t->pairs, *end = p + count; p < end; p++) {
+        const real *a = p->in + row, *d = p->dout + column;
+        vec b[MAX_VECTORS];
+        __builtin_prefetch(a + ahead);
+        UNROLLED(j, vectors)
+            b[j] = *(const vec *)(d + j * LANES);
+        UNROLLED(i, rows)
+            UNROLLED(j, vectors)
+                acc[i][j] += a[i] * b[j];
+    }
+    UNROLLED(i, rows)
+        UNROLLED(j, vectors)
+            store(dweight + i * stride + j * LANES, acc[i][j], remaining(columns, j));
+}
+
+/* The compiler keeps acc in registers only where the size of a tile is constant, so each size is a
+   function of its own, and tables select among them. Not inlined: with several tiles in one
+   function gcc spills registers. */
+#define TILE(tile, rows, columns, Arguments)                      \
+    NOINLINE void tile##_##rows##_##columns(const Arguments *t) { \
+        tile(rows, columns, t);                                   \
+    }
+#define TILES(tile, rows, Arguments) \
+    TILE(tile, rows, 1, Arguments)   \
+    TILE(tile, rows, 2, Arguments)   \
+    TILE(tile, rows, 3, Arguments)   \
+    TILE(tile, rows, 4, Arguments)
+#define TILE_ROW(tile, rows) \
+    { tile##_##rows##_1, tile##_##rows##_2, tile##_##rows##_3, tile##_##rows##_4 }
+TILES(dot_tile, 6, DotTile)
+TILES(outer_tile, 1, OuterTile)
+TILES(outer_tile, 2, OuterTile)
+TILES(outer_tile, 3, OuterTile)
+TILES(outer_tile, 4, OuterTile)
+TILES(outer_tile, 5, OuterTile)
+TILES(outer_tile, 6, OuterTile)
+typedef void DotTileFunction(const DotTile *t);
+typedef void OuterTileFunction(const OuterTile *t);
+// by vectors - 1; outer_tiles by rows - 1, then by vectors - 1
+static DotTileFunction *const dot_tiles[MAX_VECTORS] = TILE_ROW(dot_tile, 6);
+static OuterTileFunction *const outer_tiles[ROWS][MAX_VECTORS] = {
+    TILE_ROW(outer_tile, 1), TILE_ROW(outer_tile, 2), TILE_ROW(outer_tile, 3),
+    TILE_ROW(outer_tile, 4), TILE_ROW(outer_tile, 5), TILE_ROW(outer_tile, 6)};
+
+/* A forward pass or a data gradient: in both, `in` is read, `out` is computed, and the sizes are
+   named accordingly. Adjacent taps in a row of the filter select adjacent input pixels. Where the
+   channels are few, such a run of taps is read as one tap that is kernel * channels deep. */
+typedef struct Pass {
+    const int32_t *map;      // [out_pixels][1 + taps * run]: an output pixel, then its input pixels
+    Shape in, out;           // in.c channels are summed over, out.c columns are computed
+    size_t taps, run, depth; // taps of this pass; taps of the filter in each; elements in each
+    size_t in_pixels, out_pixels;
+    size_t padding;  // of the input, as this pass sees it
+    size_t tile;     // outputs across a Winograd tile: 4 for 3 x 3, 2 for 5 x 5; 0: by convolve()
+    bool inside;     // no tap is ever outside of the image
+    bool transposed; // the weights are stored [tap][column][depth]
+    bool relu;       // output = max(sum, 0)
+    bool accumulate; // output +=
+    // the data, see bind_pass()
+    size_t n;               // images
+    const real *input;      // [n][in_pixels][in.c]
+    real *output;           // [n][out_pixels][out.c]
+    const real *weight;     // [taps][depth][out.c], or transposed
+    const real *bias;       // [out.c], or NULL
+    real *packed, *scratch; // the weights, packed; tile_area() for each thread
+} Pass;
+
+// See "Winograd" below.
+static bool suits_winograd(const Layer *l, Shape in, Shape out) {
+    return (l->kernel == 3 || l->kernel == 5) && l->stride == 1 && in.c % LANES == 0 &&
+           in.c >= FEW && in.c <= MAX_DEPTH && out.c >= LANES &&
+           out.h * out.w >= 64; // on small images the transforms cost more than they save
+}
+
+// Elements of one map: of the pixels of a layer's input or output.
+static size_t map_size(const Layer *l, Shape s) {
+    return s.h * s.w * (1 + l->kernel * l->kernel);
+}
+
+static Pass make_pass(const Layer *l, const int32_t *map, Shape in, Shape out, size_t run) {
+    return (Pass){.map = map,
+                  .in = in,
+                  .out = out,
+                  .taps = l->kernel * l->kernel / run,
+                  .run = run,
+                  .depth = run * in.c,
+                  .in_pixels = in.h * in.w,
+                  .out_pixels = out.h * out.w,
+                  .tile = run == 1 && suits_winograd(l, in, out) ? SIDE + 1 - l->kernel : 0};
+}
+
+static Pass forward_pass(const Layer *l, const int32_t *maps) {
+    Pass p = make_pass(l, maps, l->in, l->out, l->in.c < FEW ? l->kernel : 1);
+    p.padding = l->padding;
+    p.inside = l->padding == 0;
+    p.relu = l->relu;
+    return p;
+}
+
+static Pass backward_pass(const Layer *l, const int32_t *maps, bool accumulate) {
+    Pass p = make_pass(l, maps ? maps + map_size(l, l->out) : NULL, l->out, l->in, 1);
+    p.padding = l->kernel - 1 - l->padding; // not below 0, see window_shape()
+    p.inside = p.padding == 0 && l->stride == 1;
+    p.transposed = true;
+    p.accumulate = accumulate;
+    return p;
+}
+
+// Bytes of a layer's two maps: that of its output pixels, then that of its input pixels.
+static size_t maps_size(const Layer *l) {
+    bool convolves = l->kind == CONV2D || l->kind == LINEAR;
+    return convolves ? (map_size(l, l->in) + map_size(l, l->out)) * sizeof(int32_t) : 0;
+}
+
+static void make_maps(void *maps, const Layer *l) {
+    if (maps_size(l) == 0)
+        return;
+    const Shape I = l->in, O = l->out;
+    const size_t taps = l->kernel * l->kernel, s = l->stride;
+    int32_t *at = maps;
+    for (size_t y = 0; y < O.h; y++)
+        for (size_t x = 0; x < O.w; x++) {
+            *at++ = (int32_t)(y * O.w + x);
+            for (size_t tap = 0; tap < taps; tap++)
+                *at++ = (int32_t)input_pixel(l, y, x, tap);
+        }
+    // With a stride, adjacent input pixels are read through different taps. Those that are read
+    // through the same ones follow each other, so that a tile's list of taps is short.
+    for (size_t phase = 0; phase < s * s; phase++)
+        for (size_t iy = phase / s; iy < I.h; iy += s)
+            for (size_t ix = phase % s; ix < I.w; ix += s) {
+                *at++ = (int32_t)(iy * I.w + ix);
+                for (size_t tap = 0; tap < taps; tap++) {
+                    size_t sy = iy + l->padding - tap / l->kernel;
+                    size_t sx = ix + l->padding - tap % l->kernel;
+                    bool read = sy % s == 0 && sx % s == 0 && sy / s < O.h && sx / s < O.w;
+                    *at++ = read ? (int32_t)(sy / s * O.w + sx / s) : OUTSIDE;
+                }
+            }
+}
+
+// The width of the tiles of the columns from `first` on: whole vectors.
+static size_t block_width(const Pass *p, size_t first) {
+    return whole_vectors(min_size(COLUMNS, p->out.c - first));
+}
+
+/* L2 blocking: a panel is the part of the weights that stays in L2 while tile after tile reads it,
+   for some of the columns and some of the depth. Packed, the columns of each tile are stored in
+   reading order: [tap][depth][block_width()]. */
+typedef struct Panel {
+    size_t column, columns;
+    size_t start, depth; // [start, start + depth) of the whole depth
+    real *packed;
+} Panel;
+
+static size_t panel_depth(const Pass *p) {
+    return min_size(MAX_DEPTH, WEIGHT_BYTES / (p->taps * COLUMNS * sizeof(real)));
+}
+
+static size_t panel_columns(const Pass *p) {
+    size_t rows = p->taps * min_size(p->depth, panel_depth(p));
+    return WEIGHT_BYTES / (rows * COLUMNS * sizeof(real)) * COLUMNS;
+}
+
+// Offset into the packed weights of the tiles' columns from `column` on, at depth `start`.
+static size_t packed_offset(const Pass *p, size_t column, size_t start) {
+    return p->taps * (column * p->depth + start * block_width(p, column));
+}
+
+static Panel panel_at(const Pass *p, size_t column, size_t columns, size_t start) {
+    return (Panel){.column = column,
+                   .columns = min_size(columns, p->out.c - column),
+                   .start = start,
+                   .depth = min_size(panel_depth(p), p->depth - start),
+                   .packed = p->packed + packed_offset(p, column, start)};
+}
+
+/* to[depth][width] = from[columns][depth] transposed, with zeros after the columns; pitch: from a
+   row of from to the next. One cache line of each row at a time: where the pitch is a power of 2,
+   all rows map to the same few cache sets and would soon evict each other. The next lines are
+   prefetched. */
+static void transpose(real *to, size_t width, const real *from, size_t pitch, size_t columns,
+                      size_t depth) {
+    enum { LINE = 64 / sizeof(real) };
+    for (size_t line = 0; line < depth; line += LINE)
+        for (size_t j = 0; j < width; j++) {
+            __builtin_prefetch(from + j * pitch + line + LINE);
+            for (size_t d = line; d < min_size(line + LINE, depth); d++)
+                to[d * width + j] = j < columns ? from[j * pitch + d] : 0;
+        }
+}
+
+// Packs a panel of one tile's columns: from weight[tap][depth][column], or transposed.
+static void pack_panel(const Pass *p, Panel panel) {
+    enum { AHEAD = 8 }; // rows
+    const size_t width = block_width(p, panel.column);
+    for (size_t tap = 0; tap < p->taps; tap++, panel.packed += panel.depth * width) {
+        const real *from = p->weight + tap * p->depth * p->out.c;
+        if (p->transposed) {
+            from += panel.column * p->depth + panel.start;
+            transpose(panel.packed, width, from, p->depth, panel.columns, panel.depth);
+            continue;
+        }
+        from += panel.start * p->out.c + panel.column;
+        for (size_t d = 0; d < panel.depth; d++)
+            for (size_t j = 0; j < width; j += LANES) {
+                *(vec *)(panel.packed + d * width + j) =
+                    load(from + d * p->out.c + j, panel.columns - j);
+                __builtin_prefetch(from + (d + AHEAD) * p->out.c + j);
+            }
+    }
+}
+
+static void pack_weights(const Pass *p) {
+    const size_t parts = ceil_div(p->depth, panel_depth(p));
+    PARALLEL_STEALING(i, ceil_div(p->out.c, COLUMNS) * parts)
+        pack_panel(p, panel_at(p, i / parts * COLUMNS, COLUMNS, i % parts * panel_depth(p)));
+}
+
+static size_t packed_size(const Pass *p) {
+    return (p->tile ? POINTS : p->taps) * p->depth * whole_vectors(p->out.c);
+}
+
+// The pass on the data of a step, with its weights packed into the scratch memory.
+static Pass bind_pass(Pass p, real *output, const real *input, const real *bias, Work w) {
+    p.n = w.n;
+    p.input = input;
+    p.output = output;
+    p.weight = w.weight;
+    p.bias = bias;
+    p.packed = w.scratch;
+    p.scratch = w.scratch + packed_size(&p);
+    return p;
+}
+
+static const real zeros[MAX_DEPTH]; // what taps outside of the image read
+
+// Assembles a run of taps that is partly outside of the image; NULL if it is so entirely.
+NOINLINE const real *copy_run(const Pass *p, const real *image, const int32_t *pixels, real *copy) {
+    bool any = false;
+    for (size_t j = 0; j < p->run; j++) {
+        bool inside = pixels[j] != OUTSIDE;
+        any |= inside;
+        memcpy(copy + j * p->in.c, inside ? image + (size_t)pixels[j] * p->in.c : zeros,
+               p->in.c * sizeof *copy);
+    }
+    return any ? copy : NULL;
+}
+
+// The address of what a tap selects, or NULL: outside of the image. pixels: an output pixel's part
+// of the map. A run of taps that crosses the border is assembled in copy.
+INLINE const real *tap_input(const Pass *p, const real *image, const int32_t *pixels, size_t tap,
+                             real *copy) {
+    pixels += tap * p->run;
+    if (p->run > 1 && (pixels[0] == OUTSIDE || pixels[p->run - 1] == OUTSIDE))
+        return copy_run(p, image, pixels, copy);
+    return pixels[0] == OUTSIDE ? NULL : image + (size_t)pixels[0] * p->in.c;
+}
+
+// Lists the taps that are inside for any pixel of the tile; the others cost nothing.
+static void list_padded_taps(DotTile *t, const Pass *p, const int32_t *const pixels[ROWS],
+                             const real *const image[ROWS], real copies[ROWS][11 * RUN]) {
+    t->taps = 0;
+    for (size_t tap = 0; tap < p->taps; tap++) {
+        bool any = false;
+        for (size_t i = 0; i < ROWS; i++) {
+            real *copy = copies[i] + (p->run > 1 ? tap * RUN : 0);
+            const real *from = tap_input(p, image[i], pixels[i], tap, copy);
+            any |= from != NULL;
+            t->in[t->taps][i] = from ? from : zeros;
+        }
+        if (any)
+            t->tap[t->taps++] = tap;
+    }
+}
+
+// The same without padding: all taps are inside, and each is at the same distance from the first
+// one for all pixels.
+static void list_unpadded_taps(DotTile *t, const Pass *p, const int32_t *const pixels[ROWS],
+                               const real *const image[ROWS]) {
+    for (size_t tap = 0; tap < p->taps; tap++) {
+        ptrdiff_t offset = (pixels[0][tap * p->run] - *pixels[0]) * (ptrdiff_t)p->in.c;
+        for (size_t i = 0; i < ROWS; i++)
+            t->in[tap][i] = image[i] + (size_t)*pixels[i] * p->in.c + offset;
+        t->tap[tap] = tap;
+    }
+    t->taps = p->taps;
+}
+
+// A panel's part of the sums, for the output pixels of `images` images from `first` on.
+static void convolve_panel(const Pass *p, const Panel panel, size_t first, size_t images) {
+    DotTile t = {.depth = panel.depth, .bias = p->bias, .pitch = p->in.c};
+    t.accumulate = p->accumulate;
+    t.relu = p->relu;
+    real copies[ROWS][11 * RUN];
+    const size_t pixels = images * p->out_pixels;
+    const size_t begin = packed_offset(p, panel.column, panel.start);
+    size_t n = first, pixel = 0; // of the next row of a tile
+    for (size_t q = 0; q < pixels; q += ROWS) {
+        const int32_t *selected[ROWS];
+        const real *image[ROWS];
+        for (size_t i = 0; i < ROWS; i++) {
+            selected[i] = p->map + pixel * (1 + p->taps * p->run);
+            t.out[i] = p->output + (n * p->out_pixels + (size_t)*selected[i]++) * p->out.c;
+            image[i] = p->input + n * p->in_pixels * p->in.c + panel.start;
+            pixel += q + i + 1 < pixels; // a short last tile repeats its last pixel
+            if (pixel == p->out_pixels) {
+                pixel = 0;
+                n++;
+            }
+        }
+        if (p->inside)
+            list_unpadded_taps(&t, p, selected, image);
+        else
+            list_padded_taps(&t, p, selected, image, copies);
+        for (size_t c = 0; c < panel.columns; c += COLUMNS) {
+            t.columns = min_size(COLUMNS, panel.columns - c);
+            t.column = panel.column + c;
+            t.weight = panel.packed + (packed_offset(p, t.column, panel.start) - begin);
+            dot_tiles[ceil_div(t.columns, LANES) - 1](&t);
+        }
+    }
+}
+
+// Output pixels of `images` images from `first` on, `columns` columns from `column` on.
+static void convolve_block(const Pass *p, size_t first, size_t images, size_t column,
+                           size_t columns) {
+    for (size_t start = 0; start < p->depth; start += panel_depth(p)) {
+        const Panel panel = panel_at(p, column, columns, start);
+        Pass part = *p;
+        part.accumulate = start > 0 || p->accumulate;
+        part.relu = p->relu && start + panel.depth == p->depth;
+        convolve_panel(&part, panel, first, images);
+    }
+}
+
+// output[pixel][column] = bias[column] + sum over taps and depth. In parallel: blocks of images and
+// columns, made smaller until there are enough of them for all threads.
+static void convolve(const Pass *p) {
+    size_t columns = panel_columns(p);
+    size_t images = min_size(p->n, ceil_div(GROUP_PIXELS, p->out_pixels));
+    while (images > 1 && images * p->out_pixels > 24 &&
+           ceil_div(p->n, images) * ceil_div(p->out.c, columns) < SLICES)
+        images = ceil_div(images, 2);
+    if (ceil_div(p->n, images) * ceil_div(p->out.c, columns) < SLICES)
+        columns = COLUMNS;
+    const size_t blocks = ceil_div(p->out.c, columns);
+    PARALLEL_STEALING(i, ceil_div(p->n, images) * blocks) {
+        size_t first = i / blocks * images;
+        convolve_block(p, first, min_size(images, p->n - first), i % blocks * columns, columns);
+    }
+}
+
+/* A large linear layer (or 1 x 1 convolution) on few pixels spends its time on reading weights. So
+   each panel is read once, by the thread that packs it and then uses it from its cache; the partial
+   sums of panels that share columns are added at the end. Gain: 1.12 on mnist.
+   The order of a sum depends on this choice, hence on the number of images, but never on that of
+   threads. */
+static bool suits_panels(const Pass *p, size_t n) {
+    size_t panels = ceil_div(p->out.c, COLUMNS) * ceil_div(p->depth, panel_depth(p));
+    return p->taps == 1 && n * p->out_pixels <= GROUP_PIXELS && panels >= 16; // enough for threads
+}
+
+// output = bias + sum of the parts, or += that sum; then the ReLU. parts: [count][pixels][out.c]
+static void add_parts(const Pass *p, const real *parts, size_t count) {
+    const size_t columns = p->out.c, pixels = p->n * p->out_pixels, size = pixels * columns;
+    PARALLEL_FOR
+    for (size_t pixel = 0; pixel < pixels; pixel++)
+        for (size_t j = 0; j < columns; j++) {
+            size_t at = pixel * columns + j;
+            real sum = p->accumulate ? p->output[at] : p->bias ? p->bias[j] : 0;
+            for (size_t part = 0; part < count; part++)
+                sum += parts[part * size + at];
+            p->output[at] = p->relu && sum < 0 ? 0 : sum;
+        }
+}
+
+/* As convolve(), from weights that are not packed. Where the depth needs several panels, their
+   partial sums [part][n][pixel][column] take the place of the packed weights: with one tap a panel
+   is MAX_DEPTH deep, so they have no more elements than the weights. */
+static void convolve_by_panels(const Pass *p) {
+    _Static_assert(sizeof(real) * MAX_DEPTH * COLUMNS <= WEIGHT_BYTES, "a panel is MAX_DEPTH deep");
+    _Static_assert(2 * GROUP_PIXELS <= MAX_DEPTH, "parts have no more elements than the weights");
+    const size_t count = ceil_div(p->depth, MAX_DEPTH), blocks = ceil_div(p->out.c, COLUMNS);
+    const size_t size = p->n * p->out_pixels * p->out.c;
+    Pass pass = *p;
+    if (count > 1) { // bias, accumulation and ReLU are add_parts()'s
+        pass.bias = NULL;
+        pass.accumulate = pass.relu = false;
+    }
+    PARALLEL_STEALING(i, count * blocks) { // consecutive panels share rows of the weights
+        const size_t part = i / blocks;
+        real packed[MAX_DEPTH * COLUMNS] __attribute__((aligned(VECTOR_BYTES)));
+        Pass partial = pass;
+        partial.output = count > 1 ? p->packed + part * size : p->output;
+        Panel panel = panel_at(p, i % blocks * COLUMNS, COLUMNS, part * MAX_DEPTH);
+        panel.packed = packed;
+        pack_panel(p, panel);
+        convolve_panel(&partial, panel, 0, p->n);
+    }
+    if (count > 1)
+        add_parts(p, p->packed, count);
+}
+
+/* ---- Winograd -----------------------------------------------------------------------------------
+
+   Reason: the register tile keeps the FMA units busy, so only an algorithm with fewer
+   multiplications can be faster. 4 x 4 adjacent outputs of a 3 x 3 filter g, stride 1, read a tile
+   d of 6 x 6 inputs. For each pair of channels the definition takes 16 * 9 = 144 multiplications;
+   36 suffice (Lavin, Gray, "Fast algorithms for convolutional neural networks", CVPR 2016,
+   F(4 x 4, 3 x 3)):
+     u = G g G^T, v = B^T d B                     6 x 6 points each
+     out = A^T (sum over channels in of u * v, point by point) A
+   The same 36 points serve the 2 x 2 outputs of a 5 x 5 filter, instead of 100 multiplications.
+   The transforms cost additions, but for each channel, not for each pair of channels. At each point
+   the sum is a matrix product, done by dot_tile() with 6 tiles of pixels as its rows; in a weight
+   gradient, by outer_tile().
+
+   Gain: resnet18 1.46 (its weight gradient alone 1.16), mnist 1.24, resnet50 1.11, and cifar with
+   64 channels 1.08. Rates count the multiplications of the definition, so they can exceed the peak:
+   mnist trains at 1.42 times the peak rate of the machine.
+
+   Why it works, in one dimension: let g and dout be the coefficients of two polynomials. Those of
+   their product are the data gradient, a polynomial of degree 5 that its values at 6 interpolation
+   points determine; here 0, +-near, +-far and infinity (Toom, Cook). G g and A dout evaluate the
+   two factors at these points, the values are multiplied, and B interpolates (Lagrange). The
+   forward and the weight gradient are this bilinear map transposed. At x and -x the even terms are
+   equal and the odd ones differ in sign, so a pair of points costs little more than one.
+   The choice of near and far determines how rounding errors grow: with 1 and 2, as in the paper, up
+   to 5 times those of the definition; with 5/8 and 3/2, 1.2 to 2.8 times (root mean square, 32 to
+   512 channels, random data). */
+
+static const real near = 5 / (real)8, near2 = near * near, near4 = near2 * near2;
+static const real far = 3 / (real)2, far2 = far * far, far4 = far2 * far2;
+// The factors of the even and the odd terms after the first, at +-near and at +-far.
+static const real near_powers[2] = {near2, near4}, far_powers[2] = {far2, far4};
+// Derivatives of x (x^2 - near^2) (x^2 - far^2) at 0, near and far: the denominators of Lagrange.
+static const real slope0 = near2 * far2, near_slope = 2 * near2 * (near2 - far2),
+                  far_slope = 2 * far2 * (far2 - near2);
+
+// B^T d for one row (step 1) or one column (step SIDE) of a tile, in place, as all that follow.
+INLINE void transform_input(vec *d, size_t step) {
+    vec d0 = d[0], d1 = d[step], d2 = d[2 * step], d3 = d[3 * step], d4 = d[4 * step];
+    vec near_even = d4 - far2 * d2, near_odd = near * (d3 - far2 * d1);
+    vec far_even = d4 - near2 * d2, far_odd = far * (d3 - near2 * d1);
+    d[0] = slope0 * d0 - (near2 + far2) * d2 + d4;
+    d[step] = near_even + near_odd;
+    d[2 * step] = near_even - near_odd;
+    d[3 * step] = far_even + far_odd;
+    d[4 * step] = far_even - far_odd;
+    d[5 * step] += slope0 * d1 - (near2 + far2) * d3;
+}
+
+// A dout: from the `count` coefficients of a polynomial to its values at the 6 points
+INLINE void evaluate_polynomial(const size_t count, vec *d, size_t step) {
+    vec near_parts[2] = {d[0], d[step]}, far_parts[2] = {d[0], d[step]}; // even and odd terms
+    vec last = d[(count - 1) * step];
+    UNROLLED(i, count - 2) {
+        near_parts[i % 2] += near_powers[i / 2] * d[(i + 2) * step];
+        far_parts[i % 2] += far_powers[i / 2] * d[(i + 2) * step];
+    }
+    d[step] = near_parts[0] + near * near_parts[1];
+    d[2 * step] = near_parts[0] - near * near_parts[1];
+    d[3 * step] = far_parts[0] + far * far_parts[1];
+    d[4 * step] = far_parts[0] - far * far_parts[1];
+    d[5 * step] = last;
+}
+
+// A^T m, evaluate_polynomial() transposed: from 6 values to `count` coefficients
+INLINE void evaluate_transposed(const size_t count, vec *m, size_t step) {
+    vec near_parts[2] = {m[step] + m[2 * step], near * (m[step] - m[2 * step])};
+    vec far_parts[2] = {m[3 * step] + m[4 * step], far * (m[3 * step] - m[4 * step])};
+    vec last = m[5 * step];
+    m[0] += near_parts[0] + far_parts[0];
+    m[step] = near_parts[1] + far_parts[1];
+    UNROLLED(i, count - 2)
+        m[(i + 2) * step] =
+            near_powers[i / 2] * near_parts[i % 2] + far_powers[i / 2] * far_parts[i % 2];
+    m[(count - 1) * step] += last;
+}
+
+// Lagrange's denominators are part of the filter's transform, where they cost least.
+INLINE void divide_by_slopes(vec *u, size_t step) {
+    u[0] *= 1 / slope0;
+    u[step] *= 1 / near_slope;
+    u[2 * step] *= 1 / near_slope;
+    u[3 * step] *= 1 / far_slope;
+    u[4 * step] *= 1 / far_slope;
+}
+
+// G g
+INLINE void transform_weight(const size_t kernel, vec *g, size_t step) {
+    evaluate_polynomial(kernel, g, step);
+    divide_by_slopes(g, step);
+}
+
+// G^T du
+INLINE void transform_dweight(vec *u, size_t step) {
+    divide_by_slopes(u, step);
+    evaluate_transposed(3, u, step);
+}
+
+// packed[block of COLUMNS][point][depth][column] = u, for LANES columns from `column` on and LANES
+// of the depth from `start` on. The data gradient reads the filter rotated by 180 degrees.
+INLINE void pack_filters(const size_t kernel, const Pass *p, size_t column, size_t start) {
+    const size_t step = p->transposed ? p->depth : 1, row = p->transposed ? 1 : p->out.c;
+    const size_t taps = kernel * kernel, count = min_size(LANES, p->out.c - column);
+    const size_t first = column / COLUMNS * COLUMNS, width = block_width(p, first);
+    real *to = p->packed + first * POINTS * p->depth + column - first + start * width;
+    for (size_t d = start; d < start + LANES; d++, to += width) {
+        vec g[POINTS] = {{0}};
+        UNROLLED(tap, taps) {
+            const real *from = p->weight + d * row + column * step;
+            from += (p->transposed ? taps - 1 - tap : tap) * p->depth * p->out.c;
+            for (size_t j = 0; j < count; j++)
+                g[tap / kernel * SIDE + tap % kernel][j] = from[j * step];
+        }
+        UNROLLED(i, kernel)
+            transform_weight(kernel, g + SIDE * i, 1);
+        UNROLLED(j, SIDE)
+            transform_weight(kernel, g + j, SIDE);
+        UNROLLED(point, POINTS)
+            *(vec *)(to + point * p->depth * width) = g[point];
+    }
+}
+
+static void pack_winograd(const Pass *p) {
+    const size_t parts = p->depth / LANES;
+    PARALLEL_STEALING(i, ceil_div(p->out.c, LANES) * parts) {
+        if (p->tile == 4)
+            pack_filters(3, p, i / parts * LANES, i % parts * LANES);
+        else
+            pack_filters(5, p, i / parts * LANES, i % parts * LANES);
+    }
+}
+
+/* `tiles` tiles from `first` on and up to COLUMNS columns from `column` on, which one thread
+   transforms and multiplies while they are in its L2. v is [point][tile][depth], m is
+   [point][tile][width]; a vector of padding between points keeps them from mapping to the same
+   cache sets. Passed by value, so that the compiler knows that no store changes it. */
+typedef struct TileBlock {
+    const Pass *pass;
+    size_t first, tiles, column, columns, width, v_step, m_step;
+    real *v, *m, *sums; // sums: du of a weight gradient, [point][depth][width]
+} TileBlock;
+
+static size_t tile_area(const Pass *p) // elements of sums, v and m of one thread
+{
+    _Static_assert(BLOCK_TILES <= GRADIENT_TILES, "one area serves all passes");
+    return POINTS * (p->depth * COLUMNS + GRADIENT_TILES * (p->depth + COLUMNS) + 2 * LANES);
+}
+
+// The block of tiles [first, last), at most GRADIENT_TILES.
+static TileBlock tile_block(const Pass *p, size_t first, size_t last, size_t column) {
+    TileBlock b = {.pass = p, .first = first, .tiles = last - first};
+    b.column = column;
+    b.width = block_width(p, column);
+    b.columns = min_size(b.width, p->out.c - column);
+    b.v_step = b.tiles * p->depth + LANES;
+    b.m_step = b.tiles * COLUMNS + LANES;
+    b.sums = p->scratch + (size_t)omp_get_thread_num() * tile_area(p);
+    b.v = b.sums + POINTS * p->depth * COLUMNS;
+    b.m = b.v + POINTS * b.v_step;
+    return b;
+}
+
+static size_t count_tiles(const Pass *p, size_t n) {
+    return n * ceil_div(p->out.h, p->tile) * ceil_div(p->out.w, p->tile);
+}
+
+// Where a tile is: its image, its first output pixel (y, x), and the offset of each of its output
+// pixels in out or dout; OUTSIDE: beyond the edge of the image.
+typedef struct TilePosition {
+    size_t image, y, x;
+    ptrdiff_t offset[4 * 4]; // 2 * 2 for a 5 x 5 filter
+} TilePosition;
+
+INLINE TilePosition tile_position(TileBlock b, size_t t) {
+    const Pass *p = b.pass;
+    const size_t side = p->tile, tile = b.first + t;
+    size_t across = ceil_div(p->out.w, side), down = ceil_div(p->out.h, side);
+    TilePosition s = {tile / across / down, tile / across % down * side, tile % across * side, {0}};
+    for (size_t i = 0; i < side * side; i++) {
+        size_t y = s.y + i / side, x = s.x + i % side;
+        size_t at = (s.image * p->out_pixels + y * p->out.w + x) * p->out.c + b.column;
+        s.offset[i] = y < p->out.h && x < p->out.w ? (ptrdiff_t)at : OUTSIDE;
+    }
+    return s;
+}
+
+// v = B^T d B; prefetches what the tile to the right reads.
+static void winograd_input(TileBlock b) {
+    const Pass *p = b.pass;
+    for (size_t t = 0; t < b.tiles; t++) {
+        const TilePosition s = tile_position(b, t);
+        const real *from[POINTS];
+        for (size_t i = 0; i < POINTS; i++) {
+            size_t y = s.y + i / SIDE - p->padding, x = s.x + i % SIDE - p->padding;
+            size_t pixel = s.image * p->in_pixels + y * p->in.w + x;
+            from[i] = y < p->in.h && x < p->in.w ? p->input + pixel * p->depth : zeros;
+        }
+        for (size_t c = 0; c < p->depth; c += LANES) {
+            vec d[POINTS];
+            UNROLLED(i, POINTS) {
+                d[i] = *(const vec *)(from[i] + c);
+                if (i % SIDE >= 2) // 4 x 4 outputs: the first two columns were loaded for this tile
+                    __builtin_prefetch(from[i] + p->tile * p->depth + c);
+            }
+            UNROLLED(j, SIDE)
+                transform_input(d + j, SIDE);
+            UNROLLED(i, SIDE)
+                transform_input(d + SIDE * i, 1);
+            UNROLLED(i, POINTS)
+                *(vec *)(b.v + i * b.v_step + t * p->depth + c) = d[i];
+        }
+    }
+}
+
+// output = A^T m A + bias, or +=; then the ReLU. tile: p->tile
+INLINE void winograd_output(const size_t tile, TileBlock b) {
+    const Pass *p = b.pass;
+    const real *bias = p->bias;
+    real *output = p->output;
+    for (size_t t = 0; t < b.tiles; t++) {
+        const TilePosition s = tile_position(b, t);
+        for (size_t j = 0, count = b.columns; j < b.columns; j += LANES, count -= LANES) {
+            vec sums[POINTS], start = bias ? load(bias + b.column + j, count) : (vec){0};
+            UNROLLED(i, POINTS)
+                sums[i] = *(const vec *)(b.m + i * b.m_step + t * b.width + j);
+            UNROLLED(i, SIDE)
+                evaluate_transposed(tile, sums + i, SIDE);
+            UNROLLED(i, tile)
+                evaluate_transposed(tile, sums + SIDE * i, 1);
+            UNROLLED(i, tile * tile) {
+                if (s.offset[i] != OUTSIDE) {
+                    real *to = output + s.offset[i] + j;
+                    vec sum = sums[i / tile * SIDE + i % tile] + start;
+                    sum += p->accumulate ? load(to, count) : (vec){0};
+                    store(to, p->relu ? relu_vec(sum) : sum, count);
+                }
+            }
+        }
+    }
+}
+
+// m = A dout A^T; dbias[column of the block] += sum of dout
+static void winograd_dout(TileBlock b, real *dbias, const real *dout) {
+    enum { TILE_SIDE = SIDE + 1 - 3 };
+    for (size_t t = 0; t < b.tiles; t++) {
+        const TilePosition s = tile_position(b, t);
+        for (size_t j = 0, count = b.columns; j < b.columns; j += LANES, count -= LANES) {
+            vec d[POINTS];
+            UNROLLED(i, TILE_SIDE * TILE_SIDE) {
+                vec v = s.offset[i] == OUTSIDE ? (vec){0} : load(dout + s.offset[i] + j, count);
+                d[i / TILE_SIDE * SIDE + i % TILE_SIDE] = v;
+                *(vec *)(dbias + j) += v;
+            }
+            UNROLLED(i, TILE_SIDE)
+                evaluate_polynomial(TILE_SIDE, d + SIDE * i, 1);
+            UNROLLED(i, SIDE)
+                evaluate_polynomial(TILE_SIDE, d + i, SIDE);
+            UNROLLED(i, POINTS)
+                *(vec *)(b.m + i * b.m_step + t * b.width + j) = d[i];
+        }
+    }
+}
+
+// m[point][tile][column] = sum over depth of v[point][tile][depth] * u[point][depth][column]
+static void winograd_product(TileBlock b) {
+    const Pass *p = b.pass;
+    DotTile dot = {.taps = 1, .depth = p->depth, .columns = b.width, .pitch = p->depth};
+    for (size_t point = 0; point < POINTS; point++) {
+        dot.weight = p->packed + (b.column * POINTS + point * b.width) * p->depth;
+        for (size_t t = 0; t < b.tiles; t += ROWS) {
+            for (size_t i = 0; i < ROWS; i++) { // a short last group repeats its last row
+                size_t row = min_size(t + i, b.tiles - 1);
+                dot.in[0][i] = b.v + point * b.v_step + row * p->depth;
+                dot.out[i] = b.m + point * b.m_step + row * b.width;
+            }
+            dot_tiles[b.width / LANES - 1](&dot);
+        }
+    }
+}
+
+// The outputs of tiles [first, last) and columns [begin, end). The inputs are transformed once for
+// all of these columns.
+static void winograd_tiles(const Pass *p, size_t first, size_t last, size_t begin, size_t end) {
+    winograd_input(tile_block(p, first, last, begin));
+    for (size_t column = begin; column < end; column += COLUMNS) {
+        TileBlock b = tile_block(p, first, last, column);
+        winograd_product(b);
+        if (p->tile == 4)
+            winograd_output(4, b);
+        else
+            winograd_output(2, b);
+    }
+}
+
+// In parallel: blocks of tiles, and where these are too few to balance the load of the threads,
+// blocks of columns of each. No sum depends on this choice.
+static void winograd(const Pass *p) {
+    _Static_assert(BLOCK_TILES % ROWS == 0, "a block is a whole number of dot_tile()'s groups");
+    const size_t tiles = count_tiles(p, p->n), groups = ceil_div(tiles, ROWS);
+    const size_t parts = ceil_div(groups * ROWS, BLOCK_TILES);
+    const bool enough = parts >= 4 * (size_t)omp_get_max_threads();
+    const size_t columns = enough ? p->out.c : COLUMNS, blocks = ceil_div(p->out.c, columns);
+    PARALLEL_STEALING(i, parts * blocks) {
+        size_t part = i / blocks, column = i % blocks * columns;
+        size_t first = groups * part / parts * ROWS, last = groups * (part + 1) / parts * ROWS;
+        winograd_tiles(p, first, min_size(last, tiles), column,
+                       min_size(column + columns, p->out.c));
+    }
+}
+
+static void pack(const Pass *p) {
+    if (p->tile)
+        pack_winograd(p);
+    else
+        pack_weights(p);
+}
+
+// The pass, by the method that suits it.
+static void run_pass(const Pass *p) {
+    if (suits_panels(p, p->n)) {
+        convolve_by_panels(p);
+        return;
+    }
+    pack(p);
+    if (p->tile)
+        winograd(p);
+    else
+        convolve(p);
+}
+
+// The pass on one image by one thread, after pack().
+static void run_pass_on_image(const Pass *p) {
+    const size_t tiles = p->tile ? count_tiles(p, 1) : 0;
+    const size_t columns = panel_columns(p);
+    for (size_t c = 0; !p->tile && c < p->out.c; c += columns)
+        convolve_block(p, 0, 1, c, columns);
+    for (size_t first = 0; first < tiles; first += BLOCK_TILES)
+        winograd_tiles(p, first, min_size(first + BLOCK_TILES, tiles), 0, p->out.c);
+}
+
+// Elements; for at most as many threads as when it is called.
+static size_t pass_scratch(const Pass *p) {
+    return packed_size(p) + (p->tile ? (size_t)omp_get_max_threads() * tile_area(p) : 0);
+}
+
+// ---- Weight gradients
+
+/* A weight gradient in slices * parts independent pieces. A slice is a part of the batch, with sums
+   of its own; a part is a range of the rows of dweight. Rows are counted in units: (tap, up to ROWS
+   channels), and where there is a bias, one last unit for it: it is the weight of an input that is
+   always 1. By Winograd a slice is one of the tiles, and a part is a block of columns. */
+typedef struct WeightGradient {
+    Pass pass;
+    const real *dout;
+    size_t groups, units; // groups of channels in a tap; units in all
+    size_t slices, parts;
+    size_t sums; // elements of a slice's sums, in whole vectors
+} WeightGradient;
+
+static WeightGradient weight_gradient_plan(const Layer *l, size_t n, const int32_t *maps) {
+    WeightGradient g = {.pass = forward_pass(l, maps)};
+    g.pass.n = n;
+    if (l->kernel != 3)
+        g.pass.tile = 0; // by Winograd the rounding errors of a 5 x 5 filter's would be 3.3 times
+    g.groups = ceil_div(g.pass.depth, ROWS);
+    g.units = g.pass.taps * g.groups + (l->biases > 0);
+    size_t blocks = ceil_div(g.pass.out.c, COLUMNS);
+    size_t pixels = g.pass.tile ? WINOGRAD_SLICE_PIXELS * blocks : SLICE_PIXELS;
+    g.sums = whole_vectors(l->weights + l->biases);
+    size_t worth = min_size(SLICE_ELEMENTS / g.sums, n * g.pass.out_pixels / pixels);
+    g.slices = min_size(n, min_size(SLICES, max_size(1, worth)));
+    g.parts = g.pass.tile ? blocks : min_size(g.units, ceil_div(SLICES, g.slices));
+    return g;
+}
+
+// The pairs (what the tap selects, gradient of the output pixel) of output pixels [first, last) of
+// the batch; returns how many are not outside of the image.
+static size_t list_pairs(Pair pairs[PAIRS], real copies[PAIRS][RUN], const WeightGradient *g,
+                         size_t tap, size_t first, size_t last) {
+    static const real one = 1;
+    const Pass *p = &g->pass;
+    size_t count = 0, image = first / p->out_pixels, pixel = first % p->out_pixels;
+    for (size_t q = first; q < last; q++) {
+        const int32_t *pixels = p->map + pixel * (1 + p->taps * p->run) + 1;
+        const real *in = p->input + image * p->in_pixels * p->in.c;
+        pairs[count].dout = g->dout + (image * p->out_pixels + pixel) * p->out.c;
+        const bool bias = tap == p->taps;
+        pairs[count].in = bias ? &one : tap_input(p, in, pixels, tap, copies[count]);
+        count += pairs[count].in != NULL;
+        if (++pixel == p->out_pixels) {
+            pixel = 0;
+            image++;
+        }
+    }
+    return count;
+}
+
+// dweight and dbias (=) of one part of the rows over one slice of the images
+static void weight_gradient_piece(real *dweight, real *dbias, const WeightGradient *g, size_t slice,
+                                  size_t part) {
+    Pair pairs[PAIRS];
+    real copies[PAIRS][RUN];
+    const Pass *p = &g->pass;
+    const size_t columns = p->out.c, depth = p->depth;
+    const size_t begin = p->n * slice / g->slices * p->out_pixels;
+    const size_t end = p->n * (slice + 1) / g->slices * p->out_pixels;
+    const size_t first = g->units * part / g->parts, last = g->units * (part + 1) / g->parts;
+    OuterTile t = {.stride = columns, .pairs = pairs};
+    for (size_t q = begin; q < end; q += PAIRS)
+        for (size_t unit = first; unit < last; unit++) {
+            const size_t tap = unit / g->groups, group = unit % g->groups;
+            if (unit == first || group == 0)
+                t.count = list_pairs(pairs, copies, g, tap, q, min_size(q + PAIRS, end));
+            const bool bias = tap == p->taps;
+            t.row = bias ? 0 : depth * group / g->groups;
+            const size_t rows = bias ? 1 : depth * (group + 1) / g->groups - t.row;
+            real *to = bias ? dbias : dweight + (tap * depth + t.row) * columns;
+            if (q == begin)
+                memset(to, 0, rows * columns * sizeof *to);
+            for (t.column = 0; t.column < columns; t.column += COLUMNS) {
+                t.dweight = to + t.column;
+                t.columns = min_size(COLUMNS, columns - t.column);
+                t.ahead = t.column == 0 ? PAIRS * p->in.c : 0; // the next pairs' pixels, once
+                outer_tiles[rows - 1][ceil_div(t.columns, LANES) - 1](&t);
+            }
+        }
+}
+
+/* to[i] = sum over slices of from[slice][i], for i < count; to may be from. In blocks whose sums
+   stay in L1 while all slices are read: the same element of all slices would not, since slices are
+   far apart, often by a power of 2. */
+static void sum_slices(real *to, const real *from, size_t slices, size_t pitch, size_t count) {
+    enum { BLOCK = 1024 };
+    PARALLEL_FOR
+    for (size_t first = 0; first < count; first += BLOCK) {
+        size_t end = min_size(first + BLOCK, count);
+        for (size_t i = first; i < end; i++)
+            to[i] = from[i];
+        for (size_t slice = 1; slice < slices; slice++)
+            for (size_t i = first; i < end; i++)
+                to[i] += from[slice * pitch + i];
+    }
+}
+
+/* A 3 x 3 filter's weight gradient by Winograd, since the output is linear in u:
+     du = sum over tiles of v * (A dout A^T), point by point;   dweight = G^T du G
+   b.sums[point][depth][width] += du of a block's tiles. */
+static void winograd_gradient_block(TileBlock b) {
+    const size_t depth = b.pass->depth, width = b.width;
+    Pair pairs[GRADIENT_TILES];
+    OuterTile outer = {.stride = width, .columns = width, .pairs = pairs, .count = b.tiles};
+    for (size_t point = 0; point < POINTS; point++) {
+        for (size_t t = 0; t < b.tiles; t++) {
+            pairs[t].in = b.v + point * b.v_step + t * depth;
+            pairs[t].dout = b.m + point * b.m_step + t * width;
+        }
+        for (outer.row = 0; outer.row < depth; outer.row += ROWS) {
+            outer.dweight = b.sums + (point * depth + outer.row) * width;
+            outer_tiles[min_size(ROWS, depth - outer.row) - 1][width / LANES - 1](&outer);
+        }
+    }
+}
+
+// dweight = G^T du G, for the columns of a block
+static void winograd_dweight(real *dweight, TileBlock b) {
+    const size_t depth = b.pass->depth, columns = b.pass->out.c;
+    for (size_t d = 0; d < depth; d++)
+        for (size_t j = 0; j < b.width; j += LANES) {
+            vec u[POINTS];
+            UNROLLED(point, POINTS)
+                u[point] = *(vec *)(b.sums + (point * depth + d) * b.width + j);
+            UNROLLED(i, SIDE)
+                transform_dweight(u + i, SIDE);
+            UNROLLED(i, 3)
+                transform_dweight(u + SIDE * i, 1);
+            UNROLLED(tap, 9)
+                store(dweight + (tap * depth + d) * columns + b.column + j,
+                      u[tap / 3 * SIDE + tap % 3], b.columns - j);
+        }
+}
+
+// As weight_gradient_piece(), of a slice of the tiles and a block of columns. dbias may be NULL.
+static void winograd_gradient_piece(real *dweight, real *dbias, const WeightGradient *g,
+                                    size_t slice, size_t part) {
+    const Pass *p = &g->pass;
+    const size_t tiles = count_tiles(p, p->n), column = part * COLUMNS;
+    size_t first = tiles * slice / g->slices, last = tiles * (slice + 1) / g->slices;
+    real bias[COLUMNS] __attribute__((aligned(VECTOR_BYTES))) = {0};
+    TileBlock b = tile_block(p, first, first, column);
+    memset(b.sums, 0, POINTS * p->depth * b.width * sizeof *b.sums);
+    for (; first < last; first += GRADIENT_TILES) {
+        b = tile_block(p, first, min_size(first + GRADIENT_TILES, last), column);
+        winograd_input(b);
+        winograd_dout(b, bias, g->dout);
+        winograd_gradient_block(b);
+    }
+    winograd_dweight(dweight, b);
+    if (dbias)
+        memcpy(dbias + column, bias, b.columns * sizeof *bias);
+}
+
+static void weight_gradient(Work w) {
+    WeightGradient g = weight_gradient_plan(w.l, w.n, w.prepared);
+    g.pass.input = w.in;
+    g.pass.scratch = w.scratch + g.slices * g.sums;
+    g.dout = w.dout;
+    PARALLEL_STEALING(i, g.slices * g.parts) {
+        size_t slice = i / g.parts, part = i % g.parts;
+        real *to = g.slices > 1 ? w.scratch + slice * g.sums : w.dweight;
+        real *to_bias = !w.l->biases ? NULL : g.slices > 1 ? to + w.l->weights : w.dbias;
+        if (g.pass.tile)
+            winograd_gradient_piece(to, to_bias, &g, slice, part);
+        else
+            weight_gradient_piece(to, to_bias, &g, slice, part);
+    }
+    if (g.slices == 1)
+        return;
+    sum_slices(w.dweight, w.scratch, g.slices, g.sums, w.l->weights);
+    sum_slices(w.dbias, w.scratch + w.l->weights, g.slices, g.sums, w.l->biases);
+}
+
+/* ---- Behind a max-pool --------------------------------------------------------------------------
+
+   Reason: a 2 x 2 max-pool routes the gradient of each of its windows to one of four pixels, so at
+   least three quarters of the dout that the convolution before it reads are zeros; a ReLU and a
+   dropout set half of the rest to zero. Multiplications by zero are skipped here. One term is what
+   the gradient of one output pixel in channel k contributes:
+     weight gradient   dweight[k]           += dout[pixel][k] * the input under the filter
+     data gradient     din under the filter += dout[pixel][k] * weight[k]
+   Bit masks, a bit for each gradient, say which terms are nonzero; a loop over the set bits visits
+   only these. Each term is a filter's worth of vector FMAs, so finding it is cheap in comparison.
+   term_tile() sums the weight gradient, for one channel over many windows, with the filter's sums
+   as accumulators; patch_tile() the data gradient, for one window over all channels, with the patch
+   of pixels under the window's four filters as accumulators.
+   The image between convolution and pool is never stored: forward computes it image by image on the
+   stack of a thread and keeps the maxima and their positions.
+
+   Gain, without Winograd: cifar with 64 channels 2.2, mnist 2.0; cifar with 6 channels, which
+   Winograd does not suit, 2.8. */
+
+enum { MASK_BITS = 64, WINDOW_PIXELS = 4 };
+
+// Consecutive windows of the pool, as many as stay in L1 together with the input that they read.
+typedef struct Windows {
+    size_t count, channels, words; // words of MASK_BITS channels
+    size_t corner[MASK_BITS];      // input pixel under the filter's corner at the first pixel
+    size_t offset[WINDOW_PIXELS];  // from there to the input pixel at each of the four, in pixels
+    size_t depth;                  // elements from an input pixel to the next
+    real *gradient;                // [count][channels]: before the pool and its ReLU
+    uint8_t *position; // [count][channels]: the pixel it is routed to; >= WINDOW_PIXELS: it is 0
+    uint64_t *nonzero; // [channels]: mask of the windows whose gradient is not 0
+    uint64_t *routed[WINDOW_PIXELS]; // [count][words]: mask of the channels routed to the pixel
+} Windows;
+
+typedef struct TermTile {
+    const Windows *w;
+    size_t k;         // the channel
+    real *sums;       // dweight[k] transposed, sums_pitch from a row of the filter to the next
+    const real *from; // the input, pitch from a row of the image to the next
+    size_t sums_pitch, pitch;
+} TermTile;
+
+// acc[i][j] += gradient * the input under row i of the filter, for one window and channel
+INLINE void add_term(const size_t rows, const size_t vectors, vec acc[5][6], const Windows *w,
+                     size_t window, size_t k, const real *from, size_t pitch) {
+    const size_t at = window * w->channels + k;
+    const real gradient = w->gradient[at];
+    from += (w->corner[window] + w->offset[w->position[at]]) * w->depth;
+    UNROLLED(i, rows) {
+        UNROLLED(j, vectors)
+            acc[i][j] += gradient * *(const vec *)(from + j * LANES);
+        from += pitch;
+    }
+}
+
+/* sums[i][0 .. vectors * LANES) += channel k's terms, for i < rows. Fewer than 8 accumulators
+   cannot hide the latency, so they are kept twice, as in dot_tile(). */
+INLINE void term_tile(const size_t rows, const size_t vectors, const TermTile *t) {
+    const size_t parts = rows * vectors < 8 ? 2 : 1;
+    const TermTile a = *t;
+    vec acc[2][5][6];
+    UNROLLED(i, rows)
+        UNROLLED(j, vectors) {
+            acc[0][i][j] = *(const vec *)(a.sums + i * a.sums_pitch + j * LANES);
+            acc[1][i][j] = (vec){0};
+        }
+    for (uint64_t mask = a.w->nonzero[a.k]; mask;)
+        UNROLLED(s, parts) {
+            if (mask)
+                add_term(rows, vectors, acc[s], a.w, (size_t)__builtin_ctzll(mask), a.k, a.from,
+                         a.pitch);
+            mask &= mask - 1; // clears the lowest bit
+        }
+    UNROLLED(i, rows)
+        UNROLLED(j, vectors) {
+            vec *to = (vec *)(a.sums + i * a.sums_pitch + j * LANES);
+            *to = acc[0][i][j];
+            if (parts == 2)
+                *to += acc[1][i][j];
+        }
+}
+
+typedef struct PatchTile {
+    const Windows *w;
+    size_t window;
+    real *din;          // under the corner of the window's first filter
+    size_t row, pixel;  // elements from a row of din to the next, from a pixel to the next
+    const real *weight; // packed by pack_blocks(): [k][tap][LANES], from the tile's first tap on
+} PatchTile;
+
+// din += a window's terms, for LANES channels and `rows` rows of the filter: at the window's four
+// pixels it covers rows + 1 by kernel + 1 input pixels.
+INLINE void patch_tile(const size_t rows, const size_t kernel, const PatchTile *t) {
+    const Windows *w = t->w;
+    const size_t across = kernel + 1, words = w->words, first = t->window * words;
+    const real *gradients = w->gradient + t->window * w->channels, *weight = t->weight;
+    vec acc[18];
+    UNROLLED(i, (rows + 1) * across)
+        acc[i] = *(const vec *)(t->din + i / across * t->row + i % across * t->pixel);
+    for (size_t word = 0; word < words; word++)
+        UNROLLED(p, WINDOW_PIXELS)
+            for (uint64_t mask = w->routed[p][first + word]; mask; mask &= mask - 1) {
+                const size_t k = word * MASK_BITS + (size_t)__builtin_ctzll(mask);
+                const real gradient = gradients[k];
+                const vec *from = (const vec *)(weight + k * kernel * kernel * LANES);
+                UNROLLED(i, rows * kernel)
+                    acc[(p / 2 + i / kernel) * across + p % 2 + i % kernel] += gradient * from[i];
+            }
+    UNROLLED(i, (rows + 1) * across)
+        *(vec *)(t->din + i / across * t->row + i % across * t->pixel) = acc[i];
+}
+
+TILES(term_tile, 3, TermTile)
+TILE(term_tile, 3, 5, TermTile)
+TILE(term_tile, 3, 6, TermTile)
+TILES(term_tile, 5, TermTile)
+TILE(term_tile, 5, 5, TermTile)
+TILE(patch_tile, 3, 3, PatchTile)
+TILE(patch_tile, 2, 5, PatchTile) // all 36 accumulators of a 5 x 5 filter do not fit 32 registers
+TILE(patch_tile, 1, 5, PatchTile)
+typedef void TermTileFunction(const TermTile *t);
+static TermTileFunction *const term_tiles[2][6] = { // 3 x 3, 5 x 5; by vectors - 1
+    {term_tile_3_1, term_tile_3_2, term_tile_3_3, term_tile_3_4, term_tile_3_5, term_tile_3_6},
+    {term_tile_5_1, term_tile_5_2, term_tile_5_3, term_tile_5_4, term_tile_5_5}};
+
+// The sizes of such a backward, and what it works on.
+typedef struct PooledPass {
+    Work w;
+    size_t pitch, filter; // elements of a row of a filter, in whole vectors; of all its rows
+    size_t depth;         // elements from an input pixel to the next
+    size_t channels_in;   // of din until it is stored, in whole vectors
+    size_t widest;        // the most vectors of a tile
+    size_t sums, slices;  // of a slice of the images: elements, the filters' and then the biases'
+    size_t packed;        // elements of the weights as pack_blocks() stores them
+} PooledPass;
+
+/* Where the channels are not whole vectors, the rows of filters would be read from unaligned
+   addresses, across cache lines, so each pixel gets an aligned copy of the row that begins there.
+   Gain: cifar with 64 channels 1.12, mnist 1.04. */
+static PooledPass pooled_pass(Work w) {
+    const Layer *l = w.l;
+    PooledPass p = {.w = w, .pitch = whole_vectors(l->kernel * l->in.c)};
+    p.depth = l->in.c % LANES ? p.pitch : l->in.c;
+    p.filter = l->kernel * p.pitch;
+    p.channels_in = whole_vectors(l->in.c);
+    p.widest = min_size(6, (ROWS * VECTORS + 1) / l->kernel); // 5 x 5 fit where 6 x 4 do
+    p.sums = l->out.c * p.filter + whole_vectors(l->out.c);
+    p.slices = min_size(w.n, min_size(SLICES, max_size(1, SLICE_ELEMENTS / p.sums)));
+    p.packed = p.channels_in * l->out.c * l->kernel * l->kernel;
+    return p;
+}
+
+// On a thread's stack are an image of out in forward, two of in in backward: 1 MB at most.
+static bool suits_pooled(const Layer *conv, const Layer *pool) {
+    const size_t depth = pooled_pass((Work){.l = conv}).depth;
+    return (conv->kernel == 3 || conv->kernel == 5) && conv->stride == 1 && !conv->padding &&
+           pool->kernel == 2 && !pool->padding && conv->out.c <= 1024 &&
+           shape_size(conv->out) * sizeof(real) <= 1 << 20 &&
+           conv->in.h * conv->in.w * depth * sizeof(real) <= 1 << 19;
+}
+
+/* Bit i: from[i] == x, for up to MASK_BITS bytes; x and all bytes are below 128. Compares 8 bytes
+   at a time in one integer: 0x80 - (byte ^ x) has bit 7 set only for equal bytes. What follows the
+   bytes may be anything, since borrows propagate away from them. */
+static uint64_t mask_equal(const uint8_t *from, size_t count, uint64_t x) {
+    const uint64_t ones = 0x0101010101010101;
+    uint64_t mask = 0;
+    for (size_t i = 0; i < MASK_BITS && i < count; i += 8) {
+        uint64_t eight;
+        memcpy(&eight, from + i, 8);
+        uint64_t equal = (0x80 * ones - (eight ^ x * ones)) >> 7 & ones;
+        mask |= equal * 0x0102040810204080 >> 56 << i; // gathers bit 0 of the eight bytes
+    }
+    return count < MASK_BITS ? mask & (((uint64_t)1 << count) - 1) : mask;
+}
+
+// gradient and position of w->count windows from `first` on
+static void route_gradient(const Windows *w, const PooledPass *p, size_t image, size_t first) {
+    typedef uint8_t bytes __attribute__((vector_size(LANES)));
+    const size_t from = image * shape_size(p->w.l->pool->out) + first * w->channels;
+    const size_t elements = w->count * w->channels;
+    const real *dout = p->w.dout + from, *out = p->w.out + from;
+    const uint8_t *argmax = p->w.saved + from;
+    for (size_t i = 0; i < elements; i += LANES) {
+        const size_t count = elements - i;
+        bytes position = {0};
+        if (count >= LANES)
+            memcpy(&position, argmax + i, LANES);
+        else
+            memcpy(&position, argmax + i, count);
+        mask passes = load(out + i, count) > 0; // the ReLU
+        vec gradient = (vec)((mask)load(dout + i, count) & passes);
+        *(vec *)(w->gradient + i) = gradient;
+        position |= __builtin_convertvector(gradient == 0, bytes) & WINDOW_PIXELS;
+        memcpy(w->position + i, &position, LANES);
+    }
+}
+
+// The terms of w->count windows from `first` on; dbias += their gradient
+static void find_terms(Windows *w, real *restrict dbias, const PooledPass *p, size_t image,
+                       size_t first) {
+    const Layer *l = p->w.l;
+    const size_t channels = w->channels, across = l->pool->out.w;
+    uint64_t *restrict nonzero = w->nonzero;
+    route_gradient(w, p, image, first);
+    memset(nonzero, 0, channels * sizeof *nonzero);
+    for (size_t window = 0; window < w->count; window++) {
+        const real *gradient = w->gradient + window * channels;
+        size_t y = (first + window) / across, x = (first + window) % across;
+        w->corner[window] = (y * l->in.w + x) * l->pool->stride;
+        for (size_t k = 0; k < channels; k++) {
+            nonzero[k] |= (uint64_t)(gradient[k] != 0) << window;
+            dbias[k] += gradient[k];
+        }
+        for (size_t word = 0; p->w.din && word < w->words; word++)
+            for (size_t i = 0; i < WINDOW_PIXELS; i++)
+                w->routed[i][window * w->words + word] =
+                    mask_equal(w->position + window * channels + word * MASK_BITS,
+                               channels - word * MASK_BITS, i);
+    }
+}
+
+// rows[pixel][depth] = the row of the filter's input that begins at the pixel
+static void copy_rows(real *rows, const real *in, const PooledPass *p) {
+    const Layer *l = p->w.l;
+    const size_t c = l->in.c, w = l->in.w, depth = p->depth, across = w - l->kernel + 1;
+    for (size_t y = 0; y < l->in.h; y++, rows += w * depth, in += w * c)
+        for (size_t j = 0; j < depth; j += LANES) // as inner loop, gcc would call memcpy()
+            for (size_t x = 0; x < across; x++)
+                *(vec *)(rows + x * depth + j) = *(const vec *)(in + x * c + j);
+}
+
+// din[pixel][channels_in] += the terms of the windows for LANES channels from c on
+static void add_windows(real *din, const Windows *w, const PooledPass *p, size_t c,
+                        const real *packed) {
+    const size_t kernel = p->w.l->kernel;
+    PatchTile t = {.w = w, .row = p->w.l->in.w * p->channels_in, .pixel = p->channels_in};
+    for (; t.window < w->count; t.window++) {
+        t.din = din + w->corner[t.window] * t.pixel + c;
+        t.weight = packed + c * w->channels * kernel * kernel;
+        if (kernel == 3)
+            patch_tile_3_3(&t);
+        for (size_t row = 0; row < 5 && kernel == 5; row += 2) {
+            (row < 4 ? patch_tile_2_5 : patch_tile_1_5)(&t);
+            t.din += 2 * t.row;
+            t.weight += 2 * kernel * LANES;
+        }
+    }
+}
+
+/* One image: sums[k][row of the filter][pitch] += its weight gradient, followed by dbias; and
+   unless w.din is NULL, din[pixel][channels_in] = its data gradient. */
+static void pooled_image(real *sums, real *din, const real *packed, const PooledPass *p,
+                         size_t image) {
+    enum { ELEMENTS = 3072 }; // of the gradient at a time: they and the input they read stay in L1
+    const Layer *l = p->w.l;
+    const Shape I = l->in;
+    const size_t channels = l->out.c, windows = l->pool->out.h * l->pool->out.w;
+    const size_t most = min_size(MASK_BITS, max_size(1, ELEMENTS / channels));
+    const size_t words = ceil_div(channels, MASK_BITS);
+    const real *in = p->w.in + image * shape_size(I);
+    real gradient[most * channels + LANES];
+    uint8_t position[most * channels + LANES + 8];
+    uint64_t nonzero[channels], routed[WINDOW_PIXELS][most * words];
+    real rows[p->depth == I.c ? 1 : I.h * I.w * p->depth] __attribute__((aligned(VECTOR_BYTES)));
+    Windows w = {.channels = channels, .words = words, .depth = p->depth, .gradient = gradient};
+    w.position = position;
+    w.nonzero = nonzero;
+    for (size_t i = 0; i < WINDOW_PIXELS; i++) {
+        w.routed[i] = routed[i];
+        w.offset[i] = i / 2 * I.w + i % 2;
+    }
+    if (p->depth != I.c) {
+        copy_rows(rows, in, p);
+        in = rows;
+    }
+    memset(din, 0, p->w.din ? I.h * I.w * p->channels_in * sizeof *din : 0);
+    for (size_t first = 0; first < windows; first += most) {
+        w.count = min_size(most, windows - first);
+        find_terms(&w, sums + channels * p->filter, p, image, first);
+        for (size_t j = 0; j < p->pitch; j += p->widest * LANES) {
+            TermTile t = {&w, 0, sums + j, in + j, p->pitch, I.w * p->depth};
+            size_t vectors = min_size(p->widest, (p->pitch - j) / LANES);
+            TermTileFunction *tile = term_tiles[l->kernel == 5][vectors - 1];
+            for (; t.k < channels; t.k++, t.sums += p->filter)
+                tile(&t);
+        }
+        for (size_t c = 0; p->w.din && c < p->channels_in; c += LANES) // whose weights fit L1
+            add_windows(din, &w, p, c, packed);
+    }
+}
+
+// packed[c / LANES][k][tap][c % LANES] = weight[tap][c][k], or 0 where c is beyond the channels
+static void pack_blocks(real *packed, const PooledPass *p) {
+    const Layer *l = p->w.l;
+    const size_t depth = l->in.c, channels = l->out.c, taps = l->kernel * l->kernel;
+    PARALLEL_FOR
+    for (size_t k = 0; k < channels; k++)
+        for (size_t c = 0; c < p->channels_in; c++)
+            for (size_t tap = 0; tap < taps; tap++)
+                packed[((c / LANES * channels + k) * taps + tap) * LANES + c % LANES] =
+                    c < depth ? p->w.weight[(tap * depth + c) * channels + k] : 0;
+}
+
+// din of an image, without the padding of its channels, and through the ReLU before the layer
+static void store_din(const real *padded, const PooledPass *p, size_t image) {
+    const size_t c = p->w.l->in.c, pixels = p->w.l->in.h * p->w.l->in.w;
+    const bool accumulate = p->w.accumulate, masks = p->w.l->masks_din;
+    const real *in = p->w.in + image * pixels * c; // the output of that ReLU
+    real *restrict din = p->w.din + image * pixels * c;
+    for (size_t i = 0; i < pixels; i++, padded += p->channels_in, in += c, din += c)
+        for (size_t k = 0; k < c; k++) {
+            real sum = padded[k] + (accumulate ? din[k] : 0);
+            din[k] = masks && !(in[k] > 0) ? 0 : sum;
+        }
+}
+
+// As conv2d_backward_naive(), where dout is the gradient of w.l->pool's output.
+static void conv2d_backward_pooled(Work w) {
+    const PooledPass p = pooled_pass(w);
+    const Layer *l = w.l;
+    const size_t channels = l->out.c, run = l->kernel * l->in.c;
+    real *packed = w.scratch + p.slices * p.sums;
+    pack_blocks(packed, &p);
+    PARALLEL_STEALING(slice, p.slices) {
+        real *sums = w.scratch + slice * p.sums;
+        real din[l->in.h * l->in.w * p.channels_in] __attribute__((aligned(VECTOR_BYTES)));
+        memset(sums, 0, p.sums * sizeof *sums);
+        for (size_t i = w.n * slice / p.slices; i < w.n * (slice + 1) / p.slices; i++) {
+            pooled_image(sums, din, packed, &p, i);
+            if (w.din)
+                store_din(din, &p, i);
+        }
+    }
+    sum_slices(w.scratch, w.scratch, p.slices, p.sums, p.sums);
+    for (size_t k = 0; k < l->biases; k++)
+        w.dbias[k] = w.scratch[channels * p.filter + k];
+    PARALLEL_FOR
+    for (size_t i = 0; i < l->kernel * run; i++)
+        for (size_t k = 0; k < channels; k++)
+            w.dweight[i * channels + k] = w.scratch[k * p.filter + i / run * p.pitch + i % run];
+}
+
+/* out[c], argmax[c] = maximum of a window and its position in it, of output pixel (y, x), LANES
+   channels at a time, in registers. Written with vector types, because compilers do not vectorize
+   loops over floats and bytes together. Reads whole vectors of in and drops what is past the
+   channels. */
+INLINE void maxpool2d_pixel(real *out, uint8_t *argmax, const real *in, const Layer *l, size_t y,
+                            size_t x) {
+    typedef uint8_t bytes __attribute__((vector_size(LANES)));
+    for (size_t c = 0; c < l->out.c; c += LANES) {
+        const size_t count = l->out.c - c;
+        vec best = (vec){0} - (real)INFINITY;
+        mask arg = {0}, tap = {0};
+        for (size_t i = 0; i < l->kernel; i++)
+            for (size_t j = 0; j < l->kernel; j++, tap += 1) {
+                size_t iy = y * l->stride + i - l->padding, ix = x * l->stride + j - l->padding;
+                if (iy >= l->in.h || ix >= l->in.w)
+                    continue;
+                vec v = *(const vec *)(in + (iy * l->in.w + ix) * l->in.c + c);
+                mask larger = (v > best) | (v != v); // a NaN wins
+                best = (vec)((larger & (mask)v) | (~larger & (mask)best));
+                arg = (larger & tap) | (~larger & arg);
+            }
+        store(out + c, best, count);
+        bytes positions = __builtin_convertvector(arg, bytes);
+        if (count >= LANES)
+            memcpy(argmax + c, &positions, LANES);
+        else
+            memcpy(argmax + c, &positions, count);
+    }
+}
+
+static void maxpool2d_image(real *out, uint8_t *argmax, const real *in, const Layer *l) {
+    for (size_t y = 0; y < l->out.h; y++)
+        for (size_t x = 0; x < l->out.w; x++, out += l->out.c, argmax += l->out.c)
+            maxpool2d_pixel(out, argmax, in, l, y, x);
+}
+
+static void maxpool2d_forward_fast(Work w) {
+    const size_t size = shape_size(w.l->out), from = shape_size(w.l->in);
+    PARALLEL_STEALING(image, w.n)
+        maxpool2d_image(w.out + image * size, w.saved + image * size, w.in + image * from, w.l);
+}
+
+/* out = max_pool2d(relu(conv2d(in, weight) + bias)); saved = the position of each maximum in its
+   window: [h][w][c] of l->pool. Image by image, so that the output of the convolution stays in the
+   cache of its thread. */
+static void conv2d_forward_pooled(Work w) {
+    const Layer *pool = w.l->pool;
+    const size_t size = shape_size(pool->out);
+    const Pass p = bind_pass(forward_pass(w.l, w.prepared), NULL, w.in, w.bias, w);
+    pack(&p);
+    PARALLEL_STEALING(image, w.n) {
+        real out[shape_size(w.l->out) + LANES] __attribute__((aligned(VECTOR_BYTES)));
+        Pass one = p;
+        one.input += image * shape_size(w.l->in);
+        one.output = out;
+        run_pass_on_image(&one);
+        maxpool2d_image(w.out + image * size, w.saved + image * size, out, pool);
+    }
+}
+
+/* ---- The backend --------------------------------------------------------------------------------
+
+   Convolutions, linear layers and max-pools are the functions above, the rest is cnn.c's. What a
+   row keeps from step to step (prepared) are its pixel maps; its scratch memory holds packed
+   weights, sums of slices and Winograd's tiles. */
+
+static void conv2d_forward_fast(Work w) {
+    if (w.l->pool) {
+        conv2d_forward_pooled(w);
+        return;
+    }
+    const Pass p = bind_pass(forward_pass(w.l, w.prepared), w.out, w.in, w.bias, w);
+    run_pass(&p);
+}
+
+static void conv2d_backward_fast(Work w) {
+    if (w.l->pool) {
+        conv2d_backward_pooled(w);
+        return;
+    }
+    weight_gradient(w);
+    if (!w.din)
+        return;
+    const Pass p = bind_pass(backward_pass(w.l, w.prepared, w.accumulate), w.din, w.dout, NULL, w);
+    run_pass(&p);
+}
+
+// The largest of what the passes need, one after the other.
+static size_t scratch_size_fast(const Layer *l, size_t n) {
+    if (l->kind != CONV2D && l->kind != LINEAR)
+        return scratch_size_naive(l, n);
+    const Pass forward = forward_pass(l, NULL), backward = backward_pass(l, NULL, false);
+    const WeightGradient g = weight_gradient_plan(l, n, NULL);
+    const size_t threads = (size_t)omp_get_max_threads();
+    size_t size = g.slices * g.sums + (g.pass.tile ? threads * tile_area(&forward) : 0);
+    if (l->pool) {
+        const PooledPass p = pooled_pass((Work){.l = l, .n = n});
+        size = max_size(size, p.slices * p.sums + p.packed);
+    }
+    return max_size(size, max_size(pass_scratch(&forward), pass_scratch(&backward)));
+}
+
+// Multiply-adds of a pass: by Winograd, of its products; else of the runs of taps that are inside
+// of the image for any of `group` adjacent pixels.
+static double pass_products(const Pass *p, size_t group) {
+    const size_t row = 1 + p->taps * p->run, pixels = p->n * p->out_pixels; // row: of the map
+    size_t products = p->tile ? count_tiles(p, p->n) * POINTS : 0;
+    for (size_t first = 0; first < pixels && !p->tile; first += group)
+        for (size_t tap = 1; tap < row; tap += p->run) {
+            const size_t taps = min_size(group, pixels - first) * p->run;
+            bool inside = false;
+            for (size_t i = 0; i < taps; i++) {
+                const size_t pixel = (first + i / p->run) % p->out_pixels;
+                inside |= p->map[pixel * row + tap + i % p->run] != OUTSIDE;
+            }
+            products += inside ? taps : 0;
+        }
+    return (double)products * (double)(p->in.c * p->out.c);
+}
+
+// Behind a max-pool each gradient that is not 0 costs the products of a filter.
+static double pooled_products(Work w) {
+    const size_t count = w.n * shape_size(w.l->pool->out);
+    size_t terms = 0;
+    for (size_t i = 0; i < count; i++)
+        terms += w.out[i] > 0 && w.dout[i] != 0;
+    return (double)terms * (double)(w.l->weights / w.l->out.c);
+}
+
+static double flops_fast(Work w) {
+    const Layer *l = w.l;
+    if (maps_size(l) == 0)
+        return 0;
+    const WeightGradient gradient = weight_gradient_plan(l, w.n, w.prepared);
+    Pass forward = forward_pass(l, w.prepared), backward = backward_pass(l, w.prepared, false);
+    forward.n = backward.n = w.n;
+    double products = pass_products(&forward, ROWS);
+    if (l->pool)
+        products += pooled_products(w) * (w.din ? 2 : 1);
+    else
+        products += pass_products(&gradient.pass, 1) + (w.din ? pass_products(&backward, ROWS) : 0);
+    return 2 * products;
+}
+
+static const Backend fast_backend = {
+    CPU_BACKEND(conv2d_forward_fast, conv2d_backward_fast, true, maxpool2d_forward_fast),
+    .kernels = "fast",
+    .scratch_size = scratch_size_fast,
+    .prepared_size = maps_size,
+    .prepare = make_maps,
+    .flops = flops_fast,
+    .fuses_pool = suits_pooled,
+};
