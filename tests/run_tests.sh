@@ -1,79 +1,136 @@
 #!/usr/bin/env bash
-# Runs every test program, counts their lines `pass NAME`, `fail NAME: why`, `skip NAME: why`,
-# and ends with one line `N passed, N failed, N skipped`. A program that breaks off or hangs has failed.
+# Runs all parts of the tests, or those that are named, on all usable cores, and shows how far it is:
+#
+#   tests/run_tests.sh [PART...]      for example tests/run_tests.sh unit/float program/test_cli.sh
+#
+# make test builds what the parts use and calls this program; `make test PARTS='unit/float'` runs one.
+# QUICK=1: without repetitions (`make test`). CNN=PATH: the program to test. JOBS=N: parts at a time.
+# AGAIN: the call of make, to show how to repeat a part. A part prints lines `pass NAME`, `fail NAME: why` and `skip NAME: why`; its whole output stays in
+# build/tests. A part that breaks off, hangs or prints no verdict has failed. The last line is
+# `N passed, N failed, N skipped`.
 set -u
-export OMP_WAIT_POLICY=passive # threads that spin while they wait starve whatever runs beside us
-cd "$(dirname "$0")/.." || exit 1
-logs=$(mktemp -d)
-trap 'rm -rf "$logs"' EXIT
+export OMP_WAIT_POLICY=passive # threads that spin while they wait starve whatever runs beside them
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+self=tests/run_tests.sh logs=build/tests
 
-run() {
-    local name=$1
-    shift
-    timeout 1800 "$@" </dev/null 2>&1 | tee -a "$log" | grep -E '^(fail|skip|.*(ERROR|runtime error))'
-    local status=${PIPESTATUS[0]}
-    if [ "$status" -ne 0 ]; then
-        echo "fail $name: broke off with exit status $status" | tee -a "$log"
-        tail -n 20 "$log"
-    fi
-}
+# Part, command. The longest come first, so that no core is idle at the end.
+parts='
+labs/test_labs.sh           tests/labs/test_labs.sh
+program/test_readme.sh      tests/program/test_readme.sh
+cluster/test_parallel.sh    tests/cluster/test_parallel.sh
+gpu/test_cuda.sh            tests/gpu/test_cuda.sh
+cluster/test_slurm.sh       tests/cluster/test_slurm.sh
+program/test_checkpoints.sh tests/program/test_checkpoints.sh
+program/test_cli.sh         tests/program/test_cli.sh
+unit/double                 build/test_double
+unit/float                  build/test_float
+pytorch/live_pytorch.py     python_with_torch tests/pytorch/live_pytorch.py build
+pytorch/pytorch_weights.py  python_with_torch tests/pytorch/pytorch_weights.py
+gpu/test_nvcc.sh            tests/gpu/test_nvcc.sh
+labs/test_study.sh          tests/labs/test_study.sh
+program/test_alone.sh       tests/program/test_alone.sh
+program/test_data.sh        tests/program/test_data.sh
+gpu/gpu_check.sh            tests/gpu/gpu_check.sh --emulated
+emulator/test_emulator.sh   tests/emulator/test_emulator.sh
+bench/test_instructions.sh  tests/bench/test_instructions.sh
+labs/test_report.sh         tests/labs/test_report.sh
+program/test_get_data.sh    tests/program/test_get_data.sh
+labs/test_tools.sh          tests/labs/test_tools.sh
+labs/test_scaling_model.sh  tests/labs/test_scaling_model.sh
+source/test_style.sh        tests/source/test_style.sh
+source/test_runner.sh       tests/source/test_runner.sh
+cluster/test_doctor.sh      tests/cluster/test_doctor.sh
+'
 
-# run_torch NAME PROGRAM ARGUMENTS...: by the first python3 that has PyTorch
-run_torch() {
+# limited COMMAND...: in place of this shell, for an hour at most
+limited() { exec timeout -k 60 3600 "$@"; }
+
+# python_with_torch PROGRAM ARGUMENTS...: by the first python3 that has PyTorch
+python_with_torch() {
     local python
     for python in python3 /usr/bin/python3; do
         if "$python" -c 'import torch' 2>/dev/null; then
-            run "$1" "$python" "${@:2}"
-            return
+            limited "$python" "$@"
         fi
     done
-    echo "skip $1: no python3 with PyTorch; on Debian: apt-get install python3-torch" | tee -a "$log"
+    echo "skip pytorch/$(basename "$1" .py): no python3 with PyTorch; on Debian: apt-get install python3-torch"
 }
 
-# Two lanes side by side, since most of the tests keep one core busy. Only the second one calls make.
-lane() {
-    log=$logs/$1
-    "$1"
-    echo "pass lanes/$1" >>"$log" # it has come to its end
+# The command that repeats a part.
+repeat_command() {
+    if [ -n "${AGAIN:-}" ]; then
+        echo "$AGAIN PARTS=$1" | tr -s ' '
+    else
+        echo "QUICK=${QUICK:-} $self $1"
+    fi
 }
 
-host() {
-    run float build/test_float
-    run double build/test_double
-    run cli tests/test_cli.sh
-    run data tests/test_data.sh
-    run checkpoints tests/test_checkpoints.sh
-    run readme tests/test_readme.sh
-    run doctor tests/test_doctor.sh
-    run get_data tests/test_get_data.sh
-    run scaling_model tests/test_scaling_model.sh
-    run tools tests/test_tools.sh
-    run report tests/test_report.sh
-    run labs tests/test_labs.sh
-    run instructions tests/test_instructions.sh
-    run_torch pytorch_weights tests/pytorch_weights.py
-    run_torch live_pytorch tests/live_pytorch.py build
+count() { cat "${@:2}" | grep -ac "^$1 "; }
+
+# run_part PART NUMBER TOTAL
+run_part() {
+    local part=$1 command status begin=$SECONDS log
+    log=$logs/${part//\//-}.log
+    read -r _ command < <(grep "^$part " <<<"$parts")
+    printf '[%2d of %d] %s begins\n' "$2" "$3" "$part"
+    # shellcheck disable=SC2086 # the command is split into words
+    case $command in
+    python_with_torch*) $command ;;
+    *) limited $command ;;
+    esac </dev/null >"$log" 2>&1 &
+    # timeout has a process group of its own, which Ctrl-C does not reach
+    # shellcheck disable=SC2064 # of this child
+    trap "kill -TERM $!; exit 130" INT TERM HUP
+    wait $!
+    status=$?
+    echo >>"$log" # a part that broke off may have left a line unfinished
+    [ $status -eq 0 ] || echo "fail $part: broke off with exit status $status" >>"$log"
+    grep -qaE '^(pass|fail|skip) ' "$log" || echo "fail $part: no verdict" >>"$log"
+    echo "$((SECONDS - begin))" >"${log%.log}.seconds"
+    printf '          %s: %d passed, %d failed, %d skipped, %d s\n' "$part" "$(count pass "$log")" \
+        "$(count fail "$log")" "$(count skip "$log")" "$((SECONDS - begin))"
+    if grep -qa '^fail ' "$log"; then
+        grep -aE '^fail |ERROR|runtime error' "$log"
+        [ $status -eq 0 ] || { echo "  its last lines:" && tail -n 20 "$log" | sed 's/^/  /'; }
+        echo "  all of its output: $log; to repeat it: $(repeat_command "$part")"
+    fi
 }
 
-gpu_and_slurm() {
-    run emulator tests/test_emulator.sh
-    run cuda tests/test_cuda.sh
-    run parallel tests/test_parallel.sh
-    run nvcc tests/test_nvcc.sh
-    run study tests/test_study.sh
-    run gpu_check tests/gpu_check.sh --emulated
-    run slurm tests/slurm_test.sh
+# by_folder PART...: a table of verdicts and seconds
+by_folder() {
+    local folder logs_of
+    printf '%-10s %7s %7s %8s %8s\n' folder passed failed skipped seconds
+    for folder in $(printf '%s\n' "${@%%/*}" | sort -u); do
+        logs_of=("$logs/$folder"-*.log)
+        printf '%-10s %7d %7d %8d %8d\n' "$folder" "$(count pass "${logs_of[@]}")" \
+            "$(count fail "${logs_of[@]}")" "$(count skip "${logs_of[@]}")" \
+            "$(awk '{ seconds += $1 } END { print seconds }' "${logs_of[@]/%.log/.seconds}")"
+    done
 }
 
-lane host &
-lane gpu_and_slurm
-wait
-log=$logs/all
-cat "$logs"/host "$logs"/gpu_and_slurm >"$log"
-[ "$(grep -c '^pass lanes/' "$log")" = 2 ] || echo "fail lanes: one broke off" | tee -a "$log"
+if [ "${1:-}" = --part ]; then # xargs calls this program again for each part
+    run_part "${@:2}"
+    exit 0
+fi
+all=$(awk 'NF { print $1 }' <<<"$parts")
+# shellcheck disable=SC2046 # names without blanks
+set -- $(printf '%s\n' "${@:-$all}" | awk '!named[$0]++')
+for part; do
+    grep -qx "$part" <<<"$all" && continue
+    echo "$self: there is no part $part; the parts are: ${all//$'\n'/ }" >&2
+    exit 2
+done
+rm -rf "$logs" && mkdir -p "$logs" || exit 1
+begin=$SECONDS n=0
+for part; do echo "$part $((++n)) $#"; done | xargs -P "${JOBS:-$(nproc)}" -L 1 bash "$self" --part
 
-passed=$(grep -c '^pass ' "$log")
-failed=$(grep -c '^fail ' "$log")
-skipped=$(grep -c '^skip ' "$log")
+cat "$logs"/*.log | grep -a '^skip '
+by_folder "$@"
+echo "in $((SECONDS - begin)) s, logs in $logs"
+passed=$(count pass "$logs"/*.log) failed=$(count fail "$logs"/*.log) skipped=$(count skip "$logs"/*.log)
+if [ "$(find "$logs" -name '*.seconds' | wc -l)" -ne $# ]; then
+    echo "fail run_tests.sh: some parts did not come to their end"
+    failed=$((failed + 1))
+fi
 echo "$passed passed, $failed failed, $skipped skipped"
-[ "$failed" -eq 0 ] && [ "$passed" -gt 0 ]
+[ "$failed" -eq 0 ]

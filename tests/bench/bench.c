@@ -1,0 +1,163 @@
+/* Training speed without the loader: whole steps (forward, loss, backward, optimizer) on one batch
+   in memory, against the multiply-add peak and the copy bandwidth of the same run. Prints one line
+   of key=value; with several threads, rounds with all and with one alternate, with two also rounds
+   with one beside a second program. Times vary from run to run, the per cent of the peak less. With
+   --max-steps N it does N steps and prints nothing, for a profiler: test_instructions.sh. */
+#define CNN_NO_MAIN
+#include "../../cnn.c"
+#include <stdatomic.h>
+#include <sys/mman.h>
+
+static double copy_gb_per_s(void) {
+    const size_t bytes = (size_t)256 << 20;
+    char *from = must_alloc(bytes, "bandwidth"), *to = must_alloc(bytes, "bandwidth");
+    double best = 0;
+    for (int repeat = 0; repeat < 5; repeat++) {
+        double begin = now();
+        PARALLEL_FOR
+        for (size_t i = 0; i < bytes; i += 1 << 20)
+            memcpy(to + i, from + i, 1 << 20);
+        best = fmax(best, 2e-9 * (double)bytes / (now() - begin)); // read and written
+    }
+    free(from);
+    free(to);
+    return best;
+}
+
+// The network of the settings on synthetic images, and a loader that holds one batch of them.
+static const Batch *setup_bench(Run *run) {
+    Settings *s = &run->settings;
+    const Placement on_cpu = {.backend = choose_backend(s, false)};
+    run->info = dataset_for(run->model, "synthetic");
+    run->train_set.info = &run->info;
+    make_synthetic(&run->train_set, true, s->batch_size);
+    net_build(&run->net, run->model, &run->info, s, on_cpu.backend);
+    plan_memory(&run->net, s->batch_size);
+    net_alloc(&run->net);
+    net_init(&run->net, s->seed);
+    run->plan.backend = on_cpu.backend;
+    plan_area(&run->plan, &run->state,
+              count_states(run->optimizer, s) * run->net.param_size * sizeof(real), DEVICE,
+              "optimizer state");
+    plan_alloc(&run->plan);
+    loader_plan(&run->train_loader, &run->train_set, s->batch_size, 1, AUGMENT_NONE, on_cpu);
+    loader_init(&run->train_loader);
+    loader_start(&run->train_loader, s->seed, 1, 0);
+    return loader_next(&run->train_loader);
+}
+
+// A function of its own, so that Callgrind can count it.
+static __attribute__((noinline)) void train_step(Run *run, const Batch *batch, size_t step) {
+    Draw draw = {run->settings.seed, 1, step * batch->n, 0};
+    net_load(&run->net, batch);
+    forward(&run->net, batch->n, &draw);
+    check_loss(&run->net, batch, loss_and_gradient(&run->net, batch->n, true));
+    backward(&run->net, batch->n);
+    optimizer_step(run->optimizer, &run->net, run->state, 1e-4);
+}
+
+// Images a second over at least round_seconds and two steps, behind one that fills the caches.
+static double measure_steps(Run *run, const Batch *batch, size_t *steps) {
+    train_step(run, batch, (*steps)++);
+    const double round_seconds = 0.4, begin = now();
+    size_t before = *steps;
+    while (*steps < before + 2 || now() - begin < round_seconds)
+        train_step(run, batch, (*steps)++);
+    return (double)((*steps - before) * batch->n) / (now() - begin);
+}
+
+/* A second program, which trains the same with one thread while it is wanted. One thread beside it
+   shows what this machine gives to two programs that share nothing but its memory and caches: a
+   yardstick for two threads of one program. */
+typedef struct Neighbour {
+    pid_t pid;
+    atomic_bool wanted, busy;
+    atomic_size_t steps;
+} Neighbour;
+
+static Neighbour *start_neighbour(Run *run) {
+    Neighbour *n = mmap(NULL, sizeof *n, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    pid_t parent = getpid(), child = n == MAP_FAILED ? -1 : fork();
+    if (child < 0)
+        die(1, "no second program: %s", strerror(errno));
+    if (child > 0) {
+        n->pid = child;
+        return n;
+    }
+    omp_set_num_threads(1);
+    const Batch *batch = setup_bench(run);
+    while (getppid() == parent) {
+        n->busy = n->wanted;
+        if (n->busy)
+            train_step(run, batch, n->steps++);
+        else
+            usleep(1000);
+    }
+    exit(0);
+}
+
+// Waits a moment, or dies if nothing is left to wait for.
+static void wait_for(const Neighbour *n) {
+    if (waitpid(n->pid, NULL, WNOHANG) != 0)
+        die(1, "the second program has ended; is there memory for two?");
+    usleep(1000);
+}
+
+static double measure_beside(Neighbour *n, Run *run, const Batch *batch, size_t *steps) {
+    n->wanted = true;
+    for (size_t before = n->steps; n->steps < before + 2;)
+        wait_for(n);
+    double speed = measure_steps(run, batch, steps);
+    n->wanted = false;
+    while (n->busy)
+        wait_for(n);
+    return speed;
+}
+
+int main(int argc, char **argv) {
+    enum { ROUNDS = 9 };
+    static Run run;
+    setup_settings(&run, argc, argv);
+    Neighbour *neighbour = NULL;
+    if (omp_get_max_threads() == 2 && !run.settings.max_steps)
+        neighbour = start_neighbour(&run);
+    const Batch *batch = setup_bench(&run);
+    size_t steps = 0;
+    train_step(&run, batch, steps++);
+    while (steps < run.settings.max_steps)
+        train_step(&run, batch, steps++);
+    if (run.settings.max_steps)
+        return 0;
+    struct rusage usage; // before this program's own arrays
+    getrusage(RUSAGE_SELF, &usage);
+    double speeds[ROUNDS], scaling[ROUNDS], programs[ROUNDS / 3], peaks[ROUNDS];
+    double bandwidth = copy_gb_per_s();
+    for (size_t round = 0; round < ROUNDS; round++) {
+        peaks[round] = cpu_peak_gflops();
+        speeds[round] = measure_steps(&run, batch, &steps);
+        scaling[round] = 1;
+        if (omp_get_max_threads() == 1)
+            continue;
+        omp_set_num_threads(1); // in turn, so that both meet the same neighbours
+        double one = measure_steps(&run, batch, &steps);
+        scaling[round] = speeds[round] / one;
+        if (neighbour && round % 3 == 0)
+            programs[round / 3] = 2 * measure_beside(neighbour, &run, batch, &steps) / one;
+        omp_set_num_threads((int)run.settings.threads);
+    }
+    double speed = median(speeds, ROUNDS), peak = median(peaks, ROUNDS);
+    double gflops = speed * training_flops(&run.net) / 1e9;
+    printf("cnn model=%s width=%zu batch=%zu threads=%zu steps_img_per_s=%.1f "
+           "times_one_thread=%.2f gflops=%.1f peak_gflops=%.1f percent_of_peak=%.1f rss_mb=%.0f "
+           "copy_gb_per_s=%.1f..%.1f",
+           run.settings.model, run.settings.width, batch->n, run.settings.threads, speed,
+           median(scaling, ROUNDS), gflops, peak, 100 * gflops / peak,
+           (double)usage.ru_maxrss * 1024 / 1e6, bandwidth, copy_gb_per_s());
+    if (neighbour) {
+        printf(" two_programs=%.2f", median(programs, ROUNDS / 3));
+        kill(neighbour->pid, SIGTERM);
+        waitpid(neighbour->pid, NULL, 0);
+    }
+    printf("\n");
+    return 0;
+}

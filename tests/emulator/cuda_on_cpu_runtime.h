@@ -1,0 +1,746 @@
+/* cuda_on_cpu_runtime.h: the second half of cuda_on_cpu.h, what the host sees of a GPU. In reading
+   order: 1 memory, 2 streams, 3 checked requests (launches, copies), 4 CUDA's functions, 5 tensor
+   cores and asynchronous copies, 6 counting accesses.
+
+   The runtime is serialised by a lock, which a caller holds while it calls or waits. The blocks of
+   a grid are still distributed to the cores. */
+
+namespace emu {
+/* ==== 1. Memory =============================================================================== */
+
+#define EMU_ERRORS(X)                                          \
+    X(cudaSuccess, "no error")                                 \
+    X(cudaErrorInvalidValue, "invalid argument")               \
+    X(cudaErrorMemoryAllocation, "out of memory")              \
+    X(cudaErrorNoDevice, "no CUDA-capable device is detected") \
+    X(cudaErrorInvalidDevice, "invalid device ordinal")        \
+    X(cudaErrorNotReady, "device not ready")                   \
+    X(cudaErrorPeerAccessAlreadyEnabled, "peer access is already enabled")
+#define EMU_ERROR(NAME, TEXT) NAME,
+#define EMU_ERROR_NAME(NAME, TEXT) #NAME,
+#define EMU_ERROR_TEXT(NAME, TEXT) TEXT,
+namespace api {
+enum cudaError_t { EMU_ERRORS(EMU_ERROR) };
+}
+using namespace api;
+
+static thread_local cudaError_t last_error;
+inline cudaError_t failed(cudaError_t error) {
+    return last_error = error;
+}
+
+// The indices of the devices in CUDA_VISIBLE_DEVICES; the list ends at the first invalid one.
+inline const std::vector<int> &devices() {
+    static const std::vector<int> visible = [] {
+        std::vector<int> list;
+        const char *text = getenv("CUDA_VISIBLE_DEVICES");
+        int all = (int)setting("CUEMU_DEVICES", 1), number, length;
+        for (int i = 0; !text && i < all; i++)
+            list.push_back(i);
+        while (text && sscanf(text, "%d%n", &number, &length) == 1 && number >= 0 && number < all) {
+            list.push_back(number);
+            text += length + (text[length] == ',');
+        }
+        return list;
+    }();
+    return visible;
+}
+inline bool is_device(int device) {
+    return device >= 0 && device < (int)devices().size();
+}
+
+struct Allocation {
+    const char *begin;
+    size_t bytes;
+    int device;            // -1: page-locked memory of the host
+    char *pages;           // null: from malloc()
+    size_t bytes_of_pages; // protected while no kernel runs; the page after them always is
+};
+static std::map<const char *, Allocation> allocations; // by `begin`
+static std::map<int, size_t> used_memory;              // by device
+static const size_t device_memory = (size_t)setting("CUEMU_MEMORY", 4l << 30);
+
+inline const Allocation *last_before(const void *address) {
+    auto next = allocations.upper_bound((const char *)address);
+    return next == allocations.begin() ? nullptr : &std::prev(next)->second;
+}
+inline const Allocation *find_allocation(const void *address) {
+    const Allocation *last = last_before(address);
+    return last && address < last->begin + last->bytes ? last : nullptr;
+}
+inline void protect(int protection) {
+    for (auto &[begin, allocation] : allocations)
+        if (allocation.pages)
+            mprotect(allocation.pages, allocation.bytes_of_pages, protection);
+}
+
+// New memory is filled with 0xff, NaNs, as if it had been used before.
+inline void *allocate(size_t bytes, int device) {
+    static const bool protects = setting("CUEMU_PROTECT", 0) && !sanitized;
+    Allocation allocation = {nullptr, bytes, device, nullptr, 0};
+    void *memory;
+    if (bytes == 0)
+        return nullptr;
+    if (device >= 0 && protects) { // ends at the guard page
+        size_t size = allocation.bytes_of_pages = (bytes + PAGE - 1) / PAGE * PAGE;
+        allocation.pages = (char *)mmap(nullptr, size + PAGE, PROT_READ | PROT_WRITE,
+                                        MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        mprotect(allocation.pages + size, PAGE, PROT_NONE);
+        memory = allocation.pages + size - (bytes + 15) / 16 * 16;
+    } else if (posix_memalign(&memory, 256, bytes)) { // a sanitizer checks its bounds
+        die("no memory for %zu bytes", bytes);
+    }
+    memset(memory, 0xff, bytes);
+    used_memory[device] += bytes;
+    allocation.begin = (const char *)memory;
+    allocations[allocation.begin] = allocation;
+    protect(PROT_NONE);
+    return memory;
+}
+
+void finish_device(int device, bool only_blocking = false);
+inline void release(const char *function, void *memory, bool of_gpu) {
+    if (!memory)
+        return;
+    auto found = allocations.find((const char *)memory);
+    if (found == allocations.end() || (found->second.device >= 0) != of_gpu)
+        die("%s: %p is not such memory, or was freed before", function, memory);
+    Allocation allocation = found->second;
+    finish_device(of_gpu ? allocation.device : current_device); // after all work that uses it
+    allocations.erase(found);
+    used_memory[allocation.device] -= allocation.bytes;
+    if (allocation.pages)
+        munmap(allocation.pages, allocation.bytes_of_pages + PAGE);
+    else
+        free(memory);
+}
+
+// The handler of page faults.
+inline void handle_fault(int, siginfo_t *info, void *) {
+    const char *address = (const char *)info->si_addr;
+    const Allocation *last = last_before(address);
+    if (self && last && address < last->begin + last->bytes + (64 << 10))
+        die("memory fault: out of range, at byte %td of an allocation of %zu",
+            address - last->begin, last->bytes);
+    die("memory fault at %p: %s", (const void *)address,
+        self ? "out of range, freed, the host's, or this thread's stack is full"
+        : find_allocation(address) ? "the host touches memory of a GPU"
+                                   : "in the host's code");
+}
+
+static const bool prepared_for_faults = [] {
+    struct sigaction action = {};
+    action.sa_sigaction = handle_fault;
+    action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+    if (!sanitized)
+        sigaction(SIGSEGV, &action, nullptr), sigaction(SIGBUS, &action, nullptr);
+    IF_ASAN(__sanitizer_set_death_callback(say_where)); // its own report does not name the kernel
+    return true;
+}();
+
+/* ==== 2. Streams ================================================================================
+
+   A stream is a queue of operations, executed in order: with CUEMU_LAZY by the caller that waits
+   for them, otherwise at once. */
+
+typedef std::function<void()> Operation;
+typedef std::vector<Operation> Graph;
+
+struct Stream {
+    int device;
+    bool blocking; // the null stream waits for it, and it for the null stream
+    std::deque<Operation> queue = {};
+    long finished = 0;         // operations so far
+    Graph *captured = nullptr; // while operations are captured there
+    long end() const {
+        return finished + (long)queue.size();
+    }
+};
+
+struct Event { // complete when `position` operations of the stream have finished
+    int device;
+    Stream *stream = nullptr; // null: never recorded
+    long position = 0;
+    Graph *captured = nullptr;
+    double seconds = 0;
+};
+
+static std::map<int, Stream *> null_streams; // by device
+static std::deque<Stream> streams;           // queued operations may refer to destroyed streams
+static std::deque<Event> events;             // and events: neither is ever deleted
+
+inline Stream *null_stream(int device) {
+    Stream *&stream = null_streams[device];
+    return stream ? stream : stream = &streams.emplace_back(Stream{device, false});
+}
+inline Stream *stream_of(Stream *stream) {
+    return stream ? stream : null_stream(current_device);
+}
+
+// Executes operations of the stream until `position` of them have finished.
+inline void run_until(Stream *stream, long position) {
+    while (stream && stream->finished < position) {
+        protect(PROT_READ | PROT_WRITE);
+        stream->queue.front()();
+        protect(PROT_NONE);
+        stream->queue.pop_front();
+        stream->finished++;
+    }
+}
+inline void finish_stream(Stream *stream) {
+    run_until(stream, stream->end());
+}
+inline void finish_device(int device, bool only_blocking) {
+    for (Stream &stream : streams)
+        if (stream.device == device && (stream.blocking || !only_blocking))
+            finish_stream(&stream);
+}
+
+// The null stream and all streams that are not cudaStreamNonBlocking wait for each other.
+inline void wait_for_others(Stream *stream) {
+    if (stream == null_stream(stream->device))
+        finish_device(stream->device, true);
+    else if (stream->blocking)
+        finish_stream(null_stream(stream->device));
+}
+inline void enqueue(Stream *stream, Operation operation) {
+    static const bool lazy = setting("CUEMU_LAZY", 0);
+    stream = stream_of(stream);
+    if (stream->captured) {
+        stream->captured->push_back(std::move(operation));
+        return;
+    }
+    wait_for_others(stream);
+    stream->queue.push_back(std::move(operation));
+    if (!lazy)
+        finish_stream(stream);
+}
+
+/* ==== 3. Checked requests =======================================================================
+
+   A launch or a copy is checked when it is queued and again when it runs: its memory may have been
+   freed in between. */
+
+static std::map<std::pair<int, const void *>, size_t> dynamic_limits; // by device and kernel
+static std::set<std::pair<int, int>> peers; // the first may access memory of the second
+const size_t STATIC_LIMIT = 48 << 10, DYNAMIC_LIMIT = 227 << 10;
+
+inline void check_launch(const Launch *launch) {
+    dim3 grid = launch->grid, size = launch->block;
+    long threads = (long)size.x * size.y * size.z;
+    if ((long)grid.x * grid.y * grid.z == 0 || threads == 0)
+        die("an empty grid or block: (%u,%u,%u) blocks of (%u,%u,%u) threads", grid.x, grid.y,
+            grid.z, size.x, size.y, size.z);
+    if (threads > 1024 || size.z > 64)
+        die("%ld threads in a block; at most 1024, 64 of them in z", threads);
+    if (grid.y > 65535 || grid.z > 65535)
+        die("a grid of (%u,%u,%u); y and z are at most 65535", grid.x, grid.y, grid.z);
+    size_t limit = std::max(STATIC_LIMIT, dynamic_limits[{launch->device, launch->kernel}]);
+    if (launch->dynamic_bytes > limit)
+        die("%zu bytes of dynamic shared memory; cudaFuncSetAttribute allows %zu here",
+            launch->dynamic_bytes, limit);
+    if (launch->stream->device != launch->device)
+        die("in a stream of device %d, while device %d is the current one", launch->stream->device,
+            launch->device);
+}
+
+inline void check_pointer(int number, const void *argument) {
+    const Allocation *found = find_allocation(argument);
+    if (!found && argument)
+        found = find_allocation((const char *)argument - 1); // a pointer to an array's end is valid
+    if (!found && argument)
+        die("argument %d is no pointer to memory of a GPU: the host's, or freed", number);
+    int owner = found ? found->device : -1, device = launched->device;
+    if (owner >= 0 && owner != device && !peers.count({device, owner}))
+        die("argument %d is memory of device %d, launched on device %d", number, owner, device);
+}
+
+static std::recursive_mutex runtime;
+typedef std::lock_guard<std::recursive_mutex> Lock;
+Traffic *traffic_of(const char *kernel); // see section 6
+
+inline void queue_launch(std::shared_ptr<Launch> launch) {
+    Lock lock(runtime);
+    launch->stream = stream_of(launch->stream);
+    launched = launch.get(); // named by reports
+    check_launch(launched);
+    launch->check(0);
+    launched = nullptr;
+    enqueue(launch->stream, [launch] {
+        launched = launch.get();
+        launch->check(0);
+        launch->traffic = traffic_of(launch->name);
+        run_grid(launch.get());
+        launched = nullptr;
+    });
+}
+
+// Checks that memory is on the side that the kind of copy names; cudaMemcpyDefault takes any.
+enum Side { ON_HOST, ON_GPU, ANYWHERE };
+inline void check_range(const char *what, const void *begin, size_t bytes, Side side,
+                        int device = -1) {
+    const Allocation *found = bytes ? find_allocation(begin) : nullptr;
+    int owner = found ? found->device : -1;
+    if (bytes && side != ANYWHERE && (owner >= 0) != (side == ON_GPU))
+        die("%s: %p is %s", what, begin,
+            owner >= 0 ? "memory of a GPU" : "not memory of a GPU, or was freed");
+    if (found && (const char *)begin + bytes > found->begin + found->bytes)
+        die("%s: %zu bytes, of which only %zu are there", what, bytes,
+            (size_t)(found->begin + found->bytes - (const char *)begin));
+    if (owner >= 0 && device >= 0 && owner != device)
+        die("%s: %p is memory of device %d, not %d", what, begin, owner, device);
+}
+
+inline void copy(void *to, const void *from, size_t bytes, Side to_side, Side from_side,
+                 Stream *stream, int to_device = -1, int from_device = -1) {
+    auto check = [=] {
+        check_range("copy to", to, bytes, to_side, to_device);
+        check_range("copy from", from, bytes, from_side, from_device);
+    };
+    check();
+    enqueue(stream, [=] { check(), memcpy(to, from, bytes); });
+    // Pageable memory is staged in a buffer of the driver, which the host waits for.
+    stream = stream_of(stream);
+    if (!stream->captured && !(find_allocation(to) && find_allocation(from)))
+        finish_stream(stream);
+}
+
+/* ==== 4. CUDA's functions ===================================================================== */
+
+namespace api {
+typedef Stream *cudaStream_t;
+typedef Event *cudaEvent_t;
+typedef Graph *cudaGraph_t, *cudaGraphExec_t;
+typedef void (*cudaHostFn_t)(void *data);
+enum cudaMemcpyKind {
+    cudaMemcpyHostToHost,
+    cudaMemcpyHostToDevice,
+    cudaMemcpyDeviceToHost,
+    cudaMemcpyDeviceToDevice,
+    cudaMemcpyDefault
+};
+enum { cudaStreamDefault, cudaStreamNonBlocking };
+enum { cudaEventDefault, cudaEventDisableTiming = 2 };
+enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal };
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
+enum cudaMemoryType { cudaMemoryTypeUnregistered, cudaMemoryTypeHost, cudaMemoryTypeDevice };
+struct cudaPointerAttributes {
+    cudaMemoryType type;
+    int device;
+};
+struct cudaUUID_t {
+    char bytes[16];
+};
+struct cudaFuncAttributes {
+    int maxThreadsPerBlock, numRegs; // registers are unknown here
+    size_t sharedSizeBytes, localSizeBytes;
+};
+struct cudaDeviceProp {
+    char name[256];
+    cudaUUID_t uuid;
+    size_t totalGlobalMem, sharedMemPerBlock, sharedMemPerBlockOptin;
+    int major, minor, warpSize, multiProcessorCount;
+};
+inline const char *cudaGetErrorName(cudaError_t error) {
+    const char *const names[] = {EMU_ERRORS(EMU_ERROR_NAME)};
+    return names[error];
+}
+inline const char *cudaGetErrorString(cudaError_t error) {
+    const char *const texts[] = {EMU_ERRORS(EMU_ERROR_TEXT)};
+    return texts[error];
+}
+inline cudaError_t cudaGetLastError() {
+    return std::exchange(last_error, cudaSuccess);
+}
+
+// Defines a function that holds the lock, executes the statements given, and succeeds.
+#define EMU_CUDA(FUNCTION, ...)   \
+    inline cudaError_t FUNCTION { \
+        Lock lock(runtime);       \
+        __VA_ARGS__;              \
+        return cudaSuccess;       \
+    }
+
+/* ---- Devices */
+
+inline cudaError_t cudaGetDeviceCount(int *count) {
+    *count = (int)devices().size();
+    return *count ? cudaSuccess : failed(cudaErrorNoDevice);
+}
+inline cudaError_t cudaSetDevice(int device) {
+    if (!is_device(device))
+        return failed(devices().empty() ? cudaErrorNoDevice : cudaErrorInvalidDevice);
+    current_device = device;
+    return cudaSuccess;
+}
+inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp *properties, int device) {
+    if (!is_device(device))
+        return failed(cudaErrorInvalidDevice);
+    *properties = {"emulated GPU", {}, device_memory, STATIC_LIMIT, DYNAMIC_LIMIT, 9, 0, 32, 4};
+    // The physical index, independent of CUDA_VISIBLE_DEVICES.
+    snprintf(properties->uuid.bytes, 16, "cuda_on_cpu %03d", devices()[(size_t)device]);
+    return cudaSuccess;
+}
+EMU_CUDA(cudaDriverGetVersion(int *version), *version = 12000)
+EMU_CUDA(cudaDeviceSynchronize(), finish_device(current_device))
+EMU_CUDA(cudaDeviceCanAccessPeer(int *can, int device, int peer), *can = device != peer)
+inline cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned) {
+    Lock lock(runtime);
+    if (!is_device(peer) || peer == current_device)
+        return failed(cudaErrorInvalidDevice);
+    bool is_new = peers.insert({current_device, peer}).second;
+    return is_new ? cudaSuccess : failed(cudaErrorPeerAccessAlreadyEnabled);
+}
+template <class Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel *kernel, cudaFuncAttribute, int dynamic_bytes) {
+    Lock lock(runtime);
+    if (dynamic_bytes < 0 || dynamic_bytes > (int)DYNAMIC_LIMIT)
+        return failed(cudaErrorInvalidValue);
+    dynamic_limits[{current_device, (const void *)kernel}] = (size_t)dynamic_bytes;
+    return cudaSuccess;
+}
+template <class Kernel>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, Kernel *) {
+    *attributes = {1024, 0, 0, 0};
+    return cudaSuccess;
+}
+
+/* ---- Memory */
+
+template <class T> cudaError_t cudaMalloc(T **memory, size_t bytes) {
+    Lock lock(runtime);
+    if (!is_device(current_device))
+        return failed(cudaErrorNoDevice);
+    if (bytes > device_memory - used_memory[current_device])
+        return failed(cudaErrorMemoryAllocation);
+    *memory = (T *)allocate(bytes, current_device);
+    return cudaSuccess;
+}
+template <class T> cudaError_t cudaMallocHost(T **memory, size_t bytes) {
+    Lock lock(runtime);
+    *memory = (T *)allocate(bytes, -1);
+    return cudaSuccess;
+}
+EMU_CUDA(cudaFree(void *memory), release("cudaFree", memory, true))
+EMU_CUDA(cudaFreeHost(void *memory), release("cudaFreeHost", memory, false))
+EMU_CUDA(cudaMemGetInfo(size_t *left, size_t *total), *total = device_memory,
+         *left = *total - used_memory[current_device])
+inline cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *attributes, const void *memory) {
+    Lock lock(runtime);
+    const Allocation *found = find_allocation(memory);
+    bool on_gpu = found && found->device >= 0;
+    *attributes = {cudaMemoryType((found != nullptr) + on_gpu), on_gpu ? found->device : 0};
+    return cudaSuccess;
+}
+
+EMU_CUDA(cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind,
+                         cudaStream_t stream = nullptr),
+         bool any = kind == cudaMemcpyDefault; // else bits 0 and 1 tell which side is a GPU's
+         copy(to, from, bytes, any ? ANYWHERE : Side(kind & 1), any ? ANYWHERE : Side(kind >> 1),
+              stream))
+EMU_CUDA(cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind),
+         cudaMemcpyAsync(to, from, bytes, kind), finish_stream(stream_of(nullptr)))
+EMU_CUDA(cudaMemcpyPeerAsync(void *to, int to_device, const void *from, int from_device,
+                             size_t bytes, cudaStream_t stream = nullptr),
+         copy(to, from, bytes, ON_GPU, ON_GPU, stream, to_device, from_device))
+inline cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes,
+                                   cudaStream_t stream = nullptr) {
+    Lock lock(runtime);
+    auto check = [=] { check_range("cudaMemset", to, bytes, ON_GPU); };
+    check();
+    enqueue(stream, [=] { check(), memset(to, value, bytes); });
+    return cudaSuccess;
+}
+#define cudaMemset cudaMemsetAsync // asynchronous as well
+
+/* ---- Streams */
+
+#define cudaStreamCreate cudaStreamCreateWithFlags
+EMU_CUDA(cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags = cudaStreamDefault),
+         *stream = &streams.emplace_back(Stream{current_device, flags != cudaStreamNonBlocking}))
+inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+    Lock lock(runtime);
+    stream = stream_of(stream);
+    if (stream->captured)
+        die("cudaStreamSynchronize: the stream is being captured");
+    wait_for_others(stream);
+    finish_stream(stream);
+    return cudaSuccess;
+}
+EMU_CUDA(cudaStreamDestroy(cudaStream_t stream), cudaStreamSynchronize(stream))
+// Each query executes one more operation, so that polling terminates.
+inline cudaError_t cudaStreamQuery(cudaStream_t stream) {
+    Lock lock(runtime);
+    stream = stream_of(stream);
+    bool ended = stream->queue.empty();
+    run_until(stream, ended ? 0 : stream->finished + 1);
+    return ended ? cudaSuccess : cudaErrorNotReady;
+}
+EMU_CUDA(cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *data),
+         enqueue(stream, [=] { function(data); }))
+
+/* ---- Events */
+
+#define cudaEventCreate cudaEventCreateWithFlags
+EMU_CUDA(cudaEventCreateWithFlags(cudaEvent_t *event, unsigned = cudaEventDefault),
+         *event = &events.emplace_back(Event{current_device}))
+EMU_CUDA(cudaEventDestroy(cudaEvent_t), )
+inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream = nullptr) {
+    Lock lock(runtime);
+    stream = stream_of(stream);
+    if (stream->device != event->device)
+        die("an event of device %d is recorded on device %d", event->device, stream->device);
+    event->captured = stream->captured;
+    event->stream = stream->captured ? nullptr : stream;
+    event->position = stream->end() + 1;
+    enqueue(stream, [event] {
+        timespec now;
+        clock_gettime(CLOCK_MONOTONIC, &now);
+        event->seconds = (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+    });
+    return cudaSuccess;
+}
+EMU_CUDA(cudaEventSynchronize(cudaEvent_t event), run_until(event->stream, event->position))
+inline cudaError_t cudaEventQuery(cudaEvent_t event) {
+    Lock lock(runtime);
+    bool happened = !event->stream || event->stream->finished >= event->position;
+    return happened ? cudaSuccess : (cudaStreamQuery(event->stream), cudaErrorNotReady);
+}
+inline cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t begin, cudaEvent_t end) {
+    *milliseconds = (float)((end->seconds - begin->seconds) * 1e3);
+    return cudaEventQuery(begin) || cudaEventQuery(end) ? cudaErrorNotReady : cudaSuccess;
+}
+// If the event's stream is being captured, the waiting stream joins the capture.
+inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned = 0) {
+    Lock lock(runtime);
+    if (event->captured)
+        stream_of(stream)->captured = event->captured;
+    else
+        enqueue(stream, [from = event->stream, at = event->position] { run_until(from, at); });
+    return cudaSuccess;
+}
+
+/* ---- Graphs: the operations of a capture, in the order of queuing */
+
+EMU_CUDA(cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode),
+         stream->captured = new Graph)
+inline cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) {
+    Lock lock(runtime);
+    *graph = stream->captured;
+    for (Stream &other : streams)
+        other.captured = other.captured == *graph ? nullptr : other.captured;
+    return cudaSuccess;
+}
+EMU_CUDA(cudaGraphInstantiateWithFlags(cudaGraphExec_t *executable, cudaGraph_t graph,
+                                       unsigned long long = 0),
+         *executable = new Graph(*graph))
+inline cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream) {
+    Lock lock(runtime);
+    for (const Operation &operation : *executable)
+        enqueue(stream, operation);
+    return cudaSuccess;
+}
+EMU_CUDA(cudaGraphDestroy(cudaGraph_t graph), delete graph)
+#define cudaGraphExecDestroy cudaGraphDestroy
+} // namespace api
+
+/* ==== 5. Tensor cores, ldmatrix, cp.async =======================================================
+
+   What wrappers of inline PTX call here. The layouts are those of the PTX manual's chapters
+   "Matrix fragments for mma.m16n8k16" and "m16n8k8", "ldmatrix" and "cp.async". */
+
+/* d[16][8] = a[16][k] b[k][8] + c. Lane 4*g + q holds rows g and g + 8 of a, and column g of b: of
+   the first and of the second half of k, the q-th register's worth of elements. Of c and d it holds
+   rows g and g + 8, columns 2*q and 2*q + 1. */
+template <int PER_REGISTER, float (*decode)(uint32_t)>
+void multiply(float *d, const uint32_t *a, const uint32_t *b, const float *c,
+              SourceLocation location = {}) {
+    const int HALF_K = 4 * PER_REGISTER;
+    uint32_t mine[6] = {a[0], a[1], a[2], a[3], b[0], b[1]};
+    LaneValues &values = wait_for_lanes(0xffffffff, mine, sizeof mine, location);
+    auto element = [&](int lane, int i_register, int i) {
+        uint32_t bits;
+        memcpy(&bits, values[lane] + 4 * i_register, 4);
+        return decode(PER_REGISTER == 2 ? bits >> 16 * i & 0xffff : bits & 0xffffe000);
+    };
+    int g = lane() / 4, q = lane() % 4;
+    for (int i = 0; i < 4; i++) {
+        float sum = c[i];
+        int row = i / 2, column = 2 * q + i % 2;
+        for (int k = 0; k < 2 * HALF_K; k++) {
+            int half = k / HALF_K, holder = k % HALF_K / PER_REGISTER, j = k % PER_REGISTER;
+            sum += element(g * 4 + holder, 2 * half + row, j) *
+                   element(column * 4 + holder, 4 + half, j);
+        }
+        d[i] = sum;
+    }
+}
+
+#ifdef CUEMU_COUNT
+#define EMU_UNCOUNTED __attribute__((no_sanitize("thread")))
+#else
+#define EMU_UNCOUNTED
+#endif
+enum { GLOBAL_READ, GLOBAL_WRITE, SHARED_READ, SHARED_WRITE, TRAFFIC_KINDS };
+void count(int kind, long bytes);
+
+inline void check_shared(const char *what, const void *address, SourceLocation location) {
+    if ((uintptr_t)address % 16 || !is_shared(address, 16))
+        die("%s:%d: %s: %p is not aligned to 16 bytes in shared memory", location.file,
+            location.line, what, address);
+}
+
+namespace api {
+#define emu_mma_m16n8k16_bf16 emu::multiply<2, emu::bfloat16_value>
+#define emu_mma_m16n8k16_f16 emu::multiply<2, emu::half_value>
+#define emu_mma_m16n8k8_tf32 \
+    emu::multiply<1, emu::same_bits<float, uint32_t>> // without the low 13 bits of a float
+
+// Four matrices of 8 rows of 16 bytes: lane i gives the address of row i % 8 of matrix i / 8. Lane
+// 4*g + q gets elements 2*q and 2*q + 1 of row g of each matrix; transposed, of column g.
+inline EMU_UNCOUNTED void emu_ldmatrix_x4(uint32_t *registers, const void *row, bool transposed,
+                                          SourceLocation location = {}) {
+    check_shared("ldmatrix", row, location);
+    count(SHARED_READ, 16);
+    LaneValues &values = wait_for_lanes(0xffffffff, &row, sizeof row, location);
+    int g = lane() / 4, q = lane() % 4;
+    for (int matrix = 0; matrix < 4; matrix++) {
+        registers[matrix] = 0;
+        for (int i = 0; i < 2; i++) {
+            const uint16_t *from;
+            memcpy(&from, values[matrix * 8 + (transposed ? 2 * q + i : g)], sizeof from);
+            registers[matrix] |= (uint32_t)from[transposed ? g : 2 * q + i] << 16 * i;
+        }
+    }
+}
+
+// Starts to copy `bytes` (0 to 16) from global to shared memory, padded with zeros to 16. Until the
+// copy has been waited for, the destination holds NaN.
+inline EMU_UNCOUNTED void emu_cp_async16(void *to, const void *from, int bytes,
+                                         SourceLocation location = {}) {
+    check_shared("cp.async", to, location);
+    if ((uintptr_t)from % 16)
+        die("%s:%d: cp.async: source %p is not aligned to 16 bytes", location.file, location.line,
+            from);
+    memset(to, 0xff, 16);
+    Unwatched unwatched;
+    self->copies.push_back({to, from, bytes, self->copy_groups});
+}
+inline void emu_cp_async_commit() {
+    Unwatched unwatched;
+    self->copy_groups++;
+}
+
+// Waits until at most `pending` of this thread's groups are incomplete.
+inline EMU_UNCOUNTED void emu_cp_async_wait(int pending) {
+    for (;;) {
+        AsyncCopy copy;
+        {
+            Unwatched unwatched;
+            if (self->copies.empty() || self->copies[0].group >= self->copy_groups - pending)
+                return;
+            copy = self->copies[0];
+            self->copies.pop_front();
+        }
+        memcpy(copy.to, copy.from, (size_t)copy.bytes);
+        memset((char *)copy.to + copy.bytes, 0, (size_t)(16 - copy.bytes));
+        count(GLOBAL_READ, copy.bytes);
+        count(SHARED_WRITE, 16);
+    }
+}
+} // namespace api
+
+/* ==== 6. Counting accesses ======================================================================
+
+   With -fsanitize=thread the compiler calls a function at every access to memory that may be
+   shared; here, those functions count. Memory outside of shared arrays and of a GPU's allocations,
+   such as stacks, is not counted: a GPU would keep most of it in registers. */
+
+#ifndef CUEMU_COUNT
+inline Traffic *traffic_of(const char *) {
+    return nullptr;
+}
+inline void count(int, long) {}
+#else
+struct Traffic {
+    long launches, accesses[TRAFFIC_KINDS], bytes[TRAFFIC_KINDS];
+};
+static struct TrafficTable {
+    std::map<std::string, Traffic> kernels;
+    ~TrafficTable() { // at exit
+        fprintf(stderr, "%-24s %8s %12s %14s %12s %14s %12s %14s %12s %14s", "kernel", "launches",
+                "global reads", "(bytes)", "writes", "(bytes)", "shared reads", "(bytes)", "writes",
+                "(bytes)");
+        for (auto &[name, traffic] : kernels) {
+            fprintf(stderr, "\n%-24s %8ld", name.c_str(), traffic.launches);
+            for (int kind = 0; kind < TRAFFIC_KINDS; kind++) {
+                std::string bytes = "(" + std::to_string(traffic.bytes[kind]) + ")";
+                fprintf(stderr, " %12ld %14s", traffic.accesses[kind], bytes.c_str());
+            }
+        }
+        fprintf(stderr, "\n");
+    }
+} traffic_table;
+
+inline Traffic *traffic_of(const char *kernel) {
+    Traffic *traffic = &traffic_table.kernels[kernel];
+    traffic->launches++;
+    return traffic;
+}
+inline EMU_UNCOUNTED void count(int kind, long bytes) {
+    __atomic_fetch_add(&launched->traffic->accesses[kind], 1, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&launched->traffic->bytes[kind], bytes, __ATOMIC_RELAXED);
+}
+inline EMU_UNCOUNTED void count_access(const void *address, long bytes, bool write) {
+    static thread_local bool counting; // these functions are instrumented as well
+    if (!self || counting)
+        return;
+    counting = true;
+    if (is_shared(address, 1))
+        count(write ? SHARED_WRITE : SHARED_READ, bytes);
+    else if (find_allocation(address))
+        count(write ? GLOBAL_WRITE : GLOBAL_READ, bytes);
+    counting = false;
+}
+
+#define EMU_HOOK extern "C" EMU_UNCOUNTED __attribute__((used))
+#define EMU_ACCESS_HOOK(NAME, BYTES, WRITE, ...)             \
+    EMU_HOOK void __tsan_##NAME(void *address __VA_ARGS__) { \
+        count_access(address, BYTES, WRITE);                 \
+    }
+#define EMU_ACCESS_HOOKS(BYTES)                          \
+    EMU_ACCESS_HOOK(read##BYTES, BYTES, false)           \
+    EMU_ACCESS_HOOK(write##BYTES, BYTES, true)           \
+    EMU_ACCESS_HOOK(unaligned_read##BYTES, BYTES, false) \
+    EMU_ACCESS_HOOK(unaligned_write##BYTES, BYTES, true)
+EMU_ACCESS_HOOKS(1)
+EMU_ACCESS_HOOKS(2)
+EMU_ACCESS_HOOKS(4)
+EMU_ACCESS_HOOKS(8)
+EMU_ACCESS_HOOKS(16)
+EMU_ACCESS_HOOK(read_range, bytes, false, , long bytes)
+EMU_ACCESS_HOOK(write_range, bytes, true, , long bytes)
+#define EMU_ATOMIC_HOOK(BITS, RESULT, NAME, WRITE, OPERATION, ...)                       \
+    EMU_HOOK RESULT __tsan_atomic##BITS##_##NAME(uint##BITS##_t *address, __VA_ARGS__) { \
+        count_access(address, BITS / 8, WRITE);                                          \
+        return OPERATION;                                                                \
+    }
+#define EMU_ATOMIC_HOOKS(BITS, T)                                                                \
+    EMU_ATOMIC_HOOK(BITS, T, load, false, __atomic_load_n(address, __ATOMIC_SEQ_CST), int)       \
+    EMU_ATOMIC_HOOK(BITS, T, fetch_add, true, __atomic_fetch_add(address, by, __ATOMIC_SEQ_CST), \
+                    T by, int)                                                                   \
+    EMU_ATOMIC_HOOK(BITS, T, fetch_or, true, __atomic_fetch_or(address, by, __ATOMIC_SEQ_CST),   \
+                    T by, int)                                                                   \
+    EMU_ATOMIC_HOOK(BITS, int, compare_exchange_strong, true,                                    \
+                    __atomic_compare_exchange_n(address, old, value, false, __ATOMIC_SEQ_CST,    \
+                                                __ATOMIC_SEQ_CST),                               \
+                    T *old, T value, int, int)
+EMU_ATOMIC_HOOKS(8, uint8_t)
+EMU_ATOMIC_HOOKS(32, uint32_t)
+EMU_ATOMIC_HOOKS(64, uint64_t)
+EMU_HOOK void __tsan_init() {}
+EMU_HOOK void __tsan_func_entry(void *) {}
+EMU_HOOK void __tsan_func_exit() {}
+EMU_HOOK void __tsan_vptr_update(void **, void *) {}
+#endif
+} // namespace emu

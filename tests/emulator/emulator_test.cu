@@ -1,0 +1,1297 @@
+/* Tests of cuda_on_cpu.h: correct kernels, and kernels with a planted bug that the emulator must
+   report. On a GPU (nvcc -arch=sm_80 tests/emulator/emulator_test.cu) the correct ones pass as well.
+
+     emulator_test               all correct kernels: prints lines `pass emulator/NAME`
+     emulator_test bug_NAME      one planted bug, which the emulator reports
+     emulator_test mended_NAME   the same without the bug, which must pass
+     emulator_test bugs          the names of the bugs
+     emulator_test devices       how many GPUs there are
+     emulator_test speed         what a barrier, a shuffle, a launch and a thread cost here */
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <math.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <thread>
+
+#define CHECK(CALL)                                                                         \
+    do {                                                                                    \
+        cudaError_t error_ = (CALL);                                                        \
+        if (error_ != cudaSuccess) {                                                        \
+            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, cudaGetErrorString(error_)); \
+            exit(3);                                                                        \
+        }                                                                                   \
+    } while (0)
+
+static int failures;
+static const char *suite = "emulator";
+
+static void passes(const char *name, bool right) {
+    printf(right ? "pass %s/%s\n" : "fail %s/%s: expected other numbers\n", suite, name);
+    failures += !right;
+}
+
+// An array on the GPU and one of page-locked memory of the host.
+template <class T> struct Both {
+    int n;
+    T *gpu, *host;
+    explicit Both(int n) : n(n) {
+        CHECK(cudaMalloc(&gpu, (size_t)n * sizeof(T)));
+        CHECK(cudaMallocHost(&host, (size_t)n * sizeof(T)));
+        for (int i = 0; i < n; i++) {
+            host[i] = T();
+        }
+    }
+    Both(const Both &) = delete;
+    ~Both() {
+        CHECK(cudaFree(gpu));
+        CHECK(cudaFreeHost(host));
+    }
+    size_t bytes() const {
+        return (size_t)n * sizeof(T);
+    }
+    void up(cudaStream_t stream = nullptr) {
+        CHECK(cudaMemcpyAsync(gpu, host, bytes(), cudaMemcpyHostToDevice, stream));
+    }
+    void down(cudaStream_t stream = nullptr) {
+        CHECK(cudaGetLastError());
+        CHECK(cudaMemcpyAsync(host, gpu, bytes(), cudaMemcpyDeviceToHost, stream));
+        CHECK(cudaStreamSynchronize(stream));
+    }
+};
+
+/* ==== Wrappers of inline PTX ================================================================== */
+
+static __device__ __forceinline__ void mma_bf16(float *d, const uint32_t *a, const uint32_t *b) {
+#ifdef CUDA_ON_CPU
+    emu_mma_m16n8k16_bf16(d, a, b, d);
+#else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#endif
+}
+
+static __device__ __forceinline__ void mma_f16(float *d, const uint32_t *a, const uint32_t *b) {
+#ifdef CUDA_ON_CPU
+    emu_mma_m16n8k16_f16(d, a, b, d);
+#else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#endif
+}
+
+static __device__ __forceinline__ void mma_tf32(float *d, const uint32_t *a, const uint32_t *b) {
+#ifdef CUDA_ON_CPU
+    emu_mma_m16n8k8_tf32(d, a, b, d);
+#else
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#endif
+}
+
+template <bool TRANSPOSED>
+static __device__ __forceinline__ void ldmatrix_x4(uint32_t *registers, const void *row) {
+#ifdef CUDA_ON_CPU
+    emu_ldmatrix_x4(registers, row, TRANSPOSED);
+#else
+    uint32_t address = (uint32_t)__cvta_generic_to_shared(row);
+    if (TRANSPOSED) {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]),
+                       "=r"(registers[3])
+                     : "r"(address)
+                     : "memory");
+    } else {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]),
+                       "=r"(registers[3])
+                     : "r"(address)
+                     : "memory");
+    }
+#endif
+}
+
+static __device__ __forceinline__ void cp_async16(void *to, const void *from, int bytes) {
+#ifdef CUDA_ON_CPU
+    emu_cp_async16(to, from, bytes);
+#else
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
+                     (uint32_t)__cvta_generic_to_shared(to)),
+                 "l"(from), "r"(bytes)
+                 : "memory");
+#endif
+}
+
+static __device__ __forceinline__ void cp_async_commit() {
+#ifdef CUDA_ON_CPU
+    emu_cp_async_commit();
+#else
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+template <int PENDING> static __device__ __forceinline__ void cp_async_wait() {
+#ifdef CUDA_ON_CPU
+    emu_cp_async_wait(PENDING);
+#else
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+#endif
+}
+
+/* ==== Correct kernels ========================================================================= */
+
+__global__ void fill(float *a, float value, int n) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) {
+        a[i] = value;
+    }
+}
+
+__global__ void scale(float *a, float factor, int n) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) {
+        a[i] *= factor;
+    }
+}
+
+// One sum per block: warps by shuffles, then their sums in shared memory. Ragged: n is any number.
+__global__ void __launch_bounds__(256) block_sums(float *sums, const float *a, int n) {
+    __shared__ float of_warp[8];
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    float sum = i < n ? a[i] : 0;
+    for (int d = 16; d > 0; d /= 2) {
+        sum += __shfl_down_sync(0xffffffff, sum, d);
+    }
+    if (threadIdx.x % 32 == 0) {
+        of_warp[threadIdx.x / 32] = sum;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        for (int w = 1; w < (int)blockDim.x / 32; w++) {
+            sum += of_warp[w];
+        }
+        sums[blockIdx.x] = sum;
+    }
+}
+
+// Through a tile with a column of padding; the grid has two dimensions.
+template <int TILE> __global__ void transpose(float *to, const float *from, int rows, int columns) {
+    __shared__ float tile[TILE][TILE + 1];
+    int x = blockIdx.x * TILE + threadIdx.x, y = blockIdx.y * TILE + threadIdx.y;
+    if (x < columns && y < rows) {
+        tile[threadIdx.y][threadIdx.x] = from[y * columns + x];
+    }
+    __syncthreads();
+    x = blockIdx.y * TILE + threadIdx.x, y = blockIdx.x * TILE + threadIdx.y;
+    if (x < rows && y < columns) {
+        to[y * rows + x] = tile[threadIdx.x][threadIdx.y];
+    }
+}
+
+// Every thread takes over its neighbour's number, `rounds` times, between barriers.
+__global__ void rounds_of_barriers(float *a, int rounds) {
+    extern __shared__ float4 numbers[];
+    float *mine = (float *)numbers;
+    mine[threadIdx.x] = (float)threadIdx.x;
+    for (int r = 0; r < rounds; r++) {
+        __syncthreads();
+        float next = mine[(threadIdx.x + 1) % blockDim.x];
+        __syncthreads();
+        mine[threadIdx.x] = next;
+    }
+    a[blockIdx.x * blockDim.x + threadIdx.x] = mine[threadIdx.x];
+}
+
+__global__ void warp_operations(int *a) {
+    int lane = threadIdx.x % 32;
+    a[threadIdx.x * 8] = __shfl_sync(0xffffffff, lane, 5);
+    a[threadIdx.x * 8 + 1] =
+        __shfl_xor_sync(0xffffffff, lane, 3) + 100 * __shfl_xor_sync(0xffffffff, lane, 9, 8);
+    a[threadIdx.x * 8 + 2] = __shfl_down_sync(0xffffffff, lane, 2, 8);
+    a[threadIdx.x * 8 + 3] = (int)__ballot_sync(0xffffffff, lane % 3 == 0);
+    a[threadIdx.x * 8 + 4] =
+        __any_sync(0xffffffff, lane == 9) + 2 * __all_sync(0xffffffff, lane < 31);
+    a[threadIdx.x * 8 + 5] = 0;
+    if (lane < 16) { // half a warp by itself
+        a[threadIdx.x * 8 + 5] = __shfl_sync(0x0000ffff, lane, 15 - lane);
+    }
+    __syncwarp();
+    a[threadIdx.x * 8 + 6] = (int)__reduce_add_sync(0xffffffff, (unsigned)lane);
+    a[threadIdx.x * 8 + 7] = __shfl_up_sync(0xffffffff, lane, 1);
+}
+
+// The last block to arrive sums what the others wrote: a fence, then a ticket.
+__global__ void sum_in_last_block(float *result, float *parts, unsigned *tickets) {
+    __shared__ bool last;
+    if (threadIdx.x == 0) {
+        parts[blockIdx.x] = (float)(blockIdx.x + 1);
+        __threadfence();
+        last = atomicAdd(tickets, 1) == gridDim.x - 1;
+    }
+    __syncthreads();
+    if (last && threadIdx.x == 0) {
+        float sum = 0;
+        for (unsigned i = 0; i < gridDim.x; i++) {
+            sum += ((volatile float *)parts)[i];
+        }
+        *result = sum;
+    }
+}
+
+__global__ void count_and_max(int *count, int *largest, unsigned *bits) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    atomicAdd(count, i % 2);
+    atomicMax(largest, (i * 37) % 1000);
+    atomicOr(bits, 1u << i % 32);
+}
+
+__global__ void convert(uint16_t *halves, uint16_t *bfloats, float *back, const float *a, int n) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) {
+        __half half_number = __float2half(a[i]);
+        __nv_bfloat16 bfloat = __float2bfloat16(a[i]);
+        memcpy(halves + i, &half_number, 2);
+        memcpy(bfloats + i, &bfloat, 2);
+        back[2 * i] = __half2float(half_number);
+        back[2 * i + 1] = __bfloat162float(bfloat);
+    }
+}
+
+static const int M = 16, N = 8, K = 16;
+
+__host__ __device__ uint16_t bits_of(float x, bool bfloat) {
+    uint16_t bits;
+    if (bfloat) {
+        __nv_bfloat16 number = __float2bfloat16(x);
+        memcpy(&bits, &number, 2);
+    } else {
+        __half number = __float2half(x);
+        memcpy(&bits, &number, 2);
+    }
+    return bits;
+}
+
+// d[16][8] = a[16][16] b[16][8] by one warp: cp.async to shared memory, ldmatrix, mma. Every block
+// does the same.
+__global__ void tensor_product(float *d, const uint16_t *a, const uint16_t *b, bool bfloat) {
+    __shared__ __align__(16) uint16_t tile_a[M][K];
+    __shared__ __align__(16)
+        uint16_t tile_b[2 * K][N]; // half of it zeros, as four matrices are loaded
+    int lane = threadIdx.x;
+    d += blockIdx.x * (M * N + 64);
+    cp_async16(&tile_a[lane / 2][lane % 2 * 8], a + lane * 8, 16);
+    cp_async_commit();
+    cp_async16(tile_b[lane], lane < K ? b + lane * N : b, lane < K ? 16 : 0);
+    cp_async_commit();
+    cp_async_wait<0>();
+    __syncthreads();
+    uint32_t from_a[4], from_b[4];
+    ldmatrix_x4<false>(from_a, &tile_a[lane % 8 + lane / 8 % 2 * 8][lane / 16 * 8]);
+    ldmatrix_x4<true>(from_b, tile_b[lane]);
+    float sums[4] = {};
+    if (bfloat) {
+        mma_bf16(sums, from_a, from_b);
+    } else {
+        mma_f16(sums, from_a, from_b);
+    }
+    for (int i = 0; i < 4; i++) {
+        d[(lane / 4 + i / 2 * 8) * N + lane % 4 * 2 + i % 2] = sums[i];
+    }
+    for (int i = 0; i < 2; i++) { // what was beyond the end must be zero
+        d[M * N + lane * 2 + i] = (float)from_b[2 + i];
+    }
+}
+
+// The same from registers filled by the tables of the PTX manual; tf32 has k = 8.
+__global__ void from_registers(float *d, const float *a, const float *b, int type) {
+    int lane = threadIdx.x, g = lane / 4, q = lane % 4;
+    uint32_t from_a[4], from_b[2];
+    for (int r = 0; r < 4; r++) {
+        int row = g + r % 2 * 8;
+        if (type == 2) {
+            // tf32 ignores the low 13 bits of a float, whatever they are.
+            from_a[r] = __float_as_uint(a[row * 8 + q + r / 2 * 4]) | 0x1fff;
+        } else {
+            const float *pair = a + row * K + q * 2 + r / 2 * 8;
+            from_a[r] = bits_of(pair[0], type) | (uint32_t)bits_of(pair[1], type) << 16;
+        }
+    }
+    for (int r = 0; r < 2; r++) {
+        if (type == 2) {
+            from_b[r] = __float_as_uint(b[(q + r * 4) * N + g]);
+        } else {
+            const float *pair = b + (q * 2 + r * 8) * N + g;
+            from_b[r] = bits_of(pair[0], type) | (uint32_t)bits_of(pair[N], type) << 16;
+        }
+    }
+    float sums[4] = {1, 2, 3, 4};
+    if (type == 2) {
+        mma_tf32(sums, from_a, from_b);
+    } else if (type == 1) {
+        mma_bf16(sums, from_a, from_b);
+    } else {
+        mma_f16(sums, from_a, from_b);
+    }
+    for (int i = 0; i < 4; i++) {
+        d[(g + i / 2 * 8) * N + q * 2 + i % 2] = sums[i] - (float)(i + 1);
+    }
+}
+
+__global__ void ldmatrix_layout(uint32_t *plain, uint32_t *transposed) {
+    __shared__ __align__(16) uint16_t tile[32][8];
+    for (int i = 0; i < 8; i++) {
+        tile[threadIdx.x][i] = (uint16_t)(threadIdx.x * 8 + i);
+    }
+    __syncthreads();
+    uint32_t registers[4], flipped[4];
+    ldmatrix_x4<false>(registers, tile[threadIdx.x]);
+    ldmatrix_x4<true>(flipped, tile[threadIdx.x]);
+    for (int m = 0; m < 4; m++) {
+        plain[threadIdx.x * 4 + m] = registers[m];
+        transposed[threadIdx.x * 4 + m] = flipped[m];
+    }
+}
+
+static float number(int i) { // small integers: sums of products are exact
+    return (float)((i * 7919 + 13) % 9 - 4);
+}
+
+/* ---- Kernels */
+
+static void test_elementwise() {
+    bool right = true;
+    for (int n = 1; n < 600; n = n * 3 + 1) { // ragged
+        Both<float> a(n);
+        fill<<<(n + 63) / 64, 64>>>(a.gpu, 3, n);
+        scale<<<dim3((n + 63) / 64), dim3(64), 0, nullptr>>>(a.gpu, 2, n);
+        a.down();
+        for (int i = 0; i < n; i++) {
+            right &= a.host[i] == 6;
+        }
+    }
+    passes("elementwise", right);
+}
+
+static void test_block_sums() {
+    bool right = true;
+    for (int n : {1, 31, 256, 257, 1000}) {
+        int blocks = (n + 255) / 256;
+        Both<float> a(n), sums(blocks);
+        float expected = 0, found = 0;
+        for (int i = 0; i < n; i++) {
+            expected += a.host[i] = number(i);
+        }
+        a.up();
+        block_sums<<<blocks, 256>>>(sums.gpu, a.gpu, n);
+        sums.down();
+        for (int i = 0; i < blocks; i++) {
+            found += sums.host[i];
+        }
+        right &= found == expected;
+    }
+    passes("block_sums", right);
+}
+
+static void test_transpose() {
+    const int ROWS = 21, COLUMNS = 37, TILE = 16;
+    Both<float> from(ROWS * COLUMNS), to(ROWS * COLUMNS);
+    for (int i = 0; i < ROWS * COLUMNS; i++) {
+        from.host[i] = (float)i;
+    }
+    from.up();
+    dim3 grid((COLUMNS + TILE - 1) / TILE, (ROWS + TILE - 1) / TILE), block(TILE, TILE);
+    transpose<TILE><<<grid, block>>>(to.gpu, from.gpu, ROWS, COLUMNS);
+    to.down();
+    bool right = true;
+    for (int i = 0; i < ROWS * COLUMNS; i++) {
+        right &= to.host[i] == (float)(i % ROWS * COLUMNS + i / ROWS);
+    }
+    passes("transpose", right);
+}
+
+static void test_barriers() {
+    const int THREADS = 96, ROUNDS = 5;
+    Both<float> a(3 * THREADS);
+    rounds_of_barriers<<<3, THREADS, THREADS * sizeof(float)>>>(a.gpu, ROUNDS);
+    a.down();
+    bool right = true;
+    for (int i = 0; i < a.n; i++) {
+        right &= a.host[i] == (float)((i % THREADS + ROUNDS) % THREADS);
+    }
+    passes("barriers", right);
+}
+
+static void test_much_shared_memory() {
+    const int BYTES = 64 << 10;
+    Both<float> a(64);
+    CHECK(cudaFuncSetAttribute(rounds_of_barriers, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               BYTES));
+    rounds_of_barriers<<<1, 64, BYTES>>>(a.gpu, 1);
+    a.down();
+    passes("much_shared_memory", a.host[0] == 1 && a.host[63] == 0);
+}
+
+static void test_warp_operations() {
+    Both<int> a(64 * 8);
+    warp_operations<<<1, 64>>>(a.gpu);
+    a.down();
+    bool right = true;
+    for (int i = 0; i < 64; i++) {
+        int lane = i % 32, *of = a.host + i * 8;
+        right &= of[0] == 5 && of[1] == (lane ^ 3) + 100 * (lane / 8 % 2 ? lane ^ 9 : lane) &&
+                 of[2] == (lane % 8 < 6 ? lane + 2 : lane) && (unsigned)of[3] == 0x49249249 &&
+                 of[4] == 1 && of[5] == (lane < 16 ? 15 - lane : 0) && of[6] == 496 &&
+                 of[7] == (lane ? lane - 1 : 0);
+    }
+    passes("warp_operations", right);
+}
+
+static void test_atomics() {
+    Both<int> a(3);
+    a.up();
+    count_and_max<<<4, 128>>>(a.gpu, a.gpu + 1, (unsigned *)a.gpu + 2);
+    a.down();
+    int largest = 0;
+    for (int i = 0; i < 512; i++) {
+        largest = largest > i * 37 % 1000 ? largest : i * 37 % 1000;
+    }
+    passes("atomics", a.host[0] == 256 && a.host[1] == largest && a.host[2] == -1);
+    Both<float> result(1), parts(20);
+    Both<unsigned> tickets(1);
+    tickets.up();
+    sum_in_last_block<<<20, 32>>>(result.gpu, parts.gpu, tickets.gpu);
+    result.down();
+    passes("fence_and_ticket", result.host[0] == 210);
+}
+
+// Every half; and known conversions of floats, ties, subnormal numbers and infinities among them.
+static void test_conversions() {
+    const struct {
+        float number;
+        uint16_t half_bits, bfloat_bits;
+    } known[] = {
+        {0, 0, 0},
+        {-0.f, 0x8000, 0x8000},
+        {1, 0x3c00, 0x3f80},
+        {-2.5f, 0xc100, 0xc020},
+        {65504, 0x7bff, 0x4780},
+        {65519.996f, 0x7bff, 0x4780},
+        {65520, 0x7c00, 0x4780},
+        {1e30f, 0x7c00, 0x714a},
+        {INFINITY, 0x7c00, 0x7f80},
+        {-INFINITY, 0xfc00, 0xff80},
+        {3.4028235e38f, 0x7c00, 0x7f80},
+        {1.00048828125f, 0x3c00, 0x3f80}, // ties between two halves
+        {1.00146484375f, 0x3c02, 0x3f80},
+        {1.00390625f, 0x3c04, 0x3f80}, // ties between two bfloat16s
+        {1.01171875f, 0x3c0c, 0x3f82},
+        {6.103515625e-5f, 0x0400, 0x3880}, // the smallest normal half
+        {6.1e-5f, 0x03ff, 0x3880},
+        {5.9604645e-8f, 0x0001, 0x3380}, // the smallest of all
+        {2.9802322e-8f, 0x0000, 0x3300}, // half of it: a tie
+        {8.940697e-8f, 0x0002, 0x33c0},
+        {2.9802326e-8f, 0x0001, 0x3300},
+    };
+    const int n = sizeof known / sizeof known[0];
+    Both<float> a(n), back(2 * n);
+    Both<uint16_t> halves(n), bfloats(n);
+    for (int i = 0; i < n; i++) {
+        a.host[i] = known[i].number;
+    }
+    a.up();
+    convert<<<1, 32>>>(halves.gpu, bfloats.gpu, back.gpu, a.gpu, n);
+    halves.down(), bfloats.down(), back.down();
+    bool right = true;
+    for (int i = 0; i < n; i++) {
+        float size = fabsf(known[i].number), as_half = back.host[2 * i],
+              as_bfloat = back.host[2 * i + 1];
+        right &= halves.host[i] == known[i].half_bits && bfloats.host[i] == known[i].bfloat_bits;
+        right &= size >= 65520 ? isinf(as_half)
+                               : fabsf(as_half - known[i].number) <= size * 0x1p-11f + 0x1p-25f;
+        right &= size > 3.39e38f ? isinf(as_bfloat)
+                                 : fabsf(as_bfloat - known[i].number) <= size * 0x1p-8f;
+    }
+    passes("conversions", right);
+}
+
+/* ---- Tensor cores */
+
+static void test_tensor_cores() {
+    Both<float> a(M * K), b(K * N), d(2 * (M * N + 64));
+    Both<uint16_t> a_bits(M * K), b_bits(K * N);
+    for (int type = 0; type < 3; type++) { // half, bfloat16, tf32
+        int k_size = type == 2 ? 8 : K;
+        for (int i = 0; i < M * K; i++) {
+            a.host[i] = number(i);
+            a_bits.host[i] = bits_of(a.host[i], type);
+        }
+        for (int i = 0; i < K * N; i++) {
+            b.host[i] = number(i + 5);
+            b_bits.host[i] = bits_of(b.host[i], type);
+        }
+        a.up(), b.up(), a_bits.up(), b_bits.up();
+        for (int loaded = 0; loaded < (type == 2 ? 1 : 2); loaded++) {
+            if (loaded) {
+                tensor_product<<<2, 32>>>(d.gpu, a_bits.gpu, b_bits.gpu, type);
+            } else {
+                from_registers<<<1, 32>>>(d.gpu, a.gpu, b.gpu, type);
+            }
+            d.down();
+            bool right = true;
+            for (int i = 0; i < M * N; i++) {
+                float sum = 0;
+                for (int k = 0; k < k_size; k++) {
+                    sum += a.host[i / N * k_size + k] * b.host[k * N + i % N];
+                }
+                right &= d.host[i] == sum;
+            }
+            for (int i = M * N; i < d.n && loaded; i++) {
+                right &= d.host[i] == (i < d.n / 2 ? 0 : d.host[i - d.n / 2]);
+            }
+            const char *names[3][2] = {{"mma_f16", "mma_f16_from_shared_memory"},
+                                       {"mma_bf16", "mma_bf16_from_shared_memory"},
+                                       {"mma_tf32", ""}};
+            passes(names[type][loaded], right);
+        }
+    }
+}
+
+static void test_ldmatrix() {
+    Both<uint32_t> plain(32 * 4), transposed(32 * 4);
+    ldmatrix_layout<<<1, 32>>>(plain.gpu, transposed.gpu);
+    plain.down(), transposed.down();
+    bool right = true;
+    for (int lane = 0; lane < 32; lane++) {
+        for (int m = 0; m < 4; m++) {
+            int row = lane / 4, column = lane % 4 * 2; // the elements hold their own index
+            uint32_t first = (uint32_t)(m * 64 + row * 8 + column);
+            uint32_t flipped = (uint32_t)(m * 64 + column * 8 + row);
+            right &= plain.host[lane * 4 + m] == (first | (first + 1) << 16);
+            right &= transposed.host[lane * 4 + m] == (flipped | (flipped + 8) << 16);
+        }
+    }
+    passes("ldmatrix", right);
+}
+
+/* ---- Streams, events, devices, graphs */
+
+// Two streams alternate in updating one array; only events order them.
+static void test_streams() {
+    const int n = 500;
+    Both<float> a(n);
+    cudaStream_t streams[2];
+    cudaEvent_t done;
+    CHECK(cudaEventCreateWithFlags(&done, cudaEventDisableTiming));
+    for (int i = 0; i < 2; i++) {
+        CHECK(cudaStreamCreateWithFlags(&streams[i], cudaStreamNonBlocking));
+    }
+    fill<<<4, 128, 0, streams[0]>>>(a.gpu, 1, n);
+    for (int i = 0; i < 6; i++) {
+        CHECK(cudaEventRecord(done, streams[i % 2]));
+        CHECK(cudaStreamWaitEvent(streams[(i + 1) % 2], done, 0));
+        scale<<<4, 128, 0, streams[(i + 1) % 2]>>>(a.gpu, i % 2 ? 3 : 0.5f, n);
+    }
+    a.down(streams[0]);
+    passes("streams", a.host[0] == 3.375f && a.host[n - 1] == 3.375f);
+    for (int i = 0; i < 2; i++) {
+        CHECK(cudaStreamDestroy(streams[i]));
+    }
+    CHECK(cudaEventDestroy(done));
+}
+
+static void count_call(void *counter) {
+    ++*(int *)counter;
+}
+
+static void test_events() {
+    Both<float> a(64);
+    cudaStream_t stream;
+    cudaEvent_t begin, end;
+    int calls = 0;
+    float milliseconds = -1;
+    CHECK(cudaStreamCreate(&stream));
+    CHECK(cudaEventCreate(&begin));
+    CHECK(cudaEventCreate(&end));
+    CHECK(cudaEventRecord(begin, stream));
+    fill<<<1, 64, 0, stream>>>(a.gpu, 1, 64);
+    CHECK(cudaLaunchHostFunc(stream, count_call, &calls));
+    CHECK(cudaEventRecord(end, stream));
+    while (cudaEventQuery(end) == cudaErrorNotReady) {
+    }
+    CHECK(cudaEventSynchronize(end));
+    CHECK(cudaEventElapsedTime(&milliseconds, begin, end));
+    passes("events", calls == 1 && milliseconds >= 0 && cudaStreamQuery(stream) == cudaSuccess);
+    // A stream that is not non-blocking and the null stream wait for each other.
+    fill<<<1, 64, 0, stream>>>(a.gpu, 2, 64);
+    scale<<<1, 64>>>(a.gpu, 2, 64);
+    scale<<<1, 64, 0, stream>>>(a.gpu, 2, 64);
+    a.down();
+    passes("null_stream", a.host[63] == 8);
+    CHECK(cudaEventDestroy(begin));
+    CHECK(cudaEventDestroy(end));
+    CHECK(cudaStreamDestroy(stream));
+}
+
+static void test_graph() {
+    const int n = 100;
+    Both<float> a(n);
+    cudaStream_t stream, side;
+    cudaEvent_t fork, join;
+    cudaGraph_t graph;
+    cudaGraphExec_t executable;
+    CHECK(cudaStreamCreate(&stream));
+    CHECK(cudaStreamCreate(&side));
+    CHECK(cudaEventCreateWithFlags(&fork, cudaEventDisableTiming));
+    CHECK(cudaEventCreateWithFlags(&join, cudaEventDisableTiming));
+    fill<<<1, 128, 0, stream>>>(a.gpu, 1, n);
+    CHECK(cudaStreamSynchronize(stream));
+    CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    scale<<<1, 128, 0, stream>>>(a.gpu, 2, n);
+    CHECK(cudaEventRecord(fork, stream));
+    CHECK(cudaStreamWaitEvent(side, fork, 0));
+    scale<<<1, 128, 0, side>>>(a.gpu, 5, n);
+    CHECK(cudaEventRecord(join, side));
+    CHECK(cudaStreamWaitEvent(stream, join, 0));
+    CHECK(cudaMemcpyAsync(a.host, a.gpu, a.bytes(), cudaMemcpyDeviceToHost, stream));
+    CHECK(cudaStreamEndCapture(stream, &graph));
+    CHECK(cudaGraphInstantiateWithFlags(&executable, graph, 0));
+    passes("capture_runs_nothing", a.host[0] == 0);
+    for (int i = 0; i < 3; i++) {
+        CHECK(cudaGraphLaunch(executable, stream));
+    }
+    CHECK(cudaStreamSynchronize(stream));
+    passes("graph", a.host[0] == 1000 && a.host[n - 1] == 1000);
+    CHECK(cudaGraphExecDestroy(executable));
+    CHECK(cudaGraphDestroy(graph));
+    CHECK(cudaEventDestroy(fork));
+    CHECK(cudaEventDestroy(join));
+    CHECK(cudaStreamDestroy(side));
+    CHECK(cudaStreamDestroy(stream));
+}
+
+// One host thread per device; then every device reads its neighbour's array, in a ring.
+static void test_devices(int devices) {
+    const int n = 300, MOST = 8;
+    float *own[MOST], *got[MOST], *host[MOST];
+    cudaStream_t streams[MOST];
+    cudaEvent_t filled[MOST];
+    std::thread threads[MOST];
+    for (int d = 0; d < devices; d++) {
+        threads[d] = std::thread([&, d] {
+            CHECK(cudaSetDevice(d));
+            CHECK(cudaMalloc(&own[d], n * sizeof(float)));
+            CHECK(cudaMalloc(&got[d], n * sizeof(float)));
+            CHECK(cudaMallocHost(&host[d], n * sizeof(float)));
+            CHECK(cudaStreamCreateWithFlags(&streams[d], cudaStreamNonBlocking));
+            CHECK(cudaEventCreateWithFlags(&filled[d], cudaEventDisableTiming));
+            fill<<<3, 128, 0, streams[d]>>>(own[d], (float)d, n);
+            scale<<<3, 128, 0, streams[d]>>>(own[d], 10, n);
+            CHECK(cudaGetLastError());
+            CHECK(cudaEventRecord(filled[d], streams[d]));
+        });
+    }
+    for (int d = 0; d < devices; d++) {
+        threads[d].join();
+    }
+    for (int d = 0; d < devices; d++) {
+        threads[d] = std::thread([&, d] {
+            int next = (d + 1) % devices;
+            CHECK(cudaSetDevice(d));
+            CHECK(cudaStreamWaitEvent(streams[d], filled[next], 0));
+            CHECK(cudaMemcpyPeerAsync(got[d], d, own[next], next, n * sizeof(float), streams[d]));
+            CHECK(
+                cudaMemcpyAsync(host[d], got[d], n * sizeof(float), cudaMemcpyDefault, streams[d]));
+            CHECK(cudaStreamSynchronize(streams[d]));
+        });
+    }
+    bool right = true;
+    for (int d = 0; d < devices; d++) {
+        threads[d].join();
+        right &= host[d][0] == 10.f * (float)((d + 1) % devices) && host[d][n - 1] == host[d][0];
+    }
+    for (int d = 0; d < devices; d++) {
+        CHECK(cudaSetDevice(d));
+        CHECK(cudaFree(own[d]));
+        CHECK(cudaFree(got[d]));
+        CHECK(cudaFreeHost(host[d]));
+        CHECK(cudaEventDestroy(filled[d]));
+        CHECK(cudaStreamDestroy(streams[d]));
+    }
+    CHECK(cudaSetDevice(0));
+    passes("devices", right);
+}
+
+static void test_properties() {
+    cudaDeviceProp properties;
+    cudaPointerAttributes attributes;
+    size_t left, then_left, total;
+    CHECK(cudaGetDeviceProperties(&properties, 0));
+    CHECK(cudaMemGetInfo(&left, &total));
+    bool right = properties.warpSize == 32 && properties.multiProcessorCount > 0 &&
+                 total <= properties.totalGlobalMem;
+    {
+        Both<float> a(8 << 20);
+        CHECK(cudaMemGetInfo(&then_left, &total));
+        CHECK(cudaPointerGetAttributes(&attributes, a.gpu + 1));
+        right &=
+            then_left < left && attributes.type == cudaMemoryTypeDevice && attributes.device == 0;
+        CHECK(cudaPointerGetAttributes(&attributes, a.host));
+        right &= attributes.type == cudaMemoryTypeHost;
+    }
+    passes("properties", right);
+    void *memory;
+    right = cudaMalloc(&memory, total + 1) == cudaErrorMemoryAllocation;
+    right &= cudaGetLastError() == cudaErrorMemoryAllocation && cudaGetLastError() == cudaSuccess;
+    right &= cudaSetDevice(1000) == cudaErrorInvalidDevice;
+    cudaGetLastError();
+    passes("errors", right);
+}
+
+/* ==== Planted bugs =============================================================================
+
+   Each is a function of `mended`: false, and the bug is there. Those that nothing stops print
+   whether the numbers are right. */
+
+__global__ void beyond_end(float *a, unsigned n) {
+    if (threadIdx.x < n) {
+        a[threadIdx.x] = 1;
+    }
+}
+static void out_of_range(bool mended) {
+    Both<float> a(64);
+    beyond_end<<<1, 96>>>(a.gpu, mended ? 64 : 65);
+    a.down();
+    passes("out_of_range", a.host[63] == 1);
+}
+
+__global__ void beyond_shared(float *a, int shift) {
+    __shared__ float s[32];
+    s[threadIdx.x + shift] = 1;
+    __syncthreads();
+    a[threadIdx.x] = s[threadIdx.x];
+}
+static void out_of_shared(bool mended) {
+    Both<float> a(32);
+    beyond_shared<<<1, 32>>>(a.gpu, !mended);
+    a.down();
+    passes("out_of_shared", a.host[31] == 1);
+}
+
+static void out_of_dynamic(bool mended) {
+    Both<float> a(32);
+    rounds_of_barriers<<<1, 32, mended ? 128 : 124>>>(a.gpu, 1);
+    a.down();
+    passes("out_of_dynamic", a.host[0] == 1);
+}
+
+__global__ void reverse(float *a, bool synchronise) {
+    __shared__ float s[64];
+    s[threadIdx.x] = (float)threadIdx.x;
+    if (synchronise) {
+        __syncthreads();
+    }
+    a[threadIdx.x] = s[63 - threadIdx.x];
+}
+static void missing_barrier(bool mended) {
+    Both<float> a(64);
+    reverse<<<1, 64>>>(a.gpu, mended);
+    a.down();
+    passes("missing_barrier", a.host[0] == 63 && a.host[63] == 0);
+}
+
+// A second barrier is missing: the next iteration overwrites what another warp still reads.
+__global__ void overwrites(float *a, bool synchronise) {
+    __shared__ float s[64];
+    float sum = 0;
+    for (int i = 0; i < 4; i++) {
+        s[threadIdx.x] = (float)i;
+        __syncthreads();
+        sum += s[threadIdx.x ^ 32];
+        if (synchronise) {
+            __syncthreads();
+        }
+    }
+    a[threadIdx.x] = sum;
+}
+static void missing_second_barrier(bool mended) {
+    Both<float> a(64);
+    overwrites<<<1, 64>>>(a.gpu, mended);
+    a.down();
+    passes("missing_second_barrier", a.host[0] == 6);
+}
+
+// Lanes of a warp do not run in lockstep, and a shuffle does not order their accesses.
+__global__ void within_warp(float *a, bool synchronise) {
+    __shared__ float s[32];
+    s[threadIdx.x] = (float)threadIdx.x;
+    int zero = __shfl_sync(0xffffffff, 0, 0);
+    if (synchronise) {
+        __syncwarp();
+    }
+    a[threadIdx.x] = s[31 - threadIdx.x + zero];
+}
+static void missing_syncwarp(bool mended) {
+    Both<float> a(32);
+    within_warp<<<1, 32>>>(a.gpu, mended);
+    a.down();
+    passes("missing_syncwarp", a.host[0] == 31);
+}
+
+__global__ void all_add(int *a, bool atomic) {
+    if (threadIdx.x == 0 && atomic) {
+        atomicAdd(a, 1);
+    } else if (threadIdx.x == 0) {
+        *a += 1;
+    }
+}
+static void race_between_blocks(bool mended) {
+    Both<int> a(1);
+    a.up();
+    all_add<<<4, 32>>>(a.gpu, mended);
+    a.down();
+    passes("race_between_blocks", a.host[0] == 4);
+}
+
+__global__ void publishes(int *a, bool fence) {
+    if (threadIdx.x == 0) {
+        a[1 + blockIdx.x] = 1;
+        if (fence) {
+            __threadfence();
+        }
+        if (atomicAdd(a, 1) == 1) {
+            a[3] = a[1] + a[2];
+        }
+    }
+}
+static void missing_fence(bool mended) {
+    Both<int> a(4);
+    a.up();
+    publishes<<<2, 32>>>(a.gpu, mended);
+    a.down();
+    passes("missing_fence", a.host[3] == 2);
+}
+
+__global__ void two_barriers(float *a, unsigned first) {
+    if (threadIdx.x < first) {
+        a[threadIdx.x] = 1;
+        __syncthreads();
+    } else {
+        a[threadIdx.x] = 1;
+        __syncthreads();
+    }
+}
+static void divergent_barrier(bool mended) {
+    Both<float> a(64);
+    two_barriers<<<1, 64>>>(a.gpu, mended ? 64 : 32);
+    a.down();
+    passes("divergent_barrier", a.host[63] == 1);
+}
+
+__global__ void returns_early(float *a, unsigned n) {
+    if (threadIdx.x >= n) {
+        return;
+    }
+    __syncthreads();
+    a[threadIdx.x] = 1;
+}
+static void early_exit(bool mended) {
+    Both<float> a(64);
+    returns_early<<<1, 64>>>(a.gpu, mended ? 64 : 40);
+    a.down();
+    passes("early_exit", a.host[39] == 1);
+}
+
+__global__ void part_of_shared(float *a, unsigned n) {
+    __shared__ float s[64];
+    if (threadIdx.x < n) {
+        s[threadIdx.x] = 0;
+    }
+    __syncthreads();
+    a[threadIdx.x] = s[threadIdx.x];
+}
+static void uninitialised_shared(bool mended) {
+    Both<float> a(64);
+    part_of_shared<<<1, 64>>>(a.gpu, mended ? 64 : 60);
+    a.down();
+    passes("uninitialised_shared", a.host[63] == 0);
+}
+
+static void uninitialised_global(bool mended) {
+    Both<float> a(64);
+    if (mended) {
+        CHECK(cudaMemset(a.gpu, 0, a.bytes()));
+    }
+    scale<<<1, 64>>>(a.gpu, 0, 64);
+    a.down();
+    passes("uninitialised_global", a.host[63] == 0);
+}
+
+__global__ void shuffles(float *a, unsigned lanes, unsigned mask, int source) {
+    if (threadIdx.x < lanes) {
+        a[threadIdx.x] = __shfl_sync(mask, (float)threadIdx.x, source);
+    }
+}
+static void exited_lanes(bool mended) {
+    Both<float> a(32);
+    shuffles<<<1, 32>>>(a.gpu, 16, mended ? 0xffff : 0xffffffff, 3);
+    a.down();
+    passes("exited_lanes", a.host[0] == 3);
+}
+static void outside_mask(bool mended) {
+    Both<float> a(32);
+    shuffles<<<1, 32>>>(a.gpu, 16, mended ? 0xffff : 0xff, 3);
+    a.down();
+    passes("outside_mask", a.host[0] == 3);
+}
+static void source_outside_mask(bool mended) {
+    Both<float> a(32);
+    shuffles<<<1, 32>>>(a.gpu, 16, 0xffff, mended ? 3 : 20);
+    a.down();
+    passes("source_outside_mask", a.host[0] == 3);
+}
+
+__global__ void two_shuffles(float *a, unsigned first) {
+    if (threadIdx.x < first) {
+        a[threadIdx.x] = __shfl_sync(0xffffffff, (float)threadIdx.x, 1);
+    } else {
+        a[threadIdx.x] = __shfl_sync(0xffffffff, (float)threadIdx.x, 2);
+    }
+}
+static void divergent_shuffle(bool mended) {
+    Both<float> a(32);
+    two_shuffles<<<1, 32>>>(a.gpu, mended ? 32 : 16);
+    a.down();
+    passes("divergent_shuffle", a.host[0] == 1);
+}
+
+__global__ void copies(float *a, const float *from, int shift, int waits) {
+    __shared__ __align__(16) float s[64];
+    cp_async16(&s[threadIdx.x * 4 % 32 + shift], from, 16);
+    cp_async_commit();
+    if (waits == 2) {
+        cp_async_wait<0>();
+    }
+    __syncthreads();
+    a[threadIdx.x] = s[threadIdx.x * 4 % 32];
+    if (waits == 1) { // too late
+        cp_async_wait<0>();
+    }
+}
+static void run_copies(const char *name, int shift, int waits) {
+    Both<float> a(8), from(4);
+    from.up();
+    copies<<<1, 8>>>(a.gpu, from.gpu, shift, waits);
+    a.down();
+    passes(name, a.host[7] == 0);
+}
+static void missing_wait(bool mended) {
+    run_copies("missing_wait", 0, mended ? 2 : 1);
+}
+static void never_waited(bool mended) {
+    run_copies("never_waited", 0, mended ? 2 : 0);
+}
+static void misaligned_copy(bool mended) {
+    run_copies("misaligned_copy", mended ? 0 : 1, 2);
+}
+
+__global__ void loads_matrix(uint32_t *a, int shift) {
+    __shared__ __align__(16) uint16_t tile[33 * 8];
+    for (int i = threadIdx.x; i < 33 * 8; i += 32) {
+        tile[i] = 1;
+    }
+    __syncthreads();
+    uint32_t registers[4];
+    ldmatrix_x4<false>(registers, tile + threadIdx.x * 8 + shift);
+    for (int m = 0; m < 4; m++) {
+        a[threadIdx.x * 4 + m] = registers[m];
+    }
+}
+static void misaligned_ldmatrix(bool mended) {
+    Both<uint32_t> a(128);
+    loads_matrix<<<1, 32>>>(a.gpu, mended ? 0 : 4);
+    a.down();
+    passes("misaligned_ldmatrix", a.host[0] == 0x10001);
+}
+
+static void host_pointer(bool mended) {
+    Both<float> a(64);
+    float *host = (float *)malloc(a.bytes());
+    fill<<<1, 64>>>(mended ? a.gpu : host, 1, 64);
+    a.down();
+    free(host);
+    passes("host_pointer", a.host[0] == 1);
+}
+
+static void freed_pointer(bool mended) {
+    float *a;
+    Both<float> b(64);
+    CHECK(cudaMalloc(&a, 256));
+    CHECK(cudaFree(a));
+    fill<<<1, 64>>>(mended ? b.gpu : a, 1, 64);
+    b.down();
+    passes("freed_pointer", b.host[0] == 1);
+}
+
+static void other_device(bool mended) {
+    Both<float> a(64);
+    CHECK(cudaSetDevice(mended ? 0 : 1));
+    fill<<<1, 64>>>(a.gpu, 1, 64);
+    a.down();
+    passes("other_device", a.host[0] == 1);
+}
+
+static void other_devices_stream(bool mended) {
+    Both<float> a(64);
+    cudaStream_t stream;
+    CHECK(cudaSetDevice(mended ? 0 : 1));
+    CHECK(cudaStreamCreate(&stream));
+    CHECK(cudaSetDevice(0));
+    fill<<<1, 64, 0, stream>>>(a.gpu, 1, 64);
+    a.down(stream);
+    passes("other_devices_stream", a.host[0] == 1);
+}
+
+static void freed_twice(bool mended) {
+    float *a;
+    CHECK(cudaMalloc(&a, 256));
+    CHECK(cudaFree(a));
+    CHECK(cudaFree(mended ? nullptr : a));
+    passes("freed_twice", true);
+}
+
+static void host_access(bool mended) {
+    Both<float> a(64);
+    (mended ? a.host : a.gpu)[3] = 1;
+    passes("host_access", a.host[3] == 1);
+}
+
+static void missing_synchronise(bool mended) {
+    Both<float> a(64);
+    cudaStream_t stream;
+    CHECK(cudaStreamCreate(&stream));
+    fill<<<1, 64, 0, stream>>>(a.gpu, 1, 64);
+    CHECK(cudaMemcpyAsync(a.host, a.gpu, a.bytes(), cudaMemcpyDeviceToHost, stream));
+    if (mended) {
+        CHECK(cudaStreamSynchronize(stream));
+    }
+    passes("missing_synchronise", a.host[0] == 1);
+    CHECK(cudaStreamDestroy(stream));
+}
+
+static void missing_event(bool mended) {
+    Both<float> a(64);
+    cudaStream_t first, second;
+    cudaEvent_t done;
+    CHECK(cudaStreamCreate(&first));
+    CHECK(cudaStreamCreate(&second));
+    CHECK(cudaEventCreate(&done));
+    fill<<<1, 64, 0, first>>>(a.gpu, 1, 64);
+    CHECK(cudaEventRecord(done, first));
+    if (mended) {
+        CHECK(cudaStreamWaitEvent(second, done, 0));
+    }
+    a.down(second);
+    passes("missing_event", a.host[0] == 1);
+}
+
+static void much_shared(bool mended) {
+    Both<float> a(64);
+    rounds_of_barriers<<<1, 64, mended ? 48 << 10 : 64 << 10>>>(a.gpu, 1);
+    a.down();
+    passes("much_shared", a.host[0] == 1);
+}
+
+static void many_threads(bool mended) {
+    Both<float> a(64);
+    fill<<<1, mended ? 1024 : 1025>>>(a.gpu, 1, 64);
+    a.down();
+    passes("many_threads", a.host[0] == 1);
+}
+
+static void empty_grid(bool mended) {
+    Both<float> a(64);
+    fill<<<mended ? 1 : 0, 64>>>(a.gpu, 1, 64);
+    a.down();
+    passes("empty_grid", a.host[0] == 1);
+}
+
+static void wrong_direction(bool mended) {
+    Both<float> a(64);
+    CHECK(cudaMemcpy(a.gpu, a.host, a.bytes(),
+                     mended ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost));
+    passes("wrong_direction", true);
+}
+
+static void long_copy(bool mended) {
+    Both<float> a(64);
+    CHECK(cudaMemcpy(a.host, a.gpu, a.bytes() + (mended ? 0 : 4), cudaMemcpyDeviceToHost));
+    passes("long_copy", true);
+}
+
+static void wrong_peer(bool mended) {
+    Both<float> a(64), b(64);
+    CHECK(cudaMemcpyPeerAsync(b.gpu, 0, a.gpu, mended ? 0 : 1, a.bytes(), nullptr));
+    passes("wrong_peer", true);
+}
+
+__device__ float deep(float *a, int depth) {
+    volatile float here[64] = {a[depth % 64]};
+    return depth ? deep(a, depth - 1) + here[depth % 2] : here[0];
+}
+__global__ void recurses(float *a, int depth) {
+    a[0] = deep(a, depth);
+}
+static void full_stack(bool mended) {
+    Both<float> a(64);
+    a.up();
+    recurses<<<1, 1>>>(a.gpu, mended ? 10 : 1 << 20);
+    a.down();
+    passes("full_stack", a.host[0] == 0);
+}
+
+#define BUG(NAME) \
+    { #NAME, NAME }
+static const struct {
+    const char *name;
+    void (*run)(bool mended);
+} bugs[] = {
+    BUG(out_of_range),
+    BUG(out_of_shared),
+    BUG(out_of_dynamic),
+    BUG(missing_barrier),
+    BUG(missing_second_barrier),
+    BUG(missing_syncwarp),
+    BUG(race_between_blocks),
+    BUG(missing_fence),
+    BUG(divergent_barrier),
+    BUG(early_exit),
+    BUG(uninitialised_shared),
+    BUG(uninitialised_global),
+    BUG(exited_lanes),
+    BUG(outside_mask),
+    BUG(source_outside_mask),
+    BUG(divergent_shuffle),
+    BUG(missing_wait),
+    BUG(never_waited),
+    BUG(misaligned_copy),
+    BUG(misaligned_ldmatrix),
+    BUG(host_pointer),
+    BUG(freed_pointer),
+    BUG(other_device),
+    BUG(other_devices_stream),
+    BUG(freed_twice),
+    BUG(host_access),
+    BUG(missing_synchronise),
+    BUG(missing_event),
+    BUG(much_shared),
+    BUG(many_threads),
+    BUG(empty_grid),
+    BUG(wrong_direction),
+    BUG(long_copy),
+    BUG(wrong_peer),
+    BUG(full_stack),
+};
+
+/* ==== main() ================================================================================== */
+
+static void test_all() {
+    int devices;
+    CHECK(cudaGetDeviceCount(&devices));
+    test_elementwise();
+    test_block_sums();
+    test_transpose();
+    test_barriers();
+    test_much_shared_memory();
+    test_warp_operations();
+    test_atomics();
+    test_conversions();
+    test_tensor_cores();
+    test_ldmatrix();
+    test_streams();
+    test_events();
+    test_graph();
+    test_devices(devices < 8 ? devices : 8);
+    test_properties();
+}
+
+// The time of a barrier or a shuffle in the emulator.
+__global__ void many_shuffles(float *a, int rounds) {
+    float value = (float)threadIdx.x;
+    for (int r = 0; r < rounds; r++) {
+        value = __shfl_xor_sync(0xffffffff, value, 1);
+    }
+    a[threadIdx.x] = value;
+}
+static double seconds() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+static void print_speed() {
+    const int ROUNDS = 10000, LAUNCHES = 1000;
+    Both<float> a(256);
+    double begin = seconds();
+    rounds_of_barriers<<<1, 256, 1024>>>(a.gpu, ROUNDS / 2);
+    a.down();
+    printf("barrier_ns=%.1f ", (seconds() - begin) / ROUNDS / 256 * 1e9);
+    begin = seconds();
+    many_shuffles<<<1, 256>>>(a.gpu, ROUNDS);
+    a.down();
+    printf("shuffle_ns=%.1f ", (seconds() - begin) / ROUNDS / 256 * 1e9);
+    begin = seconds();
+    for (int i = 0; i < LAUNCHES; i++) {
+        fill<<<2, 128>>>(a.gpu, 1, 256);
+    }
+    a.down();
+    printf("launch_us=%.1f ", (seconds() - begin) / LAUNCHES * 1e6);
+    begin = seconds();
+    fill<<<100000, 128>>>(a.gpu, 1, 256);
+    a.down();
+    printf("thread_ns=%.1f\n", (seconds() - begin) / 12.8e6 * 1e9);
+}
+
+int main(int argc, char **argv) {
+#ifdef CUDA_ON_CPU
+    fprintf(stderr, "%s\n", cuda_emulated());
+#endif
+    const char *what = argc > 1 ? argv[1] : "";
+    bool known = !*what;
+    if (!*what) {
+        test_all();
+    } else if (strcmp(what, "speed") == 0) {
+        print_speed();
+        known = true;
+    } else if (strcmp(what, "devices") == 0) {
+        int count = -1;
+        cudaError_t error = cudaGetDeviceCount(&count);
+        printf("%d %s\n", count, cudaGetErrorName(error));
+        known = true;
+    } else if (strcmp(what, "bugs") == 0) {
+        for (auto &bug : bugs) {
+            puts(bug.name);
+        }
+        known = true;
+    }
+    const char *name = strchr(what, '_');
+    for (auto &bug : bugs) {
+        if (name && strcmp(name + 1, bug.name) == 0) {
+            suite = what[0] == 'b' ? "bug" : "mended";
+            bug.run(what[0] != 'b');
+            known = true;
+        }
+    }
+    if (!known) {
+        fprintf(stderr, "emulator_test: no test is called %s\n", what);
+    }
+    return failures || !known ? 1 : 0;
+}

@@ -1,0 +1,249 @@
+#!/usr/bin/env bash
+# All checks and measurements that need a GPU, in at most eight minutes and without a network:
+# builds, compares the GPU's kernels with the CPU's, trains, measures speed next to PyTorch's, looks
+# for races and invalid accesses. Writes tests/gpu/results/DEVICE-DATE.json, also to $OUT if that is set.
+#
+#   tests/gpu/gpu_check.sh              on the first GPU; COMMIT=... where git cannot tell
+#   tests/gpu/gpu_check.sh --emulated   the same in the emulator, tiny and without speeds, to show
+#                                   that this script works; writes build/gpu_check_emulated.json
+#
+# Prints `pass gpu_check/NAME`, `fail gpu_check/NAME: why`, `skip gpu_check/NAME: why`. A step that
+# fails or takes too long does not stop the others. Exit status 1 if a check failed; a measurement
+# that failed is a check in the emulator only. All output of the steps: build/gpu_check.log.
+set -u
+cd "$(dirname "$0")/../.." || exit 1
+export LC_ALL=C OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE=1
+total=440 # seconds; the rest of the eight minutes is for what has to be killed
+emulated=false cnn=./cnn programs=build/ settings=(CUDA_ARCH=native)
+case ${1:-} in
+'') ;;
+--emulated) emulated=true cnn=./cnn-emu programs=build/emu_ settings=() ;;
+*)
+    echo "gpu_check.sh knows --emulated, not $1" >&2
+    exit 2
+    ;;
+esac
+if [ $emulated = true ] && ! command -v "${CXX:-g++}" >/dev/null; then
+    echo "skip gpu_check/all: ${CXX:-g++} is not installed, which the emulator needs"
+    exit 0
+fi
+commit=${COMMIT:-$(git describe --always --dirty 2>/dev/null || echo unknown)}
+date=$(date -u +%Y-%m-%dT%H:%M:%SZ)
+cuda=${CUDA:-/usr/local/cuda}/bin
+tmp=$(mktemp -d) || exit 1
+trap 'rm -rf "$tmp"' EXIT
+mkdir -p build tests/gpu/results
+: >build/gpu_check.log
+steps='' failures=0
+
+# ---- JSON
+
+quoted() { printf '"%s"' "$(tr '\n\t' '  ' <<<"$1" | sed 's/ *$//; s/[\\"]/\\&/g')"; }
+
+# objects <LINES of key=value: a comma-separated list of JSON objects. Emulated, times are left out.
+objects() {
+    awk -v emulated=$emulated '{
+            line = ""
+            for (i = 1; i <= NF; i++) {
+                if (!(at = index($i, "=")))
+                    continue
+                key = substr($i, 1, at - 1)
+                value = substr($i, at + 1)
+                if (emulated == "true" && key ~ /seconds|_s$|_ms$|flops/)
+                    continue
+                if (value !~ /^-?[0-9]+(\.[0-9]+)?(e[-+]?[0-9]+)?$/)
+                    value = "\"" value "\""
+                line = line (line == "" ? "" : ", ") "\"" key "\": " value
+            }
+            if (line != "")
+                print (count++ ? ", " : "") "{" line "}"
+        }'
+}
+
+# of_run KEY: a text in the run folder of the first training
+of_run() { grep -osP "\"$1\":\"\K[^\"]*" "$tmp/mnist.run/run.json" | head -n 1; }
+
+# ---- Steps
+
+# report KIND NAME pass|fail|skip WHY SECONDS: KIND is check or figure
+report() {
+    local why=${4:0:200} seconds=$5
+    echo "$3 gpu_check/$2${why:+: $why}"
+    [ $emulated = false ] || seconds=null
+    steps+="${steps:+,}
+    {\"step\": \"$2\", \"kind\": \"$1\", \"result\": \"$3\", \"why\": $(quoted "$why"), "
+    steps+="\"seconds\": $seconds}"
+    if [ "$3" = fail ] && { [ "$1" = check ] || [ $emulated = true ]; }; then
+        failures=$((failures + 1))
+    fi
+}
+
+# step KIND NAME LIMIT COMMAND...: at most LIMIT seconds; output goes to $tmp/NAME
+step() {
+    local kind=$1 name=$2 limit=$3 status
+    local left=$((total - SECONDS)) begin=$SECONDS result=fail why
+    shift 3
+    [ "$limit" -le "$left" ] || limit=$left
+    if [ "$limit" -lt 1 ]; then
+        report "$kind" "$name" fail "no time left of $total s" 0
+        return 1
+    fi
+    timeout -k 5 "$limit" "$@" >"$tmp/$name" 2>&1 </dev/null
+    status=$?
+    why=$(grep -m 1 '^fail ' "$tmp/$name" || grep -m 1 'error: ' "$tmp/$name" ||
+        grep -v '^$' "$tmp/$name" | tail -n 1)
+    case $status in
+    0) [[ $why == fail\ * ]] || result=pass why= ;;
+    77) result=skip why=${why#skip: } ;;
+    124 | 137) why="stopped after $limit s" ;;
+    *) why="exit status $status: $why" ;;
+    esac
+    { printf '\n==== %s: %s\n' "$name" "$*" && cat "$tmp/$name"; } >>build/gpu_check.log
+    report "$kind" "$name" "$result" "$why" $((SECONDS - begin))
+    return $status
+}
+
+# judge NAME EXPECTED FOUND COMMAND...: a check on results of steps; the words are for the report
+judge() {
+    local name=$1 expected=$2 found=$3
+    shift 3
+    if "$@" >/dev/null 2>&1; then
+        report check "$name" pass "" 0
+    else
+        report check "$name" fail "expected $expected, found $found" 0
+    fi
+}
+
+python_with_torch() {
+    local python
+    for python in "${PYTHON:-python3}" /usr/bin/python3; do
+        if "$python" -c 'import torch' 2>/dev/null; then
+            echo "$python"
+            return
+        fi
+    done
+}
+
+# losses RUN: of each step; ranks have equally many images here
+losses() {
+    awk -F , 'NR > 1 { sum[$2] += $5; n[$2]++ }
+        END { for (i = 1; i in n; i++) printf "%.9g\n", sum[i] / n[i] }' "$tmp/$1.run/steps.csv"
+}
+
+# same_losses RUN RUN: of at least three steps; 1e-3 is far above the rounding error of so few
+same_losses() {
+    paste -d ' ' <(losses "$1") <(losses "$2") | awk '{
+            d = $1 - $2
+            wrong += !((d < 0 ? -d : d) <= 1e-3 * (1 + $1) && NF == 2)
+        }
+        END { exit wrong > 0 || NR < 3 }'
+}
+
+learned() { awk '/^epoch=/ { sub(/.*accuracy=/, ""); exit !($0 + 0 >= 50) }' "$tmp/$1"; }
+
+epoch_lines() {
+    grep -hs '^epoch=' "$tmp/mnist" | sed 's/^/net=mnist /'
+    grep -hs '^epoch=' "$tmp/cifar" | sed 's/^/net=cifar /'
+}
+
+hash_of() { grep -os '"weight_hash":"[^"]*"' "$tmp/$1.run/run.json" || echo "no hash of $1"; }
+
+# ---- The steps
+
+targets=("${cnn#./}" "${programs}bench_gpu" "${programs}test_cuda")
+synthetic=(--dataset synthetic --epochs 1)
+few=("${synthetic[@]}" --limit-train 1280 --limit-test 100 --log-interval 1) batch=64
+if [ $emulated = true ]; then
+    few=("${synthetic[@]}" --limit-train 12 --limit-test 4 --batch-size 4) batch=4
+    export CUEMU_DEVICES=2
+    mnist=("${few[@]}") cifar=(--model cifar "${few[@]}")
+    tests=(tiny) bench=(--tiny)
+else
+    mnist=("${synthetic[@]}")
+    cifar=("${synthetic[@]}" --model cifar --width 64 --batch-size 250)
+    tests=() bench=()
+fi
+
+step check build 200 make -s -j "$(nproc)" COMMIT="$commit" "${settings[@]}" "${targets[@]}"
+step check test_cuda 120 "${programs}test_cuda" "${tests[@]}"
+judge some_tests "10 tests that passed" "$(grep -c '^pass ' "$tmp/test_cuda")" \
+    test "$(grep -c '^pass ' "$tmp/test_cuda")" -ge 10
+
+for name in once again; do
+    step check $name 30 $cnn "${few[@]}" --out "$tmp/$name.run"
+done
+step check on_cpu 30 $cnn "${few[@]}" --no-cuda --out "$tmp/on_cpu.run"
+judge on_gpu "a line Device: with sm_" "$(grep '^Device' "$tmp/once")" \
+    grep '^Device:.*sm_' "$tmp/once"
+judge same_again "$(hash_of once)" "$(hash_of again)" test "$(hash_of once)" = "$(hash_of again)"
+judge same_as_cpu "the same losses to 1e-3" "$(losses once | paste -sd ' ' | cut -c 1-100)" \
+    same_losses once on_cpu
+
+# Two replicas, on two GPUs if there are two: the same losses as one.
+for mode in ddp dp; do
+    step check $mode 30 $cnn "${few[@]}" --gpus 2 --oversubscribe --parallel $mode \
+        --global-batch $batch --out "$tmp/$mode.run"
+    judge ${mode}_same "the same losses to 1e-3" "$(losses $mode | paste -sd ' ' | cut -c 1-100)" \
+        same_losses once $mode
+done
+
+step check mnist 60 $cnn "${mnist[@]}" --out "$tmp/mnist.run"
+step check cifar 60 $cnn "${cifar[@]}" --out "$tmp/cifar.run"
+if [ $emulated = false ]; then
+    judge mnist_learns "an accuracy of at least 50 %" "$(grep '^epoch=' "$tmp/mnist")" \
+        learned mnist
+fi
+
+step figure bench 90 "${programs}bench_gpu" "${bench[@]}" --json "$tmp/bench.json"
+
+if [ $emulated = false ]; then
+    python=$(python_with_torch)
+    if [ -n "$python" ]; then
+        step figure pytorch 90 "$python" tests/gpu/bench_pytorch_gpu.py
+    else
+        report figure pytorch skip "PyTorch is not installed" 0
+    fi
+
+    # Not every machine with a GPU permits it: the first, smallest run shows that.
+    sanitizer=$(command -v compute-sanitizer || command -v "$cuda/compute-sanitizer")
+    dry=(--dataset synthetic --limit-train 8 --limit-test 8 --batch-size 8 --dry-run)
+    if [ -z "$sanitizer" ]; then
+        report check sanitizers skip "compute-sanitizer is not installed" 0
+    elif ! timeout -k 5 30 "$sanitizer" $cnn "${dry[@]}" 2>&1 | tee "$tmp/dry" | grep -q SUMMARY
+    then
+        report check sanitizers skip "does not work here: $(grep '^=' "$tmp/dry" | head -n 1)" 0
+    else
+        for tool in memcheck racecheck initcheck synccheck; do
+            step check $tool 60 "$sanitizer" --tool $tool --error-exitcode 9 \
+                "${programs}test_cuda" tiny
+        done
+    fi
+fi
+
+# ---- Results
+
+name=$(of_run device)
+slug=$(tr '[:upper:]' '[:lower:]' <<<"${name%%,*}" | sed 's/[^a-z0-9]\+/-/g; s/^-//; s/-$//')
+file=tests/gpu/results/$slug-$(tr -d : <<<"${date%:*}").json
+[[ $name == *sm_* ]] || file=build/gpu_check_without_gpu.json
+[ $emulated = false ] || file=build/gpu_check_emulated.json
+driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1)
+nvcc=$({ nvcc --version || "$cuda/nvcc" --version; } 2>/dev/null | grep -om 1 'V[0-9][0-9.]*')
+{
+    printf '{"device": %s, "uuid": %s,\n' "$(quoted "$name")" "$(quoted "$(of_run uuid)")"
+    printf ' "driver": %s, "driver_version": %s, "nvcc": %s,\n' "$(quoted "$(of_run driver)")" \
+        "$(quoted "$driver")" "$(quoted "$nvcc")"
+    printf ' "date": "%s", "commit": %s, "emulated": %s,\n' "$date" "$(quoted "$commit")" $emulated
+    printf ' "steps": [%s],\n' "$steps"
+    printf ' "epochs": [%s],\n' "$(epoch_lines | objects)"
+    printf ' "bench": %s,\n' "$(cat "$tmp/bench.json" 2>/dev/null || echo null)"
+    printf ' "pytorch": [%s]}\n' "$(grep -hs ' tf32=' "$tmp/pytorch" | objects)"
+} >"$tmp/results.json"
+if command -v python3 >/dev/null; then
+    judge json "JSON" "$(python3 -m json.tool "$tmp/results.json" 2>&1 | tail -n 1)" \
+        python3 -m json.tool "$tmp/results.json"
+fi
+cp "$tmp/results.json" "$file"
+[ -z "${OUT:-}" ] || cp "$file" build/gpu_check.log "$OUT"
+echo "$failures failed; results: $file"
+[ "$failures" -eq 0 ]

@@ -1,0 +1,1177 @@
+/* test_cuda.c - every operation of the GPU's backends against its definition on the CPU.
+
+   Linked with the kernels as nvcc compiles them for a GPU, or as the emulator does: see
+   tests/emulator/cuda_on_cpu.h. The reference is naive_backend, the CPU's definitions.
+
+     test_cuda all [TEST [KERNELS]]   all tests or one of them; QUICK=1 in the environment: fewer
+     test_cuda tiny                   small shapes and no training, for race detectors
+     test_cuda weights                trains, and prints the hashes of the weights */
+
+#define CNN_NO_MAIN
+#include "../../cnn.c"
+#include "../check.h"
+
+static bool quick, tiny;
+
+/* ---- An operation, done on a device with guarded arrays -------------------------------------- */
+
+typedef struct Array {
+    const char *name;
+    void *at;           // on the host
+    size_t count, size; // elements, and bytes of one
+    bool output;
+    size_t terms; // output: the number of terms of each sum; 0: no rounding, must be equal
+} Array;
+
+// The parameters of an operation, other than its arrays.
+typedef struct Task {
+    void (*run)(const Backend *b, const struct Task *t, void *const *a, real *scratch);
+    // the tolerance, where sums of absolute values do not give it
+    void (*bound)(const struct Task *t, const Array *before, const Array *got, const Array *want,
+                  Array *bound);
+    const Layer *l;
+    size_t n, count; // images; elements, or classes
+    bool accumulate, in_place, training, no_din;
+    size_t row;
+    Draw draw;                               // if training
+    double rate, momentum, decay, smoothing; // of optimizers and the loss
+    bool nesterov;
+    const Batch *on_cpu, *on_gpu;
+} Task;
+
+enum { GUARD = 256, MOST_ARRAYS = 9 };
+
+static Array new_array(const char *name, size_t count, size_t size) {
+    Array a = {.name = name, .count = count, .size = size};
+    a.at = must_alloc(count * size, "a test");
+    memset(a.at, 0xFF, count * size); // NaN, read as real
+    return a;
+}
+
+static Array output_array(const char *name, size_t count, size_t terms) {
+    Array a = new_array(name, count, sizeof(real));
+    a.output = true;
+    a.terms = terms;
+    return a;
+}
+
+static Array output_bytes(const char *name, size_t count) {
+    Array a = new_array(name, count, 1);
+    a.output = true;
+    return a;
+}
+
+static Array input_array(const char *name, size_t count) {
+    Array a = new_array(name, count, sizeof(real));
+    for (size_t i = 0; i < count; i++)
+        ((real *)a.at)[i] = draw_real();
+    return a;
+}
+
+static Array input_bytes(const char *name, size_t count, size_t below) {
+    Array a = new_array(name, count, 1);
+    for (size_t i = 0; i < count; i++)
+        ((uint8_t *)a.at)[i] = (uint8_t)draw_size(0, below - 1);
+    return a;
+}
+
+// An output that, if `given`, holds numbers that the operation reads.
+static Array changed_array(const char *name, size_t count, size_t terms, bool given) {
+    Array a = given ? input_array(name, count) : output_array(name, count, terms);
+    a.output = true;
+    a.terms = terms;
+    return a;
+}
+
+static Array twin(const Array *a) {
+    Array b = *a;
+    b.at = must_alloc(a->count * a->size, "a test");
+    memcpy(b.at, a->at, a->count * a->size);
+    return b;
+}
+
+// With AddressSanitizer, reads of a guard are reported as well; writes are detected anyway.
+__attribute__((weak)) void __asan_poison_memory_region(const volatile void *at, size_t bytes);
+__attribute__((weak)) void __asan_unpoison_memory_region(const volatile void *at, size_t bytes);
+
+static void watch_guards(char *base, size_t bytes, bool on) {
+    void (*mark)(const volatile void *, size_t) =
+        on ? __asan_poison_memory_region : __asan_unpoison_memory_region;
+    if (!mark)
+        return;
+    mark(base, GUARD);
+    mark(base + GUARD + bytes, GUARD);
+}
+
+// The guards of an output are not NaN: otherwise a NaN written there would go unnoticed.
+static int guard_byte(const Array *a) {
+    return a->output ? 0xC5 : 0xFF;
+}
+
+static char *to_device(const Backend *b, const Array *a) {
+    size_t bytes = a->count * a->size;
+    char *base = b->alloc(bytes + 2 * GUARD), *host = must_alloc(bytes + 2 * GUARD, "a test");
+    memset(host, guard_byte(a), bytes + 2 * GUARD);
+    memcpy(host + GUARD, a->at, bytes);
+    b->copy(base, host, bytes + 2 * GUARD);
+    watch_guards(base, bytes, true);
+    free(host);
+    return base;
+}
+
+static void from_device(const Backend *b, char *base, Array *a) {
+    size_t bytes = a->count * a->size;
+    uint8_t *host = must_alloc(bytes + 2 * GUARD, "a test");
+    watch_guards(base, bytes, false);
+    b->copy(host, base, bytes + 2 * GUARD);
+    for (size_t i = 0; i < bytes + 2 * GUARD; i++)
+        if (i - GUARD >= bytes && host[i] != guard_byte(a))
+            fail("%s: wrote at byte %td of %zu", a->name, (ptrdiff_t)i - GUARD, bytes);
+    if (!a->output && memcmp(host + GUARD, a->at, bytes) != 0)
+        fail("%s: an input was changed", a->name);
+    memcpy(a->at, host + GUARD, bytes);
+    b->release(base);
+    free(host);
+}
+
+/* Runs an operation on arrays on the device, between guards; scratch has the size that the
+   backend asked for. Returns whether scratch was used. */
+static bool perform(const Backend *b, const Task *t, Array *a, size_t count) {
+    Array scratch = output_array("scratch", t->l ? b->scratch_size(t->l, t->n) : 0, 1);
+    char *base[MOST_ARRAYS], *scratch_base = to_device(b, &scratch);
+    void *at[MOST_ARRAYS];
+    bool used = false;
+    for (size_t i = 0; i < count; i++) {
+        base[i] = to_device(b, &a[i]);
+        at[i] = a[i].count ? base[i] + GUARD : NULL;
+    }
+    t->run(b, t, at, (real *)(scratch_base + GUARD));
+    b->synchronize();
+    for (size_t i = 0; i < count; i++)
+        from_device(b, base[i], &a[i]);
+    from_device(b, scratch_base, &scratch);
+    for (size_t i = 0; i < scratch.count * sizeof(real); i++)
+        used = used || ((uint8_t *)scratch.at)[i] != 0xFF;
+    free(scratch.at);
+    return used;
+}
+
+// Equal bits, or both NaN.
+static void check_equal(const Array *got, const Array *want) {
+    const uint8_t *a = got->at, *b = want->at;
+    for (size_t i = 0; i < got->count; i++) {
+        bool same = memcmp(a + i * got->size, b + i * got->size, got->size) == 0;
+        bool real_number = got->size == sizeof(real);
+        double x = real_number ? (double)((const real *)got->at)[i] : a[i];
+        double y = real_number ? (double)((const real *)want->at)[i] : b[i];
+        if (!same && !(isnan(x) && isnan(y)))
+            fail("%s[%zu of %zu] is %.9g, expected exactly %.9g", got->name, i, got->count, x, y);
+    }
+}
+
+// Sums of absolute values become bounds: in either version, one rounding for each term.
+static void bound_by_sums(const Task *t, Array *a, size_t count) {
+    for (size_t i = 0; i < count; i++)
+        for (size_t j = 0; a[i].size == sizeof(real) && j < a[i].count; j++)
+            ((real *)a[i].at)[j] = (real)fabs((double)((real *)a[i].at)[j]);
+    perform(&naive_backend, t, a, count);
+    for (size_t i = 0; i < count; i++)
+        for (size_t j = 0; a[i].terms && j < a[i].count; j++) {
+            real *sum = (real *)a[i].at + j;
+            *sum = (real)(2 * (double)a[i].terms * epsilon * fabs((double)*sum) + 1e-30);
+        }
+}
+
+// Runs a task on `b` and on the CPU and compares all outputs. Frees a; returns what perform() does.
+static bool compare(const Backend *b, Task t, Array *a, size_t count) {
+    Array got[MOST_ARRAYS], want[MOST_ARRAYS], bound[MOST_ARRAYS];
+    bool rounded = false;
+    for (size_t i = 0; i < count; i++) {
+        got[i] = twin(&a[i]);
+        want[i] = twin(&a[i]);
+        bound[i] = twin(&a[i]);
+        rounded = rounded || a[i].terms;
+    }
+    bool used = perform(b, &t, got, count);
+    perform(&naive_backend, &t, want, count);
+    if (t.bound)
+        t.bound(&t, a, got, want, bound);
+    else if (rounded)
+        bound_by_sums(&t, bound, count);
+    for (size_t i = 0; i < count; i++) {
+        if (a[i].output && a[i].terms)
+            check_tensor(a[i].name, got[i].at, want[i].at, bound[i].at, a[i].count);
+        else if (a[i].output)
+            check_equal(&got[i], &want[i]);
+        free(a[i].at);
+        free(got[i].at);
+        free(want[i].at);
+        free(bound[i].at);
+    }
+    return used;
+}
+#define COMPARE(b, ...) compare(b, __VA_ARGS__, arrays, sizeof arrays / sizeof *arrays)
+
+static void describe(const Layer *l, size_t n, const char *more) {
+    char kind[64];
+    describe_layer(l, kind, sizeof kind);
+    snprintf(context, sizeof context, "%s, %zu images, %zu x %zu x %zu to %zu channels%s%s%s", kind,
+             n, l->in.h, l->in.w, l->in.c, l->out.c, l->biases ? "" : ", no bias",
+             l->relu ? ", fused ReLU" : "", more);
+}
+
+/* ---- Convolutions and linear layers ---------------------------------------------------------- */
+
+// The part of Work that is the same for all operations; the arrays differ.
+static Work work_of_task(const Task *t, real *scratch) {
+    return (Work){.l = t->l,
+                  .row = t->row,
+                  .n = t->n,
+                  .scratch = scratch,
+                  .draw = t->training ? &t->draw : NULL,
+                  .accumulate = t->accumulate};
+}
+
+static void run_forward(const Backend *b, const Task *t, void *const *a, real *scratch) {
+    Work w = work_of_task(t, scratch);
+    w.out = a[0];
+    w.in = a[1];
+    w.weight = a[2];
+    w.bias = a[3];
+    b->layers[t->l->kind].forward(w);
+    w.in = w.out;
+    if (t->l->relu && !b->layers[t->l->kind].fuses)
+        b->layers[RELU].forward(w);
+}
+
+static void run_backward(const Backend *b, const Task *t, void *const *a, real *scratch) {
+    Work w = work_of_task(t, scratch);
+    w.din = a[0];
+    w.dweight = a[1];
+    w.dbias = a[2];
+    w.dout = a[3];
+    w.in = a[4];
+    w.weight = a[5];
+    b->layers[t->l->kind].backward(w);
+}
+
+typedef struct Splits {
+    size_t forward[2], backward[2]; // passes without, and with, split sums
+} Splits;
+
+static void compare_layer(const Backend *b, Layer l, size_t n, bool accumulate, bool no_din,
+                          Splits *splits) {
+    size_t taps = l.kernel * l.kernel, pixels = n * l.out.h * l.out.w;
+    size_t inputs = n * shape_size(l.in), outputs = n * shape_size(l.out);
+    Task t = {.run = run_forward, .l = &l, .n = n};
+    describe(&l, n, "");
+    for (size_t fewer = 1; fewer < n; fewer++) // the last batch may be smaller
+        if (b->scratch_size(&l, fewer) > b->scratch_size(&l, n))
+            fail("%zu images need more scratch than %zu", fewer, n);
+    {
+        Array arrays[] = {output_array("out", outputs, taps * l.in.c + 1),
+                          input_array("in", inputs), input_array("weight", l.weights),
+                          input_array("bias", l.biases)};
+        splits->forward[COMPARE(b, t)]++;
+    }
+    t = (Task){.run = run_backward, .l = &l, .n = n, .accumulate = accumulate, .no_din = no_din};
+    describe(&l, n, no_din ? ", no din" : accumulate ? ", accumulate" : "");
+    Array arrays[] = {changed_array("din", no_din ? 0 : inputs, taps * l.out.c + 1, accumulate),
+                      output_array("dweight", l.weights, pixels),
+                      output_array("dbias", l.biases, pixels),
+                      input_array("dout", outputs),
+                      input_array("in", inputs),
+                      input_array("weight", l.weights)};
+    bool used = COMPARE(b, t);
+    if (!l.biases) // whose gradient uses scratch, too
+        splits->backward[used]++;
+}
+
+static const Settings plain = {.stem = "3", .width = 6, .optimizer_launch = "flat"};
+static Net net; // to build layers in
+
+static const Layer *first_layer(Shape in) {
+    net = (Net){.model = "test", .settings = &plain, .backend = &naive_backend};
+    add_layer(&net, (Layer){.kind = INPUT, .in = in, .out = in});
+    return &net.layers[1];
+}
+
+// Mostly small, sometimes deep: odd sizes cover every edge of the tiles.
+static Layer draw_conv(size_t *n) {
+    size_t kernel = draw_size(1, tiny ? 3 : 7), stride = draw_size(1, 3);
+    size_t padding = draw_size(0, kernel - 1), least = kernel - min_size(kernel - 1, 2 * padding);
+    size_t side = tiny ? 5 : 12, depth = tiny ? 8 : draw_bits() % 4 ? 40 : 150;
+    Shape in = {draw_size(least, least + side), draw_size(least, least + side),
+                draw_size(1, depth)};
+    const Layer *l = first_layer(in);
+    add_conv2d(&net, 0,
+               draw_size(1, tiny              ? 8
+                            : draw_bits() % 3 ? 70
+                                              : 140),
+               kernel, stride, padding, draw_bits() % 2);
+    net.layers[1].relu = draw_bits() % 2;
+    *n = draw_size(1, tiny ? 2 : 9);
+    return *l;
+}
+
+static void test_conv(const Backend *b) {
+    Splits splits = {{0}, {0}};
+    for (int shape = 0; shape < (tiny ? 1 : quick ? 25 : 100);) {
+        size_t n;
+        Layer l = draw_conv(&n);
+        // the definitions are slow: shapes that would take too long are drawn again
+        if (layer_flops(&l) * (double)n > 2 * 4e6)
+            continue;
+        compare_layer(b, l, n, shape % 2, shape % 5 == 0, &splits);
+        shape++;
+    }
+    // the shapes of residual networks, and one with more terms than outputs
+    static const struct {
+        Shape in;
+        size_t channels, kernel, stride, padding, n;
+    } shapes[] = {
+        {{3, 3, 29}, 3, 3, 1, 1, 2},                                    // the sums are split
+        {{8, 8, 16}, 32, 1, 2, 0, 5},                                   // a shortcut
+        {{7, 9, 70}, 17, 1, 2, 0, 5},                                   // ... that drops a row
+        {{13, 12, 3}, 24, 7, 2, 3, 5},                                  // a stem
+        {{17, 16, 128}, 64, 1, 1, 0, 8}, {{6, 6, 64}, 128, 3, 1, 1, 4}, // whole tiles, except in M
+    };
+    for (size_t i = 0; i < (tiny ? 1 : sizeof shapes / sizeof *shapes); i++)
+        for (size_t variant = 0; variant < (tiny ? 1 : quick ? 2 : 4); variant++) {
+            const Layer *l = first_layer(shapes[i].in);
+            add_conv2d(&net, 0, shapes[i].channels, shapes[i].kernel, shapes[i].stride,
+                       shapes[i].padding, variant & 1);
+            compare_layer(b, *l, shapes[i].n, variant & 2, false, &splits);
+        }
+    *context = 0;
+    bool tiled = strcmp(b->kernels, "tiled") == 0;
+    for (size_t split = 0; split < 2 && !tiny; split++)
+        if (!splits.forward[split] != (split && !tiled) ||
+            !splits.backward[split] != (split && !tiled))
+            fail("%zu and %zu passes with sums that are%s split", splits.forward[split],
+                 splits.backward[split], split ? "" : " not");
+    verdict("conv2d, %s kernels", b->kernels);
+}
+
+static void test_linear(const Backend *b) {
+    Splits splits = {{0}, {0}};
+    for (size_t i = 0; i < (tiny ? 1 : quick ? 8 : 30); i++) {
+        Shape in = {draw_size(1, 3), draw_size(1, 3), draw_size(1, tiny ? 9 : i % 4 ? 100 : 1000)};
+        const Layer *l = first_layer(in);
+        linear(&net, 0, draw_size(1, tiny ? 9 : 140));
+        net.layers[1].relu = draw_bits() % 2;
+        compare_layer(b, *l, draw_size(1, tiny ? 3 : 70), i % 2, i % 5 == 3, &splits);
+    }
+    verdict("linear, %s kernels", b->kernels);
+}
+
+/* ---- Element by element ---------------------------------------------------------------------- */
+
+static const size_t counts[] = {1, 31, 256, 257, 511, 1000, 4099};
+enum { COUNTS = sizeof counts / sizeof *counts };
+
+// Some special numbers among others.
+static Array special_array(const char *name, size_t count) {
+    static const real special[] = {0, (real)-0., (real)NAN, (real)INFINITY, (real)-INFINITY};
+    Array a = input_array(name, count);
+    for (size_t i = 0; i < count; i += draw_size(1, 9))
+        ((real *)a.at)[i] = special[draw_bits() % 5];
+    return a;
+}
+
+// A layer without weights, of `count` elements.
+static Layer flat_layer(LayerKind kind, size_t count) {
+    return (Layer){.kind = kind, .in = {1, 1, count}, .out = {1, 1, count}};
+}
+
+static void run_relu_forward(const Backend *b, const Task *t, void *const *a, real *scratch) {
+    Work w = work_of_task(t, scratch);
+    w.out = a[0];
+    w.in = t->in_place ? a[0] : a[1];
+    b->layers[RELU].forward(w);
+}
+
+static void run_relu_backward(const Backend *b, const Task *t, void *const *a, real *scratch) {
+    Work w = work_of_task(t, scratch);
+    w.din = a[0];
+    w.dout = t->in_place ? a[0] : a[1];
+    w.out = a[2];
+    b->layers[RELU].backward(w);
+}
+
+static void run_add_forward(const Backend *b, const Task *t, void *const *a, real *scratch) {
+    Work w = work_of_task(t, scratch);
+    w.out = a[0];
+    w.in = t->in_place ? a[0] : a[1];
+    w.residual = a[2];
+    b->layers[ADD].forward(w);
+}
+
+static void run_add_backward(const Backend *b, const Task *t, void *const *a, real *scratch) {
+    Work w = work_of_task(t, scratch);
+    w.din = a[0];
+    w.dout = a[1];
+    b->layers[ADD].backward(w);
+}
+
+static void test_relu_and_add(const Backend *b) {
+    for (size_t i = tiny ? 3 * 4 : 0; i < (tiny ? 3 * 4 + 1 : COUNTS * 4); i++) {
+        size_t count = counts[i / 4];
+        bool first = i & 1, second = i & 2;
+        Layer l = flat_layer(RELU, count), sum = flat_layer(ADD, count);
+        sum.relu = second;
+        snprintf(context, sizeof context, "%zu numbers, variant %zu", count, i % 4);
+        {
+            Array arrays[] = {first ? special_array("out", count) : output_array("out", count, 0),
+                              special_array("in", count)};
+            arrays[0].output = true;
+            COMPARE(b, (Task){.run = run_relu_forward, .l = &l, .n = 1, .in_place = first});
+        }
+        {
+            Array arrays[] = {changed_array("din", count, 0, first || second),
+                              input_array("dout", count), special_array("out", count)};
+            COMPARE(b, (Task){.run = run_relu_backward,
+                              .l = &l,
+                              .n = 1,
+                              .in_place = first && !second,
+                              .accumulate = second});
+        }
+        {
+            Array arrays[] = {first ? special_array("out", count) : output_array("out", count, 0),
+                              special_array("in", count), special_array("residual", count)};
+            arrays[0].output = true;
+            COMPARE(b, (Task){.run = run_add_forward, .l = &sum, .n = 1, .in_place = first});
+        }
+        Array arrays[] = {changed_array("din", count, 0, first), input_array("dout", count)};
+        COMPARE(b, (Task){.run = run_add_backward, .l = &sum, .n = 1, .accumulate = first});
+    }
+    verdict("relu and add, %s kernels", b->kernels);
+}
+
+static void run_dropout_forward(const Backend *b, const Task *t, void *const *a, real *scratch) {
+    Work w = work_of_task(t, scratch);
+    w.out = a[0];
+    w.saved = a[1];
+    w.in = t->in_place ? a[0] : a[2];
+    b->layers[DROPOUT].forward(w);
+}
+
+static void run_dropout_backward(const Backend *b, const Task *t, void *const *a, real *scratch) {
+    Work w = work_of_task(t, scratch);
+    w.din = a[0];
+    w.dout = t->in_place ? a[0] : a[1];
+    w.saved = a[2];
+    b->layers[DROPOUT].backward(w);
+}
+
+static void test_dropout(const Backend *b) {
+    static const real rates[] = {0, (real).1, (real).25, (real).5, (real).9};
+    static const Shape shapes[] = {{1, 1, 1}, {1, 1, 7},   {1, 1, 8},
+                                   {3, 5, 3}, {1, 1, 129}, {5, 7, 9}};
+    for (size_t i = 0; i < (tiny ? 2 : 60); i++) {
+        Shape s = shapes[i % 6];
+        Layer l = {.kind = DROPOUT, .in = s, .out = s, .p = rates[i % 5]};
+        size_t n = draw_size(1, 9), count = n * shape_size(s);
+        Task t = {.run = run_dropout_forward, .l = &l, .n = n, .in_place = i % 3 == 0};
+        t.row = draw_bits() % 20;
+        t.training = i % 7 != 6;
+        t.draw = (Draw){(uint64_t)draw_bits() << 32 | draw_bits(), draw_bits() % 100,
+                        i % 2 ? draw_bits() % 60000 : UINT32_MAX - 3,
+                        draw_bits() % 4}; // may wrap around
+        describe(&l, n, t.training ? "" : ", evaluation");
+        {
+            Array arrays[] = {changed_array("out", count, 0, t.in_place),
+                              output_bytes("mask", count), input_array("in", count)};
+            COMPARE(b, t);
+        }
+        t.run = run_dropout_backward;
+        t.accumulate = i % 3 == 1;
+        Array arrays[] = {changed_array("din", count, 2, t.accumulate || t.in_place),
+                          input_array("dout", count), input_bytes("mask", count, 2)};
+        COMPARE(b, t);
+    }
+    verdict("dropout, %s kernels", b->kernels);
+}
+
+/* ---- Pooling --------------------------------------------------------------------------------- */
+
+static void run_pool_forward(const Backend *b, const Task *t, void *const *a, real *scratch) {
+    Work w = work_of_task(t, scratch);
+    w.out = a[0];
+    w.in = a[1];
+    w.saved = a[2];
+    b->layers[t->l->kind].forward(w);
+}
+
+static void run_pool_backward(const Backend *b, const Task *t, void *const *a, real *scratch) {
+    Work w = work_of_task(t, scratch);
+    w.din = a[0];
+    w.dout = a[1];
+    w.saved = a[2];
+    b->layers[t->l->kind].backward(w);
+}
+
+static void compare_maxpool(const Backend *b, const Layer *l, size_t n, bool accumulate) {
+    size_t inputs = n * shape_size(l->in), outputs = n * shape_size(l->out);
+    Array in = input_array("in", inputs), argmax = input_bytes("argmax", outputs, 2);
+    real *numbers = in.at;
+    for (size_t i = 0; i < inputs; i++) // a few numbers, so that there are ties; and some NaN
+        numbers[i] = draw_bits() % 40 ? SQRT((real)draw_size(0, 4)) - 1 : (real)NAN;
+    Array ignored = output_array("out", outputs, 0);
+    naive_backend.layers[MAXPOOL2D].forward(
+        (Work){.l = l, .n = n, .out = ignored.at, .in = in.at, .saved = argmax.at});
+    free(ignored.at);
+    describe(l, n, accumulate ? ", accumulate" : "");
+    {
+        Array arrays[] = {output_array("out", outputs, 0), in, output_bytes("argmax", outputs)};
+        COMPARE(b, (Task){.run = run_pool_forward, .l = l, .n = n});
+    }
+    Array arrays[] = {changed_array("din", inputs, l->kernel * l->kernel + 1, accumulate),
+                      input_array("dout", outputs), argmax};
+    COMPARE(b, (Task){.run = run_pool_backward, .l = l, .n = n, .accumulate = accumulate});
+}
+
+static void test_maxpool(const Backend *b) {
+    for (size_t i = 0; i < (tiny ? 1 : quick ? 20 : 60); i++) {
+        size_t kernel = i ? draw_size(1, 4) : tiny ? 3 : 11, padding = draw_size(0, kernel - 1);
+        size_t least = kernel - min_size(kernel - 1, 2 * padding);
+        const Layer *l = first_layer(
+            (Shape){draw_size(least, least + 8), draw_size(least, least + 8), draw_size(1, 9)});
+        maxpool2d(&net, 0, kernel, draw_size(1, 3), padding);
+        compare_maxpool(b, l, draw_size(1, 5), i % 2);
+    }
+    verdict("maxpool2d, %s kernels", b->kernels);
+}
+
+static void test_avgpool(const Backend *b) {
+    for (size_t i = 0; i < (tiny ? 1 : 12); i++) {
+        Shape s = {draw_size(1, 9), draw_size(1, 9), draw_size(1, 70)};
+        Layer l = {.kind = AVGPOOL2D, .in = s, .out = {1, 1, s.c}};
+        size_t n = draw_size(1, 9);
+        describe(&l, n, "");
+        {
+            Array arrays[] = {output_array("out", n * s.c, s.h * s.w + 1),
+                              input_array("in", n * shape_size(s)), input_bytes("none", 0, 1)};
+            COMPARE(b, (Task){.run = run_pool_forward, .l = &l, .n = n});
+        }
+        Array arrays[] = {changed_array("din", n * shape_size(s), 2, i % 2),
+                          input_array("dout", n * s.c), input_bytes("none", 0, 1)};
+        COMPARE(b, (Task){.run = run_pool_backward, .l = &l, .n = n, .accumulate = i % 2});
+    }
+    verdict("avgpool2d, %s kernels", b->kernels);
+}
+
+/* ---- BatchNorm ------------------------------------------------------------------------------- */
+
+static void run_norm_forward(const Backend *b, const Task *t, void *const *a, real *scratch) {
+    Work w = work_of_task(t, scratch);
+    w.out = a[0];
+    w.stats = a[1];
+    w.in = a[2];
+    w.weight = a[3];
+    w.bias = a[4];
+    w.residual = a[5];
+    b->layers[BATCHNORM2D].forward(w);
+}
+
+static void run_norm_backward(const Backend *b, const Task *t, void *const *a, real *scratch) {
+    Work w = work_of_task(t, scratch);
+    w.din = a[0];
+    w.dweight = a[1];
+    w.dbias = a[2];
+    w.dout = a[3];
+    w.in = a[4];
+    w.stats = a[5];
+    w.weight = a[6];
+    b->layers[BATCHNORM2D].backward(w);
+}
+
+/* Bounds on the errors of statistics. A sum goes over the pixels of a thread, the 8 threads of a
+   block, then the slices, of at least 64 pixels each; each of these steps rounds the mean. An error
+   e of the mean causes one of 2 e times the distance, plus e^2, in a squared distance. */
+typedef struct Errors {
+    double mean, variance, inverse; // inverse: of 1 / sqrt(variance + eps)
+} Errors;
+
+static Errors norm_errors(double mean, double inverse, double farthest, size_t pixels) {
+    double slices = fmin(64, ceil((double)pixels / 64));
+    double steps = (double)pixels / slices / 8 + 8 + slices, e = epsilon * steps;
+    double full = 1 / (inverse * inverse), variance = fmax(0, full - bn_eps);
+    Errors errors = {.mean = e * (fabs(mean) + farthest)};
+    errors.variance = 4 * e * variance + 4 * errors.mean * sqrt(variance) +
+                      4 * errors.mean * errors.mean + 4 * epsilon * full;
+    errors.inverse = inverse * (errors.variance / full + 2 * epsilon);
+    return errors;
+}
+
+static void norm_forward_bound(const Task *t, const Array *before, const Array *got,
+                               const Array *want, Array *bound) {
+    (void)got;
+    size_t channels = t->l->in.c, pixels = t->n * t->l->in.h * t->l->in.w;
+    const real *in = before[2].at, *weight = before[3].at, *bias = before[4].at;
+    const real *residual = before[5].at, *stats = want[1].at, *running = before[1].at;
+    real *out = bound[0].at, *bound_of = bound[1].at;
+    for (size_t c = 0; c < channels; c++) {
+        double mean = (double)stats[(t->training ? 2 : 0) * channels + c], farthest = 0;
+        double inverse = t->training ? (double)stats[3 * channels + c]
+                                     : 1 / sqrt((double)stats[channels + c] + bn_eps);
+        for (size_t i = c; i < pixels * channels; i += channels)
+            farthest = fmax(farthest, fabs((double)in[i] - mean));
+        Errors e = {.inverse = 4 * epsilon * inverse}; // evaluation: a square root and a division
+        if (t->training) {
+            e = norm_errors(mean, inverse, farthest, pixels);
+            double variance = 2 / (inverse * inverse); // unbiased: at most twice as large
+            bound_of[c] =
+                (real)(.1 * e.mean + 4 * epsilon * (fabs((double)running[c]) + fabs(mean)));
+            bound_of[channels + c] =
+                (real)(.2 * e.variance + 4 * epsilon * ((double)running[channels + c] + variance));
+            bound_of[2 * channels + c] = (real)e.mean;
+            bound_of[3 * channels + c] = (real)e.inverse;
+        }
+        for (size_t i = c; i < pixels * channels; i += channels) {
+            double x = fabs((double)in[i]), d = fabs((double)in[i] - mean);
+            double far = e.mean + 4 * epsilon * (x + fabs(mean));
+            out[i] = (real)(fabs((double)weight[c]) *
+                                (inverse * far + d * (e.inverse + 4 * epsilon * inverse)) +
+                            4 * epsilon *
+                                (fabs((double)bias[c]) +
+                                 (before[5].count ? fabs((double)residual[i]) : 0)));
+        }
+    }
+}
+
+static void norm_backward_bound(const Task *t, const Array *before, const Array *got,
+                                const Array *want, Array *bound) {
+    (void)got;
+    size_t channels = t->l->in.c, pixels = t->n * t->l->in.h * t->l->in.w;
+    const real *dout = before[3].at, *in = before[4].at, *stats = before[5].at;
+    const real *weight = before[6].at, *dweight = want[1].at, *dbias = want[2].at;
+    real *din_bound = bound[0].at, *dweight_bound = bound[1].at, *dbias_bound = bound[2].at;
+    const double m = (double)pixels;
+    for (size_t c = 0; c < channels; c++) {
+        double mean = (double)stats[2 * channels + c], inverse = (double)stats[3 * channels + c];
+        double sum = 0, products = 0;
+        for (size_t i = c; i < pixels * channels; i += channels) {
+            sum += fabs((double)dout[i]);
+            products += fabs((double)dout[i] * ((double)in[i] - mean) * inverse);
+        }
+        dbias_bound[c] = (real)(2 * m * epsilon * sum);
+        dweight_bound[c] = (real)(2 * (m + 3) * epsilon * products);
+        for (size_t i = c; i < (t->no_din ? 0 : pixels * channels); i += channels) {
+            double x = fabs(((double)in[i] - mean) * inverse);
+            double parts = fabs((double)dout[i]) + fabs((double)dbias[c]) / m +
+                           x * fabs((double)dweight[c]) / m;
+            double off = ((double)dbias_bound[c] + x * (double)dweight_bound[c]) / m;
+            double old = t->accumulate ? fabs((double)((real *)before[0].at)[i]) : 0;
+            din_bound[i] = (real)(fabs((double)weight[c]) * inverse * (8 * epsilon * parts + off) +
+                                  2 * epsilon * old);
+        }
+    }
+}
+
+static const struct {
+    Shape s;
+    size_t n;
+} norms[] = {{{5, 7, 33}, 2}, {{1, 1, 5}, 1},   {{1, 1, 64}, 7}, {{5, 7, 6}, 9},
+             {{8, 8, 70}, 1}, {{13, 5, 32}, 1}, {{9, 9, 3}, 55}, {{17, 17, 7}, 16}};
+
+static Layer norm_layer(size_t i) {
+    size_t c = norms[i].s.c;
+    return (Layer){
+        .kind = BATCHNORM2D, .in = norms[i].s, .out = norms[i].s, .weights = c, .biases = c};
+}
+
+/* Channels whose mean is large compared with their spread, where the mean of the squares minus the
+   square of the mean would lose all digits, and channels with outliers. */
+static void draw_norm_input(Array *in, size_t channels) {
+    static const double means[] = {0, 1000, -300, 5, -1e4}, spreads[] = {1, 1, .1, 1e-3, 30};
+    real *x = in->at;
+    for (size_t i = 0; i < in->count; i++) {
+        size_t kind = i % channels % 5;
+        x[i] = (real)(means[kind] + spreads[kind] * (double)x[i]);
+        if (i % channels % 7 == 6 && i / channels % 64 == 0)
+            x[i] = 1000;
+    }
+}
+
+static void test_norm_forward(const Backend *b, bool training) {
+    for (size_t i = 0; i < (tiny ? 1 : sizeof norms / sizeof *norms); i++) {
+        Layer l = norm_layer(i);
+        size_t c = l.in.c, n = norms[i].n, count = n * shape_size(l.in);
+        l.relu = i % 2;
+        Array arrays[] = {
+            output_array("out", count, 1), changed_array("stats", 4 * c, training, !training),
+            input_array("in", count),      input_array("weight", c),
+            input_array("bias", c),        input_array("residual", i % 3 ? count : 0)};
+        real *stats = arrays[1].at;
+        draw_norm_input(&arrays[2], c);
+        for (size_t k = 0; k < c; k++) { // the running statistics
+            stats[k] = draw_real() * 100;
+            stats[c + k] = draw_real() + 1;
+        }
+        describe(&l, n, training ? ", training" : ", evaluation");
+        COMPARE(b, (Task){.run = run_norm_forward,
+                          .bound = norm_forward_bound,
+                          .l = &l,
+                          .n = n,
+                          .training = training});
+    }
+}
+
+static void test_norm_backward(const Backend *b) {
+    for (size_t i = 0; i < (tiny ? 1 : 2 * sizeof norms / sizeof *norms); i++) {
+        Layer l = norm_layer(i / 2);
+        size_t c = l.in.c, n = norms[i / 2].n, count = n * shape_size(l.in);
+        bool no_din = i == 5, accumulate = i % 2;
+        Array arrays[] = {changed_array("din", no_din ? 0 : count, 1, accumulate),
+                          output_array("dweight", c, 1),
+                          output_array("dbias", c, 1),
+                          input_array("dout", count),
+                          input_array("in", count),
+                          input_array("stats", 4 * c),
+                          input_array("weight", c)};
+        for (size_t k = 0; k < c; k++) // 1 / deviation is positive
+            ((real *)arrays[5].at)[3 * c + k] += 2;
+        describe(&l, n, no_din ? ", no din" : accumulate ? ", accumulate" : "");
+        COMPARE(b, (Task){.run = run_norm_backward,
+                          .bound = norm_backward_bound,
+                          .l = &l,
+                          .n = n,
+                          .accumulate = accumulate,
+                          .no_din = no_din});
+    }
+}
+
+static void test_norm(const Backend *b) {
+    test_norm_forward(b, true);
+    test_norm_forward(b, false);
+    test_norm_backward(b);
+    verdict("batchnorm2d, %s kernels", b->kernels);
+}
+
+/* ---- Softmax and loss ------------------------------------------------------------------------ */
+
+static void run_softmax_forward(const Backend *b, const Task *t, void *const *a, real *scratch) {
+    Work w = work_of_task(t, scratch);
+    w.out = a[0];
+    w.in = a[1];
+    b->layers[LOG_SOFTMAX].forward(w);
+}
+
+static void run_softmax_backward(const Backend *b, const Task *t, void *const *a, real *scratch) {
+    Work w = work_of_task(t, scratch);
+    w.din = a[0];
+    w.dout = a[1];
+    w.out = a[2];
+    b->layers[LOG_SOFTMAX].backward(w);
+}
+
+// The error of the logarithm is the relative error of the sum; then two more roundings.
+static void softmax_forward_bound(const Task *t, const Array *before, const Array *got,
+                                  const Array *want, Array *bound) {
+    (void)got;
+    for (size_t i = 0; i < t->n * t->count; i++) {
+        double in = (double)((real *)before[1].at)[i], out = (double)((real *)want[0].at)[i];
+        ((real *)bound[0].at)[i] =
+            (real)(2 * epsilon * ((double)t->count + 6 + fabs(in - out) + fabs(out)));
+    }
+}
+
+static void softmax_backward_bound(const Task *t, const Array *before, const Array *got,
+                                   const Array *want, Array *bound) {
+    (void)got, (void)want;
+    const real *dout = before[1].at, *out = before[2].at;
+    for (size_t image = 0; image < t->n; image++) {
+        double sum = 0;
+        for (size_t k = 0; k < t->count; k++)
+            sum += fabs((double)dout[image * t->count + k]);
+        for (size_t k = 0; k < t->count; k++) {
+            size_t i = image * t->count + k;
+            double taken =
+                exp((double)out[i]) * sum; // exp() has an error of 2 units in the last place
+            ((real *)bound[0].at)[i] =
+                (real)(2 * epsilon * (((double)t->count + 4) * taken + fabs((double)dout[i])));
+        }
+    }
+}
+
+static void run_nll(const Backend *b, const Task *t, void *const *a, real *scratch) {
+    (void)scratch;
+    b->nll_loss(a[0], a[1], a[2], a[3], t->n, t->n + 3, t->count, t->smoothing);
+}
+
+static void test_softmax_and_loss(const Backend *b) {
+    static const size_t classes[] = {1, 2, 10, 31, 32, 33, 100, 255};
+    static const double scales[] = {1, 100, 1e4};
+    for (size_t i = 0; i < (tiny ? 1 : 3 * sizeof classes / sizeof *classes); i++) {
+        size_t k = tiny ? 33 : classes[i / 3], n = draw_size(1, tiny ? 2 : 19), count = n * k;
+        const Layer l = flat_layer(LOG_SOFTMAX, k);
+        snprintf(context, sizeof context, "%zu images, %zu classes, variant %zu", n, k, i % 3);
+        Array logits = input_array("in", count), logp = input_array("logp", count);
+        Array dout = input_array("dout", count);
+        for (size_t j = 0; j < count; j++) {
+            ((real *)logits.at)[j] *= (real)scales[i % 3];
+            ((real *)logp.at)[j] = (real)log(fabs((double)draw_real()) + 1e-6);
+        }
+        {
+            Array arrays[] = {output_array("out", count, 1), logits};
+            COMPARE(b, (Task){.run = run_softmax_forward,
+                              .bound = softmax_forward_bound,
+                              .l = &l,
+                              .n = n,
+                              .count = k});
+        }
+        {
+            Array arrays[] = {output_array("din", count, 1), dout, twin(&logp)};
+            COMPARE(b, (Task){.run = run_softmax_backward,
+                              .bound = softmax_backward_bound,
+                              .l = &l,
+                              .n = n,
+                              .count = k});
+        }
+        Array arrays[] = {output_array("losses", n, k + 2),
+                          output_array("dlogp", i % 3 == 2 ? 0 : count, 0), logp,
+                          input_bytes("labels", n, k)};
+        COMPARE(b, (Task){.run = run_nll, .n = n, .count = k, .smoothing = i % 2 ? .1 : 0});
+    }
+    verdict("log_softmax and nll_loss, %s kernels", b->kernels);
+}
+
+/* ---- Optimizers ------------------------------------------------------------------------------ */
+
+static Update update_of_task(const Task *t, void *const *a) {
+    return (Update){.param = a[0],
+                    .count = t->count,
+                    .lr = t->rate,
+                    .momentum = t->momentum,
+                    .weight_decay = t->decay,
+                    .nesterov = t->nesterov};
+}
+
+static void run_adadelta(const Backend *b, const Task *t, void *const *a, real *scratch) {
+    (void)scratch;
+    Update u = update_of_task(t, a);
+    u.state[0] = a[1];
+    u.state[1] = a[2];
+    u.grad = a[3];
+    b->adadelta(u);
+}
+
+static void run_sgd(const Backend *b, const Task *t, void *const *a, real *scratch) {
+    (void)scratch;
+    Update u = update_of_task(t, a);
+    u.state[0] = a[1];
+    u.grad = a[2];
+    b->sgd(u);
+}
+
+/* All numbers of a parameter have one sign, so only the last subtraction cancels. The relative
+   error of each state is therefore bounded: one unit for each of at most 16 roundings. */
+static void optimizer_bound(const Task *t, const Array *before, const Array *got, const Array *want,
+                            Array *bound) {
+    (void)got;
+    for (size_t state = 0; state < 3; state++)
+        for (size_t i = 0; bound[state].terms && i < t->count; i++) {
+            double old = (double)((real *)before[state].at)[i];
+            double now = (double)((real *)want[state].at)[i];
+            double size = state ? fabs(now) : fabs(old) / 8 + fabs(now - old);
+            ((real *)bound[state].at)[i] = (real)(16 * epsilon * size);
+        }
+}
+
+// A sign for each parameter; squares of states have none.
+static void give_signs(const Array *a, size_t arrays, bool squares) {
+    for (size_t i = 0; i < a[0].count; i++)
+        for (size_t k = 1; k < arrays; k++) {
+            real *x = (real *)a[k].at + i, sign = ((real *)a[0].at)[i] < 0 ? -1 : 1;
+            *x = (real)fabs((double)*x) * (squares && k < 3 ? 1 : sign);
+        }
+}
+
+static void test_optimizers(const Backend *b) {
+    static const double decays[] = {0, .01}, momenta[] = {0, .9, .9};
+    for (size_t i = tiny ? 7 : 0; i < (tiny ? 8 : COUNTS * 6); i++) {
+        size_t count = counts[i / 6];
+        Task t = {.bound = optimizer_bound,
+                  .count = count,
+                  .rate = i % 2 ? 1 : .003,
+                  .decay = decays[i % 2],
+                  .momentum = momenta[i % 3],
+                  .nesterov = i % 3 == 2};
+        snprintf(context, sizeof context, "%zu numbers, variant %zu", count, i % 6);
+        {
+            Array arrays[] = {
+                changed_array("param", count, 1, true), changed_array("square_avg", count, 1, true),
+                changed_array("acc_delta", count, 1, true), input_array("grad", count)};
+            give_signs(arrays, 4, true);
+            t.run = run_adadelta;
+            COMPARE(b, t);
+        }
+        Array arrays[] = {changed_array("param", count, 1, true),
+                          changed_array("momentum_buffer", t.momentum > 0 ? count : 0, 1, true),
+                          input_array("grad", count)};
+        give_signs(arrays, t.momentum > 0 ? 3 : 1, false);
+        if (t.momentum == 0)
+            give_signs((Array[]){arrays[0], arrays[2]}, 2, false);
+        t.run = run_sgd;
+        arrays[1].terms = t.momentum > 0;
+        COMPARE(b, t);
+    }
+    verdict("adadelta and sgd, %s kernels", b->kernels);
+}
+
+/* ---- The loader's work, and copies ----------------------------------------------------------- */
+
+static void run_gather(const Backend *b, const Task *t, void *const *a, real *scratch) {
+    (void)scratch;
+    if (b->gather) {
+        b->gather(a[0], a[1], t->on_gpu->resident, &t->on_gpu->draw, t->on_gpu->n);
+        return;
+    }
+    memcpy(a[0], t->on_cpu->images, t->count * sizeof(real));
+    memcpy(a[1], t->on_cpu->labels, t->n);
+}
+
+/* Interpolated numbers close to the middle between two grey levels may be rounded either way: one
+   level, in one pixel of a hundred. */
+static void elastic_bound(const Task *t, const Array *before, const Array *got, const Array *want,
+                          Array *bound) {
+    (void)before;
+    size_t differ = 0;
+    for (size_t i = 0; i < t->count; i++)
+        differ += ((real *)got[0].at)[i] != ((real *)want[0].at)[i];
+    for (size_t i = 0; i < t->count; i++)
+        ((real *)bound[0].at)[i] = differ <= 1 + t->count / 100 ? (real)(1.01 / 255 / .2) : 0;
+}
+
+enum { GATHERED = 5 }; // images of a batch
+
+static void gather_epoch(const Backend *b, const DatasetInfo *info, Augmentation kind) {
+    Dataset data = {info, tiny ? 2 : 2 * GATHERED + 3, NULL, NULL};
+    Array images = input_bytes("images", data.count * shape_size(info->shape), 256);
+    Array labels = input_bytes("labels", data.count, 200);
+    size_t batch_size = min_size(GATHERED, data.count), others = draw_size(0, 2);
+    size_t rank = draw_size(0, others);
+    Loader cpu, gpu;
+    data.images = images.at;
+    data.labels = labels.at;
+    loader_plan(&cpu, &data, batch_size, 1, kind,
+                (Placement){&naive_backend, 0, 0, 0, rank, others});
+    loader_plan(&gpu, &data, batch_size, 1, kind, (Placement){b, 0, true, true, rank, others});
+    loader_init(&cpu);
+    loader_init(&gpu);
+    const uint64_t seed = (uint64_t)draw_bits() << 32 | draw_bits();
+    loader_start(&cpu, seed, 3, 0);
+    loader_start(&gpu, seed, 3, 0);
+    Task t = {.run = run_gather, .bound = kind == AUGMENT_ELASTIC ? elastic_bound : NULL};
+    while ((t.on_cpu = loader_next(&cpu)) && (t.on_gpu = loader_next(&gpu))) {
+        t.n = t.on_cpu->n;
+        t.count = t.n * shape_size(info->shape);
+        Array arrays[] = {output_array("images", t.count, kind == AUGMENT_ELASTIC),
+                          output_bytes("labels", t.n)};
+        COMPARE(b, t);
+    }
+    loader_free(&cpu);
+    loader_free(&gpu);
+    free(images.at);
+    free(labels.at);
+}
+
+static void test_gather(const Backend *b) {
+    static const Shape shapes[] = {{5, 9, 3}, {7, 6, 1}, {28, 28, 1}, {32, 32, 3}};
+    for (size_t i = 0; i < (tiny ? 1 : 4); i++)
+        for (size_t kind = 0; kind < AUGMENTATIONS; kind++) {
+            DatasetInfo info = {.name = "test",
+                                .shape = shapes[i],
+                                .classes = 200,
+                                .mean = {.5, .4, .3},
+                                .std = {.2, .3, .25}};
+            snprintf(context, sizeof context, "%s, %zu x %zu x %zu", augmentations[kind].name,
+                     info.shape.h, info.shape.w, info.shape.c);
+            gather_epoch(b, &info, (Augmentation)kind);
+        }
+    verdict("gather, %s kernels", b->kernels);
+}
+
+static void *transfer_thread(void *argument) {
+    void **a = argument;
+    const Backend *b = a[0];
+    b->transfer(0, a[1], a[2], 777);
+    return NULL;
+}
+
+static void test_copies(const Backend *b) {
+    enum { BYTES = 1000 };
+    Array from = input_bytes("from", BYTES, 256);
+    char *first = b->alloc(BYTES), *second = b->alloc(BYTES);
+    for (int pinned = 0; pinned < 2; pinned++) {
+        uint8_t *host = pinned ? b->pinned_alloc(BYTES) : zeroed_alloc(BYTES);
+        for (size_t i = 0; i < BYTES; i++)
+            if (host[i])
+                fail("pinned_alloc: byte %zu is not 0", i);
+        b->copy(host, first, BYTES);
+        for (size_t i = 0; i < BYTES && !pinned; i++)
+            if (host[i])
+                fail("alloc: byte %zu is not 0", i);
+        memcpy(host, from.at, BYTES);
+        b->copy(first, host, BYTES);
+        memset(host, 1, BYTES); // the copy is complete: the host's memory is no longer read
+        b->copy(second + 3, first + 1, 990);
+        b->copy(second, first, 0);
+        b->copy(host + 5, second + 3, 990);
+        if (memcmp(host + 5, (char *)from.at + 1, 990) != 0 || host[4] != 1 || host[995] != 1)
+            fail("copy: other bytes than expected");
+        pthread_t thread; // like a worker of the loader
+        memcpy(host, from.at, BYTES);
+        b->copy(second, first, BYTES);
+        b->synchronize(); // a transfer does not wait for what is queued
+        if (pthread_create(&thread, NULL, transfer_thread, (void *[]){(void *)b, second + 8, host}))
+            fail("no thread");
+        else
+            pthread_join(thread, NULL);
+        b->copy(host, second, BYTES);
+        if (memcmp(host, from.at, 8) != 0 || memcmp(host + 8, from.at, 777) != 0 ||
+            memcmp(host + 785, (char *)from.at + 785, BYTES - 785) != 0)
+            fail("transfer: other bytes than expected");
+        (pinned ? b->pinned_release : free)(host);
+    }
+    if (b->alloc((size_t)1 << 60))
+        fail("alloc: gave more memory than there is");
+    b->release(first);
+    b->release(second);
+    free(from.at);
+    verdict("alloc, copy and transfer, %s kernels", b->kernels);
+}
+
+static void test_marks(const Backend *b) {
+    b->mark(0);
+    b->synchronize();
+    nanosleep(&(struct timespec){.tv_nsec = 20000000}, NULL);
+    b->mark(MARKS - 1);
+    b->mark(1);
+    double seconds = b->elapsed(0, MARKS - 1), later = b->elapsed(MARKS - 1, 1);
+    if (!(seconds >= .0199 && seconds < 30))
+        fail("two marks are %g s apart, expected at least 0.02", seconds);
+    if (!(later >= 0 && later < 30))
+        fail("the next mark comes %g s later", later);
+    verdict("mark and elapsed, %s kernels", b->kernels);
+}
+
+/* ---- Training -------------------------------------------------------------------------------- */
+
+enum { MOST_STEPS = 5 };
+
+// Some steps on synthetic images from the initial weights, with dropout. Returns the weights' hash.
+static uint64_t train_steps(const Backend *b, const char *model, size_t batch_size, bool resident,
+                            size_t steps, double losses[MOST_STEPS]) {
+    static Net net;
+    Settings s;
+    Loader loader;
+    parse_options(&s, 3, (char *[]){"cnn", "--model", (char *)model});
+    const Model *m = find_model(model);
+    const DatasetInfo info = dataset_for(m, "synthetic");
+    const Optimizer *o = &optimizers[strcmp(s.optimizer, "sgd") == 0];
+    Dataset data = {.info = &info};
+    make_synthetic(&data, true, steps * batch_size);
+    net_build(&net, m, &info, &s, b);
+    plan_memory(&net, batch_size);
+    net_alloc(&net);
+    net_init(&net, 1);
+    real *state = b->alloc(count_states(o, &s) * net.param_size * sizeof *state);
+    loader_plan(&loader, &data, batch_size, 1, AUGMENT_NONE,
+                (Placement){b, 0, b->transfer, resident, 0, 0});
+    loader_init(&loader);
+    loader_start(&loader, 1, 1, 0);
+    for (const Batch *batch; (batch = loader_next(&loader));) {
+        net_load(&net, batch);
+        forward(&net, batch->n, &batch->draw);
+        losses[batch->number] = loss_and_gradient(&net, batch->n, true);
+        backward(&net, batch->n);
+        optimizer_step(o, &net, state, s.lr ? s.lr : o->lr);
+    }
+    uint64_t hash = hash_weights(&net);
+    loader_free(&loader);
+    b->release(state);
+    net_free(&net);
+    free_dataset(&data);
+    return hash;
+}
+
+static const struct {
+    const char *model;
+    size_t batch_size, steps; // resnet18 amplifies rounding errors tenfold in every step
+} trained[] = {{"mnist", 2, 5}, {"cifar", 4, 5}, {"resnet8", 8, 5}, {"resnet18", 2, 2}};
+enum { TRAINED = sizeof trained / sizeof *trained };
+
+static void compare_losses(const double *got, const double *want, size_t steps) {
+    for (size_t step = 0; step < steps; step++)
+        if (!(fabs(got[step] - want[step]) <= 1e-4 * fabs(want[step])))
+            fail("step %zu: the loss is %.9g, on the CPU %.9g", step + 1, got[step], want[step]);
+}
+
+// The losses equal the CPU's; a second run gives the same weights, with copied batches as well.
+static void test_training(const Backend *b) {
+    bool tiled = strcmp(b->kernels, "tiled") == 0;
+    for (size_t i = 0; i < (quick ? 1 : (size_t)TRAINED - !tiled); i++) {
+        const char *model = trained[i].model;
+        size_t n = trained[i].batch_size, steps = trained[i].steps;
+        double want[MOST_STEPS], got[MOST_STEPS];
+        snprintf(context, sizeof context, "%s", model);
+        train_steps(cpu_backends[CPU_BACKENDS - 1], model, n, false, steps, want);
+        uint64_t hash = train_steps(b, model, n, true, steps, got);
+        compare_losses(got, want, steps);
+        if (tiled && i < 3 && train_steps(b, model, n, false, steps, got) != hash)
+            fail("other weights in the second run");
+    }
+    verdict("training, %s kernels", b->kernels);
+}
+
+static void print_weights(void) {
+    double losses[MOST_STEPS];
+    for (size_t i = 0; i < 3; i++)
+        printf("%s %016llx\n", trained[i].model,
+               (unsigned long long)train_steps(cuda_backend(1), trained[i].model, 2, i % 2, 2,
+                                               losses));
+}
+
+static const struct {
+    const char *name;
+    void (*test)(const Backend *b);
+    bool once; // the same kernels in all backends: once is enough for race detectors
+} tests[] = {
+    {"relu", test_relu_and_add, true},     {"dropout", test_dropout, true},
+    {"maxpool2d", test_maxpool, true},     {"avgpool2d", test_avgpool, true},
+    {"batchnorm2d", test_norm, true},      {"softmax", test_softmax_and_loss, true},
+    {"optimizers", test_optimizers, true}, {"gather", test_gather, true},
+    {"copies", test_copies, true},         {"marks", test_marks, true},
+    {"linear", test_linear, false},        {"conv2d", test_conv, false},
+    {"training", test_training, true},
+};
+enum { TESTS = sizeof tests / sizeof *tests };
+
+int main(int argc, char **argv) {
+    const char *wish = getenv("QUICK"), *reason, *what = argc > 1 ? argv[1] : "all";
+    const char *only = argc > 2 ? argv[2] : "", *kernels = argc > 3 ? argv[3] : "";
+    tiny = strcmp(what, "tiny") == 0;
+    quick = tiny || (wish && *wish && strcmp(wish, "0") != 0);
+    suite = "cuda";
+    if (cuda_backend(0)->devices(&reason) == 0) {
+        skip("all", reason);
+        return 0;
+    }
+    cuda_backend(0)->use(0, 0, die);
+    if (strcmp(what, "weights") == 0) {
+        print_weights();
+        return 0;
+    }
+    test_comparison();
+    for (size_t k = 0; cuda_backend(k); k++)
+        for (size_t i = 0; i < (size_t)TESTS - tiny; i++) {
+            const Backend *b = cuda_backend(k);
+            bool wanted = (!*only || strcmp(only, tests[i].name) == 0) &&
+                          (!*kernels || strcmp(kernels, b->kernels) == 0);
+            if (wanted && !(tiny && tests[i].once && k == 0))
+                tests[i].test(b);
+        }
+    return 0;
+}

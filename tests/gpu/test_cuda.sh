@@ -1,0 +1,305 @@
+#!/usr/bin/env bash
+# Tests the GPU's kernels on the CPU, by the emulator in cuda_on_cpu.h: each operation against its
+# definition, races, accesses out of range, whole runs of ./cnn-emu against the CPU's; and whether
+# bugs inserted into the kernels are noticed.
+# CC, CXX, CLANGXX=COMPILER, ARCH as for make. QUICK=1: fewer shapes and runs, no sanitizers, no
+# bugs.
+# Prints `pass cuda/NAME`, `fail cuda/NAME: expected ..., found ...` or `skip cuda/NAME: why`.
+# shellcheck disable=SC2317 # some functions are called by xargs only
+suite=cuda
+repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd) || exit 1
+cc=${CC:-gcc} cxx=${CXX:-g++} clangxx=${CLANGXX:-clang++} arch=${ARCH:-native}
+if ! command -v "$cxx" >/dev/null; then
+    echo "skip cuda/all: $cxx is not installed"
+    exit 0
+fi
+make -s -C "$repo" cnn-emu build/emu_test_cuda >/dev/null 2>&1 ||
+    { echo "fail cuda/build: make cnn-emu build/emu_test_cuda"; exit 1; }
+CNN=$repo/cnn-emu
+# shellcheck source=tests/lib.sh
+source "$repo/tests/lib.sh" || exit 1
+export OMP_WAIT_POLICY=passive ASAN_OPTIONS=detect_leaks=0 TSAN_OPTIONS=halt_on_error=1
+unset CUDA_VISIBLE_DEVICES CUEMU_DEVICES CUEMU_MEMORY CUEMU_ORDER CUEMU_LAZY CUEMU_PROTECT
+ulimit -c 0
+build=$repo/build/cuda
+mkdir -p "$build"
+
+# kernels COMPILER OPTIONS... -o OBJECT <KERNELS.cu: compiled for the emulator
+kernels() {
+    { echo '#line 1 "cnn_kernels.cu"' && sed -f "$repo/tests/emulator/cuda_on_cpu.sed"; } |
+        "$1" -std=c++17 "-march=$arch" -Wno-unknown-pragmas -I"$repo" \
+            -include "$repo/tests/emulator/cuda_on_cpu.h" "${@:2}" -x c++ -c -
+}
+
+# link PROGRAM COMPILER OPTIONS...: the tests with the kernels in PROGRAM.o
+link() { "$2" "${@:3}" "$build/test_cuda.o" "$1.o" -o "$1" -lstdc++ -lm -lpthread; }
+
+# make_program NAME COMPILER OPTIONS...: $build/NAME
+make_program() {
+    kernels "${@:2}" -o "$build/$1.o" <"$repo/cnn_kernels.cu" 2>"$err" &&
+        link "$build/$1" "${@:2}" 2>"$err"
+    same "build/$1" "exit 0" "exit $?$(grep -m 3 error "$err")"
+}
+
+# checked NAME PROGRAM [VARIABLE=VALUE...] ARGUMENT: prints a program's verdicts under that name
+checked() {
+    local status reports='ERROR|WARNING|SUMMARY|^cuda_on_cpu|^cnn:'
+    env "${@:3:$#-3}" timeout 600 "$build/$2" "${@: -1}" >"$out" 2>"$err" </dev/null
+    status=$?
+    sed "s|^\([a-z]*\) cuda/|\1 cuda/$1/|" "$out"
+    same "$1/end" "exit 0, no report" \
+        "exit $status, $(grep -m 3 -E "$reports" "$err" || echo no report)"
+}
+
+test_kernels() {
+    local order hashes
+    cp "$repo/build/emu_test_cuda" "$build/plain"
+    checked order_0 plain CUEMU_ORDER=0 all
+    checked order_1 plain CUEMU_ORDER=1 CUEMU_LAZY=1 CUEMU_PROTECT=1 QUICK=1 all
+    hashes=$(for order in 0 1 7; do
+        CUEMU_ORDER=$order OMP_NUM_THREADS=$((order % 2 + 1)) "$build/plain" weights
+    done | sort | uniq -c | awk '{ print $1, $2 }' | paste -sd ,)
+    same "equal_bits_in_any_order" "3 cifar,3 mnist,3 resnet8" "$hashes"
+    [ -z "${QUICK:-}" ] || { skip sanitizers "QUICK=1" && return; }
+    checked order_7 plain CUEMU_ORDER=7 CUEMU_LAZY=1 QUICK=1 all
+    make_program address "$cxx" -O1 -g -fsanitize=address
+    checked address address QUICK=1 all
+}
+
+# The race detector: clang's is four times as fast as gcc's, and finds the same.
+choose_tsan() {
+    local options=(-O1 -g -fsanitize=thread)
+    tsan=("$cxx" "${options[@]}")
+    if "$clangxx" -fsanitize=thread -x c++ - -o /dev/null 2>/dev/null <<<'int main() {}'; then
+        tsan=("$clangxx" "${options[@]}")
+    fi
+}
+
+test_races() {
+    local order
+    make_program thread "${tsan[@]}"
+    for order in 0 1 7; do
+        checked "races/order_$order" thread CUEMU_ORDER=$order tiny
+    done
+}
+
+# ---- Runs
+
+# train NAME OPTIONS...: a run whose folder is NAME
+train() {
+    local name=$1
+    shift
+    run --dataset synthetic --limit-test 8 --epochs 1 --out "$tmp/$name" "$@"
+    same "run/$name" "exit 0, " "exit $status, $(grep -v '^cnn: warning' "$err")"
+}
+losses() { cut -d , -f 5 "$tmp/$1/steps.csv"; }
+
+# equal A B: the same losses; close A B: within 1e-4 of each other
+equal() { same "$1_as_$2" "$(losses "$2")" "$(losses "$1")"; }
+close() {
+    same "$1_as_$2" "$(losses "$2" | wc -l) losses" "$(paste <(losses "$2") <(losses "$1") |
+        awk '$1 == $2 || ($1 - $2) ^ 2 <= (1e-4 * $1) ^ 2 { n++ } END { print n + 0 }') losses"
+}
+
+test_runs() {
+    local model images=48
+    [ -n "${QUICK:-}" ] || images=256
+    for model in "mnist $images 64" "cifar $((images / 4)) 4" "resnet8 80 16"; do
+        read -ra model <<<"$model"
+        [ -n "${QUICK:-}" ] && [ "${model[0]}" = resnet8 ] && continue
+        local options=(--model "${model[0]}" --limit-train "${model[1]}" --batch-size "${model[2]}")
+        train "${model[0]}" "${options[@]}"
+        line "${model[0]}_says_emulated" '^Emulated: '
+        train "${model[0]}_cpu" "${options[@]}" --no-cuda
+        close "${model[0]}" "${model[0]}_cpu"
+    done
+    python run_json "$tmp/cifar/run.json" <<'END'
+import json, sys
+def find(tree, key):
+    if isinstance(tree, dict):
+        return [v for k, v in tree.items() if k == key] + [x for v in tree.values()
+                                                           for x in find(v, key)]
+    return []
+run = json.load(open(sys.argv[1]))
+if find(run, "emulated") != [True]:
+    print("emulated:", find(run, "emulated"))
+if "emulated GPU" not in json.dumps(run):
+    print("no device is named")
+END
+}
+
+# How the data reach the device, and the number of launches, must not change a bit.
+test_options() {
+    local small=(--model cifar --limit-train 22 --batch-size 4 --save-model) workers way
+    train base "${small[@]}"
+    for way in "resident off" "pin-memory off" "optimizer-launch per-tensor"; do
+        train "${way// /_}" "${small[@]}" "--${way% *}" "${way#* }"
+        equal "${way// /_}" base
+    done
+    for workers in 1 3; do
+        train "workers_$workers" "${small[@]}" --workers $workers --resident off
+        holds "workers_$workers/bits" "the same weights" "others" \
+            cmp "$tmp/base/model.safetensors" "$tmp/workers_$workers/model.safetensors"
+    done
+    train crop_flip "${small[@]}" --augment crop-flip
+    train crop_flip_copied "${small[@]}" --augment crop-flip --resident off
+    equal crop_flip_copied crop_flip
+    train elastic "${small[@]}" --augment elastic
+    train elastic_cpu "${small[@]}" --augment elastic --no-cuda
+    close elastic elastic_cpu # but for a few grey levels
+    same augmented_otherwise different \
+        "$([ "$(losses base)" = "$(losses elastic)" ] || echo different)"
+    train naive "${small[@]}" --kernels naive
+    close naive base
+    refused kernels_of_the_gpu 2 "--kernels tiled" --kernels tiled --no-cuda --dataset synthetic
+    CUDA_VISIBLE_DEVICES='' train no_device "${small[@]}"
+    line no_device/says_so '^Device: cpu \(no CUDA-capable device is detected\)'
+    train no_device_cpu "${small[@]}" --no-cuda
+    equal no_device no_device_cpu
+}
+
+test_memory() {
+    export CUEMU_MEMORY=30000000
+    local mnist=(--model mnist --dataset synthetic --limit-train 128 --limit-test 8 --max-steps 1)
+    refused memory 1 "expected a --batch-size of at most" "${mnist[@]}" --batch-size 128
+    line memory/ledger '^Memory in MB: parameters [0-9.]+, .* together'
+    local fits
+    fits=$(grep -oP 'at most \K[0-9]+' "$err")
+    run "${mnist[@]}" --batch-size "${fits:-0}"
+    same memory/what_fits_runs "exit 0, " "exit $status, $(cat "$err")"
+    run "${mnist[@]}" --batch-size "${fits:-0}" --resident off --workers 2
+    same memory/what_fits_runs_copied "exit 0, " "exit $status, $(cat "$err")"
+    unset CUEMU_MEMORY
+}
+
+# ---- Would the tests notice?
+
+# noticed PROGRAM ARGUMENTS...: fails, crashes, hangs, or is reported
+# shellcheck disable=SC2317 # xargs calls it, and the next ones
+noticed() {
+    # the pipe ends the program at its first failure
+    QUICK=1 OMP_NUM_THREADS=1 CUEMU_LAZY=1 CUEMU_PROTECT=1 timeout 100 "$@" 2>&1 |
+        grep -qE -m 1 '^fail|ThreadSanitizer: data race'
+    local status=("${PIPESTATUS[@]}")
+    [ "${status[1]}" -eq 0 ] || [ "${status[0]}" -ne 0 ]
+}
+
+# without_barrier K: the kernels without their K-th barrier must be reported
+without_barrier() {
+    local program=$build/barrier_$1
+    awk -v k="$1" '/__syncthreads\(\);/ && ++n == k { sub(/__syncthreads\(\);/, ";") } 1' \
+        "$repo/cnn_kernels.cu" >"$program.cu"
+    if ! kernels "${tsan[@]}" -o "$program.o" <"$program.cu" || ! link "$program" "${tsan[@]}"; then
+        fail "barrier/$1" "a program" "none"
+    elif noticed "$program" tiny; then
+        pass "barrier/$1"
+    else
+        fail "barrier/$1" "a report" "none without $(diff "$repo/cnn_kernels.cu" "$program.cu")"
+    fi
+    rm -f "$program"*
+}
+
+# The program into which a bug is inserted, the test that should notice it, and the bug. Bugs of one
+# program are independent: none affects what another's test checks.
+bugs=$(cat <<'END'
+1 relu /relu_forward_kernel/,/^}/s/i < count/i <= count/
+1 dropout s/blocks_of_image = (size + 7)/blocks_of_image = (size + 6)/
+1 maxpool2d s/value > best ||/value >= best ||/
+1 avgpool2d s/out\[i\] = sum \/ pixels/out[i] = sum \/ (pixels - 1)/
+1 optimizers s/(1 - rho) \* delta \* delta/(1 - rho) * delta * g/
+1 gather s/y += (int)(bits\[0\] % (2 \* CROP_PADDING + 1))/y += (int)(bits[0] % (2 * CROP_PADDING))/
+1 batchnorm2d s/d \* d \* (a.count \* b.count/d * d * (b.count * b.count/
+1 softmax s/value = fmaxf(value/value = fminf(value/
+1 tiled s/k + depth(i) < end ?/k + depth(i) <= end ?/
+2 relu s/out\[i\] > 0 ? dout/out[i] >= 0 ? dout/
+2 dropout s/(16 \* (j % 2))/(16 * (j % 3))/
+2 maxpool2d s/argmax\[at\] == tap/argmax[at] >= tap/
+2 optimizers s/nesterov ? g + momentum/nesterov ? step + momentum/
+2 gather s/(int)r.shape.w - 1 - x/(int)r.shape.w - x/
+2 batchnorm2d s/m.count > 1 ? m.count - 1/m.count > 1 ? m.count/
+2 softmax s/at_label : elsewhere) \/ (real)batch/elsewhere : at_label) \/ (real)batch/
+2 tiled s/ && x % divisor == 0//
+3 relu s/out\[i\] = relu && sum < 0/out[i] = sum < 0/
+3 gather s/d <= ELASTIC_REACH; d++/d < ELASTIC_REACH; d++/
+3 batchnorm2d s/dbias\[c\] \/ m - x \*/dbias[c] \/ m + x */
+3 tiled s/m < rows && n < columns/m <= rows \&\& n < columns/
+4 batchnorm2d s/ + (residual ? residual\[i\] : 0)//
+4 gather s/at \/ 4 \* 4)/at)/
+4 naive s/weight\[(tap \* s.c + c) \* s.oc + o.c\]/weight[(tap * s.c + c) * s.c + o.c]/
+4 tiled s/(blockIdx.z \* rows + m) \* columns/(blockIdx.z * rows + m) * rows/
+5 naive s/bias\[i % channels\]/bias[i \/ channels % channels]/
+5 tiled s/i \/ (ROWS_M \/ 2) \* (TILE_M/i \/ (ROWS_M \/ 2) * (TILE_N/
+6 tiled s/(accumulate ? out\[at\] : 0)/0/
+7 tiled s/return max(sums, parts)/return sums/
+8 tiled s/1, s.padding, -1/1, s.padding - 1, -1/
+9 copies s/a.type != cudaMemoryTypeDevice || b/a.type != cudaMemoryTypeDevice \&\& b/
+10 batchnorm2d /moments_kernel/,/^}/s/blockIdx.y + 1, gridDim.y)/blockIdx.y + 1, gridDim.y) - 1/
+END
+)
+
+# with_bugs PROGRAM FILE: adds to FILE a line for each of its bugs: caught, missed or not there
+with_bugs() {
+    local report=$2 program=$build/bugs_$1 test bug arguments
+    cp "$repo/cnn_kernels.cu" "$program.cu"
+    while read -r test bug; do
+        cp "$program.cu" "$program.before"
+        sed -i "$bug" "$program.cu"
+        [ "$(diff "$program.before" "$program.cu" | grep -c '^>')" -eq 1 ] ||
+            echo "not there: $bug" >>"$report"
+    done < <(bugs_of "$1")
+    kernels "$cxx" -O1 -fopenmp -o "$program.o" <"$program.cu" && link "$program" "$cxx" -fopenmp
+    while read -r test bug; do
+        arguments=(all "$test")
+        case $test in naive | tiled) arguments=(all conv2d "$test") ;; esac
+        if [ -x "$program" ] && noticed "$program" "${arguments[@]}"; then
+            echo "caught: $bug" >>"$report"
+        else
+            echo "missed: $bug" >>"$report"
+        fi
+    done < <(bugs_of "$1")
+    rm -f "$program"*
+}
+bugs_of() { sed -n "s/^$1 //p" <<<"$bugs"; }
+
+test_mutations() {
+    local report=$tmp/mutations k begin=$SECONDS
+    : >"$report"
+    k=$(grep -c '__syncthreads();' "$repo/cnn_kernels.cu")
+    export -f without_barrier with_bugs bugs_of noticed kernels link pass fail one_line
+    export suite repo build arch cxx cc bugs
+    seq "$k" | xargs -P 2 -I{} bash -c "tsan=(${tsan[*]}); without_barrier {}" 2>/dev/null
+    cut -d ' ' -f 1 <<<"$bugs" | uniq | xargs -P 2 -I{} bash -c "with_bugs {} '$report'" 2>/dev/null
+    same mutations/none "" "$(noticed "$build/thread" tiny && echo noticed in a good program)"
+    holds mutations "32 bugs, at least 30 of them caught" "$(grep -v '^caught' "$report")" \
+        test "$(grep -c '^caught' "$report")" -ge 30 -a "$(wc -l <"$report")" -eq 32
+    echo "mutations took $((SECONDS - begin)) s, $(grep -c '^caught' "$report") caught" >&2
+}
+
+# For other builds than make's.
+build_tests() {
+    "$cc" -std=gnu17 -O2 "-march=$arch" -fno-math-errno -g -Wall -Wextra -Wno-unused-function \
+        -Wno-unknown-pragmas -DCNN_CUDA -c "$repo/tests/gpu/test_cuda.c" -o "$build/test_cuda.o" 2>"$err"
+    same build/tests "exit 0, " "exit $?, $(cat "$err")"
+    choose_tsan
+}
+
+[ -n "${QUICK:-}" ] || build_tests
+if [ "${1:-}" = races ]; then # make races
+    [ -z "${QUICK:-}" ] || build_tests
+    test_races
+    rm -rf "$build"
+    exit 0
+fi
+test_kernels
+test_runs
+test_options
+test_memory
+if [ -n "${QUICK:-}" ]; then
+    skip races "QUICK=1"
+    skip mutations "QUICK=1"
+else
+    test_races
+    test_mutations
+fi
+rm -rf "$build"
+exit 0

@@ -1,0 +1,127 @@
+#!/usr/bin/env bash
+# Compiles cnn_kernels.cu with nvcc for old and new GPUs: no warning, registers and shared memory
+# within bounds, only what CUDA 11 has, and a ./cnn that starts without a GPU. Needs no GPU.
+# The report on every kernel goes to build/registers.txt. QUICK=1: only sm_80. NVCC=PATH: another.
+# Prints `pass nvcc/NAME`, `fail nvcc/NAME: expected ..., found ...` or `skip nvcc/NAME: why`.
+suite=nvcc
+# shellcheck source=tests/lib.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh" || exit 1
+nvcc=${NVCC:-$(command -v nvcc || command -v "${CUDA:-/usr/local/cuda}/bin/nvcc")}
+report=$repo/build/registers.txt
+
+# Kernels (regular expressions; the first one that fits counts), and the most that each may use:
+# registers, bytes of stack, of shared memory. A multiprocessor has 65536 registers: 128 let two
+# blocks of 256 threads run on it, 64 four. Stack is slow memory; 16 bytes are the four numbers of
+# Philox, indexed by a variable. Spills are never allowed.
+bounds='^gemm_kernel<              128  0 25600
+^(dropout_forward|gather_elastic)_ 64  16     0
+.                                  64   0  4096'
+
+# What cnn_kernels.cu may call: functions of CUDA 11.0 that have the same arguments in every later
+# version. CUDA 12's header appends _v2 to cudaGetDeviceProperties. Names with __ come from nvcc itself.
+allowed='cudaDeviceCanAccessPeer cudaDeviceEnablePeerAccess cudaDeviceGetAttribute
+cudaDeviceSynchronize cudaDriverGetVersion cudaEventCreate cudaEventCreateWithFlags cudaEventDestroy
+cudaEventElapsedTime cudaEventRecord cudaEventSynchronize cudaFree cudaFreeHost
+cudaFuncGetAttributes cudaFuncSetAttribute cudaGetDevice cudaGetDeviceCount cudaGetDeviceProperties
+cudaGetDeviceProperties_v2 cudaGetErrorName cudaGetErrorString cudaGetLastError cudaGraphDestroy
+cudaGraphExecDestroy cudaGraphLaunch cudaHostAlloc cudaLaunchKernel cudaMalloc cudaMallocHost
+cudaMemGetInfo cudaMemcpyAsync cudaMemcpyPeerAsync cudaMemsetAsync
+cudaOccupancyMaxActiveBlocksPerMultiprocessor cudaPeekAtLastError cudaPointerGetAttributes
+cudaProfilerStart cudaProfilerStop cudaRuntimeGetVersion cudaSetDevice cudaStreamBeginCapture
+cudaStreamCreateWithFlags cudaStreamDestroy cudaStreamEndCapture cudaStreamIsCapturing
+cudaStreamQuery cudaStreamSynchronize cudaStreamWaitEvent'
+
+# resources <LOG OF ptxas -v: a line `KERNEL REGISTERS STACK SPILLS SHARED` for each kernel; spaces
+# within a kernel's name are left out
+resources() {
+    awk '/Compiling entry function/ { split($0, part, "\047"); kernel = part[2] }
+        /bytes stack frame/ { stack = $1; spills = $5 + $9 }
+        /Used [0-9]+ registers/ {
+            shared = match($0, /[0-9]+ bytes smem/) ? substr($0, RSTART) + 0 : 0
+            match($0, /Used [0-9]+/)
+            print kernel ";" substr($0, RSTART + 5) + 0, stack, spills, shared
+        }' | { c++filt 2>/dev/null || cat; } |
+        awk -F';' '{ sub(/^void /, "", $1); sub(/\(.*/, "", $1); gsub(/ /, "", $1)
+            print $1, $2 }' | sort
+}
+
+# beyond <RESOURCES: the lines that exceed a bound
+beyond() {
+    awk -v bounds="$bounds" 'BEGIN { count = split(bounds, line, "\n") }
+        {
+            for (i = 1; i <= count; i++) {
+                split(line[i], most, " ")
+                if ($1 ~ most[1])
+                    break
+            }
+            if ($2 > most[2] + 0 || $3 > most[3] + 0 || $4 > 0 || $5 > most[4] + 0)
+                print
+        }'
+}
+
+# compile ARCHITECTURE: must succeed without a warning of nvcc, ptxas or the host's compiler
+compile() {
+    "$nvcc" -std=c++17 -O3 -arch="$1" -lineinfo -Werror all-warnings -Xcompiler -Wall,-Wextra \
+        -Xptxas -v -c "$repo/cnn_kernels.cu" -o "$tmp/kernels.o" >"$out" 2>&1
+    status=$?
+    same "$1/no warning" "exit 0: " \
+        "exit $status: $(grep -iE '(error|warning)' "$out" | head -n 5)"
+    [ "$status" -eq 0 ]
+}
+
+check_architecture() {
+    if [ -n "$known" ] && ! grep -qx "$1" <<<"$known"; then
+        skip "$1" "this nvcc does not know it"
+        return
+    fi
+    compile "$1" || return
+    resources <"$out" >"$tmp/resources"
+    {
+        printf '%s: registers, bytes of stack, of spills, of shared memory\n' "$1"
+        awk '{ printf "%9d %5d %6d %6d  %s\n", $2, $3, $4, $5, $1 }' "$tmp/resources"
+    } >>"$report"
+    holds "$1/report" "at least 20 kernels, gemm_kernel among them" "$(cat "$tmp/resources")" \
+        awk '/gemm_kernel/ { gemm = 1 } END { exit !(gemm && NR >= 20) }' "$tmp/resources"
+    same "$1/bounds" "" "$(beyond <"$tmp/resources")"
+}
+
+check_symbols() {
+    if ! command -v nm >/dev/null; then
+        skip "CUDA 11" "nm is not installed"
+        return
+    fi
+    local called
+    called=$(nm -u "$tmp/kernels.o" | grep -oE ' cuda[A-Za-z0-9_]+$' | sort -u)
+    holds "CUDA 11/some calls" "cudaMalloc and others" "$called" grep -q cudaMalloc <<<"$called"
+    same "CUDA 11/no other calls" "" \
+        "$(for name in $called; do grep -qw -- "$name" <<<"$allowed" || echo "$name"; done)"
+}
+
+# The checks themselves must fail where they should.
+same "self/registers" "gemm_kernel<A,B> 129 0 0 0" "$(beyond <<<"gemm_kernel<A,B> 129 0 0 0")"
+same "self/spills" "add_kernel 20 0 4 0" "$(beyond <<<"add_kernel 20 0 4 0")"
+same "self/within" "" "$(beyond <<<"gemm_kernel<A,B> 128 0 0 25600")"
+
+if [ -z "$nvcc" ]; then
+    skip architectures "nvcc is not installed"
+else
+    known=$("$nvcc" --list-gpu-arch 2>/dev/null | sed 's/compute_/sm_/')
+    architectures=$(printf '%s\n' sm_75 sm_80 sm_90 "$(sort -V <<<"$known" | tail -n 1)" | sort -uV)
+    mkdir -p "$repo/build"
+    "$nvcc" --version | tail -n 2 | head -n 1 >"$report"
+    rm -f "$tmp/kernels.o"
+    [ -z "${QUICK:-}" ] || architectures=sm_80
+    for architecture in $architectures; do
+        check_architecture "$architecture"
+    done
+    [ ! -e "$tmp/kernels.o" ] || check_symbols
+fi
+
+# A program with the kernels starts without a GPU, and says why it uses the CPU.
+CUDA_VISIBLE_DEVICES='' run --dry-run --dataset synthetic --limit-train 64 --limit-test 64
+if grep -q '^Device: .*built without CUDA' "$out"; then
+    skip "no GPU" "this ./cnn is built without CUDA"
+else
+    same "no GPU/exit" 0 "$status"
+    line "no GPU/one line" '^Device: cpu \(.*(driver|device).*\), --kernels '
+fi

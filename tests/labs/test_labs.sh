@@ -1,0 +1,444 @@
+#!/usr/bin/env bash
+# The labs, as students and teachers use them. For each lab: its starter builds without warnings and has the
+# right score, the solution has all points, the commands of the handout run and print what it says, and each
+# wrong answer in tests/labs/ is detected. No starter contains an answer.
+#
+#   tests/labs/test_labs.sh [LAB...]     QUICK=1: of the handouts only that of lab 0 up to its first check, one wrong
+#                                        answer for each TODO of labs 1 and 4 and for one of lab 3; where the points
+#                                        of lab 0 are not what is tested, without its test 2, which trains
+#
+# tests/labs/0N/ID-what_is_wrong   replaces the lines between the markers of ID; the first line is a comment
+#                                  `// expect: REGEX` that the output of make check has to match.
+#                                  ID-cheat_...: none of the tests that need ID may pass
+# tests/labs/0N/NAME/edit, expect  run folders: shell commands that edit runs/, and the REGEX
+suite=labs
+# shellcheck source=tests/lib.sh
+. "$(dirname "$0")/../lib.sh"
+export NO_CUDA=1 NO_MPI=1 OMP_WAIT_POLICY=passive # a machine with nvcc compiles for minutes
+unset MAKEFLAGS MAKELEVEL
+python3=$(command -v python3)
+
+# gcc with a cache: a program with the same sources and options is built only once, which saves most of the
+# checker's time.
+real_gcc=$(command -v gcc)
+mkdir "$tmp/bin" "$tmp/built"
+cat >"$tmp/bin/gcc" <<END
+#!/usr/bin/env bash
+out= last=
+for word; do
+    [ "\$last" != -o ] || out=\$word
+    [ "\$word" != - ] || exec $real_gcc "\$@"
+    last=\$word
+done
+[ -n "\$out" ] && [ -f cnn.c ] || exec $real_gcc "\$@"
+[ -z "\${NO_OPTIMIZATION:-}" ] || set -- "\${@/#-O3/-O0}"
+key=$tmp/built/\$({ echo "\${@/#-DCNN_COMMIT=${QUICK:+*}}"; cat cnn.c cnn_kernels.c cnn_kernels.cu tests/*.h tests/*/*.h labs/check/*.[ch] labs/lab*/*.c; } 2>&1 | sha1sum | cut -c1-40)
+if [ ! -f "\$key" ]; then
+    $real_gcc "\$@" 2>"\$key.said" || { cat "\$key.said" >&2; exit 1; }
+    cp "\$out" "\$key.\$\$" && mv "\$key.\$\$" "\$key"
+fi
+cat "\$key.said" >&2
+cp "\$key" "\$out"
+END
+chmod +x "$tmp/bin/gcc"
+PATH=$tmp/bin:$PATH
+export NO_OPTIMIZATION= # 1: gcc replaces -O3 by -O0
+
+labs() {
+    local n
+    for n in 0 1 2 3 4 5 6 7 8 9; do
+        [ -f "$repo/labs/check/lab0$n.sh" ] && [ -f "$repo/labs/lab0$n/README.md" ] && echo "$n"
+    done
+}
+
+# the lab's lines `points|TODOs|title`
+list() {
+    # shellcheck disable=SC2016 # for the inner shell
+    home=$repo bash -c '. "$home/labs/check/lab0$1.sh"; tests' - "$1"
+}
+full() { list "$1" | awk -F '|' '{ sum += $1 } END { print sum }'; }
+
+starter() { # starter LAB DIR
+    make -s --no-print-directory -C "$repo" starter LAB="$1" OUT="$2" >"$tmp/starter$1.log" 2>&1
+}
+
+# check LAB HOME FROM FILE [TESTS]: writes the output of make check to FILE, and the points to FILE.json
+check() {
+    (cd "$2" && RESULTS=$4.json timeout 280 make --no-print-directory check LAB="$1" FROM="$3" TEST="${5:-}") >"$4" 2>&1
+}
+
+# tests_of LAB ID: the numbers of the tests that need this part only; if there are none, of all that need it
+tests_of() {
+    list "$1" | awk -F '|' -v id="$2" -v quick="${QUICK:+$1}" '
+        $2 == id { own = own " " NR }
+        quick == 3 && NR > 7 || quick == 4 && NR == 6 { next } # race detectors and trainings
+        index(" " $2 " ", " " id " ") { all = all " " NR }
+        END { print own == "" ? all : own }'
+}
+
+# verdicts FILE: lines `passed 3` from the output of make check
+verdicts() { sed -nE 's/^(passed|failed|skipped) +[0-9]+\/[0-9]+ +test ([0-9]+):.*/\1 \2/p' "$1"; }
+
+# ---- What a student does
+
+# Copies the solutions of this lab into a starter.
+solve() {
+    local lab=$1 dir=$2 file id
+    rm -rf "$dir.parts" && mkdir "$dir.parts"
+    (cd "$repo" && marked "$lab") |
+        while read -r file; do
+            for id in $(ids "$lab" "$file"); do
+                awk -v mode=take -v id="$id" -f "$repo/labs/check/regions.awk" "$repo/$file" >"$dir.parts/$id"
+            done
+            put "$dir.parts" "$dir/$file"
+        done
+}
+ids() { awk -v mode=list -v lab="$1" -f "$repo/labs/check/regions.awk" "$repo/$2" | cut -d ' ' -f 1; }
+put() { # put PARTS FILE
+    awk -v mode=put -v dir="$1" -f "$repo/labs/check/regions.awk" "$2" >"$2.new" && mv "$2.new" "$2"
+}
+
+# The commands of a handout: lines `run COMMAND`, `device COMMAND`, `expect KEY A..B`, and `block` for text
+# between them. Each expect checks the last value that the commands of its block have printed.
+commands() {
+    awk '
+        /<!-- device -->/ { device = 1; next }
+        /<!-- expect / { print "expect", $3, $4; next }
+        /^    / {
+            line = $0
+            sub(/^ +/, "", line)
+            if (joined != "") line = joined line
+            joined = ""
+            bare = line
+            while (bare ~ /^[A-Z_]+=[^ ]* /) sub(/^[^ ]* /, "", bare)
+            if (bare !~ /^(make|\.\/cnn[a-z-]*|labs\/[^ ]*|slurm\/[^ ]*|mpirun|srun|sbatch|squeue|source|mkdir|cp|cat|head|tail|grep|diff|cut|awk|python3|for [a-z]+ in)( |$)/)
+                next
+            if (line ~ /\\$/) { joined = substr(line, 1, length(line) - 1); next }
+            print (device ? "device" : "run"), line
+            next
+        }
+        /[^ ]/ { device = 0; print "block" }' "$1"
+}
+
+# handout LAB DIR: runs them there
+handout() {
+    local lab=$1 dir=$2 kind command said=$tmp/said$1 wrong=0 count=0
+    while read -r kind command; do
+        case $kind in
+        block) : >"$said" ;;
+        expect) within "$command" "$said" || { fail "lab0$lab-handout" "$command" "$(tail -n 3 "$said")"; wrong=1; } ;;
+        device) skip "lab0$lab-handout: $command" "it needs a device" ;;
+        run)
+            [[ -z ${QUICK:-} || $command != make\ check* ]] || break
+            count=$((count + 1))
+            case $command in sbatch* | srun* | squeue*)
+                skip "lab0$lab-handout: $command" "it needs a cluster"
+                continue ;;
+            esac
+            (cd "$dir" && timeout 300 bash -c "$command") >>"$said" 2>&1 </dev/null && continue
+            # in the middle of a lab a check has not all points yet; check_all() checks the end
+            [[ $command = make\ check* ]] && grep -q "^lab $lab: .* points" "$said" && continue
+            fail "lab0$lab-handout" "success of $command" "$(tail -n 5 "$said")"
+            wrong=1 ;;
+        esac
+    done < <(commands "$repo/labs/lab0$lab/README.md")
+    [ $count -gt 0 ] || wrong=1
+    holds "lab0$lab-handout" "$count commands that run" "$wrong wrong" [ "$wrong" = 0 ]
+}
+
+# within "KEY A..B" FILE: the last KEY=VALUE there
+within() {
+    local key=${1%% *} range=${1##* } found
+    found=$(tr ' ' '\n' <"$2" | sed -n "s/^$key=\([0-9.eE+-]*\).*/\1/p" | tail -n 1)
+    awk -v x="$found" -v a="${range%%..*}" -v b="${range##*..}" 'BEGIN { exit !(x != "" && x >= a + 0 && x <= b + 0) }'
+}
+
+# ---- One lab
+
+try_lab() {
+    local lab=$1 fresh=$tmp/fresh$1 solved=$tmp/solved$1
+    starter "$lab" "$fresh" || { fail "lab0$lab-starter" "a starter" "$(cat "$tmp/starter$lab.log")"; return; }
+    # where ./cnn is only built and not used
+    NO_OPTIMIZATION=$([ -z "${QUICK:-}" ] || [ "$lab" = 0 ] || echo 1)
+    make -C "$fresh" cnn >"$fresh.log" 2>&1
+    same "lab0$lab-starter-builds" "" "$(grep -E 'warning|error|No rule' "$fresh.log")"
+    cp -r "$fresh" "$solved"
+    solve "$lab" "$solved"
+    if [ -z "${QUICK:-}" ] || [ "$lab" = 0 ]; then
+        handout "$lab" "$solved"
+        check_all "$lab" "$solved"
+        verify_runs "$lab" "$solved"
+        cp -r "$solved/runs" "$fresh"
+        wrong_runs "$lab" "$solved"
+    fi
+    check_todos "$lab" "$fresh"
+    wrong_answers "$lab" "$solved"
+}
+
+# The solution gets all points when a teacher grades it from the project.
+check_all() {
+    check "$1" "$repo" "$2" "$2.said"
+    holds "lab0$1-solution" "lab $1: $(full "$1")/$(full "$1")" "$(grep -v ^passed "$2.said")" \
+        grep -qx "lab $1: $(full "$1")/$(full "$1") points" "$2.said"
+    results_json "lab0$1-results.json" "$2.said.json"
+}
+
+# make verify has nothing to say about the runs of the handout. A busy machine can measure peaks that are too low.
+verify_runs() {
+    [ -n "$python3" ] || { skip "lab0$1-verify" "python3 is not installed"; return; }
+    make -s --no-print-directory -C "$2" verify RUNS=runs >"$2.verify" 2>&1
+    holds "lab0$1-verify-reads-runs" "runs: ..., checked as separate runs" "$(cat "$2.verify")" \
+        grep -q '^runs: [0-9]* run folders, checked as separate runs$' "$2.verify"
+    same "lab0$1-verify" "" "$(grep -E '(: expected |error: )' "$2.verify" | grep -v '/layers[.]csv: ')"
+}
+
+# most_tests LAB: under QUICK, those that neither train nor build a race detector; otherwise none, for all
+most_tests() { list "$1" | awk -v quick="${QUICK:+$1}" 'quick == 0 && NR != 2 || quick == 4 && NR != 6 { print NR }' | xargs; }
+
+# In an unchanged starter, the tests that need a TODO fail, and the others pass.
+check_todos() {
+    local wrong
+    check "$1" "$2" "$2" "$2.said" "$(most_tests "$1")"
+    wrong=$(verdicts "$2.said" | awk -v quick="${QUICK:-}" -v lab="$1" '
+        NR == FNR { split($0, part, "|"); needs[FNR] = part[2]; next }
+        needs[$2] != "-" && $1 != "failed" { print "test", $2, "has", $1, "without", needs[$2] }
+        needs[$2] == "-" && $1 == "failed" && (quick == "" || lab == 0) { print "test", $2, "has failed" }
+        END { if (FNR != length(needs) && !(quick != "" && (lab == 0 || lab == 4))) print FNR, "tests of", length(needs) }' <(list "$1") -)
+    same "lab0$1-starter-scores" "" "$wrong"
+    results_json "lab0$1-starter-results.json" "$2.said.json"
+}
+
+results_json() {
+    [ -n "$python3" ] || { skip "$1" "python3 is not installed"; return; }
+    "$python3" -m json.tool "$2" >/dev/null 2>&1 || { fail "$1" "JSON" "$(head -c 300 "$2")"; return; }
+    python "$1" "$2" <<'END'
+import json, sys
+results = json.load(open(sys.argv[1]))
+for test in results["tests"]:
+    if not (0 <= test["score"] <= test["max_score"] and test["status"] in ("passed", "failed")
+            and isinstance(test["output"], str) and isinstance(test["name"], str)):
+        print(test)
+    if test["status"] == "failed" and (test["score"] or not test["output"]):
+        print("failed, but", test)
+if results["score"] != sum(test["score"] for test in results["tests"]):
+    print("the sum is", results["score"])
+END
+}
+
+# ---- Wrong answers
+
+# The k-th wrong answers of all TODOs are tried together, since each fails different tests; those that expect a
+# sum of points are tried alone.
+wrong_answers() {
+    local lab=$1 k=1 id file
+    local -A answer
+    while :; do
+        answer=()
+        for id in $(answered "$lab"); do
+            [ -z "${QUICK:-}" ] || [ "$id" != 3.2 ] || continue
+            # under QUICK no cheat of lab 4: those take the race detector
+            file=$(find "$repo/tests/labs/0$lab" -maxdepth 1 -type f -name "$id-*" | sort |
+                awk -v quick="${QUICK:-}" 'quick == "" || !/\/4[.].-cheat/' | sed -n "${k}p")
+            [ -z "$file" ] || answer[$id]=$file
+        done
+        [ ${#answer[@]} -gt 0 ] || break
+        try_round "$lab" "$tmp/wrong$lab.$k" "${answer[@]}"
+        [ -z "${QUICK:-}" ] || break
+        k=$((k + 1))
+    done
+}
+answered() { # the TODOs that have wrong answers
+    find "$repo/tests/labs/0$1" -maxdepth 1 -type f -name "$1.*-*" -printf '%f\n' 2>/dev/null | sed 's/-.*//' | sort -u
+}
+
+# try_round LAB DIR FILES...
+try_round() {
+    local lab=$1 dir=$2 file id tests=
+    local together=()
+    for file in "${@:3}"; do
+        id=$(id_of "$file")
+        if [[ $(expected "$file") = *points* ]]; then
+            try_answers "$lab" "$dir.$id" "" "$file"
+            must_be_caught "$lab" "$file" "$dir.$id.said"
+        else
+            together+=("$file")
+            tests+=" $(tests_of "$lab" "$id")"
+        fi
+    done
+    [ ${#together[@]} -gt 0 ] || return
+    try_answers "$lab" "$dir" "$tests" "${together[@]}"
+    for file in "${together[@]}"; do must_be_caught "$lab" "$file" "$dir.said"; done
+}
+# must_be_caught LAB FILE SAID: if it was not caught together with others, tries it alone, with all tests
+must_be_caught() {
+    local said=$3 dir
+    dir=$tmp/$(basename "$2")
+    if ! caught "$1" "$2" "$said" && [[ $(expected "$2") != *points* ]]; then
+        try_answers "$1" "$dir" "" "$2"
+        said=$dir.said
+    fi
+    holds "lab0$1-wrong/$(basename "$2")" "$(expected "$2")" "$(grep -v '^passed' "$said")" caught "$1" "$2" "$said"
+}
+
+# try_answers LAB DIR TESTS FILES...: a solved starter with these answers
+try_answers() {
+    local lab=$1 dir=$2 file
+    cp -r "$tmp/solved$lab" "$dir"
+    mkdir "$dir.parts"
+    for file in "${@:4}"; do cp "$file" "$dir.parts/$(id_of "$file")"; done
+    (cd "$repo" && marked "$lab") | while read -r file; do put "$dir.parts" "$dir/$file"; done
+    LIMIT_S=40 check "$lab" "$repo" "$dir" "$dir.said" "$3" # some of them never end
+    rm -rf "$dir"
+}
+marked() { grep -lE "/\* LAB $1\.[0-9]+ BEGIN" cnn.c cnn_kernels.cu labs/lab*/* 2>/dev/null; }
+id_of() { basename "$1" | sed 's/-.*//'; }
+expected() { sed -n '1s/.*expect: //p' "$1"; }
+
+# caught LAB FILE SAID: a test that needs its TODO fails with the expected words; for a cheat, all such tests
+caught() {
+    local id failed of
+    id=$(id_of "$2")
+    failed=$(verdicts "$3" | awk '$1 == "failed" { print $2 }')
+    of=$(list "$1" | awk -F '|' -v id="$id" 'index(" " $2 " ", " " id " ") { print NR }')
+    grep -qxF "$of" <<<"$failed" && [ -n "$(expected "$2")" ] && grep -qE -- "$(expected "$2")" "$3" || return 1
+    [[ $2 != *cheat* ]] || [ -z "$(comm -23 <(tests_of "$1" "$id" | tr ' ' '\n' | sed '/^$/d' | sort) \
+        <(sort <<<"$failed"))" ]
+}
+
+# Run folders of the solution, edited so that they are wrong.
+wrong_runs() {
+    local lab=$1 folder name dir
+    for folder in "$repo/tests/labs/0$lab"/*/; do
+        [ -f "$folder/edit" ] || continue
+        name=$(basename "$folder") dir=$tmp/runs$lab-$(basename "$folder")
+        mkdir "$dir"
+        # shellcheck disable=SC2046 # a word for each file
+        (cd "$2" && cp -r --parents runs $(marked "$lab") "$dir")
+        (cd "$dir/runs" && bash -e "$folder/edit") || fail "lab0$lab-runs/$name" "an edit that works" "none"
+        check "$lab" "$repo" "$dir" "$dir.said" "$(most_tests "$lab")" && fail "lab0$lab-runs/$name" "not all points" "all points"
+        holds "lab0$lab-runs/$name" "$(cat "$folder/expect")" "$(grep -v ^passed "$dir.said")" \
+            grep -qE -- "$(cat "$folder/expect")" "$dir.said"
+        [ -z "${QUICK:-}" ] || break
+    done
+}
+
+# ---- No starter holds an answer
+
+# squeeze FILES...: their long lines, without white space
+squeeze() { cat "$@" | tr -d ' \t' | awk 'length > 25' | sort -u; }
+
+# answers LAB: the lines that occur only in regions of labs LAB to 9
+answers() {
+    (cd "$repo" && for file in cnn.c cnn_kernels.c cnn_kernels.cu $(grep -lE '/\* LAB [0-9]+\.[0-9]+ BEGIN' labs/lab*/* 2>/dev/null); do
+        awk -v from="$1" -v inside="$tmp/inside$1" -v outside="$tmp/outside$1" '
+            /\/\* LAB [0-9]+\.[0-9]+ BEGIN/ { split($3, id, "."); open = id[1] >= from }
+            { print >(open ? inside : outside) }
+            /\/\* LAB [0-9]+\.[0-9]+ END/ { open = 0 }
+            END { print "" >inside }' "$file"
+        mv "$tmp/inside$1" "$tmp/in.$1.${file//\//_}" && mv "$tmp/outside$1" "$tmp/out.$1.${file//\//_}"
+    done)
+    # without those that are part of a line outside or in a stub, such as the first line of a function
+    squeeze "$tmp/in.$1".* | grep -v '^/\*LAB' | awk '
+        NR == FNR { text = text $0 "\n"; next }
+        !index(text, $0)' <(squeeze "$tmp/out.$1".* "$repo"/labs/stubs/*) -
+}
+
+no_answers() {
+    local n
+    for n in $(labs); do
+        starter "$n" "$tmp/bare$n" || { fail "starter$n" "a starter" "$(cat "$tmp/starter$n.log")"; continue; }
+        answers "$n" >"$tmp/answers$n"
+        if [ ! -s "$tmp/answers$n" ]; then
+            skip "starter$n-has-no-answers" "no region of labs $n to 9 is marked yet"
+            continue
+        fi
+        find "$tmp/bare$n" -type f -exec cat {} + | tr -d ' \t' >"$tmp/text$n"
+        same "starter$n-has-no-answers" "" "$(grep -F -f "$tmp/answers$n" "$tmp/text$n" | head -n 3)"
+    done
+    holds answers-are-found "answers of lab 1 in cnn.c" "none" \
+        grep -qF -f "$tmp/answers1" <(tr -d ' \t' <"$repo/cnn.c")
+}
+
+# ---- What teachers do
+
+# A student's checker and Makefile are not used: only parts and run folders count.
+own_checker() {
+    local dir=$tmp/own
+    starter 0 "$dir"
+    printf '#!/bin/sh\necho "lab 0: 10/10 points"\n' >"$dir/labs/check/check.sh"
+    printf 'check:\n\t@echo "lab 0: 10/10 points"\n' >"$dir/Makefile"
+    printf 'tests() { echo "10|-|all is well"; }\nbuild() { :; }\nrun() { cat >&9; }\n' >"$dir/labs/check/lab00.sh"
+    check 0 "$repo" "$dir" "$dir.said" "$(most_tests 0)"
+    same own-checker-counts-nothing "lab 0: $([ -z "${QUICK:-}" ] && echo 3/10 || echo 1/8) points" "$(grep '^lab 0' "$dir.said")"
+}
+
+gradescope() {
+    local root=$tmp/scope/autograder
+    mkdir -p "$root/source" "$root/submission/mine"
+    make -s --no-print-directory -C "$repo" gradescope LAB=0 OUT="$tmp/scope.zip" >"$tmp/scope.log" 2>&1
+    if [ -z "$python3" ]; then
+        skip gradescope "python3 is not installed"
+        return
+    fi
+    (cd "$root/source" && "$python3" -m zipfile -e "$tmp/scope.zip" .)
+    cp "$root/source/run_autograder" "$root"
+    cp -r "$tmp/solved0/runs" "$root/submission/mine"
+    (cd "$root" && PREFIX=$tmp/scope bash ./run_autograder) >"$tmp/scope.log" 2>&1
+    holds gradescope "10 points" "$(tail -n 3 "$tmp/scope.log")" \
+        grep -q '^{"score": 10, "tests"' "$root/results/results.json"
+    results_json gradescope-results.json "$root/results/results.json"
+    rm -r "$root/source/labs/check"
+    (cd "$root" && PREFIX=$tmp/scope bash ./run_autograder) >"$tmp/scope.log" 2>&1
+    results_json_says=$(cat "$root/results/results.json")
+    same gradescope-says-that-it-broke '{"score": 0, "output": "The tests could not be run: tell your teacher."}' \
+        "$results_json_says"
+}
+
+# A lab without handout and tests is refused by each target that takes LAB, before anything is written.
+unavailable_labs() {
+    local target lab wanted
+    wanted=$(labs | paste -sd ' ')
+    for target in starter check gradescope; do
+        for lab in 5 7 9 12 none ''; do
+            [[ -z $lab || " $wanted " != *" $lab "* ]] || continue
+            RESULTS=$tmp/no_lab make -s --no-print-directory -C "$repo" $target LAB="$lab" \
+                OUT="$tmp/no_lab" >"$out" 2>"$err"
+            same "$target-refuses-lab-${lab:-without-number}" \
+                "2 LAB=$lab: there is no such lab; available: $wanted. Usage: make $target LAB=n" \
+                "$? $(grep -o '^LAB=.* LAB=n' "$err")"
+        done
+    done
+    holds refused-labs-write-nothing "no file or folder" "$(ls -d "$tmp/no_lab" 2>&1)" [ ! -e "$tmp/no_lab" ]
+}
+
+# The workflow has one command for each test, tests.json also the lab's points.
+classroom() {
+    local n workflow
+    for n in $(labs); do
+        workflow=$tmp/bare$n/.github/workflows/classroom.yml
+        same "lab0$n-workflow" "$(list "$n" | awk -F '|' -v n="$n" '{ print "make check LAB=" n " TEST=" NR }')" \
+            "$(sed -n 's/^        run: \(.* TEST=.*\)/\1/p' "$workflow")"
+        [ -z "$python3" ] || same "lab0$n-classroom-points" "$(full "$n")" "$("$python3" -c '
+import json, sys
+print(sum(test["points"] for test in json.load(open(sys.argv[1]))))' "$tmp/bare$n/labs/classroom/tests.json")"
+    done
+}
+
+wanted=${*:-$(labs)}
+if ! command -v g++ >/dev/null; then
+    skip lab04 "g++ is not installed, which the emulator of a GPU needs"
+    wanted=${wanted//4/}
+fi
+# Two lanes, since most of the work keeps one core busy; labs 1 and 4 have the most wrong answers.
+lane() {
+    local n
+    for n; do [[ " ${wanted//$'\n'/ } " != *" $n "* ]] || try_lab "$n"; done
+}
+lane 4 1 &
+lane 0 2 3 5 6 7 8 9
+NO_OPTIMIZATION=
+unavailable_labs
+no_answers
+classroom
+[[ " $(tr '\n' ' ' <<<"$wanted")" != *" 0 "* ]] || { own_checker && gradescope; }
+wait

@@ -1,0 +1,487 @@
+#!/usr/bin/env bash
+# Tests labs/tools/report.py and verify.py: a made-up study and report in which nothing is wrong, then for
+# each finding one that is spoilt in one place; what a student has written survives; and a small real study.
+# CNN=PATH: another binary. Prints `pass report/NAME`, `fail ...` or `skip ...`.
+suite=report
+# shellcheck source=tests/lib.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh" || exit 1
+if ! command -v python3 >/dev/null; then
+    skip all "python3 is not installed"
+    exit 0
+fi
+unset MAKEFLAGS MAKELEVEL
+export OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE=1
+python3=$(python3 -c 'import sys; print(sys.executable)') # a pyenv's python3 is a script that takes longer
+cd "$tmp" || exit 1
+
+# shellcheck source=tests/labs/fork_python.sh
+source "$repo/tests/labs/fork_python.sh"
+start_python "$python3" report verify
+
+tool() { fork_python "$out" "$err" "$repo/labs/tools/$1.py" "${@:2}"; }
+error() { one_error report "$@"; }
+
+# make_run DIR DEVICE WORLD GLOBAL_BATCH SEED SECONDS: 2 epochs of 100 images; each number fits the others
+make_run() { helper make_run "$@"; }
+# helper NAME ARGUMENTS...: a program below
+helper() {
+    fork_python /dev/null "$err" "$tmp/$1.py" "${@:2}"
+    [ "$status" = 0 ] || fail "helper_$1" "exit status 0" "$(cat "$err")"
+}
+cat >"$tmp/make_run.py" <<'END'
+import json, math, os, sys
+folder, device, world, batch, seed = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:6])
+os.makedirs(folder, exist_ok=True)
+each = batch // world
+count = math.ceil(math.ceil(100 / world) / each)
+step = round(float(sys.argv[6]) / 2 / count + seed * 1e-6, 6)
+parts = [round(step / 8, 6)] * 6
+parts.append(round(step - sum(parts), 6))
+seconds, epochs, steps = round(count * step, 3), [], []
+for epoch in 1, 2:
+    epochs.append(dict(epoch=epoch, images=100, seconds=seconds, img_per_s=round(100 / seconds),
+                       loader_wait_s=0, train_loss=2, test_seconds=0.5, test_loss=2, accuracy=75, lr=0.1))
+    left = 100 // world
+    for number in range(1, count + 1):
+        images = min(each, left)
+        left -= images
+        for rank in range(world):
+            load, copy, forward, backward, optimizer, exposed, idle = parts
+            steps.append([epoch, number, rank, images, 2.3, 0.1, step, load, copy, forward, backward, optimizer,
+                          0, exposed, idle, 0, int(epoch == 1 and number <= 3)])
+uuid = "GPU-00000000-0000-0000-0000-00000000000"
+about = dict(
+    status="complete", provenance="measured", emulated=device.startswith("emulated"), command=["./cnn", "--out", folder],
+    machine=dict(host="a", cpu="made-up", cores=4, memory_bytes=8e9, peak_gflops=100, device=device,
+                 uuid=None if device == "cpu" else uuid + "0", driver=None, slurm=None),
+    build=dict(compiler="gcc 1", flags="-O3", commit="abc"),
+    settings={"model": "cifar", "dataset": "synthetic", "limit-train": 100, "seed": seed, "epochs": 2,
+              "lr-scaling": "none", "optimizer": "sgd", "momentum": 0.9, "threads": 4, "workers": 1,
+              "kernels": "fast", "gpus": 0 if device == "cpu" else world, "batch-size": each,
+              "global-batch": batch, "no-cuda": device == "cpu", "oversubscribe": False, "out": folder},
+    parallel=dict(mode="single" if world == 1 else "ddp", world=world, batch_per_device=each,
+                  global_batch=batch, iterations=count, workers=1, graph=False),
+    epochs=[dict(e, weight_hash="0") for e in epochs], per_class={"0": 50, "1": 100},
+    confusion=[[10, 10], [0, 20]], resources=dict(wall_s=2 * seconds + 2, cpu_s=6 * seconds, max_rss_bytes=1e8))
+with open(f"{folder}/run.json", "w") as f:
+    json.dump(about, f, indent=1)
+head = ("epoch,step,rank,images,loss,lr,seconds,load_s,copy_s,forward_s,backward_s,optimizer_s,comm_s,"
+        "exposed_comm_s,idle_s,bytes_sent,warmup")
+with open(f"{folder}/steps.csv", "w") as f:
+    print(head, *(",".join(map(str, row)) for row in steps), sep="\n", file=f)
+with open(f"{folder}/epochs.csv", "w") as f:
+    print(",".join(epochs[0]), *(",".join(map(str, e.values())) for e in epochs), sep="\n", file=f)
+if world > 1:
+    with open(f"{folder}/output.txt", "w") as f:
+        for rank in range(world):
+            print(f"Rank {rank}: a, {device}, {uuid}{rank}", file=f)
+END
+
+# What an honest student hands in: 5 repeats on cpu (mean 12 s), one GPU and two; answers, plots
+make_honest() {
+    local seed seconds=(0 10 12 14 12 12)
+    for seed in 1 2 3 4 5; do
+        make_run "$1/c$seed" cpu 1 50 $seed "${seconds[seed]}"
+        make_run "$1/s$seed" "GPU X" 1 50 $seed 3
+        make_run "$1/m$seed" "GPU X" 2 50 $seed 1.6
+    done
+    # conv2 is Winograd's, conv3 skips most of backward, row 5 stays in a cache: 178 % is right there
+    cat >"$1/c1/layers.csv" <<'END'
+layer,kind,out_shape,params,mflop,forward_ms,backward_ms,gflops,gb_per_s,percent_of_peak,saved,bound
+conv1,conv2d 5x5 stride 2 padding 0,28x28x6,456,0.706,1.0,2.0,50,9.5,50,1.000,compute
+conv2,conv2d 3x3 stride 1 padding 1,28x28x6,456,0.706,0.16,0.32,55,9.5,55,4.000,compute
+conv3,conv2d 5x5 stride 1 padding 0,28x28x6,456,0.706,0.4,0.05,25,9.5,25,8.000,compute
+row 4,avgpool2d 2x2 stride 2 padding 0,14x14x6,0,0.000,1.0,1.0,0,9.5,50,1.000,memory
+row 5,add row 4 + row 2,14x14x6,0,0.000,1.0,1.0,0,60,178,1.000,memory
+row 6,add row 4 + row 2,14x14x6,0,0.000,10,10,0,30,90,1.000,memory
+fc1,linear 400 -> 120,1x1x120,48120,0.096,1.0,1.0,95,7.1,95,1.000,compute
+END
+    printf 'line,hits,time_us,per_hit_us,percent,source\n7,4,9,2.2,100,"a|b"\n' >"$1/c1/profile.csv"
+    tool study collect "$1"
+    helper tables "$1"
+    mkdir -p "$1/plots"
+    touch "$1"/plots/{study,loss,scaling,roofline,confusion}.png
+    tool report "$1"
+    answer "$1/report.md"
+} >/dev/null
+
+cat >"$tmp/tables.py" <<'END'
+import sys
+from run_folders import *
+write_table(sys.argv[1] + "/scaling.csv", SCALING, scaling_rows(make_rows(read_runs(sys.argv[1]))))
+END
+
+# Writes an answer in place of each question, and an image.
+answer() { helper answer "$1"; }
+cat >"$tmp/answer.py" <<'END'
+import re, sys
+text = open(sys.argv[1]).read()
+text = re.sub(r"^> TODO:.*\n(> .*\n)*", "An answer.\n", text, flags=re.M)
+open(sys.argv[1], "w").write(text.replace("# Motivating Image\n", "# Motivating Image\n\n![it](plots/loss.png)\n"))
+END
+
+test_honest() {
+    make_honest honest
+    tool verify honest
+    same honest/verify "0 honest: 15 run folders, checked as timing study and scaling study
+Nothing found in honest that is missing or implausible" "$status $(cat "$out" "$err")"
+    local text
+    text=$(cat honest/report.md)
+    holds honest/cpu_row "5 repeats, mean 12, sd 1.414, 2.776 * sd / sqrt(5) = 1.756" "$(grep '^| cpu' <<<"$text")" \
+        grep -qF '| cpu | cifar | 50 | 50 | 5 | 12 | 1.414 | 1.756 | 16.67 | 1 | 75 | 0 | measured |' <<<"$text"
+    holds honest/scaling_row "speed-up 3 / 1.6 = 1.875" "$(grep '^| strong' <<<"$text")" \
+        grep -qE '^\| strong \| gpu \| 2 \| ddp .*\| 1.875 \| 0.9375 \| measured \|$' <<<"$text"
+    same honest/scaling_alone 0 "$(grep -c '^| strong | cpu' <<<"$text")" # it has no row of several devices
+    holds honest/steps "2 steps an epoch, first 6 s, parts 375 ms" "$(grep '^| cpu' <<<"$text")" \
+        grep -qE '^\| cpu \| 50 \| 2 \| 6 \| 6 \| 312.5 \|' <<<"$text"
+    holds honest/machine "host, cpu, cores, memory, peak" "$(grep '^| a ' <<<"$text")" \
+        grep -qF '| a | made-up | 4 | 8 | cpu |  | 4 | 100 | 0 | 5 | 0 |' <<<"$text"
+    holds honest/settings "what is equal, what differs" "$text" \
+        grep -qzE -- '--optimizer sgd .*What differs:.*.*-seed.: 1, 2, 3, 4, 5' <<<"$text"
+    holds honest/layers "the table of c1" "$text" grep -qF '| conv2 | conv2d 3x3 stride 1 padding 1 |' <<<"$text"
+    holds honest/profile "its bar escaped" "$text" grep -qF 'a\|b |' <<<"$text"
+    holds honest/class "class 0" "$text" grep -qF '| 0 | 50 |' <<<"$text"
+    holds honest/plot "a link" "$text" grep -qF '](plots/scaling.png)' <<<"$text"
+    same honest/headings "Project Title,Motivating Image,Abstract,Methodology,Timing Results,Concluding Discussion $(
+    )and Future Work,References" "$(sed -n 's/^# //p' honest/report.md | paste -sd,)"
+}
+
+# found NAME FILE WORDS...: verify on spoilt ends with 1 and one of its lines is about FILE, or "" for all of
+# the folder, with the words
+found() {
+    local name=$1 lines word
+    tool verify spoilt
+    lines=$(grep -E "^spoilt(/$2|: expected )" "$out")
+    for word in "${@:3}"; do
+        lines=$(grep -F -- "$word" <<<"$lines")
+    done
+    holds "$name" "exit 1 and a line about $2 with: ${*:3}" "exit $status, $(cat "$err" "$out")" \
+        [ "$status" = 1 -a -n "$lines" ]
+}
+
+spoilt() { rm -rf spoilt && cp -a honest spoilt && touch spoilt/plots/*; }
+
+# spoil NAME FILE SED WORDS...: with this change to FILE
+spoil() {
+    spoilt
+    sed -i -E "$3" "spoilt/$2"
+    found "spoilt/$1" "$2" "${@:4}"
+}
+
+# spoil_lab NAME FILE SED WORDS...: with this change to the run folders of a lab
+spoil_lab() {
+    rm -rf spoilt && cp -a lab spoilt
+    sed -i -E "$3" "spoilt/$2"
+    touch spoilt/plots/*
+    found "kinds/lab_$1" "$2" "${@:4}"
+}
+
+test_missing() {
+    spoil status c2/run.json 's/"complete"/"running"/' "expected status complete, found running"
+    same spoilt/status_once 1 "$(cat "$out" "$err" | grep -c 'not complete\|status complete')"
+    spoil resumed c2/run.json 's/"epochs": 2,/"epochs": 3,/' "expected all 3 epochs, found 2"
+    spoil json c2/run.json '1s/\{/[/' "expected JSON"
+    same spoilt/json_once 1 "$(grep -c JSON "$out")"
+    spoil dry_run c2/run.json 's/"lr-scaling"/"dry-run": true, "lr-scaling"/' "expected a run that trains"
+    spoil entry c2/run.json 's/"img_per_s"/"speed"/' "what ./cnn --out writes, found KeyError('img_per_s')"
+    spoil setting c2/run.json '/"optimizer":/d' "in settings the entries" "found no optimizer"
+    spoil machine c2/run.json 's/"host": "a"/"host": ""/' "in machine the entries" "found no host"
+    spoil build c2/run.json 's/"compiler": "gcc 1",?//' "in build the entries" "found no compiler"
+    spoil epochs_csv_gone c2/epochs.csv '1s/accuracy/other/' "epochs.csv: expected the columns"
+    spoilt && rm spoilt/c2/run.json spoilt/c2/epochs.csv
+    found missing/run_json c2/run.json "expected a run.json, found none"
+    spoilt && rm -r spoilt/c5
+    found missing/repeats "" "expected 5 repeats or more of cpu, global batch 50, found 4"
+    spoilt && make_run spoilt/c6 cpu 1 25 1 12
+    found missing/batch "" "runs of single with the batches of the other devices, found none with 25"
+    spoilt && rm spoilt/plots/study.png
+    found missing/plot report.md "expected the image plots/study.png, found no such file"
+    spoilt && rm -r spoilt/plots
+    found missing/plots plots "expected plots, found none"
+    spoilt && touch -d yesterday spoilt/plots/loss.png
+    found missing/old_plot plots/loss.png "found one older than a run"
+    spoilt && rm spoilt/report.md
+    found missing/report report.md "expected your report, found no such file"
+    spoil question report.md 's/^# References/> TODO: why?\n&/' "expected your answer, found > TODO: why?"
+    spoil section report.md '/^# Abstract/,/^# Meth/{/answer/d}' "your text under Abstract, found none"
+    spoil subsection report.md '/^## Times/,/^## Where/{/answer/d}' "your text under Times, found none"
+    spoil heading report.md 's/^# References/# Links/' "expected the heading References"
+    spoil image report.md '/^!\[it\]/d' "expected an image under Motivating Image"
+    spoil image_file report.md 's/^!\[it\].*/![it](no.png)/' "expected the image no.png"
+    spoil marker report.md '/<!-- end timing/d' "expected intact markers"
+    spoil part report.md '/<!-- begin timing/,/<!-- end timing/d' "expected the part timing"
+    rm -rf spoilt && mkdir spoilt
+    found missing/all "" "folders of complete runs"
+}
+
+test_implausible() {
+    spoil train_loss c2/run.json '0,/"train_loss": 2/s//"train_loss": NaN/' "a finite train_loss in epoch 1, found nan"
+    spoil test_loss c2/run.json '0,/"test_loss": 2/s//"test_loss": null/' "a finite test_loss in epoch 1, found None"
+    spoil step_loss c2/steps.csv '3s/,2.3,/,inf,/' "a finite loss in epoch 1, step 2, found inf"
+    spoil throughput c2/run.json '0,/"img_per_s": 17/s//"img_per_s": 19/' "img_per_s x seconds = 100" "19 x 6"
+    spoil epochs_csv c2/epochs.csv '2s/,75,/,76,/' "expected the epochs of run.json, found others"
+    spoil wall c2/run.json 's/"wall_s": [0-9.]*/"wall_s": 9/' "a wall time of at least 13.0"
+    spoil cpu_time c2/run.json 's/"cpu_s": [0-9.]*/"cpu_s": 99/' "at most 4 cores x 14.0 s of CPU time, found 99 s"
+    spoil confusion c2/run.json 's/"accuracy": 75/"accuracy": 80/' "confusion matrix, 75.00 %, found 80 %"
+    spoil steps c2/steps.csv '$ d' "2 steps = ceil(100 images / batch 50), ranks: 1, in epoch 2, found [1]"
+    spoil ddp_steps m2/steps.csv '$ d' "2 steps = ceil(50 images / batch 25), ranks: 2, in epoch 2, found [2, 1]"
+    spoil images c2/steps.csv '2s/,50,/,49,/' "expected 100 images in epoch 1, as in run.json, found 99"
+    spoilt && sed -i 's/"seconds": 6.0/"seconds": 3.0/; s/"img_per_s": 17/"img_per_s": 33/' spoilt/c2/run.json
+    found spoilt/seconds c2/steps.csv "expected 3.0 s in all steps of rank 0 in epoch 1" "found 6.0"
+    spoil parts c2/steps.csv '3s/0,0\.37/0,0.47/' "seconds = sum of the parts in epoch 1, step 2"
+    spoil linear c1/layers.csv 's/95,1.000,compute/180,1.000,compute/' "fc1, bound by compute: at most 150 %" "found 180 %"
+    spoil conv c1/layers.csv '/^conv1/s/,1.0,2.0/,0.1,2.9/' "forward of conv1: at most 150 %" "found 353 %"
+    spoil winograd c1/layers.csv '/^conv2/s/,0.16,/,0.05,/' "forward of conv2: at most 600 %" "found 706 %"
+    spoil backward c1/layers.csv 's/25,8.000/180,8.000/' "conv3, bound by compute: at most 150 %"
+    spoil bandwidth c1/layers.csv 's/90,1.000,memory/180,1.000,memory/' "row 6, bound by memory: at most 150 %"
+    spoil gpus m2/output.txt '2s/.$/0/' "2 ranks on as many GPUs, found 1 different GPUs"
+    spoilt && rm spoilt/m2/output.txt
+    found implausible/no_output m2/output.txt "with its 2 GPUs, found no such file"
+    spoilt && make_run spoilt/o1 cpu 8 48 1 3 && sed -i 's/"oversubscribe": false/"oversubscribe": true/' spoilt/o1/run.json
+    found implausible/oversubscribed o1/run.json "expected a core for each of 8 replicas, found 4 cores"
+    spoil emulated s2/run.json 's/GPU X/emulated GPU/' '"emulated": true, as its device or program says'
+    spoil emulator s2/run.json 's/"\.\/cnn"/".\/cnn-emu"/' '"emulated": true, as its device or program says'
+    spoilt && cp spoilt/c2/steps.csv spoilt/c4/
+    found implausible/copy c4/steps.csv "expected times of its own, found all those of spoilt/c2"
+    spoilt && cp spoilt/m1/steps.csv spoilt/m5/
+    found implausible/copy_ranks m5/steps.csv "expected times of its own, found all those of spoilt/m1"
+    spoilt && sed -i 's/"momentum": 0.9/"momentum": 0/; s/"workers": 1/"workers": 2/' spoilt/s[1-5]/run.json
+    found implausible/two_differences s1 "one difference at most" "--momentum 0.9 and 0, --workers 1 and 2"
+    spoilt && sed -i 's/"workers": 1/"workers": 2/' spoilt/s*/run.json
+    tool verify spoilt
+    same implausible/one_difference 0 "$(grep -c 'one difference at most' "$out")"
+    for seed in 1 2 3 4 5; do
+        make_run spoilt/m$seed "GPU X" 2 50 $seed 1.2
+    done
+    sed -i 's/"workers": 2/"workers": 1/' spoilt/s*/run.json
+    found implausible/speedup "" "a speed-up of at most 1.1 x 2 devices" "found 2.50"
+    spoil study_csv study.csv '2s/,12,/,11,/' "line 2: expected cpu,single,0,cifar,50,50,5,12," "50,50,5,11,"
+    spoil scaling_csv scaling.csv '$ d' "found none"
+    spoil scaling_csv_more scaling.csv '$ p' "lines, found"
+    spoil table report.md 's/\| 12 \| 1.414/| 11 | 1.414/' "was edited"
+    spoilt && make_run spoilt/c2 cpu 1 50 2 13
+    found implausible/stale_table report.md "the part timing of the present run folders, found a different one"
+}
+
+test_nature() {
+    spoilt && sed -i 's/"provenance": "measured"/"provenance": "supplied"/' spoilt/s*/run.json
+    tool verify spoilt
+    line supplied/named '^Note: supplied, not your own measurements: s1, s2, s3, s4, s5$'
+    tool report spoilt
+    holds supplied/marked "supplied in the table, no speed-up over cpu" "$(grep '^| .*single' spoilt/report.md)" \
+        grep -qE '^\| provenance supplied \| single \| cifar .*\| 66.67 \|  \| 75 \| 0 \| supplied \|$' spoilt/report.md
+    sed -i 's/"provenance": "measured"/"provenance": "supplied"/' spoilt/*/run.json
+    found supplied/all "" "expected runs that you measured, found emulated or supplied ones only"
+    rm -rf spoilt
+    make_run spoilt/e1 "emulated GPU" 1 50 1 3
+    tool study collect spoilt
+    tool report spoilt
+    holds emulated/marked "emulated in the table" "$(grep '^| single' spoilt/report.md)" \
+        grep -qE '^\| single \(EMULATED\) .*\|  \| 75 \|  \| emulated \|$' spoilt/report.md
+    found emulated/all "" "expected runs that you measured, found emulated or supplied ones only"
+    line emulated/named '^Note: emulated, their times mean nothing: e1$'
+    sed -i 's/"abc"/"abc-dirty"/' spoilt/e1/run.json
+    tool verify spoilt
+    line dirty/named '^Note: built from uncommitted sources: e1$'
+    tool verify nowhere
+    same usage/no_folder "2 1" "$status $(wc -l <"$err")"
+    tool verify
+    same usage/no_argument 2 "$status"
+    tool report nowhere
+    error usage/report_no_folder nowhere "No such file"
+}
+
+# The rules depend on what a folder of run folders is.
+test_kinds() {
+    # a lab's: each run once, several things differ, no report
+    make_run lab/a cpu 1 50 1 12
+    make_run lab/b cpu 1 25 1 8
+    make_run lab/c cpu 1 50 2 3
+    make_run lab/d "emulated GPU" 1 50 1 3
+    sed -i 's/"workers": 1/"workers": 2/; s/"momentum": 0.9/"momentum": 0/' lab/c/run.json
+    tool verify lab
+    same kinds/lab "0 lab: 4 run folders, checked as separate runs
+Nothing found in lab that is missing or implausible" "$status $(grep -v ^Note "$out")"
+    mkdir lab/plots
+    touch lab/plots/loss.png
+    tool report lab
+    answer lab/report.md
+    sed -i '/^# Abstract/,/^# Meth/{/^# Meth/!d}' lab/report.md # which headings it needs, the lab says
+    tool verify lab
+    same kinds/lab_report "0 " "$status $(grep ': expected' "$out")"
+    spoil_lab status a/run.json 's/"complete"/"running"/' "expected status complete"
+    spoil_lab settings a/run.json '/"optimizer":/d' "in settings the entries"
+    spoil_lab times a/run.json 's/"wall_s": [0-9.]*/"wall_s": 9/' "a wall time of at least"
+    spoil_lab loss b/run.json '0,/"train_loss": 2/s//"train_loss": NaN/' "a finite train_loss"
+    spoil_lab steps b/steps.csv '$ d' "4 steps = ceil(100 images / batch 25)"
+    spoil_lab question report.md '$ a > TODO: why?' "expected your answer"
+    spoil_lab table report.md 's/\| 12 \|/| 11 |/' "was edited"
+    rm -rf spoilt && mkdir spoilt && cp -a lab/d spoilt
+    tool verify spoilt
+    same kinds/lab_emulated "0 0" "$status $(grep -c ': expected' "$out")"
+    # a study that was stopped: its names show what it is
+    make_run stopped/cifar-cpu-b50-r1 cpu 1 50 1 12
+    tool verify stopped
+    line kinds/stopped '^stopped: 1 run folders, checked as timing study$'
+    line kinds/stopped_table '^stopped/study.csv: expected the table of this study, found no such file; make study '
+    line kinds/stopped_repeats '^stopped: expected 5 repeats or more of cpu, global batch 50, found 1'
+    line kinds/stopped_report '^stopped/report.md: expected your report'
+    make_run sweep/cifar-cpu-b50-workers2-r1 cpu 1 50 1 12
+    tool study collect sweep --workers 1
+    tool verify sweep
+    line kinds/sweep '^sweep: 1 run folders, checked as worker sweep$'
+    line kinds/sweep_repeats '^sweep: expected 5 repeats or more'
+    same kinds/sweep_no_report 0 "$(grep -c 'report.md\|plots\|study.csv' "$out")"
+    sed -i '2s/,12*,/,3,/' sweep/workers.csv
+    tool verify sweep
+    line kinds/sweep_table '^sweep/workers.csv, line 2: expected cpu,cifar,50,1,1,.* make study-workers writes it again$'
+    make_run scaled/cifar-replicas2-each50-r1 cpu 2 100 1 12
+    tool verify scaled
+    line kinds/scaled '^scaled: 1 run folders, checked as scaling study$'
+    line kinds/scaled_table '^scaled/scaling.csv: expected the table of this study'
+}
+
+# Run folders below the one that is given: verify reads them, the others say where they are.
+test_nested() {
+    local name folder
+    local -A collect=([study]=collect)
+    make_run deep/lab00 cpu 1 50 1 12
+    cp -a honest deep/study
+    cp -a honest/c2 deep/study/c2/again
+    make_run deep/more/lab02/a cpu 1 50 1 12
+    sed -i 's/"complete"/"running"/' deep/more/lab02/a/run.json
+    tool verify deep
+    same nested/verify "deep: 1 run folders, checked as separate runs
+deep/more/lab02: 1 run folders, checked as separate runs
+deep/more/lab02/a/run.json: expected status complete, found running; run it again, or delete the folder
+deep/study: 15 run folders, checked as timing study and scaling study
+deep/study/c2: 1 run folders, checked as separate runs
+Findings: 1" "$(cat "$out")"
+    tool report deep/
+    holds nested/report_reads "lab00 only" "$(cat deep/report.md)" grep -q '^1 runs[.] Equal' deep/report.md
+    for folder in 1\ in\ deep/more/lab02 15\ in\ deep/study "RUNS=deep/more/lab02"; do
+        holds "nested/report_names $folder" "not read: ... $folder" "$(cat "$err")" grep -q "^not read: .*$folder" "$err"
+    done
+    rm -r deep/lab00 deep/report.md
+    for name in report plot study; do
+        # shellcheck disable=SC2086 # no word, or one
+        "$python3" "$repo/labs/tools/$name.py" ${collect[$name]:-} deep >"$out" 2>"$err"
+        status=$?
+        [ $name != plot ] || ! grep -q matplotlib "$err" || continue
+        one_error $name nested/$name "deep: expected complete runs directly in it" "15 in deep/study" \
+            "(make: RUNS=deep/more/lab02)"
+    done
+}
+
+# What the student wrote: all outside of the generated parts
+written() { sed '/<!-- begin /,/<!-- end /d' "$1"; }
+
+test_renewed() {
+    spoilt
+    printf 'Caf\xe9 in another encoding.\r\n<!-- my own comment -->\nThe last line, without an end' >>spoilt/report.md
+    cp spoilt/report.md before.md
+    make_run spoilt/c1 cpu 1 50 1 11
+    tool report spoilt
+    same renewed/status "0 " "$status $(cat "$err")"
+    same renewed/text "$(written before.md | od -c)" "$(written spoilt/report.md | od -c)"
+    holds renewed/table "the new mean, 12.2" "$(grep '^| cpu' spoilt/report.md)" \
+        grep -qF '| cpu | cifar | 50 | 50 | 5 | 12.2 |' spoilt/report.md
+    cp spoilt/report.md before.md
+    tool report spoilt
+    same renewed/again "" "$(cmp before.md spoilt/report.md 2>&1)"
+    # A section that is deleted stays so; where its markers are put, the part comes back
+    sed -i '/^## Layers/,/^## Lines/{/^## Lines/!d}' spoilt/report.md
+    tool report spoilt
+    same deleted/stays "0 0" "$status $(grep -c 'begin layers' spoilt/report.md)"
+    line deleted/told '^Note: the runs have data for the part layers, .*<!-- begin layers -->'
+    printf '\n<!-- begin layers -->\n<!-- end layers -->\n' >>spoilt/report.md
+    tool report spoilt
+    same deleted/back 1 "$(grep -c '^| conv2 | conv2d 3x3' spoilt/report.md)"
+    rm spoilt/c1/layers.csv
+    tool report spoilt
+    holds deleted/nothing "a line that says so" "$(tail -n 3 spoilt/report.md)" \
+        grep -q '^No run folder has what this table needs' spoilt/report.md
+}
+
+# damage NAME SED WORDS: report.md stays as it is, report.new.md is whole
+damage() {
+    spoilt
+    sed -i "$2" spoilt/report.md
+    cp spoilt/report.md before.md
+    tool report spoilt
+    error "damaged/$1" spoilt/report.md "$3" report.new.md
+    same "damaged/$1_kept" "" "$(cmp before.md spoilt/report.md 2>&1)"
+    same "damaged/$1_new" 8 "$(grep -c '<!-- end ' spoilt/report.new.md 2>/dev/null)"
+}
+
+test_damaged() {
+    damage no_end '/<!-- end timing/d' "the end of the previous one"
+    damage no_begin '/<!-- begin timing/d' "expected its begin marker before it"
+    damage half_begin 's/\(<!-- begin timing.*\) -->/\1/' "expected its begin marker before it"
+    damage twice '/<!-- end timing/a <!-- begin timing -->\n<!-- end timing -->' "each part once"
+    damage last '/<!-- end classes/d' "expected <!-- end classes -->"
+    damage written_inside '/<!-- end timing/i What I think of it' "was edited"
+    damage number 's/| 12 | 1.414/| 11 | 1.414/' "was edited"
+    damage no_stamp 's/<!-- begin timing.*/<!-- begin timing -->/' "was edited"
+    echo "My text." >spoilt/report.new.md
+    tool report spoilt
+    error damaged/new_is_there "fix it, or copy what you need from spoilt/report.new.md"
+    same damaged/new_kept "My text." "$(cat spoilt/report.new.md)"
+}
+
+# One thing that differs gets rows of its own, and the workers' table is shown where study.py wrote one
+test_variants() {
+    local line_of
+    spoilt && sed -i 's/"workers": 1/"workers": 2/; s/"images": 100/"images": 60000/' spoilt/c[45]/run.json
+    printf 'workers,img_per_s\n1,100\n2,150\n' >spoilt/workers.csv
+    printf '<!-- begin workers -->\n<!-- end workers -->\n' >>spoilt/report.md
+    tool report spoilt
+    same variants/rows "3 2" "$(awk -F ' *[|] *' '/^\| --workers [12] \| cpu \| cifar/ { print $7 }' spoilt/report.md | xargs)"
+    line_of=$(grep '^| --workers 2 | cpu' spoilt/report.md)
+    holds variants/large "10000 images a second" "$line_of" grep -qF '| 10000 |' <<<"$line_of"
+    holds variants/workers "the rows of workers.csv" "$(cat spoilt/report.md)" grep -qF '| 2 | 150 |' spoilt/report.md
+}
+
+# What ./cnn never writes: a message, no traceback.
+test_edited() {
+    local name
+    for name in report verify; do
+        spoilt
+        sed -i 's/"cpu":/"processor":/' spoilt/*/run.json
+        tool $name spoilt
+        one_error $name edited/$name "a run folder: expected files as ./cnn writes them" cpu
+    done
+}
+
+test_real() {
+    "$python3" "$repo/labs/tools/study.py" run real --program "$cnn" --devices cpu --batches 50 --repeats 2 \
+        --epochs 1 --limit 200 -- --dataset synthetic --layers --profile >"$out" 2>&1
+    same real/study 0 "$?"
+    make -s -C "$repo" report RUNS="$tmp/real" >"$out" 2>"$err" </dev/null
+    same real/report 0 "$?"
+    line real/report_said '^Written: .*/real/report.md, 14 questions left for you to answer$'
+    make -s -C "$repo" verify RUNS="$tmp/real" >"$out" 2>"$err" </dev/null
+    same real/verify_status 2 "$?" # make's
+    same real/questions 14 "$(grep -c 'expected your answer' "$out")"
+    answer real/report.md
+    tool verify real
+    if [ -d real/plots ]; then # what a busy machine does to times in CSV files is not tested
+        same real/findings "real: expected 5 repeats or more of cpu, global batch 50, found 2" \
+            "$(sed '/^Note: /d; /^Findings: /d; /, checked as /d; /[.]csv: /d; s/;.*//' "$out")"
+    else
+        skip real/findings "no plots, since no python3 has matplotlib"
+    fi
+}
+
+test_honest
+test_missing
+test_implausible
+test_nature
+test_kinds
+test_nested
+test_renewed
+test_damaged
+test_variants
+test_edited
+test_real
+exit 0

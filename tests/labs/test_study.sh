@@ -1,0 +1,424 @@
+#!/usr/bin/env bash
+# Tests labs/tools/study.py and plot.py: run folders made up here, whose statistics are worked out by
+# hand; and tiny real runs, which a killed study leaves behind and the next one completes. No real time
+# has a bound. CNN=PATH: another binary. Prints `pass study/NAME`, `fail ...` or `skip ...`.
+suite=study
+# shellcheck source=tests/lib.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh" || exit 1
+if ! command -v python3 >/dev/null; then
+    skip all "python3 is not installed"
+    exit 0
+fi
+export OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE=1
+cd "$tmp" || exit 1
+
+# shellcheck source=tests/labs/fork_python.sh
+source "$repo/tests/labs/fork_python.sh"
+for plotter in python3 /usr/bin/python3 ""; do
+    "$plotter" -c 'import matplotlib' 2>/dev/null && break
+done
+if [ -n "$plotter" ]; then
+    start_python "$plotter" run_folders tempfile matplotlib.pyplot
+else
+    start_python python3 run_folders tempfile
+fi
+
+study() { fork_python "$out" "$err" "$repo/labs/tools/study.py" "$@"; }
+
+# cell FILE REGEX COLUMN: of the row that matches
+cell() {
+    awk -F, -v row="$2" -v name="$3" 'NR == 1 { for (i = 1; i <= NF; i++) if ($i == name) c = i }
+        NR > 1 && $0 ~ row { print $c; exit }' "$1"
+}
+
+error() { one_error study "$@"; }
+
+# make_run DIR DEVICE WORLD GLOBAL_BATCH SEED SECONDS ACCURACY: two epochs, a quarter and the rest; a tenth of
+# the time went into waiting for the loader
+make_run() {
+    local mode=single emulated=false no_cuda=false
+    mkdir -p "$1"
+    [ "$3" = 1 ] || mode=ddp
+    case $2 in cpu) no_cuda=true ;; emulated*) emulated=true ;; esac
+    cat >"$1/run.json" <<END_OF_JSON
+{"status": "complete", "emulated": $emulated, "command": ["./cnn"],
+ "machine": {"host": "a", "cpu": "made-up", "device": "$2", "peak_gflops": 100},
+ "build": {"compiler": "gcc 1", "flags": "-O3", "commit": "abc"},
+ "settings": {"model": "cifar", "dataset": "synthetic", "limit-train": 1000, "seed": $5, "epochs": 2,
+              "lr-scaling": "none", "optimizer": "sgd", "threads": 4, "workers": 1, "kernels": "fast", "gpus": $3,
+              "batch-size": $(($4 / $3)), "global-batch": $4, "no-cuda": $no_cuda, "out": "$1"},
+ "parallel": {"mode": "$mode", "world": $3, "batch_per_device": $(($4 / $3)), "global_batch": $4},
+ "per_class": {"0": 50, "1": 100}, "confusion": [[1,1],[0,2]],
+ "epochs": [$(awk -v s="$6" -v a="$7" 'BEGIN {
+     e = "{\"epoch\": %d, \"images\": 1000, \"seconds\": %s, \"loader_wait_s\": %s, \"test_loss\": 2, \"accuracy\": %s}"
+     printf e ", " e, 1, s / 4, s / 40, 1, 2, 3 * s / 4, 3 * s / 40, a }')]}
+END_OF_JSON
+}
+
+# A study of made-up runs: cpu 10, 12, 14 s; a GPU 3 s in all repeats; two GPUs 2 and 2.5 s.
+make_study() {
+    rm -rf made
+    make_run made/c1 cpu 1 50 1 10 50
+    make_run made/c2 cpu 1 50 2 12 52
+    make_run made/c3 cpu 1 50 3 14 57
+    for seed in 1 2 3; do
+        make_run made/s$seed "GPU X" 1 50 $seed 3 60
+    done
+    make_run made/m1 "GPU X" 2 50 1 2 60
+    make_run made/m2 "GPU X" 2 50 2 2.5 61
+}
+
+test_statistics() {
+    make_study
+    make_run made/e1 "emulated GPU" 1 50 1 77 50
+    study collect made --repeats 2
+    same collect/status "0 " "$status $(cat "$err")"
+    same collect/columns "device,parallel,gpus,model,batch,global_batch,repeats,seconds_mean,seconds_sd,ci95,speedup,$(
+    )accuracy_mean,accuracy_sd,emulated" "$(head -n 1 made/study.csv)"
+    same collect/cpu "cpu,single,0,cifar,50,50,3" "$(grep ^cpu made/study.csv | cut -d , -f 1-7)"
+    same collect/multi "multi,ddp,2,cifar,25,50,2" "$(grep ^multi made/study.csv | cut -d , -f 1-7)"
+    near statistics/mean 12 "$(cell made/study.csv ^cpu seconds_mean)"
+    near statistics/sd 2 "$(cell made/study.csv ^cpu seconds_sd)"
+    near statistics/ci95 4.96868 "$(cell made/study.csv ^cpu ci95)" # 4.303 * 2 / sqrt(3)
+    near statistics/accuracy 53 "$(cell made/study.csv ^cpu accuracy_mean)"
+    near statistics/accuracy_sd 3.60555 "$(cell made/study.csv ^cpu accuracy_sd)" # sqrt((9 + 1 + 16) / 2)
+    near statistics/two 3.1765 "$(cell made/study.csv ^multi ci95)"               # 12.706 * 0.353553 / sqrt(2)
+    near speedup/cpu 1 "$(cell made/study.csv ^cpu speedup)"
+    near speedup/single 4 "$(cell made/study.csv ^single.*,0$ speedup)"
+    near speedup/multi 5.33333 "$(cell made/study.csv ^multi speedup)"
+    same emulated/no_speedup "77,,,,50,,1" "$(grep ',1$' made/study.csv | cut -d , -f 8-)"
+    # 1 to 31: sd sqrt(31 * 32 / 12); t for 30 degrees of freedom: 2.042
+    near statistics/t_30 3.33457 "$(cd "$repo/labs/tools" && python3 -c \
+        'from run_folders import summary; print(summary(range(1, 32))[2])')"
+    study collect made
+    same missing/status 1 "$status"
+    same missing/named "missing: multi, global batch 50: repeat 3" "$(cat "$err")"
+    study collect made --devices cpu --batches 50 100 --repeats 3
+    same missing/batch "missing: cpu, global batch 100: repeat 1, 2, 3" "$(cat "$err")"
+    sed -i 's/"status": "complete"/"status": "running"/' made/c3/run.json
+    study collect made --repeats 2
+    same left_out/running "left out: made/c3: status running, not complete" "$(cat "$err")"
+    same left_out/repeats 2 "$(cell made/study.csv ^cpu repeats)"
+    make_run made/c3 cpu 1 50 3 14 57
+    sed -i 's/"epochs": 2/"epochs": 3/' made/c3/run.json
+    study collect made --repeats 2
+    holds left_out/resumed "2 of 3 epochs" "$(cat "$err")" grep -q 'made/c3: run.json has 2 of 3 epochs' "$err"
+    make_run made/c3 cpu 1 100 3 14 57
+    make_run made/s4 "GPU X" 1 150 1 3 60
+    study collect made --repeats 1
+    line speedup/no_cpu_row '^Note: no speed-up for single, cifar, global batch 150'
+    same speedup/none "" "$(cell made/study.csv ^single.*,150, speedup)"
+}
+
+# refuse NAME RUN SED WORDS...: with that change to a run nothing is compared
+refuse() {
+    make_study
+    sed -i "$3" "made/$2/run.json"
+    study collect made
+    error "refused/$1" "made/$2" "${@:4}"
+}
+
+test_refused() {
+    refuse limit s2 's/"limit-train": 1000/"limit-train": 500/' "--limit-train 1000 as in made/" "found 500"
+    refuse epochs s2 's/"epochs": 2/"epochs": 1/; s/{"epoch": 1[^}]*}, //' "--epochs 2 as in made/" "found 1"
+    refuse setting m2 's/sgd/adadelta/' "--optimizer 'sgd'" "found 'adadelta'"
+    refuse workers m2 's/"workers": 1/"workers": 2/' "--workers 1"
+    refuse threads c2 's/"threads": 4/"threads": 3/' "--threads 4"
+    refuse kernels c2 's/"kernels": "fast"/"kernels": "naive"/' "--kernels 'fast'"
+    refuse commit s3 's/abc/abd/' "commit 'abc'" "found 'abd'"
+    refuse flags s3 's/-O3/-O0/' "flags '-O3'"
+    refuse cpu c2 's/made-up/other/' "cpu 'made-up'"
+    refuse gpu m2 's/GPU X/GPU Y/' "device 'GPU X'" "found 'GPU Y'"
+    refuse json c2 's/^{/[/' "made/c2/run.json" JSON
+    refuse entry c2 's/"world"/"ranks"/' "the entry 'world'"
+    make_study
+    sed -i 's/"host": "a"/"host": "b"/' made/s2/run.json
+    sed -i 's/"kernels": "fast"/"kernels": "tiled"/; s/"threads": 4/"threads": 1/' made/[sm]*/run.json
+    study collect made --repeats 2
+    same allowed/status "0 " "$status $(cat "$err")"
+    line allowed/host '^Note: hosts differ: a, b$'
+    study collect nowhere
+    error refused/no_folder nowhere "No such file"
+    mkdir empty
+    study collect empty
+    error refused/empty empty "found none"
+}
+
+# strong: 8, 5, 4 s; weak: 8, 4 s. Emulated: no speed-up
+test_scaling_table() {
+    make_run up/1 cpu 1 40 1 8 50
+    make_run up/2 cpu 2 40 1 5 50
+    make_run up/4 cpu 4 40 1 4 50
+    make_run up/2w cpu 2 80 1 4 50
+    make_run up/e1 "emulated GPU" 1 40 1 8 50
+    make_run up/e2 "emulated GPU" 2 40 1 5 50
+    (cd "$repo/labs/tools" && python3 -c 'import sys; from run_folders import *
+write_table(sys.argv[1] + "/scaling.csv", SCALING, scaling_rows(make_rows(read_runs(sys.argv[1]))))' "$tmp/up") >"$out"
+    same scaling/rows "strong 1 strong 2 strong 4 weak 1 weak 2" \
+        "$(awk -F, '$NF == 0 { print $1, $3 }' up/scaling.csv | xargs)"
+    near scaling/speedup 1.6 "$(cell up/scaling.csv strong,cpu,2 speedup)"
+    near scaling/efficiency 0.5 "$(cell up/scaling.csv strong,cpu,4 efficiency)"
+    near scaling/img_per_s 500 "$(cell up/scaling.csv weak,cpu,2 img_per_s)" # 2 epochs of 1000 in 4 s
+    near scaling/weak 2 "$(cell up/scaling.csv weak,cpu,2 speedup)"
+    same scaling/emulated "strong,gpu,2 " "$(grep strong,gpu,2 up/scaling.csv | cut -d , -f 1-3) $(
+        cell up/scaling.csv strong,gpu,2 speedup)"
+}
+
+# One worker: 2000 images in 8 and in 10 s; two workers: in 4 s
+test_workers_table() {
+    make_run load/1a cpu 1 50 1 8 50
+    make_run load/1b cpu 1 50 2 10 50
+    make_run load/2 cpu 1 50 1 4 50
+    sed -i 's/"workers": 1/"workers": 2/' load/2/run.json
+    study collect load --workers 1 2 --repeats 1
+    same workers/status "0 " "$status $(cat "$err")"
+    same workers/columns "device,model,global_batch,workers,repeats,img_per_s_mean,img_per_s_sd,ci95,$(
+    )loader_wait_s_mean,emulated" "$(head -n 1 load/workers.csv)"
+    same workers/rows "cpu,cifar,50,1,2 cpu,cifar,50,2,1" "$(tail -n 2 load/workers.csv | cut -d , -f 1-5 | xargs)"
+    near workers/mean 225 "$(cell load/workers.csv cifar,50,1 img_per_s_mean)"
+    near workers/sd 35.3553 "$(cell load/workers.csv cifar,50,1 img_per_s_sd)" # 25 * sqrt(2)
+    near workers/two 500 "$(cell load/workers.csv cifar,50,2 img_per_s_mean)"
+    near workers/wait 0.9 "$(cell load/workers.csv cifar,50,1 loader_wait_s_mean)"
+    study collect load --workers 1 2 4
+    same workers/missing "1 missing: 2 workers: repeat 2|missing: 4 workers: repeat 1, 2|" \
+        "$status $(tr '\n' '|' <"$err")"
+    sed -i 's/"threads": 4/"threads": 3/' load/2/run.json
+    study collect load --workers 1 2
+    error workers/refused load/2 "--threads 4" "found 3"
+}
+
+# A program that notes what it trains, and in its third training is killed with the study that called it:
+# what it leaves says `running`.
+make_program() {
+    cat >counted <<END_OF_PROGRAM
+#!/usr/bin/env bash
+case " \$* " in *" --dry-run "*) exec -a "\$0" "$1" "\$@" ;; esac
+echo "\$*" >>trained
+if [ -e deadly ] && [ "\$(wc -l <trained)" = 3 ]; then
+    mkdir -p "\${!#}"
+    sed 's/"status": "complete"/"status": "running"/' tiny/cifar-cpu-b16-r1/run.json >"\${!#}/run.json"
+    kill -KILL \$PPID
+    exit 1
+fi
+exec -a "\$0" "$1" "\$@"
+END_OF_PROGRAM
+    chmod +x counted
+}
+
+small=(--epochs 1 --limit 64)
+tiny=(run tiny --program ./counted --devices cpu --batches 16 32 --repeats 2 "${small[@]}")
+
+test_resumed() {
+    make_program "$cnn"
+    touch deadly
+    { study "${tiny[@]}" -- --dataset synthetic; } 2>/dev/null # bash would say that it was killed
+    same killed/status 137 "$status"
+    same killed/trained 3 "$(wc -l <trained)"
+    rm deadly trained
+    study "${tiny[@]}" -- --dataset synthetic
+    same resumed/status "0 " "$status $(cat "$err")"
+    # Of four runs, in the order of repeats, two were finished
+    same resumed/trained "16,2 32,2" "$(sed 's/.*--global-batch \([0-9]*\) .*--seed \([0-9]*\).*/\1,\2/' trained | xargs)"
+    same resumed/said 2 "$(grep -c 'finished before$' "$out")"
+    same resumed/rows "16,2 32,2" "$(awk -F, 'NR > 1 { print $6 "," $7 }' tiny/study.csv | xargs)"
+    rm trained
+    study "${tiny[@]}" -- --dataset synthetic
+    same again/nothing_trained "0 0" "$status $(grep -c . trained 2>/dev/null || echo 0)"
+    study "${tiny[@]}" --epochs 2 -- --dataset synthetic
+    error again/other_epochs tiny/cifar-cpu-b16-r1 "--epochs 2, found 1" "not overwritten"
+    study "${tiny[@]}" -- --dataset synthetic --lr 0.1
+    error again/other_options tiny/cifar-cpu-b16-r1 "--lr 0.1, found 0.001"
+    study "${tiny[@]}" -- --dataset synthetic --lr 0.001
+    error again/other_command tiny/cifar-cpu-b16-r1 "the command ./counted" "--lr 0.001"
+    sed -i 's/"commit":"[^"]*"/"commit":"0000000"/' tiny/cifar-cpu-b32-r2/run.json
+    study "${tiny[@]}" -- --dataset synthetic
+    error again/other_commit tiny/cifar-cpu-b32-r2 "found 0000000"
+    study "${tiny[@]}" --task 4 --repeats 3 -- --dataset synthetic
+    error again/task tiny/cifar-cpu-b32-r2 "found 0000000"
+    study "${tiny[@]}" --task 5 --repeats 3 -- --dataset synthetic
+    same task/status "0 " "$status $(cat "$err")"
+    line task/one '^\[1/1\] cifar-cpu-b16-r3: '
+    study "${tiny[@]}" --batches 15 -- --dataset synthetic --global-batch 0
+    error options/refused "--global-batch" "dry run"
+    study run none --program ./no_such_program
+    error options/program ./no_such_program "run make first"
+}
+
+test_devices() {
+    local emulator=$repo/cnn-emu word
+    if "$cnn" --dataset synthetic --dry-run --limit-train 64 | grep -q '^Device: cpu'; then
+        study run absent --program "$cnn" --batches 16 --repeats 1 "${small[@]}" -- --dataset synthetic
+        same absent/status 0 "$status"
+        for word in single multi; do
+            line "absent/$word" "^skip $word: .*GPU.*--emulate"
+        done
+        same absent/rows cpu "$(awk -F, 'NR > 1 { print $1 }' absent/study.csv)"
+        study train single absent --program "$cnn" "${small[@]}"
+        error absent/train single "found no GPU"
+    else
+        skip absent "there is a GPU"
+    fi
+    study train cpu trained_cpu --program "$cnn" --batches 16 "${small[@]}" -- --dataset synthetic
+    same train/cpu "0 complete" "$status $(grep -o complete trained_cpu/cpu/run.json | head -n 1)"
+    study scaling replicas --program "$cnn" --batches 16 --counts 1 2 --repeats 2 "${small[@]}" \
+        -- --dataset synthetic --oversubscribe
+    same scaling/status "0 " "$status $(cat "$err")"
+    same scaling/real_rows "strong,1 strong,2 weak,1 weak,2" \
+        "$(awk -F, 'NR > 1 { print $1 "," $3 }' replicas/scaling.csv | xargs)"
+    if [ ! -x "$emulator" ]; then
+        skip emulated "no ./cnn-emu; make emulate"
+        return
+    fi
+    make_program "$cnn" && ln -s "$emulator" counted-emu
+    study run virtual --program ./counted --emulate --batches 16 --repeats 2 "${small[@]}" -- --dataset synthetic
+    same virtual/status "0 " "$status $(cat "$err")"
+    if "$cnn" --dataset synthetic --dry-run --limit-train 64 | grep -q '^Device: cpu'; then
+        same virtual/marked "cpu,0 multi,1 single,1" \
+            "$(awk -F, 'NR > 1 { print $1 "," $NF }' virtual/study.csv | sort | xargs)"
+        same virtual/speedups "cpu,1 multi, single," \
+            "$(awk -F, 'NR > 1 { print $1 "," $11 }' virtual/study.csv | sort | xargs)"
+    fi
+    near virtual/same_accuracy "$(cell virtual/study.csv ^single accuracy_mean)" \
+        "$(cell virtual/study.csv ^multi accuracy_mean)"
+}
+
+test_workers() {
+    local loaders=(workers loaders --program "$cnn" --batches 16 --workers 1 2 "${small[@]}")
+    study "${loaders[@]}" --repeats 1 -- --dataset synthetic --layers
+    same loaders/status "0 " "$status $(cat "$err")"
+    same loaders/rows "1,1 2,1" "$(awk -F, 'NR > 1 { print $4 "," $5 }' loaders/workers.csv | xargs)"
+    same loaders/work 2 "$(grep -lPz '(?s)"resident": false.*' loaders/*/run.json | xargs grep -l '"augment": "elastic"' | wc -l)"
+    study "${loaders[@]}" --repeats 2 --task 4 -- --dataset synthetic --layers
+    same loaders/task "0 [1/1] 2" "$status $(grep -oP '^\[1/1\](?= cifar-.*-b16-workers2-r2: )' "$out") $(
+        awk -F, 'NR > 1 { n += $5 } END { print n }' loaders/workers.csv)"
+    study "${loaders[@]}" --repeats 2 --task 5 -- --dataset synthetic --layers
+    error loaders/no_such_task "--task" "expected 1 to 4" "found 5"
+}
+
+# More than a frame without anything in it
+# shellcheck disable=SC2317 # holds calls it
+is_png() { [ "$(head -c 4 "$1" | tail -c 3)" = PNG ] && [ "$(wc -c <"$1")" -gt 8000 ]; }
+
+# plots NAME DIR WORDS...: draws DIR; these plots are there as PNG and SVG, the others are named
+plots() {
+    local name=$1 dir=$2 plot
+    shift 2
+    fork_python "$out" "$err" "$repo/labs/tools/plot.py" "$dir"
+    same "$name/status" "0 " "$status $(cat "$err")"
+    holds "$name/no_failure" "no error among the reasons" "$(grep error "$out")" test ! -s <(grep error "$out")
+    for plot in study workers scaling loss run roofline confusion filters; do
+        case " $* " in *" $plot "*)
+            holds "$name/$plot.png" "a picture" "$(wc -c <"$dir/plots/$plot.png")" \
+                is_png "$dir/plots/$plot.png"
+            holds "$name/$plot.svg" "a drawing" "$(tail -n 1 "$dir/plots/$plot.svg")" \
+                grep -q '</svg>' "$dir/plots/$plot.svg"
+            ;;
+        *) line "$name/no_$plot" "^not drawn: $plot: " ;;
+        esac
+    done
+}
+
+has_plotter() {
+    [ -n "$plotter" ] || skip "${FUNCNAME[1]#test_}" "no python3 with matplotlib; on Debian: apt-get install python3-matplotlib"
+    [ -n "$plotter" ]
+}
+
+test_plots() {
+    has_plotter || return
+    cat >tiny/cifar-cpu-b16-r1/layers.csv <<'END_OF_LAYERS'
+layer,kind,out_shape,params,mflop,forward_ms,backward_ms,gflops,gb_per_s,percent_of_peak,saved,bound
+conv1,conv2d,28x28x6,456,0.706,0.5,1.0,38,9.5,32,1,memory
+conv2,conv2d,28x28x6,456,0.706,0.5,1.0,40,2.5,34,2.25,compute
+relu,relu,28x28x6,0,,0.1,0.1,,11.0,,1,memory
+fc1,linear,120,48120,0.096,1.2,2.4,62,7.1,52,1,compute
+END_OF_LAYERS
+    sed -i "s/0000000/$(grep -oP '"commit":"\K[^"]*' tiny/cifar-cpu-b16-r1/run.json)/" tiny/*/run.json
+    plots plots tiny study loss roofline confusion filters
+    plots plots_scaling replicas scaling loss confusion filters
+    line plots_scaling/why "^not drawn: study: it is for runs with the same --threads; here --threads is 1 in .* and 2 in "
+    plots plots_workers loaders workers loss roofline confusion filters
+    plots plots_one_run loaders/*workers2-r2 study loss run roofline confusion
+    roofline_marks
+    sed -i 's/gflops/flops/' tiny/cifar-cpu-b16-r1/layers.csv
+    head -c 100 tiny/cifar-cpu-b32-r1/model.safetensors >tiny/cifar-cpu-b16-r1/model.safetensors
+    cp tiny/cifar-cpu-b16-r1/model.safetensors tiny/cifar-cpu-b32-r1/
+    plots plots_broken tiny study loss confusion
+    line plots_broken/column "^not drawn: roofline: .*layers.csv: .*gflops"
+    line plots_broken/weights "^not drawn: filters: .*model.safetensors: "
+}
+
+# The roofline's points: each layer at its executed GFLOP/s, below the limits; conv2 also with the operations
+# that its definition counts, 2.25 times as many. Without the column `saved`, none of those.
+roofline_marks() {
+    cat >marks.py <<'END'
+import sys
+sys.path.insert(0, sys.argv[1])
+import plot
+for axis in plot.draw_roofline(plot.read_runs(sys.argv[2])).axes:
+    for line in axis.get_lines():
+        if line.get_marker() not in ("None", None, ""):
+            print(line.get_label(), *(f"{x:.4g},{y:.4g}" for x, y in line.get_xydata()))
+END
+    same roofline/marks "conv2d: executed 4,38 16,40|conv2d: as the definition counts 16,40 36,90|linear: executed 8.732,62" \
+        "$("$plotter" marks.py "$repo/labs/tools" tiny 2>&1 | paste -sd '|')"
+    cp tiny/cifar-cpu-b16-r1/layers.csv layers.kept
+    cut -d , -f 1-10,12 layers.kept >tiny/cifar-cpu-b16-r1/layers.csv
+    same roofline/older_file "conv2d: executed 4,38 16,40|linear: executed 8.732,62" \
+        "$("$plotter" marks.py "$repo/labs/tools" tiny 2>&1 | paste -sd '|')"
+    cp layers.kept tiny/cifar-cpu-b16-r1/layers.csv
+}
+
+# labs/figures/make.sh with a tiny run, and its table with a mistake
+test_figures() {
+    local figure
+    has_plotter || return
+    (cd "$repo" && CNN=$cnn labs/figures/make.sh "$tmp/figures" --dataset synthetic --limit-train 640 \
+        --limit-test 100) >"$out" 2>"$err"
+    same figures/status "0 " "$? $(cat "$err")"
+    for figure in run roofline bench; do
+        holds "figures/$figure" "a picture" "$(wc -c <"figures/$figure.png")" is_png "figures/$figure.png"
+        holds "figures/$figure/path" "no path of this machine" "$(strings "figures/$figure.png" | grep -m 1 "$tmp")" \
+            test -z "$(strings "figures/$figure.png" | grep -m 1 -e "$tmp" -e "$repo")"
+        holds "figures/$figure/committed" "at most 150 KB" "$(wc -c <"$repo/labs/figures/$figure.png")" \
+            test "$(wc -c <"$repo/labs/figures/$figure.png")" -le 150000
+        is_png "$repo/labs/figures/$figure.png" || fail "figures/$figure/committed_picture" "a picture" "none"
+    done
+    sed '1s/img_per_s/speed/' "$repo/labs/figures/bench.csv" >bench.csv
+    "$plotter" "$repo/labs/tools/plot.py" bench.csv >"$out" 2>"$err"
+    status=$?
+    one_error plot figures/bench_column "bench.csv: expected the columns network, batch" "'img_per_s'"
+}
+
+# The targets as a user calls them, in a copy; quickly built
+test_make() {
+    mkdir copy && cp -r "$repo"/{cnn.c,cnn_kernels.cu,Makefile,tests,labs} copy && cd copy || exit 1
+    local build=(NO_CUDA=1 NO_MPI=1 "CFLAGS=-std=gnu17 -O$([ -z "${QUICK:-}" ] && echo 1 || echo 0)" COMMIT=unknown)
+    make "${build[@]}" cpu EPOCHS=1 LIMIT=200 BATCH=50 >"$out" 2>"$err" </dev/null
+    same make/cpu "0 " "$? $(cat "$err")"
+    line make/cpu_said '^cpu: [0-9.]+ s of training, accuracy [0-9.]+ %, see runs/cpu$'
+    holds make/cpu_settings "1 epoch, 200 images, batch 50" "$(cat runs/cpu/run.json)" \
+        grep -qz '"limit-train": 200,.*"batch-size": 50,.*"epochs": 1,' runs/cpu/run.json
+    make "${build[@]}" multi EPOCHS=1 LIMIT=200 BATCH=50 >"$out" 2>"$err" </dev/null
+    status=$?
+    holds make/multi "exit 2, no GPU" "$status $(cat "$err")" grep -q 'error: multi: .*found no GPU' "$err"
+    local small_study=(study EPOCHS=1 LIMIT=64 BATCHES=16 REPEATS=1 RUNS=runs/small)
+    make "${build[@]}" "${small_study[@]}" >"$out" 2>&1 </dev/null
+    same make/study 0 "$?"
+    line make/study_csv '^Written: runs/small/study.csv$'
+    touch cnn # as if built from other sources, which no commit tells apart
+    make "${build[@]}" "${small_study[@]}" >"$out" 2>"$err" </dev/null
+    holds make/uncommitted "older sources" "$(cat "$err")" grep -q 'runs/small/.* older sources' "$err"
+    cd "$tmp" || exit 1
+}
+
+test_statistics
+test_refused
+test_scaling_table
+test_workers_table
+test_resumed
+test_devices
+test_workers
+test_plots
+test_figures
+test_make
+exit 0

@@ -1,0 +1,496 @@
+#!/usr/bin/env bash
+# Tests what ./cnn writes to go on later, and how it does: --checkpoint, --resume, --load, --eval.
+# CNN=PATH: another binary. QUICK=1: fewer places to stop at.
+# Prints `pass checkpoints/NAME`, `fail checkpoints/NAME: expected ..., found ...` or
+# `skip checkpoints/NAME: why`.
+suite=checkpoints
+# shellcheck source=tests/lib.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh" || exit 1
+
+# Two epochs of three steps, of which the last has 2 images instead of 4.
+cifar=(--model cifar --dataset synthetic --limit-train 10 --limit-test 10 --epochs 2)
+
+# same_file NAME A B
+same_file() { holds "$1" "$2 equal to $3" "other bytes, or none" cmp -s "$2" "$3"; }
+
+# The start of a checkpoint, and a value of its metadata.
+metadata() { head -c 3000 "$1" | tail -c +9 | grep -aoP '^\{"__metadata__":\{\K[^}]*'; }
+position() { metadata "$1" | grep -oP "\"$2\":\"\\K[0-9]+"; }
+
+# steps_in FILE: how many steps of `cifar` its run had done
+steps_in() {
+    local epoch batch
+    epoch=$(position "$1" epoch) batch=$(position "$1" batch)
+    echo $(((${epoch:-1} - 1) * 3 + ${batch:-0}))
+}
+
+# ---- Stopped anywhere, a run goes on to the same bytes
+
+# stops NAME STEPS LAST OPTIONS...: stops after each of STEPS and resumes, up to LAST steps in all
+stops() {
+    local name=$1 steps=$2 last=$3 k
+    shift 3
+    run "$@" --checkpoint "$tmp/straight"
+    same "stops/$name/status" 0 "$status"
+    for k in $steps; do
+        rm -f "$tmp/stopped"
+        run "$@" --checkpoint "$tmp/stopped" --max-steps "$k"
+        same "stops/$name/$k/differs" 1 "$(cmp -s "$tmp/stopped" "$tmp/straight"; echo $?)"
+        run "$@" --checkpoint "$tmp/stopped" --resume
+        line "stops/$name/$k/goes_on" \
+            "^Resuming from $tmp/stopped: epoch $((k / 3 + 1)), step $((k % 3 + 1))\$"
+        same_file "stops/$name/$k/equal" "$tmp/stopped" "$tmp/straight"
+    done
+    same "stops/$name/end" "$((last / 3 + 1)) 0" \
+        "$(position "$tmp/straight" epoch) $(position "$tmp/straight" batch)"
+}
+
+test_stops() {
+    local steps='1 2 3 4 5' more=' 6 7 8'
+    [ -z "${QUICK:-}" ] || { steps='2 3' && more=''; }
+    stops mnist_adadelta "$steps" 6 --dataset synthetic --limit-train 20 --batch-size 8 \
+        --limit-test 10 --epochs 2
+    stops cifar_momentum "$steps" 6 "${cifar[@]}"
+    stops cifar_no_momentum "3 4" 6 "${cifar[@]}" --momentum 0 --weight-decay 0.01
+    stops resnet8 "$steps$more" 9 --model resnet8 --dataset synthetic --limit-train 20 \
+        --batch-size 8 --limit-test 10 --epochs 3 --nesterov --schedule cosine --warmup-epochs 1 \
+        --augment crop-flip --label-smoothing 0.1
+    if [ -n "${QUICK:-}" ]; then
+        skip stops/resnet18 "QUICK=1"
+    else
+        stops resnet18 2 3 --model resnet18 --dataset synthetic --limit-train 6 --batch-size 2 \
+            --limit-test 2 --epochs 1
+    fi
+    # Resumed before every step, with other threads, and once more when there is nothing left to do.
+    run "${cifar[@]}" --checkpoint "$tmp/straight"
+    rm -f "$tmp/stopped"
+    local k
+    for k in 1 2 3 4 5 6 7; do
+        run "${cifar[@]}" --checkpoint "$tmp/stopped" --resume --max-steps "$k" \
+            --threads $((k % 2 + 1)) --workers $((k % 3 + 1))
+    done
+    same_file stops/before_every_step "$tmp/stopped" "$tmp/straight"
+    same stops/nothing_left "exit 0, 1 epochs" "exit $status, $(grep -c '^epoch=0 ' "$out") epochs"
+}
+
+# With the same --out the logs go on as well: each step stands there once, as if never stopped. The
+# checkpoint is older than the last rows, as where a job was killed between two checkpoints.
+test_logs_go_on() {
+    run "${cifar[@]}" --checkpoint "$tmp/logged" --out "$tmp/logs" --max-steps 4
+    cp "$tmp/logged" "$tmp/older"
+    run "${cifar[@]}" --checkpoint "$tmp/logged" --resume --out "$tmp/logs"
+    run "${cifar[@]}" --checkpoint "$tmp/older" --resume --out "$tmp/logs"
+    same logs/steps "1,1 1,2 1,3 2,1 2,2 2,3" \
+        "$(tail -n +2 "$tmp/logs/steps.csv" | cut -d, -f1,2 | paste -sd ' ')"
+    same logs/epochs "1 2" "$(tail -n +2 "$tmp/logs/epochs.csv" | cut -d, -f1 | paste -sd ' ')"
+    same logs/headers "epoch epoch" \
+        "$(head -qn 1 "$tmp"/logs/{steps,epochs}.csv | cut -d, -f1 | paste -sd ' ')"
+    run "${cifar[@]}" --out "$tmp/logs"
+    same logs/fresh_run_starts_anew 7 "$(wc -l <"$tmp/logs/steps.csv")"
+}
+
+test_max_steps() {
+    run "${cifar[@]}" --max-steps 5 --out "$tmp/max_steps"
+    same max_steps/status 0 "$status"
+    same max_steps/images "10 8" "$(grep -oP '^epoch=.* images=\K[0-9]+' "$out" | paste -sd ' ')"
+    same max_steps/tests 2 "$(grep -c '^Test set: A' "$out")"
+    local json=$tmp/max_steps/run.json
+    holds max_steps/stopped '"status": "stopped"' "$(head -n 2 "$json")" \
+        grep -q '"status": "stopped"' "$json"
+    run "${cifar[@]}" --max-steps 6 --out "$tmp/max_steps"
+    holds max_steps/complete '"status": "complete"' "$(head -n 2 "$json")" \
+        grep -q '"status": "complete"' "$json"
+    run "${cifar[@]}" --max-steps 0
+    same max_steps/0_means_none 2 "$(grep -c '^epoch=' "$out")"
+}
+
+# ---- Which settings a checkpoint keeps
+
+kept=(model width stem dataset limit-train augment global-batch parallel bucket-mb optimizer lr
+    momentum nesterov weight-decay label-smoothing schedule gamma step-size milestones warmup-epochs lr-scaling seed
+    kernels)
+
+# differs NAME OPTIONS...: the checkpoint $tmp/base of the run "${base[@]}" is not resumed with them
+differs() {
+    local name=$1
+    shift
+    cp "$tmp/base" "$tmp/refused"
+    refused "resume/refuses_$name" 2 "was made with ${name%:*}=" "${base[@]}" \
+        --checkpoint "$tmp/refused" --resume "$@"
+    same_file "resume/refuses_$name/keeps_file" "$tmp/refused" "$tmp/base"
+    tried+=("${name%:*}")
+}
+
+test_resume_refuses() {
+    local tried=() base=("${cifar[@]}")
+    run "${base[@]}" --checkpoint "$tmp/base" --max-steps 2
+    same resume/keeps "$(printf '%s\n' format epoch batch devices "${kept[@]}" | sort)" \
+        "$(metadata "$tmp/base" | grep -oP '(^|,)"\K[a-z-]+(?=":")' | sort)"
+    differs model --model mnist --optimizer sgd --lr 0.001 --momentum 0.9 --batch-size 4 --gamma 1
+    differs width --width 8
+    make_data
+    differs dataset --dataset mnist --data "$tmp/idx"
+    differs limit-train --limit-train 9
+    differs augment --augment crop-flip
+    differs global-batch --batch-size 5
+    differs global-batch:option --global-batch 5
+    differs parallel --parallel dp
+    differs bucket-mb --bucket-mb 1
+    differs optimizer --optimizer adadelta --momentum 0
+    differs lr --lr 0.002
+    differs momentum --momentum 0.8
+    differs momentum:0 --momentum 0
+    differs nesterov --nesterov
+    differs weight-decay --weight-decay 0.1
+    differs label-smoothing --label-smoothing 0.1
+    differs schedule --schedule cosine
+    differs gamma --gamma 0.7
+    differs step-size --step-size 2
+    differs warmup-epochs --warmup-epochs 1
+    differs lr-scaling --lr-scaling linear
+    differs seed --seed 2
+    differs kernels --kernels naive
+    base=("${cifar[@]}" --schedule multistep --milestones 1)
+    run "${base[@]}" --checkpoint "$tmp/base" --max-steps 2
+    differs milestones --milestones 1,2
+    base=("${cifar[@]}" --model resnet8 --batch-size 4)
+    run "${base[@]}" --checkpoint "$tmp/base" --max-steps 2
+    differs stem --stem 7
+    same resume/tried_all "$(printf '%s\n' "${kept[@]}" | sort)" \
+        "$(printf '%s\n' "${tried[@]}" | sort -u)"
+}
+
+test_resume() {
+    run "${cifar[@]}" --checkpoint "$tmp/straight"
+    run "${cifar[@]}" --checkpoint "$tmp/afresh" --resume
+    line resume/afresh "^No checkpoint $tmp/afresh yet: starting at epoch 1\$"
+    same_file resume/afresh_equal "$tmp/afresh" "$tmp/straight"
+    run "${cifar[@]}" --checkpoint "$tmp/free" --epochs 1 --threads 1 --workers 1
+    run "${cifar[@]}" --checkpoint "$tmp/free" --resume --threads 2 --workers 3 --log-interval 1 \
+        --limit-test 3 --test-batch-size 2 --save-every 2steps --per-class --profile \
+        --out "$tmp/free_run"
+    same resume/may_differ/status 0 "$status"
+    same_file resume/may_differ "$tmp/free" "$tmp/straight"
+    # A second run without --resume begins again and overwrites the file.
+    run "${cifar[@]}" --checkpoint "$tmp/free"
+    same_file resume/unasked "$tmp/free" "$tmp/straight"
+    same resume/unasked_says "" "$(grep '^Going on' "$out")"
+
+    run "${cifar[@]}" --checkpoint "$tmp/free" --resume --per-class
+    same resume/finished_per_class "exit 0, no nan" \
+        "exit $status, $(grep -o 'is -*nan.*' "$out" | head -n 1 | grep . || echo no nan)"
+
+    run "${cifar[@]}" --save-model --out "$tmp/model"
+    refused resume/a_model 1 "$tmp/model/model.safetensors" "${cifar[@]}" --resume \
+        --checkpoint "$tmp/model/model.safetensors"
+    run "${cifar[@]}" --checkpoint "$tmp/base" --max-steps 2
+    local what
+    for what in batch:2:3 batch:2:x epoch:1:0; do
+        IFS=: read -r name old new <<<"$what"
+        sed "s/\"$name\":\"$old\"/\"$name\":\"$new\"/" "$tmp/base" >"$tmp/spoilt"
+        refused "resume/spoilt_$name/$new" 1 "$tmp/spoilt" "${cifar[@]}" --resume \
+            --checkpoint "$tmp/spoilt"
+    done
+}
+
+# ---- Killed in the middle
+
+# killed EVERY: starts or resumes --save-every EVERY and kills it when it has written the checkpoint
+killed() {
+    local before tries=0
+    before=$(steps_in "$tmp/killed")
+    "$cnn" "${long[@]}" --checkpoint "$tmp/killed" --save-every "$1" --resume >"$out" 2>"$err" &
+    local pid=$!
+    trap 'kill -9 $pid; rm -rf "$tmp"' EXIT
+    until [ "$(steps_in "$tmp/killed")" -gt "$before" ] || [ $((++tries)) -gt 600 ]; do
+        sleep 0.05
+    done
+    sleep "0.0$((RANDOM % 10))"
+    kill -9 $pid
+    wait $pid
+    status=$?
+    trap 'rm -rf "$tmp"' EXIT
+} 2>/dev/null
+
+test_kill() {
+    # Ends by itself after a minute or so, 3,000 steps, if nobody kills it.
+    local long=("${cifar[@]}" --epochs 1000) every period step round
+    while read -r every period; do
+        rm -f "$tmp/killed"
+        for round in first second third; do
+            killed "$every"
+            step=$(steps_in "$tmp/killed")
+            same "kill/$every/$round" "killed, more than 0 steps, 0 too many" \
+                "$([ "$status" -eq 137 ] && echo killed), \
+$([ "$step" -gt 0 ] && echo more than) 0 steps, $((step % period)) too many"
+        done
+        line "kill/$every/resumed" "^Resuming from $tmp/killed: "
+        run "${long[@]}" --checkpoint "$tmp/straight" --max-steps "$step"
+        same_file "kill/$every/equals_straight" "$tmp/killed" "$tmp/straight"
+        run "${long[@]}" --checkpoint "$tmp/straight" --max-steps $((step + 4))
+        run "${long[@]}" --checkpoint "$tmp/killed" --max-steps $((step + 4)) --resume
+        same_file "kill/$every/goes_on" "$tmp/killed" "$tmp/straight"
+    done <<END
+2steps 2
+7steps 7
+5 15
+END
+    same kill/no_temporary_left "" "$(find "$tmp" -name '*.tmp')"
+}
+
+# ---- Weights: --save-model, --load, --eval
+
+# evaluated NAME FILE OPTIONS...: --load FILE --eval says what the run in $tmp/saved/run.json said
+evaluated() {
+    local name=$1 file=$2
+    shift 2
+    run "$@" --seed 9 --load "$file" --eval --save-model --out "$tmp/eval"
+    same "load/$name/status" 0 "$status"
+    same "load/$name/figures" "$wanted" "epoch=0 $(value test_loss) $(value accuracy)"
+    same "load/$name/confusion" "$confusion" "$(grep -A 10 '"confusion"' "$tmp/eval/run.json")"
+    same "load/$name/no_training" "" "$(grep -E '^(Train Epoch|INFO)' "$out")"
+    same_file "load/$name/same_weights" "$tmp/eval/model.safetensors" "$tmp/saved/model.safetensors"
+}
+
+test_load() {
+    local model wanted confusion options
+    for model in mnist cifar resnet8; do
+        options=(--model "$model" --dataset synthetic --limit-train 40 --limit-test 60
+            --batch-size 8)
+        run "${options[@]}" --epochs 1 --save-model --checkpoint "$tmp/with_optimizer" \
+            --out "$tmp/saved"
+        wanted="epoch=0 $(value test_loss) $(value accuracy)"
+        confusion=$(grep -A 10 '"confusion"' "$tmp/saved/run.json")
+        evaluated "$model" "$tmp/saved/model.safetensors" "${options[@]}"
+        line "load/$model/says" "^Loaded the weights in $tmp/saved/model.safetensors\$"
+        evaluated "$model/checkpoint" "$tmp/with_optimizer" "${options[@]}"
+        run "${options[@]}" --seed 9 --eval
+        same "load/$model/matters" different \
+            "$([ "$wanted" = "epoch=0 $(value test_loss) $(value accuracy)" ] || echo different)"
+    done
+    run "${cifar[@]}" --checkpoint "$tmp/straight"
+    wanted=$(figures | grep -E '^(test_loss|accuracy)' | tail -n 2)
+    run "${cifar[@]}" --checkpoint "$tmp/straight" --resume --eval
+    same load/eval_of_resumed "$wanted" "$(figures | grep -E '^(test_loss|accuracy)')"
+    # Training goes on from the weights, not from the place.
+    run "${cifar[@]}" --load "$tmp/straight" --epochs 1 --log-interval 1
+    local first='^Train Epoch: 1 \[0/10 ' loss
+    loss=$(grep "$first" "$out")
+    run "${cifar[@]}" --epochs 1 --log-interval 1
+    same load/then_train "1 line, another one" "$(grep -c "$first" <<<"$loss") line, \
+$([ "$loss" = "$(grep "$first" "$out")" ] && echo the same || echo another) one"
+}
+
+# not_loaded NAME WORD FILE: refused, in one line about FILE that has WORD
+not_loaded() {
+    refused "load/$1" 1 "$2" "${cifar[@]}" --load "$3" --eval
+    holds "load/$1/names_file" "$3" "$(cat "$err")" grep -qF -- "$3" "$err"
+}
+
+test_load_refuses() {
+    local model
+    run --dataset synthetic --limit-train 4 --limit-test 4 --epochs 1 --save-model
+    run "${cifar[@]}" --save-model
+    not_loaded missing "No such file" "$tmp/nowhere"
+    not_loaded folder "" "$tmp"
+    not_loaded other_model \
+        '"shape":[6,3,5,5],"data_offsets":[, found ""conv1.weight":{"dtype":"F32","shape":[32,1,3,3]' \
+        "$PWD/mnist_cnn.safetensors"
+    cp cifar_cnn.safetensors cifar.st
+    refused load/other_model_turned 1 'conv1.weight' --dataset synthetic --limit-train 4 \
+        --limit-test 4 --load cifar.st --eval
+    for model in resnet8 resnet18; do
+        refused "load/cifar_in_$model" 1 'cifar.st: in its header: expected "conv1.' --model $model --dataset synthetic \
+            --limit-train 4 --limit-test 4 --load cifar.st --eval
+    done
+    refused load/other_width 1 'conv1.weight' "${cifar[@]}" --width 8 --load cifar.st --eval
+    local size length
+    size=$(stat -c %s cifar.st)
+    length=$(($(od -An -tu8 -N8 cifar.st)))
+    for length in 0 7 8 9 $((length + 7)) $((length + 8)) $((size - 1)); do
+        head -c "$length" cifar.st >cut.st
+        not_loaded "cut_at_$length" cut.st cut.st
+    done
+    { cat cifar.st && echo; } >long.st
+    not_loaded too_long long.st long.st
+    yes 'No such tensors.' 2>/dev/null | head -c 5000 >text.st
+    not_loaded text text.st text.st
+    head -c 5000 /dev/zero >zeros.st
+    not_loaded zeros zeros.st zeros.st
+    gzip -c cifar.st >gzip.st
+    not_loaded gzipped gzip.st gzip.st
+    test_headers
+}
+
+# Headers that lie, each of a file that is right otherwise, and a word of what is said to it; none:
+# the file is good.
+test_headers() {
+    if ! command -v python3 >/dev/null; then
+        skip load/headers "python3 is not installed"
+        return
+    fi
+    mkdir headers && python3 - cifar.st headers >headers.txt <<'END'
+import json, struct, sys
+data = open(sys.argv[1], "rb").read()
+length, = struct.unpack("<Q", data[:8])
+good, numbers = data[8:8 + length].decode(), data[8 + length:]
+HUGE = [4294967296, 4294967296]
+
+
+def write(name, word, text, numbers=numbers, length=None):
+    text = text.encode("latin-1")
+    length = len(text) if length is None else length
+    open(sys.argv[2] + "/" + name, "wb").write(struct.pack("<Q", length) + text + numbers)
+    print(name, word, sep="\t")
+
+
+def json_text(header):
+    return json.dumps(header, separators=(",", ":"))  # the style of the safetensors library
+
+
+def change(name, word, numbers=numbers, **entries):
+    header = json.loads(good)
+    for tensor, entry in entries.items():
+        tensor = tensor.replace("_", ".")
+        header[tensor] = None if entry is None else dict(header.get(tensor, {}), **entry)
+    write(name, word, json_text({k: v for k, v in header.items() if v is not None}), numbers)
+
+
+header = json.loads(good)
+good = good.rstrip()
+entry = header["fc3.bias"]
+begin, end = entry["data_offsets"]
+bias = '"fc3.bias":' + json_text(entry)
+write("good", "", good + " ")
+change("good_in_python", "", fc3_bias={})
+write("good_turned", "", json_text({"__metadata__": header.pop("__metadata__"),
+                                    **dict(reversed(header.items()))}))
+write("white_space", 'found ""conv1.weight": {', json.dumps(json.loads(good)))
+write("metadata_last", "only the tensors", json_text(header)[:-1] + ',"__metadata__":{"a":"b"}}')
+write("other_order", 'found ""fc3.bias":{"data_offsets"', good.replace(
+    bias, '"fc3.bias":' + json_text(dict(reversed(entry.items())))))
+change("extra_tensor", 'found ","new"', numbers + bytes(4),
+       new={"dtype": "F32", "shape": [1], "data_offsets": [end, end + 4]})
+change("missing_tensor", 'expected "fc3.bias"', numbers[:-40], fc3_bias=None)
+change("hole", "fc3.bias: expected its values at byte", numbers + bytes(4),
+       fc3_bias={"data_offsets": [end - 36, end + 4]})
+change("overlap", "fc3.bias: expected its values at byte", numbers[:-4],
+       fc3_bias={"data_offsets": [end - 44, end - 4]})
+change("turned_offsets", "data_offsets that fit", fc3_bias={"data_offsets": [end, end - 40]})
+change("past_the_end", "fc3.bias: expected its values at byte",
+       fc3_bias={"data_offsets": [end, end + 40]})
+change("one_offset", "data_offsets that fit", fc3_bias={"data_offsets": [end - 40]})
+change("negative_offset", 'each once, found "-40,0]}', fc3_bias={"data_offsets": [-40, 0]})
+change("float64", 'found ""fc3.bias":{"dtype":"F64"', numbers[:-40] + bytes(80), fc3_bias={
+    "dtype": "F64", "data_offsets": [end - 40, end + 40]})
+change("float16", 'found ""fc3.bias":{"dtype":"F16"', numbers[:-40] + bytes(20), fc3_bias={
+    "dtype": "F16", "data_offsets": [end - 40, end - 20]})
+change("unknown_dtype", 'found ""fc3.bias":{"dtype":"F31"', fc3_bias={"dtype": "F31"})
+change("integers", 'found ""fc3.bias":{"dtype":"I32"', fc3_bias={"dtype": "I32"})
+change("turned_shape", '"shape":[84,10]', fc3_weight={"shape": [84, 10]})
+change("rank", '"shape":[1,10]', fc3_bias={"shape": [1, 10]})
+change("rank_5", '"shape":[1,1,1,1,10]', fc3_bias={"shape": [1, 1, 1, 1, 10]})
+change("huge_shape", '"shape":[4294967296,', fc3_bias={"shape": HUGE})
+change("shape_no_list", '"shape":10,', fc3_bias={"shape": 10})
+change("unknown_key", 'found ","strides"', fc3_bias={"strides": [1]})
+write("twice", 'expected "fc3.bias"', good.replace('"fc3.bias"', '"fc2.bias"'))
+write("one_twice", 'found ","fc3.bias"', good[:-1] + "," + bias + "}")
+write("no_json", 'found "{"__metadata__"', "{" + good)
+write("half", "in its header: expected", good[:len(good) // 2])
+write("trailing", 'found "{}"', good + "{}")
+write("trailing_comma", 'found ",}"', good[:-1] + ",}")
+write("escape", 'expected "fc3.bias"', good.replace("fc3.bias", "fc3\\u002ebias"))
+write("zero_byte", "no zero byte", good.replace("fc3.bias", "fc3.\0ias"))
+write("list", "starts with {", "[" + good + "]")
+write("empty", "starts with {", "")
+write("no_tensors", 'expected "conv1.weight"', "{}", b"")
+write("long_name", 'expected "fc3.bias"', good.replace("fc3.bias", 3000 * "x"))
+write("nested", 'metadata as "key":"value"', good.replace('{"format"', '{"a":{"b":"c"},"format"'))
+write("much_metadata", "less metadata",
+      good.replace('{"format"', '{"a":"%s","format"' % (9000 * "x")))
+write("much_header", "at most 1048576", good + 1048577 * " ")
+write("length_-1", "at most 1048576", good, length=2 ** 64 - 1)
+write("length_-8", "at most 1048576", good, length=2 ** 64 - 8)
+write("length_2_63", "at most 1048576", good, length=2 ** 63)
+write("length_short", "data_offsets that fit", good, length=good.index(bias) + len(bias) - 3)
+END
+    local name word
+    while IFS=$'\t' read -r name word; do
+        if [ "$word" ]; then
+            not_loaded "headers/$name" "$word" "headers/$name"
+        else
+            run "${cifar[@]}" --load "headers/$name" --eval
+            same "load/headers/$name" "exit 0, " "exit $status, $(cat "$err")"
+        fi
+    done <headers.txt
+    holds load/headers/all "more than 38 files" "$(wc -l <headers.txt)" \
+        test "$(wc -l <headers.txt)" -gt 38
+}
+
+# ---- Runs that diverge: the checkpoint is the last good one
+
+test_diverged() {
+    local options=("${cifar[@]}" --epochs 9 --lr 1e6)
+    run "${options[@]}" --checkpoint "$tmp/diverged" --save-every 1steps
+    same diverged/status 1 "$status"
+    run "${options[@]}" --load "$tmp/diverged" --eval
+    same diverged/loss_of_checkpoint "finite, or refused" \
+        "$(grep -oE 'test_loss=[-+]?(nan|inf)' "$out" || echo "finite, or refused")"
+    # The step that spoils the weights is the last one: no later loss can tell.
+    run "${options[@]}" --max-steps 2 --out "$tmp/diverged_run"
+    same diverged/in_the_last_step "exit 1, failed" \
+        "exit $status, $(grep -oP '"status": "\K[a-z]+' "$tmp/diverged_run/run.json")"
+    python diverged/run_json "$tmp/diverged_run/run.json" <<'END'
+import json, sys
+try:
+    json.load(open(sys.argv[1]))
+except ValueError as error:
+    print("no JSON:", error)
+END
+}
+
+# ---- Disks that fail
+
+test_write_errors() {
+    local dir name
+    : >"$tmp/file"
+    while read -r name dir; do
+        refused "write/$name" 1 "$dir" "${cifar[@]}" --checkpoint "$dir"
+        same "write/$name/before_training" 0 "$(grep -c '^Train Epoch' "$out")"
+    done <<END
+no_folder $tmp/no/such/folder
+in_a_file $tmp/file/checkpoint
+not_creatable /proc/checkpoint
+END
+    # No file may grow beyond 100 KiB, as if the disk were full; the older checkpoint survives that.
+    run "${cifar[@]}" --checkpoint "$tmp/old" --max-steps 2
+    cp "$tmp/old" "$tmp/full"
+    (
+        trap '' XFSZ
+        ulimit -f 100
+        run "${cifar[@]}" --checkpoint "$tmp/full" --resume
+        exit "$status"
+    )
+    same write/full_disk/status 1 "$?"
+    same write/full_disk/one_line 1 "$(grep -c "^cnn: error: .*$tmp/full" "$err")"
+    same_file write/full_disk/keeps_old "$tmp/full" "$tmp/old"
+    same write/full_disk/no_temporary "" "$(find "$tmp" -name 'full.tmp')"
+    # What a killed run left beside the checkpoint does no harm.
+    echo rubbish >"$tmp/full.tmp"
+    run "${cifar[@]}" --checkpoint "$tmp/full" --resume
+    run "${cifar[@]}" --checkpoint "$tmp/straight"
+    same_file write/old_temporary "$tmp/full" "$tmp/straight"
+    same write/old_temporary_gone "" "$(find "$tmp" -name '*.tmp')"
+}
+
+test_stops
+test_logs_go_on
+test_max_steps
+test_resume_refuses
+test_resume
+test_kill
+test_load
+test_load_refuses
+test_diverged
+test_write_errors
+exit 0

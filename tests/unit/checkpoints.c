@@ -1,0 +1,682 @@
+/* checkpoints.c - section 11 of cnn.c: weights in PyTorch's order, checkpoints that are saved
+   and loaded, and files that are damaged or inconsistent, which must be refused with one line
+   that says why. */
+
+#include <setjmp.h>
+#include <sys/mman.h>
+
+/* ---- Weights in PyTorch's order -------------------------------------------------------------- */
+
+// Weights that hold their own index, which shows where each one went.
+static void check_permutation(Shape s, size_t outputs) {
+    size_t count = shape_size(s) * outputs;
+    Array from = array(count, 0), got = array(count, guard_value), want = array(count, 0);
+    for (size_t i = 0; i < count; i++)
+        from.at[i] = (real)i;
+    for (size_t y = 0; y < s.h; y++)
+        for (size_t x = 0; x < s.w; x++)
+            for (size_t c = 0; c < s.c; c++)
+                for (size_t k = 0; k < outputs; k++)
+                    want.at[((k * s.c + c) * s.h + y) * s.w + x] =
+                        (real)(((y * s.w + x) * s.c + c) * outputs + k);
+    reorder_weight(got.at, from.at, s, outputs, true);
+    check_tensor("weight", got.at, want.at, NULL, count);
+    reorder_weight(got.at, want.at, s, outputs, false);
+    check_tensor("weight and back", got.at, from.at, NULL, count);
+    check_guards("weight", &got);
+    free_arrays((Array[]){from, got, want}, 3 * sizeof(Array));
+}
+
+static void test_to_pytorch(void) {
+    check_permutation((Shape){3, 3, 2}, 5);
+    check_permutation((Shape){4, 3, 5}, 6);
+    check_permutation((Shape){1, 1, 7}, 3);
+    verdict("weights in PyTorch's order, and back");
+}
+
+/* ---- Files ----------------------------------------------------------------------------------- */
+
+static char checkpoint_path[64];
+
+static void use_temporary_file(void) {
+    snprintf(checkpoint_path, sizeof checkpoint_path, "/tmp/test_unit.XXXXXX");
+    int file = mkstemp(checkpoint_path);
+    if (file < 0)
+        fail("cannot create %s", checkpoint_path);
+    else
+        close(file);
+}
+
+// A file in memory, which children inherit: thousands of them would wear out a disk's patience.
+static void use_memory_file(void) {
+    int file = memfd_create("checkpoint", 0);
+    snprintf(checkpoint_path, sizeof checkpoint_path, "/proc/self/fd/%d", file);
+    if (file < 0)
+        fail("cannot create a file in memory");
+}
+
+static void fill_random(real *to, size_t count) {
+    for (size_t i = 0; i < count; i++)
+        to[i] = draw_real();
+}
+
+static void build_for_checkpoint(Net *net, const char *model, const Settings *settings) {
+    DatasetInfo info = dataset_for(find_model(model), "synthetic");
+    net_build(net, find_model(model), &info, settings, &naive_backend);
+    plan_memory(net, 1);
+    net_alloc(net);
+}
+
+static void save_or_load(Net *net, const Optimizer *o, real *state, char *metadata, bool save) {
+    if (save) {
+        save_tensors(net, o, state, metadata, checkpoint_path);
+    } else {
+        TensorFile f;
+        open_tensors(&f, checkpoint_path);
+        snprintf(metadata, METADATA_SIZE, "%s", f.metadata);
+        read_tensors(&f, net, o, state);
+    }
+}
+
+// The parameters among the numbers of an arena; what lies between tensors is no part of a file.
+static void compare_parameters(const char *name, const Net *net, const real *got,
+                               const real *want) {
+    for (size_t i = 0; i < net->count; i++) {
+        const Layer *l = &net->layers[i];
+        check_tensor(name, got + l->weight, want + l->weight, NULL, l->weights);
+        check_tensor(name, got + l->bias, want + l->bias, NULL, l->biases);
+    }
+}
+
+static void compare_loaded(const Net *got, const Net *want, const real *got_state,
+                           const real *want_state, size_t states) {
+    compare_parameters("parameters", want, got->params, want->params);
+    for (size_t i = 0; i < states; i++)
+        compare_parameters("optimizer", want, got_state + i * want->param_size,
+                           want_state + i * want->param_size);
+    for (size_t i = 0; i < want->count; i++) {
+        const Layer *l = &want->layers[i];
+        size_t count = l->kind == BATCHNORM2D ? 2 * l->out.c : 0;
+        check_tensor("running statistics", got->stats + l->stats, want->stats + l->stats, NULL,
+                     count);
+    }
+    if (got->batches_tracked != want->batches_tracked)
+        fail("%zu batches tracked, expected %zu", got->batches_tracked, want->batches_tracked);
+}
+
+static void test_round_trip(const char *model, const Optimizer *o, double momentum) {
+    static Net saved, loaded;
+    Settings settings = plain;
+    settings.momentum = momentum;
+    size_t states = count_states(o, &settings);
+    char metadata[METADATA_SIZE] = "format=pt\nepoch=3\nbatch=17\nmodel=x y\n";
+    const char *want = "format=pt\nepoch=3\nbatch=17\nmodel=x y\n";
+    build_for_checkpoint(&saved, model, &settings);
+    build_for_checkpoint(&loaded, model, &settings);
+    Array state = random_array(states * saved.param_size);
+    Array other = array(states * saved.param_size, guard_value);
+    fill_random(saved.params, saved.param_size);
+    fill_random(saved.stats, saved.stats_size);
+    saved.batches_tracked = saved.stats_size ? (size_t)1 << 40 : 0;
+    save_or_load(&saved, o, state.at, metadata, true);
+    save_or_load(&loaded, o, other.at, metadata, false);
+    compare_loaded(&loaded, &saved, other.at, state.at, states);
+    if (strcmp(metadata, want) != 0)
+        fail("metadata \"%s\", expected \"%s\"", metadata, want);
+    free_arrays((Array[]){state, other}, 2 * sizeof(Array));
+    net_free(&saved);
+    net_free(&loaded);
+    char name[96];
+    snprintf(name, sizeof name, "checkpoint of %s with %s and momentum %g, and back", model,
+             o->name, momentum);
+    verdict("%s", name);
+}
+
+// Files for this network are small enough to be spoiled in every way.
+static size_t build_spoiled(Net *net, size_t x) {
+    x = batchnorm2d(net, conv2d_no_bias(net, x, 2, 1, 1, 0));
+    return log_softmax(net, linear(net, x, net->classes));
+}
+static const Model spoiled_model = {.name = "spoiled", .build = build_spoiled};
+static Net spoiled_net;
+
+// An entry of a header, as it will be written.
+typedef struct Entry {
+    char name[40], dtype[16], shape[96];
+    size_t begin, end;
+} Entry;
+
+typedef struct File {
+    Entry entries[16];
+    size_t count, data_bytes;
+    char header[8192];
+    const char *metadata; // NULL: none
+} File;
+
+static File good_file(void) {
+    File f = {.metadata = "{\"format\":\"pt\"}"};
+    Tensor *list = list_tensors(&spoiled_net, NULL, NULL, false, &f.count);
+    qsort(list, f.count, sizeof *list, compare_keys);
+    for (size_t i = 0; i < f.count; i++) {
+        Entry *e = &f.entries[i];
+        snprintf(e->name, sizeof e->name, "%.39s", list[i].name);
+        snprintf(e->dtype, sizeof e->dtype, "%s", list[i].dtype);
+        size_t at = 0;
+        for (size_t d = 0; d < list[i].rank; d++)
+            at += (size_t)snprintf(e->shape + at, 24, d ? ",%zu" : "%zu", list[i].dims[d]);
+        e->begin = list[i].begin;
+        e->end = f.data_bytes = e->begin + list[i].bytes;
+    }
+    free(list);
+    return f;
+}
+
+static void spell_header(File *f) {
+    size_t at = 1, size = sizeof f->header;
+    strcpy(f->header, "{");
+    if (f->metadata)
+        at += (size_t)snprintf(f->header + at, size - at, "\"__metadata__\":%s", f->metadata);
+    for (const Entry *e = f->entries; e < f->entries + f->count; e++)
+        at += (size_t)snprintf(
+            f->header + at, size - at,
+            "%s\"%s\":{\"dtype\":\"%s\",\"shape\":[%s],\"data_offsets\":[%zu,%zu]}",
+            at > 1 ? "," : "", e->name, e->dtype, e->shape, e->begin, e->end);
+    strcpy(f->header + at, "}");
+}
+
+// length: what the first 8 bytes say; header: as many bytes as are there
+static void write_bytes(uint64_t length, const char *header, size_t bytes, size_t data_bytes) {
+    static const uint8_t data[8192];
+    FILE *f = fopen(checkpoint_path, "wb");
+    if (!f) {
+        fail("cannot write %s", checkpoint_path);
+        return;
+    }
+    for (int byte = 0; byte < 8; byte++)
+        fputc((int)(length >> (8 * byte) & 255), f);
+    fwrite(header, 1, bytes, f);
+    fwrite(data, 1, data_bytes, f);
+    fclose(f);
+}
+
+static void write_good(const File *f) {
+    write_bytes(strlen(f->header), f->header, strlen(f->header), f->data_bytes);
+}
+
+static void load_spoiled(void) {
+    char metadata[METADATA_SIZE];
+    // an optimizer that keeps nothing: the file may hold no optimizer's numbers
+    save_or_load(&spoiled_net, &optimizers[1], spoiled_net.scratch, metadata, false);
+}
+
+static void save_spoiled(void) {
+    char metadata[METADATA_SIZE] = "";
+    save_or_load(&spoiled_net, NULL, NULL, metadata, true);
+}
+
+// How a child ended, and what it said.
+typedef struct Ending {
+    int status;
+    char text[4096];
+} Ending;
+
+// Before the sanitizer's own end: it would search a forked child for leaks.
+static void leave_at_once(int status, void *unused) {
+    (void)unused;
+    _exit(status);
+}
+
+static Ending call_in_child(void (*call)(void)) {
+    Ending e = {0};
+    int ends[2];
+    size_t length = 0;
+    fflush(stdout);
+    pid_t child = pipe(ends) == 0 ? fork() : -1;
+    if (child == 0) {
+        dup2(ends[1], STDERR_FILENO);
+        on_exit(leave_at_once, NULL);
+        alarm(20); // a hang ends by a signal
+        call();
+        exit(0);
+    }
+    close(ends[1]);
+    for (ssize_t got = 1; got > 0; length += (size_t)got)
+        got = read(ends[0], e.text + length, sizeof e.text - 1 - length);
+    close(ends[0]);
+    if (child < 0 || waitpid(child, &e.status, 0) != child)
+        fail("no child");
+    return e;
+}
+
+// One line that begins as all errors of cnn do, and holds these words.
+static bool is_refusal(const char *text, const char *words) {
+    const char *end = strchr(text, '\n');
+    return strncmp(text, "cnn: error: ", 12) == 0 && end && !end[1] && strstr(text, words);
+}
+
+static void expect_refusal(const char *what, const char *words) {
+    Ending e = call_in_child(load_spoiled);
+    if (!WIFEXITED(e.status) || WEXITSTATUS(e.status) != 1)
+        fail("%s: expected exit status 1, found %x", what, (unsigned)e.status);
+    else if (!is_refusal(e.text, words))
+        fail("%s: expected one line with \"%s\", found \"%.200s\"", what, words, e.text);
+}
+
+static Entry *last_entry(File *f) {
+    return &f->entries[f->count - 1];
+}
+
+static void spoil_hole(File *f) {
+    last_entry(f)->begin += 8;
+    last_entry(f)->end += 8;
+    f->data_bytes += 8;
+}
+
+static void spoil_overlap(File *f) {
+    last_entry(f)->begin -= 4;
+    last_entry(f)->end -= 4;
+    f->data_bytes -= 4;
+}
+
+static void spoil_same_place(File *f) { // fc1.weight of 16 numbers, then as many for the others
+    Entry *e = last_entry(f);
+    e->begin = f->entries[f->count - 2].begin;
+    e->end = e->begin + 2 * sizeof(real);
+}
+
+static void spoil_dtype(File *f) {
+    strcpy(last_entry(f)->dtype, is_double ? "I64" : "I32");
+}
+
+static void spoil_unknown_dtype(File *f) {
+    strcpy(last_entry(f)->dtype, "F31");
+}
+
+static void spoil_shape(File *f) {
+    strcpy(last_entry(f)->shape, "1,2");
+}
+
+static void spoil_size(File *f) {
+    strcpy(last_entry(f)->shape, "5");
+}
+
+static void spoil_product(File *f) { // 2^64 numbers: 0, if the product wraps around
+    strcpy(last_entry(f)->shape, "1073741824,1073741824,16");
+    last_entry(f)->end = last_entry(f)->begin;
+}
+
+static void spoil_bytes(File *f) { // 2^62 numbers, 2^64 or 2^65 bytes
+    strcpy(last_entry(f)->shape, "1073741824,1073741824,4");
+    last_entry(f)->end = last_entry(f)->begin;
+}
+
+static void spoil_rank(File *f) {
+    strcpy(last_entry(f)->shape, "1,1,1,1,4");
+}
+
+static void spoil_digits(File *f) {
+    strcpy(last_entry(f)->shape, "18446744073709551620"); // 2^64 + 4
+}
+
+static void spoil_backwards(File *f) {
+    size_t begin = last_entry(f)->begin;
+    last_entry(f)->begin = last_entry(f)->end;
+    last_entry(f)->end = begin;
+}
+
+static void spoil_twice(File *f) {
+    Entry again = *last_entry(f);
+    size_t bytes = again.end - again.begin;
+    again.begin += bytes;
+    again.end += bytes;
+    f->entries[f->count++] = again;
+    f->data_bytes += bytes;
+}
+
+static void spoil_renamed(File *f) {
+    strcpy(last_entry(f)->name, "fc9.bias");
+}
+
+static void spoil_long_name(File *f) {
+    strcpy(last_entry(f)->name, "fc1.bias.fc1.bias.fc1.bias.fc1.bias");
+}
+
+static void spoil_missing(File *f) {
+    f->data_bytes = last_entry(f)->begin;
+    f->count--;
+}
+
+static void spoil_optimizer(File *f) { // --resume must not take it for a part of the network
+    spoil_twice(f);
+    strcpy(last_entry(f)->name, "optimizer.x.fc1.bias");
+}
+
+static void spoil_more_data(File *f) {
+    f->data_bytes++;
+}
+
+static void spoil_less_data(File *f) {
+    f->data_bytes--;
+}
+
+static void spoil_nothing_there(File *f) {
+    f->count = 0;
+    f->data_bytes = 0;
+}
+
+static void spoil_metadata(File *f) {
+    static char text[METADATA_SIZE + 100] = "{\"a\":\"";
+    memset(text + 6, 'b', METADATA_SIZE);
+    strcpy(text + 6 + METADATA_SIZE, "\"}");
+    f->metadata = text;
+}
+
+static void spoil_metadata_kind(File *f) {
+    f->metadata = "{\"a\":1}";
+}
+
+static void spoil_escape(File *f) {
+    f->metadata = "{\"a\":\"\\u0041\"}";
+}
+
+static void test_spoiled_headers(void) {
+    static const struct {
+        const char *name;
+        void (*spoil)(File *f);
+        const char *words;
+    } cases[] = {
+        {"a hole", spoil_hole, "where those before it end"},
+        {"an overlap", spoil_overlap, "where those before it end"},
+        {"two tensors at one place", spoil_same_place, "where those before it end"},
+        {"wrong dtype", spoil_dtype, "\"fc1.bias\":{\"dtype\":\"F"},
+        {"unknown dtype", spoil_unknown_dtype, "F31"},
+        {"wrong shape", spoil_shape, "\"shape\":[1,2]"},
+        {"wrong size", spoil_size, "\"shape\":[5]"},
+        {"a shape whose product overflows", spoil_product, "[1073741824,"},
+        {"a shape whose bytes overflow", spoil_bytes, "[1073741824,"},
+        {"five dimensions", spoil_rank, "[1,1,1,1,4]"},
+        {"a number of 20 digits", spoil_digits, "[18446744073709551620"},
+        {"offsets backwards", spoil_backwards, "offsets that fit"},
+        {"the same tensor twice", spoil_twice, "this model, each once"},
+        {"an unknown tensor", spoil_renamed, "fc1.bias"},
+        {"an unknown tensor with a long name", spoil_long_name, "fc1.bias"},
+        {"a missing tensor", spoil_missing, "\"fc1.bias\":"},
+        {"an optimizer that was not asked for", spoil_optimizer, "this model, each once"},
+        {"more numbers than it says", spoil_more_data, "bytes of values"},
+        {"fewer numbers than it says", spoil_less_data, "bytes of values"},
+        {"no tensors", spoil_nothing_there, "nothing of that name"},
+        {"too much metadata", spoil_metadata, "less metadata"},
+        {"metadata that are no text", spoil_metadata_kind, "\"key\":\"value\""},
+        {"an escape", spoil_escape, "without backslashes"},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        File f = good_file();
+        cases[i].spoil(&f);
+        spell_header(&f);
+        write_good(&f);
+        expect_refusal(cases[i].name, cases[i].words);
+    }
+    verdict("checkpoint: headers that lie are refused");
+}
+
+#define TEN "0123456789" // ten of these are a longer name than any tensor's
+static void test_garbage_headers(void) {
+    static const char *const headers[][2] = {
+        {"", "starts with {"},
+        {" {}", "starts with {"},
+        {"[]", "starts with {"},
+        {"{", "nothing of that name"},
+        {"{}", "nothing of that name"},
+        {"{{{{{{{{{{{{{{{{", "nothing of that name"},
+        {"{\"a\"}", "nothing of that name"},
+        {"{\"a\":[[[[[[[[[[", "nothing of that name"},
+        {"{\"a\":{\"a\":{\"a\":{\"a\":{", "nothing of that name"},
+        {"{\"a\":{\"dtype\":\"F32\"}}", "nothing of that name"},
+        {"{\"a\":{\"dtype\":\"I64\",\"data_offsets\":[0,8]}}", "nothing of that name"},
+        {"{\"" TEN TEN TEN TEN TEN TEN TEN TEN TEN TEN
+         "\":{\"dtype\":\"I64\",\"shape\":[],\"data_offsets\":[0,8]}}",
+         "nothing of that name"},
+        {"{\"a\":{\"shape\":[", "nothing of that name"},
+        {"{\"a\":{\"shape\":[1", "nothing of that name"},
+        {"{\"a\":{\"shape\":[-1]", "nothing of that name"},
+        {"{\"a\":{\"data_offsets\":[0,1,2]", "nothing of that name"},
+        {"{\"a\":{\"data_offsets\":[0]", "nothing of that name"},
+        {"{\"__metadata__\":{\"__metadata__\":{", "metadata as"},
+        {"{\"__metadata__\":{}} x", "nothing of that name"},
+        {"{\"__metadata__\":{},", "nothing of that name"},
+        {"{\"abc", "nothing of that name"},
+        {"{\"a\nb\":{}}", "nothing of that name"},
+        {"{x\n\nb\":{}}", "nothing of that name"},
+        {"{\"\n\n\"", "nothing of that name"},
+    };
+    for (size_t i = 0; i < sizeof headers / sizeof *headers; i++) {
+        size_t length = strlen(headers[i][0]);
+        write_bytes(length, headers[i][0], length, 0);
+        expect_refusal(headers[i][0], headers[i][1]);
+    }
+    verdict("checkpoint: headers that are no JSON are refused");
+}
+
+static void test_header_lengths(void) {
+    File f = good_file();
+    spell_header(&f);
+    size_t length = strlen(f.header);
+    const uint64_t lengths[] = {length + f.data_bytes + 1, MAX_HEADER + 1, (uint64_t)1 << 32,
+                                (uint64_t)1 << 63,         UINT64_MAX,     UINT64_MAX - 7};
+    for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++) {
+        char what[64];
+        snprintf(what, sizeof what, "a header of %llu bytes", (unsigned long long)lengths[i]);
+        write_bytes(lengths[i], f.header, length, f.data_bytes);
+        expect_refusal(what, "a header of at most");
+    }
+    for (off_t bytes = 0; bytes < 8; bytes++) {
+        write_bytes(0, "", 0, 0);
+        if (truncate(checkpoint_path, bytes) != 0)
+            fail("cannot truncate %s", checkpoint_path);
+        expect_refusal("a file of some bytes", "fewer than 8 bytes");
+    }
+    verdict("checkpoint: impossible lengths of the header are refused");
+}
+
+/* Thousands of files in one child: die() calls before_dying, which jumps back here. What the
+   refused ones had open or allocated is lost with the child. */
+typedef struct Report {
+    size_t refused, accepted;
+    char failure[256];
+} Report;
+static jmp_buf refused;
+
+static void jump_back(void) {
+    longjmp(refused, 1);
+}
+
+// Loads the file; its line on stderr has to be as it should, and only one.
+static void try_file(Report *r, int messages, const char *what, size_t number) {
+    char text[8192];
+    volatile bool died = true;
+    if (ftruncate(messages, 0) != 0)
+        return;
+    before_dying = jump_back;
+    if (setjmp(refused) == 0) {
+        load_spoiled();
+        died = false;
+    }
+    ssize_t length = pread(messages, text, sizeof text - 1, 0);
+    text[length > 0 ? length : 0] = 0;
+    if (!*r->failure && (died ? !is_refusal(text, "") : length != 0))
+        snprintf(r->failure, sizeof r->failure, "%s %zu: found \"%.150s\"", what, number, text);
+    r->refused += died;
+    r->accepted += !died;
+}
+
+typedef struct Series {
+    const char *name;
+    void (*write)(size_t number); // writes file number 0, 1, ...
+} Series;
+
+// In the child: stderr is an empty file, at whose end each message is written.
+static void try_files(const Series *s, size_t first, size_t last, int to_parent) {
+    Report r = {0};
+    FILE *messages = tmpfile();
+    if (!messages || dup2(fileno(messages), STDERR_FILENO) < 0 ||
+        fcntl(STDERR_FILENO, F_SETFL, O_APPEND) < 0)
+        snprintf(r.failure, sizeof r.failure, "cannot redirect stderr");
+    alarm(60);
+    for (size_t i = first; i < last && !*r.failure; i++) {
+        s->write(i);
+        try_file(&r, STDERR_FILENO, s->name, i);
+    }
+    _exit(write(to_parent, &r, sizeof r) != sizeof r);
+}
+
+static Report run_series(const Series *s, size_t first, size_t last) {
+    Report r = {0};
+    int ends[2], status = 0;
+    fflush(stdout);
+    pid_t child = pipe(ends) == 0 ? fork() : -1;
+    if (child == 0)
+        try_files(s, first, last, ends[1]);
+    close(ends[1]);
+    bool reported = read(ends[0], &r, sizeof r) == sizeof r;
+    close(ends[0]);
+    if (child < 0 || waitpid(child, &status, 0) != child || status != 0 || !reported)
+        fail("%s %zu to %zu: a child ended with status %x", s->name, first, last, (unsigned)status);
+    else if (*r.failure)
+        fail("%s", r.failure);
+    return r;
+}
+
+static File fuzzed_file;
+
+static void write_truncated(size_t bytes) { // the first 8 bytes tell the length that is there
+    write_bytes(bytes, fuzzed_file.header, bytes, 0);
+}
+
+static void write_cut_off(size_t bytes) { // the first 8 bytes tell the length that was there
+    write_bytes(strlen(fuzzed_file.header), fuzzed_file.header, bytes, 0);
+}
+
+// One to four bytes of the length and the header are others, some of them parts of JSON.
+static void write_mutated(size_t number) {
+    static const char likely[] = "{}[]\":,0123456789 \n\\\t";
+    char bytes[sizeof fuzzed_file.header];
+    uint64_t length = strlen(fuzzed_file.header);
+    uint32_t r[4];
+    memcpy(bytes, fuzzed_file.header, length);
+    philox4x32(r, (uint32_t)number, 0, 1, 0xFFFF, 99);
+    size_t changes = 1 + r[0] % 4, real_length = length;
+    for (uint32_t change = 0; change < changes; change++) {
+        philox4x32(r, (uint32_t)number, 1 + change, 1, 0xFFFF, 99);
+        uint8_t byte = r[1] % 3 ? (uint8_t)likely[r[2] % (sizeof likely - 1)] : (uint8_t)r[2];
+        if (r[0] % 50 == 0)
+            length ^= (uint64_t)byte << (8 * (r[3] % 8));
+        else
+            bytes[r[0] % real_length] = (char)byte;
+    }
+    write_bytes(length, bytes, real_length, fuzzed_file.data_bytes);
+}
+
+static void test_truncated_headers(void) {
+    static const Series series[] = {{"header of length", write_truncated},
+                                    {"header cut off at", write_cut_off}};
+    fuzzed_file = good_file();
+    spell_header(&fuzzed_file);
+    size_t length = strlen(fuzzed_file.header);
+    for (size_t s = 0; s < 2; s++)
+        for (size_t first = 0; first <= length; first += 200) {
+            size_t last = min_size(first + 200, length + 1);
+            Report r = run_series(&series[s], first, last); // whole at last, but without numbers
+            if (r.refused != last - first)
+                fail("%zu truncated files accepted", r.accepted);
+        }
+    verdict("checkpoint: every truncation of the header is refused");
+}
+
+static void test_mutated_headers(void) {
+    static const Series series = {"mutation", write_mutated};
+    size_t count = quick ? 300 : 10000, refused_files = 0, accepted = 0;
+    fuzzed_file = good_file();
+    spell_header(&fuzzed_file);
+    for (size_t first = 0; first < count; first += 200) {
+        Report r = run_series(&series, first, min_size(first + 200, count));
+        refused_files += r.refused;
+        accepted += r.accepted;
+    }
+    if (!*failure && (refused_files < count / 2 || accepted == 0))
+        fail("%zu of %zu files refused, %zu accepted", refused_files, count, accepted);
+    verdict("checkpoint: random changes of the header, never a crash");
+}
+
+static void test_unfinite_file(void) {
+    static const real values[2] = {(real)NAN, (real)-INFINITY};
+    File f = good_file();
+    spell_header(&f);
+    for (size_t i = 0; i < 2; i++) {
+        write_good(&f);
+        FILE *file = fopen(checkpoint_path, "r+b");
+        bool good =
+            file && fseek(file, (long)(8 + strlen(f.header) + last_entry(&f)->begin), 0) == 0;
+        if (!good || fwrite(&values[i], sizeof(real), 1, file) != 1 || fclose(file) != 0)
+            fail("cannot change %s", checkpoint_path);
+        expect_refusal("a number that is not finite", "fc1.bias: expected finite numbers");
+    }
+    verdict("checkpoint: numbers that are not finite are refused");
+}
+
+// The spoiled ones differ from files that are accepted by what is wrong with them alone.
+static void test_good_file(void) {
+    File f = good_file();
+    for (size_t variant = 0; variant < 3; variant++) {
+        f.metadata = (const char *[]){"{\"format\":\"pt\"}", "{}", NULL}[variant];
+        spell_header(&f);
+        write_good(&f);
+        Ending e = call_in_child(load_spoiled);
+        if (e.status != 0 || *e.text)
+            fail("status %x, \"%.200s\"", (unsigned)e.status, e.text);
+    }
+    verdict("checkpoint: a good file is accepted");
+}
+
+// What has overflowed is no checkpoint to go on from: the one before stays.
+static void test_unfinite_checkpoint(void) {
+    real *at = spoiled_net.params + spoiled_net.layers[1].weight, kept = *at;
+    static const real values[3] = {(real)NAN, (real)INFINITY, (real)-INFINITY};
+    save_spoiled();
+    for (size_t i = 0; i < 3; i++) {
+        *at = values[i];
+        Ending e = call_in_child(save_spoiled);
+        if (!WIFEXITED(e.status) || WEXITSTATUS(e.status) != 1 ||
+            !is_refusal(e.text, "conv1.weight is not finite"))
+            fail("%g: status %x, \"%.200s\"", (double)*at, (unsigned)e.status, e.text);
+    }
+    load_spoiled();
+    char temporary[sizeof checkpoint_path + 8];
+    snprintf(temporary, sizeof temporary, "%s.tmp", checkpoint_path);
+    if (*at != kept || access(temporary, F_OK) == 0)
+        fail("the file before is not there any more, or one beside it is");
+    verdict("checkpoint: none is written of numbers that are not finite");
+}
+
+static void test_checkpoints(void) {
+    DatasetInfo info = {"test", {2, 2, 1}, .classes = 2};
+    test_to_pytorch();
+    use_temporary_file();
+    test_round_trip("mnist", &optimizers[0], 0);
+    test_round_trip("mnist", &optimizers[1], 0);
+    test_round_trip("resnet8", &optimizers[0], 0);
+    test_round_trip("resnet8", &optimizers[1], .9);
+    net_build(&spoiled_net, &spoiled_model, &info, &plain, &naive_backend);
+    plan_memory(&spoiled_net, 1);
+    net_alloc(&spoiled_net);
+    test_unfinite_checkpoint();
+    unlink(checkpoint_path);
+    use_memory_file();
+    test_good_file();
+    test_unfinite_file();
+    test_spoiled_headers();
+    test_garbage_headers();
+    test_header_lengths();
+    test_truncated_headers();
+    test_mutated_headers();
+    net_free(&spoiled_net);
+}

@@ -1,0 +1,450 @@
+/* data.c - sections 8 and 9 of cnn.c: CIFAR's files, the order in which the loader gives images
+   to one rank and to several, augmentation. */
+
+/* ---- CIFAR's files --------------------------------------------------------------------------- */
+
+enum { CIFAR_PIXELS = 32 * 32, CIFAR_RECORDS = 3 };
+
+// Byte `channel, pixel` of record `number`.
+static uint8_t cifar_byte(size_t number, size_t channel, size_t pixel) {
+    return (uint8_t)(number * 91 + channel * 57 + pixel * 7 + pixel / 256);
+}
+
+static void write_cifar(const char *path, size_t label_bytes, size_t first) {
+    FILE *f = fopen(path, "wb");
+    for (size_t i = first; f && i < first + CIFAR_RECORDS; i++) {
+        if (label_bytes == 2)
+            fputc(19 - (int)i, f); // the coarse label, which is not the one to take
+        fputc((int)i + 1, f);
+        for (size_t channel = 0; channel < 3; channel++)
+            for (size_t pixel = 0; pixel < CIFAR_PIXELS; pixel++)
+                fputc(cifar_byte(i, channel, pixel), f);
+    }
+    if (!f || fclose(f) != 0)
+        fail("cannot write %s", path);
+}
+
+// Two files of three records each, of which `limit` are kept.
+static void check_cifar(const char *dir, size_t classes, size_t limit) {
+    const DatasetInfo info = {.name = "cifar",
+                              .shape = {32, 32, 3},
+                              .classes = classes,
+                              .train = 2 * CIFAR_RECORDS,
+                              .files = {{"one", "two"}}};
+    Dataset data = {.info = &info};
+    read_cifar_set(&data, dir, info.files[0], limit);
+    if (data.count != min_size(limit, 2 * CIFAR_RECORDS))
+        fail("%zu classes: %zu images of at most %zu", classes, data.count, limit);
+    for (size_t i = 0; i < data.count; i++) {
+        if (data.labels[i] != i + 1)
+            fail("%zu classes: image %zu has label %u", classes, i, data.labels[i]);
+        for (size_t p = 0; p < 3 * CIFAR_PIXELS; p++)
+            if (data.images[i * 3 * CIFAR_PIXELS + p] != cifar_byte(i, p % 3, p / 3))
+                fail("%zu classes: byte %zu of image %zu is wrong", classes, p, i);
+    }
+    free_dataset(&data);
+}
+
+static void test_cifar_files(void) {
+    char dir[] = "/tmp/test_unit.XXXXXX", one[64], two[64];
+    if (!mkdtemp(dir))
+        fail("cannot create %s", dir);
+    snprintf(one, sizeof one, "%s/one", dir);
+    snprintf(two, sizeof two, "%s/two", dir);
+    for (size_t label_bytes = 1; label_bytes <= 2; label_bytes++) {
+        write_cifar(one, label_bytes, 0);
+        write_cifar(two, label_bytes, CIFAR_RECORDS);
+        for (size_t limit = 1; limit < 8 && !*failure; limit++)
+            check_cifar(dir, label_bytes == 2 ? 100 : 10, limit);
+    }
+    unlink(one);
+    unlink(two);
+    rmdir(dir);
+    verdict("CIFAR's files: labels, order of the bytes, limit");
+}
+
+/* ---- Loader ---------------------------------------------------------------------------------- */
+
+enum { IMAGES = 103, LOAD_BATCH = 8, LOAD_BATCHES = 13 };
+static const DatasetInfo tiny_info = {.name = "tiny",
+                                      .shape = {1, 2, 3},
+                                      .classes = 10,
+                                      .train = IMAGES,
+                                      .mean = {.1, .2, .3},
+                                      .std = {.5, .25, .125}};
+
+// Each image holds its own number: times 1, 2, ... 6, modulo 251, in its six bytes.
+static Dataset tiny_dataset(void) {
+    static uint8_t images[IMAGES * 6], labels[IMAGES];
+    for (size_t i = 0; i < IMAGES; i++) {
+        labels[i] = (uint8_t)(i % 10);
+        for (size_t p = 0; p < 6; p++)
+            images[i * 6 + p] = (uint8_t)((i + 1) * (p + 1) % 251);
+    }
+    return (Dataset){&tiny_info, IMAGES, images, labels};
+}
+
+static size_t image_number(const Batch *batch, size_t i) {
+    const real *pixels = batch->images + i * 6;
+    size_t number = (size_t)lround(((double)pixels[0] * .5 + .1) * 255) - 1;
+    for (size_t p = 0; p < 6; p++) {
+        double mean = tiny_info.mean[p % 3], std = tiny_info.std[p % 3];
+        double want = ((double)((number + 1) * (p + 1) % 251) / 255 - mean) / std;
+        if (!(fabs((double)pixels[p] - want) < 64 * epsilon))
+            fail("pixel %zu of image %zu is %g, expected %g", p, number, (double)pixels[p], want);
+    }
+    if (batch->labels[i] != number % 10)
+        fail("image %zu has label %u", number, batch->labels[i]);
+    return number;
+}
+
+// Runs through the batches of an epoch that was started; the images in the order they came.
+static void read_epoch(Loader *l, size_t order[IMAGES]) {
+    size_t seen[IMAGES] = {0}, count = 0, batches = 0;
+    for (const Batch *b; (b = loader_next(l)); batches++) {
+        if (b->draw.first != count || b->n != min_size(LOAD_BATCH, IMAGES - count)) {
+            fail("batch %zu: %zu images from position %zu on", batches, b->n, b->draw.first);
+            return;
+        }
+        for (size_t i = 0; i < b->n; i++) {
+            size_t number = image_number(b, i);
+            if (number >= IMAGES || seen[number]++)
+                fail("image %zu came twice or does not exist", number);
+            order[count++] = number;
+        }
+    }
+    if (batches != LOAD_BATCHES || count != IMAGES)
+        fail("%zu batches with %zu images", batches, count);
+}
+
+static void test_loader_order(void) {
+    static size_t orders[2][4][IMAGES];
+    Dataset data = tiny_dataset();
+    for (size_t run = 0; run < 2; run++) {
+        Loader l;
+        plan_loader(&l, &data, LOAD_BATCH, run ? 4 : 1, NULL, on_cpu);
+        for (size_t epoch = 0; epoch < 4; epoch++) {
+            loader_start(&l, 11, epoch, 0);
+            read_epoch(&l, orders[run][epoch]);
+        }
+        loader_free(&l);
+    }
+    for (size_t i = 0; i < IMAGES; i++)
+        if (orders[0][0][i] != i)
+            fail("epoch 0 is not in the order of the file");
+    for (size_t epoch = 0; epoch + 1 < 4; epoch++)
+        if (memcmp(orders[0][epoch], orders[0][epoch + 1], sizeof orders[0][0]) == 0)
+            fail("epochs %zu and %zu have the same order", epoch, epoch + 1);
+    if (memcmp(orders[0], orders[1], sizeof orders[0]) != 0)
+        fail("4 workers give another order than 1");
+    verdict("loader: each image once, the same order for 1 and 4 workers");
+}
+
+/* Rank `rank` of `world` gets positions rank, rank + world, ... of an epoch. In training the first
+   images come again at the end, so that all ranks have as many; in a test (epoch 0) none does. */
+static void check_share(const Dataset *data, const size_t *whole, size_t rank, size_t world,
+                        size_t epoch) {
+    Loader l;
+    Placement place = on_cpu;
+    place.rank = rank;
+    place.others = world - 1;
+    plan_loader(&l, data, LOAD_BATCH, 2, NULL, place);
+    loader_start(&l, 11, epoch, 0);
+    snprintf(context, sizeof context, "rank %zu of %zu, epoch %zu", rank, world, epoch);
+    size_t position = rank, n = 0, share = ceil_div(IMAGES, world);
+    for (const Batch *batch; (batch = loader_next(&l)); n += batch->n)
+        for (size_t i = 0; i < batch->n; i++, position += world) {
+            size_t want = epoch ? whole[position % IMAGES] : position;
+            if (batch->labels[i] != data->labels[want] || position_of(batch->draw, i) != position)
+                fail("another image at position %zu", position);
+        }
+    if (epoch == 0)
+        share = rank < IMAGES ? ceil_div(IMAGES - rank, world) : 0;
+    if (n != share)
+        fail("%zu images, expected %zu", n, share);
+    loader_free(&l);
+}
+
+static void test_loader_shares(void) {
+    static const size_t some[] = {2, 3, 4, 5, 8, 13, 52, IMAGES - 1, IMAGES, IMAGES + 3};
+    static size_t whole[IMAGES];
+    Dataset data = tiny_dataset();
+    Loader l;
+    plan_loader(&l, &data, LOAD_BATCH, 1, NULL, on_cpu);
+    loader_start(&l, 11, 3, 0);
+    read_epoch(&l, whole);
+    loader_free(&l);
+    for (size_t i = 0; i < (quick ? sizeof some / sizeof *some : IMAGES + 2); i++) {
+        const size_t world = quick ? some[i] : i + 2;
+        for (size_t rank = 0; rank < world; rank++) {
+            check_share(&data, whole, rank, world, 0);
+            check_share(&data, whole, rank, world, 3);
+        }
+    }
+    verdict("loader: the shares of several ranks");
+}
+
+static void test_loader_left_early(void) {
+    static size_t want[IMAGES], got[IMAGES];
+    Dataset data = tiny_dataset();
+    Loader l;
+    plan_loader(&l, &data, LOAD_BATCH, 3, NULL, on_cpu);
+    loader_start(&l, 11, 5, 0);
+    read_epoch(&l, want);
+    for (size_t round = 0; round < 200; round++) {
+        loader_start(&l, 11, 6, 0);
+        for (size_t taken = 0; taken < round % LOAD_BATCHES; taken++)
+            loader_next(&l);
+        loader_start(&l, 11, 5, 0);
+        read_epoch(&l, got);
+        if (memcmp(want, got, sizeof want) != 0)
+            fail("an epoch left after %zu batches shows in the next", round % LOAD_BATCHES);
+    }
+    loader_free(&l);
+    verdict("loader: an epoch left early, then a fresh one");
+}
+
+/* ---- Augmentation ---------------------------------------------------------------------------- */
+
+enum { CROP_H = 6, CROP_W = 5, CROP_SIZE = CROP_H * CROP_W * 3, CROP_REACH = 4, CROP_VIEWS = 162 };
+static const Shape crop_shape = {CROP_H, CROP_W, 3};
+
+// View number v of 9 x 9 x 2: the image in a black frame, another part cut out, maybe mirrored.
+static void cut_view(uint8_t *out, const uint8_t *in, size_t v) {
+    static uint8_t frame[CROP_H + 2 * CROP_REACH][CROP_W + 2 * CROP_REACH][3];
+    memset(frame, 0, sizeof frame);
+    for (size_t y = 0; y < CROP_H; y++)
+        memcpy(frame[y + CROP_REACH][CROP_REACH], in + y * CROP_W * 3, sizeof(uint8_t[CROP_W][3]));
+    for (size_t y = 0; y < CROP_H; y++)
+        for (size_t x = 0; x < CROP_W; x++) {
+            size_t from = v % 2 ? CROP_W - 1 - x : x;
+            memcpy(out + (y * CROP_W + x) * 3, frame[y + v / 2 / 9][from + v / 2 % 9], 3);
+        }
+}
+
+// Which of the views an image is; CROP_VIEWS: none
+static size_t find_view(const uint8_t *image, const uint8_t *original) {
+    uint8_t view[CROP_SIZE];
+    size_t v = 0;
+    for (; v < CROP_VIEWS; v++) {
+        cut_view(view, original, v);
+        if (memcmp(view, image, CROP_SIZE) == 0)
+            break;
+    }
+    return v;
+}
+
+static void test_crop_flip(void) {
+    enum { DRAWS = 6000 };
+    size_t found[CROP_VIEWS + 1] = {0};
+    uint8_t in[CROP_SIZE], out[CROP_SIZE];
+    for (size_t i = 0; i < CROP_SIZE; i++)
+        in[i] = (uint8_t)(i + 1);
+    for (size_t i = 0; i < DRAWS; i++) {
+        Draw draw = {.seed = 4 + i / 2000, .epoch = 1 + i / 500, .first = i};
+        augment_crop_flip(out, in, crop_shape, &draw);
+        found[find_view(out, in)]++;
+    }
+    if (found[CROP_VIEWS])
+        fail("%zu images are none of the views", found[CROP_VIEWS]);
+    for (size_t v = 0; v < CROP_VIEWS; v++) // 37 are expected, give or take 6
+        if (found[v] < 7 || found[v] > 67)
+            fail("view %zu came %zu times in %d", v, found[v], DRAWS);
+    verdict("crop-flip: every image one of 162 views, all of them as often");
+}
+
+enum { ELASTIC_SIDE = 28, ELASTIC_STEP = 9, ELASTIC_DRAWS = 1000 };
+
+// Channels: ELASTIC_STEP * row, ELASTIC_STEP * column, white. So a pixel tells where it came from.
+static void draw_map(uint8_t *image) {
+    for (size_t y = 0; y < ELASTIC_SIDE; y++)
+        for (size_t x = 0; x < ELASTIC_SIDE; x++) {
+            *image++ = (uint8_t)(ELASTIC_STEP * y);
+            *image++ = (uint8_t)(ELASTIC_STEP * x);
+            *image++ = 255;
+        }
+}
+
+typedef struct FieldSums { // sums over pixels in the middle
+    double count, sum[2], squares[2], product, steps[2], largest;
+    size_t outside, grey; // pixels that came from outside, or from the border
+} FieldSums;
+
+// How far pixel (y, x) came from, down and right.
+static void displacement(double d[2], const uint8_t *image, size_t y, size_t x) {
+    const uint8_t *pixel = image + (y * ELASTIC_SIDE + x) * 3;
+    d[0] = pixel[0] / (double)ELASTIC_STEP - (double)y;
+    d[1] = pixel[1] / (double)ELASTIC_STEP - (double)x;
+}
+
+// Within the blur's reach of the border, 12 pixels, the field is smaller: only the middle counts.
+static void measure_field(FieldSums *f, const uint8_t *image) {
+    for (size_t y = 12; y < ELASTIC_SIDE - 12; y++)
+        for (size_t x = 12; x < ELASTIC_SIDE - 12; x++) {
+            double d[2], next[2];
+            displacement(d, image, y, x);
+            displacement(next, image, y, x + 1);
+            f->count++;
+            f->product += d[0] * d[1];
+            for (size_t i = 0; i < 2; i++) {
+                f->sum[i] += d[i];
+                f->squares[i] += d[i] * d[i];
+                f->steps[i] += (next[i] - d[i]) * (next[i] - d[i]);
+                f->largest = fmax(f->largest, fabs(d[i]));
+            }
+        }
+    for (size_t i = 0; i < ELASTIC_SIDE * ELASTIC_SIDE; i++) {
+        f->outside += image[3 * i + 2] == 0;
+        f->grey += image[3 * i + 2] > 0 && image[3 * i + 2] < 255;
+    }
+}
+
+/* A uniform field in [-34, 34) has a deviation of 34 / sqrt(3). Blurred with sigma 4 in two
+   directions, a sum with weights whose squares add up to 1 / (4 pi sigma^2), it keeps 1.38 pixels
+   of them; neighbours then differ by 0.244, and by 0.25 in bytes. */
+static void test_elastic_field(void) {
+    static uint8_t in[ELASTIC_SIDE * ELASTIC_SIDE * 3], out[sizeof in];
+    Shape s = {ELASTIC_SIDE, ELASTIC_SIDE, 3};
+    FieldSums f = {0};
+    size_t changed = 0;
+    draw_map(in);
+    for (size_t i = 0; i < ELASTIC_DRAWS; i++) {
+        Draw draw = {.seed = 3, .epoch = 1 + i % 7, .first = i};
+        augment_elastic(out, in, s, &draw);
+        measure_field(&f, out);
+        changed += memcmp(in, out, sizeof in) != 0;
+    }
+    for (size_t i = 0; i < 2; i++) {
+        double mean = f.sum[i] / f.count, deviation = sqrt(f.squares[i] / f.count);
+        double step = sqrt(f.steps[i] / f.count);
+        if (!(fabs(mean) < .25 && deviation > 1.25 && deviation < 1.52 && step > .22 && step < .28))
+            fail("direction %zu: mean %.3f, deviation %.3f, neighbours differ by %.3f", i, mean,
+                 deviation, step);
+    }
+    double together = f.product / sqrt(f.squares[0] * f.squares[1]);
+    if (!(fabs(together) < .2))
+        fail("down and right move together: correlation %.2f", together);
+    if (!(f.largest < 7) || changed != ELASTIC_DRAWS)
+        fail("largest %.1f pixels, %zu of %d images changed", f.largest, changed, ELASTIC_DRAWS);
+    if (f.outside == 0 || f.grey == 0 || f.outside > ELASTIC_DRAWS * 40)
+        fail("%zu pixels black, %zu grey at the border", f.outside, f.grey);
+    verdict("elastic: how far pixels move, black outside");
+}
+
+enum { VIEW_IMAGES = 45, VIEW_SIZE = 9 * 8 * 3 };
+static const DatasetInfo view_info = {.name = "views",
+                                      .shape = {9, 8, 3},
+                                      .classes = VIEW_IMAGES,
+                                      .train = VIEW_IMAGES,
+                                      .mean = {.1, .2, .3},
+                                      .std = {.5, .25, .125}};
+
+// Random images, each with its own number as label.
+static Dataset view_dataset(void) {
+    static uint8_t images[VIEW_IMAGES * VIEW_SIZE], labels[VIEW_IMAGES];
+    for (size_t i = 0; i < sizeof images; i++)
+        images[i] = (uint8_t)draw_size(1, 255);
+    for (size_t i = 0; i < VIEW_IMAGES; i++)
+        labels[i] = (uint8_t)i;
+    return (Dataset){&view_info, VIEW_IMAGES, images, labels};
+}
+
+// All images of epoch 3 from batch `first` on, where they belong; returns at which position.
+static size_t load_views(Array *views, uint8_t *labels, const Dataset *data, Augment *augment,
+                         size_t batch, size_t workers, size_t first) {
+    Loader l;
+    plan_loader(&l, data, batch, workers, augment, on_cpu);
+    loader_start(&l, 21, 2, 0); // an epoch left early
+    loader_next(&l);
+    loader_start(&l, 21, 3, first);
+    size_t position = first * batch;
+    for (const Batch *b; (b = loader_next(&l)); position += b->n) {
+        if (b->draw.first != position)
+            fail("a batch is at position %zu, expected %zu", b->draw.first, position);
+        memcpy(views->at + position * VIEW_SIZE, b->images, b->n * VIEW_SIZE * sizeof(real));
+        memcpy(labels + position, b->labels, b->n);
+    }
+    if (position != VIEW_IMAGES)
+        fail("the epoch ended at position %zu", position);
+    loader_free(&l);
+    return first * batch;
+}
+
+// The same from the function itself, image by image.
+static Array expected_views(const Dataset *data, Augment *augment, const uint8_t *labels) {
+    Array views = array(VIEW_IMAGES * VIEW_SIZE, 0);
+    for (size_t i = 0; i < VIEW_IMAGES; i++) {
+        Draw draw = {.seed = 21, .epoch = 3, .first = i};
+        uint8_t bytes[VIEW_SIZE];
+        memcpy(bytes, data->images + labels[i] * VIEW_SIZE, VIEW_SIZE);
+        if (augment)
+            augment(bytes, data->images + labels[i] * VIEW_SIZE, data->info->shape, &draw);
+        for (size_t p = 0; p < VIEW_SIZE; p++)
+            views.at[i * VIEW_SIZE + p] =
+                ((real)bytes[p] / 255 - (real)view_info.mean[p % 3]) / (real)view_info.std[p % 3];
+    }
+    return views;
+}
+
+static void test_augmented_loader(size_t augmentation) {
+    static const size_t runs[][3] = {{8, 1, 0}, {8, 4, 0}, {13, 4, 0}, {1, 2, 0}, {8, 3, 2}};
+    Augment *augment = augmentations[augmentation].augment;
+    Dataset data = view_dataset();
+    uint8_t labels[VIEW_IMAGES];
+    for (size_t run = 0; run < sizeof runs / sizeof *runs; run++) {
+        Array views = array(VIEW_IMAGES * VIEW_SIZE, guard_value);
+        size_t first =
+            load_views(&views, labels, &data, augment, runs[run][0], runs[run][1], runs[run][2]);
+        Array want = expected_views(&data, augment, labels);
+        size_t at = first * VIEW_SIZE;
+        check_tensor("images", views.at + at, want.at + at, NULL, want.count - at);
+        free_arrays((Array[]){views, want}, 2 * sizeof(Array));
+    }
+    char name[96];
+    snprintf(name, sizeof name, "loader: augmentation %s, whatever the batches and workers",
+             augmentations[augmentation].name);
+    verdict("%s", name);
+}
+
+// Another seed, epoch or position: another view of the same image, in nearly all cases.
+static void test_augmentation_draws(size_t augmentation) {
+    Augment *augment = augmentations[augmentation].augment;
+    Dataset data = view_dataset();
+    for (size_t what = 0; what < 3; what++) {
+        size_t same = 0;
+        for (size_t i = 0; i < 200; i++) {
+            uint8_t one[VIEW_SIZE], other[VIEW_SIZE];
+            Draw draw = {.seed = 4, .epoch = 5, .first = i};
+            augment(one, data.images, view_info.shape, &draw);
+            draw.seed += what == 0;
+            draw.epoch += what == 1;
+            draw.first += what == 2;
+            augment(other, data.images, view_info.shape, &draw);
+            same += memcmp(one, other, VIEW_SIZE) == 0;
+        }
+        if (same > 10)
+            fail("%zu of 200 views are the same by another %s", same,
+                 (const char *[]){"seed", "epoch", "position"}[what]);
+    }
+    char name[96];
+    snprintf(name, sizeof name, "augmentation %s: drawn by seed, epoch and position",
+             augmentations[augmentation].name);
+    verdict("%s", name);
+}
+
+static void test_augmentation(void) {
+    test_crop_flip();
+    test_elastic_field();
+    for (size_t i = 0; i < AUGMENTATIONS; i++)
+        test_augmented_loader(i);
+    for (size_t i = 1; i < AUGMENTATIONS; i++)
+        test_augmentation_draws(i);
+}
+
+static void test_data(void) {
+    test_cifar_files();
+    test_loader_order();
+    test_loader_left_early();
+    test_loader_shares();
+    test_augmentation();
+}

@@ -1,0 +1,64 @@
+/* instruments.c - section 13 of cnn.c: the rows between whose marks --layers measures. */
+
+// The rows between whose marks a kernel ran: forward, backward.
+static size_t kernels_of_row[MAX_LAYERS][2], last_mark;
+
+static void note_mark(size_t mark) {
+    last_mark = mark;
+}
+
+static void note_kernel(void) {
+    const bool backward = last_mark >= BACKWARD_MARKS;
+    const size_t row = backward ? last_mark - BACKWARD_MARKS - 1 : last_mark - FORWARD_MARKS + 1;
+    kernels_of_row[row][backward]++;
+}
+
+static void note_forward(Work w) {
+    note_kernel();
+    fast_backend.layers[w.l->kind].forward(w);
+}
+
+static void note_backward(Work w) {
+    note_kernel();
+    fast_backend.layers[w.l->kind].backward(w);
+}
+
+// --layers: what fused rows do runs, and is timed, with the row that they are fused into.
+static void test_layer_times(const char *model, const char *dataset, size_t shown) {
+    static Net net;
+    const DatasetInfo info = dataset_for(find_model(model), dataset);
+    Backend noting = fast_backend;
+    size_t rows = 0;
+    noting.mark = note_mark;
+    for (size_t kind = 0; kind < KINDS; kind++)
+        if (noting.layers[kind].forward) {
+            noting.layers[kind].forward = note_forward;
+            noting.layers[kind].backward = note_backward;
+        }
+    net_build(&net, find_model(model), &info, &plain, &noting);
+    plan_memory(&net, 2);
+    net_alloc(&net);
+    net_init(&net, 1);
+    memset(kernels_of_row, 0, sizeof kernels_of_row);
+    net.marks_rows = true;
+    forward(&net, 2, &any_draw);
+    loss_and_gradient(&net, 2, true);
+    backward(&net, 2);
+    for (size_t i = 1; i < net.count; i++) {
+        const bool fused = net.layers[i].fused;
+        rows += !fused;
+        for (size_t way = 0; way < 2; way++)
+            if ((kernels_of_row[i][way] > 0) == fused)
+                fail("%s row %zu, %s: %zu kernels, though it is%s fused", model, i,
+                     way ? "backward" : "forward", kernels_of_row[i][way], fused ? "" : " not");
+    }
+    if (rows != shown)
+        fail("%s: %zu rows, expected %zu", model, rows, shown);
+    net_free(&net);
+    verdict("layer times: fused rows count, %s", model);
+}
+
+static void test_instruments(void) {
+    test_layer_times("cifar", "synthetic", 6);
+    test_layer_times("resnet8", "synthetic", 21);
+}

@@ -1,0 +1,334 @@
+/* memory_plan.c - the memory plan in section 4 of cnn.c, by which rows share memory: networks
+   compute the same bits with it and without, and no gradient is overwritten while a row still
+   needs it. */
+
+static size_t row_of_equal_shape(const Net *net, size_t x) {
+    Shape s = net->layers[x].out;
+    for (;;) {
+        size_t y = draw_size(0, net->count - 1);
+        Shape t = net->layers[y].out;
+        if (s.h == t.h && s.w == t.w && s.c == t.c)
+            return y; // x itself, if no other is found before
+    }
+}
+
+// A max-pool whose zeros the fast convolution's backward may skip, or not.
+static void add_random_pool(Net *net, size_t x) {
+    Shape s = net->layers[x].out;
+    size_t window = min_size(s.h, s.w) >= 4 && draw_bits() % 2 ? 3 : 1;
+    x = draw_bits() % 4 ? relu(net, conv2d(net, x, draw_size(1, 4), window, 1, 0)) : x;
+    s = net->layers[x].out;
+    size_t kernel = draw_size(1, min_size(min_size(s.h, s.w), 3));
+    maxpool2d(net, x, kernel, draw_size(1, 3), draw_bits() % 2 ? kernel / 2 : 0);
+}
+
+static void add_random_row(Net *net) {
+    size_t x = draw_bits() % 2 ? net->count - 1 : draw_size(0, net->count - 1);
+    size_t channels = net->layers[x].out.c;
+    switch (draw_size(0, 10)) {
+    case 0:
+        conv2d(net, x, draw_size(1, 4), 3, draw_size(1, 2), 1);
+        break;
+    case 1:
+        conv2d_no_bias(net, x, channels, 3, 1, 1);
+        break;
+    case 2:
+        batchnorm2d(net, x);
+        break;
+    case 3:
+        maxpool2d(net, x, 3, 1, 1);
+        break;
+    case 4:
+        dropout(net, x, (real).5); // a scale of 2: nothing is rounded
+        break;
+    case 5:
+    case 6:
+        relu(net, x);
+        break;
+    case 7:
+        add_random_pool(net, x);
+        break;
+    default:
+        add(net, x, row_of_equal_shape(net, x));
+        break;
+    }
+}
+
+// Each row reads rows drawn from all before it; in the end all that nobody reads come together.
+static size_t build_random(Net *net, size_t x) {
+    size_t sum = 0;
+    for (size_t rows = draw_size(3, 24); rows > 0; rows--)
+        add_random_row(net);
+    size_t last = net->count;
+    for (x = 0; x < last; x++)
+        if (count_readers(net, x) == 0) {
+            size_t y = linear(net, draw_bits() % 2 ? x : global_avgpool2d(net, x), net->classes);
+            sum = sum ? add(net, sum, y) : y;
+        }
+    return log_softmax(net, sum);
+}
+static const Model random_model = {.name = "random", .build = build_random};
+
+/* The same network without a plan: every row's output and gradient has memory of its own. fused:
+   rows stay fused, and share memory with the row that does their work; else only those of a
+   convolution and its max-pool, whose sums have another order. */
+static void plan_apart(Net *net, bool fused) {
+    net->activation_size = net->gradient_size = 0;
+    for (size_t i = 0; i < net->count && !fused; i++) {
+        Layer *l = &net->layers[i];
+        bool pooled = fused_into(net, i)->pool;
+        l->masks_din = false;
+        l->relu_backward = l->relu_backward && pooled;
+        l->relu = l->relu && pooled;
+        l->residual = l->kind == ADD ? &net->layers[l->other] : NULL;
+    }
+    for (size_t i = 0; i < net->count; i++) { // rows in their order: fused_into() follows them
+        Layer *l = &net->layers[i], *to = fused_into(net, i);
+        size_t size = aligned(net->batch * shape_size(l->out));
+        l->fused = l->in_place = l->fused && (fused || to->pool);
+        l->output = l->fused ? to->output : net->activation_size;
+        l->gradient = l->fused ? to->gradient : net->gradient_size;
+        net->activation_size += l->fused ? 0 : size;
+        net->gradient_size += l->fused ? 0 : size;
+    }
+}
+
+static void build_unplanned(Net *net, const Backend *b, bool fused) {
+    DatasetInfo info = {.name = "test", .shape = {4, 5, 2}, .classes = CLASSES};
+    net_build(net, &random_model, &info, &plain, b);
+    plan_memory(net, BATCH);
+    plan_apart(net, fused);
+    net->plan.count = 0;
+    plan_arenas(net);
+    net_alloc(net);
+    net_init(net, 3);
+    draw_norms(net);
+}
+
+/* A gradient of every parameter, without what lies between the tensors. Where rows are not fused, a
+   gradient of three readers or more may be summed in another order. The bound follows the largest
+   gradient of the row: that of a bias before a BatchNorm is 0 but for rounding. */
+static void compare_gradients(const Net *got, const Net *want, bool rounds) {
+    for (size_t i = 0; i < want->count; i++) {
+        const Layer *l = &want->layers[i];
+        const size_t first[] = {l->weight, l->bias}, count[] = {l->weights, l->biases};
+        char name[96];
+        snprintf(name, sizeof name, "grad of row %zu of %zu, %s", i, want->count, l->name);
+        double largest = 0;
+        for (size_t k = 0; k < 2; k++)
+            for (size_t j = 0; j < count[k]; j++)
+                largest = fmax(largest, fabs((double)want->grads[first[k] + j]));
+        for (size_t k = 0; k < 2; k++) {
+            Array bound = array(count[k], 0);
+            for (size_t j = 0; j < count[k]; j++)
+                bound.at[j] = (real)(1000 * epsilon * (largest + 1e-3));
+            check_tensor(name, got->grads + first[k], want->grads + first[k],
+                         rounds ? bound.at : NULL, count[k]);
+            free(bound.base);
+        }
+    }
+}
+
+static void test_plan_against_none(void) {
+    static Net planned, apart;
+    omp_set_num_threads(1);
+    for (size_t round = 0; round < (quick ? 300 : 5000); round++) {
+        const Backend *b = both_backends[round % 2];
+        uint32_t start = drawn;
+        for (size_t fused = 0; fused < 2; fused++) {
+            drawn = start; // the same network again, with the same numbers
+            build_small(&planned, &random_model, (Shape){4, 5, 2}, &plain, b);
+            load_random(&planned);
+            drawn = start;
+            build_unplanned(&apart, b, fused);
+            load_random(&apart);
+            find_gradients(&planned);
+            find_gradients(&apart);
+            check_tensor("logp", output(&planned, last_layer(&planned)),
+                         output(&apart, last_layer(&apart)), NULL, BATCH * CLASSES);
+            compare_gradients(&planned, &apart, !fused);
+            net_free(&planned);
+            net_free(&apart);
+        }
+    }
+    omp_set_num_threads(2);
+    verdict("random networks: sharing memory changes no bit of any gradient");
+}
+
+/* A backward pass in which a gradient is not numbers but a tag: the sum of one hash for each reader
+   that has added to it. Whoever overwrites a gradient that is still needed leaves a wrong tag. */
+typedef struct Tags {
+    const Net *net;
+    uint64_t *cells;          // one for each cache line of dactivations
+    size_t count[MAX_LAYERS]; // how many of them a row's gradient has
+    uint64_t
+        whole[MAX_LAYERS]; // the tag of a row's gradient when all its readers have added theirs
+    bool written[MAX_LAYERS];
+} Tags;
+
+// The last of the rows that are fused into this one, whose gradient it starts from.
+static size_t last_fused(const Net *net, size_t row) {
+    for (size_t i = row + 1; i < net->count; i++)
+        if (net->layers[i].fused && net->layers[i].input == row)
+            row = i;
+    return row;
+}
+
+static size_t count_cells(const Net *net, size_t row) {
+    return aligned(net->batch * shape_size(net->layers[last_fused(net, row)].out)) / ALIGN;
+}
+
+static uint64_t *row_cells(const Tags *t, size_t row) {
+    return t->cells + t->net->layers[row].gradient / ALIGN;
+}
+
+// One hash for each pair of rows; an add passes on the gradient that it received.
+static uint64_t contribution(const Tags *t, size_t reader, size_t row) {
+    size_t pair[2] = {reader, row};
+    bool adds = t->net->layers[reader].kind == ADD;
+    return adds ? t->whole[reader] : hash_bytes(0xcbf29ce484222325u, pair, sizeof pair) | 1;
+}
+
+static void find_whole_tags(Tags *t) {
+    const Net *net = t->net;
+    t->whole[net->count - 1] = 1; // the loss
+    for (size_t row = net->count - 1; row-- > 1;)
+        for (size_t i = row + 1; i < net->count; i++) {
+            const Layer *l = &net->layers[i];
+            bool other = l->kind == ADD && l->other == row;
+            size_t times = (l->input == row) + other;
+            t->whole[row] += times ? times * contribution(t, i, row) : 0;
+        }
+}
+
+static void expect_tag(const Tags *t, size_t row, uint64_t tag, const char *when) {
+    const uint64_t *cells = row_cells(t, row);
+    for (size_t cell = 0; cell < t->count[row]; cell++)
+        if (cells[cell] != tag)
+            fail("%s: row %zu of %zu: its gradient is not whole %s", t->net->model, row,
+                 t->net->count, when);
+}
+
+static void add_tag(Tags *t, size_t reader, size_t row) {
+    uint64_t *to = row_cells(t, row), tag = contribution(t, reader, row);
+    bool shared = t->net->layers[reader].kind == ADD && to == row_cells(t, reader);
+    for (size_t cell = 0; !shared && cell < t->count[row]; cell++)
+        to[cell] = tag + (t->written[row] ? to[cell] : 0);
+    t->written[row] = true;
+}
+
+// The backward of the rows fused into row i, in place: its gradient in place of the last one's. A
+// convolution with a max-pool goes on from the pool's.
+static void tag_fused(Tags *t, size_t i) {
+    const Net *net = t->net;
+    for (size_t r = last_fused(net, i); r > i && !net->layers[i].pool; r = net->layers[r].input) {
+        const Layer *l = &net->layers[r];
+        if (l->kind == ADD && l->other > 0)
+            add_tag(t, r, l->other);
+        for (size_t cell = 0; cell < t->count[i]; cell++)
+            row_cells(t, i)[cell] = t->whole[l->input];
+    }
+}
+
+// What backward() does to memory, row by row.
+static void tag_backward(Tags *t) {
+    const Net *net = t->net;
+    find_whole_tags(t);
+    for (size_t cell = 0; cell < t->count[net->count - 1]; cell++)
+        row_cells(t, net->count - 1)[cell] = 1;
+    for (size_t i = net->count - 1; i > 0; i--) {
+        const Layer *l = &net->layers[i];
+        const size_t last = last_fused(net, i);
+        if (l->fused)
+            continue;
+        expect_tag(t, last, t->whole[last], "before its backward");
+        tag_fused(t, i);
+        if (l->kind == ADD && l->other > 0)
+            add_tag(t, i, l->other);
+        if (l->input > 0)
+            add_tag(t, i, l->input);
+        if (l->kind == ADD || !l->in_place)
+            expect_tag(t, i, t->whole[l->pool ? last : i], "after its backward");
+    }
+}
+
+static void check_plan(const Net *net) {
+    static Tags tags;
+    tags = (Tags){.net = net};
+    for (size_t i = 1; i < net->count; i++) {
+        tags.count[i] = count_cells(net, i);
+        if (net->layers[i].gradient % ALIGN ||
+            net->layers[i].gradient / ALIGN + tags.count[i] > net->gradient_size / ALIGN)
+            fail("%s: row %zu lies outside of the arena", net->model, i);
+    }
+    if (*failure)
+        return;
+    tags.cells = must_alloc(net->gradient_size / ALIGN * sizeof(uint64_t), "a test");
+    tag_backward(&tags);
+    free(tags.cells);
+}
+
+// As much as if no two gradients shared memory.
+static size_t unshared_size(const Net *net) {
+    size_t sum = 0;
+    for (size_t i = 1; i < net->count; i++)
+        sum += aligned(net->batch * shape_size(net->layers[i].out));
+    return sum;
+}
+
+/* A ResNet of whatever depth needs three gradients of the largest row, and little more: what a
+   block receives and hands on share their memory. */
+static void check_resnet_size(const Net *net) {
+    size_t largest = 0;
+    for (size_t i = 1; i < net->count; i++)
+        largest = max_size(largest, count_cells(net, i) * ALIGN);
+    bool resnet = strncmp(net->model, "resnet", 6) == 0;
+    if (resnet && (double)net->gradient_size > 3.1 * (double)largest)
+        fail("%s: %zu numbers, the largest gradient has %zu", net->model, net->gradient_size,
+             largest);
+    if (strcmp(net->model, "resnet18") == 0 && net->gradient_size * 4 > unshared_size(net))
+        fail("resnet18: %zu of %zu numbers", net->gradient_size, unshared_size(net));
+}
+
+// Every add of a ResNet is done while the output of a BatchNorm is stored.
+static void check_resnet_adds(const Net *net) {
+    bool resnet = strncmp(net->model, "resnet", 6) == 0;
+    for (size_t i = 1; i < net->count; i++)
+        if (resnet && net->layers[i].kind == ADD && !net->layers[i].fused)
+            fail("%s: row %zu is an add of its own", net->model, i);
+}
+
+static void test_plan_of_models(void) {
+    static Net net;
+    static const char *const stems[] = {"3", "7", "imagenet"};
+    for (size_t m = 0; m < MODELS + ODD_MODELS; m++)
+        for (size_t stem = 0; stem < 3; stem++) {
+            const Model *model = m < MODELS ? &models[m] : &odd_models[m - MODELS];
+            Settings settings = plain;
+            settings.stem = stems[stem];
+            DatasetInfo info = {.name = "test", .shape = {32, 32, 3}, .classes = 10};
+            net_build(&net, model, &info, &settings, &fast_backend);
+            plan_memory(&net, 2);
+            check_plan(&net);
+            check_resnet_size(&net);
+            check_resnet_adds(&net);
+        }
+    verdict("gradients of all models: none is overwritten while it is needed");
+}
+
+static void test_plan_of_random(void) {
+    static Net net;
+    for (size_t round = 0; round < (quick ? 2000 : 40000); round++) {
+        DatasetInfo info = {.name = "test", .shape = {4, 5, 2}, .classes = CLASSES};
+        net_build(&net, &random_model, &info, &plain, both_backends[round % 2]);
+        plan_memory(&net, draw_size(1, 3));
+        check_plan(&net);
+    }
+    verdict("gradients of random networks: none is overwritten while it is needed");
+}
+
+static void test_memory_plan(void) {
+    test_plan_against_none();
+    test_plan_of_models();
+    test_plan_of_random();
+}

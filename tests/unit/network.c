@@ -1,0 +1,159 @@
+/* network.c - sections 4 and 5 of cnn.c: shapes, names, parameters and initial values of
+   networks. */
+
+static void test_parameter_counts(void) {
+    static Net net;
+    static const struct {
+        const char *model;
+        Shape images;
+        size_t classes, parameters;
+    } counts[] = {
+        {"mnist", {28, 28, 1}, 10, 1199882},       {"cifar", {32, 32, 3}, 10, 62006},
+        {"resnet8", {32, 32, 3}, 10, 78042},       {"resnet18", {32, 32, 3}, 100, 11220132},
+        {"resnet34", {32, 32, 3}, 100, 21328292},  {"resnet50", {32, 32, 3}, 100, 23705252},
+        {"resnet101", {32, 32, 3}, 100, 42697380}, {"resnet152", {32, 32, 3}, 100, 58341028},
+        {"lenet", {28, 28, 1}, 10, 61706},
+    };
+    for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
+        DatasetInfo info = {"test", counts[i].images, .classes = counts[i].classes};
+        net_build(&net, find_model(counts[i].model), &info, &plain, &naive_backend);
+        if (net.parameters != counts[i].parameters)
+            fail("%s: expected %zu as in PyTorch, found %zu", counts[i].model, counts[i].parameters,
+                 net.parameters);
+    }
+    verdict("parameter counts of the models");
+}
+
+// The sizes of LeNet-5's layers, C1 to F6, as in the paper: a ReLU after each C and F changes none.
+static void test_lenet_shapes(void) {
+    static Net net;
+    static const Shape shapes[] = {
+        {28, 28, 1}, {28, 28, 6}, {28, 28, 6}, {14, 14, 6}, {10, 10, 16}, {10, 10, 16}, {5, 5, 16},
+        {1, 1, 120}, {1, 1, 120}, {1, 1, 84},  {1, 1, 84},  {1, 1, 10},   {1, 1, 10}};
+    const DatasetInfo info = {"test", {28, 28, 1}, .classes = 10};
+    net_build(&net, find_model("lenet"), &info, &plain, &naive_backend);
+    if (net.count != sizeof shapes / sizeof *shapes)
+        fail("%zu rows, expected %zu", net.count, sizeof shapes / sizeof *shapes);
+    for (size_t i = 0; i < net.count && !*failure; i++) {
+        const Shape got = net.layers[i].out, want = shapes[i];
+        if (got.h != want.h || got.w != want.w || got.c != want.c)
+            fail("row %zu is %zu x %zu x %zu, expected %zu x %zu x %zu", i, got.h, got.w, got.c,
+                 want.h, want.w, want.c);
+    }
+    verdict("shapes of LeNet-5");
+}
+
+static size_t build_named(Net *net, size_t x) {
+    x = conv2d(net, conv2d(net, x, 2, 3, 1, 1), 2, 3, 1, 1);
+    x = batchnorm2d(net, batchnorm2d(net, x));
+    x = linear(net, linear(net, x, 3), net->classes);
+    return log_softmax(net, x);
+}
+
+// Layers with parameters are numbered by kind, also those that follow each other.
+static void test_layer_names(void) {
+    static Net net;
+    static const char *const names[] = {"", "conv1", "conv2", "bn1", "bn2", "fc1", "fc2", ""};
+    static const Model model = {.name = "named", .build = build_named};
+    const DatasetInfo info = {"test", {4, 4, 1}, .classes = 10};
+    net_build(&net, &model, &info, &plain, &naive_backend);
+    for (size_t i = 0; i < net.count; i++)
+        if (strcmp(net.layers[i].name, names[i]) != 0)
+            fail("row %zu: \"%s\", expected \"%s\"", i, net.layers[i].name, names[i]);
+    verdict("names of layers");
+}
+
+// Every ResNet on the images of every dataset; the last stage has at least one pixel.
+static void test_stems(void) {
+    static Net net;
+    static const struct {
+        const char *stem;
+        size_t kernel, side; // of the first convolution, of the last stage
+    } stems[] = {{"3", 3, 4}, {"7", 7, 4}, {"imagenet", 7, 1}};
+    for (size_t m = (size_t)(find_model("resnet18") - models); m < MODELS; m++) // of four stages
+        for (size_t i = 0; i < 6; i++) {
+            Settings settings = plain;
+            settings.stem = stems[i / 2].stem;
+            Shape images = i % 2 ? (Shape){28, 28, 1} : (Shape){32, 32, 3};
+            DatasetInfo info = {"test", images, .classes = 10};
+            net_build(&net, &models[m], &info, &settings, &naive_backend);
+            size_t want = stems[i / 2].side;
+            Shape last = net.layers[net.count - 3].in; // average pool, linear, log_softmax
+            size_t first = images.h / (i < 4 ? 1 : 2); // pixels a row behind the convolution
+            if (last.h != want || last.w != want || net.layers[1].kernel != stems[i / 2].kernel ||
+                net.layers[1].out.h != first || net.layers[1].out.w != first)
+                fail("%s with stem %s: %zu x %zu pixels in the end, expected %zu", models[m].name,
+                     settings.stem, last.h, last.w, want);
+        }
+    verdict("all stems on images of 32 x 32 and 28 x 28 pixels");
+}
+
+typedef struct Spread {
+    double largest, variance;
+    double fourth, neighbours; // the fourth moment, by variance^2; correlation of neighbours
+} Spread;
+
+static Spread measure_spread(const real *values, size_t count) {
+    Spread s = {0};
+    for (size_t i = 0; i < count; i++) {
+        double square = (double)values[i] * (double)values[i];
+        s.largest = fmax(s.largest, fabs((double)values[i]));
+        s.variance += square / (double)count;
+        s.fourth += square * square / (double)count;
+        s.neighbours += i ? (double)values[i] * (double)values[i - 1] / (double)count : 0;
+    }
+    s.fourth /= s.variance * s.variance;
+    s.neighbours /= s.variance;
+    return s;
+}
+
+// A fourth moment of 3: normal; 1.8: uniform.
+static void expect_spread(const char *name, const real *values, size_t count, double variance,
+                          double fourth) {
+    Spread s = measure_spread(values, count);
+    if (!(fabs(s.variance / variance - 1) < .05 && fabs(s.fourth / fourth - 1) < .1))
+        fail("%s: variance %g, fourth moment %.2f, expected %g, %.2f", name, s.variance, s.fourth,
+             variance, fourth);
+    if (!(fabs(s.neighbours) < .05))
+        fail("%s: neighbours have a correlation of %.2f", name, s.neighbours);
+    if (fourth < 2 && !(s.largest <= sqrt(3 * variance)))
+        fail("%s: largest %g, expected %g", name, s.largest, sqrt(3 * variance));
+}
+
+static void check_norm_start(const Net *net, const Layer *l) {
+    for (size_t c = 0; c < l->out.c; c++) {
+        const real *stats = net->stats + l->stats + c;
+        if (net->params[l->weight + c] != 1 || net->params[l->bias + c] != 0 || stats[0] != 0 ||
+            stats[l->out.c] != 1)
+            fail("%s: channel %zu does not start as 1, 0 and mean 0, variance 1", l->name, c);
+    }
+}
+
+static void test_initial_values(void) {
+    static Net net;
+    start_net(&net, (Shape){6, 6, 64});
+    size_t x = batchnorm2d(&net, conv2d_no_bias(&net, 0, 96, 3, 1, 1));
+    x = conv2d(&net, x, 128, 3, 1, 0);
+    log_softmax(&net, linear(&net, x, CLASSES));
+    plan_memory(&net, 1);
+    net_alloc(&net);
+    net_init(&net, 1);
+    const Layer *l = net.layers;
+    expect_spread("conv1.weight", net.params + l[1].weight, l[1].weights, 2. / (9 * 96), 3);
+    check_norm_start(&net, &l[2]);
+    expect_spread("conv2.weight", net.params + l[3].weight, l[3].weights, 1. / (9 * 96 * 3), 1.8);
+    expect_spread("fc1.weight", net.params + l[4].weight, l[4].weights, 1. / (128 * 16 * 3), 1.8);
+    Spread bias = measure_spread(net.params + l[3].bias, l[3].biases);
+    if (!(bias.largest <= 1 / sqrt(9. * 96) && bias.largest > .9 / sqrt(9. * 96)))
+        fail("conv2.bias: largest %g", bias.largest);
+    net_free(&net);
+    verdict("initial values: normal, uniform, BatchNorm's");
+}
+
+static void test_network(void) {
+    test_parameter_counts();
+    test_lenet_shapes();
+    test_layer_names();
+    test_stems();
+    test_initial_values();
+}

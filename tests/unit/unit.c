@@ -1,0 +1,78 @@
+/* unit.c - tests of the functions of cnn.c and cnn_kernels.c, compiled once with real = float
+   and once with real = double. Run it in the root of the repository:
+
+     build/test_float                      all sections
+     build/test_double layers gradients    only these; the table at the end of this file lists all
+
+   It prints a line for each test: `pass NAME`, `fail NAME: what` or `skip NAME: why`. QUICK=1
+   in the environment: fewer shapes and networks. Each section draws its random numbers from a
+   fixed seed, so a failure repeats, also when its section runs alone. */
+
+#define CNN_NO_MAIN
+#include "../../cnn.c"
+
+#include "../check.h"
+#include "arrays.h"
+#include "networks.h"
+
+#include "checkpoints.c"
+#include "data.c"
+#include "golden.c"
+#include "gradients.c"
+#include "helpers.c"
+#include "instruments.c"
+#include "kernels.c"
+#include "layers.c"
+#include "memory_plan.c"
+#include "network.c"
+#include "optimizers.c"
+#include "parallel.c"
+#include "steps.c"
+
+static const struct {
+    const char *name; // of the file, too
+    void (*test)(void);
+} sections[] = {
+    {"helpers", test_helpers},         {"layers", test_layers},
+    {"network", test_network},         {"memory_plan", test_memory_plan},
+    {"gradients", test_gradients},     {"optimizers", test_optimizers},
+    {"kernels", test_kernels},         {"data", test_data},
+    {"parallel", test_parallel},       {"checkpoints", test_checkpoints},
+    {"instruments", test_instruments}, {"steps", test_steps},
+    {"golden", test_golden},
+};
+enum { SECTIONS = sizeof sections / sizeof *sections };
+
+static void run_section(size_t number) {
+    drawn = 0; // the same numbers, whichever sections come before
+    sections[number].test();
+}
+
+static size_t find_section(const char *name) {
+    size_t i = 0;
+    while (i < SECTIONS && strcmp(sections[i].name, name) != 0)
+        i++;
+    return i;
+}
+
+int main(int argc, char **argv) {
+    const char *wish = getenv("QUICK");
+    quick = wish && *wish && strcmp(wish, "0") != 0;
+    suite = is_double ? "double" : "float";
+    omp_set_num_threads(2);
+    for (int i = 1; i < argc; i++)
+        if (find_section(argv[i]) == SECTIONS) {
+            fprintf(stderr, "%s: error: there is no section %s; the sections are:", argv[0],
+                    argv[i]);
+            for (size_t s = 0; s < SECTIONS; s++)
+                fprintf(stderr, " %s", sections[s].name);
+            fprintf(stderr, "\n");
+            return 2;
+        }
+    test_comparison();
+    for (int i = 1; i < argc; i++)
+        run_section(find_section(argv[i]));
+    for (size_t s = 0; s < SECTIONS && argc == 1; s++)
+        run_section(s);
+    return 0;
+}
