@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Downloads the data sets that ./cnn reads; `data/get_data.sh -h` says how.
 #
-# A download grows as FILE.part and gets its final name only once its MD5 is
-# right, so a file under its final name is always whole. After an interruption
-# run the same command again: it continues the .part.
+# A download is written to FILE.part and renamed once its MD5 is correct, so a
+# file under its final name is always complete. After an interruption run the
+# same command again: it continues the .part.
 #
-# The environment may change (for tests, or a class with its own server):
+# Environment variables (for tests, or a class with its own server):
 #   CNN_DATA_MIRROR  URLs, separated by spaces, instead of mirrors() below
-#   CNN_DATA_DIR     target folder, instead of the one this script lies in
+#   CNN_DATA_DIR     target folder, instead of the folder of this script
 #   CNN_SYSTEM_DATA  instead of /usr/share/datasets
 #   CNN_DATA_TABLE   a file with lines like those of table() below
 set -u
@@ -47,8 +47,8 @@ md5_of() { # FILE
 
 md5_is() { [ -f "$1" ] && [ "$(md5_of "$1")" = "$2" ]; } # FILE MD5
 
-# Debian packages Fashion-MNIST only. It compresses the files anew, so their
-# checksums are not those of the table; apt has already checked its own.
+# Debian packages only Fashion-MNIST. It recompresses the files, so their
+# checksums differ from those of the table; apt verifies its own.
 in_system() { # SET
     local file
     [ "$1" = fashion-mnist ] || return 1
@@ -58,9 +58,9 @@ in_system() { # SET
     echo "have  $1: found in $system/$1, where ./cnn reads it; nothing to download"
 }
 
-# Leaves a good file in PART, or says in $why what went wrong; then PART stays
-# only if a later try can continue it. The low-speed limit is there to end a
-# connection that is open but silent.
+# Leaves a good file in PART, or the reason of the failure in $why; then PART is
+# kept only if a later attempt can continue it. The low-speed limit ends a
+# connection that is open but sends nothing.
 download() { # URL PART MD5
     local code='' rc=0 show
     if command -v curl >/dev/null; then
@@ -72,7 +72,7 @@ download() { # URL PART MD5
         wget -q "$show" --tries=1 --dns-timeout=5 --connect-timeout=5 --read-timeout=10 \
             -c -O "$2" "$1" || rc=wget$?
     else
-        why="cannot be asked: neither curl nor wget is installed"
+        why="could not be downloaded: neither curl nor wget is installed; install one of them"
         return 1
     fi
     [ -s "$2" ] || rm -f -- "$2" # wget leaves an empty file when it fails
@@ -82,14 +82,14 @@ download() { # URL PART MD5
         33/* | */416) why="refused to resume"; rm -f -- "$2" ;;
         22/* | wget8/*) why="refused (HTTP ${code:-error})" ;;
         23/* | wget3/*) why="could not be saved: is the disk full?" ;;
-        */2*) why="broke off (run this again to continue)" ;;
-        wget*) why="could not be reached, or broke off" ;;
+        */2*) why="was interrupted (run the same command again to continue)" ;;
+        wget*) why="could not be reached, or was interrupted" ;;
         *) why="could not be reached" ;;
     esac
     return 1
 }
 
-# Leaves a good SET/FILE, or lists in $trouble what each mirror did.
+# Leaves a good SET/FILE, or lists in $trouble why each mirror failed.
 fetch() { # SET FILE MD5 BYTES
     local dest=$root/$1/$2 url base old
     if md5_is "$dest" "$3"; then echo "have  $1/$2"; return; fi
@@ -98,7 +98,7 @@ fetch() { # SET FILE MD5 BYTES
         url=${base%/}/$2
         echo "get   $url ($4 bytes)"
         old=no; [ -s "$dest.part" ] && old=yes
-        # A useless old .part is not the mirror's fault: ask again without it.
+        # An unusable old .part is not the mirror's fault: try again without it.
         if download "$url" "$dest.part" "$3" ||
             { [ $old = yes ] && [ ! -e "$dest.part" ] && download "$url" "$dest.part" "$3"; }; then
             mv -- "$dest.part" "$dest"; return
@@ -108,8 +108,8 @@ fetch() { # SET FILE MD5 BYTES
     return 1
 }
 
-# Unpacking may be interrupted too: what tells a later run that all is there,
-# the list of the unpacked files' checksums, is therefore written last.
+# Unpacking may be interrupted too. So the list of the unpacked files' checksums,
+# which marks the set as complete for a later run, is written last.
 unpack() { # SET TAR
     local tar=$root/$1/$2 tmp=$root/$1/unpack.part file
     rm -rf -- "$tmp"
@@ -140,7 +140,7 @@ get_set() { # SET
         case $file in
             *.tar.gz) unpacked "$1" "$file" || { fetch "$1" "$file" "$md5" "$bytes" && unpack "$1" "$file"; } ;;
             *) fetch "$1" "$file" "$md5" "$bytes" ;;
-        esac || { missing=$file; break; } # the next file would only fail as slowly
+        esac || { missing=$file; break; } # the next file would wait for the same timeouts
     done 3< <(rows "$1")
     [ -z "$missing" ] && return
     rmdir -- "$root/$1" 2>/dev/null # if it is empty
@@ -164,7 +164,7 @@ trap 'echo "interrupted; run the same command again to continue" >&2; exit 130' 
 
 usage() {
     echo "usage: [INSTALL=1] data/get_data.sh NAME [NAME...]     NAME: $sets"
-    echo "Puts each set into $root/NAME/; exits 0 if all of them are there."
+    echo "Downloads each data set to $root/NAME/. Exit status 0: all of them are complete."
     echo "INSTALL=1 installs Debian's package if fashion-mnist cannot be downloaded."
 }
 
@@ -172,7 +172,7 @@ usage() {
 for name in "$@"; do
     case $name in
         -h | --help) usage; exit 0 ;;
-        *) [ -n "$(rows "$name")" ] || { echo "error: no set '$name'; possible: $sets" >&2; exit 2; } ;;
+        *) [ -n "$(rows "$name")" ] || { echo "error: no data set '$name'; expected one of: $sets" >&2; exit 2; } ;;
     esac
 done
 status=0

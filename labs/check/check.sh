@@ -1,28 +1,27 @@
 #!/usr/bin/env bash
 # make check LAB=n [TEST=k] [FROM=dir]: runs the lab's tests on what a student has written and prints
-# the points; results.json (or RESULTS=file) gets them as Gradescope reads them.
+# the points. It writes them to results.json (or RESULTS=file), in the format of Gradescope.
 # Exit status 0: all points; 1: not all; 2: the command was wrong.
 #
-# Nothing of the student's folder is used but what stands between the markers, and the run folders
-# that a lab asks for. The parts are put into an own copy of the sources, and each test runs in a
-# process of its own, which proves that it came to its end by a word that only we know.
+# Only two things of the student's folder are used: the code between the markers, and the run folders
+# that a lab requires. The parts are inserted into a separate copy of the sources. Each test runs in
+# a process of its own, which proves with a random token that it was not ended early.
 #
-# A lab brings labs/check/labNN.sh with
+# A lab provides labs/check/labNN.sh with
 #   tests    lines `points|TODOs that it needs, or -|title`; test k is line k
-#   build    compiles the tests in the folder $work, those that are wanted; runs again without parts
-#            that do not compile
-#   run K    runs test K; the last thing that it does is to say the word: it gets it as its input,
-#            and writes it to file descriptor 9. Exit status 77: skipped, with the reason
+#   build    compiles the tests in the folder $work, those that are wanted; is called again without
+#            the parts that do not compile
+#   run K    runs test K; at its very end it sends back the token, which it reads from its input and
+#            writes to file descriptor 9. Exit status 77: skipped, with the reason
 set -u
 export LC_ALL=C OMP_WAIT_POLICY=passive
 unset MAKEFLAGS MAKELEVEL SLURM_CPUS_PER_TASK CDPATH
 home=$(cd "$(dirname "$0")/../.." && pwd) || exit 2
 lab=${1:-} only="${*:2}" from=${FROM:-$home} limit=${LIMIT_S:-300}
 script=$home/labs/check/lab0$lab.sh
-if [[ ! $lab =~ ^[0-9]$ ]] || [ ! -f "$script" ]; then
-    echo "usage: make check LAB=n [TEST=k] [FROM=dir]; there is no checker for lab '$lab'" >&2
-    exit 2
-fi
+# shellcheck source=labs/check/available.sh
+. "$home/labs/check/available.sh"
+(cd "$home" && need_lab "$lab" "make check LAB=n [TEST=k] [FROM=dir]") || exit 2
 from=$(cd "$from" && pwd) || exit 2
 results=${RESULTS:-$PWD/results.json}
 pristine=$home
@@ -31,7 +30,7 @@ work=$(mktemp -d) && parts=$(mktemp -d) && logs=$(mktemp -d) || exit 2
 trap 'rm -rf "$work" "$parts" "$logs"' EXIT
 regions=$home/labs/check/regions.awk
 
-wanted() { # wanted K...: is one of these tests to run?
+wanted() { # wanted K...: whether one of these tests is to run
     local k
     for k; do [[ -z $only || " $only " = *" $k "* ]] && return; done
     return 1
@@ -51,7 +50,7 @@ todos() { # lines `1.2 name file`
     done
 }
 
-# vet ID: what a part must not contain, since it would reach out of it
+# vet ID: prints what a part must not contain, since it affects more than the part
 vet() {
     local words='asm|die|fail|leave|stdin|main|va_list|exit|_Exit|quick_exit|abort|atexit|on_exit|longjmp|siglongjmp'
     words+='|exec[lv][a-z]*|fork|vfork|clone[0-9]*|posix_spawn[a-z]*|system|popen|syscall|signal|sigaction|raise|kill'
@@ -62,14 +61,14 @@ vet() {
     words+='|attribute|attribute__|Pragma'
     awk -f "$home/labs/check/code.awk" "$parts/$1" | awk -v id="$1" -v words="$words" '
         /^[ \t]*#/ && !/^[ \t]*#[ \t]*pragma[ \t]+(omp|unroll|GCC (unroll|ivdep)|clang loop)/ { bad = "`" $1 "`" }
-        /%:/ || /(^|[^A-Za-z0-9_])(u8|[uUL])?R""/ { bad = "`%:` or a raw text" }
+        /%:/ || /(^|[^A-Za-z0-9_])(u8|[uUL])?R""/ { bad = "`%:` or a raw string" }
         match($0, "(^|[^A-Za-z0-9_])_*(" words ")_*([^A-Za-z0-9_]|$)") {
             bad = "`" substr($0, RSTART, RLENGTH) "`"
         }
         { opened = gsub(/\{/, "{"); closed = gsub(/\}/, "}"); depth += opened - closed }
-        bad != "" { print "TODO " id ", line " NR ": found " bad ", which this task has no use for; without it the part is taken"; exit }
-        depth < 0 { print "TODO " id ": a } too many; the brackets of a part must pair up"; bad = "}"; exit }
-        END { if (depth > 0 && bad == "") print "TODO " id ": a { without its }" }'
+        bad != "" { print "TODO " id ", line " NR ": found " bad ", which this task has no use for; remove or rename it"; exit }
+        depth < 0 { print "TODO " id ": one } too many; the braces of a part must be balanced"; bad = "}"; exit }
+        END { if (depth > 0 && bad == "") print "TODO " id ": one } is missing; the braces of a part must be balanced" }'
 }
 
 stubs=$logs/stubs
@@ -82,7 +81,7 @@ assemble() {
     cp -r "$home"/{Makefile,data,labs,tests} "$work"
     rm -rf "$work/labs/pristine"
     echo 'CFLAGS += -Wno-unused-parameter -Wno-unused-variable -Wno-unused-function' >"$work/labs/starter.mk"
-    for file in cnn.c cnn_kernels.cu $(marked_files); do
+    for file in cnn.c cnn_kernels.c cnn_kernels.cu $(marked_files); do
         mkdir -p "$work/$(dirname "$file")"
         awk -v mode=strip -v from="$lab" -v stubs="$home/labs/stubs" -v file="$(basename "$file")" \
             -f "$regions" "$pristine/$file" |
@@ -90,10 +89,10 @@ assemble() {
     done
 }
 
-# refuse ID WHY: tests that need this part fail, and say so
+# refuse ID WHY: tests that need this part fail, with this reason
 refuse() { echo "$2" >"$logs/refused/$1"; }
 
-# Takes the student's parts; those that are no more than the starter's stub are not done.
+# Takes the student's parts; those that equal the starter's stub are not done.
 take_parts() {
     local id name file why
     assemble
@@ -136,7 +135,7 @@ $(grep -E 'error|undefined' "$logs/build" | head -n 3)"
 
 # run_test K NEEDS: sets verdict to passed, failed or skipped, and said to the reason
 run_test() {
-    local id word status
+    local id token status
     verdict=failed said=
     for id in $2; do
         if [ "$id" != - ] && [ -f "$logs/refused/$id" ]; then
@@ -144,31 +143,31 @@ run_test() {
             return
         fi
     done
-    word=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
-    (cd "$work" && run_limited "$1" <<<"$word" 9>"$logs/word") >"$logs/said" 2>&1
+    token=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
+    (cd "$work" && run_limited "$1" <<<"$token" 9>"$logs/token") >"$logs/said" 2>&1
     status=$?
-    # without the shell's own line about a signal, which is told below
+    # without the shell's own line about a signal, which is reported below
     said=$(grep -vE ': line [0-9]+: +[0-9]+ [A-Z]' "$logs/said" | tail -n 40 | cut -c1-400)
     if [ "$status" -eq 77 ]; then
         verdict=skipped
-    elif [ "$status" -eq 0 ] && [ "$(cat "$logs/word")" = "$word" ]; then
+    elif [ "$status" -eq 0 ] && [ "$(cat "$logs/token")" = "$token" ]; then
         verdict=passed
     elif [ "$status" -eq 0 ]; then
-        said="the test ended before its end; did a part of yours leave the program? $said"
+        said="the test ended before its end; does your code end the program or its thread? $said"
     elif [ "$status" -eq 124 ]; then
-        said="stopped after $limit s: an endless loop, or threads that wait for each other? $said"
+        said="stopped after $limit s: an endless loop, or a deadlock? $said"
     elif [ "$status" -gt 128 ]; then
-        said="ended by signal $((status - 128)) ($(kill -l $((status - 128)))): memory that is not yours? $said"
+        said="ended by signal $((status - 128)) ($(kill -l $((status - 128)))): an access outside of an array? $said"
     fi
 }
 run_limited() {
     export work from home
-    ulimit -f 200000 # kB: a part that prints for ever must not fill the disk
+    ulimit -f 200000 # kB: a part that prints forever must not fill the disk
     # shellcheck disable=SC2016 # for the inner shell
     timeout --kill-after=5 "$limit" bash -c '. "$1"; run "$2"' - "$script" "$1"
 }
 
-json_string() { # what is read, as a JSON string
+json_string() { # the input as a JSON string
     awk 'BEGIN { printf "\"" }
         { gsub(/\\/, "\\\\"); gsub(/"/, "\\\""); gsub(/\t/, "\\t"); gsub(/[\001-\037\177-\377]/, "?")
           printf "%s%s", (NR > 1 ? "\\n" : ""), $0 }
@@ -198,7 +197,7 @@ if [ "$most" -eq 0 ]; then
     exit 2
 fi
 if ! printf '{"score": %d, "tests": [\n%s\n]}\n' "$sum" "$lines" >"$results"; then
-    echo "cannot write $results; RESULTS=file takes another one" >&2
+    echo "cannot write $results; choose another file with RESULTS=file" >&2
     exit 2
 fi
 echo "lab $lab: $sum/$most points"

@@ -1,5 +1,5 @@
-# The code of a C source: comments become a blank, texts "", characters '0'; a line that ends in a
-# backslash, also with blanks behind it, goes on with the next one, as for compilers.
+# Prints the code of a C source: a comment becomes a blank, a string "", a character constant '0'.
+# A line that ends in a backslash, even with blanks after it, is joined with the next, as compilers do.
 
 { text = text $0 "\n" }
 
@@ -26,7 +26,7 @@ END {
                 i++
             } else if (c == "\n")
                 out = out c
-        } else if (c == "\n" || c == within) { # a text ends with its line at the latest
+        } else if (c == "\n" || c == within) { # a string ends with its line at the latest
             within = ""
             out = out (c == "\n" ? c : "")
         } else if (within != "//" && c == "\\")

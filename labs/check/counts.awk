@@ -1,4 +1,4 @@
-# Do the numbers of epochs.csv and steps.csv agree, with each other and with run.json's settings?
+# Checks that the numbers of epochs.csv and steps.csv agree with each other and with run.json's settings.
 #   awk -F , -v run=NAME -v epochs=E -v n=N -v batch=B -v world=W -v iterations=I -f counts.awk \
 #       epochs.csv steps.csv
 # N images in batches of B: every epoch has ceil(N / B) steps, a row for each of the W devices.

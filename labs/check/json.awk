@@ -1,11 +1,11 @@
-# Reads a file of JSON strictly and prints what is in it, a value a line: PATH, a tab, VALUE.
+# Parses a JSON file strictly and prints one value per line: PATH, a tab, VALUE.
 #
 #   awk -f json.awk run.json
 #   settings.epochs <tab> 1
 #   epochs[0].images <tab> 6400
 #
-# Strings are printed without their quotes, their escapes as they stand. Exit status 2, and on stderr
-# where and why, if the file is no JSON: also if it is cut off or something follows its end.
+# Strings are printed without quotes; escape sequences are kept as they are. Exit status 2, with line
+# and reason on stderr, if the file is not valid JSON, is truncated, or has text after its end.
 
 function stop(line, what) {
     printf "line %d: %s\n", line, what > "/dev/stderr"
@@ -13,7 +13,7 @@ function stop(line, what) {
     exit 2
 }
 
-# A token ends where its line does, since JSON has no strings over several lines.
+# Tokens do not span lines, since JSON strings contain no line breaks.
 {
     rest = $0
     while (1) {
@@ -33,7 +33,7 @@ function stop(line, what) {
 
 function want(expected) {
     if (at > tokens)
-        stop(FNR, "the file ends too early: expected " expected)
+        stop(FNR, "expected " expected ", found the end of the file")
     if (index(expected, "\"" token[at] "\"") == 0)
         stop(where[at], "expected " expected ", found " token[at])
     return token[at++]
@@ -48,12 +48,12 @@ function object(path,    key) {
     }
     do {
         if (at > tokens)
-            stop(FNR, "the file ends too early: expected a name")
+            stop(FNR, "expected a name, found the end of the file")
         if (token[at] !~ /^"/)
             stop(where[at], "expected a name in quotes, found " token[at])
         key = (path == "" ? "" : path ".") text(token[at++])
         if (key in seen)
-            stop(where[at - 1], key " is there twice")
+            stop(where[at - 1], "expected each name once, found " key " again")
         seen[key] = 1
         want("\":\"")
         value(key)
@@ -73,7 +73,7 @@ function array(path,    i) {
 
 function value(path,    first) {
     if (at > tokens)
-        stop(FNR, "the file ends too early: expected a value")
+        stop(FNR, "expected a value, found the end of the file")
     first = token[at++]
     if (first == "{")
         object(path)

@@ -1,20 +1,16 @@
 /* lab01.c - the tests of lab 1: `lab01 3` runs test 3. SEED=n repeats a run.
 
-   It is built from rooms 1 to 7 of cnn.c with the student's parts, without the fast kernels, in
+   It is built from sections 1 to 5 of cnn.c with the student's parts, without the fast kernels, in
    double precision. There is no convolution in here to compare with. Two of the three tensors of a
-   layer are zero but for one number each; these two meet in one place of the third, or in none.
-   What is found in another place tells which mistake was made: meets() says where each of the usual
-   mistakes would have put it. */
+   layer are zero except for one number each. Their product belongs to one element of the third
+   tensor, or to none. Where it is found instead shows which mistake was made: contributes() says to
+   which elements it belongs, in a correct program and with each of the usual mistakes. */
 
 #include "layers.c"
 
-static bool suits_pooled(const Layer *conv, const Layer *pool) { // stands in room 5b
-    return (void)conv, (void)pool, false;
-}
-
 #include "models.c"
 
-#include "tell.h"
+#include "report.h"
 #include <signal.h>
 
 // ---- Random numbers
@@ -37,7 +33,7 @@ static real draw_real(void) {
     return 1 + uniform(draw_bits());
 }
 
-// ---- Arrays with zones around them that nobody may write, and that nobody has a reason to read
+// ---- Arrays between guard zones, which must not be written and should not be read
 
 enum { GUARD = 4096, MOST = 16384 };
 
@@ -56,7 +52,7 @@ static void fill_random(Array *a) {
         a->data[i] = draw_real();
 }
 
-// Everything becomes `around`; then there is room for count numbers, which are 0.
+// Fills the guard zones with `around` and the array, `count` numbers, with 0.
 static void resize(Array *a, size_t count, real around) {
     for (size_t i = 0; i < sizeof a->memory / sizeof *a->memory; i++)
         a->memory[i] = around;
@@ -65,7 +61,7 @@ static void resize(Array *a, size_t count, real around) {
     fill(a, 0);
 }
 
-// The place before or behind the array where something has been written; 0: nowhere.
+// The first index outside of the array that has been written; 0: none.
 static ptrdiff_t written_outside(const Array *a, real around) {
     for (ptrdiff_t i = -GUARD; i < (ptrdiff_t)(MOST + GUARD); i++) {
         real value = a->data[i];
@@ -76,7 +72,7 @@ static ptrdiff_t written_outside(const Array *a, real around) {
     return 0;
 }
 
-// ---- A case: a layer of some shape, and what is asked of it
+// ---- A case: a layer of some shape, and the tensor that the function under test computes
 
 typedef enum { OUTPUT, FILTER, IMAGE, ROLES } Role; // which tensor a function computes
 
@@ -97,9 +93,9 @@ static const char *const steps[] = {"the smallest window, on one image of one ch
                                     "images of 1 x 1 pixel: a linear layer"};
 enum { STEPS = sizeof steps / sizeof *steps };
 
-/* What the function reads and writes: tensors[c.role] is what it computes, the two others it reads.
-   The backward of a convolution computes two of them: what is not asked for goes into the spare. */
-static Array tensors[ROLES], bias, prior, spare_filter, spare_image, spare_bias;
+/* The function computes tensors[c.role] from the other two. The backward of a convolution computes
+   two tensors: the one that is not under test goes into a spare array. */
+static Array tensors[ROLES], bias, prior, spare_filter, spare_image, spare_bias, scratch;
 static uint8_t argmax_memory[GUARD + MOST + GUARD], *const argmax = argmax_memory + GUARD;
 static Case now_testing; // for the report of a crash
 
@@ -138,7 +134,7 @@ static Case draw_case(Role role, bool pool, size_t step) {
     return c;
 }
 
-// Zeros everywhere, and `around` before and behind every array.
+// Sets all arrays to 0 and their guard zones to `around`.
 static void clear(const Case *c, real around) {
     for (Role role = 0; role < ROLES; role++)
         resize(&tensors[role], tensor_size(c, role), around);
@@ -147,9 +143,11 @@ static void clear(const Case *c, real around) {
     resize(&spare_filter, tensors[FILTER].count, around);
     resize(&spare_image, tensors[IMAGE].count, around);
     resize(&spare_bias, c->l.out.c, around);
+    resize(&scratch, c->l.weights, around); // what scratch_size_naive() grants a convolution
+    fill(&scratch, around);
 }
 
-// Calls the student's function. What is there before is `before`, or the prior, if accumulate.
+// Calls the student's function. The result holds `before`, or the prior if accumulate.
 static void call(const Case *c, real before) {
     Array *out = &tensors[OUTPUT], *filter = &tensors[FILTER], *image = &tensors[IMAGE];
     Array *result = &tensors[c->role];
@@ -157,17 +155,28 @@ static void call(const Case *c, real before) {
     fill(result, before);
     if (c->accumulate)
         memcpy(result->data, prior.data, prior.count * sizeof(real));
-    if (c->pool)
-        maxpool2d_backward(image->data, out->data, argmax, &c->l, c->n, c->accumulate);
-    else if (c->role == OUTPUT)
-        conv2d_forward_naive(out->data, image->data, filter->data, c->biased ? bias.data : NULL,
-                             &c->l, c->n, NULL);
-    else if (c->role == FILTER)
-        conv2d_backward_naive(NULL, filter->data, bias.data, out->data, image->data,
-                              spare_filter.data, &c->l, c->n, false, NULL);
-    else
-        conv2d_backward_naive(image->data, spare_filter.data, spare_bias.data, out->data,
-                              spare_image.data, filter->data, &c->l, c->n, c->accumulate, NULL);
+    Work w = {.l = &c->l, .n = c->n, .scratch = scratch.data, .accumulate = c->accumulate};
+    if (c->role == OUTPUT) {
+        w.in = image->data;
+        w.weight = filter->data;
+        w.bias = c->biased ? bias.data : NULL;
+        w.out = out->data;
+        conv2d_forward_naive(w);
+        return;
+    }
+    w.bias = c->biased ? bias.data : NULL;
+    w.dout = out->data;
+    w.din = c->role == IMAGE ? image->data : NULL;
+    if (c->pool) {
+        w.saved = argmax;
+        maxpool2d_backward(w);
+        return;
+    }
+    w.in = c->role == FILTER ? image->data : spare_image.data;
+    w.weight = c->role == FILTER ? spare_filter.data : filter->data;
+    w.dweight = c->role == FILTER ? filter->data : spare_filter.data;
+    w.dbias = c->role == FILTER ? bias.data : spare_bias.data;
+    conv2d_backward_naive(w);
 }
 
 // ---- Reports
@@ -178,7 +187,7 @@ static const char *name_of(const Case *c, Role role) {
     return names[c->role][role];
 }
 
-// "in[0][4][8][2]"; text belongs to the next caller but three
+// "in[0][4][8][2]"; four results are valid at a time
 static const char *element(const Case *c, Role role, size_t at) {
     static char texts[4][96];
     static size_t next;
@@ -216,34 +225,43 @@ static void print_step(const Case *c) {
            c->step > 0 ? " The steps before it passed." : "");
 }
 
+static int test; // the number of the test that runs
+
+static void print_how_to_repeat(void) {
+    printf("To repeat this test with the same numbers: SEED=%llu make check LAB=1 TEST=%d\n",
+           (unsigned long long)seed, test);
+}
+
 static _Noreturn void give_up(void) {
-    printf("SEED=%llu before the same command repeats this test.\n", (unsigned long long)seed);
+    print_how_to_repeat();
     exit(1);
 }
 
 static void crashed(int number) {
-    printf("The program reached for memory far outside of the arrays (signal %d) in\n", number);
+    printf("The program accessed memory far outside of the arrays (signal %d) in\n", number);
     print_case(&now_testing);
     fflush(stdout);
-    printf("SEED=%llu before the same command repeats this test.\n", (unsigned long long)seed);
+    print_how_to_repeat();
     fflush(stdout);
     _exit(1);
 }
 
-static void check_guards(const Case *c, real around) {
-    const Array *const arrays[] = {&tensors[OUTPUT], &tensors[FILTER], &tensors[IMAGE]};
-    for (Role role = 0; role < ROLES; role++) {
-        ptrdiff_t at = written_outside(arrays[role], around);
-        if (at == 0)
-            continue;
-        printf("Something was written outside of %s, which has %zu numbers: to place %td.\n",
-               name_of(c, role), arrays[role]->count, at);
-        print_case(c);
-        give_up();
-    }
+static void check_guard(const Case *c, const Array *a, const char *name, real around) {
+    ptrdiff_t at = written_outside(a, around);
+    if (at == 0)
+        return;
+    printf("%s has %zu numbers, but index %td was written.\n", name, a->count, at);
+    print_case(c);
+    give_up();
 }
 
-// ---- Which output meets which pixel at which weight, as it should be and by the usual mistakes
+static void check_guards(const Case *c, real around) {
+    for (Role role = 0; role < ROLES; role++)
+        check_guard(c, &tensors[role], name_of(c, role), around);
+    check_guard(c, &scratch, "scratch", around);
+}
+
+// ---- Which pixel and weight belong to which output, in a correct program and with usual mistakes
 
 typedef enum {
     RIGHT,
@@ -254,7 +272,7 @@ typedef enum {
     BORDER_COLUMNS,
     BORDER_ROWS,
     BORDER,
-    TURNED,
+    ROTATED,
     TRANSPOSED,
     ROWS_OF_HEIGHT,
     WEIGHTS_C_FIRST,
@@ -281,13 +299,13 @@ static const char *const effects[MISTAKES] = {
     [PADDING_ADDED] = "the padding was added where it has to be subtracted",
     [BORDER_COLUMNS] =
         "pixels outside of the image were read: a border must count as 0. In memory, "
-        "behind the last pixel of a row lies the first one of the next row",
+        "after the last pixel of a row comes the first one of the next row",
     [BORDER_ROWS] = "pixels outside of the image were read: a border must count as 0. In memory, "
-                    "above an image's first row lies the last row of the image before",
-    [BORDER] = "pixels outside of the image were read: a border must count as 0. In memory, behind "
-               "the last pixel of a row lies the first one of the next row",
-    [TURNED] = "the filter was turned by 180 degrees: weight[0][0] belongs to the window's upper "
-               "left pixel",
+                    "before an image's first row comes the last row of the previous image",
+    [BORDER] = "pixels outside of the image were read: a border must count as 0. In memory, after "
+               "the last pixel of a row comes the first one of the next row",
+    [ROTATED] = "the filter was rotated by 180 degrees: weight[0][0] belongs to the window's upper "
+                "left pixel",
     [TRANSPOSED] = "rows and columns of the filter were swapped",
     [ROWS_OF_HEIGHT] = "a row of the image was taken to be as long as the image is high",
     [WEIGHTS_C_FIRST] = "the weights were indexed [c][i][j][k]; they are stored [i][j][c][k]",
@@ -297,11 +315,11 @@ static const char *const effects[MISTAKES] = {
     [IMAGES_IN_PLANES] = "the input was indexed [n][c][h][w]; it is stored [n][h][w][c]",
     [OUTPUTS_IN_PLANES] = "the output was indexed [n][k][h][w]; it is stored [n][h][w][k]",
     [PIXELS_OF_IMAGE_0] = "only image 0 of the input is used, for all outputs",
-    [ONLY_IMAGE_0] = "only image 0 is right; the others count for nothing",
-    [ONLY_LAST_IMAGE] = "only the last image counts: what the ones before gave is overwritten",
-    [ONLY_LAST_PIXEL] = "only the last output pixel counts: = where += is asked",
-    [ONLY_LAST_PRODUCT] = "only the last product of each sum is left: = where += is asked",
-    [ONLY_CHANNEL_0] = "only channel 0 of the input is right; the others count for nothing",
+    [ONLY_IMAGE_0] = "only image 0 is right; the other images are ignored",
+    [ONLY_LAST_IMAGE] = "only the last image counts: the sums of earlier images are overwritten",
+    [ONLY_LAST_PIXEL] = "only the last output pixel counts: = where += is needed",
+    [ONLY_LAST_PRODUCT] = "only the last product of each sum is left: = where += is needed",
+    [ONLY_CHANNEL_0] = "only channel 0 of the input is right; the other channels are ignored",
     [ONLY_FIRST_TAP] = "only the window's upper left pixel counts",
 };
 
@@ -330,7 +348,7 @@ static Weight weight_at(size_t at, const Layer *l, Mistake m) {
         return (Weight){at / K % K, at % K, at / (K * K) % C, at / (K * K * C)};
     case WEIGHTS_K_C:
         return (Weight){at / (O * C * K), at / (O * C) % K, at % C, at / C % O};
-    case TURNED:
+    case ROTATED:
         return (Weight){K - 1 - at / (O * C * K), K - 1 - at / (O * C) % K, at / O % C, at % O};
     case TRANSPOSED:
         return (Weight){at / (O * C) % K, at / (O * C * K), at / O % C, at % O};
@@ -349,7 +367,7 @@ static bool left_out(const Case *c, Place o, Weight w, Mistake m) {
 }
 
 // Whether output number at[OUTPUT] contains weight number at[FILTER] times pixel number at[IMAGE].
-static bool meets(const Case *c, const size_t at[ROLES], Mistake m) {
+static bool contributes(const Case *c, const size_t at[ROLES], Mistake m) {
     const Layer *l = &c->l;
     Place o = place(at[OUTPUT], l->out, m == OUTPUTS_IN_PLANES);
     Place p = place(at[IMAGE], l->in, m == IMAGES_IN_PLANES);
@@ -366,9 +384,9 @@ static bool meets(const Case *c, const size_t at[ROLES], Mistake m) {
         (!columns_may_leave && (x < 0 || x >= (ptrdiff_t)l->in.w)))
         return false;
     ptrdiff_t pixels = (ptrdiff_t)(l->in.h * l->in.w), row = (ptrdiff_t)l->in.w;
-    ptrdiff_t met = (ptrdiff_t)(m == PIXELS_OF_IMAGE_0 ? 0 : o.n) * pixels +
-                    y * (m == ROWS_OF_HEIGHT ? (ptrdiff_t)l->in.h : row) + x;
-    return met == (ptrdiff_t)p.n * pixels + (ptrdiff_t)p.y * row + (ptrdiff_t)p.x;
+    ptrdiff_t read = (ptrdiff_t)(m == PIXELS_OF_IMAGE_0 ? 0 : o.n) * pixels +
+                     y * (m == ROWS_OF_HEIGHT ? (ptrdiff_t)l->in.h : row) + x;
+    return read == (ptrdiff_t)p.n * pixels + (ptrdiff_t)p.y * row + (ptrdiff_t)p.x;
 }
 
 // ---- One number in each of two tensors
@@ -378,8 +396,8 @@ typedef struct Trial {
     real value[ROLES];
 } Trial;
 
-/* An output and a weight, and a pixel that they meet, or would if there were no border. For a pool,
-   the weight is the place of the maximum: it says nothing about channels. */
+/* An output, a weight, and the pixel that belongs to both, or would without the border. For a
+   pool, the weight stands for the position of the maximum; its channels are those of the output. */
 static Trial draw_trial(const Case *c) {
     const Layer *l = &c->l;
     Trial t;
@@ -397,14 +415,14 @@ static Trial draw_trial(const Case *c) {
         Weight w = weight_at(t.at[FILTER], l, RIGHT);
         t.at[OUTPUT] += w.k - o.c;
         size_t row = o.n * l->in.h + o.y * l->stride + w.i - l->padding;
-        size_t met = (row * l->in.w + o.x * l->stride + w.j - l->padding) * l->in.c + w.c;
-        t.at[IMAGE] = met < tensors[IMAGE].count ? met : t.at[IMAGE];
-        if (!c->pool || meets(c, t.at, RIGHT))
+        size_t read = (row * l->in.w + o.x * l->stride + w.j - l->padding) * l->in.c + w.c;
+        t.at[IMAGE] = read < tensors[IMAGE].count ? read : t.at[IMAGE];
+        if (!c->pool || contributes(c, t.at, RIGHT))
             return t;
     }
 }
 
-// Places of maxima for all outputs, each inside of the image; the trial's output has its own.
+// Random positions of the maxima, inside of the image; the trial's output has the trial's.
 static void draw_argmax(const Case *c, const Trial *t) {
     const Layer *l = &c->l;
     memset(argmax_memory, 255, sizeof argmax_memory);
@@ -441,22 +459,22 @@ static real product(const Case *c, const Trial *t) {
     return both;
 }
 
-// Whether the product belongs to number i of what is computed.
-static bool meets_at(const Case *c, const Trial *t, Mistake m, size_t i) {
+// Whether the product belongs to element i of the result.
+static bool contributes_at(const Case *c, const Trial *t, Mistake m, size_t i) {
     Trial moved = *t;
     moved.at[c->role] = i;
-    return meets(c, moved.at, m);
+    return contributes(c, moved.at, m);
 }
 
 static real wanted(const Case *c, const Trial *t, Mistake m, size_t i) {
-    return prior.data[i] + (meets_at(c, t, m, i) ? product(c, t) : 0);
+    return prior.data[i] + (contributes_at(c, t, m, i) ? product(c, t) : 0);
 }
 
 static bool close_to(real a, real b) {
     return fabs(a - b) <= 1e-11 * (1 + fabs(b));
 }
 
-// The first number that is not what this mistake makes; as many as there are, if all are.
+// The first element that this mistake does not explain; the count, if it explains all.
 static size_t first_wrong(const Case *c, const Trial *t, Mistake m) {
     size_t i = 0;
     while (i < tensors[c->role].count && close_to(tensors[c->role].data[i], wanted(c, t, m, i)))
@@ -464,22 +482,22 @@ static size_t first_wrong(const Case *c, const Trial *t, Mistake m) {
     return i;
 }
 
-static bool as_mistaken(const Case *c, const Trial *t, Mistake m, real before, real around) {
+static bool explained_by(const Case *c, const Trial *t, Mistake m, real before, real around) {
     run_trial(c, t, before, around);
     return first_wrong(c, t, m) == tensors[c->role].count;
 }
 
-// Whether many trials come out as this mistake makes them.
-static bool always_as_mistaken(const Case *c, const Trial *first, Mistake m) {
-    bool all = as_mistaken(c, first, m, 0, 0);
+// Whether this mistake explains the results of many trials.
+static bool always_explained_by(const Case *c, const Trial *first, Mistake m) {
+    bool all = explained_by(c, first, m, 0, 0);
     for (size_t i = 0; i < 60 && all; i++) {
         Trial t = draw_trial(c);
-        all = as_mistaken(c, &t, m, 0, 0);
+        all = explained_by(c, &t, m, 0, 0);
     }
     return all;
 }
 
-// Whether each number is what was there before plus what is right.
+// Whether each element is its old value plus the right one.
 static bool added_to_before(const Case *c, const Trial *t) {
     size_t i = 0, count = tensors[c->role].count;
     run_trial(c, t, 1, NAN);
@@ -488,55 +506,68 @@ static bool added_to_before(const Case *c, const Trial *t) {
     return i == count;
 }
 
-// Where the product is found instead; as many as there are numbers, if nowhere.
+// Where the product is found instead; the count, if nowhere.
 static size_t find_product(const Case *c, const Trial *t) {
     size_t i = 0, count = tensors[c->role].count;
     run_trial(c, t, 0, 0);
-    while (i < count && (meets_at(c, t, RIGHT, i) ||
+    while (i < count && (contributes_at(c, t, RIGHT, i) ||
                          !close_to(tensors[c->role].data[i] - prior.data[i], product(c, t))))
         i++;
     return i;
 }
 
-static void print_effect(const Case *c, const Trial *t, real found, bool meet) {
+// Whether element i is where the product belongs, moved by the padding in rows and columns
+static bool moved_by_padding(const Case *c, const Trial *t, size_t i) {
+    const Layer *l = &c->l;
+    const size_t width = c->role == OUTPUT ? l->out.w : c->role == IMAGE ? l->in.w : l->kernel;
+    const size_t numbers = c->role == OUTPUT  ? l->out.c
+                           : c->role == IMAGE ? l->in.c
+                                              : l->in.c * l->out.c;
+    const size_t step = l->padding * (width + 1) * numbers, count = tensors[c->role].count;
+    return step > 0 && ((i + step < count && contributes_at(c, t, RIGHT, i + step)) ||
+                        (i >= step && contributes_at(c, t, RIGHT, i - step)));
+}
+
+static void print_effect(const Case *c, const Trial *t, real found, bool belongs_here) {
     Case fresh = *c;
     fresh.accumulate = false;
-    if (c->accumulate && as_mistaken(&fresh, t, RIGHT, 0, 0)) {
-        printf("It is right without accumulate; with it, din has to be added to what is there.\n");
+    if (c->accumulate && explained_by(&fresh, t, RIGHT, 0, 0)) {
+        printf("It is right without accumulate; with accumulate, add to din (+=).\n");
         return;
     }
     if (!c->accumulate && added_to_before(c, t)) {
-        printf("It was added to what was there before, here NaN: %s\n",
+        printf("It was added to the old value, here NaN: %s\n",
                c->role == IMAGE ? "without accumulate, set din to 0 first, then add to it."
-                                : "= is asked, not +=.");
+                                : "= is needed, not +=.");
         return;
     }
-    if (always_as_mistaken(c, t, RIGHT)) {
+    if (always_explained_by(c, t, RIGHT)) {
         printf("%s\n", isnan(found)
-                           ? "Numbers before or behind an array were read, or this one was "
+                           ? "Numbers outside of an array were read, or this element was "
                              "never written. Pixels outside of the image count as 0."
-                           : "It was right when the same was asked again: is a variable "
-                             "not set before it is used?");
+                           : "A second call with the same input was right: is a variable used "
+                             "before it is set?");
         return;
     }
     for (Mistake m = RIGHT + 1; m < MISTAKES; m++)
-        if (always_as_mistaken(c, t, m)) {
+        if (always_explained_by(c, t, m)) {
             printf("All numbers look as if %s.\n", effects[m]);
             return;
         }
     size_t instead = find_product(c, t);
     if (instead < tensors[c->role].count)
         printf("The product was found in %s.%s\n", element(c, c->role, instead),
-               meet ? "" : " Is a sum not set to 0 before the next one?");
+               moved_by_padding(c, t, instead) ? " That is off by the padding: was it forgotten?"
+               : belongs_here                  ? ""
+                                               : " Is a sum not reset to 0 before the next one?");
     else if (isnan(found))
-        printf("NaN was there before: it was never written, or numbers outside of an array were "
-               "read.\n");
+        printf("It was NaN before the call: it was never written, or numbers outside of an array "
+               "were read.\n");
     else
         printf(
-            "The product was found nowhere else: was it overwritten later (= where += is asked), "
-            "left out, or counted twice? Or were other numbers multiplied, by an index that is "
-            "made "
-            "with the sizes of the wrong tensor?\n");
+            "The product is in no other element: was it overwritten later (= where += is needed), "
+            "left out, or counted twice? Or was an index computed with the sizes of the wrong "
+            "tensor?\n");
 }
 
 static _Noreturn void report_trial(const Case *c, const Trial *t, size_t i) {
@@ -544,24 +575,25 @@ static _Noreturn void report_trial(const Case *c, const Trial *t, size_t i) {
     real found = tensors[c->role].data[i], expected = wanted(c, t, RIGHT, i);
     printf("%s is %.6g, expected %.6g", element(c, c->role, i), found, expected);
     if (c->accumulate)
-        printf(", %.6g of which was there before", prior.data[i]);
+        printf(", of which %.6g is the old value", prior.data[i]);
     printf(".\n");
     if (c->pool)
-        printf("All of dout is 0 but for %s = %.6g, whose maximum was at place %zu of its window",
+        printf("All of dout is 0 except %s = %.6g, whose maximum was at position %zu of its window",
                element(c, OUTPUT, t->at[OUTPUT]), t->value[OUTPUT],
                t->at[FILTER] / (c->l.in.c * c->l.out.c));
     else
-        printf("All of %s is 0 but for %s = %.6g, all of %s but for %s = %.6g", name_of(c, first),
+        printf("All of %s is 0 except %s = %.6g, all of %s except %s = %.6g", name_of(c, first),
                element(c, first, t->at[first]), t->value[first], name_of(c, second),
                element(c, second, t->at[second]), t->value[second]);
-    size_t meeting = 0, count = tensors[c->role].count;
-    while (meeting < count && !meets_at(c, t, RIGHT, meeting))
-        meeting++;
-    if (meeting < count)
-        printf("; they meet in %s.\n", element(c, c->role, meeting));
+    size_t right = 0, count = tensors[c->role].count;
+    while (right < count && !contributes_at(c, t, RIGHT, right))
+        right++;
+    const char *what = c->pool ? "this dout" : "their product";
+    if (right < count)
+        printf("; %s belongs to %s.\n", what, element(c, c->role, right));
     else
-        printf("; they meet nowhere.\n");
-    print_effect(c, t, found, meeting == i);
+        printf("; %s belongs to no element of %s.\n", what, name_of(c, c->role));
+    print_effect(c, t, found, right == i);
     print_case(c);
     print_step(c);
     give_up();
@@ -592,7 +624,7 @@ static void fill_all(const Case *c) {
         draw_argmax(c, NULL);
 }
 
-// f(a + b) = f(a) + f(b): what the parts of a tensor give adds up.
+// f(a + b) = f(a) + f(b): each function is linear.
 static void test_sums(Case c) {
     static real sum[MOST], whole[MOST];
     Array *result = &tensors[c.role], *split = &tensors[c.role == OUTPUT ? IMAGE : OUTPUT];
@@ -610,16 +642,16 @@ static void test_sums(Case c) {
     }
     for (size_t i = 0; i < result->count; i++)
         if (!(fabs(sum[i]) <= 1e-9)) {
-            printf("%s: the even numbers of %s by themselves and the odd ones by themselves do not "
-                   "add up to what all give: %.6g too much.\n",
+            printf("%s: computed from the even elements of %s plus computed from the odd ones is "
+                   "not what all of them give: %.6g too much.\n",
                    element(&c, c.role, i), name_of(&c, c.role == OUTPUT ? IMAGE : OUTPUT), sum[i]);
-            printf("Each alone was right. Is something overwritten that another one has added?\n");
+            printf("Single products were right. Is a partial sum overwritten?\n");
             print_case(&c);
             give_up();
         }
 }
 
-// Images so large that threads often meet at work: a race is found by luck only.
+// Images large enough that threads run at the same time: a race is found by chance only.
 static Case draw_large_case(Role role, bool pool) {
     Case c = draw_case(role, pool, 5);
     c.n = 3;
@@ -649,7 +681,7 @@ static void test_threads(Case c) {
                 printf("%s is %.6g with 4 threads and %.6g with one.\n", element(&c, c.role, i),
                        result->data[i], one[i]);
                 printf("Two threads add to the same number at the same time (a race), or share a "
-                       "variable that each needs for itself.\n");
+                       "variable of which each needs its own.\n");
                 print_case(&c);
                 give_up();
             }
@@ -713,12 +745,12 @@ static void test_bias_gradient(void) {
             if (c.biased ? close_to(found, expected) : isnan(found))
                 continue;
             if (!c.biased)
-                printf("This layer has no bias (l->biases is 0), but dbias[%zu] was written: there "
-                       "lie the gradients of the next layer.\n",
+                printf("This layer has no bias (l->biases is 0), but dbias[%zu] was written: "
+                       "that memory holds the gradients of the next layer.\n",
                        k);
             else if (isnan(found))
                 printf(
-                    "dbias[%zu] is NaN, as before: it was not written, or += where = is asked.\n",
+                    "dbias[%zu] is still NaN: it was not written, or += was used instead of =.\n",
                     k);
             else
                 printf("dbias[%zu] is %.6g, expected %.6g: all %zu numbers of dout that belong to "
@@ -735,7 +767,7 @@ static void test_bias_gradient(void) {
         call(&c, NAN);
         for (size_t k = 0; k < c.l.out.c; k++)
             if (bias.data[k] != (k == at % c.l.out.c)) {
-                printf("dbias[%zu] is %.6g: all of dout is 0 but for %s = 1, which belongs to "
+                printf("dbias[%zu] is %.6g: all of dout is 0 except %s = 1, which belongs to "
                        "channel %zu.\n",
                        k, bias.data[k], element(&c, OUTPUT, at), at % c.l.out.c);
                 print_case(&c);
@@ -746,23 +778,23 @@ static void test_bias_gradient(void) {
 
 // ---- Max-pool, forward: what must be true of every output
 
-typedef enum { ANY_SIGN, NEGATIVE, TIES, KINDS } Numbers;
+typedef enum { ANY_SIGN, NEGATIVE, TIES, NUMBERS } Numbers;
 
-static const char *const numbers_are[KINDS] = {"numbers from -1 to 1", "only negative numbers",
-                                               "many equal numbers"};
+static const char *const numbers_are[NUMBERS] = {"numbers from -1 to 1", "only negative numbers",
+                                                 "many equal numbers"};
 
-// Whether number `pixel` lies in the window of number `out`, and at which place.
+// Whether pixel number `pixel` lies in the window of output number `out`, and at which position.
 static bool in_window(const Case *c, size_t out, size_t pixel, Mistake m, size_t *tap) {
     size_t channel = place(out, c->l.out, false).c;
     for (*tap = 0; *tap < c->l.kernel * c->l.kernel; ++*tap) {
         size_t filter = (*tap * c->l.in.c + channel) * c->l.out.c + channel;
-        if (meets(c, (size_t[ROLES]){out, filter, pixel}, m))
+        if (contributes(c, (size_t[ROLES]){out, filter, pixel}, m))
             return true;
     }
     return false;
 }
 
-// The first pixel that has this value, in the window or anywhere; else how many pixels there are.
+// The first pixel that has this value, in the window or anywhere; the count, if there is none.
 static size_t find_pixel(const Case *c, real value, size_t out, Mistake m, bool within) {
     size_t pixel = 0, tap;
     const Array *in = &tensors[IMAGE];
@@ -793,13 +825,13 @@ static void print_pool_effect(const Case *c, real found) {
     }
 }
 
-// Says what is wrong with output number i, in words; false: nothing.
+// Prints what is wrong with output number i; false: nothing.
 static bool wrong_maximum(const Case *c, size_t i) {
     const Array *in = &tensors[IMAGE];
     real found = tensors[OUTPUT].data[i];
     size_t tap;
     if (isnan(found)) {
-        printf("%s is NaN, as before: it was never written, or numbers outside of in were read.\n",
+        printf("%s is still NaN: it was never written, or numbers outside of `in` were read.\n",
                element(c, OUTPUT, i));
         return true;
     }
@@ -820,7 +852,7 @@ static bool wrong_maximum(const Case *c, size_t i) {
     return false;
 }
 
-// The same for its argmax, when all maxima are right.
+// Prints what is wrong with its argmax, when all maxima are right; false: nothing.
 static bool wrong_argmax(const Case *c, size_t i) {
     const Array *in = &tensors[IMAGE];
     size_t first = c->l.kernel * c->l.kernel, tap;
@@ -840,8 +872,7 @@ static bool wrong_argmax(const Case *c, size_t i) {
 static bool written_beside_argmax(size_t count) {
     for (ptrdiff_t i = -GUARD; i < MOST + GUARD; i++)
         if ((i < 0 || i >= (ptrdiff_t)count) && argmax[i] != 255) {
-            printf("Something was written outside of argmax, which has %zu bytes: to place %td.\n",
-                   count, i);
+            printf("argmax (w.saved) has %zu bytes, but index %td was written.\n", count, i);
             return true;
         }
     return false;
@@ -860,7 +891,11 @@ static void test_pool_case(const Case *c, Numbers kind) {
     fill(&tensors[OUTPUT], NAN);
     memset(argmax_memory, 255, sizeof argmax_memory);
     now_testing = *c;
-    maxpool2d_forward_naive(tensors[OUTPUT].data, argmax, tensors[IMAGE].data, &c->l, c->n);
+    maxpool2d_forward_naive((Work){.l = &c->l,
+                                   .n = c->n,
+                                   .in = tensors[IMAGE].data,
+                                   .out = tensors[OUTPUT].data,
+                                   .saved = argmax});
     check_guards(c, NAN);
     size_t count = tensors[OUTPUT].count;
     bool wrong = written_beside_argmax(count);
@@ -884,8 +919,8 @@ static void test_pool_forward(void) {
         }
 }
 
-/* Two windows that overlap, and have the same maximum: din gets the sum of both. Says so if one was
-   overwritten; what else there may be wrong the next tests find. */
+/* Two windows that overlap and have the same maximum: its din is the sum of both douts. This looks
+   for one overwritten by the other only; test_layer() finds other mistakes. */
 static void test_overlap(void) {
     Case c = draw_case(IMAGE, true, 1);
     c.accumulate = false;
@@ -894,7 +929,7 @@ static void test_overlap(void) {
     c.l.out.w = c.l.in.w - c.l.kernel + 1;
     clear(&c, NAN);
     memset(argmax_memory, 0, sizeof argmax_memory);
-    argmax[0] = 1; // pixel (0, 1), which is also place 0 of output 1
+    argmax[0] = 1; // pixel (0, 1), which is also position 0 of output 1
     tensors[OUTPUT].data[0] = 2;
     tensors[OUTPUT].data[1] = 3;
     call(&c, NAN);
@@ -907,7 +942,7 @@ static void test_overlap(void) {
     printf("din[0][0][1][0] is %.6g, expected 5: it is the maximum of two windows that overlap, "
            "with dout 2 and 3.\n",
            din->data[1]);
-    printf("It gets the sum of both; one was overwritten by the other (= where += is asked).\n");
+    printf("It gets the sum of both; one was overwritten by the other (= where += is needed).\n");
     print_case(&c);
     give_up();
 }
@@ -916,19 +951,24 @@ static void test_overlap(void) {
 
 enum { MOST_CLASSES = 17, MOST_ROWS = 4 };
 
-// sum over k of dout[k] * log_softmax(in)[k], where in[moved] is `by` more
+static Layer log_softmax_layer(size_t classes) {
+    return (Layer){.kind = LOG_SOFTMAX, .in = {1, 1, classes}, .out = {1, 1, classes}};
+}
+
+// sum over k of dout[k] * log_softmax(in)[k], where in[moved] is larger by `by`
 static double weighted(const real *in, const real *dout, size_t classes, size_t moved, double by) {
     real there[MOST_CLASSES], out[MOST_CLASSES];
     double sum = 0;
     memcpy(there, in, classes * sizeof(real));
     there[moved] += by;
-    log_softmax_forward(out, there, 1, classes);
+    const Layer l = log_softmax_layer(classes);
+    log_softmax_forward((Work){.l = &l, .n = 1, .in = there, .out = out});
     for (size_t k = 0; k < classes; k++)
         sum += dout[k] * out[k];
     return sum;
 }
 
-// The slope at 0, from four points; its error is about 1e-12.
+// The derivative by in[k], from four points; its error is about 1e-12.
 static double slope(const real *in, const real *dout, size_t classes, size_t k) {
     const double h = 2e-3;
     double near = weighted(in, dout, classes, k, h) - weighted(in, dout, classes, k, -h);
@@ -956,12 +996,16 @@ static void test_softmax_case(Dout kind) {
     for (size_t row = 0; row < n && kind != ANYTHING; row++)
         dout->data[row * classes + draw_size(0, classes - 1)] =
             kind == ONE_HOT ? 2 * draw_real() : -1;
-    log_softmax_forward(out->data, in->data, n, classes);
+    const Layer l = log_softmax_layer(classes);
+    Work w = {.l = &l, .n = n, .in = in->data, .out = out->data};
+    log_softmax_forward(w);
     fill(din, NAN);
-    log_softmax_backward(din->data, dout->data, out->data, n, classes);
+    w.dout = dout->data;
+    w.din = din->data;
+    log_softmax_backward(w);
     if (written_outside(din, NAN) != 0) {
-        printf("Something was written outside of din: to place %td of %zu.\n",
-               written_outside(din, NAN), count);
+        printf("din has %zu numbers, but index %td was written.\n", count,
+               written_outside(din, NAN));
         give_up();
     }
     for (size_t i = 0; i < count; i++) {
@@ -970,17 +1014,17 @@ static void test_softmax_case(Dout kind) {
         double found = din->data[i], off = fabs(found - expected);
         if (off <= 1e-9)
             continue;
-        printf("din[%zu][%zu] is %.9g. Moving in[%zu][%zu] a little changes the sum of dout * out "
-               "by %.9g times as much.\n",
-               i / classes, i % classes, found, i / classes, i % classes, expected);
+        printf("din[%zu][%zu] is %.9g, expected %.9g, the derivative of the sum of dout * out by "
+               "in[%zu][%zu].\n",
+               i / classes, i % classes, found, expected, i / classes, i % classes);
         if (off < 1e-2)
-            printf("It is near, but a gradient has no error but that of rounding (here 1e-9): is "
-                   "it still a difference of two numbers, not the formula?\n");
+            printf("It is close, but the only error of a gradient is rounding (here 1e-9): is it "
+                   "still a finite difference instead of the formula?\n");
         else if (isnan(found))
-            printf("NaN was there before: it was not written, or += where = is asked.%s\n",
-                   i >= classes ? " Image 0 is right: does each image get its own numbers?" : "");
+            printf("It is still NaN: it was not written, or += was used instead of =.%s\n",
+                   i >= classes ? " Image 0 is right: does each image use its own numbers?" : "");
         else if (kind == ONE_HOT)
-            printf("It was right for one image and a dout that sums up to -1. softmax has to be "
+            printf("It was right for one image and a dout whose sum is -1. softmax has to be "
                    "multiplied by the sum of this image's dout.\n");
         else if (kind == MINUS_ONE_HOT)
             printf("out holds logarithms: softmax = exp(out).\n");
@@ -1021,21 +1065,21 @@ static bool same_shapes(Shape a, Shape b) {
 
 static void check_row(size_t i, const Row *row) {
     const Layer *l = &net.layers[i];
-    Layer asked = {.kind = row->kind, .kernel = row->kernel, .stride = row->stride};
-    asked.padding = row->padding;
-    asked.out = row->out;
-    asked.in = net.layers[i - 1].out;
-    asked.in = (Shape){1, 1, shape_size(asked.in)};
+    Layer wanted_layer = {.kind = row->kind, .kernel = row->kernel, .stride = row->stride};
+    wanted_layer.padding = row->padding;
+    wanted_layer.out = row->out;
+    wanted_layer.in = net.layers[i - 1].out;
+    wanted_layer.in = (Shape){1, 1, shape_size(wanted_layer.in)};
     char found[64], expected[64];
     describe_layer(l, found, sizeof found);
-    describe_layer(&asked, expected, sizeof expected);
+    describe_layer(&wanted_layer, expected, sizeof expected);
     if (strcmp(found, expected) != 0) {
         printf("Row %zu is `%s`, expected `%s`.\n", i, found, expected);
         give_up();
     }
     if (l->input != i - 1) {
-        printf("Row %zu, %s, reads row %zu, expected row %zu: each layer gets the row that the "
-               "function of the layer before it has returned.\n",
+        printf("Row %zu, %s, reads row %zu, expected row %zu: pass each function the row that the "
+               "function of the layer before it returned.\n",
                i, found, l->input, i - 1);
         give_up();
     }
@@ -1046,7 +1090,7 @@ static void check_row(size_t i, const Row *row) {
     }
 }
 
-// h1, h2: height of the images behind the first pool and behind the second; widths likewise
+// p1, p2: shapes after the first pool and after the second; c2: after the second convolution
 static void check_lenet(Shape in, Shape p1, Shape c2, Shape p2, size_t classes, size_t parameters) {
     const Row rows[] = {{CONV2D, 5, 1, 2, {in.h, in.w, 6}},
                         {RELU, 0, 0, 0, {in.h, in.w, 6}},
@@ -1087,7 +1131,8 @@ int main(int argc, char **argv) {
     seed = given ? strtoull(given, NULL, 10) : (uint64_t)(now() * 1e6) % 1000000;
     signal(SIGSEGV, crashed);
     omp_set_num_threads(1);
-    switch (argc == 2 ? atoi(argv[1]) : 0) {
+    test = argc == 2 ? atoi(argv[1]) : 0;
+    switch (test) {
     case 1:
         test_layer(OUTPUT, false);
         test_bias_forward();
@@ -1113,8 +1158,8 @@ int main(int argc, char **argv) {
         test_lenet();
         break;
     default:
-        die(EXIT_USAGE, "usage: lab01 1..7, the number of a test");
+        die(EXIT_USAGE, "expected the number of a test, 1 to 7; usage: lab01 NUMBER");
     }
-    say_word();
+    send_token();
     return 0;
 }

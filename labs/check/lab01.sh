@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Lab 1, A CNN by hand; labs/check/check.sh calls this and says how.
+# Lab 1, a CNN by hand; see check.sh.
 
 tests() {
     cat <<'END'
@@ -10,15 +10,15 @@ tests() {
 2|1.5|max-pool, gradient of its input
 2|1.6|gradient of log-softmax
 2|1.7|the network lenet
-2|1.1 1.2 1.3 1.4 1.5 1.6 1.7|all of it: lenet learns
+2|1.1 1.2 1.3 1.4 1.5 1.6 1.7|all parts together: lenet learns
 END
 }
 
-# rooms NUMBER...: these rooms of cnn.c. Lines of a part are counted from its beginning, and the
+# sections NUMBER...: these sections of cnn.c. Lines of a part are counted from its beginning, and the
 # stub of 1.2 is left out, since it would end a test of 1.3.
-rooms() {
+sections() {
     awk -v wanted=" $* " '
-        /^\/\* ==== [0-9]+b?\. / { on = index(wanted, " " $3 " ") }
+        /^\/\* ==== [0-9]+\. / { on = index(wanted, " " $3 " ") }
         /^#ifndef CNN_DECLARATIONS_ONLY/ { next }
         /^ *die\(1,$/ { held = $0; next }
         held != "" { if (!/TODO 2 is not done/) out(held "\n" $0); held = ""; next }
@@ -28,9 +28,9 @@ rooms() {
         function out(text) { if (on) print text }' cnn.c
 }
 
-# Without room 5b: a part that calls a fast kernel does not compile.
+# Without cnn_kernels.c: a part that calls a fast kernel does not compile.
 build() {
-    rooms 1. 2. 3. 5. >layers.c && rooms 6. 7. >models.c || return
+    sections 1. 2. 3. >layers.c && sections 4. 5. >models.c || return
     make -s -f - CC="${CC:-gcc}" NO_CUDA=1 NO_MPI=1 OPT=-O1 lab01 <<'END'
 include Makefile
 lab01: labs/check/lab01.c layers.c models.c
@@ -39,7 +39,7 @@ lab01: labs/check/lab01.c layers.c models.c
 END
 }
 
-# The accuracy comes from the run folder, where no part of the student's writes.
+# The accuracy is read from the run folder, not from the output, to which the student's parts can print.
 learns() {
     local accuracy least=50
     make -s cnn CC="${CC:-gcc}" NO_CUDA=1 NO_MPI=1 || return
@@ -53,8 +53,8 @@ learns() {
     accuracy=$(awk -F, 'NR == 1 { for (i = 1; i <= NF; i++) at = $i == "accuracy" ? i : at }
         END { if (NR > 1) print $at }' lenet/epochs.csv)
     awk -v a="$accuracy" -v least="$least" 'BEGIN { exit !(a != "" && a + 0 >= least) }' && return
-    echo "After 3200 images lenet gets ${accuracy:-?} % of 500 made-up images right; expected at"
-    echo "least $least %. Guessing gets 10 %. Do the tests before this one pass?"
+    echo "After 3200 images lenet classifies ${accuracy:-?} % of 500 synthetic test images correctly;"
+    echo "expected at least $least %. Guessing gives 10 %. Do the tests before this one pass?"
     return 1
 }
 

@@ -6,12 +6,12 @@
 
 tests() {
     cat <<'END'
-2|-|the six run folders are there, valid and complete
-3|-|their counts add up: epochs x ceil(N / B) steps, images, throughput x time
+2|-|the six run folders exist, are valid and complete
+3|-|their counts agree: epochs x ceil(N / B) steps, images, throughput x time
 3|-|the line profile counts every step: hits = epochs x ceil(N / B)
 3|-|the profile's lines cover at least 95 % of the training time
 4|-|each run differs from lab02-o3 in one thing only
-2|-|all runs learn the same: speed has changed no loss
+2|-|all runs have the same losses: faster code computes the same
 3|-|layers.csv has all rows, and its numbers agree
 END
 }
@@ -33,7 +33,7 @@ open_lab_run() {
     open_run "lab02-$1" "$build; ./cnn $options ${more:+$more }--out runs/lab02-$1"
 }
 
-# every COMMAND...: of each run, all that is wrong
+# every COMMAND...: checks each run, and prints all that is wrong
 every() {
     local name wrong=0
     for name in $folders; do
@@ -52,7 +52,7 @@ profile_says() {
         complain "$run/profile.csv does not belong to this run, or was edited"
 }
 
-# What two runs to be compared may not differ in, without its folder's name.
+# What must be equal in two runs that are compared, without the name of the folder.
 facts() {
     awk -F '\t' '$1 ~ /^(settings|build|parallel)\./ || $1 ~ /^machine\.(host|cpu|cores|device)$/' "$1" |
         grep -v '^settings.out	' | sort
@@ -63,12 +63,12 @@ only_in() {
     local base=$work/lab02-o3.flat other
     other=$(diff <(facts "$base") <(facts "$flat") | sed -n 's/^[<>] //p' | cut -f 1 | sort -u | grep -vx "$1")
     [ -z "$other" ] || {
-        complain "$run differs from runs/lab02-o3 also in $(paste -sd ' ' <<<"$other"): which of them made it faster or slower?"
+        complain "$run differs from runs/lab02-o3 also in $(paste -sd ' ' <<<"$other"), so a difference in speed has more than one possible cause"
         return 1
     }
     [ "$(awk -F '\t' -v k="$1" '$1 == k { print $2 }' "$base")" = "$2" ] ||
         { complain "runs/lab02-o3/run.json: $1 should be $2"; return 1; }
-    is "$1" "$3" "this is what the run is to show"
+    is "$1" "$3" "this is the one setting that the run varies"
 }
 
 differ() {
@@ -92,18 +92,18 @@ layer_table() {
         return 1
     fi
     awk -F , -v run="$run" -v batch="$(value parallel.global_batch)" -f "$home/labs/check/layers.awk" \
-        "$folder/layers.csv" || complain "$run/layers.csv: numbers that do not agree are no measurement"
+        "$folder/layers.csv" || complain "$run/layers.csv: its columns contradict each other: was it edited?"
 }
 
 losses_agree() {
     local base=$from/runs/lab02-o3/steps.csv
-    open_lab_run o3 && retrain && same_losses own/steps.csv "in our own run with your images and seed" &&
+    open_lab_run o3 && retrain && same_losses own/steps.csv "in the checker's run with your images and seed" &&
         every same_losses "$base" "in runs/lab02-o3"
 }
 
 run() {
-    local word
-    read -r word
+    local token
+    read -r token
     case $1 in
     1) every complete ;;
     2) every counts ;;
@@ -112,5 +112,5 @@ run() {
     5) differ ;;
     6) losses_agree ;;
     7) layer_table ;;
-    esac && say_word
+    esac && send_token
 }

@@ -1,8 +1,8 @@
 /* lab03.c - tests of the loader's queue for `make check LAB=3`: `lab03 TEST`.
 
-   Where an augmentation would stand, the tests put observe(): whoever makes an image passes through
-   it, is counted there, and can be held up. So they see what workers do, and need not know how.
-   The first thing that is wrong ends the program with a line that names it. */
+   The tests replace the augmentation by observe(), which is called for each image that is made. It
+   counts the call, checks it and can delay it, so the tests see what the workers do, whatever their
+   code looks like. The first error ends the program with a line that names it. */
 
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -10,13 +10,13 @@
 #include <time.h>
 #include <unistd.h>
 
-// Threads that dawdle around the lock, and wake up without a reason, as POSIX allows it.
+// Random delays before and after locking, and spurious wakeups, which POSIX allows.
 static bool restless;
 
 static void nap(void) {
-    static __thread unsigned turn;
-    if (restless && ++turn % 3 == 0)
-        usleep(turn * 37 % 200);
+    static __thread unsigned calls;
+    if (restless && ++calls % 3 == 0)
+        usleep(calls * 37 % 200);
 }
 
 static int restless_lock(pthread_mutex_t *lock) {
@@ -43,6 +43,7 @@ static int restless_wait(pthread_cond_t *changed, pthread_mutex_t *lock) {
 }
 
 #define CNN_NO_MAIN
+#define CNN_NO_KERNELS // the queue needs no fast layers
 #define pthread_mutex_lock restless_lock
 #define pthread_mutex_unlock restless_unlock
 #define pthread_cond_wait restless_wait
@@ -50,9 +51,9 @@ static int restless_wait(pthread_cond_t *changed, pthread_mutex_t *lock) {
 #undef pthread_mutex_lock
 #undef pthread_mutex_unlock
 #undef pthread_cond_wait
-#include "tell.h"
+#include "report.h"
 
-/* ---- What happens, as observe() sees it ------------------------------------------------------ */
+/* ---- What observe() sees --------------------------------------------------------------------- */
 
 enum { IMAGES = 103, PIXELS = 8, MAX_EPOCHS = 120, PATIENCE_S = 6 };
 
@@ -61,17 +62,17 @@ typedef enum { ELSEWHERE, IN_START, IN_NEXT, IN_FREE } Place;
 static struct {
     Loader loader;
     size_t size, batches, workers; // of the loader: images in a batch, batches in an epoch
-    size_t epoch, due;             // the epoch, and the batch that loader_next() was asked for last
-    Place place;                   // where the caller is
+    size_t epoch, due;             // the epoch, and the batch that loader_next() has to return
+    Place place;                   // which function the caller is in
     uint32_t order[IMAGES];        // the epoch's permutation
     unsigned begun[MAX_EPOCHS][IMAGES], made[MAX_EPOCHS][IMAGES]; // how many times, by position
     size_t inside, most_inside; // threads that make a batch, now and at most
     pthread_t caller;
-    void (*hold_up)(size_t position); // what a test does to whoever makes this image
+    void (*delay)(size_t position); // what a test does while the image at this position is made
 } seen;
-static size_t events; // stays the same while nothing goes on
+static size_t events; // constant while nothing happens
 
-#define READ(x) __atomic_load_n(&(x), __ATOMIC_RELAXED) // relaxed: they hide no race
+#define READ(x) __atomic_load_n(&(x), __ATOMIC_RELAXED) // relaxed: hides no race
 #define WRITE(x, value) __atomic_store_n(&(x), value, __ATOMIC_RELAXED)
 #define ADD(x, value) __atomic_add_fetch(&(x), value, __ATOMIC_RELAXED)
 
@@ -93,8 +94,8 @@ static void check_begin(size_t epoch, size_t position) {
         wrong("batch %zu was begun, but the epoch has only batches 0 to %zu", number,
               seen.batches - 1);
     if (pthread_equal(pthread_self(), seen.caller))
-        wrong("batch %zu was made by the thread that asked for it, which cannot train meanwhile: "
-              "workers have to make the batches",
+        wrong("batch %zu was made by the thread that called loader_next(), which cannot train "
+              "meanwhile: workers have to make the batches",
               number);
     if (epoch != READ(seen.epoch))
         wrong("a worker began batch %zu of an epoch that was already left", number);
@@ -103,8 +104,7 @@ static void check_begin(size_t epoch, size_t position) {
               "%zu, so the batch in use is overwritten",
               number, due, slots, number % slots);
     if (ADD(seen.begun[epoch][position], 1) > 1)
-        wrong("batch %zu was made twice, and images come twice: two workers took the same number",
-              number);
+        wrong("batch %zu was made twice: two workers took the same number", number);
 }
 
 static void observe(uint8_t *out, const uint8_t *in, Shape s, const Draw *draw) {
@@ -114,9 +114,9 @@ static void observe(uint8_t *out, const uint8_t *in, Shape s, const Draw *draw) 
     size_t inside = ADD(seen.inside, 1);
     if (inside > READ(seen.most_inside))
         WRITE(seen.most_inside, inside);
-    void (*hold_up)(size_t) = READ(seen.hold_up);
-    if (hold_up)
-        hold_up(position);
+    void (*delay)(size_t) = READ(seen.delay);
+    if (delay)
+        delay(position);
     memcpy(out, in, shape_size(s));
     out[1] = (uint8_t)epoch;
     out[2] = (uint8_t)position;
@@ -130,24 +130,24 @@ static void observe(uint8_t *out, const uint8_t *in, Shape s, const Draw *draw) 
     ADD(events, 1);
 }
 
-/* ---- Nobody goes on: why? -------------------------------------------------------------------- */
+/* ---- Nothing happens any more: why? ---------------------------------------------------------- */
 
 static _Noreturn void explain_next(const Loader *l) {
     size_t due = READ(seen.due);
     if (l->filled[due % l->slots] == due + 1)
         wrong(
-            "deadlock: batch %zu is filled, but the caller of loader_next() sleeps on: nobody has "
-            "woken it. Does a signal wake one thread where several wait for different things?",
+            "deadlock: batch %zu is filled, but the caller of loader_next() still sleeps: nothing "
+            "woke it. Does a signal wake one thread where several wait for different conditions?",
             due);
     if (count_images(seen.begun, due) == 0)
-        wrong("deadlock: loader_next() waits for batch %zu, all workers wait, and nobody fills it",
-              due);
-    if (count_images(seen.made, due) == images_of(due))
         wrong(
-            "deadlock: batch %zu is made, but filled[%zu] is %zu, not %zu: loader_next() waits for "
-            "ever",
-            due, due % l->slots, l->filled[due % l->slots], due + 1);
-    wrong("batch %zu was begun and is never ready", due);
+            "deadlock: loader_next() waits for batch %zu, but all workers sleep and none makes it",
+            due);
+    if (count_images(seen.made, due) == images_of(due))
+        wrong("deadlock: batch %zu is made, but filled[%zu] is %zu, not %zu: loader_next() waits "
+              "forever",
+              due, due % l->slots, l->filled[due % l->slots], due + 1);
+    wrong("batch %zu was begun, but never completed", due);
 }
 
 static _Noreturn void explain_silence(void) {
@@ -156,7 +156,7 @@ static _Noreturn void explain_silence(void) {
     Loader *l = &seen.loader;
     Place place = READ(seen.place);
     if (pthread_mutex_trylock(&l->lock) != 0)
-        wrong("deadlock in %s: somebody holds the lock and never gives it back", names[place]);
+        wrong("deadlock in %s: a thread holds the lock and never unlocks it", names[place]);
     if (place == IN_NEXT)
         explain_next(l);
     if (place == IN_START && l->busy > 0)
@@ -165,7 +165,7 @@ static _Noreturn void explain_silence(void) {
             "a batch",
             l->busy);
     if (place == IN_START)
-        wrong("deadlock: no worker is busy any more, but nobody has woken loader_start()");
+        wrong("deadlock: no worker is busy any more, but nothing woke loader_start()");
     if (place == IN_FREE)
         wrong("deadlock: quit is set, but loader_free() waits for a worker that does not end");
     wrong("nothing happened for %d s", PATIENCE_S);
@@ -183,7 +183,7 @@ static void *watch(void *unused) {
     explain_silence();
 }
 
-// Waits until `condition` holds; false: it does not, though nobody has lost the patience yet.
+// Waits until `condition` holds; false: it does not, even shortly before watch() gives up.
 #define HAPPENS(condition)                      \
     ({                                          \
         double limit = now() + PATIENCE_S - 1.; \
@@ -201,7 +201,7 @@ static const uint64_t seed = 7;
 static uint8_t images[IMAGES * PIXELS], labels[IMAGES];
 static const Dataset data = {&info, IMAGES, images, labels};
 
-// Image number i holds i in its first byte, and a pattern of its own behind it.
+// Image number i holds i in its first byte, and a pattern of its own after it.
 static void make_images(void) {
     for (size_t i = 0; i < IMAGES * PIXELS; i++)
         images[i] = (uint8_t)(i / PIXELS * (1 + i % PIXELS * 3));
@@ -214,15 +214,17 @@ static void enter(Place place) {
     ADD(events, 1);
 }
 
-static void open_loader(size_t size, size_t workers, void (*hold_up)(size_t position)) {
-    const Placement on_cpu = {.backend = &backends[0]};
+static void open_loader(size_t size, size_t workers, void (*delay)(size_t position)) {
+    const Placement on_cpu = {.backend = &naive_backend};
     memset(&seen, 0, sizeof seen);
     seen.size = size;
     seen.batches = ceil_div(IMAGES, size);
     seen.workers = workers;
     seen.caller = pthread_self();
-    seen.hold_up = hold_up;
-    loader_init(&seen.loader, &data, size, workers, observe, on_cpu);
+    seen.delay = delay;
+    loader_plan(&seen.loader, &data, size, workers, AUGMENT_NONE, on_cpu);
+    seen.loader.augment = observe;
+    loader_init(&seen.loader);
 }
 
 // Each epoch of a loader has another number: 1, 2, ...
@@ -244,7 +246,7 @@ static void start_epoch_at(size_t first) {
     enter(ELSEWHERE);
 }
 
-// What the slot of a batch has to hold, image by image. `when`: for the message.
+// Checks the images in a batch's slot. `when`: for the message.
 static void check_images(const Batch *batch, size_t number, const char *when) {
     for (size_t i = 0; i < images_of(number); i++) {
         const size_t position = number * seen.size + i, image = seen.order[position];
@@ -260,7 +262,7 @@ static void check_images(const Batch *batch, size_t number, const char *when) {
             wrong("batch %zu %s: its image %zu is one of batch %zu", number, when, i,
                   got[2] / seen.size);
         if (got[1] != seen.epoch)
-            wrong("batch %zu %s: its image %zu is left over from before", number, when, i);
+            wrong("batch %zu %s: its image %zu is of an earlier epoch", number, when, i);
         wrong("batch %zu %s: its image %zu should be number %zu with label %zu, and is number %u "
               "with label %u",
               number, when, i, image, image % 10, got[0], batch->labels[i]);
@@ -270,19 +272,19 @@ static void check_images(const Batch *batch, size_t number, const char *when) {
 static void check_batch(const Batch *batch, size_t number) {
     size_t ready = count_images(seen.made, number);
     if (!batch)
-        wrong("batch %zu of %zu was never handed out: loader_next() said that the epoch is over",
+        wrong("loader_next() returned NULL, the end of the epoch, instead of batch %zu of %zu",
               number, seen.batches);
     if (batch->number != number && batch != &seen.loader.ring[number % seen.loader.slots])
-        wrong("batch %zu was handed out where batch %zu is due: the order has to be the "
-              "permutation's, whatever is filled first",
+        wrong("batch %zu was returned instead of batch %zu: the order has to be that of the "
+              "permutation, whichever batch is filled first",
               batch->number, number);
     if (count_images(seen.begun, number) == 0)
         wrong(
-            "batch %zu was handed out before any worker had begun it: the slot holds an older one",
+            "batch %zu was returned before any worker had begun it: the slot holds an older batch",
             number);
     if (ready < images_of(number))
-        wrong("batch %zu was handed out while it was being written: %zu of its %zu images were "
-              "there",
+        wrong("batch %zu was returned while it was being written: %zu of its %zu images were "
+              "complete",
               number, ready, images_of(number));
     if (batch->number != number || batch->n != images_of(number))
         wrong("batch %zu has %zu images, expected %zu", number, batch->n, images_of(number));
@@ -308,12 +310,12 @@ static void finish_epoch_from(size_t first) {
         take_batch(number);
     for (size_t again = 0; again < 2; again++)
         if (next_batch_of_loader(seen.batches - 1))
-            wrong("the epoch has %zu batches, but loader_next() hands out another one behind them",
+            wrong("the epoch has %zu batches, but loader_next() returns another one after them",
                   seen.batches);
 }
 
 static void close_loader(void) {
-    WRITE(seen.hold_up, NULL);
+    WRITE(seen.delay, NULL);
     enter(IN_FREE);
     loader_free(&seen.loader);
     enter(ELSEWHERE);
@@ -345,7 +347,7 @@ static void test_sizes(void) {
             read_epochs(sizes[i], some_workers[w], 3);
 }
 
-// As a run that goes on from a checkpoint, in the middle of an epoch.
+// As in a run that resumes from a checkpoint in the middle of an epoch.
 static void test_first(void) {
     for (size_t w = 0; w < SOME; w++) {
         open_loader(8, some_workers[w], NULL);
@@ -373,7 +375,7 @@ static bool is_made(size_t first, size_t end) { // all batches from first to end
     return true;
 }
 
-// While a batch is in use, all other slots get filled, and this one does not.
+// While a batch is in use, all other slots are filled, and its own is not overwritten.
 static void test_ahead(void) {
     for (size_t w = 0; w < SOME; w++) {
         open_loader(4, some_workers[w], NULL);
@@ -383,16 +385,16 @@ static void test_ahead(void) {
             const Batch *batch = take_batch(number);
             if (!HAPPENS(is_made(number + 1, number + slots)))
                 wrong("while batch %zu was in use, the workers (%zu) did not fill the other %zu "
-                      "slots: batch %zu was not made ahead",
+                      "slots: batch %zu was not prefetched",
                       number, seen.workers, slots - 1, number + slots - 1);
-            usleep(number < 3 ? 50000 : 1000); // time enough to do too much
+            usleep(number < 3 ? 50000 : 1000); // time enough to fill one slot too many
             check_images(batch, number, "was overwritten while it was in use");
         }
         close_loader();
     }
 }
 
-static void hold_up_until_all_are_in(size_t position) {
+static void wait_for_all_workers(size_t position) {
     (void)position;
     if (!HAPPENS(READ(seen.most_inside) >= seen.workers))
         wrong("of %zu workers only %zu made a batch at the same time, though slots were free: is "
@@ -400,39 +402,40 @@ static void hold_up_until_all_are_in(size_t position) {
               seen.workers, READ(seen.most_inside));
 }
 
-static void test_side_by_side(void) {
+static void test_concurrent(void) {
     for (size_t w = 0; w < SOME; w++) {
-        open_loader(4, some_workers[w], hold_up_until_all_are_in);
+        open_loader(4, some_workers[w], wait_for_all_workers);
         start_epoch_at(0);
         finish_epoch_from(0);
         close_loader();
     }
 }
 
-static void hold_up_first(size_t position) {
+static void delay_first(size_t position) {
     if (position > 0)
         return;
     HAPPENS(READ(seen.place) == IN_NEXT);
     if (!HAPPENS(is_made(1, seen.loader.slots - 1)))
-        wrong("batch 0 took long, and meanwhile the other workers did not fill batches 1 to %zu",
+        wrong("while one worker made batch 0, which took long, the others did not make batches 1 "
+              "to %zu",
               seen.loader.slots - 2);
     usleep(20000);
 }
 
-static void hold_up_last(size_t position) {
+static void delay_last(size_t position) {
     if (position < (seen.batches - 1) * seen.size)
         return;
     HAPPENS(READ(seen.place) == IN_NEXT && READ(seen.due) == seen.batches - 1);
     usleep(20000); // until the caller sleeps as well
 }
 
-// The caller waits for a slow batch, and the other workers for a free slot, or for the next epoch.
+// The caller waits for a slow batch while the other workers wait for a slot or for the next epoch.
 static void test_slow_batch(void) {
     for (size_t w = 1; w < SOME; w++) {
-        open_loader(4, some_workers[w], hold_up_first);
+        open_loader(4, some_workers[w], delay_first);
         start_epoch_at(0);
         finish_epoch_from(0);
-        WRITE(seen.hold_up, hold_up_last);
+        WRITE(seen.delay, delay_last);
         for (size_t round = 0; round < 5; round++) {
             start_epoch_at(0);
             finish_epoch_from(0);
@@ -441,14 +444,14 @@ static void test_slow_batch(void) {
     }
 }
 
-static void hold_up_a_little(size_t position) {
+static void delay_some(size_t position) {
     if (position % 5 == 0)
         usleep(2000);
 }
 
 static void test_left_early(void) {
     for (size_t w = 0; w < SOME; w++) {
-        open_loader(8, some_workers[w], hold_up_a_little);
+        open_loader(8, some_workers[w], delay_some);
         for (size_t taken = 0; taken < seen.batches; taken += 1 + taken / 4) {
             start_epoch_at(0);
             for (size_t number = 0; number < taken; number++)
@@ -464,7 +467,7 @@ static void test_end(void) {
     for (size_t w = 0; w < SOME; w++) {
         open_loader(8, some_workers[w], NULL); // before the first epoch
         close_loader();
-        open_loader(8, some_workers[w], hold_up_a_little); // while batches are made
+        open_loader(8, some_workers[w], delay_some); // while batches are made
         start_epoch_at(0);
         take_batch(0);
         close_loader();
@@ -490,22 +493,21 @@ static long switches(void) { // how many times a thread of ours left its core
     return usage.ru_nvcsw + usage.ru_nivcsw;
 }
 
-// Ends the test if threads that should sleep have worked since then.
+// Ends the test if threads that should sleep have used the CPU since then.
 static void check_sleep(const char *who, double since, double cpu_since, long switches_since) {
     const double wall = now() - since, cpu = cpu_s() - cpu_since;
     if (cpu > .1 * wall)
-        wrong(
-            "%s for %.2f s, and took %.2f s of a core for it: they ask again and again instead of "
-            "sleeping in pthread_cond_wait(), and take the core from those who compute",
-            who, wall, cpu);
+        wrong("%s for %.2f s and used %.2f s of CPU time: they poll instead of sleeping in "
+              "pthread_cond_wait(), and take a core from the threads that compute",
+              who, wall, cpu);
     if (switches() - switches_since > 40)
         wrong(
-            "%s for %.2f s, and woke up %ld times meanwhile, to look whether anything has changed: "
-            "pthread_cond_wait() sleeps until it has",
+            "%s for %.2f s and woke up %ld times meanwhile: they poll; pthread_cond_wait() sleeps "
+            "until something has changed",
             who, wall, switches() - switches_since);
 }
 
-static void hold_up_and_measure(size_t position) {
+static void measure_during_last(size_t position) {
     if (position != (seen.batches - 1) * seen.size)
         return;
     HAPPENS(READ(seen.place) == IN_NEXT && READ(seen.due) == seen.batches - 1);
@@ -519,7 +521,7 @@ static void hold_up_and_measure(size_t position) {
 
 static void test_sleep(void) {
     for (size_t w = 0; w < SOME; w++) {
-        open_loader(4, some_workers[w], hold_up_and_measure);
+        open_loader(4, some_workers[w], measure_during_last);
         start_epoch_at(0);
         take_batch(0);
         HAPPENS(is_made(0, seen.loader.slots));
@@ -527,13 +529,13 @@ static void test_sleep(void) {
         double since = now(), cpu_since = cpu_s();
         long switches_since = switches();
         usleep(300000);
-        check_sleep("the ring was full", since, cpu_since, switches_since);
+        check_sleep("workers waited because the ring was full", since, cpu_since, switches_since);
         finish_epoch_from(1);
         close_loader();
     }
 }
 
-// For the thread sanitizer, which finds what is not protected even if all goes well.
+// For the thread sanitizer, which finds unprotected accesses even if all results are right.
 static void test_races(void) {
     test_order();
     test_left_early();
@@ -548,14 +550,14 @@ static const struct {
              {"first", test_first},
              {"restless", test_restless},
              {"ahead", test_ahead},
-             {"side_by_side", test_side_by_side},
+             {"concurrent", test_concurrent},
              {"slow_batch", test_slow_batch},
              {"left_early", test_left_early},
              {"end", test_end},
              {"sleep", test_sleep},
              {"races", test_races}};
 
-// Runs the tests that are named, and says the checker's word behind the last one.
+// Runs the tests that are named, then sends the checker's token.
 int main(int argc, char **argv) {
     pthread_t watcher;
     if (pthread_create(&watcher, NULL, watch, NULL) != 0)
@@ -565,6 +567,6 @@ int main(int argc, char **argv) {
         for (size_t t = 0; t < sizeof tests / sizeof *tests; t++)
             if (strcmp(argv[a], tests[t].name) == 0)
                 tests[t].run();
-    say_word();
+    send_token();
     return 0;
 }

@@ -1,15 +1,15 @@
-/* lab04.c - lab 4's tests of kernels, on a GPU or in the emulator. Outputs begin as a NaN that no
-   sum gives, inputs and outputs lie between guard zones, and numbers are small and whole, so that
-   every order of a sum gives the same: the CPU's definitions, which lab 1 has written, tell it.
+/* lab04.c - lab 4's tests of kernels, on a GPU or in the emulator. Outputs are initialised to a NaN
+   that no sum gives, inputs and outputs lie between guard zones, and numbers are small integers, so
+   that a sum is the same in every order. The reference is the CPU's definitions, those of lab 1.
 
-     lab04 K   a test; then it hands on the word that it reads (see check.sh); 0: nothing but that
+     lab04 K   a test; then it sends back the token that it reads (see check.sh); 0: no test
      lab04 6   every kernel once, for the race detector */
 #define CNN_NO_MAIN
 #include "../../cnn.c"
-#include "tell.h"
+#include "report.h"
 
 // At the end of the assembled cnn_kernels.cu
-void lab_add_bias(real *out, const real *bias, size_t count, size_t channels);
+void lab_add_bias(Work w);
 
 static const Backend *gpu;
 
@@ -29,7 +29,7 @@ static void fill(real *numbers, size_t count) {
         numbers[i] = (real)draw(0, 8) - 4;
 }
 
-/* ---- Launches: the emulator's tell us (lab04_launches.h) ------------------------------------- */
+/* ---- Launches, counted by the emulator (lab04_launches.h) ------------------------------------ */
 
 static size_t launches, launched_threads;
 
@@ -44,7 +44,7 @@ void lab_launched(const char *kernel, size_t threads) {
 
 enum { GUARD = 2048 }; // numbers; a block has no more than 1024 threads
 static const uint32_t unwritten = 0xFFFFFFFF, guard_of_outputs = 0xC5C5C5C5;
-static const uint32_t guard_of_inputs = 0x7FC00000; // a NaN: whoever reads it shows it
+static const uint32_t guard_of_inputs = 0x7FC00000; // a NaN: a sum that reads it is NaN
 
 static uint32_t bits_of(real number) {
     uint32_t bits;
@@ -60,7 +60,7 @@ static real number_of(uint32_t bits) {
 
 typedef struct Array {
     const char *name;
-    real *host, *device; // device: the first number behind the guard
+    real *host, *device; // device: the first number after the guard
     size_t count;
     uint32_t guard;
 } Array;
@@ -94,13 +94,13 @@ static void send(const Array *a) {
     free(all);
 }
 
-static void check_guard(const Array *a, const real *guard, bool behind) {
+static void check_guard(const Array *a, const real *guard, bool after) {
     size_t written = 0, at = 0;
     for (size_t i = 0; i < GUARD; i++)
         if (bits_of(guard[i]) != a->guard) {
             at = written++ ? at : i;
         }
-    if (written && behind)
+    if (written && after)
         wrong("%s has %zu numbers, and %zu beyond its end were written, number %zu first (they "
               "count from 0): threads whose number is not below the count must do nothing",
               a->name, a->count, written, a->count + at);
@@ -108,7 +108,7 @@ static void check_guard(const Array *a, const real *guard, bool behind) {
         wrong("%s: %zu numbers before its beginning were written", a->name, written);
 }
 
-// Brings an array back; an input must be what it was.
+// Copies an array back; an input must be unchanged.
 static void fetch(Array *a, bool is_input) {
     size_t count = a->count + 2 * GUARD;
     real *all = must_alloc(count * sizeof *all, "a test");
@@ -170,12 +170,17 @@ static void check_relu(const Array *out, const real *in) {
     }
 }
 
+static void relu_on_gpu(real *out, const real *in, size_t count) {
+    const Layer l = {.kind = RELU, .in = {1, 1, count}, .out = {1, 1, count}};
+    gpu->layers[RELU].forward((Work){.l = &l, .n = 1, .in = in, .out = out});
+}
+
 static void relu_of(size_t count) {
     Array out = new_output("out", count), in = new_input("in", count);
     fill_relu(&in);
     send(&out);
     send(&in);
-    gpu->relu_forward(out.device, in.device, count);
+    relu_on_gpu(out.device, in.device, count);
     fetch(&out, false);
     fetch(&in, true);
     check_written(&out);
@@ -189,7 +194,7 @@ static void test_relu(void) {
         relu_of(counts[i]);
     for (size_t i = 0; i < 5; i++)
         relu_of(draw(1, 3000));
-    relu_of(300000); // blocks and threads of a launch exchanged: a block of 1172 threads
+    relu_of(300000); // if blocks and threads of a launch are swapped, a block has 1172 threads
 }
 
 static void test_relu_in_place(void) {
@@ -202,7 +207,7 @@ static void test_relu_in_place(void) {
             both.host[j] = (real)NAN;
         memcpy(before, both.host, counts[i] * sizeof *before);
         send(&both);
-        gpu->relu_forward(both.device, both.device, counts[i]);
+        relu_on_gpu(both.device, both.device, counts[i]);
         fetch(&both, false);
         check_relu(&both, before);
         drop(&both);
@@ -212,7 +217,7 @@ static void test_relu_in_place(void) {
 
 /* ---- Bias ------------------------------------------------------------------------------------ */
 
-// out holds thousands and the biases are 1, 2, 3 ...: what was added tells whose bias it is.
+// out holds multiples of 1000 and the biases are 1, 2, 3 ...: the difference tells which was added.
 static void bias_of(size_t pixels, size_t channels) {
     size_t count = pixels * channels;
     Array out = new_array("out", count, guard_of_outputs), bias = new_input("bias", channels);
@@ -223,7 +228,8 @@ static void bias_of(size_t pixels, size_t channels) {
         bias.host[c] = (real)(c + 1);
     send(&out);
     send(&bias);
-    lab_add_bias(out.device, bias.device, count, channels);
+    const Layer l = {.kind = CONV2D, .out = {1, pixels, channels}, .biases = channels};
+    lab_add_bias((Work){.l = &l, .n = 1, .out = out.device, .bias = bias.device});
     fetch(&out, false);
     fetch(&bias, true);
     size_t unchanged = 0;
@@ -273,7 +279,7 @@ static Net net; // to build layers in
 static const Settings plain = {.stem = "3", .width = 6, .optimizer_launch = "flat"};
 
 static const Layer *new_layer(Shape in) {
-    net = (Net){.model = "test", .settings = &plain, .backend = &backends[0]};
+    net = (Net){.model = "test", .settings = &plain, .backend = &naive_backend};
     add_layer(&net, (Layer){.kind = INPUT, .in = in, .out = in});
     return &net.layers[1];
 }
@@ -303,7 +309,7 @@ static const char *shape_of(const Layer *l, size_t n) {
     return text;
 }
 
-// n images through a convolution: what the kernel makes of them, and the definition (want).
+// A convolution of n images: the kernel's result (out), and the definition's (want).
 typedef struct Trial {
     const Layer *l;
     size_t n;
@@ -331,14 +337,18 @@ static void run_kernel(Trial *t) {
     send(&t->out);
     send(&t->in);
     send(&t->weight);
-    gpu->conv2d_forward(t->out.device, t->in.device, t->weight.device, NULL, t->l, t->n, NULL);
+    gpu->layers[t->l->kind].forward((Work){.l = t->l,
+                                           .n = t->n,
+                                           .in = t->in.device,
+                                           .weight = t->weight.device,
+                                           .out = t->out.device});
     fetch(&t->out, false);
     fetch(&t->in, true);
     fetch(&t->weight, true);
 }
 
-/* Where does a NaN come from? An output that held one keeps its very bits if a sum begins with it,
-   and then looks as if it was not written. So here it holds zeros before. */
+/* Finds the cause of a NaN. A sum that starts with an output's initial NaN keeps its bits, so the
+   output looks as if it was not written. Here it is therefore initialised to zeros. */
 static void explain_nan(const Trial *t, size_t at) {
     Trial again = *t;
     again.out = new_array("out", t->out.count, guard_of_outputs);
@@ -359,7 +369,7 @@ static void explain_nan(const Trial *t, size_t at) {
     drop(&again.out);
 }
 
-// Both results; the kernel has written all numbers of its own, and none is NaN.
+// Computes both results; checks that the kernel has written all numbers, and none is NaN.
 static void run_trial(Trial *t) {
     run_kernel(t);
     if (isnan(t->out.host[0]))
@@ -368,11 +378,12 @@ static void run_trial(Trial *t) {
     for (size_t i = 0; i < t->out.count; i++)
         if (isnan(t->out.host[i]))
             explain_nan(t, i);
-    backends[0].conv2d_forward(t->want, t->in.host, t->weight.host, NULL, t->l, t->n, NULL);
+    naive_backend.layers[t->l->kind].forward(
+        (Work){.l = t->l, .n = t->n, .in = t->in.host, .weight = t->weight.host, .out = t->want});
 }
 
-/* All pixels and weights are 1: each output counts the pixels that it met. Where the filter lies
-   inside of the image all must be right before a border is blamed. */
+/* All pixels and weights are 1: each output counts the pixels under its filter. A border is named
+   as the cause only if all outputs whose filter lies inside of the image are right. */
 static void conv_of_ones(const Layer *l, size_t n, bool border_only) {
     Trial t = new_trial(l, n);
     size_t wrong_inside = 0, at = t.out.count;
@@ -395,7 +406,7 @@ static void conv_of_ones(const Layer *l, size_t n, bool border_only) {
     drop_trial(&t);
 }
 
-// The place of the first number that is not 0, in words.
+// The position of the first number that is not 0, in words.
 static const char *first_one(char text[160], const real *numbers, const Layer *l, size_t count) {
     size_t at = 0;
     while (at < count && numbers[at] == 0)
@@ -499,13 +510,16 @@ static void run_kernels(void (*check)(const char *what, size_t numbers)) {
     send(&in);
     send(&weight);
     send(&bias);
-    gpu->conv2d_forward(out.device, in.device, weight.device, NULL, l, 2, NULL);
+    Work w = {.l = l, .n = 2, .in = in.device, .weight = weight.device, .out = out.device};
+    gpu->layers[CONV2D].forward(w);
     gpu->synchronize();
     check("convolution", out.count);
-    lab_add_bias(out.device, bias.device, out.count, l->out.c);
+    w.bias = bias.device;
+    lab_add_bias(w);
     gpu->synchronize();
     check("bias", out.count);
-    gpu->relu_forward(out.device, out.device, out.count);
+    w.in = w.out;
+    gpu->layers[RELU].forward(w);
     gpu->synchronize();
     check("ReLU", out.count);
     fetch(&out, false);
@@ -531,17 +545,17 @@ int main(int argc, char **argv) {
     const char *reason;
     if (test >= sizeof tests / sizeof *tests)
         wrong("lab04: there is no such test");
-    if (cuda_device_count(&reason) == 0)
+    if (cuda_backend(0)->devices(&reason) == 0)
         wrong("no GPU (%s); DEVICE=emulator tests without one", reason);
     FILE *random = fopen("/dev/urandom", "r");
     if (!random || fread(&seed, sizeof seed, 1, random) != 1)
         wrong("/dev/urandom cannot be read");
     fclose(random);
-    cuda_use_device(0, 0, die);
     gpu = cuda_backend(0);
+    gpu->use(0, 0, die);
     if (tests[test])
         tests[test]();
     if (test != 6)
-        say_word();
+        send_token();
     return 0;
 }

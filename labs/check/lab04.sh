@@ -1,16 +1,16 @@
 # shellcheck shell=bash
 # Lab 4, for check.sh: the kernels between guard zones, on a GPU or in the emulator, and the timer
-# on a device that is made up. DEVICE=gpu or DEVICE=emulator chooses; else a GPU, if there is one.
+# on a simulated device. DEVICE=gpu or DEVICE=emulator selects; by default a GPU, if there is one.
 
 tests() {
     cat <<'END'
-3|4.1|ReLU: every number of every count is written, and none beside them
+3|4.1|ReLU: all elements of each size are written, and nothing else
 1|4.1|ReLU in place; a NaN stays a NaN
 3|4.2|bias: each channel gets its own
 4|4.3|convolution: filters of several sizes, stride 1, no padding
 3|4.3|convolution: strides, padding, several images, linear layers
-2|4.1 4.2 4.3|no number is written by two threads (race detector, three orders of threads)
-1|4.1 4.2 4.3|kernels do the work, with one thread a number
+2|4.1 4.2 4.3|no element is written by two threads (race detector, three orders of threads)
+1|4.1 4.2 4.3|kernels do the work, with one thread per element
 2|4.4|the timer waits until the device has done what it measures
 1|4.4|the timer counts neither the slow first call nor earlier work
 END
@@ -22,15 +22,15 @@ on_gpu() {
     [ "${DEVICE:-$found}" = gpu ]
 }
 
-# What the parts of rooms 2 and 5 may call of cnn_kernels.cu, and of CUDA beside launches.
-may_call='element spot_of met_pixel window_of stream ceil_div check'
+# What the parts in sections 2 and 5 may call of cnn_kernels.cu, and of CUDA besides launches.
+may_call='element unravel input_pixel window_of inputs outputs stream ceil_div check'
 may_call+=' cudaGetLastError cudaPeekAtLastError cudaError_t cudaSuccess cudaGetErrorString'
 may_call+=' cudaDeviceSynchronize cudaStreamSynchronize cudaStream_t'
 
-# cut_kernels: the kernels without room 6, and with names inside of the parts that lead nowhere else
+# cut_kernels: the kernels without section 6; within the parts, names of other functions are errors
 cut_kernels() {
     local defined
-    # names of functions that stand outside of the parts
+    # names of functions that are defined outside of the parts
     defined=$(awk '/\/\* LAB 4\.[0-9] BEGIN/ { inside = 1 } /\/\* LAB 4\.[0-9] END/ { inside = 0 }
         !inside && /^(static|extern|template|    gemm)/ && match($0, /[A-Za-z0-9_]+\(/) {
             print substr($0, RSTART, RLENGTH - 1) }' cnn_kernels.cu | grep -v ^__ | sort -u)
@@ -53,7 +53,7 @@ cut_kernels() {
             if (!stub && !global)
                 print "#error a kernel is marked __global__: static __global__ void name(...)"
             if (!stub && !checked)
-                print "#error a launch returns no error: CHECK_LAUNCH() behind it asks for one"
+                print "#error a launch returns no error: put CHECK_LAUNCH() after it"
             for (word in forbidden) print "#undef " word
             print "#line " NR " \"cnn_kernels.cu\""
             inside = 0
@@ -81,20 +81,19 @@ cut_kernels() {
             stub = global = checked = 0
         }
         END {
-            print "extern \"C\" void lab_add_bias(real *out, const real *bias, size_t count, " \
-                "size_t channels) { add_bias(out, bias, count, channels); }"
+            print "extern \"C\" void lab_add_bias(Work w) { add_bias(w); }"
         }' cnn_kernels.cu
 }
 
 # emulated PROGRAM COMPILER OPTIONS...: the tests with the kernels in the emulator
 emulated() {
-    { echo '#line 1 "cnn_kernels.cu"' && sed -f tests/cuda_on_cpu.sed lab04.cu; } |
+    { echo '#line 1 "cnn_kernels.cu"' && sed -f tests/emulator/cuda_on_cpu.sed lab04.cu; } |
         "$2" -std=c++17 -march=native -Wno-unknown-pragmas -I. -include labs/check/lab04_launches.h \
             "${@:3}" -x c++ -c - -o "$1.o" &&
         "$2" "${@:3}" lab04.o "$1.o" -o "$1" -lm -lpthread
 }
 
-# Compiling takes longer than any test, so little is optimised.
+# Compiling takes longer than any test, hence -O1.
 build() {
     local pids=() pid failed=0
     if wanted 1 2 3 4 5 6 7; then
@@ -138,15 +137,15 @@ build_timer() { # it reads our clock, and no GPU is in its program
             -o lab04_timer -lm -lpthread
 }
 
-# The race detector's report, in the student's words.
+# Runs the race detector and prints its report in terms of the lab.
 races() {
     local order
     for order in 0 1 7; do
         CUEMU_ORDER=$order TSAN_OPTIONS=halt_on_error=1 ./lab04_races 6 \
             >said 2>&1 </dev/null 9>&- && continue
         if grep -q 'data race' said; then
-            echo "a race: two threads use the same number of the device's memory, and at least one" \
-                "writes it; one thread must own each number of the output"
+            echo "a race: two threads access the same number in the device's memory, and at least one" \
+                "writes it; only one thread may write each element of the output"
             grep -E -m 2 '(Write|Read|Previous (write|read)) of size' said
             grep -E -m 2 'block \(' said
         else
@@ -161,7 +160,7 @@ right() {
     local test
     for test in 1 3 4; do
         ./lab04_emulated $test >/dev/null 2>&1 <<<"" 9>/dev/null && continue
-        echo "test $test comes first: this one is about kernels that compute what they should"
+        echo "test $test has to pass first: this one checks correct kernels only"
         return 1
     done
 }

@@ -1,5 +1,5 @@
 /* lab04_launches.h - the emulator for lab 4's tests, which also want to know what is launched. */
-#include "../../tests/cuda_on_cpu.h"
+#include "../../tests/emulator/cuda_on_cpu.h"
 
 extern "C" void lab_launched(const char *kernel, size_t threads);
 

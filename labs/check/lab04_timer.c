@@ -1,11 +1,11 @@
-/* lab04_timer.c - lab 4's timer, on a device that is made up: its clock is ours, so that what is
-   right is known exactly. Kernels are queued in no time and done in order, one after the other; the
-   host goes on meanwhile.
+/* lab04_timer.c - lab 4's timer on a simulated device: its clock is simulated, too, so that the
+   right answer is known exactly. Queuing a kernel takes almost no time; kernels are executed in
+   order, while the host continues.
 
-     lab04_timer 8|9   a test; then it hands on the word that it reads (see check.sh) */
+     lab04_timer 8|9   a test; then it sends back the token that it reads (see check.sh) */
 #define CNN_DECLARATIONS_ONLY
 #include "../../cnn.c"
-#include "tell.h"
+#include "report.h"
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -15,13 +15,13 @@
 
 double seconds_of(const Backend *b, void (*work)(void *job), void *job, size_t times);
 
-static double host;   // seconds: where the host is
-static double device; // when the device will have done all that is queued
+static double host;   // the host's time, seconds
+static double device; // the time when the device will have finished all queued work
 static double marks[MARKS];
 static double duration, first_duration; // of a call of work() on the device; of the first one
 static size_t calls;
 
-// Reading a clock takes a moment.
+// Reading a clock takes time, too.
 int lab_clock_gettime(clockid_t id, struct timespec *t) {
     (void)id;
     host += 1e-7;
@@ -63,9 +63,9 @@ static double elapsed(size_t from, size_t to) {
     return marks[to] - marks[from];
 }
 
-// What the student's timer tells, if `first` is how long the first call takes and `before` seconds
-// of work are queued already.
-static double told(double first, double before, size_t times) {
+// What the student's timer returns if the first call takes `first` seconds and `before` seconds of
+// work are already queued.
+static double measured(double first, double before, size_t times) {
     const Backend b = {.name = "made up",
                        .kernels = "made up",
                        .synchronize = synchronize,
@@ -80,7 +80,7 @@ static double told(double first, double before, size_t times) {
     queue(before);
     double seconds = seconds_of(&b, work, NULL, times);
     if (calls < times)
-        wrong("work() was called %zu times, expected at least the %zu that were asked for", calls,
+        wrong("work() was called %zu times, expected at least %zu, the argument times", calls,
               times);
     return seconds;
 }
@@ -89,42 +89,43 @@ static bool near(double seconds, double wanted) {
     return fabs(seconds - wanted) <= .03 * wanted;
 }
 
-// Who does not wait for the device tells how long it takes to queue.
+// A timer that does not wait for the device measures only the queuing.
 static void check_waited(double seconds) {
     if (seconds < duration / 3)
-        wrong("the timer tells %.4f ms a call, but the device is busy for %.3f ms with each: the "
+        wrong("the timer returns %.4f ms per call, but each keeps the device busy for %.3f ms: the "
               "clock was read while it still worked. Calls only queue; what waits for the device?",
               1e3 * seconds, 1e3 * duration);
 }
 
 static void test_waits(size_t times) {
-    double seconds = told(duration, 0, times);
+    double seconds = measured(duration, 0, times);
     check_waited(seconds);
     if (near(seconds, duration * (double)times))
-        wrong("the timer tells the %.3f ms of all %zu calls together, expected those of one call, "
-              "%.3f ms",
+        wrong("the timer returns the %.3f ms of all %zu calls together, expected those of one "
+              "call, %.3f ms",
               1e3 * seconds, times, 1e3 * duration);
-    // one call too many, which warms up, is for the next test
+    // counting a warm-up call is the subject of the next test
     if (!near(seconds, duration) && !near(seconds, duration * (double)(times + 1) / (double)times))
-        wrong("the timer tells %.4f ms a call, expected the %.3f ms that the device is busy with "
-              "each of %zu calls",
+        wrong("the timer returns %.4f ms per call, expected the %.3f ms for which each of %zu "
+              "calls keeps the device busy",
               1e3 * seconds, 1e3 * duration, times);
 }
 
 static void test_counts_no_more(size_t times) {
     const double slow = 0.2, before = 0.5;
-    double seconds = told(slow, 0, times);
+    double seconds = measured(slow, 0, times);
     check_waited(seconds);
     if (!near(seconds, duration))
-        wrong("each call takes the device %.3f ms, the first one %.0f ms; the timer tells %.3f ms: "
-              "the slow first call is counted. Make one before the clock starts, and wait for it",
-              1e3 * duration, 1e3 * slow, 1e3 * seconds);
-    seconds = told(slow, before, times);
+        wrong(
+            "each call takes the device %.3f ms, the first one %.0f ms; the timer returns %.3f ms: "
+            "the slow first call is counted. Make one before the clock starts, and wait for it",
+            1e3 * duration, 1e3 * slow, 1e3 * seconds);
+    seconds = measured(slow, before, times);
     if (!near(seconds, duration))
         wrong(
-            "each call takes the device %.3f ms, but it is still busy for %.0f ms with work from "
-            "before, and the timer tells %.3f ms: the clock starts too early. Who has to wait for "
-            "what, before it is read first?",
+            "each call takes the device %.3f ms, but it is still busy for %.0f ms with earlier "
+            "work, and the timer returns %.3f ms: the clock starts too early. Who has to wait for "
+            "what before the clock is read the first time?",
             1e3 * duration, 1e3 * before, 1e3 * seconds);
 }
 
@@ -138,6 +139,6 @@ int main(int argc, char **argv) {
         test_counts_no_more(times);
     else
         wrong("lab04_timer: there is no such test");
-    say_word();
+    send_token();
     return 0;
 }

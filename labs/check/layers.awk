@@ -1,6 +1,6 @@
-# Do the columns of layers.csv agree?   -v run=NAME -v batch=B
-# GFLOP/s = passes x MFLOP x B / ms: forward, and two passes backward (one in the first layer, whose input
-# needs no gradient). The per cents of all rows that the same limit binds lead back to the same limit.
+# Checks that the columns of layers.csv agree.   -v run=NAME -v batch=B
+# GFLOP/s x saved = passes x MFLOP x B / ms: forward, and two passes backward (one in the first layer, whose
+# input needs no gradient). All rows with the same bound have percentages of the same limit.
 
 function wrong(row, what, expected, found) {
     printf "%s/layers.csv: %s in row %s should be %s, found %s\n", run, what, row, expected, found
@@ -29,14 +29,14 @@ FNR == 1 {
     if (!(percent > 0 && percent < 1000))
         wrong(name, "percent_of_peak", "above 0 and below 1000", percent)
     if ($column["mflop"] > .1) {
-        passes = $column["gflops"] * ms / ($column["mflop"] * batch)
+        passes = $column["gflops"] * $column["saved"] * ms / ($column["mflop"] * batch)
         if (!near(passes, 2, .02) && !near(passes, 3, .02))
-            wrong(name, "gflops x ms / (mflop x batch)", "2 or 3 passes", passes)
+            wrong(name, "gflops x saved x ms / (mflop x batch)", "2 or 3 passes", passes)
     }
-    if (percent >= 10) { # fewer digits than that tell nothing
+    if (percent >= 10) { # smaller ones are rounded too coarsely
         peak = 100 * rate / percent
         if (limit[bound] && !near(peak, limit[bound], .03))
-            wrong(name, "the limit behind its per cents", limit[bound] ", as in the other rows", peak)
+            wrong(name, "the limit that percent_of_peak refers to", limit[bound] ", as in the other rows", peak)
         if (!limit[bound])
             limit[bound] = peak
     }

@@ -1,6 +1,6 @@
-# Does the line profile belong to its run?   -v what=hits|cover, then epochs.csv and profile.csv
-# A line in the loop over the batches is hit once a step, one outside of it once an epoch. The loop's own line
-# may be hit once more in each epoch: it finds then that there is no batch left.
+# Checks that the line profile belongs to its run.   -v what=hits|cover, then epochs.csv and profile.csv
+# A line in the loop over the batches runs once per step, a line outside of it once per epoch. The loop's own
+# line may run once more in each epoch, when no batch is left.
 
 function wrong(what, expected, found) {
     printf "%s/profile.csv: %s should be %s, found %s\n", run, what, expected, found
@@ -46,7 +46,7 @@ END {
             wrong("hits", steps " (" epochs " epochs x ceil(" n " / " batch ")) in the loop and " epochs \
                   " outside of it", bad)
         if (odd != "")
-            wrong("time_us in line " odd, "hits x per_hit_us", "another number")
+            wrong("time_us in line " odd, "hits x per_hit_us", "a different number")
         for (i = 1; i <= 4; i++)
             if (!found[i])
                 wrong("the hits of the line with " part(i), steps, "no such line")
@@ -56,6 +56,6 @@ END {
         if (sum_us > 1.02 * trained_us)
             wrong("the lines' time", "at most the epochs' " trained_us / 1e6 " s", sum_us / 1e6 " s")
         if (percent < 99 || percent > 101)
-            wrong("the sum of the per cents", 100, percent)
+            wrong("the sum of the percentages", 100, percent)
     }
 }

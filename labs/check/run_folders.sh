@@ -1,15 +1,15 @@
-# What labs 0 and 2 ask of run folders, to be sourced by their labNN.sh. Numbers are believed only as
-# far as they agree with each other; what is missing or wrong is named on stdout.
-# shellcheck shell=bash disable=SC2154 # check.sh exports home, from and work; run() reads word
+# Checks of run folders for labs 0 and 2, sourced by their labNN.sh. Numbers have to be consistent with
+# each other. What is missing or wrong is printed on stdout.
+# shellcheck shell=bash disable=SC2154 # check.sh exports home, from and work; run() reads token
 
-# complain WHAT: says it, and what to do about it, and fails
+# complain WHAT: prints what is wrong and the command that makes the run, and fails
 complain() {
     echo "$1"
     echo "run: $command"
     return 1
 }
 
-# open_run NAME COMMAND: reads $from/runs/NAME; COMMAND is what makes it.
+# open_run NAME COMMAND: reads $from/runs/NAME, which COMMAND has made
 open_run() {
     run=runs/$1 folder=$from/runs/$1 command=$2 flat=$work/$1.flat
     [ -d "$folder" ] || { complain "$run: there is no such folder in $from"; return 1; }
@@ -18,46 +18,46 @@ open_run() {
         [ -f "$folder/$file" ] || { complain "$run/$file: missing"; return 1; }
     done
     if ! said=$(awk -f "$home/labs/check/json.awk" "$folder/run.json" 2>&1 >"$flat"); then
-        complain "$run/run.json is no JSON, $said; was it cut off, or edited?"
+        complain "$run/run.json is not valid JSON, $said; was it truncated or edited?"
     fi
 }
 
-# value KEY: from run.json, such as settings.epochs
+# value KEY: the value of a key such as settings.epochs in run.json
 value() { awk -F '\t' -v key="$1" '$1 == key { print $2 }' "$flat"; }
 
-# is KEY EXPECTED WHY: the value in run.json
+# is KEY EXPECTED WHY: run.json has this value
 is() {
     local found
     found=$(value "$1")
     [ "$found" = "$2" ] || complain "$run/run.json: $1 should be $2, found ${found:-nothing}: $3"
 }
 
-# The run has come to its end, has trained what its settings say, and was measured.
+# The run is complete, has trained as its settings say, and was measured.
 complete() {
     is status complete "the run was stopped or has failed" &&
         is provenance measured "only your own measurements count" &&
         is emulated false "the emulator's times mean nothing" &&
         is settings.dry-run false "a dry run trains one batch only" &&
-        is settings.eval false "this run has trained nothing" &&
-        is settings.resume false "times of a run that goes on are those of its last part" &&
+        is settings.eval false "an evaluation trains nothing" &&
+        is settings.resume false "a resumed run has only the times since its checkpoint" &&
         is settings.max-steps 0 "the run ended before the epoch did"
 }
 
-# awk with the numbers that a run's counts must agree with.
+# counts.awk with the settings of the run
 count() {
     awk -F , -v run="$run" -v epochs="$(value settings.epochs)" -v n="$(value settings.limit-train)" \
         -v batch="$(value parallel.global_batch)" -v world="$(value parallel.world)" \
         -v iterations="$(value parallel.iterations)" -f "$home/labs/check/counts.awk" \
-        "$@" 2>&1 || complain "the numbers of $run do not agree, so they are no run's"
+        "$@" 2>&1 || complain "the numbers of $run contradict each other: was a file edited or replaced?"
 }
 
-# Epochs, steps and images; throughput x time; the loss of an epoch from that of its steps.
+# Epochs, steps and images; throughput x time; the loss of an epoch against those of its steps.
 counts() { count "$folder/epochs.csv" "$folder/steps.csv" && same_epochs; }
 
-# The epochs in run.json are those of epochs.csv.
+# The epochs in run.json equal those of epochs.csv.
 same_epochs() {
     local key i=0 row
-    # shellcheck disable=SC2034 # columns that nobody asks for
+    # shellcheck disable=SC2034 # rest: the columns that are not compared
     while IFS=, read -r epoch images seconds img_per_s rest; do
         for key in epoch images seconds img_per_s; do
             row=$(value "epochs[$i].$key")
@@ -73,21 +73,21 @@ same_epochs() {
 # losses FILE: the first three steps' losses in a steps.csv
 losses() { awk -F , 'NR > 1 && NR <= 4 { print $5 }' "$1"; }
 
-# same_losses FILE WHAT: the run's first losses are those of FILE, a steps.csv, up to rounding
+# same_losses FILE WHAT: the run's first losses equal those of FILE, a steps.csv, up to rounding
 same_losses() {
     losses "$1" | paste -d ' ' - <(losses "$folder/steps.csv") | awk -v what="$2" -v run="$run" '
         { d = $1 - $2; if (NF != 2 || $2 !~ /^[0-9.]+(e[-+]?[0-9]+)?$/ || d > .01 * $1 || d < -.01 * $1) {
             printf "%s/steps.csv: the loss of step %d should be %s, as %s; found %s\n",
                 run, NR, $1, what, ($2 == "" ? "nothing" : $2); exit 1 } }
-        END { if (NR == 0) { print "no losses in what we compare with"; exit 1 } }' ||
-        complain "the same images and the same first weights give the same losses on every machine"
+        END { if (NR == 0) { print "found no losses to compare with"; exit 1 } }' ||
+        complain "the same images and initial weights give the same losses on every machine"
 }
 
-# retrain OPTIONS...: our own short training with the run's images, batches and seed, in the folder own
+# retrain OPTIONS...: a short training by the checker with the run's images, batches and seed, in the folder own
 # shellcheck disable=SC2120 # its options are optional
 retrain() {
     local key number arguments=()
-    is settings.dataset synthetic "the lab's images are those that cnn makes itself" &&
+    is settings.dataset synthetic "the lab uses the images that cnn generates" &&
         is settings.model mnist "the lab trains the network mnist" || return 1
     for key in limit-train batch-size seed; do
         number=$(value "settings.$key")
@@ -101,7 +101,7 @@ retrain() {
         --threads 1 --out own "$@" >own.log 2>&1 || { cat own.log; return 1; }
 }
 
-# machine_card: run.json tells on what it was measured
+# machine_card: run.json says on which machine it was measured
 machine_card() {
     local key
     for key in host cpu device; do
@@ -119,5 +119,5 @@ machine_card() {
     [ -n "$(value build.compiler)" ] || complain "$run/run.json: build.compiler is empty"
 }
 
-# say_word: the last thing that a passed test does
-say_word() { echo "$word" >&9; }
+# send_token: the last step of a passed test
+send_token() { echo "$token" >&9; }

@@ -1,13 +1,12 @@
 #!/usr/bin/env bash
-# make gradescope LAB=n [OUT=file.zip]: what to upload as a Gradescope autograder. It holds the lab's
-# starter, which has no answers in it, since a student's program might look around while it is tested.
+# make gradescope LAB=n [OUT=file.zip]: makes the file to upload as a Gradescope autograder. It contains
+# the lab's starter, without answers, since a student's program could read files while it is tested.
 set -eu
 cd "$(dirname "$0")/../.."
 lab=${1:-} out=${2:-lab0$1-gradescope.zip}
-if [[ ! $lab =~ ^[0-9]$ ]] || [ ! -f "labs/check/lab0$lab.sh" ]; then
-    echo "usage: make gradescope LAB=n [OUT=file.zip]; there is no checker for lab '$lab'" >&2
-    exit 2
-fi
+# shellcheck source=labs/check/available.sh
+. labs/check/available.sh
+need_lab "$lab" "make gradescope LAB=n [OUT=file.zip]"
 [[ $out = /* ]] || out=$PWD/$out
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -28,6 +27,6 @@ elif command -v 7z >/dev/null; then
 else
     out=${out%.zip}.tar.gz
     tar -czf "$out" ./*
-    echo "no zip, python3, bsdtar or 7z here: Gradescope wants a zip, so repack $out"
+    echo "found no zip, python3, bsdtar or 7z: Gradescope expects a zip file, so repack $out"
 fi
-echo "$out: upload it on Gradescope, Configure Autograder, for lab $lab"
+echo "Written: $out; upload it to Gradescope, Configure Autograder, for lab $lab"

@@ -1,10 +1,10 @@
-/* crossover.c - lab 4: from how many images on is a GPU faster than the CPU?
+/* crossover.c - lab 4: from which batch size on is a GPU faster than the CPU?
 
-   Times two layers of the cifar network forwards, its first convolution and the ReLU behind it, on
-   the CPU (--kernels fast) and on the GPU (--kernels naive, those of the lab) for batches of 1, 2,
-   4 ... 256 images: once with the images on the GPU already, once with the copies there and back.
+   Times the forward of two layers of the cifar network, its first convolution and its ReLU, on the
+   CPU (its best kernels) and on the GPU (--kernels naive, those of the lab) for batches of 1, 2,
+   4 ... 256 images: once with the images already on the GPU, once with the copies to it and back.
 
-     build/crossover FILE.csv [LARGEST]     LARGEST: the last batch, instead of 256
+     build/crossover FILE.csv [LARGEST]     LARGEST: the largest batch; default 256
 
    Prints a table, then a line of key=value for each layer; `none`: the CPU is never slower. */
 #define CNN_NO_MAIN
@@ -16,11 +16,11 @@ enum { ROUNDS = 7, TIMES = 20, MOST_BATCHES = 20 };
 typedef struct Job {
     Net *net;
     size_t row, n;         // of the layer table; images
-    real *images, *answer; // on the host, to be copied; NULL: what lies on the device is taken
+    real *images, *answer; // on the host, to be copied; NULL: no copies
 } Job;
 
-/* Seconds that one call of work(job) takes, mean of `times` calls. It counts neither the device's
-   first call, which is slower, nor what was queued before. b: the device that work() computes on.
+/* Seconds per call of work(job), the mean of `times` calls. Neither the device's first call, which
+   is slower, nor work queued before is included. b: the device that work() computes on.
    (Not static, since make check calls it from another file.) */
 double seconds_of(const Backend *b, void (*work)(void *job), void *job, size_t times) {
     /* LAB 4.4 BEGIN seconds_of */
@@ -46,7 +46,7 @@ static void compute(void *argument) {
         b->copy(job->answer, output(job->net, l), job->n * shape_size(l->out) * sizeof(real));
 }
 
-// Microseconds; the median of several rounds. The emulator's times mean nothing: it does one.
+// Microseconds; the median of ROUNDS measurements (one in the emulator, whose times mean nothing).
 static double microseconds(Job *job, bool emulated) {
     double seconds[ROUNDS];
     size_t rounds = emulated ? 1 : ROUNDS;
@@ -55,18 +55,21 @@ static double microseconds(Job *job, bool emulated) {
     return 1e6 * median(seconds, rounds);
 }
 
-// The cifar network on a device; `apart` becomes its backend, which does each layer by itself.
+// The cifar network on a device; `apart` becomes its backend, in which no layers are fused.
 static void setup_net(Net *net, const Run *run, const Backend *b, Backend *apart, size_t batch) {
     *apart = *b;
-    apart->fuses = false;
-    apart->conv2d_forward_pooled = NULL;
+    for (size_t kind = 0; kind < KINDS; kind++)
+        apart->layers[kind].fuses = false;
+    apart->fuses_pool = NULL;
     net_build(net, run->model, &run->info, &run->settings, apart);
     plan_memory(net, batch);
+    for (size_t i = 0; i < net->count; i++)
+        net->layers[i].fused = net->layers[i].relu = false;
     net_alloc(net);
     net_init(net, 1);
 }
 
-// From which batch on all times are below the CPU's; 0: from none.
+// The batch size from which on all times are below the CPU's; 0: none.
 static size_t crossover(const double *times, const double *cpu, size_t count) {
     size_t first = count;
     while (first > 0 && times[first - 1] < cpu[first - 1])
@@ -87,7 +90,9 @@ static void measure(FILE *csv, Net *cpu, Net *gpu, size_t row, size_t largest, b
     const Layer *l = &gpu->layers[row];
     const char *name = *l->name ? l->name : "relu1";
     size_t most = largest * (shape_size(l->in) + shape_size(l->out)), count = 0;
-    real *host = gpu->backend->host_alloc(most * sizeof *host, true);
+    real *host = gpu->backend->pinned_alloc(most * sizeof *host);
+    if (!host)
+        no_memory(most * sizeof *host, "the images to copy");
     double us[3][MOST_BATCHES];
     for (size_t n = 1; n <= largest; n *= 2, count++) {
         Job on_cpu = {cpu, row, n, NULL, NULL}, on_gpu = {gpu, row, n, NULL, NULL};
@@ -109,7 +114,7 @@ static void measure(FILE *csv, Net *cpu, Net *gpu, size_t row, size_t largest, b
         print_crossover("with_copies", us[2], us[0], count);
     }
     printf("\n");
-    gpu->backend->host_release(host, true);
+    gpu->backend->pinned_release(host);
 }
 
 int main(int argc, char **argv) {
@@ -122,13 +127,13 @@ int main(int argc, char **argv) {
     size_t largest = argc > 2 ? strtoul(argv[2], NULL, 10) : 256;
     if (argc < 2 || argc > 3 || largest < 1 || largest > 1 << (MOST_BATCHES - 1))
         die(EXIT_USAGE, "usage: crossover FILE.csv [LARGEST], LARGEST being the last batch");
-    if (cuda_device_count(&reason) == 0)
+    if (cuda_backend(0)->devices(&reason) == 0)
         die(1, "no GPU (%s); in the emulator: make crossover EMULATE=1", reason);
-    cuda_use_device(0, 0, die);
-    cuda_describe(&d);
+    cuda_backend(0)->use(0, 0, die);
+    cuda_backend(0)->describe(&d);
     setup_settings(&run, 3, (char *[]){"crossover", "--model", "cifar"});
     run.info = dataset_for(run.model, "synthetic");
-    setup_net(&cpu, &run, &backends[1], &cpu_backend, largest);
+    setup_net(&cpu, &run, cpu_backends[CPU_BACKENDS - 1], &cpu_backend, largest);
     setup_net(&gpu, &run, cuda_backend(0), &gpu_backend, largest);
     atomic_open(&file, argv[1]);
     fprintf(file.stream, "layer,batch,mflop,bytes_copied,cpu_us,gpu_us,gpu_copies_us,emulated\n");

@@ -1,27 +1,34 @@
 #!/usr/bin/env python3
-"""Draws what run folders tell, each plot as PNG and SVG.
+"""Draws plots from run folders, each as PNG and SVG.
 
-    labs/tools/plot.py runs/first     a folder of run folders, or one run folder; into runs/first/plots
+    labs/tools/plot.py runs/first               a folder of run folders; into runs/first/plots
+    labs/tools/plot.py run                      one run folder; into run/plots
+    labs/tools/plot.py labs/figures/bench.csv   a table of training speeds; into labs/figures/plots
 
 study      time and accuracy by device and batch: means, with 95 % intervals (time) and sd (accuracy)
-workers    images a second by --workers, for runs that differ in that
-scaling    speed-up by number of devices, strong and weak, beside the ideal line
+workers    images per second by --workers, for runs that differ in that
+scaling    speed-up by number of devices, strong and weak, with the ideal line
 loss       training loss by epoch (averages over some steps), and the test loss as single marks
-roofline   layers below the roofs of the machine, where a run folder has a layers.csv (--layers); without
-           those that only move data, and Winograd's and skipped products may take others above the roof
-confusion  which class was taken for which, in the run with the best accuracy
-filters    the first layer's filters, where a run has written model.safetensors (--save-model)
+run        for a single run folder: its loss step by step, and its confusion matrix
+roofline   the layers and the limits of the machine, if a run folder has a layers.csv (--layers). Filled: the
+           operations that were executed, which never exceed the limits. Hollow: the operations that the
+           layer's definition needs, where Winograd's algorithm or skipped zeros save some of them. Layers
+           that only move data are left out
+confusion  the confusion matrix of the run with the best accuracy
+filters    the first layer's filters, if a run has written model.safetensors (--save-model)
+bench      for a CSV file: images per second of ./cnn and of PyTorch, by network and number of threads
 
-Each plot is drawn where runs have what it takes; the others are named, with the reason. Runs that cannot
-be compared are not put into one plot. Everything can be told apart in black and white. Emulated runs are
-named so: their times mean nothing. Needs matplotlib: pip install -r labs/requirements.txt, or on Debian
-apt-get install python3-matplotlib.
+A plot is drawn if the runs have the data for it; otherwise the reason is printed. Runs that cannot be
+compared are not drawn into one plot. All lines and bars are distinguishable in black and white. Emulated
+runs are labelled: their times mean nothing. Needs matplotlib: pip install -r labs/requirements.txt, or on
+Debian apt-get install python3-matplotlib.
 """
+import csv
 import os
 import sys
 
-from run_folders import (Missing, by, check_comparable, fail, make_rows, read_csv, read_filters, read_losses,
-                         read_runs, scaling_rows, start, workers_rows)
+from run_folders import (Missing, by, check_comparable, fail, first_difference, make_rows, read_csv, read_filters,
+                         read_losses, read_runs, scaling_rows, start, workers_rows)
 
 try:
     import matplotlib
@@ -37,7 +44,7 @@ HATCHES, GREYS = ["", "////", "....", "xxxx", "--", "++"], ["0.65", "0.85", "1.0
 
 
 def line_style(i):
-    """The look of line number i: marker, dashes and grey all tell it apart."""
+    """The style of line i, distinguished by marker, dashes and grey."""
     return dict(marker="os^Dv*xP"[i % 8], color="0.45" if i % 2 else "black", linewidth=1.5,
                 linestyle=["-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1))][i % 5])
 
@@ -52,8 +59,23 @@ def describe(runs):
             f"{len(epochs)}\n{', '.join(machines)}; commit {runs[0].build['commit']}")
 
 
+def name_of(run):
+    """For the title of a plot that shows one run: its folder, without those around it."""
+    return os.path.basename(os.path.abspath(run.folder)) + " (EMULATED)" * run.emulated
+
+
+def compare(runs, free=frozenset()):
+    """As check_comparable(), but runs that a plot cannot compare are no error: the plot is not drawn."""
+    different = first_difference(runs, free)
+    if different:
+        run, name, found, other, expected = different
+        raise Missing(f"it is for runs with the same {name}; here {name} is {expected} in {other.folder} and "
+                      f"{found} in {run.folder}")
+    check_comparable(runs, free)
+
+
 def draw_study(runs):
-    check_comparable(runs)
+    compare(runs)
     if len({r.model for r in runs}) > 1:
         raise Missing("several models; give each a folder of its own")
     rows = sorted(make_rows(runs), key=lambda r: ORDER.index(r["device"]) if r["device"] in ORDER else 9)
@@ -75,7 +97,7 @@ def draw_study(runs):
     axes[1].set(ylabel="test accuracy in %, mean and sd", title="Accuracy")
     for axis in axes:
         axis.set_xticks(range(len(batches)), batches)
-        axis.set_xlabel("images of a step, on all devices together")
+        axis.set_xlabel("images per step, all devices together")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncol=3, handleheight=1.5)
     figure.subplots_adjust(bottom=0.22, top=0.82)
     return figure
@@ -84,13 +106,13 @@ def draw_study(runs):
 def draw_workers(runs):
     if len({r.settings["workers"] for r in runs}) < 2:
         raise Missing("all runs have the same --workers; make study-workers varies them")
-    check_comparable(runs, {"workers"})
+    compare(runs, {"workers"})
     figure, axis = plt.subplots(figsize=(7, 4.5))
     lines = by(workers_rows(runs), lambda row: f"{row['label']}, global batch {row['global_batch']}")
     for i, (name, group) in enumerate(lines.items()):
         axis.errorbar([row["workers"] for row in group], [row["img_per_s_mean"] for row in group],
                       [row["ci95"] or 0 for row in group], capsize=3, label=name, **line_style(i))
-    axis.set(xlabel="--workers: threads that load images", ylabel="images a second, mean and 95 % interval",
+    axis.set(xlabel="--workers: threads that load images", ylabel="images per second, mean and 95 % interval",
              xticks=sorted({r.settings["workers"] for r in runs}), ylim=(0, None))
     axis.legend()
     return figure
@@ -100,7 +122,7 @@ def draw_scaling(runs):
     rows = scaling_rows(make_rows(runs))
     if not any(r["devices"] > 1 for r in rows):
         raise Missing("no runs on one and on several devices of a kind; make study-scaling makes them")
-    check_comparable(runs, {"threads"})
+    compare(runs, {"threads"})
     rows = [r for r in rows if not r["emulated"]]
     if all(r["devices"] == 1 for r in rows):
         raise Missing("emulated devices: their times mean nothing")
@@ -142,37 +164,89 @@ def draw_loss(runs):
     return figure
 
 
+def draw_run(runs):
+    if len(runs) > 1:
+        raise Missing("there are several runs; plot.py draws it for one run folder")
+    run = runs[0]
+    if not run.confusion:
+        raise Missing(f"{run.folder}/run.json has no confusion matrix")
+    points = np.array(read_losses(run))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 4.9), gridspec_kw={"width_ratios": [1, 1.15]})
+    left.plot(points[:, 0], points[:, 1], color="0.75", linewidth=0.8, label="each training step")
+    window = max(1, len(points) // 40)
+    means = np.array([points[k:k + window].mean(axis=0) for k in range(0, len(points), window)])
+    left.plot(means[:, 0], means[:, 1], color="black", linewidth=1.8,
+              label="mean of a step" if window == 1 else f"mean of {window} steps")
+    left.plot([e["epoch"] for e in run.epochs], [e["test_loss"] for e in run.epochs], "o", color="black",
+              markerfacecolor="white", markersize=9, label="test set, after an epoch")
+    left.set(xlabel="epoch", ylabel="loss (cross-entropy, in nats)", ylim=(0, None), title="Loss")
+    left.legend()
+    draw_matrix(right, run, 8)
+    right.set_title(f"Confusion matrix: {run.accuracy:.2f} % correct")
+    figure.suptitle(describe(runs))
+    figure.tight_layout()
+    return figure
+
+
 def draw_roofline(runs):
     found = [r for r in runs if os.path.exists(os.path.join(r.folder, "layers.csv"))]
     if not found:
-        raise Missing("no run folder has a layers.csv")
+        raise Missing("no run folder has a layers.csv; --layers writes it")
     run = found[0]
-    every = read_csv(run, "layers.csv", ["layer", "kind", "bound", "percent_of_peak", "gflops", "gb_per_s"])
+    every = read_csv(run, "layers.csv", ["layer", "kind", "bound", "percent_of_peak", "gflops", "gb_per_s", "saved"],
+                     {"saved": 1})
     layers = [r for r in every if r[4] > 0 and r[5] > 0]
     if not layers:
         raise Missing(f"{run.folder}/layers.csv has no layer with gflops and gb_per_s")
 
     def roof(bound, column):
-        """The limit of which percent_of_peak are per cent; the largest of them are the least rounded."""
+        """The limit that percent_of_peak refers to, by its largest value, which is rounded least."""
         percent, speed = max([(r[3], r[column]) for r in every if r[2] == bound and r[3] > 0],
                              default=(100, max(r[column] for r in every)))
         return 100 * speed / percent
-    peak, bandwidth, where = roof("compute", 4), roof("memory", 5), [r[4] / r[5] for r in layers]
-    figure, axis = plt.subplots(figsize=(8, 5))
-    x = np.geomspace(min(where) / 3, 3 * max(max(where), peak / bandwidth), 100)
-    axis.plot(x, x * bandwidth, "k--", label=f"{bandwidth:.3g} GB/s")
-    axis.plot(x, 0 * x + peak, "k-", label=f"{peak:.3g} GFLOP/s")
+    peak, bandwidth = roof("compute", 4), roof("memory", 5)
+    intensities = [r[4] / r[5] for r in layers] + [r[6] * r[4] / r[5] for r in layers]
+    figure, axis = plt.subplots(figsize=(8.5, 5.5))
+    x = np.geomspace(min(intensities) / 3, 3 * max(max(intensities), peak / bandwidth), 300)
+    axis.plot(x, np.minimum(x * bandwidth, peak), "k-", linewidth=2,
+              label=f"limit: {bandwidth:.3g} GB/s, {peak:.3g} GFLOP/s")
+    where = np.where(x < peak / bandwidth)
+    axis.plot(x[where], 0 * x[where] + peak, "k:", linewidth=1)
     for i, (kind, group) in enumerate(by(layers, lambda r: r[1].split()[0]).items()):
-        look = dict(line_style(i), linestyle="", color="black", markerfacecolor="white" if i % 2 else "0.4")
-        axis.plot([r[4] / r[5] for r in group], [r[4] for r in group], markersize=8, label=kind, **look)
-    for number, (*_, gflops, gb) in enumerate(layers, 1):
-        axis.annotate(str(number), (gflops / gb, gflops), (6, -9), textcoords="offset points", fontsize=8)
-    axis.text(1.02, 1, "\n".join(f"{number}  {r[0]}" for number, r in enumerate(layers, 1)), va="top",
-              fontsize=min(8, 280 / len(layers)), transform=axis.transAxes)
-    axis.set(xscale="log", yscale="log", xlabel="FLOP a byte", ylabel="GFLOP/s", ylim=(None, 3 * peak),
-             title=run.folder + " (EMULATED)" * run.emulated)
-    axis.legend(loc="lower right")
+        axis.plot([r[4] / r[5] for r in group], [r[4] for r in group], "os^Dv*xP"[i % 8], color="0.3",
+                  markersize=9, label=f"{kind}: executed")
+        for *_, gflops, gb, saved in (r for r in group if r[6] != 1):
+            look = dict(linestyle="-", linewidth=0.8, color="black", markevery=[1], marker="os^Dv*xP"[i % 8])
+            axis.plot([gflops / gb, saved * gflops / gb], [gflops, saved * gflops], markersize=9,
+                      markerfacecolor="white", label=f"{kind}: as the definition counts", **look)
+    for number, (name, *_, gflops, gb, _) in enumerate(layers, 1):
+        label = name if len(layers) <= 8 else str(number)
+        axis.annotate(label, (gflops / gb, gflops), (8, -12), textcoords="offset points")
+    if len(layers) > 8:
+        axis.text(1.02, 1, "\n".join(f"{number}  {r[0]}" for number, r in enumerate(layers, 1)), va="top",
+                  fontsize=min(8, 280 / len(layers)), transform=axis.transAxes)
+    heights = [r[4] for r in layers] + [r[4] * r[6] for r in layers]
+    axis.set(xscale="log", yscale="log", xlabel="operations per byte moved (FLOP/byte)", ylabel="speed in GFLOP/s",
+             ylim=(min(heights) / 2, 3 * max(peak, *heights)), title="Each layer's speed, and the limits of "
+             f"the machine\n{name_of(run)}: {describe([run])}")
+    labelled = {label: line for line, label in zip(*axis.get_legend_handles_labels())}  # each once
+    axis.legend(labelled.values(), labelled, loc="lower right")
     return figure
+
+
+def draw_matrix(axis, run, size):
+    """The confusion matrix, in per cent of each class; the names in letters of that size."""
+    counts, names = np.array(run.confusion, float), list(run.per_class)
+    share = 100 * counts / np.maximum(1, counts.sum(axis=1, keepdims=True))
+    picture = axis.imshow(share, cmap="Greys", vmin=0, vmax=100)
+    axis.figure.colorbar(picture, ax=axis, label="% of the class's images", shrink=0.8)
+    if len(names) <= 20:
+        for i, j in zip(*np.where(share.round() > 0)):
+            axis.text(j, i, f"{share[i, j]:.0f}", ha="center", va="center", fontsize=size,
+                      color="white" if share[i, j] > 50 else "black")
+        axis.set_xticks(range(len(names)), names, rotation=45, ha="right", rotation_mode="anchor", fontsize=size)
+        axis.set_yticks(range(len(names)), names, fontsize=size)
+    axis.set(xlabel="predicted class", ylabel="true class")
 
 
 def draw_confusion(runs):
@@ -180,18 +254,9 @@ def draw_confusion(runs):
     if not found:
         raise Missing("no run.json has a confusion matrix")
     run = max(found, key=lambda r: r.accuracy)
-    counts, names = np.array(run.confusion, float), list(run.per_class)
-    share = 100 * counts / np.maximum(1, counts.sum(axis=1, keepdims=True))
     figure, axis = plt.subplots(figsize=(7.5, 7))
-    picture = axis.imshow(share, cmap="Greys", vmin=0, vmax=100)
-    figure.colorbar(picture, label="% of the class's images", shrink=0.8)
-    if len(names) <= 20:
-        for i, j in np.ndindex(*share.shape):
-            axis.text(j, i, f"{share[i, j]:.0f}", ha="center", va="center",
-                      color="white" if share[i, j] > 50 else "black")
-        axis.set_xticks(range(len(names)), names, rotation=45)
-        axis.set_yticks(range(len(names)), names)
-    axis.set(xlabel="taken for", ylabel="class", title=f"{run.folder}\n{run.accuracy:.2f} % right")
+    draw_matrix(axis, run, 10)
+    axis.set_title(f"{name_of(run)}: {describe([run])}\n{run.accuracy:.2f} % correct")
     return figure
 
 
@@ -205,44 +270,90 @@ def draw_filters(runs):
     columns, most = min(count, 16), np.abs(filters).max()
     rows = -(-count // columns)
     figure, axis = plt.subplots(figsize=(3 + 0.5 * columns, 1.5 + 0.5 * rows * channels))
-    for k, c in np.ndindex(count, channels):  # the channels of a filter lie below each other
+    for k, c in np.ndindex(count, channels):  # the channels of a filter, one below the other
         x, y = k % columns * 1.2, -1.05 * (c + k // columns * (channels + 0.4))
         picture = axis.imshow(filters[k, c], "Greys_r", vmin=-most, vmax=most, extent=(x, x + 1, y, y + 1))
         axis.add_patch(plt.Rectangle((x, y), 1, 1, fill=False, linewidth=0.6))
     axis.set(xlim=(-0.1, columns * 1.2), ylim=(y - 0.1, 1.1))
     axis.axis("off")
     colours = "red, green, blue from top\n" * (channels == 3)
-    axis.set_title(f"{name}: {count} filters of {height} x {width}\n{colours}{run.folder}", fontsize=9)
+    axis.set_title(f"{name}: {count} filters of {height} x {width}\n{colours}{name_of(run)}: {describe([run])}", fontsize=9)
     figure.colorbar(picture, label="weight")
     return figure
 
 
-PLOTS = [draw_study, draw_workers, draw_scaling, draw_loss, draw_roofline, draw_confusion, draw_filters]
+def draw_bench(path):
+    columns = ["network", "batch", "threads", "img_per_s", "pytorch_img_per_s", "date", "commit", "machine", "pytorch"]
+    try:
+        with open(path, newline="") as f:
+            rows = [{c: row[c] for c in columns} for row in csv.DictReader(f)]
+        speeds = [(float(r["img_per_s"]), float(r["pytorch_img_per_s"])) for r in rows]
+    except OSError as error:
+        fail(path, "a table of training speeds", error.strerror, "labs/figures/bench.csv is one")
+    except (KeyError, TypeError, ValueError) as error:
+        fail(path, f"the columns {', '.join(columns)}, with numbers for img/s", repr(error),
+             "labs/figures/bench.csv is such a table")
+    panels = by(zip(rows, speeds), lambda r: f"{r[0]['network']}, batch {r[0]['batch']}")
+    if not panels:
+        fail(path, "a row for each network", "none", "labs/figures/bench.csv is such a table")
+    columns = min(3, len(panels))
+    figure, axes = plt.subplots(-(-len(panels) // columns), columns, squeeze=False,
+                                figsize=(3.1 * columns, 2.7 * -(-len(panels) // columns) + 0.9))
+    for axis in axes.flat[len(panels):]:
+        axis.axis("off")
+    for axis, (name, group) in zip(axes.flat, panels.items()):
+        for k, who in enumerate(("cnn", "PyTorch")):
+            axis.bar([i + 0.4 * k - 0.2 for i in range(len(group))], [speed[k] for _, speed in group], 0.4,
+                     color=GREYS[k], hatch=HATCHES[k], edgecolor="black", label=who)
+        for i, (_, (ours, theirs)) in enumerate(group):
+            axis.annotate(f"{ours / theirs:.1f} x", (i - 0.2, ours), (0, 3), textcoords="offset points", ha="center")
+        axis.set(title=name, ylim=(0, 1.2 * max(max(speed) for _, speed in group)))
+        axis.set_xticks(range(len(group)), [f"{r['threads']} thread" + "s" * (r["threads"] != "1") for r, _ in group])
+        axis.ticklabel_format(axis="y", style="plain")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("images per second")
+    about = "; ".join(", ".join(dict.fromkeys(r[c] for r in rows)) for c in ("machine", "date", "commit", "pytorch"))
+    figure.suptitle(f"Training steps: cnn, and how many times as fast as PyTorch\n{about}", fontsize=11)
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower center", ncol=2, handleheight=1.5)
+    return figure
 
 
-def main(folder):
-    runs = read_runs(folder)
-    out, drawn = os.path.join(folder, "plots"), 0
+def save(figure, out, name):
+    """As PNG and SVG, without the date of the drawing: the same data give the same files."""
     try:
         os.makedirs(out, exist_ok=True)
-        for draw in PLOTS:
-            name = draw.__name__[len("draw_"):]
-            try:
-                figure = draw(runs)
-            except (Missing, SystemExit) as why:  # SystemExit: runs that cannot be compared
-                print(f"skip {name}: {why}")
-                continue
-            if draw in PLOTS[:4]:
-                figure.suptitle(describe(runs), fontsize=9, y=1.02)
-            for kind in "png", "svg":
-                figure.savefig(os.path.join(out, f"{name}.{kind}"), dpi=130, bbox_inches="tight")
-            plt.close(figure)
-            drawn += 1
-            print(f"drawn: {out}/{name}.png and .svg")
+        for kind, metadata in ("png", {}), ("svg", {"Date": None}):
+            figure.savefig(os.path.join(out, f"{name}.{kind}"), dpi=110, bbox_inches="tight", metadata=metadata)
     except OSError as error:
-        fail(error.filename or out, "a file that can be written", error.strerror, "mend its permissions")
+        fail(error.filename or out, "a file that can be written", error.strerror, "fix its permissions")
+    plt.close(figure)
+    print(f"drawn: {out}/{name}.png and .svg")
+
+
+OF_RUNS = [draw_study, draw_workers, draw_scaling, draw_loss]  # their title says what the runs have in common
+PLOTS = OF_RUNS + [draw_run, draw_roofline, draw_confusion, draw_filters]
+
+
+def main(source):
+    if source.endswith(".csv"):
+        save(draw_bench(source), os.path.join(os.path.dirname(source), "plots"), "bench")
+        return
+    runs = read_runs(source)
+    drawn = 0
+    for draw in PLOTS:
+        name = draw.__name__[len("draw_"):]
+        try:
+            figure = draw(runs)
+        except Missing as why:
+            print(f"not drawn: {name}: {why}")
+            continue
+        if draw in OF_RUNS:
+            figure.suptitle(describe(runs), fontsize=9, y=1.02)
+        save(figure, os.path.join(source, "plots"), name)
+        drawn += 1
     sys.exit(0 if drawn else 1)
 
 
 if __name__ == "__main__":
-    start(main, __doc__, "what ./cnn --out or make study has written")
+    start(main, __doc__, "what ./cnn --out or make study has written, or a table such as labs/figures/bench.csv")

@@ -3,14 +3,15 @@
 
     labs/tools/report.py runs/first     `make report RUNS=runs/first` draws the plots first
 
-It begins as report_template.md. Everything between <!-- begin NAME --> and <!-- end NAME --> is made from
-the run folders, and only that is made anew when you call this again. All else is yours: answer what begins
-with `> TODO:` and delete it, add what you like. A section that your study does not need, delete it with its
-markers. To get it back, write the two markers where you want it. Where markers are damaged, or somebody has
-written between them, report.md stays as it is and report.new.md is written instead.
+The report starts as a copy of report_template.md. The parts between <!-- begin NAME --> and
+<!-- end NAME --> are generated from the run folders, and only these are updated when you call this again.
+All other text is yours: replace each `> TODO:` by your answer, and add what you like. Delete a section that
+your study does not need together with its markers. To restore it, write the two markers where you want it.
+If a marker is damaged or the text between two markers was edited, report.md is not changed and
+report.new.md is written instead.
 
 Runs that differ in more than device, batch and seed (--workers, --kernels, the compiler's flags, ...) are
-not averaged: they get rows of their own, which say what differs. A speed-up compares rows that agree.
+not averaged: they are listed in separate rows with their differences. A speed-up compares rows that agree.
 """
 import contextlib
 import csv
@@ -26,7 +27,7 @@ from run_folders import (COLUMNS_DIFFER, REPEATS_DIFFER, SCALING, Missing, add_s
 FREE = REPEATS_DIFFER | COLUMNS_DIFFER
 STEP_PARTS = ["load_s", "copy_s", "forward_s", "backward_s", "optimizer_s", "exposed_comm_s", "idle_s"]
 NOTHING = "No run folder has what this table needs."
-MOST_TABLES = 4  # of several run folders that have a layers.csv, say
+MOST_TABLES = 4  # of the same name, such as layers.csv, from several run folders
 
 
 # ---- Rows
@@ -47,7 +48,7 @@ def variants(runs):
 
 
 def free_settings(a, b):
-    """What may differ between two runs of a variant: with replicas on the CPU, --threads follow them."""
+    """What may differ between two runs of a variant; replicas on the CPU divide --threads among them."""
     return FREE | ({"threads"} if max(a.world, b.world) > 1 else set())
 
 
@@ -63,7 +64,7 @@ def timing_rows(runs):
     for group in groups:
         values = facts(group[0])
         some = make_rows(group)
-        with contextlib.redirect_stdout(None):  # it notes which rows have no speed-up; the table shows it
+        with contextlib.redirect_stdout(None):  # its notes about missing speed-ups: the table shows them
             add_speedups(some)
         for row in some:
             kinds = dict.fromkeys("emulated" if r.emulated else r.provenance for r in row["runs"])
@@ -86,7 +87,7 @@ def table(titles, rows):
 
 
 def csv_tables(root, name, folders):
-    """The CSV files of that name, as they are."""
+    """The CSV files of that name as Markdown tables."""
     paths, texts = [os.path.join(f, name) for f in folders if os.path.exists(os.path.join(f, name))], []
     for path in paths[:MOST_TABLES]:
         with open(path, newline="", encoding="utf-8", errors="replace") as f:
@@ -116,7 +117,7 @@ def make_settings(root, runs, rows):
         elif values[0]:
             equal.append(f"--{name} {values[0]}")
     builds = dict.fromkeys("- {compiler}, `{flags}`, commit {commit}".format(**r.build) for r in runs)
-    notes = ["Some sources had changes that nobody committed."] * any(map(is_dirty, runs))
+    notes = ["Some sources had uncommitted changes."] * any(map(is_dirty, runs))
     commands = dict.fromkeys(" ".join(r["runs"][0].command) for r in rows)
     return "\n\n".join(
         [f"{len(runs)} runs. Equal in all of them:",
@@ -147,7 +148,7 @@ def make_timing(root, runs, rows):
     titles = dict(label="device", model="model", batch="batch on each", global_batch="global batch",
                   repeats="repeats", seconds_mean="seconds, mean", seconds_sd="sd", ci95="95 % interval, +-",
                   img_per_s="img/s", speedup="speed-up over cpu", accuracy_mean="accuracy in %",
-                  accuracy_sd="its sd", provenance="measured?")
+                  accuracy_sd="its sd", provenance="provenance")
     if any(r["variant"] for r in rows):
         titles = dict(variant="what differs", **titles)
     return table(titles, rows) + picture(root, "study", "time and accuracy") + picture(root, "loss", "loss")
@@ -164,7 +165,7 @@ def make_steps(root, runs, rows):
             if steps:
                 line.update((name, 1e3 * summary(times)[0]) for name, times in zip(STEP_PARTS, zip(*steps)))
         lines.append(line)
-    titles = dict(label="device", global_batch="global batch", steps="steps an epoch",
+    titles = dict(label="device", global_batch="global batch", steps="steps per epoch",
                   first="first epoch, s", later="later ones, s",
                   **{name: name[:-2].replace("_", " ") + ", ms" for name in STEP_PARTS})
     if any(r["variant"] for r in rows):
@@ -188,12 +189,12 @@ def make_scaling(root, runs, rows):
 
 def make_workers(root, runs, rows):
     text = csv_tables(root, "workers.csv", [root])
-    return (text + picture(root, "workers", "images a second by workers")).strip()
+    return (text + picture(root, "workers", "images per second by workers")).strip()
 
 
 def make_layers(root, runs, rows):
     text = csv_tables(root, "layers.csv", first_runs(rows))
-    return text and text + picture(root, "roofline", "layers below the machine's roofs")
+    return text and text + picture(root, "roofline", "layers and the limits of the machine")
 
 
 def make_profile(root, runs, rows):
@@ -208,7 +209,7 @@ def make_classes(root, runs, rows):
     lines = [dict(name=name, accuracy=value) for name, value in best.per_class.items()]
     return (f"Of `{os.path.relpath(best.folder, root)}`, the run with the best accuracy:\n\n"
             + table(dict(name="class", accuracy="accuracy in %"), lines)
-            + picture(root, "confusion", "which class was taken for which"))
+            + picture(root, "confusion", "confusion matrix"))
 
 
 MAKERS = dict(settings=make_settings, machine=make_machine, timing=make_timing, steps=make_steps,
@@ -218,7 +219,7 @@ MARKER = re.compile(rf"<!-- (begin|end) ({'|'.join(MAKERS)})(?: ([0-9a-f]{{8}}))
 
 
 def make_blocks(root, runs):
-    """Name and text of each generated part; "" where the runs do not have what it takes."""
+    """Name and text of each generated part; "" if the runs lack the data for it."""
     rows = timing_rows(runs)
     return {name: maker(root, runs, rows) for name, maker in MAKERS.items()}
 
@@ -227,7 +228,7 @@ def make_blocks(root, runs):
 
 
 class Damaged(Exception):
-    """What is wrong with a marker, and in which line."""
+    """A marker is wrong; the message says how, and in which line."""
 
 
 def digest(lines):
@@ -236,23 +237,23 @@ def digest(lines):
 
 
 def split(text):
-    """The report as pieces (name, lines): the student's have the name None, a block's lines come without its
-    markers. A marker has a digest of its block, which tells whether somebody has written there."""
+    """The report as pieces (name, lines): the student's text has the name None; a block's lines are without
+    its markers. A marker holds a digest of its block, which shows whether the block was edited."""
     pieces, begun = [(None, [])], None
     for number, line in enumerate(text.splitlines(keepends=True), 1):
         marker = MARKER.fullmatch(line)
         what, name, stamp = marker.groups() if marker else (None, None, None)
         where = f"line {number}: {line.strip()}"
         if what == "end" and (not begun or name != begun[0]):
-            raise Damaged(f"{where}: expected its begin before it")
+            raise Damaged(f"{where}: expected its begin marker before it")
         if what == "begin" and (begun or any(name == n for n, _ in pieces)):
-            raise Damaged(f"{where}: expected each part once, and the end of the one before")
+            raise Damaged(f"{where}: expected each part once, after the end of the previous one")
         if what == "begin":
             begun = name, stamp
             pieces.append((name, []))
         elif what == "end":
             if begun[1] != digest(pieces[-1][1]) and "".join(pieces[-1][1]).strip():
-                raise Damaged(f"{where}: somebody wrote between it and its begin")
+                raise Damaged(f"{where}: the text between it and its begin marker was edited")
             begun = None
             pieces.append((None, []))
         else:
@@ -264,12 +265,12 @@ def split(text):
 
 def block(name, text):
     stamp = digest(text.splitlines())
-    return (f"<!-- begin {name} {stamp}: made from the run folders; write nothing in here -->\n"
+    return (f"<!-- begin {name} {stamp}: generated from the run folders; do not edit this part -->\n"
             f"{text}\n<!-- end {name} -->\n")
 
 
 def fresh_report(blocks):
-    """The template without the sections whose part the runs have nothing for."""
+    """The template without the sections for which the runs have no data."""
     template = read_report(os.path.join(os.path.dirname(os.path.abspath(__file__)), "report_template.md"))
     unfit = [f"<!-- begin {name} -->" for name, text in blocks.items() if not text]
     sections = [s for s in re.split("(?m)^(?=#)", template) if not any(marker in s for marker in unfit)]
@@ -283,13 +284,13 @@ def renewed_report(text, blocks):
 
 
 def read_report(path):
-    """Any bytes survive reading and writing, line ends too."""
+    """Preserves all bytes, including line endings, when the text is written again."""
     with open(path, encoding="utf-8", errors="surrogateescape", newline="") as f:
         return f.read()
 
 
 def write_report(path, text):
-    """The file is complete or not there: a full disk loses nothing."""
+    """Replaces the file as a whole, so that a full disk loses nothing."""
     with open(path + ".part", "w", encoding="utf-8", errors="surrogateescape", newline="") as f:
         f.write(text)
     os.replace(path + ".part", path)
@@ -309,15 +310,15 @@ def main(root):
         except Damaged as why:
             new = os.path.join(root, "report.new.md")
             if os.path.exists(new):
-                fail(path, "whole markers", why, f"mend it, or take what you need from {new} and delete that")
+                fail(path, "intact markers", why, f"fix it, or copy what you need from {new} and delete that")
             write_report(new, fresh_report(blocks))
-            fail(path, "whole markers", why, f"{path} stays as it is; copy the parts you need from {new}")
+            fail(path, "intact markers", why, f"{path} was not changed; copy the parts you need from {new}")
         for name in (n for n, text in blocks.items() if text and f"<!-- begin {n}" not in old):
-            print(f"Note: the runs have what part {name} needs, and report.md has no place for it. If you "
-                  f"want it, write a line <!-- begin {name} --> and a line <!-- end {name} --> there.")
+            print(f"Note: the runs have data for the part {name}, which report.md does not contain. To add "
+                  f"it, write a line <!-- begin {name} --> and a line <!-- end {name} --> there.")
     except OSError as error:
         fail(error.filename or path, "a file that can be read and written", error.strerror,
-             "mend its permissions")
+             "fix its permissions")
 
 
 if __name__ == "__main__":

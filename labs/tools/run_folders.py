@@ -24,14 +24,16 @@ T95 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
        2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
        2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042]
 REPEATS_DIFFER = {"out", "seed", "save-model", "dry-run"}
-COLUMNS_DIFFER = {"batch-size", "global-batch", "no-cuda", "gpus", "replicas", "parallel"}
+COLUMNS_DIFFER = {"batch-size", "global-batch", "no-cuda", "gpus", "replicas", "parallel",
+                  "test-batch-size"}  # by default the batch; neither timed nor seen in a result
 ENTRIES = ["status", "emulated", "command", "machine", "build", "settings", "parallel", "epochs", "per_class",
            "confusion"]
+RUN_FILES = ["run.json", "steps.csv", "output.txt"]  # one of them makes a folder a run folder
 TEXTS = {"layer", "kind", "out_shape", "bound", "source"}  # columns that hold no number
 
 
 class Missing(Exception):
-    """What a plot needs is not there, or not as ./cnn writes it."""
+    """Data are missing, or not in the format of ./cnn."""
 
 
 def fail(where, expected, found, advice):
@@ -40,9 +42,9 @@ def fail(where, expected, found, advice):
 
 
 def start(main, about, reads):
-    """main(DIR) of a tool that has no other argument; its help is `about`, and DIR is what it `reads`.
+    """Calls main(DIR) of a tool that has no other argument; its help is `about`, and DIR is what it `reads`.
 
-    Run folders that somebody has edited can hold anything: no traceback for them."""
+    Edited run folders can contain anything: they give an error message, not a traceback."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", metavar="DIR", help=reads)
     folder = parser.parse_args().folder
@@ -50,7 +52,7 @@ def start(main, about, reads):
         main(folder)
     except (AttributeError, IndexError, KeyError, OSError, TypeError) as error:
         fail("a run folder", "files as ./cnn writes them", f"{type(error).__name__}: {error}",
-             "was one edited? Look for it by giving the tool fewer folders")
+             "was one edited? To find it, give the tool fewer folders")
 
 
 # ---- Reading
@@ -79,7 +81,7 @@ def read_run(folder):
         else:
             run.device = "cpu" if run.world == 1 else f"cpu x {run.world}"
     except OSError as error:
-        fail(path, "a file that can be read", error.strerror, "mend its permissions")
+        fail(path, "a file that can be read", error.strerror, "fix its permissions")
     except ValueError as error:
         fail(path, "JSON", error, "delete the folder and run it again")
     except (KeyError, TypeError) as error:
@@ -87,32 +89,62 @@ def read_run(folder):
     return run
 
 
-def read_runs(root):
-    """The complete runs in the folders of root, or root itself; the others are named."""
-    try:
-        folders = [root] + [os.path.join(root, name) for name in sorted(os.listdir(root))]
-    except OSError as error:
-        fail(root, "a folder of run folders", error.strerror, "make study writes one")
-    complete = []
+def find_folders(root):
+    """The run folders below root, at any depth: {folder: those directly in it}; root itself is in root."""
+    groups, seen = {}, set()
+    for folder, names, _ in os.walk(root, followlinks=True):
+        seen.add(os.path.realpath(folder))
+        paths = [os.path.join(folder, name) for name in sorted(names)]
+        names[:] = [os.path.basename(p) for p in paths if os.path.realpath(p) not in seen]
+        found = [p for p in [root] * (folder == root) + paths
+                 if any(os.path.exists(os.path.join(p, name)) for name in RUN_FILES)]
+        if found:
+            groups[folder] = found
+    return groups
+
+
+def complete(folders):
+    """The complete runs among these; prints which ones are left out."""
+    runs = []
     for run in filter(None, map(read_run, folders)):
         if run.status != "complete":
             print(f"left out: {run.folder}: status {run.status}, not complete", file=sys.stderr)
         elif len(run.epochs) != run.settings["epochs"]:
             print(f"left out: {run.folder}: run.json has {len(run.epochs)} of {run.settings['epochs']} "
-                  "epochs; after --resume it tells of the last part alone", file=sys.stderr)
+                  "epochs; a resumed run records only those since its checkpoint", file=sys.stderr)
         else:
-            complete.append(run)
-    if not complete:
+            runs.append(run)
+    return runs
+
+
+def read_runs(root):
+    """The complete runs directly in root. It only says which folders below root contain more of them: these
+    are other studies, and no table or plot mixes them."""
+    try:
+        os.listdir(root)
+    except OSError as error:
+        fail(root, "a folder of run folders", error.strerror, "make study writes one")
+    groups = find_folders(root)
+    runs = complete(groups.pop(root, []))
+    others = ", ".join(f"{len(folders)} in {folder}" for folder, folders in groups.items())
+    if not runs and others:
+        fail(root, "complete runs directly in it", f"none, but run folders below it: {others}",
+             f"give one of these folders (make: RUNS={next(iter(groups))})")
+    if not runs:
         fail(root, "folders of complete runs", "none", "make study writes them, and so does ./cnn --out")
-    return complete
+    if others:
+        print(f"not read: run folders below {root}: {others}; to read them, give their folder "
+              f"(make: RUNS={next(iter(groups))})", file=sys.stderr)
+    return runs
 
 
-def read_csv(run, name, columns):
-    """Those columns of the rows that have them all; numbers, but for TEXTS."""
+def read_csv(run, name, columns, absent=None):
+    """Those columns of the rows that have them all; numbers, but for TEXTS. `absent`: columns that a file of an
+    older ./cnn may lack, with the value that they then have."""
     path = os.path.join(run.folder, name)
     try:
         with open(path, newline="") as f:
-            rows = [[row[c] for c in columns] for row in csv.DictReader(f)]
+            rows = [[{**(absent or {}), **row}[c] for c in columns] for row in csv.DictReader(f)]
         return [[v if c in TEXTS else float(v) for c, v in zip(columns, row)]
                 for row in rows if all(row)]
     except (OSError, KeyError, ValueError) as error:
@@ -132,7 +164,7 @@ def read_losses(run):
 def read_filters(run):
     """Name, shape and numbers of the first tensor with 4 dimensions in model.safetensors.
 
-    The file: 8 bytes that say how long the header is, the header in JSON, the numbers."""
+    The file: the length of the header in 8 bytes, the header in JSON, the numbers."""
     path = os.path.join(run.folder, "model.safetensors")
     try:
         with open(path, "rb") as f:
@@ -154,7 +186,7 @@ def read_filters(run):
 
 
 def facts(run):
-    """All that decides what a run computes, and how fast."""
+    """Everything that determines what a run computes and how fast."""
     known = {f"--{k}": v for k, v in run.settings.items()}
     known["--threads"] *= run.world if run.kind == "cpu" else 1
     return dict(known, compiler=run.build["compiler"], flags=run.build["flags"], commit=run.build["commit"],
@@ -162,7 +194,7 @@ def facts(run):
 
 
 def differences(a, b, free):
-    """What differs though it must not: (name, value in a, value in b). The settings in `free` may differ."""
+    """What differs between two runs: (name, value in a, value in b), without the settings in `free`."""
     left, right = facts(a), facts(b)
     free = {f"--{k}" for k in free}
     if a.kind != b.kind:
@@ -175,22 +207,31 @@ def differences(a, b, free):
             if k not in free and left.get(k) != right.get(k)]
 
 
-def check_comparable(runs, free=frozenset()):
-    """Ends with an error if runs of a model differ in more than the columns say and `free` allows."""
-    first, notes = {}, set()
+def first_difference(runs, free=frozenset()):
+    """The first that runs of a model differ in but the columns and the settings in `free`: (run, name, value,
+    other run, its value); None if they are comparable."""
+    first = {}
     for run in runs:
-        # devices of a kind must be the same one, and the kinds must agree in all the rest
+        # runs on the same kind of device must have the same device; all kinds must agree in the rest
         for other in first.setdefault(run.model, run), first.setdefault((run.model, run.kind), run):
             for name, expected, found in differences(other, run, REPEATS_DIFFER | COLUMNS_DIFFER | set(free)):
-                fail(run.folder, f"{name} {expected!r} as in {other.folder}", repr(found),
-                     "runs that differ in more than device, batch and seed are not compared: delete one, or "
-                     "move it to a folder of its own")
-            if other.machine["host"] != run.machine["host"]:
-                notes.add(f"hosts differ: {other.machine['host']}, {run.machine['host']}")
-        if is_dirty(run):
-            notes.add("built from sources with changes that are not committed: nobody can tell which")
-    for note in sorted(notes):
-        print("Note:", note)
+                return run, name, found, other, expected
+    return None
+
+
+def check_comparable(runs, free=frozenset()):
+    """Ends with an error if there is a first_difference(); prints what makes a comparison less reliable."""
+    different = first_difference(runs, free)
+    if different:
+        run, name, found, other, expected = different
+        fail(run.folder, f"{name} {expected!r} as in {other.folder}", repr(found),
+             "runs that differ in more than device, batch and seed are not compared: delete one, or "
+             "move it to a folder of its own")
+    hosts = list(dict.fromkeys(run.machine["host"] for run in runs))
+    if len(hosts) > 1:
+        print(f"Note: hosts differ: {', '.join(hosts)}")
+    if any(is_dirty(run) for run in runs):
+        print("Note: built from sources with uncommitted changes, which cannot be reproduced")
 
 
 def is_dirty(run):
@@ -201,7 +242,7 @@ def is_dirty(run):
 
 
 def summary(values):
-    """Mean, standard deviation and half the 95 % interval; None where one value cannot tell."""
+    """Mean, standard deviation and half the 95 % interval; of one value the last two are None."""
     n, mean = len(values), statistics.mean(values)
     if n < 2:
         return mean, None, None
@@ -217,7 +258,7 @@ def by(rows, key):
 
 
 def make_rows(runs):
-    """A row for each device, batch and model: all but speed-ups, and what else its users need."""
+    """A row for each device, batch and model: all columns but the speed-up, and more for its callers."""
     def key(run):
         return run.model, run.kind, run.world, run.mode, run.global_batch
     rows = []
@@ -236,7 +277,7 @@ def make_rows(runs):
 
 
 def add_speedups(rows):
-    """Against the cpu row of the same model and global batch; emulated rows get none."""
+    """Relative to the cpu row of the same model and global batch; emulated rows have none."""
     cpu = {(r["model"], r["global_batch"]): r for r in rows if r["device"] == "cpu"}
     for row in rows:
         base = cpu.get((row["model"], row["global_batch"]))
@@ -248,7 +289,8 @@ def add_speedups(rows):
 
 
 def scaling_rows(rows):
-    """For each row of one device: those of several that share its batch (strong), or have one each (weak)."""
+    """For each row of one device: those of several devices that share its batch (strong) or each have one as
+    large (weak)."""
     table = []
     for one in (r for r in rows if r["devices"] == 1):
         for scaling, batch in ("strong", "global_batch"), ("weak", "batch"):
@@ -277,7 +319,7 @@ def workers_rows(runs):
 
 
 def table_lines(columns, rows):
-    """The header and the rows as texts."""
+    """The header and the rows as strings."""
     def cell(value):
         return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
     return [columns] + [[cell(row.get(c)) for c in columns] for row in rows]
@@ -289,7 +331,7 @@ def write_table(path, columns, rows):
         with open(path, "w", newline="") as f:
             csv.writer(f, lineterminator="\n").writerows(lines)
     except OSError as error:
-        fail(path, "a file that can be written", error.strerror, "mend the folder's permissions")
+        fail(path, "a file that can be written", error.strerror, "fix the folder's permissions")
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
     for line in lines:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths)))

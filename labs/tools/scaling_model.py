@@ -1,33 +1,34 @@
 #!/usr/bin/env python3
-"""How long does a training step take on N devices? A model of it, beside what was measured.
+"""Predicts how long a training step takes on N devices, and compares with measurements.
 
-Measure first: the same network on 1 and on 2 devices or more, each run with a folder of its own.
+Measure first: the same network on 1 and on 2 or more devices, each run in a folder of its own.
     ./cnn --replicas 1 --threads 1 --dataset synthetic --limit-train 2560 --epochs 1 --out n1
     ./cnn --replicas 2 --threads 2 --dataset synthetic --limit-train 5120 --epochs 1 --out n2
     labs/tools/scaling_model.py n1 n2
---threads is divided among the replicas: so each of them computes with one. On GPUs: --gpus N.
+--threads is divided among the replicas: here each computes with one thread. On GPUs: --gpus N.
 
-The model, for ddp (room 10 of cnn.c):
+The model, for ddp (section 10 of cnn.c):
     step    = compute + rest + exposed
     compute = forward + backward + optimizer as measured on the fewest devices; rest = load + copy +
-              idle there. With --strong all but optimizer and idle shrink with the images of a device.
+              idle there. With --strong all but optimizer and idle shrink with the images per device.
     comm    = B * 2(N-1) * alpha + 2(N-1)/N * gradient bytes / beta
-              The ring adds up each of the B buckets in 2(N-1) messages; alpha is what a message costs
-              however short it is, beta how many bytes a second go from a device to its neighbour.
-    exposed = what of comm is left when backward is over: all of it with --overlap off or B = 1, else
+              The ring reduces each of the B buckets in 2(N-1) messages; alpha is the latency of a
+              message, beta the bandwidth from a device to its neighbour in bytes per second.
+    exposed = the part of comm that backward does not hide: all of it with --overlap off or B = 1, else
               max(comm / B, comm - backward * (B-1) / B)
               The last bucket cannot start before backward ends, nor the first before it is filled.
-The first run's own error is what adding up medians does: it is a measure of how unsteady times are.
-Where the model is too simple: buckets are taken as equal, and as filled at equal intervals. In truth the
-last layers of a network, first in backward, have many weights and little to compute, so more is
-hidden. Communication takes no time from computing here, and no device waits for a slower one;
-devices that share cores or memory do both. Every message costs the same, near or far.
+The first run has an error too, since medians of parts do not add up: it shows how much times vary.
+Where the model is too simple: it assumes that buckets are equal and are filled at equal intervals.
+In fact the last layers of a network, first in backward, often have many weights and few operations,
+so that more is hidden. It assumes that communication does not slow down computation and that no
+device waits for a slower one, which is wrong where devices share cores or memory. Every message
+has the same cost, whatever the distance.
 
-What is measured: the median over the steps that are no warm-up and have full batches. Of comm_s the
-least among the ranks of a step counts, since those that came earlier waited for the last one; the
-other times are means over the ranks, waiting included. alpha and beta are fitted by least squares to
-the comm of all runs on 2 devices or more. Give runs with different N or --bucket-mb: from one run,
-or several alike, only beta can be told, and alpha is taken as 0.
+What is measured: the median over the steps with full batches after the warm-up. For comm_s it takes
+the minimum over the ranks of a step, since earlier ranks wait for the last one; the other times are
+means over the ranks, including waiting. alpha and beta are fitted by least squares to the comm of all
+runs on 2 or more devices. Give runs with different N or --bucket-mb: one run, or several with the
+same N and buckets, determine beta only, and alpha is set to 0.
 """
 import argparse
 import csv
@@ -39,11 +40,11 @@ import sys
 from types import SimpleNamespace
 
 NETWORKS = """For other networks give --alpha-us and --gb-per-s. Typical documented values, NOT MEASURED HERE:
-    network                           alpha us  GB/s    GB/s: bytes one way, as their standards say;
-    Ethernet 10 Gb/s, TCP                25       1.25  what a program gets is less. alpha: what MPI
+    network                           alpha us  GB/s    GB/s: one direction, from the standard;
+    Ethernet 10 Gb/s, TCP                25       1.25  programs reach less. alpha: what MPI
     Ethernet 100 Gb/s, RDMA               3      12.5   programs commonly report for a short message,
-    InfiniBand HDR, 200 Gb/s              1.5    25     right within a factor of 2 or 3; between GPUs
-    InfiniBand NDR, 400 Gb/s              1.5    50     starting a kernel adds 5 us or more.
+    InfiniBand HDR, 200 Gb/s              1.5    25     correct within a factor of 2 or 3; between
+    InfiniBand NDR, 400 Gb/s              1.5    50     GPUs launching a kernel adds 5 us or more.
     PCIe 4.0 x16, GPUs of a machine       5      32
     NVLink 4, GPUs of a machine           5     450     (sold as 900, which counts both ways)"""
 PARTS = ["load_s", "copy_s", "forward_s", "backward_s", "optimizer_s", "exposed_comm_s", "idle_s",
@@ -62,7 +63,7 @@ def fail(where, expected, found, advice):
 
 
 def read_steps(path, n, batch):
-    """The rows of each step that counts: no warm-up, all ranks there, full batches."""
+    """The rows of each step that is used: after the warm-up, all ranks present, full batches."""
     steps = {}
     with open(path, newline="") as f:
         rows = csv.DictReader(f)
@@ -75,7 +76,7 @@ def read_steps(path, n, batch):
                 row = {c: float(row[c]) for c in COLUMNS}
             except (TypeError, ValueError):
                 fail(f"{path}, line {rows.line_num}", "a number in every column", "something else",
-                     "a run that was killed may leave half a line: delete it")
+                     "a killed run can leave an incomplete line: delete it")
             steps.setdefault((row["epoch"], row["step"]), []).append(row)
     good = [rows for rows in steps.values() if len(rows) == n
             and all(r["images"] == batch and r["warmup"] == 0 for r in rows)]
@@ -99,11 +100,11 @@ def read_run(folder):
             machine=[machine[k] for k in ("host", "cpu", "device")] + [settings["threads"]])
         if about["emulated"]:
             fail(path, "times of a real device", '"emulated": true',
-                 "the emulator runs a GPU's code on the CPU: its results are right and its times "
-                 "mean nothing, so no time is predicted from them; measure with ./cnn")
+                 "the emulator runs a GPU's code on the CPU: its results are correct, but its times "
+                 "mean nothing; measure with ./cnn")
         if parallel["mode"] not in ("single", "ddp"):
             fail(path, "one device or --parallel ddp", "mode " + parallel["mode"],
-                 "only ddp adds up gradients around a ring, which is what the model describes")
+                 "only ddp has the ring all-reduce that the model describes")
         steps = read_steps(os.path.join(folder, "steps.csv"), run.n, run.images)
     except OSError as error:
         fail(error.filename, "a file of a run folder", error.strerror,
@@ -119,7 +120,7 @@ def read_run(folder):
 
 
 def compare_runs(runs, strong):
-    """Ends with an error where runs cannot be compared, tells where they hardly can."""
+    """Ends with an error if runs cannot be compared; prints a note if they differ in machine."""
     first = runs[0]
     for run in runs[1:]:
         if run.network != first.network:
@@ -132,11 +133,11 @@ def compare_runs(runs, strong):
                  "scaling (--strong) runs with the same --global-batch")
         if run.machine != first.machine:
             print(f"Note: {run.folder} ran on {run.machine}, {first.folder} on {first.machine} (host, cpu, "
-                  "device, threads of a rank); the model takes all devices as equal.")
+                  "device, threads of a rank); the model assumes that all devices are equal.")
 
 
 def count_buckets(gradient_bytes, bucket_mb):
-    """For run.json without it. Near enough where no layer is larger than a bucket; 64 at most."""
+    """For a run.json without it. Close enough if no layer is larger than a bucket; at most 64."""
     first = min(1, bucket_mb)
     return min(64, 1 + math.ceil(max(0, gradient_bytes / 1e6 - first) / bucket_mb))
 
@@ -152,12 +153,12 @@ def fit(points):
                           for i, j in ((0, 0), (0, 1), (1, 1), (0, 2), (1, 2)))
     determinant = mm * bb - mb * mb
     if determinant < 1e-9 * mm * bb:
-        return 0, bt / bb, ("one run, or several alike, tell beta alone: alpha taken as 0. Add one with "
-                            "another N or --bucket-mb")
+        return 0, bt / bb, ("alpha set to 0, since one run, or several alike, determine beta only. Add a run "
+                            "with another N or --bucket-mb")
     alpha, per_byte = (mt * bb - bt * mb) / determinant, (bt * mm - mt * mb) / determinant
     if alpha < 0 or per_byte <= 0:
-        return 0, bt / bb, (f"beta alone, alpha taken as 0: least squares over {len(points)} runs made one "
-                            "of them negative, so their times differ for other reasons")
+        return 0, bt / bb, (f"alpha set to 0, since least squares over {len(points)} runs gave a negative "
+                            "value: their times differ for other reasons")
     return alpha, per_byte, f"least squares over {len(points)} runs"
 
 
@@ -199,7 +200,7 @@ def make_rows(runs, strong, projected, *network):
 
 
 def print_table(rows):
-    print("In ms. *: measured, beside what the model says.")
+    print("In ms. Each column: model; *: measured.")
     print("".join(f"{heading:>8}" for heading, _ in TABLE.values()).rstrip())
     for row in rows:
         cells = [f"{row[k]:8.{places}f}" if k in row else f"{'-':>8}"
@@ -234,10 +235,10 @@ def parse_options():
     add = parser.add_argument
     add("folders", nargs="+", metavar="DIR", help="what ./cnn ... --out DIR has written")
     add("--strong", action="store_true", help="runs with the same --global-batch, not the same --batch-size")
-    add("--alpha-us", type=positive, metavar="US", help="microseconds that a message costs")
-    add("--gb-per-s", type=positive, metavar="G", help="beta: 10^9 bytes, not bits, a second")
+    add("--alpha-us", type=positive, metavar="US", help="latency of a message in microseconds")
+    add("--gb-per-s", type=positive, metavar="G", help="beta: 10^9 bytes, not bits, per second")
     add("--gradient-mb", type=positive, metavar="MB", help="10^6 bytes of gradients, 4e-6 times the "
-        "parameters that ./cnn prints; needed where all runs have one device")
+        "parameters that ./cnn prints; needed if all runs have one device")
     add("--project", type=devices, default="8,64,1024", metavar="N,N", help="default: 8,64,1024; none: ''")
     add("--csv", metavar="FILE", help="write the table there as well")
     args = parser.parse_args()
@@ -252,8 +253,8 @@ def main():
     compare_runs(runs, args.strong)
     several = [r for r in runs if r.n > 1]
     if not several and not (args.gradient_mb and args.alpha_us):
-        fail(", ".join(args.folders), "a run on 2 devices or more, which tells what communication takes and "
-             "how large the gradients are", "one device only",
+        fail(", ".join(args.folders), "a run on 2 or more devices, which shows the time of communication and "
+             "the size of the gradients", "one device only",
              "add one, or give --gradient-mb, --alpha-us and --gb-per-s")
     gradient_bytes = 1e6 * args.gradient_mb if args.gradient_mb else statistics.median(
         r.bytes_sent * r.n / (2 * (r.n - 1)) for r in several)
@@ -264,16 +265,16 @@ def main():
     else:
         alpha, per_byte, how = fit([(*wire(r.n, r.buckets, gradient_bytes), r.comm_s) for r in several])
     if per_byte <= 0:
-        fail(", ".join(r.folder for r in several), "comm_s above 0", "0", "was this file changed?")
+        fail(", ".join(r.folder for r in several), "comm_s above 0", "0", "was steps.csv edited?")
     print(f"{'Strong' if args.strong else 'Weak'} scaling, gradients {gradient_bytes / 1e6:.3f} MB")
-    print(f"alpha {1e6 * alpha:.2f} us a message, beta {1e-9 / per_byte:.3f} GB/s: {how}\n")
+    print(f"alpha {1e6 * alpha:.2f} us per message, beta {1e-9 / per_byte:.3f} GB/s: {how}\n")
     rows = make_rows(runs, args.strong, args.project, gradient_bytes, alpha, per_byte)
     print_table(rows)
     if args.project:
-        print("\nprojection: nothing in these lines was measured on that many devices. They would hold if "
-              "all devices\nwere as fast as the first run's, and messages cost the alpha and beta above.")
+        print("\nprojection: not measured. It assumes that all devices are as fast as those of the first "
+              "run, and the\nalpha and beta above.")
         if alpha == 0:
-            print("With alpha as 0 they leave out what messages cost however short, which grows with N.")
+            print("With alpha = 0 it ignores the latency of messages, whose share grows with N.")
     if args.csv:
         write_csv(args.csv, rows)
 

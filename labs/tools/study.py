@@ -4,35 +4,36 @@
 In the project's folder, after make:
     labs/tools/study.py run runs/first --batches 50 100 --repeats 3 --epochs 1 --limit 2000
 trains for each device, batch and repeat, each in a run folder of its own in runs/first, and collects
-them into runs/first/study.csv. Stopped and called again, it goes on: a run is finished if its run.json
-says `complete`, with the same command, settings and build. A half-finished one starts anew.
+them into runs/first/study.csv. Stop it at any time; the same command continues. A run is finished if its
+run.json says `complete`, with the same command, settings and build; an unfinished one is repeated.
     labs/tools/study.py train cpu runs         one run on cpu, single or multi; it replaces runs/cpu
     labs/tools/study.py scaling runs/scaling   1, 2, 4, ... devices: scaling.csv
     labs/tools/study.py workers runs/workers   1, 2, 4, 8 threads that load images: workers.csv
-    labs/tools/study.py collect runs/first     study.csv from any folder of run folders; names missing runs;
+    labs/tools/study.py collect runs/first     study.csv from any folder of run folders; lists missing runs;
                                                with --workers 1 2 ...: workers.csv
-`make study` and its like call these and draw the plots. Options of ./cnn come last, after --.
+`make study`, `make study-scaling` and `make study-workers` call these and draw the plots. Options of ./cnn
+come last, after --.
 
-Devices: cpu (all usable cores), single (one GPU), multi (--gpus of them, ddp). One that is not there is
-named and left out. With --emulate it is a virtual one: ./cnn-emu runs the GPU's code on the CPU; its
-results are right and its times mean nothing, so such rows have emulated = 1 and no speed-up.
+Devices: cpu (all usable cores), single (one GPU), multi (--gpus of them, ddp). A missing device is skipped,
+with a message. With --emulate a virtual GPU replaces it: ./cnn-emu runs the GPU's code on the CPU; its
+results are correct, but its times mean nothing, so such rows have emulated = 1 and no speed-up.
 
 study.csv has a row for each device and batch:
-    batch, global_batch              images of a step on one device, on all devices together
+    batch, global_batch              images per step on one device, on all devices together
     seconds_mean, seconds_sd, ci95   of the repeats. A run's seconds are the sum of its epochs' `seconds` in
-                                     run.json: training alone, no testing, no reading of files. sd divides by
+                                     run.json: training only, no testing, no reading of files. sd divides by
                                      n - 1; mean +- ci95 is the 95 % interval of the mean (Student's t)
     speedup                          how many times as fast as the cpu row with this model and global_batch
     accuracy_mean, accuracy_sd       per cent of the test images, after the last epoch
-Repeat k has --seed k: other weights, other order of the images, the same ones on each device. All other
-settings, build and machine must be equal: else what differs is named and nothing is compared.
+Repeat k has --seed k: other initial weights and another order of the images, the same on each device. All
+other settings, the build and the machine must be equal; otherwise the differences are printed.
 
-scaling.csv: strong: the devices share one --global-batch; weak: each has --batch-size images. All go through
-the same images. speedup: images a second / those of one device; efficiency: speedup / devices. Where there is
-no GPU, replicas of the network on the CPU take their place, with one thread each.
+scaling.csv: strong: the devices share one --global-batch; weak: each has --batch-size images. All train with
+the same images. speedup: images per second / those of one device; efficiency: speedup / devices. Without a
+GPU, the devices are replicas of the network on the CPU, with one thread each.
 
 workers.csv: on one GPU, or else on the CPU, where loaders and training share the cores. --resident off and
---augment elastic give the loaders work; options behind -- may change that.
+--augment elastic give the loaders work; options after -- can change that.
     img_per_s_mean, img_per_s_sd     of the repeats; mean +- ci95 is the 95 % interval of the mean
     loader_wait_s_mean               seconds that training waited for images, all epochs of a run
 """
@@ -49,16 +50,16 @@ from run_folders import (COLUMNS, REPEATS_DIFFER, SCALING, WORKERS, add_speedups
 
 DEVICES = {"cpu": "--no-cuda", "single": "--gpus 1", "multi": "--gpus {n}",
            "gpus": "--gpus {n}", "replicas": "--no-cuda --replicas {n} --threads {n}"}
-LOADING = ["--resident", "off", "--augment", "elastic"]  # what keeps loaders busy
+LOADING = ["--resident", "off", "--augment", "elastic"]  # keeps loaders busy
 
 
 class Absent(Exception):
-    """There is no such device, or not as many."""
+    """There is no such device, or not that many."""
 
 
 def start(program, count, options, output=None):
-    """Runs ./cnn and waits for it; its exit status."""
-    environment = dict({"CUEMU_DEVICES": str(count)}, **os.environ)  # of the emulator; the user's wins
+    """Runs ./cnn to its end and returns its exit status."""
+    environment = dict({"CUEMU_DEVICES": str(count)}, **os.environ)  # the user's value has priority
     try:
         return subprocess.call([program, *options], stdin=subprocess.DEVNULL, stdout=output,
                                stderr=output and subprocess.STDOUT, env=environment)
@@ -67,7 +68,7 @@ def start(program, count, options, output=None):
 
 
 def try_out(program, count, options):
-    """The run.json of one step of training: which settings and build a run will have."""
+    """The run.json of one training step: the settings and build that a run will have."""
     with tempfile.TemporaryDirectory() as folder, open(os.path.join(folder, "output.txt"), "w+") as output:
         status = start(program, count, [*options, "--dry-run", "--out", folder], output)
         output.seek(0)
@@ -75,7 +76,7 @@ def try_out(program, count, options):
         if status and error.startswith((f"--gpus {count}: ", f"--replicas {count}: ")):
             raise Absent(error)
         if status:
-            fail(" ".join([program, *options]), "a dry run that succeeds", error, "mend that option")
+            fail(" ".join([program, *options]), "a dry run that succeeds", error, "correct that option")
         return read_run(folder)
 
 
@@ -114,9 +115,10 @@ def is_finished(task, folder):
     if run.command != command:
         wrong.append(("the command", " ".join(command), " ".join(run.command)))
     if is_dirty(run) and os.path.getmtime(task.program) > os.path.getmtime(os.path.join(folder, "run.json")):
-        wrong.append(("", f"a run of today's {task.program}", "one of older sources that nobody committed"))
+        wrong.append(("", f"a run of the present {task.program}",
+                      "one of older sources that were not committed"))
     for name, expected, found in wrong:
-        fail(folder, f"{name} {expected}".strip(), found, "finished runs are not overwritten: take another "
+        fail(folder, f"{name} {expected}".strip(), found, "finished runs are not overwritten: choose another "
              "folder (make: RUNS=DIR) or delete this one")
     return True
 
@@ -131,14 +133,14 @@ def run_tasks(root, tasks):
                 status = start(task.program, task.count, [*task.options, "--out", folder], output)
             if status:
                 fail(folder, "exit status 0", status,
-                     f"read {folder}/output.txt; the same command goes on from here")
+                     f"read {folder}/output.txt; the same command continues from here")
         run = read_run(folder)
         print(f"[{number}/{len(tasks)}] {task.name}: {run.seconds:.3f} s of training, accuracy "
               f"{run.accuracy:.2f} %" + ", emulated" * run.emulated + ", finished before" * finished)
 
 
 def advice(why):
-    return f"{why}; with EMULATE=1 (study.py --emulate) virtual GPUs take its place"
+    return f"{why}; EMULATE=1 (study.py --emulate) uses virtual GPUs instead"
 
 
 def train(args):
@@ -157,9 +159,9 @@ def train(args):
 
 
 def planned(args, plan, each):
-    """All of the plan, or the one run that --task asks for."""
+    """All of the plan, or the one run that --task selects."""
     if args.task and args.task > len(plan):
-        fail("--task", f"1 to {len(plan)}, for each {each}", args.task, "ask for fewer")
+        fail("--task", f"1 to {len(plan)}, one for each {each}", args.task, "give a smaller number")
     return plan[args.task - 1:args.task] if args.task else plan
 
 
@@ -181,7 +183,7 @@ def study(args):
 
 
 def name_missing(found, repeats, row):
-    """True if a row has fewer runs than repeats; those not among their seeds are named."""
+    """True if a row has fewer runs than repeats; prints the missing seeds."""
     if len(found) >= repeats:
         return False
     missing = [str(k) for k in range(1, repeats + 1) if k not in [run.seed for run in found]]
@@ -194,7 +196,7 @@ def collect(args):
 
 
 def collect_study(args):
-    """study.csv; exit status 1 if runs are missing: of those asked for, or else of what others have."""
+    """study.csv; exit status 1 if runs are missing, by default compared with the row that has most."""
     runs = read_runs(args.folder)
     check_comparable(runs)
     rows = make_rows(runs)
@@ -237,7 +239,7 @@ def collect_workers(args):
 def scaling(args):
     batch, device = args.batches[0], "gpus"
     try:
-        args.emulate = make_task(args, device, 1, batch, 1).expected.emulated  # all real, or all virtual
+        args.emulate = make_task(args, device, 1, batch, 1).expected.emulated  # never mixed with real ones
     except Absent as why:
         device = "replicas"
         print(f"{why}: the devices are replicas on the CPU, with one thread each")
@@ -281,7 +283,7 @@ def parse_options():
             add("device", choices=known)
         add("folder", metavar="DIR", help="of the run folders")
         add("--batches", nargs="+", type=positive, metavar="B", default=batches,
-            help=f"images of a step on all devices together (default: {batches or 'those that are there'})")
+            help=f"images per step, all devices together (default: {batches or 'those of the runs'})")
         if name in ("run", "collect"):
             add("--devices", nargs="+", choices=known, metavar="NAME", help="cpu, single, multi")
         if name != "train":
@@ -297,22 +299,22 @@ def parse_options():
         add("--epochs", type=positive, default=20, metavar="N", help="default: 20")
         add("--limit", type=positive, metavar="N", help="only the first N images, to train and to test")
         add("--gpus", type=positive, default=2, metavar="N", help="GPUs of multi (default: 2)")
-        add("--emulate", action="store_true", help="virtual GPUs where there are none, by PROGRAM-emu")
+        add("--emulate", action="store_true", help="replace missing GPUs by virtual ones, by PROGRAM-emu")
         add("--program", default="./cnn", help="default: ./cnn")
         if name in ("run", "workers"):
             add("--task", type=positive, metavar="N", help="only the Nth run, for array jobs")
         if name == "scaling":
             add("--counts", nargs="+", type=positive, metavar="N",
-                help="numbers of devices (default: 1 2 4 ... as many as there are)")
+                help="numbers of devices (default: 1 2 4 ... up to all)")
     return parser.parse_args(words[:end])
 
 
 if __name__ == "__main__":
     try:
-        sys.stdout.reconfigure(line_buffering=True)  # errors after what was said before them
+        sys.stdout.reconfigure(line_buffering=True)  # keeps output and errors in order
         arguments = parse_options()
         arguments.does(arguments)
     except KeyboardInterrupt:
-        sys.exit("study: stopped; finished runs are kept, and the same command goes on from here")
+        sys.exit("study: stopped; finished runs are kept, and the same command continues from here")
     except OSError as problem:
-        fail(problem.filename, "a file that can be written", problem.strerror, "mend its permissions")
+        fail(problem.filename, "a file that can be written", problem.strerror, "fix its permissions")

@@ -1,23 +1,23 @@
 #!/usr/bin/env python3
-"""Shows runs of ./cnn in TensorBoard: makes its event files from run folders.
+"""Shows runs of ./cnn in TensorBoard: converts run folders to its event files.
 
     ./cnn --dataset synthetic --limit-train 6400 --epochs 3 --out run
     labs/tools/to_tensorboard.py run
     tensorboard --logdir run            then open the address that it prints in a browser
 
 To watch a run while it trains, start `to_tensorboard.py --follow run` in a second terminal, before or
-after ./cnn, and `tensorboard --logdir run` in a third. It ends when run.json says that the run is
-complete, stopped or failed. A run that was killed cannot say so: end it with Ctrl-C. What lies in the
-folder from an earlier run counts until ./cnn begins anew, so start ./cnn first if that one is complete.
+after ./cnn, and `tensorboard --logdir run` in a third. It ends when the status in run.json is complete,
+stopped or failed. The status of a killed run stays `running`: then end it with Ctrl-C. Files of an earlier
+run in the same folder are used until ./cnn starts, so start ./cnn first if that run is complete.
 
-The event file lies in the run folder: to compare the runs a/, b/ and c/ of a folder, convert all three
-and give TensorBoard that folder. With --logdir DIR it lies in DIR/a instead, where a is the last part of
-the run folder's name. Each call begins by deleting the event file that an earlier call left there, and
-no other, so nothing shows up twice.
+The event file is written to the run folder: to compare the runs a/, b/ and c/ of a folder, convert all
+three and give TensorBoard that folder. With --logdir DIR it is written to DIR/a instead, where a is the
+last part of the run folder's name. Each call first deletes the event file of an earlier call there, and no
+other, so nothing is shown twice.
 
     loss test_loss accuracy lr img_per_s   of each epoch, step = epoch; accuracy in per cent, loss is the
                                            mean over the epoch's training images
-    step/loss step/lr                      of each training step, step = 1 and up through all epochs; loss
+    step/loss step/lr                      of each training step, numbered from 1 through all epochs; loss
                                            is the mean over the images of all devices
     step_ms/load, forward, backward, ...   the columns of steps.csv in milliseconds, means over the
                                            devices; step_ms/total is the whole step
@@ -40,7 +40,7 @@ EPOCH = {"loss": "train_loss", "test_loss": "test_loss", "accuracy": "accuracy",
          "img_per_s": "img_per_s"}  # TensorBoard's name: column of epochs.csv
 MS = ["load_s", "copy_s", "forward_s", "backward_s", "optimizer_s", "comm_s", "exposed_comm_s", "idle_s",
       "seconds"]
-SUFFIX = ".cnn"  # of our event files, to know them by
+SUFFIX = ".cnn"  # marks the event files of this tool
 
 
 def fail(where, expected, found, advice):
@@ -48,15 +48,15 @@ def fail(where, expected, found, advice):
 
 
 def pip_command():
-    """A Python that belongs to the system, such as Debian's, refuses pip: there it takes a venv."""
+    """The command that installs tensorboard; a system Python such as Debian's requires a venv."""
     managed = os.path.join(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED")
     if sys.prefix == sys.base_prefix and os.path.exists(managed):
         return ("python3 -m venv .venv && .venv/bin/pip install tensorboard, "
-                "then begin the command with .venv/bin/python")
+                "then run this tool with .venv/bin/python")
     return f"{sys.executable} -m pip install tensorboard"
 
 
-# A TensorFlow that happens to be installed would be loaded, which takes seconds, were it not for this.
+# Prevents that an installed TensorFlow is loaded, which takes seconds.
 sys.modules["tensorboard.compat.notf"] = types.ModuleType("notf")
 try:
     from tensorboard.compat.proto.event_pb2 import Event
@@ -68,7 +68,7 @@ except ImportError as problem:
 
 
 class Table:
-    """A CSV file that grows: its rows as they come, each only when its line is complete."""
+    """A CSV file that grows: yields new rows, each only when its line is complete."""
 
     def __init__(self, path):
         self.path, self.file = path, open(path, newline="")
@@ -109,7 +109,7 @@ class Run:
         self.epoch_clock = self.clock
         os.makedirs(self.logdir, exist_ok=True)
         if not os.access(self.logdir, os.W_OK):
-            raise PermissionError(0, "one that cannot be written", self.logdir)
+            raise PermissionError(0, "one without write permission", self.logdir)
         for old in glob.glob(os.path.join(glob.escape(self.logdir), "events.out.tfevents.*" + SUFFIX)):
             os.remove(old)
         if self.writer:
@@ -117,7 +117,7 @@ class Run:
         self.writer, self.written = EventFileWriter(self.logdir, filename_suffix=SUFFIX), 0
 
     def update(self):
-        """Writes what is new in the folder. The status is read first: after it nothing more may come."""
+        """Converts what is new in the folder. It reads the status first, since rows are written before it."""
         with open(self.path("run.json")) as f:
             about = json.load(f)
         if self.writer is None or self.steps.replaced() or self.epochs.replaced():
@@ -171,7 +171,7 @@ def main():
     add = parser.add_argument
     add("folders", nargs="+", metavar="RUN_FOLDER", help="what ./cnn --out has written, or will write")
     add("--logdir", metavar="DIR", help="write to DIR/NAME, where NAME is the run folder's")
-    add("--follow", action="store_true", help="go on until the runs have ended")
+    add("--follow", action="store_true", help="continue until the runs have ended")
     args = parser.parse_args()
     names = [os.path.basename(os.path.abspath(folder)) for folder in args.folders]
     if args.logdir and len(set(names)) < len(names):
@@ -189,7 +189,8 @@ def main():
                         fail(error.filename, "a file of a run folder", error.strerror,
                              "write one with ./cnn ... --out DIR, or wait for it with --follow")
                 except OSError as error:
-                    fail(error.filename, "a folder of yours", error.strerror, "give another --logdir DIR")
+                    fail(error.filename, "a folder that can be written", error.strerror,
+                         "give another --logdir DIR")
                 except (KeyError, TypeError, ValueError) as error:
                     fail(run.folder, "what ./cnn --out writes", f"{type(error).__name__}: {error}",
                          "give a folder that this version of ./cnn has written")

@@ -1,43 +1,58 @@
 #!/usr/bin/env python3
-"""Tells what is missing or implausible in DIR, its run folders and its report.md, before you hand it in.
+"""Lists what is missing or implausible in DIR, its run folders and its report.md, before you hand it in.
 
     labs/tools/verify.py runs/first     or: make verify RUNS=runs/first
 
-Each finding is one line: the file, what was expected, what was found, what to do. A finding is no verdict:
-where you know why a number is right, say so under Anomalies. Lines `Note:` are no findings. Nothing is
-changed, nothing is sent anywhere. Exit status: 0 no findings, 1 findings, 2 DIR is no folder.
+It finds run folders at any depth, and first prints what it takes each folder of run folders for, since the
+rules depend on that:
+    timing study, scaling study, worker sweep   the folder has the table that `make study`,
+                        `make study-scaling` or `make study-workers` writes, or run folders named by them
+    separate runs       any other, such as the runs of a lab: each one has to be complete and consistent
+The table RULES in this program lists which rules apply to which.
 
-Missing: questions not answered, empty sections, runs that are not complete, fewer than 5 repeats, plots that
-are not there or older than the runs. Implausible: what a run's numbers should be to agree with each other and
-with the machine (steps, images, seconds, CPU time, peaks, speed-ups, GPUs), and tables that do not agree with
-the run folders.
+Each finding is one line: the file, what was expected, what was found, what to do. A finding need not be an
+error: if you know why a number is right, explain it under Anomalies. Lines `Note:` are not findings. The tool
+only reads. Exit status: 0 no findings, 1 findings, 2 DIR is not a folder.
+
+Missing: unanswered questions, empty sections, incomplete runs; in studies fewer than 5 repeats, tables, plots
+and the report. Implausible: numbers that contradict each other or the machine (steps, images, seconds, CPU
+time, peaks, speed-ups, GPUs), and tables that contradict the run folders.
 """
 import contextlib
 import csv
-import io
 import math
 import os
 import re
 import sys
+from types import SimpleNamespace
 
 from report import (MAKERS, NOTHING, STEP_PARTS, Damaged, free_settings, make_blocks, read_report, split,
                     timing_rows, variants)
-from run_folders import (COLUMNS, SCALING, Missing, add_speedups, by, differences, is_dirty,
-                         make_rows, read_csv, read_run, read_runs, scaling_rows, start, table_lines)
+from run_folders import (COLUMNS, SCALING, WORKERS, Missing, add_speedups, by, differences, find_folders,
+                         is_dirty, make_rows, read_csv, read_run, scaling_rows, start, table_lines,
+                         workers_rows)
 
 SECTIONS = ["Project Title", "Motivating Image", "Abstract", "Methodology", "Timing Results",
             "Concluding Discussion and Future Work", "References"]
-REPEATS = 5         # fewer tell little about spread
-NOISE = 1.5         # a measured peak may be this much too low, since others use the machine as well
-LARGEST_SPEEDUP = 1.1  # for each device: caches that grow with the devices explain no more
-CACHED_MB = 128     # what moves less than --layers uses to measure the bandwidth may stay in caches
-# Products by the definition over Winograd's, where he is used.
+REPEATS = 5         # fewer say little about the spread
+NOISE = 1.5         # a measured peak may be too low by this factor if other programs were running
+LARGEST_SPEEDUP = 1.1  # per device: larger caches in total explain no more
+CACHED_MB = 128     # smaller data than --layers uses to measure the bandwidth may stay in caches
+# Multiplications of the definition over those of Winograd's algorithm, where it is used.
 WINOGRAD = {"conv2d 3x3 stride 1": 144 / 36, "conv2d 5x5 stride 1": 100 / 36}
-SKIPPING = 8        # of backward: three of four inputs of a max-pool get no gradient, nor do ReLU's zeros
+NEEDED = {"settings": ["model", "dataset", "limit-train", "epochs", "batch-size", "optimizer", "seed",
+                       "threads", "workers", "kernels"],
+          "machine": ["host", "cpu", "cores", "memory_bytes", "peak_gflops", "device"],
+          "build": ["compiler", "flags", "commit"]}
+SMALLER_LR = "run it again with a smaller --lr"
 
 
 def finding(where, expected, found, advice="run it again"):
     return f"{where}: expected {expected}, found {found}; {advice}"
+
+
+def is_finite(number):
+    return isinstance(number, (int, float)) and math.isfinite(number)
 
 
 def path(run, name):
@@ -47,14 +62,26 @@ def path(run, name):
 # ---- Each run
 
 
+def check_entries(run):
+    """What a reader needs in order to repeat the run, or to compare it with another."""
+    for part, names in NEEDED.items():
+        missing = [name for name in names if getattr(run, part).get(name) in (None, "")]
+        if missing:
+            yield finding(path(run, "run.json"), f"in {part} the entries {', '.join(names)}",
+                          f"no {', '.join(missing)}")
+
+
 def check_epochs(run):
-    """The epochs of run.json with themselves, with epochs.csv and with what the run took."""
+    """The epochs of run.json: consistent with each other, epochs.csv, wall time and CPU time."""
     where = path(run, "run.json")
     for e in run.epochs:
         low, high = (e["images"] / max(e["seconds"] + d, 1e-9) + r for d, r in ((5e-4, -0.6), (-5e-4, 0.6)))
         if e["seconds"] > 5e-4 and not low <= e["img_per_s"] <= high:
             yield finding(where, f"img_per_s x seconds = {e['images']} images in epoch {e['epoch']}",
                           f"{e['img_per_s']} x {e['seconds']}")
+        for name in ("train_loss", "test_loss"):
+            if not is_finite(e[name]):
+                yield finding(where, f"a finite {name} in epoch {e['epoch']}", e[name], SMALLER_LR)
     keys = [k for k in run.epochs[0] if k != "weight_hash"]
     if read_csv(run, "epochs.csv", keys) != [[e[k] for k in keys] for e in run.epochs]:
         yield finding(path(run, "epochs.csv"), "the epochs of run.json", "others")
@@ -72,14 +99,14 @@ def check_epochs(run):
 
 
 def check_steps(run):
-    """Each epoch of steps.csv with run.json: steps of each rank, images, seconds and their parts."""
+    """Each epoch of steps.csv against run.json: steps of each rank, images, seconds and their parts."""
     where = path(run, "steps.csv")
-    rows = read_csv(run, "steps.csv", ["epoch", "step", "rank", "images", "seconds", *STEP_PARTS])
+    rows = read_csv(run, "steps.csv", ["epoch", "step", "rank", "images", "seconds", "loss", *STEP_PARTS])
     epochs = by(rows, lambda row: row[0])
     for e in run.epochs:
         ranks = list(by(epochs.get(e["epoch"], []), lambda row: row[2]).values())
         shard, batch = math.ceil(e["images"] / run.world), run.batch
-        if run.mode == "dp":  # the master deals all images out
+        if run.mode == "dp":  # the master distributes all images
             shard, batch = e["images"], run.global_batch
         counts, steps = [len(rank) for rank in ranks], math.ceil(shard / batch)
         images, seconds = sum(row[3] for rank in ranks for row in rank), e["seconds"]
@@ -92,7 +119,11 @@ def check_steps(run):
         if not 0.9 * seconds - 0.05 <= total <= 1.01 * seconds + 0.005:
             yield finding(where, f"{seconds} s in all steps of rank 0 in epoch {e['epoch']}, as in run.json",
                           f"{total:.3f} s")
-    for epoch, step, _, _, seconds, *parts in rows:
+    for epoch, step, _, _, _, loss, *_ in rows:
+        if not is_finite(loss):
+            yield finding(where, f"a finite loss in epoch {epoch:g}, step {step:g}", loss, SMALLER_LR)
+            break
+    for epoch, step, _, _, seconds, _, *parts in rows:
         if abs(seconds - sum(parts)) > 1e-5:
             yield finding(where, f"seconds = sum of the parts in epoch {epoch:g}, step {step:g}",
                           f"{seconds} and {sum(parts):.6f}")
@@ -100,8 +131,8 @@ def check_steps(run):
 
 
 def check_layers(run):
-    """Per cent of the peak count the operations of the definition; where the program needs fewer, more than
-    100 is right: Winograd's convolutions, and backward where it skips what a max-pool left out."""
+    """percent_of_peak counts the operations that are executed. Forward alone is known only by those of the
+    definition, of which Winograd's algorithm needs fewer."""
     if not os.path.exists(path(run, "layers.csv")):
         return
     images = min(run.batch, math.ceil(run.epochs[0]["images"] / run.world))
@@ -110,78 +141,74 @@ def check_layers(run):
                                 "forward_ms", "backward_ms"]):
         most = 100 * NOISE
         limited = bound == "compute" or gb_per_s * (forward + backward) > CACHED_MB
-        found = {f"{layer}, bound by {bound}": (percent, most * (SKIPPING if "conv2d" in kind else 1))}
+        found = {f"{layer}, bound by {bound}": (percent, most)}
         if bound == "compute" and min(gflops, forward) > 0:  # forward alone; MFLOP a ms are GFLOP/s
             found[f"forward of {layer}"] = (percent / gflops * mflop * images / forward,
                                             most * WINOGRAD.get(kind.partition(" padding")[0], 1))
         for what, (share, limit) in found.items():
             if share > limit and limited and not run.emulated:
                 yield finding(path(run, "layers.csv"), f"{what}: at most {limit:.0f} % of the measured peak",
-                              f"{share:.0f} %", "measure again while nothing else runs")
+                              f"{share:.0f} %", "measure again while no other program runs")
 
 
 def check_devices(run):
-    """Whether each rank had a device of its own, as the lines `Rank 0: host, GPU, uuid` tell."""
+    """Whether each rank had a device of its own, according to the lines `Rank 0: host, GPU, uuid`."""
     where, cores = path(run, "output.txt"), run.machine["cores"]
     if run.kind == "cpu" and run.settings["oversubscribe"] and run.world > cores:
         yield finding(path(run, "run.json"), f"a core for each of {run.world} replicas", f"{cores} cores",
-                      "its time is not that of so many devices: delete the folder")
+                      "replicas that share a core do not measure scaling: delete the folder")
     if run.world == 1 or run.kind != "gpu":
         return
     if not os.path.exists(where):
         yield finding(where, f"what the run printed, with its {run.world} GPUs", "no such file",
-                      "save its output there, as make study does")
+                      "save the output of the run there, as make study does")
         return
     places = re.findall(r"^Rank \d+: ([^,]*),.*, (GPU-[-0-9a-f]+)$", read_report(where), re.M)
     if len(places) != run.world or len(set(places)) != run.world:
         yield finding(where, f"{run.world} ranks on as many GPUs", f"{len(set(places))} different GPUs",
-                      "ask for more GPUs, and leave --oversubscribe out")
+                      "request more GPUs, and remove --oversubscribe")
 
 
 def check_nature(run):
-    """Whether it is a run of training, on the device that it names."""
+    """Whether the run trains, on the device that it records."""
     where = path(run, "run.json")
     if run.settings.get("dry-run") or run.settings.get("eval"):
         yield finding(where, "a run that trains", "--dry-run or --eval", "delete the folder")
     program = os.path.basename(run.command[0])
-    if not run.emulated and ("emulated" in run.machine["device"] or re.search("-(emu|count)$", program)):
+    device = run.machine["device"]
+    if not run.emulated and ("emulated" in device or device != "cpu" and re.search("-(emu|count)$", program)):
         yield finding(where, '"emulated": true, as its device or program says', "false",
                       "times of the emulator mean nothing: run it on a device")
-
-
-RUN_CHECKS = [check_nature, check_epochs, check_steps, check_layers, check_devices]
 
 
 # ---- All runs together
 
 
-def check_complete(root):
-    """Folders whose run has not come to its end."""
-    for folder in [root] + [os.path.join(root, name) for name in sorted(os.listdir(root))]:
-        where = os.path.join(folder, "run.json")
-        begun = any(os.path.exists(os.path.join(folder, name)) for name in ("steps.csv", "output.txt"))
-        try:
-            run = read_run(folder)
-        except SystemExit as why:
-            yield str(why).replace("verify: error: ", "")
-            continue
-        if run is None and begun:
-            yield finding(where, "a run.json", "none", "run it again, or delete the folder")
-        elif run and run.status != "complete":
-            yield finding(where, "status complete", run.status, "run it again, or delete the folder")
-        elif run and len(run.epochs) != run.settings["epochs"]:
-            yield finding(where, f"all {run.settings['epochs']} epochs", len(run.epochs),
-                          "after --resume a run.json tells of the last part alone: time a whole run")
+def check_complete(folder):
+    """The run in a folder, or None, and the findings if it is not a complete one."""
+    where = os.path.join(folder, "run.json")
+    try:
+        run = read_run(folder)
+    except SystemExit as why:
+        return None, [str(why).replace("verify: error: ", "")]
+    if run is None:
+        return None, [finding(where, "a run.json", "none", "run it again, or delete the folder")]
+    if run.status != "complete":
+        return None, [finding(where, "status complete", run.status, "run it again, or delete the folder")]
+    if len(run.epochs) != run.settings["epochs"]:
+        return None, [finding(where, f"all {run.settings['epochs']} epochs", len(run.epochs),
+                              "a resumed run records only those since its checkpoint: time a whole run")]
+    return run, []
 
 
 def check_measured(root, runs):
     if all(run.emulated or run.provenance != "measured" for run in runs):
         yield finding(root, "runs that you measured", "emulated or supplied ones only",
-                      "their times are none of yours: train on the CPU at least")
+                      "you need measurements of your own: train at least on the CPU")
 
 
 def check_copies(root, runs):
-    """Two runs never take the same microseconds for everything, not even with the same seed."""
+    """Two runs never have the same times to the microsecond, not even with the same seed."""
     seen = {}
     for run in runs:
         with contextlib.suppress(OSError, IndexError), open(path(run, "steps.csv")) as f:
@@ -193,7 +220,7 @@ def check_copies(root, runs):
 
 
 def check_same(root, runs):
-    """Runs may differ in device, batch, seed and one thing more, a step at a time: else nothing follows."""
+    """Besides device, batch and seed, runs may differ in one thing at a time: else no cause is known."""
     def differing(pair):
         return differences(*pair, free_settings(*pair))
     first, *left = [group[0] for group in variants(runs)]
@@ -201,57 +228,85 @@ def check_same(root, runs):
     while left:
         a, b = nearest = min(((a, b) for a in linked for b in left), key=lambda pair: len(differing(pair)))
         if len(differing(nearest)) > 1:
-            yield finding(b.folder, f"one difference at most from {a.folder}, beside device, batch and seed",
+            yield finding(b.folder, f"one difference at most from {a.folder}, besides device, batch and seed",
                           ", ".join(f"{name} {old!r} and {new!r}" for name, old, new in differing(nearest)),
-                          "change one thing at a time, or give them folders of their own")
+                          "change one thing at a time, or move it to another folder of run folders")
         linked.append(b)
         left.remove(b)
 
 
-def check_rows(root, runs):
-    rows = timing_rows(runs)
-    for row in rows:
+def check_repeats(root, runs):
+    for row in timing_rows(runs):
         if len(row["runs"]) < REPEATS and row["provenance"] == "measured":
             which = f"{row['label']}, global batch {row['global_batch']} {row['variant']}".rstrip()
             yield finding(root, f"{REPEATS} repeats or more of {which}", len(row["runs"]),
-                          f"too few to see the spread: add some with other seeds (make: REPEATS={REPEATS})")
-    for group in by(rows, lambda r: r["variant"]).values():
+                          f"too few to see the spread: add runs with other seeds (make: REPEATS={REPEATS})")
+
+
+def check_grid(root, runs):
+    """Each device has run each batch, so that the columns of a table can be compared."""
+    for group in variants(runs):
+        rows = by(make_rows(group), lambda row: row["label"])
+        batches = {device: {row["global_batch"] for row in some} for device, some in rows.items()}
+        for device, found in batches.items():
+            missing = sorted(set().union(*batches.values()) - found)
+            if missing:
+                yield finding(root, f"runs of {device} with the batches of the other devices",
+                              f"none with {', '.join(map(str, missing))}", "the same make study adds them")
+
+
+def check_speedups(root, runs):
+    for group in by(timing_rows(runs), lambda r: r["variant"]).values():
         for row in scaling_rows(group):
             if (row.get("speedup") or 0) > LARGEST_SPEEDUP * row["devices"]:
                 yield finding(root, f"a speed-up of at most {LARGEST_SPEEDUP} x {row['devices']} devices "
                               f"({row['scaling']}, {row['label']}, global batch {row['global_batch']})",
-                              f"{row['speedup']:.2f}", "look for what else differs; was the machine busy?")
+                              f"{row['speedup']:.2f}", "find what else differs; was the machine busy?")
 
 
-def check_csv(root, runs):
-    """study.csv and scaling.csv against the run folders."""
-    with contextlib.redirect_stdout(None):
-        rows = make_rows(runs)
-        add_speedups(rows)
-    for name, columns, table in (("study.csv", COLUMNS, rows), ("scaling.csv", SCALING, scaling_rows(rows))):
-        where = os.path.join(root, name)
+def check_table(study):
+    """The rule that the table of a study is there and agrees with the runs."""
+    def rule(root, runs):
+        where, again = os.path.join(root, study.table), f"{study.target} writes it again"
         if not os.path.exists(where):
-            continue
+            yield finding(where, "the table of this study", "no such file", f"{study.target} writes it")
+            return
         with open(where, newline="", encoding="utf-8", errors="replace") as f:
             found = list(csv.reader(f))
-        expected = table_lines(columns, table)
+        expected = table_lines(study.columns, study.rows(runs))
         for number, (old, new) in enumerate(zip(found + [None] * len(expected), expected), 1):
             if old != new:
                 yield finding(f"{where}, line {number}", ",".join(new), ",".join(old) if old else "none",
-                              "it does not agree with the run folders: make study writes it again")
+                              f"it contradicts the run folders: {again}")
                 break
         if len(found) > len(expected):
-            yield finding(where, f"{len(expected)} lines", len(found), "make study writes it again")
+            yield finding(where, f"{len(expected)} lines", len(found), again)
+    return rule
+
+
+def study_rows(runs):
+    rows = make_rows(runs)
+    with contextlib.redirect_stdout(None):  # its notes about missing speed-ups
+        add_speedups(rows)
+    return rows
+
+
+def plots_of(root):
+    folder = os.path.join(root, "plots")
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    return [os.path.join(folder, name) for name in names if name.endswith(".png")]
 
 
 def check_plots(root, runs):
-    folder, newest = os.path.join(root, "plots"), max(os.path.getmtime(path(r, "run.json")) for r in runs)
-    plots = [n for n in os.listdir(folder) if n.endswith(".png")] if os.path.isdir(folder) else []
-    if not plots:
-        yield finding(folder, "plots", "none", f"make report RUNS={root}")
-    for name in sorted(plots):
-        if os.path.getmtime(os.path.join(folder, name)) < newest:
-            yield finding(os.path.join(folder, name), "a plot of the runs as they are", "one older than they",
+    if not plots_of(root):
+        yield finding(os.path.join(root, "plots"), "plots", "none", f"make report RUNS={root}")
+
+
+def check_plots_are_new(root, runs):
+    newest = max(os.path.getmtime(path(r, "run.json")) for r in runs)
+    for plot in plots_of(root):
+        if os.path.getmtime(plot) < newest:
+            yield finding(plot, "a plot of the present runs", "one older than a run",
                           f"make report RUNS={root}")
 
 
@@ -259,11 +314,11 @@ def check_plots(root, runs):
 
 
 def check_sections(root, where, pieces):
-    """What the student has written: questions left, headings, empty sections, images."""
+    """The student's text: unanswered questions, headings, empty sections, images."""
     for number, line in enumerate(read_report(where).splitlines(), 1):
         if "TODO:" in line:
             yield finding(f"{where}, line {number}", "your answer", line.strip()[:60] + "...",
-                          "write it in place of the question")
+                          "replace the question by it")
     text = "".join("generated\n" if name else "".join(lines) for name, lines in pieces).replace("\r", "")
     text = re.sub("^> .*TODO:.*\n(> .*\n)*", "TODO\n", text, flags=re.M)
     text = re.sub("^```.*?^```", "code", text, flags=re.M | re.S)
@@ -272,62 +327,124 @@ def check_sections(root, where, pieces):
     for (level, name, body), after in zip(sections, sections[1:] + [("", "", "")]):
         body = re.sub("<!--.*?-->|generated", "", body, flags=re.S)
         if not body.strip() and len(after[0]) <= len(level):
-            yield finding(where, f"a text of yours under {name}", "none", "write it")
-        if name == SECTIONS[1] and "TODO" not in body and "![" not in body:
-            yield finding(where, f"an image under {name}", "none", "write ![what it shows](file.png)")
-    for name in SECTIONS:
-        if not any(n.startswith(name) for _, n, _ in sections):
-            yield finding(where, f"the heading {name}", "none", "write it and its section")
+            yield finding(where, f"your text under {name}", "none", "write it")
     for image in re.findall(r"!\[[^\]]*\]\(([^) ]*)", text + str([p[1] for p in pieces if p[0]])):
         if not re.match("https?:", image) and not os.path.exists(os.path.join(root, image)):
             yield finding(where, f"the image {image}", "no such file",
-                          f"make plots RUNS={root}, or mend the link")
+                          f"make plots RUNS={root}, or correct the link")
 
 
 def check_report(root, runs):
+    """What report.md contains."""
     where = os.path.join(root, "report.md")
     if not os.path.exists(where):
-        yield finding(where, "your report", "no such file", f"make report RUNS={root}")
         return
     try:
         pieces = split(read_report(where))
     except Damaged as why:
-        yield finding(where, "whole markers", why, "make report writes report.new.md to copy from")
+        yield finding(where, "intact markers", why, "make report writes report.new.md to copy from")
         return
     yield from check_sections(root, where, pieces)
     generated, blocks = dict(pieces), make_blocks(root, runs)
     for name in MAKERS:
         if name in generated and "".join(generated[name]).split() != (blocks[name] or NOTHING).split():
-            yield finding(where, f"the part {name} as the run folders are now", "another one",
+            yield finding(where, f"the part {name} of the present run folders", "a different one",
                           f"make report RUNS={root}")
-        if name not in generated and name in ("settings", "machine", "timing"):
+
+
+def check_outline(root, runs):
+    """What report.md has to contain."""
+    where = os.path.join(root, "report.md")
+    if not os.path.exists(where):
+        yield finding(where, "your report", "no such file", f"make report RUNS={root}")
+        return
+    text = read_report(where)
+    for name in SECTIONS:
+        if not re.search(f"^#+ *{name}", text, re.M):
+            yield finding(where, f"the heading {name}", "none", "add it and its section")
+    image = re.search(f"^#+ *{SECTIONS[1]}.*\n(?:(?!#).*\n)*", text, re.M)
+    if image and "TODO" not in image[0] and "![" not in image[0]:
+        yield finding(where, f"an image under {SECTIONS[1]}", "none", "write ![what it shows](file.png)")
+    for name in ("settings", "machine", "timing"):
+        if f"<!-- begin {name}" not in text:
             yield finding(where, f"the part {name}, from the run folders", "none",
                           f"write <!-- begin {name} --> and <!-- end {name} --> there, then make report")
 
 
-def findings(root):
-    told = list(check_complete(root))
-    yield from told
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):  # it names runs that are not complete, as we did
-            runs = read_runs(root)
-    except SystemExit as why:
-        yield from {str(why).replace("verify: error: ", "")}.difference(told)
-        return
-    for run in runs:
-        for check in RUN_CHECKS:
+# ---- Which rule applies to what
+
+TIMING, SCALED, LOADED, SEPARATE = "timing study", "scaling study", "worker sweep", "separate runs"
+# The table that each study has, and the names that study.py gives to its run folders
+KINDS = {
+    TIMING: SimpleNamespace(target="make study", table="study.csv", columns=COLUMNS, rows=study_rows,
+                            names=r".*-(cpu|single|multi\d+)(-emulated)?-b\d+-r\d+"),
+    SCALED: SimpleNamespace(target="make study-scaling", table="scaling.csv", columns=SCALING,
+                            rows=lambda runs: scaling_rows(make_rows(runs)),
+                            names=r".*-(gpus|replicas)\d+(-emulated)?-(b|each)\d+-r\d+"),
+    LOADED: SimpleNamespace(target="make study-workers", table="workers.csv", columns=WORKERS,
+                            rows=workers_rows, names=r".*-b\d+-workers\d+-r\d+")}
+STUDIES = set(KINDS)
+ALL = STUDIES | {SEPARATE}
+
+
+def each(check):
+    """The rule that each run passes this check."""
+    def rule(root, runs):
+        for run in runs:
             try:
                 yield from check(run)
             except Missing as why:
                 yield f"{why}; run it again"
             except (KeyError, TypeError, ZeroDivisionError) as why:
                 yield finding(path(run, "run.json"), "what ./cnn --out writes", repr(why))
-    for check in (check_measured, check_copies, check_same, check_rows, check_csv, check_plots, check_report):
-        yield from check(root, runs)
+    return rule
+
+
+# Before them, check_complete() applies to all.
+RULES = [
+    (each(check_entries), ALL),
+    (each(check_nature), ALL),
+    (each(check_epochs), ALL),
+    (each(check_steps), ALL),
+    (each(check_layers), ALL),
+    (each(check_devices), ALL),
+    (check_copies, ALL),
+    (check_measured, STUDIES),
+    (check_same, STUDIES),
+    (check_repeats, STUDIES),
+    (check_grid, {TIMING}),
+    (check_speedups, {TIMING, SCALED}),
+    *((check_table(study), {kind}) for kind, study in KINDS.items()),
+    (check_plots, {TIMING, SCALED}),
+    (check_plots_are_new, ALL),
+    (check_report, ALL),
+    (check_outline, {TIMING, SCALED}),
+]
+
+
+def kinds_of(root, folders):
+    """The kinds of study that a folder of run folders is; usually one."""
+    names = [os.path.basename(folder) for folder in folders if folder != root]
+    return [kind for kind, study in KINDS.items() if os.path.exists(os.path.join(root, study.table))
+            or any(re.fullmatch(study.names, name) for name in names)]
+
+
+def findings(root, folders, kinds):
+    """Those of the run folders that are directly in root."""
+    runs = []
+    for folder in folders:
+        run, why = check_complete(folder)
+        yield from why
+        runs += [run] if run else []
+    if not runs:
+        return
+    for rule, applies in RULES:
+        if applies & set(kinds):
+            yield from rule(root, runs)
     supplied = [r for r in runs if r.provenance != "measured"]
     for what, those in (("supplied, not your own measurements", supplied),
                         ("emulated, their times mean nothing", [r for r in runs if r.emulated]),
-                        ("built from sources that nobody committed", list(filter(is_dirty, runs)))):
+                        ("built from uncommitted sources", list(filter(is_dirty, runs)))):
         if those:
             print(f"Note: {what}: {', '.join(os.path.relpath(r.folder, root) for r in those)}")
 
@@ -337,10 +454,17 @@ def main(root):
         print(f"verify: error: {root}: expected a folder of run folders, found none; make study writes one",
               file=sys.stderr)
         sys.exit(2)
-    count = 0
-    for line in findings(root):
-        print(line)
-        count += 1
+    count, groups = 0, find_folders(root)
+    if not groups:
+        count = 1
+        print(finding(root, "folders of complete runs", "none",
+                      "make study writes them, and so does ./cnn --out"))
+    for folder, members in groups.items():
+        kinds = kinds_of(folder, members) or [SEPARATE]
+        print(f"{folder}: {len(members)} run folders, checked as {' and '.join(kinds)}")
+        for line in findings(folder, members, kinds):
+            print(line)
+            count += 1
     print(f"Findings: {count}" if count else f"Nothing found in {root} that is missing or implausible")
     sys.exit(1 if count else 0)
 

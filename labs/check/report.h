@@ -1,0 +1,30 @@
+/* report.h - how a test program reports to check.sh: it prints what is wrong and exits with status
+   1, or it sends back the token that it has read and exits with status 0. */
+#include <stdarg.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+// Prints a line and ends the program, whatever its other threads do.
+static _Noreturn void wrong(const char *format, ...) __attribute__((format(printf, 1, 2), unused));
+static _Noreturn void wrong(const char *format, ...) {
+    static bool reported;
+    if (__atomic_exchange_n(&reported, true, __ATOMIC_RELAXED))
+        for (;;)
+            pause(); // another thread is reporting and ends the program
+    va_list args;
+    va_start(args, format);
+    vprintf(format, args);
+    va_end(args);
+    puts("");
+    fflush(stdout);
+    _exit(1);
+}
+
+// Reads the checker's token, after the student's parts have finished, and sends it back.
+static void send_token(void) {
+    char token[64] = "";
+    if (!fgets(token, sizeof token, stdin) || write(9, token, strlen(token)) < 0)
+        _exit(1);
+}
