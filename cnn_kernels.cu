@@ -1345,8 +1345,7 @@ static size_t scratch_size(const Layer *l, size_t n) {
     size_t sums = 2 * SUM_SLICES * l->out.c, taps = l->kernel * l->kernel;
     size_t in_pixels = n * l->in.h * l->in.w, out_pixels = n * l->out.h * l->out.w;
     if (max(in_pixels * l->in.c, out_pixels * l->out.c) >> 31)
-        fail(1, "layer %s: %zu images have more than 2^31 numbers; use a smaller --batch-size "
-                "or --test-batch-size",
+        fail(1, "layer %s: %zu images have more than 2^31 numbers; use a smaller batch size",
              l->name, n);
     if (l->kind != CONV2D && l->kind != LINEAR)
         return l->kind == BATCHNORM2D ? sums : 0;
