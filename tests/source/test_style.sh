@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Limits that keep the sources readable: length of files, lines and functions, nested blocks, share of
-# lines with a comment, words. First it plants a violation of each kind in a copy, which must be found,
-# beside the longest thing that is allowed, which must not.
+# lines with a comment, words; and what clang-format and shellcheck find. First a violation of each kind
+# is planted in a copy, which must be found, beside the longest thing that is allowed, which must not.
 # Prints `pass style/NAME`, `fail style/NAME: expected ..., found ...` or `skip style/NAME: why`.
 suite=style
 # shellcheck source=tests/lib.sh
@@ -114,6 +114,39 @@ test_sources() {
     same words/help "" "$(style words "$out")"
 }
 
+# ---- What other tools find
+
+# clang-format's versions differ in what they write; Debian 12 has 14.
+test_format() {
+    local file
+    if ! clang-format --version 2>/dev/null | grep -q ' version 14\.'; then
+        skip format "clang-format 14 is not installed"
+        return
+    fi
+    sed 's/^    return/  return/' cnn.c >"$tmp/planted.c"
+    holds planted/format "an error" "none" \
+        test "$(clang-format --style="file:$repo/.clang-format" --dry-run "$tmp/planted.c" 2>&1)"
+    for file in "${program[@]}" tests/*.h tests/*/*.[ch] tests/*/*.cu labs/check/*.[ch] labs/lab*/*.c; do
+        same "format/$file" "" "$(clang-format --dry-run "$file" 2>&1 | head -n 1)"
+    done
+}
+
+test_shellcheck() {
+    local file
+    if ! command -v shellcheck >/dev/null; then
+        skip shellcheck "shellcheck is not installed"
+        return
+    fi
+    # shellcheck disable=SC2016 # not expanded on purpose
+    printf '#!/bin/sh\nrm $1\n' >"$tmp/planted.sh"
+    holds planted/shellcheck "an error" "none" test "$(shellcheck "$tmp/planted.sh")"
+    for file in data/*.sh tests/*.sh tests/*/*.sh slurm/* .ci/run labs/*/*.sh labs/gradescope/run_autograder; do
+        same "shellcheck/$file" "" "$(shellcheck -x "$file" 2>&1 | head -n 4)"
+    done
+}
+
 test_planted
 test_sources
+test_format
+test_shellcheck
 exit 0
