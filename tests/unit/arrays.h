@@ -7,7 +7,7 @@ static bool quick;
 enum { GUARD = 128 / sizeof(real) }; // what zeroed_alloc() leaves behind an array
 static const real guard_value = -12345;
 
-// Guard values stand before and behind the numbers, both inside of what zeroed_alloc() gave.
+// Guard values precede and follow the numbers, both inside of what zeroed_alloc() gave.
 typedef struct Array {
     real *base, *at;
     size_t count;

@@ -1,5 +1,5 @@
-/* data.c - sections 8 and 9 of cnn.c: CIFAR's files, the order in which the loader gives images
-   to one rank and to several, augmentation. */
+/* data.c - sections 8 and 9 of cnn.c: CIFAR's files, synthetic images, the order in which the
+   loader gives images to one rank and to several, augmentation. */
 
 /* ---- CIFAR's files --------------------------------------------------------------------------- */
 
@@ -61,6 +61,35 @@ static void test_cifar_files(void) {
     unlink(two);
     rmdir(dir);
     verdict("CIFAR's files: labels, order of the bytes, limit");
+}
+
+/* ---- Synthetic images ------------------------------------------------------------------------ */
+
+/* Every class is drawn as often as the others, and has a glyph: in the middle of its images the
+   pixels vary by more than noise and another class's faint glyph, whose variances are 490 and some
+   400. */
+static void test_synthetic_classes(void) {
+    enum { MIDDLE = 10, SHOWN = 3000, NOISE = 1500 };
+    const DatasetInfo info = dataset_for(find_model("mnist"), "synthetic");
+    Dataset data = {.info = &info};
+    make_synthetic(&data, true, SHOWN);
+    for (size_t label = 0; label < info.classes; label++) {
+        double count = 0, variance = 0;
+        for (size_t i = 0; i < data.count; i++) {
+            double sum = 0, squares = 0;
+            for (size_t p = 0; p < MIDDLE * MIDDLE && data.labels[i] == label; p++) {
+                const double pixel = data.images[(i * 28 + 9 + p / MIDDLE) * 28 + 9 + p % MIDDLE];
+                sum += pixel / (MIDDLE * MIDDLE);
+                squares += pixel * pixel / (MIDDLE * MIDDLE);
+            }
+            variance += squares - sum * sum;
+            count += data.labels[i] == label;
+        }
+        if (fabs(count - SHOWN / 10.) > 60 || variance / count < NOISE)
+            fail("class %zu: %g of %d images, variance %g", label, count, SHOWN, variance / count);
+    }
+    free_dataset(&data);
+    verdict("synthetic images: each class has a glyph");
 }
 
 /* ---- Loader ---------------------------------------------------------------------------------- */
@@ -443,6 +472,7 @@ static void test_augmentation(void) {
 
 static void test_data(void) {
     test_cifar_files();
+    test_synthetic_classes();
     test_loader_order();
     test_loader_left_early();
     test_loader_shares();

@@ -1,5 +1,7 @@
 /* network.c - sections 4 and 5 of cnn.c: shapes, names, parameters and initial values of
-   networks. */
+   networks; networks that cannot be built. */
+
+/* ---- Shapes and names ------------------------------------------------------------------------ */
 
 static void test_parameter_counts(void) {
     static Net net;
@@ -88,6 +90,101 @@ static void test_stems(void) {
     verdict("all stems on images of 32 x 32 and 28 x 28 pixels");
 }
 
+/* ---- Networks that cannot be built ----------------------------------------------------------- */
+
+static size_t build_unequal(Net *net, size_t x) {
+    return add(net, conv2d(net, x, 2, 3, 1, 1), conv2d(net, x, 3, 3, 1, 1));
+}
+
+static size_t build_wide_window(Net *net, size_t x) {
+    return conv2d(net, x, 2, 7, 1, 1);
+}
+
+static size_t build_wide_padding(Net *net, size_t x) {
+    return maxpool2d(net, x, 2, 2, 2);
+}
+
+static size_t build_no_output(Net *net, size_t x) {
+    return linear(net, x, 0);
+}
+
+static size_t build_all_dropped(Net *net, size_t x) {
+    return dropout(net, x, 1);
+}
+
+static size_t build_softmax_of_pixels(Net *net, size_t x) {
+    return log_softmax(net, conv2d(net, x, 10, 3, 1, 1));
+}
+
+static size_t build_other_classes(Net *net, size_t x) {
+    return log_softmax(net, linear(net, x, net->classes + 1));
+}
+
+static size_t build_unread_row(Net *net, size_t x) {
+    x = log_softmax(net, linear(net, x, net->classes));
+    relu(net, x);
+    return x;
+}
+
+static size_t build_long(Net *net, size_t x) {
+    for (size_t i = 0; i < MAX_LAYERS; i++)
+        x = relu(net, x);
+    return x;
+}
+
+/* Builds it for images of 4 x 4 pixels in a process of its own; the exit status, and in text what
+   it wrote to stderr. */
+static int refused_build(const Model *model, char *text, size_t size) {
+    int ends[2], status = -1;
+    ssize_t got = 0;
+    fflush(stdout);
+    pid_t child = pipe(ends) == 0 ? fork() : -1;
+    if (child == 0) {
+        static Net net;
+        const DatasetInfo info = {"test", {4, 4, 1}, .classes = 10};
+        leave = _exit; // nothing of the tests is to be flushed or freed here
+        dup2(ends[1], STDERR_FILENO);
+        net_build(&net, model, &info, &plain, &naive_backend);
+        _exit(0);
+    }
+    close(ends[1]);
+    got = read(ends[0], text, size - 1);
+    text[got > 0 ? got : 0] = '\0';
+    close(ends[0]);
+    return waitpid(child, &status, 0) == child && WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+static void test_refused_networks(void) {
+    static const struct {
+        size_t (*build)(Net *net, size_t x);
+        const char *message;
+    } cases[] = {
+        {build_unequal, "add at row 3: expected equal shapes, found 4x4x2 and 4x4x3\n"},
+        {build_wide_window,
+         "conv2d at row 1: a window of 7 x 7, stride 1, padding 1, to 2 channels"},
+        {build_wide_padding, "maxpool2d at row 1: a window of 2 x 2, stride 2, padding 2, to 1 "},
+        {build_no_output, "linear at row 1: expected at least 1 output\n"},
+        {build_all_dropped,
+         "dropout at row 1: expected a probability from 0 to below 1, found 1\n"},
+        {build_softmax_of_pixels, "log_softmax at row 2: expected 1 x 1 pixel, found 4 x 4\n"},
+        {build_other_classes, "over the 10 classes of test; found row 2 of 3, with 11 outputs\n"},
+        {build_unread_row, "over the 10 classes of test; found row 2 of 4, with 10 outputs\n"},
+        {build_long, "raise MAX_LAYERS in cnn.c\n"},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const Model model = {.name = "wrong", .build = cases[i].build};
+        char text[512];
+        const int status = refused_build(&model, text, sizeof text);
+        if (status != 1 || !strstr(text, cases[i].message) ||
+            strncmp(text, "cnn: error: model wrong: ", 25) != 0)
+            fail("network %zu: exit status %d, expected 1 and ...%s, found %s", i, status,
+                 cases[i].message, text);
+    }
+    verdict("networks that cannot be built");
+}
+
+/* ---- Initial values -------------------------------------------------------------------------- */
+
 typedef struct Spread {
     double largest, variance;
     double fourth, neighbours; // the fourth moment, by variance^2; correlation of neighbours
@@ -155,5 +252,6 @@ static void test_network(void) {
     test_lenet_shapes();
     test_layer_names();
     test_stems();
+    test_refused_networks();
     test_initial_values();
 }
