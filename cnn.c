@@ -1123,11 +1123,10 @@ typedef struct Net {
     const Backend *backend;
     Layer layers[MAX_LAYERS]; // row 0 is the input
     size_t count, classes;
-    size_t parameters; // their number
-    size_t param_size; // ... with the gaps between tensors: the size of the arenas
-    size_t batch;      // the most images of one step; of one evaluation: batch or test_batch
-    size_t test_batch; // set before plan_memory()
-    real *images;      // the batch's: output of row 0
+    size_t parameters;        // their number
+    size_t param_size;        // ... with the gaps between tensors: the size of the arenas
+    size_t batch, test_batch; // the most images of a training step, and of an evaluation's
+    real *images;             // the batch's: output of row 0
     size_t activation_size, gradient_size, stats_size, saved_size, scratch_size;
     size_t host_size;       // elements of host[0] and host[1]: the largest tensor, or the output
     size_t batches_tracked; // number of batches in BatchNorm's running statistics
@@ -1440,7 +1439,8 @@ static void plan_arenas(Net *net) {
     plan_area(p, &net->prepared, net->prepared_size, HOST, "maps and buffers");
 }
 
-// Offsets and sizes of all arenas, for training steps of at most `batch` images.
+/* Offsets and sizes of all arenas, for training steps of at most `batch` images and evaluations of
+   at most test_batch. Scratch memory for both: kernels may need less for more images. */
 static void plan_memory(Net *net, size_t batch) {
     const size_t most = max_size(batch, net->test_batch);
     plan_fusion(net);

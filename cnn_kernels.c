@@ -1632,6 +1632,8 @@ static double pooled_products(Work w) {
     return (double)terms * (double)(w.l->weights / w.l->out.c);
 }
 
+/* Operations that a row executes on w.n images, 2 for each multiply-add: forward, weight gradient
+   and, if w.din is given, data gradient. Behind a max-pool they depend on w.out and w.dout. */
 static double flops_fast(Work w) {
     const Layer *l = w.l;
     if (maps_size(l) == 0)
