@@ -153,8 +153,7 @@ submit() {
 ends() {
     until_true 240 ended "$2"
     out=$(ls ./*-"$2".out 2>/dev/null || echo /dev/null)
-    same "$1/state" "$3" "$(state "$2")"
-    [ "$(state "$2")" = "$3" ] || tail -n 5 "$out"
+    holds "$1/state" "$3" "$(state "$2"), with $(tail -n 5 "$out")" [ "$(state "$2")" = "$3" ]
 }
 
 # trained NAME SCRIPT JOB MODE WORLD: a job that trained, in so many processes or devices
