@@ -28,6 +28,7 @@
      CUEMU_ORDER=N     threads and blocks run forwards (0), backwards (1) or shuffled (other seeds)
      CUEMU_LAZY=1      work queued in a stream starts only when something waits for it
      CUEMU_PROTECT=1   a GPU's memory faults beyond its end, and wherever the host touches it
+     CUEMU_STRICT=1    reports also what a GPU does correctly, but slowly (see section 3)
 
    Restrictions on kernels: one __shared__ array per declaration; template arguments written out at
    a launch, and no >>>( elsewhere; every _sync operation executed by all lanes of its mask; no
@@ -54,6 +55,7 @@
 #include <random>
 #include <set>
 #include <string>
+#include <thread>
 #include <type_traits>
 #include <utility>
 #include <vector>

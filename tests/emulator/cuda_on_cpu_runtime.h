@@ -148,7 +148,8 @@ typedef std::vector<Operation> Graph;
 
 struct Stream {
     int device;
-    bool blocking; // the null stream waits for it, and it for the null stream
+    bool blocking;    // the null stream waits for it, and it for the null stream
+    int priority = 0; // lower numbers come first
     std::deque<Operation> queue = {};
     long finished = 0;         // operations so far
     Graph *captured = nullptr; // while operations are captured there
@@ -159,6 +160,7 @@ struct Stream {
 
 struct Event { // complete when `position` operations of the stream have finished
     int device;
+    bool sleeps = false;      // cudaEventBlockingSync
     Stream *stream = nullptr; // null: never recorded
     long position = 0;
     Graph *captured = nullptr;
@@ -219,7 +221,31 @@ inline void enqueue(Stream *stream, Operation operation) {
 /* ==== 3. Checked requests =======================================================================
 
    A launch or a copy is checked when it is queued and again when it runs: its memory may have been
-   freed in between. */
+   freed in between.
+
+   CUEMU_STRICT=1 also reports what a GPU does correctly, but slowly. The main thread computes, and
+   each thread that has created a stream of normal priority; of the other threads, each
+     calls cudaSetDevice first; otherwise it would create a context on device 0;
+     sleeps while it waits, on events with cudaEventBlockingSync; otherwise it would spin;
+     launches kernels in streams of higher priority only; otherwise they would queue.
+   Copies between two GPUs need peer access; otherwise they would go through the host. */
+
+static const bool strict = setting("CUEMU_STRICT", 0);
+static const std::thread::id main_thread = std::this_thread::get_id();
+static thread_local bool computes = std::this_thread::get_id() == main_thread;
+static thread_local bool has_device = computes;
+
+inline void check_device_is_set(const char *function) {
+    if (strict && !has_device)
+        die("%s: this thread has not called cudaSetDevice; it would create a context on device 0",
+            function);
+}
+inline void check_waiting(const char *function, bool sleeps) {
+    if (strict && !computes && !sleeps)
+        die("%s: this thread would spin while it waits, beside one that computes; expected "
+            "cudaEventSynchronize of an event with cudaEventBlockingSync",
+            function);
+}
 
 static std::map<std::pair<int, const void *>, size_t> dynamic_limits; // by device and kernel
 static std::set<std::pair<int, int>> peers; // the first may access memory of the second
@@ -242,6 +268,9 @@ inline void check_launch(const Launch *launch) {
     if (launch->stream->device != launch->device)
         die("in a stream of device %d, while device %d is the current one", launch->stream->device,
             launch->device);
+    if (strict && !computes && launch->stream->priority == 0)
+        die("would queue behind the kernels of the thread that computes; expected a stream of "
+            "higher priority");
 }
 
 inline void check_pointer(int number, const void *argument) {
@@ -298,6 +327,13 @@ inline void copy(void *to, const void *from, size_t bytes, Side to_side, Side fr
         check_range("copy from", from, bytes, from_side, from_device);
     };
     check();
+    check_device_is_set("cudaMemcpyAsync");
+    const Allocation *a = find_allocation(to), *b = find_allocation(from);
+    int one = a ? a->device : -1, other = b ? b->device : -1;
+    if (strict && one >= 0 && other >= 0 && one != other && !peers.count({one, other}) &&
+        !peers.count({other, one}))
+        die("copy between devices %d and %d without peer access: it would go through the host", one,
+            other);
     enqueue(stream, [=] { check(), memcpy(to, from, bytes); });
     // Pageable memory is staged in a buffer of the driver, which the host waits for.
     stream = stream_of(stream);
@@ -320,7 +356,7 @@ enum cudaMemcpyKind {
     cudaMemcpyDefault
 };
 enum { cudaStreamDefault, cudaStreamNonBlocking };
-enum { cudaEventDefault, cudaEventDisableTiming = 2 };
+enum { cudaEventDefault, cudaEventBlockingSync, cudaEventDisableTiming };
 enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 enum cudaMemoryType { cudaMemoryTypeUnregistered, cudaMemoryTypeHost, cudaMemoryTypeDevice };
@@ -371,6 +407,7 @@ inline cudaError_t cudaSetDevice(int device) {
     if (!is_device(device))
         return failed(devices().empty() ? cudaErrorNoDevice : cudaErrorInvalidDevice);
     current_device = device;
+    has_device = true;
     return cudaSuccess;
 }
 inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp *properties, int device) {
@@ -381,6 +418,7 @@ inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp *properties, int devic
     snprintf(properties->uuid.bytes, 16, "cuda_on_cpu %03d", devices()[(size_t)device]);
     return cudaSuccess;
 }
+EMU_CUDA(cudaGetDevice(int *device), *device = current_device)
 EMU_CUDA(cudaDriverGetVersion(int *version), *version = 12000)
 EMU_CUDA(cudaDeviceSynchronize(), finish_device(current_device))
 EMU_CUDA(cudaDeviceCanAccessPeer(int *can, int device, int peer), *can = device != peer)
@@ -457,12 +495,19 @@ inline cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes,
 
 #define cudaStreamCreate cudaStreamCreateWithFlags
 EMU_CUDA(cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags = cudaStreamDefault),
-         *stream = &streams.emplace_back(Stream{current_device, flags != cudaStreamNonBlocking}))
+         *stream = &streams.emplace_back(Stream{current_device, flags != cudaStreamNonBlocking});
+         computes = true)
+EMU_CUDA(cudaDeviceGetStreamPriorityRange(int *least, int *greatest), *least = 0, *greatest = -5)
+EMU_CUDA(cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority),
+         check_device_is_set("cudaStreamCreateWithPriority"),
+         *stream = &streams.emplace_back(Stream{current_device, flags != cudaStreamNonBlocking,
+                                                priority}))
 inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     Lock lock(runtime);
     stream = stream_of(stream);
     if (stream->captured)
         die("cudaStreamSynchronize: the stream is being captured");
+    check_waiting("cudaStreamSynchronize", false);
     wait_for_others(stream);
     finish_stream(stream);
     return cudaSuccess;
@@ -482,8 +527,8 @@ EMU_CUDA(cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *da
 /* ---- Events */
 
 #define cudaEventCreate cudaEventCreateWithFlags
-EMU_CUDA(cudaEventCreateWithFlags(cudaEvent_t *event, unsigned = cudaEventDefault),
-         *event = &events.emplace_back(Event{current_device}))
+EMU_CUDA(cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags = cudaEventDefault),
+         *event = &events.emplace_back(Event{current_device, (flags & cudaEventBlockingSync) != 0}))
 EMU_CUDA(cudaEventDestroy(cudaEvent_t), )
 inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream = nullptr) {
     Lock lock(runtime);
@@ -500,7 +545,9 @@ inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream = null
     });
     return cudaSuccess;
 }
-EMU_CUDA(cudaEventSynchronize(cudaEvent_t event), run_until(event->stream, event->position))
+EMU_CUDA(cudaEventSynchronize(cudaEvent_t event), check_device_is_set("cudaEventSynchronize"),
+         check_waiting("cudaEventSynchronize", event->sleeps),
+         run_until(event->stream, event->position))
 inline cudaError_t cudaEventQuery(cudaEvent_t event) {
     Lock lock(runtime);
     bool happened = !event->stream || event->stream->finished >= event->position;

@@ -1159,6 +1159,55 @@ static void full_stack(bool mended) {
     passes("full_stack", a.host[0] == 0);
 }
 
+/* ---- Of CUEMU_STRICT: what a thread does beside the one that computes */
+
+// Waits in a thread of its own for this event of the null stream.
+static void wait_elsewhere(unsigned flags, bool set_device) {
+    cudaEvent_t event;
+    CHECK(cudaEventCreateWithFlags(&event, flags));
+    CHECK(cudaEventRecord(event));
+    std::thread([=] {
+        if (set_device)
+            CHECK(cudaSetDevice(0));
+        CHECK(cudaEventSynchronize(event));
+    }).join();
+}
+static void no_device(bool mended) {
+    wait_elsewhere(cudaEventBlockingSync, mended);
+    passes("no_device", true);
+}
+static void spinning_wait(bool mended) {
+    wait_elsewhere(mended ? cudaEventBlockingSync : cudaEventDefault, true);
+    passes("spinning_wait", true);
+}
+static void low_priority(bool mended) {
+    Both<float> a(64);
+    std::thread([&] {
+        cudaStream_t stream;
+        int least, greatest;
+        CHECK(cudaSetDevice(0));
+        CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+        CHECK(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking,
+                                           mended ? greatest : least));
+        fill<<<1, 64, 0, stream>>>(a.gpu, 1, 64);
+    }).join();
+    CHECK(cudaDeviceSynchronize());
+    a.down();
+    passes("low_priority", a.host[0] == 1);
+}
+static void copy_by_host(bool mended) {
+    CHECK(cudaSetDevice(1));
+    Both<float> a(64);
+    CHECK(cudaSetDevice(0));
+    Both<float> b(64);
+    a.up();
+    if (mended)
+        CHECK(cudaDeviceEnablePeerAccess(1, 0));
+    CHECK(cudaMemcpyAsync(b.gpu, a.gpu, 64 * sizeof(float), cudaMemcpyDefault));
+    b.down();
+    passes("copy_by_host", b.host[0] == a.host[0]);
+}
+
 #define BUG(NAME) \
     { #NAME, NAME }
 static const struct {
@@ -1200,6 +1249,10 @@ static const struct {
     BUG(long_copy),
     BUG(wrong_peer),
     BUG(full_stack),
+    BUG(no_device),
+    BUG(spinning_wait),
+    BUG(low_priority),
+    BUG(copy_by_host),
 };
 
 /* ==== main() ================================================================================== */

@@ -9,7 +9,7 @@ suite=emulator
 # shellcheck source=tests/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh" || exit 1
 export OMP_WAIT_POLICY=passive
-unset CUDA_VISIBLE_DEVICES CUEMU_DEVICES CUEMU_MEMORY CUEMU_ORDER CUEMU_LAZY CUEMU_PROTECT
+unset CUDA_VISIBLE_DEVICES CUEMU_DEVICES CUEMU_MEMORY CUEMU_ORDER CUEMU_LAZY CUEMU_PROTECT CUEMU_STRICT
 ulimit -c 0
 gxx=${CXX:-g++} clangxx=${CLANGXX:-clang++}
 nvcc=${NVCC:-$(command -v nvcc || command -v /usr/local/cuda/bin/nvcc)}
@@ -130,6 +130,11 @@ test_bugs() {
     bug wrong_direction plain '^cuda_on_cpu: copy to: .* is memory of a GPU'
     bug long_copy plain '^cuda_on_cpu: copy to: 260 bytes, of which only 256 are there'
     bug wrong_peer plain '^cuda_on_cpu: copy from: .* is memory of device 0, not 1'
+    bug no_device plain '^cuda_on_cpu: cudaEventSynchronize: .* not called cudaSetDevice' CUEMU_STRICT=1
+    bug spinning_wait plain '^cuda_on_cpu: cudaEventSynchronize: .* would spin' CUEMU_STRICT=1
+    bug low_priority plain "$place: would queue behind" CUEMU_STRICT=1
+    bug copy_by_host plain '^cuda_on_cpu: copy between devices 0 and 1 without peer access' \
+        CUEMU_STRICT=1 CUEMU_DEVICES=2
     bug full_stack plain "${thread}memory fault at .* stack is full"
 }
 
