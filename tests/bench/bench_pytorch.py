@@ -155,21 +155,8 @@ def set_threads(threads):
               " no fair measure; on Debian: apt-get install libopenblas0-openmp", file=sys.stderr)
 
 
-def time_steps(model, layout, batch, seconds, compiled):
-    """Median images a second of training steps, measured for so many seconds."""
-    torch.manual_seed(1)
-    net = model.network().train().to(memory_format=LAYOUTS[layout])
-    if compiled:
-        net = torch.compile(net)
-    images = torch.randn(batch, *model.shape).contiguous(memory_format=LAYOUTS[layout])
-    labels = torch.randint(model.classes, (batch,))
-    optimizer = model.optimizer(net.parameters())
-
-    def step():
-        optimizer.zero_grad(set_to_none=True)
-        F.nll_loss(net(images), labels).backward()
-        optimizer.step()
-
+def median_seconds(step, seconds):
+    """The median time of a step, measured for so many seconds, after some that are not."""
     # The first steps compile kernels, allocate memory and create optimizer state.
     end = time.perf_counter() + min(0.5, seconds / 4)
     warm = 0
@@ -186,7 +173,25 @@ def time_steps(model, layout, batch, seconds, compiled):
         step()
         now = time.perf_counter()
         times.append(now - start)
-    return batch / statistics.median(times)
+    return statistics.median(times)
+
+
+def time_steps(model, layout, batch, seconds, compiled):
+    """Median images a second of training steps, measured for so many seconds."""
+    torch.manual_seed(1)
+    net = model.network().train().to(memory_format=LAYOUTS[layout])
+    if compiled:
+        net = torch.compile(net)
+    images = torch.randn(batch, *model.shape).contiguous(memory_format=LAYOUTS[layout])
+    labels = torch.randint(model.classes, (batch,))
+    optimizer = model.optimizer(net.parameters())
+
+    def step():
+        optimizer.zero_grad(set_to_none=True)
+        F.nll_loss(net(images), labels).backward()
+        optimizer.step()
+
+    return batch / median_seconds(step, seconds)
 
 
 def main():

@@ -1,7 +1,8 @@
 /* Training speed on the GPU, without the loader: whole steps on one batch in its memory, then every
    operation of a step by itself, and the device's copy bandwidth. Figures are medians over
    several measurements, by events in the device's stream; no speeds are printed when the "device"
-   is the emulator.
+   is the emulator. The host queues the calls of an operation while the device is still busy with a
+   copy, so that short operations do not show the time that the host takes to launch them.
 
      build/bench_gpu [--nets "mnist,64 cifar64,250 ..."] [--kernels NAME] [--json FILE] [--tiny]
 
@@ -26,6 +27,12 @@ static Sample samples[MAX_SAMPLES];
 static size_t sample_count, walk;
 static const Backend *gpu; // what is measured
 static bool emulated;
+static void *copied[2]; // memory of the device: see copy_bytes()
+
+// A GB, more than the caches hold, whose copy takes longer than the host needs for 20 launches.
+static size_t copy_bytes(void) {
+    return emulated ? 1 << 20 : 1 << 30;
+}
 
 /* ---- A backend that times each call of another one. Short operations are repeated, so that the
    resolution of events does not matter; `grows`: a repetition changes its own input, so there must
@@ -53,6 +60,7 @@ static size_t repeats(const Sample *s, bool grows) {
     do {                                                             \
         Sample *sample = next_sample(op, name, flops, bytes);        \
         size_t count_ = repeats(sample, grows);                      \
+        gpu->copy(copied[1], copied[0], copy_bytes());               \
         gpu->mark(0);                                                \
         for (size_t i_ = 0; i_ < count_; i_++)                       \
             gpu->call;                                               \
@@ -374,21 +382,16 @@ static void bench_case(FILE *json, const Case *c) {
     free_bench(&run);
 }
 
-// Bytes read and written by a copy of a GB within the device, larger than its caches.
+// Bytes read and written by a copy within the device.
 static double copy_gb_per_s(void) {
-    const size_t bytes = emulated ? 1 << 20 : 1 << 30;
-    void *from = gpu->alloc(bytes), *to = gpu->alloc(bytes);
     double seconds[ROUNDS];
-    for (size_t i = 0; from && to && i < ROUNDS; i++) {
+    for (size_t i = 0; i < ROUNDS; i++) {
         gpu->mark(0);
-        gpu->copy(to, from, bytes);
+        gpu->copy(copied[1], copied[0], copy_bytes());
         gpu->mark(1);
         seconds[i] = gpu->elapsed(0, 1);
     }
-    double speed = from && to ? 2e-9 * (double)bytes / median(seconds, ROUNDS) : 0;
-    gpu->release(from);
-    gpu->release(to);
-    return speed;
+    return 2e-9 * (double)copy_bytes() / median(seconds, ROUNDS);
 }
 
 static void begin_report(FILE *json, const Device *d) {
@@ -419,6 +422,9 @@ static void bench(const char *nets, const char *kernels, FILE *json) {
     gpu->use(0, 0, die);
     gpu->describe(&d);
     emulated = d.emulated;
+    for (size_t i = 0; i < 2; i++)
+        if (!(copied[i] = gpu->alloc(copy_bytes())))
+            die(1, "no memory on the device for a copy of %zu bytes", copy_bytes());
     begin_report(json, &d);
     const char *comma = "";
     for (const char *at = nets; *at; at += strcspn(at, " "), at += strspn(at, " ")) {
@@ -432,10 +438,12 @@ static void bench(const char *nets, const char *kernels, FILE *json) {
     }
     if (json)
         fprintf(json, "]}\n");
+    for (size_t i = 0; i < 2; i++)
+        gpu->release(copied[i]);
 }
 
 int main(int argc, char **argv) {
-    const char *nets = "mnist,64,naive mnist,64 mnist,256 cifar64,250 resnet18,128 resnet50,64";
+    const char *nets = "mnist,64,naive mnist,64 cifar64,50 cifar64,250 resnet18,128 resnet50,256";
     const char *kernels = "", *json = NULL, *reason;
     for (int i = 1; i < argc; i++) {
         bool more = i + 1 < argc;

@@ -237,7 +237,7 @@ nvcc=$({ nvcc --version || "$cuda/nvcc" --version; } 2>/dev/null | grep -om 1 'V
     printf ' "steps": [%s],\n' "$steps"
     printf ' "epochs": [%s],\n' "$(epoch_lines | objects)"
     printf ' "bench": %s,\n' "$(cat "$tmp/bench.json" 2>/dev/null || echo null)"
-    printf ' "pytorch": [%s]}\n' "$(grep -hs ' tf32=' "$tmp/pytorch" | objects)"
+    printf ' "pytorch": [%s]}\n' "$(grep -hs ' precision=.*=' "$tmp/pytorch" | grep -v ' does not work ' | objects)"
 } >"$tmp/results.json"
 if command -v python3 >/dev/null; then
     judge json "JSON" "$(python3 -m json.tool "$tmp/results.json" 2>&1 | tail -n 1)" \
