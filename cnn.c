@@ -1439,8 +1439,7 @@ static void plan_arenas(Net *net) {
     plan_area(p, &net->prepared, net->prepared_size, HOST, "maps and buffers");
 }
 
-/* Offsets and sizes of all arenas, for training steps of at most `batch` images and evaluations of
-   at most test_batch. Scratch memory for both: kernels may need less for more images. */
+// Offsets and sizes of all arenas. Scratch memory for both batches: more images may need less.
 static void plan_memory(Net *net, size_t batch) {
     const size_t most = max_size(batch, net->test_batch);
     plan_fusion(net);
@@ -2987,7 +2986,7 @@ static void barrier(Comm *c) {
 // Whether NCCL adds the gradients: ranks are processes with a GPU each, and it was found.
 static bool uses_nccl(const Comm *c) {
 #ifdef CNN_NCCL
-    return !c->team && c->net->backend->transfer;
+    return !c->team && !c->settings->oversubscribe && c->net->backend->transfer;
 #else
     (void)c;
     return false;
@@ -3297,6 +3296,10 @@ static void comm_init(Comm *c) {
     plan_alloc(&c->plan);
     c->lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
     c->changed = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
+}
+
+// From here on, gradients are reduced during backward.
+static void comm_start(Comm *c) {
     if (c->world == 1 || c->dp)
         return;
 #ifdef CNN_NCCL
@@ -5552,6 +5555,7 @@ static void train_epochs(Run *run) {
 static void run_rank(Run *run) {
     alloc_run(run);
     print_ranks(run);
+    comm_start(&run->comm);
     setup_weights(run);
     compare_settings_of_ranks(run);
     if (*run->settings.out) {

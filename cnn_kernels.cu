@@ -16,7 +16,7 @@
 
    The comment before each kernel gives what it computes, its grid, and its memory traffic: the
    least number of bytes it must move, where N is the number of elements of its output. Where no
-   grid is given, there is one thread per element.
+   grid is given, there is one thread per element, or per four of them.
    Rules: results never depend on the order in which threads run (no floating-point atomics), so
    the same seed gives the same bits; no thread returns before a barrier; and for the emulator, one
    __shared__ array per line, template arguments written out at a launch. Of cnn.c only the
@@ -27,11 +27,11 @@
 
 #include <cuda_runtime.h>
 #include <math.h>
-#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 static_assert(sizeof(real) == sizeof(float), "the kernels are written for 32-bit floats");
 
@@ -46,8 +46,9 @@ enum { THREADS = 256, WARP = 32 };
 static void (*fail)(int status, const char *format, ...); // die() of cnn.c
 static cudaStream_t streams[MAX_REPLICAS];
 static cudaEvent_t events[MAX_REPLICAS][MARKS];
-static thread_local size_t replica; // that this host thread computes for
-static thread_local int device;     // that it uses
+static int devices_of[MAX_REPLICAS]; // by replica
+static thread_local size_t replica;  // that this host thread computes for
+static thread_local int device;      // that it uses
 
 static void check(cudaError_t error, const char *call, int line) {
     if (error != cudaSuccess)
@@ -89,20 +90,19 @@ static size_t devices(const char **why_not) {
     int count = 0;
     cudaError_t error = cudaGetDeviceCount(&count);
     *why_not = error == cudaSuccess ? "no device" : cudaGetErrorString(error);
-    return error == cudaSuccess && count > 0 ? (size_t)count : 0;
+    return error == cudaSuccess ? min((size_t)count, (size_t)MAX_REPLICAS) : 0;
 }
 
-static __global__ void add_kernel(real *out, const real *in, const real *residual, unsigned count,
-                                  bool relu);
+static __global__ void accumulate_kernel(real *to, const real *from, size_t count);
 
 // This host thread computes for replica r on device `which`. on_error ends the program.
 static void use(size_t r, size_t which, void (*on_error)(int, const char *, ...)) {
     fail = on_error;
     replica = r;
-    device = (int)which;
+    device = devices_of[r] = (int)which;
     CHECK(cudaSetDevice(device));
     cudaFuncAttributes attributes;
-    if (cudaFuncGetAttributes(&attributes, (const void *)add_kernel) != cudaSuccess)
+    if (cudaFuncGetAttributes(&attributes, (const void *)accumulate_kernel) != cudaSuccess)
         fail(1,
              "device %d: this program was built for other GPUs; run: make clean && make "
              "CUDA_ARCH=native, on this machine, or use --no-cuda",
@@ -111,7 +111,7 @@ static void use(size_t r, size_t which, void (*on_error)(int, const char *, ...)
         return;
     CHECK(cudaStreamCreateWithFlags(&streams[replica], cudaStreamNonBlocking));
     for (size_t i = 0; i < MARKS; i++)
-        CHECK(cudaEventCreate(&events[replica][i]));
+        CHECK(cudaEventCreateWithFlags(&events[replica][i], cudaEventBlockingSync));
 }
 
 // Name, driver and free memory of this thread's device.
@@ -179,36 +179,76 @@ static void copy(void *to, const void *from, size_t bytes) {
         CHECK(cudaStreamSynchronize(stream()));
 }
 
-// A stream of this host thread on device `which`, for copies that overlap with the kernels there.
+/* A stream of this host thread on device `which`, for copies that overlap with the kernels there.
+   Its own kernels, the additions of the all-reduce, start before blocks of backward that are still
+   waiting. */
 static cudaStream_t own_stream(size_t which) {
-    static thread_local cudaStream_t own;
+    static thread_local cudaStream_t own[MAX_REPLICAS];
     device = (int)which;
     CHECK(cudaSetDevice(device));
-    if (!own)
-        CHECK(cudaStreamCreateWithFlags(&own, cudaStreamNonBlocking));
-    return own;
+    if (!own[which]) {
+        int least = 0, greatest = 0;
+        CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+        CHECK(cudaStreamCreateWithPriority(&own[which], cudaStreamNonBlocking, greatest));
+    }
+    return own[which];
+}
+
+// Until the stream is done; sleeps as wait() does.
+static void sleep_until_done(cudaStream_t own) {
+    static thread_local cudaEvent_t done[MAX_REPLICAS];
+    if (!done[device])
+        CHECK(cudaEventCreateWithFlags(&done[device],
+                                       cudaEventBlockingSync | cudaEventDisableTiming));
+    CHECK(cudaEventRecord(done[device], own));
+    CHECK(cudaEventSynchronize(done[device]));
 }
 
 // For threads other than the one that computes: concurrent with the kernels, complete on return.
 static void transfer(size_t which, void *to, const void *from, size_t bytes) {
     cudaStream_t own = own_stream(which);
     CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, own));
-    CHECK(cudaStreamSynchronize(own));
+    sleep_until_done(own);
 }
 
-// to = from, or to += from by way of buffer; like transfer().   Traffic of the kernel: 12 N bytes
+/* Copies from another device's memory go by NVLink or PCIe directly, where the two are connected
+   and this has been enabled; otherwise through the host. */
+static void enable_peer(const void *from) {
+    static thread_local bool enabled[MAX_REPLICAS];
+    cudaPointerAttributes a;
+    int possible = 0;
+    CHECK(cudaPointerGetAttributes(&a, from));
+    if (a.type != cudaMemoryTypeDevice || a.device == device || enabled[a.device])
+        return;
+    enabled[a.device] = true;
+    CHECK(cudaDeviceCanAccessPeer(&possible, device, a.device));
+    cudaError_t error = possible ? cudaDeviceEnablePeerAccess(a.device, 0) : cudaSuccess;
+    if (error == cudaErrorPeerAccessAlreadyEnabled) // by another thread
+        cudaGetLastError();                         // clears the error
+    else
+        CHECK(error);
+}
+
+// to += from, of any address.   Traffic: 12 N bytes
+static __global__ void accumulate_kernel(real *to, const real *from, size_t count) {
+    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < count)
+        to[i] += from[i];
+}
+
+// to = from, or to += from by way of buffer; like transfer().
 static void receive(size_t which, real *to, const real *from, size_t count, bool add,
                     real *buffer) {
     cudaStream_t own = own_stream(which);
     unsigned blocks = (unsigned)ceil_div(count, THREADS);
     if (count == 0)
         return;
-    // between two devices this is cudaMemcpyPeerAsync()
+    enable_peer(from);
     CHECK(cudaMemcpyAsync(add ? buffer : to, from, count * sizeof *to, cudaMemcpyDefault, own));
     if (add)
-        add_kernel<<<blocks, THREADS, 0, own>>>(to, to, buffer, count, false);
+        accumulate_kernel<<<blocks, THREADS, 0, own>>>(to, buffer, count);
     CHECK_LAUNCH();
-    CHECK(cudaStreamSynchronize(own));
+    sleep_until_done(own);
 }
 
 static void synchronize(void) {
@@ -220,8 +260,10 @@ static void mark(size_t i) {
     CHECK(cudaEventRecord(events[replica][i], stream()));
 }
 
-// Until replica r's device has reached mark i; any thread may wait.
+// Until replica r's device has reached mark i; any thread may wait. The thread sleeps, so that it
+// takes no core from those that compute.
 static void wait(size_t r, size_t i) {
+    CHECK(cudaSetDevice(devices_of[r])); // a thread without a device would use the first one
     CHECK(cudaEventSynchronize(events[r][i]));
 }
 
@@ -300,7 +342,7 @@ extern "C" bool cuda_all_reduce(size_t which, real *data, size_t count, double t
     cudaError_t state;
     CHECK_NCCL(ncclAllReduce(data, data, count, ncclFloat, ncclSum, group, own));
     while ((state = cudaStreamQuery(own)) == cudaErrorNotReady && seconds() < begin + timeout)
-        sched_yield();
+        usleep(20); // sleeps, as wait() does
     if (state != cudaErrorNotReady)
         CHECK(state);
     return state == cudaSuccess;
@@ -314,6 +356,40 @@ extern "C" bool cuda_all_reduce(size_t which, real *data, size_t count, double t
 // The index of this thread's element. 32 bits suffice (see scratch_size()) and divide faster.
 static __device__ unsigned element(void) {
     return blockIdx.x * blockDim.x + threadIdx.x;
+}
+
+/* Four neighbouring elements, 16 bytes, which one instruction loads or stores: a kernel that uses
+   them needs a quarter of the instructions, and has more accesses in flight. Kernels that call
+   first_of_four() have one thread for every four elements. Tensors begin at multiples of 16 bytes;
+   their last four elements may be fewer. */
+struct Four {
+    real v[4];
+};
+
+static __device__ unsigned first_of_four(void) {
+    return 4 * element();
+}
+
+static __device__ Four load(const real *from, unsigned i, unsigned count) {
+    Four f = {0, 0, 0, 0};
+    if (i + 4 <= count) {
+        float4 four = *(const float4 *)(from + i);
+        return {four.x, four.y, four.z, four.w};
+    }
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+        if (i + j < count)
+            f.v[j] = from[i + j];
+    return f;
+}
+
+static __device__ void store(real *to, unsigned i, unsigned count, Four f) {
+    if (i + 4 <= count)
+        *(float4 *)(to + i) = {f.v[0], f.v[1], f.v[2], f.v[3]};
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+        if (i + 4 > count && i + j < count)
+            to[i + j] = f.v[j];
 }
 
 /* LAB 4.1 BEGIN relu_forward */
@@ -332,33 +408,45 @@ static void relu_forward(Work w) {
 // din = dout where out > 0, else 0; += if accumulate. din may be dout.   Traffic: 12 N bytes
 static __global__ void relu_backward_kernel(real *din, const real *dout, const real *out,
                                             unsigned count, bool accumulate) {
-    unsigned i = element();
-    if (i < count)
-        din[i] = (out[i] > 0 ? dout[i] : 0) + (accumulate ? din[i] : 0);
+    unsigned i = first_of_four();
+    if (i >= count)
+        return;
+    Four sum = accumulate ? load(din, i, count) : Four{0, 0, 0, 0};
+    Four d = load(dout, i, count), o = load(out, i, count);
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+        sum.v[j] += o.v[j] > 0 ? d.v[j] : 0;
+    store(din, i, count, sum);
 }
 
 static void relu_backward(Work w) {
-    LAUNCH(relu_backward_kernel, outputs(w), w.din, w.dout, w.out, outputs(w), w.accumulate);
+    LAUNCH(relu_backward_kernel, ceil_div(outputs(w), 4), w.din, w.dout, w.out, outputs(w),
+           w.accumulate);
 }
 
 // out = in + residual, then ReLU if asked.   Traffic: 12 N bytes
 static __global__ void add_kernel(real *out, const real *in, const real *residual, unsigned count,
                                   bool relu) {
-    unsigned i = element();
-    if (i < count) {
-        real sum = in[i] + residual[i];
-        out[i] = relu && sum < 0 ? 0 : sum;
+    unsigned i = first_of_four();
+    if (i >= count)
+        return;
+    Four sum = load(in, i, count), r = load(residual, i, count);
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        sum.v[j] += r.v[j];
+        sum.v[j] = relu && sum.v[j] < 0 ? 0 : sum.v[j];
     }
+    store(out, i, count, sum);
 }
 
 static void add_forward(Work w) {
-    LAUNCH(add_kernel, outputs(w), w.out, w.in, w.residual, outputs(w), w.l->relu);
+    LAUNCH(add_kernel, ceil_div(outputs(w), 4), w.out, w.in, w.residual, outputs(w), w.l->relu);
 }
 
 // din = dout; += if accumulate.   Traffic: 8 N bytes, 12 N if accumulate
 static void add_backward(Work w) {
     if (w.accumulate)
-        LAUNCH(add_kernel, outputs(w), w.din, w.din, w.dout, outputs(w), false);
+        LAUNCH(add_kernel, ceil_div(outputs(w), 4), w.din, w.din, w.dout, outputs(w), false);
     else
         copy(w.din, w.dout, outputs(w) * sizeof *w.din);
 }
@@ -400,13 +488,18 @@ static void dropout_forward(Work w) {
 // din = dout / (1 - p) where the mask is set, else 0; += if accumulate.   Traffic: 9 N bytes
 static __global__ void dropout_backward_kernel(real *din, const real *dout, const uint8_t *mask,
                                                unsigned count, real scale, bool accumulate) {
-    unsigned i = element();
-    if (i < count)
-        din[i] = dout[i] * (mask[i] ? scale : 0) + (accumulate ? din[i] : 0);
+    unsigned i = first_of_four();
+    if (i >= count)
+        return;
+    Four sum = accumulate ? load(din, i, count) : Four{0, 0, 0, 0}, d = load(dout, i, count);
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+        sum.v[j] += i + j < count && mask[i + j] ? d.v[j] * scale : 0;
+    store(din, i, count, sum);
 }
 
 static void dropout_backward(Work w) {
-    LAUNCH(dropout_backward_kernel, outputs(w), w.din, w.dout, w.saved, outputs(w),
+    LAUNCH(dropout_backward_kernel, ceil_div(outputs(w), 4), w.din, w.dout, w.saved, outputs(w),
            1 / (1 - w.l->p), w.accumulate);
 }
 
@@ -534,39 +627,56 @@ static __global__ void adadelta_kernel(real *param, const real *grad, real *squa
                                        real *acc_delta, unsigned count, real lr,
                                        real weight_decay) {
     const real rho = .9f, eps = 1e-6f;
-    unsigned i = element();
+    unsigned i = first_of_four();
     if (i >= count)
         return;
-    real g = grad[i] + weight_decay * param[i];
-    real square = square_avg[i] = rho * square_avg[i] + (1 - rho) * g * g;
-    real delta = sqrtf(acc_delta[i] + eps) / sqrtf(square + eps) * g;
-    acc_delta[i] = rho * acc_delta[i] + (1 - rho) * delta * delta;
-    param[i] -= lr * delta;
+    Four p = load(param, i, count), g = load(grad, i, count);
+    Four square = load(square_avg, i, count), acc = load(acc_delta, i, count);
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        g.v[j] += weight_decay * p.v[j];
+        square.v[j] = rho * square.v[j] + (1 - rho) * g.v[j] * g.v[j];
+        real delta = sqrtf(acc.v[j] + eps) / sqrtf(square.v[j] + eps) * g.v[j];
+        acc.v[j] = rho * acc.v[j] + (1 - rho) * delta * delta;
+        p.v[j] -= lr * delta;
+    }
+    store(square_avg, i, count, square);
+    store(acc_delta, i, count, acc);
+    store(param, i, count, p);
 }
 
 static void adadelta(Update u) {
-    LAUNCH(adadelta_kernel, u.count, u.param, u.grad, u.state[0], u.state[1], u.count, (real)u.lr,
-           (real)u.weight_decay);
+    LAUNCH(adadelta_kernel, ceil_div(u.count, 4), u.param, u.grad, u.state[0], u.state[1], u.count,
+           (real)u.lr, (real)u.weight_decay);
 }
 
 // Traffic: 20 N bytes with momentum, 12 N without
 static __global__ void sgd_kernel(real *param, const real *grad, real *momentum_buffer,
                                   unsigned count, real lr, real momentum, real weight_decay,
                                   bool nesterov) {
-    unsigned i = element();
+    unsigned i = first_of_four();
     if (i >= count)
         return;
-    real g = grad[i] + weight_decay * param[i], step = g;
-    if (momentum > 0) {
-        step = momentum_buffer[i] = momentum * momentum_buffer[i] + g;
-        step = nesterov ? g + momentum * step : step;
+    Four p = load(param, i, count), g = load(grad, i, count), buffer = {0, 0, 0, 0};
+    if (momentum > 0)
+        buffer = load(momentum_buffer, i, count);
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        g.v[j] += weight_decay * p.v[j];
+        buffer.v[j] = momentum * buffer.v[j] + g.v[j];
+        real step = momentum == 0 ? g.v[j]
+                    : nesterov    ? g.v[j] + momentum * buffer.v[j]
+                                  : buffer.v[j];
+        p.v[j] -= lr * step;
     }
-    param[i] -= lr * step;
+    if (momentum > 0)
+        store(momentum_buffer, i, count, buffer);
+    store(param, i, count, p);
 }
 
 static void sgd(Update u) {
-    LAUNCH(sgd_kernel, u.count, u.param, u.grad, u.state[0], u.count, (real)u.lr, (real)u.momentum,
-           (real)u.weight_decay, u.nesterov);
+    LAUNCH(sgd_kernel, ceil_div(u.count, 4), u.param, u.grad, u.state[0], u.count, (real)u.lr,
+           (real)u.momentum, (real)u.weight_decay, u.nesterov);
 }
 
 /* ---- The loader's work, where the data set is resident on the device: look the batch's images up
@@ -651,12 +761,19 @@ static __global__ void gather_elastic_kernel(real *out, uint8_t *labels, Residen
 }
 
 static void gather(real *out, uint8_t *labels, const Resident *r, const Draw *draw, size_t n) {
-    size_t pixels = r->shape.h * r->shape.w;
-    if (r->augment != AUGMENT_ELASTIC)
+    size_t pixels = r->shape.h * r->shape.w, fields = 3 * pixels * sizeof(real);
+    if (r->augment != AUGMENT_ELASTIC) {
         LAUNCH(gather_kernel, n * pixels * r->shape.c, out, labels, *r, *draw, n);
-    else
-        gather_elastic_kernel<<<(unsigned)n, THREADS, 3 * pixels * sizeof(real), stream()>>>(
-            out, labels, *r, *draw);
+        return;
+    }
+    // more than 48 KB of shared memory must be asked for
+    if (cudaFuncSetAttribute(gather_elastic_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             (int)fields) != cudaSuccess)
+        fail(1,
+             "--augment elastic: the fields of %zu x %zu pixels need %zu bytes of shared memory, "
+             "more than device %d has; expected smaller images, or another --augment",
+             r->shape.h, r->shape.w, fields, device);
+    gather_elastic_kernel<<<(unsigned)n, THREADS, fields, stream()>>>(out, labels, *r, *draw);
     CHECK_LAUNCH();
 }
 
@@ -818,19 +935,39 @@ static __global__ void batchnorm_statistics_kernel(real *stats, const real *part
     stats[3 * channels + c] = 1 / sqrtf(m.squares / m.count + bn_eps);
 }
 
+// The values of four neighbouring elements' channels, the first of which is c.
+static __device__ Four of_channels(const real *values, unsigned c, unsigned channels) {
+    if (channels % 4 == 0)
+        return load(values, c, channels);
+    Four f;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        f.v[j] = values[c];
+        c = c + 1 < channels ? c + 1 : 0;
+    }
+    return f;
+}
+
 /* out = (in - mean) * weight / sqrt(variance + eps) + bias, + residual unless that is NULL, then
    ReLU if asked.   Traffic: 8 N bytes, 12 N with a residual */
 static __global__ void batchnorm_apply_kernel(real *out, const real *in, const real *stats,
                                               const real *weight, const real *bias,
                                               const real *residual, unsigned count, int channels,
                                               bool training, bool relu) {
-    unsigned i = element(), c = i % channels;
+    unsigned i = first_of_four(), c = i % channels;
     if (i >= count)
         return;
-    real mean = training ? stats[2 * channels + c] : stats[c];
-    real inverse = training ? stats[3 * channels + c] : 1 / sqrtf(stats[channels + c] + bn_eps);
-    real value = (in[i] - mean) * (weight[c] * inverse) + bias[c] + (residual ? residual[i] : 0);
-    out[i] = relu && value < 0 ? 0 : value;
+    Four x = load(in, i, count), r = residual ? load(residual, i, count) : Four{0, 0, 0, 0};
+    Four mean = of_channels(stats + (training ? 2 * channels : 0), c, channels);
+    Four spread = of_channels(stats + (training ? 3 * channels : channels), c, channels);
+    Four scale = of_channels(weight, c, channels), shift = of_channels(bias, c, channels);
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        real inverse = training ? spread.v[j] : 1 / sqrtf(spread.v[j] + bn_eps);
+        real value = (x.v[j] - mean.v[j]) * (scale.v[j] * inverse) + shift.v[j] + r.v[j];
+        x.v[j] = relu && value < 0 ? 0 : value;
+    }
+    store(out, i, count, x);
 }
 
 static void batchnorm2d_forward(Work w) {
@@ -843,8 +980,8 @@ static void batchnorm2d_forward(Work w) {
         LAUNCH(batchnorm_statistics_kernel, channels * WARP, w.stats, w.scratch, pixels, grid.y,
                channels);
     }
-    LAUNCH(batchnorm_apply_kernel, outputs(w), w.out, w.in, w.stats, w.weight, w.bias, w.residual,
-           outputs(w), channels, training, w.l->relu);
+    LAUNCH(batchnorm_apply_kernel, ceil_div(outputs(w), 4), w.out, w.in, w.stats, w.weight, w.bias,
+           w.residual, outputs(w), channels, training, w.l->relu);
 }
 
 /* din = weight * inverse * (dout - dbias / m - x * dweight / m), over m pixels, where
@@ -854,20 +991,29 @@ static __global__ void batchnorm_backward_kernel(real *din, const real *dout, co
                                                  const real *stats, const real *weight,
                                                  const real *dweight, const real *dbias,
                                                  unsigned count, int channels, bool accumulate) {
-    unsigned i = element(), c = i % channels;
+    unsigned i = first_of_four(), c = i % channels;
     if (i >= count)
         return;
-    real m = (real)(count / channels), inverse = stats[3 * channels + c];
-    real x = (in[i] - stats[2 * channels + c]) * inverse;
-    real d = weight[c] * inverse * (dout[i] - dbias[c] / m - x * (dweight[c] / m));
-    din[i] = d + (accumulate ? din[i] : 0);
+    const real m = (real)(count / channels);
+    Four sum = accumulate ? load(din, i, count) : Four{0, 0, 0, 0};
+    Four x = load(in, i, count), d = load(dout, i, count), scale = of_channels(weight, c, channels);
+    Four mean = of_channels(stats + 2 * channels, c, channels);
+    Four inverse = of_channels(stats + 3 * channels, c, channels);
+    Four sums = of_channels(dbias, c, channels), products = of_channels(dweight, c, channels);
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        real normalised = (x.v[j] - mean.v[j]) * inverse.v[j];
+        sum.v[j] +=
+            scale.v[j] * inverse.v[j] * (d.v[j] - sums.v[j] / m - normalised * (products.v[j] / m));
+    }
+    store(din, i, count, sum);
 }
 
 static void batchnorm2d_backward(Work w) {
     column_sums(w, w.dweight, w.in);
     if (w.din)
-        LAUNCH(batchnorm_backward_kernel, inputs(w), w.din, w.dout, w.in, w.stats, w.weight,
-               w.dweight, w.dbias, inputs(w), w.l->in.c, w.accumulate);
+        LAUNCH(batchnorm_backward_kernel, ceil_div(inputs(w), 4), w.din, w.dout, w.in, w.stats,
+               w.weight, w.dweight, w.dbias, inputs(w), w.l->in.c, w.accumulate);
 }
 
 /* ==== 4. Softmax and loss =======================================================================
@@ -1045,194 +1191,310 @@ static void conv2d_backward_naive(Work w) {
    --kernels tiled: every pass is a matrix product C[M][N] = sum over K of A[M][K] * B[K][N], whose
    A is never stored ("implicit GEMM"): its elements are looked up in the image.
 
-     pass              M: rows of C       N: columns     K: summed over      A             B
-     forward           n * oh * ow        channels out   taps * channels in  in            weight
-     data gradient     n * h * w          channels in    taps * chan. out    dout          weight
-     weight gradient   taps * chan. in    channels out   n * oh * ow         in            dout
+     pass              M: rows of C       N: columns     K: summed over      A: along   B: along
+     forward           n * oh * ow        channels out   taps * channels in  in: K      weight: N
+     data gradient     n * h * w          channels in    taps * chan. out    dout: K    weight: K
+     weight gradient   taps * chan. in    channels out   n * oh * ow         in: M      dout: N
 
-   A block computes a tile of 128 x 64 elements of C with 256 threads, 8 x 4 each, in registers. In
-   every step it loads 128 x 16 elements of A and 16 x 64 of B into shared memory, where each of
-   them is used 64 or 128 times: that is 1 / 85 of the naive kernels' memory accesses. While the
-   threads multiply, the numbers of the next step are being loaded into registers (double
-   buffering).
+   "Along" is the index whose neighbours are neighbours in memory: a channel. Where 4 divides the
+   channels, 4 of them are loaded at once, 16 bytes (WIDTH).
+
+   A block computes a tile of C: 128 x 128 elements, 128 x 64 where columns are few, or 64 x 32
+   where elements are few. In every step it loads TILE_K numbers of each of its rows of A and
+   columns of B into shared memory, where each thread then reads 8 + 8 numbers for 64 multiply-adds
+   (4 + 4 for 16 in the smallest tile). While the threads multiply, the numbers of the next step are
+   being loaded into registers (double buffering).
 
    Where C has too few tiles to occupy a GPU, K is split among blocks (split-K); the partial sums
-   are added afterwards, always in the same order. */
+   are added afterwards, always in the same order.
 
-enum { TILE_M = 128, TILE_N = 64, TILE_K = 16, ROWS_M = 8, COLUMNS_N = 4 };
+   With a stride s, only each s-th tap meets an input pixel in the data gradient, and which ones
+   depends on y % s and x % s. So the pixels are computed in s * s phases, each a product of its own
+   with the taps that it meets, and no multiply-add is wasted on the others. */
 
-/* The address of an element of A or B has a part that depends on its outer index (M or N) and one
-   that depends on its inner index (K). They are computed separately, since a thread keeps one of
-   them, and then added. An outer index beyond the matrix has a y far below 0. */
-struct Coord {
+enum { TILE_K = 16 };
+
+// ROWS x COLUMNS elements of a tile are computed by one thread; BLOCKS fit on a multiprocessor.
+template <int M_, int N_, int ROWS_, int COLUMNS_, int BLOCKS_> struct Tile {
+    enum { M = M_, N = N_, ROWS = ROWS_, COLUMNS = COLUMNS_, BLOCKS = BLOCKS_ };
+    enum { TILE_THREADS = M / ROWS * (N / COLUMNS) };
+};
+typedef Tile<128, 128, 8, 8, 2> LargeTile; // 256 threads
+typedef Tile<128, 64, 8, 8, 3> NarrowTile; // 128 threads
+typedef Tile<64, 32, 4, 4, 4> SmallTile;   // 128 threads
+
+/* An index of an operand is a number of three digits, (a * size_b + b) * size_c + c: of a position,
+   image, row and column; of an element of the filter, row, column and channel; otherwise a alone.
+   Each digit adds its part to the address, and some to the pixel's y and x. An example: a filter of
+   3 x 3 on 64 channels has size_b = 3 and size_c = 64, so k = 500 = (2 * 3 + 1) * 64 + 52 is row 2,
+   column 1, channel 52. The next step, 16 further on, adds the digits 0, 0, 16 with carry: row 2,
+   column 2, channel 4. So nothing is divided in the main loop: a GPU takes some 20 instructions for
+   a division. */
+struct Digits {
+    int a, b, c;
+};
+struct Place {
     int offset, y, x;
 };
-enum { OUTSIDE = -(1 << 20) };
-
-/* The operands. K_CONTIGUOUS: elements with neighbouring K are neighbours in memory; otherwise
-   those with neighbouring outer indices are.
-
-   Matrix<false>: [K][lines], depth unused. Matrix<true>: [K / depth][lines][depth], which is how
-   the data gradient reads the weights: lines are the channels in, depth the channels out. */
-template <bool DEEP> struct Matrix {
-    enum { K_CONTIGUOUS = DEEP };
-    const real *data;
-    int lines, depth;
-    __device__ Coord outer(int i) const {
-        return {K_CONTIGUOUS ? i * depth : i, 0, 0};
+struct Axis {
+    int size_b = 1, size_c = 1;
+    int offset_a, offset_b = 0, offset_c = 0, y_a = 0, y_b = 0, x_b = 0, x_c = 0;
+    __device__ Digits digits(int i) const {
+        return {i / size_c / size_b, i / size_c % size_b, i % size_c};
     }
-    __device__ Coord inner(int k) const {
-        return {K_CONTIGUOUS ? k / depth * lines * depth + k % depth : k * lines, 0, 0};
+    __device__ void add(Digits &d, Digits step) const {
+        d.c += step.c;
+        int carry = d.c >= size_c;
+        d.c -= carry ? size_c : 0;
+        d.b += step.b + carry;
+        carry = d.b >= size_b;
+        d.b -= carry ? size_b : 0;
+        d.a += step.a + carry;
     }
-    __device__ real at(Coord a, Coord b) const {
-        return a.y < 0 ? 0 : data[a.offset + b.offset];
-    }
-};
-
-/* An image as the matrix of the patches under a filter (im2col). Position (n, y, x) of the other
-   image and tap (i, j) meet the pixel
-     (y * step + origin + direction * i) / divisor, x likewise,
-   if that is an integer inside the image. Forward: step = stride, origin = -padding, direction = 1,
-   divisor = 1. Data gradient: 1, padding, -1, stride.
-   The outer index counts positions (PIXELS) and K taps and channels, or vice versa (TAPS). */
-enum OuterIndex { PIXELS, TAPS };
-
-template <OuterIndex OUTER> struct Im2col {
-    enum { K_CONTIGUOUS = OUTER == PIXELS };
-    const real *data;
-    int h, w, channels;    // of this image
-    int across, per_image; // positions in a row and in all of the other image
-    int kernel, step, origin, direction, divisor;
-    __device__ Coord position(int i) const {
-        int p = i % per_image;
-        return {i / per_image * h * w * channels, p / across * step + origin,
-                p % across * step + origin};
-    }
-    __device__ Coord tap(int k) const {
-        int t = k / channels;
-        return {k % channels, direction * (t / kernel), direction * (t % kernel)};
-    }
-    __device__ real at(Coord a, Coord b) const {
-        int y = a.y + b.y, x = a.x + b.x;
-        bool valid = y >= 0 && x >= 0;
-        if (divisor > 1) {
-            valid = valid && y % divisor == 0 && x % divisor == 0;
-            y /= divisor;
-            x /= divisor;
-        }
-        return valid && y < h && x < w ? data[a.offset + b.offset + (y * w + x) * channels] : 0;
-    }
-    __device__ Coord outer(int i) const {
-        return OUTER == PIXELS ? position(i) : tap(i);
-    }
-    __device__ Coord inner(int k) const {
-        return OUTER == PIXELS ? tap(k) : position(k);
+    __device__ Place place(Digits d) const {
+        return {d.a * offset_a + d.b * offset_b + d.c * offset_c, d.a * y_a + d.b * y_b,
+                d.b * x_b + d.c * x_c};
     }
 };
 
-/* One thread's share of loading a tile of LINES x TILE_K numbers into shared memory [k][line].
-   Neighbouring threads load numbers that are neighbours in memory: neighbouring k if K_CONTIGUOUS,
-   where a thread has a single k; else neighbouring lines, where a thread has a single line. fetch()
-   and put() are separate so that arithmetic can be done between them. A line of shared memory is
-   padded by 4 numbers: otherwise the threads that store the numbers of one line would use the same
-   of its 32 banks, and be serialised (a bank conflict). */
-template <class Operand, int LINES> struct TileLoader {
-    enum { K_CONTIGUOUS = Operand::K_CONTIGUOUS, COUNT = LINES * TILE_K / THREADS };
-    enum { PITCH = LINES + 4 };
-    Coord outer[COUNT];
-    real numbers[COUNT];
-    __device__ TileLoader(const Operand &operand, int first_line, int lines) {
+/* A or B: the element at (line, column) is data[the sum of both offsets and the origin's], or 0 if
+   the pixel is outside of the image of h x w. A is an image, B a matrix, whose pixel is (0, 0).
+   Neighbouring columns are neighbours in memory. */
+struct Operand {
+    const real *data;
+    Axis line, column;
+    Place origin = {0, 0, 0};
+    int h = 1, w = 1;
+    __device__ bool inside(Place p) const {
+        return (unsigned)p.y < (unsigned)h && (unsigned)p.x < (unsigned)w;
+    }
+};
+static __device__ Place operator+(Place a, Place b) {
+    return {a.offset + b.offset, a.y + b.y, a.x + b.x};
+}
+
+/* One thread's share of loading a tile of LINES x TILE_K numbers into shared memory [k][line], in
+   chunks of WIDTH. Neighbouring threads load neighbouring chunks: ALONG_K, of the same line, so
+   that a thread has one k and several lines; otherwise of the same k. fetch() and put() are
+   separate so that arithmetic can be done between them. A line of shared memory is padded by 4
+   numbers: otherwise the threads that store the numbers of one line would use the same of its 32
+   banks, and be serialised (a bank conflict). Lines beyond the matrix load its last one; what is
+   computed with them is not stored. */
+template <int LINES, int LOADERS, bool IMAGE, bool ALONG_K, int WIDTH> struct TileLoader {
+    enum { ACROSS = (ALONG_K ? TILE_K : LINES) / WIDTH, APART = LOADERS / ACROSS };
+    enum { COUNT = LINES * TILE_K / WIDTH / LOADERS, PITCH = LINES + 4 };
+    enum { ONE_DIGIT = !IMAGE && !ALONG_K }; // the number of a matrix's line
+    Place fixed[ALONG_K ? COUNT : 1];        // of the index that stays: a row of A or column of B
+    Digits k_digits, step;
+    int across, along;
+    real numbers[COUNT][WIDTH];
+    __device__ TileLoader(const Operand &o, int first, int lines, int begin) {
+        across = threadIdx.x % ACROSS * WIDTH;
+        along = threadIdx.x / ACROSS;
+        k_digits = k_number(o, begin + (ALONG_K ? across : along));
+        step = k_number(o, ALONG_K ? (int)TILE_K : (int)APART);
+        const Axis &other = ALONG_K ? o.line : o.column;
 #pragma unroll
-        for (int i = 0; i < COUNT; i++)
-            outer[i] = first_line + line(i) < lines ? operand.outer(first_line + line(i))
-                                                    : Coord{0, OUTSIDE, 0};
+        for (int i = 0; i < (ALONG_K ? COUNT : 1); i++) {
+            int line =
+                min(first + (ALONG_K ? along + i * APART : across), lines - (ALONG_K ? 1 : WIDTH));
+            fixed[i] = o.origin + other.place(other.digits(line));
+        }
     }
-    __device__ static int line(int i) {
-        return K_CONTIGUOUS ? threadIdx.x / TILE_K + i * (THREADS / TILE_K) : threadIdx.x % LINES;
+    __device__ static const Axis &axis_of_k(const Operand &o) {
+        return ALONG_K ? o.column : o.line;
     }
-    __device__ static int depth(int i) {
-        return K_CONTIGUOUS ? threadIdx.x % TILE_K : threadIdx.x / LINES + i * (THREADS / LINES);
+    __device__ static Digits k_number(const Operand &o, int k) {
+        return ONE_DIGIT ? Digits{k, 0, 0} : axis_of_k(o).digits(k);
     }
-    __device__ void fetch(const Operand &operand, int k, int end) {
+    __device__ void advance(const Operand &o) {
+        if (ONE_DIGIT)
+            k_digits.a += APART;
+        else
+            axis_of_k(o).add(k_digits, step);
+    }
+    // The numbers from k on, which must be those that follow the last call's; 0 from `end` on.
+    __device__ void fetch(const Operand &o, int k, int end) {
+        Place place = axis_of_k(o).place(k_digits);
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
-            Coord inner = operand.inner(k + depth(i));
-            numbers[i] = k + depth(i) < end ? operand.at(outer[K_CONTIGUOUS ? i : 0], inner) : 0;
+            const Place p = fixed[ALONG_K ? i : 0] + place;
+            const real *from = o.data + p.offset;
+            bool valid =
+                (!IMAGE || o.inside(p)) && k + (ALONG_K ? across : along + i * APART) < end;
+            if constexpr (WIDTH == 4) {
+                float4 four = valid ? *(const float4 *)from : float4{0, 0, 0, 0};
+                numbers[i][0] = four.x;
+                numbers[i][1] = four.y;
+                numbers[i][2] = four.z;
+                numbers[i][3] = four.w;
+            } else {
+                numbers[i][0] = valid ? *from : 0;
+            }
+            if (!ALONG_K || i == COUNT - 1) {
+                advance(o);
+                place = axis_of_k(o).place(k_digits);
+            }
         }
     }
     __device__ void put(real *tile) const {
 #pragma unroll
-        for (int i = 0; i < COUNT; i++)
-            tile[depth(i) * PITCH + line(i)] = numbers[i];
+        for (int i = 0; i < COUNT; i++) {
+            const real *from = numbers[i];
+            real *to = tile + (ALONG_K ? across * PITCH + along + i * APART
+                                       : (along + i * APART) * PITCH + across);
+            if constexpr (!ALONG_K && WIDTH == 4)
+                *(float4 *)to = {from[0], from[1], from[2], from[3]};
+            else
+#pragma unroll
+                for (int j = 0; j < WIDTH; j++)
+                    to[ALONG_K ? j * PITCH : j] = from[j];
+        }
     }
 };
 
-// The epilogue: what is done with an element of C while it is stored.
-struct Epilogue {
-    real *out;               // [M][N]; with splits > 1: [split][M][N], and none of the following
+// Where C is stored, and what is done with its elements then (the epilogue).
+struct Result {
+    real *out; // with several splits the partial sums: `part` elements for each
+    Axis line; // of a row; with phases not all rows are there
+    Place origin = {0, 0, 0};
+    int h = 1, w = 1;
     const real *bias = NULL; // one per column
     bool relu = false, accumulate = false;
-    __device__ void store(unsigned at, int column, real sum) const {
+    unsigned part = 0;
+    __device__ int at(int row) const { // of the row's first element; below 0: outside
+        Place p = origin + line.place(line.digits(row));
+        return p.y < h && p.x < w ? p.offset : -1;
+    }
+    __device__ real value(unsigned at, int column, real sum) const {
         sum += (bias ? bias[column] : 0) + (accumulate ? out[at] : 0);
-        out[at] = relu && sum < 0 ? 0 : sum;
+        return relu && sum < 0 ? 0 : sum;
     }
 };
 
+/* The phases of the data gradient. Phase (py, px) has the input pixels (i * stride + py, j * stride
+   + px). Tap r meets their rows if (py + padding - r) % stride = 0: r = ry, ry + stride, ... with
+   ry = (py + padding) % stride. The t-th of these taps reads row i + (py + padding) / stride - t of
+   dout. Columns likewise. An example: stride 2, padding 1, a filter of 3 x 3. Phase 0 has the even
+   rows, which only tap 1 meets; phase 1 the odd ones, where tap 0 reads row i + 1 of dout and tap 2
+   row i. */
+struct Phases {
+    int stride = 1, kernel = 0, padding = 0, channels_in = 0, channels_out = 0;
+    // Sets what depends on the phase; the depth of its product.
+    __device__ int enter(int phase, Operand &dout, Operand &weight, Result &din) const {
+        int py = phase / stride, px = phase % stride;
+        int ry = (py + padding) % stride, top = (py + padding) / stride;
+        int rx = (px + padding) % stride, left = (px + padding) / stride;
+        int taps_down = max(kernel - ry + stride - 1, 0) / stride;
+        int taps_across = max(kernel - rx + stride - 1, 0) / stride;
+        dout.origin = {(top * dout.w + left) * channels_out, top, left};
+        dout.column.size_b = weight.column.size_b = max(taps_across, 1);
+        weight.column.size_c = dout.column.size_c; // the same number: its digits are kept once
+        weight.origin.offset = (ry * kernel + rx) * channels_in * channels_out;
+        din.origin = {(py * din.w + px) * channels_in, py, px};
+        return taps_down * taps_across * channels_out;
+    }
+};
+
+// The elements of x that a thread reads of a line of shared memory: groups of 4, so far apart.
+template <int COUNT, int APART> static __device__ void read_fours(real *x, const real *line) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i += 4) {
+        const float4 four = *(const float4 *)(line + i / 4 * APART);
+        x[i] = four.x;
+        x[i + 1] = four.y;
+        x[i + 2] = four.z;
+        x[i + 3] = four.w;
+    }
+}
+
+// Stores 4 neighbouring elements of a row that begins at `at`, those of them that exist.
+template <int WIDTH>
+static __device__ void store_four(const Result &c, int at, int column, int columns,
+                                  const real *sums) {
+    real values[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+        values[j] = column + j < columns ? c.value(at + column + j, column + j, sums[j]) : 0;
+    if (WIDTH == 4 && column < columns)
+        *(float4 *)(c.out + at + column) = {values[0], values[1], values[2], values[3]};
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+        if (WIDTH == 1 && column + j < columns)
+            c.out[at + column + j] = values[j];
+}
+
 /* C = A * B over the K of this split; the table above lists A and B.
-   Two blocks fit on a multiprocessor: a thread has at most 128 registers.
-   Grid: M / 128 x N / 64 x splits.   Shared memory: 2 x (132 + 68) x 16 floats = 25.6 KB.
-   Traffic: 4 K (M N / 64 + M N / 128) + 4 M N bytes, most of it served by the L2 cache */
-template <class A, class B>
-static __global__ void __launch_bounds__(THREADS, 2)
-    gemm_kernel(A a, B b, Epilogue e, int rows, int columns, int depth, int depth_of_split) {
-    using LoadA = TileLoader<A, TILE_M>;
-    using LoadB = TileLoader<B, TILE_N>;
-    __shared__ __align__(16) real tile_a[2][TILE_K * LoadA::PITCH]; // read as float4
-    __shared__ __align__(16) real tile_b[2][TILE_K * LoadB::PITCH];
+   A warp's threads lie as 4 x 8 in the tile, each with groups of 4 x 4 elements that are half a
+   tile apart, or one such group: so the warp reads 16 and 32 neighbouring numbers at a time.
+   Registers: 128 in the large tile, so that 2 blocks of 256 threads fit on a multiprocessor, 168 in
+   the narrow one (3 of 128 threads), 128 in the small one (4 of 128); none is spilled.
+   Main loop: 84 to 87 % of its instructions are multiply-adds in the large tile, 80 to 85 % in the
+   narrow one, 67 to 72 % in the small one (44 to 61 % where WIDTH is 1).
+   Grid: M / tile x N / tile x splits * phases.   Shared memory: 8 (M + N + 8) * TILE_K bytes.
+   Traffic: 4 K (M N / tile N + M N / tile M) + 4 M N bytes, most of it served by the L2 cache */
+template <class T, bool A_ALONG_K, bool B_ALONG_K, int WIDTH>
+static __global__ void __launch_bounds__(T::TILE_THREADS, T::BLOCKS)
+    gemm_kernel(Operand a, Operand b, Result c, Phases phases, int rows, int columns, int depth,
+                int splits) {
+    using LoadA = TileLoader<T::M, T::TILE_THREADS, true, A_ALONG_K, WIDTH>;
+    using LoadB = TileLoader<T::N, T::TILE_THREADS, false, B_ALONG_K, WIDTH>;
+    enum { SIZE_A = TILE_K * LoadA::PITCH, SIZE_B = TILE_K * LoadB::PITCH };
+    __shared__ __align__(16) real tiles[2][SIZE_A + SIZE_B]; // read as float4
     static_assert(LoadA::PITCH % 4 == 0 && LoadB::PITCH % 4 == 0, "lines are aligned to 16 bytes");
-    const int first_row = blockIdx.x * TILE_M, first_column = blockIdx.y * TILE_N;
-    const int begin = blockIdx.z * depth_of_split, end = min(begin + depth_of_split, depth);
-    LoadA load_a(a, first_row, rows);
-    LoadB load_b(b, first_column, columns);
-    const int row = threadIdx.x / (TILE_N / COLUMNS_N) * (ROWS_M / 2); // and 64 further down
-    const int column = threadIdx.x % (TILE_N / COLUMNS_N) * COLUMNS_N;
-    real sums[ROWS_M][COLUMNS_N] = {};
+    int split = blockIdx.z;
+    if (B_ALONG_K) { // the data gradient
+        int count = phases.stride * phases.stride;
+        depth = phases.enter(split % count, a, b, c);
+        split /= count;
+    }
+    const int depth_of_split = (depth + splits * TILE_K - 1) / (splits * TILE_K) * TILE_K;
+    const int begin = split * depth_of_split, end = min(begin + depth_of_split, depth);
+    const int first_row = blockIdx.x * T::M, first_column = blockIdx.y * T::N;
+    LoadA load_a(a, first_row, rows, begin);
+    LoadB load_b(b, first_column, columns, begin);
+    enum { WARPS_N = T::N / T::COLUMNS / 8 };
+    enum { APART_M = T::M * 4 / T::ROWS, APART_N = T::N * 4 / T::COLUMNS }; // of a thread's groups
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const int row = (warp / WARPS_N * 4 + lane / 8) * 4;
+    const int column = (warp % WARPS_N * 8 + lane % 8) * 4;
+    real sums[T::ROWS][T::COLUMNS] = {};
     load_a.fetch(a, begin, end);
     load_b.fetch(b, begin, end);
     for (int k = begin, buffer = 0; k < end; k += TILE_K, buffer ^= 1) {
-        load_a.put(tile_a[buffer]);
-        load_b.put(tile_b[buffer]);
+        real *tile_a = tiles[buffer], *tile_b = tile_a + SIZE_A;
+        load_a.put(tile_a);
+        load_b.put(tile_b);
         __syncthreads(); // the tiles are complete; those of the step before last are no longer read
         load_a.fetch(a, k + TILE_K, end);
         load_b.fetch(b, k + TILE_K, end);
 #pragma unroll
         for (int d = 0; d < TILE_K; d++) {
-            const real *from_a = tile_a[buffer] + d * LoadA::PITCH + row;
-            const float4 low = *(const float4 *)from_a;
-            const float4 high = *(const float4 *)(from_a + TILE_M / 2);
-            const float4 four = *(const float4 *)(tile_b[buffer] + d * LoadB::PITCH + column);
-            const real x[ROWS_M] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-            const real y[COLUMNS_N] = {four.x, four.y, four.z, four.w};
+            real x[T::ROWS], y[T::COLUMNS];
+            read_fours<T::ROWS, APART_M>(x, tile_a + d * LoadA::PITCH + row);
+            read_fours<T::COLUMNS, APART_N>(y, tile_b + d * LoadB::PITCH + column);
 #pragma unroll
-            for (int i = 0; i < ROWS_M; i++)
+            for (int i = 0; i < T::ROWS; i++)
 #pragma unroll
-                for (int j = 0; j < COLUMNS_N; j++)
+                for (int j = 0; j < T::COLUMNS; j++)
                     sums[i][j] += x[i] * y[j];
         }
     }
+    c.out += split * c.part;
 #pragma unroll
-    for (int i = 0; i < ROWS_M; i++)
+    for (int i = 0; i < T::ROWS; i++) {
+        const int m = first_row + row + i / 4 * APART_M + i % 4;
+        const int at = m < rows ? c.at(m) : -1;
 #pragma unroll
-        for (int j = 0; j < COLUMNS_N; j++) {
-            int m = first_row + row + i % (ROWS_M / 2) + i / (ROWS_M / 2) * (TILE_M / 2),
-                n = first_column + column + j;
-            if (m < rows && n < columns)
-                e.store((blockIdx.z * rows + m) * columns + n, n, sums[i][j]);
-        }
+        for (int j = 0; j < T::COLUMNS; j += 4)
+            if (at >= 0)
+                store_four<WIDTH>(c, at, first_column + column + j / 4 * APART_N, columns,
+                                  sums[i] + j);
+    }
 }
 
 // out = the sum of all splits, then the epilogue.   Traffic: 4 (splits + 1) N bytes
-static __global__ void join_splits_kernel(Epilogue e, const real *parts, int splits, unsigned count,
+static __global__ void join_splits_kernel(Result c, const real *parts, int splits, unsigned count,
                                           int columns) {
     unsigned i = element();
     if (i >= count)
@@ -1240,71 +1502,154 @@ static __global__ void join_splits_kernel(Epilogue e, const real *parts, int spl
     real sum = 0;
     for (int split = 0; split < splits; split++)
         sum += parts[split * count + i];
-    e.store(i, (int)(i % columns), sum);
+    c.out[i] = c.value(i, (int)(i % columns), sum);
 }
 
-/* Into how many parts K is split: as long as there are at most MOST_TILES tiles, about two for each
-   multiprocessor of a large GPU, and each has at least 256 of K. This depends on the shapes alone,
-   not on the GPU, so that all GPUs compute the same bits. */
-enum { MOST_TILES = 256, LEAST_DEPTH = 256 };
+struct Product {
+    Operand a, b;
+    Result c;
+    size_t rows, columns, depth; // of each phase; the depth of the deepest
+    size_t elements;             // of C, of all phases together
+    Phases phases = {};
+};
 
-static size_t gemm_splits(size_t rows, size_t columns, size_t depth) {
-    size_t most = MOST_TILES / (ceil_div(rows, TILE_M) * ceil_div(columns, TILE_N));
-    return min(max(most, (size_t)1), ceil_div(depth, LEAST_DEPTH));
-}
+/* Into how many parts K is split: as long as there are at most MOST_THREADS threads, about 512 for
+   each multiprocessor of a large GPU, and each part has at least 256 of K. This depends on the
+   shapes alone, not on the GPU, so that all GPUs compute the same bits. */
+enum { MOST_THREADS = 1 << 16, LEAST_DEPTH = 256 };
 
-// An upper bound of what the sums of all splits take, for up to these rows and this depth.
+// An upper bound of what the sums of all splits take, for up to these rows and this depth: no tile
+// has more than 64 elements for each thread.
 static size_t parts_size(size_t rows, size_t columns, size_t depth) {
-    return min(ceil_div(depth, LEAST_DEPTH) * rows * columns, (size_t)MOST_TILES * TILE_M * TILE_N);
+    return min(ceil_div(depth, LEAST_DEPTH) * rows * columns, (size_t)MOST_THREADS * 64);
 }
 
-template <class A, class B>
-static void gemm(Epilogue e, const A &a, const B &b, size_t rows, size_t columns, size_t depth,
-                 real *scratch) {
-    size_t splits = gemm_splits(rows, columns, depth);
-    size_t depth_of_split = ceil_div(depth, splits * TILE_K) * TILE_K;
-    dim3 grid(ceil_div(rows, TILE_M), ceil_div(columns, TILE_N), splits); // y, z: at most 65,535
-    gemm_kernel<A, B><<<grid, THREADS, 0, stream()>>>(a, b, splits > 1 ? Epilogue{scratch} : e,
-                                                      rows, columns, depth, depth_of_split);
+template <class T, bool A_ALONG_K, bool B_ALONG_K, int WIDTH>
+static void launch_gemm(const Product &p, real *scratch) {
+    size_t phases = p.phases.stride * p.phases.stride;
+    size_t tiles = ceil_div(p.rows, T::M) * ceil_div(p.columns, T::N) * phases;
+    size_t most = MOST_THREADS / (tiles * T::TILE_THREADS);
+    size_t splits = min(max(most, (size_t)1), ceil_div(p.depth, LEAST_DEPTH));
+    Result c = p.c;
+    if (splits > 1) {
+        c = {scratch, p.c.line, p.c.origin, p.c.h, p.c.w};
+        c.part = p.elements;
+    }
+    dim3 grid(ceil_div(p.rows, T::M), ceil_div(p.columns, T::N), splits * phases);
+    gemm_kernel<T, A_ALONG_K, B_ALONG_K, WIDTH><<<grid, T::TILE_THREADS, 0, stream()>>>(
+        p.a, p.b, c, p.phases, p.rows, p.columns, p.depth, splits);
     CHECK_LAUNCH();
     if (splits > 1)
-        LAUNCH(join_splits_kernel, rows * columns, e, scratch, splits, rows * columns, columns);
+        LAUNCH(join_splits_kernel, p.elements, p.c, scratch, splits, p.elements, p.columns);
 }
 
-// The patches of a layer's input under its filter (forward), or of dout (the data gradient).
-template <OuterIndex OUTER>
-static Im2col<OUTER> im2col(const real *data, const Layer *l, bool forward) {
-    Window s = window_of(l);
-    if (forward)
-        return {data, s.h, s.w, s.c, s.ow, s.oh * s.ow, s.kernel, s.stride, -s.padding, 1, 1};
-    return {data, s.oh, s.ow, s.oc, s.w, s.h * s.w, s.kernel, 1, s.padding, -1, s.stride};
+// Chooses the tile, by the shapes alone, as the splits: the narrow one where the last of the large
+// ones would be half empty.
+template <bool A_ALONG_K, bool B_ALONG_K>
+static void gemm(const Product &p, bool by_fours, real *scratch) {
+    if (!by_fours)
+        launch_gemm<SmallTile, A_ALONG_K, B_ALONG_K, 1>(p, scratch);
+    else if (p.columns <= SmallTile::N || p.rows <= SmallTile::M)
+        launch_gemm<SmallTile, A_ALONG_K, B_ALONG_K, 4>(p, scratch);
+    else if ((p.columns - 1) % LargeTile::N < NarrowTile::N)
+        launch_gemm<NarrowTile, A_ALONG_K, B_ALONG_K, 4>(p, scratch);
+    else
+        launch_gemm<LargeTile, A_ALONG_K, B_ALONG_K, 4>(p, scratch);
+}
+
+// ---- The operands of the three passes
+
+static Axis plain(int apart) {
+    return {1, 1, apart};
+}
+
+// A filter's positions in an image of h x w: image, row, column.
+static Axis positions(int rows, int columns, int step, int h, int w, int channels) {
+    return {rows, columns, h * w * channels, step * w * channels, step * channels, 0, step,
+            0,    step};
+}
+
+// The elements of a filter on an image of width w, walked in one direction: row, column, channel.
+static Axis taps(int kernel, int channels, int direction, int w) {
+    return {kernel,    channels, direction * w * channels, direction * channels, 1, direction, 0,
+            direction, 0};
+}
+
+// The patches of a layer's input under its filter.
+static Operand patches(Work w) {
+    const Window s = window_of(w.l);
+    return {w.in,
+            positions(s.oh, s.ow, s.stride, s.h, s.w, s.c),
+            taps(s.kernel, s.c, 1, s.w),
+            {-s.padding * (s.w + 1) * s.c, -s.padding, -s.padding},
+            s.h,
+            s.w};
+}
+
+static bool has_fours(const Layer *l) {
+    return l->in.c % 4 == 0 && l->out.c % 4 == 0;
 }
 
 static void conv2d_forward_tiled(Work w) {
-    const Layer *l = w.l;
-    gemm({w.out, w.bias, l->relu}, im2col<PIXELS>(w.in, l, true),
-         Matrix<false>{w.weight, (int)l->out.c, 1}, outputs(w) / l->out.c, l->out.c,
-         l->kernel * l->kernel * l->in.c, w.scratch);
+    const size_t columns = w.l->out.c, depth = w.l->kernel * w.l->kernel * w.l->in.c;
+    Product p = {patches(w),
+                 {w.weight, plain((int)columns), plain(1)},
+                 {w.out, plain((int)columns)},
+                 outputs(w) / columns,
+                 columns,
+                 depth,
+                 outputs(w)};
+    p.c.bias = w.bias;
+    p.c.relu = w.l->relu;
+    gemm<true, false>(p, has_fours(w.l), w.scratch);
+}
+
+static void weight_gradient_tiled(Work w) {
+    const size_t columns = w.l->out.c, rows = w.l->weights / columns;
+    Product p = {patches(w),
+                 {w.dout, plain((int)columns), plain(1)},
+                 {w.dweight, plain((int)columns)},
+                 rows,
+                 columns,
+                 outputs(w) / columns,
+                 w.l->weights};
+    gemm<false, false>(p, has_fours(w.l), w.scratch);
+}
+
+static void data_gradient_tiled(Work w) {
+    const Window s = window_of(w.l);
+    const int down = (s.h + s.stride - 1) / s.stride, across = (s.w + s.stride - 1) / s.stride;
+    const int tap = s.c * s.oc, taps_met = (s.kernel + s.stride - 1) / s.stride;
+    Product p = {};
+    p.a = {w.dout, positions(down, across, 1, s.oh, s.ow, s.oc), taps(0, s.oc, -1, s.ow)};
+    p.a.h = s.oh;
+    p.a.w = s.ow;
+    p.b = {w.weight, plain(s.oc), {0, s.oc, s.stride * s.kernel * tap, s.stride * tap, 1}};
+    p.c = {w.din, positions(down, across, s.stride, s.h, s.w, s.c)};
+    p.c.h = s.h;
+    p.c.w = s.w;
+    p.c.accumulate = w.accumulate;
+    p.rows = w.n * down * across;
+    p.columns = s.c;
+    p.depth = taps_met * taps_met * s.oc;
+    p.elements = inputs(w);
+    p.phases = {s.stride, s.kernel, s.padding, s.c, s.oc};
+    gemm<true, true>(p, has_fours(w.l), w.scratch);
 }
 
 static void conv2d_backward_tiled(Work w) {
-    const Layer *l = w.l;
-    size_t taps = l->kernel * l->kernel;
     if (w.l->biases)
         column_sums(w, NULL, NULL);
-    gemm({w.dweight}, im2col<TAPS>(w.in, l, true), Matrix<false>{w.dout, (int)l->out.c, 1},
-         taps * l->in.c, l->out.c, outputs(w) / l->out.c, w.scratch);
+    weight_gradient_tiled(w);
     if (w.din)
-        gemm({w.din, NULL, false, w.accumulate}, im2col<PIXELS>(w.dout, l, false),
-             Matrix<true>{w.weight, (int)l->in.c, (int)l->out.c}, inputs(w) / l->in.c, l->in.c,
-             taps * l->out.c, w.scratch);
+        data_gradient_tiled(w);
 }
 
 // Multiply-adds in registers: 8 independent sums per thread, 16 FLOP in each of `steps` iterations.
 static __global__ void peak_kernel(real *out, int steps) {
     real sums[8], total = 0;
-    for (int i = 0; i < 8; i++)
-        sums[i] = (real)i;
+    for (int i = 0; i < 8; i++) // what all threads of a warp have in common is computed elsewhere,
+        sums[i] = (real)(threadIdx.x + i + 2); // and 1 would stay 1
     for (int step = 0; step < steps; step++)
         for (int i = 0; i < 8; i++)
             sums[i] = sums[i] * (real).999 + (real).001;
@@ -1313,7 +1658,7 @@ static __global__ void peak_kernel(real *out, int steps) {
     out[element()] = total;
 }
 
-// GFLOP/s of this device, the best of 5 runs.
+// GFLOP/s of this device: the best run of 0.1 s, in which an idle device raises its clocks.
 static double peak_gflops(void) {
 #ifdef CUDA_ON_CPU
     const int steps = 8; // times mean nothing there
@@ -1325,11 +1670,12 @@ static double peak_gflops(void) {
     size_t threads = (size_t)p.multiProcessorCount * 8 * THREADS;
     real *out = (real *)device_alloc(threads * sizeof *out);
     double best = 0;
-    for (int repeat = 0; repeat < 5 && out; repeat++) {
+    for (double spent = 0, s; spent < .1 && out; spent += s) {
         mark(0);
         LAUNCH(peak_kernel, threads, out, steps);
         mark(1);
-        best = max(best, 16. * steps * (double)threads / elapsed(0, 1));
+        s = elapsed(0, 1);
+        best = max(best, 16. * steps * (double)threads / s);
     }
     device_free(out);
     return best / 1e9;

@@ -27,7 +27,7 @@ with() {
     case $kind in
     replicas) run --no-cuda --oversubscribe --replicas "$n" --out "$tmp/run" "$@" ;;
     gpus)
-        CUEMU_DEVICES=$n "$emulator" --gpus "$n" --out "$tmp/run" "$@" >"$out" 2>"$err"
+        CUEMU_STRICT=1 CUEMU_DEVICES=$n "$emulator" --gpus "$n" --out "$tmp/run" "$@" >"$out" 2>"$err"
         status=$?
         ;;
     mpi)
@@ -162,6 +162,60 @@ END
     unset CUEMU_LAZY
     with gpus 2 "${small[@]}" --batch-size 12 --parallel dp
     same bits/gpus_dp_lazy "$first" "$(hash_of "$tmp/run")"
+}
+
+# ---- NCCL, by a stand-in that knows MPI and emulated GPUs
+
+# build_nccl: $tmp/cnn-nccl, as make builds ./cnn where it finds CUDA, MPI and NCCL
+build_nccl() {
+    local flags
+    flags=$(mpicc -show) && flags=${flags#* }
+    # shellcheck disable=SC2086 # several words on purpose
+    sed -f "$repo/tests/emulator/cuda_on_cpu.sed" "$repo/cnn_kernels.cu" |
+        g++ -std=c++17 -O2 -march=native -fopenmp -w -DCNN_NCCL -I"$repo" -I"$repo/tests/cluster" \
+            $flags -include "$repo/tests/emulator/cuda_on_cpu.h" -x c++ -c - -o "$tmp/nccl.o" &&
+        gcc -std=gnu17 -O2 -march=native -fno-math-errno -fopenmp -w -DCNN_CUDA -DCNN_NCCL -DCNN_MPI \
+            "$repo/cnn.c" "$tmp/nccl.o" -o "$tmp/cnn-nccl" $flags -lstdc++ -lm -lpthread
+}
+
+# with_nccl GPUS OPTIONS...: a run on two ranks
+with_nccl() {
+    local gpus=$1
+    shift
+    rm -rf "$tmp/run"
+    CUEMU_STRICT=1 CUEMU_DEVICES=$gpus mpirun -n 2 "$tmp/cnn-nccl" --threads 1 --out "$tmp/run" "$@" \
+        >"$out" 2>"$err" </dev/null
+    status=$?
+}
+
+test_nccl() {
+    local why small=(--model cifar --dataset synthetic --limit-train 24 --limit-test 6 --epochs 1
+        --global-batch 12)
+    why=$(why_no_mpi)
+    command -v g++ >/dev/null || why="g++ is not installed, which the emulator needs"
+    if [ -n "$why" ]; then
+        skip nccl "$why"
+        return
+    fi
+    if ! build_nccl 2>"$err"; then
+        fail nccl/build "a program" "$(head -n 3 "$err")"
+        return
+    fi
+    with replicas 2 "${small[@]}"
+    mv "$tmp/run" "$tmp/replicas"
+    with_nccl 2 "${small[@]}"
+    same nccl/status 0 "$status"
+    same nccl/joined 2 "$(grep -c 'NCCL: rank [01] of 2' "$err")"
+    line nccl/named '^Gradients: ddp, added up by NCCL'
+    same_losses nccl/losses 2 "$tmp/replicas" "$tmp/run"
+    with_nccl 1 "${small[@]}"
+    holds nccl/shared_gpu "our own message, before NCCL's" "$(cat "$out" "$err")" \
+        test "$(grep -c 'share a GPU of .*--oversubscribe' "$err")" -gt 0 -a \
+        "$(cat "$out" "$err" | grep -c 'NCCL: rank\|Duplicate')" -eq 0
+    with_nccl 1 "${small[@]}" --oversubscribe
+    same nccl/oversubscribe "0 0" "$status $(grep -c 'NCCL: rank' "$err")"
+    line nccl/oversubscribe/ring '^Gradients: ddp, added up by a ring of MPI processes'
+    same_losses nccl/oversubscribe/losses 2 "$tmp/replicas" "$tmp/run"
 }
 
 # ---- What the run folder says
@@ -340,6 +394,7 @@ test_refusals() {
 test_equal_losses
 test_odd_sizes
 test_same_bits
+test_nccl
 test_run_folder
 test_trace
 test_resume

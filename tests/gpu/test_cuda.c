@@ -296,19 +296,22 @@ static const Layer *first_layer(Shape in) {
     return &net.layers[1];
 }
 
+// A number of channels; every other one is a multiple of 4, which are loaded 4 at a time.
+static size_t draw_channels(size_t most) {
+    const size_t channels = draw_size(1, most);
+    return draw_bits() % 2 ? channels : (channels + 3) / 4 * 4;
+}
+
 // Mostly small, sometimes deep: odd sizes cover every edge of the tiles.
 static Layer draw_conv(size_t *n) {
     size_t kernel = draw_size(1, tiny ? 3 : 7), stride = draw_size(1, 3);
     size_t padding = draw_size(0, kernel - 1), least = kernel - min_size(kernel - 1, 2 * padding);
     size_t side = tiny ? 5 : 12, depth = tiny ? 8 : draw_bits() % 4 ? 40 : 150;
+    size_t channels = tiny ? 8 : draw_bits() % 3 ? 70 : 140;
     Shape in = {draw_size(least, least + side), draw_size(least, least + side),
-                draw_size(1, depth)};
+                draw_channels(depth)};
     const Layer *l = first_layer(in);
-    add_conv2d(&net, 0,
-               draw_size(1, tiny              ? 8
-                            : draw_bits() % 3 ? 70
-                                              : 140),
-               kernel, stride, padding, draw_bits() % 2);
+    add_conv2d(&net, 0, draw_channels(channels), kernel, stride, padding, draw_bits() % 2);
     net.layers[1].relu = draw_bits() % 2;
     *n = draw_size(1, tiny ? 2 : 9);
     return *l;
@@ -335,6 +338,7 @@ static void test_conv(const Backend *b) {
         {{7, 9, 70}, 17, 1, 2, 0, 5},                                   // ... that drops a row
         {{13, 12, 3}, 24, 7, 2, 3, 5},                                  // a stem
         {{17, 16, 128}, 64, 1, 1, 0, 8}, {{6, 6, 64}, 128, 3, 1, 1, 4}, // whole tiles, except in M
+        {{9, 8, 132}, 196, 3, 2, 1, 5},  {{8, 7, 20}, 72, 4, 3, 2, 9}, // phases in all of the tiles
     };
     for (size_t i = 0; i < (tiny ? 1 : sizeof shapes / sizeof *shapes); i++)
         for (size_t variant = 0; variant < (tiny ? 1 : quick ? 2 : 4); variant++) {
@@ -978,8 +982,9 @@ static void gather_epoch(const Backend *b, const DatasetInfo *info, Augmentation
 }
 
 static void test_gather(const Backend *b) {
-    static const Shape shapes[] = {{5, 9, 3}, {7, 6, 1}, {28, 28, 1}, {32, 32, 3}};
-    for (size_t i = 0; i < (tiny ? 1 : 4); i++)
+    // the last one's fields need more shared memory than a kernel has by default
+    static const Shape shapes[] = {{5, 9, 3}, {7, 6, 1}, {28, 28, 1}, {32, 32, 3}, {70, 66, 1}};
+    for (size_t i = 0; i < (tiny ? 1 : 5); i++)
         for (size_t kind = 0; kind < AUGMENTATIONS; kind++) {
             DatasetInfo info = {.name = "test",
                                 .shape = shapes[i],
@@ -991,6 +996,25 @@ static void test_gather(const Backend *b) {
             gather_epoch(b, &info, (Augmentation)kind);
         }
     verdict("gather, %s kernels", b->kernels);
+}
+
+// Images whose displacement fields exceed the shared memory of any GPU are refused by name.
+static void test_large_elastic(const Backend *b) {
+    const Resident resident = {.shape = {200, 200, 1}, .augment = AUGMENT_ELASTIC};
+    const Draw draw = {0};
+    int status = 0;
+    fflush(stdout);
+    const pid_t child = fork();
+    if (child == 0) {
+        leave = _exit;
+        fclose(stderr);
+        b->gather(NULL, NULL, &resident, &draw, 1);
+        _exit(0);
+    }
+    waitpid(child, &status, 0);
+    if (!WIFEXITED(status) || WEXITSTATUS(status) != 1)
+        fail("status %d, expected exit 1", status);
+    verdict("gather: images too large for --augment elastic, %s kernels", b->kernels);
 }
 
 static void *transfer_thread(void *argument) {
@@ -1143,9 +1167,9 @@ static const struct {
     {"maxpool2d", test_maxpool, true},     {"avgpool2d", test_avgpool, true},
     {"batchnorm2d", test_norm, true},      {"softmax", test_softmax_and_loss, true},
     {"optimizers", test_optimizers, true}, {"gather", test_gather, true},
-    {"copies", test_copies, true},         {"marks", test_marks, true},
-    {"linear", test_linear, false},        {"conv2d", test_conv, false},
-    {"training", test_training, true},
+    {"elastic", test_large_elastic, true}, {"copies", test_copies, true},
+    {"marks", test_marks, true},           {"linear", test_linear, false},
+    {"conv2d", test_conv, false},          {"training", test_training, true},
 };
 enum { TESTS = sizeof tests / sizeof *tests };
 

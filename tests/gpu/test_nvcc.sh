@@ -2,6 +2,8 @@
 # Compiles cnn_kernels.cu with nvcc for old and new GPUs: no warning, registers and shared memory
 # within bounds, only what CUDA 11 has, and a ./cnn that starts without a GPU. Needs no GPU.
 # The report on every kernel goes to build/registers.txt. QUICK=1: only sm_80. NVCC=PATH: another.
+# Where cuobjdump and nvdisasm are, the machine code of the main loops is counted; nvcc alone comes
+# without them: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm, in .venv.
 # Prints `pass nvcc/NAME`, `fail nvcc/NAME: expected ..., found ...` or `skip nvcc/NAME: why`.
 suite=nvcc
 # shellcheck source=tests/lib.sh
@@ -11,15 +13,18 @@ report=$repo/build/registers.txt
 
 # Kernels (regular expressions; the first one that fits counts), and the most that each may use:
 # registers, bytes of stack, of shared memory. A multiprocessor has 65536 registers: 128 let two
-# blocks of 256 threads run on it, 64 four. Stack is slow memory; 16 bytes are the four numbers of
+# blocks of 256 threads run on it, 64 four, 168 three of 128 threads. Stack is slow memory; 16 bytes are the four numbers of
 # Philox, indexed by a variable. Spills are never allowed.
-bounds='^gemm_kernel<              128  0 25600
+bounds='^gemm_kernel<Tile<128,128,  128  0 33792
+^gemm_kernel<Tile<128,64,   168  0 25600
+^gemm_kernel<Tile<64,32,    128  0 13312
 ^(dropout_forward|gather_elastic)_ 64  16     0
 .                                  64   0  4096'
 
 # What cnn_kernels.cu may call: functions of CUDA 11.0 that have the same arguments in every later
 # version. CUDA 12's header appends _v2 to cudaGetDeviceProperties. Names with __ come from nvcc itself.
 allowed='cudaDeviceCanAccessPeer cudaDeviceEnablePeerAccess cudaDeviceGetAttribute
+cudaDeviceGetStreamPriorityRange
 cudaDeviceSynchronize cudaDriverGetVersion cudaEventCreate cudaEventCreateWithFlags cudaEventDestroy
 cudaEventElapsedTime cudaEventRecord cudaEventSynchronize cudaFree cudaFreeHost
 cudaFuncGetAttributes cudaFuncSetAttribute cudaGetDevice cudaGetDeviceCount cudaGetDeviceProperties
@@ -28,7 +33,7 @@ cudaGraphExecDestroy cudaGraphLaunch cudaHostAlloc cudaLaunchKernel cudaMalloc c
 cudaMemGetInfo cudaMemcpyAsync cudaMemcpyPeerAsync cudaMemsetAsync
 cudaOccupancyMaxActiveBlocksPerMultiprocessor cudaPeekAtLastError cudaPointerGetAttributes
 cudaProfilerStart cudaProfilerStop cudaRuntimeGetVersion cudaSetDevice cudaStreamBeginCapture
-cudaStreamCreateWithFlags cudaStreamDestroy cudaStreamEndCapture cudaStreamIsCapturing
+cudaStreamCreateWithFlags cudaStreamCreateWithPriority cudaStreamDestroy cudaStreamEndCapture cudaStreamIsCapturing
 cudaStreamQuery cudaStreamSynchronize cudaStreamWaitEvent'
 
 # resources <LOG OF ptxas -v: a line `KERNEL REGISTERS STACK SPILLS SHARED` for each kernel; spaces
@@ -59,6 +64,84 @@ beyond() {
         }'
 }
 
+# loops <MACHINE CODE: a line `KERNEL MULTIPLY_ADDS INSTRUCTIONS` of each kernel's loop that has the
+# most multiply-adds
+loops() {
+    awk '
+        function number(hex,    i, value) {
+            for (i = 1; i <= length(hex); i++)
+                value = 16 * value + index("0123456789abcdef", substr(hex, i, 1)) - 1
+            return value
+        }
+        function report(    i, j, adds, most, all) {
+            for (i = 0; i < count; i++) {
+                if (target[i] == "" || target[i] >= address[i])
+                    continue
+                adds = 0
+                for (j = i; j >= 0 && address[j] >= target[i]; j--)
+                    adds += operation[j] ~ /^FFMA/
+                if (adds > most) {
+                    most = adds
+                    all = i - j
+                }
+            }
+            if (most)
+                print kernel ";" most, all
+            count = 0
+        }
+        /Function :/ { report(); kernel = $3 }
+        match($0, /\/\*[0-9a-f][0-9a-f][0-9a-f][0-9a-f]+\*\/ +[@A-Z]/) {
+            text = substr($0, RSTART + 2)
+            address[count] = number(substr(text, 1, index(text, "*") - 1))
+            sub(/^[^ ]+ +/, "", text)
+            sub(/^@[^ ]+ +/, "", text) # the predicate
+            operation[count] = text
+            target[count] = ""
+            if (text ~ /^BRA/ && match(text, /0x[0-9a-f]+/))
+                target[count] = number(substr(text, RSTART + 2, RLENGTH - 2))
+            count++
+        }
+        END { report() }' | { c++filt 2>/dev/null || cat; } |
+        awk -F';' '{ sub(/^void /, "", $1); sub(/\(.*/, "", $1); gsub(/ /, "", $1)
+            print $1, $2 }' | sort
+}
+
+# Of the main loops of the large tiles, the share of multiply-adds in per cent: forward and the data
+# gradient (true: A is read along K), the weight gradient.
+shares='^gemm_kernel<Tile<128,[0-9,]*>,true,  80
+^gemm_kernel<Tile<128,[0-9,]*>,false, 75'
+
+# slow_loops <LOOPS: those below their share
+slow_loops() {
+    awk -v shares="$shares" 'BEGIN { count = split(shares, line, "\n") }
+        {
+            for (i = 1; i <= count; i++) {
+                split(line[i], least, " ")
+                if ($1 ~ least[1] && 100 * $2 < least[2] * $3)
+                    print
+            }
+        }'
+}
+
+check_loops() {
+    local name=$1 tools
+    tools=$(find "$repo/.venv" -path '*/nvidia/*/bin' -type d 2>/dev/null | head -n 1)
+    if ! PATH=$PATH:${nvcc%/*}:$tools cuobjdump -sass "$tmp/kernels.o" >"$tmp/sass" 2>"$err"; then
+        skip "$name/loops" "cuobjdump and nvdisasm are not there: see the top of this file"
+        return
+    fi
+    loops <"$tmp/sass" >"$tmp/loops"
+    awk '{ printf "%s: %d of %d instructions of the main loop are multiply-adds, %.1f %%\n", $1, $2, $3,
+        100 * $2 / $3 }' "$tmp/loops" >>"$report"
+    holds "$name/loops/some" "6 gemm_kernels with large tiles" "$(cat "$tmp/loops")" \
+        test "$(grep -c '^gemm_kernel<Tile<128' "$tmp/loops")" -eq 6
+    same "$name/loops" "" "$(slow_loops <"$tmp/loops")"
+    # Eight chains, none of which the compiler has folded away
+    # shellcheck disable=SC2016 # awk's own $
+    holds "$name/peak" "a multiple of 8 multiply-adds" "$(grep peak_kernel "$tmp/loops")" \
+        awk '/^peak_kernel/ && $2 > 0 && $2 % 8 == 0 { good = 1 } END { exit !good }' "$tmp/loops"
+}
+
 # compile ARCHITECTURE: must succeed without a warning of nvcc, ptxas or the host's compiler
 compile() {
     "$nvcc" -std=c++17 -O3 -arch="$1" -lineinfo -Werror all-warnings -Xcompiler -Wall,-Wextra \
@@ -83,6 +166,7 @@ check_architecture() {
     holds "$1/report" "at least 20 kernels, gemm_kernel among them" "$(cat "$tmp/resources")" \
         awk '/gemm_kernel/ { gemm = 1 } END { exit !(gemm && NR >= 20) }' "$tmp/resources"
     same "$1/bounds" "" "$(beyond <"$tmp/resources")"
+    check_loops "$1"
 }
 
 check_symbols() {
@@ -98,9 +182,13 @@ check_symbols() {
 }
 
 # The checks themselves must fail where they should.
-same "self/registers" "gemm_kernel<A,B> 129 0 0 0" "$(beyond <<<"gemm_kernel<A,B> 129 0 0 0")"
+same "self/registers" "gemm_kernel<Tile<128,128,8,8,2>,A> 129 0 0 0" \
+    "$(beyond <<<"gemm_kernel<Tile<128,128,8,8,2>,A> 129 0 0 0")"
+same "self/loops" "gemm_kernel<Tile<128,64,8,8,3>,true,false,4> 79 100" \
+    "$(printf 'gemm_kernel<Tile<128,64,8,8,3>,%s,4> %d 100\n' true,false 79 true,true 80 false,false 75 |
+        slow_loops)"
 same "self/spills" "add_kernel 20 0 4 0" "$(beyond <<<"add_kernel 20 0 4 0")"
-same "self/within" "" "$(beyond <<<"gemm_kernel<A,B> 128 0 0 25600")"
+same "self/within" "" "$(beyond <<<"gemm_kernel<Tile<128,64,8,8,3>,A> 168 0 0 25600")"
 
 if [ -z "$nvcc" ]; then
     skip architectures "nvcc is not installed"

@@ -92,7 +92,7 @@ test_sources() {
     words=("${program[@]}" README.md labs/*.md labs/tools/README.md labs/lab*/* Makefile slurm/* data/*.sh)
     same lines/cnn.c "" "$(style lines 5670 cnn.c)" # the aim is 5,400; 5 % more are accepted
     same lines/cnn_kernels.c "" "$(style lines 1660 cnn_kernels.c)" # the aim is 1,620
-    same lines/cnn_kernels.cu "" "$(style lines 1420 cnn_kernels.cu)"
+    same lines/cnn_kernels.cu "" "$(style lines 2250 cnn_kernels.cu)"
     for file in tests/unit/*.[ch]; do
         same "lines/$file" "" "$(style lines 700 "$file")"
     done
