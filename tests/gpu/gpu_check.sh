@@ -1,28 +1,34 @@
 #!/usr/bin/env bash
-# All checks and measurements that need a GPU, in at most eight minutes and without a network:
-# builds, compares the GPU's kernels with the CPU's, trains, measures speed next to PyTorch's, looks
-# for races and invalid accesses. Writes tests/gpu/results/DEVICE-DATE.json, also to $OUT if that is set.
+# All checks and measurements that need a GPU, without a network, in parts of at most eight minutes:
 #
-#   tests/gpu/gpu_check.sh              on the first GPU; COMMIT=... where git cannot tell
+#   correctness   compares the GPU's kernels with the CPU's, trains, looks for races and invalid accesses
+#   speed         trains an epoch, times whole steps and each operation
+#   pytorch       times PyTorch's steps on the same GPU
+#
+#   tests/gpu/gpu_check.sh [PART...]    on the first GPU; COMMIT=... where git cannot tell
 #   tests/gpu/gpu_check.sh --emulated   the same in the emulator, tiny and without speeds, to show
 #                                   that this script works; writes build/gpu_check_emulated.json
 #
+# Writes tests/gpu/results/DEVICE-DATE.json, with all parts of this call; also to $OUT if that is set.
 # Prints `pass gpu_check/NAME`, `fail gpu_check/NAME: why`, `skip gpu_check/NAME: why`. A step that
 # fails or takes too long does not stop the others. Exit status 1 if a check failed; a measurement
 # that failed is a check in the emulator only. All output of the steps: build/gpu_check.log.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 export LC_ALL=C OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE=1
-total=440 # seconds; the rest of the eight minutes is for what has to be killed
+total=440 # seconds of a part; the rest of its eight minutes is for what has to be killed
+known=(correctness speed pytorch)
 emulated=false cnn=./cnn programs=build/ settings=(CUDA_ARCH=native)
-case ${1:-} in
-'') ;;
---emulated) emulated=true cnn=./cnn-emu programs=build/emu_ settings=() ;;
-*)
-    echo "gpu_check.sh knows --emulated, not $1" >&2
+if [ "${1:-}" = --emulated ]; then
+    emulated=true cnn=./cnn-emu programs=build/emu_ settings=()
+    shift
+fi
+[ $# -gt 0 ] || set -- "${known[@]}"
+for part; do
+    [[ " ${known[*]} " == *" $part "* ]] && continue
+    echo "gpu_check.sh knows --emulated and the parts ${known[*]}, not $part" >&2
     exit 2
-    ;;
-esac
+done
 if [ $emulated = true ] && ! command -v "${CXX:-g++}" >/dev/null; then
     echo "skip gpu_check/all: ${CXX:-g++} is not installed, which the emulator needs"
     exit 0
@@ -60,8 +66,8 @@ objects() {
         }'
 }
 
-# of_run KEY: a text in the run folder of the first training
-of_run() { grep -osP "\"$1\":\"\K[^\"]*" "$tmp/mnist.run/run.json" | head -n 1; }
+# of_run KEY: a text in the run folder of the first, shortest run
+of_run() { grep -osP "\"$1\":\"\K[^\"]*" "$tmp/first.run/run.json" | head -n 1; }
 
 # ---- Steps
 
@@ -152,6 +158,7 @@ hash_of() { grep -os '"weight_hash":"[^"]*"' "$tmp/$1.run/run.json" || echo "no 
 
 targets=("${cnn#./}" "${programs}bench_gpu" "${programs}test_cuda")
 synthetic=(--dataset synthetic --epochs 1)
+first=("${synthetic[@]}" --limit-train 8 --limit-test 8 --batch-size 8)
 few=("${synthetic[@]}" --limit-train 1280 --limit-test 100 --log-interval 1) batch=64
 if [ $emulated = true ]; then
     few=("${synthetic[@]}" --limit-train 12 --limit-test 4 --batch-size 4) batch=4
@@ -165,51 +172,40 @@ else
 fi
 
 step check build 200 make -s -j "$(nproc)" COMMIT="$commit" "${settings[@]}" "${targets[@]}"
-step check test_cuda 120 "${programs}test_cuda" "${tests[@]}"
-judge some_tests "10 tests that passed" "$(grep -c '^pass ' "$tmp/test_cuda")" \
-    test "$(grep -c '^pass ' "$tmp/test_cuda")" -ge 10
+step check first 30 $cnn "${first[@]}" --out "$tmp/first.run"
+judge on_gpu "a line Device: with sm_" "$(grep '^Device' "$tmp/first")" grep '^Device:.*sm_' "$tmp/first"
 
-for name in once again; do
-    step check $name 30 $cnn "${few[@]}" --out "$tmp/$name.run"
-done
-step check on_cpu 30 $cnn "${few[@]}" --no-cuda --out "$tmp/on_cpu.run"
-judge on_gpu "a line Device: with sm_" "$(grep '^Device' "$tmp/once")" \
-    grep '^Device:.*sm_' "$tmp/once"
-judge same_again "$(hash_of once)" "$(hash_of again)" test "$(hash_of once)" = "$(hash_of again)"
-judge same_as_cpu "the same losses to 1e-3" "$(losses once | paste -sd ' ' | cut -c 1-100)" \
-    same_losses once on_cpu
+part_correctness() {
+    step check test_cuda 120 "${programs}test_cuda" "${tests[@]}"
+    judge some_tests "10 tests that passed" "$(grep -c '^pass ' "$tmp/test_cuda")" \
+        test "$(grep -c '^pass ' "$tmp/test_cuda")" -ge 10
 
-# Two replicas, on two GPUs if there are two: the same losses as one.
-for mode in ddp dp; do
-    step check $mode 30 $cnn "${few[@]}" --gpus 2 --oversubscribe --parallel $mode \
-        --global-batch $batch --out "$tmp/$mode.run"
-    judge ${mode}_same "the same losses to 1e-3" "$(losses $mode | paste -sd ' ' | cut -c 1-100)" \
-        same_losses once $mode
-done
+    for name in once again; do
+        step check $name 30 $cnn "${few[@]}" --out "$tmp/$name.run"
+    done
+    step check on_cpu 30 $cnn "${few[@]}" --no-cuda --out "$tmp/on_cpu.run"
+    judge same_again "$(hash_of once)" "$(hash_of again)" \
+        test "$(hash_of once)" = "$(hash_of again)"
+    judge same_as_cpu "the same losses to 1e-3" "$(losses once | paste -sd ' ' | cut -c 1-100)" \
+        same_losses once on_cpu
 
-step check mnist 60 $cnn "${mnist[@]}" --out "$tmp/mnist.run"
-step check cifar 60 $cnn "${cifar[@]}" --out "$tmp/cifar.run"
-if [ $emulated = false ]; then
-    judge mnist_learns "an accuracy of at least 50 %" "$(grep '^epoch=' "$tmp/mnist")" \
-        learned mnist
-fi
+    # Two replicas, on two GPUs if there are two: the same losses as one.
+    for mode in ddp dp; do
+        step check $mode 30 $cnn "${few[@]}" --gpus 2 --oversubscribe --parallel $mode \
+            --global-batch $batch --out "$tmp/$mode.run"
+        judge ${mode}_same "the same losses to 1e-3" \
+            "$(losses $mode | paste -sd ' ' | cut -c 1-100)" same_losses once $mode
+    done
+    [ $emulated = true ] || sanitizers
+}
 
-step figure bench 90 "${programs}bench_gpu" "${bench[@]}" --json "$tmp/bench.json"
-
-if [ $emulated = false ]; then
-    python=$(python_with_torch)
-    if [ -n "$python" ]; then
-        step figure pytorch 90 "$python" tests/gpu/bench_pytorch_gpu.py
-    else
-        report figure pytorch skip "PyTorch is not installed" 0
-    fi
-
-    # Not every machine with a GPU permits it: the first, smallest run shows that.
+# Not every machine with a GPU permits it: the first, smallest run shows that.
+sanitizers() {
+    local sanitizer
     sanitizer=$(command -v compute-sanitizer || command -v "$cuda/compute-sanitizer")
-    dry=(--dataset synthetic --limit-train 8 --limit-test 8 --batch-size 8 --dry-run)
     if [ -z "$sanitizer" ]; then
         report check sanitizers skip "compute-sanitizer is not installed" 0
-    elif ! timeout -k 5 30 "$sanitizer" $cnn "${dry[@]}" 2>&1 | tee "$tmp/dry" | grep -q SUMMARY
+    elif ! timeout -k 5 30 "$sanitizer" $cnn "${first[@]}" 2>&1 | tee "$tmp/dry" | grep -q SUMMARY
     then
         report check sanitizers skip "does not work here: $(grep '^=' "$tmp/dry" | head -n 1)" 0
     else
@@ -218,7 +214,35 @@ if [ $emulated = false ]; then
                 "${programs}test_cuda" tiny
         done
     fi
-fi
+}
+
+part_speed() {
+    step check mnist 60 $cnn "${mnist[@]}" --out "$tmp/mnist.run"
+    step check cifar 60 $cnn "${cifar[@]}" --out "$tmp/cifar.run"
+    if [ $emulated = false ]; then
+        judge mnist_learns "an accuracy of at least 50 %" "$(grep '^epoch=' "$tmp/mnist")" \
+            learned mnist
+    fi
+    step figure bench 240 "${programs}bench_gpu" "${bench[@]}" --json "$tmp/bench.json"
+}
+
+# torch.compile takes a minute for a large network, so it comes last.
+part_pytorch() {
+    local python
+    [ $emulated = false ] || return
+    python=$(python_with_torch)
+    if [ -z "$python" ]; then
+        report figure pytorch skip "PyTorch is not installed" 0
+        return
+    fi
+    step figure pytorch 200 "$python" tests/gpu/bench_pytorch_gpu.py --modes "eager graph" --seconds .5
+    step figure pytorch_compiled 240 "$python" tests/gpu/bench_pytorch_gpu.py --modes compiled
+}
+
+for part; do
+    "part_$part"
+    SECONDS=0
+done
 
 # ---- Results
 
@@ -237,7 +261,7 @@ nvcc=$({ nvcc --version || "$cuda/nvcc" --version; } 2>/dev/null | grep -om 1 'V
     printf ' "steps": [%s],\n' "$steps"
     printf ' "epochs": [%s],\n' "$(epoch_lines | objects)"
     printf ' "bench": %s,\n' "$(cat "$tmp/bench.json" 2>/dev/null || echo null)"
-    printf ' "pytorch": [%s]}\n' "$(grep -hs ' precision=.*=' "$tmp/pytorch" | grep -v ' does not work ' | objects)"
+    printf ' "pytorch": [%s]}\n' "$(grep -hs ' precision=.*=' "$tmp"/pytorch{,_compiled} | grep -v ' does not work ' | objects)"
 } >"$tmp/results.json"
 if command -v python3 >/dev/null; then
     judge json "JSON" "$(python3 -m json.tool "$tmp/results.json" 2>&1 | tail -n 1)" \
