@@ -1209,12 +1209,12 @@ static FORMAT(3) size_t named(Net *net, size_t x, const char *format, ...) {
 static Shape window_shape(const Net *net, size_t x, const char *what, size_t kernel, size_t stride,
                           size_t padding, size_t channels) {
     Shape in = net->layers[x].out;
-    if (kernel == 0 || kernel > 11 || stride == 0 || padding >= kernel || channels == 0 ||
-        in.h + 2 * padding < kernel || in.w + 2 * padding < kernel)
+    if (kernel == 0 || kernel > 11 || stride == 0 || stride > 11 || padding >= kernel ||
+        channels == 0 || in.h + 2 * padding < kernel || in.w + 2 * padding < kernel)
         die(1,
             "model %s: %s at row %zu: a window of %zu x %zu, stride %zu, padding %zu, to %zu "
-            "channels cannot slide over %zu x %zu pixels; expected 1 x 1 to 11 x 11, a padding "
-            "below that, and images as large as the window",
+            "channels cannot slide over %zu x %zu pixels; expected 1 x 1 to 11 x 11, a stride of "
+            "1 to 11, a padding below the window's size, and images as large as the window",
             net->model, what, net->count, kernel, kernel, stride, padding, channels, in.h, in.w);
     return (Shape){(in.h + 2 * padding - kernel) / stride + 1,
                    (in.w + 2 * padding - kernel) / stride + 1, channels};
@@ -1439,7 +1439,7 @@ static void plan_arenas(Net *net) {
     plan_area(p, &net->prepared, net->prepared_size, HOST, "maps and buffers");
 }
 
-// Offsets and sizes of all arenas. Scratch memory for both batches: more images may need less.
+// Offsets and sizes of all arenas. Scratch memory for both batches: fewer images may need more.
 static void plan_memory(Net *net, size_t batch) {
     const size_t most = max_size(batch, net->test_batch);
     plan_fusion(net);

@@ -180,8 +180,8 @@ static void copy(void *to, const void *from, size_t bytes) {
 }
 
 /* A stream of this host thread on device `which`, for copies that overlap with the kernels there.
-   Its own kernels, the additions of the all-reduce, start before blocks of backward that are still
-   waiting. */
+   The only kernels in it, the additions of the all-reduce, start before blocks of backward that are
+   still waiting. */
 static cudaStream_t own_stream(size_t which) {
     static thread_local cudaStream_t own[MAX_REPLICAS];
     device = (int)which;
@@ -214,19 +214,16 @@ static void transfer(size_t which, void *to, const void *from, size_t bytes) {
 /* Copies from another device's memory go by NVLink or PCIe directly, where the two are connected
    and this has been enabled; otherwise through the host. */
 static void enable_peer(const void *from) {
-    static thread_local bool enabled[MAX_REPLICAS];
+    static thread_local bool tried[MAX_REPLICAS][MAX_REPLICAS];
     cudaPointerAttributes a;
     int possible = 0;
     CHECK(cudaPointerGetAttributes(&a, from));
-    if (a.type != cudaMemoryTypeDevice || a.device == device || enabled[a.device])
+    if (a.type != cudaMemoryTypeDevice || a.device == device || tried[device][a.device])
         return;
-    enabled[a.device] = true;
+    tried[device][a.device] = true;
     CHECK(cudaDeviceCanAccessPeer(&possible, device, a.device));
-    cudaError_t error = possible ? cudaDeviceEnablePeerAccess(a.device, 0) : cudaSuccess;
-    if (error == cudaErrorPeerAccessAlreadyEnabled) // by another thread
-        cudaGetLastError();                         // clears the error
-    else
-        CHECK(error);
+    if (possible && cudaDeviceEnablePeerAccess(a.device, 0) != cudaSuccess)
+        cudaGetLastError(); // clears the error: it has been enabled, or there are too many
 }
 
 // to += from, of any address.   Traffic: 12 N bytes
@@ -361,7 +358,7 @@ static __device__ unsigned element(void) {
 /* Four neighbouring elements, 16 bytes, which one instruction loads or stores: a kernel that uses
    them needs a quarter of the instructions, and has more accesses in flight. Kernels that call
    first_of_four() have one thread for every four elements. Tensors begin at multiples of 16 bytes;
-   their last four elements may be fewer. */
+   their last group may have fewer than four elements. */
 struct Four {
     real v[4];
 };
@@ -768,11 +765,13 @@ static void gather(real *out, uint8_t *labels, const Resident *r, const Draw *dr
     }
     // more than 48 KB of shared memory must be asked for
     if (cudaFuncSetAttribute(gather_elastic_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             (int)fields) != cudaSuccess)
+                             (int)fields) != cudaSuccess) {
+        cudaGetLastError(); // clears the error
         fail(1,
              "--augment elastic: the fields of %zu x %zu pixels need %zu bytes of shared memory, "
              "more than device %d has; expected smaller images, or another --augment",
              r->shape.h, r->shape.w, fields, device);
+    }
     gather_elastic_kernel<<<(unsigned)n, THREADS, fields, stream()>>>(out, labels, *r, *draw);
     CHECK_LAUNCH();
 }
@@ -1196,14 +1195,14 @@ static void conv2d_backward_naive(Work w) {
      data gradient     n * h * w          channels in    taps * chan. out    dout: K    weight: K
      weight gradient   taps * chan. in    channels out   n * oh * ow         in: M      dout: N
 
-   "Along" is the index whose neighbours are neighbours in memory: a channel. Where 4 divides the
-   channels, 4 of them are loaded at once, 16 bytes (WIDTH).
+   "Along" is the index whose neighbours are neighbours in memory: a channel. Where 4 divides both
+   numbers of channels, 4 of them are loaded at once, 16 bytes (WIDTH).
 
-   A block computes a tile of C: 128 x 128 elements, 128 x 64 where columns are few, or 64 x 32
-   where elements are few. In every step it loads TILE_K numbers of each of its rows of A and
-   columns of B into shared memory, where each thread then reads 8 + 8 numbers for 64 multiply-adds
-   (4 + 4 for 16 in the smallest tile). While the threads multiply, the numbers of the next step are
-   being loaded into registers (double buffering).
+   A block computes a tile of C: 128 x 128 elements, or 128 x 64 or 64 x 32 where the larger ones
+   would be half empty, see gemm(). In every step it loads TILE_K numbers of each of its rows of A
+   and columns of B into shared memory, where each thread then reads 8 + 8 numbers for 64
+   multiply-adds (4 + 4 for 16 in the smallest tile). While the threads multiply, the numbers of the
+   next step are being loaded into registers (double buffering).
 
    Where C has too few tiles to occupy a GPU, K is split among blocks (split-K); the partial sums
    are added afterwards, always in the same order.
@@ -1278,8 +1277,8 @@ static __device__ Place operator+(Place a, Place b) {
    that a thread has one k and several lines; otherwise of the same k. fetch() and put() are
    separate so that arithmetic can be done between them. A line of shared memory is padded by 4
    numbers: otherwise the threads that store the numbers of one line would use the same of its 32
-   banks, and be serialised (a bank conflict). Lines beyond the matrix load its last one; what is
-   computed with them is not stored. */
+   banks, and be serialised (bank conflicts; with the padding, pairs of them still are). Lines
+   beyond the matrix load its last ones; what is computed with them is not stored. */
 template <int LINES, int LOADERS, bool IMAGE, bool ALONG_K, int WIDTH> struct TileLoader {
     enum { ACROSS = (ALONG_K ? TILE_K : LINES) / WIDTH, APART = LOADERS / ACROSS };
     enum { COUNT = LINES * TILE_K / WIDTH / LOADERS, PITCH = LINES + 4 };
@@ -1375,8 +1374,8 @@ struct Result {
 /* The phases of the data gradient. Phase (py, px) has the input pixels (i * stride + py, j * stride
    + px). Tap r meets their rows if (py + padding - r) % stride = 0: r = ry, ry + stride, ... with
    ry = (py + padding) % stride. The t-th of these taps reads row i + (py + padding) / stride - t of
-   dout. Columns likewise. An example: stride 2, padding 1, a filter of 3 x 3. Phase 0 has the even
-   rows, which only tap 1 meets; phase 1 the odd ones, where tap 0 reads row i + 1 of dout and tap 2
+   dout. Columns likewise. An example: stride 2, padding 1, a filter of 3 x 3. py = 0 are the even
+   rows, which only tap 1 meets; py = 1 the odd ones, where tap 0 reads row i + 1 of dout and tap 2
    row i. */
 struct Phases {
     int stride = 1, kernel = 0, padding = 0, channels_in = 0, channels_out = 0;
@@ -1431,8 +1430,8 @@ static __device__ void store_four(const Result &c, int at, int column, int colum
    the narrow one (3 of 128 threads), 128 in the small one (4 of 128); none is spilled.
    Main loop: 84 to 87 % of its instructions are multiply-adds in the large tile, 80 to 85 % in the
    narrow one, 67 to 72 % in the small one (44 to 61 % where WIDTH is 1).
-   Grid: M / tile x N / tile x splits * phases.   Shared memory: 8 (M + N + 8) * TILE_K bytes.
-   Traffic: 4 K (M N / tile N + M N / tile M) + 4 M N bytes, most of it served by the L2 cache */
+   Grid: M / T::M x N / T::N x splits * phases.   Shared memory: 8 (T::M + T::N + 8) TILE_K bytes.
+   Traffic: 4 K (M N / T::N + M N / T::M) + 4 M N bytes, most of it served by the L2 cache */
 template <class T, bool A_ALONG_K, bool B_ALONG_K, int WIDTH>
 static __global__ void __launch_bounds__(T::TILE_THREADS, T::BLOCKS)
     gemm_kernel(Operand a, Operand b, Result c, Phases phases, int rows, int columns, int depth,
@@ -1513,9 +1512,9 @@ struct Product {
     Phases phases = {};
 };
 
-/* Into how many parts K is split: as long as there are at most MOST_THREADS threads, about 512 for
-   each multiprocessor of a large GPU, and each part has at least 256 of K. This depends on the
-   shapes alone, not on the GPU, so that all GPUs compute the same bits. */
+/* K is split into as many parts as MOST_THREADS threads allow, about 512 for each multiprocessor of
+   a large GPU, at most one for each LEAST_DEPTH of K. This depends on the shapes alone, not on the
+   GPU, so that all GPUs compute the same bits. */
 enum { MOST_THREADS = 1 << 16, LEAST_DEPTH = 256 };
 
 // An upper bound of what the sums of all splits take, for up to these rows and this depth: no tile
@@ -1543,8 +1542,8 @@ static void launch_gemm(const Product &p, real *scratch) {
         LAUNCH(join_splits_kernel, p.elements, p.c, scratch, splits, p.elements, p.columns);
 }
 
-// Chooses the tile, by the shapes alone, as the splits: the narrow one where the last of the large
-// ones would be half empty.
+// Chooses the tile. Like the splits, it depends on the shapes alone: the narrow one where the last
+// of the large ones would be half empty.
 template <bool A_ALONG_K, bool B_ALONG_K>
 static void gemm(const Product &p, bool by_fours, real *scratch) {
     if (!by_fours)
@@ -1648,8 +1647,9 @@ static void conv2d_backward_tiled(Work w) {
 // Multiply-adds in registers: 8 independent sums per thread, 16 FLOP in each of `steps` iterations.
 static __global__ void peak_kernel(real *out, int steps) {
     real sums[8], total = 0;
-    for (int i = 0; i < 8; i++) // what all threads of a warp have in common is computed elsewhere,
-        sums[i] = (real)(threadIdx.x + i + 2); // and 1 would stay 1
+    // They differ between threads, or the compiler would use the warp's scalar unit; 1 would stay 1
+    for (int i = 0; i < 8; i++)
+        sums[i] = (real)(threadIdx.x + i + 2);
     for (int step = 0; step < steps; step++)
         for (int i = 0; i < 8; i++)
             sums[i] = sums[i] * (real).999 + (real).001;

@@ -1,5 +1,6 @@
 /* nccl.h - a stand-in for NCCL among emulated GPUs of MPI ranks: what cnn_kernels.cu calls of it,
-   by MPI on the memory of the emulator. As in NCCL, ranks that share a GPU are refused. */
+   by MPI on the memory of the emulator. As in NCCL, ranks that share a GPU are refused. Unlike
+   there, a sum is complete on return: neither a time-out nor the stream's order is tested. */
 #pragma once
 #define OMPI_SKIP_MPICXX // only the C interface
 #define MPICH_SKIP_MPICXX

@@ -210,7 +210,7 @@ test_nccl() {
     same_losses nccl/losses 2 "$tmp/replicas" "$tmp/run"
     with_nccl 1 "${small[@]}"
     holds nccl/shared_gpu "our own message, before NCCL's" "$(cat "$out" "$err")" \
-        test "$(grep -c 'share a GPU of .*--oversubscribe' "$err")" -gt 0 -a \
+        test "$status" -eq 2 -a "$(grep -c 'share a GPU of .*--oversubscribe' "$err")" -gt 0 -a \
         "$(cat "$out" "$err" | grep -c 'NCCL: rank\|Duplicate')" -eq 0
     with_nccl 1 "${small[@]}" --oversubscribe
     same nccl/oversubscribe "0 0" "$status $(grep -c 'NCCL: rank' "$err")"

@@ -115,8 +115,10 @@ inline void release(const char *function, void *memory, bool of_gpu) {
         free(memory);
 }
 
-// The handler of page faults.
-inline void handle_fault(int, siginfo_t *info, void *) {
+// The handler of page faults, and of traps: see cuda_on_cpu.h on accesses that are not aligned.
+inline void handle_fault(int number, siginfo_t *info, void *) {
+    if (number == SIGILL || number == SIGTRAP)
+        die("misaligned access: an address is no multiple of its type's size");
     const char *address = (const char *)info->si_addr;
     const Allocation *last = last_before(address);
     if (self && last && address < last->begin + last->bytes + (64 << 10))
@@ -133,7 +135,8 @@ static const bool prepared_for_faults = [] {
     action.sa_sigaction = handle_fault;
     action.sa_flags = SA_SIGINFO | SA_ONSTACK;
     if (!sanitized)
-        sigaction(SIGSEGV, &action, nullptr), sigaction(SIGBUS, &action, nullptr);
+        for (int number : {SIGSEGV, SIGBUS, SIGILL, SIGTRAP})
+            sigaction(number, &action, nullptr);
     IF_ASAN(__sanitizer_set_death_callback(say_where)); // its own report does not name the kernel
     return true;
 }();

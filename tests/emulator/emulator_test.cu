@@ -1159,6 +1159,18 @@ static void full_stack(bool mended) {
     passes("full_stack", a.host[0] == 0);
 }
 
+__global__ void copies_fours(float *to, const float *from, int shift) {
+    int i = 4 * (int)threadIdx.x + shift;
+    *(float4 *)(to + i) = *(const float4 *)(from + i);
+}
+static void misaligned_four(bool mended) {
+    Both<float> a(68), b(68);
+    a.up();
+    copies_fours<<<1, 16>>>(b.gpu, a.gpu, mended ? 4 : 2);
+    b.down();
+    passes("misaligned_four", b.host[4] == a.host[4]);
+}
+
 /* ---- Of CUEMU_STRICT: what a thread does beside the one that computes */
 
 // Waits in a thread of its own for this event of the null stream.
@@ -1249,6 +1261,7 @@ static const struct {
     BUG(long_copy),
     BUG(wrong_peer),
     BUG(full_stack),
+    BUG(misaligned_four),
     BUG(no_device),
     BUG(spinning_wait),
     BUG(low_priority),

@@ -91,7 +91,7 @@ refuses() {
 
 test_plain() {
     local order
-    build plain "$gxx" -O2 -fopenmp || return
+    build plain "$gxx" -O2 -fopenmp -fsanitize=alignment -fsanitize-undefined-trap-on-error || return
     right plain CUEMU_DEVICES=2
     for order in 0 1 7; do
         right plain CUEMU_DEVICES=3 CUEMU_LAZY=1 CUEMU_PROTECT=1 CUEMU_ORDER=$order
@@ -135,6 +135,7 @@ test_bugs() {
     bug low_priority plain "$place: would queue behind" CUEMU_STRICT=1
     bug copy_by_host plain '^cuda_on_cpu: copy between devices 0 and 1 without peer access' \
         CUEMU_STRICT=1 CUEMU_DEVICES=2
+    bug misaligned_four plain "${thread}misaligned access"
     bug full_stack plain "${thread}memory fault at .* stack is full"
 }
 

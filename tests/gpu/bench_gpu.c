@@ -2,7 +2,8 @@
    operation of a step by itself, and the device's copy bandwidth. Figures are medians over
    several measurements, by events in the device's stream; no speeds are printed when the "device"
    is the emulator. The host queues the calls of an operation while the device is still busy with a
-   copy, so that short operations do not show the time that the host takes to launch them.
+   copy, so that short operations do not show the time that the host takes to launch them; the first
+   of an operation's calls then finds nothing in the caches.
 
      build/bench_gpu [--nets "mnist,64 cifar64,250 ..."] [--kernels NAME] [--json FILE] [--tiny]
 
@@ -29,7 +30,7 @@ static const Backend *gpu; // what is measured
 static bool emulated;
 static void *copied[2]; // memory of the device: see copy_bytes()
 
-// A GB, more than the caches hold, whose copy takes longer than the host needs for 20 launches.
+// A GB, more than the caches hold, whose copy takes about as long as the host needs for 20 calls.
 static size_t copy_bytes(void) {
     return emulated ? 1 << 20 : 1 << 30;
 }

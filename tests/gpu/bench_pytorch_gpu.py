@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """PyTorch's side of bench_gpu.c: bench_pytorch.py's training steps on a GPU.
 
-MODES lists how they run: eager in both layouts; with autocast to bfloat16 and channels_last; the
-same through torch.compile, which fuses operations and replays a CUDA graph; and the whole step
-captured in a CUDA graph.  TF32, the tensor cores' 10-bit mantissas, is pinned off or on, since cuDNN
+MODES lists how they run: eager in both layouts, with autocast to bfloat16 and channels_last, through
+torch.compile, which fuses operations and replays a CUDA graph, and with the whole step captured in a
+CUDA graph.  TF32, the tensor cores' 10-bit mantissas, is pinned off or on, since cuDNN
 takes it by default for convolutions: it must be told apart from plain 32-bit arithmetic.  cuDNN
 picks its fastest algorithm.  Every step ends with a wait for the GPU, as one of ./cnn does.  A
 matrix product of 8192 x 8192 shows what the GPU itself can do.
@@ -86,7 +86,8 @@ def training_step(model, mode, batch, device):
     torch.manual_seed(1)
     net = model.network().train().to(memory_format=LAYOUTS[mode.layout])
     if mode.run == "compiled":
-        net = torch.compile(net, mode="reduce-overhead")
+        torch.compiler.reset()  # otherwise another batch size compiles for a variable one
+        net = torch.compile(net, mode="reduce-overhead", dynamic=False)
     images = torch.randn(batch, *model.shape).contiguous(memory_format=LAYOUTS[mode.layout])
     labels = torch.randint(model.classes, (batch,))
     optimizer = model.optimizer(net.parameters())

@@ -161,6 +161,7 @@ static void *learner_thread(void *argument) {
     plan_loader(&run->train_loader, &data, LEARN_BATCH, 1, NULL, place);
     comm_plan(&run->comm, net, &run->train_loader);
     comm_init(&run->comm);
+    comm_start(&run->comm);
     loader_start(&run->train_loader, 1, 1, 0);
     for (const Batch *batch; (batch = next_batch(&run->comm));) {
         load_batch(&run->comm, batch);
