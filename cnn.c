@@ -3506,8 +3506,7 @@ static void save_tensors(Net *net, const Optimizer *optimizer, real *state, cons
 /* ---- Reading: nothing in the file is trusted. For each tensor of ours the header must contain the
    entry that we would write, followed by its data_offsets. Writing the header again from the
    offsets found must then give the same text, so it has no tensor of another model, none twice, and
-   nothing that is not JSON. (The safetensors library writes JSON without white space, and dtype,
-   shape and data_offsets in this order; a header in another style is refused.) */
+   nothing that is not JSON. A header in another style than the safetensors library's is refused. */
 
 typedef struct TensorFile {
     const char *path;
@@ -3612,9 +3611,10 @@ static size_t find_tensors(const TensorFile *f, Tensor *list, size_t count) {
     char *header = make_header(list, kept, ""), *ours = header + 1;
     while (ours[same] && ours[same] == f->tensors[same])
         same++;
-    if (ours[same] || f->tensors[same])
-        header_fail(f, f->tensors + same, "only the tensors of this model, each once");
+    const bool equal = ours[same] == f->tensors[same];
     free(header);
+    if (!equal)
+        header_fail(f, f->tensors + same, "only the tensors of this model, each once");
     for (size_t i = 0; i < kept; i++)
         list[i].key = list[i].begin;
     qsort(list, kept, sizeof *list, compare_keys);
