@@ -1232,10 +1232,10 @@ typedef Tile<64, 32, 4, 4, 4> SmallTile;   // 128 threads
 struct Digits {
     int a, b, c;
 };
-struct Place {
+struct Place { // what an index adds to the address, in elements, and to the pixel's position
     int offset, y, x;
 };
-struct Axis {
+struct Axis { // offset_a: what a digit a of 1 adds to the address; the others likewise
     int size_b = 1, size_c = 1;
     int offset_a, offset_b = 0, offset_c = 0, y_a = 0, y_b = 0, x_b = 0, x_c = 0;
     __device__ Digits digits(int i) const {
@@ -1504,6 +1504,7 @@ static __global__ void join_splits_kernel(Result c, const real *parts, int split
     c.out[i] = c.value(i, (int)(i % columns), sum);
 }
 
+// C = A * B, as the table at the head of this section has it for each pass.
 struct Product {
     Operand a, b;
     Result c;
@@ -1523,6 +1524,7 @@ static size_t parts_size(size_t rows, size_t columns, size_t depth) {
     return min(ceil_div(depth, LEAST_DEPTH) * rows * columns, (size_t)MOST_THREADS * 64);
 }
 
+// Queues the product in tiles T. scratch holds the partial sums of the splits, see parts_size().
 template <class T, bool A_ALONG_K, bool B_ALONG_K, int WIDTH>
 static void launch_gemm(const Product &p, real *scratch) {
     size_t phases = p.phases.stride * p.phases.stride;
@@ -1545,8 +1547,8 @@ static void launch_gemm(const Product &p, real *scratch) {
 // Chooses the tile. Like the splits, it depends on the shapes alone: the narrow one where the last
 // of the large ones would be half empty.
 template <bool A_ALONG_K, bool B_ALONG_K>
-static void gemm(const Product &p, bool by_fours, real *scratch) {
-    if (!by_fours)
+static void gemm(const Product &p, bool fours, real *scratch) {
+    if (!fours)
         launch_gemm<SmallTile, A_ALONG_K, B_ALONG_K, 1>(p, scratch);
     else if (p.columns <= SmallTile::N || p.rows <= SmallTile::M)
         launch_gemm<SmallTile, A_ALONG_K, B_ALONG_K, 4>(p, scratch);
@@ -1558,6 +1560,7 @@ static void gemm(const Product &p, bool by_fours, real *scratch) {
 
 // ---- The operands of the three passes
 
+// A number of one digit: the lines or columns of a matrix, so many elements apart.
 static Axis plain(int apart) {
     return {1, 1, apart};
 }
@@ -1585,6 +1588,7 @@ static Operand patches(Work w) {
             s.w};
 }
 
+// Whether all rows of this layer's operands and results can be read and written by 16 bytes.
 static bool has_fours(const Layer *l) {
     return l->in.c % 4 == 0 && l->out.c % 4 == 0;
 }
