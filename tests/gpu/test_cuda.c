@@ -289,7 +289,7 @@ static void compare_layer(const Backend *b, Layer l, size_t n, bool accumulate, 
         splits->backward[used]++;
 }
 
-static const Settings plain = {.stem = "3", .width = 6, .optimizer_launch = "flat"};
+static const Settings plain = {.stem = "3", .width = 6, .optimizer_launch = "flat", .layout = "nhwc"};
 static Net net; // to build layers in
 
 static const Layer *first_layer(Shape in) {
@@ -803,7 +803,7 @@ static void softmax_backward_bound(const Task *t, const Array *before, const Arr
 
 static void run_nll(const Backend *b, const Task *t, void *const *a, real *scratch) {
     (void)scratch;
-    b->nll_loss(a[0], a[1], a[2], a[3], t->n, t->n + 3, t->count, t->smoothing);
+    b->nll_loss(a[0], a[1], a[2], a[3], t->n, t->n + 3, t->count, t->smoothing, NULL);
 }
 
 static void test_softmax_and_loss(const Backend *b) {
@@ -931,7 +931,7 @@ static void test_optimizers(const Backend *b) {
 static void run_gather(const Backend *b, const Task *t, void *const *a, real *scratch) {
     (void)scratch;
     if (b->gather) {
-        b->gather(a[0], a[1], t->on_gpu->resident, &t->on_gpu->draw, t->on_gpu->n);
+        b->gather(a[0], a[1], t->on_gpu->resident, &t->on_gpu->draw, t->on_gpu->n, false);
         return;
     }
     memcpy(a[0], t->on_cpu->images, t->count * sizeof(real));
@@ -1020,7 +1020,7 @@ static void test_large_elastic(const Backend *b) {
     *refusal = 0;
     b->use(0, 0, refuse);
     if (setjmp(refused) == 0)
-        b->gather(NULL, NULL, &resident, &draw, 1);
+        b->gather(NULL, NULL, &resident, &draw, 1, false);
     b->use(0, 0, die);
     if (!strstr(refusal, "--augment elastic: the fields of 200 x 200 pixels need 480000 bytes"))
         fail("expected a message on --augment elastic, found \"%s\"", refusal);

@@ -325,7 +325,7 @@ static void check_golden_smoothing(const Line *line) {
     fill_labels(labels, N);
     const Layer l = {.out = {1, 1, GOLDEN_CLASSES}};
     log_softmax_forward((Work){.l = &l, .n = N, .in = logits, .out = logp});
-    nll_loss(losses, got + 1, logp, labels, N, N, GOLDEN_CLASSES, .1);
+    nll_loss(losses, got + 1, logp, labels, N, N, GOLDEN_CLASSES, .1, NULL);
     got[0] = (losses[0] + losses[1] + losses[2] + losses[3]) / N;
     for (size_t i = 0; i < 1 + COUNT && line->count == 1 + COUNT; i++) {
         want[i] = (real)line->numbers[i];
