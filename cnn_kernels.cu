@@ -453,13 +453,13 @@ static void add_backward(Work w) {
 static __global__ void dropout_forward_kernel(real *out, uint8_t *mask, const real *in,
                                               unsigned size, unsigned blocks_of_image, unsigned n,
                                               real scale, uint32_t threshold, uint32_t purpose,
-                                              Draw draw) {
+                                              const Draw *draw) {
     unsigned image = element() / blocks_of_image, block = element() % blocks_of_image;
     if (image >= n)
         return;
     uint32_t bits[4];
-    philox4x32(bits, (uint32_t)block, (uint32_t)position_of(draw, image), (uint32_t)draw.epoch,
-               purpose, draw.seed);
+    philox4x32(bits, (uint32_t)block, (uint32_t)position_of(*draw, image), (uint32_t)draw->epoch,
+               purpose, draw->seed);
 #pragma unroll // so that bits[] stays in registers
     for (unsigned j = 0; j < 8; j++) {
         unsigned i = image * size + block * 8 + j;
@@ -477,7 +477,7 @@ static void dropout_forward(Work w) {
     if (w.draw)
         LAUNCH(dropout_forward_kernel, w.n * blocks_of_image, w.out, w.saved, w.in, size,
                blocks_of_image, w.n, 1 / (1 - w.l->p), (uint32_t)lround((double)w.l->p * 65536),
-               DRAW_DROPOUT + (uint32_t)w.row, *w.draw);
+               DRAW_DROPOUT + (uint32_t)w.row, w.draw);
     else if (w.out != w.in)
         copy(w.out, w.in, outputs(w) * sizeof *w.out);
 }
@@ -618,12 +618,22 @@ static void avgpool2d_backward(Work w) {
            (int)w.l->in.c, inputs(w), w.accumulate);
 }
 
+// to = step, which is copied when the kernel is queued: the host does not wait.
+static __global__ void set_step_kernel(Step *to, Step step) {
+    if (threadIdx.x == 0)
+        *to = step;
+}
+
+static void set_step(Step *to, Step step) {
+    LAUNCH(set_step_kernel, 1, to, step);
+}
+
 /* ---- Optimizers: the formulas are in cnn.c, section 7. One launch updates as many parameters as
    it is given: all of them, or those of one tensor (--optimizer-launch).   Traffic: 28 N bytes */
 static __global__ void adadelta_kernel(real *param, const real *grad, real *square_avg,
-                                       real *acc_delta, unsigned count, real lr,
+                                       real *acc_delta, unsigned count, const Step *step,
                                        real weight_decay) {
-    const real rho = .9f, eps = 1e-6f;
+    const real rho = .9f, eps = 1e-6f, lr = (real)step->lr;
     unsigned i = first_of_four();
     if (i >= count)
         return;
@@ -644,13 +654,14 @@ static __global__ void adadelta_kernel(real *param, const real *grad, real *squa
 
 static void adadelta(Update u) {
     LAUNCH(adadelta_kernel, ceil_div(u.count, 4), u.param, u.grad, u.state[0], u.state[1], u.count,
-           (real)u.lr, (real)u.weight_decay);
+           u.step, (real)u.weight_decay);
 }
 
 // Traffic: 20 N bytes with momentum, 12 N without
 static __global__ void sgd_kernel(real *param, const real *grad, real *momentum_buffer,
-                                  unsigned count, real lr, real momentum, real weight_decay,
-                                  bool nesterov) {
+                                  unsigned count, const Step *step, real momentum,
+                                  real weight_decay, bool nesterov) {
+    const real lr = (real)step->lr;
     unsigned i = first_of_four();
     if (i >= count)
         return;
@@ -661,10 +672,10 @@ static __global__ void sgd_kernel(real *param, const real *grad, real *momentum_
     for (int j = 0; j < 4; j++) {
         g.v[j] += weight_decay * p.v[j];
         buffer.v[j] = momentum * buffer.v[j] + g.v[j];
-        real step = momentum == 0 ? g.v[j]
-                    : nesterov    ? g.v[j] + momentum * buffer.v[j]
-                                  : buffer.v[j];
-        p.v[j] -= lr * step;
+        real change = momentum == 0 ? g.v[j]
+                      : nesterov    ? g.v[j] + momentum * buffer.v[j]
+                                    : buffer.v[j];
+        p.v[j] -= lr * change;
     }
     if (momentum > 0)
         store(momentum_buffer, i, count, buffer);
@@ -672,7 +683,7 @@ static __global__ void sgd_kernel(real *param, const real *grad, real *momentum_
 }
 
 static void sgd(Update u) {
-    LAUNCH(sgd_kernel, ceil_div(u.count, 4), u.param, u.grad, u.state[0], u.count, (real)u.lr,
+    LAUNCH(sgd_kernel, ceil_div(u.count, 4), u.param, u.grad, u.state[0], u.count, u.step,
            (real)u.momentum, (real)u.weight_decay, u.nesterov);
 }
 
@@ -687,16 +698,17 @@ static __device__ real pixel_at(const uint8_t *image, Shape s, int y, int x, int
 
 /* out[n][h][w][c] = normalised[c][byte], and the labels; crop_flip reads the byte at the position
    that augment_crop_flip() of cnn.c gives.   Traffic: 5 N bytes */
-static __global__ void gather_kernel(real *out, uint8_t *labels, Resident r, Draw draw, int n) {
+static __global__ void gather_kernel(real *out, uint8_t *labels, Resident r, const Draw *draw,
+                                     int n) {
     unsigned size = r.shape.h * r.shape.w * r.shape.c, i = element();
     if (i >= n * size)
         return;
     Index o = unravel(i, r.shape.h, r.shape.w, r.shape.c);
-    size_t position = position_of(draw, o.image), image = r.order[position];
+    size_t position = position_of(*draw, o.image), image = r.order[position];
     int y = o.y, x = o.x;
     if (r.augment == AUGMENT_CROP_FLIP) {
         uint32_t bits[4];
-        philox4x32(bits, 0, (uint32_t)position, (uint32_t)draw.epoch, DRAW_AUGMENT, draw.seed);
+        philox4x32(bits, 0, (uint32_t)position, (uint32_t)draw->epoch, DRAW_AUGMENT, draw->seed);
         y += (int)(bits[0] % (2 * CROP_PADDING + 1)) - CROP_PADDING;
         x = (bits[2] & 1 ? (int)r.shape.w - 1 - x : x) + (int)(bits[1] % (2 * CROP_PADDING + 1)) -
             CROP_PADDING;
@@ -723,16 +735,17 @@ static __device__ void blur(real *to, const real *from, const float *weights, Sh
 
 /* The elastic distortion: augment_elastic() of cnn.c. One block per image; the displacement fields
    and their blurred copies stay in shared memory.   Grid: n blocks.   Traffic: 5 N bytes */
-static __global__ void gather_elastic_kernel(real *out, uint8_t *labels, Resident r, Draw draw) {
+static __global__ void gather_elastic_kernel(real *out, uint8_t *labels, Resident r,
+                                             const Draw *draw) {
     extern __shared__ real fields[]; // down, right, and a buffer to blur them
     int pixels = (int)(r.shape.h * r.shape.w), w = (int)r.shape.w, channels = (int)r.shape.c;
-    size_t position = position_of(draw, blockIdx.x), image = r.order[position];
+    size_t position = position_of(*draw, blockIdx.x), image = r.order[position];
     real *buffer = fields + 2 * pixels;
     for (int i = threadIdx.x; i < 2 * pixels; i += THREADS) {
         uint32_t bits[4];
         int field = i / pixels, at = i % pixels;
         philox4x32(bits, (uint32_t)(1 + field * pixels + at / 4 * 4), (uint32_t)position,
-                   (uint32_t)draw.epoch, DRAW_AUGMENT, draw.seed);
+                   (uint32_t)draw->epoch, DRAW_AUGMENT, draw->seed);
         fields[i] = ELASTIC_ALPHA * (2 * uniform(bits[at % 4]) - 1);
     }
     __syncthreads();
@@ -760,7 +773,7 @@ static __global__ void gather_elastic_kernel(real *out, uint8_t *labels, Residen
 static void gather(real *out, uint8_t *labels, const Resident *r, const Draw *draw, size_t n) {
     size_t pixels = r->shape.h * r->shape.w, fields = 3 * pixels * sizeof(real);
     if (r->augment != AUGMENT_ELASTIC) {
-        LAUNCH(gather_kernel, n * pixels * r->shape.c, out, labels, *r, *draw, n);
+        LAUNCH(gather_kernel, n * pixels * r->shape.c, out, labels, *r, draw, n);
         return;
     }
     // more than 48 KB of shared memory must be asked for
@@ -772,7 +785,7 @@ static void gather(real *out, uint8_t *labels, const Resident *r, const Draw *dr
              "more than device %d has; expected smaller images, or another --augment",
              r->shape.h, r->shape.w, fields, device);
     }
-    gather_elastic_kernel<<<(unsigned)n, THREADS, fields, stream()>>>(out, labels, *r, *draw);
+    gather_elastic_kernel<<<(unsigned)n, THREADS, fields, stream()>>>(out, labels, *r, draw);
     CHECK_LAUNCH();
 }
 
@@ -1742,6 +1755,7 @@ static Backend make_backend(bool tiled) {
     b.scratch_size = scratch_size;
     // the loss, optimizers and the loader
     b.nll_loss = nll_loss;
+    b.set_step = set_step;
     b.adadelta = adadelta;
     b.sgd = sgd;
     b.gather = gather;
