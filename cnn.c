@@ -126,6 +126,12 @@ typedef struct Draw {
     size_t skip;         // positions between two of its images, which other ranks have
 } Draw;
 
+// What changes from step to step; kernels read it through a pointer, from the device's memory.
+typedef struct Step {
+    Draw draw;
+    double lr;
+} Step;
+
 // The position of image number `image` of the batch in the epoch's permutation.
 static inline HOST_DEVICE size_t position_of(Draw draw, size_t image) {
     return draw.first + image * (1 + draw.skip);
@@ -211,7 +217,7 @@ typedef struct Work {
     void *transposed;     // --layout nchw: its transposed_size() elements; else NULL
     Shape from;           // the shape of in, before a linear layer flattens it
     const void *prepared; // what the backend's prepare() has made for this row
-    const Draw *draw;     // of a training step; NULL: evaluation
+    const Draw *draw;     // of a training step, in the device's memory; NULL: evaluation
     bool accumulate;      // another reader of the same row has already written din
 } Work;
 
@@ -234,7 +240,8 @@ typedef struct Update {
     void *low;              // a copy of param with 16 bits each, or NULL
     const LossScale *scale; // of the gradients, or NULL
     size_t count;
-    double lr, momentum, weight_decay;
+    const Step *step; // with the learning rate, in the device's memory
+    double momentum, weight_decay;
     bool nesterov;
 } Update;
 
@@ -271,6 +278,7 @@ typedef struct Backend {
     // dlogp is multiplied by `scale`, unless that is NULL
     void (*nll_loss)(real *losses, real *dlogp, const real *logp, const uint8_t *labels, size_t n,
                      size_t batch, size_t classes, double smoothing, const LossScale *scale);
+    void (*set_step)(Step *to, Step step); // queued; to: in the device's memory
     void (*adadelta)(Update u);
     void (*sgd)(Update u);
     // of 16-bit precisions; else NULL. low = param; scale->not_finite = gradients that are not
@@ -302,7 +310,8 @@ typedef struct Backend {
     // stops recording
     void (*range)(const char *name);
     void (*record)(bool on);
-    // a batch of a resident data set; NULL: the loader's threads make all batches
+    // a batch of a resident data set; draw: in the device's memory; NULL: the loader's threads
+    // make all batches
     void (*gather)(real *out, uint8_t *labels, const Resident *r, const Draw *draw, size_t n,
                    bool nchw);
 } Backend;
@@ -1178,6 +1187,7 @@ typedef struct Net {
     LossScale *scale; // fp16, else NULL
     real *host[2];    // staging buffers on the host, for copies from and to the device
     uint8_t *saved, *labels;
+    Step *step;        // of the batch that net_load() has loaded
     size_t others;     // number of other ranks that share a batch, over which the loss is a mean
     struct Comm *comm; // backward() reports finished gradients to it; or NULL
     bool marks_rows;   // a mark after each row
@@ -1489,6 +1499,7 @@ static void plan_arenas(Net *net) {
     plan_area(p, &net->labels, most, DEVICE, "statistics and masks");
     if (net->backend->adjust_scale)
         plan_area(p, &net->scale, sizeof *net->scale, DEVICE, "statistics and masks");
+    plan_area(p, &net->step, sizeof *net->step, DEVICE, "statistics and masks");
     plan_area(p, &net->scratch, size * net->scratch_size, DEVICE, "scratch");
     if (net->backend->transposed_size && strcmp(net->settings->layout, "nchw") == 0)
         plan_area(p, &net->transposed, net->transposed_size * net->backend->element, DEVICE,
@@ -1840,10 +1851,11 @@ static const Layer *last_layer(const Net *net) {
 /* data.to(device). A CPU reads the images from the loader's buffer, until backward ends. On a GPU
    the copies are queued, and reading the loss of the batch waits for them. In both cases this is
    over when the loader fills the buffer again. */
-static void net_load(Net *net, const Batch *batch) {
+static void net_load(Net *net, const Batch *batch, double lr) {
     const Backend *b = net->backend;
+    b->set_step(net->step, (Step){batch->draw, lr});
     if (batch->resident) {
-        b->gather(net->images, net->labels, batch->resident, &batch->draw, batch->n,
+        b->gather(net->images, net->labels, batch->resident, &net->step->draw, batch->n,
                   net->transposed);
         return;
     }
@@ -2024,8 +2036,8 @@ static void check_loss(const Net *net, const Batch *batch, double loss) {
    acc_delta = rho * acc_delta + (1 - rho) * delta^2;   param -= lr * delta
    where grad includes weight_decay * param */
 static void adadelta(Update u) {
-    const real rho = (real).9, rest = (real)(1 - .9), eps = (real)1e-6, lr = (real)u.lr;
-    const real decay = (real)u.weight_decay;
+    const real rho = (real).9, rest = (real)(1 - .9), eps = (real)1e-6;
+    const real lr = (real)u.step->lr, decay = (real)u.weight_decay;
     real *square_avg = u.state[0], *acc_delta = u.state[1];
     PARALLEL_FOR
     for (size_t i = 0; i < u.count; i++) {
@@ -2041,7 +2053,7 @@ static void adadelta(Update u) {
    param -= lr * (nesterov ? grad + momentum * buffer : buffer).   No momentum: no buffer.
    (Sutskever et al., "On the importance of initialization and momentum", ICML 2013, as PyTorch.) */
 static void sgd(Update u) {
-    const real lr = (real)u.lr, momentum = (real)u.momentum, decay = (real)u.weight_decay;
+    const real lr = (real)u.step->lr, momentum = (real)u.momentum, decay = (real)u.weight_decay;
     PARALLEL_FOR
     for (size_t i = 0; i < u.count; i++) {
         real g = u.grad[i] + decay * u.param[i], step = g;
@@ -2062,6 +2074,10 @@ static void cpu_describe(Device *d) {
 
 static void cpu_copy(void *to, const void *from, size_t bytes) {
     memcpy(to, from, bytes);
+}
+
+static void cpu_set_step(Step *to, Step step) {
+    *to = step;
 }
 
 // Nothing is queued on a CPU.
@@ -2143,20 +2159,21 @@ static size_t scratch_size_naive(const Layer *l, size_t n) {
                                                     : 0;
 }
 
-#define CPU_BACKEND(conv_forward, conv_backward, conv_fuses, pool_forward)                     \
-    .name = "cpu", .precision = "fp32", .element = sizeof(real), .describe = cpu_describe,     \
-    .layers = {[CONV2D] = {conv_forward, conv_backward, conv_fuses},                           \
-               [LINEAR] = {conv_forward, conv_backward, conv_fuses},                           \
-               [BATCHNORM2D] = {batchnorm2d_forward, batchnorm2d_backward, true},              \
-               [RELU] = {relu_forward, relu_backward, false},                                  \
-               [MAXPOOL2D] = {pool_forward, maxpool2d_backward, false},                        \
-               [AVGPOOL2D] = {avgpool2d_forward, avgpool2d_backward, false},                   \
-               [ADD] = {add_forward, add_backward, true},                                      \
-               [DROPOUT] = {dropout_forward, dropout_backward, false},                         \
-               [LOG_SOFTMAX] = {log_softmax_forward, log_softmax_backward, false}},            \
-    .nll_loss = nll_loss, .adadelta = adadelta, .sgd = sgd, .alloc = zeroed_alloc,             \
-    .release = free, .copy = cpu_copy, .receive = cpu_receive, .synchronize = cpu_synchronize, \
-    .mark = cpu_mark, .elapsed = cpu_elapsed, .peak_gflops = cpu_peak_gflops
+#define CPU_BACKEND(conv_forward, conv_backward, conv_fuses, pool_forward)                 \
+    .name = "cpu", .precision = "fp32", .element = sizeof(real), .describe = cpu_describe, \
+    .layers = {[CONV2D] = {conv_forward, conv_backward, conv_fuses},                       \
+               [LINEAR] = {conv_forward, conv_backward, conv_fuses},                       \
+               [BATCHNORM2D] = {batchnorm2d_forward, batchnorm2d_backward, true},          \
+               [RELU] = {relu_forward, relu_backward, false},                              \
+               [MAXPOOL2D] = {pool_forward, maxpool2d_backward, false},                    \
+               [AVGPOOL2D] = {avgpool2d_forward, avgpool2d_backward, false},               \
+               [ADD] = {add_forward, add_backward, true},                                  \
+               [DROPOUT] = {dropout_forward, dropout_backward, false},                     \
+               [LOG_SOFTMAX] = {log_softmax_forward, log_softmax_backward, false}},        \
+    .nll_loss = nll_loss, .set_step = cpu_set_step, .adadelta = adadelta, .sgd = sgd,      \
+    .alloc = zeroed_alloc, .release = free, .copy = cpu_copy, .receive = cpu_receive,      \
+    .synchronize = cpu_synchronize, .mark = cpu_mark, .elapsed = cpu_elapsed,              \
+    .peak_gflops = cpu_peak_gflops
 
 static const Backend naive_backend = {
     CPU_BACKEND(conv2d_forward_naive, conv2d_backward_naive, false, maxpool2d_forward_naive),
@@ -2196,7 +2213,7 @@ enum { OPTIMIZERS = sizeof optimizers / sizeof *optimizers };
 
 /* optimizer.step(): one call for all parameters, which are one arena; with --optimizer-launch
    per-tensor one call per tensor, as frameworks once did, to measure what that costs on a GPU. */
-static void optimizer_step(const Optimizer *o, const Net *net, real *state, double lr) {
+static void optimizer_step(const Optimizer *o, const Net *net, real *state) {
     const Settings *s = net->settings;
     const bool whole = strcmp(s->optimizer_launch, "per-tensor") != 0;
     const Backend *b = net->backend;
@@ -2214,7 +2231,7 @@ static void optimizer_step(const Optimizer *o, const Net *net, real *state, doub
                           .low = net->low ? net->low + 2 * first : NULL,
                           .scale = net->scale,
                           .count = count,
-                          .lr = lr,
+                          .step = net->step,
                           .momentum = s->momentum,
                           .weight_decay = s->weight_decay,
                           .nesterov = s->nesterov});
@@ -3252,9 +3269,10 @@ static const Batch *dp_next(Comm *c) {
 }
 
 // This rank's images of the master's batch, and the master's parameters
-static void dp_load(Comm *c) {
+static void dp_load(Comm *c, double lr) {
     Net *net = c->net;
     const Shape image = net->layers[0].out;
+    net->backend->set_step(net->step, (Step){c->batch.draw, lr});
     net->images = own_images(net); // test() has set it to the loader's buffer
     dp_copy(c, c->images ? c->images : net->images, c->batch.device_images,
             c->batch.n * shape_size(image), false);
@@ -3306,11 +3324,11 @@ static const Batch *next_batch(Comm *c) {
     return c->dp ? dp_next(c) : loader_next(c->loader);
 }
 
-static void load_batch(Comm *c, const Batch *batch) {
+static void load_batch(Comm *c, const Batch *batch, double lr) {
     if (c->dp)
-        dp_load(c);
+        dp_load(c, lr);
     else
-        net_load(c->net, batch);
+        net_load(c->net, batch, lr);
 }
 
 static double batch_loss(Comm *c, const Batch *batch) {
@@ -4916,10 +4934,10 @@ static void time_rows(Run *run, const Batch *batch, LayerTimes *times, double *f
     const Backend *b = net->backend;
     net->comm = NULL; // training is over
     net->marks_rows = true;
-    net_load(net, batch);
+    net_load(net, batch, 0);
     for (size_t round = 0; round < LAYER_ROUNDS; round++) {
         net->flops = round == 0 ? flops : NULL;
-        forward(net, batch->n, &batch->draw);
+        forward(net, batch->n, &net->step->draw);
         loss_and_gradient(net, batch->n, true);
         backward(net, batch->n);
         for (size_t i = 1; i < net->count; i++) {
@@ -5589,10 +5607,14 @@ static void compare_settings_of_ranks(Run *run) {
 
    The program itself: each function here consists of a few calls to the sections above. */
 
-static void update_weights(Run *run, size_t batch) {
-    run->lr = learning_rate(&run->settings, run->epoch - 1, batch, run->iterations);
+// The learning rate of a batch's step, which is uploaded with the batch.
+static double step_lr(Run *run, size_t batch) {
+    return run->lr = learning_rate(&run->settings, run->epoch - 1, batch, run->iterations);
+}
+
+static void update_weights(Run *run) {
     if (!run->comm.dp || run->comm.rank == 0)
-        optimizer_step(run->optimizer, &run->net, run->state, run->lr);
+        optimizer_step(run->optimizer, &run->net, run->state);
 }
 
 // Advances the position by a step and saves the checkpoint when it is due; true: training ends.
@@ -5631,13 +5653,13 @@ static void train(Run *run, EpochResult *result) {
     double loss;
     AT(IDLE, start_epoch(run));
     while (AT(LOAD, batch = next_batch(comm))) {
-        AT(COPY, load_batch(comm, batch));
-        AT(FORWARD, forward(net, batch->n, &batch->draw));
+        AT(COPY, load_batch(comm, batch, step_lr(run, batch->number)));
+        AT(FORWARD, forward(net, batch->n, &net->step->draw));
         AT(FORWARD, loss = batch_loss(comm, batch));
         AT(IDLE, check_loss(net, batch, loss));
         AT(BACKWARD, backward(net, batch->n));
         AT(EXPOSED_COMM, reduce_gradients(comm));
-        AT(OPTIMIZER, update_weights(run, batch->number));
+        AT(OPTIMIZER, update_weights(run));
         AT(IDLE, log_step(run, result, batch, loss));
         if (AT(IDLE, finish_step(run)))
             break;
@@ -5658,7 +5680,7 @@ static void test(Run *run, EpochResult *result) {
     share_weights(&run->comm);
     loader_start(&run->test_loader, run->settings.seed, 0, 0);
     while ((batch = loader_next(&run->test_loader))) {
-        net_load(net, batch);
+        net_load(net, batch, 0);
         forward(net, batch->n, NULL);
         totals[0] += loss_and_gradient(net, batch->n, false) * (double)batch->n;
         totals[1] += (double)batch->n;

@@ -480,13 +480,14 @@ template <class T> static void add_backward(Work w) {
 template <class T>
 static __global__ void dropout_forward_kernel(T *out, uint8_t *mask, const T *in, unsigned size,
                                               unsigned blocks_of_image, unsigned n, real scale,
-                                              uint32_t threshold, uint32_t purpose, Draw draw) {
+                                              uint32_t threshold, uint32_t purpose,
+                                              const Draw *draw) {
     unsigned image = element() / blocks_of_image, block = element() % blocks_of_image;
     if (image >= n)
         return;
     uint32_t bits[4];
-    philox4x32(bits, (uint32_t)block, (uint32_t)position_of(draw, image), (uint32_t)draw.epoch,
-               purpose, draw.seed);
+    philox4x32(bits, (uint32_t)block, (uint32_t)position_of(*draw, image), (uint32_t)draw->epoch,
+               purpose, draw->seed);
 #pragma unroll // so that bits[] stays in registers
     for (unsigned j = 0; j < 8; j++) {
         unsigned i = image * size + block * 8 + j;
@@ -504,7 +505,7 @@ template <class T> static void dropout_forward(Work w) {
     if (w.draw)
         LAUNCH(dropout_forward_kernel<T>, w.n * blocks_of_image, (T *)w.out, w.saved,
                (const T *)w.in, size, blocks_of_image, w.n, 1 / (1 - w.l->p),
-               (uint32_t)lround((double)w.l->p * 65536), DRAW_DROPOUT + (uint32_t)w.row, *w.draw);
+               (uint32_t)lround((double)w.l->p * 65536), DRAW_DROPOUT + (uint32_t)w.row, w.draw);
     else if (w.out != w.in)
         copy(w.out, w.in, outputs(w) * sizeof(T));
 }
@@ -677,6 +678,16 @@ template <class T> static void avgpool2d_backward(Work w) {
            w.l->in.h * w.l->in.w, layout_of(w.l->in, w.transposed), inputs(w), w.accumulate);
 }
 
+// to = step, which is copied when the kernel is queued: the host does not wait.
+static __global__ void set_step_kernel(Step *to, Step step) {
+    if (threadIdx.x == 0)
+        *to = step;
+}
+
+static void set_step(Step *to, Step step) {
+    LAUNCH(set_step_kernel, 1, to, step);
+}
+
 /* ---- Optimizers: the formulas are in cnn.c, section 7. One launch updates as many parameters as
    it is given: all of them, or those of one tensor (--optimizer-launch). The parameters of T are
    those of a 16-bit precision's copy, which they write as well. # AMP */
@@ -705,7 +716,7 @@ static __device__ void store_parameters(const Update &u, unsigned i, Pack<real> 
 
 // Traffic: 28 N bytes, 30 N with a copy of 16 bits
 template <class T> static __global__ void adadelta_kernel(Update u) {
-    const real rho = .9f, eps = 1e-6f, lr = (real)u.lr, weight_decay = (real)u.weight_decay;
+    const real rho = .9f, eps = 1e-6f, lr = (real)u.step->lr, weight_decay = (real)u.weight_decay;
     unsigned i = first_of_pack<real>();
     Pack<real> g;
     if (!load_gradients(g, u, i))
@@ -731,7 +742,8 @@ template <class T> static void adadelta(Update u) {
 
 // Traffic: 20 N bytes with momentum, 12 N without, 2 N more with a copy of 16 bits
 template <class T> static __global__ void sgd_kernel(Update u) {
-    const real lr = (real)u.lr, momentum = (real)u.momentum, weight_decay = (real)u.weight_decay;
+    const real lr = (real)u.step->lr, momentum = (real)u.momentum,
+               weight_decay = (real)u.weight_decay;
     unsigned i = first_of_pack<real>();
     Pack<real> g, buffer = {};
     if (!load_gradients(g, u, i))
@@ -813,17 +825,17 @@ static __device__ real pixel_at(const uint8_t *image, Shape s, int y, int x, int
 /* out[n][h][w][c] = normalised[c][byte], and the labels; crop_flip reads the byte at the position
    that augment_crop_flip() of cnn.c gives.   Traffic: 5 N bytes */
 template <class T>
-static __global__ void gather_kernel(T *out, uint8_t *labels, Resident r, Layout layout, Draw draw,
-                                     int n) {
+static __global__ void gather_kernel(T *out, uint8_t *labels, Resident r, Layout layout,
+                                     const Draw *draw, int n) {
     unsigned size = r.shape.h * r.shape.w * r.shape.c, i = element();
     if (i >= n * size)
         return;
     Index o = unravel(i, r.shape.h, r.shape.w, layout);
-    size_t position = position_of(draw, o.image), image = r.order[position];
+    size_t position = position_of(*draw, o.image), image = r.order[position];
     int y = o.y, x = o.x;
     if (r.augment == AUGMENT_CROP_FLIP) {
         uint32_t bits[4];
-        philox4x32(bits, 0, (uint32_t)position, (uint32_t)draw.epoch, DRAW_AUGMENT, draw.seed);
+        philox4x32(bits, 0, (uint32_t)position, (uint32_t)draw->epoch, DRAW_AUGMENT, draw->seed);
         y += (int)(bits[0] % (2 * CROP_PADDING + 1)) - CROP_PADDING;
         x = (bits[2] & 1 ? (int)r.shape.w - 1 - x : x) + (int)(bits[1] % (2 * CROP_PADDING + 1)) -
             CROP_PADDING;
@@ -853,16 +865,16 @@ static __device__ void blur(real *to, const real *from, const float *weights, Sh
    and their blurred copies stay in shared memory.   Grid: n blocks.   Traffic: 5 N bytes */
 template <class T>
 static __global__ void gather_elastic_kernel(T *out, uint8_t *labels, Resident r, Layout layout,
-                                             Draw draw) {
+                                             const Draw *draw) {
     extern __shared__ real fields[]; // down, right, and a buffer to blur them
     int pixels = (int)(r.shape.h * r.shape.w), w = (int)r.shape.w, channels = (int)r.shape.c;
-    size_t position = position_of(draw, blockIdx.x), image = r.order[position];
+    size_t position = position_of(*draw, blockIdx.x), image = r.order[position];
     real *buffer = fields + 2 * pixels;
     for (int i = threadIdx.x; i < 2 * pixels; i += THREADS) {
         uint32_t bits[4];
         int field = i / pixels, at = i % pixels;
         philox4x32(bits, (uint32_t)(1 + field * pixels + at / 4 * 4), (uint32_t)position,
-                   (uint32_t)draw.epoch, DRAW_AUGMENT, draw.seed);
+                   (uint32_t)draw->epoch, DRAW_AUGMENT, draw->seed);
         fields[i] = ELASTIC_ALPHA * (2 * uniform(bits[at % 4]) - 1);
     }
     __syncthreads();
@@ -893,7 +905,7 @@ static void gather(real *out, uint8_t *labels, const Resident *r, const Draw *dr
     size_t pixels = r->shape.h * r->shape.w, fields = 3 * pixels * sizeof(real);
     const Layout layout = layout_of(r->shape, nchw);
     if (r->augment != AUGMENT_ELASTIC) {
-        LAUNCH(gather_kernel<T>, n * pixels * r->shape.c, (T *)out, labels, *r, layout, *draw, n);
+        LAUNCH(gather_kernel<T>, n * pixels * r->shape.c, (T *)out, labels, *r, layout, draw, n);
         return;
     }
     // more than 48 KB of shared memory must be asked for
@@ -906,7 +918,7 @@ static void gather(real *out, uint8_t *labels, const Resident *r, const Draw *dr
              r->shape.h, r->shape.w, fields, device);
     }
     gather_elastic_kernel<T>
-        <<<(unsigned)n, THREADS, fields, stream()>>>((T *)out, labels, *r, layout, *draw);
+        <<<(unsigned)n, THREADS, fields, stream()>>>((T *)out, labels, *r, layout, draw);
     CHECK_LAUNCH();
 }
 
@@ -2013,6 +2025,7 @@ static Backend make_backend(const char *kernels, const char *precision) {
     b.transposed_size = transposed_size;
     // the loss, optimizers and the loader
     b.nll_loss = nll_loss;
+    b.set_step = set_step;
     b.adadelta = adadelta<T>;
     b.sgd = sgd<T>;
     b.load_images = load_images<T>;

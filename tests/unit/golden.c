@@ -287,10 +287,11 @@ static void check_golden_optimizer(const Line *line) {
     settings.nesterov = x[3] != 0;
     Net net = {.settings = &settings, .backend = &fast_backend, .params = params, .grads = grads};
     net.param_size = COUNT;
+    net.step = &(Step){.lr = x[0]};
     fill_stream(params, COUNT, START_STREAM);
     for (uint32_t step = 0; step < STEPS && line->count == 5 + COUNT * STEPS; step++) {
         fill_stream(grads, COUNT, GRADIENT_STREAM + step);
-        optimizer_step(o, &net, state, x[0]);
+        optimizer_step(o, &net, state);
         for (size_t i = 0; i < COUNT; i++) { // a momentum of .9 keeps ten steps' roundings
             want[i] = (real)x[5 + step * COUNT + i];
             bound[i] = (real)(is_double ? 1e-12 : 40 * (step + 1) * epsilon);
