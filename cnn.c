@@ -48,7 +48,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#ifdef __CUDACC__
+#if defined __CUDACC__ || defined __HIP__
 #define HOST_DEVICE __host__ __device__
 #else
 #define HOST_DEVICE

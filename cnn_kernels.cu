@@ -25,9 +25,56 @@
 #define CNN_DECLARATIONS_ONLY
 #include "cnn.c"
 
+#ifdef __HIP__
+/* AMD's GPUs: `make HIP=1` writes hip for cuda at the beginning of each name, and hipcc compiles the
+   result. What HIP names or does otherwise is here. A wave has 64 threads on many of these GPUs, two
+   warps: so shuffles name their width, 32, and nothing may rely on the threads of a warp executing
+   in step. Tensor cores are not used. */
+#include <algorithm>
+#include <hip/hip_runtime.h>
+#define hipDeviceProp hipDeviceProp_t
+#define hipFreeHost hipHostFree
+#define hipMallocHost hipHostMalloc
+#define hipFuncSetAttribute(kernel, ...) hipFuncSetAttribute((const void *)(kernel), __VA_ARGS__)
+#define hipGraphInstantiateWithFlags(to, graph, flags) hipGraphInstantiate(to, graph, NULL, NULL, 0)
+#define __shfl_down_sync(mask, value, distance) __shfl_down(value, distance, 32)
+#define __shfl_xor_sync(mask, value, lanes) __shfl_xor(value, lanes, 32)
+#undef __launch_bounds__ // HIP's has waves of 64 threads for each of the 4 SIMD units, not blocks
+#define __launch_bounds__(threads, blocks)                  \
+    __attribute__((amdgpu_flat_work_group_size(1, threads), \
+                   amdgpu_waves_per_eu(((threads) * (blocks) + 255) / 256)))
+#define PLATFORM "HIP"
+#define REBUILD "make HIP=1 HIP_ARCH=gfx90a, or what rocminfo shows"
+using std::max; // those of HIP's headers for the host take int
+using std::min;
+
+struct hipPointerAttributes {
+    hipMemoryType type;
+    int device;
+};
+
+// HIP 5 has another name for the type, and an error for memory that it has not allocated.
+static hipError_t pointer_attributes(hipPointerAttributes *a, const void *memory) {
+    hipPointerAttribute_t found;
+    *a = {hipMemoryTypeHost, 0};
+    if (hipPointerGetAttributes(&found, memory) != hipSuccess)
+        (void)hipGetLastError(); // clears the error
+    else
+#if HIP_VERSION_MAJOR < 6
+        *a = {found.memoryType, found.device};
+#else
+        *a = {found.type, found.device};
+#endif
+    return hipSuccess;
+}
+#define hipPointerGetAttributes pointer_attributes
+#else
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+#define PLATFORM "CUDA"
+#define REBUILD "make CUDA_ARCH=native, on this machine"
+#endif
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -56,7 +103,7 @@ static void check(cudaError_t error, const char *call, int line) {
     if (error != cudaSuccess)
         fail(1,
              "cnn_kernels.cu:%d: device %d: %s: %s (%s); if a kernel is to blame, it may be an "
-             "earlier one: run again with CUDA_LAUNCH_BLOCKING=1 to see which",
+             "earlier one: run again with " PLATFORM "_LAUNCH_BLOCKING=1 to see which",
              line, device, call, cudaGetErrorString(error), cudaGetErrorName(error));
 }
 #define CHECK(call) check(call, #call, __LINE__)
@@ -106,8 +153,8 @@ static void use(size_t r, size_t which, void (*on_error)(int, const char *, ...)
     cudaFuncAttributes attributes;
     if (cudaFuncGetAttributes(&attributes, (const void *)accumulate_kernel) != cudaSuccess)
         fail(1,
-             "device %d: this program was built for other GPUs; run: make clean && make "
-             "CUDA_ARCH=native, on this machine, or use --no-cuda",
+             "device %d: this program was built for other GPUs; run: make clean && " REBUILD
+             ", or use --no-cuda",
              device);
     if (streams[replica])
         return;
@@ -124,6 +171,13 @@ static void describe(Device *d) {
     CHECK(cudaGetDeviceProperties(&p, device));
     CHECK(cudaDriverGetVersion(&driver));
     CHECK(cudaMemGetInfo(&bytes, &total));
+#ifdef __HIP__ // an architecture such as gfx90a; the address on the PCI bus, as there is no uuid
+    snprintf(d->name, sizeof d->name, "%.150s, %.40s, %d compute units, %.1f GB", p.name,
+             p.gcnArchName, p.multiProcessorCount, (double)total / 1e9);
+    snprintf(d->driver, sizeof d->driver, "HIP %d", driver);
+    snprintf(d->uuid, sizeof d->uuid, "GPU-%04x-%02x-%02x", p.pciDomainID, p.pciBusID,
+             p.pciDeviceID);
+#else
     snprintf(d->name, sizeof d->name, "%.200s, sm_%d%d, %d multiprocessors, %.1f GB", p.name,
              p.major, p.minor, p.multiProcessorCount, (double)total / 1e9);
     snprintf(d->driver, sizeof d->driver, "CUDA %d.%d", driver / 1000, driver % 1000 / 10);
@@ -131,7 +185,8 @@ static void describe(Device *d) {
     for (int i = 0; i < 16; i++) // in the format of nvidia-smi
         to += snprintf(to, 4, i == 0 || (i >= 4 && i <= 10 && i % 2 == 0) ? "-%02x" : "%02x",
                        (unsigned char)p.uuid.bytes[i]);
-    d->memory = .95 * (double)bytes; // CUDA itself allocates some later, for kernels and streams
+#endif
+    d->memory = .95 * (double)bytes; // the runtime allocates some later, for kernels and streams
 #ifdef CUDA_ON_CPU
     d->emulated = true;
 #endif
@@ -141,7 +196,7 @@ static void describe(Device *d) {
 static void *device_alloc(size_t bytes) {
     void *memory = NULL;
     if (cudaMalloc(&memory, bytes + 16) != cudaSuccess) {
-        cudaGetLastError(); // clears the error: the caller names what did not fit
+        (void)cudaGetLastError(); // clears the error: the caller names what did not fit
         return NULL;
     }
     CHECK(cudaMemsetAsync(memory, 0, bytes + 16, stream()));
@@ -159,7 +214,7 @@ static void *pinned_alloc(size_t bytes) {
     void *memory = NULL;
     bytes += 16; // so that 0 bytes have an address, too
     if (cudaMallocHost(&memory, bytes) != cudaSuccess) {
-        cudaGetLastError(); // as in device_alloc()
+        (void)cudaGetLastError(); // as in device_alloc()
         return NULL;
     }
     return memset(memory, 0, bytes);
@@ -225,7 +280,7 @@ static void enable_peer(const void *from) {
     tried[device][a.device] = true;
     CHECK(cudaDeviceCanAccessPeer(&possible, device, a.device));
     if (possible && cudaDeviceEnablePeerAccess(a.device, 0) != cudaSuccess)
-        cudaGetLastError(); // clears the error: it has been enabled, or there are too many
+        (void)cudaGetLastError(); // clears the error: it has been enabled, or there are too many
 }
 
 // to += from, of any address.   Traffic: 12 N bytes
@@ -274,7 +329,7 @@ static double elapsed(size_t from, size_t to) {
     return 1e-3 * (double)milliseconds;
 }
 
-#ifdef CUDA_ON_CPU // the emulator has no Nsight
+#if defined CUDA_ON_CPU || defined __HIP__ // which have no Nsight
 #define cudaProfilerStart() cudaSuccess
 #define cudaProfilerStop() cudaSuccess
 #else
@@ -911,7 +966,7 @@ static void gather(real *out, uint8_t *labels, const Resident *r, const Draw *dr
     // more than 48 KB of shared memory must be asked for
     if (cudaFuncSetAttribute(gather_elastic_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                              (int)fields) != cudaSuccess) {
-        cudaGetLastError(); // clears the error
+        (void)cudaGetLastError(); // clears the error
         fail(1,
              "--augment elastic: the fields of %zu x %zu pixels need %zu bytes of shared memory, "
              "more than device %d has; expected smaller images, or another --augment",
