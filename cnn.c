@@ -264,9 +264,9 @@ typedef struct Backend {
     const char *(*lacks)(void);  // what that device lacks for these kernels; NULL: nothing
     struct {
         void (*forward)(Work w), (*backward)(Work w);
-        bool fuses;         // forward itself adds the residual and applies the ReLU
-        bool relu_backward; // backward itself begins with the ReLU's, of rows without a residual
+        bool fuses; // forward itself adds the residual and applies the ReLU
     } layers[KINDS];
+    bool norm_relu_backward; // a batchnorm2d's backward does its ReLU's, if there is no residual
     bool (*fuses_pool)(const Layer *conv, const Layer *pool); // ... and this max-pool
     size_t (*scratch_size)(const Layer *l, size_t n);         // in numbers of 32 bits
     size_t (*transposed_size)(const Layer *l, size_t n);      // in elements; NULL: NHWC only
@@ -1935,7 +1935,7 @@ static void backward_row(const Net *net, size_t i, size_t n, bool *written) {
         return;
     }
     relu.din = w.dout; // in place
-    if (l->relu_backward && (l->residual || !b->layers[l->kind].relu_backward))
+    if (l->relu_backward && (l->residual || l->kind != BATCHNORM2D || !b->norm_relu_backward))
         b->layers[RELU].backward(relu);
     add.din = l->residual ? gradient(net, l->residual) : NULL;
     if (add.din && add.din != w.dout) { // not the same memory

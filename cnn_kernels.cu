@@ -2065,17 +2065,20 @@ static Backend make_backend(const char *kernels, const char *precision) {
     b.peak_gflops = peak_gflops;
     b.range = range;
     b.record = record;
-    // one row for each kind of layer: forward, backward, what they fuse
-    const bool fuses = FORWARD != conv2d_forward_naive; // the ReLU, in the epilogue
+    // one row for each kind of layer: forward, backward, whether the forward fuses the ReLU
+    const bool fuses = FORWARD != conv2d_forward_naive; // in the epilogue
     b.layers[CONV2D] = {forward_in_nhwc<T, FORWARD>, backward_in_nhwc<T, BACKWARD>, fuses};
     b.layers[LINEAR] = b.layers[CONV2D]; // a linear layer is a convolution on 1 x 1 pixel
-    b.layers[BATCHNORM2D] = {batchnorm2d_forward<T>, batchnorm2d_backward<T>, true, true};
-    b.layers[RELU] = {sizeof(T) == sizeof(real) ? relu_forward : add_forward<T>, relu_backward<T>};
-    b.layers[MAXPOOL2D] = {maxpool2d_forward<T>, maxpool2d_backward<T>};
-    b.layers[AVGPOOL2D] = {avgpool2d_forward<T>, avgpool2d_backward<T>};
+    b.layers[BATCHNORM2D] = {batchnorm2d_forward<T>, batchnorm2d_backward<T>, true};
+    b.layers[RELU] = {add_forward<T>, relu_backward<T>, false};
+    b.layers[MAXPOOL2D] = {maxpool2d_forward<T>, maxpool2d_backward<T>, false};
+    b.layers[AVGPOOL2D] = {avgpool2d_forward<T>, avgpool2d_backward<T>, false};
     b.layers[ADD] = {add_forward<T>, add_backward<T>, true};
-    b.layers[DROPOUT] = {dropout_forward<T>, dropout_backward<T>};
-    b.layers[LOG_SOFTMAX] = {log_softmax_forward<T>, log_softmax_backward<T>};
+    b.layers[DROPOUT] = {dropout_forward<T>, dropout_backward<T>, false};
+    b.layers[LOG_SOFTMAX] = {log_softmax_forward<T>, log_softmax_backward<T>, false};
+    if (sizeof(T) == sizeof(real))
+        b.layers[RELU].forward = relu_forward;
+    b.norm_relu_backward = true;
     b.scratch_size = scratch_size;
     b.transposed_size = transposed_size;
     // the loss, optimizers and the loader
