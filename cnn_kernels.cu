@@ -12,7 +12,8 @@
       4 Softmax and loss         one warp per image
       5 Convolution, naive       one thread per output: the CPU's loops
       6 Convolution, tiled       a matrix product through shared memory
-      7 The backends             the tables that cnn.c calls
+      7 Convolution, tensor cores   the same product, in 16 bits or tf32
+      8 The backends             the tables that cnn.c calls
 
    The comment before each kernel gives what it computes, its grid, and its memory traffic: the
    least number of bytes it must move, where N is the number of elements of its output. Where no
@@ -1520,8 +1521,8 @@ struct Axis { // offset_a: what a digit a of 1 adds to the address; the others l
 /* A or B: the element at (line, column) is data[the sum of both offsets and the origin's], or 0 if
    the pixel is outside of the image of h x w. A is an image, B a matrix, whose pixel is (0, 0).
    Neighbouring columns are neighbours in memory. */
-struct Operand {
-    const real *data;
+template <class T> struct Operand {
+    const T *data;
     Axis line, column;
     Place origin = {0, 0, 0};
     int h = 1, w = 1;
@@ -1533,55 +1534,86 @@ static __device__ Place operator+(Place a, Place b) {
     return {a.offset + b.offset, a.y + b.y, a.x + b.x};
 }
 
-/* One thread's share of loading a tile of LINES x TILE_K numbers into shared memory [k][line], in
-   chunks of WIDTH. Neighbouring threads load neighbouring chunks: ALONG_K, of the same line, so
-   that a thread has one k and several lines; otherwise of the same k. fetch() and put() are
-   separate so that arithmetic can be done between them. A line of shared memory is padded by 4
-   numbers: otherwise the threads that store the numbers of one line would use the same of its 32
-   banks, and be serialised (bank conflicts; with the padding, pairs of them still are). Lines
-   beyond the matrix load its last ones; what is computed with them is not stored. */
-template <int LINES, int LOADERS, bool IMAGE, bool ALONG_K, int WIDTH> struct TileLoader {
-    enum { ACROSS = (ALONG_K ? TILE_K : LINES) / WIDTH, APART = LOADERS / ACROSS };
-    enum { COUNT = LINES * TILE_K / WIDTH / LOADERS, PITCH = LINES + 4 };
+// 16 bytes, which one instruction loads or stores.
+template <class T> struct alignas(16) Chunk {
+    enum { COUNT = 16 / sizeof(T) };
+    T v[COUNT];
+};
+
+/* One thread's share of reading an operand's tile of LINES x DEPTH elements, DEPTH of K, and the
+   next ones along K, by LOADERS threads, in chunks of CHUNK elements that are neighbours in memory.
+   Neighbouring threads read neighbouring chunks: ALONG_K, of the same line, so that a thread has
+   one k and several lines; otherwise of the same k. A chunk is read in pieces of WIDTH. Lines
+   beyond the matrix read its last ones; what is computed with them is not stored. */
+template <class T, int LINES, int DEPTH, int LOADERS, bool IMAGE, bool ALONG_K, int CHUNK,
+          int WIDTH>
+struct TileReader {
+    enum { ACROSS = (ALONG_K ? DEPTH : LINES) / CHUNK, APART = LOADERS / ACROSS };
+    enum { COUNT = LINES * DEPTH / CHUNK / LOADERS, PIECES = CHUNK / WIDTH };
+    enum { OF_K = ALONG_K ? PIECES : COUNT, OF_LINES = ALONG_K ? COUNT : PIECES };
+    enum { NEXT_K = ALONG_K ? WIDTH : APART, NEXT_LINE = ALONG_K ? APART : WIDTH };
     enum { ONE_DIGIT = !IMAGE && !ALONG_K }; // the number of a matrix's line
-    Place fixed[ALONG_K ? COUNT : 1];        // of the index that stays: a row of A or column of B
-    Digits k_digits, step;
-    int across, along;
-    real numbers[COUNT][WIDTH];
-    __device__ TileLoader(const Operand &o, int first, int lines, int begin) {
-        across = threadIdx.x % ACROSS * WIDTH;
+    Place lines[OF_LINES];                   // of the index that stays: a row of A or column of B
+    Digits k_digits, next, next_tile;
+    int across, along; // this thread's first chunk
+    __device__ TileReader(const Operand<T> &o, int first, int count, int begin) {
+        across = threadIdx.x % ACROSS * CHUNK;
         along = threadIdx.x / ACROSS;
-        k_digits = k_number(o, begin + (ALONG_K ? across : along));
-        step = k_number(o, ALONG_K ? (int)TILE_K : (int)APART);
+        k_digits = k_number(o, begin + first_k());
+        next = k_number(o, (int)NEXT_K);
+        next_tile = k_number(o, DEPTH - (OF_K - 1) * NEXT_K);
         const Axis &other = ALONG_K ? o.line : o.column;
 #pragma unroll
-        for (int i = 0; i < (ALONG_K ? COUNT : 1); i++) {
-            int line =
-                min(first + (ALONG_K ? along + i * APART : across), lines - (ALONG_K ? 1 : WIDTH));
-            fixed[i] = o.origin + other.place(other.digits(line));
+        for (int i = 0; i < OF_LINES; i++) {
+            int line = first + (ALONG_K ? along : across) + i * NEXT_LINE;
+            line = min(line, count - (ALONG_K ? 1 : WIDTH));
+            lines[i] = o.origin + other.place(other.digits(line));
         }
     }
-    __device__ static const Axis &axis_of_k(const Operand &o) {
+    __device__ int first_k() const {
+        return ALONG_K ? across : along;
+    }
+    __device__ static const Axis &axis_of_k(const Operand<T> &o) {
         return ALONG_K ? o.column : o.line;
     }
-    __device__ static Digits k_number(const Operand &o, int k) {
+    __device__ static Digits k_number(const Operand<T> &o, int k) {
         return ONE_DIGIT ? Digits{k, 0, 0} : axis_of_k(o).digits(k);
     }
-    __device__ void advance(const Operand &o) {
-        if (ONE_DIGIT)
-            k_digits.a += APART;
-        else
-            axis_of_k(o).add(k_digits, step);
-    }
-    // The numbers from k on, which must be those that follow the last call's; 0 from `end` on.
-    __device__ void fetch(const Operand &o, int k, int end) {
-        Place place = axis_of_k(o).place(k_digits);
+    // Calls take(chunk, piece, address, valid) for the tile at k, which must follow that of the last
+    // call. Not valid: 0, since it is outside of the image or not below `end`.
+    template <class Take>
+    __device__ void read(const Operand<T> &o, int k, int end, const Take &take) {
 #pragma unroll
-        for (int i = 0; i < COUNT; i++) {
-            const Place p = fixed[ALONG_K ? i : 0] + place;
-            const real *from = o.data + p.offset;
-            bool valid =
-                (!IMAGE || o.inside(p)) && k + (ALONG_K ? across : along + i * APART) < end;
+        for (int i = 0; i < OF_K; i++) {
+            const Place place = axis_of_k(o).place(k_digits);
+            const bool exists = k + first_k() + i * NEXT_K < end;
+#pragma unroll
+            for (int j = 0; j < OF_LINES; j++) {
+                const Place p = lines[j] + place;
+                take(ALONG_K ? j : i, ALONG_K ? i : j, o.data + p.offset,
+                     (!IMAGE || o.inside(p)) && exists);
+            }
+            const Digits &step = ALONG_K && i == OF_K - 1 ? next_tile : next;
+            if (ONE_DIGIT)
+                k_digits.a += NEXT_K;
+            else
+                axis_of_k(o).add(k_digits, step);
+        }
+    }
+};
+
+/* Loads a tile into shared memory [k][line]. fetch() and put() are separate so that arithmetic can
+   be done between them. A line of shared memory is padded by 4 numbers: otherwise the threads that
+   store the numbers of one line would use the same of its 32 banks, and be serialised (bank
+   conflicts; with the padding, pairs of them still are). */
+template <int LINES, int LOADERS, bool IMAGE, bool ALONG_K, int WIDTH>
+struct TileLoader : TileReader<real, LINES, TILE_K, LOADERS, IMAGE, ALONG_K, WIDTH, WIDTH> {
+    typedef TileReader<real, LINES, TILE_K, LOADERS, IMAGE, ALONG_K, WIDTH, WIDTH> Reader;
+    enum { COUNT = Reader::COUNT, PITCH = LINES + 4 };
+    real numbers[COUNT][WIDTH];
+    using Reader::Reader;
+    __device__ void fetch(const Operand<real> &o, int k, int end) {
+        this->read(o, k, end, [&](int i, int, const real *from, bool valid) {
             if constexpr (WIDTH == 4) {
                 float4 four = valid ? *(const float4 *)from : float4{0, 0, 0, 0};
                 numbers[i][0] = four.x;
@@ -1591,18 +1623,15 @@ template <int LINES, int LOADERS, bool IMAGE, bool ALONG_K, int WIDTH> struct Ti
             } else {
                 numbers[i][0] = valid ? *from : 0;
             }
-            if (!ALONG_K || i == COUNT - 1) {
-                advance(o);
-                place = axis_of_k(o).place(k_digits);
-            }
-        }
+        });
     }
     __device__ void put(real *tile) const {
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
             const real *from = numbers[i];
-            real *to = tile + (ALONG_K ? across * PITCH + along + i * APART
-                                       : (along + i * APART) * PITCH + across);
+            const int along = this->along + i * Reader::APART;
+            real *to =
+                tile + (ALONG_K ? this->across * PITCH + along : along * PITCH + this->across);
             if constexpr (!ALONG_K && WIDTH == 4)
                 *(float4 *)to = {from[0], from[1], from[2], from[3]};
             else
@@ -1614,21 +1643,39 @@ template <int LINES, int LOADERS, bool IMAGE, bool ALONG_K, int WIDTH> struct Ti
 };
 
 // Where C is stored, and what is done with its elements then (the epilogue).
-struct Result {
-    real *out; // with several splits the partial sums: `part` elements for each
+template <class O> struct Result {
+    O *out;    // with several splits the partial sums: `part` elements for each
     Axis line; // of a row; with phases not all rows are there
     Place origin = {0, 0, 0};
     int h = 1, w = 1;
     const real *bias = NULL; // one per column
     bool relu = false, accumulate = false;
     unsigned part = 0;
-    __device__ int at(int row) const { // of the row's first element; below 0: outside
-        Place p = origin + line.place(line.digits(row));
+    __device__ int at(Digits row) const { // of the row's first element; below 0: outside
+        Place p = origin + line.place(row);
         return p.y < h && p.x < w ? p.offset : -1;
     }
-    __device__ real value(unsigned at, int column, real sum) const {
-        sum += (bias ? bias[column] : 0) + (accumulate ? out[at] : 0);
-        return relu && sum < 0 ? 0 : sum;
+    __device__ O value(O old, int column, real sum) const {
+        sum += (bias ? bias[column] : 0) + (accumulate ? (real)old : 0);
+        return (O)(relu && sum < 0 ? 0 : sum);
+    }
+    // Stores a chunk of neighbouring elements of a row that begins at `at`, those that exist.
+    template <int WIDTH>
+    __device__ void store(int at, int column, int columns, const real *sums) const {
+        O *to = out + at + column;
+        Chunk<O> chunk = {};
+        if (WIDTH > 1 && column < columns && accumulate)
+            chunk = *(const Chunk<O> *)to;
+#pragma unroll
+        for (int i = 0; i < Chunk<O>::COUNT; i++) {
+            if (column + i >= columns)
+                continue;
+            chunk.v[i] = value(WIDTH == 1 && accumulate ? to[i] : chunk.v[i], column + i, sums[i]);
+            if (WIDTH == 1)
+                to[i] = chunk.v[i];
+        }
+        if (WIDTH > 1 && column < columns)
+            *(Chunk<O> *)to = chunk;
     }
 };
 
@@ -1641,7 +1688,8 @@ struct Result {
 struct Phases {
     int stride = 1, kernel = 0, padding = 0, channels_in = 0, channels_out = 0;
     // Sets what depends on the phase; the depth of its product.
-    __device__ int enter(int phase, Operand &dout, Operand &weight, Result &din) const {
+    template <class T, class O>
+    __device__ int enter(int phase, Operand<T> &dout, Operand<T> &weight, Result<O> &din) const {
         int py = phase / stride, px = phase % stride;
         int ry = (py + padding) % stride, top = (py + padding) / stride;
         int rx = (px + padding) % stride, left = (px + padding) / stride;
@@ -1668,22 +1716,6 @@ template <int COUNT, int APART> static __device__ void read_fours(real *x, const
     }
 }
 
-// Stores 4 neighbouring elements of a row that begins at `at`, those of them that exist.
-template <int WIDTH>
-static __device__ void store_four(const Result &c, int at, int column, int columns,
-                                  const real *sums) {
-    real values[4];
-#pragma unroll
-    for (int j = 0; j < 4; j++)
-        values[j] = column + j < columns ? c.value(at + column + j, column + j, sums[j]) : 0;
-    if (WIDTH == 4 && column < columns)
-        *(float4 *)(c.out + at + column) = {values[0], values[1], values[2], values[3]};
-#pragma unroll
-    for (int j = 0; j < 4; j++)
-        if (WIDTH == 1 && column + j < columns)
-            c.out[at + column + j] = values[j];
-}
-
 /* C = A * B over the K of this split; the table above lists A and B.
    A warp's threads lie as 4 x 8 in the tile, each with groups of 4 x 4 elements that are half a
    tile apart, or one such group: so the warp reads 16 and 32 neighbouring numbers at a time.
@@ -1695,8 +1727,8 @@ static __device__ void store_four(const Result &c, int at, int column, int colum
    Traffic: 4 K (M N / T::N + M N / T::M) + 4 M N bytes, most of it served by the L2 cache */
 template <class T, bool A_ALONG_K, bool B_ALONG_K, int WIDTH>
 static __global__ void __launch_bounds__(T::TILE_THREADS, T::BLOCKS)
-    gemm_kernel(Operand a, Operand b, Result c, Phases phases, int rows, int columns, int depth,
-                int splits) {
+    gemm_kernel(Operand<real> a, Operand<real> b, Result<real> c, Phases phases, int rows,
+                int columns, int depth, int splits) {
     using LoadA = TileLoader<T::M, T::TILE_THREADS, true, A_ALONG_K, WIDTH>;
     using LoadB = TileLoader<T::N, T::TILE_THREADS, false, B_ALONG_K, WIDTH>;
     enum { SIZE_A = TILE_K * LoadA::PITCH, SIZE_B = TILE_K * LoadB::PITCH };
@@ -1744,55 +1776,58 @@ static __global__ void __launch_bounds__(T::TILE_THREADS, T::BLOCKS)
 #pragma unroll
     for (int i = 0; i < T::ROWS; i++) {
         const int m = first_row + row + i / 4 * APART_M + i % 4;
-        const int at = m < rows ? c.at(m) : -1;
+        const int at = m < rows ? c.at(c.line.digits(m)) : -1;
 #pragma unroll
         for (int j = 0; j < T::COLUMNS; j += 4)
             if (at >= 0)
-                store_four<WIDTH>(c, at, first_column + column + j / 4 * APART_N, columns,
-                                  sums[i] + j);
+                c.template store<WIDTH>(at, first_column + column + j / 4 * APART_N, columns,
+                                        sums[i] + j);
     }
 }
 
 // out = the sum of all splits, then the epilogue.   Traffic: 4 (splits + 1) N bytes
-static __global__ void join_splits_kernel(Result c, const real *parts, int splits, unsigned count,
-                                          int columns) {
+template <class O>
+static __global__ void join_splits_kernel(Result<O> c, const real *parts, int splits,
+                                          unsigned count, int columns) {
     unsigned i = element();
     if (i >= count)
         return;
     real sum = 0;
     for (int split = 0; split < splits; split++)
         sum += parts[split * count + i];
-    c.out[i] = c.value(i, (int)(i % columns), sum);
+    c.out[i] = c.value(c.accumulate ? c.out[i] : (O)0.f, (int)(i % columns), sum);
 }
 
 // C = A * B, as the table at the head of this section has it for each pass.
-struct Product {
-    Operand a, b;
-    Result c;
+template <class T, class O> struct Product {
+    Operand<T> a, b;
+    Result<O> c;
     size_t rows, columns, depth; // of each phase; the depth of the deepest
     size_t elements;             // of C, of all phases together
     Phases phases = {};
 };
 
-/* K is split into as many parts as MOST_THREADS threads allow, about 512 for each multiprocessor of
-   a large GPU, at most one for each LEAST_DEPTH of K. This depends on the shapes alone, not on the
-   GPU, so that all GPUs compute the same bits. */
-enum { MOST_THREADS = 1 << 16, LEAST_DEPTH = 256 };
+/* K is split into as many parts as MOST_TILES tiles of 64 x 64 elements allow, at most one for each
+   LEAST_DEPTH of K. This depends on the shapes alone, not on the GPU, so that all GPUs compute the
+   same bits, and not on the tile. */
+enum { MOST_TILES = 1 << 10, LEAST_DEPTH = 256 };
 
-// An upper bound of what the sums of all splits take, for up to these rows and this depth: no tile
-// has more than 64 elements for each thread.
+static size_t tiles_of(size_t rows, size_t columns, size_t phases) {
+    return ceil_div(rows, 64) * ceil_div(columns, 64) * phases;
+}
+
+// An upper bound of what the sums of all splits take, for up to these rows and this depth
 static size_t parts_size(size_t rows, size_t columns, size_t depth) {
-    return min(ceil_div(depth, LEAST_DEPTH) * rows * columns, (size_t)MOST_THREADS * 64);
+    return min(ceil_div(depth, LEAST_DEPTH) * rows * columns, (size_t)MOST_TILES * 64 * 64);
 }
 
 // Queues the product in tiles T. scratch holds the partial sums of the splits, see parts_size().
 template <class T, bool A_ALONG_K, bool B_ALONG_K, int WIDTH>
-static void launch_gemm(const Product &p, real *scratch) {
+static void launch_gemm(const Product<real, real> &p, real *scratch) {
     size_t phases = p.phases.stride * p.phases.stride;
-    size_t tiles = ceil_div(p.rows, T::M) * ceil_div(p.columns, T::N) * phases;
-    size_t most = MOST_THREADS / (tiles * T::TILE_THREADS);
+    size_t most = MOST_TILES / tiles_of(p.rows, p.columns, phases);
     size_t splits = min(max(most, (size_t)1), ceil_div(p.depth, LEAST_DEPTH));
-    Result c = p.c;
+    Result<real> c = p.c;
     if (splits > 1) {
         c = {scratch, p.c.line, p.c.origin, p.c.h, p.c.w};
         c.part = p.elements;
@@ -1802,14 +1837,14 @@ static void launch_gemm(const Product &p, real *scratch) {
         p.a, p.b, c, p.phases, p.rows, p.columns, p.depth, splits);
     CHECK_LAUNCH();
     if (splits > 1)
-        LAUNCH(join_splits_kernel, p.elements, p.c, scratch, splits, p.elements, p.columns);
+        LAUNCH(join_splits_kernel<real>, p.elements, p.c, scratch, splits, p.elements, p.columns);
 }
 
 // Chooses the tile. Like the splits, it depends on the shapes alone: the narrow one where the last
 // of the large ones would be half empty.
 template <bool A_ALONG_K, bool B_ALONG_K>
-static void gemm(const Product &p, bool fours, real *scratch) {
-    if (!fours)
+static void gemm(const Product<real, real> &p, bool chunks, real *scratch) {
+    if (!chunks)
         launch_gemm<SmallTile, A_ALONG_K, B_ALONG_K, 1>(p, scratch);
     else if (p.columns <= SmallTile::N || p.rows <= SmallTile::M)
         launch_gemm<SmallTile, A_ALONG_K, B_ALONG_K, 4>(p, scratch);
@@ -1839,9 +1874,9 @@ static Axis taps(int kernel, int channels, int direction, int w) {
 }
 
 // The patches of a layer's input under its filter.
-static Operand patches(Work w) {
+template <class T> static Operand<T> patches(Work w) {
     const Window s = window_of(w.l);
-    return {w.in,
+    return {(const T *)w.in,
             positions(s.oh, s.ow, s.stride, s.h, s.w, s.c),
             taps(s.kernel, s.c, 1, s.w),
             {-s.padding * (s.w + 1) * s.c, -s.padding, -s.padding},
@@ -1849,47 +1884,48 @@ static Operand patches(Work w) {
             s.w};
 }
 
-// Whether all rows of this layer's operands and results can be read and written by 16 bytes.
-static bool has_fours(const Layer *l) {
-    return l->in.c % 4 == 0 && l->out.c % 4 == 0;
+// Whether all rows of this layer's operands and results can be read and written by chunks.
+template <class T> static bool has_chunks(const Layer *l) {
+    return l->in.c % Chunk<T>::COUNT == 0 && l->out.c % Chunk<T>::COUNT == 0;
 }
 
-static void conv2d_forward_tiled(Work w) {
+template <class T> static Product<T, T> forward_product(Work w) {
     const size_t columns = w.l->out.c, depth = w.l->kernel * w.l->kernel * w.l->in.c;
-    Product p = {patches(w),
-                 {w.weight, plain((int)columns), plain(1)},
-                 {w.out, plain((int)columns)},
-                 outputs(w) / columns,
-                 columns,
-                 depth,
-                 outputs(w)};
+    Product<T, T> p = {patches<T>(w),
+                       {(const T *)w.weight, plain((int)columns), plain(1)},
+                       {(T *)w.out, plain((int)columns)},
+                       outputs(w) / columns,
+                       columns,
+                       depth,
+                       outputs(w)};
     p.c.bias = w.bias;
     p.c.relu = w.l->relu;
-    gemm<true, false>(p, has_fours(w.l), w.scratch);
+    return p;
 }
 
-static void weight_gradient_tiled(Work w) {
+template <class T> static Product<T, real> weight_gradient_product(Work w) {
     const size_t columns = w.l->out.c, rows = w.l->weights / columns;
-    Product p = {patches(w),
-                 {w.dout, plain((int)columns), plain(1)},
-                 {w.dweight, plain((int)columns)},
-                 rows,
-                 columns,
-                 outputs(w) / columns,
-                 w.l->weights};
-    gemm<false, false>(p, has_fours(w.l), w.scratch);
+    return {patches<T>(w),
+            {(const T *)w.dout, plain((int)columns), plain(1)},
+            {w.dweight, plain((int)columns)},
+            rows,
+            columns,
+            outputs(w) / columns,
+            w.l->weights};
 }
 
-static void data_gradient_tiled(Work w) {
+template <class T> static Product<T, T> data_gradient_product(Work w) {
     const Window s = window_of(w.l);
     const int down = (s.h + s.stride - 1) / s.stride, across = (s.w + s.stride - 1) / s.stride;
     const int tap = s.c * s.oc, taps_met = (s.kernel + s.stride - 1) / s.stride;
-    Product p = {};
-    p.a = {w.dout, positions(down, across, 1, s.oh, s.ow, s.oc), taps(0, s.oc, -1, s.ow)};
+    Product<T, T> p = {};
+    p.a = {(const T *)w.dout, positions(down, across, 1, s.oh, s.ow, s.oc),
+           taps(0, s.oc, -1, s.ow)};
     p.a.h = s.oh;
     p.a.w = s.ow;
-    p.b = {w.weight, plain(s.oc), {0, s.oc, s.stride * s.kernel * tap, s.stride * tap, 1}};
-    p.c = {w.din, positions(down, across, s.stride, s.h, s.w, s.c)};
+    p.b = {
+        (const T *)w.weight, plain(s.oc), {0, s.oc, s.stride * s.kernel * tap, s.stride * tap, 1}};
+    p.c = {(T *)w.din, positions(down, across, s.stride, s.h, s.w, s.c)};
     p.c.h = s.h;
     p.c.w = s.w;
     p.c.accumulate = w.accumulate;
@@ -1898,15 +1934,19 @@ static void data_gradient_tiled(Work w) {
     p.depth = taps_met * taps_met * s.oc;
     p.elements = inputs(w);
     p.phases = {s.stride, s.kernel, s.padding, s.c, s.oc};
-    gemm<true, true>(p, has_fours(w.l), w.scratch);
+    return p;
+}
+
+static void conv2d_forward_tiled(Work w) {
+    gemm<true, false>(forward_product<real>(w), has_chunks<real>(w.l), w.scratch);
 }
 
 static void conv2d_backward_tiled(Work w) {
     if (w.l->biases)
         column_sums<real>(w, NULL, NULL, false);
-    weight_gradient_tiled(w);
+    gemm<false, false>(weight_gradient_product<real>(w), has_chunks<real>(w.l), w.scratch);
     if (w.din)
-        data_gradient_tiled(w);
+        gemm<true, true>(data_gradient_product<real>(w), has_chunks<real>(w.l), w.scratch);
 }
 
 // Multiply-adds in registers: 8 independent sums per thread, 16 FLOP in each of `steps` iterations.
