@@ -424,9 +424,9 @@ template <class T> struct Pack {
     enum { N = 16 / sizeof(T) };
     real v[N];
 };
-template <class T> union PackInMemory {
-    float4 whole;
-    T each[Pack<T>::N];
+template <class T> struct alignas(16) Chunk { // in memory
+    enum { COUNT = 16 / sizeof(T) };
+    T v[COUNT];
 };
 
 template <class T> static size_t packs(size_t count) {
@@ -440,11 +440,10 @@ template <class T> static __device__ unsigned first_of_pack(void) {
 template <class T> static __device__ Pack<T> load(const T *from, unsigned i, unsigned count) {
     Pack<T> p = {};
     if (i + Pack<T>::N <= count) {
-        PackInMemory<T> memory;
-        memory.whole = *(const float4 *)(from + i);
+        const Chunk<T> chunk = *(const Chunk<T> *)(from + i);
 #pragma unroll
         for (int j = 0; j < Pack<T>::N; j++)
-            p.v[j] = (real)memory.each[j];
+            p.v[j] = (real)chunk.v[j];
         return p;
     }
 #pragma unroll
@@ -455,17 +454,17 @@ template <class T> static __device__ Pack<T> load(const T *from, unsigned i, uns
 }
 
 template <class T> static __device__ void store(T *to, unsigned i, unsigned count, Pack<T> p) {
-    PackInMemory<T> memory;
+    Chunk<T> chunk;
     const bool whole = i + Pack<T>::N <= count;
 #pragma unroll
     for (int j = 0; j < Pack<T>::N; j++)
-        memory.each[j] = (T)p.v[j];
+        chunk.v[j] = (T)p.v[j];
     if (whole)
-        *(float4 *)(to + i) = memory.whole;
+        *(Chunk<T> *)(to + i) = chunk;
 #pragma unroll
     for (int j = 0; j < Pack<T>::N; j++)
         if (!whole && i + j < count)
-            to[i + j] = memory.each[j];
+            to[i + j] = chunk.v[j];
 }
 
 /* LAB 4.1 BEGIN relu_forward */
@@ -1534,12 +1533,6 @@ static __device__ Place operator+(Place a, Place b) {
     return {a.offset + b.offset, a.y + b.y, a.x + b.x};
 }
 
-// 16 bytes, which one instruction loads or stores.
-template <class T> struct alignas(16) Chunk {
-    enum { COUNT = 16 / sizeof(T) };
-    T v[COUNT];
-};
-
 /* One thread's share of reading an operand's tile of LINES x DEPTH elements, DEPTH of K, and the
    next ones along K, by LOADERS threads, in chunks of CHUNK elements that are neighbours in memory.
    Neighbouring threads read neighbouring chunks: ALONG_K, of the same line, so that a thread has
@@ -2106,8 +2099,8 @@ static Backend make_backend(const char *kernels, const char *precision) {
     b.range = range;
     b.record = record;
     // one row for each kind of layer: forward, backward, whether the forward fuses the ReLU
-    const bool fuses = FORWARD != conv2d_forward_naive; // in the epilogue
-    b.layers[CONV2D] = {forward_in_nhwc<T, FORWARD>, backward_in_nhwc<T, BACKWARD>, fuses};
+    b.layers[CONV2D] = {forward_in_nhwc<T, FORWARD>, backward_in_nhwc<T, BACKWARD>,
+                        strcmp(kernels, "naive") != 0}; // in the epilogue
     b.layers[LINEAR] = b.layers[CONV2D]; // a linear layer is a convolution on 1 x 1 pixel
     b.layers[BATCHNORM2D] = {batchnorm2d_forward<T>, batchnorm2d_backward<T>, true};
     b.layers[RELU] = {add_forward<T>, relu_backward<T>, false};
