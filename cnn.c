@@ -221,15 +221,16 @@ typedef struct Work {
     bool accumulate;      // another reader of the same row has already written din
 } Work;
 
-/* fp16: gradients below 6e-8 would become 0, so the loss is multiplied by `scale`, and the gradients
-   are divided by it in the update. A gradient that is not finite skips the update and halves the
-   scale; after SCALE_STEPS steps without one it is doubled. In the device's memory. (Micikevicius
-   et al., "Mixed precision training", arXiv:1710.03740; the numbers are those of PyTorch's
-   GradScaler.) */
+/* On a GPU, which may be ahead of the host: a loss that is not finite skips the update (and the host
+   ends the run when it reads the loss). With fp16, gradients below 6e-8 would become 0, so the loss
+   is multiplied by `scale`, and the gradients are divided by it in the update. There a gradient
+   that is not finite skips the update, too, and halves the scale; after SCALE_STEPS steps without
+   one it is doubled. (Micikevicius et al., "Mixed precision training", arXiv:1710.03740; the
+   numbers are those of PyTorch's GradScaler.) In the device's memory. */
 typedef struct LossScale {
-    float scale;
+    float scale;             // 1 in other precisions
     uint32_t steps, skipped; // since the scale was changed; skipped in the whole run
-    uint32_t not_finite;     // number of gradients of this step
+    uint32_t not_finite;     // number of losses and gradients of this step
 } LossScale;
 enum { FIRST_SCALE = 65536, SCALE_STEPS = 2000 };
 
@@ -238,7 +239,7 @@ typedef struct Update {
     real *param, *state[2];
     const real *grad;
     void *low;              // a copy of param with 16 bits each, or NULL
-    const LossScale *scale; // of the gradients, or NULL
+    const LossScale *scale; // of the gradients; NULL on a CPU
     size_t count;
     const Step *step; // with the learning rate, in the device's memory
     double momentum, weight_decay;
@@ -275,16 +276,17 @@ typedef struct Backend {
     void (*prepare)(void *prepared, const Layer *l);
     // operations that the row's forward and backward execute; NULL: those of the definition
     double (*flops)(Work w);
-    // dlogp is multiplied by `scale`, unless that is NULL
+    // dlogp is multiplied by the scale, unless that is NULL; scale->not_finite += losses that are not
     void (*nll_loss)(real *losses, real *dlogp, const real *logp, const uint8_t *labels, size_t n,
-                     size_t batch, size_t classes, double smoothing, const LossScale *scale);
+                     size_t batch, size_t classes, double smoothing, LossScale *scale);
     void (*set_step)(Step *to, Step step); // queued; to: in the device's memory
     void (*adadelta)(Update u);
     void (*sgd)(Update u);
-    // of 16-bit precisions; else NULL. low = param; scale->not_finite = gradients that are not
+    // of 16-bit precisions; else NULL: low = param
     void (*lower)(void *low, const real *param, size_t count);
+    // of fp16; else NULL: scale->not_finite += gradients that are not; after the update
     void (*count_not_finite)(LossScale *scale, const real *grad, size_t count);
-    void (*adjust_scale)(LossScale *scale); // after the update
+    void (*adjust_scale)(LossScale *scale);
     // out = the images of a loader, as row 0 has them; NULL: the network reads the loader's
     void (*load_images)(real *out, const real *images, size_t n, Shape s, bool nchw);
     void *(*alloc)(size_t bytes); // zeroed device memory; NULL: there is not enough
@@ -1138,7 +1140,7 @@ static void log_softmax_backward(Work w) {
      losses[i] = sum over k of target[k] * -logp[i][k],  target[k] = e / classes (+ 1 - e at label)
      dlogp[i][k] = -target[k] / batch, where batch counts all ranks' images. dlogp may be NULL. */
 static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t *labels, size_t n,
-                     size_t batch, size_t classes, double smoothing, const LossScale *scale) {
+                     size_t batch, size_t classes, double smoothing, LossScale *scale) {
     (void)scale; // NULL on a CPU
     const real elsewhere = (real)(smoothing / (double)classes);
     const real at_label = (real)(1 - smoothing) + elsewhere;
@@ -1184,7 +1186,7 @@ typedef struct Net {
     real *params, *grads, *stats, *scratch, *losses;
     char *low, *activations, *dactivations;
     void *transposed; // --layout nchw, else NULL
-    LossScale *scale; // fp16, else NULL
+    LossScale *scale; // on a GPU, else NULL
     real *host[2];    // staging buffers on the host, for copies from and to the device
     uint8_t *saved, *labels;
     Step *step;        // of the batch that net_load() has loaded
@@ -1497,7 +1499,7 @@ static void plan_arenas(Net *net) {
     plan_area(p, &net->saved, net->saved_size, DEVICE, "statistics and masks");
     plan_area(p, &net->losses, size * most, DEVICE, "statistics and masks");
     plan_area(p, &net->labels, most, DEVICE, "statistics and masks");
-    if (net->backend->adjust_scale)
+    if (net->backend->transfer)
         plan_area(p, &net->scale, sizeof *net->scale, DEVICE, "statistics and masks");
     plan_area(p, &net->step, sizeof *net->step, DEVICE, "statistics and masks");
     plan_area(p, &net->scratch, size * net->scratch_size, DEVICE, "scratch");
@@ -1613,7 +1615,9 @@ static void net_init(Net *net, uint64_t seed) {
     }
     lower_params(net);
     if (net->scale)
-        net->backend->copy(net->scale, &(LossScale){.scale = FIRST_SCALE}, sizeof *net->scale);
+        net->backend->copy(net->scale,
+                           &(LossScale){.scale = net->backend->adjust_scale ? FIRST_SCALE : 1},
+                           sizeof *net->scale);
 }
 
 // ---- Summary
@@ -2014,7 +2018,7 @@ static void check_loss(const Net *net, const Batch *batch, double loss) {
         describe_layer(l, what, sizeof what);
         if ((bytes == sizeof(real)
                  ? first_not_finite(values, count)
-                 : first_not_finite_16(values, count, net->scale ? 5 : 8)) < count)
+                 : first_not_finite_16(values, count, net->backend->adjust_scale ? 5 : 8)) < count)
             die(1,
                 "epoch %zu, step %zu: the loss is %g; the first output that is not finite "
                 "is in row %zu (%s%s%s); try a smaller --lr",
@@ -2218,7 +2222,7 @@ static void optimizer_step(const Optimizer *o, const Net *net, real *state) {
     const bool whole = strcmp(s->optimizer_launch, "per-tensor") != 0;
     const Backend *b = net->backend;
     void (*step)(Update u) = o->states[1] ? b->adadelta : b->sgd;
-    if (net->scale)
+    if (b->adjust_scale)
         b->count_not_finite(net->scale, net->grads, net->param_size);
     for (size_t i = 0; i < (whole ? 1 : 2 * net->count); i++) {
         const Layer *l = &net->layers[i / 2];
@@ -2236,7 +2240,7 @@ static void optimizer_step(const Optimizer *o, const Net *net, real *state) {
                           .weight_decay = s->weight_decay,
                           .nesterov = s->nesterov});
     }
-    if (net->scale)
+    if (b->adjust_scale)
         b->adjust_scale(net->scale);
 }
 
@@ -4639,7 +4643,7 @@ static FILE *open_log(const Run *run, const char *file, bool by_step) {
 static void read_loss_scale(Run *run) {
     const LossScale before = run->loss_scale;
     LossScale *s = &run->loss_scale;
-    if (!run->net.scale)
+    if (!run->backend->adjust_scale)
         return;
     run->backend->copy(s, run->net.scale, sizeof *s);
     if (s->skipped > before.skipped && run->comm.rank == 0)
@@ -5058,7 +5062,7 @@ static void describe_run(Run *run, char metadata[METADATA_SIZE]) {
         if (o->result && !usual)
             at += (size_t)snprintf(metadata + at, METADATA_SIZE - at, "%s=%s\n", o->name + 2, text);
     }
-    if (run->net.scale)
+    if (run->backend->adjust_scale)
         snprintf(metadata + at, METADATA_SIZE - at, "loss_scale=%.9g,%u\n",
                  (double)run->loss_scale.scale, run->loss_scale.steps);
 }
@@ -5102,7 +5106,7 @@ static void resume_checkpoint(Run *run) {
     const bool found =
         sscanf(f.metadata, "format=pt epoch=%9zu batch=%9zu", &run->epoch, &run->next_batch) == 2;
     const char *scale = strstr(f.metadata, "\nloss_scale=");
-    if (scale && run->net.scale) {
+    if (scale && run->backend->adjust_scale) {
         sscanf(scale, " loss_scale=%f,%u", &run->loss_scale.scale, &run->loss_scale.steps);
         run->backend->copy(run->net.scale, &run->loss_scale, sizeof run->loss_scale);
     }

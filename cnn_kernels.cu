@@ -747,14 +747,16 @@ static void set_step(Step *to, Step step) {
    it is given: all of them, or those of one tensor (--optimizer-launch). The parameters of T are
    those of a 16-bit precision's copy, which they write as well. # AMP */
 
-// This thread's gradients, divided by the loss scale; false: there are none, or the step is skipped.
+// This thread's gradients, divided by the loss scale, a power of 2; false: there are none, or the
+// step is skipped.
 static __device__ bool load_gradients(Pack<real> &grad, const Update &u, unsigned i) {
     if (i >= u.count || (u.scale && u.scale->not_finite))
         return false;
+    const real unscale = u.scale ? 1 / u.scale->scale : 1;
     grad = load(u.grad, i, u.count);
 #pragma unroll
     for (int j = 0; j < 4; j++)
-        grad.v[j] = u.scale ? grad.v[j] / u.scale->scale : grad.v[j];
+        grad.v[j] *= unscale;
     return true;
 }
 
@@ -1321,7 +1323,7 @@ template <class T> static void log_softmax_backward(Work w) {
 static __global__ void nll_loss_kernel(real *losses, real *dlogp, const real *logp,
                                        const uint8_t *labels, unsigned n, unsigned batch,
                                        int classes, real at_label, real elsewhere,
-                                       const LossScale *scale) {
+                                       LossScale *scale) {
     unsigned i = element();
     if (i >= n)
         return;
@@ -1331,12 +1333,14 @@ static __global__ void nll_loss_kernel(real *losses, real *dlogp, const real *lo
     for (int k = 0; k < classes && elsewhere > 0; k++)
         loss -= k == label ? 0 : elsewhere * logp[i * classes + k];
     losses[i] = loss;
+    if (scale && !(fabsf(loss) < INFINITY))
+        atomicAdd(&scale->not_finite, 1);
     for (int k = 0; k < classes && dlogp; k++)
         dlogp[i * classes + k] = -(k == label ? at_label : elsewhere) / (real)batch * factor;
 }
 
 static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t *labels, size_t n,
-                     size_t batch, size_t classes, double smoothing, const LossScale *scale) {
+                     size_t batch, size_t classes, double smoothing, LossScale *scale) {
     real elsewhere = (real)(smoothing / (double)classes);
     LAUNCH(nll_loss_kernel, n, losses, dlogp, logp, labels, n, batch, (int)classes,
            (real)(1 - smoothing) + elsewhere, elsewhere, scale);
