@@ -230,6 +230,8 @@ typedef struct Device {
 // What a network needs from a device. Operations are queued and run in order. NULL: not provided.
 typedef struct Backend {
     const char *name, *kernels;
+    const char *precision; // of activations and their gradients: fp32, tf32, bf16 or fp16
+    size_t element;        // bytes of one of them
     // of GPUs: how many there are; 0: none, for this reason
     size_t (*devices)(const char **why_not);
     // the calling thread computes for this replica, on that device; errors go to on_error
@@ -5118,7 +5120,8 @@ static const Backend *choose_backend(const Settings *s, bool gpu) {
         const Backend *b = gpu ? cuda_backend(i) : cpu_backends[i];
         size_t length = strlen(known);
         snprintf(known + length, sizeof known - length, "%s%s", i ? "|" : "", b->kernels);
-        if (!s->kernels || strcmp(s->kernels, b->kernels) == 0)
+        if (b->element != 2 && // until the other kernels of 16-bit types are there
+            (s->kernels ? strcmp(s->kernels, b->kernels) == 0 : strcmp(b->kernels, "tensor") != 0))
             found = b;
     }
     if (!found)
