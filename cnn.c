@@ -85,7 +85,7 @@ typedef struct Settings {
     size_t width, limit_train, limit_test, batch_size, test_batch_size, epochs, max_steps, seed;
     size_t step_size, warmup_epochs, log_interval, workers, threads;
     double lr, momentum, weight_decay, gamma, label_smoothing;
-    bool nesterov, dry_run, save_model, resume, eval, per_class, profile, no_cuda;
+    bool nesterov, dry_run, save_model, resume, eval, per_class, profile, no_cuda, graph;
     bool pin_memory, resident;
     const char *trace, *trace_steps;
     bool quiet, layers;
@@ -307,7 +307,12 @@ typedef struct Backend {
     void (*mark)(size_t i);                    // a point in the stream of work, 0 to MARKS - 1
     double (*elapsed)(size_t from, size_t to); // seconds between two marks; waits for both
     void (*wait)(size_t replica, size_t mark); // until that replica has passed the mark; or NULL
-    double (*peak_gflops)(void);               // multiply-adds of this device, measured
+    /* CUDA graphs: capture(true): operations are recorded from here on, not executed;
+       capture(false): returns the graph of them, which replay() queues as one; NULL: none */
+    void *(*capture)(bool begin);
+    void (*replay)(void *graph);
+    void (*free_graph)(void *graph);
+    double (*peak_gflops)(void); // multiply-adds of this device, measured
     // for Nsight: ends this thread's range and begins one of this name (NULL: none); starts or
     // stops recording
     void (*range)(const char *name);
@@ -1977,15 +1982,24 @@ static double mean(const real *numbers, size_t n) {
     return sum / (double)n;
 }
 
-/* F.nll_loss(): the mean over the batch. In training, labels are smoothed and the gradient of the
-   last row is stored for backward(). */
-static double loss_and_gradient(Net *net, size_t n, bool training) {
+/* F.nll_loss() of each image. In training, labels are smoothed and the gradient of the last row is
+   stored for backward(). */
+static void queue_loss(Net *net, size_t n, bool training) {
     const Layer *last = last_layer(net);
     net->backend->nll_loss(net->losses, training ? gradient(net, last) : NULL, output(net, last),
                            net->labels, n, n * (1 + net->others), net->classes,
                            training ? net->settings->label_smoothing : 0, net->scale);
+}
+
+// Waits for the device and returns the mean over the batch.
+static double read_loss(Net *net, size_t n) {
     net->backend->copy(net->host[0], net->losses, n * sizeof(real));
     return mean(net->host[0], n);
+}
+
+static double loss_and_gradient(Net *net, size_t n, bool training) {
+    queue_loss(net, n, training);
+    return read_loss(net, n);
 }
 
 // confusion[label][predicted class] += 1 for each image; returns how many are right
@@ -3888,6 +3902,8 @@ static const Option options[] = {
      "GPU: nchw transposes around each convolution, to see what it costs"},
     {"--optimizer-launch", CHOICE(optimizer_launch, "flat|per-tensor"), "flat", 0,
      "flat: one pass over all parameters; per-tensor: one for each, to compare"},
+    {"--graph", SWITCH(graph), "off", 0,
+     "GPU: launch each step as one CUDA graph, instead of kernel by kernel"},
     {"--resident", SWITCH(resident), "on", 0,
      "GPU: keep the data set in its memory, if it fits; off: copy each batch"},
     {"--pin-memory", SWITCH(pin_memory), "on", 0,
@@ -4442,6 +4458,9 @@ typedef struct Run {
     real *state; // the optimizer's
     double lr;
     LossScale loss_scale; // fp16: as it was when it was last read from the device
+    // --graph: of steps of net.batch images, and of an epoch's last one, if that has fewer
+    size_t steps_alike[2]; // how many there have been
+    void *graphs[2];
     DatasetInfo info;
     Dataset train_set, test_set;
     Loader train_loader, test_loader;
@@ -4561,7 +4580,8 @@ static void print_run_json(FILE *f, Run *run) {
                  "buckets=%zu workers=%zu",
                  c->world == 1 ? "single" : s->parallel, c->world, run->batch, s->global_batch,
                  run->iterations, c->bucket_count, s->workers);
-    fprintf(f, ",\"graph\":false},\n  \"epochs\": [");
+    fprintf(f, ",\"graph\":%s},\n  \"epochs\": [",
+            run->graphs[0] || run->graphs[1] ? "true" : "false"); // whether one was replayed
     for (size_t i = 0; i < run->epochs_done; i++) {
         fprintf(f, "%s\n    {", i ? "," : "");
         print_epoch(f, &run->epochs[i], JSON);
@@ -5298,6 +5318,22 @@ static const Backend *choose_backend(const Settings *s, bool gpu) {
     return found;
 }
 
+// --graph on, unless something needs the single operations
+static void setup_graph(Run *run, const char *why_no_gpu) {
+    Settings *s = &run->settings;
+    const char *why_not = run->comm.world > 1 ? "several devices train"
+                          : s->profile        ? "--profile times each line"
+                          : *s->trace         ? "--trace times each layer"
+                          : s->layers         ? "--layers times each layer"
+                                              : NULL;
+    if (s->graph && !run->backend->capture)
+        die(EXIT_USAGE, "--graph on: expected a GPU, found the CPU (%s); use --graph off",
+            why_no_gpu);
+    if (s->graph && why_not)
+        printf("CUDA graph: off, since %s\n", why_not);
+    s->graph = s->graph && !why_not;
+}
+
 // This rank's device and kernels: a GPU, if there is one and --no-cuda is not given, else the CPU
 static void setup_device(Run *run) {
     Settings *s = &run->settings;
@@ -5337,6 +5373,7 @@ static void setup_device(Run *run) {
            s->precision, s->threads, s->workers);
     if (run->device.emulated)
         printf("Emulated: CUDA code on the CPU. Results are valid, times mean nothing.\n");
+    setup_graph(run, why_not);
 }
 
 static void load_dataset(Run *run, const char *name, const char *dir) {
@@ -5514,6 +5551,9 @@ static void free_run(Run *run) {
         loader_free(&run->train_loader);
     loader_free(&run->test_loader);
     comm_free(&run->comm);
+    for (size_t i = 0; i < 2; i++)
+        if (run->graphs[i])
+            run->backend->free_graph(run->graphs[i]);
     plan_free(&run->plan);
     net_free(&run->net);
 }
@@ -5621,6 +5661,33 @@ static void update_weights(Run *run) {
         optimizer_step(run->optimizer, &run->net, run->state);
 }
 
+// Whether this step is replayed: with --graph on, each but the first of as many images, whose
+// execution loads the kernels.
+static bool replays(Run *run, const Batch *batch) {
+    return run->settings.graph && run->steps_alike[batch->n < run->net.batch]++ > 0;
+}
+
+// All of a step as one CUDA graph, which is captured once. Returns the loss.
+static double replay_step(Run *run, const Batch *batch) {
+    Net *net = &run->net;
+    const Backend *b = run->backend;
+    void **graph = &run->graphs[batch->n < net->batch];
+    if (*graph) {
+        net->batches_tracked++; // as forward() does
+    } else {
+        b->capture(true);
+        forward(net, batch->n, &net->step->draw);
+        queue_loss(net, batch->n, true);
+        backward(net, batch->n);
+        update_weights(run);
+        *graph = b->capture(false);
+    }
+    b->replay(*graph);
+    double loss = read_loss(net, batch->n);
+    check_loss(net, batch, loss);
+    return loss;
+}
+
 // Advances the position by a step and saves the checkpoint when it is due; true: training ends.
 static bool finish_step(Run *run) {
     const Settings *s = &run->settings;
@@ -5658,12 +5725,16 @@ static void train(Run *run, EpochResult *result) {
     AT(IDLE, start_epoch(run));
     while (AT(LOAD, batch = next_batch(comm))) {
         AT(COPY, load_batch(comm, batch, step_lr(run, batch->number)));
-        AT(FORWARD, forward(net, batch->n, &net->step->draw));
-        AT(FORWARD, loss = batch_loss(comm, batch));
-        AT(IDLE, check_loss(net, batch, loss));
-        AT(BACKWARD, backward(net, batch->n));
-        AT(EXPOSED_COMM, reduce_gradients(comm));
-        AT(OPTIMIZER, update_weights(run));
+        if (replays(run, batch)) { // --graph on
+            AT(FORWARD, loss = replay_step(run, batch));
+        } else {
+            AT(FORWARD, forward(net, batch->n, &net->step->draw));
+            AT(FORWARD, loss = batch_loss(comm, batch));
+            AT(IDLE, check_loss(net, batch, loss));
+            AT(BACKWARD, backward(net, batch->n));
+            AT(EXPOSED_COMM, reduce_gradients(comm));
+            AT(OPTIMIZER, update_weights(run));
+        }
         AT(IDLE, log_step(run, result, batch, loss));
         if (AT(IDLE, finish_step(run)))
             break;

@@ -330,6 +330,31 @@ static double elapsed(size_t from, size_t to) {
     return 1e-3 * (double)milliseconds;
 }
 
+/* A CUDA graph: the operations of a stream, recorded once and then queued by one call, which costs
+   the host as much as a single kernel. Arguments are recorded by value, pointers included, so what
+   changes from step to step is read from memory: see struct Step. Other threads, the loader's, go
+   on with their own streams meanwhile. */
+static void *capture(bool begin) {
+    cudaGraph_t recorded;
+    cudaGraphExec_t graph;
+    if (begin) {
+        CHECK(cudaStreamBeginCapture(stream(), cudaStreamCaptureModeThreadLocal));
+        return NULL;
+    }
+    CHECK(cudaStreamEndCapture(stream(), &recorded));
+    CHECK(cudaGraphInstantiateWithFlags(&graph, recorded, 0));
+    CHECK(cudaGraphDestroy(recorded));
+    return graph;
+}
+
+static void replay(void *graph) {
+    CHECK(cudaGraphLaunch((cudaGraphExec_t)graph, stream()));
+}
+
+static void free_graph(void *graph) {
+    CHECK(cudaGraphExecDestroy((cudaGraphExec_t)graph));
+}
+
 #if defined CUDA_ON_CPU || defined __HIP__ // which have no Nsight
 #define cudaProfilerStart() cudaSuccess
 #define cudaProfilerStop() cudaSuccess
@@ -2400,6 +2425,9 @@ static Backend make_backend(const char *kernels, const char *precision) {
     b.mark = mark;
     b.elapsed = elapsed;
     b.wait = wait;
+    b.capture = capture;
+    b.replay = replay;
+    b.free_graph = free_graph;
     b.peak_gflops = peak_gflops;
     b.range = range;
     b.record = record;
