@@ -535,7 +535,7 @@ static __global__ void add_kernel(T *out, const T *in, const T *residual, unsign
     Pack<T> sum = load(in, i, count), r = residual ? load(residual, i, count) : Pack<T>();
 #pragma unroll
     for (int j = 0; j < Pack<T>::N; j++) {
-        sum.v[j] += r.v[j];
+        sum.v[j] = residual ? sum.v[j] + r.v[j] : sum.v[j]; // -0 + 0 would be 0
         sum.v[j] = relu && sum.v[j] < 0 ? 0 : sum.v[j];
     }
     store(out, i, count, sum);
