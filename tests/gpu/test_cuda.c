@@ -295,7 +295,8 @@ static void compare_layer(const Backend *b, Layer l, size_t n, bool accumulate, 
         splits->backward[used]++;
 }
 
-static const Settings plain = {.stem = "3", .width = 6, .optimizer_launch = "flat"};
+static const Settings plain = {
+    .stem = "3", .width = 6, .optimizer_launch = "fused", .zero_grad = "none"};
 static Net net; // to build layers in
 
 static const Layer *first_layer(Shape in) {
