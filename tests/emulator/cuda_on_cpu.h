@@ -31,6 +31,7 @@
      CUEMU_ORDER=N     threads and blocks run forwards (0), backwards (1) or shuffled (other seeds)
      CUEMU_LAZY=1      work queued in a stream starts only when something waits for it
      CUEMU_PROTECT=1   a GPU's memory faults beyond its end, and wherever the host touches it
+     CUEMU_RANGES=1    prints the ranges for Nsight, as each thread begins (push) and ends them (pop)
      CUEMU_STRICT=1    reports also what a GPU does correctly, but slowly (see section 3)
 
    Restrictions on kernels: one __shared__ array per declaration; template arguments written out at

@@ -637,6 +637,29 @@ inline cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
     return cudaSuccess;
 }
 #define cudaGraphExecDestroy cudaGraphDestroy
+
+/* ---- For Nsight: what it would record */
+
+#define cudaProfilerStart() cudaSuccess
+#define cudaProfilerStop() cudaSuccess
+static thread_local int open_ranges;
+inline void print_range(const char *what, const char *name) {
+    static const bool prints = setting("CUEMU_RANGES", 0);
+    static int threads;
+    static thread_local const int thread = __atomic_fetch_add(&threads, 1, __ATOMIC_RELAXED);
+    if (prints)
+        fprintf(stderr, "cuda_on_cpu: thread %d: %s%s\n", thread, what, name);
+}
+inline int nvtxRangePushA(const char *name) {
+    print_range("push ", name);
+    return open_ranges++;
+}
+inline int nvtxRangePop() {
+    if (open_ranges == 0)
+        die("nvtxRangePop: this thread has no open range");
+    print_range("pop", "");
+    return --open_ranges;
+}
 } // namespace api
 
 /* ==== 5. Tensor cores, ldmatrix, cp.async =======================================================

@@ -396,7 +396,7 @@ static void compare_layer(const Backend *b, Layer l, size_t n, bool accumulate, 
 }
 
 static const Settings plain = {
-    .stem = "3", .width = 6, .optimizer_launch = "flat", .layout = "nhwc"};
+    .stem = "3", .width = 6, .optimizer_launch = "fused", .zero_grad = "none", .layout = "nhwc"};
 static Net net; // to build layers in
 
 static const Layer *first_layer(Shape in) {
