@@ -4690,7 +4690,7 @@ static void read_loss_scale(Run *run) {
         return;
     run->backend->copy(s, run->net.scale, sizeof *s);
     if (s->skipped > before.skipped && run->comm.rank == 0)
-        printf("fp16: %u updates skipped, whose gradients were not finite; the loss scale is %g\n",
+        printf("fp16: updates skipped: %u, whose gradients were not finite; loss scale %g\n",
                s->skipped - before.skipped, (double)s->scale);
 }
 

@@ -1274,9 +1274,7 @@ static void compare_losses(const double *got, const double *want, size_t steps, 
 // The losses equal the CPU's; a second run gives the same weights, with copied batches as well.
 static void test_training(const Backend *b) {
     bool tiled = strcmp(b->kernels, "tiled") == 0;
-    double tolerance = is_precision(b, "fp32")   ? 1e-4
-                       : is_precision(b, "bf16") ? 3e-2
-                                                 : 1e-2;
+    double tolerance = is_precision(b, "fp32") ? 1e-4 : is_precision(b, "bf16") ? 3e-2 : 1e-2;
     for (size_t i = 0; i < (quick ? 1 : (size_t)TRAINED - !tiled); i++) {
         const char *model = trained[i].model;
         size_t n = trained[i].batch_size, steps = trained[i].steps;
@@ -1289,6 +1287,57 @@ static void test_training(const Backend *b) {
             fail("other weights in the second run");
     }
     verdict("training, %s kernels, %s", b->kernels, b->precision);
+}
+
+/* fp16: a gradient that is infinite skips exactly one update and halves the scale; the last of
+   SCALE_STEPS good steps doubles it. */
+static void test_loss_scale(const Backend *b) {
+    enum { COUNT = 1000, STEPS = 5, BAD = 2 };
+    if (!b->adjust_scale)
+        return;
+    Array param = input_array("param", COUNT), grad = input_array("grad", COUNT);
+    real *on_device[3], read[2][COUNT];
+    LossScale *scale = b->alloc(sizeof *scale), now = {.scale = 1024, .steps = SCALE_STEPS - 2};
+    void *low = b->alloc(COUNT * b->element);
+    Step *step = b->alloc(sizeof *step);
+    for (size_t i = 0; i < 3; i++)
+        on_device[i] = b->alloc(COUNT * sizeof(real));
+    b->set_step(step, (Step){.lr = .1});
+    b->copy(on_device[0], param.at, COUNT * sizeof(real));
+    b->copy(scale, &now, sizeof now);
+    for (size_t i = 0; i < STEPS; i++) {
+        ((real *)grad.at)[777] = i == BAD ? (real)-INFINITY : 1;
+        b->copy(on_device[1], grad.at, COUNT * sizeof(real));
+        b->copy(read[0], on_device[0], COUNT * sizeof(real));
+        b->count_not_finite(scale, on_device[1], COUNT);
+        b->sgd((Update){.param = on_device[0],
+                        .grad = on_device[1],
+                        .state = {on_device[2]},
+                        .low = low,
+                        .scale = scale,
+                        .count = COUNT,
+                        .step = step,
+                        .momentum = .9});
+        b->adjust_scale(scale);
+        b->copy(read[1], on_device[0], COUNT * sizeof(real));
+        b->copy(&now, scale, sizeof now);
+        if ((memcmp(read[0], read[1], sizeof *read) == 0) != (i == BAD))
+            fail("step %zu: %s", i, i == BAD ? "was not skipped" : "was skipped");
+        const float want[] = {1024, 2048, 1024, 1024, 1024};
+        const uint32_t steps[] = {SCALE_STEPS - 1, 0, 0, 1, 2};
+        if (now.scale != want[i] || now.steps != steps[i] || now.skipped != (i >= BAD) ||
+            now.not_finite)
+            fail("step %zu: scale %g after %u steps, %u skipped, %u not finite", i,
+                 (double)now.scale, now.steps, now.skipped, now.not_finite);
+    }
+    for (size_t i = 0; i < 3; i++)
+        b->release(on_device[i]);
+    b->release(scale);
+    b->release(low);
+    b->release(step);
+    free(param.at);
+    free(grad.at);
+    verdict("loss scale, %s", b->precision);
 }
 
 static void print_weights(void) {
@@ -1309,10 +1358,11 @@ static const struct {
     {"relu", test_relu_and_add, true},     {"dropout", test_dropout, true},
     {"maxpool2d", test_maxpool, true},     {"avgpool2d", test_avgpool, true},
     {"batchnorm2d", test_norm, true},      {"softmax", test_softmax_and_loss, true},
-    {"optimizers", test_optimizers, true}, {"gather", test_gather, true},
-    {"elastic", test_large_elastic, true}, {"copies", test_copies, true},
-    {"marks", test_marks, true},           {"linear", test_linear, false},
-    {"conv2d", test_conv, false},          {"training", test_training, true},
+    {"optimizers", test_optimizers, true}, {"loss scale", test_loss_scale, true},
+    {"gather", test_gather, true},         {"elastic", test_large_elastic, true},
+    {"copies", test_copies, true},         {"marks", test_marks, true},
+    {"linear", test_linear, false},        {"conv2d", test_conv, false},
+    {"training", test_training, true},
 };
 enum { TESTS = sizeof tests / sizeof *tests };
 

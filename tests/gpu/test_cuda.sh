@@ -230,6 +230,62 @@ test_blind_graphs() {
         s/w\.row, w\.draw\)/w.row, *w.draw)/'
 }
 
+# The ranges for Nsight: steps, in them the lines of train(), in these the rows; they open and close in pairs.
+test_ranges() {
+    local small=(--model cifar --dataset synthetic --limit-train 16 --batch-size 4 --limit-test 8 --epochs 1)
+    CUEMU_RANGES=1 run "${small[@]}" --gpus 2 --oversubscribe --trace-steps 0:2
+    same ranges "2 threads with steps, 2 with all-reduces, rows in lines in steps" "$(
+        sed -n 's/^cuda_on_cpu: thread //p' "$err" | awk '
+            { thread = $1 }
+            $2 == "pop" { if (--depth[thread] < 0) bad = bad " pop"; next }
+            { depth[thread]++; name = substr($0, index($0, "push ") + 5) }
+            name ~ /^step [0-9]+$/ { steps[thread] = 1; if (depth[thread] != 1) bad = bad " step" }
+            name == "all-reduce" { sums[thread] = 1; if (depth[thread] != 1) bad = bad " all-reduce" }
+            name ~ / (forward|backward)$/ { rows++; if (depth[thread] != 3) bad = bad " row" }
+            END {
+                for (thread in depth) if (depth[thread] != 0) bad = bad " open"
+                printf "%d threads with steps, %d with all-reduces, rows in lines in steps%s", length(steps),
+                    length(sums), (rows > 20 ? bad : " none")
+            }')"
+    CUEMU_RANGES=1 run "${small[@]}" --graph on
+    holds ranges/graph "no row in a replayed step" "some" awk '/push step 2/ { on = 1 } /push step 3/ { on = 0 }
+        on && / (forward|backward)$/ { exit 1 }' "$err"
+    run "${small[@]}" --zero-grad memset --trace "$tmp/zero.json"
+    same trace/zero_grad 4 "$(grep -c '"name":"zero_grad"' "$tmp/zero.json")"
+}
+
+# Precisions and layouts in whole runs.
+test_precisions() {
+    local cifar=(--model cifar --limit-train 22 --batch-size 4 --save-model) how
+    local resnet=(--model resnet8 --limit-train 16 --batch-size 8) overflow
+    for how in tf32 bf16 fp16; do
+        train "$how" "${cifar[@]}" --precision "$how"
+        [ -n "${QUICK:-}" ] && [ "$how" = tf32 ] && continue
+        train "${how}_graph" "${cifar[@]}" --precision "$how" --graph on
+        equal "${how}_graph" "$how"
+        train "${how}_dp" "${cifar[@]}" --precision "$how" --gpus 2 --oversubscribe --parallel dp
+    done
+    train resnet "${resnet[@]}" --precision tf32
+    train resnet_nchw "${resnet[@]}" --precision tf32 --layout nchw
+    equal resnet_nchw resnet
+    train nchw "${cifar[@]}" --layout nchw --resident off
+    train nhwc "${cifar[@]}"
+    equal nchw nhwc
+    # Gradients beyond 65504 skip one update and halve the scale; that is no error, and a resumed run knows it.
+    overflow=(--model cifar --precision fp16 --batch-size 1 --lr 1 --limit-train 12 --save-model)
+    train skipped "${overflow[@]}"
+    line skipped/says_so '^fp16: updates skipped: 1, whose gradients were not finite; loss scale 32768$'
+    train resumed "${overflow[@]}" --max-steps 6 --checkpoint "$tmp/fp16.ckpt"
+    train resumed "${overflow[@]}" --checkpoint "$tmp/fp16.ckpt" --resume
+    holds skipped/resumed "the same weights" "others" cmp "$tmp/skipped/model.safetensors" "$tmp/resumed/model.safetensors"
+    refused precision_on_cpu 2 "--precision bf16: expected one of these on this device" --precision bf16 --no-cuda
+    refused layout_on_cpu 2 "--layout nchw: expected nhwc on a CPU" --layout nchw --no-cuda --dataset synthetic
+    refused tensor_fp32 2 "--kernels tensor --precision fp32: expected one of these" --kernels tensor --precision fp32
+    CUEMU_SM=75 train older "${cifar[@]}" --precision bf16
+    line older/says_so '^--kernels tensor, --precision bf16: this GPU has no tensor cores .*; used instead: tiled, fp32$'
+    equal older nhwc
+}
+
 test_memory() {
     export CUEMU_MEMORY=30000000
     local mnist=(--model mnist --dataset synthetic --limit-train 128 --limit-test 8 --max-steps 1)
@@ -367,6 +423,8 @@ test_kernels
 test_runs
 test_options
 test_graph
+test_precisions
+test_ranges
 test_memory
 if [ -n "${QUICK:-}" ]; then
     skip races "QUICK=1"
