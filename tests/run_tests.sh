@@ -35,6 +35,7 @@ emulator/test_emulator.sh   tests/emulator/test_emulator.sh
 bench/test_instructions.sh  tests/bench/test_instructions.sh
 labs/test_report.sh         tests/labs/test_report.sh
 program/test_get_data.sh    tests/program/test_get_data.sh
+labs/test_ablation.sh       tests/labs/test_ablation.sh
 labs/test_tools.sh          tests/labs/test_tools.sh
 labs/test_scaling_model.sh  tests/labs/test_scaling_model.sh
 source/test_style.sh        tests/source/test_style.sh
