@@ -66,7 +66,7 @@ help:
 	@echo "  make test-all  run all tests, with every shape, model, lab and planted bug: half an hour and more"
 	@echo "  make races     check the GPU kernels for data races, in the emulator (a minute)"
 	@echo "  make bench     training speed, per cent of this machine's peak, compared with PyTorch"
-	@echo "  make bench-gpu the same on the GPU: training steps, and each operation separately"
+	@echo "  make bench-gpu the same on the GPU, in each precision, compared with PyTorch and with the device's limits"
 	@echo "Timing study"
 	@echo "  make cpu       one run on the CPU; make single, make multi: on one GPU, on two"
 	@echo "  make study     devices x BATCHES x REPEATS: study.csv and plots; continues where it was stopped"
@@ -259,9 +259,10 @@ test test-all:
 	@CNN=./$(TESTED) QUICK=$(QUICK) AGAIN='make $@ $(filter-out PARTS=%,$(MAKEOVERRIDES))' tests/run_tests.sh $(PARTS)
 endif
 
-ifdef KERNELS
-bench-gpu: build/bench_gpu
-	build/bench_gpu
+# EMULATE=1: tiny networks in the emulator, without speeds.
+ifneq ($(or $(KERNELS),$(VIRTUAL)),)
+bench-gpu: $(if $(VIRTUAL),cnn-emu build/emu_bench_gpu,cnn build/bench_gpu)
+	@EMULATE=$(VIRTUAL) tests/gpu/bench_gpu.sh
 else
 bench-gpu:
 	@echo "make bench-gpu needs nvcc and a GPU; nvcc was not found: run make doctor"; exit 1
