@@ -3,10 +3,11 @@
 # close they come to the limits of the device. Quote ratios within one run; the clocks of a GPU vary.
 #
 #   tests/gpu/bench_gpu.sh              the networks and variants below, then PyTorch, if a python3 has it
-#   EMULATE=1 tests/gpu/bench_gpu.sh    tiny networks in the emulator, without speeds, to show that it works
+#   EMULATE=1 tests/gpu/bench_gpu.sh    tiny networks in the emulator, without speeds or PyTorch, to see it work
 #
 # NETS="mnist,64 resnet18,128": only these; cifar64 is --model cifar --width 64. VARIANTS="fp32 bf16": only these.
-# MODES="eager graph": how PyTorch runs (compiling resnet50 takes minutes). PYTHON=...: one that imports torch.
+# MODES="eager graph": how PyTorch runs (compiling resnet50 takes minutes), or none. PYTHON=...: one that imports
+# torch.
 # OUT=DIR: build/bench_gpu's JSON, one file for each variant.
 #
 # A line of key=value for each measurement, then a table. step_ms is the median of a step of ./cnn on a data set in
@@ -25,9 +26,10 @@ bf16+graph bf16 --kernels tensor --precision bf16 --graph on
 '
 nets=${NETS:-"mnist,64 cifar64,50 cifar64,250 resnet18,128 resnet50,256"}
 cnn=./cnn operations=build/bench_gpu emulated='' device=cuda
-if [ -n "${EMULATE:-}" ]; then
+if [ "${EMULATE:-0}" != 0 ]; then
     nets=${NETS:-"mnist,2 cifar6,3 resnet8,2"}
     cnn=./cnn-emu operations=build/emu_bench_gpu emulated=yes device=cpu
+    MODES=${MODES:-none} # PyTorch would run on the CPU
 fi
 tmp=$(mktemp -d) || exit 1
 trap 'rm -rf "$tmp"' EXIT
@@ -41,12 +43,13 @@ reason() { grep -m 1 -oP 'error: \K.*' "$1" || tail -n 1 "$1"; }
 # The first python3 that has PyTorch; none: no comparison
 python=
 for candidate in "${PYTHON:-python3}" /usr/bin/python3; do
+    [ "${MODES:-}" != none ] || break
     if "$candidate" -c 'import torch' 2>/dev/null; then
         python=$candidate
         break
     fi
 done
-[ -n "$python" ] || echo "PyTorch is not installed for ${PYTHON:-python3}: no comparison"
+[ -n "$python" ] || [ "${MODES:-}" = none ] || echo "PyTorch is not installed for ${PYTHON:-python3}: no comparison"
 
 # limits VARIANT OPTIONS...: the roofline of every network, by build/bench_gpu
 limits() {
@@ -105,13 +108,15 @@ ours() {
     fi
 }
 
+# theirs NET: PyTorch's lines; the first time also the products that it times to show what the GPU can do
+lines_of_torch='^torch '
 theirs() {
     local options=()
     [ -n "$python" ] || return
     [ -z "${MODES:-}" ] || options=(--modes "$MODES")
     "$python" tests/gpu/bench_pytorch_gpu.py --nets "$1" --device $device "${options[@]}" >"$tmp/out" 2>"$tmp/err"
     case $? in
-    0) grep ' net=' "$tmp/out" | tee -a "$tmp/lines" ;;
+    0) grep "$lines_of_torch" "$tmp/out" | tee -a "$tmp/lines" && lines_of_torch=' net=' ;;
     77) python= && cat "$tmp/err" ;;
     *) say "torch net=${1%,*} failed: $(tail -n 1 "$tmp/err")" ;;
     esac
