@@ -12,7 +12,8 @@
       4 Softmax and loss         one warp per image
       5 Convolution, naive       one thread per output: the CPU's loops
       6 Convolution, tiled       a matrix product through shared memory
-      7 The backends             the tables that cnn.c calls
+      7 Convolution, tensor cores   the same product, in 16 bits or tf32
+      8 The backends             the tables that cnn.c calls
 
    The comment before each kernel gives what it computes, its grid, and its memory traffic: the
    least number of bytes it must move, where N is the number of elements of its output. Where no
@@ -25,7 +26,56 @@
 #define CNN_DECLARATIONS_ONLY
 #include "cnn.c"
 
+#ifdef __HIP__
+/* AMD's GPUs: `make HIP=1` writes hip for cuda at the beginning of each name, and hipcc compiles the
+   result. What HIP names or does otherwise is here. A wave has 64 threads on many of these GPUs, two
+   warps: so shuffles name their width, 32, and nothing may rely on the threads of a warp executing
+   in step. Tensor cores are not used. */
+#include <algorithm>
+#include <hip/hip_runtime.h>
+#define hipDeviceProp hipDeviceProp_t
+#define hipFreeHost hipHostFree
+#define hipMallocHost hipHostMalloc
+#define hipFuncSetAttribute(kernel, ...) hipFuncSetAttribute((const void *)(kernel), __VA_ARGS__)
+#define hipGraphInstantiateWithFlags(to, graph, flags) hipGraphInstantiate(to, graph, NULL, NULL, 0)
+#define __shfl_down_sync(mask, value, distance) __shfl_down(value, distance, 32)
+#define __shfl_xor_sync(mask, value, lanes) __shfl_xor(value, lanes, 32)
+#undef __launch_bounds__ // HIP's has waves of 64 threads for each of the 4 SIMD units, not blocks
+#define __launch_bounds__(threads, blocks)                  \
+    __attribute__((amdgpu_flat_work_group_size(1, threads), \
+                   amdgpu_waves_per_eu(((threads) * (blocks) + 255) / 256)))
+#define PLATFORM "HIP"
+#define REBUILD "make HIP=1 HIP_ARCH=gfx90a, or what rocminfo shows"
+using std::max; // those of HIP's headers for the host take int
+using std::min;
+
+struct hipPointerAttributes {
+    hipMemoryType type;
+    int device;
+};
+
+// HIP 5 has another name for the type, and an error for memory that it has not allocated.
+static hipError_t pointer_attributes(hipPointerAttributes *a, const void *memory) {
+    hipPointerAttribute_t found;
+    *a = {hipMemoryTypeHost, 0};
+    if (hipPointerGetAttributes(&found, memory) != hipSuccess)
+        (void)hipGetLastError(); // clears the error
+    else
+#if HIP_VERSION_MAJOR < 6
+        *a = {found.memoryType, found.device};
+#else
+        *a = {found.type, found.device};
+#endif
+    return hipSuccess;
+}
+#define hipPointerGetAttributes pointer_attributes
+#else
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
+#define PLATFORM "CUDA"
+#define REBUILD "make CUDA_ARCH=native, on this machine"
+#endif
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -54,7 +104,7 @@ static void check(cudaError_t error, const char *call, int line) {
     if (error != cudaSuccess)
         fail(1,
              "cnn_kernels.cu:%d: device %d: %s: %s (%s); if a kernel is to blame, it may be an "
-             "earlier one: run again with CUDA_LAUNCH_BLOCKING=1 to see which",
+             "earlier one: run again with " PLATFORM "_LAUNCH_BLOCKING=1 to see which",
              line, device, call, cudaGetErrorString(error), cudaGetErrorName(error));
 }
 #define CHECK(call) check(call, #call, __LINE__)
@@ -104,8 +154,8 @@ static void use(size_t r, size_t which, void (*on_error)(int, const char *, ...)
     cudaFuncAttributes attributes;
     if (cudaFuncGetAttributes(&attributes, (const void *)accumulate_kernel) != cudaSuccess)
         fail(1,
-             "device %d: this program was built for other GPUs; run: make clean && make "
-             "CUDA_ARCH=native, on this machine, or use --no-cuda",
+             "device %d: this program was built for other GPUs; run: make clean && " REBUILD
+             ", or use --no-cuda",
              device);
     if (streams[replica])
         return;
@@ -122,6 +172,13 @@ static void describe(Device *d) {
     CHECK(cudaGetDeviceProperties(&p, device));
     CHECK(cudaDriverGetVersion(&driver));
     CHECK(cudaMemGetInfo(&bytes, &total));
+#ifdef __HIP__ // an architecture such as gfx90a; the address on the PCI bus, as there is no uuid
+    snprintf(d->name, sizeof d->name, "%.150s, %.40s, %d compute units, %.1f GB", p.name,
+             p.gcnArchName, p.multiProcessorCount, (double)total / 1e9);
+    snprintf(d->driver, sizeof d->driver, "HIP %d", driver);
+    snprintf(d->uuid, sizeof d->uuid, "GPU-%04x-%02x-%02x", p.pciDomainID, p.pciBusID,
+             p.pciDeviceID);
+#else
     snprintf(d->name, sizeof d->name, "%.200s, sm_%d%d, %d multiprocessors, %.1f GB", p.name,
              p.major, p.minor, p.multiProcessorCount, (double)total / 1e9);
     snprintf(d->driver, sizeof d->driver, "CUDA %d.%d", driver / 1000, driver % 1000 / 10);
@@ -129,7 +186,8 @@ static void describe(Device *d) {
     for (int i = 0; i < 16; i++) // in the format of nvidia-smi
         to += snprintf(to, 4, i == 0 || (i >= 4 && i <= 10 && i % 2 == 0) ? "-%02x" : "%02x",
                        (unsigned char)p.uuid.bytes[i]);
-    d->memory = .95 * (double)bytes; // CUDA itself allocates some later, for kernels and streams
+#endif
+    d->memory = .95 * (double)bytes; // the runtime allocates some later, for kernels and streams
 #ifdef CUDA_ON_CPU
     d->emulated = true;
 #endif
@@ -139,7 +197,7 @@ static void describe(Device *d) {
 static void *device_alloc(size_t bytes) {
     void *memory = NULL;
     if (cudaMalloc(&memory, bytes + 16) != cudaSuccess) {
-        cudaGetLastError(); // clears the error: the caller names what did not fit
+        (void)cudaGetLastError(); // clears the error: the caller names what did not fit
         return NULL;
     }
     CHECK(cudaMemsetAsync(memory, 0, bytes + 16, stream()));
@@ -157,7 +215,7 @@ static void *pinned_alloc(size_t bytes) {
     void *memory = NULL;
     bytes += 16; // so that 0 bytes have an address, too
     if (cudaMallocHost(&memory, bytes) != cudaSuccess) {
-        cudaGetLastError(); // as in device_alloc()
+        (void)cudaGetLastError(); // as in device_alloc()
         return NULL;
     }
     return memset(memory, 0, bytes);
@@ -223,7 +281,7 @@ static void enable_peer(const void *from) {
     tried[device][a.device] = true;
     CHECK(cudaDeviceCanAccessPeer(&possible, device, a.device));
     if (possible && cudaDeviceEnablePeerAccess(a.device, 0) != cudaSuccess)
-        cudaGetLastError(); // clears the error: it has been enabled, or there are too many
+        (void)cudaGetLastError(); // clears the error: it has been enabled, or there are too many
 }
 
 // to += from, of any address.   Traffic: 12 N bytes
@@ -272,7 +330,7 @@ static double elapsed(size_t from, size_t to) {
     return 1e-3 * (double)milliseconds;
 }
 
-#ifdef CUDA_ON_CPU // the emulator has no Nsight
+#if defined CUDA_ON_CPU || defined __HIP__ // which have no Nsight
 #define cudaProfilerStart() cudaSuccess
 #define cudaProfilerStop() cudaSuccess
 #else
@@ -355,38 +413,58 @@ static __device__ unsigned element(void) {
     return blockIdx.x * blockDim.x + threadIdx.x;
 }
 
-/* Four neighbouring elements, 16 bytes, which one instruction loads or stores: a kernel that uses
-   them needs a quarter of the instructions, and has more accesses in flight. Kernels that call
-   first_of_four() have one thread for every four elements. Tensors begin at multiples of 16 bytes;
-   their last group may have fewer than four elements. */
-struct Four {
-    real v[4];
+/* T is the type of the numbers of activations and their gradients in memory: float, or 16 bits wide;
+   kernels compute in 32 bits.
+
+   A pack is 16 bytes of neighbouring elements, which one instruction loads or stores: a kernel that
+   uses packs needs a fraction of the instructions, and has more accesses in flight. Kernels that
+   call first_of_pack() have one thread per pack. Tensors begin at multiples of 16 bytes; their last
+   pack may have fewer elements. */
+template <class T> struct Pack {
+    enum { N = 16 / sizeof(T) };
+    real v[N];
+};
+template <class T> struct alignas(16) Chunk { // in memory
+    enum { COUNT = 16 / sizeof(T) };
+    T v[COUNT];
 };
 
-static __device__ unsigned first_of_four(void) {
-    return 4 * element();
+template <class T> static size_t packs(size_t count) {
+    return ceil_div(count, Pack<T>::N);
 }
 
-static __device__ Four load(const real *from, unsigned i, unsigned count) {
-    Four f = {0, 0, 0, 0};
-    if (i + 4 <= count) {
-        float4 four = *(const float4 *)(from + i);
-        return {four.x, four.y, four.z, four.w};
+template <class T> static __device__ unsigned first_of_pack(void) {
+    return Pack<T>::N * element();
+}
+
+template <class T> static __device__ Pack<T> load(const T *from, unsigned i, unsigned count) {
+    Pack<T> p = {};
+    if (i + Pack<T>::N <= count) {
+        const Chunk<T> chunk = *(const Chunk<T> *)(from + i);
+#pragma unroll
+        for (int j = 0; j < Pack<T>::N; j++)
+            p.v[j] = (real)chunk.v[j];
+        return p;
     }
 #pragma unroll
-    for (int j = 0; j < 4; j++)
+    for (int j = 0; j < Pack<T>::N; j++)
         if (i + j < count)
-            f.v[j] = from[i + j];
-    return f;
+            p.v[j] = (real)from[i + j];
+    return p;
 }
 
-static __device__ void store(real *to, unsigned i, unsigned count, Four f) {
-    if (i + 4 <= count)
-        *(float4 *)(to + i) = {f.v[0], f.v[1], f.v[2], f.v[3]};
+template <class T> static __device__ void store(T *to, unsigned i, unsigned count, Pack<T> p) {
+    Chunk<T> chunk;
+    const bool whole = i + Pack<T>::N <= count;
 #pragma unroll
-    for (int j = 0; j < 4; j++)
-        if (i + 4 > count && i + j < count)
-            to[i + j] = f.v[j];
+    for (int j = 0; j < Pack<T>::N; j++)
+        chunk.v[j] = (T)p.v[j];
+    if (whole)
+        *(Chunk<T> *)(to + i) = chunk;
+#pragma unroll
+    for (int j = 0; j < Pack<T>::N; j++)
+        if (!whole && i + j < count)
+            to[i + j] = chunk.v[j];
 }
 
 /* LAB 4.1 BEGIN relu_forward */
@@ -402,102 +480,109 @@ static void relu_forward(Work w) {
 }
 /* LAB 4.1 END */
 
-// din = dout where out > 0, else 0; += if accumulate. din may be dout.   Traffic: 12 N bytes
-static __global__ void relu_backward_kernel(real *din, const real *dout, const real *out,
-                                            unsigned count, bool accumulate) {
-    unsigned i = first_of_four();
+// din = dout where out > 0, else 0; += if accumulate. din may be dout.   Traffic: 3 N elements
+template <class T>
+static __global__ void relu_backward_kernel(T *din, const T *dout, const T *out, unsigned count,
+                                            bool accumulate) {
+    unsigned i = first_of_pack<T>();
     if (i >= count)
         return;
-    Four sum = accumulate ? load(din, i, count) : Four{0, 0, 0, 0};
-    Four d = load(dout, i, count), o = load(out, i, count);
+    Pack<T> sum = accumulate ? load(din, i, count) : Pack<T>();
+    Pack<T> d = load(dout, i, count), o = load(out, i, count);
 #pragma unroll
-    for (int j = 0; j < 4; j++)
+    for (int j = 0; j < Pack<T>::N; j++)
         sum.v[j] += o.v[j] > 0 ? d.v[j] : 0;
     store(din, i, count, sum);
 }
 
-static void relu_backward(Work w) {
-    LAUNCH(relu_backward_kernel, ceil_div(outputs(w), 4), w.din, w.dout, w.out, outputs(w),
-           w.accumulate);
+template <class T> static void relu_backward(Work w) {
+    LAUNCH(relu_backward_kernel<T>, packs<T>(outputs(w)), (T *)w.din, (const T *)w.dout,
+           (const T *)w.out, outputs(w), w.accumulate);
 }
 
-// out = in + residual, then ReLU if asked.   Traffic: 12 N bytes
-static __global__ void add_kernel(real *out, const real *in, const real *residual, unsigned count,
+// out = in + residual, unless that is NULL, then ReLU if asked.   Traffic: 3 N elements
+template <class T>
+static __global__ void add_kernel(T *out, const T *in, const T *residual, unsigned count,
                                   bool relu) {
-    unsigned i = first_of_four();
+    unsigned i = first_of_pack<T>();
     if (i >= count)
         return;
-    Four sum = load(in, i, count), r = load(residual, i, count);
+    Pack<T> sum = load(in, i, count), r = residual ? load(residual, i, count) : Pack<T>();
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
+    for (int j = 0; j < Pack<T>::N; j++) {
         sum.v[j] += r.v[j];
         sum.v[j] = relu && sum.v[j] < 0 ? 0 : sum.v[j];
     }
     store(out, i, count, sum);
 }
 
-static void add_forward(Work w) {
-    LAUNCH(add_kernel, ceil_div(outputs(w), 4), w.out, w.in, w.residual, outputs(w), w.l->relu);
+template <class T> static void add_forward(Work w) {
+    LAUNCH(add_kernel<T>, packs<T>(outputs(w)), (T *)w.out, (const T *)w.in, (const T *)w.residual,
+           outputs(w), w.l->relu || w.l->kind == RELU);
 }
 
-// din = dout; += if accumulate.   Traffic: 8 N bytes, 12 N if accumulate
-static void add_backward(Work w) {
+// din = dout; += if accumulate.   Traffic: 2 N elements, 3 N if accumulate
+template <class T> static void add_backward(Work w) {
     if (w.accumulate)
-        LAUNCH(add_kernel, ceil_div(outputs(w), 4), w.din, w.din, w.dout, outputs(w), false);
+        LAUNCH(add_kernel<T>, packs<T>(outputs(w)), (T *)w.din, (const T *)w.din, (const T *)w.dout,
+               outputs(w), false);
     else
-        copy(w.din, w.dout, outputs(w) * sizeof *w.din);
+        copy(w.din, w.dout, outputs(w) * sizeof(T));
 }
 
 /* out = in / (1 - p), or 0 where the image's Philox numbers say so: the same masks as on the CPU.
    One thread computes the 8 elements that share a Philox block.   Traffic: 9 N bytes */
-static __global__ void dropout_forward_kernel(real *out, uint8_t *mask, const real *in,
-                                              unsigned size, unsigned blocks_of_image, unsigned n,
-                                              real scale, uint32_t threshold, uint32_t purpose,
-                                              Draw draw) {
+template <class T>
+static __global__ void dropout_forward_kernel(T *out, uint8_t *mask, const T *in, unsigned size,
+                                              unsigned blocks_of_image, unsigned n, real scale,
+                                              uint32_t threshold, uint32_t purpose,
+                                              const Draw *draw) {
     unsigned image = element() / blocks_of_image, block = element() % blocks_of_image;
     if (image >= n)
         return;
     uint32_t bits[4];
-    philox4x32(bits, (uint32_t)block, (uint32_t)position_of(draw, image), (uint32_t)draw.epoch,
-               purpose, draw.seed);
+    philox4x32(bits, (uint32_t)block, (uint32_t)position_of(*draw, image), (uint32_t)draw->epoch,
+               purpose, draw->seed);
 #pragma unroll // so that bits[] stays in registers
     for (unsigned j = 0; j < 8; j++) {
         unsigned i = image * size + block * 8 + j;
         bool kept = (bits[j / 2] >> (16 * (j % 2)) & 0xffff) >= threshold;
         if (block * 8 + j < size) {
             mask[i] = kept;
-            out[i] = kept ? in[i] * scale : 0;
+            out[i] = (T)(kept ? (real)in[i] * scale : 0);
         }
     }
 }
 
 // Evaluation (no draw): out = in
-static void dropout_forward(Work w) {
+template <class T> static void dropout_forward(Work w) {
     size_t size = outputs(w) / w.n, blocks_of_image = (size + 7) / 8;
     if (w.draw)
-        LAUNCH(dropout_forward_kernel, w.n * blocks_of_image, w.out, w.saved, w.in, size,
-               blocks_of_image, w.n, 1 / (1 - w.l->p), (uint32_t)lround((double)w.l->p * 65536),
-               DRAW_DROPOUT + (uint32_t)w.row, *w.draw);
+        LAUNCH(dropout_forward_kernel<T>, w.n * blocks_of_image, (T *)w.out, w.saved,
+               (const T *)w.in, size, blocks_of_image, w.n, 1 / (1 - w.l->p),
+               (uint32_t)lround((double)w.l->p * 65536), DRAW_DROPOUT + (uint32_t)w.row, w.draw);
     else if (w.out != w.in)
-        copy(w.out, w.in, outputs(w) * sizeof *w.out);
+        copy(w.out, w.in, outputs(w) * sizeof(T));
 }
 
-// din = dout / (1 - p) where the mask is set, else 0; += if accumulate.   Traffic: 9 N bytes
-static __global__ void dropout_backward_kernel(real *din, const real *dout, const uint8_t *mask,
+// din = dout / (1 - p) where the mask is set, else 0; += if accumulate.   Traffic: 2 N elements, N
+// bytes
+template <class T>
+static __global__ void dropout_backward_kernel(T *din, const T *dout, const uint8_t *mask,
                                                unsigned count, real scale, bool accumulate) {
-    unsigned i = first_of_four();
+    unsigned i = first_of_pack<T>();
     if (i >= count)
         return;
-    Four sum = accumulate ? load(din, i, count) : Four{0, 0, 0, 0}, d = load(dout, i, count);
+    Pack<T> sum = accumulate ? load(din, i, count) : Pack<T>(), d = load(dout, i, count);
 #pragma unroll
-    for (int j = 0; j < 4; j++)
+    for (int j = 0; j < Pack<T>::N; j++)
         sum.v[j] += i + j < count && mask[i + j] ? d.v[j] * scale : 0;
     store(din, i, count, sum);
 }
 
-static void dropout_backward(Work w) {
-    LAUNCH(dropout_backward_kernel, ceil_div(outputs(w), 4), w.din, w.dout, w.saved, outputs(w),
-           1 / (1 - w.l->p), w.accumulate);
+template <class T> static void dropout_backward(Work w) {
+    LAUNCH(dropout_backward_kernel<T>, packs<T>(outputs(w)), (T *)w.din, (const T *)w.dout, w.saved,
+           outputs(w), 1 / (1 - w.l->p), w.accumulate);
 }
 
 // The sizes of a layer as kernels see them: 32-bit numbers, which a GPU divides faster.
@@ -510,15 +595,36 @@ static Window window_of(const Layer *l) {
             (int)l->out.c, (int)l->kernel, (int)l->stride, (int)l->padding};
 }
 
+/* Where a tensor's elements lie: [image][y][x][c] or, with --layout nchw, [image][c][y][x]. `inner`
+   is how many neighbours have the same channel: 1, or the pixels of an image. */
+struct Layout {
+    unsigned channels, inner;
+    // of channel c of a pixel, counted over all images
+    __device__ unsigned at(unsigned pixel, unsigned c) const {
+        return inner == 1 ? pixel * channels + c
+                          : (pixel / inner * channels + c) * inner + pixel % inner;
+    }
+    __device__ unsigned channel(unsigned i) const {
+        return i / inner % channels;
+    }
+    __device__ unsigned pixel(unsigned i) const {
+        return inner == 1 ? i / channels : i / inner / channels * inner + i % inner;
+    }
+};
+
+static Layout layout_of(Shape s, bool nchw) {
+    return {(unsigned)s.c, nchw ? (unsigned)(s.h * s.w) : 1};
+}
+
 // The four indices of an element [image][y][x][c].
 struct Index {
     int image, y, x, c;
 };
 
-// The inverse of i = ((image * height + y) * width + x) * channels + c
-static __device__ Index unravel(unsigned i, unsigned height, unsigned width, unsigned channels) {
-    unsigned pixel = i / channels, row = pixel / width;
-    return {(int)(row / height), (int)(row % height), (int)(pixel % width), (int)(i % channels)};
+// Those of an element of a tensor of height x width.
+static __device__ Index unravel(unsigned i, unsigned height, unsigned width, Layout layout) {
+    unsigned pixel = layout.pixel(i), row = pixel / width;
+    return {(int)(row / height), (int)(row % height), (int)(pixel % width), (int)layout.channel(i)};
 }
 
 // The input pixel, counted over all images, that a tap of the window of output pixel o reads; below
@@ -539,96 +645,141 @@ static __device__ int output_pixel(const Window &s, const Index &p, int tap) {
 }
 
 /* out = the maximum under the window, argmax = its tap i * kernel + j, the first if there are
-   several. A NaN wins.   Traffic: 4 (stride^2 + 1) N + N bytes */
-static __global__ void maxpool2d_forward_kernel(real *out, uint8_t *argmax, const real *in,
-                                                Window s, unsigned count) {
+   several. A NaN wins.   Traffic: (stride^2 + 1) N elements, N bytes */
+template <class T>
+static __global__ void maxpool2d_forward_kernel(T *out, uint8_t *argmax, const T *in, Window s,
+                                                Layout of_in, Layout of_out, unsigned count) {
     unsigned i = element();
     if (i >= count)
         return;
-    Index o = unravel(i, s.oh, s.ow, s.oc);
+    Index o = unravel(i, s.oh, s.ow, of_out);
     real best = -INFINITY;
     int arg = 0;
     for (int tap = 0; tap < s.kernel * s.kernel; tap++) {
         int pixel = input_pixel(s, o, tap);
-        real value = pixel >= 0 ? in[pixel * s.c + o.c] : -INFINITY;
+        real value = pixel >= 0 ? (real)in[of_in.at(pixel, o.c)] : -INFINITY;
         if (value > best || value != value) {
             best = value;
             arg = tap;
         }
     }
-    out[i] = best;
+    out[i] = (T)best;
     argmax[i] = (uint8_t)arg;
 }
 
-static void maxpool2d_forward(Work w) {
-    LAUNCH(maxpool2d_forward_kernel, outputs(w), w.out, w.saved, w.in, window_of(w.l), outputs(w));
+template <class T> static void maxpool2d_forward(Work w) {
+    LAUNCH(maxpool2d_forward_kernel<T>, outputs(w), (T *)w.out, w.saved, (const T *)w.in,
+           window_of(w.l), layout_of(w.l->in, w.transposed), layout_of(w.l->out, w.transposed),
+           outputs(w));
 }
 
 /* din = sum of dout over the windows whose maximum this pixel was; += if accumulate. One thread per
    input element, which visits the windows that cover it, so that no two threads add to the same
-   number.   Traffic: 4 N + 5 N / stride^2 bytes */
-static __global__ void maxpool2d_backward_kernel(real *din, const real *dout, const uint8_t *argmax,
-                                                 Window s, unsigned count, bool accumulate) {
+   number.   Traffic: N + N / stride^2 elements, N / stride^2 bytes */
+template <class T>
+static __global__ void maxpool2d_backward_kernel(T *din, const T *dout, const uint8_t *argmax,
+                                                 Window s, Layout of_in, Layout of_out,
+                                                 unsigned count, bool accumulate) {
     unsigned i = element();
     if (i >= count)
         return;
-    Index p = unravel(i, s.h, s.w, s.c);
-    real sum = accumulate ? din[i] : 0;
+    Index p = unravel(i, s.h, s.w, of_in);
+    real sum = accumulate ? (real)din[i] : 0;
     for (int tap = 0; tap < s.kernel * s.kernel; tap++) {
-        int pixel = output_pixel(s, p, tap), at = pixel * s.oc + p.c;
-        sum += pixel >= 0 && argmax[at] == tap ? dout[at] : 0;
+        int pixel = output_pixel(s, p, tap);
+        unsigned at = pixel >= 0 ? of_out.at(pixel, p.c) : 0;
+        sum += pixel >= 0 && argmax[at] == tap ? (real)dout[at] : 0;
     }
-    din[i] = sum;
+    din[i] = (T)sum;
 }
 
-static void maxpool2d_backward(Work w) {
-    LAUNCH(maxpool2d_backward_kernel, inputs(w), w.din, w.dout, w.saved, window_of(w.l), inputs(w),
-           w.accumulate);
+template <class T> static void maxpool2d_backward(Work w) {
+    LAUNCH(maxpool2d_backward_kernel<T>, inputs(w), (T *)w.din, (const T *)w.dout, w.saved,
+           window_of(w.l), layout_of(w.l->in, w.transposed), layout_of(w.l->out, w.transposed),
+           inputs(w), w.accumulate);
 }
 
-// out[n][c] = mean over the pixels.   Traffic: 4 (pixels + 1) N bytes
-static __global__ void avgpool2d_forward_kernel(real *out, const real *in, int pixels, int channels,
+// out[n][c] = mean over the pixels.   Traffic: (pixels + 1) N elements
+template <class T>
+static __global__ void avgpool2d_forward_kernel(T *out, const T *in, unsigned pixels, Layout of_in,
                                                 unsigned count) {
     unsigned i = element();
     if (i >= count)
         return;
-    const real *from = in + i / channels * pixels * channels + i % channels;
     real sum = 0;
-    for (int p = 0; p < pixels; p++)
-        sum += from[p * channels];
-    out[i] = sum / pixels;
+    for (unsigned p = 0; p < pixels; p++)
+        sum += (real)in[of_in.at(i / of_in.channels * pixels + p, i % of_in.channels)];
+    out[i] = (T)(sum / pixels);
 }
 
-static void avgpool2d_forward(Work w) {
-    LAUNCH(avgpool2d_forward_kernel, outputs(w), w.out, w.in, (int)(w.l->in.h * w.l->in.w),
-           (int)w.l->in.c, outputs(w));
+template <class T> static void avgpool2d_forward(Work w) {
+    LAUNCH(avgpool2d_forward_kernel<T>, outputs(w), (T *)w.out, (const T *)w.in,
+           w.l->in.h * w.l->in.w, layout_of(w.l->in, w.transposed), outputs(w));
 }
 
-// din[n][pixel][c] = dout[n][c] / pixels; += if accumulate.   Traffic: 4 N bytes
-static __global__ void avgpool2d_backward_kernel(real *din, const real *dout, int pixels,
-                                                 int channels, unsigned count, bool accumulate) {
+// din[n][pixel][c] = dout[n][c] / pixels; += if accumulate.   Traffic: N elements
+template <class T>
+static __global__ void avgpool2d_backward_kernel(T *din, const T *dout, unsigned pixels,
+                                                 Layout of_in, unsigned count, bool accumulate) {
     unsigned i = element();
     if (i < count)
-        din[i] = dout[i / channels / pixels * channels + i % channels] / pixels +
-                 (accumulate ? din[i] : 0);
+        din[i] = (T)((real)dout[i / of_in.channels / pixels * of_in.channels + of_in.channel(i)] /
+                         pixels +
+                     (accumulate ? (real)din[i] : 0));
 }
 
-static void avgpool2d_backward(Work w) {
-    LAUNCH(avgpool2d_backward_kernel, inputs(w), w.din, w.dout, (int)(w.l->in.h * w.l->in.w),
-           (int)w.l->in.c, inputs(w), w.accumulate);
+template <class T> static void avgpool2d_backward(Work w) {
+    LAUNCH(avgpool2d_backward_kernel<T>, inputs(w), (T *)w.din, (const T *)w.dout,
+           w.l->in.h * w.l->in.w, layout_of(w.l->in, w.transposed), inputs(w), w.accumulate);
+}
+
+// to = step, which is copied when the kernel is queued: the host does not wait.
+static __global__ void set_step_kernel(Step *to, Step step) {
+    if (threadIdx.x == 0)
+        *to = step;
+}
+
+static void set_step(Step *to, Step step) {
+    LAUNCH(set_step_kernel, 1, to, step);
 }
 
 /* ---- Optimizers: the formulas are in cnn.c, section 7. One launch updates as many parameters as
-   it is given: all of them, or those of one tensor (--optimizer-launch).   Traffic: 28 N bytes */
-static __global__ void adadelta_kernel(real *param, const real *grad, real *square_avg,
-                                       real *acc_delta, unsigned count, real lr,
-                                       real weight_decay) {
-    const real rho = .9f, eps = 1e-6f;
-    unsigned i = first_of_four();
-    if (i >= count)
+   it is given: all of them, or those of one tensor (--optimizer-launch). The parameters of T are
+   those of a 16-bit precision's copy, which they write as well. # AMP */
+
+// This thread's gradients, divided by the loss scale, a power of 2; false: there are none, or the
+// step is skipped.
+static __device__ bool load_gradients(Pack<real> &grad, const Update &u, unsigned i) {
+    if (i >= u.count || (u.scale && u.scale->not_finite))
+        return false;
+    const real unscale = u.scale ? 1 / u.scale->scale : 1;
+    grad = load(u.grad, i, u.count);
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+        grad.v[j] *= unscale;
+    return true;
+}
+
+// param = p, and its copy with 16 bits, if there is one
+template <class T>
+static __device__ void store_parameters(const Update &u, unsigned i, Pack<real> p) {
+    store(u.param, i, u.count, p);
+    if (sizeof(T) < sizeof(real))
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            if (i + j < u.count)
+                ((T *)u.low)[i + j] = (T)p.v[j];
+}
+
+// Traffic: 28 N bytes, 30 N with a copy of 16 bits
+template <class T> static __global__ void adadelta_kernel(Update u) {
+    const real rho = .9f, eps = 1e-6f, lr = (real)u.step->lr, weight_decay = (real)u.weight_decay;
+    unsigned i = first_of_pack<real>();
+    Pack<real> g;
+    if (!load_gradients(g, u, i))
         return;
-    Four p = load(param, i, count), g = load(grad, i, count);
-    Four square = load(square_avg, i, count), acc = load(acc_delta, i, count);
+    Pack<real> p = load(u.param, i, u.count);
+    Pack<real> square = load(u.state[0], i, u.count), acc = load(u.state[1], i, u.count);
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         g.v[j] += weight_decay * p.v[j];
@@ -637,43 +788,86 @@ static __global__ void adadelta_kernel(real *param, const real *grad, real *squa
         acc.v[j] = rho * acc.v[j] + (1 - rho) * delta * delta;
         p.v[j] -= lr * delta;
     }
-    store(square_avg, i, count, square);
-    store(acc_delta, i, count, acc);
-    store(param, i, count, p);
+    store(u.state[0], i, u.count, square);
+    store(u.state[1], i, u.count, acc);
+    store_parameters<T>(u, i, p);
 }
 
-static void adadelta(Update u) {
-    LAUNCH(adadelta_kernel, ceil_div(u.count, 4), u.param, u.grad, u.state[0], u.state[1], u.count,
-           (real)u.lr, (real)u.weight_decay);
+template <class T> static void adadelta(Update u) {
+    LAUNCH(adadelta_kernel<T>, packs<real>(u.count), u);
 }
 
-// Traffic: 20 N bytes with momentum, 12 N without
-static __global__ void sgd_kernel(real *param, const real *grad, real *momentum_buffer,
-                                  unsigned count, real lr, real momentum, real weight_decay,
-                                  bool nesterov) {
-    unsigned i = first_of_four();
-    if (i >= count)
+// Traffic: 20 N bytes with momentum, 12 N without, 2 N more with a copy of 16 bits
+template <class T> static __global__ void sgd_kernel(Update u) {
+    const real lr = (real)u.step->lr, momentum = (real)u.momentum,
+               weight_decay = (real)u.weight_decay;
+    unsigned i = first_of_pack<real>();
+    Pack<real> g, buffer = {};
+    if (!load_gradients(g, u, i))
         return;
-    Four p = load(param, i, count), g = load(grad, i, count), buffer = {0, 0, 0, 0};
+    Pack<real> p = load(u.param, i, u.count);
     if (momentum > 0)
-        buffer = load(momentum_buffer, i, count);
+        buffer = load(u.state[0], i, u.count);
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         g.v[j] += weight_decay * p.v[j];
         buffer.v[j] = momentum * buffer.v[j] + g.v[j];
         real step = momentum == 0 ? g.v[j]
-                    : nesterov    ? g.v[j] + momentum * buffer.v[j]
+                    : u.nesterov  ? g.v[j] + momentum * buffer.v[j]
                                   : buffer.v[j];
         p.v[j] -= lr * step;
     }
     if (momentum > 0)
-        store(momentum_buffer, i, count, buffer);
-    store(param, i, count, p);
+        store(u.state[0], i, u.count, buffer);
+    store_parameters<T>(u, i, p);
 }
 
-static void sgd(Update u) {
-    LAUNCH(sgd_kernel, ceil_div(u.count, 4), u.param, u.grad, u.state[0], u.count, (real)u.lr,
-           (real)u.momentum, (real)u.weight_decay, u.nesterov);
+template <class T> static void sgd(Update u) {
+    LAUNCH(sgd_kernel<T>, packs<real>(u.count), u);
+}
+
+// low = param, rounded to the nearest.   Traffic: 6 N bytes
+template <class T> static __global__ void lower_kernel(Update u) {
+    unsigned i = first_of_pack<real>();
+    if (i < u.count)
+        store_parameters<T>(u, i, load(u.param, i, u.count));
+}
+
+template <class T> static void lower(void *low, const real *param, size_t count) {
+    Update u = {};
+    u.param = (real *)param;
+    u.low = low;
+    u.count = count;
+    LAUNCH(lower_kernel<T>, packs<real>(count), u);
+}
+
+// scale->not_finite += the number of gradients that are not finite.   Traffic: 4 N bytes
+static __global__ void count_not_finite_kernel(LossScale *scale, const real *grad, unsigned count) {
+    unsigned i = first_of_pack<real>(), bad = 0;
+    Pack<real> g = load(grad, min(i, count), count);
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+        bad += !(fabsf(g.v[j]) < INFINITY);
+    if (bad > 0)
+        atomicAdd(&scale->not_finite, bad);
+}
+
+static void count_not_finite(LossScale *scale, const real *grad, size_t count) {
+    LAUNCH(count_not_finite_kernel, packs<real>(count), scale, grad, count);
+}
+
+// The rule that struct LossScale explains.   One thread
+static __global__ void adjust_scale_kernel(LossScale *s) {
+    const bool skipped = s->not_finite > 0, grows = !skipped && s->steps + 1 == SCALE_STEPS;
+    s->scale *= skipped ? .5f : grows ? 2 : 1;
+    s->steps = skipped || grows ? 0 : s->steps + 1;
+    s->skipped += skipped;
+    s->not_finite = 0;
+}
+
+static void adjust_scale(LossScale *scale) {
+    adjust_scale_kernel<<<1, 1, 0, stream()>>>(scale);
+    CHECK_LAUNCH();
 }
 
 /* ---- The loader's work, where the data set is resident on the device: look the batch's images up
@@ -687,21 +881,24 @@ static __device__ real pixel_at(const uint8_t *image, Shape s, int y, int x, int
 
 /* out[n][h][w][c] = normalised[c][byte], and the labels; crop_flip reads the byte at the position
    that augment_crop_flip() of cnn.c gives.   Traffic: 5 N bytes */
-static __global__ void gather_kernel(real *out, uint8_t *labels, Resident r, Draw draw, int n) {
+template <class T>
+static __global__ void gather_kernel(T *out, uint8_t *labels, Resident r, Layout layout,
+                                     const Draw *draw, int n) {
     unsigned size = r.shape.h * r.shape.w * r.shape.c, i = element();
     if (i >= n * size)
         return;
-    Index o = unravel(i, r.shape.h, r.shape.w, r.shape.c);
-    size_t position = position_of(draw, o.image), image = r.order[position];
+    Index o = unravel(i, r.shape.h, r.shape.w, layout);
+    size_t position = position_of(*draw, o.image), image = r.order[position];
     int y = o.y, x = o.x;
     if (r.augment == AUGMENT_CROP_FLIP) {
         uint32_t bits[4];
-        philox4x32(bits, 0, (uint32_t)position, (uint32_t)draw.epoch, DRAW_AUGMENT, draw.seed);
+        philox4x32(bits, 0, (uint32_t)position, (uint32_t)draw->epoch, DRAW_AUGMENT, draw->seed);
         y += (int)(bits[0] % (2 * CROP_PADDING + 1)) - CROP_PADDING;
         x = (bits[2] & 1 ? (int)r.shape.w - 1 - x : x) + (int)(bits[1] % (2 * CROP_PADDING + 1)) -
             CROP_PADDING;
     }
-    out[i] = r.normalised[o.c * 256 + (int)pixel_at(r.images + image * size, r.shape, y, x, o.c)];
+    out[i] =
+        (T)r.normalised[o.c * 256 + (int)pixel_at(r.images + image * size, r.shape, y, x, o.c)];
     if (i % size == 0)
         labels[o.image] = r.labels[image];
 }
@@ -723,16 +920,18 @@ static __device__ void blur(real *to, const real *from, const float *weights, Sh
 
 /* The elastic distortion: augment_elastic() of cnn.c. One block per image; the displacement fields
    and their blurred copies stay in shared memory.   Grid: n blocks.   Traffic: 5 N bytes */
-static __global__ void gather_elastic_kernel(real *out, uint8_t *labels, Resident r, Draw draw) {
+template <class T>
+static __global__ void gather_elastic_kernel(T *out, uint8_t *labels, Resident r, Layout layout,
+                                             const Draw *draw) {
     extern __shared__ real fields[]; // down, right, and a buffer to blur them
     int pixels = (int)(r.shape.h * r.shape.w), w = (int)r.shape.w, channels = (int)r.shape.c;
-    size_t position = position_of(draw, blockIdx.x), image = r.order[position];
+    size_t position = position_of(*draw, blockIdx.x), image = r.order[position];
     real *buffer = fields + 2 * pixels;
     for (int i = threadIdx.x; i < 2 * pixels; i += THREADS) {
         uint32_t bits[4];
         int field = i / pixels, at = i % pixels;
         philox4x32(bits, (uint32_t)(1 + field * pixels + at / 4 * 4), (uint32_t)position,
-                   (uint32_t)draw.epoch, DRAW_AUGMENT, draw.seed);
+                   (uint32_t)draw->epoch, DRAW_AUGMENT, draw->seed);
         fields[i] = ELASTIC_ALPHA * (2 * uniform(bits[at % 4]) - 1);
     }
     __syncthreads();
@@ -751,29 +950,48 @@ static __global__ void gather_elastic_kernel(real *out, uint8_t *labels, Residen
         real below = fmaf(right, pixel_at(bytes, r.shape, top + 1, left + 1, c),
                           (1 - right) * pixel_at(bytes, r.shape, top + 1, left, c));
         int byte = (int)fmaf(down, below, fmaf(1 - down, above, .5f));
-        out[blockIdx.x * pixels * channels + i] = r.normalised[c * 256 + byte];
+        out[layout.at(blockIdx.x * pixels + pixel, c)] = (T)r.normalised[c * 256 + byte];
     }
     if (threadIdx.x == 0)
         labels[blockIdx.x] = r.labels[image];
 }
 
-static void gather(real *out, uint8_t *labels, const Resident *r, const Draw *draw, size_t n) {
+template <class T>
+static void gather(real *out, uint8_t *labels, const Resident *r, const Draw *draw, size_t n,
+                   bool nchw) {
     size_t pixels = r->shape.h * r->shape.w, fields = 3 * pixels * sizeof(real);
+    const Layout layout = layout_of(r->shape, nchw);
     if (r->augment != AUGMENT_ELASTIC) {
-        LAUNCH(gather_kernel, n * pixels * r->shape.c, out, labels, *r, *draw, n);
+        LAUNCH(gather_kernel<T>, n * pixels * r->shape.c, (T *)out, labels, *r, layout, draw, n);
         return;
     }
     // more than 48 KB of shared memory must be asked for
-    if (cudaFuncSetAttribute(gather_elastic_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+    if (cudaFuncSetAttribute(gather_elastic_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                              (int)fields) != cudaSuccess) {
-        cudaGetLastError(); // clears the error
+        (void)cudaGetLastError(); // clears the error
         fail(1,
              "--augment elastic: the fields of %zu x %zu pixels need %zu bytes of shared memory, "
              "more than device %d has; expected smaller images, or another --augment",
              r->shape.h, r->shape.w, fields, device);
     }
-    gather_elastic_kernel<<<(unsigned)n, THREADS, fields, stream()>>>(out, labels, *r, *draw);
+    gather_elastic_kernel<T>
+        <<<(unsigned)n, THREADS, fields, stream()>>>((T *)out, labels, *r, layout, draw);
     CHECK_LAUNCH();
+}
+
+// out = the images that a loader has made.   Traffic: 4 N bytes, N elements
+template <class T>
+static __global__ void load_images_kernel(T *out, const real *images, Layout layout,
+                                          unsigned count) {
+    unsigned i = element();
+    if (i < count)
+        out[i] = (T)images[layout.pixel(i) * layout.channels + layout.channel(i)];
+}
+
+template <class T>
+static void load_images(real *out, const real *images, size_t n, Shape s, bool nchw) {
+    size_t count = n * s.h * s.w * s.c;
+    LAUNCH(load_images_kernel<T>, count, (T *)out, images, layout_of(s, nchw), count);
 }
 
 /* ==== 3. Sums over pixels =======================================================================
@@ -810,21 +1028,39 @@ static __device__ unsigned slice_start(unsigned pixels, unsigned slice, unsigned
     return (unsigned)((size_t)pixels * slice / slices);
 }
 
+// BatchNorm of one number of a channel. Forward and backward call the same function, so that they
+// agree in which numbers the ReLU has let through.
+static __device__ real normalised(real x, real mean, real inverse, real weight, real bias) {
+    return fmaf(x - mean, weight * inverse, bias);
+}
+
 /* partial[slice][0][c] = sum of d, partial[slice][1][c] = sum of d * (x - mean), over the slice's
-   pixels; the mean is in stats. x NULL: the first sum only.   Grid: channels / 32 x slices.
-   Traffic: 4 or 8 bytes for each number of d */
-static __global__ void column_sums_kernel(real *partial, const real *d, const real *x,
-                                          const real *stats, unsigned pixels, int channels) {
+   pixels; the mean is in stats. x NULL: the first sum only. weight not NULL: d begins with the
+   backward of a ReLU after this BatchNorm.   Grid: channels / 32 x slices.
+   Traffic: 1 or 2 elements for each number of d. With nchw, a warp reads 32 numbers that are far
+   apart; the 7 next to each are read from the L1 cache by the block's other warps */
+template <class T>
+static __global__ void column_sums_kernel(real *partial, const T *d, const T *x, const real *stats,
+                                          const real *weight, const real *bias, unsigned pixels,
+                                          Layout layout) {
     __shared__ real sums[LANES_Y][WARP];
     __shared__ real products[LANES_Y][WARP];
-    int c = blockIdx.x * WARP + threadIdx.x;
+    const unsigned channels = layout.channels, c = blockIdx.x * WARP + threadIdx.x;
     unsigned first = slice_start(pixels, blockIdx.y, gridDim.y) + threadIdx.y;
     unsigned end = slice_start(pixels, blockIdx.y + 1, gridDim.y);
-    real sum = 0, product = 0, mean = x && c < channels ? stats[2 * channels + c] : 0;
+    real sum = 0, product = 0, mean = 0, inverse = 0, scale = 0, shift = 0;
+    if (x && c < channels) {
+        mean = stats[2 * channels + c];
+        inverse = stats[3 * channels + c];
+        scale = weight ? weight[c] : 0;
+        shift = weight ? bias[c] : 1; // without a ReLU: all are let through
+    }
     for (unsigned p = first; p < end && c < channels; p += LANES_Y) {
-        real value = d[p * channels + c];
+        real value = (real)d[layout.at(p, c)], from = x ? (real)x[layout.at(p, c)] : 0;
+        if (x && normalised(from, mean, inverse, scale, shift) <= 0)
+            value = 0;
         sum += value;
-        product += x ? value * (x[p * channels + c] - mean) : 0;
+        product += value * (from - mean);
     }
     sums[threadIdx.y][threadIdx.x] = sum;
     products[threadIdx.y][threadIdx.x] = product;
@@ -859,12 +1095,14 @@ static __global__ void join_sums_kernel(real *dbias, real *dweight, const real *
         dweight[c] = product * stats[3 * channels + c];
 }
 
-// dbias[c] = sum of dout over all pixels; BatchNorm also needs dweight, for which x is its input.
-static void column_sums(Work w, real *dweight, const real *x) {
+// dbias[c] = sum of dout over all pixels; BatchNorm also needs dweight, for which x is its input,
+// and may include the backward of its ReLU.
+template <class T> static void column_sums(Work w, real *dweight, const real *x, bool relu) {
     size_t channels = w.l->out.c, pixels = outputs(w) / channels;
     dim3 grid = sum_grid(pixels, channels), block(WARP, LANES_Y);
-    column_sums_kernel<<<grid, block, 0, stream()>>>(w.scratch, w.dout, x, w.stats, pixels,
-                                                     channels);
+    column_sums_kernel<T><<<grid, block, 0, stream()>>>(w.scratch, (const T *)w.dout, (const T *)x,
+                                                        w.stats, relu ? w.weight : NULL, w.bias,
+                                                        pixels, layout_of(w.l->out, w.transposed));
     CHECK_LAUNCH();
     LAUNCH(join_sums_kernel, channels * WARP, w.dbias, dweight, w.scratch, w.stats, grid.y,
            channels);
@@ -885,15 +1123,16 @@ static __device__ Moments join(Moments a, Moments b) {
 }
 
 /* partial[slice][0][c] = mean, partial[slice][1][c] = sum of squared distances from it, over the
-   slice's pixels.   Grid: channels / 32 x slices.   Traffic: 4 bytes for each number of in */
-static __global__ void moments_kernel(real *partial, const real *in, int pixels, int channels) {
+   slice's pixels.   Grid: channels / 32 x slices.   Traffic: 1 element for each number of in */
+template <class T>
+static __global__ void moments_kernel(real *partial, const T *in, unsigned pixels, Layout layout) {
     __shared__ Moments moments[LANES_Y][WARP];
-    int c = blockIdx.x * WARP + threadIdx.x;
+    const unsigned channels = layout.channels, c = blockIdx.x * WARP + threadIdx.x;
     unsigned first = slice_start(pixels, blockIdx.y, gridDim.y) + threadIdx.y;
     unsigned end = slice_start(pixels, blockIdx.y + 1, gridDim.y);
     Moments m = {0, 0, 0};
     for (unsigned p = first; p < end && c < channels; p += LANES_Y)
-        m = join(m, {1, in[p * channels + c], 0});
+        m = join(m, {1, (real)in[layout.at(p, c)], 0});
     moments[threadIdx.y][threadIdx.x] = m;
     __syncthreads();
     if (threadIdx.y > 0 || c >= channels)
@@ -934,85 +1173,104 @@ static __global__ void batchnorm_statistics_kernel(real *stats, const real *part
     stats[3 * channels + c] = 1 / sqrtf(m.squares / m.count + bn_eps);
 }
 
-// The values of four neighbouring elements' channels, the first of which is c.
-static __device__ Four of_channels(const real *values, unsigned c, unsigned channels) {
-    if (channels % 4 == 0)
-        return load(values, c, channels);
-    Four f;
+// The values of the channels of the elements of a pack that begins at element i.
+template <class T>
+static __device__ Pack<T> of_channels(const real *values, unsigned i, Layout layout) {
+    const unsigned c = layout.channel(i);
+    Pack<T> p;
+    if (layout.inner == 1 && layout.channels % Pack<T>::N == 0) {
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-        f.v[j] = values[c];
-        c = c + 1 < channels ? c + 1 : 0;
+        for (int j = 0; j < Pack<T>::N; j += 4) {
+            const float4 four = *(const float4 *)(values + c + j);
+            p.v[j] = four.x;
+            p.v[j + 1] = four.y;
+            p.v[j + 2] = four.z;
+            p.v[j + 3] = four.w;
+        }
+        return p;
     }
-    return f;
+#pragma unroll
+    for (int j = 0; j < Pack<T>::N; j++)
+        p.v[j] = values[layout.channel(i + j)];
+    return p;
 }
 
 /* out = (in - mean) * weight / sqrt(variance + eps) + bias, + residual unless that is NULL, then
-   ReLU if asked.   Traffic: 8 N bytes, 12 N with a residual */
-static __global__ void batchnorm_apply_kernel(real *out, const real *in, const real *stats,
-                                              const real *weight, const real *bias,
-                                              const real *residual, unsigned count, int channels,
-                                              bool training, bool relu) {
-    unsigned i = first_of_four(), c = i % channels;
+   ReLU if asked.   Traffic: 2 N elements, 3 N with a residual */
+template <class T>
+static __global__ void
+batchnorm_apply_kernel(T *out, const T *in, const real *stats, const real *weight, const real *bias,
+                       const T *residual, unsigned count, Layout layout, bool training, bool relu) {
+    unsigned i = first_of_pack<T>(), channels = layout.channels;
     if (i >= count)
         return;
-    Four x = load(in, i, count), r = residual ? load(residual, i, count) : Four{0, 0, 0, 0};
-    Four mean = of_channels(stats + (training ? 2 * channels : 0), c, channels);
-    Four spread = of_channels(stats + (training ? 3 * channels : channels), c, channels);
-    Four scale = of_channels(weight, c, channels), shift = of_channels(bias, c, channels);
+    Pack<T> x = load(in, i, count), r = residual ? load(residual, i, count) : Pack<T>();
+    Pack<T> mean = of_channels<T>(stats + (training ? 2 * channels : 0), i, layout);
+    Pack<T> spread = of_channels<T>(stats + (training ? 3 * channels : channels), i, layout);
+    Pack<T> scale = of_channels<T>(weight, i, layout), shift = of_channels<T>(bias, i, layout);
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
+    for (int j = 0; j < Pack<T>::N; j++) {
         real inverse = training ? spread.v[j] : 1 / sqrtf(spread.v[j] + bn_eps);
-        real value = (x.v[j] - mean.v[j]) * (scale.v[j] * inverse) + shift.v[j] + r.v[j];
+        real value = normalised(x.v[j], mean.v[j], inverse, scale.v[j], shift.v[j]) + r.v[j];
         x.v[j] = relu && value < 0 ? 0 : value;
     }
     store(out, i, count, x);
 }
 
-static void batchnorm2d_forward(Work w) {
+template <class T> static void batchnorm2d_forward(Work w) {
     size_t channels = w.l->in.c, pixels = inputs(w) / channels;
+    const Layout layout = layout_of(w.l->in, w.transposed);
     const bool training = w.draw != NULL;
     if (training) {
         dim3 grid = sum_grid(pixels, channels), block(WARP, LANES_Y);
-        moments_kernel<<<grid, block, 0, stream()>>>(w.scratch, w.in, pixels, channels);
+        moments_kernel<T><<<grid, block, 0, stream()>>>(w.scratch, (const T *)w.in, pixels, layout);
         CHECK_LAUNCH();
         LAUNCH(batchnorm_statistics_kernel, channels * WARP, w.stats, w.scratch, pixels, grid.y,
                channels);
     }
-    LAUNCH(batchnorm_apply_kernel, ceil_div(outputs(w), 4), w.out, w.in, w.stats, w.weight, w.bias,
-           w.residual, outputs(w), channels, training, w.l->relu);
+    LAUNCH(batchnorm_apply_kernel<T>, packs<T>(outputs(w)), (T *)w.out, (const T *)w.in, w.stats,
+           w.weight, w.bias, (const T *)w.residual, outputs(w), layout, training, w.l->relu);
 }
 
 /* din = weight * inverse * (dout - dbias / m - x * dweight / m), over m pixels, where
    x = (in - mean) * inverse, dbias = sum of dout, dweight = sum of dout * x; += if accumulate.
-   Traffic: 12 N bytes */
-static __global__ void batchnorm_backward_kernel(real *din, const real *dout, const real *in,
-                                                 const real *stats, const real *weight,
-                                                 const real *dweight, const real *dbias,
-                                                 unsigned count, int channels, bool accumulate) {
-    unsigned i = first_of_four(), c = i % channels;
+   relu: dout begins with the ReLU's backward, whose mask follows from in.
+   Traffic: 3 N elements */
+template <class T>
+static __global__ void
+batchnorm_backward_kernel(T *din, const T *dout, const T *in, const real *stats, const real *weight,
+                          const real *bias, const real *dweight, const real *dbias, unsigned count,
+                          Layout layout, bool accumulate, bool relu) {
+    unsigned i = first_of_pack<T>(), channels = layout.channels;
     if (i >= count)
         return;
     const real m = (real)(count / channels);
-    Four sum = accumulate ? load(din, i, count) : Four{0, 0, 0, 0};
-    Four x = load(in, i, count), d = load(dout, i, count), scale = of_channels(weight, c, channels);
-    Four mean = of_channels(stats + 2 * channels, c, channels);
-    Four inverse = of_channels(stats + 3 * channels, c, channels);
-    Four sums = of_channels(dbias, c, channels), products = of_channels(dweight, c, channels);
+    Pack<T> sum = accumulate ? load(din, i, count) : Pack<T>();
+    Pack<T> x = load(in, i, count), d = load(dout, i, count);
+    Pack<T> scale = of_channels<T>(weight, i, layout);
+    Pack<T> shift = relu ? of_channels<T>(bias, i, layout) : Pack<T>();
+    Pack<T> mean = of_channels<T>(stats + 2 * channels, i, layout);
+    Pack<T> inverse = of_channels<T>(stats + 3 * channels, i, layout);
+    Pack<T> sums = of_channels<T>(dbias, i, layout), products = of_channels<T>(dweight, i, layout);
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-        real normalised = (x.v[j] - mean.v[j]) * inverse.v[j];
+    for (int j = 0; j < Pack<T>::N; j++) {
+        if (relu && normalised(x.v[j], mean.v[j], inverse.v[j], scale.v[j], shift.v[j]) <= 0)
+            d.v[j] = 0;
+        real distance = (x.v[j] - mean.v[j]) * inverse.v[j];
         sum.v[j] +=
-            scale.v[j] * inverse.v[j] * (d.v[j] - sums.v[j] / m - normalised * (products.v[j] / m));
+            scale.v[j] * inverse.v[j] * (d.v[j] - sums.v[j] / m - distance * (products.v[j] / m));
     }
     store(din, i, count, sum);
 }
 
-static void batchnorm2d_backward(Work w) {
-    column_sums(w, w.dweight, w.in);
+// The ReLU's backward is this one's work where no residual's gradient needs its result, too.
+template <class T> static void batchnorm2d_backward(Work w) {
+    const bool relu = w.l->relu_backward && !w.l->residual;
+    column_sums<T>(w, w.dweight, w.in, relu);
     if (w.din)
-        LAUNCH(batchnorm_backward_kernel, ceil_div(inputs(w), 4), w.din, w.dout, w.in, w.stats,
-               w.weight, w.dweight, w.dbias, inputs(w), w.l->in.c, w.accumulate);
+        LAUNCH(batchnorm_backward_kernel<T>, packs<T>(inputs(w)), (T *)w.din, (const T *)w.dout,
+               (const T *)w.in, w.stats, w.weight, w.bias, w.dweight, w.dbias, inputs(w),
+               layout_of(w.l->in, w.transposed), w.accumulate, relu);
 }
 
 /* ==== 4. Softmax and loss =======================================================================
@@ -1020,29 +1278,31 @@ static void batchnorm2d_backward(Work w) {
    One warp per image: each lane reads every 32nd class; the lanes are reduced as in section 3. */
 
 /* out[k] = in[k] - max(in) - log(sum of exp(in[j] - max(in))).   Grid: THREADS / 32 images per
-   block.   Traffic: 8 N bytes */
-static __global__ void log_softmax_forward_kernel(real *out, const real *in, int n, int classes) {
+   block.   Traffic: N elements, 4 N bytes */
+template <class T>
+static __global__ void log_softmax_forward_kernel(real *out, const T *in, int n, int classes) {
     int image = element() / WARP, lane = threadIdx.x % WARP;
     if (image >= n) // true of whole warps only
         return;
     real largest = -INFINITY, sum = 0;
     for (int k = lane; k < classes; k += WARP)
-        largest = fmaxf(largest, in[image * classes + k]);
+        largest = fmaxf(largest, (real)in[image * classes + k]);
     largest = warp_max(largest);
     for (int k = lane; k < classes; k += WARP)
-        sum += expf(in[image * classes + k] - largest);
+        sum += expf((real)in[image * classes + k] - largest);
     real log_sum = largest + logf(warp_sum(sum));
     for (int k = lane; k < classes; k += WARP)
-        out[image * classes + k] = in[image * classes + k] - log_sum;
+        out[image * classes + k] = (real)in[image * classes + k] - log_sum;
 }
 
-static void log_softmax_forward(Work w) {
-    LAUNCH(log_softmax_forward_kernel, w.n * WARP, w.out, w.in, w.n, (int)w.l->out.c);
+template <class T> static void log_softmax_forward(Work w) {
+    LAUNCH(log_softmax_forward_kernel<T>, w.n * WARP, w.out, (const T *)w.in, w.n, (int)w.l->out.c);
 }
 
-// din[k] = dout[k] - exp(out[k]) * sum of dout.   Grid as above.   Traffic: 12 N bytes
-static __global__ void log_softmax_backward_kernel(real *din, const real *dout, const real *out,
-                                                   int n, int classes) {
+// din[k] = dout[k] - exp(out[k]) * sum of dout.   Grid as above.   Traffic: N elements, 8 N bytes
+template <class T>
+static __global__ void log_softmax_backward_kernel(T *din, const real *dout, const real *out, int n,
+                                                   int classes) {
     int image = element() / WARP, lane = threadIdx.x % WARP;
     if (image >= n)
         return;
@@ -1051,34 +1311,39 @@ static __global__ void log_softmax_backward_kernel(real *din, const real *dout, 
         sum += dout[image * classes + k];
     sum = warp_sum(sum);
     for (int i = image * classes + lane; i < (image + 1) * classes; i += WARP)
-        din[i] = dout[i] - expf(out[i]) * sum;
+        din[i] = (T)(dout[i] - expf(out[i]) * sum);
 }
 
-static void log_softmax_backward(Work w) {
-    LAUNCH(log_softmax_backward_kernel, w.n * WARP, w.din, w.dout, w.out, w.n, (int)w.l->out.c);
+template <class T> static void log_softmax_backward(Work w) {
+    LAUNCH(log_softmax_backward_kernel<T>, w.n * WARP, (T *)w.din, w.dout, w.out, w.n,
+           (int)w.l->out.c);
 }
 
 // The formulas are those of nll_loss() in cnn.c. One thread per image.   Traffic: 8 N bytes
 static __global__ void nll_loss_kernel(real *losses, real *dlogp, const real *logp,
                                        const uint8_t *labels, unsigned n, unsigned batch,
-                                       int classes, real at_label, real elsewhere) {
+                                       int classes, real at_label, real elsewhere,
+                                       LossScale *scale) {
     unsigned i = element();
     if (i >= n)
         return;
+    const real factor = scale ? scale->scale : 1;
     int label = labels[i];
     real loss = -at_label * logp[i * classes + label];
     for (int k = 0; k < classes && elsewhere > 0; k++)
         loss -= k == label ? 0 : elsewhere * logp[i * classes + k];
     losses[i] = loss;
+    if (scale && !(fabsf(loss) < INFINITY))
+        atomicAdd(&scale->not_finite, 1);
     for (int k = 0; k < classes && dlogp; k++)
-        dlogp[i * classes + k] = -(k == label ? at_label : elsewhere) / (real)batch;
+        dlogp[i * classes + k] = -(k == label ? at_label : elsewhere) / (real)batch * factor;
 }
 
 static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t *labels, size_t n,
-                     size_t batch, size_t classes, double smoothing) {
+                     size_t batch, size_t classes, double smoothing, LossScale *scale) {
     real elsewhere = (real)(smoothing / (double)classes);
     LAUNCH(nll_loss_kernel, n, losses, dlogp, logp, labels, n, batch, (int)classes,
-           (real)(1 - smoothing) + elsewhere, elsewhere);
+           (real)(1 - smoothing) + elsewhere, elsewhere, scale);
 }
 
 /* ==== 5. Convolution, naive =====================================================================
@@ -1107,7 +1372,7 @@ static __global__ void conv2d_forward_naive_kernel(real *out, const real *in, co
     unsigned i = element();
     if (i >= count)
         return;
-    Index o = unravel(i, s.oh, s.ow, s.oc);
+    Index o = unravel(i, s.oh, s.ow, {(unsigned)s.oc, 1});
     real sum = 0;
     for (int tap = 0; tap < s.kernel * s.kernel; tap++) {
         int pixel = input_pixel(s, o, tap);
@@ -1137,7 +1402,7 @@ static __global__ void conv2d_data_gradient_naive_kernel(real *din, const real *
     unsigned i = element();
     if (i >= count)
         return;
-    Index p = unravel(i, s.h, s.w, s.c);
+    Index p = unravel(i, s.h, s.w, {(unsigned)s.c, 1});
     real sum = accumulate ? din[i] : 0;
     for (int tap = 0; tap < s.kernel * s.kernel; tap++) {
         int pixel = output_pixel(s, p, tap);
@@ -1164,7 +1429,7 @@ static __global__ void conv2d_weight_gradient_naive_kernel(real *dweight, const 
     int k = (int)(i % s.oc), c = (int)(i / s.oc % s.c), tap = (int)(i / s.oc / s.c);
     real sum = 0;
     for (unsigned o = 0; o < n * s.oh * s.ow; o++) {
-        int pixel = input_pixel(s, unravel(o, s.oh, s.ow, 1), tap);
+        int pixel = input_pixel(s, unravel(o, s.oh, s.ow, {1, 1}), tap);
         if (pixel >= 0)
             sum += in[pixel * s.c + c] * dout[o * s.oc + k];
     }
@@ -1179,7 +1444,7 @@ static void weight_gradient(Work w) {
 
 static void conv2d_backward_naive(Work w) {
     if (w.l->biases)
-        column_sums(w, NULL, NULL);
+        column_sums<real>(w, NULL, NULL, false);
     weight_gradient(w);
     if (w.din)
         data_gradient(w);
@@ -1259,8 +1524,8 @@ struct Axis { // offset_a: what a digit a of 1 adds to the address; the others l
 /* A or B: the element at (line, column) is data[the sum of both offsets and the origin's], or 0 if
    the pixel is outside of the image of h x w. A is an image, B a matrix, whose pixel is (0, 0).
    Neighbouring columns are neighbours in memory. */
-struct Operand {
-    const real *data;
+template <class T> struct Operand {
+    const T *data;
     Axis line, column;
     Place origin = {0, 0, 0};
     int h = 1, w = 1;
@@ -1272,55 +1537,80 @@ static __device__ Place operator+(Place a, Place b) {
     return {a.offset + b.offset, a.y + b.y, a.x + b.x};
 }
 
-/* One thread's share of loading a tile of LINES x TILE_K numbers into shared memory [k][line], in
-   chunks of WIDTH. Neighbouring threads load neighbouring chunks: ALONG_K, of the same line, so
-   that a thread has one k and several lines; otherwise of the same k. fetch() and put() are
-   separate so that arithmetic can be done between them. A line of shared memory is padded by 4
-   numbers: otherwise the threads that store the numbers of one line would use the same of its 32
-   banks, and be serialised (bank conflicts; with the padding, pairs of them still are). Lines
-   beyond the matrix load its last ones; what is computed with them is not stored. */
-template <int LINES, int LOADERS, bool IMAGE, bool ALONG_K, int WIDTH> struct TileLoader {
-    enum { ACROSS = (ALONG_K ? TILE_K : LINES) / WIDTH, APART = LOADERS / ACROSS };
-    enum { COUNT = LINES * TILE_K / WIDTH / LOADERS, PITCH = LINES + 4 };
+/* One thread's share of reading an operand's tile of LINES x DEPTH elements, DEPTH of K, and the
+   next ones along K, by LOADERS threads, in chunks of CHUNK elements that are neighbours in memory.
+   Neighbouring threads read neighbouring chunks: ALONG_K, of the same line, so that a thread has
+   one k and several lines; otherwise of the same k. A chunk is read in pieces of WIDTH. Lines
+   beyond the matrix read its last ones; what is computed with them is not stored. */
+template <class T, int LINES, int DEPTH, int LOADERS, bool IMAGE, bool ALONG_K, int CHUNK,
+          int WIDTH>
+struct TileReader {
+    enum { ACROSS = (ALONG_K ? DEPTH : LINES) / CHUNK, APART = LOADERS / ACROSS };
+    enum { COUNT = LINES * DEPTH / CHUNK / LOADERS, PIECES = CHUNK / WIDTH };
+    enum { OF_K = ALONG_K ? PIECES : COUNT, OF_LINES = ALONG_K ? COUNT : PIECES };
+    enum { NEXT_K = ALONG_K ? WIDTH : APART, NEXT_LINE = ALONG_K ? APART : WIDTH };
     enum { ONE_DIGIT = !IMAGE && !ALONG_K }; // the number of a matrix's line
-    Place fixed[ALONG_K ? COUNT : 1];        // of the index that stays: a row of A or column of B
-    Digits k_digits, step;
-    int across, along;
-    real numbers[COUNT][WIDTH];
-    __device__ TileLoader(const Operand &o, int first, int lines, int begin) {
-        across = threadIdx.x % ACROSS * WIDTH;
+    Place lines[OF_LINES];                   // of the index that stays: a row of A or column of B
+    Digits k_digits, next, next_tile;
+    int across, along; // this thread's first chunk
+    __device__ TileReader(const Operand<T> &o, int first, int count, int begin) {
+        across = threadIdx.x % ACROSS * CHUNK;
         along = threadIdx.x / ACROSS;
-        k_digits = k_number(o, begin + (ALONG_K ? across : along));
-        step = k_number(o, ALONG_K ? (int)TILE_K : (int)APART);
+        k_digits = k_number(o, begin + first_k());
+        next = k_number(o, (int)NEXT_K);
+        next_tile = k_number(o, DEPTH - (OF_K - 1) * NEXT_K);
         const Axis &other = ALONG_K ? o.line : o.column;
 #pragma unroll
-        for (int i = 0; i < (ALONG_K ? COUNT : 1); i++) {
-            int line =
-                min(first + (ALONG_K ? along + i * APART : across), lines - (ALONG_K ? 1 : WIDTH));
-            fixed[i] = o.origin + other.place(other.digits(line));
+        for (int i = 0; i < OF_LINES; i++) {
+            int line = first + (ALONG_K ? along : across) + i * NEXT_LINE;
+            line = min(line, count - (ALONG_K ? 1 : WIDTH));
+            lines[i] = o.origin + other.place(other.digits(line));
         }
     }
-    __device__ static const Axis &axis_of_k(const Operand &o) {
+    __device__ int first_k() const {
+        return ALONG_K ? across : along;
+    }
+    __device__ static const Axis &axis_of_k(const Operand<T> &o) {
         return ALONG_K ? o.column : o.line;
     }
-    __device__ static Digits k_number(const Operand &o, int k) {
+    __device__ static Digits k_number(const Operand<T> &o, int k) {
         return ONE_DIGIT ? Digits{k, 0, 0} : axis_of_k(o).digits(k);
     }
-    __device__ void advance(const Operand &o) {
-        if (ONE_DIGIT)
-            k_digits.a += APART;
-        else
-            axis_of_k(o).add(k_digits, step);
-    }
-    // The numbers from k on, which must be those that follow the last call's; 0 from `end` on.
-    __device__ void fetch(const Operand &o, int k, int end) {
-        Place place = axis_of_k(o).place(k_digits);
+    // Calls take(chunk, piece, address, valid) for the tile at k, which must follow that of the last
+    // call. Not valid: 0, since it is outside of the image or not below `end`.
+    template <class Take>
+    __device__ void read(const Operand<T> &o, int k, int end, const Take &take) {
 #pragma unroll
-        for (int i = 0; i < COUNT; i++) {
-            const Place p = fixed[ALONG_K ? i : 0] + place;
-            const real *from = o.data + p.offset;
-            bool valid =
-                (!IMAGE || o.inside(p)) && k + (ALONG_K ? across : along + i * APART) < end;
+        for (int i = 0; i < OF_K; i++) {
+            const Place place = axis_of_k(o).place(k_digits);
+            const bool exists = k + first_k() + i * NEXT_K < end;
+#pragma unroll
+            for (int j = 0; j < OF_LINES; j++) {
+                const Place p = lines[j] + place;
+                take(ALONG_K ? j : i, ALONG_K ? i : j, o.data + p.offset,
+                     (!IMAGE || o.inside(p)) && exists);
+            }
+            const Digits &step = ALONG_K && i == OF_K - 1 ? next_tile : next;
+            if (ONE_DIGIT)
+                k_digits.a += NEXT_K;
+            else
+                axis_of_k(o).add(k_digits, step);
+        }
+    }
+};
+
+/* Loads a tile into shared memory [k][line]. fetch() and put() are separate so that arithmetic can
+   be done between them. A line of shared memory is padded by 4 numbers: otherwise the threads that
+   store the numbers of one line would use the same of its 32 banks, and be serialised (bank
+   conflicts; with the padding, pairs of them still are). */
+template <int LINES, int LOADERS, bool IMAGE, bool ALONG_K, int WIDTH>
+struct TileLoader : TileReader<real, LINES, TILE_K, LOADERS, IMAGE, ALONG_K, WIDTH, WIDTH> {
+    typedef TileReader<real, LINES, TILE_K, LOADERS, IMAGE, ALONG_K, WIDTH, WIDTH> Reader;
+    enum { COUNT = Reader::COUNT, PITCH = LINES + 4 };
+    real numbers[COUNT][WIDTH];
+    using Reader::Reader;
+    __device__ void fetch(const Operand<real> &o, int k, int end) {
+        this->read(o, k, end, [&](int i, int, const real *from, bool valid) {
             if constexpr (WIDTH == 4) {
                 float4 four = valid ? *(const float4 *)from : float4{0, 0, 0, 0};
                 numbers[i][0] = four.x;
@@ -1330,18 +1620,15 @@ template <int LINES, int LOADERS, bool IMAGE, bool ALONG_K, int WIDTH> struct Ti
             } else {
                 numbers[i][0] = valid ? *from : 0;
             }
-            if (!ALONG_K || i == COUNT - 1) {
-                advance(o);
-                place = axis_of_k(o).place(k_digits);
-            }
-        }
+        });
     }
     __device__ void put(real *tile) const {
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
             const real *from = numbers[i];
-            real *to = tile + (ALONG_K ? across * PITCH + along + i * APART
-                                       : (along + i * APART) * PITCH + across);
+            const int along = this->along + i * Reader::APART;
+            real *to =
+                tile + (ALONG_K ? this->across * PITCH + along : along * PITCH + this->across);
             if constexpr (!ALONG_K && WIDTH == 4)
                 *(float4 *)to = {from[0], from[1], from[2], from[3]};
             else
@@ -1353,21 +1640,39 @@ template <int LINES, int LOADERS, bool IMAGE, bool ALONG_K, int WIDTH> struct Ti
 };
 
 // Where C is stored, and what is done with its elements then (the epilogue).
-struct Result {
-    real *out; // with several splits the partial sums: `part` elements for each
+template <class O> struct Result {
+    O *out;    // with several splits the partial sums: `part` elements for each
     Axis line; // of a row; with phases not all rows are there
     Place origin = {0, 0, 0};
     int h = 1, w = 1;
     const real *bias = NULL; // one per column
     bool relu = false, accumulate = false;
     unsigned part = 0;
-    __device__ int at(int row) const { // of the row's first element; below 0: outside
-        Place p = origin + line.place(line.digits(row));
+    __device__ int at(Digits row) const { // of the row's first element; below 0: outside
+        Place p = origin + line.place(row);
         return p.y < h && p.x < w ? p.offset : -1;
     }
-    __device__ real value(unsigned at, int column, real sum) const {
-        sum += (bias ? bias[column] : 0) + (accumulate ? out[at] : 0);
-        return relu && sum < 0 ? 0 : sum;
+    __device__ O value(O old, int column, real sum) const {
+        sum += (bias ? bias[column] : 0) + (accumulate ? (real)old : 0);
+        return (O)(relu && sum < 0 ? 0 : sum);
+    }
+    // Stores a chunk of neighbouring elements of a row that begins at `at`, those that exist.
+    template <int WIDTH>
+    __device__ void store(int at, int column, int columns, const real *sums) const {
+        O *to = out + at + column;
+        Chunk<O> chunk = {};
+        if (WIDTH > 1 && column < columns && accumulate)
+            chunk = *(const Chunk<O> *)to;
+#pragma unroll
+        for (int i = 0; i < Chunk<O>::COUNT; i++) {
+            if (column + i >= columns)
+                continue;
+            chunk.v[i] = value(WIDTH == 1 && accumulate ? to[i] : chunk.v[i], column + i, sums[i]);
+            if (WIDTH == 1)
+                to[i] = chunk.v[i];
+        }
+        if (WIDTH > 1 && column < columns)
+            *(Chunk<O> *)to = chunk;
     }
 };
 
@@ -1380,7 +1685,8 @@ struct Result {
 struct Phases {
     int stride = 1, kernel = 0, padding = 0, channels_in = 0, channels_out = 0;
     // Sets what depends on the phase; the depth of its product.
-    __device__ int enter(int phase, Operand &dout, Operand &weight, Result &din) const {
+    template <class T, class O>
+    __device__ int enter(int phase, Operand<T> &dout, Operand<T> &weight, Result<O> &din) const {
         int py = phase / stride, px = phase % stride;
         int ry = (py + padding) % stride, top = (py + padding) / stride;
         int rx = (px + padding) % stride, left = (px + padding) / stride;
@@ -1407,22 +1713,6 @@ template <int COUNT, int APART> static __device__ void read_fours(real *x, const
     }
 }
 
-// Stores 4 neighbouring elements of a row that begins at `at`, those of them that exist.
-template <int WIDTH>
-static __device__ void store_four(const Result &c, int at, int column, int columns,
-                                  const real *sums) {
-    real values[4];
-#pragma unroll
-    for (int j = 0; j < 4; j++)
-        values[j] = column + j < columns ? c.value(at + column + j, column + j, sums[j]) : 0;
-    if (WIDTH == 4 && column < columns)
-        *(float4 *)(c.out + at + column) = {values[0], values[1], values[2], values[3]};
-#pragma unroll
-    for (int j = 0; j < 4; j++)
-        if (WIDTH == 1 && column + j < columns)
-            c.out[at + column + j] = values[j];
-}
-
 /* C = A * B over the K of this split; the table above lists A and B.
    A warp's threads lie as 4 x 8 in the tile, each with groups of 4 x 4 elements that are half a
    tile apart, or one such group: so the warp reads 16 and 32 neighbouring numbers at a time.
@@ -1434,8 +1724,8 @@ static __device__ void store_four(const Result &c, int at, int column, int colum
    Traffic: 4 K (M N / T::N + M N / T::M) + 4 M N bytes, most of it served by the L2 cache */
 template <class T, bool A_ALONG_K, bool B_ALONG_K, int WIDTH>
 static __global__ void __launch_bounds__(T::TILE_THREADS, T::BLOCKS)
-    gemm_kernel(Operand a, Operand b, Result c, Phases phases, int rows, int columns, int depth,
-                int splits) {
+    gemm_kernel(Operand<real> a, Operand<real> b, Result<real> c, Phases phases, int rows,
+                int columns, int depth, int splits) {
     using LoadA = TileLoader<T::M, T::TILE_THREADS, true, A_ALONG_K, WIDTH>;
     using LoadB = TileLoader<T::N, T::TILE_THREADS, false, B_ALONG_K, WIDTH>;
     enum { SIZE_A = TILE_K * LoadA::PITCH, SIZE_B = TILE_K * LoadB::PITCH };
@@ -1483,55 +1773,58 @@ static __global__ void __launch_bounds__(T::TILE_THREADS, T::BLOCKS)
 #pragma unroll
     for (int i = 0; i < T::ROWS; i++) {
         const int m = first_row + row + i / 4 * APART_M + i % 4;
-        const int at = m < rows ? c.at(m) : -1;
+        const int at = m < rows ? c.at(c.line.digits(m)) : -1;
 #pragma unroll
         for (int j = 0; j < T::COLUMNS; j += 4)
             if (at >= 0)
-                store_four<WIDTH>(c, at, first_column + column + j / 4 * APART_N, columns,
-                                  sums[i] + j);
+                c.template store<WIDTH>(at, first_column + column + j / 4 * APART_N, columns,
+                                        sums[i] + j);
     }
 }
 
 // out = the sum of all splits, then the epilogue.   Traffic: 4 (splits + 1) N bytes
-static __global__ void join_splits_kernel(Result c, const real *parts, int splits, unsigned count,
-                                          int columns) {
+template <class O>
+static __global__ void join_splits_kernel(Result<O> c, const real *parts, int splits,
+                                          unsigned count, int columns) {
     unsigned i = element();
     if (i >= count)
         return;
     real sum = 0;
     for (int split = 0; split < splits; split++)
         sum += parts[split * count + i];
-    c.out[i] = c.value(i, (int)(i % columns), sum);
+    c.out[i] = c.value(c.accumulate ? c.out[i] : (O)0.f, (int)(i % columns), sum);
 }
 
 // C = A * B, as the table at the head of this section has it for each pass.
-struct Product {
-    Operand a, b;
-    Result c;
+template <class T, class O> struct Product {
+    Operand<T> a, b;
+    Result<O> c;
     size_t rows, columns, depth; // of each phase; the depth of the deepest
     size_t elements;             // of C, of all phases together
     Phases phases = {};
 };
 
-/* K is split into as many parts as MOST_THREADS threads allow, about 512 for each multiprocessor of
-   a large GPU, at most one for each LEAST_DEPTH of K. This depends on the shapes alone, not on the
-   GPU, so that all GPUs compute the same bits. */
-enum { MOST_THREADS = 1 << 16, LEAST_DEPTH = 256 };
+/* K is split into as many parts as MOST_TILES tiles of 64 x 64 elements allow, at most one for each
+   LEAST_DEPTH of K. This depends on the shapes alone, not on the GPU, so that all GPUs compute the
+   same bits, and not on the tile. */
+enum { MOST_TILES = 1 << 10, LEAST_DEPTH = 256 };
 
-// An upper bound of what the sums of all splits take, for up to these rows and this depth: no tile
-// has more than 64 elements for each thread.
+static size_t tiles_of(size_t rows, size_t columns, size_t phases) {
+    return ceil_div(rows, 64) * ceil_div(columns, 64) * phases;
+}
+
+// An upper bound of what the sums of all splits take, for up to these rows and this depth
 static size_t parts_size(size_t rows, size_t columns, size_t depth) {
-    return min(ceil_div(depth, LEAST_DEPTH) * rows * columns, (size_t)MOST_THREADS * 64);
+    return min(ceil_div(depth, LEAST_DEPTH) * rows * columns, (size_t)MOST_TILES * 64 * 64);
 }
 
 // Queues the product in tiles T. scratch holds the partial sums of the splits, see parts_size().
 template <class T, bool A_ALONG_K, bool B_ALONG_K, int WIDTH>
-static void launch_gemm(const Product &p, real *scratch) {
+static void launch_gemm(const Product<real, real> &p, real *scratch) {
     size_t phases = p.phases.stride * p.phases.stride;
-    size_t tiles = ceil_div(p.rows, T::M) * ceil_div(p.columns, T::N) * phases;
-    size_t most = MOST_THREADS / (tiles * T::TILE_THREADS);
+    size_t most = MOST_TILES / tiles_of(p.rows, p.columns, phases);
     size_t splits = min(max(most, (size_t)1), ceil_div(p.depth, LEAST_DEPTH));
-    Result c = p.c;
+    Result<real> c = p.c;
     if (splits > 1) {
         c = {scratch, p.c.line, p.c.origin, p.c.h, p.c.w};
         c.part = p.elements;
@@ -1541,14 +1834,14 @@ static void launch_gemm(const Product &p, real *scratch) {
         p.a, p.b, c, p.phases, p.rows, p.columns, p.depth, splits);
     CHECK_LAUNCH();
     if (splits > 1)
-        LAUNCH(join_splits_kernel, p.elements, p.c, scratch, splits, p.elements, p.columns);
+        LAUNCH(join_splits_kernel<real>, p.elements, p.c, scratch, splits, p.elements, p.columns);
 }
 
 // Chooses the tile. Like the splits, it depends on the shapes alone: the narrow one where the last
 // of the large ones would be half empty.
 template <bool A_ALONG_K, bool B_ALONG_K>
-static void gemm(const Product &p, bool fours, real *scratch) {
-    if (!fours)
+static void gemm(const Product<real, real> &p, bool chunks, real *scratch) {
+    if (!chunks)
         launch_gemm<SmallTile, A_ALONG_K, B_ALONG_K, 1>(p, scratch);
     else if (p.columns <= SmallTile::N || p.rows <= SmallTile::M)
         launch_gemm<SmallTile, A_ALONG_K, B_ALONG_K, 4>(p, scratch);
@@ -1578,9 +1871,9 @@ static Axis taps(int kernel, int channels, int direction, int w) {
 }
 
 // The patches of a layer's input under its filter.
-static Operand patches(Work w) {
+template <class T> static Operand<T> patches(Work w) {
     const Window s = window_of(w.l);
-    return {w.in,
+    return {(const T *)w.in,
             positions(s.oh, s.ow, s.stride, s.h, s.w, s.c),
             taps(s.kernel, s.c, 1, s.w),
             {-s.padding * (s.w + 1) * s.c, -s.padding, -s.padding},
@@ -1588,47 +1881,48 @@ static Operand patches(Work w) {
             s.w};
 }
 
-// Whether all rows of this layer's operands and results can be read and written by 16 bytes.
-static bool has_fours(const Layer *l) {
-    return l->in.c % 4 == 0 && l->out.c % 4 == 0;
+// Whether all rows of this layer's operands and results can be read and written by chunks.
+template <class T> static bool has_chunks(const Layer *l) {
+    return l->in.c % Chunk<T>::COUNT == 0 && l->out.c % Chunk<T>::COUNT == 0;
 }
 
-static void conv2d_forward_tiled(Work w) {
+template <class T> static Product<T, T> forward_product(Work w) {
     const size_t columns = w.l->out.c, depth = w.l->kernel * w.l->kernel * w.l->in.c;
-    Product p = {patches(w),
-                 {w.weight, plain((int)columns), plain(1)},
-                 {w.out, plain((int)columns)},
-                 outputs(w) / columns,
-                 columns,
-                 depth,
-                 outputs(w)};
+    Product<T, T> p = {patches<T>(w),
+                       {(const T *)w.weight, plain((int)columns), plain(1)},
+                       {(T *)w.out, plain((int)columns)},
+                       outputs(w) / columns,
+                       columns,
+                       depth,
+                       outputs(w)};
     p.c.bias = w.bias;
     p.c.relu = w.l->relu;
-    gemm<true, false>(p, has_fours(w.l), w.scratch);
+    return p;
 }
 
-static void weight_gradient_tiled(Work w) {
+template <class T> static Product<T, real> weight_gradient_product(Work w) {
     const size_t columns = w.l->out.c, rows = w.l->weights / columns;
-    Product p = {patches(w),
-                 {w.dout, plain((int)columns), plain(1)},
-                 {w.dweight, plain((int)columns)},
-                 rows,
-                 columns,
-                 outputs(w) / columns,
-                 w.l->weights};
-    gemm<false, false>(p, has_fours(w.l), w.scratch);
+    return {patches<T>(w),
+            {(const T *)w.dout, plain((int)columns), plain(1)},
+            {w.dweight, plain((int)columns)},
+            rows,
+            columns,
+            outputs(w) / columns,
+            w.l->weights};
 }
 
-static void data_gradient_tiled(Work w) {
+template <class T> static Product<T, T> data_gradient_product(Work w) {
     const Window s = window_of(w.l);
     const int down = (s.h + s.stride - 1) / s.stride, across = (s.w + s.stride - 1) / s.stride;
     const int tap = s.c * s.oc, taps_met = (s.kernel + s.stride - 1) / s.stride;
-    Product p = {};
-    p.a = {w.dout, positions(down, across, 1, s.oh, s.ow, s.oc), taps(0, s.oc, -1, s.ow)};
+    Product<T, T> p = {};
+    p.a = {(const T *)w.dout, positions(down, across, 1, s.oh, s.ow, s.oc),
+           taps(0, s.oc, -1, s.ow)};
     p.a.h = s.oh;
     p.a.w = s.ow;
-    p.b = {w.weight, plain(s.oc), {0, s.oc, s.stride * s.kernel * tap, s.stride * tap, 1}};
-    p.c = {w.din, positions(down, across, s.stride, s.h, s.w, s.c)};
+    p.b = {
+        (const T *)w.weight, plain(s.oc), {0, s.oc, s.stride * s.kernel * tap, s.stride * tap, 1}};
+    p.c = {(T *)w.din, positions(down, across, s.stride, s.h, s.w, s.c)};
     p.c.h = s.h;
     p.c.w = s.w;
     p.c.accumulate = w.accumulate;
@@ -1637,15 +1931,19 @@ static void data_gradient_tiled(Work w) {
     p.depth = taps_met * taps_met * s.oc;
     p.elements = inputs(w);
     p.phases = {s.stride, s.kernel, s.padding, s.c, s.oc};
-    gemm<true, true>(p, has_fours(w.l), w.scratch);
+    return p;
+}
+
+static void conv2d_forward_tiled(Work w) {
+    gemm<true, false>(forward_product<real>(w), has_chunks<real>(w.l), w.scratch);
 }
 
 static void conv2d_backward_tiled(Work w) {
     if (w.l->biases)
-        column_sums(w, NULL, NULL);
-    weight_gradient_tiled(w);
+        column_sums<real>(w, NULL, NULL, false);
+    gemm<false, false>(weight_gradient_product<real>(w), has_chunks<real>(w.l), w.scratch);
     if (w.din)
-        data_gradient_tiled(w);
+        gemm<true, true>(data_gradient_product<real>(w), has_chunks<real>(w.l), w.scratch);
 }
 
 // Multiply-adds in registers: 8 independent sums per thread, 16 FLOP in each of `steps` iterations.
@@ -1705,10 +2003,87 @@ static size_t scratch_size(const Layer *l, size_t n) {
     return max(sums, parts);
 }
 
-static Backend make_backend(bool tiled) {
+/* to[image][column][row] = from[image][row][column], through a tile in shared memory, so that both
+   sides are coalesced; += if accumulate. A line of the tile is padded by one number, so that the
+   threads that read a column use different banks.   Grid: columns / 32 x rows / 32 x images, of
+   32 x LANES_Y threads.   Traffic: 2 N elements */
+template <class T>
+static __global__ void transpose_kernel(T *to, const T *from, unsigned rows, unsigned columns,
+                                        bool accumulate) {
+    __shared__ real tile[WARP][WARP + 1];
+    const size_t image = (size_t)blockIdx.z * rows * columns;
+    const unsigned first_row = blockIdx.y * WARP, first_column = blockIdx.x * WARP;
+    for (unsigned y = threadIdx.y; y < WARP; y += LANES_Y)
+        if (first_row + y < rows && first_column + threadIdx.x < columns)
+            tile[y][threadIdx.x] =
+                (real)from[image + (first_row + y) * columns + first_column + threadIdx.x];
+    __syncthreads();
+    for (unsigned y = threadIdx.y; y < WARP; y += LANES_Y)
+        if (first_column + y < columns && first_row + threadIdx.x < rows) {
+            T *out = to + image + (first_column + y) * rows + first_row + threadIdx.x;
+            *out = (T)(tile[threadIdx.x][y] + (accumulate ? (real)*out : 0));
+        }
+}
+
+// Between [n][pixels][channels] and [n][channels][pixels]: to_nchw, or back.
+template <class T>
+static void transpose(real *to, const real *from, size_t n, Shape s, bool to_nchw,
+                      bool accumulate) {
+    const size_t rows = to_nchw ? s.h * s.w : s.c, columns = to_nchw ? s.c : s.h * s.w;
+    dim3 grid(ceil_div(columns, WARP), ceil_div(rows, WARP), n), block(WARP, LANES_Y);
+    transpose_kernel<T>
+        <<<grid, block, 0, stream()>>>((T *)to, (const T *)from, rows, columns, accumulate);
+    CHECK_LAUNCH();
+}
+
+/* --layout nchw: the kernels of convolutions and linear layers expect NHWC, so their operands and
+   results are transposed, as cuDNN does it where its kernels for tensor cores get NCHW. # NHWC */
+template <class T, void (*RUN)(Work)> static void forward_in_nhwc(Work w) {
+    Work inner = w;
+    inner.transposed = NULL;
+    if (w.transposed) {
+        inner.in = (real *)w.transposed;
+        inner.out = (real *)((T *)w.transposed + ceil_div(inputs(w), 64) * 64);
+        transpose<T>((real *)inner.in, w.in, w.n, w.from, false, false);
+    }
+    RUN(inner);
+    if (w.transposed)
+        transpose<T>(w.out, inner.out, w.n, w.l->out, true, false);
+}
+
+template <class T, void (*RUN)(Work)> static void backward_in_nhwc(Work w) {
+    Work inner = w;
+    inner.transposed = NULL;
+    if (w.transposed) {
+        const size_t size = ceil_div(inputs(w), 64) * 64;
+        inner.in = (real *)w.transposed;
+        inner.din = w.din ? (real *)((T *)w.transposed + size) : NULL;
+        inner.dout = (real *)((T *)w.transposed + 2 * size);
+        inner.accumulate = false;
+        transpose<T>((real *)inner.in, w.in, w.n, w.from, false, false);
+        transpose<T>(inner.dout, w.dout, w.n, w.l->out, false, false);
+    }
+    RUN(inner);
+    if (w.transposed && w.din)
+        transpose<T>(w.din, inner.din, w.n, w.from, true, w.accumulate);
+}
+
+// The elements that a row needs for that.
+static size_t transposed_size(const Layer *l, size_t n) {
+    return l->kind == CONV2D || l->kind == LINEAR
+               ? 2 * ceil_div(n * l->in.h * l->in.w * l->in.c, 64) * 64 +
+                     n * l->out.h * l->out.w * l->out.c
+               : 0;
+}
+
+// T: of the numbers of activations and their gradients; forward, backward: of convolutions
+template <class T, void (*FORWARD)(Work), void (*BACKWARD)(Work)>
+static Backend make_backend(const char *kernels, const char *precision) {
     Backend b = {};
     b.name = "cuda";
-    b.kernels = tiled ? "tiled" : "naive";
+    b.kernels = kernels;
+    b.precision = precision;
+    b.element = sizeof(T);
     // devices, their memory and their stream of work
     b.devices = devices;
     b.use = use;
@@ -1728,28 +2103,38 @@ static Backend make_backend(bool tiled) {
     b.range = range;
     b.record = record;
     // one row for each kind of layer: forward, backward, whether the forward fuses the ReLU
-    b.layers[CONV2D] = {conv2d_forward_naive, conv2d_backward_naive, false};
-    b.layers[BATCHNORM2D] = {batchnorm2d_forward, batchnorm2d_backward, true};
-    b.layers[RELU] = {relu_forward, relu_backward, false};
-    b.layers[MAXPOOL2D] = {maxpool2d_forward, maxpool2d_backward, false};
-    b.layers[AVGPOOL2D] = {avgpool2d_forward, avgpool2d_backward, false};
-    b.layers[ADD] = {add_forward, add_backward, true};
-    b.layers[DROPOUT] = {dropout_forward, dropout_backward, false};
-    b.layers[LOG_SOFTMAX] = {log_softmax_forward, log_softmax_backward, false};
-    if (tiled) // whose epilogue applies the ReLU
-        b.layers[CONV2D] = {conv2d_forward_tiled, conv2d_backward_tiled, true};
+    b.layers[CONV2D] = {forward_in_nhwc<T, FORWARD>, backward_in_nhwc<T, BACKWARD>,
+                        strcmp(kernels, "naive") != 0}; // in the epilogue
     b.layers[LINEAR] = b.layers[CONV2D]; // a linear layer is a convolution on 1 x 1 pixel
+    b.layers[BATCHNORM2D] = {batchnorm2d_forward<T>, batchnorm2d_backward<T>, true};
+    b.layers[RELU] = {add_forward<T>, relu_backward<T>, false};
+    b.layers[MAXPOOL2D] = {maxpool2d_forward<T>, maxpool2d_backward<T>, false};
+    b.layers[AVGPOOL2D] = {avgpool2d_forward<T>, avgpool2d_backward<T>, false};
+    b.layers[ADD] = {add_forward<T>, add_backward<T>, true};
+    b.layers[DROPOUT] = {dropout_forward<T>, dropout_backward<T>, false};
+    b.layers[LOG_SOFTMAX] = {log_softmax_forward<T>, log_softmax_backward<T>, false};
+    if (sizeof(T) == sizeof(real))
+        b.layers[RELU].forward = relu_forward;
+    b.norm_relu_backward = true;
     b.scratch_size = scratch_size;
+    b.transposed_size = transposed_size;
     // the loss, optimizers and the loader
     b.nll_loss = nll_loss;
-    b.adadelta = adadelta;
-    b.sgd = sgd;
-    b.gather = gather;
+    b.set_step = set_step;
+    b.adadelta = adadelta<T>;
+    b.sgd = sgd<T>;
+    b.load_images = load_images<T>;
+    b.gather = gather<T>;
+    if (sizeof(T) < sizeof(real))
+        b.lower = lower<T>;
     return b;
 }
 
-// The backends, the best one last, then NULL.
+// The backends, of the same precision the best one last, then NULL.
 extern "C" const Backend *cuda_backend(size_t i) {
-    static const Backend backends[] = {make_backend(false), make_backend(true)};
+    static const Backend backends[] = {
+        make_backend<real, conv2d_forward_naive, conv2d_backward_naive>("naive", "fp32"),
+        make_backend<real, conv2d_forward_tiled, conv2d_backward_tiled>("tiled", "fp32"),
+    };
     return i < sizeof backends / sizeof *backends ? &backends[i] : NULL;
 }

@@ -36,6 +36,7 @@ typedef struct Task {
     bool accumulate, in_place, training, no_din;
     size_t row;
     Draw draw;                               // if training
+    const Step *step;                        // draw and rate, on the device
     double rate, momentum, decay, smoothing; // of optimizers and the loss
     bool nesterov;
     const Batch *on_cpu, *on_gpu;
@@ -141,14 +142,19 @@ static void from_device(const Backend *b, char *base, Array *a) {
 static bool perform(const Backend *b, const Task *t, Array *a, size_t count) {
     Array scratch = output_array("scratch", t->l ? b->scratch_size(t->l, t->n) : 0, 1);
     char *base[MOST_ARRAYS], *scratch_base = to_device(b, &scratch);
+    Step *step = b->alloc(sizeof *step);
+    Task on_device = *t;
+    on_device.step = step;
+    b->set_step(step, (Step){t->draw, t->rate});
     void *at[MOST_ARRAYS];
     bool used = false;
     for (size_t i = 0; i < count; i++) {
         base[i] = to_device(b, &a[i]);
         at[i] = a[i].count ? base[i] + GUARD : NULL;
     }
-    t->run(b, t, at, (real *)(scratch_base + GUARD));
+    t->run(b, &on_device, at, (real *)(scratch_base + GUARD));
     b->synchronize();
+    b->release(step);
     for (size_t i = 0; i < count; i++)
         from_device(b, base[i], &a[i]);
     from_device(b, scratch_base, &scratch);
@@ -230,7 +236,7 @@ static Work work_of_task(const Task *t, real *scratch) {
                   .row = t->row,
                   .n = t->n,
                   .scratch = scratch,
-                  .draw = t->training ? &t->draw : NULL,
+                  .draw = t->training ? &t->step->draw : NULL,
                   .accumulate = t->accumulate};
 }
 
@@ -289,7 +295,7 @@ static void compare_layer(const Backend *b, Layer l, size_t n, bool accumulate, 
         splits->backward[used]++;
 }
 
-static const Settings plain = {.stem = "3", .width = 6, .optimizer_launch = "flat"};
+static const Settings plain = {.stem = "3", .width = 6, .optimizer_launch = "flat", .layout = "nhwc"};
 static Net net; // to build layers in
 
 static const Layer *first_layer(Shape in) {
@@ -803,7 +809,7 @@ static void softmax_backward_bound(const Task *t, const Array *before, const Arr
 
 static void run_nll(const Backend *b, const Task *t, void *const *a, real *scratch) {
     (void)scratch;
-    b->nll_loss(a[0], a[1], a[2], a[3], t->n, t->n + 3, t->count, t->smoothing);
+    b->nll_loss(a[0], a[1], a[2], a[3], t->n, t->n + 3, t->count, t->smoothing, NULL);
 }
 
 static void test_softmax_and_loss(const Backend *b) {
@@ -848,7 +854,7 @@ static void test_softmax_and_loss(const Backend *b) {
 static Update update_of_task(const Task *t, void *const *a) {
     return (Update){.param = a[0],
                     .count = t->count,
-                    .lr = t->rate,
+                    .step = t->step,
                     .momentum = t->momentum,
                     .weight_decay = t->decay,
                     .nesterov = t->nesterov};
@@ -931,7 +937,7 @@ static void test_optimizers(const Backend *b) {
 static void run_gather(const Backend *b, const Task *t, void *const *a, real *scratch) {
     (void)scratch;
     if (b->gather) {
-        b->gather(a[0], a[1], t->on_gpu->resident, &t->on_gpu->draw, t->on_gpu->n);
+        b->gather(a[0], a[1], t->on_gpu->resident, &t->step->draw, t->on_gpu->n, false);
         return;
     }
     memcpy(a[0], t->on_cpu->images, t->count * sizeof(real));
@@ -972,6 +978,7 @@ static void gather_epoch(const Backend *b, const DatasetInfo *info, Augmentation
     Task t = {.run = run_gather, .bound = kind == AUGMENT_ELASTIC ? elastic_bound : NULL};
     while ((t.on_cpu = loader_next(&cpu)) && (t.on_gpu = loader_next(&gpu))) {
         t.n = t.on_cpu->n;
+        t.draw = t.on_gpu->draw;
         t.count = t.n * shape_size(info->shape);
         Array arrays[] = {output_array("images", t.count, kind == AUGMENT_ELASTIC),
                           output_bytes("labels", t.n)};
@@ -1020,7 +1027,7 @@ static void test_large_elastic(const Backend *b) {
     *refusal = 0;
     b->use(0, 0, refuse);
     if (setjmp(refused) == 0)
-        b->gather(NULL, NULL, &resident, &draw, 1);
+        b->gather(NULL, NULL, &resident, &draw, 1, false);
     b->use(0, 0, die);
     if (!strstr(refusal, "--augment elastic: the fields of 200 x 200 pixels need 480000 bytes"))
         fail("expected a message on --augment elastic, found \"%s\"", refusal);
@@ -1117,11 +1124,11 @@ static uint64_t train_steps(const Backend *b, const char *model, size_t batch_si
     loader_init(&loader);
     loader_start(&loader, 1, 1, 0);
     for (const Batch *batch; (batch = loader_next(&loader));) {
-        net_load(&net, batch);
-        forward(&net, batch->n, &batch->draw);
+        net_load(&net, batch, s.lr ? s.lr : o->lr);
+        forward(&net, batch->n, &net.step->draw);
         losses[batch->number] = loss_and_gradient(&net, batch->n, true);
         backward(&net, batch->n);
-        optimizer_step(o, &net, state, s.lr ? s.lr : o->lr);
+        optimizer_step(o, &net, state);
     }
     uint64_t hash = hash_weights(&net);
     loader_free(&loader);
