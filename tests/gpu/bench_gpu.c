@@ -36,7 +36,6 @@ static const Backend *gpu; // what is measured
 static bool emulated;
 static char *command[MAX_WORDS]; // the command line of ./cnn; from `given` on, as it was given here
 static int word_count, given;
-static double element; // bytes of a number of an activation, its gradient or a weight
 static double peak_gflops, bandwidth; // the limits of the device; bandwidth in bytes per second
 static void *copied[2];               // memory of the device: see copy_bytes()
 
@@ -108,7 +107,7 @@ static double forward_bytes(LayerKind kind, Work w) {
     const double in = (double)(w.n * shape_size(w.l->in)), out = (double)outputs(w);
     const double weights = kind == CONV2D || kind == LINEAR ? (double)w.l->weights : 0;
     const bool adds = w.residual && (kind == ADD || kind == BATCHNORM2D);
-    return element * (c->forward.in * in + (c->forward.out + adds) * out + weights) +
+    return (double)gpu->element * (c->forward.in * in + (c->forward.out + adds) * out + weights) +
            c->masks * out;
 }
 
@@ -119,7 +118,7 @@ static double backward_bytes(LayerKind kind, Work w) {
     double numbers = c->backward.in * in + c->backward.out * out + (w.accumulate ? in : 0);
     if (w.din)
         numbers += c->data.in * in + c->data.out * out + weights;
-    return element * numbers + sizeof(real) * weights + c->masks * out;
+    return (double)gpu->element * numbers + sizeof(real) * weights + c->masks * out;
 }
 
 // kind is not w.l->kind where a ReLU or an add is fused with another row.
@@ -160,17 +159,19 @@ static void time_backward(LayerKind kind, Work w) {
 EACH_KIND(TIMED_FUNCTIONS)
 
 static void time_nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t *labels,
-                          size_t n, size_t batch, size_t classes, double smoothing) {
+                          size_t n, size_t batch, size_t classes, double smoothing,
+                          LossScale *scale) {
     TIME("nll_loss", "", 0, 8. * (double)(n * classes), false,
-         nll_loss(losses, dlogp, logp, labels, n, batch, classes, smoothing));
+         nll_loss(losses, dlogp, logp, labels, n, batch, classes, smoothing, scale));
 }
 
 static void time_adadelta(Update u) {
-    TIME("adadelta", "", 0, 28. * (double)u.count, true, adadelta(u));
+    TIME("adadelta", "", 0, (28. + (u.low ? 2 : 0)) * (double)u.count, true, adadelta(u));
 }
 
 static void time_sgd(Update u) {
-    TIME("sgd", "", 0, (u.momentum > 0 ? 20. : 12.) * (double)u.count, true, sgd(u));
+    TIME("sgd", "", 0, ((u.momentum > 0 ? 20. : 12.) + (u.low ? 2 : 0)) * (double)u.count, true,
+         sgd(u));
 }
 
 static void time_copy(void *to, const void *from, size_t bytes) {
@@ -204,20 +205,9 @@ static Case parse_case(const char *word) {
     return c;
 }
 
-// The value of an option of ./cnn that was given here, or ""
-static const char *option_given(const char *name) {
-    const char *value = "";
-    for (int i = given; i + 1 < word_count; i++)
-        if (strcmp(command[i], name) == 0)
-            value = command[i + 1];
-    return value;
-}
-
-// The network on synthetic images, and a loader that has put one batch of them on the GPU. build:
-// another network than that of the model, or NULL
-static const Batch *setup_bench(Run *run, const Case *c, size_t (*build)(Net *net, size_t x)) {
-    static Model built;
-    char width[32], batch[32];
+// The run's settings and its backend
+static void setup_run(Run *run, const Case *c) {
+    static char width[32], batch[32];
     snprintf(width, sizeof width, "%zu", c->width);
     snprintf(batch, sizeof batch, "%zu", c->batch);
     char *of_case[] = {"cnn", "--model", (char *)c->model, "--width", width, "--batch-size", batch};
@@ -226,6 +216,13 @@ static const Batch *setup_bench(Run *run, const Case *c, size_t (*build)(Net *ne
     setup_settings(run, word_count, command);
     setup_device(run);
     gpu = run->backend;
+}
+
+// The network on synthetic images, and a loader that has put one batch of them on the GPU. build:
+// another network than that of the model, or NULL
+static const Batch *setup_bench(Run *run, const Case *c, size_t (*build)(Net *net, size_t x)) {
+    static Model built;
+    setup_run(run, c);
     built = *run->model;
     built.build = build ? build : built.build;
     run->model = &built;
@@ -444,20 +441,17 @@ static void begin_report(FILE *json, const Device *d, bool own_product) {
 }
 
 static void bench(const char *nets, FILE *json) {
-    const char *precision = option_given("--precision");
-    const bool own_product = strcmp(option_given("--kernels"), "tensor") == 0;
-    Device d = {0};
-    gpu = cuda_backend(0);
-    gpu->use(0, 0, die);
-    gpu->describe(&d);
-    emulated = d.emulated;
-    element = strcmp(precision, "bf16") == 0 || strcmp(precision, "fp16") == 0 ? 2 : sizeof(real);
+    static Run run;
+    const Case any = {.model = "mnist", .width = 6, .batch = 1};
+    setup_run(&run, &any);
+    const bool own_product = strcmp(gpu->precision, "fp32") != 0;
+    emulated = run.device.emulated;
     for (size_t i = 0; i < 2; i++)
         if (!(copied[i] = gpu->alloc(copy_bytes())))
             die(1, "no memory on the device for a copy of %zu bytes", copy_bytes());
     peak_gflops = own_product ? product_gflops() : gpu->peak_gflops();
     bandwidth = copy_bandwidth();
-    begin_report(json, &d, own_product);
+    begin_report(json, &run.device, own_product);
     const char *comma = "";
     for (const char *at = nets; *at; at += strcspn(at, " "), at += strspn(at, " ")) {
         char word[64];
