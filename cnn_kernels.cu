@@ -1983,7 +1983,308 @@ static double peak_gflops(void) {
     return best / 1e9;
 }
 
-/* ==== 7. The backends ===========================================================================
+/* ==== 7. Convolution, tensor cores ==============================================================
+
+   --kernels tensor: the products of section 6, multiplied by tensor cores. One instruction of a
+   warp, mma, adds the product of 16 x 16 and 16 x 8 elements of 16 bits (bfloat16 or half) to
+   16 x 8 sums, which are floats; or of 16 x 8 and 8 x 8 floats, of whose mantissas it reads only 10
+   bits (tf32). To keep it busy, operands take the shortest way into registers:
+
+     cp.async    copies 16 bytes from global to shared memory, past the registers, and does not
+                 wait: the next STAGES - 1 tiles are under way while one is multiplied
+     ldmatrix    loads four 8 x 8 matrices of 16-bit elements into the registers of a warp, in the
+                 order in which mma wants them
+
+   The functions that wrap these instructions are all that differs between a GPU and the emulator. */
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800 // a GPU without these instructions
+enum { HAS_MMA = false };
+#define PTX(emulated, ...)
+#else
+enum { HAS_MMA = true };
+#ifdef CUDA_ON_CPU
+#define PTX(emulated, ...) emulated
+#else
+#define PTX(emulated, ...) asm volatile(__VA_ARGS__)
+#endif
+#endif
+
+// d[16][8] += a[16][K] * b[K][8]. K: 16, of floats 8. The layout is shown at struct Fragments.
+#define MMA(T, emulated, shape)                                                                    \
+    static __device__ void mma(T, real *d, const uint32_t *a, const uint32_t *b) {                 \
+        PTX(emulated(d, a, b, d),                                                                  \
+            "mma.sync.aligned." shape ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                       \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));                   \
+    }
+MMA(real, emu_mma_m16n8k8_tf32, "m16n8k8.row.col.f32.tf32.tf32")
+MMA(__half, emu_mma_m16n8k16_f16, "m16n8k16.row.col.f32.f16.f16")
+MMA(__nv_bfloat16, emu_mma_m16n8k16_bf16, "m16n8k16.row.col.f32.bf16.bf16")
+
+// Four 8 x 8 matrices of 16-bit elements: lane i gives the address of row i % 8 of matrix i / 8.
+#define LDMATRIX(name, transposed, trans)                                            \
+    static __device__ void name(uint32_t *r, const void *row) {                      \
+        PTX(emu_ldmatrix_x4(r, row, transposed),                                     \
+            "ldmatrix.sync.aligned.m8n8.x4" trans ".shared.b16 {%0,%1,%2,%3}, [%4];" \
+            : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])                         \
+            : "r"((uint32_t)__cvta_generic_to_shared(row))                           \
+            : "memory");                                                             \
+    }
+LDMATRIX(ldmatrix, false, "")
+LDMATRIX(ldmatrix_transposed, true, ".trans")
+
+// Starts to copy 16 bytes to shared memory; zeros, if not valid.
+static __device__ void cp_async(void *to, const void *from, bool valid) {
+    PTX(emu_cp_async16(to, from, valid ? 16 : 0), "cp.async.cg.shared.global [%0], [%1], 16, %2;"
+        :
+        : "r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from), "r"(valid ? 16 : 0)
+        : "memory");
+}
+
+// Ends a group of this thread's copies, which may be empty.
+static __device__ void cp_async_commit(void) {
+    PTX(emu_cp_async_commit(), "cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until at most PENDING of this thread's groups are incomplete.
+template <int PENDING> static __device__ void cp_async_wait(void) {
+    PTX(emu_cp_async_wait(PENDING), "cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// tf32 is the upper 19 bits of a float: rounds to them what mma would truncate. NaN and infinity
+// stay what they are.
+static __device__ uint32_t round_tf32(uint32_t x) {
+    return fabsf(__uint_as_float(x)) < INFINITY ? x + 0x1000 : x;
+}
+
+/* ---- Tiles. Four warps lie as 2 x 2 in a tile of C; BLOCKS blocks fit on a multiprocessor.
+
+   An operand's tile in shared memory consists of lines of 16-byte chunks: ALONG_K, a line is a row
+   of A or column of B, and has 8 chunks; otherwise it is one k, and has the tile's rows or columns.
+   */
+enum { TENSOR_THREADS = 128, STAGES = 3, DEPTH_CHUNKS = 8 };
+
+template <int M_, int N_, int BLOCKS_> struct TensorTile {
+    enum { M = M_, N = N_, BLOCKS = BLOCKS_, WARP_M = M / 2, WARP_N = N / 2 };
+    enum { CHUNKS = (M + N) * DEPTH_CHUNKS, BYTES = STAGES * CHUNKS * 16, PITCH = N + 8 };
+    static_assert(M * PITCH * sizeof(real) <= BYTES, "the sums fit where the tiles were");
+};
+typedef TensorTile<128, 128, 2> LargeTensorTile; // 96 KB of shared memory
+typedef TensorTile<128, 64, 3> NarrowTensorTile; // 72 KB
+typedef TensorTile<64, 64, 4> SmallTensorTile;   // 48 KB
+
+/* The position of a chunk in a tile whose lines have PITCH chunks. Shared memory has 32 banks of 4
+   bytes, so chunks whose positions are equal modulo 8 cannot be accessed at the same time. */
+template <int PITCH> static __device__ int swizzle(int line, int chunk) {
+    return line * PITCH + (chunk ^ (line % 4 * 2 + line / 4 % 2));
+}
+
+// One thread's share of loading an operand's tile into shared memory.
+template <class T, int LINES, bool IMAGE, bool ALONG_K, int WIDTH>
+struct TensorLoader : TileReader<T, LINES, DEPTH_CHUNKS * Chunk<T>::COUNT, TENSOR_THREADS, IMAGE,
+                                 ALONG_K, Chunk<T>::COUNT, WIDTH> {
+    enum { CHUNK = Chunk<T>::COUNT, PITCH = ALONG_K ? DEPTH_CHUNKS : LINES / CHUNK };
+    typedef TileReader<T, LINES, DEPTH_CHUNKS * CHUNK, TENSOR_THREADS, IMAGE, ALONG_K, CHUNK, WIDTH>
+        Reader;
+    using Reader::Reader;
+    __device__ float4 *at(float4 *tile, int i) const {
+        return tile + swizzle<PITCH>(this->along + i * Reader::APART, this->across / CHUNK);
+    }
+    // Starts to copy; with WIDTH 1, where no 16 bytes are aligned, loads and stores at once.
+    __device__ void load(const Operand<T> &o, int k, int end, float4 *tile) {
+        Chunk<T> chunks[Reader::COUNT];
+        this->read(o, k, end, [&](int i, int piece, const T *from, bool valid) {
+            if constexpr (WIDTH > 1)
+                cp_async(at(tile, i), valid ? from : o.data, valid);
+            else
+                chunks[i].v[piece] = valid ? *from : (T)0.f;
+        });
+#pragma unroll
+        for (int i = 0; WIDTH == 1 && i < Reader::COUNT; i++)
+            *(Chunk<T> *)at(tile, i) = chunks[i];
+    }
+};
+
+/* Loads fragments: 16 rows of A or columns of B, by two chunks along K. */
+template <class T, int LINES, bool ALONG_K, bool IS_A> struct Fragments {
+    enum { CHUNK = Chunk<T>::COUNT, PITCH = ALONG_K ? DEPTH_CHUNKS : LINES / CHUNK };
+    enum { BY_WORDS = !ALONG_K && sizeof(T) == 4 }; // ldmatrix transposes 16-bit elements only
+    int place; // of this lane's chunk, or word, in the fragment at row `first` and k = 0
+    __device__ Fragments(int first) {
+        const int lane = threadIdx.x % WARP;
+        const bool lines_first = ALONG_K == IS_A;
+        const int line = lines_first ? lane % 16 : lane / 16 * 8 + lane % 8;
+        const int chunk = lines_first ? lane / 16 : lane / 8 % 2;
+        if (BY_WORDS)
+            place = swizzle<PITCH>(lane % 4, (first + lane / 4) / 4) * 4 + lane / 4 % 4;
+        else
+            place = ALONG_K ? swizzle<PITCH>(first + line, chunk)
+                            : swizzle<PITCH>(line, first / CHUNK + chunk);
+    }
+    // f = the fragment 16 * i rows after the first one, at the pair-th two chunks of K.
+    __device__ void load(uint32_t *f, const float4 *tile, int i, int pair) const {
+        if constexpr (ALONG_K) {
+            ldmatrix(f, tile + (place ^ 2 * pair) + 16 * i * PITCH);
+        } else if constexpr (!BY_WORDS) {
+            ldmatrix_transposed(f, tile + (place ^ 2 * i) + 16 * pair * PITCH);
+        } else {
+#pragma unroll
+            for (int r = 0; r < 4; r++) {
+                const int eight = IS_A ? r % 2 : r / 2, four = IS_A ? r / 2 : r % 2;
+                const uint32_t *words = (const uint32_t *)(tile + (8 * pair + 4 * four) * PITCH);
+                f[r] = words[place ^ 4 * (4 * i + 2 * eight + four)];
+            }
+        }
+        if constexpr (sizeof(T) == 4)
+#pragma unroll
+            for (int r = 0; r < 4; r++)
+                f[r] = round_tf32(f[r]);
+    }
+};
+
+// Stores the sums of a tile of C, which lie in shared memory.
+template <class Tile, int WIDTH, class O>
+static __device__ void store_tile(const Result<O> &c, const real *sums, int first_row, int rows,
+                                  int first_column, int columns) {
+    enum { CHUNK = Chunk<O>::COUNT, ACROSS = Tile::N / CHUNK, APART = TENSOR_THREADS / ACROSS };
+    const int column = threadIdx.x % ACROSS * CHUNK;
+    Digits row = c.line.digits(first_row + threadIdx.x / ACROSS), step = c.line.digits(APART);
+    for (int i = threadIdx.x / ACROSS; i < Tile::M; i += APART) {
+        const int at = first_row + i < rows ? c.at(row) : -1;
+        real chunk[CHUNK];
+        read_fours<CHUNK, 4>(chunk, sums + i * Tile::PITCH + column);
+        if (at >= 0)
+            c.template store<WIDTH>(at, first_column + column, columns, chunk);
+        c.line.add(row, step);
+    }
+}
+
+template <class Tile, bool A_ALONG_K, bool B_ALONG_K, int WIDTH, class T, class O>
+static __global__ void __launch_bounds__(TENSOR_THREADS, WIDTH == 1 ? 3 : Tile::BLOCKS)
+    tensor_kernel(Operand<T> a, Operand<T> b, Result<O> c, Result<real> parts, Phases phases,
+                  int rows, int columns, int depth, int splits) {
+    if (!HAS_MMA) // never launched there: the code for such GPUs is empty
+        return;
+    extern __shared__ __align__(128) float4 tiles[];
+    enum { DEPTH = DEPTH_CHUNKS * Chunk<T>::COUNT, TILE_A = Tile::M * DEPTH_CHUNKS };
+    enum { FRAGMENTS_M = Tile::WARP_M / 16, FRAGMENTS_N = Tile::WARP_N / 16 };
+    int split = blockIdx.z;
+    if (B_ALONG_K) { // the data gradient
+        const int count = phases.stride * phases.stride;
+        depth = phases.enter(split % count, a, b, c);
+        parts.origin = c.origin;
+        split /= count;
+    }
+    const int depth_of_split = (depth + splits * DEPTH - 1) / (splits * DEPTH) * DEPTH;
+    const int begin = split * depth_of_split, end = min(begin + depth_of_split, depth);
+    const int tiles_across = (columns + Tile::N - 1) / Tile::N;
+    const int first_row = blockIdx.x / tiles_across * Tile::M;
+    const int first_column = blockIdx.x % tiles_across * Tile::N;
+    TensorLoader<T, Tile::M, true, A_ALONG_K, WIDTH> load_a(a, first_row, rows, begin);
+    TensorLoader<T, Tile::N, false, B_ALONG_K, WIDTH> load_b(b, first_column, columns, begin);
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const int row = warp / 2 * Tile::WARP_M, column = warp % 2 * Tile::WARP_N;
+    Fragments<T, Tile::M, A_ALONG_K, true> read_a(row);
+    Fragments<T, Tile::N, B_ALONG_K, false> read_b(column);
+    real sums[FRAGMENTS_M][2 * FRAGMENTS_N][4] = {};
+    int next = begin; // k of the next tile to be loaded
+    auto load_next = [&](int stage) {
+        float4 *tile = tiles + stage * Tile::CHUNKS;
+        if (next < end) {
+            load_a.load(a, next, end, tile);
+            load_b.load(b, next, end, tile + TILE_A);
+        }
+        cp_async_commit();
+        next += DEPTH;
+    };
+    for (int stage = 0; stage < STAGES - 1; stage++)
+        load_next(stage);
+    for (int k = begin, stage = 0; k < end; k += DEPTH) {
+        cp_async_wait<STAGES - 2>(); // this thread's part of the tile at k is there;
+        __syncthreads();             // the other threads', too, and the tile before it was read,
+        load_next(stage > 0 ? stage - 1 : STAGES - 1); // whose memory is free
+        const float4 *tile = tiles + stage * Tile::CHUNKS;
+        stage = stage < STAGES - 1 ? stage + 1 : 0;
+#pragma unroll
+        for (int pair = 0; pair < DEPTH_CHUNKS / 2; pair++) {
+            uint32_t x[FRAGMENTS_M][4], y[FRAGMENTS_N][4];
+#pragma unroll
+            for (int i = 0; i < FRAGMENTS_M; i++)
+                read_a.load(x[i], tile, i, pair);
+#pragma unroll
+            for (int j = 0; j < FRAGMENTS_N; j++)
+                read_b.load(y[j], tile + TILE_A, j, pair);
+#pragma unroll
+            for (int i = 0; i < FRAGMENTS_M; i++)
+#pragma unroll
+                for (int j = 0; j < 2 * FRAGMENTS_N; j++)
+                    mma(T(), sums[i][j], x[i], y[j / 2] + j % 2 * 2);
+        }
+    }
+    real *staged = (real *)tiles;
+    __syncthreads(); // the last tile has been read
+#pragma unroll
+    for (int i = 0; i < 2 * FRAGMENTS_M; i++)
+#pragma unroll
+        for (int j = 0; j < 2 * FRAGMENTS_N; j++)
+            *(float2 *)(staged + (row + i * 8 + lane / 4) * Tile::PITCH + column + j * 8 +
+                        lane % 4 * 2) = {sums[i / 2][j][i % 2 * 2], sums[i / 2][j][i % 2 * 2 + 1]};
+    __syncthreads();
+    parts.out += split * parts.part;
+    if (splits > 1)
+        store_tile<Tile, WIDTH>(parts, staged, first_row, rows, first_column, columns);
+    else
+        store_tile<Tile, WIDTH>(c, staged, first_row, rows, first_column, columns);
+}
+
+template <class Tile, bool A_ALONG_K, bool B_ALONG_K, int WIDTH, class T, class O>
+static void launch_tensor(const Product<T, O> &p, real *scratch) {
+    static thread_local bool allowed[MAX_REPLICAS];
+    auto *kernel = tensor_kernel<Tile, A_ALONG_K, B_ALONG_K, WIDTH, T, O>;
+    if (!allowed[device])
+        CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                   (int)Tile::BYTES));
+    allowed[device] = true;
+    size_t phases = p.phases.stride * p.phases.stride;
+    size_t most = MOST_TILES / 2 / tiles_of(p.rows, p.columns, phases);
+    size_t splits = min(max(most, (size_t)1), ceil_div(p.depth, LEAST_DEPTH));
+    Result<real> parts = {scratch, p.c.line, p.c.origin, p.c.h, p.c.w};
+    parts.part = p.elements;
+    dim3 grid(ceil_div(p.rows, Tile::M) * ceil_div(p.columns, Tile::N), 1, splits * phases);
+    tensor_kernel<Tile, A_ALONG_K, B_ALONG_K, WIDTH, T, O>
+        <<<grid, TENSOR_THREADS, Tile::BYTES, stream()>>>(p.a, p.b, p.c, parts, p.phases, p.rows,
+                                                          p.columns, p.depth, splits);
+    CHECK_LAUNCH();
+    if (splits > 1)
+        LAUNCH(join_splits_kernel<O>, p.elements, p.c, scratch, splits, p.elements, p.columns);
+}
+
+template <bool A_ALONG_K, bool B_ALONG_K, class T, class O>
+static void gemm_tensor(const Product<T, O> &p, bool chunks, real *scratch) {
+    enum { WIDTH = Chunk<T>::COUNT };
+    if (!chunks)
+        launch_tensor<SmallTensorTile, A_ALONG_K, B_ALONG_K, 1>(p, scratch);
+    else if (p.rows <= SmallTensorTile::M)
+        launch_tensor<SmallTensorTile, A_ALONG_K, B_ALONG_K, WIDTH>(p, scratch);
+    else if ((p.columns - 1) % LargeTensorTile::N < NarrowTensorTile::N)
+        launch_tensor<NarrowTensorTile, A_ALONG_K, B_ALONG_K, WIDTH>(p, scratch);
+    else
+        launch_tensor<LargeTensorTile, A_ALONG_K, B_ALONG_K, WIDTH>(p, scratch);
+}
+
+template <class T> static void conv2d_forward_tensor(Work w) {
+    gemm_tensor<true, false>(forward_product<T>(w), has_chunks<T>(w.l), w.scratch);
+}
+
+template <class T> static void conv2d_backward_tensor(Work w) {
+    if (w.l->biases)
+        column_sums<T>(w, NULL, NULL, false);
+    gemm_tensor<false, false>(weight_gradient_product<T>(w), has_chunks<T>(w.l), w.scratch);
+    if (w.din)
+        gemm_tensor<true, true>(data_gradient_product<T>(w), has_chunks<T>(w.l), w.scratch);
+}
+
+/* ==== 8. The backends ===========================================================================
 
    The tables of functions that cnn.c calls: struct Backend and struct Work explain them. */
 
@@ -2130,11 +2431,41 @@ static Backend make_backend(const char *kernels, const char *precision) {
     return b;
 }
 
-// The backends, of the same precision the best one last, then NULL.
+// Why --kernels tensor is not for this device; NULL: it is.
+static const char *lacks_tensor_cores(void) {
+#ifdef __HIP__
+    return "no tensor cores that this program uses: it is not NVIDIA's";
+#else
+    cudaDeviceProp p;
+    CHECK(cudaGetDeviceProperties(&p, device));
+    return p.major >= 8 ? NULL : "no tensor cores that this program uses: it is older than sm_80";
+#endif
+}
+
+template <class T, void (*FORWARD)(Work), void (*BACKWARD)(Work)>
+static Backend make_tensor_backend(const char *precision) {
+    Backend b = make_backend<T, FORWARD, BACKWARD>("tensor", precision);
+    b.lacks = lacks_tensor_cores;
+    if (strcmp(precision, "fp16") == 0) {
+        b.count_not_finite = count_not_finite;
+        b.adjust_scale = adjust_scale;
+    }
+    return b;
+}
+
+// The backends, of the same precision or of the same kernels the preferred one last, then NULL.
 extern "C" const Backend *cuda_backend(size_t i) {
+#ifdef __HIP__
+#define TENSOR(T) real, conv2d_forward_tiled, conv2d_backward_tiled
+#else
+#define TENSOR(T) T, conv2d_forward_tensor<T>, conv2d_backward_tensor<T>
+#endif
     static const Backend backends[] = {
         make_backend<real, conv2d_forward_naive, conv2d_backward_naive>("naive", "fp32"),
         make_backend<real, conv2d_forward_tiled, conv2d_backward_tiled>("tiled", "fp32"),
+        make_tensor_backend<TENSOR(__half)>("fp16"),
+        make_tensor_backend<TENSOR(__nv_bfloat16)>("bf16"),
+        make_tensor_backend<TENSOR(real)>("tf32"),
     };
     return i < sizeof backends / sizeof *backends ? &backends[i] : NULL;
 }

@@ -641,10 +641,14 @@ inline void check_shared(const char *what, const void *address, SourceLocation l
 }
 
 namespace api {
-#define emu_mma_m16n8k16_bf16 emu::multiply<2, emu::bfloat16_value>
-#define emu_mma_m16n8k16_f16 emu::multiply<2, emu::half_value>
-#define emu_mma_m16n8k8_tf32 \
-    emu::multiply<1, emu::same_bits<float, uint32_t>> // without the low 13 bits of a float
+#define EMU_MMA(NAME, ...)                                                           \
+    inline void NAME(float *d, const uint32_t *a, const uint32_t *b, const float *c, \
+                     SourceLocation location = {}) {                                 \
+        multiply<__VA_ARGS__>(d, a, b, c, location);                                 \
+    }
+EMU_MMA(emu_mma_m16n8k16_bf16, 2, bfloat16_value)
+EMU_MMA(emu_mma_m16n8k16_f16, 2, half_value)
+EMU_MMA(emu_mma_m16n8k8_tf32, 1, same_bits<float, uint32_t>) // without a float's low 13 bits
 
 // Four matrices of 8 rows of 16 bytes: lane i gives the address of row i % 8 of matrix i / 8. Lane
 // 4*g + q gets elements 2*q and 2*q + 1 of row g of each matrix; transposed, of column g.

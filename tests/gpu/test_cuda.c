@@ -23,6 +23,7 @@ typedef struct Array {
     size_t count, size; // elements, and bytes of one
     bool output;
     size_t terms; // output: the number of terms of each sum; 0: no rounding, must be equal
+    bool typed;   // on a device of the backend's precision: 16 bits, or floats rounded to tf32
 } Array;
 
 // The parameters of an operation, other than its arrays.
@@ -64,10 +65,17 @@ static Array output_bytes(const char *name, size_t count) {
     return a;
 }
 
+static bool integers; // small ones are drawn, of which all sums are exact
+
 static Array input_array(const char *name, size_t count) {
     Array a = new_array(name, count, sizeof(real));
     for (size_t i = 0; i < count; i++)
-        ((real *)a.at)[i] = draw_real();
+        ((real *)a.at)[i] = integers ? (real)draw_size(0, 6) - 3 : draw_real();
+    return a;
+}
+
+static Array typed(Array a) {
+    a.typed = true;
     return a;
 }
 
@@ -111,11 +119,79 @@ static int guard_byte(const Array *a) {
     return a->output ? 0xC5 : 0xFF;
 }
 
+/* ---- Precisions */
+
+static bool is_precision(const Backend *b, const char *name) {
+    return b->precision && strcmp(b->precision, name) == 0;
+}
+
+// The largest relative error of rounding to the backend's precision.
+static double unit_roundoff(const Backend *b) {
+    return is_precision(b, "bf16") ? 1. / 256 : is_precision(b, "fp16") ? 1. / 2048 : 0;
+}
+
+/* To the nearest number of the backend's precision, ties to even: 8 significant bits, or 11 of
+   numbers of at least 2^-14. tf32: 11 bits, ties away from zero. */
+static real rounded(const Backend *b, real x) {
+    int exponent, bits = is_precision(b, "bf16") ? 8 : 11;
+    if (is_precision(b, "fp32") || !b->precision || !isfinite(x))
+        return x;
+    frexp((double)x, &exponent);
+    exponent = is_precision(b, "fp16") && exponent < -13 ? -13 : exponent;
+    double scaled = ldexp((double)x, bits - exponent);
+    double whole = is_precision(b, "tf32") ? round(scaled) : nearbyint(scaled);
+    double y = ldexp(whole, exponent - bits);
+    return (real)(is_precision(b, "fp16") && fabs(y) > 65504 ? copysign(INFINITY, y) : y);
+}
+
+// The bits of a rounded number.
+static uint16_t encode(const Backend *b, real x) {
+    float wide = (float)x;
+    uint32_t bits;
+    memcpy(&bits, &wide, sizeof bits);
+    if (is_precision(b, "bf16"))
+        return (uint16_t)(bits >> 16);
+    if (!isfinite(x))
+        return (uint16_t)((bits >> 16 & 0x8000) | (isnan(x) ? 0x7fff : 0x7c00));
+    int exponent = (int)(bits >> 23 & 255) - 127;
+    double size = ldexp(fabs((double)x), exponent < -14 ? 24 : 10 - exponent);
+    return (uint16_t)((bits >> 16 & 0x8000) +
+                      (exponent < -14 ? 0 : (unsigned)(exponent + 14) << 10) + (unsigned)size);
+}
+
+static real decode(const Backend *b, uint16_t half) {
+    if (is_precision(b, "bf16")) {
+        uint32_t bits = (uint32_t)half << 16;
+        float wide;
+        memcpy(&wide, &bits, sizeof wide);
+        return (real)wide;
+    }
+    int exponent = half >> 10 & 31, mantissa = half & 1023;
+    double size = exponent == 31 ? mantissa ? (double)NAN : (double)INFINITY
+                  : exponent     ? ldexp(1024 + mantissa, exponent - 25)
+                                 : ldexp(mantissa, -24);
+    return (real)(half & 0x8000 ? -size : size);
+}
+
+// How an array is stored on the device: a copy, and its size in bytes.
+static void *stored(const Backend *b, const Array *a, size_t *bytes) {
+    const bool half = a->typed && b->element == 2;
+    *bytes = a->count * (half ? 2 : a->size);
+    void *copy = must_alloc(*bytes, "a test");
+    for (size_t i = 0; half && i < a->count; i++)
+        ((uint16_t *)copy)[i] = encode(b, ((const real *)a->at)[i]);
+    if (!half)
+        memcpy(copy, a->at, *bytes);
+    return copy;
+}
+
 static char *to_device(const Backend *b, const Array *a) {
-    size_t bytes = a->count * a->size;
+    size_t bytes;
+    void *copy = stored(b, a, &bytes);
     char *base = b->alloc(bytes + 2 * GUARD), *host = must_alloc(bytes + 2 * GUARD, "a test");
     memset(host, guard_byte(a), bytes + 2 * GUARD);
-    memcpy(host + GUARD, a->at, bytes);
+    memcpy(host + GUARD, copy, bytes);
+    free(copy);
     b->copy(base, host, bytes + 2 * GUARD);
     watch_guards(base, bytes, true);
     free(host);
@@ -123,17 +199,22 @@ static char *to_device(const Backend *b, const Array *a) {
 }
 
 static void from_device(const Backend *b, char *base, Array *a) {
-    size_t bytes = a->count * a->size;
+    size_t bytes;
+    void *before = stored(b, a, &bytes);
     uint8_t *host = must_alloc(bytes + 2 * GUARD, "a test");
     watch_guards(base, bytes, false);
     b->copy(host, base, bytes + 2 * GUARD);
     for (size_t i = 0; i < bytes + 2 * GUARD; i++)
         if (i - GUARD >= bytes && host[i] != guard_byte(a))
             fail("%s: wrote at byte %td of %zu", a->name, (ptrdiff_t)i - GUARD, bytes);
-    if (!a->output && memcmp(host + GUARD, a->at, bytes) != 0)
+    if (!a->output && memcmp(host + GUARD, before, bytes) != 0)
         fail("%s: an input was changed", a->name);
-    memcpy(a->at, host + GUARD, bytes);
+    if (a->output && bytes == a->count * a->size)
+        memcpy(a->at, host + GUARD, bytes);
+    for (size_t i = 0; a->output && bytes < a->count * a->size && i < a->count; i++)
+        ((real *)a->at)[i] = decode(b, ((uint16_t *)(host + GUARD))[i]);
     b->release(base);
+    free(before);
     free(host);
 }
 
@@ -190,23 +271,40 @@ static void bound_by_sums(const Task *t, Array *a, size_t count) {
         }
 }
 
+static void round_array(const Backend *b, const Array *a) {
+    for (size_t i = 0; a->typed && i < a->count; i++)
+        ((real *)a->at)[i] = rounded(b, ((real *)a->at)[i]);
+}
+
+// The exact result is rounded; the bound of another one includes the rounding.
+static void round_output(const Backend *b, const Array *want, const Array *bound) {
+    if (want->terms == 0)
+        round_array(b, want);
+    for (size_t i = 0; want->typed && want->terms && i < want->count; i++)
+        ((real *)bound->at)[i] +=
+            (real)(unit_roundoff(b) * fabs((double)((real *)want->at)[i]) + ldexp(1, -25));
+}
+
 // Runs a task on `b` and on the CPU and compares all outputs. Frees a; returns what perform() does.
 static bool compare(const Backend *b, Task t, Array *a, size_t count) {
     Array got[MOST_ARRAYS], want[MOST_ARRAYS], bound[MOST_ARRAYS];
-    bool rounded = false;
+    bool rounds = false;
     for (size_t i = 0; i < count; i++) {
+        round_array(b, &a[i]);
         got[i] = twin(&a[i]);
         want[i] = twin(&a[i]);
         bound[i] = twin(&a[i]);
-        rounded = rounded || a[i].terms;
+        rounds = rounds || a[i].terms;
     }
     bool used = perform(b, &t, got, count);
     perform(&naive_backend, &t, want, count);
     if (t.bound)
         t.bound(&t, a, got, want, bound);
-    else if (rounded)
+    else if (rounds)
         bound_by_sums(&t, bound, count);
     for (size_t i = 0; i < count; i++) {
+        if (unit_roundoff(b) > 0 && a[i].output)
+            round_output(b, &want[i], &bound[i]);
         if (a[i].output && a[i].terms)
             check_tensor(a[i].name, got[i].at, want[i].at, bound[i].at, a[i].count);
         else if (a[i].output)
@@ -277,22 +375,24 @@ static void compare_layer(const Backend *b, Layer l, size_t n, bool accumulate, 
         if (b->scratch_size(&l, fewer) > b->scratch_size(&l, n))
             fail("%zu images need more scratch than %zu", fewer, n);
     {
-        Array arrays[] = {output_array("out", outputs, taps * l.in.c + 1),
-                          input_array("in", inputs), input_array("weight", l.weights),
+        Array arrays[] = {typed(output_array("out", outputs, integers ? 0 : taps * l.in.c + 1)),
+                          typed(input_array("in", inputs)), typed(input_array("weight", l.weights)),
                           input_array("bias", l.biases)};
         splits->forward[COMPARE(b, t)]++;
     }
     t = (Task){.run = run_backward, .l = &l, .n = n, .accumulate = accumulate, .no_din = no_din};
     describe(&l, n, no_din ? ", no din" : accumulate ? ", accumulate" : "");
-    Array arrays[] = {changed_array("din", no_din ? 0 : inputs, taps * l.out.c + 1, accumulate),
-                      output_array("dweight", l.weights, pixels),
-                      output_array("dbias", l.biases, pixels),
-                      input_array("dout", outputs),
-                      input_array("in", inputs),
-                      input_array("weight", l.weights)};
+    Array arrays[] = {typed(changed_array("din", no_din ? 0 : inputs,
+                                          integers ? 0 : taps * l.out.c + 1, accumulate)),
+                      output_array("dweight", l.weights, integers ? 0 : pixels),
+                      output_array("dbias", l.biases, integers ? 0 : pixels),
+                      typed(input_array("dout", outputs)),
+                      typed(input_array("in", inputs)),
+                      typed(input_array("weight", l.weights))};
     bool used = COMPARE(b, t);
     if (!l.biases) // whose gradient uses scratch, too
         splits->backward[used]++;
+    integers = false;
 }
 
 static const Settings plain = {.stem = "3", .width = 6, .optimizer_launch = "flat", .layout = "nhwc"};
@@ -333,6 +433,7 @@ static void test_conv(const Backend *b) {
         // the definitions are slow: shapes that would take too long are drawn again
         if (layer_flops(&l) * (double)n > 2 * 4e6)
             continue;
+        integers = shape % 3 == 0;
         compare_layer(b, l, n, shape % 2, shape % 5 == 0, &splits);
         shape++;
     }
@@ -353,16 +454,17 @@ static void test_conv(const Backend *b) {
             const Layer *l = first_layer(shapes[i].in);
             add_conv2d(&net, 0, shapes[i].channels, shapes[i].kernel, shapes[i].stride,
                        shapes[i].padding, variant & 1);
+            integers = variant & 1;
             compare_layer(b, *l, shapes[i].n, variant & 2, false, &splits);
         }
     *context = 0;
-    bool tiled = strcmp(b->kernels, "tiled") == 0;
+    bool naive = strcmp(b->kernels, "naive") == 0;
     for (size_t split = 0; split < 2 && !tiny; split++)
-        if (!splits.forward[split] != (split && !tiled) ||
-            !splits.backward[split] != (split && !tiled))
+        if (!splits.forward[split] != (split && naive) ||
+            !splits.backward[split] != (split && naive))
             fail("%zu and %zu passes with sums that are%s split", splits.forward[split],
                  splits.backward[split], split ? "" : " not");
-    verdict("conv2d, %s kernels", b->kernels);
+    verdict("conv2d, %s kernels, %s", b->kernels, b->precision);
 }
 
 static void test_linear(const Backend *b) {
@@ -374,7 +476,7 @@ static void test_linear(const Backend *b) {
         net.layers[1].relu = draw_bits() % 2;
         compare_layer(b, *l, draw_size(1, tiny ? 3 : 70), i % 2, i % 5 == 3, &splits);
     }
-    verdict("linear, %s kernels", b->kernels);
+    verdict("linear, %s kernels, %s", b->kernels, b->precision);
 }
 
 /* ---- Element by element ---------------------------------------------------------------------- */
@@ -1210,7 +1312,8 @@ int main(int argc, char **argv) {
         for (size_t i = 0; i < (size_t)TESTS - tiny; i++) {
             const Backend *b = cuda_backend(k);
             bool wanted = (!*only || strcmp(only, tests[i].name) == 0) &&
-                          (!*kernels || strcmp(kernels, b->kernels) == 0);
+                          (!*kernels || strcmp(kernels, b->kernels) == 0 ||
+                           strcmp(kernels, b->precision) == 0);
             if (wanted && !(tiny && tests[i].once && k == 0))
                 tests[i].test(b);
         }

@@ -211,7 +211,7 @@ bugs=$(cat <<'END'
 1 gather s/y += (int)(bits\[0\] % (2 \* CROP_PADDING + 1))/y += (int)(bits[0] % (2 * CROP_PADDING))/
 1 batchnorm2d s/d \* d \* (a.count \* b.count/d * d * (b.count * b.count/
 1 softmax s/value = fmaxf(value/value = fminf(value/
-1 tiled s/along + i \* APART) < end/along + i * APART) <= end/
+1 tiled s/first_k() + i \* NEXT_K < end/first_k() + i * NEXT_K <= end/
 2 relu s/o.v\[j\] > 0 ? d.v/o.v[j] >= 0 ? d.v/
 2 dropout s/(16 \* (j % 2))/(16 * (j % 3))/
 2 maxpool2d s/argmax\[at\] == tap/argmax[at] >= tap/
@@ -223,7 +223,7 @@ bugs=$(cat <<'END'
 3 relu s/relu \&\& sum.v\[j\] < 0/sum.v[j] < 0/
 3 gather s/d <= ELASTIC_REACH; d++/d < ELASTIC_REACH; d++/
 3 batchnorm2d s/sums.v\[j\] \/ m - normalised/sums.v[j] \/ m + normalised/
-3 tiled s/m < rows ? c.at(m)/m <= rows ? c.at(m)/
+3 tiled s/m < rows ? c.at(/m <= rows ? c.at(/
 4 batchnorm2d s/ + r.v\[j\];/;/
 4 gather s/at \/ 4 \* 4)/at)/
 4 naive s/weight\[(tap \* s.c + c) \* s.oc + o.c\]/weight[(tap * s.c + c) * s.c + o.c]/
@@ -231,7 +231,7 @@ bugs=$(cat <<'END'
 5 naive s/bias\[i % channels\]/bias[i \/ channels % channels]/
 5 relu s/i + 4 > count \&\& i + j < count/i + 4 > count \&\& i + j <= count/
 5 tiled s/i \/ 4 \* APART_M + i % 4/i \/ 4 * APART_N + i % 4/
-6 tiled s/(accumulate ? out\[at\] : 0)/0/
+6 tiled s/(accumulate ? (real)old : 0)/0/
 7 tiled s/return max(sums, parts)/return sums/
 8 tiled s/top = (py + padding) \/ stride/top = (py + padding + 1) \/ stride/
 9 copies s/a.type != cudaMemoryTypeDevice || b/a.type != cudaMemoryTypeDevice \&\& b/

@@ -18,6 +18,11 @@ report=$repo/build/registers.txt
 bounds='^gemm_kernel<Tile<128,128,  128  0 33792
 ^gemm_kernel<Tile<128,64,   168  0 25600
 ^gemm_kernel<Tile<64,32,    128  0 13312
+^tensor_kernel<TensorTile<128,128,  255 0 0
+^tensor_kernel<TensorTile<128,64,   168 0 0
+^tensor_kernel<.*,1,[a-z_]*16*,     168 0 0
+^tensor_kernel<.*,1,float,          168 0 0
+^tensor_kernel<TensorTile<64,64,    128 0 0
 ^(dropout_forward|gather_elastic)_ 64  16     0
 .                                  64   0  4096'
 
