@@ -47,7 +47,7 @@ HAVE_NCCL := $(and $(HAVE_CUDA),$(HAVE_MPI),$(call probe,$(HASH)include <nccl.h>
 endif
 
 .PHONY: all help run test test-all data bench bench-gpu debug emulate count races clean found doctor \
-	cpu single multi study study-scaling study-workers plots report verify starter check crossover
+	cpu single multi study study-scaling study-workers ablation plots report verify starter check crossover
 all: found cnn
 
 found:
@@ -76,12 +76,13 @@ help:
 	@echo "  make test-all  run all tests, with every shape, model, lab and planted bug: half an hour and more"
 	@echo "  make races     check the GPU kernels for data races, in the emulator (a minute)"
 	@echo "  make bench     training speed, per cent of this machine's peak, compared with PyTorch"
-	@echo "  make bench-gpu the same on the GPU: training steps, and each operation separately"
+	@echo "  make bench-gpu the same on the GPU, in each precision, compared with PyTorch and with the device's limits"
 	@echo "Timing study"
 	@echo "  make cpu       one run on the CPU; make single, make multi: on one GPU, on two"
 	@echo "  make study     devices x BATCHES x REPEATS: study.csv and plots; continues where it was stopped"
 	@echo "  make study-scaling   1, 2, 4, ... devices: scaling.csv and a plot"
 	@echo "  make study-workers   WORKERS='1 2 4 8' threads that load images: workers.csv and a plot"
+	@echo "  make ablation  each optimization for the GPU on top of those before: speed and accuracy in ablation.csv"
 	@echo "  make plots RUNS=DIR  plots of the run folders in DIR"
 	@echo "  make report RUNS=DIR report.md: tables and plots of the run folders, and questions for you"
 	@echo "  make verify RUNS=DIR what is missing or implausible there; run it before you hand it in"
@@ -204,6 +205,17 @@ study-workers: REPEATS = 5
 study-workers: all $(if $(VIRTUAL),cnn-emu)
 	@labs/tools/study.py workers $(RUNS) --workers $(WORKERS) --batches $(BATCH) --repeats $(REPEATS) $(STUDY)
 	-@$(PLOT) $(RUNS)
+# Without MODEL=, the tool chooses one for the device that it finds.
+ablation: MODEL =
+ablation: EPOCHS = 3
+ablation: BATCH = 128
+ablation: REPEATS = 3
+ablation: RUNS = runs/ablation-$(NAME:-%=%)$(if $(VIRTUAL),-emulated)
+ablation: all $(if $(VIRTUAL),cnn-emu)
+	@labs/tools/study.py ablation $(RUNS) --batches $(BATCH) --repeats $(REPEATS) --epochs $(EPOCHS) \
+		$(if $(MODEL),--model $(MODEL)) $(if $(LIMIT),--limit $(LIMIT)) $(if $(VIRTUAL),--emulate) \
+		$(if $(OPTIONS),-- $(OPTIONS))
+	-@$(PLOT) $(RUNS)
 plots:
 	@$(PLOT) $(RUNS)
 report:
@@ -270,9 +282,10 @@ test test-all:
 	@CNN=./$(TESTED) QUICK=$(QUICK) AGAIN='make $@ $(filter-out PARTS=%,$(MAKEOVERRIDES))' tests/run_tests.sh $(PARTS)
 endif
 
-ifdef KERNELS
-bench-gpu: build/bench_gpu
-	build/bench_gpu
+# EMULATE=1: tiny networks in the emulator, without speeds.
+ifneq ($(or $(KERNELS),$(VIRTUAL)),)
+bench-gpu: $(if $(VIRTUAL),cnn-emu build/emu_bench_gpu,cnn build/bench_gpu)
+	@EMULATE=$(VIRTUAL) tests/gpu/bench_gpu.sh
 else
 bench-gpu:
 	@echo "make bench-gpu needs nvcc and a GPU; nvcc was not found: run make doctor"; exit 1

@@ -32,10 +32,12 @@ labs/test_study.sh          tests/labs/test_study.sh
 program/test_alone.sh       tests/program/test_alone.sh
 program/test_data.sh        tests/program/test_data.sh
 gpu/gpu_check.sh            tests/gpu/gpu_check.sh --emulated
+gpu/test_gpu_check.sh       tests/gpu/test_gpu_check.sh
 emulator/test_emulator.sh   tests/emulator/test_emulator.sh
 bench/test_instructions.sh  tests/bench/test_instructions.sh
 labs/test_report.sh         tests/labs/test_report.sh
 program/test_get_data.sh    tests/program/test_get_data.sh
+labs/test_ablation.sh       tests/labs/test_ablation.sh
 labs/test_tools.sh          tests/labs/test_tools.sh
 labs/test_scaling_model.sh  tests/labs/test_scaling_model.sh
 source/test_style.sh        tests/source/test_style.sh

@@ -7,6 +7,7 @@
 
 study      time and accuracy by device and batch: means, with 95 % intervals (time) and sd (accuracy)
 workers    images per second by --workers, for runs that differ in that
+ablation   images per second and accuracy (mean and sd) of each rung, from the ablation.csv in the folder
 scaling    speed-up by number of devices, strong and weak, with the ideal line
 loss       training loss by epoch (averages over some steps), and the test loss as single marks
 run        for a single run folder: its loss step by step, and its confusion matrix
@@ -27,8 +28,8 @@ import csv
 import os
 import sys
 
-from run_folders import (Missing, by, check_comparable, fail, first_difference, make_rows, read_csv, read_filters,
-                         read_losses, read_runs, scaling_rows, start, workers_rows)
+from run_folders import (Missing, by, check_comparable, fail, first_difference, make_rows, name_of_data, read_csv,
+                         read_filters, read_losses, read_runs, scaling_rows, start, workers_rows)
 
 try:
     import matplotlib
@@ -55,7 +56,7 @@ def describe(runs):
     models = dict.fromkeys(r.model for r in runs)
     names = (r.machine["cpu" if r.kind == "cpu" else "device"] for r in runs)
     machines = dict.fromkeys(name.split(", sm_")[0] for name in names)
-    return (f"{', '.join(models)}; {runs[0].settings['dataset']}, {epochs[0]['images']} images, epochs: "
+    return (f"{', '.join(models)}; {name_of_data(runs[0])}, {epochs[0]['images']} images, epochs: "
             f"{len(epochs)}\n{', '.join(machines)}; commit {runs[0].build['commit']}")
 
 
@@ -118,6 +119,30 @@ def draw_workers(runs):
     return figure
 
 
+def draw_ablation(runs):
+    path = os.path.join(os.path.dirname(os.path.abspath(runs[0].folder)), "ablation.csv")
+    if not os.path.exists(path):
+        raise Missing("no ablation.csv; make ablation writes it")
+    with open(path, newline="") as f:
+        rows = [r for r in csv.DictReader(f) if r["img_per_s"]]
+    if not rows:
+        raise Missing("emulated devices: they show no speed")
+    figure, axes = plt.subplots(1, 2, figsize=(11, 1.5 + 0.5 * len(rows)), sharey=True)
+    names = [row["rung"] for row in rows]
+    speeds, accuracies = [[float(row[k]) for row in rows] for k in ("img_per_s", "accuracy")]
+    axes[0].barh(names, speeds, color=GREYS[1], hatch=HATCHES[1], edgecolor="black")
+    for row, speed in zip(rows, speeds):
+        axes[0].annotate(f" {speed:.0f}, x {float(row['times_first']):.3g}", (speed, row["rung"]), va="center")
+    axes[1].errorbar(accuracies, names, xerr=[float(row["accuracy_sd"] or 0) for row in rows], fmt="o",
+                     capsize=3, color="black")
+    axes[0].set(title="Speed; x: relative to the first rung", xlabel="images per second",
+                xlim=(0, 1.45 * max(speeds)))
+    axes[1].set(title="Accuracy", xlabel=f"test accuracy in %, mean and sd of {rows[0]['repeats']} seeds")
+    figure.subplots_adjust(top=0.78)
+    axes[0].invert_yaxis()  # the first rung on top
+    return figure
+
+
 def draw_scaling(runs):
     rows = scaling_rows(make_rows(runs))
     if not any(r["devices"] > 1 for r in rows):
@@ -145,6 +170,7 @@ def draw_scaling(runs):
 
 
 def draw_loss(runs):
+    compare(runs, {"threads", "workers"})
     panels = by(make_rows(runs), lambda r: f"{r['model']}, {r['label']}")
     size = 2 + 4.5 * len(panels), 4.5
     figure, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False, sharey=True)
@@ -331,7 +357,7 @@ def save(figure, out, name):
     print(f"drawn: {out}/{name}.png and .svg")
 
 
-OF_RUNS = [draw_study, draw_workers, draw_scaling, draw_loss]  # their title says what the runs have in common
+OF_RUNS = [draw_study, draw_workers, draw_ablation, draw_scaling, draw_loss]  # their title says what the runs have in common
 PLOTS = OF_RUNS + [draw_run, draw_roofline, draw_confusion, draw_filters]
 
 

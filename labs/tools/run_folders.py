@@ -11,6 +11,7 @@ import os
 import statistics
 import struct
 import sys
+import time
 from types import SimpleNamespace
 
 COLUMNS = ["device", "parallel", "gpus", "model", "batch", "global_batch", "repeats", "seconds_mean",
@@ -19,6 +20,8 @@ SCALING = ["scaling", "device", "devices", "parallel", "model", "batch", "global
            "seconds_mean", "seconds_sd", "ci95", "img_per_s", "speedup", "efficiency", "emulated"]
 WORKERS = ["device", "model", "global_batch", "workers", "repeats", "img_per_s_mean", "img_per_s_sd", "ci95",
            "loader_wait_s_mean", "emulated"]
+ABLATION = ["rung", "options", "img_per_s", "seconds", "accuracy", "accuracy_sd", "emulated", "times_first",
+            "times_previous", "repeats", "model", "dataset", "device", "driver", "date", "commit"]
 # Student's t: 97.5 % of all values lie below, for 1, 2, ... degrees of freedom; beyond 30 the last is taken.
 T95 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
        2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
@@ -318,6 +321,34 @@ def workers_rows(runs):
     return table
 
 
+def name_of_data(run):
+    name = run.settings["dataset"]
+    return name + " (generated images)" * (name == "synthetic")
+
+
+def ablation_rows(groups):
+    """A row for each (rung, its runs). Those of the emulator have neither speed nor accuracy."""
+    table = []
+    for rung, runs in groups:
+        run = runs[0]
+        accuracy, accuracy_sd, _ = summary([r.accuracy for r in runs])
+        # the first epoch warms up; what a step takes does not depend on the seed
+        speed = statistics.median(e["images"] / max(e["seconds"], 1e-9) for r in runs
+                                  for e in r.epochs[1:] or r.epochs)
+        row = dict.fromkeys(ABLATION)
+        row.update(rung=rung.name, options=rung.adds, emulated=int(run.emulated), repeats=len(runs), model=run.model,
+                   dataset=name_of_data(run), commit=run.build["commit"], driver=run.machine.get("driver"),
+                   device=run.machine["cpu" if run.kind == "cpu" else "device"],
+                   date=time.strftime("%Y-%m-%d", time.gmtime(max(
+                       os.path.getmtime(os.path.join(r.folder, "run.json")) for r in runs))))
+        if not run.emulated:
+            row.update(img_per_s=speed, seconds=statistics.mean(r.seconds for r in runs), accuracy=accuracy,
+                       accuracy_sd=accuracy_sd, times_first=speed / (table[0]["img_per_s"] if table else speed),
+                       times_previous=speed / (table[-1]["img_per_s"] if table else speed))
+        table.append(row)
+    return table
+
+
 def table_lines(columns, rows):
     """The header and the rows as strings."""
     def cell(value):
@@ -325,14 +356,23 @@ def table_lines(columns, rows):
     return [columns] + [[cell(row.get(c)) for c in columns] for row in rows]
 
 
-def write_table(path, columns, rows):
-    lines = table_lines(columns, rows)
+def save_table(path, columns, rows):
     try:
         with open(path, "w", newline="") as f:
-            csv.writer(f, lineterminator="\n").writerows(lines)
+            csv.writer(f, lineterminator="\n").writerows(table_lines(columns, rows))
     except OSError as error:
         fail(path, "a file that can be written", error.strerror, "fix the folder's permissions")
-    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+
+
+def print_columns(lines, left=()):
+    """The cells below each other, aligned to the right, but to the left in the columns `left`."""
+    widths = [max(map(len, column)) for column in zip(*lines)]
     for line in lines:
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths)))
+        print("  ".join(cell.ljust(width) if i in left else cell.rjust(width)
+                        for i, (cell, width) in enumerate(zip(line, widths))).rstrip())
+
+
+def write_table(path, columns, rows):
+    save_table(path, columns, rows)
+    print_columns(table_lines(columns, rows))
     print(f"Written: {path}")

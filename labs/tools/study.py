@@ -9,10 +9,11 @@ run.json says `complete`, with the same command, settings and build; an unfinish
     labs/tools/study.py train cpu runs         one run on cpu, single or multi; it replaces runs/cpu
     labs/tools/study.py scaling runs/scaling   1, 2, 4, ... devices: scaling.csv
     labs/tools/study.py workers runs/workers   1, 2, 4, 8 threads that load images: workers.csv
+    labs/tools/study.py ablation runs/ablation one optimization after the other: ablation.csv
     labs/tools/study.py collect runs/first     study.csv from any folder of run folders; lists missing runs;
                                                with --workers 1 2 ...: workers.csv
-`make study`, `make study-scaling` and `make study-workers` call these and draw the plots. Options of ./cnn
-come last, after --.
+`make study`, `make study-scaling`, `make study-workers` and `make ablation` call these and draw the plots.
+Options of ./cnn come last, after --.
 
 Devices: cpu (all usable cores), single (one GPU), multi (--gpus of them, ddp). A missing device is skipped,
 with a message. With --emulate a virtual GPU replaces it: ./cnn-emu runs the GPU's code on the CPU; its
@@ -36,6 +37,16 @@ workers.csv: on one GPU, or else on the CPU, where loaders and training share th
 --augment elastic give the loaders work; options after -- can change that.
     img_per_s_mean, img_per_s_sd     of the repeats; mean +- ci95 is the 95 % interval of the mean
     loader_wait_s_mean               seconds that training waited for images, all epochs of a run
+
+ablation.csv has a row for each rung of a ladder, a text file with one rung a line (--rungs; by default
+slurm/configs/ablation.txt): its name and the options that it adds to those above it. All rungs train with
+the same images, seeds and epochs:
+    img_per_s                        the median over the epochs of all repeats but the first epoch of each
+    seconds                          of training, the mean of the repeats
+    accuracy, accuracy_sd            as in study.csv: what an optimization must not cost
+    times_first, times_previous      img_per_s relative to the first rung, and to the one before
+Without a GPU it is the ladder of the CPU. With --emulate, where there is no GPU, each rung makes two steps on
+a virtual one, which shows that it runs: such rows have neither speed nor accuracy.
 """
 import argparse
 import os
@@ -44,17 +55,18 @@ import sys
 import tempfile
 from types import SimpleNamespace
 
-from run_folders import (COLUMNS, REPEATS_DIFFER, SCALING, WORKERS, add_speedups, check_comparable,
-                         differences, fail, is_dirty, make_rows, read_run, read_runs, scaling_rows,
-                         workers_rows, write_table)
+from run_folders import (ABLATION, COLUMNS, REPEATS_DIFFER, SCALING, WORKERS, ablation_rows, add_speedups,
+                         check_comparable, differences, fail, is_dirty, make_rows, name_of_data, print_columns,
+                         read_run, read_runs, save_table, scaling_rows, workers_rows, write_table)
 
 DEVICES = {"cpu": "--no-cuda", "single": "--gpus 1", "multi": "--gpus {n}",
            "gpus": "--gpus {n}", "replicas": "--no-cuda --replicas {n} --threads {n}"}
 LOADING = ["--resident", "off", "--augment", "elastic"]  # keeps loaders busy
+RUNGS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "../../slurm/configs/ablation.txt")
 
 
 class Absent(Exception):
-    """There is no such device, or not that many."""
+    """There is no such device, or not that many, or no such data."""
 
 
 def start(program, count, options, output=None):
@@ -67,28 +79,30 @@ def start(program, count, options, output=None):
         fail(program, "a program", error.strerror, "run make first, and make emulate for virtual GPUs")
 
 
-def try_out(program, count, options):
-    """The run.json of one training step: the settings and build that a run will have."""
+def try_out(program, count, options, absent=()):
+    """The run.json of one training step: the settings and build that a run will have. absent: how error
+    messages begin that say that something else than the device is missing."""
     with tempfile.TemporaryDirectory() as folder, open(os.path.join(folder, "output.txt"), "w+") as output:
         status = start(program, count, [*options, "--dry-run", "--out", folder], output)
         output.seek(0)
         error = (output.read().strip() or "nothing").splitlines()[-1].replace("cnn: error: ", "")
-        if status and error.startswith((f"--gpus {count}: ", f"--replicas {count}: ")):
+        if status and error.startswith((f"--gpus {count}: ", f"--replicas {count}: ", *absent)):
             raise Absent(error)
         if status:
             fail(" ".join([program, *options]), "a dry run that succeeds", error, "correct that option")
         return read_run(folder)
 
 
-def make_task(args, device, count, batch, repeat, batch_option="--global-batch", workers=None):
+def make_task(args, device, count, batch, repeat, batch_option="--global-batch", workers=None, rung=None):
     """The command of a run, its folder's name and what its run.json should say. Absent: no such device."""
     options = DEVICES[device].format(n=count).split()
     options += ["--model", args.model, "--epochs", str(args.epochs), batch_option, str(batch)]
     if args.limit:
         options += ["--limit-train", str(args.limit), "--limit-test", str(args.limit)]
     options += ["--workers", str(workers)] if workers else []
+    options += [word for option in rung.options.items() for word in option] if rung else []
     options += args.options
-    key = device, count, batch, batch_option, workers
+    key = device, count, batch, batch_option, workers, rung and rung.name
     if key not in args.tried:
         try:
             args.tried[key] = args.program, try_out(args.program, count, options)
@@ -100,7 +114,8 @@ def make_task(args, device, count, batch, repeat, batch_option="--global-batch",
     name = "-".join([args.model, device + (str(count) if "{n}" in DEVICES[device] else "")]
                     + ["emulated"] * expected.emulated
                     + [("each" if batch_option == "--batch-size" else "b") + str(batch)]
-                    + [f"workers{workers}"] * bool(workers) + [f"r{repeat}"])
+                    + [f"workers{workers}"] * bool(workers)
+                    + ([f"rung{rung.number}", rung.name] if rung else []) + [f"r{repeat}"])
     options += ["--seed", str(repeat)] + ["--save-model"] * (repeat == 1)  # the plots need one of them
     return SimpleNamespace(name=name, program=program, count=count, expected=expected, options=options,
                            repeat=repeat)
@@ -135,8 +150,9 @@ def run_tasks(root, tasks):
                 fail(folder, "exit status 0", status,
                      f"read {folder}/output.txt; the same command continues from here")
         run = read_run(folder)
-        print(f"[{number}/{len(tasks)}] {task.name}: {run.seconds:.3f} s of training, accuracy "
-              f"{run.accuracy:.2f} %" + ", emulated" * run.emulated + ", finished before" * finished)
+        seconds = "" if run.emulated else f"{run.seconds:.3f} s of training, "
+        print(f"[{number}/{len(tasks)}] {task.name}: {seconds}accuracy {run.accuracy:.2f} %"
+              + ", emulated" * run.emulated + ", finished before" * finished)
 
 
 def advice(why):
@@ -259,6 +275,124 @@ def scaling(args):
     write_table(os.path.join(args.folder, "scaling.csv"), SCALING, scaling_rows(make_rows(runs)))
 
 
+# ---- The ablation
+
+
+def read_rungs(path, device):
+    """The rungs of the ladder of a device, "gpu" or "cpu": number, name, the options that it adds, as text, and
+    all that it has, as {option: value}."""
+    rungs, options = [], {}
+    try:
+        with open(path) as f:
+            lines = [line.split("#")[0].split() for line in f]
+    except OSError as error:
+        fail(path, "a file of rungs", error.strerror, "see slurm/configs/ablation.txt")
+    for number, words in enumerate(lines, 1):
+        if words and (words[0] not in ("gpu", "cpu") or len(words) < 4 or len(words) % 2
+                      or any(not word.startswith("--") for word in words[2::2])):
+            fail(f"{path}, line {number}", "gpu or cpu, a name, options with their values", " ".join(words),
+                 "correct that line")
+        if words and words[0] == device:
+            options = {**options, **dict(zip(words[2::2], words[3::2]))}
+            rungs.append(SimpleNamespace(number=len(rungs) + 1, name=words[1], adds=" ".join(words[2:]),
+                                         options=options))
+    if not rungs:
+        fail(path, f"rungs of the device {device}", "none", f"add a line that begins with {device}")
+    return rungs
+
+
+def find_device(args):
+    """Where the ladder is climbed: "gpu", "emulated" or "cpu", and by which program."""
+    tiny = ["--model", "mnist", "--dataset", "synthetic", "--limit-train", "2", "--limit-test", "2"]
+    try:
+        return "emulated" if try_out(args.program, 1, ["--gpus", "1", *tiny]).emulated else "gpu", args.program
+    except Absent as why:
+        if args.emulate:
+            return "emulated", args.program + "-emu"
+        print(f"No GPU: {advice(why)}")
+        return "cpu", args.program
+
+
+def choose_data(args, program, device):
+    """Options for Fashion-MNIST where it is found, else for images that ./cnn generates."""
+    options = ["--dataset", "fashion-mnist"]
+    tiny = ["--model", args.model, "--batch-size", "2", "--limit-train", "2", "--limit-test", "2"]
+    try:
+        try_out(program, 1, DEVICES[device].format(n=1).split() + tiny + options, ("fashion-mnist: ",))
+    except Absent:
+        print("Fashion-MNIST is not here, so all rungs train with generated images; data/get_data.sh "
+              "fashion-mnist downloads it")
+        options[1] = "synthetic"
+    return options
+
+
+def ran_instead(rung, settings):
+    """The options with which ./cnn ran other than the rung asks for, where a device lacks something."""
+    words = {True: "on", False: "off"}
+    found = {option: settings.get(option[2:], "no such option") for option in rung.options}
+    return [f"{option} {words.get(value, value)} instead of {rung.options[option]}"
+            for option, value in found.items() if str(words.get(value, value)) != rung.options[option]]
+
+
+def make_rung_tasks(args, device, rungs):
+    """The tasks of each rung, for all repeats; a rung that this device does not have is skipped."""
+    tasks = {}
+    for rung in rungs:
+        task = make_task(args, device, 1, args.batches[0], 1, rung=rung)
+        other = ran_instead(rung, task.expected.settings)
+        if other:
+            print(f"skip {rung.name}: ./cnn runs with {', '.join(other)}")
+            continue
+        tasks[rung.name] = [task] + [make_task(args, device, 1, args.batches[0], repeat, rung=rung)
+                                     for repeat in range(2, args.repeats + 1)]
+    if not tasks:
+        fail(args.rungs, "a rung that this device has", "none", "correct the options")
+    return tasks
+
+
+def print_ablation(rows, runs):
+    """The table, with what was measured in its head."""
+    run, first = runs[0], rows[0]
+    print(f"\nAblation: {run.model}, {name_of_data(run)}, {run.epochs[0]['images']} images, "
+          f"batch {run.global_batch}, epochs: {len(run.epochs)}, seeds: {first['repeats']}")
+    print(", ".join([first["device"], *(f"driver {first['driver']}",) * bool(first["driver"]), first["date"],
+                     f"commit {first['commit']}"]))
+    if first["emulated"]:
+        print("Emulated: every rung runs; a virtual GPU shows no speed, and two steps no accuracy.")
+    heads = {"rung": "rung", "img_per_s": "img/s", "times_first": "x first", "times_previous": "x previous",
+             "accuracy": "accuracy %", "accuracy_sd": "sd", "options": "adds"}
+    print_columns([list(heads.values())] + [[
+        row[key] if isinstance(row[key], str) else "n/a" if row[key] is None else f"{row[key]:.2f}"
+        for key in heads] for row in rows], left=(0, len(heads) - 1))
+
+
+def ablation(args):
+    where, program = find_device(args)
+    device = "cpu" if where == "cpu" else "single"
+    if where == "emulated":
+        print("Emulated: two steps on each rung, with one seed")
+        args.epochs, args.limit, args.batches, args.repeats = 1, 4, [2], 1
+    elif args.epochs < 2:
+        fail("--epochs", "2 or more, since the first is not counted", args.epochs, "give a larger number")
+    if where == "cpu" and not args.model:
+        args.model, args.limit = "mnist", args.limit or 1000
+        print(f"The ladder of the CPU, with a small network: --model mnist, {args.limit} images")
+    args.model = args.model or "resnet18"
+    if "--dataset" not in args.options:
+        args.options = choose_data(args, program, device) + args.options
+    rungs = read_rungs(args.rungs, "cpu" if where == "cpu" else "gpu")
+    tasks, path = make_rung_tasks(args, device, rungs), os.path.join(args.folder, "ablation.csv")
+    for repeat in range(args.repeats):  # a study that is stopped then has the same seeds on all rungs
+        run_tasks(args.folder, [group[repeat] for group in tasks.values()])
+        groups = [(rung, [read_run(os.path.join(args.folder, task.name))
+                          for task in tasks[rung.name][:repeat + 1]]) for rung in rungs if rung.name in tasks]
+        rows, runs = ablation_rows(groups), [run for _, group in groups for run in group]
+        save_table(path, ABLATION, rows)
+    check_comparable(runs, {option[2:] for rung in rungs for option in rung.options})
+    print_ablation(rows, runs)
+    print(f"Written: {path}")
+
+
 def positive(text):
     if int(text) < 1:
         raise ValueError
@@ -270,11 +404,12 @@ def parse_options():
     end = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="train|run|scaling|workers|collect")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="train|run|scaling|workers|ablation|collect")
     known = ["cpu", "single", "multi"]
     for name, does, devices, batches, repeats in (
             ("train", train, None, [250], 1), ("run", study, known, [50, 100, 150, 200, 250], 10),
             ("scaling", scaling, None, [256], 5), ("workers", workers, None, [250], 5),
+            ("ablation", ablation, None, [128], 3),
             ("collect", collect, None, None, None)):
         command = commands.add_parser(name)
         command.set_defaults(does=does, devices=devices, options=words[end + 1:], tried={})
@@ -295,8 +430,14 @@ def parse_options():
                 help=f"threads that load images (default: {counts or 'study.csv instead'})")
         if name == "collect":
             continue
-        add("--model", default="cifar", help="default: cifar")
-        add("--epochs", type=positive, default=20, metavar="N", help="default: 20")
+        if name == "ablation":
+            add("--model", help="default: resnet18; on a CPU mnist, with 1000 images")
+            add("--rungs", default=RUNGS, metavar="FILE",
+                help="the ladder (default: slurm/configs/ablation.txt)")
+        else:
+            add("--model", default="cifar", help="default: cifar")
+        epochs = 3 if name == "ablation" else 20
+        add("--epochs", type=positive, default=epochs, metavar="N", help=f"default: {epochs}")
         add("--limit", type=positive, metavar="N", help="only the first N images, to train and to test")
         add("--gpus", type=positive, default=2, metavar="N", help="GPUs of multi (default: 2)")
         add("--emulate", action="store_true", help="replace missing GPUs by virtual ones, by PROGRAM-emu")

@@ -1,21 +1,27 @@
-/* Training speed on the GPU, without the loader: whole steps on one batch in its memory, then every
-   operation of a step by itself, and the device's copy bandwidth. Figures are medians over
-   several measurements, by events in the device's stream; no speeds are printed when the "device"
-   is the emulator. The host queues the calls of an operation while the device is still busy with a
-   copy, so that short operations do not show the time that the host takes to launch them; the first
-   of an operation's calls then finds nothing in the caches.
+/* The operations of a training step on the GPU, each by itself, and the limits of the device: its
+   arithmetic and its copy bandwidth. bench_gpu.sh, which times whole steps of ./cnn, calls this
+   program. Figures are medians over several measurements, by events in the device's stream; no
+   speeds are printed when the "device" is the emulator. The host queues the calls of an operation
+   while the device is still busy with a copy, so that short operations do not show the time that
+   the host takes to launch them; the first of an operation's calls then finds nothing in the caches.
 
-     build/bench_gpu [--nets "mnist,64 cifar64,250 ..."] [--kernels NAME] [--json FILE] [--tiny]
+     build/bench_gpu [--nets "mnist,64 cifar64,250 ..."] [--json FILE] [--tiny] [OPTIONS of ./cnn]
 
-   A net is model,batch[,kernels]; cifar64 is --model cifar --width 64. --tiny: networks that take
-   the emulator seconds. One line of key=value for each network, then one for each kind of
-   operation: its calls in a step, their total time, and GFLOP/s and GB/s over that time. FLOP
-   are counted as in the summary of ./cnn, bytes as in the comments of cnn_kernels.cu, those of a
-   convolution once for each number. Exit code 77 without a GPU. */
+   A net is model,batch; cifar64 is --model cifar --width 64. --tiny: networks that take the emulator
+   seconds. OPTIONS select the kernels, such as --kernels tensor --precision bf16. One line of
+   key=value for each network, then one for each kind of operation: its calls in a step, their total
+   time, and GFLOP/s and GB/s over that time. FLOP are counted as in the summary of ./cnn, bytes as
+   in the comments of cnn_kernels.cu, those of a convolution once for each number.
+
+   roofline_ms is the time that the step would take if each operation reached the limit that applies
+   to it: FLOP at peak_gflops, or bytes at copy_gb_per_s. In fp32 peak_gflops is that of multiply-adds
+   in registers (peak=registers). Tensor cores have no such measurement: there it is what these
+   kernels reach in a large convolution (peak=own_product), so that a percentage of it says how well
+   they do on smaller ones, not how far they are from the hardware. Exit code 77 without a GPU. */
 #define CNN_NO_MAIN
 #include "../../cnn.c"
 
-enum { ROUNDS = 9, WALKS = 5, MAX_SAMPLES = 4096 };
+enum { ROUNDS = 9, WALKS = 5, MAX_SAMPLES = 4096, MAX_WORDS = 64 };
 
 // One call in a step.
 typedef struct Sample {
@@ -28,7 +34,10 @@ static Sample samples[MAX_SAMPLES];
 static size_t sample_count, walk;
 static const Backend *gpu; // what is measured
 static bool emulated;
-static void *copied[2]; // memory of the device: see copy_bytes()
+static char *command[MAX_WORDS]; // the command line of ./cnn; from `given` on, as it was given here
+static int word_count, given;
+static double peak_gflops, bandwidth; // the limits of the device; bandwidth in bytes per second
+static void *copied[2];               // memory of the device: see copy_bytes()
 
 // A GB, more than the caches hold, whose copy takes about as long as the host needs for 20 calls.
 static size_t copy_bytes(void) {
@@ -69,44 +78,47 @@ static size_t repeats(const Sample *s, bool grows) {
         sample->seconds[walk] = gpu->elapsed(0, 1) / (double)count_; \
     } while (0)
 
-/* The bytes that a layer's operations move at least: for each element of its input and its output.
-   Convolutions and linear layers also read or write each weight once in every pass. `data` is
-   added in backward if it computes din. */
+/* The numbers that a layer's operations move at least: for each element of its input and its output.
+   masks: also a byte for each element of the output. Convolutions and linear layers also read each
+   weight or write its gradient, in 32 bits, once in every pass. `data` is added in backward if it
+   computes din. */
 typedef struct Cost {
     const char *names[2]; // of forward and backward
     struct {
         double in, out;
     } forward, backward, data;
+    double masks;
 } Cost;
 
 static const Cost costs[KINDS] = {
-    [CONV2D] = {{"conv2d_forward", "conv2d_backward"}, {4, 4}, {4, 4}, {4, 0}},
-    [LINEAR] = {{"linear_forward", "linear_backward"}, {4, 4}, {4, 4}, {4, 0}},
-    [BATCHNORM2D] = {{"batchnorm2d_forward", "batchnorm2d_backward"}, {0, 12}, {0, 8}, {0, 12}},
-    [RELU] = {{"relu_forward", "relu_backward"}, {0, 8}, {0, 12}, {0, 0}},
-    [MAXPOOL2D] = {{"maxpool2d_forward", "maxpool2d_backward"}, {4, 5}, {4, 5}, {0, 0}},
-    [AVGPOOL2D] = {{"avgpool2d_forward", "avgpool2d_backward"}, {4, 4}, {4, 4}, {0, 0}},
-    [ADD] = {{"add_forward", "add_backward"}, {0, 8}, {0, 8}, {0, 0}},
-    [DROPOUT] = {{"dropout_forward", "dropout_backward"}, {0, 9}, {0, 9}, {0, 0}},
-    [LOG_SOFTMAX] = {{"log_softmax_forward", "log_softmax_backward"}, {0, 8}, {0, 12}, {0, 0}},
+    [CONV2D] = {{"conv2d_forward", "conv2d_backward"}, {1, 1}, {1, 1}, {1, 0}, 0},
+    [LINEAR] = {{"linear_forward", "linear_backward"}, {1, 1}, {1, 1}, {1, 0}, 0},
+    [BATCHNORM2D] = {{"batchnorm2d_forward", "batchnorm2d_backward"}, {0, 3}, {0, 2}, {0, 3}, 0},
+    [RELU] = {{"relu_forward", "relu_backward"}, {0, 2}, {0, 3}, {0, 0}, 0},
+    [MAXPOOL2D] = {{"maxpool2d_forward", "maxpool2d_backward"}, {1, 1}, {1, 1}, {0, 0}, 1},
+    [AVGPOOL2D] = {{"avgpool2d_forward", "avgpool2d_backward"}, {1, 1}, {1, 1}, {0, 0}, 0},
+    [ADD] = {{"add_forward", "add_backward"}, {0, 2}, {0, 2}, {0, 0}, 0},
+    [DROPOUT] = {{"dropout_forward", "dropout_backward"}, {0, 2}, {0, 2}, {0, 0}, 1},
+    [LOG_SOFTMAX] = {{"log_softmax_forward", "log_softmax_backward"}, {0, 2}, {0, 3}, {0, 0}, 0},
 };
 
 static double forward_bytes(LayerKind kind, Work w) {
     const Cost *c = &costs[kind];
     const double in = (double)(w.n * shape_size(w.l->in)), out = (double)outputs(w);
-    const double weights = kind == CONV2D || kind == LINEAR ? 4 * (double)w.l->weights : 0;
+    const double weights = kind == CONV2D || kind == LINEAR ? (double)w.l->weights : 0;
     const bool adds = w.residual && (kind == ADD || kind == BATCHNORM2D);
-    return c->forward.in * in + (c->forward.out + (adds ? 4 : 0)) * out + weights;
+    return (double)gpu->element * (c->forward.in * in + (c->forward.out + adds) * out + weights) +
+           c->masks * out;
 }
 
 static double backward_bytes(LayerKind kind, Work w) {
     const Cost *c = &costs[kind];
     const double in = (double)(w.n * shape_size(w.l->in)), out = (double)outputs(w);
-    const double weights = kind == CONV2D || kind == LINEAR ? 4 * (double)w.l->weights : 0;
-    double bytes = c->backward.in * in + c->backward.out * out + weights;
+    const double weights = kind == CONV2D || kind == LINEAR ? (double)w.l->weights : 0;
+    double numbers = c->backward.in * in + c->backward.out * out + (w.accumulate ? in : 0);
     if (w.din)
-        bytes += c->data.in * in + c->data.out * out + weights;
-    return bytes + (w.accumulate ? 4 * in : 0);
+        numbers += c->data.in * in + c->data.out * out + weights;
+    return (double)gpu->element * numbers + sizeof(real) * weights + c->masks * out;
 }
 
 // kind is not w.l->kind where a ReLU or an add is fused with another row.
@@ -147,17 +159,19 @@ static void time_backward(LayerKind kind, Work w) {
 EACH_KIND(TIMED_FUNCTIONS)
 
 static void time_nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t *labels,
-                          size_t n, size_t batch, size_t classes, double smoothing) {
+                          size_t n, size_t batch, size_t classes, double smoothing,
+                          LossScale *scale) {
     TIME("nll_loss", "", 0, 8. * (double)(n * classes), false,
-         nll_loss(losses, dlogp, logp, labels, n, batch, classes, smoothing));
+         nll_loss(losses, dlogp, logp, labels, n, batch, classes, smoothing, scale));
 }
 
 static void time_adadelta(Update u) {
-    TIME("adadelta", "", 0, 28. * (double)u.count, true, adadelta(u));
+    TIME("adadelta", "", 0, (28. + (u.low ? 2 : 0)) * (double)u.count, true, adadelta(u));
 }
 
 static void time_sgd(Update u) {
-    TIME("sgd", "", 0, (u.momentum > 0 ? 20. : 12.) * (double)u.count, true, sgd(u));
+    TIME("sgd", "", 0, ((u.momentum > 0 ? 20. : 12.) + (u.low ? 2 : 0)) * (double)u.count, true,
+         sgd(u));
 }
 
 static void time_copy(void *to, const void *from, size_t bytes) {
@@ -176,40 +190,42 @@ static Backend timed_backend(void) {
 
 /* ---- A network */
 
-// "cifar64,250,naive" in --nets; without the third part, the kernels are --kernels or the best.
+// "cifar64,250" in --nets
 typedef struct Case {
-    char model[32], kernels[32];
+    char model[32];
     size_t width, batch;
 } Case;
 
-static Case parse_case(const char *word, const char *kernels) {
+static Case parse_case(const char *word) {
     Case c = {.width = 6};
-    snprintf(c.kernels, sizeof c.kernels, "%s", kernels);
-    if (sscanf(word, "%31[^,],%zu,%31s", c.model, &c.batch, c.kernels) < 2 || c.batch == 0)
-        die(EXIT_USAGE, "--nets: expected model,batch or model,batch,kernels, found %s", word);
+    if (sscanf(word, "%31[^,],%zu", c.model, &c.batch) < 2 || c.batch == 0)
+        die(EXIT_USAGE, "--nets: expected model,batch, found %s", word);
     if (sscanf(c.model, "cifar%zu", &c.width) == 1)
         c.model[strlen("cifar")] = 0;
     return c;
 }
 
-static const Backend *find_backend(const char *kernels) {
-    const Backend *found = NULL;
-    for (size_t i = 0; cuda_backend(i); i++) // the best one is the last
-        if (!*kernels || strcmp(kernels, cuda_backend(i)->kernels) == 0)
-            found = cuda_backend(i);
-    if (!found)
-        die(EXIT_USAGE, "--kernels: the GPU has none that are called %s", kernels);
-    return found;
-}
-
-// The network on synthetic images, and a loader that has put one batch of them on the GPU.
-static const Batch *setup_bench(Run *run, const Case *c) {
-    char width[32], batch[32];
+// The run's settings and its backend
+static void setup_run(Run *run, const Case *c) {
+    static char width[32], batch[32];
     snprintf(width, sizeof width, "%zu", c->width);
     snprintf(batch, sizeof batch, "%zu", c->batch);
-    char *words[] = {"cnn", "--model", (char *)c->model, "--width", width, "--batch-size", batch};
+    char *of_case[] = {"cnn", "--model", (char *)c->model, "--width", width, "--batch-size", batch};
+    memcpy(command, of_case, sizeof of_case);
     memset(run, 0, sizeof *run);
-    setup_settings(run, sizeof words / sizeof *words, words);
+    setup_settings(run, word_count, command);
+    setup_device(run);
+    gpu = run->backend;
+}
+
+// The network on synthetic images, and a loader that has put one batch of them on the GPU. build:
+// another network than that of the model, or NULL
+static const Batch *setup_bench(Run *run, const Case *c, size_t (*build)(Net *net, size_t x)) {
+    static Model built;
+    setup_run(run, c);
+    built = *run->model;
+    built.build = build ? build : built.build;
+    run->model = &built;
     run->info = dataset_for(run->model, "synthetic");
     run->train_set.info = &run->info;
     make_synthetic(&run->train_set, true, c->batch);
@@ -246,31 +262,8 @@ static double train_step(Run *run, const Batch *batch) {
     return loss;
 }
 
-// Seconds of a step, in up to ROUNDS measurements, fewer on a slow device.
-static size_t time_steps(Run *run, const Batch *batch, double seconds[ROUNDS]) {
-    const double round_seconds = 0.3, enough = 12;
-    const size_t least = emulated ? 1 : 3;
-    size_t rounds = 0;
-    for (size_t i = 0; i < least; i++)
-        check_loss(&run->net, batch, train_step(run, batch));
-    gpu->synchronize();
-    double start = now();
-    while (rounds < least || (!emulated && rounds < ROUNDS && now() - start < enough)) {
-        size_t steps = 0;
-        double begin = now(), loss = 0;
-        gpu->mark(0);
-        while (steps < 1 || (!emulated && (steps < 2 || now() - begin < round_seconds))) {
-            loss = train_step(run, batch);
-            steps++;
-        }
-        gpu->mark(1);
-        seconds[rounds++] = gpu->elapsed(0, 1) / (double)steps;
-        check_loss(&run->net, batch, loss);
-    }
-    return rounds;
-}
-
 static void time_operations(Run *run, const Batch *batch) {
+    check_loss(&run->net, batch, train_step(run, batch));
     Backend timed = timed_backend();
     run->net.backend = &timed;
     for (walk = 0; walk <= WALKS && (walk == 0 || !emulated); walk++) {
@@ -280,6 +273,49 @@ static void time_operations(Run *run, const Batch *batch) {
     run->net.backend = gpu;
     for (size_t i = 0; i < sample_count && !emulated; i++)
         samples[i].seconds[0] = median(samples[i].seconds + 1, WALKS);
+}
+
+/* ---- The limits of the device */
+
+// Bytes read and written per second by a copy within the device.
+static double copy_bandwidth(void) {
+    double seconds[ROUNDS];
+    for (size_t i = 0; i < ROUNDS; i++) {
+        gpu->mark(0);
+        gpu->copy(copied[1], copied[0], copy_bytes());
+        gpu->mark(1);
+        seconds[i] = gpu->elapsed(0, 1);
+    }
+    return 2 * (double)copy_bytes() / median(seconds, ROUNDS);
+}
+
+// One convolution with many channels, which has nearly all multiply-adds of the network
+static size_t build_product(Net *net, size_t x) {
+    const size_t channels = emulated ? 16 : 512;
+    x = conv2d(net, x, channels, 1, 1, 0);
+    x = conv2d(net, x, channels, 3, 1, 1);
+    return log_softmax(net, linear(net, global_avgpool2d(net, x), net->classes));
+}
+
+// GFLOP/s that these kernels reach in the faster direction of that convolution
+static double product_gflops(void) {
+    static Run run;
+    const Case c = {.model = "resnet18", .width = 6, .batch = emulated ? 1 : 64};
+    double best = 0;
+    const Batch *batch = setup_bench(&run, &c, build_product);
+    time_operations(&run, batch);
+    for (size_t i = 0; i < sample_count; i++)
+        best = fmax(best, samples[i].flops / samples[i].seconds[0] / 1e9);
+    free_bench(&run);
+    return best;
+}
+
+// Seconds of a step in which every operation reaches the limit that applies to it
+static double roofline(void) {
+    double seconds = 0;
+    for (size_t i = 0; i < sample_count; i++)
+        seconds += fmax(samples[i].flops / (1e9 * peak_gflops), samples[i].bytes / bandwidth);
+    return seconds;
 }
 
 // ---- Report. In the emulator a figure is null in JSON and left out of a line.
@@ -325,8 +361,8 @@ static void report_operations(FILE *json, const Case *c) {
     for (size_t i = 0; i < sample_count; i++) {
         if (!sum_operation(i, &sum, &calls))
             continue;
-        printf("op=%s net=%s width=%zu batch=%zu kernels=%s calls=%zu", sum.op, c->model, c->width,
-               c->batch, gpu->kernels, calls);
+        printf("op=%s net=%s width=%zu batch=%zu calls=%zu", sum.op, c->model, c->width, c->batch,
+               calls);
         if (json)
             fprintf(json, "%s\n      {\"op\": \"%s\", \"calls\": %zu", comma, sum.op, calls);
         report_operation(json, &sum);
@@ -354,22 +390,14 @@ static void report_layers(FILE *json) {
 
 static void bench_case(FILE *json, const Case *c) {
     static Run run;
-    double seconds[ROUNDS];
-    gpu = find_backend(c->kernels);
-    const Batch *batch = setup_bench(&run, c);
-    size_t rounds = time_steps(&run, batch, seconds);
-    double step = median(seconds, rounds);
-    printf("net=%s width=%zu batch=%zu kernels=%s", c->model, c->width, c->batch, gpu->kernels);
+    time_operations(&run, setup_bench(&run, c, NULL));
+    printf("net=%s width=%zu batch=%zu", c->model, c->width, c->batch);
     if (json)
-        fprintf(json, "\n    {\"net\": \"%s\", \"width\": %zu, \"batch\": %zu, \"kernels\": \"%s\"",
-                c->model, c->width, c->batch, gpu->kernels);
-    figure(json, "step_ms", 1e3 * step, 3);
-    figure(json, "step_ms_min", 1e3 * seconds[0], 3);
-    figure(json, "step_ms_max", 1e3 * seconds[rounds - 1], 3);
-    figure(json, "img_per_s", (double)c->batch / step, 1);
-    figure(json, "gflops", (double)c->batch * training_flops(&run.net) / step / 1e9, 1);
+        fprintf(json, "\n    {\"net\": \"%s\", \"width\": %zu, \"batch\": %zu", c->model, c->width,
+                c->batch);
+    figure(json, "mflop", (double)c->batch * training_flops(&run.net) / 1e6, 1);
+    figure(json, "roofline_ms", 1e3 * roofline(), 4);
     printf("%s\n", emulated ? " emulated=true" : "");
-    time_operations(&run, batch);
     if (json)
         fprintf(json, ",\n     \"operations\": [");
     report_operations(json, c);
@@ -382,24 +410,16 @@ static void bench_case(FILE *json, const Case *c) {
     free_bench(&run);
 }
 
-// Bytes read and written by a copy within the device.
-static double copy_gb_per_s(void) {
-    double seconds[ROUNDS];
-    for (size_t i = 0; i < ROUNDS; i++) {
-        gpu->mark(0);
-        gpu->copy(copied[1], copied[0], copy_bytes());
-        gpu->mark(1);
-        seconds[i] = gpu->elapsed(0, 1);
-    }
-    return 2e-9 * (double)copy_bytes() / median(seconds, ROUNDS);
-}
-
-static void begin_report(FILE *json, const Device *d) {
-    char date[32];
+static void begin_report(FILE *json, const Device *d, bool own_product) {
+    char date[32], options[256] = "";
     time_t t = time(NULL);
     strftime(date, sizeof date, "%Y-%m-%dT%H:%M:%SZ", gmtime(&t));
-    printf("Device: %s, %s, commit %s\n", d->name, d->driver, CNN_COMMIT);
-    printf("emulated=%s", emulated ? "true" : "false");
+    for (int i = given; i < word_count; i++)
+        snprintf(options + strlen(options), sizeof options - strlen(options), "%s%s",
+                 i > given ? " " : "", command[i]);
+    printf("Commit %s, driver %s; options: %s\n", CNN_COMMIT, d->driver, options);
+    printf("emulated=%s peak=%s", emulated ? "true" : "false",
+           own_product ? "own_product" : "registers");
     if (json) {
         fprintf(json, "{\"device\": ");
         json_string(json, d->name);
@@ -407,30 +427,36 @@ static void begin_report(FILE *json, const Device *d) {
         json_string(json, d->uuid);
         fprintf(json, ", \"driver\": ");
         json_string(json, d->driver);
-        fprintf(json, ",\n  \"date\": \"%s\", \"commit\": \"%s\", \"emulated\": %s", date,
+        fprintf(json,
+                ",\n  \"date\": \"%s\", \"commit\": \"%s\", \"emulated\": %s, \"options\": ", date,
                 CNN_COMMIT, emulated ? "true" : "false");
+        json_string(json, options);
+        fprintf(json, ", \"peak\": \"%s\"", own_product ? "own_product" : "registers");
     }
-    figure(json, "copy_gb_per_s", copy_gb_per_s(), 1);
+    figure(json, "peak_gflops", peak_gflops, 0);
+    figure(json, "copy_gb_per_s", bandwidth / 1e9, 1);
     printf("\n");
     if (json)
         fprintf(json, ",\n  \"networks\": [");
 }
 
-static void bench(const char *nets, const char *kernels, FILE *json) {
-    Device d = {0};
-    gpu = find_backend(kernels);
-    gpu->use(0, 0, die);
-    gpu->describe(&d);
-    emulated = d.emulated;
+static void bench(const char *nets, FILE *json) {
+    static Run run;
+    const Case any = {.model = "mnist", .width = 6, .batch = 1};
+    setup_run(&run, &any);
+    const bool own_product = strcmp(gpu->precision, "fp32") != 0;
+    emulated = run.device.emulated;
     for (size_t i = 0; i < 2; i++)
         if (!(copied[i] = gpu->alloc(copy_bytes())))
             die(1, "no memory on the device for a copy of %zu bytes", copy_bytes());
-    begin_report(json, &d);
+    peak_gflops = own_product ? product_gflops() : gpu->peak_gflops();
+    bandwidth = copy_bandwidth();
+    begin_report(json, &run.device, own_product);
     const char *comma = "";
     for (const char *at = nets; *at; at += strcspn(at, " "), at += strspn(at, " ")) {
         char word[64];
         snprintf(word, sizeof word, "%.*s", (int)strcspn(at, " "), at);
-        Case c = parse_case(word, kernels);
+        Case c = parse_case(word);
         if (json)
             fprintf(json, "%s", comma);
         bench_case(json, &c);
@@ -443,23 +469,21 @@ static void bench(const char *nets, const char *kernels, FILE *json) {
 }
 
 int main(int argc, char **argv) {
-    const char *nets = "mnist,64,naive mnist,64 cifar64,50 cifar64,250 resnet18,128 resnet50,256";
-    const char *kernels = "", *json = NULL, *reason;
+    const char *nets = "mnist,64 cifar64,50 cifar64,250 resnet18,128 resnet50,256";
+    const char *json = NULL, *reason;
+    word_count = given = 7; // those of the network come before
     for (int i = 1; i < argc; i++) {
         bool more = i + 1 < argc;
         if (strcmp(argv[i], "--tiny") == 0)
-            nets = "mnist,2,naive mnist,2 cifar6,3 resnet8,2";
+            nets = "mnist,2 cifar6,3 resnet8,2";
         else if (more && strcmp(argv[i], "--nets") == 0)
             nets = argv[++i];
-        else if (more && strcmp(argv[i], "--kernels") == 0)
-            kernels = argv[++i];
         else if (more && strcmp(argv[i], "--json") == 0)
             json = argv[++i];
+        else if (word_count < MAX_WORDS) // setup_settings() refuses what ./cnn does not have
+            command[word_count++] = argv[i];
         else
-            die(EXIT_USAGE,
-                "bench_gpu knows --tiny, --nets LIST, --kernels NAME and --json FILE, "
-                "not %s",
-                argv[i]);
+            die(EXIT_USAGE, "bench_gpu takes at most %d options of ./cnn", MAX_WORDS - given);
     }
     if (cuda_backend(0)->devices(&reason) == 0) {
         fprintf(stderr, "skip: no GPU: %s\n", reason);
@@ -468,7 +492,7 @@ int main(int argc, char **argv) {
     AtomicFile file;
     if (json)
         atomic_open(&file, json);
-    bench(nets, kernels, json ? file.stream : NULL);
+    bench(nets, json ? file.stream : NULL);
     if (json)
         atomic_commit(&file);
     return 0;

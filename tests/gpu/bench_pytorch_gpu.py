@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """PyTorch's side of bench_gpu.c: bench_pytorch.py's training steps on a GPU.
 
-MODES lists how they run: eager in both layouts, with autocast to bfloat16 and channels_last, through
-torch.compile, which fuses operations and replays a CUDA graph, and with the whole step captured in a
-CUDA graph.  TF32, the tensor cores' 10-bit mantissas, is pinned off or on, since cuDNN
+MODES lists how they run: eager in both layouts, with autocast to bfloat16 or to float16, which takes a
+GradScaler, and channels_last, through torch.compile, which fuses operations and replays a CUDA graph,
+and with the whole step captured in a CUDA graph.  TF32, the tensor cores' 10-bit mantissas, is pinned off or on, since cuDNN
 takes it by default for convolutions: it must be told apart from plain 32-bit arithmetic.  cuDNN
 picks its fastest algorithm.  Every step ends with a wait for the GPU, as one of ./cnn does.  A
 matrix product of 8192 x 8192 shows what the GPU itself can do.
@@ -29,7 +29,7 @@ NETS = "mnist,64 cifar64,50 cifar64,250 resnet18,128 resnet50,256"
 class Mode(NamedTuple):
     run: str  # eager, compiled or graph
     layout: str
-    precision: str  # fp32, tf32, or bf16 by autocast
+    precision: str  # fp32, tf32, or bf16 and fp16 by autocast
 
 
 MODES = (
@@ -38,11 +38,15 @@ MODES = (
     Mode("eager", "nchw", "tf32"),
     Mode("eager", "nhwc", "tf32"),
     Mode("eager", "nhwc", "bf16"),
+    Mode("eager", "nhwc", "fp16"),
     Mode("compiled", "nhwc", "fp32"),
+    Mode("compiled", "nhwc", "tf32"),
     Mode("compiled", "nhwc", "bf16"),
     Mode("graph", "nhwc", "fp32"),
+    Mode("graph", "nhwc", "tf32"),
     Mode("graph", "nhwc", "bf16"),
 )
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # of autocast
 
 
 def synchronize(device):
@@ -95,12 +99,16 @@ def training_step(model, mode, batch, device):
         if mode.run == "graph" and "capturable" in group:
             group["capturable"] = True
 
+    # small gradients would be 0 in fp16; in the other precisions it does nothing
+    scaler = torch.cuda.amp.GradScaler(enabled=mode.precision == "fp16" and device == "cuda")
+
     def step():
         optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(device, torch.bfloat16, enabled=mode.precision == "bf16"):
+        with torch.autocast(device, DTYPES.get(mode.precision, torch.bfloat16), enabled=mode.precision in DTYPES):
             outputs = net(images)
-        F.nll_loss(outputs.float(), labels).backward()
-        optimizer.step()
+        scaler.scale(F.nll_loss(outputs.float(), labels)).backward()
+        scaler.step(optimizer)
+        scaler.update()
 
     return captured(step) if mode.run == "graph" else step
 
@@ -147,8 +155,8 @@ def main():
                     f"precision={mode.precision}")
             try:
                 seconds = time_mode(MODELS[name], mode, int(batch), args.seconds, args.device)
-            except Exception as error:  # torch.compile and capture fail in many ways
-                if mode.run == "eager":
+            except Exception as error:  # torch.compile, capture and older devices fail in many ways
+                if mode.run == "eager" and mode.precision == "fp32":
                     raise
                 print(f"{line} does not work here: {type(error).__name__}", flush=True)
                 continue

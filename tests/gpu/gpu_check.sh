@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # All checks and measurements that need a GPU, without a network, in parts of at most eight minutes:
 #
-#   correctness   compares the GPU's kernels with the CPU's, trains, looks for races and invalid accesses
-#   speed         trains an epoch, times whole steps and each operation
-#   pytorch       times PyTorch's steps on the same GPU
+#   correctness   first the tensor cores' fragments; then compares the GPU's kernels with the CPU's, trains, looks
+#                 for races and invalid accesses
+#   speed         trains an epoch, times whole steps and each operation, in each precision
+#   pytorch       times steps beside PyTorch's on the same GPU
+#   ablation      each optimization on top of those before: speed and accuracy
 #
 #   tests/gpu/gpu_check.sh [PART...]    on the first GPU; COMMIT=... where git cannot tell
 #   tests/gpu/gpu_check.sh --emulated   the same in the emulator, tiny and without speeds, to show
@@ -11,13 +13,14 @@
 #
 # Writes tests/gpu/results/DEVICE-DATE.json, with all parts of this call; also to $OUT if that is set.
 # Prints `pass gpu_check/NAME`, `fail gpu_check/NAME: why`, `skip gpu_check/NAME: why`. A step that
-# fails or takes too long does not stop the others. Exit status 1 if a check failed; a measurement
-# that failed is a check in the emulator only. All output of the steps: build/gpu_check.log.
+# fails or takes too long does not stop the others; a tool that the machine refuses is skipped. Exit status 1
+# if a check failed; a measurement that failed is a check in the emulator only. All output of the steps:
+# build/gpu_check.log. test_gpu_check.sh makes each check fail once.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 export LC_ALL=C OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE=1
 total=440 # seconds of a part; the rest of its eight minutes is for what has to be killed
-known=(correctness speed pytorch)
+known=(correctness speed pytorch ablation)
 emulated=false cnn=./cnn programs=build/ settings=(CUDA_ARCH=native)
 if [ "${1:-}" = --emulated ]; then
     emulated=true cnn=./cnn-emu programs=build/emu_ settings=()
@@ -94,7 +97,8 @@ step() {
         report "$kind" "$name" fail "no time left of $total s" 0
         return 1
     fi
-    timeout -k 5 "$limit" "$@" >"$tmp/$name" 2>&1 </dev/null
+    # STEP: for the stand-ins of test_gpu_check.sh
+    STEP=$name timeout -k 5 "$limit" "$@" >"$tmp/$name" 2>&1 </dev/null
     status=$?
     why=$(grep -m 1 '^fail ' "$tmp/$name" || grep -m 1 'error: ' "$tmp/$name" ||
         grep -v '^$' "$tmp/$name" | tail -n 1)
@@ -145,6 +149,31 @@ same_losses() {
         END { exit wrong > 0 || NR < 3 }'
 }
 
+# csv FILE: a comma-separated list of JSON objects, one for each row
+csv() {
+    python3 - "$1" <<'END'
+import csv, json, sys
+def cell(text):
+    try:
+        return float(text)
+    except ValueError:
+        return text or None
+rows = csv.DictReader(open(sys.argv[1], newline=""))
+print(",\n  ".join(json.dumps({k: cell(v) for k, v in row.items()}) for row in rows))
+END
+}
+
+# same_accuracy CSV: no rung is more than 5 points below the first; the seeds of one differ by less
+same_accuracy() {
+    python3 - "$1" <<'END'
+import csv, sys
+found = [float(row["accuracy"]) for row in csv.DictReader(open(sys.argv[1], newline=""))]
+sys.exit(not found or min(found) < found[0] - 5)
+END
+}
+
+rungs() { tail -qn +2 "$@" 2>/dev/null | cut -d , -f 1 | xargs; }
+
 learned() { awk '/^epoch=/ { sub(/.*accuracy=/, ""); exit !($0 + 0 >= 50) }' "$tmp/$1"; }
 
 epoch_lines() {
@@ -164,11 +193,12 @@ if [ $emulated = true ]; then
     few=("${synthetic[@]}" --limit-train 12 --limit-test 4 --batch-size 4) batch=4
     export CUEMU_DEVICES=2
     mnist=("${few[@]}") cifar=(--model cifar "${few[@]}")
-    tests=(tiny) bench=(--tiny)
+    tests=(tiny) bench=(EMULATE=1) ladder=(--program "$cnn" --model mnist)
 else
     mnist=("${synthetic[@]}")
     cifar=("${synthetic[@]}" --model cifar --width 64 --batch-size 250)
-    tests=() bench=()
+    # enough images for accuracies that can be compared, and few enough for the slowest rung
+    tests=(all) bench=() ladder=(--program "$cnn" --limit 10240)
 fi
 
 step check build 200 make -s -j "$(nproc)" COMMIT="$commit" "${settings[@]}" "${targets[@]}"
@@ -176,6 +206,10 @@ step check first 30 $cnn "${first[@]}" --out "$tmp/first.run"
 judge on_gpu "a line Device: with sm_" "$(grep '^Device' "$tmp/first")" grep '^Device:.*sm_' "$tmp/first"
 
 part_correctness() {
+    # Which lane has which element of a fragment: small integers, whose sums are exact
+    step check tensor 60 "${programs}test_cuda" tiny linear tensor
+    judge tensor_tests "a test of the tensor kernels" "$(grep -v comparison "$tmp/tensor" | head -n 1)" \
+        grep '^pass .*tensor' "$tmp/tensor"
     step check test_cuda 120 "${programs}test_cuda" "${tests[@]}"
     judge some_tests "10 tests that passed" "$(grep -c '^pass ' "$tmp/test_cuda")" \
         test "$(grep -c '^pass ' "$tmp/test_cuda")" -ge 10
@@ -204,20 +238,38 @@ part_correctness() {
     [ $emulated = true ] || sanitizers
 }
 
+# tool NAME: its path
+tool() { command -v "$1" || command -v "$cuda/$1"; }
+
 # Not every machine with a GPU permits it: the first, smallest run shows that.
 sanitizers() {
-    local sanitizer
-    sanitizer=$(command -v compute-sanitizer || command -v "$cuda/compute-sanitizer")
-    if [ -z "$sanitizer" ]; then
-        report check sanitizers skip "compute-sanitizer is not installed" 0
-    elif ! timeout -k 5 30 "$sanitizer" $cnn "${first[@]}" 2>&1 | tee "$tmp/dry" | grep -q SUMMARY
-    then
-        report check sanitizers skip "does not work here: $(grep '^=' "$tmp/dry" | head -n 1)" 0
+    local sanitizer name why=''
+    if ! sanitizer=$(tool compute-sanitizer); then
+        why="compute-sanitizer is not installed"
+    elif ! timeout -k 5 30 "$sanitizer" $cnn "${first[@]}" 2>&1 | tee "$tmp/dry" | grep -q SUMMARY; then
+        why="compute-sanitizer does not work here: $(grep '^=' "$tmp/dry" | head -n 1)"
+    fi
+    for name in memcheck racecheck initcheck synccheck; do
+        if [ -n "$why" ]; then
+            report check $name skip "$why" 0
+        else
+            step check $name 60 "$sanitizer" --tool $name --error-exitcode 9 "${programs}test_cuda" tiny
+        fi
+    done
+}
+
+# How close the kernels of convolutions come to the device's limits, by its own counters, which only some
+# machines let a user read.
+counters() {
+    local ncu
+    if ! ncu=$(tool ncu); then
+        report figure ncu skip "ncu is not installed" 0
+    elif ! timeout -k 5 60 "$ncu" --launch-count 1 $cnn "${first[@]}" >"$tmp/dry" 2>&1 ||
+        ! grep -q '^==PROF== Profiling' "$tmp/dry"; then
+        report figure ncu skip "ncu does not work here: $(grep -m 1 '^==ERROR' "$tmp/dry")" 0
     else
-        for tool in memcheck racecheck initcheck synccheck; do
-            step check $tool 60 "$sanitizer" --tool $tool --error-exitcode 9 \
-                "${programs}test_cuda" tiny
-        done
+        step figure ncu 60 "$ncu" --section SpeedOfLight --section Occupancy --launch-count 12 \
+            --kernel-name regex:gemm $cnn "${few[@]}"
     fi
 }
 
@@ -228,7 +280,14 @@ part_speed() {
         judge mnist_learns "an accuracy of at least 50 %" "$(grep '^epoch=' "$tmp/mnist")" \
             learned mnist
     fi
-    step figure bench 240 "${programs}bench_gpu" "${bench[@]}" --json "$tmp/bench.json"
+    mkdir -p "$tmp/operations"
+    step figure bench 240 env "${bench[@]}" MODES=none OUT="$tmp/operations" tests/gpu/bench_gpu.sh
+    if [ $emulated = true ]; then # on a GPU, a device may lack a precision
+        judge variants "no variant that is refused" "$(grep -m 1 refused "$tmp/bench")" \
+            test -z "$(grep refused "$tmp/bench")"
+    else
+        counters
+    fi
 }
 
 # torch.compile takes a minute for a large network, so it comes last.
@@ -240,8 +299,24 @@ part_pytorch() {
         report figure pytorch skip "PyTorch is not installed" 0
         return
     fi
-    step figure pytorch 200 "$python" tests/gpu/bench_pytorch_gpu.py --modes "eager graph" --seconds .5
+    step figure pytorch 280 env MODES="eager graph" tests/gpu/bench_gpu.sh
     step figure pytorch_compiled 240 "$python" tests/gpu/bench_pytorch_gpu.py --modes compiled
+}
+
+part_ablation() {
+    local rows=$tmp/ablation.run/ablation.csv ladder_of_gpu
+    if ! command -v python3 >/dev/null; then
+        report figure ablation skip "python3 is not installed" 0
+        return
+    fi
+    step figure ablation 420 labs/tools/study.py ablation "$tmp/ablation.run" "${ladder[@]}"
+    ladder_of_gpu=$(awk '$1 == "gpu" { print $2 }' slurm/configs/ablation.txt | xargs)
+    if [ $emulated = true ]; then
+        judge rungs "the rungs $ladder_of_gpu" "$(rungs "$rows")" test "$(rungs "$rows")" = "$ladder_of_gpu"
+    elif [ -s "$rows" ]; then
+        judge same_accuracy "no rung more than 5 points below the first" \
+            "$(cut -d , -f 1,5 "$rows" 2>/dev/null | xargs)" same_accuracy "$rows"
+    fi
 }
 
 for part; do
@@ -265,8 +340,12 @@ nvcc=$({ nvcc --version || "$cuda/nvcc" --version; } 2>/dev/null | grep -om 1 'V
     printf ' "date": "%s", "commit": %s, "emulated": %s,\n' "$date" "$(quoted "$commit")" $emulated
     printf ' "steps": [%s],\n' "$steps"
     printf ' "epochs": [%s],\n' "$(epoch_lines | objects)"
-    printf ' "bench": %s,\n' "$(cat "$tmp/bench.json" 2>/dev/null || echo null)"
-    printf ' "pytorch": [%s]}\n' "$(grep -hs ' precision=.*=' "$tmp"/pytorch{,_compiled} | grep -v ' does not work ' | objects)"
+    printf ' "training_steps": [%s],\n' "$(grep -hs '^net=.* step' "$tmp"/{bench,pytorch} | objects)"
+    printf ' "operations": [%s],\n' "$(find "$tmp" -path '*/operations/*.json' | sort | xargs -r paste -sd ' ' |
+        sed '$!s/$/,/')"
+    printf ' "ablation": [%s],\n' "$(csv "$tmp/ablation.run/ablation.csv" 2>/dev/null)"
+    printf ' "pytorch": [%s]}\n' "$(grep -hs '^torch .* precision=.*=' "$tmp"/pytorch{,_compiled} |
+        grep -v ' does not work ' | objects)"
 } >"$tmp/results.json"
 if command -v python3 >/dev/null; then
     judge json "JSON" "$(python3 -m json.tool "$tmp/results.json" 2>&1 | tail -n 1)" \

@@ -1,0 +1,298 @@
+#!/usr/bin/env bash
+# Tests study.py ablation, its plot and the argument files in slurm/configs: with a stand-in for ./cnn on a
+# GPU, whose speeds and accuracies are known, so that the table can be worked out by hand; and with tiny real
+# runs on the CPU and in the emulator. Prints `pass ablation/NAME`, `fail ...` or `skip ...`.
+suite=ablation
+# shellcheck source=tests/lib.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh" || exit 1
+if ! command -v python3 >/dev/null; then
+    skip all "python3 is not installed"
+    exit 0
+fi
+export OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE=1
+emulator=$repo/cnn-emu configs=$repo/slurm/configs
+cd "$tmp" || exit 1
+
+# shellcheck source=tests/labs/fork_python.sh
+source "$repo/tests/labs/fork_python.sh"
+for plotter in python3 /usr/bin/python3 ""; do
+    "$plotter" -c 'import matplotlib' 2>/dev/null && break
+done
+if [ -n "$plotter" ]; then
+    start_python "$plotter" run_folders tempfile matplotlib.pyplot
+else
+    start_python python3 run_folders tempfile
+fi
+
+ablation() { fork_python "$out" "$err" "$repo/labs/tools/study.py" ablation "$@"; }
+error() { one_error study "$@"; }
+
+# cell FILE RUNG COLUMN
+cell() {
+    python3 -c 'import csv, sys
+print(*(row[sys.argv[3]] for row in csv.DictReader(open(sys.argv[1])) if row["rung"] == sys.argv[2]))' "$@"
+}
+rungs_of() { cut -d , -f 1 "$1/ablation.csv" | tail -n +2 | xargs; }
+
+# Stands in for ./cnn on a GPU and, as cnn-emu, for the emulator. It has the options of the ladder. What is
+# absent, and which tensor cores it lacks, stand in the file `lacks`; what it trained, in `trained`. Each
+# optimization doubles the speed; the first epoch takes ten times as long.
+make_cnn() {
+    cat >cnn <<'END'
+#!/usr/bin/env python3
+import json, os, sys
+words = sys.argv[1:]
+lacks = open("lacks").read().split() if os.path.exists("lacks") else []
+emulated = sys.argv[0].endswith("-emu")
+given = dict(zip(words, words[1:]))
+def refuse(why):
+    sys.exit("cnn: error: " + why)
+if "gpu" in lacks and not emulated and "--gpus" in given:
+    refuse("--gpus 1: found no GPU (stand-in); --replicas 1 does the same on the CPU")
+if "fashion-mnist" in lacks and given["--dataset"] == "fashion-mnist":
+    refuse("fashion-mnist: expected train-images-idx3-ubyte (or .gz), found none")
+fast = {"--kernels": ["naive", "tiled", "tensor"], "--precision": ["fp32", "tf32", "bf16"],
+        "--layout": ["nchw", "nhwc"], "--optimizer-launch": ["per-tensor", "fused"],
+        "--zero-grad": ["memset", "none"], "--autotune": ["off", "on"], "--graph": ["off", "on"]}
+for word in words:
+    if word.startswith("--") and word in lacks:
+        refuse("unknown option " + word)
+if "tensor" in lacks and given.get("--kernels") == "tensor":
+    given.update({"--kernels": "tiled", "--precision": "fp32"})
+level = sum(values.index(given[o]) for o, values in fast.items() if given.get(o) in values)
+epochs, images, batch = int(given.get("--epochs", 1)), 1000, int(given.get("--global-batch", 2))
+seed, switches = int(given.get("--seed", 1)), {"on": True, "off": False}
+settings = {k[2:]: switches.get(v, v) for k, v in given.items() if k.startswith("--") and not v.startswith("--")}
+settings.update(model=given["--model"], seed=seed, epochs=epochs, threads=1, workers=1)
+settings = {"lr-scaling": "none", "kernels": "tiled", **settings}
+if "--dry-run" not in words:
+    print(" ".join(words), file=open("trained", "a"))
+    if os.path.exists("deadly") and sum(1 for _ in open("trained")) == 9:
+        os.kill(os.getppid(), 9)
+        sys.exit(1)
+device = "emulated GPU, sm_90" if emulated else "GPU X, sm_90, 132 multiprocessors"
+device = "cpu" if "--no-cuda" in words else device
+run = {"status": "complete", "emulated": emulated, "command": sys.argv,
+       "machine": {"host": "a", "cpu": "CPU Y", "device": device, "driver": None if device == "cpu" else "CUDA 13.1"},
+       "build": {"compiler": "gcc 1", "flags": "-O3", "commit": "abc"}, "settings": settings,
+       "parallel": {"mode": "single", "world": 1, "batch_per_device": batch, "global_batch": batch},
+       "per_class": {}, "confusion": [],
+       "epochs": [{"epoch": e, "images": images, "seconds": (10 if e == 1 else 1 + .01 * seed) / 2 ** level,
+                   "loader_wait_s": 0, "test_loss": 1, "accuracy": 80 + seed} for e in range(1, epochs + 1)]}
+json.dump(run, open(os.path.join(given["--out"], "run.json"), "w"))
+END
+    chmod +x cnn
+    ln -sf cnn cnn-emu
+    rm -rf lacks trained
+}
+
+head_of_csv=rung,options,img_per_s,seconds,accuracy,accuracy_sd,emulated,times_first,times_previous,repeats,$(
+)model,dataset,device,driver,date,commit
+
+test_ladder() {
+    make_cnn
+    ablation gpu
+    same ladder/status "0 " "$status $(cat "$err")"
+    same ladder/columns "$head_of_csv" "$(head -n 1 gpu/ablation.csv)"
+    same ladder/rungs "naive tiled tf32 bf16 nhwc extra graph" "$(rungs_of gpu)"
+    same ladder/runs 21 "$(wc -l <trained)"
+    same ladder/seeds "7 1 7 2 7 3" "$(grep -oP 'seed \K\d' trained | sort | uniq -c | xargs)"
+    # Each rung has the options above it, each of them once
+    same ladder/first "--kernels naive --precision fp32 --layout nchw --optimizer-launch per-tensor $(
+        )--zero-grad memset --autotune off --graph off" "$(sed -n 1p trained | grep -o -- '--kernels.*--graph off')"
+    same ladder/bf16 "--kernels tensor --precision bf16 --layout nchw --optimizer-launch per-tensor $(
+        )--zero-grad memset --autotune off --graph off" "$(sed -n 4p trained | grep -o -- '--kernels.*--graph off')"
+    same ladder/last "--kernels tensor --precision bf16 --layout nhwc --optimizer-launch fused --zero-grad none $(
+        )--autotune on --graph on" "$(sed -n 7p trained | grep -o -- '--kernels.*--graph on')"
+    same ladder/defaults 21 "$(grep -c -- '--model resnet18 --epochs 3 --global-batch 128 ' trained)"
+    same ladder/data 21 "$(grep -c -- '--dataset fashion-mnist' trained)"
+    same ladder/adds "--layout nhwc" "$(cell gpu/ablation.csv nhwc options)"
+    # The epochs after the first take 1.01, 1.02 and 1.03 s, two of each
+    near ladder/median 980.392 "$(cell gpu/ablation.csv naive img_per_s)"
+    near ladder/seconds 12.04 "$(cell gpu/ablation.csv naive seconds)" # 10 + 2 * 1.02
+    near ladder/accuracy 82 "$(cell gpu/ablation.csv naive accuracy)"
+    near ladder/accuracy_sd 1 "$(cell gpu/ablation.csv naive accuracy_sd)"
+    # tf32 has two things more than tiled: --kernels tensor and --precision tf32
+    near ladder/previous 4 "$(cell gpu/ablation.csv tf32 times_previous)"
+    near ladder/times_first 8 "$(cell gpu/ablation.csv tf32 times_first)"
+    near ladder/graph 512 "$(cell gpu/ablation.csv graph times_first)"
+    same ladder/row "0 3 resnet18 fashion-mnist CUDA 13.1 abc" \
+        "$(for key in emulated repeats model dataset driver commit; do cell gpu/ablation.csv graph $key; done | xargs)"
+    line ladder/what '^Ablation: resnet18, fashion-mnist, 1000 images, batch 128, epochs: 3, seeds: 3$'
+    line ladder/where '^GPU X, sm_90, 132 multiprocessors, driver CUDA 13.1, \d{4}-\d\d-\d\d, commit abc$'
+    line ladder/head '^rung +img/s +x first +x previous +accuracy % +sd +adds$'
+    line ladder/table '^tf32 +7843.14 +8.00 +4.00 +82.00 +1.00 +--kernels tensor --precision tf32$'
+    ablation gpu
+    same again/status "0 " "$status $(cat "$err")"
+    same again/trained 21 "$(wc -l <trained)"
+    ablation gpu --epochs 4
+    error again/other_epochs gpu/resnet18-single-b128-rung1-naive-r1 "--epochs"
+}
+
+# Killed in the ninth run: the first seed is complete; then the others follow.
+test_resumed() {
+    make_cnn
+    touch deadly
+    { ablation stopped --limit 100; } 2>/dev/null
+    same killed/status 137 "$status"
+    same killed/table "naive tiled tf32 bf16 nhwc extra graph 1" \
+        "$(rungs_of stopped) $(cell stopped/ablation.csv graph repeats)"
+    rm deadly trained
+    ablation stopped --limit 100
+    same resumed/status "0 13" "$status$(cat "$err") $(wc -l <trained)"
+    same resumed/repeats 3 "$(cell stopped/ablation.csv graph repeats)"
+    same resumed/limit 13 "$(grep -c -- '--limit-train 100 --limit-test 100' trained)"
+}
+
+test_lacks() {
+    make_cnn
+    echo fashion-mnist >lacks
+    ablation made_up --repeats 1 --model resnet8 --batches 64
+    same data/status "0 " "$status $(cat "$err")"
+    line data/said '^Fashion-MNIST is not here, so all rungs train with generated images; data/get_data.sh '
+    line data/head '^Ablation: resnet8, synthetic \(generated images\), 1000 images, batch 64,'
+    same data/csv "synthetic (generated images)" "$(cell made_up/ablation.csv nhwc dataset)"
+    same data/one_seed "81 " "$(cell made_up/ablation.csv nhwc accuracy) $(cell made_up/ablation.csv nhwc accuracy_sd)"
+    rm trained
+    ablation own_data --repeats 1 -- --dataset cifar10
+    same data/own "0 7" "$status $(grep -c -- '--dataset cifar10' trained)"
+
+    echo tensor >lacks
+    ablation older --repeats 1
+    same older/status "0 " "$status $(cat "$err")"
+    line older/skip '^skip bf16: ./cnn runs with --kernels tiled instead of tensor, --precision fp32 instead of bf16$'
+    same older/rungs "naive tiled" "$(rungs_of older)"
+
+    echo --graph >lacks
+    ablation older_cnn --repeats 1
+    error older_cnn/option "unknown option --graph" "dry run"
+
+    echo gpu >lacks
+    rm -f trained
+    ablation without --repeats 2
+    same cpu/status "0 " "$status $(cat "$err")"
+    line cpu/why '^No GPU: --gpus 1: found no GPU \(stand-in\).*; EMULATE=1 .* uses virtual GPUs instead$'
+    line cpu/said '^The ladder of the CPU, with a small network: --model mnist, 1000 images$'
+    same cpu/rungs "naive fast" "$(rungs_of without)"
+    same cpu/runs "4 4" "$(wc -l <trained) $(grep -c -- '--no-cuda --model mnist .*--limit-train 1000' trained)"
+    line cpu/where '^CPU Y, \d{4}-\d\d-\d\d, commit abc$'
+
+    rm trained
+    ablation virtual --emulate
+    same emulated/status "0 " "$status $(cat "$err")"
+    same emulated/rungs "naive tiled tf32 bf16 nhwc extra graph" "$(rungs_of virtual)"
+    same emulated/two_steps "7 7" \
+        "$(wc -l <trained) $(grep -c -- '--epochs 1 --global-batch 2 --limit-train 4 ' trained)"
+    line emulated/said '^Emulated: every rung runs'
+    line emulated/table '^graph +n/a +n/a +n/a +n/a +n/a +--graph on$'
+    same emulated/csv "graph,--graph on,,,,,1,,,1" "$(grep ^graph virtual/ablation.csv | cut -d , -f 1-10)"
+    holds emulated/no_speed "no seconds, no img/s" "$(cat "$out")" test -z "$(grep -E '[0-9] (s|img)' "$out")"
+}
+
+test_refused() {
+    make_cnn
+    ablation none --epochs 1
+    error refused/epochs "--epochs: expected 2 or more"
+    ablation none --rungs no_such_file
+    error refused/no_file no_such_file "a file of rungs"
+    printf '# a comment\ngpu one --kernels\n' >rungs
+    ablation none --rungs rungs
+    error refused/no_value "rungs, line 2" "gpu one --kernels"
+    echo 'tpu one --kernels naive' >rungs
+    ablation none --rungs rungs
+    error refused/device "rungs, line 1" tpu
+    echo 'cpu one --kernels naive' >rungs
+    ablation none --rungs rungs
+    error refused/no_rung "rungs of the device gpu"
+    same refused/nothing_trained "" "$(cat trained 2>/dev/null)"
+}
+
+test_plot() {
+    if [ -z "$plotter" ]; then
+        skip plot "no python3 with matplotlib; on Debian: apt-get install python3-matplotlib"
+        return
+    fi
+    fork_python "$out" "$err" "$repo/labs/tools/plot.py" made_up
+    line plot/drawn '^drawn: made_up/plots/ablation.png and .svg$'
+    for other in study loss; do # rungs are not one study
+        line plot/not_$other "^not drawn: $other: it is for runs with the same --"
+    done
+    cat >marks.py <<'END'
+import sys
+sys.path.insert(0, sys.argv[1])
+import plot
+runs = plot.read_runs("made_up")
+axes = plot.draw_ablation(runs).axes
+print(len(axes[0].patches), axes[0].texts[1].get_text().strip(), axes[0].patches[1].get_width())
+print(plot.describe(runs).replace("\n", "; "))
+END
+    same plot/bars "7 1980, x 2 1980.2" "$("$plotter" marks.py "$repo/labs/tools" 2>&1 | head -n 1)"
+    same plot/title "resnet8; synthetic (generated images), 1000 images, epochs: 3; GPU X; commit abc" \
+        "$("$plotter" marks.py "$repo/labs/tools" 2>&1 | tail -n 1)"
+    fork_python "$out" "$err" "$repo/labs/tools/plot.py" virtual
+    line plot/emulated '^not drawn: ablation: emulated'
+    mv made_up/ablation.csv kept.csv
+    fork_python "$out" "$err" "$repo/labs/tools/plot.py" made_up
+    line plot/no_csv '^not drawn: ablation: no ablation.csv; make ablation writes it$'
+    mv kept.csv made_up/ablation.csv
+}
+
+# The argument files: what a name promises is what changes
+options_in() { sed 's/ *#.*//' "$configs/$1.args" | grep .; }
+changed() { diff <(options_in "$1") <(options_in "$2") | sed -n 's/^> //p' | xargs; }
+
+test_configs() {
+    local name last=bs256
+    same configs/amp "--kernels tensor --precision fp16" "$(changed bs256 bs256-amp)"
+    same configs/nhwc "--layout nhwc" "$(changed bs256-amp bs256-amp-nhwc)"
+    same configs/extra "--optimizer-launch fused --zero-grad none --autotune on" \
+        "$(changed bs256-amp-nhwc bs256-amp-nhwc-extra-opts)"
+    for name in bs256 bs256-amp bs256-amp-nhwc bs256-amp-nhwc-extra-opts; do
+        same "configs/$name-prof" "--epochs 2 --limit-train 20480 --trace-steps 80:160" "$(changed $name $name-prof)"
+        last=$name
+    done
+    same configs/labels "1 AMP 3 EXTRA 1 NHWC 2 PROF" \
+        "$(grep -ohP '# \K(PROF|AMP|NHWC|EXTRA)\b' "$configs/$last-prof.args" | sort | uniq -c | xargs)"
+}
+
+# Real runs: of the CPU's ladder; of the GPU's, and of each argument file, in the emulator
+test_real() {
+    ablation real --program "$cnn" --epochs 2 --repeats 1 --limit 64 --batches 32 -- --no-cuda --dataset synthetic
+    if grep -q '^No GPU' "$out"; then
+        same real/status "0 " "$status $(cat "$err")"
+        same real/rungs "naive fast" "$(rungs_of real)"
+        same real/same_accuracy "$(cell real/ablation.csv naive accuracy)" "$(cell real/ablation.csv fast accuracy)"
+    else
+        skip real "there is a GPU"
+    fi
+    if [ ! -x "$emulator" ]; then
+        skip real_emulated "no ./cnn-emu; make emulate"
+        return
+    fi
+    printf 'gpu naive --kernels naive --optimizer-launch per-tensor\ngpu tiled --kernels tiled\n' >rungs
+    ablation real_emulated --program "$emulator" --rungs rungs --model cifar
+    same real_emulated/status "0 " "$status $(cat "$err")"
+    same real_emulated/rungs "naive,1 tiled,1" \
+        "$(awk -F , 'NR > 1 { print $1 "," $7 }' real_emulated/ablation.csv | xargs)"
+    if ! "$emulator" --help | grep -q '^  --graph '; then
+        skip real_ladder "this ./cnn-emu does not have all options of the ladder"
+        return
+    fi
+    ablation real_ladder --program "$emulator" --model "$([ -n "${QUICK:-}" ] && echo mnist || echo resnet8)"
+    same real_ladder/status "0 " "$status $(cat "$err")"
+    same real_ladder/rungs "naive tiled tf32 bf16 nhwc extra graph" "$(rungs_of real_ladder)"
+    local file tiny=(--model resnet8 --dataset synthetic --batch-size 2 --limit-train 2 --limit-test 2 --epochs 1)
+    for file in "$configs"/*.args; do
+        "$emulator" "@$file" "${tiny[@]}" >"$out" 2>"$err" </dev/null
+        same "real_configs/$(basename "$file")" "0 " "$? $(cat "$err")"
+    done
+}
+
+test_ladder
+test_resumed
+test_lacks
+test_refused
+test_plot
+test_configs
+test_real
+exit 0
