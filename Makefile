@@ -3,11 +3,14 @@
 # Variables: CC=clang   ARCH=native|x86-64-v3|...   NO_OMP=1   NO_CUDA=1   NO_MPI=1
 #            OPT=-O0 (no optimization)   NO_NCCL=1
 #            CUDA_ARCH=native|sm_90|...  (all-major: every GPU that this nvcc supports, and later ones)
+#            HIP=1 (for AMD's GPUs, instead of CUDA)   HIP_ARCH='gfx90a gfx1030'   HIPCC=PATH
 
 CC     = gcc
 ARCH   = native
 CUDA   ?= /usr/local/cuda
 CUDA_ARCH = all-major
+HIPCC  = hipcc
+HIP_ARCH = gfx90a
 
 # -fno-math-errno: sqrt() is one instruction. No option here changes floating-point semantics.
 OPT    = -O3
@@ -24,7 +27,9 @@ ifndef NO_OMP
 OMP := $(call probe,$(HASH)include <omp.h>\nint main(void) { return omp_get_max_threads() < 1; },-fopenmp)
 endif
 OMP_FLAGS := $(if $(OMP),-fopenmp,-Wno-unknown-pragmas)
-ifndef NO_CUDA
+ifdef HIP
+HAVE_HIP := $(shell command -v $(firstword $(HIPCC)) 2>/dev/null)
+else ifndef NO_CUDA
 NVCC := $(shell command -v nvcc 2>/dev/null || command -v $(CUDA)/bin/nvcc 2>/dev/null)
 HAVE_CUDA := $(and $(NVCC),$(call probe,$(HASH)include <cuda_runtime_api.h>\nint main(void) { int n; \
 	return cudaGetDeviceCount(&n) == 0; },-I$(dir $(NVCC))../include -L$(dir $(NVCC))../lib64 \
@@ -47,7 +52,11 @@ all: found cnn
 
 found:
 	@echo "OpenMP: $(if $(OMP),found,$(if $(NO_OMP),disabled,not found: one thread))"
+ifdef HIP
+	@echo "HIP:    $(if $(HAVE_HIP),found$(comma) for AMD's $(HIP_ARCH),hipcc not found: CPU only)"
+else
 	@echo "CUDA:   $(if $(HAVE_CUDA),found$(comma) for $(CUDA_ARCH),$(if $(NO_CUDA),disabled,not found: CPU only))"
+endif
 	@echo "MPI:    $(if $(HAVE_MPI),found,$(if $(NO_MPI),disabled,not found: one machine only))"
 	@echo "NCCL:   $(if $(HAVE_NCCL),found,$(if $(NO_NCCL),disabled,not found$(comma) or not needed: it connects GPUs of MPI ranks))"
 
@@ -59,6 +68,7 @@ help:
 	@echo "  make count     build ./cnn-count: the same, counting what each kernel reads and writes"
 	@echo "  make debug     build ./cnn-debug with the address and undefined-behaviour sanitizers"
 	@echo "  make clean     remove everything that make built; runs/ is kept"
+	@echo "  make HIP=1     build ./cnn with the GPU code for AMD's GPUs, by hipcc; HIP_ARCH=gfx90a"
 	@echo "Running"
 	@echo "  make data      download MNIST (INSTALL=1: may install Debian's Fashion-MNIST package)"
 	@echo "  make run       train the MNIST network for one epoch on the best data found"
@@ -93,11 +103,13 @@ SOURCE = cnn.c $(wildcard cnn_kernels.c) # cnn.c includes the second one if it e
 # Rebuilds when the settings change, not only when the source does.
 BUILD = $(CC) $(CFLAGS) $(OMP_FLAGS)
 NVCC_BUILD = $(NVCC) -std=c++17 -O3 -arch=$(CUDA_ARCH) -lineinfo $(if $(HAVE_NCCL),-DCNN_NCCL)
+HIP_BUILD = $(HIPCC) -x hip -I. -std=c++17 -O3 $(addprefix --offload-arch=,$(HIP_ARCH))
+KERNEL_BUILD = $(if $(HAVE_HIP),$(HIP_BUILD),$(NVCC_BUILD))
 build/settings build/kernel_settings build/test_settings: FORCE
 	@mkdir -p build
 	@echo '$(SETTINGS)' | cmp -s - $@ || echo '$(SETTINGS)' > $@
-build/settings: SETTINGS = $(BUILD) $(if $(HAVE_CUDA),CUDA) $(MPI) $(COMMIT)
-build/kernel_settings: SETTINGS = $(NVCC_BUILD) $(EMU_BUILD)
+build/settings: SETTINGS = $(BUILD) $(if $(HAVE_CUDA),CUDA) $(if $(HAVE_HIP),HIP) $(MPI) $(COMMIT)
+build/kernel_settings: SETTINGS = $(KERNEL_BUILD) $(EMU_BUILD)
 build/test_settings: SETTINGS = $(TEST_FLAGS)
 .PHONY: FORCE
 FORCE:
@@ -116,8 +128,19 @@ CUDA_DEFINES = -DCNN_CUDA $(if $(HAVE_NCCL),-DCNN_NCCL)
 CUDA_LIBS = -L$(dir $(NVCC))../lib64 -lcudart_static -lstdc++ -ldl -lrt \
 	$(if $(HAVE_NCCL),-lnccl)
 endif
-build/cnn_kernels.o: cnn_kernels.cu build/declarations build/kernel_settings
-	$(NVCC_BUILD) -c cnn_kernels.cu -o $@
+ifneq ($(HAVE_HIP),)
+KERNELS = build/cnn_kernels.o
+CUDA_DEFINES = -DCNN_CUDA
+HIP_LIB = $(abspath $(dir $(realpath $(HAVE_HIP)))../lib)
+CUDA_LIBS = -L$(HIP_LIB) -Wl,-rpath,$(HIP_LIB) -lamdhip64 -lstdc++
+endif
+build/cnn_kernels.o: $(if $(HAVE_HIP),build/cnn_kernels.hip,cnn_kernels.cu) build/declarations build/kernel_settings
+	$(KERNEL_BUILD) -c $< -o $@
+# HIP has CUDA's functions under names that begin with hip; cnn_kernels.cu has what else differs.
+build/cnn_kernels.hip: cnn_kernels.cu FORCE
+	@mkdir -p build
+	@{ echo '#line 1 "cnn_kernels.cu"'; sed 's/\bcuda\([A-Z]\)/hip\1/g' $<; } > $@.new
+	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
 
 cnn: $(SOURCE) $(KERNELS) build/settings
 	$(BUILD) $(DEFINES) $(CUDA_DEFINES) cnn.c $(KERNELS) -o $@ $(MPI) $(CUDA_LIBS) $(LIBS)

@@ -48,7 +48,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#ifdef __CUDACC__
+#if defined __CUDACC__ || defined __HIP__
 #define HOST_DEVICE __host__ __device__
 #else
 #define HOST_DEVICE
@@ -81,12 +81,13 @@ typedef struct Shape {
 typedef struct Settings {
     const char *model, *stem, *dataset, *data, *augment, *optimizer, *schedule, *milestones;
     const char *lr_scaling, *kernels, *optimizer_launch, *out, *checkpoint, *save_every, *load;
+    const char *precision, *layout;
     size_t width, limit_train, limit_test, batch_size, test_batch_size, epochs, max_steps, seed;
     size_t step_size, warmup_epochs, log_interval, workers, threads;
     double lr, momentum, weight_decay, gamma, label_smoothing;
-    bool nesterov, dry_run, save_model, resume, eval, per_class, profile, no_cuda;
+    bool nesterov, dry_run, save_model, resume, eval, per_class, profile, no_cuda, graph;
     bool pin_memory, resident;
-    const char *trace, *trace_steps;
+    const char *trace, *trace_steps, *zero_grad;
     bool quiet, layers;
     // several devices (section 10)
     const char *parallel;
@@ -113,7 +114,7 @@ typedef struct Layer {
     const struct Layer *pool;       // conv2d: the max-pool fused into it, or NULL
     size_t weights, biases;         // numbers of parameters; batchnorm2d: weights are its scales
     size_t weight, bias;            // their offsets into params and grads
-    size_t output, gradient;        // offsets into activations and dactivations
+    size_t output, gradient;        // offsets into activations and dactivations, in bytes
     size_t stats;                   // batchnorm2d: offset into stats, see batchnorm2d_forward()
     size_t saved;                   // offset into saved: argmax of a max-pool, mask of a dropout
 } Layer;
@@ -124,6 +125,12 @@ typedef struct Draw {
     size_t epoch, first; // position of the batch's first image in the epoch's permutation
     size_t skip;         // positions between two of its images, which other ranks have
 } Draw;
+
+// What changes from step to step; kernels read it through a pointer, from the device's memory.
+typedef struct Step {
+    Draw draw;
+    double lr;
+} Step;
 
 // The position of image number `image` of the batch in the epoch's permutation.
 static inline HOST_DEVICE size_t position_of(Draw draw, size_t image) {
@@ -195,7 +202,8 @@ typedef struct Batch {
 /* What a row works on in one step. A forward reads in, residual, weight and bias and writes out,
    stats and saved (=). A backward reads dout and what its forward read and wrote; it writes dweight
    and dbias with =, and din with = or, if accumulate, with +=. A prefixed d denotes the gradient
-   of the loss. */
+   of the loss. With --precision bf16 and fp16 in, residual, out, dout, din and a convolution's or
+   linear layer's weight point to numbers of 16 bits, except log_softmax's out and dout. */
 typedef struct Work {
     const Layer *l;
     size_t row, n;             // its number in the table; images of this batch
@@ -205,20 +213,41 @@ typedef struct Work {
     real *dweight, *dbias;
     real *stats;          // batchnorm2d
     uint8_t *saved;       // argmax of a max-pool, mask of a dropout
-    real *scratch;        // the backend's scratch_size() elements
+    real *scratch;        // the backend's scratch_size() numbers
+    void *transposed;     // --layout nchw: its transposed_size() elements; else NULL
+    Shape from;           // the shape of in, before a linear layer flattens it
     const void *prepared; // what the backend's prepare() has made for this row
-    const Draw *draw;     // of a training step; NULL: evaluation
+    const Draw *draw;     // of a training step, in the device's memory; NULL: evaluation
     bool accumulate;      // another reader of the same row has already written din
 } Work;
+
+/* On a GPU, which may be ahead of the host: a loss that is not finite skips the update (and the host
+   ends the run when it reads the loss). With fp16, gradients below 6e-8 would become 0, so the loss
+   is multiplied by `scale`, and the gradients are divided by it in the update. There a gradient
+   that is not finite skips the update, too, and halves the scale; after SCALE_STEPS steps without
+   one it is doubled. (Micikevicius et al., "Mixed precision training", arXiv:1710.03740; the
+   numbers are those of PyTorch's GradScaler.) In the device's memory. */
+typedef struct LossScale {
+    float scale;             // 1 in other precisions
+    uint32_t steps, skipped; // since the scale was changed; skipped in the whole run
+    uint32_t not_finite;     // number of losses and gradients of this step
+} LossScale;
+enum { FIRST_SCALE = 65536, SCALE_STEPS = 2000 };
 
 // What an optimizer updates: `count` parameters, and the state that it keeps for each of them.
 typedef struct Update {
     real *param, *state[2];
     const real *grad;
+    void *low;              // a copy of param with 16 bits each, or NULL
+    const LossScale *scale; // of the gradients; NULL on a CPU
     size_t count;
-    double lr, momentum, weight_decay;
+    const Step *step; // with the learning rate, in the device's memory
+    double momentum, weight_decay;
     bool nesterov;
 } Update;
+
+// Ranges of time that Nsight shows for a thread, each within the one before.
+typedef enum { RANGE_STEP, RANGE_LINE, RANGE_ROW } RangeLevel;
 
 // What a run computes on.
 typedef struct Device {
@@ -229,35 +258,47 @@ typedef struct Device {
 
 // What a network needs from a device. Operations are queued and run in order. NULL: not provided.
 typedef struct Backend {
-    const char *name, *kernels;
-    const char *precision; // of activations and their gradients: fp32, tf32, bf16 or fp16
-    size_t element;        // bytes of one of them
+    const char *name, *kernels, *precision;
+    size_t element; // bytes of an element of activations and of their gradients
     // of GPUs: how many there are; 0: none, for this reason
     size_t (*devices)(const char **why_not);
     // the calling thread computes for this replica, on that device; errors go to on_error
     void (*use)(size_t replica, size_t device, void (*on_error)(int status, const char *, ...));
     void (*describe)(Device *d); // the device of the calling thread
+    const char *(*lacks)(void);  // what that device lacks for these kernels; NULL: nothing
     struct {
         void (*forward)(Work w), (*backward)(Work w);
         bool fuses; // forward itself adds the residual and applies the ReLU
     } layers[KINDS];
+    bool norm_relu_backward; // a batchnorm2d's backward does its ReLU's, if there is no residual
     bool (*fuses_pool)(const Layer *conv, const Layer *pool); // ... and this max-pool
-    size_t (*scratch_size)(const Layer *l, size_t n);         // in elements
+    size_t (*scratch_size)(const Layer *l, size_t n);         // in numbers of 32 bits
+    size_t (*transposed_size)(const Layer *l, size_t n);      // in elements; NULL: NHWC only
     // constant data of a row's kernels: its size in bytes, and the function that computes it
     size_t (*prepared_size)(const Layer *l);
     void (*prepare)(void *prepared, const Layer *l);
     // operations that the row's forward and backward execute; NULL: those of the definition
     double (*flops)(Work w);
+    // dlogp is multiplied by the scale, unless that is NULL; scale->not_finite += losses that are not
     void (*nll_loss)(real *losses, real *dlogp, const real *logp, const uint8_t *labels, size_t n,
-                     size_t batch, size_t classes, double smoothing);
+                     size_t batch, size_t classes, double smoothing, LossScale *scale);
+    void (*set_step)(Step *to, Step step); // queued; to: in the device's memory
     void (*adadelta)(Update u);
     void (*sgd)(Update u);
+    // of 16-bit precisions; else NULL: low = param
+    void (*lower)(void *low, const real *param, size_t count);
+    // of fp16; else NULL: scale->not_finite += gradients that are not; after the update
+    void (*count_not_finite)(LossScale *scale, const real *grad, size_t count);
+    void (*adjust_scale)(LossScale *scale);
+    // out = the images of a loader, as row 0 has them; NULL: the network reads the loader's
+    void (*load_images)(real *out, const real *images, size_t n, Shape s, bool nchw);
     void *(*alloc)(size_t bytes); // zeroed device memory; NULL: there is not enough
     void (*release)(void *memory);
     void *(*pinned_alloc)(size_t bytes); // zeroed host memory that the device reads directly
     void (*pinned_release)(void *memory);
     // between host and device, either way, and within the device; queued with the operations
     void (*copy)(void *to, const void *from, size_t bytes);
+    void (*clear)(void *memory, size_t bytes); // of the device, to zeros
     // between host and device, either way, immediately and by any thread, concurrently with the
     // operations of that device; NULL: the device computes in the host's memory
     void (*transfer)(size_t device, void *to, const void *from, size_t bytes);
@@ -270,13 +311,19 @@ typedef struct Backend {
     void (*mark)(size_t i);                    // a point in the stream of work, 0 to MARKS - 1
     double (*elapsed)(size_t from, size_t to); // seconds between two marks; waits for both
     void (*wait)(size_t replica, size_t mark); // until that replica has passed the mark; or NULL
-    double (*peak_gflops)(void);               // multiply-adds of this device, measured
-    // for Nsight: ends this thread's range and begins one of this name (NULL: none); starts or
-    // stops recording
-    void (*range)(const char *name);
+    /* CUDA graphs: after capture(true), operations are recorded instead of executed, copies to and
+       from pinned memory included; capture(false) returns a graph of them; replay() queues it */
+    void *(*capture)(bool begin);
+    void (*replay)(void *graph);
+    void (*free_graph)(void *graph);
+    double (*peak_gflops)(void); // multiply-adds of this device, measured
+    // # PROF  for Nsight: ends this thread's ranges of this level and of those inside, and begins
+    // one of this name (NULL: none); starts or stops recording
+    void (*range)(RangeLevel level, const char *name);
     void (*record)(bool on);
-    // a batch of a resident data set; NULL: the loader's threads make all batches
-    void (*gather)(real *out, uint8_t *labels, const Resident *r, const Draw *draw, size_t n);
+    // a batch of a resident data set, draw in the device's memory; NULL: loaders make all batches
+    void (*gather)(real *out, uint8_t *labels, const Resident *r, const Draw *draw, size_t n,
+                   bool nchw);
 } Backend;
 
 /* What cnn_kernels.cu provides where nvcc or the emulator has compiled it:
@@ -615,6 +662,15 @@ static uint64_t hash_bytes(uint64_t hash, const void *memory, size_t bytes) {
 static size_t first_not_finite(const real *numbers, size_t count) {
     size_t i = 0;
     while (i < count && isfinite(numbers[i]))
+        i++;
+    return i;
+}
+
+// The same of numbers with 16 bits, of which `exponent` bits are the exponent: 8 in bf16, 5 in fp16
+static size_t first_not_finite_16(const uint16_t *numbers, size_t count, int exponent) {
+    const int ones = (1 << exponent) - 1;
+    size_t i = 0;
+    while (i < count && (numbers[i] >> (15 - exponent) & ones) != ones)
         i++;
     return i;
 }
@@ -1092,7 +1148,8 @@ static void log_softmax_backward(Work w) {
      losses[i] = sum over k of target[k] * -logp[i][k],  target[k] = e / classes (+ 1 - e at label)
      dlogp[i][k] = -target[k] / batch, where batch counts all ranks' images. dlogp may be NULL. */
 static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t *labels, size_t n,
-                     size_t batch, size_t classes, double smoothing) {
+                     size_t batch, size_t classes, double smoothing, LossScale *scale) {
+    (void)scale; // NULL on a CPU
     const real elsewhere = (real)(smoothing / (double)classes);
     const real at_label = (real)(1 - smoothing) + elsewhere;
     for (size_t i = 0; i < n; i++, logp += classes) {
@@ -1111,6 +1168,7 @@ static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t 
    backward, checkpoints) walks over the table. The network owns these arenas, planned from the
    table and allocated once:
       params, grads     [param_size], each tensor aligned to a cache line
+      low               --precision bf16, fp16: the parameters again, with 16 bits
       activations       [batch][...] of every row; in-place rows share their input's, and a CPU
                         reads the images, row 0, from the loader's buffer
       dactivations      their gradients; those with disjoint lifetimes share memory
@@ -1129,15 +1187,21 @@ typedef struct Net {
     size_t param_size;        // ... with the gaps between tensors: the size of the arenas
     size_t batch, test_batch; // the most images of a training step, and of an evaluation's
     real *images;             // the batch's: output of row 0
-    size_t activation_size, gradient_size, stats_size, saved_size, scratch_size;
+    size_t activation_size, gradient_size, saved_size; // in bytes
+    size_t stats_size, scratch_size, transposed_size;
     size_t host_size;       // elements of host[0] and host[1]: the largest tensor, or the output
     size_t batches_tracked; // number of batches in BatchNorm's running statistics
-    real *params, *grads, *activations, *dactivations, *stats, *scratch, *losses;
-    real *host[2]; // staging buffers on the host, for copies from and to the device
+    real *params, *grads, *stats, *scratch, *losses;
+    char *low, *activations, *dactivations;
+    void *transposed; // --layout nchw, else NULL
+    LossScale *scale; // on a GPU, else NULL
+    real *host[2];    // staging buffers on the host, for copies from and to the device
     uint8_t *saved, *labels;
+    Step *step;        // of the batch that net_load() has loaded
     size_t others;     // number of other ranks that share a batch, over which the loss is a mean
     struct Comm *comm; // backward() reports finished gradients to it; or NULL
     bool marks_rows;   // a mark after each row
+    bool names_rows;   // a range for each row
     double *flops;     // or NULL: backward stores what each row executes, see Backend
     char *prepared;    // what the backend keeps for its kernels, row by row
     size_t prepared_at[MAX_LAYERS], prepared_size;
@@ -1377,7 +1441,7 @@ static bool shares_gradient(Net *net, size_t row) {
 
 // The rows in whose backward a gradient is used: from its last reader, which writes it, to its own
 typedef struct Lifetime {
-    size_t low, high, size, offset; // rows; elements
+    size_t low, high, size, offset; // rows; bytes
 } Lifetime;
 
 // First fit: the lowest offset at which `l` overlaps no gradient with an overlapping lifetime.
@@ -1392,6 +1456,12 @@ static size_t place_gradient(const Lifetime *l, const Lifetime *placed, size_t c
         }
     }
     return offset;
+}
+
+// The bytes of a number of a row's output: a log_softmax's, from which the loss is computed, keeps
+// 32 bits.
+static size_t element_of(const Net *net, const Layer *l) {
+    return l->kind == LOG_SOFTMAX ? sizeof(real) : net->backend->element;
 }
 
 static void plan_gradients(Net *net) {
@@ -1410,7 +1480,8 @@ static void plan_gradients(Net *net) {
         if (owner[i] != i)
             continue;
         Lifetime *life = &lives[count];
-        *life = (Lifetime){i, i, aligned(net->batch * shape_size(net->layers[i].out)), 0};
+        const Layer *l = &net->layers[i];
+        *life = (Lifetime){i, i, aligned(net->batch * shape_size(l->out)) * element_of(net, l), 0};
         for (size_t r = 1; r < net->count; r++) {
             life->low = owner[r] == i ? min_size(life->low, r) : life->low;
             life->high = reads(&net->layers[r], i) ? max_size(life->high, r) : life->high;
@@ -1429,14 +1500,22 @@ static void plan_arenas(Net *net) {
     p->backend = net->backend;
     plan_area(p, &net->params, size * net->param_size, DEVICE, "parameters");
     plan_area(p, &net->grads, size * net->param_size, DEVICE, "gradients");
-    plan_area(p, &net->activations, size * net->activation_size, DEVICE, "activations");
-    plan_area(p, &net->dactivations, size * net->gradient_size, DEVICE, "activation gradients");
+    if (net->backend->lower)
+        plan_area(p, &net->low, 2 * net->param_size, DEVICE, "parameters");
+    plan_area(p, &net->activations, net->activation_size, DEVICE, "activations");
+    plan_area(p, &net->dactivations, net->gradient_size, DEVICE, "activation gradients");
     plan_area(p, &net->stats, size * net->stats_size, DEVICE, "statistics and masks");
     plan_area(p, &net->saved, net->saved_size, DEVICE, "statistics and masks");
     plan_area(p, &net->losses, size * most, DEVICE, "statistics and masks");
     plan_area(p, &net->labels, most, DEVICE, "statistics and masks");
+    if (net->backend->transfer)
+        plan_area(p, &net->scale, sizeof *net->scale, DEVICE, "statistics and masks");
+    plan_area(p, &net->step, sizeof *net->step, DEVICE, "statistics and masks");
     plan_area(p, &net->scratch, size * net->scratch_size, DEVICE, "scratch");
-    plan_area(p, &net->host[0], size * net->host_size, HOST, "maps and buffers");
+    if (net->backend->transposed_size && strcmp(net->settings->layout, "nchw") == 0)
+        plan_area(p, &net->transposed, net->transposed_size * net->backend->element, DEVICE,
+                  "scratch");
+    plan_area(p, &net->host[0], size * net->host_size, PINNED, "maps and buffers");
     plan_area(p, &net->host[1], size * net->host_size, HOST, "maps and buffers");
     plan_area(p, &net->prepared, net->prepared_size, HOST, "maps and buffers");
 }
@@ -1456,16 +1535,23 @@ static void plan_memory(Net *net, size_t batch) {
                 !kind                    ? "kinds[]"
                 : net->backend->transfer ? "make_backend() of cnn_kernels.cu"
                                          : "CPU_BACKEND");
-        size_t size = aligned(most * shape_size(l->pool ? l->pool->out : l->out));
+        const Layer *before = &net->layers[l->input];
+        if (i > 0 && element_of(net, before) != net->backend->element)
+            die(1, "model %s, row %zu: reads a log_softmax; expected that as the last row only",
+                net->model, i);
+        size_t count = aligned(most * shape_size(l->pool ? l->pool->out : l->out));
         bool saves = l->pool || (!l->fused && kinds[l->kind].saves);
-        l->output = l->in_place ? net->layers[l->input].output : net->activation_size;
-        net->activation_size += l->in_place ? 0 : size;
+        l->output = l->in_place ? before->output : net->activation_size;
+        net->activation_size += l->in_place ? 0 : count * element_of(net, l);
         l->stats = net->stats_size;
         net->stats_size += kinds[l->kind].stats * aligned(l->out.c);
         l->saved = net->saved_size;
-        net->saved_size += saves ? size : 0;
+        net->saved_size += saves ? count : 0;
         net->scratch_size = max_size(net->scratch_size, net->backend->scratch_size(l, batch));
         net->scratch_size = max_size(net->scratch_size, net->backend->scratch_size(l, most));
+        if (net->backend->transposed_size)
+            net->transposed_size =
+                max_size(net->transposed_size, net->backend->transposed_size(l, most));
         net->prepared_at[i] = net->prepared_size;
         if (net->backend->prepare)
             net->prepared_size += 64 * ceil_div(net->backend->prepared_size(l), 64);
@@ -1476,7 +1562,7 @@ static void plan_memory(Net *net, size_t batch) {
 
 // Row 0's own memory, for images that are copied.
 static real *own_images(const Net *net) {
-    return net->activations + net->layers[0].output;
+    return (real *)(net->activations + net->layers[0].output);
 }
 
 static void net_alloc(Net *net) {
@@ -1488,6 +1574,12 @@ static void net_alloc(Net *net) {
 
 static void net_free(Net *net) {
     plan_free(&net->plan);
+}
+
+// After the parameters were changed by anything but the optimizer: their copy with 16 bits
+static void lower_params(const Net *net) {
+    if (net->backend->lower)
+        net->backend->lower(net->low, net->params, net->param_size);
 }
 
 // ---- Initial values, as in PyTorch's modules and torchvision's ResNets
@@ -1530,6 +1622,11 @@ static void net_init(Net *net, uint64_t seed) {
         if (norm)
             init_tensor(net, net->stats + l->stats + l->out.c, l->out.c, false, 0, 1, 0, seed);
     }
+    lower_params(net);
+    if (net->scale)
+        net->backend->copy(net->scale,
+                           &(LossScale){.scale = net->backend->adjust_scale ? FIRST_SCALE : 1},
+                           sizeof *net->scale);
 }
 
 // ---- Summary
@@ -1747,11 +1844,17 @@ static void net_build(Net *net, const Model *model, const DatasetInfo *data,
    which runs first in backward; each reader after that adds (+=). */
 
 static real *output(const Net *net, const Layer *l) {
-    return l->kind == INPUT ? net->images : net->activations + l->output;
+    return l->kind == INPUT ? net->images : (real *)(net->activations + l->output);
 }
 
 static real *gradient(const Net *net, const Layer *l) { // NULL: that of the images is not needed
-    return l->kind == INPUT ? NULL : net->dactivations + l->gradient;
+    return l->kind == INPUT ? NULL : (real *)(net->dactivations + l->gradient);
+}
+
+// The weights that a row multiplies with: their copy with 16 bits, if there is one
+static real *weight_of(const Net *net, const Layer *l) {
+    return net->low && kinds[l->kind].flops > 0 ? (real *)(net->low + 2 * l->weight)
+                                                : net->params + l->weight;
 }
 
 static const Layer *last_layer(const Net *net) {
@@ -1761,24 +1864,39 @@ static const Layer *last_layer(const Net *net) {
 /* data.to(device). A CPU reads the images from the loader's buffer, until backward ends. On a GPU
    the copies are queued, and reading the loss of the batch waits for them. In both cases this is
    over when the loader fills the buffer again. */
-static void net_load(Net *net, const Batch *batch) {
+static void net_load(Net *net, const Batch *batch, double lr) {
     const Backend *b = net->backend;
+    b->set_step(net->step, (Step){batch->draw, lr});
     if (batch->resident) {
-        b->gather(net->images, net->labels, batch->resident, &batch->draw, batch->n);
+        b->gather(net->images, net->labels, batch->resident, &net->step->draw, batch->n,
+                  net->transposed);
         return;
     }
-    if (b->transfer)
-        b->copy(net->images, batch->device_images,
-                batch->n * shape_size(net->layers[0].out) * sizeof(real));
+    if (b->load_images)
+        b->load_images(net->images, batch->device_images, batch->n, net->layers[0].out,
+                       net->transposed);
     else
         net->images = batch->device_images;
     b->copy(net->labels, batch->device_labels, batch->n);
 }
 
-// Marks the end of a row's work, if rows are being timed.
-static void mark_row(const Net *net, size_t mark) {
+// "conv1 forward"
+static void name_row(const Layer *l, bool back, char name[48]) {
+    char kind[40];
+    describe_layer(l, kind, sizeof kind);
+    snprintf(name, 48, "%.30s %s", *l->name ? l->name : kind, back ? "backward" : "forward");
+}
+
+// # PROF  Row i begins, or none (0 or net->count): marks the end of the row before, if rows are
+// timed, and names this one, if Nsight records.
+static void begin_row(const Net *net, size_t i, bool back) {
+    char name[48];
     if (net->marks_rows)
-        net->backend->mark(mark);
+        net->backend->mark(back ? BACKWARD_MARKS + i + 1 : FORWARD_MARKS + i - 1);
+    if (!net->names_rows)
+        return;
+    name_row(&net->layers[i % net->count], back, name);
+    net->backend->range(RANGE_ROW, i % net->count ? name : NULL);
 }
 
 // The operands of row i for n images.
@@ -1789,7 +1907,7 @@ static Work work_of(const Net *net, size_t i, size_t n, const Draw *draw) {
                   .n = n,
                   .in = output(net, before),
                   .residual = l->residual ? output(net, l->residual) : NULL,
-                  .weight = net->params + l->weight,
+                  .weight = weight_of(net, l),
                   .bias = l->biases ? net->params + l->bias : NULL,
                   .out = output(net, l),
                   .dout = gradient(net, l),
@@ -1799,6 +1917,8 @@ static Work work_of(const Net *net, size_t i, size_t n, const Draw *draw) {
                   .stats = net->stats + l->stats,
                   .saved = net->saved + l->saved,
                   .scratch = net->scratch,
+                  .transposed = net->transposed,
+                  .from = before->out,
                   .prepared = net->prepared + net->prepared_at[i],
                   .draw = draw};
 }
@@ -1823,11 +1943,11 @@ static void forward_row(const Net *net, size_t i, size_t n, const Draw *draw) {
 // model(data): log-probabilities of n images. draw NULL: evaluation, dropout does nothing.
 static void forward(Net *net, size_t n, const Draw *draw) {
     net->batches_tracked += draw != NULL;
-    mark_row(net, FORWARD_MARKS);
     for (size_t i = 1; i < net->count; i++) {
+        begin_row(net, i, false);
         forward_row(net, i, n, draw);
-        mark_row(net, FORWARD_MARKS + i);
     }
+    begin_row(net, net->count, false);
 }
 
 // One row's gradients: of its parameters (=) and of its inputs, += if written[]: another reader of
@@ -1841,7 +1961,7 @@ static void backward_row(const Net *net, size_t i, size_t n, bool *written) {
         return;
     }
     relu.din = w.dout; // in place
-    if (l->relu_backward)
+    if (l->relu_backward && (l->residual || l->kind != BATCHNORM2D || !b->norm_relu_backward))
         b->layers[RELU].backward(relu);
     add.din = l->residual ? gradient(net, l->residual) : NULL;
     if (add.din && add.din != w.dout) { // not the same memory
@@ -1860,16 +1980,25 @@ static void backward_row(const Net *net, size_t i, size_t n, bool *written) {
 
 static void gradients_ready(struct Comm *c, size_t first); // section 10
 
+// # EXTRA  --zero-grad memset: as optimizer.zero_grad(set_to_none=False); nothing reads the zeros.
+static bool clears_gradients(const Net *net) {
+    return strcmp(net->settings->zero_grad, "memset") == 0;
+}
+
 // loss.backward(): from the gradient of the last row to those of all parameters
 static void backward(Net *net, size_t n) {
     bool written[MAX_LAYERS] = {false};
-    mark_row(net, BACKWARD_MARKS + net->count);
+    if (clears_gradients(net)) {
+        net->backend->mark(BACKWARD_MARKS); // which no row has
+        net->backend->clear(net->grads, net->param_size * sizeof(real));
+    }
     for (size_t i = net->count - 1; i > 0; i--) {
+        begin_row(net, i, true);
         backward_row(net, i, n, written);
-        mark_row(net, BACKWARD_MARKS + i);
         if (net->comm && net->layers[i].weights)
             gradients_ready(net->comm, net->layers[i].weight);
     }
+    begin_row(net, 0, true);
 }
 
 static double mean(const real *numbers, size_t n) {
@@ -1885,7 +2014,7 @@ static double loss_and_gradient(Net *net, size_t n, bool training) {
     const Layer *last = last_layer(net);
     net->backend->nll_loss(net->losses, training ? gradient(net, last) : NULL, output(net, last),
                            net->labels, n, n * (1 + net->others), net->classes,
-                           training ? net->settings->label_smoothing : 0);
+                           training ? net->settings->label_smoothing : 0, net->scale);
     net->backend->copy(net->host[0], net->losses, n * sizeof(real));
     return mean(net->host[0], n);
 }
@@ -1908,24 +2037,26 @@ static size_t count_predictions(const Net *net, const Batch *batch, size_t *conf
 
 // A loss that is not finite ends the run; the message names the first row that is not.
 static void check_loss(const Net *net, const Batch *batch, double loss) {
-    if (isfinite(loss))
-        return;
-    for (size_t i = 0; i < net->count; i++) {
+    char where[160] = "";
+    for (size_t i = 0; i < net->count && !isfinite(loss) && !*where; i++) {
         const Layer *l = &net->layers[i];
         size_t count = l->fused ? 0 : batch->n * shape_size(l->pool ? l->pool->out : l->out);
-        real *values = must_alloc(count * sizeof *values, "a copy of the outputs");
+        size_t bytes = element_of(net, l);
+        void *values = must_alloc(count * bytes, "a copy of the outputs");
         char what[64];
-        net->backend->copy(values, output(net, l), count * sizeof *values);
+        net->backend->copy(values, output(net, l), count * bytes);
         describe_layer(l, what, sizeof what);
-        if (first_not_finite(values, count) < count)
-            die(1,
-                "epoch %zu, step %zu: the loss is %g; the first output that is not finite "
-                "is in row %zu (%s%s%s); try a smaller --lr",
-                batch->draw.epoch, batch->number + 1, loss, i, l->name, *l->name ? ": " : "", what);
+        if ((bytes == sizeof(real)
+                 ? first_not_finite(values, count)
+                 : first_not_finite_16(values, count, net->backend->adjust_scale ? 5 : 8)) < count)
+            snprintf(where, sizeof where,
+                     "; the first output that is not finite is in row %zu (%s%s%s)", i, l->name,
+                     *l->name ? ": " : "", what);
         free(values);
     }
-    die(1, "epoch %zu, step %zu: the loss is %g; try a smaller --lr", batch->draw.epoch,
-        batch->number + 1, loss);
+    if (!isfinite(loss))
+        die(1, "epoch %zu, step %zu: the loss is %g%s; try a smaller --lr", batch->draw.epoch,
+            batch->number + 1, loss, where);
 }
 
 /* ==== 7. Optimizers and schedules ================================================================
@@ -1939,8 +2070,8 @@ static void check_loss(const Net *net, const Batch *batch, double loss) {
    acc_delta = rho * acc_delta + (1 - rho) * delta^2;   param -= lr * delta
    where grad includes weight_decay * param */
 static void adadelta(Update u) {
-    const real rho = (real).9, rest = (real)(1 - .9), eps = (real)1e-6, lr = (real)u.lr;
-    const real decay = (real)u.weight_decay;
+    const real rho = (real).9, rest = (real)(1 - .9), eps = (real)1e-6;
+    const real lr = (real)u.step->lr, decay = (real)u.weight_decay;
     real *square_avg = u.state[0], *acc_delta = u.state[1];
     PARALLEL_FOR
     for (size_t i = 0; i < u.count; i++) {
@@ -1956,7 +2087,7 @@ static void adadelta(Update u) {
    param -= lr * (nesterov ? grad + momentum * buffer : buffer).   No momentum: no buffer.
    (Sutskever et al., "On the importance of initialization and momentum", ICML 2013, as PyTorch.) */
 static void sgd(Update u) {
-    const real lr = (real)u.lr, momentum = (real)u.momentum, decay = (real)u.weight_decay;
+    const real lr = (real)u.step->lr, momentum = (real)u.momentum, decay = (real)u.weight_decay;
     PARALLEL_FOR
     for (size_t i = 0; i < u.count; i++) {
         real g = u.grad[i] + decay * u.param[i], step = g;
@@ -1977,6 +2108,10 @@ static void cpu_describe(Device *d) {
 
 static void cpu_copy(void *to, const void *from, size_t bytes) {
     memcpy(to, from, bytes);
+}
+
+static void cpu_set_step(Step *to, Step step) {
+    *to = step;
 }
 
 // Nothing is queued on a CPU.
@@ -2042,6 +2177,10 @@ static double cpu_elapsed(size_t from, size_t to) {
     return cpu_marks[to] - cpu_marks[from];
 }
 
+static void cpu_range(RangeLevel level, const char *name) {
+    (void)level, (void)name;
+}
+
 static void cpu_receive(size_t device, real *to, const real *from, size_t count, bool add,
                         real *buffer) {
     (void)device, (void)buffer;
@@ -2058,20 +2197,21 @@ static size_t scratch_size_naive(const Layer *l, size_t n) {
                                                     : 0;
 }
 
-#define CPU_BACKEND(conv_forward, conv_backward, conv_fuses, pool_forward)                     \
-    .name = "cpu", .describe = cpu_describe,                                                   \
-    .layers = {[CONV2D] = {conv_forward, conv_backward, conv_fuses},                           \
-               [LINEAR] = {conv_forward, conv_backward, conv_fuses},                           \
-               [BATCHNORM2D] = {batchnorm2d_forward, batchnorm2d_backward, true},              \
-               [RELU] = {relu_forward, relu_backward, false},                                  \
-               [MAXPOOL2D] = {pool_forward, maxpool2d_backward, false},                        \
-               [AVGPOOL2D] = {avgpool2d_forward, avgpool2d_backward, false},                   \
-               [ADD] = {add_forward, add_backward, true},                                      \
-               [DROPOUT] = {dropout_forward, dropout_backward, false},                         \
-               [LOG_SOFTMAX] = {log_softmax_forward, log_softmax_backward, false}},            \
-    .nll_loss = nll_loss, .adadelta = adadelta, .sgd = sgd, .alloc = zeroed_alloc,             \
-    .release = free, .copy = cpu_copy, .receive = cpu_receive, .synchronize = cpu_synchronize, \
-    .mark = cpu_mark, .elapsed = cpu_elapsed, .peak_gflops = cpu_peak_gflops
+#define CPU_BACKEND(conv_forward, conv_backward, conv_fuses, pool_forward)                        \
+    .name = "cpu", .precision = "fp32", .element = sizeof(real), .describe = cpu_describe,        \
+    .layers = {[CONV2D] = {conv_forward, conv_backward, conv_fuses},                              \
+               [LINEAR] = {conv_forward, conv_backward, conv_fuses},                              \
+               [BATCHNORM2D] = {batchnorm2d_forward, batchnorm2d_backward, true},                 \
+               [RELU] = {relu_forward, relu_backward, false},                                     \
+               [MAXPOOL2D] = {pool_forward, maxpool2d_backward, false},                           \
+               [AVGPOOL2D] = {avgpool2d_forward, avgpool2d_backward, false},                      \
+               [ADD] = {add_forward, add_backward, true},                                         \
+               [DROPOUT] = {dropout_forward, dropout_backward, false},                            \
+               [LOG_SOFTMAX] = {log_softmax_forward, log_softmax_backward, false}},               \
+    .nll_loss = nll_loss, .set_step = cpu_set_step, .adadelta = adadelta, .sgd = sgd,             \
+    .alloc = zeroed_alloc, .release = free, .copy = cpu_copy, .clear = bzero,                     \
+    .receive = cpu_receive, .synchronize = cpu_synchronize, .mark = cpu_mark, .range = cpu_range, \
+    .elapsed = cpu_elapsed, .peak_gflops = cpu_peak_gflops
 
 static const Backend naive_backend = {
     CPU_BACKEND(conv2d_forward_naive, conv2d_backward_naive, false, maxpool2d_forward_naive),
@@ -2109,12 +2249,15 @@ static const Optimizer optimizers[] = {
 };
 enum { OPTIMIZERS = sizeof optimizers / sizeof *optimizers };
 
-/* optimizer.step(): one call for all parameters, which are one arena; with --optimizer-launch
-   per-tensor one call per tensor, as frameworks once did, to measure what that costs on a GPU. */
-static void optimizer_step(const Optimizer *o, const Net *net, real *state, double lr) {
+/* # EXTRA  optimizer.step(): one call for all parameters, which are one arena; --optimizer-launch
+   per-tensor: one call per tensor, as frameworks once did, to measure what that costs on a GPU. */
+static void optimizer_step(const Optimizer *o, const Net *net, real *state) {
     const Settings *s = net->settings;
     const bool whole = strcmp(s->optimizer_launch, "per-tensor") != 0;
-    void (*step)(Update u) = o->states[1] ? net->backend->adadelta : net->backend->sgd;
+    const Backend *b = net->backend;
+    void (*step)(Update u) = o->states[1] ? b->adadelta : b->sgd;
+    if (b->adjust_scale)
+        b->count_not_finite(net->scale, net->grads, net->param_size);
     for (size_t i = 0; i < (whole ? 1 : 2 * net->count); i++) {
         const Layer *l = &net->layers[i / 2];
         size_t first = whole ? 0 : i % 2 ? l->bias : l->weight;
@@ -2123,12 +2266,16 @@ static void optimizer_step(const Optimizer *o, const Net *net, real *state, doub
             step((Update){.param = net->params + first,
                           .grad = net->grads + first,
                           .state = {state + first, state + net->param_size + first},
+                          .low = net->low ? net->low + 2 * first : NULL,
+                          .scale = net->scale,
                           .count = count,
-                          .lr = lr,
+                          .step = net->step,
                           .momentum = s->momentum,
                           .weight_decay = s->weight_decay,
                           .nesterov = s->nesterov});
     }
+    if (b->adjust_scale)
+        b->adjust_scale(net->scale);
 }
 
 static size_t count_states(const Optimizer *o, const Settings *s) {
@@ -2840,6 +2987,7 @@ typedef struct Comm {
     Loader *loader;
     const void *shown; // read by the other ranks after a barrier
     void *buffer;      // on the device, for what is received
+    real *images;      // dp, on a GPU: this rank's, as the loader made them
     void *host[2];     // MPI: what is sent and what is received
     Batch batch;       // dp: this rank's part of the master's
     // the thread that adds up gradients during backward
@@ -3084,7 +3232,9 @@ static void *comm_thread(void *argument) {
         if (c->net->backend->wait)
             c->net->backend->wait(c->replica, CLOCK_MARKS + bucket);
         double begin = now();
+        c->net->backend->range(RANGE_STEP, "all-reduce");
         all_reduce(c, c->net->grads, c->buckets[bucket]);
+        c->net->backend->range(RANGE_STEP, NULL);
         c->seconds += now() - begin;
         trace_event(c->rank, TRACK_COMM, "all-reduce", begin, now());
         pthread_mutex_lock(&c->lock);
@@ -3159,13 +3309,19 @@ static const Batch *dp_next(Comm *c) {
 }
 
 // This rank's images of the master's batch, and the master's parameters
-static void dp_load(Comm *c) {
+static void dp_load(Comm *c, double lr) {
     Net *net = c->net;
+    const Shape image = net->layers[0].out;
+    net->backend->set_step(net->step, (Step){c->batch.draw, lr});
     net->images = own_images(net); // test() has set it to the loader's buffer
-    dp_copy(c, net->images, c->batch.device_images, c->batch.n * shape_size(net->layers[0].out),
-            false);
-    if (c->rank > 0)
+    dp_copy(c, c->images ? c->images : net->images, c->batch.device_images,
+            c->batch.n * shape_size(image), false);
+    if (c->images)
+        net->backend->load_images(net->images, c->images, c->batch.n, image, net->transposed);
+    if (c->rank > 0) {
         dp_copy(c, net->params, c->team->ranks[0]->net->params, net->param_size, false);
+        lower_params(net);
+    }
 }
 
 // Gathers the outputs; the master computes the loss of the whole batch and its gradient, which each
@@ -3182,7 +3338,7 @@ static double dp_loss(Comm *c) {
     if (c->rank == 0) {
         b->copy(t->labels, t->batch->device_labels, n);
         b->nll_loss(t->losses, t->dlogp, t->logp, t->labels, n, n, classes,
-                    c->settings->label_smoothing);
+                    c->settings->label_smoothing, net->scale);
         b->copy(t->host_losses, t->losses, n * sizeof(real));
         t->loss = mean(t->host_losses, n);
     }
@@ -3208,11 +3364,11 @@ static const Batch *next_batch(Comm *c) {
     return c->dp ? dp_next(c) : loader_next(c->loader);
 }
 
-static void load_batch(Comm *c, const Batch *batch) {
+static void load_batch(Comm *c, const Batch *batch, double lr) {
     if (c->dp)
-        dp_load(c);
+        dp_load(c, lr);
     else
-        net_load(c->net, batch);
+        net_load(c->net, batch, lr);
 }
 
 static double batch_loss(Comm *c, const Batch *batch) {
@@ -3242,8 +3398,10 @@ static void share_weights(Comm *c) {
         return;
     net->backend->synchronize();
     broadcast(c, net->stats, net->stats_size);
-    if (c->dp)
+    if (c->dp) {
         broadcast(c, net->params, net->param_size);
+        lower_params(net);
+    }
     c->seconds = c->bytes_sent = 0; // not part of a step
 }
 
@@ -3283,6 +3441,9 @@ static void comm_plan(Comm *c, Net *net, Loader *loader) {
     c->plan = (Plan){.backend = b};
     if (c->world > 1 && b->transfer)
         plan_area(&c->plan, &c->buffer, bytes, DEVICE, what);
+    if (c->dp && b->load_images)
+        plan_area(&c->plan, &c->images, net->batch * shape_size(net->layers[0].out) * sizeof(real),
+                  DEVICE, what);
     for (size_t i = 0; i < 2 && c->world > 1 && !t; i++)
         plan_area(&c->plan, &c->host[i], bytes, PINNED, what);
     if (!c->dp || c->rank > 0)
@@ -3655,6 +3816,7 @@ static void read_tensors(TensorFile *f, Net *net, const Optimizer *optimizer, re
         else
             net->batches_tracked = (size_t)tracked;
     }
+    lower_params(net);
     fclose(f->stream);
     free(f->header);
     free(list);
@@ -3689,7 +3851,9 @@ typedef struct Option {
     const char *values; // the choices, or a word for the value in --help
     double min, max;
     const char *fallback; // the default; NULL: determined after parsing, as the help text says
-    bool result;          // it changes the result: checkpoints hold it, --resume compares it
+    // 1: it changes the result: checkpoints hold it, --resume compares it; 2: only where it is not
+    // the first of its choices, so that older checkpoints, which have no such line, can be resumed
+    int result;
     const char *help;
 } Option;
 
@@ -3754,8 +3918,16 @@ static const Option options[] = {
      "threads that compute (default: OMP_NUM_THREADS, else the usable cores)"},
     {"--kernels", CHOICE(kernels, "naive|fast|tiled|tensor"), NULL, 1,
      "naive: the definitions; fast: CPU; tiled, tensor: GPU (default: the best here)"},
-    {"--optimizer-launch", CHOICE(optimizer_launch, "flat|per-tensor"), "flat", 0,
-     "flat: one pass over all parameters; per-tensor: one for each, to compare"},
+    {"--precision", CHOICE(precision, "fp32|tf32|bf16|fp16"), NULL, 2,
+     "GPU: the others use tensor cores (default: fp32; with --kernels tensor: tf32)"},
+    {"--layout", CHOICE(layout, "nhwc|nchw"), "nhwc", 2,
+     "GPU: nchw transposes around each convolution, to see what it costs"},
+    {"--optimizer-launch", CHOICE(optimizer_launch, "fused|per-tensor"), "fused", 0,
+     "fused: one pass over all parameters; per-tensor: one for each, to compare"},
+    {"--zero-grad", CHOICE(zero_grad, "none|memset"), "none", 0,
+     "memset: clear the gradients before backward, as frameworks once did, to compare"},
+    {"--graph", SWITCH(graph), "off", 0,
+     "GPU: launch each step as one CUDA graph, instead of kernel by kernel"},
     {"--resident", SWITCH(resident), "on", 0,
      "GPU: keep the data set in its memory, if it fits; off: copy each batch"},
     {"--pin-memory", SWITCH(pin_memory), "on", 0,
@@ -4090,8 +4262,7 @@ static void clock_line(LineClock *c, int line, double *part, const char *text) {
         trace_event(c->rank, TRACK_HOST, c->text, c->since, now());
     c->text = text;
     c->since = now();
-    if (c->backend->range)
-        c->backend->range(text);
+    c->backend->range(text ? RANGE_LINE : RANGE_STEP, text);
     if (!c->first)
         c->first = line;
     clock_settle(c, CLOCK_MARKS - 2);
@@ -4309,6 +4480,10 @@ typedef struct Run {
     Net net;
     real *state; // the optimizer's
     double lr;
+    LossScale loss_scale; // fp16: as it was when it was last read from the device
+    // --graph: of steps of net.batch images, and of an epoch's last one, if that has fewer
+    size_t steps_alike[2]; // how many there have been
+    void *graphs[2];
     DatasetInfo info;
     Dataset train_set, test_set;
     Loader train_loader, test_loader;
@@ -4428,7 +4603,8 @@ static void print_run_json(FILE *f, Run *run) {
                  "buckets=%zu workers=%zu",
                  c->world == 1 ? "single" : s->parallel, c->world, run->batch, s->global_batch,
                  run->iterations, c->bucket_count, s->workers);
-    fprintf(f, ",\"graph\":false},\n  \"epochs\": [");
+    fprintf(f, ",\"graph\":%s},\n  \"epochs\": [",
+            run->graphs[0] || run->graphs[1] ? "true" : "false"); // whether one was replayed
     for (size_t i = 0; i < run->epochs_done; i++) {
         fprintf(f, "%s\n    {", i ? "," : "");
         print_epoch(f, &run->epochs[i], JSON);
@@ -4505,9 +4681,23 @@ static FILE *open_log(const Run *run, const char *file, bool by_step) {
     return open_in_folder(run, file, "a");
 }
 
+// fp16: reads the loss scale from the device. Says how many updates it has skipped since the last
+// call, which is no error.
+static void read_loss_scale(Run *run) {
+    const LossScale before = run->loss_scale;
+    LossScale *s = &run->loss_scale;
+    if (!run->backend->adjust_scale)
+        return;
+    run->backend->copy(s, run->net.scale, sizeof *s);
+    if (s->skipped > before.skipped && run->comm.rank == 0)
+        printf("fp16: %u updates skipped, whose gradients were not finite; the loss scale is %g\n",
+               s->skipped - before.skipped, (double)s->scale);
+}
+
 // Adds the steps of all ranks to the epoch's sums and to steps.csv.
 static void flush_steps(Run *run, EpochResult *e) {
     clock_settle(&run->clock, 0);
+    read_loss_scale(run);
     all_gather(&run->comm, run->all_steps, run->steps_capacity * sizeof *run->steps);
     for (size_t i = 0; i < run->steps_kept; i++) {
         double loss = 0, wait = 0;
@@ -4632,15 +4822,22 @@ static void trace_rank(Run *run, bool traced) {
     run->net.marks_rows = traced;
 }
 
-// Before a step: decides whether it is traced. At the first one, sets the origin of device times.
-static void begin_traced_step(Run *run) {
+// # PROF  Before a step, unless the epoch is over: its learning rate, its range, and whether it is
+// traced. At the first traced one, sets the origin of device times.
+static void begin_step(Run *run, bool over) {
     const Backend *b = run->backend;
+    char name[32];
     size_t step = steps_done(run);
     bool recording = step >= run->trace_first && step < run->trace_end;
     bool traced = recording && *run->settings.trace;
     if (b->record && run->comm.replica == 0 && recording != run->recording)
         b->record(recording);
     run->recording = recording;
+    run->net.names_rows = recording && !run->settings.graph;
+    snprintf(name, sizeof name, "step %zu", step);
+    b->range(RANGE_STEP, over ? NULL : name);
+    if (!over)
+        run->lr = learning_rate(&run->settings, run->epoch - 1, run->next_batch, run->iterations);
     if (traced && !run->net.marks_rows) {
         b->synchronize();
         b->mark(START_MARK);
@@ -4650,23 +4847,28 @@ static void begin_traced_step(Run *run) {
     run->step_start = now();
 }
 
+// What the device did between two marks.
+static void trace_device(const Run *run, const char *name, size_t begin, size_t end) {
+    const Backend *b = run->backend;
+    trace_event(run->comm.rank, TRACK_DEVICE, name,
+                run->trace_start + b->elapsed(START_MARK, begin),
+                run->trace_start + b->elapsed(START_MARK, end));
+}
+
 // After a traced step: adds events for it and its rows. Waits for the device.
 static void trace_step(const Run *run) {
     const Net *net = &run->net;
     const size_t rank = run->comm.rank, rows = net->count - 1;
-    char name[48], kind[40];
+    char name[48];
     for (size_t k = 0; k < (net->marks_rows ? 2 * rows : 0); k++) { // forward, then backward
         bool back = k >= rows;
         size_t i = back ? 2 * rows - k : k + 1;
         size_t end = (back ? BACKWARD_MARKS : FORWARD_MARKS) + i, begin = back ? end + 1 : end - 1;
-        const Layer *l = &net->layers[i];
-        describe_layer(l, kind, sizeof kind);
-        snprintf(name, sizeof name, "%.30s %s", *l->name ? l->name : kind,
-                 back ? "backward" : "forward");
-        trace_event(rank, TRACK_DEVICE, name,
-                    run->trace_start + net->backend->elapsed(START_MARK, begin),
-                    run->trace_start + net->backend->elapsed(START_MARK, end));
+        name_row(&net->layers[i], back, name);
+        trace_device(run, name, begin, end);
     }
+    if (net->marks_rows && clears_gradients(net))
+        trace_device(run, "zero_grad", BACKWARD_MARKS, BACKWARD_MARKS + net->count);
     snprintf(name, sizeof name, "step %zu", steps_done(run)); // as --trace-steps counts
     if (net->marks_rows)
         trace_event(rank, TRACK_STEP, name, run->step_start, now());
@@ -4753,7 +4955,7 @@ static double median(double *values, size_t count) {
 }
 
 // The bytes that a row moves at least on n images, forward and backward: see kinds[].
-static double row_bytes(const Layer *l, size_t n) {
+static double row_bytes(const Layer *l, size_t n, size_t element) {
     const double *accesses = kinds[l->kind].accesses;
     double in = (double)(n * shape_size(l->in) + l->weights);
     double out = (double)(n * shape_size(l->pool ? l->pool->out : l->out));
@@ -4761,7 +4963,7 @@ static double row_bytes(const Layer *l, size_t n) {
     double share = l->weights && l->input == 0 && l->kind != BATCHNORM2D ? 2. / 3 : 1;
     double fused =
         (l->residual && l->kind != ADD) + (l->relu && (l->relu_backward || l->pool) ? 3 : 0);
-    return sizeof(real) * (share * (accesses[0] * in + accesses[1] * out) + fused * out);
+    return (double)element * (share * (accesses[0] * in + accesses[1] * out) + fused * out);
 }
 
 // Memory bandwidth in bytes per second, of out = in + residual, 64 MB each
@@ -4771,8 +4973,8 @@ static double measure_bandwidth(const Net *net) {
     Work w = {.l = &row, .n = 1};
     Plan plan = {.backend = b};
     double seconds[LAYER_ROUNDS];
-    plan_area(&plan, &w.out, row.out.c * sizeof(real), DEVICE, "a measurement");
-    plan_area(&plan, &w.residual, row.out.c * sizeof(real), DEVICE, "a measurement");
+    plan_area(&plan, &w.out, row.out.c * b->element, DEVICE, "a measurement");
+    plan_area(&plan, &w.residual, row.out.c * b->element, DEVICE, "a measurement");
     plan_alloc(&plan);
     w.in = w.out;
     for (size_t i = 0; i < LAYER_ROUNDS; i++) {
@@ -4782,7 +4984,7 @@ static double measure_bandwidth(const Net *net) {
         seconds[i] = b->elapsed(0, 1);
     }
     plan_free(&plan);
-    return 3. * (double)(row.out.c * sizeof(real)) / median(seconds, LAYER_ROUNDS);
+    return 3. * (double)(row.out.c * b->element) / median(seconds, LAYER_ROUNDS);
 }
 
 // Times the rows of training steps without an update, and counts the operations in the first one.
@@ -4791,10 +4993,10 @@ static void time_rows(Run *run, const Batch *batch, LayerTimes *times, double *f
     const Backend *b = net->backend;
     net->comm = NULL; // training is over
     net->marks_rows = true;
-    net_load(net, batch);
+    net_load(net, batch, 0);
     for (size_t round = 0; round < LAYER_ROUNDS; round++) {
         net->flops = round == 0 ? flops : NULL;
-        forward(net, batch->n, &batch->draw);
+        forward(net, batch->n, &net->step->draw);
         loss_and_gradient(net, batch->n, true);
         backward(net, batch->n);
         for (size_t i = 1; i < net->count; i++) {
@@ -4808,10 +5010,12 @@ static void time_rows(Run *run, const Batch *batch, LayerTimes *times, double *f
 /* A row of the table and of layers.csv. It is bound by compute or by memory, whichever takes longer
    at this device's peak, in operations and bytes a second. flops are those that are executed; the
    definition has `saved` times as many. */
-static void print_layer(FILE *csv, const Layer *l, size_t row, size_t n, LayerTimes *times,
+static void print_layer(FILE *csv, const Net *net, size_t row, size_t n, LayerTimes *times,
                         double flops, double peak, double bandwidth) {
+    const Layer *l = &net->layers[row];
     const double saved = flops > 0 ? (double)n * layer_training_flops(l) / flops : 1;
-    const double bytes = row_bytes(l, n), least = fmax(flops / peak, bytes / bandwidth);
+    const double bytes = row_bytes(l, n, net->backend->element),
+                 least = fmax(flops / peak, bytes / bandwidth);
     const double forward_ms = 1e3 * median(times->forward, LAYER_ROUNDS);
     const double backward_ms = 1e3 * median(times->backward, LAYER_ROUNDS);
     const double seconds = 1e-3 * (forward_ms + backward_ms), percent = 100 * least / seconds;
@@ -4855,7 +5059,7 @@ static void measure_layers(Run *run) {
            "GFLOP/s", "GB/s", "%", "saved", "of which limit");
     for (size_t i = 1; i < net->count; i++)
         if (!net->layers[i].fused) // row 1, which reads the images, never is
-            print_layer(csv, &net->layers[i], i, batch.n, &times[i], flops[i], peak, bandwidth);
+            print_layer(csv, net, i, batch.n, &times[i], flops[i], peak, bandwidth);
     if (csv) {
         flush(csv, "layers.csv");
         fclose(csv);
@@ -4907,16 +5111,22 @@ static void describe_run(Run *run, char metadata[METADATA_SIZE]) {
     size_t at =
         (size_t)snprintf(metadata, METADATA_SIZE, "format=pt\nepoch=%zu\nbatch=%zu\ndevices=%zu\n",
                          run->epoch, run->next_batch, run->comm.world);
-    for (const Option *o = options; o < options + OPTIONS; o++)
-        if (o->result)
-            at += (size_t)snprintf(metadata + at, METADATA_SIZE - at, "%s=%s\n", o->name + 2,
-                                   option_text(&run->settings, o, buffer));
+    for (const Option *o = options; o < options + OPTIONS; o++) {
+        const char *text = option_text(&run->settings, o, buffer);
+        bool usual = o->result == 2 && strncmp(o->values, text, strlen(text)) == 0;
+        if (o->result && !usual)
+            at += (size_t)snprintf(metadata + at, METADATA_SIZE - at, "%s=%s\n", o->name + 2, text);
+    }
+    if (run->backend->adjust_scale)
+        snprintf(metadata + at, METADATA_SIZE - at, "loss_scale=%.9g,%u\n",
+                 (double)run->loss_scale.scale, run->loss_scale.steps);
 }
 
 static void save_checkpoint(Run *run) {
     char metadata[METADATA_SIZE];
     if (run->comm.rank > 0)
         return;
+    read_loss_scale(run);
     describe_run(run, metadata);
     save_tensors(&run->net, run->optimizer, run->state, metadata, run->settings.checkpoint);
 }
@@ -4950,6 +5160,11 @@ static void resume_checkpoint(Run *run) {
     open_tensors(&f, path);
     const bool found =
         sscanf(f.metadata, "format=pt epoch=%9zu batch=%9zu", &run->epoch, &run->next_batch) == 2;
+    const char *scale = strstr(f.metadata, "\nloss_scale=");
+    if (scale && run->backend->adjust_scale) {
+        sscanf(scale, " loss_scale=%f,%u", &run->loss_scale.scale, &run->loss_scale.steps);
+        run->backend->copy(run->net.scale, &run->loss_scale, sizeof run->loss_scale);
+    }
     if (found)
         compare_settings(run, &f);
     if (!found || run->epoch == 0 || run->next_batch >= run->iterations)
@@ -5112,22 +5327,27 @@ static void use_device(Run *run) {
     run->device.memory /= (double)sharing;
 }
 
-// The backend that --kernels names; by default the last one in the device's list, which is the best
+// The last of the device's backends that has these kernels and this precision. Without either it is
+// the best one in fp32; with tensor cores alone, tf32.
 static const Backend *choose_backend(const Settings *s, bool gpu) {
     const Backend *found = NULL;
-    char known[64] = "";
+    const char *precision = s->precision || s->kernels ? s->precision : "fp32";
+    char known[128] = "";
     for (size_t i = 0; gpu ? cuda_backend(i) != NULL : i < CPU_BACKENDS; i++) {
         const Backend *b = gpu ? cuda_backend(i) : cpu_backends[i];
         size_t length = strlen(known);
-        snprintf(known + length, sizeof known - length, "%s%s", i ? "|" : "", b->kernels);
-        if (b->element != 2 && // until the other kernels of 16-bit types are there
-            (s->kernels ? strcmp(s->kernels, b->kernels) == 0 : strcmp(b->kernels, "tensor") != 0))
+        snprintf(known + length, sizeof known - length, "%s%s in %s", i ? ", " : "", b->kernels,
+                 b->precision);
+        if ((!s->kernels || strcmp(s->kernels, b->kernels) == 0) &&
+            (!precision || strcmp(precision, b->precision) == 0))
             found = b;
     }
     if (!found)
-        die(EXIT_USAGE, "--kernels %s: expected %s on this device (%s)", s->kernels, known,
+        die(EXIT_USAGE,
+            "--kernels %s --precision %s: expected one of these on this device: %s (%s)",
+            s->kernels ? s->kernels : "(any)", precision ? precision : "(any)", known,
             gpu ? "a GPU"
-            : CPU_BACKENDS > 1 || strcmp(s->kernels, "fast") != 0
+            : CPU_BACKENDS > 1 || !s->kernels || strcmp(s->kernels, "fast") != 0
                 ? "a CPU"
                 : "cnn_kernels.c was not beside cnn.c when it was compiled");
     return found;
@@ -5152,15 +5372,33 @@ static void setup_device(Run *run) {
             "share one, for trying things out",
             s->gpus > 0 ? "--gpus" : "--replicas", c->world, run->devices);
     run->backend = choose_backend(s, gpus > 0);
-    s->kernels = run->backend->kernels; // checkpoints compare it
     s->gpus = gpus ? max_size(s->gpus, 1) : 0;
     c->device %= run->devices;
     use_device(run);
-    printf("Device: %s%s%s%s, --kernels %s, --threads %zu, --workers %zu\n", run->device.name,
-           gpus ? "" : " (", gpus ? "" : why_not, gpus ? "" : ")", s->kernels, s->threads,
-           s->workers);
+    if (run->backend->lacks && (why_not = run->backend->lacks())) {
+        printf("--kernels %s, --precision %s: this GPU has %s; used instead: tiled, fp32\n",
+               run->backend->kernels, run->backend->precision, why_not);
+        s->kernels = "tiled";
+        s->precision = "fp32";
+        run->backend = choose_backend(s, true);
+    }
+    s->kernels = run->backend->kernels; // checkpoints compare both
+    s->precision = run->backend->precision;
+    if (!gpus && strcmp(s->layout, "nhwc") != 0)
+        die(EXIT_USAGE, "--layout %s: expected nhwc on a CPU; nchw is a rung of the GPU's ladder",
+            s->layout);
+    printf("Device: %s%s%s%s, --kernels %s, --precision %s, --threads %zu, --workers %zu\n",
+           run->device.name, gpus ? "" : " (", gpus ? "" : why_not, gpus ? "" : ")", s->kernels,
+           s->precision, s->threads, s->workers);
     if (run->device.emulated)
         printf("Emulated: CUDA code on the CPU. Results are valid, times mean nothing.\n");
+    if (s->graph && !run->backend->capture)
+        die(EXIT_USAGE, "--graph on: expected a GPU, found the CPU (%s); use --graph off", why_not);
+    const bool whole = c->world == 1 && !s->profile && !*s->trace && !s->layers;
+    if (s->graph && !whole)
+        printf("CUDA graph: off; several devices, --profile, --trace and --layers need the single "
+               "operations of a step\n");
+    s->graph &= whole;
 }
 
 static void load_dataset(Run *run, const char *name, const char *dir) {
@@ -5338,6 +5576,9 @@ static void free_run(Run *run) {
         loader_free(&run->train_loader);
     loader_free(&run->test_loader);
     comm_free(&run->comm);
+    for (size_t i = 0; i < 2; i++)
+        if (run->graphs[i])
+            run->backend->free_graph(run->graphs[i]);
     plan_free(&run->plan);
     net_free(&run->net);
 }
@@ -5435,10 +5676,37 @@ static void compare_settings_of_ranks(Run *run) {
 
    The program itself: each function here consists of a few calls to the sections above. */
 
-static void update_weights(Run *run, size_t batch) {
-    run->lr = learning_rate(&run->settings, run->epoch - 1, batch, run->iterations);
+static void update_weights(Run *run) {
     if (!run->comm.dp || run->comm.rank == 0)
-        optimizer_step(run->optimizer, &run->net, run->state, run->lr);
+        optimizer_step(run->optimizer, &run->net, run->state);
+}
+
+// Whether this step is replayed: with --graph on, each but the first of as many images, whose
+// execution loads the kernels.
+static bool replays(Run *run, const Batch *batch) {
+    return run->settings.graph && run->steps_alike[batch->n < run->net.batch]++ > 0;
+}
+
+// All of a step as one CUDA graph, which is captured once. Returns the loss.
+static double replay_step(Run *run, const Batch *batch) {
+    Net *net = &run->net;
+    const Backend *b = run->backend;
+    void **graph = &run->graphs[batch->n < net->batch];
+    if (*graph) {
+        net->batches_tracked++; // as forward() does
+    } else {
+        b->capture(true);
+        forward(net, batch->n, &net->step->draw);
+        loss_and_gradient(net, batch->n, true); // its value is not there yet
+        backward(net, batch->n);
+        update_weights(run);
+        *graph = b->capture(false);
+    }
+    b->replay(*graph);
+    b->synchronize();
+    double loss = mean(net->host[0], batch->n);
+    check_loss(net, batch, loss);
+    return loss;
 }
 
 // Advances the position by a step and saves the checkpoint when it is due; true: training ends.
@@ -5454,12 +5722,13 @@ static bool finish_step(Run *run) {
                                : epoch_over && (run->epoch - 1) % run->save_epochs == 0;
     if (*s->checkpoint && due && !s->dry_run)
         save_checkpoint(run);
-    begin_traced_step(run);
-    return s->dry_run || training_is_over(run);
+    bool last = s->dry_run || training_is_over(run);
+    begin_step(run, epoch_over || last);
+    return last;
 }
 
 static void start_epoch(Run *run) {
-    begin_traced_step(run);
+    begin_step(run, false);
     if (run->train_loader.data) // dp: the master's
         loader_start(&run->train_loader, run->settings.seed, run->epoch, run->next_batch);
 }
@@ -5477,13 +5746,17 @@ static void train(Run *run, EpochResult *result) {
     double loss;
     AT(IDLE, start_epoch(run));
     while (AT(LOAD, batch = next_batch(comm))) {
-        AT(COPY, load_batch(comm, batch));
-        AT(FORWARD, forward(net, batch->n, &batch->draw));
-        AT(FORWARD, loss = batch_loss(comm, batch));
-        AT(IDLE, check_loss(net, batch, loss));
-        AT(BACKWARD, backward(net, batch->n));
-        AT(EXPOSED_COMM, reduce_gradients(comm));
-        AT(OPTIMIZER, update_weights(run, batch->number));
+        AT(COPY, load_batch(comm, batch, run->lr));
+        if (replays(run, batch)) { // --graph on
+            AT(FORWARD, loss = replay_step(run, batch));
+        } else {
+            AT(FORWARD, forward(net, batch->n, &net->step->draw));
+            AT(FORWARD, loss = batch_loss(comm, batch));
+            AT(IDLE, check_loss(net, batch, loss));
+            AT(BACKWARD, backward(net, batch->n));
+            AT(EXPOSED_COMM, reduce_gradients(comm));
+            AT(OPTIMIZER, update_weights(run));
+        }
         AT(IDLE, log_step(run, result, batch, loss));
         if (AT(IDLE, finish_step(run)))
             break;
@@ -5504,7 +5777,7 @@ static void test(Run *run, EpochResult *result) {
     share_weights(&run->comm);
     loader_start(&run->test_loader, run->settings.seed, 0, 0);
     while ((batch = loader_next(&run->test_loader))) {
-        net_load(net, batch);
+        net_load(net, batch, 0);
         forward(net, batch->n, NULL);
         totals[0] += loss_and_gradient(net, batch->n, false) * (double)batch->n;
         totals[1] += (double)batch->n;

@@ -26,11 +26,56 @@
 #define CNN_DECLARATIONS_ONLY
 #include "cnn.c"
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+#ifdef __HIP__
+/* AMD's GPUs: `make HIP=1` writes hip for cuda at the beginning of each name, and hipcc compiles the
+   result. What HIP names or does otherwise is here. A wave has 64 threads on many of these GPUs, two
+   warps: so shuffles name their width, 32, and nothing may rely on the threads of a warp executing
+   in step. Tensor cores are not used. */
+#include <algorithm>
+#include <hip/hip_runtime.h>
+#define hipDeviceProp hipDeviceProp_t
+#define hipFreeHost hipHostFree
+#define hipMallocHost hipHostMalloc
+#define hipFuncSetAttribute(kernel, ...) hipFuncSetAttribute((const void *)(kernel), __VA_ARGS__)
+#define hipGraphInstantiateWithFlags(to, graph, flags) hipGraphInstantiate(to, graph, NULL, NULL, 0)
+#define __shfl_down_sync(mask, value, distance) __shfl_down(value, distance, 32)
+#define __shfl_xor_sync(mask, value, lanes) __shfl_xor(value, lanes, 32)
+#undef __launch_bounds__ // HIP's has waves of 64 threads for each of the 4 SIMD units, not blocks
+#define __launch_bounds__(threads, blocks)                  \
+    __attribute__((amdgpu_flat_work_group_size(1, threads), \
+                   amdgpu_waves_per_eu(((threads) * (blocks) + 255) / 256)))
+#define PLATFORM "HIP"
+#define REBUILD "make HIP=1 HIP_ARCH=gfx90a, or what rocminfo shows"
+using std::max; // those of HIP's headers for the host take int
+using std::min;
+
+struct hipPointerAttributes {
+    hipMemoryType type;
+    int device;
+};
+
+// HIP 5 has another name for the type, and an error for memory that it has not allocated.
+static hipError_t pointer_attributes(hipPointerAttributes *a, const void *memory) {
+    hipPointerAttribute_t found;
+    *a = {hipMemoryTypeHost, 0};
+    if (hipPointerGetAttributes(&found, memory) != hipSuccess)
+        (void)hipGetLastError(); // clears the error
+    else
+#if HIP_VERSION_MAJOR < 6
+        *a = {found.memoryType, found.device};
+#else
+        *a = {found.type, found.device};
+#endif
+    return hipSuccess;
+}
+#define hipPointerGetAttributes pointer_attributes
+#else
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+#define PLATFORM "CUDA"
+#define REBUILD "make CUDA_ARCH=native, on this machine"
+#endif
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -59,7 +104,7 @@ static void check(cudaError_t error, const char *call, int line) {
     if (error != cudaSuccess)
         fail(1,
              "cnn_kernels.cu:%d: device %d: %s: %s (%s); if a kernel is to blame, it may be an "
-             "earlier one: run again with CUDA_LAUNCH_BLOCKING=1 to see which",
+             "earlier one: run again with " PLATFORM "_LAUNCH_BLOCKING=1 to see which",
              line, device, call, cudaGetErrorString(error), cudaGetErrorName(error));
 }
 #define CHECK(call) check(call, #call, __LINE__)
@@ -109,8 +154,8 @@ static void use(size_t r, size_t which, void (*on_error)(int, const char *, ...)
     cudaFuncAttributes attributes;
     if (cudaFuncGetAttributes(&attributes, (const void *)accumulate_kernel) != cudaSuccess)
         fail(1,
-             "device %d: this program was built for other GPUs; run: make clean && make "
-             "CUDA_ARCH=native, on this machine, or use --no-cuda",
+             "device %d: this program was built for other GPUs; run: make clean && " REBUILD
+             ", or use --no-cuda",
              device);
     if (streams[replica])
         return;
@@ -127,6 +172,13 @@ static void describe(Device *d) {
     CHECK(cudaGetDeviceProperties(&p, device));
     CHECK(cudaDriverGetVersion(&driver));
     CHECK(cudaMemGetInfo(&bytes, &total));
+#ifdef __HIP__ // an architecture such as gfx90a; the address on the PCI bus, as there is no uuid
+    snprintf(d->name, sizeof d->name, "%.150s, %.40s, %d compute units, %.1f GB", p.name,
+             p.gcnArchName, p.multiProcessorCount, (double)total / 1e9);
+    snprintf(d->driver, sizeof d->driver, "HIP %d", driver);
+    snprintf(d->uuid, sizeof d->uuid, "GPU-%04x-%02x-%02x", p.pciDomainID, p.pciBusID,
+             p.pciDeviceID);
+#else
     snprintf(d->name, sizeof d->name, "%.200s, sm_%d%d, %d multiprocessors, %.1f GB", p.name,
              p.major, p.minor, p.multiProcessorCount, (double)total / 1e9);
     snprintf(d->driver, sizeof d->driver, "CUDA %d.%d", driver / 1000, driver % 1000 / 10);
@@ -134,21 +186,30 @@ static void describe(Device *d) {
     for (int i = 0; i < 16; i++) // in the format of nvidia-smi
         to += snprintf(to, 4, i == 0 || (i >= 4 && i <= 10 && i % 2 == 0) ? "-%02x" : "%02x",
                        (unsigned char)p.uuid.bytes[i]);
-    d->memory = .95 * (double)bytes; // CUDA itself allocates some later, for kernels and streams
+#endif
+    d->memory = .95 * (double)bytes; // the runtime allocates some later, for kernels and streams
 #ifdef CUDA_ON_CPU
     d->emulated = true;
 #endif
+}
+
+static void clear(void *memory, size_t bytes) {
+    CHECK(cudaMemsetAsync(memory, 0, bytes, stream()));
+}
+
+static void synchronize(void) {
+    CHECK(cudaStreamSynchronize(stream()));
 }
 
 // Zeroed memory of the device; NULL when there is not enough.
 static void *device_alloc(size_t bytes) {
     void *memory = NULL;
     if (cudaMalloc(&memory, bytes + 16) != cudaSuccess) {
-        cudaGetLastError(); // clears the error: the caller names what did not fit
+        (void)cudaGetLastError(); // clears the error: the caller names what did not fit
         return NULL;
     }
-    CHECK(cudaMemsetAsync(memory, 0, bytes + 16, stream()));
-    CHECK(cudaStreamSynchronize(stream()));
+    clear(memory, bytes + 16);
+    synchronize();
     return memory;
 }
 
@@ -162,7 +223,7 @@ static void *pinned_alloc(size_t bytes) {
     void *memory = NULL;
     bytes += 16; // so that 0 bytes have an address, too
     if (cudaMallocHost(&memory, bytes) != cudaSuccess) {
-        cudaGetLastError(); // as in device_alloc()
+        (void)cudaGetLastError(); // as in device_alloc()
         return NULL;
     }
     return memset(memory, 0, bytes);
@@ -172,16 +233,20 @@ static void pinned_free(void *memory) {
     CHECK(cudaFreeHost(memory));
 }
 
+static thread_local bool capturing; // see capture()
+
 // In order with the kernels; when it returns, memory of the host may be read and written again.
 static void copy(void *to, const void *from, size_t bytes) {
     if (bytes == 0)
         return;
     CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream()));
+    if (capturing)
+        return;
     cudaPointerAttributes a, b;
     CHECK(cudaPointerGetAttributes(&a, to));
     CHECK(cudaPointerGetAttributes(&b, from));
     if (a.type != cudaMemoryTypeDevice || b.type != cudaMemoryTypeDevice)
-        CHECK(cudaStreamSynchronize(stream()));
+        synchronize();
 }
 
 /* A stream of this host thread on device `which`, for copies that overlap with the kernels there.
@@ -228,7 +293,7 @@ static void enable_peer(const void *from) {
     tried[device][a.device] = true;
     CHECK(cudaDeviceCanAccessPeer(&possible, device, a.device));
     if (possible && cudaDeviceEnablePeerAccess(a.device, 0) != cudaSuccess)
-        cudaGetLastError(); // clears the error: it has been enabled, or there are too many
+        (void)cudaGetLastError(); // clears the error: it has been enabled, or there are too many
 }
 
 // to += from, of any address.   Traffic: 12 N bytes
@@ -253,10 +318,6 @@ static void receive(size_t which, real *to, const real *from, size_t count, bool
     sleep_until_done(own);
 }
 
-static void synchronize(void) {
-    CHECK(cudaStreamSynchronize(stream()));
-}
-
 // An event: the device records the time when it gets there, to about half a microsecond.
 static void mark(size_t i) {
     CHECK(cudaEventRecord(events[replica][i], stream()));
@@ -277,32 +338,56 @@ static double elapsed(size_t from, size_t to) {
     return 1e-3 * (double)milliseconds;
 }
 
-#ifdef CUDA_ON_CPU // the emulator has no Nsight
-#define cudaProfilerStart() cudaSuccess
-#define cudaProfilerStop() cudaSuccess
-#else
-#include <cuda_profiler_api.h>
-#if __has_include(<nvtx3/nvToolsExt.h>) // some installations have CUDA without it
-#define HAVE_NVTX
-#include <nvtx3/nvToolsExt.h>
-#endif
-#endif
-
-// Named ranges of this host thread's time, which Nsight Systems shows above the kernels.
-static void range(const char *name) {
-#ifdef HAVE_NVTX
-    static thread_local bool open;
-    if (open)
-        nvtxRangePop();
-    if (name)
-        nvtxRangePushA(name);
-    open = name != NULL;
-#else
-    (void)name;
-#endif
+/* A CUDA graph: the operations of a stream, recorded once and then queued by one call, which costs
+   the host as much as a single kernel. Arguments are recorded by value, pointers included, so what
+   changes from step to step is read from memory: see struct Step. Other threads, the loader's, go
+   on with their own streams meanwhile. */
+static void *capture(bool begin) {
+    cudaGraph_t recorded;
+    cudaGraphExec_t graph;
+    capturing = begin;
+    if (begin) {
+        CHECK(cudaStreamBeginCapture(stream(), cudaStreamCaptureModeThreadLocal));
+        return NULL;
+    }
+    CHECK(cudaStreamEndCapture(stream(), &recorded));
+    CHECK(cudaGraphInstantiateWithFlags(&graph, recorded, 0));
+    CHECK(cudaGraphDestroy(recorded));
+    return graph;
 }
 
-// nsys --capture-range=cudaProfilerApi and ncu --profile-from-start off record only while it is on.
+static void replay(void *graph) {
+    CHECK(cudaGraphLaunch((cudaGraphExec_t)graph, stream()));
+}
+
+static void free_graph(void *graph) {
+    CHECK(cudaGraphExecDestroy((cudaGraphExec_t)graph));
+}
+
+#ifndef __HIP__
+#include <cuda_profiler_api.h>
+#endif
+#if defined(CUDA_ON_CPU) || __has_include(<nvtx3/nvToolsExt.h>)
+#include <nvtx3/nvToolsExt.h>
+#else // some installations have CUDA without it
+#define nvtxRangePushA(name) (void)(name)
+#define nvtxRangePop()
+#endif
+
+// # PROF  Named ranges of this host thread's time, which Nsight Systems shows above the kernels.
+static void range(RangeLevel level, const char *name) {
+    static thread_local unsigned open; // bit i: there is a range of level i
+    for (unsigned within = open >> level; within; within &= within - 1)
+        nvtxRangePop();
+    open &= (1u << level) - 1;
+    if (name) {
+        nvtxRangePushA(name);
+        open |= 1u << level;
+    }
+}
+
+// # PROF  nsys --capture-range=cudaProfilerApi and ncu --profile-from-start off record only while
+// it is on.
 static void record(bool on) {
     CHECK(on ? cudaProfilerStart() : cudaProfilerStop());
 }
@@ -360,38 +445,58 @@ static __device__ unsigned element(void) {
     return blockIdx.x * blockDim.x + threadIdx.x;
 }
 
-/* Four neighbouring elements, 16 bytes, which one instruction loads or stores: a kernel that uses
-   them needs a quarter of the instructions, and has more accesses in flight. Kernels that call
-   first_of_four() have one thread for every four elements. Tensors begin at multiples of 16 bytes;
-   their last group may have fewer than four elements. */
-struct Four {
-    real v[4];
+/* T is the type of the numbers of activations and their gradients in memory: float, or 16 bits wide;
+   kernels compute in 32 bits.
+
+   A pack is 16 bytes of neighbouring elements, which one instruction loads or stores: a kernel that
+   uses packs needs a fraction of the instructions, and has more accesses in flight. Kernels that
+   call first_of_pack() have one thread per pack. Tensors begin at multiples of 16 bytes; their last
+   pack may have fewer elements. */
+template <class T> struct Pack {
+    enum { N = 16 / sizeof(T) };
+    real v[N];
+};
+template <class T> struct alignas(16) Chunk { // in memory
+    enum { COUNT = 16 / sizeof(T) };
+    T v[COUNT];
 };
 
-static __device__ unsigned first_of_four(void) {
-    return 4 * element();
+template <class T> static size_t packs(size_t count) {
+    return ceil_div(count, Pack<T>::N);
 }
 
-static __device__ Four load(const real *from, unsigned i, unsigned count) {
-    Four f = {0, 0, 0, 0};
-    if (i + 4 <= count) {
-        float4 four = *(const float4 *)(from + i);
-        return {four.x, four.y, four.z, four.w};
+template <class T> static __device__ unsigned first_of_pack(void) {
+    return Pack<T>::N * element();
+}
+
+template <class T> static __device__ Pack<T> load(const T *from, unsigned i, unsigned count) {
+    Pack<T> p = {};
+    if (i + Pack<T>::N <= count) {
+        const Chunk<T> chunk = *(const Chunk<T> *)(from + i);
+#pragma unroll
+        for (int j = 0; j < Pack<T>::N; j++)
+            p.v[j] = (real)chunk.v[j];
+        return p;
     }
 #pragma unroll
-    for (int j = 0; j < 4; j++)
+    for (int j = 0; j < Pack<T>::N; j++)
         if (i + j < count)
-            f.v[j] = from[i + j];
-    return f;
+            p.v[j] = (real)from[i + j];
+    return p;
 }
 
-static __device__ void store(real *to, unsigned i, unsigned count, Four f) {
-    if (i + 4 <= count)
-        *(float4 *)(to + i) = {f.v[0], f.v[1], f.v[2], f.v[3]};
+template <class T> static __device__ void store(T *to, unsigned i, unsigned count, Pack<T> p) {
+    Chunk<T> chunk;
+    const bool whole = i + Pack<T>::N <= count;
 #pragma unroll
-    for (int j = 0; j < 4; j++)
-        if (i + 4 > count && i + j < count)
-            to[i + j] = f.v[j];
+    for (int j = 0; j < Pack<T>::N; j++)
+        chunk.v[j] = (T)p.v[j];
+    if (whole)
+        *(Chunk<T> *)(to + i) = chunk;
+#pragma unroll
+    for (int j = 0; j < Pack<T>::N; j++)
+        if (!whole && i + j < count)
+            to[i + j] = chunk.v[j];
 }
 
 /* LAB 4.1 BEGIN relu_forward */
@@ -407,102 +512,109 @@ static void relu_forward(Work w) {
 }
 /* LAB 4.1 END */
 
-// din = dout where out > 0, else 0; += if accumulate. din may be dout.   Traffic: 12 N bytes
-static __global__ void relu_backward_kernel(real *din, const real *dout, const real *out,
-                                            unsigned count, bool accumulate) {
-    unsigned i = first_of_four();
+// din = dout where out > 0, else 0; += if accumulate. din may be dout.   Traffic: 3 N elements
+template <class T>
+static __global__ void relu_backward_kernel(T *din, const T *dout, const T *out, unsigned count,
+                                            bool accumulate) {
+    unsigned i = first_of_pack<T>();
     if (i >= count)
         return;
-    Four sum = accumulate ? load(din, i, count) : Four{0, 0, 0, 0};
-    Four d = load(dout, i, count), o = load(out, i, count);
+    Pack<T> sum = accumulate ? load(din, i, count) : Pack<T>();
+    Pack<T> d = load(dout, i, count), o = load(out, i, count);
 #pragma unroll
-    for (int j = 0; j < 4; j++)
+    for (int j = 0; j < Pack<T>::N; j++)
         sum.v[j] += o.v[j] > 0 ? d.v[j] : 0;
     store(din, i, count, sum);
 }
 
-static void relu_backward(Work w) {
-    LAUNCH(relu_backward_kernel, ceil_div(outputs(w), 4), w.din, w.dout, w.out, outputs(w),
-           w.accumulate);
+template <class T> static void relu_backward(Work w) {
+    LAUNCH(relu_backward_kernel<T>, packs<T>(outputs(w)), (T *)w.din, (const T *)w.dout,
+           (const T *)w.out, outputs(w), w.accumulate);
 }
 
-// out = in + residual, then ReLU if asked.   Traffic: 12 N bytes
-static __global__ void add_kernel(real *out, const real *in, const real *residual, unsigned count,
+// out = in + residual, unless that is NULL, then ReLU if asked.   Traffic: 3 N elements
+template <class T>
+static __global__ void add_kernel(T *out, const T *in, const T *residual, unsigned count,
                                   bool relu) {
-    unsigned i = first_of_four();
+    unsigned i = first_of_pack<T>();
     if (i >= count)
         return;
-    Four sum = load(in, i, count), r = load(residual, i, count);
+    Pack<T> sum = load(in, i, count), r = residual ? load(residual, i, count) : Pack<T>();
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-        sum.v[j] += r.v[j];
+    for (int j = 0; j < Pack<T>::N; j++) {
+        sum.v[j] = residual ? sum.v[j] + r.v[j] : sum.v[j]; // -0 + 0 would be 0
         sum.v[j] = relu && sum.v[j] < 0 ? 0 : sum.v[j];
     }
     store(out, i, count, sum);
 }
 
-static void add_forward(Work w) {
-    LAUNCH(add_kernel, ceil_div(outputs(w), 4), w.out, w.in, w.residual, outputs(w), w.l->relu);
+template <class T> static void add_forward(Work w) {
+    LAUNCH(add_kernel<T>, packs<T>(outputs(w)), (T *)w.out, (const T *)w.in, (const T *)w.residual,
+           outputs(w), w.l->relu || w.l->kind == RELU);
 }
 
-// din = dout; += if accumulate.   Traffic: 8 N bytes, 12 N if accumulate
-static void add_backward(Work w) {
+// din = dout; += if accumulate.   Traffic: 2 N elements, 3 N if accumulate
+template <class T> static void add_backward(Work w) {
     if (w.accumulate)
-        LAUNCH(add_kernel, ceil_div(outputs(w), 4), w.din, w.din, w.dout, outputs(w), false);
+        LAUNCH(add_kernel<T>, packs<T>(outputs(w)), (T *)w.din, (const T *)w.din, (const T *)w.dout,
+               outputs(w), false);
     else
-        copy(w.din, w.dout, outputs(w) * sizeof *w.din);
+        copy(w.din, w.dout, outputs(w) * sizeof(T));
 }
 
 /* out = in / (1 - p), or 0 where the image's Philox numbers say so: the same masks as on the CPU.
    One thread computes the 8 elements that share a Philox block.   Traffic: 9 N bytes */
-static __global__ void dropout_forward_kernel(real *out, uint8_t *mask, const real *in,
-                                              unsigned size, unsigned blocks_of_image, unsigned n,
-                                              real scale, uint32_t threshold, uint32_t purpose,
-                                              Draw draw) {
+template <class T>
+static __global__ void dropout_forward_kernel(T *out, uint8_t *mask, const T *in, unsigned size,
+                                              unsigned blocks_of_image, unsigned n, real scale,
+                                              uint32_t threshold, uint32_t purpose,
+                                              const Draw *draw) {
     unsigned image = element() / blocks_of_image, block = element() % blocks_of_image;
     if (image >= n)
         return;
     uint32_t bits[4];
-    philox4x32(bits, (uint32_t)block, (uint32_t)position_of(draw, image), (uint32_t)draw.epoch,
-               purpose, draw.seed);
+    philox4x32(bits, (uint32_t)block, (uint32_t)position_of(*draw, image), (uint32_t)draw->epoch,
+               purpose, draw->seed);
 #pragma unroll // so that bits[] stays in registers
     for (unsigned j = 0; j < 8; j++) {
         unsigned i = image * size + block * 8 + j;
         bool kept = (bits[j / 2] >> (16 * (j % 2)) & 0xffff) >= threshold;
         if (block * 8 + j < size) {
             mask[i] = kept;
-            out[i] = kept ? in[i] * scale : 0;
+            out[i] = (T)(kept ? (real)in[i] * scale : 0);
         }
     }
 }
 
 // Evaluation (no draw): out = in
-static void dropout_forward(Work w) {
+template <class T> static void dropout_forward(Work w) {
     size_t size = outputs(w) / w.n, blocks_of_image = (size + 7) / 8;
     if (w.draw)
-        LAUNCH(dropout_forward_kernel, w.n * blocks_of_image, w.out, w.saved, w.in, size,
-               blocks_of_image, w.n, 1 / (1 - w.l->p), (uint32_t)lround((double)w.l->p * 65536),
-               DRAW_DROPOUT + (uint32_t)w.row, *w.draw);
+        LAUNCH(dropout_forward_kernel<T>, w.n * blocks_of_image, (T *)w.out, w.saved,
+               (const T *)w.in, size, blocks_of_image, w.n, 1 / (1 - w.l->p),
+               (uint32_t)lround((double)w.l->p * 65536), DRAW_DROPOUT + (uint32_t)w.row, w.draw);
     else if (w.out != w.in)
-        copy(w.out, w.in, outputs(w) * sizeof *w.out);
+        copy(w.out, w.in, outputs(w) * sizeof(T));
 }
 
-// din = dout / (1 - p) where the mask is set, else 0; += if accumulate.   Traffic: 9 N bytes
-static __global__ void dropout_backward_kernel(real *din, const real *dout, const uint8_t *mask,
+// din = dout / (1 - p) where the mask is set, else 0; += if accumulate.   Traffic: 2 N elements, N
+// bytes
+template <class T>
+static __global__ void dropout_backward_kernel(T *din, const T *dout, const uint8_t *mask,
                                                unsigned count, real scale, bool accumulate) {
-    unsigned i = first_of_four();
+    unsigned i = first_of_pack<T>();
     if (i >= count)
         return;
-    Four sum = accumulate ? load(din, i, count) : Four{0, 0, 0, 0}, d = load(dout, i, count);
+    Pack<T> sum = accumulate ? load(din, i, count) : Pack<T>(), d = load(dout, i, count);
 #pragma unroll
-    for (int j = 0; j < 4; j++)
+    for (int j = 0; j < Pack<T>::N; j++)
         sum.v[j] += i + j < count && mask[i + j] ? d.v[j] * scale : 0;
     store(din, i, count, sum);
 }
 
-static void dropout_backward(Work w) {
-    LAUNCH(dropout_backward_kernel, ceil_div(outputs(w), 4), w.din, w.dout, w.saved, outputs(w),
-           1 / (1 - w.l->p), w.accumulate);
+template <class T> static void dropout_backward(Work w) {
+    LAUNCH(dropout_backward_kernel<T>, packs<T>(outputs(w)), (T *)w.din, (const T *)w.dout, w.saved,
+           outputs(w), 1 / (1 - w.l->p), w.accumulate);
 }
 
 // The sizes of a layer as kernels see them: 32-bit numbers, which a GPU divides faster.
@@ -515,15 +627,36 @@ static Window window_of(const Layer *l) {
             (int)l->out.c, (int)l->kernel, (int)l->stride, (int)l->padding};
 }
 
+/* Where a tensor's elements lie: [image][y][x][c] or, with --layout nchw, [image][c][y][x]. `inner`
+   is how many neighbours have the same channel: 1, or the pixels of an image. */
+struct Layout {
+    unsigned channels, inner;
+    // of channel c of a pixel, counted over all images
+    __device__ unsigned at(unsigned pixel, unsigned c) const {
+        return inner == 1 ? pixel * channels + c
+                          : (pixel / inner * channels + c) * inner + pixel % inner;
+    }
+    __device__ unsigned channel(unsigned i) const {
+        return i / inner % channels;
+    }
+    __device__ unsigned pixel(unsigned i) const {
+        return inner == 1 ? i / channels : i / inner / channels * inner + i % inner;
+    }
+};
+
+static Layout layout_of(Shape s, bool nchw) {
+    return {(unsigned)s.c, nchw ? (unsigned)(s.h * s.w) : 1};
+}
+
 // The four indices of an element [image][y][x][c].
 struct Index {
     int image, y, x, c;
 };
 
-// The inverse of i = ((image * height + y) * width + x) * channels + c
-static __device__ Index unravel(unsigned i, unsigned height, unsigned width, unsigned channels) {
-    unsigned pixel = i / channels, row = pixel / width;
-    return {(int)(row / height), (int)(row % height), (int)(pixel % width), (int)(i % channels)};
+// Those of an element of a tensor of height x width.
+static __device__ Index unravel(unsigned i, unsigned height, unsigned width, Layout layout) {
+    unsigned pixel = layout.pixel(i), row = pixel / width;
+    return {(int)(row / height), (int)(row % height), (int)(pixel % width), (int)layout.channel(i)};
 }
 
 // The input pixel, counted over all images, that a tap of the window of output pixel o reads; below
@@ -544,96 +677,141 @@ static __device__ int output_pixel(const Window &s, const Index &p, int tap) {
 }
 
 /* out = the maximum under the window, argmax = its tap i * kernel + j, the first if there are
-   several. A NaN wins.   Traffic: 4 (stride^2 + 1) N + N bytes */
-static __global__ void maxpool2d_forward_kernel(real *out, uint8_t *argmax, const real *in,
-                                                Window s, unsigned count) {
+   several. A NaN wins.   Traffic: (stride^2 + 1) N elements, N bytes */
+template <class T>
+static __global__ void maxpool2d_forward_kernel(T *out, uint8_t *argmax, const T *in, Window s,
+                                                Layout of_in, Layout of_out, unsigned count) {
     unsigned i = element();
     if (i >= count)
         return;
-    Index o = unravel(i, s.oh, s.ow, s.oc);
+    Index o = unravel(i, s.oh, s.ow, of_out);
     real best = -INFINITY;
     int arg = 0;
     for (int tap = 0; tap < s.kernel * s.kernel; tap++) {
         int pixel = input_pixel(s, o, tap);
-        real value = pixel >= 0 ? in[pixel * s.c + o.c] : -INFINITY;
+        real value = pixel >= 0 ? (real)in[of_in.at(pixel, o.c)] : -INFINITY;
         if (value > best || value != value) {
             best = value;
             arg = tap;
         }
     }
-    out[i] = best;
+    out[i] = (T)best;
     argmax[i] = (uint8_t)arg;
 }
 
-static void maxpool2d_forward(Work w) {
-    LAUNCH(maxpool2d_forward_kernel, outputs(w), w.out, w.saved, w.in, window_of(w.l), outputs(w));
+template <class T> static void maxpool2d_forward(Work w) {
+    LAUNCH(maxpool2d_forward_kernel<T>, outputs(w), (T *)w.out, w.saved, (const T *)w.in,
+           window_of(w.l), layout_of(w.l->in, w.transposed), layout_of(w.l->out, w.transposed),
+           outputs(w));
 }
 
 /* din = sum of dout over the windows whose maximum this pixel was; += if accumulate. One thread per
    input element, which visits the windows that cover it, so that no two threads add to the same
-   number.   Traffic: 4 N + 5 N / stride^2 bytes */
-static __global__ void maxpool2d_backward_kernel(real *din, const real *dout, const uint8_t *argmax,
-                                                 Window s, unsigned count, bool accumulate) {
+   number.   Traffic: N + N / stride^2 elements, N / stride^2 bytes */
+template <class T>
+static __global__ void maxpool2d_backward_kernel(T *din, const T *dout, const uint8_t *argmax,
+                                                 Window s, Layout of_in, Layout of_out,
+                                                 unsigned count, bool accumulate) {
     unsigned i = element();
     if (i >= count)
         return;
-    Index p = unravel(i, s.h, s.w, s.c);
-    real sum = accumulate ? din[i] : 0;
+    Index p = unravel(i, s.h, s.w, of_in);
+    real sum = accumulate ? (real)din[i] : 0;
     for (int tap = 0; tap < s.kernel * s.kernel; tap++) {
-        int pixel = output_pixel(s, p, tap), at = pixel * s.oc + p.c;
-        sum += pixel >= 0 && argmax[at] == tap ? dout[at] : 0;
+        int pixel = output_pixel(s, p, tap);
+        unsigned at = pixel >= 0 ? of_out.at(pixel, p.c) : 0;
+        sum += pixel >= 0 && argmax[at] == tap ? (real)dout[at] : 0;
     }
-    din[i] = sum;
+    din[i] = (T)sum;
 }
 
-static void maxpool2d_backward(Work w) {
-    LAUNCH(maxpool2d_backward_kernel, inputs(w), w.din, w.dout, w.saved, window_of(w.l), inputs(w),
-           w.accumulate);
+template <class T> static void maxpool2d_backward(Work w) {
+    LAUNCH(maxpool2d_backward_kernel<T>, inputs(w), (T *)w.din, (const T *)w.dout, w.saved,
+           window_of(w.l), layout_of(w.l->in, w.transposed), layout_of(w.l->out, w.transposed),
+           inputs(w), w.accumulate);
 }
 
-// out[n][c] = mean over the pixels.   Traffic: 4 (pixels + 1) N bytes
-static __global__ void avgpool2d_forward_kernel(real *out, const real *in, int pixels, int channels,
+// out[n][c] = mean over the pixels.   Traffic: (pixels + 1) N elements
+template <class T>
+static __global__ void avgpool2d_forward_kernel(T *out, const T *in, unsigned pixels, Layout of_in,
                                                 unsigned count) {
     unsigned i = element();
     if (i >= count)
         return;
-    const real *from = in + i / channels * pixels * channels + i % channels;
     real sum = 0;
-    for (int p = 0; p < pixels; p++)
-        sum += from[p * channels];
-    out[i] = sum / pixels;
+    for (unsigned p = 0; p < pixels; p++)
+        sum += (real)in[of_in.at(i / of_in.channels * pixels + p, i % of_in.channels)];
+    out[i] = (T)(sum / pixels);
 }
 
-static void avgpool2d_forward(Work w) {
-    LAUNCH(avgpool2d_forward_kernel, outputs(w), w.out, w.in, (int)(w.l->in.h * w.l->in.w),
-           (int)w.l->in.c, outputs(w));
+template <class T> static void avgpool2d_forward(Work w) {
+    LAUNCH(avgpool2d_forward_kernel<T>, outputs(w), (T *)w.out, (const T *)w.in,
+           w.l->in.h * w.l->in.w, layout_of(w.l->in, w.transposed), outputs(w));
 }
 
-// din[n][pixel][c] = dout[n][c] / pixels; += if accumulate.   Traffic: 4 N bytes
-static __global__ void avgpool2d_backward_kernel(real *din, const real *dout, int pixels,
-                                                 int channels, unsigned count, bool accumulate) {
+// din[n][pixel][c] = dout[n][c] / pixels; += if accumulate.   Traffic: N elements
+template <class T>
+static __global__ void avgpool2d_backward_kernel(T *din, const T *dout, unsigned pixels,
+                                                 Layout of_in, unsigned count, bool accumulate) {
     unsigned i = element();
     if (i < count)
-        din[i] = dout[i / channels / pixels * channels + i % channels] / pixels +
-                 (accumulate ? din[i] : 0);
+        din[i] = (T)((real)dout[i / of_in.channels / pixels * of_in.channels + of_in.channel(i)] /
+                         pixels +
+                     (accumulate ? (real)din[i] : 0));
 }
 
-static void avgpool2d_backward(Work w) {
-    LAUNCH(avgpool2d_backward_kernel, inputs(w), w.din, w.dout, (int)(w.l->in.h * w.l->in.w),
-           (int)w.l->in.c, inputs(w), w.accumulate);
+template <class T> static void avgpool2d_backward(Work w) {
+    LAUNCH(avgpool2d_backward_kernel<T>, inputs(w), (T *)w.din, (const T *)w.dout,
+           w.l->in.h * w.l->in.w, layout_of(w.l->in, w.transposed), inputs(w), w.accumulate);
+}
+
+// to = step, which is copied when the kernel is queued: the host does not wait.
+static __global__ void set_step_kernel(Step *to, Step step) {
+    if (threadIdx.x == 0)
+        *to = step;
+}
+
+static void set_step(Step *to, Step step) {
+    LAUNCH(set_step_kernel, 1, to, step);
 }
 
 /* ---- Optimizers: the formulas are in cnn.c, section 7. One launch updates as many parameters as
-   it is given: all of them, or those of one tensor (--optimizer-launch).   Traffic: 28 N bytes */
-static __global__ void adadelta_kernel(real *param, const real *grad, real *square_avg,
-                                       real *acc_delta, unsigned count, real lr,
-                                       real weight_decay) {
-    const real rho = .9f, eps = 1e-6f;
-    unsigned i = first_of_four();
-    if (i >= count)
+   it is given: all of them, or those of one tensor (--optimizer-launch). The parameters of T are
+   those of a 16-bit precision's copy, which they write as well. # AMP */
+
+// This thread's gradients, divided by the loss scale, a power of 2; false: there are none, or the
+// step is skipped.
+static __device__ bool load_gradients(Pack<real> &grad, const Update &u, unsigned i) {
+    if (i >= u.count || (u.scale && u.scale->not_finite))
+        return false;
+    const real unscale = u.scale ? 1 / u.scale->scale : 1;
+    grad = load(u.grad, i, u.count);
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+        grad.v[j] *= unscale;
+    return true;
+}
+
+// param = p, and its copy with 16 bits, if there is one
+template <class T>
+static __device__ void store_parameters(const Update &u, unsigned i, Pack<real> p) {
+    store(u.param, i, u.count, p);
+    if (sizeof(T) < sizeof(real))
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            if (i + j < u.count)
+                ((T *)u.low)[i + j] = (T)p.v[j];
+}
+
+// Traffic: 28 N bytes, 30 N with a copy of 16 bits
+template <class T> static __global__ void adadelta_kernel(Update u) {
+    const real rho = .9f, eps = 1e-6f, lr = (real)u.step->lr, weight_decay = (real)u.weight_decay;
+    unsigned i = first_of_pack<real>();
+    Pack<real> g;
+    if (!load_gradients(g, u, i))
         return;
-    Four p = load(param, i, count), g = load(grad, i, count);
-    Four square = load(square_avg, i, count), acc = load(acc_delta, i, count);
+    Pack<real> p = load(u.param, i, u.count);
+    Pack<real> square = load(u.state[0], i, u.count), acc = load(u.state[1], i, u.count);
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         g.v[j] += weight_decay * p.v[j];
@@ -642,43 +820,86 @@ static __global__ void adadelta_kernel(real *param, const real *grad, real *squa
         acc.v[j] = rho * acc.v[j] + (1 - rho) * delta * delta;
         p.v[j] -= lr * delta;
     }
-    store(square_avg, i, count, square);
-    store(acc_delta, i, count, acc);
-    store(param, i, count, p);
+    store(u.state[0], i, u.count, square);
+    store(u.state[1], i, u.count, acc);
+    store_parameters<T>(u, i, p);
 }
 
-static void adadelta(Update u) {
-    LAUNCH(adadelta_kernel, ceil_div(u.count, 4), u.param, u.grad, u.state[0], u.state[1], u.count,
-           (real)u.lr, (real)u.weight_decay);
+template <class T> static void adadelta(Update u) {
+    LAUNCH(adadelta_kernel<T>, packs<real>(u.count), u);
 }
 
-// Traffic: 20 N bytes with momentum, 12 N without
-static __global__ void sgd_kernel(real *param, const real *grad, real *momentum_buffer,
-                                  unsigned count, real lr, real momentum, real weight_decay,
-                                  bool nesterov) {
-    unsigned i = first_of_four();
-    if (i >= count)
+// Traffic: 20 N bytes with momentum, 12 N without, 2 N more with a copy of 16 bits
+template <class T> static __global__ void sgd_kernel(Update u) {
+    const real lr = (real)u.step->lr, momentum = (real)u.momentum,
+               weight_decay = (real)u.weight_decay;
+    unsigned i = first_of_pack<real>();
+    Pack<real> g, buffer = {};
+    if (!load_gradients(g, u, i))
         return;
-    Four p = load(param, i, count), g = load(grad, i, count), buffer = {0, 0, 0, 0};
+    Pack<real> p = load(u.param, i, u.count);
     if (momentum > 0)
-        buffer = load(momentum_buffer, i, count);
+        buffer = load(u.state[0], i, u.count);
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         g.v[j] += weight_decay * p.v[j];
         buffer.v[j] = momentum * buffer.v[j] + g.v[j];
         real step = momentum == 0 ? g.v[j]
-                    : nesterov    ? g.v[j] + momentum * buffer.v[j]
+                    : u.nesterov  ? g.v[j] + momentum * buffer.v[j]
                                   : buffer.v[j];
         p.v[j] -= lr * step;
     }
     if (momentum > 0)
-        store(momentum_buffer, i, count, buffer);
-    store(param, i, count, p);
+        store(u.state[0], i, u.count, buffer);
+    store_parameters<T>(u, i, p);
 }
 
-static void sgd(Update u) {
-    LAUNCH(sgd_kernel, ceil_div(u.count, 4), u.param, u.grad, u.state[0], u.count, (real)u.lr,
-           (real)u.momentum, (real)u.weight_decay, u.nesterov);
+template <class T> static void sgd(Update u) {
+    LAUNCH(sgd_kernel<T>, packs<real>(u.count), u);
+}
+
+// low = param, rounded to the nearest.   Traffic: 6 N bytes
+template <class T> static __global__ void lower_kernel(Update u) {
+    unsigned i = first_of_pack<real>();
+    if (i < u.count)
+        store_parameters<T>(u, i, load(u.param, i, u.count));
+}
+
+template <class T> static void lower(void *low, const real *param, size_t count) {
+    Update u = {};
+    u.param = (real *)param;
+    u.low = low;
+    u.count = count;
+    LAUNCH(lower_kernel<T>, packs<real>(count), u);
+}
+
+// scale->not_finite += the number of gradients that are not finite.   Traffic: 4 N bytes
+static __global__ void count_not_finite_kernel(LossScale *scale, const real *grad, unsigned count) {
+    unsigned i = first_of_pack<real>(), bad = 0;
+    Pack<real> g = load(grad, min(i, count), count);
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+        bad += !(fabsf(g.v[j]) < INFINITY);
+    if (bad > 0)
+        atomicAdd(&scale->not_finite, bad);
+}
+
+static void count_not_finite(LossScale *scale, const real *grad, size_t count) {
+    LAUNCH(count_not_finite_kernel, packs<real>(count), scale, grad, count);
+}
+
+// The rule that struct LossScale explains.   One thread
+static __global__ void adjust_scale_kernel(LossScale *s) {
+    const bool skipped = s->not_finite > 0, grows = !skipped && s->steps + 1 == SCALE_STEPS;
+    s->scale *= skipped ? .5f : grows ? 2 : 1;
+    s->steps = skipped || grows ? 0 : s->steps + 1;
+    s->skipped += skipped;
+    s->not_finite = 0;
+}
+
+static void adjust_scale(LossScale *scale) {
+    adjust_scale_kernel<<<1, 1, 0, stream()>>>(scale);
+    CHECK_LAUNCH();
 }
 
 /* ---- The loader's work, where the data set is resident on the device: look the batch's images up
@@ -692,21 +913,24 @@ static __device__ real pixel_at(const uint8_t *image, Shape s, int y, int x, int
 
 /* out[n][h][w][c] = normalised[c][byte], and the labels; crop_flip reads the byte at the position
    that augment_crop_flip() of cnn.c gives.   Traffic: 5 N bytes */
-static __global__ void gather_kernel(real *out, uint8_t *labels, Resident r, Draw draw, int n) {
+template <class T>
+static __global__ void gather_kernel(T *out, uint8_t *labels, Resident r, Layout layout,
+                                     const Draw *draw, int n) {
     unsigned size = r.shape.h * r.shape.w * r.shape.c, i = element();
     if (i >= n * size)
         return;
-    Index o = unravel(i, r.shape.h, r.shape.w, r.shape.c);
-    size_t position = position_of(draw, o.image), image = r.order[position];
+    Index o = unravel(i, r.shape.h, r.shape.w, layout);
+    size_t position = position_of(*draw, o.image), image = r.order[position];
     int y = o.y, x = o.x;
     if (r.augment == AUGMENT_CROP_FLIP) {
         uint32_t bits[4];
-        philox4x32(bits, 0, (uint32_t)position, (uint32_t)draw.epoch, DRAW_AUGMENT, draw.seed);
+        philox4x32(bits, 0, (uint32_t)position, (uint32_t)draw->epoch, DRAW_AUGMENT, draw->seed);
         y += (int)(bits[0] % (2 * CROP_PADDING + 1)) - CROP_PADDING;
         x = (bits[2] & 1 ? (int)r.shape.w - 1 - x : x) + (int)(bits[1] % (2 * CROP_PADDING + 1)) -
             CROP_PADDING;
     }
-    out[i] = r.normalised[o.c * 256 + (int)pixel_at(r.images + image * size, r.shape, y, x, o.c)];
+    out[i] =
+        (T)r.normalised[o.c * 256 + (int)pixel_at(r.images + image * size, r.shape, y, x, o.c)];
     if (i % size == 0)
         labels[o.image] = r.labels[image];
 }
@@ -728,16 +952,18 @@ static __device__ void blur(real *to, const real *from, const float *weights, Sh
 
 /* The elastic distortion: augment_elastic() of cnn.c. One block per image; the displacement fields
    and their blurred copies stay in shared memory.   Grid: n blocks.   Traffic: 5 N bytes */
-static __global__ void gather_elastic_kernel(real *out, uint8_t *labels, Resident r, Draw draw) {
+template <class T>
+static __global__ void gather_elastic_kernel(T *out, uint8_t *labels, Resident r, Layout layout,
+                                             const Draw *draw) {
     extern __shared__ real fields[]; // down, right, and a buffer to blur them
     int pixels = (int)(r.shape.h * r.shape.w), w = (int)r.shape.w, channels = (int)r.shape.c;
-    size_t position = position_of(draw, blockIdx.x), image = r.order[position];
+    size_t position = position_of(*draw, blockIdx.x), image = r.order[position];
     real *buffer = fields + 2 * pixels;
     for (int i = threadIdx.x; i < 2 * pixels; i += THREADS) {
         uint32_t bits[4];
         int field = i / pixels, at = i % pixels;
         philox4x32(bits, (uint32_t)(1 + field * pixels + at / 4 * 4), (uint32_t)position,
-                   (uint32_t)draw.epoch, DRAW_AUGMENT, draw.seed);
+                   (uint32_t)draw->epoch, DRAW_AUGMENT, draw->seed);
         fields[i] = ELASTIC_ALPHA * (2 * uniform(bits[at % 4]) - 1);
     }
     __syncthreads();
@@ -756,29 +982,48 @@ static __global__ void gather_elastic_kernel(real *out, uint8_t *labels, Residen
         real below = fmaf(right, pixel_at(bytes, r.shape, top + 1, left + 1, c),
                           (1 - right) * pixel_at(bytes, r.shape, top + 1, left, c));
         int byte = (int)fmaf(down, below, fmaf(1 - down, above, .5f));
-        out[blockIdx.x * pixels * channels + i] = r.normalised[c * 256 + byte];
+        out[layout.at(blockIdx.x * pixels + pixel, c)] = (T)r.normalised[c * 256 + byte];
     }
     if (threadIdx.x == 0)
         labels[blockIdx.x] = r.labels[image];
 }
 
-static void gather(real *out, uint8_t *labels, const Resident *r, const Draw *draw, size_t n) {
+template <class T>
+static void gather(real *out, uint8_t *labels, const Resident *r, const Draw *draw, size_t n,
+                   bool nchw) {
     size_t pixels = r->shape.h * r->shape.w, fields = 3 * pixels * sizeof(real);
+    const Layout layout = layout_of(r->shape, nchw);
     if (r->augment != AUGMENT_ELASTIC) {
-        LAUNCH(gather_kernel, n * pixels * r->shape.c, out, labels, *r, *draw, n);
+        LAUNCH(gather_kernel<T>, n * pixels * r->shape.c, (T *)out, labels, *r, layout, draw, n);
         return;
     }
     // more than 48 KB of shared memory must be asked for
-    if (cudaFuncSetAttribute(gather_elastic_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+    if (cudaFuncSetAttribute(gather_elastic_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                              (int)fields) != cudaSuccess) {
-        cudaGetLastError(); // clears the error
+        (void)cudaGetLastError(); // clears the error
         fail(1,
              "--augment elastic: the fields of %zu x %zu pixels need %zu bytes of shared memory, "
              "more than device %d has; expected smaller images, or another --augment",
              r->shape.h, r->shape.w, fields, device);
     }
-    gather_elastic_kernel<<<(unsigned)n, THREADS, fields, stream()>>>(out, labels, *r, *draw);
+    gather_elastic_kernel<T>
+        <<<(unsigned)n, THREADS, fields, stream()>>>((T *)out, labels, *r, layout, draw);
     CHECK_LAUNCH();
+}
+
+// out = the images that a loader has made.   Traffic: 4 N bytes, N elements
+template <class T>
+static __global__ void load_images_kernel(T *out, const real *images, Layout layout,
+                                          unsigned count) {
+    unsigned i = element();
+    if (i < count)
+        out[i] = (T)images[layout.pixel(i) * layout.channels + layout.channel(i)];
+}
+
+template <class T>
+static void load_images(real *out, const real *images, size_t n, Shape s, bool nchw) {
+    size_t count = n * s.h * s.w * s.c;
+    LAUNCH(load_images_kernel<T>, count, (T *)out, images, layout_of(s, nchw), count);
 }
 
 /* ==== 3. Sums over pixels =======================================================================
@@ -815,22 +1060,39 @@ static __device__ unsigned slice_start(unsigned pixels, unsigned slice, unsigned
     return (unsigned)((size_t)pixels * slice / slices);
 }
 
+// BatchNorm of one number of a channel. Forward and backward call the same function, so that they
+// agree in which numbers the ReLU has let through.
+static __device__ real normalised(real x, real mean, real inverse, real weight, real bias) {
+    return fmaf(x - mean, weight * inverse, bias);
+}
+
 /* partial[slice][0][c] = sum of d, partial[slice][1][c] = sum of d * (x - mean), over the slice's
-   pixels; the mean is in stats. x NULL: the first sum only.   Grid: channels / 32 x slices.
-   Traffic: 4 or 8 bytes for each number of d */
+   pixels; the mean is in stats. x NULL: the first sum only. weight not NULL: d begins with the
+   backward of a ReLU after this BatchNorm.   Grid: channels / 32 x slices.
+   Traffic: 1 or 2 elements for each number of d. With nchw, a warp reads 32 numbers that are far
+   apart; the 7 next to each are read from the L1 cache by the block's other warps */
 template <class T>
 static __global__ void column_sums_kernel(real *partial, const T *d, const T *x, const real *stats,
-                                          unsigned pixels, int channels) {
+                                          const real *weight, const real *bias, unsigned pixels,
+                                          Layout layout) {
     __shared__ real sums[LANES_Y][WARP];
     __shared__ real products[LANES_Y][WARP];
-    int c = blockIdx.x * WARP + threadIdx.x;
+    const unsigned channels = layout.channels, c = blockIdx.x * WARP + threadIdx.x;
     unsigned first = slice_start(pixels, blockIdx.y, gridDim.y) + threadIdx.y;
     unsigned end = slice_start(pixels, blockIdx.y + 1, gridDim.y);
-    real sum = 0, product = 0, mean = x && c < channels ? stats[2 * channels + c] : 0;
+    real sum = 0, product = 0, mean = 0, inverse = 0, scale = 0, shift = 0;
+    if (x && c < channels) {
+        mean = stats[2 * channels + c];
+        inverse = stats[3 * channels + c];
+        scale = weight ? weight[c] : 0;
+        shift = weight ? bias[c] : 1; // without a ReLU: all are let through
+    }
     for (unsigned p = first; p < end && c < channels; p += LANES_Y) {
-        real value = (real)d[p * channels + c];
+        real value = (real)d[layout.at(p, c)], from = x ? (real)x[layout.at(p, c)] : 0;
+        if (x && normalised(from, mean, inverse, scale, shift) <= 0)
+            value = 0;
         sum += value;
-        product += x ? value * ((real)x[p * channels + c] - mean) : 0;
+        product += value * (from - mean);
     }
     sums[threadIdx.y][threadIdx.x] = sum;
     products[threadIdx.y][threadIdx.x] = product;
@@ -865,12 +1127,14 @@ static __global__ void join_sums_kernel(real *dbias, real *dweight, const real *
         dweight[c] = product * stats[3 * channels + c];
 }
 
-// dbias[c] = sum of dout over all pixels; BatchNorm also needs dweight, for which x is its input.
-template <class T> static void column_sums(Work w, real *dweight, const T *x) {
+// dbias[c] = sum of dout over all pixels; BatchNorm also needs dweight, for which x is its input,
+// and may include the backward of its ReLU.
+template <class T> static void column_sums(Work w, real *dweight, const real *x, bool relu) {
     size_t channels = w.l->out.c, pixels = outputs(w) / channels;
     dim3 grid = sum_grid(pixels, channels), block(WARP, LANES_Y);
-    column_sums_kernel<T>
-        <<<grid, block, 0, stream()>>>(w.scratch, (const T *)w.dout, x, w.stats, pixels, channels);
+    column_sums_kernel<T><<<grid, block, 0, stream()>>>(w.scratch, (const T *)w.dout, (const T *)x,
+                                                        w.stats, relu ? w.weight : NULL, w.bias,
+                                                        pixels, layout_of(w.l->out, w.transposed));
     CHECK_LAUNCH();
     LAUNCH(join_sums_kernel, channels * WARP, w.dbias, dweight, w.scratch, w.stats, grid.y,
            channels);
@@ -891,15 +1155,16 @@ static __device__ Moments join(Moments a, Moments b) {
 }
 
 /* partial[slice][0][c] = mean, partial[slice][1][c] = sum of squared distances from it, over the
-   slice's pixels.   Grid: channels / 32 x slices.   Traffic: 4 bytes for each number of in */
-static __global__ void moments_kernel(real *partial, const real *in, int pixels, int channels) {
+   slice's pixels.   Grid: channels / 32 x slices.   Traffic: 1 element for each number of in */
+template <class T>
+static __global__ void moments_kernel(real *partial, const T *in, unsigned pixels, Layout layout) {
     __shared__ Moments moments[LANES_Y][WARP];
-    int c = blockIdx.x * WARP + threadIdx.x;
+    const unsigned channels = layout.channels, c = blockIdx.x * WARP + threadIdx.x;
     unsigned first = slice_start(pixels, blockIdx.y, gridDim.y) + threadIdx.y;
     unsigned end = slice_start(pixels, blockIdx.y + 1, gridDim.y);
     Moments m = {0, 0, 0};
     for (unsigned p = first; p < end && c < channels; p += LANES_Y)
-        m = join(m, {1, in[p * channels + c], 0});
+        m = join(m, {1, (real)in[layout.at(p, c)], 0});
     moments[threadIdx.y][threadIdx.x] = m;
     __syncthreads();
     if (threadIdx.y > 0 || c >= channels)
@@ -940,85 +1205,104 @@ static __global__ void batchnorm_statistics_kernel(real *stats, const real *part
     stats[3 * channels + c] = 1 / sqrtf(m.squares / m.count + bn_eps);
 }
 
-// The values of four neighbouring elements' channels, the first of which is c.
-static __device__ Four of_channels(const real *values, unsigned c, unsigned channels) {
-    if (channels % 4 == 0)
-        return load(values, c, channels);
-    Four f;
+// The values of the channels of the elements of a pack that begins at element i.
+template <class T>
+static __device__ Pack<T> of_channels(const real *values, unsigned i, Layout layout) {
+    const unsigned c = layout.channel(i);
+    Pack<T> p;
+    if (layout.inner == 1 && layout.channels % Pack<T>::N == 0) {
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-        f.v[j] = values[c];
-        c = c + 1 < channels ? c + 1 : 0;
+        for (int j = 0; j < Pack<T>::N; j += 4) {
+            const float4 four = *(const float4 *)(values + c + j);
+            p.v[j] = four.x;
+            p.v[j + 1] = four.y;
+            p.v[j + 2] = four.z;
+            p.v[j + 3] = four.w;
+        }
+        return p;
     }
-    return f;
+#pragma unroll
+    for (int j = 0; j < Pack<T>::N; j++)
+        p.v[j] = values[layout.channel(i + j)];
+    return p;
 }
 
 /* out = (in - mean) * weight / sqrt(variance + eps) + bias, + residual unless that is NULL, then
-   ReLU if asked.   Traffic: 8 N bytes, 12 N with a residual */
-static __global__ void batchnorm_apply_kernel(real *out, const real *in, const real *stats,
-                                              const real *weight, const real *bias,
-                                              const real *residual, unsigned count, int channels,
-                                              bool training, bool relu) {
-    unsigned i = first_of_four(), c = i % channels;
+   ReLU if asked.   Traffic: 2 N elements, 3 N with a residual */
+template <class T>
+static __global__ void
+batchnorm_apply_kernel(T *out, const T *in, const real *stats, const real *weight, const real *bias,
+                       const T *residual, unsigned count, Layout layout, bool training, bool relu) {
+    unsigned i = first_of_pack<T>(), channels = layout.channels;
     if (i >= count)
         return;
-    Four x = load(in, i, count), r = residual ? load(residual, i, count) : Four{0, 0, 0, 0};
-    Four mean = of_channels(stats + (training ? 2 * channels : 0), c, channels);
-    Four spread = of_channels(stats + (training ? 3 * channels : channels), c, channels);
-    Four scale = of_channels(weight, c, channels), shift = of_channels(bias, c, channels);
+    Pack<T> x = load(in, i, count), r = residual ? load(residual, i, count) : Pack<T>();
+    Pack<T> mean = of_channels<T>(stats + (training ? 2 * channels : 0), i, layout);
+    Pack<T> spread = of_channels<T>(stats + (training ? 3 * channels : channels), i, layout);
+    Pack<T> scale = of_channels<T>(weight, i, layout), shift = of_channels<T>(bias, i, layout);
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
+    for (int j = 0; j < Pack<T>::N; j++) {
         real inverse = training ? spread.v[j] : 1 / sqrtf(spread.v[j] + bn_eps);
-        real value = (x.v[j] - mean.v[j]) * (scale.v[j] * inverse) + shift.v[j] + r.v[j];
+        real value = normalised(x.v[j], mean.v[j], inverse, scale.v[j], shift.v[j]) + r.v[j];
         x.v[j] = relu && value < 0 ? 0 : value;
     }
     store(out, i, count, x);
 }
 
-static void batchnorm2d_forward(Work w) {
+template <class T> static void batchnorm2d_forward(Work w) {
     size_t channels = w.l->in.c, pixels = inputs(w) / channels;
+    const Layout layout = layout_of(w.l->in, w.transposed);
     const bool training = w.draw != NULL;
     if (training) {
         dim3 grid = sum_grid(pixels, channels), block(WARP, LANES_Y);
-        moments_kernel<<<grid, block, 0, stream()>>>(w.scratch, w.in, pixels, channels);
+        moments_kernel<T><<<grid, block, 0, stream()>>>(w.scratch, (const T *)w.in, pixels, layout);
         CHECK_LAUNCH();
         LAUNCH(batchnorm_statistics_kernel, channels * WARP, w.stats, w.scratch, pixels, grid.y,
                channels);
     }
-    LAUNCH(batchnorm_apply_kernel, ceil_div(outputs(w), 4), w.out, w.in, w.stats, w.weight, w.bias,
-           w.residual, outputs(w), channels, training, w.l->relu);
+    LAUNCH(batchnorm_apply_kernel<T>, packs<T>(outputs(w)), (T *)w.out, (const T *)w.in, w.stats,
+           w.weight, w.bias, (const T *)w.residual, outputs(w), layout, training, w.l->relu);
 }
 
 /* din = weight * inverse * (dout - dbias / m - x * dweight / m), over m pixels, where
    x = (in - mean) * inverse, dbias = sum of dout, dweight = sum of dout * x; += if accumulate.
-   Traffic: 12 N bytes */
-static __global__ void batchnorm_backward_kernel(real *din, const real *dout, const real *in,
-                                                 const real *stats, const real *weight,
-                                                 const real *dweight, const real *dbias,
-                                                 unsigned count, int channels, bool accumulate) {
-    unsigned i = first_of_four(), c = i % channels;
+   relu: dout begins with the ReLU's backward, whose mask follows from in.
+   Traffic: 3 N elements */
+template <class T>
+static __global__ void
+batchnorm_backward_kernel(T *din, const T *dout, const T *in, const real *stats, const real *weight,
+                          const real *bias, const real *dweight, const real *dbias, unsigned count,
+                          Layout layout, bool accumulate, bool relu) {
+    unsigned i = first_of_pack<T>(), channels = layout.channels;
     if (i >= count)
         return;
     const real m = (real)(count / channels);
-    Four sum = accumulate ? load(din, i, count) : Four{0, 0, 0, 0};
-    Four x = load(in, i, count), d = load(dout, i, count), scale = of_channels(weight, c, channels);
-    Four mean = of_channels(stats + 2 * channels, c, channels);
-    Four inverse = of_channels(stats + 3 * channels, c, channels);
-    Four sums = of_channels(dbias, c, channels), products = of_channels(dweight, c, channels);
+    Pack<T> sum = accumulate ? load(din, i, count) : Pack<T>();
+    Pack<T> x = load(in, i, count), d = load(dout, i, count);
+    Pack<T> scale = of_channels<T>(weight, i, layout);
+    Pack<T> shift = relu ? of_channels<T>(bias, i, layout) : Pack<T>();
+    Pack<T> mean = of_channels<T>(stats + 2 * channels, i, layout);
+    Pack<T> inverse = of_channels<T>(stats + 3 * channels, i, layout);
+    Pack<T> sums = of_channels<T>(dbias, i, layout), products = of_channels<T>(dweight, i, layout);
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-        real normalised = (x.v[j] - mean.v[j]) * inverse.v[j];
+    for (int j = 0; j < Pack<T>::N; j++) {
+        if (relu && normalised(x.v[j], mean.v[j], inverse.v[j], scale.v[j], shift.v[j]) <= 0)
+            d.v[j] = 0;
+        real distance = (x.v[j] - mean.v[j]) * inverse.v[j];
         sum.v[j] +=
-            scale.v[j] * inverse.v[j] * (d.v[j] - sums.v[j] / m - normalised * (products.v[j] / m));
+            scale.v[j] * inverse.v[j] * (d.v[j] - sums.v[j] / m - distance * (products.v[j] / m));
     }
     store(din, i, count, sum);
 }
 
-static void batchnorm2d_backward(Work w) {
-    column_sums<real>(w, w.dweight, w.in);
+// The ReLU's backward is this one's work where no residual's gradient needs its result, too.
+template <class T> static void batchnorm2d_backward(Work w) {
+    const bool relu = w.l->relu_backward && !w.l->residual;
+    column_sums<T>(w, w.dweight, w.in, relu);
     if (w.din)
-        LAUNCH(batchnorm_backward_kernel, ceil_div(inputs(w), 4), w.din, w.dout, w.in, w.stats,
-               w.weight, w.dweight, w.dbias, inputs(w), w.l->in.c, w.accumulate);
+        LAUNCH(batchnorm_backward_kernel<T>, packs<T>(inputs(w)), (T *)w.din, (const T *)w.dout,
+               (const T *)w.in, w.stats, w.weight, w.bias, w.dweight, w.dbias, inputs(w),
+               layout_of(w.l->in, w.transposed), w.accumulate, relu);
 }
 
 /* ==== 4. Softmax and loss =======================================================================
@@ -1026,29 +1310,31 @@ static void batchnorm2d_backward(Work w) {
    One warp per image: each lane reads every 32nd class; the lanes are reduced as in section 3. */
 
 /* out[k] = in[k] - max(in) - log(sum of exp(in[j] - max(in))).   Grid: THREADS / 32 images per
-   block.   Traffic: 8 N bytes */
-static __global__ void log_softmax_forward_kernel(real *out, const real *in, int n, int classes) {
+   block.   Traffic: N elements, 4 N bytes */
+template <class T>
+static __global__ void log_softmax_forward_kernel(real *out, const T *in, int n, int classes) {
     int image = element() / WARP, lane = threadIdx.x % WARP;
     if (image >= n) // true of whole warps only
         return;
     real largest = -INFINITY, sum = 0;
     for (int k = lane; k < classes; k += WARP)
-        largest = fmaxf(largest, in[image * classes + k]);
+        largest = fmaxf(largest, (real)in[image * classes + k]);
     largest = warp_max(largest);
     for (int k = lane; k < classes; k += WARP)
-        sum += expf(in[image * classes + k] - largest);
+        sum += expf((real)in[image * classes + k] - largest);
     real log_sum = largest + logf(warp_sum(sum));
     for (int k = lane; k < classes; k += WARP)
-        out[image * classes + k] = in[image * classes + k] - log_sum;
+        out[image * classes + k] = (real)in[image * classes + k] - log_sum;
 }
 
-static void log_softmax_forward(Work w) {
-    LAUNCH(log_softmax_forward_kernel, w.n * WARP, w.out, w.in, w.n, (int)w.l->out.c);
+template <class T> static void log_softmax_forward(Work w) {
+    LAUNCH(log_softmax_forward_kernel<T>, w.n * WARP, w.out, (const T *)w.in, w.n, (int)w.l->out.c);
 }
 
-// din[k] = dout[k] - exp(out[k]) * sum of dout.   Grid as above.   Traffic: 12 N bytes
-static __global__ void log_softmax_backward_kernel(real *din, const real *dout, const real *out,
-                                                   int n, int classes) {
+// din[k] = dout[k] - exp(out[k]) * sum of dout.   Grid as above.   Traffic: N elements, 8 N bytes
+template <class T>
+static __global__ void log_softmax_backward_kernel(T *din, const real *dout, const real *out, int n,
+                                                   int classes) {
     int image = element() / WARP, lane = threadIdx.x % WARP;
     if (image >= n)
         return;
@@ -1057,34 +1343,39 @@ static __global__ void log_softmax_backward_kernel(real *din, const real *dout, 
         sum += dout[image * classes + k];
     sum = warp_sum(sum);
     for (int i = image * classes + lane; i < (image + 1) * classes; i += WARP)
-        din[i] = dout[i] - expf(out[i]) * sum;
+        din[i] = (T)(dout[i] - expf(out[i]) * sum);
 }
 
-static void log_softmax_backward(Work w) {
-    LAUNCH(log_softmax_backward_kernel, w.n * WARP, w.din, w.dout, w.out, w.n, (int)w.l->out.c);
+template <class T> static void log_softmax_backward(Work w) {
+    LAUNCH(log_softmax_backward_kernel<T>, w.n * WARP, (T *)w.din, w.dout, w.out, w.n,
+           (int)w.l->out.c);
 }
 
 // The formulas are those of nll_loss() in cnn.c. One thread per image.   Traffic: 8 N bytes
 static __global__ void nll_loss_kernel(real *losses, real *dlogp, const real *logp,
                                        const uint8_t *labels, unsigned n, unsigned batch,
-                                       int classes, real at_label, real elsewhere) {
+                                       int classes, real at_label, real elsewhere,
+                                       LossScale *scale) {
     unsigned i = element();
     if (i >= n)
         return;
+    const real factor = scale ? scale->scale : 1;
     int label = labels[i];
     real loss = -at_label * logp[i * classes + label];
     for (int k = 0; k < classes && elsewhere > 0; k++)
         loss -= k == label ? 0 : elsewhere * logp[i * classes + k];
     losses[i] = loss;
+    if (scale && !(fabsf(loss) < INFINITY))
+        atomicAdd(&scale->not_finite, 1);
     for (int k = 0; k < classes && dlogp; k++)
-        dlogp[i * classes + k] = -(k == label ? at_label : elsewhere) / (real)batch;
+        dlogp[i * classes + k] = -(k == label ? at_label : elsewhere) / (real)batch * factor;
 }
 
 static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t *labels, size_t n,
-                     size_t batch, size_t classes, double smoothing) {
+                     size_t batch, size_t classes, double smoothing, LossScale *scale) {
     real elsewhere = (real)(smoothing / (double)classes);
     LAUNCH(nll_loss_kernel, n, losses, dlogp, logp, labels, n, batch, (int)classes,
-           (real)(1 - smoothing) + elsewhere, elsewhere);
+           (real)(1 - smoothing) + elsewhere, elsewhere, scale);
 }
 
 /* ==== 5. Convolution, naive =====================================================================
@@ -1113,7 +1404,7 @@ static __global__ void conv2d_forward_naive_kernel(real *out, const real *in, co
     unsigned i = element();
     if (i >= count)
         return;
-    Index o = unravel(i, s.oh, s.ow, s.oc);
+    Index o = unravel(i, s.oh, s.ow, {(unsigned)s.oc, 1});
     real sum = 0;
     for (int tap = 0; tap < s.kernel * s.kernel; tap++) {
         int pixel = input_pixel(s, o, tap);
@@ -1143,7 +1434,7 @@ static __global__ void conv2d_data_gradient_naive_kernel(real *din, const real *
     unsigned i = element();
     if (i >= count)
         return;
-    Index p = unravel(i, s.h, s.w, s.c);
+    Index p = unravel(i, s.h, s.w, {(unsigned)s.c, 1});
     real sum = accumulate ? din[i] : 0;
     for (int tap = 0; tap < s.kernel * s.kernel; tap++) {
         int pixel = output_pixel(s, p, tap);
@@ -1170,7 +1461,7 @@ static __global__ void conv2d_weight_gradient_naive_kernel(real *dweight, const 
     int k = (int)(i % s.oc), c = (int)(i / s.oc % s.c), tap = (int)(i / s.oc / s.c);
     real sum = 0;
     for (unsigned o = 0; o < n * s.oh * s.ow; o++) {
-        int pixel = input_pixel(s, unravel(o, s.oh, s.ow, 1), tap);
+        int pixel = input_pixel(s, unravel(o, s.oh, s.ow, {1, 1}), tap);
         if (pixel >= 0)
             sum += in[pixel * s.c + c] * dout[o * s.oc + k];
     }
@@ -1185,7 +1476,7 @@ static void weight_gradient(Work w) {
 
 static void conv2d_backward_naive(Work w) {
     if (w.l->biases)
-        column_sums<real>(w, NULL, NULL);
+        column_sums<real>(w, NULL, NULL, false);
     weight_gradient(w);
     if (w.din)
         data_gradient(w);
@@ -1277,12 +1568,6 @@ template <class T> struct Operand {
 static __device__ Place operator+(Place a, Place b) {
     return {a.offset + b.offset, a.y + b.y, a.x + b.x};
 }
-
-// 16 bytes, which one instruction loads or stores.
-template <class T> struct alignas(16) Chunk {
-    enum { COUNT = 16 / sizeof(T) };
-    T v[COUNT];
-};
 
 /* One thread's share of reading an operand's tile of LINES x DEPTH elements, DEPTH of K, and the
    next ones along K, by LOADERS threads, in chunks of CHUNK elements that are neighbours in memory.
@@ -1729,7 +2014,7 @@ static void conv2d_forward_tiled(Work w) {
 
 static void conv2d_backward_tiled(Work w) {
     if (w.l->biases)
-        column_sums<real>(w, NULL, NULL);
+        column_sums<real>(w, NULL, NULL, false);
     gemm_tiled<false, false>(weight_gradient_product<real>(w), w);
     if (w.din)
         gemm_tiled<true, true>(data_gradient_product<real>(w), w);
@@ -2039,7 +2324,7 @@ template <class T> static void conv2d_forward_tensor(Work w) {
 
 template <class T> static void conv2d_backward_tensor(Work w) {
     if (w.l->biases)
-        column_sums<T>(w, NULL, NULL);
+        column_sums<T>(w, NULL, NULL, false);
     gemm_tensor<false, false>(weight_gradient_product<T>(w), w);
     if (w.din)
         gemm_tensor<true, true>(data_gradient_product<T>(w), w);
@@ -2065,15 +2350,87 @@ static size_t scratch_size(const Layer *l, size_t n) {
     return max(sums, parts);
 }
 
-// conv_forward, conv_backward: of convolutions, and of linear layers, which are convolutions on 1 x 1
-// pixel; but for the naive kernels, the forward applies the ReLU.
-static Backend make_backend(const char *kernels, const char *precision, size_t element,
-                            void (*conv_forward)(Work w), void (*conv_backward)(Work w)) {
+/* to[image][column][row] = from[image][row][column], through a tile in shared memory, so that both
+   sides are coalesced; += if accumulate. A line of the tile is padded by one number, so that the
+   threads that read a column use different banks.   Grid: columns / 32 x rows / 32 x images, of
+   32 x LANES_Y threads.   Traffic: 2 N elements */
+template <class T>
+static __global__ void transpose_kernel(T *to, const T *from, unsigned rows, unsigned columns,
+                                        bool accumulate) {
+    __shared__ real tile[WARP][WARP + 1];
+    const size_t image = (size_t)blockIdx.z * rows * columns;
+    const unsigned first_row = blockIdx.y * WARP, first_column = blockIdx.x * WARP;
+    for (unsigned y = threadIdx.y; y < WARP; y += LANES_Y)
+        if (first_row + y < rows && first_column + threadIdx.x < columns)
+            tile[y][threadIdx.x] =
+                (real)from[image + (first_row + y) * columns + first_column + threadIdx.x];
+    __syncthreads();
+    for (unsigned y = threadIdx.y; y < WARP; y += LANES_Y)
+        if (first_column + y < columns && first_row + threadIdx.x < rows) {
+            T *out = to + image + (first_column + y) * rows + first_row + threadIdx.x;
+            *out = (T)(tile[threadIdx.x][y] + (accumulate ? (real)*out : 0));
+        }
+}
+
+// Between [n][pixels][channels] and [n][channels][pixels]: to_nchw, or back.
+template <class T>
+static void transpose(real *to, const real *from, size_t n, Shape s, bool to_nchw,
+                      bool accumulate) {
+    const size_t rows = to_nchw ? s.h * s.w : s.c, columns = to_nchw ? s.c : s.h * s.w;
+    dim3 grid(ceil_div(columns, WARP), ceil_div(rows, WARP), n), block(WARP, LANES_Y);
+    transpose_kernel<T>
+        <<<grid, block, 0, stream()>>>((T *)to, (const T *)from, rows, columns, accumulate);
+    CHECK_LAUNCH();
+}
+
+/* --layout nchw: the kernels of convolutions and linear layers expect NHWC, so their operands and
+   results are transposed, as cuDNN does it where its kernels for tensor cores get NCHW. # NHWC */
+template <class T, void (*RUN)(Work)> static void forward_in_nhwc(Work w) {
+    Work inner = w;
+    inner.transposed = NULL;
+    if (w.transposed) {
+        inner.in = (real *)w.transposed;
+        inner.out = (real *)((T *)w.transposed + ceil_div(inputs(w), 64) * 64);
+        transpose<T>((real *)inner.in, w.in, w.n, w.from, false, false);
+    }
+    RUN(inner);
+    if (w.transposed)
+        transpose<T>(w.out, inner.out, w.n, w.l->out, true, false);
+}
+
+template <class T, void (*RUN)(Work)> static void backward_in_nhwc(Work w) {
+    Work inner = w;
+    inner.transposed = NULL;
+    if (w.transposed) {
+        const size_t size = ceil_div(inputs(w), 64) * 64;
+        inner.in = (real *)w.transposed;
+        inner.din = w.din ? (real *)((T *)w.transposed + size) : NULL;
+        inner.dout = (real *)((T *)w.transposed + 2 * size);
+        inner.accumulate = false;
+        transpose<T>((real *)inner.in, w.in, w.n, w.from, false, false);
+        transpose<T>(inner.dout, w.dout, w.n, w.l->out, false, false);
+    }
+    RUN(inner);
+    if (w.transposed && w.din)
+        transpose<T>(w.din, inner.din, w.n, w.from, true, w.accumulate);
+}
+
+// The elements that a row needs for that.
+static size_t transposed_size(const Layer *l, size_t n) {
+    return l->kind == CONV2D || l->kind == LINEAR
+               ? 2 * ceil_div(n * l->in.h * l->in.w * l->in.c, 64) * 64 +
+                     n * l->out.h * l->out.w * l->out.c
+               : 0;
+}
+
+// T: of the numbers of activations and their gradients; forward, backward: of convolutions
+template <class T, void (*FORWARD)(Work), void (*BACKWARD)(Work)>
+static Backend make_backend(const char *kernels, const char *precision) {
     Backend b = {};
     b.name = "cuda";
     b.kernels = kernels;
     b.precision = precision;
-    b.element = element;
+    b.element = sizeof(T);
     // devices, their memory and their stream of work
     b.devices = devices;
     b.use = use;
@@ -2083,44 +2440,82 @@ static Backend make_backend(const char *kernels, const char *precision, size_t e
     b.pinned_alloc = pinned_alloc;
     b.pinned_release = pinned_free;
     b.copy = copy;
+    b.clear = clear;
     b.transfer = transfer;
     b.receive = receive;
     b.synchronize = synchronize;
     b.mark = mark;
     b.elapsed = elapsed;
     b.wait = wait;
+    b.capture = capture;
+    b.replay = replay;
+    b.free_graph = free_graph;
     b.peak_gflops = peak_gflops;
     b.range = range;
     b.record = record;
     // one row for each kind of layer: forward, backward, whether the forward fuses the ReLU
-    b.layers[CONV2D] = {conv_forward, conv_backward, conv_forward != conv2d_forward_naive};
-    b.layers[LINEAR] = b.layers[CONV2D];
-    b.layers[BATCHNORM2D] = {batchnorm2d_forward, batchnorm2d_backward, true};
-    b.layers[RELU] = {relu_forward, relu_backward, false};
-    b.layers[MAXPOOL2D] = {maxpool2d_forward, maxpool2d_backward, false};
-    b.layers[AVGPOOL2D] = {avgpool2d_forward, avgpool2d_backward, false};
-    b.layers[ADD] = {add_forward, add_backward, true};
-    b.layers[DROPOUT] = {dropout_forward, dropout_backward, false};
-    b.layers[LOG_SOFTMAX] = {log_softmax_forward, log_softmax_backward, false};
+    b.layers[CONV2D] = {forward_in_nhwc<T, FORWARD>, backward_in_nhwc<T, BACKWARD>,
+                        strcmp(kernels, "naive") != 0}; // in the epilogue
+    b.layers[LINEAR] = b.layers[CONV2D]; // a linear layer is a convolution on 1 x 1 pixel
+    b.layers[BATCHNORM2D] = {batchnorm2d_forward<T>, batchnorm2d_backward<T>, true};
+    b.layers[RELU] = {add_forward<T>, relu_backward<T>, false};
+    b.layers[MAXPOOL2D] = {maxpool2d_forward<T>, maxpool2d_backward<T>, false};
+    b.layers[AVGPOOL2D] = {avgpool2d_forward<T>, avgpool2d_backward<T>, false};
+    b.layers[ADD] = {add_forward<T>, add_backward<T>, true};
+    b.layers[DROPOUT] = {dropout_forward<T>, dropout_backward<T>, false};
+    b.layers[LOG_SOFTMAX] = {log_softmax_forward<T>, log_softmax_backward<T>, false};
+    if (sizeof(T) == sizeof(real))
+        b.layers[RELU].forward = relu_forward;
+    b.norm_relu_backward = true;
     b.scratch_size = scratch_size;
+    b.transposed_size = transposed_size;
     // the loss, optimizers and the loader
     b.nll_loss = nll_loss;
-    b.adadelta = adadelta;
-    b.sgd = sgd;
-    b.gather = gather;
+    b.set_step = set_step;
+    b.adadelta = adadelta<T>;
+    b.sgd = sgd<T>;
+    b.load_images = load_images<T>;
+    b.gather = gather<T>;
+    if (sizeof(T) < sizeof(real))
+        b.lower = lower<T>;
     return b;
 }
 
-// The backends, the best one last, then NULL.
+// Why --kernels tensor is not for this device; NULL: it is.
+static const char *lacks_tensor_cores(void) {
+#ifdef __HIP__
+    return "no tensor cores that this program uses: it is not NVIDIA's";
+#else
+    cudaDeviceProp p;
+    CHECK(cudaGetDeviceProperties(&p, device));
+    return p.major >= 8 ? NULL : "no tensor cores that this program uses: it is older than sm_80";
+#endif
+}
+
+template <class T, void (*FORWARD)(Work), void (*BACKWARD)(Work)>
+static Backend make_tensor_backend(const char *precision) {
+    Backend b = make_backend<T, FORWARD, BACKWARD>("tensor", precision);
+    b.lacks = lacks_tensor_cores;
+    if (strcmp(precision, "fp16") == 0) {
+        b.count_not_finite = count_not_finite;
+        b.adjust_scale = adjust_scale;
+    }
+    return b;
+}
+
+// The backends, of the same precision or of the same kernels the preferred one last, then NULL.
 extern "C" const Backend *cuda_backend(size_t i) {
+#ifdef __HIP__
+#define TENSOR(T) real, conv2d_forward_tiled, conv2d_backward_tiled
+#else
+#define TENSOR(T) T, conv2d_forward_tensor<T>, conv2d_backward_tensor<T>
+#endif
     static const Backend backends[] = {
-        make_backend("naive", "fp32", 4, conv2d_forward_naive, conv2d_backward_naive),
-        make_backend("tiled", "fp32", 4, conv2d_forward_tiled, conv2d_backward_tiled),
-        make_backend("tensor", "tf32", 4, conv2d_forward_tensor<real>,
-                     conv2d_backward_tensor<real>),
-        make_backend("tensor", "bf16", 2, conv2d_forward_tensor<__nv_bfloat16>,
-                     conv2d_backward_tensor<__nv_bfloat16>),
-        make_backend("tensor", "fp16", 2, conv2d_forward_tensor<__half>,
-                     conv2d_backward_tensor<__half>)};
+        make_backend<real, conv2d_forward_naive, conv2d_backward_naive>("naive", "fp32"),
+        make_backend<real, conv2d_forward_tiled, conv2d_backward_tiled>("tiled", "fp32"),
+        make_tensor_backend<TENSOR(__half)>("fp16"),
+        make_tensor_backend<TENSOR(__nv_bfloat16)>("bf16"),
+        make_tensor_backend<TENSOR(real)>("tf32"),
+    };
     return i < sizeof backends / sizeof *backends ? &backends[i] : NULL;
 }

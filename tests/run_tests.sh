@@ -27,6 +27,7 @@ unit/float                  build/test_float
 pytorch/live_pytorch.py     python_with_torch tests/pytorch/live_pytorch.py build
 pytorch/pytorch_weights.py  python_with_torch tests/pytorch/pytorch_weights.py
 gpu/test_nvcc.sh            tests/gpu/test_nvcc.sh
+gpu/test_hip.sh             tests/gpu/test_hip.sh
 labs/test_study.sh          tests/labs/test_study.sh
 program/test_alone.sh       tests/program/test_alone.sh
 program/test_data.sh        tests/program/test_data.sh

@@ -48,12 +48,13 @@ static const Batch *setup_bench(Run *run) {
 
 // A function of its own, so that Callgrind can count it.
 static __attribute__((noinline)) void train_step(Run *run, const Batch *batch, size_t step) {
-    Draw draw = {run->settings.seed, 1, step * batch->n, 0};
-    net_load(&run->net, batch);
-    forward(&run->net, batch->n, &draw);
+    Batch drawn = *batch;
+    drawn.draw = (Draw){run->settings.seed, 1, step * batch->n, 0};
+    net_load(&run->net, &drawn, 1e-4);
+    forward(&run->net, batch->n, &run->net.step->draw);
     check_loss(&run->net, batch, loss_and_gradient(&run->net, batch->n, true));
     backward(&run->net, batch->n);
-    optimizer_step(run->optimizer, &run->net, run->state, 1e-4);
+    optimizer_step(run->optimizer, &run->net, run->state);
 }
 
 // Images a second over at least round_seconds and two steps, behind one that fills the caches.

@@ -238,12 +238,11 @@ static void free_bench(Run *run) {
 
 // As in train(), where the loss is also copied to the host in every step.
 static double train_step(Run *run, const Batch *batch) {
-    Draw draw = {1, 1, 0, 0};
-    net_load(&run->net, batch);
-    forward(&run->net, batch->n, &draw);
+    net_load(&run->net, batch, 1e-4);
+    forward(&run->net, batch->n, &run->net.step->draw);
     double loss = loss_and_gradient(&run->net, batch->n, true);
     backward(&run->net, batch->n);
-    optimizer_step(run->optimizer, &run->net, run->state, 1e-4);
+    optimizer_step(run->optimizer, &run->net, run->state);
     return loss;
 }
 

@@ -37,6 +37,7 @@ typedef struct Task {
     bool accumulate, in_place, training, no_din;
     size_t row;
     Draw draw;                               // if training
+    const Step *step;                        // draw and rate, on the device
     double rate, momentum, decay, smoothing; // of optimizers and the loss
     bool nesterov;
     const Batch *on_cpu, *on_gpu;
@@ -222,14 +223,19 @@ static void from_device(const Backend *b, char *base, Array *a) {
 static bool perform(const Backend *b, const Task *t, Array *a, size_t count) {
     Array scratch = output_array("scratch", t->l ? b->scratch_size(t->l, t->n) : 0, 1);
     char *base[MOST_ARRAYS], *scratch_base = to_device(b, &scratch);
+    Step *step = b->alloc(sizeof *step);
+    Task on_device = *t;
+    on_device.step = step;
+    b->set_step(step, (Step){t->draw, t->rate});
     void *at[MOST_ARRAYS];
     bool used = false;
     for (size_t i = 0; i < count; i++) {
         base[i] = to_device(b, &a[i]);
         at[i] = a[i].count ? base[i] + GUARD : NULL;
     }
-    t->run(b, t, at, (real *)(scratch_base + GUARD));
+    t->run(b, &on_device, at, (real *)(scratch_base + GUARD));
     b->synchronize();
+    b->release(step);
     for (size_t i = 0; i < count; i++)
         from_device(b, base[i], &a[i]);
     from_device(b, scratch_base, &scratch);
@@ -328,7 +334,7 @@ static Work work_of_task(const Task *t, real *scratch) {
                   .row = t->row,
                   .n = t->n,
                   .scratch = scratch,
-                  .draw = t->training ? &t->draw : NULL,
+                  .draw = t->training ? &t->step->draw : NULL,
                   .accumulate = t->accumulate};
 }
 
@@ -389,7 +395,8 @@ static void compare_layer(const Backend *b, Layer l, size_t n, bool accumulate, 
     integers = false;
 }
 
-static const Settings plain = {.stem = "3", .width = 6, .optimizer_launch = "flat"};
+static const Settings plain = {
+    .stem = "3", .width = 6, .optimizer_launch = "fused", .zero_grad = "none", .layout = "nhwc"};
 static Net net; // to build layers in
 
 static const Layer *first_layer(Shape in) {
@@ -530,14 +537,16 @@ static void test_relu_and_add(const Backend *b) {
         sum.relu = second;
         snprintf(context, sizeof context, "%zu numbers, variant %zu", count, i % 4);
         {
-            Array arrays[] = {first ? special_array("out", count) : output_array("out", count, 0),
-                              special_array("in", count)};
+            Array arrays[] = {first ? typed(special_array("out", count))
+                                    : typed(output_array("out", count, 0)),
+                              typed(special_array("in", count))};
             arrays[0].output = true;
             COMPARE(b, (Task){.run = run_relu_forward, .l = &l, .n = 1, .in_place = first});
         }
         {
-            Array arrays[] = {changed_array("din", count, 0, first || second),
-                              input_array("dout", count), special_array("out", count)};
+            Array arrays[] = {typed(changed_array("din", count, 0, first || second)),
+                              typed(input_array("dout", count)),
+                              typed(special_array("out", count))};
             COMPARE(b, (Task){.run = run_relu_backward,
                               .l = &l,
                               .n = 1,
@@ -545,15 +554,17 @@ static void test_relu_and_add(const Backend *b) {
                               .accumulate = second});
         }
         {
-            Array arrays[] = {first ? special_array("out", count) : output_array("out", count, 0),
-                              special_array("in", count), special_array("residual", count)};
+            Array arrays[] = {
+                first ? typed(special_array("out", count)) : typed(output_array("out", count, 0)),
+                typed(special_array("in", count)), typed(special_array("residual", count))};
             arrays[0].output = true;
             COMPARE(b, (Task){.run = run_add_forward, .l = &sum, .n = 1, .in_place = first});
         }
-        Array arrays[] = {changed_array("din", count, 0, first), input_array("dout", count)};
+        Array arrays[] = {typed(changed_array("din", count, 0, first)),
+                          typed(input_array("dout", count))};
         COMPARE(b, (Task){.run = run_add_backward, .l = &sum, .n = 1, .accumulate = first});
     }
-    verdict("relu and add, %s kernels", b->kernels);
+    verdict("relu and add, %s kernels, %s", b->kernels, b->precision);
 }
 
 static void run_dropout_forward(const Backend *b, const Task *t, void *const *a, real *scratch) {
@@ -588,17 +599,17 @@ static void test_dropout(const Backend *b) {
                         draw_bits() % 4}; // may wrap around
         describe(&l, n, t.training ? "" : ", evaluation");
         {
-            Array arrays[] = {changed_array("out", count, 0, t.in_place),
-                              output_bytes("mask", count), input_array("in", count)};
+            Array arrays[] = {typed(changed_array("out", count, 0, t.in_place)),
+                              output_bytes("mask", count), typed(input_array("in", count))};
             COMPARE(b, t);
         }
         t.run = run_dropout_backward;
         t.accumulate = i % 3 == 1;
-        Array arrays[] = {changed_array("din", count, 2, t.accumulate || t.in_place),
-                          input_array("dout", count), input_bytes("mask", count, 2)};
+        Array arrays[] = {typed(changed_array("din", count, 2, t.accumulate || t.in_place)),
+                          typed(input_array("dout", count)), input_bytes("mask", count, 2)};
         COMPARE(b, t);
     }
-    verdict("dropout, %s kernels", b->kernels);
+    verdict("dropout, %s kernels, %s", b->kernels, b->precision);
 }
 
 /* ---- Pooling --------------------------------------------------------------------------------- */
@@ -621,21 +632,22 @@ static void run_pool_backward(const Backend *b, const Task *t, void *const *a, r
 
 static void compare_maxpool(const Backend *b, const Layer *l, size_t n, bool accumulate) {
     size_t inputs = n * shape_size(l->in), outputs = n * shape_size(l->out);
-    Array in = input_array("in", inputs), argmax = input_bytes("argmax", outputs, 2);
+    Array in = typed(input_array("in", inputs)), argmax = input_bytes("argmax", outputs, 2);
     real *numbers = in.at;
     for (size_t i = 0; i < inputs; i++) // a few numbers, so that there are ties; and some NaN
         numbers[i] = draw_bits() % 40 ? SQRT((real)draw_size(0, 4)) - 1 : (real)NAN;
-    Array ignored = output_array("out", outputs, 0);
+    Array ignored = typed(output_array("out", outputs, 0));
     naive_backend.layers[MAXPOOL2D].forward(
         (Work){.l = l, .n = n, .out = ignored.at, .in = in.at, .saved = argmax.at});
     free(ignored.at);
     describe(l, n, accumulate ? ", accumulate" : "");
     {
-        Array arrays[] = {output_array("out", outputs, 0), in, output_bytes("argmax", outputs)};
+        Array arrays[] = {typed(output_array("out", outputs, 0)), in,
+                          output_bytes("argmax", outputs)};
         COMPARE(b, (Task){.run = run_pool_forward, .l = l, .n = n});
     }
-    Array arrays[] = {changed_array("din", inputs, l->kernel * l->kernel + 1, accumulate),
-                      input_array("dout", outputs), argmax};
+    Array arrays[] = {typed(changed_array("din", inputs, l->kernel * l->kernel + 1, accumulate)),
+                      typed(input_array("dout", outputs)), argmax};
     COMPARE(b, (Task){.run = run_pool_backward, .l = l, .n = n, .accumulate = accumulate});
 }
 
@@ -648,7 +660,7 @@ static void test_maxpool(const Backend *b) {
         maxpool2d(&net, 0, kernel, draw_size(1, 3), padding);
         compare_maxpool(b, l, draw_size(1, 5), i % 2);
     }
-    verdict("maxpool2d, %s kernels", b->kernels);
+    verdict("maxpool2d, %s kernels, %s", b->kernels, b->precision);
 }
 
 static void test_avgpool(const Backend *b) {
@@ -658,15 +670,16 @@ static void test_avgpool(const Backend *b) {
         size_t n = draw_size(1, 9);
         describe(&l, n, "");
         {
-            Array arrays[] = {output_array("out", n * s.c, s.h * s.w + 1),
-                              input_array("in", n * shape_size(s)), input_bytes("none", 0, 1)};
+            Array arrays[] = {typed(output_array("out", n * s.c, s.h * s.w + 1)),
+                              typed(input_array("in", n * shape_size(s))),
+                              input_bytes("none", 0, 1)};
             COMPARE(b, (Task){.run = run_pool_forward, .l = &l, .n = n});
         }
-        Array arrays[] = {changed_array("din", n * shape_size(s), 2, i % 2),
-                          input_array("dout", n * s.c), input_bytes("none", 0, 1)};
+        Array arrays[] = {typed(changed_array("din", n * shape_size(s), 2, i % 2)),
+                          typed(input_array("dout", n * s.c)), input_bytes("none", 0, 1)};
         COMPARE(b, (Task){.run = run_pool_backward, .l = &l, .n = n, .accumulate = i % 2});
     }
-    verdict("avgpool2d, %s kernels", b->kernels);
+    verdict("avgpool2d, %s kernels, %s", b->kernels, b->precision);
 }
 
 /* ---- BatchNorm ------------------------------------------------------------------------------- */
@@ -807,10 +820,12 @@ static void test_norm_forward(const Backend *b, bool training) {
         Layer l = norm_layer(i);
         size_t c = l.in.c, n = norms[i].n, count = n * shape_size(l.in);
         l.relu = i % 2;
-        Array arrays[] = {
-            output_array("out", count, 1), changed_array("stats", 4 * c, training, !training),
-            input_array("in", count),      input_array("weight", c),
-            input_array("bias", c),        input_array("residual", i % 3 ? count : 0)};
+        Array arrays[] = {typed(output_array("out", count, 1)),
+                          changed_array("stats", 4 * c, training, !training),
+                          typed(input_array("in", count)),
+                          input_array("weight", c),
+                          input_array("bias", c),
+                          typed(input_array("residual", i % 3 ? count : 0))};
         real *stats = arrays[1].at;
         draw_norm_input(&arrays[2], c);
         for (size_t k = 0; k < c; k++) { // the running statistics
@@ -831,11 +846,11 @@ static void test_norm_backward(const Backend *b) {
         Layer l = norm_layer(i / 2);
         size_t c = l.in.c, n = norms[i / 2].n, count = n * shape_size(l.in);
         bool no_din = i == 5, accumulate = i % 2;
-        Array arrays[] = {changed_array("din", no_din ? 0 : count, 1, accumulate),
+        Array arrays[] = {typed(changed_array("din", no_din ? 0 : count, 1, accumulate)),
                           output_array("dweight", c, 1),
                           output_array("dbias", c, 1),
-                          input_array("dout", count),
-                          input_array("in", count),
+                          typed(input_array("dout", count)),
+                          typed(input_array("in", count)),
                           input_array("stats", 4 * c),
                           input_array("weight", c)};
         for (size_t k = 0; k < c; k++) // 1 / deviation is positive
@@ -854,7 +869,7 @@ static void test_norm(const Backend *b) {
     test_norm_forward(b, true);
     test_norm_forward(b, false);
     test_norm_backward(b);
-    verdict("batchnorm2d, %s kernels", b->kernels);
+    verdict("batchnorm2d, %s kernels, %s", b->kernels, b->precision);
 }
 
 /* ---- Softmax and loss ------------------------------------------------------------------------ */
@@ -905,7 +920,7 @@ static void softmax_backward_bound(const Task *t, const Array *before, const Arr
 
 static void run_nll(const Backend *b, const Task *t, void *const *a, real *scratch) {
     (void)scratch;
-    b->nll_loss(a[0], a[1], a[2], a[3], t->n, t->n + 3, t->count, t->smoothing);
+    b->nll_loss(a[0], a[1], a[2], a[3], t->n, t->n + 3, t->count, t->smoothing, NULL);
 }
 
 static void test_softmax_and_loss(const Backend *b) {
@@ -915,7 +930,7 @@ static void test_softmax_and_loss(const Backend *b) {
         size_t k = tiny ? 33 : classes[i / 3], n = draw_size(1, tiny ? 2 : 19), count = n * k;
         const Layer l = flat_layer(LOG_SOFTMAX, k);
         snprintf(context, sizeof context, "%zu images, %zu classes, variant %zu", n, k, i % 3);
-        Array logits = input_array("in", count), logp = input_array("logp", count);
+        Array logits = typed(input_array("in", count)), logp = input_array("logp", count);
         Array dout = input_array("dout", count);
         for (size_t j = 0; j < count; j++) {
             ((real *)logits.at)[j] *= (real)scales[i % 3];
@@ -930,7 +945,7 @@ static void test_softmax_and_loss(const Backend *b) {
                               .count = k});
         }
         {
-            Array arrays[] = {output_array("din", count, 1), dout, twin(&logp)};
+            Array arrays[] = {typed(output_array("din", count, 1)), dout, twin(&logp)};
             COMPARE(b, (Task){.run = run_softmax_backward,
                               .bound = softmax_backward_bound,
                               .l = &l,
@@ -942,7 +957,7 @@ static void test_softmax_and_loss(const Backend *b) {
                           input_bytes("labels", n, k)};
         COMPARE(b, (Task){.run = run_nll, .n = n, .count = k, .smoothing = i % 2 ? .1 : 0});
     }
-    verdict("log_softmax and nll_loss, %s kernels", b->kernels);
+    verdict("log_softmax and nll_loss, %s kernels, %s", b->kernels, b->precision);
 }
 
 /* ---- Optimizers ------------------------------------------------------------------------------ */
@@ -950,7 +965,7 @@ static void test_softmax_and_loss(const Backend *b) {
 static Update update_of_task(const Task *t, void *const *a) {
     return (Update){.param = a[0],
                     .count = t->count,
-                    .lr = t->rate,
+                    .step = t->step,
                     .momentum = t->momentum,
                     .weight_decay = t->decay,
                     .nesterov = t->nesterov};
@@ -962,7 +977,10 @@ static void run_adadelta(const Backend *b, const Task *t, void *const *a, real *
     u.state[0] = a[1];
     u.state[1] = a[2];
     u.grad = a[3];
+    u.low = a[4];
     b->adadelta(u);
+    if (!b->lower && u.low)
+        memcpy(u.low, u.param, u.count * sizeof(real));
 }
 
 static void run_sgd(const Backend *b, const Task *t, void *const *a, real *scratch) {
@@ -970,7 +988,10 @@ static void run_sgd(const Backend *b, const Task *t, void *const *a, real *scrat
     Update u = update_of_task(t, a);
     u.state[0] = a[1];
     u.grad = a[2];
+    u.low = a[3];
     b->sgd(u);
+    if (!b->lower && u.low)
+        memcpy(u.low, u.param, u.count * sizeof(real));
 }
 
 /* All numbers of a parameter have one sign, so only the last subtraction cancels. The relative
@@ -985,6 +1006,8 @@ static void optimizer_bound(const Task *t, const Array *before, const Array *got
             double size = state ? fabs(now) : fabs(old) / 8 + fabs(now - old);
             ((real *)bound[state].at)[i] = (real)(16 * epsilon * size);
         }
+    const Array *low = &bound[strcmp(before[3].name, "low") == 0 ? 3 : 4];
+    memcpy(low->at, bound[0].at, low->count * low->size); // the copy with 16 bits
 }
 
 // A sign for each parameter; squares of states have none.
@@ -1010,14 +1033,16 @@ static void test_optimizers(const Backend *b) {
         {
             Array arrays[] = {
                 changed_array("param", count, 1, true), changed_array("square_avg", count, 1, true),
-                changed_array("acc_delta", count, 1, true), input_array("grad", count)};
+                changed_array("acc_delta", count, 1, true), input_array("grad", count),
+                typed(output_array("low", b->lower ? count : 0, 1))};
             give_signs(arrays, 4, true);
             t.run = run_adadelta;
             COMPARE(b, t);
         }
         Array arrays[] = {changed_array("param", count, 1, true),
                           changed_array("momentum_buffer", t.momentum > 0 ? count : 0, 1, true),
-                          input_array("grad", count)};
+                          input_array("grad", count),
+                          typed(output_array("low", b->lower ? count : 0, 1))};
         give_signs(arrays, t.momentum > 0 ? 3 : 1, false);
         if (t.momentum == 0)
             give_signs((Array[]){arrays[0], arrays[2]}, 2, false);
@@ -1025,7 +1050,7 @@ static void test_optimizers(const Backend *b) {
         arrays[1].terms = t.momentum > 0;
         COMPARE(b, t);
     }
-    verdict("adadelta and sgd, %s kernels", b->kernels);
+    verdict("adadelta and sgd, %s kernels, %s", b->kernels, b->precision);
 }
 
 /* ---- The loader's work, and copies ----------------------------------------------------------- */
@@ -1033,7 +1058,7 @@ static void test_optimizers(const Backend *b) {
 static void run_gather(const Backend *b, const Task *t, void *const *a, real *scratch) {
     (void)scratch;
     if (b->gather) {
-        b->gather(a[0], a[1], t->on_gpu->resident, &t->on_gpu->draw, t->on_gpu->n);
+        b->gather(a[0], a[1], t->on_gpu->resident, &t->step->draw, t->on_gpu->n, false);
         return;
     }
     memcpy(a[0], t->on_cpu->images, t->count * sizeof(real));
@@ -1074,8 +1099,9 @@ static void gather_epoch(const Backend *b, const DatasetInfo *info, Augmentation
     Task t = {.run = run_gather, .bound = kind == AUGMENT_ELASTIC ? elastic_bound : NULL};
     while ((t.on_cpu = loader_next(&cpu)) && (t.on_gpu = loader_next(&gpu))) {
         t.n = t.on_cpu->n;
+        t.draw = t.on_gpu->draw;
         t.count = t.n * shape_size(info->shape);
-        Array arrays[] = {output_array("images", t.count, kind == AUGMENT_ELASTIC),
+        Array arrays[] = {typed(output_array("images", t.count, kind == AUGMENT_ELASTIC)),
                           output_bytes("labels", t.n)};
         COMPARE(b, t);
     }
@@ -1099,7 +1125,7 @@ static void test_gather(const Backend *b) {
                      info.shape.h, info.shape.w, info.shape.c);
             gather_epoch(b, &info, (Augmentation)kind);
         }
-    verdict("gather, %s kernels", b->kernels);
+    verdict("gather, %s kernels, %s", b->kernels, b->precision);
 }
 
 static jmp_buf refused;
@@ -1122,7 +1148,7 @@ static void test_large_elastic(const Backend *b) {
     *refusal = 0;
     b->use(0, 0, refuse);
     if (setjmp(refused) == 0)
-        b->gather(NULL, NULL, &resident, &draw, 1);
+        b->gather(NULL, NULL, &resident, &draw, 1, false);
     b->use(0, 0, die);
     if (!strstr(refusal, "--augment elastic: the fields of 200 x 200 pixels need 480000 bytes"))
         fail("expected a message on --augment elastic, found \"%s\"", refusal);
@@ -1219,11 +1245,11 @@ static uint64_t train_steps(const Backend *b, const char *model, size_t batch_si
     loader_init(&loader);
     loader_start(&loader, 1, 1, 0);
     for (const Batch *batch; (batch = loader_next(&loader));) {
-        net_load(&net, batch);
-        forward(&net, batch->n, &batch->draw);
+        net_load(&net, batch, s.lr ? s.lr : o->lr);
+        forward(&net, batch->n, &net.step->draw);
         losses[batch->number] = loss_and_gradient(&net, batch->n, true);
         backward(&net, batch->n);
-        optimizer_step(o, &net, state, s.lr ? s.lr : o->lr);
+        optimizer_step(o, &net, state);
     }
     uint64_t hash = hash_weights(&net);
     loader_free(&loader);
@@ -1239,15 +1265,18 @@ static const struct {
 } trained[] = {{"mnist", 2, 5}, {"cifar", 4, 5}, {"resnet8", 8, 5}, {"resnet18", 2, 2}};
 enum { TRAINED = sizeof trained / sizeof *trained };
 
-static void compare_losses(const double *got, const double *want, size_t steps) {
+static void compare_losses(const double *got, const double *want, size_t steps, double tolerance) {
     for (size_t step = 0; step < steps; step++)
-        if (!(fabs(got[step] - want[step]) <= 1e-4 * fabs(want[step])))
+        if (!(fabs(got[step] - want[step]) <= tolerance * fabs(want[step])))
             fail("step %zu: the loss is %.9g, on the CPU %.9g", step + 1, got[step], want[step]);
 }
 
 // The losses equal the CPU's; a second run gives the same weights, with copied batches as well.
 static void test_training(const Backend *b) {
     bool tiled = strcmp(b->kernels, "tiled") == 0;
+    double tolerance = is_precision(b, "fp32")   ? 1e-4
+                       : is_precision(b, "bf16") ? 3e-2
+                                                 : 1e-2;
     for (size_t i = 0; i < (quick ? 1 : (size_t)TRAINED - !tiled); i++) {
         const char *model = trained[i].model;
         size_t n = trained[i].batch_size, steps = trained[i].steps;
@@ -1255,11 +1284,11 @@ static void test_training(const Backend *b) {
         snprintf(context, sizeof context, "%s", model);
         train_steps(cpu_backends[CPU_BACKENDS - 1], model, n, false, steps, want);
         uint64_t hash = train_steps(b, model, n, true, steps, got);
-        compare_losses(got, want, steps);
+        compare_losses(got, want, steps, tolerance);
         if (tiled && i < 3 && train_steps(b, model, n, false, steps, got) != hash)
             fail("other weights in the second run");
     }
-    verdict("training, %s kernels", b->kernels);
+    verdict("training, %s kernels, %s", b->kernels, b->precision);
 }
 
 static void print_weights(void) {
@@ -1268,6 +1297,8 @@ static void print_weights(void) {
         printf("%s %016llx\n", trained[i].model,
                (unsigned long long)train_steps(cuda_backend(1), trained[i].model, 2, i % 2, 2,
                                                losses));
+    printf("bf16 %016llx\n",
+           (unsigned long long)train_steps(cuda_backend(3), "resnet8", 2, true, 2, losses));
 }
 
 static const struct {
@@ -1307,8 +1338,6 @@ int main(int argc, char **argv) {
             bool wanted = (!*only || strcmp(only, tests[i].name) == 0) &&
                           (!*kernels || strcmp(kernels, b->kernels) == 0 ||
                            strcmp(kernels, b->precision) == 0);
-            if (tests[i].once && b->element == 2)
-                continue; // until the other kernels of 16-bit types are there
             if (wanted && !(tiny && tests[i].once && k == 0))
                 tests[i].test(b);
         }

@@ -60,7 +60,7 @@ test_kernels() {
     hashes=$(for order in 0 1 7; do
         CUEMU_ORDER=$order OMP_NUM_THREADS=$((order % 2 + 1)) "$build/plain" weights
     done | sort | uniq -c | awk '{ print $1, $2 }' | paste -sd ,)
-    same "equal_bits_in_any_order" "3 cifar,3 mnist,3 resnet8" "$hashes"
+    same "equal_bits_in_any_order" "3 bf16,3 cifar,3 mnist,3 resnet8" "$hashes"
     [ -z "${QUICK:-}" ] || { skip sanitizers "QUICK=1" && return; }
     checked order_7 plain CUEMU_ORDER=7 CUEMU_LAZY=1 QUICK=1 all
     make_program address "$cxx" -O1 -g -fsanitize=address,alignment -fno-sanitize-recover=all
@@ -157,6 +157,77 @@ test_options() {
     line no_device/says_so '^Device: cpu \(no CUDA-capable device is detected\)'
     train no_device_cpu "${small[@]}" --no-cuda
     equal no_device no_device_cpu
+}
+
+# ---- Graphs
+
+graph_of() { grep -o '"graph":[a-z]*}' "$tmp/$1/run.json"; }
+hashes_of() { grep -o '"weight_hash":"[^"]*"' "$tmp/$1/run.json"; }
+
+# graphed NAME OPTIONS...: the same bits with --graph on as without, in three epochs of full batches and a
+# smaller last one: the latter is executed, captured and replayed
+graphed() {
+    local name=graph_$1
+    shift
+    train "$name" "$@" --epochs 3
+    train "${name}_on" "$@" --epochs 3 --graph on
+    equal "${name}_on" "$name"
+    same "run/$name/weights" "$(hashes_of "$name")" "$(hashes_of "${name}_on")"
+    same "run/$name/used" '"graph":false} "graph":true}' "$(graph_of "$name") $(graph_of "${name}_on")"
+}
+
+test_graph() {
+    local cifar=(--model cifar --limit-train 14 --batch-size 4) sgd=(--optimizer sgd --lr .1 --momentum .9)
+    local adadelta=(--optimizer adadelta --momentum 0 --lr 1 --schedule step) why
+    graphed mnist --limit-train 20 --batch-size 8
+    CUEMU_LAZY=1 graphed cifar_lazy "${cifar[@]}" "${adadelta[@]}" --resident off --augment crop-flip
+    graphed cifar_per_tensor "${cifar[@]}" "${sgd[@]}" --nesterov --optimizer-launch per-tensor \
+        --warmup-epochs 1
+    if [ -z "${QUICK:-}" ]; then
+        graphed resnet8 --model resnet8 --limit-train 20 --batch-size 8
+        CUEMU_LAZY=1 graphed cifar_elastic "${cifar[@]}" --augment elastic --kernels naive --workers 3
+    fi
+    # stopped in the middle of the second epoch, and resumed
+    local resumed=("${cifar[@]}" "${adadelta[@]}" --resident off --augment crop-flip --epochs 3 --graph on)
+    train graph_stopped "${resumed[@]}" --checkpoint graph.ckpt --max-steps 6
+    train graph_resumed "${resumed[@]}" --checkpoint graph.ckpt --resume
+    same graph_resumed/weights "$(hashes_of graph_cifar_lazy | tail -n 1)" "$(hashes_of graph_resumed | tail -n 1)"
+    # what needs the single operations switches it off, and says so
+    for why in "--profile" "--trace trace.json" "--layers" "--gpus 2 --oversubscribe"; do
+        # shellcheck disable=SC2086 # words
+        train graph_off "${cifar[@]}" --graph on --max-steps 3 $why
+        line "graph_off/${why%% *}" '^CUDA graph: off; '
+        same "graph_off/${why%% *}/run_json" '"graph":false}' "$(graph_of graph_off)"
+    done
+    refused graph_on_cpu 2 "--graph on: expected a GPU" --graph on --no-cuda --dataset synthetic
+}
+
+# blind NAME SED_SCRIPT: with this bug, an argument passed by value, a run without a graph is right, and one
+# with a graph is not
+blind() {
+    local name=blind_$1 program=$build/blind cnn
+    sed -E "$2" "$repo/cnn_kernels.cu" >"$program.cu"
+    kernels "$cxx" -O1 -fopenmp -o "$program.o" <"$program.cu" 2>"$err" &&
+        "$cxx" -fopenmp "$build/cnn.o" "$program.o" -o "$program" -lm -lpthread 2>>"$err"
+    same "$name/build" "exit 0" "exit $?$(grep -m 3 error "$err")"
+    holds "$name/there" "other kernels" "the same" test -n "$(diff "$repo/cnn_kernels.cu" "$program.cu")"
+    cnn=$program
+    train "$name" "${seen[@]}"
+    close "$name" seen
+    train "${name}_on" "${seen[@]}" --graph on
+    same "$name/noticed" yes "$([ "$(losses "${name}_on")" = "$(losses "$name")" ] && echo no || echo yes)"
+}
+
+test_blind_graphs() {
+    local seen=(--limit-train 16 --batch-size 4 --epochs 2 --gamma .1)
+    "$cc" -std=gnu17 -O2 "-march=$arch" -fopenmp -DCNN_CUDA -c "$repo/cnn.c" -o "$build/cnn.o" 2>"$err"
+    train seen "${seen[@]}"
+    blind learning_rate 's/const Step \*step/real lr/; s/, lr = \(real\)step->lr;/;/
+        /const real lr = \(real\)step->lr;/d; s/u\.step,/(real)u.step->lr,/'
+    blind draw '/dropout_forward_kernel\(/,/^}/ {
+            s/const Draw \*draw\)/Draw draw)/; s/\*draw/draw/; s/draw->/draw./g
+        }
+        s/w\.row, w\.draw\)/w.row, *w.draw)/'
 }
 
 test_memory() {
@@ -295,6 +366,7 @@ fi
 test_kernels
 test_runs
 test_options
+test_graph
 test_memory
 if [ -n "${QUICK:-}" ]; then
     skip races "QUICK=1"
@@ -302,6 +374,7 @@ if [ -n "${QUICK:-}" ]; then
 else
     test_races
     test_mutations
+    test_blind_graphs
 fi
 rm -rf "$build"
 exit 0

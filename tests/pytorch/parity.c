@@ -97,13 +97,13 @@ int main(int argc, char **argv) {
     if (!f)
         file_fail("cannot read", argv[BATCHES]);
     for (size_t step = 0; step < number(argv, STEPS); step++) {
-        Draw draw = {s->seed, 1, step * batch.n, 0};
+        batch.draw = (Draw){s->seed, 1, step * batch.n, 0};
         read_batch(f, &batch, pixels);
-        net_load(net, &batch);
-        forward(net, batch.n, &draw);
+        net_load(net, &batch, s->lr);
+        forward(net, batch.n, &net->step->draw);
         printf("loss %.17g\n", loss_and_gradient(net, batch.n, true));
         backward(net, batch.n);
-        optimizer_step(run.optimizer, net, run.state, s->lr);
+        optimizer_step(run.optimizer, net, run.state);
     }
     fclose(f);
     save_tensors(net, NULL, NULL, "", argv[OUT]);

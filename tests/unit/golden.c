@@ -287,10 +287,11 @@ static void check_golden_optimizer(const Line *line) {
     settings.nesterov = x[3] != 0;
     Net net = {.settings = &settings, .backend = &fast_backend, .params = params, .grads = grads};
     net.param_size = COUNT;
+    net.step = &(Step){.lr = x[0]};
     fill_stream(params, COUNT, START_STREAM);
     for (uint32_t step = 0; step < STEPS && line->count == 5 + COUNT * STEPS; step++) {
         fill_stream(grads, COUNT, GRADIENT_STREAM + step);
-        optimizer_step(o, &net, state, x[0]);
+        optimizer_step(o, &net, state);
         for (size_t i = 0; i < COUNT; i++) { // a momentum of .9 keeps ten steps' roundings
             want[i] = (real)x[5 + step * COUNT + i];
             bound[i] = (real)(is_double ? 1e-12 : 40 * (step + 1) * epsilon);
@@ -325,7 +326,7 @@ static void check_golden_smoothing(const Line *line) {
     fill_labels(labels, N);
     const Layer l = {.out = {1, 1, GOLDEN_CLASSES}};
     log_softmax_forward((Work){.l = &l, .n = N, .in = logits, .out = logp});
-    nll_loss(losses, got + 1, logp, labels, N, N, GOLDEN_CLASSES, .1);
+    nll_loss(losses, got + 1, logp, labels, N, N, GOLDEN_CLASSES, .1, NULL);
     got[0] = (losses[0] + losses[1] + losses[2] + losses[3]) / N;
     for (size_t i = 0; i < 1 + COUNT && line->count == 1 + COUNT; i++) {
         want[i] = (real)line->numbers[i];

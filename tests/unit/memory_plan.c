@@ -84,7 +84,7 @@ static void plan_apart(Net *net, bool fused) {
     }
     for (size_t i = 0; i < net->count; i++) { // rows in their order: fused_into() follows them
         Layer *l = &net->layers[i], *to = fused_into(net, i);
-        size_t size = aligned(net->batch * shape_size(l->out));
+        size_t size = sizeof(real) * aligned(net->batch * shape_size(l->out));
         l->fused = l->in_place = l->fused && (fused || to->pool);
         l->output = l->fused ? to->output : net->activation_size;
         l->gradient = l->fused ? to->gradient : net->gradient_size;
@@ -157,6 +157,7 @@ static void test_plan_against_none(void) {
 
 /* A backward pass in which a gradient is not numbers but a tag: the sum of one hash for each reader
    that has added to it. Whoever overwrites a gradient that is still needed leaves a wrong tag. */
+enum { CACHE_LINE = ALIGN * sizeof(real) };
 typedef struct Tags {
     const Net *net;
     uint64_t *cells;          // one for each cache line of dactivations
@@ -179,7 +180,7 @@ static size_t count_cells(const Net *net, size_t row) {
 }
 
 static uint64_t *row_cells(const Tags *t, size_t row) {
-    return t->cells + t->net->layers[row].gradient / ALIGN;
+    return t->cells + t->net->layers[row].gradient / CACHE_LINE;
 }
 
 // One hash for each pair of rows; an add passes on the gradient that it received.
@@ -257,13 +258,13 @@ static void check_plan(const Net *net) {
     tags = (Tags){.net = net};
     for (size_t i = 1; i < net->count; i++) {
         tags.count[i] = count_cells(net, i);
-        if (net->layers[i].gradient % ALIGN ||
-            net->layers[i].gradient / ALIGN + tags.count[i] > net->gradient_size / ALIGN)
+        if (net->layers[i].gradient % CACHE_LINE ||
+            net->layers[i].gradient / CACHE_LINE + tags.count[i] > net->gradient_size / CACHE_LINE)
             fail("%s: row %zu lies outside of the arena", net->model, i);
     }
     if (*failure)
         return;
-    tags.cells = must_alloc(net->gradient_size / ALIGN * sizeof(uint64_t), "a test");
+    tags.cells = must_alloc(net->gradient_size / CACHE_LINE * sizeof(uint64_t), "a test");
     tag_backward(&tags);
     free(tags.cells);
 }
@@ -272,7 +273,7 @@ static void check_plan(const Net *net) {
 static size_t unshared_size(const Net *net) {
     size_t sum = 0;
     for (size_t i = 1; i < net->count; i++)
-        sum += aligned(net->batch * shape_size(net->layers[i].out));
+        sum += sizeof(real) * aligned(net->batch * shape_size(net->layers[i].out));
     return sum;
 }
 
@@ -281,13 +282,13 @@ static size_t unshared_size(const Net *net) {
 static void check_resnet_size(const Net *net) {
     size_t largest = 0;
     for (size_t i = 1; i < net->count; i++)
-        largest = max_size(largest, count_cells(net, i) * ALIGN);
+        largest = max_size(largest, count_cells(net, i) * CACHE_LINE);
     bool resnet = strncmp(net->model, "resnet", 6) == 0;
     if (resnet && (double)net->gradient_size > 3.1 * (double)largest)
-        fail("%s: %zu numbers, the largest gradient has %zu", net->model, net->gradient_size,
+        fail("%s: %zu bytes, the largest gradient has %zu", net->model, net->gradient_size,
              largest);
     if (strcmp(net->model, "resnet18") == 0 && net->gradient_size * 4 > unshared_size(net))
-        fail("resnet18: %zu of %zu numbers", net->gradient_size, unshared_size(net));
+        fail("resnet18: %zu of %zu bytes", net->gradient_size, unshared_size(net));
 }
 
 // Every add of a ResNet is done while the output of a BatchNorm is stored.

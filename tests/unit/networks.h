@@ -8,7 +8,8 @@ static const Draw any_draw = {.seed = 1, .epoch = 1}; // of a training step
 enum { BATCH = 7, CLASSES = 4 }; // of the networks that the tests make up
 
 // Settings of networks that are built without a command line.
-static const Settings plain = {.stem = "3", .width = 6, .optimizer_launch = "flat"};
+static const Settings plain = {
+    .stem = "3", .width = 6, .optimizer_launch = "fused", .zero_grad = "none"};
 
 // A network that has only its images yet.
 static void start_net(Net *net, Shape in) {
@@ -135,7 +136,7 @@ static double loss_of(Net *net) {
 // All gradients of a batch; where NaN was must be written before it is read.
 static void find_gradients(Net *net) {
     memset(net->grads, 0xFF, net->param_size * sizeof(real));
-    memset(net->dactivations, 0xFF, net->gradient_size * sizeof(real));
+    memset(net->dactivations, 0xFF, net->gradient_size);
     memset(net->scratch, 0xFF, net->scratch_size * sizeof(real));
     loss_of(net);
     backward(net, BATCH);

@@ -164,8 +164,8 @@ static void *learner_thread(void *argument) {
     comm_start(&run->comm);
     loader_start(&run->train_loader, 1, 1, 0);
     for (const Batch *batch; (batch = next_batch(&run->comm));) {
-        load_batch(&run->comm, batch);
-        forward(net, batch->n, &batch->draw);
+        load_batch(&run->comm, batch, 1);
+        forward(net, batch->n, &net->step->draw);
         batch_loss(&run->comm, batch);
         const size_t before = learner->received;
         learner->awaited = before + (run->settings.overlap ? MESSAGES : 0);
@@ -174,7 +174,7 @@ static void *learner_thread(void *argument) {
         const double end = now();
         reduce_gradients(&run->comm);
         learner->exposed_s += now() - end;
-        optimizer_step(&optimizers[0], net, state, 1);
+        optimizer_step(&optimizers[0], net, state);
     }
     learner->hash = hash_weights(net);
     comm_free(&run->comm);

@@ -76,16 +76,15 @@ __attribute__((noinline)) int pthread_create(pthread_t *thread, const pthread_at
 static void train_steps(Net *net, Loader *l, const Optimizer *o, real *state, size_t steps) {
     for (size_t step = 0; step < steps; step++) {
         const Batch *batch = loader_next(l);
-        Draw draw = {.seed = 1, .epoch = 1, .first = batch->draw.first};
-        net_load(net, batch);
+        net_load(net, batch, .1);
         if (output(net, &net->layers[0]) != batch->device_images)
             fail("a CPU has copied the loader's images");
-        forward(net, batch->n, &draw);
+        forward(net, batch->n, &net->step->draw);
         double loss = loss_and_gradient(net, batch->n, true);
         if (!isfinite(loss))
             fail("the loss is %g", loss);
         backward(net, batch->n);
-        optimizer_step(o, net, state, .1);
+        optimizer_step(o, net, state);
     }
 }
 
