@@ -1513,7 +1513,7 @@ enum { TILE_K = 16 };
 // ROWS x COLUMNS elements of a tile are computed by one thread; BLOCKS fit on a multiprocessor.
 template <int M_, int N_, int ROWS_, int COLUMNS_, int BLOCKS_> struct Tile {
     enum { M = M_, N = N_, ROWS = ROWS_, COLUMNS = COLUMNS_, BLOCKS = BLOCKS_ };
-    enum { TILE_THREADS = M / ROWS * (N / COLUMNS) };
+    enum { TILE_THREADS = M / ROWS * (N / COLUMNS), DYNAMIC_BYTES = 0 };
 };
 typedef Tile<128, 128, 8, 8, 2> LargeTile; // 256 threads
 typedef Tile<128, 64, 8, 8, 3> NarrowTile; // 128 threads
@@ -1673,19 +1673,18 @@ struct TileLoader : TileReader<real, LINES, TILE_K, LOADERS, IMAGE, ALONG_K, WID
 
 // Where C is stored, and what is done with its elements then (the epilogue).
 template <class O> struct Result {
-    O *out;    // with several splits the partial sums: `part` elements for each
+    O *out;
     Axis line; // of a row; with phases not all rows are there
     Place origin = {0, 0, 0};
     int h = 1, w = 1;
     const real *bias = NULL; // one per column
     bool relu = false, accumulate = false;
-    unsigned part = 0;
     __device__ int at(Digits row) const { // of the row's first element; below 0: outside
         Place p = origin + line.place(row);
         return p.y < h && p.x < w ? p.offset : -1;
     }
-    __device__ O value(O old, int column, real sum) const {
-        sum += (bias ? bias[column] : 0) + (accumulate ? (real)old : 0);
+    __device__ O value(const O *old, int column, real sum) const {
+        sum += (bias ? bias[column] : 0) + (accumulate ? (real)*old : 0);
         return (O)(relu && sum < 0 ? 0 : sum);
     }
     // Stores a chunk of neighbouring elements of a row that begins at `at`, those that exist.
@@ -1699,7 +1698,7 @@ template <class O> struct Result {
         for (int i = 0; i < Chunk<O>::COUNT; i++) {
             if (column + i >= columns)
                 continue;
-            chunk.v[i] = value(WIDTH == 1 && accumulate ? to[i] : chunk.v[i], column + i, sums[i]);
+            chunk.v[i] = value(WIDTH == 1 ? &to[i] : &chunk.v[i], column + i, sums[i]);
             if (WIDTH == 1)
                 to[i] = chunk.v[i];
         }
@@ -1745,6 +1744,45 @@ template <int COUNT, int APART> static __device__ void read_fours(real *x, const
     }
 }
 
+// C = A * B, as the table at the head of this section has it for each pass.
+template <class T, class O> struct Product {
+    Operand<T> a, b;
+    Result<O> c;
+    int rows, columns, depth; // of each phase; the depth of the deepest
+    unsigned elements;        // of C, of all phases together
+    Phases phases = {};
+    int splits = 1;
+    real *parts = NULL; // with several splits their sums, `elements` for each
+};
+
+// What a block computes: the tile of C at (row, column), the sums over begin <= k < end.
+struct Job {
+    int row, column, begin, end, split;
+};
+
+/* This block's job, and the operands of its phase. x of the grid are the tiles, those of the same
+   rows next to each other, so that they read A at the same time; z are the splits and phases. Splits
+   are multiples of `step`. */
+template <class Tile, bool PHASED, class T, class O>
+static __device__ Job job_of_block(Product<T, O> &p, int step) {
+    int split = blockIdx.z;
+    if (PHASED) {
+        const int count = p.phases.stride * p.phases.stride;
+        p.depth = p.phases.enter(split % count, p.a, p.b, p.c);
+        split /= count;
+    }
+    const int tiles_across = (p.columns + Tile::N - 1) / Tile::N;
+    const int depth = (p.depth + p.splits * step - 1) / (p.splits * step) * step;
+    return {(int)blockIdx.x / tiles_across * Tile::M, (int)blockIdx.x % tiles_across * Tile::N,
+            split * depth, min((split + 1) * depth, p.depth), split};
+}
+
+// Where a block stores the sums of its split; the epilogue follows when they are joined.
+template <class T, class O>
+static __device__ Result<real> part_of(const Product<T, O> &p, int split) {
+    return {p.parts + split * p.elements, p.c.line, p.c.origin, p.c.h, p.c.w};
+}
+
 /* C = A * B over the K of this split; the table above lists A and B.
    A warp's threads lie as 4 x 8 in the tile, each with groups of 4 x 4 elements that are half a
    tile apart, or one such group: so the warp reads 16 and 32 neighbouring numbers at a time.
@@ -1752,43 +1790,34 @@ template <int COUNT, int APART> static __device__ void read_fours(real *x, const
    the narrow one (3 of 128 threads), 128 in the small one (4 of 128); none is spilled.
    Main loop: 84 to 87 % of its instructions are multiply-adds in the large tile, 80 to 85 % in the
    narrow one, 67 to 72 % in the small one (44 to 61 % where WIDTH is 1).
-   Grid: M / T::M x N / T::N x splits * phases.   Shared memory: 8 (T::M + T::N + 8) TILE_K bytes.
+   Grid: tiles x 1 x splits * phases.   Shared memory: 8 (T::M + T::N + 8) TILE_K bytes.
    Traffic: 4 K (M N / T::N + M N / T::M) + 4 M N bytes, most of it served by the L2 cache */
 template <class T, bool A_ALONG_K, bool B_ALONG_K, int WIDTH>
 static __global__ void __launch_bounds__(T::TILE_THREADS, T::BLOCKS)
-    gemm_kernel(Operand<real> a, Operand<real> b, Result<real> c, Phases phases, int rows,
-                int columns, int depth, int splits) {
+    gemm_kernel(Product<real, real> p) {
     using LoadA = TileLoader<T::M, T::TILE_THREADS, true, A_ALONG_K, WIDTH>;
     using LoadB = TileLoader<T::N, T::TILE_THREADS, false, B_ALONG_K, WIDTH>;
     enum { SIZE_A = TILE_K * LoadA::PITCH, SIZE_B = TILE_K * LoadB::PITCH };
     __shared__ __align__(16) real tiles[2][SIZE_A + SIZE_B]; // read as float4
     static_assert(LoadA::PITCH % 4 == 0 && LoadB::PITCH % 4 == 0, "lines are aligned to 16 bytes");
-    int split = blockIdx.z;
-    if (B_ALONG_K) { // the data gradient
-        int count = phases.stride * phases.stride;
-        depth = phases.enter(split % count, a, b, c);
-        split /= count;
-    }
-    const int depth_of_split = (depth + splits * TILE_K - 1) / (splits * TILE_K) * TILE_K;
-    const int begin = split * depth_of_split, end = min(begin + depth_of_split, depth);
-    const int first_row = blockIdx.x * T::M, first_column = blockIdx.y * T::N;
-    LoadA load_a(a, first_row, rows, begin);
-    LoadB load_b(b, first_column, columns, begin);
+    const Job job = job_of_block<T, B_ALONG_K>(p, TILE_K);
+    LoadA load_a(p.a, job.row, p.rows, job.begin);
+    LoadB load_b(p.b, job.column, p.columns, job.begin);
     enum { WARPS_N = T::N / T::COLUMNS / 8 };
     enum { APART_M = T::M * 4 / T::ROWS, APART_N = T::N * 4 / T::COLUMNS }; // of a thread's groups
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int row = (warp / WARPS_N * 4 + lane / 8) * 4;
     const int column = (warp % WARPS_N * 8 + lane % 8) * 4;
     real sums[T::ROWS][T::COLUMNS] = {};
-    load_a.fetch(a, begin, end);
-    load_b.fetch(b, begin, end);
-    for (int k = begin, buffer = 0; k < end; k += TILE_K, buffer ^= 1) {
+    load_a.fetch(p.a, job.begin, job.end);
+    load_b.fetch(p.b, job.begin, job.end);
+    for (int k = job.begin, buffer = 0; k < job.end; k += TILE_K, buffer ^= 1) {
         real *tile_a = tiles[buffer], *tile_b = tile_a + SIZE_A;
         load_a.put(tile_a);
         load_b.put(tile_b);
         __syncthreads(); // the tiles are complete; those of the step before last are no longer read
-        load_a.fetch(a, k + TILE_K, end);
-        load_b.fetch(b, k + TILE_K, end);
+        load_a.fetch(p.a, k + TILE_K, job.end);
+        load_b.fetch(p.b, k + TILE_K, job.end);
 #pragma unroll
         for (int d = 0; d < TILE_K; d++) {
             real x[T::ROWS], y[T::COLUMNS];
@@ -1801,86 +1830,94 @@ static __global__ void __launch_bounds__(T::TILE_THREADS, T::BLOCKS)
                     sums[i][j] += x[i] * y[j];
         }
     }
-    c.out += split * c.part;
+    if (p.splits > 1)
+        p.c = part_of(p, job.split);
 #pragma unroll
     for (int i = 0; i < T::ROWS; i++) {
-        const int m = first_row + row + i / 4 * APART_M + i % 4;
-        const int at = m < rows ? c.at(c.line.digits(m)) : -1;
+        const int m = job.row + row + i / 4 * APART_M + i % 4;
+        const int at = m < p.rows ? p.c.at(p.c.line.digits(m)) : -1;
 #pragma unroll
         for (int j = 0; j < T::COLUMNS; j += 4)
             if (at >= 0)
-                c.template store<WIDTH>(at, first_column + column + j / 4 * APART_N, columns,
-                                        sums[i] + j);
+                p.c.template store<WIDTH>(at, job.column + column + j / 4 * APART_N, p.columns,
+                                          sums[i] + j);
     }
 }
 
 // out = the sum of all splits, then the epilogue.   Traffic: 4 (splits + 1) N bytes
-template <class O>
-static __global__ void join_splits_kernel(Result<O> c, const real *parts, int splits,
-                                          unsigned count, int columns) {
+template <class P> static __global__ void join_splits_kernel(P p) {
     unsigned i = element();
-    if (i >= count)
+    if (i >= p.elements)
         return;
     real sum = 0;
-    for (int split = 0; split < splits; split++)
-        sum += parts[split * count + i];
-    c.out[i] = c.value(c.accumulate ? c.out[i] : (O)0.f, (int)(i % columns), sum);
+    for (int split = 0; split < p.splits; split++)
+        sum += p.parts[split * p.elements + i];
+    p.c.out[i] = p.c.value(&p.c.out[i], (int)(i % p.columns), sum);
 }
 
-// C = A * B, as the table at the head of this section has it for each pass.
-template <class T, class O> struct Product {
-    Operand<T> a, b;
-    Result<O> c;
-    size_t rows, columns, depth; // of each phase; the depth of the deepest
-    size_t elements;             // of C, of all phases together
-    Phases phases = {};
-};
+// Whether all rows of this layer's operands and results can be read and written by chunks.
+template <class T> static bool has_chunks(const Layer *l) {
+    return l->in.c % Chunk<T>::COUNT == 0 && l->out.c % Chunk<T>::COUNT == 0;
+}
 
-/* K is split into as many parts as MOST_TILES tiles of 64 x 64 elements allow, at most one for each
-   LEAST_DEPTH of K. This depends on the shapes alone, not on the GPU, so that all GPUs compute the
-   same bits, and not on the tile. */
-enum { MOST_TILES = 1 << 10, LEAST_DEPTH = 256 };
+/* ---- Launches. K is split into as many parts as give C, in tiles of 64 x 64 elements, MOST_TILES
+   of them, at most one for each LEAST_DEPTH of K. This depends on the shapes alone, not on the GPU,
+   so that all GPUs compute the same bits, and not on the tile of the kernel, so that each of them
+   does. */
+enum { MOST_TILES = 512, LEAST_DEPTH = 256, LEAST_BLOCKS = 128, VARIANTS = 4 };
 
-static size_t tiles_of(size_t rows, size_t columns, size_t phases) {
-    return ceil_div(rows, 64) * ceil_div(columns, 64) * phases;
+static size_t splits_of(size_t rows, size_t columns, size_t phases, size_t depth) {
+    const size_t tiles = ceil_div(rows, 64) * ceil_div(columns, 64) * phases;
+    return min(ceil_div(MOST_TILES, tiles), ceil_div(depth, LEAST_DEPTH));
 }
 
 // An upper bound of what the sums of all splits take, for up to these rows and this depth
 static size_t parts_size(size_t rows, size_t columns, size_t depth) {
-    return min(ceil_div(depth, LEAST_DEPTH) * rows * columns, (size_t)MOST_TILES * 64 * 64);
+    return min(ceil_div(depth, LEAST_DEPTH) * rows * columns, (size_t)MOST_TILES * 2 * 64 * 64);
 }
 
-// Queues the product in tiles T. scratch holds the partial sums of the splits, see parts_size().
-template <class T, bool A_ALONG_K, bool B_ALONG_K, int WIDTH>
-static void launch_gemm(const Product<real, real> &p, real *scratch) {
-    size_t phases = p.phases.stride * p.phases.stride;
-    size_t most = MOST_TILES / tiles_of(p.rows, p.columns, phases);
-    size_t splits = min(max(most, (size_t)1), ceil_div(p.depth, LEAST_DEPTH));
-    Result<real> c = p.c;
-    if (splits > 1) {
-        c = {scratch, p.c.line, p.c.origin, p.c.h, p.c.w};
-        c.part = p.elements;
-    }
-    dim3 grid(ceil_div(p.rows, T::M), ceil_div(p.columns, T::N), splits * phases);
-    gemm_kernel<T, A_ALONG_K, B_ALONG_K, WIDTH><<<grid, T::TILE_THREADS, 0, stream()>>>(
-        p.a, p.b, c, p.phases, p.rows, p.columns, p.depth, splits);
+// A kernel for a product, and its tile. They sum in the same order.
+template <class T, class O> struct Variant {
+    void (*kernel)(Product<T, O> p);
+    size_t m, n, threads, bytes; // of a block; bytes: of its dynamic shared memory
+};
+
+template <class Tile, class T, class O>
+static Variant<T, O> variant_of(void (*kernel)(Product<T, O> p)) {
+    return {kernel, Tile::M, Tile::N, Tile::TILE_THREADS, Tile::DYNAMIC_BYTES};
+}
+
+template <class T, class O>
+static void launch_gemm(const Variant<T, O> &v, const Product<T, O> &p) {
+    typedef Product<T, O> P;
+    size_t tiles = ceil_div(p.rows, v.m) * ceil_div(p.columns, v.n);
+    dim3 grid(tiles, 1, p.splits * p.phases.stride * p.phases.stride);
+    auto *gemm_kernel = v.kernel;
+    gemm_kernel<<<grid, v.threads, v.bytes, stream()>>>(p);
     CHECK_LAUNCH();
-    if (splits > 1)
-        LAUNCH(join_splits_kernel<real>, p.elements, p.c, scratch, splits, p.elements, p.columns);
+    if (p.splits > 1)
+        LAUNCH(join_splits_kernel<P>, p.elements, p);
 }
 
-// Chooses the tile. Like the splits, it depends on the shapes alone: the narrow one where the last
-// of the large ones would be half empty.
-template <bool A_ALONG_K, bool B_ALONG_K>
-static void gemm(const Product<real, real> &p, bool chunks, real *scratch) {
-    if (!chunks)
-        launch_gemm<SmallTile, A_ALONG_K, B_ALONG_K, 1>(p, scratch);
-    else if (p.columns <= SmallTile::N || p.rows <= SmallTile::M)
-        launch_gemm<SmallTile, A_ALONG_K, B_ALONG_K, 4>(p, scratch);
-    else if ((p.columns - 1) % LargeTile::N < NarrowTile::N)
-        launch_gemm<NarrowTile, A_ALONG_K, B_ALONG_K, 4>(p, scratch);
-    else
-        launch_gemm<LargeTile, A_ALONG_K, B_ALONG_K, 4>(p, scratch);
+/* Queues the product with one of the variants: 0: for operands that cannot be read by chunks; the
+   others from the smallest tile to the largest. By default the largest of which there are enough to
+   occupy a GPU, and that computes no more columns beyond C than the smallest. Like the splits, it
+   depends on the shapes alone. */
+template <class T, class O>
+static void gemm(const Variant<T, O> (&variants)[VARIANTS], Product<T, O> p, Work w) {
+    const size_t phases = p.phases.stride * p.phases.stride;
+    size_t chosen = has_chunks<T>(w.l);
+    p.splits = splits_of(p.rows, p.columns, phases, p.depth);
+    p.parts = w.scratch;
+    for (size_t i = 2; chosen && i < VARIANTS; i++) {
+        const Variant<T, O> &v = variants[i];
+        size_t across = ceil_div(p.columns, v.n);
+        size_t blocks = ceil_div(p.rows, v.m) * across * phases * p.splits;
+        if (blocks >= LEAST_BLOCKS &&
+            across * v.n == ceil_div(p.columns, variants[1].n) * variants[1].n)
+            chosen = i;
+    }
+    launch_gemm(variants[chosen], p);
 }
 
 // ---- The operands of the three passes
@@ -1913,34 +1950,29 @@ template <class T> static Operand<T> patches(Work w) {
             s.w};
 }
 
-// Whether all rows of this layer's operands and results can be read and written by chunks.
-template <class T> static bool has_chunks(const Layer *l) {
-    return l->in.c % Chunk<T>::COUNT == 0 && l->out.c % Chunk<T>::COUNT == 0;
-}
-
 template <class T> static Product<T, T> forward_product(Work w) {
-    const size_t columns = w.l->out.c, depth = w.l->kernel * w.l->kernel * w.l->in.c;
+    const int columns = (int)w.l->out.c, depth = (int)(w.l->kernel * w.l->kernel * w.l->in.c);
     Product<T, T> p = {patches<T>(w),
-                       {(const T *)w.weight, plain((int)columns), plain(1)},
-                       {(T *)w.out, plain((int)columns)},
-                       outputs(w) / columns,
+                       {(const T *)w.weight, plain(columns), plain(1)},
+                       {(T *)w.out, plain(columns)},
+                       (int)outputs(w) / columns,
                        columns,
                        depth,
-                       outputs(w)};
+                       (unsigned)outputs(w)};
     p.c.bias = w.bias;
     p.c.relu = w.l->relu;
     return p;
 }
 
 template <class T> static Product<T, real> weight_gradient_product(Work w) {
-    const size_t columns = w.l->out.c, rows = w.l->weights / columns;
+    const int columns = (int)w.l->out.c;
     return {patches<T>(w),
-            {(const T *)w.dout, plain((int)columns), plain(1)},
-            {w.dweight, plain((int)columns)},
-            rows,
+            {(const T *)w.dout, plain(columns), plain(1)},
+            {w.dweight, plain(columns)},
+            (int)w.l->weights / columns,
             columns,
-            outputs(w) / columns,
-            w.l->weights};
+            (int)outputs(w) / columns,
+            (unsigned)w.l->weights};
 }
 
 template <class T> static Product<T, T> data_gradient_product(Work w) {
@@ -1958,24 +1990,34 @@ template <class T> static Product<T, T> data_gradient_product(Work w) {
     p.c.h = s.h;
     p.c.w = s.w;
     p.c.accumulate = w.accumulate;
-    p.rows = w.n * down * across;
+    p.rows = (int)w.n * down * across;
     p.columns = s.c;
     p.depth = taps_met * taps_met * s.oc;
-    p.elements = inputs(w);
+    p.elements = (unsigned)inputs(w);
     p.phases = {s.stride, s.kernel, s.padding, s.c, s.oc};
     return p;
 }
 
+template <bool A_ALONG_K, bool B_ALONG_K>
+static void gemm_tiled(const Product<real, real> &p, Work w) {
+    static const Variant<real, real> variants[VARIANTS] = {
+        variant_of<SmallTile>(gemm_kernel<SmallTile, A_ALONG_K, B_ALONG_K, 1>),
+        variant_of<SmallTile>(gemm_kernel<SmallTile, A_ALONG_K, B_ALONG_K, 4>),
+        variant_of<NarrowTile>(gemm_kernel<NarrowTile, A_ALONG_K, B_ALONG_K, 4>),
+        variant_of<LargeTile>(gemm_kernel<LargeTile, A_ALONG_K, B_ALONG_K, 4>)};
+    gemm(variants, p, w);
+}
+
 static void conv2d_forward_tiled(Work w) {
-    gemm<true, false>(forward_product<real>(w), has_chunks<real>(w.l), w.scratch);
+    gemm_tiled<true, false>(forward_product<real>(w), w);
 }
 
 static void conv2d_backward_tiled(Work w) {
     if (w.l->biases)
         column_sums<real>(w, NULL, NULL, false);
-    gemm<false, false>(weight_gradient_product<real>(w), has_chunks<real>(w.l), w.scratch);
+    gemm_tiled<false, false>(weight_gradient_product<real>(w), w);
     if (w.din)
-        gemm<true, true>(data_gradient_product<real>(w), has_chunks<real>(w.l), w.scratch);
+        gemm_tiled<true, true>(data_gradient_product<real>(w), w);
 }
 
 // Multiply-adds in registers: 8 independent sums per thread, 16 FLOP in each of `steps` iterations.
@@ -2097,9 +2139,10 @@ static __device__ uint32_t round_tf32(uint32_t x) {
 enum { TENSOR_THREADS = 128, STAGES = 3, DEPTH_CHUNKS = 8 };
 
 template <int M_, int N_, int BLOCKS_> struct TensorTile {
-    enum { M = M_, N = N_, BLOCKS = BLOCKS_, WARP_M = M / 2, WARP_N = N / 2 };
-    enum { CHUNKS = (M + N) * DEPTH_CHUNKS, BYTES = STAGES * CHUNKS * 16, PITCH = N + 8 };
-    static_assert(M * PITCH * sizeof(real) <= BYTES, "the sums fit where the tiles were");
+    enum { M = M_, N = N_, BLOCKS = BLOCKS_, TILE_THREADS = TENSOR_THREADS };
+    enum { WARP_M = M / 2, WARP_N = N / 2, PITCH = N + 8 };
+    enum { CHUNKS = (M + N) * DEPTH_CHUNKS, DYNAMIC_BYTES = STAGES * CHUNKS * 16 };
+    static_assert(M * PITCH * sizeof(real) <= DYNAMIC_BYTES, "the sums fit where the tiles were");
 };
 typedef TensorTile<128, 128, 2> LargeTensorTile; // 96 KB of shared memory
 typedef TensorTile<128, 64, 3> NarrowTensorTile; // 72 KB
@@ -2176,62 +2219,50 @@ template <class T, int LINES, bool ALONG_K, bool IS_A> struct Fragments {
 
 // Stores the sums of a tile of C, which lie in shared memory.
 template <class Tile, int WIDTH, class O>
-static __device__ void store_tile(const Result<O> &c, const real *sums, int first_row, int rows,
-                                  int first_column, int columns) {
+static __device__ void store_tile(const Result<O> &c, const real *sums, const Job &job, int rows,
+                                  int columns) {
     enum { CHUNK = Chunk<O>::COUNT, ACROSS = Tile::N / CHUNK, APART = TENSOR_THREADS / ACROSS };
     const int column = threadIdx.x % ACROSS * CHUNK;
-    Digits row = c.line.digits(first_row + threadIdx.x / ACROSS), step = c.line.digits(APART);
+    Digits row = c.line.digits(job.row + threadIdx.x / ACROSS), step = c.line.digits(APART);
     for (int i = threadIdx.x / ACROSS; i < Tile::M; i += APART) {
-        const int at = first_row + i < rows ? c.at(row) : -1;
+        const int at = job.row + i < rows ? c.at(row) : -1;
         real chunk[CHUNK];
         read_fours<CHUNK, 4>(chunk, sums + i * Tile::PITCH + column);
         if (at >= 0)
-            c.template store<WIDTH>(at, first_column + column, columns, chunk);
+            c.template store<WIDTH>(at, job.column + column, columns, chunk);
         c.line.add(row, step);
     }
 }
 
 template <class Tile, bool A_ALONG_K, bool B_ALONG_K, int WIDTH, class T, class O>
 static __global__ void __launch_bounds__(TENSOR_THREADS, WIDTH == 1 ? 3 : Tile::BLOCKS)
-    tensor_kernel(Operand<T> a, Operand<T> b, Result<O> c, Result<real> parts, Phases phases,
-                  int rows, int columns, int depth, int splits) {
+    tensor_kernel(Product<T, O> p) {
     if (!HAS_MMA) // never launched there: the code for such GPUs is empty
         return;
     extern __shared__ __align__(128) float4 tiles[];
     enum { DEPTH = DEPTH_CHUNKS * Chunk<T>::COUNT, TILE_A = Tile::M * DEPTH_CHUNKS };
     enum { FRAGMENTS_M = Tile::WARP_M / 16, FRAGMENTS_N = Tile::WARP_N / 16 };
-    int split = blockIdx.z;
-    if (B_ALONG_K) { // the data gradient
-        const int count = phases.stride * phases.stride;
-        depth = phases.enter(split % count, a, b, c);
-        parts.origin = c.origin;
-        split /= count;
-    }
-    const int depth_of_split = (depth + splits * DEPTH - 1) / (splits * DEPTH) * DEPTH;
-    const int begin = split * depth_of_split, end = min(begin + depth_of_split, depth);
-    const int tiles_across = (columns + Tile::N - 1) / Tile::N;
-    const int first_row = blockIdx.x / tiles_across * Tile::M;
-    const int first_column = blockIdx.x % tiles_across * Tile::N;
-    TensorLoader<T, Tile::M, true, A_ALONG_K, WIDTH> load_a(a, first_row, rows, begin);
-    TensorLoader<T, Tile::N, false, B_ALONG_K, WIDTH> load_b(b, first_column, columns, begin);
+    const Job job = job_of_block<Tile, B_ALONG_K>(p, DEPTH);
+    TensorLoader<T, Tile::M, true, A_ALONG_K, WIDTH> load_a(p.a, job.row, p.rows, job.begin);
+    TensorLoader<T, Tile::N, false, B_ALONG_K, WIDTH> load_b(p.b, job.column, p.columns, job.begin);
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int row = warp / 2 * Tile::WARP_M, column = warp % 2 * Tile::WARP_N;
     Fragments<T, Tile::M, A_ALONG_K, true> read_a(row);
     Fragments<T, Tile::N, B_ALONG_K, false> read_b(column);
     real sums[FRAGMENTS_M][2 * FRAGMENTS_N][4] = {};
-    int next = begin; // k of the next tile to be loaded
+    int next = job.begin; // k of the next tile to be loaded
     auto load_next = [&](int stage) {
         float4 *tile = tiles + stage * Tile::CHUNKS;
-        if (next < end) {
-            load_a.load(a, next, end, tile);
-            load_b.load(b, next, end, tile + TILE_A);
+        if (next < job.end) {
+            load_a.load(p.a, next, job.end, tile);
+            load_b.load(p.b, next, job.end, tile + TILE_A);
         }
         cp_async_commit();
         next += DEPTH;
     };
     for (int stage = 0; stage < STAGES - 1; stage++)
         load_next(stage);
-    for (int k = begin, stage = 0; k < end; k += DEPTH) {
+    for (int k = job.begin, stage = 0; k < job.end; k += DEPTH) {
         cp_async_wait<STAGES - 2>(); // this thread's part of the tile at k is there;
         __syncthreads();             // the other threads', too, and the tile before it was read,
         load_next(stage > 0 ? stage - 1 : STAGES - 1); // whose memory is free
@@ -2262,58 +2293,41 @@ static __global__ void __launch_bounds__(TENSOR_THREADS, WIDTH == 1 ? 3 : Tile::
             *(float2 *)(staged + (row + i * 8 + lane / 4) * Tile::PITCH + column + j * 8 +
                         lane % 4 * 2) = {sums[i / 2][j][i % 2 * 2], sums[i / 2][j][i % 2 * 2 + 1]};
     __syncthreads();
-    parts.out += split * parts.part;
-    if (splits > 1)
-        store_tile<Tile, WIDTH>(parts, staged, first_row, rows, first_column, columns);
+    if (p.splits > 1)
+        store_tile<Tile, WIDTH>(part_of(p, job.split), staged, job, p.rows, p.columns);
     else
-        store_tile<Tile, WIDTH>(c, staged, first_row, rows, first_column, columns);
-}
-
-template <class Tile, bool A_ALONG_K, bool B_ALONG_K, int WIDTH, class T, class O>
-static void launch_tensor(const Product<T, O> &p, real *scratch) {
-    static thread_local bool allowed[MAX_REPLICAS];
-    auto *kernel = tensor_kernel<Tile, A_ALONG_K, B_ALONG_K, WIDTH, T, O>;
-    if (!allowed[device])
-        CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                   (int)Tile::BYTES));
-    allowed[device] = true;
-    size_t phases = p.phases.stride * p.phases.stride;
-    size_t most = MOST_TILES / 2 / tiles_of(p.rows, p.columns, phases);
-    size_t splits = min(max(most, (size_t)1), ceil_div(p.depth, LEAST_DEPTH));
-    Result<real> parts = {scratch, p.c.line, p.c.origin, p.c.h, p.c.w};
-    parts.part = p.elements;
-    dim3 grid(ceil_div(p.rows, Tile::M) * ceil_div(p.columns, Tile::N), 1, splits * phases);
-    tensor_kernel<Tile, A_ALONG_K, B_ALONG_K, WIDTH, T, O>
-        <<<grid, TENSOR_THREADS, Tile::BYTES, stream()>>>(p.a, p.b, p.c, parts, p.phases, p.rows,
-                                                          p.columns, p.depth, splits);
-    CHECK_LAUNCH();
-    if (splits > 1)
-        LAUNCH(join_splits_kernel<O>, p.elements, p.c, scratch, splits, p.elements, p.columns);
+        store_tile<Tile, WIDTH>(p.c, staged, job, p.rows, p.columns);
 }
 
 template <bool A_ALONG_K, bool B_ALONG_K, class T, class O>
-static void gemm_tensor(const Product<T, O> &p, bool chunks, real *scratch) {
+static void gemm_tensor(const Product<T, O> &p, Work w) {
+    typedef SmallTensorTile Small;
     enum { WIDTH = Chunk<T>::COUNT };
-    if (!chunks)
-        launch_tensor<SmallTensorTile, A_ALONG_K, B_ALONG_K, 1>(p, scratch);
-    else if (p.rows <= SmallTensorTile::M)
-        launch_tensor<SmallTensorTile, A_ALONG_K, B_ALONG_K, WIDTH>(p, scratch);
-    else if ((p.columns - 1) % LargeTensorTile::N < NarrowTensorTile::N)
-        launch_tensor<NarrowTensorTile, A_ALONG_K, B_ALONG_K, WIDTH>(p, scratch);
-    else
-        launch_tensor<LargeTensorTile, A_ALONG_K, B_ALONG_K, WIDTH>(p, scratch);
+    static const Variant<T, O> variants[VARIANTS] = {
+        variant_of<Small>(tensor_kernel<Small, A_ALONG_K, B_ALONG_K, 1, T, O>),
+        variant_of<Small>(tensor_kernel<Small, A_ALONG_K, B_ALONG_K, WIDTH, T, O>),
+        variant_of<NarrowTensorTile>(
+            tensor_kernel<NarrowTensorTile, A_ALONG_K, B_ALONG_K, WIDTH, T, O>),
+        variant_of<LargeTensorTile>(
+            tensor_kernel<LargeTensorTile, A_ALONG_K, B_ALONG_K, WIDTH, T, O>)};
+    static thread_local bool allowed[MAX_REPLICAS]; // by device
+    for (size_t i = 0; i < VARIANTS && !allowed[device]; i++)
+        CHECK(cudaFuncSetAttribute(variants[i].kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                   (int)variants[i].bytes));
+    allowed[device] = true;
+    gemm(variants, p, w);
 }
 
 template <class T> static void conv2d_forward_tensor(Work w) {
-    gemm_tensor<true, false>(forward_product<T>(w), has_chunks<T>(w.l), w.scratch);
+    gemm_tensor<true, false>(forward_product<T>(w), w);
 }
 
 template <class T> static void conv2d_backward_tensor(Work w) {
     if (w.l->biases)
         column_sums<T>(w, NULL, NULL, false);
-    gemm_tensor<false, false>(weight_gradient_product<T>(w), has_chunks<T>(w.l), w.scratch);
+    gemm_tensor<false, false>(weight_gradient_product<T>(w), w);
     if (w.din)
-        gemm_tensor<true, true>(data_gradient_product<T>(w), has_chunks<T>(w.l), w.scratch);
+        gemm_tensor<true, true>(data_gradient_product<T>(w), w);
 }
 
 /* ==== 8. The backends ===========================================================================
