@@ -86,7 +86,6 @@ typedef struct Settings {
     size_t step_size, warmup_epochs, log_interval, workers, threads;
     double lr, momentum, weight_decay, gamma, label_smoothing;
     bool nesterov, dry_run, save_model, resume, eval, per_class, profile, no_cuda, graph;
-    bool autotune;
     bool pin_memory, resident;
     const char *trace, *trace_steps, *zero_grad;
     bool quiet, layers;
@@ -212,15 +211,14 @@ typedef struct Work {
     const real *weight, *bias; // bias NULL: there is none
     real *out, *dout, *din;    // din NULL: not needed
     real *dweight, *dbias;
-    real *stats;      // batchnorm2d
-    uint8_t *saved;   // argmax of a max-pool, mask of a dropout
-    real *scratch;    // the backend's scratch_size() numbers
-    void *transposed; // --layout nchw: its transposed_size() elements; else NULL
-    Shape from;       // the shape of in, before a linear layer flattens it
-    void *prepared;   // what the backend keeps for this row, and prepare() has begun
-    bool autotune;    // choose the fastest of the kernels that give the same bits
-    const Draw *draw; // of a training step, in the device's memory; NULL: evaluation
-    bool accumulate;  // another reader of the same row has already written din
+    real *stats;          // batchnorm2d
+    uint8_t *saved;       // argmax of a max-pool, mask of a dropout
+    real *scratch;        // the backend's scratch_size() numbers
+    void *transposed;     // --layout nchw: its transposed_size() elements; else NULL
+    Shape from;           // the shape of in, before a linear layer flattens it
+    const void *prepared; // what the backend's prepare() has made for this row
+    const Draw *draw;     // of a training step, in the device's memory; NULL: evaluation
+    bool accumulate;      // another reader of the same row has already written din
 } Work;
 
 /* On a GPU, which may be ahead of the host: a loss that is not finite skips the update (and the host
@@ -276,7 +274,7 @@ typedef struct Backend {
     bool (*fuses_pool)(const Layer *conv, const Layer *pool); // ... and this max-pool
     size_t (*scratch_size)(const Layer *l, size_t n);         // in numbers of 32 bits
     size_t (*transposed_size)(const Layer *l, size_t n);      // in elements; NULL: NHWC only
-    // data of a row's kernels: its size in bytes, and the function that computes it, or NULL: zeros
+    // constant data of a row's kernels: its size in bytes, and the function that computes it
     size_t (*prepared_size)(const Layer *l);
     void (*prepare)(void *prepared, const Layer *l);
     // operations that the row's forward and backward execute; NULL: those of the definition
@@ -1555,7 +1553,7 @@ static void plan_memory(Net *net, size_t batch) {
             net->transposed_size =
                 max_size(net->transposed_size, net->backend->transposed_size(l, most));
         net->prepared_at[i] = net->prepared_size;
-        if (net->backend->prepared_size)
+        if (net->backend->prepare)
             net->prepared_size += 64 * ceil_div(net->backend->prepared_size(l), 64);
     }
     plan_gradients(net);
@@ -1922,7 +1920,6 @@ static Work work_of(const Net *net, size_t i, size_t n, const Draw *draw) {
                   .transposed = net->transposed,
                   .from = before->out,
                   .prepared = net->prepared + net->prepared_at[i],
-                  .autotune = net->settings->autotune,
                   .draw = draw};
 }
 
@@ -3931,8 +3928,6 @@ static const Option options[] = {
      "memset: clear the gradients before backward, as frameworks once did, to compare"},
     {"--graph", SWITCH(graph), "off", 0,
      "GPU: launch each step as one CUDA graph, instead of kernel by kernel"},
-    {"--autotune", SWITCH(autotune), "off", 0,
-     "GPU: in the first step time the kernels for each product, and keep the fastest"},
     {"--resident", SWITCH(resident), "on", 0,
      "GPU: keep the data set in its memory, if it fits; off: copy each batch"},
     {"--pin-memory", SWITCH(pin_memory), "on", 0,
@@ -5389,17 +5384,16 @@ static void setup_device(Run *run) {
     }
     s->kernels = run->backend->kernels; // checkpoints compare both
     s->precision = run->backend->precision;
-    const char *gpus_only = s->graph                         ? "--graph on"
-                            : s->autotune                    ? "--autotune on"
-                            : strcmp(s->layout, "nchw") == 0 ? "--layout nchw"
-                                                             : NULL;
-    if (!gpus && gpus_only)
-        die(EXIT_USAGE, "%s: expected a GPU, found the CPU (%s)", gpus_only, why_not);
+    if (!gpus && strcmp(s->layout, "nhwc") != 0)
+        die(EXIT_USAGE, "--layout %s: expected nhwc on a CPU; nchw is a rung of the GPU's ladder",
+            s->layout);
     printf("Device: %s%s%s%s, --kernels %s, --precision %s, --threads %zu, --workers %zu\n",
            run->device.name, gpus ? "" : " (", gpus ? "" : why_not, gpus ? "" : ")", s->kernels,
            s->precision, s->threads, s->workers);
     if (run->device.emulated)
         printf("Emulated: CUDA code on the CPU. Results are valid, times mean nothing.\n");
+    if (s->graph && !run->backend->capture)
+        die(EXIT_USAGE, "--graph on: expected a GPU, found the CPU (%s); use --graph off", why_not);
     const bool whole = c->world == 1 && !s->profile && !*s->trace && !s->layers;
     if (s->graph && !whole)
         printf("CUDA graph: off; several devices, --profile, --trace and --layers need the single "

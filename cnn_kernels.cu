@@ -1899,46 +1899,13 @@ static void launch_gemm(const Variant<T, O> &v, const Product<T, O> &p) {
         LAUNCH(join_splits_kernel<P>, p.elements, p);
 }
 
-/* # EXTRA  --autotune: the variant that runs in the least time; all of them give the same bits. For
-   products that may be repeated: those that do not add to C. */
-template <class T, class O>
-static size_t fastest(const Variant<T, O> (&variants)[VARIANTS], const Product<T, O> &p) {
-    size_t best = 1;
-    float least = INFINITY, milliseconds = 0;
-    cudaEvent_t begin, end;
-    CHECK(cudaEventCreateWithFlags(&begin, cudaEventBlockingSync));
-    CHECK(cudaEventCreateWithFlags(&end, cudaEventBlockingSync));
-    for (size_t i = 1; i < VARIANTS; i++) {
-        launch_gemm(variants[i], p); // the first launch loads the kernel
-        CHECK(cudaEventRecord(begin, stream()));
-        for (int launch = 0; launch < 3; launch++)
-            launch_gemm(variants[i], p);
-        CHECK(cudaEventRecord(end, stream()));
-        CHECK(cudaEventSynchronize(end));
-        CHECK(cudaEventElapsedTime(&milliseconds, begin, end));
-        best = milliseconds < least ? i : best;
-        least = min(least, milliseconds);
-    }
-    CHECK(cudaEventDestroy(begin));
-    CHECK(cudaEventDestroy(end));
-    return best;
-}
-
-enum { FORWARD_PASS, WEIGHT_PASS, DATA_PASS, PASSES };
-
-// What a row keeps from step to step: the variants that --autotune has chosen; 0: none yet.
-static size_t prepared_size(const Layer *l) {
-    return l->kind == CONV2D || l->kind == LINEAR ? PASSES : 0;
-}
-
 /* Queues the product with one of the variants: 0: for operands that cannot be read by chunks; the
    others from the smallest tile to the largest. By default the largest of which there are enough to
    occupy a GPU, and that computes no more columns beyond C than the smallest. Like the splits, it
    depends on the shapes alone. */
 template <class T, class O>
-static void gemm(const Variant<T, O> (&variants)[VARIANTS], Product<T, O> p, Work w, int pass) {
+static void gemm(const Variant<T, O> (&variants)[VARIANTS], Product<T, O> p, Work w) {
     const size_t phases = p.phases.stride * p.phases.stride;
-    uint8_t *tuned = (uint8_t *)w.prepared + pass;
     size_t chosen = has_chunks<T>(w.l);
     p.splits = splits_of(p.rows, p.columns, phases, p.depth);
     p.parts = w.scratch;
@@ -1950,14 +1917,7 @@ static void gemm(const Variant<T, O> (&variants)[VARIANTS], Product<T, O> p, Wor
             across * v.n == ceil_div(p.columns, variants[1].n) * variants[1].n)
             chosen = i;
     }
-    if (w.autotune && chosen && !*tuned && !p.c.accumulate) {
-        *tuned = (uint8_t)fastest(variants, p);
-        if (*tuned != chosen && replica == 0)
-            printf("--autotune: %s, pass %d of 3: tiles of %zu x %zu, not %zu x %zu\n", w.l->name,
-                   pass + 1, variants[*tuned].m, variants[*tuned].n, variants[chosen].m,
-                   variants[chosen].n);
-    }
-    launch_gemm(variants[w.autotune && *tuned ? *tuned : chosen], p);
+    launch_gemm(variants[chosen], p);
 }
 
 // ---- The operands of the three passes
@@ -2045,7 +2005,7 @@ static void gemm_tiled(const Product<real, real> &p, Work w) {
         variant_of<SmallTile>(gemm_kernel<SmallTile, A_ALONG_K, B_ALONG_K, 4>),
         variant_of<NarrowTile>(gemm_kernel<NarrowTile, A_ALONG_K, B_ALONG_K, 4>),
         variant_of<LargeTile>(gemm_kernel<LargeTile, A_ALONG_K, B_ALONG_K, 4>)};
-    gemm(variants, p, w, B_ALONG_K ? DATA_PASS : A_ALONG_K ? FORWARD_PASS : WEIGHT_PASS);
+    gemm(variants, p, w);
 }
 
 static void conv2d_forward_tiled(Work w) {
@@ -2355,7 +2315,7 @@ static void gemm_tensor(const Product<T, O> &p, Work w) {
         CHECK(cudaFuncSetAttribute(variants[i].kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                    (int)variants[i].bytes));
     allowed[device] = true;
-    gemm(variants, p, w, B_ALONG_K ? DATA_PASS : A_ALONG_K ? FORWARD_PASS : WEIGHT_PASS);
+    gemm(variants, p, w);
 }
 
 template <class T> static void conv2d_forward_tensor(Work w) {
@@ -2509,7 +2469,6 @@ static Backend make_backend(const char *kernels, const char *precision) {
     b.norm_relu_backward = true;
     b.scratch_size = scratch_size;
     b.transposed_size = transposed_size;
-    b.prepared_size = prepared_size;
     // the loss, optimizers and the loader
     b.nll_loss = nll_loss;
     b.set_step = set_step;
