@@ -103,7 +103,7 @@ SOURCE = cnn.c $(wildcard cnn_kernels.c) # cnn.c includes the second one if it e
 
 # Rebuilds when the settings change, not only when the source does.
 BUILD = $(CC) $(CFLAGS) $(OMP_FLAGS)
-NVCC_BUILD = $(NVCC) -std=c++17 -O3 -arch=$(CUDA_ARCH) -lineinfo $(if $(HAVE_NCCL),-DCNN_NCCL)
+NVCC_BUILD = $(NVCC) -std=c++17 -O3 -arch=$(CUDA_ARCH) --threads 0 -lineinfo $(if $(HAVE_NCCL),-DCNN_NCCL)
 HIP_BUILD = $(HIPCC) -x hip -I. -std=c++17 -O3 $(addprefix --offload-arch=,$(HIP_ARCH))
 KERNEL_BUILD = $(if $(HAVE_HIP),$(HIP_BUILD),$(NVCC_BUILD))
 build/settings build/kernel_settings build/test_settings: FORCE

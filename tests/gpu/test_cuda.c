@@ -1358,7 +1358,7 @@ static const struct {
     {"relu", test_relu_and_add, true},     {"dropout", test_dropout, true},
     {"maxpool2d", test_maxpool, true},     {"avgpool2d", test_avgpool, true},
     {"batchnorm2d", test_norm, true},      {"softmax", test_softmax_and_loss, true},
-    {"optimizers", test_optimizers, true}, {"loss scale", test_loss_scale, true},
+    {"optimizers", test_optimizers, true}, {"loss_scale", test_loss_scale, true},
     {"gather", test_gather, true},         {"elastic", test_large_elastic, true},
     {"copies", test_copies, true},         {"marks", test_marks, true},
     {"linear", test_linear, false},        {"conv2d", test_conv, false},

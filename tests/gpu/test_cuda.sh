@@ -338,7 +338,7 @@ bugs=$(cat <<'END'
 1 relu /relu_forward_kernel/,/^}/s/i < count/i <= count/
 1 dropout s/blocks_of_image = (size + 7)/blocks_of_image = (size + 6)/
 1 maxpool2d s/value > best ||/value >= best ||/
-1 avgpool2d s/out\[i\] = sum \/ pixels/out[i] = sum \/ (pixels - 1)/
+1 avgpool2d s/(T)(sum \/ pixels)/(T)(sum \/ (pixels - 1))/
 1 optimizers s/(1 - rho) \* delta \* delta/(1 - rho) * delta * g.v[j]/
 1 gather s/y += (int)(bits\[0\] % (2 \* CROP_PADDING + 1))/y += (int)(bits[0] % (2 * CROP_PADDING))/
 1 batchnorm2d s/d \* d \* (a.count \* b.count/d * d * (b.count * b.count/
@@ -354,20 +354,35 @@ bugs=$(cat <<'END'
 2 tiled s/rx = (px + padding) % stride/rx = px % stride/
 3 relu s/relu \&\& sum.v\[j\] < 0/sum.v[j] < 0/
 3 gather s/d <= ELASTIC_REACH; d++/d < ELASTIC_REACH; d++/
-3 batchnorm2d s/sums.v\[j\] \/ m - normalised/sums.v[j] \/ m + normalised/
-3 tiled s/m < rows ? c.at(/m <= rows ? c.at(/
+3 batchnorm2d s/sums.v\[j\] \/ m - distance/sums.v[j] \/ m + distance/
+3 tiled s/m < p.rows ? p.c.at(/m <= p.rows ? p.c.at(/
 4 batchnorm2d s/ + r.v\[j\];/;/
 4 gather s/at \/ 4 \* 4)/at)/
 4 naive s/weight\[(tap \* s.c + c) \* s.oc + o.c\]/weight[(tap * s.c + c) * s.c + o.c]/
-4 tiled s/c.out += split \* c.part/c.out += split * c.part - split/
+4 tiled s/p.parts + split \* p.elements, /p.parts + split * p.elements - split, /
 5 naive s/bias\[i % channels\]/bias[i \/ channels % channels]/
-5 relu s/i + 4 > count \&\& i + j < count/i + 4 > count \&\& i + j <= count/
+5 relu s/!whole \&\& i + j < count/!whole \&\& i + j <= count/
 5 tiled s/i \/ 4 \* APART_M + i % 4/i \/ 4 * APART_N + i % 4/
-6 tiled s/(accumulate ? (real)old : 0)/0/
+6 tiled s/(accumulate ? (real)\*old : 0)/0/
 7 tiled s/return max(sums, parts)/return sums/
 8 tiled s/top = (py + padding) \/ stride/top = (py + padding + 1) \/ stride/
 9 copies s/a.type != cudaMemoryTypeDevice || b/a.type != cudaMemoryTypeDevice \&\& b/
 10 batchnorm2d /moments_kernel/,/^}/s/blockIdx.y + 1, gridDim.y)/blockIdx.y + 1, gridDim.y) - 1/
+11 bf16 s/line \* PITCH + (chunk ^/line * PITCH + (chunk |/
+11 optimizers /(T \*)u.low/s/(T)p.v\[j\]/(T)p.v[0]/
+12 bf16 s/lane \/ 16 \* 8 + lane % 8/lane \/ 16 * 8 + lane % 4/
+12 loss_scale s/skipped ? .5f : grows/skipped ? .5f : !grows/
+13 bf16 s/cp_async_wait<STAGES - 2>()/cp_async_wait<STAGES - 1>()/
+13 loss_scale s/(u.scale \&\& u.scale->not_finite)/u.scale == NULL/
+14 bf16 /auto load_next/,/};/s/cp_async_commit();/;/
+15 bf16 s/load_next(stage > 0 ? stage - 1 : STAGES - 1)/load_next(stage)/
+16 tf32 s/eight = IS_A ? r % 2 : r \/ 2/eight = IS_A ? r \/ 2 : r \/ 2/
+17 bf16 s/(at, job.column + column, columns, chunk)/(at, job.column + column, columns + 8, chunk)/
+18 fp16 s/sums\[i \/ 2\]\[j\]\[i % 2 \* 2 + 1\]/sums[i \/ 2][j][i % 2 * 2]/
+19 bf16 s/y\[j \/ 2\] + j % 2 \* 2)/y[j \/ 2] + j % 2)/
+20 bf16 s/chunks\[i\].v\[piece\] = valid ? \*from/chunks[i].v[piece] = valid ? from[piece]/
+21 bf16 s/const int row = warp \/ 2 \* Tile::WARP_M/const int row = warp % 2 * Tile::WARP_M/
+22 fp16 s/tile + TILE_A, j, pair)/tile + TILE_A, j, pair ^ 1)/
 END
 )
 
@@ -384,7 +399,7 @@ with_bugs() {
     kernels "$cxx" -O1 -fopenmp -o "$program.o" <"$program.cu" && link "$program" "$cxx" -fopenmp
     while read -r test bug; do
         arguments=(all "$test")
-        case $test in naive | tiled) arguments=(all conv2d "$test") ;; esac
+        case $test in naive | tiled | tf32 | bf16 | fp16) arguments=(all conv2d "$test") ;; esac
         if [ -x "$program" ] && noticed "$program" "${arguments[@]}"; then
             echo "caught: $bug" >>"$report"
         else
@@ -404,8 +419,8 @@ test_mutations() {
     seq "$k" | xargs -P 2 -I{} bash -c "tsan=(${tsan[*]}); without_barrier {}" 2>/dev/null
     cut -d ' ' -f 1 <<<"$bugs" | uniq | xargs -P 2 -I{} bash -c "with_bugs {} '$report'" 2>/dev/null
     same mutations/none "" "$(noticed "$build/thread" tiny && echo noticed in a good program)"
-    holds mutations "33 bugs, at least 31 of them caught" "$(grep -v '^caught' "$report")" \
-        test "$(grep -c '^caught' "$report")" -ge 31 -a "$(wc -l <"$report")" -eq 33
+    holds mutations "48 bugs, at least 46 of them caught" "$(grep -v '^caught' "$report")" \
+        test "$(grep -c '^caught' "$report")" -ge 46 -a "$(wc -l <"$report")" -eq 48
     echo "mutations took $((SECONDS - begin)) s, $(grep -c '^caught' "$report") caught" >&2
 }
 
