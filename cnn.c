@@ -85,9 +85,9 @@ typedef struct Settings {
     size_t width, limit_train, limit_test, batch_size, test_batch_size, epochs, max_steps, seed;
     size_t step_size, warmup_epochs, log_interval, workers, threads;
     double lr, momentum, weight_decay, gamma, label_smoothing;
-    bool nesterov, dry_run, save_model, resume, eval, per_class, profile, no_cuda;
+    bool nesterov, dry_run, save_model, resume, eval, per_class, profile, no_cuda, graph;
     bool pin_memory, resident;
-    const char *trace, *trace_steps;
+    const char *trace, *trace_steps, *zero_grad;
     bool quiet, layers;
     // several devices (section 10)
     const char *parallel;
@@ -246,6 +246,9 @@ typedef struct Update {
     bool nesterov;
 } Update;
 
+// Ranges of time that Nsight shows for a thread, each within the one before.
+typedef enum { RANGE_STEP, RANGE_LINE, RANGE_ROW } RangeLevel;
+
 // What a run computes on.
 typedef struct Device {
     char name[256], uuid[48], driver[32]; // uuid and driver: empty on a CPU
@@ -295,6 +298,7 @@ typedef struct Backend {
     void (*pinned_release)(void *memory);
     // between host and device, either way, and within the device; queued with the operations
     void (*copy)(void *to, const void *from, size_t bytes);
+    void (*clear)(void *memory, size_t bytes); // of the device, to zeros
     // between host and device, either way, immediately and by any thread, concurrently with the
     // operations of that device; NULL: the device computes in the host's memory
     void (*transfer)(size_t device, void *to, const void *from, size_t bytes);
@@ -307,13 +311,17 @@ typedef struct Backend {
     void (*mark)(size_t i);                    // a point in the stream of work, 0 to MARKS - 1
     double (*elapsed)(size_t from, size_t to); // seconds between two marks; waits for both
     void (*wait)(size_t replica, size_t mark); // until that replica has passed the mark; or NULL
-    double (*peak_gflops)(void);               // multiply-adds of this device, measured
-    // for Nsight: ends this thread's range and begins one of this name (NULL: none); starts or
-    // stops recording
-    void (*range)(const char *name);
+    /* CUDA graphs: after capture(true), operations are recorded instead of executed, copies to and
+       from pinned memory included; capture(false) returns a graph of them; replay() queues it */
+    void *(*capture)(bool begin);
+    void (*replay)(void *graph);
+    void (*free_graph)(void *graph);
+    double (*peak_gflops)(void); // multiply-adds of this device, measured
+    // # PROF  for Nsight: ends this thread's ranges of this level and of those inside, and begins
+    // one of this name (NULL: none); starts or stops recording
+    void (*range)(RangeLevel level, const char *name);
     void (*record)(bool on);
-    // a batch of a resident data set; draw: in the device's memory; NULL: the loader's threads
-    // make all batches
+    // a batch of a resident data set, draw in the device's memory; NULL: loaders make all batches
     void (*gather)(real *out, uint8_t *labels, const Resident *r, const Draw *draw, size_t n,
                    bool nchw);
 } Backend;
@@ -1193,6 +1201,7 @@ typedef struct Net {
     size_t others;     // number of other ranks that share a batch, over which the loss is a mean
     struct Comm *comm; // backward() reports finished gradients to it; or NULL
     bool marks_rows;   // a mark after each row
+    bool names_rows;   // a range for each row
     double *flops;     // or NULL: backward stores what each row executes, see Backend
     char *prepared;    // what the backend keeps for its kernels, row by row
     size_t prepared_at[MAX_LAYERS], prepared_size;
@@ -1506,7 +1515,7 @@ static void plan_arenas(Net *net) {
     if (net->backend->transposed_size && strcmp(net->settings->layout, "nchw") == 0)
         plan_area(p, &net->transposed, net->transposed_size * net->backend->element, DEVICE,
                   "scratch");
-    plan_area(p, &net->host[0], size * net->host_size, HOST, "maps and buffers");
+    plan_area(p, &net->host[0], size * net->host_size, PINNED, "maps and buffers");
     plan_area(p, &net->host[1], size * net->host_size, HOST, "maps and buffers");
     plan_area(p, &net->prepared, net->prepared_size, HOST, "maps and buffers");
 }
@@ -1871,10 +1880,23 @@ static void net_load(Net *net, const Batch *batch, double lr) {
     b->copy(net->labels, batch->device_labels, batch->n);
 }
 
-// Marks the end of a row's work, if rows are being timed.
-static void mark_row(const Net *net, size_t mark) {
+// "conv1 forward"
+static void name_row(const Layer *l, bool back, char name[48]) {
+    char kind[40];
+    describe_layer(l, kind, sizeof kind);
+    snprintf(name, 48, "%.30s %s", *l->name ? l->name : kind, back ? "backward" : "forward");
+}
+
+// # PROF  Row i begins, or none (0 or net->count): marks the end of the row before, if rows are
+// timed, and names this one, if Nsight records.
+static void begin_row(const Net *net, size_t i, bool back) {
+    char name[48];
     if (net->marks_rows)
-        net->backend->mark(mark);
+        net->backend->mark(back ? BACKWARD_MARKS + i + 1 : FORWARD_MARKS + i - 1);
+    if (!net->names_rows)
+        return;
+    name_row(&net->layers[i % net->count], back, name);
+    net->backend->range(RANGE_ROW, i % net->count ? name : NULL);
 }
 
 // The operands of row i for n images.
@@ -1921,11 +1943,11 @@ static void forward_row(const Net *net, size_t i, size_t n, const Draw *draw) {
 // model(data): log-probabilities of n images. draw NULL: evaluation, dropout does nothing.
 static void forward(Net *net, size_t n, const Draw *draw) {
     net->batches_tracked += draw != NULL;
-    mark_row(net, FORWARD_MARKS);
     for (size_t i = 1; i < net->count; i++) {
+        begin_row(net, i, false);
         forward_row(net, i, n, draw);
-        mark_row(net, FORWARD_MARKS + i);
     }
+    begin_row(net, net->count, false);
 }
 
 // One row's gradients: of its parameters (=) and of its inputs, += if written[]: another reader of
@@ -1958,16 +1980,25 @@ static void backward_row(const Net *net, size_t i, size_t n, bool *written) {
 
 static void gradients_ready(struct Comm *c, size_t first); // section 10
 
+// # EXTRA  --zero-grad memset: as optimizer.zero_grad(set_to_none=False); nothing reads the zeros.
+static bool clears_gradients(const Net *net) {
+    return strcmp(net->settings->zero_grad, "memset") == 0;
+}
+
 // loss.backward(): from the gradient of the last row to those of all parameters
 static void backward(Net *net, size_t n) {
     bool written[MAX_LAYERS] = {false};
-    mark_row(net, BACKWARD_MARKS + net->count);
+    if (clears_gradients(net)) {
+        net->backend->mark(BACKWARD_MARKS); // which no row has
+        net->backend->clear(net->grads, net->param_size * sizeof(real));
+    }
     for (size_t i = net->count - 1; i > 0; i--) {
+        begin_row(net, i, true);
         backward_row(net, i, n, written);
-        mark_row(net, BACKWARD_MARKS + i);
         if (net->comm && net->layers[i].weights)
             gradients_ready(net->comm, net->layers[i].weight);
     }
+    begin_row(net, 0, true);
 }
 
 static double mean(const real *numbers, size_t n) {
@@ -2006,9 +2037,8 @@ static size_t count_predictions(const Net *net, const Batch *batch, size_t *conf
 
 // A loss that is not finite ends the run; the message names the first row that is not.
 static void check_loss(const Net *net, const Batch *batch, double loss) {
-    if (isfinite(loss))
-        return;
-    for (size_t i = 0; i < net->count; i++) {
+    char where[160] = "";
+    for (size_t i = 0; i < net->count && !isfinite(loss) && !*where; i++) {
         const Layer *l = &net->layers[i];
         size_t count = l->fused ? 0 : batch->n * shape_size(l->pool ? l->pool->out : l->out);
         size_t bytes = element_of(net, l);
@@ -2019,14 +2049,14 @@ static void check_loss(const Net *net, const Batch *batch, double loss) {
         if ((bytes == sizeof(real)
                  ? first_not_finite(values, count)
                  : first_not_finite_16(values, count, net->backend->adjust_scale ? 5 : 8)) < count)
-            die(1,
-                "epoch %zu, step %zu: the loss is %g; the first output that is not finite "
-                "is in row %zu (%s%s%s); try a smaller --lr",
-                batch->draw.epoch, batch->number + 1, loss, i, l->name, *l->name ? ": " : "", what);
+            snprintf(where, sizeof where,
+                     "; the first output that is not finite is in row %zu (%s%s%s)", i, l->name,
+                     *l->name ? ": " : "", what);
         free(values);
     }
-    die(1, "epoch %zu, step %zu: the loss is %g; try a smaller --lr", batch->draw.epoch,
-        batch->number + 1, loss);
+    if (!isfinite(loss))
+        die(1, "epoch %zu, step %zu: the loss is %g%s; try a smaller --lr", batch->draw.epoch,
+            batch->number + 1, loss, where);
 }
 
 /* ==== 7. Optimizers and schedules ================================================================
@@ -2147,6 +2177,10 @@ static double cpu_elapsed(size_t from, size_t to) {
     return cpu_marks[to] - cpu_marks[from];
 }
 
+static void cpu_range(RangeLevel level, const char *name) {
+    (void)level, (void)name;
+}
+
 static void cpu_receive(size_t device, real *to, const real *from, size_t count, bool add,
                         real *buffer) {
     (void)device, (void)buffer;
@@ -2163,21 +2197,21 @@ static size_t scratch_size_naive(const Layer *l, size_t n) {
                                                     : 0;
 }
 
-#define CPU_BACKEND(conv_forward, conv_backward, conv_fuses, pool_forward)                 \
-    .name = "cpu", .precision = "fp32", .element = sizeof(real), .describe = cpu_describe, \
-    .layers = {[CONV2D] = {conv_forward, conv_backward, conv_fuses},                       \
-               [LINEAR] = {conv_forward, conv_backward, conv_fuses},                       \
-               [BATCHNORM2D] = {batchnorm2d_forward, batchnorm2d_backward, true},          \
-               [RELU] = {relu_forward, relu_backward, false},                              \
-               [MAXPOOL2D] = {pool_forward, maxpool2d_backward, false},                    \
-               [AVGPOOL2D] = {avgpool2d_forward, avgpool2d_backward, false},               \
-               [ADD] = {add_forward, add_backward, true},                                  \
-               [DROPOUT] = {dropout_forward, dropout_backward, false},                     \
-               [LOG_SOFTMAX] = {log_softmax_forward, log_softmax_backward, false}},        \
-    .nll_loss = nll_loss, .set_step = cpu_set_step, .adadelta = adadelta, .sgd = sgd,      \
-    .alloc = zeroed_alloc, .release = free, .copy = cpu_copy, .receive = cpu_receive,      \
-    .synchronize = cpu_synchronize, .mark = cpu_mark, .elapsed = cpu_elapsed,              \
-    .peak_gflops = cpu_peak_gflops
+#define CPU_BACKEND(conv_forward, conv_backward, conv_fuses, pool_forward)                        \
+    .name = "cpu", .precision = "fp32", .element = sizeof(real), .describe = cpu_describe,        \
+    .layers = {[CONV2D] = {conv_forward, conv_backward, conv_fuses},                              \
+               [LINEAR] = {conv_forward, conv_backward, conv_fuses},                              \
+               [BATCHNORM2D] = {batchnorm2d_forward, batchnorm2d_backward, true},                 \
+               [RELU] = {relu_forward, relu_backward, false},                                     \
+               [MAXPOOL2D] = {pool_forward, maxpool2d_backward, false},                           \
+               [AVGPOOL2D] = {avgpool2d_forward, avgpool2d_backward, false},                      \
+               [ADD] = {add_forward, add_backward, true},                                         \
+               [DROPOUT] = {dropout_forward, dropout_backward, false},                            \
+               [LOG_SOFTMAX] = {log_softmax_forward, log_softmax_backward, false}},               \
+    .nll_loss = nll_loss, .set_step = cpu_set_step, .adadelta = adadelta, .sgd = sgd,             \
+    .alloc = zeroed_alloc, .release = free, .copy = cpu_copy, .clear = bzero,                     \
+    .receive = cpu_receive, .synchronize = cpu_synchronize, .mark = cpu_mark, .range = cpu_range, \
+    .elapsed = cpu_elapsed, .peak_gflops = cpu_peak_gflops
 
 static const Backend naive_backend = {
     CPU_BACKEND(conv2d_forward_naive, conv2d_backward_naive, false, maxpool2d_forward_naive),
@@ -2215,8 +2249,8 @@ static const Optimizer optimizers[] = {
 };
 enum { OPTIMIZERS = sizeof optimizers / sizeof *optimizers };
 
-/* optimizer.step(): one call for all parameters, which are one arena; with --optimizer-launch
-   per-tensor one call per tensor, as frameworks once did, to measure what that costs on a GPU. */
+/* # EXTRA  optimizer.step(): one call for all parameters, which are one arena; --optimizer-launch
+   per-tensor: one call per tensor, as frameworks once did, to measure what that costs on a GPU. */
 static void optimizer_step(const Optimizer *o, const Net *net, real *state) {
     const Settings *s = net->settings;
     const bool whole = strcmp(s->optimizer_launch, "per-tensor") != 0;
@@ -3198,7 +3232,9 @@ static void *comm_thread(void *argument) {
         if (c->net->backend->wait)
             c->net->backend->wait(c->replica, CLOCK_MARKS + bucket);
         double begin = now();
+        c->net->backend->range(RANGE_STEP, "all-reduce");
         all_reduce(c, c->net->grads, c->buckets[bucket]);
+        c->net->backend->range(RANGE_STEP, NULL);
         c->seconds += now() - begin;
         trace_event(c->rank, TRACK_COMM, "all-reduce", begin, now());
         pthread_mutex_lock(&c->lock);
@@ -3886,8 +3922,12 @@ static const Option options[] = {
      "GPU: the others use tensor cores (default: fp32; with --kernels tensor: tf32)"},
     {"--layout", CHOICE(layout, "nhwc|nchw"), "nhwc", 2,
      "GPU: nchw transposes around each convolution, to see what it costs"},
-    {"--optimizer-launch", CHOICE(optimizer_launch, "flat|per-tensor"), "flat", 0,
-     "flat: one pass over all parameters; per-tensor: one for each, to compare"},
+    {"--optimizer-launch", CHOICE(optimizer_launch, "fused|per-tensor"), "fused", 0,
+     "fused: one pass over all parameters; per-tensor: one for each, to compare"},
+    {"--zero-grad", CHOICE(zero_grad, "none|memset"), "none", 0,
+     "memset: clear the gradients before backward, as frameworks once did, to compare"},
+    {"--graph", SWITCH(graph), "off", 0,
+     "GPU: launch each step as one CUDA graph, instead of kernel by kernel"},
     {"--resident", SWITCH(resident), "on", 0,
      "GPU: keep the data set in its memory, if it fits; off: copy each batch"},
     {"--pin-memory", SWITCH(pin_memory), "on", 0,
@@ -4222,8 +4262,7 @@ static void clock_line(LineClock *c, int line, double *part, const char *text) {
         trace_event(c->rank, TRACK_HOST, c->text, c->since, now());
     c->text = text;
     c->since = now();
-    if (c->backend->range)
-        c->backend->range(text);
+    c->backend->range(text ? RANGE_LINE : RANGE_STEP, text);
     if (!c->first)
         c->first = line;
     clock_settle(c, CLOCK_MARKS - 2);
@@ -4442,6 +4481,9 @@ typedef struct Run {
     real *state; // the optimizer's
     double lr;
     LossScale loss_scale; // fp16: as it was when it was last read from the device
+    // --graph: of steps of net.batch images, and of an epoch's last one, if that has fewer
+    size_t steps_alike[2]; // how many there have been
+    void *graphs[2];
     DatasetInfo info;
     Dataset train_set, test_set;
     Loader train_loader, test_loader;
@@ -4561,7 +4603,8 @@ static void print_run_json(FILE *f, Run *run) {
                  "buckets=%zu workers=%zu",
                  c->world == 1 ? "single" : s->parallel, c->world, run->batch, s->global_batch,
                  run->iterations, c->bucket_count, s->workers);
-    fprintf(f, ",\"graph\":false},\n  \"epochs\": [");
+    fprintf(f, ",\"graph\":%s},\n  \"epochs\": [",
+            run->graphs[0] || run->graphs[1] ? "true" : "false"); // whether one was replayed
     for (size_t i = 0; i < run->epochs_done; i++) {
         fprintf(f, "%s\n    {", i ? "," : "");
         print_epoch(f, &run->epochs[i], JSON);
@@ -4647,7 +4690,7 @@ static void read_loss_scale(Run *run) {
         return;
     run->backend->copy(s, run->net.scale, sizeof *s);
     if (s->skipped > before.skipped && run->comm.rank == 0)
-        printf("fp16: %u updates skipped, whose gradients were not finite; the loss scale is %g\n",
+        printf("fp16: updates skipped: %u, whose gradients were not finite; loss scale %g\n",
                s->skipped - before.skipped, (double)s->scale);
 }
 
@@ -4779,15 +4822,22 @@ static void trace_rank(Run *run, bool traced) {
     run->net.marks_rows = traced;
 }
 
-// Before a step: decides whether it is traced. At the first one, sets the origin of device times.
-static void begin_traced_step(Run *run) {
+// # PROF  Before a step, unless the epoch is over: its learning rate, its range, and whether it is
+// traced. At the first traced one, sets the origin of device times.
+static void begin_step(Run *run, bool over) {
     const Backend *b = run->backend;
+    char name[32];
     size_t step = steps_done(run);
     bool recording = step >= run->trace_first && step < run->trace_end;
     bool traced = recording && *run->settings.trace;
     if (b->record && run->comm.replica == 0 && recording != run->recording)
         b->record(recording);
     run->recording = recording;
+    run->net.names_rows = recording && !run->settings.graph;
+    snprintf(name, sizeof name, "step %zu", step);
+    b->range(RANGE_STEP, over ? NULL : name);
+    if (!over)
+        run->lr = learning_rate(&run->settings, run->epoch - 1, run->next_batch, run->iterations);
     if (traced && !run->net.marks_rows) {
         b->synchronize();
         b->mark(START_MARK);
@@ -4797,23 +4847,28 @@ static void begin_traced_step(Run *run) {
     run->step_start = now();
 }
 
+// What the device did between two marks.
+static void trace_device(const Run *run, const char *name, size_t begin, size_t end) {
+    const Backend *b = run->backend;
+    trace_event(run->comm.rank, TRACK_DEVICE, name,
+                run->trace_start + b->elapsed(START_MARK, begin),
+                run->trace_start + b->elapsed(START_MARK, end));
+}
+
 // After a traced step: adds events for it and its rows. Waits for the device.
 static void trace_step(const Run *run) {
     const Net *net = &run->net;
     const size_t rank = run->comm.rank, rows = net->count - 1;
-    char name[48], kind[40];
+    char name[48];
     for (size_t k = 0; k < (net->marks_rows ? 2 * rows : 0); k++) { // forward, then backward
         bool back = k >= rows;
         size_t i = back ? 2 * rows - k : k + 1;
         size_t end = (back ? BACKWARD_MARKS : FORWARD_MARKS) + i, begin = back ? end + 1 : end - 1;
-        const Layer *l = &net->layers[i];
-        describe_layer(l, kind, sizeof kind);
-        snprintf(name, sizeof name, "%.30s %s", *l->name ? l->name : kind,
-                 back ? "backward" : "forward");
-        trace_event(rank, TRACK_DEVICE, name,
-                    run->trace_start + net->backend->elapsed(START_MARK, begin),
-                    run->trace_start + net->backend->elapsed(START_MARK, end));
+        name_row(&net->layers[i], back, name);
+        trace_device(run, name, begin, end);
     }
+    if (net->marks_rows && clears_gradients(net))
+        trace_device(run, "zero_grad", BACKWARD_MARKS, BACKWARD_MARKS + net->count);
     snprintf(name, sizeof name, "step %zu", steps_done(run)); // as --trace-steps counts
     if (net->marks_rows)
         trace_event(rank, TRACK_STEP, name, run->step_start, now());
@@ -5337,6 +5392,13 @@ static void setup_device(Run *run) {
            s->precision, s->threads, s->workers);
     if (run->device.emulated)
         printf("Emulated: CUDA code on the CPU. Results are valid, times mean nothing.\n");
+    if (s->graph && !run->backend->capture)
+        die(EXIT_USAGE, "--graph on: expected a GPU, found the CPU (%s); use --graph off", why_not);
+    const bool whole = c->world == 1 && !s->profile && !*s->trace && !s->layers;
+    if (s->graph && !whole)
+        printf("CUDA graph: off; several devices, --profile, --trace and --layers need the single "
+               "operations of a step\n");
+    s->graph &= whole;
 }
 
 static void load_dataset(Run *run, const char *name, const char *dir) {
@@ -5514,6 +5576,9 @@ static void free_run(Run *run) {
         loader_free(&run->train_loader);
     loader_free(&run->test_loader);
     comm_free(&run->comm);
+    for (size_t i = 0; i < 2; i++)
+        if (run->graphs[i])
+            run->backend->free_graph(run->graphs[i]);
     plan_free(&run->plan);
     net_free(&run->net);
 }
@@ -5611,14 +5676,37 @@ static void compare_settings_of_ranks(Run *run) {
 
    The program itself: each function here consists of a few calls to the sections above. */
 
-// The learning rate of a batch's step, which is uploaded with the batch.
-static double step_lr(Run *run, size_t batch) {
-    return run->lr = learning_rate(&run->settings, run->epoch - 1, batch, run->iterations);
-}
-
 static void update_weights(Run *run) {
     if (!run->comm.dp || run->comm.rank == 0)
         optimizer_step(run->optimizer, &run->net, run->state);
+}
+
+// Whether this step is replayed: with --graph on, each but the first of as many images, whose
+// execution loads the kernels.
+static bool replays(Run *run, const Batch *batch) {
+    return run->settings.graph && run->steps_alike[batch->n < run->net.batch]++ > 0;
+}
+
+// All of a step as one CUDA graph, which is captured once. Returns the loss.
+static double replay_step(Run *run, const Batch *batch) {
+    Net *net = &run->net;
+    const Backend *b = run->backend;
+    void **graph = &run->graphs[batch->n < net->batch];
+    if (*graph) {
+        net->batches_tracked++; // as forward() does
+    } else {
+        b->capture(true);
+        forward(net, batch->n, &net->step->draw);
+        loss_and_gradient(net, batch->n, true); // its value is not there yet
+        backward(net, batch->n);
+        update_weights(run);
+        *graph = b->capture(false);
+    }
+    b->replay(*graph);
+    b->synchronize();
+    double loss = mean(net->host[0], batch->n);
+    check_loss(net, batch, loss);
+    return loss;
 }
 
 // Advances the position by a step and saves the checkpoint when it is due; true: training ends.
@@ -5634,12 +5722,13 @@ static bool finish_step(Run *run) {
                                : epoch_over && (run->epoch - 1) % run->save_epochs == 0;
     if (*s->checkpoint && due && !s->dry_run)
         save_checkpoint(run);
-    begin_traced_step(run);
-    return s->dry_run || training_is_over(run);
+    bool last = s->dry_run || training_is_over(run);
+    begin_step(run, epoch_over || last);
+    return last;
 }
 
 static void start_epoch(Run *run) {
-    begin_traced_step(run);
+    begin_step(run, false);
     if (run->train_loader.data) // dp: the master's
         loader_start(&run->train_loader, run->settings.seed, run->epoch, run->next_batch);
 }
@@ -5657,13 +5746,17 @@ static void train(Run *run, EpochResult *result) {
     double loss;
     AT(IDLE, start_epoch(run));
     while (AT(LOAD, batch = next_batch(comm))) {
-        AT(COPY, load_batch(comm, batch, step_lr(run, batch->number)));
-        AT(FORWARD, forward(net, batch->n, &net->step->draw));
-        AT(FORWARD, loss = batch_loss(comm, batch));
-        AT(IDLE, check_loss(net, batch, loss));
-        AT(BACKWARD, backward(net, batch->n));
-        AT(EXPOSED_COMM, reduce_gradients(comm));
-        AT(OPTIMIZER, update_weights(run));
+        AT(COPY, load_batch(comm, batch, run->lr));
+        if (replays(run, batch)) { // --graph on
+            AT(FORWARD, loss = replay_step(run, batch));
+        } else {
+            AT(FORWARD, forward(net, batch->n, &net->step->draw));
+            AT(FORWARD, loss = batch_loss(comm, batch));
+            AT(IDLE, check_loss(net, batch, loss));
+            AT(BACKWARD, backward(net, batch->n));
+            AT(EXPOSED_COMM, reduce_gradients(comm));
+            AT(OPTIMIZER, update_weights(run));
+        }
         AT(IDLE, log_step(run, result, batch, loss));
         if (AT(IDLE, finish_step(run)))
             break;

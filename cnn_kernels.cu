@@ -193,6 +193,14 @@ static void describe(Device *d) {
 #endif
 }
 
+static void clear(void *memory, size_t bytes) {
+    CHECK(cudaMemsetAsync(memory, 0, bytes, stream()));
+}
+
+static void synchronize(void) {
+    CHECK(cudaStreamSynchronize(stream()));
+}
+
 // Zeroed memory of the device; NULL when there is not enough.
 static void *device_alloc(size_t bytes) {
     void *memory = NULL;
@@ -200,8 +208,8 @@ static void *device_alloc(size_t bytes) {
         (void)cudaGetLastError(); // clears the error: the caller names what did not fit
         return NULL;
     }
-    CHECK(cudaMemsetAsync(memory, 0, bytes + 16, stream()));
-    CHECK(cudaStreamSynchronize(stream()));
+    clear(memory, bytes + 16);
+    synchronize();
     return memory;
 }
 
@@ -225,16 +233,20 @@ static void pinned_free(void *memory) {
     CHECK(cudaFreeHost(memory));
 }
 
+static thread_local bool capturing; // see capture()
+
 // In order with the kernels; when it returns, memory of the host may be read and written again.
 static void copy(void *to, const void *from, size_t bytes) {
     if (bytes == 0)
         return;
     CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream()));
+    if (capturing)
+        return;
     cudaPointerAttributes a, b;
     CHECK(cudaPointerGetAttributes(&a, to));
     CHECK(cudaPointerGetAttributes(&b, from));
     if (a.type != cudaMemoryTypeDevice || b.type != cudaMemoryTypeDevice)
-        CHECK(cudaStreamSynchronize(stream()));
+        synchronize();
 }
 
 /* A stream of this host thread on device `which`, for copies that overlap with the kernels there.
@@ -306,10 +318,6 @@ static void receive(size_t which, real *to, const real *from, size_t count, bool
     sleep_until_done(own);
 }
 
-static void synchronize(void) {
-    CHECK(cudaStreamSynchronize(stream()));
-}
-
 // An event: the device records the time when it gets there, to about half a microsecond.
 static void mark(size_t i) {
     CHECK(cudaEventRecord(events[replica][i], stream()));
@@ -330,32 +338,56 @@ static double elapsed(size_t from, size_t to) {
     return 1e-3 * (double)milliseconds;
 }
 
-#if defined CUDA_ON_CPU || defined __HIP__ // which have no Nsight
-#define cudaProfilerStart() cudaSuccess
-#define cudaProfilerStop() cudaSuccess
-#else
-#include <cuda_profiler_api.h>
-#if __has_include(<nvtx3/nvToolsExt.h>) // some installations have CUDA without it
-#define HAVE_NVTX
-#include <nvtx3/nvToolsExt.h>
-#endif
-#endif
-
-// Named ranges of this host thread's time, which Nsight Systems shows above the kernels.
-static void range(const char *name) {
-#ifdef HAVE_NVTX
-    static thread_local bool open;
-    if (open)
-        nvtxRangePop();
-    if (name)
-        nvtxRangePushA(name);
-    open = name != NULL;
-#else
-    (void)name;
-#endif
+/* A CUDA graph: the operations of a stream, recorded once and then queued by one call, which costs
+   the host as much as a single kernel. Arguments are recorded by value, pointers included, so what
+   changes from step to step is read from memory: see struct Step. Other threads, the loader's, go
+   on with their own streams meanwhile. */
+static void *capture(bool begin) {
+    cudaGraph_t recorded;
+    cudaGraphExec_t graph;
+    capturing = begin;
+    if (begin) {
+        CHECK(cudaStreamBeginCapture(stream(), cudaStreamCaptureModeThreadLocal));
+        return NULL;
+    }
+    CHECK(cudaStreamEndCapture(stream(), &recorded));
+    CHECK(cudaGraphInstantiateWithFlags(&graph, recorded, 0));
+    CHECK(cudaGraphDestroy(recorded));
+    return graph;
 }
 
-// nsys --capture-range=cudaProfilerApi and ncu --profile-from-start off record only while it is on.
+static void replay(void *graph) {
+    CHECK(cudaGraphLaunch((cudaGraphExec_t)graph, stream()));
+}
+
+static void free_graph(void *graph) {
+    CHECK(cudaGraphExecDestroy((cudaGraphExec_t)graph));
+}
+
+#ifndef __HIP__
+#include <cuda_profiler_api.h>
+#endif
+#if defined(CUDA_ON_CPU) || __has_include(<nvtx3/nvToolsExt.h>)
+#include <nvtx3/nvToolsExt.h>
+#else // some installations have CUDA without it
+#define nvtxRangePushA(name) (void)(name)
+#define nvtxRangePop()
+#endif
+
+// # PROF  Named ranges of this host thread's time, which Nsight Systems shows above the kernels.
+static void range(RangeLevel level, const char *name) {
+    static thread_local unsigned open; // bit i: there is a range of level i
+    for (unsigned within = open >> level; within; within &= within - 1)
+        nvtxRangePop();
+    open &= (1u << level) - 1;
+    if (name) {
+        nvtxRangePushA(name);
+        open |= 1u << level;
+    }
+}
+
+// # PROF  nsys --capture-range=cudaProfilerApi and ncu --profile-from-start off record only while
+// it is on.
 static void record(bool on) {
     CHECK(on ? cudaProfilerStart() : cudaProfilerStop());
 }
@@ -510,7 +542,7 @@ static __global__ void add_kernel(T *out, const T *in, const T *residual, unsign
     Pack<T> sum = load(in, i, count), r = residual ? load(residual, i, count) : Pack<T>();
 #pragma unroll
     for (int j = 0; j < Pack<T>::N; j++) {
-        sum.v[j] += r.v[j];
+        sum.v[j] = residual ? sum.v[j] + r.v[j] : sum.v[j]; // -0 + 0 would be 0
         sum.v[j] = relu && sum.v[j] < 0 ? 0 : sum.v[j];
     }
     store(out, i, count, sum);
@@ -2394,12 +2426,16 @@ static Backend make_backend(const char *kernels, const char *precision) {
     b.pinned_alloc = pinned_alloc;
     b.pinned_release = pinned_free;
     b.copy = copy;
+    b.clear = clear;
     b.transfer = transfer;
     b.receive = receive;
     b.synchronize = synchronize;
     b.mark = mark;
     b.elapsed = elapsed;
     b.wait = wait;
+    b.capture = capture;
+    b.replay = replay;
+    b.free_graph = free_graph;
     b.peak_gflops = peak_gflops;
     b.range = range;
     b.record = record;

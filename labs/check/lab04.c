@@ -276,7 +276,8 @@ static void test_bias(void) {
 /* ---- Convolution ----------------------------------------------------------------------------- */
 
 static Net net; // to build layers in
-static const Settings plain = {.stem = "3", .width = 6, .optimizer_launch = "flat"};
+static const Settings plain = {
+    .stem = "3", .width = 6, .optimizer_launch = "fused", .zero_grad = "none"};
 
 static const Layer *new_layer(Shape in) {
     net = (Net){.model = "test", .settings = &plain, .backend = &naive_backend};

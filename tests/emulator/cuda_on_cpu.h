@@ -27,9 +27,11 @@
    Environment:
      CUEMU_DEVICES=N   the number of GPUs (1). CUDA_VISIBLE_DEVICES=1,0 selects some, as usual
      CUEMU_MEMORY=N    bytes of memory that each has (4 GiB)
+     CUEMU_SM=NN       their compute capability, as in sm_NN (90)
      CUEMU_ORDER=N     threads and blocks run forwards (0), backwards (1) or shuffled (other seeds)
      CUEMU_LAZY=1      work queued in a stream starts only when something waits for it
      CUEMU_PROTECT=1   a GPU's memory faults beyond its end, and wherever the host touches it
+     CUEMU_RANGES=1    prints the ranges for Nsight, as each thread begins (push) and ends them (pop)
      CUEMU_STRICT=1    reports also what a GPU does correctly, but slowly (see section 3)
 
    Restrictions on kernels: one __shared__ array per declaration; template arguments written out at
@@ -148,11 +150,20 @@ inline uint16_t half_bits(float x) { // sign, 5 bits of exponent, 10 of mantissa
     unsigned mantissa = (unsigned)lrintf(ldexpf(x, 10 - exponent));
     return (uint16_t)(sign | (((unsigned)(exponent + 14) << 10) + mantissa));
 }
-inline float half_value(uint32_t bits) {
+inline float compute_half_value(uint32_t bits) {
     int exponent = bits >> 10 & 31, mantissa = bits & 1023;
     float size = (float)(exponent ? mantissa + 1024 : mantissa);
     size = exponent == 31 ? (mantissa ? NAN : INFINITY) : ldexpf(size, std::max(exponent, 1) - 25);
     return bits & 0x8000 ? -size : size;
+}
+inline float half_value(uint32_t bits) { // from a table: emulated tensor cores ask often
+    static const std::vector<float> values = [] {
+        std::vector<float> table(1 << 16);
+        for (uint32_t i = 0; i < table.size(); i++)
+            table[i] = compute_half_value(i);
+        return table;
+    }();
+    return values[bits & 0xffff];
 }
 inline uint16_t bfloat16_bits(float x) { // the upper half of a float
     uint32_t bits = __float_as_uint(x);

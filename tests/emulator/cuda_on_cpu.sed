@@ -11,6 +11,7 @@ b read
 
 # CUDA's headers, which tests/emulator/cuda_on_cpu.h replaces, and pragmas of nvcc.
 s|#include[ \t]*<cuda[^>\n]*>|// &|g
+s|#include[ \t]*<nvtx[^>\n]*>|// &|g
 s|#pragma[ \t]\+unroll|// &|g
 
 # Shared memory is aligned to 128 bytes anyway.

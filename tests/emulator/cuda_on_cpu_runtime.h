@@ -99,7 +99,9 @@ inline void *allocate(size_t bytes, int device) {
 }
 
 void finish_device(int device, bool only_blocking = false);
+void check_no_capture(const char *function);
 inline void release(const char *function, void *memory, bool of_gpu) {
+    check_no_capture(function);
     if (!memory)
         return;
     auto found = allocations.find((const char *)memory);
@@ -154,8 +156,10 @@ struct Stream {
     bool blocking;    // the null stream waits for it, and it for the null stream
     int priority = 0; // lower numbers come first
     std::deque<Operation> queue = {};
-    long finished = 0;         // operations so far
-    Graph *captured = nullptr; // while operations are captured there
+    long finished = 0;             // operations so far
+    Graph *captured = nullptr;     // while operations are captured there,
+    std::thread::id capturer = {}; // begun by this thread
+    bool global = false;           // no thread may call what is unsafe then, not only the capturer
     long end() const {
         return finished + (long)queue.size();
     }
@@ -171,8 +175,17 @@ struct Event { // complete when `position` operations of the stream have finishe
 };
 
 static std::map<int, Stream *> null_streams; // by device
+static std::set<const Graph *> graphs;       // that have not been destroyed
 static std::deque<Stream> streams;           // queued operations may refer to destroyed streams
 static std::deque<Event> events;             // and events: neither is ever deleted
+
+// For functions that could wait for what is only being recorded: a GPU's return an error, and the
+// capture is lost.
+inline void check_no_capture(const char *function) {
+    for (const Stream &stream : streams)
+        if (stream.captured && (stream.global || stream.capturer == std::this_thread::get_id()))
+            die("%s: not allowed while a stream is being captured", function);
+}
 
 inline Stream *null_stream(int device) {
     Stream *&stream = null_streams[device];
@@ -325,13 +338,20 @@ inline void check_range(const char *what, const void *begin, size_t bytes, Side 
 
 inline void copy(void *to, const void *from, size_t bytes, Side to_side, Side from_side,
                  Stream *stream, int to_device = -1, int from_device = -1) {
+    const Allocation *a = find_allocation(to), *b = find_allocation(from);
     auto check = [=] {
         check_range("copy to", to, bytes, to_side, to_device);
         check_range("copy from", from, bytes, from_side, from_device);
+        if ((a && !find_allocation(to)) || (b && !find_allocation(from)))
+            die("copy: %p was freed after the copy was queued",
+                a && !find_allocation(to) ? to : from);
     };
     check();
     check_device_is_set("cudaMemcpyAsync");
-    const Allocation *a = find_allocation(to), *b = find_allocation(from);
+    if (stream_of(stream)->captured && (!a || !b))
+        die("cudaMemcpyAsync: %p is pageable memory of the host, which a graph cannot copy; "
+            "expected memory of cudaMallocHost",
+            a ? from : to);
     int one = a ? a->device : -1, other = b ? b->device : -1;
     if (strict && one >= 0 && other >= 0 && one != other && !peers.count({one, other}) &&
         !peers.count({other, one}))
@@ -417,13 +437,17 @@ inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp *properties, int devic
     if (!is_device(device))
         return failed(cudaErrorInvalidDevice);
     *properties = {"emulated GPU", {}, device_memory, STATIC_LIMIT, DYNAMIC_LIMIT, 9, 0, 32, 4};
+    static const long sm = setting("CUEMU_SM", 90);
+    properties->major = (int)sm / 10;
+    properties->minor = (int)sm % 10;
     // The physical index, independent of CUDA_VISIBLE_DEVICES.
     snprintf(properties->uuid.bytes, 16, "cuda_on_cpu %03d", devices()[(size_t)device]);
     return cudaSuccess;
 }
 EMU_CUDA(cudaGetDevice(int *device), *device = current_device)
 EMU_CUDA(cudaDriverGetVersion(int *version), *version = 12000)
-EMU_CUDA(cudaDeviceSynchronize(), finish_device(current_device))
+EMU_CUDA(cudaDeviceSynchronize(), check_no_capture("cudaDeviceSynchronize"),
+         finish_device(current_device))
 EMU_CUDA(cudaDeviceCanAccessPeer(int *can, int device, int peer), *can = device != peer)
 inline cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned) {
     Lock lock(runtime);
@@ -450,6 +474,7 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, Kernel *) {
 
 template <class T> cudaError_t cudaMalloc(T **memory, size_t bytes) {
     Lock lock(runtime);
+    check_no_capture("cudaMalloc");
     if (!is_device(current_device))
         return failed(cudaErrorNoDevice);
     if (bytes > device_memory - used_memory[current_device])
@@ -459,6 +484,7 @@ template <class T> cudaError_t cudaMalloc(T **memory, size_t bytes) {
 }
 template <class T> cudaError_t cudaMallocHost(T **memory, size_t bytes) {
     Lock lock(runtime);
+    check_no_capture("cudaMallocHost");
     *memory = (T *)allocate(bytes, -1);
     return cudaSuccess;
 }
@@ -480,7 +506,8 @@ EMU_CUDA(cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKin
          copy(to, from, bytes, any ? ANYWHERE : Side(kind & 1), any ? ANYWHERE : Side(kind >> 1),
               stream))
 EMU_CUDA(cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind),
-         cudaMemcpyAsync(to, from, bytes, kind), finish_stream(stream_of(nullptr)))
+         check_no_capture("cudaMemcpy"), cudaMemcpyAsync(to, from, bytes, kind),
+         finish_stream(stream_of(nullptr)))
 EMU_CUDA(cudaMemcpyPeerAsync(void *to, int to_device, const void *from, int from_device,
                              size_t bytes, cudaStream_t stream = nullptr),
          copy(to, from, bytes, ON_GPU, ON_GPU, stream, to_device, from_device))
@@ -510,6 +537,7 @@ inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     stream = stream_of(stream);
     if (stream->captured)
         die("cudaStreamSynchronize: the stream is being captured");
+    check_no_capture("cudaStreamSynchronize");
     check_waiting("cudaStreamSynchronize", false);
     wait_for_others(stream);
     finish_stream(stream);
@@ -520,6 +548,7 @@ EMU_CUDA(cudaStreamDestroy(cudaStream_t stream), cudaStreamSynchronize(stream))
 inline cudaError_t cudaStreamQuery(cudaStream_t stream) {
     Lock lock(runtime);
     stream = stream_of(stream);
+    check_no_capture("cudaStreamQuery");
     bool ended = stream->queue.empty();
     run_until(stream, ended ? 0 : stream->finished + 1);
     return ended ? cudaSuccess : cudaErrorNotReady;
@@ -550,9 +579,10 @@ inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream = null
 }
 EMU_CUDA(cudaEventSynchronize(cudaEvent_t event), check_device_is_set("cudaEventSynchronize"),
          check_waiting("cudaEventSynchronize", event->sleeps),
-         run_until(event->stream, event->position))
+         check_no_capture("cudaEventSynchronize"), run_until(event->stream, event->position))
 inline cudaError_t cudaEventQuery(cudaEvent_t event) {
     Lock lock(runtime);
+    check_no_capture("cudaEventQuery");
     bool happened = !event->stream || event->stream->finished >= event->position;
     return happened ? cudaSuccess : (cudaStreamQuery(event->stream), cudaErrorNotReady);
 }
@@ -572,8 +602,15 @@ inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, u
 
 /* ---- Graphs: the operations of a capture, in the order of queuing */
 
-EMU_CUDA(cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode),
-         stream->captured = new Graph)
+inline cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode) {
+    Lock lock(runtime);
+    if (!stream || stream->captured)
+        die("cudaStreamBeginCapture: %s", stream ? "twice" : "the null stream cannot be captured");
+    graphs.insert(stream->captured = new Graph);
+    stream->capturer = std::this_thread::get_id();
+    stream->global = mode == cudaStreamCaptureModeGlobal;
+    return cudaSuccess;
+}
 inline cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) {
     Lock lock(runtime);
     *graph = stream->captured;
@@ -583,15 +620,46 @@ inline cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph)
 }
 EMU_CUDA(cudaGraphInstantiateWithFlags(cudaGraphExec_t *executable, cudaGraph_t graph,
                                        unsigned long long = 0),
-         *executable = new Graph(*graph))
+         graphs.insert(*executable = new Graph(*graph)))
 inline cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream) {
     Lock lock(runtime);
+    if (!graphs.count(executable))
+        die("cudaGraphLaunch: %p is no graph, or was destroyed", (void *)executable);
     for (const Operation &operation : *executable)
         enqueue(stream, operation);
     return cudaSuccess;
 }
-EMU_CUDA(cudaGraphDestroy(cudaGraph_t graph), delete graph)
+inline cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+    Lock lock(runtime);
+    if (!graphs.erase(graph))
+        die("cudaGraphDestroy: %p is no graph, or was destroyed before", (void *)graph);
+    delete graph;
+    return cudaSuccess;
+}
 #define cudaGraphExecDestroy cudaGraphDestroy
+
+/* ---- For Nsight: what it would record */
+
+#define cudaProfilerStart() cudaSuccess
+#define cudaProfilerStop() cudaSuccess
+static thread_local int open_ranges;
+inline void print_range(const char *what, const char *name) {
+    static const bool prints = setting("CUEMU_RANGES", 0);
+    static int threads;
+    static thread_local const int thread = __atomic_fetch_add(&threads, 1, __ATOMIC_RELAXED);
+    if (prints)
+        fprintf(stderr, "cuda_on_cpu: thread %d: %s%s\n", thread, what, name);
+}
+inline int nvtxRangePushA(const char *name) {
+    print_range("push ", name);
+    return open_ranges++;
+}
+inline int nvtxRangePop() {
+    if (open_ranges == 0)
+        die("nvtxRangePop: this thread has no open range");
+    print_range("pop", "");
+    return --open_ranges;
+}
 } // namespace api
 
 /* ==== 5. Tensor cores, ldmatrix, cp.async =======================================================

@@ -1220,6 +1220,93 @@ static void copy_by_host(bool mended) {
     passes("copy_by_host", b.host[0] == a.host[0]);
 }
 
+/* ---- Of graphs: what a GPU refuses while it captures, and what it does not notice at all */
+
+// Captures what `captured` does in a stream, calls `before`, and replays it once.
+template <class Captured, class Before>
+static void replay_once(cudaStreamCaptureMode mode, Captured captured, Before before) {
+    cudaStream_t stream;
+    cudaGraph_t graph;
+    cudaGraphExec_t executable;
+    CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    CHECK(cudaStreamBeginCapture(stream, mode));
+    captured(stream);
+    CHECK(cudaStreamEndCapture(stream, &graph));
+    CHECK(cudaGraphInstantiateWithFlags(&executable, graph, 0));
+    CHECK(cudaGraphDestroy(graph));
+    before();
+    CHECK(cudaGraphLaunch(executable, stream));
+    CHECK(cudaStreamSynchronize(stream));
+    CHECK(cudaGraphExecDestroy(executable));
+    CHECK(cudaStreamDestroy(stream));
+}
+
+// A kernel is captured, and then `between` called.
+template <class Between>
+static void capture(const char *name, cudaStreamCaptureMode mode, Between between) {
+    Both<float> a(64);
+    auto captured = [&](cudaStream_t stream) {
+        fill<<<1, 64, 0, stream>>>(a.gpu, 1, 64);
+        between(stream);
+    };
+    replay_once(mode, captured, [] {});
+    a.down();
+    passes(name, a.host[63] == 1);
+}
+static void waits_in_capture(bool mended) {
+    capture("waits_in_capture", cudaStreamCaptureModeThreadLocal, [=](cudaStream_t stream) {
+        if (!mended)
+            CHECK(cudaStreamSynchronize(stream));
+    });
+}
+static void allocates_in_capture(bool mended) {
+    capture("allocates_in_capture", cudaStreamCaptureModeThreadLocal, [=](cudaStream_t) {
+        if (!mended)
+            Both<float> b(64);
+    });
+}
+// Other threads may go on if the capture forbids it only to the one that began it.
+static void allocates_beside_capture(bool mended) {
+    capture("allocates_beside_capture",
+            mended ? cudaStreamCaptureModeThreadLocal : cudaStreamCaptureModeGlobal,
+            [](cudaStream_t) { std::thread([] { Both<float> b(64); }).join(); });
+}
+static void pageable_in_capture(bool mended) {
+    Both<float> b(64);
+    float pageable[64];
+    capture("pageable_in_capture", cudaStreamCaptureModeThreadLocal, [&](cudaStream_t stream) {
+        CHECK(cudaMemcpyAsync(mended ? b.host : pageable, b.gpu, b.bytes(), cudaMemcpyDeviceToHost,
+                              stream));
+    });
+}
+
+// A kernel's argument is freed before the graph is replayed, or a copy's source.
+static void replay_freed(const char *name, bool mended, bool copies) {
+    Both<float> a(64);
+    float *other;
+    CHECK(cudaMalloc(&other, a.bytes()));
+    auto captured = [&](cudaStream_t stream) {
+        if (copies) {
+            CHECK(cudaMemcpyAsync(a.host, other, a.bytes(), cudaMemcpyDefault, stream));
+        } else {
+            fill<<<1, 64, 0, stream>>>(other, 1, 64);
+        }
+    };
+    replay_once(cudaStreamCaptureModeThreadLocal, captured, [&] {
+        if (!mended)
+            CHECK(cudaFree(other));
+    });
+    if (mended)
+        CHECK(cudaFree(other));
+    passes(name, true);
+}
+static void freed_in_graph(bool mended) {
+    replay_freed("freed_in_graph", mended, false);
+}
+static void copy_of_freed_in_graph(bool mended) {
+    replay_freed("copy_of_freed_in_graph", mended, true);
+}
+
 #define BUG(NAME) \
     { #NAME, NAME }
 static const struct {
@@ -1266,6 +1353,12 @@ static const struct {
     BUG(spinning_wait),
     BUG(low_priority),
     BUG(copy_by_host),
+    BUG(waits_in_capture),
+    BUG(allocates_in_capture),
+    BUG(allocates_beside_capture),
+    BUG(pageable_in_capture),
+    BUG(freed_in_graph),
+    BUG(copy_of_freed_in_graph),
 };
 
 /* ==== main() ================================================================================== */

@@ -135,6 +135,12 @@ test_bugs() {
     bug low_priority plain "$place: would queue behind" CUEMU_STRICT=1
     bug copy_by_host plain '^cuda_on_cpu: copy between devices 0 and 1 without peer access' \
         CUEMU_STRICT=1 CUEMU_DEVICES=2
+    bug waits_in_capture plain '^cuda_on_cpu: cudaStreamSynchronize: the stream is being captured'
+    bug allocates_in_capture plain '^cuda_on_cpu: cudaMalloc: not allowed while a stream is'
+    bug allocates_beside_capture plain '^cuda_on_cpu: cudaMalloc: not allowed while a stream is'
+    bug pageable_in_capture plain '^cuda_on_cpu: cudaMemcpyAsync: .* is pageable memory of the host'
+    bug freed_in_graph plain "$place: argument 1 is no pointer to memory of a GPU"
+    bug copy_of_freed_in_graph plain '^cuda_on_cpu: copy: .* was freed after the copy was queued'
     bug misaligned_four plain "${thread}misaligned access"
     bug full_stack plain "${thread}memory fault at .* stack is full"
 }

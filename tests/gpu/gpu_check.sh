@@ -220,6 +220,11 @@ part_correctness() {
     step check on_cpu 30 $cnn "${few[@]}" --no-cuda --out "$tmp/on_cpu.run"
     judge same_again "$(hash_of once)" "$(hash_of again)" \
         test "$(hash_of once)" = "$(hash_of again)"
+    step check graph 30 $cnn "${few[@]}" --graph on --out "$tmp/graph.run"
+    judge graph_same "$(hash_of once)" "$(hash_of graph)" \
+        test "$(hash_of once)" = "$(hash_of graph)"
+    judge graph_replayed '"graph":true' "$(grep -o '"graph":[a-z]*}' "$tmp/graph.run/run.json")" \
+        grep -q '"graph":true}' "$tmp/graph.run/run.json"
     judge same_as_cpu "the same losses to 1e-3" "$(losses once | paste -sd ' ' | cut -c 1-100)" \
         same_losses once on_cpu
 

@@ -395,7 +395,8 @@ static void compare_layer(const Backend *b, Layer l, size_t n, bool accumulate, 
     integers = false;
 }
 
-static const Settings plain = {.stem = "3", .width = 6, .optimizer_launch = "flat", .layout = "nhwc"};
+static const Settings plain = {
+    .stem = "3", .width = 6, .optimizer_launch = "fused", .zero_grad = "none", .layout = "nhwc"};
 static Net net; // to build layers in
 
 static const Layer *first_layer(Shape in) {
@@ -536,14 +537,16 @@ static void test_relu_and_add(const Backend *b) {
         sum.relu = second;
         snprintf(context, sizeof context, "%zu numbers, variant %zu", count, i % 4);
         {
-            Array arrays[] = {first ? special_array("out", count) : output_array("out", count, 0),
-                              special_array("in", count)};
+            Array arrays[] = {first ? typed(special_array("out", count))
+                                    : typed(output_array("out", count, 0)),
+                              typed(special_array("in", count))};
             arrays[0].output = true;
             COMPARE(b, (Task){.run = run_relu_forward, .l = &l, .n = 1, .in_place = first});
         }
         {
-            Array arrays[] = {changed_array("din", count, 0, first || second),
-                              input_array("dout", count), special_array("out", count)};
+            Array arrays[] = {typed(changed_array("din", count, 0, first || second)),
+                              typed(input_array("dout", count)),
+                              typed(special_array("out", count))};
             COMPARE(b, (Task){.run = run_relu_backward,
                               .l = &l,
                               .n = 1,
@@ -551,15 +554,17 @@ static void test_relu_and_add(const Backend *b) {
                               .accumulate = second});
         }
         {
-            Array arrays[] = {first ? special_array("out", count) : output_array("out", count, 0),
-                              special_array("in", count), special_array("residual", count)};
+            Array arrays[] = {
+                first ? typed(special_array("out", count)) : typed(output_array("out", count, 0)),
+                typed(special_array("in", count)), typed(special_array("residual", count))};
             arrays[0].output = true;
             COMPARE(b, (Task){.run = run_add_forward, .l = &sum, .n = 1, .in_place = first});
         }
-        Array arrays[] = {changed_array("din", count, 0, first), input_array("dout", count)};
+        Array arrays[] = {typed(changed_array("din", count, 0, first)),
+                          typed(input_array("dout", count))};
         COMPARE(b, (Task){.run = run_add_backward, .l = &sum, .n = 1, .accumulate = first});
     }
-    verdict("relu and add, %s kernels", b->kernels);
+    verdict("relu and add, %s kernels, %s", b->kernels, b->precision);
 }
 
 static void run_dropout_forward(const Backend *b, const Task *t, void *const *a, real *scratch) {
@@ -594,17 +599,17 @@ static void test_dropout(const Backend *b) {
                         draw_bits() % 4}; // may wrap around
         describe(&l, n, t.training ? "" : ", evaluation");
         {
-            Array arrays[] = {changed_array("out", count, 0, t.in_place),
-                              output_bytes("mask", count), input_array("in", count)};
+            Array arrays[] = {typed(changed_array("out", count, 0, t.in_place)),
+                              output_bytes("mask", count), typed(input_array("in", count))};
             COMPARE(b, t);
         }
         t.run = run_dropout_backward;
         t.accumulate = i % 3 == 1;
-        Array arrays[] = {changed_array("din", count, 2, t.accumulate || t.in_place),
-                          input_array("dout", count), input_bytes("mask", count, 2)};
+        Array arrays[] = {typed(changed_array("din", count, 2, t.accumulate || t.in_place)),
+                          typed(input_array("dout", count)), input_bytes("mask", count, 2)};
         COMPARE(b, t);
     }
-    verdict("dropout, %s kernels", b->kernels);
+    verdict("dropout, %s kernels, %s", b->kernels, b->precision);
 }
 
 /* ---- Pooling --------------------------------------------------------------------------------- */
@@ -627,21 +632,22 @@ static void run_pool_backward(const Backend *b, const Task *t, void *const *a, r
 
 static void compare_maxpool(const Backend *b, const Layer *l, size_t n, bool accumulate) {
     size_t inputs = n * shape_size(l->in), outputs = n * shape_size(l->out);
-    Array in = input_array("in", inputs), argmax = input_bytes("argmax", outputs, 2);
+    Array in = typed(input_array("in", inputs)), argmax = input_bytes("argmax", outputs, 2);
     real *numbers = in.at;
     for (size_t i = 0; i < inputs; i++) // a few numbers, so that there are ties; and some NaN
         numbers[i] = draw_bits() % 40 ? SQRT((real)draw_size(0, 4)) - 1 : (real)NAN;
-    Array ignored = output_array("out", outputs, 0);
+    Array ignored = typed(output_array("out", outputs, 0));
     naive_backend.layers[MAXPOOL2D].forward(
         (Work){.l = l, .n = n, .out = ignored.at, .in = in.at, .saved = argmax.at});
     free(ignored.at);
     describe(l, n, accumulate ? ", accumulate" : "");
     {
-        Array arrays[] = {output_array("out", outputs, 0), in, output_bytes("argmax", outputs)};
+        Array arrays[] = {typed(output_array("out", outputs, 0)), in,
+                          output_bytes("argmax", outputs)};
         COMPARE(b, (Task){.run = run_pool_forward, .l = l, .n = n});
     }
-    Array arrays[] = {changed_array("din", inputs, l->kernel * l->kernel + 1, accumulate),
-                      input_array("dout", outputs), argmax};
+    Array arrays[] = {typed(changed_array("din", inputs, l->kernel * l->kernel + 1, accumulate)),
+                      typed(input_array("dout", outputs)), argmax};
     COMPARE(b, (Task){.run = run_pool_backward, .l = l, .n = n, .accumulate = accumulate});
 }
 
@@ -654,7 +660,7 @@ static void test_maxpool(const Backend *b) {
         maxpool2d(&net, 0, kernel, draw_size(1, 3), padding);
         compare_maxpool(b, l, draw_size(1, 5), i % 2);
     }
-    verdict("maxpool2d, %s kernels", b->kernels);
+    verdict("maxpool2d, %s kernels, %s", b->kernels, b->precision);
 }
 
 static void test_avgpool(const Backend *b) {
@@ -664,15 +670,16 @@ static void test_avgpool(const Backend *b) {
         size_t n = draw_size(1, 9);
         describe(&l, n, "");
         {
-            Array arrays[] = {output_array("out", n * s.c, s.h * s.w + 1),
-                              input_array("in", n * shape_size(s)), input_bytes("none", 0, 1)};
+            Array arrays[] = {typed(output_array("out", n * s.c, s.h * s.w + 1)),
+                              typed(input_array("in", n * shape_size(s))),
+                              input_bytes("none", 0, 1)};
             COMPARE(b, (Task){.run = run_pool_forward, .l = &l, .n = n});
         }
-        Array arrays[] = {changed_array("din", n * shape_size(s), 2, i % 2),
-                          input_array("dout", n * s.c), input_bytes("none", 0, 1)};
+        Array arrays[] = {typed(changed_array("din", n * shape_size(s), 2, i % 2)),
+                          typed(input_array("dout", n * s.c)), input_bytes("none", 0, 1)};
         COMPARE(b, (Task){.run = run_pool_backward, .l = &l, .n = n, .accumulate = i % 2});
     }
-    verdict("avgpool2d, %s kernels", b->kernels);
+    verdict("avgpool2d, %s kernels, %s", b->kernels, b->precision);
 }
 
 /* ---- BatchNorm ------------------------------------------------------------------------------- */
@@ -813,10 +820,12 @@ static void test_norm_forward(const Backend *b, bool training) {
         Layer l = norm_layer(i);
         size_t c = l.in.c, n = norms[i].n, count = n * shape_size(l.in);
         l.relu = i % 2;
-        Array arrays[] = {
-            output_array("out", count, 1), changed_array("stats", 4 * c, training, !training),
-            input_array("in", count),      input_array("weight", c),
-            input_array("bias", c),        input_array("residual", i % 3 ? count : 0)};
+        Array arrays[] = {typed(output_array("out", count, 1)),
+                          changed_array("stats", 4 * c, training, !training),
+                          typed(input_array("in", count)),
+                          input_array("weight", c),
+                          input_array("bias", c),
+                          typed(input_array("residual", i % 3 ? count : 0))};
         real *stats = arrays[1].at;
         draw_norm_input(&arrays[2], c);
         for (size_t k = 0; k < c; k++) { // the running statistics
@@ -837,11 +846,11 @@ static void test_norm_backward(const Backend *b) {
         Layer l = norm_layer(i / 2);
         size_t c = l.in.c, n = norms[i / 2].n, count = n * shape_size(l.in);
         bool no_din = i == 5, accumulate = i % 2;
-        Array arrays[] = {changed_array("din", no_din ? 0 : count, 1, accumulate),
+        Array arrays[] = {typed(changed_array("din", no_din ? 0 : count, 1, accumulate)),
                           output_array("dweight", c, 1),
                           output_array("dbias", c, 1),
-                          input_array("dout", count),
-                          input_array("in", count),
+                          typed(input_array("dout", count)),
+                          typed(input_array("in", count)),
                           input_array("stats", 4 * c),
                           input_array("weight", c)};
         for (size_t k = 0; k < c; k++) // 1 / deviation is positive
@@ -860,7 +869,7 @@ static void test_norm(const Backend *b) {
     test_norm_forward(b, true);
     test_norm_forward(b, false);
     test_norm_backward(b);
-    verdict("batchnorm2d, %s kernels", b->kernels);
+    verdict("batchnorm2d, %s kernels, %s", b->kernels, b->precision);
 }
 
 /* ---- Softmax and loss ------------------------------------------------------------------------ */
@@ -921,7 +930,7 @@ static void test_softmax_and_loss(const Backend *b) {
         size_t k = tiny ? 33 : classes[i / 3], n = draw_size(1, tiny ? 2 : 19), count = n * k;
         const Layer l = flat_layer(LOG_SOFTMAX, k);
         snprintf(context, sizeof context, "%zu images, %zu classes, variant %zu", n, k, i % 3);
-        Array logits = input_array("in", count), logp = input_array("logp", count);
+        Array logits = typed(input_array("in", count)), logp = input_array("logp", count);
         Array dout = input_array("dout", count);
         for (size_t j = 0; j < count; j++) {
             ((real *)logits.at)[j] *= (real)scales[i % 3];
@@ -936,7 +945,7 @@ static void test_softmax_and_loss(const Backend *b) {
                               .count = k});
         }
         {
-            Array arrays[] = {output_array("din", count, 1), dout, twin(&logp)};
+            Array arrays[] = {typed(output_array("din", count, 1)), dout, twin(&logp)};
             COMPARE(b, (Task){.run = run_softmax_backward,
                               .bound = softmax_backward_bound,
                               .l = &l,
@@ -948,7 +957,7 @@ static void test_softmax_and_loss(const Backend *b) {
                           input_bytes("labels", n, k)};
         COMPARE(b, (Task){.run = run_nll, .n = n, .count = k, .smoothing = i % 2 ? .1 : 0});
     }
-    verdict("log_softmax and nll_loss, %s kernels", b->kernels);
+    verdict("log_softmax and nll_loss, %s kernels, %s", b->kernels, b->precision);
 }
 
 /* ---- Optimizers ------------------------------------------------------------------------------ */
@@ -968,7 +977,10 @@ static void run_adadelta(const Backend *b, const Task *t, void *const *a, real *
     u.state[0] = a[1];
     u.state[1] = a[2];
     u.grad = a[3];
+    u.low = a[4];
     b->adadelta(u);
+    if (!b->lower && u.low)
+        memcpy(u.low, u.param, u.count * sizeof(real));
 }
 
 static void run_sgd(const Backend *b, const Task *t, void *const *a, real *scratch) {
@@ -976,7 +988,10 @@ static void run_sgd(const Backend *b, const Task *t, void *const *a, real *scrat
     Update u = update_of_task(t, a);
     u.state[0] = a[1];
     u.grad = a[2];
+    u.low = a[3];
     b->sgd(u);
+    if (!b->lower && u.low)
+        memcpy(u.low, u.param, u.count * sizeof(real));
 }
 
 /* All numbers of a parameter have one sign, so only the last subtraction cancels. The relative
@@ -991,6 +1006,8 @@ static void optimizer_bound(const Task *t, const Array *before, const Array *got
             double size = state ? fabs(now) : fabs(old) / 8 + fabs(now - old);
             ((real *)bound[state].at)[i] = (real)(16 * epsilon * size);
         }
+    const Array *low = &bound[strcmp(before[3].name, "low") == 0 ? 3 : 4];
+    memcpy(low->at, bound[0].at, low->count * low->size); // the copy with 16 bits
 }
 
 // A sign for each parameter; squares of states have none.
@@ -1016,14 +1033,16 @@ static void test_optimizers(const Backend *b) {
         {
             Array arrays[] = {
                 changed_array("param", count, 1, true), changed_array("square_avg", count, 1, true),
-                changed_array("acc_delta", count, 1, true), input_array("grad", count)};
+                changed_array("acc_delta", count, 1, true), input_array("grad", count),
+                typed(output_array("low", b->lower ? count : 0, 1))};
             give_signs(arrays, 4, true);
             t.run = run_adadelta;
             COMPARE(b, t);
         }
         Array arrays[] = {changed_array("param", count, 1, true),
                           changed_array("momentum_buffer", t.momentum > 0 ? count : 0, 1, true),
-                          input_array("grad", count)};
+                          input_array("grad", count),
+                          typed(output_array("low", b->lower ? count : 0, 1))};
         give_signs(arrays, t.momentum > 0 ? 3 : 1, false);
         if (t.momentum == 0)
             give_signs((Array[]){arrays[0], arrays[2]}, 2, false);
@@ -1031,7 +1050,7 @@ static void test_optimizers(const Backend *b) {
         arrays[1].terms = t.momentum > 0;
         COMPARE(b, t);
     }
-    verdict("adadelta and sgd, %s kernels", b->kernels);
+    verdict("adadelta and sgd, %s kernels, %s", b->kernels, b->precision);
 }
 
 /* ---- The loader's work, and copies ----------------------------------------------------------- */
@@ -1082,7 +1101,7 @@ static void gather_epoch(const Backend *b, const DatasetInfo *info, Augmentation
         t.n = t.on_cpu->n;
         t.draw = t.on_gpu->draw;
         t.count = t.n * shape_size(info->shape);
-        Array arrays[] = {output_array("images", t.count, kind == AUGMENT_ELASTIC),
+        Array arrays[] = {typed(output_array("images", t.count, kind == AUGMENT_ELASTIC)),
                           output_bytes("labels", t.n)};
         COMPARE(b, t);
     }
@@ -1106,7 +1125,7 @@ static void test_gather(const Backend *b) {
                      info.shape.h, info.shape.w, info.shape.c);
             gather_epoch(b, &info, (Augmentation)kind);
         }
-    verdict("gather, %s kernels", b->kernels);
+    verdict("gather, %s kernels, %s", b->kernels, b->precision);
 }
 
 static jmp_buf refused;
@@ -1246,15 +1265,16 @@ static const struct {
 } trained[] = {{"mnist", 2, 5}, {"cifar", 4, 5}, {"resnet8", 8, 5}, {"resnet18", 2, 2}};
 enum { TRAINED = sizeof trained / sizeof *trained };
 
-static void compare_losses(const double *got, const double *want, size_t steps) {
+static void compare_losses(const double *got, const double *want, size_t steps, double tolerance) {
     for (size_t step = 0; step < steps; step++)
-        if (!(fabs(got[step] - want[step]) <= 1e-4 * fabs(want[step])))
+        if (!(fabs(got[step] - want[step]) <= tolerance * fabs(want[step])))
             fail("step %zu: the loss is %.9g, on the CPU %.9g", step + 1, got[step], want[step]);
 }
 
 // The losses equal the CPU's; a second run gives the same weights, with copied batches as well.
 static void test_training(const Backend *b) {
     bool tiled = strcmp(b->kernels, "tiled") == 0;
+    double tolerance = is_precision(b, "fp32") ? 1e-4 : is_precision(b, "bf16") ? 3e-2 : 1e-2;
     for (size_t i = 0; i < (quick ? 1 : (size_t)TRAINED - !tiled); i++) {
         const char *model = trained[i].model;
         size_t n = trained[i].batch_size, steps = trained[i].steps;
@@ -1262,11 +1282,62 @@ static void test_training(const Backend *b) {
         snprintf(context, sizeof context, "%s", model);
         train_steps(cpu_backends[CPU_BACKENDS - 1], model, n, false, steps, want);
         uint64_t hash = train_steps(b, model, n, true, steps, got);
-        compare_losses(got, want, steps);
+        compare_losses(got, want, steps, tolerance);
         if (tiled && i < 3 && train_steps(b, model, n, false, steps, got) != hash)
             fail("other weights in the second run");
     }
-    verdict("training, %s kernels", b->kernels);
+    verdict("training, %s kernels, %s", b->kernels, b->precision);
+}
+
+/* fp16: a gradient that is infinite skips exactly one update and halves the scale; the last of
+   SCALE_STEPS good steps doubles it. */
+static void test_loss_scale(const Backend *b) {
+    enum { COUNT = 1000, STEPS = 5, BAD = 2 };
+    if (!b->adjust_scale)
+        return;
+    Array param = input_array("param", COUNT), grad = input_array("grad", COUNT);
+    real *on_device[3], read[2][COUNT];
+    LossScale *scale = b->alloc(sizeof *scale), now = {.scale = 1024, .steps = SCALE_STEPS - 2};
+    void *low = b->alloc(COUNT * b->element);
+    Step *step = b->alloc(sizeof *step);
+    for (size_t i = 0; i < 3; i++)
+        on_device[i] = b->alloc(COUNT * sizeof(real));
+    b->set_step(step, (Step){.lr = .1});
+    b->copy(on_device[0], param.at, COUNT * sizeof(real));
+    b->copy(scale, &now, sizeof now);
+    for (size_t i = 0; i < STEPS; i++) {
+        ((real *)grad.at)[777] = i == BAD ? (real)-INFINITY : 1;
+        b->copy(on_device[1], grad.at, COUNT * sizeof(real));
+        b->copy(read[0], on_device[0], COUNT * sizeof(real));
+        b->count_not_finite(scale, on_device[1], COUNT);
+        b->sgd((Update){.param = on_device[0],
+                        .grad = on_device[1],
+                        .state = {on_device[2]},
+                        .low = low,
+                        .scale = scale,
+                        .count = COUNT,
+                        .step = step,
+                        .momentum = .9});
+        b->adjust_scale(scale);
+        b->copy(read[1], on_device[0], COUNT * sizeof(real));
+        b->copy(&now, scale, sizeof now);
+        if ((memcmp(read[0], read[1], sizeof *read) == 0) != (i == BAD))
+            fail("step %zu: %s", i, i == BAD ? "was not skipped" : "was skipped");
+        const float want[] = {1024, 2048, 1024, 1024, 1024};
+        const uint32_t steps[] = {SCALE_STEPS - 1, 0, 0, 1, 2};
+        if (now.scale != want[i] || now.steps != steps[i] || now.skipped != (i >= BAD) ||
+            now.not_finite)
+            fail("step %zu: scale %g after %u steps, %u skipped, %u not finite", i,
+                 (double)now.scale, now.steps, now.skipped, now.not_finite);
+    }
+    for (size_t i = 0; i < 3; i++)
+        b->release(on_device[i]);
+    b->release(scale);
+    b->release(low);
+    b->release(step);
+    free(param.at);
+    free(grad.at);
+    verdict("loss scale, %s", b->precision);
 }
 
 static void print_weights(void) {
@@ -1275,6 +1346,8 @@ static void print_weights(void) {
         printf("%s %016llx\n", trained[i].model,
                (unsigned long long)train_steps(cuda_backend(1), trained[i].model, 2, i % 2, 2,
                                                losses));
+    printf("bf16 %016llx\n",
+           (unsigned long long)train_steps(cuda_backend(3), "resnet8", 2, true, 2, losses));
 }
 
 static const struct {
@@ -1285,10 +1358,11 @@ static const struct {
     {"relu", test_relu_and_add, true},     {"dropout", test_dropout, true},
     {"maxpool2d", test_maxpool, true},     {"avgpool2d", test_avgpool, true},
     {"batchnorm2d", test_norm, true},      {"softmax", test_softmax_and_loss, true},
-    {"optimizers", test_optimizers, true}, {"gather", test_gather, true},
-    {"elastic", test_large_elastic, true}, {"copies", test_copies, true},
-    {"marks", test_marks, true},           {"linear", test_linear, false},
-    {"conv2d", test_conv, false},          {"training", test_training, true},
+    {"optimizers", test_optimizers, true}, {"loss scale", test_loss_scale, true},
+    {"gather", test_gather, true},         {"elastic", test_large_elastic, true},
+    {"copies", test_copies, true},         {"marks", test_marks, true},
+    {"linear", test_linear, false},        {"conv2d", test_conv, false},
+    {"training", test_training, true},
 };
 enum { TESTS = sizeof tests / sizeof *tests };
 

@@ -60,7 +60,7 @@ test_kernels() {
     hashes=$(for order in 0 1 7; do
         CUEMU_ORDER=$order OMP_NUM_THREADS=$((order % 2 + 1)) "$build/plain" weights
     done | sort | uniq -c | awk '{ print $1, $2 }' | paste -sd ,)
-    same "equal_bits_in_any_order" "3 cifar,3 mnist,3 resnet8" "$hashes"
+    same "equal_bits_in_any_order" "3 bf16,3 cifar,3 mnist,3 resnet8" "$hashes"
     [ -z "${QUICK:-}" ] || { skip sanitizers "QUICK=1" && return; }
     checked order_7 plain CUEMU_ORDER=7 CUEMU_LAZY=1 QUICK=1 all
     make_program address "$cxx" -O1 -g -fsanitize=address,alignment -fno-sanitize-recover=all
@@ -157,6 +157,133 @@ test_options() {
     line no_device/says_so '^Device: cpu \(no CUDA-capable device is detected\)'
     train no_device_cpu "${small[@]}" --no-cuda
     equal no_device no_device_cpu
+}
+
+# ---- Graphs
+
+graph_of() { grep -o '"graph":[a-z]*}' "$tmp/$1/run.json"; }
+hashes_of() { grep -o '"weight_hash":"[^"]*"' "$tmp/$1/run.json"; }
+
+# graphed NAME OPTIONS...: the same bits with --graph on as without, in three epochs of full batches and a
+# smaller last one: the latter is executed, captured and replayed
+graphed() {
+    local name=graph_$1
+    shift
+    train "$name" "$@" --epochs 3
+    train "${name}_on" "$@" --epochs 3 --graph on
+    equal "${name}_on" "$name"
+    same "run/$name/weights" "$(hashes_of "$name")" "$(hashes_of "${name}_on")"
+    same "run/$name/used" '"graph":false} "graph":true}' "$(graph_of "$name") $(graph_of "${name}_on")"
+}
+
+test_graph() {
+    local cifar=(--model cifar --limit-train 14 --batch-size 4) sgd=(--optimizer sgd --lr .1 --momentum .9)
+    local adadelta=(--optimizer adadelta --momentum 0 --lr 1 --schedule step) why
+    graphed mnist --limit-train 20 --batch-size 8
+    CUEMU_LAZY=1 graphed cifar_lazy "${cifar[@]}" "${adadelta[@]}" --resident off --augment crop-flip
+    graphed cifar_per_tensor "${cifar[@]}" "${sgd[@]}" --nesterov --optimizer-launch per-tensor \
+        --warmup-epochs 1
+    if [ -z "${QUICK:-}" ]; then
+        graphed resnet8 --model resnet8 --limit-train 20 --batch-size 8
+        CUEMU_LAZY=1 graphed cifar_elastic "${cifar[@]}" --augment elastic --kernels naive --workers 3
+    fi
+    # stopped in the middle of the second epoch, and resumed
+    local resumed=("${cifar[@]}" "${adadelta[@]}" --resident off --augment crop-flip --epochs 3 --graph on)
+    train graph_stopped "${resumed[@]}" --checkpoint graph.ckpt --max-steps 6
+    train graph_resumed "${resumed[@]}" --checkpoint graph.ckpt --resume
+    same graph_resumed/weights "$(hashes_of graph_cifar_lazy | tail -n 1)" "$(hashes_of graph_resumed | tail -n 1)"
+    # what needs the single operations switches it off, and says so
+    for why in "--profile" "--trace trace.json" "--layers" "--gpus 2 --oversubscribe"; do
+        # shellcheck disable=SC2086 # words
+        train graph_off "${cifar[@]}" --graph on --max-steps 3 $why
+        line "graph_off/${why%% *}" '^CUDA graph: off; '
+        same "graph_off/${why%% *}/run_json" '"graph":false}' "$(graph_of graph_off)"
+    done
+    refused graph_on_cpu 2 "--graph on: expected a GPU" --graph on --no-cuda --dataset synthetic
+}
+
+# blind NAME SED_SCRIPT: with this bug, an argument passed by value, a run without a graph is right, and one
+# with a graph is not
+blind() {
+    local name=blind_$1 program=$build/blind cnn
+    sed -E "$2" "$repo/cnn_kernels.cu" >"$program.cu"
+    kernels "$cxx" -O1 -fopenmp -o "$program.o" <"$program.cu" 2>"$err" &&
+        "$cxx" -fopenmp "$build/cnn.o" "$program.o" -o "$program" -lm -lpthread 2>>"$err"
+    same "$name/build" "exit 0" "exit $?$(grep -m 3 error "$err")"
+    holds "$name/there" "other kernels" "the same" test -n "$(diff "$repo/cnn_kernels.cu" "$program.cu")"
+    cnn=$program
+    train "$name" "${seen[@]}"
+    close "$name" seen
+    train "${name}_on" "${seen[@]}" --graph on
+    same "$name/noticed" yes "$([ "$(losses "${name}_on")" = "$(losses "$name")" ] && echo no || echo yes)"
+}
+
+test_blind_graphs() {
+    local seen=(--limit-train 16 --batch-size 4 --epochs 2 --gamma .1)
+    "$cc" -std=gnu17 -O2 "-march=$arch" -fopenmp -DCNN_CUDA -c "$repo/cnn.c" -o "$build/cnn.o" 2>"$err"
+    train seen "${seen[@]}"
+    blind learning_rate 's/const Step \*step/real lr/; s/, lr = \(real\)step->lr;/;/
+        /const real lr = \(real\)step->lr;/d; s/u\.step,/(real)u.step->lr,/'
+    blind draw '/dropout_forward_kernel\(/,/^}/ {
+            s/const Draw \*draw\)/Draw draw)/; s/\*draw/draw/; s/draw->/draw./g
+        }
+        s/w\.row, w\.draw\)/w.row, *w.draw)/'
+}
+
+# The ranges for Nsight: steps, in them the lines of train(), in these the rows; they open and close in pairs.
+test_ranges() {
+    local small=(--model cifar --dataset synthetic --limit-train 16 --batch-size 4 --limit-test 8 --epochs 1)
+    CUEMU_RANGES=1 run "${small[@]}" --gpus 2 --oversubscribe --trace-steps 0:2
+    same ranges "2 threads with steps, 2 with all-reduces, rows in lines in steps" "$(
+        sed -n 's/^cuda_on_cpu: thread //p' "$err" | awk '
+            { thread = $1 }
+            $2 == "pop" { if (--depth[thread] < 0) bad = bad " pop"; next }
+            { depth[thread]++; name = substr($0, index($0, "push ") + 5) }
+            name ~ /^step [0-9]+$/ { steps[thread] = 1; if (depth[thread] != 1) bad = bad " step" }
+            name == "all-reduce" { sums[thread] = 1; if (depth[thread] != 1) bad = bad " all-reduce" }
+            name ~ / (forward|backward)$/ { rows++; if (depth[thread] != 3) bad = bad " row" }
+            END {
+                for (thread in depth) if (depth[thread] != 0) bad = bad " open"
+                printf "%d threads with steps, %d with all-reduces, rows in lines in steps%s", length(steps),
+                    length(sums), (rows > 20 ? bad : " none")
+            }')"
+    CUEMU_RANGES=1 run "${small[@]}" --graph on
+    holds ranges/graph "no row in a replayed step" "some" awk '/push step 2/ { on = 1 } /push step 3/ { on = 0 }
+        on && / (forward|backward)$/ { exit 1 }' "$err"
+    run "${small[@]}" --zero-grad memset --trace "$tmp/zero.json"
+    same trace/zero_grad 4 "$(grep -c '"name":"zero_grad"' "$tmp/zero.json")"
+}
+
+# Precisions and layouts in whole runs.
+test_precisions() {
+    local cifar=(--model cifar --limit-train 22 --batch-size 4 --save-model) how
+    local resnet=(--model resnet8 --limit-train 16 --batch-size 8) overflow
+    for how in tf32 bf16 fp16; do
+        train "$how" "${cifar[@]}" --precision "$how"
+        [ -n "${QUICK:-}" ] && [ "$how" = tf32 ] && continue
+        train "${how}_graph" "${cifar[@]}" --precision "$how" --graph on
+        equal "${how}_graph" "$how"
+        train "${how}_dp" "${cifar[@]}" --precision "$how" --gpus 2 --oversubscribe --parallel dp
+    done
+    train resnet "${resnet[@]}" --precision tf32
+    train resnet_nchw "${resnet[@]}" --precision tf32 --layout nchw
+    equal resnet_nchw resnet
+    train nchw "${cifar[@]}" --layout nchw --resident off
+    train nhwc "${cifar[@]}"
+    equal nchw nhwc
+    # Gradients beyond 65504 skip one update and halve the scale; that is no error, and a resumed run knows it.
+    overflow=(--model cifar --precision fp16 --batch-size 1 --lr 1 --limit-train 12 --save-model)
+    train skipped "${overflow[@]}"
+    line skipped/says_so '^fp16: updates skipped: 1, whose gradients were not finite; loss scale 32768$'
+    train resumed "${overflow[@]}" --max-steps 6 --checkpoint "$tmp/fp16.ckpt"
+    train resumed "${overflow[@]}" --checkpoint "$tmp/fp16.ckpt" --resume
+    holds skipped/resumed "the same weights" "others" cmp "$tmp/skipped/model.safetensors" "$tmp/resumed/model.safetensors"
+    refused precision_on_cpu 2 "--precision bf16: expected one of these on this device" --precision bf16 --no-cuda
+    refused layout_on_cpu 2 "--layout nchw: expected nhwc on a CPU" --layout nchw --no-cuda --dataset synthetic
+    refused tensor_fp32 2 "--kernels tensor --precision fp32: expected one of these" --kernels tensor --precision fp32
+    CUEMU_SM=75 train older "${cifar[@]}" --precision bf16
+    line older/says_so '^--kernels tensor, --precision bf16: this GPU has no tensor cores .*; used instead: tiled, fp32$'
+    equal older nhwc
 }
 
 test_memory() {
@@ -295,6 +422,9 @@ fi
 test_kernels
 test_runs
 test_options
+test_graph
+test_precisions
+test_ranges
 test_memory
 if [ -n "${QUICK:-}" ]; then
     skip races "QUICK=1"
@@ -302,6 +432,7 @@ if [ -n "${QUICK:-}" ]; then
 else
     test_races
     test_mutations
+    test_blind_graphs
 fi
 rm -rf "$build"
 exit 0

@@ -26,7 +26,7 @@ bounds='^gemm_kernel<Tile<128,128,  128  0 33792
 ^(dropout_forward|gather_elastic)_ 64  16     0
 .                                  64   0  4096'
 
-# What cnn_kernels.cu may call: functions of CUDA 11.0 that have the same arguments in every later
+# What cnn_kernels.cu may call: functions of CUDA 11.4 that have the same arguments in every later
 # version. CUDA 12's header appends _v2 to cudaGetDeviceProperties. Names with __ come from nvcc itself.
 allowed='cudaDeviceCanAccessPeer cudaDeviceEnablePeerAccess cudaDeviceGetAttribute
 cudaDeviceGetStreamPriorityRange
@@ -34,7 +34,7 @@ cudaDeviceSynchronize cudaDriverGetVersion cudaEventCreate cudaEventCreateWithFl
 cudaEventElapsedTime cudaEventRecord cudaEventSynchronize cudaFree cudaFreeHost
 cudaFuncGetAttributes cudaFuncSetAttribute cudaGetDevice cudaGetDeviceCount cudaGetDeviceProperties
 cudaGetDeviceProperties_v2 cudaGetErrorName cudaGetErrorString cudaGetLastError cudaGraphDestroy
-cudaGraphExecDestroy cudaGraphLaunch cudaHostAlloc cudaLaunchKernel cudaMalloc cudaMallocHost
+cudaGraphExecDestroy cudaGraphInstantiateWithFlags cudaGraphLaunch cudaHostAlloc cudaLaunchKernel cudaMalloc cudaMallocHost
 cudaMemGetInfo cudaMemcpyAsync cudaMemcpyPeerAsync cudaMemsetAsync
 cudaOccupancyMaxActiveBlocksPerMultiprocessor cudaPeekAtLastError cudaPointerGetAttributes
 cudaProfilerStart cudaProfilerStop cudaRuntimeGetVersion cudaSetDevice cudaStreamBeginCapture

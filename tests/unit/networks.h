@@ -8,7 +8,8 @@ static const Draw any_draw = {.seed = 1, .epoch = 1}; // of a training step
 enum { BATCH = 7, CLASSES = 4 }; // of the networks that the tests make up
 
 // Settings of networks that are built without a command line.
-static const Settings plain = {.stem = "3", .width = 6, .optimizer_launch = "flat"};
+static const Settings plain = {
+    .stem = "3", .width = 6, .optimizer_launch = "fused", .zero_grad = "none"};
 
 // A network that has only its images yet.
 static void start_net(Net *net, Shape in) {
