@@ -304,6 +304,8 @@ def read_rungs(path, device):
 def find_device(args):
     """Where the ladder is climbed: "gpu", "emulated" or "cpu", and by which program."""
     tiny = ["--model", "mnist", "--dataset", "synthetic", "--limit-train", "2", "--limit-test", "2"]
+    if "--no-cuda" in args.options:
+        return "cpu", args.program
     try:
         return "emulated" if try_out(args.program, 1, ["--gpus", "1", *tiny]).emulated else "gpu", args.program
     except Absent as why:

@@ -286,7 +286,8 @@ test_real() {
     fi
     for file in "${files[@]}"; do
         "$emulator" "@$file" "${tiny[@]}" >"$out" 2>"$err" </dev/null
-        same "real_configs/$(basename "$file")" "0 " "$? $(cat "$err")"
+        status=$?
+        same "real_configs/${file##*/}" "0 " "$status $(cat "$err")"
     done
 }
 
