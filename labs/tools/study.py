@@ -304,6 +304,8 @@ def read_rungs(path, device):
 def find_device(args):
     """Where the ladder is climbed: "gpu", "emulated" or "cpu", and by which program."""
     tiny = ["--model", "mnist", "--dataset", "synthetic", "--limit-train", "2", "--limit-test", "2"]
+    if "--no-cuda" in args.options:
+        return "cpu", args.program
     try:
         return "emulated" if try_out(args.program, 1, ["--gpus", "1", *tiny]).emulated else "gpu", args.program
     except Absent as why:
@@ -326,12 +328,21 @@ def choose_data(args, program, device):
     return options
 
 
+def as_word(value):
+    """A setting of run.json as it stands on the command line."""
+    return ("off", "on")[value] if isinstance(value, bool) else str(value)
+
+
 def ran_instead(rung, settings):
     """The options with which ./cnn ran other than the rung asks for, where a device lacks something."""
-    words = {True: "on", False: "off"}
-    found = {option: settings.get(option[2:], "no such option") for option in rung.options}
-    return [f"{option} {words.get(value, value)} instead of {rung.options[option]}"
-            for option, value in found.items() if str(words.get(value, value)) != rung.options[option]]
+    def same(wanted, found):
+        try:
+            return float(wanted) == float(found)
+        except ValueError:
+            return wanted == found
+    found = {option: as_word(settings.get(option[2:], "no such option")) for option in rung.options}
+    return [f"{option} {found[option]} instead of {wanted}" for option, wanted in rung.options.items()
+            if not same(wanted, found[option])]
 
 
 def make_rung_tasks(args, device, rungs):

@@ -206,8 +206,8 @@ step check first 30 $cnn "${first[@]}" --out "$tmp/first.run"
 judge on_gpu "a line Device: with sm_" "$(grep '^Device' "$tmp/first")" grep '^Device:.*sm_' "$tmp/first"
 
 part_correctness() {
-    # Which lane has which element of a fragment: small integers, whose sums are exact
-    step check tensor 60 "${programs}test_cuda" tiny linear tensor
+    # Which lane has which element of a fragment: convolutions of small integers, whose sums are exact
+    step check tensor 60 env QUICK=1 "${programs}test_cuda" "${tests[@]}" conv2d tensor
     judge tensor_tests "a test of the tensor kernels" "$(grep -v comparison "$tmp/tensor" | head -n 1)" \
         grep '^pass .*tensor' "$tmp/tensor"
     step check test_cuda 120 "${programs}test_cuda" "${tests[@]}"

@@ -67,6 +67,7 @@ not_run() {
 # More than a few seconds, or what tests/program/ tests elsewhere
 takes_long() {
     case $1 in
+        make\ ablation*) ;;
         'make run' | 'make emulate' | 'make count' | CUEMU_DEVICES=* | ./cnn-count* | './cnn-emu --dataset '*) ;;
         gcc\ * | *'--model lenet'* | *'--model resnet8'* | *--checkpoint* | *' --out two' | *' --out n'[12]) ;;
         mpirun\ * | *' --out run --profile '* | make\ study* | make\ cpu* | make\ report* | make\ verify* | labs/tools/*) ;;
@@ -123,6 +124,8 @@ check_output() { # COMMAND
         'make study EMULATE'*) says virtual '^ *multi +ddp +2 +cifar +25 +50 +2 .* 1$' ;;
         make\ study-scaling*) says study_scaling '^Written: runs/scaling-cifar-2-epochs/scaling.csv$' ;;
         make\ study-workers*) says study_workers '^Written: runs/workers-cifar-1-epochs-20000-images/workers.csv$' ;;
+        'make ablation') says ablation '^(fast|graph) +\d[\d.]+ ' ;;
+        'make ablation EMULATE'*) says virtual_ablation '^graph +n/a +n/a +n/a +n/a +n/a +--graph on$' ;;
         'make report'*) says report '^Written: runs/cifar-2-epochs/report.md, ' ;;
         'make doctor') says doctor '^This machine: ' ;;
     esac
