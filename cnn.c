@@ -81,13 +81,12 @@ typedef struct Shape {
 typedef struct Settings {
     const char *model, *stem, *dataset, *data, *augment, *optimizer, *schedule, *milestones;
     const char *lr_scaling, *kernels, *optimizer_launch, *out, *checkpoint, *save_every, *load;
-    const char *precision, *layout;
     size_t width, limit_train, limit_test, batch_size, test_batch_size, epochs, max_steps, seed;
     size_t step_size, warmup_epochs, log_interval, workers, threads;
     double lr, momentum, weight_decay, gamma, label_smoothing;
     bool nesterov, dry_run, save_model, resume, eval, per_class, profile, no_cuda, graph;
     bool pin_memory, resident, autotune;
-    const char *trace, *trace_steps, *zero_grad;
+    const char *trace, *trace_steps, *zero_grad, *precision, *layout;
     bool quiet, layers;
     // several devices (section 10)
     const char *parallel;
@@ -154,7 +153,7 @@ enum {
     MAX_BUCKETS = 64,
     FORWARD_MARKS = CLOCK_MARKS + MAX_BUCKETS,
     BACKWARD_MARKS = FORWARD_MARKS + MAX_LAYERS,
-    START_MARK = BACKWARD_MARKS + MAX_LAYERS + 1,
+    START_MARK = BACKWARD_MARKS + MAX_LAYERS + 2,
     MARKS
 };
 
@@ -222,12 +221,11 @@ typedef struct Work {
     bool autotune;    // choose the fastest kernels now, if that has not been done
 } Work;
 
-/* On a GPU, which may be ahead of the host: a loss that is not finite skips the update (and the host
-   ends the run when it reads the loss). With fp16, gradients below 6e-8 would become 0, so the loss
-   is multiplied by `scale`, and the gradients are divided by it in the update. There a gradient
-   that is not finite skips the update, too, and halves the scale; after SCALE_STEPS steps without
-   one it is doubled. (Micikevicius et al., "Mixed precision training", arXiv:1710.03740; the
-   numbers are those of PyTorch's GradScaler.) In the device's memory. */
+/* On a GPU. A loss that is not finite skips the update; the host ends the run when it reads it. With
+   fp16, gradients below 6e-8 would become 0: the loss is multiplied by `scale`, and the update
+   divides by it. There gradients that are not finite skip the update, too, and halve the scale;
+   after SCALE_STEPS steps without any it is doubled. (Micikevicius et al., "Mixed precision
+   training", arXiv:1710.03740; the numbers are those of PyTorch's GradScaler.) # AMP */
 typedef struct LossScale {
     float scale;             // 1 in other precisions
     uint32_t steps, skipped; // since the scale was changed; skipped in the whole run
@@ -316,8 +314,8 @@ typedef struct Backend {
        from pinned memory included; capture(false) returns a graph of them; replay() queues it */
     void *(*capture)(bool begin);
     void (*replay)(void *graph);
-    void (*free_graph)(void *graph);
-    double (*peak_gflops)(void); // multiply-adds of this device, measured
+    void (*free_graph)(void *graph); // or NULL
+    double (*peak_gflops)(void);     // multiply-adds of this device, measured
     // # PROF  for Nsight: ends this thread's ranges of this level and of those inside, and begins
     // one of this name (NULL: none); starts or stops recording
     void (*range)(RangeLevel level, const char *name);
@@ -1201,10 +1199,9 @@ typedef struct Net {
     Step *step;        // of the batch that net_load() has loaded
     size_t others;     // number of other ranks that share a batch, over which the loss is a mean
     struct Comm *comm; // backward() reports finished gradients to it; or NULL
-    bool marks_rows;   // a mark after each row
-    bool names_rows;   // a range for each row
-    double *flops;     // or NULL: backward stores what each row executes, see Backend
-    char *prepared;    // what the backend keeps for its kernels, row by row
+    bool marks_rows, names_rows; // for each row: a mark after it; a range
+    double *flops;               // or NULL: backward stores what each row executes, see Backend
+    char *prepared;              // what the backend keeps for its kernels, row by row
     size_t prepared_at[MAX_LAYERS], prepared_size;
     Plan plan; // of the arenas
 } Net;
@@ -1881,23 +1878,24 @@ static void net_load(Net *net, const Batch *batch, double lr) {
     b->copy(net->labels, batch->device_labels, batch->n);
 }
 
-// "conv1 forward"
-static void name_row(const Layer *l, bool back, char name[48]) {
-    char kind[40];
-    describe_layer(l, kind, sizeof kind);
-    snprintf(name, 48, "%.30s %s", *l->name ? l->name : kind, back ? "backward" : "forward");
+// "conv1 forward". Row net->count is backward's first: --zero-grad memset.
+static void name_row(const Net *net, size_t i, bool back, char name[48]) {
+    const Layer *l = &net->layers[i % net->count];
+    const char *kind = i < net->count ? kinds[l->kind].name : "zero_grad";
+    const char *pass = i == net->count ? "" : back ? " backward" : " forward";
+    snprintf(name, 48, "%.30s%s", *l->name ? l->name : kind, pass);
 }
 
-// # PROF  Row i begins, or none (0 or net->count): marks the end of the row before, if rows are
-// timed, and names this one, if Nsight records.
+// # PROF  Row i begins, or none: marks the end of the row before, if rows are timed, and names this
+// one, if Nsight records.
 static void begin_row(const Net *net, size_t i, bool back) {
     char name[48];
     if (net->marks_rows)
         net->backend->mark(back ? BACKWARD_MARKS + i + 1 : FORWARD_MARKS + i - 1);
     if (!net->names_rows)
         return;
-    name_row(&net->layers[i % net->count], back, name);
-    net->backend->range(RANGE_ROW, i % net->count ? name : NULL);
+    name_row(net, i, back, name);
+    net->backend->range(RANGE_ROW, i == (back ? 0 : net->count) ? NULL : name);
 }
 
 // The operands of row i for n images.
@@ -1982,16 +1980,11 @@ static void backward_row(const Net *net, size_t i, size_t n, bool *written) {
 
 static void gradients_ready(struct Comm *c, size_t first); // section 10
 
-// # EXTRA  --zero-grad memset: as optimizer.zero_grad(set_to_none=False); nothing reads the zeros.
-static bool clears_gradients(const Net *net) {
-    return strcmp(net->settings->zero_grad, "memset") == 0;
-}
-
 // loss.backward(): from the gradient of the last row to those of all parameters
 static void backward(Net *net, size_t n) {
     bool written[MAX_LAYERS] = {false};
-    if (clears_gradients(net)) {
-        net->backend->mark(BACKWARD_MARKS); // which no row has
+    if (strcmp(net->settings->zero_grad, "memset") == 0) { // # EXTRA  nothing reads the zeros
+        begin_row(net, net->count, true);
         net->backend->clear(net->grads, net->param_size * sizeof(real));
     }
     for (size_t i = net->count - 1; i > 0; i--) {
@@ -4484,10 +4477,9 @@ typedef struct Run {
     Net net;
     real *state; // the optimizer's
     double lr;
-    LossScale loss_scale; // fp16: as it was when it was last read from the device
-    // --graph: of steps of net.batch images, and of an epoch's last one, if that has fewer
-    size_t steps_alike[2]; // how many there have been
-    void *graphs[2];
+    LossScale loss_scale;  // fp16: as it was when it was last read from the device
+    size_t steps_alike[2]; // of net.batch images; of fewer, an epoch's last: how many there were
+    void *graphs[2];       // --graph: of either
     DatasetInfo info;
     Dataset train_set, test_set;
     Loader train_loader, test_loader;
@@ -4851,28 +4843,21 @@ static void begin_step(Run *run, bool over) {
     run->step_start = now();
 }
 
-// What the device did between two marks.
-static void trace_device(const Run *run, const char *name, size_t begin, size_t end) {
-    const Backend *b = run->backend;
-    trace_event(run->comm.rank, TRACK_DEVICE, name,
-                run->trace_start + b->elapsed(START_MARK, begin),
-                run->trace_start + b->elapsed(START_MARK, end));
-}
-
 // After a traced step: adds events for it and its rows. Waits for the device.
 static void trace_step(const Run *run) {
     const Net *net = &run->net;
     const size_t rank = run->comm.rank, rows = net->count - 1;
+    const size_t all = 2 * rows + (strcmp(run->settings.zero_grad, "memset") == 0);
     char name[48];
-    for (size_t k = 0; k < (net->marks_rows ? 2 * rows : 0); k++) { // forward, then backward
+    for (size_t k = 0; k < (net->marks_rows ? all : 0); k++) { // forward, then backward
         bool back = k >= rows;
-        size_t i = back ? 2 * rows - k : k + 1;
+        size_t i = back ? all - k : k + 1;
         size_t end = (back ? BACKWARD_MARKS : FORWARD_MARKS) + i, begin = back ? end + 1 : end - 1;
-        name_row(&net->layers[i], back, name);
-        trace_device(run, name, begin, end);
+        name_row(net, i, back, name);
+        trace_event(rank, TRACK_DEVICE, name,
+                    run->trace_start + net->backend->elapsed(START_MARK, begin),
+                    run->trace_start + net->backend->elapsed(START_MARK, end));
     }
-    if (net->marks_rows && clears_gradients(net))
-        trace_device(run, "zero_grad", BACKWARD_MARKS, BACKWARD_MARKS + net->count);
     snprintf(name, sizeof name, "step %zu", steps_done(run)); // as --trace-steps counts
     if (net->marks_rows)
         trace_event(rank, TRACK_STEP, name, run->step_start, now());
@@ -5388,23 +5373,17 @@ static void setup_device(Run *run) {
     }
     s->kernels = run->backend->kernels; // checkpoints compare both
     s->precision = run->backend->precision;
-    if (!gpus && strcmp(s->layout, "nhwc") != 0)
-        die(EXIT_USAGE, "--layout %s: expected nhwc on a CPU; nchw is a rung of the GPU's ladder",
-            s->layout);
+    const char *other = s->graph ? "--graph on" : s->autotune ? "--autotune on" : "--layout nchw";
+    if (!gpus && (s->graph || s->autotune || strcmp(s->layout, "nchw") == 0))
+        die(EXIT_USAGE, "%s: expected a GPU, found the CPU (%s)", other, why_not);
     printf("Device: %s%s%s%s, --kernels %s, --precision %s, --threads %zu, --workers %zu\n",
            run->device.name, gpus ? "" : " (", gpus ? "" : why_not, gpus ? "" : ")", s->kernels,
            s->precision, s->threads, s->workers);
     if (run->device.emulated)
         printf("Emulated: CUDA code on the CPU. Results are valid, times mean nothing.\n");
-    if (s->graph && !run->backend->capture)
-        die(EXIT_USAGE, "--graph on: expected a GPU, found the CPU (%s); use --graph off", why_not);
-    if (s->autotune && (!gpus || strcmp(s->kernels, "naive") == 0))
-        die(EXIT_USAGE, "--autotune on: expected --kernels tiled or tensor, on a GPU, found %s",
-            s->kernels);
     const bool whole = c->world == 1 && !s->profile && !*s->trace && !s->layers;
     if (s->graph && !whole)
-        printf("CUDA graph: off; several devices, --profile, --trace and --layers need the single "
-               "operations of a step\n");
+        printf("CUDA graph: off; it excludes several devices, --profile, --trace, --layers\n");
     s->graph &= whole;
 }
 
@@ -5583,9 +5562,8 @@ static void free_run(Run *run) {
         loader_free(&run->train_loader);
     loader_free(&run->test_loader);
     comm_free(&run->comm);
-    for (size_t i = 0; i < 2; i++)
-        if (run->graphs[i])
-            run->backend->free_graph(run->graphs[i]);
+    for (size_t i = 0; i < 2 && run->backend->free_graph; i++)
+        run->backend->free_graph(run->graphs[i]);
     plan_free(&run->plan);
     net_free(&run->net);
 }

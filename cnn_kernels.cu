@@ -362,7 +362,8 @@ static void replay(void *graph) {
 }
 
 static void free_graph(void *graph) {
-    CHECK(cudaGraphExecDestroy((cudaGraphExec_t)graph));
+    if (graph)
+        CHECK(cudaGraphExecDestroy((cudaGraphExec_t)graph));
 }
 
 #ifndef __HIP__

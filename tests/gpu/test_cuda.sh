@@ -284,7 +284,8 @@ test_precisions() {
     train resumed "${overflow[@]}" --checkpoint "$tmp/fp16.ckpt" --resume
     holds skipped/resumed "the same weights" "others" cmp "$tmp/skipped/model.safetensors" "$tmp/resumed/model.safetensors"
     refused precision_on_cpu 2 "--precision bf16: expected one of these on this device" --precision bf16 --no-cuda
-    refused layout_on_cpu 2 "--layout nchw: expected nhwc on a CPU" --layout nchw --no-cuda --dataset synthetic
+    refused layout_on_cpu 2 "--layout nchw: expected a GPU" --layout nchw --no-cuda --dataset synthetic
+    refused autotune_on_cpu 2 "--autotune on: expected a GPU" --autotune on --no-cuda --dataset synthetic
     refused tensor_fp32 2 "--kernels tensor --precision fp32: expected one of these" --kernels tensor --precision fp32
     CUEMU_SM=75 train older "${cifar[@]}" --precision bf16
     line older/says_so '^--kernels tensor, --precision bf16: this GPU has no tensor cores .*; used instead: tiled, fp32$'
