@@ -656,9 +656,14 @@ struct Index {
 };
 
 // Those of an element of a tensor of height x width.
-static __device__ Index unravel(unsigned i, unsigned height, unsigned width, Layout layout) {
+static __device__ Index index_of(unsigned i, unsigned height, unsigned width, Layout layout) {
     unsigned pixel = layout.pixel(i), row = pixel / width;
     return {(int)(row / height), (int)(row % height), (int)(pixel % width), (int)layout.channel(i)};
+}
+
+// The inverse of i = ((image * height + y) * width + x) * channels + c
+static __device__ Index unravel(unsigned i, unsigned height, unsigned width, unsigned channels) {
+    return index_of(i, height, width, {channels, 1});
 }
 
 // The input pixel, counted over all images, that a tap of the window of output pixel o reads; below
@@ -686,7 +691,7 @@ static __global__ void maxpool2d_forward_kernel(T *out, uint8_t *argmax, const T
     unsigned i = element();
     if (i >= count)
         return;
-    Index o = unravel(i, s.oh, s.ow, of_out);
+    Index o = index_of(i, s.oh, s.ow, of_out);
     real best = -INFINITY;
     int arg = 0;
     for (int tap = 0; tap < s.kernel * s.kernel; tap++) {
@@ -717,7 +722,7 @@ static __global__ void maxpool2d_backward_kernel(T *din, const T *dout, const ui
     unsigned i = element();
     if (i >= count)
         return;
-    Index p = unravel(i, s.h, s.w, of_in);
+    Index p = index_of(i, s.h, s.w, of_in);
     real sum = accumulate ? (real)din[i] : 0;
     for (int tap = 0; tap < s.kernel * s.kernel; tap++) {
         int pixel = output_pixel(s, p, tap);
@@ -921,7 +926,7 @@ static __global__ void gather_kernel(T *out, uint8_t *labels, Resident r, Layout
     unsigned size = r.shape.h * r.shape.w * r.shape.c, i = element();
     if (i >= n * size)
         return;
-    Index o = unravel(i, r.shape.h, r.shape.w, layout);
+    Index o = index_of(i, r.shape.h, r.shape.w, layout);
     size_t position = position_of(*draw, o.image), image = r.order[position];
     int y = o.y, x = o.x;
     if (r.augment == AUGMENT_CROP_FLIP) {
@@ -1406,7 +1411,7 @@ static __global__ void conv2d_forward_naive_kernel(real *out, const real *in, co
     unsigned i = element();
     if (i >= count)
         return;
-    Index o = unravel(i, s.oh, s.ow, {(unsigned)s.oc, 1});
+    Index o = unravel(i, s.oh, s.ow, s.oc);
     real sum = 0;
     for (int tap = 0; tap < s.kernel * s.kernel; tap++) {
         int pixel = input_pixel(s, o, tap);
@@ -1436,7 +1441,7 @@ static __global__ void conv2d_data_gradient_naive_kernel(real *din, const real *
     unsigned i = element();
     if (i >= count)
         return;
-    Index p = unravel(i, s.h, s.w, {(unsigned)s.c, 1});
+    Index p = unravel(i, s.h, s.w, s.c);
     real sum = accumulate ? din[i] : 0;
     for (int tap = 0; tap < s.kernel * s.kernel; tap++) {
         int pixel = output_pixel(s, p, tap);
@@ -1463,7 +1468,7 @@ static __global__ void conv2d_weight_gradient_naive_kernel(real *dweight, const 
     int k = (int)(i % s.oc), c = (int)(i / s.oc % s.c), tap = (int)(i / s.oc / s.c);
     real sum = 0;
     for (unsigned o = 0; o < n * s.oh * s.ow; o++) {
-        int pixel = input_pixel(s, unravel(o, s.oh, s.ow, {1, 1}), tap);
+        int pixel = input_pixel(s, unravel(o, s.oh, s.ow, 1), tap);
         if (pixel >= 0)
             sum += in[pixel * s.c + c] * dout[o * s.oc + k];
     }
