@@ -2032,7 +2032,7 @@ static size_t count_predictions(const Net *net, const Batch *batch, size_t *conf
 
 // A loss that is not finite ends the run; the message names the first row that is not.
 static void check_loss(const Net *net, const Batch *batch, double loss) {
-    char where[160] = "";
+    char where[256] = "";
     for (size_t i = 0; i < net->count && !isfinite(loss) && !*where; i++) {
         const Layer *l = &net->layers[i];
         size_t count = l->fused ? 0 : batch->n * shape_size(l->pool ? l->pool->out : l->out);
