@@ -366,7 +366,10 @@ static void free_graph(void *graph) {
         CHECK(cudaGraphExecDestroy((cudaGraphExec_t)graph));
 }
 
-#ifndef __HIP__
+#ifdef __HIP__ // whose tools have calls of their own
+#define hipProfilerStart() hipSuccess
+#define hipProfilerStop() hipSuccess
+#else
 #include <cuda_profiler_api.h>
 #endif
 #if defined(CUDA_ON_CPU) || __has_include(<nvtx3/nvToolsExt.h>)
@@ -2115,6 +2118,8 @@ static double peak_gflops(void) {
 
    The functions that wrap these instructions are all that differs between a GPU and the emulator. */
 
+#ifndef __HIP__
+
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800 // a GPU without these instructions
 enum { HAS_MMA = false };
 #define PTX(emulated, ...)
@@ -2373,6 +2378,8 @@ template <class T> static void conv2d_backward_tensor(Work w) {
     if (w.din)
         gemm_tensor<true, true>(data_gradient_product<T>(w), w);
 }
+
+#endif // __HIP__
 
 /* ==== 8. The backends ===========================================================================
 

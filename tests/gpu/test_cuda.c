@@ -276,8 +276,15 @@ static void round_array(const Backend *b, const Array *a) {
         ((real *)a->at)[i] = rounded(b, ((real *)a->at)[i]);
 }
 
-// The exact result is rounded; the bound of another one includes the rounding.
-static void round_output(const Backend *b, const Array *want, const Array *bound) {
+// The exact result is rounded; the bound of another one includes the rounding, or the overflow that
+// both have in fp16.
+static void round_output(const Backend *b, const Array *got, const Array *want,
+                         const Array *bound) {
+    for (size_t i = 0; want->typed && i < want->count; i++) {
+        real *x = (real *)got->at + i, y = rounded(b, ((real *)want->at)[i]);
+        if (isinf(y) && *x == y)
+            *x = ((real *)want->at)[i] = 0;
+    }
     if (want->terms == 0)
         round_array(b, want);
     for (size_t i = 0; want->typed && want->terms && i < want->count; i++)
@@ -304,7 +311,7 @@ static bool compare(const Backend *b, Task t, Array *a, size_t count) {
         bound_by_sums(&t, bound, count);
     for (size_t i = 0; i < count; i++) {
         if (unit_roundoff(b) > 0 && a[i].output)
-            round_output(b, &want[i], &bound[i]);
+            round_output(b, &got[i], &want[i], &bound[i]);
         if (a[i].output && a[i].terms)
             check_tensor(a[i].name, got[i].at, want[i].at, bound[i].at, a[i].count);
         else if (a[i].output)

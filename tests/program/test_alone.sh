@@ -76,8 +76,8 @@ test_compiler() {
 test_refusal() {
     refused refusal/fast 2 "--kernels fast" "${train[@]}" --kernels fast
     holds refusal/fast/why "where the fast kernels come from" "$(cat "$err")" \
-        grep -q 'expected naive .*cnn_kernels\.c was not beside cnn\.c when it was compiled' "$err"
-    refused refusal/tiled 2 "--kernels tiled: expected naive" "${train[@]}" --kernels tiled
+        grep -q 'expected one of these on this device: naive in fp32 .*cnn_kernels\.c was not beside cnn\.c when it was compiled' "$err"
+    refused refusal/tiled 2 "--kernels tiled --precision (any): expected one of these on this device: naive in fp32 (a CPU)" "${train[@]}" --kernels tiled
 }
 
 # The same flags, with cnn_kernels.c beside cnn.c: it becomes the default, and changes nothing else.
@@ -95,7 +95,7 @@ test_kernels() {
     compile left_out "$command" -DCNN_NO_KERNELS
     same left_out/hash "$alone" "$(hash)"
     kernels left_out/default naive
-    refused left_out/fast 2 "--kernels fast: expected naive" "${train[@]}" --kernels fast
+    refused left_out/fast 2 "--kernels fast --precision (any): expected one of these on this device: naive in fp32" "${train[@]}" --kernels fast
 }
 
 holds command "a command that compiles cnn.c in its first comment" "$command" test -n "$command"
