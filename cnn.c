@@ -86,7 +86,7 @@ typedef struct Settings {
     size_t step_size, warmup_epochs, log_interval, workers, threads;
     double lr, momentum, weight_decay, gamma, label_smoothing;
     bool nesterov, dry_run, save_model, resume, eval, per_class, profile, no_cuda, graph;
-    bool pin_memory, resident;
+    bool pin_memory, resident, autotune;
     const char *trace, *trace_steps, *zero_grad;
     bool quiet, layers;
     // several devices (section 10)
@@ -211,14 +211,15 @@ typedef struct Work {
     const real *weight, *bias; // bias NULL: there is none
     real *out, *dout, *din;    // din NULL: not needed
     real *dweight, *dbias;
-    real *stats;          // batchnorm2d
-    uint8_t *saved;       // argmax of a max-pool, mask of a dropout
-    real *scratch;        // the backend's scratch_size() numbers
-    void *transposed;     // --layout nchw: its transposed_size() elements; else NULL
-    Shape from;           // the shape of in, before a linear layer flattens it
-    const void *prepared; // what the backend's prepare() has made for this row
-    const Draw *draw;     // of a training step, in the device's memory; NULL: evaluation
-    bool accumulate;      // another reader of the same row has already written din
+    real *stats;      // batchnorm2d
+    uint8_t *saved;   // argmax of a max-pool, mask of a dropout
+    real *scratch;    // the backend's scratch_size() numbers
+    void *transposed; // --layout nchw: its transposed_size() elements; else NULL
+    Shape from;       // the shape of in, before a linear layer flattens it
+    void *prepared;   // what the backend's prepare() has made for this row, and keeps there
+    const Draw *draw; // of a training step, in the device's memory; NULL: evaluation
+    bool accumulate;  // another reader of the same row has already written din
+    bool autotune;    // choose the fastest kernels now, if that has not been done
 } Work;
 
 /* On a GPU, which may be ahead of the host: a loss that is not finite skips the update (and the host
@@ -274,7 +275,7 @@ typedef struct Backend {
     bool (*fuses_pool)(const Layer *conv, const Layer *pool); // ... and this max-pool
     size_t (*scratch_size)(const Layer *l, size_t n);         // in numbers of 32 bits
     size_t (*transposed_size)(const Layer *l, size_t n);      // in elements; NULL: NHWC only
-    // constant data of a row's kernels: its size in bytes, and the function that computes it
+    // what the kernels of a row keep, in the host's memory: its size in bytes; sets it up
     size_t (*prepared_size)(const Layer *l);
     void (*prepare)(void *prepared, const Layer *l);
     // operations that the row's forward and backward execute; NULL: those of the definition
@@ -1920,7 +1921,8 @@ static Work work_of(const Net *net, size_t i, size_t n, const Draw *draw) {
                   .transposed = net->transposed,
                   .from = before->out,
                   .prepared = net->prepared + net->prepared_at[i],
-                  .draw = draw};
+                  .draw = draw,
+                  .autotune = net->settings->autotune};
 }
 
 // One row's output (=), with what is fused into it. n == 0: this rank of dp has no image.
@@ -3928,6 +3930,8 @@ static const Option options[] = {
      "memset: clear the gradients before backward, as frameworks once did, to compare"},
     {"--graph", SWITCH(graph), "off", 0,
      "GPU: launch each step as one CUDA graph, instead of kernel by kernel"},
+    {"--autotune", SWITCH(autotune), "off", 0,
+     "GPU: time the tiles of each product in the first step, keep the fastest; same results"},
     {"--resident", SWITCH(resident), "on", 0,
      "GPU: keep the data set in its memory, if it fits; off: copy each batch"},
     {"--pin-memory", SWITCH(pin_memory), "on", 0,
@@ -5394,6 +5398,9 @@ static void setup_device(Run *run) {
         printf("Emulated: CUDA code on the CPU. Results are valid, times mean nothing.\n");
     if (s->graph && !run->backend->capture)
         die(EXIT_USAGE, "--graph on: expected a GPU, found the CPU (%s); use --graph off", why_not);
+    if (s->autotune && (!gpus || strcmp(s->kernels, "naive") == 0))
+        die(EXIT_USAGE, "--autotune on: expected --kernels tiled or tensor, on a GPU, found %s",
+            s->kernels);
     const bool whole = c->world == 1 && !s->profile && !*s->trace && !s->layers;
     if (s->graph && !whole)
         printf("CUDA graph: off; several devices, --profile, --trace and --layers need the single "

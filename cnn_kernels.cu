@@ -95,7 +95,8 @@ enum { THREADS = 256, WARP = 32 };
 
 static void (*fail)(int status, const char *format, ...); // die() of cnn.c
 static cudaStream_t streams[MAX_REPLICAS];
-static cudaEvent_t events[MAX_REPLICAS][MARKS];
+enum { TUNING_MARKS = MARKS, ALL_MARKS = MARKS + 2 };
+static cudaEvent_t events[MAX_REPLICAS][ALL_MARKS];
 static int devices_of[MAX_REPLICAS]; // by replica
 static thread_local size_t replica;  // that this host thread computes for
 static thread_local int device;      // that it uses
@@ -160,7 +161,7 @@ static void use(size_t r, size_t which, void (*on_error)(int, const char *, ...)
     if (streams[replica])
         return;
     CHECK(cudaStreamCreateWithFlags(&streams[replica], cudaStreamNonBlocking));
-    for (size_t i = 0; i < MARKS; i++)
+    for (size_t i = 0; i < ALL_MARKS; i++)
         CHECK(cudaEventCreateWithFlags(&events[replica][i], cudaEventBlockingSync));
 }
 
@@ -1744,12 +1745,15 @@ template <int COUNT, int APART> static __device__ void read_fours(real *x, const
     }
 }
 
+enum Pass { FORWARD, DATA_GRADIENT, WEIGHT_GRADIENT, PASSES };
+
 // C = A * B, as the table at the head of this section has it for each pass.
 template <class T, class O> struct Product {
     Operand<T> a, b;
     Result<O> c;
     int rows, columns, depth; // of each phase; the depth of the deepest
     unsigned elements;        // of C, of all phases together
+    Pass pass;
     Phases phases = {};
     int splits = 1;
     real *parts = NULL; // with several splits their sums, `elements` for each
@@ -1899,10 +1903,35 @@ static void launch_gemm(const Variant<T, O> &v, const Product<T, O> &p) {
         LAUNCH(join_splits_kernel<P>, p.elements, p);
 }
 
-/* Queues the product with one of the variants: 0: for operands that cannot be read by chunks; the
-   others from the smallest tile to the largest. By default the largest of which there are enough to
-   occupy a GPU, and that computes no more columns beyond C than the smallest. Like the splits, it
-   depends on the shapes alone. */
+/* --autotune on: the variant that computes this product fastest: the mean of three launches, after
+   one that loads the kernel. */
+template <class T, class O>
+static size_t fastest(const Variant<T, O> (&variants)[VARIANTS], size_t usual,
+                      const Product<T, O> &p, const char *layer) {
+    static const char *const passes[] = {"forward", "data gradient", "weight gradient"};
+    double seconds[VARIANTS];
+    size_t best = usual;
+    for (size_t i = 1; i < VARIANTS; i++) {
+        launch_gemm(variants[i], p);
+        mark(TUNING_MARKS);
+        for (int launch = 0; launch < 3; launch++)
+            launch_gemm(variants[i], p);
+        mark(TUNING_MARKS + 1);
+        seconds[i] = elapsed(TUNING_MARKS, TUNING_MARKS + 1) / 3;
+    }
+    for (size_t i = 1; i < VARIANTS; i++)
+        best = seconds[i] < seconds[best] ? i : best;
+    if (best != usual && replica == 0)
+        printf("Autotune: %s, %s: tiles of %zu x %zu, %.1f us; of %zu x %zu, %.1f us\n", layer,
+               passes[p.pass], variants[best].m, variants[best].n, 1e6 * seconds[best],
+               variants[usual].m, variants[usual].n, 1e6 * seconds[usual]);
+    return best;
+}
+
+/* Queues the product with one of the variants. The first is for operands that cannot be read by
+   chunks; of the others the largest tile of which there are enough to occupy a GPU, and that
+   computes no more columns beyond C than the smallest: like the splits, this depends on the shapes
+   alone. Or the one that was the fastest; an accumulated result cannot be computed repeatedly. */
 template <class T, class O>
 static void gemm(const Variant<T, O> (&variants)[VARIANTS], Product<T, O> p, Work w) {
     const size_t phases = p.phases.stride * p.phases.stride;
@@ -1916,6 +1945,12 @@ static void gemm(const Variant<T, O> (&variants)[VARIANTS], Product<T, O> p, Wor
         if (blocks >= LEAST_BLOCKS &&
             across * v.n == ceil_div(p.columns, variants[1].n) * variants[1].n)
             chosen = i;
+    }
+    if (w.autotune && chosen && !p.c.accumulate) {
+        uint8_t *best = (uint8_t *)w.prepared + p.pass; // 0: not measured yet
+        if (*best == 0)
+            *best = (uint8_t)fastest(variants, chosen, p, w.l->name);
+        chosen = *best;
     }
     launch_gemm(variants[chosen], p);
 }
@@ -1958,7 +1993,8 @@ template <class T> static Product<T, T> forward_product(Work w) {
                        (int)outputs(w) / columns,
                        columns,
                        depth,
-                       (unsigned)outputs(w)};
+                       (unsigned)outputs(w),
+                       FORWARD};
     p.c.bias = w.bias;
     p.c.relu = w.l->relu;
     return p;
@@ -1972,7 +2008,8 @@ template <class T> static Product<T, real> weight_gradient_product(Work w) {
             (int)w.l->weights / columns,
             columns,
             (int)outputs(w) / columns,
-            (unsigned)w.l->weights};
+            (unsigned)w.l->weights,
+            WEIGHT_GRADIENT};
 }
 
 template <class T> static Product<T, T> data_gradient_product(Work w) {
@@ -1994,6 +2031,7 @@ template <class T> static Product<T, T> data_gradient_product(Work w) {
     p.columns = s.c;
     p.depth = taps_met * taps_met * s.oc;
     p.elements = (unsigned)inputs(w);
+    p.pass = DATA_GRADIENT;
     p.phases = {s.stride, s.kernel, s.padding, s.c, s.oc};
     return p;
 }
@@ -2415,6 +2453,15 @@ template <class T, void (*RUN)(Work)> static void backward_in_nhwc(Work w) {
         transpose<T>(w.din, inner.din, w.n, w.from, true, w.accumulate);
 }
 
+// A row of the table keeps the numbers of the variants that --autotune has chosen, a byte a pass.
+static size_t prepared_size(const Layer *l) {
+    return l->kind == CONV2D || l->kind == LINEAR ? PASSES : 0;
+}
+
+static void prepare(void *prepared, const Layer *l) {
+    memset(prepared, 0, prepared_size(l));
+}
+
 // The elements that a row needs for that.
 static size_t transposed_size(const Layer *l, size_t n) {
     return l->kind == CONV2D || l->kind == LINEAR
@@ -2468,6 +2515,8 @@ static Backend make_backend(const char *kernels, const char *precision) {
         b.layers[RELU].forward = relu_forward;
     b.norm_relu_backward = true;
     b.scratch_size = scratch_size;
+    b.prepared_size = prepared_size;
+    b.prepare = prepare;
     b.transposed_size = transposed_size;
     // the loss, optimizers and the loader
     b.nll_loss = nll_loss;
