@@ -111,11 +111,12 @@ typedef struct Layer {
     bool masks_din;                 // conv2d: backward includes that of the ReLU before it
     const struct Layer *residual;   // the row whose output is added, or NULL
     const struct Layer *pool;       // conv2d: the max-pool fused into it, or NULL
-    size_t weights, biases;         // numbers of parameters; batchnorm2d: weights are its scales
-    size_t weight, bias;            // their offsets into params and grads
-    size_t output, gradient;        // offsets into activations and dactivations, in bytes
-    size_t stats;                   // batchnorm2d: offset into stats, see batchnorm2d_forward()
-    size_t saved;                   // offset into saved: argmax of a max-pool, mask of a dropout
+    const struct Layer *moments; // conv2d, batchnorm2d: the other, whose moments the former stores
+    size_t weights, biases;      // numbers of parameters; batchnorm2d: weights are its scales
+    size_t weight, bias;         // their offsets into params and grads
+    size_t output, gradient;     // offsets into activations and dactivations, in bytes
+    size_t stats;                // batchnorm2d: offset into stats, see batchnorm2d_forward()
+    size_t saved;                // offset into saved: argmax of a max-pool, mask of a dropout
 } Layer;
 
 // The identity of a batch's images: random numbers depend on the image, not on the batch.
@@ -221,10 +222,10 @@ typedef struct Work {
     bool autotune;    // choose the fastest kernels now, if that has not been done
 } Work;
 
-/* On a GPU. A loss that is not finite skips the update; the host ends the run when it reads it. With
-   fp16, gradients below 6e-8 would become 0: the loss is multiplied by `scale`, and the update
-   divides by it. There gradients that are not finite skip the update, too, and halve the scale;
-   after SCALE_STEPS steps without any it is doubled. (Micikevicius et al., "Mixed precision
+/* On a GPU. A loss that is not finite skips the update; the host, which reads it later, ends the
+   run. With fp16, gradients below 6e-8 would become 0: the loss is multiplied by `scale`, and the
+   update divides by it. There gradients that are not finite skip the update, too, and halve the
+   scale; after SCALE_STEPS steps without any it is doubled. (Micikevicius et al., "Mixed precision
    training", arXiv:1710.03740; the numbers are those of PyTorch's GradScaler.) # AMP */
 typedef struct LossScale {
     float scale;             // 1 in other precisions
@@ -270,6 +271,7 @@ typedef struct Backend {
         bool fuses; // forward itself adds the residual and applies the ReLU
     } layers[KINDS];
     bool norm_relu_backward; // a batchnorm2d's backward does its ReLU's, if there is no residual
+    bool conv_moments; // a conv2d's forward may store the moments of the batchnorm2d behind it
     bool (*fuses_pool)(const Layer *conv, const Layer *pool); // ... and this max-pool
     size_t (*scratch_size)(const Layer *l, size_t n);         // in numbers of 32 bits
     size_t (*transposed_size)(const Layer *l, size_t n);      // in elements; NULL: NHWC only
@@ -278,7 +280,7 @@ typedef struct Backend {
     void (*prepare)(void *prepared, const Layer *l);
     // operations that the row's forward and backward execute; NULL: those of the definition
     double (*flops)(Work w);
-    // dlogp is multiplied by the scale, unless that is NULL; scale->not_finite += losses that are not
+    // dlogp is multiplied by the scale; scale->not_finite += losses that are not; NULL: neither
     void (*nll_loss)(real *losses, real *dlogp, const real *logp, const uint8_t *labels, size_t n,
                      size_t batch, size_t classes, double smoothing, LossScale *scale);
     void (*set_step)(Step *to, Step step); // queued; to: in the device's memory
@@ -657,19 +659,14 @@ static uint64_t hash_bytes(uint64_t hash, const void *memory, size_t bytes) {
     return hash;
 }
 
-// The index of the first number that is NaN or infinite; count, if all are finite.
-static size_t first_not_finite(const real *numbers, size_t count) {
-    size_t i = 0;
-    while (i < count && isfinite(numbers[i]))
-        i++;
-    return i;
-}
-
-// The same of numbers with 16 bits, of which `exponent` bits are the exponent: 8 in bf16, 5 in fp16
-static size_t first_not_finite_16(const uint16_t *numbers, size_t count, int exponent) {
+// The index of the first number that is not finite, or count. exponent: 0, or of numbers with 16
+// bits how many of them are the exponent's, 8 in bf16, 5 in fp16
+static size_t first_not_finite(const void *numbers, size_t count, int exponent) {
     const int ones = (1 << exponent) - 1;
     size_t i = 0;
-    while (i < count && (numbers[i] >> (15 - exponent) & ones) != ones)
+    while (i < count &&
+           (exponent ? (((const uint16_t *)numbers)[i] >> (15 - exponent) & ones) != ones
+                     : isfinite(((const real *)numbers)[i])))
         i++;
     return i;
 }
@@ -1411,6 +1408,10 @@ static void plan_fusion(Net *net) {
             (l->fused ? to : l)->residual = &net->layers[l->other];
         } else if (l->kind == RELU && alone && !to->pool) {
             l->fused = to->relu = to->relu_backward = true;
+        } else if (l->kind == BATCHNORM2D && b->conv_moments && l[-1].kind == CONV2D &&
+                   l->input == i - 1) {
+            l->moments = &l[-1];
+            l[-1].moments = l;
         } else if (l->kind == MAXPOOL2D && alone && to->kind == CONV2D && to->relu && !to->pool &&
                    b->fuses_pool && b->fuses_pool(to, l)) {
             Layer *before = fused_into(net, to->input);
@@ -2037,13 +2038,12 @@ static void check_loss(const Net *net, const Batch *batch, double loss) {
         const Layer *l = &net->layers[i];
         size_t count = l->fused ? 0 : batch->n * shape_size(l->pool ? l->pool->out : l->out);
         size_t bytes = element_of(net, l);
+        int exponent = bytes == sizeof(real) ? 0 : net->backend->adjust_scale ? 5 : 8;
         void *values = must_alloc(count * bytes, "a copy of the outputs");
         char what[64];
         net->backend->copy(values, output(net, l), count * bytes);
         describe_layer(l, what, sizeof what);
-        if ((bytes == sizeof(real)
-                 ? first_not_finite(values, count)
-                 : first_not_finite_16(values, count, net->backend->adjust_scale ? 5 : 8)) < count)
+        if (first_not_finite(values, count, exponent) < count)
             snprintf(where, sizeof where,
                      "; the first output that is not finite is in row %zu (%s%s%s)", i, l->name,
                      *l->name ? ": " : "", what);
@@ -3647,7 +3647,7 @@ static void save_tensors(Net *net, const Optimizer *optimizer, real *state, cons
         int64_t tracked = (int64_t)net->batches_tracked;
         if (t->values)
             net->backend->copy(net->host[0], t->values, t->bytes);
-        if (t->values && first_not_finite(net->host[0], t->count) < t->count) {
+        if (t->values && first_not_finite(net->host[0], t->count, 0) < t->count) {
             unlink(f.temporary);
             die(1, "%s: not written, since %s is not finite; try a smaller --lr", path, t->name);
         }
@@ -3800,7 +3800,7 @@ static void read_tensors(TensorFile *f, Net *net, const Optimizer *optimizer, re
         if (fseek(f->stream, (long)(f->data + t->begin), SEEK_SET) != 0 ||
             fread(to, 1, t->bytes, f->stream) != t->bytes)
             file_fail("cannot read", f->path);
-        size_t bad = t->values ? first_not_finite(net->host[0], t->count) : t->count;
+        size_t bad = t->values ? first_not_finite(net->host[0], t->count, 0) : t->count;
         if (bad < t->count)
             die(1, "%s: %s: expected finite numbers, found %g", f->path, t->name,
                 (double)net->host[0][bad]);

@@ -3,20 +3,20 @@
    program. Figures are medians over several measurements, by events in the device's stream; no
    speeds are printed when the "device" is the emulator. The host queues the calls of an operation
    while the device is still busy with a copy, so that short operations do not show the time that
-   the host takes to launch them; the first of an operation's calls then finds nothing in the caches.
+   the host takes to launch them; an operation's first call then finds nothing in the caches.
 
      build/bench_gpu [--nets "mnist,64 cifar64,250 ..."] [--json FILE] [--tiny] [OPTIONS of ./cnn]
 
-   A net is model,batch; cifar64 is --model cifar --width 64. --tiny: networks that take the emulator
-   seconds. OPTIONS select the kernels, such as --kernels tensor --precision bf16. One line of
-   key=value for each network, then one for each kind of operation: its calls in a step, their total
+   A net is model,batch; cifar64 is --model cifar --width 64. --tiny: networks that take the
+   emulator seconds. OPTIONS select the kernels, such as --kernels tensor --precision bf16. One line
+   of key=value for each network, then one for each kind of operation: its calls in a step, their total
    time, and GFLOP/s and GB/s over that time. FLOP are counted as in the summary of ./cnn, bytes as
    in the comments of cnn_kernels.cu, those of a convolution once for each number.
 
    roofline_ms is the time that the step would take if each operation reached the limit that applies
-   to it: FLOP at peak_gflops, or bytes at copy_gb_per_s. In fp32 peak_gflops is that of multiply-adds
-   in registers (peak=registers). Tensor cores have no such measurement: there it is what these
-   kernels reach in a large convolution (peak=own_product), so that a percentage of it says how well
+   to it: FLOP at peak_gflops, or bytes at copy_gb_per_s. In fp32 peak_gflops is that of
+   multiply-adds in registers (peak=registers). Tensor cores have no such measurement: there it is
+   what these kernels reach in a large convolution (peak=own_product), so that a percentage of it says how well
    they do on smaller ones, not how far they are from the hardware. Exit code 77 without a GPU. */
 #define CNN_NO_MAIN
 #include "../../cnn.c"
@@ -78,7 +78,7 @@ static size_t repeats(const Sample *s, bool grows) {
         sample->seconds[walk] = gpu->elapsed(0, 1) / (double)count_; \
     } while (0)
 
-/* The numbers that a layer's operations move at least: for each element of its input and its output.
+/* The numbers that a layer's operations move at least: for each element of its input and output.
    masks: also a byte for each element of the output. Convolutions and linear layers also read each
    weight or write its gradient, in 32 bits, once in every pass. `data` is added in backward if it
    computes din. */
