@@ -1625,8 +1625,8 @@ struct TileReader {
     __device__ static Digits k_number(const Operand<T> &o, int k) {
         return ONE_DIGIT ? Digits{k, 0, 0} : axis_of_k(o).digits(k);
     }
-    // Calls take(chunk, piece, address, valid) for the tile at k, which follows the last call's. Not
-    // valid: 0, since it is outside of the image or not below `end`.
+    // Calls take(chunk, piece, address, valid) for the tile at k, which follows the last call's.
+    // Not valid: 0, since it is outside of the image or not below `end`.
     template <class Take>
     __device__ void read(const Operand<T> &o, int k, int end, const Take &take) {
 #pragma unroll
@@ -2292,6 +2292,7 @@ static __device__ void stage_sums(real *to, const real (&sums)[M][N][4]) {
         for (int j = 0; j < N; j++)
             *(float2 *)(to + (i * 8 + lane / 4) * Tile::PITCH + j * 8 +
                         lane % 4 * 2) = {sums[i / 2][j][i % 2 * 2], sums[i / 2][j][i % 2 * 2 + 1]};
+    __syncthreads(); // for the threads that read them
 }
 
 // Stores the sums of a tile of C, which lie in shared memory.
@@ -2387,7 +2388,6 @@ static __global__ void __launch_bounds__(TENSOR_THREADS, WIDTH == 1 ? 3 : Tile::
     real *staged = (real *)tiles;
     __syncthreads(); // the last tile has been read
     stage_sums<Tile>(staged + row * Tile::PITCH + column, sums);
-    __syncthreads();
     if (A_ALONG_K && !B_ALONG_K && p.moments)
         store_moments<Tile, O>(p.moments, staged, job, p.rows, p.columns);
     if (p.splits > 1)

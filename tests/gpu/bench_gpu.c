@@ -8,16 +8,17 @@
      build/bench_gpu [--nets "mnist,64 cifar64,250 ..."] [--json FILE] [--tiny] [OPTIONS of ./cnn]
 
    A net is model,batch; cifar64 is --model cifar --width 64. --tiny: networks that take the
-   emulator seconds. OPTIONS select the kernels, such as --kernels tensor --precision bf16. One line
-   of key=value for each network, then one for each kind of operation: its calls in a step, their total
-   time, and GFLOP/s and GB/s over that time. FLOP are counted as in the summary of ./cnn, bytes as
-   in the comments of cnn_kernels.cu, those of a convolution once for each number.
+   emulator seconds. OPTIONS select the kernels, such as --kernels tensor --precision bf16. One
+   line of key=value for each network, then one for each kind of operation: its calls in a step,
+   their total time, and GFLOP/s and GB/s over that time. FLOP are counted as in the summary of
+   ./cnn, bytes as in the comments of cnn_kernels.cu, those of a convolution once for each number.
 
-   roofline_ms is the time that the step would take if each operation reached the limit that applies
-   to it: FLOP at peak_gflops, or bytes at copy_gb_per_s. In fp32 peak_gflops is that of
-   multiply-adds in registers (peak=registers). Tensor cores have no such measurement: there it is
-   what these kernels reach in a large convolution (peak=own_product), so that a percentage of it says how well
-   they do on smaller ones, not how far they are from the hardware. Exit code 77 without a GPU. */
+   roofline_ms is the time that the step would take if each operation reached the limit that
+   applies to it: FLOP at peak_gflops, or bytes at copy_gb_per_s. In fp32 peak_gflops is that of
+   multiply-adds in registers (peak=registers). Tensor cores have no such measurement: there it
+   is what these kernels reach in a large convolution (peak=own_product), so that a percentage of
+   it says how well they do on smaller ones, not how far they are from the hardware. Exit code 77
+   without a GPU. */
 #define CNN_NO_MAIN
 #include "../../cnn.c"
 
