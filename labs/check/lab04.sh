@@ -46,6 +46,7 @@ cut_kernels() {
             print "static size_t parts_size(size_t, size_t, size_t) { return 0; }"
             print "static double peak_gflops(void) { return 0; }"
             print "enum { PASSES };"
+            print "static bool stores_moments(const Layer *, size_t) { return false; }"
             print "#define conv2d_forward_tiled conv2d_forward_naive"
             print "#define conv2d_backward_tiled conv2d_backward_naive"
             print "template <class T> static void conv2d_forward_tensor(Work w) { (void)w; }"
