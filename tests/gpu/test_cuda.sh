@@ -260,7 +260,7 @@ test_precisions() {
     local resnet=(--model resnet8 --limit-train 16 --batch-size 8) overflow
     for how in tf32 bf16 fp16; do
         train "$how" "${cifar[@]}" --precision "$how"
-        [ -n "${QUICK:-}" ] && [ "$how" = tf32 ] && continue
+        [ -n "${QUICK:-}" ] && [ "$how" != bf16 ] && continue
         train "${how}_graph" "${cifar[@]}" --precision "$how" --graph on
         equal "${how}_graph" "$how"
         train "${how}_dp" "${cifar[@]}" --precision "$how" --gpus 2 --oversubscribe --parallel dp
