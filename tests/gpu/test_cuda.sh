@@ -312,7 +312,7 @@ test_memory() {
 # shellcheck disable=SC2317 # xargs calls it, and the next ones
 noticed() {
     # the pipe ends the program at its first failure
-    QUICK=1 OMP_NUM_THREADS=1 CUEMU_LAZY=1 CUEMU_PROTECT=1 timeout 100 "$@" 2>&1 |
+    QUICK=1 OMP_NUM_THREADS=1 CUEMU_LAZY=1 CUEMU_PROTECT=1 timeout 300 "$@" 2>&1 |
         grep -qE -m 1 '^fail|ThreadSanitizer: data race'
     local status=("${PIPESTATUS[@]}")
     [ "${status[1]}" -eq 0 ] || [ "${status[0]}" -ne 0 ]
