@@ -107,7 +107,7 @@ check_output() { # COMMAND
     case $1 in
         *--resume*) says resume '^Resuming from run.ckpt: epoch 3, step 6$' ;;
         *--eval*) says eval '^Loaded the weights in mnist_cnn.safetensors$' ;;
-        *'--model lenet'*) says alone '^Device: .*, --kernels naive,' ;;
+        './cnn --model lenet'*) says alone '^Device: .*, --kernels naive,' ;;
         *'--model strided'*) says own_parameters '^  56394 parameters, 16\.5 MFLOP to train on one image$' ;;
         'make cnn cnn-emu') verdict gelu_warnings "no warning" "$(cat "$err")" [ ! -s "$err" ] ;;
         './cnn --model gelu'*) losses >"$tmp/cpu_losses" && says gelu_rows '^ +2 +gelu ' ;;
