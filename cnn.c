@@ -112,11 +112,12 @@ typedef struct Layer {
     bool masks_din;                 // conv2d: backward includes that of the ReLU before it
     const struct Layer *residual;   // the row whose output is added, or NULL
     const struct Layer *pool;       // conv2d: the max-pool fused into it, or NULL
-    size_t weights, biases;         // numbers of parameters; batchnorm2d: weights are its scales
-    size_t weight, bias;            // their offsets into params and grads
-    size_t output, gradient;        // offsets into activations and dactivations, in bytes
-    size_t stats;                   // batchnorm2d: offset into stats, see batchnorm2d_forward()
-    size_t saved;                   // offset into saved: argmax of a max-pool, mask of a dropout
+    const struct Layer *moments; // conv2d, batchnorm2d: the other, whose moments the former stores
+    size_t weights, biases;      // numbers of parameters; batchnorm2d: weights are its scales
+    size_t weight, bias;         // their offsets into params and grads
+    size_t output, gradient;     // offsets into activations and dactivations, in bytes
+    size_t stats;                // batchnorm2d: offset into stats, see batchnorm2d_forward()
+    size_t saved;                // offset into saved: argmax of a max-pool, mask of a dropout
 } Layer;
 
 // The identity of a batch's images: random numbers depend on the image, not on the batch.
@@ -272,6 +273,7 @@ typedef struct Backend {
         bool fuses; // forward itself adds the residual and applies the ReLU
     } layers[KINDS];
     bool norm_relu_backward; // a batchnorm2d's backward does its ReLU's, if there is no residual
+    bool conv_moments; // a conv2d's forward may store the moments of the batchnorm2d behind it
     bool (*fuses_pool)(const Layer *conv, const Layer *pool); // ... and this max-pool
     size_t (*scratch_size)(const Layer *l, size_t n);         // in numbers of 32 bits
     size_t (*transposed_size)(const Layer *l, size_t n);      // in elements; NULL: NHWC only
@@ -1414,6 +1416,10 @@ static void plan_fusion(Net *net) {
             (l->fused ? to : l)->residual = &net->layers[l->other];
         } else if (l->kind == RELU && alone && !to->pool) {
             l->fused = to->relu = to->relu_backward = true;
+        } else if (l->kind == BATCHNORM2D && b->conv_moments && l[-1].kind == CONV2D &&
+                   l->input == i - 1) {
+            l->moments = &l[-1];
+            l[-1].moments = l;
         } else if (l->kind == MAXPOOL2D && alone && to->kind == CONV2D && to->relu && !to->pool &&
                    b->fuses_pool && b->fuses_pool(to, l)) {
             Layer *before = fused_into(net, to->input);

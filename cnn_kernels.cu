@@ -1035,7 +1035,7 @@ static void load_images(real *out, const real *images, size_t n, Shape s, bool n
    one warp per channel. Blocks of the first kernel have 32 x 8 threads: x is the channel, so a warp
    reads 32 neighbouring numbers. */
 
-enum { LANES_Y = 8, SUM_SLICES = 512 };
+enum { LANES_Y = 8, SUM_SLICES = 512, CONV_SLICE = 64 };
 
 // The lanes of a warp are reduced by shuffles, which read a register of another lane: after 5
 // exchanges all lanes hold the sum, or the maximum.
@@ -1176,6 +1176,10 @@ static __global__ void moments_kernel(real *partial, const T *in, unsigned pixel
     partial[(2 * blockIdx.y + 1) * channels + c] = m.squares;
 }
 
+/* Whether the forward of this convolution leaves in scratch what moments_kernel would compute of its
+   output for the BatchNorm behind it, in slices of CONV_SLICE pixels. NULL: there is none. */
+static bool stores_moments(const Layer *conv, size_t n);
+
 static const real bn_eps = 1e-5f, bn_momentum = 0.1f;
 
 /* Joins the slices of a channel. stats as in batchnorm2d_forward() of cnn.c: running mean and
@@ -1255,11 +1259,14 @@ template <class T> static void batchnorm2d_forward(Work w) {
     const Layout layout = layout_of(w.l->in, w.transposed);
     const bool training = w.draw != NULL;
     if (training) {
+        const bool stored = stores_moments(w.l->moments, w.n);
         dim3 grid = sum_grid(pixels, channels), block(WARP, LANES_Y);
-        moments_kernel<T><<<grid, block, 0, stream()>>>(w.scratch, (const T *)w.in, pixels, layout);
+        if (!stored)
+            moments_kernel<T>
+                <<<grid, block, 0, stream()>>>(w.scratch, (const T *)w.in, pixels, layout);
         CHECK_LAUNCH();
-        LAUNCH(batchnorm_statistics_kernel, channels * WARP, w.stats, w.scratch, pixels, grid.y,
-               channels);
+        LAUNCH(batchnorm_statistics_kernel, channels * WARP, w.stats, w.scratch, pixels,
+               stored ? pixels / CONV_SLICE : grid.y, channels);
     }
     LAUNCH(batchnorm_apply_kernel<T>, packs<T>(outputs(w)), (T *)w.out, (const T *)w.in, w.stats,
            w.weight, w.bias, (const T *)w.residual, outputs(w), layout, training, w.l->relu);
@@ -1756,7 +1763,8 @@ template <class T, class O> struct Product {
     Pass pass;
     Phases phases = {};
     int splits = 1;
-    real *parts = NULL; // with several splits their sums, `elements` for each
+    real *parts = NULL;   // with several splits their sums, `elements` for each
+    real *moments = NULL; // where the tensor cores' forward stores them for a BatchNorm, or NULL
 };
 
 // What a block computes: the tile of C at (row, column), the sums over begin <= k < end.
@@ -1875,6 +1883,12 @@ static size_t splits_of(size_t rows, size_t columns, size_t phases, size_t depth
     return min(ceil_div(MOST_TILES, tiles), ceil_div(depth, LEAST_DEPTH));
 }
 
+static bool stores_moments(const Layer *conv, size_t n) {
+    const size_t pixels = conv ? n * conv->out.h * conv->out.w : 0;
+    return conv && conv->biases == 0 && pixels % CONV_SLICE == 0 &&
+           splits_of(pixels, conv->out.c, 1, conv->kernel * conv->kernel * conv->in.c) == 1;
+}
+
 // An upper bound of what the sums of all splits take, for up to these rows and this depth
 static size_t parts_size(size_t rows, size_t columns, size_t depth) {
     return min(ceil_div(depth, LEAST_DEPTH) * rows * columns, (size_t)MOST_TILES * 2 * 64 * 64);
@@ -1946,11 +1960,11 @@ static void gemm(const Variant<T, O> (&variants)[VARIANTS], Product<T, O> p, Wor
             across * v.n == ceil_div(p.columns, variants[1].n) * variants[1].n)
             chosen = i;
     }
-    if (w.autotune && chosen && !p.c.accumulate) {
-        uint8_t *best = (uint8_t *)w.prepared + p.pass; // 0: not measured yet
-        if (*best == 0)
+    if (w.autotune && chosen) {
+        uint8_t *best = (uint8_t *)w.prepared + p.pass; // 0: not measured
+        if (*best == 0 && !p.c.accumulate)
             *best = (uint8_t)fastest(variants, chosen, p, w.l->name);
-        chosen = *best;
+        chosen = *best ? *best : chosen;
     }
     launch_gemm(variants[chosen], p);
 }
@@ -1997,6 +2011,7 @@ template <class T> static Product<T, T> forward_product(Work w) {
                        FORWARD};
     p.c.bias = w.bias;
     p.c.relu = w.l->relu;
+    p.moments = w.l->moments && w.draw && stores_moments(w.l, w.n) ? w.scratch : NULL;
     return p;
 }
 
@@ -2272,6 +2287,29 @@ static __device__ void store_tile(const Result<O> &c, const real *sums, const Jo
     }
 }
 
+/* partial[slice][0][column] = mean, partial[slice][1][column] = sum of squared distances from it, of
+   the elements as they are stored. Rows are whole slices, which no other tile shares. */
+template <class Tile, class O>
+static __device__ void store_moments(real *partial, const real *sums, const Job &job, int rows,
+                                     int columns) {
+    for (int i = threadIdx.x; i < Tile::M / CONV_SLICE * Tile::N; i += TENSOR_THREADS) {
+        const int row = i / Tile::N * CONV_SLICE, column = job.column + i % Tile::N;
+        const real *from = sums + row * Tile::PITCH + i % Tile::N;
+        real *to = partial + (job.row + row) / CONV_SLICE * 2 * columns + column;
+        real mean = 0, squares = 0;
+        if (job.row + row >= rows || column >= columns)
+            continue;
+        for (int j = 0; j < CONV_SLICE; j++)
+            mean += (real)(O)from[j * Tile::PITCH] / CONV_SLICE;
+        for (int j = 0; j < CONV_SLICE; j++) {
+            const real distance = (real)(O)from[j * Tile::PITCH] - mean;
+            squares += distance * distance;
+        }
+        to[0] = mean;
+        to[columns] = squares;
+    }
+}
+
 template <class Tile, bool A_ALONG_K, bool B_ALONG_K, int WIDTH, class T, class O>
 static __global__ void __launch_bounds__(TENSOR_THREADS, WIDTH == 1 ? 3 : Tile::BLOCKS)
     tensor_kernel(Product<T, O> p) {
@@ -2331,6 +2369,8 @@ static __global__ void __launch_bounds__(TENSOR_THREADS, WIDTH == 1 ? 3 : Tile::
             *(float2 *)(staged + (row + i * 8 + lane / 4) * Tile::PITCH + column + j * 8 +
                         lane % 4 * 2) = {sums[i / 2][j][i % 2 * 2], sums[i / 2][j][i % 2 * 2 + 1]};
     __syncthreads();
+    if (A_ALONG_K && !B_ALONG_K && p.moments)
+        store_moments<Tile, O>(p.moments, staged, job, p.rows, p.columns);
     if (p.splits > 1)
         store_tile<Tile, WIDTH>(part_of(p, job.split), staged, job, p.rows, p.columns);
     else
@@ -2385,7 +2425,7 @@ static size_t scratch_size(const Layer *l, size_t n) {
     size_t parts = max(parts_size(out_pixels, l->out.c, taps * l->in.c),
                        max(parts_size(taps * l->in.c, l->out.c, out_pixels),
                            parts_size(in_pixels, l->in.c, taps * l->out.c)));
-    return max(sums, parts);
+    return max(parts, max(sums, 2 * ceil_div(out_pixels, CONV_SLICE) * l->out.c));
 }
 
 /* to[image][column][row] = from[image][row][column], through a tile in shared memory, so that both
@@ -2545,6 +2585,7 @@ template <class T, void (*FORWARD)(Work), void (*BACKWARD)(Work)>
 static Backend make_tensor_backend(const char *precision) {
     Backend b = make_backend<T, FORWARD, BACKWARD>("tensor", precision);
     b.lacks = lacks_tensor_cores;
+    b.conv_moments = FORWARD != (void (*)(Work))conv2d_forward_tiled;
     if (strcmp(precision, "fp16") == 0) {
         b.count_not_finite = count_not_finite;
         b.adjust_scale = adjust_scale;

@@ -156,14 +156,10 @@ inline float compute_half_value(uint32_t bits) {
     size = exponent == 31 ? (mantissa ? NAN : INFINITY) : ldexpf(size, std::max(exponent, 1) - 25);
     return bits & 0x8000 ? -size : size;
 }
-inline float half_value(uint32_t bits) { // from a table: emulated tensor cores ask often
-    static const std::vector<float> values = [] {
-        std::vector<float> table(1 << 16);
-        for (uint32_t i = 0; i < table.size(); i++)
-            table[i] = compute_half_value(i);
-        return table;
-    }();
-    return values[bits & 0xffff];
+inline float half_value(uint32_t bits) {
+    uint32_t size = bits & 0x7fff, bias = size < 0x7c00 ? 127 - 15 : 2 * (127 - 15); // or infinite
+    float normal = __uint_as_float((size << 13) + (bias << 23)), subnormal = (float)size * 0x1p-24f;
+    return copysignf(size < 0x400 ? subnormal : normal, bits & 0x8000 ? -1.f : 1.f);
 }
 inline uint16_t bfloat16_bits(float x) { // the upper half of a float
     uint32_t bits = __float_as_uint(x);

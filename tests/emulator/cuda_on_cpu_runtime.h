@@ -682,14 +682,17 @@ void multiply(float *d, const uint32_t *a, const uint32_t *b, const float *c,
         return decode(PER_REGISTER == 2 ? bits >> 16 * i & 0xffff : bits & 0xffffe000);
     };
     int g = lane() / 4, q = lane() % 4;
-    for (int i = 0; i < 4; i++) {
-        float sum = c[i];
-        int row = i / 2, column = 2 * q + i % 2;
+    float rows[2][2 * HALF_K], columns[2][2 * HALF_K];
+    for (int i = 0; i < 2; i++)
         for (int k = 0; k < 2 * HALF_K; k++) {
             int half = k / HALF_K, holder = k % HALF_K / PER_REGISTER, j = k % PER_REGISTER;
-            sum += element(g * 4 + holder, 2 * half + row, j) *
-                   element(column * 4 + holder, 4 + half, j);
+            rows[i][k] = element(g * 4 + holder, 2 * half + i, j);
+            columns[i][k] = element((2 * q + i) * 4 + holder, 4 + half, j);
         }
+    for (int i = 0; i < 4; i++) {
+        float sum = c[i];
+        for (int k = 0; k < 2 * HALF_K; k++)
+            sum += rows[i / 2][k] * columns[i % 2][k];
         d[i] = sum;
     }
 }

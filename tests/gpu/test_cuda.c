@@ -329,8 +329,12 @@ static void describe(const Layer *l, size_t n, const char *more) {
 /* ---- Convolutions and linear layers ---------------------------------------------------------- */
 
 // The part of Work that is the same for all operations; the arrays differ.
+static uint8_t tiles[3]; // of a product's passes, as --autotune chooses them; 0: the default
+
 static Work work_of_task(const Task *t, real *scratch) {
     return (Work){.l = t->l,
+                  .prepared = tiles,
+                  .autotune = *tiles,
                   .row = t->row,
                   .n = t->n,
                   .scratch = scratch,
@@ -370,6 +374,7 @@ static void compare_layer(const Backend *b, Layer l, size_t n, bool accumulate, 
     size_t taps = l.kernel * l.kernel, pixels = n * l.out.h * l.out.w;
     size_t inputs = n * shape_size(l.in), outputs = n * shape_size(l.out);
     Task t = {.run = run_forward, .l = &l, .n = n};
+    memset(tiles, draw_bits() % 4, sizeof tiles);
     describe(&l, n, "");
     for (size_t fewer = 1; fewer < n; fewer++) // the last batch may be smaller
         if (b->scratch_size(&l, fewer) > b->scratch_size(&l, n))
@@ -393,6 +398,7 @@ static void compare_layer(const Backend *b, Layer l, size_t n, bool accumulate, 
     if (!l.biases) // whose gradient uses scratch, too
         splits->backward[used]++;
     integers = false;
+    memset(tiles, 0, sizeof tiles);
 }
 
 static const Settings plain = {
@@ -725,29 +731,40 @@ static Errors norm_errors(double mean, double inverse, double farthest, size_t p
     return errors;
 }
 
+static double farthest_from(double mean, const real *in, size_t c, size_t channels, size_t pixels) {
+    double farthest = 0;
+    for (size_t i = c; i < pixels * channels; i += channels)
+        farthest = fmax(farthest, fabs((double)in[i] - mean));
+    return farthest;
+}
+
+// Of the running and the batch's statistics of channel c.
+static void stats_bound(real *bound, const real *running, Errors e, double mean, double inverse,
+                        size_t c, size_t channels) {
+    double variance = 2 / (inverse * inverse); // unbiased: at most twice as large
+    bound[c] = (real)(.1 * e.mean + 4 * epsilon * (fabs((double)running[c]) + fabs(mean)));
+    bound[channels + c] =
+        (real)(.2 * e.variance + 4 * epsilon * ((double)running[channels + c] + variance));
+    bound[2 * channels + c] = (real)e.mean;
+    bound[3 * channels + c] = (real)e.inverse;
+}
+
 static void norm_forward_bound(const Task *t, const Array *before, const Array *got,
                                const Array *want, Array *bound) {
     (void)got;
     size_t channels = t->l->in.c, pixels = t->n * t->l->in.h * t->l->in.w;
     const real *in = before[2].at, *weight = before[3].at, *bias = before[4].at;
     const real *residual = before[5].at, *stats = want[1].at, *running = before[1].at;
-    real *out = bound[0].at, *bound_of = bound[1].at;
+    real *out = bound[0].at;
     for (size_t c = 0; c < channels; c++) {
-        double mean = (double)stats[(t->training ? 2 : 0) * channels + c], farthest = 0;
+        double mean = (double)stats[(t->training ? 2 : 0) * channels + c];
         double inverse = t->training ? (double)stats[3 * channels + c]
                                      : 1 / sqrt((double)stats[channels + c] + bn_eps);
-        for (size_t i = c; i < pixels * channels; i += channels)
-            farthest = fmax(farthest, fabs((double)in[i] - mean));
+        double farthest = farthest_from(mean, in, c, channels, pixels);
         Errors e = {.inverse = 4 * epsilon * inverse}; // evaluation: a square root and a division
         if (t->training) {
             e = norm_errors(mean, inverse, farthest, pixels);
-            double variance = 2 / (inverse * inverse); // unbiased: at most twice as large
-            bound_of[c] =
-                (real)(.1 * e.mean + 4 * epsilon * (fabs((double)running[c]) + fabs(mean)));
-            bound_of[channels + c] =
-                (real)(.2 * e.variance + 4 * epsilon * ((double)running[channels + c] + variance));
-            bound_of[2 * channels + c] = (real)e.mean;
-            bound_of[3 * channels + c] = (real)e.inverse;
+            stats_bound(bound[1].at, running, e, mean, inverse, c, channels);
         }
         for (size_t i = c; i < pixels * channels; i += channels) {
             double x = fabs((double)in[i]), d = fabs((double)in[i] - mean);
@@ -870,6 +887,132 @@ static void test_norm(const Backend *b) {
     test_norm_forward(b, false);
     test_norm_backward(b);
     verdict("batchnorm2d, %s kernels, %s", b->kernels, b->precision);
+}
+
+// A convolution and the BatchNorm behind it, whose statistics the former may have begun.
+static void run_conv_and_norm(const Backend *b, const Task *t, void *const *a, real *scratch) {
+    Layer conv = *t->l, norm = {.kind = BATCHNORM2D, .in = conv.out, .out = conv.out};
+    Work w = work_of_task(t, scratch);
+    w.l = &conv;
+    conv.moments = b->conv_moments ? &norm : NULL;
+    norm.moments = b->conv_moments ? &conv : NULL;
+    w.out = a[0];
+    w.in = a[3];
+    w.weight = a[4];
+    b->layers[CONV2D].forward(w);
+    w.l = &norm;
+    w.in = a[0];
+    w.out = a[2];
+    w.stats = a[1];
+    w.weight = a[5];
+    w.bias = a[5];
+    if (b == &naive_backend) // whose scratch memory is that of the convolution
+        w.scratch = must_alloc(b->scratch_size(&norm, t->n) * sizeof *w.scratch, "a test");
+    b->layers[BATCHNORM2D].forward(w);
+    if (b == &naive_backend)
+        free(w.scratch);
+}
+
+// The outputs are sums of small integers, exact; each sum of the moments goes over 64 of them.
+static void conv_and_norm_bound(const Task *t, const Array *before, const Array *got,
+                                const Array *want, Array *bound) {
+    (void)got;
+    size_t channels = t->l->out.c, pixels = t->n * t->l->out.h * t->l->out.w;
+    const real *out = want[0].at, *stats = want[1].at;
+    for (size_t c = 0; c < channels; c++) {
+        double mean = (double)stats[2 * channels + c], inverse = (double)stats[3 * channels + c];
+        double farthest = farthest_from(mean, out, c, channels, pixels);
+        Errors e = norm_errors(mean, inverse, farthest, pixels * 8);
+        stats_bound(bound[1].at, before[1].at, e, mean, inverse, c, channels);
+    }
+    for (size_t i = 0; i < pixels * channels; i++)
+        ((real *)bound[2].at)[i] = (real)1e-4;
+}
+
+static void test_moments(const Backend *b) {
+    static const struct {
+        Shape in;
+        size_t channels, kernel, n;
+    } shapes[] = {{{8, 8, 8}, 40, 1, 3}, {{8, 16, 16}, 136, 1, 2}, {{8, 8, 3}, 5, 3, 4},
+                  {{4, 4, 8}, 72, 1, 8}, {{7, 7, 8}, 16, 1, 3},    {{8, 8, 24}, 64, 1, 5}};
+    for (size_t i = 0; i < (tiny ? 1 : 3 * sizeof shapes / sizeof *shapes); i++) {
+        const Layer *l = first_layer(shapes[i / 3].in);
+        size_t n = shapes[i / 3].n, c = shapes[i / 3].channels, kernel = shapes[i / 3].kernel;
+        add_conv2d(&net, 0, c, kernel, 1, kernel / 2, false);
+        size_t count = n * shape_size(l->out);
+        memset(tiles, (int)(1 + i % 3), sizeof tiles);
+        integers = true;
+        Array arrays[] = {typed(output_array("conv", count, 0)),
+                          changed_array("stats", 4 * c, 1, true),
+                          typed(output_array("out", count, 1)),
+                          typed(input_array("in", n * shape_size(l->in))),
+                          typed(input_array("weight", l->weights)),
+                          input_array("ones", c)};
+        for (size_t k = 0; k < c; k++) {
+            ((real *)arrays[1].at)[c + k] += 3;
+            ((real *)arrays[5].at)[k] = 1;
+        }
+        describe(l, n, " with moments");
+        COMPARE(b, (Task){.run = run_conv_and_norm,
+                          .bound = conv_and_norm_bound,
+                          .l = l,
+                          .n = n,
+                          .training = true});
+    }
+    integers = false;
+    memset(tiles, 0, sizeof tiles);
+    verdict("batchnorm2d behind conv2d, %s kernels, %s", b->kernels, b->precision);
+}
+
+// All tiles of a product give the same bits.
+static void test_tiles(const Backend *b) {
+    static const struct {
+        Shape in;
+        size_t channels, kernel, stride, n;
+    } shapes[] = {
+        {{9, 9, 8}, 136, 3, 2, 4}, {{12, 11, 72}, 40, 1, 1, 3}, {{4, 4, 64}, 72, 3, 1, 9}};
+    for (size_t i = 0; i < (quick ? 2 : 3) && strcmp(b->kernels, "naive") != 0; i++) {
+        const Layer *l = first_layer(shapes[i].in);
+        size_t n = shapes[i].n;
+        add_conv2d(&net, 0, shapes[i].channels, shapes[i].kernel, shapes[i].stride,
+                   shapes[i].kernel / 2, false);
+        size_t inputs = n * shape_size(l->in), outputs = n * shape_size(l->out);
+        Array given[] = {typed(output_array("din", inputs, 1)),
+                         output_array("dweight", l->weights, 1),
+                         new_array("none", 0, 1),
+                         typed(input_array("dout", outputs)),
+                         typed(input_array("in", inputs)),
+                         typed(input_array("weight", l->weights)),
+                         typed(output_array("out", outputs, 1))};
+        Array first[7];
+        for (int tile = 1; tile <= 3; tile++) {
+            Array a[7], forward[] = {given[6], given[4], given[5], given[2]};
+            Task t = {.run = run_backward, .l = l, .n = n};
+            memset(tiles, tile, sizeof tiles);
+            describe(l, n, "");
+            for (size_t k = 0; k < 7; k++) {
+                round_array(b, &given[k]);
+                a[k] = twin(&given[k]);
+            }
+            perform(b, &t, a, 6);
+            t.run = run_forward;
+            forward[0] = a[6];
+            perform(b, &t, forward, 4);
+            for (size_t k = 0; k < 7; k++)
+                if (tile == 1)
+                    first[k] = a[k];
+                else
+                    check_equal(&a[k], &first[k]);
+            for (size_t k = 0; tile > 1 && k < 7; k++)
+                free(a[k].at);
+        }
+        for (size_t k = 0; k < 7; k++) {
+            free(first[k].at);
+            free(given[k].at);
+        }
+    }
+    memset(tiles, 0, sizeof tiles);
+    verdict("equal bits in all tiles, %s kernels, %s", b->kernels, b->precision);
 }
 
 /* ---- Softmax and loss ------------------------------------------------------------------------ */
@@ -1274,9 +1417,7 @@ static void compare_losses(const double *got, const double *want, size_t steps, 
 // The losses equal the CPU's; a second run gives the same weights, with copied batches as well.
 static void test_training(const Backend *b) {
     bool tiled = strcmp(b->kernels, "tiled") == 0;
-    double tolerance = is_precision(b, "fp32")   ? 1e-4
-                       : is_precision(b, "bf16") ? 3e-2
-                                                 : 1e-2;
+    double tolerance = is_precision(b, "fp32") ? 1e-4 : is_precision(b, "bf16") ? 3e-2 : 1e-2;
     for (size_t i = 0; i < (quick ? 1 : (size_t)TRAINED - !tiled); i++) {
         const char *model = trained[i].model;
         size_t n = trained[i].batch_size, steps = trained[i].steps;
@@ -1312,7 +1453,8 @@ static const struct {
     {"optimizers", test_optimizers, true}, {"gather", test_gather, true},
     {"elastic", test_large_elastic, true}, {"copies", test_copies, true},
     {"marks", test_marks, true},           {"linear", test_linear, false},
-    {"conv2d", test_conv, false},          {"training", test_training, true},
+    {"conv2d", test_conv, false},          {"moments", test_moments, false},
+    {"tiles", test_tiles, false},          {"training", test_training, true},
 };
 enum { TESTS = sizeof tests / sizeof *tests };
 
