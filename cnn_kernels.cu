@@ -2121,15 +2121,15 @@ static double peak_gflops(void) {
 
 /* ==== 7. Convolution, tensor cores ==============================================================
 
-   --kernels tensor: the products of section 6, multiplied by tensor cores. One instruction of a
-   warp, mma, adds the product of 16 x 16 and 16 x 8 elements of 16 bits (bfloat16 or half) to
-   16 x 8 sums, which are floats; or of 16 x 8 and 8 x 8 floats, of whose mantissas it reads only 10
-   bits (tf32). To keep it busy, operands take the shortest way into registers:
+   --kernels tensor: the products of section 6 in tiles of 128 x 128, 128 x 64 or 64 x 64. An
+   instruction of a warp, mma, adds the product of 16 x 16 and 16 x 8 elements of 16 bits (bfloat16
+   or half) to 16 x 8 sums, which are floats; or of 16 x 8 and 8 x 8 floats, of whose mantissas it
+   reads 10 bits (tf32). To keep it busy, operands take the shortest way into registers:
 
      cp.async    copies 16 bytes from global to shared memory, past the registers, and does not
                  wait: the next STAGES - 1 tiles are under way while one is multiplied
      ldmatrix    loads four 8 x 8 matrices of 16-bit elements into the registers of a warp, in the
-                 order in which mma wants them
+                 layout that mma expects
 
    The functions that wrap these instructions are all that differs between GPU and emulator. */
 
@@ -2195,13 +2195,12 @@ static __device__ uint32_t round_tf32(uint32_t x) {
     return fabsf(__uint_as_float(x)) < INFINITY ? x + 0x1000 : x;
 }
 
-/* ---- Tiles. Four warps lie as 2 x 2 in a tile of C; BLOCKS blocks fit on a multiprocessor.
-
-   An operand's tile in shared memory consists of lines of 16-byte chunks: ALONG_K, a line is a row
-   of A or column of B, and has 8 chunks; otherwise it is one k, and has the tile's rows or columns.
-   */
+/* ---- Tiles in shared memory. A tile of A or B has lines of 16-byte chunks: ALONG_K, a line is a
+   row of A or a column of B and has 8 chunks, the K of one step (64 elements, of floats 32);
+   otherwise a line is one k and has as many chunks as the tile's rows or columns fill. */
 enum { TENSOR_THREADS = 128, STAGES = 3, DEPTH_CHUNKS = 8 };
 
+// Four warps lie as 2 x 2 in a tile of C. BLOCKS fit on a multiprocessor.
 template <int M_, int N_, int BLOCKS_> struct TensorTile {
     enum { M = M_, N = N_, BLOCKS = BLOCKS_, TILE_THREADS = TENSOR_THREADS };
     enum { WARP_M = M / 2, WARP_N = N / 2, PITCH = N + 8 };
@@ -2212,8 +2211,12 @@ typedef TensorTile<128, 128, 2> LargeTensorTile; // 96 KB of shared memory
 typedef TensorTile<128, 64, 3> NarrowTensorTile; // 72 KB
 typedef TensorTile<64, 64, 4> SmallTensorTile;   // 48 KB
 
-/* The position of a chunk in a tile whose lines have PITCH chunks. Shared memory has 32 banks of 4
-   bytes, so chunks whose positions are equal modulo 8 cannot be accessed at the same time. */
+/* The position of a chunk in a tile whose lines have PITCH chunks, a multiple of 8. Chunks whose
+   positions are equal modulo 8 lie in the same banks. Eight threads that copy a line access 8
+   chunks of it, a matrix of ldmatrix is the same chunk of 8 lines: so the chunks of a line are
+   permuted, by a key that differs in 8 neighbouring lines. Those of 4 neighbouring lines differ
+   even without their lowest bit: floats that are loaded one by one come from 2 chunks of 4
+   lines. */
 template <int PITCH> static __device__ int swizzle(int line, int chunk) {
     return line * PITCH + (chunk ^ (line % 4 * 2 + line / 4 % 2));
 }
@@ -2244,11 +2247,24 @@ struct TensorLoader : TileReader<T, LINES, DEPTH_CHUNKS * Chunk<T>::COUNT, TENSO
     }
 };
 
-/* Loads fragments: 16 rows of A or columns of B, by two chunks along K. */
+/* Loads fragments: 16 rows of A, or 16 columns of B for two mma, by two chunks along K. A fragment
+   is four matrices of 8 rows (or columns) by one chunk; lane 4 g + q has the q-th 32 bits, which
+   are two neighbouring k or one float, of row g of each:
+
+              A   chunk 0   chunk 1              B   chunk 0   chunk 1
+     rows 0 to 7    f[0]      f[2]    columns 0 to 7   f[0]      f[1]    first mma
+         8 to 15    f[1]      f[3]           8 to 15   f[2]      f[3]    second mma
+
+   Of the sums d of an mma it has those of rows g (d[0], d[1]) and g + 8 (d[2], d[3]), columns 2 q
+   and 2 q + 1. Lanes 8 r to 8 r + 7 give ldmatrix the addresses of the lines of f[r]'s matrix: rows
+   or columns; if the tile is not ALONG_K, they are k, and it transposes. An example: A along K, at
+   row 64, lane 21 = 16 + 5 gives the address of chunk 1 of row 64 + 5: position 69 * 8 + (1 ^ 3).
+   The fragment 16 rows on is 128 chunks on; that of the next two chunks, 2 and 3, is at position
+   ^ 2. */
 template <class T, int LINES, bool ALONG_K, bool IS_A> struct Fragments {
     enum { CHUNK = Chunk<T>::COUNT, PITCH = ALONG_K ? DEPTH_CHUNKS : LINES / CHUNK };
     enum { BY_WORDS = !ALONG_K && sizeof(T) == 4 }; // ldmatrix transposes 16-bit elements only
-    int place; // of this lane's chunk, or word, in the fragment at row `first` and k = 0
+    int place; // of this lane's chunk, or word, at row `first` and k = 0
     __device__ Fragments(int first) {
         const int lane = threadIdx.x % WARP;
         const bool lines_first = ALONG_K == IS_A;
@@ -2260,7 +2276,7 @@ template <class T, int LINES, bool ALONG_K, bool IS_A> struct Fragments {
             place = ALONG_K ? swizzle<PITCH>(first + line, chunk)
                             : swizzle<PITCH>(line, first / CHUNK + chunk);
     }
-    // f = the fragment 16 * i rows after the first one, at the pair-th two chunks of K.
+    // f = the fragment 16 * i rows on, at the pair-th two chunks of K.
     __device__ void load(uint32_t *f, const float4 *tile, int i, int pair) const {
         if constexpr (ALONG_K) {
             ldmatrix(f, tile + (place ^ 2 * pair) + 16 * i * PITCH);
@@ -2295,7 +2311,7 @@ static __device__ void stage_sums(real *to, const real (&sums)[M][N][4]) {
     __syncthreads(); // for the threads that read them
 }
 
-// Stores the sums of a tile of C, which lie in shared memory.
+// Stores the sums of a tile of C, which lie in shared memory, in chunks of 16 bytes.
 template <class Tile, int WIDTH, class O>
 static __device__ void store_tile(const Result<O> &c, const real *sums, const Job &job, int rows,
                                   int columns) {
@@ -2335,6 +2351,18 @@ static __device__ void store_moments(real *partial, const real *sums, const Job 
     }
 }
 
+/* C = A * B over the K of this split, as gemm_kernel computes it, for elements T; C of O. Step by
+   step, each thread waits for its own copies, then at the barrier for those of the others; starts
+   to copy the tile of STAGES - 1 steps later to where the last step's was; and multiplies: a warp
+   loads the fragments of its 64 x 64 elements of C (64 x 32, 32 x 32 in the smaller tiles), 8 of
+   them for 32 mma. At last the sums go through shared memory, so that neighbouring threads store
+   neighbouring chunks; its lines are padded by 8 numbers, so that the lanes of a warp use different
+   banks.
+   Registers: at most 255 in the large tile, of which 2 blocks fit on a multiprocessor of 227 KB of
+   shared memory, 168 in the narrow one (3 blocks) and where WIDTH is 1 (3), 128 in the small one
+   (4); none is spilled.
+   Grid: tiles x 1 x splits * phases, of TENSOR_THREADS.   Shared memory: 384 (Tile::M + Tile::N)
+   bytes.   Traffic: K (M N / Tile::N + M N / Tile::M) + M N elements, mostly from the L2 cache */
 template <class Tile, bool A_ALONG_K, bool B_ALONG_K, int WIDTH, class T, class O>
 static __global__ void __launch_bounds__(TENSOR_THREADS, WIDTH == 1 ? 3 : Tile::BLOCKS)
     tensor_kernel(Product<T, O> p) {
@@ -2352,7 +2380,7 @@ static __global__ void __launch_bounds__(TENSOR_THREADS, WIDTH == 1 ? 3 : Tile::
     Fragments<T, Tile::N, B_ALONG_K, false> read_b(column);
     real sums[FRAGMENTS_M][2 * FRAGMENTS_N][4] = {};
     int next = job.begin; // k of the next tile to be loaded
-    auto load_next = [&](int stage) {
+    const auto load_next = [&](int stage) {
         float4 *tile = tiles + stage * Tile::CHUNKS;
         if (next < job.end) {
             load_a.load(p.a, next, job.end, tile);
