@@ -110,12 +110,14 @@ static void check(cudaError_t error, const char *call, int line) {
 }
 #define CHECK(call) check(call, #call, __LINE__)
 #define CHECK_LAUNCH() check(cudaGetLastError(), "the kernel launched here", __LINE__)
-// Queues a kernel with at least `threads` threads, in blocks of THREADS.
-#define LAUNCH(kernel, threads, ...)                            \
-    do {                                                        \
-        unsigned blocks = (unsigned)ceil_div(threads, THREADS); \
-        kernel<<<blocks, THREADS, 0, stream()>>>(__VA_ARGS__);  \
-        CHECK_LAUNCH();                                         \
+// Queue a kernel: with a grid of blocks; with at least `threads` threads, in blocks of THREADS.
+#define LAUNCH(kernel, threads, ...) \
+    LAUNCH_GRID(kernel, (unsigned)ceil_div(threads, THREADS), THREADS, __VA_ARGS__)
+
+#define LAUNCH_GRID(kernel, grid, block, ...)              \
+    do {                                                   \
+        kernel<<<grid, block, 0, stream()>>>(__VA_ARGS__); \
+        CHECK_LAUNCH();                                    \
     } while (0)
 
 static cudaStream_t stream(void) {
@@ -451,9 +453,16 @@ static __device__ unsigned element(void) {
 }
 
 /* T is the type of the numbers of activations and their gradients in memory: float, or one of 16
-   bits; kernels compute in 32 bits.
+   bits; kernels compute in 32 bits. */
+template <class T> static __device__ real read(const void *from, unsigned i) {
+    return (real)((const T *)from)[i];
+}
 
-   A pack is 16 bytes of neighbouring elements, which one instruction loads or stores: a kernel that
+template <class T> static __device__ void write(void *to, unsigned i, real value) {
+    ((T *)to)[i] = (T)value;
+}
+
+/* A pack is 16 bytes of neighbouring elements, which one instruction loads or stores: a kernel that
    uses packs needs a fraction of the instructions, and has more accesses in flight. Kernels that
    call first_of_pack() have one thread per pack. Tensors begin at multiples of 16 bytes; their last
    pack may have fewer elements. */
@@ -461,9 +470,9 @@ template <class T> struct Pack {
     enum { N = 16 / sizeof(T) };
     real v[N];
 };
-template <class T> struct alignas(16) Chunk { // in memory
-    enum { COUNT = 16 / sizeof(T) };
-    T v[COUNT];
+template <class T, int N = 16 / sizeof(T)> struct alignas(N * sizeof(T)) Chunk { // in memory
+    enum { COUNT = N };
+    T v[N];
 };
 
 template <class T> static size_t packs(size_t count) {
@@ -474,10 +483,10 @@ template <class T> static __device__ unsigned first_of_pack(void) {
     return Pack<T>::N * element();
 }
 
-template <class T> static __device__ Pack<T> load(const T *from, unsigned i, unsigned count) {
+template <class T> static __device__ Pack<T> load(const void *from, unsigned i, unsigned count) {
     Pack<T> p = {};
     if (i + Pack<T>::N <= count) {
-        const Chunk<T> chunk = *(const Chunk<T> *)(from + i);
+        const Chunk<T> chunk = *(const Chunk<T> *)((const T *)from + i);
 #pragma unroll
         for (int j = 0; j < Pack<T>::N; j++)
             p.v[j] = (real)chunk.v[j];
@@ -486,150 +495,22 @@ template <class T> static __device__ Pack<T> load(const T *from, unsigned i, uns
 #pragma unroll
     for (int j = 0; j < Pack<T>::N; j++)
         if (i + j < count)
-            p.v[j] = (real)from[i + j];
+            p.v[j] = read<T>(from, i + j);
     return p;
 }
 
-template <class T> static __device__ void store(T *to, unsigned i, unsigned count, Pack<T> p) {
+template <class T> static __device__ void store(void *to, unsigned i, unsigned count, Pack<T> p) {
     Chunk<T> chunk;
     const bool whole = i + Pack<T>::N <= count;
 #pragma unroll
     for (int j = 0; j < Pack<T>::N; j++)
         chunk.v[j] = (T)p.v[j];
     if (whole)
-        *(Chunk<T> *)(to + i) = chunk;
+        *(Chunk<T> *)((T *)to + i) = chunk;
 #pragma unroll
     for (int j = 0; j < Pack<T>::N; j++)
         if (!whole && i + j < count)
-            to[i + j] = chunk.v[j];
-}
-
-/* LAB 4.1 BEGIN relu_forward */
-// out = max(in, 0); a NaN stays a NaN.   Traffic: 8 N bytes
-static __global__ void relu_forward_kernel(real *out, const real *in, unsigned count) {
-    unsigned i = element();
-    if (i < count)
-        out[i] = in[i] < 0 ? 0 : in[i];
-}
-
-static void relu_forward(Work w) {
-    LAUNCH(relu_forward_kernel, outputs(w), w.out, w.in, outputs(w));
-}
-/* LAB 4.1 END */
-
-// din = dout where out > 0, else 0; += if accumulate. din may be dout.   Traffic: 3 N elements
-template <class T>
-static __global__ void relu_backward_kernel(T *din, const T *dout, const T *out, unsigned count,
-                                            bool accumulate) {
-    unsigned i = first_of_pack<T>();
-    if (i >= count)
-        return;
-    Pack<T> sum = accumulate ? load(din, i, count) : Pack<T>();
-    Pack<T> d = load(dout, i, count), o = load(out, i, count);
-#pragma unroll
-    for (int j = 0; j < Pack<T>::N; j++)
-        sum.v[j] += o.v[j] > 0 ? d.v[j] : 0;
-    store(din, i, count, sum);
-}
-
-template <class T> static void relu_backward(Work w) {
-    LAUNCH(relu_backward_kernel<T>, packs<T>(outputs(w)), (T *)w.din, (const T *)w.dout,
-           (const T *)w.out, outputs(w), w.accumulate);
-}
-
-// out = in + residual, unless that is NULL, then ReLU if asked.   Traffic: 3 N elements
-template <class T>
-static __global__ void add_kernel(T *out, const T *in, const T *residual, unsigned count,
-                                  bool relu) {
-    unsigned i = first_of_pack<T>();
-    if (i >= count)
-        return;
-    Pack<T> sum = load(in, i, count), r = residual ? load(residual, i, count) : Pack<T>();
-#pragma unroll
-    for (int j = 0; j < Pack<T>::N; j++) {
-        sum.v[j] = residual ? sum.v[j] + r.v[j] : sum.v[j]; // -0 + 0 would be 0
-        sum.v[j] = relu && sum.v[j] < 0 ? 0 : sum.v[j];
-    }
-    store(out, i, count, sum);
-}
-
-template <class T> static void add_forward(Work w) {
-    LAUNCH(add_kernel<T>, packs<T>(outputs(w)), (T *)w.out, (const T *)w.in, (const T *)w.residual,
-           outputs(w), w.l->relu || w.l->kind == RELU);
-}
-
-// din = dout; += if accumulate.   Traffic: 2 N elements, 3 N if accumulate
-template <class T> static void add_backward(Work w) {
-    if (w.accumulate)
-        LAUNCH(add_kernel<T>, packs<T>(outputs(w)), (T *)w.din, (const T *)w.din, (const T *)w.dout,
-               outputs(w), false);
-    else
-        copy(w.din, w.dout, outputs(w) * sizeof(T));
-}
-
-/* out = in / (1 - p), or 0 where the image's Philox numbers say so: the same masks as on the CPU.
-   One thread computes the 8 elements that share a Philox block.   Traffic: 9 N bytes */
-template <class T>
-static __global__ void dropout_forward_kernel(T *out, uint8_t *mask, const T *in, unsigned size,
-                                              unsigned blocks_of_image, unsigned n, real scale,
-                                              uint32_t threshold, uint32_t purpose,
-                                              const Draw *draw) {
-    unsigned image = element() / blocks_of_image, block = element() % blocks_of_image;
-    if (image >= n)
-        return;
-    uint32_t bits[4];
-    philox4x32(bits, (uint32_t)block, (uint32_t)position_of(*draw, image), (uint32_t)draw->epoch,
-               purpose, draw->seed);
-#pragma unroll // so that bits[] stays in registers
-    for (unsigned j = 0; j < 8; j++) {
-        unsigned i = image * size + block * 8 + j;
-        bool kept = (bits[j / 2] >> (16 * (j % 2)) & 0xffff) >= threshold;
-        if (block * 8 + j < size) {
-            mask[i] = kept;
-            out[i] = (T)(kept ? (real)in[i] * scale : 0);
-        }
-    }
-}
-
-// Evaluation (no draw): out = in
-template <class T> static void dropout_forward(Work w) {
-    size_t size = outputs(w) / w.n, blocks_of_image = (size + 7) / 8;
-    if (w.draw)
-        LAUNCH(dropout_forward_kernel<T>, w.n * blocks_of_image, (T *)w.out, w.saved,
-               (const T *)w.in, size, blocks_of_image, w.n, 1 / (1 - w.l->p),
-               (uint32_t)lround((double)w.l->p * 65536), DRAW_DROPOUT + (uint32_t)w.row, w.draw);
-    else if (w.out != w.in)
-        copy(w.out, w.in, outputs(w) * sizeof(T));
-}
-
-// din = dout / (1 - p) where the mask is set, else 0; += if accumulate.   Traffic: 2 N elements, N
-// bytes
-template <class T>
-static __global__ void dropout_backward_kernel(T *din, const T *dout, const uint8_t *mask,
-                                               unsigned count, real scale, bool accumulate) {
-    unsigned i = first_of_pack<T>();
-    if (i >= count)
-        return;
-    Pack<T> sum = accumulate ? load(din, i, count) : Pack<T>(), d = load(dout, i, count);
-#pragma unroll
-    for (int j = 0; j < Pack<T>::N; j++)
-        sum.v[j] += i + j < count && mask[i + j] ? d.v[j] * scale : 0;
-    store(din, i, count, sum);
-}
-
-template <class T> static void dropout_backward(Work w) {
-    LAUNCH(dropout_backward_kernel<T>, packs<T>(outputs(w)), (T *)w.din, (const T *)w.dout, w.saved,
-           outputs(w), 1 / (1 - w.l->p), w.accumulate);
-}
-
-// The sizes of a layer as kernels see them: 32-bit numbers, which a GPU divides faster.
-struct Window {
-    int h, w, c, oh, ow, oc, kernel, stride, padding;
-};
-
-static Window window_of(const Layer *l) {
-    return {(int)l->in.h,  (int)l->in.w,   (int)l->in.c,   (int)l->out.h,  (int)l->out.w,
-            (int)l->out.c, (int)l->kernel, (int)l->stride, (int)l->padding};
+            ((T *)to)[i + j] = chunk.v[j];
 }
 
 /* Where a tensor's elements lie: [image][y][x][c] or, with --layout nchw, [image][c][y][x]. `inner`
@@ -651,6 +532,141 @@ struct Layout {
 
 static Layout layout_of(Shape s, bool nchw) {
     return {(unsigned)s.c, nchw ? (unsigned)(s.h * s.w) : 1};
+}
+
+// The sizes of a layer as kernels see them: 32-bit numbers, which a GPU divides faster.
+struct Window {
+    int h, w, c, oh, ow, oc, kernel, stride, padding;
+};
+
+static Window window_of(const Layer *l) {
+    return {(int)l->in.h,  (int)l->in.w,   (int)l->in.c,   (int)l->out.h,  (int)l->out.w,
+            (int)l->out.c, (int)l->kernel, (int)l->stride, (int)l->padding};
+}
+
+// A row of the layer table as kernels get it: its Work, and what they need of its layer, which is
+// in the host's memory.
+struct Row : Work {
+    Window s;
+    Layout of_in, of_out;
+    unsigned inputs, outputs; // elements, all images together
+    bool relu, relu_backward; // the forward ends with a ReLU; the backward begins with its own
+    real p;                   // of a dropout
+};
+
+static Row row_of(Work w) {
+    const Layer *l = w.l;
+    // a residual's gradient needs the result of the ReLU's backward, too: it is a kernel's own work
+    return {w,
+            window_of(l),
+            layout_of(l->in, w.transposed),
+            layout_of(l->out, w.transposed),
+            (unsigned)inputs(w),
+            (unsigned)outputs(w),
+            l->relu || l->kind == RELU,
+            l->relu_backward && !l->residual,
+            l->p};
+}
+
+// The launches of most kernels of rows: one thread per element of the input or output, or per pack.
+template <void (*KERNEL)(Row)> static void per_input(Work w) {
+    LAUNCH(KERNEL, inputs(w), row_of(w));
+}
+
+template <void (*KERNEL)(Row)> static void per_output(Work w) {
+    LAUNCH(KERNEL, outputs(w), row_of(w));
+}
+
+template <class T, void (*KERNEL)(Row)> static void per_pack(Work w) {
+    LAUNCH(KERNEL, packs<T>(outputs(w)), row_of(w));
+}
+
+/* LAB 4.1 BEGIN relu_forward */
+// out = max(in, 0); a NaN stays a NaN.   Traffic: 8 N bytes
+static __global__ void relu_forward_kernel(real *out, const real *in, unsigned count) {
+    unsigned i = element();
+    if (i < count)
+        out[i] = in[i] < 0 ? 0 : in[i];
+}
+
+static void relu_forward(Work w) {
+    LAUNCH(relu_forward_kernel, outputs(w), w.out, w.in, outputs(w));
+}
+/* LAB 4.1 END */
+
+// din = dout where out > 0, else 0; += if accumulate. din may be dout. RELU false: din = dout
+// Traffic: 3 N elements
+template <class T, bool RELU_> static __global__ void add_backward_kernel(Row r) {
+    unsigned i = first_of_pack<T>();
+    if (i >= r.outputs)
+        return;
+    Pack<T> sum = r.accumulate ? load<T>(r.din, i, r.outputs) : Pack<T>();
+    Pack<T> d = load<T>(r.dout, i, r.outputs), o = RELU_ ? load<T>(r.out, i, r.outputs) : Pack<T>();
+#pragma unroll
+    for (int j = 0; j < Pack<T>::N; j++)
+        sum.v[j] += !RELU_ || o.v[j] > 0 ? d.v[j] : 0;
+    store(r.din, i, r.outputs, sum);
+}
+
+// out = in + residual, unless that is NULL, then ReLU if asked.   Traffic: 3 N elements
+template <class T> static __global__ void add_forward_kernel(Row r) {
+    unsigned i = first_of_pack<T>();
+    if (i >= r.outputs)
+        return;
+    Pack<T> sum = load<T>(r.in, i, r.outputs);
+    Pack<T> other = r.residual ? load<T>(r.residual, i, r.outputs) : Pack<T>();
+#pragma unroll
+    for (int j = 0; j < Pack<T>::N; j++) {
+        sum.v[j] = r.residual ? sum.v[j] + other.v[j] : sum.v[j]; // -0 + 0 would be 0
+        sum.v[j] = r.relu && sum.v[j] < 0 ? 0 : sum.v[j];
+    }
+    store(r.out, i, r.outputs, sum);
+}
+
+/* out = in / (1 - p), or 0 where the image's Philox numbers say so: the same masks as on the CPU.
+   One thread computes the 8 elements that share a Philox block.   Traffic: 9 N bytes */
+template <class T>
+static __global__ void dropout_forward_kernel(Row r, unsigned size, unsigned blocks_of_image,
+                                              uint32_t threshold) {
+    unsigned image = element() / blocks_of_image, block = element() % blocks_of_image;
+    if (image >= r.n)
+        return;
+    uint32_t bits[4];
+    philox4x32(bits, (uint32_t)block, (uint32_t)position_of(*r.draw, image),
+               (uint32_t)r.draw->epoch, DRAW_DROPOUT + (uint32_t)r.row, r.draw->seed);
+#pragma unroll // so that bits[] stays in registers
+    for (unsigned j = 0; j < 8; j++) {
+        unsigned i = image * size + block * 8 + j;
+        bool kept = (bits[j / 2] >> (16 * (j % 2)) & 0xffff) >= threshold;
+        if (block * 8 + j < size) {
+            r.saved[i] = kept;
+            write<T>(r.out, i, kept ? read<T>(r.in, i) * (1 / (1 - r.p)) : 0);
+        }
+    }
+}
+
+// Evaluation (no draw): out = in
+template <class T> static void dropout_forward(Work w) {
+    size_t size = outputs(w) / w.n, blocks_of_image = (size + 7) / 8;
+    if (w.draw)
+        LAUNCH(dropout_forward_kernel<T>, w.n * blocks_of_image, row_of(w), size, blocks_of_image,
+               (uint32_t)lround((double)w.l->p * 65536));
+    else if (w.out != w.in)
+        copy(w.out, w.in, outputs(w) * sizeof(T));
+}
+
+// din = dout / (1 - p) where the mask is set, else 0; += if accumulate.   Traffic: 2 N elements, N
+// bytes
+template <class T> static __global__ void dropout_backward_kernel(Row r) {
+    unsigned i = first_of_pack<T>();
+    if (i >= r.outputs)
+        return;
+    Pack<T> sum = r.accumulate ? load<T>(r.din, i, r.outputs) : Pack<T>();
+    Pack<T> d = load<T>(r.dout, i, r.outputs);
+#pragma unroll
+    for (int j = 0; j < Pack<T>::N; j++)
+        sum.v[j] += i + j < r.outputs && r.saved[i + j] ? d.v[j] * (1 / (1 - r.p)) : 0;
+    store(r.din, i, r.outputs, sum);
 }
 
 // The four indices of an element [image][y][x][c].
@@ -686,93 +702,62 @@ static __device__ int output_pixel(const Window &s, const Index &p, int tap) {
     return valid ? (p.image * s.oh + y / s.stride) * s.ow + x / s.stride : -1;
 }
 
-/* out = the maximum under the window, argmax = its tap i * kernel + j, the first if there are
+/* out = the maximum under the window, saved = its tap i * kernel + j, the first if there are
    several. A NaN wins.   Traffic: (stride^2 + 1) N elements, N bytes */
-template <class T>
-static __global__ void maxpool2d_forward_kernel(T *out, uint8_t *argmax, const T *in, Window s,
-                                                Layout of_in, Layout of_out, unsigned count) {
+template <class T> static __global__ void maxpool2d_forward_kernel(Row r) {
     unsigned i = element();
-    if (i >= count)
+    if (i >= r.outputs)
         return;
-    Index o = index_of(i, s.oh, s.ow, of_out);
+    Index o = index_of(i, r.s.oh, r.s.ow, r.of_out);
     real best = -INFINITY;
-    int arg = 0;
-    for (int tap = 0; tap < s.kernel * s.kernel; tap++) {
-        int pixel = input_pixel(s, o, tap);
-        real value = pixel >= 0 ? (real)in[of_in.at(pixel, o.c)] : -INFINITY;
+    int argmax = 0;
+    for (int tap = 0; tap < r.s.kernel * r.s.kernel; tap++) {
+        int pixel = input_pixel(r.s, o, tap);
+        real value = pixel >= 0 ? read<T>(r.in, r.of_in.at(pixel, o.c)) : -INFINITY;
         if (value > best || value != value) {
             best = value;
-            arg = tap;
+            argmax = tap;
         }
     }
-    out[i] = (T)best;
-    argmax[i] = (uint8_t)arg;
-}
-
-template <class T> static void maxpool2d_forward(Work w) {
-    LAUNCH(maxpool2d_forward_kernel<T>, outputs(w), (T *)w.out, w.saved, (const T *)w.in,
-           window_of(w.l), layout_of(w.l->in, w.transposed), layout_of(w.l->out, w.transposed),
-           outputs(w));
+    write<T>(r.out, i, best);
+    r.saved[i] = (uint8_t)argmax;
 }
 
 /* din = sum of dout over the windows whose maximum this pixel was; += if accumulate. One thread per
    input element, which visits the windows that cover it, so that no two threads add to the same
    number.   Traffic: N + N / stride^2 elements, N / stride^2 bytes */
-template <class T>
-static __global__ void maxpool2d_backward_kernel(T *din, const T *dout, const uint8_t *argmax,
-                                                 Window s, Layout of_in, Layout of_out,
-                                                 unsigned count, bool accumulate) {
+template <class T> static __global__ void maxpool2d_backward_kernel(Row r) {
     unsigned i = element();
-    if (i >= count)
+    if (i >= r.inputs)
         return;
-    Index p = index_of(i, s.h, s.w, of_in);
-    real sum = accumulate ? (real)din[i] : 0;
-    for (int tap = 0; tap < s.kernel * s.kernel; tap++) {
-        int pixel = output_pixel(s, p, tap);
-        unsigned at = pixel >= 0 ? of_out.at(pixel, p.c) : 0;
-        sum += pixel >= 0 && argmax[at] == tap ? (real)dout[at] : 0;
+    Index p = index_of(i, r.s.h, r.s.w, r.of_in);
+    real sum = r.accumulate ? read<T>(r.din, i) : 0;
+    for (int tap = 0; tap < r.s.kernel * r.s.kernel; tap++) {
+        int pixel = output_pixel(r.s, p, tap);
+        unsigned at = pixel >= 0 ? r.of_out.at(pixel, p.c) : 0;
+        sum += pixel >= 0 && r.saved[at] == tap ? read<T>(r.dout, at) : 0;
     }
-    din[i] = (T)sum;
-}
-
-template <class T> static void maxpool2d_backward(Work w) {
-    LAUNCH(maxpool2d_backward_kernel<T>, inputs(w), (T *)w.din, (const T *)w.dout, w.saved,
-           window_of(w.l), layout_of(w.l->in, w.transposed), layout_of(w.l->out, w.transposed),
-           inputs(w), w.accumulate);
+    write<T>(r.din, i, sum);
 }
 
 // out[n][c] = mean over the pixels.   Traffic: (pixels + 1) N elements
-template <class T>
-static __global__ void avgpool2d_forward_kernel(T *out, const T *in, unsigned pixels, Layout of_in,
-                                                unsigned count) {
-    unsigned i = element();
-    if (i >= count)
+template <class T> static __global__ void avgpool2d_forward_kernel(Row r) {
+    unsigned i = element(), pixels = r.s.h * r.s.w;
+    if (i >= r.outputs)
         return;
     real sum = 0;
     for (unsigned p = 0; p < pixels; p++)
-        sum += (real)in[of_in.at(i / of_in.channels * pixels + p, i % of_in.channels)];
-    out[i] = (T)(sum / pixels);
-}
-
-template <class T> static void avgpool2d_forward(Work w) {
-    LAUNCH(avgpool2d_forward_kernel<T>, outputs(w), (T *)w.out, (const T *)w.in,
-           w.l->in.h * w.l->in.w, layout_of(w.l->in, w.transposed), outputs(w));
+        sum += read<T>(r.in, r.of_in.at(i / r.s.c * pixels + p, i % r.s.c));
+    write<T>(r.out, i, sum / pixels);
 }
 
 // din[n][pixel][c] = dout[n][c] / pixels; += if accumulate.   Traffic: N elements
-template <class T>
-static __global__ void avgpool2d_backward_kernel(T *din, const T *dout, unsigned pixels,
-                                                 Layout of_in, unsigned count, bool accumulate) {
-    unsigned i = element();
-    if (i < count)
-        din[i] = (T)((real)dout[i / of_in.channels / pixels * of_in.channels + of_in.channel(i)] /
-                         pixels +
-                     (accumulate ? (real)din[i] : 0));
-}
-
-template <class T> static void avgpool2d_backward(Work w) {
-    LAUNCH(avgpool2d_backward_kernel<T>, inputs(w), (T *)w.din, (const T *)w.dout,
-           w.l->in.h * w.l->in.w, layout_of(w.l->in, w.transposed), inputs(w), w.accumulate);
+template <class T> static __global__ void avgpool2d_backward_kernel(Row r) {
+    unsigned i = element(), pixels = r.s.h * r.s.w;
+    if (i >= r.inputs)
+        return;
+    unsigned from = i / r.s.c / pixels * r.s.c + r.of_in.channel(i);
+    write<T>(r.din, i, read<T>(r.dout, from) / pixels + (r.accumulate ? read<T>(r.din, i) : 0));
 }
 
 // to = step, which is copied when the kernel is queued: the host does not wait.
@@ -789,106 +774,69 @@ static void set_step(Step *to, Step step) {
    it is given: all of them, or those of one tensor (--optimizer-launch). The parameters of T are
    those of a 16-bit precision's copy, which they write as well. # AMP */
 
-// This thread's gradients, divided by the loss scale, a power of 2; false: there are none, or the
-// step is skipped.
-static __device__ bool load_gradients(Pack<real> &grad, const Update &u, unsigned i) {
-    if (i >= u.count || (u.scale && u.scale->not_finite))
-        return false;
-    const real unscale = u.scale ? 1 / u.scale->scale : 1;
-    grad = load(u.grad, i, u.count);
-#pragma unroll
-    for (int j = 0; j < 4; j++)
-        grad.v[j] *= unscale;
-    return true;
-}
+// The new value of a parameter; g includes the weight decay. Its state changes, too.
+struct Adadelta {
+    static __device__ int states(const Update &) {
+        return 2;
+    }
+    static __device__ real updated(const Update &u, real p, real g, real &square, real &acc) {
+        const real rho = .9f, eps = 1e-6f, lr = (real)u.step->lr;
+        square = rho * square + (1 - rho) * g * g;
+        real delta = sqrtf(acc + eps) / sqrtf(square + eps) * g;
+        acc = rho * acc + (1 - rho) * delta * delta;
+        return p - lr * delta;
+    }
+};
+struct Sgd {
+    static __device__ int states(const Update &u) {
+        return u.momentum > 0;
+    }
+    static __device__ real updated(const Update &u, real p, real g, real &buffer, real &) {
+        const real lr = (real)u.step->lr, momentum = (real)u.momentum;
+        buffer = momentum * buffer + g;
+        return p - lr * (momentum == 0 ? g : u.nesterov ? g + momentum * buffer : buffer);
+    }
+};
 
-// param = p, and its copy with 16 bits, if there is one
-template <class T>
-static __device__ void store_parameters(const Update &u, unsigned i, Pack<real> p) {
+/* param = updated; with 16 bits also its copy. Gradients are divided by the loss scale, a power of
+   2. Nothing happens in a step that is skipped.
+   Traffic: 12 N bytes, 8 N more for each state, 2 N more with a copy */
+template <class T, class RULE> static __global__ void update_kernel(Update u) {
+    const real unscale = u.scale ? 1 / u.scale->scale : 1, decay = (real)u.weight_decay;
+    unsigned i = first_of_pack<real>();
+    if (i >= u.count || (u.scale && u.scale->not_finite))
+        return;
+    Pack<real> p = load<real>(u.param, i, u.count), g = load<real>(u.grad, i, u.count), state[2];
+#pragma unroll
+    for (int k = 0; k < 2; k++)
+        state[k] = k < RULE::states(u) ? load<real>(u.state[k], i, u.count) : Pack<real>();
+#pragma unroll
+    for (int j = 0; j < Pack<real>::N; j++)
+        p.v[j] = RULE::updated(u, p.v[j], g.v[j] * unscale + decay * p.v[j], state[0].v[j],
+                               state[1].v[j]);
+#pragma unroll
+    for (int k = 0; k < 2; k++)
+        if (k < RULE::states(u))
+            store(u.state[k], i, u.count, state[k]);
     store(u.param, i, u.count, p);
     if (sizeof(T) < sizeof(real))
 #pragma unroll
-        for (int j = 0; j < 4; j++)
+        for (int j = 0; j < Pack<real>::N; j++)
             if (i + j < u.count)
-                ((T *)u.low)[i + j] = (T)p.v[j];
+                write<T>(u.low, i + j, p.v[j]);
 }
 
-// Traffic: 28 N bytes, 30 N with a copy of 16 bits
-template <class T> static __global__ void adadelta_kernel(Update u) {
-    const real rho = .9f, eps = 1e-6f, lr = (real)u.step->lr, weight_decay = (real)u.weight_decay;
-    unsigned i = first_of_pack<real>();
-    Pack<real> g;
-    if (!load_gradients(g, u, i))
-        return;
-    Pack<real> p = load(u.param, i, u.count);
-    Pack<real> square = load(u.state[0], i, u.count), acc = load(u.state[1], i, u.count);
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-        g.v[j] += weight_decay * p.v[j];
-        square.v[j] = rho * square.v[j] + (1 - rho) * g.v[j] * g.v[j];
-        real delta = sqrtf(acc.v[j] + eps) / sqrtf(square.v[j] + eps) * g.v[j];
-        acc.v[j] = rho * acc.v[j] + (1 - rho) * delta * delta;
-        p.v[j] -= lr * delta;
-    }
-    store(u.state[0], i, u.count, square);
-    store(u.state[1], i, u.count, acc);
-    store_parameters<T>(u, i, p);
-}
-
-template <class T> static void adadelta(Update u) {
-    LAUNCH(adadelta_kernel<T>, packs<real>(u.count), u);
-}
-
-// Traffic: 20 N bytes with momentum, 12 N without, 2 N more with a copy of 16 bits
-template <class T> static __global__ void sgd_kernel(Update u) {
-    const real lr = (real)u.step->lr, momentum = (real)u.momentum,
-               weight_decay = (real)u.weight_decay;
-    unsigned i = first_of_pack<real>();
-    Pack<real> g, buffer = {};
-    if (!load_gradients(g, u, i))
-        return;
-    Pack<real> p = load(u.param, i, u.count);
-    if (momentum > 0)
-        buffer = load(u.state[0], i, u.count);
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-        g.v[j] += weight_decay * p.v[j];
-        buffer.v[j] = momentum * buffer.v[j] + g.v[j];
-        real step = momentum == 0 ? g.v[j]
-                    : u.nesterov  ? g.v[j] + momentum * buffer.v[j]
-                                  : buffer.v[j];
-        p.v[j] -= lr * step;
-    }
-    if (momentum > 0)
-        store(u.state[0], i, u.count, buffer);
-    store_parameters<T>(u, i, p);
-}
-
-template <class T> static void sgd(Update u) {
-    LAUNCH(sgd_kernel<T>, packs<real>(u.count), u);
-}
-
-// low = param, rounded to the nearest.   Traffic: 6 N bytes
-template <class T> static __global__ void lower_kernel(Update u) {
-    unsigned i = first_of_pack<real>();
-    if (i < u.count)
-        store_parameters<T>(u, i, load(u.param, i, u.count));
-}
-
-template <class T> static void lower(void *low, const real *param, size_t count) {
-    Update u = {};
-    u.param = (real *)param;
-    u.low = low;
-    u.count = count;
-    LAUNCH(lower_kernel<T>, packs<real>(count), u);
+template <class T, class RULE> static void update(Update u) {
+    auto *kernel = update_kernel<T, RULE>;
+    LAUNCH(kernel, packs<real>(u.count), u);
 }
 
 // scale->not_finite += the number of gradients that are not finite.   Traffic: 4 N bytes
 static __global__ void count_not_finite_kernel(LossScale *scale, const real *grad, unsigned count) {
     unsigned i = first_of_pack<real>(), bad = 0;
-    Pack<real> g = load(grad, min(i, count), count);
+    Pack<real> g = load<real>(grad, min(i, count), count);
 #pragma unroll
-    for (int j = 0; j < 4; j++)
+    for (int j = 0; j < Pack<real>::N; j++)
         bad += !(fabsf(g.v[j]) < INFINITY);
     if (bad > 0)
         atomicAdd(&scale->not_finite, bad);
@@ -908,8 +856,7 @@ static __global__ void adjust_scale_kernel(LossScale *s) {
 }
 
 static void adjust_scale(LossScale *scale) {
-    adjust_scale_kernel<<<1, 1, 0, stream()>>>(scale);
-    CHECK_LAUNCH();
+    LAUNCH_GRID(adjust_scale_kernel, 1, 1, scale);
 }
 
 /* ---- The loader's work, where the data set is resident on the device: look the batch's images up
@@ -1021,19 +968,23 @@ static void gather(real *out, uint8_t *labels, const Resident *r, const Draw *dr
     CHECK_LAUNCH();
 }
 
-// out = the images that a loader has made.   Traffic: 4 N bytes, N elements
+// out = in, which is NHWC, in another type and layout.   Traffic: 4 N bytes, N elements
 template <class T>
-static __global__ void load_images_kernel(T *out, const real *images, Layout layout,
-                                          unsigned count) {
+static __global__ void convert_kernel(void *out, const real *in, Layout layout, unsigned count) {
     unsigned i = element();
     if (i < count)
-        out[i] = (T)images[layout.pixel(i) * layout.channels + layout.channel(i)];
+        write<T>(out, i, in[layout.pixel(i) * layout.channels + layout.channel(i)]);
 }
 
+// The images that a loader has made.
 template <class T>
 static void load_images(real *out, const real *images, size_t n, Shape s, bool nchw) {
     size_t count = n * s.h * s.w * s.c;
-    LAUNCH(load_images_kernel<T>, count, (T *)out, images, layout_of(s, nchw), count);
+    LAUNCH(convert_kernel<T>, count, out, images, layout_of(s, nchw), count);
+}
+
+template <class T> static void lower(void *low, const real *param, size_t count) {
+    LAUNCH(convert_kernel<T>, count, low, param, layout_of({1, 1, 1}, false), count);
 }
 
 /* ==== 3. Sums over pixels =======================================================================
@@ -1045,9 +996,221 @@ static void load_images(real *out, const real *images, size_t n, Shape s, bool n
    reads 32 neighbouring numbers. */
 
 enum { LANES_Y = 8, SUM_SLICES = 512, CONV_SLICE = 64 };
+static const real bn_eps = 1e-5f, bn_momentum = 0.1f;
 
-// The lanes of a warp are reduced by shuffles, which read a register of another lane: after 5
-// exchanges all lanes hold the sum, or the maximum.
+// BatchNorm of one number of a channel. Forward and backward call the same function, so that they
+// agree in which numbers the ReLU has let through.
+static __device__ real normalised(real x, real mean, real inverse, real weight, real bias) {
+    return fmaf(x - mean, weight * inverse, bias);
+}
+
+// What is known of some pixels of a channel: their count and two sums, which a kind of sums defines
+// by how one pixel begins, how two are joined, and what is made of all.
+struct Sum {
+    real count, a, b;
+};
+
+/* Gradients: a = sum of d, which is dout (after the backward of the ReLU behind a BatchNorm, if it
+   has one); NORM, of a BatchNorm: b = sum of d * (in - mean).
+   dbias = a, dweight = b / sqrt(variance + eps) */
+template <bool NORM> struct Gradients {
+    template <class T> static __device__ Sum pixel(const Row &r, unsigned i, unsigned c) {
+        const real d = read<T>(r.dout, i);
+        if (!NORM)
+            return {1, d, 0};
+        const real *mean = r.stats + 2 * r.s.oc, *inverse = mean + r.s.oc, x = read<T>(r.in, i);
+        if (r.relu_backward && normalised(x, mean[c], inverse[c], r.weight[c], r.bias[c]) <= 0)
+            return {1, 0, 0};
+        return {1, d, d * (x - mean[c])};
+    }
+    static __device__ Sum join(Sum s, Sum t) {
+        return {s.count + t.count, s.a + t.a, s.b + t.b};
+    }
+    static __device__ void finish(const Row &r, unsigned c, Sum s) {
+        r.dbias[c] = s.a;
+        if (NORM)
+            r.dweight[c] = s.b * r.stats[3 * r.s.oc + c];
+    }
+};
+
+/* Moments: a = mean of in, b = sum of the squared distances from it; joined without cancellation
+   (Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing variances",
+   1979). stats as in batchnorm2d_forward() of cnn.c: running mean and variance, then the batch's
+   mean and 1 / sqrt(variance + eps). */
+struct Moments {
+    template <class T> static __device__ Sum pixel(const Row &r, unsigned i, unsigned) {
+        return {1, read<T>(r.in, i), 0};
+    }
+    static __device__ Sum join(Sum s, Sum t) {
+        real count = s.count + t.count, d = t.a - s.a;
+        if (t.count == 0)
+            return s;
+        return {count, s.a + d * (t.count / count),
+                s.b + t.b + d * d * (s.count * t.count / count)};
+    }
+    static __device__ void finish(const Row &r, unsigned c, Sum s) {
+        real *stats = r.stats + c, unbiased = s.b / (s.count > 1 ? s.count - 1 : 1);
+        stats[0] = (1 - bn_momentum) * stats[0] + bn_momentum * s.a;
+        stats[r.s.c] = (1 - bn_momentum) * stats[r.s.c] + bn_momentum * unbiased;
+        stats[2 * r.s.c] = s.a;
+        stats[3 * r.s.c] = 1 / sqrtf(s.b / s.count + bn_eps);
+    }
+};
+
+// The first pixel of a slice.
+static __device__ unsigned slice_start(unsigned pixels, unsigned slice, unsigned slices) {
+    return (unsigned)((size_t)pixels * slice / slices);
+}
+
+/* scratch[slice][0][c] = a, scratch[slice][1][c] = b of the slice's pixels.
+   Grid: channels / 32 x slices.   Traffic: 1 or 2 elements for each number of dout or in. With nchw,
+   a warp reads 32 numbers that are far apart; the 7 next to each are read from the L1 cache by the
+   block's other warps */
+template <class T, class KIND> static __global__ void sum_slices_kernel(Row r) {
+    __shared__ Sum sums[LANES_Y][WARP];
+    const unsigned channels = r.s.oc, c = blockIdx.x * WARP + threadIdx.x;
+    const unsigned pixels = r.outputs / channels;
+    unsigned first = slice_start(pixels, blockIdx.y, gridDim.y) + threadIdx.y;
+    unsigned end = slice_start(pixels, blockIdx.y + 1, gridDim.y);
+    Sum sum = {0, 0, 0};
+    for (unsigned p = first; p < end && c < channels; p += LANES_Y)
+        sum = KIND::join(sum, KIND::template pixel<T>(r, r.of_out.at(p, c), c));
+    sums[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y > 0 || c >= channels)
+        return;
+    for (int i = 1; i < LANES_Y; i++)
+        sum = KIND::join(sum, sums[i][threadIdx.x]);
+    r.scratch[(2 * blockIdx.y) * channels + c] = sum.a;
+    r.scratch[(2 * blockIdx.y + 1) * channels + c] = sum.b;
+}
+
+// Joins the slices of a channel, and finishes it. The lanes of a warp are joined by shuffles, which
+// read a register of another lane: after 5 exchanges lane 0 has all.   One warp per channel
+template <class KIND> static __global__ void join_slices_kernel(Row r, int slices) {
+    const int channels = r.s.oc, c = element() / WARP, lane = threadIdx.x % WARP;
+    const unsigned pixels = r.outputs / channels;
+    if (c >= channels) // true of whole warps only, as shuffles need all lanes
+        return;
+    Sum sum = {0, 0, 0};
+    for (int slice = lane; slice < slices; slice += WARP) {
+        unsigned end = slice_start(pixels, slice + 1, slices);
+        sum = KIND::join(sum, {(real)(end - slice_start(pixels, slice, slices)),
+                               r.scratch[2 * slice * channels + c],
+                               r.scratch[(2 * slice + 1) * channels + c]});
+    }
+    for (int other = WARP / 2; other > 0; other /= 2)
+        sum = KIND::join(sum, {__shfl_down_sync(0xffffffffu, sum.count, other),
+                               __shfl_down_sync(0xffffffffu, sum.a, other),
+                               __shfl_down_sync(0xffffffffu, sum.b, other)});
+    if (lane == 0)
+        KIND::finish(r, c, sum);
+}
+
+// `stored`: slices of CONV_SLICE pixels are in scratch already.
+template <class T, class KIND> static void sum_pixels(Work w, bool stored) {
+    const size_t channels = w.l->out.c, pixels = outputs(w) / channels;
+    // slices of at least 64 pixels, at most SUM_SLICES of them
+    const size_t slices = min(ceil_div(pixels, 64), (size_t)SUM_SLICES);
+    auto *kernel = sum_slices_kernel<T, KIND>;
+    if (!stored)
+        LAUNCH_GRID(kernel, dim3(ceil_div(channels, WARP), slices), dim3(WARP, LANES_Y), row_of(w));
+    LAUNCH(join_slices_kernel<KIND>, channels * WARP, row_of(w),
+           stored ? pixels / CONV_SLICE : slices);
+}
+
+/* Whether the forward of this convolution leaves in scratch what sum_slices_kernel would compute of
+   its output for the BatchNorm behind it, in slices of CONV_SLICE pixels. NULL: there is none. */
+static bool stores_moments(const Layer *conv, size_t n);
+
+// The values of the channels of the elements of a pack that begins at element i.
+template <class T>
+static __device__ Pack<T> of_channels(const real *values, unsigned i, Layout layout) {
+    const unsigned c = layout.channel(i);
+    const bool whole = layout.inner == 1 && layout.channels % Pack<T>::N == 0;
+    Pack<T> p;
+#pragma unroll
+    for (int j = 0; whole && j < Pack<T>::N; j += 4) {
+        const float4 four = *(const float4 *)(values + c + j);
+        p.v[j] = four.x;
+        p.v[j + 1] = four.y;
+        p.v[j + 2] = four.z;
+        p.v[j + 3] = four.w;
+    }
+#pragma unroll
+    for (int j = 0; !whole && j < Pack<T>::N; j++)
+        p.v[j] = values[layout.channel(i + j)];
+    return p;
+}
+
+/* out = (in - mean) * weight / sqrt(variance + eps) + bias, + residual unless that is NULL, then
+   ReLU if asked. Evaluation (no draw): by the running mean and variance.
+   Traffic: 2 N elements, 3 N with a residual */
+template <class T> static __global__ void batchnorm_forward_kernel(Row r) {
+    unsigned i = first_of_pack<T>();
+    const real *stats = r.stats + (r.draw ? 2 * r.s.c : 0);
+    if (i >= r.outputs)
+        return;
+    Pack<T> x = load<T>(r.in, i, r.outputs);
+    Pack<T> other = r.residual ? load<T>(r.residual, i, r.outputs) : Pack<T>();
+    Pack<T> mean = of_channels<T>(stats, i, r.of_in);
+    Pack<T> spread = of_channels<T>(stats + r.s.c, i, r.of_in);
+    Pack<T> scale = of_channels<T>(r.weight, i, r.of_in),
+            shift = of_channels<T>(r.bias, i, r.of_in);
+#pragma unroll
+    for (int j = 0; j < Pack<T>::N; j++) {
+        real inverse = r.draw ? spread.v[j] : 1 / sqrtf(spread.v[j] + bn_eps);
+        real value = normalised(x.v[j], mean.v[j], inverse, scale.v[j], shift.v[j]) + other.v[j];
+        x.v[j] = r.relu && value < 0 ? 0 : value;
+    }
+    store(r.out, i, r.outputs, x);
+}
+
+template <class T> static void batchnorm2d_forward(Work w) {
+    if (w.draw)
+        sum_pixels<T, Moments>(w, stores_moments(w.l->moments, w.n));
+    per_pack<T, batchnorm_forward_kernel<T>>(w);
+}
+
+/* din = weight * inverse * (d - dbias / m - x * dweight / m), over m pixels, where
+   x = (in - mean) * inverse, d = dout, dbias = sum of d, dweight = sum of d * x; += if accumulate.
+   If d begins with the ReLU's backward, its mask follows from in.   Traffic: 3 N elements */
+template <class T> static __global__ void batchnorm_backward_kernel(Row r) {
+    unsigned i = first_of_pack<T>();
+    if (i >= r.outputs)
+        return;
+    const real m = (real)(r.outputs / r.s.c);
+    Pack<T> sum = r.accumulate ? load<T>(r.din, i, r.outputs) : Pack<T>();
+    Pack<T> x = load<T>(r.in, i, r.outputs), d = load<T>(r.dout, i, r.outputs);
+    Pack<T> scale = of_channels<T>(r.weight, i, r.of_in);
+    Pack<T> shift = r.relu_backward ? of_channels<T>(r.bias, i, r.of_in) : Pack<T>();
+    Pack<T> mean = of_channels<T>(r.stats + 2 * r.s.c, i, r.of_in);
+    Pack<T> inverse = of_channels<T>(r.stats + 3 * r.s.c, i, r.of_in);
+    Pack<T> sums = of_channels<T>(r.dbias, i, r.of_in);
+    Pack<T> products = of_channels<T>(r.dweight, i, r.of_in);
+#pragma unroll
+    for (int j = 0; j < Pack<T>::N; j++) {
+        real value = normalised(x.v[j], mean.v[j], inverse.v[j], scale.v[j], shift.v[j]);
+        if (r.relu_backward && value <= 0)
+            d.v[j] = 0;
+        real distance = (x.v[j] - mean.v[j]) * inverse.v[j];
+        sum.v[j] +=
+            scale.v[j] * inverse.v[j] * (d.v[j] - sums.v[j] / m - distance * (products.v[j] / m));
+    }
+    store(r.din, i, r.outputs, sum);
+}
+
+template <class T> static void batchnorm2d_backward(Work w) {
+    sum_pixels<T, Gradients<true>>(w, false);
+    if (w.din)
+        per_pack<T, batchnorm_backward_kernel<T>>(w);
+}
+
+/* ==== 4. Softmax and loss =======================================================================
+
+   One warp per image: each lane reads every 32nd class. The lanes are reduced by shuffles, as in
+   section 3; here all of them get the result. */
+
 static __device__ real warp_sum(real value) {
     for (int lane = WARP / 2; lane > 0; lane /= 2)
         value += __shfl_xor_sync(0xffffffffu, value, lane);
@@ -1060,312 +1223,40 @@ static __device__ real warp_max(real value) {
     return value;
 }
 
-// x: 32 channels per block; y: slices of at least 64 pixels, at most SUM_SLICES of them.
-static dim3 sum_grid(size_t pixels, size_t channels) {
-    return dim3(ceil_div(channels, WARP), min(ceil_div(pixels, 64), (size_t)SUM_SLICES));
-}
-
-// The first pixel of a slice.
-static __device__ unsigned slice_start(unsigned pixels, unsigned slice, unsigned slices) {
-    return (unsigned)((size_t)pixels * slice / slices);
-}
-
-// BatchNorm of one number of a channel. Forward and backward call the same function, so that they
-// agree in which numbers the ReLU has let through.
-static __device__ real normalised(real x, real mean, real inverse, real weight, real bias) {
-    return fmaf(x - mean, weight * inverse, bias);
-}
-
-/* partial[slice][0][c] = sum of d, partial[slice][1][c] = sum of d * (x - mean), over the slice's
-   pixels; the mean is in stats. x NULL: the first sum only. weight not NULL: d begins with the
-   backward of a ReLU after this BatchNorm.   Grid: channels / 32 x slices.
-   Traffic: 1 or 2 elements for each number of d. With nchw, a warp reads 32 numbers that are far
-   apart; the 7 next to each are read from the L1 cache by the block's other warps */
-template <class T>
-static __global__ void column_sums_kernel(real *partial, const T *d, const T *x, const real *stats,
-                                          const real *weight, const real *bias, unsigned pixels,
-                                          Layout layout) {
-    __shared__ real sums[LANES_Y][WARP];
-    __shared__ real products[LANES_Y][WARP];
-    const unsigned channels = layout.channels, c = blockIdx.x * WARP + threadIdx.x;
-    unsigned first = slice_start(pixels, blockIdx.y, gridDim.y) + threadIdx.y;
-    unsigned end = slice_start(pixels, blockIdx.y + 1, gridDim.y);
-    real sum = 0, product = 0, mean = 0, inverse = 0, scale = 0, shift = 0;
-    if (x && c < channels) {
-        mean = stats[2 * channels + c];
-        inverse = stats[3 * channels + c];
-        scale = weight ? weight[c] : 0;
-        shift = weight ? bias[c] : 1; // without a ReLU: all are let through
-    }
-    for (unsigned p = first; p < end && c < channels; p += LANES_Y) {
-        real value = (real)d[layout.at(p, c)], from = x ? (real)x[layout.at(p, c)] : 0;
-        if (x && normalised(from, mean, inverse, scale, shift) <= 0)
-            value = 0;
-        sum += value;
-        product += value * (from - mean);
-    }
-    sums[threadIdx.y][threadIdx.x] = sum;
-    products[threadIdx.y][threadIdx.x] = product;
-    __syncthreads();
-    if (threadIdx.y > 0 || c >= channels)
+/* out[k] = in[k] - max(in) - log(sum of exp(in[j] - max(in))), in float.   Grid: THREADS / 32
+   images per block.   Traffic: N elements, 4 N bytes */
+template <class T> static __global__ void log_softmax_forward_kernel(Row r) {
+    unsigned image = element() / WARP, lane = threadIdx.x % WARP, classes = r.s.oc;
+    if (image >= r.n) // true of whole warps only
         return;
-    for (int i = 1; i < LANES_Y; i++) {
-        sum += sums[i][threadIdx.x];
-        product += products[i][threadIdx.x];
-    }
-    partial[(2 * blockIdx.y) * channels + c] = sum;
-    partial[(2 * blockIdx.y + 1) * channels + c] = product;
-}
-
-/* dbias[c] = sum over slices of the first sums; dweight[c] = sum of the second ones, times the
-   1 / sqrt(variance + eps) of stats, unless dweight is NULL.   One warp per channel */
-static __global__ void join_sums_kernel(real *dbias, real *dweight, const real *partial,
-                                        const real *stats, int slices, int channels) {
-    int c = element() / WARP, lane = threadIdx.x % WARP;
-    if (c >= channels) // true of whole warps only, as shuffles need all lanes
-        return;
-    real sum = 0, product = 0;
-    for (int slice = lane; slice < slices; slice += WARP) {
-        sum += partial[2 * slice * channels + c];
-        product += partial[(2 * slice + 1) * channels + c];
-    }
-    sum = warp_sum(sum);
-    product = warp_sum(product);
-    if (lane == 0)
-        dbias[c] = sum;
-    if (lane == 0 && dweight)
-        dweight[c] = product * stats[3 * channels + c];
-}
-
-// dbias[c] = sum of dout over all pixels; BatchNorm also needs dweight, for which x is its input,
-// and may include the backward of its ReLU.
-template <class T> static void column_sums(Work w, real *dweight, const real *x, bool relu) {
-    size_t channels = w.l->out.c, pixels = outputs(w) / channels;
-    dim3 grid = sum_grid(pixels, channels), block(WARP, LANES_Y);
-    column_sums_kernel<T><<<grid, block, 0, stream()>>>(w.scratch, (const T *)w.dout, (const T *)x,
-                                                        w.stats, relu ? w.weight : NULL, w.bias,
-                                                        pixels, layout_of(w.l->out, w.transposed));
-    CHECK_LAUNCH();
-    LAUNCH(join_sums_kernel, channels * WARP, w.dbias, dweight, w.scratch, w.stats, grid.y,
-           channels);
-}
-
-// A count, its mean and the sum of squared distances from it; joined without cancellation (Chan,
-// Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing variances", 1979).
-struct Moments {
-    real count, mean, squares;
-};
-
-static __device__ Moments join(Moments a, Moments b) {
-    real count = a.count + b.count, d = b.mean - a.mean;
-    if (b.count == 0)
-        return a;
-    return {count, a.mean + d * (b.count / count),
-            a.squares + b.squares + d * d * (a.count * b.count / count)};
-}
-
-/* partial[slice][0][c] = mean, partial[slice][1][c] = sum of squared distances from it, over the
-   slice's pixels.   Grid: channels / 32 x slices.   Traffic: 1 element for each number of in */
-template <class T>
-static __global__ void moments_kernel(real *partial, const T *in, unsigned pixels, Layout layout) {
-    __shared__ Moments moments[LANES_Y][WARP];
-    const unsigned channels = layout.channels, c = blockIdx.x * WARP + threadIdx.x;
-    unsigned first = slice_start(pixels, blockIdx.y, gridDim.y) + threadIdx.y;
-    unsigned end = slice_start(pixels, blockIdx.y + 1, gridDim.y);
-    Moments m = {0, 0, 0};
-    for (unsigned p = first; p < end && c < channels; p += LANES_Y)
-        m = join(m, {1, (real)in[layout.at(p, c)], 0});
-    moments[threadIdx.y][threadIdx.x] = m;
-    __syncthreads();
-    if (threadIdx.y > 0 || c >= channels)
-        return;
-    for (int i = 1; i < LANES_Y; i++)
-        m = join(m, moments[i][threadIdx.x]);
-    partial[(2 * blockIdx.y) * channels + c] = m.mean;
-    partial[(2 * blockIdx.y + 1) * channels + c] = m.squares;
-}
-
-/* Whether the forward of this convolution leaves in scratch what moments_kernel would compute of
-   its output for the BatchNorm behind it, in slices of CONV_SLICE pixels. NULL: there is none. */
-static bool stores_moments(const Layer *conv, size_t n);
-
-static const real bn_eps = 1e-5f, bn_momentum = 0.1f;
-
-/* Joins the slices of a channel. stats as in batchnorm2d_forward() of cnn.c: running mean and
-   variance, then the batch's mean and 1 / sqrt(variance + eps).   One warp per channel */
-static __global__ void batchnorm_statistics_kernel(real *stats, const real *partial,
-                                                   unsigned pixels, int slices, int channels) {
-    int c = element() / WARP, lane = threadIdx.x % WARP;
-    if (c >= channels)
-        return;
-    Moments m = {0, 0, 0};
-    for (int slice = lane; slice < slices; slice += WARP) {
-        unsigned pixels_of_slice =
-            slice_start(pixels, slice + 1, slices) - slice_start(pixels, slice, slices);
-        m = join(m, {(real)pixels_of_slice, partial[2 * slice * channels + c],
-                     partial[(2 * slice + 1) * channels + c]});
-    }
-    for (int other = WARP / 2; other > 0; other /= 2) // after the last iteration lane 0 has all
-        m = join(m, {__shfl_down_sync(0xffffffffu, m.count, other),
-                     __shfl_down_sync(0xffffffffu, m.mean, other),
-                     __shfl_down_sync(0xffffffffu, m.squares, other)});
-    if (lane > 0)
-        return;
-    real unbiased = m.squares / (m.count > 1 ? m.count - 1 : 1);
-    real *running_mean = stats, *running_variance = stats + channels;
-    running_mean[c] = (1 - bn_momentum) * running_mean[c] + bn_momentum * m.mean;
-    running_variance[c] = (1 - bn_momentum) * running_variance[c] + bn_momentum * unbiased;
-    stats[2 * channels + c] = m.mean;
-    stats[3 * channels + c] = 1 / sqrtf(m.squares / m.count + bn_eps);
-}
-
-// The values of the channels of the elements of a pack that begins at element i.
-template <class T>
-static __device__ Pack<T> of_channels(const real *values, unsigned i, Layout layout) {
-    const unsigned c = layout.channel(i);
-    Pack<T> p;
-    if (layout.inner == 1 && layout.channels % Pack<T>::N == 0) {
-#pragma unroll
-        for (int j = 0; j < Pack<T>::N; j += 4) {
-            const float4 four = *(const float4 *)(values + c + j);
-            p.v[j] = four.x;
-            p.v[j + 1] = four.y;
-            p.v[j + 2] = four.z;
-            p.v[j + 3] = four.w;
-        }
-        return p;
-    }
-#pragma unroll
-    for (int j = 0; j < Pack<T>::N; j++)
-        p.v[j] = values[layout.channel(i + j)];
-    return p;
-}
-
-/* out = (in - mean) * weight / sqrt(variance + eps) + bias, + residual unless that is NULL, then
-   ReLU if asked.   Traffic: 2 N elements, 3 N with a residual */
-template <class T>
-static __global__ void
-batchnorm_apply_kernel(T *out, const T *in, const real *stats, const real *weight, const real *bias,
-                       const T *residual, unsigned count, Layout layout, bool training, bool relu) {
-    unsigned i = first_of_pack<T>(), channels = layout.channels;
-    if (i >= count)
-        return;
-    Pack<T> x = load(in, i, count), r = residual ? load(residual, i, count) : Pack<T>();
-    Pack<T> mean = of_channels<T>(stats + (training ? 2 * channels : 0), i, layout);
-    Pack<T> spread = of_channels<T>(stats + (training ? 3 * channels : channels), i, layout);
-    Pack<T> scale = of_channels<T>(weight, i, layout), shift = of_channels<T>(bias, i, layout);
-#pragma unroll
-    for (int j = 0; j < Pack<T>::N; j++) {
-        real inverse = training ? spread.v[j] : 1 / sqrtf(spread.v[j] + bn_eps);
-        real value = normalised(x.v[j], mean.v[j], inverse, scale.v[j], shift.v[j]) + r.v[j];
-        x.v[j] = relu && value < 0 ? 0 : value;
-    }
-    store(out, i, count, x);
-}
-
-template <class T> static void batchnorm2d_forward(Work w) {
-    size_t channels = w.l->in.c, pixels = inputs(w) / channels;
-    const Layout layout = layout_of(w.l->in, w.transposed);
-    const bool training = w.draw != NULL;
-    if (training) {
-        const bool stored = stores_moments(w.l->moments, w.n);
-        dim3 grid = sum_grid(pixels, channels), block(WARP, LANES_Y);
-        if (!stored)
-            moments_kernel<T>
-                <<<grid, block, 0, stream()>>>(w.scratch, (const T *)w.in, pixels, layout);
-        CHECK_LAUNCH();
-        LAUNCH(batchnorm_statistics_kernel, channels * WARP, w.stats, w.scratch, pixels,
-               stored ? pixels / CONV_SLICE : grid.y, channels);
-    }
-    LAUNCH(batchnorm_apply_kernel<T>, packs<T>(outputs(w)), (T *)w.out, (const T *)w.in, w.stats,
-           w.weight, w.bias, (const T *)w.residual, outputs(w), layout, training, w.l->relu);
-}
-
-/* din = weight * inverse * (dout - dbias / m - x * dweight / m), over m pixels, where
-   x = (in - mean) * inverse, dbias = sum of dout, dweight = sum of dout * x; += if accumulate.
-   relu: dout begins with the ReLU's backward, whose mask follows from in.
-   Traffic: 3 N elements */
-template <class T>
-static __global__ void
-batchnorm_backward_kernel(T *din, const T *dout, const T *in, const real *stats, const real *weight,
-                          const real *bias, const real *dweight, const real *dbias, unsigned count,
-                          Layout layout, bool accumulate, bool relu) {
-    unsigned i = first_of_pack<T>(), channels = layout.channels;
-    if (i >= count)
-        return;
-    const real m = (real)(count / channels);
-    Pack<T> sum = accumulate ? load(din, i, count) : Pack<T>();
-    Pack<T> x = load(in, i, count), d = load(dout, i, count);
-    Pack<T> scale = of_channels<T>(weight, i, layout);
-    Pack<T> shift = relu ? of_channels<T>(bias, i, layout) : Pack<T>();
-    Pack<T> mean = of_channels<T>(stats + 2 * channels, i, layout);
-    Pack<T> inverse = of_channels<T>(stats + 3 * channels, i, layout);
-    Pack<T> sums = of_channels<T>(dbias, i, layout), products = of_channels<T>(dweight, i, layout);
-#pragma unroll
-    for (int j = 0; j < Pack<T>::N; j++) {
-        if (relu && normalised(x.v[j], mean.v[j], inverse.v[j], scale.v[j], shift.v[j]) <= 0)
-            d.v[j] = 0;
-        real distance = (x.v[j] - mean.v[j]) * inverse.v[j];
-        sum.v[j] +=
-            scale.v[j] * inverse.v[j] * (d.v[j] - sums.v[j] / m - distance * (products.v[j] / m));
-    }
-    store(din, i, count, sum);
-}
-
-// The ReLU's backward is this one's work where no residual's gradient needs its result, too.
-template <class T> static void batchnorm2d_backward(Work w) {
-    const bool relu = w.l->relu_backward && !w.l->residual;
-    column_sums<T>(w, w.dweight, w.in, relu);
-    if (w.din)
-        LAUNCH(batchnorm_backward_kernel<T>, packs<T>(inputs(w)), (T *)w.din, (const T *)w.dout,
-               (const T *)w.in, w.stats, w.weight, w.bias, w.dweight, w.dbias, inputs(w),
-               layout_of(w.l->in, w.transposed), w.accumulate, relu);
-}
-
-/* ==== 4. Softmax and loss =======================================================================
-
-   One warp per image: each lane reads every 32nd class; the lanes are reduced as in section 3. */
-
-/* out[k] = in[k] - max(in) - log(sum of exp(in[j] - max(in))).   Grid: THREADS / 32 images per
-   block.   Traffic: N elements, 4 N bytes */
-template <class T>
-static __global__ void log_softmax_forward_kernel(real *out, const T *in, int n, int classes) {
-    int image = element() / WARP, lane = threadIdx.x % WARP;
-    if (image >= n) // true of whole warps only
-        return;
+    unsigned begin = image * classes, end = begin + classes;
     real largest = -INFINITY, sum = 0;
-    for (int k = lane; k < classes; k += WARP)
-        largest = fmaxf(largest, (real)in[image * classes + k]);
+    for (unsigned i = begin + lane; i < end; i += WARP)
+        largest = fmaxf(largest, read<T>(r.in, i));
     largest = warp_max(largest);
-    for (int k = lane; k < classes; k += WARP)
-        sum += expf((real)in[image * classes + k] - largest);
+    for (unsigned i = begin + lane; i < end; i += WARP)
+        sum += expf(read<T>(r.in, i) - largest);
     real log_sum = largest + logf(warp_sum(sum));
-    for (int k = lane; k < classes; k += WARP)
-        out[image * classes + k] = (real)in[image * classes + k] - log_sum;
-}
-
-template <class T> static void log_softmax_forward(Work w) {
-    LAUNCH(log_softmax_forward_kernel<T>, w.n * WARP, w.out, (const T *)w.in, w.n, (int)w.l->out.c);
+    for (unsigned i = begin + lane; i < end; i += WARP)
+        r.out[i] = read<T>(r.in, i) - log_sum;
 }
 
 // din[k] = dout[k] - exp(out[k]) * sum of dout.   Grid as above.   Traffic: N elements, 8 N bytes
-template <class T>
-static __global__ void log_softmax_backward_kernel(T *din, const real *dout, const real *out, int n,
-                                                   int classes) {
-    int image = element() / WARP, lane = threadIdx.x % WARP;
-    if (image >= n)
+template <class T> static __global__ void log_softmax_backward_kernel(Row r) {
+    unsigned image = element() / WARP, lane = threadIdx.x % WARP, classes = r.s.oc;
+    if (image >= r.n)
         return;
+    unsigned begin = image * classes, end = begin + classes;
     real sum = 0;
-    for (int k = lane; k < classes; k += WARP)
-        sum += dout[image * classes + k];
+    for (unsigned i = begin + lane; i < end; i += WARP)
+        sum += r.dout[i];
     sum = warp_sum(sum);
-    for (int i = image * classes + lane; i < (image + 1) * classes; i += WARP)
-        din[i] = (T)(dout[i] - expf(out[i]) * sum);
+    for (unsigned i = begin + lane; i < end; i += WARP)
+        write<T>(r.din, i, r.dout[i] - expf(r.out[i]) * sum);
 }
 
-template <class T> static void log_softmax_backward(Work w) {
-    LAUNCH(log_softmax_backward_kernel<T>, w.n * WARP, (T *)w.din, w.dout, w.out, w.n,
-           (int)w.l->out.c);
+template <void (*KERNEL)(Row)> static void per_image(Work w) {
+    LAUNCH(KERNEL, w.n * WARP, row_of(w));
 }
 
 // The formulas are those of nll_loss() in cnn.c. One thread per image.   Traffic: 8 N bytes
@@ -1493,7 +1384,7 @@ static void weight_gradient(Work w) {
 
 static void conv2d_backward_naive(Work w) {
     if (w.l->biases)
-        column_sums<real>(w, NULL, NULL, false);
+        sum_pixels<real, Gradients<false>>(w, false);
     weight_gradient(w);
     if (w.din)
         data_gradient(w);
@@ -2076,7 +1967,7 @@ static void conv2d_forward_tiled(Work w) {
 
 static void conv2d_backward_tiled(Work w) {
     if (w.l->biases)
-        column_sums<real>(w, NULL, NULL, false);
+        sum_pixels<real, Gradients<false>>(w, false);
     gemm_tiled<false, false>(weight_gradient_product<real>(w), w);
     if (w.din)
         gemm_tiled<true, true>(data_gradient_product<real>(w), w);
@@ -2449,7 +2340,7 @@ template <class T> static void conv2d_forward_tensor(Work w) {
 
 template <class T> static void conv2d_backward_tensor(Work w) {
     if (w.l->biases)
-        column_sums<T>(w, NULL, NULL, false);
+        sum_pixels<T, Gradients<false>>(w, false);
     gemm_tensor<false, false>(weight_gradient_product<T>(w), w);
     if (w.din)
         gemm_tensor<true, true>(data_gradient_product<T>(w), w);
@@ -2501,44 +2392,37 @@ static __global__ void transpose_kernel(T *to, const T *from, unsigned rows, uns
 
 // Between [n][pixels][channels] and [n][channels][pixels]: to_nchw, or back.
 template <class T>
-static void transpose(real *to, const real *from, size_t n, Shape s, bool to_nchw,
+static void transpose(void *to, const void *from, size_t n, Shape s, bool to_nchw,
                       bool accumulate) {
     const size_t rows = to_nchw ? s.h * s.w : s.c, columns = to_nchw ? s.c : s.h * s.w;
     dim3 grid(ceil_div(columns, WARP), ceil_div(rows, WARP), n), block(WARP, LANES_Y);
-    transpose_kernel<T>
-        <<<grid, block, 0, stream()>>>((T *)to, (const T *)from, rows, columns, accumulate);
-    CHECK_LAUNCH();
+    LAUNCH_GRID(transpose_kernel<T>, grid, block, (T *)to, (const T *)from, rows, columns,
+                accumulate);
 }
 
 /* --layout nchw: the kernels of convolutions and linear layers expect NHWC, so their operands and
    results are transposed, as cuDNN does it where its kernels for tensor cores get NCHW. # NHWC */
-template <class T, void (*RUN)(Work)> static void forward_in_nhwc(Work w) {
+template <class T, void (*RUN)(Work), bool FORWARD> static void in_nhwc(Work w) {
+    const size_t size = ceil_div(inputs(w), 64) * 64;
+    T *memory = (T *)w.transposed;
     Work inner = w;
+    if (!w.transposed)
+        return RUN(w);
     inner.transposed = NULL;
-    if (w.transposed) {
-        inner.in = (real *)w.transposed;
-        inner.out = (real *)((T *)w.transposed + ceil_div(inputs(w), 64) * 64);
-        transpose<T>((real *)inner.in, w.in, w.n, w.from, false, false);
-    }
-    RUN(inner);
-    if (w.transposed)
-        transpose<T>(w.out, inner.out, w.n, w.l->out, true, false);
-}
-
-template <class T, void (*RUN)(Work)> static void backward_in_nhwc(Work w) {
-    Work inner = w;
-    inner.transposed = NULL;
-    if (w.transposed) {
-        const size_t size = ceil_div(inputs(w), 64) * 64;
-        inner.in = (real *)w.transposed;
-        inner.din = w.din ? (real *)((T *)w.transposed + size) : NULL;
-        inner.dout = (real *)((T *)w.transposed + 2 * size);
-        inner.accumulate = false;
-        transpose<T>((real *)inner.in, w.in, w.n, w.from, false, false);
+    inner.accumulate = false;
+    inner.in = (real *)memory;
+    transpose<T>(memory, w.in, w.n, w.from, false, false);
+    if (FORWARD) {
+        inner.out = (real *)(memory + size);
+    } else {
+        inner.din = w.din ? (real *)(memory + size) : NULL;
+        inner.dout = (real *)(memory + 2 * size);
         transpose<T>(inner.dout, w.dout, w.n, w.l->out, false, false);
     }
     RUN(inner);
-    if (w.transposed && w.din)
+    if (FORWARD)
+        transpose<T>(w.out, inner.out, w.n, w.l->out, true, false);
+    else if (w.din)
         transpose<T>(w.din, inner.din, w.n, w.from, true, w.accumulate);
 }
 
@@ -2590,16 +2474,21 @@ static Backend make_backend(const char *kernels, const char *precision) {
     b.range = range;
     b.record = record;
     // one row for each kind of layer: forward, backward, whether the forward fuses the ReLU
-    b.layers[CONV2D] = {forward_in_nhwc<T, FORWARD>, backward_in_nhwc<T, BACKWARD>,
+    b.layers[CONV2D] = {in_nhwc<T, FORWARD, true>, in_nhwc<T, BACKWARD, false>,
                         strcmp(kernels, "naive") != 0}; // in the epilogue
     b.layers[LINEAR] = b.layers[CONV2D]; // a linear layer is a convolution on 1 x 1 pixel
     b.layers[BATCHNORM2D] = {batchnorm2d_forward<T>, batchnorm2d_backward<T>, true};
-    b.layers[RELU] = {add_forward<T>, relu_backward<T>, false};
-    b.layers[MAXPOOL2D] = {maxpool2d_forward<T>, maxpool2d_backward<T>, false};
-    b.layers[AVGPOOL2D] = {avgpool2d_forward<T>, avgpool2d_backward<T>, false};
-    b.layers[ADD] = {add_forward<T>, add_backward<T>, true};
-    b.layers[DROPOUT] = {dropout_forward<T>, dropout_backward<T>, false};
-    b.layers[LOG_SOFTMAX] = {log_softmax_forward<T>, log_softmax_backward<T>, false};
+    b.layers[RELU] = {per_pack<T, add_forward_kernel<T>>, per_pack<T, add_backward_kernel<T, true>>,
+                      false};
+    b.layers[MAXPOOL2D] = {per_output<maxpool2d_forward_kernel<T>>,
+                           per_input<maxpool2d_backward_kernel<T>>, false};
+    b.layers[AVGPOOL2D] = {per_output<avgpool2d_forward_kernel<T>>,
+                           per_input<avgpool2d_backward_kernel<T>>, false};
+    b.layers[ADD] = {per_pack<T, add_forward_kernel<T>>, per_pack<T, add_backward_kernel<T, false>>,
+                     true};
+    b.layers[DROPOUT] = {dropout_forward<T>, per_pack<T, dropout_backward_kernel<T>>, false};
+    b.layers[LOG_SOFTMAX] = {per_image<log_softmax_forward_kernel<T>>,
+                             per_image<log_softmax_backward_kernel<T>>, false};
     if (sizeof(T) == sizeof(real))
         b.layers[RELU].forward = relu_forward;
     b.norm_relu_backward = true;
@@ -2610,8 +2499,8 @@ static Backend make_backend(const char *kernels, const char *precision) {
     // the loss, optimizers and the loader
     b.nll_loss = nll_loss;
     b.set_step = set_step;
-    b.adadelta = adadelta<T>;
-    b.sgd = sgd<T>;
+    b.adadelta = update<T, Adadelta>;
+    b.sgd = update<T, Sgd>;
     b.load_images = load_images<T>;
     b.gather = gather<T>;
     if (sizeof(T) < sizeof(real))
