@@ -49,30 +49,13 @@
 using std::max; // those of HIP's headers for the host take int
 using std::min;
 
-struct hipPointerAttributes {
-    hipMemoryType type;
-    int device;
-};
-
-// HIP 5 has another name for the type, and an error for memory that it has not allocated.
-static hipError_t pointer_attributes(hipPointerAttributes *a, const void *memory) {
-    hipPointerAttribute_t found;
-    *a = {hipMemoryTypeHost, 0};
-    if (hipPointerGetAttributes(&found, memory) != hipSuccess)
-        (void)hipGetLastError(); // clears the error
-    else
-#if HIP_VERSION_MAJOR < 6
-        *a = {found.memoryType, found.device};
-#else
-        *a = {found.type, found.device};
-#endif
-    return hipSuccess;
-}
-#define hipPointerGetAttributes pointer_attributes
+#define hipPointerAttributes hipPointerAttribute_t
+#define MEMORY_TYPE memoryType // of HIP 5
 #else
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+#define MEMORY_TYPE type
 #define PLATFORM "CUDA"
 #define REBUILD "make CUDA_ARCH=native, on this machine"
 #endif
@@ -110,14 +93,16 @@ static void check(cudaError_t error, const char *call, int line) {
 }
 #define CHECK(call) check(call, #call, __LINE__)
 #define CHECK_LAUNCH() check(cudaGetLastError(), "the kernel launched here", __LINE__)
-// Queue a kernel: with a grid of blocks; with at least `threads` threads, in blocks of THREADS.
+// Queue a kernel: with at least `threads` threads, in blocks of THREADS; with a grid of blocks; with
+// `bytes` of dynamic shared memory for each.
 #define LAUNCH(kernel, threads, ...) \
     LAUNCH_GRID(kernel, (unsigned)ceil_div(threads, THREADS), THREADS, __VA_ARGS__)
 
-#define LAUNCH_GRID(kernel, grid, block, ...)              \
-    do {                                                   \
-        kernel<<<grid, block, 0, stream()>>>(__VA_ARGS__); \
-        CHECK_LAUNCH();                                    \
+#define LAUNCH_GRID(kernel, grid, block, ...) LAUNCH_SHARED(kernel, grid, block, 0, __VA_ARGS__)
+#define LAUNCH_SHARED(kernel, grid, block, bytes, ...)         \
+    do {                                                       \
+        kernel<<<grid, block, bytes, stream()>>>(__VA_ARGS__); \
+        CHECK_LAUNCH();                                        \
     } while (0)
 
 static cudaStream_t stream(void) {
@@ -238,17 +223,22 @@ static void pinned_free(void *memory) {
 
 static thread_local bool capturing; // see capture()
 
+// Whether memory is a GPU's, and which one's.
+static bool on_device(const void *memory, int *which) {
+    cudaPointerAttributes a = {};
+    if (cudaPointerGetAttributes(&a, memory) != cudaSuccess)
+        (void)cudaGetLastError(); // clears the error: HIP's for memory that malloc() has allocated
+    *which = a.device;
+    return a.MEMORY_TYPE == cudaMemoryTypeDevice;
+}
+
 // In order with the kernels; when it returns, memory of the host may be read and written again.
 static void copy(void *to, const void *from, size_t bytes) {
+    int of_to, of_from;
     if (bytes == 0)
         return;
     CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream()));
-    if (capturing)
-        return;
-    cudaPointerAttributes a, b;
-    CHECK(cudaPointerGetAttributes(&a, to));
-    CHECK(cudaPointerGetAttributes(&b, from));
-    if (a.type != cudaMemoryTypeDevice || b.type != cudaMemoryTypeDevice)
+    if (!capturing && (!on_device(to, &of_to) || !on_device(from, &of_from)))
         synchronize();
 }
 
@@ -288,14 +278,12 @@ static void transfer(size_t which, void *to, const void *from, size_t bytes) {
    and this has been enabled; otherwise through the host. */
 static void enable_peer(const void *from) {
     static thread_local bool tried[MAX_REPLICAS][MAX_REPLICAS];
-    cudaPointerAttributes a;
-    int possible = 0;
-    CHECK(cudaPointerGetAttributes(&a, from));
-    if (a.type != cudaMemoryTypeDevice || a.device == device || tried[device][a.device])
+    int peer, possible = 0;
+    if (!on_device(from, &peer) || peer == device || tried[device][peer])
         return;
-    tried[device][a.device] = true;
-    CHECK(cudaDeviceCanAccessPeer(&possible, device, a.device));
-    if (possible && cudaDeviceEnablePeerAccess(a.device, 0) != cudaSuccess)
+    tried[device][peer] = true;
+    CHECK(cudaDeviceCanAccessPeer(&possible, device, peer));
+    if (possible && cudaDeviceEnablePeerAccess(peer, 0) != cudaSuccess)
         (void)cudaGetLastError(); // clears the error: it has been enabled, or there are too many
 }
 
@@ -465,7 +453,8 @@ template <class T> static __device__ void write(void *to, unsigned i, real value
 /* A pack is 16 bytes of neighbouring elements, which one instruction loads or stores: a kernel that
    uses packs needs a fraction of the instructions, and has more accesses in flight. Kernels that
    call first_of_pack() have one thread per pack. Tensors begin at multiples of 16 bytes; their last
-   pack may have fewer elements. */
+   pack may have fewer elements. The compiler unrolls loops over a pack, whose length is constant, so
+   that it stays in registers. */
 template <class T> struct Pack {
     enum { N = 16 / sizeof(T) };
     real v[N];
@@ -487,12 +476,10 @@ template <class T> static __device__ Pack<T> load(const void *from, unsigned i, 
     Pack<T> p = {};
     if (i + Pack<T>::N <= count) {
         const Chunk<T> chunk = *(const Chunk<T> *)((const T *)from + i);
-#pragma unroll
         for (int j = 0; j < Pack<T>::N; j++)
             p.v[j] = (real)chunk.v[j];
         return p;
     }
-#pragma unroll
     for (int j = 0; j < Pack<T>::N; j++)
         if (i + j < count)
             p.v[j] = read<T>(from, i + j);
@@ -502,15 +489,25 @@ template <class T> static __device__ Pack<T> load(const void *from, unsigned i, 
 template <class T> static __device__ void store(void *to, unsigned i, unsigned count, Pack<T> p) {
     Chunk<T> chunk;
     const bool whole = i + Pack<T>::N <= count;
-#pragma unroll
     for (int j = 0; j < Pack<T>::N; j++)
         chunk.v[j] = (T)p.v[j];
     if (whole)
         *(Chunk<T> *)((T *)to + i) = chunk;
-#pragma unroll
     for (int j = 0; j < Pack<T>::N; j++)
         if (!whole && i + j < count)
             ((T *)to)[i + j] = chunk.v[j];
+}
+
+// x = COUNT floats in groups of 4, whose beginnings are APART.
+template <int COUNT, int APART> static __device__ void read_fours(real *x, const real *from) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i += 4) {
+        const float4 four = *(const float4 *)(from + i / 4 * APART);
+        x[i] = four.x;
+        x[i + 1] = four.y;
+        x[i + 2] = four.z;
+        x[i + 3] = four.w;
+    }
 }
 
 /* Where a tensor's elements lie: [image][y][x][c] or, with --layout nchw, [image][c][y][x]. `inner`
@@ -602,7 +599,6 @@ template <class T, bool RELU_> static __global__ void add_backward_kernel(Row r)
         return;
     Pack<T> sum = r.accumulate ? load<T>(r.din, i, r.outputs) : Pack<T>();
     Pack<T> d = load<T>(r.dout, i, r.outputs), o = RELU_ ? load<T>(r.out, i, r.outputs) : Pack<T>();
-#pragma unroll
     for (int j = 0; j < Pack<T>::N; j++)
         sum.v[j] += !RELU_ || o.v[j] > 0 ? d.v[j] : 0;
     store(r.din, i, r.outputs, sum);
@@ -615,7 +611,6 @@ template <class T> static __global__ void add_forward_kernel(Row r) {
         return;
     Pack<T> sum = load<T>(r.in, i, r.outputs);
     Pack<T> other = r.residual ? load<T>(r.residual, i, r.outputs) : Pack<T>();
-#pragma unroll
     for (int j = 0; j < Pack<T>::N; j++) {
         sum.v[j] = r.residual ? sum.v[j] + other.v[j] : sum.v[j]; // -0 + 0 would be 0
         sum.v[j] = r.relu && sum.v[j] < 0 ? 0 : sum.v[j];
@@ -634,7 +629,6 @@ static __global__ void dropout_forward_kernel(Row r, unsigned size, unsigned blo
     uint32_t bits[4];
     philox4x32(bits, (uint32_t)block, (uint32_t)position_of(*r.draw, image),
                (uint32_t)r.draw->epoch, DRAW_DROPOUT + (uint32_t)r.row, r.draw->seed);
-#pragma unroll // so that bits[] stays in registers
     for (unsigned j = 0; j < 8; j++) {
         unsigned i = image * size + block * 8 + j;
         bool kept = (bits[j / 2] >> (16 * (j % 2)) & 0xffff) >= threshold;
@@ -663,7 +657,6 @@ template <class T> static __global__ void dropout_backward_kernel(Row r) {
         return;
     Pack<T> sum = r.accumulate ? load<T>(r.din, i, r.outputs) : Pack<T>();
     Pack<T> d = load<T>(r.dout, i, r.outputs);
-#pragma unroll
     for (int j = 0; j < Pack<T>::N; j++)
         sum.v[j] += i + j < r.outputs && r.saved[i + j] ? d.v[j] * (1 / (1 - r.p)) : 0;
     store(r.din, i, r.outputs, sum);
@@ -807,35 +800,30 @@ template <class T, class RULE> static __global__ void update_kernel(Update u) {
     if (i >= u.count || (u.scale && u.scale->not_finite))
         return;
     Pack<real> p = load<real>(u.param, i, u.count), g = load<real>(u.grad, i, u.count), state[2];
-#pragma unroll
     for (int k = 0; k < 2; k++)
         state[k] = k < RULE::states(u) ? load<real>(u.state[k], i, u.count) : Pack<real>();
-#pragma unroll
     for (int j = 0; j < Pack<real>::N; j++)
         p.v[j] = RULE::updated(u, p.v[j], g.v[j] * unscale + decay * p.v[j], state[0].v[j],
                                state[1].v[j]);
-#pragma unroll
     for (int k = 0; k < 2; k++)
         if (k < RULE::states(u))
             store(u.state[k], i, u.count, state[k]);
     store(u.param, i, u.count, p);
     if (sizeof(T) < sizeof(real))
-#pragma unroll
         for (int j = 0; j < Pack<real>::N; j++)
             if (i + j < u.count)
                 write<T>(u.low, i + j, p.v[j]);
 }
 
 template <class T, class RULE> static void update(Update u) {
-    auto *kernel = update_kernel<T, RULE>;
-    LAUNCH(kernel, packs<real>(u.count), u);
+    auto *update_all = update_kernel<T, RULE>;
+    LAUNCH(update_all, packs<real>(u.count), u);
 }
 
 // scale->not_finite += the number of gradients that are not finite.   Traffic: 4 N bytes
 static __global__ void count_not_finite_kernel(LossScale *scale, const real *grad, unsigned count) {
     unsigned i = first_of_pack<real>(), bad = 0;
     Pack<real> g = load<real>(grad, min(i, count), count);
-#pragma unroll
     for (int j = 0; j < Pack<real>::N; j++)
         bad += !(fabsf(g.v[j]) < INFINITY);
     if (bad > 0)
@@ -868,30 +856,6 @@ static __device__ real pixel_at(const uint8_t *image, Shape s, int y, int x, int
     return inside ? image[(y * s.w + x) * s.c + c] : 0;
 }
 
-/* out[n][h][w][c] = normalised[c][byte], and the labels; crop_flip reads the byte at the position
-   that augment_crop_flip() of cnn.c gives.   Traffic: 5 N bytes */
-template <class T>
-static __global__ void gather_kernel(T *out, uint8_t *labels, Resident r, Layout layout,
-                                     const Draw *draw, int n) {
-    unsigned size = r.shape.h * r.shape.w * r.shape.c, i = element();
-    if (i >= n * size)
-        return;
-    Index o = index_of(i, r.shape.h, r.shape.w, layout);
-    size_t position = position_of(*draw, o.image), image = r.order[position];
-    int y = o.y, x = o.x;
-    if (r.augment == AUGMENT_CROP_FLIP) {
-        uint32_t bits[4];
-        philox4x32(bits, 0, (uint32_t)position, (uint32_t)draw->epoch, DRAW_AUGMENT, draw->seed);
-        y += (int)(bits[0] % (2 * CROP_PADDING + 1)) - CROP_PADDING;
-        x = (bits[2] & 1 ? (int)r.shape.w - 1 - x : x) + (int)(bits[1] % (2 * CROP_PADDING + 1)) -
-            CROP_PADDING;
-    }
-    out[i] =
-        (T)r.normalised[o.c * 256 + (int)pixel_at(r.images + image * size, r.shape, y, x, o.c)];
-    if (i % size == 0)
-        labels[o.image] = r.labels[image];
-}
-
 // to = from blurred along rows or columns: the sum of weights[|d|] * from[i + d]
 static __device__ void blur(real *to, const real *from, const float *weights, Shape s, bool rows) {
     int h = (int)s.h, w = (int)s.w;
@@ -907,39 +871,47 @@ static __device__ void blur(real *to, const real *from, const float *weights, Sh
     __syncthreads();
 }
 
-/* The elastic distortion: augment_elastic() of cnn.c. One block per image; the displacement fields
-   and their blurred copies stay in shared memory.   Grid: n blocks.   Traffic: 5 N bytes */
+/* out[n][h][w][c] = normalised[c][byte], and the labels. The byte is interpolated at the position
+   that augment_crop_flip() or augment_elastic() of cnn.c gives; between whole positions only for the
+   latter, whose displacement fields and their blurred copies stay in shared memory.
+   Grid: one block per image.   Traffic: 5 N bytes */
 template <class T>
-static __global__ void gather_elastic_kernel(T *out, uint8_t *labels, Resident r, Layout layout,
-                                             const Draw *draw) {
+static __global__ void gather_kernel(T *out, uint8_t *labels, Resident r, Layout layout,
+                                     const Draw *draw) {
     extern __shared__ real fields[]; // down, right, and a buffer to blur them
-    int pixels = (int)(r.shape.h * r.shape.w), w = (int)r.shape.w, channels = (int)r.shape.c;
-    size_t position = position_of(*draw, blockIdx.x), image = r.order[position];
-    real *buffer = fields + 2 * pixels;
-    for (int i = threadIdx.x; i < 2 * pixels; i += THREADS) {
-        uint32_t bits[4];
+    const int h = (int)r.shape.h, w = (int)r.shape.w, pixels = h * w;
+    const unsigned size = pixels * r.shape.c;
+    const size_t position = position_of(*draw, blockIdx.x), image = r.order[position];
+    const uint8_t *bytes = r.images + image * size;
+    const bool crop_flip = r.augment == AUGMENT_CROP_FLIP, elastic = r.augment == AUGMENT_ELASTIC;
+    uint32_t bits[4];
+    for (int i = threadIdx.x; elastic && i < 2 * pixels; i += THREADS) {
         int field = i / pixels, at = i % pixels;
         philox4x32(bits, (uint32_t)(1 + field * pixels + at / 4 * 4), (uint32_t)position,
                    (uint32_t)draw->epoch, DRAW_AUGMENT, draw->seed);
         fields[i] = ELASTIC_ALPHA * (2 * uniform(bits[at % 4]) - 1);
     }
     __syncthreads();
-    for (int field = 0; field < 2; field++) {
-        blur(buffer, fields + field * pixels, r.blur, r.shape, true);
-        blur(fields + field * pixels, buffer, r.blur, r.shape, false);
+    for (int field = 0; elastic && field < 2; field++) {
+        blur(fields + 2 * pixels, fields + field * pixels, r.blur, r.shape, true);
+        blur(fields + field * pixels, fields + 2 * pixels, r.blur, r.shape, false);
     }
-    const uint8_t *bytes = r.images + image * pixels * channels;
-    for (int i = threadIdx.x; i < pixels * channels; i += THREADS) {
-        int pixel = i / channels, c = i % channels;
-        real y = pixel / w + fields[pixel], x = pixel % w + fields[pixels + pixel];
+    philox4x32(bits, 0, (uint32_t)position, (uint32_t)draw->epoch, DRAW_AUGMENT, draw->seed);
+    for (unsigned i = threadIdx.x; i < size; i += THREADS) {
+        const Index o = index_of(i, h, w, layout);
+        real y = o.y, x = crop_flip && bits[2] & 1 ? w - 1 - o.x : o.x;
+        y += crop_flip ? (int)(bits[0] % (2 * CROP_PADDING + 1)) - CROP_PADDING : 0;
+        x += crop_flip ? (int)(bits[1] % (2 * CROP_PADDING + 1)) - CROP_PADDING : 0;
+        y += elastic ? fields[o.y * w + o.x] : 0;
+        x += elastic ? fields[pixels + o.y * w + o.x] : 0;
         real down = y - floorf(y), right = x - floorf(x);
         int top = (int)floorf(y), left = (int)floorf(x);
-        real above = fmaf(right, pixel_at(bytes, r.shape, top, left + 1, c),
-                          (1 - right) * pixel_at(bytes, r.shape, top, left, c));
-        real below = fmaf(right, pixel_at(bytes, r.shape, top + 1, left + 1, c),
-                          (1 - right) * pixel_at(bytes, r.shape, top + 1, left, c));
+        real above = fmaf(right, pixel_at(bytes, r.shape, top, left + 1, o.c),
+                          (1 - right) * pixel_at(bytes, r.shape, top, left, o.c));
+        real below = fmaf(right, pixel_at(bytes, r.shape, top + 1, left + 1, o.c),
+                          (1 - right) * pixel_at(bytes, r.shape, top + 1, left, o.c));
         int byte = (int)fmaf(down, below, fmaf(1 - down, above, .5f));
-        out[layout.at(blockIdx.x * pixels + pixel, c)] = (T)r.normalised[c * 256 + byte];
+        out[blockIdx.x * size + i] = (T)r.normalised[o.c * 256 + byte];
     }
     if (threadIdx.x == 0)
         labels[blockIdx.x] = r.labels[image];
@@ -948,14 +920,10 @@ static __global__ void gather_elastic_kernel(T *out, uint8_t *labels, Resident r
 template <class T>
 static void gather(real *out, uint8_t *labels, const Resident *r, const Draw *draw, size_t n,
                    bool nchw) {
-    size_t pixels = r->shape.h * r->shape.w, fields = 3 * pixels * sizeof(real);
-    const Layout layout = layout_of(r->shape, nchw);
-    if (r->augment != AUGMENT_ELASTIC) {
-        LAUNCH(gather_kernel<T>, n * pixels * r->shape.c, (T *)out, labels, *r, layout, draw, n);
-        return;
-    }
+    const size_t pixels = r->shape.h * r->shape.w;
+    const size_t fields = r->augment == AUGMENT_ELASTIC ? 3 * pixels * sizeof(real) : 0;
     // more than 48 KB of shared memory must be asked for
-    if (cudaFuncSetAttribute(gather_elastic_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+    if (cudaFuncSetAttribute(gather_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                              (int)fields) != cudaSuccess) {
         (void)cudaGetLastError(); // clears the error
         fail(1,
@@ -963,9 +931,8 @@ static void gather(real *out, uint8_t *labels, const Resident *r, const Draw *dr
              "more than device %d has; expected smaller images, or another --augment",
              r->shape.h, r->shape.w, fields, device);
     }
-    gather_elastic_kernel<T>
-        <<<(unsigned)n, THREADS, fields, stream()>>>((T *)out, labels, *r, layout, draw);
-    CHECK_LAUNCH();
+    LAUNCH_SHARED(gather_kernel<T>, (unsigned)n, THREADS, fields, (T *)out, labels, *r,
+                  layout_of(r->shape, nchw), draw);
 }
 
 // out = in, which is NHWC, in another type and layout.   Traffic: 4 N bytes, N elements
@@ -1112,9 +1079,10 @@ template <class T, class KIND> static void sum_pixels(Work w, bool stored) {
     const size_t channels = w.l->out.c, pixels = outputs(w) / channels;
     // slices of at least 64 pixels, at most SUM_SLICES of them
     const size_t slices = min(ceil_div(pixels, 64), (size_t)SUM_SLICES);
-    auto *kernel = sum_slices_kernel<T, KIND>;
+    auto *sum_slices = sum_slices_kernel<T, KIND>; // a macro's argument has no comma
     if (!stored)
-        LAUNCH_GRID(kernel, dim3(ceil_div(channels, WARP), slices), dim3(WARP, LANES_Y), row_of(w));
+        LAUNCH_GRID(sum_slices, dim3(ceil_div(channels, WARP), slices), dim3(WARP, LANES_Y),
+                    row_of(w));
     LAUNCH(join_slices_kernel<KIND>, channels * WARP, row_of(w),
            stored ? pixels / CONV_SLICE : slices);
 }
@@ -1126,19 +1094,12 @@ static bool stores_moments(const Layer *conv, size_t n);
 // The values of the channels of the elements of a pack that begins at element i.
 template <class T>
 static __device__ Pack<T> of_channels(const real *values, unsigned i, Layout layout) {
-    const unsigned c = layout.channel(i);
-    const bool whole = layout.inner == 1 && layout.channels % Pack<T>::N == 0;
     Pack<T> p;
-#pragma unroll
-    for (int j = 0; whole && j < Pack<T>::N; j += 4) {
-        const float4 four = *(const float4 *)(values + c + j);
-        p.v[j] = four.x;
-        p.v[j + 1] = four.y;
-        p.v[j + 2] = four.z;
-        p.v[j + 3] = four.w;
+    if (layout.inner == 1 && layout.channels % Pack<T>::N == 0) {
+        read_fours<Pack<T>::N, 4>(p.v, values + layout.channel(i));
+        return p;
     }
-#pragma unroll
-    for (int j = 0; !whole && j < Pack<T>::N; j++)
+    for (int j = 0; j < Pack<T>::N; j++)
         p.v[j] = values[layout.channel(i + j)];
     return p;
 }
@@ -1157,7 +1118,6 @@ template <class T> static __global__ void batchnorm_forward_kernel(Row r) {
     Pack<T> spread = of_channels<T>(stats + r.s.c, i, r.of_in);
     Pack<T> scale = of_channels<T>(r.weight, i, r.of_in),
             shift = of_channels<T>(r.bias, i, r.of_in);
-#pragma unroll
     for (int j = 0; j < Pack<T>::N; j++) {
         real inverse = r.draw ? spread.v[j] : 1 / sqrtf(spread.v[j] + bn_eps);
         real value = normalised(x.v[j], mean.v[j], inverse, scale.v[j], shift.v[j]) + other.v[j];
@@ -1188,7 +1148,6 @@ template <class T> static __global__ void batchnorm_backward_kernel(Row r) {
     Pack<T> inverse = of_channels<T>(r.stats + 3 * r.s.c, i, r.of_in);
     Pack<T> sums = of_channels<T>(r.dbias, i, r.of_in);
     Pack<T> products = of_channels<T>(r.dweight, i, r.of_in);
-#pragma unroll
     for (int j = 0; j < Pack<T>::N; j++) {
         real value = normalised(x.v[j], mean.v[j], inverse.v[j], scale.v[j], shift.v[j]);
         if (r.relu_backward && value <= 0)
@@ -1547,34 +1506,22 @@ template <int LINES, int LOADERS, bool IMAGE, bool ALONG_K, int WIDTH>
 struct TileLoader : TileReader<real, LINES, TILE_K, LOADERS, IMAGE, ALONG_K, WIDTH, WIDTH> {
     typedef TileReader<real, LINES, TILE_K, LOADERS, IMAGE, ALONG_K, WIDTH, WIDTH> Reader;
     enum { COUNT = Reader::COUNT, PITCH = LINES + 4 };
-    real numbers[COUNT][WIDTH];
+    Chunk<real, WIDTH> chunks[COUNT];
     using Reader::Reader;
     __device__ void fetch(const Operand<real> &o, int k, int end) {
         this->read(o, k, end, [&](int i, int, const real *from, bool valid) {
-            if constexpr (WIDTH == 4) {
-                float4 four = valid ? *(const float4 *)from : float4{0, 0, 0, 0};
-                numbers[i][0] = four.x;
-                numbers[i][1] = four.y;
-                numbers[i][2] = four.z;
-                numbers[i][3] = four.w;
-            } else {
-                numbers[i][0] = valid ? *from : 0;
-            }
+            chunks[i] = valid ? *(const Chunk<real, WIDTH> *)from : Chunk<real, WIDTH>{};
         });
     }
     __device__ void put(real *tile) const {
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
-            const real *from = numbers[i];
             const int along = this->along + i * Reader::APART;
-            real *to =
-                tile + (ALONG_K ? this->across * PITCH + along : along * PITCH + this->across);
-            if constexpr (!ALONG_K && WIDTH == 4)
-                *(float4 *)to = {from[0], from[1], from[2], from[3]};
-            else
+            if (!ALONG_K)
+                *(Chunk<real, WIDTH> *)(tile + along * PITCH + this->across) = chunks[i];
 #pragma unroll
-                for (int j = 0; j < WIDTH; j++)
-                    to[ALONG_K ? j * PITCH : j] = from[j];
+            for (int j = 0; ALONG_K && j < WIDTH; j++)
+                tile[(this->across + j) * PITCH + along] = chunks[i].v[j];
         }
     }
 };
@@ -1639,18 +1586,6 @@ struct Phases {
         return taps_down * taps_across * channels_out;
     }
 };
-
-// The elements of x that a thread reads of a line of shared memory: groups of 4, so far apart.
-template <int COUNT, int APART> static __device__ void read_fours(real *x, const real *line) {
-#pragma unroll
-    for (int i = 0; i < COUNT; i += 4) {
-        const float4 four = *(const float4 *)(line + i / 4 * APART);
-        x[i] = four.x;
-        x[i + 1] = four.y;
-        x[i + 2] = four.z;
-        x[i + 3] = four.w;
-    }
-}
 
 enum Pass { FORWARD, DATA_GRADIENT, WEIGHT_GRADIENT, PASSES };
 
@@ -1811,8 +1746,7 @@ static void launch_gemm(const Variant<T, O> &v, const Product<T, O> &p) {
     size_t tiles = ceil_div(p.rows, v.m) * ceil_div(p.columns, v.n);
     dim3 grid(tiles, 1, p.splits * p.phases.stride * p.phases.stride);
     auto *gemm_kernel = v.kernel;
-    gemm_kernel<<<grid, v.threads, v.bytes, stream()>>>(p);
-    CHECK_LAUNCH();
+    LAUNCH_SHARED(gemm_kernel, grid, v.threads, v.bytes, p);
     if (p.splits > 1)
         LAUNCH(join_splits_kernel<P>, p.elements, p);
 }
@@ -1987,19 +1921,16 @@ static __global__ void peak_kernel(real *out, int steps) {
     out[element()] = total;
 }
 
-// GFLOP/s of this device: the best run of 0.1 s, in which an idle device raises its clocks.
+// GFLOP/s of this device: the best of longer and longer runs, in which an idle device raises its
+// clocks, 0.1 s together.
 static double peak_gflops(void) {
-#ifdef CUDA_ON_CPU
-    const int steps = 8; // times mean nothing there
-#else
-    const int steps = 20000;
-#endif
     cudaDeviceProp p;
     CHECK(cudaGetDeviceProperties(&p, device));
     size_t threads = (size_t)p.multiProcessorCount * 8 * THREADS;
     real *out = (real *)device_alloc(threads * sizeof *out);
     double best = 0;
-    for (double spent = 0, s; spent < .1 && out; spent += s) {
+    int steps = 8;
+    for (double spent = 0, s; spent < .1 && out; spent += s, steps *= 2) {
         mark(0);
         LAUNCH(peak_kernel, threads, out, steps);
         mark(1);

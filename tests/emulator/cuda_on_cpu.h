@@ -105,7 +105,8 @@ extern "C" void AnnotateIgnoreWritesBegin(const char *, int),
 #define __shared__ write_one_shared_array_per_declaration
 #define EMU_SHARED(NAME, ...) auto &NAME = emu::shared_array<__VA_ARGS__>([] {})
 #define EMU_DYNAMIC(NAME, ...) auto *NAME = (__VA_ARGS__ *)emu::block->dynamic
-#define EMU_LAUNCH(kernel, ...) emu::launch(EMU_NAME kernel, kernel, __VA_ARGS__)
+#define EMU_LAUNCH(kernel, ...) \
+    emu::launch(emu::kernel_name(EMU_NAME kernel, __PRETTY_FUNCTION__), kernel, __VA_ARGS__)
 #define EMU_NAME(...) #__VA_ARGS__ // not expanded, so that a macro keeps the kernel's name
 
 #define threadIdx (emu::self->index)
@@ -724,6 +725,20 @@ void queue_launch(std::shared_ptr<Launch> launch);
 template <class T> void check_argument(int number, T argument) {
     if constexpr (std::is_pointer_v<T>)
         check_pointer(number, (const void *)argument);
+}
+
+// The name of a launched kernel. Where it is a parameter of the template that launches it, the name of
+// that function, as the compiler spells it, says which kernel: "per_pack(Work) [with ... KERNEL = x]".
+inline const char *kernel_name(const char *name, const std::string &launched_by) {
+    static std::set<std::string> names; // which live as long as the program
+    static std::mutex mutex;
+    size_t at = launched_by.find(std::string(name) + " = ");
+    if (at == std::string::npos)
+        return name;
+    at = launched_by.find_first_not_of(" =&", at + strlen(name));
+    std::lock_guard<std::mutex> lock(mutex);
+    return names.insert(launched_by.substr(at, launched_by.find_first_of(";]", at) - at))
+        .first->c_str();
 }
 
 // kernel<<<grid, block>>>(x) has become EMU_LAUNCH((kernel), grid, block)(x).
