@@ -104,7 +104,7 @@ SOURCE = cnn.c $(wildcard cnn_kernels.c) # cnn.c includes the second one if it e
 # Rebuilds when the settings change, not only when the source does.
 BUILD = $(CC) $(CFLAGS) $(OMP_FLAGS)
 NVCC_BUILD = $(NVCC) -std=c++17 -O3 -arch=$(CUDA_ARCH) --threads 0 -lineinfo $(if $(HAVE_NCCL),-DCNN_NCCL)
-HIP_BUILD = $(HIPCC) -x hip -I. -std=c++17 -O3 $(addprefix --offload-arch=,$(HIP_ARCH))
+HIP_BUILD = $(HIPCC) -x hip -I. -include tests/emulator/cuda_on_hip.h -std=c++17 -O3 $(addprefix --offload-arch=,$(HIP_ARCH))
 KERNEL_BUILD = $(if $(HAVE_HIP),$(HIP_BUILD),$(NVCC_BUILD))
 build/settings build/kernel_settings build/test_settings: FORCE
 	@mkdir -p build
@@ -137,8 +137,8 @@ CUDA_LIBS = -L$(HIP_LIB) -Wl,-rpath,$(HIP_LIB) -lamdhip64 -lstdc++
 endif
 build/cnn_kernels.o: $(if $(HAVE_HIP),build/cnn_kernels.hip,cnn_kernels.cu) build/declarations build/kernel_settings
 	$(KERNEL_BUILD) -c $< -o $@
-# HIP has CUDA's functions under names that begin with hip; cnn_kernels.cu has what else differs.
-build/cnn_kernels.hip: cnn_kernels.cu FORCE
+# HIP has CUDA's functions under names that begin with hip; tests/emulator/cuda_on_hip.h has what else differs.
+build/cnn_kernels.hip: cnn_kernels.cu tests/emulator/cuda_on_hip.h FORCE
 	@mkdir -p build
 	@{ echo '#line 1 "cnn_kernels.cu"'; sed 's/\bcuda\([A-Z]\)/hip\1/g' $<; } > $@.new
 	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi

@@ -1552,7 +1552,7 @@ static void plan_memory(Net *net, size_t batch) {
             net->transposed_size =
                 max_size(net->transposed_size, net->backend->transposed_size(l, most));
         net->prepared_at[i] = net->prepared_size;
-        if (net->backend->prepare)
+        if (net->backend->prepared_size)
             net->prepared_size += 64 * ceil_div(net->backend->prepared_size(l), 64);
     }
     plan_gradients(net);

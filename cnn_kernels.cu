@@ -26,35 +26,12 @@
 #define CNN_DECLARATIONS_ONLY
 #include "cnn.c"
 
-#ifdef __HIP__
-/* AMD's GPUs: `make HIP=1` writes hip for cuda at the beginning of each name, and hipcc compiles
-   that. What HIP names or does otherwise is here. A wave has 64 threads on many of these GPUs, two
-   warps: so shuffles name their width, 32, and nothing may rely on the threads of a warp executing
-   in step. Tensor cores are not used. */
-#include <algorithm>
-#include <hip/hip_runtime.h>
-#define hipDeviceProp hipDeviceProp_t
-#define hipFreeHost hipHostFree
-#define hipMallocHost hipHostMalloc
-#define hipFuncSetAttribute(kernel, ...) hipFuncSetAttribute((const void *)(kernel), __VA_ARGS__)
-#define hipGraphInstantiateWithFlags(to, graph, flags) hipGraphInstantiate(to, graph, NULL, NULL, 0)
-#define __shfl_down_sync(mask, value, distance) __shfl_down(value, distance, 32)
-#define __shfl_xor_sync(mask, value, lanes) __shfl_xor(value, lanes, 32)
-#undef __launch_bounds__ // HIP's has waves of 64 threads for each of the 4 SIMD units, not blocks
-#define __launch_bounds__(threads, blocks)                  \
-    __attribute__((amdgpu_flat_work_group_size(1, threads), \
-                   amdgpu_waves_per_eu(((threads) * (blocks) + 255) / 256)))
-#define PLATFORM "HIP"
-#define REBUILD "make HIP=1 HIP_ARCH=gfx90a, or what rocminfo shows"
-using std::max; // those of HIP's headers for the host take int
-using std::min;
-
-#define hipPointerAttributes hipPointerAttribute_t
-#define MEMORY_TYPE memoryType // of HIP 5
-#else
+#ifndef __HIP__ // tests/emulator/cuda_on_hip.h has what is otherwise there
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_profiler_api.h>
 #include <cuda_runtime.h>
+#include <nvtx3/nvToolsExt.h>
 #define MEMORY_TYPE type
 #define PLATFORM "CUDA"
 #define REBUILD "make CUDA_ARCH=native, on this machine"
@@ -131,7 +108,12 @@ static size_t devices(const char **why_not) {
     return error == cudaSuccess ? min((size_t)count, (size_t)MAX_REPLICAS) : 0;
 }
 
-static __global__ void accumulate_kernel(real *to, const real *from, size_t count);
+// to += from, of any address.   Traffic: 12 N bytes
+static __global__ void accumulate_kernel(real *to, const real *from, size_t count) {
+    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < count)
+        to[i] += from[i];
+}
 
 // This host thread computes for replica r on device `which`. on_error ends the program.
 static void use(size_t r, size_t which, void (*on_error)(int, const char *, ...)) {
@@ -205,8 +187,7 @@ static void device_free(void *memory) {
     CHECK(cudaFree(memory));
 }
 
-// Zeroed host memory that cannot be paged out, so that the device copies it directly, at the full
-// speed of the bus.
+// Zeroed host memory that cannot be paged out: the device copies it at the full speed of the bus.
 static void *pinned_alloc(size_t bytes) {
     void *memory = NULL;
     bytes += 16; // so that 0 bytes have an address, too
@@ -243,8 +224,7 @@ static void copy(void *to, const void *from, size_t bytes) {
 }
 
 /* A stream of this host thread on device `which`, for copies that overlap with the kernels there.
-   The only kernels in it, the additions of the all-reduce, start before blocks of backward that are
-   still waiting. */
+   The only kernels in it, the additions of the all-reduce, start before waiting blocks of backward. */
 static cudaStream_t own_stream(size_t which) {
     static thread_local cudaStream_t own[MAX_REPLICAS];
     device = (int)which;
@@ -287,13 +267,6 @@ static void enable_peer(const void *from) {
         (void)cudaGetLastError(); // clears the error: it has been enabled, or there are too many
 }
 
-// to += from, of any address.   Traffic: 12 N bytes
-static __global__ void accumulate_kernel(real *to, const real *from, size_t count) {
-    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < count)
-        to[i] += from[i];
-}
-
 // to = from, or to += from by way of buffer; like transfer().
 static void receive(size_t which, real *to, const real *from, size_t count, bool add,
                     real *buffer) {
@@ -314,8 +287,7 @@ static void mark(size_t i) {
     CHECK(cudaEventRecord(events[replica][i], stream()));
 }
 
-// Until replica r's device has reached mark i; any thread may wait. The thread sleeps, so that it
-// takes no core from those that compute.
+// Until replica r's device has reached mark i; by any thread, which sleeps and takes no core.
 static void wait(size_t r, size_t i) {
     CHECK(cudaSetDevice(devices_of[r])); // a thread without a device would use the first one
     CHECK(cudaEventSynchronize(events[r][i]));
@@ -331,8 +303,7 @@ static double elapsed(size_t from, size_t to) {
 
 /* A CUDA graph: the operations of a stream, recorded once and then queued by one call, which costs
    the host as much as a single kernel. Arguments are recorded by value, pointers included, so what
-   changes from step to step is read from memory: see struct Step. Other threads, the loader's, go
-   on with their own streams meanwhile. */
+   changes from step to step is read from memory: struct Step. Other threads' streams go on. */
 static void *capture(bool begin) {
     cudaGraph_t recorded;
     cudaGraphExec_t graph;
@@ -356,19 +327,6 @@ static void free_graph(void *graph) {
         CHECK(cudaGraphExecDestroy((cudaGraphExec_t)graph));
 }
 
-#ifdef __HIP__ // whose tools have calls of their own
-#define hipProfilerStart() hipSuccess
-#define hipProfilerStop() hipSuccess
-#else
-#include <cuda_profiler_api.h>
-#endif
-#if defined(CUDA_ON_CPU) || __has_include(<nvtx3/nvToolsExt.h>)
-#include <nvtx3/nvToolsExt.h>
-#else // some installations have CUDA without it
-#define nvtxRangePushA(name) (void)(name)
-#define nvtxRangePop()
-#endif
-
 // # PROF  Named ranges of this host thread's time, which Nsight Systems shows above the kernels.
 static void range(RangeLevel level, const char *name) {
     static thread_local unsigned open; // bit i: there is a range of level i
@@ -381,8 +339,7 @@ static void range(RangeLevel level, const char *name) {
     }
 }
 
-// # PROF  nsys --capture-range=cudaProfilerApi and ncu --profile-from-start off record only while
-// it is on.
+// # PROF  What nsys --capture-range=cudaProfilerApi and ncu --profile-from-start off record.
 static void record(bool on) {
     CHECK(on ? cudaProfilerStart() : cudaProfilerStop());
 }
@@ -440,8 +397,7 @@ static __device__ unsigned element(void) {
     return blockIdx.x * blockDim.x + threadIdx.x;
 }
 
-/* T is the type of the numbers of activations and their gradients in memory: float, or one of 16
-   bits; kernels compute in 32 bits. */
+// T is the type of activations and their gradients in memory; kernels compute in 32 bits.
 template <class T> static __device__ real read(const void *from, unsigned i) {
     return (real)((const T *)from)[i];
 }
@@ -453,8 +409,7 @@ template <class T> static __device__ void write(void *to, unsigned i, real value
 /* A pack is 16 bytes of neighbouring elements, which one instruction loads or stores: a kernel that
    uses packs needs a fraction of the instructions, and has more accesses in flight. Kernels that
    call first_of_pack() have one thread per pack. Tensors begin at multiples of 16 bytes; their last
-   pack may have fewer elements. The compiler unrolls loops over a pack, whose length is constant, so
-   that it stays in registers. */
+   pack may have fewer elements. The compiler unrolls loops over a pack: it stays in registers. */
 template <class T> struct Pack {
     enum { N = 16 / sizeof(T) };
     real v[N];
@@ -541,8 +496,7 @@ static Window window_of(const Layer *l) {
             (int)l->out.c, (int)l->kernel, (int)l->stride, (int)l->padding};
 }
 
-// A row of the layer table as kernels get it: its Work, and what they need of its layer, which is
-// in the host's memory.
+// A row of the layer table as kernels get it: its Work, and what they need of the host's Layer.
 struct Row : Work {
     Window s;
     Layout of_in, of_out;
@@ -591,16 +545,16 @@ static void relu_forward(Work w) {
 }
 /* LAB 4.1 END */
 
-// din = dout where out > 0, else 0; += if accumulate. din may be dout. RELU false: din = dout
-// Traffic: 3 N elements
-template <class T, bool RELU_> static __global__ void add_backward_kernel(Row r) {
+// din = dout, or 0 where MASKED and out <= 0; += if accumulate.   Traffic: 3 N elements
+template <class T, bool MASKED> static __global__ void add_backward_kernel(Row r) {
     unsigned i = first_of_pack<T>();
     if (i >= r.outputs)
         return;
     Pack<T> sum = r.accumulate ? load<T>(r.din, i, r.outputs) : Pack<T>();
-    Pack<T> d = load<T>(r.dout, i, r.outputs), o = RELU_ ? load<T>(r.out, i, r.outputs) : Pack<T>();
+    Pack<T> d = load<T>(r.dout, i, r.outputs),
+            o = MASKED ? load<T>(r.out, i, r.outputs) : Pack<T>();
     for (int j = 0; j < Pack<T>::N; j++)
-        sum.v[j] += !RELU_ || o.v[j] > 0 ? d.v[j] : 0;
+        sum.v[j] += !MASKED || o.v[j] > 0 ? d.v[j] : 0;
     store(r.din, i, r.outputs, sum);
 }
 
@@ -649,8 +603,7 @@ template <class T> static void dropout_forward(Work w) {
         copy(w.out, w.in, outputs(w) * sizeof(T));
 }
 
-// din = dout / (1 - p) where the mask is set, else 0; += if accumulate.   Traffic: 2 N elements, N
-// bytes
+// din = dout / (1 - p) where saved is set, else 0; += if accumulate.   Traffic: 2 N elements, N bytes
 template <class T> static __global__ void dropout_backward_kernel(Row r) {
     unsigned i = first_of_pack<T>();
     if (i >= r.outputs)
@@ -678,8 +631,7 @@ static __device__ Index unravel(unsigned i, unsigned height, unsigned width, uns
     return index_of(i, height, width, {channels, 1});
 }
 
-// The input pixel, counted over all images, that a tap of the window of output pixel o reads; below
-// 0: it is outside of the image.
+// The input pixel, counted over all images, that a tap of output pixel o's window reads; or -1.
 static __device__ int input_pixel(const Window &s, const Index &o, int tap) {
     int y = o.y * s.stride + tap / s.kernel - s.padding;
     int x = o.x * s.stride + tap % s.kernel - s.padding;
@@ -687,7 +639,7 @@ static __device__ int input_pixel(const Window &s, const Index &o, int tap) {
     return inside ? (o.image * s.h + y) * s.w + x : -1;
 }
 
-// The inverse: the output pixel whose window reads input pixel p at a tap; below 0: none.
+// The inverse: the output pixel whose window reads input pixel p at a tap; or -1.
 static __device__ int output_pixel(const Window &s, const Index &p, int tap) {
     int y = p.y + s.padding - tap / s.kernel, x = p.x + s.padding - tap % s.kernel;
     bool valid = y >= 0 && x >= 0 && y % s.stride == 0 && x % s.stride == 0 &&
@@ -755,12 +707,11 @@ template <class T> static __global__ void avgpool2d_backward_kernel(Row r) {
 
 // to = step, which is copied when the kernel is queued: the host does not wait.
 static __global__ void set_step_kernel(Step *to, Step step) {
-    if (threadIdx.x == 0)
-        *to = step;
+    *to = step;
 }
 
 static void set_step(Step *to, Step step) {
-    LAUNCH(set_step_kernel, 1, to, step);
+    LAUNCH_GRID(set_step_kernel, 1, 1, to, step);
 }
 
 /* ---- Optimizers: the formulas are in cnn.c, section 7. One launch updates as many parameters as
@@ -1030,9 +981,8 @@ static __device__ unsigned slice_start(unsigned pixels, unsigned slice, unsigned
 }
 
 /* scratch[slice][0][c] = a, scratch[slice][1][c] = b of the slice's pixels.
-   Grid: channels / 32 x slices.   Traffic: 1 or 2 elements for each number of dout or in. With nchw,
-   a warp reads 32 numbers that are far apart; the 7 next to each are read from the L1 cache by the
-   block's other warps */
+   Grid: channels / 32 x slices.   Traffic: 1 or 2 elements for each number of dout or in; with nchw,
+   where a warp's 32 numbers are far apart, the block's other warps find theirs in the L1 cache */
 template <class T, class KIND> static __global__ void sum_slices_kernel(Row r) {
     __shared__ Sum sums[LANES_Y][WARP];
     const unsigned channels = r.s.oc, c = blockIdx.x * WARP + threadIdx.x;
@@ -1364,12 +1314,11 @@ static void conv2d_backward_naive(Work w) {
 
    A block computes a tile of C: 128 x 128 elements, or 128 x 64 or 64 x 32 where the larger ones
    would be half empty, see gemm(). In every step it loads TILE_K numbers of each of its rows of A
-   and columns of B into shared memory, where each thread then reads 8 + 8 numbers for 64
-   multiply-adds (4 + 4 for 16 in the smallest tile). While the threads multiply, the numbers of the
-   next step are being loaded into registers (double buffering).
+   and columns of B into shared memory, where a thread reads 8 + 8 numbers for 64 multiply-adds (4 + 4
+   for 16 in the smallest tile), while those of the next step are loaded into registers.
 
-   Where C has too few tiles to occupy a GPU, K is split among blocks (split-K); the partial sums
-   are added afterwards, always in the same order.
+   Where C has too few tiles to occupy a GPU, K is split among blocks (split-K), whose sums are added
+   afterwards, always in the same order.
 
    With a stride s, only each s-th tap meets an input pixel in the data gradient, and which ones
    depends on y % s and x % s. So the pixels are computed in s * s phases, each a product of its own
@@ -1538,36 +1487,34 @@ template <class O> struct Result {
         Place p = origin + line.place(row);
         return p.y < h && p.x < w ? p.offset : -1;
     }
-    __device__ O value(const O *old, int column, real sum) const {
-        sum += (bias ? bias[column] : 0) + (accumulate ? (real)*old : 0);
+    __device__ O value(O old, int column, real sum) const {
+        sum += (bias ? bias[column] : 0) + (accumulate ? (real)old : 0);
         return (O)(relu && sum < 0 ? 0 : sum);
     }
     // Stores a chunk of neighbouring elements of a row that begins at `at`, those that exist.
     template <int WIDTH>
     __device__ void store(int at, int column, int columns, const real *sums) const {
-        O *to = out + at + column;
-        Chunk<O> chunk = {};
-        if (WIDTH > 1 && column < columns && accumulate)
-            chunk = *(const Chunk<O> *)to;
+        enum { CHUNK = Chunk<O>::COUNT, N = WIDTH == 1 ? 1 : CHUNK };
 #pragma unroll
-        for (int i = 0; i < Chunk<O>::COUNT; i++) {
+        for (int i = 0; i < CHUNK; i += N) {
+            Chunk<O, N> *to = (Chunk<O, N> *)(out + at + column + i), chunk = {};
             if (column + i >= columns)
                 continue;
-            chunk.v[i] = value(WIDTH == 1 ? &to[i] : &chunk.v[i], column + i, sums[i]);
-            if (WIDTH == 1)
-                to[i] = chunk.v[i];
+            if (accumulate)
+                chunk = *to;
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                chunk.v[j] = value(chunk.v[j], column + i + j, sums[i + j]);
+            *to = chunk;
         }
-        if (WIDTH > 1 && column < columns)
-            *(Chunk<O> *)to = chunk;
     }
 };
 
 /* The phases of the data gradient. Phase (py, px) has the input pixels (i * stride + py, j * stride
    + px). Tap r meets their rows if (py + padding - r) % stride = 0: r = ry, ry + stride, ... with
    ry = (py + padding) % stride. The t-th of these taps reads row i + (py + padding) / stride - t of
-   dout. Columns likewise. An example: stride 2, padding 1, a filter of 3 x 3. py = 0 are the even
-   rows, which only tap 1 meets; py = 1 the odd ones, where tap 0 reads row i + 1 of dout and tap 2
-   row i. */
+   dout. Columns likewise. An example: stride 2, padding 1, a filter of 3 x 3. Even rows (py = 0) are
+   met by tap 1 only; in the odd ones tap 0 reads row i + 1 of dout and tap 2 row i. */
 struct Phases {
     int stride = 1, kernel = 0, padding = 0, channels_in = 0, channels_out = 0;
     // Sets what depends on the phase; the depth of its product.
@@ -1608,8 +1555,8 @@ struct Job {
 };
 
 /* This block's job, and the operands of its phase. x of the grid are the tiles, those of the same
-   rows next to each other, so that they read A at the same time; z are the splits and phases.
-   Splits are multiples of `step`. */
+   rows next to each other, so that they read A at the same time; z are the splits, multiples of
+   `step`, and phases. */
 template <class Tile, bool PHASED, class T, class O>
 static __device__ Job job_of_block(Product<T, O> &p, int step) {
     int split = blockIdx.z;
@@ -1699,18 +1646,12 @@ template <class P> static __global__ void join_splits_kernel(P p) {
     real sum = 0;
     for (int split = 0; split < p.splits; split++)
         sum += p.parts[split * p.elements + i];
-    p.c.out[i] = p.c.value(&p.c.out[i], (int)(i % p.columns), sum);
-}
-
-// Whether all rows of this layer's operands and results can be read and written by chunks.
-template <class T> static bool has_chunks(const Layer *l) {
-    return l->in.c % Chunk<T>::COUNT == 0 && l->out.c % Chunk<T>::COUNT == 0;
+    p.c.out[i] = p.c.value(p.c.out[i], (int)(i % p.columns), sum);
 }
 
 /* ---- Launches. K is split into as many parts as give C, in tiles of 64 x 64 elements, MOST_TILES
-   of them, at most one for each LEAST_DEPTH of K. This depends on the shapes alone, not on the GPU,
-   so that all GPUs compute the same bits, and not on the tile of the kernel, so that each of them
-   does. */
+   of them, at most one for each LEAST_DEPTH of K. This depends on the shapes alone, so that all GPUs
+   and all tiles compute the same bits. */
 enum { MOST_TILES = 512, LEAST_DEPTH = 256, LEAST_BLOCKS = 128, VARIANTS = 4 };
 
 static size_t splits_of(size_t rows, size_t columns, size_t phases, size_t depth) {
@@ -1751,8 +1692,7 @@ static void launch_gemm(const Variant<T, O> &v, const Product<T, O> &p) {
         LAUNCH(join_splits_kernel<P>, p.elements, p);
 }
 
-/* --autotune on: the variant that computes this product fastest: the mean of three launches, after
-   one that loads the kernel. */
+// --autotune on: the variant with the least mean time of three launches, after one that loads it.
 template <class T, class O>
 static size_t fastest(const Variant<T, O> (&variants)[VARIANTS], size_t usual,
                       const Product<T, O> &p, const char *layer) {
@@ -1783,7 +1723,7 @@ static size_t fastest(const Variant<T, O> (&variants)[VARIANTS], size_t usual,
 template <class T, class O>
 static void gemm(const Variant<T, O> (&variants)[VARIANTS], Product<T, O> p, Work w) {
     const size_t phases = p.phases.stride * p.phases.stride;
-    size_t chosen = has_chunks<T>(w.l);
+    size_t chosen = (w.l->in.c | w.l->out.c) % Chunk<T>::COUNT == 0;
     p.splits = splits_of(p.rows, p.columns, phases, p.depth);
     p.parts = w.scratch;
     for (size_t i = 2; chosen && i < VARIANTS; i++) {
@@ -1833,16 +1773,24 @@ template <class T> static Operand<T> patches(Work w) {
             s.w};
 }
 
+// The patches, or their transpose, times a matrix; both results have the channels out as columns.
+template <class T, class O>
+static Product<T, O> patches_times(const void *matrix, void *out, Pass pass, Work w) {
+    const int columns = (int)w.l->out.c, taps = (int)w.l->weights / columns;
+    const int pixels = (int)outputs(w) / columns;
+    const int rows = pass == FORWARD ? pixels : taps, depth = pass == FORWARD ? taps : pixels;
+    return {patches<T>(w),
+            {(const T *)matrix, plain(columns), plain(1)},
+            {(O *)out, plain(columns)},
+            rows,
+            columns,
+            depth,
+            (unsigned)(rows * columns),
+            pass};
+}
+
 template <class T> static Product<T, T> forward_product(Work w) {
-    const int columns = (int)w.l->out.c, depth = (int)(w.l->kernel * w.l->kernel * w.l->in.c);
-    Product<T, T> p = {patches<T>(w),
-                       {(const T *)w.weight, plain(columns), plain(1)},
-                       {(T *)w.out, plain(columns)},
-                       (int)outputs(w) / columns,
-                       columns,
-                       depth,
-                       (unsigned)outputs(w),
-                       FORWARD};
+    Product<T, T> p = patches_times<T, T>(w.weight, w.out, FORWARD, w);
     p.c.bias = w.bias;
     p.c.relu = w.l->relu;
     p.moments = w.l->moments && w.draw && stores_moments(w.l, w.n) ? w.scratch : NULL;
@@ -1850,15 +1798,7 @@ template <class T> static Product<T, T> forward_product(Work w) {
 }
 
 template <class T> static Product<T, real> weight_gradient_product(Work w) {
-    const int columns = (int)w.l->out.c;
-    return {patches<T>(w),
-            {(const T *)w.dout, plain(columns), plain(1)},
-            {w.dweight, plain(columns)},
-            (int)w.l->weights / columns,
-            columns,
-            (int)outputs(w) / columns,
-            (unsigned)w.l->weights,
-            WEIGHT_GRADIENT};
+    return patches_times<T, real>(w.dout, w.dweight, WEIGHT_GRADIENT, w);
 }
 
 template <class T> static Product<T, T> data_gradient_product(Work w) {
@@ -1885,26 +1825,28 @@ template <class T> static Product<T, T> data_gradient_product(Work w) {
     return p;
 }
 
-template <bool A_ALONG_K, bool B_ALONG_K>
-static void gemm_tiled(const Product<real, real> &p, Work w) {
-    static const Variant<real, real> variants[VARIANTS] = {
-        variant_of<SmallTile>(gemm_kernel<SmallTile, A_ALONG_K, B_ALONG_K, 1>),
-        variant_of<SmallTile>(gemm_kernel<SmallTile, A_ALONG_K, B_ALONG_K, 4>),
-        variant_of<NarrowTile>(gemm_kernel<NarrowTile, A_ALONG_K, B_ALONG_K, 4>),
-        variant_of<LargeTile>(gemm_kernel<LargeTile, A_ALONG_K, B_ALONG_K, 4>)};
-    gemm(variants, p, w);
+struct Tiled {
+    template <bool A_ALONG_K, bool B_ALONG_K>
+    static void run(const Product<real, real> &p, Work w) {
+        static const Variant<real, real> variants[VARIANTS] = {
+            variant_of<SmallTile>(gemm_kernel<SmallTile, A_ALONG_K, B_ALONG_K, 1>),
+            variant_of<SmallTile>(gemm_kernel<SmallTile, A_ALONG_K, B_ALONG_K, 4>),
+            variant_of<NarrowTile>(gemm_kernel<NarrowTile, A_ALONG_K, B_ALONG_K, 4>),
+            variant_of<LargeTile>(gemm_kernel<LargeTile, A_ALONG_K, B_ALONG_K, 4>)};
+        gemm(variants, p, w);
+    }
+};
+
+template <class T, class KERNELS> static void conv2d_forward(Work w) {
+    KERNELS::template run<true, false>(forward_product<T>(w), w);
 }
 
-static void conv2d_forward_tiled(Work w) {
-    gemm_tiled<true, false>(forward_product<real>(w), w);
-}
-
-static void conv2d_backward_tiled(Work w) {
+template <class T, class KERNELS> static void conv2d_backward(Work w) {
     if (w.l->biases)
-        sum_pixels<real, Gradients<false>>(w, false);
-    gemm_tiled<false, false>(weight_gradient_product<real>(w), w);
+        sum_pixels<T, Gradients<false>>(w, false);
+    KERNELS::template run<false, false>(weight_gradient_product<T>(w), w);
     if (w.din)
-        gemm_tiled<true, true>(data_gradient_product<real>(w), w);
+        KERNELS::template run<true, true>(data_gradient_product<T>(w), w);
 }
 
 // Multiply-adds in registers: 8 independent sums per thread, 16 FLOP in each of `steps` iterations.
@@ -1921,8 +1863,7 @@ static __global__ void peak_kernel(real *out, int steps) {
     out[element()] = total;
 }
 
-// GFLOP/s of this device: the best of longer and longer runs, in which an idle device raises its
-// clocks, 0.1 s together.
+// GFLOP/s of this device: the best of longer and longer runs, while it raises its clocks.
 static double peak_gflops(void) {
     cudaDeviceProp p;
     CHECK(cudaGetDeviceProperties(&p, device));
@@ -2011,8 +1952,7 @@ template <int PENDING> static __device__ void cp_async_wait(void) {
     PTX(emu_cp_async_wait(PENDING), "cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// tf32 is the upper 19 bits of a float: rounds to them what mma would truncate. NaN and infinity
-// stay what they are.
+// Rounds to the upper 19 bits of a float, tf32, which mma would truncate; NaN and infinity stay.
 static __device__ uint32_t round_tf32(uint32_t x) {
     return fabsf(__uint_as_float(x)) < INFINITY ? x + 0x1000 : x;
 }
@@ -2036,9 +1976,8 @@ typedef TensorTile<64, 64, 4> SmallTensorTile;   // 48 KB
 /* The position of a chunk in a tile whose lines have PITCH chunks, a multiple of 8. Chunks whose
    positions are equal modulo 8 lie in the same banks. Eight threads that copy a line access 8
    chunks of it, a matrix of ldmatrix is the same chunk of 8 lines: so the chunks of a line are
-   permuted, by a key that differs in 8 neighbouring lines. Those of 4 neighbouring lines differ
-   even without their lowest bit: floats that are loaded one by one come from 2 chunks of 4
-   lines. */
+   permuted, by a key that differs in 8 neighbouring lines; in 4 of them even without its lowest bit,
+   as floats that are loaded one by one come from 2 chunks of 4 lines. */
 template <int PITCH> static __device__ int swizzle(int line, int chunk) {
     return line * PITCH + (chunk ^ (line % 4 * 2 + line / 4 % 2));
 }
@@ -2081,8 +2020,7 @@ struct TensorLoader : TileReader<T, LINES, DEPTH_CHUNKS * Chunk<T>::COUNT, TENSO
    and 2 q + 1. Lanes 8 r to 8 r + 7 give ldmatrix the addresses of the lines of f[r]'s matrix: rows
    or columns; if the tile is not ALONG_K, they are k, and it transposes. An example: A along K, at
    row 64, lane 21 = 16 + 5 gives the address of chunk 1 of row 64 + 5: position 69 * 8 + (1 ^ 3).
-   The fragment 16 rows on is 128 chunks on; that of the next two chunks, 2 and 3, is at position
-   ^ 2. */
+   The fragment 16 rows on is 128 chunks on; that of chunks 2 and 3 is at position ^ 2. */
 template <class T, int LINES, bool ALONG_K, bool IS_A> struct Fragments {
     enum { CHUNK = Chunk<T>::COUNT, PITCH = ALONG_K ? DEPTH_CHUNKS : LINES / CHUNK };
     enum { BY_WORDS = !ALONG_K && sizeof(T) == 4 }; // ldmatrix transposes 16-bit elements only
@@ -2246,36 +2184,27 @@ static __global__ void __launch_bounds__(TENSOR_THREADS, WIDTH == 1 ? 3 : Tile::
         store_tile<Tile, WIDTH>(p.c, staged, job, p.rows, p.columns);
 }
 
-template <bool A_ALONG_K, bool B_ALONG_K, class T, class O>
-static void gemm_tensor(const Product<T, O> &p, Work w) {
-    typedef SmallTensorTile Small;
-    enum { WIDTH = Chunk<T>::COUNT };
-    static const Variant<T, O> variants[VARIANTS] = {
-        variant_of<Small>(tensor_kernel<Small, A_ALONG_K, B_ALONG_K, 1, T, O>),
-        variant_of<Small>(tensor_kernel<Small, A_ALONG_K, B_ALONG_K, WIDTH, T, O>),
-        variant_of<NarrowTensorTile>(
-            tensor_kernel<NarrowTensorTile, A_ALONG_K, B_ALONG_K, WIDTH, T, O>),
-        variant_of<LargeTensorTile>(
-            tensor_kernel<LargeTensorTile, A_ALONG_K, B_ALONG_K, WIDTH, T, O>)};
-    static thread_local bool allowed[MAX_REPLICAS]; // by device
-    for (size_t i = 0; i < VARIANTS && !allowed[device]; i++)
-        CHECK(cudaFuncSetAttribute(variants[i].kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                   (int)variants[i].bytes));
-    allowed[device] = true;
-    gemm(variants, p, w);
-}
-
-template <class T> static void conv2d_forward_tensor(Work w) {
-    gemm_tensor<true, false>(forward_product<T>(w), w);
-}
-
-template <class T> static void conv2d_backward_tensor(Work w) {
-    if (w.l->biases)
-        sum_pixels<T, Gradients<false>>(w, false);
-    gemm_tensor<false, false>(weight_gradient_product<T>(w), w);
-    if (w.din)
-        gemm_tensor<true, true>(data_gradient_product<T>(w), w);
-}
+struct Tensor {
+    template <bool A_ALONG_K, bool B_ALONG_K, class T, class O>
+    static void run(const Product<T, O> &p, Work w) {
+        typedef SmallTensorTile Small;
+        typedef NarrowTensorTile Narrow;
+        typedef LargeTensorTile Large;
+        enum { WIDTH = Chunk<T>::COUNT };
+        static const Variant<T, O> variants[VARIANTS] = {
+            variant_of<Small>(tensor_kernel<Small, A_ALONG_K, B_ALONG_K, 1, T, O>),
+            variant_of<Small>(tensor_kernel<Small, A_ALONG_K, B_ALONG_K, WIDTH, T, O>),
+            variant_of<Narrow>(tensor_kernel<Narrow, A_ALONG_K, B_ALONG_K, WIDTH, T, O>),
+            variant_of<Large>(tensor_kernel<Large, A_ALONG_K, B_ALONG_K, WIDTH, T, O>)};
+        static thread_local bool allowed[MAX_REPLICAS]; // by device
+        for (size_t i = 0; i < VARIANTS && !allowed[device]; i++)
+            CHECK(cudaFuncSetAttribute(variants[i].kernel,
+                                       cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                       (int)variants[i].bytes));
+        allowed[device] = true;
+        gemm(variants, p, w);
+    }
+};
 
 #endif // __HIP__
 
@@ -2362,16 +2291,23 @@ static size_t prepared_size(const Layer *l) {
     return l->kind == CONV2D || l->kind == LINEAR ? PASSES : 0;
 }
 
-static void prepare(void *prepared, const Layer *l) {
-    memset(prepared, 0, prepared_size(l));
-}
-
 // The elements that a row needs for that.
 static size_t transposed_size(const Layer *l, size_t n) {
     return l->kind == CONV2D || l->kind == LINEAR
                ? 2 * ceil_div(n * l->in.h * l->in.w * l->in.c, 64) * 64 +
                      n * l->out.h * l->out.w * l->out.c
                : 0;
+}
+
+// Why --kernels tensor is not for this device; NULL: it is.
+static const char *lacks_tensor_cores(void) {
+    cudaDeviceProp p;
+    CHECK(cudaGetDeviceProperties(&p, device));
+#ifndef __HIP__
+    if (p.major >= 8)
+        return NULL;
+#endif
+    return "no tensor cores that this program uses: it is not NVIDIA's, or older than sm_80";
 }
 
 // T: of the numbers of activations and their gradients; forward, backward: of convolutions
@@ -2425,7 +2361,6 @@ static Backend make_backend(const char *kernels, const char *precision) {
     b.norm_relu_backward = true;
     b.scratch_size = scratch_size;
     b.prepared_size = prepared_size;
-    b.prepare = prepare;
     b.transposed_size = transposed_size;
     // the loss, optimizers and the loader
     b.nll_loss = nll_loss;
@@ -2436,25 +2371,10 @@ static Backend make_backend(const char *kernels, const char *precision) {
     b.gather = gather<T>;
     if (sizeof(T) < sizeof(real))
         b.lower = lower<T>;
-    return b;
-}
-
-// Why --kernels tensor is not for this device; NULL: it is.
-static const char *lacks_tensor_cores(void) {
-#ifdef __HIP__
-    return "no tensor cores that this program uses: it is not NVIDIA's";
-#else
-    cudaDeviceProp p;
-    CHECK(cudaGetDeviceProperties(&p, device));
-    return p.major >= 8 ? NULL : "no tensor cores that this program uses: it is older than sm_80";
-#endif
-}
-
-template <class T, void (*FORWARD)(Work), void (*BACKWARD)(Work)>
-static Backend make_tensor_backend(const char *precision) {
-    Backend b = make_backend<T, FORWARD, BACKWARD>("tensor", precision);
-    b.lacks = lacks_tensor_cores;
-    b.conv_moments = FORWARD != (void (*)(Work))conv2d_forward_tiled;
+    if (strcmp(kernels, "tensor") == 0) {
+        b.lacks = lacks_tensor_cores;
+        b.conv_moments = FORWARD != (void (*)(Work))conv2d_forward<real, Tiled>;
+    }
     if (strcmp(precision, "fp16") == 0) {
         b.count_not_finite = count_not_finite;
         b.adjust_scale = adjust_scale;
@@ -2465,16 +2385,17 @@ static Backend make_tensor_backend(const char *precision) {
 // The backends, of the same precision or of the same kernels the preferred one last, then NULL.
 extern "C" const Backend *cuda_backend(size_t i) {
 #ifdef __HIP__
-#define TENSOR(T) real, conv2d_forward_tiled, conv2d_backward_tiled
+#define TENSOR(T) real, conv2d_forward<real, Tiled>, conv2d_backward<real, Tiled>
 #else
-#define TENSOR(T) T, conv2d_forward_tensor<T>, conv2d_backward_tensor<T>
+#define TENSOR(T) T, conv2d_forward<T, Tensor>, conv2d_backward<T, Tensor>
 #endif
     static const Backend backends[] = {
         make_backend<real, conv2d_forward_naive, conv2d_backward_naive>("naive", "fp32"),
-        make_backend<real, conv2d_forward_tiled, conv2d_backward_tiled>("tiled", "fp32"),
-        make_tensor_backend<TENSOR(__half)>("fp16"),
-        make_tensor_backend<TENSOR(__nv_bfloat16)>("bf16"),
-        make_tensor_backend<TENSOR(real)>("tf32"),
+        make_backend<real, conv2d_forward<real, Tiled>, conv2d_backward<real, Tiled>>("tiled",
+                                                                                      "fp32"),
+        make_backend<TENSOR(__half)>("tensor", "fp16"),
+        make_backend<TENSOR(__nv_bfloat16)>("tensor", "bf16"),
+        make_backend<TENSOR(real)>("tensor", "tf32"),
     };
     return i < sizeof backends / sizeof *backends ? &backends[i] : NULL;
 }
