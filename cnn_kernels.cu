@@ -33,6 +33,7 @@
 #include <cuda_runtime.h>
 #include <nvtx3/nvToolsExt.h>
 #define MEMORY_TYPE type
+#define SM_MAJOR(properties) (properties).major
 #define PLATFORM "CUDA"
 #define REBUILD "make CUDA_ARCH=native, on this machine"
 #endif
@@ -70,17 +71,15 @@ static void check(cudaError_t error, const char *call, int line) {
 }
 #define CHECK(call) check(call, #call, __LINE__)
 #define CHECK_LAUNCH() check(cudaGetLastError(), "the kernel launched here", __LINE__)
-// Queue a kernel: with at least `threads` threads, in blocks of THREADS; with a grid of blocks; with
-// `bytes` of dynamic shared memory for each.
-#define LAUNCH(kernel, threads, ...) \
-    LAUNCH_GRID(kernel, (unsigned)ceil_div(threads, THREADS), THREADS, __VA_ARGS__)
-
-#define LAUNCH_GRID(kernel, grid, block, ...) LAUNCH_SHARED(kernel, grid, block, 0, __VA_ARGS__)
-#define LAUNCH_SHARED(kernel, grid, block, bytes, ...)         \
+// Queue a kernel: with a grid of blocks, with `bytes` of dynamic shared memory for each; or with at
+// least `threads` threads, in blocks of THREADS.
+#define LAUNCH_GRID(kernel, grid, block, bytes, ...)           \
     do {                                                       \
         kernel<<<grid, block, bytes, stream()>>>(__VA_ARGS__); \
         CHECK_LAUNCH();                                        \
     } while (0)
+#define LAUNCH(kernel, threads, ...) \
+    LAUNCH_GRID(kernel, (unsigned)ceil_div(threads, THREADS), THREADS, 0, __VA_ARGS__)
 
 static cudaStream_t stream(void) {
     return streams[replica];
@@ -142,12 +141,8 @@ static void describe(Device *d) {
     CHECK(cudaGetDeviceProperties(&p, device));
     CHECK(cudaDriverGetVersion(&driver));
     CHECK(cudaMemGetInfo(&bytes, &total));
-#ifdef __HIP__ // an architecture such as gfx90a; the address on the PCI bus, as there is no uuid
-    snprintf(d->name, sizeof d->name, "%.150s, %.40s, %d compute units, %.1f GB", p.name,
-             p.gcnArchName, p.multiProcessorCount, (double)total / 1e9);
-    snprintf(d->driver, sizeof d->driver, "HIP %d", driver);
-    snprintf(d->uuid, sizeof d->uuid, "GPU-%04x-%02x-%02x", p.pciDomainID, p.pciBusID,
-             p.pciDeviceID);
+#ifdef __HIP__
+    describe_amd(d, p, driver, total);
 #else
     snprintf(d->name, sizeof d->name, "%.200s, sm_%d%d, %d multiprocessors, %.1f GB", p.name,
              p.major, p.minor, p.multiProcessorCount, (double)total / 1e9);
@@ -174,13 +169,13 @@ static void synchronize(void) {
 // Zeroed memory of the device; NULL when there is not enough.
 static void *device_alloc(size_t bytes) {
     void *memory = NULL;
-    if (cudaMalloc(&memory, bytes + 16) != cudaSuccess) {
-        (void)cudaGetLastError(); // clears the error: the caller names what did not fit
-        return NULL;
+    if (cudaMalloc(&memory, bytes + 16) == cudaSuccess) {
+        clear(memory, bytes + 16);
+        synchronize();
+        return memory;
     }
-    clear(memory, bytes + 16);
-    synchronize();
-    return memory;
+    (void)cudaGetLastError(); // clears the error: the caller names what did not fit
+    return NULL;
 }
 
 static void device_free(void *memory) {
@@ -190,12 +185,10 @@ static void device_free(void *memory) {
 // Zeroed host memory that cannot be paged out: the device copies it at the full speed of the bus.
 static void *pinned_alloc(size_t bytes) {
     void *memory = NULL;
-    bytes += 16; // so that 0 bytes have an address, too
-    if (cudaMallocHost(&memory, bytes) != cudaSuccess) {
-        (void)cudaGetLastError(); // as in device_alloc()
-        return NULL;
-    }
-    return memset(memory, 0, bytes);
+    if (cudaMallocHost(&memory, bytes + 16) == cudaSuccess) // so that 0 bytes have an address, too
+        return memset(memory, 0, bytes + 16);
+    (void)cudaGetLastError(); // as in device_alloc()
+    return NULL;
 }
 
 static void pinned_free(void *memory) {
@@ -223,8 +216,8 @@ static void copy(void *to, const void *from, size_t bytes) {
         synchronize();
 }
 
-/* A stream of this host thread on device `which`, for copies that overlap with the kernels there.
-   The only kernels in it, the additions of the all-reduce, start before waiting blocks of backward. */
+// A stream of this host thread on device `which`, for copies that overlap with the kernels there,
+// and for the additions of the all-reduce, which start before waiting blocks of backward.
 static cudaStream_t own_stream(size_t which) {
     static thread_local cudaStream_t own[MAX_REPLICAS];
     device = (int)which;
@@ -419,8 +412,8 @@ template <class T, int N = 16 / sizeof(T)> struct alignas(N * sizeof(T)) Chunk {
     T v[N];
 };
 
-template <class T> static size_t packs(size_t count) {
-    return ceil_div(count, Pack<T>::N);
+template <class T> static size_t packs(Work w) {
+    return ceil_div(outputs(w), Pack<T>::N);
 }
 
 template <class T> static __device__ unsigned first_of_pack(void) {
@@ -428,16 +421,13 @@ template <class T> static __device__ unsigned first_of_pack(void) {
 }
 
 template <class T> static __device__ Pack<T> load(const void *from, unsigned i, unsigned count) {
-    Pack<T> p = {};
-    if (i + Pack<T>::N <= count) {
-        const Chunk<T> chunk = *(const Chunk<T> *)((const T *)from + i);
-        for (int j = 0; j < Pack<T>::N; j++)
-            p.v[j] = (real)chunk.v[j];
-        return p;
-    }
+    const bool whole = i + Pack<T>::N <= count;
+    Chunk<T> chunk = {};
+    Pack<T> p;
+    if (whole)
+        chunk = *(const Chunk<T> *)((const T *)from + i);
     for (int j = 0; j < Pack<T>::N; j++)
-        if (i + j < count)
-            p.v[j] = read<T>(from, i + j);
+        p.v[j] = whole ? (real)chunk.v[j] : i + j < count ? read<T>(from, i + j) : 0;
     return p;
 }
 
@@ -506,8 +496,7 @@ struct Row : Work {
 };
 
 static Row row_of(Work w) {
-    const Layer *l = w.l;
-    // a residual's gradient needs the result of the ReLU's backward, too: it is a kernel's own work
+    const Layer *l = w.l; // a residual's gradient needs what the ReLU's backward leaves
     return {w,
             window_of(l),
             layout_of(l->in, w.transposed),
@@ -519,17 +508,9 @@ static Row row_of(Work w) {
             l->p};
 }
 
-// The launches of most kernels of rows: one thread per element of the input or output, or per pack.
-template <void (*KERNEL)(Row)> static void per_input(Work w) {
-    LAUNCH(KERNEL, inputs(w), row_of(w));
-}
-
-template <void (*KERNEL)(Row)> static void per_output(Work w) {
-    LAUNCH(KERNEL, outputs(w), row_of(w));
-}
-
-template <class T, void (*KERNEL)(Row)> static void per_pack(Work w) {
-    LAUNCH(KERNEL, packs<T>(outputs(w)), row_of(w));
+// Queues a row's kernel with COUNT(w) threads.
+template <void (*KERNEL)(Row), size_t (*COUNT)(Work)> static void each(Work w) {
+    LAUNCH(KERNEL, COUNT(w), row_of(w));
 }
 
 /* LAB 4.1 BEGIN relu_forward */
@@ -603,7 +584,7 @@ template <class T> static void dropout_forward(Work w) {
         copy(w.out, w.in, outputs(w) * sizeof(T));
 }
 
-// din = dout / (1 - p) where saved is set, else 0; += if accumulate.   Traffic: 2 N elements, N bytes
+// din = dout / (1 - p) where saved, else 0; += if accumulate.   Traffic: 2 N elements, N bytes
 template <class T> static __global__ void dropout_backward_kernel(Row r) {
     unsigned i = first_of_pack<T>();
     if (i >= r.outputs)
@@ -711,12 +692,11 @@ static __global__ void set_step_kernel(Step *to, Step step) {
 }
 
 static void set_step(Step *to, Step step) {
-    LAUNCH_GRID(set_step_kernel, 1, 1, to, step);
+    LAUNCH_GRID(set_step_kernel, 1, 1, 0, to, step);
 }
 
-/* ---- Optimizers: the formulas are in cnn.c, section 7. One launch updates as many parameters as
-   it is given: all of them, or those of one tensor (--optimizer-launch). The parameters of T are
-   those of a 16-bit precision's copy, which they write as well. # AMP */
+/* ---- Optimizers: the formulas are in cnn.c, section 7. One launch updates all parameters, or
+   those of one tensor (--optimizer-launch), and writes copies of them, if T has 16 bits. # AMP */
 
 // The new value of a parameter; g includes the weight decay. Its state changes, too.
 struct Adadelta {
@@ -768,7 +748,7 @@ template <class T, class RULE> static __global__ void update_kernel(Update u) {
 
 template <class T, class RULE> static void update(Update u) {
     auto *update_all = update_kernel<T, RULE>;
-    LAUNCH(update_all, packs<real>(u.count), u);
+    LAUNCH(update_all, ceil_div(u.count, Pack<real>::N), u);
 }
 
 // scale->not_finite += the number of gradients that are not finite.   Traffic: 4 N bytes
@@ -782,7 +762,7 @@ static __global__ void count_not_finite_kernel(LossScale *scale, const real *gra
 }
 
 static void count_not_finite(LossScale *scale, const real *grad, size_t count) {
-    LAUNCH(count_not_finite_kernel, packs<real>(count), scale, grad, count);
+    LAUNCH(count_not_finite_kernel, ceil_div(count, Pack<real>::N), scale, grad, count);
 }
 
 // The rule that struct LossScale explains.   One thread
@@ -795,7 +775,7 @@ static __global__ void adjust_scale_kernel(LossScale *s) {
 }
 
 static void adjust_scale(LossScale *scale) {
-    LAUNCH_GRID(adjust_scale_kernel, 1, 1, scale);
+    LAUNCH_GRID(adjust_scale_kernel, 1, 1, 0, scale);
 }
 
 /* ---- The loader's work, where the data set is resident on the device: look the batch's images up
@@ -807,15 +787,14 @@ static __device__ real pixel_at(const uint8_t *image, Shape s, int y, int x, int
     return inside ? image[(y * s.w + x) * s.c + c] : 0;
 }
 
-// to = from blurred along rows or columns: the sum of weights[|d|] * from[i + d]
-static __device__ void blur(real *to, const real *from, const float *weights, Shape s, bool rows) {
-    int h = (int)s.h, w = (int)s.w;
+// to = from blurred along rows or columns: the sum of by[|d|] * from[i + d]
+static __device__ void blur(real *to, const real *from, const float *by, int h, int w, bool rows) {
     for (int i = threadIdx.x; i < h * w; i += THREADS) {
         real sum = 0;
         for (int d = -ELASTIC_REACH; d <= ELASTIC_REACH; d++) {
             int y = i / w + (rows ? 0 : d), x = i % w + (rows ? d : 0);
             if (y >= 0 && x >= 0 && y < h && x < w)
-                sum = fmaf(weights[d < 0 ? -d : d], from[y * w + x], sum);
+                sum = fmaf(by[d < 0 ? -d : d], from[y * w + x], sum);
         }
         to[i] = sum;
     }
@@ -823,9 +802,8 @@ static __device__ void blur(real *to, const real *from, const float *weights, Sh
 }
 
 /* out[n][h][w][c] = normalised[c][byte], and the labels. The byte is interpolated at the position
-   that augment_crop_flip() or augment_elastic() of cnn.c gives; between whole positions only for the
-   latter, whose displacement fields and their blurred copies stay in shared memory.
-   Grid: one block per image.   Traffic: 5 N bytes */
+   that augment_crop_flip() or augment_elastic() of cnn.c gives; the displacement fields of the
+   latter stay in shared memory.   Grid: one block per image.   Traffic: 5 N bytes */
 template <class T>
 static __global__ void gather_kernel(T *out, uint8_t *labels, Resident r, Layout layout,
                                      const Draw *draw) {
@@ -844,8 +822,8 @@ static __global__ void gather_kernel(T *out, uint8_t *labels, Resident r, Layout
     }
     __syncthreads();
     for (int field = 0; elastic && field < 2; field++) {
-        blur(fields + 2 * pixels, fields + field * pixels, r.blur, r.shape, true);
-        blur(fields + field * pixels, fields + 2 * pixels, r.blur, r.shape, false);
+        blur(fields + 2 * pixels, fields + field * pixels, r.blur, h, w, true);
+        blur(fields + field * pixels, fields + 2 * pixels, r.blur, h, w, false);
     }
     philox4x32(bits, 0, (uint32_t)position, (uint32_t)draw->epoch, DRAW_AUGMENT, draw->seed);
     for (unsigned i = threadIdx.x; i < size; i += THREADS) {
@@ -875,15 +853,14 @@ static void gather(real *out, uint8_t *labels, const Resident *r, const Draw *dr
     const size_t fields = r->augment == AUGMENT_ELASTIC ? 3 * pixels * sizeof(real) : 0;
     // more than 48 KB of shared memory must be asked for
     if (cudaFuncSetAttribute(gather_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             (int)fields) != cudaSuccess) {
-        (void)cudaGetLastError(); // clears the error
+                             (int)fields) != cudaSuccess)
         fail(1,
              "--augment elastic: the fields of %zu x %zu pixels need %zu bytes of shared memory, "
-             "more than device %d has; expected smaller images, or another --augment",
+             "more than "
+             "device %d has; expected smaller images, or another --augment",
              r->shape.h, r->shape.w, fields, device);
-    }
-    LAUNCH_SHARED(gather_kernel<T>, (unsigned)n, THREADS, fields, (T *)out, labels, *r,
-                  layout_of(r->shape, nchw), draw);
+    LAUNCH_GRID(gather_kernel<T>, (unsigned)n, THREADS, fields, (T *)out, labels, *r,
+                layout_of(r->shape, nchw), draw);
 }
 
 // out = in, which is NHWC, in another type and layout.   Traffic: 4 N bytes, N elements
@@ -981,12 +958,12 @@ static __device__ unsigned slice_start(unsigned pixels, unsigned slice, unsigned
 }
 
 /* scratch[slice][0][c] = a, scratch[slice][1][c] = b of the slice's pixels.
-   Grid: channels / 32 x slices.   Traffic: 1 or 2 elements for each number of dout or in; with nchw,
-   where a warp's 32 numbers are far apart, the block's other warps find theirs in the L1 cache */
+   Grid: channels / 32 x slices.   Traffic: 1 or 2 elements for each number of dout or in. With
+   nchw, a warp's 32 numbers are far apart; the other warps find theirs in the L1 cache */
 template <class T, class KIND> static __global__ void sum_slices_kernel(Row r) {
     __shared__ Sum sums[LANES_Y][WARP];
-    const unsigned channels = r.s.oc, c = blockIdx.x * WARP + threadIdx.x;
-    const unsigned pixels = r.outputs / channels;
+    const unsigned channels = r.s.oc, pixels = r.outputs / channels;
+    const unsigned c = blockIdx.x * WARP + threadIdx.x;
     unsigned first = slice_start(pixels, blockIdx.y, gridDim.y) + threadIdx.y;
     unsigned end = slice_start(pixels, blockIdx.y + 1, gridDim.y);
     Sum sum = {0, 0, 0};
@@ -1031,7 +1008,7 @@ template <class T, class KIND> static void sum_pixels(Work w, bool stored) {
     const size_t slices = min(ceil_div(pixels, 64), (size_t)SUM_SLICES);
     auto *sum_slices = sum_slices_kernel<T, KIND>; // a macro's argument has no comma
     if (!stored)
-        LAUNCH_GRID(sum_slices, dim3(ceil_div(channels, WARP), slices), dim3(WARP, LANES_Y),
+        LAUNCH_GRID(sum_slices, dim3(ceil_div(channels, WARP), slices), dim3(WARP, LANES_Y), 0,
                     row_of(w));
     LAUNCH(join_slices_kernel<KIND>, channels * WARP, row_of(w),
            stored ? pixels / CONV_SLICE : slices);
@@ -1079,7 +1056,7 @@ template <class T> static __global__ void batchnorm_forward_kernel(Row r) {
 template <class T> static void batchnorm2d_forward(Work w) {
     if (w.draw)
         sum_pixels<T, Moments>(w, stores_moments(w.l->moments, w.n));
-    per_pack<T, batchnorm_forward_kernel<T>>(w);
+    each<batchnorm_forward_kernel<T>, packs<T>>(w);
 }
 
 /* din = weight * inverse * (d - dbias / m - x * dweight / m), over m pixels, where
@@ -1112,13 +1089,12 @@ template <class T> static __global__ void batchnorm_backward_kernel(Row r) {
 template <class T> static void batchnorm2d_backward(Work w) {
     sum_pixels<T, Gradients<true>>(w, false);
     if (w.din)
-        per_pack<T, batchnorm_backward_kernel<T>>(w);
+        each<batchnorm_backward_kernel<T>, packs<T>>(w);
 }
 
 /* ==== 4. Softmax and loss =======================================================================
 
-   One warp per image: each lane reads every 32nd class. The lanes are reduced by shuffles, as in
-   section 3; here all of them get the result. */
+   One warp per image: each lane reads every 32nd class; shuffles give the result to all lanes. */
 
 static __device__ real warp_sum(real value) {
     for (int lane = WARP / 2; lane > 0; lane /= 2)
@@ -1135,11 +1111,11 @@ static __device__ real warp_max(real value) {
 /* out[k] = in[k] - max(in) - log(sum of exp(in[j] - max(in))), in float.   Grid: THREADS / 32
    images per block.   Traffic: N elements, 4 N bytes */
 template <class T> static __global__ void log_softmax_forward_kernel(Row r) {
-    unsigned image = element() / WARP, lane = threadIdx.x % WARP, classes = r.s.oc;
+    unsigned image = element() / WARP, lane = threadIdx.x % WARP;
+    unsigned begin = image * r.s.oc, end = begin + r.s.oc;
+    real largest = -INFINITY, sum = 0;
     if (image >= r.n) // true of whole warps only
         return;
-    unsigned begin = image * classes, end = begin + classes;
-    real largest = -INFINITY, sum = 0;
     for (unsigned i = begin + lane; i < end; i += WARP)
         largest = fmaxf(largest, read<T>(r.in, i));
     largest = warp_max(largest);
@@ -1152,11 +1128,11 @@ template <class T> static __global__ void log_softmax_forward_kernel(Row r) {
 
 // din[k] = dout[k] - exp(out[k]) * sum of dout.   Grid as above.   Traffic: N elements, 8 N bytes
 template <class T> static __global__ void log_softmax_backward_kernel(Row r) {
-    unsigned image = element() / WARP, lane = threadIdx.x % WARP, classes = r.s.oc;
+    unsigned image = element() / WARP, lane = threadIdx.x % WARP;
+    unsigned begin = image * r.s.oc, end = begin + r.s.oc;
+    real sum = 0;
     if (image >= r.n)
         return;
-    unsigned begin = image * classes, end = begin + classes;
-    real sum = 0;
     for (unsigned i = begin + lane; i < end; i += WARP)
         sum += r.dout[i];
     sum = warp_sum(sum);
@@ -1164,8 +1140,8 @@ template <class T> static __global__ void log_softmax_backward_kernel(Row r) {
         write<T>(r.din, i, r.dout[i] - expf(r.out[i]) * sum);
 }
 
-template <void (*KERNEL)(Row)> static void per_image(Work w) {
-    LAUNCH(KERNEL, w.n * WARP, row_of(w));
+static size_t lanes(Work w) {
+    return w.n * WARP;
 }
 
 // The formulas are those of nll_loss() in cnn.c. One thread per image.   Traffic: 8 N bytes
@@ -1176,16 +1152,16 @@ static __global__ void nll_loss_kernel(real *losses, real *dlogp, const real *lo
     unsigned i = element();
     if (i >= n)
         return;
-    const real factor = scale ? scale->scale : 1;
-    int label = labels[i];
-    real loss = -at_label * logp[i * classes + label];
-    for (int k = 0; k < classes && elsewhere > 0; k++)
-        loss -= k == label ? 0 : elsewhere * logp[i * classes + k];
+    real loss = 0;
+    for (int k = 0; k < classes; k++) {
+        real target = k == labels[i] ? at_label : elsewhere;
+        loss -= target > 0 ? target * logp[i * classes + k] : 0; // 0 * -Inf is not 0
+        if (dlogp)
+            dlogp[i * classes + k] = -target / (real)batch * (scale ? scale->scale : 1);
+    }
     losses[i] = loss;
     if (scale && !(fabsf(loss) < INFINITY))
         atomicAdd(&scale->not_finite, 1);
-    for (int k = 0; k < classes && dlogp; k++)
-        dlogp[i * classes + k] = -(k == label ? at_label : elsewhere) / (real)batch * factor;
 }
 
 static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t *labels, size_t n,
@@ -1314,11 +1290,11 @@ static void conv2d_backward_naive(Work w) {
 
    A block computes a tile of C: 128 x 128 elements, or 128 x 64 or 64 x 32 where the larger ones
    would be half empty, see gemm(). In every step it loads TILE_K numbers of each of its rows of A
-   and columns of B into shared memory, where a thread reads 8 + 8 numbers for 64 multiply-adds (4 + 4
-   for 16 in the smallest tile), while those of the next step are loaded into registers.
+   and columns of B into shared memory, where a thread reads 8 + 8 numbers for 64 multiply-adds (4 +
+   4 for 16 in the smallest tile), while those of the next step are loaded into registers.
 
-   Where C has too few tiles to occupy a GPU, K is split among blocks (split-K), whose sums are added
-   afterwards, always in the same order.
+   Where C has too few tiles to occupy a GPU, K is split among blocks (split-K); the partial sums
+   are added afterwards, always in the same order.
 
    With a stride s, only each s-th tap meets an input pixel in the data gradient, and which ones
    depends on y % s and x % s. So the pixels are computed in s * s phases, each a product of its own
@@ -1400,11 +1376,12 @@ struct TileReader {
     enum { ONE_DIGIT = !IMAGE && !ALONG_K }; // the number of a matrix's line
     Place lines[OF_LINES];                   // of the index that stays: a row of A or column of B
     Digits k_digits, next, next_tile;
-    int across, along; // this thread's first chunk
+    int across, along, first_k; // this thread's first chunk; which k that is
     __device__ TileReader(const Operand<T> &o, int first, int count, int begin) {
         across = threadIdx.x % ACROSS * CHUNK;
         along = threadIdx.x / ACROSS;
-        k_digits = k_number(o, begin + first_k());
+        first_k = ALONG_K ? across : along;
+        k_digits = k_number(o, begin + first_k);
         next = k_number(o, (int)NEXT_K);
         next_tile = k_number(o, DEPTH - (OF_K - 1) * NEXT_K);
         const Axis &other = ALONG_K ? o.line : o.column;
@@ -1414,9 +1391,6 @@ struct TileReader {
             line = min(line, count - (ALONG_K ? 1 : WIDTH));
             lines[i] = o.origin + other.place(other.digits(line));
         }
-    }
-    __device__ int first_k() const {
-        return ALONG_K ? across : along;
     }
     __device__ static const Axis &axis_of_k(const Operand<T> &o) {
         return ALONG_K ? o.column : o.line;
@@ -1431,7 +1405,7 @@ struct TileReader {
 #pragma unroll
         for (int i = 0; i < OF_K; i++) {
             const Place place = axis_of_k(o).place(k_digits);
-            const bool exists = k + first_k() + i * NEXT_K < end;
+            const bool exists = k + first_k + i * NEXT_K < end;
 #pragma unroll
             for (int j = 0; j < OF_LINES; j++) {
                 const Place p = lines[j] + place;
@@ -1513,8 +1487,8 @@ template <class O> struct Result {
 /* The phases of the data gradient. Phase (py, px) has the input pixels (i * stride + py, j * stride
    + px). Tap r meets their rows if (py + padding - r) % stride = 0: r = ry, ry + stride, ... with
    ry = (py + padding) % stride. The t-th of these taps reads row i + (py + padding) / stride - t of
-   dout. Columns likewise. An example: stride 2, padding 1, a filter of 3 x 3. Even rows (py = 0) are
-   met by tap 1 only; in the odd ones tap 0 reads row i + 1 of dout and tap 2 row i. */
+   dout. Columns likewise. An example: stride 2, padding 1, a filter of 3 x 3. Only tap 1 meets even
+   rows (py = 0); in the odd ones tap 0 reads row i + 1 of dout and tap 2 row i. */
 struct Phases {
     int stride = 1, kernel = 0, padding = 0, channels_in = 0, channels_out = 0;
     // Sets what depends on the phase; the depth of its product.
@@ -1650,8 +1624,8 @@ template <class P> static __global__ void join_splits_kernel(P p) {
 }
 
 /* ---- Launches. K is split into as many parts as give C, in tiles of 64 x 64 elements, MOST_TILES
-   of them, at most one for each LEAST_DEPTH of K. This depends on the shapes alone, so that all GPUs
-   and all tiles compute the same bits. */
+   of them, at most one for each LEAST_DEPTH of K. This depends on the shapes alone: all GPUs, and
+   all tiles of a kernel, compute the same bits. */
 enum { MOST_TILES = 512, LEAST_DEPTH = 256, LEAST_BLOCKS = 128, VARIANTS = 4 };
 
 static size_t splits_of(size_t rows, size_t columns, size_t phases, size_t depth) {
@@ -1683,13 +1657,12 @@ static Variant<T, O> variant_of(void (*kernel)(Product<T, O> p)) {
 
 template <class T, class O>
 static void launch_gemm(const Variant<T, O> &v, const Product<T, O> &p) {
-    typedef Product<T, O> P;
-    size_t tiles = ceil_div(p.rows, v.m) * ceil_div(p.columns, v.n);
-    dim3 grid(tiles, 1, p.splits * p.phases.stride * p.phases.stride);
-    auto *gemm_kernel = v.kernel;
-    LAUNCH_SHARED(gemm_kernel, grid, v.threads, v.bytes, p);
+    const size_t tiles = ceil_div(p.rows, v.m) * ceil_div(p.columns, v.n);
+    const dim3 grid(tiles, 1, p.splits * p.phases.stride * p.phases.stride);
+    auto *gemm_kernel = v.kernel, *join_splits = join_splits_kernel<Product<T, O>>;
+    LAUNCH_GRID(gemm_kernel, grid, v.threads, v.bytes, p);
     if (p.splits > 1)
-        LAUNCH(join_splits_kernel<P>, p.elements, p);
+        LAUNCH(join_splits, p.elements, p);
 }
 
 // --autotune on: the variant with the least mean time of three launches, after one that loads it.
@@ -1718,8 +1691,8 @@ static size_t fastest(const Variant<T, O> (&variants)[VARIANTS], size_t usual,
 
 /* Queues the product with one of the variants. The first is for operands that cannot be read by
    chunks; of the others the largest tile of which there are enough to occupy a GPU, and that
-   computes no more columns beyond C than the smallest: like the splits, this depends on the shapes
-   alone. Or the one that was the fastest; an accumulated result cannot be computed repeatedly. */
+   computes no more columns beyond C than the smallest. Or the one that was the fastest; a result
+   that is accumulated cannot be computed repeatedly, to measure. */
 template <class T, class O>
 static void gemm(const Variant<T, O> (&variants)[VARIANTS], Product<T, O> p, Work w) {
     const size_t phases = p.phases.stride * p.phases.stride;
@@ -1750,27 +1723,27 @@ static Axis plain(int apart) {
     return {1, 1, apart};
 }
 
-// A filter's positions in an image of h x w: image, row, column.
-static Axis positions(int rows, int columns, int step, int h, int w, int channels) {
-    return {rows, columns, h * w * channels, step * w * channels, step * channels, 0, step,
-            0,    step};
+// A filter's positions in an image of h x w x c: image, row, column.
+static Axis positions(int rows, int columns, int step, int h, int w, int c) {
+    return {rows, columns, h * w * c, step * w * c, step * c, 0, step, 0, step};
 }
 
 // The elements of a filter on an image of width w, walked in one direction: row, column, channel.
-static Axis taps(int kernel, int channels, int direction, int w) {
-    return {kernel,    channels, direction * w * channels, direction * channels, 1, direction, 0,
-            direction, 0};
+static Axis taps(int kernel, int c, int direction, int w) {
+    return {kernel, c, direction * w * c, direction * c, 1, direction, 0, direction, 0};
+}
+
+template <class T>
+static Operand<T> image(const void *data, Axis line, Axis column, Place origin, int h, int w) {
+    return {(const T *)data, line, column, origin, h, w};
 }
 
 // The patches of a layer's input under its filter.
 template <class T> static Operand<T> patches(Work w) {
     const Window s = window_of(w.l);
-    return {(const T *)w.in,
-            positions(s.oh, s.ow, s.stride, s.h, s.w, s.c),
-            taps(s.kernel, s.c, 1, s.w),
-            {-s.padding * (s.w + 1) * s.c, -s.padding, -s.padding},
-            s.h,
-            s.w};
+    const Place corner = {-s.padding * (s.w + 1) * s.c, -s.padding, -s.padding};
+    return image<T>(w.in, positions(s.oh, s.ow, s.stride, s.h, s.w, s.c),
+                    taps(s.kernel, s.c, 1, s.w), corner, s.h, s.w);
 }
 
 // The patches, or their transpose, times a matrix; both results have the channels out as columns.
@@ -1806,15 +1779,11 @@ template <class T> static Product<T, T> data_gradient_product(Work w) {
     const int down = (s.h + s.stride - 1) / s.stride, across = (s.w + s.stride - 1) / s.stride;
     const int tap = s.c * s.oc, taps_met = (s.kernel + s.stride - 1) / s.stride;
     Product<T, T> p = {};
-    p.a = {(const T *)w.dout, positions(down, across, 1, s.oh, s.ow, s.oc),
-           taps(0, s.oc, -1, s.ow)};
-    p.a.h = s.oh;
-    p.a.w = s.ow;
-    p.b = {
-        (const T *)w.weight, plain(s.oc), {0, s.oc, s.stride * s.kernel * tap, s.stride * tap, 1}};
-    p.c = {(T *)w.din, positions(down, across, s.stride, s.h, s.w, s.c)};
-    p.c.h = s.h;
-    p.c.w = s.w;
+    p.a = image<T>(w.dout, positions(down, across, 1, s.oh, s.ow, s.oc), taps(0, s.oc, -1, s.ow),
+                   {}, s.oh, s.ow);
+    const Axis taps_of_phase = {0, s.oc, s.stride * s.kernel * tap, s.stride * tap, 1};
+    p.b = {(const T *)w.weight, plain(s.oc), taps_of_phase};
+    p.c = {(T *)w.din, positions(down, across, s.stride, s.h, s.w, s.c), {}, s.h, s.w};
     p.c.accumulate = w.accumulate;
     p.rows = (int)w.n * down * across;
     p.columns = s.c;
@@ -1942,7 +1911,7 @@ static __device__ void cp_async(void *to, const void *from, bool valid) {
         : "memory");
 }
 
-// Ends a group of this thread's copies, which may be empty.
+// Ends a group of this thread's copies, maybe of none.
 static __device__ void cp_async_commit(void) {
     PTX(emu_cp_async_commit(), "cp.async.commit_group;" ::: "memory");
 }
@@ -1976,8 +1945,8 @@ typedef TensorTile<64, 64, 4> SmallTensorTile;   // 48 KB
 /* The position of a chunk in a tile whose lines have PITCH chunks, a multiple of 8. Chunks whose
    positions are equal modulo 8 lie in the same banks. Eight threads that copy a line access 8
    chunks of it, a matrix of ldmatrix is the same chunk of 8 lines: so the chunks of a line are
-   permuted, by a key that differs in 8 neighbouring lines; in 4 of them even without its lowest bit,
-   as floats that are loaded one by one come from 2 chunks of 4 lines. */
+   permuted, by a key that differs in 8 neighbouring lines; in 4 of them even without its lowest
+   bit, as floats that are loaded one by one come from 2 chunks of 4 lines. */
 template <int PITCH> static __device__ int swizzle(int line, int chunk) {
     return line * PITCH + (chunk ^ (line % 4 * 2 + line / 4 % 2));
 }
@@ -2111,13 +2080,11 @@ static __device__ void store_moments(real *partial, const real *sums, const Job 
     }
 }
 
-/* C = A * B over the K of this split, as gemm_kernel computes it, for elements T; C of O. Step by
-   step, each thread waits for its own copies, then at the barrier for those of the others; starts
-   to copy the tile of STAGES - 1 steps later to where the last step's was; and multiplies: a warp
-   loads the fragments of its 64 x 64 elements of C (64 x 32, 32 x 32 in the smaller tiles), 8 of
-   them for 32 mma. At last the sums go through shared memory, so that neighbouring threads store
-   neighbouring chunks; its lines are padded by 8 numbers, so that the lanes of a warp use different
-   banks.
+/* C = A * B over the K of this split, as gemm_kernel computes it, for elements T; C of O. While one
+   step's tile is multiplied, that of STAGES - 1 steps later is copied to where the last step's was.
+   A warp loads the fragments of its 64 x 64 elements of C (64 x 32, 32 x 32 in the smaller tiles),
+   8 of them for 32 mma. At last the sums go through shared memory, so that neighbouring threads
+   store neighbouring chunks; lines are padded by 8 numbers, so that a warp uses different banks.
    Registers: at most 255 in the large tile, of which 2 blocks fit on a multiprocessor of 227 KB of
    shared memory, 168 in the narrow one (3 blocks) and where WIDTH is 1 (3), 128 in the small one
    (4); none is spilled.
@@ -2206,6 +2173,9 @@ struct Tensor {
     }
 };
 
+// What make_backend() expects of a precision and its kernels.
+#define CONV2D_OF(T, KERNELS) T, conv2d_forward<T, KERNELS>, conv2d_backward<T, KERNELS>
+
 #endif // __HIP__
 
 /* ==== 8. The backends ===========================================================================
@@ -2256,7 +2226,7 @@ static void transpose(void *to, const void *from, size_t n, Shape s, bool to_nch
                       bool accumulate) {
     const size_t rows = to_nchw ? s.h * s.w : s.c, columns = to_nchw ? s.c : s.h * s.w;
     dim3 grid(ceil_div(columns, WARP), ceil_div(rows, WARP), n), block(WARP, LANES_Y);
-    LAUNCH_GRID(transpose_kernel<T>, grid, block, (T *)to, (const T *)from, rows, columns,
+    LAUNCH_GRID(transpose_kernel<T>, grid, block, 0, (T *)to, (const T *)from, rows, columns,
                 accumulate);
 }
 
@@ -2303,11 +2273,9 @@ static size_t transposed_size(const Layer *l, size_t n) {
 static const char *lacks_tensor_cores(void) {
     cudaDeviceProp p;
     CHECK(cudaGetDeviceProperties(&p, device));
-#ifndef __HIP__
-    if (p.major >= 8)
-        return NULL;
-#endif
-    return "no tensor cores that this program uses: it is not NVIDIA's, or older than sm_80";
+    return SM_MAJOR(p) >= 8
+               ? NULL
+               : "no tensor cores that this program uses: it is not NVIDIA's, or older than sm_80";
 }
 
 // T: of the numbers of activations and their gradients; forward, backward: of convolutions
@@ -2345,17 +2313,17 @@ static Backend make_backend(const char *kernels, const char *precision) {
                         strcmp(kernels, "naive") != 0}; // in the epilogue
     b.layers[LINEAR] = b.layers[CONV2D]; // a linear layer is a convolution on 1 x 1 pixel
     b.layers[BATCHNORM2D] = {batchnorm2d_forward<T>, batchnorm2d_backward<T>, true};
-    b.layers[RELU] = {per_pack<T, add_forward_kernel<T>>, per_pack<T, add_backward_kernel<T, true>>,
-                      false};
-    b.layers[MAXPOOL2D] = {per_output<maxpool2d_forward_kernel<T>>,
-                           per_input<maxpool2d_backward_kernel<T>>, false};
-    b.layers[AVGPOOL2D] = {per_output<avgpool2d_forward_kernel<T>>,
-                           per_input<avgpool2d_backward_kernel<T>>, false};
-    b.layers[ADD] = {per_pack<T, add_forward_kernel<T>>, per_pack<T, add_backward_kernel<T, false>>,
-                     true};
-    b.layers[DROPOUT] = {dropout_forward<T>, per_pack<T, dropout_backward_kernel<T>>, false};
-    b.layers[LOG_SOFTMAX] = {per_image<log_softmax_forward_kernel<T>>,
-                             per_image<log_softmax_backward_kernel<T>>, false};
+    b.layers[RELU] = {each<add_forward_kernel<T>, packs<T>>,
+                      each<add_backward_kernel<T, true>, packs<T>>, false};
+    b.layers[MAXPOOL2D] = {each<maxpool2d_forward_kernel<T>, outputs>,
+                           each<maxpool2d_backward_kernel<T>, inputs>, false};
+    b.layers[AVGPOOL2D] = {each<avgpool2d_forward_kernel<T>, outputs>,
+                           each<avgpool2d_backward_kernel<T>, inputs>, false};
+    b.layers[ADD] = {each<add_forward_kernel<T>, packs<T>>,
+                     each<add_backward_kernel<T, false>, packs<T>>, true};
+    b.layers[DROPOUT] = {dropout_forward<T>, each<dropout_backward_kernel<T>, packs<T>>, false};
+    b.layers[LOG_SOFTMAX] = {each<log_softmax_forward_kernel<T>, lanes>,
+                             each<log_softmax_backward_kernel<T>, lanes>, false};
     if (sizeof(T) == sizeof(real))
         b.layers[RELU].forward = relu_forward;
     b.norm_relu_backward = true;
@@ -2384,18 +2352,12 @@ static Backend make_backend(const char *kernels, const char *precision) {
 
 // The backends, of the same precision or of the same kernels the preferred one last, then NULL.
 extern "C" const Backend *cuda_backend(size_t i) {
-#ifdef __HIP__
-#define TENSOR(T) real, conv2d_forward<real, Tiled>, conv2d_backward<real, Tiled>
-#else
-#define TENSOR(T) T, conv2d_forward<T, Tensor>, conv2d_backward<T, Tensor>
-#endif
     static const Backend backends[] = {
         make_backend<real, conv2d_forward_naive, conv2d_backward_naive>("naive", "fp32"),
-        make_backend<real, conv2d_forward<real, Tiled>, conv2d_backward<real, Tiled>>("tiled",
-                                                                                      "fp32"),
-        make_backend<TENSOR(__half)>("tensor", "fp16"),
-        make_backend<TENSOR(__nv_bfloat16)>("tensor", "bf16"),
-        make_backend<TENSOR(real)>("tensor", "tf32"),
+        make_backend<CONV2D_OF(real, Tiled)>("tiled", "fp32"),
+        make_backend<CONV2D_OF(__half, Tensor)>("tensor", "fp16"),
+        make_backend<CONV2D_OF(__nv_bfloat16, Tensor)>("tensor", "bf16"),
+        make_backend<CONV2D_OF(real, Tensor)>("tensor", "tf32"),
     };
     return i < sizeof backends / sizeof *backends ? &backends[i] : NULL;
 }
