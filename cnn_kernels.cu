@@ -856,8 +856,7 @@ static void gather(real *out, uint8_t *labels, const Resident *r, const Draw *dr
                              (int)fields) != cudaSuccess)
         fail(1,
              "--augment elastic: the fields of %zu x %zu pixels need %zu bytes of shared memory, "
-             "more than "
-             "device %d has; expected smaller images, or another --augment",
+             "more than device %d has; expected smaller images, or another --augment",
              r->shape.h, r->shape.w, fields, device);
     LAUNCH_GRID(gather_kernel<T>, (unsigned)n, THREADS, fields, (T *)out, labels, *r,
                 layout_of(r->shape, nchw), draw);

@@ -33,7 +33,7 @@ mkdir -p "$out"
 cp -r .gitignore LICENSE Makefile README.md data slurm labs "$out"
 mkdir -p "$out/tests/emulator" "$out/tests/bench" "$out/labs/pristine" "$out/runs"
 cp tests/check.h "$out/tests"
-cp tests/emulator/cuda_on_cpu* "$out/tests/emulator"
+cp tests/emulator/cuda_on_* "$out/tests/emulator"
 cp tests/bench/*bench* tests/bench/pytorch_mnist.py "$out/tests/bench"
 find "$out" -name __pycache__ -exec rm -r {} +
 {

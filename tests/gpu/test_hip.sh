@@ -47,8 +47,9 @@ beyond() {
 # build_for ARCHITECTURES TARGET: without a warning, with code for each of them
 build_for() {
     local architecture
-    rm -rf "$build" && mkdir -p "$build" &&
-        cp "$repo"/{Makefile,cnn.c,cnn_kernels.c,cnn_kernels.cu} "$build" || exit 1
+    rm -rf "$build" && mkdir -p "$build/tests/emulator" &&
+        cp "$repo"/{Makefile,cnn.c,cnn_kernels.c,cnn_kernels.cu} "$build" &&
+        cp "$repo/tests/emulator/cuda_on_hip.h" "$build/tests/emulator" || exit 1
     make -C "$build" HIP=1 HIP_ARCH="$1" NO_MPI=1 OPT=-O1 "$2" \
         HIPCC="$hipcc -Wall -Wextra -Werror -Rpass-analysis=kernel-resource-usage" >"$out" 2>&1
     status=$?

@@ -93,7 +93,7 @@ test_sources() {
         data/*.sh)
     same lines/cnn.c "" "$(style lines 5932 cnn.c)" # the aim is 5,650; 5 % more are accepted
     same lines/cnn_kernels.c "" "$(style lines 1660 cnn_kernels.c)" # the aim is 1,620
-    same lines/cnn_kernels.cu "" "$(style lines 2660 cnn_kernels.cu)" # too many: the aim is 2,250
+    same lines/cnn_kernels.cu "" "$(style lines 2362 cnn_kernels.cu)"
     for file in tests/unit/*.[ch]; do
         same "lines/$file" "" "$(style lines 700 "$file")"
     done
