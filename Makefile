@@ -260,13 +260,21 @@ $(addprefix build/,$(GPU_PROGRAMS)): build/%: tests/gpu/%.c tests/check.h $(SOUR
 $(addprefix build/emu_,$(GPU_PROGRAMS)): build/emu_%: tests/gpu/%.c tests/check.h $(SOURCE) \
 		build/emu_kernels.o build/settings
 	$(GPU_TEST) build/emu_kernels.o -o $@ -lstdc++ $(LIBS)
+# The layouts of the tensor cores: kernels of the test behind those of cnn_kernels.cu, as one file.
+build/test_tensor.cu: cnn_kernels.cu tests/gpu/test_tensor.cu
+	@mkdir -p build
+	{ echo '#line 1 "cnn_kernels.cu"'; cat $^; } > $@
+build/test_tensor: build/test_tensor.cu build/declarations build/kernel_settings
+	$(NVCC_BUILD) -I. $< -o $@ $(if $(HAVE_NCCL),-lnccl)
+build/emu_test_tensor: build/test_tensor.cu $(wildcard tests/emulator/cuda_on_cpu*) build/declarations build/kernel_settings
+	sed -f tests/emulator/cuda_on_cpu.sed $< | $(EMU_BUILD) -O1 -x c++ - -o $@ $(LIBS)
 TESTED = $(if $(SANITIZED),cnn-debug,cnn)
 # PARTS: only some parts of the tests, such as PARTS='unit/float program/test_cli.sh'.
 # All that the parts of the tests use is built first: they run side by side, and two makes would collide.
 HAVE_TORCH = $(shell for python in python3 /usr/bin/python3; do \
 	$$python -c 'import importlib.util as i; exit(not i.find_spec("torch"))' 2>/dev/null && echo yes && break; done)
 TEST_PROGRAMS = $(TESTED) $(addprefix build/,test_float test_double) \
-	$(if $(shell command -v $(CXX) 2>/dev/null),cnn-emu $(addprefix build/emu_,$(GPU_PROGRAMS))) \
+	$(if $(shell command -v $(CXX) 2>/dev/null),cnn-emu $(addprefix build/emu_,$(GPU_PROGRAMS) test_tensor)) \
 	$(if $(HAVE_TORCH),build/parity_float build/parity_double) \
 	$(if $(QUICK),,$(if $(filter x86_64,$(shell uname -m)),build/bench-v3)) # quick: not needed
 ifeq ($(wildcard tests/run_tests.sh),)

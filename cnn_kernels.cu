@@ -2084,9 +2084,9 @@ static __device__ void store_moments(real *partial, const real *sums, const Job 
    A warp loads the fragments of its 64 x 64 elements of C (64 x 32, 32 x 32 in the smaller tiles),
    8 of them for 32 mma. At last the sums go through shared memory, so that neighbouring threads
    store neighbouring chunks; lines are padded by 8 numbers, so that a warp uses different banks.
-   Registers: at most 255 in the large tile, of which 2 blocks fit on a multiprocessor of 227 KB of
-   shared memory, 168 in the narrow one (3 blocks) and where WIDTH is 1 (3), 128 in the small one
-   (4); none is spilled.
+   Registers: 255 in the large tile (2 blocks per multiprocessor), 168 in the narrow one and where
+   WIDTH is 1 (3), 128 in the small one (4). Main loop of the large tile, 16 bits: 30 to 32 % of the
+   instructions are mma, in the weight gradient 24 %; one occupies an A100's tensor core 8 cycles.
    Grid: tiles x 1 x splits * phases, of TENSOR_THREADS.   Shared memory: 384 (Tile::M + Tile::N)
    bytes.   Traffic: K (M N / Tile::N + M N / Tile::M) + M N elements, mostly from the L2 cache */
 template <class Tile, bool A_ALONG_K, bool B_ALONG_K, int WIDTH, class T, class O>

@@ -13,8 +13,8 @@ if ! command -v "$cxx" >/dev/null; then
     echo "skip cuda/all: $cxx is not installed"
     exit 0
 fi
-make -s -C "$repo" cnn-emu build/emu_test_cuda >/dev/null 2>&1 ||
-    { echo "fail cuda/build: make cnn-emu build/emu_test_cuda"; exit 1; }
+make -s -C "$repo" cnn-emu build/emu_test_cuda build/emu_test_tensor >/dev/null 2>&1 ||
+    { echo "fail cuda/build: make cnn-emu build/emu_test_cuda build/emu_test_tensor"; exit 1; }
 CNN=$repo/cnn-emu
 # shellcheck source=tests/lib.sh
 source "$repo/tests/lib.sh" || exit 1
@@ -55,6 +55,8 @@ checked() {
 test_kernels() {
     local order hashes
     cp "$repo/build/emu_test_cuda" "$build/plain"
+    cp "$repo/build/emu_test_tensor" "$build/layouts"
+    checked layouts layouts all
     checked order_0 plain CUEMU_ORDER=0 all
     checked order_1 plain CUEMU_ORDER=1 CUEMU_LAZY=1 CUEMU_PROTECT=1 QUICK=1 all
     hashes=$(for order in 0 1 7; do

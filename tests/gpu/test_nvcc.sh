@@ -72,7 +72,7 @@ beyond() {
 }
 
 # loops <MACHINE CODE: a line `KERNEL MULTIPLY_ADDS INSTRUCTIONS` of each kernel's loop that has the
-# most multiply-adds
+# most multiply-adds, of tensor kernels those of the tensor cores
 loops() {
     awk '
         function number(hex,    i, value) {
@@ -80,13 +80,14 @@ loops() {
                 value = 16 * value + index("0123456789abcdef", substr(hex, i, 1)) - 1
             return value
         }
-        function report(    i, j, adds, most, all) {
+        function report(    i, j, adds, most, all, kind) {
+            kind = kernel ~ /tensor_kernel/ ? "^HMMA" : "^FFMA"
             for (i = 0; i < count; i++) {
                 if (target[i] == "" || target[i] >= address[i])
                     continue
                 adds = 0
                 for (j = i; j >= 0 && address[j] >= target[i]; j--)
-                    adds += operation[j] ~ /^FFMA/
+                    adds += operation[j] ~ kind
                 if (adds > most) {
                     most = adds
                     all = i - j
@@ -114,9 +115,11 @@ loops() {
 }
 
 # Of the main loops of the large tiles, the share of multiply-adds in per cent: forward and the data
-# gradient (true: A is read along K), the weight gradient.
+# gradient (true: A is read along K), the weight gradient; of the tensor cores with 16 bits.
 shares='^gemm_kernel<Tile<128,[0-9,]*>,true,  80
-^gemm_kernel<Tile<128,[0-9,]*>,false, 75'
+^gemm_kernel<Tile<128,[0-9,]*>,false, 75
+^tensor_kernel<TensorTile<128,128,[0-9,]*>,true,[a-z]*,8, 30
+^tensor_kernel<TensorTile<128,128,[0-9,]*>,false,[a-z]*,8, 24'
 
 # slow_loops <LOOPS: those below their share
 slow_loops() {
@@ -142,6 +145,8 @@ check_loops() {
         100 * $2 / $3 }' "$tmp/loops" >>"$report"
     holds "$name/loops/some" "6 gemm_kernels with large tiles" "$(cat "$tmp/loops")" \
         test "$(grep -c '^gemm_kernel<Tile<128' "$tmp/loops")" -eq 6
+    holds "$name/loops/tensor" "36 tensor_kernels, or none below sm_80" "$(cat "$tmp/loops")" \
+        test "$(grep -c '^tensor_kernel' "$tmp/loops")" -eq "$([ "${name#sm_}" -lt 80 ] && echo 0 || echo 36)"
     same "$name/loops" "" "$(slow_loops <"$tmp/loops")"
     # Eight chains, none of which the compiler has folded away
     # shellcheck disable=SC2016 # awk's own $
@@ -193,6 +198,9 @@ same "self/registers" "gemm_kernel<Tile<128,128,8,8,2>,A> 129 0 0 0" \
     "$(beyond <<<"gemm_kernel<Tile<128,128,8,8,2>,A> 129 0 0 0")"
 same "self/loops" "gemm_kernel<Tile<128,64,8,8,3>,true,false,4> 79 100" \
     "$(printf 'gemm_kernel<Tile<128,64,8,8,3>,%s,4> %d 100\n' true,false 79 true,true 80 false,false 75 |
+        slow_loops)"
+same "self/loops/tensor" "tensor_kernel<TensorTile<128,128,2>,true,true,8,__half> 29 100" \
+    "$(printf 'tensor_kernel<TensorTile<128,128,2>,%s,8,__half> %d 100\n' true,true 29 true,false 30 false,false 24 |
         slow_loops)"
 same "self/spills" "add_kernel 20 0 4 0" "$(beyond <<<"add_kernel 20 0 4 0")"
 same "self/within" "" "$(beyond <<<"gemm_kernel<Tile<128,64,8,8,3>,A> 168 0 0 25600")"
