@@ -596,12 +596,10 @@ template <class T> static __global__ void dropout_backward_kernel(Row r) {
     store(r.din, i, r.outputs, sum);
 }
 
-// The four indices of an element [image][y][x][c].
-struct Index {
+struct Index { // of an element [image][y][x][c]
     int image, y, x, c;
 };
 
-// Those of an element of a tensor of height x width.
 static __device__ Index index_of(unsigned i, unsigned height, unsigned width, Layout layout) {
     unsigned pixel = layout.pixel(i), row = pixel / width;
     return {(int)(row / height), (int)(row % height), (int)(pixel % width), (int)layout.channel(i)};
@@ -1460,26 +1458,27 @@ template <class O> struct Result {
         Place p = origin + line.place(row);
         return p.y < h && p.x < w ? p.offset : -1;
     }
-    __device__ O value(O old, int column, real sum) const {
-        sum += (bias ? bias[column] : 0) + (accumulate ? (real)old : 0);
+    __device__ O value(const O *old, int column, real sum) const {
+        sum += (bias ? bias[column] : 0) + (accumulate ? (real)*old : 0);
         return (O)(relu && sum < 0 ? 0 : sum);
     }
     // Stores a chunk of neighbouring elements of a row that begins at `at`, those that exist.
     template <int WIDTH>
     __device__ void store(int at, int column, int columns, const real *sums) const {
-        enum { CHUNK = Chunk<O>::COUNT, N = WIDTH == 1 ? 1 : CHUNK };
+        O *to = out + at + column;
+        Chunk<O> chunk = {};
+        if (WIDTH > 1 && column < columns && accumulate)
+            chunk = *(const Chunk<O> *)to;
 #pragma unroll
-        for (int i = 0; i < CHUNK; i += N) {
-            Chunk<O, N> *to = (Chunk<O, N> *)(out + at + column + i), chunk = {};
+        for (int i = 0; i < Chunk<O>::COUNT; i++) {
             if (column + i >= columns)
                 continue;
-            if (accumulate)
-                chunk = *to;
-#pragma unroll
-            for (int j = 0; j < N; j++)
-                chunk.v[j] = value(chunk.v[j], column + i + j, sums[i + j]);
-            *to = chunk;
+            chunk.v[i] = value(WIDTH == 1 ? &to[i] : &chunk.v[i], column + i, sums[i]);
+            if (WIDTH == 1)
+                to[i] = chunk.v[i];
         }
+        if (WIDTH > 1 && column < columns)
+            *(Chunk<O> *)to = chunk;
     }
 };
 
@@ -1619,7 +1618,7 @@ template <class P> static __global__ void join_splits_kernel(P p) {
     real sum = 0;
     for (int split = 0; split < p.splits; split++)
         sum += p.parts[split * p.elements + i];
-    p.c.out[i] = p.c.value(p.c.out[i], (int)(i % p.columns), sum);
+    p.c.out[i] = p.c.value(&p.c.out[i], (int)(i % p.columns), sum);
 }
 
 /* ---- Launches. K is split into as many parts as give C, in tiles of 64 x 64 elements, MOST_TILES

@@ -364,7 +364,7 @@ bugs=$(cat <<'END'
 5 naive s/bias\[i % channels\]/bias[i \/ channels % channels]/
 5 relu s/!whole \&\& i + j < count/!whole \&\& i + j <= count/
 5 tiled s/i \/ 4 \* APART_M + i % 4/i \/ 4 * APART_N + i % 4/
-6 tiled s/(accumulate ? (real)old : 0)/0/
+6 tiled s/(accumulate ? (real)\*old : 0)/0/
 7 tiled s/return max(parts, max(sums,/return max(sums, max(sums,/
 8 tiled s/top = (py + padding) \/ stride/top = (py + padding + 1) \/ stride/
 9 copies s/of_to) || !on_device/of_to) \&\& !on_device/
