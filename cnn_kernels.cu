@@ -2271,20 +2271,13 @@ static size_t transposed_size(const Layer *l, size_t n) {
 static const char *lacks_tensor_cores(void) {
     cudaDeviceProp p;
     CHECK(cudaGetDeviceProperties(&p, device));
-    return SM_MAJOR(p) >= 8
-               ? NULL
-               : "no tensor cores that this program uses: it is not NVIDIA's, or older than sm_80";
+    return SM_MAJOR(p) >= 8 ? NULL : "no tensor cores that this program uses (NVIDIA, sm_80)";
 }
 
-// T: of the numbers of activations and their gradients; forward, backward: of convolutions
-template <class T, void (*FORWARD)(Work), void (*BACKWARD)(Work)>
-static Backend make_backend(const char *kernels, const char *precision) {
+// What is the same for all kernels: devices, their memory and their stream of work.
+static Backend device_backend(void) {
     Backend b = {};
     b.name = "cuda";
-    b.kernels = kernels;
-    b.precision = precision;
-    b.element = sizeof(T);
-    // devices, their memory and their stream of work
     b.devices = devices;
     b.use = use;
     b.describe = describe;
@@ -2306,37 +2299,44 @@ static Backend make_backend(const char *kernels, const char *precision) {
     b.peak_gflops = peak_gflops;
     b.range = range;
     b.record = record;
-    // one row for each kind of layer: forward, backward, whether the forward fuses the ReLU
+    return b;
+}
+
+// T: of the numbers of activations and their gradients; forward, backward: of convolutions
+template <class T, void (*FORWARD)(Work), void (*BACKWARD)(Work)>
+static Backend make_backend(const char *kernels, const char *precision) {
+    Backend b = device_backend();
+    b.kernels = kernels;
+    b.precision = precision;
+    b.element = sizeof(T);
+    // of each kind of layer: forward, backward, whether the forward fuses the ReLU
     b.layers[CONV2D] = {in_nhwc<T, FORWARD, true>, in_nhwc<T, BACKWARD, false>,
                         strcmp(kernels, "naive") != 0}; // in the epilogue
     b.layers[LINEAR] = b.layers[CONV2D]; // a linear layer is a convolution on 1 x 1 pixel
     b.layers[BATCHNORM2D] = {batchnorm2d_forward<T>, batchnorm2d_backward<T>, true};
-    b.layers[RELU] = {each<add_forward_kernel<T>, packs<T>>,
-                      each<add_backward_kernel<T, true>, packs<T>>, false};
-    b.layers[MAXPOOL2D] = {each<maxpool2d_forward_kernel<T>, outputs>,
-                           each<maxpool2d_backward_kernel<T>, inputs>, false};
-    b.layers[AVGPOOL2D] = {each<avgpool2d_forward_kernel<T>, outputs>,
-                           each<avgpool2d_backward_kernel<T>, inputs>, false};
+    b.layers[RELU].forward = sizeof(T) == 4 ? relu_forward : each<add_forward_kernel<T>, packs<T>>;
+    b.layers[RELU].backward = each<add_backward_kernel<T, true>, packs<T>>;
+    b.layers[MAXPOOL2D].forward = each<maxpool2d_forward_kernel<T>, outputs>;
+    b.layers[MAXPOOL2D].backward = each<maxpool2d_backward_kernel<T>, inputs>;
+    b.layers[AVGPOOL2D].forward = each<avgpool2d_forward_kernel<T>, outputs>;
+    b.layers[AVGPOOL2D].backward = each<avgpool2d_backward_kernel<T>, inputs>;
     b.layers[ADD] = {each<add_forward_kernel<T>, packs<T>>,
                      each<add_backward_kernel<T, false>, packs<T>>, true};
-    b.layers[DROPOUT] = {dropout_forward<T>, each<dropout_backward_kernel<T>, packs<T>>, false};
-    b.layers[LOG_SOFTMAX] = {each<log_softmax_forward_kernel<T>, lanes>,
-                             each<log_softmax_backward_kernel<T>, lanes>, false};
-    if (sizeof(T) == sizeof(real))
-        b.layers[RELU].forward = relu_forward;
+    b.layers[DROPOUT].forward = dropout_forward<T>;
+    b.layers[DROPOUT].backward = each<dropout_backward_kernel<T>, packs<T>>;
+    b.layers[LOG_SOFTMAX].forward = each<log_softmax_forward_kernel<T>, lanes>;
+    b.layers[LOG_SOFTMAX].backward = each<log_softmax_backward_kernel<T>, lanes>;
     b.norm_relu_backward = true;
     b.scratch_size = scratch_size;
     b.prepared_size = prepared_size;
     b.transposed_size = transposed_size;
-    // the loss, optimizers and the loader
     b.nll_loss = nll_loss;
     b.set_step = set_step;
     b.adadelta = update<T, Adadelta>;
     b.sgd = update<T, Sgd>;
     b.load_images = load_images<T>;
     b.gather = gather<T>;
-    if (sizeof(T) < sizeof(real))
-        b.lower = lower<T>;
+    b.lower = sizeof(T) < sizeof(real) ? lower<T> : NULL;
     if (strcmp(kernels, "tensor") == 0) {
         b.lacks = lacks_tensor_cores;
         b.conv_moments = FORWARD != (void (*)(Work))conv2d_forward<real, Tiled>;

@@ -727,8 +727,8 @@ template <class T> void check_argument(int number, T argument) {
         check_pointer(number, (const void *)argument);
 }
 
-// The name of a launched kernel. Where it is a parameter of the template that launches it, the name of
-// that function, as the compiler spells it, says which kernel: "per_pack(Work) [with ... KERNEL = x]".
+// The name of a launched kernel. Where it is a parameter of the template that launches it, the name
+// of that function, as the compiler spells it, says which: "each(Work) [with ... KERNEL = x; ...]".
 inline const char *kernel_name(const char *name, const std::string &launched_by) {
     static std::set<std::string> names; // which live as long as the program
     static std::mutex mutex;

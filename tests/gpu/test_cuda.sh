@@ -82,7 +82,7 @@ test_races() {
     local order
     make_program thread "${tsan[@]}"
     for order in 1 ${LONG:+0 7}; do
-        checked "races/order_$order" thread CUEMU_ORDER=$order tiny
+        checked "races/order_$order" thread "CUEMU_ORDER=$order" tiny
     done
 }
 
