@@ -53,7 +53,6 @@ static_assert(sizeof(real) == sizeof(float), "the kernels are written for 32-bit
    communication, use streams of their own, so that they overlap with it. */
 
 enum { THREADS = 256, WARP = 32 };
-
 static void (*fail)(int status, const char *format, ...); // die() of cnn.c
 static cudaStream_t streams[MAX_REPLICAS];
 enum { TUNING_MARKS = MARKS, ALL_MARKS = MARKS + 2 };
@@ -720,9 +719,8 @@ struct Sgd {
     }
 };
 
-/* param = updated; with 16 bits also its copy. Gradients are divided by the loss scale, a power of
-   2. Nothing happens in a step that is skipped.
-   Traffic: 12 N bytes, 8 N more for each state, 2 N more with a copy */
+/* param = updated, and its copy; gradients are divided by the loss scale. Nothing happens in a step
+   that is skipped.   Traffic: 12 N bytes, 8 N more for each state, 2 N more with a copy */
 template <class T, class RULE> static __global__ void update_kernel(Update u) {
     const real unscale = u.scale ? 1 / u.scale->scale : 1, decay = (real)u.weight_decay;
     unsigned i = first_of_pack<real>();
@@ -1426,22 +1424,29 @@ template <int LINES, int LOADERS, bool IMAGE, bool ALONG_K, int WIDTH>
 struct TileLoader : TileReader<real, LINES, TILE_K, LOADERS, IMAGE, ALONG_K, WIDTH, WIDTH> {
     typedef TileReader<real, LINES, TILE_K, LOADERS, IMAGE, ALONG_K, WIDTH, WIDTH> Reader;
     enum { COUNT = Reader::COUNT, PITCH = LINES + 4 };
-    Chunk<real, WIDTH> chunks[COUNT];
+    real numbers[COUNT][WIDTH];
     using Reader::Reader;
     __device__ void fetch(const Operand<real> &o, int k, int end) {
         this->read(o, k, end, [&](int i, int, const real *from, bool valid) {
-            chunks[i] = valid ? *(const Chunk<real, WIDTH> *)from : Chunk<real, WIDTH>{};
+            Chunk<real, WIDTH> chunk = {};
+            if (valid)
+                chunk = *(const Chunk<real, WIDTH> *)from;
+            for (int j = 0; j < WIDTH; j++)
+                numbers[i][j] = chunk.v[j];
         });
     }
     __device__ void put(real *tile) const {
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
             const int along = this->along + i * Reader::APART;
+            Chunk<real, WIDTH> chunk;
+            for (int j = 0; j < WIDTH; j++) {
+                chunk.v[j] = numbers[i][j];
+                if (ALONG_K)
+                    tile[(this->across + j) * PITCH + along] = chunk.v[j];
+            }
             if (!ALONG_K)
-                *(Chunk<real, WIDTH> *)(tile + along * PITCH + this->across) = chunks[i];
-#pragma unroll
-            for (int j = 0; ALONG_K && j < WIDTH; j++)
-                tile[(this->across + j) * PITCH + along] = chunks[i].v[j];
+                *(Chunk<real, WIDTH> *)(tile + along * PITCH + this->across) = chunk;
         }
     }
 };
@@ -1565,13 +1570,11 @@ static __global__ void __launch_bounds__(T::TILE_THREADS, T::BLOCKS)
     using LoadB = TileLoader<T::N, T::TILE_THREADS, false, B_ALONG_K, WIDTH>;
     enum { SIZE_A = TILE_K * LoadA::PITCH, SIZE_B = TILE_K * LoadB::PITCH };
     __shared__ __align__(16) real tiles[2][SIZE_A + SIZE_B]; // read as float4
-    static_assert(LoadA::PITCH % 4 == 0 && LoadB::PITCH % 4 == 0, "lines are aligned to 16 bytes");
     const Job job = job_of_block<T, B_ALONG_K>(p, TILE_K);
     LoadA load_a(p.a, job.row, p.rows, job.begin);
     LoadB load_b(p.b, job.column, p.columns, job.begin);
-    enum { WARPS_N = T::N / T::COLUMNS / 8 };
     enum { APART_M = T::M * 4 / T::ROWS, APART_N = T::N * 4 / T::COLUMNS }; // of a thread's groups
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, WARPS_N = APART_N / 32;
     const int row = (warp / WARPS_N * 4 + lane / 8) * 4;
     const int column = (warp % WARPS_N * 8 + lane % 8) * 4;
     real sums[T::ROWS][T::COLUMNS] = {};
@@ -1714,9 +1717,7 @@ static void gemm(const Variant<T, O> (&variants)[VARIANTS], Product<T, O> p, Wor
     launch_gemm(variants[chosen], p);
 }
 
-// ---- The operands of the three passes
-
-// A number of one digit: the lines or columns of a matrix, so many elements apart.
+// ---- The operands of the three passes. A number of one digit: the lines or columns of a matrix.
 static Axis plain(int apart) {
     return {1, 1, apart};
 }
@@ -1732,7 +1733,7 @@ static Axis taps(int kernel, int c, int direction, int w) {
 }
 
 template <class T>
-static Operand<T> image(const void *data, Axis line, Axis column, Place origin, int h, int w) {
+static Operand<T> operand(const void *data, Axis line, Axis column, Place origin, int h, int w) {
     return {(const T *)data, line, column, origin, h, w};
 }
 
@@ -1740,8 +1741,8 @@ static Operand<T> image(const void *data, Axis line, Axis column, Place origin, 
 template <class T> static Operand<T> patches(Work w) {
     const Window s = window_of(w.l);
     const Place corner = {-s.padding * (s.w + 1) * s.c, -s.padding, -s.padding};
-    return image<T>(w.in, positions(s.oh, s.ow, s.stride, s.h, s.w, s.c),
-                    taps(s.kernel, s.c, 1, s.w), corner, s.h, s.w);
+    return operand<T>(w.in, positions(s.oh, s.ow, s.stride, s.h, s.w, s.c),
+                      taps(s.kernel, s.c, 1, s.w), corner, s.h, s.w);
 }
 
 // The patches, or their transpose, times a matrix; both results have the channels out as columns.
@@ -1777,8 +1778,8 @@ template <class T> static Product<T, T> data_gradient_product(Work w) {
     const int down = (s.h + s.stride - 1) / s.stride, across = (s.w + s.stride - 1) / s.stride;
     const int tap = s.c * s.oc, taps_met = (s.kernel + s.stride - 1) / s.stride;
     Product<T, T> p = {};
-    p.a = image<T>(w.dout, positions(down, across, 1, s.oh, s.ow, s.oc), taps(0, s.oc, -1, s.ow),
-                   {}, s.oh, s.ow);
+    p.a = operand<T>(w.dout, positions(down, across, 1, s.oh, s.ow, s.oc), taps(0, s.oc, -1, s.ow),
+                     {}, s.oh, s.ow);
     const Axis taps_of_phase = {0, s.oc, s.stride * s.kernel * tap, s.stride * tap, 1};
     p.b = {(const T *)w.weight, plain(s.oc), taps_of_phase};
     p.c = {(T *)w.din, positions(down, across, s.stride, s.h, s.w, s.c), {}, s.h, s.w};

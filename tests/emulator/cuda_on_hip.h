@@ -1,8 +1,8 @@
 /* cuda_on_hip.h - the kernels on AMD's GPUs: `make HIP=1` writes hip for cuda at the beginning of
    each name in cnn_kernels.cu, and hipcc compiles that with this file in front, which has what HIP
-   names or does otherwise. A wave has 64 threads on many of these GPUs, two warps: so shuffles name their
-   width, 32, and nothing may rely on the threads of a warp executing in step. Tensor cores are not
-   used. */
+   names or does otherwise. A wave has 64 threads on many of these GPUs, two warps: so shuffles name
+   their width, 32, and nothing may rely on the threads of a warp executing in step. Tensor cores
+   are not used. */
 #include <algorithm>
 #include <hip/hip_runtime.h>
 #include <stdio.h>
