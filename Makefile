@@ -135,10 +135,10 @@ CUDA_DEFINES = -DCNN_CUDA
 HIP_LIB = $(abspath $(dir $(realpath $(HAVE_HIP)))../lib)
 CUDA_LIBS = -L$(HIP_LIB) -Wl,-rpath,$(HIP_LIB) -lamdhip64 -lstdc++
 endif
-build/cnn_kernels.o: $(if $(HAVE_HIP),build/cnn_kernels.hip,cnn_kernels.cu) build/declarations build/kernel_settings
+build/cnn_kernels.o: $(if $(HAVE_HIP),build/cnn_kernels.hip tests/emulator/cuda_on_hip.h,cnn_kernels.cu) build/declarations build/kernel_settings
 	$(KERNEL_BUILD) -c $< -o $@
 # HIP has CUDA's functions under names that begin with hip; tests/emulator/cuda_on_hip.h has what else differs.
-build/cnn_kernels.hip: cnn_kernels.cu tests/emulator/cuda_on_hip.h FORCE
+build/cnn_kernels.hip: cnn_kernels.cu FORCE
 	@mkdir -p build
 	@{ echo '#line 1 "cnn_kernels.cu"'; sed 's/\bcuda\([A-Z]\)/hip\1/g' $<; } > $@.new
 	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi

@@ -216,7 +216,7 @@ typedef struct Work {
     real *scratch;    // the backend's scratch_size() numbers
     void *transposed; // --layout nchw: its transposed_size() elements; else NULL
     Shape from;       // the shape of in, before a linear layer flattens it
-    void *prepared;   // what the backend's prepare() has made for this row, and keeps there
+    void *prepared;   // what the backend keeps for this row; zeroed, unless it has a prepare()
     const Draw *draw; // of a training step, in the device's memory; NULL: evaluation
     bool accumulate;  // another reader of the same row has already written din
     bool autotune;    // choose the fastest kernels now, if that has not been done

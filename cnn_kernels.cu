@@ -17,7 +17,7 @@
 
    The comment before each kernel gives what it computes, its grid, and its memory traffic: the
    least number of bytes it must move, where N is the number of elements of its output. Where no
-   grid is given, there is one thread per element, or per four of them.
+   grid is given, there is one thread per element, or per pack of 4 or 8 (section 2).
    Rules: results never depend on the order in which threads run (no floating-point atomics), so
    the same seed gives the same bits; no thread returns before a barrier; and for the emulator, one
    __shared__ array per line, template arguments written out at a launch. Of cnn.c only the
@@ -31,7 +31,12 @@
 #include <cuda_fp16.h>
 #include <cuda_profiler_api.h>
 #include <cuda_runtime.h>
+#if defined(CUDA_ON_CPU) || __has_include(<nvtx3/nvToolsExt.h>)
 #include <nvtx3/nvToolsExt.h>
+#else // some installations have CUDA without it
+#define nvtxRangePushA(name) (void)(name)
+#define nvtxRangePop()
+#endif
 #define MEMORY_TYPE type
 #define SM_MAJOR(properties) (properties).major
 #define PLATFORM "CUDA"
@@ -70,8 +75,8 @@ static void check(cudaError_t error, const char *call, int line) {
 }
 #define CHECK(call) check(call, #call, __LINE__)
 #define CHECK_LAUNCH() check(cudaGetLastError(), "the kernel launched here", __LINE__)
-// Queue a kernel: with a grid of blocks, with `bytes` of dynamic shared memory for each; or with at
-// least `threads` threads, in blocks of THREADS.
+// LAUNCH_GRID queues a kernel on a grid of blocks, each with `bytes` of dynamic shared memory;
+// LAUNCH, with at least `threads` threads in blocks of THREADS.
 #define LAUNCH_GRID(kernel, grid, block, bytes, ...)           \
     do {                                                       \
         kernel<<<grid, block, bytes, stream()>>>(__VA_ARGS__); \
@@ -196,7 +201,7 @@ static void pinned_free(void *memory) {
 
 static thread_local bool capturing; // see capture()
 
-// Whether memory is a GPU's, and which one's.
+// Whether this is a GPU's memory, and which GPU's.
 static bool on_device(const void *memory, int *which) {
     cudaPointerAttributes a = {};
     if (cudaPointerGetAttributes(&a, memory) != cudaSuccess)
@@ -401,7 +406,7 @@ template <class T> static __device__ void write(void *to, unsigned i, real value
 /* A pack is 16 bytes of neighbouring elements, which one instruction loads or stores: a kernel that
    uses packs needs a fraction of the instructions, and has more accesses in flight. Kernels that
    call first_of_pack() have one thread per pack. Tensors begin at multiples of 16 bytes; their last
-   pack may have fewer elements. The compiler unrolls loops over a pack: it stays in registers. */
+   pack may have fewer elements. Compilers unroll loops over a pack, so it stays in registers. */
 template <class T> struct Pack {
     enum { N = 16 / sizeof(T) };
     real v[N];
@@ -485,10 +490,9 @@ static Window window_of(const Layer *l) {
             (int)l->out.c, (int)l->kernel, (int)l->stride, (int)l->padding};
 }
 
-// A row of the layer table as kernels get it: its Work, and what they need of the host's Layer.
+// A row of the layer table as kernels get it: its Work, and what they need of l, the host's Layer.
 struct Row : Work {
     Window s;
-    Layout of_in, of_out;
     unsigned inputs, outputs; // elements, all images together
     bool relu, relu_backward; // the forward ends with a ReLU; the backward begins with its own
     real p;                   // of a dropout
@@ -498,8 +502,6 @@ static Row row_of(Work w) {
     const Layer *l = w.l; // a residual's gradient needs what the ReLU's backward leaves
     return {w,
             window_of(l),
-            layout_of(l->in, w.transposed),
-            layout_of(l->out, w.transposed),
             (unsigned)inputs(w),
             (unsigned)outputs(w),
             l->relu || l->kind == RELU,
@@ -507,9 +509,11 @@ static Row row_of(Work w) {
             l->p};
 }
 
-// Queues a row's kernel with COUNT(w) threads.
-template <void (*KERNEL)(Row), size_t (*COUNT)(Work)> static void each(Work w) {
-    LAUNCH(KERNEL, COUNT(w), row_of(w));
+// Queues a row's kernel with COUNT(w) threads. The layouts of its input and output are arguments of
+// their own: nvcc does not move tests of a structure's members out of loops.
+template <void (*KERNEL)(Row, Layout, Layout), size_t (*COUNT)(Work)> static void each(Work w) {
+    LAUNCH(KERNEL, COUNT(w), row_of(w), layout_of(w.l->in, w.transposed),
+           layout_of(w.l->out, w.transposed));
 }
 
 /* LAB 4.1 BEGIN relu_forward */
@@ -526,7 +530,7 @@ static void relu_forward(Work w) {
 /* LAB 4.1 END */
 
 // din = dout, or 0 where MASKED and out <= 0; += if accumulate.   Traffic: 3 N elements
-template <class T, bool MASKED> static __global__ void add_backward_kernel(Row r) {
+template <class T, bool MASKED> static __global__ void add_backward_kernel(Row r, Layout, Layout) {
     unsigned i = first_of_pack<T>();
     if (i >= r.outputs)
         return;
@@ -539,7 +543,7 @@ template <class T, bool MASKED> static __global__ void add_backward_kernel(Row r
 }
 
 // out = in + residual, unless that is NULL, then ReLU if asked.   Traffic: 3 N elements
-template <class T> static __global__ void add_forward_kernel(Row r) {
+template <class T> static __global__ void add_forward_kernel(Row r, Layout, Layout) {
     unsigned i = first_of_pack<T>();
     if (i >= r.outputs)
         return;
@@ -584,7 +588,7 @@ template <class T> static void dropout_forward(Work w) {
 }
 
 // din = dout / (1 - p) where saved, else 0; += if accumulate.   Traffic: 2 N elements, N bytes
-template <class T> static __global__ void dropout_backward_kernel(Row r) {
+template <class T> static __global__ void dropout_backward_kernel(Row r, Layout, Layout) {
     unsigned i = first_of_pack<T>();
     if (i >= r.outputs)
         return;
@@ -627,16 +631,17 @@ static __device__ int output_pixel(const Window &s, const Index &p, int tap) {
 
 /* out = the maximum under the window, saved = its tap i * kernel + j, the first if there are
    several. A NaN wins.   Traffic: (stride^2 + 1) N elements, N bytes */
-template <class T> static __global__ void maxpool2d_forward_kernel(Row r) {
+template <class T>
+static __global__ void maxpool2d_forward_kernel(Row r, Layout of_in, Layout of_out) {
     unsigned i = element();
     if (i >= r.outputs)
         return;
-    Index o = index_of(i, r.s.oh, r.s.ow, r.of_out);
+    Index o = index_of(i, r.s.oh, r.s.ow, of_out);
     real best = -INFINITY;
     int argmax = 0;
     for (int tap = 0; tap < r.s.kernel * r.s.kernel; tap++) {
         int pixel = input_pixel(r.s, o, tap);
-        real value = pixel >= 0 ? read<T>(r.in, r.of_in.at(pixel, o.c)) : -INFINITY;
+        real value = pixel >= 0 ? read<T>(r.in, of_in.at(pixel, o.c)) : -INFINITY;
         if (value > best || value != value) {
             best = value;
             argmax = tap;
@@ -649,37 +654,38 @@ template <class T> static __global__ void maxpool2d_forward_kernel(Row r) {
 /* din = sum of dout over the windows whose maximum this pixel was; += if accumulate. One thread per
    input element, which visits the windows that cover it, so that no two threads add to the same
    number.   Traffic: N + N / stride^2 elements, N / stride^2 bytes */
-template <class T> static __global__ void maxpool2d_backward_kernel(Row r) {
+template <class T>
+static __global__ void maxpool2d_backward_kernel(Row r, Layout of_in, Layout of_out) {
     unsigned i = element();
     if (i >= r.inputs)
         return;
-    Index p = index_of(i, r.s.h, r.s.w, r.of_in);
+    Index p = index_of(i, r.s.h, r.s.w, of_in);
     real sum = r.accumulate ? read<T>(r.din, i) : 0;
     for (int tap = 0; tap < r.s.kernel * r.s.kernel; tap++) {
         int pixel = output_pixel(r.s, p, tap);
-        unsigned at = pixel >= 0 ? r.of_out.at(pixel, p.c) : 0;
+        unsigned at = pixel >= 0 ? of_out.at(pixel, p.c) : 0;
         sum += pixel >= 0 && r.saved[at] == tap ? read<T>(r.dout, at) : 0;
     }
     write<T>(r.din, i, sum);
 }
 
 // out[n][c] = mean over the pixels.   Traffic: (pixels + 1) N elements
-template <class T> static __global__ void avgpool2d_forward_kernel(Row r) {
+template <class T> static __global__ void avgpool2d_forward_kernel(Row r, Layout of_in, Layout) {
     unsigned i = element(), pixels = r.s.h * r.s.w;
     if (i >= r.outputs)
         return;
     real sum = 0;
     for (unsigned p = 0; p < pixels; p++)
-        sum += read<T>(r.in, r.of_in.at(i / r.s.c * pixels + p, i % r.s.c));
+        sum += read<T>(r.in, of_in.at(i / r.s.c * pixels + p, i % r.s.c));
     write<T>(r.out, i, sum / pixels);
 }
 
 // din[n][pixel][c] = dout[n][c] / pixels; += if accumulate.   Traffic: N elements
-template <class T> static __global__ void avgpool2d_backward_kernel(Row r) {
+template <class T> static __global__ void avgpool2d_backward_kernel(Row r, Layout of_in, Layout) {
     unsigned i = element(), pixels = r.s.h * r.s.w;
     if (i >= r.inputs)
         return;
-    unsigned from = i / r.s.c / pixels * r.s.c + r.of_in.channel(i);
+    unsigned from = i / r.s.c / pixels * r.s.c + of_in.channel(i);
     write<T>(r.din, i, read<T>(r.dout, from) / pixels + (r.accumulate ? read<T>(r.din, i) : 0));
 }
 
@@ -730,7 +736,7 @@ template <class T, class RULE> static __global__ void update_kernel(Update u) {
     for (int k = 0; k < 2; k++)
         state[k] = k < RULE::states(u) ? load<real>(u.state[k], i, u.count) : Pack<real>();
     for (int j = 0; j < Pack<real>::N; j++)
-        p.v[j] = RULE::updated(u, p.v[j], g.v[j] * unscale + decay * p.v[j], state[0].v[j],
+        p.v[j] = RULE::updated(u, p.v[j], fmaf(decay, p.v[j], g.v[j] * unscale), state[0].v[j],
                                state[1].v[j]);
     for (int k = 0; k < 2; k++)
         if (k < RULE::states(u))
@@ -799,7 +805,7 @@ static __device__ void blur(real *to, const real *from, const float *by, int h, 
 
 /* out[n][h][w][c] = normalised[c][byte], and the labels. The byte is interpolated at the position
    that augment_crop_flip() or augment_elastic() of cnn.c gives; the displacement fields of the
-   latter stay in shared memory.   Grid: one block per image.   Traffic: 5 N bytes */
+   latter stay in shared memory.   Grid: images x blocks of one.   Traffic: 5 N bytes */
 template <class T>
 static __global__ void gather_kernel(T *out, uint8_t *labels, Resident r, Layout layout,
                                      const Draw *draw) {
@@ -822,7 +828,7 @@ static __global__ void gather_kernel(T *out, uint8_t *labels, Resident r, Layout
         blur(fields + field * pixels, fields + 2 * pixels, r.blur, h, w, false);
     }
     philox4x32(bits, 0, (uint32_t)position, (uint32_t)draw->epoch, DRAW_AUGMENT, draw->seed);
-    for (unsigned i = threadIdx.x; i < size; i += THREADS) {
+    for (unsigned i = blockIdx.y * THREADS + threadIdx.x; i < size; i += gridDim.y * THREADS) {
         const Index o = index_of(i, h, w, layout);
         real y = o.y, x = crop_flip && bits[2] & 1 ? w - 1 - o.x : o.x;
         y += crop_flip ? (int)(bits[0] % (2 * CROP_PADDING + 1)) - CROP_PADDING : 0;
@@ -838,7 +844,7 @@ static __global__ void gather_kernel(T *out, uint8_t *labels, Resident r, Layout
         int byte = (int)fmaf(down, below, fmaf(1 - down, above, .5f));
         out[blockIdx.x * size + i] = (T)r.normalised[o.c * 256 + byte];
     }
-    if (threadIdx.x == 0)
+    if (blockIdx.y == 0 && threadIdx.x == 0)
         labels[blockIdx.x] = r.labels[image];
 }
 
@@ -847,6 +853,7 @@ static void gather(real *out, uint8_t *labels, const Resident *r, const Draw *dr
                    bool nchw) {
     const size_t pixels = r->shape.h * r->shape.w;
     const size_t fields = r->augment == AUGMENT_ELASTIC ? 3 * pixels * sizeof(real) : 0;
+    const dim3 grid(n, fields ? 1 : ceil_div(pixels * r->shape.c, THREADS));
     // more than 48 KB of shared memory must be asked for
     if (cudaFuncSetAttribute(gather_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                              (int)fields) != cudaSuccess)
@@ -854,7 +861,7 @@ static void gather(real *out, uint8_t *labels, const Resident *r, const Draw *dr
              "--augment elastic: the fields of %zu x %zu pixels need %zu bytes of shared memory, "
              "more than device %d has; expected smaller images, or another --augment",
              r->shape.h, r->shape.w, fields, device);
-    LAUNCH_GRID(gather_kernel<T>, (unsigned)n, THREADS, fields, (T *)out, labels, *r,
+    LAUNCH_GRID(gather_kernel<T>, grid, THREADS, fields, (T *)out, labels, *r,
                 layout_of(r->shape, nchw), draw);
 }
 
@@ -894,8 +901,8 @@ static __device__ real normalised(real x, real mean, real inverse, real weight, 
     return fmaf(x - mean, weight * inverse, bias);
 }
 
-// What is known of some pixels of a channel: their count and two sums, which a kind of sums defines
-// by how one pixel begins, how two are joined, and what is made of all.
+// What is known of some pixels of a channel. A kind of sums (Gradients, Moments) says what a pixel
+// contributes, how two Sums are joined, and what is stored in the end.
 struct Sum {
     real count, a, b;
 };
@@ -904,14 +911,16 @@ struct Sum {
    has one); NORM, of a BatchNorm: b = sum of d * (in - mean).
    dbias = a, dweight = b / sqrt(variance + eps) */
 template <bool NORM> struct Gradients {
-    template <class T> static __device__ Sum pixel(const Row &r, unsigned i, unsigned c) {
-        const real d = read<T>(r.dout, i);
-        if (!NORM)
-            return {1, d, 0};
-        const real *mean = r.stats + 2 * r.s.oc, *inverse = mean + r.s.oc, x = read<T>(r.in, i);
-        if (r.relu_backward && normalised(x, mean[c], inverse[c], r.weight[c], r.bias[c]) <= 0)
+    const real mean, inverse, weight, bias; // of the channel; without a ReLU all are let through
+    __device__ Gradients(const Row &r, unsigned c)
+        : mean(NORM ? r.stats[2 * r.s.oc + c] : 0), inverse(NORM ? r.stats[3 * r.s.oc + c] : 0),
+          weight(NORM && r.relu_backward ? r.weight[c] : 0),
+          bias(NORM && r.relu_backward ? r.bias[c] : 1) {}
+    template <class T> __device__ Sum pixel(const Row &r, unsigned i) const {
+        const real d = read<T>(r.dout, i), x = NORM ? read<T>(r.in, i) : 0;
+        if (NORM && normalised(x, mean, inverse, weight, bias) <= 0)
             return {1, 0, 0};
-        return {1, d, d * (x - mean[c])};
+        return {1, d, d * (x - mean)};
     }
     static __device__ Sum join(Sum s, Sum t) {
         return {s.count + t.count, s.a + t.a, s.b + t.b};
@@ -928,7 +937,8 @@ template <bool NORM> struct Gradients {
    1979). stats as in batchnorm2d_forward() of cnn.c: running mean and variance, then the batch's
    mean and 1 / sqrt(variance + eps). */
 struct Moments {
-    template <class T> static __device__ Sum pixel(const Row &r, unsigned i, unsigned) {
+    __device__ Moments(const Row &, unsigned) {}
+    template <class T> static __device__ Sum pixel(const Row &r, unsigned i) {
         return {1, read<T>(r.in, i), 0};
     }
     static __device__ Sum join(Sum s, Sum t) {
@@ -955,15 +965,16 @@ static __device__ unsigned slice_start(unsigned pixels, unsigned slice, unsigned
 /* scratch[slice][0][c] = a, scratch[slice][1][c] = b of the slice's pixels.
    Grid: channels / 32 x slices.   Traffic: 1 or 2 elements for each number of dout or in. With
    nchw, a warp's 32 numbers are far apart; the other warps find theirs in the L1 cache */
-template <class T, class KIND> static __global__ void sum_slices_kernel(Row r) {
+template <class T, class KIND> static __global__ void sum_slices_kernel(Row r, Layout layout) {
     __shared__ Sum sums[LANES_Y][WARP];
     const unsigned channels = r.s.oc, pixels = r.outputs / channels;
     const unsigned c = blockIdx.x * WARP + threadIdx.x;
     unsigned first = slice_start(pixels, blockIdx.y, gridDim.y) + threadIdx.y;
     unsigned end = slice_start(pixels, blockIdx.y + 1, gridDim.y);
+    const KIND kind(r, min(c, channels - 1));
     Sum sum = {0, 0, 0};
     for (unsigned p = first; p < end && c < channels; p += LANES_Y)
-        sum = KIND::join(sum, KIND::template pixel<T>(r, r.of_out.at(p, c), c));
+        sum = KIND::join(sum, kind.template pixel<T>(r, layout.at(p, c)));
     sums[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
     if (threadIdx.y > 0 || c >= channels)
@@ -1004,13 +1015,13 @@ template <class T, class KIND> static void sum_pixels(Work w, bool stored) {
     auto *sum_slices = sum_slices_kernel<T, KIND>; // a macro's argument has no comma
     if (!stored)
         LAUNCH_GRID(sum_slices, dim3(ceil_div(channels, WARP), slices), dim3(WARP, LANES_Y), 0,
-                    row_of(w));
+                    row_of(w), layout_of(w.l->out, w.transposed));
     LAUNCH(join_slices_kernel<KIND>, channels * WARP, row_of(w),
            stored ? pixels / CONV_SLICE : slices);
 }
 
-/* Whether the forward of this convolution leaves in scratch what sum_slices_kernel would compute of
-   its output for the BatchNorm behind it, in slices of CONV_SLICE pixels. NULL: there is none. */
+// Whether a convolution's forward leaves in scratch, by slices of CONV_SLICE pixels, the moments of
+// its output for the BatchNorm behind it. NULL: there is no convolution.
 static bool stores_moments(const Layer *conv, size_t n);
 
 // The values of the channels of the elements of a pack that begins at element i.
@@ -1029,17 +1040,16 @@ static __device__ Pack<T> of_channels(const real *values, unsigned i, Layout lay
 /* out = (in - mean) * weight / sqrt(variance + eps) + bias, + residual unless that is NULL, then
    ReLU if asked. Evaluation (no draw): by the running mean and variance.
    Traffic: 2 N elements, 3 N with a residual */
-template <class T> static __global__ void batchnorm_forward_kernel(Row r) {
+template <class T> static __global__ void batchnorm_forward_kernel(Row r, Layout of_in, Layout) {
     unsigned i = first_of_pack<T>();
     const real *stats = r.stats + (r.draw ? 2 * r.s.c : 0);
     if (i >= r.outputs)
         return;
     Pack<T> x = load<T>(r.in, i, r.outputs);
     Pack<T> other = r.residual ? load<T>(r.residual, i, r.outputs) : Pack<T>();
-    Pack<T> mean = of_channels<T>(stats, i, r.of_in);
-    Pack<T> spread = of_channels<T>(stats + r.s.c, i, r.of_in);
-    Pack<T> scale = of_channels<T>(r.weight, i, r.of_in),
-            shift = of_channels<T>(r.bias, i, r.of_in);
+    Pack<T> mean = of_channels<T>(stats, i, of_in);
+    Pack<T> spread = of_channels<T>(stats + r.s.c, i, of_in);
+    Pack<T> scale = of_channels<T>(r.weight, i, of_in), shift = of_channels<T>(r.bias, i, of_in);
     for (int j = 0; j < Pack<T>::N; j++) {
         real inverse = r.draw ? spread.v[j] : 1 / sqrtf(spread.v[j] + bn_eps);
         real value = normalised(x.v[j], mean.v[j], inverse, scale.v[j], shift.v[j]) + other.v[j];
@@ -1057,19 +1067,19 @@ template <class T> static void batchnorm2d_forward(Work w) {
 /* din = weight * inverse * (d - dbias / m - x * dweight / m), over m pixels, where
    x = (in - mean) * inverse, d = dout, dbias = sum of d, dweight = sum of d * x; += if accumulate.
    If d begins with the ReLU's backward, its mask follows from in.   Traffic: 3 N elements */
-template <class T> static __global__ void batchnorm_backward_kernel(Row r) {
+template <class T> static __global__ void batchnorm_backward_kernel(Row r, Layout of_in, Layout) {
     unsigned i = first_of_pack<T>();
     if (i >= r.outputs)
         return;
     const real m = (real)(r.outputs / r.s.c);
     Pack<T> sum = r.accumulate ? load<T>(r.din, i, r.outputs) : Pack<T>();
     Pack<T> x = load<T>(r.in, i, r.outputs), d = load<T>(r.dout, i, r.outputs);
-    Pack<T> scale = of_channels<T>(r.weight, i, r.of_in);
-    Pack<T> shift = r.relu_backward ? of_channels<T>(r.bias, i, r.of_in) : Pack<T>();
-    Pack<T> mean = of_channels<T>(r.stats + 2 * r.s.c, i, r.of_in);
-    Pack<T> inverse = of_channels<T>(r.stats + 3 * r.s.c, i, r.of_in);
-    Pack<T> sums = of_channels<T>(r.dbias, i, r.of_in);
-    Pack<T> products = of_channels<T>(r.dweight, i, r.of_in);
+    Pack<T> scale = of_channels<T>(r.weight, i, of_in);
+    Pack<T> shift = r.relu_backward ? of_channels<T>(r.bias, i, of_in) : Pack<T>();
+    Pack<T> mean = of_channels<T>(r.stats + 2 * r.s.c, i, of_in);
+    Pack<T> inverse = of_channels<T>(r.stats + 3 * r.s.c, i, of_in);
+    Pack<T> sums = of_channels<T>(r.dbias, i, of_in);
+    Pack<T> products = of_channels<T>(r.dweight, i, of_in);
     for (int j = 0; j < Pack<T>::N; j++) {
         real value = normalised(x.v[j], mean.v[j], inverse.v[j], scale.v[j], shift.v[j]);
         if (r.relu_backward && value <= 0)
@@ -1089,7 +1099,7 @@ template <class T> static void batchnorm2d_backward(Work w) {
 
 /* ==== 4. Softmax and loss =======================================================================
 
-   One warp per image: each lane reads every 32nd class; shuffles give the result to all lanes. */
+   log_softmax: one warp per image. Each lane reads every 32nd class; shuffles join the lanes. */
 
 static __device__ real warp_sum(real value) {
     for (int lane = WARP / 2; lane > 0; lane /= 2)
@@ -1105,7 +1115,7 @@ static __device__ real warp_max(real value) {
 
 /* out[k] = in[k] - max(in) - log(sum of exp(in[j] - max(in))), in float.   Grid: THREADS / 32
    images per block.   Traffic: N elements, 4 N bytes */
-template <class T> static __global__ void log_softmax_forward_kernel(Row r) {
+template <class T> static __global__ void log_softmax_forward_kernel(Row r, Layout, Layout) {
     unsigned image = element() / WARP, lane = threadIdx.x % WARP;
     unsigned begin = image * r.s.oc, end = begin + r.s.oc;
     real largest = -INFINITY, sum = 0;
@@ -1122,7 +1132,7 @@ template <class T> static __global__ void log_softmax_forward_kernel(Row r) {
 }
 
 // din[k] = dout[k] - exp(out[k]) * sum of dout.   Grid as above.   Traffic: N elements, 8 N bytes
-template <class T> static __global__ void log_softmax_backward_kernel(Row r) {
+template <class T> static __global__ void log_softmax_backward_kernel(Row r, Layout, Layout) {
     unsigned image = element() / WARP, lane = threadIdx.x % WARP;
     unsigned begin = image * r.s.oc, end = begin + r.s.oc;
     real sum = 0;
@@ -1147,12 +1157,14 @@ static __global__ void nll_loss_kernel(real *losses, real *dlogp, const real *lo
     unsigned i = element();
     if (i >= n)
         return;
+    const int label = labels[i]; // before dlogp is written, which the compiler takes for an alias
+    const real factor = scale ? scale->scale : 1;
     real loss = 0;
     for (int k = 0; k < classes; k++) {
-        real target = k == labels[i] ? at_label : elsewhere;
+        real target = k == label ? at_label : elsewhere;
         loss -= target > 0 ? target * logp[i * classes + k] : 0; // 0 * -Inf is not 0
         if (dlogp)
-            dlogp[i * classes + k] = -target / (real)batch * (scale ? scale->scale : 1);
+            dlogp[i * classes + k] = -target / (real)batch * factor;
     }
     losses[i] = loss;
     if (scale && !(fabsf(loss) < INFINITY))
@@ -1288,9 +1300,6 @@ static void conv2d_backward_naive(Work w) {
    and columns of B into shared memory, where a thread reads 8 + 8 numbers for 64 multiply-adds (4 +
    4 for 16 in the smallest tile), while those of the next step are loaded into registers.
 
-   Where C has too few tiles to occupy a GPU, K is split among blocks (split-K); the partial sums
-   are added afterwards, always in the same order.
-
    With a stride s, only each s-th tap meets an input pixel in the data gradient, and which ones
    depends on y % s and x % s. So the pixels are computed in s * s phases, each a product of its own
    with the taps that it meets, and no multiply-add is wasted on the others. */
@@ -1311,8 +1320,7 @@ typedef Tile<64, 32, 4, 4, 4> SmallTile;   // 128 threads
    Each digit adds its part to the address, and some to the pixel's y and x. An example: a filter of
    3 x 3 on 64 channels has size_b = 3 and size_c = 64, so k = 500 = (2 * 3 + 1) * 64 + 52 is row 2,
    column 1, channel 52. The next step, 16 further on, adds the digits 0, 0, 16 with carry: row 2,
-   column 2, channel 4. So nothing is divided in the main loop: a GPU takes some 20 instructions for
-   a division. */
+   column 2, channel 4. So the main loop divides nothing, which takes a GPU some 20 instructions. */
 struct Digits {
     int a, b, c;
 };
@@ -1416,37 +1424,28 @@ struct TileReader {
     }
 };
 
-/* Loads a tile into shared memory [k][line]. fetch() and put() are separate so that arithmetic can
-   be done between them. A line of shared memory is padded by 4 numbers: otherwise the threads that
-   store the numbers of one line would use the same of its 32 banks, and be serialised (bank
-   conflicts; with the padding, pairs of them still are). */
+/* Loads a tile into shared memory [k][line]; between fetch() and put(), arithmetic can be done. A
+   line is padded by 4 numbers: otherwise the threads that store the numbers of one line would use
+   the same of the 32 banks, and be serialised (with the padding, pairs of them still are). */
 template <int LINES, int LOADERS, bool IMAGE, bool ALONG_K, int WIDTH>
 struct TileLoader : TileReader<real, LINES, TILE_K, LOADERS, IMAGE, ALONG_K, WIDTH, WIDTH> {
     typedef TileReader<real, LINES, TILE_K, LOADERS, IMAGE, ALONG_K, WIDTH, WIDTH> Reader;
     enum { COUNT = Reader::COUNT, PITCH = LINES + 4 };
-    real numbers[COUNT][WIDTH];
+    Chunk<real, WIDTH> chunks[COUNT];
     using Reader::Reader;
     __device__ void fetch(const Operand<real> &o, int k, int end) {
         this->read(o, k, end, [&](int i, int, const real *from, bool valid) {
-            Chunk<real, WIDTH> chunk = {};
-            if (valid)
-                chunk = *(const Chunk<real, WIDTH> *)from;
-            for (int j = 0; j < WIDTH; j++)
-                numbers[i][j] = chunk.v[j];
+            chunks[i] = valid ? *(const Chunk<real, WIDTH> *)from : Chunk<real, WIDTH>{};
         });
     }
     __device__ void put(real *tile) const {
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
             const int along = this->along + i * Reader::APART;
-            Chunk<real, WIDTH> chunk;
-            for (int j = 0; j < WIDTH; j++) {
-                chunk.v[j] = numbers[i][j];
-                if (ALONG_K)
-                    tile[(this->across + j) * PITCH + along] = chunk.v[j];
-            }
-            if (!ALONG_K)
-                *(Chunk<real, WIDTH> *)(tile + along * PITCH + this->across) = chunk;
+            Chunk<real, WIDTH> *line = (Chunk<real, WIDTH> *)(tile + along * PITCH + this->across);
+#pragma unroll
+            for (int j = 0; j < WIDTH; j++)
+                (ALONG_K ? tile[(this->across + j) * PITCH + along] : line->v[j]) = chunks[i].v[j];
         }
     }
 };
@@ -1624,8 +1623,9 @@ template <class P> static __global__ void join_splits_kernel(P p) {
     p.c.out[i] = p.c.value(&p.c.out[i], (int)(i % p.columns), sum);
 }
 
-/* ---- Launches. K is split into as many parts as give C, in tiles of 64 x 64 elements, MOST_TILES
-   of them, at most one for each LEAST_DEPTH of K. This depends on the shapes alone: all GPUs, and
+/* ---- Launches. Where C has too few tiles to occupy a GPU, K is split among blocks (split-K): into
+   as many parts as give C, in tiles of 64 x 64, MOST_TILES of them, at most one for LEAST_DEPTH of
+   K. The partial sums are added in a fixed order. This depends on the shapes alone: all GPUs, and
    all tiles of a kernel, compute the same bits. */
 enum { MOST_TILES = 512, LEAST_DEPTH = 256, LEAST_BLOCKS = 128, VARIANTS = 4 };
 
@@ -1871,9 +1871,7 @@ enum { HAS_MMA = false };
 #define PTX(emulated, ...)
 #else
 enum { HAS_MMA = true };
-#ifdef CUDA_ON_CPU
-#define PTX(emulated, ...) emulated
-#else
+#ifndef CUDA_ON_CPU // the emulator's calls what is emulated
 #define PTX(emulated, ...) asm volatile(__VA_ARGS__)
 #endif
 #endif
@@ -2082,7 +2080,7 @@ static __device__ void store_moments(real *partial, const real *sums, const Job 
 /* C = A * B over the K of this split, as gemm_kernel computes it, for elements T; C of O. While one
    step's tile is multiplied, that of STAGES - 1 steps later is copied to where the last step's was.
    A warp loads the fragments of its 64 x 64 elements of C (64 x 32, 32 x 32 in the smaller tiles),
-   8 of them for 32 mma. At last the sums go through shared memory, so that neighbouring threads
+   8 of them for 32 mma. Finally the sums go through shared memory, so that neighbouring threads
    store neighbouring chunks; lines are padded by 8 numbers, so that a warp uses different banks.
    Registers: 255 in the large tile (2 blocks per multiprocessor), 168 in the narrow one and where
    WIDTH is 1 (3), 128 in the small one (4). Main loop of the large tile, 16 bits: 30 to 32 % of the

@@ -94,6 +94,7 @@ extern "C" void AnnotateIgnoreWritesBegin(const char *, int),
    EMU_DYNAMIC, and <<<>>> by EMU_LAUNCH; a __shared__ that remains does not compile. */
 
 #define CUDA_ON_CPU 1
+#define PTX(emulated, ...) emulated
 #define __CUDACC__ 1 // after the system's headers, some of which test it
 #define __global__
 #define __device__
