@@ -185,7 +185,7 @@ hash_of() { grep -os '"weight_hash":"[^"]*"' "$tmp/$1.run/run.json" || echo "no 
 
 # ---- The steps
 
-targets=("${cnn#./}" "${programs}bench_gpu" "${programs}test_cuda")
+targets=("${cnn#./}" "${programs}bench_gpu" "${programs}test_cuda" "${programs}test_tensor")
 synthetic=(--dataset synthetic --epochs 1)
 first=("${synthetic[@]}" --limit-train 8 --limit-test 8 --batch-size 8)
 few=("${synthetic[@]}" --limit-train 1280 --limit-test 100 --log-interval 1) batch=64
@@ -210,6 +210,8 @@ part_correctness() {
     step check tensor 60 env QUICK=1 "${programs}test_cuda" "${tests[@]}" conv2d tensor
     judge tensor_tests "a test of the tensor kernels" "$(grep -v comparison "$tmp/tensor" | head -n 1)" \
         grep '^pass .*tensor' "$tmp/tensor"
+    step check layouts 30 "${programs}test_tensor"
+    judge all_layouts "8 tests that passed" "$(cat "$tmp/layouts")" test "$(grep -c '^pass ' "$tmp/layouts")" -eq 8
     step check test_cuda 120 "${programs}test_cuda" "${tests[@]}"
     judge some_tests "10 tests that passed" "$(grep -c '^pass ' "$tmp/test_cuda")" \
         test "$(grep -c '^pass ' "$tmp/test_cuda")" -ge 10

@@ -351,7 +351,7 @@ bugs=$(cat <<'END'
 2 optimizers s/ ? g + momentum/ ? p + momentum/
 2 gather s/w - 1 - o.x/w - o.x/
 2 batchnorm2d s/s.count > 1 ? s.count - 1/s.count > 1 ? s.count/
-2 softmax s/labels\[i\] ? at_label : elsewhere/labels[i] ? elsewhere : at_label/
+2 softmax s/label ? at_label : elsewhere/label ? elsewhere : at_label/
 2 tiled s/rx = (px + padding) % stride/rx = px % stride/
 3 relu s/r.relu \&\& sum.v\[j\] < 0/sum.v[j] < 0/
 3 gather s/d <= ELASTIC_REACH; d++/d < ELASTIC_REACH; d++/

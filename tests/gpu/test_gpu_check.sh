@@ -69,6 +69,10 @@ echo "pass cuda/comparison"
 planted tensor_tests || echo "pass cuda/linear, tensor kernels"
 planted some_tests || seq -f 'pass cuda/conv2d_%g' 20
 END
+stand_in build/test_tensor build/emu_test_tensor <<'END'
+planted "${STEP:-none}" && echo "a bug" && exit 1
+seq -f 'pass cuda/layouts/%g' "$(planted all_layouts && echo 7 || echo 8)"
+END
 # Its limits: half a millisecond for mnist and cifar, a quarter for the ResNets
 stand_in build/bench_gpu build/emu_bench_gpu <<'END'
 planted "${STEP:-none}" && echo "cnn: error: planted" >&2 && exit 1
