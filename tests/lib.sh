@@ -16,6 +16,7 @@ one_line() { tr '\n\t' '| ' | cut -c 1-300; }
 pass() { echo "pass $suite/$1"; }
 fail() { echo "fail $suite/$1: expected $(one_line <<<"$2"), found $(one_line <<<"$3")"; }
 skip() { echo "skip $suite/$1: $2"; }
+cases() { echo "cases $suite: $1 $2"; } # how many were tried; make test-long adds them up
 
 # same NAME EXPECTED FOUND
 same() { if [ "$2" = "$3" ]; then pass "$1"; else fail "$1" "$2" "$3"; fi; }
