@@ -321,7 +321,7 @@ static void seed_options(void) {
         write_seed(i, seeds[i], file + 1 + strlen(seeds[i] + file + 1));
     }
     char milestones[METADATA_SIZE] = "\0--schedule=multistep\n--milestones=1"; // too long to keep
-    const size_t begin = 38;
+    const size_t begin = 36;
     for (size_t i = begin; i < sizeof milestones; i++)
         milestones[i] = i % 2 ? '1' : ',';
     write_seed(99, milestones, sizeof milestones - 1);
