@@ -17,19 +17,26 @@ rows() { python3 "$repo/tests/robust/run_folder.py" "$1" 2>&1; }
 
 # undisturbed OPTIONS...: $tmp/good and the folder $tmp/good_run, which all others must equal
 undisturbed() {
+    rm -rf "$tmp/good" "$tmp/good_run"
     run "$@" --checkpoint "$tmp/good" --out "$tmp/good_run"
-    same undisturbed/status 0 "$status"
+    [ "$status" -eq 0 ] || fail undisturbed "exit 0" "exit $status, $(cat "$err")"
     good_rows=$(rows "$tmp/good_run")
 }
 
-# finished OPTIONS...: goes on from $tmp/cwd/ck, if it is there, to the end; prints what is not as in
-# the undisturbed run
+launcher=() # mpirun and its options, or nothing
+
+# differs: what is not as in the undisturbed run, of $tmp/cwd/ck and the folder run beside it
+differs() {
+    cmp -s ck "$tmp/good" || echo "another checkpoint; "
+    if [ "$STRICT" ] && [ "$(rows run)" != "$good_rows" ]; then
+        echo "other rows: $(diff <(rows run) <(echo "$good_rows") | grep '^[<>]' | head -n 1); "
+    fi
+}
+
+# finished OPTIONS...: goes on from $tmp/cwd/ck, if it is there, to the end; prints what went wrong
 finished() {
-    timeout 120 "$cnn" "$@" --checkpoint ck --out run --resume >"$out" 2>"$err" </dev/null
+    timeout 120 "${launcher[@]}" "$cnn" "$@" --checkpoint ck --out run --resume >"$out" 2>"$err" </dev/null
     status=$?
     [ "$status" -eq 0 ] || echo "resumed: exit $status, $(head -n 1 "$err"); "
-    cmp -s ck "$tmp/good" || echo "resumed: another checkpoint; "
-    if [ "$STRICT" ] && [ "$(rows run)" != "$good_rows" ]; then
-        echo "resumed: other rows: $(diff <(rows run) <(echo "$good_rows") | grep '^[<>]' | head -n 1); "
-    fi
+    differs
 }

@@ -63,7 +63,11 @@ walk() {
         if [ "$STRICT" ] && [ "$scenario" = resumed ] && grep -q '^No checkpoint' "$out"; then
             why+="started anew beside its checkpoint; "
         fi
-        why+=$(finished "${options[@]}")
+        if [ "$status" -eq 0 ]; then
+            why+=$(differs)
+        else
+            why+=$(finished "${options[@]}")
+        fi
         [ -z "$why" ] || found+="call $n of $total ($name): $why"
     done
     cases "$cases" "$scenario: $action at ${calls//,/, }"
@@ -101,7 +105,7 @@ undisturbed "${options[@]}"
 run "${options[@]}" --checkpoint "$tmp/half" --out "$tmp/half_run" --max-steps 3
 # Would it notice? A fault whose run is not the undisturbed one.
 rm -rf ck run
-same would_notice "resumed: another checkpoint; " "$(STRICT='' finished "${options[@]}" --max-steps 3)"
+same would_notice "another checkpoint; " "$(STRICT='' finished "${options[@]}" --max-steps 3)"
 if [ "$SECONDS_LONG" ]; then
     scenario straight 1
     scenario resumed 1
