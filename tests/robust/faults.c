@@ -6,11 +6,11 @@
      FAULT=malloc:0:12         none fails; but:
      FAULT_COUNT=FILE          writes there, at exit, how many there were
 
-   System calls: the kernel sends SIGSYS for each of them (seccomp), wherever in libc it is made, and
-   the handler makes it again, or not. A library's functions with the names of libc's would not see
-   the calls that stdio makes. malloc (with realloc, calloc, posix_memalign) and pthread_create are
-   such functions; they count the calls of the program itself and of libc, since libgomp and MPI end
-   the program on their own. The program must not start others, which would have no handler. */
+   System calls: the kernel sends SIGSYS for each of them (seccomp), wherever in libc it is made,
+   and the handler makes it again, or not. A library's functions with the names of libc's would not
+   see the calls that stdio makes. malloc (with realloc, calloc, posix_memalign) and pthread_create
+   are such functions; they count the calls of the program itself and of libc, since libgomp and MPI
+   end the program on their own. The program must not start others, which would have no handler. */
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
