@@ -37,9 +37,9 @@ replayed() {
 
 # searched TARGET INPUTS
 searched() {
-    local corpus=$tmp/corpus/$1 limit=(-runs="$2" -seed=1) log=$tmp/$1.log inputs
+    local corpus=$tmp/corpus/$1 limit=(-runs="$2" -seed=1) log=$tmp/$1.log inputs status
     if [ "${SECONDS_LONG:-}" ]; then
-        corpus=$repo/build/fuzz/$1 limit=(-max_total_time=$((SECONDS_LONG / 4)))
+        corpus=$repo/build/fuzz/$1 limit=(-max_total_time=$((SECONDS_LONG * jobs / 4)))
     fi
     mkdir -p "$corpus" "$repo/build/fuzz"
     FUZZ=$1 "$tmp/fuzz" "${limit[@]}" -timeout=60 -rss_limit_mb=4000 -close_fd_mask=2 -print_final_stats=1 \
@@ -59,11 +59,23 @@ if ! build clang -fsanitize=fuzzer,address,undefined; then
     fi
     skip searched "clang with libFuzzer is not installed; on Debian: apt-get install clang libclang-rt-14-dev"
 fi
-while read -r target inputs; do
-    [ "$target" ] || continue
-    replayed "$target"
-    nm "$tmp/fuzz" 2>/dev/null | grep -q 'LLVMFuzzerRunDriver' && searched "$target" "$inputs"
+while read -r target _; do
+    [ -z "$target" ] || replayed "$target"
 done <<<"$targets"
+if nm "$tmp/fuzz" 2>/dev/null | grep -q LLVMFuzzerRunDriver; then
+    jobs=$(($(nproc) < 4 ? $(nproc) : 4)) # that search at a time, in the long form
+    while read -r target inputs; do
+        if [ -z "$target" ]; then
+            continue
+        elif [ -z "${SECONDS_LONG:-}" ]; then
+            searched "$target" "$inputs"
+            continue
+        fi
+        [ "$(jobs -r | wc -l)" -lt "$jobs" ] || wait -n
+        searched "$target" "$inputs" &
+    done <<<"$targets"
+    wait
+fi
 # A search that finds nothing is worth something only if it would find: an array that is too short.
 sed 's/uint8_t header\[16\];/uint8_t header[8];/' cnn.c >"$tmp/cwd/cnn.c"
 mkdir -p "$tmp/cwd/tests/robust" && cp tests/robust/fuzz.c "$tmp/cwd/tests/robust/"
