@@ -68,7 +68,9 @@ walk() {
         else
             why+=$(finished "${options[@]}")
         fi
-        [ -z "$why" ] || found+="call $n of $total ($name): $why"
+        [ -z "$why" ] && continue
+        found+="call $n of $total ($name): $why"
+        echo "  $scenario, $calls, call $n of $total, $name: $why" # the verdict is cut
     done
     cases "$cases" "$scenario: $action at ${calls//,/, }"
     same "$scenario/$calls/$action" "" "$found"
