@@ -74,7 +74,7 @@ tried no_openmp "${CC:-gcc}" "${native[@]}" -Wno-unknown-pragmas --
 tried x86-64-v3 "${CC:-gcc}" -march=x86-64-v3 -fopenmp --
 installed musl-gcc musl-tools && tried musl musl-gcc "${native[@]}" -static -Wno-unknown-pragmas --
 if installed aarch64-linux-gnu-gcc gcc-aarch64-linux-gnu && installed qemu-aarch64 qemu-user; then
-    tried aarch64 aarch64-linux-gnu-gcc -static -fopenmp -- qemu-aarch64
+    tried aarch64 aarch64-linux-gnu-gcc -fopenmp -- qemu-aarch64 -L /usr/aarch64-linux-gnu
     if installed aarch64-linux-gnu-g++ g++-aarch64-linux-gnu; then
         sed -f tests/emulator/cuda_on_cpu.sed cnn_kernels.cu >"$tmp/kernels.cpp"
         built aarch64/emulator aarch64-linux-gnu-g++ -std=c++17 -O2 -fopenmp -w -I. \

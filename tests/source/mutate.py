@@ -13,7 +13,7 @@ if a test fails, or if the tests take far longer than without a change.
 
 The tests of a change end at the first that fails; those that run the changed lines come first (LIKELY).
 --tests unit: only the unit tests in float.  quick: all parts of `make test` that run code of the changed
-file (PARTS).  all: those that notice nothing are repeated as in `make test-all`.  The kernels of the GPU
+file (PARTS), some with sanitizers, too.  all: those that notice nothing are repeated as in `make test-all`.  The kernels of the GPU
 run in the emulator.
 
 build/mutations has what is known of each change: a call with the same sources, seed and tests goes on
@@ -82,6 +82,7 @@ LIKELY = {
     14: ("steps", CLI, CHECKPOINTS, "program/test_data.sh", PARALLEL),
     15: ("steps", CLI, CHECKPOINTS, PARALLEL),
 }
+SANITIZED = CLI, CHECKPOINTS, "program/test_data.sh"  # once more, as in make test SANITIZED=1: leaks, indices
 # What parts need that make builds; the others: test-programs, which is all of that.
 PROGRAMS = {"unit/float": "build/test_float", "unit/double": "build/test_double", "gpu/emulated": "build/emu_test_cuda",
             "(program|robust|labs)/|cluster/test_(doctor|slurm)": "cnn", "cluster/test_parallel": "cnn cnn-emu",
@@ -264,6 +265,8 @@ def stages(source, section, tests):
         return found
     for part in [*likely, *commands]:
         add(part, "1")
+    for part in SANITIZED if source != "cnn_kernels.cu" else ():
+        found.append((f"{part} with sanitizers", ["cnn-debug"], ["env", "CNN=./cnn-debug", *commands[part]], "1"))
     for part in [*likely, *commands] if tests == "all" else ():
         add(part, "")
     return found
