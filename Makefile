@@ -46,7 +46,7 @@ HAVE_NCCL := $(and $(HAVE_CUDA),$(HAVE_MPI),$(call probe,$(HASH)include <nccl.h>
 	return ncclGetVersion(&v); },-I$(CUDA)/include -L$(CUDA)/lib64 -lnccl))
 endif
 
-.PHONY: all help run test test-all data bench bench-gpu debug emulate count races clean found doctor \
+.PHONY: all help run test test-all test-long data bench bench-gpu debug emulate count races clean found doctor \
 	cpu single multi study study-scaling study-workers ablation plots report verify starter check crossover
 all: found cnn
 
@@ -74,6 +74,7 @@ help:
 	@echo "  make run       train the MNIST network for one epoch on the best data found"
 	@echo "  make test      run the tests, about five minutes on two cores; SANITIZED=1: with sanitizers"
 	@echo "  make test-all  run all tests, with every shape, model, lab and planted bug: half an hour and more"
+	@echo "  make test-long  what takes longer still: fuzzing, faults, signals, mutations, compilers; MINUTES=60"
 	@echo "  make races     check the GPU kernels for data races, in the emulator (a minute)"
 	@echo "  make bench     training speed, per cent of this machine's peak, compared with PyTorch"
 	@echo "  make bench-gpu the same on the GPU, in each precision, compared with PyTorch and with the device's limits"
@@ -278,7 +279,7 @@ TEST_PROGRAMS = $(TESTED) $(addprefix build/,test_float test_double) \
 	$(if $(HAVE_TORCH),build/parity_float build/parity_double) \
 	$(if $(QUICK),,$(if $(filter x86_64,$(shell uname -m)),build/bench-v3)) # quick: not needed
 ifeq ($(wildcard tests/run_tests.sh),)
-test test-all:
+test test-all test-long:
 	@echo "A starter has no tests of the whole project: run make check LAB=n"; exit 1
 else
 .PHONY: test-programs
@@ -288,6 +289,11 @@ test: QUICK = 1
 test test-all:
 	@$(MAKE) --no-print-directory QUICK=$(QUICK) test-programs
 	@CNN=./$(TESTED) QUICK=$(QUICK) AGAIN='make $@ $(filter-out PARTS=%,$(MAKEOVERRIDES))' tests/run_tests.sh $(PARTS)
+# MINUTES: how long it may take; ROWS: only some of its rows, such as ROWS='fuzz soak'.
+MINUTES = 60
+test-long:
+	@$(MAKE) --no-print-directory test-programs
+	@MINUTES=$(MINUTES) tests/run_long.sh $(ROWS)
 endif
 
 # EMULATE=1: tiny networks in the emulator, without speeds.

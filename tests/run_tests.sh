@@ -37,6 +37,10 @@ emulator/test_emulator.sh   tests/emulator/test_emulator.sh
 bench/test_instructions.sh  tests/bench/test_instructions.sh
 labs/test_report.sh         tests/labs/test_report.sh
 program/test_get_data.sh    tests/program/test_get_data.sh
+robust/test_soak.sh         tests/robust/test_soak.sh
+robust/test_faults.sh       tests/robust/test_faults.sh
+robust/test_fuzz.sh         tests/robust/test_fuzz.sh
+source/test_static.sh       tests/source/test_static.sh
 labs/test_ablation.sh       tests/labs/test_ablation.sh
 labs/test_tools.sh          tests/labs/test_tools.sh
 labs/test_scaling_model.sh  tests/labs/test_scaling_model.sh
@@ -135,5 +139,7 @@ if [ "$(find "$logs" -name '*.seconds' | wc -l)" -ne $# ]; then
     echo "fail run_tests.sh: some parts did not come to their end"
     failed=$((failed + 1))
 fi
+# Again: whoever reads the end of a log sees what failed, not only that something did.
+grep -ah '^fail ' "$logs"/*.log
 echo "$passed passed, $failed failed, $skipped skipped"
 [ "$failed" -eq 0 ]

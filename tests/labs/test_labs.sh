@@ -6,6 +6,7 @@
 #   tests/labs/test_labs.sh [LAB...]     QUICK=1: of the handouts only that of lab 0 up to its first check, one wrong
 #                                        answer for each TODO of labs 1 and 4 and for one of lab 3; where the points
 #                                        of lab 0 are not what is tested, without its test 2, which trains
+#                                        LONG=1: all wrong answers, instead of a third that changes daily
 #
 # tests/labs/0N/ID-what_is_wrong   replaces the lines between the markers of ID; the first line is a comment
 #                                  `// expect: REGEX` that the output of make check has to match.
@@ -242,6 +243,7 @@ wrong_answers() {
             [ -z "$file" ] || answer[$id]=$file
         done
         [ ${#answer[@]} -gt 0 ] || break
+        [ "${QUICK:-}" ] || share $k || { k=$((k + 1)) && continue; }
         try_round "$lab" "$tmp/wrong$lab.$k" "${answer[@]}"
         [ -z "${QUICK:-}" ] || break
         k=$((k + 1))

@@ -268,6 +268,8 @@ test_argument_files() {
     refused argument_file/in_a_file 2 "@$other" "@$file"
     printf -- '--epochs 1\0 --epochs 2' >"$file"
     refused argument_file/zero_byte 2 "@$file" "@$file"
+    yes '# a comment' 2>/dev/null | head -c 65512 >"$file" # 65536 with the model's
+    in_file longest epochs 14 --limit-train 1 "@$file"
     yes '# a comment' 2>/dev/null | head -c 70000 >"$file"
     refused argument_file/too_long 2 "@$file" "@$file"
 }

@@ -1,24 +1,32 @@
 #!/usr/bin/env python3
 """Do the tests notice a bug?  Changes the sources, one place at a time, and runs the tests in a copy.
 
-usage: mutate.py [--sources FILE[:SECTIONS]...] [--tests unit|quick] [--seed N] [--count N] [--at-least N]
+usage: mutate.py [--sources FILE[:SECTIONS]...] [--tests unit|quick|all] [--seed N] [--count N]
+                 [--at-least N] [--minutes N]
 
---sources: cnn.c, cnn_kernels.c, cnn_kernels.cu, or some sections of one; cnn.c:3-7 if not given.
-Draws changes of these: an operator, a constant, an index, the bound of a loop, += to =, a statement
-left out; all of them in code, never in comments or strings, nor in MEASURES.  A change counts if it
-compiles and gives other object code.  It is noticed if a test fails, or if the tests take far longer
-than without a change.
+--sources: cnn.c, cnn_kernels.c, cnn_kernels.cu, or some sections of one, as cnn.c:3-7; all if not given.
+Of each source --count changes are drawn, over all its lines, from the random numbers of --seed: an
+operator, a constant, an index, the bound of a loop, += to =, a statement left out; all of them in code,
+never in comments or strings.  A change counts if it compiles, gives other object code, and is not in
+equivalent.txt, which says why no test can notice it; another one is drawn in its place.  It is noticed
+if a test fails, or if the tests take far longer than without a change.
 
---tests unit: runs the unit tests in float, with QUICK=1 in the environment as in `make test`.
---tests quick: runs the parts of `make test` that run code of the changed file (PARTS), the cheapest
-first, up to the first that fails.  A change that none of them notices is given to the same parts of
-`make test-all`; if those do not notice it either, it is shown, and does not count: --count is the
-number of changes that `make test-all` notices.  The kernels of the GPU run in the emulator.
+The tests of a change end at the first that fails; those that run the changed lines come first (LIKELY).
+--tests unit: only the unit tests in float.  quick: all parts of `make test` that run code of the changed
+file (PARTS), some with sanitizers, too.  all: those that notice nothing are repeated as in `make test-all`.  The kernels of the GPU
+run in the emulator.
 
-The exit status is 1 if fewer than --at-least changes are noticed.  CC=COMPILER: another than gcc.
+build/mutations has what is known of each change: a call with the same sources, seed and tests goes on
+where the last one ended.  --minutes: it ends after so many, and the next call goes on.  The exit status
+is 1 if more than --count minus --at-least changes of a source are not noticed.  CC=COMPILER: another
+than gcc.
 """
 import argparse
+import filecmp
+import functools
 import glob
+import hashlib
+import json
 import os
 import random
 import re
@@ -27,7 +35,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 
@@ -35,8 +42,6 @@ sys.dont_write_bytecode = True  # no __pycache__ in the source tree
 import style
 
 REPO = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-DEFAULT = "cnn.c:3-7"
-MEASURES = "cpu_peak_gflops"  # a function that only measures the machine: no test can know its result
 MEMORY = 8 << 30  # bytes that changed unit tests may take
 CC = os.environ.get("CC", "gcc")
 MPI = "-DCNN_MPI " + (subprocess.getoutput("mpicc -show").split(" ", 1)[1] if shutil.which("mpicc") else "")
@@ -55,11 +60,33 @@ COMPILE = {
     "cnn_kernels.cu": [EMULATED],
 }
 PARTS = {
-    "cnn.c": r"(unit|program|pytorch|cluster|labs|bench)/|gpu/(?!test_nvcc)",
+    "cnn.c": r"(unit|program|pytorch|cluster|labs|bench|robust)/|gpu/(?!test_nvcc|test_hip)",
     "cnn_kernels.c": r"(unit|program|pytorch)/",
-    "cnn_kernels.cu": r"gpu/(?!test_nvcc)|cluster/test_parallel",
+    "cnn_kernels.cu": r"gpu/(?!test_nvcc|test_hip)|cluster/test_parallel",
 }
-UNIT = ["unit/float", "unit/double"]
+# The tests that most likely notice a change in a section of cnn.c: sections of the unit tests, then parts.
+CLI, CHECKPOINTS, PARALLEL = "program/test_cli.sh", "program/test_checkpoints.sh", "cluster/test_parallel.sh"
+LIKELY = {
+    2: ("helpers checkpoints instruments", CLI, CHECKPOINTS),
+    3: ("layers gradients",),
+    4: ("network memory_plan gradients", CLI),
+    5: ("network golden", CLI),
+    6: ("gradients steps network",),
+    7: ("optimizers steps golden", CLI),
+    8: ("data", "program/test_data.sh", CLI),
+    9: ("data parallel", CLI),
+    10: ("parallel", PARALLEL),
+    11: ("checkpoints", CHECKPOINTS),
+    12: ("helpers", CLI, CHECKPOINTS),
+    13: ("instruments", CLI, "labs/test_tools.sh"),
+    14: ("steps", CLI, CHECKPOINTS, "program/test_data.sh", PARALLEL),
+    15: ("steps", CLI, CHECKPOINTS, PARALLEL),
+}
+SANITIZED = CLI, CHECKPOINTS, "program/test_data.sh"  # once more, as in make test SANITIZED=1: leaks, indices
+# What parts need that make builds; the others: test-programs, which is all of that.
+PROGRAMS = {"unit/float": "build/test_float", "unit/double": "build/test_double", "gpu/emulated": "build/emu_test_cuda",
+            "(program|robust|labs)/|cluster/test_(doctor|slurm)": "cnn", "cluster/test_parallel": "cnn cnn-emu",
+            "gpu/": "cnn cnn-emu build/emu_test_cuda build/emu_bench_gpu"}  # fmt: skip
 
 # Binary operators have a blank on both sides, a pointer's * has not: clang-format sees to it.
 OPERATORS = {"+": "-", "-": "+", "*": "+", "/": "*", "%": "/", "<": "<=", "<=": "<", ">": ">=", ">=": ">",
@@ -111,20 +138,18 @@ def statements(code):
 KINDS = operators, constants, indices, bounds, sums, statements
 
 
-def changes(source, lines, sections):
-    """For each kind, its changes: (source, line number from 0, first column, last column, new text)."""
+def changes(lines, sections):
+    """For each kind, its changes: (section, line number from 0, first column, last column, new text)."""
     found = {kind: [] for kind in KINDS}
-    section, function, begins_statement, directive = 0, "", True, False
+    section, begins_statement, directive = 0, True, False
     for number, (line, code) in enumerate(lines):
         heading = re.match(r"/\* ==== (\d+)\.", line)
         section = int(heading[1]) if heading else section
-        function = code if re.match(r"\w", code) else function
         directive = directive or code.startswith("#")
-        wanted = section in sections and not directive and MEASURES not in function
-        if wanted and code.startswith("    "):
+        if section in sections and not directive and code.startswith("    "):
             for kind in KINDS:
                 if kind is not statements or begins_statement:
-                    found[kind] += [(source, number, *change) for change in kind(code)]
+                    found[kind] += [(section, number, *change) for change in kind(code)]
         directive = directive and code.rstrip().endswith("\\")
         if code.strip():
             begins_statement = bool(re.search(r"[;{}:)]$|\belse$|^ *PARALLEL\w*$", code.rstrip()))
@@ -145,21 +170,19 @@ def end_session(leader):
             time.sleep(2)  # for programs that clean up
 
 
-class Tests:
-    """The tests in a copy of the tree."""
+class Tree:
+    """A copy of the project, and the tests in it."""
 
     def __init__(self, folder):
         self.folder = folder
         names = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=REPO, check=True,
                                stdout=subprocess.PIPE, text=True).stdout.splitlines()  # fmt: skip
         for name in names:
+            at = os.path.join(folder, name)
             if os.path.exists(os.path.join(REPO, name)):
-                os.makedirs(os.path.dirname(os.path.join(folder, name)), exist_ok=True)
-                shutil.copy(os.path.join(REPO, name), os.path.join(folder, name))
-        runner = style.read(os.path.join(REPO, "tests/run_tests.sh"))
-        listed = re.search(r"^parts='\n(.*?)^'", runner, re.S | re.M)[1].splitlines()
-        self.parts = [line.split()[0] for line in reversed(listed)]  # the longest come first there
-        self.seconds = {}  # that a stage takes without a change
+                os.makedirs(os.path.dirname(at), exist_ok=True)
+                if not os.path.exists(at) or not filecmp.cmp(os.path.join(REPO, name), at, shallow=False):
+                    shutil.copy(os.path.join(REPO, name), at)
 
     def write(self, name, text):
         with open(os.path.join(self.folder, name), "w", encoding="utf-8") as file:
@@ -175,38 +198,28 @@ class Tests:
                 code.append(file.read())
         return code
 
-    def stages(self, source, tests):
-        """What is run one after the other: (name, target of make, parts, value of QUICK)."""
-        programs = ["build/test_float", "build/test_double"]
-        if tests == "unit":
-            return [("unit/float", programs[:1], UNIT[:1], os.environ.get("QUICK", ""))]
-        parts = [part for part in self.parts if re.match(PARTS[source], part)]
-        unit = [part for part in parts if part in UNIT]
-        rest = [part for part in parts if part not in UNIT]
-        rest.sort(key=lambda part: not re.match("program|gpu", part))  # these run most of the code
-        return ([("make test", programs, unit, "1")] if unit else []) + [
-            ("make test", ["test-programs"], rest, "1"), ("make test-all", ["test-programs"], parts, "")]  # fmt: skip
-
     def run(self, stage, seconds):
         """What shows the bug, or None."""
-        _, targets, parts, quick = stage
-        make = subprocess.run(["make", "-s", "-j2", *targets], cwd=self.folder, env=ENVIRONMENT, text=True,
-                              stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)  # fmt: skip
+        name, targets, command, quick = stage
+        environment = {**ENVIRONMENT, "QUICK": quick}
+        make = subprocess.run(["make", "-s", "-j2", f"QUICK={quick}", *targets], cwd=self.folder, env=environment,
+                              text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)  # fmt: skip
         if make.returncode:
             return "make: " + make.stderr.strip().split("\n")[-1]
         # only for programs without a thread sanitizer, which reserves terabytes
-        limit = lambda: set(parts) <= set(UNIT) and resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        limit = lambda: name.startswith("unit") and resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
         program = subprocess.Popen(
-            ["tests/run_tests.sh", *parts], cwd=self.folder, env={**ENVIRONMENT, "QUICK": quick}, preexec_fn=limit,
-            text=True, errors="replace", stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
+            command, cwd=self.folder, env=environment, preexec_fn=limit, text=True, errors="replace",
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            start_new_session=True)  # fmt: skip
         alarm = threading.Timer(seconds, end_session, [program.pid])
         alarm.start()
-        started, why = time.monotonic(), None
+        started, why, said = time.monotonic(), None, ""
         try:
             for line in program.stdout:
+                said = line.strip() or said
                 if line.startswith("fail "):
-                    why = line.strip()
+                    why = said
                     break
         finally:  # also when this program is interrupted
             alarm.cancel()
@@ -215,27 +228,160 @@ class Tests:
         status = program.wait()
         if why is None and time.monotonic() - started >= seconds:
             return f"hangs: ended after {seconds:.0f} s"
-        return why or (f"exit status {status}" if status else None)
-
-    def notice(self, source, good, changed, tests):
-        """The name of the stage that notices the change, and why; or None, None."""
-        for stage in self.stages(source, tests):
-            key = str(stage)
-            if key not in self.seconds:
-                self.write(source, good)
-                started = time.monotonic()
-                problem = self.run(stage, 7200)
-                if problem:
-                    sys.exit(f"mutate.py: error: {stage[0]} fails without a change: {problem}")
-                self.seconds[key] = time.monotonic() - started
-            self.write(source, changed)
-            why = self.run(stage, 60 + 3 * self.seconds[key])
-            if why:
-                return stage[0], why
-        return None, None
+        return why or (f"exit status {status}: {said}" if status else None)
 
 
-ENVIRONMENT = {**os.environ, "NO_CUDA": "1", "OMP_WAIT_POLICY": "passive"}
+def all_parts():
+    """The parts of tests/run_tests.sh, the shortest first, and the command of each."""
+    runner = style.read(os.path.join(REPO, "tests/run_tests.sh"))
+    listed = re.search(r"^parts='\n(.*?)^'", runner, re.S | re.M)[1].splitlines()
+    return {line.split()[0]: line.split()[1:] for line in reversed(listed)}
+
+
+def stages(source, section, tests):
+    """What is run one after the other: (name, targets of make, command, value of QUICK)."""
+    commands = {part: command for part, command in all_parts().items() if re.match(PARTS[source], part)}
+    unit, *likely = LIKELY.get(section, ("",)) if source == "cnn.c" else ("kernels steps",)
+    found = []
+
+    def add(part, quick, command=None):
+        command = command or commands.get(part)
+        if not command or any(stage[2:] == (command, quick) for stage in found):
+            return
+        if command[0] == "python_with_torch":
+            command = ["/usr/bin/python3", *command[1:]]
+            if subprocess.run([command[0], "-c", "import torch"], stderr=subprocess.DEVNULL).returncode:
+                return
+        targets = next((PROGRAMS[key] for key in PROGRAMS if re.match(key, part)), "test-programs")
+        found.append((part, targets.split(), command, quick))
+
+    if source == "cnn_kernels.cu":
+        add("gpu/emulated", "1", ["build/emu_test_cuda", "all"])
+    else:
+        for section_of_tests in unit.split():
+            add("unit/float", "1", ["build/test_float", section_of_tests])
+        add("unit/float", "1")
+    if tests == "unit":
+        return found
+    for part in [*likely, *commands]:
+        add(part, "1")
+    for part in SANITIZED if source != "cnn_kernels.cu" else ():
+        found.append((f"{part} with sanitizers", ["cnn-debug"], ["env", "CNN=./cnn-debug", *commands[part]], "1"))
+    for part in [*likely, *commands] if tests == "all" else ():
+        add(part, "")
+    return found
+
+
+class Known:
+    """What earlier calls have found out, in a file of lines of JSON; a line for each change."""
+
+    def __init__(self, *names):
+        folder = os.path.join(REPO, "build/mutations")
+        os.makedirs(folder, exist_ok=True)
+        self.path = os.path.join(folder, "-".join(names) + ".jsonl")
+        lines = style.read(self.path).splitlines() if os.path.exists(self.path) else []
+        self.known = dict(json.loads(line) for line in lines)
+
+    def __contains__(self, key):
+        return key in self.known
+
+    def __getitem__(self, key):
+        return self.known[key]
+
+    def __setitem__(self, key, value):
+        self.known[key] = value
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps([key, value]) + "\n")
+
+
+def equivalents():
+    """The changes of equivalent.txt: its lines that are neither a comment nor indented, a proof."""
+    text = style.read(os.path.join(REPO, "tests/source/equivalent.txt"))
+    return {line.rstrip() for line in text.splitlines() if line and line[0] not in "# "}
+
+
+class Mutations:
+    """The changes of one source."""
+
+    def __init__(self, source, sections, options, trees):
+        self.source, self.options, (self.good, self.changed) = source, options, trees
+        self.path = os.path.join(REPO, source)
+        self.text = style.read(self.path)
+        version = hashlib.sha1(self.text.encode()).hexdigest()[:8]
+        self.known = Known(source, options.tests, str(options.seed), version)
+        self.seconds = Known("seconds")
+        lines = list(zip(self.text.split("\n"), style.code_lines(self.path)))
+        self.places = changes(lines, sections)
+
+    def draw(self):
+        """Yields one change after the other: a key that names it, its section, the changed source."""
+        random_numbers = random.Random(self.options.seed)
+        while any(self.places.values()):
+            kind = random_numbers.choice([kind for kind in KINDS if self.places[kind]])
+            places = self.places[kind]
+            section, number, first, last, text = places.pop(random_numbers.randrange(len(places)))
+            lines = self.text.split("\n")
+            line = lines[number]
+            lines[number] = line[:first] + text + line[last:]
+            # the line's number is shown, but what is said of a change outlives lines that move
+            key = f"{self.source}: {line.strip()}  ->  {lines[number].strip()}"
+            yield key, number + 1, section, "\n".join(lines)
+
+    @functools.cached_property
+    def good_code(self):
+        self.good.write(self.source, self.text)
+        return self.good.compile(self.source)
+
+    def usual_seconds(self, stage):
+        """How long the tests take without a change, in which they must pass."""
+        key = json.dumps([*stage, self.text.count("\n")])
+        if key not in self.seconds:
+            started = time.monotonic()
+            problem = self.good.run(stage, 7200)
+            if problem:
+                sys.exit(f"mutate.py: error: {stage[0]} fails without a change: {problem}")
+            self.seconds[key] = time.monotonic() - started
+        return self.seconds[key]
+
+    def try_change(self, section, changed):
+        """What a change is: "same code", "no program", "not noticed", or what noticed it."""
+        self.changed.write(self.source, changed)
+        try:
+            code = self.changed.compile(self.source)
+            if code in (None, self.good_code):
+                return "no program" if code is None else "same code"
+            for stage in stages(self.source, section, self.options.tests):
+                usual = self.usual_seconds(stage)
+                why = self.changed.run(stage, 60 + 5 * usual)
+                if why:
+                    return f"noticed by {stage[0]}{'' if stage[3] else ' of make test-all'}: {why}"
+            return "not noticed"
+        finally:
+            self.changed.write(self.source, self.text)
+
+    def run(self, deadline):
+        """(changes tried, noticed)"""
+        equivalent, tried, noticed = equivalents(), 0, 0
+        for key, number, section, changed in self.draw():
+            if tried == self.options.count or (key not in self.known and time.monotonic() > deadline):
+                break
+            if key in equivalent:
+                print(f"equivalent: line {number}: {key}", flush=True)
+                continue
+            if key not in self.known:
+                self.known[key] = self.try_change(section, changed)
+            found = self.known[key]
+            if found in ("same code", "no program"):
+                continue
+            tried += 1
+            noticed += found != "not noticed"
+            print(f"{found.upper() if found == 'not noticed' else found[:150]}: line {number}: {key}", flush=True)
+        return tried, noticed
+
+
+# -O1: compiling takes longer than running.
+ENVIRONMENT = {**os.environ, "MAKEFLAGS": "NO_CUDA=1 OPT=-O1", "NO_CUDA": "1", "OMP_WAIT_POLICY": "passive",
+               "CNN": "./cnn"}  # fmt: skip
 
 
 def parse_source(text):
@@ -243,52 +389,34 @@ def parse_source(text):
     found = re.fullmatch(r"([^:]+)(?::(\d+)-(\d+))?", text)
     if not found or found[1] not in COMPILE:
         raise argparse.ArgumentTypeError(f"expected one of {', '.join(COMPILE)}, or sections of one as in "
-                                         f"{DEFAULT}, found {text}")  # fmt: skip
+                                         f"cnn.c:3-7, found {text}")  # fmt: skip
     return found[1], range(int(found[2]), int(found[3]) + 1) if found[2] else range(100)
 
 
 def main():
-    parser = argparse.ArgumentParser(usage=__doc__.split("usage: ")[1].split("\n")[0])
-    parser.add_argument("--sources", nargs="+", type=parse_source, default=[parse_source(DEFAULT)])
-    parser.add_argument("--tests", choices=("unit", "quick"), default="unit")
+    parser = argparse.ArgumentParser(usage=__doc__.split("usage: ")[1].split("\n\n")[0])
+    parser.add_argument("--sources", nargs="+", type=parse_source, default=[(name, range(100)) for name in COMPILE])
+    parser.add_argument("--tests", choices=("unit", "quick", "all"), default="quick")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--count", type=int, default=20)
+    parser.add_argument("--count", type=int, default=30)
     parser.add_argument("--at-least", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=1e9)
     options = parser.parse_args()
-    texts, found = {}, {kind: [] for kind in KINDS}
-    for source, sections in options.sources:
-        if options.tests == "unit" and source == "cnn_kernels.cu":
-            parser.error("the unit tests do not run cnn_kernels.cu: give --tests quick")
-        path = os.path.join(REPO, source)
-        texts[source] = style.read(path)
-        lines = list(zip(texts[source].split("\n"), style.code_lines(path)))
-        for kind, places in changes(source, lines, sections).items():
-            found[kind] += places
-    if not any(found.values()):
-        parser.error("nothing to change there: only cnn.c and cnn_kernels.cu have numbered sections")
-    draw = random.Random(options.seed)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # after it has ended the tests
-    with tempfile.TemporaryDirectory() as folder:
-        tests, good = Tests(folder), {}
-        done = noticed = 0
-        while done < options.count and any(found.values()):
-            kind = draw.choice([kind for kind in KINDS if found[kind]])
-            source, number, first, last, text = found[kind].pop(draw.randrange(len(found[kind])))
-            if source not in good:
-                good[source] = tests.compile(source)
-            lines = texts[source].split("\n")
-            line = lines[number]
-            lines[number] = line[:first] + text + line[last:]
-            tests.write(source, "\n".join(lines))
-            if tests.compile(source) not in (None, good[source]):
-                stage, why = tests.notice(source, texts[source], "\n".join(lines), options.tests)
-                done += stage is not None or options.tests == "unit"
-                noticed += stage not in (None, "make test-all")
-                print(f"{f'noticed by {stage}' if stage else 'NOT NOTICED'}: {source}:{number + 1}: "
-                      f"{kind.__name__}: {line.strip()}  ->  {lines[number].strip()}  [{why}]", flush=True)  # fmt: skip
-            tests.write(source, texts[source])
-    print(f"{noticed} of {done} changes noticed, seed {options.seed}")
-    return noticed < options.at_least
+    failed = False
+    print(f"seed {options.seed}, {options.count} changes of each source, --tests {options.tests}", flush=True)
+    trees = [Tree(os.path.join(REPO, "build/mutations", name)) for name in ("good", "changed")]
+    deadline = time.monotonic() + 60 * options.minutes
+    for i, (source, sections) in enumerate(options.sources):
+        mutations = Mutations(source, sections, options, trees)
+        if not any(mutations.places.values()):
+            parser.error("nothing to change there: only cnn.c and cnn_kernels.cu have numbered sections")
+        left = (deadline - time.monotonic()) / (len(options.sources) - i)
+        tried, noticed = mutations.run(time.monotonic() + left)
+        print(f"{source}: {noticed} of {tried} changes noticed, seed {options.seed}", flush=True)
+        print(f"cases mutations: {tried} changes of {source}, of which {noticed} were noticed", flush=True)
+        failed |= tried - noticed > options.count - options.at_least
+    return failed
 
 
 if __name__ == "__main__":

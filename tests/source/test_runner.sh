@@ -29,10 +29,12 @@ same good "0 2 passed, 0 failed, 1 skipped" "$status $(tail -n 1 "$out")"
 line good/skipped '^skip b: why$'
 for part in bad breaks_off hangs silent; do
     runner made/good made/$part
-    same $part "1 1" "$status $(grep -c "^fail " "$out")"
+    same $part "1 2" "$status $(grep -c "^fail " "$out")" # when it happens, and at the end
 done
 again='make test CC=clang' runner made/bad
 line bad/shown '^fail b: expected 1, found 2$'
+same bad/shown_again_at_the_end "fail b: expected 1, found 2|1 passed, 1 failed, 0 skipped|" \
+    "$(tail -n 2 "$out" | one_line)"
 line bad/again 'to repeat it: make test CC=clang PARTS=made/bad$'
 runner
 same all "1 [ 5 of 5] 4 failed" "$status $(grep -o '\[ 5 of 5\]' "$out") $(tail -n 1 "$out" | grep -o '[0-9]* failed')"
@@ -40,4 +42,21 @@ runner made/good made/good
 same once "0 2 passed, 0 failed, 1 skipped" "$status $(tail -n 1 "$out")"
 runner made/none
 same unknown "2 1" "$status $(grep -c 'no part made/none; the parts are: made/good made/bad' "$out")"
+
+# .ci/run: its stages, with a make that writes a log and fails
+# shellcheck disable=SC2016 # as it stands there
+sed -n '/^failed=/,/^}/p; /^\[ -z "\$failed" \]/p' "$repo/.ci/run" >"$tmp/stages"
+sed -i '/^\[ -z/i stage one test\nstage two test' "$tmp/stages"
+# shellcheck disable=SC2317 # the stages call it
+make() {
+    [ "$1" = clean ] || { mkdir -p build/tests && echo 'fail a: expected 1, found 2' >build/tests/a.log && false; }
+}
+(
+    # shellcheck source=/dev/null
+    source "$tmp/stages"
+) >"$out" 2>&1
+same ci/fails "1" "$?"
+same ci/shows_at_the_end \
+    "one: fail a: expected 1, found 2|two: fail a: expected 1, found 2|failed: [one] [two]|" \
+    "$(tail -n 3 "$out" | one_line)"
 exit 0

@@ -92,6 +92,25 @@ static void test_synthetic_classes(void) {
     verdict("synthetic images: each class has a glyph");
 }
 
+// Where no glyph reaches, above row 5, there is grey with uniform noise, whose variance is
+// 0.3^2 (256^2 - 1) / 12.
+static void test_synthetic_noise(void) {
+    enum { NOISY = 100, PIXELS = 28 * 5 };
+    const DatasetInfo info = dataset_for(find_model("mnist"), "synthetic");
+    Dataset data = {.info = &info};
+    make_synthetic(&data, true, NOISY);
+    double mean = 0, squares = 0;
+    for (size_t i = 0; i < NOISY * PIXELS; i++) {
+        const double pixel = data.images[i / PIXELS * 28 * 28 + i % PIXELS] + .5; // rounded down
+        mean += pixel / (NOISY * PIXELS);
+        squares += pixel * pixel / (NOISY * PIXELS);
+    }
+    if (fabs(mean - 100) > 1 || fabs(squares - mean * mean - 491.5) > 15)
+        fail("mean %g, variance %g; expected 100, 491.5", mean, squares - mean * mean);
+    free_dataset(&data);
+    verdict("synthetic images: noise");
+}
+
 /* ---- Loader ---------------------------------------------------------------------------------- */
 
 enum { IMAGES = 103, LOAD_BATCH = 8, LOAD_BATCHES = 13 };
@@ -473,6 +492,7 @@ static void test_augmentation(void) {
 static void test_data(void) {
     test_cifar_files();
     test_synthetic_classes();
+    test_synthetic_noise();
     test_loader_order();
     test_loader_left_early();
     test_loader_shares();

@@ -1,0 +1,92 @@
+#!/usr/bin/env bash
+# Training that gets SIGTERM, SIGINT, SIGUSR1 or SIGKILL at random times, again and again, and is resumed
+# each time: with two replicas, and with two MPI ranks, of which one is killed. No run may hang, and in
+# the end the checkpoint must be that of an undisturbed run, byte by byte.
+# CNN=PATH: another binary. SIGNALS=N: so many of each kind (default 4); SECONDS_LONG=N: as many as fit.
+# SEED=N: other random numbers. STRICT=1: see lib.sh.
+# Prints `pass soak/NAME`, `fail soak/NAME: expected ..., found ...` or `skip soak/NAME: why`.
+suite=soak
+# shellcheck source=tests/robust/lib.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh" || exit 1
+export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
+seed=${SEED:-$((SECONDS_LONG ? $(date +%s) % 32768 : 1))}
+signals=(TERM INT USR1 KILL)
+
+# a moment within the life of a run, in seconds
+moment() { echo "$((RANDOM % 2)).$((RANDOM % 900 + 100))"; }
+
+# ended PID: waits for it, and sets status; after a minute it hangs
+ended() {
+    local i
+    for ((i = 0; i < 600; i++)); do
+        kill -0 "$1" 2>/dev/null || break
+        sleep 0.1
+    done
+    kill -0 "$1" 2>/dev/null && found+="hangs after SIG$signal; " && kill -KILL "$1"
+    wait "$1"
+    status=$?
+} 2>/dev/null
+
+# victim PID: the process that gets SIGKILL: one of the ranks of mpirun
+victim() {
+    local ranks
+    mapfile -t ranks < <([ ${#launcher[@]} -eq 0 ] || pgrep -P "$1" -x cnn)
+    echo "${ranks[${#ranks[@]} ? RANDOM % ${#ranks[@]} : 0]:-$1}"
+}
+
+# one_life: starts or resumes the run, sends signals, of which SIGUSR1 may let it live
+one_life() {
+    "${launcher[@]}" "$cnn" "${options[@]}" --checkpoint ck --out run --resume >"$out" 2>"$err" </dev/null &
+    local pid=$!
+    sleep "$(moment)"
+    signal=
+    while kill -0 $pid 2>/dev/null; do
+        signal=${signals[RANDOM % 4]}
+        if [ "$signal" = KILL ]; then
+            kill -KILL "$(victim $pid)"
+        else
+            kill -"$signal" $pid
+        fi
+        sent=$((sent + 1))
+        [ "$signal" = USR1 ] || break
+        sleep "$(moment)"
+    done
+    ended $pid
+    [ "$signal" ] || [ "$status" -eq 0 ] || found+="exit $status: $(head -n 1 "$err"); "
+} 2>/dev/null # bash tells of each signal
+
+# soak KIND OPTIONS...: until SIGNALS have been sent, or the seconds are over; a run that is complete is
+# compared, and the next one begins
+soak() {
+    local kind=$1 options=("${@:2}") sent=0 found='' complete=0 begin=$SECONDS lives=0 signal
+    rm -rf ck run
+    while [ -z "$found" ] && if [ "$SECONDS_LONG" ]; then
+        [ $((SECONDS - begin)) -lt $((SECONDS_LONG / 2)) ]
+    else
+        [ $sent -lt "${SIGNALS:-4}" ]
+    fi; do
+        one_life
+        lives=$((lives + 1))
+        if grep -qs '"status": "complete"' run/run.json; then
+            complete=$((complete + 1))
+            found+=$(differs)
+            rm -rf ck run
+        fi
+    done
+    [ ! -e ck ] || found+=$(finished "${options[@]}")
+    cases "$sent" "signals to $kind in $lives lives of $((complete + 1)) runs, seed $seed"
+    same "$kind" "" "$found"
+}
+
+RANDOM=$seed
+settings=(--model cifar --dataset synthetic --limit-train 256 --limit-test 10 --batch-size 4 --no-cuda
+    --epochs 60 --log-interval 5 --save-every 3steps --timeout 20)
+undisturbed "${settings[@]}" --threads 2 --replicas 2 --oversubscribe
+soak replicas "${settings[@]}" --threads 2 --replicas 2 --oversubscribe
+if ! command -v mpirun >/dev/null || ! ldd "$cnn" | grep -q libmpi; then
+    skip mpi "no mpirun, or $cnn was built without MPI"
+    exit 0
+fi
+launcher=(mpirun -n 2)
+soak mpi "${settings[@]}" --threads 1 # the same numbers as with replicas: so is the checkpoint
+exit 0
