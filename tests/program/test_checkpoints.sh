@@ -104,6 +104,154 @@ test_max_steps() {
     same max_steps/0_means_none 2 "$(grep -c '^epoch=' "$out")"
 }
 
+# ---- The folder of a run that was stopped, resumed
+
+# rows FOLDER: its steps and epochs, and those of run.json, without times and rates
+rows() {
+    cut -d, -f1-6 "$1/steps.csv"
+    cut -d, -f1,2,6,8- "$1/epochs.csv"
+    sed -n '/^    {"epoch"/{s/"\(seconds\|img_per_s\|loader_wait_s\|test_seconds\)":[^,]*,//g;s/}.*//;p}' "$1/run.json"
+}
+
+# same_folder NAME FOLDER FOLDER
+same_folder() { same "$1" "$(rows "$2")" "$(rows "$3")"; }
+
+# Stopped or killed anywhere, in the test of an epoch too, a run goes on as if nothing had happened.
+test_same_folder() {
+    local long=("${cifar[@]}" --limit-train 400 --limit-test 400 --epochs 4 --log-interval 30) k
+    run "${long[@]}" --checkpoint "$tmp/straight" --out "$tmp/straight_run"
+    same folder/rows "404 4" "$(rows "$tmp/straight_run" | grep -c '^[0-9]') $(grep -c '"epoch":' "$tmp/straight_run/run.json")"
+    for k in 7steps:7 100steps:99 1:150 100steps:100; do
+        rm -rf "$tmp/cut" "$tmp/cut_run"
+        run "${long[@]}" --checkpoint "$tmp/cut" --out "$tmp/cut_run" --save-every "${k%:*}" --max-steps "${k#*:}"
+        run "${long[@]}" --checkpoint "$tmp/cut" --out "$tmp/cut_run" --resume --max-steps $((${k#*:} + 20))
+        run "${long[@]}" --checkpoint "$tmp/cut" --out "$tmp/cut_run" --resume
+        same_folder "folder/stopped/$k" "$tmp/straight_run" "$tmp/cut_run"
+    done
+    for k in 7steps 100steps 1 3steps; do
+        rm -rf "$tmp/killed" "$tmp/cut_run"
+        killed "$k" --out "$tmp/cut_run"
+        killed "$k" --out "$tmp/cut_run"
+        run "${long[@]}" --checkpoint "$tmp/killed" --out "$tmp/cut_run" --resume
+        same_file "folder/killed/$k/equal" "$tmp/killed" "$tmp/straight"
+        same_folder "folder/killed/$k" "$tmp/straight_run" "$tmp/cut_run"
+    done
+    run "${long[@]}" --checkpoint "$tmp/killed" --out "$tmp/cut_run" --resume
+    same_folder folder/nothing_left "$tmp/straight_run" "$tmp/cut_run"
+}
+
+# ---- Signals
+
+status_of() { grep -oP '"status": "\K[a-z]+' "$1/run.json"; }
+
+# starts OPTIONS...: in the background, in $pid; returns when it has trained a few steps
+starts() {
+    rm -rf "$tmp/signals"
+    env --default-signal=INT "$cnn" "$@" --out "$tmp/signals" --log-interval 2 >"$out" 2>"$err" </dev/null &
+    pid=$!
+    for ((i = 0; i < 600; i++)); do
+        ! grep -qs '^1,8,' "$tmp/signals/steps.csv" || break
+        sleep 0.02
+    done
+}
+
+# The step is finished, saved, and the program ends with 128 + the signal's number; a resumed run equals
+# one that was not disturbed.
+test_signals() {
+    local long=("${cifar[@]}" --limit-train 4000 --limit-test 40 --epochs 2) signal number pid i
+    run "${long[@]}" --checkpoint "$tmp/straight" --out "$tmp/straight_run" --log-interval 50
+    while read -r signal number; do
+        rm -f "$tmp/signalled"
+        starts "${long[@]}" --checkpoint "$tmp/signalled" --resume --save-every 2
+        kill "-$signal" "$pid"
+        wait "$pid"
+        same "signals/$signal/status" "$number stopped" "$? $(status_of "$tmp/signals")"
+        line "signals/$signal/state" "^State: STOPPED \(exit code $number\)"
+        same "signals/$signal/saved" "in epoch 1" "in epoch $(position "$tmp/signalled" epoch)"
+        same "signals/$signal/temporary" "" "$(find "$tmp" -name '*.tmp')"
+        run "${long[@]}" --checkpoint "$tmp/signalled" --resume --out "$tmp/signals" --log-interval 50
+        same_file "signals/$signal/equal" "$tmp/signalled" "$tmp/straight"
+        same_folder "signals/$signal/folder" "$tmp/straight_run" "$tmp/signals"
+    done <<END
+TERM 143
+INT 130
+HUP 129
+END
+    rm -f "$tmp/signalled"
+    starts "${long[@]}" --checkpoint "$tmp/signalled" --save-every 3
+    kill -USR1 "$pid"
+    for ((i = 0; i < 600; i++)); do
+        [ ! -s "$tmp/signalled" ] || break
+        sleep 0.02
+    done
+    same signals/USR1/saves "epoch 1, running" \
+        "epoch $(position "$tmp/signalled" epoch), $(status_of "$tmp/signals")"
+    wait "$pid"
+    same signals/USR1/goes_on "0 complete" "$? $(status_of "$tmp/signals")"
+    same_file signals/USR1/equal "$tmp/signalled" "$tmp/straight"
+    starts "${long[@]}" --epochs 1000 --limit-test 10000
+    kill -INT "$pid"
+    kill -INT "$pid"
+    wait "$pid"
+    same signals/twice 130 $?
+}
+
+# ---- What kind of file it is
+
+test_kinds_of_files() {
+    local small=("${cifar[@]}" --max-steps 1) pid
+    run "${small[@]}" --checkpoint "$tmp/plain"
+    echo old >"$tmp/target"
+    ln -s target "$tmp/link"
+    run "${small[@]}" --checkpoint "$tmp/link"
+    same files/link/stays target "$(readlink "$tmp/link")"
+    same_file files/link/target "$tmp/target" "$tmp/plain"
+    ln -s nothing "$tmp/dangling"
+    refused files/dangling 1 "$tmp/dangling" "${small[@]}" --checkpoint "$tmp/dangling"
+    chmod 600 "$tmp/target"
+    run "${small[@]}" --checkpoint "$tmp/target"
+    same files/mode 600 "$(stat -c %a "$tmp/target")"
+    chmod 444 "$tmp/target"
+    refused files/read_only 1 "$tmp/target" "${small[@]}" --checkpoint "$tmp/target"
+    echo precious >"$tmp/victim"
+    ln -s victim "$tmp/plain.tmp"
+    run "${small[@]}" --checkpoint "$tmp/plain"
+    same files/link_as_temporary precious "$(cat "$tmp/victim")"
+    refused files/trace_is_checkpoint 2 --trace "${small[@]}" --checkpoint "$tmp/plain" --trace "$tmp/plain"
+    ln -s loop "$tmp/loop"
+    refused files/unreadable_is_not_missing 1 "$tmp/loop" "${small[@]}" --checkpoint "$tmp/loop" --resume
+    refused files/eval_of_nothing 1 "$tmp/typo" "${small[@]}" --checkpoint "$tmp/typo" --resume --eval
+    if mknod "$tmp/null" c 1 3 2>/dev/null; then
+        run "${small[@]}" --trace "$tmp/null"
+        same files/device "exit 0, character special file" "exit $status, $(stat -c %F "$tmp/null")"
+    else
+        skip files/device "only root can make one"
+    fi
+    mkfifo "$tmp/pipe"
+    local cnn=(timeout 20 "$cnn")
+    refused files/pipe_to_load 1 "$tmp/pipe" "${small[@]}" --load "$tmp/pipe"
+    refused files/pipe_without_reader 1 "$tmp/pipe" "${small[@]}" --trace "$tmp/pipe"
+    cat "$tmp/pipe" >"$tmp/piped" &
+    pid=$!
+    run "${small[@]}" --checkpoint "$tmp/pipe"
+    kill "$pid" 2>/dev/null
+    wait "$pid"
+    same_file files/pipe "$tmp/piped" "$tmp/plain"
+}
+
+# Longer settings than a page are written and read again; the length of a cosine belongs to the settings.
+test_long_settings() {
+    local long=("${cifar[@]}" --schedule multistep --milestones "$(seq -s, 1 1500)")
+    run "${long[@]}" --checkpoint "$tmp/long" --max-steps 2
+    same long_settings/status 0 "$status"
+    run "${long[@]}" --checkpoint "$tmp/long" --resume
+    line long_settings/resumed "^Resuming from $tmp/long: epoch 1, step 3\$"
+    local cosine=("${cifar[@]}" --schedule cosine)
+    run "${cosine[@]}" --checkpoint "$tmp/cosine" --max-steps 2
+    refused resume/other_cosine 2 "was made with epochs=2, this run has epochs=3" "${cosine[@]}" \
+        --epochs 3 --checkpoint "$tmp/cosine" --resume
+}
+
 # ---- Which settings a checkpoint keeps
 
 kept=(model width stem dataset limit-train augment global-batch parallel bucket-mb optimizer lr
@@ -124,8 +272,8 @@ differs() {
 test_resume_refuses() {
     local tried=() base=("${cifar[@]}")
     run "${base[@]}" --checkpoint "$tmp/base" --max-steps 2
-    same resume/keeps "$(printf '%s\n' format epoch batch devices "${kept[@]}" | sort)" \
-        "$(metadata "$tmp/base" | grep -oP '(^|,)"\K[a-z-]+(?=":")' | sort)"
+    same resume/keeps "$(printf '%s\n' format epoch batch devices images train_loss cnn checksum "${kept[@]}" | sort)" \
+        "$(metadata "$tmp/base" | grep -oP '(^|,)"\K[a-z_-]+(?=":")' | sort)"
     differs model --model mnist --optimizer sgd --lr 0.001 --momentum 0.9 --batch-size 4 --gamma 1
     differs width --width 8
     make_data
@@ -195,14 +343,16 @@ test_resume() {
 
 # ---- Killed in the middle
 
-# killed EVERY: starts or resumes --save-every EVERY and kills it when it has written the checkpoint
+# killed EVERY [OPTIONS...]: starts or resumes --save-every EVERY and kills it when it has written the
+# checkpoint
 killed() {
     local before tries=0
-    before=$(steps_in "$tmp/killed")
-    "$cnn" "${long[@]}" --checkpoint "$tmp/killed" --save-every "$1" --resume >"$out" 2>"$err" &
+    before=$(position "$tmp/killed" epoch)/$(position "$tmp/killed" batch)
+    "$cnn" "${long[@]}" "${@:2}" --checkpoint "$tmp/killed" --save-every "$1" --resume >"$out" 2>"$err" &
     local pid=$!
     trap 'kill -9 $pid; rm -rf "$tmp"' EXIT
-    until [ "$(steps_in "$tmp/killed")" -gt "$before" ] || [ $((++tries)) -gt 600 ]; do
+    until [ "$(position "$tmp/killed" epoch)/$(position "$tmp/killed" batch)" != "$before" ] || [ $((++tries)) -gt 600 ]; do
+        kill -0 $pid || break
         sleep 0.05
     done
     sleep "0.0$((RANDOM % 10))"
@@ -330,7 +480,7 @@ test_headers() {
         return
     fi
     mkdir headers && python3 - cifar.st headers >headers.txt <<'END'
-import json, struct, sys
+import json, re, struct, sys
 data = open(sys.argv[1], "rb").read()
 length, = struct.unpack("<Q", data[:8])
 good, numbers = data[8:8 + length].decode(), data[8 + length:]
@@ -406,8 +556,11 @@ write("empty", "starts with {", "")
 write("no_tensors", 'expected "conv1.weight"', "{}", b"")
 write("long_name", 'expected "fc3.bias"', good.replace("fc3.bias", 3000 * "x"))
 write("nested", 'metadata as "key":"value"', good.replace('{"format"', '{"a":{"b":"c"},"format"'))
-write("much_metadata", "less metadata",
-      good.replace('{"format"', '{"a":"%s","format"' % (9000 * "x")))
+write("damaged", "damaged", good.replace('"format":"pt"', '"format":"pT"'))
+write("no_checksum", "damaged", re.sub(',"checksum":"[^"]*"', "", good))
+write("first_version", "", re.sub(',"cnn".*?(?=})', "", good))
+write("much_metadata", "",
+      '{"__metadata__":{"a":"%s"},' % (9000 * "x") + good[good.index('"conv1.weight"'):])
 write("much_header", "at most 1048576", good + 1048577 * " ")
 write("length_-1", "at most 1048576", good, length=2 ** 64 - 1)
 write("length_-8", "at most 1048576", good, length=2 ** 64 - 8)
@@ -485,6 +638,10 @@ END
 
 test_stops
 test_logs_go_on
+test_same_folder
+test_signals
+test_kinds_of_files
+test_long_settings
 test_max_steps
 test_resume_refuses
 test_resume

@@ -73,7 +73,7 @@ static void save_or_load(Net *net, const Optimizer *o, real *state, char *metada
     } else {
         TensorFile f;
         open_tensors(&f, checkpoint_path);
-        snprintf(metadata, METADATA_SIZE, "%s", f.metadata);
+        snprintf(metadata, 256, "%s", f.metadata);
         read_tensors(&f, net, o, state);
     }
 }
@@ -109,19 +109,22 @@ static void test_round_trip(const char *model, const Optimizer *o, double moment
     Settings settings = plain;
     settings.momentum = momentum;
     size_t states = count_states(o, &settings);
-    char metadata[METADATA_SIZE] = "format=pt\nepoch=3\nbatch=17\nmodel=x y\n";
-    const char *want = "format=pt\nepoch=3\nbatch=17\nmodel=x y\n";
+    char metadata[256] = "format=pt\nepoch=3\nbatch=17\nmodel=x y\n";
+    const char *want = "format=pt\nepoch=3\nbatch=17\nmodel=x y\ncnn=2\nchecksum=fnv1a64:";
     build_for_checkpoint(&saved, model, &settings);
     build_for_checkpoint(&loaded, model, &settings);
     Array state = random_array(states * saved.param_size);
     Array other = array(states * saved.param_size, guard_value);
+    for (size_t i = 0; i < state.count; i++) // as variances they are not negative
+        state.at[i] = (real)fabs((double)state.at[i]);
     fill_random(saved.params, saved.param_size);
-    fill_random(saved.stats, saved.stats_size);
+    for (size_t i = 0; i < saved.stats_size; i++)
+        saved.stats[i] = (real)fabs((double)draw_real());
     saved.batches_tracked = saved.stats_size ? (size_t)1 << 40 : 0;
     save_or_load(&saved, o, state.at, metadata, true);
     save_or_load(&loaded, o, other.at, metadata, false);
     compare_loaded(&loaded, &saved, other.at, state.at, states);
-    if (strcmp(metadata, want) != 0)
+    if (strncmp(metadata, want, strlen(want)) != 0 || strlen(metadata) != strlen(want) + 17)
         fail("metadata \"%s\", expected \"%s\"", metadata, want);
     free_arrays((Array[]){state, other}, 2 * sizeof(Array));
     net_free(&saved);
@@ -204,13 +207,13 @@ static void write_good(const File *f) {
 }
 
 static void load_spoiled(void) {
-    char metadata[METADATA_SIZE];
+    char metadata[256];
     // an optimizer that keeps nothing: the file may hold no optimizer's numbers
     save_or_load(&spoiled_net, &optimizers[1], spoiled_net.scratch, metadata, false);
 }
 
 static void save_spoiled(void) {
-    char metadata[METADATA_SIZE] = "";
+    char metadata[256] = "format=pt\nepoch=1\n";
     save_or_load(&spoiled_net, NULL, NULL, metadata, true);
 }
 
@@ -364,11 +367,12 @@ static void spoil_nothing_there(File *f) {
     f->data_bytes = 0;
 }
 
-static void spoil_metadata(File *f) {
-    static char text[METADATA_SIZE + 100] = "{\"a\":\"";
-    memset(text + 6, 'b', METADATA_SIZE);
-    strcpy(text + 6 + METADATA_SIZE, "\"}");
-    f->metadata = text;
+static void spoil_version(File *f) {
+    f->metadata = "{\"format\":\"pt\",\"cnn\":\"2\"}";
+}
+
+static void spoil_checksum(File *f) {
+    f->metadata = "{\"format\":\"pt\",\"checksum\":\"fnv1a64:0123456789abcdef\"}";
 }
 
 static void spoil_metadata_kind(File *f) {
@@ -405,7 +409,8 @@ static void test_spoiled_headers(void) {
         {"more numbers than it says", spoil_more_data, "bytes of values"},
         {"fewer numbers than it says", spoil_less_data, "bytes of values"},
         {"no tensors", spoil_nothing_there, "nothing of that name"},
-        {"too much metadata", spoil_metadata, "less metadata"},
+        {"a version without its checksum", spoil_version, "damaged"},
+        {"another checksum", spoil_checksum, "damaged"},
         {"metadata that are no text", spoil_metadata_kind, "\"key\":\"value\""},
         {"an escape", spoil_escape, "without backslashes"},
     };
@@ -623,6 +628,54 @@ static void test_unfinite_file(void) {
     verdict("checkpoint: numbers that are not finite are refused");
 }
 
+// Inverts a bit of a file that was saved.
+static uint8_t saved_bytes[16384];
+static size_t saved_size;
+
+static void write_flipped(size_t bit) {
+    FILE *f = fopen(checkpoint_path, "wb");
+    saved_bytes[bit / 8] ^= (uint8_t)(1 << bit % 8);
+    if (!f || fwrite(saved_bytes, 1, saved_size, f) != saved_size || fclose(f) != 0)
+        fail("cannot write %s", checkpoint_path);
+    saved_bytes[bit / 8] ^= (uint8_t)(1 << bit % 8);
+}
+
+// The file that test_unfinite_checkpoint() has saved: with any bit inverted it is refused.
+static void test_flipped_bits(void) {
+    static const Series series = {"inverted bit", write_flipped};
+    const size_t stride = quick ? 7 : 1;
+    for (size_t bit = 0; bit < 8 * saved_size; bit += 200 * stride) {
+        size_t last = min_size(bit + 200, 8 * saved_size);
+        Report r = run_series(&series, bit, last);
+        if (r.refused != last - bit)
+            fail("bits %zu to %zu: %zu files accepted", bit, last, r.accepted);
+    }
+    verdict("checkpoint: a file with an inverted bit is refused");
+}
+
+static void write_variance(real value) {
+    File f = good_file();
+    spell_header(&f);
+    write_good(&f);
+    size_t at = 0;
+    while (!strstr(f.entries[at].name, "running_var"))
+        at++;
+    FILE *file = fopen(checkpoint_path, "r+b");
+    if (!file || fseek(file, (long)(8 + strlen(f.header) + f.entries[at].begin), 0) != 0 ||
+        fwrite(&value, sizeof value, 1, file) != 1 || fclose(file) != 0)
+        fail("cannot change %s", checkpoint_path);
+}
+
+static void test_negative_variance(void) {
+    write_variance(1);
+    Ending e = call_in_child(load_spoiled);
+    if (e.status != 0)
+        fail("1: status %x, \"%.200s\"", (unsigned)e.status, e.text);
+    write_variance(-1);
+    expect_refusal("a negative variance", "expected finite numbers that are not negative");
+    verdict("checkpoint: a negative variance is refused");
+}
+
 // The spoiled ones differ from files that are accepted by what is wrong with them alone.
 static void test_good_file(void) {
     File f = good_file();
@@ -669,10 +722,15 @@ static void test_checkpoints(void) {
     plan_memory(&spoiled_net, 1);
     net_alloc(&spoiled_net);
     test_unfinite_checkpoint();
+    FILE *f = fopen(checkpoint_path, "rb");
+    saved_size = f ? fread(saved_bytes, 1, sizeof saved_bytes, f) : 0;
+    fclose(f);
     unlink(checkpoint_path);
     use_memory_file();
     test_good_file();
     test_unfinite_file();
+    test_negative_variance();
+    test_flipped_bits();
     test_spoiled_headers();
     test_garbage_headers();
     test_header_lengths();
