@@ -2455,9 +2455,9 @@ static uint32_t big_endian(const uint8_t b[4]) {
     return (uint32_t)b[0] << 24 | (uint32_t)b[1] << 16 | (uint32_t)b[2] << 8 | b[3];
 }
 
-static void check_label(const DataFile *f, size_t label, size_t classes, size_t image) {
+static void check_label(const DataFile *f, size_t label, size_t classes, size_t i) {
     if (label >= classes)
-        bad_file(f, "expected labels 0 to %zu, found %zu at image %zu", classes - 1, label, image);
+        bad_file(f, "expected labels from 0 to %zu, found %zu at image %zu", classes - 1, label, i);
 }
 
 /* An IDX file: magic number 0x0801 (labels) or 0x0803 (images), the sizes of its 1 or 3 dimensions,
@@ -3500,14 +3500,13 @@ static void sum_over_ranks(Comm *c, double *sums, size_t count, double *all) {
 
 // Ends the program if a rank's hash differs from rank 0's.
 static void compare_ranks(Comm *c, const char *what, uint64_t hash) {
-    uint64_t *hashes = must_alloc(c->world * sizeof hash, "the hashes of the ranks");
+    uint64_t hashes[c->world];
     hashes[c->rank] = hash;
     all_gather(c, hashes, sizeof hash);
     for (size_t r = 1; r < c->world; r++)
         if (hashes[r] != hashes[0])
             die(1, "rank %zu has other %s than rank 0; start all with the same options and files",
                 r, what);
-    free(hashes);
 }
 
 // Plans the memory of communication; rank, world, settings and team must be set.
@@ -3582,8 +3581,8 @@ static void comm_free(Comm *c) {
    a convolution's weight is [out][in][row][column], a linear layer's [out][in], where `in` counts
    channel, row, column, the order in which PyTorch flattens an image. A checkpoint also holds the
    optimizer's state and, as metadata, the position of the run and the settings that determine its
-   result. A file that cnn writes ends its metadata with CHECKSUM, of those before and of all values;
-   files of PyTorch, and of cnn's first version, have none. */
+   result. A file that cnn writes ends its metadata with CHECKSUM, of those before it and of all
+   values; files of PyTorch, and of cnn's first version, have none. */
 
 enum { MAX_HEADER = 1 << 20, METADATA_SIZE = 4096 };
 #define CHECKSUM "cnn=2\nchecksum=fnv1a64:%016llx\n"
@@ -3806,8 +3805,7 @@ static void read_metadata(TensorFile *f) {
     f->tensors = at + 1 + (at[1] == ',');
 }
 
-// Opens the file and reads its header: 8 bytes that hold its length, then text, padded with blanks.
-// Returns false if there is no such file.
+// Opens the file and reads its header: 8 bytes that hold its length, then text. False: no such file
 static bool open_tensors(TensorFile *f, const char *path) {
     struct stat info;
     uint64_t length; // little-endian, as the processors that cnn runs on
@@ -3882,12 +3880,11 @@ static size_t find_tensors(const TensorFile *f, Tensor *list, size_t count) {
 
 // Dies unless all numbers are finite, and not negative if they are means of squares.
 static void check_values(const TensorFile *f, const Tensor *t, const real *values) {
-    const char *const name = t->name;
-    const bool squares =
-        strstr(name, ".running_var") || strstr(name, ".square_avg") || strstr(name, ".acc_delta");
+    const bool squares = strstr(t->name, "running_var") || strstr(t->name, "square_avg") ||
+                         strstr(t->name, "acc_delta");
     for (size_t i = 0; i < t->count; i++)
         if (!isfinite(values[i]) || (squares && values[i] < 0))
-            die(1, "%s: %s: expected finite numbers%s, found %g", f->path, name,
+            die(1, "%s: %s: expected finite numbers%s, found %g", f->path, t->name,
                 squares ? " from 0 on" : "", (double)values[i]);
 }
 
@@ -3992,12 +3989,12 @@ static const Option options[] = {
     {"--test-batch-size", COUNT(test_batch_size, "N", 1, 65536), NULL, 0,
      "images tested at a time (default: 1000 for mnist and lenet, else the training batch)"},
     {"--epochs", COUNT(epochs, "N", 1, 100000), "14", 0, "passes over the training set"},
-    {"--max-steps", COUNT(max_steps, "N", 0, UINT32_MAX), "0", 0, "end training after N steps in all"},
+    {"--max-steps", COUNT(max_steps, "N", 0, UINT32_MAX), "0", 0, "end training after N steps"},
     {"--optimizer", CHOICE(optimizer, "adadelta|sgd"), "adadelta", 1, "how weights are changed"},
-    {"--lr", NUMBER(lr, "LR", 1e-12, 1e6), NULL, 1, "learning rate (default: adadelta 1.0, sgd 0.01)"},
+    {"--lr", NUMBER(lr, "LR", 1e-12, 1e6), NULL, 1, "learning rate (default: adadelta 1; sgd .01)"},
     {"--momentum", NUMBER(momentum, "M", 0, 0.999999), "0", 1, "sgd: momentum"},
     {"--nesterov", SWITCH(nesterov), "off", 1, "sgd: Nesterov's momentum"},
-    {"--weight-decay", NUMBER(weight_decay, "W", 0, 1e3), "0", 1, "adds W * weight to each gradient"},
+    {"--weight-decay", NUMBER(weight_decay, "W", 0, 1e3), "0", 1, "adds W * weight to a gradient"},
     {"--label-smoothing", NUMBER(label_smoothing, "E", 0, 0.999999), "0", 1,
      "share of the target spread over all classes"},
     {"--schedule", CHOICE(schedule, "step|multistep|cosine"), "step", 1,
@@ -4650,8 +4647,8 @@ static void print_settings_json(FILE *f, Settings *s) {
     fprintf(f, "\n  }");
 }
 
-// Copies the rows of an earlier run's file that are before this run's first step, up to } or their
-// end, if they have it; returns how many. begin: a row's epoch and, in steps.csv, step
+// Copies the rows of an earlier run's file before this run's first step, each up to } or its end;
+// returns how many. begin: its epoch and, in steps.csv, step
 static size_t copy_earlier(const Run *run, const char *file, const char *begin, const char *format,
                            FILE *to) {
     char path[PATH_SIZE], row[1024];
@@ -4720,8 +4717,7 @@ static void print_run_json(FILE *f, Run *run) {
 static Run *dying_run;
 static void write_failed(void);
 
-// Rank 0 writes it, and any rank that dies, which waits for nobody: what rank 0 may be writing at
-// that time, atomic_commit() then refuses to store.
+// A rank that dies writes it, too, and waits for nobody: atomic_commit() then refuses rank 0's.
 static void write_run_json(Run *run) {
     AtomicFile file;
     open_in_folder(&file, run, "run.json");
@@ -4769,8 +4765,7 @@ static FILE *open_log(const Run *run, const char *file, bool by_step) {
     return log;
 }
 
-/* Opens the logs, when the position is known. Of another run, whose folder this was, only the model
-   stays, if this run starts from it. */
+// Opens the logs. Of another run's results only the model stays, if this run starts from it.
 static void open_logs(Run *run) {
     const char *results[] = {"profile.txt", "profile.csv", "layers.csv", "model.safetensors"};
     char path[PATH_SIZE];
@@ -5395,6 +5390,11 @@ static void setup_settings(Run *run, int argc, char **argv) {
         fprintf(stderr, "cnn: warning: --workers %zu will compete for the %zu usable cores\n",
                 s->workers, cores);
     omp_set_num_threads((int)s->threads);
+    const char *omp = getenv("OMP_STACKSIZE"); // in KB, unless it says M or G
+    struct rlimit stack;
+    if ((getrlimit(RLIMIT_STACK, &stack) == 0 && stack.rlim_cur < 1 << 21) ||
+        (omp && atoi(omp) < 2048 && !strpbrk(omp, "mMgG")))
+        die(1, "expected stacks of 2 MB or more; run: ulimit -s 8192; unset OMP_STACKSIZE");
 }
 
 // The calling thread computes for this rank. Ranks that share a device share its memory.
