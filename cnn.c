@@ -456,6 +456,8 @@ static _Noreturn FORMAT(2) void die(int status, const char *format, ...) {
     if (__atomic_exchange_n(&dying, true, __ATOMIC_SEQ_CST) && !first)
         for (;;) // another thread is already ending the program
             pause();
+    if (first) // before_dying() has failed
+        leave(status);
     first = true;
     char line[2 * PATH_SIZE];
     va_list args;
@@ -467,10 +469,8 @@ static _Noreturn FORMAT(2) void die(int status, const char *format, ...) {
     if (ftrylockfile(stdout) == 0) // else another thread waits for its reader
         fflush(stdout);
     fprintf(stderr, "cnn: error: %s\n", line);
-    void (*hook)(void) = before_dying;
-    before_dying = NULL; // no recursion if the hook fails
-    if (hook)
-        hook();
+    if (before_dying)
+        before_dying();
     leave(status);
     abort(); // leave() does not return
 }
@@ -5302,8 +5302,6 @@ static void check_settings(Settings *s) {
          "--eval: expected --resume or --load too, to read weights", "--load"},
         {s->gpus > 1 && s->replicas > 1,
          "--gpus and --replicas: expected one of them: --replicas are for the CPU", "--replicas"},
-        {s->resume && *s->load,
-         "--resume: expected no --load with it: both say where the weights come from", "--load"},
         {*s->trace && strcmp(s->trace, s->checkpoint) == 0,
          "--trace: expected another file than --checkpoint", "--trace"}};
     for (size_t i = 0; i < sizeof rules / sizeof *rules; i++)

@@ -243,6 +243,16 @@ test_resume() {
     done
 }
 
+# --load counts until there is a checkpoint.
+test_load_and_resume() {
+    local loading=("${cifar[@]}" --resume --load "$tmp/start/model.safetensors")
+    run "${cifar[@]}" --seed 7 --save-model --out "$tmp/start"
+    run "${cifar[@]}" --load "$tmp/start/model.safetensors" --checkpoint "$tmp/straight"
+    run "${loading[@]}" --checkpoint "$tmp/loaded" --max-steps 2
+    run "${loading[@]}" --checkpoint "$tmp/loaded"
+    same_file resume/and_load "$tmp/loaded" "$tmp/straight"
+}
+
 # ---- Killed in the middle
 
 # killed EVERY [OPTIONS...]: starts or resumes --save-every EVERY and kills it when it has written the
@@ -545,6 +555,7 @@ test_long_settings
 test_max_steps
 test_resume_refuses
 test_resume
+test_load_and_resume
 test_kill
 test_load
 test_load_refuses

@@ -8,9 +8,9 @@ suite=robust
 source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh" || exit 1
 
 # Two epochs of three steps.
-tiny=(--model cifar --dataset synthetic --limit-train 10 --limit-test 10 --epochs 2)
+tiny=(--model cifar --threads 1 --dataset synthetic --limit-train 10 --limit-test 10 --epochs 2)
 small=("${tiny[@]}" --max-steps 1)
-replicas=(--replicas 2 --threads 2 --oversubscribe)
+replicas=(--threads 2 --replicas 2 --oversubscribe)
 
 same_file() { holds "$1" "$2 equal to $3" "other bytes, or none" cmp -s "$2" "$3"; }
 # position FILE KEY: a number in a checkpoint's metadata
@@ -63,7 +63,7 @@ ends() {
 }
 
 test_signals() {
-    local long=(--model cifar --dataset synthetic --limit-train 2000 --limit-test 40 --epochs 2) pid
+    local long=(--model cifar --dataset synthetic --threads 1 --limit-train 2000 --limit-test 40 --epochs 2) pid
     run "${long[@]}" --checkpoint "$tmp/straight" --out "$tmp/straight_run" --log-interval 50
     ends TERM TERM 143 "${long[@]}"
     ends INT INT 130 "${long[@]}"
@@ -98,7 +98,7 @@ test_signals() {
 
 # Ctrl-Z for longer than --timeout, and a pager that pauses, are nobody's fault.
 test_stopped() {
-    local long=(--model cifar --dataset synthetic --limit-train 2000 --limit-test 40 --epochs 1 "${replicas[@]}") pid
+    local long=(--model cifar --dataset synthetic --threads 1 --limit-train 2000 --limit-test 40 --epochs 1 "${replicas[@]}") pid
     starts "${long[@]}" --timeout 1
     kill -STOP "$pid"
     sleep 2
@@ -199,7 +199,7 @@ test_folders() {
     run "${small[@]}" --out "$tmp/used" --load "$tmp/used/model.safetensors"
     same folders/model_it_loads "0 epochs.csv model.safetensors run.json steps.csv" "$status $(cd "$tmp/used" && echo *)"
     local pid
-    starts --model cifar --dataset synthetic --limit-train 2000 --limit-test 10 --epochs 10000
+    starts --model cifar --dataset synthetic --threads 1 --limit-train 2000 --limit-test 10 --epochs 10000
     refused folders/two_at_once 1 "another run" "${small[@]}" --out "$tmp/signals"
     kill -9 "$pid"
     wait "$pid" 2>/dev/null
@@ -208,7 +208,7 @@ test_folders() {
     # A log that cannot be read is not an empty one.
     run "${small[@]}" --out "$tmp/signals" --checkpoint "$tmp/goes_on"
     rm "$tmp/signals/steps.csv" && ln -s steps.csv "$tmp/signals/steps.csv"
-    refused folders/unreadable_log 1 "cannot read $tmp/signals/steps.csv" "${tiny[@]}" --out "$tmp/signals" \
+    refused folders/unreadable_log 1 "$tmp/signals/steps.csv" "${tiny[@]}" --out "$tmp/signals" \
         --checkpoint "$tmp/goes_on" --resume
 }
 
