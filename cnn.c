@@ -384,13 +384,16 @@ static inline HOST_DEVICE real uniform(uint32_t bits) {
 #include <errno.h>
 #include <fcntl.h>
 #include <libgen.h>
+#include <locale.h>
 #include <math.h>
 #include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/ioctl.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -398,6 +401,7 @@ static inline HOST_DEVICE real uniform(uint32_t bits) {
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
+#include <wchar.h>
 
 // PARALLEL_FOR before a loop gives each thread an equal part of it; PARALLEL_STEALING(), below, is
 // for loops with few, long iterations.
@@ -443,8 +447,8 @@ static double now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-static void (*before_dying)(void);       // marks the run folder as failed
-static void (*leave)(int status) = exit; // MPI: ends the other ranks as well
+static void (*before_dying)(void);        // marks the run folder as failed
+static void (*leave)(int status) = _exit; // MPI: ends the other ranks as well
 
 static _Noreturn FORMAT(2) void die(int status, const char *format, ...) {
     static bool dying;
@@ -452,18 +456,21 @@ static _Noreturn FORMAT(2) void die(int status, const char *format, ...) {
     if (__atomic_exchange_n(&dying, true, __ATOMIC_SEQ_CST) && !first)
         for (;;) // another thread is already ending the program
             pause();
+    if (first) // before_dying() has failed
+        leave(status);
     first = true;
     char line[2 * PATH_SIZE];
     va_list args;
     va_start(args, format);
     vsnprintf(line, sizeof line, format, args);
     va_end(args);
-    fflush(stdout);
+    for (char *c = line; *c; c++) // names in files and options may hold escape sequences
+        *c = (unsigned char)*c < ' ' || *c == 127 ? '?' : *c;
+    if (ftrylockfile(stdout) == 0) // else another thread waits for its reader
+        fflush(stdout);
     fprintf(stderr, "cnn: error: %s\n", line);
-    void (*hook)(void) = before_dying;
-    before_dying = NULL; // no recursion if the hook fails
-    if (hook)
-        hook();
+    if (before_dying)
+        before_dying();
     leave(status);
     abort(); // leave() does not return
 }
@@ -531,9 +538,8 @@ static void *zeroed_alloc(size_t bytes) {
 }
 
 static _Noreturn void no_memory(size_t bytes, const char *what) {
-    die(1,
-        "no memory for %s: %.1f MB requested; a smaller --batch-size or --limit-train needs less",
-        what, (double)bytes / 1e6);
+    die(1, "no memory for %s: %.1f MB requested; try a smaller --batch-size or --limit-train", what,
+        (double)bytes / 1e6);
 }
 
 static void *must_alloc(size_t bytes, const char *what) {
@@ -550,7 +556,7 @@ typedef enum { HOST, PINNED, DEVICE } MemoryKind;
 typedef struct Plan {
     const Backend *backend;
     size_t count;
-    struct {
+    struct Area {
         void *pointer; // address of the pointer to set; it has any type, hence memcpy()
         size_t bytes;
         MemoryKind where;
@@ -560,14 +566,10 @@ typedef struct Plan {
 
 static void plan_area(Plan *p, void *pointer, size_t bytes, MemoryKind where, const char *what) {
     if (p->count == MAX_AREAS)
-        die(1, "planning memory for %s: more than %d areas; raise MAX_AREAS in cnn.c", what,
-            MAX_AREAS);
+        die(1, "memory for %s: more than %d areas; raise MAX_AREAS in cnn.c", what, MAX_AREAS);
     if (where == PINNED && !p->backend->transfer)
         where = HOST; // there is no device that reads it
-    p->areas[p->count].pointer = pointer;
-    p->areas[p->count].bytes = bytes;
-    p->areas[p->count].where = where;
-    p->areas[p->count++].what = what;
+    p->areas[p->count++] = (struct Area){pointer, bytes, where, what};
 }
 
 static void plan_alloc(const Plan *p) {
@@ -594,52 +596,73 @@ static void join_path(char path[PATH_SIZE], const char *dir, const char *file) {
         die(1, "path too long: %s/%s", dir, file);
 }
 
-// A file that is replaced atomically: written to a temporary file, synced, renamed.
-typedef struct AtomicFile {
-    FILE *stream;
-    char path[PATH_SIZE], temporary[PATH_SIZE];
-} AtomicFile;
-
 static _Noreturn void file_fail(const char *doing, const char *path) {
     die(1, "%s %s: %s", doing, path, strerror(errno));
 }
 
-static void atomic_open(AtomicFile *f, const char *path) {
-    snprintf(f->path, sizeof f->path, "%s", path);
-    if (snprintf(f->temporary, PATH_SIZE, "%s.tmp", path) >= PATH_SIZE)
-        die(1, "path too long: %s.tmp", path);
-    f->stream = fopen(f->temporary, "wb");
-    if (!f->stream)
-        file_fail("cannot create", f->temporary);
+static void flush(FILE *f, const char *name) {
+    if (fflush(f) != 0 || ferror(f))
+        file_fail("cannot write to", name);
 }
 
-// Dies if `path` cannot be written: before hours of work rather than after them.
-static void check_writable(const char *path) {
-    AtomicFile f;
-    struct stat info;
-    if (stat(path, &info) == 0 && S_ISDIR(info.st_mode))
-        die(1, "cannot write %s: it is a folder", path);
-    atomic_open(&f, path);
-    fclose(f.stream);
-    unlink(f.temporary);
+// Opens a file to read; NULL: there is none. A pipe, which would block, reads as an empty file.
+static FILE *open_existing(const char *path) {
+    const int fd = open(path, O_RDONLY | O_NONBLOCK);
+    FILE *f = fd < 0 ? NULL : fdopen(fd, "rb");
+    if (!f && errno != ENOENT)
+        file_fail("cannot read", path);
+    return f;
+}
+
+/* A file that is replaced atomically: written to a temporary file in its folder, synced, renamed.
+   It keeps its mode; of a symbolic link the target is replaced; a device, such as /dev/null, is
+   written in place. */
+typedef struct AtomicFile {
+    FILE *stream;
+    char path[PATH_SIZE], temporary[PATH_SIZE + 4]; // temporary: empty for a device
+} AtomicFile;
+
+static void atomic_open(AtomicFile *f, const char *path) {
+    struct stat old = {0};
+    const bool exists = stat(path, &old) == 0, device = S_ISCHR(old.st_mode);
+    const char *why = !exists ? readlink(path, f->path, 1) < 0 ? NULL : "it links to nothing"
+                      : S_ISDIR(old.st_mode)             ? "it is a folder"
+                      : !device && !S_ISREG(old.st_mode) ? "it is neither a file nor a device"
+                      : access(path, W_OK) != 0 || !(old.st_mode & 0222) ? "it is read-only"
+                                                                         : NULL; // even for root
+    if (why)
+        die(1, "cannot write %s: %s", path, why);
+    if (device || !realpath(path, f->path))
+        snprintf(f->path, PATH_SIZE, "%s", path);
+    snprintf(f->temporary, sizeof f->temporary, device ? "" : "%s.tmp", f->path);
+    unlink(f->temporary); // of a killed run
+    const int fd =
+        device ? open(path, O_WRONLY) : open(f->temporary, O_WRONLY | O_CREAT | O_EXCL, 0666);
+    f->stream = fd < 0 ? NULL : fdopen(fd, "wb");
+    if (!f->stream || (exists && !device && fchmod(fd, old.st_mode & 07777) != 0))
+        file_fail("cannot create", device ? path : f->temporary);
 }
 
 static void atomic_commit(AtomicFile *f) {
-    bool good = !ferror(f->stream) && fflush(f->stream) == 0 && fsync(fileno(f->stream)) == 0;
-    good = fclose(f->stream) == 0 && good;
-    if (!good || rename(f->temporary, f->path) != 0) {
-        int why = errno;
-        unlink(f->temporary);
-        errno = why;
+    const bool device = !*f->temporary;
+    const int fd = fileno(f->stream);
+    struct stat ours, found;
+    bool good = !ferror(f->stream) && fflush(f->stream) == 0 && (device || fsync(fd) == 0);
+    if (!device &&
+        (fstat(fd, &ours) != 0 || lstat(f->temporary, &found) != 0 || ours.st_ino != found.st_ino))
+        die(1, "%s: another run writes it at the same time; give each its own", f->path);
+    good = fclose(f->stream) == 0 && good && (device || rename(f->temporary, f->path) == 0);
+    if (!good && !device)
+        unlink(f->temporary); // leaves errno alone
+    if (!good)
         file_fail("cannot write", f->path);
-    }
-    char copy[PATH_SIZE];
-    snprintf(copy, sizeof copy, "%s", f->path);
-    int dir = open(dirname(copy), O_RDONLY); // the directory entry must reach the disk as well
-    if (dir >= 0) {
-        fsync(dir);
-        close(dir);
-    }
+    if (device)
+        return;
+    const int folder = open(dirname(strcpy(f->temporary, f->path)), O_RDONLY);
+    // the name must reach the disk as well; EINVAL: not on this file system
+    if (folder >= 0 && fsync(folder) != 0 && errno != EINVAL)
+        file_fail("cannot sync the folder of", f->path);
+    close(folder);
 }
 
 static size_t usable_cores(void) {
@@ -652,7 +675,49 @@ static double memory_bytes(void) {
     return (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
 }
 
-// FNV-1a; hash: that of the bytes before.
+// 0: not there
+static size_t environment_number(const char *name) {
+    const char *text = getenv(name);
+    return text && atoi(text) > 0 ? (size_t)atoi(text) : 0;
+}
+
+/* The memory, in bytes, that the cgroup of this process and those around it allow. `table` is in
+   the format of /proc/self/cgroup: a line "0::GROUP" (version 2) or "5:memory:GROUP" (version 1),
+   whose limit is in the file ROOT/GROUP/memory.max or ROOT/memory/GROUP/memory.limit_in_bytes. */
+static double cgroup_limit(const char *table, const char *root) {
+    double least = INFINITY, limit;
+    char line[PATH_SIZE], path[2 * PATH_SIZE];
+    FILE *groups = fopen(table, "r");
+    while (groups && fgets(line, sizeof line, groups)) {
+        const bool new = strncmp(line, "0::", 3) == 0;
+        char *group = new || strstr(line, ":memory:") ? strchr(line, '/') : NULL;
+        char *end = group ? line + strcspn(line, "\n") : NULL;
+        for (; end; end = memrchr(group, '/', (size_t)(end - group))) { // to the group around it
+            *end = 0;
+            snprintf(path, sizeof path,
+                     new ? "%s%s/memory.max" : "%s/memory%s/memory.limit_in_bytes", root, group);
+            FILE *f = fopen(path, "r");
+            if (f && fscanf(f, "%lf", &limit) == 1) // "max": none
+                least = fmin(least, limit);
+            if (f)
+                fclose(f);
+        }
+    }
+    if (groups)
+        fclose(groups);
+    return least;
+}
+
+// The memory that this process may take, in bytes: of the machine, its Slurm job or its cgroup
+static double memory_limit(void) {
+    const size_t node = environment_number("SLURM_MEM_PER_NODE"), // MB; or for each core
+        cores = environment_number("SLURM_MEM_PER_CPU") * environment_number("SLURM_CPUS_ON_NODE");
+    const double slurm = node || cores ? 0x1p20 * (double)max_size(node, cores) : INFINITY;
+    return fmin(fmin(memory_bytes(), slurm), cgroup_limit("/proc/self/cgroup", "/sys/fs/cgroup"));
+}
+
+// FNV-1a; hash: that of the bytes before, at first HASH_START.
+#define HASH_START 0xcbf29ce484222325u
 static uint64_t hash_bytes(uint64_t hash, const void *memory, size_t bytes) {
     for (size_t i = 0; i < bytes; i++)
         hash = (hash ^ ((const uint8_t *)memory)[i]) * 0x100000001b3u;
@@ -1274,8 +1339,9 @@ static Shape window_shape(const Net *net, size_t x, const char *what, size_t ker
         channels == 0 || in.h + 2 * padding < kernel || in.w + 2 * padding < kernel)
         die(1,
             "model %s: %s at row %zu: a window of %zu x %zu, stride %zu, padding %zu, to %zu "
-            "channels cannot slide over %zu x %zu pixels; expected 1 x 1 to 11 x 11, a stride of "
-            "1 to 11, a padding below the window's size, and images as large as the window",
+            "channels cannot slide over %zu x %zu pixels; expected 1 x 1 to 11 x 11, not larger "
+            "than "
+            "the image, a stride of 1 to 11, a padding below the window's size",
             net->model, what, net->count, kernel, kernel, stride, padding, channels, in.h, in.w);
     return (Shape){(in.h + 2 * padding - kernel) / stride + 1,
                    (in.w + 2 * padding - kernel) / stride + 1, channels};
@@ -1622,10 +1688,9 @@ static void net_init(Net *net, uint64_t seed) {
             init_tensor(net, net->stats + l->stats + l->out.c, l->out.c, false, 0, 1, 0, seed);
     }
     lower_params(net);
+    const LossScale scale = {.scale = net->backend->adjust_scale ? FIRST_SCALE : 1};
     if (net->scale)
-        net->backend->copy(net->scale,
-                           &(LossScale){.scale = net->backend->adjust_scale ? FIRST_SCALE : 1},
-                           sizeof *net->scale);
+        net->backend->copy(net->scale, &scale, sizeof scale);
 }
 
 // ---- Summary
@@ -1830,9 +1895,9 @@ static void net_build(Net *net, const Model *model, const DatasetInfo *data,
     const Layer *last = &net->layers[x];
     if (x != net->count - 1 || last->kind != LOG_SOFTMAX || shape_size(last->out) != data->classes)
         die(1,
-            "model %s: expected the number of its last row, a log_softmax over the %zu classes of "
-            "%s; found row %zu of %zu, with %zu outputs",
-            model->name, data->classes, data->name, x, net->count, shape_size(last->out));
+            "model %s: expected as last row a log_softmax over the %zu classes of %s, found row "
+            "%zu",
+            model->name, data->classes, data->name, x);
 }
 
 /* ==== 6. Forward and backward ====================================================================
@@ -2016,7 +2081,7 @@ static double loss_and_gradient(Net *net, size_t n, bool training) {
 }
 
 // confusion[label][predicted class] += 1 for each image; returns how many are right
-static size_t count_predictions(const Net *net, const Batch *batch, size_t *confusion) {
+static size_t count_predictions(const Net *net, const Batch *batch, double *confusion) {
     const real *logp = net->host[0];
     size_t correct = 0, classes = net->classes;
     net->backend->copy(net->host[0], output(net, last_layer(net)),
@@ -2098,7 +2163,7 @@ static void sgd(Update u) {
 
 static void cpu_describe(Device *d) {
     snprintf(d->name, sizeof d->name, "cpu");
-    d->memory = memory_bytes();
+    d->memory = memory_limit();
 }
 
 static void cpu_copy(void *to, const void *from, size_t bytes) {
@@ -2326,13 +2391,9 @@ static _Noreturn FORMAT(2) void bad_file(const DataFile *f, const char *format, 
 
 // Finds DIR/FILE or DIR/FILE.gz; false if there is neither.
 static bool data_path(char path[PATH_SIZE], const char *dir, const char *file) {
-    char compressed[PATH_SIZE];
     join_path(path, dir, file);
-    if (access(path, F_OK) == 0)
-        return true;
-    if (snprintf(compressed, PATH_SIZE, "%s.gz", path) >= PATH_SIZE)
-        return false;
-    memcpy(path, compressed, PATH_SIZE);
+    if (access(path, F_OK) != 0 && strlen(path) + 4 <= PATH_SIZE)
+        strcat(path, ".gz");
     return access(path, F_OK) == 0;
 }
 
@@ -2344,7 +2405,7 @@ static void data_open(DataFile *f, const char *dir, const char *file, const char
             file, dataset);
     size_t length = strlen(f->path);
     f->gzip = length > 3 && strcmp(f->path + length - 3, ".gz") == 0;
-    f->stream = fopen(f->path, "rb");
+    f->stream = open_existing(f->path);
     if (f->stream && f->gzip) {
         fclose(f->stream);
         setenv("CNN_FILE", f->path, 1); // so that the shell does not interpret it
@@ -2357,8 +2418,7 @@ static void data_open(DataFile *f, const char *dir, const char *file, const char
 static void data_close(DataFile *f) {
     int status = f->gzip ? pclose(f->stream) : fclose(f->stream);
     if (WIFEXITED(status) && WEXITSTATUS(status) == 127)
-        die(1, "%s: the gzip program is not installed; install it or run: gunzip -k %s", f->path,
-            f->path);
+        die(1, "%s: gzip is not installed; install it or run: gunzip -k %s", f->path, f->path);
     if (status != 0)
         bad_file(f, "gzip cannot read it");
 }
@@ -2373,16 +2433,17 @@ static void read_exactly(DataFile *f, void *to, size_t bytes, size_t offset, siz
 }
 
 // Returns the first `kept` of `count` records and closes the file, whose whole length is checked.
-static uint8_t *read_records(DataFile *f, size_t header_bytes, size_t bytes, size_t count,
-                             size_t kept) {
-    const size_t expected = header_bytes + count * bytes; // at most 2^32 * 2^12: cannot overflow
-    struct stat info; // checked before memory is allocated for what the header claims
-    if (!f->gzip && fstat(fileno(f->stream), &info) == 0 && (size_t)info.st_size != expected)
-        bad_file(f, "expected %zu bytes for %zu items, found %lld", expected, count,
-                 (long long)info.st_size);
+static uint8_t *read_records(DataFile *f, size_t header, size_t bytes, size_t count, size_t kept) {
+    const size_t expected = header + count * bytes; // at most 2^32 * 2^12: cannot overflow
+    const size_t most = f->gzip ? 1100 : 1;         // of gzip's bytes each can hold 1,032
+    struct stat info = {0}; // checked before memory is allocated for what the header claims
+    if (stat(f->path, &info) != 0 || expected > most * (size_t)info.st_size ||
+        (!f->gzip && expected != (size_t)info.st_size))
+        bad_file(f, "expected %zu bytes for %zu items, found %lld%s", expected, count,
+                 (long long)info.st_size, f->gzip ? ", compressed, too few for them" : "");
     uint8_t *records = must_alloc(kept * bytes, "images"), skipped[4096];
     for (size_t i = 0; i < count; i++)
-        read_exactly(f, i < kept ? records + i * bytes : skipped, bytes, header_bytes + i * bytes,
+        read_exactly(f, i < kept ? records + i * bytes : skipped, bytes, header + i * bytes,
                      expected);
     if (fgetc(f->stream) != EOF)
         bad_file(f, "too long: expected %zu bytes for %zu items, found more", expected, count);
@@ -2394,10 +2455,9 @@ static uint32_t big_endian(const uint8_t b[4]) {
     return (uint32_t)b[0] << 24 | (uint32_t)b[1] << 16 | (uint32_t)b[2] << 8 | b[3];
 }
 
-static void check_label(const DataFile *f, size_t label, size_t classes, size_t image) {
+static void check_label(const DataFile *f, size_t label, size_t classes, size_t i) {
     if (label >= classes)
-        bad_file(f, "expected labels from 0 to %zu, found %zu at image %zu", classes - 1, label,
-                 image);
+        bad_file(f, "expected labels from 0 to %zu, found %zu at image %zu", classes - 1, label, i);
 }
 
 /* An IDX file: magic number 0x0801 (labels) or 0x0803 (images), the sizes of its 1 or 3 dimensions,
@@ -2434,8 +2494,7 @@ static void read_idx_set(Dataset *data, const char *dir, const char *const *file
     size_t n_images = read_idx(&images, &data->images, &data->count, info->shape);
     size_t n_labels = read_idx(&labels, &data->labels, &kept, (Shape){0});
     if (n_images != n_labels)
-        bad_file(&labels, "expected a label for each of the %zu images, found %zu", n_images,
-                 n_labels);
+        bad_file(&labels, "expected labels for %zu images, found %zu", n_images, n_labels);
     for (size_t i = 0; i < data->count; i++)
         check_label(&labels, data->labels[i], info->classes, i);
 }
@@ -2976,6 +3035,7 @@ typedef struct Comm {
     size_t rank, world, device;
     size_t replica, replicas; // its number within this process, and how many there are
     const Settings *settings;
+    int signal; // as `requested`, of this step
     Team *team; // NULL: the ranks are processes
     bool dp;
     Net *net;
@@ -2996,11 +3056,38 @@ typedef struct Comm {
     Plan plan;
 } Comm;
 
+// Seconds that ranks wait at a time: while this process is stopped, as by Ctrl-Z, only one passes.
+static const double PATIENCE = .1;
+
 static _Noreturn void die_of_timeout(const Comm *c, size_t late) {
-    die(1,
-        "rank %zu: rank %zu has not answered for %g s; is it still running? See its own log; a "
-        "larger --timeout waits longer",
-        c->rank, late, c->settings->timeout);
+    die(1, "rank %zu: rank %zu has not answered for %g s; see its log, or raise --timeout", c->rank,
+        late, c->settings->timeout);
+}
+
+/* ---- Signals: SIGUSR1 asks for a checkpoint; SIGINT, SIGTERM and SIGHUP for one and the end, with
+   exit status 128 + their number, and a second one ends the program at once. A rank takes them at
+   the beginning of a step; from then on its messages carry them, over MPI as their tag, so that all
+   ranks know them when the gradients are reduced, and end the step in the same way. */
+enum { SAVE = 1, EXIT_SIGNAL = 128 };
+static volatile sig_atomic_t requested; // SAVE, EXIT_SIGNAL + the signal's number, or 0
+
+static void on_signal(int number) {
+    if (number != SIGUSR1)
+        signal(number, SIG_DFL);
+    if (number != SIGUSR1 || !requested)
+        requested = number == SIGUSR1 ? SAVE : EXIT_SIGNAL + number;
+}
+
+static void catch_signals(void) {
+    static const int numbers[] = {SIGUSR1, SIGINT, SIGTERM, SIGHUP};
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
+        if (signal(numbers[i], on_signal) == SIG_IGN) // as by nohup
+            signal(numbers[i], SIG_IGN);
+}
+
+static void note_signal(Comm *c, int signal) {
+    if (signal > c->signal)
+        __atomic_store_n(&c->signal, signal, __ATOMIC_RELAXED); // the right neighbour reads it
 }
 
 // ---- Ranks
@@ -3011,15 +3098,19 @@ static void end_all_ranks(int status) {
     MPI_Abort(MPI_COMM_WORLD, status);
 }
 
+static void finalize_mpi(void) {
+    MPI_Finalize();
+}
+
 // Sets rank, world and device, its number within the host.
 static void start_mpi(Comm *c) {
     int provided, rank, world, device;
     MPI_Comm host;
     MPI_Init_thread(NULL, NULL, MPI_THREAD_SERIALIZED, &provided);
     leave = end_all_ranks;
+    atexit(finalize_mpi);
     if (provided < MPI_THREAD_SERIALIZED)
-        die(1, "MPI: expected MPI_THREAD_SERIALIZED, so that any thread may call it, found less; "
-               "use an MPI library built with thread support");
+        die(1, "MPI: expected MPI_THREAD_SERIALIZED, found less; use one with thread support");
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
     MPI_Comm_size(MPI_COMM_WORLD, &world);
     MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &host);
@@ -3030,24 +3121,20 @@ static void start_mpi(Comm *c) {
     c->device = (size_t)device;
 }
 
-// Waits until all ranks have finished.
-static void finalize_mpi(void) {
-    int started = 0;
-    MPI_Initialized(&started);
-    if (started)
-        MPI_Finalize();
-}
-
-// Waits for a message to or from a neighbour, or dies as barrier() does.
-static void mpi_wait(const Comm *c, MPI_Request *request, size_t neighbour) {
-    double deadline = now() + c->settings->timeout;
+// Waits for a message to or from a neighbour, or dies as barrier() does. Returns its tag.
+static int mpi_wait(const Comm *c, MPI_Request *request, size_t neighbour) {
+    MPI_Status status = {.MPI_TAG = 0};
+    double waited = 0, last = now();
     for (int done = 0; !done;) {
-        MPI_Test(request, &done, MPI_STATUS_IGNORE);
-        if (!done && now() > deadline)
+        MPI_Test(request, &done, &status);
+        waited += fmin(now() - last, PATIENCE);
+        last = now();
+        if (!done && waited > c->settings->timeout)
             die_of_timeout(c, neighbour);
         if (!done)
             nanosleep(&(struct timespec){.tv_nsec = 20000}, NULL); // leaves the core to others
     }
+    return status.MPI_TAG;
 }
 
 // Sends bytes to the right neighbour and returns those received from the left one.
@@ -3058,20 +3145,18 @@ static const void *mpi_exchange(Comm *c, const void *send, size_t bytes, size_t 
         c->net->backend->transfer(c->device, c->host[0], send, bytes);
         send = c->host[0];
     }
-    MPI_Irecv(c->host[1], (int)expected, MPI_BYTE, (int)left, 0, MPI_COMM_WORLD, &requests[0]);
-    MPI_Isend(send, (int)bytes, MPI_BYTE, (int)right, 0, MPI_COMM_WORLD, &requests[1]);
-    mpi_wait(c, &requests[0], left);
+    MPI_Irecv(c->host[1], (int)expected, MPI_BYTE, (int)left, MPI_ANY_TAG, MPI_COMM_WORLD,
+              &requests[0]);
+    MPI_Isend(send, (int)bytes, MPI_BYTE, (int)right, c->signal, MPI_COMM_WORLD, &requests[1]);
+    note_signal(c, mpi_wait(c, &requests[0], left));
     mpi_wait(c, &requests[1], right);
     return c->host[1];
 }
 #else
 static void start_mpi(Comm *c) {
     (void)c;
-    die(1, "started as one of several ranks, but built without MPI; install it and run: make clean "
-           "&& make, which says whether it was found");
+    die(1, "one of several ranks, but built without MPI; install it and run: make clean && make");
 }
-
-static void finalize_mpi(void) {}
 
 static const void *mpi_exchange(Comm *c, const void *send, size_t bytes, size_t expected) {
     (void)c, (void)send, (void)bytes, (void)expected;
@@ -3079,26 +3164,18 @@ static const void *mpi_exchange(Comm *c, const void *send, size_t bytes, size_t 
 }
 #endif
 
-// 0: not there
-static size_t number_in_environment(const char *name) {
-    const char *text = getenv(name);
-    return text && atoi(text) > 0 ? (size_t)atoi(text) : 0;
-}
-
 // Whether mpirun or srun has started this process as one of several; if so, sets rank and world.
 static bool join_mpi(Comm *c) {
     bool launched = getenv("OMPI_COMM_WORLD_RANK") || getenv("PMI_RANK") || getenv("PMIX_RANK");
     static const char *const sizes[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"};
     size_t world = 0;
     for (size_t i = 0; i < 3 && world == 0; i++)
-        world = number_in_environment(sizes[i]);
+        world = environment_number(sizes[i]);
     if (!launched || world < 2)
         return false;
     start_mpi(c);
     if (c->world != world)
-        die(1,
-            "started as one of %zu ranks, but MPI found %zu; start them with the mpirun of the MPI "
-            "that cnn was built with, or with srun --mpi=pmix",
+        die(1, "started as one of %zu ranks, MPI found %zu; use its own mpirun, or srun --mpi=pmix",
             world, c->world);
     return true;
 }
@@ -3116,15 +3193,21 @@ static void team_init(Team *t) {
 // Waits until all ranks of the process have arrived; after --timeout dies, naming one that has not.
 static void barrier(Comm *c) {
     Team *t = c->team;
-    double end = now() + c->settings->timeout;
-    struct timespec deadline = {(time_t)end, (long)(1e9 * (end - floor(end)))};
+    double waited = 0;
     pthread_mutex_lock(&t->lock);
     size_t number = ++t->arrivals[c->rank];
     pthread_cond_broadcast(&t->changed);
     for (size_t r = 0; r < c->world; r++)
-        while (t->arrivals[r] < number)
-            if (pthread_cond_timedwait(&t->changed, &t->lock, &deadline) == ETIMEDOUT)
+        while (t->arrivals[r] < number) {
+            double end = now() + PATIENCE;
+            struct timespec until = {(time_t)end, (long)(1e9 * (end - floor(end)))};
+            if (pthread_cond_timedwait(&t->changed, &t->lock, &until) != ETIMEDOUT ||
+                ftrylockfile(stdout) != 0) // a rank waits for its reader, as for a paused pager
+                continue;
+            funlockfile(stdout);
+            if ((waited += PATIENCE) > c->settings->timeout)
                 die_of_timeout(c, r);
+        }
     pthread_mutex_unlock(&t->lock);
 }
 
@@ -3146,6 +3229,7 @@ static void ring_step(Comm *c, real *data, Range send, Range receive, bool add) 
         barrier(c);
         const Comm *left = c->team->ranks[(c->rank + c->world - 1) % c->world];
         from = (const real *)left->shown + receive.first;
+        note_signal(c, __atomic_load_n(&left->signal, __ATOMIC_RELAXED));
     } else {
         from = mpi_exchange(c, data + send.first, send.count * sizeof *data,
                             receive.count * sizeof *data);
@@ -3291,6 +3375,7 @@ static const Batch *dp_next(Comm *c) {
         t->batch = loader_next(c->loader);
     c->net->backend->synchronize(); // the update may still be queued
     barrier(c);
+    note_signal(c, __atomic_load_n(&t->ranks[0]->signal, __ATOMIC_RELAXED));
     if (!t->batch)
         return NULL;
     Range part = dp_part(c, c->rank);
@@ -3356,6 +3441,8 @@ static void dp_reduce(Comm *c) {
 // ---- Called by train() and test(): ddp, which includes a single device, or dp
 
 static const Batch *next_batch(Comm *c) {
+    if (!c->dp || c->rank == 0)
+        note_signal(c, __atomic_exchange_n(&requested, 0, __ATOMIC_RELAXED));
     return c->dp ? dp_next(c) : loader_next(c->loader);
 }
 
@@ -3418,10 +3505,8 @@ static void compare_ranks(Comm *c, const char *what, uint64_t hash) {
     all_gather(c, hashes, sizeof hash);
     for (size_t r = 1; r < c->world; r++)
         if (hashes[r] != hashes[0])
-            die(1,
-                "rank %zu has other %s than rank 0 (hashes %016llx and %016llx); start all of them "
-                "with the same options and files",
-                r, what, (unsigned long long)hashes[r], (unsigned long long)hashes[0]);
+            die(1, "rank %zu has other %s than rank 0; start all with the same options and files",
+                r, what);
 }
 
 // Plans the memory of communication; rank, world, settings and team must be set.
@@ -3496,9 +3581,11 @@ static void comm_free(Comm *c) {
    a convolution's weight is [out][in][row][column], a linear layer's [out][in], where `in` counts
    channel, row, column, the order in which PyTorch flattens an image. A checkpoint also holds the
    optimizer's state and, as metadata, the position of the run and the settings that determine its
-   result. */
+   result. A file that cnn writes ends its metadata with CHECKSUM, of those before it and of all
+   values; files of PyTorch, and of cnn's first version, have none. */
 
 enum { MAX_HEADER = 1 << 20, METADATA_SIZE = 4096 };
+#define CHECKSUM "cnn=2\nchecksum=fnv1a64:%016llx\n"
 
 // A tensor of the file.
 typedef struct Tensor {
@@ -3514,30 +3601,27 @@ typedef struct Tensor {
 } Tensor;
 
 // to[k][c][i][j] = from[i][j][c][k], or back
-static void reorder_weight(real *to, const real *from, Shape filter, size_t outputs,
-                           bool to_pytorch) {
+static void reorder_weight(real *to, const real *from, Shape filter, size_t outputs, bool saving) {
     size_t pixels = filter.h * filter.w, at = 0;
     for (size_t k = 0; k < outputs; k++)
         for (size_t c = 0; c < filter.c; c++)
             for (size_t pixel = 0; pixel < pixels; pixel++, at++) {
                 size_t ours = (pixel * filter.c + c) * outputs + k;
-                to[to_pytorch ? at : ours] = from[to_pytorch ? ours : at];
+                to[saving ? at : ours] = from[saving ? ours : at];
             }
 }
 
 static Tensor *add_tensor(Tensor *t, const char *prefix, const Layer *l, const char *what,
                           real *values, size_t count) {
-    *t = (Tensor){.dtype = sizeof(real) == 4 ? "F32" : "F64", .rank = 1, .dims = {count}};
+    *t = (Tensor){.rank = 1, .dims = {count}, .count = count, .values = values};
+    t->dtype = sizeof(real) == 4 ? "F32" : "F64";
     snprintf(t->name, sizeof t->name, "%s%s.%s", prefix, l->name, what);
-    t->count = count;
     t->bytes = count * sizeof(real);
-    t->values = values;
     return t + 1;
 }
 
-// Tensors of all layers, with values at `params`; with_stats: BatchNorm's as well.
-static Tensor *list_layers(const Net *net, Tensor *t, const char *prefix, real *params,
-                           bool with_stats) {
+// Tensors of all layers, with values at `params`; all: BatchNorm's statistics as well
+static Tensor *list_layers(const Net *net, Tensor *t, const char *prefix, real *params, bool all) {
     for (const Layer *l = net->layers; l < net->layers + net->count; l++) {
         Tensor *weight = t;
         if (!l->weights)
@@ -3552,7 +3636,7 @@ static Tensor *list_layers(const Net *net, Tensor *t, const char *prefix, real *
             weight->rank = l->kind == LINEAR ? 2 : 4;
             memcpy(weight->dims, (size_t[]){l->out.c, l->in.c, l->kernel, l->kernel},
                    sizeof weight->dims);
-        } else if (with_stats) {
+        } else if (all) {
             real *stats = net->stats + l->stats;
             t = add_tensor(t, prefix, l, "running_mean", stats, l->out.c);
             t = add_tensor(t, prefix, l, "running_var", stats + l->out.c, l->out.c);
@@ -3613,6 +3697,8 @@ static char *make_header(const Tensor *list, size_t count, const char *metadata)
     char *header, entry[256];
     size_t length;
     FILE *h = open_memstream(&header, &length);
+    if (!h)
+        no_memory(MAX_HEADER, "a header");
     const char *separator = "";
     fprintf(h, *metadata ? "{\"__metadata__\":{" : "{");
     for (const char *m = metadata; *m; m += strcspn(m, "\n") + 1) {
@@ -3626,8 +3712,20 @@ static char *make_header(const Tensor *list, size_t count, const char *metadata)
         fprintf(h, "%s%s%zu,%zu]}", separator, entry, t->begin, t->begin + t->bytes);
     }
     fprintf(h, "}");
-    fclose(h);
+    if (fclose(h) != 0)
+        no_memory(MAX_HEADER, "a header");
     return header;
+}
+
+// The values of a tensor as they are in the file, until the next call
+static const void *file_values(Net *net, const Tensor *t) {
+    if (!t->values)
+        return memcpy(net->host[0], &(int64_t){(int64_t)net->batches_tracked}, sizeof(int64_t));
+    net->backend->copy(net->host[0], t->values, t->bytes);
+    if (!t->filter.h)
+        return net->host[0];
+    reorder_weight(net->host[1], net->host[0], t->filter, t->outputs, true);
+    return net->host[1];
 }
 
 // Writes the network's tensors, the optimizer's if state is given, and metadata: lines "key=value".
@@ -3635,27 +3733,24 @@ static void save_tensors(Net *net, const Optimizer *optimizer, real *state, cons
                          const char *path) {
     AtomicFile f;
     size_t count;
+    char stated[METADATA_SIZE + 64];
     Tensor *list = list_tensors(net, state ? optimizer : NULL, state, false, &count);
     qsort(list, count, sizeof *list, compare_keys);
-    char *header = make_header(list, count, metadata);
+    uint64_t checksum = hash_bytes(HASH_START, metadata, strlen(metadata));
+    for (const Tensor *t = list; t < list + count; t++) {
+        const void *values = file_values(net, t);
+        if (t->values && first_not_finite(values, t->count, 0) < t->count)
+            die(1, "%s: not written, since %s is not finite; try a smaller --lr", path, t->name);
+        checksum = hash_bytes(checksum, values, t->bytes);
+    }
+    snprintf(stated, sizeof stated, "%s" CHECKSUM, metadata, (unsigned long long)checksum);
+    char *header = make_header(list, count, stated);
     atomic_open(&f, path);
     const uint64_t length = (strlen(header) + 7) / 8 * 8; // padded with blanks
-    for (int byte = 0; byte < 8; byte++)
-        fputc((int)(length >> (8 * byte) & 255), f.stream);
+    fwrite(&length, sizeof length, 1, f.stream);
     fprintf(f.stream, "%-*s", (int)length, header);
-    for (const Tensor *t = list; t < list + count; t++) {
-        int64_t tracked = (int64_t)net->batches_tracked;
-        if (t->values)
-            net->backend->copy(net->host[0], t->values, t->bytes);
-        if (t->values && first_not_finite(net->host[0], t->count, 0) < t->count) {
-            unlink(f.temporary);
-            die(1, "%s: not written, since %s is not finite; try a smaller --lr", path, t->name);
-        }
-        if (t->filter.h)
-            reorder_weight(net->host[1], net->host[0], t->filter, t->outputs, true);
-        fwrite(!t->values ? (void *)&tracked : net->host[t->filter.h ? 1 : 0], 1, t->bytes,
-               f.stream);
-    }
+    for (const Tensor *t = list; t < list + count; t++)
+        fwrite(file_values(net, t), 1, t->bytes, f.stream);
     atomic_commit(&f);
     free(header);
     free(list);
@@ -3680,9 +3775,7 @@ static _Noreturn void header_fail(const TensorFile *f, const char *at, const cha
     snprintf(found, sizeof found, "%s", at);
     for (char *c = found; *c; c++)
         *c = *c < ' ' || *c > '~' ? '?' : *c;
-    die(1,
-        "%s: in its header: expected %s, found \"%s\"; is it a safetensors file of this --model, "
-        "--width, --stem and --dataset?",
+    die(1, "%s: in its header: expected %s, found \"%s\"; is it of this --model and --dataset?",
         f->path, expected, found);
 }
 
@@ -3712,18 +3805,17 @@ static void read_metadata(TensorFile *f) {
     f->tensors = at + 1 + (at[1] == ',');
 }
 
-// Opens the file and reads its header: 8 bytes that hold its length, then text, padded with blanks.
-static void open_tensors(TensorFile *f, const char *path) {
-    uint8_t prefix[8];
+// Opens the file and reads its header: 8 bytes that hold its length, then text. False: no such file
+static bool open_tensors(TensorFile *f, const char *path) {
     struct stat info;
-    uint64_t length = 0;
-    *f = (TensorFile){.path = path, .stream = fopen(path, "rb")};
-    if (!f->stream || fstat(fileno(f->stream), &info) != 0)
+    uint64_t length; // little-endian, as the processors that cnn runs on
+    *f = (TensorFile){.path = path, .stream = open_existing(path)};
+    if (!f->stream)
+        return false;
+    if (fstat(fileno(f->stream), &info) != 0)
         file_fail("cannot read", path);
-    if (fread(prefix, 1, 8, f->stream) != 8)
+    if (fread(&length, sizeof length, 1, f->stream) != 1)
         die(1, "%s: expected a safetensors file, found fewer than 8 bytes", path);
-    for (int byte = 7; byte >= 0; byte--)
-        length = length << 8 | prefix[byte];
     if (length > MAX_HEADER || length + 8 > (uint64_t)info.st_size)
         die(1, "%s: expected a header of at most %d bytes and not beyond the file, found %llu",
             path, MAX_HEADER, (unsigned long long)length);
@@ -3739,6 +3831,7 @@ static void open_tensors(TensorFile *f, const char *path) {
         header_fail(f, f->header + strlen(f->header), "no zero byte");
     f->tensors = f->header + 1;
     read_metadata(f);
+    return true;
 }
 
 // Finds a tensor of ours in the file and sets key and begin; false if it is optional and missing.
@@ -3781,9 +3874,18 @@ static size_t find_tensors(const TensorFile *f, Tensor *list, size_t count) {
             die(1, "%s: %s: expected its values at byte %zu, where those before it end, found %zu",
                 f->path, list[i].name, end, list[i].begin);
     if (end != f->data_bytes)
-        die(1, "%s: expected %zu bytes of values, as its header says, found %zu", f->path, end,
-            f->data_bytes);
+        die(1, "%s: expected %zu bytes of values, found %zu", f->path, end, f->data_bytes);
     return kept;
+}
+
+// Dies unless all numbers are finite, and not negative if they are means of squares.
+static void check_values(const TensorFile *f, const Tensor *t, const real *values) {
+    const bool squares = strstr(t->name, "running_var") || strstr(t->name, "square_avg") ||
+                         strstr(t->name, "acc_delta");
+    for (size_t i = 0; i < t->count; i++)
+        if (!isfinite(values[i]) || (squares && values[i] < 0))
+            die(1, "%s: %s: expected finite numbers%s, found %g", f->path, t->name,
+                squares ? " from 0 on" : "", (double)values[i]);
 }
 
 /* Reads the network's tensors, and the optimizer's if state is given, and closes the file. Without
@@ -3791,19 +3893,25 @@ static size_t find_tensors(const TensorFile *f, Tensor *list, size_t count) {
 static void read_tensors(TensorFile *f, Net *net, const Optimizer *optimizer, real *state) {
     size_t count;
     Tensor *list = list_tensors(net, state ? optimizer : NULL, state, !state, &count);
+    char stated[64];
+    const size_t size = strlen(f->metadata), tail = (size_t)snprintf(NULL, 0, CHECKSUM, 0ull);
+    const bool ours = strstr(f->metadata, "cnn=") || strstr(f->metadata, "checksum=fnv");
+    const size_t others = size - min_size(size, tail);
+    uint64_t checksum = hash_bytes(HASH_START, f->metadata, others);
     count = find_tensors(f, list, count);
     for (const Tensor *t = list; t < list + count; t++) {
         int64_t tracked = 0;
         void *to = t->values ? (void *)net->host[0] : (void *)&tracked;
-        if (t->ignored)
-            continue;
         if (fseek(f->stream, (long)(f->data + t->begin), SEEK_SET) != 0 ||
             fread(to, 1, t->bytes, f->stream) != t->bytes)
             file_fail("cannot read", f->path);
-        size_t bad = t->values ? first_not_finite(net->host[0], t->count, 0) : t->count;
-        if (bad < t->count)
-            die(1, "%s: %s: expected finite numbers, found %g", f->path, t->name,
-                (double)net->host[0][bad]);
+        checksum = hash_bytes(checksum, to, t->bytes);
+        if (t->ignored)
+            continue;
+        if (t->values)
+            check_values(f, t, net->host[0]);
+        if (tracked < 0)
+            die(1, "%s: %s: expected a count, found %lld", f->path, t->name, (long long)tracked);
         if (t->filter.h)
             reorder_weight(net->host[1], net->host[0], t->filter, t->outputs, false);
         if (t->values)
@@ -3811,6 +3919,9 @@ static void read_tensors(TensorFile *f, Net *net, const Optimizer *optimizer, re
         else
             net->batches_tracked = (size_t)tracked;
     }
+    snprintf(stated, sizeof stated, CHECKSUM, (unsigned long long)checksum);
+    if (ours && strcmp(f->metadata + others, stated) != 0)
+        die(1, "%s: damaged: it has another checksum than it states; use an older copy", f->path);
     lower_params(net);
     fclose(f->stream);
     free(f->header);
@@ -3819,14 +3930,13 @@ static void read_tensors(TensorFile *f, Net *net, const Optimizer *optimizer, re
 
 // One hash of all parameters and running statistics, tensor by tensor.
 static uint64_t hash_weights(Net *net) {
-    uint64_t hash = 0xcbf29ce484222325u;
+    uint64_t hash = HASH_START;
     for (const Layer *l = net->layers; l < net->layers + net->count; l++) {
         const size_t running = l->kind == BATCHNORM2D ? 2 * l->out.c : 0; // means and variances
-        const real *parts[] = {net->params + l->weight, net->params + l->bias,
-                               net->stats + l->stats};
+        const real *at[] = {net->params + l->weight, net->params + l->bias, net->stats + l->stats};
         const size_t counts[] = {l->weights, l->biases, running};
         for (size_t k = 0; k < 3; k++) {
-            net->backend->copy(net->host[0], parts[k], counts[k] * sizeof(real));
+            net->backend->copy(net->host[0], at[k], counts[k] * sizeof(real));
             hash = hash_bytes(hash, net->host[0], counts[k] * sizeof(real));
         }
     }
@@ -3862,10 +3972,8 @@ static char model_names[1024]; // the choices of --model, listed from models[]
 #define TEXT(field, values) TEXT, offsetof(Settings, field), values, 0, 0
 // clang-format off
 static const Option options[] = {
-    {"--model", CHOICE(model, model_names), "mnist", 1,
-     "the network; its own defaults are listed below"},
-    {"--width", COUNT(width, "N", 1, 1024), "6", 1,
-     "cifar: channels of the first convolution; 64 is the wide one"},
+    {"--model", CHOICE(model, model_names), "mnist", 1, "the network; its own defaults are below"},
+    {"--width", COUNT(width, "N", 1, 1024), "6", 1, "cifar: channels of conv1; 64 is the wide one"},
     {"--stem", CHOICE(stem, "3|7|imagenet"), "3", 1,
      "ResNets: first convolution 3x3, 7x7, or 7x7 stride 2 and max-pool"},
     {"--dataset", CHOICE(dataset, "auto|mnist|fashion-mnist|cifar10|cifar100|synthetic"), "auto", 1,
@@ -3881,32 +3989,26 @@ static const Option options[] = {
     {"--test-batch-size", COUNT(test_batch_size, "N", 1, 65536), NULL, 0,
      "images tested at a time (default: 1000 for mnist and lenet, else the training batch)"},
     {"--epochs", COUNT(epochs, "N", 1, 100000), "14", 0, "passes over the training set"},
-    {"--max-steps", COUNT(max_steps, "N", 0, UINT32_MAX), "0", 0,
-     "end training after N steps in all; 0: after --epochs"},
-    {"--optimizer", CHOICE(optimizer, "adadelta|sgd"), "adadelta", 1,
-     "how gradients change the weights"},
-    {"--lr", NUMBER(lr, "LR", 1e-12, 1e6), NULL, 1,
-     "learning rate (default: 1.0 for adadelta, 0.01 for sgd)"},
+    {"--max-steps", COUNT(max_steps, "N", 0, UINT32_MAX), "0", 0, "end training after N steps"},
+    {"--optimizer", CHOICE(optimizer, "adadelta|sgd"), "adadelta", 1, "how weights are changed"},
+    {"--lr", NUMBER(lr, "LR", 1e-12, 1e6), NULL, 1, "learning rate (default: adadelta 1; sgd .01)"},
     {"--momentum", NUMBER(momentum, "M", 0, 0.999999), "0", 1, "sgd: momentum"},
     {"--nesterov", SWITCH(nesterov), "off", 1, "sgd: Nesterov's momentum"},
-    {"--weight-decay", NUMBER(weight_decay, "W", 0, 1e3), "0", 1,
-     "adds W times the weight to each gradient"},
+    {"--weight-decay", NUMBER(weight_decay, "W", 0, 1e3), "0", 1, "adds W * weight to a gradient"},
     {"--label-smoothing", NUMBER(label_smoothing, "E", 0, 0.999999), "0", 1,
      "share of the target spread over all classes"},
     {"--schedule", CHOICE(schedule, "step|multistep|cosine"), "step", 1,
      "how the learning rate changes from epoch to epoch"},
-    {"--gamma", NUMBER(gamma, "M", 0, 1e6), "0.7", 1,
-     "step, multistep: the learning rate is multiplied by M"},
+    {"--gamma", NUMBER(gamma, "M", 0, 1e6), "0.7", 1, "step, multistep: multiplies the rate by M"},
     {"--step-size", COUNT(step_size, "N", 1, 100000), "1", 1, "step: ... after every N epochs"},
     {"--milestones", TEXT(milestones, "E,E,..."), "", 1, "multistep: ... after these epochs"},
     {"--warmup-epochs", COUNT(warmup_epochs, "N", 0, 100000), "0", 1,
      "epochs before the schedule in which the rate grows linearly up to --lr"},
     {"--lr-scaling", CHOICE(lr_scaling, "none|linear|sqrt"), "none", 1,
      "scale --lr by batch size / the model's default one, or its root"},
-    {"--seed", COUNT(seed, "S", 0, 9007199254740992.), "1", 1,
+    {"--seed", COUNT(seed, "S", 0, 9007199254740991.), "1", 1,
      "determines all random numbers: the same seed, the same run"},
-    {"--log-interval", COUNT(log_interval, "N", 1, UINT32_MAX), "10", 0,
-     "steps between two log lines"},
+    {"--log-interval", COUNT(log_interval, "N", 1, UINT32_MAX), "10", 0, "steps between log lines"},
     {"--workers", COUNT(workers, "N", 1, 256), NULL, 0,
      "threads that load batches for each device (default: SLURM_CPUS_PER_TASK in all, else 1)"},
     {"--threads", COUNT(threads, "N", 1, MAX_THREADS), NULL, 0,
@@ -3921,14 +4023,11 @@ static const Option options[] = {
      "fused: one pass over all parameters; per-tensor: one for each, to compare"},
     {"--zero-grad", CHOICE(zero_grad, "none|memset"), "none", 0,
      "memset: clear the gradients before backward, as frameworks once did, to compare"},
-    {"--graph", SWITCH(graph), "off", 0,
-     "GPU: launch each step as one CUDA graph, instead of kernel by kernel"},
+    {"--graph", SWITCH(graph), "off", 0, "GPU: launch each step as one CUDA graph"},
     {"--autotune", SWITCH(autotune), "off", 0,
      "GPU: time the tiles of each product in the first step, keep the fastest; same results"},
-    {"--resident", SWITCH(resident), "on", 0,
-     "GPU: keep the data set in its memory, if it fits; off: copy each batch"},
-    {"--pin-memory", SWITCH(pin_memory), "on", 0,
-     "GPU: copy batches from pinned memory, which it reads directly"},
+    {"--resident", SWITCH(resident), "on", 0, "GPU: keep the data set in its memory, if it fits"},
+    {"--pin-memory", SWITCH(pin_memory), "on", 0, "GPU: copy batches from pinned memory"},
     {"--gpus", COUNT(gpus, "N", 1, MAX_REPLICAS), NULL, 0,
      "train on N GPUs of this machine (default: 1 if there is one, else the CPU)"},
     {"--replicas", COUNT(replicas, "N", 1, MAX_REPLICAS), "1", 0,
@@ -3942,28 +4041,22 @@ static const Option options[] = {
     {"--bucket-mb", NUMBER(bucket_mb, "MB", 0.001, 10000), "25", 1,
      "ddp: size of the pieces in which gradients are all-reduced"},
     {"--overlap", SWITCH(overlap), "on", 0, "ddp: all-reduce during backward; off: after it"},
-    {"--timeout", NUMBER(timeout, "S", 1, 1e6), "300", 0,
-     "seconds to wait for another device before the run ends"},
+    {"--timeout", NUMBER(timeout, "S", 1, 1e6), "300", 0, "seconds to wait for another device"},
     {"--out", TEXT(out, "DIR"), "", 0, "write run.json, steps.csv and epochs.csv into DIR"},
-    {"--quiet", SWITCH(quiet), "off", 0,
-     "print only one line for each epoch on stdout, and no progress"},
+    {"--quiet", SWITCH(quiet), "off", 0, "print only one line an epoch on stdout, and no progress"},
     {"--per-class", SWITCH(per_class), "off", 0, "print the accuracy of each class at the end"},
     {"--profile", SWITCH(profile), "off", 0, "print the time that each line of train() took"},
-    {"--layers", SWITCH(layers), "off", 0,
-     "at the end measure each layer, next to the limits of this machine"},
-    {"--trace", TEXT(trace, "FILE"), "", 0,
-     "write a timeline as JSON, for chrome://tracing and Perfetto"},
+    {"--layers", SWITCH(layers), "off", 0, "measure each layer, next to this machine's limits"},
+    {"--trace", TEXT(trace, "FILE"), "", 0, "write a timeline for chrome://tracing and Perfetto"},
     {"--trace-steps", TEXT(trace_steps, "A:B"), "0:50", 0,
      "... of the training steps A to B - 1, counted from 0; Nsight records the same"},
     {"--save-model", SWITCH(save_model), "off", 0,
      "write the weights as MODEL_cnn.safetensors, or model.safetensors in --out"},
     {"--checkpoint", TEXT(checkpoint, "FILE"), "", 0,
      "write weights, optimizer and position to FILE, as --save-every says"},
-    {"--save-every", TEXT(save_every, "N|Nsteps"), "1", 0,
-     "write the checkpoint after every N epochs or steps, and at the end"},
+    {"--save-every", TEXT(save_every, "N|Nsteps"), "1", 0, "... after every N epochs or steps"},
     {"--resume", SWITCH(resume), "off", 0, "continue from --checkpoint, if it exists"},
-    {"--load", TEXT(load, "FILE"), "", 0,
-     "start from the weights in FILE, a safetensors file of cnn or PyTorch"},
+    {"--load", TEXT(load, "FILE"), "", 0, "start from the weights in a safetensors file"},
     {"--eval", SWITCH(eval), "off", 0, "test only"},
     {"--dry-run", SWITCH(dry_run), "off", 0, "one epoch of one training batch, then the test"},
     {"--no-cuda", SWITCH(no_cuda), "off", 0, "use the CPU even if there is a GPU"},
@@ -4030,9 +4123,7 @@ static void unknown_option(const char *word) {
 }
 
 static void print_help(void) {
-    printf(
-        "usage: ./cnn [options]\n\nTrains a convolutional neural network and tests it after each "
-        "epoch.\n\noptions:\n");
+    printf("usage: ./cnn [options]\n\nTrains and tests a convolutional network.\n\noptions:\n");
     for (const Option *o = options; o < options + OPTIONS; o++) {
         char usage[96];
         snprintf(usage, sizeof usage, "%s %s", o->name, o->values);
@@ -4073,7 +4164,8 @@ static size_t words_used;
 
 // Parses a text of options, separated by white space; # begins a comment.
 static void parse_text(Settings *s, const char *text, size_t length) {
-    char *list[WORDS_SIZE / 2], *at = words + words_used;
+    static char *list[WORDS_SIZE / 2];
+    char *at = words + words_used;
     size_t count = 0;
     memcpy(at, text, length);
     at[length] = 0;
@@ -4094,7 +4186,7 @@ static void parse_text(Settings *s, const char *text, size_t length) {
 
 // @FILE is replaced by the options in that file.
 static void parse_file(Settings *s, const char *path) {
-    char text[WORDS_SIZE];
+    static char text[WORDS_SIZE];
     FILE *f = fopen(path, "r");
     if (!f)
         die(EXIT_USAGE, "@%s: cannot read it: %s", path, strerror(errno));
@@ -4132,8 +4224,7 @@ static void parse_options(Settings *s, int argc, char **argv) {
     for (int i = 1; i < argc; i++)
         if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0) {
             print_help();
-            if (fflush(stdout) != 0)
-                file_fail("cannot write to", "standard output");
+            flush(stdout, "standard output");
             exit(0);
         }
     parse_all(s, NULL, argc, argv); // finds the model
@@ -4174,14 +4265,17 @@ static void print_settings(Settings *s) {
 
 typedef enum { KEY_VALUE, CSV_HEADER, CSV_ROW, JSON } Form;
 
-// NULL: null
+// NULL: null. Bytes that are no UTF-8 are taken for Latin-1.
 static void json_string(FILE *f, const char *text) {
     fprintf(f, text ? "\"" : "null");
-    for (; text && *text; text++)
-        if (*text == '"' || *text == '\\')
-            fprintf(f, "\\%c", *text);
+    for (int length; text && *text; text += length) {
+        const unsigned char byte = (unsigned char)*text;
+        length = (int)mbrlen(text, 4, &(mbstate_t){0}); // of a character in UTF-8; < 0: it is none
+        if (length < 0 || byte < ' ' || byte > 0xf3)
+            length = fprintf(f, "\\u%04x", byte) / 6;
         else
-            fprintf(f, (unsigned char)*text < ' ' ? "\\u%04x" : "%c", *text);
+            fprintf(f, "%s%.*s", byte == '"' || byte == '\\' ? "\\" : "", length, text);
+    }
     fprintf(f, text ? "\"" : "");
 }
 
@@ -4335,10 +4429,9 @@ static const char *cpu_name(void) {
     uname(&system);
     snprintf(name, sizeof name, "%s", system.machine);
     FILE *f = fopen("/proc/cpuinfo", "r");
-    char line[256] = "";
-    while (f && strncmp(line, "model name", 10) != 0 && fgets(line, sizeof line, f))
-        if (sscanf(line, "model name : %255[^\n]", name) == 1)
-            break;
+    char line[256];
+    while (f && fgets(line, sizeof line, f) && sscanf(line, "model name : %255[^\n]", name) != 1)
+        continue;
     if (f)
         fclose(f);
     return name;
@@ -4382,24 +4475,6 @@ static Resources resources_since(double start) {
                        1024. * (double)u.ru_maxrss};
 }
 
-// The memory that Slurm or the cgroup allows this run, in bytes; else that of the machine.
-static double memory_limit(void) {
-    double limit = memory_bytes(), found = 0;
-    double slurm = 1048576. * (double)number_in_environment("SLURM_MEM_PER_NODE");
-    char group[PATH_SIZE] = "", path[PATH_SIZE + 32];
-    FILE *f = fopen("/proc/self/cgroup", "r"); // "0::/path", version 2 of cgroups
-    bool known = f && fscanf(f, "0::%4000[^\n]", group) == 1;
-    if (f)
-        fclose(f);
-    snprintf(path, sizeof path, "/sys/fs/cgroup%s/memory.max", group);
-    f = known ? fopen(path, "r") : NULL;
-    if (f && fscanf(f, "%lf", &found) == 1) // "max": no limit
-        limit = fmin(limit, found);
-    if (f)
-        fclose(f);
-    return slurm > 0 ? fmin(limit, slurm) : limit;
-}
-
 static const char *duration(double seconds, char text[32]) {
     long s = lround(seconds);
     snprintf(text, 32, "%02ld:%02ld:%02ld", s / 3600, s / 60 % 60, s % 60);
@@ -4407,18 +4482,18 @@ static const char *duration(double seconds, char text[32]) {
 }
 
 // The lines of Slurm's seff, for this process. 1 GB is 2^30 bytes, as there.
-static void print_resources(double start) {
+static void print_resources(double start, int status) {
     const Resources r = resources_since(start);
-    const size_t slurm = number_in_environment("SLURM_CPUS_PER_TASK");
+    const size_t slurm = environment_number("SLURM_CPUS_PER_TASK");
     const size_t cores = slurm ? slurm : usable_cores();
     const double limit = memory_limit(), core_s = r.wall_s * (double)cores;
     char a[32], b[32], c[32];
-    printf("RESOURCES\nState: COMPLETED (exit code 0)\nCores: %zu\n"
-           "CPU Utilized: %s\nCPU Efficiency: %.2f%% of %s core-walltime\n"
-           "Job Wall-clock time: %s\n"
+    printf("RESOURCES\nState: %s (exit code %d)\nCores: %zu\nCPU Utilized: %s\n"
+           "CPU Efficiency: %.2f%% of %s core-walltime\nJob Wall-clock time: %s\n"
            "Memory Utilized: %.2f GB\nMemory Efficiency: %.2f%% of %.2f GB\n",
-           cores, duration(r.cpu_s, a), 100 * r.cpu_s / core_s, duration(core_s, b),
-           duration(r.wall_s, c), r.max_rss / 0x1p30, 100 * r.max_rss / limit, limit / 0x1p30);
+           status ? "STOPPED" : "COMPLETED", status, cores, duration(r.cpu_s, a),
+           100 * r.cpu_s / core_s, duration(core_s, b), duration(r.wall_s, c), r.max_rss / 0x1p30,
+           100 * r.max_rss / limit, limit / 0x1p30);
 }
 
 // ---- Run folder (--out DIR)
@@ -4434,8 +4509,10 @@ typedef struct StepResult {
 
 // The results of an epoch. Times in seconds; accuracy in per cent.
 typedef struct EpochResult {
-    size_t epoch, images, images_logged, step_images;
-    double seconds, loader_wait_s, train_loss, test_seconds, test_loss, accuracy, lr, step_loss;
+    size_t epoch, images, step_images;
+    size_t resumed, logged; // of these images: seen by earlier runs, before the last log line
+    double seconds, loader_wait_s, test_seconds, test_loss, accuracy, lr, step_loss;
+    double train_loss;   // sum over all images
     double parts[PARTS]; // sums over all steps and ranks
     uint64_t weight_hash;
 } EpochResult;
@@ -4444,9 +4521,10 @@ static void print_epoch(FILE *f, const EpochResult *e, Form form) {
     print_record(f, form,
                  "epoch=%zu images=%zu seconds=%.3f img_per_s=%.0f loader_wait_s=%.3f "
                  "train_loss=%.4f test_seconds=%.3f test_loss=%.4f accuracy=%.2f lr=%g",
-                 e->epoch, e->images, e->seconds, (double)e->images / fmax(e->seconds, 1e-9),
-                 e->loader_wait_s, e->train_loss, e->test_seconds, e->test_loss, e->accuracy,
-                 e->lr);
+                 e->epoch, e->images, e->seconds,
+                 (double)(e->images - e->resumed) / fmax(e->seconds, 1e-9), e->loader_wait_s,
+                 e->train_loss / (double)max_size(e->images, 1), e->test_seconds, e->test_loss,
+                 e->accuracy, e->lr);
 }
 
 // A row of steps.csv: a step of one rank.
@@ -4483,9 +4561,11 @@ typedef struct Run {
     DatasetInfo info;
     Dataset train_set, test_set;
     Loader train_loader, test_loader;
-    size_t epoch, next_batch;       // the position: epoch from 1, batch from 0
+    size_t epoch, next_batch; // the position: epoch from 1, batch from 0
+    int stop;                 // as comm.signal, of the last step
+    bool save_due;
     size_t save_epochs, save_steps; // --save-every, one of them 0
-    size_t *confusion;              // [label][predicted class] of the last test
+    real *measured[2];              // --layers: numbers that are added
     Plan plan;                      // of the memory that is not the network's or a loader's
     LineClock clock;
     size_t trace_first, trace_end;  // --trace-steps
@@ -4495,38 +4575,35 @@ typedef struct Run {
     const char *status;
     int argc;
     char **argv;
-    double started, epoch_started, log_started, peak_gflops;
+    double started, epoch_start, log_started, peak_gflops;
     // steps not yet written to steps.csv: [rank][steps_capacity], and this rank's row of that
     StepResult *all_steps, *steps;
     size_t steps_kept, steps_capacity;
-    double *totals; // of test(): this rank's, followed by those of all ranks
-    EpochResult *epochs;
-    size_t epochs_done;
+    double *totals, *confusion;   // of the last test: this rank's, followed by those of all ranks
+    EpochResult current, *epochs; // the sums of the running epoch; the results of the others
+    size_t epochs_done, first_epoch; // this run's; resumed: the epoch where it began
     FILE *steps_csv, *epochs_csv;
     FILE *lines; // for the epochs' lines: stdout, even with --quiet
 } Run;
 
-// A file of the run folder.
-static FILE *open_in_folder(const Run *run, const char *file, const char *mode) {
-    char path[PATH_SIZE];
-    join_path(path, run->settings.out, file);
-    FILE *f = fopen(path, mode);
-    if (!f)
-        file_fail("cannot write", path);
-    return f;
+// A new file of the run folder; without --out nothing is kept of it.
+static void open_in_folder(AtomicFile *f, const Run *run, const char *file) {
+    char path[PATH_SIZE] = "/dev/null";
+    if (*run->settings.out)
+        join_path(path, run->settings.out, file);
+    atomic_open(f, path);
 }
 
-static void flush(FILE *f, const char *name) {
-    if (fflush(f) != 0 || ferror(f))
-        file_fail("cannot write to", name);
+static size_t steps_done(const Run *run) {
+    return (run->epoch - 1) * run->iterations + run->next_batch;
 }
 
 // In per cent; NAN where the test set has no image of the class.
 static double class_accuracy(const Run *run, size_t class) {
-    size_t all = 0, classes = run->net.classes;
-    for (size_t k = 0; k < classes; k++)
-        all += run->confusion[class * classes + k];
-    return 100. * (double)run->confusion[class * classes + class] / (double)all;
+    double all = 0, *row = run->confusion + class * run->net.classes;
+    for (size_t k = 0; k < run->net.classes; k++)
+        all += row[k];
+    return 100 * row[class] / all;
 }
 
 // The class's name, or its number where the dataset has no names; in `buffer`.
@@ -4552,7 +4629,7 @@ static void print_confusion_json(FILE *f, const Run *run) {
     }
     fprintf(f, "}");
     for (size_t i = 0; i < classes * classes; i++)
-        fprintf(f, "%s%s%zu%s", i ? "," : ",\n  \"confusion\": [", i % classes ? "" : "\n    [",
+        fprintf(f, "%s%s%.0f%s", i ? "," : ",\n  \"confusion\": [", i % classes ? "" : "\n    [",
                 run->confusion[i], i % classes == classes - 1 ? "]" : "");
     fprintf(f, "]");
 }
@@ -4570,17 +4647,35 @@ static void print_settings_json(FILE *f, Settings *s) {
     fprintf(f, "\n  }");
 }
 
+// Copies the rows of an earlier run's file before this run's first step, each up to } or its end;
+// returns how many. begin: its epoch and, in steps.csv, step
+static size_t copy_earlier(const Run *run, const char *file, const char *begin, const char *format,
+                           FILE *to) {
+    char path[PATH_SIZE], row[1024];
+    size_t rows = 0;
+    join_path(path, run->settings.out, file);
+    FILE *before = run->settings.resume ? open_existing(path) : NULL;
+    while (before && fgets(row, sizeof row, before)) {
+        size_t epoch = 0, step = 0, length = strcspn(row, "}\n");
+        if (sscanf(row, begin, &epoch, &step) > 0 && row[length] && epoch > 0 &&
+            (epoch < run->first_epoch ||
+             (epoch == run->first_epoch && step > 0 && step <= run->next_batch)))
+            rows += fprintf(to, format, (int)length, row) > 0;
+    }
+    if (before)
+        fclose(before);
+    return rows;
+}
+
 static void print_run_json(FILE *f, Run *run) {
     Settings *s = &run->settings;
     const Comm *c = &run->comm;
     const Device *d = &run->device;
     const Resources r = resources_since(run->started);
-    fprintf(f,
-            "{\n  \"status\": \"%s\", \"provenance\": \"measured\", \"emulated\": %s,\n"
-            "  \"command\": [",
+    fprintf(f, "{\n  \"status\": \"%s\", \"provenance\": \"measured\", \"emulated\": %s,\n",
             run->status, d->emulated ? "true" : "false");
     for (int i = 0; i < run->argc; i++) {
-        fprintf(f, i ? ", " : "");
+        fprintf(f, i ? ", " : "  \"command\": [");
         json_string(f, run->argv[i]);
     }
     fprintf(f, "],\n  \"machine\": {");
@@ -4601,8 +4696,10 @@ static void print_run_json(FILE *f, Run *run) {
                  run->iterations, c->bucket_count, s->workers);
     fprintf(f, ",\"graph\":%s},\n  \"epochs\": [",
             run->graphs[0] || run->graphs[1] ? "true" : "false"); // whether one was replayed
+    if (copy_earlier(run, "run.json", " {\"epoch\":%zu", "\n%.*s},", f) && !run->epochs_done)
+        fseek(f, -1, SEEK_CUR); // no comma after the last one
     for (size_t i = 0; i < run->epochs_done; i++) {
-        fprintf(f, "%s\n    {", i ? "," : "");
+        fprintf(f, i ? ",\n    {" : "\n    {");
         print_epoch(f, &run->epochs[i], JSON);
         fprintf(f, ",\"weight_hash\":\"%016llx\"}", (unsigned long long)run->epochs[i].weight_hash);
     }
@@ -4617,64 +4714,69 @@ static void print_run_json(FILE *f, Run *run) {
     fprintf(f, "}\n}\n");
 }
 
+static Run *dying_run;
+static void write_failed(void);
+
+// A rank that dies writes it, too, and waits for nobody: atomic_commit() then refuses rank 0's.
 static void write_run_json(Run *run) {
-    // Any rank may write it when it dies; recursive, since writing may fail, too
-    static pthread_mutex_t lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
-    char path[PATH_SIZE];
     AtomicFile file;
-    if (!*run->settings.out)
-        return;
-    pthread_mutex_lock(&lock);
-    join_path(path, run->settings.out, "run.json");
-    atomic_open(&file, path);
+    open_in_folder(&file, run, "run.json");
     print_run_json(file.stream, run);
     atomic_commit(&file);
-    pthread_mutex_unlock(&lock);
+    dying_run = run;
+    before_dying = write_failed; // every error from here on
 }
-
-static Run *dying_run;
 
 static void write_failed(void) {
     dying_run->status = "failed";
     write_run_json(dying_run);
 }
 
-// Creates --out DIR and run.json. Every later error leaves "status": "failed" there.
+// Creates --out DIR, which is this run's alone until it ends.
 static void open_run_folder(Run *run) {
     const char *dir = run->settings.out;
     run->status = "running";
     if (!*dir)
         return;
-    if (mkdir(dir, 0777) != 0 && errno != EEXIST)
+    const bool there = mkdir(dir, 0777) == 0 || errno == EEXIST;
+    const int folder = there ? open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC) : -1;
+    if (folder < 0)
         file_fail("cannot create the folder", dir);
+    if (flock(folder, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
+        die(1, "--out %s: another run is writing into this folder; choose another one", dir);
     run->peak_gflops = run->backend->peak_gflops();
-    write_run_json(run);
-    dying_run = run;
-    before_dying = write_failed;
+    if (!run->settings.resume)
+        write_run_json(run);
 }
 
 // Opens a log of the run folder. A resumed run keeps the rows before its position.
 static FILE *open_log(const Run *run, const char *file, bool by_step) {
-    char path[PATH_SIZE], row[1024];
-    join_path(path, run->settings.out, file);
-    bool resumed = run->epoch > 1 || run->next_batch > 0;
-    FILE *before = resumed ? fopen(path, "r") : NULL;
     AtomicFile kept;
-    atomic_open(&kept, path);
+    open_in_folder(&kept, run, file);
     if (by_step)
         print_step(kept.stream, &(StepResult){0}, 0, CSV_HEADER);
     else
         print_epoch(kept.stream, &(EpochResult){0}, CSV_HEADER);
-    while (before && fgets(row, sizeof row, before)) {
-        size_t epoch = 0, step = 0;
-        if (sscanf(row, "%zu,%zu", &epoch, &step) == 2 && epoch > 0 &&
-            (epoch < run->epoch || (by_step && epoch == run->epoch && step <= run->next_batch)))
-            fputs(row, kept.stream);
-    }
-    if (before)
-        fclose(before);
+    copy_earlier(run, file, by_step ? "%zu,%zu" : "%zu", "%.*s\n", kept.stream);
     atomic_commit(&kept);
-    return open_in_folder(run, file, "a");
+    FILE *log = fopen(kept.path, "a");
+    if (!log)
+        file_fail("cannot write", kept.path);
+    return log;
+}
+
+// Opens the logs. Of another run's results only the model stays, if this run starts from it.
+static void open_logs(Run *run) {
+    const char *results[] = {"profile.txt", "profile.csv", "layers.csv", "model.safetensors"};
+    char path[PATH_SIZE];
+    for (size_t i = 0; i < (*run->settings.load ? 3 : 4) && steps_done(run) == 0; i++) {
+        join_path(path, run->settings.out, results[i]);
+        unlink(path);
+    }
+    run->first_epoch = run->epoch;
+    run->epochs_csv = open_log(run, "epochs.csv", false);
+    run->steps_csv = open_log(run, "steps.csv", true);
+    write_run_json(run);
 }
 
 // fp16: reads the loss scale from the device. Says how many updates it has skipped since the last
@@ -4725,7 +4827,7 @@ static void show_progress(const Run *run, const EpochResult *e, double seconds) 
     if (!isatty(STDERR_FILENO))
         return;
     ioctl(STDERR_FILENO, TIOCGWINSZ, &terminal);
-    double rate = (double)e->images / seconds, all = (double)run->train_set.count;
+    double rate = (double)(e->images - e->resumed) / seconds, all = (double)run->train_set.count;
     char text[256];
     snprintf(text, sizeof text, "epoch %zu: %3.0f %%, %zu of %.0f images, %.0f img/s, %.0f s left",
              e->epoch, fmin(100, 100 * (double)e->images / all), e->images, all, rate,
@@ -4753,14 +4855,14 @@ static void log_step(Run *run, EpochResult *e, const Batch *batch, double loss) 
         fprintf(stderr, "\r\033[K");
     if (run->model->sc20_log)
         printf("INFO - Epoch: %zu, Iteration: %zu, Avg img/sec: %.3f\n", e->epoch, batch->number,
-               (double)(e->images - e->images_logged) / (now() - run->log_started));
+               (double)(e->images - e->logged) / (now() - run->log_started));
     else
         printf("Train Epoch: %zu [%zu/%zu (%.0f%%)]\tLoss: %.6f\n", e->epoch,
                batch->number * e->step_images, run->train_set.count,
                100. * (double)batch->number / (double)run->iterations, e->step_loss);
-    e->images_logged = e->images;
+    e->logged = e->images;
     run->log_started = now();
-    show_progress(run, e, now() - run->epoch_started);
+    show_progress(run, e, now() - run->epoch_start);
 }
 
 // After an epoch of training: writes the rows that are left, and computes and prints averages.
@@ -4768,12 +4870,10 @@ static void finish_epoch(Run *run, EpochResult *e) {
     const double ranks = (double)run->comm.world, *p = e->parts;
     flush_steps(run, e);
     e->lr = run->lr;
-    e->train_loss /= (double)max_size(e->images, 1);
     if (run->comm.rank > 0)
         return;
     if (run->model->sc20_log)
-        printf("INFO - Time taken for epoch %zu is %.3f sec\n", e->epoch,
-               now() - run->epoch_started);
+        printf("INFO - Time taken for epoch %zu is %.3f sec\n", e->epoch, now() - run->epoch_start);
     if (ranks > 1)
         printf("ranks=%.0f compute_s=%.3f load_s=%.3f comm_s=%.3f exposed_comm_s=%.3f idle_s=%.3f "
                "mb_sent=%.1f (each, on average)\n",
@@ -4789,27 +4889,23 @@ static void report_epoch(Run *run, EpochResult *e) {
     if (run->comm.rank > 0)
         return;
     print_epoch(run->lines, e, KEY_VALUE);
-    fflush(run->lines);
-    const double bytes = (double)__atomic_load_n(&run->train_loader.uploaded, __ATOMIC_RELAXED);
+    flush(run->lines, "standard output");
+    const Loader *l = &run->train_loader;
+    const double bytes = (double)__atomic_load_n(&l->uploaded, __ATOMIC_RELAXED);
     if (bytes > 0)
         printf("Copied to the device so far: %.1f MB, %.2f GB/s a worker from %s memory\n",
-               bytes / 1e6,
-               bytes / (double)__atomic_load_n(&run->train_loader.upload_ns, __ATOMIC_RELAXED),
-               run->train_loader.place.pinned ? "pinned" : "pageable");
+               bytes / 1e6, bytes / (double)__atomic_load_n(&l->upload_ns, __ATOMIC_RELAXED),
+               l->place.pinned ? "pinned" : "pageable");
     flush(stdout, "standard output");
+    if (!run->epochs_csv || (e->epoch == 0 && !run->settings.eval))
+        return; // the latter: the run was over already
     run->epochs[run->epochs_done++] = *e;
-    if (!run->epochs_csv)
-        return;
     print_epoch(run->epochs_csv, e, CSV_ROW);
     flush(run->epochs_csv, "epochs.csv");
     write_run_json(run);
 }
 
 // ---- Trace (--trace)
-
-static size_t steps_done(const Run *run) {
-    return (run->epoch - 1) * run->iterations + run->next_batch;
-}
 
 // Turns tracing of this rank on or off.
 static void trace_rank(Run *run, bool traced) {
@@ -4872,20 +4968,24 @@ static void parse_trace_steps(Run *run) {
         die(EXIT_USAGE, "--trace-steps: expected A:B with A below B, as 10:20, found \"%s\"", text);
 }
 
-// Memory for all events of the traced steps
-static void plan_trace(Run *run) {
-    size_t steps =
-        min_size(run->trace_end - run->trace_first, run->settings.epochs * run->iterations);
-    if (!*run->settings.trace || run->comm.replica > 0)
+// Plans memory for all events of the traced steps
+static void plan_trace(Run *run, const char *what) {
+    const Settings *s = &run->settings;
+    const size_t all = s->epochs * run->iterations, most = s->dry_run ? 1 : s->max_steps;
+    const size_t end = min_size(run->trace_end, most ? min_size(all, most) : all);
+    const size_t steps = end - min_size(run->trace_first, end);
+    if (!*s->trace || run->comm.replica > 0)
         return;
     trace.capacity = steps * run->comm.world * (2 * run->net.count + MAX_BUCKETS + 32);
-    trace.events = must_alloc(trace.capacity * sizeof *trace.events, "the trace");
+    plan_area(&run->plan, &trace.events, trace.capacity * sizeof *trace.events, HOST, what);
 }
 
 // Chrome's trace event format: complete events (X), with times in microseconds, and names (M) of
 // processes and threads, which are ranks and their tracks.
 static void write_trace(const Run *run) {
     static const char *const names[] = {"steps", "train()", "device", "communication"};
+    static const char name[] =
+        ",\n{\"ph\":\"M\",\"name\":\"%s_name\",\"pid\":%zu,\"tid\":%zu,\"args\":{\"name\":\"%s\"}}";
     const size_t events = min_size(trace.count, trace.capacity);
     AtomicFile file;
     char path[PATH_SIZE], text[64];
@@ -4895,20 +4995,13 @@ static void write_trace(const Run *run) {
              run->comm.rank);
     atomic_open(&file, path);
     FILE *f = file.stream;
-    fprintf(f,
-            "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n"
-            "{\"ph\":\"M\",\"name\":\"process_labels\",\"pid\":0,\"args\":{\"labels\":\"cnn\"}}");
+    fprintf(f, "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[");
     for (size_t rank = 0; rank < run->comm.world; rank++) {
-        fprintf(f,
-                ",\n{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":%zu,\"args\":"
-                "{\"name\":\"rank %zu\"}}",
-                rank, rank);
+        snprintf(text, sizeof text, "rank %zu", rank);
+        fprintf(f, rank ? name : name + 1, "process", rank, (size_t)0, text);
         for (size_t track = 0; track < TRACK_LOADER + run->settings.workers; track++) {
             snprintf(text, sizeof text, "loader worker %zu", track - TRACK_LOADER);
-            fprintf(f,
-                    ",\n{\"ph\":\"M\",\"name\":\"thread_name\",\"pid\":%zu,\"tid\":%zu,"
-                    "\"args\":{\"name\":\"%s\"}}",
-                    rank, track, track < TRACK_LOADER ? names[track] : text);
+            fprintf(f, name, "thread", rank, track, track < TRACK_LOADER ? names[track] : text);
         }
     }
     for (const TraceEvent *e = trace.events; e < trace.events + events; e++) {
@@ -4921,12 +5014,11 @@ static void write_trace(const Run *run) {
     atomic_commit(&file);
     printf("Wrote %zu events to %s%s\n", events, path,
            trace.count > trace.capacity ? "; more did not fit: use fewer --trace-steps" : "");
-    free(trace.events);
 }
 
 // ---- Layers (--layers)
 
-enum { LAYER_ROUNDS = 7 };
+enum { LAYER_ROUNDS = 7, MEASURED = 1 << 24 }; // rounds; numbers that are added
 
 // How long a row took, round by round, in seconds.
 typedef struct LayerTimes {
@@ -4955,24 +5047,19 @@ static double row_bytes(const Layer *l, size_t n, size_t element) {
     return (double)element * (share * (accesses[0] * in + accesses[1] * out) + fused * out);
 }
 
-// Memory bandwidth in bytes per second, of out = in + residual, 64 MB each
-static double measure_bandwidth(const Net *net) {
-    const Backend *b = net->backend;
-    const Layer row = {.kind = ADD, .out = {1, 1, 1 << 24}};
-    Work w = {.l = &row, .n = 1};
-    Plan plan = {.backend = b};
+// Memory bandwidth in bytes per second, of out = in + residual
+static double measure_bandwidth(const Run *run) {
+    const Backend *b = run->backend;
+    const Layer row = {.kind = ADD, .out = {1, 1, MEASURED}};
+    Work w = {.l = &row, .n = 1, .in = run->measured[0], .residual = run->measured[1]};
     double seconds[LAYER_ROUNDS];
-    plan_area(&plan, &w.out, row.out.c * b->element, DEVICE, "a measurement");
-    plan_area(&plan, &w.residual, row.out.c * b->element, DEVICE, "a measurement");
-    plan_alloc(&plan);
-    w.in = w.out;
+    w.out = run->measured[0];
     for (size_t i = 0; i < LAYER_ROUNDS; i++) {
         b->mark(0);
         b->layers[ADD].forward(w);
         b->mark(1);
         seconds[i] = b->elapsed(0, 1);
     }
-    plan_free(&plan);
     return 3. * (double)(row.out.c * b->element) / median(seconds, LAYER_ROUNDS);
 }
 
@@ -5018,7 +5105,7 @@ static void print_layer(FILE *csv, const Net *net, size_t row, size_t n, LayerTi
     snprintf(shape, sizeof shape, "%zux%zux%zu", l->out.h, l->out.w, l->out.c);
     printf("  %-24s %-34s %9.3f %9.3f %8.1f %7.1f %6.1f %6.2f  %s\n", name, kind, forward_ms,
            backward_ms, gflops, gb_per_s, percent, saved, bound);
-    for (Form form = row == 1 ? CSV_HEADER : CSV_ROW; csv && form <= CSV_ROW; form++) // or both
+    for (Form form = row == 1 ? CSV_HEADER : CSV_ROW; form <= CSV_ROW; form++) // or both
         print_record(
             csv, form,
             "layer=%s kind=%s out_shape=%s params=%zu mflop=%.3f forward_ms=%.4f "
@@ -5032,6 +5119,7 @@ static void print_layer(FILE *csv, const Net *net, size_t row, size_t n, LayerTi
 static void measure_layers(Run *run) {
     Net *net = &run->net;
     LayerTimes *times = must_alloc(net->count * sizeof *times, "the layers' times");
+    AtomicFile csv;
     double flops[MAX_LAYERS];
     loader_start(&run->train_loader, run->settings.seed, run->epoch, run->next_batch);
     Batch batch = *loader_next(&run->train_loader);
@@ -5039,8 +5127,8 @@ static void measure_layers(Run *run) {
     for (size_t i = 0; i < net->count; i++)
         flops[i] = (double)batch.n * layer_training_flops(&net->layers[i]);
     time_rows(run, &batch, times, flops);
-    const double peak = 1e9 * net->backend->peak_gflops(), bandwidth = measure_bandwidth(net);
-    FILE *csv = *run->settings.out ? open_in_folder(run, "layers.csv", "w") : NULL;
+    const double peak = 1e9 * net->backend->peak_gflops(), bandwidth = measure_bandwidth(run);
+    open_in_folder(&csv, run, "layers.csv");
     printf("Layers, %zu images; this device: %.1f GFLOP/s, %.1f GB/s measured%s\n", batch.n,
            peak / 1e9, bandwidth / 1e9,
            run->device.emulated ? "; emulated, they mean nothing" : "");
@@ -5048,38 +5136,31 @@ static void measure_layers(Run *run) {
            "GFLOP/s", "GB/s", "%", "saved", "of which limit");
     for (size_t i = 1; i < net->count; i++)
         if (!net->layers[i].fused) // row 1, which reads the images, never is
-            print_layer(csv, net, i, batch.n, &times[i], flops[i], peak, bandwidth);
-    if (csv) {
-        flush(csv, "layers.csv");
-        fclose(csv);
-    }
+            print_layer(csv.stream, net, i, batch.n, &times[i], flops[i], peak, bandwidth);
+    atomic_commit(&csv);
     free(times);
 }
 
 // The lines of PyTorch's CIFAR-10 tutorial.
 static void print_per_class(const Run *run) {
-    char name[32], text[64];
+    char name[32];
     for (size_t i = 0; i < run->net.classes; i++) {
         double accuracy = class_accuracy(run, i);
-        snprintf(text, sizeof text,
-                 isfinite(accuracy) ? "%.1f %%" : "unknown: no test image has it", accuracy);
-        printf("Accuracy for class: %-5s is %s\n", class_name(&run->info, i, name), text);
+        printf("Accuracy for class: %-5s is ", class_name(&run->info, i, name));
+        printf(isfinite(accuracy) ? "%.1f %%\n" : "unknown: no test image has it\n", accuracy);
     }
 }
 
 static void write_profile(Run *run) {
-    const bool out = *run->settings.out != 0;
+    AtomicFile text, csv;
     clock_settle(&run->clock, 0);
-    for (int i = 0; i <= out; i++) { // to stdout, then to the run folder
-        FILE *text = i ? open_in_folder(run, "profile.txt", "w") : stdout;
-        FILE *csv = i ? open_in_folder(run, "profile.csv", "w") : fopen("/dev/null", "w");
-        print_profile(&run->clock, text, csv);
-        flush(text, "profile.txt");
-        flush(csv, "profile.csv");
-        fclose(csv);
-        if (i)
-            fclose(text);
-    }
+    open_in_folder(&text, run, "profile.txt");
+    open_in_folder(&csv, run, "profile.csv");
+    print_profile(&run->clock, stdout, csv.stream);
+    rewind(csv.stream); // the same rows again
+    print_profile(&run->clock, text.stream, csv.stream);
+    atomic_commit(&text);
+    atomic_commit(&csv);
 }
 
 /* ==== 14. Setting up =============================================================================
@@ -5091,47 +5172,57 @@ static void write_profile(Run *run) {
 
 static bool training_is_over(const Run *run) {
     const Settings *s = &run->settings;
-    return run->epoch > s->epochs || (s->max_steps && steps_done(run) >= s->max_steps);
+    return run->epoch > s->epochs || (s->max_steps && steps_done(run) >= s->max_steps) ||
+           run->stop >= EXIT_SIGNAL;
 }
 
-// The position and the settings that determine the result, as lines "key=value".
+// The position, the settings that determine the result, the epoch's sums so far: "key=value" lines.
 static void describe_run(Run *run, char metadata[METADATA_SIZE]) {
-    char buffer[64];
-    size_t at =
-        (size_t)snprintf(metadata, METADATA_SIZE, "format=pt\nepoch=%zu\nbatch=%zu\ndevices=%zu\n",
-                         run->epoch, run->next_batch, run->comm.world);
+    char buffer[64], *at = metadata, *const end = metadata + METADATA_SIZE;
+#define LINE(...) \
+    at += snprintf(at, (size_t)(end - at), __VA_ARGS__) // all fit: see check_settings()
+    LINE("format=pt\nepoch=%zu\nbatch=%zu\ndevices=%zu\n", run->epoch, run->next_batch,
+         run->comm.world);
     for (const Option *o = options; o < options + OPTIONS; o++) {
         const char *text = option_text(&run->settings, o, buffer);
         bool usual = o->result == 2 && strncmp(o->values, text, strlen(text)) == 0;
         if (o->result && !usual)
-            at += (size_t)snprintf(metadata + at, METADATA_SIZE - at, "%s=%s\n", o->name + 2, text);
+            LINE("%s=%s\n", o->name + 2, text);
     }
     if (run->backend->adjust_scale)
-        snprintf(metadata + at, METADATA_SIZE - at, "loss_scale=%.9g,%u\n",
-                 (double)run->loss_scale.scale, run->loss_scale.steps);
+        LINE("loss_scale=%.9g,%u\n", (double)run->loss_scale.scale, run->loss_scale.steps);
+    if (run->next_batch > 0 && run->current.images > 0)
+        LINE("images=%zu\ntrain_loss=%.17g\n", run->current.images, run->current.train_loss);
+    if (strcmp(run->settings.schedule, "cosine") == 0)
+        LINE("epochs=%zu\n", run->settings.epochs);
 }
 
+// Called by all ranks. What a checkpoint counts on is on the disk before it: the rows of its steps.
 static void save_checkpoint(Run *run) {
     char metadata[METADATA_SIZE];
-    if (run->comm.rank > 0)
+    flush_steps(run, &run->current);
+    if (run->comm.rank > 0 || !*run->settings.checkpoint || run->settings.dry_run)
         return;
-    read_loss_scale(run);
+    if (run->steps_csv && fsync(fileno(run->steps_csv)) + fsync(fileno(run->epochs_csv)) != 0)
+        file_fail("cannot write to", "steps.csv or epochs.csv");
     describe_run(run, metadata);
     save_tensors(&run->net, run->optimizer, run->state, metadata, run->settings.checkpoint);
 }
 
-// The checkpoint's metadata must be what this run would write at the same position.
+// The checkpoint's metadata must be what this run would write at the same position. The first
+// version had no `epochs`.
 static void compare_settings(Run *run, const TensorFile *f) {
-    char ours[METADATA_SIZE];
     const char *theirs = f->metadata;
+    char ours[METADATA_SIZE];
     describe_run(run, ours);
     for (const char *our = ours; *our; our += strcspn(our, "\n") + 1) {
         int length = (int)strcspn(our, "\n"), found = (int)strcspn(theirs, "\n");
+        if (!*theirs && strncmp(our, "epochs=", 7) == 0)
+            break;
         if (length != found || strncmp(our, theirs, (size_t)length) != 0)
             die(EXIT_USAGE,
-                "%s was made with %.*s, this run has %.*s; resume with the former, or start a new "
-                "run from its weights with --load",
-                f->path, found, theirs, length, our);
+                "%s was made with %.*s, this run has %.*s; use that, or start with --load", f->path,
+                found, theirs, length, our);
         theirs += found + (theirs[found] == '\n');
     }
 }
@@ -5140,16 +5231,21 @@ static void compare_settings(Run *run, const TensorFile *f) {
 static void resume_checkpoint(Run *run) {
     const char *path = run->settings.checkpoint;
     const bool first = run->comm.rank == 0;
+    EpochResult *e = &run->current;
     TensorFile f;
-    if (access(path, F_OK) != 0) {
+    if (!open_tensors(&f, path)) {
+        if (run->settings.eval)
+            file_fail("cannot resume from", path);
         if (first)
             printf("No checkpoint %s yet: starting at epoch 1\n", path);
         return;
     }
-    open_tensors(&f, path);
     const bool found =
         sscanf(f.metadata, "format=pt epoch=%9zu batch=%9zu", &run->epoch, &run->next_batch) == 2;
     const char *scale = strstr(f.metadata, "\nloss_scale=");
+    const char *sums = strstr(f.metadata, "\nimages=");
+    if (sums)
+        sscanf(sums, " images=%18zu train_loss=%lf", &e->images, &e->train_loss);
     if (scale && run->backend->adjust_scale) {
         sscanf(scale, " loss_scale=%f,%u", &run->loss_scale.scale, &run->loss_scale.steps);
         run->backend->copy(run->net.scale, &run->loss_scale, sizeof run->loss_scale);
@@ -5170,8 +5266,7 @@ static void parse_save_every(Run *run) {
     int digits = 0, length = 0; // of "100" and, if it is there, "100steps"
     sscanf(text, "%9zu%nsteps%n", &number, &digits, &length);
     if (number == 0 || !strchr("0123456789", text[0]) || text[length ? length : digits])
-        die(EXIT_USAGE, "--save-every: expected epochs, as 2, or steps, as 100steps, found \"%s\"",
-            text);
+        die(EXIT_USAGE, "--save-every: expected epochs, as 2, or 100steps, found \"%s\"", text);
     run->save_steps = length ? number : 0;
     run->save_epochs = length ? 0 : number;
 }
@@ -5188,32 +5283,27 @@ static void check_settings(Settings *s) {
         bool broken;
         const char *expected, *option; // the message, and the option whose value it shows
     } rules[] = {
-        {*m || digits == 0 || digits >= 10, "--milestones: expected epochs as 60,120,160",
-         "--milestones"},
-        {strcmp(s->schedule, "multistep") == 0 && !*s->milestones,
-         "--milestones: expected epochs as 60,120,160 with --schedule multistep", "--milestones"},
+        {*m || digits == 0 || digits >= 10 || strlen(s->milestones) > METADATA_SIZE / 2 ||
+             (strcmp(s->schedule, "multistep") == 0 && !*s->milestones),
+         "--milestones: expected epochs as 60,120,160, in 2048 characters", "--milestones"},
         {strcmp(s->schedule, "multistep") != 0 && *s->milestones,
          "--milestones: expected --schedule multistep with it", "--schedule"},
         {s->warmup_epochs >= s->epochs && s->warmup_epochs > 0,
          "--warmup-epochs: expected fewer than --epochs", "--warmup-epochs"},
         {s->nesterov && !sgd, "--nesterov: expected --optimizer sgd", "--optimizer"},
-        {s->nesterov && s->momentum == 0, "--nesterov: expected a --momentum above 0",
-         "--momentum"},
+        {s->nesterov && s->momentum == 0, "--nesterov: expected --momentum above 0", "--momentum"},
         {s->momentum > 0 && !sgd,
-         "--momentum: expected --optimizer sgd; if the model's defaults set a momentum, add "
-         "--momentum 0 and an --lr",
+         "--momentum: expected --optimizer sgd; or --momentum 0, if it is the model's default",
          "--optimizer"},
         {s->resume && !*s->checkpoint, "--resume: expected --checkpoint FILE too", "--checkpoint"},
         {strcmp(s->save_every, "1") != 0 && !*s->checkpoint,
          "--save-every: expected --checkpoint FILE too", "--checkpoint"},
         {s->eval && *s->checkpoint && !s->resume && !*s->load,
-         "--eval: expected --resume or --load too, which read weights; --checkpoint alone only "
-         "writes them",
-         "--load"},
+         "--eval: expected --resume or --load too, to read weights", "--load"},
         {s->gpus > 1 && s->replicas > 1,
          "--gpus and --replicas: expected one of them: --replicas are for the CPU", "--replicas"},
-        {s->resume && *s->load,
-         "--resume: expected no --load with it: both say where the weights come from", "--load"}};
+        {*s->trace && strcmp(s->trace, s->checkpoint) == 0,
+         "--trace: expected another file than --checkpoint", "--trace"}};
     for (size_t i = 0; i < sizeof rules / sizeof *rules; i++)
         for (const Option *o = options; rules[i].broken && o < options + OPTIONS; o++)
             if (strcmp(o->name, rules[i].option) == 0)
@@ -5238,9 +5328,7 @@ static void setup_ranks(Run *run) {
     bool launched = join_mpi(c);
     c->dp = c->world > 1 && strcmp(s->parallel, "dp") == 0;
     if (launched && (s->gpus > 1 || s->replicas > 1 || c->dp))
-        die(EXIT_USAGE,
-            "one rank of %zu, started by MPI: expected --parallel ddp and neither --gpus nor "
-            "--replicas; each rank has one device",
+        die(EXIT_USAGE, "one of %zu ranks of MPI: expected ddp and neither --gpus nor --replicas",
             c->world);
     if (c->world > 1 && !launched) {
         c->team = must_alloc(sizeof *c->team, "the ranks");
@@ -5258,8 +5346,7 @@ static void setup_ranks(Run *run) {
 static void setup_batch(Run *run) {
     Settings *s = &run->settings;
     const size_t world = run->comm.world, parts = run->comm.dp ? 1 : world;
-    if (!s->global_batch)
-        s->global_batch = s->batch_size * parts;
+    s->global_batch = s->global_batch ? s->global_batch : s->batch_size * parts;
     if (s->global_batch % parts != 0)
         die(EXIT_USAGE, "--global-batch: expected a multiple of the %zu devices, as %zu, found %zu",
             world, ceil_div(s->global_batch, world) * world, s->global_batch);
@@ -5271,7 +5358,7 @@ static void setup_batch(Run *run) {
 // Parses the options and determines those that have no default in the table.
 static void setup_settings(Run *run, int argc, char **argv) {
     Settings *s = &run->settings;
-    const size_t cores = usable_cores(), slurm = number_in_environment("SLURM_CPUS_PER_TASK");
+    const size_t cores = usable_cores(), slurm = environment_number("SLURM_CPUS_PER_TASK");
     const size_t threads = min_size((size_t)omp_get_max_threads(), MAX_THREADS);
     parse_options(s, argc, argv);
     check_settings(s);
@@ -5285,8 +5372,7 @@ static void setup_settings(Run *run, int argc, char **argv) {
         if (strcmp(optimizers[i].name, s->optimizer) == 0)
             run->optimizer = &optimizers[i];
     setup_batch(run);
-    if (s->lr == 0)
-        s->lr = run->optimizer->lr;
+    s->lr = s->lr > 0 ? s->lr : run->optimizer->lr;
     if (strcmp(s->lr_scaling, "none") != 0) {
         Settings usual;
         parse_all(&usual, run->model, 0, NULL);
@@ -5299,11 +5385,14 @@ static void setup_settings(Run *run, int argc, char **argv) {
     s->threads = max_size(1, (s->threads ? s->threads : threads) / here);
     s->workers = s->workers ? s->workers : min_size(max_size(slurm / here, 1), 256);
     if (s->workers > cores)
-        fprintf(stderr,
-                "cnn: warning: --workers %zu, but only %zu cores are usable: workers will compete "
-                "for them\n",
+        fprintf(stderr, "cnn: warning: --workers %zu will compete for the %zu usable cores\n",
                 s->workers, cores);
     omp_set_num_threads((int)s->threads);
+    const char *omp = getenv("OMP_STACKSIZE"); // in KB, unless it says M or G
+    struct rlimit stack;
+    if ((getrlimit(RLIMIT_STACK, &stack) == 0 && stack.rlim_cur < 1 << 21) ||
+        (omp && atoi(omp) < 2048 && !strpbrk(omp, "mMgG")))
+        die(1, "expected stacks of 2 MB or more; run: ulimit -s 8192; unset OMP_STACKSIZE");
 }
 
 // The calling thread computes for this rank. Ranks that share a device share its memory.
@@ -5356,9 +5445,7 @@ static void setup_device(Run *run) {
             s->gpus, why_not, s->gpus);
     run->devices = gpus ? gpus : usable_cores();
     if (c->replicas > run->devices && !s->oversubscribe)
-        die(EXIT_USAGE,
-            "%s %zu: expected at most %zu, the number found here; --oversubscribe lets several "
-            "share one, for trying things out",
+        die(EXIT_USAGE, "%s %zu: expected at most the %zu found here; --oversubscribe shares them",
             s->gpus > 0 ? "--gpus" : "--replicas", c->world, run->devices);
     run->backend = choose_backend(s, gpus > 0);
     s->gpus = gpus ? max_size(s->gpus, 1) : 0;
@@ -5411,8 +5498,7 @@ static void load_dataset(Run *run, const char *name, const char *dir) {
 static void setup_data(Run *run) {
     Settings *s = &run->settings;
     char dir[PATH_SIZE], name[32];
-    bool automatic = strcmp(s->dataset, "auto") == 0;
-    const char *list = automatic ? run->model->datasets : s->dataset;
+    const char *list = strcmp(s->dataset, "auto") == 0 ? run->model->datasets : s->dataset;
     for (; *list; list += strcspn(list, " "), list += strspn(list, " ")) {
         snprintf(name, sizeof name, "%.*s", (int)strcspn(list, " "), list);
         if (strcmp(name, "synthetic") == 0 || find_data_dir(dir, name, s->data)) {
@@ -5458,8 +5544,8 @@ static double plan_run(Run *run, size_t batch, bool resident) {
     Net *net = &run->net;
     const size_t share = ceil_div(run->train_set.count, c->dp ? 1 : c->world);
     const size_t loaded = min_size(min_size(s->batch_size, batch * (c->dp ? c->world : 1)), share);
-    Placement place = {run->backend, c->device, s->pin_memory && run->backend->transfer,
-                       resident,     c->rank,   c->world - 1};
+    Placement to = {run->backend, c->device, s->pin_memory && run->backend->transfer,
+                    resident,     c->rank,   c->world - 1};
     Augmentation augment = 0;
     while (strcmp(augmentations[augment].name, s->augment) != 0)
         augment++;
@@ -5471,22 +5557,23 @@ static double plan_run(Run *run, size_t batch, bool resident) {
     const size_t tested = s->test_batch_size == run->batch ? batch : s->test_batch_size;
     net->test_batch = min_size(tested, run->test_set.count);
     plan_memory(net, min_size(batch, run->train_set.count));
-    loader_plan(&run->test_loader, &run->test_set, net->test_batch, s->workers, AUGMENT_NONE,
-                place);
-    place.others = c->dp ? 0 : place.others; // dp: the master loads for all
+    loader_plan(&run->test_loader, &run->test_set, net->test_batch, s->workers, AUGMENT_NONE, to);
+    to.others = c->dp ? 0 : to.others; // dp: the master loads for all
     if (!c->dp || c->rank == 0)
-        loader_plan(&run->train_loader, &run->train_set, loaded, s->workers, augment, place);
+        loader_plan(&run->train_loader, &run->train_set, loaded, s->workers, augment, to);
     comm_plan(c, net, &run->train_loader);
     run->plan = (Plan){.backend = run->backend};
     const size_t cells = net->classes * net->classes, sums = (1 + c->world) * (3 + cells);
     const size_t steps = c->world * run->steps_capacity;
     const size_t states = count_states(run->optimizer, s) * net->param_size;
     static const char buffers[] = "maps and buffers";
-    plan_area(&run->plan, &run->confusion, cells * sizeof *run->confusion, HOST, buffers);
     plan_area(&run->plan, &run->totals, sums * sizeof *run->totals, HOST, buffers);
     plan_area(&run->plan, &run->all_steps, steps * sizeof *run->steps, HOST, buffers);
     plan_area(&run->plan, &run->epochs, s->epochs * sizeof *run->epochs, HOST, buffers);
     plan_area(&run->plan, &run->state, states * sizeof(real), DEVICE, "optimizer state");
+    for (size_t i = 0; i < (s->layers ? 2 : 0); i++)
+        plan_area(&run->plan, &run->measured[i], MEASURED * run->backend->element, DEVICE, buffers);
+    plan_trace(run, buffers);
     return run->backend->transfer ? run_bytes(run, NULL, DEVICE, DEVICE)
                                   : run_bytes(run, NULL, HOST, DEVICE) + data_bytes(run);
 }
@@ -5530,11 +5617,10 @@ static void plan_run_memory(Run *run) {
     for (size_t i = 0; i < sizeof what / sizeof *what; i++)
         printf(" %s %.1f,", what[i], run_bytes(run, what[i], HOST, DEVICE) / 1e6);
     printf(" data set %.1f, together %.1f\n", data / 1e6, all / 1e6);
-    if (all - (gpu ? needed : 0) > memory_bytes() || needed > there)
+    if (all - (gpu ? needed : 0) > memory_limit() || needed > there)
         die(1,
             "not enough memory: %.1f MB needed, %.1f MB there on this device (%s); expected a "
-            "--batch-size of at most %zu, found %zu (0: a smaller network or --test-batch-size, or "
-            "fewer --workers)",
+            "--batch-size of at most %zu, found %zu (0: a smaller network or --test-batch-size)",
             needed / 1e6, there / 1e6, run->device.name, largest_batch(run),
             run->batch * (run->comm.dp ? run->comm.world : 1));
     if (gpu)
@@ -5543,18 +5629,17 @@ static void plan_run_memory(Run *run) {
 }
 
 static void alloc_run(Run *run) {
-    const Comm *c = &run->comm;
     plan_run_memory(run);
     net_alloc(&run->net);
     plan_alloc(&run->plan);
-    run->steps = run->all_steps + c->rank * run->steps_capacity;
+    run->confusion = run->totals + 3;
+    run->steps = run->all_steps + run->comm.rank * run->steps_capacity;
     if (run->train_loader.data)
         loader_init(&run->train_loader);
     loader_init(&run->test_loader);
     comm_init(&run->comm);
-    run->clock = (LineClock){.backend = run->backend, .rank = c->rank};
+    run->clock = (LineClock){.backend = run->backend, .rank = run->comm.rank};
     run->clock.synchronize = run->settings.profile;
-    plan_trace(run);
 }
 
 static void free_run(Run *run) {
@@ -5587,18 +5672,21 @@ static void save_model(Run *run) {
 static void setup_weights(Run *run) {
     Settings *s = &run->settings;
     char path[PATH_SIZE];
+    AtomicFile f;
     model_path(run, path);
-    if (s->save_model)
-        check_writable(path);
-    if (*s->trace && run->comm.rank == 0)
-        check_writable(s->trace);
-    if (*s->checkpoint && !s->eval && run->comm.rank == 0)
-        check_writable(s->checkpoint);
+    const char *files[] = {s->save_model ? path : "", s->trace, s->eval ? "" : s->checkpoint};
+    for (size_t i = 0; i < 3; i++)
+        if (*files[i] && run->comm.rank == 0) { // dies before hours of work rather than after them
+            atomic_open(&f, files[i]);
+            fclose(f.stream);
+            unlink(f.temporary);
+        }
     run->epoch = 1;
     net_init(&run->net, s->seed);
     if (*s->load) { // net.load_state_dict(load_file(path))
         TensorFile f;
-        open_tensors(&f, s->load);
+        if (!open_tensors(&f, s->load))
+            file_fail("cannot read", s->load);
         read_tensors(&f, &run->net, NULL, NULL);
         if (run->comm.rank == 0)
             printf("Loaded the weights in %s\n", s->load);
@@ -5628,9 +5716,7 @@ static void print_ranks(Run *run) {
         for (size_t k = 0; k < (apart ? r : 0); k++)
             if (strcmp(places[r].uuid, places[k].uuid) == 0 &&
                 strcmp(places[r].host, places[k].host) == 0)
-                die(EXIT_USAGE,
-                    "ranks %zu and %zu share a GPU of %s: expected one for each rank; start fewer "
-                    "ranks, or add --oversubscribe for trying things out",
+                die(EXIT_USAGE, "ranks %zu and %zu share a GPU of %s; add GPUs or --oversubscribe",
                     k, r, places[r].host);
     for (size_t r = 0; r < c->world && c->rank == 0; r++)
         printf("Rank %zu: %s, %s%s%s\n", r, places[r].host, places[r].device,
@@ -5649,7 +5735,7 @@ static void compare_settings_of_ranks(Run *run) {
     Settings *s = &run->settings;
     char metadata[METADATA_SIZE];
     describe_run(run, metadata);
-    uint64_t hash = hash_bytes(0, metadata, strlen(metadata));
+    uint64_t hash = hash_bytes(HASH_START, metadata, strlen(metadata));
     const size_t others[] = {s->epochs, s->max_steps,  s->log_interval, s->test_batch_size,
                              s->eval,   s->limit_test, s->dry_run};
     compare_ranks(&run->comm, "settings, or another position in the run",
@@ -5661,7 +5747,20 @@ static void compare_settings_of_ranks(Run *run) {
 
    The program itself: each function here consists of a few calls to the sections above. */
 
+// At the log interval, on a CPU: a gradient that is not finite ends the run before the update.
+static void check_finite(const Run *run) {
+    const Net *net = &run->net;
+    for (const Layer *l = net->layers; l < net->layers + net->count; l++) {
+        const bool weight = first_not_finite(net->grads + l->weight, l->weights, 0) < l->weights;
+        if (weight || first_not_finite(net->grads + l->bias, l->biases, 0) < l->biases)
+            die(1, "epoch %zu, step %zu: the gradient of %s.%s is not finite; try a smaller --lr",
+                run->epoch, run->next_batch + 1, l->name, weight ? "weight" : "bias");
+    }
+}
+
 static void update_weights(Run *run) {
+    if (run->next_batch % run->settings.log_interval == 0 && !run->backend->transfer)
+        check_finite(run);
     if (!run->comm.dp || run->comm.rank == 0)
         optimizer_step(run->optimizer, &run->net, run->state);
 }
@@ -5696,18 +5795,21 @@ static double replay_step(Run *run, const Batch *batch) {
 
 // Advances the position by a step and saves the checkpoint when it is due; true: training ends.
 static bool finish_step(Run *run) {
-    const Settings *s = &run->settings;
     trace_step(run);
     bool epoch_over = ++run->next_batch == run->iterations;
     if (epoch_over) {
         run->epoch++;
         run->next_batch = 0;
     }
-    bool due = run->save_steps ? steps_done(run) % run->save_steps == 0
-                               : epoch_over && (run->epoch - 1) % run->save_epochs == 0;
-    if (*s->checkpoint && due && !s->dry_run)
+    // NCCL carries no tags: ranks have told each other when their steps were gathered
+    run->stop = uses_nccl(&run->comm) && run->steps_kept > 0 ? 0 : run->comm.signal;
+    run->comm.signal = run->stop ? 0 : run->comm.signal;
+    run->save_due =
+        run->stop || (run->save_steps ? steps_done(run) % run->save_steps == 0
+                                      : epoch_over && (run->epoch - 1) % run->save_epochs == 0);
+    if (run->save_due && !epoch_over) // at the end of an epoch: after its test
         save_checkpoint(run);
-    bool last = s->dry_run || training_is_over(run);
+    bool last = run->settings.dry_run || training_is_over(run);
     begin_step(run, epoch_over || last);
     return last;
 }
@@ -5756,9 +5858,8 @@ static void test(Run *run, EpochResult *result) {
     Net *net = &run->net;
     const Batch *batch;
     const size_t cells = net->classes * net->classes;
-    double begin = now(), *totals = run->totals; // loss, images, correct ones, confusion
-    memset(run->confusion, 0, cells * sizeof *run->confusion);
-    memset(totals, 0, 3 * sizeof *totals);
+    double begin = now(), *totals = run->totals;
+    memset(totals, 0, (3 + cells) * sizeof *totals);
     share_weights(&run->comm);
     loader_start(&run->test_loader, run->settings.seed, 0, 0);
     while ((batch = loader_next(&run->test_loader))) {
@@ -5768,15 +5869,10 @@ static void test(Run *run, EpochResult *result) {
         totals[1] += (double)batch->n;
         totals[2] += (double)count_predictions(net, batch, run->confusion);
     }
-    for (size_t i = 0; i < cells; i++)
-        totals[3 + i] = (double)run->confusion[i];
     sum_over_ranks(&run->comm, totals, 3 + cells, totals + 3 + cells);
-    for (size_t i = 0; i < cells; i++)
-        run->confusion[i] = (size_t)totals[3 + i];
     result->test_loss = totals[0] / totals[1];
     if (!isfinite(result->test_loss))
-        die(1, "the test loss is %g: the weights are too large; try a smaller --lr",
-            result->test_loss);
+        die(1, "the test loss is %g: weights are too large; try a smaller --lr", result->test_loss);
     result->accuracy = 100. * totals[2] / totals[1];
     result->test_seconds = now() - begin;
     if (!run->model->sc20_log && run->comm.rank == 0)
@@ -5797,18 +5893,24 @@ static void train_epochs(Run *run) {
     const Settings *s = &run->settings;
     if (training_is_over(run))
         evaluate(run);
+    EpochResult *result = &run->current;
     while (!training_is_over(run)) {
-        EpochResult result = {.epoch = run->epoch};
-        run->epoch_started = run->log_started = now();
-        train(run, &result);
-        result.seconds = now() - run->epoch_started;
-        test(run, &result);
-        report_epoch(run, &result);
+        if (run->next_batch == 0)
+            *result = (EpochResult){0};
+        result->epoch = run->epoch;
+        result->resumed = result->logged = result->images;
+        run->epoch_start = run->log_started = now();
+        train(run, result);
+        result->seconds = now() - run->epoch_start;
+        if (run->stop >= EXIT_SIGNAL && run->next_batch > 0)
+            break; // in the middle of an epoch; the checkpoint is written
+        test(run, result);
+        report_epoch(run, result);
+        if (run->save_due || training_is_over(run))
+            save_checkpoint(run);
         if (s->dry_run)
             break;
     }
-    if (*s->checkpoint && !s->dry_run)
-        save_checkpoint(run);
     run->status = run->epoch <= s->epochs && !s->dry_run ? "stopped" : "complete";
 }
 
@@ -5819,10 +5921,8 @@ static void run_rank(Run *run) {
     comm_start(&run->comm);
     setup_weights(run);
     compare_settings_of_ranks(run);
-    if (*run->settings.out) {
-        run->epochs_csv = open_log(run, "epochs.csv", false);
-        run->steps_csv = open_log(run, "steps.csv", true);
-    }
+    if (*run->settings.out)
+        open_logs(run);
     if (run->comm.rank == 0)
         print_settings(&run->settings);
     if (run->settings.eval)
@@ -5868,36 +5968,37 @@ static void run_ranks(Run *run) {
 
 static int run_main(int argc, char **argv) {
     static Run run; // zeroed; too large for the stack
+    while (open("/dev/null", O_RDONLY | O_CLOEXEC) <= STDERR_FILENO)
+        continue;             // stdin, stdout or stderr was closed: no file may get its number
+    signal(SIGXFSZ, SIG_IGN); // then write() fails, which is reported
+    setlocale(LC_CTYPE, "C.UTF-8"); // run.json is UTF-8; numbers stay those of C
     run.started = now();
     setup_settings(&run, argc, argv);
+    if (!run.settings.eval)
+        catch_signals();
     print_machine();
     setup_device(&run);
     open_run_folder(&run);
     setup_data(&run);
     run_ranks(&run);
-    if (run.settings.per_class)
+    const int status = run.stop >= EXIT_SIGNAL && strcmp(run.status, "stopped") == 0 ? run.stop : 0;
+    if (run.settings.per_class && !status)
         print_per_class(&run);
     if (run.settings.profile)
         write_profile(&run);
     if (run.settings.save_model)
         save_model(&run);
-    if (run.settings.layers)
-        measure_layers(&run);
     write_trace(&run);
-    print_resources(run.started);
+    if (run.settings.layers && !status)
+        measure_layers(&run);
+    print_resources(run.started, status);
     flush(stdout, "standard output");
     write_run_json(&run);
     before_dying = NULL;
     free_run(&run);
     free_dataset(&run.train_set);
     free_dataset(&run.test_set);
-    free(run.comm.team);
-    if (run.steps_csv)
-        fclose(run.steps_csv);
-    if (run.epochs_csv)
-        fclose(run.epochs_csv);
-    finalize_mpi();
-    return 0;
+    return status;
 }
 
 #ifndef CNN_NO_MAIN // the tests include this file and bring their own
@@ -5907,24 +6008,20 @@ static int run_main(int argc, char **argv) {
 #if defined(__x86_64__)
 __attribute__((target("no-avx")))
 #endif
-int main(int argc, char **argv)
-{
-#define NEED_CPU(feature)                                                          \
-    if (!__builtin_cpu_supports(feature)) {                                        \
-        fprintf(stderr,                                                            \
-                "cnn: error: built for a CPU with %s, which this one lacks; run: " \
-                "make clean && make ARCH=native, on this machine\n",               \
-                feature);                                                          \
-        return 1;                                                                  \
-    }
-#ifdef __AVX512DQ__ // implies the other extensions of AVX-512 in use
-    NEED_CPU("avx512f")
-    NEED_CPU("avx512dq")
-#endif
+int main(int argc, char **argv) {
+    const char *lacks = NULL;
 #ifdef __AVX2__
-    NEED_CPU("avx2")
-    NEED_CPU("fma")
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma"))
+        lacks = "avx2 and fma";
 #endif
+#ifdef __AVX512DQ__ // implies the other extensions of AVX-512 in use
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512dq"))
+        lacks = "avx512f and avx512dq";
+#endif
+    if (lacks) {
+        fprintf(stderr, "cnn: error: built for a CPU with %s; run: make clean && make\n", lacks);
+        return 1;
+    }
     return run_main(argc, argv);
 }
 #endif // CNN_NO_MAIN

@@ -22,6 +22,7 @@ gpu/test_cuda.sh            tests/gpu/test_cuda.sh
 cluster/test_slurm.sh       tests/cluster/test_slurm.sh
 program/test_checkpoints.sh tests/program/test_checkpoints.sh
 program/test_cli.sh         tests/program/test_cli.sh
+program/test_robust.sh      tests/program/test_robust.sh
 unit/double                 build/test_double
 unit/float                  build/test_float
 pytorch/live_pytorch.py     python_with_torch tests/pytorch/live_pytorch.py build

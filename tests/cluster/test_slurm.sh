@@ -94,7 +94,7 @@ SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 CredType=cred/munge
-AuthInfo=socket=$tmp/munge/socket
+AuthInfo=socket=$tmp/munge/socket,cred_expire=5
 StateSaveLocation=$tmp/state
 SlurmdSpoolDir=$tmp/spool/%n
 # A folder for each node: otherwise the MPI of one would meet the other's files
@@ -301,6 +301,34 @@ test_two_gpus_and_cancel() {
 # shellcheck disable=SC2317
 no_process() { ! pgrep -f "$1" >/dev/null; }
 
+# A job whose time is over, or whose script gets the signal that Slurm sends before that, is queued again, and
+# ends with the bits of one that was not disturbed.
+test_requeue() {
+    local name script world long=("${tiny[@]}" --limit-train 2000 --batch-size 4 --epochs 3 --log-interval 20 --threads 1)
+    # shellcheck disable=SC2317 # until_true calls it
+    restarted() { scontrol -o show job "$job" | grep -q ' Restarts=[1-9]'; }
+    while read -r name script options; do
+        [ "$name" != multinode ] || can_train_over_mpi requeue/multinode || continue
+        # shellcheck disable=SC2086 # several words
+        CNN=./cnn submit $options slurm/"$script".sb "${long[@]}" --no-cuda
+        until_true 120 grep -qs '^1,40,' "runs/$script-$job/steps.csv"
+        scancel --batch --signal=USR1 "$job"
+        holds "requeue/$name/restarted" "queued again" "$(scontrol -o show job "$job")" until_true 60 restarted
+        scontrol update JobId="$job" StartTime=now 2>/dev/null
+        ends "requeue/$name" "$job" COMPLETED
+        line "requeue/$name/resumed" '^Resuming from runs/.*: epoch 1, step '
+        world=$(grep -oP '"world":\K\d+' "runs/$script-$job/run.json")
+        ./cnn "${long[@]}" --no-cuda $([ "$world" = 1 ] || echo --replicas "$world" --oversubscribe) \
+            --checkpoint "$tmp/straight" >"$err" 2>&1
+        holds "requeue/$name/bits" "those of an undisturbed run" "others" \
+            cmp "runs/$script-$job/checkpoint.safetensors" "$tmp/straight"
+        same "requeue/$name/steps" 1500 "$(tail -n +2 "runs/$script-$job/steps.csv" | sort -u -t, -k1,3 | wc -l)"
+    done <<END
+cpu cpu
+multinode multinode --gres=none --cpus-per-task=1
+END
+}
+
 # What site.env says holds, and the command line beats it. Jobs that fail are seen to have failed.
 test_site() {
     local where
@@ -407,6 +435,7 @@ test_doctor() {
 start
 test_doctor
 test_two_gpus_and_cancel
+test_requeue
 test_site
 test_mpi
 test_readme

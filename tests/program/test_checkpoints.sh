@@ -104,6 +104,56 @@ test_max_steps() {
     same max_steps/0_means_none 2 "$(grep -c '^epoch=' "$out")"
 }
 
+# ---- The folder of a run that was stopped, resumed
+
+# rows FOLDER: its steps and epochs, and those of run.json, without times and rates
+rows() {
+    cut -d, -f1-6 "$1/steps.csv"
+    cut -d, -f1,2,6,8- "$1/epochs.csv"
+    sed -n '/^    {"epoch"/{s/"\(seconds\|img_per_s\|loader_wait_s\|test_seconds\)":[^,]*,//g;s/}.*//;p}' "$1/run.json"
+}
+
+# same_folder NAME FOLDER FOLDER
+same_folder() { same "$1" "$(rows "$2")" "$(rows "$3")"; }
+
+# Stopped or killed anywhere, in the test of an epoch too, a run goes on as if nothing had happened.
+test_same_folder() {
+    local long=("${cifar[@]}" --limit-train 400 --limit-test 400 --epochs 4 --log-interval 30) k
+    run "${long[@]}" --checkpoint "$tmp/straight" --out "$tmp/straight_run"
+    same folder/rows "404 4" "$(rows "$tmp/straight_run" | grep -c '^[0-9]') $(grep -c '"epoch":' "$tmp/straight_run/run.json")"
+    for k in 7steps:7 100steps:99 1:150 100steps:100; do
+        rm -rf "$tmp/cut" "$tmp/cut_run"
+        run "${long[@]}" --checkpoint "$tmp/cut" --out "$tmp/cut_run" --save-every "${k%:*}" --max-steps "${k#*:}"
+        run "${long[@]}" --checkpoint "$tmp/cut" --out "$tmp/cut_run" --resume --max-steps $((${k#*:} + 20))
+        run "${long[@]}" --checkpoint "$tmp/cut" --out "$tmp/cut_run" --resume
+        same_folder "folder/stopped/$k" "$tmp/straight_run" "$tmp/cut_run"
+    done
+    for k in 7steps 100steps 1 3steps; do
+        rm -rf "$tmp/killed" "$tmp/cut_run"
+        killed "$k" --out "$tmp/cut_run"
+        killed "$k" --out "$tmp/cut_run"
+        run "${long[@]}" --checkpoint "$tmp/killed" --out "$tmp/cut_run" --resume
+        same_file "folder/killed/$k/equal" "$tmp/killed" "$tmp/straight"
+        same_folder "folder/killed/$k" "$tmp/straight_run" "$tmp/cut_run"
+    done
+    run "${long[@]}" --checkpoint "$tmp/killed" --out "$tmp/cut_run" --resume
+    same_folder folder/nothing_left "$tmp/straight_run" "$tmp/cut_run"
+}
+
+# As many milestones as a checkpoint holds are read again; the length of a cosine belongs to the settings.
+test_long_settings() {
+    local long=("${cifar[@]}" --schedule multistep --milestones)
+    refused long_settings/too_long 2 "in 2048 characters" "${long[@]}" "$(seq -s, 1 1500)"
+    run "${long[@]}" "$(seq -s, 1 512 | cut -c1-2048)" --checkpoint "$tmp/long" --max-steps 2
+    same long_settings/status 0 "$status"
+    run "${long[@]}" "$(seq -s, 1 512 | cut -c1-2048)" --checkpoint "$tmp/long" --resume
+    line long_settings/resumed "^Resuming from $tmp/long: epoch 1, step 3\$"
+    local cosine=("${cifar[@]}" --schedule cosine)
+    run "${cosine[@]}" --checkpoint "$tmp/cosine" --max-steps 2
+    refused resume/other_cosine 2 "was made with epochs=2, this run has epochs=3" "${cosine[@]}" \
+        --epochs 3 --checkpoint "$tmp/cosine" --resume
+}
+
 # ---- Which settings a checkpoint keeps
 
 kept=(model width stem dataset limit-train augment global-batch parallel bucket-mb optimizer lr
@@ -124,8 +174,8 @@ differs() {
 test_resume_refuses() {
     local tried=() base=("${cifar[@]}")
     run "${base[@]}" --checkpoint "$tmp/base" --max-steps 2
-    same resume/keeps "$(printf '%s\n' format epoch batch devices "${kept[@]}" | sort)" \
-        "$(metadata "$tmp/base" | grep -oP '(^|,)"\K[a-z-]+(?=":")' | sort)"
+    same resume/keeps "$(printf '%s\n' format epoch batch devices images train_loss cnn checksum "${kept[@]}" | sort)" \
+        "$(metadata "$tmp/base" | grep -oP '(^|,)"\K[a-z_-]+(?=":")' | sort)"
     differs model --model mnist --optimizer sgd --lr 0.001 --momentum 0.9 --batch-size 4 --gamma 1
     differs width --width 8
     make_data
@@ -193,16 +243,28 @@ test_resume() {
     done
 }
 
+# --load counts until there is a checkpoint.
+test_load_and_resume() {
+    local loading=("${cifar[@]}" --resume --load "$tmp/start/model.safetensors")
+    run "${cifar[@]}" --seed 7 --save-model --out "$tmp/start"
+    run "${cifar[@]}" --load "$tmp/start/model.safetensors" --checkpoint "$tmp/straight"
+    run "${loading[@]}" --checkpoint "$tmp/loaded" --max-steps 2
+    run "${loading[@]}" --checkpoint "$tmp/loaded"
+    same_file resume/and_load "$tmp/loaded" "$tmp/straight"
+}
+
 # ---- Killed in the middle
 
-# killed EVERY: starts or resumes --save-every EVERY and kills it when it has written the checkpoint
+# killed EVERY [OPTIONS...]: starts or resumes --save-every EVERY and kills it when it has written the
+# checkpoint
 killed() {
     local before tries=0
-    before=$(steps_in "$tmp/killed")
-    "$cnn" "${long[@]}" --checkpoint "$tmp/killed" --save-every "$1" --resume >"$out" 2>"$err" &
+    before=$(position "$tmp/killed" epoch)/$(position "$tmp/killed" batch)
+    "$cnn" "${long[@]}" "${@:2}" --checkpoint "$tmp/killed" --save-every "$1" --resume >"$out" 2>"$err" &
     local pid=$!
     trap 'kill -9 $pid; rm -rf "$tmp"' EXIT
-    until [ "$(steps_in "$tmp/killed")" -gt "$before" ] || [ $((++tries)) -gt 600 ]; do
+    until [ "$(position "$tmp/killed" epoch)/$(position "$tmp/killed" batch)" != "$before" ] || [ $((++tries)) -gt 600 ]; do
+        kill -0 $pid || break
         sleep 0.05
     done
     sleep "0.0$((RANDOM % 10))"
@@ -330,7 +392,7 @@ test_headers() {
         return
     fi
     mkdir headers && python3 - cifar.st headers >headers.txt <<'END'
-import json, struct, sys
+import json, re, struct, sys
 data = open(sys.argv[1], "rb").read()
 length, = struct.unpack("<Q", data[:8])
 good, numbers = data[8:8 + length].decode(), data[8 + length:]
@@ -406,8 +468,11 @@ write("empty", "starts with {", "")
 write("no_tensors", 'expected "conv1.weight"', "{}", b"")
 write("long_name", 'expected "fc3.bias"', good.replace("fc3.bias", 3000 * "x"))
 write("nested", 'metadata as "key":"value"', good.replace('{"format"', '{"a":{"b":"c"},"format"'))
+write("damaged", "damaged", good.replace('"format":"pt"', '"format":"pT"'))
+write("no_checksum", "damaged", re.sub(',"checksum":"[^"]*"', "", good))
+write("first_version", "", re.sub(',"cnn".*?(?=})', "", good))
 write("much_metadata", "less metadata",
-      good.replace('{"format"', '{"a":"%s","format"' % (9000 * "x")))
+      '{"__metadata__":{"a":"%s"},' % (9000 * "x") + good[good.index('"conv1.weight"'):])
 write("much_header", "at most 1048576", good + 1048577 * " ")
 write("length_-1", "at most 1048576", good, length=2 ** 64 - 1)
 write("length_-8", "at most 1048576", good, length=2 ** 64 - 8)
@@ -485,9 +550,12 @@ END
 
 test_stops
 test_logs_go_on
+test_same_folder
+test_long_settings
 test_max_steps
 test_resume_refuses
 test_resume
+test_load_and_resume
 test_kill
 test_load
 test_load_refuses

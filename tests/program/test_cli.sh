@@ -176,7 +176,6 @@ test_usage() {
     usage label_smoothing_1 --label-smoothing "${tiny[@]}" --label-smoothing 1
     usage warm_up_too_long --warmup-epochs "${tiny[@]}" --epochs 2 --warmup-epochs 2
     usage resume_without_checkpoint --checkpoint "${tiny[@]}" --resume
-    usage resume_and_load --load "${tiny[@]}" --resume --checkpoint "$tmp/none" --load "$tmp/none"
     local every
     for every in 0 0steps 1.5 10step steps -1 '' 10stepss; do
         usage "save_every_$every" --save-every "${tiny[@]}" --checkpoint "$tmp/none" \

@@ -110,18 +110,21 @@ static void test_round_trip(const char *model, const Optimizer *o, double moment
     settings.momentum = momentum;
     size_t states = count_states(o, &settings);
     char metadata[METADATA_SIZE] = "format=pt\nepoch=3\nbatch=17\nmodel=x y\n";
-    const char *want = "format=pt\nepoch=3\nbatch=17\nmodel=x y\n";
+    const char *want = "format=pt\nepoch=3\nbatch=17\nmodel=x y\ncnn=2\nchecksum=fnv1a64:";
     build_for_checkpoint(&saved, model, &settings);
     build_for_checkpoint(&loaded, model, &settings);
     Array state = random_array(states * saved.param_size);
     Array other = array(states * saved.param_size, guard_value);
+    for (size_t i = 0; i < state.count; i++) // as variances they are not negative
+        state.at[i] = (real)fabs((double)state.at[i]);
     fill_random(saved.params, saved.param_size);
-    fill_random(saved.stats, saved.stats_size);
+    for (size_t i = 0; i < saved.stats_size; i++)
+        saved.stats[i] = (real)fabs((double)draw_real());
     saved.batches_tracked = saved.stats_size ? (size_t)1 << 40 : 0;
     save_or_load(&saved, o, state.at, metadata, true);
     save_or_load(&loaded, o, other.at, metadata, false);
     compare_loaded(&loaded, &saved, other.at, state.at, states);
-    if (strcmp(metadata, want) != 0)
+    if (strncmp(metadata, want, strlen(want)) != 0 || strlen(metadata) != strlen(want) + 17)
         fail("metadata \"%s\", expected \"%s\"", metadata, want);
     free_arrays((Array[]){state, other}, 2 * sizeof(Array));
     net_free(&saved);
@@ -210,7 +213,7 @@ static void load_spoiled(void) {
 }
 
 static void save_spoiled(void) {
-    char metadata[METADATA_SIZE] = "";
+    char metadata[METADATA_SIZE] = "format=pt\nepoch=1\n";
     save_or_load(&spoiled_net, NULL, NULL, metadata, true);
 }
 
@@ -365,6 +368,14 @@ static void spoil_metadata(File *f) {
     f->metadata = text;
 }
 
+static void spoil_version(File *f) {
+    f->metadata = "{\"format\":\"pt\",\"cnn\":\"2\"}";
+}
+
+static void spoil_checksum(File *f) {
+    f->metadata = "{\"format\":\"pt\",\"checksum\":\"fnv1a64:0123456789abcdef\"}";
+}
+
 static void spoil_metadata_kind(File *f) {
     f->metadata = "{\"a\":1}";
 }
@@ -400,6 +411,8 @@ static void test_spoiled_headers(void) {
         {"fewer numbers than it says", spoil_less_data, "bytes of values"},
         {"no tensors", spoil_nothing_there, "nothing of that name"},
         {"too much metadata", spoil_metadata, "less metadata"},
+        {"a version without its checksum", spoil_version, "damaged"},
+        {"another checksum", spoil_checksum, "damaged"},
         {"metadata that are no text", spoil_metadata_kind, "\"key\":\"value\""},
         {"an escape", spoil_escape, "without backslashes"},
     };
@@ -651,6 +664,8 @@ static void test_unfinite_checkpoint(void) {
     verdict("checkpoint: none is written of numbers that are not finite");
 }
 
+#include "damage.c"
+
 static void test_checkpoints(void) {
     DatasetInfo info = {"test", {2, 2, 1}, .classes = 2};
     test_to_pytorch();
@@ -663,10 +678,13 @@ static void test_checkpoints(void) {
     plan_memory(&spoiled_net, 1);
     net_alloc(&spoiled_net);
     test_unfinite_checkpoint();
+    read_saved();
     unlink(checkpoint_path);
     use_memory_file();
     test_good_file();
     test_unfinite_file();
+    test_negative_variance();
+    test_flipped_bits();
     test_spoiled_headers();
     test_garbage_headers();
     test_header_lengths();

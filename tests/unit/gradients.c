@@ -175,7 +175,7 @@ static void test_confusion(void) {
     static uint8_t labels[5] = {1, 1, 3, 1, 0};
     static real host[5 * CLASSES];
     const Batch batch = {.labels = labels, .n = 5};
-    size_t got[CLASSES * CLASSES] = {0}, want[CLASSES * CLASSES] = {0};
+    double got[CLASSES * CLASSES] = {0}, want[CLASSES * CLASSES] = {0};
     start_net(&net, (Shape){1, 1, CLASSES});
     net.images = (real *)logp;
     net.host[0] = host;

@@ -59,8 +59,53 @@ static void test_philox(void) {
     verdict("philox known answers");
 }
 
+static void write_text(const char *folder, const char *file, const char *text) {
+    char path[PATH_SIZE];
+    join_path(path, folder, file);
+    for (char *at = path + strlen(folder) + 1; (at = strchr(at, '/')); at++) {
+        *at = 0;
+        mkdir(path, 0777);
+        *at = '/';
+    }
+    FILE *f = fopen(path, "w");
+    if (!f || fputs(text, f) < 0 || fclose(f) != 0)
+        fail("cannot write %s", path);
+}
+
+// The least limit of a group and those around it, in both versions of cgroups
+static void test_memory_limits(void) {
+    char folder[] = "/tmp/cnn_cgroup_XXXXXX", table[PATH_SIZE], command[PATH_SIZE];
+    static const struct {
+        const char *groups;
+        double limit;
+    } cases[] = {{"0::/job/step\n", 3e6},        {"0::/job\n", 3e6},
+                 {"0::/other/step\n", 5e6},      {"0::/nothing\n", INFINITY},
+                 {"0::/\n", INFINITY},           {"", INFINITY},
+                 {"5:memory:/old/task\n", 7e6},  {"4:cpu:/old/task\n3:memory:/old\n", 7e6},
+                 {"4:cpu:/job/step\n", INFINITY}};
+    if (!mkdtemp(folder))
+        fail("cannot create a folder");
+    write_text(folder, "job/memory.max", "3000000\n");
+    write_text(folder, "job/step/memory.max", "max\n");
+    write_text(folder, "other/step/memory.max", "5000000\n");
+    write_text(folder, "memory/old/memory.limit_in_bytes", "7000000\n");
+    write_text(folder, "memory/old/task/memory.limit_in_bytes", "9223372036854771712\n");
+    join_path(table, folder, "table");
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        write_text(folder, "table", cases[i].groups);
+        double found = cgroup_limit(table, folder);
+        if (found != cases[i].limit)
+            fail("\"%s\": expected %g, found %g", cases[i].groups, cases[i].limit, found);
+    }
+    snprintf(command, sizeof command, "rm -r %s", folder);
+    if (system(command) != 0)
+        fail("%s", command);
+    verdict("the limit of memory that cgroups set");
+}
+
 static void test_helpers(void) {
     test_stealing();
     test_stolen();
     test_philox();
+    test_memory_limits();
 }

@@ -1,0 +1,37 @@
+# Sourced by the job scripts, so that a job whose time is over is queued again and goes on where it was:
+#
+#     train ./cnn "${saved[@]}" OPTIONS...
+#
+# A minute before the time is over, Slurm sends SIGUSR1 to the job script, as its line #SBATCH --signal says. The
+# program gets it, too, and saves; then the job is queued again. The number of the job stays, and so do its folder
+# and its checkpoint. What is saved there is also used when a node has failed.
+# shellcheck shell=bash disable=SC2034 # the job scripts use `saved`
+folder=runs/$SLURM_JOB_NAME-$SLURM_JOB_ID
+checkpoint=$folder/checkpoint.safetensors
+saved=(--out "$folder" --checkpoint "$checkpoint")
+[ ! -e "$checkpoint" ] || saved+=(--resume)
+mkdir -p "$folder"
+
+# shellcheck disable=SC2317 # the trap calls it
+requeue() {
+    local i
+    touch "$folder/signalled"
+    kill -USR1 "$pid"
+    for ((i = 0; i < 250; i++)); do # 50 seconds
+        [ ! "$checkpoint" -nt "$folder/signalled" ] || break
+        sleep 0.2
+    done
+    rm "$folder/signalled"
+    ! kill -0 "$pid" 2>/dev/null || scontrol requeue "$SLURM_JOB_ID"
+}
+
+# train COMMAND...: its exit status
+train() {
+    "$@" &
+    pid=$!
+    trap requeue USR1
+    until wait "$pid"; do
+        status=$?
+        kill -0 "$pid" 2>/dev/null || return $status # else the signal has interrupted wait
+    done
+}

@@ -1,0 +1,274 @@
+#!/usr/bin/env bash
+# What may happen to a run from outside: signals, other kinds of files, closed or full outputs, limits of
+# memory, of stacks and of files, a disk that fails, another run in the same folder.
+# CNN=PATH: another binary. QUICK=1: fewer signals and moments.
+# Prints `pass robust/NAME`, `fail robust/NAME: expected ..., found ...` or `skip robust/NAME: why`.
+suite=robust
+# shellcheck source=tests/lib.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh" || exit 1
+
+# Two epochs of three steps.
+tiny=(--model cifar --threads 1 --dataset synthetic --limit-train 10 --limit-test 10 --epochs 2)
+small=("${tiny[@]}" --max-steps 1)
+replicas=(--threads 2 --replicas 2 --oversubscribe)
+
+same_file() { holds "$1" "$2 equal to $3" "other bytes, or none" cmp -s "$2" "$3"; }
+# position FILE KEY: a number in a checkpoint's metadata
+position() { head -c 3000 "$1" | grep -aoP -m1 "\"$2\":\"\\K[0-9]+"; }
+status_of() { grep -oP '"status": "\K[a-z]+' "$1/run.json"; }
+
+# rows FOLDER: its steps and epochs, and those of run.json, without times and rates
+rows() {
+    cut -d, -f1-6 "$1/steps.csv"
+    cut -d, -f1,2,6,8- "$1/epochs.csv"
+    sed -n '/^    {"epoch"/{s/"\(seconds\|img_per_s\|loader_wait_s\|test_seconds\)":[^,]*,//g;s/}.*//;p}' "$1/run.json"
+}
+
+# wait_for SECONDS COMMAND...: until it succeeds
+wait_for() {
+    local i
+    for ((i = 0; i < 50 * $1; i++)); do
+        ! "${@:2}" || return 0
+        sleep 0.02
+    done
+    return 1
+}
+
+# ---- Signals
+
+# starts OPTIONS...: in the background, in $pid; returns when it has trained a few steps
+starts() {
+    rm -rf "$tmp/signals"
+    env --default-signal=INT "$cnn" "$@" --out "$tmp/signals" --log-interval 2 >"$out" 2>"$err" </dev/null &
+    pid=$!
+    wait_for 20 grep -qs '^1,8,' "$tmp/signals/steps.csv"
+}
+
+# ends NAME SIGNAL STATUS OPTIONS...: the step is finished, the checkpoint saved, the program ends with
+# STATUS, and a resumed run equals one that was not disturbed, $tmp/straight.
+ends() {
+    local name=signals/$1 signal=$2 number=$3
+    shift 3
+    rm -f "$tmp/signalled"
+    starts "$@" --checkpoint "$tmp/signalled" --resume --save-every 2
+    kill "-$signal" "$pid"
+    wait "$pid"
+    same "$name/status" "$number stopped" "$? $(status_of "$tmp/signals")"
+    line "$name/state" "^State: STOPPED \(exit code $number\)"
+    same "$name/saved" "in epoch 1" "in epoch $(position "$tmp/signalled" epoch)"
+    same "$name/temporary" "" "$(find "$tmp" -name '*.tmp')"
+    run "$@" --checkpoint "$tmp/signalled" --resume --out "$tmp/signals" --log-interval 50
+    same_file "$name/equal" "$tmp/signalled" "$tmp/straight"
+    same "$name/folder" "$(rows "$tmp/straight_run")" "$(rows "$tmp/signals")"
+}
+
+test_signals() {
+    local long=(--model cifar --dataset synthetic --threads 1 --limit-train 2000 --limit-test 40 --epochs 2) pid
+    run "${long[@]}" --checkpoint "$tmp/straight" --out "$tmp/straight_run" --log-interval 50
+    ends TERM TERM 143 "${long[@]}"
+    ends INT INT 130 "${long[@]}"
+    ends HUP HUP 129 "${long[@]}"
+    rm -f "$tmp/signalled"
+    starts "${long[@]}" --checkpoint "$tmp/signalled" --save-every 3
+    kill -USR1 "$pid"
+    wait_for 20 test -s "$tmp/signalled"
+    same signals/USR1/saves "epoch 1, running" \
+        "epoch $(position "$tmp/signalled" epoch), $(status_of "$tmp/signals")"
+    wait "$pid"
+    same signals/USR1/goes_on "0 complete" "$? $(status_of "$tmp/signals")"
+    same_file signals/USR1/equal "$tmp/signalled" "$tmp/straight"
+    starts "${long[@]}" --epochs 1000 --limit-test 10000
+    kill -INT "$pid"
+    kill -INT "$pid"
+    wait "$pid"
+    same signals/twice 130 $?
+    # Ignored signals, as by nohup, stay ignored.
+    (trap '' HUP && exec "$cnn" "${long[@]}" --out "$tmp/nohup" --log-interval 2 >"$out" 2>"$err") &
+    pid=$!
+    wait_for 20 grep -qs '^1,8,' "$tmp/nohup/steps.csv"
+    kill -HUP "$pid"
+    wait "$pid"
+    same signals/nohup "0 complete" "$? $(status_of "$tmp/nohup")"
+    local both=("${long[@]}" "${replicas[@]}" --global-batch 4) parallel
+    for parallel in ddp dp; do
+        run "${both[@]}" --parallel $parallel --checkpoint "$tmp/straight" --out "$tmp/straight_run" --log-interval 50
+        ends $parallel TERM 143 "${both[@]}" --parallel $parallel
+    done
+}
+
+# Ctrl-Z for longer than --timeout, and a pager that pauses, are nobody's fault.
+test_stopped() {
+    local long=(--model cifar --dataset synthetic --threads 1 --limit-train 2000 --limit-test 40 --epochs 1 "${replicas[@]}") pid
+    starts "${long[@]}" --timeout 1
+    kill -STOP "$pid"
+    sleep 2
+    kill -CONT "$pid"
+    wait "$pid"
+    same stopped/ctrl_z "0 complete" "$? $(status_of "$tmp/signals")"
+    "$cnn" "${long[@]}" --timeout 1 --log-interval 1 2>"$err" | { sleep 3 && cat >/dev/null; }
+    same stopped/pager "0, " "${PIPESTATUS[0]}, $(cat "$err")"
+}
+
+# ---- What kind of file it is
+
+test_kinds_of_files() {
+    run "${small[@]}" --checkpoint "$tmp/plain"
+    echo old >"$tmp/target"
+    ln -s target "$tmp/link"
+    run "${small[@]}" --checkpoint "$tmp/link"
+    same files/link/stays target "$(readlink "$tmp/link")"
+    same_file files/link/target "$tmp/target" "$tmp/plain"
+    ln -s nothing "$tmp/dangling"
+    refused files/dangling 1 "$tmp/dangling" "${small[@]}" --checkpoint "$tmp/dangling"
+    chmod 600 "$tmp/target"
+    run "${small[@]}" --checkpoint "$tmp/target"
+    same files/mode 600 "$(stat -c %a "$tmp/target")"
+    chmod 444 "$tmp/target"
+    refused files/read_only 1 "$tmp/target: it is read-only" "${small[@]}" --checkpoint "$tmp/target"
+    echo precious >"$tmp/victim"
+    ln -s victim "$tmp/plain.tmp"
+    run "${small[@]}" --checkpoint "$tmp/plain"
+    same files/link_as_temporary precious "$(cat "$tmp/victim")"
+    refused files/trace_is_checkpoint 2 --trace "${small[@]}" --checkpoint "$tmp/plain" --trace "$tmp/plain"
+    ln -s loop "$tmp/loop"
+    refused files/unreadable_is_not_missing 1 "$tmp/loop" "${small[@]}" --checkpoint "$tmp/loop" --resume
+    refused files/eval_of_nothing 1 "$tmp/typo" "${small[@]}" --checkpoint "$tmp/typo" --resume --eval
+    if mknod "$tmp/null" c 1 3 2>/dev/null; then
+        run "${small[@]}" --trace "$tmp/null"
+        same files/device "exit 0, character special file" "exit $status, $(stat -c %F "$tmp/null")"
+    else
+        skip files/device "only root can make one"
+    fi
+    mkfifo "$tmp/pipe"
+    refused files/pipe_to_load 1 "$tmp/pipe" "${small[@]}" --load "$tmp/pipe"
+    refused files/pipe_to_resume 1 "$tmp/pipe" "${small[@]}" --checkpoint "$tmp/pipe" --resume
+    refused files/pipe_to_write 1 "$tmp/pipe: it is neither" "${small[@]}" --trace "$tmp/pipe"
+    mkdir "$tmp/data" && mkfifo "$tmp/data/train-images-idx3-ubyte" "$tmp/data/train-labels-idx1-ubyte"
+    refused files/pipe_as_data 1 "$tmp/data/train-images-idx3-ubyte" --data "$tmp/data" --dataset mnist
+}
+
+# ---- Outputs
+
+test_outputs() {
+    "$cnn" "${small[@]}" --out "$tmp/closed" >&- 2>"$err"
+    same closed/stdout "1, cnn: error: cannot write to standard output: Bad file descriptor" "$?, $(cat "$err")"
+    same closed/logs 0 "$(grep -vc '^[1e]' "$tmp/closed/epochs.csv")"
+    "$cnn" "${small[@]}" --out "$tmp/closed" --checkpoint "$tmp/closed/ck" >&- 2>&- <&-
+    same closed/all "1 failed" "$? $(status_of "$tmp/closed")"
+    "$cnn" "${small[@]}" --quiet >/dev/full 2>"$err"
+    same full/quiet "1, cnn: error: cannot write to standard output: No space left on device" "$?, $(cat "$err")"
+    (ulimit -f 64 && exec "$cnn" "${small[@]}" --checkpoint "$tmp/limited" >"$out" 2>"$err")
+    same file_size/status "1, cnn: error: cannot write $tmp/limited: File too large" "$?, $(cat "$err")"
+    same file_size/nothing_left "" "$(find "$tmp" -name 'limited*')"
+    local name=$'\xff\x1b[31m\xc3\xa4"\xed\xa0\x80'
+    run "${small[@]}" --out "$tmp/$name"
+    holds names/utf8 "UTF-8" "other bytes" iconv -f UTF-8 -t UTF-8 "$tmp/$name/run.json"
+    same names/json '\u00ff\u001b[31mä\"\u00ed\u00a0\u0080' "$(grep -oP '"out": ".*/\K.*(?=",)' "$tmp/$name/run.json")"
+    printf -- '--model \033[31mred\n' >"$tmp/arguments"
+    refused names/escape 2 'found "?[31mred"' "@$tmp/arguments"
+    refused seed/too_large 2 --seed "${small[@]}" --seed 9007199254740993
+}
+
+# ---- Limits
+
+test_limits() {
+    SLURM_MEM_PER_NODE=300 refused memory/slurm 1 "314.6 MB there" --model mnist --dataset synthetic \
+        --batch-size 4096 --limit-train 8192 --epochs 1
+    SLURM_MEM_PER_CPU=100 SLURM_CPUS_ON_NODE=3 refused memory/slurm_by_core 1 "not enough memory" \
+        --model mnist --dataset synthetic --batch-size 4096 --limit-train 8192 --epochs 1
+    (ulimit -s 256 && exec "$cnn" "${small[@]}" >"$out" 2>"$err")
+    same stack/main "1, cnn: error: expected stacks of 2 MB or more; run: ulimit -s 8192; unset OMP_STACKSIZE" \
+        "$?, $(cat "$err")"
+    OMP_STACKSIZE=256K refused stack/openmp 1 "stacks of 2 MB" "${small[@]}"
+    OMP_STACKSIZE=4M run "${small[@]}"
+    same stack/enough 0 "$status"
+    run "${small[@]}" --layers
+    holds layers/planned "more than 134 MB of maps and buffers" "$(grep '^Memory in MB' "$out")" \
+        at_least "$(grep -oP 'maps and buffers \K[0-9.]+' "$out")" 134
+    run "${small[@]}" --trace "$tmp/trace" --trace-steps 0:900000000 --epochs 100000
+    same trace/room "0, one step" "$status, $(grep -c '"name":"step ' "$tmp/trace" | sed 's/^1$/one step/')"
+}
+
+# ---- Another run in the folder
+
+test_folders() {
+    run "${small[@]}" --out "$tmp/used" --save-model --layers --profile
+    run "${small[@]}" --out "$tmp/used"
+    same folders/used "epochs.csv run.json steps.csv" "$(cd "$tmp/used" && echo *)"
+    run "${small[@]}" --out "$tmp/used" --save-model
+    run "${small[@]}" --out "$tmp/used" --load "$tmp/used/model.safetensors"
+    same folders/model_it_loads "0 epochs.csv model.safetensors run.json steps.csv" "$status $(cd "$tmp/used" && echo *)"
+    local pid
+    starts --model cifar --dataset synthetic --threads 1 --limit-train 2000 --limit-test 10 --epochs 10000
+    refused folders/two_at_once 1 "another run" "${small[@]}" --out "$tmp/signals"
+    kill -9 "$pid"
+    wait "$pid" 2>/dev/null
+    run "${small[@]}" --out "$tmp/signals"
+    same folders/after_a_killed_one "0 stopped" "$status $(status_of "$tmp/signals")"
+    # A log that cannot be read is not an empty one.
+    run "${small[@]}" --out "$tmp/signals" --checkpoint "$tmp/goes_on"
+    rm "$tmp/signals/steps.csv" && ln -s steps.csv "$tmp/signals/steps.csv"
+    refused folders/unreadable_log 1 "$tmp/signals/steps.csv" "${tiny[@]}" --out "$tmp/signals" \
+        --checkpoint "$tmp/goes_on" --resume
+}
+
+# ---- A disk that fails
+
+# In the program's place, fsync() fails from call number FSYNC on, after DELAY seconds; FOLDERS=1: of folders only
+make_shim() {
+    cat >"$tmp/shim.c" <<'END'
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdlib.h>
+#include <sys/stat.h>
+#include <unistd.h>
+int fsync(int fd) {
+    static int calls;
+    struct stat info;
+    const char *folders = getenv("FOLDERS");
+    const int counts = !folders || (fstat(fd, &info) == 0 && S_ISDIR(info.st_mode));
+    if (!counts || __atomic_add_fetch(&calls, 1, __ATOMIC_RELAXED) < atoi(getenv("FSYNC")))
+        return ((int (*)(int))dlsym(RTLD_NEXT, "fsync"))(fd);
+    sleep((unsigned)atoi(getenv("DELAY")));
+    errno = EIO;
+    return -1;
+}
+END
+    ${CC:-cc} -shared -fPIC "$tmp/shim.c" -o "$tmp/shim.so" -ldl 2>/dev/null
+}
+
+test_disk() {
+    if ldd "$cnn" | grep -q 'libasan\|libtsan' || ! make_shim; then
+        skip disk "needs a C compiler, and a program without sanitizers"
+        return
+    fi
+    local call calls='2 5 8 9' pids=() i=0
+    [ -z "${QUICK:-}" ] || calls='5 9'
+    # A rank whose disk hangs and fails is given up by the other; both end, and within seconds.
+    for call in $calls; do
+        (FSYNC=$call DELAY=4 LD_PRELOAD=$tmp/shim.so timeout 40 "$cnn" "${tiny[@]}" --epochs 3 "${replicas[@]}" --timeout 1 \
+            --out "$tmp/disk$call" >/dev/null 2>"$tmp/disk$call.err") &
+        pids+=($!)
+    done
+    for call in $calls; do
+        wait "${pids[i++]}"
+        same "disk/hangs/$call" "exit 1, 1 line" "exit $?, $(grep -c '^cnn: error: ' "$tmp/disk$call.err") line"
+    done
+    rm -f "$tmp/synced"
+    FOLDERS=1 FSYNC=1 DELAY=0 LD_PRELOAD=$tmp/shim.so refused disk/folder 1 "cannot sync the folder of" "${small[@]}" \
+        --checkpoint "$tmp/synced"
+    rm -f "$tmp/synced"
+    FSYNC=1 DELAY=0 LD_PRELOAD=$tmp/shim.so refused disk/file 1 "cannot write $tmp/synced: Input/output error" "${small[@]}" \
+        --checkpoint "$tmp/synced"
+    same disk/nothing_left "" "$(find "$tmp" -name 'synced*')"
+}
+
+test_signals
+test_stopped
+test_kinds_of_files
+test_outputs
+test_limits
+test_folders
+test_disk
+exit 0

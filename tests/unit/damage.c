@@ -1,0 +1,55 @@
+/* damage.c - included by checkpoints.c: checkpoints with an inverted bit or impossible numbers. */
+
+// Inverts a bit of a file that was saved.
+static uint8_t saved_bytes[16384];
+static size_t saved_size;
+
+static void read_saved(void) {
+    FILE *f = fopen(checkpoint_path, "rb");
+    if (!f || (saved_size = fread(saved_bytes, 1, sizeof saved_bytes, f)) == 0 || fclose(f) != 0)
+        fail("cannot read %s", checkpoint_path);
+}
+
+static void write_flipped(size_t bit) {
+    FILE *f = fopen(checkpoint_path, "wb");
+    saved_bytes[bit / 8] ^= (uint8_t)(1 << bit % 8);
+    if (!f || fwrite(saved_bytes, 1, saved_size, f) != saved_size || fclose(f) != 0)
+        fail("cannot write %s", checkpoint_path);
+    saved_bytes[bit / 8] ^= (uint8_t)(1 << bit % 8);
+}
+
+// The file that test_unfinite_checkpoint() has saved: with any bit inverted it is refused.
+static void test_flipped_bits(void) {
+    static const Series series = {"inverted bit", write_flipped};
+    const size_t stride = quick ? 7 : 1;
+    for (size_t bit = 0; bit < 8 * saved_size; bit += 200 * stride) {
+        size_t last = min_size(bit + 200, 8 * saved_size);
+        Report r = run_series(&series, bit, last);
+        if (r.refused != last - bit)
+            fail("bits %zu to %zu: %zu files accepted", bit, last, r.accepted);
+    }
+    verdict("checkpoint: a file with an inverted bit is refused");
+}
+
+static void write_variance(real value) {
+    File f = good_file();
+    spell_header(&f);
+    write_good(&f);
+    size_t at = 0;
+    while (!strstr(f.entries[at].name, "running_var"))
+        at++;
+    FILE *file = fopen(checkpoint_path, "r+b");
+    if (!file || fseek(file, (long)(8 + strlen(f.header) + f.entries[at].begin), 0) != 0 ||
+        fwrite(&value, sizeof value, 1, file) != 1 || fclose(file) != 0)
+        fail("cannot change %s", checkpoint_path);
+}
+
+static void test_negative_variance(void) {
+    write_variance(1);
+    Ending e = call_in_child(load_spoiled);
+    if (e.status != 0)
+        fail("1: status %x, \"%.200s\"", (unsigned)e.status, e.text);
+    write_variance(-1);
+    expect_refusal("a negative variance", "expected finite numbers from 0 on");
+    verdict("checkpoint: a negative variance is refused");
+}
