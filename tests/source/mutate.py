@@ -266,10 +266,12 @@ def stages(source, section, tests):
         add("unit/float", "1")
     if tests == "unit":
         return found
-    for part in [*likely, *commands]:
+    for part in likely:
         add(part, "1")
     for part in SANITIZED if source != "cnn_kernels.cu" else ():
         found.append((f"{part} with sanitizers", ["cnn-debug"], ["env", "CNN=./cnn-debug", *commands[part]], "1"))
+    for part in commands:
+        add(part, "1")
     for part in [*likely, *commands] if tests == "all" else ():
         add(part, "")
     return found
