@@ -5328,7 +5328,7 @@ static void setup_ranks(Run *run) {
     bool launched = join_mpi(c);
     c->dp = c->world > 1 && strcmp(s->parallel, "dp") == 0;
     if (launched && (s->gpus > 1 || s->replicas > 1 || c->dp))
-        die(EXIT_USAGE, "one of %zu ranks of MPI: expected ddp and neither --gpus nor --replicas",
+        die(EXIT_USAGE, "%zu MPI ranks: expected --parallel ddp, neither --gpus nor --replicas",
             c->world);
     if (c->world > 1 && !launched) {
         c->team = must_alloc(sizeof *c->team, "the ranks");
