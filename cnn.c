@@ -450,15 +450,16 @@ static double now(void) {
 static void (*before_dying)(void);        // marks the run folder as failed
 static void (*leave)(int status) = _exit; // MPI: ends the other ranks as well
 
+static bool dying;               // a thread is ending the program:
+static __thread bool dying_here; // this one
+
 static _Noreturn FORMAT(2) void die(int status, const char *format, ...) {
-    static bool dying;
-    static __thread bool first;
-    if (__atomic_exchange_n(&dying, true, __ATOMIC_SEQ_CST) && !first)
-        for (;;) // another thread is already ending the program
+    if (__atomic_exchange_n(&dying, true, __ATOMIC_SEQ_CST) && !dying_here)
+        for (;;) // until the other thread has done so
             pause();
-    if (first) // before_dying() has failed
+    if (dying_here) // before_dying() has failed
         leave(status);
-    first = true;
+    dying_here = true;
     char line[2 * PATH_SIZE];
     va_list args;
     va_start(args, format);
@@ -639,8 +640,11 @@ static void atomic_open(AtomicFile *f, const char *path) {
     const int fd =
         device ? open(path, O_WRONLY) : open(f->temporary, O_WRONLY | O_CREAT | O_EXCL, 0666);
     f->stream = fd < 0 ? NULL : fdopen(fd, "wb");
-    if (!f->stream || (exists && !device && fchmod(fd, old.st_mode & 07777) != 0))
+    if (!f->stream || (exists && !device && fchmod(fd, old.st_mode & 07777) != 0)) {
+        if (fd >= 0 && !device)
+            unlink(f->temporary); // leaves errno alone
         file_fail("cannot create", device ? path : f->temporary);
+    }
 }
 
 static void atomic_commit(AtomicFile *f) {
@@ -648,8 +652,8 @@ static void atomic_commit(AtomicFile *f) {
     const int fd = fileno(f->stream);
     struct stat ours, found;
     bool good = !ferror(f->stream) && fflush(f->stream) == 0 && (device || fsync(fd) == 0);
-    if (!device &&
-        (fstat(fd, &ours) != 0 || lstat(f->temporary, &found) != 0 || ours.st_ino != found.st_ino))
+    if (!device && fstat(fd, &ours) == 0 && lstat(f->temporary, &found) == 0 &&
+        ours.st_ino != found.st_ino)
         die(1, "%s: another run writes it at the same time; give each its own", f->path);
     good = fclose(f->stream) == 0 && good && (device || rename(f->temporary, f->path) == 0);
     if (!good && !device)
@@ -1340,8 +1344,7 @@ static Shape window_shape(const Net *net, size_t x, const char *what, size_t ker
         die(1,
             "model %s: %s at row %zu: a window of %zu x %zu, stride %zu, padding %zu, to %zu "
             "channels cannot slide over %zu x %zu pixels; expected 1 x 1 to 11 x 11, not larger "
-            "than "
-            "the image, a stride of 1 to 11, a padding below the window's size",
+            "than the image, a stride of 1 to 11, a padding below the window's size",
             net->model, what, net->count, kernel, kernel, stride, padding, channels, in.h, in.w);
     return (Shape){(in.h + 2 * padding - kernel) / stride + 1,
                    (in.w + 2 * padding - kernel) / stride + 1, channels};
@@ -1896,8 +1899,8 @@ static void net_build(Net *net, const Model *model, const DatasetInfo *data,
     if (x != net->count - 1 || last->kind != LOG_SOFTMAX || shape_size(last->out) != data->classes)
         die(1,
             "model %s: expected as last row a log_softmax over the %zu classes of %s, found row "
-            "%zu",
-            model->name, data->classes, data->name, x);
+            "%zu of %zu, with %zu outputs",
+            model->name, data->classes, data->name, x, net->count, shape_size(last->out));
 }
 
 /* ==== 6. Forward and backward ====================================================================
@@ -3719,8 +3722,9 @@ static char *make_header(const Tensor *list, size_t count, const char *metadata)
 
 // The values of a tensor as they are in the file, until the next call
 static const void *file_values(Net *net, const Tensor *t) {
+    const int64_t tracked = (int64_t)net->batches_tracked;
     if (!t->values)
-        return memcpy(net->host[0], &(int64_t){(int64_t)net->batches_tracked}, sizeof(int64_t));
+        return memcpy(net->host[0], &tracked, sizeof tracked);
     net->backend->copy(net->host[0], t->values, t->bytes);
     if (!t->filter.h)
         return net->host[0];
@@ -4815,7 +4819,8 @@ static void flush_steps(Run *run, EpochResult *e) {
         e->train_loss += loss;
         e->loader_wait_s += wait;
     }
-    memset(run->steps, 0, run->steps_kept * sizeof *run->steps);
+    if (run->steps_kept > 0)
+        memset(run->steps, 0, run->steps_kept * sizeof *run->steps);
     run->steps_kept = 0;
     if (run->steps_csv)
         flush(run->steps_csv, "steps.csv");

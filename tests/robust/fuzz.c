@@ -377,6 +377,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *input, size_t size) {
     memset(message, 0, strlen(message));
     rewind(stderr);
     before_dying = jump_back;
+    dying = dying_here = false; // of the input before
     const int way = setjmp(refused);
     if (way == 0)
         targets[target].run(input, size);

@@ -504,6 +504,7 @@ static void try_file(Report *r, int messages, const char *what, size_t number) {
     if (ftruncate(messages, 0) != 0)
         return;
     before_dying = jump_back;
+    dying = dying_here = false; // of the file before
     if (setjmp(refused) == 0) {
         load_spoiled();
         died = false;
