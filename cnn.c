@@ -451,13 +451,11 @@ static void (*before_dying)(void);        // marks the run folder as failed
 static void (*leave)(int status) = _exit; // MPI: ends the other ranks as well
 
 static _Noreturn FORMAT(2) void die(int status, const char *format, ...) {
-    static bool dying;
+    static bool dying, in_hook;
     static __thread bool first;
     if (__atomic_exchange_n(&dying, true, __ATOMIC_SEQ_CST) && !first)
         for (;;) // another thread is already ending the program
             pause();
-    if (first) // before_dying() has failed
-        leave(status);
     first = true;
     char line[2 * PATH_SIZE];
     va_list args;
@@ -468,9 +466,12 @@ static _Noreturn FORMAT(2) void die(int status, const char *format, ...) {
         *c = (unsigned char)*c < ' ' || *c == 127 ? '?' : *c;
     if (ftrylockfile(stdout) == 0) // else another thread waits for its reader
         fflush(stdout);
-    fprintf(stderr, "cnn: error: %s\n", line);
-    if (before_dying)
+    if (!in_hook)
+        fprintf(stderr, "cnn: error: %s\n", line);
+    if (before_dying && !in_hook) {
+        in_hook = true; // it may fail, too
         before_dying();
+    }
     leave(status);
     abort(); // leave() does not return
 }
@@ -619,12 +620,13 @@ static FILE *open_existing(const char *path) {
    written in place. */
 typedef struct AtomicFile {
     FILE *stream;
-    char path[PATH_SIZE], temporary[PATH_SIZE + 4]; // temporary: empty for a device
+    bool device;
+    char path[PATH_SIZE], temporary[PATH_SIZE + 4];
 } AtomicFile;
 
 static void atomic_open(AtomicFile *f, const char *path) {
     struct stat old = {0};
-    const bool exists = stat(path, &old) == 0, device = S_ISCHR(old.st_mode);
+    const bool exists = stat(path, &old) == 0, device = f->device = S_ISCHR(old.st_mode);
     const char *why = !exists ? readlink(path, f->path, 1) < 0 ? NULL : "it links to nothing"
                       : S_ISDIR(old.st_mode)             ? "it is a folder"
                       : !device && !S_ISREG(old.st_mode) ? "it is neither a file nor a device"
@@ -634,7 +636,7 @@ static void atomic_open(AtomicFile *f, const char *path) {
         die(1, "cannot write %s: %s", path, why);
     if (device || !realpath(path, f->path))
         snprintf(f->path, PATH_SIZE, "%s", path);
-    snprintf(f->temporary, sizeof f->temporary, device ? "" : "%s.tmp", f->path);
+    snprintf(f->temporary, sizeof f->temporary, "%s.tmp", f->path);
     unlink(f->temporary); // of a killed run
     const int fd =
         device ? open(path, O_WRONLY) : open(f->temporary, O_WRONLY | O_CREAT | O_EXCL, 0666);
@@ -644,7 +646,7 @@ static void atomic_open(AtomicFile *f, const char *path) {
 }
 
 static void atomic_commit(AtomicFile *f) {
-    const bool device = !*f->temporary;
+    const bool device = f->device;
     const int fd = fileno(f->stream);
     struct stat ours, found;
     bool good = !ferror(f->stream) && fflush(f->stream) == 0 && (device || fsync(fd) == 0);
@@ -1895,9 +1897,9 @@ static void net_build(Net *net, const Model *model, const DatasetInfo *data,
     const Layer *last = &net->layers[x];
     if (x != net->count - 1 || last->kind != LOG_SOFTMAX || shape_size(last->out) != data->classes)
         die(1,
-            "model %s: expected as last row a log_softmax over the %zu classes of %s, found row "
-            "%zu",
-            model->name, data->classes, data->name, x);
+            "model %s: expected the number of its last row, a log_softmax over the %zu classes of "
+            "%s; found row %zu of %zu, with %zu outputs",
+            model->name, data->classes, data->name, x, net->count, shape_size(last->out));
 }
 
 /* ==== 6. Forward and backward ====================================================================
