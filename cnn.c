@@ -449,9 +449,8 @@ static double now(void) {
 
 static void (*before_dying)(void);        // marks the run folder as failed
 static void (*leave)(int status) = _exit; // MPI: ends the other ranks as well
-
-static bool dying;               // a thread is ending the program:
-static __thread bool dying_here; // this one
+static bool dying;                        // a thread is ending the program,
+static __thread bool dying_here;          // this one
 
 static _Noreturn FORMAT(2) void die(int status, const char *format, ...) {
     if (__atomic_exchange_n(&dying, true, __ATOMIC_SEQ_CST) && !dying_here)
@@ -620,12 +619,13 @@ static FILE *open_existing(const char *path) {
    written in place. */
 typedef struct AtomicFile {
     FILE *stream;
-    char path[PATH_SIZE], temporary[PATH_SIZE + 4]; // temporary: empty for a device
+    bool device;
+    char path[PATH_SIZE], temporary[PATH_SIZE + 4];
 } AtomicFile;
 
 static void atomic_open(AtomicFile *f, const char *path) {
     struct stat old = {0};
-    const bool exists = stat(path, &old) == 0, device = S_ISCHR(old.st_mode);
+    const bool exists = stat(path, &old) == 0, device = f->device = S_ISCHR(old.st_mode);
     const char *why = !exists ? readlink(path, f->path, 1) < 0 ? NULL : "it links to nothing"
                       : S_ISDIR(old.st_mode)             ? "it is a folder"
                       : !device && !S_ISREG(old.st_mode) ? "it is neither a file nor a device"
@@ -635,7 +635,7 @@ static void atomic_open(AtomicFile *f, const char *path) {
         die(1, "cannot write %s: %s", path, why);
     if (device || !realpath(path, f->path))
         snprintf(f->path, PATH_SIZE, "%s", path);
-    snprintf(f->temporary, sizeof f->temporary, device ? "" : "%s.tmp", f->path);
+    snprintf(f->temporary, sizeof f->temporary, "%s.tmp", f->path);
     unlink(f->temporary); // of a killed run
     const int fd =
         device ? open(path, O_WRONLY) : open(f->temporary, O_WRONLY | O_CREAT | O_EXCL, 0666);
@@ -648,7 +648,7 @@ static void atomic_open(AtomicFile *f, const char *path) {
 }
 
 static void atomic_commit(AtomicFile *f) {
-    const bool device = !*f->temporary;
+    const bool device = f->device;
     const int fd = fileno(f->stream);
     struct stat ours, found;
     bool good = !ferror(f->stream) && fflush(f->stream) == 0 && (device || fsync(fd) == 0);
@@ -1898,8 +1898,8 @@ static void net_build(Net *net, const Model *model, const DatasetInfo *data,
     const Layer *last = &net->layers[x];
     if (x != net->count - 1 || last->kind != LOG_SOFTMAX || shape_size(last->out) != data->classes)
         die(1,
-            "model %s: expected as last row a log_softmax over the %zu classes of %s, found row "
-            "%zu of %zu, with %zu outputs",
+            "model %s: expected the number of its last row, a log_softmax over the %zu classes of "
+            "%s; found row %zu of %zu, with %zu outputs",
             model->name, data->classes, data->name, x, net->count, shape_size(last->out));
 }
 

@@ -321,7 +321,7 @@ test_requeue() {
         ends "requeue/$name" "$job" COMPLETED
         line "requeue/$name/resumed" '^Resuming from runs/.*: epoch [1-3], step '
         world=$(grep -oP '"world":\K\d+' "runs/$script-$job/run.json")
-        # shellcheck disable=SC2046 # words
+        # shellcheck disable=SC2046 # several words, or none
         ./cnn "${long[@]}" --no-cuda $([ "$world" = 1 ] || echo --replicas "$world" --oversubscribe) \
             --checkpoint "$tmp/straight" >"$err" 2>&1
         holds "requeue/$name/bits" "those of an undisturbed run" "others" \
