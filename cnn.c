@@ -451,7 +451,7 @@ static void (*before_dying)(void);        // marks the run folder as failed
 static void (*leave)(int status) = _exit; // MPI: ends the other ranks as well
 
 static _Noreturn FORMAT(2) void die(int status, const char *format, ...) {
-    static bool dying, in_hook;
+    static bool dying;
     static __thread bool first;
     if (__atomic_exchange_n(&dying, true, __ATOMIC_SEQ_CST) && !first)
         for (;;) // another thread is already ending the program
@@ -466,12 +466,11 @@ static _Noreturn FORMAT(2) void die(int status, const char *format, ...) {
         *c = (unsigned char)*c < ' ' || *c == 127 ? '?' : *c;
     if (ftrylockfile(stdout) == 0) // else another thread waits for its reader
         fflush(stdout);
-    if (!in_hook)
-        fprintf(stderr, "cnn: error: %s\n", line);
-    if (before_dying && !in_hook) {
-        in_hook = true; // it may fail, too
-        before_dying();
-    }
+    fprintf(stderr, "cnn: error: %s\n", line);
+    void (*hook)(void) = before_dying;
+    before_dying = NULL; // no recursion if the hook fails
+    if (hook)
+        hook();
     leave(status);
     abort(); // leave() does not return
 }
@@ -4730,6 +4729,7 @@ static void write_run_json(Run *run) {
 }
 
 static void write_failed(void) {
+    dup2(open("/dev/null", O_WRONLY), STDERR_FILENO); // one error is enough
     dying_run->status = "failed";
     write_run_json(dying_run);
 }
