@@ -684,8 +684,7 @@ static void test_checkpoints(void) {
     use_memory_file();
     test_good_file();
     test_unfinite_file();
-    test_negative_variance();
-    test_flipped_bits();
+    test_damage();
     test_spoiled_headers();
     test_garbage_headers();
     test_header_lengths();
