@@ -3993,7 +3993,8 @@ static const Option options[] = {
     {"--test-batch-size", COUNT(test_batch_size, "N", 1, 65536), NULL, 0,
      "images tested at a time (default: 1000 for mnist and lenet, else the training batch)"},
     {"--epochs", COUNT(epochs, "N", 1, 100000), "14", 0, "passes over the training set"},
-    {"--max-steps", COUNT(max_steps, "N", 0, UINT32_MAX), "0", 0, "end training after N steps"},
+    {"--max-steps", COUNT(max_steps, "N", 0, UINT32_MAX), "0", 0,
+     "end training after N steps in all; 0: after --epochs"},
     {"--optimizer", CHOICE(optimizer, "adadelta|sgd"), "adadelta", 1, "how weights are changed"},
     {"--lr", NUMBER(lr, "LR", 1e-12, 1e6), NULL, 1, "learning rate (default: adadelta 1; sgd .01)"},
     {"--momentum", NUMBER(momentum, "M", 0, 0.999999), "0", 1, "sgd: momentum"},
@@ -4658,7 +4659,7 @@ static size_t copy_earlier(const Run *run, const char *file, const char *begin, 
     char path[PATH_SIZE], row[1024];
     size_t rows = 0;
     join_path(path, run->settings.out, file);
-    FILE *before = run->settings.resume ? open_existing(path) : NULL;
+    FILE *before = run->settings.resume && *run->settings.out ? open_existing(path) : NULL;
     while (before && fgets(row, sizeof row, before)) {
         size_t epoch = 0, step = 0, length = strcspn(row, "}\n");
         if (sscanf(row, begin, &epoch, &step) > 0 && row[length] && epoch > 0 &&
@@ -5003,7 +5004,7 @@ static void write_trace(const Run *run) {
     fprintf(f, "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[");
     for (size_t rank = 0; rank < run->comm.world; rank++) {
         snprintf(text, sizeof text, "rank %zu", rank);
-        fprintf(f, rank ? name : name + 1, "process", rank, (size_t)0, text);
+        fprintf(f, rank ? name : name + 1, "process", rank, (size_t)0, text); // at first no comma
         for (size_t track = 0; track < TRACK_LOADER + run->settings.workers; track++) {
             snprintf(text, sizeof text, "loader worker %zu", track - TRACK_LOADER);
             fprintf(f, name, "thread", rank, track, track < TRACK_LOADER ? names[track] : text);
@@ -5200,6 +5201,7 @@ static void describe_run(Run *run, char metadata[METADATA_SIZE]) {
         LINE("images=%zu\ntrain_loss=%.17g\n", run->current.images, run->current.train_loss);
     if (strcmp(run->settings.schedule, "cosine") == 0)
         LINE("epochs=%zu\n", run->settings.epochs);
+#undef LINE
 }
 
 // Called by all ranks. What a checkpoint counts on is on the disk before it: the rows of its steps.
@@ -5806,7 +5808,7 @@ static bool finish_step(Run *run) {
         run->epoch++;
         run->next_batch = 0;
     }
-    // NCCL carries no tags: ranks have told each other when their steps were gathered
+    // with NCCL, gradients carry no signal: all ranks know it when their steps were just gathered
     run->stop = uses_nccl(&run->comm) && run->steps_kept > 0 ? 0 : run->comm.signal;
     run->comm.signal = run->stop ? 0 : run->comm.signal;
     run->save_due =

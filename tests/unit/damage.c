@@ -1,6 +1,7 @@
-/* damage.c - included by checkpoints.c: checkpoints with an inverted bit or impossible numbers. */
+/* damage.c - included by checkpoints.c: checkpoints with an inverted bit or impossible numbers, and
+   gradients that are not finite. */
 
-// Inverts a bit of a file that was saved.
+// The file of test_unfinite_checkpoint(); write_flipped() writes it with one bit inverted.
 static uint8_t saved_bytes[16384];
 static size_t saved_size;
 
@@ -18,7 +19,7 @@ static void write_flipped(size_t bit) {
     saved_bytes[bit / 8] ^= (uint8_t)(1 << bit % 8);
 }
 
-// The file that test_unfinite_checkpoint() has saved: with any bit inverted it is refused.
+// With any bit inverted, the file is refused.
 static void test_flipped_bits(void) {
     static const Series series = {"inverted bit", write_flipped};
     const size_t stride = quick ? 7 : 1;
