@@ -402,6 +402,7 @@ static inline HOST_DEVICE real uniform(uint32_t bits) {
 #include <time.h>
 #include <unistd.h>
 #include <wchar.h>
+#include <wctype.h>
 
 // PARALLEL_FOR before a loop gives each thread an equal part of it; PARALLEL_STEALING(), below, is
 // for loops with few, long iterations.
@@ -452,6 +453,13 @@ static void (*leave)(int status) = _exit; // MPI: ends the other ranks as well
 static bool dying;                        // a thread is ending the program,
 static __thread bool dying_here;          // this one
 
+// Bytes of the printable character, in UTF-8, at c; 0: there is none
+static int printable(const char *c) {
+    wchar_t wide;
+    const int length = (int)mbrtowc(&wide, c, 4, &(mbstate_t){0});
+    return length > 0 && iswprint((wint_t)wide) ? length : 0;
+}
+
 static _Noreturn FORMAT(2) void die(int status, const char *format, ...) {
     if (__atomic_exchange_n(&dying, true, __ATOMIC_SEQ_CST) && !dying_here)
         for (;;) // until the other thread has done so
@@ -464,8 +472,8 @@ static _Noreturn FORMAT(2) void die(int status, const char *format, ...) {
     va_start(args, format);
     vsnprintf(line, sizeof line, format, args);
     va_end(args);
-    for (char *c = line; *c; c++) // names in files and options may hold escape sequences
-        *c = (unsigned char)*c < ' ' || *c == 127 ? '?' : *c;
+    for (char *c = line; *c; c += printable(c)) // names in files may hold escape sequences
+        *c = printable(c) ? *c : '?';
     if (ftrylockfile(stdout) == 0) // else another thread waits for its reader
         fflush(stdout);
     fprintf(stderr, "cnn: error: %s\n", line);
@@ -3450,10 +3458,7 @@ static const Batch *next_batch(Comm *c) {
 }
 
 static void load_batch(Comm *c, const Batch *batch, double lr) {
-    if (c->dp)
-        dp_load(c, lr);
-    else
-        net_load(c->net, batch, lr);
+    c->dp ? dp_load(c, lr) : net_load(c->net, batch, lr);
 }
 
 static double batch_loss(Comm *c, const Batch *batch) {
@@ -3773,14 +3778,9 @@ typedef struct TensorFile {
     char metadata[METADATA_SIZE]; // lines "key=value"
 } TensorFile;
 
-// Ends the program, quoting only printable characters of the file.
 static _Noreturn void header_fail(const TensorFile *f, const char *at, const char *expected) {
-    char found[61];
-    snprintf(found, sizeof found, "%s", at);
-    for (char *c = found; *c; c++)
-        *c = *c < ' ' || *c > '~' ? '?' : *c;
-    die(1, "%s: in its header: expected %s, found \"%s\"; is it of this --model and --dataset?",
-        f->path, expected, found);
+    die(1, "%s: in its header: expected %s, found \"%.60s\"; is it of this --model and --dataset?",
+        f->path, expected, at);
 }
 
 // Converts "__metadata__":{"key":"value",...} into lines "key=value".
@@ -4274,12 +4274,11 @@ typedef enum { KEY_VALUE, CSV_HEADER, CSV_ROW, JSON } Form;
 static void json_string(FILE *f, const char *text) {
     fprintf(f, text ? "\"" : "null");
     for (int length; text && *text; text += length) {
-        const unsigned char byte = (unsigned char)*text;
-        length = (int)mbrlen(text, 4, &(mbstate_t){0}); // of a character in UTF-8; < 0: it is none
-        if (length < 0 || byte < ' ' || byte > 0xf3)
-            length = fprintf(f, "\\u%04x", byte) / 6;
+        length = printable(text);
+        if (length == 0)
+            length = fprintf(f, "\\u%04x", (unsigned char)*text) / 6;
         else
-            fprintf(f, "%s%.*s", byte == '"' || byte == '\\' ? "\\" : "", length, text);
+            fprintf(f, "%s%.*s", *text == '"' || *text == '\\' ? "\\" : "", length, text);
     }
     fprintf(f, text ? "\"" : "");
 }
@@ -4655,7 +4654,7 @@ static void print_settings_json(FILE *f, Settings *s) {
 // Copies the rows of an earlier run's file before this run's first step, each up to } or its end;
 // returns how many. begin: its epoch and, in steps.csv, step
 static size_t copy_earlier(const Run *run, const char *file, const char *begin, const char *format,
-                           FILE *to) {
+                           AtomicFile *to) {
     char path[PATH_SIZE], row[1024];
     size_t rows = 0;
     join_path(path, run->settings.out, file);
@@ -4665,14 +4664,17 @@ static size_t copy_earlier(const Run *run, const char *file, const char *begin, 
         if (sscanf(row, begin, &epoch, &step) > 0 && row[length] && epoch > 0 &&
             (epoch < run->first_epoch ||
              (epoch == run->first_epoch && step > 0 && step <= run->next_batch)))
-            rows += fprintf(to, format, (int)length, row) > 0;
+            rows += fprintf(to->stream, format, (int)length, row) > 0;
     }
-    if (before)
-        fclose(before);
+    if (before && (ferror(before) || fclose(before) != 0)) {
+        unlink(to->temporary); // leaves errno alone
+        file_fail("cannot read", path);
+    }
     return rows;
 }
 
-static void print_run_json(FILE *f, Run *run) {
+static void print_run_json(AtomicFile *to, Run *run) {
+    FILE *f = to->stream;
     Settings *s = &run->settings;
     const Comm *c = &run->comm;
     const Device *d = &run->device;
@@ -4701,7 +4703,7 @@ static void print_run_json(FILE *f, Run *run) {
                  run->iterations, c->bucket_count, s->workers);
     fprintf(f, ",\"graph\":%s},\n  \"epochs\": [",
             run->graphs[0] || run->graphs[1] ? "true" : "false"); // whether one was replayed
-    if (copy_earlier(run, "run.json", " {\"epoch\":%zu", "\n%.*s},", f) && !run->epochs_done)
+    if (copy_earlier(run, "run.json", " {\"epoch\":%zu", "\n%.*s},", to) && !run->epochs_done)
         fseek(f, -1, SEEK_CUR); // no comma after the last one
     for (size_t i = 0; i < run->epochs_done; i++) {
         fprintf(f, i ? ",\n    {" : "\n    {");
@@ -4726,7 +4728,7 @@ static void write_failed(void);
 static void write_run_json(Run *run) {
     AtomicFile file;
     open_in_folder(&file, run, "run.json");
-    print_run_json(file.stream, run);
+    print_run_json(&file, run);
     atomic_commit(&file);
     dying_run = run;
     before_dying = write_failed; // every error from here on
@@ -4762,7 +4764,7 @@ static FILE *open_log(const Run *run, const char *file, bool by_step) {
         print_step(kept.stream, &(StepResult){0}, 0, CSV_HEADER);
     else
         print_epoch(kept.stream, &(EpochResult){0}, CSV_HEADER);
-    copy_earlier(run, file, by_step ? "%zu,%zu" : "%zu", "%.*s\n", kept.stream);
+    copy_earlier(run, file, by_step ? "%zu,%zu" : "%zu", "%.*s\n", &kept);
     atomic_commit(&kept);
     FILE *log = fopen(kept.path, "a");
     if (!log)
@@ -5932,10 +5934,7 @@ static void run_rank(Run *run) {
         open_logs(run);
     if (run->comm.rank == 0)
         print_settings(&run->settings);
-    if (run->settings.eval)
-        evaluate(run);
-    else
-        train_epochs(run);
+    (run->settings.eval ? evaluate : train_epochs)(run);
 }
 
 static void *replica_main(void *argument) {

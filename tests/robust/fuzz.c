@@ -4,8 +4,7 @@
 
    Compiled with -fsanitize=fuzzer it is a libFuzzer target; with -DREPLAY it reads the inputs that
    its arguments name, for compilers without libFuzzer. SEEDS=DIR: it writes good inputs into DIR,
-   where the search starts, and ends. STRICT=1: messages must be ASCII, too; now they may hold bytes
-   of names in files that are not.
+   where the search starts, and ends.
 
    An input is refused by die(), whose hook jumps back here; what the input had opened or allocated
    is then released. Anything else than a result or a refusal in one line is a finding: abort(). */
@@ -25,7 +24,6 @@ enum { KEPT = 64, FILES = 2, MOST_WORDS = 64, MOST_MEMORY = 16 << 20 };
 static void *kept_memory[KEPT];
 static FILE *kept_files[KEPT];
 static jmp_buf refused;
-static bool strict;
 
 static void finding(const char *what) {
     dprintf(STDERR_FILENO, "finding: %s\n", what);
@@ -102,9 +100,13 @@ static void check_message(void) {
     const size_t length = strlen(message);
     if (strncmp(message, "cnn: error: ", 12) != 0 || strchr(message, '\n') != message + length - 1)
         finding("expected one line that begins with cnn: error:");
-    for (size_t i = 0; strict && i + 1 < length; i++)
-        if (message[i] < ' ' || message[i] > '~')
-            finding("bytes in a message that are not printable ASCII");
+    static wchar_t wide[sizeof message];
+    const size_t characters = mbstowcs(wide, message, sizeof message);
+    if (characters == (size_t)-1)
+        finding("a message that is not UTF-8");
+    for (size_t i = 0; i + 1 < characters; i++)
+        if (!iswprint((wint_t)wide[i]))
+            finding("a character in a message that is not printable");
 }
 
 static void set_file(size_t i, const uint8_t *data, size_t size) {
@@ -350,7 +352,8 @@ static void link_file(const char *name, const char *ending, int number) {
 int LLVMFuzzerInitialize(int *argc, char ***argv) {
     (void)argc, (void)argv;
     const char *wish = getenv("FUZZ"), *place = getenv("TMPDIR");
-    strict = getenv("STRICT") && *getenv("STRICT");
+    if (!setlocale(LC_CTYPE, "C.UTF-8"))
+        finding("expected the locale C.UTF-8");
     while (target < TARGETS && (!wish || strcmp(targets[target].name, wish) != 0))
         target++;
     snprintf(folder, sizeof folder, "%.4000s/fuzz.XXXXXX", place ? place : "");
