@@ -222,11 +222,11 @@ typedef struct Work {
     bool autotune;    // choose the fastest kernels now, if that has not been done
 } Work;
 
-/* On a GPU. A loss that is not finite skips the update; the host, which reads it later, ends the
-   run. With fp16, gradients below 6e-8 would become 0: the loss is multiplied by `scale`, and the
-   update divides by it. There gradients that are not finite skip the update, too, and halve the
-   scale; after SCALE_STEPS steps without any it is doubled. (Micikevicius et al., "Mixed precision
-   training", arXiv:1710.03740; the numbers are those of PyTorch's GradScaler.) # AMP */
+/* On a GPU. A loss or a gradient that is not finite skips all updates from then on, until the host
+   reads it and ends the run. With fp16, gradients below 6e-8 would become 0: the loss is multiplied
+   by `scale`, and the update divides by it. There, gradients that are not finite skip one update and
+   halve the scale; after SCALE_STEPS steps without any it is doubled. (Micikevicius et al., "Mixed
+   precision training", arXiv:1710.03740; numbers as in PyTorch's GradScaler.) # AMP */
 typedef struct LossScale {
     float scale;             // 1 in other precisions
     uint32_t steps, skipped; // since the scale was changed; skipped in the whole run
@@ -288,7 +288,7 @@ typedef struct Backend {
     void (*sgd)(Update u);
     // of 16-bit precisions; else NULL: low = param
     void (*lower)(void *low, const real *param, size_t count);
-    // of fp16; else NULL: scale->not_finite += gradients that are not; after the update
+    // on a GPU, else NULL: scale->not_finite += gradients that are not; fp16's, after the update
     void (*count_not_finite)(LossScale *scale, const real *grad, size_t count);
     void (*adjust_scale)(LossScale *scale);
     // out = the images of a loader, as row 0 has them; NULL: the network reads the loader's
@@ -2327,7 +2327,7 @@ static void optimizer_step(const Optimizer *o, const Net *net, real *state) {
     const bool whole = strcmp(s->optimizer_launch, "per-tensor") != 0;
     const Backend *b = net->backend;
     void (*step)(Update u) = o->states[1] ? b->adadelta : b->sgd;
-    if (b->adjust_scale)
+    if (b->count_not_finite)
         b->count_not_finite(net->scale, net->grads, net->param_size);
     for (size_t i = 0; i < (whole ? 1 : 2 * net->count); i++) {
         const Layer *l = &net->layers[i / 2];
@@ -4786,14 +4786,33 @@ static void open_logs(Run *run) {
     write_run_json(run);
 }
 
-// fp16: reads the loss scale from the device. Says how many updates it has skipped since the last
-// call, which is no error.
+// At the log interval: a gradient that is not finite ends the run, on a CPU before the update.
+static void check_finite(const Net *net, const real *grads, size_t epoch, size_t step) {
+    for (const Layer *l = net->layers; l < net->layers + net->count; l++) {
+        const bool weight = first_not_finite(grads + l->weight, l->weights, 0) < l->weights;
+        if (weight || first_not_finite(grads + l->bias, l->biases, 0) < l->biases)
+            die(1, "epoch %zu, step %zu: the gradient of %s.%s is not finite; try a smaller --lr",
+                epoch, step, l->name, weight ? "weight" : "bias");
+    }
+}
+
+// On a GPU: reads what the steps since the last call have found. fp16: says how many updates were
+// skipped, which is no error.
 static void read_loss_scale(Run *run) {
+    const Net *net = &run->net;
     const LossScale before = run->loss_scale;
     LossScale *s = &run->loss_scale;
-    if (!run->backend->adjust_scale)
+    if (!net->scale || run->steps_kept == 0)
         return;
-    run->backend->copy(s, run->net.scale, sizeof *s);
+    run->backend->copy(s, net->scale, sizeof *s);
+    if (s->not_finite > 0 && !run->backend->adjust_scale) {
+        const StepResult *last = &run->steps[run->steps_kept - 1];
+        real *grads = must_alloc(net->param_size * sizeof *grads, "a copy of the gradients");
+        run->backend->copy(grads, net->grads, net->param_size * sizeof *grads);
+        check_finite(net, grads, last->epoch, last->step);
+        die(1, "epoch %zu, before step %zu: a gradient was not finite; try a smaller --lr",
+            last->epoch, last->step);
+    }
     if (s->skipped > before.skipped && run->comm.rank == 0)
         printf("fp16: updates skipped: %u, whose gradients were not finite; loss scale %g\n",
                s->skipped - before.skipped, (double)s->scale);
@@ -5756,28 +5775,11 @@ static void compare_settings_of_ranks(Run *run) {
 
    The program itself: each function here consists of a few calls to the sections above. */
 
-// At the log interval, on a CPU: a gradient that is not finite ends the run before the update.
-static void check_finite(const Run *run) {
-    const Net *net = &run->net;
-    for (const Layer *l = net->layers; l < net->layers + net->count; l++) {
-        const bool weight = first_not_finite(net->grads + l->weight, l->weights, 0) < l->weights;
-        if (weight || first_not_finite(net->grads + l->bias, l->biases, 0) < l->biases)
-            die(1, "epoch %zu, step %zu: the gradient of %s.%s is not finite; try a smaller --lr",
-                run->epoch, run->next_batch + 1, l->name, weight ? "weight" : "bias");
-    }
-}
-
 static void update_weights(Run *run) {
     if (run->next_batch % run->settings.log_interval == 0 && !run->backend->transfer)
-        check_finite(run);
+        check_finite(&run->net, run->net.grads, run->epoch, run->next_batch + 1);
     if (!run->comm.dp || run->comm.rank == 0)
         optimizer_step(run->optimizer, &run->net, run->state);
-}
-
-// Whether this step is replayed: with --graph on, each but the first of as many images, whose
-// execution loads the kernels.
-static bool replays(Run *run, const Batch *batch) {
-    return run->settings.graph && run->steps_alike[batch->n < run->net.batch]++ > 0;
 }
 
 // All of a step as one CUDA graph, which is captured once. Returns the loss.
@@ -5843,7 +5845,8 @@ static void train(Run *run, EpochResult *result) {
     AT(IDLE, start_epoch(run));
     while (AT(LOAD, batch = next_batch(comm))) {
         AT(COPY, load_batch(comm, batch, run->lr));
-        if (replays(run, batch)) { // --graph on
+        // --graph on: each step but the first of as many images, whose execution loads the kernels
+        if (run->settings.graph && run->steps_alike[batch->n < net->batch]++ > 0) {
             AT(FORWARD, loss = replay_step(run, batch));
         } else {
             AT(FORWARD, forward(net, batch->n, &net->step->draw));

@@ -2340,10 +2340,8 @@ static Backend make_backend(const char *kernels, const char *precision) {
         b.lacks = lacks_tensor_cores;
         b.conv_moments = FORWARD != (void (*)(Work))conv2d_forward<real, Tiled>;
     }
-    if (strcmp(precision, "fp16") == 0) {
-        b.count_not_finite = count_not_finite;
-        b.adjust_scale = adjust_scale;
-    }
+    b.count_not_finite = count_not_finite;
+    b.adjust_scale = strcmp(precision, "fp16") == 0 ? adjust_scale : NULL;
     return b;
 }
 
