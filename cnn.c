@@ -4561,7 +4561,7 @@ typedef struct Run {
     double lr;
     LossScale loss_scale;  // fp16: as it was when it was last read from the device
     size_t steps_alike[2]; // of net.batch images; of fewer, an epoch's last: how many there were
-    void *graphs[2];       // --graph: of either
+    void *graphs[2];       // --graph: of either; their first steps, which load kernels, are none
     DatasetInfo info;
     Dataset train_set, test_set;
     Loader train_loader, test_loader;
@@ -5845,8 +5845,7 @@ static void train(Run *run, EpochResult *result) {
     AT(IDLE, start_epoch(run));
     while (AT(LOAD, batch = next_batch(comm))) {
         AT(COPY, load_batch(comm, batch, run->lr));
-        // --graph on: each step but the first of as many images, whose execution loads the kernels
-        if (run->settings.graph && run->steps_alike[batch->n < net->batch]++ > 0) {
+        if (run->settings.graph && run->steps_alike[batch->n < net->batch]++ > 0) { // replayed
             AT(FORWARD, loss = replay_step(run, batch));
         } else {
             AT(FORWARD, forward(net, batch->n, &net->step->draw));
