@@ -1671,7 +1671,7 @@ template <class T, class O>
 static size_t fastest(const Variant<T, O> (&variants)[VARIANTS], size_t usual,
                       const Product<T, O> &p, const char *layer) {
     static const char *const passes[] = {"forward", "data gradient", "weight gradient"};
-    double seconds[VARIANTS];
+    double seconds[VARIANTS] = {};
     size_t best = usual;
     for (size_t i = 1; i < VARIANTS; i++) {
         launch_gemm(variants[i], p);

@@ -113,6 +113,8 @@ test_runs() {
         local options=(--model "${model[0]}" --limit-train "${model[1]}" --batch-size "${model[2]}")
         train "${model[0]}" "${options[@]}"
         line "${model[0]}_says_emulated" '^Emulated: '
+        same "${model[0]}_uuid" GPU-63756461-5f6f-6e5f-6370-752030303000 \
+            "$(grep -oP '"uuid":"\K[^"]*' "$tmp/${model[0]}/run.json")" # "cuda_on_cpu 000"
         train "${model[0]}_cpu" "${options[@]}" --no-cuda
         close "${model[0]}" "${model[0]}_cpu"
     done
@@ -271,6 +273,8 @@ test_precisions() {
     train autotune "${cifar[@]}" --precision bf16 --autotune on --graph on
     equal autotune bf16
     train autotune_tiled "${resnet[@]}" --autotune on
+    line autotune/says_so '^Autotune: .*, forward: tiles of '
+    same autotune/times_not_above_0 "" "$(grep -oE '[^ ]+ us' "$out" | grep -v '^[0-9.]*[1-9]')"
     train resnet_tiled "${resnet[@]}"
     equal autotune_tiled resnet_tiled
     train nchw "${cifar[@]}" --layout nchw --resident off
