@@ -3720,7 +3720,7 @@ static char *make_header(const Tensor *list, size_t count, const char *metadata)
         fprintf(h, "%s%s%zu,%zu]}", separator, entry, t->begin, t->begin + t->bytes);
     }
     fprintf(h, "}");
-    if (fclose(h) != 0)
+    if (ferror(h) || fclose(h) != 0 || !header) // NULL: fclose() had no memory, and returns 0
         no_memory(MAX_HEADER, "a header");
     return header;
 }
