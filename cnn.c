@@ -452,6 +452,7 @@ static void (*before_dying)(void);        // marks the run folder as failed
 static void (*leave)(int status) = _exit; // MPI: ends the other ranks as well
 static bool dying;                        // a thread is ending the program,
 static __thread bool dying_here;          // this one
+static __thread const char *unfinished;   // a temporary file of this thread, or NULL
 
 // Bytes of the printable character, in UTF-8, at c; 0: there is none
 static int printable(const char *c) {
@@ -477,6 +478,8 @@ static _Noreturn FORMAT(2) void die(int status, const char *format, ...) {
     if (ftrylockfile(stdout) == 0) // else another thread waits for its reader
         fflush(stdout);
     fprintf(stderr, "cnn: error: %s\n", line);
+    if (unfinished)
+        unlink(unfinished);
     if (before_dying)
         before_dying();
     leave(status);
@@ -648,17 +651,16 @@ static void atomic_open(AtomicFile *f, const char *path) {
     const int fd =
         device ? open(path, O_WRONLY) : open(f->temporary, O_WRONLY | O_CREAT | O_EXCL, 0666);
     f->stream = fd < 0 ? NULL : fdopen(fd, "wb");
-    if (!f->stream || (exists && !device && fchmod(fd, old.st_mode & 07777) != 0)) {
-        if (fd >= 0 && !device)
-            unlink(f->temporary); // leaves errno alone
+    unfinished = fd < 0 || device ? NULL : f->temporary;
+    if (!f->stream || (exists && !device && fchmod(fd, old.st_mode & 07777) != 0))
         file_fail("cannot create", device ? path : f->temporary);
-    }
 }
 
 static void atomic_commit(AtomicFile *f) {
     const bool device = f->device;
     const int fd = fileno(f->stream);
     struct stat ours, found;
+    unfinished = NULL;
     bool good = !ferror(f->stream) && fflush(f->stream) == 0 && (device || fsync(fd) == 0);
     if (!device && fstat(fd, &ours) == 0 && lstat(f->temporary, &found) == 0 &&
         ours.st_ino != found.st_ino)
@@ -4654,7 +4656,7 @@ static void print_settings_json(FILE *f, Settings *s) {
 // Copies the rows of an earlier run's file before this run's first step, each up to } or its end;
 // returns how many. begin: its epoch and, in steps.csv, step
 static size_t copy_earlier(const Run *run, const char *file, const char *begin, const char *format,
-                           AtomicFile *to) {
+                           FILE *to) {
     char path[PATH_SIZE], row[1024];
     size_t rows = 0;
     join_path(path, run->settings.out, file);
@@ -4664,17 +4666,14 @@ static size_t copy_earlier(const Run *run, const char *file, const char *begin, 
         if (sscanf(row, begin, &epoch, &step) > 0 && row[length] && epoch > 0 &&
             (epoch < run->first_epoch ||
              (epoch == run->first_epoch && step > 0 && step <= run->next_batch)))
-            rows += fprintf(to->stream, format, (int)length, row) > 0;
+            rows += fprintf(to, format, (int)length, row) > 0;
     }
-    if (before && (ferror(before) || fclose(before) != 0)) {
-        unlink(to->temporary); // leaves errno alone
+    if (before && (ferror(before) || fclose(before) != 0))
         file_fail("cannot read", path);
-    }
     return rows;
 }
 
-static void print_run_json(AtomicFile *to, Run *run) {
-    FILE *f = to->stream;
+static void print_run_json(FILE *f, Run *run) {
     Settings *s = &run->settings;
     const Comm *c = &run->comm;
     const Device *d = &run->device;
@@ -4703,7 +4702,7 @@ static void print_run_json(AtomicFile *to, Run *run) {
                  run->iterations, c->bucket_count, s->workers);
     fprintf(f, ",\"graph\":%s},\n  \"epochs\": [",
             run->graphs[0] || run->graphs[1] ? "true" : "false"); // whether one was replayed
-    if (copy_earlier(run, "run.json", " {\"epoch\":%zu", "\n%.*s},", to) && !run->epochs_done)
+    if (copy_earlier(run, "run.json", " {\"epoch\":%zu", "\n%.*s},", f) && !run->epochs_done)
         fseek(f, -1, SEEK_CUR); // no comma after the last one
     for (size_t i = 0; i < run->epochs_done; i++) {
         fprintf(f, i ? ",\n    {" : "\n    {");
@@ -4728,7 +4727,7 @@ static void write_failed(void);
 static void write_run_json(Run *run) {
     AtomicFile file;
     open_in_folder(&file, run, "run.json");
-    print_run_json(&file, run);
+    print_run_json(file.stream, run);
     atomic_commit(&file);
     dying_run = run;
     before_dying = write_failed; // every error from here on
@@ -4764,7 +4763,7 @@ static FILE *open_log(const Run *run, const char *file, bool by_step) {
         print_step(kept.stream, &(StepResult){0}, 0, CSV_HEADER);
     else
         print_epoch(kept.stream, &(EpochResult){0}, CSV_HEADER);
-    copy_earlier(run, file, by_step ? "%zu,%zu" : "%zu", "%.*s\n", &kept);
+    copy_earlier(run, file, by_step ? "%zu,%zu" : "%zu", "%.*s\n", kept.stream);
     atomic_commit(&kept);
     FILE *log = fopen(kept.path, "a");
     if (!log)
@@ -5708,6 +5707,7 @@ static void setup_weights(Run *run) {
             atomic_open(&f, files[i]);
             fclose(f.stream);
             unlink(f.temporary);
+            unfinished = NULL;
         }
     run->epoch = 1;
     net_init(&run->net, s->seed);
