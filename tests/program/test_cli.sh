@@ -649,6 +649,7 @@ saved = {name: float(r["saved"]) for name, r in rows.items()}
 if not (saved["conv1"] >= 1.6 and saved["conv2"] >= 2 and saved["fc1"] == 1):
     print("expected at least 2 / (1 + 1 / 4), 3 / (1 + 2 / 4) and 1, found", saved)
 END
+    same layers/columns_agree "" "$(awk -F , -v run=layers -v batch=20 -f "$repo/labs/check/layers.awk" "$tmp/layers/layers.csv")"
     local tiny_layers=(--dataset synthetic --limit-train 8 --limit-test 1 --batch-size 8 --epochs 1 --layers)
     run --model resnet8 "${tiny_layers[@]}" --out "$tmp/saved"
     # 3 x 3 with padding: rows of taps outside for 6 pixels are skipped; by Winograd: 36 products of 16 x 9; 1 x 1,
