@@ -156,7 +156,8 @@ cnn: $(SOURCE) $(KERNELS) build/settings
 # The same sources on the CPU: tests/emulator/cuda_on_cpu.h emulates the GPU. Two steps: g++ compiles the kernels,
 # gcc the rest.
 CXX = g++
-EMU_BUILD = $(CXX) -std=c++17 -O2 -march=$(ARCH) -g $(OMP_FLAGS) -Wno-unknown-pragmas -I. -include tests/emulator/cuda_on_cpu.h \
+EMU_OPT = -O2
+EMU_BUILD = $(CXX) -std=c++17 $(EMU_OPT) -march=$(ARCH) -g $(OMP_FLAGS) -Wno-unknown-pragmas -I. -include tests/emulator/cuda_on_cpu.h \
 	-fsanitize=alignment -fsanitize-undefined-trap-on-error
 EMU_SOURCE = { echo '\#line 1 "cnn_kernels.cu"'; sed -f tests/emulator/cuda_on_cpu.sed cnn_kernels.cu; }
 build/emu_kernels.o build/count_kernels.o: cnn_kernels.cu $(wildcard tests/emulator/cuda_on_cpu*) \

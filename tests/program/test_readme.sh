@@ -6,11 +6,11 @@
 # example that differs from run to run.
 # Prints `pass readme/NAME`, `fail readme/NAME: why` or `skip readme/NAME: why`.
 # QUICK=1: what takes long is skipped; ./cnn is that of the project, if it is up to date, and from the first change
-# of the sources on it is built with -O1 and without CUDA.
+# of the sources on it is built with -O1 and without CUDA, ./cnn-emu without optimization.
 set -u
 export LC_ALL=C
 unset SLURM_CPUS_PER_TASK MAKEFLAGS MAKELEVEL
-[ -z "${QUICK:-}" ] || export MAKEFLAGS='NO_CUDA=1 OPT=-O1'
+[ -z "${QUICK:-}" ] || export MAKEFLAGS='NO_CUDA=1 OPT=-O1 EMU_OPT=-O0'
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd) || exit 1
 tmp=$(mktemp -d) || exit 1
