@@ -274,8 +274,8 @@ build/test_tensor.cu: cnn_kernels.cu tests/gpu/test_tensor.cu
 	{ echo '#line 1 "cnn_kernels.cu"'; cat $^; } > $@
 build/test_tensor: build/test_tensor.cu build/declarations build/kernel_settings build/settings
 	$(NVCC_BUILD) -arch=$(CUDA_ARCH) -I. $< -o $@ $(if $(HAVE_NCCL),-lnccl)
-build/emu_test_tensor: build/test_tensor.cu $(wildcard tests/emulator/cuda_on_cpu*) build/declarations build/emu_settings
-	sed -f tests/emulator/cuda_on_cpu.sed $< | $(EMU_BUILD) -O1 -x c++ - -o $@ $(LIBS)
+build/emu_test_tensor: build/test_tensor.cu $(wildcard tests/emulator/cuda_on_cpu*) build/declarations build/emu_settings build/test_settings
+	sed -f tests/emulator/cuda_on_cpu.sed $< | $(EMU_BUILD) -O$(if $(QUICK),0,1) -x c++ - -o $@ $(LIBS)
 TESTED = $(if $(SANITIZED),cnn-debug,cnn)
 # PARTS: only some parts of the tests, such as PARTS='unit/float program/test_cli.sh'.
 # All that the parts of the tests use is built first: they run side by side, and two makes would collide.
