@@ -2,8 +2,8 @@
 # Tests the GPU's kernels on the CPU, by the emulator in cuda_on_cpu.h: each operation against its
 # definition, races, accesses out of range, whole runs of ./cnn-emu against the CPU's; and whether
 # bugs inserted into the kernels are noticed.
-# CC, CXX, CLANGXX=COMPILER, ARCH as for make. QUICK=1: fewer shapes and runs, no sanitizers, no
-# bugs. LONG=1: all bugs, else a third of them; more orders of threads.
+# CC, CXX, CLANGXX=COMPILER, ARCH as for make. QUICK=1: fewer shapes, precisions and runs, no sanitizers,
+# no bugs. LONG=1: all bugs, else a third of them; more orders of threads.
 # Prints `pass cuda/NAME`, `fail cuda/NAME: expected ..., found ...` or `skip cuda/NAME: why`.
 # shellcheck disable=SC2317 # some functions are called by xargs only
 suite=cuda
@@ -53,12 +53,13 @@ checked() {
 }
 
 test_kernels() {
-    local order hashes
+    local order hashes kernels=all
+    [ -z "${QUICK:-}" ] || kernels=tiny
     cp "$repo/build/emu_test_cuda" "$build/plain"
     cp "$repo/build/emu_test_tensor" "$build/layouts"
     checked layouts layouts all
     checked order_0 plain CUEMU_ORDER=0 all
-    checked order_1 plain CUEMU_ORDER=1 CUEMU_LAZY=1 CUEMU_PROTECT=1 QUICK=1 all
+    checked order_1 plain CUEMU_ORDER=1 CUEMU_LAZY=1 CUEMU_PROTECT=1 QUICK=1 "$kernels"
     hashes=$(for order in 0 1 7; do
         CUEMU_ORDER=$order OMP_NUM_THREADS=$((order % 2 + 1)) "$build/plain" weights
     done | sort | uniq -c | awk '{ print $1, $2 }' | paste -sd ,)
@@ -183,7 +184,9 @@ graphed() {
 test_graph() {
     local cifar=(--model cifar --limit-train 14 --batch-size 4) sgd=(--optimizer sgd --lr .1 --momentum .9)
     local adadelta=(--optimizer adadelta --momentum 0 --lr 1 --schedule step) why
-    graphed mnist --limit-train 20 --batch-size 8
+    local mnist=(--limit-train 20 --batch-size 8)
+    [ -z "${QUICK:-}" ] || mnist=(--limit-train 5 --batch-size 2)
+    graphed mnist "${mnist[@]}"
     CUEMU_LAZY=1 graphed cifar_lazy "${cifar[@]}" "${adadelta[@]}" --resident off --augment crop-flip
     graphed cifar_per_tensor "${cifar[@]}" "${sgd[@]}" --nesterov --optimizer-launch per-tensor \
         --warmup-epochs 1
@@ -260,9 +263,10 @@ test_ranges() {
 test_precisions() {
     local cifar=(--model cifar --limit-train 22 --batch-size 4 --save-model) how
     local resnet=(--model resnet8 --limit-train 16 --batch-size 8) overflow
-    for how in tf32 bf16 fp16; do
+    local ways=(tf32 bf16 fp16)
+    [ -z "${QUICK:-}" ] || ways=(bf16) resnet=(--model resnet8 --limit-train 8 --batch-size 4)
+    for how in "${ways[@]}"; do
         train "$how" "${cifar[@]}" --precision "$how"
-        [ -n "${QUICK:-}" ] && [ "$how" != bf16 ] && continue
         train "${how}_graph" "${cifar[@]}" --precision "$how" --graph on
         equal "${how}_graph" "$how"
         train "${how}_dp" "${cifar[@]}" --precision "$how" --gpus 2 --oversubscribe --parallel dp
@@ -272,11 +276,13 @@ test_precisions() {
     equal resnet_nchw resnet
     train autotune "${cifar[@]}" --precision bf16 --autotune on --graph on
     equal autotune bf16
-    train autotune_tiled "${resnet[@]}" --autotune on
-    line autotune/says_so '^Autotune: .*, forward: tiles of '
-    same autotune/times_not_above_0 "" "$(grep -oE '[^ ]+ us' "$out" | grep -v '^[0-9.]*[1-9]')"
-    train resnet_tiled "${resnet[@]}"
-    equal autotune_tiled resnet_tiled
+    if [ -z "${QUICK:-}" ]; then
+        train autotune_tiled "${resnet[@]}" --autotune on
+        line autotune/says_so '^Autotune: .*, forward: tiles of '
+        same autotune/times_not_above_0 "" "$(grep -oE '[^ ]+ us' "$out" | grep -v '^[0-9.]*[1-9]')"
+        train resnet_tiled "${resnet[@]}"
+        equal autotune_tiled resnet_tiled
+    fi
     train nchw "${cifar[@]}" --layout nchw --resident off
     train nhwc "${cifar[@]}"
     equal nchw nhwc
