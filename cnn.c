@@ -2951,18 +2951,20 @@ static void loader_start(Loader *l, uint64_t seed, size_t epoch, size_t first) {
     l->started = l->batches = 0; // stops the workers, if an epoch ended early
     while (l->busy > 0)
         pthread_cond_wait(&l->changed, &l->lock);
+    /* LAB 8.2 BEGIN loader_start */
     for (size_t i = 0; i < count; i++)
         l->order[i] = (uint32_t)i;
     if (epoch > 0)
         shuffle(l->order, count, seed, epoch);
     for (size_t i = 0; i < l->place.others; i++)
         l->order[count + i] = l->order[i % count];
+    l->draw = (Draw){seed, epoch, rank, l->place.others};
+    l->share = epoch > 0 ? ceil_div(count, ranks) : (count + ranks - 1 - rank) / ranks;
+    /* LAB 8.2 END */
     if (l->place.resident)
         l->place.backend->copy(l->resident.order, l->order,
                                (count + l->place.others) * sizeof *l->order);
     memset(l->filled, 0, l->slots * sizeof *l->filled);
-    l->draw = (Draw){seed, epoch, rank, l->place.others};
-    l->share = epoch > 0 ? ceil_div(count, ranks) : (count + ranks - 1 - rank) / ranks;
     l->started = l->handed = first;
     l->batches = ceil_div(l->share, l->batch_size);
     pthread_cond_broadcast(&l->changed);
@@ -3253,9 +3255,11 @@ static void all_reduce(Comm *c, real *data, Range range) {
     }
 #endif
     c->shown = data;
+    /* LAB 8.1 BEGIN all_reduce */
     for (size_t step = 0; step < 2 * (n - 1); step++)
         ring_step(c, data, part_of(range, (rank - step) % n, n),
                   part_of(range, (rank - step - 1) % n, n), step < n - 1);
+    /* LAB 8.1 END */
     if (c->team)
         barrier(c); // the right neighbour may still be reading
 }
