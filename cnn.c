@@ -2942,9 +2942,8 @@ static void shuffle(uint32_t *order, size_t count, uint64_t seed, size_t epoch) 
     }
 }
 
-/* Starts an epoch at its batch number `first`: shuffled for training; epoch 0, for testing, keeps
-   the order of the file. Rank r of N has the positions r, r + N, ...; in training, the first images
-   are repeated at the end, so that all ranks have equally many (as DistributedSampler does). */
+/* Starts an epoch at its batch `first`: shuffled; epoch 0, for testing, as the file is. Rank r of N
+   has positions r, r + N, ...; in training the first ones are repeated, as DistributedSampler's. */
 static void loader_start(Loader *l, uint64_t seed, size_t epoch, size_t first) {
     const size_t count = l->data->count, rank = l->place.rank, ranks = 1 + l->place.others;
     pthread_mutex_lock(&l->lock);
@@ -2962,8 +2961,7 @@ static void loader_start(Loader *l, uint64_t seed, size_t epoch, size_t first) {
     l->share = epoch > 0 ? ceil_div(count, ranks) : (count + ranks - 1 - rank) / ranks;
     /* LAB 8.2 END */
     if (l->place.resident)
-        l->place.backend->copy(l->resident.order, l->order,
-                               (count + l->place.others) * sizeof *l->order);
+        l->place.backend->copy(l->resident.order, l->order, (count + ranks - 1) * sizeof *l->order);
     memset(l->filled, 0, l->slots * sizeof *l->filled);
     l->started = l->handed = first;
     l->batches = ceil_div(l->share, l->batch_size);

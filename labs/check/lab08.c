@@ -1,7 +1,7 @@
 /* lab08.c - tests of the ring all-reduce and of the sampler for `make check LAB=8`: `lab08 TEST`.
 
-   Each rank is a process of its own. It has its own numbers, and neither those of the others nor the
-   right results; this program forwards its messages, counts them and judges what it returns. */
+   Each rank is a process of its own. It has its own numbers, but neither those of the others nor the
+   right results. This program forwards its messages, counts them and checks what it returns. */
 
 #define _GNU_SOURCE
 #define CNN_NO_MAIN
@@ -278,8 +278,8 @@ static uint32_t draw_number(void) {
 static uint64_t ring_seed;
 static enum { COUNTS, INTEGERS, ROUNDED } ring_kind;
 
-// The number i of a rank: 8^rank, so that a sum shows which ranks are in it and how often; an integer
-// below 1000; or a number of any size, whose sums are rounded.
+// The number i of a rank: 8^rank, so that a sum shows which ranks are in it and how often; a whole
+// number below 1000; or a number of any size, whose sums are rounded.
 static real number_of(size_t rank, size_t i) {
     uint32_t r[4];
     if (ring_kind == COUNTS)
@@ -540,7 +540,7 @@ static _Noreturn void explain_images(size_t r, const Sample *found, size_t count
               "often as needed",
               r, k, k * world + r, want);
     if (count > 1 && k < 2 && place == r * count + k)
-        WRONG("rank %zu has neighbours, positions %zu, %zu, ...; ranks take turns: r, r + R, ..., "
+        WRONG("rank %zu has neighbours, positions %zu, %zu, ...; rank r has r, r + R, ..., "
               "so that a step's images are those that one device would have",
               r, r * count, r * count + 1);
     WRONG(
