@@ -1,6 +1,6 @@
 /* lab08.c - tests of the ring all-reduce and of the sampler for `make check LAB=8`: `lab08 TEST`.
 
-   Each rank is a process of its own. It has its own numbers, but neither those of the others nor the
+   Each rank is a process of its own. It has its own numbers, but neither the others' nor the
    right results. This program forwards its messages, counts them and checks what it returns. */
 
 #define _GNU_SOURCE
@@ -336,10 +336,10 @@ static _Noreturn void explain_counts(size_t rank, size_t i, double found) {
               found, sum);
     for (size_t r = 0, left = (size_t)found; r < ranks.world; r++, left /= 8)
         if (left % 8 != 1)
-            at += snprintf(at, (size_t)(list + sizeof list - at), "%s rank %zu's number %zu times",
+            at += snprintf(at, (size_t)(list + sizeof list - at), "%s rank %zu's %zu times",
                            *list ? "," : "", r, left % 8);
-    WRONG("number %zu of rank %zu's %zu has%s; expected that of each rank once",
-          i - ring.range.first, rank, ring.range.count, list);
+    WRONG("on rank %zu, number %zu of %zu contains%s; expected each rank's once", rank,
+          i - ring.range.first, ring.range.count, list);
 }
 
 static void check_numbers(void) {
