@@ -28,7 +28,7 @@ build() {
 
 # compile_tests FOLDER: FOLDER/lab08, of the sources there
 compile_tests() {
-    "${CC:-gcc}" -std=gnu17 -O1 -g -w -Ilabs/check/lab08_mpi -c "$1/labs/check/lab08.c" -o "$1/lab08.o" &&
+    "${CC:-gcc}" -std=gnu17 -g -w -Ilabs/check/lab08_mpi -c "$1/labs/check/lab08.c" -o "$1/lab08.o" &&
         "${CC:-gcc}" "$1/lab08.o" -o "$1/lab08" -lm -lpthread
 }
 compile_program() { "${CC:-gcc}" -std=gnu17 -O1 -w "$1.c" -o "$1" -lm -lpthread; }
