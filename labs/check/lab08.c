@@ -14,7 +14,7 @@
 #include <sys/socket.h>
 #include <sys/wait.h>
 
-enum { MOST_RANKS = 8, MOST_NUMBERS = 1024, PATIENCE_MS = 8000 };
+enum { MOST_RANKS = 8, MOST_NUMBERS = 1024, PATIENCE_MS = 20000 };
 
 /* ---- A rank's side --------------------------------------------------------------------------- */
 

@@ -74,8 +74,8 @@ trained() {
     local status=0 folder=$1 program=$2
     shift 2
     rm -rf "$folder"
-    timeout 100 "./$program" --no-cuda --oversubscribe --model cifar --dataset synthetic --limit-test 30 \
-        --timeout 20 "$@" --out "$folder" >output.txt 2>&1 </dev/null 9>&- || status=$?
+    timeout 200 "./$program" --no-cuda --oversubscribe --model cifar --dataset synthetic --limit-test 30 \
+        --timeout 60 "$@" --out "$folder" >output.txt 2>&1 </dev/null 9>&- || status=$?
     [ $status -eq 0 ] && return
     echo "./cnn $* ended with exit status $status; its last lines:"
     tail -n 3 output.txt
