@@ -179,7 +179,7 @@ comparable() {
         complain "$run differs from runs/lab08-one also in $(paste -sd ' ' <<<"$other"), so a difference in speed has more than one possible cause"
         return 1
     }
-    same_steps "$from/runs/lab08-one" "$folder" .02 "$((2 * $(value parallel.iterations)))" ||
+    same_steps "$from/runs/lab08-one" "$folder" .01 "$((2 * $(value parallel.iterations)))" ||
         complain "at the same global batch, all three train in the same way"
 }
 
