@@ -524,7 +524,11 @@ static _Noreturn void explain_images(size_t r, const Sample *found, size_t count
         place++;
     if (sampler.epoch > 0 && agreement(r, found, count, 0) == count)
         WRONG("rank %zu has the images in the order of the file; in training they are shuffled", r);
-    if (sampler.epoch == 0 && place < n && (n < 8 || agreement(r, found, count, 1) == count))
+    if (count > 1 && k < 2 && place == r * count + k)
+        WRONG("rank %zu has neighbours, positions %zu, %zu, ...; rank r has r, r + R, ..., "
+              "so that a step's images are those that one device would have",
+              r, r * count, r * count + 1);
+    if (sampler.epoch == 0 && place < n)
         WRONG("rank %zu: image %zu is number %zu of the data set, expected %zu: epoch 0 is for "
               "testing, which keeps the order of the file",
               r, k, (size_t)found[k].image, want);
@@ -538,10 +542,6 @@ static _Noreturn void explain_images(size_t r, const Sample *found, size_t count
               "position %zu, which is number %zu: behind the last image the first ones follow, as "
               "often as needed",
               r, k, k * world + r, want);
-    if (count > 1 && k < 2 && place == r * count + k)
-        WRONG("rank %zu has neighbours, positions %zu, %zu, ...; rank r has r, r + R, ..., "
-              "so that a step's images are those that one device would have",
-              r, r * count, r * count + 1);
     WRONG(
         "rank %zu: image %zu should be position %zu of the permutation, number %zu; found position "
         "%zu, number %zu",
