@@ -516,6 +516,14 @@ static size_t agreement(size_t rank, const Sample *found, size_t count, size_t e
     return equal;
 }
 
+// Whether a rank has `count` neighbours of the permutation
+static bool is_block(size_t rank, const Sample *found, size_t count) {
+    size_t equal = 0;
+    for (size_t k = 0; k < count; k++)
+        equal += found[k].image == permutation[(rank * count + k) % sampler.images];
+    return equal == count;
+}
+
 // Says which rule of the sampler the rank has broken.
 static _Noreturn void explain_images(size_t r, const Sample *found, size_t count, size_t k) {
     const size_t n = sampler.images, want = image_of(r, k), world = ranks.world;
@@ -524,7 +532,7 @@ static _Noreturn void explain_images(size_t r, const Sample *found, size_t count
         place++;
     if (sampler.epoch > 0 && agreement(r, found, count, 0) == count)
         WRONG("rank %zu has the images in the order of the file; in training they are shuffled", r);
-    if (count > 1 && k < 2 && place == r * count + k)
+    if (count > 1 && is_block(r, found, count))
         WRONG("rank %zu has neighbours, positions %zu, %zu, ...; rank r has r, r + R, ..., "
               "so that a step's images are those that one device would have",
               r, r * count, r * count + 1);
