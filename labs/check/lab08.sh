@@ -200,11 +200,11 @@ run_folders() {
     done
     open_lab_run one && comparable single || return
     lr=$(value settings.lr)
-    [[ $lr =~ ^[0-9.]{1,8}$ ]] || { complain "$run/run.json: settings.lr should be a number, found $lr" && return 1; }
+    [[ $lr =~ ^[0-9.]{1,8}$ ]] || { complain "$run/run.json: settings.lr should be a number, found $lr"; return 1; }
     retrain --lr "$lr" && same_losses own/steps.csv "in a training by the checker" || return
     open_lab_run ddp && comparable ddp || return
     world=$(value parallel.world)
-    sends "$folder" "$world" 1199882 || { complain "is it a run with --parallel ddp?" && return 1; }
+    sends "$folder" "$world" 1199882 || { complain "is it a run with --parallel ddp?"; return 1; }
     open_lab_run dp && comparable dp && is parallel.world "$world" "ddp and dp are compared on as many devices" &&
         master_receives && apart
 }
