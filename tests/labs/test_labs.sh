@@ -4,7 +4,7 @@
 # wrong answer in tests/labs/ is detected. No starter contains an answer.
 #
 #   tests/labs/test_labs.sh [LAB...]     QUICK=1: of the handouts only that of lab 0 up to its first check, one wrong
-#                                        answer for each TODO of labs 1 and 4 and for one of lab 3; where the points
+#                                        answer for each TODO of labs 1, 4 and 8 and for one of lab 3; where the points
 #                                        of lab 0 are not what is tested, without its test 2, which trains
 #                                        LONG=1: all wrong answers, instead of a third that changes daily
 #
