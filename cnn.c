@@ -402,6 +402,7 @@ static inline HOST_DEVICE real uniform(uint32_t bits) {
 #include <time.h>
 #include <unistd.h>
 #include <wchar.h>
+#include <wctype.h>
 
 // PARALLEL_FOR before a loop gives each thread an equal part of it; PARALLEL_STEALING(), below, is
 // for loops with few, long iterations.
@@ -449,23 +450,30 @@ static double now(void) {
 
 static void (*before_dying)(void);        // marks the run folder as failed
 static void (*leave)(int status) = _exit; // MPI: ends the other ranks as well
+static bool dying;                        // a thread is ending the program,
+static __thread bool dying_here;          // this one
+
+// Bytes of the printable character, in UTF-8, at c; 0: there is none
+static int printable(const char *c) {
+    wchar_t wide;
+    const int length = (int)mbrtowc(&wide, c, 4, &(mbstate_t){0});
+    return length > 0 && iswprint((wint_t)wide) ? length : 0;
+}
 
 static _Noreturn FORMAT(2) void die(int status, const char *format, ...) {
-    static bool dying;
-    static __thread bool first;
-    if (__atomic_exchange_n(&dying, true, __ATOMIC_SEQ_CST) && !first)
-        for (;;) // another thread is already ending the program
+    if (__atomic_exchange_n(&dying, true, __ATOMIC_SEQ_CST) && !dying_here)
+        for (;;) // until the other thread has done so
             pause();
-    if (first) // before_dying() has failed
+    if (dying_here) // before_dying() has failed
         leave(status);
-    first = true;
+    dying_here = true;
     char line[2 * PATH_SIZE];
     va_list args;
     va_start(args, format);
     vsnprintf(line, sizeof line, format, args);
     va_end(args);
-    for (char *c = line; *c; c++) // names in files and options may hold escape sequences
-        *c = (unsigned char)*c < ' ' || *c == 127 ? '?' : *c;
+    for (char *c = line; *c; c += printable(c)) // names in files may hold escape sequences
+        *c = printable(c) ? *c : '?';
     if (ftrylockfile(stdout) == 0) // else another thread waits for its reader
         fflush(stdout);
     fprintf(stderr, "cnn: error: %s\n", line);
@@ -619,12 +627,13 @@ static FILE *open_existing(const char *path) {
    written in place. */
 typedef struct AtomicFile {
     FILE *stream;
-    char path[PATH_SIZE], temporary[PATH_SIZE + 4]; // temporary: empty for a device
+    bool device;
+    char path[PATH_SIZE], temporary[PATH_SIZE + 4];
 } AtomicFile;
 
 static void atomic_open(AtomicFile *f, const char *path) {
     struct stat old = {0};
-    const bool exists = stat(path, &old) == 0, device = S_ISCHR(old.st_mode);
+    const bool exists = stat(path, &old) == 0, device = f->device = S_ISCHR(old.st_mode);
     const char *why = !exists ? readlink(path, f->path, 1) < 0 ? NULL : "it links to nothing"
                       : S_ISDIR(old.st_mode)             ? "it is a folder"
                       : !device && !S_ISREG(old.st_mode) ? "it is neither a file nor a device"
@@ -634,22 +643,25 @@ static void atomic_open(AtomicFile *f, const char *path) {
         die(1, "cannot write %s: %s", path, why);
     if (device || !realpath(path, f->path))
         snprintf(f->path, PATH_SIZE, "%s", path);
-    snprintf(f->temporary, sizeof f->temporary, device ? "" : "%s.tmp", f->path);
+    snprintf(f->temporary, sizeof f->temporary, "%s.tmp", f->path);
     unlink(f->temporary); // of a killed run
     const int fd =
         device ? open(path, O_WRONLY) : open(f->temporary, O_WRONLY | O_CREAT | O_EXCL, 0666);
     f->stream = fd < 0 ? NULL : fdopen(fd, "wb");
-    if (!f->stream || (exists && !device && fchmod(fd, old.st_mode & 07777) != 0))
+    if (!f->stream || (exists && !device && fchmod(fd, old.st_mode & 07777) != 0)) {
+        if (fd >= 0 && !device)
+            unlink(f->temporary); // leaves errno alone
         file_fail("cannot create", device ? path : f->temporary);
+    }
 }
 
 static void atomic_commit(AtomicFile *f) {
-    const bool device = !*f->temporary;
+    const bool device = f->device;
     const int fd = fileno(f->stream);
     struct stat ours, found;
     bool good = !ferror(f->stream) && fflush(f->stream) == 0 && (device || fsync(fd) == 0);
-    if (!device &&
-        (fstat(fd, &ours) != 0 || lstat(f->temporary, &found) != 0 || ours.st_ino != found.st_ino))
+    if (!device && fstat(fd, &ours) == 0 && lstat(f->temporary, &found) == 0 &&
+        ours.st_ino != found.st_ino)
         die(1, "%s: another run writes it at the same time; give each its own", f->path);
     good = fclose(f->stream) == 0 && good && (device || rename(f->temporary, f->path) == 0);
     if (!good && !device)
@@ -1340,8 +1352,7 @@ static Shape window_shape(const Net *net, size_t x, const char *what, size_t ker
         die(1,
             "model %s: %s at row %zu: a window of %zu x %zu, stride %zu, padding %zu, to %zu "
             "channels cannot slide over %zu x %zu pixels; expected 1 x 1 to 11 x 11, not larger "
-            "than "
-            "the image, a stride of 1 to 11, a padding below the window's size",
+            "than the image, a stride of 1 to 11, a padding below the window's size",
             net->model, what, net->count, kernel, kernel, stride, padding, channels, in.h, in.w);
     return (Shape){(in.h + 2 * padding - kernel) / stride + 1,
                    (in.w + 2 * padding - kernel) / stride + 1, channels};
@@ -1895,9 +1906,9 @@ static void net_build(Net *net, const Model *model, const DatasetInfo *data,
     const Layer *last = &net->layers[x];
     if (x != net->count - 1 || last->kind != LOG_SOFTMAX || shape_size(last->out) != data->classes)
         die(1,
-            "model %s: expected as last row a log_softmax over the %zu classes of %s, found row "
-            "%zu",
-            model->name, data->classes, data->name, x);
+            "model %s: expected the number of its last row, a log_softmax over the %zu classes of "
+            "%s; found row %zu of %zu, with %zu outputs",
+            model->name, data->classes, data->name, x, net->count, shape_size(last->out));
 }
 
 /* ==== 6. Forward and backward ====================================================================
@@ -3449,10 +3460,7 @@ static const Batch *next_batch(Comm *c) {
 }
 
 static void load_batch(Comm *c, const Batch *batch, double lr) {
-    if (c->dp)
-        dp_load(c, lr);
-    else
-        net_load(c->net, batch, lr);
+    c->dp ? dp_load(c, lr) : net_load(c->net, batch, lr);
 }
 
 static double batch_loss(Comm *c, const Batch *batch) {
@@ -3721,8 +3729,9 @@ static char *make_header(const Tensor *list, size_t count, const char *metadata)
 
 // The values of a tensor as they are in the file, until the next call
 static const void *file_values(Net *net, const Tensor *t) {
+    const int64_t tracked = (int64_t)net->batches_tracked;
     if (!t->values)
-        return memcpy(net->host[0], &(int64_t){(int64_t)net->batches_tracked}, sizeof(int64_t));
+        return memcpy(net->host[0], &tracked, sizeof tracked);
     net->backend->copy(net->host[0], t->values, t->bytes);
     if (!t->filter.h)
         return net->host[0];
@@ -3771,14 +3780,9 @@ typedef struct TensorFile {
     char metadata[METADATA_SIZE]; // lines "key=value"
 } TensorFile;
 
-// Ends the program, quoting only printable characters of the file.
 static _Noreturn void header_fail(const TensorFile *f, const char *at, const char *expected) {
-    char found[61];
-    snprintf(found, sizeof found, "%s", at);
-    for (char *c = found; *c; c++)
-        *c = *c < ' ' || *c > '~' ? '?' : *c;
-    die(1, "%s: in its header: expected %s, found \"%s\"; is it of this --model and --dataset?",
-        f->path, expected, found);
+    die(1, "%s: in its header: expected %s, found \"%.60s\"; is it of this --model and --dataset?",
+        f->path, expected, at);
 }
 
 // Converts "__metadata__":{"key":"value",...} into lines "key=value".
@@ -3991,7 +3995,8 @@ static const Option options[] = {
     {"--test-batch-size", COUNT(test_batch_size, "N", 1, 65536), NULL, 0,
      "images tested at a time (default: 1000 for mnist and lenet, else the training batch)"},
     {"--epochs", COUNT(epochs, "N", 1, 100000), "14", 0, "passes over the training set"},
-    {"--max-steps", COUNT(max_steps, "N", 0, UINT32_MAX), "0", 0, "end training after N steps"},
+    {"--max-steps", COUNT(max_steps, "N", 0, UINT32_MAX), "0", 0,
+     "end training after N steps in all; 0: after --epochs"},
     {"--optimizer", CHOICE(optimizer, "adadelta|sgd"), "adadelta", 1, "how weights are changed"},
     {"--lr", NUMBER(lr, "LR", 1e-12, 1e6), NULL, 1, "learning rate (default: adadelta 1; sgd .01)"},
     {"--momentum", NUMBER(momentum, "M", 0, 0.999999), "0", 1, "sgd: momentum"},
@@ -4271,12 +4276,11 @@ typedef enum { KEY_VALUE, CSV_HEADER, CSV_ROW, JSON } Form;
 static void json_string(FILE *f, const char *text) {
     fprintf(f, text ? "\"" : "null");
     for (int length; text && *text; text += length) {
-        const unsigned char byte = (unsigned char)*text;
-        length = (int)mbrlen(text, 4, &(mbstate_t){0}); // of a character in UTF-8; < 0: it is none
-        if (length < 0 || byte < ' ' || byte > 0xf3)
-            length = fprintf(f, "\\u%04x", byte) / 6;
+        length = printable(text);
+        if (length == 0)
+            length = fprintf(f, "\\u%04x", (unsigned char)*text) / 6;
         else
-            fprintf(f, "%s%.*s", byte == '"' || byte == '\\' ? "\\" : "", length, text);
+            fprintf(f, "%s%.*s", *text == '"' || *text == '\\' ? "\\" : "", length, text);
     }
     fprintf(f, text ? "\"" : "");
 }
@@ -4652,24 +4656,27 @@ static void print_settings_json(FILE *f, Settings *s) {
 // Copies the rows of an earlier run's file before this run's first step, each up to } or its end;
 // returns how many. begin: its epoch and, in steps.csv, step
 static size_t copy_earlier(const Run *run, const char *file, const char *begin, const char *format,
-                           FILE *to) {
+                           AtomicFile *to) {
     char path[PATH_SIZE], row[1024];
     size_t rows = 0;
     join_path(path, run->settings.out, file);
-    FILE *before = run->settings.resume ? open_existing(path) : NULL;
+    FILE *before = run->settings.resume && *run->settings.out ? open_existing(path) : NULL;
     while (before && fgets(row, sizeof row, before)) {
         size_t epoch = 0, step = 0, length = strcspn(row, "}\n");
         if (sscanf(row, begin, &epoch, &step) > 0 && row[length] && epoch > 0 &&
             (epoch < run->first_epoch ||
              (epoch == run->first_epoch && step > 0 && step <= run->next_batch)))
-            rows += fprintf(to, format, (int)length, row) > 0;
+            rows += fprintf(to->stream, format, (int)length, row) > 0;
     }
-    if (before)
-        fclose(before);
+    if (before && (ferror(before) || fclose(before) != 0)) {
+        unlink(to->temporary); // leaves errno alone
+        file_fail("cannot read", path);
+    }
     return rows;
 }
 
-static void print_run_json(FILE *f, Run *run) {
+static void print_run_json(AtomicFile *to, Run *run) {
+    FILE *f = to->stream;
     Settings *s = &run->settings;
     const Comm *c = &run->comm;
     const Device *d = &run->device;
@@ -4698,7 +4705,7 @@ static void print_run_json(FILE *f, Run *run) {
                  run->iterations, c->bucket_count, s->workers);
     fprintf(f, ",\"graph\":%s},\n  \"epochs\": [",
             run->graphs[0] || run->graphs[1] ? "true" : "false"); // whether one was replayed
-    if (copy_earlier(run, "run.json", " {\"epoch\":%zu", "\n%.*s},", f) && !run->epochs_done)
+    if (copy_earlier(run, "run.json", " {\"epoch\":%zu", "\n%.*s},", to) && !run->epochs_done)
         fseek(f, -1, SEEK_CUR); // no comma after the last one
     for (size_t i = 0; i < run->epochs_done; i++) {
         fprintf(f, i ? ",\n    {" : "\n    {");
@@ -4723,7 +4730,7 @@ static void write_failed(void);
 static void write_run_json(Run *run) {
     AtomicFile file;
     open_in_folder(&file, run, "run.json");
-    print_run_json(file.stream, run);
+    print_run_json(&file, run);
     atomic_commit(&file);
     dying_run = run;
     before_dying = write_failed; // every error from here on
@@ -4759,7 +4766,7 @@ static FILE *open_log(const Run *run, const char *file, bool by_step) {
         print_step(kept.stream, &(StepResult){0}, 0, CSV_HEADER);
     else
         print_epoch(kept.stream, &(EpochResult){0}, CSV_HEADER);
-    copy_earlier(run, file, by_step ? "%zu,%zu" : "%zu", "%.*s\n", kept.stream);
+    copy_earlier(run, file, by_step ? "%zu,%zu" : "%zu", "%.*s\n", &kept);
     atomic_commit(&kept);
     FILE *log = fopen(kept.path, "a");
     if (!log)
@@ -4817,7 +4824,8 @@ static void flush_steps(Run *run, EpochResult *e) {
         e->train_loss += loss;
         e->loader_wait_s += wait;
     }
-    memset(run->steps, 0, run->steps_kept * sizeof *run->steps);
+    if (run->steps_kept > 0)
+        memset(run->steps, 0, run->steps_kept * sizeof *run->steps);
     run->steps_kept = 0;
     if (run->steps_csv)
         flush(run->steps_csv, "steps.csv");
@@ -5000,7 +5008,7 @@ static void write_trace(const Run *run) {
     fprintf(f, "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[");
     for (size_t rank = 0; rank < run->comm.world; rank++) {
         snprintf(text, sizeof text, "rank %zu", rank);
-        fprintf(f, rank ? name : name + 1, "process", rank, (size_t)0, text);
+        fprintf(f, rank ? name : name + 1, "process", rank, (size_t)0, text); // at first no comma
         for (size_t track = 0; track < TRACK_LOADER + run->settings.workers; track++) {
             snprintf(text, sizeof text, "loader worker %zu", track - TRACK_LOADER);
             fprintf(f, name, "thread", rank, track, track < TRACK_LOADER ? names[track] : text);
@@ -5197,6 +5205,7 @@ static void describe_run(Run *run, char metadata[METADATA_SIZE]) {
         LINE("images=%zu\ntrain_loss=%.17g\n", run->current.images, run->current.train_loss);
     if (strcmp(run->settings.schedule, "cosine") == 0)
         LINE("epochs=%zu\n", run->settings.epochs);
+#undef LINE
 }
 
 // Called by all ranks. What a checkpoint counts on is on the disk before it: the rows of its steps.
@@ -5330,7 +5339,7 @@ static void setup_ranks(Run *run) {
     bool launched = join_mpi(c);
     c->dp = c->world > 1 && strcmp(s->parallel, "dp") == 0;
     if (launched && (s->gpus > 1 || s->replicas > 1 || c->dp))
-        die(EXIT_USAGE, "one of %zu ranks of MPI: expected ddp and neither --gpus nor --replicas",
+        die(EXIT_USAGE, "%zu MPI ranks: expected --parallel ddp, neither --gpus nor --replicas",
             c->world);
     if (c->world > 1 && !launched) {
         c->team = must_alloc(sizeof *c->team, "the ranks");
@@ -5803,7 +5812,7 @@ static bool finish_step(Run *run) {
         run->epoch++;
         run->next_batch = 0;
     }
-    // NCCL carries no tags: ranks have told each other when their steps were gathered
+    // with NCCL, gradients carry no signal: all ranks know it when their steps were just gathered
     run->stop = uses_nccl(&run->comm) && run->steps_kept > 0 ? 0 : run->comm.signal;
     run->comm.signal = run->stop ? 0 : run->comm.signal;
     run->save_due =
@@ -5927,10 +5936,7 @@ static void run_rank(Run *run) {
         open_logs(run);
     if (run->comm.rank == 0)
         print_settings(&run->settings);
-    if (run->settings.eval)
-        evaluate(run);
-    else
-        train_epochs(run);
+    (run->settings.eval ? evaluate : train_epochs)(run);
 }
 
 static void *replica_main(void *argument) {

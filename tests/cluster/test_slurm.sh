@@ -36,6 +36,9 @@ fi
 source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh" || exit 1
 unset "${!SLURM@}" "${!SBATCH@}" "${!SRUN@}" "${!CUEMU@}" CUDA_VISIBLE_DEVICES LAUNCH
 export OMP_WAIT_POLICY=passive CUEMU_DEVICES=4
+# Open MPI's processes would take two nodes with one name and one memory for one node.
+export OMPI_MCA_btl=self,tcp OMPI_MCA_btl_tcp_if_include=lo OMPI_MCA_oob_tcp_if_include=lo
+export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 tiny=(--model cifar --dataset synthetic --limit-train 64 --limit-test 16 --batch-size 16 --epochs 1)
 mkdir "$tmp/gpus"
 mknod "$tmp/gpus/0" c 1 3 2>"$err" || skip_all "no device files can be made here"
@@ -316,8 +319,9 @@ test_requeue() {
         holds "requeue/$name/restarted" "queued again" "$(scontrol -o show job "$job")" until_true 60 restarted
         scontrol update JobId="$job" StartTime=now 2>/dev/null
         ends "requeue/$name" "$job" COMPLETED
-        line "requeue/$name/resumed" '^Resuming from runs/.*: epoch 1, step '
+        line "requeue/$name/resumed" '^Resuming from runs/.*: epoch [1-3], step '
         world=$(grep -oP '"world":\K\d+' "runs/$script-$job/run.json")
+        # shellcheck disable=SC2046 # several words, or none
         ./cnn "${long[@]}" --no-cuda $([ "$world" = 1 ] || echo --replicas "$world" --oversubscribe) \
             --checkpoint "$tmp/straight" >"$err" 2>&1
         holds "requeue/$name/bits" "those of an undisturbed run" "others" \
@@ -382,9 +386,6 @@ int main(int count, char **words) {
 }
 END
     mpicc ranks.c -o ranks 2>"$err" || fail mpi/build "exit 0" "$(cat "$err")"
-    # Open MPI's processes would take two nodes with one name and one memory for one node.
-    export OMPI_MCA_btl=self,tcp OMPI_MCA_btl_tcp_if_include=lo OMPI_MCA_oob_tcp_if_include=lo
-    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
     submit --nodelist=node2 --gres=gpu:1 --output=/dev/null --wrap="sleep 600"
     taken=$job
     until_true 60 running "$taken"

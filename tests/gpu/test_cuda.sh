@@ -411,11 +411,11 @@ with_bugs() {
 }
 bugs_of() { sed -n "s/^$1 //p" <<<"$bugs"; }
 
-# Each third number, or with LONG=1 all.
-some() { awk -v long="${LONG:-}" 'long || $1 % 3 == 1'; }
+# some <LINES: those whose number, the first word, is in this run's share
+some() { while read -r line; do share "${line%% *}" && echo "$line"; done; }
 
 test_mutations() {
-    local report=$tmp/mutations k begin=$SECONDS planted programs
+    local report=$tmp/mutations k begin=$SECONDS planted programs line
     : >"$report"
     k=$(grep -c '__syncthreads();' "$repo/cnn_kernels.cu")
     programs=$(cut -d ' ' -f 1 <<<"$bugs" | uniq | some)

@@ -166,6 +166,8 @@ test_outputs() {
     same names/json '\u00ff\u001b[31mä\"\u00ed\u00a0\u0080' "$(grep -oP '"out": ".*/\K.*(?=",)' "$tmp/$name/run.json")"
     printf -- '--model \033[31mred\n' >"$tmp/arguments"
     refused names/escape 2 'found "?[31mred"' "@$tmp/arguments"
+    printf -- '--model m\303\274ll\302\2331m\233\n' >"$tmp/arguments" # the same in UTF-8 and as a byte of its own
+    refused names/terminal 2 'found "müll??1m?"' "@$tmp/arguments"
     refused seed/too_large 2 --seed "${small[@]}" --seed 9007199254740993
 }
 

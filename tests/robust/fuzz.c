@@ -4,8 +4,7 @@
 
    Compiled with -fsanitize=fuzzer it is a libFuzzer target; with -DREPLAY it reads the inputs that
    its arguments name, for compilers without libFuzzer. SEEDS=DIR: it writes good inputs into DIR,
-   where the search starts, and ends. STRICT=1: also what the release of cnn.c at hand may not keep
-   yet: printable messages, and memory that fits the input.
+   where the search starts, and ends.
 
    An input is refused by die(), whose hook jumps back here; what the input had opened or allocated
    is then released. Anything else than a result or a refusal in one line is a finding: abort(). */
@@ -25,7 +24,6 @@ enum { KEPT = 64, FILES = 2, MOST_WORDS = 64, MOST_MEMORY = 16 << 20 };
 static void *kept_memory[KEPT];
 static FILE *kept_files[KEPT];
 static jmp_buf refused;
-static bool strict;
 
 static void finding(const char *what) {
     dprintf(STDERR_FILENO, "finding: %s\n", what);
@@ -44,9 +42,9 @@ static void replace(void **list, const void *old, void *new) {
 }
 
 static int fuzz_memalign(void **to, size_t alignment, size_t bytes) {
-    if (bytes > MOST_MEMORY && strict)
+    if (bytes > MOST_MEMORY)
         finding("memory that no small input can need");
-    if (bytes > MOST_MEMORY || posix_memalign(to, alignment, bytes) != 0)
+    if (posix_memalign(to, alignment, bytes) != 0)
         return 12; // ENOMEM
     replace(kept_memory, NULL, *to);
     return 0;
@@ -102,9 +100,13 @@ static void check_message(void) {
     const size_t length = strlen(message);
     if (strncmp(message, "cnn: error: ", 12) != 0 || strchr(message, '\n') != message + length - 1)
         finding("expected one line that begins with cnn: error:");
-    for (size_t i = 0; strict && i + 1 < length; i++)
-        if (message[i] < ' ' || message[i] > '~')
-            finding("bytes in a message that could control a terminal");
+    static wchar_t wide[sizeof message];
+    const size_t characters = mbstowcs(wide, message, sizeof message);
+    if (characters == (size_t)-1)
+        finding("a message that is not UTF-8");
+    for (size_t i = 0; i + 1 < characters; i++)
+        if (!iswprint((wint_t)wide[i]))
+            finding("a character in a message that is not printable");
 }
 
 static void set_file(size_t i, const uint8_t *data, size_t size) {
@@ -251,8 +253,7 @@ static void fuzz_options(const uint8_t *input, size_t size) {
     for (size_t epoch = 0; epoch < min_size(other.settings.epochs, 3); epoch++)
         if (!(learning_rate(&other.settings, epoch, 1, 2) >= 0))
             finding("a learning rate that is negative or no number");
-    if (strict || strlen(other.settings.milestones) < METADATA_SIZE / 2)
-        describe_run(&other, metadata);
+    describe_run(&other, metadata);
 }
 
 /* ---- Good inputs, to start from -------------------------------------------------------------- */
@@ -351,11 +352,12 @@ static void link_file(const char *name, const char *ending, int number) {
 int LLVMFuzzerInitialize(int *argc, char ***argv) {
     (void)argc, (void)argv;
     const char *wish = getenv("FUZZ"), *place = getenv("TMPDIR");
-    strict = getenv("STRICT") && *getenv("STRICT");
+    if (!setlocale(LC_CTYPE, "C.UTF-8"))
+        finding("expected the locale C.UTF-8");
     while (target < TARGETS && (!wish || strcmp(targets[target].name, wish) != 0))
         target++;
-    snprintf(folder, sizeof folder, "%.4000s/fuzz.XXXXXX", place ? place : "/tmp");
-    if (target == TARGETS || !mkdtemp(folder) || !freopen("/dev/null", "w", stdout))
+    snprintf(folder, sizeof folder, "%.4000s/fuzz.XXXXXX", place ? place : "");
+    if (target == TARGETS || !place || !mkdtemp(folder) || !freopen("/dev/null", "w", stdout))
         finding("expected FUZZ=idx, cifar, resume or options, and a TMPDIR to write to");
     for (size_t i = 0; i < FILES; i++) {
         file_numbers[i] = memfd_create("fuzz", 0);
@@ -377,6 +379,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *input, size_t size) {
     memset(message, 0, strlen(message));
     rewind(stderr);
     before_dying = jump_back;
+    dying = dying_here = false; // of the input before
     const int way = setjmp(refused);
     if (way == 0)
         targets[target].run(input, size);

@@ -2,13 +2,13 @@
 # What users and strangers give cnn to read, changed at random by libFuzzer, with the sanitizers for
 # addresses and undefined behaviour: IDX and CIFAR files, checkpoints, options and argument files.
 # fuzz.c has the targets and what they demand. SECONDS_LONG=N: for so long, instead of a few thousand
-# inputs, from the inputs in build/fuzz that earlier calls have found. STRICT=1: see fuzz.c.
+# inputs, from the inputs in build/fuzz that earlier calls have found.
 # Prints `pass fuzz/NAME`, `fail fuzz/NAME: expected ..., found ...` or `skip fuzz/NAME: why`.
 suite=fuzz
 : "${CNN:=$(type -P true)}" # not run here
 # shellcheck source=tests/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh" || exit 1
-export TMPDIR=$tmp ASAN_OPTIONS=quarantine_size_mb=8:detect_leaks=0 STRICT=${STRICT:-}
+export TMPDIR=$tmp ASAN_OPTIONS=quarantine_size_mb=8:detect_leaks=0
 flags=(-std=gnu17 -O1 -g -fno-math-errno -w -fno-sanitize-recover=all)
 
 # Target, inputs of the short form: about a second each.

@@ -3,7 +3,7 @@
 # each time: with two replicas, and with two MPI ranks, of which one is killed. No run may hang, and in
 # the end the checkpoint must be that of an undisturbed run, byte by byte.
 # CNN=PATH: another binary. SIGNALS=N: so many of each kind (default 4); SECONDS_LONG=N: as many as fit.
-# SEED=N: other random numbers. STRICT=1: see lib.sh.
+# SEED=N: other random numbers.
 # Prints `pass soak/NAME`, `fail soak/NAME: expected ..., found ...` or `skip soak/NAME: why`.
 suite=soak
 # shellcheck source=tests/robust/lib.sh

@@ -139,17 +139,20 @@ KINDS = operators, constants, indices, bounds, sums, statements
 
 
 def changes(lines, sections):
-    """For each kind, its changes: (section, line number from 0, first column, last column, new text)."""
+    """For each kind, its changes: ((section, function), line number from 0, first and last column, new text)."""
     found = {kind: [] for kind in KINDS}
-    section, begins_statement, directive = 0, True, False
+    section, function, begins_statement, directive = 0, "", True, False
     for number, (line, code) in enumerate(lines):
         heading = re.match(r"/\* ==== (\d+)\.", line)
         section = int(heading[1]) if heading else section
+        head = re.sub(r"\b__\w+__(\(.*?\))?", "", code) if re.match(r"\w", code) else ""
+        head = re.search(r"\b(\w+)(?:\(|\[.*=|\s*=)", head)
+        function = head[1] if head else function  # or table
         directive = directive or code.startswith("#")
         if section in sections and not directive and code.startswith("    "):
             for kind in KINDS:
                 if kind is not statements or begins_statement:
-                    found[kind] += [(section, number, *change) for change in kind(code)]
+                    found[kind] += [((section, function), number, *change) for change in kind(code)]
         directive = directive and code.rstrip().endswith("\\")
         if code.strip():
             begins_statement = bool(re.search(r"[;{}:)]$|\belse$|^ *PARALLEL\w*$", code.rstrip()))
@@ -263,10 +266,12 @@ def stages(source, section, tests):
         add("unit/float", "1")
     if tests == "unit":
         return found
-    for part in [*likely, *commands]:
+    for part in likely:
         add(part, "1")
     for part in SANITIZED if source != "cnn_kernels.cu" else ():
         found.append((f"{part} with sanitizers", ["cnn-debug"], ["env", "CNN=./cnn-debug", *commands[part]], "1"))
+    for part in commands:
+        add(part, "1")
     for part in [*likely, *commands] if tests == "all" else ():
         add(part, "")
     return found
@@ -319,12 +324,12 @@ class Mutations:
         while any(self.places.values()):
             kind = random_numbers.choice([kind for kind in KINDS if self.places[kind]])
             places = self.places[kind]
-            section, number, first, last, text = places.pop(random_numbers.randrange(len(places)))
+            (section, function), number, first, last, text = places.pop(random_numbers.randrange(len(places)))
             lines = self.text.split("\n")
             line = lines[number]
             lines[number] = line[:first] + text + line[last:]
             # the line's number is shown, but what is said of a change outlives lines that move
-            key = f"{self.source}: {line.strip()}  ->  {lines[number].strip()}"
+            key = f"{self.source}: {function}: {line.strip()}  ->  {lines[number].strip()}"
             yield key, number + 1, section, "\n".join(lines)
 
     @functools.cached_property

@@ -1,6 +1,7 @@
-/* damage.c - included by checkpoints.c: checkpoints with an inverted bit or impossible numbers. */
+/* damage.c - included by checkpoints.c: checkpoints with an inverted bit or impossible numbers, and
+   gradients that are not finite. */
 
-// Inverts a bit of a file that was saved.
+// The file of test_unfinite_checkpoint(); write_flipped() writes it with one bit inverted.
 static uint8_t saved_bytes[16384];
 static size_t saved_size;
 
@@ -18,7 +19,7 @@ static void write_flipped(size_t bit) {
     saved_bytes[bit / 8] ^= (uint8_t)(1 << bit % 8);
 }
 
-// The file that test_unfinite_checkpoint() has saved: with any bit inverted it is refused.
+// With any bit inverted, the file is refused.
 static void test_flipped_bits(void) {
     static const Series series = {"inverted bit", write_flipped};
     const size_t stride = quick ? 7 : 1;
@@ -52,4 +53,41 @@ static void test_negative_variance(void) {
     write_variance(-1);
     expect_refusal("a negative variance", "expected finite numbers from 0 on");
     verdict("checkpoint: a negative variance is refused");
+}
+
+static void update_with_nan(void) {
+    static Run run;
+    run.net = spoiled_net;
+    run.backend = spoiled_net.backend;
+    run.settings.log_interval = 2;
+    run.epoch = 2;
+    run.next_batch = 4;
+    update_weights(&run);
+}
+
+// Before the update, at the log interval: the loss may still be finite then.
+static void test_unfinite_gradient(void) {
+    for (size_t i = 1; i < spoiled_net.count; i++) {
+        const Layer *l = &spoiled_net.layers[i];
+        char words[128];
+        for (size_t k = 0; k < 2; k++) {
+            real *at = spoiled_net.grads + (k ? l->bias : l->weight);
+            if ((k ? l->biases : l->weights) == 0)
+                continue;
+            *at = k ? (real)NAN : (real)-INFINITY;
+            snprintf(words, sizeof words, "epoch 2, step 5: the gradient of %s.%s is not finite",
+                     l->name, k ? "bias" : "weight");
+            Ending e = call_in_child(update_with_nan);
+            if (!WIFEXITED(e.status) || WEXITSTATUS(e.status) != 1 || !is_refusal(e.text, words))
+                fail("status %x, \"%.200s\", expected %s", (unsigned)e.status, e.text, words);
+            *at = 0;
+        }
+    }
+    verdict("a gradient that is not finite ends the run and is named");
+}
+
+static void test_damage(void) {
+    test_negative_variance();
+    test_flipped_bits();
+    test_unfinite_gradient();
 }

@@ -74,7 +74,7 @@ static void write_text(const char *folder, const char *file, const char *text) {
 
 // The least limit of a group and those around it, in both versions of cgroups
 static void test_memory_limits(void) {
-    char folder[] = "/tmp/cnn_cgroup_XXXXXX", table[PATH_SIZE], command[PATH_SIZE];
+    char folder[] = "/tmp/test_unit.XXXXXX", table[PATH_SIZE], command[PATH_SIZE];
     static const struct {
         const char *groups;
         double limit;
