@@ -18,6 +18,7 @@ parts='
 labs/test_labs.sh           tests/labs/test_labs.sh
 program/test_readme.sh      tests/program/test_readme.sh
 cluster/test_parallel.sh    tests/cluster/test_parallel.sh
+source/test_mutate.sh       tests/source/test_mutate.sh
 gpu/test_cuda.sh            tests/gpu/test_cuda.sh
 cluster/test_slurm.sh       tests/cluster/test_slurm.sh
 program/test_checkpoints.sh tests/program/test_checkpoints.sh

@@ -113,6 +113,8 @@ test_runs() {
         local options=(--model "${model[0]}" --limit-train "${model[1]}" --batch-size "${model[2]}")
         train "${model[0]}" "${options[@]}"
         line "${model[0]}_says_emulated" '^Emulated: '
+        same "${model[0]}_uuid" GPU-63756461-5f6f-6e5f-6370-752030303000 \
+            "$(grep -oP '"uuid":"\K[^"]*' "$tmp/${model[0]}/run.json")" # "cuda_on_cpu 000"
         train "${model[0]}_cpu" "${options[@]}" --no-cuda
         close "${model[0]}" "${model[0]}_cpu"
     done
@@ -271,6 +273,8 @@ test_precisions() {
     train autotune "${cifar[@]}" --precision bf16 --autotune on --graph on
     equal autotune bf16
     train autotune_tiled "${resnet[@]}" --autotune on
+    line autotune/says_so '^Autotune: .*, forward: tiles of '
+    same autotune/times_not_above_0 "" "$(grep -oE '[^ ]+ us' "$out" | grep -v '^[0-9.]*[1-9]')"
     train resnet_tiled "${resnet[@]}"
     equal autotune_tiled resnet_tiled
     train nchw "${cifar[@]}" --layout nchw --resident off
@@ -283,6 +287,30 @@ test_precisions() {
     train resumed "${overflow[@]}" --max-steps 6 --checkpoint "$tmp/fp16.ckpt"
     train resumed "${overflow[@]}" --checkpoint "$tmp/fp16.ckpt" --resume
     holds skipped/resumed "the same weights" "others" cmp "$tmp/skipped/model.safetensors" "$tmp/resumed/model.safetensors"
+    # Finite losses and infinite gradients, since 1e-30 * 1e22 * 1e22 is finite and 1e22 * 1e22 is not.
+    train extreme "${cifar[@]}"
+    python3 - "$tmp/extreme/model.safetensors" "$tmp/extreme.safetensors" <<'EOF'
+import json, struct, sys
+data = open(sys.argv[1], "rb").read()
+size = 8 + struct.unpack("<Q", data[:8])[0]
+header = json.loads(data[8:size])
+header["__metadata__"] = {"format": "pt"}
+values = bytearray(data[size:])
+for name, tensor in header.items():
+    factor = 1e22 if name in ("fc2.weight", "fc3.weight") else 1e-30 if name[-4:] == "bias" or name == "conv1.weight" else 1
+    if name[0] != "_":
+        begin, end = tensor["data_offsets"]
+        old = struct.unpack(f"<{(end - begin) // 4}f", values[begin:end])
+        values[begin:end] = struct.pack(f"<{len(old)}f", *(factor * x for x in old))
+text = json.dumps(header, separators=(",", ":")).encode()
+open(sys.argv[2], "wb").write(struct.pack("<Q", len(text)) + text + values)
+EOF
+    for how in "--log-interval 1" "--graph on --log-interval 1" "--precision bf16 --save-every 2steps --checkpoint $tmp/bad"; do
+        # shellcheck disable=SC2086 # options
+        refused "not_finite/$how" 1 "epoch 1, step " "${cifar[@]}" --load "$tmp/extreme.safetensors" $how
+        same "not_finite/$how/named" "the gradient of conv1.weight is not finite" "$(grep -oE 'the gradient of .* is not finite' "$err")"
+    done
+    same not_finite/nothing_saved "" "$(find "$tmp" -name 'bad*')"
     refused precision_on_cpu 2 "--precision bf16: expected one of these on this device" --precision bf16 --no-cuda
     refused layout_on_cpu 2 "--layout nchw: expected a GPU" --layout nchw --no-cuda --dataset synthetic
     refused autotune_on_cpu 2 "--autotune on: expected a GPU" --autotune on --no-cuda --dataset synthetic
