@@ -790,8 +790,7 @@ static void trace_event(size_t rank, size_t track, const char *name, double begi
 
 enum { OUTSIDE = -1 };
 
-// The input pixel (row * w + column) that tap = i * kernel + j of the filter reads for the output
-// (y, x), or OUTSIDE.
+// The input pixel, row * w + column, that tap i * kernel + j reads for output (y, x), or OUTSIDE.
 static ptrdiff_t input_pixel(const Layer *l, size_t y, size_t x, size_t tap) {
     size_t iy = y * l->stride + tap / l->kernel - l->padding; // wraps around if negative
     size_t ix = x * l->stride + tap % l->kernel - l->padding;
@@ -1536,8 +1535,7 @@ static size_t place_gradient(const Lifetime *l, const Lifetime *placed, size_t c
     return offset;
 }
 
-// The bytes of a number of a row's output: a log_softmax's, from which the loss is computed, keeps
-// 32 bits.
+// Bytes of a number of a row's output: log_softmax's, of which the loss is computed, keep 32 bits.
 static size_t element_of(const Net *net, const Layer *l) {
     return l->kind == LOG_SOFTMAX ? sizeof(real) : net->backend->element;
 }
@@ -2364,16 +2362,17 @@ static int milestones_passed(const char *milestones, size_t epochs) {
     return passed;
 }
 
-/* The learning rate of a step; epochs and steps count from 0. After e epochs (not counting those of
-   the warm-up, in which the rate grows with each step up to lr):
+/* The learning rate of a step; epochs and steps count from 0. It grows with each step up to lr, the
+   rate of the last step of the warm-up; then, after e more epochs:
      step        lr * gamma^(e / step_size)                          StepLR
      multistep   lr * gamma^(milestones passed)                      MultiStepLR
      cosine      lr * (1 + cos(pi * e / epochs)) / 2                 CosineAnnealingLR */
-static double learning_rate(const Settings *s, size_t epoch, size_t step, size_t steps_per_epoch) {
-    if (epoch < s->warmup_epochs)
-        return s->lr * (double)(epoch * steps_per_epoch + step + 1) /
-               (double)(s->warmup_epochs * steps_per_epoch);
+static double learning_rate(const Settings *s, size_t epoch, size_t step, size_t steps) {
+    /* LAB 9.1 BEGIN learning_rate */
+    if (epoch < s->warmup_epochs) // each epoch has so many steps
+        return s->lr * (double)(epoch * steps + step + 1) / (double)(s->warmup_epochs * steps);
     size_t e = epoch - s->warmup_epochs;
+    /* LAB 9.1 END */
     if (strcmp(s->schedule, "step") == 0)
         return s->lr * pow(s->gamma, (double)(e / s->step_size));
     if (strcmp(s->schedule, "multistep") == 0)
@@ -3419,8 +3418,7 @@ static void dp_load(Comm *c, double lr) {
     }
 }
 
-// Gathers the outputs; the master computes the loss of the whole batch and its gradient, which each
-// rank fetches.
+// Gathers outputs; the master computes loss and gradient of the whole batch; each rank fetches it.
 static double dp_loss(Comm *c) {
     Team *t = c->team;
     Net *net = c->net;
