@@ -224,7 +224,7 @@ typedef struct Work {
 
 /* On a GPU. A loss or a gradient that is not finite skips all updates from then on, until the host
    reads it and ends the run. With fp16, gradients below 6e-8 would become 0: the loss is multiplied
-   by `scale`, and the update divides by it. There, gradients that are not finite skip one update and
+   by `scale`, and the update divides by it. There, gradients that are not finite skip an update and
    halve the scale; after SCALE_STEPS steps without any it is doubled. (Micikevicius et al., "Mixed
    precision training", arXiv:1710.03740; numbers as in PyTorch's GradScaler.) # AMP */
 typedef struct LossScale {
