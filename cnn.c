@@ -224,7 +224,7 @@ typedef struct Work {
 
 /* On a GPU. A loss or a gradient that is not finite skips all updates from then on, until the host
    reads it and ends the run. With fp16, gradients below 6e-8 would become 0: the loss is multiplied
-   by `scale`, and the update divides by it. There, gradients that are not finite skip one update and
+   by `scale`, and the update divides by it. There, gradients that are not finite skip an update and
    halve the scale; after SCALE_STEPS steps without any it is doubled. (Micikevicius et al., "Mixed
    precision training", arXiv:1710.03740; numbers as in PyTorch's GradScaler.) # AMP */
 typedef struct LossScale {
@@ -790,8 +790,7 @@ static void trace_event(size_t rank, size_t track, const char *name, double begi
 
 enum { OUTSIDE = -1 };
 
-// The input pixel (row * w + column) that tap = i * kernel + j of the filter reads for the output
-// (y, x), or OUTSIDE.
+// The input pixel, row * w + column, that tap i * kernel + j reads for output (y, x), or OUTSIDE.
 static ptrdiff_t input_pixel(const Layer *l, size_t y, size_t x, size_t tap) {
     size_t iy = y * l->stride + tap / l->kernel - l->padding; // wraps around if negative
     size_t ix = x * l->stride + tap % l->kernel - l->padding;
@@ -1536,8 +1535,7 @@ static size_t place_gradient(const Lifetime *l, const Lifetime *placed, size_t c
     return offset;
 }
 
-// The bytes of a number of a row's output: a log_softmax's, from which the loss is computed, keeps
-// 32 bits.
+// Bytes of a number of a row's output: log_softmax's, of which the loss is computed, keep 32 bits.
 static size_t element_of(const Net *net, const Layer *l) {
     return l->kind == LOG_SOFTMAX ? sizeof(real) : net->backend->element;
 }
@@ -2364,16 +2362,17 @@ static int milestones_passed(const char *milestones, size_t epochs) {
     return passed;
 }
 
-/* The learning rate of a step; epochs and steps count from 0. After e epochs (not counting those of
-   the warm-up, in which the rate grows with each step up to lr):
+/* The learning rate of a step; epochs and steps count from 0. It grows with each step up to lr, the
+   rate of the last step of the warm-up; then, after e more epochs:
      step        lr * gamma^(e / step_size)                          StepLR
      multistep   lr * gamma^(milestones passed)                      MultiStepLR
      cosine      lr * (1 + cos(pi * e / epochs)) / 2                 CosineAnnealingLR */
-static double learning_rate(const Settings *s, size_t epoch, size_t step, size_t steps_per_epoch) {
-    if (epoch < s->warmup_epochs)
-        return s->lr * (double)(epoch * steps_per_epoch + step + 1) /
-               (double)(s->warmup_epochs * steps_per_epoch);
+static double learning_rate(const Settings *s, size_t epoch, size_t step, size_t steps) {
+    /* LAB 9.1 BEGIN learning_rate */
+    if (epoch < s->warmup_epochs) // each epoch has so many steps
+        return s->lr * (double)(epoch * steps + step + 1) / (double)(s->warmup_epochs * steps);
     size_t e = epoch - s->warmup_epochs;
+    /* LAB 9.1 END */
     if (strcmp(s->schedule, "step") == 0)
         return s->lr * pow(s->gamma, (double)(e / s->step_size));
     if (strcmp(s->schedule, "multistep") == 0)
@@ -2955,27 +2954,27 @@ static void shuffle(uint32_t *order, size_t count, uint64_t seed, size_t epoch) 
     }
 }
 
-/* Starts an epoch at its batch number `first`: shuffled for training; epoch 0, for testing, keeps
-   the order of the file. Rank r of N has the positions r, r + N, ...; in training, the first images
-   are repeated at the end, so that all ranks have equally many (as DistributedSampler does). */
+/* Starts an epoch at its batch `first`: shuffled; epoch 0, for testing, as the file is. Rank r of N
+   has positions r, r + N, ...; in training the first ones are repeated, as DistributedSampler's. */
 static void loader_start(Loader *l, uint64_t seed, size_t epoch, size_t first) {
     const size_t count = l->data->count, rank = l->place.rank, ranks = 1 + l->place.others;
     pthread_mutex_lock(&l->lock);
     l->started = l->batches = 0; // stops the workers, if an epoch ended early
     while (l->busy > 0)
         pthread_cond_wait(&l->changed, &l->lock);
+    /* LAB 8.2 BEGIN loader_start */
     for (size_t i = 0; i < count; i++)
         l->order[i] = (uint32_t)i;
     if (epoch > 0)
         shuffle(l->order, count, seed, epoch);
     for (size_t i = 0; i < l->place.others; i++)
         l->order[count + i] = l->order[i % count];
-    if (l->place.resident)
-        l->place.backend->copy(l->resident.order, l->order,
-                               (count + l->place.others) * sizeof *l->order);
-    memset(l->filled, 0, l->slots * sizeof *l->filled);
     l->draw = (Draw){seed, epoch, rank, l->place.others};
     l->share = epoch > 0 ? ceil_div(count, ranks) : (count + ranks - 1 - rank) / ranks;
+    /* LAB 8.2 END */
+    if (l->place.resident)
+        l->place.backend->copy(l->resident.order, l->order, (count + ranks - 1) * sizeof *l->order);
+    memset(l->filled, 0, l->slots * sizeof *l->filled);
     l->started = l->handed = first;
     l->batches = ceil_div(l->share, l->batch_size);
     pthread_cond_broadcast(&l->changed);
@@ -3266,9 +3265,11 @@ static void all_reduce(Comm *c, real *data, Range range) {
     }
 #endif
     c->shown = data;
+    /* LAB 8.1 BEGIN all_reduce */
     for (size_t step = 0; step < 2 * (n - 1); step++)
         ring_step(c, data, part_of(range, (rank - step) % n, n),
                   part_of(range, (rank - step - 1) % n, n), step < n - 1);
+    /* LAB 8.1 END */
     if (c->team)
         barrier(c); // the right neighbour may still be reading
 }
@@ -3417,8 +3418,7 @@ static void dp_load(Comm *c, double lr) {
     }
 }
 
-// Gathers the outputs; the master computes the loss of the whole batch and its gradient, which each
-// rank fetches.
+// Gathers outputs; the master computes loss and gradient of the whole batch; each rank fetches it.
 static double dp_loss(Comm *c) {
     Team *t = c->team;
     Net *net = c->net;
