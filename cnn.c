@@ -4840,8 +4840,7 @@ static void flush_steps(Run *run, EpochResult *e) {
         e->train_loss += loss;
         e->loader_wait_s += wait;
     }
-    if (run->steps_kept > 0)
-        memset(run->steps, 0, run->steps_kept * sizeof *run->steps);
+    memset(run->steps, 0, run->steps_kept * sizeof *run->steps);
     run->steps_kept = 0;
     if (run->steps_csv)
         flush(run->steps_csv, "steps.csv");
@@ -5826,6 +5825,8 @@ static bool finish_step(Run *run) {
 }
 
 static void start_epoch(Run *run) {
+    clock_settle(&run->clock, 0);
+    memset(run->steps, 0, run->steps_capacity * sizeof *run->steps); // of the last epoch's end
     begin_step(run, false);
     if (run->train_loader.data) // dp: the master's
         loader_start(&run->train_loader, run->settings.seed, run->epoch, run->next_batch);
