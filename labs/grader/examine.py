@@ -38,6 +38,8 @@ CALLS = {"starts or stops processes": "system|popen|fork|vfork|clone|exec[lv][a-
                           "symlink|mkdir|rmdir|chmod|chown|mknod|mkfifo|tmpfile|chroot|mount",
          "goes around the compiler": "asm|__asm|__asm__|syscall|dlopen|dlsym|mprotect|mmap"}
 NO_CODE = re.compile(r'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'', re.S)
+# What reading a file that ./cnn has not written may raise.
+DAMAGES = (AttributeError, ArithmeticError, IndexError, KeyError, OSError, TypeError, ValueError, csv.Error, RecursionError)
 MARKER = re.compile(r"^[ \t]*/\* LAB (\d+\.\d+) (BEGIN|END)", re.M)
 
 
@@ -50,7 +52,7 @@ def split_finding(line):
     return (place, "expected " + what.rpartition("; ")[0]) if colon and ";" in what else (line[:80], line)
 
 
-def guarded(findings):
+def guarded(where, findings):
     """The findings; what ./cnn never writes, and what the rules did not expect, is a finding, too."""
     lines = []
     try:
@@ -59,11 +61,17 @@ def guarded(findings):
                 lines.append(line)
     except (Missing, SystemExit) as why:
         lines.append(str(why))
-    except (AttributeError, ArithmeticError, IndexError, KeyError, OSError, TypeError, ValueError, csv.Error,
-            RecursionError) as error:
-        lines.append(verify.finding("a run folder", "files as ./cnn writes them",
-                                    f"{type(error).__name__}: {error}"))
+    except DAMAGES as error:
+        lines.append(verify.finding(where, "files as ./cnn writes them", f"{type(error).__name__}: {error}"))
     return lines
+
+
+def complete_run(folder):
+    """The run, or None; the reason is one of the findings of verify.py, or what it did not expect."""
+    try:
+        return verify.check_complete(folder)[0]
+    except DAMAGES:
+        return None
 
 
 def check_all_speedups(root, runs):
@@ -167,12 +175,12 @@ def examine_runs(flags, root):
     for folder, members in find_folders(root).items():
         if folder.split("/")[0] == "labs":
             continue  # recorded runs that the handouts supply
-        complete = [run for run, why in map(verify.check_complete, members) if run]
-        lines = guarded(verify.findings(folder, members, verify.kinds_of(folder, members) or [verify.SEPARATE]))
+        complete = list(filter(None, map(complete_run, members)))
+        lines = guarded(folder, verify.findings(folder, members, verify.kinds_of(folder, members) or [verify.SEPARATE]))
         if complete:
             extra = [verify.each(check_machine), verify.each(check_command), check_all_speedups, check_loose_tables]
             for rule in extra:
-                lines += guarded(rule(folder, complete))
+                lines += guarded(folder, rule(folder, complete))
         for line in dict.fromkeys(lines):
             place, what = split_finding(line)
             flags.append(["report" if "report.md" in place else "numbers", place, what])
@@ -274,13 +282,20 @@ def main(folder, starter, lab, said):
     runs = examine_runs(flags, "runs" if os.path.isdir("runs") else ".")
     parts = examine_code(flags, lab, starter)
     examine_tools(flags, starter)
+    described = []
+    for run in runs:
+        try:
+            described.append(describe(run))
+        except DAMAGES as error:
+            flags.append(["numbers", verify.path(run, "run.json"), "expected what ./cnn --out writes, found "
+                          f"{type(error).__name__}: {error}"])
     counts, kept = {}, []
     for flag in flags:
         counts[flag[0]] = counts.get(flag[0], 0) + 1
         if counts[flag[0]] <= MOST:
             kept.append(flag)
     with open(said, "w", encoding="utf-8", errors="replace") as f:
-        json.dump(dict(flags=kept, runs=[describe(run) for run in runs], parts=parts,
+        json.dump(dict(flags=kept, runs=described, parts=parts,
                        report=read_text(os.path.join("runs", "report.md")) or read_text("report.md")), f)
 
 

@@ -106,10 +106,14 @@ def is_number(value):
 # ---- One student
 
 
+def new_result(student, tests=()):
+    return SimpleNamespace(student=student, points=None, of=sum(points for points, _ in tests), tests=[], flags=[],
+                           runs=[], parts=[], report="", again=[], plots=[], notes=[])
+
+
 def grade(course, student, path):
     """All about one submission; an error of the grader itself is a flag, too, and the others are graded."""
-    result = SimpleNamespace(student=student, points=None, of=sum(p for p, _ in course.tests), tests=[], flags=[],
-                             runs=[], parts=[], report="", again=[], plots=[], notes=[])
+    result = new_result(student, course.tests)
     folder = course.folder()
     try:
         given = take(course, result, path, folder)
@@ -118,8 +122,8 @@ def grade(course, student, path):
         begin_again(course, result, folder)
         check_jobs(course, result)
         draw_plots(course, result, given, folder)
-    except OSError as error:
-        result.flags.append(("files", student, f"expected a submission that can be read, found: {error}"))
+    except (OSError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        result.flags.append(("files", student, f"expected a submission that can be read, found {error!r}"))
     return result
 
 
@@ -154,7 +158,8 @@ def unpack(course, path, folder, given):
     out, said = os.path.join(write, "out"), os.path.join(write, "said.json")
     done = course.run(["prlimit", f"--as={2 << 30}", "--", course.python, os.path.join(course.tools, "intake.py"),
                        os.path.join(packed, name), out, said], [course.tools, packed], write, EXAMINE_S)
-    left_out = [(text(a), text(b)) for a, b in read_json(said) or []]
+    called = {name: os.path.basename(path)}  # as the student knows it
+    left_out = [(called.get(text(a), text(a)), text(b)) for a, b in read_json(said) or []]
     if done.status:
         left_out.append((os.path.basename(path), f"expected an archive, found one that could not be unpacked: "
                          f"{done.stopped or last_line(done.said)}"))
@@ -210,7 +215,17 @@ def examine(course, result, given, folder):
         return
     result.flags += [tuple(text(part) for part in flag) for flag in found["flags"] if len(flag) == 3]
     result.parts = [tuple(text(part, 20_000) for part in parts) for parts in found["parts"]]
-    result.runs, result.report = found["runs"], text(found["report"], 20_000)
+    result.runs, result.report = list(map(clean, found["runs"])), text(found["report"], 20_000)
+
+
+def clean(run):
+    """A run that examine.py has described, with values of the types that the rest relies on."""
+    numbers = {key: [float(x) for x in run[key] if is_number(x)] for key in ("times", "losses")}
+    texts = {key: text(run[key]) for key in ("folder", "kind", "command", "provenance")}
+    return dict(numbers, **texts, settings={text(k): v for k, v in run["settings"].items()},
+                job=text(run["machine"].get("slurm")), peak=run["machine"].get("peak_gflops"), wall_s=run["wall_s"],
+                world=run["world"], img_per_s=run["img_per_s"], rows=list(map(text, run["rows"])),
+                epochs=[list(map(text, epoch)) for epoch in run["epochs"]])
 
 
 # ---- Runs begun again
@@ -220,10 +235,10 @@ def begin_again(course, result, folder):
     """Begins some runs again, with the instructor's build: the first losses have to be the same."""
     measured = [r for r in result.runs if r["provenance"] == "measured" and r["losses"]]
     for number, run in enumerate(course.draw.sample(measured, min(course.again, len(measured)))):
-        where = f"{text(run['folder'])}/steps.csv"
         options, why = options_of(run)
         if why:
             result.again.append((run["folder"], "", why))
+            result.flags.append(("rerun", f"{run['folder']}/run.json", why))
             continue
         write = course.new(folder, f"again{number}")
         data = ["--data", os.path.abspath(course.data)] if course.data else []
@@ -237,7 +252,7 @@ def begin_again(course, result, folder):
         wrong = compare_losses(run, losses)
         result.again.append((run["folder"], "no" if wrong else "yes", wrong or "the first losses are the same"))
         if wrong:
-            result.flags.append(("rerun", where, wrong))
+            result.flags.append(("rerun", f"{run['folder']}/steps.csv", wrong))
         check_flops(result, run, os.path.join(write, "run", "layers.csv"))
 
 
@@ -253,11 +268,11 @@ def options_of(run):
         if not value or not pattern:
             continue
         if not re.fullmatch(pattern, value):
-            return [], f"--{name} {value[:40]} is nothing that ./cnn writes"
+            return [], f"expected a setting as ./cnn writes it, found --{name} {value[:40]}; it was not run"
         options += [f"--{name}", value]
     world = run["world"]
     if not isinstance(world, int) or not 1 <= world <= 16:
-        return [], f"{text(world)} devices are too many for this machine"
+        return [], f"expected 1 to 16 devices, found {text(world)}; it was not run"
     options += ["--threads", str(world), "--replicas", str(world)]
     return options + ["--oversubscribe"] * (world > 1), ""
 
@@ -294,9 +309,9 @@ def check_flops(result, run, path):
             mflop = sum(float(row["mflop"]) / max(1, float(row["saved"] or 1)) for row in csv.DictReader(f))
     except (OSError, ValueError, KeyError):
         return
-    peak, speed = run["machine"].get("peak_gflops"), run["img_per_s"]
+    peak, speed = run["peak"], run["img_per_s"]
     if run["kind"] == "cpu" and is_number(peak) and is_number(speed) and speed * 2 * mflop / 1000 > BUSY * peak:
-        result.flags.append(("numbers", f"{text(run['folder'])}/epochs.csv", f"expected at most {BUSY} times the "
+        result.flags.append(("numbers", f"{run['folder']}/epochs.csv", f"expected at most {BUSY} times the "
                              f"measured peak of {peak:g} GFLOP/s, found {speed * 2 * mflop / 1000:.0f} GFLOP/s: "
                              f"{speed:g} images per second x 2 x {mflop:.1f} MFLOP"))
 
@@ -318,16 +333,16 @@ def read_jobs(path, fail):
 def check_jobs(course, result):
     """Each run with a job's number is one of a job of the cluster, and not longer than that."""
     for run in result.runs if course.jobs is not None else ():
-        job, where = run["machine"].get("slurm"), f"{text(run['folder'])}/run.json"
+        job, where = run["job"], f"{run['folder']}/run.json"
         if not job:
             continue
-        if text(job) not in course.jobs:
-            result.flags.append(("jobs", where, f"expected a job of the cluster, found job {text(job)}, which "
+        if job not in course.jobs:
+            result.flags.append(("jobs", where, f"expected a job of the cluster, found job {job}, which "
                                  "sacct does not list"))
             continue
-        user, seconds = course.jobs[text(job)]
+        user, seconds = course.jobs[job]
         if is_number(run["wall_s"]) and run["wall_s"] > seconds + 1:
-            result.flags.append(("jobs", where, f"expected at most {seconds} s, as long as job {text(job)} of {user} "
+            result.flags.append(("jobs", where, f"expected at most {seconds} s, as long as job {job} of {user} "
                                  f"lasted, found a run of {run['wall_s']:g} s"))
 
 
@@ -339,7 +354,7 @@ def draw_plots(course, result, given, folder):
     if not course.plots:
         result.notes.append("No plots: no python3 here has matplotlib; pip install -r labs/requirements.txt")
         return
-    for number, above in enumerate(sorted({os.path.dirname(text(run["folder"])) for run in result.runs})[:4]):
+    for number, above in enumerate(sorted({os.path.dirname(run["folder"]) for run in result.runs})[:4]):
         write = course.new(folder, f"plot{number}")
         source = os.path.join(write, os.path.basename(above) or "runs")
         intake.copy_folder(os.path.join(given, above), source)
@@ -374,7 +389,7 @@ def compare(results):
             number = len(runs)
             runs.append((result, run))
             shared = {}
-            for row in set(map(text, run["rows"])):
+            for row in set(run["rows"]):
                 for other in owners.setdefault(row, [])[:8]:
                     shared[other] = shared.get(other, 0) + 1
                 owners[row].append(number)
@@ -393,13 +408,13 @@ def compare(results):
 def copied(one, two, what):
     for (result, run), (other, run_of_other) in ((one, two), (two, one)):
         whose = "" if other is result else f" of {other.student}"
-        result.flags.append(("copied", f"{text(run['folder'])}/steps.csv", f"expected {what} of "
-                             f"{text(run_of_other['folder'])}{whose}"))
+        result.flags.append(("copied", f"{run['folder']}/steps.csv", f"expected {what} of "
+                             f"{run_of_other['folder']}{whose}"))
 
 
 def order_of(times):
     """The order of the longest steps, which a factor does not change; None if there are too few."""
-    if len(times) < 16 or not all(map(is_number, times)):
+    if len(times) < 16:
         return None
     return len(times), tuple(sorted(range(len(times)), key=lambda i: -times[i])[:8])
 

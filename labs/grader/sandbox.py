@@ -90,6 +90,12 @@ def programs():
     return found
 
 
+def ancestors(path):
+    """The folders around it, the outermost first."""
+    parts = path.split("/")[1:-1]
+    return ["/" + "/".join(parts[:i + 1]) for i in range(len(parts))]
+
+
 def compiler():
     path = shutil.which(os.environ.get("CC") or "gcc")
     return os.path.realpath(path) if path else "/usr/bin/gcc"
@@ -101,6 +107,8 @@ def bwrap(command, read, write, cwd, _root):
     words += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if is_root() else ["--unshare-user"]
     words += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(TEMPORARY_MB << 20), "--tmpfs",
               "/tmp"]
+    for path in programs() + [*read, write]:
+        words += [word for above in ancestors(path) for word in ("--dir", above)]  # which another user may enter
     for path in programs() + read:
         words += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
     words += ["--bind", write, write, "--remount-ro", "/", "--"]
