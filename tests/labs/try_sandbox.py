@@ -2,7 +2,6 @@
 import os
 import shutil
 import socket
-import subprocess
 import tempfile
 import threading
 
@@ -23,10 +22,8 @@ ATTACKS = {
     "gains_them_in_a_new_namespace": "unshare -Urm mount -o remount,bind,rw {given} && echo x >>{given}/file && echo done",
     "writes_system_files": "echo x >>/etc/hosts && echo done; touch /usr/x && echo done",
 }
-# What the weakest kind does not prevent; labs/INSTRUCTOR.md says so.
-NOT_BY_LIMITS = {"writes_outside", "reads_another_file", "uses_the_network", "sees_other_processes", "sees_the_environment"}
-NOT_BY_LIMITS_ALONE = {"changes_what_it_reads", "removes_what_it_reads", "ends_other_processes", "writes_system_files",
-                       "gains_privileges", "gains_them_in_a_new_namespace"}  # unless it has a user of its own
+# What the weakest kind does not prevent, as labs/INSTRUCTOR.md says. It also shows that these attacks work.
+NOT_BY_LIMITS = {"writes_outside", "reads_another_file", "uses_the_network"}
 
 
 def attack(kind, command, given, write, seconds=20):
@@ -51,16 +48,18 @@ def try_attacks(verdict, kind, made, given, write):
     os.chmod(canary, 0o777)
     words = dict(canary=canary, secret=secret, given=given, port=serve(), pid=os.getpid())
     for name, command in ATTACKS.items():
-        if kind == "limits" and (name in NOT_BY_LIMITS or name in NOT_BY_LIMITS_ALONE and not sandbox.is_root()):
-            continue
+        if kind == "limits" and not (name in NOT_BY_LIMITS or sandbox.is_root()):
+            continue  # it has no user of its own
         with open(os.path.join(given, "file"), "w", encoding="utf-8") as f:
             f.write("given\n")
         done = attack(kind, command.format(**words), given, write)
-        verdict(f"{kind}/{name}", "not done", done, "done" not in done.said.split() and not done.stopped)
+        succeeds = kind == "limits" and name in NOT_BY_LIMITS
+        verdict(f"{kind}/{name}", "done" if succeeds else "not done", done,
+                ("done" in done.said.split()) == succeeds and not done.stopped)
         with open(os.path.join(given, "file"), encoding="utf-8") as f:
             verdict(f"{kind}/{name}/unchanged", "given", "", f.read() == "given\n")
+    verdict(f"{kind}/canary", "written only by limits", os.listdir(canary), bool(os.listdir(canary)) == (kind == "limits"))
     for name in os.listdir(canary):
-        verdict(f"{kind}/canary", "nothing", name, False)
         os.remove(os.path.join(canary, name))
 
 
@@ -115,6 +114,3 @@ def test_all(verdict, made, quick):
     kinds = [sandbox.choose()] if quick else sandbox.KINDS
     for kind in kinds:
         test_kind(verdict, kind, made, quick)
-    control = subprocess.run(["bash", "-c", f"grep -q secret {made}/secret && echo done"], capture_output=True, text=True,
-                             check=False)
-    verdict("attacks_work_outside", "done", control.stdout, control.stdout == "done\n")
