@@ -37,6 +37,7 @@ gpu/test_gpu_check.sh       tests/gpu/test_gpu_check.sh
 emulator/test_emulator.sh   tests/emulator/test_emulator.sh
 bench/test_instructions.sh  tests/bench/test_instructions.sh
 labs/test_report.sh         tests/labs/test_report.sh
+labs/test_grade.sh          tests/labs/test_grade.sh
 program/test_get_data.sh    tests/program/test_get_data.sh
 robust/test_soak.sh         tests/robust/test_soak.sh
 robust/test_faults.sh       tests/robust/test_faults.sh

@@ -23,7 +23,7 @@ import sys
 
 import verify
 from report import Damaged, make_blocks, read_report, split
-from run_folders import Missing, by, differences, find_folders, read_csv, read_run
+from run_folders import Missing, by, differences, find_folders, read_csv
 
 MOST = 40               # flags of each kind
 STEPS = 2000            # of a run that are compared
@@ -39,7 +39,8 @@ CALLS = {"starts or stops processes": "system|popen|fork|vfork|clone|exec[lv][a-
          "goes around the compiler": "asm|__asm|__asm__|syscall|dlopen|dlsym|mprotect|mmap"}
 NO_CODE = re.compile(r'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'', re.S)
 # What reading a file that ./cnn has not written may raise.
-DAMAGES = (AttributeError, ArithmeticError, IndexError, KeyError, OSError, TypeError, ValueError, csv.Error, RecursionError)
+DAMAGES = (AttributeError, ArithmeticError, IndexError, KeyError, OSError, TypeError, ValueError, RecursionError,
+           csv.Error)
 MARKER = re.compile(r"^[ \t]*/\* LAB (\d+\.\d+) (BEGIN|END)", re.M)
 
 
@@ -176,7 +177,8 @@ def examine_runs(flags, root):
         if folder.split("/")[0] == "labs":
             continue  # recorded runs that the handouts supply
         complete = list(filter(None, map(complete_run, members)))
-        lines = guarded(folder, verify.findings(folder, members, verify.kinds_of(folder, members) or [verify.SEPARATE]))
+        kinds = verify.kinds_of(folder, members) or [verify.SEPARATE]
+        lines = guarded(folder, verify.findings(folder, members, kinds))
         if complete:
             extra = [verify.each(check_machine), verify.each(check_command), check_all_speedups, check_loose_tables]
             for rule in extra:
@@ -248,7 +250,8 @@ def examine_part(flags, name, first, part):
         for what, words in CALLS.items():
             found = re.search(rf"\b_*({words})\s*\(", line)
             if found:
-                flags.append(["code", f"{name}, line {number}", f"expected arithmetic, found {found[1]}(), which {what}"])
+                flags.append(["code", f"{name}, line {number}",
+                              f"expected arithmetic, found {found[1]}(), which {what}"])
 
 
 def marked_files(starter):

@@ -29,7 +29,8 @@ def cell(value):
 def page_name(student):
     """A file name of harmless characters, different for each student."""
     name = re.sub("[^A-Za-z0-9._-]", "_", student).lstrip(".-")[:60]
-    return name if name == student != "" else f"{name}-{hashlib.sha1(student.encode('utf-8', 'replace')).hexdigest()[:8]}"
+    digest = hashlib.sha1(student.encode("utf-8", "replace")).hexdigest()[:8]
+    return name if name == student != "" else f"{name}-{digest}"
 
 
 def again(result):

@@ -195,8 +195,8 @@ def check(course, result, given, folder):
             result.flags.append(("code", f"test {len(result.tests)}: {title}", said))
     result.points = sum(got for _, got, _, _ in result.tests)
     if f"{result.points}/{result.of} points" not in done.said:
-        result.flags.append(("checker", f"make check LAB={course.lab}", f"expected the sum of its tests, {result.points}"
-                             f", also in its last line, found: {last_line(done.said)}"))
+        result.flags.append(("checker", f"make check LAB={course.lab}", "expected the sum of its tests, "
+                             f"{result.points}, also in its last line, found: {last_line(done.said)}"))
     if done.left:
         result.flags.append(("code", f"make check LAB={course.lab}", f"expected no processes after its end, found "
                              f"{done.left}; they were ended"))
@@ -206,8 +206,8 @@ def examine(course, result, given, folder):
     """Flags of examine.py; the runs, parts and report."""
     write = course.new(folder, "examine")
     said = os.path.join(write, "said.json")
-    done = course.run(["prlimit", f"--as={4 << 30}", "--", course.python, os.path.join(course.tools, "examine.py"), given,
-                       course.starter, course.lab, said], [course.tools, course.starter, given], write, EXAMINE_S)
+    done = course.run(["prlimit", f"--as={4 << 30}", "--", course.python, os.path.join(course.tools, "examine.py"),
+                       given, course.starter, course.lab, said], [course.tools, course.starter, given], write, EXAMINE_S)
     found = read_json(said)
     if done.status or not isinstance(found, dict):
         result.flags.append(("numbers", "run folders and report", "expected files that can be read, found none: "

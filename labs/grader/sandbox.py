@@ -146,11 +146,20 @@ def choose():
     return next(kind for kind in KINDS if works(kind))
 
 
+def others():
+    """At least as many as the processes and threads of this user, which its limit of processes counts."""
+    if is_root():
+        return 0  # untrusted commands have another user
+    with open("/proc/loadavg", encoding="ascii") as f:
+        return int(f.read().split()[3].partition("/")[2])
+
+
 def environment(write, kind):
     """Nothing of the instructor's environment but where programs are."""
     path = [os.path.dirname(compiler()), "/usr/local/bin", "/usr/bin", "/bin", "/usr/sbin", "/sbin"]
-    return {"PATH": ":".join(path), "HOME": "/tmp", "TMPDIR": write if kind == "limits" else "/tmp", "LC_ALL": "C.UTF-8",
-            "CC": compiler(), "NO_CUDA": "1", "NO_MPI": "1", "OMP_WAIT_POLICY": "passive", "OPENBLAS_NUM_THREADS": "1",
+    return {"PATH": ":".join(path), "HOME": "/tmp", "TMPDIR": write if kind == "limits" else "/tmp",
+            "LC_ALL": "C.UTF-8", "CC": compiler(), "NO_CUDA": "1", "NO_MPI": "1",
+            "OMP_WAIT_POLICY": "passive", "OPENBLAS_NUM_THREADS": "1",
             "PYTHONDONTWRITEBYTECODE": "1", "MPLCONFIGDIR": "/tmp"}
 
 
@@ -213,7 +222,7 @@ def run(kind, command, read, write, seconds, cwd=None):
     status: its exit status; stopped: the limit that it reached, or ""; left: processes that it left behind;
     said: the beginning of its output."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    command = ["prlimit", f"--fsize={FILE_MB << 20}", f"--nproc={PROCESSES}", "--nofile=1024", "--core=0",
+    command = ["prlimit", f"--fsize={FILE_MB << 20}", f"--nproc={PROCESSES + others()}", "--nofile=1024", "--core=0",
                f"--cpu={int(4 * seconds) + 1}", "--", *command]
     if is_root():
         os.chown(write, NOBODY, NOBODY)

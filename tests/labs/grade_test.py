@@ -17,11 +17,10 @@ QUICK = bool(os.environ.get("QUICK"))
 sys.path[:0] = [os.path.join(REPO, "labs", "grader"), os.path.join(REPO, "labs", "tools")]
 sys.dont_write_bytecode = True
 
-import gradebook  # noqa: E402 # pylint: disable=wrong-import-position
-import grading  # noqa: E402 # pylint: disable=wrong-import-position
-import sandbox  # noqa: E402 # pylint: disable=wrong-import-position
-import submissions  # noqa: E402 # pylint: disable=wrong-import-position
-import try_sandbox  # noqa: E402 # pylint: disable=wrong-import-position
+import gradebook  # pylint: disable=wrong-import-position
+import grading  # pylint: disable=wrong-import-position
+import submissions  # pylint: disable=wrong-import-position
+import try_sandbox  # pylint: disable=wrong-import-position
 
 
 def verdict(name, expected, found, holds):
@@ -104,13 +103,46 @@ def test_whole(names):
 
 def harmless(name, page):
     """No element of a page comes from a submission."""
-    wanted = {"html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "table", "tr", "th", "td", "pre", "img"}
+    wanted = set("html head meta title style body h1 h2 p table tr th td pre img".split())
     found = set(re.findall("<([^ >/]*)", re.sub("<!DOCTYPE html>|</", "", page))) - wanted
     verdict(name, "no other elements", found, not found and "<img src" not in page)
 
 
 def untouched():
     same("nothing_written_outside", [], os.listdir(f"{MADE}/canary"))
+
+
+# Code in place of TODO 1.1, and the flag that it gets.
+HOSTILE = {
+    "never_ends": ("for (;;)\n    ;", ("code", "test 1", "stopped after")),
+    "forks": ("for (;;)\n    fork();", ("code", "cnn.c, line", "fork(), which starts or stops processes")),
+    "uses_a_socket": ("socket(2, 1, 0);", ("code", "cnn.c, line", "socket(), which uses a network")),
+    "removes_files": ('remove("CANARY/kept");', ("code", "cnn.c, line", "remove(), which changes files")),
+    "writes_files": ('mkdir("CANARY/made", 0777);', ("code", "cnn.c, line", "mkdir(), which changes files"))}
+
+
+def test_hostile_code():
+    """Parts of lab 1 that do harm if they are run; none of them earns a point."""
+    starter, given = f"{MADE}/starter1", f"{MADE}/given1"
+    subprocess.run([f"{REPO}/labs/check/starter.sh", "1", starter], check=True, stdout=subprocess.DEVNULL)
+    text = submissions.load(f"{starter}/cnn.c")
+    begin, end = (re.search(rf"/\* LAB 1.1 {word}.*\n", text) for word in ("BEGIN", "END"))
+    for name, (code, _) in HOSTILE.items():
+        code = code.replace("CANARY", f"{MADE}/canary")
+        submissions.save(f"{given}/{name}/cnn.c", f"{text[:begin.end()]}{code}\n    {text[end.start():]}")
+    os.chmod(f"{MADE}/canary", 0o777)
+    submissions.save(f"{MADE}/canary/kept", "kept")
+    done = subprocess.run([f"{REPO}/labs/grade", "--lab", "1", "--out", f"{MADE}/grades1", "--starter", starter,
+                           "--again", "0", *(f"{given}/{name}" for name in HOSTILE)], capture_output=True, text=True,
+                          check=False, env=dict(os.environ, LIMIT_S="15"))
+    same("hostile/status", 0, done.returncode)
+    for name, (_, wanted) in HOSTILE.items():
+        page = submissions.load(f"{MADE}/grades1/pages/{name}.html")
+        verdict(f"hostile/{name}", wanted, flags_of(page), has(flags_of(page), wanted))
+        verdict(f"hostile/{name}/points", "0 of 20", page[:2000], "0 of 20 points by machine" in page)
+        harmless(f"hostile/{name}/page", page)
+    same("hostile/canary", ["kept"], os.listdir(f"{MADE}/canary"))
+    os.remove(f"{MADE}/canary/kept")
 
 
 # ---- All submissions, without the checker
@@ -176,8 +208,8 @@ def test_refused():
             ("no_program", ["--lab", "0", "--program", "none", folder], "none: expected your build of cnn"),
             ("no_starter", ["--lab", "0", "--starter", folder, folder], "expected a starter"),
             ("no_jobs", ["--lab", "0", "--jobs", f"{folder}/cnn.c", folder], "expected the columns JobIDRaw")):
-        done = subprocess.run([os.path.join(REPO, "labs", "grade"), *words], capture_output=True, text=True, check=False,
-                              cwd=MADE)
+        done = subprocess.run([os.path.join(REPO, "labs", "grade"), *words], capture_output=True, text=True,
+                              check=False, cwd=MADE)
         verdict(f"refused/{name}", f"exit 2 and {wanted}", f"{done.returncode} {done.stderr}",
                 done.returncode == 2 and wanted in done.stderr and "Traceback" not in done.stderr)
 
@@ -191,8 +223,9 @@ def main():
     test_refused()
     test_examined(every)
     try_sandbox.test_all(verdict, MADE, QUICK)
-    if sandbox.works("limits"):
-        test_whole(few if QUICK else every)
+    test_whole(few if QUICK else every)
+    if not QUICK:
+        test_hostile_code()
 
 
 if __name__ == "__main__":

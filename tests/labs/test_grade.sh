@@ -47,4 +47,30 @@ train replicas --replicas 2 --threads 2 --batch-size 8 --oversubscribe
 train sgd --optimizer sgd --lr 0.05 --momentum 0.9 --label-smoothing 0.1 --augment elastic
 printf '%s\n' 'JobIDRaw|User|ElapsedRaw' '4711|ivan|3600' '4712|mia|90' >"$made/jobs.txt"
 "$python3" "$repo/tests/labs/grade_test.py" "$made" "$repo" || fail ends "exit status 0" $?
+
+# Each indented command of labs/INSTRUCTOR.md succeeds in a copy of the project, with two students.
+handbook() {
+    local project=$tmp/course/project kind command status
+    mkdir -p "$project/submissions"
+    cp -r "$repo"/{.gitignore,LICENSE,README.md,Makefile,cnn.c,cnn_kernels.c,cnn_kernels.cu,data,labs,slurm,tests} "$project"
+    cp -r "$made/given/anna" "$made/given/dora.zip" "$project/submissions"
+    cp "$made/jobs.txt" "$project"
+    cd "$project" || exit 1
+    export GIT_AUTHOR_NAME=a GIT_AUTHOR_EMAIL=a GIT_COMMITTER_NAME=a GIT_COMMITTER_EMAIL=a
+    while read -r kind command; do
+        if [ "$kind" = device ]; then
+            skip "handbook/$command" "it needs a cluster"
+            continue
+        fi
+        MAKEFLAGS="CC=$made/bin/gcc" CC=$made/bin/gcc bash -c "$command" >"$out" 2>&1 </dev/null
+        status=$?
+        holds "handbook/$command" "exit status 0" "$status: $(tail -n 5 "$out")" [ $status = 0 ]
+    done < <(awk '/<!-- device -->/ { kind = "device"; next }
+        /^    +(make|labs|git|tar|sacct)([ \/]|$)/ { sub(/^ +/, ""); print kind == "" ? "run" : kind, $0 }
+        /^[^ ]/ { kind = "" }' labs/INSTRUCTOR.md)
+    same handbook/grades "10,10,,1 of 1
+10,10,,1 of 1" "$(cut -d , -f 3-6 grades-again/gradebook.csv | tail -n +2)"
+    same handbook/starter "" "$(find ../lab0 -name 'INSTRUCTOR*' -o -name answers -o -name 'grade*' | grep -v gradescope)"
+}
+[ -n "${QUICK:-}" ] || handbook
 exit 0

@@ -1,4 +1,4 @@
-"""What labs/grader/sandbox.py promises of each kind of isolation, tried by programs that break out; for grade_test.py."""
+"""Tries to break out of each kind of isolation of labs/grader/sandbox.py, for grade_test.py."""
 import os
 import shutil
 import socket
@@ -17,9 +17,11 @@ ATTACKS = {
     "uses_the_network": "(exec 3<>/dev/tcp/127.0.0.1/{port}) && echo done",
     "sees_other_processes": "kill -0 {pid} && echo done",
     "ends_other_processes": "kill -9 {pid} && echo done",
-    "sees_the_environment": "[ -n \"$SECRET\" ] && echo done; tr '\\0' '\\n' </proc/{pid}/environ | grep -q SECRET && echo done",
-    "gains_privileges": "mount -t tmpfs none /tmp && echo done; mount -o remount,rw / && echo done; chroot / && echo done",
-    "gains_them_in_a_new_namespace": "unshare -Urm mount -o remount,bind,rw {given} && echo x >>{given}/file && echo done",
+    "sees_the_environment": "[ -n \"$SECRET\" ] && echo done; grep -qa SECRET /proc/{pid}/environ && echo done",
+    "gains_privileges": "mount -t tmpfs none /tmp && echo done; mount -o remount,rw / && echo done; chroot / id && "
+                        "echo done",
+    "gains_them_in_a_new_namespace": "unshare -Urm bash -c 'mount -o remount,bind,rw {given}; echo x >>{given}/file' && "
+                                     "echo done",
     "writes_system_files": "echo x >>/etc/hosts && echo done; touch /usr/x && echo done",
 }
 # What the weakest kind does not prevent, as labs/INSTRUCTOR.md says. It also shows that these attacks work.
@@ -58,12 +60,13 @@ def try_attacks(verdict, kind, made, given, write):
                 ("done" in done.said.split()) == succeeds and not done.stopped)
         with open(os.path.join(given, "file"), encoding="utf-8") as f:
             verdict(f"{kind}/{name}/unchanged", "given", "", f.read() == "given\n")
-    verdict(f"{kind}/canary", "written only by limits", os.listdir(canary), bool(os.listdir(canary)) == (kind == "limits"))
+    verdict(f"{kind}/canary", "written only by limits", os.listdir(canary),
+            bool(os.listdir(canary)) == (kind == "limits"))
     for name in os.listdir(canary):
         os.remove(os.path.join(canary, name))
 
 
-def try_limits(verdict, kind, made, given, write):
+def try_limits(verdict, kind, given, write):
     done = attack(kind, "while :; do :; done", given, write, 1)
     verdict(f"{kind}/endless", "stopped after 1 s", done, "after 1 s" in done.stopped)
     done = attack(kind, "(setsid bash -c 'while :; do sleep 0.1; done' &); sleep 0.3; echo $PPID", given, write)
@@ -85,7 +88,7 @@ def try_limits(verdict, kind, made, given, write):
     sandbox.FILE_MB = before
 
 
-def try_use(verdict, kind, made, given, write):
+def try_use(verdict, kind, given, write):
     """What it has to allow."""
     done = attack(kind, f"cat {given}/file && echo made >{write}/made && echo 'int main(void) {{ return 0; }}' >a.c && "
                   "$CC a.c -o a && ./a && cat <(echo piped)", given, write, 60)
@@ -102,10 +105,10 @@ def test_kind(verdict, kind, made, quick):
     with open(os.path.join(given, "file"), "w", encoding="utf-8") as f:
         f.write("given\n")
     os.chmod(os.path.join(given, "file"), 0o644)
-    try_use(verdict, kind, made, given, write)
+    try_use(verdict, kind, given, write)
     try_attacks(verdict, kind, made, given, write)
     if not quick:
-        try_limits(verdict, kind, made, given, write)
+        try_limits(verdict, kind, given, write)
     shutil.rmtree(given)
     shutil.rmtree(write)
 
