@@ -187,7 +187,11 @@ def unpack(archive, out):
     return copy.left_out
 
 
+def main(archive, out, said):
+    left_out = unpack(archive, out)
+    with open(said, "w", encoding="utf-8", errors="replace") as f:
+        json.dump(left_out, f)
+
+
 if __name__ == "__main__":
-    left_out = unpack(sys.argv[1], sys.argv[2])
-    with open(sys.argv[3], "w", encoding="utf-8", errors="replace") as said:
-        json.dump(left_out, said)
+    main(*sys.argv[1:])
