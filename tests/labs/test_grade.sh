@@ -40,6 +40,9 @@ train() { # train NAME OPTIONS...
     same "made/$1" 0 "$status"
 }
 "$repo/labs/check/starter.sh" 0 "$made/starter" >/dev/null || exit 1
+same starter/answers "" "$(grep -hE '.{40}' "$repo"/labs/answers/*.md | grep -rlFf - "$made/starter")"
+same starter/files "" "$(find "$made/starter/labs" -maxdepth 1 -name 'INSTRUCTOR*' -o -maxdepth 1 -name answers -o \
+    -maxdepth 1 -name 'grade' -o -maxdepth 1 -name grader)"
 train base
 train batch48 --batch-size 48
 train seed2 --seed 2
@@ -70,7 +73,6 @@ handbook() {
         /^[^ ]/ { kind = "" }' labs/INSTRUCTOR.md)
     same handbook/grades "10,10,,1 of 1
 10,10,,1 of 1" "$(cut -d , -f 3-6 grades-again/gradebook.csv | tail -n +2)"
-    same handbook/starter "" "$(find ../lab0 -name 'INSTRUCTOR*' -o -name answers -o -name 'grade*' | grep -v gradescope)"
 }
 [ -n "${QUICK:-}" ] || handbook
 exit 0
