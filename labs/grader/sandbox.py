@@ -29,6 +29,8 @@ MEMORY_MB = 4096        # of all processes together
 PROCESSES = 256
 SAID = 200_000          # bytes of the output that are kept
 POLL_S = 0.1
+GRACE_S = 2             # bubblewrap's own processes end after it
+UNKILLABLE_S = 30       # a process that waits for a device cannot be ended
 PR_SET_CHILD_SUBREAPER = 36
 
 # Makes a root folder of its own with the folders below, read-only, leaves the machine's, and gives up all
@@ -181,20 +183,22 @@ def descendants():
     return {pid: resident[pid] for pid in below}
 
 
-def end_all(child):
-    """Kills the command and what it has left behind; orphans have become children of this process."""
-    count = 0
-    for _ in range(200):
+def end_all(child, stopped):
+    """Kills what the command has left behind, and itself if it was stopped; orphans have become children of this
+    process. Returns how many there were, without those that were ending by themselves."""
+    count, grace = 0, time.monotonic() + (0 if stopped else GRACE_S)
+    while True:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         left = descendants()
-        if not left:
+        if not left or time.monotonic() > grace + UNKILLABLE_S:
             break
-        count = max(count, len(left))
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() >= grace:
+            count = max(count, len(left))
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
     child.returncode = -9 if child.returncode is None else child.returncode
     return count
@@ -235,10 +239,11 @@ def run(kind, command, read, write, seconds, cwd=None):
                                      cwd=(cwd or write) if kind == "limits" else "/")
         except OSError as error:
             return SimpleNamespace(status=127, stopped="", left=0, said=str(error))
+        stopped = "interrupted"
         try:
             stopped = watch(child, seconds)
         finally:
-            left = end_all(child)
+            left = end_all(child, stopped)
         output.seek(0)
         said = output.read(SAID).decode("utf-8", "replace")
     return SimpleNamespace(status=child.returncode, stopped=stopped, left=0 if stopped else left, said=said)
