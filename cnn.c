@@ -222,11 +222,11 @@ typedef struct Work {
     bool autotune;    // choose the fastest kernels now, if that has not been done
 } Work;
 
-/* On a GPU. A loss that is not finite skips the update; the host, which reads it later, ends the
-   run. With fp16, gradients below 6e-8 would become 0: the loss is multiplied by `scale`, and the
-   update divides by it. There gradients that are not finite skip the update, too, and halve the
-   scale; after SCALE_STEPS steps without any it is doubled. (Micikevicius et al., "Mixed precision
-   training", arXiv:1710.03740; the numbers are those of PyTorch's GradScaler.) # AMP */
+/* On a GPU. A loss or a gradient that is not finite skips all updates from then on, until the host
+   reads it and ends the run. With fp16, gradients below 6e-8 would become 0: the loss is multiplied
+   by `scale`, and the update divides by it. There, gradients that are not finite skip an update and
+   halve the scale; after SCALE_STEPS steps without any it is doubled. (Micikevicius et al., "Mixed
+   precision training", arXiv:1710.03740; numbers as in PyTorch's GradScaler.) # AMP */
 typedef struct LossScale {
     float scale;             // 1 in other precisions
     uint32_t steps, skipped; // since the scale was changed; skipped in the whole run
@@ -288,7 +288,7 @@ typedef struct Backend {
     void (*sgd)(Update u);
     // of 16-bit precisions; else NULL: low = param
     void (*lower)(void *low, const real *param, size_t count);
-    // of fp16; else NULL: scale->not_finite += gradients that are not; after the update
+    // on a GPU, else NULL: scale->not_finite += gradients that are not; fp16's, after the update
     void (*count_not_finite)(LossScale *scale, const real *grad, size_t count);
     void (*adjust_scale)(LossScale *scale);
     // out = the images of a loader, as row 0 has them; NULL: the network reads the loader's
@@ -452,6 +452,7 @@ static void (*before_dying)(void);        // marks the run folder as failed
 static void (*leave)(int status) = _exit; // MPI: ends the other ranks as well
 static bool dying;                        // a thread is ending the program,
 static __thread bool dying_here;          // this one
+static __thread const char *unfinished;   // a temporary file of this thread, or NULL
 
 // Bytes of the printable character, in UTF-8, at c; 0: there is none
 static int printable(const char *c) {
@@ -477,6 +478,8 @@ static _Noreturn FORMAT(2) void die(int status, const char *format, ...) {
     if (ftrylockfile(stdout) == 0) // else another thread waits for its reader
         fflush(stdout);
     fprintf(stderr, "cnn: error: %s\n", line);
+    if (unfinished)
+        unlink(unfinished);
     if (before_dying)
         before_dying();
     leave(status);
@@ -648,17 +651,16 @@ static void atomic_open(AtomicFile *f, const char *path) {
     const int fd =
         device ? open(path, O_WRONLY) : open(f->temporary, O_WRONLY | O_CREAT | O_EXCL, 0666);
     f->stream = fd < 0 ? NULL : fdopen(fd, "wb");
-    if (!f->stream || (exists && !device && fchmod(fd, old.st_mode & 07777) != 0)) {
-        if (fd >= 0 && !device)
-            unlink(f->temporary); // leaves errno alone
+    unfinished = fd < 0 || device ? NULL : f->temporary;
+    if (!f->stream || (exists && !device && fchmod(fd, old.st_mode & 07777) != 0))
         file_fail("cannot create", device ? path : f->temporary);
-    }
 }
 
 static void atomic_commit(AtomicFile *f) {
     const bool device = f->device;
     const int fd = fileno(f->stream);
     struct stat ours, found;
+    unfinished = NULL;
     bool good = !ferror(f->stream) && fflush(f->stream) == 0 && (device || fsync(fd) == 0);
     if (!device && fstat(fd, &ours) == 0 && lstat(f->temporary, &found) == 0 &&
         ours.st_ino != found.st_ino)
@@ -788,8 +790,7 @@ static void trace_event(size_t rank, size_t track, const char *name, double begi
 
 enum { OUTSIDE = -1 };
 
-// The input pixel (row * w + column) that tap = i * kernel + j of the filter reads for the output
-// (y, x), or OUTSIDE.
+// The input pixel, row * w + column, that tap i * kernel + j reads for output (y, x), or OUTSIDE.
 static ptrdiff_t input_pixel(const Layer *l, size_t y, size_t x, size_t tap) {
     size_t iy = y * l->stride + tap / l->kernel - l->padding; // wraps around if negative
     size_t ix = x * l->stride + tap % l->kernel - l->padding;
@@ -1534,8 +1535,7 @@ static size_t place_gradient(const Lifetime *l, const Lifetime *placed, size_t c
     return offset;
 }
 
-// The bytes of a number of a row's output: a log_softmax's, from which the loss is computed, keeps
-// 32 bits.
+// Bytes of a number of a row's output: log_softmax's, of which the loss is computed, keep 32 bits.
 static size_t element_of(const Net *net, const Layer *l) {
     return l->kind == LOG_SOFTMAX ? sizeof(real) : net->backend->element;
 }
@@ -2327,7 +2327,7 @@ static void optimizer_step(const Optimizer *o, const Net *net, real *state) {
     const bool whole = strcmp(s->optimizer_launch, "per-tensor") != 0;
     const Backend *b = net->backend;
     void (*step)(Update u) = o->states[1] ? b->adadelta : b->sgd;
-    if (b->adjust_scale)
+    if (b->count_not_finite)
         b->count_not_finite(net->scale, net->grads, net->param_size);
     for (size_t i = 0; i < (whole ? 1 : 2 * net->count); i++) {
         const Layer *l = &net->layers[i / 2];
@@ -2362,16 +2362,17 @@ static int milestones_passed(const char *milestones, size_t epochs) {
     return passed;
 }
 
-/* The learning rate of a step; epochs and steps count from 0. After e epochs (not counting those of
-   the warm-up, in which the rate grows with each step up to lr):
+/* The learning rate of a step; epochs and steps count from 0. It grows with each step up to lr, the
+   rate of the last step of the warm-up; then, after e more epochs:
      step        lr * gamma^(e / step_size)                          StepLR
      multistep   lr * gamma^(milestones passed)                      MultiStepLR
      cosine      lr * (1 + cos(pi * e / epochs)) / 2                 CosineAnnealingLR */
-static double learning_rate(const Settings *s, size_t epoch, size_t step, size_t steps_per_epoch) {
-    if (epoch < s->warmup_epochs)
-        return s->lr * (double)(epoch * steps_per_epoch + step + 1) /
-               (double)(s->warmup_epochs * steps_per_epoch);
+static double learning_rate(const Settings *s, size_t epoch, size_t step, size_t steps) {
+    /* LAB 9.1 BEGIN learning_rate */
+    if (epoch < s->warmup_epochs) // each epoch has so many steps
+        return s->lr * (double)(epoch * steps + step + 1) / (double)(s->warmup_epochs * steps);
     size_t e = epoch - s->warmup_epochs;
+    /* LAB 9.1 END */
     if (strcmp(s->schedule, "step") == 0)
         return s->lr * pow(s->gamma, (double)(e / s->step_size));
     if (strcmp(s->schedule, "multistep") == 0)
@@ -2953,27 +2954,27 @@ static void shuffle(uint32_t *order, size_t count, uint64_t seed, size_t epoch) 
     }
 }
 
-/* Starts an epoch at its batch number `first`: shuffled for training; epoch 0, for testing, keeps
-   the order of the file. Rank r of N has the positions r, r + N, ...; in training, the first images
-   are repeated at the end, so that all ranks have equally many (as DistributedSampler does). */
+/* Starts an epoch at its batch `first`: shuffled; epoch 0, for testing, as the file is. Rank r of N
+   has positions r, r + N, ...; in training the first ones are repeated, as DistributedSampler's. */
 static void loader_start(Loader *l, uint64_t seed, size_t epoch, size_t first) {
     const size_t count = l->data->count, rank = l->place.rank, ranks = 1 + l->place.others;
     pthread_mutex_lock(&l->lock);
     l->started = l->batches = 0; // stops the workers, if an epoch ended early
     while (l->busy > 0)
         pthread_cond_wait(&l->changed, &l->lock);
+    /* LAB 8.2 BEGIN loader_start */
     for (size_t i = 0; i < count; i++)
         l->order[i] = (uint32_t)i;
     if (epoch > 0)
         shuffle(l->order, count, seed, epoch);
     for (size_t i = 0; i < l->place.others; i++)
         l->order[count + i] = l->order[i % count];
-    if (l->place.resident)
-        l->place.backend->copy(l->resident.order, l->order,
-                               (count + l->place.others) * sizeof *l->order);
-    memset(l->filled, 0, l->slots * sizeof *l->filled);
     l->draw = (Draw){seed, epoch, rank, l->place.others};
     l->share = epoch > 0 ? ceil_div(count, ranks) : (count + ranks - 1 - rank) / ranks;
+    /* LAB 8.2 END */
+    if (l->place.resident)
+        l->place.backend->copy(l->resident.order, l->order, (count + ranks - 1) * sizeof *l->order);
+    memset(l->filled, 0, l->slots * sizeof *l->filled);
     l->started = l->handed = first;
     l->batches = ceil_div(l->share, l->batch_size);
     pthread_cond_broadcast(&l->changed);
@@ -3264,9 +3265,11 @@ static void all_reduce(Comm *c, real *data, Range range) {
     }
 #endif
     c->shown = data;
+    /* LAB 8.1 BEGIN all_reduce */
     for (size_t step = 0; step < 2 * (n - 1); step++)
         ring_step(c, data, part_of(range, (rank - step) % n, n),
                   part_of(range, (rank - step - 1) % n, n), step < n - 1);
+    /* LAB 8.1 END */
     if (c->team)
         barrier(c); // the right neighbour may still be reading
 }
@@ -3415,8 +3418,7 @@ static void dp_load(Comm *c, double lr) {
     }
 }
 
-// Gathers the outputs; the master computes the loss of the whole batch and its gradient, which each
-// rank fetches.
+// Gathers outputs; the master computes loss and gradient of the whole batch; each rank fetches it.
 static double dp_loss(Comm *c) {
     Team *t = c->team;
     Net *net = c->net;
@@ -3720,7 +3722,7 @@ static char *make_header(const Tensor *list, size_t count, const char *metadata)
         fprintf(h, "%s%s%zu,%zu]}", separator, entry, t->begin, t->begin + t->bytes);
     }
     fprintf(h, "}");
-    if (fclose(h) != 0)
+    if (ferror(h) || fclose(h) != 0 || !header) // NULL: fclose() had no memory, and returns 0
         no_memory(MAX_HEADER, "a header");
     return header;
 }
@@ -4561,7 +4563,7 @@ typedef struct Run {
     double lr;
     LossScale loss_scale;  // fp16: as it was when it was last read from the device
     size_t steps_alike[2]; // of net.batch images; of fewer, an epoch's last: how many there were
-    void *graphs[2];       // --graph: of either
+    void *graphs[2];       // --graph: of either; their first steps, which load kernels, are none
     DatasetInfo info;
     Dataset train_set, test_set;
     Loader train_loader, test_loader;
@@ -4654,7 +4656,7 @@ static void print_settings_json(FILE *f, Settings *s) {
 // Copies the rows of an earlier run's file before this run's first step, each up to } or its end;
 // returns how many. begin: its epoch and, in steps.csv, step
 static size_t copy_earlier(const Run *run, const char *file, const char *begin, const char *format,
-                           AtomicFile *to) {
+                           FILE *to) {
     char path[PATH_SIZE], row[1024];
     size_t rows = 0;
     join_path(path, run->settings.out, file);
@@ -4664,17 +4666,14 @@ static size_t copy_earlier(const Run *run, const char *file, const char *begin, 
         if (sscanf(row, begin, &epoch, &step) > 0 && row[length] && epoch > 0 &&
             (epoch < run->first_epoch ||
              (epoch == run->first_epoch && step > 0 && step <= run->next_batch)))
-            rows += fprintf(to->stream, format, (int)length, row) > 0;
+            rows += fprintf(to, format, (int)length, row) > 0;
     }
-    if (before && (ferror(before) || fclose(before) != 0)) {
-        unlink(to->temporary); // leaves errno alone
+    if (before && (ferror(before) || fclose(before) != 0))
         file_fail("cannot read", path);
-    }
     return rows;
 }
 
-static void print_run_json(AtomicFile *to, Run *run) {
-    FILE *f = to->stream;
+static void print_run_json(FILE *f, Run *run) {
     Settings *s = &run->settings;
     const Comm *c = &run->comm;
     const Device *d = &run->device;
@@ -4703,7 +4702,7 @@ static void print_run_json(AtomicFile *to, Run *run) {
                  run->iterations, c->bucket_count, s->workers);
     fprintf(f, ",\"graph\":%s},\n  \"epochs\": [",
             run->graphs[0] || run->graphs[1] ? "true" : "false"); // whether one was replayed
-    if (copy_earlier(run, "run.json", " {\"epoch\":%zu", "\n%.*s},", to) && !run->epochs_done)
+    if (copy_earlier(run, "run.json", " {\"epoch\":%zu", "\n%.*s},", f) && !run->epochs_done)
         fseek(f, -1, SEEK_CUR); // no comma after the last one
     for (size_t i = 0; i < run->epochs_done; i++) {
         fprintf(f, i ? ",\n    {" : "\n    {");
@@ -4728,7 +4727,7 @@ static void write_failed(void);
 static void write_run_json(Run *run) {
     AtomicFile file;
     open_in_folder(&file, run, "run.json");
-    print_run_json(&file, run);
+    print_run_json(file.stream, run);
     atomic_commit(&file);
     dying_run = run;
     before_dying = write_failed; // every error from here on
@@ -4764,7 +4763,7 @@ static FILE *open_log(const Run *run, const char *file, bool by_step) {
         print_step(kept.stream, &(StepResult){0}, 0, CSV_HEADER);
     else
         print_epoch(kept.stream, &(EpochResult){0}, CSV_HEADER);
-    copy_earlier(run, file, by_step ? "%zu,%zu" : "%zu", "%.*s\n", &kept);
+    copy_earlier(run, file, by_step ? "%zu,%zu" : "%zu", "%.*s\n", kept.stream);
     atomic_commit(&kept);
     FILE *log = fopen(kept.path, "a");
     if (!log)
@@ -4786,14 +4785,33 @@ static void open_logs(Run *run) {
     write_run_json(run);
 }
 
-// fp16: reads the loss scale from the device. Says how many updates it has skipped since the last
-// call, which is no error.
+// At the log interval: a gradient that is not finite ends the run, on a CPU before the update.
+static void check_finite(const Net *net, const real *grads, size_t epoch, size_t step) {
+    for (const Layer *l = net->layers; l < net->layers + net->count; l++) {
+        const bool weight = first_not_finite(grads + l->weight, l->weights, 0) < l->weights;
+        if (weight || first_not_finite(grads + l->bias, l->biases, 0) < l->biases)
+            die(1, "epoch %zu, step %zu: the gradient of %s.%s is not finite; try a smaller --lr",
+                epoch, step, l->name, weight ? "weight" : "bias");
+    }
+}
+
+// On a GPU: reads what the steps since the last call have found. fp16: says how many updates were
+// skipped, which is no error.
 static void read_loss_scale(Run *run) {
+    const Net *net = &run->net;
     const LossScale before = run->loss_scale;
     LossScale *s = &run->loss_scale;
-    if (!run->backend->adjust_scale)
+    if (!net->scale || run->steps_kept == 0)
         return;
-    run->backend->copy(s, run->net.scale, sizeof *s);
+    run->backend->copy(s, net->scale, sizeof *s);
+    if (s->not_finite > 0 && !run->backend->adjust_scale) {
+        const StepResult *last = &run->steps[run->steps_kept - 1];
+        real *grads = must_alloc(net->param_size * sizeof *grads, "a copy of the gradients");
+        run->backend->copy(grads, net->grads, net->param_size * sizeof *grads);
+        check_finite(net, grads, last->epoch, last->step);
+        die(1, "epoch %zu, before step %zu: a gradient was not finite; try a smaller --lr",
+            last->epoch, last->step);
+    }
     if (s->skipped > before.skipped && run->comm.rank == 0)
         printf("fp16: updates skipped: %u, whose gradients were not finite; loss scale %g\n",
                s->skipped - before.skipped, (double)s->scale);
@@ -5689,6 +5707,7 @@ static void setup_weights(Run *run) {
             atomic_open(&f, files[i]);
             fclose(f.stream);
             unlink(f.temporary);
+            unfinished = NULL;
         }
     run->epoch = 1;
     net_init(&run->net, s->seed);
@@ -5756,28 +5775,11 @@ static void compare_settings_of_ranks(Run *run) {
 
    The program itself: each function here consists of a few calls to the sections above. */
 
-// At the log interval, on a CPU: a gradient that is not finite ends the run before the update.
-static void check_finite(const Run *run) {
-    const Net *net = &run->net;
-    for (const Layer *l = net->layers; l < net->layers + net->count; l++) {
-        const bool weight = first_not_finite(net->grads + l->weight, l->weights, 0) < l->weights;
-        if (weight || first_not_finite(net->grads + l->bias, l->biases, 0) < l->biases)
-            die(1, "epoch %zu, step %zu: the gradient of %s.%s is not finite; try a smaller --lr",
-                run->epoch, run->next_batch + 1, l->name, weight ? "weight" : "bias");
-    }
-}
-
 static void update_weights(Run *run) {
     if (run->next_batch % run->settings.log_interval == 0 && !run->backend->transfer)
-        check_finite(run);
+        check_finite(&run->net, run->net.grads, run->epoch, run->next_batch + 1);
     if (!run->comm.dp || run->comm.rank == 0)
         optimizer_step(run->optimizer, &run->net, run->state);
-}
-
-// Whether this step is replayed: with --graph on, each but the first of as many images, whose
-// execution loads the kernels.
-static bool replays(Run *run, const Batch *batch) {
-    return run->settings.graph && run->steps_alike[batch->n < run->net.batch]++ > 0;
 }
 
 // All of a step as one CUDA graph, which is captured once. Returns the loss.
@@ -5843,7 +5845,7 @@ static void train(Run *run, EpochResult *result) {
     AT(IDLE, start_epoch(run));
     while (AT(LOAD, batch = next_batch(comm))) {
         AT(COPY, load_batch(comm, batch, run->lr));
-        if (replays(run, batch)) { // --graph on
+        if (run->settings.graph && run->steps_alike[batch->n < net->batch]++ > 0) { // replayed
             AT(FORWARD, loss = replay_step(run, batch));
         } else {
             AT(FORWARD, forward(net, batch->n, &net->step->draw));

@@ -1671,7 +1671,7 @@ template <class T, class O>
 static size_t fastest(const Variant<T, O> (&variants)[VARIANTS], size_t usual,
                       const Product<T, O> &p, const char *layer) {
     static const char *const passes[] = {"forward", "data gradient", "weight gradient"};
-    double seconds[VARIANTS];
+    double seconds[VARIANTS] = {};
     size_t best = usual;
     for (size_t i = 1; i < VARIANTS; i++) {
         launch_gemm(variants[i], p);
@@ -2340,10 +2340,8 @@ static Backend make_backend(const char *kernels, const char *precision) {
         b.lacks = lacks_tensor_cores;
         b.conv_moments = FORWARD != (void (*)(Work))conv2d_forward<real, Tiled>;
     }
-    if (strcmp(precision, "fp16") == 0) {
-        b.count_not_finite = count_not_finite;
-        b.adjust_scale = adjust_scale;
-    }
+    b.count_not_finite = count_not_finite;
+    b.adjust_scale = strcmp(precision, "fp16") == 0 ? adjust_scale : NULL;
     return b;
 }
 

@@ -177,7 +177,7 @@ def make_steps(root, runs, rows):
 def make_scaling(root, runs, rows):
     lines = []
     for some in by(rows, lambda r: r["variant"]).values():
-        groups = by(scaling_rows(some), lambda r: (r["scaling"], r["device"], r["model"], r[
+        groups = by(scaling_rows(some, ("ddp", "dp")), lambda r: (r["scaling"], r["device"], r["model"], r[
             "global_batch" if r["scaling"] == "strong" else "batch"]))
         lines += [r for group in groups.values() if len(group) > 1 for r in group]
     if not lines:

@@ -267,7 +267,8 @@ def make_rows(runs):
     rows = []
     for group in by(sorted(runs, key=lambda r: (key(r), r.seed)), key).values():
         run = group[0]
-        label = run.device + (f", {run.world} GPUs, {run.mode}" if run.device == "multi" else "")
+        label = run.device + (f", {run.world} GPUs" if run.device == "multi" else "")
+        label += f", {run.mode}" if run.world > 1 else ""
         seconds, sd, ci95 = summary([r.seconds for r in group])
         accuracy, accuracy_sd, _ = summary([r.accuracy for r in group])
         rows.append(dict(
@@ -291,14 +292,14 @@ def add_speedups(rows):
                   f"{row['global_batch']}: no cpu row has that batch")
 
 
-def scaling_rows(rows):
+def scaling_rows(rows, modes=("ddp",)):
     """For each row of one device: those of several devices that share its batch (strong) or each have one as
     large (weak)."""
     table = []
     for one in (r for r in rows if r["devices"] == 1):
         for scaling, batch in ("strong", "global_batch"), ("weak", "batch"):
             for row in rows:
-                if row is not one and row["parallel"] != "ddp" or any(
+                if row is not one and row["parallel"] not in modes or any(
                         row[k] != one[k] for k in ("model", "kind", batch)):
                     continue
                 row = dict(row, scaling=scaling, device=row["kind"].replace("emulated", "gpu"))

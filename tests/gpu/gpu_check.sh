@@ -9,7 +9,8 @@
 #
 #   tests/gpu/gpu_check.sh [PART...]    on the first GPU; COMMIT=... where git cannot tell
 #   tests/gpu/gpu_check.sh --emulated   the same in the emulator, tiny and without speeds, to show
-#                                   that this script works; writes build/gpu_check_emulated.json
+#                                   that this script works; writes build/gpu_check_emulated.json. QUICK=1: with
+#                                   smaller networks
 #
 # Writes tests/gpu/results/DEVICE-DATE.json, with all parts of this call; also to $OUT if that is set.
 # Prints `pass gpu_check/NAME`, `fail gpu_check/NAME: why`, `skip gpu_check/NAME: why`. A step that
@@ -194,6 +195,7 @@ if [ $emulated = true ]; then
     export CUEMU_DEVICES=2
     mnist=("${few[@]}") cifar=(--model cifar "${few[@]}")
     tests=(tiny) bench=(EMULATE=1) ladder=(--program "$cnn" --model mnist)
+    [ -z "${QUICK:-}" ] || bench+=(NETS="cifar6,3 resnet8,1") ladder=(--program "$cnn" --model cifar)
 else
     mnist=("${synthetic[@]}")
     cifar=("${synthetic[@]}" --model cifar --width 64 --batch-size 250)

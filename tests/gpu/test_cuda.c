@@ -424,6 +424,53 @@ static size_t draw_channels(size_t most) {
     return draw_bits() % 2 ? channels : (channels + 3) / 4 * 4;
 }
 
+static void expect_rounding(const Backend *b, const Task *t, Array *rounded, size_t count) {
+    Array a[MOST_ARRAYS];
+    for (size_t i = 0; i < count; i++) {
+        a[i] = twin(&rounded[i]);
+        round_array(b, &rounded[i]);
+    }
+    perform(b, t, a, count);
+    perform(b, t, rounded, count);
+    for (size_t i = 0; i < count; i++) {
+        if (a[i].output)
+            check_equal(&a[i], &rounded[i]);
+        free(a[i].at);
+        free(rounded[i].at);
+    }
+}
+
+// tf32: the tensor cores get rounded numbers, so numbers that are rounded before give the same bits.
+static void test_rounding(const Backend *b) {
+    if (!is_precision(b, "tf32") || tiny)
+        return;
+    for (uint8_t tile = 1; tile < 4; tile++) {
+        const size_t n = 2;
+        first_layer((Shape){8, 8, 32});
+        add_conv2d(&net, 0, 128, 3, 1, 1, false);
+        const Layer *l = &net.layers[1];
+        snprintf(context, sizeof context, "tile %d", tile);
+        memset(tiles, tile, sizeof tiles);
+        Task t = {.run = run_forward, .l = l, .n = n};
+        Array in = input_array("in", n * shape_size(l->in));
+        Array weight = input_array("weight", l->weights), none = input_array("bias", 0);
+        Array forward[] = {output_array("out", n * shape_size(l->out), 1), typed(twin(&in)),
+                           typed(twin(&weight)), none};
+        expect_rounding(b, &t, forward, 4);
+        t.run = run_backward;
+        Array backward[] = {output_array("din", in.count, 1),
+                            output_array("dweight", l->weights, 1),
+                            input_array("dbias", 0),
+                            typed(input_array("dout", n * shape_size(l->out))),
+                            typed(in),
+                            typed(weight)};
+        expect_rounding(b, &t, backward, 6);
+    }
+    memset(tiles, 0, sizeof tiles);
+    *context = 0;
+    verdict("rounding to tf32, %s kernels", b->kernels);
+}
+
 // Mostly small, sometimes deep: odd sizes cover every edge of the tiles.
 static Layer draw_conv(size_t *n) {
     size_t kernel = draw_size(1, tiny ? 3 : 7), stride = draw_size(1, 3);
@@ -441,7 +488,7 @@ static Layer draw_conv(size_t *n) {
 
 static void test_conv(const Backend *b) {
     Splits splits = {{0}, {0}};
-    for (int shape = 0; shape < (tiny ? 1 : quick ? 25 : 100);) {
+    for (int shape = 0; shape < (tiny ? 1 : quick ? 15 : 100);) {
         size_t n;
         Layer l = draw_conv(&n);
         // the definitions are slow: shapes that would take too long are drawn again
@@ -464,7 +511,7 @@ static void test_conv(const Backend *b) {
         {{9, 8, 132}, 196, 3, 2, 1, 5},  {{8, 7, 20}, 72, 4, 3, 2, 9}, // phases in all of the tiles
     };
     for (size_t i = 0; i < (tiny ? 1 : sizeof shapes / sizeof *shapes); i++)
-        for (size_t variant = 0; variant < (tiny ? 1 : quick ? 2 : 4); variant++) {
+        for (size_t variant = quick ? i % 2 : 0; variant < (quick ? i % 2 + 1 : 4); variant++) {
             const Layer *l = first_layer(shapes[i].in);
             add_conv2d(&net, 0, shapes[i].channels, shapes[i].kernel, shapes[i].stride,
                        shapes[i].padding, variant & 1);
@@ -1463,7 +1510,7 @@ static void test_training(const Backend *b) {
     double tolerance = is_precision(b, "fp32") ? 1e-4 : is_precision(b, "bf16") ? 3e-2 : 1e-2;
     for (size_t i = 0; i < (quick ? 1 : (size_t)TRAINED - !tiled); i++) {
         const char *model = trained[i].model;
-        size_t n = trained[i].batch_size, steps = trained[i].steps;
+        size_t n = trained[i].batch_size, steps = quick ? 2 : trained[i].steps;
         double want[MOST_STEPS], got[MOST_STEPS];
         snprintf(context, sizeof context, "%s", model);
         train_steps(cpu_backends[CPU_BACKENDS - 1], model, n, false, steps, want);
@@ -1475,12 +1522,11 @@ static void test_training(const Backend *b) {
     verdict("training, %s kernels, %s", b->kernels, b->precision);
 }
 
-/* fp16: a gradient that is infinite skips exactly one update and halves the scale; the last of
-   SCALE_STEPS good steps doubles it. */
+/* A gradient that is infinite skips this update and all after it. fp16: it skips exactly one and
+   halves the scale; the last of SCALE_STEPS good steps doubles it. */
 static void test_loss_scale(const Backend *b) {
     enum { COUNT = 1000, STEPS = 5, BAD = 2 };
-    if (!b->adjust_scale)
-        return;
+    const bool scaled = b->adjust_scale != NULL;
     Array param = input_array("param", COUNT), grad = input_array("grad", COUNT);
     real *on_device[3], read[2][COUNT];
     LossScale *scale = b->alloc(sizeof *scale), now = {.scale = 1024, .steps = SCALE_STEPS - 2};
@@ -1504,15 +1550,19 @@ static void test_loss_scale(const Backend *b) {
                         .count = COUNT,
                         .step = step,
                         .momentum = .9});
-        b->adjust_scale(scale);
+        if (scaled)
+            b->adjust_scale(scale);
         b->copy(read[1], on_device[0], COUNT * sizeof(real));
         b->copy(&now, scale, sizeof now);
-        if ((memcmp(read[0], read[1], sizeof *read) == 0) != (i == BAD))
-            fail("step %zu: %s", i, i == BAD ? "was not skipped" : "was skipped");
+        const bool skips = scaled ? i == BAD : i >= BAD;
+        if ((memcmp(read[0], read[1], sizeof *read) == 0) != skips)
+            fail("step %zu: %s", i, skips ? "was not skipped" : "was skipped");
+        if (!scaled && now.not_finite != (i >= BAD))
+            fail("step %zu: %u not finite", i, now.not_finite);
         const float want[] = {1024, 2048, 1024, 1024, 1024};
         const uint32_t steps[] = {SCALE_STEPS - 1, 0, 0, 1, 2};
-        if (now.scale != want[i] || now.steps != steps[i] || now.skipped != (i >= BAD) ||
-            now.not_finite)
+        if (scaled && (now.scale != want[i] || now.steps != steps[i] || now.skipped != (i >= BAD) ||
+                       now.not_finite))
             fail("step %zu: scale %g after %u steps, %u skipped, %u not finite", i,
                  (double)now.scale, now.steps, now.skipped, now.not_finite);
     }
@@ -1556,6 +1606,7 @@ static const struct {
     {"nchw", test_nchw, true},
     {"linear", test_linear, false},
     {"conv2d", test_conv, false},
+    {"rounding", test_rounding, false},
     {"moments", test_moments, false},
     {"tiles", test_tiles, false},
     {"training", test_training, true},

@@ -4,7 +4,7 @@
 # wrong answer in tests/labs/ is detected. No starter contains an answer.
 #
 #   tests/labs/test_labs.sh [LAB...]     QUICK=1: of the handouts only that of lab 0 up to its first check, one wrong
-#                                        answer for each TODO of labs 1 and 4 and for one of lab 3; where the points
+#                                        answer for each TODO of labs 1, 4 and 8 and for one of lab 3; where the points
 #                                        of lab 0 are not what is tested, without its test 2, which trains
 #                                        LONG=1: all wrong answers, instead of a third that changes daily
 #
@@ -33,7 +33,8 @@ for word; do
 done
 [ -n "\$out" ] && [ -f cnn.c ] || exec $real_gcc "\$@"
 [ -z "\${NO_OPTIMIZATION:-}" ] || set -- "\${@/#-O3/-O0}"
-key=$tmp/built/\$({ echo "\${@/#-DCNN_COMMIT=${QUICK:+*}}"; cat cnn.c cnn_kernels.c cnn_kernels.cu tests/*.h tests/*/*.h labs/check/*.[ch] labs/lab*/*.c; } 2>&1 | sha1sum | cut -c1-40)
+[[ " \$* " != *" cnn.c "* ]] && others=(tests/*.h tests/*/*.h labs/check/*.[ch] labs/lab*/*.c)
+key=$tmp/built/\$({ echo "\${@/#-DCNN_COMMIT=${QUICK:+*}}"; cat cnn.c cnn_kernels.c cnn_kernels.cu "\${others[@]}"; } 2>&1 | sha1sum | cut -c1-40)
 if [ ! -f "\$key" ]; then
     $real_gcc "\$@" 2>"\$key.said" || { cat "\$key.said" >&2; exit 1; }
     cp "\$out" "\$key.\$\$" && mv "\$key.\$\$" "\$key"
@@ -426,6 +427,26 @@ print(sum(test["points"] for test in json.load(open(sys.argv[1]))))' "$tmp/bare$
     done
 }
 
+# The pictures of the handouts exist, and the script beside lab 8's draws them.
+figures() {
+    local n picture python drawn
+    for n in $(labs); do
+        grep -o '(\.\./figures/[^)]*)' "$repo/labs/lab0$n/README.md" | tr -d '()'
+    done >"$tmp/pictures"
+    while read -r picture; do
+        holds "figures/$(basename "$picture")" "a PNG of at most 100 kB" "$(wc -c "$repo/labs/lab00/$picture" 2>&1)" \
+            test -n "$(find "$repo/labs/lab00/$picture" -size -100k 2>/dev/null)"
+    done <"$tmp/pictures"
+    for python in "$repo/.venv/bin/python" "$python3" /usr/bin/python3; do
+        "$python" -c 'import matplotlib' 2>/dev/null || continue
+        drawn=$("$python" "$repo/labs/figures/lab08.py" "$tmp/figures" 2>&1 | sed 's|.*/||' | paste -sd ' ')
+        same figures/drawn "$(grep -o 'lab08_.*' "$tmp/pictures" | sort | paste -sd ' ')" \
+            "$(tr ' ' '\n' <<<"$drawn" | sort | paste -sd ' ')"
+        return
+    done
+    skip figures/drawn "no python3 has matplotlib"
+}
+
 wanted=${*:-$(labs)}
 if ! command -v g++ >/dev/null; then
     skip lab04 "g++ is not installed, which the emulator of a GPU needs"
@@ -442,5 +463,6 @@ NO_OPTIMIZATION=
 unavailable_labs
 no_answers
 classroom
+figures
 [[ " $(tr '\n' ' ' <<<"$wanted")" != *" 0 "* ]] || { own_checker && gradescope; }
 wait

@@ -176,6 +176,19 @@ spoil_lab() {
     found "kinds/lab_$1" "$2" "${@:4}"
 }
 
+# The two ways to use several devices, as in lab 8: rows of their own in each table.
+test_ways() {
+    make_run ways/one cpu 1 50 1 12
+    make_run ways/ddp cpu 2 50 1 8
+    make_run ways/dp cpu 2 50 1 10
+    sed -i 's/"mode": "ddp"/"mode": "dp"/' ways/dp/run.json
+    tool report ways
+    same ways/times "cpu;cpu x 2, ddp;cpu x 2, dp" \
+        "$(sed -n 's/^| \(cpu[^|]*\) | cifar .*/\1/p' ways/report.md | paste -sd ';')"
+    same ways/speedups "single 1;ddp 1.5;dp 1.2" "$(awk -F ' *[|] *' '$2 == "strong" { print $5, $14 }' ways/report.md |
+        paste -sd ';')"
+}
+
 test_missing() {
     spoil status c2/run.json 's/"complete"/"running"/' "expected status complete, found running"
     same spoilt/status_once 1 "$(cat "$out" "$err" | grep -c 'not complete\|status complete')"
@@ -474,6 +487,7 @@ test_real() {
 }
 
 test_honest
+test_ways
 test_missing
 test_implausible
 test_nature

@@ -63,6 +63,13 @@ static FILE *fuzz_fopen(const char *path, const char *mode) {
     return f;
 }
 
+static FILE *fuzz_fdopen(int fd, const char *mode) {
+    FILE *f = fdopen(fd, mode);
+    if (f)
+        replace((void **)kept_files, NULL, f);
+    return f;
+}
+
 static int fuzz_fclose(FILE *f) {
     replace((void **)kept_files, f, NULL);
     return fclose(f);
@@ -77,6 +84,7 @@ static void fuzz_exit(int status) {
 #define posix_memalign fuzz_memalign
 #define free fuzz_free
 #define fopen fuzz_fopen
+#define fdopen fuzz_fdopen
 #define fclose fuzz_fclose
 #define popen(command, mode) fuzz_fopen(getenv("CNN_FILE"), "rb")
 #define pclose fuzz_fclose

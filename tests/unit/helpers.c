@@ -59,6 +59,21 @@ static void test_philox(void) {
     verdict("philox known answers");
 }
 
+static void test_edit_distance(void) {
+    static const struct {
+        const char *a, *b;
+        size_t distance;
+    } cases[] = {{"kitten", "sitting", 3}, {"", "lr", 2},   {"lr", "", 2},
+                 {"--lr", "--lr", 0},      {"ab", "ba", 2}, {"gamma", "-gamma", 1}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const size_t distance = edit_distance(cases[i].a, cases[i].b);
+        if (distance != cases[i].distance)
+            fail("\"%s\", \"%s\": expected %zu, found %zu", cases[i].a, cases[i].b,
+                 cases[i].distance, distance);
+    }
+    verdict("the distance of two words");
+}
+
 static void write_text(const char *folder, const char *file, const char *text) {
     char path[PATH_SIZE];
     join_path(path, folder, file);
@@ -107,5 +122,6 @@ static void test_helpers(void) {
     test_stealing();
     test_stolen();
     test_philox();
+    test_edit_distance();
     test_memory_limits();
 }

@@ -136,7 +136,6 @@ static size_t build_long(Net *net, size_t x) {
    it wrote to stderr. */
 static int refused_build(const Model *model, char *text, size_t size) {
     int ends[2], status = -1;
-    ssize_t got = 0;
     fflush(stdout);
     pid_t child = pipe(ends) == 0 ? fork() : -1;
     if (child == 0) {
@@ -148,9 +147,10 @@ static int refused_build(const Model *model, char *text, size_t size) {
         _exit(0);
     }
     close(ends[1]);
-    got = read(ends[0], text, size - 1);
-    text[got > 0 ? got : 0] = '\0';
-    close(ends[0]);
+    FILE *said = fdopen(ends[0], "r"); // musl writes a line and its end apart
+    text[said ? fread(text, 1, size - 1, said) : 0] = '\0';
+    if (said)
+        fclose(said);
     return waitpid(child, &status, 0) == child && WIFEXITED(status) ? WEXITSTATUS(status) : -1;
 }
 

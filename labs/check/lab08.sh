@@ -1,0 +1,228 @@
+# Lab 8: the ring all-reduce and the sampler, each rank in a process of its own; then both in ./cnn, and
+# three run folders. check.sh reads this.
+# shellcheck shell=bash disable=SC2119,SC2154 # check.sh exports home, from and work
+# shellcheck source=labs/check/run_folders.sh
+. "$home/labs/check/run_folders.sh"
+
+# shellcheck disable=SC2034 # check.sh reads it
+harmless='send[a-z]*' # a good name in a ring; allowed_symbols() finds calls
+
+tests() {
+    cat <<'END'
+3|8.1|the ring adds up a range of numbers over 2 to 8 ranks
+2|8.1|sizes that the ranks do not divide, fewer numbers than ranks, one rank
+3|8.1|each rank sends 2 (R - 1) / R of the numbers, in 2 (R - 1) steps
+1|8.1|all ranks have the same bits
+3|8.2|rank r of R has the positions r, r + R, r + 2R, ... of each epoch's permutation
+2|8.2|sizes that the ranks do not divide, fewer images than ranks: the first images follow again
+1|8.2|testing: each image once, in the order of the file
+2|8.1 8.2|R replicas train as one device does, at the same global batch; all have the same weight hash
+1|8.1 8.2|small buckets, odd batches, --overlap off, and the same bits in a second run
+2|8.1 8.2|the runs lab08-one, lab08-ddp and lab08-dp are complete and can be compared
+END
+}
+
+build() {
+    if wanted 1 2 3 4 5 6 7; then
+        compile_tests . && allowed_symbols || return
+    fi
+    if wanted 8 9 10; then compile_program cnn && strip_parts . && compile_program alone; fi
+}
+
+# compile_tests FOLDER: FOLDER/lab08, of the sources there
+compile_tests() {
+    "${CC:-gcc}" -std=gnu17 -g -w -Ilabs/check/lab08_mpi -c "$1/labs/check/lab08.c" -o "$1/lab08.o" &&
+        "${CC:-gcc}" "$1/lab08.o" -o "$1/lab08" -lm -lpthread
+}
+compile_program() { "${CC:-gcc}" -std=gnu17 -O1 -w "$1.c" -o "$1" -lm -lpthread; }
+
+# strip_parts FOLDER: FOLDER/alone.c, cnn.c with the starter's stubs
+strip_parts() { awk -v mode=strip -v from=8 -v stubs=labs/stubs -f labs/check/regions.awk cnn.c >"$1/alone.c"; }
+
+# The parts call nothing of the system but what computes, prints or locks.
+allowed_symbols() {
+    local bare=bare more
+    mkdir -p $bare/labs/check
+    cp labs/check/*.h labs/check/lab08.c $bare/labs/check && strip_parts $bare && mv $bare/alone.c $bare/cnn.c &&
+        cp cnn_kernels.c $bare && compile_tests $bare || return
+    more=$(comm -13 <(nm -u $bare/lab08.o | sort) <(nm -u lab08.o | sort) | awk '{ print $NF }' |
+        grep -vE '^_*((mem|str)[a-z]+|f?printf|put(s|char)|assert_fail|pthread_[a-z_]+|calloc|malloc|free|stack_chk_fail)(_chk)?$')
+    [ -z "$more" ] || {
+        echo "error: a part calls $(paste -sd ' ' <<<"$more"), which this task has no use for"
+        return 1
+    }
+}
+
+run() {
+    case $1 in
+    1) ./lab08 sum ;;
+    2) ./lab08 odd alone ;;
+    3) ./lab08 traffic ;;
+    4) ./lab08 bits ;;
+    5) ./lab08 shares ;;
+    6) ./lab08 remainder few ;;
+    7) ./lab08 testing ;;
+    8) replicas && return_token ;;
+    9) variants && return_token ;;
+    10) run_folders && return_token ;;
+    esac
+}
+
+return_token() { cat >&9; }
+
+# ---- Tests 8 and 9
+
+# trained FOLDER PROGRAM OPTIONS...: a short training on the CPU, in a new run folder
+trained() {
+    local status=0 folder=$1 program=$2
+    shift 2
+    rm -rf "$folder"
+    timeout 200 "./$program" --no-cuda --oversubscribe --model cifar --dataset synthetic --limit-test 30 \
+        --timeout 60 "$@" --out "$folder" >output.txt 2>&1 </dev/null 9>&- || status=$?
+    [ $status -eq 0 ] && return
+    echo "./cnn $* ended with exit status $status; its last lines:"
+    tail -n 3 output.txt
+    return 1
+}
+
+# step_losses FOLDER: of each step, the mean over the images of all ranks
+step_losses() {
+    awk -F , 'NR > 1 { key = $1 "," $2; sum[key] += $4 * $5; images[key] += $4 }
+        NR > 1 && !seen[key]++ { order[++count] = key }
+        END { for (i = 1; i <= count; i++) print order[i], images[order[i]], sum[order[i]] / images[order[i]] }' \
+        "$1/steps.csv"
+}
+
+# same_steps ONE FOLDER DEVIATION MOST: the losses and images of all steps, at most MOST of them, are those of ONE
+same_steps() {
+    paste -d ' ' <(step_losses "$1") <(step_losses "$2") | head -n "${4:-100000}" | awk -v most="$3" -v many="$2" '
+        $1 != $4 || $2 != $5 {
+            printf "%s: one device has %s images in step %s (epoch,step), all ranks together %s in step %s\n",
+                many, $2, $1, $5, $4
+            exit 1
+        }
+        { d = ($3 - $6) / $3 }
+        !(d < most && d > -most) {
+            printf "%s: the loss of step %s (epoch,step) is %s, on one device %s: %s\n", many, $1, $6, $3,
+                NR == 1 ? "other images, or they are counted twice" : "the sum of gradients, or the images, differ"
+            exit 1
+        }
+        END { if (NR == 0) { print many ": no steps"; exit 1 } }'
+}
+
+# sends FOLDER RANKS PARAMETERS: each rank sends 2 (R - 1) / R of the gradients in each step
+sends() {
+    awk -F , -v run="$1" -v ranks="$2" -v bytes="$(($3 * 4))" '
+        NR > 1 { want = 2 * (ranks - 1) / ranks * bytes }
+        NR > 1 && ($16 < .99 * want || $16 > 1.02 * want) {
+            printf "%s/steps.csv: rank %s sent %s bytes in step %s, expected about 2 (R - 1) / R P = %d\n",
+                run, $3, $16, $2, want
+            exit 1
+        }' "$1/steps.csv"
+}
+
+hash_of() { grep -o '"weight_hash":"[^"]*"' "$1/run.json" | tail -n 1; }
+
+replicas() {
+    local n
+    trained one alone --limit-train 96 --global-batch 24 --epochs 2 || return
+    for n in 2 3 4; do
+        trained "with-$n" cnn --limit-train 96 --global-batch 24 --epochs 2 --replicas "$n" &&
+            same_steps one "with-$n" 1e-4 && sends "with-$n" "$n" 62006 || return
+    done
+}
+
+# With 101 images, 3 ranks have 34 each, and their last batches of 8 have 2.
+variants() {
+    local uneven="--replicas 3 --limit-train 101 --batch-size 8 --epochs 1" images
+    # shellcheck disable=SC2086 # several words
+    trained plain cnn $uneven && trained again cnn $uneven && trained after cnn $uneven --overlap off &&
+        trained small cnn $uneven --bucket-mb 0.001 || return
+    images=$(step_losses plain | cut -d ' ' -f 2 | paste -sd ' ')
+    [ "$images" = "24 24 24 24 6" ] || {
+        echo "101 images on 3 ranks with 8 each: expected steps of 24 24 24 24 6 images, found $images"
+        return 1
+    }
+    [ "$(hash_of plain)" = "$(hash_of again)" ] || {
+        echo "two equal runs have other weights: sums must be taken in the same order each time"
+        return 1
+    }
+    [ "$(hash_of plain)" = "$(hash_of after)" ] || {
+        echo "with --overlap off the weights differ from those with --overlap on"
+        return 1
+    }
+    same_steps plain small 1e-4 && sends small 3 62006 &&
+        trained few cnn --replicas 3 --limit-train 2 --batch-size 4 --epochs 1
+}
+
+# ---- Test 10
+
+options="--no-cuda --dataset synthetic --limit-train 3200 --limit-test 500 --epochs 2 --lr 0.1 --global-batch 64"
+
+open_lab_run() {
+    case $1 in
+    one) open_run lab08-one "./cnn $options --threads 1 --out runs/lab08-one" ;;
+    ddp) open_run lab08-ddp "./cnn $options --threads 2 --replicas 2 --out runs/lab08-ddp" ;;
+    dp) open_run lab08-dp "./cnn $options --threads 2 --replicas 2 --parallel dp --out runs/lab08-dp" ;;
+    esac
+}
+
+# What must be equal in the three runs.
+facts() {
+    awk -F '\t' '$1 ~ /^(settings|build)\./ || $1 ~ /^machine\.(host|cpu|cores|device)$/ || $1 == "parallel.global_batch"' \
+        "$1" | grep -vE '^settings\.(out|quiet|replicas|gpus|parallel|batch-size)	' | sort
+}
+
+# comparable MODE: the open run has this mode, and is otherwise as runs/lab08-one
+comparable() {
+    local other base=$work/lab08-one.flat
+    is parallel.mode "$1" "this is what the run is to show" || return
+    other=$(diff <(facts "$base") <(facts "$flat") | sed -n 's/^[<>] //p' | cut -f 1 | sort -u)
+    [ -z "$other" ] || {
+        complain "$run differs from runs/lab08-one also in $(paste -sd ' ' <<<"$other"), so a difference in speed has more than one possible cause"
+        return 1
+    }
+    same_steps "$from/runs/lab08-one" "$folder" .01 "$((2 * $(value parallel.iterations)))" ||
+        complain "at the same global batch, all three train in the same way"
+}
+
+# dp's master receives the gradients of the others, which receive its parameters.
+master_receives() {
+    awk -F , -v run="$run" -v ranks="$(value parallel.world)" -v bytes=$((1199882 * 4)) '
+        NR > 1 { want = ($3 == 0 ? ranks - 1 : 1) * bytes }
+        NR > 1 && ($16 < .99 * want || $16 > 1.2 * want) {
+            printf "%s/steps.csv: rank %s has %s bytes in step %s, expected about %d\n", run, $3, $16, $2, want
+            exit 1
+        }' "$folder/steps.csv" || complain "is it a run with --parallel dp?"
+}
+
+run_folders() {
+    local name lr world
+    for name in one ddp dp; do
+        open_lab_run $name && complete && counts && machine_card || return
+    done
+    open_lab_run one && comparable single || return
+    lr=$(value settings.lr)
+    [[ $lr =~ ^[0-9.]{1,8}$ ]] || { complain "$run/run.json: settings.lr should be a number, found $lr"; return 1; }
+    retrain --lr "$lr" && same_losses own/steps.csv "in a training by the checker" || return
+    open_lab_run ddp && comparable ddp || return
+    world=$(value parallel.world)
+    sends "$folder" "$world" 1199882 || { complain "is it a run with --parallel ddp?"; return 1; }
+    open_lab_run dp && comparable dp && is parallel.world "$world" "ddp and dp are compared on as many devices" &&
+        master_receives && apart
+}
+
+# The three have times of their own.
+apart() {
+    local a b
+    for a in one ddp; do
+        for b in ddp dp; do
+            [ $a != $b ] || continue
+            ! cmp -s <(cut -d , -f 3 "$from/runs/lab08-$a/epochs.csv") <(cut -d , -f 3 "$from/runs/lab08-$b/epochs.csv") ||
+                ! cmp -s <(cut -d , -f 7 "$from/runs/lab08-$a/steps.csv") <(cut -d , -f 7 "$from/runs/lab08-$b/steps.csv") || {
+                complain "runs/lab08-$a and runs/lab08-$b have exactly the same times: one is a copy of the other"
+                return 1
+            }
+        done
+    done
+}
