@@ -25,6 +25,7 @@ program/test_readme.sh      tests/program/test_readme.sh
 gpu/gpu_check.sh            tests/gpu/gpu_check.sh --emulated
 gpu/test_gpu_check.sh       tests/gpu/test_gpu_check.sh
 labs/test_study.sh          tests/labs/test_study.sh
+labs/test_grade.sh          tests/labs/test_grade.sh
 labs/test_ablation.sh       tests/labs/test_ablation.sh
 source/test_style.sh        tests/source/test_style.sh
 robust/test_soak.sh         tests/robust/test_soak.sh
