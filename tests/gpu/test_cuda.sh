@@ -53,12 +53,12 @@ checked() {
 }
 
 test_kernels() {
-    local order hashes kernels=all
-    [ -z "${QUICK:-}" ] || kernels=tiny
+    local order hashes kernels=all lazy=()
+    [ -z "${QUICK:-}" ] || kernels=tiny lazy=(CUEMU_LAZY=1 CUEMU_PROTECT=1) # as when bugs are inserted
     cp "$repo/build/emu_test_cuda" "$build/plain"
     cp "$repo/build/emu_test_tensor" "$build/layouts"
     checked layouts layouts all
-    checked order_0 plain CUEMU_ORDER=0 all
+    checked order_0 plain CUEMU_ORDER=0 "${lazy[@]}" all
     checked order_1 plain CUEMU_ORDER=1 CUEMU_LAZY=1 CUEMU_PROTECT=1 QUICK=1 "$kernels"
     hashes=$(for order in 0 1 7; do
         CUEMU_ORDER=$order OMP_NUM_THREADS=$((order % 2 + 1)) "$build/plain" weights
