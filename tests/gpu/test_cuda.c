@@ -440,7 +440,7 @@ static void expect_rounding(const Backend *b, const Task *t, Array *rounded, siz
     }
 }
 
-// tf32: the tensor cores get rounded numbers, so numbers that are rounded before give the same bits.
+// tf32: the tensor cores get rounded numbers; those that are rounded before give the same bits.
 static void test_rounding(const Backend *b) {
     if (!is_precision(b, "tf32") || tiny)
         return;
