@@ -73,7 +73,7 @@ help:
 	@echo "Running"
 	@echo "  make data      download MNIST (INSTALL=1: may install Debian's Fashion-MNIST package)"
 	@echo "  make run       train the MNIST network for one epoch on the best data found"
-	@echo "  make test      run the tests, about five minutes on two cores; SANITIZED=1: with sanitizers"
+	@echo "  make test      run the tests, five to ten minutes on two cores; SANITIZED=1: with sanitizers"
 	@echo "  make test-all  run all tests, with every shape, model and lab: half an hour and more"
 	@echo "  make test-long  what takes longer still: fuzzing, faults, signals, mutations, compilers; MINUTES=60"
 	@echo "  make races     check the GPU kernels for data races, in the emulator (a minute)"

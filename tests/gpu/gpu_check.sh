@@ -22,9 +22,10 @@ cd "$(dirname "$0")/../.." || exit 1
 export LC_ALL=C OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE=1
 total=440 # seconds of a part; the rest of its eight minutes is for what has to be killed
 known=(correctness speed pytorch ablation)
+patience=1 # by which the limits are multiplied: the emulator runs beside other tests
 emulated=false cnn=./cnn programs=build/ settings=(CUDA_ARCH=native)
 if [ "${1:-}" = --emulated ]; then
-    emulated=true cnn=./cnn-emu programs=build/emu_ settings=()
+    emulated=true cnn=./cnn-emu programs=build/emu_ settings=() patience=10
     shift
 fi
 [ $# -gt 0 ] || set -- "${known[@]}"
@@ -90,8 +91,8 @@ report() {
 
 # step KIND NAME LIMIT COMMAND...: at most LIMIT seconds; output goes to $tmp/NAME
 step() {
-    local kind=$1 name=$2 limit=$3 status
-    local left=$((total - SECONDS)) begin=$SECONDS result=fail why
+    local kind=$1 name=$2 limit=$((patience * $3)) status
+    local left=$((patience * total - SECONDS)) begin=$SECONDS result=fail why
     shift 3
     [ "$limit" -le "$left" ] || limit=$left
     if [ "$limit" -lt 1 ]; then
