@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Runs all parts of the tests, or those that are named, on all usable cores, and shows how far it is. Some parts
-# wait, for Slurm or for a moment at which to send a signal, so one more runs than there are cores:
+# Runs all parts of the tests, or those that are named, on all usable cores, and shows how far it is:
 #
 #   tests/run_tests.sh [PART...]      for example tests/run_tests.sh unit/float program/test_cli.sh
 #
 # make test builds what the parts use and calls this program; `make test PARTS='unit/float'` runs one.
-# QUICK=1: without repetitions (`make test`). CNN=PATH: the program to test. JOBS=N: parts at a time.
-# AGAIN: the call of make, to show how to repeat a part. A part prints lines `pass NAME`, `fail NAME: why` and `skip NAME: why`; its whole output stays in
-# build/tests. A part that breaks off, hangs or prints no verdict has failed. The last line is
-# `N passed, N failed, N skipped`.
+# QUICK=1: without repetitions (`make test`). CNN=PATH: the program to test. JOBS=N: parts at a time; one more than
+# there are cores if not given, since some wait, for Slurm or for the moment at which they send a signal.
+# AGAIN: the call of make, to show how to repeat a part. A part prints lines `pass NAME`, `fail NAME: why` and
+# `skip NAME: why`; its whole output stays in build/tests. A part that breaks off, hangs or prints no verdict has
+# failed. The last line is `N passed, N failed, N skipped`.
 set -u
 export OMP_WAIT_POLICY=passive # threads that spin while they wait starve whatever runs beside them
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1

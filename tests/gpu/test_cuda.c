@@ -424,6 +424,7 @@ static size_t draw_channels(size_t most) {
     return draw_bits() % 2 ? channels : (channels + 3) / 4 * 4;
 }
 
+// The same results of numbers as they were drawn and of rounded ones. Frees the arrays.
 static void expect_rounding(const Backend *b, const Task *t, Array *rounded, size_t count) {
     Array a[MOST_ARRAYS];
     for (size_t i = 0; i < count; i++) {
