@@ -3,7 +3,8 @@
 # right score, the solution has all points, the commands of the handout run and print what it says, and each
 # wrong answer in tests/labs/ is detected. No starter contains an answer.
 #
-#   tests/labs/test_labs.sh [LAB...]     QUICK=1: of the handouts only that of lab 0 up to its first check, one wrong
+#   tests/labs/test_labs.sh [LAB...]     QUICK=1: if none is named, lab 0 and another one each day; the starters of all
+#                                        compile. Of the handouts only that of lab 0 up to its first check, one wrong
 #                                        answer for each TODO of labs 1, 4 and 8 and for one of lab 3; where the points
 #                                        of lab 0 are not what is tested, without its test 2, which trains
 #                                        LONG=1: all wrong answers, instead of a third that changes daily
@@ -350,6 +351,9 @@ no_answers() {
     local n
     for n in $(labs); do
         starter "$n" "$tmp/bare$n" || { fail "starter$n" "a starter" "$(cat "$tmp/starter$n.log")"; continue; }
+        (cd "$tmp/bare$n" && $real_gcc -std=gnu17 -fsyntax-only -fopenmp -Wall -Wextra -Werror -Wno-unused-function \
+            -Wno-unused-parameter -Wno-unused-variable cnn.c) >"$tmp/starter$n.log" 2>&1
+        same "starter$n-compiles" "" "$(cat "$tmp/starter$n.log")"
         answers "$n" >"$tmp/answers$n"
         if [ ! -s "$tmp/answers$n" ]; then
             skip "starter$n-has-no-answers" "no region of labs $n to 9 is marked yet"
@@ -447,7 +451,14 @@ figures() {
     skip figures/drawn "no python3 has matplotlib"
 }
 
-wanted=${*:-$(labs)}
+# Under QUICK, of the labs above 0 one a day.
+of_today() {
+    local -a all
+    mapfile -t all < <(labs)
+    echo "0 ${all[1 + 10#${ROTATION:-$(date +%j)} % (${#all[@]} - 1)]}"
+}
+
+wanted=${*:-$([ -n "${QUICK:-}" ] && of_today || labs)}
 if ! command -v g++ >/dev/null; then
     skip lab04 "g++ is not installed, which the emulator of a GPU needs"
     wanted=${wanted//4/}
