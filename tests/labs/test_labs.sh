@@ -458,7 +458,7 @@ of_today() {
     echo "0 ${all[1 + 10#${ROTATION:-$(date +%j)} % (${#all[@]} - 1)]}"
 }
 
-wanted=${*:-$([ -n "${QUICK:-}" ] && of_today || labs)}
+wanted=${*:-$(if [ -n "${QUICK:-}" ]; then of_today; else labs; fi)}
 if ! command -v g++ >/dev/null; then
     skip lab04 "g++ is not installed, which the emulator of a GPU needs"
     wanted=${wanted//4/}
