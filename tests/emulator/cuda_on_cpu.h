@@ -28,6 +28,8 @@
      CUEMU_DEVICES=N   the number of GPUs (1). CUDA_VISIBLE_DEVICES=1,0 selects some, as usual
      CUEMU_MEMORY=N    bytes of memory that each has (4 GiB)
      CUEMU_SM=NN       their compute capability, as in sm_NN (90)
+     CUEMU_CLOCK=1     events take the time by the CUDA threads that have run, 1 us each, in all runs
+                       the same; otherwise from the clock
      CUEMU_ORDER=N     threads and blocks run forwards (0), backwards (1) or shuffled (other seeds)
      CUEMU_LAZY=1      work queued in a stream starts only when something waits for it
      CUEMU_PROTECT=1   a GPU's memory faults beyond its end, and wherever the host touches it
@@ -51,6 +53,7 @@
 #include <time.h>
 #include <unistd.h>
 #include <algorithm>
+#include <atomic>
 #include <deque>
 #include <functional>
 #include <map>
@@ -703,9 +706,11 @@ EMU_SWITCHES inline void run_block(const Launch *launch, unsigned i) {
 }
 
 // The blocks of a launch, distributed to the cores.
+static std::atomic<size_t> threads_run; // of CUDA
 inline void run_grid(const Launch *launch) {
     static long launches;
     size_t blocks = (size_t)launch->grid.x * launch->grid.y * launch->grid.z;
+    threads_run += blocks * launch->block.x * launch->block.y * launch->block.z;
     std::vector<unsigned> order = ordering(blocks, ++launches);
 #ifdef _OPENMP
     // A block may need 1024 stacks of two memory maps each; Linux allows 65,530 maps per process.
