@@ -8,7 +8,8 @@
 CC     = gcc
 ARCH   = native
 CUDA   ?= /usr/local/cuda
-CUDA_ARCH = all-major
+# make test, which sets QUICK: one architecture, since all of them take minutes
+CUDA_ARCH := $(if $(QUICK),$(if $(shell nvidia-smi -L 2>/dev/null),native,sm_80),all-major)
 HIPCC  = hipcc
 HIP_ARCH = gfx90a
 
@@ -72,7 +73,7 @@ help:
 	@echo "Running"
 	@echo "  make data      download MNIST (INSTALL=1: may install Debian's Fashion-MNIST package)"
 	@echo "  make run       train the MNIST network for one epoch on the best data found"
-	@echo "  make test      run the tests, about five minutes on two cores; SANITIZED=1: with sanitizers"
+	@echo "  make test      run the tests, five to ten minutes on two cores; SANITIZED=1: with sanitizers"
 	@echo "  make test-all  run all tests, with every shape, model and lab: half an hour and more"
 	@echo "  make test-long  what takes longer still: fuzzing, faults, signals, mutations, compilers; MINUTES=60"
 	@echo "  make races     check the GPU kernels for data races, in the emulator (a minute)"
@@ -103,16 +104,17 @@ doctor:
 
 SOURCE = cnn.c $(wildcard cnn_kernels.c) # cnn.c includes the second one if it exists
 
-# Rebuilds when the settings change, not only when the source does.
+# Rebuilds when the settings change, not only when the source does. Each CUDA_ARCH has an object of its own.
 BUILD = $(CC) $(CFLAGS) $(OMP_FLAGS)
-NVCC_BUILD = $(NVCC) -std=c++17 -O3 -arch=$(CUDA_ARCH) --threads 0 -lineinfo $(if $(HAVE_NCCL),-DCNN_NCCL)
+NVCC_BUILD = $(NVCC) -std=c++17 -O3 --threads 0 -lineinfo $(if $(HAVE_NCCL),-DCNN_NCCL)
 HIP_BUILD = $(HIPCC) -x hip -I. -include tests/emulator/cuda_on_hip.h -std=c++17 -O3 $(addprefix --offload-arch=,$(HIP_ARCH))
 KERNEL_BUILD = $(if $(HAVE_HIP),$(HIP_BUILD),$(NVCC_BUILD))
-build/settings build/kernel_settings build/test_settings: FORCE
+build/settings build/kernel_settings build/emu_settings build/test_settings: FORCE
 	@mkdir -p build
 	@echo '$(SETTINGS)' | cmp -s - $@ || echo '$(SETTINGS)' > $@
-build/settings: SETTINGS = $(BUILD) $(if $(HAVE_CUDA),CUDA) $(if $(HAVE_HIP),HIP) $(MPI) $(COMMIT)
-build/kernel_settings: SETTINGS = $(KERNEL_BUILD) $(EMU_BUILD)
+build/settings: SETTINGS = $(BUILD) $(if $(HAVE_CUDA),CUDA) $(if $(HAVE_HIP),HIP) $(MPI) $(COMMIT) $(KERNELS)
+build/kernel_settings: SETTINGS = $(KERNEL_BUILD)
+build/emu_settings: SETTINGS = $(EMU_BUILD)
 build/test_settings: SETTINGS = $(TEST_FLAGS)
 .PHONY: FORCE
 FORCE:
@@ -126,7 +128,7 @@ build/declarations: cnn.c FORCE
 
 # cudart is linked statically, so that the program also starts on a machine without a driver.
 ifneq ($(HAVE_CUDA),)
-KERNELS = build/cnn_kernels.o
+KERNELS = build/cnn_kernels_$(CUDA_ARCH).o
 CUDA_DEFINES = -DCNN_CUDA $(if $(HAVE_NCCL),-DCNN_NCCL)
 CUDA_LIBS = -L$(dir $(NVCC))../lib64 -lcudart_static -lstdc++ -ldl -lrt \
 	$(if $(HAVE_NCCL),-lnccl)
@@ -137,8 +139,12 @@ CUDA_DEFINES = -DCNN_CUDA
 HIP_LIB = $(abspath $(dir $(realpath $(HAVE_HIP)))../lib)
 CUDA_LIBS = -L$(HIP_LIB) -Wl,-rpath,$(HIP_LIB) -lamdhip64 -lstdc++
 endif
-build/cnn_kernels.o: $(if $(HAVE_HIP),build/cnn_kernels.hip tests/emulator/cuda_on_hip.h,cnn_kernels.cu) build/declarations build/kernel_settings
-	$(KERNEL_BUILD) -c $< -o $@
+build/cnn_kernels_$(CUDA_ARCH).o: cnn_kernels.cu build/declarations build/kernel_settings
+	$(NVCC_BUILD) -arch=$(CUDA_ARCH) -c $< -o $@ $(if $(QUICK),$(NVCC_REPORT))
+# What the compilers say of each kernel, for tests/gpu/test_nvcc.sh
+NVCC_REPORT = -Xptxas -v -Xcompiler -Wall$(comma)-Wextra >$@.log 2>&1 || { cat $@.log; exit 1; }
+build/cnn_kernels.o: build/cnn_kernels.hip tests/emulator/cuda_on_hip.h build/declarations build/kernel_settings
+	$(HIP_BUILD) -c $< -o $@
 # HIP has CUDA's functions under names that begin with hip; tests/emulator/cuda_on_hip.h has what else differs.
 build/cnn_kernels.hip: cnn_kernels.cu FORCE
 	@mkdir -p build
@@ -155,11 +161,12 @@ build/cnn-O0: $(SOURCE) build/settings
 # The same sources on the CPU: tests/emulator/cuda_on_cpu.h emulates the GPU. Two steps: g++ compiles the kernels,
 # gcc the rest.
 CXX = g++
-EMU_BUILD = $(CXX) -std=c++17 -O2 -march=$(ARCH) -g $(OMP_FLAGS) -Wno-unknown-pragmas -I. -include tests/emulator/cuda_on_cpu.h \
+EMU_OPT = -O2
+EMU_BUILD = $(CXX) -std=c++17 $(EMU_OPT) -march=$(ARCH) -g $(OMP_FLAGS) -Wno-unknown-pragmas -I. -include tests/emulator/cuda_on_cpu.h \
 	-fsanitize=alignment -fsanitize-undefined-trap-on-error
 EMU_SOURCE = { echo '\#line 1 "cnn_kernels.cu"'; sed -f tests/emulator/cuda_on_cpu.sed cnn_kernels.cu; }
 build/emu_kernels.o build/count_kernels.o: cnn_kernels.cu $(wildcard tests/emulator/cuda_on_cpu*) \
-		build/declarations build/kernel_settings
+		build/declarations build/emu_settings
 	$(EMU_SOURCE) | $(EMU_BUILD) $(COUNT) -x c++ -c - -o $@
 # The hooks of the race detector are called for each load and store; this build counts them.
 build/count_kernels.o: COUNT = -O1 -fsanitize=thread -DCUEMU_COUNT
@@ -262,19 +269,19 @@ bench: cnn build/bench
 # The tests and timings of the GPU code: on a GPU, and with the prefix emu_ in the emulator.
 GPU_PROGRAMS = test_cuda bench_gpu
 GPU_TEST = $(BUILD) $(DEFINES) -DCNN_CUDA -Wno-unused-function $<
-$(addprefix build/,$(GPU_PROGRAMS)): build/%: tests/gpu/%.c tests/check.h $(SOURCE) $(KERNELS) build/settings
-	$(GPU_TEST) $(KERNELS) -o $@ $(CUDA_LIBS) $(LIBS)
+$(addprefix build/,$(GPU_PROGRAMS)): build/%: tests/gpu/%.c tests/check.h $(SOURCE) $(KERNELS) build/settings build/test_settings
+	$(GPU_TEST) $(if $(QUICK),-O1) $(KERNELS) -o $@ $(CUDA_LIBS) $(LIBS)
 $(addprefix build/emu_,$(GPU_PROGRAMS)): build/emu_%: tests/gpu/%.c tests/check.h $(SOURCE) \
-		build/emu_kernels.o build/settings
-	$(GPU_TEST) build/emu_kernels.o -o $@ -lstdc++ $(LIBS)
+		build/emu_kernels.o build/settings build/test_settings
+	$(GPU_TEST) $(if $(QUICK),-O1) build/emu_kernels.o -o $@ -lstdc++ $(LIBS)
 # The layouts of the tensor cores: kernels of the test behind those of cnn_kernels.cu, as one file.
 build/test_tensor.cu: cnn_kernels.cu tests/gpu/test_tensor.cu
 	@mkdir -p build
 	{ echo '#line 1 "cnn_kernels.cu"'; cat $^; } > $@
-build/test_tensor: build/test_tensor.cu build/declarations build/kernel_settings
-	$(NVCC_BUILD) -I. $< -o $@ $(if $(HAVE_NCCL),-lnccl)
-build/emu_test_tensor: build/test_tensor.cu $(wildcard tests/emulator/cuda_on_cpu*) build/declarations build/kernel_settings
-	sed -f tests/emulator/cuda_on_cpu.sed $< | $(EMU_BUILD) -O1 -x c++ - -o $@ $(LIBS)
+build/test_tensor: build/test_tensor.cu build/declarations build/kernel_settings build/settings
+	$(NVCC_BUILD) -arch=$(CUDA_ARCH) -I. $< -o $@ $(if $(HAVE_NCCL),-lnccl)
+build/emu_test_tensor: build/test_tensor.cu $(wildcard tests/emulator/cuda_on_cpu*) build/declarations build/emu_settings build/test_settings
+	sed -f tests/emulator/cuda_on_cpu.sed $< | $(EMU_BUILD) -O$(if $(QUICK),0,1) -x c++ - -o $@ $(LIBS)
 TESTED = $(if $(SANITIZED),cnn-debug,cnn)
 # PARTS: only some parts of the tests, such as PARTS='unit/float program/test_cli.sh'.
 # All that the parts of the tests use is built first: they run side by side, and two makes would collide.

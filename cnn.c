@@ -230,7 +230,7 @@ typedef struct Work {
 typedef struct LossScale {
     float scale;             // 1 in other precisions
     uint32_t steps, skipped; // since the scale was changed; skipped in the whole run
-    uint32_t not_finite;     // number of losses and gradients of this step
+    uint32_t not_finite;     // losses and gradients: of this step with fp16, else of all steps
 } LossScale;
 enum { FIRST_SCALE = 65536, SCALE_STEPS = 2000 };
 
@@ -2362,14 +2362,14 @@ static int milestones_passed(const char *milestones, size_t epochs) {
     return passed;
 }
 
-/* The learning rate of a step; epochs and steps count from 0. It grows with each step up to lr, the
-   rate of the last step of the warm-up; then, after e more epochs:
+/* The learning rate of a step; epoch and step count from 0, an epoch has `steps` of them. In the
+   warm-up it grows with each step, up to lr in its last one; then, after e more epochs:
      step        lr * gamma^(e / step_size)                          StepLR
      multistep   lr * gamma^(milestones passed)                      MultiStepLR
      cosine      lr * (1 + cos(pi * e / epochs)) / 2                 CosineAnnealingLR */
 static double learning_rate(const Settings *s, size_t epoch, size_t step, size_t steps) {
     /* LAB 9.1 BEGIN learning_rate */
-    if (epoch < s->warmup_epochs) // each epoch has so many steps
+    if (epoch < s->warmup_epochs)
         return s->lr * (double)(epoch * steps + step + 1) / (double)(s->warmup_epochs * steps);
     size_t e = epoch - s->warmup_epochs;
     /* LAB 9.1 END */
@@ -2954,8 +2954,9 @@ static void shuffle(uint32_t *order, size_t count, uint64_t seed, size_t epoch) 
     }
 }
 
-/* Starts an epoch at its batch `first`: shuffled; epoch 0, for testing, as the file is. Rank r of N
-   has positions r, r + N, ...; in training the first ones are repeated, as DistributedSampler's. */
+/* Starts an epoch at its batch number `first`: shuffled for training; epoch 0, for testing, keeps
+   the order of the file. Rank r of N has the positions r, r + N, ...; in training, the first images
+   are repeated at the end, so that all ranks have equally many (as DistributedSampler does). */
 static void loader_start(Loader *l, uint64_t seed, size_t epoch, size_t first) {
     const size_t count = l->data->count, rank = l->place.rank, ranks = 1 + l->place.others;
     pthread_mutex_lock(&l->lock);
@@ -4276,11 +4277,12 @@ typedef enum { KEY_VALUE, CSV_HEADER, CSV_ROW, JSON } Form;
 static void json_string(FILE *f, const char *text) {
     fprintf(f, text ? "\"" : "null");
     for (int length; text && *text; text += length) {
-        length = printable(text);
-        if (length == 0)
-            length = fprintf(f, "\\u%04x", (unsigned char)*text) / 6;
+        const unsigned char byte = (unsigned char)*text;
+        length = (int)mbrlen(text, 4, &(mbstate_t){0}); // of a character in UTF-8; < 0: it is none
+        if (length < 0 || byte < ' ' || byte > 0xf3)
+            length = fprintf(f, "\\u%04x", byte) / 6;
         else
-            fprintf(f, "%s%.*s", *text == '"' || *text == '\\' ? "\\" : "", length, text);
+            fprintf(f, "%s%.*s", byte == '"' || byte == '\\' ? "\\" : "", length, text);
     }
     fprintf(f, text ? "\"" : "");
 }
@@ -4563,7 +4565,7 @@ typedef struct Run {
     double lr;
     LossScale loss_scale;  // fp16: as it was when it was last read from the device
     size_t steps_alike[2]; // of net.batch images; of fewer, an epoch's last: how many there were
-    void *graphs[2];       // --graph: of either; their first steps, which load kernels, are none
+    void *graphs[2];       // --graph: of either; its first step, which loads kernels, goes without
     DatasetInfo info;
     Dataset train_set, test_set;
     Loader train_loader, test_loader;
@@ -4795,8 +4797,8 @@ static void check_finite(const Net *net, const real *grads, size_t epoch, size_t
     }
 }
 
-// On a GPU: reads what the steps since the last call have found. fp16: says how many updates were
-// skipped, which is no error.
+// On a GPU: a gradient of the steps since the last call that is not finite ends the run. fp16: says
+// how many updates were skipped, which is no error.
 static void read_loss_scale(Run *run) {
     const Net *net = &run->net;
     const LossScale before = run->loss_scale;
@@ -4840,8 +4842,7 @@ static void flush_steps(Run *run, EpochResult *e) {
         e->train_loss += loss;
         e->loader_wait_s += wait;
     }
-    if (run->steps_kept > 0)
-        memset(run->steps, 0, run->steps_kept * sizeof *run->steps);
+    memset(run->steps, 0, run->steps_kept * sizeof *run->steps);
     run->steps_kept = 0;
     if (run->steps_csv)
         flush(run->steps_csv, "steps.csv");
@@ -5826,6 +5827,8 @@ static bool finish_step(Run *run) {
 }
 
 static void start_epoch(Run *run) {
+    clock_settle(&run->clock, 0); // what the end of the last epoch took belongs to no step
+    memset(run->steps, 0, run->steps_capacity * sizeof *run->steps);
     begin_step(run, false);
     if (run->train_loader.data) // dp: the master's
         loader_start(&run->train_loader, run->settings.seed, run->epoch, run->next_batch);

@@ -4,52 +4,58 @@
 #   tests/run_tests.sh [PART...]      for example tests/run_tests.sh unit/float program/test_cli.sh
 #
 # make test builds what the parts use and calls this program; `make test PARTS='unit/float'` runs one.
-# QUICK=1: without repetitions (`make test`). CNN=PATH: the program to test. JOBS=N: parts at a time.
-# AGAIN: the call of make, to show how to repeat a part. A part prints lines `pass NAME`, `fail NAME: why` and `skip NAME: why`; its whole output stays in
-# build/tests. A part that breaks off, hangs or prints no verdict has failed. The last line is
-# `N passed, N failed, N skipped`.
+# QUICK=1: without repetitions (`make test`). CNN=PATH: the program to test. JOBS=N: parts at a time; one more than
+# there are cores if not given, since some wait, for Slurm or for the moment at which they send a signal.
+# AGAIN: the call of make, to show how to repeat a part. A part prints lines `pass NAME`, `fail NAME: why` and
+# `skip NAME: why`; its whole output stays in build/tests. A part that breaks off, hangs or prints no verdict has
+# failed. The last line is `N passed, N failed, N skipped`.
 set -u
 export OMP_WAIT_POLICY=passive # threads that spin while they wait starve whatever runs beside them
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 self=tests/run_tests.sh logs=build/tests
 
-# Part, command. The longest come first, so that no core is idle at the end.
+# Part, command. Those that take longest come first, so that no core is idle at the end.
 parts='
+cluster/test_slurm.sh       tests/cluster/test_slurm.sh
 labs/test_labs.sh           tests/labs/test_labs.sh
-program/test_readme.sh      tests/program/test_readme.sh
+gpu/test_cuda.sh            tests/gpu/test_cuda.sh
 cluster/test_parallel.sh    tests/cluster/test_parallel.sh
 source/test_mutate.sh       tests/source/test_mutate.sh
-gpu/test_cuda.sh            tests/gpu/test_cuda.sh
-cluster/test_slurm.sh       tests/cluster/test_slurm.sh
-program/test_checkpoints.sh tests/program/test_checkpoints.sh
-program/test_cli.sh         tests/program/test_cli.sh
-program/test_robust.sh      tests/program/test_robust.sh
-unit/double                 build/test_double
-unit/float                  build/test_float
-pytorch/live_pytorch.py     python_with_torch tests/pytorch/live_pytorch.py build
-pytorch/pytorch_weights.py  python_with_torch tests/pytorch/pytorch_weights.py
-gpu/test_nvcc.sh            tests/gpu/test_nvcc.sh
-gpu/test_hip.sh             tests/gpu/test_hip.sh
-labs/test_study.sh          tests/labs/test_study.sh
-program/test_alone.sh       tests/program/test_alone.sh
-program/test_data.sh        tests/program/test_data.sh
+program/test_readme.sh      tests/program/test_readme.sh
 gpu/gpu_check.sh            tests/gpu/gpu_check.sh --emulated
 gpu/test_gpu_check.sh       tests/gpu/test_gpu_check.sh
-emulator/test_emulator.sh   tests/emulator/test_emulator.sh
-bench/test_instructions.sh  tests/bench/test_instructions.sh
-labs/test_report.sh         tests/labs/test_report.sh
-program/test_get_data.sh    tests/program/test_get_data.sh
+labs/test_study.sh          tests/labs/test_study.sh
+labs/test_grade.sh          tests/labs/test_grade.sh
+labs/test_ablation.sh       tests/labs/test_ablation.sh
+source/test_style.sh        tests/source/test_style.sh
 robust/test_soak.sh         tests/robust/test_soak.sh
 robust/test_faults.sh       tests/robust/test_faults.sh
-robust/test_fuzz.sh         tests/robust/test_fuzz.sh
-source/test_static.sh       tests/source/test_static.sh
-labs/test_ablation.sh       tests/labs/test_ablation.sh
+pytorch/live_pytorch.py     python_with_torch tests/pytorch/live_pytorch.py build
 labs/test_tools.sh          tests/labs/test_tools.sh
+program/test_checkpoints.sh tests/program/test_checkpoints.sh
+program/test_robust.sh      tests/program/test_robust.sh
+program/test_data.sh        tests/program/test_data.sh
+labs/test_report.sh         tests/labs/test_report.sh
+program/test_get_data.sh    tests/program/test_get_data.sh
+program/test_alone.sh       tests/program/test_alone.sh
+emulator/test_emulator.sh   tests/emulator/test_emulator.sh
+unit/double                 build/test_double
+program/test_cli.sh         tests/program/test_cli.sh
+gpu/test_hip.sh             tests/gpu/test_hip.sh
+robust/test_fuzz.sh         tests/robust/test_fuzz.sh
+pytorch/pytorch_weights.py  python_with_torch tests/pytorch/pytorch_weights.py
+unit/float                  build/test_float
+gpu/test_nvcc.sh            tests/gpu/test_nvcc.sh
+bench/test_instructions.sh  tests/bench/test_instructions.sh
+source/test_static.sh       tests/source/test_static.sh
 labs/test_scaling_model.sh  tests/labs/test_scaling_model.sh
-source/test_style.sh        tests/source/test_style.sh
 source/test_runner.sh       tests/source/test_runner.sh
 cluster/test_doctor.sh      tests/cluster/test_doctor.sh
 '
+
+# The python3 of a version manager is often a shell script, whose start takes longer than most of our calls.
+real=$(python3 -c 'import os, sys; print(os.path.dirname(sys.executable))' 2>/dev/null)
+[[ -z $real || :$PATH: = *:$real:* ]] || PATH=$real:$PATH
 
 # limited COMMAND...: in place of this shell, for an hour at most
 limited() { exec timeout -k 60 3600 "$@"; }
@@ -131,7 +137,7 @@ for part; do
 done
 rm -rf "$logs" && mkdir -p "$logs" || exit 1
 begin=$SECONDS n=0
-for part; do echo "$part $((++n)) $#"; done | xargs -P "${JOBS:-$(nproc)}" -L 1 bash "$self" --part
+for part; do echo "$part $((++n)) $#"; done | xargs -P "${JOBS:-$(($(nproc) + 1))}" -L 1 bash "$self" --part
 
 cat "$logs"/*.log | grep -a '^skip '
 by_folder "$@"

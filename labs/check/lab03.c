@@ -542,20 +542,17 @@ static void test_races(void) {
     test_restless();
 }
 
-static const struct {
-    const char *name;
-    void (*run)(void);
-} tests[] = {{"order", test_order},
-             {"sizes", test_sizes},
-             {"first", test_first},
-             {"restless", test_restless},
-             {"ahead", test_ahead},
-             {"concurrent", test_concurrent},
-             {"slow_batch", test_slow_batch},
-             {"left_early", test_left_early},
-             {"end", test_end},
-             {"sleep", test_sleep},
-             {"races", test_races}};
+static const NamedTest tests[] = {{"order", test_order},
+                                  {"sizes", test_sizes},
+                                  {"first", test_first},
+                                  {"restless", test_restless},
+                                  {"ahead", test_ahead},
+                                  {"concurrent", test_concurrent},
+                                  {"slow_batch", test_slow_batch},
+                                  {"left_early", test_left_early},
+                                  {"end", test_end},
+                                  {"sleep", test_sleep},
+                                  {"races", test_races}};
 
 // Runs the tests that are named, then sends the checker's token.
 int main(int argc, char **argv) {
@@ -563,10 +560,7 @@ int main(int argc, char **argv) {
     if (pthread_create(&watcher, NULL, watch, NULL) != 0)
         return 2;
     make_images();
-    for (int a = 1; a < argc; a++)
-        for (size_t t = 0; t < sizeof tests / sizeof *tests; t++)
-            if (strcmp(argv[a], tests[t].name) == 0)
-                tests[t].run();
+    run_named(tests, sizeof tests / sizeof *tests, argc, argv);
     send_token();
     return 0;
 }

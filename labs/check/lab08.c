@@ -627,26 +627,20 @@ static void test_testing(void) {
     sample(8, 3, 0);
 }
 
-static const struct {
-    const char *name;
-    void (*run)(void);
-} tests[] = {{"sum", test_sum},
-             {"odd", test_odd},
-             {"alone", test_alone},
-             {"bits", test_bits},
-             {"traffic", test_traffic},
-             {"shares", test_shares},
-             {"remainder", test_remainder},
-             {"few", test_few},
-             {"testing", test_testing}};
+static const NamedTest tests[] = {{"sum", test_sum},
+                                  {"odd", test_odd},
+                                  {"alone", test_alone},
+                                  {"bits", test_bits},
+                                  {"traffic", test_traffic},
+                                  {"shares", test_shares},
+                                  {"remainder", test_remainder},
+                                  {"few", test_few},
+                                  {"testing", test_testing}};
 
 // Runs the tests that are named, then sends the checker's token.
 int main(int argc, char **argv) {
     signal(SIGPIPE, SIG_IGN);
-    for (int a = 1; a < argc; a++)
-        for (size_t t = 0; t < sizeof tests / sizeof *tests; t++)
-            if (strcmp(argv[a], tests[t].name) == 0)
-                tests[t].run();
+    run_named(tests, sizeof tests / sizeof *tests, argc, argv);
     send_token();
     return 0;
 }

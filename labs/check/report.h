@@ -22,6 +22,20 @@ static _Noreturn void wrong(const char *format, ...) {
     _exit(1);
 }
 
+typedef struct NamedTest {
+    const char *name;
+    void (*run)(void);
+} NamedTest;
+
+// Runs the tests that the arguments name.
+static void run_named(const NamedTest *, size_t, int, char **) __attribute__((unused));
+static void run_named(const NamedTest *tests, size_t count, int argc, char **argv) {
+    for (int a = 1; a < argc; a++)
+        for (size_t t = 0; t < count; t++)
+            if (strcmp(argv[a], tests[t].name) == 0)
+                tests[t].run();
+}
+
 // Reads the checker's token, after the student's parts have finished, and sends it back.
 static void send_token(void) {
     char token[64] = "";

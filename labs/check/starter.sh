@@ -36,6 +36,7 @@ cp tests/check.h "$out/tests"
 cp tests/emulator/cuda_on_* "$out/tests/emulator"
 cp tests/bench/*bench* tests/bench/pytorch_mnist.py "$out/tests/bench"
 find "$out" -name __pycache__ -exec rm -r {} +
+rm -rf "$out"/labs/{INSTRUCTOR.md,answers,grade,grader} # for instructors
 {
     printf '%s\n' cnn.c cnn_kernels.c cnn_kernels.cu
     grep -lE '/\* LAB [0-9.]+ BEGIN' labs/lab*/* 2>/dev/null || true

@@ -168,13 +168,14 @@ END
 
 # build_nccl: $tmp/cnn-nccl, as make builds ./cnn where it finds CUDA, MPI and NCCL
 build_nccl() {
-    local flags
+    local flags optimized=-O2
+    [ -z "${QUICK:-}" ] || optimized=-O0
     flags=$(mpicc -show) && flags=${flags#* }
     # shellcheck disable=SC2086 # several words on purpose
     sed -f "$repo/tests/emulator/cuda_on_cpu.sed" "$repo/cnn_kernels.cu" |
-        g++ -std=c++17 -O2 -march=native -fopenmp -w -DCNN_NCCL -I"$repo" -I"$repo/tests/cluster" \
+        g++ -std=c++17 $optimized -march=native -fopenmp -w -DCNN_NCCL -I"$repo" -I"$repo/tests/cluster" \
             $flags -include "$repo/tests/emulator/cuda_on_cpu.h" -x c++ -c - -o "$tmp/nccl.o" &&
-        gcc -std=gnu17 -O2 -march=native -fno-math-errno -fopenmp -w -DCNN_CUDA -DCNN_NCCL -DCNN_MPI \
+        gcc -std=gnu17 $optimized -march=native -fno-math-errno -fopenmp -w -DCNN_CUDA -DCNN_NCCL -DCNN_MPI \
             "$repo/cnn.c" "$tmp/nccl.o" -o "$tmp/cnn-nccl" $flags -lstdc++ -lm -lpthread
 }
 

@@ -9,7 +9,8 @@
 #
 #   tests/gpu/gpu_check.sh [PART...]    on the first GPU; COMMIT=... where git cannot tell
 #   tests/gpu/gpu_check.sh --emulated   the same in the emulator, tiny and without speeds, to show
-#                                   that this script works; writes build/gpu_check_emulated.json
+#                                   that this script works; writes build/gpu_check_emulated.json. QUICK=1: with
+#                                   smaller networks
 #
 # Writes tests/gpu/results/DEVICE-DATE.json, with all parts of this call; also to $OUT if that is set.
 # Prints `pass gpu_check/NAME`, `fail gpu_check/NAME: why`, `skip gpu_check/NAME: why`. A step that
@@ -21,9 +22,10 @@ cd "$(dirname "$0")/../.." || exit 1
 export LC_ALL=C OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE=1
 total=440 # seconds of a part; the rest of its eight minutes is for what has to be killed
 known=(correctness speed pytorch ablation)
+patience=1 # by which the limits are multiplied: the emulator runs beside other tests
 emulated=false cnn=./cnn programs=build/ settings=(CUDA_ARCH=native)
 if [ "${1:-}" = --emulated ]; then
-    emulated=true cnn=./cnn-emu programs=build/emu_ settings=()
+    emulated=true cnn=./cnn-emu programs=build/emu_ settings=() patience=10
     shift
 fi
 [ $# -gt 0 ] || set -- "${known[@]}"
@@ -89,8 +91,8 @@ report() {
 
 # step KIND NAME LIMIT COMMAND...: at most LIMIT seconds; output goes to $tmp/NAME
 step() {
-    local kind=$1 name=$2 limit=$3 status
-    local left=$((total - SECONDS)) begin=$SECONDS result=fail why
+    local kind=$1 name=$2 limit=$((patience * $3)) status
+    local left=$((patience * total - SECONDS)) begin=$SECONDS result=fail why
     shift 3
     [ "$limit" -le "$left" ] || limit=$left
     if [ "$limit" -lt 1 ]; then
@@ -194,6 +196,7 @@ if [ $emulated = true ]; then
     export CUEMU_DEVICES=2
     mnist=("${few[@]}") cifar=(--model cifar "${few[@]}")
     tests=(tiny) bench=(EMULATE=1) ladder=(--program "$cnn" --model mnist)
+    [ -z "${QUICK:-}" ] || bench+=(NETS="cifar6,3 resnet8,1") ladder=(--program "$cnn" --model cifar)
 else
     mnist=("${synthetic[@]}")
     cifar=("${synthetic[@]}" --model cifar --width 64 --batch-size 250)

@@ -424,6 +424,54 @@ static size_t draw_channels(size_t most) {
     return draw_bits() % 2 ? channels : (channels + 3) / 4 * 4;
 }
 
+// The same results of numbers as they were drawn and of rounded ones. Frees the arrays.
+static void expect_rounding(const Backend *b, const Task *t, Array *rounded, size_t count) {
+    Array a[MOST_ARRAYS];
+    for (size_t i = 0; i < count; i++) {
+        a[i] = twin(&rounded[i]);
+        round_array(b, &rounded[i]);
+    }
+    perform(b, t, a, count);
+    perform(b, t, rounded, count);
+    for (size_t i = 0; i < count; i++) {
+        if (a[i].output)
+            check_equal(&a[i], &rounded[i]);
+        free(a[i].at);
+        free(rounded[i].at);
+    }
+}
+
+// tf32: the tensor cores get rounded numbers; those that are rounded before give the same bits.
+static void test_rounding(const Backend *b) {
+    if (!is_precision(b, "tf32") || tiny)
+        return;
+    for (uint8_t tile = 1; tile < 4; tile++) {
+        const size_t n = 2;
+        first_layer((Shape){8, 8, 32});
+        add_conv2d(&net, 0, 128, 3, 1, 1, false);
+        const Layer *l = &net.layers[1];
+        snprintf(context, sizeof context, "tile %d", tile);
+        memset(tiles, tile, sizeof tiles);
+        Task t = {.run = run_forward, .l = l, .n = n};
+        Array in = input_array("in", n * shape_size(l->in));
+        Array weight = input_array("weight", l->weights), none = input_array("bias", 0);
+        Array forward[] = {output_array("out", n * shape_size(l->out), 1), typed(twin(&in)),
+                           typed(twin(&weight)), none};
+        expect_rounding(b, &t, forward, 4);
+        t.run = run_backward;
+        Array backward[] = {output_array("din", in.count, 1),
+                            output_array("dweight", l->weights, 1),
+                            input_array("dbias", 0),
+                            typed(input_array("dout", n * shape_size(l->out))),
+                            typed(in),
+                            typed(weight)};
+        expect_rounding(b, &t, backward, 6);
+    }
+    memset(tiles, 0, sizeof tiles);
+    *context = 0;
+    verdict("rounding to tf32, %s kernels", b->kernels);
+}
+
 // Mostly small, sometimes deep: odd sizes cover every edge of the tiles.
 static Layer draw_conv(size_t *n) {
     size_t kernel = draw_size(1, tiny ? 3 : 7), stride = draw_size(1, 3);
@@ -1461,9 +1509,10 @@ static void compare_losses(const double *got, const double *want, size_t steps, 
 static void test_training(const Backend *b) {
     bool tiled = strcmp(b->kernels, "tiled") == 0;
     double tolerance = is_precision(b, "fp32") ? 1e-4 : is_precision(b, "bf16") ? 3e-2 : 1e-2;
-    for (size_t i = 0; i < (quick ? 1 : (size_t)TRAINED - !tiled); i++) {
+    // quick: only cifar; ./cnn-emu trains mnist, see test_cuda.sh
+    for (size_t i = quick; i < (quick ? 2 : (size_t)TRAINED - !tiled); i++) {
         const char *model = trained[i].model;
-        size_t n = trained[i].batch_size, steps = trained[i].steps;
+        size_t n = trained[i].batch_size, steps = quick ? 2 : trained[i].steps;
         double want[MOST_STEPS], got[MOST_STEPS];
         snprintf(context, sizeof context, "%s", model);
         train_steps(cpu_backends[CPU_BACKENDS - 1], model, n, false, steps, want);
@@ -1559,6 +1608,7 @@ static const struct {
     {"nchw", test_nchw, true},
     {"linear", test_linear, false},
     {"conv2d", test_conv, false},
+    {"rounding", test_rounding, false},
     {"moments", test_moments, false},
     {"tiles", test_tiles, false},
     {"training", test_training, true},

@@ -3,7 +3,8 @@
 # right score, the solution has all points, the commands of the handout run and print what it says, and each
 # wrong answer in tests/labs/ is detected. No starter contains an answer.
 #
-#   tests/labs/test_labs.sh [LAB...]     QUICK=1: of the handouts only that of lab 0 up to its first check, one wrong
+#   tests/labs/test_labs.sh [LAB...]     QUICK=1: if none is named, lab 0 and another one each day; the starters of all
+#                                        compile. Of the handouts only that of lab 0 up to its first check, one wrong
 #                                        answer for each TODO of labs 1, 4, 8 and 9 and for one of lab 3; where the points
 #                                        of lab 0 are not what is tested, without its test 2, which trains
 #                                        LONG=1: all wrong answers, instead of a third that changes daily
@@ -33,7 +34,8 @@ for word; do
 done
 [ -n "\$out" ] && [ -f cnn.c ] || exec $real_gcc "\$@"
 [ -z "\${NO_OPTIMIZATION:-}" ] || set -- "\${@/#-O3/-O0}"
-key=$tmp/built/\$({ echo "\${@/#-DCNN_COMMIT=${QUICK:+*}}"; cat cnn.c cnn_kernels.c cnn_kernels.cu tests/*.h tests/*/*.h labs/check/*.[ch] labs/lab*/*.c; } 2>&1 | sha1sum | cut -c1-40)
+[[ " \$* " != *" cnn.c "* ]] && others=(tests/*.h tests/*/*.h labs/check/*.[ch] labs/lab*/*.c)
+key=$tmp/built/\$({ echo "\${@/#-DCNN_COMMIT=${QUICK:+*}}"; cat cnn.c cnn_kernels.c cnn_kernels.cu "\${others[@]}"; } 2>&1 | sha1sum | cut -c1-40)
 if [ ! -f "\$key" ]; then
     $real_gcc "\$@" 2>"\$key.said" || { cat "\$key.said" >&2; exit 1; }
     cp "\$out" "\$key.\$\$" && mv "\$key.\$\$" "\$key"
@@ -353,6 +355,9 @@ no_answers() {
     local n
     for n in $(labs); do
         starter "$n" "$tmp/bare$n" || { fail "starter$n" "a starter" "$(cat "$tmp/starter$n.log")"; continue; }
+        (cd "$tmp/bare$n" && $real_gcc -std=gnu17 -fsyntax-only -fopenmp -Wall -Wextra -Werror -Wno-unused-function \
+            -Wno-unused-parameter -Wno-unused-variable cnn.c) >"$tmp/starter$n.log" 2>&1
+        same "starter$n-compiles" "" "$(cat "$tmp/starter$n.log")"
         answers "$n" >"$tmp/answers$n"
         if [ ! -s "$tmp/answers$n" ]; then
             skip "starter$n-has-no-answers" "no region of labs $n to 9 is marked yet"
@@ -452,7 +457,14 @@ figures() {
     skip figures/drawn "no python3 has matplotlib"
 }
 
-wanted=${*:-$(labs)}
+# Under QUICK, of the labs above 0 one a day.
+of_today() {
+    local -a all
+    mapfile -t all < <(labs)
+    echo "0 ${all[1 + 10#${ROTATION:-$(date +%j)} % (${#all[@]} - 1)]}"
+}
+
+wanted=${*:-$(if [ -n "${QUICK:-}" ]; then of_today; else labs; fi)}
 if ! command -v g++ >/dev/null; then
     skip lab04 "g++ is not installed, which the emulator of a GPU needs"
     wanted=${wanted//4/}

@@ -349,7 +349,9 @@ test_signals() {
     for name in TERM USR1 HUP; do
         rm -f "$tmp/ready" "$tmp/got"
         # shellcheck disable=SC2016 # for the command's shell
-        (cd "$tmp" && PATH=$tmp/gpu:$tmp/bin exec "$plain" "$repo/labs/tools/monitor" --interval 86400 bash -c '
+        # env: nohup has SIGHUP ignored, and bash cannot trap that
+        (cd "$tmp" && exec env --default-signal="$name" PATH="$tmp/gpu:$tmp/bin" "$plain" \
+            "$repo/labs/tools/monitor" --interval 86400 bash -c '
             trap "echo $1 >got; exit 7" "$1"; touch ready; while :; do sleep 0.05; done' x $name) >"$out" 2>"$err" &
         pid=$!
         until [ -e "$tmp/ready" ]; do sleep 0.05; done

@@ -28,7 +28,8 @@ BATCHES.bin: for each step BATCH * HEIGHT * WIDTH * CHANNELS little-endian doubl
 Standard output: a line `loss %.17g` for each step, the mean over the batch before the update.
 
 Prints `pass parity/NAME`, `fail parity/NAME: what, expected, found`, `skip parity/NAME: why`; lines
-that begin with # tell how near to its bound a result came.  With QUICK set, resnet50 is skipped.
+that begin with # tell how near to its bound a result came.  With QUICK set, resnet18 and resnet50
+are skipped.
 """
 import json
 import os
@@ -316,7 +317,8 @@ def main():
     if len(sys.argv) != 2:
         sys.exit("usage: live_pytorch.py DIR")
     for model, case in CASES.items():
-        quick = "QUICK is set" if model == "resnet50" and os.environ.get("QUICK") else None
+        large = model in ("resnet18", "resnet50")
+        quick = "QUICK is set" if large and os.environ.get("QUICK") else None
         if MISSING or quick:
             print(f"skip parity/{model}: {MISSING or quick}", flush=True)
             continue

@@ -56,8 +56,7 @@ static void fuzz_free(void *memory) {
     free(memory);
 }
 
-static FILE *fuzz_fopen(const char *path, const char *mode) {
-    FILE *f = fopen(path, mode);
+static FILE *keep(FILE *f) { // to be closed after a refusal
     if (f)
         replace((void **)kept_files, NULL, f);
     return f;
@@ -76,9 +75,10 @@ static void fuzz_exit(int status) {
 // known before its end, which is what matters, and gzip is not what is tested.
 #define posix_memalign fuzz_memalign
 #define free fuzz_free
-#define fopen fuzz_fopen
+#define fopen(path, mode) keep(fopen(path, mode))
+#define fdopen(fd, mode) keep(fdopen(fd, mode))
 #define fclose fuzz_fclose
-#define popen(command, mode) fuzz_fopen(getenv("CNN_FILE"), "rb")
+#define popen(command, mode) fopen(getenv("CNN_FILE"), "rb")
 #define pclose fuzz_fclose
 #define exit(status) fuzz_exit(status)
 #define CNN_NO_MAIN
@@ -199,6 +199,7 @@ static void start_run(void) {
     net_alloc(&run.net);
     net_init(&run.net, 1);
     run.state = must_alloc(2 * run.net.param_size * sizeof(real), "the optimizer");
+    run.steps = must_alloc(sizeof *run.steps, "a step");
     file_path(checkpoint, 0);
     run.settings.checkpoint = checkpoint;
 }

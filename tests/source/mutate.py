@@ -85,6 +85,7 @@ LIKELY = {
 SANITIZED = CLI, CHECKPOINTS, "program/test_data.sh"  # once more, as in make test SANITIZED=1: leaks, indices
 # What parts need that make builds; the others: test-programs, which is all of that.
 PROGRAMS = {"unit/float": "build/test_float", "unit/double": "build/test_double", "gpu/emulated": "build/emu_test_cuda",
+            "gpu/tensor": "build/emu_test_tensor",
             "(program|robust|labs)/|cluster/test_(doctor|slurm)": "cnn", "cluster/test_parallel": "cnn cnn-emu",
             "gpu/": "cnn cnn-emu build/emu_test_cuda build/emu_bench_gpu"}  # fmt: skip
 
@@ -260,6 +261,7 @@ def stages(source, section, tests):
 
     if source == "cnn_kernels.cu":
         add("gpu/emulated", "1", ["build/emu_test_cuda", "all"])
+        add("gpu/tensor", "1", ["build/emu_test_tensor"])
     else:
         for section_of_tests in unit.split():
             add("unit/float", "1", ["build/test_float", section_of_tests])

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The short form of mutate.py: three random changes of each source, against the unit tests alone (of
-# cnn.c in the sections that these test), of which at least one must be noticed. SEED=N: other changes.
+# The short form of mutate.py: three random changes of one source, another one each day, against the unit
+# tests alone (of cnn.c in the sections that these test), of which at least one must be noticed.
+# SEED=N: other changes. ROTATION=N: the source of another day.
 # Prints `pass mutate/NAME`, `fail mutate/NAME: expected ..., found ...` or `skip mutate/NAME: why`.
 suite=mutate
 : "${CNN:=$(type -P true)}" # not run here
@@ -11,7 +12,10 @@ if [ -n "${QUICK:-}" ]; then
 elif ! command -v python3 >/dev/null; then
     skip all "no python3; on Debian: apt-get install python3"
 else
-    for source in cnn.c:3-7 cnn_kernels.c cnn_kernels.cu; do
+    sources=(cnn.c:3-7 cnn_kernels.c cnn_kernels.cu)
+    for i in 0 1 2; do
+        share $i || continue
+        source=${sources[i]}
         python3 "$repo/tests/source/mutate.py" --sources "$source" --tests unit --count 3 --at-least 1 \
             --seed "${SEED:-1}" >"$out" 2>&1 </dev/null
         same "$source" "exit 0, of 3 changes" "exit $?, $(grep -oE 'of [0-9]+ changes' "$out" | tail -n 1)"

@@ -44,19 +44,18 @@ nested() {
     echo '}'
 }
 
-# planted NAME COUNT KIND ARGUMENTS... <TEXT: appended to a copy of cnn.c, it gives COUNT violations more
+# planted NAME COUNT KIND ARGUMENTS... <TEXT: behind the main() of cnn.c, it gives COUNT violations
 planted() {
-    local name=$1 count=$2 before
+    local name=$1 count=$2
     shift 2
-    cp "$repo/cnn.c" "$tmp/planted.c"
-    before=$(style "$@" "$tmp/planted.c" | wc -l)
-    cat >>"$tmp/planted.c"
-    same "planted/$name" "$count" "$(($(style "$@" "$tmp/planted.c" | wc -l) - before))"
+    cat "$tmp/main.c" - >"$tmp/planted.c"
+    same "planted/$name" "$count" "$(style "$@" "$tmp/planted.c" | wc -l)"
 }
 
 test_planted() {
     local lines words
-    lines=$(wc -l <"$repo/cnn.c")
+    sed -n '/^int main/,$p' "$repo/cnn.c" >"$tmp/main.c"
+    lines=$(wc -l <"$tmp/main.c")
     repeat 1 '// one more' | planted lines/allowed 0 lines $((lines + 1))
     repeat 2 '// one more' | planted lines/found 1 lines $((lines + 1))
     printf '// %097d\n' 0 | planted columns/allowed 0 columns
@@ -85,6 +84,20 @@ test_planted() {
 
 # ---- The sources
 
+# each KIND FILE... <WHAT A TOOL FOUND, lines `FILE:LINE: ...`: a verdict for each file, and one for a tool that
+# says something else, such as why it broke off
+each() {
+    local kind=$1 file first found=''
+    shift
+    cat >"$tmp/found"
+    for file; do
+        first=$(awk -v file="$file:" 'index($0, file) == 1 { print; exit }' "$tmp/found")
+        same "$kind/$file" "" "$first"
+        found+=$first
+    done
+    same "$kind/tool" "" "$([ -n "$found" ] || head -n 1 "$tmp/found")"
+}
+
 test_sources() {
     local c words file
     cd "$repo" || exit 1
@@ -97,16 +110,10 @@ test_sources() {
     for file in tests/unit/*.[ch]; do
         same "lines/$file" "" "$(style lines 700 "$file")"
     done
-    for file in "${c[@]}"; do
-        same "columns/$file" "" "$(style columns "$file")"
-    done
-    for file in "${program[@]}"; do
-        same "functions/$file" "" "$(style functions "$file")"
-        same "nesting/$file" "" "$(style nesting "$file")"
-    done
-    for file in "${words[@]}"; do
-        same "words/$file" "" "$(style words "$file")"
-    done
+    each columns "${c[@]}" < <(style columns "${c[@]}")
+    each functions "${program[@]}" < <(style functions "${program[@]}")
+    each nesting "${program[@]}" < <(style nesting "${program[@]}")
+    each words "${words[@]}" < <(style words "${words[@]}")
     # shellcheck disable=SC2046 # three words on purpose
     holds comments "at least $least_comments of $of_lines" "$(density cnn.c cnn_kernels.c)" \
         enough $(density cnn.c cnn_kernels.c)
@@ -119,7 +126,7 @@ test_sources() {
 
 # clang-format's versions differ in what they write; Debian 12 has 14.
 test_format() {
-    local file
+    local files=("${program[@]}" tests/*.h tests/*/*.[ch] tests/*/*.cu labs/check/*.[ch] labs/lab*/*.c)
     if ! clang-format --version 2>/dev/null | grep -q ' version 14\.'; then
         skip format "clang-format 14 is not installed"
         return
@@ -127,9 +134,7 @@ test_format() {
     sed 's/^    return/  return/' cnn.c >"$tmp/planted.c"
     holds planted/format "an error" "none" \
         test "$(clang-format --style="file:$repo/.clang-format" --dry-run "$tmp/planted.c" 2>&1)"
-    for file in "${program[@]}" tests/*.h tests/*/*.[ch] tests/*/*.cu labs/check/*.[ch] labs/lab*/*.c; do
-        same "format/$file" "" "$(clang-format --dry-run "$file" 2>&1 | head -n 1)"
-    done
+    each format "${files[@]}" < <(clang-format --dry-run "${files[@]}" 2>&1)
 }
 
 test_shellcheck() {

@@ -1,4 +1,5 @@
-/* instruments.c - section 13 of cnn.c: the rows between whose marks --layers measures. */
+/* instruments.c - section 13 of cnn.c: the rows between whose marks --layers measures, and the
+   times of steps. */
 
 // The rows between whose marks a kernel ran: forward, backward.
 static size_t kernels_of_row[MAX_LAYERS][2], last_mark;
@@ -58,7 +59,27 @@ static void test_layer_times(const char *model, const char *dataset, size_t show
     verdict("layer times: fused rows count, %s", model);
 }
 
+// What the last epoch's end took, which its marks give only now, is not of the first step.
+static void test_start_of_epoch(void) {
+    static Run run;
+    StepResult steps[2] = {0}, zero = {0};
+    run.backend = run.clock.backend = &naive_backend;
+    run.settings = (Settings){.lr = .1, .schedule = "cosine", .epochs = 2, .trace = ""};
+    run.steps = steps;
+    run.steps_capacity = 2;
+    run.iterations = run.epoch = 1;
+    steps[1].parts[LOAD] = 1;
+    clock_line(&run.clock, 1, &steps[0].parts[IDLE], "the end of an epoch");
+    clock_line(&run.clock, 0, NULL, NULL);
+    start_epoch(&run);
+    for (size_t i = 0; i < 2; i++)
+        if (memcmp(&steps[i], &zero, sizeof zero) != 0)
+            fail("step %zu begins with times of the epoch before", i);
+    verdict("steps of an epoch begin with no time");
+}
+
 static void test_instruments(void) {
     test_layer_times("cifar", "synthetic", 6);
     test_layer_times("resnet8", "synthetic", 21);
+    test_start_of_epoch();
 }

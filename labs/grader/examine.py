@@ -1,0 +1,306 @@
+"""Examines the folder of a student, for labs/grade, which calls it in its sandbox, beside a copy of labs/tools:
+
+    examine.py FOLDER STARTER SAID    writes what it finds to SAID, as JSON
+
+It applies the rules of verify.py to the run folders and the report, and those below, which are for instructors.
+STARTER is the folder that students were given.
+
+    flags  [kind, place, what]: kind is one of numbers, report, code, files
+    runs   a dictionary for each run that is complete: what labs/grade compares with other students, runs again
+           and shows
+    parts  [file, TODO, text] of the code that the student has written
+"""
+import contextlib
+import csv
+import filecmp
+import hashlib
+import io
+import json
+import math
+import os
+import re
+import sys
+
+import verify
+from report import Damaged, make_blocks, read_report, split
+from run_folders import Missing, by, differences, find_folders, read_csv
+
+MOST = 40               # flags of each kind
+STEPS = 2000            # of a run that are compared
+GFLOPS_PER_CORE = 400   # more than any core does: 6 GHz x 64 operations
+TEXT = 20_000           # characters of a part, or of the report, that are shown
+# The checker and the tools of a starter: labs/grade uses its own, and these need no edit.
+TOOLS = ["Makefile", "labs/check", "labs/tools", "labs/pristine", "labs/stubs", "tests"]
+CALLS = {"starts or stops processes": "system|popen|fork|vfork|clone|exec[lv][a-z]*|posix_spawn[a-z]*|kill|raise|exit|"
+                                      "_exit|_Exit|abort|ptrace|daemon|setsid",
+         "uses a network": "socket|connect|bind|listen|accept|send|sendto|recv|recvfrom|getaddrinfo|gethostbyname",
+         "changes files": "open|openat|creat|fopen|freopen|remove|unlink|unlinkat|rename|renameat|truncate|link|"
+                          "symlink|mkdir|rmdir|chmod|chown|mknod|mkfifo|tmpfile|chroot|mount",
+         "goes around the compiler": "asm|__asm|__asm__|syscall|dlopen|dlsym|mprotect|mmap"}
+NO_CODE = re.compile(r'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'', re.S)
+# What reading a file that ./cnn has not written may raise.
+DAMAGES = (AttributeError, ArithmeticError, IndexError, KeyError, OSError, TypeError, ValueError, RecursionError,
+           csv.Error)
+MARKER = re.compile(r"^[ \t]*/\* LAB (\d+\.\d+) (BEGIN|END)", re.M)
+
+
+# ---- Run folders and the report
+
+
+def split_finding(line):
+    """A finding of verify.py as (place, what), without the advice, which is for students."""
+    place, colon, what = line.partition(": expected ")
+    return (place, "expected " + what.rpartition("; ")[0]) if colon and ";" in what else (line[:80], line)
+
+
+def guarded(where, findings):
+    """The findings; what ./cnn never writes, and what the rules did not expect, is a finding, too."""
+    lines = []
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            for line in findings:
+                lines.append(line)
+    except (Missing, SystemExit) as why:
+        lines.append(str(why))
+    except DAMAGES as error:
+        lines.append(verify.finding(where, "files as ./cnn writes them", f"{type(error).__name__}: {error}"))
+    return lines
+
+
+def complete_run(folder):
+    """The run, or None; the reason is one of the findings of verify.py, or what it did not expect."""
+    try:
+        return verify.check_complete(folder)[0]
+    except DAMAGES:
+        return None
+
+
+def check_all_speedups(root, runs):
+    yield from verify.check_speedups(root, runs)
+    yield from check_threads(runs)
+
+
+def check_threads(runs):
+    """Of two runs that differ in --threads only, how many times as fast the one with more threads is."""
+    def speed(run):
+        return max(e["img_per_s"] for e in run.epochs)
+    def key(run):
+        return run.settings["threads"]
+    for a in runs:
+        for b in runs:
+            if a.kind != "cpu" or b.kind != "cpu" or a.world + b.world > 2 or key(a) >= key(b):
+                continue
+            if differences(a, b, {"threads", "out", "seed"}):
+                continue
+            most = verify.LARGEST_SPEEDUP * key(b) / key(a)
+            if speed(b) > most * speed(a):
+                yield verify.finding(verify.path(b, "run.json"), f"with {key(b)} threads a speed-up of at most "
+                                     f"{most:.1f} over {a.folder}, which has {key(a)}", f"{speed(b) / speed(a):.2f}")
+
+
+def check_machine(run):
+    peak, cores = run.machine["peak_gflops"], run.machine["cores"]
+    if run.kind == "cpu" and peak > GFLOPS_PER_CORE * cores:
+        yield verify.finding(verify.path(run, "run.json"), f"a peak of at most {GFLOPS_PER_CORE} GFLOP/s for each of "
+                             f"{cores} cores", f"{peak} GFLOP/s")
+
+
+def check_command(run):
+    """Each option in the command against the setting of that name."""
+    words, given = run.command[1:], {}
+    for word, value in zip(words, [*words[1:], "--"]):
+        if word.startswith("--"):
+            given[word[2:]] = True if value.startswith("--") else value
+    if run.world > 1 or "global-batch" in given:  # these change them
+        for name in ("threads", "batch-size", "global-batch"):
+            given.pop(name, None)
+    if run.settings.get("lr-scaling") != "none":
+        given.pop("lr", None)
+    for name, value in given.items():
+        setting = run.settings.get(name)
+        if setting is not None and name not in ("out", "data") and not same_value(setting, value):
+            yield verify.finding(verify.path(run, "run.json"), f"--{name} {value}, as in its command",
+                                 f"{setting} in its settings")
+
+
+def same_value(setting, value):
+    if isinstance(setting, bool):
+        return setting == (value in (True, "on", "1", "true", "yes"))
+    if isinstance(setting, (int, float)):
+        try:
+            return math.isclose(float(value), setting, rel_tol=1e-6)
+        except (TypeError, ValueError):
+            return False
+    return str(value) == setting or setting == "" or value == "auto"
+
+
+def check_loose_tables(root, runs):
+    """Tables in report.md outside of the generated parts that look like one of these: their rows are rows of these."""
+    where = os.path.join(root, "report.md")
+    if not os.path.exists(where):
+        return
+    try:
+        pieces = split(read_report(where))
+    except Damaged:
+        return  # verify.check_report() says so
+    known = {}
+    for text in make_blocks(root, runs).values():
+        for head, rows in tables(text.splitlines()):
+            known.setdefault(head, set()).update(rows)
+    for head, rows in tables([line for name, lines in pieces if not name for line in lines]):
+        for row in rows if head in known else ():
+            if row not in known[head]:
+                yield verify.finding(where, f"in a table with the columns {', '.join(head[:4])}, ... a row of the run "
+                                     "folders", " | ".join(row))
+
+
+def tables(lines):
+    """(head, rows) of each Markdown table; a row is a tuple of cells."""
+    found = []
+    for line in lines:
+        line = line.strip()
+        cells = tuple(cell.strip() for cell in line.strip("|").split("|"))
+        if not line.startswith("|"):
+            found.append(None)
+        elif found and found[-1]:
+            if not set(line) <= set("|-: "):
+                found[-1][1].append(cells)
+        else:
+            found.append((cells, []))
+    return [table for table in found if table]
+
+
+def examine_runs(flags, root):
+    """Applies all rules; returns the complete runs."""
+    runs = []
+    for folder, members in find_folders(root).items():
+        if folder.split("/")[0] == "labs":
+            continue  # recorded runs that the handouts supply
+        complete = list(filter(None, map(complete_run, members)))
+        kinds = verify.kinds_of(folder, members) or [verify.SEPARATE]
+        lines = guarded(folder, verify.findings(folder, members, kinds))
+        if complete:
+            extra = [verify.each(check_machine), verify.each(check_command), check_all_speedups, check_loose_tables]
+            for rule in extra:
+                lines += guarded(folder, rule(folder, complete))
+        for line in dict.fromkeys(lines):
+            place, what = split_finding(line)
+            flags.append(["report" if "report.md" in place else "numbers", place, what])
+        runs += complete
+    return runs
+
+
+# ---- What other students' runs are compared with
+
+
+def describe(run):
+    """A run for labs/grade: its times are those of rank 0."""
+    steps = []
+    with contextlib.suppress(Missing):
+        steps = read_csv(run, "steps.csv", ["rank", "loss", "seconds", *verify.STEP_PARTS])[:STEPS]
+    rows = [[f"{x:.6f}" for x in row[2:]] for row in steps if row[2] > 0]
+    times = [row[2] for row in steps if row[0] == 0]
+    return dict(folder=run.folder, kind=run.kind, world=run.world, mode=run.mode, settings=run.settings,
+                machine=run.machine, wall_s=run.resources.get("wall_s"), command=" ".join(map(str, run.command))[:500],
+                provenance=run.provenance, accuracy=run.accuracy, times=times,
+                img_per_s=max(e["img_per_s"] for e in run.epochs),
+                epochs=[[e["epoch"], e["seconds"], e["train_loss"], e["accuracy"]] for e in run.epochs[:100]],
+                rows=[hashlib.sha1(",".join(row).encode()).hexdigest()[:12] for row in rows],
+                losses=first_losses(run))
+
+
+def first_losses(run, count=5):
+    """The loss of the first steps, the mean over the images of all ranks."""
+    with contextlib.suppress(Missing):
+        rows = read_csv(run, "steps.csv", ["epoch", "step", "images", "loss"])
+        steps = by(rows, lambda row: (row[0], row[1]))
+        return [sum(r[2] * r[3] for r in some) / max(1, sum(r[2] for r in some))
+                for _, some in sorted(steps.items())[:count]]
+    return []
+
+
+# ---- Code and other files
+
+
+def without_comments(text):
+    return NO_CODE.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
+
+
+def examine_code(flags, lab, starter):
+    """The parts between the markers of this lab; what they call that no part needs."""
+    parts = []
+    for name in marked_files(starter):
+        try:
+            with open(name, encoding="utf-8", errors="replace") as f:
+                text = f.read()
+        except OSError:
+            continue
+        marks = list(MARKER.finditer(text))
+        for begin, end in zip(marks, marks[1:]):
+            if (begin[2], end[2], begin[1].split(".")[0]) != ("BEGIN", "END", lab):
+                continue
+            first, part = text.count("\n", 0, begin.end()) + 2, text[begin.end():end.start()].partition("\n")[2]
+            parts.append([name, begin[1], part[:TEXT]])
+            examine_part(flags, name, first, part)
+    return parts
+
+
+def examine_part(flags, name, first, part):
+    for number, line in enumerate(without_comments(part).split("\n"), first):
+        for what, words in CALLS.items():
+            found = re.search(rf"\b_*({words})\s*\(", line)
+            if found:
+                flags.append(["code", f"{name}, line {number}",
+                              f"expected arithmetic, found {found[1]}(), which {what}"])
+
+
+def marked_files(starter):
+    found = ["cnn.c", "cnn_kernels.c", "cnn_kernels.cu"]
+    for folder, _, names in os.walk(os.path.join(starter, "labs")):
+        within = os.path.relpath(folder, starter)
+        found += [os.path.join(within, name) for name in names if name.endswith((".c", ".cu")) and "/lab" in within]
+    return found
+
+
+def examine_tools(flags, starter):
+    """The starter's tools that were changed; labs/grade uses its own."""
+    for name in TOOLS:
+        top = os.path.join(starter, name)
+        files = [name] if os.path.isfile(top) else [os.path.relpath(os.path.join(folder, file), starter)
+                                                    for folder, _, names in os.walk(top) for file in names]
+        for file in files:
+            if os.path.exists(file) and not filecmp.cmp(file, os.path.join(starter, file), shallow=False):
+                flags.append(["files", file, "expected the starter's file, found a changed one; it was not used"])
+
+
+def read_text(path):
+    with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as f:
+        return f.read(TEXT)
+    return ""
+
+
+def main(folder, starter, lab, said):
+    os.chdir(folder)
+    flags = []
+    runs = examine_runs(flags, "runs" if os.path.isdir("runs") else ".")
+    parts = examine_code(flags, lab, starter)
+    examine_tools(flags, starter)
+    described = []
+    for run in runs:
+        try:
+            described.append(describe(run))
+        except DAMAGES as error:
+            flags.append(["numbers", verify.path(run, "run.json"), "expected what ./cnn --out writes, found "
+                          f"{type(error).__name__}: {error}"])
+    counts, kept = {}, []
+    for flag in flags:
+        counts[flag[0]] = counts.get(flag[0], 0) + 1
+        if counts[flag[0]] <= MOST:
+            kept.append(flag)
+    with open(said, "w", encoding="utf-8", errors="replace") as f:
+        json.dump(dict(flags=kept, runs=described, parts=parts,
+                       report=read_text(os.path.join("runs", "report.md")) or read_text("report.md")), f)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

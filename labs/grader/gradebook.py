@@ -1,0 +1,121 @@
+"""Writes gradebook.csv and a page for each student, for labs/grade. All text of a submission is escaped."""
+import base64
+import collections
+import csv
+import hashlib
+import html
+import os
+import re
+
+COLUMNS = ["student", "lab", "points", "of", "flags", "rerun", "page"]
+RUBRIC = [("correctness", 35), ("measurement", 25), ("explanation", 25), ("reproducibility", 10), ("style", 5)]
+STYLE = """body { font: 15px/1.45 sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em }
+table { border-collapse: collapse } td, th { border: 1px solid #999; padding: .2em .6em; text-align: left;
+vertical-align: top; overflow-wrap: anywhere } pre { background: #f4f4f4; padding: .6em; overflow-x: auto;
+white-space: pre-wrap } img { max-width: 100% }"""
+
+
+def plain(words):
+    """For a terminal: printable, on one line."""
+    return "".join(c if c.isprintable() else "?" for c in " ".join(str(words).split()))[:400]
+
+
+def cell(value):
+    """For a spreadsheet, which would take a cell that begins with one of these for a formula."""
+    value = plain(value)
+    return "'" + value if value[:1] in ("=", "+", "-", "@", "|", "%") else value
+
+
+def page_name(student):
+    """A file name of harmless characters, different for each student."""
+    name = re.sub("[^A-Za-z0-9._-]", "_", student).lstrip(".-")[:60]
+    digest = hashlib.sha1(student.encode("utf-8", "replace")).hexdigest()[:8]
+    return name if name == student != "" else f"{name}-{digest}"
+
+
+def again(result):
+    known = [word for _, word, _ in result.again if word]
+    return f"{known.count('yes')} of {len(known)}" if known else "none"
+
+
+def kinds(result):
+    return "; ".join(f"{count} {kind}" for kind, count in collections.Counter(f[0] for f in result.flags).items())
+
+
+def summary(result):
+    points = "not graded" if result.points is None else f"{result.points}/{result.of} points"
+    return f"{points}, flags: {kinds(result) or 'none'}, begun again: {again(result)}"
+
+
+def write(out, lab, results, isolation):
+    pages = os.path.join(out, "pages")
+    os.makedirs(pages, exist_ok=True)
+    rows = []
+    for result in results:
+        page = f"pages/{page_name(result.student)}.html"
+        with open(os.path.join(out, page), "w", encoding="utf-8", errors="replace") as f:
+            f.write(make_page(lab, result, isolation))
+        rows.append([result.student, lab, "" if result.points is None else result.points, result.of, kinds(result),
+                     again(result), page])
+    with open(os.path.join(out, "gradebook.csv"), "w", newline="", encoding="utf-8", errors="replace") as f:
+        csv.writer(f, lineterminator="\n").writerows([COLUMNS, *(map(cell, row) for row in rows)])
+
+
+# ---- Pages
+
+
+def element(name, content, **attributes):
+    """Of HTML; content and attributes are escaped, unless the content is made of elements."""
+    words = "".join(f' {key}="{html.escape(str(value))}"' for key, value in attributes.items())
+    inner = "".join(content) if isinstance(content, list) else html.escape(str(content))
+    return Element(f"<{name}{words}>{inner}</{name}>")
+
+
+class Element(str):
+    """Text that is HTML already."""
+
+
+def table(head, rows):
+    def line(name, cells):
+        return element("tr", [element(name, [c] if isinstance(c, Element) else c) for c in cells])
+    return element("table", [line("th", head), *(line("td", row) for row in rows)])
+
+
+def pre(words):
+    return element("pre", words)
+
+
+def make_page(lab, result, isolation):
+    of = max(1, result.of)
+    points = "not graded" if result.points is None else f"{result.points} of {result.of} points by machine"
+    correct = "" if result.points is None else f"{RUBRIC[0][1] * result.points / of:.1f}"
+    body = [element("h1", f"{result.student}, lab {lab}"), element("p", points),
+            element("h2", "Flags"),
+            table(["kind", "place", "reason"], result.flags) if result.flags else element("p", "none"),
+            element("p", "A flag is a reason to look, not a deduction."),
+            element("h2", "Rubric"),
+            table(["part", "of", "points"], [[name, most, correct if name == "correctness" else ""]
+                                             for name, most in RUBRIC]),
+            element("h2", "Tests"),
+            table(["test", "points", "of", "output"],
+                  [[title, got, most, pre(said)] for title, got, most, said in result.tests]),
+            element("h2", "Runs"), table(["run", "command", "epoch, seconds, loss, accuracy"],
+                                         [[r["folder"], r["command"], pre(epochs(r))] for r in result.runs]),
+            element("h2", "Begun again by the instructor's build"),
+            table(["run", "agrees", "because"], result.again) if result.again else element("p", "none")]
+    for title, picture in result.plots:
+        data = base64.b64encode(picture).decode()
+        body += [element("h2", f"Plot: {title}"), Element(f'<img alt="plot" src="data:image/png;base64,{data}">')]
+    body += [element("p", note) for note in result.notes]
+    body += [element("h2", "Report"), pre(result.report or "none")]
+    for name, todo, text in result.parts:
+        body += [element("h2", f"TODO {todo} in {name}"), pre(text)]
+    body.append(element("p", f"Isolation: {isolation}"))
+    head = [Element('<meta charset="utf-8">'), Element(
+        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; style-src '
+        '\'unsafe-inline\'">'), element("title", f"{result.student}, lab {lab}"), Element(f"<style>{STYLE}</style>")]
+    return "<!DOCTYPE html>\n" + element("html", [element("head", head), element("body", body)]) + "\n"
+
+
+def epochs(run):
+    return "\n".join(" ".join(str(x)[:20] for x in epoch) for epoch in run["epochs"][:20])

@@ -1,0 +1,425 @@
+"""Grades one submission after the other, for labs/grade: the checker, the rules, runs begun again, plots."""
+import csv
+import json
+import math
+import os
+import random
+import re
+import stat
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import intake
+import sandbox
+
+TEST_S = 100        # of one test of the checker, if LIMIT_S is not set
+BUILD_S = 600       # of the builds of the checker
+EXAMINE_S = 60
+PLOT_S = 120
+AGAIN_S = 120
+STEPS = 5           # of a run that is begun again
+JSON_BYTES = 32 << 20
+PLOT_BYTES = 4 << 20
+SHARED = 0.2        # of the steps of two runs that have the same times, and at least 3: one is a copy
+BUSY = 1.5          # the measured peak may be too low by this factor, as in verify.py
+# Settings that determine the losses, and what they may be. Others are not passed on from a submission.
+NUMBER = r"-?[0-9]{1,9}(\.[0-9]{1,12})?(e-?[0-9]{1,3})?"
+PASSED = {"model": "[a-z0-9]{1,12}", "stem": "[a-z0-9]{1,8}", "dataset": "[a-z0-9-]{1,14}", "augment": "[a-z-]{1,10}",
+          "optimizer": "[a-z]{1,10}", "schedule": "[a-z]{1,10}", "milestones": "[0-9,]{1,60}",
+          "lr-scaling": "[a-z]{1,6}", "kernels": "naive|fast", "parallel": "ddp|dp", "save-every": "",
+          **dict.fromkeys(["width", "limit-train", "batch-size", "epochs", "lr", "momentum", "weight-decay",
+                           "label-smoothing", "gamma", "step-size", "warmup-epochs", "seed", "bucket-mb"], NUMBER),
+          "nesterov": "on|off"}
+
+
+class Course:
+    """What is the same for all students."""
+
+    def __init__(self, options, base, kind, jobs):
+        self.lab, self.again, self.data = options.lab, options.again, options.data
+        self.base, self.kind, self.jobs = base, kind, jobs
+        self.starter, self.tools, self.program = (os.path.join(base, n) for n in ("starter", "tools", "cnn"))
+        self.seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
+        self.draw = random.Random(self.seed)
+        self.count = 0
+        self.tests = list_tests(self.starter, self.lab)
+        self.python, self.plots, self.python_files = find_python()
+
+    def folder(self):
+        self.count += 1
+        return self.new(f"student{self.count}")
+
+    def new(self, *names):
+        path = os.path.join(self.base, *names)
+        os.mkdir(path, 0o755)
+        return path
+
+    def run(self, command, read, write, seconds, cwd=None):
+        return sandbox.run(self.kind, command, [*read, *self.python_files], write, seconds, cwd)
+
+
+def find_python():
+    """The Python for the sandbox, one with matplotlib if there is one: (program, whether it has it, its folders)."""
+    venv = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", ".venv", "bin", "python")
+    for python in (venv, sys.executable, "/usr/bin/python3"):
+        if os.path.exists(python) and not subprocess.run([python, "-c", "import matplotlib"], check=False,
+                                                         capture_output=True).returncode:
+            break
+    else:
+        return sys.executable, False, []
+    said = subprocess.run([python, "-c", "import sys; print(sys.prefix, sys.base_prefix, sep='\\n')"], check=True,
+                          capture_output=True, text=True).stdout.split("\n")
+    return os.path.abspath(python), True, [p for p in dict.fromkeys(said) if p and not p.startswith("/usr")]
+
+
+def list_tests(starter, lab):
+    """[(points, title)] of the lab's tests."""
+    script = f'home=$PWD; . "labs/check/lab{int(lab):02d}.sh"; tests'
+    said = subprocess.run(["bash", "-c", script], cwd=starter, check=True, capture_output=True, text=True).stdout
+    return [(int(line.split("|")[0]), line.split("|")[2]) for line in said.splitlines()]
+
+
+# ---- What the sandbox has written
+
+
+def read_json(path):
+    """A file that untrusted code may have written: no link, no pipe, not too large. None if there is none."""
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as f:
+            about = os.fstat(f.fileno())
+            if stat.S_ISREG(about.st_mode) and about.st_size <= JSON_BYTES:
+                return json.loads(f.read(JSON_BYTES).decode("utf-8", "replace"))
+    except (OSError, ValueError, RecursionError):
+        pass
+    return None
+
+
+def text(value, most=300):
+    return str(value)[:most] if isinstance(value, (str, int, float)) else ""
+
+
+def is_number(value):
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+# ---- One student
+
+
+def new_result(student, tests=()):
+    return SimpleNamespace(student=student, points=None, of=sum(points for points, _ in tests), tests=[], flags=[],
+                           runs=[], parts=[], report="", again=[], plots=[], notes=[])
+
+
+def grade(course, student, path):
+    """All about one submission; an error of the grader itself is a flag, too, and the others are graded."""
+    result = new_result(student, course.tests)
+    folder = course.folder()
+    try:
+        given = take(course, result, path, folder)
+        check(course, result, given, folder)
+        examine(course, result, given, folder)
+        begin_again(course, result, folder)
+        check_jobs(course, result)
+        draw_plots(course, result, given, folder)
+    except (OSError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        result.flags.append(("files", student, f"expected a submission that can be read, found {error!r}"))
+    return result
+
+
+def take(course, result, path, folder):
+    """The copy of the submission, which the sandbox may read."""
+    given = course.new(folder, "given")
+    if os.path.isdir(path):
+        left_out = intake.copy_folder(path, given)
+    else:
+        left_out, given = unpack(course, path, folder, given)
+    result.flags += [("files", place, reason) for place, reason in left_out]
+    inside = sorted(os.listdir(given))
+    if len(inside) == 1 and inside[0] != "runs" and os.path.isdir(os.path.join(given, inside[0])):
+        given = os.path.join(given, inside[0])  # students may have packed their folder instead of its contents
+    for above, _, names in os.walk(given):
+        os.chmod(above, 0o755)
+        for name in names:  # all of the same age: unpacking and git change times
+            os.chmod(os.path.join(above, name), 0o644)
+            os.utime(os.path.join(above, name), (0, 0))
+    return given
+
+
+def unpack(course, path, folder, given):
+    if os.path.getsize(path) > intake.ARCHIVE_BYTES:
+        return [(os.path.basename(path), f"expected an archive of at most {intake.ARCHIVE_BYTES >> 20} MB, found "
+                 f"{os.path.getsize(path) >> 20} MB; not read")], given
+    packed, write = course.new(folder, "packed"), course.new(folder, "unpacked")
+    name = "given" + next(end for end in intake.ARCHIVES if path.endswith(end))
+    with open(path, "rb") as source, open(os.path.join(packed, name), "wb") as to:
+        to.write(source.read(intake.ARCHIVE_BYTES))
+    os.chmod(os.path.join(packed, name), 0o644)
+    out, said = os.path.join(write, "out"), os.path.join(write, "said.json")
+    done = course.run(["prlimit", f"--as={2 << 30}", "--", course.python, os.path.join(course.tools, "intake.py"),
+                       os.path.join(packed, name), out, said], [course.tools, packed], write, EXAMINE_S)
+    called = {name: os.path.basename(path)}  # as the student knows it
+    left_out = [(called.get(text(a), text(a)), text(b)) for a, b in read_json(said) or []]
+    if done.status:
+        left_out.append((os.path.basename(path), f"expected an archive, found one that could not be unpacked: "
+                         f"{done.stopped or last_line(done.said)}"))
+    if os.path.isdir(out):
+        left_out += intake.copy_folder(out, given)
+    return left_out, given
+
+
+def last_line(said):
+    return (said.strip().splitlines() or ["nothing was printed"])[-1][:200]
+
+
+def check(course, result, given, folder):
+    """Points of labs/check."""
+    write = course.new(folder, "check")
+    results = os.path.join(write, "results.json")
+    limit = int(os.environ.get("LIMIT_S", TEST_S))
+    script = os.path.join(course.starter, "labs", "check", "check.sh")
+    done = course.run(["env", f"FROM={given}", f"RESULTS={results}", f"LIMIT_S={limit}", "bash", script, course.lab],
+                      [course.starter, given], write, BUILD_S + limit * len(course.tests))
+    found = read_json(results)
+    tests = found.get("tests") if isinstance(found, dict) else None
+    if done.stopped or not isinstance(tests, list) or len(tests) != len(course.tests):
+        result.flags.append(("checker", f"make check LAB={course.lab}", "expected the results of all tests, found "
+                             f"none: {done.stopped or last_line(done.said)}"))
+        return
+    for (points, title), test in zip(course.tests, tests):
+        test = test if isinstance(test, dict) else {}
+        passed = test.get("score") == points and test.get("status") == "passed"
+        said = text(test.get("output"), 2000)
+        result.tests.append((title, points if passed else 0, points, said))
+        if re.search("has no use for|ended before its end|stopped after|ended by signal", said):
+            result.flags.append(("code", f"test {len(result.tests)}: {title}", said))
+    result.points = sum(got for _, got, _, _ in result.tests)
+    if f"{result.points}/{result.of} points" not in done.said:
+        result.flags.append(("checker", f"make check LAB={course.lab}", "expected the sum of its tests, "
+                             f"{result.points}, also in its last line, found: {last_line(done.said)}"))
+    if done.left:
+        result.flags.append(("code", f"make check LAB={course.lab}", f"expected no processes after its end, found "
+                             f"{done.left}; they were ended"))
+
+
+def examine(course, result, given, folder):
+    """Flags of examine.py; the runs, parts and report."""
+    write = course.new(folder, "examine")
+    said = os.path.join(write, "said.json")
+    done = course.run(["prlimit", f"--as={4 << 30}", "--", course.python, os.path.join(course.tools, "examine.py"),
+                       given, course.starter, course.lab, said], [course.tools, course.starter, given], write, EXAMINE_S)
+    found = read_json(said)
+    if done.status or not isinstance(found, dict):
+        result.flags.append(("numbers", "run folders and report", "expected files that can be read, found none: "
+                             f"{done.stopped or last_line(done.said)}"))
+        return
+    result.flags += [tuple(text(part) for part in flag) for flag in found["flags"] if len(flag) == 3]
+    result.parts = [tuple(text(part, 20_000) for part in parts) for parts in found["parts"]]
+    result.runs, result.report = list(map(clean, found["runs"])), text(found["report"], 20_000)
+
+
+def clean(run):
+    """A run that examine.py has described, with values of the types that the rest relies on."""
+    numbers = {key: [float(x) for x in run[key] if is_number(x)] for key in ("times", "losses")}
+    texts = {key: text(run[key]) for key in ("folder", "kind", "command", "provenance")}
+    return dict(numbers, **texts, settings={text(k): v for k, v in run["settings"].items()},
+                job=text(run["machine"].get("slurm")), peak=run["machine"].get("peak_gflops"), wall_s=run["wall_s"],
+                world=run["world"], img_per_s=run["img_per_s"], rows=list(map(text, run["rows"])),
+                epochs=[list(map(text, epoch)) for epoch in run["epochs"]])
+
+
+# ---- Runs begun again
+
+
+def begin_again(course, result, folder):
+    """Begins some runs again, with the instructor's build: the first losses have to be the same."""
+    measured = [r for r in result.runs if r["provenance"] == "measured" and r["losses"]]
+    for number, run in enumerate(course.draw.sample(measured, min(course.again, len(measured)))):
+        options, why = options_of(run)
+        if why:
+            result.again.append((run["folder"], "", why))
+            result.flags.append(("rerun", f"{run['folder']}/run.json", why))
+            continue
+        write = course.new(folder, f"again{number}")
+        data = ["--data", os.path.abspath(course.data)] if course.data else []
+        done = course.run([course.program, *options, *data, "--no-cuda", "--max-steps", str(STEPS), "--limit-test",
+                           "1", "--quiet", "--layers", "--out", "run"],
+                          [course.program, *data[1:]], write, AGAIN_S)
+        losses = read_losses(os.path.join(write, "run", "steps.csv"))
+        if done.status or not losses:
+            result.again.append((run["folder"], "", f"could not be begun: {done.stopped or last_line(done.said)}"))
+            continue
+        wrong = compare_losses(run, losses)
+        result.again.append((run["folder"], "no" if wrong else "yes", wrong or "the first losses are the same"))
+        if wrong:
+            result.flags.append(("rerun", f"{run['folder']}/steps.csv", wrong))
+        check_flops(result, run, os.path.join(write, "run", "layers.csv"))
+
+
+def options_of(run):
+    """The options that begin a run again, and why there are none. Their values are checked: they come from a
+    submission."""
+    settings, options = run["settings"], []
+    for name, pattern in PASSED.items():
+        value = settings.get(name)
+        value = ("off", "on")[value] if isinstance(value, bool) else text(value)
+        if name == "kernels" and value not in ("naive", "fast"):
+            value = "fast"
+        if not value or not pattern:
+            continue
+        if not re.fullmatch(pattern, value):
+            return [], f"expected a setting as ./cnn writes it, found --{name} {value[:40]}; it was not run"
+        options += [f"--{name}", value]
+    world = run["world"]
+    if not isinstance(world, int) or not 1 <= world <= 16:
+        return [], f"expected 1 to 16 devices, found {text(world)}; it was not run"
+    options += ["--threads", str(world), "--replicas", str(world)]
+    return options + ["--oversubscribe"] * (world > 1), ""
+
+
+def read_losses(path):
+    """The mean loss of each of the first steps in a steps.csv that our own program has written."""
+    try:
+        with open(path, newline="", encoding="utf-8") as f:
+            rows = list(csv.DictReader(f))
+    except OSError:
+        return []
+    steps = {}
+    for row in rows:
+        steps.setdefault((int(row["epoch"]), int(row["step"])), []).append((float(row["images"]), float(row["loss"])))
+    return [sum(n * loss for n, loss in some) / sum(n for n, _ in some) for _, some in sorted(steps.items())][:STEPS]
+
+
+def compare_losses(run, losses):
+    """What differs, or "". Step 1 depends on images, order and weights only; later ones also on rounding."""
+    exact = run["settings"].get("precision", "fp32") == "fp32"
+    for step, (found, expected) in enumerate(zip(run["losses"], losses), 1):
+        most = (0.0005 if step == 1 else 0.01) if exact else 0.03
+        if not is_number(found) or abs(found - expected) > most * max(abs(expected), 0.1):
+            return (f"expected the loss {expected:.6g} in step {step}, as in a run of your own build with the same "
+                    f"settings and seed, found {text(found, 20)}")
+    return ""
+
+
+def check_flops(result, run, path):
+    """Images per second times operations per image, below the machine's measured peak. Of an image at least twice
+    the forward operations that are executed are needed."""
+    try:
+        with open(path, newline="", encoding="utf-8") as f:
+            mflop = sum(float(row["mflop"]) / max(1, float(row["saved"] or 1)) for row in csv.DictReader(f))
+    except (OSError, ValueError, KeyError):
+        return
+    peak, speed = run["peak"], run["img_per_s"]
+    if run["kind"] == "cpu" and is_number(peak) and is_number(speed) and speed * 2 * mflop / 1000 > BUSY * peak:
+        result.flags.append(("numbers", f"{run['folder']}/epochs.csv", f"expected at most {BUSY} times the "
+                             f"measured peak of {peak:g} GFLOP/s, found {speed * 2 * mflop / 1000:.0f} GFLOP/s: "
+                             f"{speed:g} images per second x 2 x {mflop:.1f} MFLOP"))
+
+
+# ---- Jobs of the cluster
+
+
+def read_jobs(path, fail):
+    """{job: (user, seconds)} of what sacct prints."""
+    try:
+        with open(path, newline="", encoding="utf-8") as f:
+            rows = list(csv.DictReader(f, delimiter="|"))
+        return {row["JobIDRaw"]: (row["User"], int(row["ElapsedRaw"])) for row in rows}
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        return fail(path, "the columns JobIDRaw, User and ElapsedRaw, with | between them", repr(error),
+                    "write it with the command in labs/INSTRUCTOR.md")
+
+
+def check_jobs(course, result):
+    """Each run with a job's number is one of a job of the cluster, and not longer than that."""
+    for run in result.runs if course.jobs is not None else ():
+        job, where = run["job"], f"{run['folder']}/run.json"
+        if not job:
+            continue
+        if job not in course.jobs:
+            result.flags.append(("jobs", where, f"expected a job of the cluster, found job {job}, which "
+                                 "sacct does not list"))
+            continue
+        user, seconds = course.jobs[job]
+        if is_number(run["wall_s"]) and run["wall_s"] > seconds + 1:
+            result.flags.append(("jobs", where, f"expected at most {seconds} s, as long as job {job} of {user} "
+                                 f"lasted, found a run of {run['wall_s']:g} s"))
+
+
+# ---- Plots
+
+
+def draw_plots(course, result, given, folder):
+    """What plot.py draws of each folder of run folders."""
+    if not course.plots:
+        result.notes.append("No plots: no python3 here has matplotlib; pip install -r labs/requirements.txt")
+        return
+    for number, above in enumerate(sorted({os.path.dirname(run["folder"]) for run in result.runs})[:4]):
+        write = course.new(folder, f"plot{number}")
+        source = os.path.join(write, os.path.basename(above) or "runs")
+        intake.copy_folder(os.path.join(given, above), source)
+        subprocess.run(["rm", "-rf", os.path.join(source, "plots")], check=True)
+        os.makedirs(os.path.join(source, "plots"))
+        if sandbox.is_root():
+            os.chown(os.path.join(source, "plots"), sandbox.NOBODY, sandbox.NOBODY)
+        done = course.run([course.python, os.path.join(course.tools, "plot.py"), source], [course.tools], write, PLOT_S)
+        drawn = [name for name in sorted(os.listdir(os.path.join(source, "plots"))) if name.endswith(".png")]
+        for name in drawn:
+            picture = read_picture(os.path.join(source, "plots", name))
+            if picture and re.fullmatch("[a-z]+.png", name):
+                result.plots.append((f"{above}: {name[:-4]}", picture))
+        if not drawn:
+            result.notes.append(f"No plots of {above}: {done.stopped or last_line(done.said)}")
+
+
+def read_picture(path):
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as f:
+        data = f.read(PLOT_BYTES + 1)
+    return data if data.startswith(b"\x89PNG\r\n\x1a\n") and len(data) <= PLOT_BYTES else None
+
+
+# ---- All students together
+
+
+def compare(results):
+    """Finds runs with the times of another one: of the same student or another, unchanged, in part or scaled."""
+    owners, orders, runs = {}, {}, []
+    for result in results:
+        for run in result.runs:
+            number = len(runs)
+            runs.append((result, run))
+            shared = {}
+            for row in set(run["rows"]):
+                for other in owners.setdefault(row, [])[:8]:
+                    shared[other] = shared.get(other, 0) + 1
+                owners[row].append(number)
+            copies = [other for other, count in shared.items() if count >= max(3, SHARED * len(run["rows"]))]
+            for other in copies:
+                copied(runs[other], runs[number], f"{shared[other]} of {len(run['rows'])} steps with times of their "
+                       "own, found those")
+            order = order_of(run["times"])
+            for other in orders.setdefault(order, [])[:8] if order else ():
+                if other not in copies and scaled(runs[other][1]["times"], run["times"]):
+                    copied(runs[other], runs[number], "times of their own, found those, times a factor,")
+            if order:
+                orders[order].append(number)
+
+
+def copied(one, two, what):
+    for (result, run), (other, run_of_other) in ((one, two), (two, one)):
+        whose = "" if other is result else f" of {other.student}"
+        result.flags.append(("copied", f"{run['folder']}/steps.csv", f"expected {what} of "
+                             f"{run_of_other['folder']}{whose}"))
+
+
+def order_of(times):
+    """The order of the longest steps, which a factor does not change; None if there are too few."""
+    if len(times) < 16:
+        return None
+    return len(times), tuple(sorted(range(len(times)), key=lambda i: -times[i])[:8])
+
+
+def scaled(a, b):
+    """Whether each time of b is that of a times the same factor, but for rounding."""
+    factor = sum(b) / max(sum(a), 1e-9)
+    return all(abs(y - factor * x) <= 1e-3 * y + 2e-6 * (1 + factor) for x, y in zip(a, b))

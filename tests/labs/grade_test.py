@@ -1,0 +1,248 @@
+"""Tests labs/grade with the submissions of submissions.py; test_grade.sh calls it.
+
+    grade_test.py MADE REPO     MADE has a starter of lab 0, the runs to begin with, and the program to run
+
+QUICK=1: all submissions are examined, but only some of them go through all of labs/grade. It prints
+`pass grade/NAME`, `fail grade/NAME: ...` or `skip grade/NAME: ...`.
+"""
+import csv
+import html
+import os
+import random
+import re
+import subprocess
+import sys
+
+MADE, REPO = sys.argv[1:3]
+QUICK = bool(os.environ.get("QUICK"))
+sys.path[:0] = [os.path.join(REPO, "labs", "grader"), os.path.join(REPO, "labs", "tools")]
+sys.dont_write_bytecode = True
+
+import examine  # pylint: disable=wrong-import-position
+import gradebook  # pylint: disable=wrong-import-position
+import grading  # pylint: disable=wrong-import-position
+import intake  # pylint: disable=wrong-import-position
+import submissions  # pylint: disable=wrong-import-position
+import try_sandbox  # pylint: disable=wrong-import-position
+
+
+def verdict(name, expected, found, holds):
+    name = re.sub("[^A-Za-z0-9_./-]", "_", name)
+    line = " | ".join(str(found).split("\n"))[:400]
+    print(f"pass grade/{name}" if holds else f"fail grade/{name}: expected {expected}, found {line}", flush=True)
+
+
+def same(name, expected, found):
+    verdict(name, expected, found, expected == found)
+
+
+def has(flags, wanted):
+    kind, place, reason = wanted
+    return any(k == kind and place in p and reason in r for k, p, r in flags)
+
+
+def judge(name, flags):
+    """Whether the flags of a submission are the expected ones: all of BAD's, none for a good one."""
+    for wanted in submissions.BAD[name][1] if name in submissions.BAD else ():
+        verdict(f"flagged/{name}/{wanted[0]}-{wanted[1]}", wanted, flags, has(flags, wanted))
+    if name in submissions.GOOD:
+        verdict(f"not_flagged/{name}", "no flag", flags, not flags)
+
+
+# ---- All of labs/grade
+
+
+def grade(names, *options):
+    """Grades these, with the options; returns (status, output, rows of the grade book, pages)."""
+    folder, out = os.path.join(MADE, "given"), os.path.join(MADE, "grades")
+    paths = [os.path.join(folder, name) for name in names]
+    done = subprocess.run([os.path.join(REPO, "labs", "grade"), "--lab", "0", "--out", out, "--starter",
+                           f"{MADE}/starter", "--program", f"{MADE}/cnn", "--jobs", f"{MADE}/jobs.txt", "--again", "9",
+                           *options, *paths], capture_output=True, text=True, check=False,
+                          env=dict(os.environ, CC=f"{MADE}/bin/gcc", LIMIT_S="60"))
+    try:
+        with open(f"{out}/gradebook.csv", newline="", encoding="utf-8") as f:
+            rows = list(csv.DictReader(f))
+    except OSError:
+        rows = []
+    pages = {}
+    for row in rows:
+        with open(os.path.join(out, row["page"]), encoding="utf-8") as f:
+            pages[row["page"]] = f.read()
+    return done.returncode, done.stdout + done.stderr, rows, pages
+
+
+def flags_of(page):
+    """The table of flags of a page, as a reader sees it."""
+    part = page.partition("<h2>Flags</h2>")[2].partition("<h2>Rubric</h2>")[0]
+    rows = re.findall("<tr><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td></tr>", part, re.S)
+    return [tuple(map(html.unescape, row)) for row in rows]
+
+
+def test_whole(names):
+    status, said, rows, pages = grade(names)
+    same("whole/status", 0, status)
+    verdict("whole/isolation", "a line Isolation: ...", said, said.startswith("Isolation: "))
+    same("whole/rows", len(names), len(rows))
+    for name, row in zip(names, rows):
+        page = pages[row["page"]]
+        judge(name, flags_of(page))
+        student = re.sub(r"\.(zip|tar\.gz)$", "", name)
+        same(f"whole/student/{name}", student, row["student"].lstrip("'"))
+        if name in submissions.GOOD:
+            same(f"whole/points/{name}", ("10", "10", ""), (row["points"], row["of"], row["flags"]))
+            verdict(f"whole/again/{name}", "all runs begun again agree", row["rerun"],
+                    re.fullmatch(r"([1-9]) of \1", row["rerun"]))
+        else:
+            verdict(f"whole/row/{name}", "the kinds of its flags", row["flags"],
+                    all(flag[0] in row["flags"] for flag in submissions.BAD[name][1]))
+        harmless(f"whole/page/{name}", page)
+    cells = "\n".join(",".join(row.values()) for row in rows)
+    verdict("whole/no_formula", "no cell that begins with =", cells, not re.search("(^|,)[=+@-]", cells, re.M))
+    untouched()
+    for page in pages:
+        verdict(f"whole/file_name/{page}", "harmless characters", page, re.fullmatch("pages/[A-Za-z0-9._-]+", page))
+
+
+def harmless(name, page):
+    """No element of a page comes from a submission."""
+    wanted = set("html head meta title style body h1 h2 p table tr th td pre img".split())
+    found = set(re.findall("<([^ >/]*)", re.sub("<!DOCTYPE html>|</", "", page))) - wanted
+    verdict(name, "no other elements", found, not found and "<img src" not in page)
+
+
+def untouched():
+    same("nothing_written_outside", [], os.listdir(f"{MADE}/canary"))
+
+
+# Code in place of TODO 1.1, and the flag that it gets.
+HOSTILE = {
+    "never_ends": ("for (;;)\n    ;", ("code", "test 1", "stopped after")),
+    "forks": ("for (;;)\n    fork();", ("code", "cnn.c, line", "fork(), which starts or stops processes")),
+    "uses_a_socket": ("socket(2, 1, 0);", ("code", "cnn.c, line", "socket(), which uses a network")),
+    "removes_files": ('remove("CANARY/kept");', ("code", "cnn.c, line", "remove(), which changes files")),
+    "writes_files": ('mkdir("CANARY/made", 0777);', ("code", "cnn.c, line", "mkdir(), which changes files"))}
+
+
+def test_hostile_code():
+    """Parts of lab 1 that do harm if they are run; none of them earns a point."""
+    starter, given = f"{MADE}/starter1", f"{MADE}/given1"
+    subprocess.run([f"{REPO}/labs/check/starter.sh", "1", starter], check=True, stdout=subprocess.DEVNULL)
+    text = submissions.load(f"{starter}/cnn.c")
+    begin, end = (re.search(rf"/\* LAB 1.1 {word}.*\n", text) for word in ("BEGIN", "END"))
+    for name, (code, _) in HOSTILE.items():
+        code = code.replace("CANARY", f"{MADE}/canary")
+        submissions.save(f"{given}/{name}/cnn.c", f"{text[:begin.end()]}{code}\n    {text[end.start():]}")
+    os.chmod(f"{MADE}/canary", 0o777)
+    submissions.save(f"{MADE}/canary/kept", "kept")
+    done = subprocess.run([f"{REPO}/labs/grade", "--lab", "1", "--out", f"{MADE}/grades1", "--starter", starter,
+                           "--again", "0", *(f"{given}/{name}" for name in HOSTILE)], capture_output=True, text=True,
+                          check=False, env=dict(os.environ, LIMIT_S="15"))
+    same("hostile/status", 0, done.returncode)
+    for name, (_, wanted) in HOSTILE.items():
+        page = submissions.load(f"{MADE}/grades1/pages/{name}.html")
+        verdict(f"hostile/{name}", wanted, flags_of(page), has(flags_of(page), wanted))
+        verdict(f"hostile/{name}/points", "0 of 20", page[:2000], "0 of 20 points by machine" in page)
+        harmless(f"hostile/{name}/page", page)
+    same("hostile/canary", ["kept"], os.listdir(f"{MADE}/canary"))
+    os.remove(f"{MADE}/canary/kept")
+
+
+# ---- All submissions, without the checker
+
+
+class Plain:
+    """What grading.py needs of a course, without a sandbox."""
+
+    def __init__(self):
+        self.base, self.starter, self.tools = MADE, f"{MADE}/starter", f"{MADE}/tools"
+        self.lab, self.python, self.count = "0", sys.executable, 0
+        self.program, self.again, self.data, self.draw = f"{MADE}/cnn", 9, None, random.Random(1)
+        self.jobs = grading.read_jobs(f"{MADE}/jobs.txt", None)
+
+    folder, new = grading.Course.folder, grading.Course.new
+
+    @staticmethod
+    def run(command, _read, write, _seconds, cwd=None):
+        """Runs our own programs only: those that unpack, examine and train. A child of this process starts faster than
+        another Python."""
+        if command[0] != "prlimit":
+            done = subprocess.run(command, cwd=cwd or write, capture_output=True, text=True, check=False)
+            return grading.SimpleNamespace(status=done.returncode, stopped="", left=0, said=done.stdout + done.stderr)
+        program, *words = command[command.index("--") + 2:]
+        child = os.fork()
+        if child == 0:
+            sys.stderr = open(os.path.join(write, "stderr"), "w", encoding="utf-8")
+            status = 1
+            try:
+                (intake if program.endswith("intake.py") else examine).main(*words)
+                status = 0
+            finally:
+                os._exit(status)
+        status = os.waitpid(child, 0)[1]
+        return grading.SimpleNamespace(status=status, stopped="", left=0, said="")
+
+
+# What only a run that is begun again finds.
+def needs_a_run(flag):
+    return flag[0] == "rerun" or "times the measured peak" in flag[2]
+
+
+def test_examined(names):
+    course, results = Plain(), []
+    for name in names:
+        result = grading.new_result(name)
+        folder = course.folder()
+        given = grading.take(course, result, os.path.join(MADE, "given", name), folder)
+        grading.examine(course, result, given, folder)
+        grading.check_jobs(course, result)
+        if any(map(needs_a_run, submissions.BAD.get(name, (None, []))[1])):
+            grading.begin_again(course, result, folder)
+        results.append(result)
+    grading.compare(results)
+    for result in results:
+        judge(result.student, result.flags)
+    untouched()
+
+
+# ---- Parts of it
+
+
+def test_cells():
+    for given, found in (("=1+1", "'=1+1"), ("a\nb", "a b"), ("+a", "'+a"), ("@a", "'@a"), ("-a", "'-a"), ("a", "a")):
+        same(f"cell/{given}", found, gradebook.cell(given))
+    names = [gradebook.page_name(name) for name in ("a", "../a", "<a>", "a b", "a/b", "")]
+    verdict("page_name", "harmless and different", names, len(set(names)) == len(names) and all(
+        re.fullmatch("[A-Za-z0-9._-]+", name) and not name.startswith(".") for name in names))
+
+
+def test_refused():
+    folder = os.path.join(MADE, "given", "anna")
+    for name, words, wanted in (
+            ("no_folder", ["--lab", "0", "nowhere"], "nowhere: expected a folder or an archive"),
+            ("same_name", ["--lab", "0", folder, folder], "a name of its own for each student"),
+            ("no_lab", ["--lab", "x", folder], "there is no such lab"),
+            ("no_program", ["--lab", "0", "--program", "none", folder], "none: expected your build of cnn"),
+            ("no_starter", ["--lab", "0", "--starter", folder, folder], "expected a starter"),
+            ("no_jobs", ["--lab", "0", "--jobs", f"{folder}/cnn.c", folder], "expected the columns JobIDRaw")):
+        done = subprocess.run([os.path.join(REPO, "labs", "grade"), *words], capture_output=True, text=True,
+                              check=False, cwd=MADE)
+        verdict(f"refused/{name}", f"exit 2 and {wanted}", f"{done.returncode} {done.stderr}",
+                done.returncode == 2 and wanted in done.stderr and "Traceback" not in done.stderr)
+
+
+def main():
+    every = [*submissions.GOOD, *submissions.BAD]
+    submissions.make_all(MADE, os.path.join(MADE, "given"), every)
+    verdict("submissions", "30 or more", len(every), len(every) >= 30)
+    test_cells()
+    test_refused()
+    test_examined(every)
+    try_sandbox.test_all(verdict, MADE, QUICK)
+    test_whole(["anna"] if QUICK else every)
+    if not QUICK:
+        test_hostile_code()
+
+
+if __name__ == "__main__":
+    main()

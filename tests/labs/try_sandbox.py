@@ -1,0 +1,119 @@
+"""Tries to break out of each kind of isolation of labs/grader/sandbox.py, for grade_test.py."""
+import os
+import shutil
+import socket
+import tempfile
+import threading
+
+import sandbox
+
+# Each prints `done` if it succeeds in what it must not do. {canary}: a folder that everybody may write to, {secret}: a
+# file there, {port}: a server on this machine.
+ATTACKS = {
+    "writes_outside": "echo x >{canary}/written && echo done",
+    "changes_what_it_reads": "echo x >>{given}/file && echo done",
+    "removes_what_it_reads": "rm -f {given}/file; [ -e {given}/file ] || echo done",
+    "reads_another_file": "grep -q secret {secret} && echo done",
+    "uses_the_network": "(exec 3<>/dev/tcp/127.0.0.1/{port}) && echo done",
+    "sees_other_processes": "kill -0 {pid} && echo done",
+    "ends_other_processes": "kill -9 {pid} && echo done",
+    "sees_the_environment": "[ -n \"$SECRET\" ] && echo done; grep -qa SECRET /proc/{pid}/environ && echo done",
+    "gains_privileges": "mount -t tmpfs none /tmp && echo done; mount -o remount,rw / && echo done; chroot / id && "
+                        "echo done",
+    "gains_them_in_a_new_namespace": "unshare -Urm bash -c 'mount -o remount,bind,rw {given}; echo x >>{given}/file' && "
+                                     "echo done",
+    "writes_system_files": "echo x >>/etc/hosts && echo done; touch /usr/x && echo done",
+}
+# What the weakest kind does not prevent, as labs/INSTRUCTOR.md says. It also shows that these attacks work.
+NOT_BY_LIMITS = {"writes_outside", "reads_another_file", "uses_the_network"}
+
+
+def attack(kind, command, given, write, seconds=20):
+    return sandbox.run(kind, ["bash", "-c", command], [given], write, seconds)
+
+
+def serve():
+    """A port of this machine that accepts connections."""
+    server = socket.create_server(("127.0.0.1", 0))
+    def accept():
+        while True:
+            server.accept()[0].close()
+    threading.Thread(target=accept, daemon=True).start()
+    return server.getsockname()[1]
+
+
+def try_attacks(verdict, kind, made, given, write):
+    canary, secret = os.path.join(made, "canary"), os.path.join(made, "secret")
+    os.environ["SECRET"] = "secret"
+    with open(secret, "w", encoding="utf-8") as f:
+        f.write("secret\n")
+    os.chmod(canary, 0o777)
+    words = dict(canary=canary, secret=secret, given=given, port=serve(), pid=os.getpid())
+    for name, command in ATTACKS.items():
+        if kind == "limits" and not (name in NOT_BY_LIMITS or sandbox.is_root()):
+            continue  # it has no user of its own
+        with open(os.path.join(given, "file"), "w", encoding="utf-8") as f:
+            f.write("given\n")
+        done = attack(kind, command.format(**words), given, write)
+        succeeds = kind == "limits" and name in NOT_BY_LIMITS
+        verdict(f"{kind}/{name}", "done" if succeeds else "not done", done,
+                ("done" in done.said.split()) == succeeds and not done.stopped)
+        with open(os.path.join(given, "file"), encoding="utf-8") as f:
+            verdict(f"{kind}/{name}/unchanged", "given", "", f.read() == "given\n")
+    verdict(f"{kind}/canary", "written only by limits", os.listdir(canary),
+            bool(os.listdir(canary)) == (kind == "limits"))
+    for name in os.listdir(canary):
+        os.remove(os.path.join(canary, name))
+
+
+def try_limits(verdict, kind, given, write):
+    done = attack(kind, "while :; do :; done", given, write, 1)
+    verdict(f"{kind}/endless", "stopped after 1 s", done, "after 1 s" in done.stopped)
+    done = attack(kind, "(setsid bash -c 'while :; do sleep 0.1; done' &); sleep 0.3; echo $PPID", given, write)
+    verdict(f"{kind}/leaves_a_process", "ended", done, not sandbox.descendants())
+    sandbox.PROCESSES, before = 40, sandbox.PROCESSES
+    done = attack(kind, "bomb() { for i in 1 2 3 4 5 6 7 8; do bomb & done; sleep 5; }; bomb", given, write, 20)
+    verdict(f"{kind}/forks", "stopped, or without more processes", done,
+            done.stopped or done.status or "fork" in done.said)
+    verdict(f"{kind}/forks/ended", "no process", sandbox.descendants(), not sandbox.descendants())
+    sandbox.PROCESSES = before
+    sandbox.MEMORY_MB, before = 200, sandbox.MEMORY_MB
+    done = attack(kind, "head -c 1G /dev/zero | tail -c 1G | wc -c; sleep 1", given, write)
+    verdict(f"{kind}/memory", "stopped", done, "200 MB of memory" in done.stopped)
+    sandbox.MEMORY_MB = before
+    sandbox.FILE_MB, before = 1, sandbox.FILE_MB
+    done = attack(kind, "head -c 3M /dev/zero >file; wc -c <file; rm file; yes | head -c 3M", given, write)
+    verdict(f"{kind}/large_file", "at most 1 MB", done.said[:100], len(done.said) <= sandbox.SAID and
+            "3145728" not in done.said)
+    sandbox.FILE_MB = before
+
+
+def try_use(verdict, kind, given, write):
+    """What it has to allow."""
+    done = attack(kind, f"cat {given}/file && echo made >{write}/made && echo 'int main(void) {{ return 0; }}' >a.c && "
+                  "$CC a.c -o a && ./a && cat <(echo piped)", given, write, 60)
+    verdict(f"{kind}/use", "given, compiled, piped", done, done.said.split() == ["given", "piped"] and not done.status)
+    verdict(f"{kind}/use/written", "made", os.listdir(write), os.path.exists(os.path.join(write, "made")))
+
+
+def test_kind(verdict, kind, made, quick):
+    if not sandbox.works(kind):
+        print(f"skip grade/{kind}: it does not work on this machine", flush=True)
+        return
+    given, write = tempfile.mkdtemp(dir=made), tempfile.mkdtemp(dir=made)
+    os.chmod(given, 0o755)
+    with open(os.path.join(given, "file"), "w", encoding="utf-8") as f:
+        f.write("given\n")
+    os.chmod(os.path.join(given, "file"), 0o644)
+    try_use(verdict, kind, given, write)
+    try_attacks(verdict, kind, made, given, write)
+    if not quick:
+        try_limits(verdict, kind, given, write)
+    shutil.rmtree(given)
+    shutil.rmtree(write)
+
+
+def test_all(verdict, made, quick):
+    kinds = [sandbox.choose()] if quick else sandbox.KINDS
+    for kind in kinds:
+        test_kind(verdict, kind, made, quick)
