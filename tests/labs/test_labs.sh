@@ -187,8 +187,11 @@ check_all() {
     results_json "lab0$1-results.json" "$2.said.json"
 }
 
-# make verify has nothing to say about the runs of the handout. A busy machine can measure peaks that are too low.
+# make verify has nothing to say about the runs of the handout. A busy machine can measure peaks that are too low,
+# and in lab 9 one device that is slower than half of two.
 verify_runs() {
+    local noise='/layers[.]csv: '
+    [ "$1" != 9 ] || noise+='|a speed-up of at most|plots'
     [ -n "$python3" ] || { skip "lab0$1-verify" "python3 is not installed"; return; }
     # the report of lab 9 as a student has answered it
     [ ! -f "$2/runs/lab09/report.md" ] ||
@@ -196,7 +199,7 @@ verify_runs() {
     make -s --no-print-directory -C "$2" verify RUNS=runs >"$2.verify" 2>&1
     holds "lab0$1-verify-reads-runs" "runs: ..., checked as separate runs" "$(cat "$2.verify")" \
         grep -q '^runs: [0-9]* run folders, checked as separate runs$' "$2.verify"
-    same "lab0$1-verify" "" "$(grep -E '(: expected |error: )' "$2.verify" | grep -vE '/layers[.]csv: |a speed-up of at most|plots')"
+    same "lab0$1-verify" "" "$(grep -E '(: expected |error: )' "$2.verify" | grep -vE "$noise")"
 }
 
 # most_tests LAB: under QUICK, those that neither train nor build a race detector; otherwise none, for all
