@@ -84,7 +84,8 @@ help:
 	@echo "  make study     devices x BATCHES x REPEATS: study.csv and plots; continues where it was stopped"
 	@echo "  make study-scaling   1, 2, 4, ... devices: scaling.csv and a plot"
 	@echo "  make study-workers   WORKERS='1 2 4 8' threads that load images: workers.csv and a plot"
-	@echo "  make ablation  each optimization for the GPU on top of those before: speed and accuracy in ablation.csv"
+	@echo "  make ablation  each optimization for the GPU on top of those before: speed and accuracy in ablation.csv;"
+	@echo "                 RUNGS=slurm/configs/one-core.txt (after make build/cnn-O0), large-batch.txt: other ladders"
 	@echo "  make plots RUNS=DIR  plots of the run folders in DIR"
 	@echo "  make report RUNS=DIR report.md: tables and plots of the run folders, and questions for you"
 	@echo "  make verify RUNS=DIR what is missing or implausible there; run it before you hand it in"
@@ -153,6 +154,10 @@ build/cnn_kernels.hip: cnn_kernels.cu FORCE
 cnn: $(SOURCE) $(KERNELS) build/settings
 	$(BUILD) $(DEFINES) $(CUDA_DEFINES) cnn.c $(KERNELS) -o $@ $(MPI) $(CUDA_LIBS) $(LIBS)
 
+# Without optimization, for slurm/configs/one-core.txt
+build/cnn-O0: $(SOURCE) build/settings
+	$(subst $(OPT),-O0,$(BUILD) $(DEFINES)) cnn.c -o $@ $(LIBS)
+
 # The same sources on the CPU: tests/emulator/cuda_on_cpu.h emulates the GPU. Two steps: g++ compiles the kernels,
 # gcc the rest.
 CXX = g++
@@ -219,8 +224,9 @@ ablation: EPOCHS = 3
 ablation: BATCH = 128
 ablation: REPEATS = 3
 ablation: RUNS = runs/ablation-$(NAME:-%=%)$(if $(VIRTUAL),-emulated)
+ablation: RUNGS = slurm/configs/ablation.txt
 ablation: all $(if $(VIRTUAL),cnn-emu)
-	@labs/tools/study.py ablation $(RUNS) --batches $(BATCH) --repeats $(REPEATS) --epochs $(EPOCHS) \
+	@labs/tools/study.py ablation $(RUNS) --rungs $(RUNGS) --batches $(BATCH) --repeats $(REPEATS) --epochs $(EPOCHS) \
 		$(if $(MODEL),--model $(MODEL)) $(if $(LIMIT),--limit $(LIMIT)) $(if $(VIRTUAL),--emulate) \
 		$(if $(OPTIONS),-- $(OPTIONS))
 	-@$(PLOT) $(RUNS)

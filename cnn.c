@@ -2368,9 +2368,11 @@ static int milestones_passed(const char *milestones, size_t epochs) {
      multistep   lr * gamma^(milestones passed)                      MultiStepLR
      cosine      lr * (1 + cos(pi * e / epochs)) / 2                 CosineAnnealingLR */
 static double learning_rate(const Settings *s, size_t epoch, size_t step, size_t steps) {
+    /* LAB 9.1 BEGIN learning_rate */
     if (epoch < s->warmup_epochs)
         return s->lr * (double)(epoch * steps + step + 1) / (double)(s->warmup_epochs * steps);
     size_t e = epoch - s->warmup_epochs;
+    /* LAB 9.1 END */
     if (strcmp(s->schedule, "step") == 0)
         return s->lr * pow(s->gamma, (double)(e / s->step_size));
     if (strcmp(s->schedule, "multistep") == 0)

@@ -9,7 +9,10 @@ function wrong(what, expected, found) {
     exit 1
 }
 
-function near(a, b, part) { return a - b <= part * b + 1e-9 && b - a <= part * b + 1e-9 }
+function near(a, b, part, digits) { # digits: of b, by whose rounding they may differ, too
+    digits = digits ? .501 / 10 ^ digits : 1e-9
+    return a - b <= part * b + digits && b - a <= part * b + digits
+}
 
 FNR == 1 {
     file++
@@ -61,7 +64,7 @@ END {
             wrong("rows of steps.csv in epoch " e, ceil " x " world " devices", steps[e] + 0)
         if (trained[e] != n)
             wrong("images of all steps in epoch " e, n, trained[e])
-        if (!near(sum[e] / n, loss[e], .001))
+        if (!near(sum[e] / n, loss[e], .001, 4))
             wrong("train_loss of epoch " e, sum[e] / n ", the mean of its steps", loss[e])
         if (spent[e] > 1.02 * seconds[e] + .002)
             wrong("seconds of epoch " e, "at least " spent[e] ", the sum of its steps", seconds[e])

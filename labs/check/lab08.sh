@@ -85,14 +85,6 @@ trained() {
     return 1
 }
 
-# step_losses FOLDER: of each step, the mean over the images of all ranks
-step_losses() {
-    awk -F , 'NR > 1 { key = $1 "," $2; sum[key] += $4 * $5; images[key] += $4 }
-        NR > 1 && !seen[key]++ { order[++count] = key }
-        END { for (i = 1; i <= count; i++) print order[i], images[order[i]], sum[order[i]] / images[order[i]] }' \
-        "$1/steps.csv"
-}
-
 # same_steps ONE FOLDER DEVIATION MOST: the losses and images of all steps, at most MOST of them, are those of ONE
 same_steps() {
     paste -d ' ' <(step_losses "$1") <(step_losses "$2") | head -n "${4:-100000}" | awk -v most="$3" -v many="$2" '

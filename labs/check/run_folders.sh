@@ -1,4 +1,4 @@
-# Checks of run folders for labs 0 and 2, sourced by their labNN.sh. Numbers have to be consistent with
+# Checks of run folders for labs 0, 2, 8 and 9, sourced by their labNN.sh. Numbers have to be consistent with
 # each other. What is missing or wrong is printed on stdout.
 # shellcheck shell=bash disable=SC2154 # check.sh exports home, from and work; run() reads token
 
@@ -81,6 +81,14 @@ same_losses() {
                 run, NR, $1, what, ($2 == "" ? "nothing" : $2); exit 1 } }
         END { if (NR == 0) { print "found no losses to compare with"; exit 1 } }' ||
         complain "the same images and initial weights give the same losses on every machine"
+}
+
+# step_losses FOLDER: of each step, the mean over the images of all ranks
+step_losses() {
+    awk -F , 'NR > 1 { key = $1 "," $2; sum[key] += $4 * $5; images[key] += $4 }
+        NR > 1 && !seen[key]++ { order[++count] = key }
+        END { for (i = 1; i <= count; i++) print order[i], images[order[i]], sum[order[i]] / images[order[i]] }' \
+        "$1/steps.csv"
 }
 
 # retrain OPTIONS...: a short training by the checker with the run's images, batches and seed, in the folder own

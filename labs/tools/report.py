@@ -192,6 +192,21 @@ def make_workers(root, runs, rows):
     return (text + picture(root, "workers", "images per second by workers")).strip()
 
 
+def make_ablation(root, runs, rows):
+    """Of this folder and of those in it, such as the two of lab 9."""
+    texts = []
+    for folder in [root, *sorted(e.path for e in os.scandir(root) if e.is_dir())]:
+        text = csv_tables(root, "ablation.csv", [folder])
+        there = os.path.exists(os.path.join(folder, "plots", "ablation.png"))
+        name = os.path.relpath(os.path.join(folder, "plots", "ablation.png"), root)
+        texts += [text + f"\n\n![speed and accuracy of each rung]({name})" * there] if text else []
+    return "\n\n".join(texts)
+
+
+def make_hours(root, runs, rows):
+    return csv_tables(root, "hours.csv", [root])
+
+
 def make_layers(root, runs, rows):
     text = csv_tables(root, "layers.csv", first_runs(rows))
     return text and text + picture(root, "roofline", "layers and the limits of the machine")
@@ -213,8 +228,8 @@ def make_classes(root, runs, rows):
 
 
 MAKERS = dict(settings=make_settings, machine=make_machine, timing=make_timing, steps=make_steps,
-              scaling=make_scaling, workers=make_workers, layers=make_layers, profile=make_profile,
-              classes=make_classes)
+              scaling=make_scaling, hours=make_hours, ablation=make_ablation, workers=make_workers,
+              layers=make_layers, profile=make_profile, classes=make_classes)
 MARKER = re.compile(rf"<!-- (begin|end) ({'|'.join(MAKERS)})(?: ([0-9a-f]{{8}}))?\b[^>]*-->\s*")
 
 

@@ -8,6 +8,7 @@ import csv
 import json
 import math
 import os
+import re
 import statistics
 import struct
 import sys
@@ -22,6 +23,8 @@ WORKERS = ["device", "model", "global_batch", "workers", "repeats", "img_per_s_m
            "loader_wait_s_mean", "emulated"]
 ABLATION = ["rung", "options", "img_per_s", "seconds", "accuracy", "accuracy_sd", "emulated", "times_first",
             "times_previous", "repeats", "model", "dataset", "device", "driver", "date", "commit"]
+HOURS = ["study", "runs_of", "repeats", "count", "unit", "wall_s_mean", "training_percent", "hours", "accuracy_mean",
+         "emulated"]
 # Student's t: 97.5 % of all values lie below, for 1, 2, ... degrees of freedom; beyond 30 the last is taken.
 T95 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
        2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
@@ -197,9 +200,10 @@ def facts(run):
 
 
 def differences(a, b, free):
-    """What differs between two runs: (name, value in a, value in b), without the settings in `free`."""
+    """What differs between two runs: (name, value in a, value in b), without the settings in `free`, which may
+    also contain "flags", those of the compiler."""
     left, right = facts(a), facts(b)
-    free = {f"--{k}" for k in free}
+    free = {k if k == "flags" else f"--{k}" for k in free}
     if a.kind != b.kind:
         free |= {"--kernels", "device"}  # what --kernels fast means depends on the device
     if {a.kind, b.kind} != {"cpu"}:
@@ -307,6 +311,26 @@ def scaling_rows(rows, modes=("ddp",)):
                     row["speedup"] = row["img_per_s"] / one["img_per_s"]
                     row["efficiency"] = row["speedup"] / row["devices"]
                 table.append(row)
+    return table
+
+
+def hours_rows(runs, root):
+    """A row for each group of repeats, as study.py names them, and the sum of all measured hours, by unit."""
+    def key(run):
+        folder, name = os.path.split(os.path.relpath(run.folder, root))
+        return folder or ".", re.sub(r"-r\d+$", "", name)
+    table = []
+    for (study, name), group in sorted(by(runs, key).items()):
+        run = group[0]
+        wall = [r.resources["wall_s"] for r in group]
+        count, unit = (run.world, "GPU") if run.kind != "cpu" else (run.world * run.settings["threads"], "core")
+        table.append(dict(study=study, runs_of=name, repeats=len(group), count=count, unit=unit,
+                          wall_s_mean=statistics.mean(wall), hours=count * sum(wall) / 3600,
+                          training_percent=100 * sum(r.seconds for r in group) / max(sum(wall), 1e-9),
+                          accuracy_mean=statistics.mean(r.accuracy for r in group), emulated=int(run.emulated)))
+    for unit, rows in by([r for r in table if not r["emulated"]], lambda r: r["unit"]).items():
+        table.append(dict(study="sum", unit=unit, repeats=sum(r["repeats"] for r in rows),
+                          hours=sum(r["hours"] for r in rows)))
     return table
 
 

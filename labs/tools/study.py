@@ -11,7 +11,9 @@ run.json says `complete`, with the same command, settings and build; an unfinish
     labs/tools/study.py workers runs/workers   1, 2, 4, 8 threads that load images: workers.csv
     labs/tools/study.py ablation runs/ablation one optimization after the other: ablation.csv
     labs/tools/study.py collect runs/first     study.csv from any folder of run folders; lists missing runs;
-                                               with --workers 1 2 ...: workers.csv
+                                               with --workers 1 2 ...: workers.csv;
+                                               with --counts 1 2 ...: scaling.csv
+    labs/tools/study.py hours runs/first       what the runs at any depth below it have cost: hours.csv
 `make study`, `make study-scaling`, `make study-workers` and `make ablation` call these and draw the plots.
 Options of ./cnn come last, after --.
 
@@ -31,7 +33,11 @@ other settings, the build and the machine must be equal; otherwise the differenc
 
 scaling.csv: strong: the devices share one --global-batch; weak: each has --batch-size images. All train with
 the same images. speedup: images per second / those of one device; efficiency: speedup / devices. Without a
-GPU, the devices are replicas of the network on the CPU, with one thread each.
+GPU, the devices are replicas of the network on the CPU, with one thread each. With --launch, they are
+processes (ranks of MPI), on one machine or many: {n} is their number in that command, as in
+    study.py scaling DIR --counts 2 --batches 64 --launch 'srun --mpi=pmix --ntasks={n}'
+Several jobs can fill one folder, each with the --counts that it has nodes for. `collect` then writes the
+table, and names the rows and repeats that are missing.
 
 workers.csv: on one GPU, or else on the CPU, where loaders and training share the cores. --resident off and
 --augment elastic give the loaders work; options after -- can change that.
@@ -39,14 +45,21 @@ workers.csv: on one GPU, or else on the CPU, where loaders and training share th
     loader_wait_s_mean               seconds that training waited for images, all epochs of a run
 
 ablation.csv has a row for each rung of a ladder, a text file with one rung a line (--rungs; by default
-slurm/configs/ablation.txt): its name and the options that it adds to those above it. All rungs train with
-the same images, seeds and epochs:
+slurm/configs/ablation.txt): its name and the options that it adds to those above it; `--program FILE` is
+another build of ./cnn, and `--threads cores` means all usable ones. All rungs train with the same images,
+seeds and epochs:
     img_per_s                        the median over the epochs of all repeats but the first epoch of each
     seconds                          of training, the mean of the repeats
     accuracy, accuracy_sd            as in study.csv: what an optimization must not cost
     times_first, times_previous      img_per_s relative to the first rung, and to the one before
 Without a GPU it is the ladder of the CPU. With --emulate, where there is no GPU, each rung makes two steps on
 a virtual one, which shows that it runs: such rows have neither speed nor accuracy.
+
+hours.csv has a row for each group of repeats, in the folder `study`, and one for their sum:
+    count, unit                      what a run occupies: GPUs, or on the CPU cores, one for each thread
+    hours                            count x wall time from start to end, testing included, of all repeats:
+                                     what a cluster charges
+    training_percent                 the part of the wall time that was training
 """
 import argparse
 import os
@@ -55,12 +68,13 @@ import sys
 import tempfile
 from types import SimpleNamespace
 
-from run_folders import (ABLATION, COLUMNS, REPEATS_DIFFER, SCALING, WORKERS, ablation_rows, add_speedups,
-                         check_comparable, differences, fail, is_dirty, make_rows, name_of_data, print_columns,
-                         read_run, read_runs, save_table, scaling_rows, workers_rows, write_table)
+from run_folders import (ABLATION, COLUMNS, HOURS, REPEATS_DIFFER, SCALING, WORKERS, ablation_rows, add_speedups,
+                         check_comparable, complete, differences, fail, find_folders, hours_rows, is_dirty,
+                         make_rows, name_of_data, print_columns, read_run, read_runs, save_table, scaling_rows,
+                         workers_rows, write_table)
 
 DEVICES = {"cpu": "--no-cuda", "single": "--gpus 1", "multi": "--gpus {n}",
-           "gpus": "--gpus {n}", "replicas": "--no-cuda --replicas {n} --threads {n}"}
+           "gpus": "--gpus {n}", "replicas": "--no-cuda --replicas {n} --threads {n}", "ranks": ""}
 LOADING = ["--resident", "off", "--augment", "elastic"]  # keeps loaders busy
 RUNGS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "../../slurm/configs/ablation.txt")
 
@@ -69,21 +83,23 @@ class Absent(Exception):
     """There is no such device, or not that many, or no such data."""
 
 
-def start(program, count, options, output=None):
-    """Runs ./cnn to its end and returns its exit status."""
+def start(program, count, options, output=None, launch=()):
+    """Runs ./cnn to its end, by the command `launch` if there is one, and returns its exit status."""
     environment = dict({"CUEMU_DEVICES": str(count)}, **os.environ)  # the user's value has priority
+    command = [*launch, program, *options]
     try:
-        return subprocess.call([program, *options], stdin=subprocess.DEVNULL, stdout=output,
+        return subprocess.call(command, stdin=subprocess.DEVNULL, stdout=output,
                                stderr=output and subprocess.STDOUT, env=environment)
     except OSError as error:
-        fail(program, "a program", error.strerror, "run make first, and make emulate for virtual GPUs")
+        fail(command[0], "a program", error.strerror, "run make first, and make emulate for virtual GPUs")
 
 
-def try_out(program, count, options, absent=()):
+def try_out(program, count, options, absent=(), launch=()):
     """The run.json of one training step: the settings and build that a run will have. absent: how error
     messages begin that say that something else than the device is missing."""
-    with tempfile.TemporaryDirectory() as folder, open(os.path.join(folder, "output.txt"), "w+") as output:
-        status = start(program, count, [*options, "--dry-run", "--out", folder], output)
+    with tempfile.TemporaryDirectory(dir=os.getcwd() if launch else None) as folder, \
+            open(os.path.join(folder, "output.txt"), "w+") as output:  # which all machines see
+        status = start(program, count, [*options, "--dry-run", "--out", folder], output, launch)
         output.seek(0)
         error = (output.read().strip() or "nothing").splitlines()[-1].replace("cnn: error: ", "")
         if status and error.startswith((f"--gpus {count}: ", f"--replicas {count}: ", *absent)):
@@ -102,23 +118,25 @@ def make_task(args, device, count, batch, repeat, batch_option="--global-batch",
     options += ["--workers", str(workers)] if workers else []
     options += [word for option in rung.options.items() for word in option] if rung else []
     options += args.options
+    first = rung.program or args.program if rung else args.program
+    launch = [word.format(n=count) for word in args.launch.split()] if device == "ranks" else []
     key = device, count, batch, batch_option, workers, rung and rung.name
     if key not in args.tried:
         try:
-            args.tried[key] = args.program, try_out(args.program, count, options)
+            args.tried[key] = first, try_out(first, count, options, launch=launch)
         except Absent:
             if not args.emulate or device == "replicas":
                 raise
             args.tried[key] = args.program + "-emu", try_out(args.program + "-emu", count, options)
     program, expected = args.tried[key]
-    name = "-".join([args.model, device + (str(count) if "{n}" in DEVICES[device] else "")]
+    name = "-".join([args.model, device + (str(count) if device == "ranks" or "{n}" in DEVICES[device] else "")]
                     + ["emulated"] * expected.emulated
                     + [("each" if batch_option == "--batch-size" else "b") + str(batch)]
                     + [f"workers{workers}"] * bool(workers)
                     + ([f"rung{rung.number}", rung.name] if rung else []) + [f"r{repeat}"])
     options += ["--seed", str(repeat)] + ["--save-model"] * (repeat == 1)  # the plots need one of them
     return SimpleNamespace(name=name, program=program, count=count, expected=expected, options=options,
-                           repeat=repeat)
+                           repeat=repeat, launch=launch)
 
 
 def is_finished(task, folder):
@@ -145,7 +163,7 @@ def run_tasks(root, tasks):
         if not finished:
             os.makedirs(folder, exist_ok=True)
             with open(os.path.join(folder, "output.txt"), "w") as output:
-                status = start(task.program, task.count, [*task.options, "--out", folder], output)
+                status = start(task.program, task.count, [*task.options, "--out", folder], output, task.launch)
             if status:
                 fail(folder, "exit status 0", status,
                      f"read {folder}/output.txt; the same command continues from here")
@@ -208,7 +226,7 @@ def name_missing(found, repeats, row):
 
 
 def collect(args):
-    (collect_workers if args.workers else collect_study)(args)
+    (collect_workers if args.workers else collect_scaling if args.counts else collect_study)(args)
 
 
 def collect_study(args):
@@ -253,9 +271,10 @@ def collect_workers(args):
 
 
 def scaling(args):
-    batch, device = args.batches[0], "gpus"
+    batch, device = args.batches[0], "ranks" if args.launch else "gpus"
     try:
-        args.emulate = make_task(args, device, 1, batch, 1).expected.emulated  # never mixed with real ones
+        one = make_task(args, device, args.counts[0] if args.launch and args.counts else 1, batch, 1)
+        args.emulate = one.expected.emulated  # never mixed with real ones
     except Absent as why:
         device = "replicas"
         print(f"{why}: the devices are replicas on the CPU, with one thread each")
@@ -270,18 +289,39 @@ def scaling(args):
             print(f"skip {count} devices and more: {why}")
             break
     run_tasks(args.folder, sorted(tasks, key=lambda task: task.repeat))
+    if not args.launch:
+        collect_scaling(args)
+
+
+def collect_scaling(args):
+    """scaling.csv; exit status 1 if runs of the --counts are missing, as in collect_study()."""
     runs = read_runs(args.folder)
     check_comparable(runs, {"threads"})
-    write_table(os.path.join(args.folder, "scaling.csv"), SCALING, scaling_rows(make_rows(runs)))
+    rows = scaling_rows(make_rows(runs))
+    write_table(os.path.join(args.folder, "scaling.csv"), SCALING, rows)
+    repeats = args.repeats or max([row["repeats"] for row in rows], default=1)
+    there = {(row["scaling"], row["devices"]): row["runs"] for row in rows}
+    missing = [name_missing(there.get((kind, count), []), repeats, f"{kind} scaling, devices: {count}")
+               for count in args.counts or [] for kind in ("strong", "weak")]
+    sys.exit(1 if any(missing) else 0)
+
+
+def hours(args):
+    """hours.csv of all runs at any depth."""
+    groups = find_folders(args.folder)
+    runs = complete([folder for folders in groups.values() for folder in folders])
+    if not runs:
+        fail(args.folder, "folders of complete runs", "none", "make study writes them, and so does ./cnn --out")
+    write_table(os.path.join(args.folder, "hours.csv"), HOURS, hours_rows(runs, args.folder))
 
 
 # ---- The ablation
 
 
 def read_rungs(path, device):
-    """The rungs of the ladder of a device, "gpu" or "cpu": number, name, the options that it adds, as text, and
-    all that it has, as {option: value}."""
-    rungs, options = [], {}
+    """The rungs of the ladder of a device, "gpu" or "cpu": number, name, the options that it adds, as text, all
+    that it has, as {option: value}, and its program, if it is another one."""
+    rungs, options, program = [], {}, None
     try:
         with open(path) as f:
             lines = [line.split("#")[0].split() for line in f]
@@ -293,9 +333,11 @@ def read_rungs(path, device):
             fail(f"{path}, line {number}", "gpu or cpu, a name, options with their values", " ".join(words),
                  "correct that line")
         if words and words[0] == device:
-            options = {**options, **dict(zip(words[2::2], words[3::2]))}
+            cores = str(len(os.sched_getaffinity(0)))
+            options = {**options, **dict(zip(words[2::2], (cores if w == "cores" else w for w in words[3::2])))}
+            program = options.pop("--program", program)
             rungs.append(SimpleNamespace(number=len(rungs) + 1, name=words[1], adds=" ".join(words[2:]),
-                                         options=options))
+                                         options=options, program=program))
     if not rungs:
         fail(path, f"rungs of the device {device}", "none", f"add a line that begins with {device}")
     return rungs
@@ -399,7 +441,8 @@ def ablation(args):
                           for task in tasks[rung.name][:repeat + 1]]) for rung in rungs if rung.name in tasks]
         rows, runs = ablation_rows(groups), [run for _, group in groups for run in group]
         save_table(path, ABLATION, rows)
-    check_comparable(runs, {option[2:] for rung in rungs for option in rung.options})
+    free = {option[2:] for rung in rungs for option in rung.options}
+    check_comparable(runs, free | ({"flags"} if any(rung.program for rung in rungs) else set()))
     print_ablation(rows, runs)
     print(f"Written: {path}")
 
@@ -415,19 +458,21 @@ def parse_options():
     end = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="train|run|scaling|workers|ablation|collect")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="train|run|scaling|workers|ablation|collect|hours")
     known = ["cpu", "single", "multi"]
     for name, does, devices, batches, repeats in (
             ("train", train, None, [250], 1), ("run", study, known, [50, 100, 150, 200, 250], 10),
             ("scaling", scaling, None, [256], 5), ("workers", workers, None, [250], 5),
             ("ablation", ablation, None, [128], 3),
-            ("collect", collect, None, None, None)):
+            ("collect", collect, None, None, None), ("hours", hours, None, None, None)):
         command = commands.add_parser(name)
-        command.set_defaults(does=does, devices=devices, options=words[end + 1:], tried={})
+        command.set_defaults(does=does, devices=devices, options=words[end + 1:], tried={}, launch=None)
         add = command.add_argument
         if name == "train":
             add("device", choices=known)
         add("folder", metavar="DIR", help="of the run folders")
+        if name == "hours":
+            continue
         add("--batches", nargs="+", type=positive, metavar="B", default=batches,
             help=f"images per step, all devices together (default: {batches or 'those of the runs'})")
         if name in ("run", "collect"):
@@ -439,6 +484,9 @@ def parse_options():
             counts = [1, 2, 4, 8] if name == "workers" else None
             add("--workers", nargs="+", type=positive, metavar="N", default=counts,
                 help=f"threads that load images (default: {counts or 'study.csv instead'})")
+        if name in ("scaling", "collect"):
+            add("--counts", nargs="+", type=positive, metavar="N", help="numbers of devices (default: "
+                + ("1 2 4 ... up to all)" if name == "scaling" else "study.csv instead)"))
         if name == "collect":
             continue
         if name == "ablation":
@@ -456,8 +504,7 @@ def parse_options():
         if name in ("run", "workers"):
             add("--task", type=positive, metavar="N", help="only the Nth run, for array jobs")
         if name == "scaling":
-            add("--counts", nargs="+", type=positive, metavar="N",
-                help="numbers of devices (default: 1 2 4 ... up to all)")
+            add("--launch", metavar="COMMAND", help="starts {n} processes of ./cnn, on one machine or several")
     return parser.parse_args(words[:end])
 
 

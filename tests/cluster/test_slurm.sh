@@ -196,7 +196,7 @@ test_readme() {
             ;;
         cpu) cnn_of_job=./cnn ;;
         multinode) can_train_over_mpi "$script" || continue ;;
-        *_array) continue ;; # test_timing_array, test_workers_array
+        *_array | scaling) continue ;; # test_timing_array, test_workers_array, test_scaling
         esac
         command="source slurm/site.env && ${command/sbatch/sbatch --parsable} ${tiny[*]}"
         job=$(PATH=$tmp/bin:$PATH CNN=$cnn_of_job bash -c "$command" 2>"$err") || fail "readme/$script" works "$(cat "$err")"
@@ -271,6 +271,43 @@ test_workers_array() {
         "exit $?, rows $(awk -F, 'NR > 1 { print $4 "," $5 "," $NF }' runs/workers/workers.csv | xargs)"
     $study collect runs/workers --workers 1 3 --repeats 2 >"$out" 2>&1
     line workers_array/missing '^missing: 3 workers: repeat 2$'
+}
+
+# Jobs of one and of two nodes fill one folder; the collector names the rows of a job that was not submitted.
+test_scaling() {
+    local study=labs/tools/study.py n
+    if ! command -v python3 >/dev/null; then
+        skip scaling "python3 is not installed"
+        return
+    fi
+    can_train_over_mpi scaling || return
+    for n in 1 2; do
+        submit --nodes=$n --gres=none slurm/scaling.sb --batches 16 --epochs 1 --limit 64 --repeats 2 \
+            -- --no-cuda --dataset synthetic
+    done
+    until_true 240 no_jobs
+    $study collect runs/scaling --counts 1 2 --repeats 2 >"$out" 2>&1
+    same scaling/collected "exit 0, rows strong,1,2 strong,2,2 weak,1,2 weak,2,2" \
+        "exit $?, rows $(awk -F, 'NR > 1 { print $1 "," $3 "," $8 }' runs/scaling/scaling.csv | xargs)"
+    $study collect runs/scaling --counts 1 2 4 --repeats 2 >"$out" 2>&1
+    line scaling/missing '^missing: weak scaling, devices: 4: repeat 1, 2$'
+}
+
+# The jobs of lab 8, with a small network: one device, ddp and dp on two, at the same global batch.
+test_lab08() {
+    local command jobs=() i
+    while read -r command; do
+        command="${command/sbatch/sbatch --parsable} --model cifar --dataset synthetic --limit-train 64 --limit-test 16"
+        job=$(CNN=./cnn-emu bash -c "$command --global-batch 16 --epochs 1" 2>"$err") || fail lab08 works "$(cat "$err")"
+        jobs+=("$(grep -oP 'slurm/\K\w+(?=\.sb)' <<<"$command"):$job")
+    done < <(grep -oP '^ +\Ksbatch .*' "$repo/labs/lab08/README.md")
+    same lab08/jobs "single ddp dp" "$(printf '%s\n' "${jobs[@]%:*}" | xargs)"
+    for i in "${jobs[@]}"; do
+        case $i in
+        single:*) trained lab08/single single "${i#*:}" single 1 ;;
+        *) trained "lab08/${i%:*}" "${i%:*}" "${i#*:}" "${i%:*}" 2 ;;
+        esac
+    done
 }
 
 can_train_over_mpi() {
@@ -440,5 +477,7 @@ test_requeue
 test_site
 test_mpi
 test_readme
+test_lab08
 test_timing_array
 test_workers_array
+test_scaling

@@ -256,6 +256,19 @@ test_configs() {
 }
 
 # Real runs: of the CPU's ladder; of the GPU's, and of each argument file, in the emulator
+# The two ladders of lab 9: another build, all cores; another batch and learning rate
+test_lab09() {
+    local options=(--model cifar --epochs 2 --repeats 1 --batches 16)
+    rm -f cnn && cp "$cnn" cnn && mkdir -p build && cp "$cnn" build/cnn-O0
+    ablation core --rungs "$configs/one-core.txt" "${options[@]}" --limit 32 -- --no-cuda --dataset synthetic
+    same core/rungs "0 O0 O3 fast OpenMP" "$status $(rungs_of core)"
+    same core/programs "build/cnn-O0 ./cnn ./cnn ./cnn" "$(grep -ohP '"command": \["\K[^"]*' core/*/run.json | xargs)"
+    same core/threads "1 1 1 $(nproc)" "$(grep -ohP '"threads": \K\d+' core/*/run.json | xargs)"
+    ablation batches --rungs "$configs/large-batch.txt" "${options[@]}" --limit 256 -- --no-cuda --dataset synthetic
+    same batches/rungs "0 small large scaled warm-up huge" "$status $(rungs_of batches)"
+    same batches/steps "16 4 4 4 1" "$(grep -ohP '"iterations":\K\d+' batches/*/run.json | xargs)"
+}
+
 test_real() {
     ablation real --program "$cnn" --epochs 2 --repeats 1 --limit 64 --batches 32 -- --no-cuda --dataset synthetic
     same real/status "0 " "$status $(cat "$err")"
@@ -265,6 +278,7 @@ test_real() {
     printf 'cpu plain --momentum 0 --lr 1e-2\ncpu one --seed 1 --lr 0.010\n' >rungs
     ablation numbers --program "$cnn" --rungs rungs --epochs 2 --repeats 1 --limit 64 -- --no-cuda --dataset synthetic
     same numbers/rungs "0 plain one" "$status $(rungs_of numbers)"
+    test_lab09
     if [ ! -x "$emulator" ]; then
         skip real_emulated "no ./cnn-emu; make emulate"
         return

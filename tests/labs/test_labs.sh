@@ -5,7 +5,7 @@
 #
 #   tests/labs/test_labs.sh [LAB...]     QUICK=1: if none is named, lab 0 and another one each day; the starters of all
 #                                        compile. Of the handouts only that of lab 0 up to its first check, one wrong
-#                                        answer for each TODO of labs 1, 4 and 8 and for one of lab 3; where the points
+#                                        answer for each TODO of labs 1, 4, 8 and 9 and for one of lab 3; where the points
 #                                        of lab 0 are not what is tested, without its test 2, which trains
 #                                        LONG=1: all wrong answers, instead of a third that changes daily
 #
@@ -141,6 +141,7 @@ handout() {
             (cd "$dir" && timeout 300 bash -c "$command") >>"$said" 2>&1 </dev/null && continue
             # in the middle of a lab a check has not all points yet; check_all() checks the end
             [[ $command = make\ check* ]] && grep -q "^lab $lab: .* points" "$said" && continue
+            [[ $command = make\ verify* ]] && grep -q '^Findings: ' "$said" && continue # verify_runs() looks at them
             fail "lab0$lab-handout" "success of $command" "$(tail -n 5 "$said")"
             wrong=1 ;;
         esac
@@ -186,13 +187,19 @@ check_all() {
     results_json "lab0$1-results.json" "$2.said.json"
 }
 
-# make verify has nothing to say about the runs of the handout. A busy machine can measure peaks that are too low.
+# make verify has nothing to say about the runs of the handout. A busy machine can measure peaks that are too low,
+# and in lab 9 one device that is slower than half of two.
 verify_runs() {
+    local noise='/layers[.]csv: '
+    [ "$1" != 9 ] || noise+='|a speed-up of at most|plots'
     [ -n "$python3" ] || { skip "lab0$1-verify" "python3 is not installed"; return; }
+    # the report of lab 9 as a student has answered it
+    [ ! -f "$2/runs/lab09/report.md" ] ||
+        sed -i 's/^> TODO:.*/An answer. ![a plot](plots\/scaling.png)/' "$2/runs/lab09/report.md"
     make -s --no-print-directory -C "$2" verify RUNS=runs >"$2.verify" 2>&1
     holds "lab0$1-verify-reads-runs" "runs: ..., checked as separate runs" "$(cat "$2.verify")" \
         grep -q '^runs: [0-9]* run folders, checked as separate runs$' "$2.verify"
-    same "lab0$1-verify" "" "$(grep -E '(: expected |error: )' "$2.verify" | grep -v '/layers[.]csv: ')"
+    same "lab0$1-verify" "" "$(grep -E '(: expected |error: )' "$2.verify" | grep -vE "$noise")"
 }
 
 # most_tests LAB: under QUICK, those that neither train nor build a race detector; otherwise none, for all
@@ -406,7 +413,7 @@ unavailable_labs() {
     local target lab wanted
     wanted=$(labs | paste -sd ' ')
     for target in starter check gradescope; do
-        for lab in 5 7 9 12 none ''; do
+        for lab in 5 7 12 none ''; do
             [[ -z $lab || " $wanted " != *" $lab "* ]] || continue
             RESULTS=$tmp/no_lab make -s --no-print-directory -C "$repo" $target LAB="$lab" \
                 OUT="$tmp/no_lab" >"$out" 2>"$err"
@@ -431,9 +438,9 @@ print(sum(test["points"] for test in json.load(open(sys.argv[1]))))' "$tmp/bare$
     done
 }
 
-# The pictures of the handouts exist, and the script beside lab 8's draws them.
+# The pictures of the handouts exist, and the scripts beside them draw them.
 figures() {
-    local n picture python drawn
+    local n picture python script lab
     for n in $(labs); do
         grep -o '(\.\./figures/[^)]*)' "$repo/labs/lab0$n/README.md" | tr -d '()'
     done >"$tmp/pictures"
@@ -443,9 +450,11 @@ figures() {
     done <"$tmp/pictures"
     for python in "$repo/.venv/bin/python" "$python3" /usr/bin/python3; do
         "$python" -c 'import matplotlib' 2>/dev/null || continue
-        drawn=$("$python" "$repo/labs/figures/lab08.py" "$tmp/figures" 2>&1 | sed 's|.*/||' | paste -sd ' ')
-        same figures/drawn "$(grep -o 'lab08_.*' "$tmp/pictures" | sort | paste -sd ' ')" \
-            "$(tr ' ' '\n' <<<"$drawn" | sort | paste -sd ' ')"
+        for script in "$repo"/labs/figures/lab*.py; do
+            lab=$(basename "$script" .py)
+            same "figures/$lab-drawn" "$(grep -o "${lab}_.*" "$tmp/pictures" | sort | paste -sd ' ')" \
+                "$("$python" "$script" "$tmp/figures" 2>&1 | sed 's|.*/||' | sort | paste -sd ' ')"
+        done
         return
     done
     skip figures/drawn "no python3 has matplotlib"

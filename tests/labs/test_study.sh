@@ -295,6 +295,56 @@ test_workers() {
     error loaders/no_such_task "--task" "expected 1 to 4" "found 5"
 }
 
+# One device 8 s of training, two 5 s; each ran two seconds longer: 1 x 4 threads x 10 s, 2 x 4 x 7 s of a core
+test_hours() {
+    make_run cost/strong/one-r1 cpu 1 40 1 8 50
+    make_run cost/strong/one-r2 cpu 1 40 2 8 50
+    make_run cost/weak/two-r1 cpu 2 40 1 5 50
+    make_run cost/gpus-r1 "GPU X" 2 40 1 5 50
+    make_run cost/e-r1 "emulated GPU" 2 40 1 5 50
+    local file
+    for file in cost/*/*/run.json cost/*/run.json; do
+        sed -i "s/^ \"per_class\"/ \"resources\": {\"wall_s\": $([[ $file = *one* ]] && echo 10 || echo 7)},\n&/" "$file"
+    done
+    study hours cost
+    same hours/status "0 " "$status $(cat "$err")"
+    same hours/rows "strong,one,2,4,core weak,two,1,8,core .,gpus,1,2,GPU .,e,1,2,GPU sum,,1,,GPU sum,,3,,core" \
+        "$(grep -E '^(strong|weak)' cost/hours.csv | cut -d , -f 1-5 | xargs) $(grep '^[.],gpus' cost/hours.csv | cut -d , -f 1-5) $(
+            grep '^[.],e,' cost/hours.csv | cut -d , -f 1-5) $(grep '^sum' cost/hours.csv | cut -d , -f 1-5 | xargs)"
+    near hours/strong 0.0222222 "$(cell cost/hours.csv ^strong hours)" # 4 x 2 x 10 / 3600
+    near hours/training 80 "$(cell cost/hours.csv ^strong training_percent)"
+    near hours/cores 0.0377778 "$(cell cost/hours.csv ^sum.*core hours)" # and 8 x 7 / 3600
+    near hours/gpus 0.00388889 "$(cell cost/hours.csv ^sum.*GPU hours)"  # not the emulated one
+    mkdir -p nothing
+    study hours nothing
+    error hours/none nothing "folders of complete runs"
+}
+
+# Two calls fill one folder, as jobs of different sizes do. The launcher is no MPI: it notes how many processes it
+# was asked for, and starts replicas in their place.
+test_launched() {
+    cat >launcher <<'END_OF_PROGRAM'
+#!/usr/bin/env bash
+echo "$1" >>launched
+exec "${@:2}" --replicas "$1" --oversubscribe
+END_OF_PROGRAM
+    chmod +x launcher
+    local count
+    for count in 1 2; do
+        study scaling ranks --program "$cnn" --batches 16 --counts $count --repeats 2 "${small[@]}" \
+            --launch './launcher {n}' -- --dataset synthetic --no-cuda --threads $count
+        same "launched/$count" "0 " "$status $(cat "$err")"
+    done
+    same launched/processes "1 2" "$(sort -u launched | xargs)"
+    holds launched/no_table "none before it is collected" "$(ls ranks)" [ ! -e ranks/scaling.csv ]
+    rm -r ranks/cifar-ranks2-each16-r2
+    study collect ranks --counts 1 2 4
+    same launched/missing "1 missing: weak scaling, devices: 2: repeat 2|missing: strong scaling, devices: 4: repeat 1, 2|$(
+        )missing: weak scaling, devices: 4: repeat 1, 2|" "$status $(tr '\n' '|' <"$err")"
+    same launched/rows "strong,1,2 strong,2,2 weak,1,2 weak,2,1" \
+        "$(awk -F, 'NR > 1 { print $1 "," $3 "," $8 }' ranks/scaling.csv | xargs)"
+}
+
 # More than a frame without anything in it
 # shellcheck disable=SC2317 # holds calls it
 is_png() { [ "$(head -c 4 "$1" | tail -c 3)" = PNG ] && [ "$(wc -c <"$1")" -gt 8000 ]; }
@@ -418,6 +468,8 @@ test_workers_table
 test_resumed
 test_devices
 test_workers
+test_hours
+test_launched
 test_plots
 test_figures
 test_make

@@ -104,7 +104,7 @@ test_sources() {
     c=("${program[@]}" tests/*.h tests/*/*.[ch] labs/check/*.[ch] labs/lab*/*.c)
     words=("${program[@]}" README.md labs/*.md labs/tools/README.md labs/lab*/* Makefile slurm/*.* slurm/configs/* \
         data/*.sh)
-    same lines/cnn.c "" "$(style lines 6037 cnn.c)" # the aim is 5,750; 5 % more are accepted
+    same lines/cnn.c "" "$(style lines 6142 cnn.c)" # the aim is 5,850; 5 % more are accepted
     same lines/cnn_kernels.c "" "$(style lines 1660 cnn_kernels.c)" # the aim is 1,620
     same lines/cnn_kernels.cu "" "$(style lines 2362 cnn_kernels.cu)"
     for file in tests/unit/*.[ch]; do

@@ -1,0 +1,129 @@
+/* lab09.c - tests of the warm-up for `make check LAB=9`: `lab09 TEST`.
+
+   The student's part runs in a process of its own, which sends back the learning rates of all
+   steps; it has no token. The rates have to have certain properties. */
+
+#define _GNU_SOURCE
+#define CNN_NO_MAIN
+#define CNN_NO_KERNELS // no layer is computed
+#include "../../cnn.c"
+#include "report.h"
+#include <sys/wait.h>
+
+enum { MOST_RATES = 4096, PATIENCE_S = 20 };
+
+static const char *const schedules[] = {"step", "multistep", "cosine"};
+
+// The rates of all steps of all epochs, computed in another process.
+static void rates(const Settings *s, size_t steps, double *out) {
+    const size_t count = s->epochs * steps;
+    int ends[2];
+    fflush(stdout);
+    if (pipe(ends) != 0)
+        wrong("cannot make a pipe");
+    pid_t child = fork();
+    if (child == 0) {
+        int nowhere = open("/dev/null", O_RDWR);
+        for (int file = 0; file <= 9; file++)
+            if (file <= 2 || file == 9)
+                dup2(nowhere, file);
+        alarm(PATIENCE_S);
+        for (size_t i = 0; i < count; i++)
+            out[i] = learning_rate(s, i / steps, i % steps, steps);
+        _exit(write(ends[1], out, count * sizeof *out) < 0);
+    }
+    close(ends[1]);
+    size_t got = 0;
+    for (ssize_t n; (n = read(ends[0], (char *)out + got, count * sizeof *out - got)) > 0;)
+        got += (size_t)n;
+    close(ends[0]);
+    int status = 0;
+    waitpid(child, &status, 0);
+    if (WIFSIGNALED(status) && WTERMSIG(status) == SIGALRM)
+        wrong("learning_rate() does not return: an endless loop?");
+    if (got != count * sizeof *out)
+        wrong("learning_rate() ended the process instead of returning a rate");
+}
+
+static size_t any(size_t low, size_t high) {
+    return low + (size_t)rand() % (high - low + 1);
+}
+
+static bool near(double a, double b, double size) {
+    return fabs(a - b) <= 1e-9 * size;
+}
+
+// A random run with a warm-up of `warmup` epochs before `left` others.
+static Settings some_run(size_t schedule, size_t warmup, size_t left) {
+    Settings s = {
+        .schedule = schedules[schedule], .milestones = "2,3", .gamma = .3 + .1 * (double)any(0, 4)};
+    s.lr = .01 * (double)any(1, 300);
+    s.step_size = any(1, 3);
+    s.warmup_epochs = warmup;
+    s.epochs = warmup + left;
+    return s;
+}
+
+/* In the warm-up each step adds as much as the first one has, and the last one has lr. */
+static void test_warmup(void) {
+    static double rate[MOST_RATES];
+    for (size_t round = 0; round < 60; round++) {
+        const size_t steps = any(1, 40), warmup = round % 5 + 1, count = warmup * steps;
+        Settings s = some_run(round % 3, warmup, any(1, 5));
+        rates(&s, steps, rate);
+        const double first = rate[0], last = rate[count - 1];
+        if (!(first > 0))
+            wrong("the first step has the rate %g, so it changes nothing; %zu steps of warm-up, lr "
+                  "%g",
+                  first, count, s.lr);
+        if (steps > 1 && near(first, rate[steps - 1], s.lr))
+            wrong("all %zu steps of epoch 0 have the rate %g: it grows with each step, not with "
+                  "each epoch",
+                  steps, first);
+        for (size_t i = 0; i + 1 < count; i++)
+            if (!near(rate[i + 1] - rate[i], first, s.lr))
+                wrong("with %zu epochs of %zu steps as warm-up, the rate of epoch %zu, step %zu is "
+                      "%.9g and that of "
+                      "the next step %.9g; each step adds as much as the first one has, %.9g",
+                      warmup, steps, i / steps, i % steps, rate[i], rate[i + 1], first);
+        if (!near(last, s.lr, s.lr))
+            wrong("the last step of the warm-up, epoch %zu, step %zu, has the rate %.9g, expected "
+                  "--lr %.9g",
+                  warmup - 1, steps - 1, last, s.lr);
+    }
+}
+
+/* After the warm-up a run has the rates that a run without it has from its beginning. */
+static void test_after(void) {
+    static double rate[MOST_RATES], alone[MOST_RATES];
+    for (size_t round = 0; round < 60; round++) {
+        const size_t steps = any(1, 40), warmup = round % 4, left = any(2, 8);
+        Settings s = some_run(round % 3, warmup, left), without = s;
+        without.warmup_epochs = 0;
+        without.epochs = left;
+        rates(&s, steps, rate);
+        rates(&without, steps, alone);
+        if (!near(alone[0], s.lr, s.lr))
+            wrong("without a warm-up the first step has the rate %.9g, expected --lr %.9g",
+                  alone[0], s.lr);
+        for (size_t i = 0; i < left * steps; i++)
+            if (!near(rate[warmup * steps + i], alone[i], s.lr))
+                wrong("--schedule %s: in epoch %zu, %zu epochs after the warm-up, the rate is "
+                      "%.9g; a run without "
+                      "warm-up has %.9g in epoch %zu. `e` counts the epochs since the warm-up",
+                      s.schedule, warmup + i / steps, i / steps, rate[warmup * steps + i], alone[i],
+                      i / steps);
+    }
+}
+
+int main(int count, char **words) {
+    srand((unsigned)(time(NULL) ^ getpid()));
+    if (count == 2 && strcmp(words[1], "warmup") == 0)
+        test_warmup();
+    else if (count == 2 && strcmp(words[1], "after") == 0)
+        test_after();
+    else
+        wrong("usage: lab09 warmup|after");
+    send_token();
+    return 0;
+}
