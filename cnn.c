@@ -4105,9 +4105,9 @@ static void set_option(Settings *s, const Option *o, const char *text) {
         *(const char **)field = text;
 }
 
-// Levenshtein distance: the letters to change, insert or delete to make b from a
+// Levenshtein distance: the letters to change, insert or delete to make b, an option, from a
 static size_t edit_distance(const char *a, const char *b) {
-    size_t row[64], length = min_size(strlen(b), 63);
+    size_t row[64], length = strlen(b);
     for (size_t j = 0; j <= length; j++)
         row[j] = j;
     for (size_t i = 1; *a; a++, i++) {

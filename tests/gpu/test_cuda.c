@@ -1106,6 +1106,44 @@ static void test_tiles(const Backend *b) {
     verdict("equal bits in all tiles, %s kernels, %s", b->kernels, b->precision);
 }
 
+static void run_timed(const Backend *b, const Task *t, void *const *a, real *scratch) {
+    b->mark(0);
+    run_forward(b, t, a, scratch);
+    b->mark(1);
+}
+
+// The default is the largest tile of which there are 128 that compute no columns in vain. The
+// emulator's clock shows which one ran: it counts the threads of all blocks.
+static void test_choice_of_tiles(const Backend *b) {
+    static const struct {
+        size_t channels, height, width, threads; // of the tiled kernel
+    } shapes[] = {{32, 64, 32, 128}, {64, 128, 64, 128}, {128, 128, 128, 256}};
+    Device device;
+    b->describe(&device);
+    const bool tensor = strcmp(b->kernels, "tensor") == 0; // whose smallest tile is 64 x 64
+    if (!device.emulated || strcmp(b->kernels, "naive") == 0)
+        return;
+    setenv("CUEMU_CLOCK", "1", 1);
+    for (size_t i = tensor; i < 3; i++) {
+        const Layer *l = first_layer((Shape){128, 128, 8});
+        const size_t rows = 128 * 128, tile = shapes[i].height * shapes[i].width;
+        add_conv2d(&net, 0, shapes[i].channels, 1, 1, 0, false);
+        Array a[] = {typed(output_array("out", rows * l->out.c, 1)),
+                     typed(input_array("in", rows * l->in.c)),
+                     typed(input_array("weight", l->weights)), new_array("none", 0, 1)};
+        perform(b, &(Task){.run = run_timed, .l = l, .n = 1}, a, 4);
+        const size_t threads = (size_t)lround(1e6 * b->elapsed(0, 1));
+        const size_t expected = rows * l->out.c / tile * (tensor ? 128 : shapes[i].threads);
+        if (threads != expected)
+            fail("%zu channels: %zu threads ran, expected %zu, for tiles of %zu x %zu",
+                 shapes[i].channels, threads, expected, shapes[i].height, shapes[i].width);
+        for (size_t k = 0; k < 4; k++)
+            free(a[k].at);
+    }
+    unsetenv("CUEMU_CLOCK");
+    verdict("choice of the tile, %s kernels, %s", b->kernels, b->precision);
+}
+
 /* ---- Softmax and loss ------------------------------------------------------------------------ */
 
 static void run_softmax_forward(const Backend *b, const Task *t, void *const *a, real *scratch) {
@@ -1611,6 +1649,7 @@ static const struct {
     {"rounding", test_rounding, false},
     {"moments", test_moments, false},
     {"tiles", test_tiles, false},
+    {"choice", test_choice_of_tiles, false},
     {"training", test_training, true},
 };
 enum { TESTS = sizeof tests / sizeof *tests };
