@@ -31,6 +31,7 @@
      CUEMU_CLOCK=1     events take the time by the CUDA threads that have run, 1 us each, in all runs
                        the same; otherwise from the clock
      CUEMU_ORDER=N     threads and blocks run forwards (0), backwards (1) or shuffled (other seeds)
+     CUEMU_LEAKS=1     at the end, tells what has not been freed
      CUEMU_LAZY=1      work queued in a stream starts only when something waits for it
      CUEMU_PROTECT=1   a GPU's memory faults beyond its end, and wherever the host touches it
      CUEMU_RANGES=1    prints the ranges for Nsight, as threads begin (push) and end them (pop)

@@ -179,6 +179,14 @@ static std::set<const Graph *> graphs;       // that have not been destroyed
 static std::deque<Stream> streams;           // queued operations may refer to destroyed streams
 static std::deque<Event> events;             // and events: neither is ever deleted
 
+static struct Leaks {
+    ~Leaks() {
+        if (setting("CUEMU_LEAKS", 0) && allocations.size() + graphs.size() > 0)
+            fprintf(stderr, "cuda_on_cpu: not freed: %zu areas of memory, %zu graphs\n",
+                    allocations.size(), graphs.size());
+    }
+} leaks;
+
 // For functions that could wait for what is only being recorded: a GPU's return an error, and the
 // capture is lost.
 inline void check_no_capture(const char *function) {

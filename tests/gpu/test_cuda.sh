@@ -89,14 +89,15 @@ test_races() {
 
 # ---- Runs
 
-# train NAME OPTIONS...: a run whose folder is NAME
+# train NAME OPTIONS...: a run whose folder is NAME; at its end all memory and graphs of the GPU are freed
 train() {
     local name=$1
     shift
-    run --dataset synthetic --limit-test 8 --epochs 1 --out "$tmp/$name" "$@"
+    CUEMU_LEAKS=1 run --dataset synthetic --limit-test 8 --epochs 1 --out "$tmp/$name" "$@"
     same "run/$name" "exit 0, " "exit $status, $(grep -v '^cnn: warning' "$err")"
 }
 losses() { cut -d , -f 5 "$tmp/$1/steps.csv"; }
+scratch_mb() { grep -oP '^Memory in MB.* scratch \K[\d.]+' "$out"; } # of the last run
 
 # equal A B: the same losses; close A B: within 1e-4 of each other
 equal() { same "$1_as_$2" "$(losses "$2")" "$(losses "$1")"; }
@@ -261,7 +262,7 @@ test_ranges() {
 
 # Precisions and layouts in whole runs.
 test_precisions() {
-    local cifar=(--model cifar --limit-train 22 --batch-size 4 --save-model) how
+    local cifar=(--model cifar --limit-train 22 --batch-size 4 --save-model) how scratch
     local resnet=(--model resnet8 --limit-train 16 --batch-size 8) overflow
     local ways=(tf32 bf16 fp16)
     [ -z "${QUICK:-}" ] || ways=(bf16) resnet=(--model resnet8 --limit-train 8 --batch-size 4)
@@ -285,8 +286,11 @@ test_precisions() {
         equal autotune_tiled resnet_tiled
     fi
     train nchw "${cifar[@]}" --layout nchw --resident off
+    scratch=$(scratch_mb)
     train nhwc "${cifar[@]}"
     equal nchw nhwc
+    holds nchw/transposes "more than the $(scratch_mb) MB of scratch with nhwc" "$scratch" \
+        awk -v nchw="$scratch" -v nhwc="$(scratch_mb)" 'BEGIN { exit !(nchw > nhwc) }'
     # Gradients beyond 65504 skip one update and halve the scale; that is no error, and a resumed run knows it.
     overflow=(--model cifar --precision fp16 --batch-size 1 --lr 1 --limit-train 12 --save-model)
     train skipped "${overflow[@]}"
