@@ -111,6 +111,31 @@ static void test_synthetic_noise(void) {
     verdict("synthetic images: noise");
 }
 
+// The images of all versions are the same, up to the last digits of cos() and exp(): some numbers
+// from the middle of the third training image of mnist, and of the third test image of cifar.
+static void test_synthetic_pixels(void) {
+    static const struct {
+        const char *model;
+        uint8_t label, pixels[12];
+    } expected[] = {{"mnist", 9, {149, 150, 86, 96, 95, 111, 120, 139, 149, 74, 68, 91}},
+                    {"cifar", 7, {120, 149, 55, 158, 174, 59, 137, 191, 8, 134, 203, 56}}};
+    for (size_t k = 0; k < 2; k++) {
+        const DatasetInfo info = dataset_for(find_model(expected[k].model), "synthetic");
+        const Shape s = info.shape;
+        Dataset data = {.info = &info};
+        make_synthetic(&data, k == 0, 3);
+        const uint8_t *row = data.images + (2 * s.h + s.h / 2) * s.w * s.c + (s.w / 2 - 6) * s.c;
+        for (size_t i = 0; i < 12; i++)
+            if (abs(row[i] - expected[k].pixels[i]) > 1)
+                fail("%s, number %zu: %d, expected %d", expected[k].model, i, row[i],
+                     expected[k].pixels[i]);
+        if (data.labels[2] != expected[k].label)
+            fail("%s: label %d, expected %d", expected[k].model, data.labels[2], expected[k].label);
+        free_dataset(&data);
+    }
+    verdict("synthetic images: as in other versions");
+}
+
 /* ---- Loader ---------------------------------------------------------------------------------- */
 
 enum { IMAGES = 103, LOAD_BATCH = 8, LOAD_BATCHES = 13 };
@@ -493,6 +518,7 @@ static void test_data(void) {
     test_cifar_files();
     test_synthetic_classes();
     test_synthetic_noise();
+    test_synthetic_pixels();
     test_loader_order();
     test_loader_left_early();
     test_loader_shares();
