@@ -176,7 +176,7 @@ test_outputs() {
 test_limits() {
     SLURM_MEM_PER_NODE=300 refused memory/slurm 1 "314.6 MB there" --model mnist --dataset synthetic \
         --batch-size 4096 --limit-train 8192 --epochs 1
-    SLURM_MEM_PER_CPU=100 SLURM_CPUS_ON_NODE=3 refused memory/slurm_by_core 1 "not enough memory" \
+    SLURM_MEM_PER_CPU=100 SLURM_CPUS_ON_NODE=3 refused memory/slurm_by_core 1 "314.6 MB there" \
         --model mnist --dataset synthetic --batch-size 4096 --limit-train 8192 --epochs 1
     (ulimit -s 256 && exec "$cnn" "${small[@]}" >"$out" 2>"$err")
     same stack/main "1, cnn: error: expected stacks of 2 MB or more; run: ulimit -s 8192; unset OMP_STACKSIZE" \
