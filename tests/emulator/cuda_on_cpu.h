@@ -28,8 +28,8 @@
      CUEMU_DEVICES=N   the number of GPUs (1). CUDA_VISIBLE_DEVICES=1,0 selects some, as usual
      CUEMU_MEMORY=N    bytes of memory that each has (4 GiB)
      CUEMU_SM=NN       their compute capability, as in sm_NN (90)
-     CUEMU_CLOCK=1     events take the time by the CUDA threads that have run, 1 us each, in all runs
-                       the same; otherwise from the clock
+     CUEMU_CLOCK=1     events count the CUDA threads that have run, 1 us each, instead of seconds:
+                       the same in all runs
      CUEMU_ORDER=N     threads and blocks run forwards (0), backwards (1) or shuffled (other seeds)
      CUEMU_LEAKS=1     at the end, tells what has not been freed
      CUEMU_LAZY=1      work queued in a stream starts only when something waits for it
