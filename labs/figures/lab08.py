@@ -8,31 +8,9 @@ timeline  one training step on one device, with ddp and with dp
 They show rules, not measurements: the lengths in the timeline are invented. Black and white, 100 dots per
 inch, into DIR (default: labs/figures) as lab08_NAME.png. Needs matplotlib: pip install -r labs/requirements.txt
 """
-import os
-import sys
-
-import matplotlib
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.patches import Rectangle
+from drawing import arrow, blank, box, draw_all
 
 RANKS = 4
-
-
-def blank(width, height, right, top):
-    """An empty page of that size in inches; coordinates from 0 to right and to top."""
-    figure, axes = plt.subplots(figsize=(width, height))
-    axes.set_xlim(0, right)
-    axes.set_ylim(0, top)
-    axes.axis("off")
-    figure.subplots_adjust(0, 0, 1, 1)
-    return axes
-
-
-def box(axes, x, y, width, height, text="", grey=1.0, size=9, hatch=None):
-    axes.add_patch(Rectangle((x, y), width, height, facecolor=str(grey), edgecolor="black", linewidth=0.8, hatch=hatch))
-    axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=size,
-              color="white" if grey < 0.4 else "black")
 
 
 def after(steps):
@@ -106,19 +84,8 @@ def timeline():
     name(5.4, "device 1")
     bar(axes, 5.4, [(0, 4, "images", talk), (4, 13, "forward", forward), (13, 17, "", 1),
                     (17, 35, "backward", backward), (35, 45, "", 1), (45, 51, "parameters", talk)])
-    axes.annotate("", (66, 2.6), (11, 2.6), arrowprops={"arrowstyle": "->"})
+    arrow(axes, (11, 2.6), (66, 2.6))
     axes.text(66.5, 2.6, "time", fontsize=8, va="center")
 
 
-def main():
-    folder = sys.argv[1] if len(sys.argv) > 1 else os.path.dirname(os.path.abspath(__file__))
-    os.makedirs(folder, exist_ok=True)
-    for draw in (ring, sampler, timeline):
-        draw()
-        path = os.path.join(folder, f"lab08_{draw.__name__}.png")
-        plt.savefig(path, dpi=100, metadata={"Software": None})
-        plt.close()
-        print("drawn:", path)
-
-
-main()
+draw_all("lab08", (ring, sampler, timeline))

@@ -8,28 +8,9 @@ hours    two runs as rectangles: devices x time, of which only a part is trainin
 They show rules, not measurements: the numbers are invented. Black and white, 100 dots per inch, into DIR
 (default: labs/figures) as lab09_NAME.png. Needs matplotlib: pip install -r labs/requirements.txt
 """
-import os
-import sys
-
-import matplotlib
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from matplotlib.patches import Rectangle
 
-
-def blank(width, height, right, top):
-    """An empty page of that size in inches; coordinates from 0 to right and to top."""
-    figure, axes = plt.subplots(figsize=(width, height))
-    axes.set_xlim(0, right)
-    axes.set_ylim(0, top)
-    axes.axis("off")
-    figure.subplots_adjust(0, 0, 1, 1)
-    return axes
-
-
-def box(axes, x, y, width, height, text="", grey=1.0, size=8, hatch=None):
-    axes.add_patch(Rectangle((x, y), width, height, facecolor=str(grey), edgecolor="black", linewidth=0.8, hatch=hatch))
-    axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=size)
+from drawing import arrow, blank, box, draw_all
 
 
 def scaling():
@@ -44,7 +25,7 @@ def scaling():
                 if devices > 1:
                     box(axes, x + 4 + length, y - 2.4 * device, 3, 2.2, "", 1, 7, "////")
             y -= 2.4 * devices + 2.2
-        axes.annotate("", (x + 32, 3.2), (x + 4, 3.2), arrowprops={"arrowstyle": "->"})
+        arrow(axes, (x + 4, 3.2), (x + 32, 3.2))
         axes.text(x + 18, 1, "time of a step", ha="center", fontsize=8)
     axes.text(19, 11, "hatched: communication,\nwhich does not shrink", fontsize=8, va="center", ha="left")
 
@@ -63,9 +44,9 @@ def rates():
 
 def hours():
     axes = blank(7.2, 2.6, 72, 26)
-    axes.annotate("", (6, 25), (6, 5), arrowprops={"arrowstyle": "->"})
+    arrow(axes, (6, 5), (6, 25))
     axes.text(1, 15, "devices", rotation=90, va="center", fontsize=8)
-    axes.annotate("", (70, 5), (6, 5), arrowprops={"arrowstyle": "->"})
+    arrow(axes, (6, 5), (70, 5))
     axes.text(38, 1.5, "time from start to end", ha="center", fontsize=8)
     for x, height, parts in ((8, 4, ((3, "s"), (28, "training"), (4, "t"))), (46, 16, ((3, "s"), (9, "training"), (4, "t")))):
         for width, text in parts:
@@ -76,15 +57,4 @@ def hours():
     axes.text(8, 20, "hatched: s starting, t testing and saving,\nwhich the cluster charges, too", fontsize=8, va="center")
 
 
-def main():
-    folder = sys.argv[1] if len(sys.argv) > 1 else os.path.dirname(os.path.abspath(__file__))
-    os.makedirs(folder, exist_ok=True)
-    for draw in (scaling, rates, hours):
-        draw()
-        path = os.path.join(folder, f"lab09_{draw.__name__}.png")
-        plt.savefig(path, dpi=100, metadata={"Software": None})
-        plt.close()
-        print("drawn:", path)
-
-
-main()
+draw_all("lab09", (scaling, rates, hours))
