@@ -4107,7 +4107,7 @@ static void set_option(Settings *s, const Option *o, const char *text) {
 
 // Levenshtein distance: the letters to change, insert or delete to make b, an option, from a
 static size_t edit_distance(const char *a, const char *b) {
-    size_t row[64], length = strlen(b);
+    size_t row[64], length = strlen(b); // no option has 64 letters
     for (size_t j = 0; j <= length; j++)
         row[j] = j;
     for (size_t i = 1; *a; a++, i++) {

@@ -9,9 +9,9 @@ function wrong(what, expected, found) {
     exit 1
 }
 
-function near(a, b, part, digits) { # digits: of b, by whose rounding they may differ, too
-    digits = digits ? .501 / 10 ^ digits : 1e-9
-    return a - b <= part * b + digits && b - a <= part * b + digits
+# Whether a differs from b by at most that part of b and `least` more, such as b's rounding.
+function near(a, b, part, least) {
+    return a - b <= part * b + least && b - a <= part * b + least
 }
 
 FNR == 1 {
@@ -33,7 +33,7 @@ file == 1 {
     # both are rounded: seconds to thousandths, images per second to whole ones
     rate = $column["img_per_s"]
     product = seconds[rows] * rate
-    if (!(seconds[rows] > 0 && rate > 0) || !near(product, n, .01 + .001 / seconds[rows] + .5 / rate))
+    if (!(seconds[rows] > 0 && rate > 0) || !near(product, n, .01 + .001 / seconds[rows] + .5 / rate, 1e-9))
         wrong("seconds x img_per_s in epoch " rows, n, product)
 }
 
@@ -64,7 +64,7 @@ END {
             wrong("rows of steps.csv in epoch " e, ceil " x " world " devices", steps[e] + 0)
         if (trained[e] != n)
             wrong("images of all steps in epoch " e, n, trained[e])
-        if (!near(sum[e] / n, loss[e], .001, 4))
+        if (!near(sum[e] / n, loss[e], .001, .0000501))
             wrong("train_loss of epoch " e, sum[e] / n ", the mean of its steps", loss[e])
         if (spent[e] > 1.02 * seconds[e] + .002)
             wrong("seconds of epoch " e, "at least " spent[e] ", the sum of its steps", seconds[e])

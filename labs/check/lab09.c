@@ -73,22 +73,22 @@ static void test_warmup(void) {
         rates(&s, steps, rate);
         const double first = rate[0], last = rate[count - 1];
         if (!(first > 0))
-            wrong("the first step has the rate %g, so it changes nothing; %zu steps of warm-up, lr "
-                  "%g",
+            wrong("the first step has the rate %g, so it changes nothing; "
+                  "%zu steps of warm-up, lr %g",
                   first, count, s.lr);
         if (steps > 1 && near(first, rate[steps - 1], s.lr))
-            wrong("all %zu steps of epoch 0 have the rate %g: it grows with each step, not with "
-                  "each epoch",
+            wrong("all %zu steps of epoch 0 have the rate %g: "
+                  "it grows with each step, not with each epoch",
                   steps, first);
         for (size_t i = 0; i + 1 < count; i++)
             if (!near(rate[i + 1] - rate[i], first, s.lr))
-                wrong("with %zu epochs of %zu steps as warm-up, the rate of epoch %zu, step %zu is "
-                      "%.9g and that of "
-                      "the next step %.9g; each step adds as much as the first one has, %.9g",
+                wrong("with %zu epochs of %zu steps as warm-up, the rate of epoch %zu, step %zu "
+                      "is %.9g and that of the next step %.9g; "
+                      "each step adds as much as the first one has, %.9g",
                       warmup, steps, i / steps, i % steps, rate[i], rate[i + 1], first);
         if (!near(last, s.lr, s.lr))
-            wrong("the last step of the warm-up, epoch %zu, step %zu, has the rate %.9g, expected "
-                  "--lr %.9g",
+            wrong("the last step of the warm-up, epoch %zu, step %zu, has the rate %.9g, "
+                  "expected --lr %.9g",
                   warmup - 1, steps - 1, last, s.lr);
     }
 }
@@ -109,21 +109,17 @@ static void test_after(void) {
         for (size_t i = 0; i < left * steps; i++)
             if (!near(rate[warmup * steps + i], alone[i], s.lr))
                 wrong("--schedule %s: in epoch %zu, %zu epochs after the warm-up, the rate is "
-                      "%.9g; a run without "
-                      "warm-up has %.9g in epoch %zu. `e` counts the epochs since the warm-up",
+                      "%.9g; a run without warm-up has %.9g in epoch %zu. "
+                      "`e` counts the epochs since the warm-up",
                       s.schedule, warmup + i / steps, i / steps, rate[warmup * steps + i], alone[i],
                       i / steps);
     }
 }
 
-int main(int count, char **words) {
+int main(int argc, char **argv) {
     srand((unsigned)(time(NULL) ^ getpid()));
-    if (count == 2 && strcmp(words[1], "warmup") == 0)
-        test_warmup();
-    else if (count == 2 && strcmp(words[1], "after") == 0)
-        test_after();
-    else
-        wrong("usage: lab09 warmup|after");
+    static const NamedTest tests[] = {{"warmup", test_warmup}, {"after", test_after}};
+    run_named(tests, sizeof tests / sizeof *tests, argc, argv);
     send_token();
     return 0;
 }

@@ -27,13 +27,17 @@ typedef struct NamedTest {
     void (*run)(void);
 } NamedTest;
 
-// Runs the tests that the arguments name.
+// Runs the tests that the arguments name; there is one for each argument.
 static void run_named(const NamedTest *, size_t, int, char **) __attribute__((unused));
 static void run_named(const NamedTest *tests, size_t count, int argc, char **argv) {
-    for (int a = 1; a < argc; a++)
-        for (size_t t = 0; t < count; t++)
-            if (strcmp(argv[a], tests[t].name) == 0)
-                tests[t].run();
+    for (int a = 1; a < argc; a++) {
+        size_t t = 0;
+        while (t < count && strcmp(argv[a], tests[t].name) != 0)
+            t++;
+        if (t == count)
+            wrong("there is no test \"%s\"", argv[a]);
+        tests[t].run();
+    }
 }
 
 // Reads the checker's token, after the student's parts have finished, and sends it back.

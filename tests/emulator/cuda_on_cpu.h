@@ -706,8 +706,9 @@ EMU_SWITCHES inline void run_block(const Launch *launch, unsigned i) {
     launched = nullptr;
 }
 
+static std::atomic<size_t> threads_run; // of CUDA, in all launches: CUEMU_CLOCK's time
+
 // The blocks of a launch, distributed to the cores.
-static std::atomic<size_t> threads_run; // of CUDA
 inline void run_grid(const Launch *launch) {
     static long launches;
     size_t blocks = (size_t)launch->grid.x * launch->grid.y * launch->grid.z;

@@ -9,7 +9,8 @@ suite=emulator
 # shellcheck source=tests/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh" || exit 1
 export OMP_WAIT_POLICY=passive
-unset CUDA_VISIBLE_DEVICES CUEMU_CLOCK CUEMU_LEAKS CUEMU_DEVICES CUEMU_MEMORY CUEMU_ORDER CUEMU_LAZY CUEMU_PROTECT CUEMU_STRICT
+unset CUDA_VISIBLE_DEVICES CUEMU_CLOCK CUEMU_LEAKS CUEMU_DEVICES CUEMU_MEMORY CUEMU_ORDER CUEMU_LAZY CUEMU_PROTECT
+unset CUEMU_STRICT
 ulimit -c 0
 gxx=${CXX:-g++} clangxx=${CLANGXX:-clang++}
 nvcc=${NVCC:-$(command -v nvcc || command -v /usr/local/cuda/bin/nvcc)}

@@ -1116,8 +1116,8 @@ static void run_timed(const Backend *b, const Task *t, void *const *a, real *scr
 // emulator's clock shows which one ran: it counts the threads of all blocks.
 static void test_choice_of_tiles(const Backend *b) {
     static const struct {
-        size_t channels, height, width, threads; // of the tiled kernel
-    } shapes[] = {{32, 64, 32, 128}, {64, 128, 64, 128}, {128, 128, 128, 256}};
+        size_t channels, height, width, threads[2]; // tiled, tensor
+    } shapes[] = {{32, 64, 32, {128, 128}}, {64, 128, 64, {128, 128}}, {128, 128, 128, {256, 128}}};
     Device device;
     b->describe(&device);
     const bool tensor = strcmp(b->kernels, "tensor") == 0; // whose smallest tile is 64 x 64
@@ -1133,7 +1133,7 @@ static void test_choice_of_tiles(const Backend *b) {
                      typed(input_array("weight", l->weights)), new_array("none", 0, 1)};
         perform(b, &(Task){.run = run_timed, .l = l, .n = 1}, a, 4);
         const size_t threads = (size_t)lround(1e6 * b->elapsed(0, 1));
-        const size_t expected = rows * l->out.c / tile * (tensor ? 128 : shapes[i].threads);
+        const size_t expected = rows * l->out.c / tile * shapes[i].threads[tensor];
         if (threads != expected)
             fail("%zu channels: %zu threads ran, expected %zu, for tiles of %zu x %zu",
                  shapes[i].channels, threads, expected, shapes[i].height, shapes[i].width);

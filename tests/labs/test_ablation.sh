@@ -255,7 +255,6 @@ test_configs() {
         "$(grep -ohP '# \K(PROF|AMP|NHWC|EXTRA)\b' "$configs/$last-prof.args" | sort | uniq -c | xargs)"
 }
 
-# Real runs: of the CPU's ladder; of the GPU's, and of each argument file, in the emulator
 # The two ladders of lab 9: another build, all cores; another batch and learning rate
 test_lab09() {
     local options=(--model cifar --epochs 2 --repeats 1 --batches 16)
@@ -269,6 +268,7 @@ test_lab09() {
     same batches/steps "16 4 4 4 1" "$(grep -ohP '"iterations":\K\d+' batches/*/run.json | xargs)"
 }
 
+# Real runs: of the CPU's ladder; of the GPU's, and of each argument file, in the emulator
 test_real() {
     ablation real --program "$cnn" --epochs 2 --repeats 1 --limit 64 --batches 32 -- --no-cuda --dataset synthetic
     same real/status "0 " "$status $(cat "$err")"
