@@ -101,9 +101,12 @@ run_part() {
     echo >>"$log" # a part that broke off may have left a line unfinished
     [ $status -eq 0 ] || echo "fail $part: broke off with exit status $status" >>"$log"
     grep -qaE '^(pass|fail|skip) ' "$log" || echo "fail $part: no verdict" >>"$log"
-    echo "$((SECONDS - begin))" >"${log%.log}.seconds"
-    printf '          %s: %d passed, %d failed, %d skipped, %d s\n' "$part" "$(count pass "$log")" \
-        "$(count fail "$log")" "$(count skip "$log")" "$((SECONDS - begin))"
+    times >"$log.times" # line 2: user and system time of the part and all that it has waited for
+    awk -F '[ms ]+' -v wall=$((SECONDS - begin)) 'NR == 2 { printf "%d %.0f\n", wall, 60 * ($1 + $3) + $2 + $4 }' \
+        "$log.times" >"${log%.log}.seconds"
+    # shellcheck disable=SC2046,SC2183 # two numbers
+    printf '          %s: %d passed, %d failed, %d skipped, %d s (%d s of CPU time)\n' "$part" "$(count pass "$log")" \
+        "$(count fail "$log")" "$(count skip "$log")" $(cat "${log%.log}.seconds")
     if grep -qa '^fail ' "$log"; then
         grep -aE '^fail |ERROR|runtime error' "$log"
         [ $status -eq 0 ] || { echo "  its last lines:" && tail -n 20 "$log" | sed 's/^/  /'; }
@@ -111,15 +114,16 @@ run_part() {
     fi
 }
 
-# by_folder PART...: a table of verdicts and seconds
+# by_folder PART...: a table of verdicts, seconds and seconds of CPU time
 by_folder() {
     local folder logs_of
-    printf '%-10s %7s %7s %8s %8s\n' folder passed failed skipped seconds
+    printf '%-10s %7s %7s %8s %8s %6s\n' folder passed failed skipped seconds CPU
     for folder in $(printf '%s\n' "${@%%/*}" | sort -u); do
         logs_of=("$logs/$folder"-*.log)
-        printf '%-10s %7d %7d %8d %8d\n' "$folder" "$(count pass "${logs_of[@]}")" \
+        # shellcheck disable=SC2046,SC2183 # two numbers
+        printf '%-10s %7d %7d %8d %8d %6d\n' "$folder" "$(count pass "${logs_of[@]}")" \
             "$(count fail "${logs_of[@]}")" "$(count skip "${logs_of[@]}")" \
-            "$(awk '{ seconds += $1 } END { print seconds }' "${logs_of[@]/%.log/.seconds}")"
+            $(awk '{ wall += $1; cpu += $2 } END { print wall, cpu }' "${logs_of[@]/%.log/.seconds}")
     done
 }
 
