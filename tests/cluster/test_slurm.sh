@@ -356,7 +356,8 @@ test_requeue() {
         holds "requeue/$name/restarted" "queued again" "$(scontrol -o show job "$job")" until_true 60 restarted
         scontrol update JobId="$job" StartTime=now 2>/dev/null
         ends "requeue/$name" "$job" COMPLETED
-        line "requeue/$name/resumed" '^Resuming from runs/.*: epoch [1-3], step '
+        # epoch 4: on a busy machine training was over before Slurm had ended the job
+        line "requeue/$name/resumed" '^Resuming from runs/.*: epoch [1-4], step '
         world=$(grep -oP '"world":\K\d+' "runs/$script-$job/run.json")
         # shellcheck disable=SC2046 # several words, or none
         ./cnn "${long[@]}" --no-cuda $([ "$world" = 1 ] || echo --replicas "$world" --oversubscribe) \
