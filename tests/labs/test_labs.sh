@@ -177,6 +177,8 @@ try_lab() {
     fi
     check_todos "$lab" "$fresh"
     wrong_answers "$lab" "$solved"
+    # from lab 9, the last one, to the grade book every day, from the others every third
+    [ "${QUICK:-}" ] || { [ "$lab" != 9 ] && ! share "$lab"; } || grade_class "$lab" "$solved"
 }
 
 # The solution gets all points when a teacher grades it from the project.
@@ -185,6 +187,25 @@ check_all() {
     holds "lab0$1-solution" "lab $1: $(full "$1")/$(full "$1")" "$(grep -v ^passed "$2.said")" \
         grep -qx "lab $1: $(full "$1")/$(full "$1") points" "$2.said"
     results_json "lab0$1-results.json" "$2.said.json"
+}
+
+# grade_class LAB SOLVED: the grade book of two students, of whom one has handed in the starter as it was.
+# The compiler is the real one: the sandbox does not see the other.
+grade_class() {
+    local lab=$1 class=$tmp/class$1
+    [ -n "$python3" ] || { skip "lab0$lab-grade-book" "python3 is not installed"; return; }
+    mkdir "$class"
+    starter "$lab" "$class/starter"
+    cp -r "$class/starter" "$class/idle"
+    cp -r "$2" "$class/solved"
+    (cd "$class/solved" && rm -rf build cnn cnn-* run) # which git ignores
+    (cd "$repo" && PATH=${PATH#*:} LIMIT_S=280 labs/grade --lab "$lab" --starter "$class/starter" --again 1 --seed 1 \
+        --out "$class/grades" "$class/solved" "$class/idle") >"$class/said" 2>&1
+    # shellcheck disable=SC2016 # awk's
+    holds "lab0$lab-grade-book" "all points and no flag for who solved it, fewer for who did not" \
+        "$(cat "$class/grades/gradebook.csv" "$class/said")" awk -F , -v full="$(full "$lab")" '
+        $1 == "solved" && $3 == full && $5 == "" || $1 == "idle" && $3 != "" && $3 < full && $5 == "" { good++ }
+        END { exit !(NR == 3 && good == 2) }' "$class/grades/gradebook.csv"
 }
 
 # make verify has nothing to say about the runs of the handout. A busy machine can measure peaks that are too low,
