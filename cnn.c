@@ -1335,12 +1335,9 @@ static size_t add_weights(Net *net, Layer l, size_t weights, size_t biases, cons
     return add_layer(net, l);
 }
 
-// Names row x: x = named(net, conv2d(...), "layer%d.conv1", 3)
-static FORMAT(3) size_t named(Net *net, size_t x, const char *format, ...) {
-    va_list args;
-    va_start(args, format);
-    vsnprintf(net->layers[x].name, sizeof net->layers[x].name, format, args);
-    va_end(args);
+// Names row x: x = named(net, conv2d(...), "layer3.0.", "conv1")
+static size_t named(Net *net, size_t x, const char *block, const char *name) {
+    snprintf(net->layers[x].name, sizeof net->layers[x].name, "%.30s%s", block, name);
     return x;
 }
 
@@ -1797,35 +1794,33 @@ static size_t model_cifar(Net *net, size_t x) {
 
 /* ResNets (He et al., arXiv:1512.03385) with torchvision's names: a stem, four stages of blocks,
    all but the first halving the image, and a linear layer on the mean of all pixels. */
-static size_t conv_bn(Net *net, size_t x, const char *block, int number, size_t channels,
-                      size_t kernel, size_t stride) {
+static size_t conv_bn(Net *net, size_t x, const char *block, const char *conv, const char *bn,
+                      size_t channels, size_t kernel, size_t stride) {
     x = conv2d_no_bias(net, x, channels, kernel, stride, kernel / 2);
-    x = batchnorm2d(net, named(net, x, "%sconv%d", block, number));
-    return named(net, x, "%sbn%d", block, number);
+    x = batchnorm2d(net, named(net, x, block, conv));
+    return named(net, x, block, bn);
 }
 
 // The block's input, or a 1 x 1 convolution of it where the block changes the shape.
 static size_t shortcut(Net *net, size_t x, const char *block, size_t channels, size_t stride) {
     if (stride == 1 && net->layers[x].out.c == channels)
         return x;
-    x = conv2d_no_bias(net, x, channels, 1, stride, 0);
-    x = batchnorm2d(net, named(net, x, "%sdownsample.0", block));
-    return named(net, x, "%sdownsample.1", block);
+    return conv_bn(net, x, block, "downsample.0", "downsample.1", channels, 1, stride);
 }
 
 typedef size_t Block(Net *net, size_t x, const char *block, size_t channels, size_t stride);
 
 static size_t basic_block(Net *net, size_t x, const char *block, size_t channels, size_t stride) {
-    size_t y = relu(net, conv_bn(net, x, block, 1, channels, 3, stride));
-    y = conv_bn(net, y, block, 2, channels, 3, 1);
+    size_t y = relu(net, conv_bn(net, x, block, "conv1", "bn1", channels, 3, stride));
+    y = conv_bn(net, y, block, "conv2", "bn2", channels, 3, 1);
     return relu(net, add(net, y, shortcut(net, x, block, channels, stride)));
 }
 
 // The 3 x 3 convolution has the stride, as in torchvision ("ResNet V1.5").
 static size_t bottleneck(Net *net, size_t x, const char *block, size_t channels, size_t stride) {
-    size_t y = relu(net, conv_bn(net, x, block, 1, channels, 1, 1));
-    y = relu(net, conv_bn(net, y, block, 2, channels, 3, stride));
-    y = conv_bn(net, y, block, 3, 4 * channels, 1, 1);
+    size_t y = relu(net, conv_bn(net, x, block, "conv1", "bn1", channels, 1, 1));
+    y = relu(net, conv_bn(net, y, block, "conv2", "bn2", channels, 3, stride));
+    y = conv_bn(net, y, block, "conv3", "bn3", 4 * channels, 1, 1);
     return relu(net, add(net, y, shortcut(net, x, block, 4 * channels, stride)));
 }
 
@@ -1833,7 +1828,7 @@ static size_t bottleneck(Net *net, size_t x, const char *block, size_t channels,
 static size_t resnet(Net *net, size_t x, Block *block, const size_t *blocks, size_t channels) {
     bool imagenet = strcmp(net->settings->stem, "imagenet") == 0;
     size_t kernel = strcmp(net->settings->stem, "3") == 0 ? 3 : 7;
-    x = relu(net, conv_bn(net, x, "", 1, channels, kernel, imagenet ? 2 : 1));
+    x = relu(net, conv_bn(net, x, "", "conv1", "bn1", channels, kernel, imagenet ? 2 : 1));
     x = imagenet ? maxpool2d(net, x, 3, 2, 1) : x;
     for (int stage = 0; blocks[stage]; stage++, channels *= 2)
         for (size_t i = 0; i < blocks[stage]; i++) {
@@ -1841,7 +1836,7 @@ static size_t resnet(Net *net, size_t x, Block *block, const size_t *blocks, siz
             snprintf(name, sizeof name, "layer%d.%zu.", stage + 1, i);
             x = block(net, x, name, channels, stage > 0 && i == 0 ? 2 : 1);
         }
-    x = named(net, linear(net, global_avgpool2d(net, x), net->classes), "fc");
+    x = named(net, linear(net, global_avgpool2d(net, x), net->classes), "", "fc");
     return log_softmax(net, x);
 }
 

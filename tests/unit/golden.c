@@ -78,11 +78,11 @@ static void fill_labels(uint8_t *labels, size_t count) {
 }
 
 static size_t golden_bottleneck(Net *net, size_t x) {
-    x = relu(net, conv_bn(net, x, "", 1, 8, 3, 1));
+    x = relu(net, conv_bn(net, x, "", "conv1", "bn1", 8, 3, 1));
     x = bottleneck(net, x, "layer1.0.", 8, 1);
     x = bottleneck(net, x, "layer2.0.", 16, 2);
     x = bottleneck(net, x, "layer2.1.", 16, 1);
-    x = named(net, linear(net, global_avgpool2d(net, x), net->classes), "fc");
+    x = named(net, linear(net, global_avgpool2d(net, x), net->classes), "", "fc");
     return log_softmax(net, x);
 }
 

@@ -34,7 +34,7 @@ static size_t build_batchnorm(Net *net, size_t x) {
 }
 
 static size_t build_basic(Net *net, size_t x) {
-    x = relu(net, conv_bn(net, x, "", 1, 4, 3, 1));
+    x = relu(net, conv_bn(net, x, "", "conv1", "bn1", 4, 3, 1));
     x = basic_block(net, x, "same.", 4, 1);
     x = basic_block(net, x, "wider.", 5, 1);
     x = basic_block(net, x, "smaller.", 6, 2);
@@ -42,7 +42,7 @@ static size_t build_basic(Net *net, size_t x) {
 }
 
 static size_t build_bottleneck(Net *net, size_t x) {
-    x = relu(net, conv_bn(net, x, "", 1, 4, 3, 1));
+    x = relu(net, conv_bn(net, x, "", "conv1", "bn1", 4, 3, 1));
     x = bottleneck(net, x, "wider.", 2, 1);
     x = bottleneck(net, x, "same.", 2, 1);
     return classify(net, bottleneck(net, x, "smaller.", 3, 2));
