@@ -1323,15 +1323,13 @@ static size_t add_params(Net *net, size_t count) {
 }
 
 // Adds a layer with parameters, named as in PyTorch's examples: conv1, conv2, ..., fc1, fc2, ...
-static size_t add_weights(Net *net, Layer l, size_t weights, size_t biases, const char *prefix) {
+static size_t add_weights(Net *net, Layer l, const char *prefix) {
     size_t number = 1;
     for (size_t i = 0; i < net->count; i++)
         number += net->layers[i].kind == l.kind;
     snprintf(l.name, sizeof l.name, "%s%zu", prefix, number);
-    l.weights = weights;
-    l.biases = biases;
-    l.weight = add_params(net, weights);
-    l.bias = add_params(net, biases);
+    l.weight = add_params(net, l.weights);
+    l.bias = add_params(net, l.biases);
     return add_layer(net, l);
 }
 
@@ -1341,58 +1339,56 @@ static size_t named(Net *net, size_t x, const char *block, const char *name) {
     return x;
 }
 
-// The output shape of a window that slides over row x; dies if it does not fit.
-static Shape window_shape(const Net *net, size_t x, const char *what, size_t kernel, size_t stride,
-                          size_t padding, size_t channels) {
-    Shape in = net->layers[x].out;
+// A layer whose window slides over row x; dies if it does not fit.
+static Layer sliding(const Net *net, size_t x, LayerKind kind, size_t channels, size_t kernel,
+                     size_t stride, size_t padding) {
+    Layer l = {.kind = kind, .input = x, .kernel = kernel, .stride = stride, .padding = padding};
+    const Shape in = l.in = net->layers[x].out;
     if (kernel == 0 || kernel > 11 || stride == 0 || stride > 11 || padding >= kernel ||
         channels == 0 || in.h + 2 * padding < kernel || in.w + 2 * padding < kernel)
         die(1,
             "model %s: %s at row %zu: a window of %zu x %zu, stride %zu, padding %zu, to %zu "
             "channels cannot slide over %zu x %zu pixels; expected 1 x 1 to 11 x 11, not larger "
             "than the image, a stride of 1 to 11, a padding below the window's size",
-            net->model, what, net->count, kernel, kernel, stride, padding, channels, in.h, in.w);
-    return (Shape){(in.h + 2 * padding - kernel) / stride + 1,
-                   (in.w + 2 * padding - kernel) / stride + 1, channels};
+            net->model, kinds[kind].name, net->count, kernel, kernel, stride, padding, channels,
+            in.h, in.w);
+    l.out = (Shape){(in.h + 2 * padding - kernel) / stride + 1,
+                    (in.w + 2 * padding - kernel) / stride + 1, channels};
+    return l;
 }
 
+// nn.Conv2d(in_channels = channels of x, out_channels, kernel_size, stride, padding, bias = bias)
 static size_t add_conv2d(Net *net, size_t x, size_t out_channels, size_t kernel, size_t stride,
                          size_t padding, bool bias) {
-    Layer l = {.kind = CONV2D, .input = x, .kernel = kernel, .stride = stride, .padding = padding};
-    l.in = net->layers[x].out;
-    l.out = window_shape(net, x, "conv2d", kernel, stride, padding, out_channels);
-    return add_weights(net, l, kernel * kernel * l.in.c * out_channels, bias ? out_channels : 0,
-                       "conv");
+    Layer l = sliding(net, x, CONV2D, out_channels, kernel, stride, padding);
+    l.weights = kernel * kernel * l.in.c * out_channels;
+    l.biases = bias ? out_channels : 0;
+    return add_weights(net, l, "conv");
 }
 
-// nn.Conv2d(in_channels = channels of x, out_channels, kernel_size, stride, padding)
+// The same with bias = True, PyTorch's default
 static size_t conv2d(Net *net, size_t x, size_t out_channels, size_t kernel, size_t stride,
                      size_t padding) {
     return add_conv2d(net, x, out_channels, kernel, stride, padding, true);
 }
 
-// The same with bias = False: before a BatchNorm, which has a bias itself.
-static size_t conv2d_no_bias(Net *net, size_t x, size_t out_channels, size_t kernel, size_t stride,
-                             size_t padding) {
-    return add_conv2d(net, x, out_channels, kernel, stride, padding, false);
-}
-
 // nn.Linear(in_features = size of x, out_features), with x flattened
 static size_t linear(Net *net, size_t x, size_t out_features) {
-    Layer l = {.kind = LINEAR, .input = x, .kernel = 1, .stride = 1};
+    Layer l = {.kind = LINEAR, .input = x, .kernel = 1, .stride = 1, .biases = out_features};
     l.in = (Shape){1, 1, shape_size(net->layers[x].out)};
     l.out = (Shape){1, 1, out_features};
+    l.weights = l.in.c * out_features;
     if (out_features == 0)
         die(1, "model %s: linear at row %zu: expected at least 1 output", net->model, net->count);
-    return add_weights(net, l, l.in.c * out_features, out_features, "fc");
+    return add_weights(net, l, "fc");
 }
 
 // nn.BatchNorm2d(num_features = channels of x)
 static size_t batchnorm2d(Net *net, size_t x) {
     Shape s = net->layers[x].out;
-    Layer l = {.kind = BATCHNORM2D, .input = x, .in = s, .out = s};
+    Layer l = {.kind = BATCHNORM2D, .input = x, .in = s, .out = s, .weights = s.c, .biases = s.c};
     net->host_size = max_size(net->host_size, 2 * s.c); // both running statistics at once
-    return add_weights(net, l, s.c, s.c, "bn");
+    return add_weights(net, l, "bn");
 }
 
 static size_t same_shape(Net *net, size_t x, LayerKind kind, real p) {
@@ -1433,11 +1429,8 @@ static size_t log_softmax(Net *net, size_t x) {
 
 // nn.MaxPool2d(kernel_size, stride, padding)
 static size_t maxpool2d(Net *net, size_t x, size_t kernel, size_t stride, size_t padding) {
-    Layer l = {.kind = MAXPOOL2D, .input = x, .kernel = kernel, .stride = stride};
-    l.padding = padding;
-    l.in = net->layers[x].out;
-    l.out = window_shape(net, x, "maxpool2d", kernel, stride, padding, l.in.c);
-    return add_layer(net, l);
+    const size_t channels = net->layers[x].out.c;
+    return add_layer(net, sliding(net, x, MAXPOOL2D, channels, kernel, stride, padding));
 }
 
 // nn.AdaptiveAvgPool2d(1): the mean over all pixels
@@ -1796,7 +1789,7 @@ static size_t model_cifar(Net *net, size_t x) {
    all but the first halving the image, and a linear layer on the mean of all pixels. */
 static size_t conv_bn(Net *net, size_t x, const char *block, const char *conv, const char *bn,
                       size_t channels, size_t kernel, size_t stride) {
-    x = conv2d_no_bias(net, x, channels, kernel, stride, kernel / 2);
+    x = add_conv2d(net, x, channels, kernel, stride, kernel / 2, false); // a BatchNorm has a bias
     x = batchnorm2d(net, named(net, x, block, conv));
     return named(net, x, block, bn);
 }

@@ -137,7 +137,7 @@ static void test_round_trip(const char *model, const Optimizer *o, double moment
 
 // Files for this network are small enough to be spoiled in every way.
 static size_t build_spoiled(Net *net, size_t x) {
-    x = batchnorm2d(net, conv2d_no_bias(net, x, 2, 1, 1, 0));
+    x = batchnorm2d(net, add_conv2d(net, x, 2, 1, 1, 0, false));
     return log_softmax(net, linear(net, x, net->classes));
 }
 static const Model spoiled_model = {.name = "spoiled", .build = build_spoiled};

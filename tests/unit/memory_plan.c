@@ -30,7 +30,7 @@ static void add_random_row(Net *net) {
         conv2d(net, x, draw_size(1, 4), 3, draw_size(1, 2), 1);
         break;
     case 1:
-        conv2d_no_bias(net, x, channels, 3, 1, 1);
+        add_conv2d(net, x, channels, 3, 1, 1, false);
         break;
     case 2:
         batchnorm2d(net, x);

@@ -229,7 +229,7 @@ static void check_norm_start(const Net *net, const Layer *l) {
 static void test_initial_values(void) {
     static Net net;
     start_net(&net, (Shape){6, 6, 64});
-    size_t x = batchnorm2d(&net, conv2d_no_bias(&net, 0, 96, 3, 1, 1));
+    size_t x = batchnorm2d(&net, add_conv2d(&net, 0, 96, 3, 1, 1, false));
     x = conv2d(&net, x, 128, 3, 1, 0);
     log_softmax(&net, linear(&net, x, CLASSES));
     plan_memory(&net, 1);
