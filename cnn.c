@@ -2375,19 +2375,16 @@ static double learning_rate(const Settings *s, size_t epoch, size_t step, size_t
 
 // A data file, plain or read through `gzip -dc`, which needs no library.
 typedef struct DataFile {
-    char path[PATH_SIZE], remedy[128];
+    char path[PATH_SIZE];
+    const char *dataset; // its name
     FILE *stream;
     bool gzip;
 } DataFile;
 
-static _Noreturn FORMAT(2) void bad_file(const DataFile *f, const char *format, ...) {
-    char what[512];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(what, sizeof what, format, args);
-    va_end(args);
-    die(1, "%s: %s; %s", f->path, what, f->remedy);
-}
+// A message of die() about a file: what is wrong with it, as for printf()
+#define BAD_FILE(f, format, ...)                                                               \
+    die(1, "%s: " format "; remove it and run: data/get_data.sh %s", (f)->path, ##__VA_ARGS__, \
+        (f)->dataset)
 
 // Finds DIR/FILE or DIR/FILE.gz; false if there is neither.
 static bool data_path(char path[PATH_SIZE], const char *dir, const char *file) {
@@ -2398,8 +2395,7 @@ static bool data_path(char path[PATH_SIZE], const char *dir, const char *file) {
 }
 
 static void data_open(DataFile *f, const char *dir, const char *file, const char *dataset) {
-    *f = (DataFile){0};
-    snprintf(f->remedy, sizeof f->remedy, "remove it and run: data/get_data.sh %s", dataset);
+    *f = (DataFile){.dataset = dataset};
     if (!data_path(f->path, dir, file))
         die(1, "%s: expected %s or %s.gz there, found neither; run: data/get_data.sh %s", dir, file,
             file, dataset);
@@ -2420,7 +2416,7 @@ static void data_close(DataFile *f) {
     if (WIFEXITED(status) && WEXITSTATUS(status) == 127)
         die(1, "%s: gzip is not installed; install it or run: gunzip -k %s", f->path, f->path);
     if (status != 0)
-        bad_file(f, "gzip cannot read it");
+        BAD_FILE(f, "gzip cannot read it");
 }
 
 static void read_exactly(DataFile *f, void *to, size_t bytes, size_t offset, size_t expected) {
@@ -2429,7 +2425,7 @@ static void read_exactly(DataFile *f, void *to, size_t bytes, size_t offset, siz
         return;
     if (f->gzip)
         data_close(f); // reports a failure of gzip instead
-    bad_file(f, "truncated: expected %zu bytes, found %zu", expected, offset + got);
+    BAD_FILE(f, "truncated: expected %zu bytes, found %zu", expected, offset + got);
 }
 
 // Returns the first `kept` of `count` records and closes the file, whose whole length is checked.
@@ -2439,14 +2435,14 @@ static uint8_t *read_records(DataFile *f, size_t header, size_t bytes, size_t co
     struct stat info = {0}; // checked before memory is allocated for what the header claims
     if (stat(f->path, &info) != 0 || expected > most * (size_t)info.st_size ||
         (!f->gzip && expected != (size_t)info.st_size))
-        bad_file(f, "expected %zu bytes for %zu items, found %lld%s", expected, count,
+        BAD_FILE(f, "expected %zu bytes for %zu items, found %lld%s", expected, count,
                  (long long)info.st_size, f->gzip ? ", compressed, too few for them" : "");
     uint8_t *records = must_alloc(kept * bytes, "images"), skipped[4096];
     for (size_t i = 0; i < count; i++)
         read_exactly(f, i < kept ? records + i * bytes : skipped, bytes, header + i * bytes,
                      expected);
     if (fgetc(f->stream) != EOF)
-        bad_file(f, "too long: expected %zu bytes for %zu items, found more", expected, count);
+        BAD_FILE(f, "too long: expected %zu bytes for %zu items, found more", expected, count);
     data_close(f);
     return records;
 }
@@ -2457,7 +2453,7 @@ static uint32_t big_endian(const uint8_t b[4]) {
 
 static void check_label(const DataFile *f, size_t label, size_t classes, size_t i) {
     if (label >= classes)
-        bad_file(f, "expected labels from 0 to %zu, found %zu at image %zu", classes - 1, label, i);
+        BAD_FILE(f, "expected labels from 0 to %zu, found %zu at image %zu", classes - 1, label, i);
 }
 
 /* An IDX file: magic number 0x0801 (labels) or 0x0803 (images), the sizes of its 1 or 3 dimensions,
@@ -2470,15 +2466,15 @@ static size_t read_idx(DataFile *f, uint8_t **items, size_t *kept, Shape item) {
     uint8_t header[16];
     read_exactly(f, header, header_bytes, 0, header_bytes);
     if (big_endian(header) != magic)
-        bad_file(f, "wrong magic number: expected 0x%08x (%s), found 0x%08x%s", magic,
+        BAD_FILE(f, "wrong magic number: expected 0x%08x (%s), found 0x%08x%s", magic,
                  images ? "images" : "labels", big_endian(header),
                  big_endian(header) >> 16 == 0x1f8b ? " (still gzipped: name it .gz)" : "");
     if (images && (big_endian(header + 8) != item.h || big_endian(header + 12) != item.w))
-        bad_file(f, "expected images of %zu x %zu pixels, found %u x %u", item.h, item.w,
+        BAD_FILE(f, "expected images of %zu x %zu pixels, found %u x %u", item.h, item.w,
                  big_endian(header + 8), big_endian(header + 12));
     size_t count = big_endian(header + 4);
     if (count == 0 || count > 10000000)
-        bad_file(f, "expected 1 to 10000000 items, found %zu", count);
+        BAD_FILE(f, "expected 1 to 10000000 items, found %zu", count);
     *kept = min_size(count, *kept);
     *items = read_records(f, header_bytes, item_bytes, count, *kept);
     return count;
@@ -2494,7 +2490,7 @@ static void read_idx_set(Dataset *data, const char *dir, const char *const *file
     size_t n_images = read_idx(&images, &data->images, &data->count, info->shape);
     size_t n_labels = read_idx(&labels, &data->labels, &kept, (Shape){0});
     if (n_images != n_labels)
-        bad_file(&labels, "expected labels for %zu images, found %zu", n_images, n_labels);
+        BAD_FILE(&labels, "expected labels for %zu images, found %zu", n_images, n_labels);
     for (size_t i = 0; i < data->count; i++)
         check_label(&labels, data->labels[i], info->classes, i);
 }
@@ -3594,7 +3590,6 @@ typedef struct Tensor {
     size_t begin, bytes; // of its values in the file, after the header
     real *values;        // on the device; NULL: BatchNorm's counter of batches
     Shape filter;        // a weight: the part of the image that each output sees; h = 0: 1-D
-    size_t outputs;      // a weight: the number of filters
     bool ignored;        // reading: optional, of an optimizer that is not needed
     size_t key;          // sort key
 } Tensor;
@@ -3631,7 +3626,6 @@ static Tensor *list_layers(const Net *net, Tensor *t, const char *prefix, real *
         if (l->kind != BATCHNORM2D) { // a linear layer sees all of the image before it
             const Shape window = {l->kernel, l->kernel, l->in.c};
             weight->filter = l->kind == LINEAR ? net->layers[l->input].out : window;
-            weight->outputs = l->out.c;
             weight->rank = l->kind == LINEAR ? 2 : 4;
             memcpy(weight->dims, (size_t[]){l->out.c, l->in.c, l->kernel, l->kernel},
                    sizeof weight->dims);
@@ -3724,7 +3718,7 @@ static const void *file_values(Net *net, const Tensor *t) {
     net->backend->copy(net->host[0], t->values, t->bytes);
     if (!t->filter.h)
         return net->host[0];
-    reorder_weight(net->host[1], net->host[0], t->filter, t->outputs, true);
+    reorder_weight(net->host[1], net->host[0], t->filter, t->dims[0], true);
     return net->host[1];
 }
 
@@ -3908,7 +3902,7 @@ static void read_tensors(TensorFile *f, Net *net, const Optimizer *optimizer, re
         if (tracked < 0)
             die(1, "%s: %s: expected a count, found %lld", f->path, t->name, (long long)tracked);
         if (t->filter.h)
-            reorder_weight(net->host[1], net->host[0], t->filter, t->outputs, false);
+            reorder_weight(net->host[1], net->host[0], t->filter, t->dims[0], false);
         if (t->values)
             net->backend->copy(t->values, net->host[t->filter.h ? 1 : 0], t->bytes);
         else
@@ -4139,13 +4133,12 @@ static void print_help(void) {
 
 // Parses an option and its value, which may be the next word (NULL: none); returns the words used.
 static int parse_word(Settings *s, const char *word, const char *next) {
-    size_t which = 0, length = strcspn(word, "=");
-    while (which < OPTIONS &&
-           (strncmp(word, options[which].name, length) != 0 || options[which].name[length] != 0))
-        which++;
-    if (which == OPTIONS)
+    const Option *o = options, *end = options + OPTIONS;
+    const size_t length = strcspn(word, "=");
+    while (o < end && (strncmp(word, o->name, length) != 0 || o->name[length] != 0))
+        o++;
+    if (o == end)
         unknown_option(word);
-    const Option *o = &options[which];
     bool lone_switch = o->kind == SWITCH && !(next && is_choice(o->values, next));
     if (word[length] != '=' && !lone_switch && !next)
         die(EXIT_USAGE, "%s: expected a value (%s) after it, found nothing; see ./cnn --help",
@@ -4319,15 +4312,11 @@ typedef struct LineClock {
     size_t rank; // for --trace, with the running line and when it began
     const char *text;
     double since;
-    size_t marks, settled; // numbers of marks set, and of lines whose times are known
-    struct {
-        int line;     // the line that begins at this mark, or 0
-        double *part; // of the step, or NULL
-    } begun[CLOCK_MARKS];
-    struct {
-        size_t hits;
-        double seconds;
-    } lines[PROFILED_LINES];
+    size_t marks, settled;     // numbers of marks set, and of lines whose times are known
+    int line[CLOCK_MARKS];     // the line that begins at this mark, or 0
+    double *part[CLOCK_MARKS]; // of the step, or NULL
+    size_t hits[PROFILED_LINES];
+    double seconds[PROFILED_LINES];
 } LineClock;
 
 // Reads the times of lines that have ended, the oldest first, except for the last `left` of them.
@@ -4335,10 +4324,10 @@ static void clock_settle(LineClock *c, size_t left) {
     while (c->settled + 1 + left < c->marks) {
         size_t from = c->settled++ % CLOCK_MARKS, to = c->settled % CLOCK_MARKS;
         double seconds = c->backend->elapsed(from, to);
-        if (c->begun[from].line)
-            c->lines[c->begun[from].line - c->first].seconds += seconds;
-        if (c->begun[from].part)
-            *c->begun[from].part += seconds;
+        if (c->line[from])
+            c->seconds[c->line[from] - c->first] += seconds;
+        if (c->part[from])
+            *c->part[from] += seconds;
     }
 }
 
@@ -4353,22 +4342,22 @@ static void clock_line(LineClock *c, int line, double *part, const char *text) {
     if (!c->first)
         c->first = line;
     clock_settle(c, CLOCK_MARKS - 2);
-    c->begun[c->marks % CLOCK_MARKS].line = line;
-    c->begun[c->marks % CLOCK_MARKS].part = part;
+    c->line[c->marks % CLOCK_MARKS] = line;
+    c->part[c->marks % CLOCK_MARKS] = part;
     c->backend->mark(c->marks++ % CLOCK_MARKS);
     if (line)
-        c->lines[line - c->first].hits++;
+        c->hits[line - c->first]++;
 }
 
 static void print_profile_line(FILE *out, FILE *csv, const LineClock *c, int number,
                                const char *text, double total) {
     size_t at = (size_t)(number - c->first);
-    if (number < c->first || at >= PROFILED_LINES || c->lines[at].hits == 0) {
+    if (number < c->first || at >= PROFILED_LINES || c->hits[at] == 0) {
         fprintf(out, "%6d %9s %12s %8s %8s  %s\n", number, "", "", "", "", text);
         return;
     }
-    size_t hits = c->lines[at].hits;
-    double us = c->lines[at].seconds * 1e6, percent = 100 * c->lines[at].seconds / total;
+    size_t hits = c->hits[at];
+    double us = c->seconds[at] * 1e6, percent = 100 * c->seconds[at] / total;
     fprintf(out, "%6d %9zu %12.1f %8.1f %8.1f  %s\n", number, hits, us, us / (double)hits, percent,
             text);
     fprintf(csv, "%d,%zu,%.1f,%.1f,%.1f,\"", number, hits, us, us / (double)hits, percent);
@@ -4398,7 +4387,7 @@ static void print_profile(const LineClock *c, FILE *out, FILE *csv) {
             end = number;
     }
     for (size_t i = 0; i < PROFILED_LINES; i++)
-        total += c->lines[i].seconds;
+        total += c->seconds[i];
     fprintf(out, "Timer unit: 1e-06 s\n\nTotal time: %.6g s\nFile: cnn.c\n", total);
     fprintf(out, "Function: train at line %d\n\n", begin);
     fprintf(out, "Line #      Hits         Time  Per Hit   %% Time  Line Contents\n");
@@ -4411,7 +4400,7 @@ static void print_profile(const LineClock *c, FILE *out, FILE *csv) {
             print_profile_line(out, csv, c, number, text, total);
     }
     for (int i = 0; i < PROFILED_LINES; i++)
-        if (!end && c->lines[i].hits > 0)
+        if (!end && c->hits[i] > 0)
             print_profile_line(out, csv, c, c->first + i, "(cnn.c was not found)", total);
     fprintf(out, "\n %.2f seconds - cnn.c:%d - train\n", total, begin);
     fclose(source);
@@ -5532,17 +5521,15 @@ static void setup_data(Run *run) {
 
 // ---- Memory: all of it is planned, printed, and only then allocated
 
-// The planned bytes of a category (NULL: all) in the kinds of memory from first to last
-static double run_bytes(const Run *run, const char *what, MemoryKind first, MemoryKind last) {
+// The planned bytes of a category (NULL: all), in all kinds of memory or from this one on
+static double run_bytes(const Run *run, const char *what, MemoryKind first) {
     const Plan *plans[] = {&run->net.plan, &run->plan, &run->comm.plan, &run->train_loader.plan,
                            &run->test_loader.plan};
     double bytes = 0;
     for (size_t p = 0; p < sizeof plans / sizeof *plans; p++)
-        for (size_t i = 0; i < plans[p]->count; i++) {
-            const bool asked = !what || strcmp(plans[p]->areas[i].what, what) == 0;
-            if (asked && plans[p]->areas[i].where >= first && plans[p]->areas[i].where <= last)
-                bytes += (double)plans[p]->areas[i].bytes;
-        }
+        for (const struct Area *a = plans[p]->areas; a < plans[p]->areas + plans[p]->count; a++)
+            if (a->where >= first && (!what || strcmp(a->what, what) == 0))
+                bytes += (double)a->bytes;
     return bytes;
 }
 
@@ -5590,8 +5577,8 @@ static double plan_run(Run *run, size_t batch, bool resident) {
     for (size_t i = 0; i < (s->layers ? 2 : 0); i++)
         plan_area(&run->plan, &run->measured[i], MEASURED * run->backend->element, DEVICE, buffers);
     plan_trace(run, buffers);
-    return run->backend->transfer ? run_bytes(run, NULL, DEVICE, DEVICE)
-                                  : run_bytes(run, NULL, HOST, DEVICE) + data_bytes(run);
+    return run->backend->transfer ? run_bytes(run, NULL, DEVICE)
+                                  : run_bytes(run, NULL, HOST) + data_bytes(run);
 }
 
 /* The data set is resident if 10 % of the device's memory stays free, or if it needs less than the
@@ -5624,14 +5611,14 @@ static void plan_run_memory(Run *run) {
     // clang-format on
     const bool gpu = run->backend->transfer != NULL;
     const double needed = choose_resident(run, run->batch), there = run->device.memory;
-    const double data = run_bytes(run, "data set", HOST, DEVICE) + data_bytes(run);
-    const double all = run_bytes(run, NULL, HOST, DEVICE) + data_bytes(run);
+    const double data = run_bytes(run, "data set", HOST) + data_bytes(run);
+    const double all = run_bytes(run, NULL, HOST) + data_bytes(run);
     if (run->comm.rank > 0)
         return;
     print_summary(&run->net);
     printf("Memory in MB%s:", run->comm.world > 1 ? " of each device" : "");
     for (size_t i = 0; i < sizeof what / sizeof *what; i++)
-        printf(" %s %.1f,", what[i], run_bytes(run, what[i], HOST, DEVICE) / 1e6);
+        printf(" %s %.1f,", what[i], run_bytes(run, what[i], HOST) / 1e6);
     printf(" data set %.1f, together %.1f\n", data / 1e6, all / 1e6);
     if (all - (gpu ? needed : 0) > memory_limit() || needed > there)
         die(1,

@@ -124,7 +124,7 @@ static void set_golden_parameter(Net *net, const Tensor *t, uint32_t number) {
     bool bias = strstr(t->name, ".bias");
     real *values = net->host[0];
     fill_stream(values, t->count, WEIGHT_STREAM + number);
-    double fan_in = t->filter.h ? (double)(t->count / t->outputs) : 1;
+    double fan_in = t->filter.h ? (double)(t->count / t->dims[0]) : 1;
     for (size_t i = 0; i < t->count; i++) {
         double v = (double)values[i];
         values[i] = (real)(t->filter.h ? 1 / sqrt(fan_in) * v
@@ -133,7 +133,7 @@ static void set_golden_parameter(Net *net, const Tensor *t, uint32_t number) {
                                        : 1 + .5 * v);
     }
     if (t->filter.h)
-        reorder_weight(t->values, values, t->filter, t->outputs, false);
+        reorder_weight(t->values, values, t->filter, t->dims[0], false);
     else
         memcpy(t->values, values, t->count * sizeof(real));
 }
@@ -231,7 +231,7 @@ static void compare_tensors(Net *net, const Golden *g, const char *keyword, cons
             return;
         const real *values = t->values;
         if (t->filter.h) {
-            reorder_weight(net->host[1], t->values, t->filter, t->outputs, true);
+            reorder_weight(net->host[1], t->values, t->filter, t->dims[0], true);
             values = net->host[1];
         }
         compare_tensor(line, values, t->count, tolerance);
