@@ -3408,10 +3408,10 @@ static double dp_loss(Comm *c) {
     Team *t = c->team;
     Net *net = c->net;
     const Backend *b = net->backend;
-    const size_t classes = net->classes, n = t->batch->n, first = dp_part(c, c->rank).first;
+    const size_t classes = net->classes, n = t->batch->n, count = c->batch.n * classes;
+    const size_t first = dp_part(c, c->rank).first * classes;
     b->synchronize();
-    dp_copy(c, t->logp + first * classes, output(net, last_layer(net)), c->batch.n * classes,
-            false);
+    dp_copy(c, t->logp + first, output(net, last_layer(net)), count, false);
     barrier(c);
     if (c->rank == 0) {
         b->copy(t->labels, t->batch->device_labels, n);
@@ -3421,8 +3421,7 @@ static double dp_loss(Comm *c) {
         t->loss = mean(t->host_losses, n);
     }
     barrier(c);
-    dp_copy(c, gradient(net, last_layer(net)), t->dlogp + first * classes, c->batch.n * classes,
-            false);
+    dp_copy(c, gradient(net, last_layer(net)), t->dlogp + first, count, false);
     return t->loss;
 }
 
@@ -3514,6 +3513,8 @@ static void comm_plan(Comm *c, Net *net, Loader *loader) {
     c->net = net;
     c->loader = loader;
     c->plan = (Plan){.backend = b};
+    c->lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+    c->changed = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
     if (c->world > 1 && b->transfer)
         plan_area(&c->plan, &c->buffer, bytes, DEVICE, what);
     if (c->dp && b->load_images)
@@ -3528,12 +3529,6 @@ static void comm_plan(Comm *c, Net *net, Loader *loader) {
     plan_area(&c->plan, &t->losses, images * sizeof(real), DEVICE, what);
     plan_area(&c->plan, &t->labels, images, DEVICE, what);
     plan_area(&c->plan, &t->host_losses, images * sizeof(real), HOST, what);
-}
-
-static void comm_init(Comm *c) {
-    plan_alloc(&c->plan);
-    c->lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
-    c->changed = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
 }
 
 // From here on, gradients are reduced during backward.
@@ -5640,7 +5635,7 @@ static void alloc_run(Run *run) {
     if (run->train_loader.data)
         loader_init(&run->train_loader);
     loader_init(&run->test_loader);
-    comm_init(&run->comm);
+    plan_alloc(&run->comm.plan);
     run->clock = (LineClock){.backend = run->backend, .rank = run->comm.rank};
     run->clock.synchronize = run->settings.profile;
 }

@@ -160,7 +160,7 @@ static void *learner_thread(void *argument) {
     Placement place = {&learner->backend, 0, false, false, run->comm.rank, run->comm.world - 1};
     plan_loader(&run->train_loader, &data, LEARN_BATCH, 1, NULL, place);
     comm_plan(&run->comm, net, &run->train_loader);
-    comm_init(&run->comm);
+    plan_alloc(&run->comm.plan);
     comm_start(&run->comm);
     loader_start(&run->train_loader, 1, 1, 0);
     for (const Batch *batch; (batch = next_batch(&run->comm));) {
