@@ -81,18 +81,12 @@ typedef struct Shape {
 typedef struct Settings {
     const char *model, *stem, *dataset, *data, *augment, *optimizer, *schedule, *milestones;
     const char *lr_scaling, *kernels, *optimizer_launch, *out, *checkpoint, *save_every, *load;
+    const char *trace, *trace_steps, *zero_grad, *precision, *layout, *parallel;
     size_t width, limit_train, limit_test, batch_size, test_batch_size, epochs, max_steps, seed;
-    size_t step_size, warmup_epochs, log_interval, workers, threads;
-    double lr, momentum, weight_decay, gamma, label_smoothing;
+    size_t step_size, warmup_epochs, log_interval, workers, threads, gpus, replicas, global_batch;
+    double lr, momentum, weight_decay, gamma, label_smoothing, bucket_mb, timeout; // MB; seconds
     bool nesterov, dry_run, save_model, resume, eval, per_class, profile, no_cuda, graph;
-    bool pin_memory, resident, autotune;
-    const char *trace, *trace_steps, *zero_grad, *precision, *layout;
-    bool quiet, layers;
-    // several devices (section 10)
-    const char *parallel;
-    size_t gpus, replicas, global_batch;
-    double bucket_mb, timeout; // MB; seconds
-    bool oversubscribe, overlap;
+    bool pin_memory, resident, autotune, quiet, layers, oversubscribe, overlap;
 } Settings;
 
 /* One row of the layer table. Offsets count elements from the start of the network's arenas, the
@@ -143,8 +137,7 @@ enum { CROP_PADDING = 4, ELASTIC_ALPHA = 34, ELASTIC_SIGMA = 4, ELASTIC_REACH = 
 
 /* Marks are events in a replica's stream of work, as in CUDA: for the clock of train(), for each
    bucket of gradients (section 10), for the start, and with --layers and --trace after each row,
-   forward and backward. Replicas are the networks of one process that train together, each in its
-   own thread. */
+   forward and backward. Replicas: networks that train together, each in a thread of a process. */
 enum {
     MAX_REPLICAS = 64,
     MAX_THREADS = 1024, // of one replica
@@ -306,8 +299,7 @@ typedef struct Backend {
     /* to = from, or to += from, where from may be on this device, another one or the host; by any
        thread, concurrently with the work on this device; complete on return. buffer: on this
        device, as large as to */
-    void (*receive)(size_t device, real *to, const real *from, size_t count, bool add,
-                    real *buffer);
+    void (*receive)(size_t device, real *to, const real *from, size_t n, bool add, real *buffer);
     void (*synchronize)(void);
     void (*mark)(size_t i);                    // a point in the stream of work, 0 to MARKS - 1
     double (*elapsed)(size_t from, size_t to); // seconds between two marks; waits for both
@@ -404,8 +396,7 @@ static inline HOST_DEVICE real uniform(uint32_t bits) {
 #include <wchar.h>
 #include <wctype.h>
 
-// PARALLEL_FOR before a loop gives each thread an equal part of it; PARALLEL_STEALING(), below, is
-// for loops with few, long iterations.
+// PARALLEL_FOR before a loop gives each thread an equal part of it. See also PARALLEL_STEALING().
 #define DO_PRAGMA(text) _Pragma(#text)
 #ifdef _OPENMP
 #include <omp.h>
@@ -750,8 +741,7 @@ static size_t first_not_finite(const void *numbers, size_t count, int exponent) 
     return i;
 }
 
-/* The events of --trace: a list of fixed capacity to which all threads append. A track is a thread,
-   a device or a worker of a rank. */
+// The events of --trace. A track is a thread, a device or a worker of a rank.
 enum { TRACK_STEP, TRACK_HOST, TRACK_DEVICE, TRACK_COMM, TRACK_LOADER };
 
 typedef struct TraceEvent {
@@ -762,7 +752,7 @@ typedef struct TraceEvent {
 
 static struct {
     size_t on;              // number of ranks in a traced step
-    size_t count, capacity; // count may exceed it
+    size_t count, capacity; // all threads append; count may exceed the capacity
     TraceEvent *events;
 } trace;
 
@@ -1030,8 +1020,7 @@ static Range bn_slice(size_t slice, size_t pixels) {
 /* sums[0][c] = mean over a slice, sums[1][c] = sum of squared deviations from it: two passes over
    each piece that fits into the cache, combined by Chan's formula. (Chan, Golub, LeVeque, "Updating
    formulae and a pairwise algorithm for computing sample variances", 1979.) */
-static void bn_slice_statistics(real *restrict sums, const real *restrict in, Range s,
-                                size_t channels) {
+static void bn_slice_stats(real *restrict sums, const real *restrict in, Range s, size_t channels) {
     enum { PIECE = 16 };
     real *restrict squares = sums + channels, mean[channels], more[channels];
     memset(sums, 0, 2 * channels * sizeof *sums);
@@ -1059,8 +1048,7 @@ static void bn_slice_statistics(real *restrict sums, const real *restrict in, Ra
 }
 
 // Combines the slices of channel c in the same way.
-static void bn_join_statistics(real *stats, const real *sums, size_t pixels, size_t channels,
-                               size_t c) {
+static void bn_join_stats(real *stats, const real *sums, size_t pixels, size_t channels, size_t c) {
     double mean = 0, squares = 0, count = 0;
     for (size_t slice = 0; slice < BN_SLICES; slice++, sums += 2 * channels) {
         double more = (double)bn_slice(slice, pixels).count, d = (double)sums[c] - mean;
@@ -1082,13 +1070,12 @@ static void batchnorm2d_forward(Work w) {
     size_t channels = w.l->in.c, pixels = w.n * w.l->in.h * w.l->in.w;
     const bool training = w.draw != NULL;
     PARALLEL_STEALING(slice, training ? BN_SLICES : 0)
-        bn_slice_statistics(w.scratch + slice * 2 * channels, w.in, bn_slice(slice, pixels),
-                            channels);
+        bn_slice_stats(w.scratch + slice * 2 * channels, w.in, bn_slice(slice, pixels), channels);
     real *restrict scale = w.scratch + BN_SLICES * 2 * channels, *restrict shift = scale + channels;
     PARALLEL_FOR
     for (size_t c = 0; c < channels; c++) {
         if (training)
-            bn_join_statistics(w.stats, w.scratch, pixels, channels, c);
+            bn_join_stats(w.stats, w.scratch, pixels, channels, c);
         real mean = w.stats[training ? 2 * channels + c : c];
         scale[c] = w.weight[c] * (training ? w.stats[3 * channels + c]
                                            : 1 / SQRT(w.stats[channels + c] + (real)bn_eps));
@@ -1468,8 +1455,7 @@ static void plan_fusion(Net *net) {
     const Backend *b = net->backend;
     for (size_t i = 1; i < net->count; i++) {
         Layer *l = &net->layers[i], *to = fused_into(net, l->input);
-        bool alone =
-            l->input > 0 && count_readers(net, l->input) == 1 && !kinds[to->kind].reads_out;
+        bool alone = l->input && count_readers(net, l->input) == 1 && !kinds[to->kind].reads_out;
         if (l->kind == ADD) {
             l->fused = alone && to->kind == BATCHNORM2D && !to->relu && !to->residual &&
                        l->other != l->input;
@@ -1650,8 +1636,7 @@ static void lower_params(const Net *net) {
 
 // ---- Initial values, as in PyTorch's modules and torchvision's ResNets
 
-// param = scale * x + shift, where x is uniform in [-1, 1) or, if `normal`, standard normal. Each
-// tensor has its own random numbers.
+// param = scale * x + shift, where x, of this tensor, is uniform in [-1, 1) or standard normal.
 static void init_tensor(Net *net, real *param, size_t count, bool normal, real scale, real shift,
                         size_t tensor, uint64_t seed) {
     PARALLEL_FOR
@@ -2015,8 +2000,7 @@ static void forward(Net *net, size_t n, const Draw *draw) {
     begin_row(net, net->count, false);
 }
 
-// One row's gradients: of its parameters (=) and of its inputs, += if written[]: another reader of
-// that row has already stored its gradient.
+// One row's gradients: of its parameters (=) and its inputs (=, or += if already written[]).
 static void backward_row(const Net *net, size_t i, size_t n, bool *written) {
     const Backend *b = net->backend;
     const Layer *l = &net->layers[i];
@@ -2068,8 +2052,7 @@ static double mean(const real *numbers, size_t n) {
     return sum / (double)n;
 }
 
-/* F.nll_loss(): the mean over the batch. In training, labels are smoothed and the gradient of the
-   last row is stored for backward(). */
+// F.nll_loss(): the mean over the batch. In training, smooths labels and stores dlogp as well.
 static double loss_and_gradient(Net *net, size_t n, bool training) {
     const Layer *last = last_layer(net);
     net->backend->nll_loss(net->losses, training ? gradient(net, last) : NULL, output(net, last),
@@ -2081,10 +2064,9 @@ static double loss_and_gradient(Net *net, size_t n, bool training) {
 
 // confusion[label][predicted class] += 1 for each image; returns how many are right
 static size_t count_predictions(const Net *net, const Batch *batch, double *confusion) {
-    const real *logp = net->host[0];
+    real *logp = net->host[0];
     size_t correct = 0, classes = net->classes;
-    net->backend->copy(net->host[0], output(net, last_layer(net)),
-                       batch->n * classes * sizeof(real));
+    net->backend->copy(logp, output(net, last_layer(net)), batch->n * classes * sizeof *logp);
     for (size_t i = 0; i < batch->n; i++, logp += classes) {
         size_t best = 0;
         for (size_t k = 1; k < classes; k++)
@@ -2437,10 +2419,9 @@ static uint8_t *read_records(DataFile *f, size_t header, size_t bytes, size_t co
         (!f->gzip && expected != (size_t)info.st_size))
         BAD_FILE(f, "expected %zu bytes for %zu items, found %lld%s", expected, count,
                  (long long)info.st_size, f->gzip ? ", compressed, too few for them" : "");
-    uint8_t *records = must_alloc(kept * bytes, "images"), skipped[4096];
+    uint8_t *records = must_alloc(kept * bytes, "images"), rest[4096];
     for (size_t i = 0; i < count; i++)
-        read_exactly(f, i < kept ? records + i * bytes : skipped, bytes, header + i * bytes,
-                     expected);
+        read_exactly(f, i < kept ? records + i * bytes : rest, bytes, header + i * bytes, expected);
     if (fgetc(f->stream) != EOF)
         BAD_FILE(f, "too long: expected %zu bytes for %zu items, found more", expected, count);
     data_close(f);
@@ -3453,12 +3434,10 @@ static double batch_loss(Comm *c, const Batch *batch) {
 
 // Returns when the gradients are those of the whole batch: on all ranks, or on dp's master.
 static void reduce_gradients(Comm *c) {
-    if (c->world == 1)
-        return;
-    if (c->dp) {
+    if (c->dp)
         dp_reduce(c);
+    if (c->world == 1 || c->dp)
         return;
-    }
     gradients_ready(c, 0); // those not yet reported: all, with --overlap off
     pthread_mutex_lock(&c->lock);
     while (c->done < c->bucket_count)
@@ -3470,8 +3449,6 @@ static void reduce_gradients(Comm *c) {
 // Before a test: rank 0's running statistics; under dp its parameters as well
 static void share_weights(Comm *c) {
     Net *net = c->net;
-    if (c->world == 1)
-        return;
     net->backend->synchronize();
     broadcast(c, net->stats, net->stats_size);
     if (c->dp) {
@@ -3645,9 +3622,8 @@ static Tensor *list_tensors(const Net *net, const Optimizer *optimizer, real *st
     Tensor *list = must_alloc(16 * net->count * sizeof *list, "the list of tensors");
     Tensor *end = list_layers(net, list, "", net->params, true), *own = end;
     for (const Optimizer *o = optimizers; o < optimizers + OPTIMIZERS; o++) {
-        const size_t known = all ? o->states[1] ? 2 : 1 : 0;
-        const size_t states = o == optimizer ? count_states(o, net->settings) : known;
-        for (size_t i = 0; i < states; i++) {
+        const size_t states = o == optimizer ? count_states(o, net->settings) : all ? 2 : 0;
+        for (size_t i = 0; i < states && o->states[i]; i++) {
             char prefix[64];
             snprintf(prefix, sizeof prefix, "optimizer.%s.", o->states[i]);
             real *values = state ? state + i * net->param_size : net->params;
@@ -4443,7 +4419,7 @@ static void print_machine(void) {
 // ---- Resources
 
 typedef struct Resources {
-    double wall_s, cpu_s, max_rss; // bytes
+    double wall_s, cpu_s, rss; // bytes, at most
 } Resources;
 
 static Resources resources_since(double start) {
@@ -4472,8 +4448,8 @@ static void print_resources(double start, int status) {
            "CPU Efficiency: %.2f%% of %s core-walltime\nJob Wall-clock time: %s\n"
            "Memory Utilized: %.2f GB\nMemory Efficiency: %.2f%% of %.2f GB\n",
            status ? "STOPPED" : "COMPLETED", status, cores, duration(r.cpu_s, a),
-           100 * r.cpu_s / core_s, duration(core_s, b), duration(r.wall_s, c), r.max_rss / 0x1p30,
-           100 * r.max_rss / limit, limit / 0x1p30);
+           100 * r.cpu_s / core_s, duration(core_s, b), duration(r.wall_s, c), r.rss / 0x1p30,
+           100 * r.rss / limit, limit / 0x1p30);
 }
 
 // ---- Run folder (--out DIR)
@@ -4587,8 +4563,8 @@ static double class_accuracy(const Run *run, size_t class) {
 }
 
 // The class's name, or its number where the dataset has no names; in `buffer`.
-static const char *class_name(const DatasetInfo *info, size_t class, char buffer[32]) {
-    const char *at = info->class_names;
+static const char *class_name(const Run *run, size_t class, char buffer[32]) {
+    const char *at = run->info.class_names;
     snprintf(buffer, 32, "%zu", class);
     for (size_t i = 0; at && i < class; i++)
         at = strchr(at, ' ') + 1;
@@ -4603,8 +4579,7 @@ static void print_confusion_json(FILE *f, const Run *run) {
     char name[32];
     for (size_t i = 0; i < classes; i++) {
         const double accuracy = class_accuracy(run, i);
-        fprintf(f, "%s\"%s\": ", i ? ", " : ",\n  \"per_class\": {",
-                class_name(&run->info, i, name));
+        fprintf(f, "%s\"%s\": ", i ? ", " : ",\n  \"per_class\": {", class_name(run, i, name));
         fprintf(f, isfinite(accuracy) ? "%.2f" : "null", accuracy);
     }
     fprintf(f, "}");
@@ -4689,8 +4664,7 @@ static void print_run_json(FILE *f, Run *run) {
     else
         fprintf(f, ",\n  \"per_class\": null, \"confusion\": null");
     fprintf(f, ",\n  \"resources\": {");
-    print_record(f, JSON, "wall_s=%.3f cpu_s=%.3f max_rss_bytes=%.0f", r.wall_s, r.cpu_s,
-                 r.max_rss);
+    print_record(f, JSON, "wall_s=%.3f cpu_s=%.3f max_rss_bytes=%.0f", r.wall_s, r.cpu_s, r.rss);
     fprintf(f, "}\n}\n");
 }
 
@@ -5145,7 +5119,7 @@ static void print_per_class(const Run *run) {
     char name[32];
     for (size_t i = 0; i < run->net.classes; i++) {
         double accuracy = class_accuracy(run, i);
-        printf("Accuracy for class: %-5s is ", class_name(&run->info, i, name));
+        printf("Accuracy for class: %-5s is ", class_name(run, i, name));
         printf(isfinite(accuracy) ? "%.1f %%\n" : "unknown: no test image has it\n", accuracy);
     }
 }
@@ -5209,8 +5183,7 @@ static void save_checkpoint(Run *run) {
     save_tensors(&run->net, run->optimizer, run->state, metadata, run->settings.checkpoint);
 }
 
-// The checkpoint's metadata must be what this run would write at the same position. The first
-// version had no `epochs`.
+// The metadata must be what this run would write there. The first version had no `epochs`.
 static void compare_settings(Run *run, const TensorFile *f) {
     const char *theirs = f->metadata;
     char ours[METADATA_SIZE];
@@ -5311,14 +5284,13 @@ static void check_settings(Settings *s) {
                     option_text(s, o, value));
 }
 
-// Only the first rank writes files and reports.
+// Only rank 0 writes files and reports.
 static void silence_rank(Settings *s) {
     s->out = "";
     s->save_model = s->per_class = s->profile = s->layers = false;
 }
 
-/* Ranks are processes, if a launcher started this one as one of several, else threads. Only the
-   first rank prints and writes files. */
+// Ranks are processes, if a launcher started several, else threads. Only rank 0 prints.
 static void setup_ranks(Run *run) {
     Settings *s = &run->settings;
     Comm *c = &run->comm;
@@ -5576,8 +5548,7 @@ static double plan_run(Run *run, size_t batch, bool resident) {
                                   : run_bytes(run, NULL, HOST) + data_bytes(run);
 }
 
-/* The data set is resident if 10 % of the device's memory stays free, or if it needs less than the
-   loader's buffers on the device would. */
+// The data set is resident if 10 % of the memory stays free, or if a loader's buffers need more.
 static double choose_resident(Run *run, size_t batch) {
     const bool wanted = run->settings.resident && run->backend->gather && !run->comm.dp;
     const double resident = plan_run(run, batch, wanted);
