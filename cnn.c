@@ -296,9 +296,8 @@ typedef struct Backend {
     // between host and device, either way, immediately and by any thread, concurrently with the
     // operations of that device; NULL: the device computes in the host's memory
     void (*transfer)(size_t device, void *to, const void *from, size_t bytes);
-    /* to = from, or to += from, where from may be on this device, another one or the host; by any
-       thread, concurrently with the work on this device; complete on return. buffer: on this
-       device, as large as to */
+    /* to = from, or += from, which may be on this device, another one or the host; by any thread,
+       concurrently with work on this device; complete on return. buffer: on it, as large as to */
     void (*receive)(size_t device, real *to, const real *from, size_t n, bool add, real *buffer);
     void (*synchronize)(void);
     void (*mark)(size_t i);                    // a point in the stream of work, 0 to MARKS - 1
@@ -426,6 +425,7 @@ const Backend *cuda_backend(size_t i) {
 #include <mpi.h>
 #endif
 
+#define LENGTH(array) (sizeof(array) / sizeof *(array))
 #define SQRT(x) (sizeof(real) == sizeof(float) ? (real)sqrtf((float)(x)) : (real)sqrt((double)(x)))
 // Parameter i of a function is a format as of printf(), and its arguments follow.
 #define FORMAT(i) __attribute__((format(printf, i, (i) + 1)))
@@ -617,8 +617,7 @@ static FILE *open_existing(const char *path) {
 }
 
 /* A file that is replaced atomically: written to a temporary file in its folder, synced, renamed.
-   It keeps its mode; of a symbolic link the target is replaced; a device, such as /dev/null, is
-   written in place. */
+   It keeps its mode; of a symbolic link the target is replaced; a device is written in place. */
 typedef struct AtomicFile {
     FILE *stream;
     bool device;
@@ -1247,7 +1246,7 @@ typedef struct Net {
     size_t parameters;        // their number
     size_t param_size;        // ... with the gaps between tensors: the size of the arenas
     size_t batch, test_batch; // the most images of a training step, and of an evaluation's
-    real *images;             // the batch's: output of row 0
+    real *images;             // the batch's, in the loader's buffer; NULL: in row 0's own memory
     size_t activation_size, gradient_size, saved_size; // in bytes
     size_t stats_size, scratch_size, transposed_size;
     size_t host_size;       // elements of host[0] and host[1]: the largest tensor, or the output
@@ -1548,8 +1547,9 @@ static void plan_gradients(Net *net) {
 
 static void plan_arenas(Net *net) {
     const size_t size = sizeof(real), most = max_size(net->batch, net->test_batch);
+    const Backend *b = net->backend;
     Plan *p = &net->plan;
-    p->backend = net->backend;
+    p->backend = b;
     plan_area(p, &net->params, size * net->param_size, DEVICE, "parameters");
     plan_area(p, &net->grads, size * net->param_size, DEVICE, "gradients");
     if (net->backend->lower)
@@ -1564,9 +1564,8 @@ static void plan_arenas(Net *net) {
         plan_area(p, &net->scale, sizeof *net->scale, DEVICE, "statistics and masks");
     plan_area(p, &net->step, sizeof *net->step, DEVICE, "statistics and masks");
     plan_area(p, &net->scratch, size * net->scratch_size, DEVICE, "scratch");
-    if (net->backend->transposed_size && strcmp(net->settings->layout, "nchw") == 0)
-        plan_area(p, &net->transposed, net->transposed_size * net->backend->element, DEVICE,
-                  "scratch");
+    if (b->transposed_size && strcmp(net->settings->layout, "nchw") == 0)
+        plan_area(p, &net->transposed, net->transposed_size * b->element, DEVICE, "scratch");
     plan_area(p, &net->host[0], size * net->host_size, PINNED, "maps and buffers");
     plan_area(p, &net->host[1], size * net->host_size, HOST, "maps and buffers");
     plan_area(p, &net->prepared, net->prepared_size, HOST, "maps and buffers");
@@ -1612,14 +1611,8 @@ static void plan_memory(Net *net, size_t batch) {
     plan_arenas(net);
 }
 
-// Row 0's own memory, for images that are copied.
-static real *own_images(const Net *net) {
-    return (real *)(net->activations + net->layers[0].output);
-}
-
 static void net_alloc(Net *net) {
     plan_alloc(&net->plan);
-    net->images = own_images(net);
     for (size_t i = 0; i < net->count && net->backend->prepare; i++)
         net->backend->prepare(net->prepared + net->prepared_at[i], &net->layers[i]);
 }
@@ -1842,11 +1835,9 @@ typedef struct Model {
 #define RESNET_DEFAULTS                                                             \
     "--optimizer sgd --lr 0.1 --momentum 0.9 --weight-decay 5e-4 --batch-size 128 " \
     "--epochs 100 --schedule cosine --log-interval 20"
-#define RESNET_MODEL(depth, native)                                                 \
-    {                                                                               \
-        "resnet" #depth, model_resnet##depth, "cifar100 cifar10 synthetic", native, \
-            RESNET_DEFAULTS, false, true                                            \
-    }
+#define RESNET_MODEL(depth, native)                                                              \
+    "resnet" #depth, model_resnet##depth, "cifar100 cifar10 synthetic", native, RESNET_DEFAULTS, \
+        false, true
 static const Model models[] = {
     {"mnist", model_mnist, "mnist fashion-mnist synthetic", "mnist", "--test-batch-size 1000",
      false, false},
@@ -1854,14 +1845,13 @@ static const Model models[] = {
      false, false},
     {"cifar", model_cifar, "cifar10 synthetic", "cifar10",
      "--optimizer sgd --lr 0.001 --momentum 0.9 --batch-size 4 --epochs 2 --gamma 1", true, false},
-    RESNET_MODEL(8, "cifar10"),
-    RESNET_MODEL(18, "cifar100"),
-    RESNET_MODEL(34, "cifar100"),
-    RESNET_MODEL(50, "cifar100"),
-    RESNET_MODEL(101, "cifar100"),
-    RESNET_MODEL(152, "cifar100"),
+    {RESNET_MODEL(8, "cifar10")},
+    {RESNET_MODEL(18, "cifar100")},
+    {RESNET_MODEL(34, "cifar100")},
+    {RESNET_MODEL(50, "cifar100")},
+    {RESNET_MODEL(101, "cifar100")},
+    {RESNET_MODEL(152, "cifar100")},
 };
-enum { MODELS = sizeof models / sizeof *models };
 
 static const Model *find_model(const char *name) { // which the parser has checked
     const Model *m = models;
@@ -1892,7 +1882,8 @@ static void net_build(Net *net, const Model *model, const DatasetInfo *data,
    which runs first in backward; each reader after that adds (+=). */
 
 static real *output(const Net *net, const Layer *l) {
-    return l->kind == INPUT ? net->images : (real *)(net->activations + l->output);
+    const bool loaded = l->kind == INPUT && net->images;
+    return loaded ? net->images : (real *)(net->activations + l->output);
 }
 
 static real *gradient(const Net *net, const Layer *l) { // NULL: that of the images is not needed
@@ -1914,15 +1905,15 @@ static const Layer *last_layer(const Net *net) {
    over when the loader fills the buffer again. */
 static void net_load(Net *net, const Batch *batch, double lr) {
     const Backend *b = net->backend;
+    real *to = output(net, net->layers);
+    const bool nchw = net->transposed;
     b->set_step(net->step, (Step){batch->draw, lr});
     if (batch->resident) {
-        b->gather(net->images, net->labels, batch->resident, &net->step->draw, batch->n,
-                  net->transposed);
+        b->gather(to, net->labels, batch->resident, &net->step->draw, batch->n, nchw);
         return;
     }
     if (b->load_images)
-        b->load_images(net->images, batch->device_images, batch->n, net->layers[0].out,
-                       net->transposed);
+        b->load_images(to, batch->device_images, batch->n, net->layers[0].out, nchw);
     else
         net->images = batch->device_images;
     b->copy(net->labels, batch->device_labels, batch->n);
@@ -1936,8 +1927,7 @@ static void name_row(const Net *net, size_t i, bool back, char name[48]) {
     snprintf(name, 48, "%.30s%s", *l->name ? l->name : kind, pass);
 }
 
-// # PROF  Row i begins, or none: marks the end of the row before, if rows are timed, and names this
-// one, if Nsight records.
+// # PROF  Row i begins, or none: marks the end of the row before and names this one for Nsight.
 static void begin_row(const Net *net, size_t i, bool back) {
     char name[48];
     if (net->marks_rows)
@@ -2274,7 +2264,7 @@ static const Backend *const cpu_backends[] = {
     &fast_backend,
 #endif
 };
-enum { CPU_BACKENDS = sizeof cpu_backends / sizeof *cpu_backends };
+enum { CPU_BACKENDS = LENGTH(cpu_backends) };
 
 // ---- Optimizers
 
@@ -2288,7 +2278,6 @@ static const Optimizer optimizers[] = {
     {"adadelta", 1.0, {"square_avg", "acc_delta"}},
     {"sgd", 0.01, {"momentum_buffer", NULL}},
 };
-enum { OPTIMIZERS = sizeof optimizers / sizeof *optimizers };
 
 /* # EXTRA  optimizer.step(): one call for all parameters, which are one arena; --optimizer-launch
    per-tensor: one call per tensor, as frameworks once did, to measure what that costs on a GPU. */
@@ -2530,10 +2519,9 @@ static const DatasetInfo dataset_infos[] = {
      "worm"},
 };
 // clang-format on
-enum { DATASETS = sizeof dataset_infos / sizeof *dataset_infos };
 
 static const DatasetInfo *find_dataset_info(const char *name) {
-    for (size_t i = 0; i < DATASETS; i++)
+    for (size_t i = 0; i < LENGTH(dataset_infos); i++)
         if (strcmp(dataset_infos[i].name, name) == 0)
             return &dataset_infos[i];
     return NULL;
@@ -2699,8 +2687,7 @@ static void blur(float *to, const float *from, Shape s, bool rows) {
 
 /* Elastic distortion (Simard, Steinkraus, Platt, "Best practices for convolutional neural
    networks", ICDAR 2003): moves each pixel by a random field, blurred with sigma = 4 and scaled by
-   alpha = 34 pixels, with bilinear interpolation. fmaf() rounds once on every machine, so a GPU
-   makes the same images. */
+   alpha = 34 pixels, with bilinear interpolation. fmaf() rounds once everywhere, also on a GPU. */
 static void augment_elastic(uint8_t *out, const uint8_t *in, Shape s, const Draw *draw) {
     size_t pixels = s.h * s.w;
     float field[2][pixels], blurred[pixels]; // displacements in y and in x
@@ -2735,7 +2722,6 @@ static const struct {
 } augmentations[] = {[AUGMENT_NONE] = {"none", NULL},
                      [AUGMENT_CROP_FLIP] = {"crop-flip", augment_crop_flip},
                      [AUGMENT_ELASTIC] = {"elastic", augment_elastic}};
-enum { AUGMENTATIONS = sizeof augmentations / sizeof *augmentations };
 
 // Where a loader puts its batches.
 typedef struct Placement {
@@ -3058,7 +3044,7 @@ static void on_signal(int number) {
 
 static void catch_signals(void) {
     static const int numbers[] = {SIGUSR1, SIGINT, SIGTERM, SIGHUP};
-    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
+    for (size_t i = 0; i < LENGTH(numbers); i++)
         if (signal(numbers[i], on_signal) == SIG_IGN) // as by nohup
             signal(numbers[i], SIG_IGN);
 }
@@ -3373,11 +3359,11 @@ static void dp_load(Comm *c, double lr) {
     Net *net = c->net;
     const Shape image = net->layers[0].out;
     net->backend->set_step(net->step, (Step){c->batch.draw, lr});
-    net->images = own_images(net); // test() has set it to the loader's buffer
-    dp_copy(c, c->images ? c->images : net->images, c->batch.device_images,
-            c->batch.n * shape_size(image), false);
+    net->images = NULL; // test() has set it to the loader's buffer
+    real *own = output(net, net->layers), *to = c->images ? c->images : own;
+    dp_copy(c, to, c->batch.device_images, c->batch.n * shape_size(image), false);
     if (c->images)
-        net->backend->load_images(net->images, c->images, c->batch.n, image, net->transposed);
+        net->backend->load_images(own, c->images, c->batch.n, image, net->transposed);
     if (c->rank > 0) {
         dp_copy(c, net->params, c->team->ranks[0]->net->params, net->param_size, false);
         lower_params(net);
@@ -3621,7 +3607,7 @@ static Tensor *list_tensors(const Net *net, const Optimizer *optimizer, real *st
                             size_t *count) {
     Tensor *list = must_alloc(16 * net->count * sizeof *list, "the list of tensors");
     Tensor *end = list_layers(net, list, "", net->params, true), *own = end;
-    for (const Optimizer *o = optimizers; o < optimizers + OPTIMIZERS; o++) {
+    for (const Optimizer *o = optimizers; o < optimizers + LENGTH(optimizers); o++) {
         const size_t states = o == optimizer ? count_states(o, net->settings) : all ? 2 : 0;
         for (size_t i = 0; i < states && o->states[i]; i++) {
             char prefix[64];
@@ -4023,7 +4009,7 @@ static const Option options[] = {
     {"--no-cuda", SWITCH(no_cuda), "off", 0, "use the CPU even if there is a GPU"},
 };
 // clang-format on
-enum { OPTIONS = sizeof options / sizeof *options };
+enum { OPTIONS = LENGTH(options) };
 
 // Whether `word` is one of "a|b|c"
 static bool is_choice(const char *choices, const char *word) {
@@ -4097,7 +4083,7 @@ static void print_help(void) {
     }
     printf("  %-28soptions from a file, where # begins a comment\n", "@FILE");
     printf("  %-28sthis text\n\ndefaults of the models:\n", "--help");
-    for (size_t i = 0; i < MODELS; i++)
+    for (size_t i = 0; i < LENGTH(models); i++)
         if (*models[i].defaults)
             printf("  --model %-9s %s\n", models[i].name, models[i].defaults);
 }
@@ -4178,7 +4164,7 @@ static void parse_all(Settings *s, const Model *model, int argc, char **argv) {
 
 static void parse_options(Settings *s, int argc, char **argv) {
     size_t length = 0;
-    for (size_t i = 0; i < MODELS; i++)
+    for (size_t i = 0; i < LENGTH(models); i++)
         length += (size_t)snprintf(model_names + length, sizeof model_names - length, "%s%s",
                                    i ? "|" : "", models[i].name);
     for (int i = 1; i < argc; i++)
@@ -5015,8 +5001,7 @@ static double row_bytes(const Layer *l, size_t n, size_t element) {
     double out = (double)(n * shape_size(l->pool ? l->pool->out : l->out));
     // of a first layer, 2 of 3 accesses: no data gradient; a fused ReLU's backward: 3
     double share = l->weights && l->input == 0 && l->kind != BATCHNORM2D ? 2. / 3 : 1;
-    double fused =
-        (l->residual && l->kind != ADD) + (l->relu && (l->relu_backward || l->pool) ? 3 : 0);
+    double fused = (l->residual && l->kind != ADD) + 3 * (l->relu && (l->relu_backward || l->pool));
     return (double)element * (share * (accesses[0] * in + accesses[1] * out) + fused * out);
 }
 
@@ -5277,7 +5262,7 @@ static void check_settings(Settings *s) {
          "--gpus and --replicas: expected one of them: --replicas are for the CPU", "--replicas"},
         {*s->trace && strcmp(s->trace, s->checkpoint) == 0,
          "--trace: expected another file than --checkpoint", "--trace"}};
-    for (size_t i = 0; i < sizeof rules / sizeof *rules; i++)
+    for (size_t i = 0; i < LENGTH(rules); i++)
         for (const Option *o = options; rules[i].broken && o < options + OPTIONS; o++)
             if (strcmp(o->name, rules[i].option) == 0)
                 die(EXIT_USAGE, "%s, found %s \"%s\"; see ./cnn --help", rules[i].expected, o->name,
@@ -5340,7 +5325,7 @@ static void setup_settings(Run *run, int argc, char **argv) {
     run->argc = argc;
     run->argv = argv;
     run->model = find_model(s->model);
-    for (size_t i = 0; i < OPTIMIZERS; i++)
+    for (size_t i = 0; i < LENGTH(optimizers); i++)
         if (strcmp(optimizers[i].name, s->optimizer) == 0)
             run->optimizer = &optimizers[i];
     setup_batch(run);
@@ -5493,7 +5478,7 @@ static double run_bytes(const Run *run, const char *what, MemoryKind first) {
     const Plan *plans[] = {&run->net.plan, &run->plan, &run->comm.plan, &run->train_loader.plan,
                            &run->test_loader.plan};
     double bytes = 0;
-    for (size_t p = 0; p < sizeof plans / sizeof *plans; p++)
+    for (size_t p = 0; p < LENGTH(plans); p++)
         for (const struct Area *a = plans[p]->areas; a < plans[p]->areas + plans[p]->count; a++)
             if (a->where >= first && (!what || strcmp(a->what, what) == 0))
                 bytes += (double)a->bytes;
@@ -5583,7 +5568,7 @@ static void plan_run_memory(Run *run) {
         return;
     print_summary(&run->net);
     printf("Memory in MB%s:", run->comm.world > 1 ? " of each device" : "");
-    for (size_t i = 0; i < sizeof what / sizeof *what; i++)
+    for (size_t i = 0; i < LENGTH(what); i++)
         printf(" %s %.1f,", what[i], run_bytes(run, what[i], HOST) / 1e6);
     printf(" data set %.1f, together %.1f\n", data / 1e6, all / 1e6);
     if (all - (gpu ? needed : 0) > memory_limit() || needed > there)

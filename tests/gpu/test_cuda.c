@@ -1387,7 +1387,7 @@ static void test_gather(const Backend *b) {
     // the last one's fields need more shared memory than a kernel has by default
     static const Shape shapes[] = {{5, 9, 3}, {7, 6, 1}, {28, 28, 1}, {32, 32, 3}, {70, 66, 1}};
     for (size_t i = 0; i < (tiny ? 1 : 5); i++)
-        for (size_t kind = 0; kind < AUGMENTATIONS; kind++) {
+        for (size_t kind = 0; kind < LENGTH(augmentations); kind++) {
             DatasetInfo info = {.name = "test",
                                 .shape = shapes[i],
                                 .classes = 200,

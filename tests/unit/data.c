@@ -508,9 +508,9 @@ static void test_augmentation_draws(size_t augmentation) {
 static void test_augmentation(void) {
     test_crop_flip();
     test_elastic_field();
-    for (size_t i = 0; i < AUGMENTATIONS; i++)
+    for (size_t i = 0; i < LENGTH(augmentations); i++)
         test_augmented_loader(i);
-    for (size_t i = 1; i < AUGMENTATIONS; i++)
+    for (size_t i = 1; i < LENGTH(augmentations); i++)
         test_augmentation_draws(i);
 }
 

@@ -302,9 +302,9 @@ static void check_resnet_adds(const Net *net) {
 static void test_plan_of_models(void) {
     static Net net;
     static const char *const stems[] = {"3", "7", "imagenet"};
-    for (size_t m = 0; m < MODELS + ODD_MODELS; m++)
+    for (size_t m = 0; m < LENGTH(models) + ODD_MODELS; m++)
         for (size_t stem = 0; stem < 3; stem++) {
-            const Model *model = m < MODELS ? &models[m] : &odd_models[m - MODELS];
+            const Model *model = m < LENGTH(models) ? &models[m] : &odd_models[m - LENGTH(models)];
             Settings settings = plain;
             settings.stem = stems[stem];
             DatasetInfo info = {.name = "test", .shape = {32, 32, 3}, .classes = 10};

@@ -72,7 +72,7 @@ static void test_stems(void) {
         const char *stem;
         size_t kernel, side; // of the first convolution, of the last stage
     } stems[] = {{"3", 3, 4}, {"7", 7, 4}, {"imagenet", 7, 1}};
-    for (size_t m = (size_t)(find_model("resnet18") - models); m < MODELS; m++) // of four stages
+    for (size_t m = (size_t)(find_model("resnet18") - models); m < LENGTH(models); m++) // 4 stages
         for (size_t i = 0; i < 6; i++) {
             Settings settings = plain;
             settings.stem = stems[i / 2].stem;
