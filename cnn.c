@@ -2215,10 +2215,8 @@ static void cpu_range(RangeLevel level, const char *name) {
 static void cpu_receive(size_t device, real *to, const real *from, size_t count, bool add,
                         real *buffer) {
     (void)device, (void)buffer;
-    if (!add)
-        memcpy(to, from, count * sizeof *to);
-    for (size_t i = 0; i < count && add; i++)
-        to[i] += from[i];
+    for (size_t i = 0; i < count; i++)
+        to[i] = add ? to[i] + from[i] : from[i];
 }
 
 static size_t scratch_size_naive(const Layer *l, size_t n) {
@@ -2990,7 +2988,6 @@ typedef struct Team {
     // dp: the master's batch, the outputs of all ranks and their gradients
     const Batch *batch;
     real *logp, *dlogp, *losses, *host_losses;
-    uint8_t *labels;
     double loss;
 } Team;
 
@@ -3381,8 +3378,7 @@ static double dp_loss(Comm *c) {
     dp_copy(c, t->logp + first, output(net, last_layer(net)), count, false);
     barrier(c);
     if (c->rank == 0) {
-        b->copy(t->labels, t->batch->device_labels, n);
-        b->nll_loss(t->losses, t->dlogp, t->logp, t->labels, n, n, classes,
+        b->nll_loss(t->losses, t->dlogp, t->logp, t->batch->device_labels, n, n, classes,
                     c->settings->label_smoothing, net->scale);
         b->copy(t->host_losses, t->losses, n * sizeof(real));
         t->loss = mean(t->host_losses, n);
@@ -3490,7 +3486,6 @@ static void comm_plan(Comm *c, Net *net, Loader *loader) {
     plan_area(&c->plan, &t->logp, outputs, DEVICE, what); // the master's, of a whole batch
     plan_area(&c->plan, &t->dlogp, outputs, DEVICE, what);
     plan_area(&c->plan, &t->losses, images * sizeof(real), DEVICE, what);
-    plan_area(&c->plan, &t->labels, images, DEVICE, what);
     plan_area(&c->plan, &t->host_losses, images * sizeof(real), HOST, what);
 }
 
@@ -4154,12 +4149,11 @@ static void parse_all(Settings *s, const Model *model, int argc, char **argv) {
             set_option(s, &options[i], options[i].fallback);
     if (model)
         parse_text(s, model->defaults, strlen(model->defaults));
-    for (int i = 1; i < argc;) {
+    for (int i = 1; i < argc;)
         if (argv[i][0] == '@')
             parse_file(s, argv[i++] + 1);
         else
             i += parse_word(s, argv[i], i + 1 < argc ? argv[i + 1] : NULL);
-    }
 }
 
 static void parse_options(Settings *s, int argc, char **argv) {
@@ -4490,7 +4484,6 @@ typedef struct Run {
     const Optimizer *optimizer;
     Device device;
     const Backend *backend;
-    bool resident;            // the data set is on the device
     Comm comm;                // with the other ranks
     size_t devices;           // that ranks of this process can use
     size_t batch, iterations; // images of a step on this device, at most; steps of an epoch
@@ -5504,7 +5497,6 @@ static double plan_run(Run *run, size_t batch, bool resident) {
     Augmentation augment = 0;
     while (strcmp(augmentations[augment].name, s->augment) != 0)
         augment++;
-    run->resident = resident;
     run->iterations = ceil_div(share, s->batch_size);
     run->steps_capacity = min_size(s->log_interval, run->iterations) + 1;
     net_build(net, run->model, &run->info, s, run->backend);
@@ -5579,7 +5571,7 @@ static void plan_run_memory(Run *run) {
             run->batch * (run->comm.dp ? run->comm.world : 1));
     if (gpu)
         printf("On the device: %.1f MB; the data set is %s\n", needed / 1e6,
-               run->resident ? "resident there" : "copied there batch by batch");
+               run->train_loader.place.resident ? "resident there" : "copied there batch by batch");
 }
 
 static void alloc_run(Run *run) {
