@@ -421,10 +421,6 @@ const Backend *cuda_backend(size_t i) {
 }
 #endif
 
-#ifdef CNN_MPI
-#include <mpi.h>
-#endif
-
 #define LENGTH(array) (sizeof(array) / sizeof *(array))
 #define SQRT(x) (sizeof(real) == sizeof(float) ? (real)sqrtf((float)(x)) : (real)sqrt((double)(x)))
 // Parameter i of a function is a format as of printf(), and its arguments follow.
@@ -674,7 +670,6 @@ static size_t usable_cores(void) {
     return sched_getaffinity(0, sizeof set, &set) == 0 ? (size_t)CPU_COUNT(&set) : 1;
 }
 
-// The memory of this machine
 static double memory_bytes(void) {
     return (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
 }
@@ -1617,10 +1612,6 @@ static void net_alloc(Net *net) {
         net->backend->prepare(net->prepared + net->prepared_at[i], &net->layers[i]);
 }
 
-static void net_free(Net *net) {
-    plan_free(&net->plan);
-}
-
 // After the parameters were changed by anything but the optimizer: their copy with 16 bits
 static void lower_params(const Net *net) {
     if (net->backend->lower)
@@ -2548,9 +2539,9 @@ static const uint64_t synthetic_seed = 2022;
 
 static void draw_glyph(float glyph[], size_t class, size_t channels) {
     memset(glyph, 0, GLYPH * GLYPH * channels * sizeof *glyph);
-    for (uint32_t wave = 0; wave < WAVES * channels; wave++) {
+    for (uint32_t i = 0; i < WAVES * channels; i++) {
         uint32_t r[4];
-        philox4x32(r, wave, (uint32_t) class, 0, DRAW_SYNTHETIC, synthetic_seed);
+        philox4x32(r, i, (uint32_t) class, 0, DRAW_SYNTHETIC, synthetic_seed);
         double angle = 2 * M_PI * (double)uniform(r[0]), phase = 2 * M_PI * (double)uniform(r[1]);
         double frequency = 2 * M_PI * (1 + 1.5 * (double)uniform(r[2])) / GLYPH;
         for (int y = 0; y < GLYPH; y++)
@@ -2558,8 +2549,7 @@ static void draw_glyph(float glyph[], size_t class, size_t channels) {
                 double cx = x - (GLYPH - 1) / 2., cy = y - (GLYPH - 1) / 2.;
                 double window = exp(-(cx * cx + cy * cy) / (GLYPH * GLYPH / 8.));
                 double value = cos(frequency * (cos(angle) * cx + sin(angle) * cy) + phase);
-                glyph[(size_t)(y * GLYPH + x) * channels + wave % channels] +=
-                    (float)(window * value);
+                glyph[(size_t)(y * GLYPH + x) * channels + i % channels] += (float)(window * value);
             }
     }
 }
@@ -2773,8 +2763,7 @@ static void fill_batch(const Loader *l, Batch *batch, size_t number) {
         if (batch->resident)
             continue;
         if (l->augment) {
-            Draw draw = {l->draw.seed, l->draw.epoch, position, 0};
-            l->augment(augmented, bytes, s, &draw);
+            l->augment(augmented, bytes, s, &(Draw){l->draw.seed, l->draw.epoch, position, 0});
             bytes = augmented;
         }
         for (size_t p = 0; p < pixels; p += s.c)
@@ -3054,6 +3043,8 @@ static void note_signal(Comm *c, int signal) {
 // ---- Ranks
 
 #ifdef CNN_MPI
+#include <mpi.h>
+
 // How die() ends the program, since other ranks would wait for this one forever.
 static void end_all_ranks(int status) {
     MPI_Abort(MPI_COMM_WORLD, status);
@@ -4819,19 +4810,18 @@ static void log_step(Run *run, EpochResult *e, const Batch *batch, double loss) 
 
 // After an epoch of training: writes the rows that are left, and computes and prints averages.
 static void finish_epoch(Run *run, EpochResult *e) {
-    const double ranks = (double)run->comm.world, *p = e->parts;
+    const double n = (double)run->comm.world, *p = e->parts;
     flush_steps(run, e);
     e->lr = run->lr;
     if (run->comm.rank > 0)
         return;
     if (run->model->sc20_log)
         printf("INFO - Time taken for epoch %zu is %.3f sec\n", e->epoch, now() - run->epoch_start);
-    if (ranks > 1)
+    if (n > 1)
         printf("ranks=%.0f compute_s=%.3f load_s=%.3f comm_s=%.3f exposed_comm_s=%.3f idle_s=%.3f "
                "mb_sent=%.1f (each, on average)\n",
-               ranks, (p[COPY] + p[FORWARD] + p[BACKWARD] + p[OPTIMIZER]) / ranks, p[LOAD] / ranks,
-               p[COMM] / ranks, p[EXPOSED_COMM] / ranks, p[IDLE] / ranks,
-               1e-6 * p[BYTES_SENT] / ranks);
+               n, (p[COPY] + p[FORWARD] + p[BACKWARD] + p[OPTIMIZER]) / n, p[LOAD] / n, p[COMM] / n,
+               p[EXPOSED_COMM] / n, p[IDLE] / n, 1e-6 * p[BYTES_SENT] / n);
 }
 
 // Prints the epoch's line and adds it to the run folder.
@@ -4859,7 +4849,6 @@ static void report_epoch(Run *run, EpochResult *e) {
 
 // ---- Trace (--trace)
 
-// Turns tracing of this rank on or off.
 static void trace_rank(Run *run, bool traced) {
     if (traced != run->net.marks_rows)
         __atomic_fetch_add(&trace.on, traced ? 1 : (size_t)-1, __ATOMIC_RELAXED);
@@ -4920,7 +4909,6 @@ static void parse_trace_steps(Run *run) {
         die(EXIT_USAGE, "--trace-steps: expected A:B with A below B, as 10:20, found \"%s\"", text);
 }
 
-// Plans memory for all events of the traced steps
 static void plan_trace(Run *run, const char *what) {
     const Settings *s = &run->settings;
     const size_t all = s->epochs * run->iterations, most = s->dry_run ? 1 : s->max_steps;
@@ -5222,7 +5210,6 @@ static void parse_save_every(Run *run) {
     run->save_epochs = length ? 0 : number;
 }
 
-// Checks combinations of options
 static void check_settings(Settings *s) {
     char value[64];
     const bool sgd = strcmp(s->optimizer, "sgd") == 0;
@@ -5428,13 +5415,12 @@ static void load_dataset(Run *run, const char *name, const char *dir) {
     Settings *s = &run->settings;
     Dataset *sets[2] = {&run->train_set, &run->test_set};
     size_t *limits[2] = {&s->limit_train, &s->limit_test};
-    bool synthetic = strcmp(name, "synthetic") == 0;
-    printf("Data: %s %s%s\n", name, synthetic ? "(generated images)" : "from ",
-           synthetic ? "" : dir);
+    bool drawn = strcmp(name, "synthetic") == 0;
+    printf("Data: %s %s%s\n", name, drawn ? "(generated images)" : "from ", drawn ? "" : dir);
     run->info = dataset_for(run->model, name);
     for (size_t i = 0; i < 2; i++) {
         sets[i]->info = &run->info;
-        if (synthetic)
+        if (drawn)
             make_synthetic(sets[i], i == 0, *limits[i]);
         else
             run->info.read(sets[i], dir, run->info.files[i], *limits[i]);
@@ -5596,7 +5582,7 @@ static void free_run(Run *run) {
     for (size_t i = 0; i < 2 && run->backend->free_graph; i++)
         run->backend->free_graph(run->graphs[i]);
     plan_free(&run->plan);
-    net_free(&run->net);
+    plan_free(&run->net.plan);
 }
 
 // The file that --save-model writes
@@ -5642,19 +5628,17 @@ static void setup_weights(Run *run) {
         resume_checkpoint(run);
 }
 
-typedef struct RankPlace {
-    char host[64], device[256], uuid[48];
-} RankPlace;
-
 // Prints the device of each rank. Two processes on one GPU are most likely a mistake.
 static void print_ranks(Run *run) {
     Comm *c = &run->comm;
     if (c->world == 1)
         return;
-    RankPlace *places = must_alloc(c->world * sizeof *places, "the list of ranks");
+    struct {
+        char host[64], device[256], uuid[48];
+    } *places = must_alloc(c->world * sizeof *places, "the list of ranks"),
+      *mine = places + c->rank;
     const char *node = getenv("SLURMD_NODENAME"); // the name that Slurm's users know
     const bool apart = !c->team && !c->settings->oversubscribe && *run->device.uuid;
-    RankPlace *mine = &places[c->rank];
     snprintf(mine->host, sizeof mine->host, "%.60s", node ? node : host_name());
     snprintf(mine->device, sizeof mine->device, "%.250s", run->device.name);
     snprintf(mine->uuid, sizeof mine->uuid, "%s", run->device.uuid);

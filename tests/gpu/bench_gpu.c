@@ -249,7 +249,7 @@ static void free_bench(Run *run) {
     run->net.backend = gpu;
     loader_free(&run->train_loader);
     gpu->release(run->state);
-    net_free(&run->net);
+    plan_free(&run->net.plan);
     free_dataset(&run->train_set);
 }
 

@@ -1526,7 +1526,7 @@ static uint64_t train_steps(const Backend *b, const char *model, size_t batch_si
     uint64_t hash = hash_weights(&net);
     loader_free(&loader);
     b->release(state);
-    net_free(&net);
+    plan_free(&net.plan);
     free_dataset(&data);
     return hash;
 }

@@ -108,7 +108,7 @@ int main(int argc, char **argv) {
     fclose(f);
     save_tensors(net, NULL, NULL, "", argv[OUT]);
     plan_free(&run.plan);
-    net_free(net);
+    plan_free(&net->plan);
     free(batch.images);
     free(batch.labels);
     return 0;

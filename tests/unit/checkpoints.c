@@ -127,8 +127,8 @@ static void test_round_trip(const char *model, const Optimizer *o, double moment
     if (strncmp(metadata, want, strlen(want)) != 0 || strlen(metadata) != strlen(want) + 17)
         fail("metadata \"%s\", expected \"%s\"", metadata, want);
     free_arrays((Array[]){state, other}, 2 * sizeof(Array));
-    net_free(&saved);
-    net_free(&loaded);
+    plan_free(&saved.plan);
+    plan_free(&loaded.plan);
     char name[96];
     snprintf(name, sizeof name, "checkpoint of %s with %s and momentum %g, and back", model,
              o->name, momentum);
@@ -690,5 +690,5 @@ static void test_checkpoints(void) {
     test_header_lengths();
     test_truncated_headers();
     test_mutated_headers();
-    net_free(&spoiled_net);
+    plan_free(&spoiled_net.plan);
 }

@@ -267,7 +267,7 @@ static void test_golden_net(const GoldenNet *which, const Backend *b) {
     if (read_golden(&golden, which->name)) {
         build_golden_net(&net, which, b);
         run_golden_net(&net, which, &golden);
-        net_free(&net);
+        plan_free(&net.plan);
     }
     free_golden(&golden);
     char name[96];

@@ -98,7 +98,7 @@ static void test_plain_gradients(const Backend *b, size_t kernel) {
             snprintf(name, sizeof name, "stride %zu padding %zu", stride, padding);
             build_plain_net(&net, b, kernel, stride, padding);
             check_gradients(&net, name, quick ? 12 : 40, &checked);
-            net_free(&net);
+            plan_free(&net.plan);
         }
     check_kinks(&checked);
     char name[96];
@@ -115,7 +115,7 @@ static void test_odd_gradients(const Backend *b, const Model *model) {
     drawn = 0; // the same numbers, whichever models come before
     build_small(&net, model, (Shape){6, 5, 3}, &smooth, b);
     check_gradients(&net, model->name, quick ? 6 : 30, &checked);
-    net_free(&net);
+    plan_free(&net.plan);
     check_kinks(&checked);
     char name[96];
     snprintf(name, sizeof name, "gradients, %s kernels, %s", b->kernels, model->name);
@@ -152,7 +152,7 @@ static Array train_by_threads(int threads) {
     Array all = array(net.param_size + net.stats_size, guard_value);
     memcpy(all.at, net.grads, net.param_size * sizeof(real));
     memcpy(all.at + net.param_size, net.stats, net.stats_size * sizeof(real));
-    net_free(&net);
+    plan_free(&net.plan);
     omp_set_num_threads(2);
     return all;
 }
@@ -208,7 +208,7 @@ static void test_smoothing_of_training(void) {
     real got[2] = {(real)trained, (real)tested}, want[2] = {(real)(.8 * at + .2 * sum), (real)at};
     real bound[2] = {(real)(64 * epsilon * at), (real)(64 * epsilon * at)};
     check_tensor("loss of training and of evaluation", got, want, bound, 2);
-    net_free(&net);
+    plan_free(&net.plan);
     verdict("label smoothing and a count of batches in training alone");
 }
 

@@ -55,7 +55,7 @@ static void test_layer_times(const char *model, const char *dataset, size_t show
     }
     if (rows != shown)
         fail("%s: %zu rows, expected %zu", model, rows, shown);
-    net_free(&net);
+    plan_free(&net.plan);
     verdict("layer times: fused rows count, %s", model);
 }
 

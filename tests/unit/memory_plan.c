@@ -147,8 +147,8 @@ static void test_plan_against_none(void) {
             check_tensor("logp", output(&planned, last_layer(&planned)),
                          output(&apart, last_layer(&apart)), NULL, BATCH * CLASSES);
             compare_gradients(&planned, &apart, !fused);
-            net_free(&planned);
-            net_free(&apart);
+            plan_free(&planned.plan);
+            plan_free(&apart.plan);
         }
     }
     omp_set_num_threads(2);

@@ -243,7 +243,7 @@ static void test_initial_values(void) {
     Spread bias = measure_spread(net.params + l[3].bias, l[3].biases);
     if (!(bias.largest <= 1 / sqrt(9. * 96) && bias.largest > .9 / sqrt(9. * 96)))
         fail("conv2.bias: largest %g", bias.largest);
-    net_free(&net);
+    plan_free(&net.plan);
     verdict("initial values: normal, uniform, BatchNorm's");
 }
 

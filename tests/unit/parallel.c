@@ -179,7 +179,7 @@ static void *learner_thread(void *argument) {
     learner->hash = hash_weights(net);
     comm_free(&run->comm);
     loader_free(&run->train_loader);
-    net_free(net);
+    plan_free(&net->plan);
     free(state);
     free_dataset(&data);
     return NULL;

@@ -130,7 +130,7 @@ static void test_steady_steps(const Model *model, const Optimizer *o, Augment *a
     if (allocations)
         fail("%s: %zu allocations or new threads in 5 steps", model->name, allocations);
     loader_free(&l);
-    net_free(&net);
+    plan_free(&net.plan);
     free(state);
     free_dataset(&data);
 }
