@@ -135,14 +135,13 @@ static inline HOST_DEVICE size_t position_of(Draw draw, size_t image) {
 typedef enum { AUGMENT_NONE, AUGMENT_CROP_FLIP, AUGMENT_ELASTIC } Augmentation;
 enum { CROP_PADDING = 4, ELASTIC_ALPHA = 34, ELASTIC_SIGMA = 4, ELASTIC_REACH = 3 * ELASTIC_SIGMA };
 
+// The most replicas of a process, threads of a replica, rows of a network, areas of a memory plan
+enum { MAX_REPLICAS = 64, MAX_THREADS = 1024, MAX_LAYERS = 1024, MAX_AREAS = 16 };
+
 /* Marks are events in a replica's stream of work, as in CUDA: for the clock of train(), for each
    bucket of gradients (section 10), for the start, and with --layers and --trace after each row,
    forward and backward. Replicas: networks that train together, each in a thread of a process. */
 enum {
-    MAX_REPLICAS = 64,
-    MAX_THREADS = 1024, // of one replica
-    MAX_LAYERS = 1024,
-    MAX_AREAS = 16, // of memory, in one plan
     CLOCK_MARKS = 64,
     MAX_BUCKETS = 64,
     FORWARD_MARKS = CLOCK_MARKS + MAX_BUCKETS,
@@ -1639,9 +1638,8 @@ static void init_tensor(Net *net, real *param, size_t count, bool normal, real s
     net->backend->copy(param, net->host[0], count * sizeof(real));
 }
 
-/* Weights and biases: uniform within +-1 / sqrt(fan_in). A convolution without a bias, as before a
-   BatchNorm: normal with variance 2 / fan_out (He et al., arXiv:1502.01852). BatchNorm: weight 1,
-   bias 0, running variance 1, running mean 0. */
+/* Weights and biases: uniform within +-1 / sqrt(fan_in). A convolution without a bias: normal with
+   variance 2 / fan_out (He et al., arXiv:1502.01852). BatchNorm: weight and running variance 1. */
 static void net_init(Net *net, uint64_t seed) {
     for (size_t i = 0; i < net->count; i++) {
         const Layer *l = &net->layers[i];
@@ -1823,11 +1821,10 @@ typedef struct Model {
     bool sc20_log;        // log lines with images per second (SC20 tutorial), else MNIST example's
 } Model;
 
-#define RESNET_DEFAULTS                                                             \
-    "--optimizer sgd --lr 0.1 --momentum 0.9 --weight-decay 5e-4 --batch-size 128 " \
-    "--epochs 100 --schedule cosine --log-interval 20"
-#define RESNET_MODEL(depth, native)                                                              \
-    "resnet" #depth, model_resnet##depth, "cifar100 cifar10 synthetic", native, RESNET_DEFAULTS, \
+#define RESNET_MODEL(depth, native)                                                     \
+    "resnet" #depth, model_resnet##depth, "cifar100 cifar10 synthetic", native,         \
+        "--optimizer sgd --lr 0.1 --momentum 0.9 --weight-decay 5e-4 --batch-size 128 " \
+        "--epochs 100 --schedule cosine --log-interval 20",                             \
         false, true
 static const Model models[] = {
     {"mnist", model_mnist, "mnist fashion-mnist synthetic", "mnist", "--test-batch-size 1000",
@@ -1873,8 +1870,7 @@ static void net_build(Net *net, const Model *model, const DatasetInfo *data,
    which runs first in backward; each reader after that adds (+=). */
 
 static real *output(const Net *net, const Layer *l) {
-    const bool loaded = l->kind == INPUT && net->images;
-    return loaded ? net->images : (real *)(net->activations + l->output);
+    return l->kind == INPUT && net->images ? net->images : (real *)(net->activations + l->output);
 }
 
 static real *gradient(const Net *net, const Layer *l) { // NULL: that of the images is not needed
@@ -1891,9 +1887,8 @@ static const Layer *last_layer(const Net *net) {
     return &net->layers[net->count - 1];
 }
 
-/* data.to(device). A CPU reads the images from the loader's buffer, until backward ends. On a GPU
-   the copies are queued, and reading the loss of the batch waits for them. In both cases this is
-   over when the loader fills the buffer again. */
+/* data.to(device). A CPU reads the images from the loader's buffer; on a GPU the copies are queued,
+   and reading the loss waits for them: both are over when the loader fills the buffer again. */
 static void net_load(Net *net, const Batch *batch, double lr) {
     const Backend *b = net->backend;
     real *to = output(net, net->layers);
@@ -2163,8 +2158,7 @@ typedef real vec __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(real))
     UNROLL                 \
     for (size_t i = 0; i < (count); i++)
 
-/* The peak rate of multiply-adds of this program's vectors, with independent sums in registers:
-   GFLOP/s, the best of 10 runs; takes about 30 ms. */
+// The peak of multiply-adds, in GFLOP/s: independent sums in registers, best of 10 runs (30 ms)
 static double cpu_peak_gflops(void) {
     enum { STEPS = 400000, REPEATS = 10 };
     double best = 0;
@@ -2516,8 +2510,7 @@ static const DatasetInfo *find_dataset_info(const char *name) {
     return NULL;
 }
 
-/* A dataset as a model sees it: synthetic images have the shape of the model's native dataset, and
-   some models have a normalisation of their own. */
+// A dataset as a model sees it: synthetic images are like its native ones; some normalise by .5.
 static DatasetInfo dataset_for(const Model *model, const char *name) {
     bool synthetic = strcmp(name, "synthetic") == 0;
     DatasetInfo info = *find_dataset_info(synthetic ? model->native : name);
@@ -2994,7 +2987,7 @@ typedef struct Comm {
     void *buffer;      // on the device, for what is received
     real *images;      // dp, on a GPU: this rank's, as the loader made them
     void *host[2];     // MPI: what is sent and what is received
-    Batch batch;       // dp: this rank's part of the master's
+    Batch batch;       // dp: this rank's part of the master's; labels are all of them
     // the thread that adds up gradients during backward
     Range buckets[MAX_BUCKETS]; // of the gradients, in the order in which they are finished
     size_t bucket_count, ready, done;
@@ -3287,8 +3280,7 @@ static void gradients_ready(Comm *c, size_t first) {
     pthread_mutex_unlock(&c->lock);
 }
 
-// Divides the gradients into buckets, from the last layer backwards. As in PyTorch the first one is
-// small, so that communication begins early.
+// Buckets from the last layer backwards. As in PyTorch the first is small: sums begin early.
 static void plan_buckets(Comm *c) {
     const Net *net = c->net;
     double limit = fmin(1, c->settings->bucket_mb);
@@ -3336,8 +3328,6 @@ static const Batch *dp_next(Comm *c) {
     c->batch = *t->batch;
     c->batch.n = part.count;
     c->batch.draw.first += part.first;
-    c->batch.labels += part.first;
-    c->batch.device_labels += part.first;
     c->batch.device_images += part.first * shape_size(c->net->layers[0].out);
     return &c->batch;
 }
@@ -3424,10 +3414,9 @@ static void share_weights(Comm *c) {
     Net *net = c->net;
     net->backend->synchronize();
     broadcast(c, net->stats, net->stats_size);
-    if (c->dp) {
+    if (c->dp)
         broadcast(c, net->params, net->param_size);
-        lower_params(net);
-    }
+    lower_params(net);
     c->seconds = c->bytes_sent = 0; // not part of a step
 }
 
@@ -3794,10 +3783,9 @@ static size_t find_tensors(const TensorFile *f, Tensor *list, size_t count) {
     char *header = make_header(list, kept, ""), *ours = header + 1;
     while (ours[same] && ours[same] == f->tensors[same])
         same++;
-    const bool equal = ours[same] == f->tensors[same];
-    free(header);
-    if (!equal)
+    if (ours[same] != f->tensors[same])
         header_fail(f, f->tensors + same, "only the tensors of this model, each once");
+    free(header);
     for (size_t i = 0; i < kept; i++)
         list[i].key = list[i].begin;
     qsort(list, kept, sizeof *list, compare_keys);
@@ -4960,9 +4948,8 @@ static void write_trace(const Run *run) {
 
 enum { LAYER_ROUNDS = 7, MEASURED = 1 << 24 }; // rounds; numbers that are added
 
-// How long a row took, round by round, in seconds.
 typedef struct LayerTimes {
-    double forward[LAYER_ROUNDS], backward[LAYER_ROUNDS];
+    double forward[LAYER_ROUNDS], backward[LAYER_ROUNDS]; // how long a row took, in seconds
 } LayerTimes;
 
 static int compare_doubles(const void *a, const void *b) {
@@ -5022,9 +5009,8 @@ static void time_rows(Run *run, const Batch *batch, LayerTimes *times, double *f
     net->marks_rows = false;
 }
 
-/* A row of the table and of layers.csv. It is bound by compute or by memory, whichever takes longer
-   at this device's peak, in operations and bytes a second. flops are those that are executed; the
-   definition has `saved` times as many. */
+/* A row of the table and of layers.csv. It is bound by compute or memory, whichever takes longer at
+   the peak (operations, bytes a second). flops are executed; the definition's: `saved` as many. */
 static void print_layer(FILE *csv, const Net *net, size_t row, size_t n, LayerTimes *times,
                         double flops, double peak, double bandwidth) {
     const Layer *l = &net->layers[row];
@@ -5036,11 +5022,10 @@ static void print_layer(FILE *csv, const Net *net, size_t row, size_t n, LayerTi
     const double seconds = 1e-3 * (forward_ms + backward_ms), percent = 100 * least / seconds;
     const double gflops = 1e-9 * flops / seconds, gb_per_s = 1e-9 * bytes / seconds;
     const char *bound = flops / peak > bytes / bandwidth ? "compute" : "memory";
-    char kind[64], name[64], shape[64];
+    char kind[64], number[64], shape[64];
     describe_layer(l, kind, sizeof kind);
-    snprintf(name, sizeof name, "row %zu", row);
-    if (*l->name)
-        snprintf(name, sizeof name, "%s", l->name);
+    snprintf(number, sizeof number, "row %zu", row);
+    const char *name = *l->name ? l->name : number;
     snprintf(shape, sizeof shape, "%zux%zux%zu", l->out.h, l->out.w, l->out.c);
     printf("  %-24s %-34s %9.3f %9.3f %8.1f %7.1f %6.1f %6.2f  %s\n", name, kind, forward_ms,
            backward_ms, gflops, gb_per_s, percent, saved, bound);
@@ -5317,8 +5302,6 @@ static void setup_settings(Run *run, int argc, char **argv) {
         s->lr *= strcmp(s->lr_scaling, "sqrt") == 0 ? sqrt(factor) : factor;
     }
     const size_t here = run->comm.replicas;
-    s->limit_train = s->limit_train ? s->limit_train : UINT32_MAX;
-    s->limit_test = s->limit_test ? s->limit_test : UINT32_MAX;
     s->threads = max_size(1, (s->threads ? s->threads : threads) / here);
     s->workers = s->workers ? s->workers : min_size(max_size(slurm / here, 1), 256);
     if (s->workers > cores)
@@ -5419,11 +5402,12 @@ static void load_dataset(Run *run, const char *name, const char *dir) {
     printf("Data: %s %s%s\n", name, drawn ? "(generated images)" : "from ", drawn ? "" : dir);
     run->info = dataset_for(run->model, name);
     for (size_t i = 0; i < 2; i++) {
+        const size_t limit = *limits[i] ? *limits[i] : UINT32_MAX;
         sets[i]->info = &run->info;
         if (drawn)
-            make_synthetic(sets[i], i == 0, *limits[i]);
+            make_synthetic(sets[i], i == 0, limit);
         else
-            run->info.read(sets[i], dir, run->info.files[i], *limits[i]);
+            run->info.read(sets[i], dir, run->info.files[i], limit);
         *limits[i] = sets[i]->count;
     }
     s->dataset = run->info.name;
