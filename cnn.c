@@ -2532,9 +2532,9 @@ static const uint64_t synthetic_seed = 2022;
 
 static void draw_glyph(float glyph[], size_t class, size_t channels) {
     memset(glyph, 0, GLYPH * GLYPH * channels * sizeof *glyph);
-    for (uint32_t i = 0; i < WAVES * channels; i++) {
+    for (uint32_t wave = 0; wave < WAVES * channels; wave++) {
         uint32_t r[4];
-        philox4x32(r, i, (uint32_t) class, 0, DRAW_SYNTHETIC, synthetic_seed);
+        philox4x32(r, wave, (uint32_t) class, 0, DRAW_SYNTHETIC, synthetic_seed);
         double angle = 2 * M_PI * (double)uniform(r[0]), phase = 2 * M_PI * (double)uniform(r[1]);
         double frequency = 2 * M_PI * (1 + 1.5 * (double)uniform(r[2])) / GLYPH;
         for (int y = 0; y < GLYPH; y++)
@@ -2542,7 +2542,8 @@ static void draw_glyph(float glyph[], size_t class, size_t channels) {
                 double cx = x - (GLYPH - 1) / 2., cy = y - (GLYPH - 1) / 2.;
                 double window = exp(-(cx * cx + cy * cy) / (GLYPH * GLYPH / 8.));
                 double value = cos(frequency * (cos(angle) * cx + sin(angle) * cy) + phase);
-                glyph[(size_t)(y * GLYPH + x) * channels + i % channels] += (float)(window * value);
+                glyph[(size_t)(y * GLYPH + x) * channels + wave % channels] +=
+                    (float)(window * value);
             }
     }
 }
@@ -4242,11 +4243,15 @@ typedef struct LineClock {
     size_t rank; // for --trace, with the running line and when it began
     const char *text;
     double since;
-    size_t marks, settled;     // numbers of marks set, and of lines whose times are known
-    int line[CLOCK_MARKS];     // the line that begins at this mark, or 0
-    double *part[CLOCK_MARKS]; // of the step, or NULL
-    size_t hits[PROFILED_LINES];
-    double seconds[PROFILED_LINES];
+    size_t marks, settled; // numbers of marks set, and of lines whose times are known
+    struct {
+        int line;     // the line that begins at this mark, or 0
+        double *part; // of the step, or NULL
+    } begun[CLOCK_MARKS];
+    struct {
+        size_t hits;
+        double seconds;
+    } lines[PROFILED_LINES];
 } LineClock;
 
 // Reads the times of lines that have ended, the oldest first, except for the last `left` of them.
@@ -4254,10 +4259,10 @@ static void clock_settle(LineClock *c, size_t left) {
     while (c->settled + 1 + left < c->marks) {
         size_t from = c->settled++ % CLOCK_MARKS, to = c->settled % CLOCK_MARKS;
         double seconds = c->backend->elapsed(from, to);
-        if (c->line[from])
-            c->seconds[c->line[from] - c->first] += seconds;
-        if (c->part[from])
-            *c->part[from] += seconds;
+        if (c->begun[from].line)
+            c->lines[c->begun[from].line - c->first].seconds += seconds;
+        if (c->begun[from].part)
+            *c->begun[from].part += seconds;
     }
 }
 
@@ -4272,22 +4277,22 @@ static void clock_line(LineClock *c, int line, double *part, const char *text) {
     if (!c->first)
         c->first = line;
     clock_settle(c, CLOCK_MARKS - 2);
-    c->line[c->marks % CLOCK_MARKS] = line;
-    c->part[c->marks % CLOCK_MARKS] = part;
+    c->begun[c->marks % CLOCK_MARKS].line = line;
+    c->begun[c->marks % CLOCK_MARKS].part = part;
     c->backend->mark(c->marks++ % CLOCK_MARKS);
     if (line)
-        c->hits[line - c->first]++;
+        c->lines[line - c->first].hits++;
 }
 
 static void print_profile_line(FILE *out, FILE *csv, const LineClock *c, int number,
                                const char *text, double total) {
     size_t at = (size_t)(number - c->first);
-    if (number < c->first || at >= PROFILED_LINES || c->hits[at] == 0) {
+    if (number < c->first || at >= PROFILED_LINES || c->lines[at].hits == 0) {
         fprintf(out, "%6d %9s %12s %8s %8s  %s\n", number, "", "", "", "", text);
         return;
     }
-    size_t hits = c->hits[at];
-    double us = c->seconds[at] * 1e6, percent = 100 * c->seconds[at] / total;
+    size_t hits = c->lines[at].hits;
+    double us = c->lines[at].seconds * 1e6, percent = 100 * c->lines[at].seconds / total;
     fprintf(out, "%6d %9zu %12.1f %8.1f %8.1f  %s\n", number, hits, us, us / (double)hits, percent,
             text);
     fprintf(csv, "%d,%zu,%.1f,%.1f,%.1f,\"", number, hits, us, us / (double)hits, percent);
@@ -4317,7 +4322,7 @@ static void print_profile(const LineClock *c, FILE *out, FILE *csv) {
             end = number;
     }
     for (size_t i = 0; i < PROFILED_LINES; i++)
-        total += c->seconds[i];
+        total += c->lines[i].seconds;
     fprintf(out, "Timer unit: 1e-06 s\n\nTotal time: %.6g s\nFile: cnn.c\n", total);
     fprintf(out, "Function: train at line %d\n\n", begin);
     fprintf(out, "Line #      Hits         Time  Per Hit   %% Time  Line Contents\n");
@@ -4330,7 +4335,7 @@ static void print_profile(const LineClock *c, FILE *out, FILE *csv) {
             print_profile_line(out, csv, c, number, text, total);
     }
     for (int i = 0; i < PROFILED_LINES; i++)
-        if (!end && c->hits[i] > 0)
+        if (!end && c->lines[i].hits > 0)
             print_profile_line(out, csv, c, c->first + i, "(cnn.c was not found)", total);
     fprintf(out, "\n %.2f seconds - cnn.c:%d - train\n", total, begin);
     fclose(source);
