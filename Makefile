@@ -48,7 +48,8 @@ HAVE_NCCL := $(and $(HAVE_CUDA),$(HAVE_MPI),$(call probe,$(HASH)include <nccl.h>
 endif
 
 .PHONY: all help run test test-all test-long data bench bench-gpu debug emulate count races clean found doctor \
-	cpu single multi study study-scaling study-workers ablation plots report verify starter check crossover
+	cpu single multi study study-scaling study-workers ablation plots report verify starter check crossover \
+	convolution
 all: found cnn
 
 found:
@@ -96,6 +97,7 @@ help:
 	@echo "  make check LAB=1     in a starter: run the lab's tests, write results.json; TEST=2: only one"
 	@echo "  make gradescope LAB=1       for teachers: the zip to upload as that lab's autograder"
 	@echo "  make crossover       lab 4: a layer on the CPU and on the GPU, 1 to 256 images; EMULATE=1 LARGEST=16"
+	@echo "  make convolution     lab 5: a convolution, one change at a time; EMULATE=1: counts what kernels read"
 	@echo "Variables: CC=clang ARCH=x86-64-v3 OPT=-O0 NO_OMP=1 NO_CUDA=1 NO_MPI=1 NO_NCCL=1 CUDA_ARCH=native"
 
 doctor:
@@ -328,6 +330,18 @@ build/emu_crossover: labs/lab04/crossover.c $(SOURCE) build/emu_kernels.o build/
 crossover: $(CROSSOVER)
 	@mkdir -p runs
 	@$(CROSSOVER) runs/lab04-crossover.csv $(LARGEST)
+
+# Lab 5: a convolution, one change at a time. In the emulator it counts what each kernel reads and writes.
+CONVOLUTION = build/$(if $(and $(HAVE_CUDA),$(if $(VIRTUAL),,yes)),,emu_)convolution
+build/convolution: labs/lab05/conv.cu build/kernel_settings
+	$(NVCC_BUILD) -arch=$(CUDA_ARCH) $< -o $@
+build/emu_convolution: labs/lab05/conv.cu $(wildcard tests/emulator/cuda_on_cpu*) build/emu_settings
+	{ echo '#line 1 "conv.cu"'; sed -f tests/emulator/cuda_on_cpu.sed $<; } | \
+		$(EMU_BUILD) -O1 -fsanitize=thread -fno-tree-sra -DCUEMU_COUNT -x c++ -c - -o $@.o
+	$(CXX) $(OMP_FLAGS) $@.o -o $@ $(LIBS)
+convolution: $(CONVOLUTION)
+	@mkdir -p runs
+	@$(CONVOLUTION) runs/lab05-convolution.csv $(IMAGES)
 
 # The race detector on every kernel: missing barriers, memory that two threads access at once.
 races: cnn-emu

@@ -828,15 +828,21 @@ inline EMU_UNCOUNTED void count(int kind, long bytes) {
     __atomic_fetch_add(&launched->traffic->accesses[kind], 1, __ATOMIC_RELAXED);
     __atomic_fetch_add(&launched->traffic->bytes[kind], bytes, __ATOMIC_RELAXED);
 }
+// Called at each counted access, if it is set; so a test sees what a thread does in which order.
+static void (*observer)(int kind, const void *address, long bytes);
+
 inline EMU_UNCOUNTED void count_access(const void *address, long bytes, bool write) {
     static thread_local bool counting; // these functions are instrumented as well
     if (!self || counting)
         return;
     counting = true;
-    if (is_shared(address, 1))
-        count(write ? SHARED_WRITE : SHARED_READ, bytes);
-    else if (find_allocation(address))
-        count(write ? GLOBAL_WRITE : GLOBAL_READ, bytes);
+    const bool shared = is_shared(address, 1);
+    if (shared || find_allocation(address)) {
+        const int kind = (shared ? SHARED_READ : GLOBAL_READ) + write;
+        count(kind, bytes);
+        if (observer)
+            observer(kind, address, bytes);
+    }
     counting = false;
 }
 
