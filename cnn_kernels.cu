@@ -1424,32 +1424,6 @@ struct TileReader {
     }
 };
 
-/* Loads a tile into shared memory [k][line]; between fetch() and put(), arithmetic can be done. A
-   line is padded by 4 numbers: otherwise the threads that store the numbers of one line would use
-   the same of the 32 banks, and be serialised (with the padding, pairs of them still are). */
-template <int LINES, int LOADERS, bool IMAGE, bool ALONG_K, int WIDTH>
-struct TileLoader : TileReader<real, LINES, TILE_K, LOADERS, IMAGE, ALONG_K, WIDTH, WIDTH> {
-    typedef TileReader<real, LINES, TILE_K, LOADERS, IMAGE, ALONG_K, WIDTH, WIDTH> Reader;
-    enum { COUNT = Reader::COUNT, PITCH = LINES + 4 };
-    Chunk<real, WIDTH> chunks[COUNT];
-    using Reader::Reader;
-    __device__ void fetch(const Operand<real> &o, int k, int end) {
-        this->read(o, k, end, [&](int i, int, const real *from, bool valid) {
-            chunks[i] = valid ? *(const Chunk<real, WIDTH> *)from : Chunk<real, WIDTH>{};
-        });
-    }
-    __device__ void put(real *tile) const {
-#pragma unroll
-        for (int i = 0; i < COUNT; i++) {
-            const int along = this->along + i * Reader::APART;
-            Chunk<real, WIDTH> *line = (Chunk<real, WIDTH> *)(tile + along * PITCH + this->across);
-#pragma unroll
-            for (int j = 0; j < WIDTH; j++)
-                (ALONG_K ? tile[(this->across + j) * PITCH + along] : line->v[j]) = chunks[i].v[j];
-        }
-    }
-};
-
 // Where C is stored, and what is done with its elements then (the epilogue).
 template <class O> struct Result {
     O *out;
@@ -1553,6 +1527,33 @@ static __device__ Result<real> part_of(const Product<T, O> &p, int split) {
     return {p.parts + split * p.elements, p.c.line, p.c.origin, p.c.h, p.c.w};
 }
 
+/* LAB 5.0 BEGIN gemm_kernel */
+/* Loads a tile into shared memory [k][line]; between fetch() and put(), arithmetic can be done. A
+   line is padded by 4 numbers: otherwise the threads that store the numbers of one line would use
+   the same of the 32 banks, and be serialised (with the padding, pairs of them still are). */
+template <int LINES, int LOADERS, bool IMAGE, bool ALONG_K, int WIDTH>
+struct TileLoader : TileReader<real, LINES, TILE_K, LOADERS, IMAGE, ALONG_K, WIDTH, WIDTH> {
+    typedef TileReader<real, LINES, TILE_K, LOADERS, IMAGE, ALONG_K, WIDTH, WIDTH> Reader;
+    enum { COUNT = Reader::COUNT, PITCH = LINES + 4 };
+    Chunk<real, WIDTH> chunks[COUNT];
+    using Reader::Reader;
+    __device__ void fetch(const Operand<real> &o, int k, int end) {
+        this->read(o, k, end, [&](int i, int, const real *from, bool valid) {
+            chunks[i] = valid ? *(const Chunk<real, WIDTH> *)from : Chunk<real, WIDTH>{};
+        });
+    }
+    __device__ void put(real *tile) const {
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            const int along = this->along + i * Reader::APART;
+            Chunk<real, WIDTH> *line = (Chunk<real, WIDTH> *)(tile + along * PITCH + this->across);
+#pragma unroll
+            for (int j = 0; j < WIDTH; j++)
+                (ALONG_K ? tile[(this->across + j) * PITCH + along] : line->v[j]) = chunks[i].v[j];
+        }
+    }
+};
+
 /* C = A * B over the K of this split; the table above lists A and B.
    A warp's threads lie as 4 x 8 in the tile, each with groups of 4 x 4 elements that are half a
    tile apart, or one such group: so the warp reads 16 and 32 neighbouring numbers at a time.
@@ -1611,6 +1612,7 @@ static __global__ void __launch_bounds__(T::TILE_THREADS, T::BLOCKS)
                                           sums[i] + j);
     }
 }
+/* LAB 5.0 END */
 
 // out = the sum of all splits, then the epilogue.   Traffic: 4 (splits + 1) N bytes
 template <class P> static __global__ void join_splits_kernel(P p) {
