@@ -63,7 +63,8 @@ build() {
     if wanted 1 2 3 4 5 6 7 8; then
         sed -f tests/emulator/cuda_on_cpu.sed lab05.cu |
             "${CXX:-g++}" -std=c++17 -O1 -g -march=native -Wno-unknown-pragmas -I. \
-                -fsanitize=thread -fno-tree-sra -DCUEMU_COUNT \
+                -fsanitize=thread -fno-tree-sra -DCUEMU_COUNT -fsanitize=alignment \
+                -fsanitize-undefined-trap-on-error \
                 -include tests/emulator/cuda_on_cpu.h -Dmain=conv_main -x c++ -c - -o lab05_emulated.o &&
             no_arrays lab05_emulated.o && "${CXX:-g++}" lab05.o lab05_emulated.o -o lab05 -lm -lpthread || return
     fi

@@ -353,6 +353,8 @@ static double microseconds(const Trial &t, int change) {
 static void print_changes(const Trial &t, FILE *csv) {
     const double mflop = 2e-6 * (double)t.outputs * t.s.depth;
     double naive = 0;
+    size_t all_wrong = 0;
+    int done = 0;
     printf("%-12s %10s %12s %10s %12s\n", "change", "wrong", "us", "GFLOP/s", "times naive");
     fprintf(csv, "change,images,mflop,wrong,us,gflops,times_naive,emulated\n");
     for (int change = 0; change < CHANGES; change++) {
@@ -364,11 +366,14 @@ static void print_changes(const Trial &t, FILE *csv) {
         }
         const double us = EMULATED ? NAN : microseconds(t, change), gflops = 1e3 * mflop / us;
         naive = change == 0 ? us : naive;
+        all_wrong += wrong;
+        done++;
         printf("%-12s %10zu", changes[change].name, wrong);
         printf(EMULATED ? "\n" : " %12.1f %10.1f %12.2f\n", us, gflops, naive / us);
-        fprintf(csv, "%s,%d,%.3f,%zu,%.1f,%.1f,%.2f,%s\n", changes[change].name, t.s.n, mflop,
-                wrong, us, gflops, naive / us, EMULATED ? "true" : "false");
+        fprintf(csv, "%s,%d,%.3f,%zu,", changes[change].name, t.s.n, mflop, wrong);
+        fprintf(csv, EMULATED ? ",,,true\n" : "%.1f,%.1f,%.2f,false\n", us, gflops, naive / us);
     }
+    printf("done=%d wrong=%zu\n", done, all_wrong);
 }
 
 int main(int argc, char **argv) {
@@ -383,8 +388,9 @@ int main(int argc, char **argv) {
         return 1;
     }
     const Conv s = complete({images, 16, 16, 16, 64, 3, 1, 1});
-    printf("%d images of %d x %d x %d, %d filters of %d x %d: %d rows, %d columns, depth %d\n", s.n,
-           s.h, s.w, s.c, s.oc, s.kernel, s.kernel, s.rows, s.columns, s.depth);
+    printf("%d x %d x %d x %d (images, height, width, channels), %d filters of %d x %d:\n", s.n,
+           s.h, s.w, s.c, s.oc, s.kernel, s.kernel);
+    printf("%d rows, %d columns, depth %d\n", s.rows, s.columns, s.depth);
     print_changes(new_trial(s), csv);
     return fclose(csv) != 0;
 }
