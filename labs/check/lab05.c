@@ -64,7 +64,8 @@ static const char *shape_text(Shape s) {
 /* ---- Memory of the device between guard zones ------------------------------------------------ */
 
 enum { GUARD = 4096 }; // numbers; a multiple of 4, since 16 bytes are read at once
-static const uint32_t unwritten = 0xFFFFFFFF, guard_bits = 0x7FC0C5C5; // NaNs
+static const uint32_t unwritten = 0x7FC0ABCD, guard_bits = 0x7FC0C5C5; // NaNs, which stay so in
+static const uint32_t shared_bits = 0xFFFFFFFF; // sums; the emulator's uninitialised shared memory
 
 typedef struct Array {
     const char *name;
@@ -193,7 +194,8 @@ static void check_written(const Trial *t) {
     if (missing)
         wrong(
             "%s: %zu of the %zu numbers of out were never written, the first in %s: is the number "
-            "of blocks rounded down, or x and y exchanged?",
+            "of blocks rounded down, are x and y exchanged, or does a sum begin with what was in "
+            "out?",
             shape_text(t->s), missing, t->out.count, place(t->s, first));
 }
 
@@ -215,12 +217,13 @@ static void check_numbers(const Trial *t) {
     if (!bad)
         return;
     if (isnan(t->out.host[first]))
-        wrong(
-            "%s: out is NaN in %s, and %zu numbers are wrong: shared memory was read before it was "
-            "written (is a barrier missing, or a part of a tile not loaded?), or a number beyond "
-            "an "
-            "array; %s",
-            shape_text(t->s), place(t->s, first), bad, t->stage);
+        wrong("%s: out is NaN in %s, and %zu numbers are wrong: %s; %s", shape_text(t->s),
+              place(t->s, first), bad,
+              bits_of(t->out.host[first]) == shared_bits
+                  ? "shared memory was read before it was written. Is a barrier missing, or a part "
+                    "of a tile not loaded?"
+                  : "a number was read that is beyond an array, or was not initialised",
+              t->stage);
     wrong("%s: %zu of the %zu numbers of out are wrong, the first in %s: it is %g, expected %g; %s",
           shape_text(t->s), bad, t->out.count, place(t->s, first), (double)t->out.host[first],
           (double)expected(t, first), t->stage);

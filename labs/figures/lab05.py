@@ -25,7 +25,7 @@ def product():
     note(axes, 56, 32, "C: 9 rows, 2 columns", 9)
     grid(axes, 56, 30, [["" for _ in range(2)] for _ in range(side * side)], 3,
          lambda i, j: 0.75 if (i, j) == (row, 1) else 1.0)
-    note(axes, 41, 8, "C[5][1] = 6 b01 + 7 b11 + 10 b21 + 11 b31", 8)
+    note(axes, 39, 10, "C[5][1] = 6 b01 + 7 b11\n      + 10 b21 + 11 b31", 8)
 
 
 def tiles():
@@ -47,7 +47,7 @@ def tiles():
     box(axes, 40, 12, 6, 6, "T x T", grey=0.75)
     arrow(axes, (4, 10.5), (28, 10.5))
     note(axes, 12, 9, "steps along k", 8)
-    note(axes, 57.5, 31.5, "dark: the tiles of one step,\nT x 16 and 16 x T, in\nshared memory", 8)
+    note(axes, 57.5, 31.5, "dark: tiles of one step,\nT x 16 and 16 x T,\nin shared memory", 8)
     note(axes, 57.5, 15, "grey: what one block\ncomputes", 8)
 
 
