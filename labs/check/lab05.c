@@ -189,7 +189,8 @@ static void check_written(const Trial *t) {
         if (bits_of(t->out.host[i]) == unwritten)
             first = missing++ ? first : i;
     if (missing == t->out.count)
-        wrong("%s: out was never written, none of its %zu numbers: was a kernel launched?",
+        wrong("%s: out was never written, none of its %zu numbers: was a kernel "
+              "launched, or do its sums begin with what was in out?",
               shape_text(t->s), t->out.count);
     if (missing)
         wrong(

@@ -1,4 +1,4 @@
-# shellcheck shell=bash
+# shellcheck shell=bash disable=SC2154 # check.sh sets home and parts
 # Lab 5, for check.sh: each change of the convolution, in the emulator, which counts its reads; the
 # last test is for a GPU only.
 
@@ -17,7 +17,7 @@ END
 }
 
 # What a part may call, besides functions that it defines itself. The words before ( in C count as calls.
-may_call='one four patch_at weight_at ceil_div CHECK CHECK_LAUNCH __syncthreads min max fmaf make_float4'
+may_call='one four patch_at weight_at ceil_div CHECK CHECK_LAUNCH __syncthreads min max fmaf make_float4 printf'
 may_call+=' if for while switch return sizeof int unsigned float const __launch_bounds__'
 
 # vet_part ID: other calls, and what only the host has a use for. dim3 grid(...) declares variables.
@@ -25,13 +25,11 @@ vet_part() {
     [ "$1" != 5.0 ] || return 0
     awk -f "$home/labs/check/code.awk" "$parts/$1" | awk -v id="$1" -v may_call="$may_call" '
         BEGIN { split(may_call, list, " "); for (i in list) may[list[i]] = 1 }
-        { text[NR] = $0 }
-        /^(static|template|__global__|void|float|int)/ && !/;[ \t]*$/ && match($0, /[A-Za-z_][A-Za-z0-9_]*\(/) {
-            may[substr($0, RSTART, RLENGTH - 1)] = 1
-        }
-        /^ +[a-z_0-9]+\(.*(const Conv &|Conv) / && match($0, /[A-Za-z_][A-Za-z0-9_]*\(/) {
-            may[substr($0, RSTART, RLENGTH - 1)] = 1 # the second line of a long declaration
-        }
+        { text[NR] = $0; sub(/__launch_bounds__ *\([^)]*\)/, "") }
+        /auto +[a-z_]+ *= *\[/ && match($0, /auto +[a-z_]+/) { may[substr($0, RSTART + 5, RLENGTH - 5)] = 1 }
+        # a definition, whose name may also stand at the beginning of its second line
+        /^(static|template|inline|__global__|__device__|void|float|int|[A-Za-z_0-9]+\(|    [a-z_0-9]+\(Conv)/ && !/;[ \t]*$/ &&
+            match($0, /[A-Za-z_][A-Za-z0-9_]*\(/) { may[substr($0, RSTART, RLENGTH - 1)] = 1 }
         END {
             for (n = 1; n <= NR; n++)
                 for (line = text[n]; match(line, /[A-Za-z_][A-Za-z0-9_]*[ \t]*(\(|<<<)?/);) {

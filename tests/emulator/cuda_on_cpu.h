@@ -131,6 +131,9 @@ struct alignas(8) float2 {
 struct alignas(16) float4 {
     float x, y, z, w;
 };
+inline float4 make_float4(float x, float y, float z, float w) {
+    return {x, y, z, w};
+}
 
 extern "C" const char *cuda_emulated(void) {
     return "emulated CUDA on the CPU: results are real, times mean nothing";

@@ -1168,7 +1168,7 @@ static void misaligned_four(bool mended) {
     a.up();
     copies_fours<<<1, 16>>>(b.gpu, a.gpu, mended ? 4 : 2);
     b.down();
-    passes("misaligned_four", b.host[4] == a.host[4]);
+    passes("misaligned_four", b.host[4] == a.host[4] && make_float4(0, 1, 2, 3).w == 3);
 }
 
 /* ---- Of CUEMU_STRICT: what a thread does beside the one that computes */

@@ -228,6 +228,8 @@ test_counting() {
     counted loads_matrix 1 "0 (0)" "128 (512)" "32 (512)" "264 (528)"
     start count mended_race_between_blocks
     counted all_add 1 "0 (0)" "4 (16)" "0 (0)" "0 (0)"
+    start count mended_misaligned_four # 16 threads copy 16 bytes each, one access
+    counted copies_fours 1 "16 (256)" "16 (256)" "0 (0)" "0 (0)"
 }
 
 test_nvcc() {

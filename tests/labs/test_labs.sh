@@ -36,7 +36,7 @@ for word; do
 done
 [ -n "\$out" ] && [ -f cnn.c ] || exec $real "\$@"
 [ -z "\${NO_OPTIMIZATION:-}" ] || set -- "\${@/#-O3/-O0}"
-[[ " \$* " != *" cnn.c "* ]] && others=(tests/*.h tests/*/*.h labs/check/*.[ch] labs/lab*/*.c *.cpp)
+[[ " \$* " != *" cnn.c "* ]] && others=(tests/*.h tests/*/*.h labs/check/*.[ch] labs/lab*/*.c* *.cpp)
 key=$tmp/built/\$({ echo "$compiler \${@/#-DCNN_COMMIT=${QUICK:+*}}"; cat cnn.c cnn_kernels.c cnn_kernels.cu "\${others[@]}"; } 2>&1 | sha1sum | cut -c1-40)
 if [ ! -f "\$key" ]; then
     $real "\$@" 2>"\$key.said" || { cat "\$key.said" >&2; exit 1; }
@@ -219,6 +219,7 @@ noise() { echo "/layers[.]csv: $([ "$1" != 9 ] || echo '|a speed-up of at most|p
 
 # make verify has nothing to say about the runs of the handout.
 verify_runs() {
+    [ "$1" != 5 ] || return 0 # it has no run folders
     [ -n "$python3" ] || { skip "lab0$1-verify" "python3 is not installed"; return; }
     # the report of lab 9 as a student has answered it
     [ ! -f "$2/runs/lab09/report.md" ] ||
