@@ -395,7 +395,7 @@ no_answers() {
             continue
         fi
         find "$tmp/bare$n" -type f -exec cat {} + | tr -d ' \t' >"$tmp/text$n"
-        same "starter$n-has-no-answers" "" "$(grep -F -f "$tmp/answers$n" "$tmp/text$n" | head -n 3)"
+        same "starter$n-has-no-answers" "" "$(grep -aF -f "$tmp/answers$n" "$tmp/text$n" | head -n 3)"
     done
     holds answers-are-found "answers of lab 1 in cnn.c" "none" \
         grep -qF -f "$tmp/answers1" <(tr -d ' \t' <"$repo/cnn.c")
