@@ -323,7 +323,7 @@ static void check_is_change(int change) {
     if (change == 2)
         at_most(s, "reads of the device's memory", reads, loads(s, 16) * 6 / 10, why);
     if (change == 3)
-        at_most(s, "reads of the device's memory", reads, loads(s, 64) * 6 / 10, why);
+        at_most(s, "reads of the device's memory", reads, c.bytes[GLOBAL_READ] / 8, why);
     if (change == 4)
         at_most(s, "barriers", c.barriers, steps * 16 / 10, why);
 }
