@@ -21,7 +21,7 @@
 
 struct Conv { // in[n][h][w][c], weight[kernel][kernel][c][oc], out[n][oh][ow][oc]
     int n, h, w, c, oc, kernel, stride, padding;
-    int oh, ow, rows, columns, depth; // computed by complete()
+    int oh = 0, ow = 0, rows = 0, columns = 0, depth = 0; // computed by complete()
 };
 
 #define CHECK(call) check(call, #call, __LINE__)
