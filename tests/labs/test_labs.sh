@@ -5,7 +5,7 @@
 #
 #   tests/labs/test_labs.sh [LAB...]     QUICK=1: if none is named, lab 0 and another one each day; the starters of all
 #                                        compile. Of the handouts only that of lab 0 up to its first check, one wrong
-#                                        answer for each TODO of labs 1, 4, 8 and 9 and for one of lab 3; where the points
+#                                        answer for each TODO of labs 1, 4, 5, 8, 9 and for one of lab 3; where the points
 #                                        of lab 0 are not what is tested, without its test 2, which trains
 #                                        LONG=1: all wrong answers, instead of a third that changes daily
 #
