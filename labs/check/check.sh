@@ -15,6 +15,7 @@
 #            writes to file descriptor 9. Exit status 77: skipped, with the reason
 #   harmless a word of vet()'s list that its parts may use
 #   vet_part ID   prints what else its part must not contain
+# build may use bare_sources() and only_harmless_calls(), below.
 set -u
 export LC_ALL=C OMP_WAIT_POLICY=passive
 unset MAKEFLAGS MAKELEVEL SLURM_CPUS_PER_TASK CDPATH
@@ -76,8 +77,24 @@ vet() {
         END { if (depth > 0 && bad == "") print "TODO " id ": one } is missing; the braces of a part must be balanced" }'
 }
 
-stubs=$logs/stubs
-mkdir -p "$stubs" "$logs/refused"
+# bare_sources FILES...: the folder bare, with the starter's cnn.c and these files of labs/check
+bare_sources() {
+    mkdir -p bare/labs/check && cp labs/check/report.h "${@/#/labs/check/}" bare/labs/check &&
+        awk -v mode=strip -v from="$lab" -v stubs=labs/stubs -f "$regions" cnn.c >bare/cnn.c
+}
+
+# only_harmless_calls BARE OBJECT [MORE]: prints which functions and variables of the system OBJECT, compiled with
+# the student's parts, uses and BARE, compiled with the starter's stubs, does not; those that compute or print, or
+# match the regular expression MORE, are allowed.
+only_harmless_calls() {
+    local names='(mem|str)[a-z]+|v?s?n?f?printf|f?put(s|c|char)|fwrite|fflush|assert_fail|calloc|malloc|free|stack_chk_fail'
+    names+='|(f?(abs|max|min)|exp[2m1]*|log[0-9p]*|sqrt|pow|floor|ceil|round|a?tanh?|fma)[fl]?|i?math_[a-z]+|(GOMP|omp|kmpc)_[a-z0-9_]+'
+    comm -13 <(nm -u "$1" | awk '{ print $NF }' | sort) <(nm -u "$2" | awk '{ print $NF }' | sort) |
+        grep -vE "^_*($names${3:+|$3})(_chk|_finite)?(@.*)?\$" | paste -sd ' ' |
+        awk 'NF { print "refused: it uses " $0 ", which this task has no use for"; bad = 1 } END { exit bad }'
+}
+
+mkdir -p "$logs/refused"
 # assemble IDS...: the sources in $work, with these of the student's parts
 assemble() {
     local file id taken=$logs/taken
@@ -118,6 +135,15 @@ accepted() {
     todos | while read -r id _; do [ -f "$logs/refused/$id" ] || echo "$id"; done
 }
 
+why_not_built() { # why_not_built ID: from what build has printed
+    if grep -q '^refused: ' "$logs/build"; then
+        sed -n "s/^refused: it/TODO $1/p" "$logs/build" | head -n 1
+    else
+        echo "TODO $1 does not compile in the test program, which has only what this task needs:"
+        grep -E 'error|undefined' "$logs/build" | grep -v '^cc1' | awk '!seen[$0]++' | head -n 3
+    fi
+}
+
 # Builds with all parts, or, if that fails, without those that do not compile by themselves.
 build_parts() {
     local id
@@ -126,9 +152,7 @@ build_parts() {
     (cd "$work" && build) >"$logs/build" 2>&1 && return
     for id in $(accepted); do
         assemble "$id"
-        (cd "$work" && build) >"$logs/build" 2>&1 ||
-            refuse "$id" "TODO $id does not compile in the test program, which has only what this task needs:
-$(grep -E 'error|undefined' "$logs/build" | head -n 3)"
+        (cd "$work" && build) >"$logs/build" 2>&1 || refuse "$id" "$(why_not_built "$id")"
     done
     # shellcheck disable=SC2046
     assemble $(accepted)
