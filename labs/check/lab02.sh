@@ -30,7 +30,8 @@ open_lab_run() {
     profile | layers) more="--$1" ;;
     *) more= ;;
     esac
-    open_run "lab02-$1" "$build; ./cnn $options ${more:+$more }--out runs/lab02-$1"
+    open_run "lab02-$1" "$build; ./cnn $options ${more:+$more }--out runs/lab02-$1" &&
+        own_times "$from"/runs/lab02-*
 }
 
 # every COMMAND...: checks each run, and prints all that is wrong

@@ -1,5 +1,7 @@
 # Lab 3: the loader's queue; see check.sh.
-# shellcheck shell=bash disable=SC2154 # home, work and from are check.sh's
+# shellcheck shell=bash disable=SC2119,SC2154 # home, work and from are check.sh's
+# shellcheck source=labs/check/run_folders.sh
+. "$home/labs/check/run_folders.sh"
 
 tests() {
     cat <<'END'
@@ -37,12 +39,12 @@ run() {
     6) ./lab03 end ;;
     7) ./lab03 sleep ;;
     8) races ;;
-    9) ./lab03 order 9>/dev/null <<<"" && same_bits && send_token ;; # made by the workers
-    10) ./lab03 order 9>/dev/null <<<"" && sweep && send_token ;; # made with the queue
+    9) ./lab03 order 9>/dev/null <<<"" && same_bits && return_token ;; # made by the workers
+    10) ./lab03 order 9>/dev/null <<<"" && sweep && return_token ;; # made with the queue
     esac
 }
 
-send_token() { cat >&9; }
+return_token() { cat >&9; }
 
 # With the thread sanitizer of $CC, clang or gcc, the first one that runs here.
 races() {
@@ -106,55 +108,41 @@ conditions() {
         $1 ~ /^machine\.(cpu|device)$/ || $1 ~ /\.(train_loss|weight_hash)$/'
 }
 
-# bad_row FOLDER: says why a run is no row of the sweep
-bad_row() {
-    local rule value
-    for rule in status=complete provenance=measured emulated=false settings.resident=false settings.augment=elastic; do
-        value=$(fact "$1" "${rule%=*}")
-        [ "$value" = "${rule#*=}" ] || {
-            echo "run.json: ${rule%=*} should be ${rule#*=}, found ${value:-nothing}; step 6 of the handout has the command"
-            return
-        }
-    done
-    grep -q '^1,' "$1/epochs.csv" || echo "has no epoch in epochs.csv; run it again"
-}
-
-# row_of FOLDER WORKERS: the run folder with that many workers
+# row_of WORKERS: the name of the run folder with that many workers
 row_of() {
     local file
-    for file in "$1"/*/run.json; do
+    for file in "$sweep"/*/run.json; do
         [ -f "$file" ] || continue
-        [ "$(fact "$(dirname "$file")" settings.workers)" != "$2" ] || { dirname "$file" && return; }
+        [ "$(fact "$(dirname "$file")" settings.workers)" != "$1" ] || { basename "$(dirname "$file")" && return; }
     done
 }
 
-# fits ROW OTHERS...: says why a row cannot be compared with the others
+# fits FIRST: the open run differs from FIRST, a row of the sweep, in nothing but --workers
 fits() {
-    local row=$1 other why
-    for other in "${@:2}"; do
-        if why=$(diff <(conditions "$other") <(conditions "$row")); then
-            cmp -s "$other/epochs.csv" "$row/epochs.csv" || continue
-            echo "$other and $row have exactly the same times: one is a copy of the other; run it again"
-        else
-            echo "$other and $row differ in more than --workers; run both on the same machine with the same options:"
-            grep '^[<>]' <<<"$why" | head -n 4
-        fi
-        return 1
-    done
+    local why
+    why=$(diff <(conditions "$1") <(conditions "$folder")) && return
+    echo "$1 and $folder differ in more than --workers; run both on the same machine with the same options:"
+    grep '^[<>]' <<<"$why" | head -n 4
+    return 1
 }
+
+options="--no-cuda --threads 1 --model cifar --dataset synthetic --limit-train 6400 --limit-test 500 --epochs 2"
+options+=" --batch-size 64 --resident off --augment elastic"
 
 sweep() {
-    local folder=$from/runs/lab03-workers workers row why rows=() missing=""
+    local sweep=$from/runs/lab03-workers workers row missing="" first=
     for workers in 1 2 4 8; do
-        row=$(row_of "$folder" "$workers")
+        row=$(row_of "$workers")
         [ -n "$row" ] || { missing+=" $workers" && continue; }
-        why=$(bad_row "$row")
-        [ -z "$why" ] || { echo "$row: $why" && return 1; }
-        fits "$row" "${rows[@]}" || return 1
-        rows+=("$row")
+        open_run "lab03-workers/$row" "./cnn $options --workers $workers --out runs/lab03-workers/$row" && complete && counts && machine_card &&
+            is settings.resident false "loading has to cost something" &&
+            is settings.augment elastic "loading has to cost something" &&
+            own_times "$sweep"/*/ || return
+        first=${first:-$folder}
+        fits "$first" || return
     done
     [ -z "$missing" ] || {
-        echo "no run folder in $folder for --workers$missing; step 6 of the handout has the commands"
+        echo "no run folder in $sweep for --workers$missing; step 6 of the handout has the commands"
         return 1
     }
 }

@@ -1,4 +1,4 @@
-# Checks of run folders for labs 0, 2, 8 and 9, sourced by their labNN.sh. Numbers have to be consistent with
+# Checks of run folders for labs 0, 2, 3, 8 and 9, sourced by their labNN.sh. Numbers have to be consistent with
 # each other. What is missing or wrong is printed on stdout.
 # shellcheck shell=bash disable=SC2154 # check.sh exports home, from and work; run() reads token
 
@@ -11,7 +11,7 @@ complain() {
 
 # open_run NAME COMMAND: reads $from/runs/NAME, which COMMAND has made
 open_run() {
-    run=runs/$1 folder=$from/runs/$1 command=$2 flat=$work/$1.flat
+    run=runs/$1 folder=$from/runs/$1 command=$2 flat=$work/${1//\//-}.flat
     [ -d "$folder" ] || { complain "$run: there is no such folder in $from"; return 1; }
     local file said
     for file in run.json epochs.csv steps.csv; do
@@ -40,7 +40,48 @@ complete() {
         is settings.dry-run false "a dry run trains one batch only" &&
         is settings.eval false "an evaluation trains nothing" &&
         is settings.resume false "a resumed run has only the times since its checkpoint" &&
-        is settings.max-steps 0 "the run ended before the epoch did"
+        is settings.max-steps 0 "the run ended before the epoch did" && same_command
+}
+
+# same_command: the options of the command in run.json are those of its settings; of an option given twice the last
+same_command() {
+    awk -F '\t' -v run="$run" '
+        BEGIN { n = split("model dataset limit-train epochs seed threads workers kernels augment profile layers parallel", names, " ")
+            for (i = 1; i <= n; i++) compared[names[i]] = 1 }
+        /^settings\./ { setting[substr($1, 10)] = $2 }
+        /^command\[/ { word[++words] = $2 }
+        function given(name, value) { if (name in compared && name in setting) last[name] = value }
+        END {
+            for (i = 2; i <= words; i++)
+                if (match(word[i], /^--[a-z-]+=/))
+                    given(substr(word[i], 3, RLENGTH - 3), substr(word[i], RLENGTH + 1))
+                else if (word[i] ~ /^--/)
+                    given(substr(word[i], 3), i < words && word[i + 1] !~ /^--/ ? word[i + 1] : "on")
+            for (name in last) {
+                found = setting[name] == "true" ? "on" : setting[name] == "false" ? "off" : setting[name]
+                if (found != last[name] && found + 0 != last[name] + 0 || (found != last[name] && found !~ /^[0-9]/)) {
+                    if (last[name] == "auto") continue
+                    printf "%s/run.json: its command has --%s %s, but settings.%s is %s\n", run, name, last[name], name, found
+                    bad = 1
+                }
+            }
+            exit bad
+        }' "$flat" || complain "$run/run.json contradicts itself: was it edited?"
+}
+
+# own_times FOLDERS...: the open run is no copy of one of these: two runs never have the same times, to the microsecond,
+# in half of their steps
+own_times() {
+    local other
+    for other; do
+        other=${other%/}
+        [ "$other" != "$folder" ] && [ -f "$other/steps.csv" ] || continue
+        paste -d ' ' <(cut -d , -f 7 "$other/steps.csv") <(cut -d , -f 7 "$folder/steps.csv") 2>/dev/null |
+            awk 'NR > 1 && NF == 2 { rows++; same += $1 == $2 } END { exit rows > 3 && 2 * same >= rows }' || {
+            complain "$run and $(basename "$other") have the same times: one is a copy of the other"
+            return 1
+        }
+    done
 }
 
 # counts.awk with the settings of the run
