@@ -12,7 +12,7 @@
 #   build    compiles the tests in the folder $work, those that are wanted; is called again without
 #            the parts that do not compile
 #   run K    runs test K; at its very end it sends back the token, which it reads from its input and
-#            writes to file descriptor 9. Exit status 77: skipped, with the reason
+#            writes to file descriptor 9. What it writes to descriptor 8 is shown first. Exit status 77: skipped, with the reason
 #   harmless a word of vet()'s list that its parts may use
 #   vet_part ID   prints what else its part must not contain
 # build may use bare_sources() and only_harmless_calls(), below.
@@ -173,10 +173,14 @@ run_test() {
         fi
     done
     token=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
-    (cd "$work" && run_limited "$1" <<<"$token" 9>"$logs/token") >"$logs/said" 2>&1
+    (cd "$work" && run_limited "$1" <<<"$token" 8>"$logs/verdict" 9>"$logs/token") >"$logs/said" 2>&1
     status=$?
     # without the shell's own line about a signal, which is reported below
     said=$(grep -vE ': line [0-9]+: +[0-9]+ [A-Z]' "$logs/said" | tail -n 40 | cut -c1-400)
+    if [ -s "$logs/verdict" ]; then
+        [ -z "$said" ] || said="$(printf '\nYour code printed, at the end:\n%s' "$(tail -n 10 <<<"$said")")"
+        said=$(head -c 8000 "$logs/verdict")$said
+    fi
     if [ "$status" -eq 77 ]; then
         verdict=skipped
     elif [ "$status" -eq 0 ] && [ "$(cat "$logs/token")" = "$token" ]; then
@@ -206,6 +210,7 @@ json_string() { # the input as a JSON string
 take_parts
 build_parts
 k=0 sum=0 most=0 lines=
+declare -A told # the first test with this reason
 while IFS='|' read -r points needs title; do
     k=$((k + 1))
     wanted "$k" || continue
@@ -214,6 +219,8 @@ while IFS='|' read -r points needs title; do
     [ "$verdict" = passed ] && got=$points
     sum=$((sum + got)) most=$((most + points))
     printf '%-7s %2d/%-2d  test %d: %s\n' "$verdict" "$got" "$points" "$k" "$title"
+    [ -z "$said" ] || [ "$verdict" = passed ] || [ -z "${told[$said]:-}" ] || said="as in test ${told[$said]}"
+    [ -z "$said" ] || told[$said]=${told[$said]:-$k}
     # shellcheck disable=SC2001 # each line
     [ "$verdict" = passed ] || [ -z "$said" ] || sed 's/^/        /' <<<"$said"
     lines+="${lines:+,
