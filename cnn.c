@@ -801,7 +801,7 @@ static void add_products(real *restrict out, const real *in, const real *weight,
 static void conv2d_forward_naive(Work w) {
     const Layer *l = w.l;
     const Shape I = l->in, O = l->out;
-    /* LAB 1.1 BEGIN conv2d_forward_naive */
+    /* LAB 1.1 2.1 BEGIN conv2d_forward_naive */
     PARALLEL_FOR
     for (size_t pixel = 0; pixel < w.n * O.h * O.w; pixel++) {
         const size_t image = pixel / (O.h * O.w), y = pixel / O.w % O.h, x = pixel % O.w;
@@ -816,7 +816,7 @@ static void conv2d_forward_naive(Work w) {
             add_products(out, in, w.weight + tap * I.c * O.c, I.c, O.c);
         }
     }
-    /* LAB 1.1 END */
+    /* LAB 1.1 2.1 END */
 }
 
 /* dbias[k]            = sum over n, y, x of dout[n][y][x][k]

@@ -46,7 +46,7 @@ vet_part() { :; }
 
 # The files with markers of this lab, as paths in the project.
 marked_files() {
-    (cd "$pristine" && grep -lE "/\* LAB $lab\.[0-9]+ BEGIN" cnn.c cnn_kernels.cu labs/lab*/* 2>/dev/null)
+    (cd "$pristine" && grep -lE "/\* LAB( [0-9.]+)* $lab\.[0-9]+( [0-9.]+)* BEGIN" cnn.c cnn_kernels.cu labs/lab*/* 2>/dev/null)
 }
 todos() { # lines `1.2 name file`
     local file
@@ -55,9 +55,19 @@ todos() { # lines `1.2 name file`
     done
 }
 
+# variables ID: the names that a part declares as variables and never calls, such as a number called read
+variables() {
+    local code name
+    code=$(awk -f "$home/labs/check/code.awk" "$parts/$1")
+    grep -oE '(size_t|ptrdiff_t|real|float|double|int|long|unsigned|bool|char|u?int[0-9]+_t)[ *]+(const +)?[a-z]+' <<<"$code" |
+        sed 's/.*[ *]//' | sort -u | while read -r name; do
+        grep -qE "(^|[^A-Za-z0-9_])$name *\(" <<<"$code" || echo "$name"
+    done
+}
+
 # vet ID: prints what a part must not contain, since it affects more than the part
 vet() {
-    local words='asm|die|fail|leave|stdin|main|va_list|exit|_Exit|quick_exit|abort|atexit|on_exit|longjmp|siglongjmp'
+    local name words='asm|die|fail|leave|stdin|main|va_list|exit|_Exit|quick_exit|abort|atexit|on_exit|longjmp|siglongjmp'
     words+='|exec[lv][a-z]*|fork|vfork|clone[0-9]*|posix_spawn[a-z]*|system|popen|syscall|signal|sigaction|raise|kill'
     words+='|mmap|mprotect|ptrace|dlsym|dlopen|getenv|secure_getenv|setenv|environ|clock_gettime'
     words+='|open|openat|creat|fopen|freopen|fdopen|fopencookie|dup[23]?|fcntl|ioctl|v?dprintf'
@@ -65,6 +75,7 @@ vet() {
     words+='|read|readv|pread[a-z0-9]*|fread|fgets|fgetc|gets|getc[a-z_]*|getline|getdelim|v?f?scanf'
     words+='|attribute|attribute__|Pragma'
     words=${words/"|$harmless"/}
+    for name in $(variables "$1"); do words=${words/"|$name|"/|}; done
     awk -f "$home/labs/check/code.awk" "$parts/$1" | awk -v id="$1" -v words="$words" '
         /^[ \t]*#/ && !/^[ \t]*#[ \t]*pragma[ \t]+(omp|unroll|GCC (unroll|ivdep)|clang loop)/ { bad = "`" $1 "`" }
         /%:/ || /(^|[^A-Za-z0-9_])(u8|[uUL])?R""/ { bad = "`%:` or a raw string" }

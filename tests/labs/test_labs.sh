@@ -329,7 +329,7 @@ try_answers() {
     LIMIT_S=40 check "$lab" "$repo" "$dir" "$dir.said" "$3" # some of them never end
     rm -rf "$dir"
 }
-marked() { grep -lE "/\* LAB $1\.[0-9]+ BEGIN" cnn.c cnn_kernels.cu labs/lab*/* 2>/dev/null; }
+marked() { grep -lE "/\* LAB( [0-9.]+)* $1\.[0-9]+( [0-9.]+)* BEGIN" cnn.c cnn_kernels.cu labs/lab*/* 2>/dev/null; }
 id_of() { basename "$1" | sed 's/-.*//'; }
 expected() { sed -n '1s/.*expect: //p' "$1"; }
 
@@ -368,11 +368,11 @@ squeeze() { cat "$@" | tr -d ' \t' | awk 'length > 25' | sort -u; }
 
 # answers LAB: the lines that occur only in regions of labs LAB to 9
 answers() {
-    (cd "$repo" && for file in cnn.c cnn_kernels.c cnn_kernels.cu $(grep -lE '/\* LAB [0-9]+\.[0-9]+ BEGIN' labs/lab*/* 2>/dev/null); do
+    (cd "$repo" && for file in cnn.c cnn_kernels.c cnn_kernels.cu $(grep -lE '/\* LAB [0-9. ]+ BEGIN' labs/lab*/* 2>/dev/null); do
         awk -v from="$1" -v inside="$tmp/inside$1" -v outside="$tmp/outside$1" '
-            /\/\* LAB [0-9]+\.[0-9]+ BEGIN/ { split($3, id, "."); open = id[1] >= from }
+            /\/\* LAB [0-9. ]+ BEGIN/ { split($(NF - 3), id, "."); open = id[1] >= from } # by the last lab
             { print >(open ? inside : outside) }
-            /\/\* LAB [0-9]+\.[0-9]+ END/ { open = 0 }
+            /\/\* LAB [0-9. ]+ END/ { open = 0 }
             END { print "" >inside }' "$file"
         mv "$tmp/inside$1" "$tmp/in.$1.${file//\//_}" && mv "$tmp/outside$1" "$tmp/out.$1.${file//\//_}"
     done)

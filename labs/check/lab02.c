@@ -1,0 +1,125 @@
+/* lab02.c - in which order do the loops of TODO 2.1 go through the memory?
+
+   part.c, sections 1 to 3 of cnn.c with the student's part, is compiled with -fsanitize=thread, so
+   that each load and store calls a function, one of those below. For each instruction they count how
+   often the number that it reads or writes lies next to the one before. Vectors can be loaded and
+   stored only where the innermost loop goes from one number to the next. */
+#define CNN_DECLARATIONS_ONLY
+#include "../../cnn.c"
+
+#include "report.h"
+
+enum { SITES = 256, IMAGES = 2, SIZE = 6, CHANNELS_IN = 12, CHANNELS_OUT = 20, KERNEL = 3 };
+enum { WEIGHTS = KERNEL * KERNEL * CHANNELS_IN * CHANNELS_OUT, OUT_SIZE = SIZE - KERNEL + 1 };
+enum { OUTPUTS = IMAGES * OUT_SIZE * OUT_SIZE * CHANNELS_OUT };
+
+void part(Work w); // conv2d_forward_naive()
+
+static real in[IMAGES * SIZE * SIZE * CHANNELS_IN], weight[WEIGHTS], out[OUTPUTS];
+
+// The accesses of each instruction to an array. `apart`: numbers between the last two of them.
+typedef struct Watched {
+    const char *name;
+    const real *array;
+    size_t count, sites, accesses, adjacent;
+    const void *site[SITES];
+    const real *last[SITES];
+    ptrdiff_t apart;
+} Watched;
+
+static Watched reads = {.name = "weight", .array = weight, .count = WEIGHTS},
+               writes = {.name = "out", .array = out, .count = OUTPUTS};
+
+static void access_at(Watched *w, const void *address, const void *site) {
+    const real *number = address;
+    size_t i = 0;
+    if (number < w->array || number >= w->array + w->count)
+        return;
+    while (i < w->sites && w->site[i] != site)
+        i++;
+    if (i == w->sites && ++w->sites > SITES)
+        wrong("more than %d instructions access %s: use loops", SITES, w->name);
+    w->accesses++;
+    if (w->site[i] == site) {
+        w->adjacent += number - w->last[i] == 1;
+        w->apart = number - w->last[i] == 1 ? w->apart : number - w->last[i];
+    }
+    w->site[i] = site;
+    w->last[i] = number;
+}
+
+#define HOOK(name, watched)  \
+    void __tsan_##name(void *); \
+    void __tsan_##name(void *address) { access_at(watched, address, __builtin_return_address(0)); }
+HOOK(read4, &reads)
+HOOK(write4, &writes)
+HOOK(unaligned_read4, &reads)
+HOOK(unaligned_write4, &writes)
+HOOK(read_write4, &writes) // of clang
+
+#define NO_HOOK(name)           \
+    void __tsan_##name(void *); \
+    void __tsan_##name(void *address) { (void)address; }
+NO_HOOK(read1)
+NO_HOOK(read2)
+NO_HOOK(read8)
+NO_HOOK(read16)
+NO_HOOK(write1)
+NO_HOOK(write2)
+NO_HOOK(write8)
+NO_HOOK(write16)
+NO_HOOK(unaligned_read2)
+NO_HOOK(unaligned_read8)
+NO_HOOK(unaligned_read16)
+NO_HOOK(unaligned_write2)
+NO_HOOK(unaligned_write8)
+NO_HOOK(unaligned_write16)
+NO_HOOK(func_entry)
+
+void __tsan_init(void);
+void __tsan_init(void) {
+}
+void __tsan_func_exit(void);
+void __tsan_func_exit(void) {
+}
+void __tsan_read_range(void *, size_t);
+void __tsan_read_range(void *address, size_t size) {
+    (void)address, (void)size;
+}
+void __tsan_write_range(void *, size_t);
+void __tsan_write_range(void *address, size_t size) {
+    (void)address, (void)size;
+}
+
+static const char *loop_of(const Watched *w) {
+    const ptrdiff_t apart = w->apart < 0 ? -w->apart : w->apart;
+    if (w == &writes)
+        return apart % CHANNELS_OUT == 0 ? "output pixels" : "something else";
+    return apart == 0              ? "output pixels"
+           : apart == CHANNELS_OUT ? "input channels"
+           : apart % (CHANNELS_IN * CHANNELS_OUT) == 0 ? "taps of the filter"
+                                                       : "something else";
+}
+
+static void check_order(const Watched *w, size_t least) {
+    if (w->accesses < least)
+        wrong("%s was accessed %zu times, expected at least %zu: each product reads its weight, and each "
+              "output is written, with plain loops",
+              w->name, w->accesses, least);
+    if (10 * w->adjacent < 9 * w->accesses)
+        wrong("of %zu accesses to %s only %zu are to the number next to the one before; others are %td numbers "
+              "apart: the innermost loop runs over the %s. It has to run over the output channels, which are "
+              "adjacent in weight and in out",
+              w->accesses, w->name, w->adjacent, w->apart, loop_of(w));
+}
+
+int main(void) {
+    Layer l = {.kind = CONV2D, .kernel = KERNEL, .stride = 1, .weights = WEIGHTS};
+    l.in = (Shape){SIZE, SIZE, CHANNELS_IN};
+    l.out = (Shape){OUT_SIZE, OUT_SIZE, CHANNELS_OUT};
+    part((Work){.l = &l, .n = IMAGES, .in = in, .weight = weight, .out = out});
+    check_order(&reads, OUTPUTS * KERNEL * KERNEL * CHANNELS_IN / 2);
+    check_order(&writes, OUTPUTS / 2);
+    send_token();
+    return 0;
+}
