@@ -95,6 +95,7 @@ help:
 	@echo "Labs (labs/README.md lists them)"
 	@echo "  make starter LAB=1 OUT=DIR  write the starter of a lab to DIR"
 	@echo "  make check LAB=1     in a starter: run the lab's tests, write results.json; TEST=2: only one"
+	@echo "  make report LAB=1    that lab's runs, plots and questions, in reports/; make verify LAB=1 checks them"
 	@echo "  make gradescope LAB=1       for teachers: the zip to upload as that lab's autograder"
 	@echo "  make crossover       lab 4: a layer on the CPU and on the GPU, 1 to 256 images; EMULATE=1 LARGEST=16"
 	@echo "  make convolution     lab 5: a convolution, one change at a time; EMULATE=1: counts what kernels read"
@@ -234,10 +235,14 @@ ablation: all $(if $(VIRTUAL),cnn-emu)
 	-@$(PLOT) $(RUNS)
 plots:
 	@$(PLOT) $(RUNS)
+# LAB=n: of that lab's runs, in reports/
+report verify: RUNS := $(if $(LAB),reports/lab0$(LAB),$(RUNS))
 report:
+	@$(if $(LAB),labs/tools/lab_runs.sh '$(LAB)')
 	-@$(PLOT) $(RUNS)
 	@labs/tools/report.py $(RUNS)
 verify:
+	@$(if $(LAB),labs/tools/lab_runs.sh '$(LAB)')
 	@labs/tools/verify.py $(RUNS)
 
 # The labs. FROM is the folder to check: the starter itself by default; instructors give a student's.

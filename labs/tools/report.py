@@ -12,6 +12,9 @@ report.new.md is written instead.
 
 Runs that differ in more than device, batch and seed (--workers, --kernels, the compiler's flags, ...) are
 not averaged: they are listed in separate rows with their differences. A speed-up compares rows that agree.
+
+`make report LAB=3` is the same for the runs of lab 3, in reports/lab03, with the questions of that lab,
+labs/lab03/questions.md.
 """
 import contextlib
 import csv
@@ -21,8 +24,8 @@ import re
 import textwrap
 
 from run_folders import (COLUMNS_DIFFER, REPEATS_DIFFER, SCALING, Missing, add_speedups, by, differences,
-                         facts, fail, is_dirty, make_rows, read_csv, read_runs, scaling_rows, start,
-                         summary)
+                         WORKERS, facts, fail, is_dirty, make_rows, read_csv, read_runs, scaling_rows, start,
+                         summary, workers_rows)
 
 FREE = REPEATS_DIFFER | COLUMNS_DIFFER
 STEP_PARTS = ["load_s", "copy_s", "forward_s", "backward_s", "optimizer_s", "exposed_comm_s", "idle_s"]
@@ -56,19 +59,26 @@ def show(value):
     return ("off", "on")[value] if isinstance(value, bool) else str(value)
 
 
+def show_variant(name, run, runs):
+    """One of its settings; of the compiler's flags only those that not all runs have."""
+    if name == "flags":
+        common = set.intersection(*(set(r.build["flags"].split()) for r in runs))
+        return " ".join(f for f in run.build["flags"].split() if f not in common) or "no flag of its own"
+    return f"{name} {show(facts(run).get(name))}"
+
+
 def timing_rows(runs):
     """The rows of study.csv, variant by variant; `variant` says what is not the same in all."""
     groups, rows = variants(runs), []
     names = list(dict.fromkeys(name for a in groups for b in groups for name, _, _ in
                                differences(a[0], b[0], FREE | {"model"})))
     for group in groups:
-        values = facts(group[0])
         some = make_rows(group)
         with contextlib.redirect_stdout(None):  # its notes about missing speed-ups: the table shows them
             add_speedups(some)
         for row in some:
             kinds = dict.fromkeys("emulated" if r.emulated else r.provenance for r in row["runs"])
-            rows.append(dict(row, variant=", ".join(f"{k} {show(values.get(k))}" for k in names),
+            rows.append(dict(row, variant=", ".join(show_variant(k, group[0], runs) for k in names),
                              provenance=", ".join(kinds)))
     return rows
 
@@ -149,6 +159,8 @@ def make_timing(root, runs, rows):
                   repeats="repeats", seconds_mean="seconds, mean", seconds_sd="sd", ci95="95 % interval, +-",
                   img_per_s="img/s", speedup="speed-up over cpu", accuracy_mean="accuracy in %",
                   accuracy_sd="its sd", provenance="provenance")
+    if all(r.get("speedup") in (None, 1) for r in rows):  # the CPU's own
+        del titles["speedup"]
     if any(r["variant"] for r in rows):
         titles = dict(variant="what differs", **titles)
     return table(titles, rows) + picture(root, "study", "time and accuracy") + picture(root, "loss", "loss")
@@ -189,6 +201,9 @@ def make_scaling(root, runs, rows):
 
 def make_workers(root, runs, rows):
     text = csv_tables(root, "workers.csv", [root])
+    swept = [r for r in runs if sum(not differences(r, o, FREE | {"workers"}) for o in runs) > 1]
+    if not text and len({r.settings["workers"] for r in swept}) > 1:
+        text = table({c: c.replace("_", " ") for c in WORKERS[:6]}, workers_rows(swept))
     return (text + picture(root, "workers", "images per second by workers")).strip()
 
 
@@ -284,9 +299,13 @@ def block(name, text):
             f"{text}\n<!-- end {name} -->\n")
 
 
-def fresh_report(blocks):
-    """The template without the sections for which the runs have no data."""
-    template = read_report(os.path.join(os.path.dirname(os.path.abspath(__file__)), "report_template.md"))
+def fresh_report(blocks, root):
+    """The template without the sections for which the runs have no data; for a lab its questions, all of them."""
+    tools = os.path.dirname(os.path.abspath(__file__))
+    questions = os.path.join(tools, "..", os.path.basename(os.path.abspath(root)), "questions.md")
+    if os.path.exists(questions):
+        return renewed_report(read_report(questions), blocks)
+    template = read_report(os.path.join(tools, "report_template.md"))
     unfit = [f"<!-- begin {name} -->" for name, text in blocks.items() if not text]
     sections = [s for s in re.split("(?m)^(?=#)", template) if not any(marker in s for marker in unfit)]
     return renewed_report("".join(sections), blocks)
@@ -317,7 +336,7 @@ def main(root):
     try:
         blocks = make_blocks(root, read_runs(root))
         if not os.path.exists(path):
-            write_report(path, fresh_report(blocks))
+            write_report(path, fresh_report(blocks, root))
             return
         old = read_report(path)
         try:
@@ -326,7 +345,7 @@ def main(root):
             new = os.path.join(root, "report.new.md")
             if os.path.exists(new):
                 fail(path, "intact markers", why, f"fix it, or copy what you need from {new} and delete that")
-            write_report(new, fresh_report(blocks))
+            write_report(new, fresh_report(blocks, root))
             fail(path, "intact markers", why, f"{path} was not changed; copy the parts you need from {new}")
         for name in (n for n, text in blocks.items() if text and f"<!-- begin {n}" not in old):
             print(f"Note: the runs have data for the part {name}, which report.md does not contain. To add "
