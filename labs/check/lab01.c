@@ -231,7 +231,8 @@ static int test; // the number of the test that runs
 
 static void print_how_to_repeat(void) {
     const char *other = getenv("LAB_AND_TEST"); // lab 2 uses test 1
-    printf("To repeat this test with the same numbers: SEED=%llu make check ", (unsigned long long)seed);
+    printf("To repeat this test with the same numbers: SEED=%llu make check ",
+           (unsigned long long)seed);
     if (other)
         printf("%s\n", other);
     else
@@ -246,8 +247,10 @@ static _Noreturn void give_up(void) {
 static void crashed(int number, siginfo_t *info, void *context) {
     (void)context;
     if ((size_t)info->si_addr < 65536)
-        printf("The program accessed a number of an array that does not exist: its pointer is NULL%s, in\n",
-               !now_testing.biased && !now_testing.pool ? " (w.bias, if the layer has no bias)" : "");
+        printf("The program accessed a number of an array that does not exist: its pointer is "
+               "NULL%s, in\n",
+               !now_testing.biased && !now_testing.pool ? " (w.bias, if the layer has no bias)"
+                                                        : "");
     else
         printf("The program accessed memory far outside of the arrays (signal %d) in\n", number);
     print_case(&now_testing);
@@ -553,7 +556,8 @@ static bool writes_nothing(const Case *c, const Trial *t) {
 static bool print_ratio(const Case *c, real found, real expected) {
     const real n = (real)c->n, pixels = (real)(c->l.out.h * c->l.out.w);
     if (fabs(found - expected) <= 1e-5 * fabs(expected)) {
-        printf("It has about 7 digits, as many as a float: declare sums and other numbers as `real`, which "
+        printf("It has about 7 digits, as many as a float: declare sums and other numbers as "
+               "`real`, which "
                "is double in this test.\n");
         return true;
     }
@@ -600,13 +604,15 @@ static void print_effect(const Case *c, const Trial *t, real found, bool belongs
         }
     size_t instead = find_product(c, t);
     if (instead < tensors[c->role].count)
-        printf("%s was found in %s.%s\n", c->pool ? "This dout" : "The product",
-               element(c, c->role, instead),
-               c->pool ? " w.saved is i * kernel + j of the maximum, counted from the window's upper "
-                         "left corner: its pixel is (y * stride + i - padding, x * stride + j - padding)."
-               : moved_by_padding(c, t, instead) ? " That is off by the padding: was it forgotten?"
-               : belongs_here                  ? ""
-                                               : " Is a sum not reset to 0 before the next one?");
+        printf(
+            "%s was found in %s.%s\n", c->pool ? "This dout" : "The product",
+            element(c, c->role, instead),
+            c->pool
+                ? " w.saved is i * kernel + j of the maximum, counted from the window's upper "
+                  "left corner: its pixel is (y * stride + i - padding, x * stride + j - padding)."
+            : moved_by_padding(c, t, instead) ? " That is off by the padding: was it forgotten?"
+            : belongs_here                    ? ""
+                                              : " Is a sum not reset to 0 before the next one?");
     else if (isnan(found))
         printf("It was NaN before the call: it was never written, or numbers outside of an array "
                "were read.\n");
@@ -1032,8 +1038,8 @@ static const char *const douts[DOUTS] = {"-1 at the label and 0 elsewhere",
                                          "one positive number and 0 elsewhere", "any numbers"};
 
 // Says with which mistake din[i] would be `found`.
-static void print_softmax_effect(double found, const real *dout, const real *out, size_t i, size_t classes,
-                                 size_t n) {
+static void print_softmax_effect(double found, const real *dout, const real *out, size_t i,
+                                 size_t classes, size_t n) {
     const double softmax = exp((double)out[i]);
     double sum = 0, all = 0;
     for (size_t k = 0; k < n * classes; k++) {
@@ -1044,15 +1050,20 @@ static void print_softmax_effect(double found, const real *dout, const real *out
         double value;
         const char *says;
     } mistakes[] = {
-        {dout[i] - softmax, "softmax = exp(out) is right, but it was not multiplied by a sum: softmax has "
-                            "to be multiplied by the sum of this image's dout"},
-        {dout[i] + softmax, "the sum of dout was taken to be -1: softmax has to be multiplied by the sum "
-                            "of this image's dout"},
+        {dout[i] - softmax,
+         "softmax = exp(out) is right, but it was not multiplied by a sum: softmax has "
+         "to be multiplied by the sum of this image's dout"},
+        {dout[i] + softmax,
+         "the sum of dout was taken to be -1: softmax has to be multiplied by the sum "
+         "of this image's dout"},
         {dout[i] + softmax * sum, "softmax times the sum has to be subtracted, and was added"},
-        {dout[i] - softmax * all, "the sum was taken over all images: it is that of this image's dout"},
-        {dout[i] - softmax * dout[i], "softmax was multiplied by dout[k]: it is multiplied by the sum of "
-                                      "this image's dout over all k"},
-        {dout[i] - out[i] * sum, "out was taken for softmax, but out holds logarithms: softmax = exp(out)"},
+        {dout[i] - softmax * all,
+         "the sum was taken over all images: it is that of this image's dout"},
+        {dout[i] - softmax * dout[i],
+         "softmax was multiplied by dout[k]: it is multiplied by the sum of "
+         "this image's dout over all k"},
+        {dout[i] - out[i] * sum,
+         "out was taken for softmax, but out holds logarithms: softmax = exp(out)"},
         {dout[i], "din is a copy of dout"},
     };
     for (size_t m = 0; m < sizeof mistakes / sizeof *mistakes; m++)
@@ -1060,7 +1071,8 @@ static void print_softmax_effect(double found, const real *dout, const real *out
             printf("It looks as if %s.\n", mistakes[m].says);
             return;
         }
-    printf("softmax[k] = exp(out[k]); its factor is the sum of dout over the classes of the same image.\n");
+    printf("softmax[k] = exp(out[k]); its factor is the sum of dout over the classes of the same "
+           "image.\n");
 }
 
 static void test_softmax_case(Dout kind) {

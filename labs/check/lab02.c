@@ -48,18 +48,22 @@ static void access_at(Watched *w, const void *address, const void *site) {
     w->last[i] = number;
 }
 
-#define HOOK(name, watched)  \
-    void __tsan_##name(void *); \
-    void __tsan_##name(void *address) { access_at(watched, address, __builtin_return_address(0)); }
+#define HOOK(name, watched)                                       \
+    void __tsan_##name(void *);                                   \
+    void __tsan_##name(void *address) {                           \
+        access_at(watched, address, __builtin_return_address(0)); \
+    }
 HOOK(read4, &reads)
 HOOK(write4, &writes)
 HOOK(unaligned_read4, &reads)
 HOOK(unaligned_write4, &writes)
 HOOK(read_write4, &writes) // of clang
 
-#define NO_HOOK(name)           \
-    void __tsan_##name(void *); \
-    void __tsan_##name(void *address) { (void)address; }
+#define NO_HOOK(name)                   \
+    void __tsan_##name(void *);         \
+    void __tsan_##name(void *address) { \
+        (void)address;                  \
+    }
 NO_HOOK(read1)
 NO_HOOK(read2)
 NO_HOOK(read8)
@@ -77,11 +81,9 @@ NO_HOOK(unaligned_write16)
 NO_HOOK(func_entry)
 
 void __tsan_init(void);
-void __tsan_init(void) {
-}
+void __tsan_init(void) {}
 void __tsan_func_exit(void);
-void __tsan_func_exit(void) {
-}
+void __tsan_func_exit(void) {}
 void __tsan_read_range(void *, size_t);
 void __tsan_read_range(void *address, size_t size) {
     (void)address, (void)size;
@@ -95,20 +97,23 @@ static const char *loop_of(const Watched *w) {
     const ptrdiff_t apart = w->apart < 0 ? -w->apart : w->apart;
     if (w == &writes)
         return apart % CHANNELS_OUT == 0 ? "output pixels" : "something else";
-    return apart == 0              ? "output pixels"
-           : apart == CHANNELS_OUT ? "input channels"
+    return apart == 0                                  ? "output pixels"
+           : apart == CHANNELS_OUT                     ? "input channels"
            : apart % (CHANNELS_IN * CHANNELS_OUT) == 0 ? "taps of the filter"
                                                        : "something else";
 }
 
 static void check_order(const Watched *w, size_t least) {
     if (w->accesses < least)
-        wrong("%s was accessed %zu times, expected at least %zu: each product reads its weight, and each "
+        wrong("%s was accessed %zu times, expected at least %zu: each product reads its weight, "
+              "and each "
               "output is written, with plain loops",
               w->name, w->accesses, least);
     if (10 * w->adjacent < 9 * w->accesses)
-        wrong("of %zu accesses to %s only %zu are to the number next to the one before; others are %td numbers "
-              "apart: the innermost loop runs over the %s. It has to run over the output channels, which are "
+        wrong("of %zu accesses to %s only %zu are to the number next to the one before; others are "
+              "%td numbers "
+              "apart: the innermost loop runs over the %s. It has to run over the output channels, "
+              "which are "
               "adjacent in weight and in out",
               w->accesses, w->name, w->adjacent, w->apart, loop_of(w));
 }

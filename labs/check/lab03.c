@@ -76,7 +76,7 @@ static struct Seen {
     size_t inside, most_inside; // threads that make a batch, now and at most
     pthread_t caller;
     void (*delay)(size_t position); // what a test does while the image at this position is made
-} *now_seen; // a new one for each loader: workers of an earlier one may still sleep
+} * now_seen; // a new one for each loader: workers of an earlier one may still sleep
 #define seen (*now_seen)
 static size_t events; // constant while nothing happens
 
