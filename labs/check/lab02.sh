@@ -88,17 +88,16 @@ only_in() {
 varies() { is "settings.$1" "$2" "this is the one setting that the run varies"; }
 
 differ() {
-    # shellcheck disable=SC2086 # several words
-    local flags wrong=0 small="settings.limit-train parallel.iterations"
+    local flags wrong=0 small=(settings.limit-train parallel.iterations)
     open_lab_run o3 && varies kernels fast && varies threads 1 || return 1
     flags=$(value build.flags)
     case $flags in *-O3*) ;; *) complain "$run/run.json: build.flags should contain -O3, found $flags" && return 1 ;; esac
-    open_lab_run o0 && only_in o3 build.flags $small &&
+    open_lab_run o0 && only_in o3 build.flags "${small[@]}" &&
         is build.flags "${flags/-O3/-O0}" "the compiler must not optimise this one" || wrong=1
     open_lab_run threads2 && only_in o3 settings.threads && varies threads 2 || wrong=1
     open_lab_run profile && only_in o3 settings.profile && varies profile true || wrong=1
     open_lab_run layers && only_in o3 settings.layers && varies layers true || wrong=1
-    open_lab_run textbook && only_in o3 settings.{kernels,profile,layers} $small && varies kernels naive || wrong=1
+    open_lab_run textbook && only_in o3 settings.{kernels,profile,layers} "${small[@]}" && varies kernels naive || wrong=1
     open_lab_run naive && only_in textbook && varies kernels naive || wrong=1
     return $wrong
 }

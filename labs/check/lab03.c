@@ -329,8 +329,8 @@ static void finish_epoch_from(size_t first) {
                   seen.batches);
 }
 
-/* Ends the epoch and tells the workers to quit, without waiting for them: only test_end() requires that
-   they do, in end_loader(). What they use stays allocated. */
+/* Ends the epoch and tells the workers to quit, without waiting for them: only test_end() requires
+   that they do, in end_loader(). What they use stays allocated. */
 static void close_loader(void) {
     Loader *l = &seen.loader;
     WRITE(seen.delay, NULL);

@@ -75,7 +75,7 @@ own_times() {
     local other
     for other; do
         other=${other%/}
-        [ "$other" != "$folder" ] && [ -f "$other/steps.csv" ] || continue
+        if [ "$other" = "$folder" ] || [ ! -f "$other/steps.csv" ]; then continue; fi
         paste -d ' ' <(cut -d , -f 7 "$other/steps.csv") <(cut -d , -f 7 "$folder/steps.csv") 2>/dev/null |
             awk 'NR > 1 && NF == 2 { rows++; same += $1 == $2 } END { exit rows > 3 && 2 * same >= rows }' || {
             complain "$run and $(basename "$other") have the same times: one is a copy of the other"

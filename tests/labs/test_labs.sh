@@ -483,6 +483,7 @@ figures() {
         grep -o '(\.\./figures/[^)]*)' "$repo/labs/lab0$n/README.md" | tr -d '()'
     done >"$tmp/pictures"
     grep -o '(figures/[^)]*)' "$repo/labs/ideas.md" | tr -d '()' | sed 's|^|../|' >>"$tmp/pictures"
+    sort -u -o "$tmp/pictures" "$tmp/pictures"
     while read -r picture; do
         holds "figures/$(basename "$picture")" "a PNG of at most 100 kB" "$(wc -c "$repo/labs/lab00/$picture" 2>&1)" \
             test -n "$(find "$repo/labs/lab00/$picture" -size -100k 2>/dev/null)"
