@@ -159,7 +159,7 @@ def make_timing(root, runs, rows):
                   repeats="repeats", seconds_mean="seconds, mean", seconds_sd="sd", ci95="95 % interval, +-",
                   img_per_s="img/s", speedup="speed-up over cpu", accuracy_mean="accuracy in %",
                   accuracy_sd="its sd", provenance="provenance")
-    if all(r.get("speedup") in (None, 1) for r in rows):  # the CPU's own
+    if all(r["runs"][0].kind == "cpu" and r.get("speedup") in (None, 1) for r in rows):  # over itself
         del titles["speedup"]
     if any(r["variant"] for r in rows):
         titles = dict(variant="what differs", **titles)

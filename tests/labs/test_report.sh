@@ -189,6 +189,41 @@ test_ways() {
         paste -sd ';')"
 }
 
+# Of one lab: its run folders at any depth, its questions, and nothing of other labs.
+test_lab() {
+    local w text
+    mkdir -p project/labs/lab03
+    cp -r "$repo/labs/tools" project/labs
+    cp "$repo/labs/lab03/questions.md" project/labs/lab03
+    for w in 1 2; do
+        make_run "project/runs/lab03-workers/w$w" cpu 1 50 1 "1$w"
+        sed -i "s/\"workers\": 1/\"workers\": $w/" "project/runs/lab03-workers/w$w/run.json"
+    done
+    make_run project/runs/lab03-before cpu 1 50 1 16
+    make_run project/runs/lab02-o3 cpu 1 50 1 9
+    project/labs/tools/lab_runs.sh 3 && project/labs/tools/lab_runs.sh 3 # a second time: the same links
+    same lab/links "lab03-before lab03-workers-w1 lab03-workers-w2" "$(find project/reports/lab03 -type l -printf '%f\n' |
+        sort | paste -sd ' ')"
+    tool report project/reports/lab03
+    text=$(cat project/reports/lab03/report.md "$err")
+    holds lab/questions "those of labs/lab03/questions.md" "$text" grep -q '^> TODO: your name. Which numbers may a worker' <<<"$text"
+    same lab/workers "1 2" "$(awk -F ' *[|] *' '/begin workers/ { on = 1 } /end workers/ { on = 0 }
+        on && $5 ~ /^[0-9]+$/ { print $5 }' project/reports/lab03/report.md | paste -sd ' ')"
+    same lab/no_speedup "" "$(grep -o 'speed-up over cpu' <<<"$text")"
+    same lab/none "2 make report LAB=7: there is no run folder runs/lab07..." \
+        "$(project/labs/tools/lab_runs.sh 7 2>&1 >/dev/null | cut -d ';' -f 1 | sed 's/^/2 /')"
+}
+
+# Of the compiler's flags a row names those that not all runs have.
+test_flags() {
+    make_run flags/o3 cpu 1 50 1 12
+    make_run flags/o0 cpu 1 50 1 24
+    sed -i 's/"flags": "-O3"/"flags": "-std=gnu17 -O3 -g"/' flags/o3/run.json
+    sed -i 's/"flags": "-O3"/"flags": "-std=gnu17 -O0 -g"/' flags/o0/run.json
+    tool report flags
+    same flags/differing "-O0 -O3" "$(sed -n 's/^| \(-[^ |]*\) | cpu | cifar .*/\1/p' flags/report.md | sort | paste -sd ' ')"
+}
+
 test_missing() {
     spoil status c2/run.json 's/"complete"/"running"/' "expected status complete, found running"
     same spoilt/status_once 1 "$(cat "$out" "$err" | grep -c 'not complete\|status complete')"
@@ -488,6 +523,8 @@ test_real() {
 
 test_honest
 test_ways
+test_lab
+test_flags
 test_missing
 test_implausible
 test_nature
