@@ -461,6 +461,7 @@ template <int COUNT, int APART> static __device__ void read_fours(real *x, const
 
 /* Where a tensor's elements lie: [image][y][x][c] or, with --layout nchw, [image][c][y][x]. `inner`
    is how many neighbours have the same channel: 1, or the pixels of an image. */
+/* LAB 7.2 BEGIN Layout */
 struct Layout {
     unsigned channels, inner;
     // of channel c of a pixel, counted over all images
@@ -479,6 +480,7 @@ struct Layout {
 static Layout layout_of(Shape s, bool nchw) {
     return {(unsigned)s.c, nchw ? (unsigned)(s.h * s.w) : 1};
 }
+/* LAB 7.2 END */
 
 // The sizes of a layer as kernels see them: 32-bit numbers, which a GPU divides faster.
 struct Window {
@@ -725,6 +727,7 @@ struct Sgd {
     }
 };
 
+/* LAB 7.3 BEGIN update */
 /* param = updated, and its copy; gradients are divided by the loss scale. Nothing happens in a step
    that is skipped.   Traffic: 12 N bytes, 8 N more for each state, 2 N more with a copy */
 template <class T, class RULE> static __global__ void update_kernel(Update u) {
@@ -742,17 +745,17 @@ template <class T, class RULE> static __global__ void update_kernel(Update u) {
         if (k < RULE::states(u))
             store(u.state[k], i, u.count, state[k]);
     store(u.param, i, u.count, p);
-    if (sizeof(T) < sizeof(real))
-        for (int j = 0; j < Pack<real>::N; j++)
-            if (i + j < u.count)
-                write<T>(u.low, i + j, p.v[j]);
+    for (int j = 0; sizeof(T) < sizeof(real) && j < Pack<real>::N && i + j < u.count; j++)
+        write<T>(u.low, i + j, p.v[j]);
 }
 
 template <class T, class RULE> static void update(Update u) {
     auto *update_all = update_kernel<T, RULE>;
     LAUNCH(update_all, ceil_div(u.count, Pack<real>::N), u);
 }
+/* LAB 7.3 END */
 
+/* LAB 7.1 BEGIN loss_scaler */
 // scale->not_finite += the number of gradients that are not finite.   Traffic: 4 N bytes
 static __global__ void count_not_finite_kernel(LossScale *scale, const real *grad, unsigned count) {
     unsigned i = first_of_pack<real>(), bad = 0;
@@ -779,6 +782,7 @@ static __global__ void adjust_scale_kernel(LossScale *s) {
 static void adjust_scale(LossScale *scale) {
     LAUNCH_GRID(adjust_scale_kernel, 1, 1, 0, scale);
 }
+/* LAB 7.1 END */
 
 /* ---- The loader's work, where the data set is resident on the device: look the batch's images up
    in the epoch's permutation, augment and normalise them. */

@@ -12,8 +12,9 @@
 #   build    compiles the tests in the folder $work, those that are wanted; is called again without
 #            the parts that do not compile
 #   run K    runs test K; at its very end it sends back the token, which it reads from its input and
-#            writes to file descriptor 9. What it writes to descriptor 8 is shown first. Exit status 77: skipped, with the reason
-#   harmless a word of vet()'s list that its parts may use
+#            writes to file descriptor 9. What it writes to descriptor 8 is shown first. Exit status 77: skipped,
+#            with the reason
+#   harmless words of vet()'s list that its parts may use
 #   vet_part ID   prints what else its part must not contain
 # build may use bare_sources() and only_harmless_calls(), below.
 set -u
@@ -74,8 +75,7 @@ vet() {
     words+='|write|writev|pwrite[a-z0-9]*|send[a-z]*|splice|tee|copy_file_range'
     words+='|read|readv|pread[a-z0-9]*|fread|fgets|fgetc|gets|getc[a-z_]*|getline|getdelim|v?f?scanf'
     words+='|attribute|attribute__|Pragma'
-    words=${words/"|$harmless"/}
-    for name in $(variables "$1"); do words=${words/"|$name|"/|}; done
+    for name in $harmless $(variables "$1"); do words=${words/"|$name|"/|}; done
     awk -f "$home/labs/check/code.awk" "$parts/$1" | awk -v id="$1" -v words="$words" '
         /^[ \t]*#/ && !/^[ \t]*#[ \t]*pragma[ \t]+(omp|unroll|GCC (unroll|ivdep)|clang loop)/ { bad = "`" $1 "`" }
         /%:/ || /(^|[^A-Za-z0-9_])(u8|[uUL])?R""/ { bad = "`%:` or a raw string" }

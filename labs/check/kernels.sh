@@ -1,0 +1,78 @@
+# Labs 6 and 7: cnn_kernels.cu with a student's kernels, in the emulator or for a GPU. Sourced by their labNN.sh,
+# which set `may_call`. DEVICE=gpu or DEVICE=emulator selects; by default a GPU, if there is one.
+# shellcheck shell=bash
+
+on_gpu() {
+    local found=emulator
+    if nvidia-smi -L >/dev/null 2>&1; then found=gpu; fi
+    [ "${DEVICE:-$found}" = gpu ]
+}
+
+# cut_kernels LAB: the kernels without sections 6 and 7, which take long to compile. Within the parts, the names of
+# functions outside of them are errors, but for those of $may_call; so are CUDA's functions.
+cut_kernels() {
+    awk -v lab="$1" -v may_call="$may_call" '
+        function name_of(line) {
+            if (line !~ /^(static|extern|template|    gemm)/ || !match(line, /[A-Za-z0-9_]+\(/)) return ""
+            return substr(line, RSTART, RLENGTH - 1)
+        }
+        BEGIN {
+            begins = "^ */[*] LAB " lab "[.][0-9] BEGIN"; ends = "^ */[*] LAB " lab "[.][0-9] END"
+            count = split(may_call, list, " ")
+            for (i = 1; i <= count; i++) allowed[list[i]] = 1
+        }
+        NR == FNR { # first pass: the names that are defined outside
+            if ($0 ~ begins) inside = 1
+            name = inside ? "" : name_of($0)
+            if (name != "" && name !~ /^__|^sizeof$/ && !(name in allowed)) forbidden[name] = 1
+            if ($0 ~ ends) inside = 0
+            next
+        }
+        /^\/\* ==== 6\./ { cutting = 1
+            print "static size_t parts_size(size_t, size_t, size_t) { return 0; }"
+            print "static double peak_gflops(void) { return 0; }"
+            print "enum { PASSES };"
+            print "static bool stores_moments(const Layer *, size_t) { return false; }"
+            print "struct Tiled;"
+            print "template <class T, class KERNELS> static void conv2d_forward(Work w) { (void)w; }"
+            print "#define CONV2D_OF(T, KERNELS) T, conv2d_forward_naive, conv2d_backward_naive" }
+        /^\/\* ==== 8\./ { cutting = 0; print "#line " FNR " \"cnn_kernels.cu\"" }
+        cutting { next }
+        $0 ~ ends {
+            for (name in forbidden) print "#undef " name
+            print "#line " FNR " \"cnn_kernels.cu\""
+            inside = 0
+        }
+        inside {
+            line = $0
+            gsub(/"([^"\\]|\\.)*"/, "\"\"", line)
+            sub(/\/\/.*/, "", line)
+            while (match(line, /[A-Za-z_][A-Za-z0-9_]*/)) {
+                word = substr(line, RSTART, RLENGTH)
+                line = substr(line, RSTART + RLENGTH)
+                if ((word ~ /^(cu[A-Z]|cuda[A-Z])/ && !(word in allowed)) ||
+                    word ~ /^(extern|emu|EMU_.*|lab_.*|__tsan.*|nccl.*)$/)
+                    print "#error " word " has no use in this task: kernels compute, and nothing is copied"
+            }
+        }
+        { print }
+        $0 ~ begins {
+            for (name in forbidden) print "#define " name " " name "_is_no_part_of_this_task"
+            print "#line " FNR + 1 " \"cnn_kernels.cu\""
+            inside = 1
+        }' cnn_kernels.cu cnn_kernels.cu
+}
+
+# emulated PROGRAM NAME COMPILER OPTIONS...: PROGRAM, of NAME.o and NAME.cu in the emulator
+emulated() {
+    { echo '#line 1 "cnn_kernels.cu"' && sed -f tests/emulator/cuda_on_cpu.sed "$2.cu"; } |
+        "$3" -std=c++17 -march=native -Wno-unknown-pragmas -I. -include labs/check/lab04_launches.h \
+            "${@:4}" -x c++ -c - -o "$1.o" && "$3" -g "$2.o" "$1.o" -o "$1" -lm -lpthread
+}
+
+# for_gpu PROGRAM NAME: the same for the GPU of this machine
+for_gpu() {
+    local nvcc
+    nvcc=$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)
+    "$nvcc" -std=c++17 -O2 -arch="${CUDA_ARCH:-native}" -I. -c "$2.cu" -o "$1.o" && "$nvcc" "$2.o" "$1.o" -o "$1"
+}
