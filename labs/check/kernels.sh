@@ -8,15 +8,17 @@ on_gpu() {
     [ "${DEVICE:-$found}" = gpu ]
 }
 
-# cut_kernels LAB: the kernels without sections 6 and 7, which take long to compile. Within the parts, the names of
-# functions outside of them are errors, but for those of $may_call; so are CUDA's functions.
+# cut_kernels LAB FIRST INSTEAD [own]: the kernels with INSTEAD for the sections FIRST to 7, since those take long to
+# compile; own: without cuda_backend() and what it needs. Within the parts, the names of functions outside of them are
+# errors, but for those of $may_call; so are CUDA's functions.
 cut_kernels() {
-    awk -v lab="$1" -v may_call="$may_call" '
+    INSTEAD=$3 awk -v lab="$1" -v first="$2" -v backends="${4:-}" -v may_call="$may_call" '
         function name_of(line) {
             if (line !~ /^(static|extern|template|    gemm)/ || !match(line, /[A-Za-z0-9_]+\(/)) return ""
             return substr(line, RSTART, RLENGTH - 1)
         }
         BEGIN {
+            instead = ENVIRON["INSTEAD"]
             begins = "^ */[*] LAB " lab "[.][0-9] BEGIN"; ends = "^ */[*] LAB " lab "[.][0-9] END"
             count = split(may_call, list, " ")
             for (i = 1; i <= count; i++) allowed[list[i]] = 1
@@ -28,15 +30,9 @@ cut_kernels() {
             if ($0 ~ ends) inside = 0
             next
         }
-        /^\/\* ==== 6\./ { cutting = 1
-            print "static size_t parts_size(size_t, size_t, size_t) { return 0; }"
-            print "static double peak_gflops(void) { return 0; }"
-            print "enum { PASSES };"
-            print "static bool stores_moments(const Layer *, size_t) { return false; }"
-            print "struct Tiled;"
-            print "template <class T, class KERNELS> static void conv2d_forward(Work w) { (void)w; }"
-            print "#define CONV2D_OF(T, KERNELS) T, conv2d_forward_naive, conv2d_backward_naive" }
-        /^\/\* ==== 8\./ { cutting = 0; print "#line " FNR " \"cnn_kernels.cu\"" }
+        $0 ~ "^/[*] ==== " first "[.]" { cutting = 1; print instead }
+        $0 ~ (backends == "own" ? "^// What is the same for all kernels" : "^/[*] ==== 8[.]") { cutting = 0; print "#line " FNR " \"cnn_kernels.cu\"" }
+        backends == "own" && /^\/\/ T: of the numbers of activations/ { cutting = 1 }
         cutting { next }
         $0 ~ ends {
             for (name in forbidden) print "#undef " name
