@@ -47,7 +47,7 @@ HAVE_NCCL := $(and $(HAVE_CUDA),$(HAVE_MPI),$(call probe,$(HASH)include <nccl.h>
 	return ncclGetVersion(&v); },-I$(CUDA)/include -L$(CUDA)/lib64 -lnccl))
 endif
 
-.PHONY: all help run test test-all test-long data bench bench-gpu debug emulate count races clean found doctor \
+.PHONY: all help run test test-all test-long data bench bench-gpu debug emulate count races overlap clean found doctor \
 	cpu single multi study study-scaling study-workers ablation plots report verify starter check crossover \
 	convolution
 all: found cnn
@@ -99,6 +99,7 @@ help:
 	@echo "  make gradescope LAB=1       for teachers: the zip to upload as that lab's autograder"
 	@echo "  make crossover       lab 4: a layer on the CPU and on the GPU, 1 to 256 images; EMULATE=1 LARGEST=16"
 	@echo "  make convolution     lab 5: a convolution, one change at a time; EMULATE=1: counts what kernels read"
+	@echo "  make overlap         lab 6: how much of the loader's work the device hides, in TRACE=runs/lab06/trace.json"
 	@echo "Variables: CC=clang ARCH=x86-64-v3 OPT=-O0 NO_OMP=1 NO_CUDA=1 NO_MPI=1 NO_NCCL=1 CUDA_ARCH=native"
 
 doctor:
@@ -347,6 +348,13 @@ build/emu_convolution: labs/lab05/conv.cu $(wildcard tests/emulator/cuda_on_cpu*
 convolution: $(CONVOLUTION)
 	@mkdir -p runs
 	@$(CONVOLUTION) runs/lab05-convolution.csv $(IMAGES)
+
+# Lab 6: how much of the loading and copying in a trace is hidden behind the device's work; overlap.txt beside it.
+TRACE = runs/lab06/trace.json
+build/overlap: labs/lab06/overlap.c build/settings
+	$(BUILD) $< -o $@
+overlap: build/overlap
+	@build/overlap $(TRACE) >$(dir $(TRACE))overlap.txt && cat $(dir $(TRACE))overlap.txt
 
 # The race detector on every kernel: missing barriers, memory that two threads access at once.
 races: cnn-emu

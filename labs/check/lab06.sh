@@ -1,0 +1,100 @@
+# Lab 6: the backward kernels, on a GPU or in the emulator; overlap(), and the trace of a run. check.sh reads this.
+# shellcheck shell=bash disable=SC2119,SC2154 # check.sh exports home, from and work
+# shellcheck source=labs/check/kernels.sh
+. "$home/labs/check/kernels.sh"
+# shellcheck source=labs/check/run_folders.sh
+. "$home/labs/check/run_folders.sh"
+
+tests() {
+    cat <<'END'
+3|6.1|data gradient: one image, filters of several sizes, stride 1
+2|6.1|data gradient: strides, padding, several images, linear layers, accumulate
+3|6.2|weight gradient: one image, filters of several sizes, stride 1
+2|6.2|weight gradient: strides, padding, several images, linear layers
+2|6.1 6.2|each gradient is one kernel, with a thread for each result
+2|6.3|overlap of spans that are in order
+2|6.3|overlap of spans in any order, nested and equal ones
+4|-|the trace of the run lab06: complete, nested, and the overlap that is computed from it
+END
+}
+
+# What the parts may call of cnn_kernels.cu, and of CUDA besides launches.
+# shellcheck disable=SC2034 # kernels.sh reads it
+may_call='element unravel input_pixel output_pixel window_of inputs outputs stream ceil_div check data_gradient'
+may_call+=' weight_gradient cudaGetLastError cudaError_t cudaSuccess cudaGetErrorString cudaDeviceSynchronize'
+
+# In place of sections 6 and 7
+shortened='static size_t parts_size(size_t, size_t, size_t) { return 0; }
+static double peak_gflops(void) { return 0; }
+enum { PASSES };
+static bool stores_moments(const Layer *, size_t) { return false; }
+struct Tiled;
+template <class T, class KERNELS> static void conv2d_forward(Work w) { (void)w; }
+#define CONV2D_OF(T, KERNELS) T, conv2d_forward_naive, conv2d_backward_naive'
+appended='
+extern "C" void lab_data_gradient(Work w) { data_gradient(w); }
+extern "C" void lab_weight_gradient(Work w) { weight_gradient(w); }'
+
+build() {
+    if wanted 6 7 8; then "${CC:-gcc}" -std=gnu17 -O1 -w labs/lab06/overlap.c -o overlap || return; fi
+    wanted 1 2 3 4 5 6 7 || return 0
+    { cut_kernels 6 6 "$shortened" && echo "$appended"; } >lab06.cu
+    "${CC:-gcc}" -std=gnu17 -g -w -Dmain=overlap_main -c labs/lab06/overlap.c -o overlap.o &&
+        "${CC:-gcc}" -std=gnu17 -g -march=native -w -DCNN_CUDA -c labs/check/lab06.c -o lab06_tests.o &&
+        ld -r lab06_tests.o overlap.o -o lab06.o && emulated lab06_emulated lab06 "${CXX:-g++}" -O0 -g &&
+        if on_gpu; then for_gpu lab06_gpu lab06; fi
+}
+tested() { if on_gpu; then ./lab06_gpu "$@"; else ./lab06_emulated "$@"; fi; }
+
+run() {
+    export CUEMU_PROTECT=1
+    case $1 in
+    1) tested data ;;
+    2) tested data-general ;;
+    3) tested weight ;;
+    4) tested weight-general ;;
+    5) ./lab06_emulated launches ;;
+    6) ./lab06_emulated overlap ;;
+    7) ./lab06_emulated overlap-general ;;
+    8) trace_of_run && return_token ;;
+    esac
+}
+return_token() { cat >&9; }
+
+# ---- Test 8
+
+training="./cnn-emu --model lenet --dataset synthetic --kernels naive --resident off --augment elastic --limit-train 32 --limit-test 8 --epochs 2 --batch-size 8 --lr 0.1 --quiet --trace runs/lab06/trace.json --trace-steps 0:8 --out runs/lab06"
+
+trace_of_run() {
+    local steps key said
+    open_run lab06 "$training" && is status complete "the run was stopped or has failed" &&
+        is provenance measured "only your own measurements count" &&
+        is settings.model lenet "the lab traces the network lenet" &&
+        is settings.kernels naive "these are the kernels that you write" &&
+        is settings.resident false "only then a loader makes and uploads batches" &&
+        is settings.max-steps 0 "the run ended before the epoch did" &&
+        is parallel.world 1 "the lab traces one device" && counts && first_losses || return
+    [[ $(value machine.device) != cpu ]] || complain "$run was computed by the CPU; expected a GPU, or the emulator's" || return
+    [ "$(value settings.epochs)" -ge 2 ] || complain "$run: expected 2 epochs or more, found $(value settings.epochs)" || return
+    [ -f "$folder/trace.json" ] || { complain "$run/trace.json: missing"; return 1; }
+    said=$(awk -f "$home/labs/check/json.awk" "$folder/trace.json" 2>&1 >trace.flat) ||
+        complain "$run/trace.json is not valid JSON, $said; was it truncated or edited?" || return
+    steps=$(($(value settings.epochs) * $(value parallel.iterations)))
+    "${CC:-gcc}" -std=gnu17 -O1 -w labs/check/lab06_trace.c -o lab06_trace &&
+        ./lab06_trace "$steps" "$folder/steps.csv" "$folder/overlap.txt" <trace.flat ||
+        complain "a trace shows all steps of its run, and events that nest"
+}
+
+# first_losses: the losses of its first steps are those of a training by the checker, on the CPU
+first_losses() {
+    local key number arguments=()
+    for key in limit-train batch-size epochs lr seed augment; do
+        number=$(value "settings.$key")
+        [[ $number =~ ^[0-9a-z.-]{1,9}$ ]] || { complain "$run/run.json: settings.$key: found ${number:-nothing}"; return 1; }
+        arguments+=("--$key" "$number")
+    done
+    "${CC:-gcc}" -std=gnu17 -O1 -w cnn.c -o cnn -lm -lpthread &&
+        ./cnn --no-cuda --model lenet --dataset synthetic --limit-test 1 --max-steps 4 --threads 1 "${arguments[@]}" --out own \
+            >own.log 2>&1 </dev/null 9>&- || { tail -n 2 own.log; return 1; }
+    same_losses own/steps.csv "in a training by the checker"
+}

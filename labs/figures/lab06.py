@@ -1,0 +1,59 @@
+#!/usr/bin/env python3
+"""Draws the figures of lab 6 again, in the project's folder: labs/figures/lab06.py [DIR]
+
+gradients  a convolution in one dimension: from where a pixel, and a weight, gets its gradient
+overlap    the same work with one buffer and with two
+
+They show rules, not measurements: the lengths in `overlap` are invented. Black and white, 100 dots per inch, into DIR
+(default: labs/figures) as lab06_NAME.png. Needs matplotlib: pip install -r labs/requirements.txt
+"""
+from drawing import arrow, blank, box, draw_all, grid, note
+
+
+def gradients():
+    axes = blank(7.2, 3.0, 72, 30)
+    for x, title, used, result, label in (
+            (2, "forward: out[1]", {1, 2, 3}, 1, "out"),
+            (26, "din[2]: all windows that contain pixel 2", {0, 1}, 2, "din"),
+            (50, "dweight[1]: pixel o + 1 of each output o", {1, 2}, 1, "dweight")):
+        note(axes, x, 28.5, title, 7.5)
+        if label == "out":
+            grid(axes, x + 4, 26, [["in0", "in1", "in2", "in3"]], 4, lambda row, i: 0.75 if i in {1, 2, 3} else 1, 7)
+            grid(axes, x + 8, 17, [["w0", "w1", "w2"]], 4, lambda row, i: 0.75, 7)
+            grid(axes, x + 4, 8, [["out0", "out1"]], 4, lambda row, i: 0.5 if i == 1 else 1, 7)
+            for i in range(3):
+                arrow(axes, (x + 10 + 4 * i, 13), (x + 10, 8))
+        elif label == "din":
+            grid(axes, x + 4, 26, [["dout0", "dout1"]], 4, lambda row, i: 0.75, 7)
+            grid(axes, x + 4, 17, [["w0", "w1", "w2"]], 4, lambda row, i: 0.75 if i in {1, 2} else 1, 7)
+            grid(axes, x + 4, 8, [["din0", "din1", "din2", "din3"]], 4, lambda row, i: 0.5 if i == 2 else 1, 7)
+            note(axes, x + 2, 2, "din2 = dout0 w2 + dout1 w1", 7)
+        else:
+            grid(axes, x + 4, 26, [["in0", "in1", "in2", "in3"]], 4, lambda row, i: 0.75 if i in {1, 2} else 1, 7)
+            grid(axes, x + 8, 17, [["dout0", "dout1"]], 4, lambda row, i: 0.75, 7)
+            grid(axes, x + 4, 8, [["dw0", "dw1", "dw2"]], 4, lambda row, i: 0.5 if i == 1 else 1, 7)
+            note(axes, x + 2, 2, "dw1 = in1 dout0 + in2 dout1", 7)
+    note(axes, 4, 2, "out1 = in1 w0 + in2 w1 + in3 w2", 7)
+
+
+def overlap():
+    axes = blank(7.2, 2.8, 72, 28)
+
+    def rows(y, title, tracks):
+        note(axes, 1, y + 3.4, title, 9)
+        for name, spans in tracks:
+            note(axes, 12, y, name, 8, ha="right")
+            for begin, end, text, grey in spans:
+                box(axes, 13 + begin, y - 1.4, end - begin, 2.8, text, grey, 7)
+            y -= 3.6
+    rows(21, "one buffer: the device waits for each copy", (
+        ("device", [(5, 15, "step 0", 0.9), (20, 30, "step 1", 0.9), (35, 45, "step 2", 0.9)]),
+        ("copies", [(0, 5, "batch 0", 0.6), (15, 20, "batch 1", 0.6), (30, 35, "batch 2", 0.6)])))
+    rows(9, "two buffers: batch 1 is copied into one while the device reads the other", (
+        ("device", [(5, 15, "step 0", 0.9), (15, 25, "step 1", 0.9), (25, 35, "step 2", 0.9)]),
+        ("copies", [(0, 5, "batch 0", 0.6), (5, 10, "batch 1", 0.6), (15, 20, "batch 2", 0.6)])))
+    arrow(axes, (13, 1.6), (66, 1.6))
+    note(axes, 67, 1.6, "time")
+
+
+draw_all("lab06", (gradients, overlap))
