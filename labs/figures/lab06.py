@@ -10,30 +10,28 @@ They show rules, not measurements: the lengths in `overlap` are invented. Black 
 from drawing import arrow, blank, box, draw_all, grid, note
 
 
+# One part of `gradients`: title; rows of (names, those that are used, x of the first); the sum
+SUMS = (
+    ("forward: out[1]", ("in0 in1 in2 in3", {1, 2, 3}, 0), ("w0 w1 w2", {0, 1, 2}, 1), ("out0 out1", {1}, 0),
+     "out1 = in1 w0 + in2 w1 + in3 w2"),
+    ("din[2]: all windows that contain pixel 2", ("dout0 dout1", {0, 1}, 0), ("w0 w1 w2", {1, 2}, 0),
+     ("din0 din1 din2 din3", {2}, 0), "din2 = dout0 w2 + dout1 w1"),
+    ("dweight[1]: pixel o + 1 of each output o", ("in0 in1 in2 in3", {1, 2}, 0), ("dout0 dout1", {0, 1}, 1),
+     ("dw0 dw1 dw2", {1}, 0), "dw1 = in1 dout0 + in2 dout1"),
+)
+
+
 def gradients():
     axes = blank(7.2, 3.0, 72, 30)
-    for x, title, used, result, label in (
-            (2, "forward: out[1]", {1, 2, 3}, 1, "out"),
-            (26, "din[2]: all windows that contain pixel 2", {0, 1}, 2, "din"),
-            (50, "dweight[1]: pixel o + 1 of each output o", {1, 2}, 1, "dweight")):
+    for part, (title, *rows, total) in enumerate(SUMS):
+        x = 2 + 24 * part
         note(axes, x, 28.5, title, 7.5)
-        if label == "out":
-            grid(axes, x + 4, 26, [["in0", "in1", "in2", "in3"]], 4, lambda row, i: 0.75 if i in {1, 2, 3} else 1, 7)
-            grid(axes, x + 8, 17, [["w0", "w1", "w2"]], 4, lambda row, i: 0.75, 7)
-            grid(axes, x + 4, 8, [["out0", "out1"]], 4, lambda row, i: 0.5 if i == 1 else 1, 7)
-            for i in range(3):
-                arrow(axes, (x + 10 + 4 * i, 13), (x + 10, 8))
-        elif label == "din":
-            grid(axes, x + 4, 26, [["dout0", "dout1"]], 4, lambda row, i: 0.75, 7)
-            grid(axes, x + 4, 17, [["w0", "w1", "w2"]], 4, lambda row, i: 0.75 if i in {1, 2} else 1, 7)
-            grid(axes, x + 4, 8, [["din0", "din1", "din2", "din3"]], 4, lambda row, i: 0.5 if i == 2 else 1, 7)
-            note(axes, x + 2, 2, "din2 = dout0 w2 + dout1 w1", 7)
-        else:
-            grid(axes, x + 4, 26, [["in0", "in1", "in2", "in3"]], 4, lambda row, i: 0.75 if i in {1, 2} else 1, 7)
-            grid(axes, x + 8, 17, [["dout0", "dout1"]], 4, lambda row, i: 0.75, 7)
-            grid(axes, x + 4, 8, [["dw0", "dw1", "dw2"]], 4, lambda row, i: 0.5 if i == 1 else 1, 7)
-            note(axes, x + 2, 2, "dw1 = in1 dout0 + in2 dout1", 7)
-    note(axes, 4, 2, "out1 = in1 w0 + in2 w1 + in3 w2", 7)
+        for y, (names, used, first) in zip((26, 18, 9), rows):
+            dark = 0.5 if y == 9 else 0.78
+            grid(axes, x + 2 + 4 * first, y, [names.split()], 4,
+                 lambda row, i, used=used, dark=dark: dark if i in used else 1, 7)
+        arrow(axes, (x + 10, 13.6), (x + 10, 9.4))
+        note(axes, x + 2, 2, total, 7)
 
 
 def overlap():
