@@ -1,6 +1,6 @@
 # Labs 6 and 7: cnn_kernels.cu with a student's kernels, in the emulator or for a GPU. Sourced by their labNN.sh,
-# which set `may_call`. DEVICE=gpu or DEVICE=emulator selects; by default a GPU, if there is one.
-# shellcheck shell=bash
+# which set may_call. DEVICE=gpu or DEVICE=emulator selects; by default a GPU, if there is one.
+# shellcheck shell=bash disable=SC2154 # may_call
 
 on_gpu() {
     local found=emulator

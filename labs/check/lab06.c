@@ -42,11 +42,12 @@ static struct {
 static const char *shape_text(void) {
     static char text[240];
     const Layer *l = &trial.layer;
-    snprintf(text, sizeof text,
-             "%zu images of %zu x %zu x %zu, filter %zu x %zu, stride %zu, padding %zu, %zu channels "
-             "out%s",
-             trial.n, l->in.h, l->in.w, l->in.c, l->kernel, l->kernel, l->stride, l->padding,
-             l->out.c, trial.accumulate ? ", accumulate" : "");
+    snprintf(
+        text, sizeof text,
+        "%zu images of %zu x %zu x %zu, filter %zu x %zu, stride %zu, padding %zu, %zu channels "
+        "out%s",
+        trial.n, l->in.h, l->in.w, l->in.c, l->kernel, l->kernel, l->stride, l->padding, l->out.c,
+        trial.accumulate ? ", accumulate" : "");
     return text;
 }
 
@@ -63,8 +64,8 @@ static const char *place(size_t i) {
     } else {
         const size_t tap = i / l->out.c / l->in.c;
         snprintf(text, sizeof texts[0],
-                 "dweight[%zu]: filter row %zu, filter column %zu, channel in %zu, channel out %zu", i,
-                 tap / l->kernel, tap % l->kernel, i / l->out.c % l->in.c, i % l->out.c);
+                 "dweight[%zu]: filter row %zu, filter column %zu, channel in %zu, channel out %zu",
+                 i, tap / l->kernel, tap % l->kernel, i / l->out.c % l->in.c, i % l->out.c);
     }
     return text;
 }
@@ -126,6 +127,19 @@ static const char *ones_of(const real *x, size_t count) {
     return at < count ? place(at) : "nowhere";
 }
 
+/* A sum that begins with an output's initial NaN keeps its bits, so the output looks as if it was
+   not written. With zeros there instead, it is right. */
+static void explain_unwritten(const real *want) {
+    const size_t count = trial.result->bytes / sizeof *want;
+    memset(trial.result->before, 0, trial.result->bytes);
+    run_trial(trial_job);
+    if (memcmp(trial.result->after, want, count * sizeof *want) == 0)
+        wrong(
+            "%s: the result is NaN, but right if it held 0 before: the sum must begin with 0, not "
+            "with what was there",
+            shape_text());
+}
+
 static void check_result(Content content) {
     const real *got = trial.result->after;
     real *want = right_result();
@@ -137,14 +151,17 @@ static void check_result(Content content) {
         missing += bits == unwritten;
         at = got[i] == want[i] || wrongs++ ? at : i;
     }
+    if (missing > 0 && !trial.accumulate)
+        explain_unwritten(want);
     if (missing == count)
-        wrong("%s: none of the %zu results was written: was a kernel launched?", shape_text(), count);
+        wrong("%s: none of the %zu results was written: was a kernel launched?", shape_text(),
+              count);
     if (missing > 0)
-        wrong("%s: %zu of the %zu results were never written: are there too few threads? Or does the "
-              "sum begin with what was there, a NaN, instead of 0?",
+        wrong("%s: %zu of the %zu results were never written: are there too few threads?",
               shape_text(), missing, count);
     if (wrongs > 0 && isnan(got[at]))
-        wrong("%s: %s is NaN: a number outside of an array was read, or the sum does not begin with 0",
+        wrong("%s: %s is NaN: a number outside of an array was read, or the sum does not begin "
+              "with 0",
               shape_text(), place(at));
     if (wrongs > 0 && content == ONE)
         wrong("%s: one number of each operand is 1, the others are 0: the result has its 1 at %s, "
@@ -213,7 +230,8 @@ static void test_data(void) {
 static void test_data_general(void) {
     general(true);
     for (size_t i = 0; i < 3; i++)
-        gradient_of(true, conv((Shape){draw(4, 8), draw(4, 8), 2}, 3, 3, draw(1, 2), 1), 2, true, ANY);
+        gradient_of(true, conv((Shape){draw(4, 8), draw(4, 8), 2}, 3, 3, draw(1, 2), 1), 2, true,
+                    ANY);
 }
 
 static void test_weight(void) {
@@ -230,10 +248,11 @@ static void test_launches(void) {
         gradient_of(data, conv((Shape){9, 7, 3}, 8, 3, 1, 1), 2, false, ANY);
         const size_t count = trial.result->bytes / sizeof(real);
         if (shared->launches != 1)
-            wrong("%s launched %zu kernels, expected 1", data ? "data_gradient()" : "weight_gradient()",
-                  shared->launches);
+            wrong("%s launched %zu kernels, expected 1",
+                  data ? "data_gradient()" : "weight_gradient()", shared->launches);
         if (shared->threads < count || shared->threads > count + 1024)
-            wrong("%s: %zu results and %zu threads; expected one for each result, in blocks of at most "
+            wrong("%s: %zu results and %zu threads; expected one for each result, in blocks of at "
+                  "most "
                   "1024",
                   data ? "data_gradient()" : "weight_gradient()", count, shared->threads);
     }
@@ -262,8 +281,8 @@ static const char *spans_text(size_t k) {
     size_t at = 0;
     texts[k][0] = 0;
     for (size_t i = 0; i < times.counts[k] && at < sizeof texts[0] - 40; i++)
-        at += (size_t)snprintf(texts[k] + at, sizeof texts[0] - at, " %g..%g", times.spans[k][i].begin,
-                               times.spans[k][i].end);
+        at += (size_t)snprintf(texts[k] + at, sizeof texts[0] - at, " %g..%g",
+                               times.spans[k][i].begin, times.spans[k][i].end);
     return texts[k];
 }
 
@@ -283,8 +302,8 @@ static void check_overlap(void) {
     for (size_t t = 0; t < LINE; t++)
         want += running[0][t] && running[1][t];
     if (!(fabs(*times.result - (double)want) < 1e-6))
-        wrong("a:%s; b:%s: overlap() is %g, expected %zu", spans_text(0), spans_text(1), *times.result,
-              want);
+        wrong("a:%s; b:%s: overlap() is %g, expected %zu", spans_text(0), spans_text(1),
+              *times.result, want);
 }
 
 static void set_spans(size_t k, size_t count, size_t longest, bool apart) {
@@ -322,9 +341,12 @@ static void test_overlap_general(void) {
 
 int main(int argc, char **argv) {
     static const NamedTest tests[] = {
-        {"data", test_data},         {"data-general", test_data_general},
-        {"weight", test_weight},     {"weight-general", test_weight_general},
-        {"launches", test_launches}, {"overlap", test_overlap},
+        {"data", test_data},
+        {"data-general", test_data_general},
+        {"weight", test_weight},
+        {"weight-general", test_weight_general},
+        {"launches", test_launches},
+        {"overlap", test_overlap},
         {"overlap-general", test_overlap_general},
     };
     draw_seed();

@@ -1,5 +1,5 @@
 # Lab 6: the backward kernels, on a GPU or in the emulator; overlap(), and the trace of a run. check.sh reads this.
-# shellcheck shell=bash disable=SC2119,SC2154 # check.sh exports home, from and work
+# shellcheck shell=bash disable=SC2015,SC2119,SC2154 # check.sh exports home, from and work
 # shellcheck source=labs/check/kernels.sh
 . "$home/labs/check/kernels.sh"
 # shellcheck source=labs/check/run_folders.sh

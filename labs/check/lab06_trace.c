@@ -61,11 +61,13 @@ static void check_events(void) {
         const Event *e = &events[i];
         if (!is_span(e) && strcmp(e->phase, "M") != 0)
             WRONG("event %zu: ph should be X or M, found \"%s\"", i, e->phase);
-        if (is_span(e) && (!e->has_begin || !e->has_length || !(e->begin >= 0) || !(e->length >= 0)))
+        if (is_span(e) &&
+            (!e->has_begin || !e->has_length || !(e->begin >= 0) || !(e->length >= 0)))
             WRONG("event %zu, %s: ts and dur should be 0 or more", i, e->name);
-        if (is_span(e) && (e->rank != 0 || e->track < 0 || e->track >= TRACKS || end_of(e) > MOST_US))
-            WRONG("event %zu, %s: expected one rank, at most %d tracks and %d s", i, e->name, TRACKS,
-                  MOST_US / 1000000);
+        if (is_span(e) &&
+            (e->rank != 0 || e->track < 0 || e->track >= TRACKS || end_of(e) > MOST_US))
+            WRONG("event %zu, %s: expected one rank, at most %d tracks and %d s", i, e->name,
+                  TRACKS, MOST_US / 1000000);
     }
 }
 
@@ -77,10 +79,11 @@ static void check_nesting(void) {
             if (!is_span(a) || !is_span(b) || a->track != b->track)
                 continue;
             const Event *first = a->begin <= b->begin ? a : b, *second = first == a ? b : a;
-            if (second->begin < end_of(first) - rounding && end_of(second) > end_of(first) + rounding &&
+            if (second->begin < end_of(first) - rounding &&
+                end_of(second) > end_of(first) + rounding &&
                 second->begin > first->begin + rounding)
-                WRONG("track %ld: %s begins within %s and ends after it; events have to nest", a->track,
-                      second->name, first->name);
+                WRONG("track %ld: %s begins within %s and ends after it; events have to nest",
+                      a->track, second->name, first->name);
         }
 }
 
@@ -98,8 +101,8 @@ static void check_steps(size_t steps, const char *csv) {
     if (!file || !fgets(line, sizeof line, file))
         WRONG("cannot read %s", csv);
     if (how_many(0, NULL) != steps)
-        WRONG("expected all %zu steps on the track of the steps, found %zu: --trace-steps 0:%zu", steps,
-              how_many(0, NULL), steps);
+        WRONG("expected all %zu steps on the track of the steps, found %zu: --trace-steps 0:%zu",
+              steps, how_many(0, NULL), steps);
     for (size_t i = 0; i < steps; i++) {
         char name[32];
         double seconds = 0, in_step = 0;
@@ -117,12 +120,12 @@ static void check_steps(size_t steps, const char *csv) {
             WRONG("%s takes %.3f ms, in steps.csv %.3f ms: is the trace of another run?", name,
                   step->length / 1e3, 1e3 * seconds);
         for (size_t j = 0; j < count; j++)
-            if (is_span(&events[j]) && events[j].track == 2 && events[j].begin >= step->begin - 1000 &&
-                end_of(&events[j]) <= end_of(step) + 1000)
+            if (is_span(&events[j]) && events[j].track == 2 &&
+                events[j].begin >= step->begin - 1000 && end_of(&events[j]) <= end_of(step) + 1000)
                 in_step += events[j].length;
         if (!(in_step > 0) || in_step > step->length + 1000)
-            WRONG("%s takes %.3f ms, and the rows of the network in it %.3f ms", name, step->length / 1e3,
-                  in_step / 1e3);
+            WRONG("%s takes %.3f ms, and the rows of the network in it %.3f ms", name,
+                  step->length / 1e3, in_step / 1e3);
     }
     fclose(file);
     static const char *const rows[] = {"conv1 forward", "conv2 backward", "fc1 backward"};
@@ -142,7 +145,10 @@ static unsigned char units[MOST_US];
 static void paint(void) {
     for (size_t i = 0; i < count; i++) {
         const Event *e = &events[i];
-        const int bit = e->track == 2 ? 1 : e->track < 4 ? 0 : strcmp(e->name, "upload") == 0 ? 4 : 2;
+        const int bit = e->track == 2                    ? 1
+                        : e->track < 4                   ? 0
+                        : strcmp(e->name, "upload") == 0 ? 4
+                                                         : 2;
         for (size_t t = (size_t)e->begin; is_span(e) && t < (size_t)end_of(e); t++)
             units[t] |= (unsigned char)bit;
     }
@@ -159,13 +165,17 @@ static void check_overlaps(const char *path) {
     static const struct {
         const char *key;
         int bits;
-    } sums[] = {{"device_us", 1},      {"make_us", 2},        {"upload_us", 4},
-                {"make_hidden_us", 3}, {"upload_hidden_us", 5}};
+    } sums[] = {{"device_us", 1},
+                {"make_us", 2},
+                {"upload_us", 4},
+                {"make_hidden_us", 3},
+                {"upload_hidden_us", 5}};
     char text[8192] = "";
     FILE *file = fopen(path, "r");
     const size_t got = file ? fread(text, 1, sizeof text - 1, file) : 0;
     if (got == 0)
-        WRONG("there is no overlap.txt beside it; make overlap TRACE=runs/lab06/trace.json writes it");
+        WRONG("there is no overlap.txt beside it; make overlap TRACE=runs/lab06/trace.json writes "
+              "it");
     paint();
     for (size_t i = 0; i < sizeof sums / sizeof *sums; i++) {
         char key[40];

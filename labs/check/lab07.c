@@ -29,8 +29,8 @@ static const char *name_of_number(real x) {
     return isnan(x) ? "NaN" : x > 0 ? "Inf" : "-Inf";
 }
 
-/* `count` finite gradients, among them the largest and the smallest ones, and `bad` others. Counters
-   begin above 0, since a step may have counted losses already. */
+/* `count` finite gradients, among them the largest and the smallest ones, and `bad` others.
+   Counters begin above 0, since a step may have counted losses already. */
 static void count_of(size_t count, size_t bad) {
     static const real others[] = {(real)INFINITY, (real)-INFINITY, (real)NAN};
     const LossScale before = {1024, 7, 3, (uint32_t)draw(0, 5)};
@@ -60,14 +60,16 @@ static void count_of(size_t count, size_t bad) {
               "finite, too, and what lies behind the last gradient does not count",
               count, before.not_finite, s->not_finite);
     if (found > 0 && s->not_finite == before.not_finite)
-        wrong("%zu gradients, number %zu is %s: not_finite is still %u; is every gradient examined, "
-              "and is a NaN, which is neither < nor > anything, found?",
-              count, at, name_of_number(last), before.not_finite);
+        wrong(
+            "%zu gradients, number %zu is %s: not_finite is still %u; is every gradient examined, "
+            "and is a NaN, which is neither < nor > anything, found?",
+            count, at, name_of_number(last), before.not_finite);
     if (s->not_finite != before.not_finite + found)
-        wrong("%zu gradients, %zu of them not finite: not_finite was %u and became %u, expected %zu: "
-              "it is +=, by many threads at once (atomicAdd), and nothing behind the last gradient "
-              "counts",
-              count, found, before.not_finite, s->not_finite, before.not_finite + found);
+        wrong(
+            "%zu gradients, %zu of them not finite: not_finite was %u and became %u, expected %zu: "
+            "it is +=, by many threads at once (atomicAdd), and nothing behind the last gradient "
+            "counts",
+            count, found, before.not_finite, s->not_finite, before.not_finite + found);
     if (s->scale != before.scale || s->steps != before.steps || s->skipped != before.skipped)
         wrong("count_not_finite() has changed scale, steps or skipped; expected: only not_finite");
 }
@@ -104,9 +106,10 @@ static void adjust_of(LossScale before) {
               "SCALE_STEPS",
               was, (double)s->scale, (double)before.scale * 2, SCALE_STEPS);
     if (!skips && !grows && s->scale != before.scale)
-        wrong("%s the scale is %g, expected %g: only the SCALE_STEPS-th good step, or a step that is "
-              "skipped, changes it",
-              was, (double)s->scale, (double)before.scale);
+        wrong(
+            "%s the scale is %g, expected %g: only the SCALE_STEPS-th good step, or a step that is "
+            "skipped, changes it",
+            was, (double)s->scale, (double)before.scale);
     if (s->steps != (skips || grows ? 0 : before.steps + 1))
         wrong("%s steps is %u, expected %u: it counts good steps since the scale was changed", was,
               s->steps, skips || grows ? 0 : before.steps + 1);
@@ -187,12 +190,14 @@ static void sequence_of(size_t good_before, size_t bad) {
         for (size_t j = 0; j < PARAMS; j++) {
             const double want = -moved * ((int)(j % 7) - 3), got = sequence.params[i * PARAMS + j];
             if (!(fabs(got - want) < 1e-3))
-                wrong("step %zu of %d, step %zu has an infinite gradient: param[%zu] is %g, expected "
-                      "%g: %s",
-                      i, STEPS, bad, j, got, want,
-                      i < bad    ? "this step and those before are good ones"
-                      : i == bad ? "this step must change nothing"
-                                 : "exactly one step is skipped, and gradients are divided by the scale");
+                wrong(
+                    "step %zu of %d, step %zu has an infinite gradient: param[%zu] is %g, expected "
+                    "%g: %s",
+                    i, STEPS, bad, j, got, want,
+                    i < bad ? "this step and those before are good ones"
+                    : i == bad
+                        ? "this step must change nothing"
+                        : "exactly one step is skipped, and gradients are divided by the scale");
         }
         if (sequence.scales[i].scale != (real)scale || sequence.scales[i].skipped != (i >= bad))
             wrong("after step %zu of %d, step %zu has an infinite gradient, %zu good steps before: "
@@ -241,8 +246,9 @@ static void check_layout(void) {
         for (size_t c = 0; c < s.c; c++) {
             const size_t i = place_of(s, laid.nchw, p, c), inner = s.h * s.w;
             char where[160];
-            snprintf(where, sizeof where, "%s, images of %zu x %zu x %zu (h, w, c): image %zu, y %zu, "
-                                          "x %zu, channel %zu, which is pixel %zu,",
+            snprintf(where, sizeof where,
+                     "%s, images of %zu x %zu x %zu (h, w, c): image %zu, y %zu, "
+                     "x %zu, channel %zu, which is pixel %zu,",
                      name, s.h, s.w, s.c, p / inner, p % inner / s.w, p % s.w, c, p);
             if (at[p * s.c + c] != i)
                 wrong("%s lies at %zu; at() says %u", where, i, at[p * s.c + c]);
@@ -369,14 +375,15 @@ static bool is_near(double got, double want) {
 
 static real fp16_value(uint16_t bits) {
     const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
-    const real size = exponent ? ldexpf((real)(mantissa + 1024), exponent - 25)
-                               : ldexpf((real)mantissa, -24);
+    const real size =
+        exponent ? ldexpf((real)(mantissa + 1024), exponent - 25) : ldexpf((real)mantissa, -24);
     return bits & 0x8000 ? -size : size;
 }
 
 static const char *what_update(void) {
     static char text[200];
-    snprintf(text, sizeof text, "%s, %s, %zu parameters, momentum %g%s, weight decay %g, loss scale %g",
+    snprintf(text, sizeof text,
+             "%s, %s, %zu parameters, momentum %g%s, weight decay %g, loss scale %g",
              gpu->precision, updated.sgd ? "sgd" : "adadelta", updated.u.count, updated.u.momentum,
              updated.u.nesterov ? " (nesterov)" : "", updated.u.weight_decay,
              (double)((const LossScale *)updated.scale->before)->scale);
@@ -399,20 +406,22 @@ static void check_update(void) {
             state[k] = ((const real *)updated.state[k]->before)[i];
         const double want = right_update(u, p0[i], g[i], &state[0], &state[1]);
         if (!is_near(p1[i], want))
-            wrong("%s: param[%zu] was %g, its gradient times the scale %g; it became %g, expected %g",
-                  what_update(), i, (double)p0[i], (double)g[i], (double)p1[i], want);
+            wrong(
+                "%s: param[%zu] was %g, its gradient times the scale %g; it became %g, expected %g",
+                what_update(), i, (double)p0[i], (double)g[i], (double)p1[i], want);
         for (size_t k = 0; k < 2; k++)
             if (!is_near(((const real *)updated.state[k]->after)[i], state[k]))
                 wrong("%s: state[%zu][%zu] became %g, expected %g%s", what_update(), k, i,
                       (double)((const real *)updated.state[k]->after)[i], state[k],
-                      updated.sgd && (k > 0 || u->momentum == 0) ? ": it is not kept, and must not be "
-                                                                   "written"
-                                                                 : "");
-        const real low = gpu->element < sizeof(real) ? fp16_value(((uint16_t *)updated.low->after)[i])
-                                                     : p1[i];
+                      updated.sgd && (k > 0 || u->momentum == 0)
+                          ? ": it is not kept, and must not be "
+                            "written"
+                          : "");
+        const real low =
+            gpu->element < sizeof(real) ? fp16_value(((uint16_t *)updated.low->after)[i]) : p1[i];
         if (fabsf(low - p1[i]) > 1e-3f * fabsf(p1[i]) + 1e-7f)
-            wrong("%s: low[%zu], the copy in 16 bits of param[%zu] = %g, is %g", what_update(), i, i,
-                  (double)p1[i], (double)low);
+            wrong("%s: low[%zu], the copy in 16 bits of param[%zu] = %g, is %g", what_update(), i,
+                  i, (double)p1[i], (double)low);
     }
 }
 
@@ -440,7 +449,8 @@ static void update_of(bool sgd, size_t count, double momentum, bool nesterov, bo
     }
     run_trial(update_job);
     if (memcmp(updated.scale->before, updated.scale->after, sizeof(LossScale)) != 0)
-        wrong("%s: the update has changed the loss scale; that is adjust_scale()'s task", what_update());
+        wrong("%s: the update has changed the loss scale; that is adjust_scale()'s task",
+              what_update());
     if (!skips)
         check_update();
     for (size_t k = 0; skips && k < 2; k++)
@@ -472,7 +482,8 @@ static void test_launches(void) {
     gpu = backend_of(NULL, "fp16");
     update_of(true, 4096, .9, false, false);
     if (shared->launches != 1)
-        wrong("an update has launched %zu kernels, expected 1: the unscaled gradient, the decayed one "
+        wrong("an update has launched %zu kernels, expected 1: the unscaled gradient, the decayed "
+              "one "
               "and the new parameter stay in registers",
               shared->launches);
 }
@@ -485,13 +496,14 @@ static void test_traffic(void) {
 
 int main(int argc, char **argv) {
     static const NamedTest tests[] = {
-        {"count", test_count},       {"adjust", test_adjust},     {"sequence", test_sequence},
-        {"layout", test_layout},     {"images", test_images},     {"update", test_update},
-        {"skipped", test_skipped},   {"launches", test_launches}, {"traffic", test_traffic},
+        {"count", test_count},     {"adjust", test_adjust},     {"sequence", test_sequence},
+        {"layout", test_layout},   {"images", test_images},     {"update", test_update},
+        {"skipped", test_skipped}, {"launches", test_launches}, {"traffic", test_traffic},
     };
     draw_seed();
     gpu = backend_of(NULL, "fp16");
-    const bool nhwc = argc > 1 && (strcmp(argv[1], "layout") == 0 || strcmp(argv[1], "images") == 0);
+    const bool nhwc =
+        argc > 1 && (strcmp(argv[1], "layout") == 0 || strcmp(argv[1], "images") == 0);
     if (nhwc)
         gpu = backend_of(NULL, "fp32");
     run_named(tests, sizeof tests / sizeof *tests, argc, argv);

@@ -1,6 +1,6 @@
 # Lab 7: the loss scaler, the layouts and the fused update, on a GPU or in the emulator; then run folders of
 # precisions and of the ladder. check.sh reads this.
-# shellcheck shell=bash disable=SC2119,SC2154 # check.sh exports home, from and work
+# shellcheck shell=bash disable=SC2015,SC2119,SC2154 # check.sh exports home, from and work
 # shellcheck source=labs/check/kernels.sh
 . "$home/labs/check/kernels.sh"
 # shellcheck source=labs/check/run_folders.sh

@@ -115,10 +115,11 @@ static void check_guards(const Array *a) {
             uint32_t word;
             memcpy(&word, zones[z] + shift + i * 4, sizeof word);
             if (i + 1 < GUARD_BYTES / 4 && word != guard_word)
-                wrong("%s: memory %s was written, %zu bytes %s: threads beyond the last element must "
-                      "do nothing",
-                      a->name, z == 0 ? "before its beginning" : "behind its end",
-                      z == 0 ? GUARD_BYTES - i * 4 : i * 4 + shift, z == 0 ? "before" : "behind");
+                wrong(
+                    "%s: memory %s was written, %zu bytes %s: threads beyond the last element must "
+                    "do nothing",
+                    a->name, z == 0 ? "before its beginning" : "behind its end",
+                    z == 0 ? GUARD_BYTES - i * 4 : i * 4 + shift, z == 0 ? "before" : "behind");
         }
     if (a->is_input && memcmp(a->before, a->after, a->bytes) != 0)
         wrong("%s is an input, but it was changed", a->name);

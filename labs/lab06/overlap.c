@@ -3,8 +3,8 @@
      build/overlap TRACE.json      a trace that ./cnn --trace has written, of one rank
 
    Prints a row for each step and a line of sums, key=value. A trace has a track (tid) for each of:
-   0 the steps, 1 the lines of train(), 2 the device, 3 communication, 4 and up the loader's workers;
-   an event has a beginning `ts` and a duration `dur`, in microseconds. */
+   0 the steps, 1 the lines of train(), 2 the device, 3 communication, 4 and up the loader's
+   workers; an event has a beginning `ts` and a duration `dur`, in microseconds. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -19,8 +19,8 @@ typedef struct Spans {
     size_t count;
 } Spans;
 
-/* The time in which something of a and something of b is running. The spans of each are in any order,
-   may overlap each other, and may be empty; time counts once, however many of them are running. So
+/* The time in which something of a and something of b is running. The spans of each are in any
+   order, may overlap each other, and may be empty; time counts once, however many of them are running. So
    overlap(a, a) is the time in which anything of a is running.
    (Not static, since make check calls it from another file.) */
 double overlap(const Span *a, size_t a_count, const Span *b, size_t b_count) {
@@ -67,13 +67,16 @@ static void read_trace(const char *path) {
         exit(1);
     }
     while (fgets(line, sizeof line, file))
-        if (sscanf(line, "{\"ph\":\"X\",\"pid\":%d,\"tid\":%d,\"ts\":%lf,\"dur\":%lf,\"name\":\"%127[^\"]",
-                   &rank, &track, &begin, &length, name) == 5 &&
+        if (sscanf(
+                line,
+                "{\"ph\":\"X\",\"pid\":%d,\"tid\":%d,\"ts\":%lf,\"dur\":%lf,\"name\":\"%127[^\"]",
+                &rank, &track, &begin, &length, name) == 5 &&
             rank == 0)
             add_event(track, name, (Span){begin, begin + length});
     fclose(file);
     if (steps.count == 0) {
-        fprintf(stderr, "%s: expected a trace with steps, found none; ./cnn --trace writes one\n", path);
+        fprintf(stderr, "%s: expected a trace with steps, found none; ./cnn --trace writes one\n",
+                path);
         exit(1);
     }
 }
