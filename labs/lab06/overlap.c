@@ -20,8 +20,8 @@ typedef struct Spans {
 } Spans;
 
 /* The time in which something of a and something of b is running. The spans of each are in any
-   order, may overlap each other, and may be empty; time counts once, however many of them are running. So
-   overlap(a, a) is the time in which anything of a is running.
+   order, may overlap each other, and may be empty; time counts once, however many of them are
+   running. So overlap(a, a) is the time in which anything of a is running.
    (Not static, since make check calls it from another file.) */
 double overlap(const Span *a, size_t a_count, const Span *b, size_t b_count) {
     /* LAB 6.3 BEGIN overlap */
