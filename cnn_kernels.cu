@@ -265,16 +265,15 @@ static void enable_peer(const void *from) {
 }
 
 // to = from, or to += from by way of buffer; like transfer().
-static void receive(size_t which, real *to, const real *from, size_t count, bool add,
-                    real *buffer) {
+static void receive(size_t which, real *to, const real *from, size_t n, bool add, real *buffer) {
     cudaStream_t own = own_stream(which);
-    unsigned blocks = (unsigned)ceil_div(count, THREADS);
-    if (count == 0)
+    unsigned blocks = (unsigned)ceil_div(n, THREADS);
+    if (n == 0)
         return;
     enable_peer(from);
-    CHECK(cudaMemcpyAsync(add ? buffer : to, from, count * sizeof *to, cudaMemcpyDefault, own));
+    CHECK(cudaMemcpyAsync(add ? buffer : to, from, n * sizeof *to, cudaMemcpyDefault, own));
     if (add)
-        accumulate_kernel<<<blocks, THREADS, 0, own>>>(to, buffer, count);
+        accumulate_kernel<<<blocks, THREADS, 0, own>>>(to, buffer, n);
     CHECK_LAUNCH();
     sleep_until_done(own);
 }
@@ -2223,14 +2222,12 @@ static __global__ void transpose_kernel(T *to, const T *from, unsigned rows, uns
         }
 }
 
-// Between [n][pixels][channels] and [n][channels][pixels]: to_nchw, or back.
+// Between [n][pixels][channels] and [n][channels][pixels]: to_nchw, or back; = or, with add, +=.
 template <class T>
-static void transpose(void *to, const void *from, size_t n, Shape s, bool to_nchw,
-                      bool accumulate) {
+static void transpose(void *to, const void *from, size_t n, Shape s, bool to_nchw, bool add) {
     const size_t rows = to_nchw ? s.h * s.w : s.c, columns = to_nchw ? s.c : s.h * s.w;
     dim3 grid(ceil_div(columns, WARP), ceil_div(rows, WARP), n), block(WARP, LANES_Y);
-    LAUNCH_GRID(transpose_kernel<T>, grid, block, 0, (T *)to, (const T *)from, rows, columns,
-                accumulate);
+    LAUNCH_GRID(transpose_kernel<T>, grid, block, 0, (T *)to, (const T *)from, rows, columns, add);
 }
 
 /* --layout nchw: the kernels of convolutions and linear layers expect NHWC, so their operands and
