@@ -295,9 +295,12 @@ TESTED = $(if $(SANITIZED),cnn-debug,cnn)
 # All that the parts of the tests use is built first: they run side by side, and two makes would collide.
 HAVE_TORCH = $(shell for python in python3 /usr/bin/python3; do \
 	$$python -c 'import importlib.util as i; exit(not i.find_spec("torch"))' 2>/dev/null && echo yes && break; done)
+# Whether parts of this folder are wanted: without PARTS, all are.
+parts_of = $(or $(filter $(1)/%,$(PARTS)),$(if $(PARTS),,all))
 TEST_PROGRAMS = $(TESTED) $(addprefix build/,test_float test_double) \
-	$(if $(shell command -v $(CXX) 2>/dev/null),cnn-emu $(addprefix build/emu_,$(GPU_PROGRAMS) test_tensor)) \
-	$(if $(HAVE_TORCH),build/parity_float build/parity_double) \
+	$(if $(shell command -v $(CXX) 2>/dev/null),cnn-emu \
+		$(if $(call parts_of,gpu),$(addprefix build/emu_,$(GPU_PROGRAMS) test_tensor))) \
+	$(if $(and $(call parts_of,pytorch),$(HAVE_TORCH)),build/parity_float build/parity_double) \
 	$(if $(QUICK),,$(if $(filter x86_64,$(shell uname -m)),build/bench-v3)) # quick: not needed
 ifeq ($(wildcard tests/run_tests.sh),)
 test test-all test-long:
