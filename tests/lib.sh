@@ -21,9 +21,9 @@ cases() { echo "cases $suite: $1 $2"; } # how many were tried; make test-long ad
 # The number by which tests that take a part of their cases each day choose it. ROTATION=N: another day's.
 day() { echo $((10#${ROTATION:-$(date +%j)})); }
 
-# share I: whether case number I, counted from 0, is among those that this run tries: in make test-all a
-# third, another one each day, in make test-long (LONG=1) all.
-share() { [ -n "${LONG:-}" ] || [ $((($1 + $(day)) % 3)) -eq 0 ]; }
+# share I [N]: whether case number I, counted from 0, is among those that this run tries: in make test-all one
+# of N (a third), others each day, in make test-long (LONG=1) all.
+share() { [ -n "${LONG:-}" ] || [ $((($1 + $(day)) % ${2:-3})) -eq 0 ]; }
 
 # same NAME EXPECTED FOUND
 same() { if [ "$2" = "$3" ]; then pass "$1"; else fail "$1" "$2" "$3"; fi; }
