@@ -95,6 +95,32 @@ def read_run(folder):
     return run
 
 
+class GrowingTable:
+    """A CSV file that grows: yields new rows, each only when its line is complete."""
+
+    def __init__(self, path):
+        self.path, self.file = path, open(path, newline="")
+        self.half, self.columns = "", None
+
+    def replaced(self):
+        return os.stat(self.path).st_ino != os.fstat(self.file.fileno()).st_ino
+
+    def rows(self):
+        lines = (self.half + self.file.read()).split("\n")
+        self.half = lines.pop()
+        for cells in csv.reader(lines):
+            if self.columns is None:
+                self.columns = cells
+                continue
+            try:  # a cell is empty where nothing was measured
+                row = {name: float(cells[i]) for i, name in enumerate(self.columns) if cells[i]}
+                row["epoch"] = int(row["epoch"])
+            except (IndexError, KeyError, ValueError):
+                fail(self.path, "a row of numbers as ./cnn writes it", ",".join(cells),
+                     "give a folder that ./cnn --out has written")
+            yield row
+
+
 def find_folders(root):
     """The run folders below root, at any depth: {folder: those directly in it}; root itself is in root."""
     groups, seen = {}, set()

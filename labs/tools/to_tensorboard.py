@@ -27,7 +27,6 @@ times mean nothing: img_per_s and step_ms are left out. Values are rounded to fl
 Needs Python's package tensorboard; neither TensorFlow nor PyTorch.
 """
 import argparse
-import csv
 import glob
 import json
 import os
@@ -36,15 +35,13 @@ import sysconfig
 import time
 import types
 
+from run_folders import GrowingTable, fail
+
 EPOCH = {"loss": "train_loss", "test_loss": "test_loss", "accuracy": "accuracy", "lr": "lr",
          "img_per_s": "img_per_s"}  # TensorBoard's name: column of epochs.csv
 MS = ["load_s", "copy_s", "forward_s", "backward_s", "optimizer_s", "comm_s", "exposed_comm_s", "idle_s",
       "seconds"]
 SUFFIX = ".cnn"  # marks the event files of this tool
-
-
-def fail(where, expected, found, advice):
-    sys.exit(f"to_tensorboard: error: {where}: expected {expected}, found {found}; {advice}")
 
 
 def pip_command():
@@ -67,32 +64,6 @@ except ImportError as problem:
         fail("Python", "its package tensorboard", problem, pip_command())
 
 
-class Table:
-    """A CSV file that grows: yields new rows, each only when its line is complete."""
-
-    def __init__(self, path):
-        self.path, self.file = path, open(path, newline="")
-        self.half, self.columns = "", None
-
-    def replaced(self):
-        return os.stat(self.path).st_ino != os.fstat(self.file.fileno()).st_ino
-
-    def rows(self):
-        lines = (self.half + self.file.read()).split("\n")
-        self.half = lines.pop()
-        for cells in csv.reader(lines):
-            if self.columns is None:
-                self.columns = cells
-                continue
-            try:  # a cell is empty where nothing was measured
-                row = {name: float(cells[i]) for i, name in enumerate(self.columns) if cells[i]}
-                row["epoch"] = int(row["epoch"])
-            except (IndexError, KeyError, ValueError):
-                fail(self.path, "a row of numbers as ./cnn writes it", ",".join(cells),
-                     "give a folder that ./cnn --out has written")
-            yield row
-
-
 class Run:
     def __init__(self, folder, logdir):
         self.folder, self.logdir = folder, logdir
@@ -102,7 +73,7 @@ class Run:
         return os.path.join(self.folder, name)
 
     def start(self, about):
-        self.steps, self.epochs = Table(self.path("steps.csv")), Table(self.path("epochs.csv"))
+        self.steps, self.epochs = GrowingTable(self.path("steps.csv")), GrowingTable(self.path("epochs.csv"))
         self.emulated, self.iterations = about["emulated"], about["parallel"]["iterations"]
         self.ranks = []  # rows of a step so far, one for each rank
         self.clock = os.stat(self.path("run.json")).st_mtime - about["resources"]["wall_s"]

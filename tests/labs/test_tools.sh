@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tests labs/tools/to_tensorboard.py, whose event files are read by TensorBoard's own reader, and
+# Tests labs/tools/to_tensorboard.py, whose event files are read by TensorBoard's own reader, labs/tools/watch.py, and
 # labs/tools/monitor, with programs made up here in place of nvidia-smi and rocm-smi. No time has a bound.
 # CNN=PATH: another binary. PYTHON=PATH: a python that has the package tensorboard; otherwise .venv, then
 # the system's. Prints `pass tools/NAME`, `fail tools/NAME: ...` or `skip tools/NAME: ...`.
@@ -199,6 +199,69 @@ test_without_package() {
     refused_by missing/package "its package tensorboard" "pip install tensorboard"
     PYTHONPATH=$tmp/none "$plain" "$repo/labs/tools/to_tensorboard.py" --help >"$out" 2>"$err"
     same missing/help "0 " "$? $(cat "$err")"
+}
+
+# ---- watch.py
+
+watch() {
+    COLUMNS=100 "$with_tb" "$repo/labs/tools/watch.py" "$@" >"$out" 2>"$err" </dev/null
+    status=$?
+}
+
+# about DIR STATUS EMULATED: its run.json, with what watch.py shows
+about() {
+    cat >"$1/run.json" <<END
+{"status": "$2", "emulated": $3, "parallel": {"iterations": 3, "world": 2, "global_batch": 4},
+ "machine": {"device": "a device"}, "settings": {"model": "lenet", "dataset": "mnist", "epochs": 4}}
+END
+}
+
+test_watch() {
+    make_run "$tmp/watched" running
+    about "$tmp/watched" running false
+    watch "$tmp/watched" --once
+    same watch/status "0 " "$status $(cat "$err")"
+    line watch/run 'lenet on mnist, 2 x a device, 4 images a step: running'
+    line watch/position 'epoch 2 of 4, step 1 of 3'
+    # 14 images in 3.5 s of 4 steps; 8 steps and 3 tests of 1 s are left
+    line watch/speed ' 4 images/s'
+    line watch/left ' 0:00:11 left'
+    line watch/parts 'load .* 1.00 .* 2.00 .*'
+    line watch/epochs ' 1 .* 2.5000 .* 2.2500 .* 12.50 .* 4 '
+    holds watch/curve "a curve" "$(cat "$out")" grep -q 'training loss by step' "$out"
+    about "$tmp/watched" complete true
+    watch "$tmp/watched"
+    same watch/ends "0 " "$status $(cat "$err")"
+    line watch/emulated 'emulated: its times mean nothing'
+    same watch/emulated_times "" "$(grep -E 'images/s +.*[0-9]|left|a step in ms' "$out")"
+    rm "$tmp/watched/steps.csv"
+    watch "$tmp/watched" --once
+    one_error watch watch/no_file "watched/steps.csv" "--out DIR"
+    make_run "$tmp/watched" running
+    echo '{"status": "running"}' >"$tmp/watched/run.json"
+    watch "$tmp/watched" --once
+    one_error watch watch/no_entry watched KeyError
+}
+
+# It waits for a run, shows it and ends with it.
+test_watch_live() {
+    local watcher
+    "$with_tb" "$repo/labs/tools/watch.py" "$tmp/soon" --interval 0.1 >"$out" 2>"$err" </dev/null &
+    watcher=$!
+    "$cnn" --no-cuda --threads 1 --dataset synthetic --limit-train 256 --limit-test 64 --epochs 2 \
+        --out "$tmp/soon" >/dev/null </dev/null
+    wait $watcher
+    same watch/live "0 " "$? $(cat "$err")"
+    line watch/live_end 'mnist on synthetic, 1 x cpu, 64 images a step: complete'
+    line watch/live_epochs '  2 .*\d'
+}
+
+test_watch_without_package() {
+    mkdir -p "$tmp/none/plotext"
+    echo 'raise ImportError("No module named plotext")' >"$tmp/none/plotext/__init__.py"
+    PYTHONPATH=$tmp/none "$plain" "$repo/labs/tools/watch.py" "$tmp/two" >"$out" 2>"$err"
+    status=$?
+    one_error watch watch/package "its packages rich and plotext" "pip install"
 }
 
 # ---- monitor. Its PATH has nothing but what the tests need, so that a real nvidia-smi is not found.
@@ -411,6 +474,14 @@ if [ -n "$with_tb" ]; then
     test_refused
 else
     skip to_tensorboard "no python3 with tensorboard: python3 -m venv .venv && .venv/bin/pip install tensorboard"
+fi
+test_watch_without_package
+if "${with_tb:-$plain}" -c 'import plotext, rich' 2>/dev/null; then
+    with_tb=${with_tb:-$plain}
+    test_watch
+    test_watch_live
+else
+    skip watch "no python3 with rich and plotext: .venv/bin/pip install -r labs/requirements.txt"
 fi
 test_nvidia
 test_summary
