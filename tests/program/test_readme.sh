@@ -46,6 +46,8 @@ not_run() {
         sbatch\ * | squeue\ *) echo "it needs Slurm; tests/cluster/test_slurm.sh runs it" ;;
         make\ check* | make\ gradescope*) echo "tests/labs/test_labs.sh runs it" ;;
         *.venv*) echo "it needs a network; tests/labs/test_tools.sh uses what it installs" ;;
+        wsl\ * | sudo\ * | docker\ * | apptainer\ * | scp\ * | data/get_data.sh\ * | *' pip download '*)
+            echo "it is for another machine, or needs a network" ;;
         make\ plots*)
             ! python3 -c 'import matplotlib' 2>/dev/null && ! /usr/bin/python3 -c 'import matplotlib' 2>/dev/null &&
                 echo "no python3 with matplotlib"
