@@ -8,7 +8,7 @@
      A          the input: A[row][k] is the number under the filter; 0 outside of the image
      B          the filter, weight[tap][c][oc], in this order in memory
 
-   A is never stored ("implicit GEMM"): patch() looks its elements up in the images.
+   A is never stored ("implicit GEMM"): patch_at() looks its elements up in the images.
 
      build/convolution FILE.csv [IMAGES]     the time, and on the CPU the reads, of each change
 
