@@ -12,12 +12,15 @@ report.new.md is written instead.
 
 Runs that differ in more than device, batch and seed (--workers, --kernels, the compiler's flags, ...) are
 not averaged: they are listed in separate rows with their differences. A speed-up compares rows that agree.
+A run before a change of the source has the same settings as one after it. The questions of a lab name its
+folder, <!-- other source: lab02-textbook -->, and it has a row of its own.
 
 `make report LAB=3` is the same for the runs of lab 3, in reports/lab03, with the questions of that lab,
 labs/lab03/questions.md.
 """
 import contextlib
 import csv
+import functools
 import hashlib
 import os
 import re
@@ -36,13 +39,33 @@ MOST_TABLES = 4  # of the same name, such as layers.csv, from several run folder
 # ---- Rows
 
 
+def questions_of(root):
+    """The path of the questions of the lab after which the folder is named."""
+    tools = os.path.dirname(os.path.abspath(__file__))
+    return os.path.join(tools, "..", os.path.basename(os.path.abspath(root)), "questions.md")
+
+
+@functools.lru_cache
+def other_sources(root):
+    """Names of the run folders in root that another version of the source has written."""
+    path = questions_of(root)
+    return re.findall(r"<!-- other source: (\S+) -->", read_report(path)) if os.path.exists(path) else []
+
+
+def other_source(run):
+    """The name of the run folder if another version of the source has written it, else None."""
+    root, name = os.path.split(run.folder)
+    return name if name in other_sources(root) else None
+
+
 def variants(runs):
     """Groups of runs that differ in nothing but device, batch and seed."""
     groups = []
     for run in runs:
         for group in groups:
             like = {r.kind: r for r in reversed(group)}  # one of each kind, as devices of a kind must agree
-            if not any(differences(other, run, free_settings(other, run)) for other in like.values()):
+            if other_source(group[0]) == other_source(run) and not any(
+                    differences(other, run, free_settings(other, run)) for other in like.values()):
                 group.append(run)
                 break
         else:
@@ -73,13 +96,13 @@ def timing_rows(runs):
     names = list(dict.fromkeys(name for a in groups for b in groups for name, _, _ in
                                differences(a[0], b[0], FREE | {"model"})))
     for group in groups:
-        some = make_rows(group)
+        some, other = make_rows(group), other_source(group[0])
         with contextlib.redirect_stdout(None):  # its notes about missing speed-ups: the table shows them
             add_speedups(some)
         for row in some:
             kinds = dict.fromkeys("emulated" if r.emulated else r.provenance for r in row["runs"])
-            rows.append(dict(row, variant=", ".join(show_variant(k, group[0], runs) for k in names),
-                             provenance=", ".join(kinds)))
+            differing = [show_variant(k, group[0], runs) for k in names] + [f"source of {other}"] * bool(other)
+            rows.append(dict(row, variant=", ".join(differing), provenance=", ".join(kinds)))
     return rows
 
 
@@ -301,11 +324,9 @@ def block(name, text):
 
 def fresh_report(blocks, root):
     """The template without the sections for which the runs have no data; for a lab its questions, all of them."""
-    tools = os.path.dirname(os.path.abspath(__file__))
-    questions = os.path.join(tools, "..", os.path.basename(os.path.abspath(root)), "questions.md")
-    if os.path.exists(questions):
-        return renewed_report(read_report(questions), blocks)
-    template = read_report(os.path.join(tools, "report_template.md"))
+    if os.path.exists(questions_of(root)):
+        return renewed_report(read_report(questions_of(root)), blocks)
+    template = read_report(os.path.join(os.path.dirname(os.path.abspath(__file__)), "report_template.md"))
     unfit = [f"<!-- begin {name} -->" for name, text in blocks.items() if not text]
     sections = [s for s in re.split("(?m)^(?=#)", template) if not any(marker in s for marker in unfit)]
     return renewed_report("".join(sections), blocks)

@@ -195,12 +195,14 @@ test_lab() {
     mkdir -p project/labs/lab03
     cp -r "$repo/labs/tools" project/labs
     cp "$repo/labs/lab03/questions.md" project/labs/lab03
+    cp -r "$repo/labs/lab02" project/labs
     for w in 1 2; do
         make_run "project/runs/lab03-workers/w$w" cpu 1 50 1 "1$w"
         sed -i "s/\"workers\": 1/\"workers\": $w/" "project/runs/lab03-workers/w$w/run.json"
     done
     make_run project/runs/lab03-before cpu 1 50 1 16
-    make_run project/runs/lab02-o3 cpu 1 50 1 9
+    make_run project/runs/lab02-naive cpu 1 50 1 9
+    make_run project/runs/lab02-textbook cpu 1 50 1 40 # before the change of the source: not a repeat
     project/labs/tools/lab_runs.sh 3 && project/labs/tools/lab_runs.sh 3 # a second time: the same links
     same lab/links "lab03-before lab03-workers-w1 lab03-workers-w2" "$(find project/reports/lab03 -type l -printf '%f\n' |
         sort | paste -sd ' ')"
@@ -210,6 +212,11 @@ test_lab() {
     same lab/workers "1 2" "$(awk -F ' *[|] *' '/begin workers/ { on = 1 } /end workers/ { on = 0 }
         on && $5 ~ /^[0-9]+$/ { print $5 }' project/reports/lab03/report.md | paste -sd ' ')"
     same lab/no_speedup "" "$(grep -o 'speed-up over cpu' <<<"$text")"
+    project/labs/tools/lab_runs.sh 2
+    tool report project/reports/lab02
+    same lab/other_source "1 1" "$(awk -F ' *[|] *' '$4 == "cifar" { print $7 }' project/reports/lab02/report.md | xargs)"
+    holds lab/source_named "source of lab02-textbook" "$(cat project/reports/lab02/report.md)" \
+        grep -q '^| source of lab02-textbook | cpu' project/reports/lab02/report.md
     same lab/none "2 make report LAB=7: there is no run folder runs/lab07..." \
         "$(project/labs/tools/lab_runs.sh 7 2>&1 >/dev/null | cut -d ';' -f 1 | sed 's/^/2 /')"
 }
