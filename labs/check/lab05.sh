@@ -18,7 +18,7 @@ END
 
 # What a part may call, besides functions that it defines itself. The words before ( in C count as calls.
 may_call='one four patch_at weight_at ceil_div CHECK CHECK_LAUNCH __syncthreads min max fmaf make_float4 printf'
-may_call+=' if for while switch return sizeof int unsigned float const static_assert __launch_bounds__'
+may_call+=' if for while switch return sizeof int unsigned float const static_assert __launch_bounds__ __align__'
 
 # vet_part ID: other calls, and what only the host has a use for. dim3 grid(...) declares variables.
 vet_part() {
