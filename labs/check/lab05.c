@@ -195,8 +195,8 @@ static void check_written(const Trial *t) {
     if (missing)
         wrong(
             "%s: %zu of the %zu numbers of out were never written, the first in %s: is the number "
-            "of blocks rounded down, are x and y exchanged, or does a sum begin with what was in "
-            "out?",
+            "of blocks rounded down, are x and y exchanged, or grid and block in "
+            "<<<grid, block>>>, or does a sum begin with what was in out?",
             shape_text(t->s), missing, t->out.count, place(t->s, first));
 }
 
@@ -328,9 +328,14 @@ static void check_is_change(int change) {
 
 static void test_right(int change) {
     const int tile = change == 1 ? 16 : 64, four = change >= 3 ? 4 : 1;
-    const char *one = "this is a single tile and a single step";
-    const char *steps = "a single step is right, several are not: does the sum go on, is the next "
-                        "tile taken from k, and is there a barrier after the last use of a tile?";
+    const char *one = "this is a single tile and a single step: do the sums begin at 0, is each "
+                      "tile __shared__, and is what a thread reads what was stored at that place?";
+    const char *steps =
+        change == 4
+            ? "a single step is right, several are not: does the sum go on, are the next numbers "
+              "those of k + 16, and does each step use the other buffer than the last one?"
+            : "a single step is right, several are not: does the sum go on, is the next tile taken "
+              "from k, and is there a barrier after the last use of a tile?";
     const char *tiles = "a single tile is right, several are not: do row and column include the "
                         "block, and are x and y not exchanged?";
     const char *ragged =
@@ -359,9 +364,11 @@ static void test_counts(int change) {
     const Shape s = counted_shape(change);
     const Counts c = counts_of(s, change);
     at_most(s, "reads of the device's memory", c.accesses[GLOBAL_READ], loads(s, tile) / width,
-            change < 3 ? "each number of a tile is to be read once per block"
+            change < 3 ? "each number of a tile is to be read once per block, and each tile has "
+                         "one block"
                        : "each is to read 16 bytes");
-    at_most(s, "bytes read there", c.bytes[GLOBAL_READ], loads(s, tile) * 4, "");
+    at_most(s, "bytes read there", c.bytes[GLOBAL_READ], loads(s, tile) * 4,
+            "4 for each number of a tile");
     at_most(s, "writes there", c.accesses[GLOBAL_WRITE], (long)rows_of(s) * s.oc / width,
             width == 1 ? "keep the sum in a register" : "each is to store 16 bytes");
     if (change == 1)
@@ -384,8 +391,7 @@ static void test_steps(void) {
     at_most(s, "barriers", c.barriers, steps + 1, "one for each 16 of k");
     if (c.overlapped < steps - 1)
         wrong("%s: in only %ld of %ld steps numbers were requested from the device's memory before "
-              "the "
-              "tiles were read: request those of the next step after the barrier, before the "
+              "the tiles were read: request those of the next step after the barrier, before the "
               "arithmetic",
               shape_text(s), c.overlapped, steps);
 }
