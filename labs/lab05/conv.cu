@@ -174,8 +174,8 @@ static void conv_blocked(Conv s, const float *in, const float *weight, float *ou
 // The tile of A is stored by k, so that a thread's 4 rows are neighbours; its lines are padded by
 // 4 numbers, which halves the conflicts of threads that store in the same bank.
 static __global__ void wide_kernel(Conv s, const float *in, const float *weight, float *out) {
-    __shared__ float a[16][64 + 4];
-    __shared__ float b[16][64];
+    __shared__ __align__(16) float a[16][64 + 4];
+    __shared__ __align__(16) float b[16][64];
     const int thread = threadIdx.y * 16 + threadIdx.x;
     const int top = blockIdx.y * 64, left = blockIdx.x * 64;
     const int row = threadIdx.y * 4, column = threadIdx.x * 4;
@@ -219,8 +219,8 @@ static void conv_wide(Conv s, const float *in, const float *weight, float *out) 
 // As before, but with one barrier a step: while a tile is read, the next one is on its way into
 // registers, and is stored into the other buffer in the next step.
 static __global__ void buffered_kernel(Conv s, const float *in, const float *weight, float *out) {
-    __shared__ float a[2][16][64 + 4];
-    __shared__ float b[2][16][64];
+    __shared__ __align__(16) float a[2][16][64 + 4];
+    __shared__ __align__(16) float b[2][16][64];
     const int thread = threadIdx.y * 16 + threadIdx.x;
     const int top = blockIdx.y * 64, left = blockIdx.x * 64;
     const int row = threadIdx.y * 4, column = threadIdx.x * 4;
