@@ -201,7 +201,9 @@ run_test() {
     elif [ "$status" -eq 124 ]; then
         said="stopped after $limit s: an endless loop, or a deadlock? $said"
     elif [ "$status" -gt 128 ]; then
-        said="ended by signal $((status - 128)) ($(kill -l $((status - 128)))): an access outside of an array? $said"
+        # the emulator says why; else it is a guess
+        [[ $said = *cuda_on_cpu:* ]] || said="an access outside of an array? $said"
+        said="ended by signal $((status - 128)) ($(kill -l $((status - 128)))): $said"
     fi
 }
 run_limited() {
