@@ -16,14 +16,14 @@ invalidFunctionArg|log((double)sum)|the sum has the summand exp(0) = 1 of the la
 compareBoolExpressionWithInt|i <= out|output 0 always, output 1 if there is a run folder
 uninitvar|alloc[p->areas|an array of functions with an initial value
 uninitvar|owner[i]|set by the loop before, for the same rows
-legacyUninitvar|skipped|read_exactly() writes to it and reads nothing there
+legacyUninitvar|i * bytes : rest|read_exactly() writes to it and reads nothing there
 ctuuninitvar|f->|atomic_open() sets all of f
 core.UndefinedBinaryOperatorResult|hash ^|the bytes of an array of size_t without padding
 core.NullDereference|w.draw|a dropout keeps all in a test, before it draws; only training draws
 core.uninitialized.Assign|owner[i]|each row is behind the row that it reads, so it has been set
 core.CallAndMessage|fmaf(weights|blur_weights() fills all of them; the tool loses count of the loop
 core.DivideZero|% count|a loader whose set is empty has no ranks that repeat an image
-bugprone-sizeof-expression|sizeof |the length of an array of pointers
+bugprone-sizeof-expression|LENGTH(|the length of an array of pointers
 bugprone-integer-division|/ s|whole steps, epochs or rows are meant
 bugprone-integer-division|l->weights|weights are a multiple of the channels
 bugprone-macro-parentheses||the argument is a declaration, or an operator
