@@ -50,6 +50,7 @@ same_command() {
             for (i = 1; i <= n; i++) compared[names[i]] = 1 }
         /^settings\./ { setting[substr($1, 10)] = $2 }
         /^command\[/ { word[++words] = $2 }
+        $1 == "parallel.world" && $2 > 1 { delete compared["threads"] } # replicas share what the command gives
         function given(name, value) { if (name in compared && name in setting) last[name] = value }
         END {
             for (i = 2; i <= words; i++)
