@@ -135,12 +135,13 @@ static inline HOST_DEVICE size_t position_of(Draw draw, size_t image) {
 typedef enum { AUGMENT_NONE, AUGMENT_CROP_FLIP, AUGMENT_ELASTIC } Augmentation;
 enum { CROP_PADDING = 4, ELASTIC_ALPHA = 34, ELASTIC_SIGMA = 4, ELASTIC_REACH = 3 * ELASTIC_SIGMA };
 
-// The most replicas of a process, threads of a replica, rows of a network, areas of a memory plan
+// The most replicas of a process (networks that train together, each in a thread of its own),
+// threads of a replica, rows of a network, areas of a memory plan
 enum { MAX_REPLICAS = 64, MAX_THREADS = 1024, MAX_LAYERS = 1024, MAX_AREAS = 16 };
 
 /* Marks are events in a replica's stream of work, as in CUDA: for the clock of train(), for each
    bucket of gradients (section 10), for the start, and with --layers and --trace after each row,
-   forward and backward. Replicas: networks that train together, each in a thread of a process. */
+   forward and backward. */
 enum {
     CLOCK_MARKS = 64,
     MAX_BUCKETS = 64,
@@ -1639,7 +1640,7 @@ static void init_tensor(Net *net, real *param, size_t count, bool normal, real s
 }
 
 /* Weights and biases: uniform within +-1 / sqrt(fan_in). A convolution without a bias: normal with
-   variance 2 / fan_out (He et al., arXiv:1502.01852). BatchNorm: weight and running variance 1. */
+   variance 2 / fan_out (He et al., arXiv:1502.01852). BatchNorm: weight, variance 1; others 0. */
 static void net_init(Net *net, uint64_t seed) {
     for (size_t i = 0; i < net->count; i++) {
         const Layer *l = &net->layers[i];
@@ -2028,7 +2029,7 @@ static double mean(const real *numbers, size_t n) {
     return sum / (double)n;
 }
 
-// F.nll_loss(): the mean over the batch. In training, smooths labels and stores dlogp as well.
+// F.nll_loss(): the mean over the batch. Training smooths labels and stores dlogp, for backward().
 static double loss_and_gradient(Net *net, size_t n, bool training) {
     const Layer *last = last_layer(net);
     net->backend->nll_loss(net->losses, training ? gradient(net, last) : NULL, output(net, last),
@@ -2335,7 +2336,7 @@ typedef struct DataFile {
     bool gzip;
 } DataFile;
 
-// A message of die() about a file: what is wrong with it, as for printf()
+// Ends in die(): what is wrong with a data file, as for printf(), and the command that replaces it
 #define BAD_FILE(f, format, ...)                                                               \
     die(1, "%s: " format "; remove it and run: data/get_data.sh %s", (f)->path, ##__VA_ARGS__, \
         (f)->dataset)
@@ -2510,7 +2511,7 @@ static const DatasetInfo *find_dataset_info(const char *name) {
     return NULL;
 }
 
-// A dataset as a model sees it: synthetic images are like its native ones; some normalise by .5.
+// A dataset as a model sees it: synthetic images have its native shape; `half` normalises by .5.
 static DatasetInfo dataset_for(const Model *model, const char *name) {
     bool synthetic = strcmp(name, "synthetic") == 0;
     DatasetInfo info = *find_dataset_info(synthetic ? model->native : name);
@@ -2988,7 +2989,7 @@ typedef struct Comm {
     void *buffer;      // on the device, for what is received
     real *images;      // dp, on a GPU: this rank's, as the loader made them
     void *host[2];     // MPI: what is sent and what is received
-    Batch batch;       // dp: this rank's part of the master's; labels are all of them
+    Batch batch;       // dp: this rank's images of the master's batch, and the labels of all
     // the thread that adds up gradients during backward
     Range buckets[MAX_BUCKETS]; // of the gradients, in the order in which they are finished
     size_t bucket_count, ready, done;
@@ -3281,7 +3282,7 @@ static void gradients_ready(Comm *c, size_t first) {
     pthread_mutex_unlock(&c->lock);
 }
 
-// Buckets from the last layer backwards. As in PyTorch the first is small: sums begin early.
+// Buckets of gradients, the last layer first; the first one is small, to begin early (as PyTorch).
 static void plan_buckets(Comm *c) {
     const Net *net = c->net;
     double limit = fmin(1, c->settings->bucket_mb);
@@ -4383,7 +4384,7 @@ static void print_machine(void) {
 // ---- Resources
 
 typedef struct Resources {
-    double wall_s, cpu_s, rss; // bytes, at most
+    double wall_s, cpu_s, rss; // rss: the most bytes of memory at a time
 } Resources;
 
 static Resources resources_since(double start) {
@@ -5014,8 +5015,9 @@ static void time_rows(Run *run, const Batch *batch, LayerTimes *times, double *f
     net->marks_rows = false;
 }
 
-/* A row of the table and of layers.csv. It is bound by compute or memory, whichever takes longer at
-   the peak (operations, bytes a second). flops are executed; the definition's: `saved` as many. */
+/* A row of the table and of layers.csv. It is bound by compute or by memory, whichever takes longer
+   at this device's peak, in operations and bytes a second. flops are those that are executed; the
+   definition has `saved` times as many. */
 static void print_layer(FILE *csv, const Net *net, size_t row, size_t n, LayerTimes *times,
                         double flops, double peak, double bandwidth) {
     const Layer *l = &net->layers[row];
@@ -5139,7 +5141,7 @@ static void save_checkpoint(Run *run) {
     save_tensors(&run->net, run->optimizer, run->state, metadata, run->settings.checkpoint);
 }
 
-// The metadata must be what this run would write there. The first version had no `epochs`.
+// The metadata must be that of this run at the same position. The first version had no `epochs`.
 static void compare_settings(Run *run, const TensorFile *f) {
     const char *theirs = f->metadata;
     char ours[METADATA_SIZE];
@@ -5441,7 +5443,7 @@ static void setup_data(Run *run) {
 
 // ---- Memory: all of it is planned, printed, and only then allocated
 
-// The planned bytes of a category (NULL: all), in all kinds of memory or from this one on
+// The planned bytes of a category (NULL: all); first: HOST: in all kinds of memory, or DEVICE
 static double run_bytes(const Run *run, const char *what, MemoryKind first) {
     const Plan *plans[] = {&run->net.plan, &run->plan, &run->comm.plan, &run->train_loader.plan,
                            &run->test_loader.plan};
@@ -5500,7 +5502,7 @@ static double plan_run(Run *run, size_t batch, bool resident) {
                                   : run_bytes(run, NULL, HOST) + data_bytes(run);
 }
 
-// The data set is resident if 10 % of the memory stays free, or if a loader's buffers need more.
+// The data set is resident if 10 % of the memory stays free, or if loading would need more of it.
 static double choose_resident(Run *run, size_t batch) {
     const bool wanted = run->settings.resident && run->backend->gather && !run->comm.dp;
     const double resident = plan_run(run, batch, wanted);
