@@ -1,18 +1,29 @@
-# Labs 6 and 7: cnn_kernels.cu with a student's kernels, in the emulator or for a GPU. Sourced by their labNN.sh,
-# which set may_call. DEVICE=gpu or DEVICE=emulator selects; by default a GPU, if there is one.
+# Labs 4 to 7: cnn_kernels.cu with a student's kernels, in the emulator or for a GPU. Sourced by their labNN.sh, which
+# set may_call and, for parts that have to define a kernel and to check its launch, launching: their IDs.
 # shellcheck shell=bash disable=SC2154 # may_call
 
+# DEVICE=gpu or DEVICE=emulator selects; by default a GPU, if there is one.
 on_gpu() {
     local found=emulator
     if nvidia-smi -L >/dev/null 2>&1; then found=gpu; fi
     [ "${DEVICE:-$found}" = gpu ]
 }
 
+# In place of sections 6 and 7, the tiled matrix products, where nothing else is needed of them
+# shellcheck disable=SC2034 # labs 4 and 6 read it
+without_products='static size_t parts_size(size_t, size_t, size_t) { return 0; }
+static double peak_gflops(void) { return 0; }
+enum { PASSES };
+static bool stores_moments(const Layer *, size_t) { return false; }
+struct Tiled;
+template <class T, class KERNELS> static void conv2d_forward(Work w) { (void)w; }
+#define CONV2D_OF(T, KERNELS) T, conv2d_forward_naive, conv2d_backward_naive'
+
 # cut_kernels LAB FIRST INSTEAD [own]: the kernels with INSTEAD for the sections FIRST to 7, since those take long to
 # compile; own: without cuda_backend() and what it needs. Within the parts, the names of functions outside of them are
 # errors, but for those of $may_call; so are CUDA's functions.
 cut_kernels() {
-    INSTEAD=$3 awk -v lab="$1" -v first="$2" -v backends="${4:-}" -v may_call="$may_call" '
+    INSTEAD=$3 awk -v lab="$1" -v first="$2" -v backends="${4:-}" -v may_call="$may_call" -v launching=" ${launching:-} " '
         function name_of(line) {
             if (line !~ /^(static|extern|template|    gemm)/ || !match(line, /[A-Za-z0-9_]+\(/)) return ""
             return substr(line, RSTART, RLENGTH - 1)
@@ -35,6 +46,10 @@ cut_kernels() {
         backends == "own" && /^\/\/ T: of the numbers of activations/ { cutting = 1 }
         cutting { next }
         $0 ~ ends {
+            if (must_launch && !stub && !global)
+                print "#error a kernel is marked __global__: static __global__ void name(...)"
+            if (must_launch && !stub && !checked)
+                print "#error a launch returns no error: put CHECK_LAUNCH() after it"
             for (name in forbidden) print "#undef " name
             print "#line " FNR " \"cnn_kernels.cu\""
             inside = 0
@@ -43,6 +58,9 @@ cut_kernels() {
             line = $0
             gsub(/"([^"\\]|\\.)*"/, "\"\"", line)
             sub(/\/\/.*/, "", line)
+            stub = stub || /is not done: /
+            global = global || line ~ /__global__/
+            checked = checked || line ~ /CHECK_LAUNCH *\(|LAUNCH *\(|CHECK *\(/
             while (match(line, /[A-Za-z_][A-Za-z0-9_]*/)) {
                 word = substr(line, RSTART, RLENGTH)
                 line = substr(line, RSTART + RLENGTH)
@@ -56,15 +74,20 @@ cut_kernels() {
             for (name in forbidden) print "#define " name " " name "_is_no_part_of_this_task"
             print "#line " FNR + 1 " \"cnn_kernels.cu\""
             inside = 1
+            must_launch = index(launching, " " $3 " ")
+            stub = global = checked = 0
         }' cnn_kernels.cu cnn_kernels.cu
 }
 
-# emulated PROGRAM NAME COMPILER OPTIONS...: PROGRAM, of NAME.o and NAME.cu in the emulator
-emulated() {
+# emulated_kernels OBJECT NAME COMPILER OPTIONS...: OBJECT, of NAME.cu in the emulator
+emulated_kernels() {
     { echo '#line 1 "cnn_kernels.cu"' && sed -f tests/emulator/cuda_on_cpu.sed "$2.cu"; } |
         "$3" -std=c++17 -march=native -Wno-unknown-pragmas -I. -include labs/check/lab04_launches.h \
-            "${@:4}" -x c++ -c - -o "$1.o" && "$3" -g "$2.o" "$1.o" -o "$1" -lm -lpthread
+            "${@:4}" -x c++ -c - -o "$1"
 }
+
+# emulated PROGRAM NAME COMPILER OPTIONS...: PROGRAM, of NAME.o and PROGRAM.o, those kernels
+emulated() { emulated_kernels "$1.o" "${@:2}" && "$3" -g "$2.o" "$1.o" -o "$1" -lm -lpthread; }
 
 # for_gpu PROGRAM NAME: the same for the GPU of this machine
 for_gpu() {

@@ -6,23 +6,12 @@
      lab04 6   every kernel once, for the race detector */
 #define CNN_NO_MAIN
 #include "../../cnn.c"
-#include "report.h"
+#include "draw.h"
 
 // At the end of the assembled cnn_kernels.cu
 void lab_add_bias(Work w);
 
 static const Backend *gpu;
-
-/* ---- Random numbers, fresh in each run ------------------------------------------------------- */
-
-static uint64_t seed;
-static uint32_t drawn;
-
-static size_t draw(size_t least, size_t most) {
-    uint32_t r[4];
-    philox4x32(r, drawn++, 0, 0, 0xFFFF, seed);
-    return least + r[0] % (most - least + 1);
-}
 
 static void fill(real *numbers, size_t count) {
     for (size_t i = 0; i < count; i++)
@@ -548,10 +537,7 @@ int main(int argc, char **argv) {
         wrong("lab04: there is no such test");
     if (cuda_backend(0)->devices(&reason) == 0)
         wrong("no GPU (%s); DEVICE=emulator tests without one", reason);
-    FILE *random = fopen("/dev/urandom", "r");
-    if (!random || fread(&seed, sizeof seed, 1, random) != 1)
-        wrong("/dev/urandom cannot be read");
-    fclose(random);
+    draw_seed();
     gpu = cuda_backend(0);
     gpu->use(0, 0, die);
     if (tests[test])

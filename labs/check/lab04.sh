@@ -1,6 +1,8 @@
-# shellcheck shell=bash
+# shellcheck shell=bash disable=SC2154 # check.sh exports home
 # Lab 4, for check.sh: the kernels between guard zones, on a GPU or in the emulator, and the timer
-# on a simulated device. DEVICE=gpu or DEVICE=emulator selects; by default a GPU, if there is one.
+# on a simulated device.
+# shellcheck source=labs/check/kernels.sh
+. "$home/labs/check/kernels.sh"
 
 tests() {
     cat <<'END'
@@ -16,93 +18,22 @@ tests() {
 END
 }
 
-on_gpu() {
-    local found=emulator
-    if nvidia-smi -L >/dev/null 2>&1; then found=gpu; fi
-    [ "${DEVICE:-$found}" = gpu ]
-}
-
 # What the parts in sections 2 and 5 may call of cnn_kernels.cu, and of CUDA besides launches.
+# shellcheck disable=SC2034 # kernels.sh reads it
 may_call='element unravel input_pixel window_of inputs outputs stream ceil_div check'
 may_call+=' cudaGetLastError cudaPeekAtLastError cudaError_t cudaSuccess cudaGetErrorString'
 may_call+=' cudaDeviceSynchronize cudaStreamSynchronize cudaStream_t'
-
-# cut_kernels: the kernels without sections 6 and 7; within the parts, names of other functions are errors
-cut_kernels() {
-    local defined
-    # names of functions that are defined outside of the parts
-    defined=$(awk '/\/\* LAB 4\.[0-9] BEGIN/ { inside = 1 } /\/\* LAB 4\.[0-9] END/ { inside = 0 }
-        !inside && /^(static|extern|template|    gemm)/ && match($0, /[A-Za-z0-9_]+\(/) {
-            print substr($0, RSTART, RLENGTH - 1) }' cnn_kernels.cu | grep -vE '^(__|sizeof$)' | sort -u)
-    awk -v may_call="$may_call" -v defined="$defined" '
-        function forbid(word) { if (!(word in allowed)) forbidden[word] = 1 }
-        BEGIN {
-            split(may_call, list, " ")
-            for (i in list) allowed[list[i]] = 1
-            split(defined, list, "\n")
-            for (i in list) forbid(list[i])
-        }
-        /^\/\* ==== 6\./ { cutting = 1
-            print "static size_t parts_size(size_t, size_t, size_t) { return 0; }"
-            print "static double peak_gflops(void) { return 0; }"
-            print "enum { PASSES };"
-            print "static bool stores_moments(const Layer *, size_t) { return false; }"
-            print "struct Tiled;"
-            print "template <class T, class KERNELS> static void conv2d_forward(Work w) { (void)w; }"
-            print "#define CONV2D_OF(T, KERNELS) T, conv2d_forward_naive, conv2d_backward_naive" }
-        /^\/\* ==== 8\./ { cutting = 0; print "#line " NR " \"cnn_kernels.cu\"" }
-        cutting { next }
-        /LAB 4\.[0-9] END/ {
-            if (!stub && !global)
-                print "#error a kernel is marked __global__: static __global__ void name(...)"
-            if (!stub && !checked)
-                print "#error a launch returns no error: put CHECK_LAUNCH() after it"
-            for (word in forbidden) print "#undef " word
-            print "#line " NR " \"cnn_kernels.cu\""
-            inside = 0
-        }
-        inside {
-            line = $0
-            gsub(/"([^"\\]|\\.)*"/, "\"\"", line)
-            sub(/\/\/.*/, "", line)
-            stub = stub || /is not done: /
-            global = global || line ~ /__global__/
-            checked = checked || line ~ /CHECK_LAUNCH *\(|LAUNCH *\(|CHECK *\(/
-            while (match(line, /[A-Za-z_][A-Za-z0-9_]*/)) {
-                word = substr(line, RSTART, RLENGTH)
-                line = substr(line, RSTART + RLENGTH)
-                if ((word ~ /^(cu[A-Z]|cuda[A-Z])/ && !(word in allowed)) ||
-                    word ~ /^(emu|EMU_.*|lab_.*|__tsan.*|nccl.*)$/)
-                    print "#error " word " has no use in this task: kernels compute, and nothing is copied"
-            }
-        }
-        { print }
-        /LAB 4\.[0-9] BEGIN/ {
-            for (word in forbidden) print "#define " word " " word "_is_no_part_of_this_task"
-            print "#line " NR + 1 " \"cnn_kernels.cu\""
-            inside = 1
-            stub = global = checked = 0
-        }
-        END {
-            print "extern \"C\" void lab_add_bias(Work w) { add_bias(w); }"
-        }' cnn_kernels.cu
-}
-
-# emulated PROGRAM COMPILER OPTIONS...: the tests with the kernels in the emulator
-emulated() {
-    { echo '#line 1 "cnn_kernels.cu"' && sed -f tests/emulator/cuda_on_cpu.sed lab04.cu; } |
-        "$2" -std=c++17 -march=native -Wno-unknown-pragmas -I. -include labs/check/lab04_launches.h \
-            "${@:3}" -x c++ -c - -o "$1.o" &&
-        "$2" "${@:3}" lab04.o "$1.o" -o "$1" -lm -lpthread
-}
+# shellcheck disable=SC2034
+launching='4.1 4.2 4.3'
 
 # Compiling takes longer than any test, hence -O1.
 build() {
     local pids=() pid failed=0
     if wanted 1 2 3 4 5 6 7; then
-        cut_kernels >lab04.cu
+        cut_kernels 4 6 "$without_products" >lab04.cu
+        echo 'extern "C" void lab_add_bias(Work w) { add_bias(w); }' >>lab04.cu
         "${CC:-gcc}" -std=gnu17 -g -march=native -w -DCNN_CUDA -c labs/check/lab04.c -o lab04.o || return
-        emulated lab04_emulated "${CXX:-g++}" -O1 -g &
+        emulated lab04_emulated lab04 "${CXX:-g++}" -O1 -g &
         pids+=($!)
     fi
     if wanted 6; then
@@ -110,7 +41,7 @@ build() {
         pids+=($!)
     fi
     if on_gpu && wanted 1 2 3 4 5; then
-        build_for_gpu &
+        for_gpu lab04_gpu lab04 &
         pids+=($!)
     fi
     if wanted 8 9; then build_timer || failed=1; fi
@@ -133,14 +64,8 @@ build_races() { # clang's race detector is faster; either will do
     if clang++ "${tsan[@]}" -x c++ - -o /dev/null 2>/dev/null <<<'int main() {}'; then
         cxx=clang++
     fi
-    emulated lab04_races "$cxx" "${tsan[@]}"
-}
-
-build_for_gpu() {
-    local nvcc
-    nvcc=$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)
-    "$nvcc" -std=c++17 -O2 -arch="${CUDA_ARCH:-native}" -I. -c lab04.cu -o lab04_gpu.o &&
-        "$nvcc" lab04.o lab04_gpu.o -o lab04_gpu
+    emulated_kernels lab04_races.o lab04 "$cxx" "${tsan[@]}" &&
+        "$cxx" "${tsan[@]}" lab04.o lab04_races.o -o lab04_races -lm -lpthread
 }
 
 build_timer() { # it reads our clock, and no GPU is in its program

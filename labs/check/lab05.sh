@@ -1,6 +1,8 @@
 # shellcheck shell=bash disable=SC2154 # check.sh sets home and parts
 # Lab 5, for check.sh: each change of the convolution, in the emulator, which counts its reads; the
 # last test is for a GPU only.
+# shellcheck source=labs/check/kernels.sh
+. "$home/labs/check/kernels.sh"
 
 tests() {
     cat <<'END'
@@ -71,12 +73,6 @@ no_arrays() {
         echo "error: variable $(head -n 1 <<<"$found"): declare it in the kernel, and not static"
         return 1
     }
-}
-
-on_gpu() {
-    local found=emulator
-    if nvidia-smi -L >/dev/null 2>&1; then found=gpu; fi
-    [ "${DEVICE:-$found}" = gpu ]
 }
 
 build_for_gpu() {

@@ -228,7 +228,7 @@ ladder() {
         [ "$count" = "$found" ] || complain "runs/lab07: the rung $name has $count runs, the first one $found" || return
         folders=$count
     done < <(rungs)
-    own_times && ablation_table
+    no_copies && ablation_table
 }
 
 # rung_row NAME: of the open run: lines `NAME emulated 0 or 1`, `NAME speed IMG_PER_S` of its epochs but the first,
@@ -241,7 +241,7 @@ rung_row() {
         END { print rung, "accuracy", accuracy }' "$folder/epochs.csv"
 }
 
-own_times() {
+no_copies() {
     local double
     double=$(for path in "$from"/runs/lab07/*/steps.csv; do cut -d , -f 7 "$path" | cksum; done | sort | uniq -d)
     [ -z "$double" ] || complain "runs/lab07: two run folders have exactly the same times: one is a copy of the other"
@@ -252,15 +252,9 @@ ablation_table() {
     local file=runs/lab07/ablation.csv
     [ -f "$from/$file" ] || { complain "$file: missing"; return 1; }
     # columns that hold texts with commas come after those that are compared
-    awk -v file="$file" -v names="$(rungs | awk '{ print $2 }' | paste -sd ' ')" '
-        function near(what, wanted, found) {
-            if (found == "" || found - wanted > .002 * wanted + 1e-9 || wanted - found > .002 * wanted + 1e-9) {
-                printf "%s: %s should be %.6g, found %s\n", file, what, wanted, found == "" ? "nothing" : found
-                bad = 1
-            }
-        }
+    (cd "$from" && awk -v names="$(rungs | awk '{ print $2 }' | paste -sd ' ')" "$table_awk"'
         function empty(what, found) {
-            if (found != "") { printf "%s: %s should be empty, since the run was emulated; found %s\n", file, what, found; bad = 1 }
+            if (found != "") { printf "%s: %s should be empty, since the run was emulated; found %s\n", FILENAME, what, found; bad = 1 }
         }
         NR == FNR {
             if ($2 == "speed") speed[$1, ++count[$1]] = $3
@@ -271,8 +265,8 @@ ablation_table() {
         FNR == 1 { FS = ","; $0 = $0; for (i = 1; i <= NF; i++) c[$i] = i; total = split(names, name, " "); next }
         {
             k++
-            if ($1 != name[k]) { printf "%s: row %d should be the rung %s, found %s\n", file, k, name[k], $1; exit bad = 1 }
-            if ($c["emulated"] != emulated[$1]) { printf "%s: rung %s: emulated should be %s\n", file, $1, emulated[$1]; bad = 1 }
+            if ($1 != name[k]) { printf "%s: row %d should be the rung %s, found %s\n", FILENAME, k, name[k], $1; exit bad = 1 }
+            if ($c["emulated"] != emulated[$1]) { printf "%s: rung %s: emulated should be %s\n", FILENAME, $1, emulated[$1]; bad = 1 }
             near("repeats of rung " $1, n[$1], $c["repeats"])
             if (emulated[$1] == 1) {
                 empty("img_per_s of rung " $1, $c["img_per_s"])
@@ -284,13 +278,5 @@ ablation_table() {
                 near("accuracy of rung " $1, sum[$1] / n[$1], $c["accuracy"])
             }
         }
-        END { if (!bad && k != total) { printf "%s: expected %d rows, found %d\n", file, total, k; bad = 1 }; exit bad }
-        function median(r,    i, j, x) {
-            for (i = 2; i <= count[r]; i++)
-                for (j = i; j > 1 && speed[r, j] < speed[r, j - 1]; j--) {
-                    x = speed[r, j]; speed[r, j] = speed[r, j - 1]; speed[r, j - 1] = x
-                }
-            i = int((count[r] + 1) / 2)
-            return count[r] % 2 ? speed[r, i] : (speed[r, i] + speed[r, i + 1]) / 2
-        }' rows "$from/$file" || { command=$ablation; complain "the table does not belong to these run folders: the same command writes it again"; }
+        END { if (!bad && k != total) { printf "%s: expected %d rows, found %d\n", FILENAME, total, k; bad = 1 }; exit bad }' "$work/rows" "$file") || { command=$ablation; complain "the table does not belong to these run folders: the same command writes it again"; }
 }

@@ -138,20 +138,10 @@ study_comparable() {
     each lab09 "$study" like_first '|replicas|gpus|threads|batch-size|global-batch' && each lab09 "$study" own_times
 }
 
-# near_csv FILE AWK: the columns of FILE by name; AWK has to call close(what, expected, found)
-csv_awk='
-    function near(what, wanted, found,    d) {
-        d = wanted - found
-        if (found == "" || d > .002 * wanted + 1e-9 || d < -.002 * wanted - 1e-9) {
-            printf "%s: %s should be %.6g, found %s\n", FILENAME, what, wanted, (found == "" ? "nothing" : found)
-            bad = 1
-        }
-    }'
-
 study_table() {
     [ -f "$from/runs/lab09/scaling.csv" ] || { command=$study; complain "runs/lab09/scaling.csv: missing"; return 1; }
     each lab09 "$study" row >rows || { cat rows; return 1; }
-    (cd "$from" && awk "$csv_awk"'
+    (cd "$from" && awk "$table_awk"'
         NR == FNR {
             key = $2 " " $3 " " $4; n[key]++; sum[key] += $6; images[key] = $7
             if ($2 == 1) one = key
@@ -252,7 +242,7 @@ ladder_table() {
     local file=runs/$ladder/ablation.csv
     [ -f "$from/$file" ] || { complain "$file: missing"; return 1; }
     each "$ladder" "$1" speed_of >speeds || return
-    (cd "$from" && awk "$csv_awk"'
+    (cd "$from" && awk "$table_awk"'
         NR == FNR {
             if ($2 == "speed") speed[$1, ++count[$1]] = $3
             else { sum[$1] += $3; n[$1]++ }
@@ -265,15 +255,7 @@ ladder_table() {
             near("times_first of rung " $1, median(k) / median(1), $c["times_first"])
             near("accuracy of rung " $1, sum[k] / n[k], $c["accuracy"])
         }
-        END { for (r in n) rungs++; if (!bad && k != rungs) { print FILENAME ": expected " rungs " rows, found " k + 0; bad = 1 }; exit bad }
-        function median(r,    i, j, x) {
-            for (i = 2; i <= count[r]; i++)
-                for (j = i; j > 1 && speed[r, j] < speed[r, j - 1]; j--) {
-                    x = speed[r, j]; speed[r, j] = speed[r, j - 1]; speed[r, j - 1] = x
-                }
-            i = int((count[r] + 1) / 2)
-            return count[r] % 2 ? speed[r, i] : (speed[r, i] + speed[r, i + 1]) / 2
-        }' "$work/speeds" "$file") || { command=$1; complain "the table does not belong to these run folders: the same command writes it again"; }
+        END { for (r in n) rungs++; if (!bad && k != rungs) { print FILENAME ": expected " rungs " rows, found " k + 0; bad = 1 }; exit bad }' "$work/speeds" "$file") || { command=$1; complain "the table does not belong to these run folders: the same command writes it again"; }
 }
 # The open run: lines `RUNG speed IMG_PER_S` of its epochs but the first, and `RUNG accuracy PERCENT`
 speed_of() {
@@ -315,7 +297,7 @@ hours_table() {
         each "$folder_of" "$command" true || return
         each "$folder_of" "$command" row >>rows
     done
-    (cd "$from" && awk "$csv_awk"'
+    (cd "$from" && awk "$table_awk"'
         NR == FNR { hours[$NF == "cpu" ? "core" : "GPU"] += ($NF == "cpu" ? $2 * $8 : $2) * $9 / 3600; next }
         FNR == 1 { FS = ","; $0 = $0; for (i = 1; i <= NF; i++) c[$i] = i; next }
         $1 == "sum" { near("the sum of all " $c["unit"] " hours", hours[$c["unit"]], $c["hours"]); seen[$c["unit"]] = 1 }

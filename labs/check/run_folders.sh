@@ -1,4 +1,4 @@
-# Checks of run folders for labs 0, 2, 3, 8 and 9, sourced by their labNN.sh. Numbers have to be consistent with
+# Checks of run folders for labs 0, 2, 3 and 6 to 9, sourced by their labNN.sh. Numbers have to be consistent with
 # each other. What is missing or wrong is printed on stdout.
 # shellcheck shell=bash disable=SC2154 # check.sh exports home, from and work; run() reads token
 
@@ -172,3 +172,23 @@ machine_card() {
 
 # send_token: the last step of a passed test
 send_token() { echo "$token" >&9; }
+
+# Functions for awk programs that read what the run folders say, then the table that a study has written of them.
+# near(): the table's number is the wanted one, within 0.2 %; median(r): of speed[r, 1] to speed[r, count[r]]
+# shellcheck disable=SC2034 # labs 7 and 9 read it
+table_awk='
+    function near(what, wanted, found,    d) {
+        d = wanted - found
+        if (found == "" || d > .002 * wanted + 1e-9 || d < -.002 * wanted - 1e-9) {
+            printf "%s: %s should be %.6g, found %s\n", FILENAME, what, wanted, (found == "" ? "nothing" : found)
+            bad = 1
+        }
+    }
+    function median(r,    i, j, x) {
+        for (i = 2; i <= count[r]; i++)
+            for (j = i; j > 1 && speed[r, j] < speed[r, j - 1]; j--) {
+                x = speed[r, j]; speed[r, j] = speed[r, j - 1]; speed[r, j - 1] = x
+            }
+        i = int((count[r] + 1) / 2)
+        return count[r] % 2 ? speed[r, i] : (speed[r, i] + speed[r, i + 1]) / 2
+    }'

@@ -7,7 +7,7 @@
      Array *in = new_input("in", bytes), *out = new_output("out", bytes);     // and fill in->before
      run_trial(job);        // calls job() there, in which in->device is the array
      then compare out->after with what is right */
-#include "report.h"
+#include "draw.h"
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
@@ -31,24 +31,6 @@ static Array arrays[MOST_ARRAYS];
 static size_t array_count;
 static Shared *shared;
 static const Backend *gpu;
-
-/* ---- Random numbers, fresh in each run ------------------------------------------------------- */
-
-static uint64_t random_seed;
-static uint32_t drawn;
-
-static size_t draw(size_t least, size_t most) {
-    uint32_t r[4];
-    philox4x32(r, drawn++, 0, 0, 0xFFFF, random_seed);
-    return least + r[0] % (most - least + 1);
-}
-
-static void draw_seed(void) {
-    FILE *file = fopen("/dev/urandom", "r");
-    if (!file || fread(&random_seed, sizeof random_seed, 1, file) != 1)
-        wrong("/dev/urandom cannot be read");
-    fclose(file);
-}
 
 /* ---- Arrays ---------------------------------------------------------------------------------- */
 
