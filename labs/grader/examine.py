@@ -13,6 +13,7 @@ STARTER is the folder that students were given.
 import contextlib
 import csv
 import filecmp
+import glob
 import hashlib
 import io
 import json
@@ -41,7 +42,7 @@ NO_CODE = re.compile(r'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n]
 # What reading a file that ./cnn has not written may raise.
 DAMAGES = (AttributeError, ArithmeticError, IndexError, KeyError, OSError, TypeError, ValueError, RecursionError,
            csv.Error)
-MARKER = re.compile(r"^[ \t]*/\* LAB (\d+\.\d+) (BEGIN|END)", re.M)
+MARKER = re.compile(r"^[ \t]*/\* LAB (\d+\.\d+(?: \d+\.\d+)*) (BEGIN|END)", re.M)
 
 
 # ---- Run folders and the report
@@ -226,22 +227,30 @@ def without_comments(text):
     return NO_CODE.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
 
 
+def marked_parts(path, lab):
+    """The parts between the markers of this lab: (ID, number of the first line, text)."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as f:
+            text = f.read()
+    except OSError:
+        return
+    marks = list(MARKER.finditer(text))
+    for begin, end in zip(marks, marks[1:]):
+        ids = [part for part in begin[1].split() if part.split(".")[0] == lab]
+        if ids and (begin[2], end[2]) == ("BEGIN", "END"):
+            yield (ids[0], text.count("\n", 0, begin.end()) + 2,
+                   text[begin.end():end.start()].partition("\n")[2])
+
+
 def examine_code(flags, lab, starter):
-    """The parts between the markers of this lab; what they call that no part needs."""
+    """The parts of this lab; what they call that no part needs, unless it is the starter's text."""
     parts = []
     for name in marked_files(starter):
-        try:
-            with open(name, encoding="utf-8", errors="replace") as f:
-                text = f.read()
-        except OSError:
-            continue
-        marks = list(MARKER.finditer(text))
-        for begin, end in zip(marks, marks[1:]):
-            if (begin[2], end[2], begin[1].split(".")[0]) != ("BEGIN", "END", lab):
-                continue
-            first, part = text.count("\n", 0, begin.end()) + 2, text[begin.end():end.start()].partition("\n")[2]
-            parts.append([name, begin[1], part[:TEXT]])
-            examine_part(flags, name, first, part)
+        given = {part: text for part, _, text in marked_parts(os.path.join(starter, name), lab)}
+        for part, first, text in marked_parts(name, lab):
+            parts.append([name, part, text[:TEXT]])
+            if text != given.get(part):
+                examine_part(flags, name, first, text)
     return parts
 
 
@@ -255,11 +264,9 @@ def examine_part(flags, name, first, part):
 
 
 def marked_files(starter):
-    found = ["cnn.c", "cnn_kernels.c", "cnn_kernels.cu"]
-    for folder, _, names in os.walk(os.path.join(starter, "labs")):
-        within = os.path.relpath(folder, starter)
-        found += [os.path.join(within, name) for name in names if name.endswith((".c", ".cu")) and "/lab" in within]
-    return found
+    found = [path for pattern in ("*.c", "*.cu")
+             for path in glob.glob(os.path.join(glob.escape(starter), "labs/lab[0-9][0-9]", pattern))]
+    return ["cnn.c", "cnn_kernels.c", "cnn_kernels.cu", *(os.path.relpath(path, starter) for path in sorted(found))]
 
 
 def examine_tools(flags, starter):
