@@ -14,24 +14,28 @@ mkdir -p "$folder"
 
 # shellcheck disable=SC2317 # the trap calls it
 requeue() {
-    local i
+    local i=0
+    interrupted=1
     touch "$folder/signalled"
     kill -USR1 "$pid"
-    for ((i = 0; i < 250; i++)); do # 50 seconds
-        [ ! "$checkpoint" -nt "$folder/signalled" ] || break
-        sleep 0.2
+    until [ "$checkpoint" -nt "$folder/signalled" ] || ! kill -0 "$pid" 2>/dev/null || [ $((++i)) -gt 250 ]; do
+        sleep 0.2 # 50 seconds in all
     done
     rm "$folder/signalled"
     ! kill -0 "$pid" 2>/dev/null || scontrol requeue "$SLURM_JOB_ID"
 }
 
-# train COMMAND...: its exit status
+# train COMMAND...: its exit status. A signal ends `wait` early, with a status of its own.
 train() {
+    local status
     "$@" &
     pid=$!
     trap requeue USR1
-    until wait "$pid"; do
+    interrupted=1
+    while [ "$interrupted" ]; do
+        interrupted=
+        wait "$pid"
         status=$?
-        kill -0 "$pid" 2>/dev/null || return $status # else the signal has interrupted wait
     done
+    return $status
 }

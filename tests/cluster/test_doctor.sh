@@ -114,3 +114,24 @@ line broken/old_says '^BROKEN +compiler +old-compiler cannot build'
 doctor -u CC
 same make/status 0 "$status"
 line make/compiler '^ok +compiler '
+
+# ---- slurm/requeue.sh: the status is the program's, also of one that ends while the script handles the signal
+
+# requeued NAME WANTED PROGRAM: what the script says if the program gets the signal after half a second
+requeued() {
+    # shellcheck disable=SC2016
+    same "requeue/$1" "$2" "$(SLURM_JOB_NAME=$1 SLURM_JOB_ID=1 timeout 60 bash -c '
+        source slurm/requeue.sh
+        scontrol() { echo "$@"; }
+        { sleep 0.5; kill -USR1 $$ 2>/dev/null; } &
+        train bash -c "$1; for i in 1 2 3 4 5 6 7 8 9 10; do sleep 0.1; done; exit 6"
+        echo $?' - "$3" 2>&1)"
+}
+# shellcheck disable=SC2016 # the script's own variable
+save='touch runs/$SLURM_JOB_NAME-1/checkpoint.safetensors'
+requeued goes_on "requeue 1
+6" "trap '$save' USR1"
+requeued ends_first 0 "trap 'exit 0' USR1"
+requeued fails_first 5 "trap 'exit 5' USR1"
+requeued saves_and_ends 0 "trap '$save; exit 0' USR1"
+requeued ends_before 4 'exit 4'

@@ -344,7 +344,7 @@ no_process() { ! pgrep -f "$1" >/dev/null; }
 # A job whose time is over, or whose script gets the signal that Slurm sends before that, is queued again, and
 # ends with the bits of one that was not disturbed.
 test_requeue() {
-    local name script world long=("${tiny[@]}" --limit-train 2000 --batch-size 4 --epochs 3 --log-interval 20 --threads 1)
+    local name script world long=("${tiny[@]}" --limit-train 2000 --batch-size 4 --epochs 6 --log-interval 20 --threads 1)
     # shellcheck disable=SC2317 # until_true calls it
     restarted() { scontrol -o show job "$job" | grep -q ' Restarts=[1-9]'; }
     while read -r name script options; do
@@ -356,15 +356,15 @@ test_requeue() {
         holds "requeue/$name/restarted" "queued again" "$(scontrol -o show job "$job")" until_true 60 restarted
         scontrol update JobId="$job" StartTime=now 2>/dev/null
         ends "requeue/$name" "$job" COMPLETED
-        # epoch 4: on a busy machine training was over before Slurm had ended the job
-        line "requeue/$name/resumed" '^Resuming from runs/.*: epoch [1-4], step '
+        # epoch 7: on a busy machine training was over before Slurm had ended the job
+        line "requeue/$name/resumed" '^Resuming from runs/.*: epoch [1-7], step '
         world=$(grep -oP '"world":\K\d+' "runs/$script-$job/run.json")
         # shellcheck disable=SC2046 # several words, or none
         ./cnn "${long[@]}" --no-cuda $([ "$world" = 1 ] || echo --replicas "$world" --oversubscribe) \
             --checkpoint "$tmp/straight" >"$err" 2>&1
         holds "requeue/$name/bits" "those of an undisturbed run" "others" \
             cmp "runs/$script-$job/checkpoint.safetensors" "$tmp/straight"
-        same "requeue/$name/steps" 1500 "$(tail -n +2 "runs/$script-$job/steps.csv" | sort -u -t, -k1,3 | wc -l)"
+        same "requeue/$name/steps" 3000 "$(tail -n +2 "runs/$script-$job/steps.csv" | sort -u -t, -k1,3 | wc -l)"
     done <<END
 cpu cpu
 multinode multinode --gres=none --cpus-per-task=1
