@@ -88,7 +88,7 @@ help:
 	@echo "  make ablation  each optimization for the GPU on top of those before: speed and accuracy in ablation.csv;"
 	@echo "                 RUNGS=slurm/configs/one-core.txt (after make build/cnn-O0), large-batch.txt: other ladders"
 	@echo "  make plots RUNS=DIR  plots of the run folders in DIR"
-	@echo "  make report RUNS=DIR report.md: tables and plots of the run folders, and questions for you"
+	@echo "  make report RUNS=DIR report.md: tables and plots of the run folders, and questions for you; report.html"
 	@echo "  make verify RUNS=DIR what is missing or implausible there; run it before you hand it in"
 	@echo "  MODEL=cifar EPOCHS=20 BATCH=250 BATCHES='50 100' REPEATS=10 LIMIT=images GPUS=2 RUNS=DIR"
 	@echo "  OPTIONS='--width 64': more options of ./cnn; EMULATE=1: virtual GPUs where there are none"
@@ -202,8 +202,10 @@ RUNS    = runs/$(NAME)
 VIRTUAL = $(filter-out 0,$(EMULATE))
 STUDY   = --model $(MODEL) --epochs $(EPOCHS) --gpus $(GPUS) $(if $(LIMIT),--limit $(LIMIT)) \
 	$(if $(VIRTUAL),--emulate) $(if $(OPTIONS),-- $(OPTIONS))
-PLOT = $(or $(shell for python in .venv/bin/python python3 /usr/bin/python3; do \
-	$$python -c 'import matplotlib' 2>/dev/null && echo $$python && break; done),python3) labs/tools/plot.py
+# The first Python that has the package $(1)
+PYTHON_WITH = $(or $(shell for python in .venv/bin/python python3 /usr/bin/python3; do \
+	$$python -c 'import $(1)' 2>/dev/null && echo $$python && break; done),python3)
+PLOT = $(call PYTHON_WITH,matplotlib) labs/tools/plot.py
 
 cpu single multi: all $(if $(VIRTUAL),cnn-emu)
 	@labs/tools/study.py train $@ runs --batches $(BATCH) $(STUDY)
@@ -241,7 +243,7 @@ report verify: RUNS := $(if $(LAB),reports/lab0$(LAB),$(RUNS))
 report:
 	@$(if $(LAB),labs/tools/lab_runs.sh '$(LAB)')
 	-@$(PLOT) $(RUNS)
-	@labs/tools/report.py $(RUNS)
+	@$(call PYTHON_WITH,markdown_it) labs/tools/report.py $(RUNS)
 verify:
 	@$(if $(LAB),labs/tools/lab_runs.sh '$(LAB)')
 	@labs/tools/verify.py $(RUNS)

@@ -17,6 +17,10 @@ folder, <!-- other source: lab02-textbook -->, and it has a row of its own.
 
 `make report LAB=3` is the same for the runs of lab 3, in reports/lab03, with the questions of that lab,
 labs/lab03/questions.md.
+
+report.md is then made into report.html, one file with the plots inside, to read in a browser and to print; for
+this Python needs the package markdown-it-py: pip install -r labs/requirements.txt, or on Debian
+apt-get install python3-markdown-it.
 """
 import contextlib
 import csv
@@ -24,6 +28,7 @@ import functools
 import hashlib
 import os
 import re
+import sys
 import textwrap
 
 from run_folders import (COLUMNS_DIFFER, REPEATS_DIFFER, SCALING, Missing, add_speedups, by, differences,
@@ -344,31 +349,50 @@ def read_report(path):
         return f.read()
 
 
-def write_report(path, text):
+def write_file(path, text):
     """Replaces the file as a whole, so that a full disk loses nothing."""
     with open(path + ".part", "w", encoding="utf-8", errors="surrogateescape", newline="") as f:
         f.write(text)
     os.replace(path + ".part", path)
+
+
+def write_report(path, text):
+    write_file(path, text)
     print(f"Written: {path}, {len(re.findall('^> TODO:', text, re.M))} questions left for you to answer")
+
+
+def write_page(root, text):
+    """report.html, of the text of report.md."""
+    path = os.path.join(root, "report.html")
+    try:
+        from report_html import make_page
+    except ModuleNotFoundError as missing:
+        print(f"Not written: {path}, since {sys.executable} has no {missing.name}; pip install -r labs/requirements.txt, "
+              "or on Debian: apt-get install python3-markdown-it; then make report again")
+        return
+    page, absent = make_page(root, text.encode("utf-8", "surrogateescape").decode("utf-8", "replace"),
+                             digest(text.splitlines()))
+    write_file(path, page)
+    print(*(f"Note: {note}" for note in absent), sep="\n", end="\n" * bool(absent))
+    print(f"Written: {path}, to read in a browser and to print; after you have changed report.md, make report again")
 
 
 def main(root):
     path = os.path.join(root, "report.md")
     try:
         blocks = make_blocks(root, read_runs(root))
-        if not os.path.exists(path):
-            write_report(path, fresh_report(blocks, root))
-            return
-        old = read_report(path)
+        old = read_report(path) if os.path.exists(path) else None
         try:
-            write_report(path, renewed_report(old, blocks))
+            text = fresh_report(blocks, root) if old is None else renewed_report(old, blocks)
         except Damaged as why:
             new = os.path.join(root, "report.new.md")
             if os.path.exists(new):
                 fail(path, "intact markers", why, f"fix it, or copy what you need from {new} and delete that")
             write_report(new, fresh_report(blocks, root))
             fail(path, "intact markers", why, f"{path} was not changed; copy the parts you need from {new}")
-        for name in (n for n, text in blocks.items() if text and f"<!-- begin {n}" not in old):
+        write_report(path, text)
+        write_page(root, text)
+        for name in (n for n, part in blocks.items() if old and part and f"<!-- begin {n}" not in old):
             print(f"Note: the runs have data for the part {name}, which report.md does not contain. To add "
                   f"it, write a line <!-- begin {name} --> and a line <!-- end {name} --> there.")
     except OSError as error:
