@@ -186,7 +186,7 @@ def examine_runs(flags, root):
                 lines += guarded(folder, rule(folder, complete))
         for line in dict.fromkeys(lines):
             place, what = split_finding(line)
-            flags.append(["report" if "report.md" in place else "numbers", place, what])
+            flags.append(["report" if "report." in place else "numbers", place, what])
         runs += complete
     return runs
 

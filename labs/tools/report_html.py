@@ -13,6 +13,7 @@ from urllib.parse import unquote
 from markdown_it import MarkdownIt
 
 LARGEST = 8 << 20  # bytes of a picture
+LONG = 30  # characters of a cell that needs room
 # A file is what its first bytes say, whatever its name.
 KINDS = {rb"\x89PNG\r\n\x1a\n": "png", rb"\xff\xd8\xff": "jpeg", rb"GIF8[79]a": "gif", rb"RIFF....WEBP": "webp"}
 NUMBER = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?( ?%)?")
@@ -52,19 +53,20 @@ th, td { border: 1px solid #bbb; padding: .25em .5em; text-align: left; vertical
   overflow-wrap: normal }
 th { background: #f3f3f3 }
 .number { text-align: right }
+.long { min-width: 16em }
 blockquote { margin: 1em 0; padding: .1em 1em; border-left: 4px solid #bbb }
 .todo, .absent { background: #fff3cd; border-left: 4px solid #b37700 }
 .absent { display: block; padding: .5em 1em }
 @media print {
   body { max-width: none; padding: 0; font-size: 10.5pt }
-  h1, h2, h3 { break-after: avoid }
-  tr, img, .absent { break-inside: avoid }
+  h1, h2, h3, p:has(+ .table) { break-after: avoid }
+  tr, img, .table, .absent { break-inside: avoid }
   thead { display: table-header-group }
   p, li, blockquote { orphans: 3; widows: 3 }
-  img { max-height: 22cm }
+  img { max-height: 12cm }
   .table { overflow-x: visible }
   table { font-size: 7pt }
-  th, td { padding: .15em .3em; overflow-wrap: anywhere }
+  th, td { padding: .15em .3em }
 }
 """
 
@@ -110,12 +112,14 @@ def mark_questions(tokens):
             begin.attrSet("class", "todo")
 
 
-def align_numbers(tokens):
-    """Columns that have nothing but numbers below their title, to the right."""
+def lay_out_tables(tokens):
+    """Columns of numbers are aligned to the right; cells of more than a few words are not squeezed."""
     table, row = [], []
-    for cell, text in zip(tokens, tokens[1:]):
+    for at, cell in enumerate(tokens):
         if cell.type in ("th_open", "td_open"):
-            row.append((cell, text.content.strip()))
+            row.append((cell, tokens[at + 1].content.strip()))
+            if len(row[-1][1]) > LONG:
+                cell.attrSet("class", "long")
         elif cell.type == "tr_close":
             table, row = table + [row], []
         elif cell.type == "table_close":
@@ -135,7 +139,7 @@ def make_page(root, text, digest):
     markdown.add_render_rule("table_close", lambda *_: "</table></div>\n")
     tokens = markdown.parse(CODE_OR_COMMENT.sub(lambda m: "" if m[0].startswith("<!--") else m[0], text))
     mark_questions(tokens)
-    align_numbers(tokens)
+    lay_out_tables(tokens)
     titles = (words.content for begin, words in zip(tokens, tokens[1:]) if begin.type == "heading_open")
     env = {"root": root, "absent": []}
     body = markdown.renderer.render(tokens, markdown.options, env)

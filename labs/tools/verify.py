@@ -26,8 +26,8 @@ import re
 import sys
 from types import SimpleNamespace
 
-from report import (MAKERS, NOTHING, STEP_PARTS, Damaged, free_settings, make_blocks, read_report, split,
-                    timing_rows, variants)
+from report import (MAKERS, NOTHING, STEP_PARTS, Damaged, digest, free_settings, make_blocks, read_report,
+                    split, timing_rows, variants)
 from run_folders import (COLUMNS, SCALING, WORKERS, Missing, add_speedups, by, differences, find_folders,
                          is_dirty, make_rows, read_csv, read_run, scaling_rows, start, table_lines,
                          workers_rows)
@@ -352,6 +352,17 @@ def check_report(root, runs):
                           f"make report RUNS={root}")
 
 
+def check_page(root, runs):
+    """Whether report.html, if there is one, was made of the present report.md."""
+    where, source = os.path.join(root, "report.html"), os.path.join(root, "report.md")
+    if not os.path.exists(where) or not os.path.exists(source):
+        return
+    with open(where, encoding="utf-8", errors="replace") as f:
+        made_of = re.search('<meta name="report.md" content="([0-9a-f]*)">', f.read(1000))
+    if not made_of or made_of[1] != digest(read_report(source).splitlines()):
+        yield finding(where, "the text of the present report.md", "another text", f"make report RUNS={root}")
+
+
 def check_outline(root, runs):
     """What report.md has to contain."""
     where = os.path.join(root, "report.md")
@@ -418,6 +429,7 @@ RULES = [
     (check_plots, {TIMING, SCALED}),
     (check_plots_are_new, ALL),
     (check_report, ALL),
+    (check_page, ALL),
     (check_outline, {TIMING, SCALED}),
 ]
 

@@ -116,11 +116,13 @@ class Student:
         return f"{self.folder}/{name}"
 
     def report(self):
-        """report.md, as make report writes it, with answers."""
+        """report.md, as make report writes it, with answers; report.html may be there or not, so it is not."""
         tool = f"{self.made}/tools/report.py"
         subprocess.run([sys.executable, tool, self.path("runs")], check=True, stdout=subprocess.DEVNULL)
         text = re.sub(r"^> TODO:.*\n(> .*\n)*", "An answer.\n", load(self.path("runs/report.md")), flags=re.M)
         save(self.path("runs/report.md"), text)
+        if os.path.exists(self.path("runs/report.html")):
+            os.remove(self.path("runs/report.html"))
         return text
 
 
@@ -404,6 +406,13 @@ def report_with_its_own_table(student):
     text = student.report()
     table = re.search(r"^\| device .*\n\| ---.*\n\| cpu .*\n", text, re.M)[0]
     save(student.path("runs/report.md"), text + "\n" + table.replace("| mnist | 16 |", "| mnist | 99 |"))
+
+
+@bad(("report", "runs/report.html", "the text of the present report.md"))
+def old_page(student):
+    student.run()
+    student.report()
+    save(student.path("runs/report.html"), "<!DOCTYPE html>")
 
 
 @bad(("report", "runs/report.md", "your answer"))

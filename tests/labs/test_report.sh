@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Tests labs/tools/report.py and verify.py: a made-up study and report in which nothing is wrong, then for
-# each finding one that is spoilt in one place; what a student has written survives; and a small real study.
+# each finding one that is spoilt in one place; what a student has written survives; a small real study; and
+# report.html, in chromium where it is installed.
 # CNN=PATH: another binary. Prints `pass report/NAME`, `fail ...` or `skip ...`.
 suite=report
 # shellcheck source=tests/lib.sh
@@ -16,7 +17,10 @@ cd "$tmp" || exit 1
 
 # shellcheck source=tests/labs/fork_python.sh
 source "$repo/tests/labs/fork_python.sh"
-start_python "$python3" report verify
+for with_page in "$repo/.venv/bin/python" "$python3" /usr/bin/python3 ""; do
+    [ -z "$with_page" ] || "$with_page" -c 'import markdown_it' 2>/dev/null && break
+done
+start_python "${with_page:-$python3}" report verify ${with_page:+report_html}
 
 tool() { fork_python "$out" "$err" "$repo/labs/tools/$1.py" "${@:2}"; }
 error() { one_error report "$@"; }
@@ -103,6 +107,7 @@ END
     touch "$1"/plots/{study,loss,scaling,roofline,confusion}.png
     tool report "$1"
     answer "$1/report.md"
+    tool report "$1"
 } >/dev/null
 
 cat >"$tmp/tables.py" <<'END'
@@ -362,6 +367,7 @@ Nothing found in lab that is missing or implausible" "$status $(grep -v ^Note "$
     tool report lab
     answer lab/report.md
     sed -i '/^# Abstract/,/^# Meth/{/^# Meth/!d}' lab/report.md # which headings it needs, the lab says
+    tool report lab
     tool verify lab
     same kinds/lab_report "0 " "$status $(grep ': expected' "$out")"
     spoil_lab status a/run.json 's/"complete"/"running"/' "expected status complete"
@@ -520,12 +526,71 @@ test_real() {
     same real/questions 14 "$(grep -c 'expected your answer' "$out")"
     answer real/report.md
     tool verify real
+    [ -z "$with_page" ] || line real/page_stale '^real/report.html: expected the text of the present report.md, found another'
+    make -s -C "$repo" report RUNS="$tmp/real" >"$out" 2>"$err" </dev/null
+    if [ -n "$with_page" ]; then
+        line real/page_said '^Written: .*/real/report.html, to read in a browser'
+        same real/page "" "$(page_tool check real)"
+    fi
+    tool verify real
     if [ -d real/plots ]; then # what a busy machine does to times in CSV files is not tested
         same real/findings "real: expected 5 repeats or more of cpu, global batch 50, found 2" \
             "$(sed '/^Note: /d; /^Findings: /d; /, checked as /d; /[.]csv: /d; s/;.*//' "$out")"
     else
         skip real/findings "no plots, since no python3 has matplotlib"
     fi
+}
+
+page_tool() { "$python3" "$repo/tests/labs/report_page.py" "$@" 2>&1; }
+
+# report.html: what a report with hostile text becomes, and where a package is missing, a message.
+test_page() {
+    local note
+    mkdir missing_package
+    echo 'raise ModuleNotFoundError("gone", name="markdown_it")' >missing_package/markdown_it.py
+    make_run page cpu 1 50 1 12
+    PYTHONPATH=$tmp/missing_package "$python3" "$repo/labs/tools/report.py" page >"$out" 2>"$err"
+    same page/missing_package "0 yes no" "$? $([ -f page/report.md ] && echo yes) $([ -f page/report.html ] || echo no)"
+    line page/missing_said '^Not written: page/report.html, since .* has no markdown_it; pip install -r labs/requirements.txt'
+    if [ -z "$with_page" ]; then
+        skip page "no python3 with markdown-it-py; on Debian: apt-get install python3-markdown-it"
+        return
+    fi
+    sed -i 's/^# Project Title/# A <b>title<\/b>/' page/report.md
+    page_tool pictures page
+    tool report page
+    same page/status "0 " "$status $(cat "$err")"
+    same page/check "" "$(page_tool check page)"
+    holds page/language "lang and title" "$(head -n 12 page/report.html)" \
+        grep -qzE '<html lang="en">.*<title>A &lt;b&gt;title&lt;/b&gt;</title>' page/report.html
+    same page/pictures "4 11" "$(grep -o '<img ' page/report.html | wc -l) $(grep -c '^Note: the picture' "$out")"
+    for note in "https://example.org/a.png is not .*it is not a file" "//example.org/a.png .*it is not a file" \
+        ".*etc/passwd .*it is outside" "/etc/passwd .*it is outside" "plots/link.png .*it is outside" \
+        "elsewhere/outside.png .*it is outside" "plots/drawing.svg .*it is no PNG" "plots/text.png .*it is no PNG" \
+        "plots/large.png .*more than 8 MiB" "plots/gone.png .*no such file" "plots is .*no such file"; do
+        line "page/absent $note" "^Note: the picture $note"
+    done
+    holds page/list "a list" "$(grep -A2 'without a blank' page/report.html)" grep -q '^<li>two</li>' page/report.html
+    holds page/question "marked" "$(grep -B1 'a question' page/report.html)" grep -q '^<blockquote class="todo">' page/report.html
+    same page/markers 0 "$(grep -c 'a private remark\|-- begin' page/report.html)"
+    same page/code 2 "$(grep -c '&lt;!-- code --&gt;\|&lt;!-- a comment in code' page/report.html)"
+    same page/cells '<td><code>a|b</code></td>
+<td class="number">12.5</td>' "$(grep -A1 'a|b' page/report.html)"
+}
+
+# Layout on a phone, pictures, requests and pages, in a browser.
+test_browser() {
+    local browser=(nice chromium --headless --no-sandbox --disable-gpu --hide-scrollbars --user-data-dir="$tmp/browser")
+    if [ -z "$with_page" ] || ! command -v chromium >/dev/null; then
+        skip browser "no chromium, or no markdown-it-py; on Debian: apt-get install chromium python3-markdown-it"
+        return
+    fi
+    page_tool frames page frames.html
+    "${browser[@]}" --dump-dom frames.html 2>"$err" >"$out"
+    local one='{"width":390,"needs":390,"pictures":[2000,2000,2000,2000],"title":"A <b>title</b>","requests":[]}'
+    same browser/measured "[$one,$one]" "$(sed -n '/<pre>/{s/.*<pre>//;s/<.pre>.*//;s/&lt;/</g;s/&gt;/>/g;p;q}' "$out")"
+    "${browser[@]}" --print-to-pdf=page.pdf page/report.html >"$out" 2>&1
+    holds browser/printed "a PDF of two pages or more" "$(tail -n 3 "$out")" at_least "$(grep -ac '/Type /Page$' page.pdf)" 2
 }
 
 test_honest
@@ -542,4 +607,6 @@ test_damaged
 test_variants
 test_edited
 test_real
+test_page
+test_browser
 exit 0
