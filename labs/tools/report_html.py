@@ -48,8 +48,8 @@ pre, code { background: #f3f3f3; font-family: monospace; font-size: .92em }
 pre { padding: .6em .8em; white-space: pre-wrap }
 pre code { font-size: 1em }
 .table { overflow-x: auto; margin: 1em 0 }
-table { border-collapse: collapse; font-size: .85em; line-height: 1.3; font-variant-numeric: tabular-nums }
-th, td { border: 1px solid #bbb; padding: .25em .5em; text-align: left; vertical-align: top;
+table { border-collapse: collapse; font-size: .8em; line-height: 1.3; font-variant-numeric: tabular-nums }
+th, td { border: 1px solid #bbb; padding: .25em .4em; text-align: left; vertical-align: top;
   overflow-wrap: normal }
 th { background: #f3f3f3 }
 .number { text-align: right }
@@ -78,7 +78,7 @@ class Absent(Exception):
 def read_picture(root, name):
     """The data: URI of a picture in the folder root or below it."""
     if re.match("(?i)[a-z][a-z0-9+.-]*:|//", name):
-        raise Absent("it is not a file; save it beside report.md and write its name")
+        raise Absent("it is a web address; save it beside report.md and write the file's name")
     folder = os.path.realpath(root)
     path = os.path.realpath(os.path.join(folder, name))
     if os.path.commonpath([folder, path]) != folder:
@@ -92,7 +92,7 @@ def read_picture(root, name):
     for begin, kind in KINDS.items():
         if re.match(begin, data, re.S):
             return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
-    raise Absent("it is no PNG, JPEG, GIF or WebP file; make one of these of it")
+    raise Absent("it is not a PNG, JPEG, GIF or WebP file; convert it to one")
 
 
 def render_picture(self, tokens, at, options, env):
