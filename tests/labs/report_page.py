@@ -14,8 +14,8 @@ import zlib
 from html.parser import HTMLParser
 
 VOID = {"meta", "hr", "br", "img"}
-TAGS = VOID | set("html head title style body h1 h2 h3 p a em strong s code pre ul ol li blockquote span div table thead "
-                  "tbody tr th td".split())
+TAGS = VOID | set("html head title style body h1 h2 h3 p a em strong s code pre ul ol li blockquote span div "
+                  "table thead tbody tr th td".split())
 ATTRIBUTES = {"lang", "charset", "name", "content", "http-equiv", "class", "href", "title", "src", "alt", "start"}
 POLICY = {"http-equiv": "Content-Security-Policy",
           "content": "default-src 'none'; img-src data:; style-src 'unsafe-inline'"}
@@ -26,8 +26,8 @@ function measured(frame) {
           pictures: Array.from(page.images, i => i.naturalWidth), title: page.title,
           requests: frame.contentWindow.performance.getEntriesByType("resource").map(entry => entry.name)}
 }
-onload = () => document.querySelector("pre").textContent = JSON.stringify(Array.from(document.querySelectorAll("iframe"),
-                                                                                 measured))
+onload = () => document.querySelector("pre").textContent =
+  JSON.stringify(Array.from(document.querySelectorAll("iframe"), measured))
 """
 HOSTILE = """
 The list follows without a blank line:
