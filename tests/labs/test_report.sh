@@ -579,7 +579,8 @@ test_page() {
 
 # Layout on a phone, pictures, requests and pages, in a browser.
 test_browser() {
-    local browser=(nice chromium --headless --no-sandbox --disable-gpu --hide-scrollbars --user-data-dir="$tmp/browser")
+    local browser=(env HOME="$tmp/browser" chromium --headless --no-sandbox --disable-gpu --hide-scrollbars
+        --disable-background-networking)
     if [ -z "$with_page" ] || ! command -v chromium >/dev/null; then
         skip browser "no chromium, or no markdown-it-py; on Debian: apt-get install chromium python3-markdown-it"
         return
@@ -606,7 +607,7 @@ test_renewed
 test_damaged
 test_variants
 test_edited
-test_real
 test_page
 test_browser
+test_real
 exit 0
