@@ -232,8 +232,10 @@ verify_runs() {
     [ "$1" != 5 ] || return 0 # it has no run folders
     [ -n "$python3" ] || { skip "lab0$1-verify" "python3 is not installed"; return; }
     # the report of lab 9 as a student has answered it
-    [ ! -f "$2/runs/lab09/report.md" ] ||
+    if [ -f "$2/runs/lab09/report.md" ]; then
         sed -i 's/^> TODO:.*/An answer. ![a plot](plots\/scaling.png)/' "$2/runs/lab09/report.md"
+        make -s --no-print-directory -C "$2" report RUNS=runs/lab09 PLOT=true >"$2.report" 2>&1
+    fi
     make -s --no-print-directory -C "$2" verify RUNS=runs >"$2.verify" 2>&1
     holds "lab0$1-verify-reads-runs" "runs: ..., checked as separate runs" "$(cat "$2.verify")" \
         grep -q '^runs: [0-9]* run folders, checked as separate runs$' "$2.verify"
