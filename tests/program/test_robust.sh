@@ -40,7 +40,7 @@ wait_for() {
 starts() {
     rm -rf "$tmp/signals"
     # nice: on a busy machine the program does not end before this script has seen its rows
-    env --default-signal=INT nice -n 19 "$cnn" "$@" --out "$tmp/signals" --log-interval 2 >"$out" 2>"$err" </dev/null &
+    env --default-signal nice -n 19 "$cnn" "$@" --out "$tmp/signals" --log-interval 2 >"$out" 2>"$err" </dev/null &
     pid=$!
     wait_for 20 grep -qs '^1,8,' "$tmp/signals/steps.csv"
 }
