@@ -2039,19 +2039,17 @@ static double loss_and_gradient(Net *net, size_t n, bool training) {
     return mean(net->host[0], n);
 }
 
-// confusion[label][predicted class] += 1 for each image; returns how many are right
-static size_t count_predictions(const Net *net, const Batch *batch, double *confusion) {
+// predicted[image] = its most likely class, the first of several, for a batch of the test set
+static void predict(const Net *net, const Batch *batch, double *predicted) {
+    const size_t classes = net->classes;
     real *logp = net->host[0];
-    size_t correct = 0, classes = net->classes;
     net->backend->copy(logp, output(net, last_layer(net)), batch->n * classes * sizeof *logp);
     for (size_t i = 0; i < batch->n; i++, logp += classes) {
         size_t best = 0;
         for (size_t k = 1; k < classes; k++)
             best = logp[k] > logp[best] ? k : best;
-        confusion[batch->labels[i] * classes + best]++;
-        correct += best == batch->labels[i];
+        predicted[position_of(batch->draw, i)] = (double)best;
     }
-    return correct;
 }
 
 // A loss that is not finite ends the run; the message names the first row that is not.
@@ -4325,7 +4323,8 @@ static void print_profile(const LineClock *c, FILE *out, FILE *csv) {
     for (size_t i = 0; i < PROFILED_LINES; i++)
         total += c->lines[i].seconds;
     fprintf(out, "Timer unit: 1e-06 s\n\nTotal time: %.6g s\nFile: cnn.c\n", total);
-    fprintf(out, "Function: train at line %d\n\n", begin);
+    fprintf(out, "Function: train at line %d\n", begin);
+    fprintf(out, "Each time ends when the device is done with the line: it was waited for\n\n");
     fprintf(out, "Line #      Hits         Time  Per Hit   %% Time  Line Contents\n");
     fprintf(out, "==============================================================\n");
     fprintf(csv, "line,hits,time_us,per_hit_us,percent,source\n");
@@ -4499,8 +4498,10 @@ typedef struct Run {
     // steps not yet written to steps.csv: [rank][steps_capacity], and this rank's row of that
     StepResult *all_steps, *steps;
     size_t steps_kept, steps_capacity;
-    double *totals, *confusion;   // of the last test: this rank's, followed by those of all ranks
-    EpochResult current, *epochs; // the sums of the running epoch; the results of the others
+    double
+        *predicted; // of each image in the last test, then the loss; followed by those of all ranks
+    double *confusion;               // how many images of that test: [label][predicted]
+    EpochResult current, *epochs;    // the sums of the running epoch; the results of the others
     size_t epochs_done, first_epoch; // this run's; resumed: the epoch where it began
     FILE *steps_csv, *epochs_csv;
     FILE *lines; // for the epochs' lines: stdout, even with --quiet
@@ -4685,9 +4686,10 @@ static FILE *open_log(const Run *run, const char *file, bool by_step) {
 
 // Opens the logs. Of another run's results only the model stays, if this run starts from it.
 static void open_logs(Run *run) {
-    const char *results[] = {"profile.txt", "profile.csv", "layers.csv", "model.safetensors"};
+    const char *results[] = {"profile.txt", "profile.csv", "layers.csv", "predictions.csv",
+                             "model.safetensors"};
     char path[PATH_SIZE];
-    for (size_t i = 0; i < (*run->settings.load ? 3 : 4) && steps_done(run) == 0; i++) {
+    for (size_t i = 0; i < LENGTH(results) - !!*run->settings.load && steps_done(run) == 0; i++) {
         join_path(path, run->settings.out, results[i]);
         unlink(path);
     }
@@ -5080,6 +5082,35 @@ static void print_per_class(const Run *run) {
         printf("Accuracy for class: %-5s is ", class_name(run, i, name));
         printf(isfinite(accuracy) ? "%.1f %%\n" : "unknown: no test image has it\n", accuracy);
     }
+}
+
+/* predictions.csv: the label of each test image, and the class predicted in the last test. Of the
+   first SAMPLES images that are right, and of as many wrong ones, the pixels too: as in memory,
+   two digits a byte, base 16. Of some of these also what --augment makes of them in epochs 1 to 7. */
+static void write_predictions(const Run *run) {
+    enum { SAMPLES = 32, AUGMENTED = 2, VARIANTS = 8 };
+    const Shape s = run->info.shape;
+    const size_t pixels = shape_size(s);
+    size_t seen[2] = {0, 0}; // wrong, right
+    uint8_t variant[pixels];
+    AtomicFile csv;
+    open_in_folder(&csv, run, "predictions.csv");
+    fprintf(csv.stream, "image,label,predicted,epoch,shape,pixels");
+    for (size_t i = 0; i < run->test_set.count; i++) {
+        const uint8_t label = run->test_set.labels[i], *image = run->test_set.images + i * pixels;
+        const size_t before = seen[label == run->predicted[i]]++;
+        Augment *augment = before < AUGMENTED ? run->train_loader.augment : NULL;
+        for (size_t epoch = 0; epoch < (augment ? VARIANTS : 1); epoch++) {
+            fprintf(csv.stream, "\n%zu,%u,%.0f,%zu,%zux%zux%zu,", i, label, run->predicted[i],
+                    epoch, s.h, s.w, s.c);
+            if (epoch > 0)
+                augment(variant, image, s, &(Draw){run->settings.seed, epoch, i, 0});
+            for (size_t p = 0; p < pixels && before < SAMPLES; p++)
+                fprintf(csv.stream, "%02x", epoch > 0 ? variant[p] : image[p]);
+        }
+    }
+    fprintf(csv.stream, "\n");
+    atomic_commit(&csv);
 }
 
 static void write_profile(Run *run) {
@@ -5487,11 +5518,13 @@ static double plan_run(Run *run, size_t batch, bool resident) {
         loader_plan(&run->train_loader, &run->train_set, loaded, s->workers, augment, to);
     comm_plan(c, net, &run->train_loader);
     run->plan = (Plan){.backend = run->backend};
-    const size_t cells = net->classes * net->classes, sums = (1 + c->world) * (3 + cells);
+    const size_t cells = net->classes * net->classes,
+                 sums = (1 + c->world) * (run->test_set.count + 1);
     const size_t steps = c->world * run->steps_capacity;
     const size_t states = count_states(run->optimizer, s) * net->param_size;
     static const char buffers[] = "maps and buffers";
-    plan_area(&run->plan, &run->totals, sums * sizeof *run->totals, HOST, buffers);
+    plan_area(&run->plan, &run->confusion, cells * sizeof *run->confusion, HOST, buffers);
+    plan_area(&run->plan, &run->predicted, sums * sizeof *run->predicted, HOST, buffers);
     plan_area(&run->plan, &run->all_steps, steps * sizeof *run->steps, HOST, buffers);
     plan_area(&run->plan, &run->epochs, s->epochs * sizeof *run->epochs, HOST, buffers);
     plan_area(&run->plan, &run->state, states * sizeof(real), DEVICE, "optimizer state");
@@ -5555,7 +5588,6 @@ static void alloc_run(Run *run) {
     plan_run_memory(run);
     net_alloc(&run->net);
     plan_alloc(&run->plan);
-    run->confusion = run->totals + 3;
     run->steps = run->all_steps + run->comm.rank * run->steps_capacity;
     if (run->train_loader.data)
         loader_init(&run->train_loader);
@@ -5764,27 +5796,31 @@ static void train(Run *run, EpochResult *result) {
 static void test(Run *run, EpochResult *result) {
     Net *net = &run->net;
     const Batch *batch;
-    const size_t cells = net->classes * net->classes;
-    double begin = now(), *totals = run->totals;
-    memset(totals, 0, (3 + cells) * sizeof *totals);
+    const size_t count = run->test_set.count, classes = net->classes, cells = classes * classes;
+    double begin = now(), *predicted = run->predicted, *loss = predicted + count, correct = 0;
+    memset(predicted, 0, (count + 1) * sizeof *predicted);
     share_weights(&run->comm);
     loader_start(&run->test_loader, run->settings.seed, 0, 0);
     while ((batch = loader_next(&run->test_loader))) {
         net_load(net, batch, 0);
         forward(net, batch->n, NULL);
-        totals[0] += loss_and_gradient(net, batch->n, false) * (double)batch->n;
-        totals[1] += (double)batch->n;
-        totals[2] += (double)count_predictions(net, batch, run->confusion);
+        *loss += loss_and_gradient(net, batch->n, false) * (double)batch->n;
+        predict(net, batch, predicted);
     }
-    sum_over_ranks(&run->comm, totals, 3 + cells, totals + 3 + cells);
-    result->test_loss = totals[0] / totals[1];
+    sum_over_ranks(&run->comm, predicted, count + 1, loss + 1);
+    memset(run->confusion, 0, cells * sizeof *run->confusion);
+    for (size_t i = 0; i < count; i++)
+        run->confusion[run->test_set.labels[i] * classes + (size_t)predicted[i]]++;
+    for (size_t k = 0; k < cells; k += classes + 1)
+        correct += run->confusion[k];
+    result->test_loss = *loss / (double)count;
     if (!isfinite(result->test_loss))
         die(1, "the test loss is %g: weights are too large; try a smaller --lr", result->test_loss);
-    result->accuracy = 100. * totals[2] / totals[1];
+    result->accuracy = 100 * correct / (double)count;
     result->test_seconds = now() - begin;
     if (!run->model->sc20_log && run->comm.rank == 0)
-        printf("\nTest set: Average loss: %.4f, Accuracy: %.0f/%.0f (%.0f%%)\n\n",
-               result->test_loss, totals[2], totals[1], result->accuracy);
+        printf("\nTest set: Average loss: %.4f, Accuracy: %.0f/%zu (%.0f%%)\n\n", result->test_loss,
+               correct, count, result->accuracy);
 }
 
 // The test alone, reported as epoch 0: --eval, or no training left to do
@@ -5888,6 +5924,8 @@ static int run_main(int argc, char **argv) {
     const int status = run.stop >= EXIT_SIGNAL && strcmp(run.status, "stopped") == 0 ? run.stop : 0;
     if (run.settings.per_class && !status)
         print_per_class(&run);
+    if (*run.settings.out && !status)
+        write_predictions(&run);
     if (run.settings.profile)
         write_profile(&run);
     if (run.settings.save_model)

@@ -16,7 +16,10 @@ roofline   the layers and the limits of the machine, if a run folder has a layer
            layer's definition needs, where Winograd's algorithm or skipped zeros save some of them. Layers
            that only move data are left out
 confusion  the confusion matrix of the run with the best accuracy
-filters    the first layer's filters, if a run has written model.safetensors (--save-model)
+samples    test images that the run with the best accuracy predicted right, with their label, and wrong ones
+augment    what --augment makes of some test images, if the run had that
+filters    the first layer's filters, if a run has written model.safetensors (--save-model); before training as
+           well, if another run folder beside it is one of an untrained network: ./cnn --eval --save-model
 bench      for a CSV file: images per second of ./cnn and of PyTorch, by network and number of threads
 
 A plot is drawn if the runs have the data for it; otherwise the reason is printed. Runs that cannot be
@@ -29,7 +32,8 @@ import os
 import sys
 
 from run_folders import (Missing, by, check_comparable, fail, first_difference, make_rows, name_of_data, read_csv,
-                         read_filters, read_losses, read_runs, scaling_rows, start, workers_rows)
+                         read_filters, read_losses, read_predictions, read_runs, read_untrained, scaling_rows, start,
+                         workers_rows)
 
 try:
     import matplotlib
@@ -286,25 +290,75 @@ def draw_confusion(runs):
     return figure
 
 
+def show_image(axis, row, title):
+    axis.imshow(np.reshape(list(row["pixels"]), row["shape"]).astype(np.uint8), "Greys_r", vmin=0, vmax=255)
+    axis.set_title(title, fontsize=9)
+
+
+def draw_samples(runs):
+    run = max(runs, key=lambda r: r.accuracy)
+    rows = [r for r in read_predictions(run) if r["epoch"] == 0]
+    right, wrong = ([r for r in rows if (r["label"] == r["predicted"]) == good][:16] for good in (True, False))
+    count = max(1, -(-len(right) // 8)) + max(1, -(-len(wrong) // 8))
+    figure, axes = plt.subplots(count, 8, figsize=(10, 1.55 * count + 0.9), squeeze=False)
+    first_wrong = 8 * max(1, -(-len(right) // 8))
+    for k, axis in enumerate(axes.flat):
+        axis.axis("off")
+        if k < len(right):
+            show_image(axis, right[k], right[k]["label"])
+        elif 0 <= k - first_wrong < len(wrong):
+            row = wrong[k - first_wrong]
+            show_image(axis, row, f"{row['label']}\npredicted: {row['predicted']}")
+    figure.suptitle(f"{name_of(run)}: {describe([run])}\nThe first {len(right)} test images that were predicted right, "
+                    f"with their label, and the first {len(wrong)} that were not", fontsize=9)
+    figure.tight_layout()
+    return figure
+
+
+def draw_augment(runs):
+    found = [r for r in runs if r.settings["augment"] != "none"]
+    if not found:
+        raise Missing("no run has --augment crop-flip or elastic")
+    images = by(read_predictions(found[0]), lambda r: r["image"])
+    lines = [rows for rows in images.values() if len(rows) > 1]
+    if not lines:
+        raise Missing(f"{found[0].folder}/predictions.csv has no augmented images")
+    figure, axes = plt.subplots(len(lines), len(lines[0]), figsize=(10, 1.3 * len(lines) + 0.9), squeeze=False)
+    for axis, row in zip(axes.flat, (row for rows in lines for row in rows)):
+        axis.axis("off")
+        show_image(axis, row, f"epoch {row['epoch']}" if row["epoch"] else f"{row['label']}, as it is")
+    figure.suptitle(f"What --augment {found[0].settings['augment']} makes of test images", fontsize=11)
+    figure.tight_layout()
+    return figure
+
+
 def draw_filters(runs):
     found = [r for r in runs if os.path.exists(os.path.join(r.folder, "model.safetensors"))]
     if not found:
         raise Missing("no run folder has a model.safetensors; --save-model writes it")
     run = max(found, key=lambda r: r.accuracy)
-    name, shape, weights = read_filters(run)
-    filters, (count, channels, height, width) = np.reshape(weights, shape), shape
-    columns, most = min(count, 16), np.abs(filters).max()
+    before, (name, shape, weights) = read_untrained(run), read_filters(run)
+    sets = {"after training": weights}
+    if before and read_filters(before)[1] == shape:
+        sets = {"before training": read_filters(before)[2], **sets}
+    count, channels, height, width = shape
+    columns, most = min(count, 16), max(np.abs(w).max() for w in sets.values())
     rows = -(-count // columns)
-    figure, axis = plt.subplots(figsize=(3 + 0.5 * columns, 1.5 + 0.5 * rows * channels))
-    for k, c in np.ndindex(count, channels):  # the channels of a filter, one below the other
-        x, y = k % columns * 1.2, -1.05 * (c + k // columns * (channels + 0.4))
-        picture = axis.imshow(filters[k, c], "Greys_r", vmin=-most, vmax=most, extent=(x, x + 1, y, y + 1))
-        axis.add_patch(plt.Rectangle((x, y), 1, 1, fill=False, linewidth=0.6))
-    axis.set(xlim=(-0.1, columns * 1.2), ylim=(y - 0.1, 1.1))
-    axis.axis("off")
+    figure, axes = plt.subplots(len(sets), 1, squeeze=False, figsize=(
+        3 + 0.5 * columns, 1.5 + (0.4 + 0.5 * rows * channels) * len(sets)))
+    for axis, (when, numbers) in zip(axes.flat, sets.items()):
+        filters = np.reshape(numbers, shape)
+        for k, c in np.ndindex(count, channels):  # the channels of a filter, one below the other
+            x, y = k % columns * 1.2, -1.05 * (c + k // columns * (channels + 0.4))
+            picture = axis.imshow(filters[k, c], "Greys_r", vmin=-most, vmax=most, extent=(x, x + 1, y, y + 1))
+            axis.add_patch(plt.Rectangle((x, y), 1, 1, fill=False, linewidth=0.6))
+        axis.set(xlim=(-0.1, columns * 1.2), ylim=(y - 0.1, 1.1))
+        axis.set_title(when, fontsize=9)
+        axis.axis("off")
     colours = "red, green, blue from top\n" * (channels == 3)
-    axis.set_title(f"{name}: {count} filters of {height} x {width}\n{colours}{name_of(run)}: {describe([run])}", fontsize=9)
-    figure.colorbar(picture, label="weight")
+    figure.suptitle(f"{name}: {count} filters of {height} x {width}\n{colours}{name_of(run)}: {describe([run])}", fontsize=9,
+                    y=1.02 + 0.1 / len(sets))
+    figure.colorbar(picture, ax=axes, label="weight")
     return figure
 
 
@@ -358,7 +412,7 @@ def save(figure, out, name):
 
 
 OF_RUNS = [draw_study, draw_workers, draw_ablation, draw_scaling, draw_loss]  # their title says what the runs have in common
-PLOTS = OF_RUNS + [draw_run, draw_roofline, draw_confusion, draw_filters]
+PLOTS = OF_RUNS + [draw_run, draw_roofline, draw_confusion, draw_samples, draw_augment, draw_filters]
 
 
 def main(source):

@@ -139,6 +139,8 @@ def complete(folders):
     """The complete runs among these; prints which ones are left out."""
     runs = []
     for run in filter(None, map(read_run, folders)):
+        if run.settings.get("eval"):
+            continue  # it has not trained
         if run.status != "complete":
             print(f"left out: {run.folder}: status {run.status}, not complete", file=sys.stderr)
         elif len(run.epochs) != run.settings["epochs"]:
@@ -212,6 +214,37 @@ def read_filters(run):
         return name, shape, weights
     except (OSError, OverflowError, ValueError, KeyError, struct.error) as error:
         raise Missing(f"{path}: expected filters in a safetensors file, found {error!r}") from None
+
+
+def read_untrained(run):
+    """The run folder beside this run's that `./cnn --eval --save-model` has written for the same network before any
+    training; None if there is none."""
+    same = ["model", "width", "stem", "seed", "dataset"]
+    beside = os.path.dirname(os.path.abspath(run.folder))
+    for other in filter(None, map(read_run, sorted(e.path for e in os.scandir(beside) if e.is_dir()))):
+        if other.settings.get("eval") and not other.settings["load"] + other.settings["checkpoint"] and all(
+                other.settings[k] == run.settings[k] for k in same):
+            return other
+    return None
+
+
+def read_predictions(run):
+    """The images in predictions.csv that have pixels: dicts with image, label, predicted, epoch (0: as it is, else
+    as --augment makes it in that epoch), shape (height, width, channels) and pixels, as bytes."""
+    path = os.path.join(run.folder, "predictions.csv")
+    try:
+        with open(path, newline="") as f:
+            rows = [dict(row, shape=tuple(map(int, row["shape"].split("x"))), pixels=bytes.fromhex(row["pixels"]),
+                         **{k: int(row[k]) for k in ("image", "label", "predicted", "epoch")})
+                    for row in csv.DictReader(f) if row["pixels"]]
+        names = list(run.per_class)
+        for row in rows:
+            if len(row["pixels"]) != math.prod(row["shape"]):
+                raise ValueError(f"{len(row['pixels'])} pixels for {row['shape']}")
+            row["label"], row["predicted"] = names[row["label"]], names[row["predicted"]]
+        return rows
+    except (OSError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise Missing(f"{path}: expected test images with their predictions, found {error!r}") from None
 
 
 # ---- Comparing

@@ -72,6 +72,7 @@ equal_losses() {
         same_losses "$kind/$model/$n/losses" "$steps" "$tmp/one" "$tmp/run"
         same "$kind/$model/$n/accuracy" "$(tail -n 1 "$tmp/one/epochs.csv" | cut -d , -f 9)" \
             "$(tail -n 1 "$tmp/run/epochs.csv" | cut -d , -f 9)"
+        same "$kind/$model/$n/predictions" "" "$(diff "$tmp/one/predictions.csv" "$tmp/run/predictions.csv" 2>&1)"
         [ "$kind" != mpi ] || continue
         with "$kind" "$n" "${small[@]}" --batch-size 12 --parallel dp --augment crop-flip
         same_losses "$kind/$model/$n/dp_losses" "$steps" "$tmp/one" "$tmp/run"

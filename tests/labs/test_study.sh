@@ -356,7 +356,7 @@ plots() {
     fork_python "$out" "$err" "$repo/labs/tools/plot.py" "$dir"
     same "$name/status" "0 " "$status $(cat "$err")"
     holds "$name/no_failure" "no error among the reasons" "$(grep error "$out")" test ! -s <(grep error "$out")
-    for plot in study workers scaling loss run roofline confusion filters; do
+    for plot in study workers scaling loss run roofline confusion samples augment filters; do
         case " $* " in *" $plot "*)
             holds "$name/$plot.png" "a picture" "$(wc -c <"$dir/plots/$plot.png")" \
                 is_png "$dir/plots/$plot.png"
@@ -383,18 +383,41 @@ relu,relu,28x28x6,0,,0.1,0.1,,11.0,,1,memory
 fc1,linear,120,48120,0.096,1.2,2.4,62,7.1,52,1,compute
 END_OF_LAYERS
     sed -i "s/0000000/$(grep -oP '"commit":"\K[^"]*' tiny/cifar-cpu-b16-r1/run.json)/" tiny/*/run.json
-    plots plots tiny study loss roofline confusion filters
-    plots plots_scaling replicas scaling loss confusion filters
+    plots plots tiny study loss roofline confusion samples filters
+    plots plots_scaling replicas scaling loss confusion samples filters
     line plots_scaling/why "^not drawn: study: it is for runs with the same --threads; here --threads is 1 in .* and 2 in "
-    plots plots_workers loaders workers loss roofline confusion filters
-    plots plots_one_run loaders/*workers2-r2 study loss run roofline confusion
+    plots plots_workers loaders workers loss roofline confusion samples augment filters
+    plots plots_one_run loaders/*workers2-r2 study loss run roofline confusion samples augment
     roofline_marks
+    filters_before
     sed -i 's/gflops/flops/' tiny/cifar-cpu-b16-r1/layers.csv
     head -c 100 tiny/cifar-cpu-b32-r1/model.safetensors >tiny/cifar-cpu-b16-r1/model.safetensors
     cp tiny/cifar-cpu-b16-r1/model.safetensors tiny/cifar-cpu-b32-r1/
+    printf 'image,label,predicted,epoch,shape,pixels\n0,1,2,0,28x28x1,00ff\n' | tee tiny/*/predictions.csv >/dev/null
     plots plots_broken tiny study loss confusion
+    line plots_broken/predictions "^not drawn: samples: .*predictions.csv: .*2 pixels for"
     line plots_broken/column "^not drawn: roofline: .*layers.csv: .*gflops"
     line plots_broken/weights "^not drawn: filters: .*model.safetensors: "
+}
+
+# The filters of an untrained network beside the runs, with another seed and with theirs; it is no run of the study.
+filters_before() {
+    cat >filters.py <<'END'
+import sys
+sys.path.insert(0, sys.argv[1])
+import plot
+runs = plot.read_runs("tiny")
+print(len(runs), *(axis.get_title() for axis in plot.draw_filters(runs).axes if axis.get_title()), sep=",")
+END
+    local seed runs
+    runs=$(find tiny -name run.json | wc -l)
+    for seed in 9 1; do
+        "$cnn" --no-cuda --model cifar --dataset synthetic --limit-train 16 --limit-test 16 --eval --save-model \
+            --seed $seed --out tiny/untrained >/dev/null
+        same "filters/seed_$seed" "$runs,$([ $seed = 9 ] || echo before training,)after training" \
+            "$("$plotter" filters.py "$repo/labs/tools" 2>&1)"
+    done
+    rm -r tiny/untrained
 }
 
 # The roofline's points: each layer at its executed GFLOP/s, below the limits; conv2 also with the operations

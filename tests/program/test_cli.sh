@@ -459,7 +459,7 @@ END
     run "${tiny[@]}" --out "$tmp/without"
     same out/no_model_unasked "" "$(find "$tmp/without" "$tmp/cwd" -name '*.safetensors')"
     same out/no_profile_unasked "" "$(find "$tmp/without" -name 'profile*')"
-    same out/files "epochs.csv run.json steps.csv" \
+    same out/files "epochs.csv predictions.csv run.json steps.csv" \
         "$(find "$tmp/without" -type f -printf '%f\n' | sort | paste -sd ' ')"
     run "${tiny[@]}" --save-model
     same out/model_here ./mnist_cnn.safetensors "$(find . -name '*.safetensors')"

@@ -300,6 +300,25 @@ for i, (name, accuracy) in enumerate(run["per_class"].items()):
             accuracy is not None and abs(accuracy - 100 * row[i] / sum(row)) > .006:
         print("per_class", name, accuracy, "instead of", row[i], "of", sum(row))
 END
+        python "pixels/$dataset/predictions" "$tmp/pixels/predictions.csv" "$tmp/cifar" "${dataset#cifar}" <<'END'
+import csv, sys
+rows, folder, classes = list(csv.DictReader(open(sys.argv[1]))), sys.argv[2], int(sys.argv[3])
+size, skip, seen = (3073, 1, [0, 0]) if classes == 10 else (3074, 2, [0, 0])
+data = open(folder + ("/test_batch.bin" if classes == 10 else "/test.bin"), "rb").read()
+if len(rows) != 77:
+    print(len(rows), "rows")
+for i, row in enumerate(rows):
+    record = data[i * size:(i + 1) * size]
+    planes = record[skip:]
+    brightest = max(range(3072), key=lambda p: planes[p])
+    pattern = brightest // 1024 + 3 * (brightest % 32 // 16) + 6 * (brightest % 1024 // 512)
+    pixels = bytes(planes[c * 1024 + p] for p in range(1024) for c in range(3))
+    right = record[skip - 1] == pattern
+    seen[right] += 1
+    expected = [str(i), str(record[skip - 1]), str(pattern), "0", "32x32x3", pixels.hex() if seen[right] <= 32 else ""]
+    if list(row.values()) != expected:
+        print("row", i, [v[:20] for v in row.values()], "expected", [v[:20] for v in expected])
+END
         [ $dataset = cifar10 ] && same pixels/per_class_lines "Accuracy for class: plane is 56.5 %
 Accuracy for class: car   is 100.0 %
 Accuracy for class: bird  is 100.0 %
@@ -310,6 +329,44 @@ Accuracy for class: frog  is 100.0 %
 Accuracy for class: horse is 100.0 %
 Accuracy for class: ship  is 100.0 %
 Accuracy for class: truck is 50.0 %" "$(grep '^Accuracy for class: ' "$out")"
+    done
+}
+
+# Variants of the first two images that are right and the first two that are wrong, in 7 epochs: of crop-flip, each
+# is one of the 162 views of the image; of elastic, none is the image; no two are the same.
+test_augmented() {
+    local kind
+    for kind in crop-flip elastic; do
+        run --model cifar --dataset synthetic --limit-train 64 --limit-test 60 --epochs 1 --batch-size 16 \
+            --augment $kind --out "$tmp/augmented"
+        python "predictions/$kind" "$tmp/augmented/predictions.csv" $kind <<'END'
+import csv, sys
+rows = list(csv.DictReader(open(sys.argv[1])))
+images = {}
+for row in rows:
+    images.setdefault(row["image"], []).append(bytes.fromhex(row["pixels"]))
+varied = [variants for variants in images.values() if len(variants) > 1]
+first = {}
+for row in rows:
+    first.setdefault((row["label"] == row["predicted"], row["image"]), None)
+expected = [i for good in (True, False) for i in [i for g, i in first if g == good][:2]]
+if sorted(expected) != sorted(i for i, v in images.items() if len(v) > 1):
+    print("augmented", [i for i, v in images.items() if len(v) > 1], "expected", expected)
+def views(image):
+    pixel = lambda y, x: image[(y * 32 + x) * 3:(y * 32 + x) * 3 + 3] if 0 <= y < 32 and 0 <= x < 32 else bytes(3)
+    for top in range(-4, 5):
+        for left in range(-4, 5):
+            lines = [[pixel(y + top, x + left) for x in range(32)] for y in range(32)]
+            yield b"".join(b"".join(line) for line in lines)
+            yield b"".join(b"".join(line[::-1]) for line in lines)
+for image, *variants in varied:
+    if len(variants) != 7 or len(set(variants)) < 6:
+        print(len(variants), "variants,", len(set(variants)), "different")
+    if sys.argv[2] == "elastic" and image in variants:
+        print("not moved")
+    if sys.argv[2] == "crop-flip" and not set(variants) <= set(views(image)):
+        print("no view of the image")
+END
     done
 }
 
@@ -413,6 +470,7 @@ test_idx
 test_cifar10
 test_cifar100
 test_pixels
+test_augmented
 test_per_class
 test_shapes
 test_auto

@@ -197,10 +197,10 @@ test_limits() {
 test_folders() {
     run "${small[@]}" --out "$tmp/used" --save-model --layers --profile
     run "${small[@]}" --out "$tmp/used"
-    same folders/used "epochs.csv run.json steps.csv" "$(cd "$tmp/used" && echo *)"
+    same folders/used "epochs.csv predictions.csv run.json steps.csv" "$(cd "$tmp/used" && echo *)"
     run "${small[@]}" --out "$tmp/used" --save-model
     run "${small[@]}" --out "$tmp/used" --load "$tmp/used/model.safetensors"
-    same folders/model_it_loads "0 epochs.csv model.safetensors run.json steps.csv" "$status $(cd "$tmp/used" && echo *)"
+    same folders/model_it_loads "0 epochs.csv model.safetensors predictions.csv run.json steps.csv" "$status $(cd "$tmp/used" && echo *)"
     local pid
     starts --model cifar --dataset synthetic --threads 1 --limit-train 2000 --limit-test 10 --epochs 10000
     refused folders/two_at_once 1 "another run" "${small[@]}" --out "$tmp/signals"
