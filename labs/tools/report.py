@@ -161,7 +161,8 @@ def make_settings(root, runs, rows):
         [f"{len(runs)} runs. Equal in all of them:",
          fence([textwrap.fill(" ".join(equal), break_on_hyphens=False)]),
          "What differs:", "\n".join(differing or ["- nothing"]), "Built with:", "\n".join(builds), *notes,
-         "Commands (the first repeat of each row):", fence(commands)])
+         "Commands (the first repeat of each row):", fence(commands)]) + picture(
+             root, "augment", "some images, and what --augment makes of them")
 
 
 def fence(lines):
@@ -267,7 +268,8 @@ def make_classes(root, runs, rows):
     lines = [dict(name=name, accuracy=value) for name, value in best.per_class.items()]
     return (f"Of `{os.path.relpath(best.folder, root)}`, the run with the best accuracy:\n\n"
             + table(dict(name="class", accuracy="accuracy in %"), lines)
-            + picture(root, "confusion", "confusion matrix"))
+            + picture(root, "confusion", "confusion matrix")
+            + picture(root, "samples", "test images with what was predicted"))
 
 
 MAKERS = dict(settings=make_settings, machine=make_machine, timing=make_timing, steps=make_steps,

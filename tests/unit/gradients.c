@@ -176,7 +176,7 @@ static void test_predict(void) {
     static real host[5 * CLASSES];
     const Batch batch = {.draw = {.first = 5, .skip = 1}, .n = 5};
     double got[15] = {0};
-    const double want[15] = {[5] = 1, [7] = 0, [9] = 3, [11] = 1, [13] = 2}; // of equal ones the first
+    const double want[15] = {[5] = 1, [7] = 0, [9] = 3, [11] = 1, [13] = 2}; // 11: the first of two
     start_net(&net, (Shape){1, 1, CLASSES});
     net.images = (real *)logp;
     net.host[0] = host;
