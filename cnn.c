@@ -5084,9 +5084,9 @@ static void print_per_class(const Run *run) {
     }
 }
 
-/* predictions.csv: the label of each test image and the class predicted in the last test. The first
-   SAMPLES images that are right, and as many wrong ones, have their pixels, in hexadecimal; the first
-   AUGMENTED of each also rows with what --augment makes of them in epochs 1 to VARIANTS - 1. */
+/* predictions.csv: the label of each test image and the class predicted in the last test. The
+   first SAMPLES images that are right, and as many wrong ones, have their pixels, in hexadecimal;
+   the first AUGMENTED of each also what --augment makes of them in epochs 1 to VARIANTS - 1. */
 static void write_predictions(const Run *run) {
     enum { SAMPLES = 32, AUGMENTED = 2, VARIANTS = 8 };
     const Shape s = run->info.shape;

@@ -700,7 +700,7 @@ static void set_step(Step *to, Step step) {
 }
 
 /* ---- Optimizers: the formulas are in cnn.c, section 7. One launch updates all parameters, or
-   those of one tensor (--optimizer-launch), and writes copies of them, if T has 16 bits. # AMP # EXTRA */
+   those of one tensor (--optimizer-launch), and writes copies if T has 16 bits. # AMP # EXTRA */
 
 // The new value of a parameter; g includes the weight decay. Its state changes, too.
 struct Adadelta {
@@ -1671,7 +1671,7 @@ static void launch_gemm(const Variant<T, O> &v, const Product<T, O> &p) {
         LAUNCH(join_splits, p.elements, p);
 }
 
-// # EXTRA  --autotune on: the variant with the least mean time of three launches, after one that loads it.
+// # EXTRA  --autotune on: the variant with the least mean time of 3 launches, after one to load it.
 template <class T, class O>
 static size_t fastest(const Variant<T, O> (&variants)[VARIANTS], size_t usual,
                       const Product<T, O> &p, const char *layer) {

@@ -3,7 +3,7 @@
 # definition, races, accesses out of range, whole runs of ./cnn-emu against the CPU's; and whether
 # bugs inserted into the kernels are noticed.
 # CC, CXX, CLANGXX=COMPILER, ARCH as for make. QUICK=1: fewer shapes, precisions and runs, no sanitizers,
-# no bugs. LONG=1: all bugs, else a third of them; more orders of threads.
+# no bugs. LONG=1: all bugs, else a fifth of them; more orders of threads.
 # Prints `pass cuda/NAME`, `fail cuda/NAME: expected ..., found ...` or `skip cuda/NAME: why`.
 # shellcheck disable=SC2317 # some functions are called by xargs only
 suite=cuda
@@ -457,7 +457,7 @@ with_bugs() {
 bugs_of() { sed -n "s/^$1 //p" <<<"$bugs"; }
 
 # some <LINES: those whose number, the first word, is in this run's share
-some() { while read -r line; do share "${line%% *}" && echo "$line"; done; }
+some() { while read -r line; do share "${line%% *}" 5 && echo "$line"; done; }
 
 test_mutations() {
     local report=$tmp/mutations k begin=$SECONDS planted programs line
