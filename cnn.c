@@ -4082,41 +4082,34 @@ enum { WORDS_SIZE = 65536 };
 static char words[WORDS_SIZE]; // the words of models' defaults and argument files
 static size_t words_used;
 
-// Parses a text of options, separated by white space; # begins a comment.
-static void parse_text(Settings *s, const char *text, size_t length) {
-    static char *list[WORDS_SIZE / 2];
-    char *at = words + words_used;
-    size_t count = 0;
-    memcpy(at, text, length);
-    at[length] = 0;
+// Parses the text of options that follows in words[], separated by white space; # begins a comment.
+static void parse_words(Settings *s, size_t length) {
+    static char *list[WORDS_SIZE / 2 + 1];
+    char *text = words + words_used, **end = list;
+    text[length] = 0;
     words_used += length + 1;
-    while (*(at += strspn(at, " \t\r\n"))) {
-        if (*at == '#') {
-            at += strcspn(at, "\n");
-            continue;
-        }
-        list[count++] = at;
-        at += strcspn(at, " \t\r\n");
-        if (*at)
-            *at++ = 0;
-    }
-    for (size_t i = 0; i < count;)
-        i += (size_t)parse_word(s, list[i], i + 1 < count ? list[i + 1] : NULL);
+    for (char *line; (line = strsep(&text, "\n"));)
+        for (char *word; (word = strsep(&line, " \t\r")) && *word != '#';)
+            if (*word)
+                *end++ = word;
+    *end = NULL;
+    for (char **word = list; *word;)
+        word += parse_word(s, word[0], word[1]);
 }
 
 // @FILE is replaced by the options in that file.
 static void parse_file(Settings *s, const char *path) {
-    static char text[WORDS_SIZE];
+    const size_t space = WORDS_SIZE - words_used;
     FILE *f = fopen(path, "r");
     if (!f)
         die(EXIT_USAGE, "@%s: cannot read it: %s", path, strerror(errno));
-    size_t length = fread(text, 1, sizeof text, f);
-    bool readable = !ferror(f);
+    const size_t length = fread(words + words_used, 1, space, f);
+    const bool readable = !ferror(f);
     fclose(f);
-    if (!readable || memchr(text, 0, length) || words_used + length + 1 > WORDS_SIZE)
+    if (!readable || length == space || memchr(words + words_used, 0, length))
         die(EXIT_USAGE, "@%s: expected a text file of options, all such files at most %d bytes",
             path, WORDS_SIZE);
-    parse_text(s, text, length);
+    parse_words(s, length);
 }
 
 // The table's defaults, then the model's (NULL: none), then the command line.
@@ -4127,7 +4120,7 @@ static void parse_all(Settings *s, const Model *model, int argc, char **argv) {
         if (options[i].fallback)
             set_option(s, &options[i], options[i].fallback);
     if (model)
-        parse_text(s, model->defaults, strlen(model->defaults));
+        parse_words(s, strlen(strcpy(words, model->defaults)));
     for (int i = 1; i < argc;)
         if (argv[i][0] == '@')
             parse_file(s, argv[i++] + 1);
