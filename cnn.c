@@ -3133,6 +3133,8 @@ static void team_init(Team *t) {
 static void barrier(Comm *c) {
     Team *t = c->team;
     double waited = 0;
+    if (!t)
+        return; // processes wait for each other's messages instead
     pthread_mutex_lock(&t->lock);
     size_t number = ++t->arrivals[c->rank];
     pthread_cond_broadcast(&t->changed);
@@ -3197,8 +3199,7 @@ static void all_reduce(Comm *c, real *data, Range range) {
         ring_step(c, data, part_of(range, (rank - step) % n, n),
                   part_of(range, (rank - step - 1) % n, n), step < n - 1);
     /* LAB 8.1 END */
-    if (c->team)
-        barrier(c); // the right neighbour may still be reading
+    barrier(c); // the right neighbour may still be reading
 }
 
 // data = rank 0's, passed around the ring
@@ -3207,33 +3208,28 @@ static void broadcast(Comm *c, real *data, size_t count) {
     c->shown = data;
     for (size_t step = 0; step + 1 < c->world; step++)
         ring_step(c, data, c->rank == step ? all : none, c->rank == step + 1 ? all : none, false);
-    if (c->team)
-        barrier(c);
+    barrier(c);
 }
 
 enum { GATHER_CHUNK = 4096 }; // bytes
 
-// all[r] = the bytes that rank r has in its all[r]; in host memory
+// all[r] = the bytes that rank r has in its all[r]; in host memory. Processes pass them around the
+// ring; threads read them where they are.
 static void all_gather(Comm *c, void *all, size_t bytes) {
-    char *to = all;
-    const size_t n = c->world, rank = c->rank + n;
-    if (c->team) {
-        c->shown = all;
-        barrier(c);
-        for (size_t r = 0; r < n; r++)
-            if (r != c->rank)
-                memcpy(to + r * bytes, (const char *)c->team->ranks[r]->shown + r * bytes, bytes);
-        barrier(c);
-        return;
-    }
-    for (size_t step = 0; step + 1 < n; step++) {
-        const char *send = to + (rank - step) % n * bytes;
+    const size_t n = c->world;
+    c->shown = all;
+    barrier(c);
+    for (size_t step = 1; step < n; step++) {
+        const size_t r = (c->rank + n - step) % n, next = (r + 1) % n; // received, sent
         for (size_t at = 0; at < bytes; at += GATHER_CHUNK) {
-            size_t size = min_size(GATHER_CHUNK, bytes - at);
-            memcpy(to + (rank - step - 1) % n * bytes + at, mpi_exchange(c, send + at, size, size),
-                   size);
+            const size_t size = min_size(GATHER_CHUNK, bytes - at), to = r * bytes + at;
+            const char *from = c->team
+                                   ? (const char *)c->team->ranks[r]->shown + to
+                                   : mpi_exchange(c, (char *)all + next * bytes + at, size, size);
+            memcpy((char *)all + to, from, size);
         }
     }
+    barrier(c);
 }
 
 // ---- ddp
