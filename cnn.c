@@ -3389,9 +3389,7 @@ static double batch_loss(Comm *c, const Batch *batch) {
 static void reduce_gradients(Comm *c) {
     if (c->dp)
         dp_reduce(c);
-    if (c->world == 1 || c->dp)
-        return;
-    gradients_ready(c, 0); // those not yet reported: all, with --overlap off
+    gradients_ready(c, 0); // those not yet reported: all, with --overlap off; without ddp none
     pthread_mutex_lock(&c->lock);
     while (c->done < c->bucket_count)
         pthread_cond_wait(&c->changed, &c->lock);
@@ -5276,6 +5274,7 @@ static void setup_ranks(Run *run) {
     if (c->world > 1 && !launched) {
         c->team = must_alloc(sizeof *c->team, "the ranks");
         team_init(c->team);
+        c->team->ranks[0] = c;
     }
     c->replicas = launched ? 1 : c->world;
     if (c->rank > 0)
@@ -5878,8 +5877,6 @@ static void run_ranks(Run *run) {
         rank->comm.device = (i + 1) % run->devices;
         team->ranks[i + 1] = &rank->comm;
     }
-    if (team)
-        team->ranks[0] = &run->comm;
     for (size_t i = 0; i < threads; i++)
         if (pthread_create(&ids[i], NULL, replica_main, &replicas[i]) != 0)
             die(1, "cannot start a thread for rank %zu", i + 1);
