@@ -4131,8 +4131,9 @@ static void parse_options(Settings *s, int argc, char **argv) {
     parse_all(s, find_model(s->model), argc, argv);
 }
 
-// The value of an option as text, in `buffer` if it is a number
-static const char *option_text(Settings *s, const Option *o, char buffer[64]) {
+// The value of an option as text; that of a number is valid until this thread's next call
+static const char *option_text(Settings *s, const Option *o) {
+    static _Thread_local char buffer[64];
     const void *field = (const char *)s + o->offset;
     if (o->kind == CHOICE || o->kind == TEXT)
         return *(const char *const *)field;
@@ -4140,7 +4141,7 @@ static const char *option_text(Settings *s, const Option *o, char buffer[64]) {
         return *(const bool *)field ? "on" : "off";
     double number = o->kind == COUNT ? (double)*(const size_t *)field : *(const double *)field;
     for (int digits = 6; digits <= 17; digits++) { // the fewest that give the same number
-        snprintf(buffer, 64, "%.*g", digits, number);
+        snprintf(buffer, sizeof buffer, "%.*g", digits, number);
         if (strtod(buffer, NULL) == number)
             break;
     }
@@ -4148,11 +4149,10 @@ static const char *option_text(Settings *s, const Option *o, char buffer[64]) {
 }
 
 static void print_settings(Settings *s) {
-    char buffer[64];
     printf("Settings:");
     for (const Option *o = options; o < options + OPTIONS; o++)
-        if (*option_text(s, o, buffer))
-            printf(" %s %s", o->name, option_text(s, o, buffer));
+        if (*option_text(s, o))
+            printf(" %s %s", o->name, option_text(s, o));
     printf("\n");
 }
 
@@ -4536,9 +4536,8 @@ static void print_confusion_json(FILE *f, const Run *run) {
 }
 
 static void print_settings_json(FILE *f, Settings *s) {
-    char buffer[64];
     for (const Option *o = options; o < options + OPTIONS; o++) {
-        const char *text = option_text(s, o, buffer);
+        const char *text = option_text(s, o);
         fprintf(f, "%s\n    \"%s\": ", o > options ? "," : "{", o->name + 2);
         if (o->kind == CHOICE || o->kind == TEXT)
             json_string(f, text);
@@ -5121,13 +5120,13 @@ static bool training_is_over(const Run *run) {
 
 // The position, the settings that determine the result, the epoch's sums so far: "key=value" lines.
 static void describe_run(Run *run, char metadata[METADATA_SIZE]) {
-    char buffer[64], *at = metadata, *const end = metadata + METADATA_SIZE;
+    char *at = metadata, *const end = metadata + METADATA_SIZE;
 #define LINE(...) \
     at += snprintf(at, (size_t)(end - at), __VA_ARGS__) // all fit: see check_settings()
     LINE("format=pt\nepoch=%zu\nbatch=%zu\ndevices=%zu\n", run->epoch, run->next_batch,
          run->comm.world);
     for (const Option *o = options; o < options + OPTIONS; o++) {
-        const char *text = option_text(&run->settings, o, buffer);
+        const char *text = option_text(&run->settings, o);
         bool usual = o->result == 2 && strncmp(o->values, text, strlen(text)) == 0;
         if (o->result && !usual)
             LINE("%s=%s\n", o->name + 2, text);
@@ -5215,7 +5214,6 @@ static void parse_save_every(Run *run) {
 }
 
 static void check_settings(Settings *s) {
-    char value[64];
     const bool sgd = strcmp(s->optimizer, "sgd") == 0;
     const char *m = s->milestones;
     size_t digits = 1;
@@ -5250,7 +5248,7 @@ static void check_settings(Settings *s) {
         for (const Option *o = options; rules[i].broken && o < options + OPTIONS; o++)
             if (strcmp(o->name, rules[i].option) == 0)
                 die(EXIT_USAGE, "%s, found %s \"%s\"; see ./cnn --help", rules[i].expected, o->name,
-                    option_text(s, o, value));
+                    option_text(s, o));
 }
 
 // Only rank 0 writes files and reports.
