@@ -2536,14 +2536,12 @@ static void draw_glyph(float glyph[], size_t class, size_t channels) {
         philox4x32(r, wave, (uint32_t) class, 0, DRAW_SYNTHETIC, synthetic_seed);
         double angle = 2 * M_PI * (double)uniform(r[0]), phase = 2 * M_PI * (double)uniform(r[1]);
         double frequency = 2 * M_PI * (1 + 1.5 * (double)uniform(r[2])) / GLYPH;
-        for (int y = 0; y < GLYPH; y++)
-            for (int x = 0; x < GLYPH; x++) {
-                double cx = x - (GLYPH - 1) / 2., cy = y - (GLYPH - 1) / 2.;
-                double window = exp(-(cx * cx + cy * cy) / (GLYPH * GLYPH / 8.));
-                double value = cos(frequency * (cos(angle) * cx + sin(angle) * cy) + phase);
-                glyph[(size_t)(y * GLYPH + x) * channels + wave % channels] +=
-                    (float)(window * value);
-            }
+        for (int i = 0; i < GLYPH * GLYPH; i++) {
+            double x = i % GLYPH - (GLYPH - 1) / 2., y = i / GLYPH - (GLYPH - 1) / 2.;
+            double window = exp(-(x * x + y * y) / (GLYPH * GLYPH / 8.));
+            double value = cos(frequency * (cos(angle) * x + sin(angle) * y) + phase);
+            glyph[(size_t)i * channels + wave % channels] += (float)(window * value);
+        }
     }
 }
 
