@@ -2592,12 +2592,11 @@ static void make_synthetic(Dataset *data, bool train, size_t limit) {
 
 // Finds the folder of a dataset's files: DIR or DIR/NAME with --data DIR, else the usual ones.
 static bool find_data_dir(char dir[PATH_SIZE], const char *name, const char *data_option) {
-    char path[PATH_SIZE], beside[PATH_SIZE] = "./cnn"; // the executable's folder
+    char path[PATH_SIZE], beside[PATH_SIZE] = ""; // the executable's folder
     const char *file = find_dataset_info(name)->files[0][0];
     const bool given = *data_option != 0;
-    ssize_t length = readlink("/proc/self/exe", beside, sizeof beside - 8);
-    if (length > 0)
-        beside[length] = 0;
+    if (readlink("/proc/self/exe", beside, sizeof beside - 8) < 0)
+        strcpy(beside, "./cnn");
     strcat(dirname(beside), "/data");
     const char *roots[] = {given ? data_option : "data", beside, "/usr/share/datasets"};
     for (size_t i = 0; i < (given ? 1 : 3); i++) {
