@@ -4460,10 +4460,10 @@ typedef struct Run {
     Loader train_loader, test_loader;
     size_t epoch, next_batch; // the position: epoch from 1, batch from 0
     int stop;                 // as comm.signal, of the last step
-    bool save_due;
-    size_t save_epochs, save_steps; // --save-every, one of them 0
-    real *measured[2];              // --layers: numbers that are added
-    Plan plan;                      // of the memory that is not the network's or a loader's
+    bool save_due, save_by_steps;
+    size_t save_every; // epochs or, with save_by_steps, steps
+    real *measured[2]; // --layers: numbers that are added
+    Plan plan;         // of the memory that is not the network's or a loader's
     LineClock clock;
     size_t trace_first, trace_end;  // --trace-steps
     bool recording;                 // Nsight records this step
@@ -5206,8 +5206,8 @@ static void parse_save_every(Run *run) {
     sscanf(text, "%9zu%nsteps%n", &number, &digits, &length);
     if (number == 0 || !strchr("0123456789", text[0]) || text[length ? length : digits])
         die(EXIT_USAGE, "--save-every: expected epochs, as 2, or 100steps, found \"%s\"", text);
-    run->save_steps = length ? number : 0;
-    run->save_epochs = length ? 0 : number;
+    run->save_every = number;
+    run->save_by_steps = length > 0;
 }
 
 static void check_settings(Settings *s) {
@@ -5718,9 +5718,8 @@ static bool finish_step(Run *run) {
     // with NCCL, gradients carry no signal: all ranks know it when their steps were just gathered
     run->stop = uses_nccl(&run->comm) && run->steps_kept > 0 ? 0 : run->comm.signal;
     run->comm.signal = run->stop ? 0 : run->comm.signal;
-    run->save_due =
-        run->stop || (run->save_steps ? steps_done(run) % run->save_steps == 0
-                                      : epoch_over && (run->epoch - 1) % run->save_epochs == 0);
+    const size_t unit = run->save_by_steps ? 1 : run->iterations;
+    run->save_due = run->stop || steps_done(run) % (unit * run->save_every) == 0;
     if (run->save_due && !epoch_over) // at the end of an epoch: after its test
         save_checkpoint(run);
     bool last = run->settings.dry_run || training_is_over(run);
