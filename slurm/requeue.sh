@@ -5,12 +5,21 @@
 # A minute before the time is over, Slurm sends SIGUSR1 to the job script, as its line #SBATCH --signal says. The
 # program gets it, too, and saves; then the job is queued again. The number of the job stays, and so do its folder
 # and its checkpoint. What is saved there is also used when a node has failed.
+#
+# labs/tools/monitor writes monitor.csv into the folder. It runs beside the program, not around it: Slurm sends SIGTERM
+# to every process of a job, and a second one, forwarded by the monitor, would end the program before it has saved. It
+# samples the machine of this script only. A job that was queued again writes monitor-1.csv, then monitor-2.csv.
 # shellcheck shell=bash disable=SC2034 # the job scripts use `saved`
 folder=runs/$SLURM_JOB_NAME-$SLURM_JOB_ID
 checkpoint=$folder/checkpoint.safetensors
 saved=(--out "$folder" --checkpoint "$checkpoint")
 [ ! -e "$checkpoint" ] || saved+=(--resume)
 mkdir -p "$folder"
+cat <<END
+To follow this job, on the login node:
+    tail -f $SLURM_JOB_NAME-$SLURM_JOB_ID.out
+    .venv/bin/python labs/tools/watch.py $folder
+END
 
 # shellcheck disable=SC2317 # the trap calls it
 requeue() {
@@ -27,15 +36,19 @@ requeue() {
 
 # train COMMAND...: its exit status. A signal ends `wait` early, with a status of its own.
 train() {
-    local status
+    local status monitor
     "$@" &
     pid=$!
     trap requeue USR1
+    labs/tools/monitor --pid $pid --csv "$folder/monitor${SLURM_RESTART_COUNT:+-$SLURM_RESTART_COUNT}.csv" &
+    monitor=$!
     interrupted=1
     while [ "$interrupted" ]; do
         interrupted=
         wait "$pid"
         status=$?
     done
+    trap '' USR1
+    wait $monitor # for its summary
     return $status
 }

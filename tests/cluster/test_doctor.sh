@@ -6,7 +6,7 @@ export suite=doctor
 # shellcheck source=tests/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh" || exit 1
 # shellcheck disable=SC2154 # lib.sh sets them
-cp -r "$repo/slurm" "$repo/Makefile" . && cp "$cnn" cnn || exit 1
+cp -r "$repo/slurm" "$repo/labs" "$repo/Makefile" . && cp "$cnn" cnn || exit 1
 unset "${!SLURM@}" "${!SBATCH@}" OMP HAVE_CUDA NVCC HAVE_MPI HAVE_NCCL
 export CC=${CC:-gcc}
 
@@ -125,7 +125,7 @@ requeued() {
         scontrol() { echo "$@"; }
         { sleep 0.5; kill -USR1 $$ 2>/dev/null; } &
         train bash -c "$1; for i in 1 2 3 4 5 6 7 8 9 10; do sleep 0.1; done; exit 6"
-        echo $?' - "$3" 2>&1)"
+        echo $?' - "$3" 2>/dev/null)"
 }
 # shellcheck disable=SC2016 # the script's own variable
 save='touch runs/$SLURM_JOB_NAME-1/checkpoint.safetensors'

@@ -173,6 +173,19 @@ trained() {
         grep -sq "\"mode\":\"$4\",\"world\":$5," "$json"
 }
 
+# monitored NAME SCRIPT: the last job's output has the commands to follow it, whose file and folder exist, and the
+# summary of the monitor, which has written monitor.csv in the run folder.
+monitored() {
+    local shown
+    shown=$(grep -A 2 '^To follow this job' "$out" | grep -oE '[^ ]*[0-9]+(\.out)?$' | xargs)
+    same "$1/follow" "$2-$job.out runs/$2-$job" "$shown"
+    # shellcheck disable=SC2086 # two words
+    holds "$1/follow_exists" "a file and a folder" "$(ls -d $shown 2>&1)" ls -d $shown
+    holds "$1/monitor" "rows" "$(head "runs/$2-$job/monitor.csv" 2>&1)" \
+        grep -qE '^[0-9.]+,(cpu|gpu[0-9]+),' "runs/$2-$job/monitor.csv"
+    line "$1/monitor_summary" "^monitor: .* in runs/$2-$job/monitor.csv$"
+}
+
 # Nsight Systems is not here: a stand-in that notes its options and starts the program.
 mkdir "$tmp/bin"
 cat >"$tmp/bin/nsys" <<'END'
@@ -209,6 +222,7 @@ test_readme() {
         dp) trained dp dp "$job" dp 2 ;;
         *) trained "$script" "$script" "$job" ddp 2 ;;
         esac
+        [ "$script" = profile ] || monitored "$script" "$script"
         case $script in
         cpu) line cpu/threads '^Device: cpu .*--threads 4, --workers 4' ;;
         single) line single/device '^Device: emulated GPU' ;;
@@ -364,6 +378,9 @@ test_requeue() {
             --checkpoint "$tmp/straight" >"$err" 2>&1
         holds "requeue/$name/bits" "those of an undisturbed run" "others" \
             cmp "runs/$script-$job/checkpoint.safetensors" "$tmp/straight"
+        holds "requeue/$name/monitors" "rows in monitor.csv and in monitor-1.csv" \
+            "$(tail -n 2 "runs/$script-$job"/monitor*.csv 2>&1)" \
+            awk 'FNR == 2 { n++ } END { exit n < 2 }' "runs/$script-$job"/monitor{,-1}.csv
         same "requeue/$name/steps" 3000 "$(tail -n +2 "runs/$script-$job/steps.csv" | sort -u -t, -k1,3 | wc -l)"
     done <<END
 cpu cpu

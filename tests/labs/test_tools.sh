@@ -289,15 +289,16 @@ enough() { echo "until [ \"\$(wc -l <$tmp/monitor.csv)\" -gt $1 ]; do sleep 0.05
 
 test_nvidia() {
     pretend nvidia-smi <<'END'
-0, GPU-aaaa, 50, 1000, 100.25, 400.00
-1, GPU-bbbb, [N/A], 2000, [Not Supported], [N/A]
+0, GPU-aaaa, 50, 1000, 100.25, 61, 400.00
+1, GPU-bbbb, [N/A], 2000, [Not Supported], [N/A], [N/A]
 END
     monitor --interval 0.05 bash -c "$(enough 4)"
     same nvidia/status 0 "$status"
-    same nvidia/header time_s,device,gpu_percent,memory_mb,power_w,cpu_percent "$(head -n 1 "$tmp/monitor.csv")"
-    same nvidia/row_0 gpu0,50.0,1048.6,100.2 "$(sed -n 2p "$tmp/monitor.csv" | cut -d, -f 2-5)"
-    same nvidia/row_1 gpu1,,2097.2, "$(sed -n 3p "$tmp/monitor.csv" | cut -d, -f 2-5)"
-    same nvidia/rows_of_each "2 columns" "$(awk -F, 'NF != 6 { print } NR > 1 { n[$2]++; last = $1 }
+    same nvidia/header time_s,device,gpu_percent,memory_mb,power_w,temperature_c,cpu_percent \
+        "$(head -n 1 "$tmp/monitor.csv")"
+    same nvidia/row_0 gpu0,50.0,1048.6,100.2,61.0 "$(sed -n 2p "$tmp/monitor.csv" | cut -d, -f 2-6)"
+    same nvidia/row_1 gpu1,,2097.2,, "$(sed -n 3p "$tmp/monitor.csv" | cut -d, -f 2-6)"
+    same nvidia/rows_of_each "2 columns" "$(awk -F, 'NF != 7 { print } NR > 1 { n[$2]++; last = $1 }
         NR > 3 && NR % 2 == 1 && $1 != last { print } END { print (n["gpu0"] == n["gpu1"] ? 2 : 0), "columns" }' \
         "$tmp/monitor.csv")"
     same nvidia/asked 1 "$(grep -c -- --query-gpu= "$tmp/asked")"
@@ -316,10 +317,10 @@ test_summary() {
     cat >"$tmp/gpu/nvidia-smi" <<END
 #!$(command -v bash)
 echo >>$tmp/calls
-echo "0, GPU-aaaa, 7, 1000, \$((100 + 10 * \$(wc -l <$tmp/calls))), 400"
+echo "0, GPU-aaaa, 7, 1000, \$((100 + 10 * \$(wc -l <$tmp/calls))), \$((40 + \$(wc -l <$tmp/calls))), 400"
 END
     monitor --interval 0.05 bash -c "$(enough 6)"
-    for name in gpu_percent memory_mb power_w cpu_percent; do
+    for name in gpu_percent memory_mb power_w temperature_c cpu_percent; do
         column=$((column + 1))
         same "summary/$name" "$(awk -F, -v c=$((column + 2)) 'NR == 2 { min = max = $c }
             NR > 1 { n++; sum += $c; if ($c < min) min = $c; if ($c > max) max = $c }
@@ -341,7 +342,7 @@ test_broken_nvidia() {
     cat >"$tmp/gpu/nvidia-smi" <<END
 #!$(command -v bash)
 echo >>$tmp/calls_2
-[ "\$(wc -l <$tmp/calls_2)" -le 3 ] && echo "0, GPU-aaaa, 7, 1000, 100, 400"
+[ "\$(wc -l <$tmp/calls_2)" -le 3 ] && echo "0, GPU-aaaa, 7, 1000, 100, 50, 400"
 END
     monitor --interval 0.05 bash -c "$(enough 4)"
     same broken/on_the_way "gpu0 gpu0 cpu cpu" "$(sed -n 2,5p "$tmp/monitor.csv" | cut -d, -f 2 | xargs)"
@@ -351,11 +352,14 @@ END
 test_rocm() {
     pretend rocm-smi <<'END'
 {"card0": {"GPU use (%)": "99", "Max Graphics Package Power (W)": "560.0", "Average Graphics Package Power (W)":
- "280.0", "VRAM Total Memory (B)": "68702699520", "VRAM Total Used Memory (B)": "5000000"},
- "card1": {"GPU use (%)": "0", "Current Socket Graphics Package Power (W)": "N/A"}, "system": {"x": "y"}}
+ "280.0", "VRAM Total Memory (B)": "68702699520", "VRAM Total Used Memory (B)": "5000000",
+ "Temperature (Sensor edge) (C)": "48.0", "Temperature (Sensor junction) (C)": "55.0"},
+ "card1": {"GPU use (%)": "0", "Current Socket Graphics Package Power (W)": "N/A",
+ "Temperature (Sensor edge) (C)": "N/A", "Temperature (Sensor junction) (C)": "39.0"}, "system": {"x": "y"}}
 END
     monitor true
-    same rocm/rows "gpu0,99.0,5.0,280.0 gpu1,0.0,," "$(tail -n +2 "$tmp/monitor.csv" | cut -d, -f 2-5 | xargs)"
+    same rocm/rows "gpu0,99.0,5.0,280.0,48.0 gpu1,0.0,,,39.0" \
+        "$(tail -n +2 "$tmp/monitor.csv" | cut -d, -f 2-6 | xargs)"
     same rocm/asked 1 "$(grep -c -- --json "$tmp/asked")"
     same rocm/power 1 "$(grep -c 'gpu0 drew 280 W on average, 50 % of its limit of 560 W' "$err")"
     rm "$tmp/gpu/rocm-smi"
@@ -365,7 +369,7 @@ test_without_gpu() {
     monitor bash -c 'echo "$@"; cat; exit 3' name --csv other
     same no_gpu/status 3 "$status"
     same no_gpu/stdout "--csv other" "$(cat "$out")" # the command's own options, and its output alone
-    same no_gpu/at_once "cpu,,,," "$(tail -n +2 "$tmp/monitor.csv" | grep -o 'cpu,,,,')"
+    same no_gpu/at_once "cpu,,,,," "$(tail -n +2 "$tmp/monitor.csv" | grep -o 'cpu,,,,,')"
     same no_gpu/sentence 1 "$(grep -c '^monitor: The command kept .* cores busy on average\.$' "$err")"
     monitor bash -c 'kill -KILL $$'
     same exit/killed 137 "$status"
@@ -375,6 +379,10 @@ test_without_gpu() {
     same exit/no_program 126 "$status"
     monitor
     same exit/no_command 2 "$status"
+    monitor --pid $$ true
+    same exit/both 2 "$status"
+    monitor --pid 999999999
+    same exit/no_process 2 "$status"
     monitor --interval 0 true
     same exit/interval 2 "$status"
     monitor --csv new/monitor.csv -- true
@@ -399,12 +407,47 @@ END
     monitor --interval 86400 sh -c "sh -c '$plain $tmp/burn.py; true'; true"
     # shellcheck disable=SC2016 # awk's own $
     holds cpu/ended "a second of CPU time" "$(cat "$tmp/monitor.csv")" \
-        awk -F, 'NR == 2 { good = $1 * $6 / 100 > 0.95 } END { exit !good }' "$tmp/monitor.csv"
+        awk -F, 'NR == 2 { good = $1 * $7 / 100 > 0.95 } END { exit !good }' "$tmp/monitor.csv"
     monitor --interval 0.05 sh -c "sh -c '$plain $tmp/burn.py $tmp/monitor.csv; true'; true"
     # shellcheck disable=SC2016 # awk's own $
     holds cpu/running "a second of CPU time in all rows, of one core at a time" "$(cat "$tmp/monitor.csv")" \
-        awk -F, 'NR > 1 { used += ($1 - before) * $6 / 100; before = $1 }
+        awk -F, 'NR > 1 { used += ($1 - before) * $7 / 100; before = $1 }
             END { exit !(used > 0.95 && used < 1.1 * before + 0.1) }' "$tmp/monitor.csv"
+}
+
+# A process that is already running: its CPU time, signals that the monitor does not pass on, and its end. Then
+# tasks that srun has started, which do not descend from it, in the job of the monitor and in another one.
+test_pid() {
+    local watched watcher rows task
+    rm "$tmp/monitor.csv"
+    "$plain" "$tmp/burn.py" /dev/null & # until it is killed
+    watched=$!
+    (cd "$tmp" && exec env PATH="$tmp/bin" "$plain" "$repo/labs/tools/monitor" --interval 0.05 --pid $watched \
+        >"$out" 2>"$err") &
+    watcher=$!
+    until grep -qs , "$tmp/monitor.csv" && [ "$(wc -l <"$tmp/monitor.csv")" -gt 3 ]; do sleep 0.05; done
+    kill -TERM $watcher
+    rows=$(wc -l <"$tmp/monitor.csv")
+    until [ "$(wc -l <"$tmp/monitor.csv")" -gt $((rows + 1)) ]; do sleep 0.05; done
+    same pid/left_alone 0 "$(kill -0 $watched; echo $?)"
+    kill -KILL $watched
+    wait $watched 2>/dev/null
+    wait $watcher
+    same pid/status "0 " "$? $(cat "$out")"
+    same pid/said 1 "$(grep -c '^monitor: The command kept [0-9.]* of .* cores busy on average\.$' "$err")"
+    # shellcheck disable=SC2016 # awk's own $
+    holds pid/cpu "CPU time in a row" "$(cat "$tmp/monitor.csv")" \
+        awk -F, 'NR > 1 && $7 > 0 { busy = 1 } END { exit !busy }' "$tmp/monitor.csv"
+    for task in 7 8; do
+        (cd "$tmp" && SLURM_JOB_ID=7 SLURM_STEP_ID=0 exec "$plain" "$tmp/burn.py" /dev/null) &
+        watched=$!
+        SLURM_JOB_ID=$task monitor --interval 0.2 sleep 1
+        kill -KILL $watched
+        wait $watched 2>/dev/null
+        # the first row has the start of sleep. shellcheck disable=SC2016 # awk's own $
+        same "pid/task_of_job_$task" "$((8 - task))" \
+            "$(awk -F, 'NR > 2 && $7 > 0 { busy = 1 } END { print busy + 0 }' "$tmp/monitor.csv")"
+    done
 }
 
 test_signals() {
@@ -489,6 +532,7 @@ test_broken_nvidia
 test_rocm
 test_without_gpu
 test_cpu
+test_pid
 test_signals
 test_with_cnn
 exit 0

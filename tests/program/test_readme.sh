@@ -285,7 +285,7 @@ mapfile -t about_cnn < <(printf '%s\n' "${pages[@]}" | grep -v '/README.md$')
 ./cnn --help >"$out"
 while IFS= read -r option; do
     grep -qE -- "^  $option( |$)" "$out" || unknown+=" $option"
-done < <(spans "${about_cnn[@]}" | grep -vE '^(sbatch|srun|labs|gcc|docker|podman|apptainer)' | grep -oP '(?<![\w-])--[a-z][a-z-]+' | sort -u)
+done < <(spans "${about_cnn[@]}" | grep -vE '^(sbatch|srun|squeue|labs|gcc|docker|podman|apptainer)' | grep -oP '(?<![\w-])--[a-z][a-z-]+' | sort -u)
 verdict options "options of ./cnn" "${unknown:-}" [ -z "${unknown:-}" ]
 # shellcheck disable=SC2046 # the words are targets and variables
 make -n $(spans "${pages[@]}" | grep -P '^make [^.]*$' | sed 's/"--width 64"/x/; s/^make//') >"$out" 2>"$err" </dev/null
