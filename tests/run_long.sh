@@ -19,6 +19,7 @@ soak        15  0    after any signal a run goes on to the same bytes      tests
 mutations   40  0    the tests would notice a bug                          python3 tests/source/mutate.py --at-least 28 --minutes @
 faults      5   180  no failed call and no kill loses a checkpoint         tests/robust/test_faults.sh
 portability 15  540  other compilers, libc and processors compute the same tests/robust/test_portability.sh
+containers  0   300  the images of labs/containers build the program and train tests/program/test_containers.sh
 kernels     0   900  the kernels have no races; planted bugs are noticed   tests/run_tests.sh gpu/test_cuda.sh gpu/test_nvcc.sh
 '
 
