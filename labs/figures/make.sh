@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Draws the figures of README.md and labs/results.md again, in the project's folder after `make`:
+# Draws the figures of README.md, labs/results.md and labs/tools/README.md again, in the project's folder after `make`:
 #
 #     labs/figures/make.sh [DIR [OPTIONS...]]
 #
-# It trains for one epoch, as `make run` does, and writes run.png, roofline.png and, from bench.csv, bench.png
-# into DIR (default: labs/figures). OPTIONS are passed to ./cnn. Layers are timed: nothing else should run.
+# It trains for one epoch, as `make run` does, and makes a small study on the CPU. Of the first it draws run.png,
+# roofline.png and filters.png, of the second study.png and loss.png, and of bench.csv bench.png, into DIR (default:
+# labs/figures). OPTIONS are passed to ./cnn. Layers and runs are timed: nothing else should run.
 # CNN=PATH: another program. Needs a python3 with matplotlib.
 set -eu
 unset CDPATH
@@ -17,12 +18,16 @@ done
 [ -n "$python" ] || { echo "make.sh: error: no python3 with matplotlib; on Debian: apt-get install python3-matplotlib" >&2; exit 1; }
 tmp=$(mktemp -d)
 trap 'rm -rf "$tmp"' EXIT
-"${CNN:-./cnn}" --epochs 1 --layers --quiet --out "$tmp/first-epoch" "$@"
+cnn=${CNN:-./cnn}
+"$cnn" --epochs 1 --layers --save-model --quiet --out "$tmp/first-epoch" "$@"
+"$python" labs/tools/study.py run "$tmp/study" --program "$cnn" --model lenet --devices cpu --batches 16 64 256 \
+    --repeats 3 --epochs 3 -- --limit-train 1000 --limit-test 1000 "$@"
 cp labs/figures/bench.csv "$tmp"
-"$python" labs/tools/plot.py "$tmp/first-epoch" >"$tmp/drawn"
-"$python" labs/tools/plot.py "$tmp/bench.csv" >>"$tmp/drawn"
+for source in first-epoch study bench.csv; do
+    "$python" labs/tools/plot.py "$tmp/$source" >>"$tmp/drawn"
+done
 mkdir -p "$out"
-for figure in first-epoch/plots/run first-epoch/plots/roofline plots/bench; do
+for figure in first-epoch/plots/{run,roofline,filters} study/plots/{study,loss} plots/bench; do
     if [ ! -f "$tmp/$figure.png" ]; then
         grep "^not drawn: ${figure##*/}:" "$tmp/drawn" >&2
         exit 1

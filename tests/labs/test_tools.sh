@@ -499,6 +499,19 @@ END
 )"
 }
 
+# The table of labs/tools/README.md has each tool that a user calls, and each of its pictures is there and small.
+test_readme() {
+    local page=$repo/labs/tools/README.md picture
+    same readme/table "$(cd "$repo/labs/tools" && find . -maxdepth 1 -type f ! -name '*.md' -printf '%f\n' |
+        grep -vx 'lab_runs.sh\|run_folders.py' | sort | xargs)" \
+        "$(grep -oP '^\| `\K[^` ]+(?=[^|]*\|[^|]*\? \|)' "$page" | sort -u | xargs)"
+    same readme/pictures 3 "$(grep -c '^!\[' "$page")"
+    for picture in $(grep -oP '^!\[.*\]\(\K[^)]+' "$page"); do
+        holds "readme/${picture##*/}" "a PNG of at most 100 kB" "$(wc -c "$repo/labs/tools/$picture" 2>&1)" \
+            test -n "$(find "$repo/labs/tools/$picture" -size -100k 2>/dev/null)"
+    done
+}
+
 test_with_cnn() {
     monitor --interval 0.05 --csv watched/monitor.csv "$cnn" --no-cuda --threads 1 --dataset synthetic \
         --limit-train 256 --limit-test 64 --epochs 1 --out "$tmp/watched"
@@ -534,5 +547,6 @@ test_without_gpu
 test_cpu
 test_pid
 test_signals
+test_readme
 test_with_cnn
 exit 0
