@@ -106,6 +106,7 @@ test_image() { # BUILDER
     same "train/$1" 0 $?
     line "train/$1/images" '^Train Epoch: 1 \[.*/60000 ' # Fashion-MNIST, which the image has
     rm -rf "$tmp/project/build" "$tmp/project/cnn"
+    [ "$1" = apptainer ] || "$1" rmi cnn-test >/dev/null
 }
 
 test_hadolint
