@@ -502,14 +502,15 @@ END
 # The table of labs/tools/README.md has each tool that a user calls, and each of its pictures is there and small.
 test_readme() {
     local page=$repo/labs/tools/README.md picture
+    # shellcheck disable=SC2016 # backquotes of the page
     same readme/table "$(cd "$repo/labs/tools" && find . -maxdepth 1 -type f ! -name '*.md' -printf '%f\n' |
         grep -vx 'lab_runs.sh\|run_folders.py' | sort | xargs)" \
         "$(grep -oP '^\| `\K[^` ]+(?=[^|]*\|[^|]*\? \|)' "$page" | sort -u | xargs)"
     same readme/pictures 3 "$(grep -c '^!\[' "$page")"
-    for picture in $(grep -oP '^!\[.*\]\(\K[^)]+' "$page"); do
+    while read -r picture; do
         holds "readme/${picture##*/}" "a PNG of at most 100 kB" "$(wc -c "$repo/labs/tools/$picture" 2>&1)" \
             test -n "$(find "$repo/labs/tools/$picture" -size -100k 2>/dev/null)"
-    done
+    done < <(grep -oP '^!\[.*\]\(\K[^)]+' "$page")
 }
 
 test_with_cnn() {
