@@ -133,13 +133,11 @@ build/declarations: cnn.c FORCE
 # cudart is linked statically, so that the program also starts on a machine without a driver.
 ifneq ($(HAVE_CUDA),)
 KERNELS = build/cnn_kernels_$(CUDA_ARCH).o
-CUDA_DEFINES = -DCNN_CUDA $(if $(HAVE_NCCL),-DCNN_NCCL)
 CUDA_LIBS = -L$(dir $(NVCC))../lib64 -lcudart_static -lstdc++ -ldl -lrt \
 	$(if $(HAVE_NCCL),-lnccl)
 endif
 ifneq ($(HAVE_HIP),)
 KERNELS = build/cnn_kernels.o
-CUDA_DEFINES = -DCNN_CUDA
 HIP_LIB = $(abspath $(dir $(realpath $(HAVE_HIP)))../lib)
 CUDA_LIBS = -L$(HIP_LIB) -Wl,-rpath,$(HIP_LIB) -lamdhip64 -lstdc++
 endif
@@ -156,7 +154,7 @@ build/cnn_kernels.hip: cnn_kernels.cu FORCE
 	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
 
 cnn: $(SOURCE) $(KERNELS) build/settings
-	$(BUILD) $(DEFINES) $(CUDA_DEFINES) cnn.c $(KERNELS) -o $@ $(MPI) $(CUDA_LIBS) $(LIBS)
+	$(BUILD) $(DEFINES) cnn.c $(KERNELS) -o $@ $(MPI) $(CUDA_LIBS) $(LIBS)
 
 # Without optimization, for slurm/configs/one-core.txt
 build/cnn-O0: $(SOURCE) build/settings
@@ -177,7 +175,7 @@ build/count_kernels.o: COUNT = -O1 -fsanitize=thread -DCUEMU_COUNT
 cnn-emu: build/emu_kernels.o
 cnn-count: build/count_kernels.o
 cnn-emu cnn-count: $(SOURCE) build/settings
-	$(BUILD) $(DEFINES) -DCNN_CUDA cnn.c $(filter %_kernels.o,$^) -o $@ $(MPI) -lstdc++ $(LIBS)
+	$(BUILD) $(DEFINES) cnn.c $(filter %_kernels.o,$^) -o $@ $(MPI) -lstdc++ $(LIBS)
 count: cnn-count
 emulate: cnn-emu
 
@@ -278,7 +276,7 @@ bench: cnn build/bench
 
 # The tests and timings of the GPU code: on a GPU, and with the prefix emu_ in the emulator.
 GPU_PROGRAMS = test_cuda bench_gpu
-GPU_TEST = $(BUILD) $(DEFINES) -DCNN_CUDA -Wno-unused-function $<
+GPU_TEST = $(BUILD) $(DEFINES) -Wno-unused-function $<
 $(addprefix build/,$(GPU_PROGRAMS)): build/%: tests/gpu/%.c tests/check.h $(SOURCE) $(KERNELS) build/settings build/test_settings
 	$(GPU_TEST) $(if $(QUICK),-O1) $(KERNELS) -o $@ $(CUDA_LIBS) $(LIBS)
 $(addprefix build/emu_,$(GPU_PROGRAMS)): build/emu_%: tests/gpu/%.c tests/check.h $(SOURCE) \

@@ -318,7 +318,8 @@ typedef struct Backend {
                    bool nchw);
 } Backend;
 
-/* What cnn_kernels.cu provides where nvcc or the emulator has compiled it:
+/* What cnn_kernels.cu provides where nvcc or the emulator has compiled it. The functions are weak:
+   where no file of the program defines them, they are NULL.
    cuda_backend()       its backends, the best one last, then NULL
    With NCCL, for GPUs of several processes:
    cuda_nccl_id()       creates the id of a group; rank 0 calls it and sends it to the others
@@ -327,11 +328,12 @@ typedef struct Backend {
 #ifdef __cplusplus
 extern "C" {
 #endif
-const Backend *cuda_backend(size_t i);
+#define WEAK __attribute__((weak))
 enum { NCCL_ID_BYTES = 128 };
-void cuda_nccl_id(char id[NCCL_ID_BYTES]);
-void cuda_nccl_join(const char id[NCCL_ID_BYTES], size_t rank, size_t world);
-bool cuda_all_reduce(size_t device, real *data, size_t count, double timeout);
+WEAK const Backend *cuda_backend(size_t i);
+WEAK void cuda_nccl_id(char id[NCCL_ID_BYTES]);
+WEAK void cuda_nccl_join(const char id[NCCL_ID_BYTES], size_t rank, size_t world);
+WEAK bool cuda_all_reduce(size_t device, real *data, size_t count, double timeout);
 #ifdef __cplusplus
 }
 #endif
@@ -412,13 +414,6 @@ static inline HOST_DEVICE real uniform(uint32_t bits) {
 #define PARALLEL
 #define PARALLEL_SUMS(...)
 #define PARALLEL_FOR
-#endif
-
-#ifndef CNN_CUDA // no cnn_kernels.cu in this program
-const Backend *cuda_backend(size_t i) {
-    (void)i;
-    return NULL;
-}
 #endif
 
 #define LENGTH(array) (sizeof(array) / sizeof *(array))
@@ -3151,12 +3146,7 @@ static void barrier(Comm *c) {
 
 // Whether NCCL adds the gradients: ranks are processes with a GPU each, and it was found.
 static bool uses_nccl(const Comm *c) {
-#ifdef CNN_NCCL
-    return !c->team && !c->settings->oversubscribe && c->net->backend->transfer;
-#else
-    (void)c;
-    return false;
-#endif
+    return cuda_all_reduce && !c->team && !c->settings->oversubscribe && c->net->backend->transfer;
 }
 
 /* One step around the ring: sends data[send] to the right neighbour and receives data[receive] from
@@ -3182,14 +3172,12 @@ static void ring_step(Comm *c, real *data, Range send, Range receive, bool add) 
    for clusters of workstations", JPDC 2009.) */
 static void all_reduce(Comm *c, real *data, Range range) {
     const size_t n = c->world, rank = c->rank + 2 * n; // 2n: rank - step stays positive
-#ifdef CNN_NCCL
     if (uses_nccl(c)) {
         c->bytes_sent += 2. * (double)((n - 1) * range.count * sizeof *data) / (double)n;
         if (!cuda_all_reduce(c->device, data + range.first, range.count, c->settings->timeout))
             die_of_timeout(c, (c->rank + n - 1) % n);
         return;
     }
-#endif
     c->shown = data;
     /* LAB 8.1 BEGIN all_reduce */
     for (size_t step = 0; step < 2 * (n - 1); step++)
@@ -3458,7 +3446,6 @@ static void comm_plan(Comm *c, Net *net, Loader *loader) {
 static void comm_start(Comm *c) {
     if (c->world == 1 || c->dp)
         return;
-#ifdef CNN_NCCL
     if (uses_nccl(c)) {
         char *ids = must_alloc(c->world * NCCL_ID_BYTES, "the id of the NCCL group");
         if (c->rank == 0)
@@ -3467,7 +3454,6 @@ static void comm_start(Comm *c) {
         cuda_nccl_join(ids, c->rank, c->world);
         free(ids);
     }
-#endif
     plan_buckets(c);
     if (c->settings->overlap)
         c->net->comm = c;
@@ -5373,7 +5359,7 @@ static void setup_device(Run *run) {
     const char *why_not = s->replicas > 1 ? "--replicas"
                           : s->no_cuda    ? "--no-cuda"
                                           : "built without CUDA";
-    const bool built = !s->no_cuda && cuda_backend(0);
+    const bool built = !s->no_cuda && cuda_backend;
     const size_t gpus = built ? cuda_backend(0)->devices(&why_not) : 0;
     if (s->gpus > 0 && !gpus)
         die(EXIT_USAGE, "--gpus %zu: found no GPU (%s); --replicas %zu does the same on the CPU",

@@ -32,7 +32,7 @@ build() {
     wanted 1 2 3 4 5 6 7 || return 0
     { cut_kernels 6 6 "$without_products" && echo "$appended"; } >lab06.cu
     "${CC:-gcc}" -std=gnu17 -g -w -Dmain=overlap_main -c labs/lab06/overlap.c -o overlap.o &&
-        "${CC:-gcc}" -std=gnu17 -g -march=native -w -DCNN_CUDA -c labs/check/lab06.c -o lab06_tests.o &&
+        "${CC:-gcc}" -std=gnu17 -g -march=native -w -c labs/check/lab06.c -o lab06_tests.o &&
         ld -r lab06_tests.o overlap.o -o lab06.o && emulated lab06_emulated lab06 "${CXX:-g++}" -O0 -g &&
         if on_gpu; then for_gpu lab06_gpu lab06; fi
 }

@@ -176,7 +176,7 @@ build_nccl() {
     sed -f "$repo/tests/emulator/cuda_on_cpu.sed" "$repo/cnn_kernels.cu" |
         g++ -std=c++17 $optimized -march=native -fopenmp -w -DCNN_NCCL -I"$repo" -I"$repo/tests/cluster" \
             $flags -include "$repo/tests/emulator/cuda_on_cpu.h" -x c++ -c - -o "$tmp/nccl.o" &&
-        gcc -std=gnu17 $optimized -march=native -fno-math-errno -fopenmp -w -DCNN_CUDA -DCNN_NCCL -DCNN_MPI \
+        gcc -std=gnu17 $optimized -march=native -fno-math-errno -fopenmp -w -DCNN_MPI \
             "$repo/cnn.c" "$tmp/nccl.o" -o "$tmp/cnn-nccl" $flags -lstdc++ -lm -lpthread
 }
 

@@ -228,7 +228,7 @@ blind() {
 
 test_blind_graphs() {
     local seen=(--limit-train 16 --batch-size 4 --epochs 2 --gamma .1)
-    "$cc" -std=gnu17 -O2 "-march=$arch" -fopenmp -DCNN_CUDA -c "$repo/cnn.c" -o "$build/cnn.o" 2>"$err"
+    "$cc" -std=gnu17 -O2 "-march=$arch" -fopenmp -c "$repo/cnn.c" -o "$build/cnn.o" 2>"$err"
     train seen "${seen[@]}"
     blind learning_rate 's/update_kernel\(Update u\) \{/update_kernel(Update u, Step step) { u.step = \&step;/
         s/(Pack<real>::N\), u)\);/\1, *u.step);/'
@@ -478,7 +478,7 @@ test_mutations() {
 # For other builds than make's.
 build_tests() {
     "$cc" -std=gnu17 -O2 "-march=$arch" -fno-math-errno -g -Wall -Wextra -Wno-unused-function \
-        -Wno-unknown-pragmas -DCNN_CUDA -c "$repo/tests/gpu/test_cuda.c" -o "$build/test_cuda.o" 2>"$err"
+        -Wno-unknown-pragmas -c "$repo/tests/gpu/test_cuda.c" -o "$build/test_cuda.o" 2>"$err"
     same build/tests "exit 0, " "exit $?, $(cat "$err")"
     choose_tsan
 }

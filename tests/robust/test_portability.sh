@@ -79,7 +79,7 @@ if installed aarch64-linux-gnu-gcc gcc-aarch64-linux-gnu && installed qemu-aarch
         sed -f tests/emulator/cuda_on_cpu.sed cnn_kernels.cu >"$tmp/kernels.cpp"
         built aarch64/emulator aarch64-linux-gnu-g++ -std=c++17 -O2 -fopenmp -w -I. \
             -include tests/emulator/cuda_on_cpu.h -c "$tmp/kernels.cpp" -o "$tmp/kernels.o" &&
-            built aarch64/emulator aarch64-linux-gnu-gcc "${warnings[@]}" -static -fopenmp -DCNN_CUDA \
+            built aarch64/emulator aarch64-linux-gnu-gcc "${warnings[@]}" -static -fopenmp \
                 tests/gpu/test_cuda.c "$tmp/kernels.o" -o "$tmp/test_cuda" -lstdc++ -lm -lpthread &&
             verdicts aarch64/emulator env CUEMU_STRICT=1 qemu-aarch64 "$tmp/test_cuda" tiny
     fi

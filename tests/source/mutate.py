@@ -55,7 +55,7 @@ EMULATED = (
     " -I. -include tests/emulator/cuda_on_cpu.h -x c++ -c - -o object.o"
 )
 COMPILE = {
-    "cnn.c": [C, f"{C} -DCNN_CUDA {MPI}"],
+    "cnn.c": [C, f"{C} {MPI}"],
     "cnn_kernels.c": [C],
     "cnn_kernels.cu": [EMULATED],
 }
