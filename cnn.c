@@ -318,25 +318,23 @@ typedef struct Backend {
                    bool nchw);
 } Backend;
 
-/* What cnn_kernels.cu provides where nvcc or the emulator has compiled it. The functions are weak:
-   where no file of the program defines them, they are NULL.
+/* What cnn_kernels.cu provides where nvcc or the emulator has compiled it. For C, the functions are
+   weak: where no file of the program defines them, they are NULL.
    cuda_backend()       its backends, the best one last, then NULL
    With NCCL, for GPUs of several processes:
    cuda_nccl_id()       creates the id of a group; rank 0 calls it and sends it to the others
    cuda_nccl_join()     this thread's device joins the group
    cuda_all_reduce()    data = its sum over the group; false: not complete within `timeout` s */
 #ifdef __cplusplus
-extern "C" {
+#define OPTIONAL extern "C"
+#else
+#define OPTIONAL __attribute__((weak))
 #endif
-#define WEAK __attribute__((weak))
 enum { NCCL_ID_BYTES = 128 };
-WEAK const Backend *cuda_backend(size_t i);
-WEAK void cuda_nccl_id(char id[NCCL_ID_BYTES]);
-WEAK void cuda_nccl_join(const char id[NCCL_ID_BYTES], size_t rank, size_t world);
-WEAK bool cuda_all_reduce(size_t device, real *data, size_t count, double timeout);
-#ifdef __cplusplus
-}
-#endif
+OPTIONAL const Backend *cuda_backend(size_t i);
+OPTIONAL void cuda_nccl_id(char id[NCCL_ID_BYTES]);
+OPTIONAL void cuda_nccl_join(const char id[NCCL_ID_BYTES], size_t rank, size_t world);
+OPTIONAL bool cuda_all_reduce(size_t device, real *data, size_t count, double timeout);
 
 /* Philox4x32-10, a counter-based random number generator: out = a keyed bijection of the counter.
    (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.) It has no state, so any
