@@ -2225,11 +2225,9 @@ static const Backend naive_backend = {
     .scratch_size = scratch_size_naive,
 };
 
-#if !defined(CNN_NO_KERNELS) && defined(__has_include)
-#if __has_include("cnn_kernels.c")
+#if !defined(CNN_NO_KERNELS) && __has_include("cnn_kernels.c")
 #include "cnn_kernels.c" // fills fast_backend
 #define CNN_FAST
-#endif
 #endif
 
 // The CPU's backends, the best one last.
