@@ -5355,8 +5355,7 @@ static void setup_device(Run *run) {
     const char *why_not = s->replicas > 1 ? "--replicas"
                           : s->no_cuda    ? "--no-cuda"
                                           : "built without CUDA";
-    const bool built = !s->no_cuda && cuda_backend;
-    const size_t gpus = built ? cuda_backend(0)->devices(&why_not) : 0;
+    const size_t gpus = !s->no_cuda && cuda_backend ? cuda_backend(0)->devices(&why_not) : 0;
     if (s->gpus > 0 && !gpus)
         die(EXIT_USAGE, "--gpus %zu: found no GPU (%s); --replicas %zu does the same on the CPU",
             s->gpus, why_not, s->gpus);
