@@ -41,9 +41,7 @@
    NHWC: image, row, column, channel, with the channels innermost. Weights are stored
    [filter row][filter column][input channel][output channel]. */
 
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE // sched_getaffinity
-#endif
+#define _GNU_SOURCE 1 // sched_getaffinity; g++ has defined it so, too
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>

@@ -4,7 +4,7 @@
    counts the call, checks it and can delay it, so the tests see what the workers do, whatever their
    code looks like. The first error ends the program with a line that names it. */
 
-#define _GNU_SOURCE
+#define _GNU_SOURCE 1
 #include <pthread.h>
 #include <stdbool.h>
 #include <time.h>

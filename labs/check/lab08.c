@@ -3,7 +3,7 @@
    Each rank is a process of its own. It has its own numbers, but neither the others' nor the
    right results. This program forwards its messages, counts them and checks what it returns. */
 
-#define _GNU_SOURCE
+#define _GNU_SOURCE 1
 #define CNN_NO_MAIN
 #define CNN_NO_KERNELS // no layer is computed
 #define CNN_MPI        // ranks exchange messages; lab08_mpi/mpi.h declares them

@@ -3,7 +3,7 @@
    The student's part runs in a process of its own, which sends back the learning rates of all
    steps; it has no token. The rates have to have certain properties. */
 
-#define _GNU_SOURCE
+#define _GNU_SOURCE 1
 #define CNN_NO_MAIN
 #define CNN_NO_KERNELS // no layer is computed
 #include "../../cnn.c"

@@ -9,7 +9,7 @@
    An input is refused by die(), whose hook jumps back here; what the input had opened or allocated
    is then released. Anything else than a result or a refusal in one line is a finding: abort(). */
 
-#define _GNU_SOURCE // as cnn.c does
+#define _GNU_SOURCE 1 // as cnn.c does
 #include <setjmp.h>
 #include <stdbool.h>
 #include <stdint.h>
