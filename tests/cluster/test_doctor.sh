@@ -121,7 +121,7 @@ line make/compiler '^ok +compiler '
 requeued() {
     # shellcheck disable=SC2016
     same "requeue/$1" "$2" "$(SLURM_JOB_NAME=$1 SLURM_JOB_ID=1 timeout 60 bash -c '
-        source slurm/requeue.sh
+        source slurm/requeue.sh >/dev/null
         scontrol() { echo "$@"; }
         { sleep 0.5; kill -USR1 $$ 2>/dev/null; } &
         train bash -c "$1; for i in 1 2 3 4 5 6 7 8 9 10; do sleep 0.1; done; exit 6"
