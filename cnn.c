@@ -2526,7 +2526,8 @@ static void draw_glyph(float glyph[], size_t class, size_t channels) {
         double angle = 2 * M_PI * (double)uniform(r[0]), phase = 2 * M_PI * (double)uniform(r[1]);
         double frequency = 2 * M_PI * (1 + 1.5 * (double)uniform(r[2])) / GLYPH;
         for (int i = 0; i < GLYPH * GLYPH; i++) {
-            double x = i % GLYPH - (GLYPH - 1) / 2., y = i / GLYPH - (GLYPH - 1) / 2.;
+            const int row = i / GLYPH, column = i % GLYPH;
+            double x = column - (GLYPH - 1) / 2., y = row - (GLYPH - 1) / 2.;
             double window = exp(-(x * x + y * y) / (GLYPH * GLYPH / 8.));
             double value = cos(frequency * (cos(angle) * x + sin(angle) * y) + phase);
             glyph[(size_t)i * channels + wave % channels] += (float)(window * value);
@@ -5370,7 +5371,7 @@ static void setup_device(Run *run) {
                run->backend->kernels, run->backend->precision, why_not);
         s->kernels = "tiled";
         s->precision = "fp32";
-        run->backend = choose_backend(s, true);
+        run->backend = choose_backend(s, gpus > 0);
     }
     s->kernels = run->backend->kernels; // checkpoints compare both
     s->precision = run->backend->precision;
