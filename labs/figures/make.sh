@@ -4,8 +4,8 @@
 #     labs/figures/make.sh [DIR [OPTIONS...]]
 #
 # It trains for one epoch, as `make run` does, and makes a small study on the CPU. Of the first it draws run.png,
-# roofline.png and filters.png, of the second study.png and loss.png, and of bench.csv bench.png, into DIR (default:
-# labs/figures). OPTIONS are passed to ./cnn. Layers and runs are timed: nothing else should run.
+# roofline.png, samples.png and, with an untrained network, filters.png, of the second study.png and loss.png, of a
+# short run with augmentation augment.png, and of bench.csv bench.png, into DIR (default: labs/figures). OPTIONS are passed to ./cnn. Layers and runs are timed: nothing else should run.
 # CNN=PATH: another program. Needs a python3 with matplotlib.
 set -eu
 unset CDPATH
@@ -20,14 +20,16 @@ tmp=$(mktemp -d)
 trap 'rm -rf "$tmp"' EXIT
 cnn=${CNN:-./cnn}
 "$cnn" --epochs 1 --layers --save-model --quiet --out "$tmp/first-epoch" "$@"
+"$cnn" --eval --save-model --limit-test 100 --quiet --out "$tmp/untrained" "$@"
+"$cnn" --epochs 1 --augment elastic --limit-train 640 --limit-test 1000 --quiet --out "$tmp/augmented" "$@"
 "$python" labs/tools/study.py run "$tmp/study" --program "$cnn" --model lenet --devices cpu --batches 16 64 256 \
     --repeats 3 --epochs 3 -- --limit-train 1000 --limit-test 1000 "$@"
 cp labs/figures/bench.csv "$tmp"
-for source in first-epoch study bench.csv; do
+for source in first-epoch augmented study bench.csv; do
     "$python" labs/tools/plot.py "$tmp/$source" >>"$tmp/drawn"
 done
 mkdir -p "$out"
-for figure in first-epoch/plots/{run,roofline,filters} study/plots/{study,loss} plots/bench; do
+for figure in first-epoch/plots/{run,roofline,samples,filters} augmented/plots/augment study/plots/{study,loss} plots/bench; do
     if [ ! -f "$tmp/$figure.png" ]; then
         grep "^not drawn: ${figure##*/}:" "$tmp/drawn" >&2
         exit 1

@@ -448,7 +448,7 @@ test_figures() {
     (cd "$repo" && CNN=$cnn labs/figures/make.sh "$tmp/figures" --dataset synthetic --limit-train 640 \
         --limit-test 100) >"$out" 2>"$err"
     same figures/status "0 " "$? $(cat "$err")"
-    for figure in run roofline filters study loss bench; do
+    for figure in run roofline samples augment filters study loss bench; do
         holds "figures/$figure" "a picture" "$(wc -c <"figures/$figure.png")" is_png "figures/$figure.png"
         holds "figures/$figure/path" "no path of this machine" "$(strings "figures/$figure.png" | grep -m 1 "$tmp")" \
             test -z "$(strings "figures/$figure.png" | grep -m 1 -e "$tmp" -e "$repo")"
