@@ -115,7 +115,9 @@ doctor -u CC
 same make/status 0 "$status"
 line make/compiler '^ok +compiler '
 
-# ---- slurm/requeue.sh: the status is the program's, also of one that ends while the script handles the signal
+# ---- slurm/requeue.sh: the status is the program's, also of one that ends while the script handles the signal; the
+# monitor beside it changes nothing, and writes monitor.csv
+mkdir -p labs/tools && cp "$repo/labs/tools/monitor" labs/tools/
 
 # requeued NAME WANTED PROGRAM: what the script says if the program gets the signal after half a second
 requeued() {
@@ -125,7 +127,10 @@ requeued() {
         scontrol() { echo "$@"; }
         { sleep 0.5; kill -USR1 $$ 2>/dev/null; } &
         train bash -c "$1; for i in 1 2 3 4 5 6 7 8 9 10; do sleep 0.1; done; exit 6"
-        echo $?' - "$3" 2>/dev/null)"
+        echo $?' - "$3" 2>&1 | grep -v '^monitor: ')"
+    [ "$1" = ends_before ] || ! command -v python3 >/dev/null ||
+        holds "requeue/$1/monitor" "monitor.csv with a row" "$(ls "runs/$1-1")" \
+            test "$(wc -l <"runs/$1-1/monitor.csv")" -ge 2
 }
 # shellcheck disable=SC2016 # the script's own variable
 save='touch runs/$SLURM_JOB_NAME-1/checkpoint.safetensors'

@@ -382,7 +382,8 @@ test_without_gpu() {
     monitor --pid $$ true
     same exit/both 2 "$status"
     monitor --pid 999999999
-    same exit/no_process 2 "$status"
+    same exit/no_process "1 monitor: process 999999999 is not running (any more): nothing to record" \
+        "$status $(cat "$err")"
     monitor --interval 0 true
     same exit/interval 2 "$status"
     monitor --csv new/monitor.csv -- true
