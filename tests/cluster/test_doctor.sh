@@ -6,7 +6,7 @@ export suite=doctor
 # shellcheck source=tests/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh" || exit 1
 # shellcheck disable=SC2154 # lib.sh sets them
-cp -r "$repo/slurm" "$repo/labs" "$repo/Makefile" . && cp "$cnn" cnn || exit 1
+cp -r "$repo/slurm" "$repo/Makefile" . && cp "$cnn" cnn || exit 1
 unset "${!SLURM@}" "${!SBATCH@}" OMP HAVE_CUDA NVCC HAVE_MPI HAVE_NCCL
 export CC=${CC:-gcc}
 
