@@ -507,7 +507,7 @@ test_readme() {
     same readme/table "$(cd "$repo/labs/tools" && find . -maxdepth 1 -type f ! -name '*.md' -printf '%f\n' |
         grep -vx 'lab_runs.sh\|run_folders.py\|report_html.py' | sort | xargs)" \
         "$(grep -oP '^\| `\K[^` ]+(?=[^|]*\|[^|]*\? \|)' "$page" | sort -u | xargs)"
-    same readme/pictures 3 "$(grep -c '^!\[' "$page")"
+    same readme/pictures 5 "$(grep -c '^!\[' "$page")"
     while read -r picture; do
         holds "readme/${picture##*/}" "a PNG of at most 100 kB" "$(wc -c "$repo/labs/tools/$picture" 2>&1)" \
             test -n "$(find "$repo/labs/tools/$picture" -size -100k 2>/dev/null)"
