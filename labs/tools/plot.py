@@ -290,9 +290,9 @@ def draw_confusion(runs):
     return figure
 
 
-def show_image(axis, row, title):
+def show_image(axis, row, title, size=9):
     axis.imshow(np.reshape(list(row["pixels"]), row["shape"]).astype(np.uint8), "Greys_r", vmin=0, vmax=255)
-    axis.set_title(title, fontsize=9)
+    axis.set_title(title, fontsize=size)
 
 
 def draw_samples(runs):
@@ -308,7 +308,7 @@ def draw_samples(runs):
             show_image(axis, right[k], right[k]["label"])
         elif 0 <= k - first_wrong < len(wrong):
             row = wrong[k - first_wrong]
-            show_image(axis, row, f"{row['label']}\npredicted: {row['predicted']}")
+            show_image(axis, row, f"{row['label']}\npredicted: {row['predicted']}", 7.5)
     figure.suptitle(f"{name_of(run)}: {describe([run])}\nThe first {len(right)} test images that were predicted right, "
                     f"with their label, and the first {len(wrong)} that were not", fontsize=9)
     figure.tight_layout()

@@ -509,8 +509,8 @@ test_readme() {
         "$(grep -oP '^\| `\K[^` ]+(?=[^|]*\|[^|]*\? \|)' "$page" | sort -u | xargs)"
     same readme/pictures 5 "$(grep -c '^!\[' "$page")"
     while read -r picture; do
-        holds "readme/${picture##*/}" "a PNG of at most 100 kB" "$(wc -c "$repo/labs/tools/$picture" 2>&1)" \
-            test -n "$(find "$repo/labs/tools/$picture" -size -100k 2>/dev/null)"
+        holds "readme/${picture##*/}" "a PNG of at most 150 kB" "$(wc -c "$repo/labs/tools/$picture" 2>&1)" \
+            test -n "$(find "$repo/labs/tools/$picture" -size -150k 2>/dev/null)"
     done < <(grep -oP '^!\[.*\]\(\K[^)]+' "$page")
 }
 
