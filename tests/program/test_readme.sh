@@ -119,7 +119,7 @@ same_losses() { # FILE FILE: five or more, equal to 4 digits
 check_output() { # COMMAND
     case $1 in
         *--resume*) says resume '^Resuming from run.ckpt: epoch 3, step 6$' ;;
-        *--eval*) says eval '^Loaded the weights in mnist_cnn.safetensors$' ;;
+        *--load*--eval*) says eval '^Loaded the weights in mnist_cnn.safetensors$' ;;
         './cnn --model lenet'*) says alone '^Device: .*, --kernels naive,' ;;
         *'--model strided'*) says own_parameters '^  56394 parameters, 16\.5 MFLOP to train on one image$' ;;
         'make cnn cnn-emu') verdict gelu_warnings "no warning" "$(cat "$err")" [ ! -s "$err" ] ;;
