@@ -269,6 +269,8 @@ test_argument_files() {
     refused argument_file/zero_byte 2 "@$file" "@$file"
     yes '# a comment' 2>/dev/null | head -c 65512 >"$file" # 65536 with the model's
     in_file longest epochs 14 --limit-train 1 "@$file"
+    yes x 2>/dev/null | head -c 65500 >"$file" # as many words as fit; sanitizers see them all in the list
+    refused argument_file/most_words 2 'option x' "@$file"
     yes '# a comment' 2>/dev/null | head -c 70000 >"$file"
     refused argument_file/too_long 2 "@$file" "@$file"
 }
