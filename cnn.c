@@ -3914,7 +3914,7 @@ static const Option options[] = {
     {"--autotune", SWITCH(autotune), "off", 0,
      "GPU: time the tiles of each product in the first step, keep the fastest; same results"},
     {"--resident", SWITCH(resident), "on", 0, "GPU: keep the data set in its memory, if it fits"},
-    {"--pin-memory", SWITCH(pin_memory), "on", 0, "GPU: copy batches (--resident off) from pinned memory"},
+    {"--pin-memory", SWITCH(pin_memory), "on", 0, "GPU, --resident off: copy from pinned memory"},
     {"--gpus", COUNT(gpus, "N", 1, MAX_REPLICAS), NULL, 0,
      "train on N GPUs of this machine (default: 1 if there is one, else the CPU)"},
     {"--replicas", COUNT(replicas, "N", 1, MAX_REPLICAS), "1", 0,
