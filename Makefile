@@ -142,6 +142,7 @@ HIP_LIB = $(abspath $(dir $(realpath $(HAVE_HIP)))../lib)
 CUDA_LIBS = -L$(HIP_LIB) -Wl,-rpath,$(HIP_LIB) -lamdhip64 -lstdc++
 endif
 build/cnn_kernels_$(CUDA_ARCH).o: cnn_kernels.cu build/declarations build/kernel_settings
+	@echo "nvcc compiles the kernels of the GPU, which takes minutes; make NO_CUDA=1 does without them"
 	$(NVCC_BUILD) -arch=$(CUDA_ARCH) -c $< -o $@ $(if $(QUICK),$(NVCC_REPORT))
 # What the compilers say of each kernel, for tests/gpu/test_nvcc.sh
 NVCC_REPORT = -Xptxas -v -Xcompiler -Wall$(comma)-Wextra >$@.log 2>&1 || { cat $@.log; exit 1; }

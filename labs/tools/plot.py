@@ -5,7 +5,8 @@
     labs/tools/plot.py run                      one run folder; into run/plots
     labs/tools/plot.py labs/figures/bench.csv   a table of training speeds; into labs/figures/plots
 
-study      time and accuracy by device and batch: means, with 95 % intervals (time) and sd (accuracy)
+study      time and accuracy by device and batch: means, with 95 % intervals (time) and sd (accuracy). Runs may
+           differ in one more option, such as --lr: then by its value, too; so does loss
 workers    images per second by --workers, for runs that differ in that
 ablation   images per second and accuracy (mean and sd) of each rung, from the ablation.csv in the folder
 scaling    speed-up by number of devices, strong and weak, with the ideal line
@@ -33,7 +34,7 @@ import sys
 
 from run_folders import (Missing, by, check_comparable, fail, first_difference, make_rows, name_of_data, read_csv,
                          read_filters, read_losses, read_predictions, read_runs, read_untrained, scaling_rows, start,
-                         workers_rows)
+                         varied, workers_rows)
 
 try:
     import matplotlib
@@ -79,27 +80,37 @@ def compare(runs, free=frozenset()):
     check_comparable(runs, free)
 
 
+def rows_of_variants(runs, free=frozenset()):
+    """The rows of make_rows(), which may differ in one more option: `variant` says in what, or is empty."""
+    name = varied(runs)
+    compare(runs, free | {name})
+    groups = by(runs, lambda r: r.settings.get(name))
+    return [dict(row, variant=f", --{name} {value}" * bool(name))
+            for value, group in sorted(groups.items(), key=lambda item: (isinstance(item[0], str), item[0] or 0))
+            for row in make_rows(group)]
+
+
 def draw_study(runs):
-    compare(runs)
     if len({r.model for r in runs}) > 1:
         raise Missing("several models; give each a folder of its own")
-    rows = sorted(make_rows(runs), key=lambda r: ORDER.index(r["device"]) if r["device"] in ORDER else 9)
-    batches, devices = sorted({r["global_batch"] for r in rows}), by(rows, lambda r: r["label"])
+    rows = sorted(rows_of_variants(runs), key=lambda r: ORDER.index(r["device"]) if r["device"] in ORDER else 9)
+    batches, devices = sorted({r["global_batch"] for r in rows}), by(rows, lambda r: r["label"] + r["variant"])
+    repeated = any(r["repeats"] > 1 for r in rows)
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.5))
     width = 0.8 / len(devices)
     for i, (device, group) in enumerate(devices.items()):
         x = [batches.index(r["global_batch"]) + (i - (len(devices) - 1) / 2) * width for r in group]
         for axis, height, error in zip(axes, ("seconds_mean", "accuracy_mean"), ("ci95", "accuracy_sd")):
-            axis.bar(x, [r[height] for r in group], width, yerr=[r[error] or 0 for r in group], capsize=3,
-                     color=GREYS[i % 6], hatch=HATCHES[i % 6], edgecolor="black", label=device)
+            axis.bar(x, [r[height] for r in group], width, capsize=3,
+                     yerr=[r[error] or 0 for r in group] if repeated else None, color=GREYS[i % 6], hatch=HATCHES[i % 6], edgecolor="black", label=device)
     times = [r["seconds_mean"] for r in rows]
     if max(times) > 20 * min(times) > 0:
         axes[0].set_yscale("log")
     else:
         axes[0].set_ylim(bottom=0)
     axes[1].set_ylim(bottom=0)
-    axes[0].set(ylabel="training time in s, mean and 95 % interval", title="Time")
-    axes[1].set(ylabel="test accuracy in %, mean and sd", title="Accuracy")
+    axes[0].set(ylabel="training time in s, " + ("mean and 95 % interval" if repeated else "one run"), title="Time")
+    axes[1].set(ylabel="test accuracy in %, " + ("mean and sd" if repeated else "one run"), title="Accuracy")
     for axis in axes:
         axis.set_xticks(range(len(batches)), batches)
         axis.set_xlabel("images per step, all devices together")
@@ -174,8 +185,7 @@ def draw_scaling(runs):
 
 
 def draw_loss(runs):
-    compare(runs, {"threads", "workers"})
-    panels = by(make_rows(runs), lambda r: f"{r['model']}, {r['label']}")
+    panels = by(rows_of_variants(runs, {"threads", "workers"}), lambda r: f"{r['model']}, {r['label']}")
     size = 2 + 4.5 * len(panels), 4.5
     figure, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False, sharey=True)
     for axis, (name, rows) in zip(axes[0], panels.items()):
@@ -185,12 +195,12 @@ def draw_loss(runs):
             window = max(1, len(points) // 25)
             means = np.array([np.mean(points[k:k + window], axis=0) for k in range(0, len(points), window)])
             axis.plot(means[:, 0], means[:, 1], markevery=(i % 5, 8), markersize=5,
-                      label=f"batch {row['global_batch']}", **style)
+                      label=f"batch {row['global_batch']}{row['variant']}", **style)
             style.update(linestyle="", markerfacecolor="none", markersize=10)
             axis.plot([e["epoch"] for e in run.epochs], [e["test_loss"] for e in run.epochs], **style)
         axis.set(xlabel="epoch", title=name)
         axis.legend(title="lines: training\nlarge, hollow: test", loc="best")
-    axes[0][0].set_ylabel("loss, first repeat")
+    axes[0][0].set_ylabel("loss (cross-entropy, in nats), first repeat")
     return figure
 
 

@@ -149,7 +149,7 @@ def picture(root, name, shows):
 def make_settings(root, runs, rows):
     equal, differing = [], []
     for name in (k for k in runs[0].settings if k not in ("out", "data")):
-        values = sorted({show(r.settings.get(name)) for r in runs}, key=lambda v: (len(v), v))
+        values = sorted({show(r.settings.get(name)) for r in runs}, key=by_value)
         if len(values) > 1:
             differing.append(f"- `--{name}`: {', '.join(v or 'none' for v in values)}")
         elif values[0]:
@@ -163,6 +163,14 @@ def make_settings(root, runs, rows):
          "What differs:", "\n".join(differing or ["- nothing"]), "Built with:", "\n".join(builds), *notes,
          "Commands (the first repeat of each row):", fence(commands)]) + picture(
              root, "augment", "some images, and what --augment makes of them")
+
+
+def by_value(text):
+    """A key to sort by: numbers before words."""
+    try:
+        return 0, float(text), text
+    except ValueError:
+        return 1, 0, text
 
 
 def fence(lines):

@@ -285,6 +285,14 @@ def first_difference(runs, free=frozenset()):
     return None
 
 
+def varied(runs):
+    """The one option besides device, batch and seed in which runs differ, such as lr; None if there are none or several,
+    or if it has plots of its own."""
+    names = {name for run in runs for name, _, _ in differences(runs[0], run, REPEATS_DIFFER | COLUMNS_DIFFER)}
+    name = names.pop() if len(names) == 1 else ""
+    return name[2:] if name.startswith("--") and name not in ("--model", "--threads", "--workers") else None
+
+
 def check_comparable(runs, free=frozenset()):
     """Ends with an error if there is a first_difference(); prints what makes a comparison less reliable."""
     different = first_difference(runs, free)

@@ -390,6 +390,7 @@ END_OF_LAYERS
     plots plots_one_run loaders/*workers2-r2 study loss run roofline confusion samples augment
     roofline_marks
     filters_before
+    one_option_varied
     sed -i 's/gflops/flops/' tiny/cifar-cpu-b16-r1/layers.csv
     head -c 100 tiny/cifar-cpu-b32-r1/model.safetensors >tiny/cifar-cpu-b16-r1/model.safetensors
     cp tiny/cifar-cpu-b16-r1/model.safetensors tiny/cifar-cpu-b32-r1/
@@ -398,6 +399,28 @@ END_OF_LAYERS
     line plots_broken/predictions "^not drawn: samples: .*predictions.csv: .*2 pixels for"
     line plots_broken/column "^not drawn: roofline: .*layers.csv: .*gflops"
     line plots_broken/weights "^not drawn: filters: .*model.safetensors: "
+}
+
+# Runs that differ in --lr alone have a bar and a line for each value, in the order of the numbers; in two options, none.
+one_option_varied() {
+    cat >varied.py <<'END'
+import sys
+sys.path.insert(0, sys.argv[1])
+import plot
+runs = plot.read_runs("rates")
+for figure in plot.draw_study(runs), plot.draw_loss(runs):
+    print(*(text.get_text() for text in (figure.legends or [figure.axes[0].get_legend()])[0].get_texts()), sep=";")
+print(plot.draw_study(runs).axes[0].get_ylabel())
+END
+    local lr small=(--no-cuda --model cifar --dataset synthetic --limit-train 64 --limit-test 16 --epochs 1 --batch-size 16)
+    mkdir rates
+    for lr in 0.01 0.2 10; do "$cnn" "${small[@]}" --lr $lr --out rates/$lr >/dev/null 2>&1; done
+    same varied/labels "cpu, --lr 0.01;cpu, --lr 0.2;cpu, --lr 10|$(
+        )batch 16, --lr 0.01;batch 16, --lr 0.2;batch 16, --lr 10|training time in s, one run" \
+        "$("$plotter" varied.py "$repo/labs/tools" 2>&1 | grep -v ^Note | paste -sd '|')"
+    "$cnn" "${small[@]}" --lr 10 --momentum 0.5 --out rates/other >/dev/null 2>&1
+    plots varied/two rates confusion samples
+    line varied/two_says "^not drawn: loss: it is for runs with the same --"
 }
 
 # The filters of an untrained network beside the runs, with another seed and with theirs; it is no run of the study.

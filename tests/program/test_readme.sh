@@ -71,7 +71,7 @@ not_run() {
 # More than a few seconds, or what tests/program/ tests elsewhere
 takes_long() {
     case $1 in
-        make\ ablation* | 'make build/cnn-O0') ;;
+        make\ ablation* | 'make build/cnn-O0' | for\ lr\ *) ;;
         'make run' | 'make emulate' | 'make count' | CUEMU_DEVICES=* | ./cnn-count* | './cnn-emu --dataset '*) ;;
         gcc\ * | *'--model lenet'* | *'--model resnet8'* | *--checkpoint* | *' --out two' | *' --out n'[12]) ;;
         mpirun\ * | *' --out run --profile '* | make\ study* | make\ cpu* | make\ report* | make\ verify* | labs/tools/*) ;;
