@@ -443,7 +443,8 @@ static void test_traffic(void) {
 
 /* ---- The sampler ----------------------------------------------------------------------------- */
 
-enum { MOST_IMAGES = 200, NEVER_WRITTEN = 65535 };
+// What an image shows that is none: a place of `order` that was not written, or one behind its end
+enum { MOST_IMAGES = 200, NEVER_WRITTEN = 65535, BEHIND = 65534 };
 
 // What a loader is asked for, and what it returns for each image of a rank.
 static struct {
@@ -455,25 +456,34 @@ typedef struct Sample {
     uint16_t position; // in the permutation, as dropout and augmentation see it
 } Sample;
 
-/* The images show their numbers. One more, behind them, says that a place of `order` has not been
-   written. `order` ends where memory ends. */
+/* The images show their numbers. Two more, after them, say that a place of `order` has not been
+   written, or is behind its end. `order` ends where memory that can be written ends. */
 static void sampler_body(size_t rank) {
-    static uint8_t bytes[2 * (MOST_IMAGES + 1)], labels[MOST_IMAGES + 1];
+    static uint8_t bytes[2 * (MOST_IMAGES + 2)], labels[MOST_IMAGES + 2];
     static DatasetInfo info = {.name = "numbered", .shape = {1, 2, 1}, .classes = 10, .std = {1}};
     static Sample found[MOST_IMAGES];
-    const size_t n = sampler.images, others = ranks.world - 1, page = 4096;
+    const size_t n = sampler.images, others = ranks.world - 1;
+    const size_t page = 4096, pages = 8;
     const Dataset data = {&info, n, bytes, labels};
     const Placement place = {.backend = &naive_backend, .rank = rank, .others = others};
     size_t count = 0;
     Loader l;
-    for (size_t i = 0; i <= n; i++)
-        bytes[2 * i] = i < n ? (uint8_t)i : 255, bytes[2 * i + 1] = i < n ? 0 : 255;
+    for (size_t i = 0; i < n + 2; i++) {
+        const size_t shown = i < n ? i : i == n ? NEVER_WRITTEN : BEHIND;
+        bytes[2 * i] = (uint8_t)(shown % 256), bytes[2 * i + 1] = (uint8_t)(shown / 256);
+    }
     loader_plan(&l, &data, sampler.batch, 1, AUGMENT_NONE, place);
     loader_init(&l);
-    char *memory = mmap(NULL, 2 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (memory == MAP_FAILED || mprotect(memory + page, page, PROT_NONE) != 0)
+    char *memory =
+        mmap(NULL, pages * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED)
         _exit(1);
-    l.order = (uint32_t *)(memory + page) - (n + others);
+    uint32_t *end = (uint32_t *)(memory + page);
+    for (size_t i = 0; i < (pages - 1) * page / sizeof *end; i++)
+        end[i] = (uint32_t)n + 1;
+    if (mprotect(end, (pages - 1) * page, PROT_READ) != 0)
+        _exit(1);
+    l.order = end - (n + others);
     for (size_t i = 0; i < n + others; i++)
         l.order[i] = (uint32_t)n;
     loader_start(&l, sampler.seed, sampler.epoch, 0);
@@ -545,6 +555,11 @@ static _Noreturn void explain_images(size_t r, const Sample *found, size_t count
             WRONG("rank %zu has the permutation of epoch %zu: shuffle by the number of the epoch "
                   "(PyTorch: sampler.set_epoch)",
                   r, e);
+    if (found[k].image == BEHIND)
+        WRONG("rank %zu: image %zu is at position %zu, behind the %zu places of `order`; expected "
+              "position %zu: l->draw says where a rank begins and how many positions it skips, and "
+              "l->share how many images it has",
+              r, k, (size_t)found[k].position, n + world - 1, k * world + r);
     if (found[k].image == NEVER_WRITTEN || place == n)
         WRONG("rank %zu: image %zu is at a place of `order` that was never written; expected "
               "position %zu, which is number %zu: behind the last image the first ones follow, as "

@@ -16,7 +16,7 @@ tests() {
 3|8.2|rank r of R has the positions r, r + R, r + 2R, ... of each epoch's permutation
 2|8.2|sizes that the ranks do not divide, fewer images than ranks: the first images follow again
 1|8.2|testing: each image once, in the order of the file
-2|8.1 8.2|R replicas train as one device does, at the same global batch; all have the same weight hash
+2|8.1 8.2|R replicas train as one device does, at the same global batch; all ranks of a run have the same weight hash
 1|8.1 8.2|small buckets, odd batches, --overlap off, and the same bits in a second run
 2|8.1 8.2|the runs lab08-one, lab08-ddp and lab08-dp are complete and can be compared
 END
@@ -151,13 +151,10 @@ variants() {
 
 options="--no-cuda --dataset synthetic --limit-train 3200 --limit-test 500 --epochs 2 --lr 0.1 --global-batch 64"
 
-open_lab_run() {
-    case $1 in
-    one) open_run lab08-one "./cnn $options --threads 1 --out runs/lab08-one" ;;
-    ddp) open_run lab08-ddp "./cnn $options --threads 2 --replicas 2 --out runs/lab08-ddp" ;;
-    dp) open_run lab08-dp "./cnn $options --threads 2 --replicas 2 --parallel dp --out runs/lab08-dp" ;;
-    esac
-}
+declare -A devices=([one]="1" [ddp]="2 --replicas 2" [dp]="2 --replicas 2 --parallel dp")
+
+command_of() { echo "./cnn $options --threads ${devices[$1]} --out runs/lab08-$1"; }
+open_lab_run() { open_run "lab08-$1" "$(command_of "$1")"; }
 
 # What must be equal in the three runs.
 facts() {
@@ -169,9 +166,12 @@ facts() {
 comparable() {
     local other base=$work/lab08-one.flat
     is parallel.mode "$1" "this is what the run is to show" || return
-    other=$(diff <(facts "$base") <(facts "$flat") | sed -n 's/^[<>] //p' | cut -f 1 | sort -u)
+    other=$(diff <(facts "$base") <(facts "$flat") | awk -F '\t' '
+        /^[<>]/ { key = substr($1, 3); value[substr($1, 1, 1), key] = $2; keys[key] }
+        END { for (key in keys) print key " (" value[">", key] ", there " value["<", key] ")" }' | sort | paste -sd ' ')
     [ -z "$other" ] || {
-        complain "$run differs from runs/lab08-one also in $(paste -sd ' ' <<<"$other"), so a difference in speed has more than one possible cause"
+        complain "$run differs from runs/lab08-one also in $other, so a difference in speed has more than one cause"
+        echo "and: $(command_of one)"
         return 1
     }
     same_steps "$from/runs/lab08-one" "$folder" .01 "$((2 * $(value parallel.iterations)))" ||
