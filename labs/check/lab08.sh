@@ -151,9 +151,10 @@ variants() {
 
 options="--no-cuda --dataset synthetic --limit-train 3200 --limit-test 500 --epochs 2 --lr 0.1 --global-batch 64"
 
-declare -A devices=([one]="1" [ddp]="2 --replicas 2" [dp]="2 --replicas 2 --parallel dp")
+declare -A own_options=([one]="--threads 1" [ddp]="--threads 2 --replicas 2"
+    [dp]="--threads 2 --replicas 2 --parallel dp")
 
-command_of() { echo "./cnn $options --threads ${devices[$1]} --out runs/lab08-$1"; }
+command_of() { echo "./cnn $options ${own_options[$1]} --out runs/lab08-$1"; }
 open_lab_run() { open_run "lab08-$1" "$(command_of "$1")"; }
 
 # What must be equal in the three runs.

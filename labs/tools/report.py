@@ -155,7 +155,7 @@ def make_settings(root, runs, rows):
         elif values[0]:
             equal.append(f"--{name} {values[0]}")
     builds = dict.fromkeys("- {compiler}, `{flags}`, commit {commit}".format(**r.build) for r in runs)
-    notes = ["Some sources had uncommitted changes."] * any(map(is_dirty, runs))
+    notes = ["Some runs were built from sources that were not committed."] * any(map(is_dirty, runs))
     commands = dict.fromkeys(" ".join(r["runs"][0].command) for r in rows)
     return "\n\n".join(
         [f"{len(runs)} runs. Equal in all of them:",

@@ -51,6 +51,12 @@ def finding(where, expected, found, advice="run it again"):
     return f"{where}: expected {expected}, found {found}; {advice}"
 
 
+def make_report(root):
+    """The command that writes the report in this folder."""
+    lab = re.search(r"(?:^|/)reports/lab0(\d)$", root)
+    return f"make report LAB={lab[1]}" if lab else f"make report RUNS={root}"
+
+
 def is_finite(number):
     return isinstance(number, (int, float)) and math.isfinite(number)
 
@@ -299,15 +305,14 @@ def plots_of(root):
 
 def check_plots(root, runs):
     if not plots_of(root):
-        yield finding(os.path.join(root, "plots"), "plots", "none", f"make report RUNS={root}")
+        yield finding(os.path.join(root, "plots"), "plots", "none", make_report(root))
 
 
 def check_plots_are_new(root, runs):
     newest = max(os.path.getmtime(path(r, "run.json")) for r in runs)
     for plot in plots_of(root):
         if os.path.getmtime(plot) < newest:
-            yield finding(plot, "a plot of the present runs", "one older than a run",
-                          f"make report RUNS={root}")
+            yield finding(plot, "a plot of the present runs", "one older than a run", make_report(root))
 
 
 # ---- The report
@@ -348,8 +353,7 @@ def check_report(root, runs):
     generated, blocks = dict(pieces), make_blocks(root, runs)
     for name in MAKERS:
         if name in generated and "".join(generated[name]).split() != (blocks[name] or NOTHING).split():
-            yield finding(where, f"the part {name} of the present run folders", "a different one",
-                          f"make report RUNS={root}")
+            yield finding(where, f"the part {name} of the present run folders", "a different one", make_report(root))
 
 
 def check_page(root, runs):
@@ -360,14 +364,14 @@ def check_page(root, runs):
     with open(where, encoding="utf-8", errors="replace") as f:
         made_of = re.search('<meta name="report.md" content="([0-9a-f]*)">', f.read(1000))
     if not made_of or made_of[1] != digest(read_report(source).splitlines()):
-        yield finding(where, "the text of the present report.md", "another text", f"make report RUNS={root}")
+        yield finding(where, "the text of the present report.md", "another text", make_report(root))
 
 
 def check_outline(root, runs):
     """What report.md has to contain."""
     where = os.path.join(root, "report.md")
     if not os.path.exists(where):
-        yield finding(where, "your report", "no such file", f"make report RUNS={root}")
+        yield finding(where, "your report", "no such file", make_report(root))
         return
     text = read_report(where)
     for name in SECTIONS:

@@ -217,6 +217,9 @@ test_lab() {
     same lab/workers "1 2" "$(awk -F ' *[|] *' '/begin workers/ { on = 1 } /end workers/ { on = 0 }
         on && $5 ~ /^[0-9]+$/ { print $5 }' project/reports/lab03/report.md | paste -sd ' ')"
     same lab/no_speedup "" "$(grep -o 'speed-up over cpu' <<<"$text")"
+    mkdir -p project/reports/lab03/plots && touch -d 2000-01-01 project/reports/lab03/plots/old.png
+    tool verify project/reports/lab03
+    line lab/command 'old.png: .*; make report LAB=3$'
     project/labs/tools/lab_runs.sh 2
     tool report project/reports/lab02
     same lab/other_source "1 1" "$(awk -F ' *[|] *' '$4 == "cifar" { print $7 }' project/reports/lab02/report.md | xargs)"
