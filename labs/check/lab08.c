@@ -556,7 +556,7 @@ static _Noreturn void explain_images(size_t r, const Sample *found, size_t count
                   "(PyTorch: sampler.set_epoch)",
                   r, e);
     if (found[k].image == BEHIND)
-        WRONG("rank %zu: image %zu is at position %zu, behind the %zu places of `order`; expected "
+        WRONG("rank %zu: image %zu is at position %zu, behind the %zu places of order; expected "
               "position %zu: l->draw says where a rank begins and how many positions it skips, and "
               "l->share how many images it has",
               r, k, (size_t)found[k].position, n + world - 1, k * world + r);
