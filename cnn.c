@@ -2030,17 +2030,22 @@ static double loss_and_gradient(Net *net, size_t n, bool training) {
     return mean(net->host[0], n);
 }
 
-// predicted[image] = its most likely class, the first of several, for a batch of the test set
-static void predict(const Net *net, const Batch *batch, double *predicted) {
-    const size_t classes = net->classes;
+// For each image of the test set: predicted[image] = the most likely class, the first of several,
+// confusion[label][that class] += 1. Returns how many are right.
+static size_t count_predictions(const Net *net, const Batch *batch, double *confusion,
+                                double *predicted) {
     real *logp = net->host[0];
+    size_t correct = 0, classes = net->classes;
     net->backend->copy(logp, output(net, last_layer(net)), batch->n * classes * sizeof *logp);
     for (size_t i = 0; i < batch->n; i++, logp += classes) {
         size_t best = 0;
         for (size_t k = 1; k < classes; k++)
             best = logp[k] > logp[best] ? k : best;
         predicted[position_of(batch->draw, i)] = (double)best;
+        confusion[batch->labels[i] * classes + best]++;
+        correct += best == batch->labels[i];
     }
+    return correct;
 }
 
 // A loss that is not finite ends the run; the message names the first row that is not.
@@ -3929,7 +3934,7 @@ static const Option options[] = {
      "ddp: size of the pieces in which gradients are all-reduced"},
     {"--overlap", SWITCH(overlap), "on", 0, "ddp: all-reduce during backward; off: after it"},
     {"--timeout", NUMBER(timeout, "S", 1, 1e6), "300", 0, "seconds to wait for another device"},
-    {"--out", TEXT(out, "DIR"), "", 0, "write run.json, steps.csv and epochs.csv into DIR"},
+    {"--out", TEXT(out, "DIR"), "", 0, "write run.json, tables of steps, epochs, images to DIR"},
     {"--quiet", SWITCH(quiet), "off", 0, "print only one line an epoch on stdout, and no progress"},
     {"--per-class", SWITCH(per_class), "off", 0, "print the accuracy of each class at the end"},
     {"--profile", SWITCH(profile), "off", 0, "print the time that each line of train() took"},
@@ -4283,7 +4288,7 @@ static void print_profile(const LineClock *c, FILE *out, FILE *csv) {
         total += c->lines[i].seconds;
     fprintf(out, "Timer unit: 1e-06 s\n\nTotal time: %.6g s\nFile: cnn.c\n", total);
     fprintf(out, "Function: train at line %d\n", begin);
-    fprintf(out, "Each time ends when the device is done with the line: it was waited for\n\n");
+    fprintf(out, "Times include waiting until the device is done with the line\n\n");
     fprintf(out, "Line #      Hits         Time  Per Hit   %% Time  Line Contents\n");
     fprintf(out, "==============================================================\n");
     fprintf(csv, "line,hits,time_us,per_hit_us,percent,source\n");
@@ -4457,9 +4462,8 @@ typedef struct Run {
     // steps not yet written to steps.csv: [rank][steps_capacity], and this rank's row of that
     StepResult *all_steps, *steps;
     size_t steps_kept, steps_capacity;
-    double
-        *predicted; // of each image in the last test, then the loss; followed by those of all ranks
-    double *confusion;               // how many images of that test: [label][predicted]
+    // of the last test: this rank's, followed by those of all ranks
+    double *totals, *confusion, *predicted;
     EpochResult current, *epochs;    // the sums of the running epoch; the results of the others
     size_t epochs_done, first_epoch; // this run's; resumed: the epoch where it began
     FILE *steps_csv, *epochs_csv;
@@ -4644,10 +4648,11 @@ static FILE *open_log(const Run *run, const char *file, bool by_step) {
 
 // Opens the logs. Of another run's results only the model stays, if this run starts from it.
 static void open_logs(Run *run) {
-    const char *results[] = {"profile.txt", "profile.csv", "layers.csv", "predictions.csv",
+    const char *results[] = {"predictions.csv", "profile.txt", "profile.csv", "layers.csv",
                              "model.safetensors"};
+    const size_t old = steps_done(run) > 0 ? 1 : LENGTH(results) - !!*run->settings.load;
     char path[PATH_SIZE];
-    for (size_t i = 0; i < LENGTH(results) - !!*run->settings.load && steps_done(run) == 0; i++) {
+    for (size_t i = 0; i < old; i++) {
         join_path(path, run->settings.out, results[i]);
         unlink(path);
     }
@@ -5475,13 +5480,11 @@ static double plan_run(Run *run, size_t batch, bool resident) {
         loader_plan(&run->train_loader, &run->train_set, loaded, s->workers, augment, to);
     comm_plan(c, net, &run->train_loader);
     run->plan = (Plan){.backend = run->backend};
-    const size_t cells = net->classes * net->classes,
-                 sums = (1 + c->world) * (run->test_set.count + 1);
+    const size_t cells = net->classes * net->classes, sums = 3 + cells + run->test_set.count;
     const size_t steps = c->world * run->steps_capacity;
     const size_t states = count_states(run->optimizer, s) * net->param_size;
     static const char buffers[] = "maps and buffers";
-    plan_area(&run->plan, &run->confusion, cells * sizeof *run->confusion, HOST, buffers);
-    plan_area(&run->plan, &run->predicted, sums * sizeof *run->predicted, HOST, buffers);
+    plan_area(&run->plan, &run->totals, (1 + c->world) * sums * sizeof(double), HOST, buffers);
     plan_area(&run->plan, &run->all_steps, steps * sizeof *run->steps, HOST, buffers);
     plan_area(&run->plan, &run->epochs, s->epochs * sizeof *run->epochs, HOST, buffers);
     plan_area(&run->plan, &run->state, states * sizeof(real), DEVICE, "optimizer state");
@@ -5545,6 +5548,8 @@ static void alloc_run(Run *run) {
     plan_run_memory(run);
     net_alloc(&run->net);
     plan_alloc(&run->plan);
+    run->confusion = run->totals + 3;
+    run->predicted = run->confusion + run->net.classes * run->net.classes;
     run->steps = run->all_steps + run->comm.rank * run->steps_capacity;
     if (run->train_loader.data)
         loader_init(&run->train_loader);
@@ -5752,31 +5757,27 @@ static void train(Run *run, EpochResult *result) {
 static void test(Run *run, EpochResult *result) {
     Net *net = &run->net;
     const Batch *batch;
-    const size_t count = run->test_set.count, classes = net->classes, cells = classes * classes;
-    double begin = now(), *predicted = run->predicted, *loss = predicted + count, correct = 0;
-    memset(predicted, 0, (count + 1) * sizeof *predicted);
+    const size_t sums = 3 + net->classes * net->classes + run->test_set.count;
+    double begin = now(), *totals = run->totals;
+    memset(totals, 0, sums * sizeof *totals);
     share_weights(&run->comm);
     loader_start(&run->test_loader, run->settings.seed, 0, 0);
     while ((batch = loader_next(&run->test_loader))) {
         net_load(net, batch, 0);
         forward(net, batch->n, NULL);
-        *loss += loss_and_gradient(net, batch->n, false) * (double)batch->n;
-        predict(net, batch, predicted);
+        totals[0] += loss_and_gradient(net, batch->n, false) * (double)batch->n;
+        totals[1] += (double)batch->n;
+        totals[2] += (double)count_predictions(net, batch, run->confusion, run->predicted);
     }
-    sum_over_ranks(&run->comm, predicted, count + 1, loss + 1);
-    memset(run->confusion, 0, cells * sizeof *run->confusion);
-    for (size_t i = 0; i < count; i++)
-        run->confusion[run->test_set.labels[i] * classes + (size_t)predicted[i]]++;
-    for (size_t k = 0; k < cells; k += classes + 1)
-        correct += run->confusion[k];
-    result->test_loss = *loss / (double)count;
+    sum_over_ranks(&run->comm, totals, sums, totals + sums);
+    result->test_loss = totals[0] / totals[1];
     if (!isfinite(result->test_loss))
         die(1, "the test loss is %g: weights are too large; try a smaller --lr", result->test_loss);
-    result->accuracy = 100 * correct / (double)count;
+    result->accuracy = 100. * totals[2] / totals[1];
     result->test_seconds = now() - begin;
     if (!run->model->sc20_log && run->comm.rank == 0)
-        printf("\nTest set: Average loss: %.4f, Accuracy: %.0f/%zu (%.0f%%)\n\n", result->test_loss,
-               correct, count, result->accuracy);
+        printf("\nTest set: Average loss: %.4f, Accuracy: %.0f/%.0f (%.0f%%)\n\n",
+               result->test_loss, totals[2], totals[1], result->accuracy);
 }
 
 // The test alone, reported as epoch 0: --eval, or no training left to do
@@ -5878,12 +5879,12 @@ static int run_main(int argc, char **argv) {
     const int status = run.stop >= EXIT_SIGNAL && strcmp(run.status, "stopped") == 0 ? run.stop : 0;
     if (run.settings.per_class && !status)
         print_per_class(&run);
-    if (*run.settings.out && !status)
-        write_predictions(&run);
     if (run.settings.profile)
         write_profile(&run);
     if (run.settings.save_model)
         save_model(&run);
+    if (*run.settings.out && !status)
+        write_predictions(&run);
     write_trace(&run);
     if (run.settings.layers && !status)
         measure_layers(&run);

@@ -75,12 +75,13 @@ static void check(cudaError_t error, const char *call, int line) {
 }
 #define CHECK(call) check(call, #call, __LINE__)
 #define CHECK_LAUNCH() check(cudaGetLastError(), "the kernel launched here", __LINE__)
-// LAUNCH_GRID queues a kernel on a grid of blocks, each with `bytes` of dynamic shared memory;
-// LAUNCH, with at least `threads` threads in blocks of THREADS.
-#define LAUNCH_GRID(kernel, grid, block, bytes, ...)           \
-    do {                                                       \
-        kernel<<<grid, block, bytes, stream()>>>(__VA_ARGS__); \
-        CHECK_LAUNCH();                                        \
+// LAUNCH_GRID queues a kernel on a grid of blocks, each with `bytes` of dynamic shared memory, or
+// nothing if there are none (dp: no image); LAUNCH, `threads` threads or more, THREADS in a block.
+#define LAUNCH_GRID(kernel, grid, block, bytes, ...)                 \
+    do {                                                             \
+        if (const dim3 blocks(grid); blocks.x > 0 && blocks.y > 0)   \
+            kernel<<<blocks, block, bytes, stream()>>>(__VA_ARGS__); \
+        CHECK_LAUNCH();                                              \
     } while (0)
 #define LAUNCH(kernel, threads, ...) \
     LAUNCH_GRID(kernel, (unsigned)ceil_div(threads, THREADS), THREADS, 0, __VA_ARGS__)

@@ -24,13 +24,14 @@ END
 # shellcheck disable=SC2317 # the trap calls it
 requeue() {
     local i=0
+    trap '' USR1 # a second one changes nothing
     interrupted=1
     touch "$folder/signalled"
     kill -USR1 "$pid"
     until [ "$checkpoint" -nt "$folder/signalled" ] || ! kill -0 "$pid" 2>/dev/null || [ $((++i)) -gt 250 ]; do
         sleep 0.2 # 50 seconds in all
     done
-    rm "$folder/signalled"
+    rm -f "$folder/signalled"
     ! kill -0 "$pid" 2>/dev/null || scontrol requeue "$SLURM_JOB_ID"
 }
 

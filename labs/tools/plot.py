@@ -18,7 +18,7 @@ roofline   the layers and the limits of the machine, if a run folder has a layer
            that only move data are left out
 confusion  the confusion matrix of the run with the best accuracy
 samples    test images that the run with the best accuracy predicted right, with their label, and wrong ones
-augment    what --augment makes of some test images, if the run had that
+augment    what --augment makes of some test images, if a run used it
 filters    the first layer's filters, if a run has written model.safetensors (--save-model); before training as
            well, if another run folder beside it is one of an untrained network: ./cnn --eval --save-model
 bench      for a CSV file: images per second of ./cnn and of PyTorch, by network and number of threads
@@ -305,8 +305,15 @@ def show_image(axis, row, title, size=9):
     axis.set_title(title, fontsize=size)
 
 
+def with_predictions(runs):
+    found = [r for r in runs if os.path.exists(os.path.join(r.folder, "predictions.csv"))]
+    if not found:
+        raise Missing("no run folder has a predictions.csv; runs of this version of ./cnn do")
+    return found
+
+
 def draw_samples(runs):
-    run = max(runs, key=lambda r: r.accuracy)
+    run = max(with_predictions(runs), key=lambda r: r.accuracy)
     rows = [r for r in read_predictions(run) if r["epoch"] == 0]
     right, wrong = ([r for r in rows if (r["label"] == r["predicted"]) == good][:16] for good in (True, False))
     count = max(1, -(-len(right) // 8)) + max(1, -(-len(wrong) // 8))
@@ -326,18 +333,20 @@ def draw_samples(runs):
 
 
 def draw_augment(runs):
-    found = [r for r in runs if r.settings["augment"] != "none"]
+    found = [r for r in with_predictions(runs) if r.settings["augment"] != "none"]
     if not found:
         raise Missing("no run has --augment crop-flip or elastic")
     images = by(read_predictions(found[0]), lambda r: r["image"])
-    lines = [rows for rows in images.values() if len(rows) > 1]
+    lines = [rows[:8] for rows in images.values() if len(rows) > 1][:8]
     if not lines:
         raise Missing(f"{found[0].folder}/predictions.csv has no augmented images")
-    figure, axes = plt.subplots(len(lines), len(lines[0]), figsize=(10, 1.3 * len(lines) + 0.9), squeeze=False)
-    for axis, row in zip(axes.flat, (row for rows in lines for row in rows)):
+    figure, axes = plt.subplots(len(lines), 8, figsize=(10, 1.3 * len(lines) + 0.9), squeeze=False)
+    for axis in axes.flat:
         axis.axis("off")
+    for axis, row in ((axis, row) for some, rows in zip(axes, lines) for axis, row in zip(some, rows)):
         show_image(axis, row, f"epoch {row['epoch']}" if row["epoch"] else f"{row['label']}, as it is")
-    figure.suptitle(f"What --augment {found[0].settings['augment']} makes of test images", fontsize=11)
+    figure.suptitle(f"What --augment {found[0].settings['augment']} makes of test images\n{name_of(found[0])}: commit "
+                    f"{found[0].build['commit']}", fontsize=9)
     figure.tight_layout()
     return figure
 
@@ -349,8 +358,8 @@ def draw_filters(runs):
     run = max(found, key=lambda r: r.accuracy)
     before, (name, shape, weights) = read_untrained(run), read_filters(run)
     sets = {"after training": weights}
-    if before and read_filters(before)[1] == shape:
-        sets = {"before training": read_filters(before)[2], **sets}
+    if before and before[1] == shape:
+        sets = {"before training": before[2], **sets}
     count, channels, height, width = shape
     columns, most = min(count, 16), max(np.abs(w).max() for w in sets.values())
     rows = -(-count // columns)

@@ -377,8 +377,10 @@ def write_page(root, text):
     try:
         from report_html import make_page
     except ModuleNotFoundError as missing:
-        print(f"Not written: {path}, since {sys.executable} has no {missing.name}; pip install -r "
+        print(f"Not written: {path}, since {sys.executable} has no {missing.name}; .venv/bin/pip install -r "
               "labs/requirements.txt, or on Debian: apt-get install python3-markdown-it; then make report again")
+        with contextlib.suppress(OSError):
+            os.remove(path)  # of an earlier report.md
         return
     page, absent = make_page(root, text.encode("utf-8", "surrogateescape").decode("utf-8", "replace"),
                              digest(text.splitlines()))

@@ -18,7 +18,7 @@ LONG = 30  # characters of a cell that needs room
 KINDS = {rb"\x89PNG\r\n\x1a\n": "png", rb"\xff\xd8\xff": "jpeg", rb"GIF8[79]a": "gif", rb"RIFF....WEBP": "webp"}
 NUMBER = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?( ?%)?")
 # Code stays, comments (such as the markers of the generated parts) go.
-CODE_OR_COMMENT = re.compile(r"^ {0,3}(```+|~~~+).*?^ {0,3}\1|(`+)[^\n]*?\2|<!--.*?-->", re.M | re.S)
+CODE_OR_COMMENT = re.compile(r"^ {0,3}(`{3,20}|~{3,20}).*?^ {0,3}\1|(`{1,20})[^\n]*?\2|<!--.*?-->", re.M | re.S)
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 PAGE = """<!DOCTYPE html>
@@ -101,7 +101,8 @@ def render_picture(self, tokens, at, options, env):
     try:
         return f'<img src="{read_picture(env["root"], name)}" alt="{shows}">'
     except (Absent, OSError, ValueError) as why:
-        note = f"the picture {name} is not in this page: {why}"
+        shown = "".join(c if c.isprintable() else "?" for c in name)
+        note = f"the picture {shown} is not in this page: {why}"
         env["absent"].append(note)
         return f'<span class="absent">{html.escape(note[0].upper() + note[1:])} ({shows})</span>'
 

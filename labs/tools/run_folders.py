@@ -56,7 +56,7 @@ def start(main, about, reads):
     folder = parser.parse_args().folder
     try:
         main(folder)
-    except (AttributeError, IndexError, KeyError, OSError, TypeError) as error:
+    except (AttributeError, IndexError, KeyError, OSError, TypeError, ZeroDivisionError) as error:
         fail("a run folder", "files as ./cnn writes them", f"{type(error).__name__}: {error}",
              "was one edited? To find it, give the tool fewer folders")
 
@@ -217,14 +217,18 @@ def read_filters(run):
 
 
 def read_untrained(run):
-    """The run folder beside this run's that `./cnn --eval --save-model` has written for the same network before any
-    training; None if there is none."""
-    same = ["model", "width", "stem", "seed", "dataset"]
-    beside = os.path.dirname(os.path.abspath(run.folder))
-    for other in filter(None, map(read_run, sorted(e.path for e in os.scandir(beside) if e.is_dir()))):
-        if other.settings.get("eval") and not other.settings["load"] + other.settings["checkpoint"] and all(
-                other.settings[k] == run.settings[k] for k in same):
-            return other
+    """The first layer's filters, as read_filters(), from a run folder beside this run's that `./cnn --eval --save-model`
+    has written for the same network before any training; None if there is none. Other folders there are ignored."""
+    expected = dict({k: run.settings[k] for k in ("model", "width", "stem", "seed", "dataset")},
+                    eval=True, load="", checkpoint="")
+    for folder in sorted(e.path for e in os.scandir(os.path.dirname(os.path.abspath(run.folder))) if e.is_dir()):
+        try:
+            with open(os.path.join(folder, "run.json")) as f:
+                settings = json.load(f)["settings"]
+            if all(settings.get(k) == v for k, v in expected.items()):
+                return read_filters(SimpleNamespace(folder=folder))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, Missing):
+            continue
     return None
 
 
@@ -237,13 +241,16 @@ def read_predictions(run):
             rows = [dict(row, shape=tuple(map(int, row["shape"].split("x"))), pixels=bytes.fromhex(row["pixels"]),
                          **{k: int(row[k]) for k in ("image", "label", "predicted", "epoch")})
                     for row in csv.DictReader(f) if row["pixels"]]
-        names = list(run.per_class)
+        names = dict(enumerate(run.per_class))
         for row in rows:
-            if len(row["pixels"]) != math.prod(row["shape"]):
+            height, width, channels = row["shape"]
+            if channels not in (1, 3) or min(height, width) < 1 or len(row["pixels"]) != height * width * channels:
                 raise ValueError(f"{len(row['pixels'])} pixels for {row['shape']}")
             row["label"], row["predicted"] = names[row["label"]], names[row["predicted"]]
+        if not rows:
+            raise ValueError("no image with pixels")
         return rows
-    except (OSError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+    except (OSError, AttributeError, KeyError, TypeError, ValueError, csv.Error) as error:
         raise Missing(f"{path}: expected test images with their predictions, found {error!r}") from None
 
 

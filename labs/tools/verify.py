@@ -178,8 +178,8 @@ def check_devices(run):
 def check_nature(run):
     """Whether the run trains, on the device that it records."""
     where = path(run, "run.json")
-    if run.settings.get("dry-run") or run.settings.get("eval"):
-        yield finding(where, "a run that trains", "--dry-run or --eval", "delete the folder")
+    if run.settings.get("dry-run"):
+        yield finding(where, "a run that trains", "--dry-run", "delete the folder")
     program = os.path.basename(run.command[0])
     device = run.machine["device"]
     if not run.emulated and ("emulated" in device or device != "cpu" and re.search("-(emu|count)$", program)):
@@ -199,6 +199,8 @@ def check_complete(folder):
         return None, [str(why).replace("verify: error: ", "")]
     if run is None:
         return None, [finding(where, "a run.json", "none", "run it again, or delete the folder")]
+    if run.settings.get("eval"):
+        return None, []  # it has not trained: no measurement
     if run.status != "complete":
         return None, [finding(where, "status complete", run.status, "run it again, or delete the folder")]
     if len(run.epochs) != run.settings["epochs"]:

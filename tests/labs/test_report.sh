@@ -552,7 +552,7 @@ test_page() {
     make_run page cpu 1 50 1 12
     PYTHONPATH=$tmp/missing_package "$python3" "$repo/labs/tools/report.py" page >"$out" 2>"$err"
     same page/missing_package "0 yes no" "$? $([ -f page/report.md ] && echo yes) $([ -f page/report.html ] || echo no)"
-    line page/missing_said '^Not written: page/report.html, since .* has no markdown_it; pip install -r labs/'
+    line page/missing_said '^Not written: page/report.html, since .* has no markdown_it; .venv/bin/pip install -r labs/'
     if [ -z "$with_page" ]; then
         skip page "no python3 with markdown-it-py; on Debian: apt-get install python3-markdown-it"
         return

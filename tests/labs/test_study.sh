@@ -397,6 +397,18 @@ END_OF_LAYERS
     printf 'image,label,predicted,epoch,shape,pixels\n0,1,2,0,28x28x1,00ff\n' | tee tiny/*/predictions.csv >/dev/null
     plots plots_broken tiny study loss confusion
     line plots_broken/predictions "^not drawn: samples: .*predictions.csv: .*2 pixels for"
+    local row reason
+    while read -r row reason; do
+        printf 'image,label,predicted,epoch,shape,pixels\n%s\n' "$row" | tee tiny/*/predictions.csv >/dev/null
+        fork_python "$out" "$err" "$repo/labs/tools/plot.py" tiny
+        line "plots_broken/$row" "^not drawn: samples: .*predictions.csv: .*$reason"
+    done <<'END'
+0,1,2,0,-1x-1x2,0011 2 pixels for
+0,1,2,0,2,0011 not enough values
+0,-1,2,0,1x1x1,00 KeyError
+0,1,77,0,1x1x1,00 KeyError
+0,1,2,0,1x1x1, no image with pixels
+END
     line plots_broken/column "^not drawn: roofline: .*layers.csv: .*gflops"
     line plots_broken/weights "^not drawn: filters: .*model.safetensors: "
 }
@@ -440,6 +452,16 @@ END
         same "filters/seed_$seed" "$runs,$([ $seed = 9 ] || echo before training,)after training" \
             "$("$plotter" filters.py "$repo/labs/tools" 2>&1)"
     done
+    mkdir tiny/tampered tiny/unsaved && echo '{' >tiny/tampered/run.json && cp tiny/untrained/run.json tiny/unsaved/
+    set -- tiny/cifar-cpu-*
+    same filters/beside 1 "$("$plotter" -c 'import sys
+sys.path.insert(0, sys.argv[1])
+import run_folders
+runs = [run_folders.read_run(sys.argv[2])]
+print(len([r for r in runs if run_folders.read_untrained(r)]))' "$repo/labs/tools" "$1" 2>&1)"
+    rm -r tiny/tampered tiny/unsaved
+    "$repo/labs/tools/verify.py" tiny >"$out" 2>"$err"
+    same filters/verify_ignores "" "$(grep -e untrained "$out" "$err")"
     rm -r tiny/untrained
 }
 

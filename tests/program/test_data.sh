@@ -333,7 +333,7 @@ Accuracy for class: truck is 50.0 %" "$(grep '^Accuracy for class: ' "$out")"
 }
 
 # Variants of the first two images that are right and the first two that are wrong, in 7 epochs: of crop-flip, each
-# is one of the 162 views of the image; of elastic, none is the image; no two are the same.
+# is one of the 162 views of the image; of elastic, none is the image; at most two are the same.
 test_augmented() {
     local kind
     for kind in crop-flip elastic; do

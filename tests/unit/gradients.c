@@ -168,23 +168,29 @@ static void test_threads(void) {
     verdict("a step of resnet8 has the same bits for any number of threads");
 }
 
-// The images of rank 1 of 2 in its second batch: numbers 5, 7, ... of the test set
-static void test_predict(void) {
+// The images of rank 1 of 2 in a later batch: numbers 5, 7, ... of the test set
+static void test_predictions(void) {
     static Net net;
     static const real logp[5][CLASSES] = {
         {0, 3, 1, 2}, {5, 3, 1, 2}, {0, 3, 1, 4}, {0, 3, 3, 2}, {-4, -3, -2, -3}};
+    static uint8_t labels[5] = {1, 1, 3, 1, 0};
     static real host[5 * CLASSES];
-    const Batch batch = {.draw = {.first = 5, .skip = 1}, .n = 5};
-    double got[15] = {0};
-    const double want[15] = {[5] = 1, [7] = 0, [9] = 3, [11] = 1, [13] = 2}; // 11: the first of two
+    const Batch batch = {.draw = {.first = 5, .skip = 1}, .labels = labels, .n = 5};
+    const size_t classes[5] = {1, 0, 3, 1, 2}; // of equal ones the first counts
+    double confusion[CLASSES * CLASSES] = {0}, wanted[CLASSES * CLASSES] = {0};
+    double predicted[15] = {0}, expected[15] = {0};
     start_net(&net, (Shape){1, 1, CLASSES});
     net.images = (real *)logp;
     net.host[0] = host;
-    predict(&net, &batch, got);
-    for (size_t i = 0; i < 15; i++)
-        if (got[i] != want[i])
-            fail("image %zu: class %g, expected %g", i, got[i], want[i]);
-    verdict("predicted classes");
+    size_t correct = count_predictions(&net, &batch, confusion, predicted);
+    for (size_t i = 0; i < 5; i++) {
+        wanted[labels[i] * CLASSES + classes[i]]++;
+        expected[5 + 2 * i] = (double)classes[i];
+    }
+    if (correct != 3 || memcmp(confusion, wanted, sizeof wanted) != 0 ||
+        memcmp(predicted, expected, sizeof expected) != 0)
+        fail("%zu right", correct);
+    verdict("predicted classes, confusion matrix");
 }
 
 // Training smooths the labels, evaluation does not.
@@ -215,6 +221,6 @@ static void test_smoothing_of_training(void) {
 static void test_gradients(void) {
     test_central_differences();
     test_threads();
-    test_predict();
+    test_predictions();
     test_smoothing_of_training();
 }
