@@ -7,7 +7,7 @@
 #                                        compile. Of the handouts only that of lab 0 up to its first check, one wrong
 #                                        answer for each TODO of labs 1, 4, 5, 8, 9 and for one of lab 3; where the points
 #                                        of lab 0 are not what is tested, without its test 2, which trains
-#                                        LONG=1: all wrong answers, instead of a fifth that changes daily
+#                                        LONG=1: all wrong answers, instead of a seventh, another one each day
 #
 # tests/labs/0N/ID-what_is_wrong   replaces the lines between the markers of ID; the first line is a comment
 #                                  `// expect: REGEX` that the output of make check has to match.
@@ -292,7 +292,7 @@ wrong_answers() {
             [ -z "$file" ] || answer[$id]=$file
         done
         [ ${#answer[@]} -gt 0 ] || break
-        [ "${QUICK:-}" ] || share $k 5 || { k=$((k + 1)) && continue; }
+        [ "${QUICK:-}" ] || share $k 7 || { k=$((k + 1)) && continue; }
         try_round "$lab" "$tmp/wrong$lab.$k" "${answer[@]}"
         [ -z "${QUICK:-}" ] || break
         k=$((k + 1))
