@@ -27,7 +27,7 @@ requeue() {
     trap '' USR1 # a second one changes nothing
     interrupted=1
     touch "$folder/signalled"
-    kill -USR1 "$pid"
+    kill -USR1 "$pid" 2>/dev/null
     until [ "$checkpoint" -nt "$folder/signalled" ] || ! kill -0 "$pid" 2>/dev/null || [ $((++i)) -gt 250 ]; do
         sleep 0.2 # 50 seconds in all
     done

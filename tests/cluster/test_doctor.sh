@@ -119,24 +119,25 @@ line make/compiler '^ok +compiler '
 # monitor beside it changes nothing, and writes monitor.csv
 mkdir -p labs/tools && cp "$repo/labs/tools/monitor" labs/tools/
 
-# requeued NAME WANTED PROGRAM: what the script says if the program gets the signal after half a second
+# requeued NAME WANTED PROGRAM: what the script says if it gets the signal when the program is ready for it
 requeued() {
     # shellcheck disable=SC2016
     same "requeue/$1" "$2" "$(SLURM_JOB_NAME=$1 SLURM_JOB_ID=1 timeout 60 bash -c '
         source slurm/requeue.sh >/dev/null
-        scontrol() { echo "$@"; }
-        { sleep 0.5; kill -USR1 $$ 2>/dev/null; } &
-        train bash -c "$1; for i in 1 2 3 4 5 6 7 8 9 10; do sleep 0.1; done; exit 6"
+        scontrol() { echo "$@"; touch "$folder/requeued"; }
+        { until [ -e "$folder/ready" ]; do sleep 0.1; done; kill -USR1 $$ 2>/dev/null; } &
+        train bash -c "$1; touch $folder/ready; until [ -e $folder/requeued ]; do sleep 0.1; done; exit 6"
         echo $?' - "$3" 2>&1 | grep -v '^monitor: ')"
     [ "$1" = ends_before ] || ! command -v python3 >/dev/null ||
         holds "requeue/$1/monitor" "monitor.csv with a row" "$(ls "runs/$1-1")" \
             test "$(wc -l <"runs/$1-1/monitor.csv")" -ge 2
 }
-# shellcheck disable=SC2016 # the script's own variable
+# shellcheck disable=SC2016 # the script's own variables
 save='touch runs/$SLURM_JOB_NAME-1/checkpoint.safetensors'
 requeued goes_on "requeue 1
 6" "trap '$save' USR1"
 requeued ends_first 0 "trap 'exit 0' USR1"
 requeued fails_first 5 "trap 'exit 5' USR1"
 requeued saves_and_ends 0 "trap '$save; exit 0' USR1"
-requeued ends_before 4 'exit 4'
+# shellcheck disable=SC2016
+requeued ends_before 4 'touch runs/$SLURM_JOB_NAME-1/ready; exit 4'
