@@ -125,7 +125,12 @@ requeued() {
     same "requeue/$1" "$2" "$(SLURM_JOB_NAME=$1 SLURM_JOB_ID=1 timeout 60 bash -c '
         source slurm/requeue.sh >/dev/null
         scontrol() { echo "$@"; touch "$folder/requeued"; }
-        { until [ -e "$folder/ready" ]; do sleep 0.1; done; kill -USR1 $$ 2>/dev/null; } &
+        {
+            until [ -e "$folder/ready" ] && { [ -e "$folder/monitor.csv" ] || ! command -v python3; }; do
+                sleep 0.1
+            done
+            kill -USR1 $$
+        } >/dev/null 2>&1 &
         train bash -c "$1; touch $folder/ready; until [ -e $folder/requeued ]; do sleep 0.1; done; exit 6"
         echo $?' - "$3" 2>&1 | grep -v '^monitor: ')"
     [ "$1" = ends_before ] || ! command -v python3 >/dev/null ||
@@ -140,4 +145,4 @@ requeued ends_first 0 "trap 'exit 0' USR1"
 requeued fails_first 5 "trap 'exit 5' USR1"
 requeued saves_and_ends 0 "trap '$save; exit 0' USR1"
 # shellcheck disable=SC2016
-requeued ends_before 4 'touch runs/$SLURM_JOB_NAME-1/ready; exit 4'
+requeued ends_before 4 'touch runs/$SLURM_JOB_NAME-1/{ready,monitor.csv}; exit 4'
