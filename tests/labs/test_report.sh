@@ -582,10 +582,14 @@ test_page() {
 
 # Layout on a phone, pictures, requests and pages, in a browser.
 test_browser() {
-    local browser=(env HOME="$tmp/browser" chromium --headless --no-sandbox --disable-gpu --hide-scrollbars
-        --disable-background-networking)
+    local browser=(env HOME="$tmp/browser" timeout -k 5 120 chromium --headless --no-sandbox --disable-gpu
+        --disable-dev-shm-usage --hide-scrollbars --disable-background-networking)
     if [ -z "$with_page" ] || ! command -v chromium >/dev/null; then
         skip browser "no chromium, or no markdown-it-py; on Debian: apt-get install chromium python3-markdown-it"
+        return
+    fi
+    if ! "${browser[@]}" --dump-dom 'data:text/html,<p>it works' 2>"$err" | grep -q 'it works'; then
+        skip browser "chromium does not work on this machine: $(tail -n 1 "$err")"
         return
     fi
     page_tool frames page frames.html
