@@ -265,6 +265,13 @@ test_disk() {
     FSYNC=1 DELAY=0 LD_PRELOAD=$tmp/shim.so refused disk/file 1 "cannot write $tmp/synced: Input/output error" "${small[@]}" \
         --checkpoint "$tmp/synced"
     same disk/nothing_left "" "$(find "$tmp" -name 'synced*')"
+    # The first save is after so many steps, or epochs of 5 steps: the program ends there.
+    local every
+    for every in 1steps:1 3steps:3 7steps:7 1:5 2:10; do
+        FSYNC=1 DELAY=0 LD_PRELOAD=$tmp/shim.so run --no-cuda --model cifar --dataset synthetic --limit-train 20 --limit-test 4 \
+            --batch-size 4 --epochs 3 --log-interval 1 --checkpoint "$tmp/synced" --save-every "${every%:*}"
+        same "disk/first_save/${every%:*}" "1 ${every#*:}" "$status $(grep -c '^Train Epoch' "$out")"
+    done
 }
 
 test_signals
