@@ -43,7 +43,7 @@ run_row() {
         result=passed
     fi
     printf '%-12s %-56s %9d cases  %s, %d skipped, %d s\n' "$name" "$promise" \
-        "$(awk '/^cases / { n += $3 } /^pass / { p++ } END { print n ? n : p + 0 }' "$logs/$name.log")" \
+        "$(awk '/^cases / { n += $3 } /^pass / { p++ } /^[0-9]+ passed, / { p += $1 } END { print n ? n : p + 0 }' "$logs/$name.log")" \
         "$result" "$(count skip "$name")" "$((SECONDS - begin))"
 }
 
