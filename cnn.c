@@ -4646,7 +4646,8 @@ static FILE *open_log(const Run *run, const char *file, bool by_step) {
     return log;
 }
 
-// Opens the logs. Of another run's results only the model stays, if this run starts from it.
+// Opens the logs. Of another run's results only the model stays, if this run starts from it; of
+// its own, a resumed run replaces the predictions.
 static void open_logs(Run *run) {
     const char *results[] = {"predictions.csv", "profile.txt", "profile.csv", "layers.csv",
                              "model.safetensors"};
