@@ -88,7 +88,7 @@ help:
 	@echo "  make ablation  each optimization for the GPU on top of those before: speed and accuracy in ablation.csv;"
 	@echo "                 RUNGS=slurm/configs/one-core.txt (after make build/cnn-O0), large-batch.txt: other ladders"
 	@echo "  make plots RUNS=DIR  plots of the run folders in DIR"
-	@echo "  make report RUNS=DIR report.md: tables and plots of the run folders, and questions for you; report.html"
+	@echo "  make report RUNS=DIR report.md and report.html: tables and plots of the run folders, questions for you"
 	@echo "  make verify RUNS=DIR what is missing or implausible there; run it before you hand it in"
 	@echo "  MODEL=cifar EPOCHS=20 BATCH=250 BATCHES='50 100' REPEATS=10 LIMIT=images GPUS=2 RUNS=DIR"
 	@echo "  OPTIONS='--width 64': more options of ./cnn; EMULATE=1: virtual GPUs where there are none"

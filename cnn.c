@@ -4462,7 +4462,8 @@ typedef struct Run {
     // steps not yet written to steps.csv: [rank][steps_capacity], and this rank's row of that
     StepResult *all_steps, *steps;
     size_t steps_kept, steps_capacity;
-    // of the last test: this rank's, followed by those of all ranks
+    // the last test, summed over all ranks, in one area: loss, images, how many of them are right;
+    // images by [label][predicted]; the class predicted for each image
     double *totals, *confusion, *predicted;
     EpochResult current, *epochs;    // the sums of the running epoch; the results of the others
     size_t epochs_done, first_epoch; // this run's; resumed: the epoch where it began
@@ -5704,7 +5705,7 @@ static bool finish_step(Run *run) {
     // with NCCL, gradients carry no signal: all ranks know it when their steps were just gathered
     run->stop = uses_nccl(&run->comm) && run->steps_kept > 0 ? 0 : run->comm.signal;
     run->comm.signal = run->stop ? 0 : run->comm.signal;
-    const size_t unit = run->save_by_steps ? 1 : run->iterations;
+    const size_t unit = run->save_by_steps ? 1 : run->iterations; // in steps
     run->save_due = run->stop || steps_done(run) % (unit * run->save_every) == 0;
     if (run->save_due && !epoch_over) // at the end of an epoch: after its test
         save_checkpoint(run);

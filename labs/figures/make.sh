@@ -5,8 +5,8 @@
 #
 # It trains for one epoch, as `make run` does, and makes a small study on the CPU. Of the first it draws run.png,
 # roofline.png, samples.png and, with an untrained network, filters.png, of the second study.png and loss.png, of a
-# short run with augmentation augment.png, and of bench.csv bench.png, into DIR (default: labs/figures). OPTIONS are passed to ./cnn. Layers and runs are timed: nothing else should run.
-# CNN=PATH: another program. Needs a python3 with matplotlib.
+# short run with augmentation augment.png, and of bench.csv bench.png, into DIR (default: labs/figures). OPTIONS are
+# passed to ./cnn. Layers and runs are timed: nothing else should run. CNN=PATH: another program. Needs a python3 with matplotlib.
 set -eu
 unset CDPATH
 cd "$(dirname "$0")/../.."
@@ -29,7 +29,8 @@ for source in first-epoch augmented study bench.csv; do
     "$python" labs/tools/plot.py "$tmp/$source" >>"$tmp/drawn"
 done
 mkdir -p "$out"
-for figure in first-epoch/plots/{run,roofline,samples,filters} augmented/plots/augment study/plots/{study,loss} plots/bench; do
+for figure in first-epoch/plots/{run,roofline,samples,filters} augmented/plots/augment study/plots/{study,loss} \
+    plots/bench; do
     if [ ! -f "$tmp/$figure.png" ]; then
         grep "^not drawn: ${figure##*/}:" "$tmp/drawn" >&2
         exit 1

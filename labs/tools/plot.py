@@ -32,9 +32,9 @@ import csv
 import os
 import sys
 
-from run_folders import (Missing, by, check_comparable, fail, first_difference, make_rows, name_of_data, read_csv,
-                         read_filters, read_losses, read_predictions, read_runs, read_untrained, scaling_rows, start,
-                         varied, workers_rows)
+from run_folders import (Missing, by, by_value, check_comparable, fail, first_difference, make_rows, name_of_data,
+                         read_csv, read_filters, read_losses, read_predictions, read_runs, read_untrained,
+                         scaling_rows, start, varied, workers_rows)
 
 try:
     import matplotlib
@@ -83,11 +83,13 @@ def compare(runs, free=frozenset()):
 def rows_of_variants(runs, free=frozenset()):
     """The rows of make_rows(), which may differ in one more option: `variant` says in what, or is empty."""
     name = varied(runs)
+    if not name:
+        compare(runs, free)
+        return [dict(row, variant="") for row in make_rows(runs)]
     compare(runs, free | {name})
-    groups = by(runs, lambda r: r.settings.get(name))
-    return [dict(row, variant=f", --{name} {value}" * bool(name))
-            for value, group in sorted(groups.items(), key=lambda item: (isinstance(item[0], str), item[0] or 0))
-            for row in make_rows(group)]
+    groups = by(runs, lambda r: r.settings[name])
+    return [dict(row, variant=f", --{name} {value if value != '' else 'none'}")
+            for value, group in sorted(groups.items(), key=lambda item: by_value(item[0])) for row in make_rows(group)]
 
 
 def draw_study(runs):
@@ -102,7 +104,8 @@ def draw_study(runs):
         x = [batches.index(r["global_batch"]) + (i - (len(devices) - 1) / 2) * width for r in group]
         for axis, height, error in zip(axes, ("seconds_mean", "accuracy_mean"), ("ci95", "accuracy_sd")):
             axis.bar(x, [r[height] for r in group], width, capsize=3,
-                     yerr=[r[error] or 0 for r in group] if repeated else None, color=GREYS[i % 6], hatch=HATCHES[i % 6], edgecolor="black", label=device)
+                     yerr=[r[error] or 0 for r in group] if repeated else None, color=GREYS[i % 6],
+                     hatch=HATCHES[i % 6], edgecolor="black", label=device)
     times = [r["seconds_mean"] for r in rows]
     if max(times) > 20 * min(times) > 0:
         axes[0].set_yscale("log")
@@ -316,15 +319,14 @@ def draw_samples(runs):
     run = max(with_predictions(runs), key=lambda r: r.accuracy)
     rows = [r for r in read_predictions(run) if r["epoch"] == 0]
     right, wrong = ([r for r in rows if (r["label"] == r["predicted"]) == good][:16] for good in (True, False))
-    count = max(1, -(-len(right) // 8)) + max(1, -(-len(wrong) // 8))
+    cells = [row for some in (right, wrong) for row in some + [None] * (-len(some) % 8)]  # each begins a line
+    count = len(cells) // 8
     figure, axes = plt.subplots(count, 8, figsize=(10, 1.55 * count + 0.9), squeeze=False)
-    first_wrong = 8 * max(1, -(-len(right) // 8))
-    for k, axis in enumerate(axes.flat):
+    for axis, row in zip(axes.flat, cells):
         axis.axis("off")
-        if k < len(right):
-            show_image(axis, right[k], right[k]["label"])
-        elif 0 <= k - first_wrong < len(wrong):
-            row = wrong[k - first_wrong]
+        if row in right:
+            show_image(axis, row, row["label"])
+        elif row:
             show_image(axis, row, f"{row['label']}\npredicted: {row['predicted']}", 7.5)
     figure.suptitle(f"{name_of(run)}: {describe([run])}\nThe first {len(right)} test images that were predicted right, "
                     f"with their label, and the first {len(wrong)} that were not", fontsize=9)
@@ -375,8 +377,8 @@ def draw_filters(runs):
         axis.set_title(when, fontsize=9)
         axis.axis("off")
     colours = "red, green, blue from top\n" * (channels == 3)
-    figure.suptitle(f"{name}: {count} filters of {height} x {width}\n{colours}{name_of(run)}: {describe([run])}", fontsize=9,
-                    y=1.02 + 0.1 / len(sets))
+    figure.suptitle(f"{name}: {count} filters of {height} x {width}\n{colours}{name_of(run)}: {describe([run])}",
+                    fontsize=9, y=1.02 + 0.1 / len(sets))
     figure.colorbar(picture, ax=axes, label="weight")
     return figure
 

@@ -31,8 +31,8 @@ import re
 import sys
 import textwrap
 
-from run_folders import (COLUMNS_DIFFER, REPEATS_DIFFER, SCALING, Missing, add_speedups, by, differences,
-                         WORKERS, facts, fail, is_dirty, make_rows, read_csv, read_runs, scaling_rows, start,
+from run_folders import (COLUMNS_DIFFER, REPEATS_DIFFER, SCALING, Missing, add_speedups, by, by_value,
+                         differences, WORKERS, facts, fail, is_dirty, make_rows, read_csv, read_runs, scaling_rows, start,
                          summary, workers_rows)
 
 FREE = REPEATS_DIFFER | COLUMNS_DIFFER
@@ -163,14 +163,6 @@ def make_settings(root, runs, rows):
          "What differs:", "\n".join(differing or ["- nothing"]), "Built with:", "\n".join(builds), *notes,
          "Commands (the first repeat of each row):", fence(commands)]) + picture(
              root, "augment", "some images, and what --augment makes of them")
-
-
-def by_value(text):
-    """A key to sort by: numbers before words."""
-    try:
-        return 0, float(text), text
-    except ValueError:
-        return 1, 0, text
 
 
 def fence(lines):

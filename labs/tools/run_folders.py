@@ -217,8 +217,9 @@ def read_filters(run):
 
 
 def read_untrained(run):
-    """The first layer's filters, as read_filters(), from a run folder beside this run's that `./cnn --eval --save-model`
-    has written for the same network before any training; None if there is none. Other folders there are ignored."""
+    """The first layer's filters, as read_filters(), from a run folder beside this run's that
+    `./cnn --eval --save-model` has written for the same network before any training; None if there is none. Other
+    folders there are ignored."""
     expected = dict({k: run.settings[k] for k in ("model", "width", "stem", "seed", "dataset")},
                     eval=True, load="", checkpoint="")
     for folder in sorted(e.path for e in os.scandir(os.path.dirname(os.path.abspath(run.folder))) if e.is_dir()):
@@ -293,11 +294,19 @@ def first_difference(runs, free=frozenset()):
 
 
 def varied(runs):
-    """The one option besides device, batch and seed in which runs differ, such as lr; None if there are none or several,
-    or if it has plots of its own."""
+    """The one option besides device, batch and seed in which runs differ, such as lr; None if there are none or
+    several, or if it has plots of its own."""
     names = {name for run in runs for name, _, _ in differences(runs[0], run, REPEATS_DIFFER | COLUMNS_DIFFER)}
     name = names.pop() if len(names) == 1 else ""
     return name[2:] if name.startswith("--") and name not in ("--model", "--threads", "--workers") else None
+
+
+def by_value(value):
+    """A key to sort an option's values by: numbers before words."""
+    try:
+        return 0, float(value), ""
+    except (TypeError, ValueError):
+        return 1, 0, str(value)
 
 
 def check_comparable(runs, free=frozenset()):

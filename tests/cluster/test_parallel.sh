@@ -105,8 +105,10 @@ test_odd_sizes() {
         run --no-cuda "${odd[@]}" --batch-size "$batch" --out "$tmp/one"
         with replicas 3 "${odd[@]}" --batch-size "$batch" --parallel dp
         same_losses "odd/$count/dp" $((2 * ((count + batch - 1) / batch))) "$tmp/one" "$tmp/run"
-        [ ! -x "$emulator" ] || [ "$count" -gt 7 ] || with gpus 3 "${odd[@]}" --batch-size "$batch" --parallel dp
-        same_losses "odd/$count/dp_gpus" $((2 * ((count + batch - 1) / batch))) "$tmp/one" "$tmp/run"
+        if [ -x "$emulator" ] && [ "$count" -le 7 ]; then
+            with gpus 3 "${odd[@]}" --batch-size "$batch" --parallel dp
+            same_losses "odd/$count/dp_gpus" $((2 * ((count + batch - 1) / batch))) "$tmp/one" "$tmp/run"
+        fi
         rm -rf "$tmp/one"
     done
     # a test whose batches are smaller than a rank's share: the sanitizers see who writes where

@@ -430,6 +430,10 @@ END
     same varied/labels "cpu, --lr 0.01;cpu, --lr 0.2;cpu, --lr 10|$(
         )batch 16, --lr 0.01;batch 16, --lr 0.2;batch 16, --lr 10|training time in s, one run" \
         "$("$plotter" varied.py "$repo/labs/tools" 2>&1 | grep -v ^Note | paste -sd '|')"
+    mkdir words # one of the values is empty
+    "$cnn" "${small[@]}" --save-model --out words/a >/dev/null 2>&1
+    "$cnn" "${small[@]}" --save-model --load words/a/model.safetensors --out words/b >/dev/null 2>&1
+    plots varied/words words study loss confusion samples filters
     "$cnn" "${small[@]}" --lr 10 --momentum 0.5 --out rates/other >/dev/null 2>&1
     plots varied/two rates confusion samples
     line varied/two_says "^not drawn: loss: it is for runs with the same --"

@@ -378,6 +378,7 @@ $(grep '^epoch=' "$out" | sed 's/[a-z_]*=//g; s/ /,/g')" "$(cat "$dir/epochs.csv
     # shellcheck disable=SC2016 # awk's own $
     holds out/profile_txt "the table of stdout" "$(head -n 5 "$dir/profile.txt")" \
         awk 'NR == FNR { want[$0]; next } !($0 in want) { exit 1 }' "$out" "$dir/profile.txt"
+    line out/profile_waits '^Times include waiting until the device is done with the line$'
     # The lines' times, 13 to 28 characters into the table, add up to the total.
     local sum total
     sum=$(awk '/^=====/ { on = 1; next } /^$/ { on = 0 } on { s += substr($0, 18, 12) }

@@ -201,6 +201,10 @@ test_folders() {
     run "${small[@]}" --out "$tmp/used" --save-model
     run "${small[@]}" --out "$tmp/used" --load "$tmp/used/model.safetensors"
     same folders/model_it_loads "0 epochs.csv model.safetensors predictions.csv run.json steps.csv" "$status $(cd "$tmp/used" && echo *)"
+    # The model is there before anything else can fail.
+    mkdir -p "$tmp/blocked/predictions.csv"
+    refused folders/predictions 1 "predictions.csv: it is a folder" "${small[@]}" --out "$tmp/blocked" --save-model
+    same folders/model_first model.safetensors "$(cd "$tmp/blocked" && echo model*)"
     local pid
     starts --model cifar --dataset synthetic --threads 1 --limit-train 2000 --limit-test 10 --epochs 10000
     refused folders/two_at_once 1 "another run" "${small[@]}" --out "$tmp/signals"
@@ -265,6 +269,12 @@ test_disk() {
     FSYNC=1 DELAY=0 LD_PRELOAD=$tmp/shim.so refused disk/file 1 "cannot write $tmp/synced: Input/output error" "${small[@]}" \
         --checkpoint "$tmp/synced"
     same disk/nothing_left "" "$(find "$tmp" -name 'synced*')"
+    # A resumed run that ends early leaves no predictions of the run before.
+    run "${small[@]}" --epochs 1 --checkpoint "$tmp/synced" --out "$tmp/resumed"
+    FSYNC=1 DELAY=0 LD_PRELOAD=$tmp/shim.so run "${small[@]}" --epochs 2 --checkpoint "$tmp/synced" --resume \
+        --out "$tmp/resumed"
+    same disk/old_predictions "1 " "$status $(find "$tmp/resumed" -name 'predictions*')"
+    rm "$tmp/synced"
     # The first save is after so many steps, or epochs of 5 steps: the program ends there.
     local every
     for every in 1steps:1 3steps:3 7steps:7 1:5 2:10; do
