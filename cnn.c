@@ -393,21 +393,16 @@ static inline HOST_DEVICE real uniform(uint32_t bits) {
 #include <wchar.h>
 #include <wctype.h>
 
-// PARALLEL_FOR before a loop gives each thread an equal part of it. See also PARALLEL_STEALING().
+// PARALLEL_FOR before a loop gives each thread an equal part of it.
 #define DO_PRAGMA(text) _Pragma(#text)
 #ifdef _OPENMP
 #include <omp.h>
 #define OPENMP_STATUS "OpenMP"
-#define PARALLEL DO_PRAGMA(omp parallel)
 #define PARALLEL_SUMS(...) DO_PRAGMA(omp parallel reduction(+ : __VA_ARGS__))
 #define PARALLEL_FOR DO_PRAGMA(omp parallel for schedule(static))
 #else
-#define OPENMP_STATUS "no OpenMP: one thread"
+#define OPENMP_STATUS "no OpenMP: --kernels naive uses one thread"
 #define omp_set_num_threads(n) ((void)(n))
-#define omp_get_max_threads() 1
-#define omp_get_num_threads() 1
-#define omp_get_thread_num() 0
-#define PARALLEL
 #define PARALLEL_SUMS(...)
 #define PARALLEL_FOR
 #endif
@@ -490,33 +485,12 @@ static Range part_of(Range whole, size_t i, size_t parts) {
     return (Range){whole.first + first, last - first};
 }
 
-/* PARALLEL_STEALING(i, count) replaces `for (size_t i = 0; i < count; i++)` where iterations are
-   long. Each thread starts with its own contiguous share of them, the same in every loop, so that
-   it finds in its cache what it wrote before; idle threads then steal iterations from the others.
-   `continue` ends an iteration; `break` is not allowed: it would skip iterations. */
-typedef struct Shares {
-    size_t count;
-    uint32_t taken[MAX_THREADS]; // iterations started of each thread's share; may exceed its length
-} Shares;
+static _Thread_local size_t num_threads = 1; // which the calling thread may compute with
 
-// *i = the calling thread's next iteration; false: none is left
-static bool next_iteration(Shares *s, size_t *i) {
-    const size_t threads = min_size((size_t)omp_get_num_threads(), MAX_THREADS);
-    for (size_t k = 0; k < threads; k++) {
-        size_t owner = ((size_t)omp_get_thread_num() + k) % threads;
-        Range share = part_of((Range){0, s->count}, owner, threads);
-        size_t taken = __atomic_fetch_add(&s->taken[owner], 1, __ATOMIC_RELAXED);
-        *i = share.first + taken;
-        if (taken < share.count)
-            return true;
-    }
-    return false;
+static void set_num_threads(size_t count) {
+    num_threads = count;
+    omp_set_num_threads((int)count);
 }
-
-// The outer loop runs once: it declares the counters that all threads share.
-#define PARALLEL_STEALING(i, count)                                       \
-    for (Shares *shares = &(Shares){(count), {0}}; shares; shares = NULL) \
-    PARALLEL for (size_t i; next_iteration(shares, &i);)
 
 // Zeroed memory, aligned to a cache line and padded, so that vector loads may read past its end.
 static void *zeroed_alloc(size_t bytes) {
@@ -827,7 +801,8 @@ static void conv2d_backward_naive(Work w) {
     for (size_t pixel = 0; pixel < pixels; pixel++)
         for (size_t k = 0; k < l->biases; k++)
             w.dbias[k] += w.dout[pixel * O.c + k];
-    PARALLEL_STEALING(block, taps * ceil_div(I.c, BLOCK)) {
+    PARALLEL_FOR
+    for (size_t block = 0; block < taps * ceil_div(I.c, BLOCK); block++) {
         const size_t tap = block % taps, first = block / taps * BLOCK;
         const size_t count = min_size(BLOCK, I.c - first);
         real *restrict sums = w.dweight + (tap * I.c + first) * O.c;
@@ -1051,24 +1026,30 @@ static void bn_join_stats(real *stats, const real *sums, size_t pixels, size_t c
     stats[2 * channels + c] = (real)(1 / sqrt(squares / count + bn_eps));
 }
 
-static void batchnorm2d_forward(Work w) {
-    size_t channels = w.l->in.c, pixels = w.n * w.l->in.h * w.l->in.w;
+// The slice's part of the scratch memory: sums[2][channels]; after the slices follow factors.
+static real *bn_sums(Work w, size_t slice) {
+    return w.scratch + slice * 2 * w.l->in.c;
+}
+
+// Channel c of the factors in out = in * scale + shift. In training, joins its slices first.
+static void bn_forward_channel(Work w, size_t pixels, size_t c) {
+    const size_t channels = w.l->in.c;
     const bool training = w.draw != NULL;
-    PARALLEL_STEALING(slice, training ? BN_SLICES : 0)
-        bn_slice_stats(w.scratch + slice * 2 * channels, w.in, bn_slice(slice, pixels), channels);
-    real *restrict scale = w.scratch + BN_SLICES * 2 * channels, *restrict shift = scale + channels;
-    PARALLEL_FOR
-    for (size_t c = 0; c < channels; c++) {
-        if (training)
-            bn_join_stats(w.stats, w.scratch, pixels, channels, c);
-        real mean = w.stats[training ? 2 * channels + c : c];
-        scale[c] = w.weight[c] * (training ? w.stats[3 * channels + c]
-                                           : 1 / SQRT(w.stats[channels + c] + (real)bn_eps));
-        shift[c] = w.bias[c] - mean * scale[c];
-    }
-    real least = w.l->relu ? 0 : -(real)INFINITY;
-    PARALLEL_FOR
-    for (size_t i = 0; i < pixels; i++) {
+    real *scale = bn_sums(w, BN_SLICES), *shift = scale + channels;
+    if (training)
+        bn_join_stats(w.stats, w.scratch, pixels, channels, c);
+    real mean = w.stats[training ? 2 * channels + c : c];
+    scale[c] = w.weight[c] * (training ? w.stats[3 * channels + c]
+                                       : 1 / SQRT(w.stats[channels + c] + (real)bn_eps));
+    shift[c] = w.bias[c] - mean * scale[c];
+}
+
+// out = in * scale + shift, then the residual and the ReLU that are fused
+static void bn_forward_slice(Work w, Range s) {
+    const size_t channels = w.l->in.c;
+    const real *restrict scale = bn_sums(w, BN_SLICES), *restrict shift = scale + channels;
+    const real least = w.l->relu ? 0 : -(real)INFINITY;
+    for (size_t i = s.first; i < s.first + s.count; i++) {
         const real *restrict from = w.in + i * channels;
         real *restrict to = w.out + i * channels;
         for (size_t c = 0; c < channels; c++) {
@@ -1080,45 +1061,76 @@ static void batchnorm2d_forward(Work w) {
     }
 }
 
+static void batchnorm2d_forward(Work w) {
+    const size_t pixels = w.n * w.l->in.h * w.l->in.w, slices = w.draw ? BN_SLICES : 0;
+    PARALLEL_FOR
+    for (size_t i = 0; i < slices; i++)
+        bn_slice_stats(bn_sums(w, i), w.in, bn_slice(i, pixels), w.l->in.c);
+    PARALLEL_FOR
+    for (size_t c = 0; c < w.l->in.c; c++)
+        bn_forward_channel(w, pixels, c);
+    PARALLEL_FOR
+    for (size_t i = 0; i < BN_SLICES; i++)
+        bn_forward_slice(w, bn_slice(i, pixels));
+}
+
 /* dbias = sum of dout      dweight = sum of dout * x, where x = (in - mean) / sqrt(variance + eps)
-   din = weight / sqrt(variance + eps) * (dout - dbias / m - x * dweight / m) */
-static void batchnorm2d_backward(Work w) {
-    size_t channels = w.l->in.c, pixels = w.n * w.l->in.h * w.l->in.w;
-    const real *restrict mean = w.stats + 2 * channels, *restrict inverse = mean + channels;
-    PARALLEL_STEALING(slice, BN_SLICES) {
-        Range s = bn_slice(slice, pixels);
-        real *restrict sums = w.scratch + slice * 2 * channels;
-        real *restrict products = sums + channels;
-        memset(sums, 0, 2 * channels * sizeof *sums);
-        for (size_t i = s.first; i < s.first + s.count; i++)
-            for (size_t c = 0; c < channels; c++) {
-                real d = w.dout[i * channels + c];
-                sums[c] += d;
-                products[c] += d * (w.in[i * channels + c] - mean[c]);
-            }
-    }
-    real *restrict a = w.scratch + BN_SLICES * 2 * channels; // din = a * dout + b * (in - mean) + e
-    real *restrict b = a + channels, *restrict e = b + channels;
-    PARALLEL_FOR
-    for (size_t c = 0; c < channels; c++) {
-        double sum = 0, product = 0;
-        for (size_t slice = 0; slice < BN_SLICES; slice++) {
-            sum += (double)w.scratch[slice * 2 * channels + c];
-            product += (double)w.scratch[(slice * 2 + 1) * channels + c];
+   din = weight / sqrt(variance + eps) * (dout - dbias / m - x * dweight / m)
+
+   sums[0][c] = sum over a slice of dout, sums[1][c] = that of dout * (in - mean) */
+static void bn_slice_products(Work w, real *restrict sums, Range s) {
+    const size_t channels = w.l->in.c;
+    const real *restrict mean = w.stats + 2 * channels;
+    real *restrict products = sums + channels;
+    memset(sums, 0, 2 * channels * sizeof *sums);
+    for (size_t i = s.first; i < s.first + s.count; i++)
+        for (size_t c = 0; c < channels; c++) {
+            real d = w.dout[i * channels + c];
+            sums[c] += d;
+            products[c] += d * (w.in[i * channels + c] - mean[c]);
         }
-        w.dbias[c] = (real)sum;
-        w.dweight[c] = (real)product * inverse[c];
-        a[c] = w.weight[c] * inverse[c];
-        b[c] = -a[c] * inverse[c] * w.dweight[c] / (real)pixels;
-        e[c] = -a[c] * w.dbias[c] / (real)pixels;
+}
+
+// Channel c of dweight, of dbias and of the factors in din = a * dout + b * (in - mean) + e
+static void bn_backward_channel(Work w, size_t pixels, size_t c) {
+    const size_t channels = w.l->in.c;
+    const real inverse = w.stats[3 * channels + c];
+    real *a = bn_sums(w, BN_SLICES), *b = a + channels, *e = b + channels;
+    double sum = 0, product = 0;
+    for (size_t slice = 0; slice < BN_SLICES; slice++) {
+        sum += (double)w.scratch[slice * 2 * channels + c];
+        product += (double)w.scratch[(slice * 2 + 1) * channels + c];
     }
-    PARALLEL_FOR
-    for (size_t i = 0; i < (w.din ? pixels : 0); i++) {
+    w.dbias[c] = (real)sum;
+    w.dweight[c] = (real)product * inverse;
+    a[c] = w.weight[c] * inverse;
+    b[c] = -a[c] * inverse * w.dweight[c] / (real)pixels;
+    e[c] = -a[c] * w.dbias[c] / (real)pixels;
+}
+
+static void bn_backward_slice(Work w, Range s) {
+    const size_t channels = w.l->in.c;
+    const real *restrict mean = w.stats + 2 * channels, *restrict a = bn_sums(w, BN_SLICES);
+    const real *restrict b = a + channels, *restrict e = b + channels;
+    for (size_t i = s.first; i < s.first + s.count; i++) {
         const real *restrict x = w.in + i * channels, *restrict d = w.dout + i * channels;
         real *restrict to = w.din + i * channels;
         for (size_t c = 0; c < channels; c++)
             to[c] = a[c] * d[c] + b[c] * (x[c] - mean[c]) + e[c] + (w.accumulate ? to[c] : 0);
     }
+}
+
+static void batchnorm2d_backward(Work w) {
+    const size_t pixels = w.n * w.l->in.h * w.l->in.w, slices = w.din ? BN_SLICES : 0;
+    PARALLEL_FOR
+    for (size_t i = 0; i < BN_SLICES; i++)
+        bn_slice_products(w, bn_sums(w, i), bn_slice(i, pixels));
+    PARALLEL_FOR
+    for (size_t c = 0; c < w.l->in.c; c++)
+        bn_backward_channel(w, pixels, c);
+    PARALLEL_FOR
+    for (size_t i = 0; i < slices; i++)
+        bn_backward_slice(w, bn_slice(i, pixels));
 }
 
 /* out = in / (1 - p), or 0 with probability p, as the mask says. One Philox block serves 8 elements
@@ -1131,7 +1143,9 @@ static void dropout_forward(Work w) {
     const uint32_t threshold = (uint32_t)lround((double)w.l->p * 65536);
     if (!w.draw && w.out != w.in)
         memcpy(w.out, w.in, outputs(w) * sizeof *w.out);
-    PARALLEL_STEALING(image, w.draw ? w.n : 0)
+    const size_t images = w.draw ? w.n : 0;
+    PARALLEL_FOR
+    for (size_t image = 0; image < images; image++)
         for (size_t start = 0; start < size; start += BLOCK * BLOCKS) {
             uint32_t bits[BLOCKS][4];
             for (size_t b = 0; b < BLOCKS; b++)
@@ -2206,25 +2220,26 @@ static size_t scratch_size_naive(const Layer *l, size_t n) {
                                                     : 0;
 }
 
-#define CPU_BACKEND(conv_forward, conv_backward, conv_fuses, pool_forward)                        \
-    .name = "cpu", .precision = "fp32", .element = sizeof(real), .describe = cpu_describe,        \
-    .layers = {[CONV2D] = {conv_forward, conv_backward, conv_fuses},                              \
-               [LINEAR] = {conv_forward, conv_backward, conv_fuses},                              \
-               [BATCHNORM2D] = {batchnorm2d_forward, batchnorm2d_backward, true},                 \
-               [RELU] = {relu_forward, relu_backward, false},                                     \
-               [MAXPOOL2D] = {pool_forward, maxpool2d_backward, false},                           \
-               [AVGPOOL2D] = {avgpool2d_forward, avgpool2d_backward, false},                      \
-               [ADD] = {add_forward, add_backward, true},                                         \
-               [DROPOUT] = {dropout_forward, dropout_backward, false},                            \
-               [LOG_SOFTMAX] = {log_softmax_forward, log_softmax_backward, false}},               \
-    .nll_loss = nll_loss, .set_step = cpu_set_step, .adadelta = adadelta, .sgd = sgd,             \
-    .alloc = zeroed_alloc, .release = free, .copy = cpu_copy, .clear = bzero,                     \
-    .receive = cpu_receive, .synchronize = cpu_synchronize, .mark = cpu_mark, .range = cpu_range, \
-    .elapsed = cpu_elapsed, .peak_gflops = cpu_peak_gflops
+#define CPU_BACKEND                                                                           \
+    .name = "cpu", .precision = "fp32", .element = sizeof(real), .describe = cpu_describe,    \
+    .nll_loss = nll_loss, .set_step = cpu_set_step, .alloc = zeroed_alloc, .release = free,   \
+    .copy = cpu_copy, .clear = bzero, .receive = cpu_receive, .synchronize = cpu_synchronize, \
+    .mark = cpu_mark, .range = cpu_range, .elapsed = cpu_elapsed, .peak_gflops = cpu_peak_gflops
 
 static const Backend naive_backend = {
-    CPU_BACKEND(conv2d_forward_naive, conv2d_backward_naive, false, maxpool2d_forward_naive),
+    CPU_BACKEND,
     .kernels = "naive",
+    .layers = {[CONV2D] = {conv2d_forward_naive, conv2d_backward_naive, false},
+               [LINEAR] = {conv2d_forward_naive, conv2d_backward_naive, false},
+               [BATCHNORM2D] = {batchnorm2d_forward, batchnorm2d_backward, true},
+               [RELU] = {relu_forward, relu_backward, false},
+               [MAXPOOL2D] = {maxpool2d_forward_naive, maxpool2d_backward, false},
+               [AVGPOOL2D] = {avgpool2d_forward, avgpool2d_backward, false},
+               [ADD] = {add_forward, add_backward, true},
+               [DROPOUT] = {dropout_forward, dropout_backward, false},
+               [LOG_SOFTMAX] = {log_softmax_forward, log_softmax_backward, false}},
+    .adadelta = adadelta,
+    .sgd = sgd,
     .scratch_size = scratch_size_naive,
 };
 
@@ -5284,7 +5299,8 @@ static void setup_batch(Run *run) {
 static void setup_settings(Run *run, int argc, char **argv) {
     Settings *s = &run->settings;
     const size_t cores = usable_cores(), slurm = environment_number("SLURM_CPUS_PER_TASK");
-    const size_t threads = min_size((size_t)omp_get_max_threads(), MAX_THREADS);
+    const size_t asked = environment_number("OMP_NUM_THREADS");
+    const size_t threads = min_size(asked ? asked : cores, MAX_THREADS);
     parse_options(s, argc, argv);
     check_settings(s);
     setup_ranks(run);
@@ -5310,12 +5326,10 @@ static void setup_settings(Run *run, int argc, char **argv) {
     if (s->workers > cores)
         fprintf(stderr, "cnn: warning: --workers %zu will compete for the %zu usable cores\n",
                 s->workers, cores);
-    omp_set_num_threads((int)s->threads);
-    const char *omp = getenv("OMP_STACKSIZE"); // in KB, unless it says M or G
+    set_num_threads(s->threads);
     struct rlimit stack;
-    if ((getrlimit(RLIMIT_STACK, &stack) == 0 && stack.rlim_cur < 1 << 21) ||
-        (omp && atoi(omp) < 2048 && !strpbrk(omp, "mMgG")))
-        die(1, "expected stacks of 2 MB or more; run: ulimit -s 8192; unset OMP_STACKSIZE");
+    if (getrlimit(RLIMIT_STACK, &stack) == 0 && stack.rlim_cur < 1 << 21)
+        die(1, "expected a stack of 2 MB or more; run: ulimit -s 8192");
 }
 
 // The calling thread computes for this rank. Ranks that share a device share its memory.
@@ -5832,7 +5846,7 @@ static void run_rank(Run *run) {
 
 static void *replica_main(void *argument) {
     Run *run = argument;
-    omp_set_num_threads((int)run->settings.threads);
+    set_num_threads(run->settings.threads);
     use_device(run);
     run_rank(run);
     free_run(run);

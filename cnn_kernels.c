@@ -5,6 +5,7 @@
    fast_backend. The kernels compute what the definitions in section 3 compute, equal up to
    rounding, close to the peak rate of the machine. The parts, in reading order:
 
+     Threads             loops that a busy machine does not hold up
      The register tile   every convolution and linear layer, forward and backward
      Winograd            3 x 3 and 5 x 5 filters with stride 1, in fewer multiplications
      Behind a max-pool   the backward of a convolution that is pooled, without its zeros
@@ -12,6 +13,211 @@
 
    Each gain given below is the speed of a whole training (images/s) with that part over the speed
    without it, measured on 2 cores of an AMD Zen 5 with AVX-512, two threads. */
+
+/* ---- Threads ------------------------------------------------------------------------------------
+
+   parallel(count, body, context) does  for (i = 0; i < count; i++) body(context, i);  with
+   num_threads threads. Each begins with its own contiguous share of the iterations, the same in
+   every loop of this length, so that it finds in its cache what it wrote before. A thread that has
+   finished its share takes iterations of the others.
+
+   Reason: a loop of OpenMP ends when all threads have arrived at a barrier. On a machine with other
+   busy programs one of them often has to wait for a core; the others spin meanwhile, and each of
+   the some 40 loops of a training step may cost a time slice of the scheduler, 1 to 4 ms. Here a
+   loop ends when its iterations are done: a thread that comes late finds none and waits for the
+   next loop. Whoever waits spins for SPIN seconds, as long as a wake-up by the kernel takes, and
+   then sleeps, which leaves the core to others.
+
+   How a late thread finds none: the iterations that were taken of a share are counted in one word
+   together with the number of the loop, so that nothing can be taken of a loop that is over. */
+
+#include <limits.h>
+#include <linux/futex.h>
+#include <sys/syscall.h>
+
+static const double SPIN = 100e-6;
+
+#if defined(__x86_64__)
+#define PAUSE() __builtin_ia32_pause()
+#elif defined(__aarch64__)
+#define PAUSE() __asm__ volatile("yield")
+#else
+#define PAUSE() ((void)0)
+#endif
+
+typedef void Body(const void *context, size_t i);
+
+typedef struct Share {
+    _Alignas(64) uint64_t taken; // number of the loop << 32 | iterations taken; a cache line each
+} Share;
+
+// The threads that compute for one replica: the caller of parallel(), number 0, and its helpers.
+typedef struct Threads {
+    size_t count;
+    struct Helper {
+        struct Threads *threads;
+        size_t number;
+        pthread_t id;
+    } helpers[MAX_THREADS]; // [0] is not used
+    Share shares[MAX_THREADS];
+    // the loop; written while no iteration is left to take, by the caller
+    Body *body;
+    const void *context;
+    size_t iterations;
+    // words that threads wait for, and how many of these sleep
+    _Alignas(64) uint32_t loop; // number of the loop
+    uint32_t loop_sleepers;
+    _Alignas(64) uint32_t done; // iterations of the loop that are finished
+    uint32_t done_sleepers;
+    bool quit;
+} Threads;
+
+static _Thread_local size_t thread_number; // of the calling thread within its Threads
+
+// Returns when *word may have changed from `value`: after a change, or earlier.
+static void wait_for_change(uint32_t *word, uint32_t value, uint32_t *sleepers) {
+    const double end = now() + SPIN;
+    while (now() < end) {
+        if (__atomic_load_n(word, __ATOMIC_ACQUIRE) != value)
+            return;
+        PAUSE();
+    }
+    __atomic_fetch_add(sleepers, 1, __ATOMIC_SEQ_CST);
+    syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0); // while *word == value
+    __atomic_fetch_sub(sleepers, 1, __ATOMIC_SEQ_CST);
+}
+
+// After a change of *word
+static void wake(uint32_t *word, uint32_t *sleepers) {
+    if (__atomic_load_n(sleepers, __ATOMIC_SEQ_CST) > 0)
+        syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+}
+
+// *i = the next of the share's `length` iterations; false: none is left, or the loop is over.
+static bool take_iteration(Share *share, uint32_t loop, size_t length, size_t *i) {
+    uint64_t taken = __atomic_load_n(&share->taken, __ATOMIC_RELAXED);
+    while (taken >> 32 == loop && (uint32_t)taken < length) {
+        *i = (uint32_t)taken;
+        if (__atomic_compare_exchange_n(&share->taken, &taken, taken + 1, false, __ATOMIC_ACQ_REL,
+                                        __ATOMIC_RELAXED))
+            return true;
+    }
+    return false;
+}
+
+// Executes iterations of loop number `loop` until none is left. A late helper may read the body of
+// the next loop, which is written after the shares got its number: it takes no iteration then.
+static void run_iterations(Threads *t, uint32_t loop) {
+    Body *body = __atomic_load_n(&t->body, __ATOMIC_ACQUIRE);
+    const void *context = __atomic_load_n(&t->context, __ATOMIC_ACQUIRE);
+    const size_t iterations = __atomic_load_n(&t->iterations, __ATOMIC_ACQUIRE);
+    for (size_t k = 0; k < t->count; k++) {
+        const size_t owner = (thread_number + k) % t->count;
+        const Range share = part_of((Range){0, iterations}, owner, t->count);
+        size_t i;
+        while (take_iteration(&t->shares[owner], loop, share.count, &i)) {
+            body(context, share.first + i);
+            if (__atomic_add_fetch(&t->done, 1, __ATOMIC_SEQ_CST) == iterations)
+                wake(&t->done, &t->done_sleepers);
+        }
+    }
+}
+
+static void *helper_main(void *argument) {
+    const struct Helper *h = argument;
+    Threads *t = h->threads;
+    uint32_t loop = 0;
+    thread_number = h->number;
+    set_num_threads(1);
+    while (!__atomic_load_n(&t->quit, __ATOMIC_RELAXED)) {
+        wait_for_change(&t->loop, loop, &t->loop_sleepers);
+        loop = __atomic_load_n(&t->loop, __ATOMIC_ACQUIRE);
+        run_iterations(t, loop);
+    }
+    return NULL;
+}
+
+static void stop_threads(void *argument) {
+    Threads *t = argument;
+    t->quit = true;
+    __atomic_add_fetch(&t->loop, 1, __ATOMIC_SEQ_CST);
+    wake(&t->loop, &t->loop_sleepers);
+    for (size_t i = 1; i < t->count; i++)
+        pthread_join(t->helpers[i].id, NULL);
+    free(t);
+}
+
+static Threads *start_threads(size_t count) {
+    enum { STACK = 8 << 20 }; // bytes: bodies keep images there, see suits_pooled()
+    Threads *t = must_alloc(sizeof *t, "threads");
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+    pthread_attr_setstacksize(&attributes, STACK);
+    t->count = count;
+    for (size_t i = 1; i < count; i++) {
+        t->helpers[i].threads = t;
+        t->helpers[i].number = i;
+        if (pthread_create(&t->helpers[i].id, &attributes, helper_main, &t->helpers[i]) != 0)
+            die(1, "cannot start thread %zu of %zu; use fewer --threads", i + 1, count);
+    }
+    pthread_attr_destroy(&attributes);
+    return t;
+}
+
+// The threads of the calling replica, which end when it does.
+static pthread_key_t threads_key;
+
+static void make_threads_key(void) {
+    if (pthread_key_create(&threads_key, stop_threads) != 0)
+        die(1, "no pthread_key_t is left for the threads");
+}
+
+static Threads *own_threads(size_t count) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, make_threads_key);
+    Threads *t = pthread_getspecific(threads_key);
+    if (t && t->count == count)
+        return t;
+    if (t)
+        stop_threads(t);
+    t = start_threads(count);
+    pthread_setspecific(threads_key, t);
+    return t;
+}
+
+// Gives a loop to the helpers and returns its number. The order matters, see run_iterations().
+static uint32_t publish_loop(Threads *t, size_t count, Body *body, const void *context) {
+    const uint32_t loop = t->loop + 1;
+    for (size_t i = 0; i < t->count; i++)
+        __atomic_store_n(&t->shares[i].taken, (uint64_t)loop << 32, __ATOMIC_RELAXED);
+    __atomic_store_n(&t->body, body, __ATOMIC_RELEASE);
+    __atomic_store_n(&t->context, context, __ATOMIC_RELEASE);
+    __atomic_store_n(&t->iterations, count, __ATOMIC_RELEASE);
+    __atomic_store_n(&t->done, 0, __ATOMIC_RELAXED);
+    __atomic_store_n(&t->loop, loop, __ATOMIC_SEQ_CST);
+    wake(&t->loop, &t->loop_sleepers);
+    return loop;
+}
+
+static void share_loop(Threads *t, size_t count, Body *body, const void *context) {
+    run_iterations(t, publish_loop(t, count, body, context));
+    uint32_t done = __atomic_load_n(&t->done, __ATOMIC_SEQ_CST);
+    while (done < count) {
+        wait_for_change(&t->done, done, &t->done_sleepers);
+        done = __atomic_load_n(&t->done, __ATOMIC_SEQ_CST);
+    }
+}
+
+static void parallel(size_t count, Body *body, const void *context) {
+    const size_t threads = num_threads;
+    set_num_threads(1); // for the loops within a body
+    if (threads > 1 && count > 1)
+        share_loop(own_threads(threads), count, body, context);
+    else
+        for (size_t i = 0; i < count; i++)
+            body(context, i);
+    set_num_threads(threads);
+}
 
 /* ---- The register tile --------------------------------------------------------------------------
 
@@ -449,10 +655,15 @@ static void pack_panel(const Pass *p, Panel panel) {
     }
 }
 
+static void pack_ith_panel(const void *context, size_t i) {
+    const Pass *p = context;
+    const size_t parts = ceil_div(p->depth, panel_depth(p));
+    pack_panel(p, panel_at(p, i / parts * COLUMNS, COLUMNS, i % parts * panel_depth(p)));
+}
+
 static void pack_weights(const Pass *p) {
     const size_t parts = ceil_div(p->depth, panel_depth(p));
-    PARALLEL_STEALING(i, ceil_div(p->out.c, COLUMNS) * parts)
-        pack_panel(p, panel_at(p, i / parts * COLUMNS, COLUMNS, i % parts * panel_depth(p)));
+    parallel(ceil_div(p->out.c, COLUMNS) * parts, pack_ith_panel, p);
 }
 
 static size_t packed_size(const Pass *p) {
@@ -572,6 +783,19 @@ static void convolve_block(const Pass *p, size_t first, size_t images, size_t co
     }
 }
 
+// A pass in blocks of images and columns, each of which a thread computes at a time.
+typedef struct Blocks {
+    const Pass *pass;
+    size_t images, columns, across; // of a block; across: blocks that have the same images
+} Blocks;
+
+static void convolve_ith_block(const void *context, size_t i) {
+    const Blocks *b = context;
+    const size_t first = i / b->across * b->images;
+    convolve_block(b->pass, first, min_size(b->images, b->pass->n - first),
+                   i % b->across * b->columns, b->columns);
+}
+
 // output[pixel][column] = bias[column] + sum over taps and depth. In parallel: blocks of images and
 // columns, made smaller until there are enough of them for all threads.
 static void convolve(const Pass *p) {
@@ -582,11 +806,8 @@ static void convolve(const Pass *p) {
         images = ceil_div(images, 2);
     if (ceil_div(p->n, images) * ceil_div(p->out.c, columns) < SLICES)
         columns = COLUMNS;
-    const size_t blocks = ceil_div(p->out.c, columns);
-    PARALLEL_STEALING(i, ceil_div(p->n, images) * blocks) {
-        size_t first = i / blocks * images;
-        convolve_block(p, first, min_size(images, p->n - first), i % blocks * columns, columns);
-    }
+    const Blocks b = {p, images, columns, ceil_div(p->out.c, columns)};
+    parallel(ceil_div(p->n, images) * b.across, convolve_ith_block, &b);
 }
 
 /* A large linear layer (or 1 x 1 convolution) on few pixels spends its time on reading weights. So
@@ -599,18 +820,47 @@ static bool suits_panels(const Pass *p, size_t n) {
     return p->taps == 1 && n * p->out_pixels <= GROUP_PIXELS && panels >= 16; // enough for threads
 }
 
-// output = bias + sum of the parts, or += that sum; then the ReLU. parts: [count][pixels][out.c]
-static void add_parts(const Pass *p, const real *parts, size_t count) {
-    const size_t columns = p->out.c, pixels = p->n * p->out_pixels, size = pixels * columns;
-    PARALLEL_FOR
-    for (size_t pixel = 0; pixel < pixels; pixel++)
-        for (size_t j = 0; j < columns; j++) {
-            size_t at = pixel * columns + j;
-            real sum = p->accumulate ? p->output[at] : p->bias ? p->bias[j] : 0;
-            for (size_t part = 0; part < count; part++)
-                sum += parts[part * size + at];
-            p->output[at] = p->relu && sum < 0 ? 0 : sum;
-        }
+// The partial sums of a pass, [count][pixels][out.c]
+typedef struct Parts {
+    const Pass *pass;
+    real *sums;
+    size_t count;
+} Parts;
+
+static size_t part_size(const Pass *p) {
+    return p->n * p->out_pixels * p->out.c;
+}
+
+// output[pixel] = bias + sum of the parts, or += that sum; then the ReLU
+static void add_parts_of_pixel(const void *context, size_t pixel) {
+    const Parts *parts = context;
+    const Pass *p = parts->pass;
+    const size_t columns = p->out.c, size = part_size(p);
+    for (size_t j = 0; j < columns; j++) {
+        size_t at = pixel * columns + j;
+        real sum = p->accumulate ? p->output[at] : p->bias ? p->bias[j] : 0;
+        for (size_t part = 0; part < parts->count; part++)
+            sum += parts->sums[part * size + at];
+        p->output[at] = p->relu && sum < 0 ? 0 : sum;
+    }
+}
+
+static void convolve_ith_panel(const void *context, size_t i) {
+    const Parts *parts = context;
+    const Pass *p = parts->pass;
+    const size_t blocks = ceil_div(p->out.c, COLUMNS);
+    const size_t part = i / blocks; // consecutive panels share rows of the weights
+    real packed[MAX_DEPTH * COLUMNS] __attribute__((aligned(VECTOR_BYTES)));
+    Panel panel = panel_at(p, i % blocks * COLUMNS, COLUMNS, part * MAX_DEPTH);
+    Pass partial = *p;
+    if (parts->count > 1) { // bias, accumulation and ReLU are add_parts_of_pixel()'s
+        partial.output = parts->sums + part * part_size(p);
+        partial.bias = NULL;
+        partial.accumulate = partial.relu = false;
+    }
+    panel.packed = packed;
+    pack_panel(p, panel);
+    convolve_panel(&partial, panel, 0, p->n);
 }
 
 /* As convolve(), from weights that are not packed. Where the depth needs several panels, their
@@ -619,25 +869,10 @@ static void add_parts(const Pass *p, const real *parts, size_t count) {
 static void convolve_by_panels(const Pass *p) {
     _Static_assert(sizeof(real) * MAX_DEPTH * COLUMNS <= WEIGHT_BYTES, "a panel is MAX_DEPTH deep");
     _Static_assert(2 * GROUP_PIXELS <= MAX_DEPTH, "parts have no more elements than the weights");
-    const size_t count = ceil_div(p->depth, MAX_DEPTH), blocks = ceil_div(p->out.c, COLUMNS);
-    const size_t size = p->n * p->out_pixels * p->out.c;
-    Pass pass = *p;
-    if (count > 1) { // bias, accumulation and ReLU are add_parts()'s
-        pass.bias = NULL;
-        pass.accumulate = pass.relu = false;
-    }
-    PARALLEL_STEALING(i, count * blocks) { // consecutive panels share rows of the weights
-        const size_t part = i / blocks;
-        real packed[MAX_DEPTH * COLUMNS] __attribute__((aligned(VECTOR_BYTES)));
-        Pass partial = pass;
-        partial.output = count > 1 ? p->packed + part * size : p->output;
-        Panel panel = panel_at(p, i % blocks * COLUMNS, COLUMNS, part * MAX_DEPTH);
-        panel.packed = packed;
-        pack_panel(p, panel);
-        convolve_panel(&partial, panel, 0, p->n);
-    }
-    if (count > 1)
-        add_parts(p, p->packed, count);
+    const Parts parts = {p, p->packed, ceil_div(p->depth, MAX_DEPTH)};
+    parallel(parts.count * ceil_div(p->out.c, COLUMNS), convolve_ith_panel, &parts);
+    if (parts.count > 1)
+        parallel(p->n * p->out_pixels, add_parts_of_pixel, &parts);
 }
 
 /* ---- Winograd -----------------------------------------------------------------------------------
@@ -762,14 +997,17 @@ INLINE void pack_filters(const size_t kernel, const Pass *p, size_t column, size
     }
 }
 
-static void pack_winograd(const Pass *p) {
+static void pack_ith_filters(const void *context, size_t i) {
+    const Pass *p = context;
     const size_t parts = p->depth / LANES;
-    PARALLEL_STEALING(i, ceil_div(p->out.c, LANES) * parts) {
-        if (p->tile == 4)
-            pack_filters(3, p, i / parts * LANES, i % parts * LANES);
-        else
-            pack_filters(5, p, i / parts * LANES, i % parts * LANES);
-    }
+    if (p->tile == 4)
+        pack_filters(3, p, i / parts * LANES, i % parts * LANES);
+    else
+        pack_filters(5, p, i / parts * LANES, i % parts * LANES);
+}
+
+static void pack_winograd(const Pass *p) {
+    parallel(ceil_div(p->out.c, LANES) * (p->depth / LANES), pack_ith_filters, p);
 }
 
 /* `tiles` tiles from `first` on and up to COLUMNS columns from `column` on, which one thread
@@ -796,7 +1034,7 @@ static TileBlock tile_block(const Pass *p, size_t first, size_t last, size_t col
     b.columns = min_size(b.width, p->out.c - column);
     b.v_step = b.tiles * p->depth + LANES;
     b.m_step = b.tiles * COLUMNS + LANES;
-    b.sums = p->scratch + (size_t)omp_get_thread_num() * tile_area(p);
+    b.sums = p->scratch + thread_number * tile_area(p);
     b.v = b.sums + POINTS * p->depth * COLUMNS;
     b.m = b.v + POINTS * b.v_step;
     return b;
@@ -934,20 +1172,30 @@ static void winograd_tiles(const Pass *p, size_t first, size_t last, size_t begi
     }
 }
 
+// A pass in groups of ROWS tiles, which are divided into `parts`, times blocks of columns.
+typedef struct TileParts {
+    const Pass *pass;
+    size_t tiles, parts, columns, across; // across: blocks of columns
+} TileParts;
+
+static void winograd_ith_part(const void *context, size_t i) {
+    const TileParts *t = context;
+    const Range groups = {0, ceil_div(t->tiles, ROWS)};
+    const Range part = part_of(groups, i / t->across, t->parts);
+    const size_t column = i % t->across * t->columns;
+    winograd_tiles(t->pass, part.first * ROWS, min_size((part.first + part.count) * ROWS, t->tiles),
+                   column, min_size(column + t->columns, t->pass->out.c));
+}
+
 // In parallel: blocks of tiles, and where these are too few to balance the load of the threads,
 // blocks of columns of each. No sum depends on this choice.
 static void winograd(const Pass *p) {
     _Static_assert(BLOCK_TILES % ROWS == 0, "a block is a whole number of dot_tile()'s groups");
-    const size_t tiles = count_tiles(p, p->n), groups = ceil_div(tiles, ROWS);
-    const size_t parts = ceil_div(groups * ROWS, BLOCK_TILES);
-    const bool enough = parts >= 4 * (size_t)omp_get_max_threads();
-    const size_t columns = enough ? p->out.c : COLUMNS, blocks = ceil_div(p->out.c, columns);
-    PARALLEL_STEALING(i, parts * blocks) {
-        size_t part = i / blocks, column = i % blocks * columns;
-        size_t first = groups * part / parts * ROWS, last = groups * (part + 1) / parts * ROWS;
-        winograd_tiles(p, first, min_size(last, tiles), column,
-                       min_size(column + columns, p->out.c));
-    }
+    TileParts t = {.pass = p, .tiles = count_tiles(p, p->n)};
+    t.parts = ceil_div(ceil_div(t.tiles, ROWS) * ROWS, BLOCK_TILES);
+    t.columns = t.parts >= 4 * num_threads ? p->out.c : COLUMNS;
+    t.across = ceil_div(p->out.c, t.columns);
+    parallel(t.parts * t.across, winograd_ith_part, &t);
 }
 
 static void pack(const Pass *p) {
@@ -982,7 +1230,7 @@ static void run_pass_on_image(const Pass *p) {
 
 // Elements; for at most as many threads as when it is called.
 static size_t pass_scratch(const Pass *p) {
-    return packed_size(p) + (p->tile ? (size_t)omp_get_max_threads() * tile_area(p) : 0);
+    return packed_size(p) + (p->tile ? num_threads * tile_area(p) : 0);
 }
 
 // ---- Weight gradients
@@ -992,8 +1240,8 @@ static size_t pass_scratch(const Pass *p) {
    channels), and where there is a bias, one last unit for it: it is the weight of an input that is
    always 1. By Winograd a slice is one of the tiles, and a part is a block of columns. */
 typedef struct WeightGradient {
+    Work w;
     Pass pass;
-    const real *dout;
     size_t groups, units; // groups of channels in a tap; units in all
     size_t slices, parts;
     size_t sums; // elements of a slice's sums, in whole vectors
@@ -1025,7 +1273,7 @@ static size_t list_pairs(Pair pairs[PAIRS], real copies[PAIRS][RUN], const Weigh
     for (size_t q = first; q < last; q++) {
         const int32_t *pixels = p->map + pixel * (1 + p->taps * p->run) + 1;
         const real *in = p->input + image * p->in_pixels * p->in.c;
-        pairs[count].dout = g->dout + (image * p->out_pixels + pixel) * p->out.c;
+        pairs[count].dout = g->w.dout + (image * p->out_pixels + pixel) * p->out.c;
         const bool bias = tap == p->taps;
         pairs[count].in = bias ? &one : tap_input(p, in, pixels, tap, copies[count]);
         count += pairs[count].in != NULL;
@@ -1068,20 +1316,30 @@ static void weight_gradient_piece(real *dweight, real *dbias, const WeightGradie
         }
 }
 
+typedef struct SliceSum {
+    real *to;
+    const real *from;
+    size_t slices, pitch, count;
+} SliceSum;
+
+enum { SUM_BLOCK = 1024 };
+
+static void sum_ith_block(const void *context, size_t i) {
+    const SliceSum *s = context;
+    const size_t first = i * SUM_BLOCK, end = min_size(first + SUM_BLOCK, s->count);
+    for (size_t j = first; j < end; j++)
+        s->to[j] = s->from[j];
+    for (size_t slice = 1; slice < s->slices; slice++)
+        for (size_t j = first; j < end; j++)
+            s->to[j] += s->from[slice * s->pitch + j];
+}
+
 /* to[i] = sum over slices of from[slice][i], for i < count; to may be from. In blocks whose sums
    stay in L1 while all slices are read: the same element of all slices would not, since slices are
    far apart, often by a power of 2. */
 static void sum_slices(real *to, const real *from, size_t slices, size_t pitch, size_t count) {
-    enum { BLOCK = 1024 };
-    PARALLEL_FOR
-    for (size_t first = 0; first < count; first += BLOCK) {
-        size_t end = min_size(first + BLOCK, count);
-        for (size_t i = first; i < end; i++)
-            to[i] = from[i];
-        for (size_t slice = 1; slice < slices; slice++)
-            for (size_t i = first; i < end; i++)
-                to[i] += from[slice * pitch + i];
-    }
+    const SliceSum s = {to, from, slices, pitch, count};
+    parallel(ceil_div(count, SUM_BLOCK), sum_ith_block, &s);
 }
 
 /* A 3 x 3 filter's weight gradient by Winograd, since the output is linear in u:
@@ -1133,7 +1391,7 @@ static void winograd_gradient_piece(real *dweight, real *dbias, const WeightGrad
     for (; first < last; first += GRADIENT_TILES) {
         b = tile_block(p, first, min_size(first + GRADIENT_TILES, last), column);
         winograd_input(b);
-        winograd_dout(b, bias, g->dout);
+        winograd_dout(b, bias, g->w.dout);
         winograd_gradient_block(b);
     }
     winograd_dweight(dweight, b);
@@ -1141,20 +1399,28 @@ static void winograd_gradient_piece(real *dweight, real *dbias, const WeightGrad
         memcpy(dbias + column, bias, b.columns * sizeof *bias);
 }
 
+static void weight_gradient_ith_piece(const void *context, size_t i) {
+    const WeightGradient *g = context;
+    const size_t slice = i / g->parts, part = i % g->parts;
+    real *dweight = g->w.dweight, *dbias = g->w.dbias;
+    if (g->slices > 1) {
+        dweight = g->w.scratch + slice * g->sums;
+        dbias = dweight + g->w.l->weights;
+    }
+    if (!g->w.l->biases)
+        dbias = NULL;
+    if (g->pass.tile)
+        winograd_gradient_piece(dweight, dbias, g, slice, part);
+    else
+        weight_gradient_piece(dweight, dbias, g, slice, part);
+}
+
 static void weight_gradient(Work w) {
     WeightGradient g = weight_gradient_plan(w.l, w.n, w.prepared);
     g.pass.input = w.in;
     g.pass.scratch = w.scratch + g.slices * g.sums;
-    g.dout = w.dout;
-    PARALLEL_STEALING(i, g.slices * g.parts) {
-        size_t slice = i / g.parts, part = i % g.parts;
-        real *to = g.slices > 1 ? w.scratch + slice * g.sums : w.dweight;
-        real *to_bias = !w.l->biases ? NULL : g.slices > 1 ? to + w.l->weights : w.dbias;
-        if (g.pass.tile)
-            winograd_gradient_piece(to, to_bias, &g, slice, part);
-        else
-            weight_gradient_piece(to, to_bias, &g, slice, part);
-    }
+    g.w = w;
+    parallel(g.slices * g.parts, weight_gradient_ith_piece, &g);
     if (g.slices == 1)
         return;
     sum_slices(w.dweight, w.scratch, g.slices, g.sums, w.l->weights);
@@ -1247,7 +1513,7 @@ typedef struct PatchTile {
     size_t window;
     real *din;          // under the corner of the window's first filter
     size_t row, pixel;  // elements from a row of din to the next, from a pixel to the next
-    const real *weight; // packed by pack_blocks(): [k][tap][LANES], from the tile's first tap on
+    const real *weight; // packed by pack_channel(): [k][tap][LANES], from the tile's first tap on
 } PatchTile;
 
 // din += a window's terms, for LANES channels and `rows` rows of the filter: at the window's four
@@ -1293,7 +1559,8 @@ typedef struct PooledPass {
     size_t channels_in;   // of din until it is stored, in whole vectors
     size_t widest;        // the most vectors of a tile
     size_t sums, slices;  // of a slice of the images: elements, the filters' and then the biases'
-    size_t packed;        // elements of the weights as pack_blocks() stores them
+    size_t packed;        // elements of the weights as pack_channel() stores them
+    real *weights;        // these
 } PooledPass;
 
 /* Where the channels are not whole vectors, the rows of filters would be read from unaligned
@@ -1453,15 +1720,14 @@ static void pooled_image(real *sums, real *din, const real *packed, const Pooled
 }
 
 // packed[c / LANES][k][tap][c % LANES] = weight[tap][c][k], or 0 where c is beyond the channels
-static void pack_blocks(real *packed, const PooledPass *p) {
+static void pack_channel(const void *context, size_t k) {
+    const PooledPass *p = context;
     const Layer *l = p->w.l;
     const size_t depth = l->in.c, channels = l->out.c, taps = l->kernel * l->kernel;
-    PARALLEL_FOR
-    for (size_t k = 0; k < channels; k++)
-        for (size_t c = 0; c < p->channels_in; c++)
-            for (size_t tap = 0; tap < taps; tap++)
-                packed[((c / LANES * channels + k) * taps + tap) * LANES + c % LANES] =
-                    c < depth ? p->w.weight[(tap * depth + c) * channels + k] : 0;
+    for (size_t c = 0; c < p->channels_in; c++)
+        for (size_t tap = 0; tap < taps; tap++)
+            p->weights[((c / LANES * channels + k) * taps + tap) * LANES + c % LANES] =
+                c < depth ? p->w.weight[(tap * depth + c) * channels + k] : 0;
 }
 
 // din of an image, without the padding of its channels, and through the ReLU before the layer
@@ -1477,30 +1743,39 @@ static void store_din(const real *padded, const PooledPass *p, size_t image) {
         }
 }
 
+static void pooled_ith_slice(const void *context, size_t slice) {
+    const PooledPass *p = context;
+    const Layer *l = p->w.l;
+    const Range images = part_of((Range){0, p->w.n}, slice, p->slices);
+    real *sums = p->w.scratch + slice * p->sums;
+    real din[l->in.h * l->in.w * p->channels_in] __attribute__((aligned(VECTOR_BYTES)));
+    memset(sums, 0, p->sums * sizeof *sums);
+    for (size_t i = images.first; i < images.first + images.count; i++) {
+        pooled_image(sums, din, p->weights, p, i);
+        if (p->w.din)
+            store_din(din, p, i);
+    }
+}
+
+// dweight[row of the filter][element of the row] = the sums, in which channels are outermost
+static void store_ith_row(const void *context, size_t i) {
+    const PooledPass *p = context;
+    const size_t channels = p->w.l->out.c, run = p->w.l->kernel * p->w.l->in.c;
+    for (size_t k = 0; k < channels; k++)
+        p->w.dweight[i * channels + k] = p->w.scratch[k * p->filter + i / run * p->pitch + i % run];
+}
+
 // As conv2d_backward_naive(), where dout is the gradient of w.l->pool's output.
 static void conv2d_backward_pooled(Work w) {
-    const PooledPass p = pooled_pass(w);
     const Layer *l = w.l;
-    const size_t channels = l->out.c, run = l->kernel * l->in.c;
-    real *packed = w.scratch + p.slices * p.sums;
-    pack_blocks(packed, &p);
-    PARALLEL_STEALING(slice, p.slices) {
-        real *sums = w.scratch + slice * p.sums;
-        real din[l->in.h * l->in.w * p.channels_in] __attribute__((aligned(VECTOR_BYTES)));
-        memset(sums, 0, p.sums * sizeof *sums);
-        for (size_t i = w.n * slice / p.slices; i < w.n * (slice + 1) / p.slices; i++) {
-            pooled_image(sums, din, packed, &p, i);
-            if (w.din)
-                store_din(din, &p, i);
-        }
-    }
+    PooledPass p = pooled_pass(w);
+    p.weights = w.scratch + p.slices * p.sums;
+    parallel(l->out.c, pack_channel, &p);
+    parallel(p.slices, pooled_ith_slice, &p);
     sum_slices(w.scratch, w.scratch, p.slices, p.sums, p.sums);
     for (size_t k = 0; k < l->biases; k++)
-        w.dbias[k] = w.scratch[channels * p.filter + k];
-    PARALLEL_FOR
-    for (size_t i = 0; i < l->kernel * run; i++)
-        for (size_t k = 0; k < channels; k++)
-            w.dweight[i * channels + k] = w.scratch[k * p.filter + i / run * p.pitch + i % run];
+        w.dbias[k] = w.scratch[l->out.c * p.filter + k];
+    parallel(l->kernel * l->kernel * l->in.c, store_ith_row, &p);
 }
 
 /* out[c], argmax[c] = maximum of a window and its position in it, of output pixel (y, x), LANES
@@ -1539,33 +1814,191 @@ static void maxpool2d_image(real *out, uint8_t *argmax, const real *in, const La
             maxpool2d_pixel(out, argmax, in, l, y, x);
 }
 
+static void maxpool2d_ith_image(const void *context, size_t i) {
+    const Work *w = context;
+    const size_t size = shape_size(w->l->out), from = shape_size(w->l->in);
+    maxpool2d_image(w->out + i * size, w->saved + i * size, w->in + i * from, w->l);
+}
+
 static void maxpool2d_forward_fast(Work w) {
-    const size_t size = shape_size(w.l->out), from = shape_size(w.l->in);
-    PARALLEL_STEALING(image, w.n)
-        maxpool2d_image(w.out + image * size, w.saved + image * size, w.in + image * from, w.l);
+    parallel(w.n, maxpool2d_ith_image, &w);
+}
+
+typedef struct PooledForward {
+    Work w;
+    Pass pass;
+} PooledForward;
+
+static void pooled_ith_image(const void *context, size_t i) {
+    const PooledForward *f = context;
+    const Work *w = &f->w;
+    const size_t size = shape_size(w->l->pool->out);
+    real out[shape_size(w->l->out) + LANES] __attribute__((aligned(VECTOR_BYTES)));
+    Pass one = f->pass;
+    one.input += i * shape_size(w->l->in);
+    one.output = out;
+    run_pass_on_image(&one);
+    maxpool2d_image(w->out + i * size, w->saved + i * size, out, w->l->pool);
 }
 
 /* out = max_pool2d(relu(conv2d(in, weight) + bias)); saved = the position of each maximum in its
    window: [h][w][c] of l->pool. Image by image, so that the output of the convolution stays in the
    cache of its thread. */
 static void conv2d_forward_pooled(Work w) {
-    const Layer *pool = w.l->pool;
-    const size_t size = shape_size(pool->out);
-    const Pass p = bind_pass(forward_pass(w.l, w.prepared), NULL, w.in, w.bias, w);
-    pack(&p);
-    PARALLEL_STEALING(image, w.n) {
-        real out[shape_size(w.l->out) + LANES] __attribute__((aligned(VECTOR_BYTES)));
-        Pass one = p;
-        one.input += image * shape_size(w.l->in);
-        one.output = out;
-        run_pass_on_image(&one);
-        maxpool2d_image(w.out + image * size, w.saved + image * size, out, pool);
+    const PooledForward f = {w, bind_pass(forward_pass(w.l, w.prepared), NULL, w.in, w.bias, w)};
+    pack(&f.pass);
+    parallel(w.n, pooled_ith_image, &f);
+}
+
+/* ---- Definitions on these threads ---------------------------------------------------------------
+
+   The other rows are computed by their definitions in cnn.c, each thread a part of the images at a
+   time, and BatchNorm by its slices. So all loops of a training step use the same threads: those of
+   OpenMP would spin beside them. */
+
+typedef struct ImageParts {
+    Work w;
+    void (*definition)(Work w);
+    size_t in_size; // elements of an image of in and din
+    size_t parts;
+} ImageParts;
+
+// The same work on the images of a range only
+static Work work_on(Work w, Range images, size_t in_size, Draw *draw) {
+    const size_t in = images.first * in_size, out = images.first * shape_size(w.l->out);
+    w.n = images.count;
+    w.in += in;
+    w.din = w.din ? w.din + in : NULL;
+    w.residual = w.residual ? w.residual + out : NULL;
+    w.out += out;
+    w.dout = w.dout ? w.dout + out : NULL;
+    w.saved += out;
+    if (w.draw) {
+        *draw = *w.draw;
+        draw->first = position_of(*w.draw, images.first);
+        w.draw = draw;
     }
+    return w;
+}
+
+static void compute_ith_part(const void *context, size_t i) {
+    const ImageParts *p = context;
+    const Range images = part_of((Range){0, p->w.n}, i, p->parts);
+    Draw draw;
+    p->definition(work_on(p->w, images, p->in_size, &draw));
+}
+
+static void by_images(Work w, void (*definition)(Work w), size_t in_size) {
+    const ImageParts p = {w, definition, in_size, min_size(w.n, 4 * num_threads)};
+    parallel(p.parts, compute_ith_part, &p);
+}
+
+/* A ReLU and a sum also run on the output of the convolution that they follow, with its row: there
+   in has the shape of out. */
+#define BY_IMAGES(definition, in_shape)                      \
+    static void definition##_fast(Work w) {                  \
+        by_images(w, definition, shape_size(w.l->in_shape)); \
+    }
+BY_IMAGES(relu_forward, out)
+BY_IMAGES(relu_backward, out)
+BY_IMAGES(maxpool2d_backward, in)
+BY_IMAGES(avgpool2d_forward, in)
+BY_IMAGES(avgpool2d_backward, in)
+BY_IMAGES(add_forward, out)
+BY_IMAGES(add_backward, out)
+BY_IMAGES(dropout_forward, out)
+BY_IMAGES(dropout_backward, out)
+BY_IMAGES(log_softmax_forward, out)
+BY_IMAGES(log_softmax_backward, out)
+
+static size_t pixels_of(const Work *w) {
+    return w->n * w->l->in.h * w->l->in.w;
+}
+
+static void bn_ith_stats(const void *context, size_t i) {
+    const Work *w = context;
+    bn_slice_stats(bn_sums(*w, i), w->in, bn_slice(i, pixels_of(w)), w->l->in.c);
+}
+
+enum { JOINED_CHANNELS = 16 }; // which a thread joins at a time
+
+static void bn_ith_forward_channels(const void *context, size_t i) {
+    const Work *w = context;
+    const size_t last = min_size((i + 1) * JOINED_CHANNELS, w->l->in.c);
+    for (size_t c = i * JOINED_CHANNELS; c < last; c++)
+        bn_forward_channel(*w, pixels_of(w), c);
+}
+
+static void bn_ith_forward_slice(const void *context, size_t i) {
+    const Work *w = context;
+    bn_forward_slice(*w, bn_slice(i, pixels_of(w)));
+}
+
+static void batchnorm2d_forward_fast(Work w) {
+    parallel(w.draw ? BN_SLICES : 0, bn_ith_stats, &w);
+    parallel(ceil_div(w.l->in.c, JOINED_CHANNELS), bn_ith_forward_channels, &w);
+    parallel(BN_SLICES, bn_ith_forward_slice, &w);
+}
+
+static void bn_ith_products(const void *context, size_t i) {
+    const Work *w = context;
+    bn_slice_products(*w, bn_sums(*w, i), bn_slice(i, pixels_of(w)));
+}
+
+static void bn_ith_backward_channels(const void *context, size_t i) {
+    const Work *w = context;
+    const size_t last = min_size((i + 1) * JOINED_CHANNELS, w->l->in.c);
+    for (size_t c = i * JOINED_CHANNELS; c < last; c++)
+        bn_backward_channel(*w, pixels_of(w), c);
+}
+
+static void bn_ith_backward_slice(const void *context, size_t i) {
+    const Work *w = context;
+    bn_backward_slice(*w, bn_slice(i, pixels_of(w)));
+}
+
+static void batchnorm2d_backward_fast(Work w) {
+    parallel(BN_SLICES, bn_ith_products, &w);
+    parallel(ceil_div(w.l->in.c, JOINED_CHANNELS), bn_ith_backward_channels, &w);
+    parallel(w.din ? BN_SLICES : 0, bn_ith_backward_slice, &w);
+}
+
+// An optimizer, on UPDATE_BLOCK parameters at a time
+enum { UPDATE_BLOCK = 4096 };
+
+typedef struct UpdateParts {
+    Update u;
+    void (*definition)(Update u);
+} UpdateParts;
+
+static void update_ith_block(const void *context, size_t i) {
+    const UpdateParts *p = context;
+    const size_t first = i * UPDATE_BLOCK;
+    Update u = p->u;
+    u.count = min_size(UPDATE_BLOCK, u.count - first);
+    u.param += first;
+    u.grad += first;
+    u.state[0] += first;
+    u.state[1] += first;
+    p->definition(u);
+}
+
+static void by_blocks(Update u, void (*definition)(Update u)) {
+    const UpdateParts p = {u, definition};
+    parallel(ceil_div(u.count, UPDATE_BLOCK), update_ith_block, &p);
+}
+
+static void adadelta_fast(Update u) {
+    by_blocks(u, adadelta);
+}
+
+static void sgd_fast(Update u) {
+    by_blocks(u, sgd);
 }
 
 /* ---- The backend --------------------------------------------------------------------------------
 
-   Convolutions, linear layers and max-pools are the functions above, the rest is cnn.c's. What a
+   Convolutions, linear layers and max-pools have kernels of their own. What a
    row keeps from step to step (prepared) are its pixel maps; its scratch memory holds packed
    weights, sums of slices and Winograd's tiles. */
 
@@ -1596,8 +2029,7 @@ static size_t scratch_size_fast(const Layer *l, size_t n) {
         return scratch_size_naive(l, n);
     const Pass forward = forward_pass(l, NULL), backward = backward_pass(l, NULL, false);
     const WeightGradient g = weight_gradient_plan(l, n, NULL);
-    const size_t threads = (size_t)omp_get_max_threads();
-    size_t size = g.slices * g.sums + (g.pass.tile ? threads * tile_area(&forward) : 0);
+    size_t size = g.slices * g.sums + (g.pass.tile ? num_threads * tile_area(&forward) : 0);
     if (l->pool) {
         const PooledPass p = pooled_pass((Work){.l = l, .n = n});
         size = max_size(size, p.slices * p.sums + p.packed);
@@ -1650,8 +2082,19 @@ static double flops_fast(Work w) {
 }
 
 static const Backend fast_backend = {
-    CPU_BACKEND(conv2d_forward_fast, conv2d_backward_fast, true, maxpool2d_forward_fast),
+    CPU_BACKEND,
     .kernels = "fast",
+    .layers = {[CONV2D] = {conv2d_forward_fast, conv2d_backward_fast, true},
+               [LINEAR] = {conv2d_forward_fast, conv2d_backward_fast, true},
+               [BATCHNORM2D] = {batchnorm2d_forward_fast, batchnorm2d_backward_fast, true},
+               [RELU] = {relu_forward_fast, relu_backward_fast, false},
+               [MAXPOOL2D] = {maxpool2d_forward_fast, maxpool2d_backward_fast, false},
+               [AVGPOOL2D] = {avgpool2d_forward_fast, avgpool2d_backward_fast, false},
+               [ADD] = {add_forward_fast, add_backward_fast, true},
+               [DROPOUT] = {dropout_forward_fast, dropout_backward_fast, false},
+               [LOG_SOFTMAX] = {log_softmax_forward_fast, log_softmax_backward_fast, false}},
+    .adadelta = adadelta_fast,
+    .sgd = sgd_fast,
     .scratch_size = scratch_size_fast,
     .prepared_size = maps_size,
     .prepare = make_maps,

@@ -729,7 +729,7 @@ static void test_threads(Case c) {
     fill_all(&c);
     call(&c, NAN);
     memcpy(one, result->data, result->count * sizeof(real));
-    omp_set_num_threads(4);
+    set_num_threads(4);
     for (size_t repeat = 0; repeat < THREADED_CALLS; repeat++) {
         call(&c, NAN);
         for (size_t i = 0; i < result->count; i++)
@@ -742,7 +742,7 @@ static void test_threads(Case c) {
                 give_up();
             }
     }
-    omp_set_num_threads(1);
+    set_num_threads(1);
 }
 
 static void test_layer(Role role, bool pool) {
@@ -1222,7 +1222,7 @@ int main(int argc, char **argv) {
     seed = given ? strtoull(given, NULL, 10) : (uint64_t)(now() * 1e6) % 1000000;
     const struct sigaction on_crash = {.sa_sigaction = crashed, .sa_flags = SA_SIGINFO};
     sigaction(SIGSEGV, &on_crash, NULL);
-    omp_set_num_threads(1);
+    set_num_threads(1);
     test = argc == 2 ? atoi(argv[1]) : 0;
     switch (test) {
     case 1:

@@ -85,7 +85,7 @@ static Neighbour *start_neighbour(Run *run) {
         n->pid = child;
         return n;
     }
-    omp_set_num_threads(1);
+    set_num_threads(1);
     const Batch *batch = setup_bench(run);
     while (getppid() == parent) {
         n->busy = n->wanted;
@@ -120,7 +120,7 @@ int main(int argc, char **argv) {
     static Run run;
     setup_settings(&run, argc, argv);
     Neighbour *neighbour = NULL;
-    if (omp_get_max_threads() == 2 && !run.settings.max_steps)
+    if (num_threads == 2 && !run.settings.max_steps)
         neighbour = start_neighbour(&run);
     const Batch *batch = setup_bench(&run);
     size_t steps = 0;
@@ -137,14 +137,14 @@ int main(int argc, char **argv) {
         peaks[round] = cpu_peak_gflops();
         speeds[round] = measure_steps(&run, batch, &steps);
         scaling[round] = 1;
-        if (omp_get_max_threads() == 1)
+        if (num_threads == 1)
             continue;
-        omp_set_num_threads(1); // in turn, so that both meet the same neighbours
+        set_num_threads(1); // in turn, so that both meet the same neighbours
         double one = measure_steps(&run, batch, &steps);
         scaling[round] = speeds[round] / one;
         if (neighbour && round % 3 == 0)
             programs[round / 3] = 2 * measure_beside(neighbour, &run, batch, &steps) / one;
-        omp_set_num_threads((int)run.settings.threads);
+        set_num_threads((int)run.settings.threads);
     }
     double speed = median(speeds, ROUNDS), peak = median(peaks, ROUNDS);
     double gflops = speed * training_flops(&run.net) / 1e9;

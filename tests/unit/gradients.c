@@ -124,14 +124,14 @@ static void test_odd_gradients(const Backend *b, const Model *model) {
 
 static void test_central_differences(void) {
     static const size_t kernels[] = {1, 2, 3, 5};
-    omp_set_num_threads(1); // layers this small only wait for the second thread
+    set_num_threads(1); // layers this small only wait for the second thread
     for (size_t b = 0; is_double && b < 2; b++) { // float is too coarse for differences
         for (size_t k = 0; k < 4; k++)
             test_plain_gradients(both_backends[b], kernels[k]);
         for (size_t m = 0; m < ODD_MODELS; m++)
             test_odd_gradients(both_backends[b], &odd_models[m]);
     }
-    omp_set_num_threads(2);
+    set_num_threads(2);
 }
 
 /* ---- Whole steps ----------------------------------------------------------------------------- */
@@ -140,7 +140,7 @@ static void test_central_differences(void) {
 static Array train_by_threads(int threads) {
     static Net net;
     DatasetInfo info = {"test", {16, 16, 3}, .classes = CLASSES};
-    omp_set_num_threads(threads);
+    set_num_threads(threads);
     drawn = 0;
     net_build(&net, find_model("resnet8"), &info, &plain, &fast_backend);
     plan_memory(&net, BATCH);
@@ -153,7 +153,7 @@ static Array train_by_threads(int threads) {
     memcpy(all.at, net.grads, net.param_size * sizeof(real));
     memcpy(all.at + net.param_size, net.stats, net.stats_size * sizeof(real));
     plan_free(&net.plan);
-    omp_set_num_threads(2);
+    set_num_threads(2);
     return all;
 }
 

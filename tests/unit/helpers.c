@@ -1,52 +1,6 @@
 /* helpers.c - sections 1 and 2 of cnn.c: random numbers, and loops whose iterations are stolen
    by threads that have finished their own. */
 
-static void test_stealing(void) {
-    enum { MOST = 100 };
-    static const size_t counts[] = {0, 1, 2, 7, MOST};
-    for (size_t which = 0; which < 5; which++)
-        for (int threads = 1; threads <= 5; threads++) {
-            size_t count = counts[which], taken[MOST] = {0};
-            omp_set_num_threads(threads);
-            snprintf(context, sizeof context, "%zu iterations, %d threads", count, threads);
-            PARALLEL_STEALING(i, count)
-                __atomic_add_fetch(&taken[i], 1, __ATOMIC_RELAXED);
-            for (size_t i = 0; i < count; i++)
-                if (taken[i] != 1)
-                    fail("iteration %zu ran %zu times", i, taken[i]);
-        }
-    omp_set_num_threads(2);
-    verdict("work stealing: each iteration runs once");
-}
-
-// The second of two threads takes its four of eight iterations and steals one more; the first takes
-// the rest.
-static void test_stolen(void) {
-    enum { COUNT = 8, SECOND = 5 };
-    Shares shared = {COUNT, {0}};
-    size_t got[COUNT + 1], done = 0, threads = 1;
-    bool more = true;
-    PARALLEL {
-        bool alone = omp_get_num_threads() == 1, second = omp_get_thread_num() == 1;
-        while (!alone && !second && __atomic_load_n(&done, __ATOMIC_ACQUIRE) < SECOND)
-            usleep(100);
-        for (size_t k = alone || second ? 0 : SECOND; k < (second ? SECOND : COUNT); k++) {
-            next_iteration(&shared, &got[k]);
-            __atomic_add_fetch(&done, 1, __ATOMIC_RELEASE);
-        }
-        if (second)
-            threads = 2;
-        else
-            more = next_iteration(&shared, &got[COUNT]);
-    }
-    for (size_t k = 0; k < COUNT; k++)
-        if (got[k] != (threads == 1 ? k : (k + COUNT / 2) % COUNT))
-            fail("%zu threads: iteration %zu was taken as number %zu", threads, got[k], k);
-    if (more)
-        fail("an iteration was left at the end");
-    verdict("work stealing: a thread's own share first, then what others have left");
-}
-
 // Known answers from the Random123 library.
 static void test_philox(void) {
     static const uint32_t want[2][4] = {{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8},
@@ -119,8 +73,6 @@ static void test_memory_limits(void) {
 }
 
 static void test_helpers(void) {
-    test_stealing();
-    test_stolen();
     test_philox();
     test_edit_distance();
     test_memory_limits();

@@ -84,7 +84,7 @@ static void compare_bits(const Results *got, const Results *alone) {
     const Array *g = (const Array *)got, *a = (const Array *)alone;
     for (size_t i = 0; i < sizeof *got / sizeof *g; i++)
         if (g[i].count > 0 && memcmp(g[i].at, a[i].at, g[i].count * sizeof(real)) != 0)
-            fail("one thread gives other bits of result %zu than %d", i, omp_get_max_threads());
+            fail("one thread gives other bits of result %zu than %zu", i, num_threads);
 }
 
 static void compare_layer(Layer l, size_t n, bool accumulate) {
@@ -94,9 +94,9 @@ static void compare_layer(Layer l, size_t n, bool accumulate) {
     Inputs a = {absolute(&x.in), absolute(&x.weight), absolute(&x.bias), absolute(&x.dout),
                 absolute(&x.din)};
     Results got = run_layer(fast, &l, n, &x, accumulate);
-    omp_set_num_threads(1);
+    set_num_threads(1);
     Results alone = run_layer(fast, &l, n, &x, accumulate);
-    omp_set_num_threads(2);
+    set_num_threads(2);
     Results want = run_layer(naive, &l, n, &x, accumulate);
     Results bound = run_layer(naive, &l, n, &a, accumulate);
     if (l.relu)
@@ -456,9 +456,9 @@ static void compare_pooled(Net *net, size_t n, bool accumulate, bool wants_din) 
     check_pooled_forward(net, n, &x);
     Pooled p = pooled_forward(l, n, &x);
     Results got = pooled_fast(net, n, &x, &p, accumulate, wants_din);
-    omp_set_num_threads(1);
+    set_num_threads(1);
     Results alone = pooled_fast(net, n, &x, &p, accumulate, wants_din);
-    omp_set_num_threads(2);
+    set_num_threads(2);
     Results want = pooled_naive(l, n, &x, &p, accumulate);
     Results bound = pooled_naive(l, n, &a, &p, accumulate);
     bool before = *failure;

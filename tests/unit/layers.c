@@ -492,7 +492,7 @@ static Array norm_results(Norm *x, const Array *dout, int threads) {
     size_t count = x->in.count;
     Array all = array(2 * count + 6 * BN_CHANNELS, guard_value);
     real *din = all.at + count, *stats = din + count, *dweight = stats + 4 * BN_CHANNELS;
-    omp_set_num_threads(threads);
+    set_num_threads(threads);
     memset(stats, 0, 4 * BN_CHANNELS * sizeof *stats);
     Work w = norm_work(x, BN_MOST, true);
     w.out = all.at;
@@ -503,7 +503,7 @@ static Array norm_results(Norm *x, const Array *dout, int threads) {
     w.dbias = dweight + BN_CHANNELS;
     batchnorm2d_forward(w);
     batchnorm2d_backward(w);
-    omp_set_num_threads(2);
+    set_num_threads(2);
     return all;
 }
 

@@ -131,7 +131,7 @@ static void compare_gradients(const Net *got, const Net *want, bool rounds) {
 
 static void test_plan_against_none(void) {
     static Net planned, apart;
-    omp_set_num_threads(1);
+    set_num_threads(1);
     for (size_t round = 0; round < (quick ? 300 : 5000); round++) {
         const Backend *b = both_backends[round % 2];
         uint32_t start = drawn;
@@ -151,7 +151,7 @@ static void test_plan_against_none(void) {
             plan_free(&apart.plan);
         }
     }
-    omp_set_num_threads(2);
+    set_num_threads(2);
     verdict("random networks: sharing memory changes no bit of any gradient");
 }
 

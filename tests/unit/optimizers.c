@@ -88,7 +88,7 @@ static Array run_flat(size_t kind, int threads) {
     Array square = absolute(&in), other = absolute(&in);
     for (size_t i = 0; i < FLAT_COUNT; i++)
         mask[i] = draw_bits() % 2;
-    omp_set_num_threads(threads);
+    set_num_threads(threads);
     const Update u = {.param = made.at,
                       .state = {square.at, other.at},
                       .grad = in.at,
@@ -105,7 +105,7 @@ static Array run_flat(size_t kind, int threads) {
         sgd(u);
     else
         dropout_backward(w);
-    omp_set_num_threads(2);
+    set_num_threads(2);
     free_arrays((Array[]){in, square, other}, 3 * sizeof(Array));
     return made;
 }

@@ -150,7 +150,7 @@ static void *learner_thread(void *argument) {
     Net *net = &run->net;
     const DatasetInfo info = dataset_for(find_model("mnist"), "synthetic");
     Dataset data = {.info = &info};
-    omp_set_num_threads(1);
+    set_num_threads(1);
     make_synthetic(&data, true, LEARN_STEPS * 2 * LEARN_BATCH);
     net_build(net, find_model("mnist"), &info, &run->settings, &learner->backend);
     plan_memory(net, LEARN_BATCH);

@@ -59,7 +59,7 @@ int main(int argc, char **argv) {
     const char *wish = getenv("QUICK");
     quick = wish && *wish && strcmp(wish, "0") != 0;
     suite = is_double ? "double" : "float";
-    omp_set_num_threads(2);
+    set_num_threads(2);
     for (int i = 1; i < argc; i++)
         if (find_section(argv[i]) == SECTIONS) {
             fprintf(stderr, "%s: error: there is no section %s; the sections are:", argv[0],
