@@ -53,7 +53,7 @@ endif
 all: found cnn
 
 found:
-	@echo "OpenMP: $(if $(OMP),found,$(if $(NO_OMP),disabled,not found: one thread))"
+	@echo "OpenMP: $(if $(OMP),found,$(if $(NO_OMP),disabled,not found: --kernels naive uses one thread))"
 ifdef HIP
 	@echo "HIP:    $(if $(HAVE_HIP),found$(comma) for AMD's $(HIP_ARCH),hipcc not found: CPU only)"
 else
@@ -165,7 +165,7 @@ build/cnn-O0: $(SOURCE) build/settings
 # gcc the rest.
 CXX = g++
 EMU_OPT = -O2
-EMU_BUILD = $(CXX) -std=c++17 $(EMU_OPT) -march=$(ARCH) -g $(OMP_FLAGS) -Wno-unknown-pragmas -I. -include tests/emulator/cuda_on_cpu.h \
+EMU_BUILD = $(CXX) -std=c++17 $(EMU_OPT) -march=$(ARCH) -g -I. -include tests/emulator/cuda_on_cpu.h \
 	-fsanitize=alignment -fsanitize-undefined-trap-on-error
 EMU_SOURCE = { echo '\#line 1 "cnn_kernels.cu"'; sed -f tests/emulator/cuda_on_cpu.sed cnn_kernels.cu; }
 build/emu_kernels.o build/count_kernels.o: cnn_kernels.cu $(wildcard tests/emulator/cuda_on_cpu*) \
@@ -348,7 +348,7 @@ build/convolution: labs/lab05/conv.cu build/kernel_settings
 build/emu_convolution: labs/lab05/conv.cu $(wildcard tests/emulator/cuda_on_cpu*) build/emu_settings
 	{ echo '#line 1 "conv.cu"'; sed -f tests/emulator/cuda_on_cpu.sed $<; } | \
 		$(EMU_BUILD) -O1 -fsanitize=thread -fno-tree-sra -DCUEMU_COUNT -x c++ -c - -o $@.o
-	$(CXX) $(OMP_FLAGS) $@.o -o $@ $(LIBS)
+	$(CXX) $@.o -o $@ $(LIBS)
 convolution: $(CONVOLUTION)
 	@mkdir -p runs
 	@$(CONVOLUTION) runs/lab05-convolution.csv $(IMAGES)

@@ -139,7 +139,7 @@ static void *helper_main(void *argument) {
 
 static void stop_threads(void *argument) {
     Threads *t = argument;
-    t->quit = true;
+    __atomic_store_n(&t->quit, true, __ATOMIC_RELAXED);
     __atomic_add_fetch(&t->loop, 1, __ATOMIC_SEQ_CST);
     wake(&t->loop, &t->loop_sleepers);
     for (size_t i = 1; i < t->count; i++)

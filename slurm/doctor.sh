@@ -37,7 +37,7 @@ compiler() {
         if [ -n "${OMP:-}" ]; then
             ok OpenMP "several threads compute"
         else
-            missing OpenMP "one thread computes; Debian: gcc has it, for clang apt-get install libomp-dev"
+            missing OpenMP "--kernels naive uses one thread; Debian: gcc has it, for clang apt-get install libomp-dev"
         fi
     fi
 }

@@ -18,7 +18,7 @@
 #   vet_part ID   prints what else its part must not contain
 # build may use bare_sources() and only_harmless_calls(), below.
 set -u
-export LC_ALL=C OMP_WAIT_POLICY=passive
+export LC_ALL=C
 unset MAKEFLAGS MAKELEVEL SLURM_CPUS_PER_TASK CDPATH
 home=$(cd "$(dirname "$0")/../.." && pwd) || exit 2
 lab=${1:-} only="${*:2}" from=${FROM:-$home} limit=${LIMIT_S:-300}

@@ -161,7 +161,7 @@ def environment(write, kind):
     path = [os.path.dirname(compiler()), "/usr/local/bin", "/usr/bin", "/bin", "/usr/sbin", "/sbin"]
     return {"PATH": ":".join(path), "HOME": "/tmp", "TMPDIR": write if kind == "limits" else "/tmp",
             "LC_ALL": "C.UTF-8", "CC": compiler(), "NO_CUDA": "1", "NO_MPI": "1",
-            "OMP_WAIT_POLICY": "passive", "OPENBLAS_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
             "PYTHONDONTWRITEBYTECODE": "1", "MPLCONFIGDIR": "/tmp"}
 
 

@@ -368,8 +368,8 @@ test_races() {
         same "races/$options" "exit 0, 0 reports" \
             "exit $status, $(grep -c 'WARNING: Thread' "$err") reports"
     done < <(head -n $most <<'END'
---model cifar --global-batch 12 --bucket-mb 0.01 --augment crop-flip --workers 2
---model resnet8 --batch-size 10 --parallel dp
+--model cifar --global-batch 12 --bucket-mb 0.01 --augment crop-flip --workers 2 --threads 6
+--model resnet8 --batch-size 10 --parallel dp --threads 6
 --model resnet8 --global-batch 12 --overlap off
 --model mnist --global-batch 12
 END

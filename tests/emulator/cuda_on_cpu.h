@@ -67,9 +67,6 @@
 #include <type_traits>
 #include <utility>
 #include <vector>
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 
 // IF_ASAN(...) and IF_TSAN(...) are compiled for one sanitizer only. gcc and clang name them
 // differently.
@@ -711,21 +708,82 @@ EMU_SWITCHES inline void run_block(const Launch *launch, unsigned i) {
 
 static std::atomic<size_t> threads_run; // of CUDA, in all launches: CUEMU_CLOCK's time
 
+/* The threads that run blocks on the other cores. A loop ends when its iterations are done; a helper
+   that comes late, because another program has its core, finds none and sleeps on. While a loop of
+   one device uses the helpers, those of the others do without. */
+class Helpers {
+    std::mutex used, lock;
+    std::condition_variable changed, over;
+    std::function<void(size_t)> body;
+    size_t next = 0, count = 0, done = 0; // of the loop's iterations
+
+    bool take(size_t *i) { // with the lock
+        *i = next;
+        return next < count && ++next;
+    }
+    void work() {
+        size_t i;
+        std::unique_lock<std::mutex> hold(lock);
+        while (take(&i)) {
+            hold.unlock();
+            body(i);
+            hold.lock();
+            if (++done == count)
+                over.notify_one();
+        }
+    }
+    void help() {
+        for (;;) {
+            std::unique_lock<std::mutex> hold(lock);
+            changed.wait(hold, [this] { return next < count; });
+            hold.unlock();
+            work();
+        }
+    }
+
+public:
+    // A block may need 1024 stacks of two memory maps each; Linux allows 65,530 maps per process.
+    Helpers() {
+        for (unsigned i = 1; i < std::min(16u, std::thread::hardware_concurrency()); i++)
+            std::thread(&Helpers::help, this).detach();
+    }
+    void run(size_t iterations, const std::function<void(size_t)> &iteration) {
+        std::unique_lock<std::mutex> alone(used, std::try_to_lock);
+        for (size_t i = 0; i < iterations && !alone; i++)
+            iteration(i);
+        if (!alone)
+            return;
+        std::unique_lock<std::mutex> hold(lock);
+        body = iteration;
+        next = done = 0;
+        count = iterations;
+        changed.notify_all();
+        hold.unlock();
+        work();
+        hold.lock();
+        over.wait(hold, [this] { return done == count; });
+    }
+};
+
+inline Helpers &helpers() {
+    static Helpers *all = new Helpers; // which live as long as the program
+    return *all;
+}
+
 // The blocks of a launch, distributed to the cores.
 inline void run_grid(const Launch *launch) {
     static long launches;
     size_t blocks = (size_t)launch->grid.x * launch->grid.y * launch->grid.z;
     threads_run += blocks * launch->block.x * launch->block.y * launch->block.z;
     std::vector<unsigned> order = ordering(blocks, ++launches);
-#ifdef _OPENMP
-    // A block may need 1024 stacks of two memory maps each; Linux allows 65,530 maps per process.
-    int workers = std::min(16, omp_get_max_threads());
     // For a small grid, waking up the other cores would take longer than running it.
     bool spread = blocks * launch->block.x * launch->block.y * launch->block.z > 2048;
-#pragma omp parallel for schedule(dynamic) num_threads(workers) if (spread && !race_detector)
-#endif
-    for (size_t i = 0; i < blocks; i++)
-        run_block(launch, order[i]);
+    if (spread && !race_detector) {
+        helpers().run(blocks, [&](size_t i) { run_block(launch, order[i]); });
+    } else {
+        for (size_t i = 0; i < blocks; i++)
+            run_block(launch, order[i]);
+    }
     happens_after((void *)launch);
 }
 

@@ -8,7 +8,6 @@ suite=emulator
 : "${CNN:=$(type -P true)}" # not run here
 # shellcheck source=tests/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh" || exit 1
-export OMP_WAIT_POLICY=passive
 unset CUDA_VISIBLE_DEVICES CUEMU_CLOCK CUEMU_LEAKS CUEMU_DEVICES CUEMU_MEMORY CUEMU_ORDER CUEMU_LAZY CUEMU_PROTECT
 unset CUEMU_STRICT
 ulimit -c 0

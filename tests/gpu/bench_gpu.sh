@@ -15,7 +15,7 @@
 # Exit status 77 without a GPU; 1 if ./cnn failed, but not if it refused a variant, which the line then says.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
-export LC_ALL=C OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE=1
+export LC_ALL=C PYTHONDONTWRITEBYTECODE=1
 # The variants: name, the precision of PyTorch to compare with, options of ./cnn
 variants='
 fp32       fp32 --kernels tiled

@@ -19,7 +19,7 @@
 # build/gpu_check.log. test_gpu_check.sh makes each check fail once.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
-export LC_ALL=C OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE=1
+export LC_ALL=C PYTHONDONTWRITEBYTECODE=1
 total=440 # seconds of a part; the rest of its eight minutes is for what has to be killed
 known=(correctness speed pytorch ablation)
 patience=1 # by which the limits are multiplied: the emulator runs beside other tests

@@ -18,7 +18,7 @@ make -s -C "$repo" cnn-emu build/emu_test_cuda build/emu_test_tensor >/dev/null 
 CNN=$repo/cnn-emu
 # shellcheck source=tests/lib.sh
 source "$repo/tests/lib.sh" || exit 1
-export OMP_WAIT_POLICY=passive ASAN_OPTIONS=detect_leaks=0 TSAN_OPTIONS=halt_on_error=1
+export ASAN_OPTIONS=detect_leaks=0 TSAN_OPTIONS=halt_on_error=1
 unset CUDA_VISIBLE_DEVICES CUEMU_DEVICES CUEMU_MEMORY CUEMU_ORDER CUEMU_LAZY CUEMU_PROTECT
 export CUEMU_STRICT=1
 ulimit -c 0

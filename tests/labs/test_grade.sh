@@ -10,7 +10,7 @@ if ! command -v python3 >/dev/null; then
     exit 0
 fi
 python3=$(python3 -c 'import sys; print(sys.executable)') # a pyenv's python3 is a script that takes longer
-export OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE=1 NO_CUDA=1 NO_MPI=1
+export PYTHONDONTWRITEBYTECODE=1 NO_CUDA=1 NO_MPI=1
 unset MAKEFLAGS MAKELEVEL
 chmod 755 "$tmp" # the sandbox has another user, if these tests run as root
 made=$tmp/made

@@ -11,7 +11,7 @@ if ! command -v python3 >/dev/null; then
     exit 0
 fi
 unset MAKEFLAGS MAKELEVEL
-export OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE=1
+export PYTHONDONTWRITEBYTECODE=1
 python3=$(python3 -c 'import sys; print(sys.executable)') # a pyenv's python3 is a script that takes longer
 cd "$tmp" || exit 1
 

@@ -9,7 +9,7 @@ if ! command -v python3 >/dev/null; then
     skip all "python3 is not installed"
     exit 0
 fi
-export OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE=1
+export PYTHONDONTWRITEBYTECODE=1
 cd "$tmp" || exit 1
 
 # shellcheck source=tests/labs/fork_python.sh

@@ -10,6 +10,7 @@
 
 #define CNN_NO_MAIN
 #include "../../cnn.c"
+#include <dirent.h>
 
 #include "../check.h"
 #include "arrays.h"
@@ -23,6 +24,7 @@
 #include "instruments.c"
 #include "kernels.c"
 #include "layers.c"
+#include "loops.c"
 #include "memory_plan.c"
 #include "network.c"
 #include "optimizers.c"
@@ -39,7 +41,7 @@ static const struct {
     {"kernels", test_kernels},         {"data", test_data},
     {"parallel", test_parallel},       {"checkpoints", test_checkpoints},
     {"instruments", test_instruments}, {"steps", test_steps},
-    {"golden", test_golden},
+    {"golden", test_golden},           {"loops", test_loops},
 };
 enum { SECTIONS = sizeof sections / sizeof *sections };
 
