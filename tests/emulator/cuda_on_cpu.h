@@ -3,7 +3,7 @@
    A .cu file goes through cuda_on_cpu.sed, which rewrites launches and __shared__, and is then C++:
 
      { echo '#line 1 "kernels.cu"'; sed -f tests/emulator/cuda_on_cpu.sed kernels.cu; } |
-         g++ -std=c++17 -O2 -march=native -fopenmp -Wno-unknown-pragmas \
+         g++ -std=c++17 -O2 -march=native \
              -include tests/emulator/cuda_on_cpu.h -x c++ -c - -o kernels.o
 
    Only one object file of a program may be made this way. Results are real, times mean nothing.
@@ -55,6 +55,7 @@
 #include <unistd.h>
 #include <algorithm>
 #include <atomic>
+#include <condition_variable>
 #include <deque>
 #include <functional>
 #include <map>
@@ -741,7 +742,7 @@ class Helpers {
         }
     }
 
-public:
+  public:
     // A block may need 1024 stacks of two memory maps each; Linux allows 65,530 maps per process.
     Helpers() {
         for (unsigned i = 1; i < std::min(16u, std::thread::hardware_concurrency()); i++)

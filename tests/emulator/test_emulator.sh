@@ -91,7 +91,7 @@ refuses() {
 
 test_plain() {
     local order
-    build plain "$gxx" -O2 -fopenmp -fsanitize=alignment -fsanitize-undefined-trap-on-error || return
+    build plain "$gxx" -O2 -fsanitize=alignment -fsanitize-undefined-trap-on-error || return
     right plain CUEMU_DEVICES=2
     for order in 0 1 7; do
         right plain CUEMU_DEVICES=3 CUEMU_LAZY=1 CUEMU_PROTECT=1 CUEMU_ORDER=$order
@@ -215,9 +215,9 @@ counted() {
 
 test_counting() {
     cd "$repo/tests/emulator" && rewrite emulator_test.cu |
-        compile "$gxx" -O1 -fopenmp -fsanitize=thread -DCUEMU_COUNT -c -o "$tmp/count.o" 2>"$err"
+        compile "$gxx" -O1 -fsanitize=thread -DCUEMU_COUNT -c -o "$tmp/count.o" 2>"$err"
     same build/count "exit 0, " "exit ${PIPESTATUS[1]}, $(cat "$err")"
-    cd "$tmp/cwd" && "$gxx" -fopenmp "$tmp/count.o" -o "$tmp/count" -lm || return
+    cd "$tmp/cwd" && "$gxx" "$tmp/count.o" -o "$tmp/count" -lm || return
     right count
     start count mended_missing_barrier
     counted reverse 1 "0 (0)" "64 (256)" "64 (256)" "64 (256)"
