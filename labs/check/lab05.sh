@@ -88,7 +88,7 @@ right() {
 }
 
 run() {
-    export CUEMU_PROTECT=1 OMP_NUM_THREADS=1
+    export CUEMU_PROTECT=1 CUEMU_CORES=1
     case $1 in
     1) right 1 ;;
     2) ./lab05 counts 1 ;;

@@ -30,6 +30,7 @@
      CUEMU_SM=NN       their compute capability, as in sm_NN (90)
      CUEMU_CLOCK=1     events count the CUDA threads that have run, 1 us each, instead of seconds:
                        the same in all runs
+     CUEMU_CORES=N     blocks run on N cores (all, 16 at most)
      CUEMU_ORDER=N     threads and blocks run forwards (0), backwards (1) or shuffled (other seeds)
      CUEMU_LEAKS=1     at the end, tells what has not been freed
      CUEMU_LAZY=1      work queued in a stream starts only when something waits for it
@@ -745,7 +746,8 @@ class Helpers {
   public:
     // A block may need 1024 stacks of two memory maps each; Linux allows 65,530 maps per process.
     Helpers() {
-        for (unsigned i = 1; i < std::min(16u, std::thread::hardware_concurrency()); i++)
+        const long cores = setting("CUEMU_CORES", std::thread::hardware_concurrency());
+        for (long i = 1; i < std::min(16l, cores); i++)
             std::thread(&Helpers::help, this).detach();
     }
     void run(size_t iterations, const std::function<void(size_t)> &iteration) {

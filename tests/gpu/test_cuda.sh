@@ -61,7 +61,7 @@ test_kernels() {
     checked order_0 plain CUEMU_ORDER=0 "${lazy[@]}" all
     checked order_1 plain CUEMU_ORDER=1 CUEMU_LAZY=1 CUEMU_PROTECT=1 QUICK=1 "$kernels"
     hashes=$(for order in 0 1 7; do
-        CUEMU_ORDER=$order OMP_NUM_THREADS=$((order % 2 + 1)) "$build/plain" weights
+        CUEMU_ORDER=$order CUEMU_CORES=$((order % 2 + 1)) "$build/plain" weights
     done | sort | uniq -c | awk '{ print $1, $2 }' | paste -sd ,)
     same "equal_bits_in_any_order" "3 bf16,3 cifar,3 mnist,3 resnet8" "$hashes"
     [ -z "${QUICK:-}" ] || { skip sanitizers "QUICK=1" && return; }
@@ -357,7 +357,7 @@ test_memory() {
 # shellcheck disable=SC2317 # xargs calls it, and the next ones
 noticed() {
     # the pipe ends the program at its first failure
-    QUICK=1 OMP_NUM_THREADS=1 CUEMU_LAZY=1 CUEMU_PROTECT=1 timeout 300 "$@" 2>&1 |
+    QUICK=1 CUEMU_CORES=1 CUEMU_LAZY=1 CUEMU_PROTECT=1 timeout 300 "$@" 2>&1 |
         grep -qE -m 1 '^fail|ThreadSanitizer: data race'
     local status=("${PIPESTATUS[@]}")
     [ "${status[1]}" -eq 0 ] || [ "${status[0]}" -ne 0 ]

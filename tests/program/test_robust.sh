@@ -180,11 +180,7 @@ test_limits() {
     SLURM_MEM_PER_CPU=100 SLURM_CPUS_ON_NODE=3 refused memory/slurm_by_core 1 "314.6 MB there" \
         --model mnist --dataset synthetic --batch-size 4096 --limit-train 8192 --epochs 1
     (ulimit -s 256 && exec "$cnn" "${small[@]}" >"$out" 2>"$err")
-    same stack/main "1, cnn: error: expected stacks of 2 MB or more; run: ulimit -s 8192; unset OMP_STACKSIZE" \
-        "$?, $(cat "$err")"
-    OMP_STACKSIZE=256K refused stack/openmp 1 "stacks of 2 MB" "${small[@]}"
-    OMP_STACKSIZE=4M run "${small[@]}"
-    same stack/enough 0 "$status"
+    same stack/main "1, cnn: error: expected a stack of 2 MB or more; run: ulimit -s 8192" "$?, $(cat "$err")"
     run "${small[@]}" --layers
     holds layers/planned "more than 134 MB of maps and buffers" "$(grep '^Memory in MB' "$out")" \
         at_least "$(grep -oP 'maps and buffers \K[0-9.]+' "$out")" 134
