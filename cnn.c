@@ -4964,8 +4964,8 @@ static double row_bytes(const Layer *l, size_t n, size_t element) {
 // Memory bandwidth in bytes per second, of out = in + residual
 static double measure_bandwidth(const Run *run) {
     const Backend *b = run->backend;
-    const Layer row = {.kind = ADD, .out = {1, 1, MEASURED}};
-    Work w = {.l = &row, .n = 1, .in = run->measured[0], .residual = run->measured[1]};
+    const Layer row = {.kind = ADD, .out = {1, 1, 1 << 12}}; // images that threads share
+    Work w = {.l = &row, .n = MEASURED / row.out.c, .in = run->measured[0], .residual = run->measured[1]};
     double seconds[LAYER_ROUNDS];
     w.out = run->measured[0];
     for (size_t i = 0; i < LAYER_ROUNDS; i++) {
@@ -4974,7 +4974,7 @@ static double measure_bandwidth(const Run *run) {
         b->mark(1);
         seconds[i] = b->elapsed(0, 1);
     }
-    return 3. * (double)(row.out.c * b->element) / median(seconds, LAYER_ROUNDS);
+    return 3. * (double)(w.n * row.out.c * b->element) / median(seconds, LAYER_ROUNDS);
 }
 
 // Times the rows of training steps without an update, and counts the operations in the first one.
