@@ -50,6 +50,7 @@ bench/test_instructions.sh  tests/bench/test_instructions.sh
 source/test_static.sh       tests/source/test_static.sh
 labs/test_scaling_model.sh  tests/labs/test_scaling_model.sh
 source/test_runner.sh       tests/source/test_runner.sh
+source/test_tree.sh         tests/source/test_tree.sh
 program/test_containers.sh  tests/program/test_containers.sh
 cluster/test_doctor.sh      tests/cluster/test_doctor.sh
 '
