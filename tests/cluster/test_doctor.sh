@@ -131,8 +131,10 @@ requeued() {
             done
             kill -USR1 $$
         } >/dev/null 2>&1 &
+        signaller=$!
         train bash -c "$1; touch $folder/ready; until [ -e $folder/requeued ]; do sleep 0.1; done; exit 6"
-        echo $?' - "$3" 2>&1 | grep -v '^monitor: ')"
+        echo $?
+        kill $signaller 2>/dev/null # which waits for ever where the program has ended first' - "$3" 2>&1 | grep -v '^monitor: ')"
     [ "$1" = ends_before ] || ! command -v python3 >/dev/null ||
         holds "requeue/$1/monitor" "monitor.csv with a row" "$(ls "runs/$1-1")" \
             test "$(wc -l <"runs/$1-1/monitor.csv")" -ge 2
