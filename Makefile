@@ -267,6 +267,10 @@ build/test_float build/test_double: build/test_%: $(wildcard tests/unit/*) tests
 build/parity_float build/parity_double: build/parity_%: tests/pytorch/parity.c $(SOURCE) build/test_settings
 	$(TEST_FLAGS) -DREAL=$* tests/pytorch/parity.c -o $@ $(LIBS)
 
+# For the tests that refuse memory and make calls fail: the libraries of CUDA, MPI and NCCL end a program where that happens.
+build/cnn-cpu: $(SOURCE) build/settings build/test_settings
+	$(BUILD) $(if $(QUICK),-O1) $(DEFINES) cnn.c -o $@ $(LIBS)
+
 build/bench: tests/bench/bench.c $(SOURCE) build/settings
 	$(BUILD) -Wno-unused-function tests/bench/bench.c -o $@ $(LIBS)
 # For any x86 CPU of the last ten years, so that valgrind can run it and counts are comparable between machines.
@@ -301,6 +305,7 @@ parts_of = $(or $(filter $(1)/%,$(PARTS)),$(if $(PARTS),,all))
 TEST_PROGRAMS = $(TESTED) $(addprefix build/,test_float test_double) \
 	$(if $(shell command -v $(CXX) 2>/dev/null),cnn-emu \
 		$(if $(call parts_of,gpu),$(addprefix build/emu_,$(GPU_PROGRAMS) test_tensor))) \
+	$(if $(call parts_of,robust),build/cnn-cpu) \
 	$(if $(and $(call parts_of,pytorch),$(HAVE_TORCH)),build/parity_float build/parity_double) \
 	$(if $(QUICK),,$(if $(filter x86_64,$(shell uname -m)),build/bench-v3)) # quick: not needed
 ifeq ($(wildcard tests/run_tests.sh),)

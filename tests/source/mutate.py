@@ -86,6 +86,7 @@ SANITIZED = CLI, CHECKPOINTS, "program/test_data.sh"  # once more, as in make te
 # What parts need that make builds; the others: test-programs, which is all of that.
 PROGRAMS = {"unit/float": "build/test_float", "unit/double": "build/test_double", "gpu/emulated": "build/emu_test_cuda",
             "gpu/tensor": "build/emu_test_tensor",
+            "robust/test_faults": "build/cnn-cpu",
             "(program|robust|labs)/|cluster/test_(doctor|slurm)": "cnn", "cluster/test_parallel": "cnn cnn-emu",
             "gpu/": "cnn cnn-emu build/emu_test_cuda build/emu_bench_gpu"}  # fmt: skip
 
