@@ -81,12 +81,13 @@ line left/side_by_side "^fail one of (made/beside made/leaves_a_file_beside): le
 # .ci/run: its stages, with a make that writes a log and fails
 # shellcheck disable=SC2016 # as it stands there
 sed -n '/^failed=/,/^}/p; /^\[ -z "\$failed" \]/p' "$repo/.ci/run" >"$tmp/stages"
-sed -i '/^\[ -z/i stage one test\nstage two test' "$tmp/stages"
+sed -i '/^\[ -z/i stage one make test\nstage two make test' "$tmp/stages"
 # shellcheck disable=SC2317 # the stages call it
 make() {
     [ "$1" = clean ] || { mkdir -p build/tests && echo 'fail a: expected 1, found 2' >build/tests/a.log && false; }
 }
 (
+    set -euo pipefail # as .ci/run does
     # shellcheck source=/dev/null
     source "$tmp/stages"
 ) >"$out" 2>&1
