@@ -298,8 +298,7 @@ build/emu_test_tensor: build/test_tensor.cu $(wildcard tests/emulator/cuda_on_cp
 TESTED = $(if $(SANITIZED),cnn-debug,cnn)
 # PARTS: only some parts of the tests, such as PARTS='unit/float program/test_cli.sh'.
 # All that the parts of the tests use is built first: they run side by side, and two makes would collide.
-HAVE_TORCH = $(shell for python in python3 /usr/bin/python3; do \
-	$$python -c 'import importlib.util as i; exit(not i.find_spec("torch"))' 2>/dev/null && echo yes && break; done)
+HAVE_TORCH = $(shell tests/python_with.sh torch)
 # Whether parts of this folder are wanted: without PARTS, all are.
 parts_of = $(or $(filter $(1)/%,$(PARTS)),$(if $(PARTS),,all))
 TEST_PROGRAMS = $(TESTED) $(addprefix build/,test_float test_double) \

@@ -60,16 +60,16 @@ paths() { find . \( -path ./.git -o -path ./build -o -path ./.venv \) -prune -o 
 # left_in_tree PATHS LOG...: a verdict for each file that is not in PATHS, a list from before. Parts run side by side: the
 # last change of a file lies in the time of the part that left it, and of others beside it unless JOBS is 1.
 left_in_tree() {
-    local file log parts
+    local file log ran
     paths | LC_ALL=C comm -13 "$1" - | awk 'index($0, folder "/") != 1 { print folder = $0 }' | while read -r file; do
-        parts=()
+        ran=()
         for log in "${@:2}"; do
-            [ -z "$(find "$file" -prune -newercm "$log.begin" ! -newercm "$log.end")" ] || parts+=("$(cat "$log.begin")")
+            [ -z "$(find "$file" -prune -newercm "$log.begin" ! -newercm "$log.end")" ] || ran+=("$(cat "$log.begin")")
         done
-        case ${#parts[@]} in
+        case ${#ran[@]} in
         0) echo "fail run_tests.sh: left $file in the work tree, or another program did" ;;
-        1) echo "fail ${parts[0]}: left $file in the work tree" ;;
-        *) echo "fail one of ${parts[*]}: left $file in the work tree; which one: make test JOBS=1 PARTS='${parts[*]}'" ;;
+        1) echo "fail ${ran[0]}: left $file in the work tree" ;;
+        *) echo "fail one of ${ran[*]}: left $file in the work tree; which one: make test JOBS=1 PARTS='${ran[*]}'" ;;
         esac
     done
 }

@@ -67,11 +67,7 @@ limited() { exec timeout -k 60 3600 "$@"; }
 # python_with_torch PROGRAM ARGUMENTS...: by the first python3 that has PyTorch
 python_with_torch() {
     local python
-    for python in python3 /usr/bin/python3; do
-        if "$python" -c 'import torch' 2>/dev/null; then
-            limited "$python" "$@"
-        fi
-    done
+    python=$(tests/python_with.sh torch) && limited "$python" "$@"
     echo "skip pytorch/$(basename "$1" .py): no python3 with PyTorch; on Debian: apt-get install python3-torch"
 }
 

@@ -254,9 +254,10 @@ def stages(source, section, tests):
         if not command or any(stage[2:] == (command, quick) for stage in found):
             return
         if command[0] == "python_with_torch":
-            command = ["/usr/bin/python3", *command[1:]]
-            if subprocess.run([command[0], "-c", "import torch"], stderr=subprocess.DEVNULL).returncode:
+            python = subprocess.run([os.path.join(REPO, "tests/python_with.sh"), "torch"], capture_output=True, text=True)
+            if python.returncode:
                 return
+            command = [python.stdout.strip(), *command[1:]]
         targets = next((PROGRAMS[key] for key in PROGRAMS if re.match(key, part)), "test-programs")
         found.append((part, targets.split(), command, quick))
 
