@@ -301,7 +301,7 @@ TESTED = $(if $(SANITIZED),cnn-debug,cnn)
 HAVE_TORCH = $(shell tests/python_with.sh torch)
 # Whether parts of this folder are wanted: without PARTS, all are.
 parts_of = $(or $(filter $(1)/%,$(PARTS)),$(if $(PARTS),,all))
-TEST_PROGRAMS = $(TESTED) $(addprefix build/,test_float test_double) \
+TEST_PROGRAMS = $(TESTED) $(if $(call parts_of,unit),build/test_float build/test_double) \
 	$(if $(shell command -v $(CXX) 2>/dev/null),cnn-emu \
 		$(if $(call parts_of,gpu),$(addprefix build/emu_,$(GPU_PROGRAMS) test_tensor))) \
 	$(if $(call parts_of,robust),build/cnn-cpu) \

@@ -11,14 +11,14 @@ repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) || exit 1
 PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 
 # Environment, what is hidden (patterns of programs; rest: all that is neither in a minimal Debian nor in gcc, make, gzip
-# and git), targets of make, parts. CI runs all parts with everything there. A part is repeated here if it names what is
-# hidden, or runs a ./cnn of another kind with its libraries: without Python where g++, MPI and Slurm are there only
-# those for which bare is not enough.
+# and git), targets of make, parts. CI has run all parts with everything there, so a part is repeated only if it differs:
+# it calls what is hidden, or it disturbs ./cnn, which then contains another library (faults, robust). What needs Python
+# alone is skipped in bare, too; in no-python are the parts that have something else there, such as an emulator or Slurm.
 environments='
-bare       rest                    run,test all
-no-mpi     mpi*,orte*,ompi*        test     cluster/test_slurm.sh cluster/test_parallel.sh robust/test_soak.sh robust/test_faults.sh program/test_robust.sh program/test_readme.sh
-no-cuda    nvcc                    test     cluster/test_parallel.sh robust/test_faults.sh program/test_robust.sh emulator/test_emulator.sh gpu/test_nvcc.sh
-no-python  python*,nvcc            test     cluster/test_slurm.sh cluster/test_parallel.sh labs/test_labs.sh gpu/gpu_check.sh gpu/test_gpu_check.sh program/test_readme.sh
+bare       rest              run,test all
+no-mpi     mpi*,orte*,ompi*  test     cluster/test_slurm.sh cluster/test_parallel.sh robust/test_soak.sh robust/test_faults.sh program/test_robust.sh
+no-cuda    nvcc              test     cluster/test_parallel.sh robust/test_faults.sh program/test_robust.sh gpu/test_nvcc.sh
+no-python  python*,nvcc      test     cluster/test_slurm.sh cluster/test_parallel.sh labs/test_labs.sh gpu/gpu_check.sh
 '
 # Packages beside those that are essential or required
 packages='^(gcc|cpp|binutils|libc6-dev|libc-dev-bin|make|gzip|git|perl)(-[0-9.]+|-common|-base|-man|-x86-64-linux-gnu|-aarch64-linux-gnu)?$'
