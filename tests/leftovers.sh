@@ -40,11 +40,12 @@ watched() {
         export TEST_PART="${TEST_PART:-}$mark" TMPDIR=$temporary PYTHONDONTWRITEBYTECODE=1
         "$@"
     ) </dev/null >"$log" 2>&1 &
-    # timeout has a process group of its own, which Ctrl-C does not reach
-    # shellcheck disable=SC2064 # of this child
-    trap "kill -TERM $!; end_marked '$mark'; rm -rf '$temporary'; exit 130" INT TERM HUP
+    # Ctrl-C reaches no process group of its own, such as that of timeout
+    # shellcheck disable=SC2064 # of this call
+    trap "kill -TERM \$(marked '$mark'); end_marked '$mark' >/dev/null; rm -rf '$temporary'; exit 130" INT TERM HUP
     wait $!
     status=$?
+    trap - INT TERM HUP
     left=$(end_marked "$mark")
     left+=$(find "$temporary" -mindepth 1 -maxdepth 1 -printf '\nthe temporary file %f')
     rm -rf "$temporary"
