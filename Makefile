@@ -267,6 +267,10 @@ build/test_float build/test_double: build/test_%: $(wildcard tests/unit/*) tests
 build/parity_float build/parity_double: build/parity_%: tests/pytorch/parity.c $(SOURCE) build/test_settings
 	$(TEST_FLAGS) -DREAL=$* tests/pytorch/parity.c -o $@ $(LIBS)
 
+# For the tests that refuse memory and make calls fail: the libraries of CUDA, MPI and NCCL end a program where that happens.
+build/cnn-cpu: $(SOURCE) build/settings build/test_settings
+	$(BUILD) $(if $(QUICK),-O1) $(DEFINES) cnn.c -o $@ $(LIBS)
+
 build/bench: tests/bench/bench.c $(SOURCE) build/settings
 	$(BUILD) -Wno-unused-function tests/bench/bench.c -o $@ $(LIBS)
 # For any x86 CPU of the last ten years, so that valgrind can run it and counts are comparable between machines.
@@ -294,13 +298,13 @@ build/emu_test_tensor: build/test_tensor.cu $(wildcard tests/emulator/cuda_on_cp
 TESTED = $(if $(SANITIZED),cnn-debug,cnn)
 # PARTS: only some parts of the tests, such as PARTS='unit/float program/test_cli.sh'.
 # All that the parts of the tests use is built first: they run side by side, and two makes would collide.
-HAVE_TORCH = $(shell for python in python3 /usr/bin/python3; do \
-	$$python -c 'import importlib.util as i; exit(not i.find_spec("torch"))' 2>/dev/null && echo yes && break; done)
+HAVE_TORCH = $(shell tests/python_with.sh torch)
 # Whether parts of this folder are wanted: without PARTS, all are.
 parts_of = $(or $(filter $(1)/%,$(PARTS)),$(if $(PARTS),,all))
-TEST_PROGRAMS = $(TESTED) $(addprefix build/,test_float test_double) \
+TEST_PROGRAMS = $(TESTED) $(if $(call parts_of,unit),build/test_float build/test_double) \
 	$(if $(shell command -v $(CXX) 2>/dev/null),cnn-emu \
 		$(if $(call parts_of,gpu),$(addprefix build/emu_,$(GPU_PROGRAMS) test_tensor))) \
+	$(if $(call parts_of,robust),build/cnn-cpu) \
 	$(if $(and $(call parts_of,pytorch),$(HAVE_TORCH)),build/parity_float build/parity_double) \
 	$(if $(QUICK),,$(if $(filter x86_64,$(shell uname -m)),build/bench-v3)) # quick: not needed
 ifeq ($(wildcard tests/run_tests.sh),)

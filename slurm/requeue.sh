@@ -8,7 +8,7 @@
 #
 # labs/tools/monitor writes monitor.csv into the folder. It runs beside the program, not around it: Slurm sends SIGTERM
 # to every process of a job, and a second one, forwarded by the monitor, would end the program before it has saved. It
-# samples the machine of this script only. A job that was queued again writes monitor-1.csv, then monitor-2.csv.
+# samples the machine of this script only, and needs Python. A job that was queued again writes monitor-1.csv, then monitor-2.csv.
 # shellcheck shell=bash disable=SC2034 # the job scripts use `saved`
 folder=runs/$SLURM_JOB_NAME-$SLURM_JOB_ID
 checkpoint=$folder/checkpoint.safetensors
@@ -35,13 +35,21 @@ requeue() {
     ! kill -0 "$pid" 2>/dev/null || scontrol requeue "$SLURM_JOB_ID"
 }
 
+# watch_machine CSV: in place of this shell, until the program has ended
+watch_machine() {
+    if command -v python3 >/dev/null; then
+        exec labs/tools/monitor --pid "$pid" --csv "$1"
+    fi
+    echo "monitor: not started, and no $1: it needs python3, which is not installed here" >&2
+}
+
 # train COMMAND...: its exit status. A signal ends `wait` early, with a status of its own.
 train() {
     local status monitor
     "$@" &
     pid=$!
     trap requeue USR1
-    labs/tools/monitor --pid $pid --csv "$folder/monitor${SLURM_RESTART_COUNT:+-$SLURM_RESTART_COUNT}.csv" &
+    watch_machine "$folder/monitor${SLURM_RESTART_COUNT:+-$SLURM_RESTART_COUNT}.csv" &
     monitor=$!
     interrupted=1
     while [ "$interrupted" ]; do

@@ -11,6 +11,8 @@ set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 export LONG=1 CNN=${CNN:-./cnn}
 logs=build/long minutes=${MINUTES:-60}
+# shellcheck source=tests/leftovers.sh
+source tests/leftovers.sh || exit 1
 
 # Row, parts of 100 of the minutes, least seconds (0: as many cases as fit), promise, command
 rows='
@@ -34,7 +36,7 @@ run_row() {
         return
     }
     [ -z "$named" ] || seconds=$((minutes * 60 / rows_named))
-    SECONDS_LONG=$seconds "${@/#@/$((seconds / 60))}" >"$logs/$name.log" 2>&1 </dev/null
+    SECONDS_LONG=$seconds watched "$name" "$logs/$name.log" "${@/#@/$((seconds / 60))}"
     result=$?
     if [ $result -ne 0 ] || [ "$(count fail "$name")" -gt 0 ]; then
         echo "fail $name: exit status $result" >>"$logs/$name.log"
@@ -56,13 +58,14 @@ done
 named=$* rows_named=$#
 # shellcheck disable=SC2086 # names without blanks
 [ "$named" ] || set -- $names
-rm -rf "$logs" && mkdir -p "$logs" || exit 1
+rm -rf "$logs" && mkdir -p "$logs" && paths >"$logs/paths" || exit 1
 for row; do
     read -r name parts least line < <(grep "^$row " <<<"$rows")
     promise=$(sed 's/  *\(tests\/\|python3 \).*//' <<<"$line")
     # shellcheck disable=SC2086 # the command is split into words
     run_row "$name" "$parts" "$least" "$promise" ${line#"$promise"}
 done
+left_in_tree "$logs/paths" "$logs"/*.log >"$logs/left_in_tree.log"
 cat "$logs"/*.log | grep -a '^skip ' | sort | uniq
 cat "$logs"/*.log | grep -a '^fail '
 [ "$(cat "$logs"/*.log | grep -ac '^fail ')" -eq 0 ]

@@ -7,11 +7,13 @@
 # QUICK=1: without repetitions (`make test`). CNN=PATH: the program to test. JOBS=N: parts at a time; one more than
 # there are cores if not given, since some wait, for Slurm or for the moment at which they send a signal.
 # AGAIN: the call of make, to show how to repeat a part. A part prints lines `pass NAME`, `fail NAME: why` and
-# `skip NAME: why`; its whole output stays in build/tests. A part that breaks off, hangs or prints no verdict has
-# failed. The last line is `N passed, N failed, N skipped`.
+# `skip NAME: why`; its whole output stays in build/tests. A part that breaks off, hangs, prints no verdict, or leaves a
+# process or a file behind has failed. The last line is `N passed, N failed, N skipped`.
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 self=tests/run_tests.sh logs=build/tests
+# shellcheck source=tests/leftovers.sh
+source tests/leftovers.sh || exit 1
 
 # Part, command. Those that take longest come first, so that no core is idle at the end.
 parts='
@@ -49,6 +51,7 @@ bench/test_instructions.sh  tests/bench/test_instructions.sh
 source/test_static.sh       tests/source/test_static.sh
 labs/test_scaling_model.sh  tests/labs/test_scaling_model.sh
 source/test_runner.sh       tests/source/test_runner.sh
+source/test_tree.sh         tests/source/test_tree.sh
 program/test_containers.sh  tests/program/test_containers.sh
 cluster/test_doctor.sh      tests/cluster/test_doctor.sh
 '
@@ -63,11 +66,7 @@ limited() { exec timeout -k 60 3600 "$@"; }
 # python_with_torch PROGRAM ARGUMENTS...: by the first python3 that has PyTorch
 python_with_torch() {
     local python
-    for python in python3 /usr/bin/python3; do
-        if "$python" -c 'import torch' 2>/dev/null; then
-            limited "$python" "$@"
-        fi
-    done
+    python=$(tests/python_with.sh torch) && limited "$python" "$@"
     echo "skip pytorch/$(basename "$1" .py): no python3 with PyTorch; on Debian: apt-get install python3-torch"
 }
 
@@ -88,17 +87,13 @@ run_part() {
     log=$logs/${part//\//-}.log
     read -r _ command < <(grep "^$part " <<<"$parts")
     printf '[%2d of %d] %s begins\n' "$2" "$3" "$part"
-    # shellcheck disable=SC2086 # the command is split into words
     case $command in
-    python_with_torch*) $command ;;
-    *) limited $command ;;
-    esac </dev/null >"$log" 2>&1 &
-    # timeout has a process group of its own, which Ctrl-C does not reach
-    # shellcheck disable=SC2064 # of this child
-    trap "kill -TERM $!; exit 130" INT TERM HUP
-    wait $!
+    python_with_torch*) ;;
+    *) command="limited $command" ;;
+    esac
+    # shellcheck disable=SC2086 # the command is split into words
+    watched "$part" "$log" $command
     status=$?
-    echo >>"$log" # a part that broke off may have left a line unfinished
     [ $status -eq 0 ] || echo "fail $part: broke off with exit status $status" >>"$log"
     grep -qaE '^(pass|fail|skip) ' "$log" || echo "fail $part: no verdict" >>"$log"
     times >"$log.times" # line 2: user and system time of the part and all that it has waited for
@@ -139,10 +134,11 @@ for part; do
     echo "$self: there is no part $part; the parts are: ${all//$'\n'/ }" >&2
     exit 2
 done
-rm -rf "$logs" && mkdir -p "$logs" || exit 1
+rm -rf "$logs" && mkdir -p "$logs" && paths >"$logs/paths" || exit 1
 begin=$SECONDS n=0
 for part; do echo "$part $((++n)) $#"; done | xargs -P "${JOBS:-$(($(nproc) + 1))}" -L 1 bash "$self" --part
 
+left_in_tree "$logs/paths" "$logs"/*.log >"$logs/left_in_tree.log"
 cat "$logs"/*.log | grep -a '^skip '
 by_folder "$@"
 echo "in $((SECONDS - begin)) s, logs in $logs"

@@ -121,8 +121,9 @@ mkdir -p labs/tools && cp "$repo/labs/tools/monitor" labs/tools/
 
 # requeued NAME WANTED PROGRAM: what the script says if it gets the signal when the program is ready for it
 requeued() {
+    local said
     # shellcheck disable=SC2016
-    same "requeue/$1" "$2" "$(SLURM_JOB_NAME=$1 SLURM_JOB_ID=1 timeout 60 bash -c '
+    said=$(SLURM_JOB_NAME=$1 SLURM_JOB_ID=1 timeout 60 bash -c '
         source slurm/requeue.sh >/dev/null
         scontrol() { echo "$@"; touch "$folder/requeued"; }
         {
@@ -131,11 +132,17 @@ requeued() {
             done
             kill -USR1 $$
         } >/dev/null 2>&1 &
+        signaller=$!
         train bash -c "$1; touch $folder/ready; until [ -e $folder/requeued ]; do sleep 0.1; done; exit 6"
-        echo $?' - "$3" 2>&1 | grep -v '^monitor: ')"
-    [ "$1" = ends_before ] || ! command -v python3 >/dev/null ||
+        echo $?
+        kill $signaller 2>/dev/null # which waits for ever where the program has ended first' - "$3" 2>&1)
+    same "requeue/$1" "$2" "$(grep -v '^monitor: ' <<<"$said")"
+    if ! command -v python3 >/dev/null; then
+        holds "requeue/$1/no_monitor" "that python3 is missing" "$said" grep -q '^monitor: not started.*python3' <<<"$said"
+    elif [ "$1" != ends_before ]; then
         holds "requeue/$1/monitor" "monitor.csv with a row" "$(ls "runs/$1-1")" \
             test "$(wc -l <"runs/$1-1/monitor.csv")" -ge 2
+    fi
 }
 # shellcheck disable=SC2016 # the script's own variables
 save='touch runs/$SLURM_JOB_NAME-1/checkpoint.safetensors'

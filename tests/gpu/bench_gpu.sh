@@ -40,15 +40,9 @@ say() { echo "$*" | tee -a "$tmp/lines"; }
 value() { grep -oP "(^| )$1=\K[^ ]+" | tail -n 1; }
 reason() { grep -m 1 -oP 'error: \K.*' "$1" || tail -n 1 "$1"; }
 
-# The first python3 that has PyTorch; none: no comparison
+# Without PyTorch: no comparison
 python=
-for candidate in "${PYTHON:-python3}" /usr/bin/python3; do
-    [ "${MODES:-}" != none ] || break
-    if "$candidate" -c 'import torch' 2>/dev/null; then
-        python=$candidate
-        break
-    fi
-done
+[ "${MODES:-}" = none ] || python=$(tests/python_with.sh torch)
 [ -n "$python" ] || [ "${MODES:-}" = none ] || echo "PyTorch is not installed for ${PYTHON:-python3}: no comparison"
 
 # limits VARIANT OPTIONS...: the roofline of every network, by build/bench_gpu

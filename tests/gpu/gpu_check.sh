@@ -126,16 +126,6 @@ judge() {
     fi
 }
 
-python_with_torch() {
-    local python
-    for python in "${PYTHON:-python3}" /usr/bin/python3; do
-        if "$python" -c 'import torch' 2>/dev/null; then
-            echo "$python"
-            return
-        fi
-    done
-}
-
 # losses RUN: of each step; ranks have equally many images here
 losses() {
     awk -F , 'NR > 1 { sum[$2] += $5; n[$2]++ }
@@ -299,7 +289,7 @@ part_speed() {
 part_pytorch() {
     local python
     [ $emulated = false ] || return
-    python=$(python_with_torch)
+    python=$(tests/python_with.sh torch)
     if [ -z "$python" ]; then
         report figure pytorch skip "PyTorch is not installed" 0
         return

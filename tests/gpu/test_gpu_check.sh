@@ -17,6 +17,7 @@ export CUDA=/nowhere COMMIT=abc123
 # A copy of the two scripts in a project of stand-ins. PLANT names what goes wrong.
 mkdir -p "$tmp/project"/{bin,build,labs/tools,slurm/configs,tests/gpu} && cd "$tmp/project" || exit 1
 cp "$repo"/tests/gpu/{gpu_check,bench_gpu}.sh tests/gpu/
+cp "$repo/tests/python_with.sh" tests/
 cp "$repo/slurm/configs/ablation.txt" slurm/configs/
 export PATH=$PWD/bin:$PATH PYTHON=$PWD/bin/python_with_torch
 

@@ -15,10 +15,7 @@ cd "$tmp" || exit 1
 
 # shellcheck source=tests/labs/fork_python.sh
 source "$repo/tests/labs/fork_python.sh"
-for plotter in python3 /usr/bin/python3 ""; do
-    "$plotter" -c 'import matplotlib' 2>/dev/null && break
-done
-if [ -n "$plotter" ]; then
+if plotter=$("$repo/tests/python_with.sh" matplotlib); then
     start_python "$plotter" run_folders tempfile matplotlib.pyplot
 else
     start_python python3 run_folders tempfile

@@ -490,16 +490,15 @@ figures() {
         holds "figures/$(basename "$picture")" "a PNG of at most 100 kB" "$(wc -c "$repo/labs/lab00/$picture" 2>&1)" \
             test -n "$(find "$repo/labs/lab00/$picture" -size -100k 2>/dev/null)"
     done <"$tmp/pictures"
-    for python in "$repo/.venv/bin/python" "$python3" /usr/bin/python3; do
-        "$python" -c 'import matplotlib' 2>/dev/null || continue
-        for script in "$repo"/labs/figures/{lab*,ideas}.py; do
-            lab=$(basename "$script" .py)
-            same "figures/$lab-drawn" "$(grep -o "${lab}_.*" "$tmp/pictures" | sort -u | paste -sd ' ')" \
-                "$("$python" "$script" "$tmp/figures" 2>&1 | sed 's|.*/||' | sort | paste -sd ' ')"
-        done
+    if ! python=$("$repo/tests/python_with.sh" matplotlib); then
+        skip figures/drawn "no python3 has matplotlib"
         return
+    fi
+    for script in "$repo"/labs/figures/{lab*,ideas}.py; do
+        lab=$(basename "$script" .py)
+        same "figures/$lab-drawn" "$(grep -o "${lab}_.*" "$tmp/pictures" | sort -u | paste -sd ' ')" \
+            "$("$python" "$script" "$tmp/figures" 2>&1 | sed 's|.*/||' | sort | paste -sd ' ')"
     done
-    skip figures/drawn "no python3 has matplotlib"
 }
 
 # Under QUICK, of the labs above 0 one a day.

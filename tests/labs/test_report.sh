@@ -17,9 +17,7 @@ cd "$tmp" || exit 1
 
 # shellcheck source=tests/labs/fork_python.sh
 source "$repo/tests/labs/fork_python.sh"
-for with_page in "$repo/.venv/bin/python" "$python3" /usr/bin/python3 ""; do
-    [ -z "$with_page" ] || "$with_page" -c 'import markdown_it' 2>/dev/null && break
-done
+with_page=$("$repo/tests/python_with.sh" markdown_it)
 start_python "${with_page:-$python3}" report verify ${with_page:+report_html}
 
 tool() { fork_python "$out" "$err" "$repo/labs/tools/$1.py" "${@:2}"; }

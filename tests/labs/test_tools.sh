@@ -14,13 +14,6 @@ plain=$(python3 -c 'import sys; print(sys.executable)')
 
 # ---- to_tensorboard.py
 
-find_tensorboard() {
-    for with_tb in "${PYTHON:-}" "$repo/.venv/bin/python" python3 /usr/bin/python3; do
-        "$with_tb" -c 'import tensorboard.backend.event_processing.event_accumulator' 2>/dev/null && return
-    done
-    with_tb=
-}
-
 tensorboard() {
     "$with_tb" "$repo/labs/tools/to_tensorboard.py" "$@" >"$out" 2>"$err" </dev/null
     status=$?
@@ -524,8 +517,7 @@ test_with_cnn() {
 }
 
 test_without_package
-find_tensorboard
-if [ -n "$with_tb" ]; then
+if with_tb=$("$repo/tests/python_with.sh" tensorboard.backend.event_processing.event_accumulator); then
     test_made_up
     test_real_run
     test_follow

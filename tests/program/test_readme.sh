@@ -51,8 +51,7 @@ not_run() {
         wsl\ * | sudo\ * | docker\ * | apptainer\ * | scp\ * | data/get_data.sh\ * | *' pip download '*)
             echo "it is for another machine, or needs a network" ;;
         make\ plots*)
-            ! python3 -c 'import matplotlib' 2>/dev/null && ! /usr/bin/python3 -c 'import matplotlib' 2>/dev/null &&
-                echo "no python3 with matplotlib"
+            ! tests/python_with.sh matplotlib >/dev/null && echo "no python3 with matplotlib"
             ;;
         *cnn-emu* | *cnn-count* | 'make emulate' | 'make count' | *'--model gelu '*) # gelu is built with the emulator
             ! command -v g++ >/dev/null && echo "g++ is not installed, which the emulator needs"

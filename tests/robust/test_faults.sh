@@ -2,10 +2,12 @@
 # A run with a checkpoint and a run folder in which one call after the other fails, or at which the
 # program is killed (faults.c). Each such run must end in time, with status 0 or with one line that says
 # why; the checkpoint that it leaves must be whole, and the run that goes on from there must end like one
-# that nothing has disturbed. CNN=PATH: another binary. QUICK=1: some of the calls; SECONDS_LONG=N: all,
-# also in a run that goes on and with two replicas.
+# that nothing has disturbed. It runs build/cnn-cpu: CUDA, MPI, NCCL and the sanitizers make calls of
+# their own, and end the program where one fails. QUICK=1: some of the calls; SECONDS_LONG=N: all, also
+# in a run that goes on and with two replicas.
 # Prints `pass faults/NAME`, `fail faults/NAME: expected ..., found ...` or `skip faults/NAME: why`.
 suite=faults half=()
+CNN=$(dirname "${BASH_SOURCE[0]}")/../../build/cnn-cpu # also where the others test another program
 # shellcheck source=tests/robust/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh" || exit 1
 
@@ -92,17 +94,9 @@ scenario() { # NAME EVERY
 if ! "${CC:-gcc}" -std=gnu17 -O1 -fPIC -shared "$repo/tests/robust/faults.c" -o "$tmp/faults.so" -ldl 2>"$err"; then
     skip all "faults.c does not compile here: $(head -n 1 "$err")"
     exit 0
-elif nm "$cnn" 2>/dev/null | grep -q __asan_init; then
-    skip all "the sanitizer brings a malloc() of its own, and calls of its own"
-    exit 0
 elif ! LD_PRELOAD=$tmp/faults.so FAULT=write:0:5 "$(type -P true)" 2>"$err"; then
     skip all "$(head -n 1 "$err")"
     exit 0
-fi
-if ldd "$cnn" | grep -qE 'lib(mpi|nccl)'; then # they end the program on their own where memory is lacking
-    (cd "$repo" && "${CC:-gcc}" -std=gnu17 -O1 -march=native -fno-math-errno -fopenmp -w cnn.c -o "$tmp/alone" -lm -lpthread) ||
-        fail builds "cnn without MPI and NCCL" "no program"
-    cnn=$tmp/alone
 fi
 options=("${small[@]}")
 undisturbed "${options[@]}"

@@ -86,6 +86,7 @@ SANITIZED = CLI, CHECKPOINTS, "program/test_data.sh"  # once more, as in make te
 # What parts need that make builds; the others: test-programs, which is all of that.
 PROGRAMS = {"unit/float": "build/test_float", "unit/double": "build/test_double", "gpu/emulated": "build/emu_test_cuda",
             "gpu/tensor": "build/emu_test_tensor",
+            "robust/test_faults": "build/cnn-cpu",
             "(program|robust|labs)/|cluster/test_(doctor|slurm)": "cnn", "cluster/test_parallel": "cnn cnn-emu",
             "gpu/": "cnn cnn-emu build/emu_test_cuda build/emu_bench_gpu"}  # fmt: skip
 
@@ -253,9 +254,10 @@ def stages(source, section, tests):
         if not command or any(stage[2:] == (command, quick) for stage in found):
             return
         if command[0] == "python_with_torch":
-            command = ["/usr/bin/python3", *command[1:]]
-            if subprocess.run([command[0], "-c", "import torch"], stderr=subprocess.DEVNULL).returncode:
+            python = subprocess.run([os.path.join(REPO, "tests/python_with.sh"), "torch"], capture_output=True, text=True)
+            if python.returncode:
                 return
+            command = [python.stdout.strip(), *command[1:]]
         targets = next((PROGRAMS[key] for key in PROGRAMS if re.match(key, part)), "test-programs")
         found.append((part, targets.split(), command, quick))
 

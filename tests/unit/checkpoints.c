@@ -36,10 +36,10 @@ static void test_to_pytorch(void) {
 
 /* ---- Files ----------------------------------------------------------------------------------- */
 
-static char checkpoint_path[64];
+static char checkpoint_path[PATH_SIZE];
 
 static void use_temporary_file(void) {
-    snprintf(checkpoint_path, sizeof checkpoint_path, "/tmp/test_unit.XXXXXX");
+    temporary_name(checkpoint_path);
     int file = mkstemp(checkpoint_path);
     if (file < 0)
         fail("cannot create %s", checkpoint_path);

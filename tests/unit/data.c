@@ -46,11 +46,12 @@ static void check_cifar(const char *dir, size_t classes, size_t limit) {
 }
 
 static void test_cifar_files(void) {
-    char dir[] = "/tmp/test_unit.XXXXXX", one[64], two[64];
+    char dir[PATH_SIZE], one[PATH_SIZE], two[PATH_SIZE];
+    temporary_name(dir);
     if (!mkdtemp(dir))
         fail("cannot create %s", dir);
-    snprintf(one, sizeof one, "%s/one", dir);
-    snprintf(two, sizeof two, "%s/two", dir);
+    join_path(one, dir, "one");
+    join_path(two, dir, "two");
     for (size_t label_bytes = 1; label_bytes <= 2; label_bytes++) {
         write_cifar(one, label_bytes, 0);
         write_cifar(two, label_bytes, CIFAR_RECORDS);

@@ -43,7 +43,7 @@ static void write_text(const char *folder, const char *file, const char *text) {
 
 // The least limit of a group and those around it, in both versions of cgroups
 static void test_memory_limits(void) {
-    char folder[] = "/tmp/test_unit.XXXXXX", table[PATH_SIZE], command[PATH_SIZE];
+    char folder[PATH_SIZE], table[PATH_SIZE], command[PATH_SIZE + 16];
     static const struct {
         const char *groups;
         double limit;
@@ -52,8 +52,9 @@ static void test_memory_limits(void) {
                  {"0::/\n", INFINITY},           {"", INFINITY},
                  {"5:memory:/old/task\n", 7e6},  {"4:cpu:/old/task\n3:memory:/old\n", 7e6},
                  {"4:cpu:/job/step\n", INFINITY}};
+    temporary_name(folder);
     if (!mkdtemp(folder))
-        fail("cannot create a folder");
+        fail("cannot create %s", folder);
     write_text(folder, "job/memory.max", "3000000\n");
     write_text(folder, "job/step/memory.max", "max\n");
     write_text(folder, "other/step/memory.max", "5000000\n");
@@ -66,7 +67,7 @@ static void test_memory_limits(void) {
         if (found != cases[i].limit)
             fail("\"%s\": expected %g, found %g", cases[i].groups, cases[i].limit, found);
     }
-    snprintf(command, sizeof command, "rm -r %s", folder);
+    snprintf(command, sizeof command, "rm -r '%s'", folder);
     if (system(command) != 0)
         fail("%s", command);
     verdict("the limit of memory that cgroups set");

@@ -16,6 +16,12 @@
 #include "arrays.h"
 #include "networks.h"
 
+// A name for mkstemp() or mkdtemp() in the folder for temporary files
+static void temporary_name(char path[PATH_SIZE]) {
+    const char *folder = getenv("TMPDIR");
+    snprintf(path, PATH_SIZE, "%s/test_unit.XXXXXX", folder && *folder ? folder : "/tmp");
+}
+
 #include "checkpoints.c"
 #include "data.c"
 #include "golden.c"
