@@ -3,7 +3,8 @@
    One C file. It loads images, runs them through a network, computes every gradient, updates the
    weights and reports where the time went.
 
-     make run                         builds ./cnn and trains the MNIST network for one epoch
+     make run                         trains the MNIST network for one epoch on this machine
+     make                             builds ./cnn, for every GPU if there is nvcc
      ./cnn --epochs 3 --workers 2     the options are those of the PyTorch MNIST example, and more
      ./cnn --help                     lists all of them
      gcc -O2 -fopenmp cnn.c -o cnn -lm -lpthread     builds this file alone, without make

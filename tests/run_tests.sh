@@ -37,6 +37,7 @@ program/test_robust.sh      tests/program/test_robust.sh
 program/test_data.sh        tests/program/test_data.sh
 labs/test_report.sh         tests/labs/test_report.sh
 program/test_get_data.sh    tests/program/test_get_data.sh
+program/test_make.sh        tests/program/test_make.sh
 program/test_alone.sh       tests/program/test_alone.sh
 emulator/test_emulator.sh   tests/emulator/test_emulator.sh
 unit/double                 build/test_double
