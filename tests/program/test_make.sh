@@ -19,14 +19,15 @@ pretend() {
     chmod +x "$fakes/$1"
 }
 
-# The kernels' object has what the real one has of CUDA: a function's name. nvcc.log lists what was compiled.
+# The kernels' object has a function's name, as the real one, and the architecture. nvcc.log lists what was compiled.
 pretend nvcc <<'END'
 case " $* " in
 *' --dryrun '*) printf '#$ ptxas -arch=sm_%s "x"\n' 90 80 100 80 >&2 ;;
 *)
-    echo "$@" | grep -o 'arch=[^ ]*' >>nvcc.log
+    arch=$(echo "$@" | grep -o 'arch=[^ ]*')
+    echo "$arch" >>nvcc.log
     while [ "$1" != -o ]; do shift; done
-    echo 'int cudaGetDeviceCount(int *n) { return *n; }' | "$CC" -x c -c - -o "$2"
+    echo "const char arch[] = \"$arch\"; int cudaGetDeviceCount(int *n) { return *n; }" | "$CC" -x c -c - -o "$2"
     ;;
 esac
 END
