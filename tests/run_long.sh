@@ -9,7 +9,7 @@
 # call ended (build/fuzz, build/mutations). All output is in build/long.
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
-export OMP_WAIT_POLICY=passive LONG=1 CNN=${CNN:-./cnn}
+export LC_ALL=C OMP_WAIT_POLICY=passive LONG=1 CNN=${CNN:-./cnn}
 logs=build/long minutes=${MINUTES:-60}
 
 # Row, parts of 100 of the minutes, least seconds (0: as many cases as fit), promise, command

@@ -10,6 +10,7 @@
 # `skip NAME: why`; its whole output stays in build/tests. A part that breaks off, hangs or prints no verdict has
 # failed. The last line is `N passed, N failed, N skipped`.
 set -u
+export LC_ALL=C
 export OMP_WAIT_POLICY=passive # threads that spin while they wait starve whatever runs beside them
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 self=tests/run_tests.sh logs=build/tests
