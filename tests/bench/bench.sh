@@ -46,6 +46,7 @@ for net in $nets; do
             lines=$("$python" tests/bench/bench_pytorch.py --model "$model" --batch-size "$batch" \
                 --threads "$t" ${COMPILE:+--compile})
             theirs=$(value img_per_s <<<"$lines") memory=$(value rss_mb <<<"$lines")
+            theirs=${theirs:--} memory=${memory:--} # it has failed, and said why
             # a second measurement of ours brackets theirs, in case the machine's speed drifted
             line+=$'\n'$(ours "$model" "$batch" "$t")
         fi
