@@ -3482,10 +3482,10 @@ static void comm_free(Comm *c) {
    channel, row, column, the order in which PyTorch flattens an image. A checkpoint also holds the
    optimizer's state and, as metadata, the position of the run and the settings that determine its
    result. A file that cnn writes ends its metadata with CHECKSUM, of those before it and of all
-   values; files of PyTorch, and of cnn's first version, have none. */
+   values; files of PyTorch, and of cnn's first versions, have none. */
 
 enum { MAX_HEADER = 1 << 20, METADATA_SIZE = 4096 };
-#define CHECKSUM "cnn=2\nchecksum=fnv1a64:%016llx\n"
+#define CHECKSUM "cnn.version=3\ncnn.checksum=fnv1a64:%016llx\n"
 
 // A tensor of the file.
 typedef struct Tensor {
@@ -3728,11 +3728,12 @@ static bool open_tensors(TensorFile *f, const char *path) {
 }
 
 // Finds a tensor of ours in the file and sets key and begin; false if it is optional and missing.
+// BatchNorm's counters are: PyTorch's older versions had none.
 static bool locate_tensor(const TensorFile *f, Tensor *t) {
     char entry[256], name[128];
     size_t length = tensor_entry(entry, t), end = 0;
     const char *at = strstr(f->tensors, entry);
-    if (!at && t->ignored)
+    if (!at && (t->ignored || !t->values))
         return false;
     if (!at) { // shows what the file has under this name, if anything
         snprintf(name, sizeof name, "\"%s\":", t->name);
@@ -3787,9 +3788,10 @@ static void read_tensors(TensorFile *f, Net *net, const Optimizer *optimizer, re
     Tensor *list = list_tensors(net, state ? optimizer : NULL, state, !state, &count);
     char stated[64];
     const size_t size = strlen(f->metadata), tail = (size_t)snprintf(NULL, 0, CHECKSUM, 0ull);
-    const bool ours = strstr(f->metadata, "cnn=") || strstr(f->metadata, "checksum=fnv");
+    const bool ours = strncmp(f->metadata, "cnn.", 4) == 0 || strstr(f->metadata, "\ncnn.");
     const size_t others = size - min_size(size, tail);
     uint64_t checksum = hash_bytes(HASH_START, f->metadata, others);
+    net->batches_tracked = 0; // if the file has no counter
     count = find_tensors(f, list, count);
     for (const Tensor *t = list; t < list + count; t++) {
         int64_t tracked = 0;
@@ -5884,6 +5886,7 @@ static int run_main(int argc, char **argv) {
     while (open("/dev/null", O_RDONLY | O_CLOEXEC) <= STDERR_FILENO)
         continue;             // stdin, stdout or stderr was closed: no file may get its number
     signal(SIGXFSZ, SIG_IGN); // then write() fails, which is reported
+    signal(SIGCHLD, SIG_DFL); // ignored by the parent, pclose() would not learn how gzip ended
     setlocale(LC_CTYPE, "C.UTF-8"); // run.json is UTF-8; numbers stay those of C
     run.started = now();
     setup_settings(&run, argc, argv);
