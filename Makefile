@@ -8,8 +8,10 @@
 CC     = gcc
 ARCH   = native
 CUDA   ?= /usr/local/cuda
+# The GPUs of this machine; login nodes have none.
+GPUS_HERE := $(shell nvidia-smi -L 2>/dev/null | sed -n 's/^GPU [0-9]*: //p' | sed 's/ .UUID.*//')
 # make test, which sets QUICK: one architecture, since all of them take minutes
-CUDA_ARCH := $(if $(QUICK),$(if $(shell nvidia-smi -L 2>/dev/null),native,sm_80),all-major)
+CUDA_ARCH := $(if $(QUICK),$(if $(GPUS_HERE),native,sm_80),all-major)
 HIPCC  = hipcc
 HIP_ARCH = gfx90a
 
@@ -52,19 +54,20 @@ endif
 	convolution
 all: found cnn
 
+CUDA_FOR = for $(CUDA_ARCH)
 found:
 	@echo "OpenMP: $(if $(OMP),found,$(if $(NO_OMP),disabled,not found: --kernels naive uses one thread))"
 ifdef HIP
 	@echo "HIP:    $(if $(HAVE_HIP),found$(comma) for AMD's $(HIP_ARCH),hipcc not found: CPU only)"
 else
-	@echo "CUDA:   $(if $(HAVE_CUDA),found$(comma) for $(CUDA_ARCH),$(if $(NO_CUDA),disabled,not found: CPU only))"
+	@echo "CUDA:   $(if $(HAVE_CUDA),found$(comma) $(CUDA_FOR),$(if $(NO_CUDA),disabled,not found: CPU only))"
 endif
 	@echo "MPI:    $(if $(HAVE_MPI),found,$(if $(NO_MPI),disabled,not found: one machine only))"
 	@echo "NCCL:   $(if $(HAVE_NCCL),found,$(if $(NO_NCCL),disabled,not found$(comma) or not needed: it connects GPUs of MPI ranks))"
 
 help:
 	@echo "Building"
-	@echo "  make           build ./cnn, and show which optional parts were found"
+	@echo "  make           build ./cnn, for every GPU if nvcc is found, and show which optional parts were found"
 	@echo "  make doctor    show what this machine provides, and how to get what is missing"
 	@echo "  make emulate   build ./cnn-emu: the GPU code on the CPU, to develop and check kernels"
 	@echo "  make count     build ./cnn-count: the same, counting what each kernel reads and writes"
@@ -73,7 +76,8 @@ help:
 	@echo "  make HIP=1     build ./cnn with the GPU code for AMD's GPUs, by hipcc; HIP_ARCH=gfx90a"
 	@echo "Running"
 	@echo "  make data      download MNIST (INSTALL=1: may install Debian's Fashion-MNIST package)"
-	@echo "  make run       train the MNIST network for one epoch on the best data found"
+	@echo "  make run       build build/cnn-here, which is ./cnn with what this machine can use, and train the MNIST network"
+	@echo "                 for one epoch on the best data found"
 	@echo "  make test      run the tests, five to ten minutes on two cores; SANITIZED=1: with sanitizers"
 	@echo "  make test-all  run all tests, with every shape, model and lab: half an hour and more"
 	@echo "  make test-long  what takes longer still: fuzzing, faults, signals, mutations, compilers; MINUTES=60"
@@ -113,10 +117,12 @@ BUILD = $(CC) $(CFLAGS) $(OMP_FLAGS)
 NVCC_BUILD = $(NVCC) -std=c++17 -O3 --threads 0 -lineinfo $(if $(HAVE_NCCL),-DCNN_NCCL)
 HIP_BUILD = $(HIPCC) -x hip -I. -include tests/emulator/cuda_on_hip.h -std=c++17 -O3 $(addprefix --offload-arch=,$(HIP_ARCH))
 KERNEL_BUILD = $(if $(HAVE_HIP),$(HIP_BUILD),$(NVCC_BUILD))
-build/settings build/kernel_settings build/emu_settings build/test_settings: FORCE
+build/settings build/link_settings build/here_settings build/kernel_settings build/emu_settings build/test_settings: FORCE
 	@mkdir -p build
 	@echo '$(SETTINGS)' | cmp -s - $@ || echo '$(SETTINGS)' > $@
-build/settings: SETTINGS = $(BUILD) $(if $(HAVE_CUDA),CUDA) $(if $(HAVE_HIP),HIP) $(MPI) $(COMMIT) $(KERNELS)
+build/settings: SETTINGS = $(BUILD) $(MPI) $(COMMIT)
+build/link_settings: SETTINGS = $(KERNELS) $(CUDA_LIBS)
+build/here_settings: SETTINGS = $(HERE_KERNELS) $(GPUS_HERE)
 build/kernel_settings: SETTINGS = $(KERNEL_BUILD)
 build/emu_settings: SETTINGS = $(EMU_BUILD)
 build/test_settings: SETTINGS = $(TEST_FLAGS)
@@ -133,17 +139,23 @@ build/declarations: cnn.c FORCE
 # cudart is linked statically, so that the program also starts on a machine without a driver.
 ifneq ($(HAVE_CUDA),)
 KERNELS = build/cnn_kernels_$(CUDA_ARCH).o
+HERE_KERNELS = $(if $(GPUS_HERE),build/cnn_kernels_native.o)
 CUDA_LIBS = -L$(dir $(NVCC))../lib64 -lcudart_static -lstdc++ -ldl -lrt \
 	$(if $(HAVE_NCCL),-lnccl)
 endif
 ifneq ($(HAVE_HIP),)
 KERNELS = build/cnn_kernels.o
+HERE_KERNELS = $(KERNELS)
 HIP_LIB = $(abspath $(dir $(realpath $(HAVE_HIP)))../lib)
 CUDA_LIBS = -L$(HIP_LIB) -Wl,-rpath,$(HIP_LIB) -lamdhip64 -lstdc++
 endif
-build/cnn_kernels_$(CUDA_ARCH).o: cnn_kernels.cu build/declarations build/kernel_settings
-	@echo "nvcc compiles the kernels of the GPU, which takes minutes; make NO_CUDA=1 does without them"
-	$(NVCC_BUILD) -arch=$(CUDA_ARCH) -c $< -o $@ $(if $(QUICK),$(NVCC_REPORT))
+build/cnn_kernels_%.o: cnn_kernels.cu build/declarations build/kernel_settings
+	@echo "nvcc compiles the kernels for these GPUs, side by side:" \
+		`$(NVCC_BUILD) -arch=$* -c $< -o $@ --dryrun 2>&1 | grep -o 'ptxas.*arch=sm_[0-9]*' | grep -o 'sm_[0-9]*$$' | sort -uV`
+	@echo "The six of nvcc 13.0's all-major took two minutes on 2 cores of an AMD EPYC (Zen 3). Faster: make CUDA_ARCH=sm_90," \
+		"for one of them, make NO_CUDA=1, for none."
+	$(NVCC_BUILD) -arch=$* -c $< -o $@ $(if $(QUICK),$(NVCC_REPORT))
+build/cnn_kernels_native.o: build/here_settings
 # What the compilers say of each kernel, for tests/gpu/test_nvcc.sh
 NVCC_REPORT = -Xptxas -v -Xcompiler -Wall$(comma)-Wextra >$@.log 2>&1 || { cat $@.log; exit 1; }
 build/cnn_kernels.o: build/cnn_kernels.hip tests/emulator/cuda_on_hip.h build/declarations build/kernel_settings
@@ -154,8 +166,18 @@ build/cnn_kernels.hip: cnn_kernels.cu FORCE
 	@{ echo '#line 1 "cnn_kernels.cu"'; sed 's/\bcuda\([A-Z]\)/hip\1/g' $<; } > $@.new
 	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
 
-cnn: $(SOURCE) $(KERNELS) build/settings
-	$(BUILD) $(DEFINES) cnn.c $(KERNELS) -o $@ $(MPI) $(CUDA_LIBS) $(LIBS)
+# cnn.c is the same in all programs; they differ in the kernels that are linked to it. Compiling and linking get the
+# same options; clang would complain of those that only the other step needs.
+STEP = $(BUILD) -Wno-unused-command-line-argument
+build/cnn.o: $(SOURCE) build/settings
+	$(STEP) $(DEFINES) $(MPI) -c cnn.c -o $@
+LINK = $(STEP) $(filter %.o,$^) -o $@ $(MPI)
+# build/cnn-quick is what make test tests: with the kernels for one architecture, which ./cnn has for all.
+cnn build/cnn-quick: build/cnn.o $(KERNELS) build/link_settings
+	$(LINK) $(CUDA_LIBS) $(LIBS)
+# What this machine can use, for make run: ./cnn stays the program for every GPU, which jobs on other machines start.
+build/cnn-here: build/cnn.o $(HERE_KERNELS) build/here_settings
+	$(LINK) $(if $(HERE_KERNELS),$(CUDA_LIBS)) $(LIBS)
 
 # Without optimization, for slurm/configs/one-core.txt
 build/cnn-O0: $(SOURCE) build/settings
@@ -175,8 +197,8 @@ build/emu_kernels.o build/count_kernels.o: cnn_kernels.cu $(wildcard tests/emula
 build/count_kernels.o: COUNT = -O1 -fsanitize=thread -DCUEMU_COUNT
 cnn-emu: build/emu_kernels.o
 cnn-count: build/count_kernels.o
-cnn-emu cnn-count: $(SOURCE) build/settings
-	$(BUILD) $(DEFINES) cnn.c $(filter %_kernels.o,$^) -o $@ $(MPI) -lstdc++ $(LIBS)
+cnn-emu cnn-count: build/cnn.o
+	$(LINK) -lstdc++ $(LIBS)
 count: cnn-count
 emulate: cnn-emu
 
@@ -185,8 +207,9 @@ cnn-debug: $(SOURCE) build/settings
 	$(BUILD) $(SANITIZE) $(DEFINES) cnn.c -o $@ $(LIBS)
 debug: cnn-debug
 
-run: all
-	./cnn --epochs 1
+run: CUDA_FOR = $(if $(GPUS_HERE),for this machine only,but there is no GPU here: left out; make alone adds it)
+run: found build/cnn-here
+	build/cnn-here --epochs 1
 
 # The timing study. `labs/tools/study.py --help` explains what is measured, `plot.py --help` what is drawn.
 MODEL   = cifar
@@ -209,20 +232,20 @@ PLOT = $(call PYTHON_WITH,matplotlib) labs/tools/plot.py
 cpu single multi: all $(if $(VIRTUAL),cnn-emu)
 	@labs/tools/study.py train $@ runs --batches $(BATCH) $(STUDY)
 study: all $(if $(VIRTUAL),cnn-emu)
-	@labs/tools/study.py run $(RUNS) --batches $(BATCHES) --repeats $(REPEATS) $(STUDY)
-	-@$(PLOT) $(RUNS)
+	@labs/tools/study.py run '$(RUNS)' --batches $(BATCHES) --repeats $(REPEATS) $(STUDY)
+	-@$(PLOT) '$(RUNS)'
 study-scaling: RUNS = runs/scaling-$(NAME)
 study-scaling: BATCH = 256
 study-scaling: REPEATS = 5
 study-scaling: all $(if $(VIRTUAL),cnn-emu)
-	@labs/tools/study.py scaling $(RUNS) --batches $(BATCH) --repeats $(REPEATS) $(STUDY)
-	-@$(PLOT) $(RUNS)
+	@labs/tools/study.py scaling '$(RUNS)' --batches $(BATCH) --repeats $(REPEATS) $(STUDY)
+	-@$(PLOT) '$(RUNS)'
 study-workers: RUNS = runs/workers-$(NAME)
 study-workers: EPOCHS = 1
 study-workers: REPEATS = 5
 study-workers: all $(if $(VIRTUAL),cnn-emu)
-	@labs/tools/study.py workers $(RUNS) --workers $(WORKERS) --batches $(BATCH) --repeats $(REPEATS) $(STUDY)
-	-@$(PLOT) $(RUNS)
+	@labs/tools/study.py workers '$(RUNS)' --workers $(WORKERS) --batches $(BATCH) --repeats $(REPEATS) $(STUDY)
+	-@$(PLOT) '$(RUNS)'
 # Without MODEL=, the tool chooses one for the device that it finds.
 ablation: MODEL =
 ablation: EPOCHS = 3
@@ -231,21 +254,21 @@ ablation: REPEATS = 3
 ablation: RUNS = runs/ablation-$(NAME:-%=%)$(if $(VIRTUAL),-emulated)
 ablation: RUNGS = slurm/configs/ablation.txt
 ablation: all $(if $(VIRTUAL),cnn-emu)
-	@labs/tools/study.py ablation $(RUNS) --rungs $(RUNGS) --batches $(BATCH) --repeats $(REPEATS) --epochs $(EPOCHS) \
+	@labs/tools/study.py ablation '$(RUNS)' --rungs '$(RUNGS)' --batches $(BATCH) --repeats $(REPEATS) --epochs $(EPOCHS) \
 		$(if $(MODEL),--model $(MODEL)) $(if $(LIMIT),--limit $(LIMIT)) $(if $(VIRTUAL),--emulate) \
 		$(if $(OPTIONS),-- $(OPTIONS))
-	-@$(PLOT) $(RUNS)
+	-@$(PLOT) '$(RUNS)'
 plots:
-	@$(PLOT) $(RUNS)
+	@$(PLOT) '$(RUNS)'
 # LAB=n: of that lab's runs, in reports/
 report verify: RUNS := $(if $(LAB),reports/lab0$(LAB),$(RUNS))
 report:
 	@$(if $(LAB),labs/tools/lab_runs.sh '$(LAB)')
-	-@$(PLOT) $(RUNS)
-	@$(call PYTHON_WITH,markdown_it) labs/tools/report.py $(RUNS)
+	-@$(PLOT) '$(RUNS)'
+	@$(call PYTHON_WITH,markdown_it) labs/tools/report.py '$(RUNS)'
 verify:
 	@$(if $(LAB),labs/tools/lab_runs.sh '$(LAB)')
-	@labs/tools/verify.py $(RUNS)
+	@labs/tools/verify.py '$(RUNS)'
 
 # The labs. FROM is the folder to check: the starter itself by default; instructors give a student's.
 starter:
@@ -282,7 +305,8 @@ bench: cnn build/bench
 # The tests and timings of the GPU code: on a GPU, and with the prefix emu_ in the emulator.
 GPU_PROGRAMS = test_cuda bench_gpu
 GPU_TEST = $(BUILD) $(DEFINES) -Wno-unused-function $<
-$(addprefix build/,$(GPU_PROGRAMS)): build/%: tests/gpu/%.c tests/check.h $(SOURCE) $(KERNELS) build/settings build/test_settings
+$(addprefix build/,$(GPU_PROGRAMS)): build/%: tests/gpu/%.c tests/check.h $(SOURCE) $(KERNELS) \
+		build/settings build/link_settings build/test_settings
 	$(GPU_TEST) $(if $(QUICK),-O1) $(KERNELS) -o $@ $(CUDA_LIBS) $(LIBS)
 $(addprefix build/emu_,$(GPU_PROGRAMS)): build/emu_%: tests/gpu/%.c tests/check.h $(SOURCE) \
 		build/emu_kernels.o build/settings build/test_settings
@@ -291,11 +315,11 @@ $(addprefix build/emu_,$(GPU_PROGRAMS)): build/emu_%: tests/gpu/%.c tests/check.
 build/test_tensor.cu: cnn_kernels.cu tests/gpu/test_tensor.cu
 	@mkdir -p build
 	{ echo '#line 1 "cnn_kernels.cu"'; cat $^; } > $@
-build/test_tensor: build/test_tensor.cu build/declarations build/kernel_settings build/settings
+build/test_tensor: build/test_tensor.cu build/declarations build/kernel_settings build/link_settings
 	$(NVCC_BUILD) -arch=$(CUDA_ARCH) -I. $< -o $@ $(if $(HAVE_NCCL),-lnccl)
 build/emu_test_tensor: build/test_tensor.cu $(wildcard tests/emulator/cuda_on_cpu*) build/declarations build/emu_settings build/test_settings
 	sed -f tests/emulator/cuda_on_cpu.sed $< | $(EMU_BUILD) -O$(if $(QUICK),0,1) -x c++ - -o $@ $(LIBS)
-TESTED = $(if $(SANITIZED),cnn-debug,cnn)
+TESTED = $(or $(if $(SANITIZED),cnn-debug),$(if $(QUICK),build/cnn-quick),cnn)
 # PARTS: only some parts of the tests, such as PARTS='unit/float program/test_cli.sh'.
 # All that the parts of the tests use is built first: they run side by side, and two makes would collide.
 HAVE_TORCH = $(shell tests/python_with.sh torch)
@@ -337,7 +361,7 @@ endif
 # Lab 4: from which batch size on is a GPU faster? With EMULATE=1, or without CUDA, in the emulator.
 # LARGEST: the largest batch size.
 CROSSOVER = build/$(if $(and $(KERNELS),$(if $(VIRTUAL),,yes)),,emu_)crossover
-build/crossover: labs/lab04/crossover.c $(SOURCE) $(KERNELS) build/settings
+build/crossover: labs/lab04/crossover.c $(SOURCE) $(KERNELS) build/settings build/link_settings
 	$(GPU_TEST) $(KERNELS) -o $@ $(CUDA_LIBS) $(LIBS)
 build/emu_crossover: labs/lab04/crossover.c $(SOURCE) build/emu_kernels.o build/settings
 	$(GPU_TEST) build/emu_kernels.o -o $@ -lstdc++ $(LIBS)
@@ -347,7 +371,7 @@ crossover: $(CROSSOVER)
 
 # Lab 5: a convolution, one change at a time. In the emulator it counts what each kernel reads and writes.
 CONVOLUTION = build/$(if $(and $(HAVE_CUDA),$(if $(VIRTUAL),,yes)),,emu_)convolution
-build/convolution: labs/lab05/conv.cu build/kernel_settings
+build/convolution: labs/lab05/conv.cu build/kernel_settings build/link_settings
 	$(NVCC_BUILD) -arch=$(CUDA_ARCH) $< -o $@
 build/emu_convolution: labs/lab05/conv.cu $(wildcard tests/emulator/cuda_on_cpu*) build/emu_settings
 	{ echo '#line 1 "conv.cu"'; sed -f tests/emulator/cuda_on_cpu.sed $<; } | \
@@ -362,7 +386,7 @@ TRACE = runs/lab06/trace.json
 build/overlap: labs/lab06/overlap.c build/settings
 	$(BUILD) $< -o $@
 overlap: build/overlap
-	@build/overlap $(TRACE) >$(dir $(TRACE))overlap.txt && cat $(dir $(TRACE))overlap.txt
+	@build/overlap '$(TRACE)' >"$$(dirname '$(TRACE)')/overlap.txt" && cat "$$(dirname '$(TRACE)')/overlap.txt"
 
 # The race detector on every kernel: missing barriers, memory that two threads access at once.
 races: cnn-emu

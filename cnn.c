@@ -3,7 +3,8 @@
    One C file. It loads images, runs them through a network, computes every gradient, updates the
    weights and reports where the time went.
 
-     make run                         builds ./cnn and trains the MNIST network for one epoch
+     make run                         trains the MNIST network for one epoch on this machine
+     make                             builds ./cnn, for every GPU if there is nvcc
      ./cnn --epochs 3 --workers 2     the options are those of the PyTorch MNIST example, and more
      ./cnn --help                     lists all of them
      gcc -O2 -fopenmp cnn.c -o cnn -lm -lpthread     builds this file alone, without make
@@ -3496,10 +3497,10 @@ static void comm_free(Comm *c) {
    channel, row, column, the order in which PyTorch flattens an image. A checkpoint also holds the
    optimizer's state and, as metadata, the position of the run and the settings that determine its
    result. A file that cnn writes ends its metadata with CHECKSUM, of those before it and of all
-   values; files of PyTorch, and of cnn's first version, have none. */
+   values; files of PyTorch, and of cnn's first versions, have none. */
 
 enum { MAX_HEADER = 1 << 20, METADATA_SIZE = 4096 };
-#define CHECKSUM "cnn=2\nchecksum=fnv1a64:%016llx\n"
+#define CHECKSUM "cnn.version=3\ncnn.checksum=fnv1a64:%016llx\n"
 
 // A tensor of the file.
 typedef struct Tensor {
@@ -3742,11 +3743,12 @@ static bool open_tensors(TensorFile *f, const char *path) {
 }
 
 // Finds a tensor of ours in the file and sets key and begin; false if it is optional and missing.
+// BatchNorm's counters are: PyTorch's older versions had none.
 static bool locate_tensor(const TensorFile *f, Tensor *t) {
     char entry[256], name[128];
     size_t length = tensor_entry(entry, t), end = 0;
     const char *at = strstr(f->tensors, entry);
-    if (!at && t->ignored)
+    if (!at && (t->ignored || !t->values))
         return false;
     if (!at) { // shows what the file has under this name, if anything
         snprintf(name, sizeof name, "\"%s\":", t->name);
@@ -3801,9 +3803,10 @@ static void read_tensors(TensorFile *f, Net *net, const Optimizer *optimizer, re
     Tensor *list = list_tensors(net, state ? optimizer : NULL, state, !state, &count);
     char stated[64];
     const size_t size = strlen(f->metadata), tail = (size_t)snprintf(NULL, 0, CHECKSUM, 0ull);
-    const bool ours = strstr(f->metadata, "cnn=") || strstr(f->metadata, "checksum=fnv");
+    const bool ours = strncmp(f->metadata, "cnn.", 4) == 0 || strstr(f->metadata, "\ncnn.");
     const size_t others = size - min_size(size, tail);
     uint64_t checksum = hash_bytes(HASH_START, f->metadata, others);
+    net->batches_tracked = 0; // if the file has no counter
     count = find_tensors(f, list, count);
     for (const Tensor *t = list; t < list + count; t++) {
         int64_t tracked = 0;
@@ -3950,7 +3953,7 @@ static const Option options[] = {
     {"--overlap", SWITCH(overlap), "on", 0, "ddp: all-reduce during backward; off: after it"},
     {"--timeout", NUMBER(timeout, "S", 1, 1e6), "300", 0, "seconds to wait for another device"},
     {"--out", TEXT(out, "DIR"), "", 0, "write run.json, tables of steps, epochs, images to DIR"},
-    {"--quiet", SWITCH(quiet), "off", 0, "print only one line an epoch on stdout, and no progress"},
+    {"--quiet", SWITCH(quiet), "off", 0, "print one line an epoch and what is asked for, no more"},
     {"--per-class", SWITCH(per_class), "off", 0, "print the accuracy of each class at the end"},
     {"--profile", SWITCH(profile), "off", 0, "print the time that each line of train() took"},
     {"--layers", SWITCH(layers), "off", 0, "measure each layer, next to this machine's limits"},
@@ -4293,6 +4296,8 @@ static void print_profile(const LineClock *c, FILE *out, FILE *csv) {
     if (!source && readlink("/proc/self/exe", path, sizeof path - 8) > 0)
         source = fopen(strcat(dirname(path), "/cnn.c"), "r");
     source = source ? source : fopen("/dev/null", "r");
+    if (!source) // too many open files
+        file_fail("cannot read", "cnn.c");
     for (int number = 1; end == 0 && fgets(text, sizeof text, source); number++) {
         if (number < c->first && strncmp(text, "static", 6) == 0)
             begin = number;
@@ -4483,7 +4488,7 @@ typedef struct Run {
     EpochResult current, *epochs;    // the sums of the running epoch; the results of the others
     size_t epochs_done, first_epoch; // this run's; resumed: the epoch where it began
     FILE *steps_csv, *epochs_csv;
-    FILE *lines; // for the epochs' lines: stdout, even with --quiet
+    FILE *lines; // what --quiet prints, too: the epochs' lines, tables that were asked for
 } Run;
 
 // A new file of the run folder; without --out nothing is kept of it.
@@ -5000,8 +5005,8 @@ static void time_rows(Run *run, const Batch *batch, LayerTimes *times, double *f
 /* A row of the table and of layers.csv. It is bound by compute or by memory, whichever takes longer
    at this device's peak, in operations and bytes a second. flops are those that are executed; the
    definition has `saved` times as many. */
-static void print_layer(FILE *csv, const Net *net, size_t row, size_t n, LayerTimes *times,
-                        double flops, double peak, double bandwidth) {
+static void print_layer(FILE *out, FILE *csv, const Net *net, size_t row, size_t n,
+                        LayerTimes *times, double flops, double peak, double bandwidth) {
     const Layer *l = &net->layers[row];
     const double saved = flops > 0 ? (double)n * layer_training_flops(l) / flops : 1;
     const double bytes = row_bytes(l, n, net->backend->element),
@@ -5016,8 +5021,8 @@ static void print_layer(FILE *csv, const Net *net, size_t row, size_t n, LayerTi
     snprintf(number, sizeof number, "row %zu", row);
     const char *name = *l->name ? l->name : number;
     snprintf(shape, sizeof shape, "%zux%zux%zu", l->out.h, l->out.w, l->out.c);
-    printf("  %-24s %-34s %9.3f %9.3f %8.1f %7.1f %6.1f %6.2f  %s\n", name, kind, forward_ms,
-           backward_ms, gflops, gb_per_s, percent, saved, bound);
+    fprintf(out, "  %-24s %-34s %9.3f %9.3f %8.1f %7.1f %6.1f %6.2f  %s\n", name, kind, forward_ms,
+            backward_ms, gflops, gb_per_s, percent, saved, bound);
     for (Form form = row == 1 ? CSV_HEADER : CSV_ROW; form <= CSV_ROW; form++) // or both
         print_record(
             csv, form,
@@ -5042,14 +5047,15 @@ static void measure_layers(Run *run) {
     time_rows(run, &batch, times, flops);
     const double peak = 1e9 * net->backend->peak_gflops(), bandwidth = measure_bandwidth(run);
     open_in_folder(&csv, run, "layers.csv");
-    printf("Layers, %zu images; this device: %.1f GFLOP/s, %.1f GB/s measured%s\n", batch.n,
-           peak / 1e9, bandwidth / 1e9,
-           run->device.emulated ? "; emulated, they mean nothing" : "");
-    printf("  %-24s %-34s %9s %9s %8s %7s %6s %6s  %s\n", "layer", "kind", "forward", "backward",
-           "GFLOP/s", "GB/s", "%", "saved", "of which limit");
+    fprintf(run->lines, "Layers, %zu images; this device: %.1f GFLOP/s, %.1f GB/s measured%s\n",
+            batch.n, peak / 1e9, bandwidth / 1e9,
+            run->device.emulated ? "; emulated, they mean nothing" : "");
+    fprintf(run->lines, "  %-24s %-34s %9s %9s %8s %7s %6s %6s  %s\n", "layer", "kind", "forward",
+            "backward", "GFLOP/s", "GB/s", "%", "saved", "of which limit");
     for (size_t i = 1; i < net->count; i++)
         if (!net->layers[i].fused) // row 1, which reads the images, never is
-            print_layer(csv.stream, net, i, batch.n, &times[i], flops[i], peak, bandwidth);
+            print_layer(run->lines, csv.stream, net, i, batch.n, &times[i], flops[i], peak,
+                        bandwidth);
     atomic_commit(&csv);
     free(times);
 }
@@ -5059,8 +5065,9 @@ static void print_per_class(const Run *run) {
     char name[32];
     for (size_t i = 0; i < run->net.classes; i++) {
         double accuracy = class_accuracy(run, i);
-        printf("Accuracy for class: %-5s is ", class_name(run, i, name));
-        printf(isfinite(accuracy) ? "%.1f %%\n" : "unknown: no test image has it\n", accuracy);
+        fprintf(run->lines, "Accuracy for class: %-5s is ", class_name(run, i, name));
+        fprintf(run->lines, isfinite(accuracy) ? "%.1f %%\n" : "unknown: no test image has it\n",
+                accuracy);
     }
 }
 
@@ -5098,7 +5105,7 @@ static void write_profile(Run *run) {
     clock_settle(&run->clock, 0);
     open_in_folder(&text, run, "profile.txt");
     open_in_folder(&csv, run, "profile.csv");
-    print_profile(&run->clock, stdout, csv.stream);
+    print_profile(&run->clock, run->lines, csv.stream);
     rewind(csv.stream); // the same rows again
     print_profile(&run->clock, text.stream, csv.stream);
     atomic_commit(&text);
@@ -5257,6 +5264,17 @@ static void silence_rank(Settings *s) {
     s->save_model = s->per_class = s->profile = s->layers = false;
 }
 
+// What --quiet prints goes there, and what it does not print to stdout.
+static FILE *second_stdout(void) {
+    const int fd = dup(STDOUT_FILENO);
+    if (fd < 0 || write(fd, "", 0) < 0) // fdopen() would take a closed one for a wrong mode
+        file_fail("cannot write to", "standard output");
+    FILE *f = fdopen(fd, "w");
+    if (!f)
+        file_fail("cannot write to", "standard output");
+    return f;
+}
+
 // Ranks are processes, if a launcher started several, else threads. Only rank 0 prints.
 static void setup_ranks(Run *run) {
     Settings *s = &run->settings;
@@ -5277,8 +5295,8 @@ static void setup_ranks(Run *run) {
     c->replicas = launched ? 1 : c->world;
     if (c->rank > 0)
         silence_rank(s);
-    run->lines = s->quiet ? fdopen(dup(STDOUT_FILENO), "w") : stdout;
-    if ((c->rank > 0 || s->quiet) && (!run->lines || !freopen("/dev/null", "w", stdout)))
+    run->lines = s->quiet ? second_stdout() : stdout;
+    if ((c->rank > 0 || s->quiet) && !freopen("/dev/null", "w", stdout))
         file_fail("cannot open", "/dev/null");
 }
 
@@ -5882,6 +5900,7 @@ static int run_main(int argc, char **argv) {
     while (open("/dev/null", O_RDONLY | O_CLOEXEC) <= STDERR_FILENO)
         continue;             // stdin, stdout or stderr was closed: no file may get its number
     signal(SIGXFSZ, SIG_IGN); // then write() fails, which is reported
+    signal(SIGCHLD, SIG_DFL); // ignored by the parent, pclose() would not learn how gzip ended
     setlocale(LC_CTYPE, "C.UTF-8"); // run.json is UTF-8; numbers stay those of C
     run.started = now();
     setup_settings(&run, argc, argv);
@@ -5905,7 +5924,7 @@ static int run_main(int argc, char **argv) {
     if (run.settings.layers && !status)
         measure_layers(&run);
     print_resources(run.started, status);
-    flush(stdout, "standard output");
+    flush(run.lines, "standard output");
     write_run_json(&run);
     before_dying = NULL;
     free_run(&run);

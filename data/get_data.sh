@@ -11,6 +11,7 @@
 #   CNN_SYSTEM_DATA  instead of /usr/share/datasets
 #   CNN_DATA_TABLE   a file with lines like those of table() below
 set -u
+export LC_ALL=C
 
 # set|file|md5|bytes ("-" where the size is not known)
 table() {

@@ -67,6 +67,9 @@ run() {
 }
 value() { grep '^epoch=' "$out" | tail -n 1 | tr ' ' '\n' | sed -n "s/^$1=//p"; }
 
+# ignoring_children COMMAND...: as a parent starts it that ignores SIGCHLD, which the command inherits
+ignoring_children() { (trap '' CHLD && exec "$@"); }
+
 # setting NAME: its value in the line "Settings:" of the last run
 setting() { grep '^Settings:' "$out" | grep -oP -- " --$1 \K[^ ]+"; }
 

@@ -9,7 +9,7 @@
 # call ended (build/fuzz, build/mutations). All output is in build/long.
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
-export LONG=1 CNN=${CNN:-./cnn}
+export LC_ALL=C LONG=1 CNN=${CNN:-./cnn}
 logs=build/long minutes=${MINUTES:-60}
 # shellcheck source=tests/leftovers.sh
 source tests/leftovers.sh || exit 1

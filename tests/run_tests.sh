@@ -10,6 +10,7 @@
 # `skip NAME: why`; its whole output stays in build/tests. A part that breaks off, hangs, prints no verdict, or leaves a
 # process or a file behind has failed. The last line is `N passed, N failed, N skipped`.
 set -u
+export LC_ALL=C
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 self=tests/run_tests.sh logs=build/tests
 # shellcheck source=tests/leftovers.sh
@@ -38,6 +39,7 @@ program/test_robust.sh      tests/program/test_robust.sh
 program/test_data.sh        tests/program/test_data.sh
 labs/test_report.sh         tests/labs/test_report.sh
 program/test_get_data.sh    tests/program/test_get_data.sh
+program/test_make.sh        tests/program/test_make.sh
 program/test_alone.sh       tests/program/test_alone.sh
 emulator/test_emulator.sh   tests/emulator/test_emulator.sh
 unit/double                 build/test_double
@@ -48,6 +50,7 @@ pytorch/pytorch_weights.py  python_with_torch tests/pytorch/pytorch_weights.py
 unit/float                  build/test_float
 gpu/test_nvcc.sh            tests/gpu/test_nvcc.sh
 bench/test_instructions.sh  tests/bench/test_instructions.sh
+bench/test_bench.sh         tests/bench/test_bench.sh
 source/test_static.sh       tests/source/test_static.sh
 labs/test_scaling_model.sh  tests/labs/test_scaling_model.sh
 source/test_runner.sh       tests/source/test_runner.sh

@@ -2,6 +2,7 @@
 # make starter LAB=n OUT=dir: a copy of the project in which the labs before n are solved and the
 # parts of labs n to 9 are replaced by stubs.
 set -eu
+export LC_ALL=C
 unset CDPATH
 cd "$(dirname "$0")/../.."
 lab=${1:-} out=${2:-}
@@ -30,7 +31,7 @@ strip() {
 
 mkdir -p "$out"
 # what students use; the project's own tests contain answers
-cp -r .gitignore LICENSE Makefile README.md data slurm labs "$out"
+cp -r .gitattributes .gitignore LICENSE Makefile README.md data slurm labs "$out"
 mkdir -p "$out/tests/emulator" "$out/tests/bench" "$out/labs/pristine" "$out/runs"
 cp tests/check.h "$out/tests"
 cp tests/emulator/cuda_on_* "$out/tests/emulator"

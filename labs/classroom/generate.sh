@@ -3,6 +3,7 @@
 #   DIR/.github/workflows/classroom.yml   runs them at each push; it needs GitHub Actions only
 #   DIR/labs/classroom/tests.json         the same as Classroom 50's declarative tests
 set -eu
+export LC_ALL=C
 cd "$(dirname "$0")/../.."
 lab=$1 dir=$2
 workflow=$dir/.github/workflows/classroom.yml tests=$dir/labs/classroom/tests.json

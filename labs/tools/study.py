@@ -63,6 +63,7 @@ hours.csv has a row for each group of repeats, in the folder `study`, and one fo
 """
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -512,6 +513,7 @@ if __name__ == "__main__":
     try:
         sys.stdout.reconfigure(line_buffering=True)  # keeps output and errors in order
         arguments = parse_options()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if the parent ignores it, exit statuses are lost
         arguments.does(arguments)
     except KeyboardInterrupt:
         sys.exit("study: stopped; finished runs are kept, and the same command continues from here")

@@ -4,6 +4,7 @@
 # THREADS="1 2": other numbers of threads. PYTHON=...: one that can import torch.
 # NETS="mnist,64 resnet18,32": only these networks and batch sizes.
 set -u
+export LC_ALL=C # the point of decimals, in what awk reads and prints
 cd "$(dirname "$0")/../.." || exit 1
 threads=${THREADS:-"1 $(nproc)"}
 nets=${NETS:-"mnist,64 cifar64,50 cifar64,250 cifar6,100 resnet18,32 resnet50,32"}
@@ -45,6 +46,7 @@ for net in $nets; do
             lines=$("$python" tests/bench/bench_pytorch.py --model "$model" --batch-size "$batch" \
                 --threads "$t" ${COMPILE:+--compile})
             theirs=$(value img_per_s <<<"$lines") memory=$(value rss_mb <<<"$lines")
+            theirs=${theirs:--} memory=${memory:--} # it has failed, and said why
             # a second measurement of ours brackets theirs, in case the machine's speed drifted
             line+=$'\n'$(ours "$model" "$batch" "$t")
         fi

@@ -73,18 +73,77 @@ class CifarNet(nn.Module):
         return F.log_softmax(self.fc3(F.relu(self.fc2(x))), dim=1)
 
 
-def resnet(name):
-    """torchvision's ResNet with a 3x3 first layer and no max-pool, as for CIFAR-100."""
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions and a shortcut. This and the next two have torchvision's names and operations."""
 
-    def build():
-        import torchvision
+    expansion = 1
 
-        net = getattr(torchvision.models, name)(num_classes=100)
-        net.conv1 = nn.Conv2d(3, 64, 3, 1, 1, bias=False)
-        net.maxpool = nn.Identity()
-        return nn.Sequential(net, nn.LogSoftmax(dim=1))
+    def __init__(self, inputs, planes, stride=1, downsample=None):
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, planes, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(planes)
+        self.conv2 = nn.Conv2d(planes, planes, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(planes)
+        self.downsample = downsample
 
-    return build
+    def forward(self, x):
+        out = F.relu(self.bn1(self.conv1(x)), inplace=True)
+        out = self.bn2(self.conv2(out))
+        out += self.downsample(x) if self.downsample else x
+        return F.relu(out, inplace=True)
+
+
+class Bottleneck(nn.Module):
+    """A 1x1, a 3x3 and a 1x1 convolution, and a shortcut; the 3x3 one has the stride."""
+
+    expansion = 4
+
+    def __init__(self, inputs, planes, stride=1, downsample=None):
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, planes, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(planes)
+        self.conv2 = nn.Conv2d(planes, planes, 3, stride, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(planes)
+        self.conv3 = nn.Conv2d(planes, 4 * planes, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(4 * planes)
+        self.downsample = downsample
+
+    def forward(self, x):
+        out = F.relu(self.bn1(self.conv1(x)), inplace=True)
+        out = F.relu(self.bn2(self.conv2(out)), inplace=True)
+        out = self.bn3(self.conv3(out))
+        out += self.downsample(x) if self.downsample else x
+        return F.relu(out, inplace=True)
+
+
+class ResNet(nn.Module):
+    """With a 3x3 first layer and no max-pool, as for CIFAR-100."""
+
+    def __init__(self, block, depths, classes=100):
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 64, 3, 1, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(64)
+        inputs = 64
+        for stage, depth in enumerate(depths):
+            planes, blocks = 64 << stage, []
+            for i in range(depth):
+                stride = 2 if stage > 0 and i == 0 else 1
+                blocks.append(block(inputs, planes, stride, self.shortcut(inputs, planes * block.expansion, stride)))
+                inputs = planes * block.expansion
+            self.add_module(f"layer{stage + 1}", nn.Sequential(*blocks))
+        self.fc = nn.Linear(inputs, classes)
+
+    @staticmethod
+    def shortcut(inputs, outputs, stride):
+        if inputs == outputs:
+            return None
+        return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x):
+        x = F.relu(self.bn1(self.conv1(x)), inplace=True)
+        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        x = torch.flatten(F.adaptive_avg_pool2d(x, 1), 1)
+        return F.log_softmax(self.fc(x), dim=1)
 
 
 def adadelta(parameters, lr=1.0):
@@ -107,8 +166,8 @@ MODELS = {
     "mnist": Model(MnistNet, (1, 28, 28), 10, adadelta),
     "cifar6": Model(lambda: CifarNet(6), (3, 32, 32), 10, sgd),
     "cifar64": Model(lambda: CifarNet(64), (3, 32, 32), 10, sgd),
-    "resnet18": Model(resnet("resnet18"), (3, 32, 32), 100, sgd),
-    "resnet50": Model(resnet("resnet50"), (3, 32, 32), 100, sgd),
+    "resnet18": Model(lambda: ResNet(BasicBlock, (2, 2, 2, 2)), (3, 32, 32), 100, sgd),
+    "resnet50": Model(lambda: ResNet(Bottleneck, (3, 4, 6, 3)), (3, 32, 32), 100, sgd),
 }
 LAYOUTS = {"nchw": torch.contiguous_format, "nhwc": torch.channels_last}
 

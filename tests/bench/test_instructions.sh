@@ -5,7 +5,7 @@
 # UPDATE=1 writes the file anew.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
-export OMP_NUM_THREADS=1
+export LC_ALL=C OMP_NUM_THREADS=1
 file=tests/bench/instructions.txt
 nets="mnist:6:2 cifar:6:4 cifar:64:2 resnet8:6:1" # model:width:batch
 

@@ -239,6 +239,9 @@ test_resumed() {
     error options/refused "--global-batch" "dry run"
     study run none --program ./no_such_program
     error options/program ./no_such_program "run make first"
+    ignoring_children python3 "$repo/labs/tools/study.py" run none --program false --devices cpu >"$out" 2>"$err"
+    status=$?
+    error options/parent_ignores_sigchld "a dry run that succeeds"
 }
 
 test_devices() {

@@ -366,6 +366,8 @@ test_without_gpu() {
     same no_gpu/sentence 1 "$(grep -c '^monitor: The command kept .* cores busy on average\.$' "$err")"
     monitor bash -c 'kill -KILL $$'
     same exit/killed 137 "$status"
+    (trap '' CHLD && monitor bash -c 'exit 3' && exit "$status")
+    same exit/parent_ignores_sigchld 3 $?
     monitor "$tmp/nowhere"
     same exit/not_found 127 "$status"
     monitor "$tmp"

@@ -174,8 +174,8 @@ differs() {
 test_resume_refuses() {
     local tried=() base=("${cifar[@]}")
     run "${base[@]}" --checkpoint "$tmp/base" --max-steps 2
-    same resume/keeps "$(printf '%s\n' format epoch batch devices images train_loss cnn checksum "${kept[@]}" | sort)" \
-        "$(metadata "$tmp/base" | grep -oP '(^|,)"\K[a-z_-]+(?=":")' | sort)"
+    same resume/keeps "$(printf '%s\n' format epoch batch devices images train_loss cnn.version cnn.checksum "${kept[@]}" | sort)" \
+        "$(metadata "$tmp/base" | grep -oP '(^|,)"\K[a-z._-]+(?=":")' | sort)"
     differs model --model mnist --optimizer sgd --lr 0.001 --momentum 0.9 --batch-size 4 --gamma 1
     differs width --width 8
     make_data
@@ -469,8 +469,8 @@ write("no_tensors", 'expected "conv1.weight"', "{}", b"")
 write("long_name", 'expected "fc3.bias"', good.replace("fc3.bias", 3000 * "x"))
 write("nested", 'metadata as "key":"value"', good.replace('{"format"', '{"a":{"b":"c"},"format"'))
 write("damaged", "damaged", good.replace('"format":"pt"', '"format":"pT"'))
-write("no_checksum", "damaged", re.sub(',"checksum":"[^"]*"', "", good))
-write("first_version", "", re.sub(',"cnn".*?(?=})', "", good))
+write("no_checksum", "damaged", re.sub(',"cnn.checksum":"[^"]*"', "", good))
+write("first_version", "", re.sub(',"cnn.version".*?(?=})', "", good))
 write("much_metadata", "less metadata",
       '{"__metadata__":{"a":"%s"},' % (9000 * "x") + good[good.index('"conv1.weight"'):])
 write("much_header", "at most 1048576", good + 1048577 * " ")

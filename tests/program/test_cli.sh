@@ -687,8 +687,21 @@ test_trace() {
 }
 
 test_quiet() {
-    run "${tiny[@]}" --epochs 2 --quiet --per-class
+    local option table
+    run "${tiny[@]}" --epochs 2 --quiet
     same quiet/stdout "epoch=1 epoch=2" "$(cut -d ' ' -f 1 "$out" | paste -sd ' ')"
+    while read -r option table; do # what is asked for is printed
+        run "${tiny[@]}" --quiet "$option" --out "$tmp/quiet"
+        line "quiet/$option" "$table"
+        same "quiet/$option/no_more" 0 "$(grep -cE '^(Device|Train Epoch|RESOURCES)' "$out")"
+    done <<'END'
+--per-class ^Accuracy for class: 0 .* is
+--profile ^ *\d+ .*BACKWARD, backward
+--layers ^  fc2 .* (compute|memory)$
+END
+    run "${tiny[@]}" --quiet --per-class --profile --layers
+    same quiet/in_order "epoch Accuracy Timer Layers" \
+        "$(grep -oE '^(epoch|Accuracy|Timer|Layers)' "$out" | uniq | paste -sd ' ')"
     same quiet/stderr "" "$(cat "$err")"
     refused quiet/errors 2 "--epochs" --quiet --epochs 0
 }

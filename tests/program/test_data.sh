@@ -44,6 +44,8 @@ test_idx() {
     run --data "$tmp/idx" --dataset mnist --epochs 1
     same idx/gz_status 0 "$status"
     same idx/gz_equals_plain "$(cat "$tmp/plain")" "$(figures)"
+    ignoring_children "$cnn" --data "$tmp/idx" --dataset mnist --epochs 1 >"$out" 2>"$err"
+    same idx/gz_of_a_parent_that_ignores_sigchld "0 $(cat "$tmp/plain")" "$? $(figures)"
     run --data "$tmp/idx" --dataset mnist --epochs 1 --limit-train 7
     line idx/gz_limit '^Train set size: 7$'
     mkdir "$tmp/idx/mnist" && mv "$tmp/idx/"*.gz "$tmp/idx/mnist/"

@@ -9,6 +9,7 @@
 # Tests are functions that run() calls by name, which shellcheck cannot follow:
 # shellcheck disable=SC2317
 set -u
+export LC_ALL=C
 
 script=$(CDPATH='' cd -- "$(dirname -- "$0")/../../data" && pwd)/get_data.sh
 [ -f "$script" ] || { echo "no $script" >&2; exit 1; }

@@ -15,6 +15,7 @@ export MAKEFLAGS=CUDA_ARCH=sm_80
 [ -z "${QUICK:-}" ] || MAKEFLAGS='NO_CUDA=1 OPT=-O0 EMU_OPT=-O1'
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd) || exit 1
+built=$(realpath -m "${CNN:-$repo/cnn}")
 tmp=$(mktemp -d) || exit 1
 trap 'rm -rf "$tmp"' EXIT
 mkdir "$tmp/project"
@@ -71,7 +72,7 @@ not_run() {
 takes_long() {
     case $1 in
         make\ ablation* | 'make build/cnn-O0' | for\ lr\ *) ;;
-        'make run' | 'make emulate' | 'make count' | CUEMU_DEVICES=* | ./cnn-count* | './cnn-emu --dataset '*) ;;
+        make | 'make run' | 'make emulate' | 'make count' | CUEMU_DEVICES=* | ./cnn-count* | './cnn-emu --dataset '*) ;;
         gcc\ * | *'--model lenet'* | *'--model resnet8'* | *--checkpoint* | *' --out two' | *' --out n'[12]) ;;
         mpirun\ * | *' --out run --profile '* | make\ study* | make\ cpu* | make\ report* | make\ verify* | labs/tools/*) ;;
         *) return 1 ;;
@@ -207,9 +208,9 @@ insert_row() { # LINE OF README
 
 # ---- From top to bottom
 
-if [ -n "${QUICK:-}" ]; then # instead of `make run`
-    if [ "$repo/cnn" -nt "$repo/cnn.c" ] && [ "$repo/cnn" -nt "$repo/cnn_kernels.c" ]; then
-        cp "$repo/cnn" .
+if [ -n "${QUICK:-}" ]; then # instead of `make`
+    if [ "$built" -nt "$repo/cnn.c" ] && [ "$built" -nt "$repo/cnn_kernels.c" ]; then
+        cp "$built" cnn
     else
         make cnn >"$out" 2>"$err"
         verdict build "./cnn" "$(tail -n 3 "$err")" [ -x cnn ]

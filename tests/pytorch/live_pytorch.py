@@ -44,14 +44,13 @@ try:
     import numpy as np
     import torch
     import torch.nn.functional as F
-    import torchvision
 
     MISSING = None
 except (ImportError, OSError, RuntimeError) as error:
-    MISSING = f"{sys.executable} cannot import PyTorch and torchvision: {error}"
+    MISSING = f"{sys.executable} cannot import PyTorch: {error}"
 else:
     import make_golden as golden
-    from bench_pytorch import set_threads
+    from bench_pytorch import MODELS, BasicBlock, Bottleneck, ResNet, set_threads
 
 STEPS, CLASSES = 20, 10
 FLOAT_RUNS = 4
@@ -77,17 +76,20 @@ CASES = {
     "mnist": Case(lambda: golden.mnist(), 32, (28, 28, 1), ADADELTA, 166, False),
     "cifar": Case(lambda: golden.CifarNet(), 32, (32, 32, 3), SGD, 0, False),
     "resnet8": Case(lambda: golden.resnet8(), 8, (16, 16, 3), SGD_RESNET, 79, True),
-    "resnet18": Case(lambda: resnet("resnet18"), 8, (16, 16, 3), SGD_RESNET, 54, True),
-    "resnet50": Case(lambda: resnet("resnet50"), 16, (16, 16, 3), SGD_RESNET, 0, True),
+    "resnet18": Case(lambda: resnet(BasicBlock, (2, 2, 2, 2)), 8, (16, 16, 3), SGD_RESNET, 54, True),
+    "resnet50": Case(lambda: resnet(Bottleneck, (3, 4, 6, 3)), 16, (16, 16, 3), SGD_RESNET, 0, True),
 }
 
 
-def resnet(name):
-    """torchvision's, with the first layers that are usual for small images."""
-    net = getattr(torchvision.models, name)(num_classes=CLASSES, zero_init_residual=True)
-    net.conv1 = torch.nn.Conv2d(3, 64, 3, padding=1, bias=False)
-    net.maxpool = torch.nn.Identity()
-    net.register_forward_hook(lambda module, inputs, output: F.log_softmax(output, dim=1))
+def resnet(block, depths):
+    """With torchvision's initial values under zero_init_residual: each block begins as its shortcut."""
+    net = ResNet(block, depths, CLASSES)
+    for module in net.modules():
+        if isinstance(module, torch.nn.Conv2d):
+            torch.nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        if isinstance(module, block):
+            last = module.bn3 if block is Bottleneck else module.bn2
+            torch.nn.init.zeros_(last.weight)
     return net
 
 
@@ -313,9 +315,31 @@ def compare_float(folder, model, case, weights, batches, exact):
     check_drift(f"{name}_drift", exact[0], runs, losses)
 
 
+def compare_torchvision(name):
+    """Our ResNets are torchvision's with another first layer and without the max-pool: the same tensors, and from
+    the same weights the same numbers."""
+    try:
+        import torchvision
+    except (ImportError, OSError, RuntimeError) as error:
+        print(f"skip parity/torchvision_{name}: {sys.executable} cannot import torchvision: {error}", flush=True)
+        return
+    torch.manual_seed(1)
+    ours = MODELS[name].network().double()
+    theirs = getattr(torchvision.models, name)(num_classes=MODELS[name].classes).double()
+    theirs.conv1 = torch.nn.Conv2d(3, 64, 3, padding=1, bias=False).double()
+    theirs.maxpool = torch.nn.Identity()
+    if check_tensors(f"torchvision_{name}_tensors", to_numpy(theirs), to_numpy(ours)):
+        theirs.load_state_dict(ours.state_dict())
+        images = torch.randn(2, *MODELS[name].shape, dtype=torch.double)
+        same = torch.equal(ours(images), F.log_softmax(theirs(images), dim=1))
+        report(f"torchvision_{name}", None if same else "expected the same log-probabilities, found others")
+
+
 def main():
     if len(sys.argv) != 2:
         sys.exit("usage: live_pytorch.py DIR")
+    for name in () if MISSING else ("resnet18", "resnet50"):
+        compare_torchvision(name)
     for model, case in CASES.items():
         large = model in ("resnet18", "resnet50")
         quick = "QUICK is set" if large and os.environ.get("QUICK") else None

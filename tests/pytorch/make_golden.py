@@ -32,14 +32,13 @@ import sys
 
 sys.dont_write_bytecode = True  # no __pycache__ in the source tree
 sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "../bench"))
-from bench_pytorch import MnistNet, set_threads
+from bench_pytorch import BasicBlock, Bottleneck, MnistNet, set_threads
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.optim import lr_scheduler
-from torchvision.models.resnet import BasicBlock, Bottleneck
 
 SEED, CLASSES = 309, 10
 IMAGES, LABELS, START, GRADIENTS, LOGITS, WEIGHTS = 50, 51, 60, 61, 80, 100

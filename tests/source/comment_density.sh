@@ -2,6 +2,7 @@
 # comment_density.sh FILE...: how many of the lines of these C files hold a comment, for each file and
 # together. A line counts once, whether the comment stands alone or behind code; an empty line never.
 set -u
+export LC_ALL=C
 [ $# -gt 0 ] || { echo "usage: tests/source/comment_density.sh FILE..." >&2; exit 2; }
 
 awk '

@@ -151,8 +151,35 @@ test_shellcheck() {
     done
 }
 
+# Under a locale with a decimal comma, awk takes 1.5 for 1 and prints 1,5, as do printf and times.
+test_locale() {
+    local file found scripts
+    local decimals='^[^#]*(\bawk\b|printf .*%[-0-9]*\.[0-9]|\btimes\b|EPOCHREALTIME)'
+    local safe='^(export )?[^#]*LC_ALL=C\b|^(source|\.) .*/lib\.sh'
+    mapfile -t scripts < <(grep -lE '^#!.*sh$' .ci/run data/* labs/*/* slurm/* tests/* tests/*/* 2>/dev/null)
+    printf '#!/bin/sh\nawk 1\n' >"$tmp/planted.sh"
+    for file in "${scripts[@]}" "$tmp/planted.sh"; do
+        found=$(grep -nE "$decimals" "$file" | head -n 1)
+        ! grep -qE "$safe" "$file" || found=
+        [ "$file" = "$tmp/planted.sh" ] || same "locale/$file" "" "${found:+without LC_ALL=C, line $found}"
+    done
+    same planted/locale "2:awk 1" "$found"
+}
+
+# Git for Windows is installed with core.autocrlf=true.
+test_line_ends() {
+    if ! git -C "$repo" rev-parse HEAD >/dev/null 2>&1; then
+        skip line_ends "this folder is no clone"
+        return
+    fi
+    git clone -q -c core.autocrlf=true "$repo" "$tmp/clone" 2>"$err"
+    same line_ends "" "$(git -C "$tmp/clone" ls-files --eol | grep -E ' w/(crlf|mixed) ' | head -n 3)"
+}
+
 test_planted
 test_sources
+test_locale
+test_line_ends
 test_format
 test_shellcheck
 exit 0

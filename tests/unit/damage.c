@@ -1,5 +1,49 @@
-/* damage.c - included by checkpoints.c: checkpoints with an inverted bit or impossible numbers, and
-   gradients that are not finite. */
+/* damage.c - included by checkpoints.c: files as other programs write them, checkpoints with an
+   inverted bit or impossible numbers, and gradients that are not finite. */
+
+// The spoiled ones differ from files that are accepted by what is wrong with them alone.
+static void test_good_file(void) {
+    File f = good_file();
+    static const char *const metadata[] = {
+        "{\"format\":\"pt\"}", "{}", NULL,
+        // of other writers: not interpreted
+        "{\"cnn\":\"2\",\"checksum\":\"fnv1a64:0\",\"made_by\":\"a cnn=cnn.checksum=1\"}"};
+    for (size_t variant = 0; variant < LENGTH(metadata); variant++) {
+        f.metadata = metadata[variant];
+        spell_header(&f);
+        write_good(&f);
+        Ending e = call_in_child(load_spoiled);
+        if (e.status != 0 || *e.text)
+            fail("status %x, \"%.200s\"", (unsigned)e.status, e.text);
+    }
+    verdict("checkpoint: a good file is accepted");
+}
+
+// PyTorch's older versions write no num_batches_tracked.
+static void test_no_counters(void) {
+    File f = good_file();
+    size_t kept = 0;
+    for (size_t i = 0; i < f.count; i++) // they come first
+        if (strcmp(f.entries[i].dtype, "I64") != 0)
+            f.entries[kept++] = f.entries[i];
+    const size_t counters = f.entries[0].begin;
+    for (size_t i = 0; i < kept; i++) {
+        f.entries[i].begin -= counters;
+        f.entries[i].end -= counters;
+    }
+    f.count = kept;
+    f.data_bytes -= counters;
+    spell_header(&f);
+    write_good(&f);
+    spoiled_net.batches_tracked = 5;
+    Ending e = call_in_child(load_spoiled);
+    if (counters == 0 || e.status != 0 || *e.text)
+        fail("%zu bytes of counters, status %x, \"%.200s\"", counters, (unsigned)e.status, e.text);
+    load_spoiled();
+    if (spoiled_net.batches_tracked != 0)
+        fail("%zu batches tracked, expected 0", spoiled_net.batches_tracked);
+    verdict("checkpoint: without counters of batches");
+}
 
 // The file of test_unfinite_checkpoint(); write_flipped() writes it with one bit inverted.
 static uint8_t saved_bytes[16384];
