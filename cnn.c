@@ -4970,7 +4970,8 @@ static double row_bytes(const Layer *l, size_t n, size_t element) {
 static double measure_bandwidth(const Run *run) {
     const Backend *b = run->backend;
     const Layer row = {.kind = ADD, .out = {1, 1, 1 << 12}}; // images that threads share
-    Work w = {.l = &row, .n = MEASURED / row.out.c, .in = run->measured[0], .residual = run->measured[1]};
+    Work w = {
+        .l = &row, .n = MEASURED / row.out.c, .in = run->measured[0], .residual = run->measured[1]};
     double seconds[LAYER_ROUNDS];
     w.out = run->measured[0];
     for (size_t i = 0; i < LAYER_ROUNDS; i++) {
