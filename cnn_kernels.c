@@ -105,6 +105,39 @@ static bool take_iteration(Share *share, uint32_t loop, size_t length, size_t *i
     return false;
 }
 
+/* On a shared core the scheduler suspends a thread every few milliseconds, nearly always within an
+   iteration, which all others then wait for. So a helper that this has happened to sleeps between
+   two iterations, once in TURN seconds, until its core is its own again. The caller never does: all
+   others would wait for its next loop. */
+static const double TURN = 1e-3;
+
+typedef struct Turn {
+    double since;   // the end of the last sleep or of the last look at `suspended`
+    long suspended; // how often the scheduler has done so, since the thread began
+    size_t sleeps;  // still to take
+} Turn;
+
+static _Thread_local Turn turn;
+
+static void give_way(void) {
+    enum { SLEEPS = 50, NANOSECONDS = 50000 };
+    struct rusage usage;
+    const double begin = now();
+    if (begin - turn.since < TURN)
+        return;
+    getrusage(RUSAGE_THREAD, &usage);
+    if (usage.ru_nivcsw > turn.suspended)
+        turn.sleeps = SLEEPS;
+    turn.suspended = usage.ru_nivcsw;
+    if (turn.sleeps > 0) {
+        turn.sleeps--;
+        nanosleep(&(struct timespec){.tv_nsec = NANOSECONDS}, NULL);
+    }
+    turn.since = now();
+    if (turn.since - begin > TURN) // others had the core: they are still there
+        turn.sleeps = SLEEPS;
+}
+
 // Executes iterations of loop number `loop` until none is left. A late helper may read the body of
 // the next loop, which is written after the shares got its number: it takes no iteration then.
 static void run_iterations(Threads *t, uint32_t loop) {
@@ -119,6 +152,8 @@ static void run_iterations(Threads *t, uint32_t loop) {
             body(context, share.first + i);
             if (__atomic_add_fetch(&t->done, 1, __ATOMIC_SEQ_CST) == iterations)
                 wake(&t->done, &t->done_sleepers);
+            if (thread_number > 0)
+                give_way();
         }
     }
 }
