@@ -34,6 +34,7 @@ watched() {
     mark="[$1 $BASHPID]"
     shift 2
     temporary=$(mktemp -d "${TMPDIR:-/tmp}/cnn.XXXXXX") || exit 1
+    chmod 711 "$temporary" # a part may start programs as another user, such as munged
     echo "$part" >"$log.begin"
     (
         # Python would write __pycache__ beside the programs of the work tree

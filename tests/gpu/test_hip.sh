@@ -50,7 +50,8 @@ build_for() {
     rm -rf "$build" && mkdir -p "$build/tests/emulator" &&
         cp "$repo"/{Makefile,cnn.c,cnn_kernels.c,cnn_kernels.cu} "$build" &&
         cp "$repo/tests/emulator/cuda_on_hip.h" "$build/tests/emulator" || exit 1
-    make -C "$build" HIP=1 HIP_ARCH="$1" NO_MPI=1 OPT=-O1 "$2" \
+    # hipcc leaves temporary files
+    TMPDIR=$tmp make -C "$build" HIP=1 HIP_ARCH="$1" NO_MPI=1 OPT=-O1 "$2" \
         HIPCC="$hipcc -Wall -Wextra -Werror -Rpass-analysis=kernel-resource-usage" >"$out" 2>&1
     status=$?
     same "$1/no warning" "exit 0: " "exit $status: $(grep -iE '(error|warning):' "$out" | head -n 5)"
