@@ -224,9 +224,9 @@ RUNS    = runs/$(NAME)
 VIRTUAL = $(filter-out 0,$(EMULATE))
 STUDY   = --model $(MODEL) --epochs $(EPOCHS) --gpus $(GPUS) $(if $(LIMIT),--limit $(LIMIT)) \
 	$(if $(VIRTUAL),--emulate) $(if $(OPTIONS),-- $(OPTIONS))
-# The first Python that has the package $(1)
+# The first Python that has the package $(1). MPLBACKEND: matplotlib refuses that of a terminal in Jupyter.
 PYTHON_WITH = $(or $(shell for python in .venv/bin/python python3 /usr/bin/python3; do \
-	$$python -c 'import $(1)' 2>/dev/null && echo $$python && break; done),python3)
+	MPLBACKEND=Agg $$python -c 'import $(1)' 2>/dev/null && echo $$python && break; done),python3)
 PLOT = $(call PYTHON_WITH,matplotlib) labs/tools/plot.py
 
 cpu single multi: all $(if $(VIRTUAL),cnn-emu)

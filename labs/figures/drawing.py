@@ -5,8 +5,7 @@ Black and white, 100 dots per inch. Needs matplotlib: pip install -r labs/requir
 import os
 import sys
 
-import matplotlib
-matplotlib.use("Agg")
+os.environ["MPLBACKEND"] = "Agg"  # into files; in a terminal of Jupyter its value is one that only Jupyter has
 import matplotlib.pyplot as plt
 from matplotlib.patches import Rectangle
 

@@ -6,9 +6,8 @@ gradient  steps against the slope of a curve, with a small and with a large lear
 
 Into DIR (default: labs/figures) as ideas_NAME.png. Needs matplotlib: pip install -r labs/requirements.txt
 """
-import matplotlib.pyplot as plt
 import numpy as np
-from drawing import draw_all
+from drawing import draw_all, plt
 
 
 def relu():

@@ -6,9 +6,8 @@ loss  the loss of one image by the probability of its class: -log p
 
 Into DIR (default: labs/figures) as lab00_NAME.png. Needs matplotlib: pip install -r labs/requirements.txt
 """
-import matplotlib.pyplot as plt
 import numpy as np
-from drawing import arrow, blank, box, draw_all, note
+from drawing import arrow, blank, box, draw_all, note, plt
 
 
 def loop():

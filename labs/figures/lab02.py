@@ -7,9 +7,8 @@ order     which weights two orders of loops read one after the other
 The points are the handout's examples, not measurements. Into DIR (default: labs/figures) as lab02_NAME.png. Needs
 matplotlib: pip install -r labs/requirements.txt
 """
-import matplotlib.pyplot as plt
 import numpy as np
-from drawing import blank, box, draw_all, note
+from drawing import blank, box, draw_all, note, plt
 
 PEAK, BANDWIDTH = 120, 15
 

@@ -9,9 +9,8 @@ fusion   what an update reads and writes, as four kernels and as one
 They show rules, not measurements: the steps in `scale` are invented. Black and white, 100 dots per inch, into DIR
 (default: labs/figures) as lab07_NAME.png. Needs matplotlib: pip install -r labs/requirements.txt
 """
-import matplotlib.pyplot as plt
 
-from drawing import arrow, blank, box, draw_all, grid, note
+from drawing import arrow, blank, box, draw_all, grid, note, plt
 
 
 def formats():

@@ -8,9 +8,8 @@ hours    two runs as rectangles: devices x time, of which only a part is trainin
 They show rules, not measurements: the numbers are invented. Black and white, 100 dots per inch, into DIR
 (default: labs/figures) as lab09_NAME.png. Needs matplotlib: pip install -r labs/requirements.txt
 """
-import matplotlib.pyplot as plt
 
-from drawing import arrow, blank, box, draw_all
+from drawing import arrow, blank, box, draw_all, plt
 
 
 def scaling():

@@ -63,8 +63,8 @@ def find_python():
     """The Python for the sandbox, one with matplotlib if there is one: (program, whether it has it, its folders)."""
     venv = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", ".venv", "bin", "python")
     for python in (venv, sys.executable, "/usr/bin/python3"):
-        if os.path.exists(python) and not subprocess.run([python, "-c", "import matplotlib"], check=False,
-                                                         capture_output=True).returncode:
+        if os.path.exists(python) and not subprocess.run([python, "-c", "import matplotlib"], check=False, capture_output=True,
+                                                         env={**os.environ, "MPLBACKEND": "Agg"}).returncode:
             break
     else:
         return sys.executable, False, []

@@ -36,9 +36,8 @@ from run_folders import (Missing, by, by_value, check_comparable, fail, first_di
                          read_csv, read_filters, read_losses, read_predictions, read_runs, read_untrained,
                          scaling_rows, start, varied, workers_rows)
 
+os.environ["MPLBACKEND"] = "Agg"  # into files; in a terminal of Jupyter its value is one that only Jupyter has
 try:
-    import matplotlib
-    matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     import numpy as np
 except ImportError as missing:
@@ -65,9 +64,14 @@ def describe(runs):
             f"{len(epochs)}\n{', '.join(machines)}; commit {runs[0].build['commit']}")
 
 
+def drawable(name):
+    """A name that a user has chosen: a $ would begin a formula, and fonts have no bytes that are not UTF-8."""
+    return os.fsencode(name).decode("utf-8", "replace").replace("$", r"\$")
+
+
 def name_of(run):
     """For the title of a plot that shows one run: its folder, without those around it."""
-    return os.path.basename(os.path.abspath(run.folder)) + " (EMULATED)" * run.emulated
+    return drawable(os.path.basename(os.path.abspath(run.folder))) + " (EMULATED)" * run.emulated
 
 
 def compare(runs, free=frozenset()):
@@ -88,7 +92,7 @@ def rows_of_variants(runs, free=frozenset()):
         return [dict(row, variant="") for row in make_rows(runs)]
     compare(runs, free | {name})
     groups = by(runs, lambda r: r.settings[name])
-    return [dict(row, variant=f", --{name} {value if value != '' else 'none'}")
+    return [dict(row, variant=f", --{name} {drawable(str(value)) or 'none'}")
             for value, group in sorted(groups.items(), key=lambda item: by_value(item[0])) for row in make_rows(group)]
 
 
@@ -142,7 +146,7 @@ def draw_ablation(runs):
     if not os.path.exists(path):
         raise Missing("no ablation.csv; make ablation writes it")
     with open(path, newline="") as f:
-        rows = [r for r in csv.DictReader(f) if r["img_per_s"]]
+        rows = [dict(r, rung=drawable(r["rung"])) for r in csv.DictReader(f) if r["img_per_s"]]
     if not rows:
         raise Missing("emulated devices: they show no speed")
     figure, axes = plt.subplots(1, 2, figsize=(11, 1.5 + 0.5 * len(rows)), sharey=True)

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import shlex
 import statistics
 import struct
 import sys
@@ -36,6 +37,9 @@ ENTRIES = ["status", "emulated", "command", "machine", "build", "settings", "par
            "confusion"]
 RUN_FILES = ["run.json", "steps.csv", "output.txt"]  # one of them makes a folder a run folder
 TEXTS = {"layer", "kind", "out_shape", "bound", "source"}  # columns that hold no number
+
+
+sys.stdout.reconfigure(errors="backslashreplace")  # names of folders may have bytes that are not UTF-8
 
 
 class Missing(Exception):
@@ -93,6 +97,11 @@ def read_run(folder):
     except (KeyError, TypeError) as error:
         fail(path, f"the entry {error}", "none", "give folders that this version of ./cnn has written")
     return run
+
+
+def step_of(row):
+    """What rows of the same step of all ranks have in common. An epoch may have one step only."""
+    return row["epoch"], row["step"]
 
 
 class GrowingTable:
@@ -163,12 +172,12 @@ def read_runs(root):
     others = ", ".join(f"{len(folders)} in {folder}" for folder, folders in groups.items())
     if not runs and others:
         fail(root, "complete runs directly in it", f"none, but run folders below it: {others}",
-             f"give one of these folders (make: RUNS={next(iter(groups))})")
+             f"give one of these folders (make: RUNS={shlex.quote(next(iter(groups)))})")
     if not runs:
         fail(root, "folders of complete runs", "none", "make study writes them, and so does ./cnn --out")
     if others:
         print(f"not read: run folders below {root}: {others}; to read them, give their folder "
-              f"(make: RUNS={next(iter(groups))})", file=sys.stderr)
+              f"(make: RUNS={shlex.quote(next(iter(groups)))})", file=sys.stderr)
     return runs
 
 
@@ -466,7 +475,7 @@ def table_lines(columns, rows):
 
 def save_table(path, columns, rows):
     try:
-        with open(path, "w", newline="") as f:
+        with open(path, "w", errors="surrogateescape", newline="") as f:
             csv.writer(f, lineterminator="\n").writerows(table_lines(columns, rows))
     except OSError as error:
         fail(path, "a file that can be written", error.strerror, "fix the folder's permissions")

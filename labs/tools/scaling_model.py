@@ -210,7 +210,7 @@ def print_table(rows):
 
 def write_csv(path, rows):
     try:
-        with open(path, "w", newline="") as f:
+        with open(path, "w", errors="surrogateescape", newline="") as f:
             writer = csv.DictWriter(f, TABLE, lineterminator="\n")
             writer.writeheader()
             for row in rows:

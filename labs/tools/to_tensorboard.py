@@ -35,7 +35,7 @@ import sysconfig
 import time
 import types
 
-from run_folders import GrowingTable, fail
+from run_folders import GrowingTable, fail, step_of
 
 EPOCH = {"loss": "train_loss", "test_loss": "test_loss", "accuracy": "accuracy", "lr": "lr",
          "img_per_s": "img_per_s"}  # TensorBoard's name: column of epochs.csv
@@ -99,7 +99,7 @@ class Run:
                 self.end_step()
                 self.end_epoch(row)
                 continue
-            if self.ranks and row["step"] != self.ranks[0]["step"]:
+            if self.ranks and step_of(row) != step_of(self.ranks[0]):
                 self.end_step()
             self.ranks.append(row)
         self.status = about["status"]
@@ -126,7 +126,8 @@ class Run:
         self.write((rows[0]["epoch"] - 1) * self.iterations + rows[0]["step"], values)
 
     def end_epoch(self, row):
-        self.clock = self.epoch_clock = self.epoch_clock + row["seconds"] + row["test_seconds"]
+        end = self.epoch_clock + row["seconds"] + row["test_seconds"]
+        self.clock = self.epoch_clock = max(self.clock, end)  # of an epoch that was resumed, seconds lack its beginning
         self.write(row["epoch"], {tag: row[column] for tag, column in EPOCH.items()
                                   if column in row and not (self.emulated and tag == "img_per_s")})
 

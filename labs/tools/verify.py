@@ -23,6 +23,7 @@ import csv
 import math
 import os
 import re
+import shlex
 import sys
 from types import SimpleNamespace
 
@@ -54,7 +55,7 @@ def finding(where, expected, found, advice="run it again"):
 def make_report(root):
     """The command that writes the report in this folder."""
     lab = re.search(r"(?:^|/)reports/lab0(\d)$", root)
-    return f"make report LAB={lab[1]}" if lab else f"make report RUNS={root}"
+    return f"make report LAB={lab[1]}" if lab else f"make report RUNS={shlex.quote(root)}"
 
 
 def is_finite(number):
@@ -338,7 +339,7 @@ def check_sections(root, where, pieces):
     for image in re.findall(r"!\[[^\]]*\]\(([^) ]*)", text + str([p[1] for p in pieces if p[0]])):
         if not re.match("https?:", image) and not os.path.exists(os.path.join(root, image)):
             yield finding(where, f"the image {image}", "no such file",
-                          f"make plots RUNS={root}, or correct the link")
+                          f"make plots RUNS={shlex.quote(root)}, or correct the link")
 
 
 def check_report(root, runs):

@@ -25,7 +25,7 @@ import sys
 import time
 from collections import deque
 
-from run_folders import GrowingTable, fail
+from run_folders import GrowingTable, fail, step_of
 
 try:
     import plotext
@@ -71,7 +71,7 @@ class Run:
         if self.steps is None or self.steps.replaced() or self.epochs.replaced():
             self.restart()
         for row in self.steps.rows():
-            if not self.newest or self.newest[-1][0]["step"] != row["step"]:
+            if not self.newest or step_of(self.newest[-1][0]) != step_of(row):
                 self.end_step()
                 self.newest.append([])
             self.newest[-1].append(row)

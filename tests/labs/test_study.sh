@@ -373,6 +373,22 @@ has_plotter() {
     [ -n "$plotter" ]
 }
 
+# Names of folders as users choose them: a formula, and bytes that are not UTF-8; in a terminal of Jupyter
+test_names() {
+    has_plotter || return
+    local name
+    for name in 'p_{$\frac$}' $'x\xffy'; do
+        mkdir names
+        cp -r tiny/cifar-cpu-b16-r1 "names/$name"
+        for tool in plot verify; do
+            PYTHONIOENCODING=utf-8:strict MPLBACKEND=module://matplotlib_inline.backend_inline \
+                "$plotter" "$repo/labs/tools/$tool.py" "names/$name" >"$out" 2>"$err"
+            same "names/$tool/${name:0:1}" "0 " "$? $(cat "$err")"
+        done
+        rm -r names
+    done
+}
+
 test_plots() {
     has_plotter || return
     cat >tiny/cifar-cpu-b16-r1/layers.csv <<'END_OF_LAYERS'
@@ -542,6 +558,7 @@ test_devices
 test_workers
 test_hours
 test_launched
+test_names
 test_plots
 test_figures
 test_make

@@ -32,6 +32,16 @@ for tag in sys.argv[2:] or sorted(events.Tags()["scalars"]):
 END
 scalars() { "$with_tb" "$tmp/scalars.py" "$@" 2>&1; }
 
+# clock FOLDER: the seconds of the events, in their order, from 1 on
+clock() {
+    "$with_tb" - "$1" 2>&1 <<'END'
+import glob, sys
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+times = [e.wall_time for e in EventFileLoader(glob.glob(sys.argv[1] + "/events*")[0]).Load() if e.step]
+print(*[round(t - times[0] + 1) for t in times])
+END
+}
+
 # same_epochs NAME RUN_FOLDER [EVENTS]: the scalars of each epoch are those of epochs.csv
 same_epochs() {
     local tag
@@ -90,14 +100,19 @@ test_made_up() {
             sed -n 's|^step_ms/\(.* 1 .*\)|\1|p' | tr '\n' '|')"
     same_epochs made_up "$tmp/two"
     # the slowest rank's seconds, then the epoch's, then its test's
-    same made_up/clock "1 2 3 4 5" "$("$with_tb" - "$tmp/two" 2>&1 <<'END'
-import glob, sys
-from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-times = [(e.wall_time, e.step) for e in EventFileLoader(glob.glob(sys.argv[1] + "/events*")[0]).Load() if e.step]
-start = min(times)[0] - 1
-print(*[round(t - start) for t in sorted({t for t, step in times})])
-END
-)"
+    same made_up/clock "1 2 3 4 5" "$(clock "$tmp/two")"
+    # an epoch that was resumed: its seconds are those of its second part, while steps.csv has all of its steps
+    make_run "$tmp/resumed" stopped
+    sed -i 's/^1,12,3,/1,12,0.5,/' "$tmp/resumed/epochs.csv"
+    tensorboard "$tmp/resumed"
+    same made_up/clock_of_resumed "1 2 3 3 4" "$(clock "$tmp/resumed")"
+    # epochs of one step, whose rows are not known yet
+    make_run "$tmp/single" stopped
+    sed -i '2,$d' "$tmp/single/epochs.csv"
+    sed -i '3,6d' "$tmp/single/steps.csv"
+    sed -i '3s/^1,3/1,1/' "$tmp/single/steps.csv"
+    tensorboard "$tmp/single"
+    same made_up/single "step/loss 1 1.6|step/loss 4 1|" "$(scalars "$tmp/single" step/loss | tr '\n' '|')"
     echo foreign >"$tmp/two/events.out.tfevents.1.other"
     tensorboard "$tmp/two"
     tensorboard "$tmp/two"
@@ -227,6 +242,11 @@ test_watch() {
     same watch/ends "0 " "$status $(cat "$err")"
     line watch/emulated 'emulated: its times mean nothing'
     same watch/emulated_times "" "$(grep -E 'images/s +.*[0-9]|left|a step in ms' "$out")"
+    make_run "$tmp/single_step" running # epochs of one step
+    about "$tmp/single_step" running false
+    sed -i -e '4,7d' "$tmp/single_step/steps.csv"
+    watch "$tmp/single_step" --once
+    line watch/single_step 'a step in ms, means of the newest 2'
     rm "$tmp/watched/steps.csv"
     watch "$tmp/watched" --once
     one_error watch watch/no_file "watched/steps.csv" "--out DIR"

@@ -140,6 +140,17 @@ test_job_scripts() {
     done
 }
 
+# In a terminal of Jupyter, MPLBACKEND has a value that matplotlib refuses elsewhere.
+test_jupyter() {
+    project
+    mkdir -p .venv/bin
+    pretend ../../project/.venv/bin/python <<'END'
+[ "$MPLBACKEND" = Agg ]
+END
+    MPLBACKEND=module://matplotlib_inline.backend_inline made -n plots
+    line jupyter '^\.venv/bin/python labs/tools/plot\.py '
+}
+
 # ---- RUNS with a blank: each target that has it gives the tools one word
 
 test_blanks() {
@@ -174,4 +185,5 @@ END
 test_login_node
 test_gpu_node
 test_job_scripts
+test_jupyter
 test_blanks
