@@ -9,7 +9,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh" || exit 1
 
 # A folder, and the names of the files that belong directly into it. Whoever adds a kind of file adds it here.
 list='
-.                 .clang-format .gitignore LICENSE Makefile README.md cnn.c cnn_kernels.c cnn_kernels.cu
+.                 .clang-format .gitattributes .gitignore LICENSE Makefile README.md cnn.c cnn_kernels.c cnn_kernels.cu
 .ci               run
 data              *.sh
 labs              *.md grade requirements.txt
