@@ -7,7 +7,7 @@ program=${CNN:-./cnn}
 missing() {
     if [ ! -x cnn ]; then
         echo "there is no ./cnn in $PWD"
-    elif [ -n "${SLURM_GPUS_ON_NODE:-}" ] && [[ " $* " != *" --no-cuda "* ]] &&
+    elif [ -n "${SLURM_GPUS_ON_NODE:-}" ] && [[ ! " $* " =~ " "--(no-cuda|emulate)" " ]] &&
         ! grep -aqE '(cuda|hip)GetDeviceCount' cnn; then
         echo "this job has a GPU, but ./cnn was built without CUDA"
     fi

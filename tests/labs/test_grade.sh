@@ -55,7 +55,7 @@ printf '%s\n' 'JobIDRaw|User|ElapsedRaw' '4711|ivan|3600' '4712|mia|90' >"$made/
 handbook() {
     local project=$tmp/course/project kind command status
     mkdir -p "$project/submissions"
-    cp -r "$repo"/{.gitignore,LICENSE,README.md,Makefile,cnn.c,cnn_kernels.c,cnn_kernels.cu,data,labs,slurm,tests} "$project"
+    cp -r "$repo"/{.gitattributes,.gitignore,LICENSE,README.md,Makefile,cnn.c,cnn_kernels.c,cnn_kernels.cu,data,labs,slurm,tests} "$project"
     cp -r "$made/given/anna" "$made/given/dora.zip" "$project/submissions"
     cp "$made/jobs.txt" "$project"
     cd "$project" || exit 1

@@ -126,6 +126,8 @@ test_job_scripts() {
     line job/no_cuda/says '^single: this job has a GPU, but ./cnn was built without CUDA: run .make. '
     job multinode SLURM_GPUS_ON_NODE=1 OPTIONS=--no-cuda
     same job/no_gpu_wanted "0 starts ./cnn" "$status $(cat "$out")"
+    job timing SLURM_GPUS_ON_NODE=2 OPTIONS=--emulate
+    same job/emulated "0 starts ./cnn" "$status $(cat "$out")"
     job cpu
     same job/no_gpu_asked_for "0 starts ./cnn" "$status $(cat "$out")"
     made

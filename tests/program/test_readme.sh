@@ -19,7 +19,7 @@ built=$(realpath -m "${CNN:-$repo/cnn}")
 tmp=$(mktemp -d) || exit 1
 trap 'rm -rf "$tmp"' EXIT
 mkdir "$tmp/project"
-cp -r "$repo"/{.gitignore,LICENSE,README.md,Makefile,cnn.c,cnn_kernels.c,cnn_kernels.cu,data,labs,slurm,tests} \
+cp -r "$repo"/{.gitattributes,.gitignore,LICENSE,README.md,Makefile,cnn.c,cnn_kernels.c,cnn_kernels.cu,data,labs,slurm,tests} \
     "$tmp/project" && cd "$tmp/project" || exit 1
 out=$tmp/out err=$tmp/err
 mapfile -t pages < <(echo README.md; grep -oP '\]\(\Klabs/[^)#]+\.md' README.md | grep -v '^labs/lab[0-9]' | awk '!seen[$0]++')
@@ -72,7 +72,8 @@ not_run() {
 takes_long() {
     case $1 in
         make\ ablation* | 'make build/cnn-O0' | for\ lr\ *) ;;
-        make | 'make run' | 'make emulate' | 'make count' | CUEMU_DEVICES=* | ./cnn-count* | './cnn-emu --dataset '*) ;;
+        make) [ cnn -nt cnn.c ] ;; # built above
+        'make run' | 'make emulate' | 'make count' | CUEMU_DEVICES=* | ./cnn-count* | './cnn-emu --dataset '*) ;;
         gcc\ * | *'--model lenet'* | *'--model resnet8'* | *--checkpoint* | *' --out two' | *' --out n'[12]) ;;
         mpirun\ * | *' --out run --profile '* | make\ study* | make\ cpu* | make\ report* | make\ verify* | labs/tools/*) ;;
         *) return 1 ;;
