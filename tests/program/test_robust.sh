@@ -100,9 +100,9 @@ test_signals() {
 # Ctrl-Z for longer than --timeout, and a pager that pauses, are nobody's fault.
 test_stopped() {
     local long=(--model cifar --dataset synthetic --threads 1 --limit-train 2000 --limit-test 40 --epochs 1 "${replicas[@]}") pid
-    starts "${long[@]}" --timeout 1
+    starts "${long[@]}" --timeout 5 # which a busy machine may need
     kill -STOP "$pid"
-    sleep 2
+    sleep 6
     kill -CONT "$pid"
     wait "$pid"
     same stopped/ctrl_z "0 complete" "$? $(status_of "$tmp/signals")"
