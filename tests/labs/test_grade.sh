@@ -21,6 +21,7 @@ cp "$repo"/labs/grader/*.py "$made/tools"
 cat >"$made/bin/gcc" <<END
 #!/usr/bin/env bash
 case " \$* " in
+*" -o build/cnn.o "*) : >build/cnn.o ;;
 *" -o cnn "*) cp "$made/bin/cnn" cnn ;;
 *) exec $(command -v gcc) "\$@" ;;
 esac
