@@ -97,16 +97,17 @@ test_signals() {
     done
 }
 
-# Ctrl-Z for longer than --timeout, and a pager that pauses, are nobody's fault.
+# Ctrl-Z for longer than --timeout, and a pager that pauses, are nobody's fault. Beside other programs a second is too
+# short: a replica may wait as long for its core.
 test_stopped() {
     local long=(--model cifar --dataset synthetic --threads 1 --limit-train 2000 --limit-test 40 --epochs 1 "${replicas[@]}") pid
-    starts "${long[@]}" --timeout 1
+    starts "${long[@]}" --timeout 5
     kill -STOP "$pid"
-    sleep 2
+    sleep 6
     kill -CONT "$pid"
     wait "$pid"
     same stopped/ctrl_z "0 complete" "$? $(status_of "$tmp/signals")"
-    "$cnn" "${long[@]}" --timeout 1 --log-interval 1 2>"$err" | { sleep 3 && cat >/dev/null; }
+    "$cnn" "${long[@]}" --timeout 5 --log-interval 1 2>"$err" | { sleep 7 && cat >/dev/null; }
     same stopped/pager "0, " "${PIPESTATUS[0]}, $(cat "$err")"
 }
 
