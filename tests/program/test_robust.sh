@@ -157,6 +157,8 @@ test_outputs() {
     same closed/logs 0 "$(grep -vc '^[1e]' "$tmp/closed/epochs.csv")"
     "$cnn" "${small[@]}" --out "$tmp/closed" --checkpoint "$tmp/closed/ck" >&- 2>&- <&-
     same closed/all "1 failed" "$? $(status_of "$tmp/closed")"
+    "$cnn" "${small[@]}" --quiet >&- 2>"$err"
+    same closed/quiet "1, cnn: error: cannot write to standard output: Bad file descriptor" "$?, $(cat "$err")"
     "$cnn" "${small[@]}" --quiet >/dev/full 2>"$err"
     same full/quiet "1, cnn: error: cannot write to standard output: No space left on device" "$?, $(cat "$err")"
     (ulimit -f 64 && exec "$cnn" "${small[@]}" --checkpoint "$tmp/limited" >"$out" 2>"$err")
@@ -181,11 +183,17 @@ test_limits() {
     SLURM_MEM_PER_CPU=100 SLURM_CPUS_ON_NODE=3 refused memory/slurm_by_core 1 "314.6 MB there" \
         --model mnist --dataset synthetic --batch-size 4096 --limit-train 8192 --epochs 1
     (ulimit -s 256 && exec "$cnn" "${small[@]}" >"$out" 2>"$err")
-    same stack/main "1, cnn: error: expected stacks of 2 MB or more; run: ulimit -s 8192; unset OMP_STACKSIZE" \
-        "$?, $(cat "$err")"
-    OMP_STACKSIZE=256K refused stack/openmp 1 "stacks of 2 MB" "${small[@]}"
-    OMP_STACKSIZE=4M run "${small[@]}"
-    same stack/enough 0 "$status"
+    same stack/main "1, cnn: error: expected a stack of 2 MB or more; run: ulimit -s 8192" "$?, $(cat "$err")"
+    local option limit wrong=
+    for option in --quiet --profile --layers; do # 3: stdin, stdout, stderr; libraries need another one
+        for limit in 4 5 6 7 8; do
+            (exec >"$out" 2>"$err" && ulimit -n $limit && exec "$cnn" "${small[@]}" "$option")
+            status=$?
+            [ "$status, $(cat "$err")" = "0, " ] || grep -q '^cnn: error: .*: Too many open files$' "$err" ||
+                wrong+="|$option, $limit: exit $status, $(cat "$err")"
+        done
+    done
+    same descriptors "" "$wrong"
     run "${small[@]}" --layers
     holds layers/planned "more than 134 MB of maps and buffers" "$(grep '^Memory in MB' "$out")" \
         at_least "$(grep -oP 'maps and buffers \K[0-9.]+' "$out")" 134
