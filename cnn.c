@@ -398,12 +398,10 @@ static inline HOST_DEVICE real uniform(uint32_t bits) {
 #ifdef _OPENMP
 #include <omp.h>
 #define OPENMP_STATUS "OpenMP"
-#define PARALLEL_SUMS(...) DO_PRAGMA(omp parallel reduction(+ : __VA_ARGS__))
 #define PARALLEL_FOR DO_PRAGMA(omp parallel for schedule(static))
 #else
 #define OPENMP_STATUS "no OpenMP: --kernels naive uses one thread"
 #define omp_set_num_threads(n) ((void)(n))
-#define PARALLEL_SUMS(...)
 #define PARALLEL_FOR
 #endif
 
@@ -746,17 +744,12 @@ static ptrdiff_t input_pixel(const Layer *l, size_t y, size_t x, size_t tap) {
     return iy < l->in.h && ix < l->in.w ? (ptrdiff_t)(iy * l->in.w + ix) : OUTSIDE;
 }
 
-// out[k] += sum over i of in[i] * weight[i][k], four terms at a time to keep out[k] in a register
-static void add_products(real *restrict out, const real *in, const real *weight, size_t terms,
-                         size_t count) {
-    size_t i = 0;
-    for (; i + 4 <= terms; i += 4, weight += 4 * count)
+// out[k] += sum over i < terms of in[i] * weight[i][k], for k < count
+static void add_products(real *restrict out, const real *restrict in, const real *restrict weight,
+                         size_t terms, size_t count) {
+    for (size_t i = 0; i < terms; i++)
         for (size_t k = 0; k < count; k++)
-            out[k] = out[k] + in[i] * weight[k] + in[i + 1] * weight[count + k] +
-                     in[i + 2] * weight[2 * count + k] + in[i + 3] * weight[3 * count + k];
-    for (; i < terms; i++, weight += count)
-        for (size_t k = 0; k < count; k++)
-            out[k] += in[i] * weight[k];
+            out[k] += in[i] * weight[i * count + k];
 }
 
 /* out[n][y][x][k] = bias[k] + sum over i, j, c of
@@ -796,26 +789,23 @@ static void conv2d_backward_naive(Work w) {
     const Shape I = l->in, O = l->out;
     const size_t taps = l->kernel * l->kernel, pixels = w.n * O.h * O.w;
     /* LAB 1.2 BEGIN conv2d_backward_naive */
-    enum { BLOCK = 16 }; // input channels
     memset(w.dbias, 0, l->biases * sizeof *w.dbias);
     for (size_t pixel = 0; pixel < pixels; pixel++)
         for (size_t k = 0; k < l->biases; k++)
             w.dbias[k] += w.dout[pixel * O.c + k];
     PARALLEL_FOR
-    for (size_t block = 0; block < taps * ceil_div(I.c, BLOCK); block++) {
-        const size_t tap = block % taps, first = block / taps * BLOCK;
-        const size_t count = min_size(BLOCK, I.c - first);
-        real *restrict sums = w.dweight + (tap * I.c + first) * O.c;
-        memset(sums, 0, count * O.c * sizeof *sums);
+    for (size_t row = 0; row < taps * I.c; row++) { // of the weights: a tap and an input channel
+        const size_t tap = row / I.c, c = row % I.c;
+        real *restrict sums = w.dweight + row * O.c;
+        memset(sums, 0, O.c * sizeof *sums);
         for (size_t pixel = 0; pixel < pixels; pixel++) {
             const ptrdiff_t source = input_pixel(l, pixel / O.w % O.h, pixel % O.w, tap);
             if (source == OUTSIDE)
                 continue;
             const size_t image = pixel / (O.h * O.w);
-            const real *in = w.in + (image * I.h * I.w + (size_t)source) * I.c + first;
-            for (size_t c = 0; c < count; c++)
-                for (size_t k = 0; k < O.c; k++)
-                    sums[c * O.c + k] += in[c] * w.dout[pixel * O.c + k];
+            const real in = w.in[(image * I.h * I.w + (size_t)source) * I.c + c];
+            for (size_t k = 0; k < O.c; k++)
+                sums[k] += in * w.dout[pixel * O.c + k];
         }
     }
     /* LAB 1.2 END */
@@ -823,8 +813,10 @@ static void conv2d_backward_naive(Work w) {
         return;
     /* LAB 1.3 BEGIN conv2d_backward_naive */
     real *restrict transposed = w.scratch; // [tap][k][c]: the weights, input channels innermost
-    for (size_t i = 0; i < l->weights; i++)
-        transposed[(i / (I.c * O.c) * O.c + i % O.c) * I.c + i / O.c % I.c] = w.weight[i];
+    for (size_t tap = 0; tap < taps; tap++)
+        for (size_t c = 0; c < I.c; c++)
+            for (size_t k = 0; k < O.c; k++)
+                transposed[(tap * O.c + k) * I.c + c] = w.weight[(tap * I.c + c) * O.c + k];
     PARALLEL_FOR
     for (size_t image = 0; image < w.n; image++) {
         real *din = w.din + image * shape_size(I);
@@ -968,199 +960,128 @@ static void add_backward(Work w) {
      running = (1 - momentum) * running + momentum * (mean, or variance * m / (m - 1))
    Evaluation uses the running statistics instead of the batch's. stats holds four rows of c
    numbers: running mean, running variance, and mean and 1 / sqrt(variance + eps) for the backward.
-   Sums are taken over slices of the pixels, which do not depend on the number of threads. */
+   Sums are in double. A thread sums a block of adjacent channels, pixel by pixel. */
 
-enum { BN_SLICES = 32 };
+enum { BN_BLOCK = 16 };
 static const double bn_eps = 1e-5, bn_momentum = 0.1;
 
-static Range bn_slice(size_t slice, size_t pixels) {
-    return part_of((Range){0, pixels}, slice, BN_SLICES);
+static size_t bn_pixels(const Work *w) {
+    return w->n * w->l->in.h * w->l->in.w;
 }
 
-/* sums[0][c] = mean over a slice, sums[1][c] = sum of squared deviations from it: two passes over
-   each piece that fits into the cache, combined by Chan's formula. (Chan, Golub, LeVeque, "Updating
-   formulae and a pairwise algorithm for computing sample variances", 1979.) */
-static void bn_slice_stats(real *restrict sums, const real *restrict in, Range s, size_t channels) {
-    enum { PIECE = 16 };
-    real *restrict squares = sums + channels, mean[channels], more[channels];
-    memset(sums, 0, 2 * channels * sizeof *sums);
-    for (size_t first = s.first; first < s.first + s.count; first += PIECE) {
-        size_t last = min_size(first + PIECE, s.first + s.count);
-        real before = (real)(first - s.first), n = (real)(last - first);
-        memset(mean, 0, sizeof mean);
-        memset(more, 0, sizeof more);
-        for (size_t i = first; i < last; i++)
-            for (size_t c = 0; c < channels; c++)
-                mean[c] += in[i * channels + c];
-        for (size_t c = 0; c < channels; c++)
-            mean[c] /= n;
-        for (size_t i = first; i < last; i++)
-            for (size_t c = 0; c < channels; c++) {
-                real d = in[i * channels + c] - mean[c];
-                more[c] += d * d;
-            }
-        for (size_t c = 0; c < channels; c++) {
-            real d = mean[c] - sums[c];
-            squares[c] += more[c] + d * d * (before * n / (before + n));
-            sums[c] += d * (n / (before + n));
+// All four rows of stats, of channel c. squares: the sum of (in - mean)^2 over m pixels
+static void bn_store_stats(real *stats, size_t channels, size_t c, double mean, double squares,
+                           size_t m) {
+    const double unbiased = squares / (double)(m > 1 ? m - 1 : 1);
+    real *running_mean = stats + c, *running_variance = stats + channels + c;
+    *running_mean = (real)((1 - bn_momentum) * (double)*running_mean + bn_momentum * mean);
+    *running_variance =
+        (real)((1 - bn_momentum) * (double)*running_variance + bn_momentum * unbiased);
+    stats[2 * channels + c] = (real)mean;
+    stats[3 * channels + c] = (real)(1 / sqrt(squares / (double)m + bn_eps));
+}
+
+// stats (=) of the channels [first, first + count) of a training batch
+static void bn_block_stats(Work w, size_t first, size_t count) {
+    const size_t channels = w.l->in.c, m = bn_pixels(&w);
+    double mean[BN_BLOCK] = {0}, squares[BN_BLOCK] = {0};
+    for (size_t i = 0; i < m; i++)
+        for (size_t c = 0; c < count; c++)
+            mean[c] += (double)w.in[i * channels + first + c];
+    for (size_t c = 0; c < count; c++)
+        mean[c] /= (double)m;
+    for (size_t i = 0; i < m; i++)
+        for (size_t c = 0; c < count; c++) {
+            double d = (double)w.in[i * channels + first + c] - mean[c];
+            squares[c] += d * d;
         }
-    }
-}
-
-// Combines the slices of channel c in the same way.
-static void bn_join_stats(real *stats, const real *sums, size_t pixels, size_t channels, size_t c) {
-    double mean = 0, squares = 0, count = 0;
-    for (size_t slice = 0; slice < BN_SLICES; slice++, sums += 2 * channels) {
-        double more = (double)bn_slice(slice, pixels).count, d = (double)sums[c] - mean;
-        if (more == 0)
-            continue;
-        squares += (double)sums[channels + c] + d * d * count * more / (count + more);
-        mean += d * more / (count + more);
-        count += more;
-    }
-    double unbiased = squares / (count > 1 ? count - 1 : 1);
-    stats[c] = (real)((1 - bn_momentum) * (double)stats[c] + bn_momentum * mean);
-    stats += channels;
-    stats[c] = (real)((1 - bn_momentum) * (double)stats[c] + bn_momentum * unbiased);
-    stats[channels + c] = (real)mean;
-    stats[2 * channels + c] = (real)(1 / sqrt(squares / count + bn_eps));
-}
-
-// The slice's part of the scratch memory: sums[2][channels]; after the slices follow factors.
-static real *bn_sums(Work w, size_t slice) {
-    return w.scratch + slice * 2 * w.l->in.c;
-}
-
-// Channel c of the factors in out = in * scale + shift. In training, joins its slices first.
-static void bn_forward_channel(Work w, size_t pixels, size_t c) {
-    const size_t channels = w.l->in.c;
-    const bool training = w.draw != NULL;
-    real *scale = bn_sums(w, BN_SLICES), *shift = scale + channels;
-    if (training)
-        bn_join_stats(w.stats, w.scratch, pixels, channels, c);
-    real mean = w.stats[training ? 2 * channels + c : c];
-    scale[c] = w.weight[c] * (training ? w.stats[3 * channels + c]
-                                       : 1 / SQRT(w.stats[channels + c] + (real)bn_eps));
-    shift[c] = w.bias[c] - mean * scale[c];
-}
-
-// out = in * scale + shift, then the residual and the ReLU that are fused
-static void bn_forward_slice(Work w, Range s) {
-    const size_t channels = w.l->in.c;
-    const real *restrict scale = bn_sums(w, BN_SLICES), *restrict shift = scale + channels;
-    const real least = w.l->relu ? 0 : -(real)INFINITY;
-    for (size_t i = s.first; i < s.first + s.count; i++) {
-        const real *restrict from = w.in + i * channels;
-        real *restrict to = w.out + i * channels;
-        for (size_t c = 0; c < channels; c++) {
-            real value = from[c] * scale[c] + shift[c];
-            if (w.residual)
-                value += w.residual[i * channels + c];
-            to[c] = value < least ? least : value;
-        }
-    }
+    for (size_t c = 0; c < count; c++)
+        bn_store_stats(w.stats, channels, first + c, mean[c], squares[c], m);
 }
 
 static void batchnorm2d_forward(Work w) {
-    const size_t pixels = w.n * w.l->in.h * w.l->in.w, slices = w.draw ? BN_SLICES : 0;
+    const size_t channels = w.l->in.c, m = bn_pixels(&w);
+    const real *mean = w.draw ? w.stats + 2 * channels : w.stats;
+    const size_t summed = w.draw ? channels : 0;
+    real *restrict scale = w.scratch;
     PARALLEL_FOR
-    for (size_t i = 0; i < slices; i++)
-        bn_slice_stats(bn_sums(w, i), w.in, bn_slice(i, pixels), w.l->in.c);
+    for (size_t first = 0; first < summed; first += BN_BLOCK)
+        bn_block_stats(w, first, min_size(BN_BLOCK, channels - first));
+    for (size_t c = 0; c < channels; c++)
+        scale[c] = w.weight[c] * (w.draw ? w.stats[3 * channels + c]
+                                         : 1 / SQRT(w.stats[channels + c] + (real)bn_eps));
     PARALLEL_FOR
-    for (size_t c = 0; c < w.l->in.c; c++)
-        bn_forward_channel(w, pixels, c);
-    PARALLEL_FOR
-    for (size_t i = 0; i < BN_SLICES; i++)
-        bn_forward_slice(w, bn_slice(i, pixels));
+    for (size_t i = 0; i < m; i++)
+        for (size_t c = 0; c < channels; c++)
+            w.out[i * channels + c] = (w.in[i * channels + c] - mean[c]) * scale[c] + w.bias[c];
+}
+
+// dbias, dweight (=) of the channels [first, first + count)
+static void bn_block_gradients(Work w, size_t first, size_t count) {
+    const size_t channels = w.l->in.c, m = bn_pixels(&w);
+    const real *mean = w.stats + 2 * channels, *inverse = mean + channels;
+    double sum[BN_BLOCK] = {0}, product[BN_BLOCK] = {0};
+    for (size_t i = 0; i < m; i++)
+        for (size_t c = 0; c < count; c++) {
+            size_t at = i * channels + first + c;
+            sum[c] += (double)w.dout[at];
+            product[c] += (double)w.dout[at] * (double)(w.in[at] - mean[first + c]);
+        }
+    for (size_t c = 0; c < count; c++) {
+        w.dbias[first + c] = (real)sum[c];
+        w.dweight[first + c] = (real)product[c] * inverse[first + c];
+    }
 }
 
 /* dbias = sum of dout      dweight = sum of dout * x, where x = (in - mean) / sqrt(variance + eps)
-   din = weight / sqrt(variance + eps) * (dout - dbias / m - x * dweight / m)
-
-   sums[0][c] = sum over a slice of dout, sums[1][c] = that of dout * (in - mean) */
-static void bn_slice_products(Work w, real *restrict sums, Range s) {
-    const size_t channels = w.l->in.c;
-    const real *restrict mean = w.stats + 2 * channels;
-    real *restrict products = sums + channels;
-    memset(sums, 0, 2 * channels * sizeof *sums);
-    for (size_t i = s.first; i < s.first + s.count; i++)
-        for (size_t c = 0; c < channels; c++) {
-            real d = w.dout[i * channels + c];
-            sums[c] += d;
-            products[c] += d * (w.in[i * channels + c] - mean[c]);
-        }
-}
-
-// Channel c of dweight, of dbias and of the factors in din = a * dout + b * (in - mean) + e
-static void bn_backward_channel(Work w, size_t pixels, size_t c) {
-    const size_t channels = w.l->in.c;
-    const real inverse = w.stats[3 * channels + c];
-    real *a = bn_sums(w, BN_SLICES), *b = a + channels, *e = b + channels;
-    double sum = 0, product = 0;
-    for (size_t slice = 0; slice < BN_SLICES; slice++) {
-        sum += (double)w.scratch[slice * 2 * channels + c];
-        product += (double)w.scratch[(slice * 2 + 1) * channels + c];
-    }
-    w.dbias[c] = (real)sum;
-    w.dweight[c] = (real)product * inverse;
-    a[c] = w.weight[c] * inverse;
-    b[c] = -a[c] * inverse * w.dweight[c] / (real)pixels;
-    e[c] = -a[c] * w.dbias[c] / (real)pixels;
-}
-
-static void bn_backward_slice(Work w, Range s) {
-    const size_t channels = w.l->in.c;
-    const real *restrict mean = w.stats + 2 * channels, *restrict a = bn_sums(w, BN_SLICES);
-    const real *restrict b = a + channels, *restrict e = b + channels;
-    for (size_t i = s.first; i < s.first + s.count; i++) {
-        const real *restrict x = w.in + i * channels, *restrict d = w.dout + i * channels;
-        real *restrict to = w.din + i * channels;
-        for (size_t c = 0; c < channels; c++)
-            to[c] = a[c] * d[c] + b[c] * (x[c] - mean[c]) + e[c] + (w.accumulate ? to[c] : 0);
-    }
-}
-
+   din = weight / sqrt(variance + eps) * (dout - dbias / m - x * dweight / m) */
 static void batchnorm2d_backward(Work w) {
-    const size_t pixels = w.n * w.l->in.h * w.l->in.w, slices = w.din ? BN_SLICES : 0;
+    const size_t channels = w.l->in.c, m = bn_pixels(&w), written = w.din ? m : 0;
+    const real *mean = w.stats + 2 * channels, *inverse = mean + channels;
     PARALLEL_FOR
-    for (size_t i = 0; i < BN_SLICES; i++)
-        bn_slice_products(w, bn_sums(w, i), bn_slice(i, pixels));
+    for (size_t first = 0; first < channels; first += BN_BLOCK)
+        bn_block_gradients(w, first, min_size(BN_BLOCK, channels - first));
     PARALLEL_FOR
-    for (size_t c = 0; c < w.l->in.c; c++)
-        bn_backward_channel(w, pixels, c);
-    PARALLEL_FOR
-    for (size_t i = 0; i < slices; i++)
-        bn_backward_slice(w, bn_slice(i, pixels));
+    for (size_t i = 0; i < written; i++)
+        for (size_t c = 0; c < channels; c++) {
+            size_t at = i * channels + c;
+            real x = (w.in[at] - mean[c]) * inverse[c];
+            real d = w.dout[at] - (w.dbias[c] + x * w.dweight[c]) / (real)m;
+            w.din[at] = w.weight[c] * inverse[c] * d + (w.accumulate ? w.din[at] : 0);
+        }
 }
 
 /* out = in / (1 - p), or 0 with probability p, as the mask says. One Philox block serves 8 elements
    with 16 bits each, so p is rounded to 1/65536. Element e of the image at position q draws from
    (seed, layer, epoch, q, e). (Srivastava et al., "Dropout", JMLR 2014; inverted as in PyTorch.) */
+static uint32_t dropout_threshold(const Layer *l) {
+    return (uint32_t)lround((double)l->p * 65536);
+}
+
+// The random bits of elements [8 * block, 8 * block + 8) of an image
+static inline void dropout_draw(uint32_t bits[4], Work w, size_t image, size_t block) {
+    philox4x32(bits, (uint32_t)block, (uint32_t)position_of(*w.draw, image),
+               (uint32_t)w.draw->epoch, DRAW_DROPOUT + (uint32_t)w.row, w.draw->seed);
+}
+
 static void dropout_forward(Work w) {
-    enum { BLOCK = 8, BLOCKS = 16 }; // 16 blocks at a time, which the compiler vectorises
-    const size_t size = shape_size(w.l->out);
+    enum { BLOCK = 8 };
+    const size_t size = shape_size(w.l->out), images = w.draw ? w.n : 0;
     const real scale = 1 / (1 - w.l->p);
-    const uint32_t threshold = (uint32_t)lround((double)w.l->p * 65536);
+    const uint32_t threshold = dropout_threshold(w.l);
     if (!w.draw && w.out != w.in)
         memcpy(w.out, w.in, outputs(w) * sizeof *w.out);
-    const size_t images = w.draw ? w.n : 0;
     PARALLEL_FOR
     for (size_t image = 0; image < images; image++)
-        for (size_t start = 0; start < size; start += BLOCK * BLOCKS) {
-            uint32_t bits[BLOCKS][4];
-            for (size_t b = 0; b < BLOCKS; b++)
-                philox4x32(bits[b], (uint32_t)(start / BLOCK + b),
-                           (uint32_t)position_of(*w.draw, image), (uint32_t)w.draw->epoch,
-                           DRAW_DROPOUT + (uint32_t)w.row, w.draw->seed);
-            uint16_t draws[BLOCK * BLOCKS];
+        for (size_t start = 0; start < size; start += BLOCK) {
+            uint32_t bits[BLOCK / 2];
+            uint16_t draws[BLOCK];
+            dropout_draw(bits, w, image, start / BLOCK);
             memcpy(draws, bits, sizeof draws);
-            const size_t at = image * size + start, count = min_size(size - start, BLOCK * BLOCKS);
-            const real *in = w.in + at;
-            real *out = w.out + at;
-            uint8_t *saved = w.saved + at;
-            for (size_t i = 0; i < count; i++) {
-                saved[i] = draws[i] >= threshold;
-                out[i] = draws[i] >= threshold ? in[i] * scale : 0;
+            for (size_t i = 0; i < min_size(BLOCK, size - start); i++) {
+                const size_t at = image * size + start + i;
+                w.saved[at] = draws[i] >= threshold;
+                w.out[at] = w.saved[at] ? w.in[at] * scale : 0;
             }
         }
 }
@@ -2143,55 +2064,6 @@ static void cpu_set_step(Step *to, Step step) {
 // Nothing is queued on a CPU.
 static void cpu_synchronize(void) {}
 
-// The vector width of the instruction set that this program is compiled for, and the number of sums
-// that fit into a core's vector registers, with space for operands.
-#if defined(__AVX512F__)
-enum { VECTOR_BYTES = 64, VECTOR_SUMS = 24 };
-#elif defined(__AVX__)
-enum { VECTOR_BYTES = 32, VECTOR_SUMS = 12 };
-#elif defined(__aarch64__)
-enum { VECTOR_BYTES = 16, VECTOR_SUMS = 24 };
-#else
-enum { VECTOR_BYTES = 16, VECTOR_SUMS = 12 };
-#endif
-enum { LANES = VECTOR_BYTES / sizeof(real) };
-typedef real vec __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(real)), may_alias));
-
-#ifdef __clang__
-#define UNROLL _Pragma("clang loop unroll(full)")
-#else
-#define UNROLL _Pragma("GCC unroll 36")
-#endif
-// A loop unrolled by the compiler, so that an array indexed by i is kept in registers.
-#define UNROLLED(i, count) \
-    UNROLL                 \
-    for (size_t i = 0; i < (count); i++)
-
-// The peak of multiply-adds, in GFLOP/s: independent sums in registers, best of 10 runs (30 ms)
-static double cpu_peak_gflops(void) {
-    enum { STEPS = 400000, REPEATS = 10 };
-    double best = 0;
-    for (int repeat = 0; repeat < REPEATS; repeat++) {
-        double begin = now(), threads = 0;
-        real kept = 0;
-        PARALLEL_SUMS(kept, threads) {
-            vec sums[VECTOR_SUMS], factor = (vec){0} + (real)0.999, term = (vec){0} + (real)0.001;
-            UNROLLED(i, VECTOR_SUMS)
-                sums[i] = (vec){0} + (real)i;
-            for (int step = 0; step < STEPS; step++)
-                UNROLLED(i, VECTOR_SUMS)
-                    sums[i] = sums[i] * factor + term;
-            UNROLLED(i, VECTOR_SUMS)
-                kept += sums[i][0];
-            threads += 1;
-        }
-        double flops = threads * STEPS * VECTOR_SUMS * LANES * 2. / (now() - begin);
-        if (kept > 0 && flops > best) // kept: prevents dead-code elimination
-            best = flops;
-    }
-    return best / 1e9;
-}
-
 static _Thread_local double cpu_marks[MARKS]; // times, since nothing is queued
 
 static void cpu_mark(size_t i) {
@@ -2201,6 +2073,9 @@ static void cpu_mark(size_t i) {
 static double cpu_elapsed(size_t from, size_t to) {
     return cpu_marks[to] - cpu_marks[from];
 }
+
+static double
+cpu_peak_gflops(void); // in cnn_kernels.c; without it, what --layers compares with is missing
 
 static void cpu_range(RangeLevel level, const char *name) {
     (void)level, (void)name;
@@ -2215,9 +2090,7 @@ static void cpu_receive(size_t device, real *to, const real *from, size_t count,
 
 static size_t scratch_size_naive(const Layer *l, size_t n) {
     (void)n;
-    return l->kind == BATCHNORM2D                   ? (2 * BN_SLICES + 3) * l->in.c
-           : l->kind == CONV2D || l->kind == LINEAR ? l->weights
-                                                    : 0;
+    return l->kind == BATCHNORM2D ? l->in.c : kinds[l->kind].flops > 0 ? l->weights : 0;
 }
 
 #define CPU_BACKEND                                                                           \
@@ -2231,7 +2104,7 @@ static const Backend naive_backend = {
     .kernels = "naive",
     .layers = {[CONV2D] = {conv2d_forward_naive, conv2d_backward_naive, false},
                [LINEAR] = {conv2d_forward_naive, conv2d_backward_naive, false},
-               [BATCHNORM2D] = {batchnorm2d_forward, batchnorm2d_backward, true},
+               [BATCHNORM2D] = {batchnorm2d_forward, batchnorm2d_backward, false},
                [RELU] = {relu_forward, relu_backward, false},
                [MAXPOOL2D] = {maxpool2d_forward_naive, maxpool2d_backward, false},
                [AVGPOOL2D] = {avgpool2d_forward, avgpool2d_backward, false},
@@ -2246,6 +2119,10 @@ static const Backend naive_backend = {
 #if !defined(CNN_NO_KERNELS) && __has_include("cnn_kernels.c")
 #include "cnn_kernels.c" // fills fast_backend
 #define CNN_FAST
+#else
+static double cpu_peak_gflops(void) {
+    return NAN;
+}
 #endif
 
 // The CPU's backends, the best one last.
@@ -4355,8 +4232,7 @@ static const char *host_name(void) {
 static void print_machine(void) {
     printf("Machine: %s, %s, %zu usable cores, %.1f GB memory\n", host_name(), cpu_name(),
            usable_cores(), memory_bytes() / 1e9);
-    printf("Build: %s, vectors of %d numbers, %s, commit %s\n", COMPILER, (int)LANES, OPENMP_STATUS,
-           CNN_COMMIT);
+    printf("Build: %s, %s, commit %s\n", COMPILER, OPENMP_STATUS, CNN_COMMIT);
 }
 
 // ---- Resources

@@ -281,6 +281,30 @@ static void parallel(size_t count, Body *body, const void *context) {
    input pixel and tap, the output pixel that reads it through the tap. The tiles know only
    addresses. A linear layer is the convolution of a 1 x 1 image and takes the same path. */
 
+// The vector width of the instruction set that this program is compiled for, and the number of sums
+// that fit into a core's vector registers, with space for operands.
+#if defined(__AVX512F__)
+enum { VECTOR_BYTES = 64, VECTOR_SUMS = 24 };
+#elif defined(__AVX__)
+enum { VECTOR_BYTES = 32, VECTOR_SUMS = 12 };
+#elif defined(__aarch64__)
+enum { VECTOR_BYTES = 16, VECTOR_SUMS = 24 };
+#else
+enum { VECTOR_BYTES = 16, VECTOR_SUMS = 12 };
+#endif
+enum { LANES = VECTOR_BYTES / sizeof(real) };
+typedef real vec __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(real)), may_alias));
+
+#ifdef __clang__
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 36")
+#endif
+// A loop unrolled by the compiler, so that an array indexed by i is kept in registers.
+#define UNROLLED(i, count) \
+    UNROLL                 \
+    for (size_t i = 0; i < (count); i++)
+
 enum {
     ROWS = 6, // of a tile
     VECTORS = VECTOR_SUMS / ROWS,
@@ -1906,18 +1930,178 @@ BY_IMAGES(avgpool2d_forward, in)
 BY_IMAGES(avgpool2d_backward, in)
 BY_IMAGES(add_forward, out)
 BY_IMAGES(add_backward, out)
-BY_IMAGES(dropout_forward, out)
 BY_IMAGES(dropout_backward, out)
 BY_IMAGES(log_softmax_forward, out)
 BY_IMAGES(log_softmax_backward, out)
 
-static size_t pixels_of(const Work *w) {
-    return w->n * w->l->in.h * w->l->in.w;
+// As dropout_forward(), for one image: 16 blocks of Philox at a time, which the compiler vectorises
+static void dropout_ith_image(const void *context, size_t image) {
+    enum { BLOCK = 8, BLOCKS = 16 };
+    const Work *w = context;
+    const size_t size = shape_size(w->l->out);
+    const real scale = 1 / (1 - w->l->p);
+    const uint32_t threshold = dropout_threshold(w->l);
+    for (size_t start = 0; start < size; start += BLOCK * BLOCKS) {
+        uint32_t bits[BLOCKS][4];
+        uint16_t draws[BLOCK * BLOCKS];
+        for (size_t b = 0; b < BLOCKS; b++)
+            dropout_draw(bits[b], *w, image, start / BLOCK + b);
+        memcpy(draws, bits, sizeof draws);
+        const size_t at = image * size + start, count = min_size(size - start, BLOCK * BLOCKS);
+        const real *in = w->in + at;
+        real *out = w->out + at;
+        uint8_t *saved = w->saved + at;
+        for (size_t i = 0; i < count; i++) {
+            saved[i] = draws[i] >= threshold;
+            out[i] = draws[i] >= threshold ? in[i] * scale : 0;
+        }
+    }
+}
+
+static void dropout_forward_fast(Work w) {
+    if (w.draw)
+        parallel(w.n, dropout_ith_image, &w);
+    else
+        dropout_forward(w); // copies, if not in place
+}
+
+/* ---- BatchNorm ---------------------------------------------------------------------------------
+
+   Sums over slices of the pixels, which do not depend on the number of threads; two passes over each
+   piece that fits into the cache, where the definition reads everything twice. The residual and the
+   ReLU that follow are part of the pass that writes out. */
+
+enum { BN_SLICES = 32 };
+
+static Range bn_slice(size_t slice, size_t pixels) {
+    return part_of((Range){0, pixels}, slice, BN_SLICES);
+}
+
+/* sums[0][c] = mean over a slice, sums[1][c] = sum of squared deviations from it: two passes over
+   each piece that fits into the cache, combined by Chan's formula. (Chan, Golub, LeVeque, "Updating
+   formulae and a pairwise algorithm for computing sample variances", 1979.) */
+static void bn_slice_stats(real *restrict sums, const real *restrict in, Range s, size_t channels) {
+    enum { PIECE = 16 };
+    real *restrict squares = sums + channels, mean[channels], more[channels];
+    memset(sums, 0, 2 * channels * sizeof *sums);
+    for (size_t first = s.first; first < s.first + s.count; first += PIECE) {
+        size_t last = min_size(first + PIECE, s.first + s.count);
+        real before = (real)(first - s.first), n = (real)(last - first);
+        memset(mean, 0, sizeof mean);
+        memset(more, 0, sizeof more);
+        for (size_t i = first; i < last; i++)
+            for (size_t c = 0; c < channels; c++)
+                mean[c] += in[i * channels + c];
+        for (size_t c = 0; c < channels; c++)
+            mean[c] /= n;
+        for (size_t i = first; i < last; i++)
+            for (size_t c = 0; c < channels; c++) {
+                real d = in[i * channels + c] - mean[c];
+                more[c] += d * d;
+            }
+        for (size_t c = 0; c < channels; c++) {
+            real d = mean[c] - sums[c];
+            squares[c] += more[c] + d * d * (before * n / (before + n));
+            sums[c] += d * (n / (before + n));
+        }
+    }
+}
+
+// Combines the slices of channel c in the same way.
+static void bn_join_stats(real *stats, const real *sums, size_t pixels, size_t channels, size_t c) {
+    double mean = 0, squares = 0, count = 0;
+    for (size_t slice = 0; slice < BN_SLICES; slice++, sums += 2 * channels) {
+        double more = (double)bn_slice(slice, pixels).count, d = (double)sums[c] - mean;
+        if (more == 0)
+            continue;
+        squares += (double)sums[channels + c] + d * d * count * more / (count + more);
+        mean += d * more / (count + more);
+        count += more;
+    }
+    bn_store_stats(stats, channels, c, mean, squares, pixels);
+}
+
+// The slice's part of the scratch memory: sums[2][channels]; after the slices follow factors.
+static real *bn_sums(Work w, size_t slice) {
+    return w.scratch + slice * 2 * w.l->in.c;
+}
+
+// Channel c of the factors in out = in * scale + shift. In training, joins its slices first.
+static void bn_forward_channel(Work w, size_t pixels, size_t c) {
+    const size_t channels = w.l->in.c;
+    const bool training = w.draw != NULL;
+    real *scale = bn_sums(w, BN_SLICES), *shift = scale + channels;
+    if (training)
+        bn_join_stats(w.stats, w.scratch, pixels, channels, c);
+    real mean = w.stats[training ? 2 * channels + c : c];
+    scale[c] = w.weight[c] * (training ? w.stats[3 * channels + c]
+                                       : 1 / SQRT(w.stats[channels + c] + (real)bn_eps));
+    shift[c] = w.bias[c] - mean * scale[c];
+}
+
+// out = in * scale + shift, then the residual and the ReLU that are fused
+static void bn_forward_slice(Work w, Range s) {
+    const size_t channels = w.l->in.c;
+    const real *restrict scale = bn_sums(w, BN_SLICES), *restrict shift = scale + channels;
+    const real least = w.l->relu ? 0 : -(real)INFINITY;
+    for (size_t i = s.first; i < s.first + s.count; i++) {
+        const real *restrict from = w.in + i * channels;
+        real *restrict to = w.out + i * channels;
+        for (size_t c = 0; c < channels; c++) {
+            real value = from[c] * scale[c] + shift[c];
+            if (w.residual)
+                value += w.residual[i * channels + c];
+            to[c] = value < least ? least : value;
+        }
+    }
+}
+
+// sums[0][c] = sum over a slice of dout, sums[1][c] = sum of dout * (in - mean)
+static void bn_slice_products(Work w, real *restrict sums, Range s) {
+    const size_t channels = w.l->in.c;
+    const real *restrict mean = w.stats + 2 * channels;
+    real *restrict products = sums + channels;
+    memset(sums, 0, 2 * channels * sizeof *sums);
+    for (size_t i = s.first; i < s.first + s.count; i++)
+        for (size_t c = 0; c < channels; c++) {
+            real d = w.dout[i * channels + c];
+            sums[c] += d;
+            products[c] += d * (w.in[i * channels + c] - mean[c]);
+        }
+}
+
+// Channel c of dweight, of dbias and of the factors in din = a * dout + b * (in - mean) + e
+static void bn_backward_channel(Work w, size_t pixels, size_t c) {
+    const size_t channels = w.l->in.c;
+    const real inverse = w.stats[3 * channels + c];
+    real *a = bn_sums(w, BN_SLICES), *b = a + channels, *e = b + channels;
+    double sum = 0, product = 0;
+    for (size_t slice = 0; slice < BN_SLICES; slice++) {
+        sum += (double)w.scratch[slice * 2 * channels + c];
+        product += (double)w.scratch[(slice * 2 + 1) * channels + c];
+    }
+    w.dbias[c] = (real)sum;
+    w.dweight[c] = (real)product * inverse;
+    a[c] = w.weight[c] * inverse;
+    b[c] = -a[c] * inverse * w.dweight[c] / (real)pixels;
+    e[c] = -a[c] * w.dbias[c] / (real)pixels;
+}
+
+static void bn_backward_slice(Work w, Range s) {
+    const size_t channels = w.l->in.c;
+    const real *restrict mean = w.stats + 2 * channels, *restrict a = bn_sums(w, BN_SLICES);
+    const real *restrict b = a + channels, *restrict e = b + channels;
+    for (size_t i = s.first; i < s.first + s.count; i++) {
+        const real *restrict x = w.in + i * channels, *restrict d = w.dout + i * channels;
+        real *restrict to = w.din + i * channels;
+        for (size_t c = 0; c < channels; c++)
+            to[c] = a[c] * d[c] + b[c] * (x[c] - mean[c]) + e[c] + (w.accumulate ? to[c] : 0);
+    }
 }
 
 static void bn_ith_stats(const void *context, size_t i) {
     const Work *w = context;
-    bn_slice_stats(bn_sums(*w, i), w->in, bn_slice(i, pixels_of(w)), w->l->in.c);
+    bn_slice_stats(bn_sums(*w, i), w->in, bn_slice(i, bn_pixels(w)), w->l->in.c);
 }
 
 enum { JOINED_CHANNELS = 16 }; // which a thread joins at a time
@@ -1926,12 +2110,12 @@ static void bn_ith_forward_channels(const void *context, size_t i) {
     const Work *w = context;
     const size_t last = min_size((i + 1) * JOINED_CHANNELS, w->l->in.c);
     for (size_t c = i * JOINED_CHANNELS; c < last; c++)
-        bn_forward_channel(*w, pixels_of(w), c);
+        bn_forward_channel(*w, bn_pixels(w), c);
 }
 
 static void bn_ith_forward_slice(const void *context, size_t i) {
     const Work *w = context;
-    bn_forward_slice(*w, bn_slice(i, pixels_of(w)));
+    bn_forward_slice(*w, bn_slice(i, bn_pixels(w)));
 }
 
 static void batchnorm2d_forward_fast(Work w) {
@@ -1942,19 +2126,19 @@ static void batchnorm2d_forward_fast(Work w) {
 
 static void bn_ith_products(const void *context, size_t i) {
     const Work *w = context;
-    bn_slice_products(*w, bn_sums(*w, i), bn_slice(i, pixels_of(w)));
+    bn_slice_products(*w, bn_sums(*w, i), bn_slice(i, bn_pixels(w)));
 }
 
 static void bn_ith_backward_channels(const void *context, size_t i) {
     const Work *w = context;
     const size_t last = min_size((i + 1) * JOINED_CHANNELS, w->l->in.c);
     for (size_t c = i * JOINED_CHANNELS; c < last; c++)
-        bn_backward_channel(*w, pixels_of(w), c);
+        bn_backward_channel(*w, bn_pixels(w), c);
 }
 
 static void bn_ith_backward_slice(const void *context, size_t i) {
     const Work *w = context;
-    bn_backward_slice(*w, bn_slice(i, pixels_of(w)));
+    bn_backward_slice(*w, bn_slice(i, bn_pixels(w)));
 }
 
 static void batchnorm2d_backward_fast(Work w) {
@@ -1996,6 +2180,41 @@ static void sgd_fast(Update u) {
     by_blocks(u, sgd);
 }
 
+/* The peak of multiply-adds, in GFLOP/s: independent sums in registers, on all threads at once; the
+   best of 10 runs of 1 ms. Known before the program's results need it: cnn.c declares it. */
+typedef struct PeakLoop {
+    real *kept; // of each thread: prevents dead-code elimination
+} PeakLoop;
+enum { PEAK_STEPS = 400000, PEAK_RUNS = 10 };
+
+static void peak_ith_thread(const void *context, size_t i) {
+    const PeakLoop *p = context;
+    vec sums[VECTOR_SUMS], factor = (vec){0} + (real)0.999, term = (vec){0} + (real)0.001;
+    UNROLLED(j, VECTOR_SUMS)
+        sums[j] = (vec){0} + (real)j;
+    for (int step = 0; step < PEAK_STEPS; step++)
+        UNROLLED(j, VECTOR_SUMS)
+            sums[j] = sums[j] * factor + term;
+    UNROLLED(j, VECTOR_SUMS)
+        p->kept[i] += sums[j][0];
+}
+
+static double cpu_peak_gflops(void) {
+    const size_t threads = num_threads;
+    const PeakLoop loop = {must_alloc(threads * sizeof(real), "the peak")};
+    double best = 0, kept = 0;
+    for (int run = 0; run < PEAK_RUNS; run++) {
+        const double begin = now();
+        parallel(threads, peak_ith_thread, &loop);
+        best =
+            fmax(best, (double)threads * PEAK_STEPS * VECTOR_SUMS * LANES * 2. / (now() - begin));
+    }
+    for (size_t i = 0; i < threads; i++)
+        kept += (double)loop.kept[i];
+    free(loop.kept);
+    return kept > 0 ? best / 1e9 : NAN;
+}
+
 /* ---- The backend --------------------------------------------------------------------------------
 
    Convolutions, linear layers and max-pools have kernels of their own. What a
@@ -2025,8 +2244,10 @@ static void conv2d_backward_fast(Work w) {
 
 // The largest of what the passes need, one after the other.
 static size_t scratch_size_fast(const Layer *l, size_t n) {
+    if (l->kind == BATCHNORM2D)
+        return (2 * BN_SLICES + 3) * l->in.c;
     if (l->kind != CONV2D && l->kind != LINEAR)
-        return scratch_size_naive(l, n);
+        return 0;
     const Pass forward = forward_pass(l, NULL), backward = backward_pass(l, NULL, false);
     const WeightGradient g = weight_gradient_plan(l, n, NULL);
     size_t size = g.slices * g.sums + (g.pass.tile ? num_threads * tile_area(&forward) : 0);
