@@ -278,22 +278,28 @@ static const Layer bn_layer = {.kind = BATCHNORM2D,
 
 // A BatchNorm on its own; the numbers of channel c lie around means[c], as far as spreads[c].
 typedef struct Norm {
+    const Backend *b; // whose BatchNorm is tested
     Array in, out, stats, weight, bias, scratch;
 } Norm;
 
-static Norm make_norm(void) {
+static Norm make_norm(const Backend *b) {
     size_t count = BN_MOST * shape_size(bn_shape);
-    Norm x = {random_array(count),
+    Norm x = {b,
+              random_array(count),
               array(count, guard_value),
               array(4 * BN_CHANNELS, guard_value),
               random_array(BN_CHANNELS),
               random_array(BN_CHANNELS),
-              array(scratch_size_naive(&bn_layer, BN_MOST), guard_value)};
+              array(b->scratch_size(&bn_layer, BN_MOST), guard_value)};
     for (size_t c = 0; c < BN_CHANNELS; c++) { // as net_init() leaves them
         x.stats.at[c] = 0;
         x.stats.at[BN_CHANNELS + c] = 1;
     }
     return x;
+}
+
+static void free_norm(Norm *x) {
+    free_arrays(&x->in, sizeof *x - offsetof(Norm, in));
 }
 
 static void draw_norm_input(Norm *x, const double *means, const double *spreads) {
@@ -315,7 +321,7 @@ static Work norm_work(const Norm *x, size_t n, bool training) {
 }
 
 static void run_norm(Norm *x, size_t n, bool training) {
-    batchnorm2d_forward(norm_work(x, n, training));
+    x->b->layers[BATCHNORM2D].forward(norm_work(x, n, training));
     check_guards("out", &x->out);
     check_guards("stats", &x->stats);
     check_guards("scratch", &x->scratch);
@@ -339,8 +345,8 @@ static Moments moments_of(const Norm *x, size_t n, size_t c) {
     return m;
 }
 
-/* How far off a variance may be, as a part of it: a sum of squares over a slice, and means that are
-   each rounded, which moves the squared distances from them. */
+/* How far off a variance may be, as a part of it, with the fast kernels: a sum of squares over a
+   slice, and means that are each rounded, which moves the squared distances from them. */
 static double variance_error(const Moments *m, size_t n) {
     double terms = (double)(n * bn_shape.h * bn_shape.w) / BN_SLICES + 4;
     double shift = fabs((double)m->mean) / sqrt((double)m->variance);
@@ -383,10 +389,10 @@ static void check_norm_statistics(const Norm *x, size_t n, const Moments *m) {
 }
 
 // The mean of the squares minus the square of the mean would lose all digits here.
-static void test_norm_cancellation(void) {
+static void test_norm_cancellation(const Backend *b) {
     static const double means[BN_CHANNELS] = {1e4, -1e4, 1e4, -1e4, 0, 1};
     static const double spreads[BN_CHANNELS] = {1, .1, .03, 30, 1e-3, 2};
-    Norm x = make_norm();
+    Norm x = make_norm(b);
     for (size_t n = 1; n <= BN_MOST; n++) {
         Moments m[BN_CHANNELS];
         draw_norm_input(&x, means, spreads);
@@ -395,30 +401,30 @@ static void test_norm_cancellation(void) {
             m[c] = moments_of(&x, n, c);
         check_norm_statistics(&x, n, m);
     }
-    free_arrays(&x, sizeof x);
-    verdict("batchnorm2d: statistics of numbers far from 0");
+    free_norm(&x);
+    verdict("batchnorm2d of %s kernels: statistics of numbers far from 0", b->kernels);
 }
 
 /* Each slice begins with a number far from all others. A sum of squared distances from that one, of
    which most is taken away again, would be off by 200 roundings. */
-static void test_norm_outliers(void) {
+static void test_norm_outliers(const Backend *b) {
     enum { SIDE = 64, N = 16, PIXELS = N * SIDE * SIDE };
     Layer l = {.kind = BATCHNORM2D, .in = {SIDE, SIDE, 1}, .out = {SIDE, SIDE, 1}};
     Array in = random_array(PIXELS), out = array(PIXELS, guard_value);
-    Array scratch = array(scratch_size_naive(&l, N), guard_value);
+    Array scratch = array(b->scratch_size(&l, N), guard_value);
     real stats[4] = {0, 1}, weight = 1, bias = 0;
     long double mean = 0, variance = 0;
     for (size_t i = 0; i < PIXELS; i += PIXELS / BN_SLICES)
         in.at[i] = 300;
-    batchnorm2d_forward((Work){.l = &l,
-                               .n = N,
-                               .in = in.at,
-                               .weight = &weight,
-                               .bias = &bias,
-                               .out = out.at,
-                               .stats = stats,
-                               .scratch = scratch.at,
-                               .draw = &any_draw});
+    b->layers[BATCHNORM2D].forward((Work){.l = &l,
+                                          .n = N,
+                                          .in = in.at,
+                                          .weight = &weight,
+                                          .bias = &bias,
+                                          .out = out.at,
+                                          .stats = stats,
+                                          .scratch = scratch.at,
+                                          .draw = &any_draw});
     for (size_t i = 0; i < PIXELS; i++)
         mean += in.at[i] / (long double)PIXELS;
     for (size_t i = 0; i < PIXELS; i++)
@@ -427,7 +433,7 @@ static void test_norm_outliers(void) {
     real bound = (real)(32 * epsilon) * want;
     check_tensor("1 / deviation", &stats[3], &want, &bound, 1);
     free_arrays((Array[]){in, out, scratch}, 3 * sizeof(Array));
-    verdict("batchnorm2d: statistics with outliers");
+    verdict("batchnorm2d of %s kernels: statistics with outliers", b->kernels);
 }
 
 // Takes one more batch into running statistics, and into the error that they may have.
@@ -467,10 +473,10 @@ static void check_norm_evaluation(Norm *x) {
     check_norm_outputs(x, 3, m, errors);
 }
 
-static void test_norm_running(void) {
+static void test_norm_running(const Backend *b) {
     static const double means[BN_CHANNELS] = {0, 1, -2, 3, 0, 5};
     static const double spreads[BN_CHANNELS] = {1, 2, .5, 1, 3, .1};
-    Norm x = make_norm();
+    Norm x = make_norm(b);
     Moments m[BN_CHANNELS];
     double errors[BN_CHANNELS] = {0};
     for (size_t c = 0; c < BN_CHANNELS; c++)
@@ -483,8 +489,8 @@ static void test_norm_running(void) {
         check_running(&x, m, errors);
     }
     check_norm_evaluation(&x);
-    free_arrays(&x, sizeof x);
-    verdict("batchnorm2d: running statistics, and evaluation by them");
+    free_norm(&x);
+    verdict("batchnorm2d of %s kernels: running statistics, and evaluation by them", b->kernels);
 }
 
 // Forward and backward, all results one after another.
@@ -501,14 +507,14 @@ static Array norm_results(Norm *x, const Array *dout, int threads) {
     w.din = din;
     w.dweight = dweight;
     w.dbias = dweight + BN_CHANNELS;
-    batchnorm2d_forward(w);
-    batchnorm2d_backward(w);
+    x->b->layers[BATCHNORM2D].forward(w);
+    x->b->layers[BATCHNORM2D].backward(w);
     set_num_threads(2);
     return all;
 }
 
-static void test_norm_threads(void) {
-    Norm x = make_norm();
+static void test_norm_threads(const Backend *b) {
+    Norm x = make_norm(b);
     Array dout = random_array(x.in.count);
     Array one = norm_results(&x, &dout, 1);
     for (int threads = 2; threads < 6; threads++) {
@@ -516,15 +522,15 @@ static void test_norm_threads(void) {
         check_tensor("1 thread against more", more.at, one.at, NULL, one.count);
         free(more.base);
     }
-    free_arrays(&x, sizeof x);
+    free_norm(&x);
     free(dout.base);
     free(one.base);
-    verdict("batchnorm2d: the same bits for any number of threads");
+    verdict("batchnorm2d of %s kernels: the same bits for any number of threads", b->kernels);
 }
 
 // What BatchNorm adds while it stores has the bits of an add behind it, with and without ReLU.
 static void test_norm_residual(void) {
-    Norm x = make_norm();
+    Norm x = make_norm(&fast_backend);
     Array residual = random_array(x.in.count), got = array(x.in.count, guard_value);
     for (int variant = 0; variant < 4; variant++) {
         Layer sum = {.kind = ADD, .relu = variant % 2, .out = bn_layer.out}, joined = bn_layer;
@@ -536,11 +542,11 @@ static void test_norm_residual(void) {
         w.l = &joined;
         w.residual = residual.at;
         w.out = got.at;
-        batchnorm2d_forward(w);
+        batchnorm2d_forward_fast(w);
         check_tensor("out", got.at, x.out.at, NULL, got.count);
     }
     check_guards("out", &got);
-    free_arrays(&x, sizeof x);
+    free_norm(&x);
     free(residual.base);
     free(got.base);
     verdict("batchnorm2d: an add in one with it");
@@ -554,9 +560,11 @@ static void test_layers(void) {
     test_large_logits();
     test_dropout_values();
     test_dropout_draws();
-    test_norm_cancellation();
-    test_norm_outliers();
-    test_norm_running();
-    test_norm_threads();
+    for (size_t b = 0; b < 2; b++) {
+        test_norm_cancellation(both_backends[b]);
+        test_norm_outliers(both_backends[b]);
+        test_norm_running(both_backends[b]);
+        test_norm_threads(both_backends[b]);
+    }
     test_norm_residual();
 }
