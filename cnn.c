@@ -4055,8 +4055,8 @@ static void json_string(FILE *f, const char *text) {
 }
 
 /* One description of a record, "epoch=%zu train_loss=%.4f ...", and its values give a line of
-   key=value pairs, the header or a row of CSV, or the members of a JSON object, where numbers that
-   are not finite become null. Conversions are %s, %zu and those of a double. */
+   key=value pairs, the header or a row of CSV, or the members of a JSON object. A number that is not
+   finite is null in JSON, and empty in CSV. Conversions are %s, %zu and those of a double. */
 static FORMAT(3) void print_record(FILE *f, Form form, const char *record, ...) {
     va_list args;
     va_start(args, record);
@@ -4078,7 +4078,7 @@ static FORMAT(3) void print_record(FILE *f, Form form, const char *record, ...) 
             fputs(text, f);
         else if (form != CSV_HEADER && kind == 'u')
             fprintf(f, format, count);
-        else if (form != CSV_HEADER)
+        else if (form == KEY_VALUE || form == JSON || (form == CSV_ROW && isfinite(number)))
             fprintf(f, format, number);
         fprintf(f, !*next ? "" : form == KEY_VALUE ? " " : ",");
     }
