@@ -87,29 +87,34 @@ typedef struct Settings {
     bool pin_memory, resident, autotune, quiet, layers, oversubscribe, overlap;
 } Settings;
 
-/* One row of the layer table. Offsets count elements from the start of the network's arenas, the
-   arrays of section 4. Operator fusion: a row that is the only reader of its input may be `fused`
-   into the previous row, which applies it when it stores its output; the two share memory. So a row
-   computes  out = relu(op(in) + residual),  where the sum and the ReLU are those fused into it. */
+/* One row of the layer table: what its formula needs. Where its arrays are, and which kernels compute
+   it, is in its Slot (section 4). */
 typedef struct Layer {
     LayerKind kind;
     char name[48];                  // PyTorch's name of its parameters, "conv1"; else empty
     size_t input, other;            // the row that it reads; add: the second row that it reads
     Shape in, out;                  // a linear layer reads 1 x 1 x (h * w * c)
     size_t kernel, stride, padding; // conv2d, maxpool2d
-    real p;                         // dropout: probability of a zero; free for other kinds
-    bool fused, in_place;           // in_place: out and in share memory (or a dropout's)
-    bool relu, relu_backward;       // forward ends with a fused ReLU; backward begins with its own
-    bool masks_din;                 // conv2d: backward includes that of the ReLU before it
-    const struct Layer *residual;   // the row whose output is added, or NULL
-    const struct Layer *pool;       // conv2d: the max-pool fused into it, or NULL
-    const struct Layer *moments; // conv2d, batchnorm2d: the other, whose moments the former stores
-    size_t weights, biases;      // numbers of parameters; batchnorm2d: weights are its scales
-    size_t weight, bias;         // their offsets into params and grads
-    size_t output, gradient;     // offsets into activations and dactivations, in bytes
-    size_t stats;                // batchnorm2d: offset into stats, see batchnorm2d_forward()
-    size_t saved;                // offset into saved: argmax of a max-pool, mask of a dropout
+    real p;                         // dropout: probability of a zero; available to other kinds
+    size_t weights, biases;         // numbers of parameters; batchnorm2d: weights are its scales
+    size_t weight, bias;            // their offsets into params and grads, in elements
 } Layer;
+
+/* Operator fusion: what the kernels of a row compute in the same pass, because no other row reads
+   their intermediate results:  out = pool(relu(op(in) + residual)).  The definitions fuse nothing. */
+typedef struct Fusion {
+    bool add;           // of a residual
+    bool relu;          // a ReLU
+    const Layer *pool;  // a max-pool, or NULL
+    bool relu_backward; // backward begins with the ReLU's, unless it is part of another kernel
+    bool masks_din;     // backward includes that of the ReLU before this row
+    const Layer
+        *moments; // of a convolution, the batchnorm2d whose moments it stores; or vice versa
+} Fusion;
+
+// How a row is computed: by kernels of its own, to memory of its own or over its input; or by the
+// kernels of an earlier row
+typedef enum { APART, IN_PLACE, FUSED } Sharing;
 
 // The identity of a batch's images: random numbers depend on the image, not on the batch.
 typedef struct Draw {
@@ -192,15 +197,17 @@ typedef struct Batch {
 
 /* What a row works on in one step. A forward reads in, residual, weight and bias and writes out,
    stats and saved (=). A backward reads dout and what its forward read and wrote; it writes dweight
-   and dbias with =, and din with = or, if accumulate, with +=. A prefixed d denotes the gradient
-   of the loss. With --precision bf16 and fp16 in, residual, out, dout, din and a convolution's or
+   and dbias with =, and din and dresidual with = or, if accumulate or accumulate_residual, with +=.
+   A prefixed d denotes the gradient of the loss. With --precision bf16 and fp16 in, residual, out, dout, din and a convolution's or
    linear layer's weight point to numbers of 16 bits, except log_softmax's out and dout. */
 typedef struct Work {
     const Layer *l;
+    Fusion fused;
     size_t row, n;             // its number in the table; images of this batch
     const real *in, *residual; // residual NULL: nothing to add
     const real *weight, *bias; // bias NULL: there is none
     real *out, *dout, *din;    // din NULL: not needed
+    real *dresidual;           // NULL: not needed, or in the memory of dout
     real *dweight, *dbias;
     real *stats;      // batchnorm2d
     uint8_t *saved;   // argmax of a max-pool, mask of a dropout
@@ -210,7 +217,8 @@ typedef struct Work {
     void *prepared;   // what the backend keeps for this row; zeroed, unless it has a prepare()
     const Draw *draw; // of a training step, in the device's memory; NULL: evaluation
     bool accumulate;  // another reader of the same row has already written din
-    bool autotune;    // choose the fastest kernels now, if that has not been done
+    bool accumulate_residual; // the same of dresidual
+    bool autotune;            // choose the fastest kernels now, if that has not been done
 } Work;
 
 /* On a GPU. A loss or a gradient that is not finite skips all updates from then on, until the host
@@ -259,13 +267,12 @@ typedef struct Backend {
     const char *(*lacks)(void);  // what that device lacks for these kernels; NULL: nothing
     struct {
         void (*forward)(Work w), (*backward)(Work w);
-        bool fuses; // forward itself adds the residual and applies the ReLU
     } layers[KINDS];
-    bool norm_relu_backward; // a batchnorm2d's backward does its ReLU's, if there is no residual
-    bool conv_moments; // a conv2d's forward may store the moments of the batchnorm2d behind it
-    bool (*fuses_pool)(const Layer *conv, const Layer *pool); // ... and this max-pool
-    size_t (*scratch_size)(const Layer *l, size_t n);         // in numbers of 32 bits
-    size_t (*transposed_size)(const Layer *l, size_t n);      // in elements; NULL: NHWC only
+    // how row l, the only reader of row `to`, is computed; `with`: what is fused with `to` already
+    Sharing (*fuse)(const Layer *to, const Fusion *with, const Layer *l);
+    bool conv_moments; // a conv2d's forward may store the moments of the batchnorm2d after it
+    size_t (*scratch_size)(const Layer *l, const Fusion *fused, size_t n); // in 32-bit words
+    size_t (*transposed_size)(const Layer *l, size_t n); // in elements; NULL: NHWC only
     // what the kernels of a row keep, in the host's memory: its size in bytes; sets it up
     size_t (*prepared_size)(const Layer *l);
     void (*prepare)(void *prepared, const Layer *l);
@@ -934,21 +941,25 @@ static void avgpool2d_backward(Work w) {
                                       (w.accumulate ? w.din[i * channels + c] : 0);
 }
 
-// out = in + residual, then the ReLU if one is fused: the end of a residual block
+// out = in + residual
 static void add_forward(Work w) {
-    const real least = w.l->relu ? 0 : -(real)INFINITY;
-    PARALLEL_FOR
-    for (size_t i = 0; i < outputs(w); i++) {
-        real sum = w.in[i] + w.residual[i];
-        w.out[i] = sum < least ? least : sum;
-    }
-}
-
-// din = dout
-static void add_backward(Work w) {
     PARALLEL_FOR
     for (size_t i = 0; i < outputs(w); i++)
-        w.din[i] = w.dout[i] + (w.accumulate ? w.din[i] : 0);
+        w.out[i] = w.in[i] + w.residual[i];
+}
+
+// gradient[i] = dout[i], or +=
+static void pass_gradient(Work w, real *gradient, bool accumulate) {
+    PARALLEL_FOR
+    for (size_t i = 0; i < outputs(w); i++)
+        gradient[i] = w.dout[i] + (accumulate ? gradient[i] : 0);
+}
+
+// dresidual = dout, din = dout
+static void add_backward(Work w) {
+    if (w.dresidual)
+        pass_gradient(w, w.dresidual, w.accumulate_residual);
+    pass_gradient(w, w.din, w.accumulate);
 }
 
 /* ---- BatchNorm ---------------------------------------------------------------------------------
@@ -1158,11 +1169,28 @@ static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t 
 
 enum { ALIGN = 64 / sizeof(real) };
 
+/* Which kernels compute a row, and where its arrays are. For example, conv -> batchnorm -> relu, of
+   which the kernels of the batchnorm also compute the ReLU:
+     rows          computed by   output      gradient
+     1 conv        1             at 0        at 0
+     2 batchnorm   2             at 4096     at 4096
+     3 relu        2             at 4096     at 4096     fused: its output is that of row 2 */
+typedef struct Slot {
+    size_t computed_by; // the row whose kernels compute this one
+    Sharing sharing;
+    Fusion fused;            // what the kernels of this row compute as well
+    size_t residual;         // the row that is added, by an add or by what it is fused with; or 0
+    size_t output, gradient; // offsets into activations and dactivations, in bytes
+    size_t stats;            // batchnorm2d: offset into stats, see batchnorm2d_forward()
+    size_t saved;            // offset into saved: argmax of a max-pool, mask of a dropout
+} Slot;
+
 typedef struct Net {
     const char *model;
     const Settings *settings;
     const Backend *backend;
     Layer layers[MAX_LAYERS]; // row 0 is the input
+    Slot slots[MAX_LAYERS];   // of the same rows
     size_t count, classes;
     size_t parameters;        // their number
     size_t param_size;        // ... with the gaps between tensors: the size of the arenas
@@ -1352,64 +1380,103 @@ static bool reads(const Layer *l, size_t row) {
     return l->kind != INPUT && (l->input == row || (l->kind == ADD && l->other == row));
 }
 
-static size_t count_readers(const Net *net, size_t row) {
-    size_t readers = 0;
-    for (size_t i = row + 1; i < net->count; i++)
-        readers += reads(&net->layers[i], row);
-    return readers;
+// How often a row is read; x + x reads x twice.
+static size_t count_reads(const Net *net, size_t row) {
+    size_t count = 0;
+    for (size_t i = row + 1; i < net->count; i++) {
+        const Layer *l = &net->layers[i];
+        count += l->input == row;
+        count += l->kind == ADD && l->other == row;
+    }
+    return count;
 }
 
-// The row that does this one's work: itself, or the one that it is fused with.
-static Layer *fused_into(Net *net, size_t row) {
-    while (net->layers[row].fused)
-        row = net->layers[row].input;
-    return &net->layers[row];
+// Whether a single row reads this one, which may then be overwritten.
+static bool is_read_once(const Net *net, size_t row) {
+    const Layer *computed = &net->layers[net->slots[row].computed_by];
+    return row > 0 && count_reads(net, row) == 1 && !kinds[computed->kind].reads_out;
 }
 
-/* Fuses a row into the one that it reads, if no other row reads that one: a ReLU into any, an add
-   into a BatchNorm, a max-pool into a convolution with a ReLU, if the backend has a kernel for
-   both, whose backward then includes that of the ReLU, and of the one before the convolution. A
-   dropout only works in place. Backward still has its inputs: a dropout its mask, a ReLU the signs
-   of its output, which a dropout does not change. */
+// Fuses a sum, whose other row is its residual.
+static void fuse_add(Slot *to, const Layer *l) {
+    to->fused.add = true;
+    to->residual = l->other;
+}
+
+static void fuse_relu(Slot *to) {
+    to->fused.relu = to->fused.relu_backward = true;
+}
+
+/* Fuses a max-pool with the convolution before it, whose backward then includes that of the ReLU
+   between them and, if nothing else reads it, that of the ReLU before the convolution. */
+static void fuse_pool(Net *net, Slot *to, size_t input, const Layer *pool) {
+    Slot *before = &net->slots[net->slots[input].computed_by];
+    to->fused.pool = pool;
+    to->fused.relu_backward = false;
+    to->fused.masks_din = before->fused.relu && count_reads(net, input) == 1;
+    if (to->fused.masks_din)
+        before->fused.relu_backward = false;
+}
+
+// Row i is computed by the kernels of row `to`, which its input belongs to.
+static void fuse_row(Net *net, size_t i, size_t to) {
+    const Layer *l = &net->layers[i];
+    if (l->kind == ADD)
+        fuse_add(&net->slots[to], l);
+    if (l->kind == RELU)
+        fuse_relu(&net->slots[to]);
+    if (l->kind == MAXPOOL2D)
+        fuse_pool(net, &net->slots[to], net->layers[to].input, l);
+    net->slots[i].computed_by = to;
+}
+
+// Links a convolution with the batchnorm2d in the next row, whose moments it stores.
+static void link_moments(Net *net, size_t i) {
+    const Layer *l = &net->layers[i];
+    if (l->kind == BATCHNORM2D && l->input == i - 1 && l[-1].kind == CONV2D) {
+        net->slots[i].fused.moments = &l[-1];
+        net->slots[i - 1].fused.moments = l;
+    }
+}
+
+/* Asks the kernels how each row is computed. Backward still has what it reads: a dropout its mask, a
+   ReLU the signs of its output, which a dropout does not change. */
 static void plan_fusion(Net *net) {
     const Backend *b = net->backend;
-    for (size_t i = 1; i < net->count; i++) {
-        Layer *l = &net->layers[i], *to = fused_into(net, l->input);
-        bool alone = l->input && count_readers(net, l->input) == 1 && !kinds[to->kind].reads_out;
-        if (l->kind == ADD) {
-            l->fused = alone && to->kind == BATCHNORM2D && !to->relu && !to->residual &&
-                       l->other != l->input;
-            (l->fused ? to : l)->residual = &net->layers[l->other];
-        } else if (l->kind == RELU && alone && !to->pool) {
-            l->fused = to->relu = to->relu_backward = true;
-        } else if (l->kind == BATCHNORM2D && b->conv_moments && l[-1].kind == CONV2D &&
-                   l->input == i - 1) {
-            l->moments = &l[-1];
-            l[-1].moments = l;
-        } else if (l->kind == MAXPOOL2D && alone && to->kind == CONV2D && to->relu && !to->pool &&
-                   b->fuses_pool && b->fuses_pool(to, l)) {
-            Layer *before = fused_into(net, to->input);
-            to->masks_din = before->relu && count_readers(net, to->input) == 1;
-            before->relu_backward &= !to->masks_din;
-            to->relu_backward = false;
-            l->fused = true;
-            to->pool = l;
-        }
-        l->in_place = l->fused || (l->kind == DROPOUT && alone);
+    for (size_t i = 0; i < net->count; i++) {
+        const Layer *l = &net->layers[i];
+        Slot *slot = &net->slots[i];
+        const size_t to = net->slots[l->input].computed_by;
+        slot->computed_by = i;
+        if (b->fuse && is_read_once(net, l->input))
+            slot->sharing = b->fuse(&net->layers[to], &net->slots[to].fused, l);
+        if (slot->sharing == FUSED)
+            fuse_row(net, i, to);
+        else if (l->kind == ADD)
+            slot->residual = l->other;
+        if (b->conv_moments)
+            link_moments(net, i);
     }
 }
 
 /* The gradient of a sum is that of both its inputs. True if the residual's can share its memory: no
-   other reader of the residual runs its backward, and writes to it, before this row has read it. */
-static bool shares_gradient(Net *net, size_t row) {
-    const Layer *l = &net->layers[row], *end = net->layers + net->count;
-    const Layer *with = fused_into(net, l->residual - net->layers);
-    bool shares = l->kind == BATCHNORM2D && with > net->layers;
-    for (const Layer *k = l; k < end && shares; k++) {
-        const Layer *adds = k->residual ? fused_into(net, k->residual - net->layers) : NULL;
-        shares = k->fused || (fused_into(net, k->input) != with && (k == l || adds != with));
+   other reader of the residual runs its backward, and writes to it, before this row has read it. An
+   add of its own copies it. */
+static bool shares_gradient(const Net *net, size_t row) {
+    const Slot *slots = net->slots;
+    const size_t with = slots[slots[row].residual].computed_by;
+    if (!slots[row].fused.add || with == 0)
+        return false;
+    for (size_t i = row; i < net->count; i++) {
+        const size_t residual = slots[slots[i].residual].computed_by;
+        if (slots[i].sharing == FUSED)
+            continue;
+        if (slots[net->layers[i].input].computed_by == with)
+            return false;
+        if (i > row && slots[i].residual && residual == with)
+            return false;
     }
-    return shares;
+    return true;
 }
 
 // The rows in whose backward a gradient is used: from its last reader, which writes it, to its own
@@ -1442,11 +1509,10 @@ static void plan_gradients(Net *net) {
     for (size_t i = 0; i < net->count; i++)
         owner[i] = i;
     for (size_t i = net->count - 1; i > 0; i--) {
-        const Layer *l = &net->layers[i];
-        if (l->in_place)
-            owner[l->input] = owner[i];
-        if (l->residual && shares_gradient(net, i))
-            owner[l->residual - net->layers] = owner[i];
+        if (net->slots[i].sharing != APART)
+            owner[net->layers[i].input] = owner[i];
+        if (net->slots[i].residual && shares_gradient(net, i))
+            owner[net->slots[i].residual] = owner[i];
     }
     for (size_t i = net->count - 1; i > 0; i--) {
         if (owner[i] != i)
@@ -1462,7 +1528,7 @@ static void plan_gradients(Net *net) {
         net->gradient_size = max_size(net->gradient_size, life->offset + life->size);
         for (size_t r = 1; r <= i; r++)
             if (owner[r] == i)
-                net->layers[r].gradient = life->offset;
+                net->slots[r].gradient = life->offset;
     }
 }
 
@@ -1492,42 +1558,61 @@ static void plan_arenas(Net *net) {
     plan_area(p, &net->prepared, net->prepared_size, HOST, "maps and buffers");
 }
 
-// Offsets and sizes of all arenas. Scratch memory for both batches: fewer images may need more.
+// The shape of what a row's kernels write: that of the max-pool, if one is fused
+static Shape stored_shape(const Net *net, size_t row) {
+    const Layer *pool = net->slots[row].fused.pool;
+    return pool ? pool->out : net->layers[row].out;
+}
+
+static void check_row(const Net *net, size_t i) {
+    const Layer *l = &net->layers[i];
+    const Backend *b = net->backend;
+    const char *kind = kinds[l->kind].name, *table = "make_backend() of cnn_kernels.cu";
+    if (!b->transfer)
+        table = strcmp(b->kernels, "naive") == 0 ? "naive_backend" : "fast_backend";
+    if (!kind)
+        table = "kinds[]";
+    if (!kind || (i > 0 && !b->layers[l->kind].forward))
+        die(1, "model %s, row %zu: layer kind %d (%s) has no row in %s; add it", net->model, i,
+            l->kind, kind ? kind : "?", table);
+    if (i > 0 && element_of(net, &net->layers[l->input]) != b->element)
+        die(1, "model %s, row %zu: reads a log_softmax; expected that as the last row only",
+            net->model, i);
+}
+
+// Offsets of a row's arrays. Scratch memory for both batches: fewer images may need more.
+static void plan_row(Net *net, size_t i, size_t most) {
+    const Layer *l = &net->layers[i];
+    const Backend *b = net->backend;
+    Slot *slot = &net->slots[i];
+    const size_t count = aligned(most * shape_size(stored_shape(net, i)));
+    const bool saves = slot->fused.pool || (slot->sharing != FUSED && kinds[l->kind].saves);
+    slot->output = slot->sharing == APART ? net->activation_size : net->slots[l->input].output;
+    net->activation_size += slot->sharing == APART ? count * element_of(net, l) : 0;
+    slot->stats = net->stats_size;
+    net->stats_size += kinds[l->kind].stats * aligned(l->out.c);
+    slot->saved = net->saved_size;
+    net->saved_size += saves ? count : 0;
+    const size_t training = b->scratch_size(l, &slot->fused, net->batch);
+    const size_t testing = b->scratch_size(l, &slot->fused, most);
+    net->scratch_size = max_size(net->scratch_size, max_size(training, testing));
+    if (b->transposed_size)
+        net->transposed_size = max_size(net->transposed_size, b->transposed_size(l, most));
+    net->prepared_at[i] = net->prepared_size;
+    if (b->prepared_size)
+        net->prepared_size += 64 * ceil_div(b->prepared_size(l), 64);
+}
+
+// Offsets and sizes of all arenas
 static void plan_memory(Net *net, size_t batch) {
     const size_t most = max_size(batch, net->test_batch);
+    for (size_t i = 0; i < net->count; i++)
+        check_row(net, i);
     plan_fusion(net);
     net->batch = batch;
     net->host_size = max_size(net->host_size, most * net->classes);
-    for (size_t i = 0; i < net->count; i++) {
-        Layer *l = &net->layers[i];
-        const char *kind = kinds[l->kind].name;
-        if (!kind || (l->kind != INPUT && !net->backend->layers[l->kind].forward))
-            die(1, "model %s, row %zu: layer kind %d (%s) has no row in %s; add it", net->model, i,
-                l->kind, kind ? kind : "?",
-                !kind                    ? "kinds[]"
-                : net->backend->transfer ? "make_backend() of cnn_kernels.cu"
-                                         : "CPU_BACKEND");
-        const Layer *before = &net->layers[l->input];
-        if (i > 0 && element_of(net, before) != net->backend->element)
-            die(1, "model %s, row %zu: reads a log_softmax; expected that as the last row only",
-                net->model, i);
-        size_t count = aligned(most * shape_size(l->pool ? l->pool->out : l->out));
-        bool saves = l->pool || (!l->fused && kinds[l->kind].saves);
-        l->output = l->in_place ? before->output : net->activation_size;
-        net->activation_size += l->in_place ? 0 : count * element_of(net, l);
-        l->stats = net->stats_size;
-        net->stats_size += kinds[l->kind].stats * aligned(l->out.c);
-        l->saved = net->saved_size;
-        net->saved_size += saves ? count : 0;
-        net->scratch_size = max_size(net->scratch_size, net->backend->scratch_size(l, batch));
-        net->scratch_size = max_size(net->scratch_size, net->backend->scratch_size(l, most));
-        if (net->backend->transposed_size)
-            net->transposed_size =
-                max_size(net->transposed_size, net->backend->transposed_size(l, most));
-        net->prepared_at[i] = net->prepared_size;
-        if (net->backend->prepared_size)
-            net->prepared_size += 64 * ceil_div(net->backend->prepared_size(l), 64);
-    }
+    for (size_t i = 0; i < net->count; i++)
+        plan_row(net, i, most);
     plan_gradients(net);
     plan_arenas(net);
 }
@@ -1580,7 +1665,8 @@ static void net_init(Net *net, uint64_t seed) {
                     normal ? SQRT(2 / fan_out) : bound, norm, 2 * i, seed);
         init_tensor(net, net->params + l->bias, l->biases, false, bound, 0, 2 * i + 1, seed);
         if (norm)
-            init_tensor(net, net->stats + l->stats + l->out.c, l->out.c, false, 0, 1, 0, seed);
+            init_tensor(net, net->stats + net->slots[i].stats + l->out.c, l->out.c, false, 0, 1, 0,
+                        seed);
     }
     lower_params(net);
     const LossScale scale = {.scale = net->backend->adjust_scale ? FIRST_SCALE : 1};
@@ -1796,12 +1882,13 @@ static void net_build(Net *net, const Model *model, const DatasetInfo *data,
    step (PyTorch's optimizer.zero_grad()). The gradient of a row is written (=) by its last reader,
    which runs first in backward; each reader after that adds (+=). */
 
-static real *output(const Net *net, const Layer *l) {
-    return l->kind == INPUT && net->images ? net->images : (real *)(net->activations + l->output);
+static real *output(const Net *net, size_t row) {
+    return row == 0 && net->images ? net->images
+                                   : (real *)(net->activations + net->slots[row].output);
 }
 
-static real *gradient(const Net *net, const Layer *l) { // NULL: that of the images is not needed
-    return l->kind == INPUT ? NULL : (real *)(net->dactivations + l->gradient);
+static real *gradient(const Net *net, size_t row) { // NULL: that of the images is not needed
+    return row == 0 ? NULL : (real *)(net->dactivations + net->slots[row].gradient);
 }
 
 // The weights that a row multiplies with: their copy with 16 bits, if there is one
@@ -1810,15 +1897,15 @@ static real *weight_of(const Net *net, const Layer *l) {
                                                 : net->params + l->weight;
 }
 
-static const Layer *last_layer(const Net *net) {
-    return &net->layers[net->count - 1];
+static size_t last_row(const Net *net) {
+    return net->count - 1;
 }
 
 /* data.to(device). A CPU reads the images from the loader's buffer; on a GPU the copies are queued,
    and reading the loss waits for them: both are over when the loader fills the buffer again. */
 static void net_load(Net *net, const Batch *batch, double lr) {
     const Backend *b = net->backend;
-    real *to = output(net, net->layers);
+    real *to = output(net, 0);
     const bool nchw = net->transposed;
     b->set_step(net->step, (Step){batch->draw, lr});
     if (batch->resident) {
@@ -1853,44 +1940,35 @@ static void begin_row(const Net *net, size_t i, bool back) {
 
 // The operands of row i for n images.
 static Work work_of(const Net *net, size_t i, size_t n, const Draw *draw) {
-    const Layer *l = &net->layers[i], *before = &net->layers[l->input];
+    const Layer *l = &net->layers[i];
+    const Slot *slot = &net->slots[i];
     return (Work){.l = l,
+                  .fused = slot->fused,
                   .row = i,
                   .n = n,
-                  .in = output(net, before),
-                  .residual = l->residual ? output(net, l->residual) : NULL,
+                  .in = output(net, l->input),
+                  .residual = slot->residual ? output(net, slot->residual) : NULL,
                   .weight = weight_of(net, l),
                   .bias = l->biases ? net->params + l->bias : NULL,
-                  .out = output(net, l),
-                  .dout = gradient(net, l),
-                  .din = gradient(net, before),
+                  .out = output(net, i),
+                  .dout = gradient(net, i),
+                  .din = gradient(net, l->input),
                   .dweight = net->grads + l->weight,
                   .dbias = net->grads + l->bias,
-                  .stats = net->stats + l->stats,
-                  .saved = net->saved + l->saved,
+                  .stats = net->stats + slot->stats,
+                  .saved = net->saved + slot->saved,
                   .scratch = net->scratch,
                   .transposed = net->transposed,
-                  .from = before->out,
+                  .from = net->layers[l->input].out,
                   .prepared = net->prepared + net->prepared_at[i],
                   .draw = draw,
                   .autotune = net->settings->autotune};
 }
 
-// One row's output (=), with what is fused into it. n == 0: this rank of dp has no image.
+// One row's output (=), with what is fused. n == 0: this rank of dp has no image.
 static void forward_row(const Net *net, size_t i, size_t n, const Draw *draw) {
-    const Backend *b = net->backend;
-    const Layer *l = &net->layers[i];
-    Work w = work_of(net, i, n, draw);
-    if (n == 0 || l->fused)
-        return;
-    b->layers[l->kind].forward(w);
-    if (b->layers[l->kind].fuses)
-        return;
-    w.in = w.out;
-    if (l->residual && l->kind != ADD)
-        b->layers[ADD].forward(w); // and its ReLU
-    else if (l->relu)
-        b->layers[RELU].forward(w);
+    if (n > 0 && net->slots[i].sharing != FUSED)
+        net->backend->layers[net->layers[i].kind].forward(work_of(net, i, n, draw));
 }
 
 // model(data): log-probabilities of n images. draw NULL: evaluation, dropout does nothing.
@@ -1907,27 +1985,20 @@ static void forward(Net *net, size_t n, const Draw *draw) {
 static void backward_row(const Net *net, size_t i, size_t n, bool *written) {
     const Backend *b = net->backend;
     const Layer *l = &net->layers[i];
-    Work w = work_of(net, i, n, NULL), relu = w, add = w;
-    if (n == 0 || l->fused) {
-        written[l->input] = true;
-        return;
-    }
-    relu.din = w.dout; // in place
-    if (l->relu_backward && (l->residual || l->kind != BATCHNORM2D || !b->norm_relu_backward))
-        b->layers[RELU].backward(relu);
-    add.din = l->residual ? gradient(net, l->residual) : NULL;
-    if (add.din && add.din != w.dout) { // not the same memory
-        add.accumulate = written[l->residual - net->layers];
-        b->layers[ADD].backward(add);
-    }
-    if (l->residual)
-        written[l->residual - net->layers] = true;
+    const size_t residual = net->slots[i].residual;
+    Work w = work_of(net, i, n, NULL);
+    w.dresidual = residual ? gradient(net, residual) : NULL;
+    if (w.dresidual == w.dout)
+        w.dresidual = NULL; // the same memory
+    w.accumulate_residual = written[residual];
+    written[residual] = true; // before din, which may be the same: x + x
     w.accumulate = written[l->input];
+    written[l->input] = true;
+    if (n == 0 || net->slots[i].sharing == FUSED || (!w.din && !l->weights))
+        return;
     if (net->flops && b->flops)
         net->flops[i] = b->flops(w);
-    if (w.din || l->weights)
-        b->layers[l->kind].backward(w);
-    written[l->input] = true;
+    b->layers[l->kind].backward(w);
 }
 
 static void gradients_ready(struct Comm *c, size_t first); // section 10
@@ -1957,7 +2028,7 @@ static double mean(const real *numbers, size_t n) {
 
 // F.nll_loss(): the mean over the batch. Training smooths labels and stores dlogp, for backward().
 static double loss_and_gradient(Net *net, size_t n, bool training) {
-    const Layer *last = last_layer(net);
+    const size_t last = last_row(net);
     net->backend->nll_loss(net->losses, training ? gradient(net, last) : NULL, output(net, last),
                            net->labels, n, n * (1 + net->others), net->classes,
                            training ? net->settings->label_smoothing : 0, net->scale);
@@ -1971,7 +2042,7 @@ static size_t count_predictions(const Net *net, const Batch *batch, double *conf
                                 double *predicted) {
     real *logp = net->host[0];
     size_t correct = 0, classes = net->classes;
-    net->backend->copy(logp, output(net, last_layer(net)), batch->n * classes * sizeof *logp);
+    net->backend->copy(logp, output(net, last_row(net)), batch->n * classes * sizeof *logp);
     for (size_t i = 0; i < batch->n; i++, logp += classes) {
         size_t best = 0;
         for (size_t k = 1; k < classes; k++)
@@ -1988,12 +2059,13 @@ static void check_loss(const Net *net, const Batch *batch, double loss) {
     char where[256] = "";
     for (size_t i = 0; i < net->count && !isfinite(loss) && !*where; i++) {
         const Layer *l = &net->layers[i];
-        size_t count = l->fused ? 0 : batch->n * shape_size(l->pool ? l->pool->out : l->out);
+        bool fused = net->slots[i].sharing == FUSED;
+        size_t count = fused ? 0 : batch->n * shape_size(stored_shape(net, i));
         size_t bytes = element_of(net, l);
         int exponent = bytes == sizeof(real) ? 0 : net->backend->adjust_scale ? 5 : 8;
         void *values = must_alloc(count * bytes, "a copy of the outputs");
         char what[64];
-        net->backend->copy(values, output(net, l), count * bytes);
+        net->backend->copy(values, output(net, i), count * bytes);
         describe_layer(l, what, sizeof what);
         if (first_not_finite(values, count, exponent) < count)
             snprintf(where, sizeof where,
@@ -2088,8 +2160,8 @@ static void cpu_receive(size_t device, real *to, const real *from, size_t count,
         to[i] = add ? to[i] + from[i] : from[i];
 }
 
-static size_t scratch_size_naive(const Layer *l, size_t n) {
-    (void)n;
+static size_t scratch_size_naive(const Layer *l, const Fusion *fused, size_t n) {
+    (void)fused, (void)n;
     return l->kind == BATCHNORM2D ? l->in.c : kinds[l->kind].flops > 0 ? l->weights : 0;
 }
 
@@ -2102,15 +2174,15 @@ static size_t scratch_size_naive(const Layer *l, size_t n) {
 static const Backend naive_backend = {
     CPU_BACKEND,
     .kernels = "naive",
-    .layers = {[CONV2D] = {conv2d_forward_naive, conv2d_backward_naive, false},
-               [LINEAR] = {conv2d_forward_naive, conv2d_backward_naive, false},
-               [BATCHNORM2D] = {batchnorm2d_forward, batchnorm2d_backward, false},
-               [RELU] = {relu_forward, relu_backward, false},
-               [MAXPOOL2D] = {maxpool2d_forward_naive, maxpool2d_backward, false},
-               [AVGPOOL2D] = {avgpool2d_forward, avgpool2d_backward, false},
-               [ADD] = {add_forward, add_backward, true},
-               [DROPOUT] = {dropout_forward, dropout_backward, false},
-               [LOG_SOFTMAX] = {log_softmax_forward, log_softmax_backward, false}},
+    .layers = {[CONV2D] = {conv2d_forward_naive, conv2d_backward_naive},
+               [LINEAR] = {conv2d_forward_naive, conv2d_backward_naive},
+               [BATCHNORM2D] = {batchnorm2d_forward, batchnorm2d_backward},
+               [RELU] = {relu_forward, relu_backward},
+               [MAXPOOL2D] = {maxpool2d_forward_naive, maxpool2d_backward},
+               [AVGPOOL2D] = {avgpool2d_forward, avgpool2d_backward},
+               [ADD] = {add_forward, add_backward},
+               [DROPOUT] = {dropout_forward, dropout_backward},
+               [LOG_SOFTMAX] = {log_softmax_forward, log_softmax_backward}},
     .adadelta = adadelta,
     .sgd = sgd,
     .scratch_size = scratch_size_naive,
@@ -3205,7 +3277,7 @@ static void dp_load(Comm *c, double lr) {
     const Shape image = net->layers[0].out;
     net->backend->set_step(net->step, (Step){c->batch.draw, lr});
     net->images = NULL; // test() has set it to the loader's buffer
-    real *own = output(net, net->layers), *to = c->images ? c->images : own;
+    real *own = output(net, 0), *to = c->images ? c->images : own;
     dp_copy(c, to, c->batch.device_images, c->batch.n * shape_size(image), false);
     if (c->images)
         net->backend->load_images(own, c->images, c->batch.n, image, net->transposed);
@@ -3223,7 +3295,7 @@ static double dp_loss(Comm *c) {
     const size_t classes = net->classes, n = t->batch->n, count = c->batch.n * classes;
     const size_t first = dp_part(c, c->rank).first * classes;
     b->synchronize();
-    dp_copy(c, t->logp + first, output(net, last_layer(net)), count, false);
+    dp_copy(c, t->logp + first, output(net, last_row(net)), count, false);
     barrier(c);
     if (c->rank == 0) {
         b->nll_loss(t->losses, t->dlogp, t->logp, t->batch->device_labels, n, n, classes,
@@ -3232,7 +3304,7 @@ static double dp_loss(Comm *c) {
         t->loss = mean(t->host_losses, n);
     }
     barrier(c);
-    dp_copy(c, gradient(net, last_layer(net)), t->dlogp + first, count, false);
+    dp_copy(c, gradient(net, last_row(net)), t->dlogp + first, count, false);
     return t->loss;
 }
 
@@ -3426,7 +3498,7 @@ static Tensor *list_layers(const Net *net, Tensor *t, const char *prefix, real *
             memcpy(weight->dims, (size_t[]){l->out.c, l->in.c, l->kernel, l->kernel},
                    sizeof weight->dims);
         } else if (all) {
-            real *stats = net->stats + l->stats;
+            real *stats = net->stats + net->slots[l - net->layers].stats;
             t = add_tensor(t, prefix, l, "running_mean", stats, l->out.c);
             t = add_tensor(t, prefix, l, "running_var", stats + l->out.c, l->out.c);
             t = add_tensor(t, prefix, l, "num_batches_tracked", NULL, 1);
@@ -3716,7 +3788,8 @@ static uint64_t hash_weights(Net *net) {
     uint64_t hash = HASH_START;
     for (const Layer *l = net->layers; l < net->layers + net->count; l++) {
         const size_t running = l->kind == BATCHNORM2D ? 2 * l->out.c : 0; // means and variances
-        const real *at[] = {net->params + l->weight, net->params + l->bias, net->stats + l->stats};
+        const real *at[] = {net->params + l->weight, net->params + l->bias,
+                            net->stats + net->slots[l - net->layers].stats};
         const size_t counts[] = {l->weights, l->biases, running};
         for (size_t k = 0; k < 3; k++) {
             net->backend->copy(net->host[0], at[k], counts[k] * sizeof(real));
@@ -4827,14 +4900,17 @@ static double median(double *values, size_t count) {
 }
 
 // The bytes that a row moves at least on n images, forward and backward: see kinds[].
-static double row_bytes(const Layer *l, size_t n, size_t element) {
+static double row_bytes(const Net *net, size_t row, size_t n) {
+    const Layer *l = &net->layers[row];
+    const Fusion *fused = &net->slots[row].fused;
     const double *accesses = kinds[l->kind].accesses;
     double in = (double)(n * shape_size(l->in) + l->weights);
-    double out = (double)(n * shape_size(l->pool ? l->pool->out : l->out));
+    double out = (double)(n * shape_size(stored_shape(net, row)));
     // of a first layer, 2 of 3 accesses: no data gradient; a fused ReLU's backward: 3
     double share = l->weights && l->input == 0 && l->kind != BATCHNORM2D ? 2. / 3 : 1;
-    double fused = (l->residual && l->kind != ADD) + 3 * (l->relu && (l->relu_backward || l->pool));
-    return (double)element * (share * (accesses[0] * in + accesses[1] * out) + fused * out);
+    double more = fused->add + 3 * (fused->relu_backward || fused->pool);
+    return (double)net->backend->element *
+           (share * (accesses[0] * in + accesses[1] * out) + more * out);
 }
 
 // Memory bandwidth in bytes per second, of out = in + residual
@@ -4880,8 +4956,7 @@ static void print_layer(FILE *csv, const Net *net, size_t row, size_t n, LayerTi
                         double flops, double peak, double bandwidth) {
     const Layer *l = &net->layers[row];
     const double saved = flops > 0 ? (double)n * layer_training_flops(l) / flops : 1;
-    const double bytes = row_bytes(l, n, net->backend->element),
-                 least = fmax(flops / peak, bytes / bandwidth);
+    const double bytes = row_bytes(net, row, n), least = fmax(flops / peak, bytes / bandwidth);
     const double forward_ms = 1e3 * median(times->forward, LAYER_ROUNDS);
     const double backward_ms = 1e3 * median(times->backward, LAYER_ROUNDS);
     const double seconds = 1e-3 * (forward_ms + backward_ms), percent = 100 * least / seconds;
@@ -4924,7 +4999,7 @@ static void measure_layers(Run *run) {
     printf("  %-24s %-34s %9s %9s %8s %7s %6s %6s  %s\n", "layer", "kind", "forward", "backward",
            "GFLOP/s", "GB/s", "%", "saved", "of which limit");
     for (size_t i = 1; i < net->count; i++)
-        if (!net->layers[i].fused) // row 1, which reads the images, never is
+        if (net->slots[i].sharing != FUSED) // row 1, which reads the images, never is
             print_layer(csv.stream, net, i, batch.n, &times[i], flops[i], peak, bandwidth);
     atomic_commit(&csv);
     free(times);

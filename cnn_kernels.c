@@ -557,11 +557,11 @@ static Pass make_pass(const Layer *l, const int32_t *map, Shape in, Shape out, s
                   .tile = run == 1 && suits_winograd(l, in, out) ? SIDE + 1 - l->kernel : 0};
 }
 
-static Pass forward_pass(const Layer *l, const int32_t *maps) {
+static Pass forward_pass(const Layer *l, bool relu, const int32_t *maps) {
     Pass p = make_pass(l, maps, l->in, l->out, l->in.c < FEW ? l->kernel : 1);
     p.padding = l->padding;
     p.inside = l->padding == 0;
-    p.relu = l->relu;
+    p.relu = relu;
     return p;
 }
 
@@ -1272,7 +1272,7 @@ typedef struct WeightGradient {
 } WeightGradient;
 
 static WeightGradient weight_gradient_plan(const Layer *l, size_t n, const int32_t *maps) {
-    WeightGradient g = {.pass = forward_pass(l, maps)};
+    WeightGradient g = {.pass = forward_pass(l, false, maps)};
     g.pass.n = n;
     if (l->kernel != 3)
         g.pass.tile = 0; // by Winograd the rounding errors of a 5 x 5 filter's would be 3.3 times
@@ -1630,7 +1630,7 @@ static uint64_t mask_equal(const uint8_t *from, size_t count, uint64_t x) {
 // gradient and position of w->count windows from `first` on
 static void route_gradient(const Windows *w, const PooledPass *p, size_t image, size_t first) {
     typedef uint8_t bytes __attribute__((vector_size(LANES)));
-    const size_t from = image * shape_size(p->w.l->pool->out) + first * w->channels;
+    const size_t from = image * shape_size(p->w.fused.pool->out) + first * w->channels;
     const size_t elements = w->count * w->channels;
     const real *dout = p->w.dout + from, *out = p->w.out + from;
     const uint8_t *argmax = p->w.saved + from;
@@ -1653,14 +1653,14 @@ static void route_gradient(const Windows *w, const PooledPass *p, size_t image, 
 static void find_terms(Windows *w, real *restrict dbias, const PooledPass *p, size_t image,
                        size_t first) {
     const Layer *l = p->w.l;
-    const size_t channels = w->channels, across = l->pool->out.w;
+    const size_t channels = w->channels, across = p->w.fused.pool->out.w;
     uint64_t *restrict nonzero = w->nonzero;
     route_gradient(w, p, image, first);
     memset(nonzero, 0, channels * sizeof *nonzero);
     for (size_t window = 0; window < w->count; window++) {
         const real *gradient = w->gradient + window * channels;
         size_t y = (first + window) / across, x = (first + window) % across;
-        w->corner[window] = (y * l->in.w + x) * l->pool->stride;
+        w->corner[window] = (y * l->in.w + x) * p->w.fused.pool->stride;
         for (size_t k = 0; k < channels; k++) {
             nonzero[k] |= (uint64_t)(gradient[k] != 0) << window;
             dbias[k] += gradient[k];
@@ -1708,7 +1708,7 @@ static void pooled_image(real *sums, real *din, const real *packed, const Pooled
     enum { ELEMENTS = 3072 }; // of the gradient at a time: they and the input they read stay in L1
     const Layer *l = p->w.l;
     const Shape I = l->in;
-    const size_t channels = l->out.c, windows = l->pool->out.h * l->pool->out.w;
+    const size_t channels = l->out.c, windows = p->w.fused.pool->out.h * p->w.fused.pool->out.w;
     const size_t most = min_size(MASK_BITS, max_size(1, ELEMENTS / channels));
     const size_t words = ceil_div(channels, MASK_BITS);
     const real *in = p->w.in + image * shape_size(I);
@@ -1757,7 +1757,7 @@ static void pack_channel(const void *context, size_t k) {
 // din of an image, without the padding of its channels, and through the ReLU before the layer
 static void store_din(const real *padded, const PooledPass *p, size_t image) {
     const size_t c = p->w.l->in.c, pixels = p->w.l->in.h * p->w.l->in.w;
-    const bool accumulate = p->w.accumulate, masks = p->w.l->masks_din;
+    const bool accumulate = p->w.accumulate, masks = p->w.fused.masks_din;
     const real *in = p->w.in + image * pixels * c; // the output of that ReLU
     real *restrict din = p->w.din + image * pixels * c;
     for (size_t i = 0; i < pixels; i++, padded += p->channels_in, in += c, din += c)
@@ -1789,7 +1789,7 @@ static void store_ith_row(const void *context, size_t i) {
         p->w.dweight[i * channels + k] = p->w.scratch[k * p->filter + i / run * p->pitch + i % run];
 }
 
-// As conv2d_backward_naive(), where dout is the gradient of w.l->pool's output.
+// As conv2d_backward_naive(), where dout is the gradient of w.fused.pool's output.
 static void conv2d_backward_pooled(Work w) {
     const Layer *l = w.l;
     PooledPass p = pooled_pass(w);
@@ -1856,20 +1856,21 @@ typedef struct PooledForward {
 static void pooled_ith_image(const void *context, size_t i) {
     const PooledForward *f = context;
     const Work *w = &f->w;
-    const size_t size = shape_size(w->l->pool->out);
+    const size_t size = shape_size(w->fused.pool->out);
     real out[shape_size(w->l->out) + LANES] __attribute__((aligned(VECTOR_BYTES)));
     Pass one = f->pass;
     one.input += i * shape_size(w->l->in);
     one.output = out;
     run_pass_on_image(&one);
-    maxpool2d_image(w->out + i * size, w->saved + i * size, out, w->l->pool);
+    maxpool2d_image(w->out + i * size, w->saved + i * size, out, w->fused.pool);
 }
 
 /* out = max_pool2d(relu(conv2d(in, weight) + bias)); saved = the position of each maximum in its
    window: [h][w][c] of l->pool. Image by image, so that the output of the convolution stays in the
    cache of its thread. */
 static void conv2d_forward_pooled(Work w) {
-    const PooledForward f = {w, bind_pass(forward_pass(w.l, w.prepared), NULL, w.in, w.bias, w)};
+    const PooledForward f = {
+        w, bind_pass(forward_pass(w.l, w.fused.relu, w.prepared), NULL, w.in, w.bias, w)};
     pack(&f.pass);
     parallel(w.n, pooled_ith_image, &f);
 }
@@ -1894,6 +1895,7 @@ static Work work_on(Work w, Range images, size_t in_size, Draw *draw) {
     w.in += in;
     w.din = w.din ? w.din + in : NULL;
     w.residual = w.residual ? w.residual + out : NULL;
+    w.dresidual = w.dresidual ? w.dresidual + out : NULL;
     w.out += out;
     w.dout = w.dout ? w.dout + out : NULL;
     w.saved += out;
@@ -1912,27 +1914,42 @@ static void compute_ith_part(const void *context, size_t i) {
     p->definition(work_on(p->w, images, p->in_size, &draw));
 }
 
-static void by_images(Work w, void (*definition)(Work w), size_t in_size) {
+static void in_parts(Work w, void (*definition)(Work w), size_t in_size) {
     const ImageParts p = {w, definition, in_size, min_size(w.n, 4 * num_threads)};
     parallel(p.parts, compute_ith_part, &p);
 }
 
-/* A ReLU and a sum also run on the output of the convolution that they follow, with its row: there
-   in has the shape of out. */
-#define BY_IMAGES(definition, in_shape)                      \
-    static void definition##_fast(Work w) {                  \
-        by_images(w, definition, shape_size(w.l->in_shape)); \
-    }
-BY_IMAGES(relu_forward, out)
-BY_IMAGES(relu_backward, out)
-BY_IMAGES(maxpool2d_backward, in)
-BY_IMAGES(avgpool2d_forward, in)
-BY_IMAGES(avgpool2d_backward, in)
-BY_IMAGES(add_forward, out)
-BY_IMAGES(add_backward, out)
-BY_IMAGES(dropout_backward, out)
-BY_IMAGES(log_softmax_forward, out)
-BY_IMAGES(log_softmax_backward, out)
+static void by_images(Work w, void (*definition)(Work w)) {
+    in_parts(w, definition, shape_size(w.l->in));
+}
+
+// The same for what works on the output of a row: in and din have the shape of out.
+static void by_outputs(Work w, void (*definition)(Work w)) {
+    in_parts(w, definition, shape_size(w.l->out));
+}
+
+static void forward_by_images(Work w) {
+    by_images(w, naive_backend.layers[w.l->kind].forward);
+}
+
+static void backward_by_images(Work w) {
+    by_images(w, naive_backend.layers[w.l->kind].backward);
+}
+
+/* The backward of what is fused into a forward, in reverse order: of the ReLU, in place in dout, then
+   of the sum: dresidual = dout, or +=. */
+static void fused_backward(Work w) {
+    Work relu = w, add = w;
+    relu.din = w.dout;
+    relu.accumulate = false;
+    add.din = w.dresidual;
+    add.accumulate = w.accumulate_residual;
+    add.dresidual = NULL;
+    if (w.fused.relu_backward)
+        by_outputs(relu, relu_backward);
+    if (w.dresidual)
+        by_outputs(add, add_backward);
+}
 
 // As dropout_forward(), for one image: 16 blocks of Philox at a time, which the compiler vectorises
 static void dropout_ith_image(const void *context, size_t image) {
@@ -2043,7 +2060,7 @@ static void bn_forward_channel(Work w, size_t pixels, size_t c) {
 static void bn_forward_slice(Work w, Range s) {
     const size_t channels = w.l->in.c;
     const real *restrict scale = bn_sums(w, BN_SLICES), *restrict shift = scale + channels;
-    const real least = w.l->relu ? 0 : -(real)INFINITY;
+    const real least = w.fused.relu ? 0 : -(real)INFINITY;
     for (size_t i = s.first; i < s.first + s.count; i++) {
         const real *restrict from = w.in + i * channels;
         real *restrict to = w.out + i * channels;
@@ -2142,6 +2159,7 @@ static void bn_ith_backward_slice(const void *context, size_t i) {
 }
 
 static void batchnorm2d_backward_fast(Work w) {
+    fused_backward(w);
     parallel(BN_SLICES, bn_ith_products, &w);
     parallel(ceil_div(w.l->in.c, JOINED_CHANNELS), bn_ith_backward_channels, &w);
     parallel(w.din ? BN_SLICES : 0, bn_ith_backward_slice, &w);
@@ -2222,19 +2240,20 @@ static double cpu_peak_gflops(void) {
    weights, sums of slices and Winograd's tiles. */
 
 static void conv2d_forward_fast(Work w) {
-    if (w.l->pool) {
+    if (w.fused.pool) {
         conv2d_forward_pooled(w);
         return;
     }
-    const Pass p = bind_pass(forward_pass(w.l, w.prepared), w.out, w.in, w.bias, w);
+    const Pass p = bind_pass(forward_pass(w.l, w.fused.relu, w.prepared), w.out, w.in, w.bias, w);
     run_pass(&p);
 }
 
 static void conv2d_backward_fast(Work w) {
-    if (w.l->pool) {
+    if (w.fused.pool) {
         conv2d_backward_pooled(w);
         return;
     }
+    fused_backward(w);
     weight_gradient(w);
     if (!w.din)
         return;
@@ -2243,15 +2262,15 @@ static void conv2d_backward_fast(Work w) {
 }
 
 // The largest of what the passes need, one after the other.
-static size_t scratch_size_fast(const Layer *l, size_t n) {
+static size_t scratch_size_fast(const Layer *l, const Fusion *fused, size_t n) {
     if (l->kind == BATCHNORM2D)
         return (2 * BN_SLICES + 3) * l->in.c;
     if (l->kind != CONV2D && l->kind != LINEAR)
         return 0;
-    const Pass forward = forward_pass(l, NULL), backward = backward_pass(l, NULL, false);
+    const Pass forward = forward_pass(l, false, NULL), backward = backward_pass(l, NULL, false);
     const WeightGradient g = weight_gradient_plan(l, n, NULL);
     size_t size = g.slices * g.sums + (g.pass.tile ? num_threads * tile_area(&forward) : 0);
-    if (l->pool) {
+    if (fused->pool) {
         const PooledPass p = pooled_pass((Work){.l = l, .n = n});
         size = max_size(size, p.slices * p.sums + p.packed);
     }
@@ -2278,7 +2297,7 @@ static double pass_products(const Pass *p, size_t group) {
 
 // Behind a max-pool each gradient that is not 0 costs the products of a filter.
 static double pooled_products(Work w) {
-    const size_t count = w.n * shape_size(w.l->pool->out);
+    const size_t count = w.n * shape_size(w.fused.pool->out);
     size_t terms = 0;
     for (size_t i = 0; i < count; i++)
         terms += w.out[i] > 0 && w.dout[i] != 0;
@@ -2292,33 +2311,54 @@ static double flops_fast(Work w) {
     if (maps_size(l) == 0)
         return 0;
     const WeightGradient gradient = weight_gradient_plan(l, w.n, w.prepared);
-    Pass forward = forward_pass(l, w.prepared), backward = backward_pass(l, w.prepared, false);
+    Pass forward = forward_pass(l, w.fused.relu, w.prepared),
+         backward = backward_pass(l, w.prepared, false);
     forward.n = backward.n = w.n;
     double products = pass_products(&forward, ROWS);
-    if (l->pool)
+    if (w.fused.pool)
         products += pooled_products(w) * (w.din ? 2 : 1);
     else
         products += pass_products(&gradient.pass, 1) + (w.din ? pass_products(&backward, ROWS) : 0);
     return 2 * products;
 }
 
+static bool fuses_relu(const Layer *to, const Fusion *with) {
+    return !with->relu && (to->kind == CONV2D || to->kind == LINEAR || to->kind == BATCHNORM2D);
+}
+
+static bool fuses_pool(const Layer *to, const Fusion *with, const Layer *pool) {
+    return to->kind == CONV2D && with->relu && !with->pool && suits_pooled(to, pool);
+}
+
+static Sharing fuse_fast(const Layer *to, const Fusion *with, const Layer *l) {
+    if (l->kind == DROPOUT)
+        return IN_PLACE;
+    if (l->kind == RELU && fuses_relu(to, with))
+        return FUSED;
+    if (l->kind == RELU && !with->pool)
+        return IN_PLACE;
+    if (l->kind == ADD && to->kind == BATCHNORM2D && !with->relu && !with->add)
+        return FUSED;
+    return l->kind == MAXPOOL2D && fuses_pool(to, with, l) ? FUSED : APART;
+}
+
 static const Backend fast_backend = {
     CPU_BACKEND,
     .kernels = "fast",
-    .layers = {[CONV2D] = {conv2d_forward_fast, conv2d_backward_fast, true},
-               [LINEAR] = {conv2d_forward_fast, conv2d_backward_fast, true},
-               [BATCHNORM2D] = {batchnorm2d_forward_fast, batchnorm2d_backward_fast, true},
-               [RELU] = {relu_forward_fast, relu_backward_fast, false},
-               [MAXPOOL2D] = {maxpool2d_forward_fast, maxpool2d_backward_fast, false},
-               [AVGPOOL2D] = {avgpool2d_forward_fast, avgpool2d_backward_fast, false},
-               [ADD] = {add_forward_fast, add_backward_fast, true},
-               [DROPOUT] = {dropout_forward_fast, dropout_backward_fast, false},
-               [LOG_SOFTMAX] = {log_softmax_forward_fast, log_softmax_backward_fast, false}},
+    .layers = {[CONV2D] = {conv2d_forward_fast, conv2d_backward_fast},
+               [LINEAR] = {conv2d_forward_fast, conv2d_backward_fast},
+               [BATCHNORM2D] = {batchnorm2d_forward_fast, batchnorm2d_backward_fast},
+               [RELU] = {forward_by_images, backward_by_images},
+               [MAXPOOL2D] = {maxpool2d_forward_fast, backward_by_images},
+               [AVGPOOL2D] = {forward_by_images, backward_by_images},
+               [ADD] = {forward_by_images, backward_by_images},
+               [DROPOUT] = {dropout_forward_fast, backward_by_images},
+               [LOG_SOFTMAX] = {forward_by_images, backward_by_images}},
+    .fuse = fuse_fast,
     .adadelta = adadelta_fast,
     .sgd = sgd_fast,
     .scratch_size = scratch_size_fast,
     .prepared_size = maps_size,
     .prepare = make_maps,
     .flops = flops_fast,
-    .fuses_pool = suits_pooled,
 };
