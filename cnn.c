@@ -114,7 +114,7 @@ typedef struct Fusion {
 
 // How a row is computed: by kernels of its own, to memory of its own or over its input; or by the
 // kernels of an earlier row
-typedef enum { APART, IN_PLACE, FUSED } Sharing;
+typedef enum { SEPARATE, IN_PLACE, FUSED } Sharing;
 
 // The identity of a batch's images: random numbers depend on the image, not on the batch.
 typedef struct Draw {
@@ -1509,7 +1509,7 @@ static void plan_gradients(Net *net) {
     for (size_t i = 0; i < net->count; i++)
         owner[i] = i;
     for (size_t i = net->count - 1; i > 0; i--) {
-        if (net->slots[i].sharing != APART)
+        if (net->slots[i].sharing != SEPARATE)
             owner[net->layers[i].input] = owner[i];
         if (net->slots[i].residual && shares_gradient(net, i))
             owner[net->slots[i].residual] = owner[i];
@@ -1587,8 +1587,8 @@ static void plan_row(Net *net, size_t i, size_t most) {
     Slot *slot = &net->slots[i];
     const size_t count = aligned(most * shape_size(stored_shape(net, i)));
     const bool saves = slot->fused.pool || (slot->sharing != FUSED && kinds[l->kind].saves);
-    slot->output = slot->sharing == APART ? net->activation_size : net->slots[l->input].output;
-    net->activation_size += slot->sharing == APART ? count * element_of(net, l) : 0;
+    slot->output = slot->sharing == SEPARATE ? net->activation_size : net->slots[l->input].output;
+    net->activation_size += slot->sharing == SEPARATE ? count * element_of(net, l) : 0;
     slot->stats = net->stats_size;
     net->stats_size += kinds[l->kind].stats * aligned(l->out.c);
     slot->saved = net->saved_size;

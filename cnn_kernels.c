@@ -2339,7 +2339,7 @@ static Sharing fuse_fast(const Layer *to, const Fusion *with, const Layer *l) {
         return IN_PLACE;
     if (l->kind == ADD && to->kind == BATCHNORM2D && !with->relu && !with->add)
         return FUSED;
-    return l->kind == MAXPOOL2D && fuses_pool(to, with, l) ? FUSED : APART;
+    return l->kind == MAXPOOL2D && fuses_pool(to, with, l) ? FUSED : SEPARATE;
 }
 
 static const Backend fast_backend = {
