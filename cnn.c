@@ -1179,7 +1179,7 @@ typedef struct Slot {
     size_t computed_by; // the row whose kernels compute this one
     Sharing sharing;
     Fusion fused;            // what the kernels of this row compute as well
-    size_t residual;         // the row that is added, by an add or by what it is fused with; or 0
+    size_t residual;         // the row that is added, by an add or by what is fused; else 0
     size_t output, gradient; // offsets into activations and dactivations, in bytes
     size_t stats;            // batchnorm2d: offset into stats, see batchnorm2d_forward()
     size_t saved;            // offset into saved: argmax of a max-pool, mask of a dropout
@@ -1942,12 +1942,13 @@ static void begin_row(const Net *net, size_t i, bool back) {
 static Work work_of(const Net *net, size_t i, size_t n, const Draw *draw) {
     const Layer *l = &net->layers[i];
     const Slot *slot = &net->slots[i];
+    const bool adds = l->kind == ADD || slot->fused.add;
     return (Work){.l = l,
                   .fused = slot->fused,
                   .row = i,
                   .n = n,
                   .in = output(net, l->input),
-                  .residual = slot->residual ? output(net, slot->residual) : NULL,
+                  .residual = adds ? output(net, slot->residual) : NULL,
                   .weight = weight_of(net, l),
                   .bias = l->biases ? net->params + l->bias : NULL,
                   .out = output(net, i),
@@ -1987,7 +1988,7 @@ static void backward_row(const Net *net, size_t i, size_t n, bool *written) {
     const Layer *l = &net->layers[i];
     const size_t residual = net->slots[i].residual;
     Work w = work_of(net, i, n, NULL);
-    w.dresidual = residual ? gradient(net, residual) : NULL;
+    w.dresidual = gradient(net, residual);
     if (w.dresidual == w.dout)
         w.dresidual = NULL; // the same memory
     w.accumulate_residual = written[residual];

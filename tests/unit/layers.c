@@ -84,6 +84,7 @@ static void compare_pool(const Backend *b, const Layer *l, size_t n, bool accumu
 
 static void test_maxpool(const Backend *b) {
     static Net net;
+    const Fusion none = {0};
     static const size_t windows[][3] = {{1, 1, 0}, {2, 2, 0}, {3, 3, 0}, {3, 2, 1}, // ResNet's
                                         {3, 1, 1}, {2, 1, 1}, {5, 3, 2}, {3, 2, 2}};
     for (size_t c = 1; c < 70; c++) {
@@ -94,7 +95,7 @@ static void test_maxpool(const Backend *b) {
         for (size_t accumulate = 0; accumulate < 2; accumulate++) {
             compare_pool(b, &net.layers[1], 3, accumulate);
             if (*failure && !before)
-                describe_failure(&net.layers[1], 3, accumulate);
+                describe_failure(&net.layers[1], &none, 3, accumulate);
         }
     }
     char name[64];
@@ -141,16 +142,16 @@ static void test_maxpool_nan(const Backend *b) {
 enum { DROP_N = 9, DROP_SIZE = 7 * 13 * 37, DROP_COUNT = DROP_N * DROP_SIZE };
 static const uint32_t drop_stream = DRAW_DROPOUT + 3;
 
-static void drop(real *out, uint8_t *kept, const real *in, real p, size_t n, uint32_t stream,
-                 const Draw *draw) {
+static void drop(const Backend *b, real *out, uint8_t *kept, const real *in, real p, size_t n,
+                 uint32_t stream, const Draw *draw) {
     Layer l = {.kind = DROPOUT, .p = p, .in = {7, 13, 37}, .out = {7, 13, 37}};
-    dropout_forward((Work){.l = &l,
-                           .row = stream - DRAW_DROPOUT,
-                           .n = n,
-                           .in = in,
-                           .out = out,
-                           .saved = kept,
-                           .draw = draw});
+    b->layers[DROPOUT].forward((Work){.l = &l,
+                                      .row = stream - DRAW_DROPOUT,
+                                      .n = n,
+                                      .in = in,
+                                      .out = out,
+                                      .saved = kept,
+                                      .draw = draw});
 }
 
 static Work with_mask(Work w, const uint8_t *kept) {
@@ -158,7 +159,8 @@ static Work with_mask(Work w, const uint8_t *kept) {
     return w;
 }
 
-static void check_dropout_values(const real *in, const real *out, const uint8_t *kept, real p) {
+static void check_dropout_values(const Backend *b, const real *in, const real *out,
+                                 const uint8_t *kept, real p) {
     Layer l = {.kind = DROPOUT, .p = p, .in = {7, 13, 37}, .out = {7, 13, 37}};
     Array din = array(DROP_COUNT, guard_value), bound = array(DROP_COUNT, 0);
     Array want = array(DROP_COUNT, 0);
@@ -170,7 +172,7 @@ static void check_dropout_values(const real *in, const real *out, const uint8_t 
     }
     check_tensor("out", out, want.at, bound.at, DROP_COUNT);
     const Work w = {.l = &l, .n = DROP_N, .dout = (real *)in, .din = din.at};
-    dropout_backward(with_mask(w, kept)); // the same rule, for dout = in
+    b->layers[DROPOUT].backward(with_mask(w, kept)); // the same rule, for dout = in
     check_tensor("din", din.at, want.at, bound.at, DROP_COUNT);
     check_guards("din", &din);
     double rate = (double)zeros_found / DROP_COUNT,
@@ -182,7 +184,7 @@ static void check_dropout_values(const real *in, const real *out, const uint8_t 
     free(want.base);
 }
 
-static void test_dropout_values(void) {
+static void test_dropout_values(const Backend *b) {
     static const real rates[] = {0, (real).1, (real).25, (real).5, (real).9};
     static uint8_t kept[DROP_COUNT];
     Draw draw = {.seed = 1, .epoch = 1};
@@ -190,15 +192,15 @@ static void test_dropout_values(void) {
     for (size_t i = 0; i < sizeof rates / sizeof *rates; i++) {
         Array out = array(DROP_COUNT, guard_value);
         memset(kept, 7, sizeof kept);
-        drop(out.at, kept, in.at, rates[i], DROP_N, drop_stream, &draw);
+        drop(b, out.at, kept, in.at, rates[i], DROP_N, drop_stream, &draw);
         check_guards("out", &out);
-        check_dropout_values(in.at, out.at, kept, rates[i]);
+        check_dropout_values(b, in.at, out.at, kept, rates[i]);
         if (rates[i] == 0 && memcmp(out.at, in.at, DROP_COUNT * sizeof(real)) != 0)
             fail("p = 0 changes the numbers");
         free(out.base);
     }
     free(in.base);
-    verdict("dropout: rate, mask, output and gradient agree");
+    verdict("dropout of %s kernels: rate, mask, output and gradient agree", b->kernels);
 }
 
 // Logits whose exp() is infinite or 0, with the largest in each place: the others are 1000 below.
@@ -236,18 +238,21 @@ static void expect_independent(const char *what, const uint8_t *a, const uint8_t
              100 * differing(a, b, count));
 }
 
-static void test_dropout_draws(void) {
+static void test_dropout_draws(const Backend *b) {
     static uint8_t one[DROP_COUNT], other[DROP_COUNT];
     Draw base = {.seed = 1, .epoch = 1, .first = 100}, draws[3] = {base, base, base};
     const char *names[3] = {"seed", "epoch", "position"};
     Array in = random_array(DROP_COUNT), out = array(DROP_COUNT, guard_value);
     real p = (real).5;
-    drop(out.at, one, in.at, p, DROP_N, drop_stream, &base);
+    drop(b, out.at, one, in.at, p, DROP_N, drop_stream, &base);
+    drop(&naive_backend, out.at, other, in.at, p, DROP_N, drop_stream, &base);
+    if (memcmp(one, other, sizeof one) != 0)
+        fail("another mask than the definition's");
     for (size_t cut = 1; cut < DROP_N; cut++) { // the batch's borders change nothing
         Draw second = {.seed = 1, .epoch = 1, .first = base.first + cut};
         size_t at = cut * DROP_SIZE;
-        drop(out.at, other, in.at, p, cut, drop_stream, &base);
-        drop(out.at + at, other + at, in.at + at, p, DROP_N - cut, drop_stream, &second);
+        drop(b, out.at, other, in.at, p, cut, drop_stream, &base);
+        drop(b, out.at + at, other + at, in.at + at, p, DROP_N - cut, drop_stream, &second);
         if (memcmp(one, other, sizeof one) != 0)
             fail("a batch cut at image %zu draws another mask", cut);
     }
@@ -255,15 +260,15 @@ static void test_dropout_draws(void) {
     draws[1].epoch++;
     draws[2].first += DROP_N;
     for (size_t i = 0; i < 3; i++) {
-        drop(out.at, other, in.at, p, DROP_N, drop_stream, &draws[i]);
+        drop(b, out.at, other, in.at, p, DROP_N, drop_stream, &draws[i]);
         expect_independent(names[i], one, other, sizeof one);
     }
-    drop(out.at, other, in.at, p, DROP_N, drop_stream + 1, &base);
+    drop(b, out.at, other, in.at, p, DROP_N, drop_stream + 1, &base);
     expect_independent("layer", one, other, sizeof one);
     expect_independent("image", one, one + DROP_SIZE, DROP_SIZE);
     free(in.base);
     free(out.base);
-    verdict("dropout: drawn by seed, epoch, layer and image alone");
+    verdict("dropout of %s kernels: drawn by seed, epoch, layer and image alone", b->kernels);
 }
 
 /* ---- BatchNorm ------------------------------------------------------------------------------- */
@@ -290,7 +295,7 @@ static Norm make_norm(const Backend *b) {
               array(4 * BN_CHANNELS, guard_value),
               random_array(BN_CHANNELS),
               random_array(BN_CHANNELS),
-              array(b->scratch_size(&bn_layer, BN_MOST), guard_value)};
+              array(b->scratch_size(&bn_layer, &(Fusion){0}, BN_MOST), guard_value)};
     for (size_t c = 0; c < BN_CHANNELS; c++) { // as net_init() leaves them
         x.stats.at[c] = 0;
         x.stats.at[BN_CHANNELS + c] = 1;
@@ -411,7 +416,7 @@ static void test_norm_outliers(const Backend *b) {
     enum { SIDE = 64, N = 16, PIXELS = N * SIDE * SIDE };
     Layer l = {.kind = BATCHNORM2D, .in = {SIDE, SIDE, 1}, .out = {SIDE, SIDE, 1}};
     Array in = random_array(PIXELS), out = array(PIXELS, guard_value);
-    Array scratch = array(b->scratch_size(&l, N), guard_value);
+    Array scratch = array(b->scratch_size(&l, &(Fusion){0}, N), guard_value);
     real stats[4] = {0, 1}, weight = 1, bias = 0;
     long double mean = 0, variance = 0;
     for (size_t i = 0; i < PIXELS; i += PIXELS / BN_SLICES)
@@ -528,21 +533,23 @@ static void test_norm_threads(const Backend *b) {
     verdict("batchnorm2d of %s kernels: the same bits for any number of threads", b->kernels);
 }
 
-// What BatchNorm adds while it stores has the bits of an add behind it, with and without ReLU.
+// What BatchNorm adds while it stores has the bits of an add after it, with and without ReLU.
 static void test_norm_residual(void) {
     Norm x = make_norm(&fast_backend);
     Array residual = random_array(x.in.count), got = array(x.in.count, guard_value);
     for (int variant = 0; variant < 4; variant++) {
-        Layer sum = {.kind = ADD, .relu = variant % 2, .out = bn_layer.out}, joined = bn_layer;
-        joined.relu = variant % 2;
+        const bool relu = variant % 2;
+        Work fused = norm_work(&x, BN_MOST, variant / 2);
+        fused.fused = (Fusion){.add = true, .relu = relu};
+        fused.residual = residual.at;
+        fused.out = got.at;
+        batchnorm2d_forward_fast(fused);
         run_norm(&x, BN_MOST, variant / 2);
-        Work w = norm_work(&x, BN_MOST, variant / 2);
-        add_forward((Work){
-            .l = &sum, .n = BN_MOST, .in = x.out.at, .residual = residual.at, .out = x.out.at});
-        w.l = &joined;
-        w.residual = residual.at;
-        w.out = got.at;
-        batchnorm2d_forward_fast(w);
+        Work separate = {.l = &bn_layer, .n = BN_MOST, .in = x.out.at, .out = x.out.at};
+        separate.residual = residual.at;
+        add_forward(separate);
+        if (relu)
+            relu_forward(separate);
         check_tensor("out", got.at, x.out.at, NULL, got.count);
     }
     check_guards("out", &got);
@@ -556,10 +563,10 @@ static void test_layers(void) {
     for (size_t b = 0; b < 2; b++) {
         test_maxpool(both_backends[b]);
         test_maxpool_nan(both_backends[b]);
+        test_dropout_values(both_backends[b]);
+        test_dropout_draws(both_backends[b]);
     }
     test_large_logits();
-    test_dropout_values();
-    test_dropout_draws();
     for (size_t b = 0; b < 2; b++) {
         test_norm_cancellation(both_backends[b]);
         test_norm_outliers(both_backends[b]);
