@@ -46,7 +46,9 @@ static void add_random_row(Net *net) {
         add_conv2d(net, x, channels, 3, 1, 1, false);
         break;
     case 2:
-        batchnorm2d(net, x);
+        x = batchnorm2d(net, x); // and often a sum that is fused with it
+        if (draw_bits() % 2)
+            add(net, x, row_of_equal_shape(net, x));
         break;
     case 3:
         maxpool2d(net, x, 3, 1, 1);
