@@ -4951,25 +4951,32 @@ static void time_rows(Run *run, const Batch *batch, LayerTimes *times, double *f
 }
 
 /* A row of the table and of layers.csv. It is bound by compute or by memory, whichever takes longer
-   at this device's peak, in operations and bytes a second. flops are those that are executed; the
-   definition has `saved` times as many. */
+   at this device's peak, in operations and bytes a second; without a measured peak this is not known.
+   flops are those that are executed; the definition has `saved` times as many. */
 static void print_layer(FILE *csv, const Net *net, size_t row, size_t n, LayerTimes *times,
                         double flops, double peak, double bandwidth) {
     const Layer *l = &net->layers[row];
     const double saved = flops > 0 ? (double)n * layer_training_flops(l) / flops : 1;
-    const double bytes = row_bytes(net, row, n), least = fmax(flops / peak, bytes / bandwidth);
+    const double bytes = row_bytes(net, row, n);
     const double forward_ms = 1e3 * median(times->forward, LAYER_ROUNDS);
     const double backward_ms = 1e3 * median(times->backward, LAYER_ROUNDS);
-    const double seconds = 1e-3 * (forward_ms + backward_ms), percent = 100 * least / seconds;
+    const double seconds = 1e-3 * (forward_ms + backward_ms);
     const double gflops = 1e-9 * flops / seconds, gb_per_s = 1e-9 * bytes / seconds;
-    const char *bound = flops / peak > bytes / bandwidth ? "compute" : "memory";
-    char kind[64], number[64], shape[64];
+    const double computes = flops / peak, moves = bytes / bandwidth; // seconds at the least
+    double percent = NAN;
+    const char *bound = "";
+    char kind[64], number[64], shape[64], per_cent[16] = "-";
+    if (isfinite(peak)) {
+        percent = 100 * fmax(computes, moves) / seconds;
+        bound = computes > moves ? "compute" : "memory";
+        snprintf(per_cent, sizeof per_cent, "%.1f", percent);
+    }
     describe_layer(l, kind, sizeof kind);
     snprintf(number, sizeof number, "row %zu", row);
     const char *name = *l->name ? l->name : number;
     snprintf(shape, sizeof shape, "%zux%zux%zu", l->out.h, l->out.w, l->out.c);
-    printf("  %-24s %-34s %9.3f %9.3f %8.1f %7.1f %6.1f %6.2f  %s\n", name, kind, forward_ms,
-           backward_ms, gflops, gb_per_s, percent, saved, bound);
+    printf("  %-24s %-34s %9.3f %9.3f %8.1f %7.1f %6s %6.2f  %s\n", name, kind, forward_ms,
+           backward_ms, gflops, gb_per_s, per_cent, saved, *bound ? bound : "-");
     for (Form form = row == 1 ? CSV_HEADER : CSV_ROW; form <= CSV_ROW; form++) // or both
         print_record(
             csv, form,
@@ -4994,9 +5001,11 @@ static void measure_layers(Run *run) {
     time_rows(run, &batch, times, flops);
     const double peak = 1e9 * net->backend->peak_gflops(), bandwidth = measure_bandwidth(run);
     open_in_folder(&csv, run, "layers.csv");
-    printf("Layers, %zu images; this device: %.1f GFLOP/s, %.1f GB/s measured%s\n", batch.n,
-           peak / 1e9, bandwidth / 1e9,
-           run->device.emulated ? "; emulated, they mean nothing" : "");
+    char rate[64] = "GFLOP/s unknown without cnn_kernels.c";
+    if (isfinite(peak))
+        snprintf(rate, sizeof rate, "%.1f GFLOP/s", peak / 1e9);
+    printf("Layers, %zu images; this device: %s, %.1f GB/s measured%s\n", batch.n, rate,
+           bandwidth / 1e9, run->device.emulated ? "; emulated, they mean nothing" : "");
     printf("  %-24s %-34s %9s %9s %8s %7s %6s %6s  %s\n", "layer", "kind", "forward", "backward",
            "GFLOP/s", "GB/s", "%", "saved", "of which limit");
     for (size_t i = 1; i < net->count; i++)
