@@ -105,7 +105,7 @@ test_layers() {
     same layers/half "layers/layers.csv: bound in row conv2 should be empty, as in row 1, found memory" \
         "$(awk -F , '$1 == "conv2" { $10 = 50; $12 = "memory" } { print }' OFS=, "$made/layers.csv" | "${awk[@]}")"
     same layers/machine "" "$(machine_card)"
-    sed -i 's/"kernels":"naive"/"kernels":"fast"/' "$made/run.json"
+    sed -i 's/"kernels": "naive"/"kernels": "fast"/' "$made/run.json"
     same layers/no_peak_of_fast "runs/layers/run.json: machine.peak_gflops should be above 0, found null" \
         "$(machine_card | head -n 1)"
 }
