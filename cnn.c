@@ -87,8 +87,8 @@ typedef struct Settings {
     bool pin_memory, resident, autotune, quiet, layers, oversubscribe, overlap;
 } Settings;
 
-/* One row of the layer table: what its formula needs. Where its arrays are, and which kernels compute
-   it, is in its Slot (section 4). */
+/* One row of the layer table: what its formula needs. Where its arrays are, and which kernels
+   compute it, is in its Slot (section 4). */
 typedef struct Layer {
     LayerKind kind;
     char name[48];                  // PyTorch's name of its parameters, "conv1"; else empty
@@ -101,15 +101,14 @@ typedef struct Layer {
 } Layer;
 
 /* Operator fusion: what the kernels of a row compute in the same pass, because no other row reads
-   their intermediate results:  out = pool(relu(op(in) + residual)).  The definitions fuse nothing. */
+   the intermediate results:  out = pool(relu(op(in) + residual)).  The definitions fuse nothing. */
 typedef struct Fusion {
-    bool add;           // of a residual
-    bool relu;          // a ReLU
-    const Layer *pool;  // a max-pool, or NULL
-    bool relu_backward; // backward begins with the ReLU's, unless it is part of another kernel
-    bool masks_din;     // backward includes that of the ReLU before this row
-    const Layer
-        *moments; // of a convolution, the batchnorm2d whose moments it stores; or vice versa
+    bool add;             // of a residual
+    bool relu;            // a ReLU
+    const Layer *pool;    // a max-pool, or NULL
+    bool relu_backward;   // backward begins with the ReLU's, unless it is part of another kernel
+    bool masks_din;       // backward includes that of the ReLU before this row
+    const Layer *moments; // conv2d: the batchnorm2d whose moments it stores; vice versa; or NULL
 } Fusion;
 
 // How a row is computed: by kernels of its own, to memory of its own or over its input; or by the
@@ -198,8 +197,9 @@ typedef struct Batch {
 /* What a row works on in one step. A forward reads in, residual, weight and bias and writes out,
    stats and saved (=). A backward reads dout and what its forward read and wrote; it writes dweight
    and dbias with =, and din and dresidual with = or, if accumulate or accumulate_residual, with +=.
-   A prefixed d denotes the gradient of the loss. With --precision bf16 and fp16 in, residual, out, dout, din and a convolution's or
-   linear layer's weight point to numbers of 16 bits, except log_softmax's out and dout. */
+   A prefixed d denotes the gradient of the loss. With --precision bf16 and fp16 in, residual, out,
+   dout, din and a convolution's or linear layer's weight point to numbers of 16 bits, except
+   log_softmax's out and dout. */
 typedef struct Work {
     const Layer *l;
     Fusion fused;
@@ -1439,8 +1439,8 @@ static void link_moments(Net *net, size_t i) {
     }
 }
 
-/* Asks the kernels how each row is computed. Backward still has what it reads: a dropout its mask, a
-   ReLU the signs of its output, which a dropout does not change. */
+/* Asks the kernels how each row is computed. Backward still has what it reads: a dropout its mask,
+   a ReLU the signs of its output, which a dropout does not change. */
 static void plan_fusion(Net *net) {
     const Backend *b = net->backend;
     for (size_t i = 0; i < net->count; i++) {
@@ -4129,8 +4129,8 @@ static void json_string(FILE *f, const char *text) {
 }
 
 /* One description of a record, "epoch=%zu train_loss=%.4f ...", and its values give a line of
-   key=value pairs, the header or a row of CSV, or the members of a JSON object. A number that is not
-   finite is null in JSON, and empty in CSV. Conversions are %s, %zu and those of a double. */
+   key=value pairs, the header or a row of CSV, or the members of a JSON object. A number that is
+   not finite is null in JSON, and empty in CSV. Conversions are %s, %zu and those of a double. */
 static FORMAT(3) void print_record(FILE *f, Form form, const char *record, ...) {
     va_list args;
     va_start(args, record);
@@ -4951,8 +4951,8 @@ static void time_rows(Run *run, const Batch *batch, LayerTimes *times, double *f
 }
 
 /* A row of the table and of layers.csv. It is bound by compute or by memory, whichever takes longer
-   at this device's peak, in operations and bytes a second; without a measured peak this is not known.
-   flops are those that are executed; the definition has `saved` times as many. */
+   at this device's peak, in operations and bytes a second; without a measured peak this is not
+   known. flops are those that are executed; the definition has `saved` times as many. */
 static void print_layer(FILE *csv, const Net *net, size_t row, size_t n, LayerTimes *times,
                         double flops, double peak, double bandwidth) {
     const Layer *l = &net->layers[row];

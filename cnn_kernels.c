@@ -1936,8 +1936,8 @@ static void backward_by_images(Work w) {
     by_images(w, naive_backend.layers[w.l->kind].backward);
 }
 
-/* The backward of what is fused into a forward, in reverse order: of the ReLU, in place in dout, then
-   of the sum: dresidual = dout, or +=. */
+/* The backward of what is fused into a forward, in reverse order: of the ReLU, in place in dout,
+   then of the sum: dresidual = dout, or +=. */
 static void fused_backward(Work w) {
     Work relu = w, add = w;
     relu.din = w.dout;
@@ -1984,9 +1984,9 @@ static void dropout_forward_fast(Work w) {
 
 /* ---- BatchNorm ---------------------------------------------------------------------------------
 
-   Sums over slices of the pixels, which do not depend on the number of threads; two passes over each
-   piece that fits into the cache, where the definition reads everything twice. The residual and the
-   ReLU that follow are part of the pass that writes out. */
+   Sums over slices of the pixels, which do not depend on the number of threads; two passes over
+   each piece that fits into the cache, where the definition reads everything twice. The residual
+   and the ReLU that follow are part of the pass that writes out. */
 
 enum { BN_SLICES = 32 };
 

@@ -557,8 +557,8 @@ template <class T> static void add_backward(Work w) {
     each<add_backward_kernel<T, false>, packs<T>>(w);
 }
 
-/* A backward after that of what is fused into its forward, in reverse order: of the ReLU, in place in
-   dout, then of the sum. A BatchNorm without a sum does its ReLU's itself. */
+/* A backward after that of what is fused into its forward, in reverse order: of the ReLU, in place
+   in dout, then of the sum. A BatchNorm without a sum does its ReLU's itself. */
 template <class T, void (*BACKWARD)(Work)> static void backward_of_fused(Work w) {
     Work relu = w;
     relu.din = w.dout;

@@ -1009,8 +1009,8 @@ static void test_norm(const Backend *b) {
     verdict("batchnorm2d, %s kernels, %s", b->kernels, b->precision);
 }
 
-// A forward, then the backward of a ReLU, of a sum and of the row before them, by the kernels of that
-// row, or one after another.
+// A forward, then the backward of a ReLU, of a sum and of the row before them, by the kernels of
+// that row, or one after another.
 static void run_fused_backward(const Backend *b, const Task *t, void *const *a, real *scratch) {
     const Layer flat = {.kind = RELU, .in = t->l->out, .out = t->l->out};
     Work w = work_of_task(t, scratch);
@@ -1039,7 +1039,7 @@ static void run_fused_backward(const Backend *b, const Task *t, void *const *a, 
     b->layers[t->l->kind].backward(w);
 }
 
-// Fused kernels give the bits of separate ones. dout, which they may change in place, is not compared.
+// Fused kernels give the bits of separate ones, except of dout, which they may overwrite.
 static void compare_fused(const Backend *b, const Layer *l, size_t n, bool adds, bool accumulate) {
     enum { ARRAYS = 9, DOUT = 4, WEIGHT = 7 };
     const size_t inputs = n * shape_size(l->in), outputs = n * shape_size(l->out);
