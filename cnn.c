@@ -88,29 +88,33 @@ typedef struct Settings {
     bool pin_memory, resident, autotune, quiet, layers, oversubscribe, overlap;
 } Settings;
 
-/* One row of the layer table. Offsets count elements from the start of the network's arenas, the
-   arrays of section 4. Operator fusion: a row that is the only reader of its input may be `fused`
-   into the previous row, which applies it when it stores its output; the two share memory. So a row
-   computes  out = relu(op(in) + residual),  where the sum and the ReLU are those fused into it. */
+/* One row of the layer table: what its formula needs. Where its arrays are, and which kernels
+   compute it, is in its Slot (section 4). */
 typedef struct Layer {
     LayerKind kind;
     char name[48];                  // PyTorch's name of its parameters, "conv1"; else empty
     size_t input, other;            // the row that it reads; add: the second row that it reads
     Shape in, out;                  // a linear layer reads 1 x 1 x (h * w * c)
     size_t kernel, stride, padding; // conv2d, maxpool2d
-    real p;                         // dropout: probability of a zero; free for other kinds
-    bool fused, in_place;           // in_place: out and in share memory (or a dropout's)
-    bool relu, relu_backward;       // forward ends with a fused ReLU; backward begins with its own
-    bool masks_din;                 // conv2d: backward includes that of the ReLU before it
-    const struct Layer *residual;   // the row whose output is added, or NULL
-    const struct Layer *pool;       // conv2d: the max-pool fused into it, or NULL
-    const struct Layer *moments; // conv2d, batchnorm2d: the other, whose moments the former stores
-    size_t weights, biases;      // numbers of parameters; batchnorm2d: weights are its scales
-    size_t weight, bias;         // their offsets into params and grads
-    size_t output, gradient;     // offsets into activations and dactivations, in bytes
-    size_t stats;                // batchnorm2d: offset into stats, see batchnorm2d_forward()
-    size_t saved;                // offset into saved: argmax of a max-pool, mask of a dropout
+    real p;                         // dropout: probability of a zero; available to other kinds
+    size_t weights, biases;         // numbers of parameters; batchnorm2d: weights are its scales
+    size_t weight, bias;            // their offsets into params and grads, in elements
 } Layer;
+
+/* Operator fusion: what the kernels of a row compute in the same pass, because no other row reads
+   the intermediate results:  out = pool(relu(op(in) + residual)).  The definitions fuse nothing. */
+typedef struct Fusion {
+    bool add;             // of a residual
+    bool relu;            // a ReLU
+    const Layer *pool;    // a max-pool, or NULL
+    bool relu_backward;   // backward begins with the ReLU's, unless it is part of another kernel
+    bool masks_din;       // backward includes that of the ReLU before this row
+    const Layer *moments; // conv2d: the batchnorm2d whose moments it stores; vice versa; or NULL
+} Fusion;
+
+// How a row is computed: by kernels of its own, to memory of its own or over its input; or by the
+// kernels of an earlier row
+typedef enum { SEPARATE, IN_PLACE, FUSED } Sharing;
 
 // The identity of a batch's images: random numbers depend on the image, not on the batch.
 typedef struct Draw {
@@ -193,15 +197,18 @@ typedef struct Batch {
 
 /* What a row works on in one step. A forward reads in, residual, weight and bias and writes out,
    stats and saved (=). A backward reads dout and what its forward read and wrote; it writes dweight
-   and dbias with =, and din with = or, if accumulate, with +=. A prefixed d denotes the gradient
-   of the loss. With --precision bf16 and fp16 in, residual, out, dout, din and a convolution's or
-   linear layer's weight point to numbers of 16 bits, except log_softmax's out and dout. */
+   and dbias with =, and din and dresidual with = or, if accumulate or accumulate_residual, with +=.
+   A prefixed d denotes the gradient of the loss. With --precision bf16 and fp16 in, residual, out,
+   dout, din and a convolution's or linear layer's weight point to numbers of 16 bits, except
+   log_softmax's out and dout. */
 typedef struct Work {
     const Layer *l;
+    Fusion fused;
     size_t row, n;             // its number in the table; images of this batch
     const real *in, *residual; // residual NULL: nothing to add
     const real *weight, *bias; // bias NULL: there is none
     real *out, *dout, *din;    // din NULL: not needed
+    real *dresidual;           // NULL: not needed, or in the memory of dout
     real *dweight, *dbias;
     real *stats;      // batchnorm2d
     uint8_t *saved;   // argmax of a max-pool, mask of a dropout
@@ -211,7 +218,8 @@ typedef struct Work {
     void *prepared;   // what the backend keeps for this row; zeroed, unless it has a prepare()
     const Draw *draw; // of a training step, in the device's memory; NULL: evaluation
     bool accumulate;  // another reader of the same row has already written din
-    bool autotune;    // choose the fastest kernels now, if that has not been done
+    bool accumulate_residual; // the same of dresidual
+    bool autotune;            // choose the fastest kernels now, if that has not been done
 } Work;
 
 /* On a GPU. A loss or a gradient that is not finite skips all updates from then on, until the host
@@ -260,13 +268,12 @@ typedef struct Backend {
     const char *(*lacks)(void);  // what that device lacks for these kernels; NULL: nothing
     struct {
         void (*forward)(Work w), (*backward)(Work w);
-        bool fuses; // forward itself adds the residual and applies the ReLU
     } layers[KINDS];
-    bool norm_relu_backward; // a batchnorm2d's backward does its ReLU's, if there is no residual
-    bool conv_moments; // a conv2d's forward may store the moments of the batchnorm2d behind it
-    bool (*fuses_pool)(const Layer *conv, const Layer *pool); // ... and this max-pool
-    size_t (*scratch_size)(const Layer *l, size_t n);         // in numbers of 32 bits
-    size_t (*transposed_size)(const Layer *l, size_t n);      // in elements; NULL: NHWC only
+    // how row l, the only reader of row `to`, is computed; `with`: what is fused with `to` already
+    Sharing (*fuse)(const Layer *to, const Fusion *with, const Layer *l);
+    bool conv_moments; // a conv2d's forward may store the moments of the batchnorm2d after it
+    size_t (*scratch_size)(const Layer *l, const Fusion *fused, size_t n); // in 32-bit words
+    size_t (*transposed_size)(const Layer *l, size_t n); // in elements; NULL: NHWC only
     // what the kernels of a row keep, in the host's memory: its size in bytes; sets it up
     size_t (*prepared_size)(const Layer *l);
     void (*prepare)(void *prepared, const Layer *l);
@@ -399,12 +406,10 @@ static inline HOST_DEVICE real uniform(uint32_t bits) {
 #ifdef _OPENMP
 #include <omp.h>
 #define OPENMP_STATUS "OpenMP"
-#define PARALLEL_SUMS(...) DO_PRAGMA(omp parallel reduction(+ : __VA_ARGS__))
 #define PARALLEL_FOR DO_PRAGMA(omp parallel for schedule(static))
 #else
 #define OPENMP_STATUS "no OpenMP: --kernels naive uses one thread"
 #define omp_set_num_threads(n) ((void)(n))
-#define PARALLEL_SUMS(...)
 #define PARALLEL_FOR
 #endif
 
@@ -747,17 +752,12 @@ static ptrdiff_t input_pixel(const Layer *l, size_t y, size_t x, size_t tap) {
     return iy < l->in.h && ix < l->in.w ? (ptrdiff_t)(iy * l->in.w + ix) : OUTSIDE;
 }
 
-// out[k] += sum over i of in[i] * weight[i][k], four terms at a time to keep out[k] in a register
-static void add_products(real *restrict out, const real *in, const real *weight, size_t terms,
-                         size_t count) {
-    size_t i = 0;
-    for (; i + 4 <= terms; i += 4, weight += 4 * count)
+// out[k] += sum over i < terms of in[i] * weight[i][k], for k < count
+static void add_products(real *restrict out, const real *restrict in, const real *restrict weight,
+                         size_t terms, size_t count) {
+    for (size_t i = 0; i < terms; i++)
         for (size_t k = 0; k < count; k++)
-            out[k] = out[k] + in[i] * weight[k] + in[i + 1] * weight[count + k] +
-                     in[i + 2] * weight[2 * count + k] + in[i + 3] * weight[3 * count + k];
-    for (; i < terms; i++, weight += count)
-        for (size_t k = 0; k < count; k++)
-            out[k] += in[i] * weight[k];
+            out[k] += in[i] * weight[i * count + k];
 }
 
 /* out[n][y][x][k] = bias[k] + sum over i, j, c of
@@ -797,26 +797,23 @@ static void conv2d_backward_naive(Work w) {
     const Shape I = l->in, O = l->out;
     const size_t taps = l->kernel * l->kernel, pixels = w.n * O.h * O.w;
     /* LAB 1.2 BEGIN conv2d_backward_naive */
-    enum { BLOCK = 16 }; // input channels
     memset(w.dbias, 0, l->biases * sizeof *w.dbias);
     for (size_t pixel = 0; pixel < pixels; pixel++)
         for (size_t k = 0; k < l->biases; k++)
             w.dbias[k] += w.dout[pixel * O.c + k];
     PARALLEL_FOR
-    for (size_t block = 0; block < taps * ceil_div(I.c, BLOCK); block++) {
-        const size_t tap = block % taps, first = block / taps * BLOCK;
-        const size_t count = min_size(BLOCK, I.c - first);
-        real *restrict sums = w.dweight + (tap * I.c + first) * O.c;
-        memset(sums, 0, count * O.c * sizeof *sums);
+    for (size_t row = 0; row < taps * I.c; row++) { // of the weights: a tap and an input channel
+        const size_t tap = row / I.c, c = row % I.c;
+        real *restrict sums = w.dweight + row * O.c;
+        memset(sums, 0, O.c * sizeof *sums);
         for (size_t pixel = 0; pixel < pixels; pixel++) {
             const ptrdiff_t source = input_pixel(l, pixel / O.w % O.h, pixel % O.w, tap);
             if (source == OUTSIDE)
                 continue;
             const size_t image = pixel / (O.h * O.w);
-            const real *in = w.in + (image * I.h * I.w + (size_t)source) * I.c + first;
-            for (size_t c = 0; c < count; c++)
-                for (size_t k = 0; k < O.c; k++)
-                    sums[c * O.c + k] += in[c] * w.dout[pixel * O.c + k];
+            const real in = w.in[(image * I.h * I.w + (size_t)source) * I.c + c];
+            for (size_t k = 0; k < O.c; k++)
+                sums[k] += in * w.dout[pixel * O.c + k];
         }
     }
     /* LAB 1.2 END */
@@ -824,8 +821,10 @@ static void conv2d_backward_naive(Work w) {
         return;
     /* LAB 1.3 BEGIN conv2d_backward_naive */
     real *restrict transposed = w.scratch; // [tap][k][c]: the weights, input channels innermost
-    for (size_t i = 0; i < l->weights; i++)
-        transposed[(i / (I.c * O.c) * O.c + i % O.c) * I.c + i / O.c % I.c] = w.weight[i];
+    for (size_t tap = 0; tap < taps; tap++)
+        for (size_t c = 0; c < I.c; c++)
+            for (size_t k = 0; k < O.c; k++)
+                transposed[(tap * O.c + k) * I.c + c] = w.weight[(tap * I.c + c) * O.c + k];
     PARALLEL_FOR
     for (size_t image = 0; image < w.n; image++) {
         real *din = w.din + image * shape_size(I);
@@ -943,21 +942,25 @@ static void avgpool2d_backward(Work w) {
                                       (w.accumulate ? w.din[i * channels + c] : 0);
 }
 
-// out = in + residual, then the ReLU if one is fused: the end of a residual block
+// out = in + residual
 static void add_forward(Work w) {
-    const real least = w.l->relu ? 0 : -(real)INFINITY;
-    PARALLEL_FOR
-    for (size_t i = 0; i < outputs(w); i++) {
-        real sum = w.in[i] + w.residual[i];
-        w.out[i] = sum < least ? least : sum;
-    }
-}
-
-// din = dout
-static void add_backward(Work w) {
     PARALLEL_FOR
     for (size_t i = 0; i < outputs(w); i++)
-        w.din[i] = w.dout[i] + (w.accumulate ? w.din[i] : 0);
+        w.out[i] = w.in[i] + w.residual[i];
+}
+
+// gradient[i] = dout[i], or +=
+static void pass_gradient(Work w, real *gradient, bool accumulate) {
+    PARALLEL_FOR
+    for (size_t i = 0; i < outputs(w); i++)
+        gradient[i] = w.dout[i] + (accumulate ? gradient[i] : 0);
+}
+
+// dresidual = dout, din = dout
+static void add_backward(Work w) {
+    if (w.dresidual)
+        pass_gradient(w, w.dresidual, w.accumulate_residual);
+    pass_gradient(w, w.din, w.accumulate);
 }
 
 /* ---- BatchNorm ---------------------------------------------------------------------------------
@@ -969,199 +972,128 @@ static void add_backward(Work w) {
      running = (1 - momentum) * running + momentum * (mean, or variance * m / (m - 1))
    Evaluation uses the running statistics instead of the batch's. stats holds four rows of c
    numbers: running mean, running variance, and mean and 1 / sqrt(variance + eps) for the backward.
-   Sums are taken over slices of the pixels, which do not depend on the number of threads. */
+   Sums are in double. A thread sums a block of adjacent channels, pixel by pixel. */
 
-enum { BN_SLICES = 32 };
+enum { BN_BLOCK = 16 };
 static const double bn_eps = 1e-5, bn_momentum = 0.1;
 
-static Range bn_slice(size_t slice, size_t pixels) {
-    return part_of((Range){0, pixels}, slice, BN_SLICES);
+static size_t bn_pixels(const Work *w) {
+    return w->n * w->l->in.h * w->l->in.w;
 }
 
-/* sums[0][c] = mean over a slice, sums[1][c] = sum of squared deviations from it: two passes over
-   each piece that fits into the cache, combined by Chan's formula. (Chan, Golub, LeVeque, "Updating
-   formulae and a pairwise algorithm for computing sample variances", 1979.) */
-static void bn_slice_stats(real *restrict sums, const real *restrict in, Range s, size_t channels) {
-    enum { PIECE = 16 };
-    real *restrict squares = sums + channels, mean[channels], more[channels];
-    memset(sums, 0, 2 * channels * sizeof *sums);
-    for (size_t first = s.first; first < s.first + s.count; first += PIECE) {
-        size_t last = min_size(first + PIECE, s.first + s.count);
-        real before = (real)(first - s.first), n = (real)(last - first);
-        memset(mean, 0, sizeof mean);
-        memset(more, 0, sizeof more);
-        for (size_t i = first; i < last; i++)
-            for (size_t c = 0; c < channels; c++)
-                mean[c] += in[i * channels + c];
-        for (size_t c = 0; c < channels; c++)
-            mean[c] /= n;
-        for (size_t i = first; i < last; i++)
-            for (size_t c = 0; c < channels; c++) {
-                real d = in[i * channels + c] - mean[c];
-                more[c] += d * d;
-            }
-        for (size_t c = 0; c < channels; c++) {
-            real d = mean[c] - sums[c];
-            squares[c] += more[c] + d * d * (before * n / (before + n));
-            sums[c] += d * (n / (before + n));
+// All four rows of stats, of channel c. squares: the sum of (in - mean)^2 over m pixels
+static void bn_store_stats(real *stats, size_t channels, size_t c, double mean, double squares,
+                           size_t m) {
+    const double unbiased = squares / (double)(m > 1 ? m - 1 : 1);
+    real *running_mean = stats + c, *running_variance = stats + channels + c;
+    *running_mean = (real)((1 - bn_momentum) * (double)*running_mean + bn_momentum * mean);
+    *running_variance =
+        (real)((1 - bn_momentum) * (double)*running_variance + bn_momentum * unbiased);
+    stats[2 * channels + c] = (real)mean;
+    stats[3 * channels + c] = (real)(1 / sqrt(squares / (double)m + bn_eps));
+}
+
+// stats (=) of the channels [first, first + count) of a training batch
+static void bn_block_stats(Work w, size_t first, size_t count) {
+    const size_t channels = w.l->in.c, m = bn_pixels(&w);
+    double mean[BN_BLOCK] = {0}, squares[BN_BLOCK] = {0};
+    for (size_t i = 0; i < m; i++)
+        for (size_t c = 0; c < count; c++)
+            mean[c] += (double)w.in[i * channels + first + c];
+    for (size_t c = 0; c < count; c++)
+        mean[c] /= (double)m;
+    for (size_t i = 0; i < m; i++)
+        for (size_t c = 0; c < count; c++) {
+            double d = (double)w.in[i * channels + first + c] - mean[c];
+            squares[c] += d * d;
         }
-    }
-}
-
-// Combines the slices of channel c in the same way.
-static void bn_join_stats(real *stats, const real *sums, size_t pixels, size_t channels, size_t c) {
-    double mean = 0, squares = 0, count = 0;
-    for (size_t slice = 0; slice < BN_SLICES; slice++, sums += 2 * channels) {
-        double more = (double)bn_slice(slice, pixels).count, d = (double)sums[c] - mean;
-        if (more == 0)
-            continue;
-        squares += (double)sums[channels + c] + d * d * count * more / (count + more);
-        mean += d * more / (count + more);
-        count += more;
-    }
-    double unbiased = squares / (count > 1 ? count - 1 : 1);
-    stats[c] = (real)((1 - bn_momentum) * (double)stats[c] + bn_momentum * mean);
-    stats += channels;
-    stats[c] = (real)((1 - bn_momentum) * (double)stats[c] + bn_momentum * unbiased);
-    stats[channels + c] = (real)mean;
-    stats[2 * channels + c] = (real)(1 / sqrt(squares / count + bn_eps));
-}
-
-// The slice's part of the scratch memory: sums[2][channels]; after the slices follow factors.
-static real *bn_sums(Work w, size_t slice) {
-    return w.scratch + slice * 2 * w.l->in.c;
-}
-
-// Channel c of the factors in out = in * scale + shift. In training, joins its slices first.
-static void bn_forward_channel(Work w, size_t pixels, size_t c) {
-    const size_t channels = w.l->in.c;
-    const bool training = w.draw != NULL;
-    real *scale = bn_sums(w, BN_SLICES), *shift = scale + channels;
-    if (training)
-        bn_join_stats(w.stats, w.scratch, pixels, channels, c);
-    real mean = w.stats[training ? 2 * channels + c : c];
-    scale[c] = w.weight[c] * (training ? w.stats[3 * channels + c]
-                                       : 1 / SQRT(w.stats[channels + c] + (real)bn_eps));
-    shift[c] = w.bias[c] - mean * scale[c];
-}
-
-// out = in * scale + shift, then the residual and the ReLU that are fused
-static void bn_forward_slice(Work w, Range s) {
-    const size_t channels = w.l->in.c;
-    const real *restrict scale = bn_sums(w, BN_SLICES), *restrict shift = scale + channels;
-    const real least = w.l->relu ? 0 : -(real)INFINITY;
-    for (size_t i = s.first; i < s.first + s.count; i++) {
-        const real *restrict from = w.in + i * channels;
-        real *restrict to = w.out + i * channels;
-        for (size_t c = 0; c < channels; c++) {
-            real value = from[c] * scale[c] + shift[c];
-            if (w.residual)
-                value += w.residual[i * channels + c];
-            to[c] = value < least ? least : value;
-        }
-    }
+    for (size_t c = 0; c < count; c++)
+        bn_store_stats(w.stats, channels, first + c, mean[c], squares[c], m);
 }
 
 static void batchnorm2d_forward(Work w) {
-    const size_t pixels = w.n * w.l->in.h * w.l->in.w, slices = w.draw ? BN_SLICES : 0;
+    const size_t channels = w.l->in.c, m = bn_pixels(&w);
+    const real *mean = w.draw ? w.stats + 2 * channels : w.stats;
+    const size_t summed = w.draw ? channels : 0;
+    real *restrict scale = w.scratch;
     PARALLEL_FOR
-    for (size_t i = 0; i < slices; i++)
-        bn_slice_stats(bn_sums(w, i), w.in, bn_slice(i, pixels), w.l->in.c);
+    for (size_t first = 0; first < summed; first += BN_BLOCK)
+        bn_block_stats(w, first, min_size(BN_BLOCK, channels - first));
+    for (size_t c = 0; c < channels; c++)
+        scale[c] = w.weight[c] * (w.draw ? w.stats[3 * channels + c]
+                                         : 1 / SQRT(w.stats[channels + c] + (real)bn_eps));
     PARALLEL_FOR
-    for (size_t c = 0; c < w.l->in.c; c++)
-        bn_forward_channel(w, pixels, c);
-    PARALLEL_FOR
-    for (size_t i = 0; i < BN_SLICES; i++)
-        bn_forward_slice(w, bn_slice(i, pixels));
+    for (size_t i = 0; i < m; i++)
+        for (size_t c = 0; c < channels; c++)
+            w.out[i * channels + c] = (w.in[i * channels + c] - mean[c]) * scale[c] + w.bias[c];
+}
+
+// dbias, dweight (=) of the channels [first, first + count)
+static void bn_block_gradients(Work w, size_t first, size_t count) {
+    const size_t channels = w.l->in.c, m = bn_pixels(&w);
+    const real *mean = w.stats + 2 * channels, *inverse = mean + channels;
+    double sum[BN_BLOCK] = {0}, product[BN_BLOCK] = {0};
+    for (size_t i = 0; i < m; i++)
+        for (size_t c = 0; c < count; c++) {
+            size_t at = i * channels + first + c;
+            sum[c] += (double)w.dout[at];
+            product[c] += (double)w.dout[at] * (double)(w.in[at] - mean[first + c]);
+        }
+    for (size_t c = 0; c < count; c++) {
+        w.dbias[first + c] = (real)sum[c];
+        w.dweight[first + c] = (real)product[c] * inverse[first + c];
+    }
 }
 
 /* dbias = sum of dout      dweight = sum of dout * x, where x = (in - mean) / sqrt(variance + eps)
-   din = weight / sqrt(variance + eps) * (dout - dbias / m - x * dweight / m)
-
-   sums[0][c] = sum over a slice of dout, sums[1][c] = that of dout * (in - mean) */
-static void bn_slice_products(Work w, real *restrict sums, Range s) {
-    const size_t channels = w.l->in.c;
-    const real *restrict mean = w.stats + 2 * channels;
-    real *restrict products = sums + channels;
-    memset(sums, 0, 2 * channels * sizeof *sums);
-    for (size_t i = s.first; i < s.first + s.count; i++)
-        for (size_t c = 0; c < channels; c++) {
-            real d = w.dout[i * channels + c];
-            sums[c] += d;
-            products[c] += d * (w.in[i * channels + c] - mean[c]);
-        }
-}
-
-// Channel c of dweight, of dbias and of the factors in din = a * dout + b * (in - mean) + e
-static void bn_backward_channel(Work w, size_t pixels, size_t c) {
-    const size_t channels = w.l->in.c;
-    const real inverse = w.stats[3 * channels + c];
-    real *a = bn_sums(w, BN_SLICES), *b = a + channels, *e = b + channels;
-    double sum = 0, product = 0;
-    for (size_t slice = 0; slice < BN_SLICES; slice++) {
-        sum += (double)w.scratch[slice * 2 * channels + c];
-        product += (double)w.scratch[(slice * 2 + 1) * channels + c];
-    }
-    w.dbias[c] = (real)sum;
-    w.dweight[c] = (real)product * inverse;
-    a[c] = w.weight[c] * inverse;
-    b[c] = -a[c] * inverse * w.dweight[c] / (real)pixels;
-    e[c] = -a[c] * w.dbias[c] / (real)pixels;
-}
-
-static void bn_backward_slice(Work w, Range s) {
-    const size_t channels = w.l->in.c;
-    const real *restrict mean = w.stats + 2 * channels, *restrict a = bn_sums(w, BN_SLICES);
-    const real *restrict b = a + channels, *restrict e = b + channels;
-    for (size_t i = s.first; i < s.first + s.count; i++) {
-        const real *restrict x = w.in + i * channels, *restrict d = w.dout + i * channels;
-        real *restrict to = w.din + i * channels;
-        for (size_t c = 0; c < channels; c++)
-            to[c] = a[c] * d[c] + b[c] * (x[c] - mean[c]) + e[c] + (w.accumulate ? to[c] : 0);
-    }
-}
-
+   din = weight / sqrt(variance + eps) * (dout - dbias / m - x * dweight / m) */
 static void batchnorm2d_backward(Work w) {
-    const size_t pixels = w.n * w.l->in.h * w.l->in.w, slices = w.din ? BN_SLICES : 0;
+    const size_t channels = w.l->in.c, m = bn_pixels(&w), written = w.din ? m : 0;
+    const real *mean = w.stats + 2 * channels, *inverse = mean + channels;
     PARALLEL_FOR
-    for (size_t i = 0; i < BN_SLICES; i++)
-        bn_slice_products(w, bn_sums(w, i), bn_slice(i, pixels));
+    for (size_t first = 0; first < channels; first += BN_BLOCK)
+        bn_block_gradients(w, first, min_size(BN_BLOCK, channels - first));
     PARALLEL_FOR
-    for (size_t c = 0; c < w.l->in.c; c++)
-        bn_backward_channel(w, pixels, c);
-    PARALLEL_FOR
-    for (size_t i = 0; i < slices; i++)
-        bn_backward_slice(w, bn_slice(i, pixels));
+    for (size_t i = 0; i < written; i++)
+        for (size_t c = 0; c < channels; c++) {
+            size_t at = i * channels + c;
+            real x = (w.in[at] - mean[c]) * inverse[c];
+            real d = w.dout[at] - (w.dbias[c] + x * w.dweight[c]) / (real)m;
+            w.din[at] = w.weight[c] * inverse[c] * d + (w.accumulate ? w.din[at] : 0);
+        }
 }
 
 /* out = in / (1 - p), or 0 with probability p, as the mask says. One Philox block serves 8 elements
    with 16 bits each, so p is rounded to 1/65536. Element e of the image at position q draws from
    (seed, layer, epoch, q, e). (Srivastava et al., "Dropout", JMLR 2014; inverted as in PyTorch.) */
+static uint32_t dropout_threshold(const Layer *l) {
+    return (uint32_t)lround((double)l->p * 65536);
+}
+
+// The random bits of elements [8 * block, 8 * block + 8) of an image
+static inline void dropout_draw(uint32_t bits[4], Work w, size_t image, size_t block) {
+    philox4x32(bits, (uint32_t)block, (uint32_t)position_of(*w.draw, image),
+               (uint32_t)w.draw->epoch, DRAW_DROPOUT + (uint32_t)w.row, w.draw->seed);
+}
+
 static void dropout_forward(Work w) {
-    enum { BLOCK = 8, BLOCKS = 16 }; // 16 blocks at a time, which the compiler vectorises
-    const size_t size = shape_size(w.l->out);
+    enum { BLOCK = 8 };
+    const size_t size = shape_size(w.l->out), images = w.draw ? w.n : 0;
     const real scale = 1 / (1 - w.l->p);
-    const uint32_t threshold = (uint32_t)lround((double)w.l->p * 65536);
+    const uint32_t threshold = dropout_threshold(w.l);
     if (!w.draw && w.out != w.in)
         memcpy(w.out, w.in, outputs(w) * sizeof *w.out);
-    const size_t images = w.draw ? w.n : 0;
     PARALLEL_FOR
     for (size_t image = 0; image < images; image++)
-        for (size_t start = 0; start < size; start += BLOCK * BLOCKS) {
-            uint32_t bits[BLOCKS][4];
-            for (size_t b = 0; b < BLOCKS; b++)
-                philox4x32(bits[b], (uint32_t)(start / BLOCK + b),
-                           (uint32_t)position_of(*w.draw, image), (uint32_t)w.draw->epoch,
-                           DRAW_DROPOUT + (uint32_t)w.row, w.draw->seed);
-            uint16_t draws[BLOCK * BLOCKS];
+        for (size_t start = 0; start < size; start += BLOCK) {
+            uint32_t bits[BLOCK / 2];
+            uint16_t draws[BLOCK];
+            dropout_draw(bits, w, image, start / BLOCK);
             memcpy(draws, bits, sizeof draws);
-            const size_t at = image * size + start, count = min_size(size - start, BLOCK * BLOCKS);
-            const real *in = w.in + at;
-            real *out = w.out + at;
-            uint8_t *saved = w.saved + at;
-            for (size_t i = 0; i < count; i++) {
-                saved[i] = draws[i] >= threshold;
-                out[i] = draws[i] >= threshold ? in[i] * scale : 0;
+            for (size_t i = 0; i < min_size(BLOCK, size - start); i++) {
+                const size_t at = image * size + start + i;
+                w.saved[at] = draws[i] >= threshold;
+                w.out[at] = w.saved[at] ? w.in[at] * scale : 0;
             }
         }
 }
@@ -1238,11 +1170,28 @@ static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t 
 
 enum { ALIGN = 64 / sizeof(real) };
 
+/* Which kernels compute a row, and where its arrays are. For example, conv -> batchnorm -> relu, of
+   which the kernels of the batchnorm also compute the ReLU:
+     rows          computed by   output      gradient
+     1 conv        1             at 0        at 0
+     2 batchnorm   2             at 4096     at 4096
+     3 relu        2             at 4096     at 4096     fused: its output is that of row 2 */
+typedef struct Slot {
+    size_t computed_by; // the row whose kernels compute this one
+    Sharing sharing;
+    Fusion fused;            // what the kernels of this row compute as well
+    size_t residual;         // the row that is added, by an add or by what is fused; else 0
+    size_t output, gradient; // offsets into activations and dactivations, in bytes
+    size_t stats;            // batchnorm2d: offset into stats, see batchnorm2d_forward()
+    size_t saved;            // offset into saved: argmax of a max-pool, mask of a dropout
+} Slot;
+
 typedef struct Net {
     const char *model;
     const Settings *settings;
     const Backend *backend;
     Layer layers[MAX_LAYERS]; // row 0 is the input
+    Slot slots[MAX_LAYERS];   // of the same rows
     size_t count, classes;
     size_t parameters;        // their number
     size_t param_size;        // ... with the gaps between tensors: the size of the arenas
@@ -1432,64 +1381,103 @@ static bool reads(const Layer *l, size_t row) {
     return l->kind != INPUT && (l->input == row || (l->kind == ADD && l->other == row));
 }
 
-static size_t count_readers(const Net *net, size_t row) {
-    size_t readers = 0;
-    for (size_t i = row + 1; i < net->count; i++)
-        readers += reads(&net->layers[i], row);
-    return readers;
+// How often a row is read; x + x reads x twice.
+static size_t count_reads(const Net *net, size_t row) {
+    size_t count = 0;
+    for (size_t i = row + 1; i < net->count; i++) {
+        const Layer *l = &net->layers[i];
+        count += l->input == row;
+        count += l->kind == ADD && l->other == row;
+    }
+    return count;
 }
 
-// The row that does this one's work: itself, or the one that it is fused with.
-static Layer *fused_into(Net *net, size_t row) {
-    while (net->layers[row].fused)
-        row = net->layers[row].input;
-    return &net->layers[row];
+// Whether a single row reads this one, which may then be overwritten.
+static bool is_read_once(const Net *net, size_t row) {
+    const Layer *computed = &net->layers[net->slots[row].computed_by];
+    return row > 0 && count_reads(net, row) == 1 && !kinds[computed->kind].reads_out;
 }
 
-/* Fuses a row into the one that it reads, if no other row reads that one: a ReLU into any, an add
-   into a BatchNorm, a max-pool into a convolution with a ReLU, if the backend has a kernel for
-   both, whose backward then includes that of the ReLU, and of the one before the convolution. A
-   dropout only works in place. Backward still has its inputs: a dropout its mask, a ReLU the signs
-   of its output, which a dropout does not change. */
+// Fuses a sum, whose other row is its residual.
+static void fuse_add(Slot *to, const Layer *l) {
+    to->fused.add = true;
+    to->residual = l->other;
+}
+
+static void fuse_relu(Slot *to) {
+    to->fused.relu = to->fused.relu_backward = true;
+}
+
+/* Fuses a max-pool with the convolution before it, whose backward then includes that of the ReLU
+   between them and, if nothing else reads it, that of the ReLU before the convolution. */
+static void fuse_pool(Net *net, Slot *to, size_t input, const Layer *pool) {
+    Slot *before = &net->slots[net->slots[input].computed_by];
+    to->fused.pool = pool;
+    to->fused.relu_backward = false;
+    to->fused.masks_din = before->fused.relu && count_reads(net, input) == 1;
+    if (to->fused.masks_din)
+        before->fused.relu_backward = false;
+}
+
+// Row i is computed by the kernels of row `to`, which its input belongs to.
+static void fuse_row(Net *net, size_t i, size_t to) {
+    const Layer *l = &net->layers[i];
+    if (l->kind == ADD)
+        fuse_add(&net->slots[to], l);
+    if (l->kind == RELU)
+        fuse_relu(&net->slots[to]);
+    if (l->kind == MAXPOOL2D)
+        fuse_pool(net, &net->slots[to], net->layers[to].input, l);
+    net->slots[i].computed_by = to;
+}
+
+// Links a convolution with the batchnorm2d in the next row, whose moments it stores.
+static void link_moments(Net *net, size_t i) {
+    const Layer *l = &net->layers[i];
+    if (l->kind == BATCHNORM2D && l->input == i - 1 && l[-1].kind == CONV2D) {
+        net->slots[i].fused.moments = &l[-1];
+        net->slots[i - 1].fused.moments = l;
+    }
+}
+
+/* Asks the kernels how each row is computed. Backward still has what it reads: a dropout its mask,
+   a ReLU the signs of its output, which a dropout does not change. */
 static void plan_fusion(Net *net) {
     const Backend *b = net->backend;
-    for (size_t i = 1; i < net->count; i++) {
-        Layer *l = &net->layers[i], *to = fused_into(net, l->input);
-        bool alone = l->input && count_readers(net, l->input) == 1 && !kinds[to->kind].reads_out;
-        if (l->kind == ADD) {
-            l->fused = alone && to->kind == BATCHNORM2D && !to->relu && !to->residual &&
-                       l->other != l->input;
-            (l->fused ? to : l)->residual = &net->layers[l->other];
-        } else if (l->kind == RELU && alone && !to->pool) {
-            l->fused = to->relu = to->relu_backward = true;
-        } else if (l->kind == BATCHNORM2D && b->conv_moments && l[-1].kind == CONV2D &&
-                   l->input == i - 1) {
-            l->moments = &l[-1];
-            l[-1].moments = l;
-        } else if (l->kind == MAXPOOL2D && alone && to->kind == CONV2D && to->relu && !to->pool &&
-                   b->fuses_pool && b->fuses_pool(to, l)) {
-            Layer *before = fused_into(net, to->input);
-            to->masks_din = before->relu && count_readers(net, to->input) == 1;
-            before->relu_backward &= !to->masks_din;
-            to->relu_backward = false;
-            l->fused = true;
-            to->pool = l;
-        }
-        l->in_place = l->fused || (l->kind == DROPOUT && alone);
+    for (size_t i = 0; i < net->count; i++) {
+        const Layer *l = &net->layers[i];
+        Slot *slot = &net->slots[i];
+        const size_t to = net->slots[l->input].computed_by;
+        slot->computed_by = i;
+        if (b->fuse && is_read_once(net, l->input))
+            slot->sharing = b->fuse(&net->layers[to], &net->slots[to].fused, l);
+        if (slot->sharing == FUSED)
+            fuse_row(net, i, to);
+        else if (l->kind == ADD)
+            slot->residual = l->other;
+        if (b->conv_moments)
+            link_moments(net, i);
     }
 }
 
 /* The gradient of a sum is that of both its inputs. True if the residual's can share its memory: no
-   other reader of the residual runs its backward, and writes to it, before this row has read it. */
-static bool shares_gradient(Net *net, size_t row) {
-    const Layer *l = &net->layers[row], *end = net->layers + net->count;
-    const Layer *with = fused_into(net, l->residual - net->layers);
-    bool shares = l->kind == BATCHNORM2D && with > net->layers;
-    for (const Layer *k = l; k < end && shares; k++) {
-        const Layer *adds = k->residual ? fused_into(net, k->residual - net->layers) : NULL;
-        shares = k->fused || (fused_into(net, k->input) != with && (k == l || adds != with));
+   other reader of the residual runs its backward, and writes to it, before this row has read it. An
+   add of its own copies it. */
+static bool shares_gradient(const Net *net, size_t row) {
+    const Slot *slots = net->slots;
+    const size_t with = slots[slots[row].residual].computed_by;
+    if (!slots[row].fused.add || with == 0)
+        return false;
+    for (size_t i = row; i < net->count; i++) {
+        const size_t residual = slots[slots[i].residual].computed_by;
+        if (slots[i].sharing == FUSED)
+            continue;
+        if (slots[net->layers[i].input].computed_by == with)
+            return false;
+        if (i > row && slots[i].residual && residual == with)
+            return false;
     }
-    return shares;
+    return true;
 }
 
 // The rows in whose backward a gradient is used: from its last reader, which writes it, to its own
@@ -1522,11 +1510,10 @@ static void plan_gradients(Net *net) {
     for (size_t i = 0; i < net->count; i++)
         owner[i] = i;
     for (size_t i = net->count - 1; i > 0; i--) {
-        const Layer *l = &net->layers[i];
-        if (l->in_place)
-            owner[l->input] = owner[i];
-        if (l->residual && shares_gradient(net, i))
-            owner[l->residual - net->layers] = owner[i];
+        if (net->slots[i].sharing != SEPARATE)
+            owner[net->layers[i].input] = owner[i];
+        if (net->slots[i].residual && shares_gradient(net, i))
+            owner[net->slots[i].residual] = owner[i];
     }
     for (size_t i = net->count - 1; i > 0; i--) {
         if (owner[i] != i)
@@ -1542,7 +1529,7 @@ static void plan_gradients(Net *net) {
         net->gradient_size = max_size(net->gradient_size, life->offset + life->size);
         for (size_t r = 1; r <= i; r++)
             if (owner[r] == i)
-                net->layers[r].gradient = life->offset;
+                net->slots[r].gradient = life->offset;
     }
 }
 
@@ -1572,42 +1559,61 @@ static void plan_arenas(Net *net) {
     plan_area(p, &net->prepared, net->prepared_size, HOST, "maps and buffers");
 }
 
-// Offsets and sizes of all arenas. Scratch memory for both batches: fewer images may need more.
+// The shape of what a row's kernels write: that of the max-pool, if one is fused
+static Shape stored_shape(const Net *net, size_t row) {
+    const Layer *pool = net->slots[row].fused.pool;
+    return pool ? pool->out : net->layers[row].out;
+}
+
+static void check_row(const Net *net, size_t i) {
+    const Layer *l = &net->layers[i];
+    const Backend *b = net->backend;
+    const char *kind = kinds[l->kind].name, *table = "make_backend() of cnn_kernels.cu";
+    if (!b->transfer)
+        table = strcmp(b->kernels, "naive") == 0 ? "naive_backend" : "fast_backend";
+    if (!kind)
+        table = "kinds[]";
+    if (!kind || (i > 0 && !b->layers[l->kind].forward))
+        die(1, "model %s, row %zu: layer kind %d (%s) has no row in %s; add it", net->model, i,
+            l->kind, kind ? kind : "?", table);
+    if (i > 0 && element_of(net, &net->layers[l->input]) != b->element)
+        die(1, "model %s, row %zu: reads a log_softmax; expected that as the last row only",
+            net->model, i);
+}
+
+// Offsets of a row's arrays. Scratch memory for both batches: fewer images may need more.
+static void plan_row(Net *net, size_t i, size_t most) {
+    const Layer *l = &net->layers[i];
+    const Backend *b = net->backend;
+    Slot *slot = &net->slots[i];
+    const size_t count = aligned(most * shape_size(stored_shape(net, i)));
+    const bool saves = slot->fused.pool || (slot->sharing != FUSED && kinds[l->kind].saves);
+    slot->output = slot->sharing == SEPARATE ? net->activation_size : net->slots[l->input].output;
+    net->activation_size += slot->sharing == SEPARATE ? count * element_of(net, l) : 0;
+    slot->stats = net->stats_size;
+    net->stats_size += kinds[l->kind].stats * aligned(l->out.c);
+    slot->saved = net->saved_size;
+    net->saved_size += saves ? count : 0;
+    const size_t training = b->scratch_size(l, &slot->fused, net->batch);
+    const size_t testing = b->scratch_size(l, &slot->fused, most);
+    net->scratch_size = max_size(net->scratch_size, max_size(training, testing));
+    if (b->transposed_size)
+        net->transposed_size = max_size(net->transposed_size, b->transposed_size(l, most));
+    net->prepared_at[i] = net->prepared_size;
+    if (b->prepared_size)
+        net->prepared_size += 64 * ceil_div(b->prepared_size(l), 64);
+}
+
+// Offsets and sizes of all arenas
 static void plan_memory(Net *net, size_t batch) {
     const size_t most = max_size(batch, net->test_batch);
+    for (size_t i = 0; i < net->count; i++)
+        check_row(net, i);
     plan_fusion(net);
     net->batch = batch;
     net->host_size = max_size(net->host_size, most * net->classes);
-    for (size_t i = 0; i < net->count; i++) {
-        Layer *l = &net->layers[i];
-        const char *kind = kinds[l->kind].name;
-        if (!kind || (l->kind != INPUT && !net->backend->layers[l->kind].forward))
-            die(1, "model %s, row %zu: layer kind %d (%s) has no row in %s; add it", net->model, i,
-                l->kind, kind ? kind : "?",
-                !kind                    ? "kinds[]"
-                : net->backend->transfer ? "make_backend() of cnn_kernels.cu"
-                                         : "CPU_BACKEND");
-        const Layer *before = &net->layers[l->input];
-        if (i > 0 && element_of(net, before) != net->backend->element)
-            die(1, "model %s, row %zu: reads a log_softmax; expected that as the last row only",
-                net->model, i);
-        size_t count = aligned(most * shape_size(l->pool ? l->pool->out : l->out));
-        bool saves = l->pool || (!l->fused && kinds[l->kind].saves);
-        l->output = l->in_place ? before->output : net->activation_size;
-        net->activation_size += l->in_place ? 0 : count * element_of(net, l);
-        l->stats = net->stats_size;
-        net->stats_size += kinds[l->kind].stats * aligned(l->out.c);
-        l->saved = net->saved_size;
-        net->saved_size += saves ? count : 0;
-        net->scratch_size = max_size(net->scratch_size, net->backend->scratch_size(l, batch));
-        net->scratch_size = max_size(net->scratch_size, net->backend->scratch_size(l, most));
-        if (net->backend->transposed_size)
-            net->transposed_size =
-                max_size(net->transposed_size, net->backend->transposed_size(l, most));
-        net->prepared_at[i] = net->prepared_size;
-        if (net->backend->prepared_size)
-            net->prepared_size += 64 * ceil_div(net->backend->prepared_size(l), 64);
-    }
+    for (size_t i = 0; i < net->count; i++)
+        plan_row(net, i, most);
     plan_gradients(net);
     plan_arenas(net);
 }
@@ -1660,7 +1666,8 @@ static void net_init(Net *net, uint64_t seed) {
                     normal ? SQRT(2 / fan_out) : bound, norm, 2 * i, seed);
         init_tensor(net, net->params + l->bias, l->biases, false, bound, 0, 2 * i + 1, seed);
         if (norm)
-            init_tensor(net, net->stats + l->stats + l->out.c, l->out.c, false, 0, 1, 0, seed);
+            init_tensor(net, net->stats + net->slots[i].stats + l->out.c, l->out.c, false, 0, 1, 0,
+                        seed);
     }
     lower_params(net);
     const LossScale scale = {.scale = net->backend->adjust_scale ? FIRST_SCALE : 1};
@@ -1876,12 +1883,13 @@ static void net_build(Net *net, const Model *model, const DatasetInfo *data,
    step (PyTorch's optimizer.zero_grad()). The gradient of a row is written (=) by its last reader,
    which runs first in backward; each reader after that adds (+=). */
 
-static real *output(const Net *net, const Layer *l) {
-    return l->kind == INPUT && net->images ? net->images : (real *)(net->activations + l->output);
+static real *output(const Net *net, size_t row) {
+    return row == 0 && net->images ? net->images
+                                   : (real *)(net->activations + net->slots[row].output);
 }
 
-static real *gradient(const Net *net, const Layer *l) { // NULL: that of the images is not needed
-    return l->kind == INPUT ? NULL : (real *)(net->dactivations + l->gradient);
+static real *gradient(const Net *net, size_t row) { // NULL: that of the images is not needed
+    return row == 0 ? NULL : (real *)(net->dactivations + net->slots[row].gradient);
 }
 
 // The weights that a row multiplies with: their copy with 16 bits, if there is one
@@ -1890,15 +1898,15 @@ static real *weight_of(const Net *net, const Layer *l) {
                                                 : net->params + l->weight;
 }
 
-static const Layer *last_layer(const Net *net) {
-    return &net->layers[net->count - 1];
+static size_t last_row(const Net *net) {
+    return net->count - 1;
 }
 
 /* data.to(device). A CPU reads the images from the loader's buffer; on a GPU the copies are queued,
    and reading the loss waits for them: both are over when the loader fills the buffer again. */
 static void net_load(Net *net, const Batch *batch, double lr) {
     const Backend *b = net->backend;
-    real *to = output(net, net->layers);
+    real *to = output(net, 0);
     const bool nchw = net->transposed;
     b->set_step(net->step, (Step){batch->draw, lr});
     if (batch->resident) {
@@ -1933,44 +1941,36 @@ static void begin_row(const Net *net, size_t i, bool back) {
 
 // The operands of row i for n images.
 static Work work_of(const Net *net, size_t i, size_t n, const Draw *draw) {
-    const Layer *l = &net->layers[i], *before = &net->layers[l->input];
+    const Layer *l = &net->layers[i];
+    const Slot *slot = &net->slots[i];
+    const bool adds = l->kind == ADD || slot->fused.add;
     return (Work){.l = l,
+                  .fused = slot->fused,
                   .row = i,
                   .n = n,
-                  .in = output(net, before),
-                  .residual = l->residual ? output(net, l->residual) : NULL,
+                  .in = output(net, l->input),
+                  .residual = adds ? output(net, slot->residual) : NULL,
                   .weight = weight_of(net, l),
                   .bias = l->biases ? net->params + l->bias : NULL,
-                  .out = output(net, l),
-                  .dout = gradient(net, l),
-                  .din = gradient(net, before),
+                  .out = output(net, i),
+                  .dout = gradient(net, i),
+                  .din = gradient(net, l->input),
                   .dweight = net->grads + l->weight,
                   .dbias = net->grads + l->bias,
-                  .stats = net->stats + l->stats,
-                  .saved = net->saved + l->saved,
+                  .stats = net->stats + slot->stats,
+                  .saved = net->saved + slot->saved,
                   .scratch = net->scratch,
                   .transposed = net->transposed,
-                  .from = before->out,
+                  .from = net->layers[l->input].out,
                   .prepared = net->prepared + net->prepared_at[i],
                   .draw = draw,
                   .autotune = net->settings->autotune};
 }
 
-// One row's output (=), with what is fused into it. n == 0: this rank of dp has no image.
+// One row's output (=), with what is fused. n == 0: this rank of dp has no image.
 static void forward_row(const Net *net, size_t i, size_t n, const Draw *draw) {
-    const Backend *b = net->backend;
-    const Layer *l = &net->layers[i];
-    Work w = work_of(net, i, n, draw);
-    if (n == 0 || l->fused)
-        return;
-    b->layers[l->kind].forward(w);
-    if (b->layers[l->kind].fuses)
-        return;
-    w.in = w.out;
-    if (l->residual && l->kind != ADD)
-        b->layers[ADD].forward(w); // and its ReLU
-    else if (l->relu)
-        b->layers[RELU].forward(w);
+    if (n > 0 && net->slots[i].sharing != FUSED)
+        net->backend->layers[net->layers[i].kind].forward(work_of(net, i, n, draw));
 }
 
 // model(data): log-probabilities of n images. draw NULL: evaluation, dropout does nothing.
@@ -1987,27 +1987,20 @@ static void forward(Net *net, size_t n, const Draw *draw) {
 static void backward_row(const Net *net, size_t i, size_t n, bool *written) {
     const Backend *b = net->backend;
     const Layer *l = &net->layers[i];
-    Work w = work_of(net, i, n, NULL), relu = w, add = w;
-    if (n == 0 || l->fused) {
-        written[l->input] = true;
-        return;
-    }
-    relu.din = w.dout; // in place
-    if (l->relu_backward && (l->residual || l->kind != BATCHNORM2D || !b->norm_relu_backward))
-        b->layers[RELU].backward(relu);
-    add.din = l->residual ? gradient(net, l->residual) : NULL;
-    if (add.din && add.din != w.dout) { // not the same memory
-        add.accumulate = written[l->residual - net->layers];
-        b->layers[ADD].backward(add);
-    }
-    if (l->residual)
-        written[l->residual - net->layers] = true;
+    const size_t residual = net->slots[i].residual;
+    Work w = work_of(net, i, n, NULL);
+    w.dresidual = gradient(net, residual);
+    if (w.dresidual == w.dout)
+        w.dresidual = NULL; // the same memory
+    w.accumulate_residual = written[residual];
+    written[residual] = true; // before din, which may be the same: x + x
     w.accumulate = written[l->input];
+    written[l->input] = true;
+    if (n == 0 || net->slots[i].sharing == FUSED || (!w.din && !l->weights))
+        return;
     if (net->flops && b->flops)
         net->flops[i] = b->flops(w);
-    if (w.din || l->weights)
-        b->layers[l->kind].backward(w);
-    written[l->input] = true;
+    b->layers[l->kind].backward(w);
 }
 
 static void gradients_ready(struct Comm *c, size_t first); // section 10
@@ -2037,7 +2030,7 @@ static double mean(const real *numbers, size_t n) {
 
 // F.nll_loss(): the mean over the batch. Training smooths labels and stores dlogp, for backward().
 static double loss_and_gradient(Net *net, size_t n, bool training) {
-    const Layer *last = last_layer(net);
+    const size_t last = last_row(net);
     net->backend->nll_loss(net->losses, training ? gradient(net, last) : NULL, output(net, last),
                            net->labels, n, n * (1 + net->others), net->classes,
                            training ? net->settings->label_smoothing : 0, net->scale);
@@ -2051,7 +2044,7 @@ static size_t count_predictions(const Net *net, const Batch *batch, double *conf
                                 double *predicted) {
     real *logp = net->host[0];
     size_t correct = 0, classes = net->classes;
-    net->backend->copy(logp, output(net, last_layer(net)), batch->n * classes * sizeof *logp);
+    net->backend->copy(logp, output(net, last_row(net)), batch->n * classes * sizeof *logp);
     for (size_t i = 0; i < batch->n; i++, logp += classes) {
         size_t best = 0;
         for (size_t k = 1; k < classes; k++)
@@ -2068,12 +2061,13 @@ static void check_loss(const Net *net, const Batch *batch, double loss) {
     char where[256] = "";
     for (size_t i = 0; i < net->count && !isfinite(loss) && !*where; i++) {
         const Layer *l = &net->layers[i];
-        size_t count = l->fused ? 0 : batch->n * shape_size(l->pool ? l->pool->out : l->out);
+        bool fused = net->slots[i].sharing == FUSED;
+        size_t count = fused ? 0 : batch->n * shape_size(stored_shape(net, i));
         size_t bytes = element_of(net, l);
         int exponent = bytes == sizeof(real) ? 0 : net->backend->adjust_scale ? 5 : 8;
         void *values = must_alloc(count * bytes, "a copy of the outputs");
         char what[64];
-        net->backend->copy(values, output(net, l), count * bytes);
+        net->backend->copy(values, output(net, i), count * bytes);
         describe_layer(l, what, sizeof what);
         if (first_not_finite(values, count, exponent) < count)
             snprintf(where, sizeof where,
@@ -2144,55 +2138,6 @@ static void cpu_set_step(Step *to, Step step) {
 // Nothing is queued on a CPU.
 static void cpu_synchronize(void) {}
 
-// The vector width of the instruction set that this program is compiled for, and the number of sums
-// that fit into a core's vector registers, with space for operands.
-#if defined(__AVX512F__)
-enum { VECTOR_BYTES = 64, VECTOR_SUMS = 24 };
-#elif defined(__AVX__)
-enum { VECTOR_BYTES = 32, VECTOR_SUMS = 12 };
-#elif defined(__aarch64__)
-enum { VECTOR_BYTES = 16, VECTOR_SUMS = 24 };
-#else
-enum { VECTOR_BYTES = 16, VECTOR_SUMS = 12 };
-#endif
-enum { LANES = VECTOR_BYTES / sizeof(real) };
-typedef real vec __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(real)), may_alias));
-
-#ifdef __clang__
-#define UNROLL _Pragma("clang loop unroll(full)")
-#else
-#define UNROLL _Pragma("GCC unroll 36")
-#endif
-// A loop unrolled by the compiler, so that an array indexed by i is kept in registers.
-#define UNROLLED(i, count) \
-    UNROLL                 \
-    for (size_t i = 0; i < (count); i++)
-
-// The peak of multiply-adds, in GFLOP/s: independent sums in registers, best of 10 runs (30 ms)
-static double cpu_peak_gflops(void) {
-    enum { STEPS = 400000, REPEATS = 10 };
-    double best = 0;
-    for (int repeat = 0; repeat < REPEATS; repeat++) {
-        double begin = now(), threads = 0;
-        real kept = 0;
-        PARALLEL_SUMS(kept, threads) {
-            vec sums[VECTOR_SUMS], factor = (vec){0} + (real)0.999, term = (vec){0} + (real)0.001;
-            UNROLLED(i, VECTOR_SUMS)
-                sums[i] = (vec){0} + (real)i;
-            for (int step = 0; step < STEPS; step++)
-                UNROLLED(i, VECTOR_SUMS)
-                    sums[i] = sums[i] * factor + term;
-            UNROLLED(i, VECTOR_SUMS)
-                kept += sums[i][0];
-            threads += 1;
-        }
-        double flops = threads * STEPS * VECTOR_SUMS * LANES * 2. / (now() - begin);
-        if (kept > 0 && flops > best) // kept: prevents dead-code elimination
-            best = flops;
-    }
-    return best / 1e9;
-}
-
 static _Thread_local double cpu_marks[MARKS]; // times, since nothing is queued
 
 static void cpu_mark(size_t i) {
@@ -2202,6 +2147,9 @@ static void cpu_mark(size_t i) {
 static double cpu_elapsed(size_t from, size_t to) {
     return cpu_marks[to] - cpu_marks[from];
 }
+
+static double
+cpu_peak_gflops(void); // in cnn_kernels.c; without it, what --layers compares with is missing
 
 static void cpu_range(RangeLevel level, const char *name) {
     (void)level, (void)name;
@@ -2214,11 +2162,9 @@ static void cpu_receive(size_t device, real *to, const real *from, size_t count,
         to[i] = add ? to[i] + from[i] : from[i];
 }
 
-static size_t scratch_size_naive(const Layer *l, size_t n) {
-    (void)n;
-    return l->kind == BATCHNORM2D                   ? (2 * BN_SLICES + 3) * l->in.c
-           : l->kind == CONV2D || l->kind == LINEAR ? l->weights
-                                                    : 0;
+static size_t scratch_size_naive(const Layer *l, const Fusion *fused, size_t n) {
+    (void)fused, (void)n;
+    return l->kind == BATCHNORM2D ? l->in.c : kinds[l->kind].flops > 0 ? l->weights : 0;
 }
 
 #define CPU_BACKEND                                                                           \
@@ -2230,15 +2176,15 @@ static size_t scratch_size_naive(const Layer *l, size_t n) {
 static const Backend naive_backend = {
     CPU_BACKEND,
     .kernels = "naive",
-    .layers = {[CONV2D] = {conv2d_forward_naive, conv2d_backward_naive, false},
-               [LINEAR] = {conv2d_forward_naive, conv2d_backward_naive, false},
-               [BATCHNORM2D] = {batchnorm2d_forward, batchnorm2d_backward, true},
-               [RELU] = {relu_forward, relu_backward, false},
-               [MAXPOOL2D] = {maxpool2d_forward_naive, maxpool2d_backward, false},
-               [AVGPOOL2D] = {avgpool2d_forward, avgpool2d_backward, false},
-               [ADD] = {add_forward, add_backward, true},
-               [DROPOUT] = {dropout_forward, dropout_backward, false},
-               [LOG_SOFTMAX] = {log_softmax_forward, log_softmax_backward, false}},
+    .layers = {[CONV2D] = {conv2d_forward_naive, conv2d_backward_naive},
+               [LINEAR] = {conv2d_forward_naive, conv2d_backward_naive},
+               [BATCHNORM2D] = {batchnorm2d_forward, batchnorm2d_backward},
+               [RELU] = {relu_forward, relu_backward},
+               [MAXPOOL2D] = {maxpool2d_forward_naive, maxpool2d_backward},
+               [AVGPOOL2D] = {avgpool2d_forward, avgpool2d_backward},
+               [ADD] = {add_forward, add_backward},
+               [DROPOUT] = {dropout_forward, dropout_backward},
+               [LOG_SOFTMAX] = {log_softmax_forward, log_softmax_backward}},
     .adadelta = adadelta,
     .sgd = sgd,
     .scratch_size = scratch_size_naive,
@@ -2247,6 +2193,10 @@ static const Backend naive_backend = {
 #if !defined(CNN_NO_KERNELS) && __has_include("cnn_kernels.c")
 #include "cnn_kernels.c" // fills fast_backend
 #define CNN_FAST
+#else
+static double cpu_peak_gflops(void) {
+    return NAN;
+}
 #endif
 
 // The CPU's backends, the best one last.
@@ -3329,7 +3279,7 @@ static void dp_load(Comm *c, double lr) {
     const Shape image = net->layers[0].out;
     net->backend->set_step(net->step, (Step){c->batch.draw, lr});
     net->images = NULL; // test() has set it to the loader's buffer
-    real *own = output(net, net->layers), *to = c->images ? c->images : own;
+    real *own = output(net, 0), *to = c->images ? c->images : own;
     dp_copy(c, to, c->batch.device_images, c->batch.n * shape_size(image), false);
     if (c->images)
         net->backend->load_images(own, c->images, c->batch.n, image, net->transposed);
@@ -3347,7 +3297,7 @@ static double dp_loss(Comm *c) {
     const size_t classes = net->classes, n = t->batch->n, count = c->batch.n * classes;
     const size_t first = dp_part(c, c->rank).first * classes;
     b->synchronize();
-    dp_copy(c, t->logp + first, output(net, last_layer(net)), count, false);
+    dp_copy(c, t->logp + first, output(net, last_row(net)), count, false);
     barrier(c);
     if (c->rank == 0) {
         b->nll_loss(t->losses, t->dlogp, t->logp, t->batch->device_labels, n, n, classes,
@@ -3356,7 +3306,7 @@ static double dp_loss(Comm *c) {
         t->loss = mean(t->host_losses, n);
     }
     barrier(c);
-    dp_copy(c, gradient(net, last_layer(net)), t->dlogp + first, count, false);
+    dp_copy(c, gradient(net, last_row(net)), t->dlogp + first, count, false);
     return t->loss;
 }
 
@@ -3550,7 +3500,7 @@ static Tensor *list_layers(const Net *net, Tensor *t, const char *prefix, real *
             memcpy(weight->dims, (size_t[]){l->out.c, l->in.c, l->kernel, l->kernel},
                    sizeof weight->dims);
         } else if (all) {
-            real *stats = net->stats + l->stats;
+            real *stats = net->stats + net->slots[l - net->layers].stats;
             t = add_tensor(t, prefix, l, "running_mean", stats, l->out.c);
             t = add_tensor(t, prefix, l, "running_var", stats + l->out.c, l->out.c);
             t = add_tensor(t, prefix, l, "num_batches_tracked", NULL, 1);
@@ -3842,7 +3792,8 @@ static uint64_t hash_weights(Net *net) {
     uint64_t hash = HASH_START;
     for (const Layer *l = net->layers; l < net->layers + net->count; l++) {
         const size_t running = l->kind == BATCHNORM2D ? 2 * l->out.c : 0; // means and variances
-        const real *at[] = {net->params + l->weight, net->params + l->bias, net->stats + l->stats};
+        const real *at[] = {net->params + l->weight, net->params + l->bias,
+                            net->stats + net->slots[l - net->layers].stats};
         const size_t counts[] = {l->weights, l->biases, running};
         for (size_t k = 0; k < 3; k++) {
             net->backend->copy(net->host[0], at[k], counts[k] * sizeof(real));
@@ -4181,8 +4132,8 @@ static void json_string(FILE *f, const char *text) {
 }
 
 /* One description of a record, "epoch=%zu train_loss=%.4f ...", and its values give a line of
-   key=value pairs, the header or a row of CSV, or the members of a JSON object, where numbers that
-   are not finite become null. Conversions are %s, %zu and those of a double. */
+   key=value pairs, the header or a row of CSV, or the members of a JSON object. A number that is
+   not finite is null in JSON, and empty in CSV. Conversions are %s, %zu and those of a double. */
 static FORMAT(3) void print_record(FILE *f, Form form, const char *record, ...) {
     va_list args;
     va_start(args, record);
@@ -4204,7 +4155,7 @@ static FORMAT(3) void print_record(FILE *f, Form form, const char *record, ...) 
             fputs(text, f);
         else if (form != CSV_HEADER && kind == 'u')
             fprintf(f, format, count);
-        else if (form != CSV_HEADER)
+        else if (form == KEY_VALUE || form == JSON || (form == CSV_ROW && isfinite(number)))
             fprintf(f, format, number);
         fprintf(f, !*next ? "" : form == KEY_VALUE ? " " : ",");
     }
@@ -4360,8 +4311,7 @@ static const char *host_name(void) {
 static void print_machine(void) {
     printf("Machine: %s, %s, %zu usable cores, %.1f GB memory\n", host_name(), cpu_name(),
            usable_cores(), memory_bytes() / 1e9);
-    printf("Build: %s, vectors of %d numbers, %s, commit %s\n", COMPILER, (int)LANES, OPENMP_STATUS,
-           CNN_COMMIT);
+    printf("Build: %s, %s, commit %s\n", COMPILER, OPENMP_STATUS, CNN_COMMIT);
 }
 
 // ---- Resources
@@ -4956,14 +4906,17 @@ static double median(double *values, size_t count) {
 }
 
 // The bytes that a row moves at least on n images, forward and backward: see kinds[].
-static double row_bytes(const Layer *l, size_t n, size_t element) {
+static double row_bytes(const Net *net, size_t row, size_t n) {
+    const Layer *l = &net->layers[row];
+    const Fusion *fused = &net->slots[row].fused;
     const double *accesses = kinds[l->kind].accesses;
     double in = (double)(n * shape_size(l->in) + l->weights);
-    double out = (double)(n * shape_size(l->pool ? l->pool->out : l->out));
+    double out = (double)(n * shape_size(stored_shape(net, row)));
     // of a first layer, 2 of 3 accesses: no data gradient; a fused ReLU's backward: 3
     double share = l->weights && l->input == 0 && l->kind != BATCHNORM2D ? 2. / 3 : 1;
-    double fused = (l->residual && l->kind != ADD) + 3 * (l->relu && (l->relu_backward || l->pool));
-    return (double)element * (share * (accesses[0] * in + accesses[1] * out) + fused * out);
+    double more = fused->add + 3 * (fused->relu_backward || fused->pool);
+    return (double)net->backend->element *
+           (share * (accesses[0] * in + accesses[1] * out) + more * out);
 }
 
 // Memory bandwidth in bytes per second, of out = in + residual
@@ -5004,26 +4957,32 @@ static void time_rows(Run *run, const Batch *batch, LayerTimes *times, double *f
 }
 
 /* A row of the table and of layers.csv. It is bound by compute or by memory, whichever takes longer
-   at this device's peak, in operations and bytes a second. flops are those that are executed; the
-   definition has `saved` times as many. */
+   at this device's peak, in operations and bytes a second; without a measured peak this is not
+   known. flops are those that are executed; the definition has `saved` times as many. */
 static void print_layer(FILE *out, FILE *csv, const Net *net, size_t row, size_t n,
                         LayerTimes *times, double flops, double peak, double bandwidth) {
     const Layer *l = &net->layers[row];
     const double saved = flops > 0 ? (double)n * layer_training_flops(l) / flops : 1;
-    const double bytes = row_bytes(l, n, net->backend->element),
-                 least = fmax(flops / peak, bytes / bandwidth);
+    const double bytes = row_bytes(net, row, n);
     const double forward_ms = 1e3 * median(times->forward, LAYER_ROUNDS);
     const double backward_ms = 1e3 * median(times->backward, LAYER_ROUNDS);
-    const double seconds = 1e-3 * (forward_ms + backward_ms), percent = 100 * least / seconds;
+    const double seconds = 1e-3 * (forward_ms + backward_ms);
     const double gflops = 1e-9 * flops / seconds, gb_per_s = 1e-9 * bytes / seconds;
-    const char *bound = flops / peak > bytes / bandwidth ? "compute" : "memory";
-    char kind[64], number[64], shape[64];
+    const double computes = flops / peak, moves = bytes / bandwidth; // seconds at the least
+    double percent = NAN;
+    const char *bound = "";
+    char kind[64], number[64], shape[64], per_cent[16] = "-";
+    if (isfinite(peak)) {
+        percent = 100 * fmax(computes, moves) / seconds;
+        bound = computes > moves ? "compute" : "memory";
+        snprintf(per_cent, sizeof per_cent, "%.1f", percent);
+    }
     describe_layer(l, kind, sizeof kind);
     snprintf(number, sizeof number, "row %zu", row);
     const char *name = *l->name ? l->name : number;
     snprintf(shape, sizeof shape, "%zux%zux%zu", l->out.h, l->out.w, l->out.c);
-    fprintf(out, "  %-24s %-34s %9.3f %9.3f %8.1f %7.1f %6.1f %6.2f  %s\n", name, kind, forward_ms,
-            backward_ms, gflops, gb_per_s, percent, saved, bound);
+    fprintf(out, "  %-24s %-34s %9.3f %9.3f %8.1f %7.1f %6s %6.2f  %s\n", name, kind, forward_ms,
+            backward_ms, gflops, gb_per_s, per_cent, saved, *bound ? bound : "-");
     for (Form form = row == 1 ? CSV_HEADER : CSV_ROW; form <= CSV_ROW; form++) // or both
         print_record(
             csv, form,
@@ -5048,13 +5007,15 @@ static void measure_layers(Run *run) {
     time_rows(run, &batch, times, flops);
     const double peak = 1e9 * net->backend->peak_gflops(), bandwidth = measure_bandwidth(run);
     open_in_folder(&csv, run, "layers.csv");
-    fprintf(run->lines, "Layers, %zu images; this device: %.1f GFLOP/s, %.1f GB/s measured%s\n",
-            batch.n, peak / 1e9, bandwidth / 1e9,
-            run->device.emulated ? "; emulated, they mean nothing" : "");
+    char rate[64] = "GFLOP/s unknown without cnn_kernels.c";
+    if (isfinite(peak))
+        snprintf(rate, sizeof rate, "%.1f GFLOP/s", peak / 1e9);
+    fprintf(run->lines, "Layers, %zu images; this device: %s, %.1f GB/s measured%s\n", batch.n,
+            rate, bandwidth / 1e9, run->device.emulated ? "; emulated, they mean nothing" : "");
     fprintf(run->lines, "  %-24s %-34s %9s %9s %8s %7s %6s %6s  %s\n", "layer", "kind", "forward",
             "backward", "GFLOP/s", "GB/s", "%", "saved", "of which limit");
     for (size_t i = 1; i < net->count; i++)
-        if (!net->layers[i].fused) // row 1, which reads the images, never is
+        if (net->slots[i].sharing != FUSED) // row 1, which reads the images, never is
             print_layer(run->lines, csv.stream, net, i, batch.n, &times[i], flops[i], peak,
                         bandwidth);
     atomic_commit(&csv);

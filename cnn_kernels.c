@@ -316,6 +316,30 @@ static void parallel(size_t count, Body *body, const void *context) {
    input pixel and tap, the output pixel that reads it through the tap. The tiles know only
    addresses. A linear layer is the convolution of a 1 x 1 image and takes the same path. */
 
+// The vector width of the instruction set that this program is compiled for, and the number of sums
+// that fit into a core's vector registers, with space for operands.
+#if defined(__AVX512F__)
+enum { VECTOR_BYTES = 64, VECTOR_SUMS = 24 };
+#elif defined(__AVX__)
+enum { VECTOR_BYTES = 32, VECTOR_SUMS = 12 };
+#elif defined(__aarch64__)
+enum { VECTOR_BYTES = 16, VECTOR_SUMS = 24 };
+#else
+enum { VECTOR_BYTES = 16, VECTOR_SUMS = 12 };
+#endif
+enum { LANES = VECTOR_BYTES / sizeof(real) };
+typedef real vec __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(real)), may_alias));
+
+#ifdef __clang__
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 36")
+#endif
+// A loop unrolled by the compiler, so that an array indexed by i is kept in registers.
+#define UNROLLED(i, count) \
+    UNROLL                 \
+    for (size_t i = 0; i < (count); i++)
+
 enum {
     ROWS = 6, // of a tile
     VECTORS = VECTOR_SUMS / ROWS,
@@ -568,11 +592,11 @@ static Pass make_pass(const Layer *l, const int32_t *map, Shape in, Shape out, s
                   .tile = run == 1 && suits_winograd(l, in, out) ? SIDE + 1 - l->kernel : 0};
 }
 
-static Pass forward_pass(const Layer *l, const int32_t *maps) {
+static Pass forward_pass(const Layer *l, bool relu, const int32_t *maps) {
     Pass p = make_pass(l, maps, l->in, l->out, l->in.c < FEW ? l->kernel : 1);
     p.padding = l->padding;
     p.inside = l->padding == 0;
-    p.relu = l->relu;
+    p.relu = relu;
     return p;
 }
 
@@ -1283,7 +1307,7 @@ typedef struct WeightGradient {
 } WeightGradient;
 
 static WeightGradient weight_gradient_plan(const Layer *l, size_t n, const int32_t *maps) {
-    WeightGradient g = {.pass = forward_pass(l, maps)};
+    WeightGradient g = {.pass = forward_pass(l, false, maps)};
     g.pass.n = n;
     if (l->kernel != 3)
         g.pass.tile = 0; // by Winograd the rounding errors of a 5 x 5 filter's would be 3.3 times
@@ -1641,7 +1665,7 @@ static uint64_t mask_equal(const uint8_t *from, size_t count, uint64_t x) {
 // gradient and position of w->count windows from `first` on
 static void route_gradient(const Windows *w, const PooledPass *p, size_t image, size_t first) {
     typedef uint8_t bytes __attribute__((vector_size(LANES)));
-    const size_t from = image * shape_size(p->w.l->pool->out) + first * w->channels;
+    const size_t from = image * shape_size(p->w.fused.pool->out) + first * w->channels;
     const size_t elements = w->count * w->channels;
     const real *dout = p->w.dout + from, *out = p->w.out + from;
     const uint8_t *argmax = p->w.saved + from;
@@ -1664,14 +1688,14 @@ static void route_gradient(const Windows *w, const PooledPass *p, size_t image, 
 static void find_terms(Windows *w, real *restrict dbias, const PooledPass *p, size_t image,
                        size_t first) {
     const Layer *l = p->w.l;
-    const size_t channels = w->channels, across = l->pool->out.w;
+    const size_t channels = w->channels, across = p->w.fused.pool->out.w;
     uint64_t *restrict nonzero = w->nonzero;
     route_gradient(w, p, image, first);
     memset(nonzero, 0, channels * sizeof *nonzero);
     for (size_t window = 0; window < w->count; window++) {
         const real *gradient = w->gradient + window * channels;
         size_t y = (first + window) / across, x = (first + window) % across;
-        w->corner[window] = (y * l->in.w + x) * l->pool->stride;
+        w->corner[window] = (y * l->in.w + x) * p->w.fused.pool->stride;
         for (size_t k = 0; k < channels; k++) {
             nonzero[k] |= (uint64_t)(gradient[k] != 0) << window;
             dbias[k] += gradient[k];
@@ -1719,7 +1743,7 @@ static void pooled_image(real *sums, real *din, const real *packed, const Pooled
     enum { ELEMENTS = 3072 }; // of the gradient at a time: they and the input they read stay in L1
     const Layer *l = p->w.l;
     const Shape I = l->in;
-    const size_t channels = l->out.c, windows = l->pool->out.h * l->pool->out.w;
+    const size_t channels = l->out.c, windows = p->w.fused.pool->out.h * p->w.fused.pool->out.w;
     const size_t most = min_size(MASK_BITS, max_size(1, ELEMENTS / channels));
     const size_t words = ceil_div(channels, MASK_BITS);
     const real *in = p->w.in + image * shape_size(I);
@@ -1768,7 +1792,7 @@ static void pack_channel(const void *context, size_t k) {
 // din of an image, without the padding of its channels, and through the ReLU before the layer
 static void store_din(const real *padded, const PooledPass *p, size_t image) {
     const size_t c = p->w.l->in.c, pixels = p->w.l->in.h * p->w.l->in.w;
-    const bool accumulate = p->w.accumulate, masks = p->w.l->masks_din;
+    const bool accumulate = p->w.accumulate, masks = p->w.fused.masks_din;
     const real *in = p->w.in + image * pixels * c; // the output of that ReLU
     real *restrict din = p->w.din + image * pixels * c;
     for (size_t i = 0; i < pixels; i++, padded += p->channels_in, in += c, din += c)
@@ -1800,7 +1824,7 @@ static void store_ith_row(const void *context, size_t i) {
         p->w.dweight[i * channels + k] = p->w.scratch[k * p->filter + i / run * p->pitch + i % run];
 }
 
-// As conv2d_backward_naive(), where dout is the gradient of w.l->pool's output.
+// As conv2d_backward_naive(), where dout is the gradient of w.fused.pool's output.
 static void conv2d_backward_pooled(Work w) {
     const Layer *l = w.l;
     PooledPass p = pooled_pass(w);
@@ -1867,20 +1891,21 @@ typedef struct PooledForward {
 static void pooled_ith_image(const void *context, size_t i) {
     const PooledForward *f = context;
     const Work *w = &f->w;
-    const size_t size = shape_size(w->l->pool->out);
+    const size_t size = shape_size(w->fused.pool->out);
     real out[shape_size(w->l->out) + LANES] __attribute__((aligned(VECTOR_BYTES)));
     Pass one = f->pass;
     one.input += i * shape_size(w->l->in);
     one.output = out;
     run_pass_on_image(&one);
-    maxpool2d_image(w->out + i * size, w->saved + i * size, out, w->l->pool);
+    maxpool2d_image(w->out + i * size, w->saved + i * size, out, w->fused.pool);
 }
 
 /* out = max_pool2d(relu(conv2d(in, weight) + bias)); saved = the position of each maximum in its
    window: [h][w][c] of l->pool. Image by image, so that the output of the convolution stays in the
    cache of its thread. */
 static void conv2d_forward_pooled(Work w) {
-    const PooledForward f = {w, bind_pass(forward_pass(w.l, w.prepared), NULL, w.in, w.bias, w)};
+    const PooledForward f = {
+        w, bind_pass(forward_pass(w.l, w.fused.relu, w.prepared), NULL, w.in, w.bias, w)};
     pack(&f.pass);
     parallel(w.n, pooled_ith_image, &f);
 }
@@ -1905,6 +1930,7 @@ static Work work_on(Work w, Range images, size_t in_size, Draw *draw) {
     w.in += in;
     w.din = w.din ? w.din + in : NULL;
     w.residual = w.residual ? w.residual + out : NULL;
+    w.dresidual = w.dresidual ? w.dresidual + out : NULL;
     w.out += out;
     w.dout = w.dout ? w.dout + out : NULL;
     w.saved += out;
@@ -1923,36 +1949,211 @@ static void compute_ith_part(const void *context, size_t i) {
     p->definition(work_on(p->w, images, p->in_size, &draw));
 }
 
-static void by_images(Work w, void (*definition)(Work w), size_t in_size) {
+static void in_parts(Work w, void (*definition)(Work w), size_t in_size) {
     const ImageParts p = {w, definition, in_size, min_size(w.n, 4 * num_threads)};
     parallel(p.parts, compute_ith_part, &p);
 }
 
-/* A ReLU and a sum also run on the output of the convolution that they follow, with its row: there
-   in has the shape of out. */
-#define BY_IMAGES(definition, in_shape)                      \
-    static void definition##_fast(Work w) {                  \
-        by_images(w, definition, shape_size(w.l->in_shape)); \
-    }
-BY_IMAGES(relu_forward, out)
-BY_IMAGES(relu_backward, out)
-BY_IMAGES(maxpool2d_backward, in)
-BY_IMAGES(avgpool2d_forward, in)
-BY_IMAGES(avgpool2d_backward, in)
-BY_IMAGES(add_forward, out)
-BY_IMAGES(add_backward, out)
-BY_IMAGES(dropout_forward, out)
-BY_IMAGES(dropout_backward, out)
-BY_IMAGES(log_softmax_forward, out)
-BY_IMAGES(log_softmax_backward, out)
+static void by_images(Work w, void (*definition)(Work w)) {
+    in_parts(w, definition, shape_size(w.l->in));
+}
 
-static size_t pixels_of(const Work *w) {
-    return w->n * w->l->in.h * w->l->in.w;
+// The same for what works on the output of a row: in and din have the shape of out.
+static void by_outputs(Work w, void (*definition)(Work w)) {
+    in_parts(w, definition, shape_size(w.l->out));
+}
+
+static void forward_by_images(Work w) {
+    by_images(w, naive_backend.layers[w.l->kind].forward);
+}
+
+static void backward_by_images(Work w) {
+    by_images(w, naive_backend.layers[w.l->kind].backward);
+}
+
+/* The backward of what is fused into a forward, in reverse order: of the ReLU, in place in dout,
+   then of the sum: dresidual = dout, or +=. */
+static void fused_backward(Work w) {
+    Work relu = w, add = w;
+    relu.din = w.dout;
+    relu.accumulate = false;
+    add.din = w.dresidual;
+    add.accumulate = w.accumulate_residual;
+    add.dresidual = NULL;
+    if (w.fused.relu_backward)
+        by_outputs(relu, relu_backward);
+    if (w.dresidual)
+        by_outputs(add, add_backward);
+}
+
+// As dropout_forward(), for one image: 16 blocks of Philox at a time, which the compiler vectorises
+static void dropout_ith_image(const void *context, size_t image) {
+    enum { BLOCK = 8, BLOCKS = 16 };
+    const Work *w = context;
+    const size_t size = shape_size(w->l->out);
+    const real scale = 1 / (1 - w->l->p);
+    const uint32_t threshold = dropout_threshold(w->l);
+    for (size_t start = 0; start < size; start += BLOCK * BLOCKS) {
+        uint32_t bits[BLOCKS][4];
+        uint16_t draws[BLOCK * BLOCKS];
+        for (size_t b = 0; b < BLOCKS; b++)
+            dropout_draw(bits[b], *w, image, start / BLOCK + b);
+        memcpy(draws, bits, sizeof draws);
+        const size_t at = image * size + start, count = min_size(size - start, BLOCK * BLOCKS);
+        const real *in = w->in + at;
+        real *out = w->out + at;
+        uint8_t *saved = w->saved + at;
+        for (size_t i = 0; i < count; i++) {
+            saved[i] = draws[i] >= threshold;
+            out[i] = draws[i] >= threshold ? in[i] * scale : 0;
+        }
+    }
+}
+
+static void dropout_forward_fast(Work w) {
+    if (w.draw)
+        parallel(w.n, dropout_ith_image, &w);
+    else
+        dropout_forward(w); // copies, if not in place
+}
+
+/* ---- BatchNorm ---------------------------------------------------------------------------------
+
+   Sums over slices of the pixels, which do not depend on the number of threads; two passes over
+   each piece that fits into the cache, where the definition reads everything twice. The residual
+   and the ReLU that follow are part of the pass that writes out. */
+
+enum { BN_SLICES = 32 };
+
+static Range bn_slice(size_t slice, size_t pixels) {
+    return part_of((Range){0, pixels}, slice, BN_SLICES);
+}
+
+/* sums[0][c] = mean over a slice, sums[1][c] = sum of squared deviations from it: two passes over
+   each piece that fits into the cache, combined by Chan's formula. (Chan, Golub, LeVeque, "Updating
+   formulae and a pairwise algorithm for computing sample variances", 1979.) */
+static void bn_slice_stats(real *restrict sums, const real *restrict in, Range s, size_t channels) {
+    enum { PIECE = 16 };
+    real *restrict squares = sums + channels, mean[channels], more[channels];
+    memset(sums, 0, 2 * channels * sizeof *sums);
+    for (size_t first = s.first; first < s.first + s.count; first += PIECE) {
+        size_t last = min_size(first + PIECE, s.first + s.count);
+        real before = (real)(first - s.first), n = (real)(last - first);
+        memset(mean, 0, sizeof mean);
+        memset(more, 0, sizeof more);
+        for (size_t i = first; i < last; i++)
+            for (size_t c = 0; c < channels; c++)
+                mean[c] += in[i * channels + c];
+        for (size_t c = 0; c < channels; c++)
+            mean[c] /= n;
+        for (size_t i = first; i < last; i++)
+            for (size_t c = 0; c < channels; c++) {
+                real d = in[i * channels + c] - mean[c];
+                more[c] += d * d;
+            }
+        for (size_t c = 0; c < channels; c++) {
+            real d = mean[c] - sums[c];
+            squares[c] += more[c] + d * d * (before * n / (before + n));
+            sums[c] += d * (n / (before + n));
+        }
+    }
+}
+
+// Combines the slices of channel c in the same way.
+static void bn_join_stats(real *stats, const real *sums, size_t pixels, size_t channels, size_t c) {
+    double mean = 0, squares = 0, count = 0;
+    for (size_t slice = 0; slice < BN_SLICES; slice++, sums += 2 * channels) {
+        double more = (double)bn_slice(slice, pixels).count, d = (double)sums[c] - mean;
+        if (more == 0)
+            continue;
+        squares += (double)sums[channels + c] + d * d * count * more / (count + more);
+        mean += d * more / (count + more);
+        count += more;
+    }
+    bn_store_stats(stats, channels, c, mean, squares, pixels);
+}
+
+// The slice's part of the scratch memory: sums[2][channels]; after the slices follow factors.
+static real *bn_sums(Work w, size_t slice) {
+    return w.scratch + slice * 2 * w.l->in.c;
+}
+
+// Channel c of the factors in out = in * scale + shift. In training, joins its slices first.
+static void bn_forward_channel(Work w, size_t pixels, size_t c) {
+    const size_t channels = w.l->in.c;
+    const bool training = w.draw != NULL;
+    real *scale = bn_sums(w, BN_SLICES), *shift = scale + channels;
+    if (training)
+        bn_join_stats(w.stats, w.scratch, pixels, channels, c);
+    real mean = w.stats[training ? 2 * channels + c : c];
+    scale[c] = w.weight[c] * (training ? w.stats[3 * channels + c]
+                                       : 1 / SQRT(w.stats[channels + c] + (real)bn_eps));
+    shift[c] = w.bias[c] - mean * scale[c];
+}
+
+// out = in * scale + shift, then the residual and the ReLU that are fused
+static void bn_forward_slice(Work w, Range s) {
+    const size_t channels = w.l->in.c;
+    const real *restrict scale = bn_sums(w, BN_SLICES), *restrict shift = scale + channels;
+    const real least = w.fused.relu ? 0 : -(real)INFINITY;
+    for (size_t i = s.first; i < s.first + s.count; i++) {
+        const real *restrict from = w.in + i * channels;
+        real *restrict to = w.out + i * channels;
+        for (size_t c = 0; c < channels; c++) {
+            real value = from[c] * scale[c] + shift[c];
+            if (w.residual)
+                value += w.residual[i * channels + c];
+            to[c] = value < least ? least : value;
+        }
+    }
+}
+
+// sums[0][c] = sum over a slice of dout, sums[1][c] = sum of dout * (in - mean)
+static void bn_slice_products(Work w, real *restrict sums, Range s) {
+    const size_t channels = w.l->in.c;
+    const real *restrict mean = w.stats + 2 * channels;
+    real *restrict products = sums + channels;
+    memset(sums, 0, 2 * channels * sizeof *sums);
+    for (size_t i = s.first; i < s.first + s.count; i++)
+        for (size_t c = 0; c < channels; c++) {
+            real d = w.dout[i * channels + c];
+            sums[c] += d;
+            products[c] += d * (w.in[i * channels + c] - mean[c]);
+        }
+}
+
+// Channel c of dweight, of dbias and of the factors in din = a * dout + b * (in - mean) + e
+static void bn_backward_channel(Work w, size_t pixels, size_t c) {
+    const size_t channels = w.l->in.c;
+    const real inverse = w.stats[3 * channels + c];
+    real *a = bn_sums(w, BN_SLICES), *b = a + channels, *e = b + channels;
+    double sum = 0, product = 0;
+    for (size_t slice = 0; slice < BN_SLICES; slice++) {
+        sum += (double)w.scratch[slice * 2 * channels + c];
+        product += (double)w.scratch[(slice * 2 + 1) * channels + c];
+    }
+    w.dbias[c] = (real)sum;
+    w.dweight[c] = (real)product * inverse;
+    a[c] = w.weight[c] * inverse;
+    b[c] = -a[c] * inverse * w.dweight[c] / (real)pixels;
+    e[c] = -a[c] * w.dbias[c] / (real)pixels;
+}
+
+static void bn_backward_slice(Work w, Range s) {
+    const size_t channels = w.l->in.c;
+    const real *restrict mean = w.stats + 2 * channels, *restrict a = bn_sums(w, BN_SLICES);
+    const real *restrict b = a + channels, *restrict e = b + channels;
+    for (size_t i = s.first; i < s.first + s.count; i++) {
+        const real *restrict x = w.in + i * channels, *restrict d = w.dout + i * channels;
+        real *restrict to = w.din + i * channels;
+        for (size_t c = 0; c < channels; c++)
+            to[c] = a[c] * d[c] + b[c] * (x[c] - mean[c]) + e[c] + (w.accumulate ? to[c] : 0);
+    }
 }
 
 static void bn_ith_stats(const void *context, size_t i) {
     const Work *w = context;
-    bn_slice_stats(bn_sums(*w, i), w->in, bn_slice(i, pixels_of(w)), w->l->in.c);
+    bn_slice_stats(bn_sums(*w, i), w->in, bn_slice(i, bn_pixels(w)), w->l->in.c);
 }
 
 enum { JOINED_CHANNELS = 16 }; // which a thread joins at a time
@@ -1961,12 +2162,12 @@ static void bn_ith_forward_channels(const void *context, size_t i) {
     const Work *w = context;
     const size_t last = min_size((i + 1) * JOINED_CHANNELS, w->l->in.c);
     for (size_t c = i * JOINED_CHANNELS; c < last; c++)
-        bn_forward_channel(*w, pixels_of(w), c);
+        bn_forward_channel(*w, bn_pixels(w), c);
 }
 
 static void bn_ith_forward_slice(const void *context, size_t i) {
     const Work *w = context;
-    bn_forward_slice(*w, bn_slice(i, pixels_of(w)));
+    bn_forward_slice(*w, bn_slice(i, bn_pixels(w)));
 }
 
 static void batchnorm2d_forward_fast(Work w) {
@@ -1977,22 +2178,23 @@ static void batchnorm2d_forward_fast(Work w) {
 
 static void bn_ith_products(const void *context, size_t i) {
     const Work *w = context;
-    bn_slice_products(*w, bn_sums(*w, i), bn_slice(i, pixels_of(w)));
+    bn_slice_products(*w, bn_sums(*w, i), bn_slice(i, bn_pixels(w)));
 }
 
 static void bn_ith_backward_channels(const void *context, size_t i) {
     const Work *w = context;
     const size_t last = min_size((i + 1) * JOINED_CHANNELS, w->l->in.c);
     for (size_t c = i * JOINED_CHANNELS; c < last; c++)
-        bn_backward_channel(*w, pixels_of(w), c);
+        bn_backward_channel(*w, bn_pixels(w), c);
 }
 
 static void bn_ith_backward_slice(const void *context, size_t i) {
     const Work *w = context;
-    bn_backward_slice(*w, bn_slice(i, pixels_of(w)));
+    bn_backward_slice(*w, bn_slice(i, bn_pixels(w)));
 }
 
 static void batchnorm2d_backward_fast(Work w) {
+    fused_backward(w);
     parallel(BN_SLICES, bn_ith_products, &w);
     parallel(ceil_div(w.l->in.c, JOINED_CHANNELS), bn_ith_backward_channels, &w);
     parallel(w.din ? BN_SLICES : 0, bn_ith_backward_slice, &w);
@@ -2031,6 +2233,41 @@ static void sgd_fast(Update u) {
     by_blocks(u, sgd);
 }
 
+/* The peak of multiply-adds, in GFLOP/s: independent sums in registers, on all threads at once; the
+   best of 10 runs of 1 ms. Known before the program's results need it: cnn.c declares it. */
+typedef struct PeakLoop {
+    real *kept; // of each thread: prevents dead-code elimination
+} PeakLoop;
+enum { PEAK_STEPS = 400000, PEAK_RUNS = 10 };
+
+static void peak_ith_thread(const void *context, size_t i) {
+    const PeakLoop *p = context;
+    vec sums[VECTOR_SUMS], factor = (vec){0} + (real)0.999, term = (vec){0} + (real)0.001;
+    UNROLLED(j, VECTOR_SUMS)
+        sums[j] = (vec){0} + (real)j;
+    for (int step = 0; step < PEAK_STEPS; step++)
+        UNROLLED(j, VECTOR_SUMS)
+            sums[j] = sums[j] * factor + term;
+    UNROLLED(j, VECTOR_SUMS)
+        p->kept[i] += sums[j][0];
+}
+
+static double cpu_peak_gflops(void) {
+    const size_t threads = num_threads;
+    const PeakLoop loop = {must_alloc(threads * sizeof(real), "the peak")};
+    double best = 0, kept = 0;
+    for (int run = 0; run < PEAK_RUNS; run++) {
+        const double begin = now();
+        parallel(threads, peak_ith_thread, &loop);
+        best =
+            fmax(best, (double)threads * PEAK_STEPS * VECTOR_SUMS * LANES * 2. / (now() - begin));
+    }
+    for (size_t i = 0; i < threads; i++)
+        kept += (double)loop.kept[i];
+    free(loop.kept);
+    return kept > 0 ? best / 1e9 : NAN;
+}
+
 /* ---- The backend --------------------------------------------------------------------------------
 
    Convolutions, linear layers and max-pools have kernels of their own. What a
@@ -2038,19 +2275,20 @@ static void sgd_fast(Update u) {
    weights, sums of slices and Winograd's tiles. */
 
 static void conv2d_forward_fast(Work w) {
-    if (w.l->pool) {
+    if (w.fused.pool) {
         conv2d_forward_pooled(w);
         return;
     }
-    const Pass p = bind_pass(forward_pass(w.l, w.prepared), w.out, w.in, w.bias, w);
+    const Pass p = bind_pass(forward_pass(w.l, w.fused.relu, w.prepared), w.out, w.in, w.bias, w);
     run_pass(&p);
 }
 
 static void conv2d_backward_fast(Work w) {
-    if (w.l->pool) {
+    if (w.fused.pool) {
         conv2d_backward_pooled(w);
         return;
     }
+    fused_backward(w);
     weight_gradient(w);
     if (!w.din)
         return;
@@ -2059,13 +2297,15 @@ static void conv2d_backward_fast(Work w) {
 }
 
 // The largest of what the passes need, one after the other.
-static size_t scratch_size_fast(const Layer *l, size_t n) {
+static size_t scratch_size_fast(const Layer *l, const Fusion *fused, size_t n) {
+    if (l->kind == BATCHNORM2D)
+        return (2 * BN_SLICES + 3) * l->in.c;
     if (l->kind != CONV2D && l->kind != LINEAR)
-        return scratch_size_naive(l, n);
-    const Pass forward = forward_pass(l, NULL), backward = backward_pass(l, NULL, false);
+        return 0;
+    const Pass forward = forward_pass(l, false, NULL), backward = backward_pass(l, NULL, false);
     const WeightGradient g = weight_gradient_plan(l, n, NULL);
     size_t size = g.slices * g.sums + (g.pass.tile ? num_threads * tile_area(&forward) : 0);
-    if (l->pool) {
+    if (fused->pool) {
         const PooledPass p = pooled_pass((Work){.l = l, .n = n});
         size = max_size(size, p.slices * p.sums + p.packed);
     }
@@ -2092,7 +2332,7 @@ static double pass_products(const Pass *p, size_t group) {
 
 // Behind a max-pool each gradient that is not 0 costs the products of a filter.
 static double pooled_products(Work w) {
-    const size_t count = w.n * shape_size(w.l->pool->out);
+    const size_t count = w.n * shape_size(w.fused.pool->out);
     size_t terms = 0;
     for (size_t i = 0; i < count; i++)
         terms += w.out[i] > 0 && w.dout[i] != 0;
@@ -2106,33 +2346,54 @@ static double flops_fast(Work w) {
     if (maps_size(l) == 0)
         return 0;
     const WeightGradient gradient = weight_gradient_plan(l, w.n, w.prepared);
-    Pass forward = forward_pass(l, w.prepared), backward = backward_pass(l, w.prepared, false);
+    Pass forward = forward_pass(l, w.fused.relu, w.prepared),
+         backward = backward_pass(l, w.prepared, false);
     forward.n = backward.n = w.n;
     double products = pass_products(&forward, ROWS);
-    if (l->pool)
+    if (w.fused.pool)
         products += pooled_products(w) * (w.din ? 2 : 1);
     else
         products += pass_products(&gradient.pass, 1) + (w.din ? pass_products(&backward, ROWS) : 0);
     return 2 * products;
 }
 
+static bool fuses_relu(const Layer *to, const Fusion *with) {
+    return !with->relu && (to->kind == CONV2D || to->kind == LINEAR || to->kind == BATCHNORM2D);
+}
+
+static bool fuses_pool(const Layer *to, const Fusion *with, const Layer *pool) {
+    return to->kind == CONV2D && with->relu && !with->pool && suits_pooled(to, pool);
+}
+
+static Sharing fuse_fast(const Layer *to, const Fusion *with, const Layer *l) {
+    if (l->kind == DROPOUT)
+        return IN_PLACE;
+    if (l->kind == RELU && fuses_relu(to, with))
+        return FUSED;
+    if (l->kind == RELU && !with->pool)
+        return IN_PLACE;
+    if (l->kind == ADD && to->kind == BATCHNORM2D && !with->relu && !with->add)
+        return FUSED;
+    return l->kind == MAXPOOL2D && fuses_pool(to, with, l) ? FUSED : SEPARATE;
+}
+
 static const Backend fast_backend = {
     CPU_BACKEND,
     .kernels = "fast",
-    .layers = {[CONV2D] = {conv2d_forward_fast, conv2d_backward_fast, true},
-               [LINEAR] = {conv2d_forward_fast, conv2d_backward_fast, true},
-               [BATCHNORM2D] = {batchnorm2d_forward_fast, batchnorm2d_backward_fast, true},
-               [RELU] = {relu_forward_fast, relu_backward_fast, false},
-               [MAXPOOL2D] = {maxpool2d_forward_fast, maxpool2d_backward_fast, false},
-               [AVGPOOL2D] = {avgpool2d_forward_fast, avgpool2d_backward_fast, false},
-               [ADD] = {add_forward_fast, add_backward_fast, true},
-               [DROPOUT] = {dropout_forward_fast, dropout_backward_fast, false},
-               [LOG_SOFTMAX] = {log_softmax_forward_fast, log_softmax_backward_fast, false}},
+    .layers = {[CONV2D] = {conv2d_forward_fast, conv2d_backward_fast},
+               [LINEAR] = {conv2d_forward_fast, conv2d_backward_fast},
+               [BATCHNORM2D] = {batchnorm2d_forward_fast, batchnorm2d_backward_fast},
+               [RELU] = {forward_by_images, backward_by_images},
+               [MAXPOOL2D] = {maxpool2d_forward_fast, backward_by_images},
+               [AVGPOOL2D] = {forward_by_images, backward_by_images},
+               [ADD] = {forward_by_images, backward_by_images},
+               [DROPOUT] = {dropout_forward_fast, backward_by_images},
+               [LOG_SOFTMAX] = {forward_by_images, backward_by_images}},
+    .fuse = fuse_fast,
     .adadelta = adadelta_fast,
     .sgd = sgd_fast,
     .scratch_size = scratch_size_fast,
     .prepared_size = maps_size,
     .prepare = make_maps,
     .flops = flops_fast,
-    .fuses_pool = suits_pooled,
 };

@@ -506,8 +506,8 @@ static Row row_of(Work w) {
             window_of(l),
             (unsigned)inputs(w),
             (unsigned)outputs(w),
-            l->relu || l->kind == RELU,
-            l->relu_backward && !l->residual,
+            w.fused.relu || l->kind == RELU,
+            w.fused.relu_backward && !w.residual,
             l->p};
 }
 
@@ -542,6 +542,31 @@ template <class T, bool MASKED> static __global__ void add_backward_kernel(Row r
     for (int j = 0; j < Pack<T>::N; j++)
         sum.v[j] += !MASKED || o.v[j] > 0 ? d.v[j] : 0;
     store(r.din, i, r.outputs, sum);
+}
+
+// dresidual = dout
+template <class T> static void residual_backward(Work w) {
+    w.din = w.dresidual;
+    w.accumulate = w.accumulate_residual;
+    if (w.din)
+        each<add_backward_kernel<T, false>, packs<T>>(w);
+}
+
+template <class T> static void add_backward(Work w) {
+    residual_backward<T>(w);
+    each<add_backward_kernel<T, false>, packs<T>>(w);
+}
+
+/* A backward after that of what is fused into its forward, in reverse order: of the ReLU, in place
+   in dout, then of the sum. A BatchNorm without a sum does its ReLU's itself. */
+template <class T, void (*BACKWARD)(Work)> static void backward_of_fused(Work w) {
+    Work relu = w;
+    relu.din = w.dout;
+    relu.accumulate = false;
+    if (w.fused.relu_backward && (w.residual || w.l->kind != BATCHNORM2D))
+        each<add_backward_kernel<T, true>, packs<T>>(relu);
+    residual_backward<T>(w);
+    BACKWARD(w);
 }
 
 // out = in + residual, unless that is NULL, then ReLU if asked.   Traffic: 3 N elements
@@ -1064,7 +1089,7 @@ template <class T> static __global__ void batchnorm_forward_kernel(Row r, Layout
 
 template <class T> static void batchnorm2d_forward(Work w) {
     if (w.draw)
-        sum_pixels<T, Moments>(w, stores_moments(w.l->moments, w.n));
+        sum_pixels<T, Moments>(w, stores_moments(w.fused.moments, w.n));
     each<batchnorm_forward_kernel<T>, packs<T>>(w);
 }
 
@@ -1770,8 +1795,8 @@ static Product<T, O> patches_times(const void *matrix, void *out, Pass pass, Wor
 template <class T> static Product<T, T> forward_product(Work w) {
     Product<T, T> p = patches_times<T, T>(w.weight, w.out, FORWARD, w);
     p.c.bias = w.bias;
-    p.c.relu = w.l->relu;
-    p.moments = w.l->moments && w.draw && stores_moments(w.l, w.n) ? w.scratch : NULL;
+    p.c.relu = w.fused.relu;
+    p.moments = w.fused.moments && w.draw && stores_moments(w.l, w.n) ? w.scratch : NULL;
     return p;
 }
 
@@ -2187,7 +2212,7 @@ struct Tensor {
 
 // Memory for the sums of slices, and for a product's splits where there are any. Kernels count in
 // 32 bits, so a tensor must not have more elements than that.
-static size_t scratch_size(const Layer *l, size_t n) {
+static size_t scratch_size(const Layer *l, const Fusion *, size_t n) {
     size_t sums = 2 * SUM_SLICES * l->out.c, taps = l->kernel * l->kernel;
     size_t in_pixels = n * l->in.h * l->in.w, out_pixels = n * l->out.h * l->out.w;
     if (max(in_pixels * l->in.c, out_pixels * l->out.c) >> 31)
@@ -2305,6 +2330,20 @@ static Backend device_backend(void) {
     return b;
 }
 
+// What the kernels of row `to` compute as well. EPILOGUE: a convolution's tile passes the ReLU
+// before it is stored.
+template <bool EPILOGUE> static Sharing fuse(const Layer *to, const Fusion *with, const Layer *l) {
+    const bool convolves = to->kind == CONV2D || to->kind == LINEAR;
+    const bool applies_relu = to->kind == BATCHNORM2D || (EPILOGUE && convolves);
+    if (l->kind == DROPOUT)
+        return IN_PLACE;
+    if (l->kind == RELU)
+        return applies_relu && !with->relu ? FUSED : IN_PLACE;
+    if (l->kind == ADD && to->kind == BATCHNORM2D && !with->relu && !with->add)
+        return FUSED;
+    return SEPARATE;
+}
+
 // T: of the numbers of activations and their gradients; forward, backward: of convolutions
 template <class T, void (*FORWARD)(Work), void (*BACKWARD)(Work)>
 static Backend make_backend(const char *kernels, const char *precision) {
@@ -2312,24 +2351,23 @@ static Backend make_backend(const char *kernels, const char *precision) {
     b.kernels = kernels;
     b.precision = precision;
     b.element = sizeof(T);
-    // of each kind of layer: forward, backward, whether the forward fuses the ReLU
-    b.layers[CONV2D] = {in_nhwc<T, FORWARD, true>, in_nhwc<T, BACKWARD, false>,
-                        strcmp(kernels, "naive") != 0}; // in the epilogue
+    // of each kind of layer: forward, backward
+    b.layers[CONV2D] = {in_nhwc<T, FORWARD, true>,
+                        backward_of_fused<T, in_nhwc<T, BACKWARD, false>>};
     b.layers[LINEAR] = b.layers[CONV2D]; // a linear layer is a convolution on 1 x 1 pixel
-    b.layers[BATCHNORM2D] = {batchnorm2d_forward<T>, batchnorm2d_backward<T>, true};
+    b.layers[BATCHNORM2D] = {batchnorm2d_forward<T>, backward_of_fused<T, batchnorm2d_backward<T>>};
+    b.fuse = strcmp(kernels, "naive") == 0 ? fuse<false> : fuse<true>;
     b.layers[RELU].forward = sizeof(T) == 4 ? relu_forward : each<add_forward_kernel<T>, packs<T>>;
     b.layers[RELU].backward = each<add_backward_kernel<T, true>, packs<T>>;
     b.layers[MAXPOOL2D].forward = each<maxpool2d_forward_kernel<T>, outputs>;
     b.layers[MAXPOOL2D].backward = each<maxpool2d_backward_kernel<T>, inputs>;
     b.layers[AVGPOOL2D].forward = each<avgpool2d_forward_kernel<T>, outputs>;
     b.layers[AVGPOOL2D].backward = each<avgpool2d_backward_kernel<T>, inputs>;
-    b.layers[ADD] = {each<add_forward_kernel<T>, packs<T>>,
-                     each<add_backward_kernel<T, false>, packs<T>>, true};
+    b.layers[ADD] = {each<add_forward_kernel<T>, packs<T>>, add_backward<T>};
     b.layers[DROPOUT].forward = dropout_forward<T>;
     b.layers[DROPOUT].backward = each<dropout_backward_kernel<T>, packs<T>>;
     b.layers[LOG_SOFTMAX].forward = each<log_softmax_forward_kernel<T>, lanes>;
     b.layers[LOG_SOFTMAX].backward = each<log_softmax_backward_kernel<T>, lanes>;
-    b.norm_relu_backward = true;
     b.scratch_size = scratch_size;
     b.prepared_size = prepared_size;
     b.transposed_size = transposed_size;

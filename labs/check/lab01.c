@@ -1154,7 +1154,7 @@ static bool same_shapes(Shape a, Shape b) {
     return a.h == b.h && a.w == b.w && a.c == b.c;
 }
 
-static void check_row(size_t i, const Row *row) {
+static void compare_row(size_t i, const Row *row) {
     const Layer *l = &net.layers[i];
     Layer wanted_layer = {.kind = row->kind, .kernel = row->kernel, .stride = row->stride};
     wanted_layer.padding = row->padding;
@@ -1198,7 +1198,7 @@ static void check_lenet(Shape in, Shape p1, Shape c2, Shape p2, size_t classes, 
     const size_t count = sizeof rows / sizeof *rows;
     build_lenet(in, classes);
     for (size_t i = 0; i < min_size(count, net.count - 1); i++)
-        check_row(i + 1, &rows[i]);
+        compare_row(i + 1, &rows[i]);
     if (net.count == count + 1 && net.parameters == parameters)
         return;
     printf("The network has %zu rows and %zu parameters, expected %zu and %zu.\n", net.count,

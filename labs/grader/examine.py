@@ -101,7 +101,7 @@ def check_threads(runs):
 
 def check_machine(run):
     peak, cores = run.machine["peak_gflops"], run.machine["cores"]
-    if run.kind == "cpu" and peak > GFLOPS_PER_CORE * cores:
+    if run.kind == "cpu" and peak is not None and peak > GFLOPS_PER_CORE * cores:
         yield verify.finding(verify.path(run, "run.json"), f"a peak of at most {GFLOPS_PER_CORE} GFLOP/s for each of "
                              f"{cores} cores", f"{peak} GFLOP/s")
 

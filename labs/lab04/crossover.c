@@ -39,11 +39,11 @@ static void compute(void *argument) {
     const Backend *b = job->net->backend;
     const Layer *l = &job->net->layers[job->row];
     if (job->images)
-        b->copy(output(job->net, &job->net->layers[l->input]), job->images,
-                job->n * shape_size(l->in) * sizeof(real));
+        b->copy(output(job->net, l->input), job->images, job->n * shape_size(l->in) * sizeof(real));
     forward_row(job->net, job->row, job->n, NULL);
     if (job->images)
-        b->copy(job->answer, output(job->net, l), job->n * shape_size(l->out) * sizeof(real));
+        b->copy(job->answer, output(job->net, job->row),
+                job->n * shape_size(l->out) * sizeof(real));
 }
 
 // Microseconds; the median of ROUNDS measurements (one in the emulator, whose times mean nothing).
@@ -58,13 +58,9 @@ static double microseconds(Job *job, bool emulated) {
 // The cifar network on a device; `apart` becomes its backend, in which no layers are fused.
 static void setup_net(Net *net, const Run *run, const Backend *b, Backend *apart, size_t batch) {
     *apart = *b;
-    for (size_t kind = 0; kind < KINDS; kind++)
-        apart->layers[kind].fuses = false;
-    apart->fuses_pool = NULL;
+    apart->fuse = NULL;
     net_build(net, run->model, &run->info, &run->settings, apart);
     plan_memory(net, batch);
-    for (size_t i = 0; i < net->count; i++)
-        net->layers[i].fused = net->layers[i].relu = false;
     net_alloc(net);
     net_init(net, 1);
 }

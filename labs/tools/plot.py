@@ -239,6 +239,9 @@ def draw_roofline(runs):
     found = [r for r in runs if os.path.exists(os.path.join(r.folder, "layers.csv"))]
     if not found:
         raise Missing("no run folder has a layers.csv; --layers writes it")
+    found = [r for r in found if r.machine["peak_gflops"] is not None]
+    if not found:
+        raise Missing("the limits of the machine were not measured: ./cnn was compiled without cnn_kernels.c")
     run = found[0]
     every = read_csv(run, "layers.csv", ["layer", "kind", "bound", "percent_of_peak", "gflops", "gb_per_s", "saved"],
                      {"saved": 1})

@@ -176,7 +176,8 @@ def make_machine(root, runs, rows):
     lines = []
     for group in by(runs, lambda r: (*map(r.machine.get, titles), r.settings["threads"])).values():
         card = group[0].machine
-        peak, sd, _ = summary([r.machine["peak_gflops"] for r in group])
+        peaks = [r.machine["peak_gflops"] for r in group if r.machine["peak_gflops"] is not None]
+        peak, sd, _ = summary(peaks) if peaks else (None, None, None)
         lines.append(dict(card, memory=card.get("memory_bytes", 0) / 1e9, peak=peak, sd=sd, runs=len(group),
                           threads=group[0].settings["threads"],
                           jobs=len({r.machine.get("slurm") for r in group} - {None})))

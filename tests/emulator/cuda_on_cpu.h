@@ -710,9 +710,9 @@ EMU_SWITCHES inline void run_block(const Launch *launch, unsigned i) {
 
 static std::atomic<size_t> threads_run; // of CUDA, in all launches: CUEMU_CLOCK's time
 
-/* The threads that run blocks on the other cores. A loop ends when its iterations are done; a helper
-   that comes late, because another program has its core, finds none and sleeps on. While a loop of
-   one device uses the helpers, those of the others do without. */
+/* The threads that run blocks on the other cores. A loop ends when its iterations are done; a
+   helper that comes late, because another program has its core, finds none and sleeps on. While a
+   loop of one device uses the helpers, those of the others do without. */
 class Helpers {
     std::mutex used, lock;
     std::condition_variable changed, over;

@@ -33,8 +33,9 @@ typedef struct Task {
     void (*bound)(const struct Task *t, const Array *before, const Array *got, const Array *want,
                   Array *bound);
     const Layer *l;
+    Fusion fused;
     size_t n, count; // images; elements, or classes
-    bool accumulate, in_place, training, no_din;
+    bool accumulate, accumulate_residual, in_place, apart, training, no_din;
     size_t row;
     Draw draw;                               // if training
     const Step *step;                        // draw and rate, on the device
@@ -221,7 +222,7 @@ static void from_device(const Backend *b, char *base, Array *a) {
 /* Runs an operation on arrays on the device, between guards; scratch has the size that the
    backend asked for. Returns whether scratch was used. */
 static bool perform(const Backend *b, const Task *t, Array *a, size_t count) {
-    Array scratch = output_array("scratch", t->l ? b->scratch_size(t->l, t->n) : 0, 1);
+    Array scratch = output_array("scratch", t->l ? b->scratch_size(t->l, &t->fused, t->n) : 0, 1);
     char *base[MOST_ARRAYS], *scratch_base = to_device(b, &scratch);
     Step *step = b->alloc(sizeof *step);
     Task on_device = *t;
@@ -328,9 +329,8 @@ static bool compare(const Backend *b, Task t, Array *a, size_t count) {
 static void describe(const Layer *l, size_t n, const char *more) {
     char kind[64];
     describe_layer(l, kind, sizeof kind);
-    snprintf(context, sizeof context, "%s, %zu images, %zu x %zu x %zu to %zu channels%s%s%s", kind,
-             n, l->in.h, l->in.w, l->in.c, l->out.c, l->biases ? "" : ", no bias",
-             l->relu ? ", fused ReLU" : "", more);
+    snprintf(context, sizeof context, "%s, %zu images, %zu x %zu x %zu to %zu channels%s%s", kind,
+             n, l->in.h, l->in.w, l->in.c, l->out.c, l->biases ? "" : ", no bias", more);
 }
 
 /* ---- Convolutions and linear layers ---------------------------------------------------------- */
@@ -340,13 +340,39 @@ static uint8_t tiles[3]; // of a product's passes, as --autotune chooses them; 0
 
 static Work work_of_task(const Task *t, real *scratch) {
     return (Work){.l = t->l,
+                  .fused = t->fused,
                   .prepared = tiles,
                   .autotune = *tiles,
                   .row = t->row,
                   .n = t->n,
                   .scratch = scratch,
                   .draw = t->training ? &t->step->draw : NULL,
-                  .accumulate = t->accumulate};
+                  .accumulate = t->accumulate,
+                  .accumulate_residual = t->accumulate_residual};
+}
+
+static bool fuses(const Backend *b, const Layer *to, LayerKind kind) {
+    const Layer l = {.kind = kind};
+    const Fusion none = {0};
+    return b->fuse && b->fuse(to, &none, &l) == FUSED;
+}
+
+// A row with a sum and a ReLU, which run after it, in place, if its kernels do not compute them.
+static void forward_fused(const Backend *b, Work w) {
+    const Layer relu = {.kind = RELU, .in = w.l->out, .out = w.l->out};
+    const bool adds = w.residual && !fuses(b, w.l, ADD);
+    const bool masks = w.fused.relu && !fuses(b, w.l, RELU);
+    Work after = {.l = &relu, .n = w.n, .in = w.out, .residual = w.residual, .out = w.out};
+    if (adds)
+        w.residual = NULL;
+    if (masks)
+        w.fused.relu = false;
+    b->layers[w.l->kind].forward(w);
+    if (adds)
+        b->layers[ADD].forward(after);
+    after.residual = NULL;
+    if (masks)
+        b->layers[RELU].forward(after);
 }
 
 static void run_forward(const Backend *b, const Task *t, void *const *a, real *scratch) {
@@ -355,10 +381,7 @@ static void run_forward(const Backend *b, const Task *t, void *const *a, real *s
     w.in = a[1];
     w.weight = a[2];
     w.bias = a[3];
-    b->layers[t->l->kind].forward(w);
-    w.in = w.out;
-    if (t->l->relu && !b->layers[t->l->kind].fuses)
-        b->layers[RELU].forward(w);
+    forward_fused(b, w);
 }
 
 static void run_backward(const Backend *b, const Task *t, void *const *a, real *scratch) {
@@ -376,15 +399,16 @@ typedef struct Splits {
     size_t forward[2], backward[2]; // passes without, and with, split sums
 } Splits;
 
-static void compare_layer(const Backend *b, Layer l, size_t n, bool accumulate, bool no_din,
-                          Splits *splits) {
+static void compare_layer(const Backend *b, Layer l, bool relu, size_t n, bool accumulate,
+                          bool no_din, Splits *splits) {
+    const Fusion fused = {.relu = relu};
     size_t taps = l.kernel * l.kernel, pixels = n * l.out.h * l.out.w;
     size_t inputs = n * shape_size(l.in), outputs = n * shape_size(l.out);
-    Task t = {.run = run_forward, .l = &l, .n = n};
+    Task t = {.run = run_forward, .l = &l, .fused = fused, .n = n};
     memset(tiles, draw_bits() % 4, sizeof tiles);
-    describe(&l, n, "");
+    describe(&l, n, relu ? ", fused ReLU" : "");
     for (size_t fewer = 1; fewer < n; fewer++) // the last batch may be smaller
-        if (b->scratch_size(&l, fewer) > b->scratch_size(&l, n))
+        if (b->scratch_size(&l, &fused, fewer) > b->scratch_size(&l, &fused, n))
             fail("%zu images need more scratch than %zu", fewer, n);
     {
         Array arrays[] = {typed(output_array("out", outputs, integers ? 0 : taps * l.in.c + 1)),
@@ -482,7 +506,6 @@ static Layer draw_conv(size_t *n) {
                 draw_channels(depth)};
     const Layer *l = first_layer(in);
     add_conv2d(&net, 0, draw_channels(channels), kernel, stride, padding, draw_bits() % 2);
-    net.layers[1].relu = draw_bits() % 2;
     *n = draw_size(1, tiny ? 2 : 9);
     return *l;
 }
@@ -496,7 +519,7 @@ static void test_conv(const Backend *b) {
         if (layer_flops(&l) * (double)n > 2 * 4e6)
             continue;
         integers = shape % 3 == 0;
-        compare_layer(b, l, n, shape % 2, shape % 5 == 0, &splits);
+        compare_layer(b, l, draw_bits() % 2, n, shape % 2, shape % 5 == 0, &splits);
         shape++;
     }
     // the shapes of residual networks, and one with more terms than outputs
@@ -517,7 +540,7 @@ static void test_conv(const Backend *b) {
             add_conv2d(&net, 0, shapes[i].channels, shapes[i].kernel, shapes[i].stride,
                        shapes[i].padding, variant & 1);
             integers = variant & 1;
-            compare_layer(b, *l, shapes[i].n, variant & 2, false, &splits);
+            compare_layer(b, *l, false, shapes[i].n, variant & 2, false, &splits);
         }
     *context = 0;
     bool naive = strcmp(b->kernels, "naive") == 0;
@@ -571,8 +594,8 @@ static void test_linear(const Backend *b) {
         Shape in = {draw_size(1, 3), draw_size(1, 3), draw_size(1, tiny ? 9 : i % 4 ? 100 : 1000)};
         const Layer *l = first_layer(in);
         linear(&net, 0, draw_size(1, tiny ? 9 : 140));
-        net.layers[1].relu = draw_bits() % 2;
-        compare_layer(b, *l, draw_size(1, tiny ? 3 : 70), i % 2, i % 5 == 3, &splits);
+        const size_t n = draw_size(1, tiny ? 3 : 70);
+        compare_layer(b, *l, draw_bits() % 2, n, i % 2, i % 5 == 3, &splits);
     }
     verdict("linear, %s kernels, %s", b->kernels, b->precision);
 }
@@ -623,6 +646,7 @@ static void run_add_backward(const Backend *b, const Task *t, void *const *a, re
     Work w = work_of_task(t, scratch);
     w.din = a[0];
     w.dout = a[1];
+    w.dresidual = a[2];
     b->layers[ADD].backward(w);
 }
 
@@ -631,7 +655,6 @@ static void test_relu_and_add(const Backend *b) {
         size_t count = counts[i / 4];
         bool first = i & 1, second = i & 2;
         Layer l = flat_layer(RELU, count), sum = flat_layer(ADD, count);
-        sum.relu = second;
         snprintf(context, sizeof context, "%zu numbers, variant %zu", count, i % 4);
         {
             Array arrays[] = {first ? typed(special_array("out", count))
@@ -658,8 +681,13 @@ static void test_relu_and_add(const Backend *b) {
             COMPARE(b, (Task){.run = run_add_forward, .l = &sum, .n = 1, .in_place = first});
         }
         Array arrays[] = {typed(changed_array("din", count, 0, first)),
-                          typed(input_array("dout", count))};
-        COMPARE(b, (Task){.run = run_add_backward, .l = &sum, .n = 1, .accumulate = first});
+                          typed(input_array("dout", count)),
+                          typed(changed_array("dresidual", i % 3 ? count : 0, 0, second))};
+        COMPARE(b, (Task){.run = run_add_backward,
+                          .l = &sum,
+                          .n = 1,
+                          .accumulate = first,
+                          .accumulate_residual = second});
     }
     verdict("relu and add, %s kernels, %s", b->kernels, b->precision);
 }
@@ -789,7 +817,8 @@ static void run_norm_forward(const Backend *b, const Task *t, void *const *a, re
     w.weight = a[3];
     w.bias = a[4];
     w.residual = a[5];
-    b->layers[BATCHNORM2D].forward(w);
+    w.fused.add = w.residual;
+    forward_fused(b, w);
 }
 
 static void run_norm_backward(const Backend *b, const Task *t, void *const *a, real *scratch) {
@@ -927,7 +956,6 @@ static void test_norm_forward(const Backend *b, bool training) {
     for (size_t i = 0; i < (tiny ? 1 : sizeof norms / sizeof *norms); i++) {
         Layer l = norm_layer(i);
         size_t c = l.in.c, n = norms[i].n, count = n * shape_size(l.in);
-        l.relu = i % 2;
         Array arrays[] = {typed(output_array("out", count, 1)),
                           changed_array("stats", 4 * c, training, !training),
                           typed(input_array("in", count)),
@@ -944,6 +972,7 @@ static void test_norm_forward(const Backend *b, bool training) {
         COMPARE(b, (Task){.run = run_norm_forward,
                           .bound = norm_forward_bound,
                           .l = &l,
+                          .fused = {.relu = i % 2},
                           .n = n,
                           .training = training});
     }
@@ -980,25 +1009,105 @@ static void test_norm(const Backend *b) {
     verdict("batchnorm2d, %s kernels, %s", b->kernels, b->precision);
 }
 
-// A convolution and the BatchNorm behind it, whose statistics the former may have begun.
-static void run_conv_and_norm(const Backend *b, const Task *t, void *const *a, real *scratch) {
-    Layer conv = *t->l, norm = {.kind = BATCHNORM2D, .in = conv.out, .out = conv.out};
+// A forward, then the backward of a ReLU, of a sum and of the row before them, by the kernels of
+// that row, or one after another.
+static void run_fused_backward(const Backend *b, const Task *t, void *const *a, real *scratch) {
+    const Layer flat = {.kind = RELU, .in = t->l->out, .out = t->l->out};
     Work w = work_of_task(t, scratch);
-    w.l = &conv;
-    conv.moments = b->conv_moments ? &norm : NULL;
-    norm.moments = b->conv_moments ? &conv : NULL;
+    w.din = a[0];
+    w.dweight = a[1];
+    w.dbias = a[2];
+    w.dresidual = a[3];
+    w.dout = a[4];
+    w.in = a[5];
+    w.stats = a[6];
+    w.weight = a[7];
+    w.out = a[8];
+    w.bias = t->l->kind == BATCHNORM2D ? w.weight : NULL;
+    w.residual = t->fused.add ? w.in : NULL;
+    b->layers[t->l->kind].forward(w);
+    Work before = w;
+    before.l = &flat;
+    before.din = w.dout; // in place
+    before.accumulate = false;
+    if (t->apart) {
+        b->layers[RELU].backward(before);
+        b->layers[ADD].backward(before);
+        w.fused = (Fusion){0};
+        w.residual = w.dresidual = NULL;
+    }
+    b->layers[t->l->kind].backward(w);
+}
+
+// Fused kernels give the bits of separate ones, except of dout, which they may overwrite.
+static void compare_fused(const Backend *b, const Layer *l, size_t n, bool adds, bool accumulate) {
+    enum { ARRAYS = 9, DOUT = 4, WEIGHT = 7 };
+    const size_t inputs = n * shape_size(l->in), outputs = n * shape_size(l->out);
+    const size_t stats = l->kind == BATCHNORM2D ? 4 * l->in.c : 0;
+    Array fused[ARRAYS] = {typed(changed_array("din", inputs, 1, accumulate)),
+                           output_array("dweight", l->weights, 1),
+                           output_array("dbias", l->biases, 1),
+                           typed(changed_array("dresidual", adds ? outputs : 0, 1, accumulate)),
+                           typed(changed_array("dout", outputs, 1, true)),
+                           typed(input_array("in", inputs)),
+                           changed_array("stats", stats, 1, true),
+                           input_array("weight", l->weights),
+                           typed(output_array("out", outputs, 1))};
+    Array apart[ARRAYS];
+    Task t = {.run = run_fused_backward,
+              .l = l,
+              .fused = {.add = adds, .relu = true, .relu_backward = true},
+              .n = n,
+              .training = true,
+              .accumulate = accumulate,
+              .accumulate_residual = accumulate};
+    fused[WEIGHT].typed = l->kind == CONV2D;
+    for (size_t i = 0; i < ARRAYS; i++)
+        apart[i] = twin(&fused[i]);
+    perform(b, &t, fused, ARRAYS);
+    t.apart = true;
+    perform(b, &t, apart, ARRAYS);
+    for (size_t i = 0; i < ARRAYS; i++) {
+        if (fused[i].output && i != DOUT)
+            check_equal(&fused[i], &apart[i]);
+        free(fused[i].at);
+        free(apart[i].at);
+    }
+}
+
+static void test_fused_backward(const Backend *b) {
+    for (size_t i = 0; i < (tiny ? 1 : 8); i++) {
+        const bool accumulate = i % 2, adds = i / 2 % 2;
+        const Layer norm = norm_layer(i % 3 ? 0 : 3);
+        describe(&norm, 2, adds ? ", fused sum and ReLU" : ", fused ReLU");
+        compare_fused(b, &norm, 2, adds, accumulate);
+        const Layer *conv = first_layer((Shape){5, 6, 9});
+        add_conv2d(&net, 0, draw_size(1, 20), 3, 1, 1, i % 2);
+        describe(conv, 2, ", fused ReLU");
+        compare_fused(b, conv, 2, false, accumulate);
+    }
+    verdict("backward of what is fused, %s kernels, %s", b->kernels, b->precision);
+}
+
+// A convolution and the BatchNorm after it, whose statistics the former may have begun.
+static void run_conv_and_norm(const Backend *b, const Task *t, void *const *a, real *scratch) {
+    const Layer *conv = t->l, norm = {.kind = BATCHNORM2D, .in = conv->out, .out = conv->out};
+    Work w = work_of_task(t, scratch);
+    w.fused.moments = b->conv_moments ? &norm : NULL;
     w.out = a[0];
     w.in = a[3];
     w.weight = a[4];
     b->layers[CONV2D].forward(w);
     w.l = &norm;
+    w.fused.moments = b->conv_moments ? conv : NULL;
     w.in = a[0];
     w.out = a[2];
     w.stats = a[1];
     w.weight = a[5];
     w.bias = a[5];
     if (b == &naive_backend) // whose scratch memory is that of the convolution
-        w.scratch = must_alloc(b->scratch_size(&norm, t->n) * sizeof *w.scratch, "a test");
+        w.scratch =
+            must_alloc(b->scratch_size(&norm, &w.fused, t->n) * sizeof *w.scratch, "a test");
     b->layers[BATCHNORM2D].forward(w);
     if (b == &naive_backend)
         free(w.scratch);
@@ -1648,6 +1757,7 @@ static const struct {
     {"conv2d", test_conv, false},
     {"rounding", test_rounding, false},
     {"moments", test_moments, false},
+    {"fused", test_fused_backward, false},
     {"tiles", test_tiles, false},
     {"choice", test_choice_of_tiles, false},
     {"training", test_training, true},

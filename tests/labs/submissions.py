@@ -207,6 +207,14 @@ def julia_other_options(student):
 
 
 @good()
+def ivo_without_fast_kernels(student):
+    run = student.run()
+    run.about["settings"]["kernels"] = "naive"
+    run.about["machine"]["peak_gflops"] = None
+    run.save_json()
+
+
+@good()
 def kim_edits_outside_of_parts(student):
     student.run()
     save(student.path("cnn.c"), load(student.path("cnn.c")) + "\n// fork() and system() are only names here\n")

@@ -149,6 +149,21 @@ Nothing found in honest that is missing or implausible" "$status $(cat "$out" "$
     )and Future Work,References" "$(sed -n 's/^# //p' honest/report.md | paste -sd,)"
 }
 
+# What ./cnn writes without cnn_kernels.c, which measures the peak: nothing is missing.
+test_no_peak() {
+    cp -a honest alone
+    sed -i 's/"peak_gflops": 100/"peak_gflops": null/; s/"kernels": "fast"/"kernels": "naive"/' alone/*/run.json
+    sed -i -E '2,$ s/,[0-9]+,([0-9.]+),(compute|memory)$/,,\1,/' alone/c1/layers.csv
+    tool report alone
+    touch alone/plots/*
+    tool verify alone
+    same no_peak/verify "0 Nothing found in alone that is missing or implausible" "$status $(tail -n 1 "$out")"
+    holds no_peak/machine "no peak" "$(grep '^| a ' alone/report.md)" \
+        grep -qF '| a | made-up | 4 | 8 | cpu |  | 4 |  |  | 5 | 0 |' alone/report.md
+    holds no_peak/layers "no limit" "$(grep '^| fc1 ' alone/report.md)" \
+        grep -qF '| fc1 | linear 400 -> 120 | 1x1x120 | 48120 | 0.096 | 1.0 | 1.0 | 95 | 7.1 |  | 1.000 |  |' alone/report.md
+}
+
 # found NAME FILE WORDS...: verify on spoilt ends with 1 and one of its lines is about FILE, or "" for all of
 # the folder, with the words
 found() {
@@ -247,6 +262,7 @@ test_missing() {
     spoil entry c2/run.json 's/"img_per_s"/"speed"/' "what ./cnn --out writes, found KeyError('img_per_s')"
     spoil setting c2/run.json '/"optimizer":/d' "in settings the entries" "found no optimizer"
     spoil machine c2/run.json 's/"host": "a"/"host": ""/' "in machine the entries" "found no host"
+    spoil peak c2/run.json 's/"peak_gflops": 100/"peak_gflops": null/' "in machine the entries" "found no peak_gflops"
     spoil build c2/run.json 's/"compiler": "gcc 1",?//' "in build the entries" "found no compiler"
     spoil epochs_csv_gone c2/epochs.csv '1s/accuracy/other/' "epochs.csv: expected the columns"
     spoilt && rm spoilt/c2/run.json spoilt/c2/epochs.csv
@@ -600,6 +616,7 @@ test_browser() {
 }
 
 test_honest
+test_no_peak
 test_ways
 test_lab
 test_flags

@@ -407,6 +407,11 @@ END_OF_LAYERS
     roofline_marks
     filters_before
     one_option_varied
+    cp -a tiny alone # as ./cnn without cnn_kernels.c
+    sed -i -E 's/"peak_gflops":[0-9.]+/"peak_gflops":null/' alone/*/run.json
+    sed -i -E '2,$ s/,[0-9]+,([0-9.]+),(compute|memory)$/,,\1,/' alone/*/layers.csv
+    plots plots_alone alone study loss confusion samples filters
+    line plots_alone/why "^not drawn: roofline: the limits of the machine were not measured: "
     sed -i 's/gflops/flops/' tiny/cifar-cpu-b16-r1/layers.csv
     head -c 100 tiny/cifar-cpu-b32-r1/model.safetensors >tiny/cifar-cpu-b16-r1/model.safetensors
     cp tiny/cifar-cpu-b16-r1/model.safetensors tiny/cifar-cpu-b32-r1/

@@ -80,6 +80,36 @@ test_refusal() {
     refused refusal/tiled 2 "--kernels tiled --precision (any): expected one of these on this device: naive in fp32 (a CPU)" "${train[@]}" --kernels tiled
 }
 
+# machine_card: what the labs' check of that name says of the run folder in $tmp/runs/layers
+machine_card() {
+    # shellcheck disable=SC2016 # variables of the other shell
+    home=$repo from=$tmp work=$tmp bash -c 'source "$home/labs/check/run_folders.sh"
+        open_run layers "./cnn --layers" && machine_card'
+}
+
+# --layers: the peak is measured by cnn_kernels.c. Without it no limit is known, and nothing else is missing.
+test_layers() {
+    local made=$tmp/runs/layers
+    mkdir "$tmp/runs"
+    run "${train[@]}" --layers --out "$made"
+    same layers/status "0 " "$status $(cat "$err")"
+    line layers/title '^Layers, 64 images; this device: GFLOP/s unknown without cnn_kernels\.c, [0-9.]+ GB/s measured$'
+    line layers/printed '^  conv2 +conv2d 3x3 .* [0-9.]+ +[0-9.]+ +- +1\.00  -$'
+    same layers/peak '"peak_gflops":null' "$(grep -o '"peak_gflops":[^,]*' "$made/run.json")"
+    # each row of the network is one of the table: the definitions fuse nothing
+    same layers/columns "11 rows,12 columns,no limit" "$(awk -F , 'NR == 1 { columns = NF; next }
+        NF != columns || $10 != "" || $12 != "" || $8 == "" || $11 != "1.000" { print; wrong = 1 }
+        END { print NR - 1 " rows", columns " columns", (wrong ? "a limit" : "no limit") }' OFS=, "$made/layers.csv")"
+    local awk=(awk -F "," -v run=layers -v batch=64 -f "$repo/labs/check/layers.awk")
+    same layers/columns_agree "" "$("${awk[@]}" "$made/layers.csv")"
+    same layers/half "layers/layers.csv: bound in row conv2 should be empty, as in row 1, found memory" \
+        "$(awk -F , '$1 == "conv2" { $10 = 50; $12 = "memory" } { print }' OFS=, "$made/layers.csv" | "${awk[@]}")"
+    same layers/machine "" "$(machine_card)"
+    sed -i 's/"kernels": "naive"/"kernels": "fast"/' "$made/run.json"
+    same layers/no_peak_of_fast "runs/layers/run.json: machine.peak_gflops should be above 0, found null" \
+        "$(machine_card | head -n 1)"
+}
+
 # The same flags, with cnn_kernels.c beside cnn.c: it becomes the default, and changes nothing else.
 test_kernels() {
     local alone
@@ -107,6 +137,7 @@ if [ -n "$why" ]; then
 else
     cnn=$tmp/gcc/openmp/cnn
     test_refusal
+    test_layers
     test_kernels
 fi
 exit 0

@@ -166,10 +166,11 @@ check_quoted() { # LINES
 
 # ---- Code to insert
 
-# insert NAME FILE SECTION below|above|end START <TEXT: at the section's first line that begins with START,
-# after any blanks; or at its end
+# insert NAME FILE SECTION below|above|end START <TEXT: at the first line of the section, or of the file if SECTION
+# is empty, that begins with START, after any blanks; or at the section's end
 insert() {
     awk -v section="$3" -v where="$4" -v start="$5" -v text="$tmp/text" '
+        BEGIN { inside = section == "" }
         function paste_text(line) { while ((getline line < text) > 0) print line; done = 1 }
         /^\/\* ==== / { inside = $3 == section "."; past = $3 == section + 1 "." }
         past && where == "end" && !done { paste_text(); print "" }
@@ -178,7 +179,7 @@ insert() {
         { print }
         here && where == "below" { paste_text() }
         END { exit !done }' "$2" 9<&- >"$tmp/inserted" && mv "$tmp/inserted" "$2"
-    verdict "insert $1" "a place $4 $5 in section $3 of $2" "none" [ $? = 0 ]
+    verdict "insert $1" "a place $4 $5 in section ${3:-*} of $2" "none" [ $? = 0 ]
 }
 
 # The paragraph before a block of C says where it belongs.
@@ -194,14 +195,14 @@ insert_block() { # PARAGRAPH <BLOCK
     fi
 }
 
-# | TABLE | `FILE`, section N | `ROW` |: below the row of RELU
+# | TABLE | `FILE`, section N | `ROW` |, or with `at its end` instead of a section: below the row of RELU
 insert_row() { # LINE OF README
     # shellcheck disable=SC2016 # backquotes of the page
-    local cells='^\| `([A-Za-z_]+).*\| `([a-z_.]+)`, section ([0-9]+) \| `([^`]+)` \|$' start
+    local cells='^\| `([A-Za-z_]+).*\| `([a-z_.]+)`, (section ([0-9]+)|at its end) \| `([^`]+)` \|$' start
     if [[ $1 =~ $cells ]]; then
-        start=${BASH_REMATCH[4]%%[,=]*}
-        echo "${BASH_REMATCH[4]}" >"$tmp/text"
-        insert "row of ${BASH_REMATCH[1]}" "${BASH_REMATCH[2]}" "${BASH_REMATCH[3]}" below "${start/GELU/RELU}"
+        start=${BASH_REMATCH[5]%%[,=]*}
+        echo "${BASH_REMATCH[5]}" >"$tmp/text"
+        insert "row of ${BASH_REMATCH[1]}" "${BASH_REMATCH[2]}" "${BASH_REMATCH[4]}" below "${start/GELU/RELU}"
     else
         echo "fail readme/row: expected a table, a section of a file and a row, found $1"
     fi
@@ -231,7 +232,7 @@ for page in "${pages[@]}"; do
             python/'```') fence='' ;; # needs PyTorch; tests/pytorch/pytorch_weights.py does the same
             [a-z]*/*) block+=$line$'\n' ;;
             /\ \ \ \ *) run_command "$(sed 's/^ *//; s/ *#.*//' <<<"$line")" ;;
-            /'| '*'`, section '*) insert_row "$line" ;;
+            /'| '*'`, section '* | /'| '*'`, at its end |'*) insert_row "$line" ;;
             /) ended=yes ;;
             *) [ $ended = yes ] && paragraph='' && ended=no
                paragraph+="${paragraph:+ }$line" ;;

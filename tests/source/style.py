@@ -1,11 +1,8 @@
 #!/usr/bin/env python3
 """Finds what tests/source/test_style.sh forbids.
 
-usage: style.py lines MOST FILE      the file has at most MOST lines
-       style.py columns FILE...      no line has more than 100 characters
-       style.py functions FILE...    C: no function, and no macro, has more than 60 lines
+usage: style.py columns FILE...      no line has more than 100 characters
        style.py nesting FILE...      C: no block lies more than 4 blocks deep in a function
-       style.py words FILE...        no word of WORDS
 
 Prints `FILE:LINE: what, expected, found` for each violation; the exit status is 1 if there are any.
 The C files are formatted by clang-format, which is what the search for functions and blocks builds
@@ -14,20 +11,8 @@ on: a function begins and ends in the first column, a block opens at the end of 
 import re
 import sys
 
-COLUMNS, FUNCTION_LINES, NESTING = 100, 60, 4
+COLUMNS, NESTING = 100, 4
 
-# Words of this project's past, and archaisms. "turn" is a noun behind these words, and as a name in
-# C; "turn on", "turn bytes into numbers", "turned" and "in turn" are good English.
-WORDS = re.compile(
-    r"\brooms?\b|\bdeal(?:s|t|ings?)?\b|\bmet\b"
-    r"|\b(?:an?|the|this|that|its|their|each|every|one|two|three|own|next|last|first|whose|by|of"
-    r"|per|takes?|taking|took|in(?= turns))\s+turns?\b"
-    r"|\bturns(?=\s+(?:are|were|of|that)\b)|(?<!in )\bturns?(?=\s*(?:[=;)\[]|->|\.\w))"
-    r"|\b(?:is|are|was|were|be|been|being)\s+told\b|\bfor\s+ever\b"
-    r"|\b(?:lest|whoso(?:ever)?|unto|whence|whither|thither|thereof|wherein|hitherto|anew|afresh"
-    r"|ere|nigh|aught|naught|whilst|betwixt)\b",
-    re.I,
-)
 # A block comment, a line comment, a string, a character: what remains of a C file is code.
 NO_CODE = re.compile(r'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'', re.S)
 # The first line of a definition: neither indented nor a directive, a label or a closing }
@@ -65,22 +50,10 @@ def functions(path):
         first = end + 1
 
 
-def find_lines(most, path):
-    count = len(read(path).splitlines())
-    if count > int(most):
-        yield path, count, f"expected at most {most} lines, found {count}"
-
-
 def find_columns(path):
     for number, line in enumerate(read(path).splitlines(), 1):
         if len(line) > COLUMNS:
             yield path, number, f"expected at most {COLUMNS} columns, found {len(line)}"
-
-
-def find_functions(path):
-    for number, lines in functions(path):
-        if len(lines) > FUNCTION_LINES:
-            yield path, number, f"expected at most {FUNCTION_LINES} lines, found {len(lines)}"
 
 
 def find_nesting(path):
@@ -99,17 +72,10 @@ def find_nesting(path):
                     yield path, number + i, f"expected at most {NESTING} blocks, found {depth}"
 
 
-def find_words(path):
-    for number, line in enumerate(read(path).splitlines(), 1):
-        for found in WORDS.finditer(line):
-            yield path, number, f'expected another word, found "{found[0]}"'
-
-
 def main():
-    kind, arguments = sys.argv[1], sys.argv[2:]
+    kind, paths = sys.argv[1], sys.argv[2:]
     find = globals()["find_" + kind]
-    calls = [arguments] if kind == "lines" else [[path] for path in arguments]
-    violations = [violation for call in calls for violation in find(*call)]
+    violations = [violation for path in paths for violation in find(path)]
     for path, number, what in violations:
         print(f"{path}:{number}: {what}")
     return bool(violations)

@@ -246,17 +246,17 @@ static void run_golden_net(Net *net, const GoldenNet *which, const Golden *g) {
     double tolerance = golden_tolerance(net, n);
     Draw draw = {.seed = 1, .epoch = 1};
     set_golden_parameters(net, g, list, parameters);
-    fill_stream(output(net, &net->layers[0]), n * shape_size(which->images), IMAGE_STREAM);
+    fill_stream(output(net, 0), n * shape_size(which->images), IMAGE_STREAM);
     fill_labels(net->labels, n);
     forward(net, n, &draw);
     real loss = (real)loss_and_gradient(net, n, true);
-    compare_numbers(g, "logp", output(net, last_layer(net)), tolerance);
+    compare_numbers(g, "logp", output(net, last_row(net)), tolerance);
     compare_numbers(g, "loss", &loss, tolerance);
     backward(net, n);
     compare_tensors(net, g, "grad", grads, gradients, tolerance);
     compare_tensors(net, g, "stat", list, parameters, tolerance);
     forward(net, n, NULL);
-    compare_numbers(g, "eval", output(net, last_layer(net)), tolerance);
+    compare_numbers(g, "eval", output(net, last_row(net)), tolerance);
     free(list);
     free(grads);
 }

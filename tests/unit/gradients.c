@@ -206,7 +206,7 @@ static void test_smoothing_of_training(void) {
         fail("%zu batches counted, expected the one of training", net.batches_tracked);
     loss_of(&net);
     double tested = loss_and_gradient(&net, BATCH, false);
-    const real *logp = output(&net, last_layer(&net));
+    const real *logp = output(&net, last_row(&net));
     for (size_t i = 0; i < BATCH * CLASSES; i++) {
         sum -= (double)logp[i] / (BATCH * CLASSES);
         at -= i % CLASSES == net.labels[i / CLASSES] ? (double)logp[i] / BATCH : 0;

@@ -19,14 +19,15 @@ typedef struct Results {
     Array out, din, dweight, dbias;
 } Results;
 
-static Results run_layer(const Backend *b, const Layer *l, size_t n, const Inputs *x,
-                         bool accumulate) {
+static Results run_layer(const Backend *b, const Layer *l, const Fusion *fused, size_t n,
+                         const Inputs *x, bool accumulate) {
     Results r = {array(n * shape_size(l->out), guard_value),
                  array(n * shape_size(l->in), guard_value), array(l->weights, guard_value),
                  array(l->biases, guard_value)};
-    Array scratch = array(b->scratch_size(l, n), guard_value);
+    Array scratch = array(b->scratch_size(l, fused, n), guard_value);
     void *prepared = prepare_row(b, l);
     const Work w = {.l = l,
+                    .fused = *fused,
                     .n = n,
                     .in = x->in.at,
                     .weight = x->weight.at,
@@ -69,12 +70,13 @@ static void compare_results(const Results *got, const Results *want, Results *bo
     }
 }
 
-static void describe_failure(const Layer *l, size_t n, bool accumulate) {
+static void describe_failure(const Layer *l, const Fusion *fused, size_t n, bool accumulate) {
     char what[sizeof failure], kind[64];
     describe_layer(l, kind, sizeof kind);
     snprintf(what, sizeof what, "%.200s (%s, %zu images, %zu x %zu x %zu to %zu channels%s%s%s%s)",
              failure, kind, n, l->in.h, l->in.w, l->in.c, l->out.c, l->biases ? "" : ", no bias",
-             l->relu ? ", fused ReLU" : "", l->masks_din ? ", the ReLU before it backward" : "",
+             fused->relu ? ", fused ReLU" : "",
+             fused->masks_din ? ", the ReLU before it backward" : "",
              accumulate ? ", accumulate" : "");
     snprintf(failure, sizeof failure, "%s", what);
 }
@@ -87,25 +89,27 @@ static void compare_bits(const Results *got, const Results *alone) {
             fail("one thread gives other bits of result %zu than %zu", i, num_threads);
 }
 
-static void compare_layer(Layer l, size_t n, bool accumulate) {
+// Whether the forward ends with a ReLU; the definition's is followed by one of its own.
+static void compare_layer(Layer l, bool relu, size_t n, bool accumulate) {
     const Backend *naive = &naive_backend, *fast = &fast_backend;
+    const Fusion none = {0}, fused = {.relu = relu};
     Inputs x = {random_array(n * shape_size(l.in)), random_array(l.weights), random_array(l.biases),
                 random_array(n * shape_size(l.out)), random_array(n * shape_size(l.in))};
     Inputs a = {absolute(&x.in), absolute(&x.weight), absolute(&x.bias), absolute(&x.dout),
                 absolute(&x.din)};
-    Results got = run_layer(fast, &l, n, &x, accumulate);
+    Results got = run_layer(fast, &l, &fused, n, &x, accumulate);
     set_num_threads(1);
-    Results alone = run_layer(fast, &l, n, &x, accumulate);
+    Results alone = run_layer(fast, &l, &fused, n, &x, accumulate);
     set_num_threads(2);
-    Results want = run_layer(naive, &l, n, &x, accumulate);
-    Results bound = run_layer(naive, &l, n, &a, accumulate);
-    if (l.relu)
+    Results want = run_layer(naive, &l, &none, n, &x, accumulate);
+    Results bound = run_layer(naive, &l, &none, n, &a, accumulate);
+    if (relu)
         relu_forward((Work){.l = &l, .n = n, .in = want.out.at, .out = want.out.at});
     bool before = *failure;
     compare_bits(&got, &alone);
     compare_results(&got, &want, &bound, &l, n);
     if (*failure && !before)
-        describe_failure(&l, n, accumulate);
+        describe_failure(&l, &fused, n, accumulate);
     free_arrays(&x, sizeof x);
     free_arrays(&a, sizeof a);
     free_arrays(&got, sizeof got);
@@ -127,7 +131,6 @@ static Layer draw_conv(Net *net, size_t *n) {
     start_net(net, in);
     add_conv2d(net, 0, draw_bits() % 3 ? draw_size(1, 70) : draw_size(1, 140), kernel, stride,
                padding, draw_bits() % 3 > 0);
-    net->layers[1].relu = draw_bits() % 2;
     *n = draw_size(1, 9);
     return net->layers[1];
 }
@@ -140,7 +143,7 @@ static void test_fast_conv(void) {
         // the definitions are slow: a shape that would take them long is drawn again
         if (layer_flops(&l) * (double)n > 2 * 6e6)
             continue;
-        compare_layer(l, n, draw_bits() % 2);
+        compare_layer(l, draw_bits() % 2, n, draw_bits() % 2);
         shape++;
     }
     verdict("fast conv2d against its definition");
@@ -165,7 +168,7 @@ static void test_fast_resnet_conv(void) {
             start_net(&net, shapes[i].in);
             add_conv2d(&net, 0, shapes[i].channels, shapes[i].kernel, shapes[i].stride,
                        shapes[i].padding, variant & 1);
-            compare_layer(net.layers[1], 5, variant & 2);
+            compare_layer(net.layers[1], false, 5, variant & 2);
         }
     verdict("fast conv2d of residual networks against its definition");
 }
@@ -187,12 +190,11 @@ static void test_winograd(size_t kernel) {
         if (many)
             columns = COLUMNS + draw_size(1, 2 * LANES);
         add_conv2d(&net, 0, columns, kernel, 1, draw_size(0, kernel - 1), shape % 3 > 0);
-        net.layers[1].relu = draw_bits() % 2;
-        taken[0] += forward_pass(&net.layers[1], NULL).tile > 0;
+        taken[0] += forward_pass(&net.layers[1], false, NULL).tile > 0;
         taken[1] += backward_pass(&net.layers[1], NULL, false).tile > 0;
         WeightGradient g = weight_gradient_plan(&net.layers[1], n, NULL);
         sliced[net.layers[1].biases > 0] += g.pass.tile > 0 && g.slices > 1 && g.parts > 1;
-        compare_layer(net.layers[1], n, draw_bits() % 2);
+        compare_layer(net.layers[1], draw_bits() % 2, n, draw_bits() % 2);
     }
     if (!taken[0] || !taken[1])
         fail("no shape was taken: %zu forward, %zu backward", taken[0], taken[1]);
@@ -202,7 +204,7 @@ static void test_winograd(size_t kernel) {
     for (size_t over = 0; over < 2; over++) { // what lies outside of an image is MAX_DEPTH zeros
         start_net(&net, (Shape){8, 9, MAX_DEPTH + over * LANES});
         add_conv2d(&net, 0, LANES, kernel, 1, 1, false);
-        if ((forward_pass(&net.layers[1], NULL).tile > 0) != (over == 0 && kernel == 3))
+        if ((forward_pass(&net.layers[1], false, NULL).tile > 0) != (over == 0 && kernel == 3))
             fail("%zu channels: wrongly taken, or not", MAX_DEPTH + over * LANES);
     }
     verdict(kernel == 3 ? "Winograd's convolution, 3 x 3, against its definition"
@@ -239,6 +241,7 @@ static void convolve_in_double(const Layer *l, size_t n, const Inputs *x, double
 // As the part on Winograd in cnn_kernels.c says: rounding at most 2.8 times that of the definition.
 static void test_winograd_rounding(void) {
     static Net net;
+    const Fusion none = {0};
     for (size_t i = 0; i < (quick ? 4 : 8); i++) {
         const size_t n = 2, channels = (size_t)32 << i / 2, kernel = 3 + i % 2 * 2;
         start_net(&net, (Shape){12, 12, channels});
@@ -249,8 +252,8 @@ static void test_winograd_rounding(void) {
                     {0},
                     random_array(n * shape_size(l->out)),
                     {0}};
-        Results fast = run_layer(&fast_backend, l, n, &x, false);
-        Results naive = run_layer(&naive_backend, l, n, &x, false);
+        Results fast = run_layer(&fast_backend, l, &none, n, &x, false);
+        Results naive = run_layer(&naive_backend, l, &none, n, &x, false);
         double *want[3], ratio[3];
         for (size_t i = 0; i < 3; i++)
             want[i] = must_alloc(((Array *)&fast)[i].count * sizeof(double), "a test");
@@ -278,8 +281,7 @@ static void test_fast_linear(void) {
         size_t inputs = shape % 4 ? draw_size(1, 300) : draw_size(1000, 2600); // MAX_DEPTH: 1024
         start_net(&net, (Shape){1, 1, inputs});
         linear(&net, 0, draw_size(1, 140));
-        net.layers[1].relu = draw_bits() % 2;
-        compare_layer(net.layers[1], draw_size(1, 40), draw_bits() % 2);
+        compare_layer(net.layers[1], draw_bits() % 2, draw_size(1, 40), draw_bits() % 2);
     }
     verdict("fast linear against its definition");
 }
@@ -299,12 +301,11 @@ static void test_few_pixels(void) {
             size_t n = draw_size(1, 8);
             start_net(&net, (Shape){shapes[i].side, shapes[i].side, shapes[i].channels});
             add_conv2d(&net, 0, shapes[i].columns, shapes[i].kernel, 1, 0, variant != 1);
-            net.layers[1].relu = variant == 1 || variant == 2;
-            Pass p[2] = {forward_pass(&net.layers[1], NULL),
+            Pass p[2] = {forward_pass(&net.layers[1], false, NULL),
                          backward_pass(&net.layers[1], NULL, false)};
             for (size_t way = 0; way < 2; way++)
                 taken[way][panel_depth(&p[way]) < p[way].depth] += suits_panels(&p[way], n);
-            compare_layer(net.layers[1], n, variant % 2);
+            compare_layer(net.layers[1], variant == 1 || variant == 2, n, variant % 2);
         }
     for (size_t i = 0; i < 4; i++)
         if (!taken[i / 2][i % 2])
@@ -321,8 +322,10 @@ typedef struct Pooled { // what forward left
 } Pooled;
 
 // What the convolution works on; a max-pool's or a backward's part is filled in where it is used.
-static Work conv_work(const Layer *l, size_t n, const Inputs *x) {
+static Work conv_work(const Net *net, size_t n, const Inputs *x) {
+    const Layer *l = &net->layers[1];
     return (Work){.l = l,
+                  .fused = net->slots[1].fused,
                   .n = n,
                   .in = x->in.at,
                   .weight = x->weight.at,
@@ -331,22 +334,20 @@ static Work conv_work(const Layer *l, size_t n, const Inputs *x) {
 
 // The convolution, its ReLU and its max-pool, one after another; out: of the first two.
 static void forward_apart(const Backend *b, Work w, real *out, real *pooled, uint8_t *argmax) {
-    Layer alone = *w.l;
-    const Layer *pool = w.l->pool;
-    alone.pool = NULL;
-    alone.relu = false;
-    w.l = &alone;
+    const Layer *pool = w.fused.pool;
+    w.fused = (Fusion){0};
     w.out = out;
     b->layers[CONV2D].forward(w);
-    relu_forward((Work){.l = &alone, .n = w.n, .in = out, .out = out});
+    relu_forward((Work){.l = w.l, .n = w.n, .in = out, .out = out});
     b->layers[MAXPOOL2D].forward(
         (Work){.l = pool, .n = w.n, .in = out, .out = pooled, .saved = argmax});
 }
 
-static Pooled pooled_forward(const Layer *l, size_t n, const Inputs *x) {
-    size_t count = n * shape_size(l->pool->out);
-    Pooled p = {array(n * shape_size(l->out), 0), array(count, 0), must_alloc(count, "a test")};
-    forward_apart(&naive_backend, conv_work(l, n, x), p.out.at, p.pooled.at, p.argmax);
+static Pooled pooled_forward(const Net *net, size_t n, const Inputs *x) {
+    const Work w = conv_work(net, n, x);
+    size_t count = n * shape_size(w.fused.pool->out);
+    Pooled p = {array(n * shape_size(w.l->out), 0), array(count, 0), must_alloc(count, "a test")};
+    forward_apart(&naive_backend, w, p.out.at, p.pooled.at, p.argmax);
     return p;
 }
 
@@ -360,14 +361,17 @@ static Results pooled_results(const Layer *l, const Inputs *x, bool accumulate) 
 }
 
 // From the pool's dout to the convolution's gradients, by the definitions.
-static Results pooled_naive(const Layer *l, size_t n, const Inputs *x, const Pooled *p,
+static Results pooled_naive(const Net *net, size_t n, const Inputs *x, const Pooled *p,
                             bool accumulate) {
     const Backend *naive = &naive_backend;
+    const Layer *l = &net->layers[1];
+    Work w = conv_work(net, n, x);
+    const Fusion fused = w.fused;
+    w.fused = (Fusion){0};
     Array dconv = array(n * shape_size(l->out), 0);
-    Array scratch = array(naive->scratch_size(l, n), guard_value);
+    Array scratch = array(naive->scratch_size(l, &w.fused, n), guard_value);
     Results r = pooled_results(l, x, accumulate);
     const Layer before = {.out = l->in}; // the ReLU that wrote in
-    Work w = conv_work(l, n, x);
     w.dout = dconv.at;
     w.din = r.din.at;
     w.dweight = r.dweight.at;
@@ -375,11 +379,11 @@ static Results pooled_naive(const Layer *l, size_t n, const Inputs *x, const Poo
     w.scratch = scratch.at;
     w.accumulate = accumulate;
     naive->layers[MAXPOOL2D].backward(
-        (Work){.l = l->pool, .n = n, .dout = x->dout.at, .din = dconv.at, .saved = p->argmax});
+        (Work){.l = fused.pool, .n = n, .dout = x->dout.at, .din = dconv.at, .saved = p->argmax});
     naive->layers[RELU].backward(
         (Work){.l = l, .n = n, .dout = dconv.at, .din = dconv.at, .out = p->out.at});
     naive->layers[CONV2D].backward(w);
-    if (l->masks_din)
+    if (fused.masks_din)
         relu_backward(
             (Work){.l = &before, .n = n, .dout = r.din.at, .din = r.din.at, .out = x->in.at});
     free(dconv.base);
@@ -389,10 +393,9 @@ static Results pooled_naive(const Layer *l, size_t n, const Inputs *x, const Poo
 
 static Results pooled_fast(const Net *net, size_t n, const Inputs *x, const Pooled *p,
                            bool accumulate, bool wants_din) {
-    const Layer *l = &net->layers[1];
     Array scratch = array(net->scratch_size, guard_value);
-    Results r = pooled_results(l, x, accumulate);
-    Work w = conv_work(l, n, x);
+    Results r = pooled_results(&net->layers[1], x, accumulate);
+    Work w = conv_work(net, n, x);
     w.din = wants_din ? r.din.at : NULL;
     w.dweight = r.dweight.at;
     w.dbias = r.dbias.at;
@@ -415,12 +418,12 @@ static void drop_some(Array *dout) {
 
 // conv2d, ReLU and max-pool in one have the bits of the three.
 static void check_pooled_forward(Net *net, size_t n, const Inputs *x) {
-    Layer *l = &net->layers[1];
-    size_t count = n * shape_size(l->pool->out);
+    const Layer *l = &net->layers[1];
+    Work w = conv_work(net, n, x);
+    size_t count = n * shape_size(w.fused.pool->out);
     Array scratch = array(net->scratch_size, guard_value), out = array(n * shape_size(l->out), 0);
     Array want = array(count, guard_value), got = array(count, guard_value);
     uint8_t *argmax[2] = {must_alloc(count, "a test"), must_alloc(count, "a test")};
-    Work w = conv_work(l, n, x);
     void *prepared = prepare_row(&fast_backend, l);
     w.scratch = scratch.at;
     w.prepared = prepared;
@@ -434,7 +437,7 @@ static void check_pooled_forward(Net *net, size_t n, const Inputs *x) {
     if (memcmp(got.at, want.at, count * sizeof(real)) != 0 ||
         memcmp(argmax[0], argmax[1], count) != 0) {
         fail("conv2d, ReLU and max-pool in one give other bits than one after the other");
-        describe_failure(l, n, false);
+        describe_failure(l, &w.fused, n, false);
     }
     free(scratch.base);
     free(out.base);
@@ -447,27 +450,28 @@ static void check_pooled_forward(Net *net, size_t n, const Inputs *x) {
 
 static void compare_pooled(Net *net, size_t n, bool accumulate, bool wants_din) {
     const Layer *l = &net->layers[1];
+    const Fusion *fused = &net->slots[1].fused;
     size_t inputs = n * shape_size(l->in);
     Inputs x = {random_array(inputs), random_array(l->weights), random_array(l->biases),
-                random_array(n * shape_size(l->pool->out)), random_array(inputs)};
+                random_array(n * shape_size(fused->pool->out)), random_array(inputs)};
     drop_some(&x.dout);
     Inputs a = {absolute(&x.in), absolute(&x.weight), absolute(&x.bias), absolute(&x.dout),
                 absolute(&x.din)};
     check_pooled_forward(net, n, &x);
-    Pooled p = pooled_forward(l, n, &x);
+    Pooled p = pooled_forward(net, n, &x);
     Results got = pooled_fast(net, n, &x, &p, accumulate, wants_din);
     set_num_threads(1);
     Results alone = pooled_fast(net, n, &x, &p, accumulate, wants_din);
     set_num_threads(2);
-    Results want = pooled_naive(l, n, &x, &p, accumulate);
-    Results bound = pooled_naive(l, n, &a, &p, accumulate);
+    Results want = pooled_naive(net, n, &x, &p, accumulate);
+    Results bound = pooled_naive(net, n, &a, &p, accumulate);
     bool before = *failure;
     compare_bits(&got, &alone);
     if (!wants_din)
         memcpy(got.din.at, want.din.at, want.din.count * sizeof(real));
     compare_results(&got, &want, &bound, l, n);
     if (*failure && !before)
-        describe_failure(l, n, accumulate);
+        describe_failure(l, fused, n, accumulate);
     free_arrays(&x, sizeof x);
     free_arrays(&a, sizeof a);
     free_arrays(&want, sizeof want);
@@ -491,8 +495,8 @@ static void test_pooled(void) {
         size_t x = add_conv2d(&net, 0, channels, kernel, 1, 0, draw_bits() % 2);
         maxpool2d(&net, relu(&net, x), 2, draw_size(1, 3), 0);
         plan_memory(&net, n);
-        net.layers[1].masks_din = draw_bits() % 2;
-        if (!net.layers[1].pool)
+        net.slots[1].fused.masks_din = draw_bits() % 2;
+        if (!net.slots[1].fused.pool)
             fail("a convolution without padding before a max-pool is not joined with it");
         else
             compare_pooled(&net, n, shape % 2, shape % 5);
@@ -522,8 +526,9 @@ static void test_pooled_limit(void) {
         size_t x = conv2d(&net, 0, table[i].channels, table[i].kernel, table[i].stride, 0);
         maxpool2d(&net, relu(&net, x), table[i].window, 2, 0);
         plan_memory(&net, 1);
-        if ((net.layers[1].pool != NULL) != table[i].joined)
-            fail("row %zu: %s", i, net.layers[1].pool ? "joined" : "not joined");
+        const bool joined = net.slots[1].fused.pool;
+        if (joined != table[i].joined)
+            fail("row %zu: %s", i, joined ? "joined" : "not joined");
     }
     verdict("a convolution and its max-pool in one: which ones");
 }

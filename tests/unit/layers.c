@@ -84,6 +84,7 @@ static void compare_pool(const Backend *b, const Layer *l, size_t n, bool accumu
 
 static void test_maxpool(const Backend *b) {
     static Net net;
+    const Fusion none = {0};
     static const size_t windows[][3] = {{1, 1, 0}, {2, 2, 0}, {3, 3, 0}, {3, 2, 1}, // ResNet's
                                         {3, 1, 1}, {2, 1, 1}, {5, 3, 2}, {3, 2, 2}};
     for (size_t c = 1; c < 70; c++) {
@@ -94,7 +95,7 @@ static void test_maxpool(const Backend *b) {
         for (size_t accumulate = 0; accumulate < 2; accumulate++) {
             compare_pool(b, &net.layers[1], 3, accumulate);
             if (*failure && !before)
-                describe_failure(&net.layers[1], 3, accumulate);
+                describe_failure(&net.layers[1], &none, 3, accumulate);
         }
     }
     char name[64];
@@ -141,16 +142,16 @@ static void test_maxpool_nan(const Backend *b) {
 enum { DROP_N = 9, DROP_SIZE = 7 * 13 * 37, DROP_COUNT = DROP_N * DROP_SIZE };
 static const uint32_t drop_stream = DRAW_DROPOUT + 3;
 
-static void drop(real *out, uint8_t *kept, const real *in, real p, size_t n, uint32_t stream,
-                 const Draw *draw) {
+static void drop(const Backend *b, real *out, uint8_t *kept, const real *in, real p, size_t n,
+                 uint32_t stream, const Draw *draw) {
     Layer l = {.kind = DROPOUT, .p = p, .in = {7, 13, 37}, .out = {7, 13, 37}};
-    dropout_forward((Work){.l = &l,
-                           .row = stream - DRAW_DROPOUT,
-                           .n = n,
-                           .in = in,
-                           .out = out,
-                           .saved = kept,
-                           .draw = draw});
+    b->layers[DROPOUT].forward((Work){.l = &l,
+                                      .row = stream - DRAW_DROPOUT,
+                                      .n = n,
+                                      .in = in,
+                                      .out = out,
+                                      .saved = kept,
+                                      .draw = draw});
 }
 
 static Work with_mask(Work w, const uint8_t *kept) {
@@ -158,7 +159,8 @@ static Work with_mask(Work w, const uint8_t *kept) {
     return w;
 }
 
-static void check_dropout_values(const real *in, const real *out, const uint8_t *kept, real p) {
+static void check_dropout_values(const Backend *b, const real *in, const real *out,
+                                 const uint8_t *kept, real p) {
     Layer l = {.kind = DROPOUT, .p = p, .in = {7, 13, 37}, .out = {7, 13, 37}};
     Array din = array(DROP_COUNT, guard_value), bound = array(DROP_COUNT, 0);
     Array want = array(DROP_COUNT, 0);
@@ -170,7 +172,7 @@ static void check_dropout_values(const real *in, const real *out, const uint8_t 
     }
     check_tensor("out", out, want.at, bound.at, DROP_COUNT);
     const Work w = {.l = &l, .n = DROP_N, .dout = (real *)in, .din = din.at};
-    dropout_backward(with_mask(w, kept)); // the same rule, for dout = in
+    b->layers[DROPOUT].backward(with_mask(w, kept)); // the same rule, for dout = in
     check_tensor("din", din.at, want.at, bound.at, DROP_COUNT);
     check_guards("din", &din);
     double rate = (double)zeros_found / DROP_COUNT,
@@ -182,7 +184,7 @@ static void check_dropout_values(const real *in, const real *out, const uint8_t 
     free(want.base);
 }
 
-static void test_dropout_values(void) {
+static void test_dropout_values(const Backend *b) {
     static const real rates[] = {0, (real).1, (real).25, (real).5, (real).9};
     static uint8_t kept[DROP_COUNT];
     Draw draw = {.seed = 1, .epoch = 1};
@@ -190,15 +192,15 @@ static void test_dropout_values(void) {
     for (size_t i = 0; i < sizeof rates / sizeof *rates; i++) {
         Array out = array(DROP_COUNT, guard_value);
         memset(kept, 7, sizeof kept);
-        drop(out.at, kept, in.at, rates[i], DROP_N, drop_stream, &draw);
+        drop(b, out.at, kept, in.at, rates[i], DROP_N, drop_stream, &draw);
         check_guards("out", &out);
-        check_dropout_values(in.at, out.at, kept, rates[i]);
+        check_dropout_values(b, in.at, out.at, kept, rates[i]);
         if (rates[i] == 0 && memcmp(out.at, in.at, DROP_COUNT * sizeof(real)) != 0)
             fail("p = 0 changes the numbers");
         free(out.base);
     }
     free(in.base);
-    verdict("dropout: rate, mask, output and gradient agree");
+    verdict("dropout of %s kernels: rate, mask, output and gradient agree", b->kernels);
 }
 
 // Logits whose exp() is infinite or 0, with the largest in each place: the others are 1000 below.
@@ -236,18 +238,21 @@ static void expect_independent(const char *what, const uint8_t *a, const uint8_t
              100 * differing(a, b, count));
 }
 
-static void test_dropout_draws(void) {
+static void test_dropout_draws(const Backend *b) {
     static uint8_t one[DROP_COUNT], other[DROP_COUNT];
     Draw base = {.seed = 1, .epoch = 1, .first = 100}, draws[3] = {base, base, base};
     const char *names[3] = {"seed", "epoch", "position"};
     Array in = random_array(DROP_COUNT), out = array(DROP_COUNT, guard_value);
     real p = (real).5;
-    drop(out.at, one, in.at, p, DROP_N, drop_stream, &base);
+    drop(b, out.at, one, in.at, p, DROP_N, drop_stream, &base);
+    drop(&naive_backend, out.at, other, in.at, p, DROP_N, drop_stream, &base);
+    if (memcmp(one, other, sizeof one) != 0)
+        fail("another mask than the definition's");
     for (size_t cut = 1; cut < DROP_N; cut++) { // the batch's borders change nothing
         Draw second = {.seed = 1, .epoch = 1, .first = base.first + cut};
         size_t at = cut * DROP_SIZE;
-        drop(out.at, other, in.at, p, cut, drop_stream, &base);
-        drop(out.at + at, other + at, in.at + at, p, DROP_N - cut, drop_stream, &second);
+        drop(b, out.at, other, in.at, p, cut, drop_stream, &base);
+        drop(b, out.at + at, other + at, in.at + at, p, DROP_N - cut, drop_stream, &second);
         if (memcmp(one, other, sizeof one) != 0)
             fail("a batch cut at image %zu draws another mask", cut);
     }
@@ -255,15 +260,15 @@ static void test_dropout_draws(void) {
     draws[1].epoch++;
     draws[2].first += DROP_N;
     for (size_t i = 0; i < 3; i++) {
-        drop(out.at, other, in.at, p, DROP_N, drop_stream, &draws[i]);
+        drop(b, out.at, other, in.at, p, DROP_N, drop_stream, &draws[i]);
         expect_independent(names[i], one, other, sizeof one);
     }
-    drop(out.at, other, in.at, p, DROP_N, drop_stream + 1, &base);
+    drop(b, out.at, other, in.at, p, DROP_N, drop_stream + 1, &base);
     expect_independent("layer", one, other, sizeof one);
     expect_independent("image", one, one + DROP_SIZE, DROP_SIZE);
     free(in.base);
     free(out.base);
-    verdict("dropout: drawn by seed, epoch, layer and image alone");
+    verdict("dropout of %s kernels: drawn by seed, epoch, layer and image alone", b->kernels);
 }
 
 /* ---- BatchNorm ------------------------------------------------------------------------------- */
@@ -278,22 +283,28 @@ static const Layer bn_layer = {.kind = BATCHNORM2D,
 
 // A BatchNorm on its own; the numbers of channel c lie around means[c], as far as spreads[c].
 typedef struct Norm {
+    const Backend *b; // whose BatchNorm is tested
     Array in, out, stats, weight, bias, scratch;
 } Norm;
 
-static Norm make_norm(void) {
+static Norm make_norm(const Backend *b) {
     size_t count = BN_MOST * shape_size(bn_shape);
-    Norm x = {random_array(count),
+    Norm x = {b,
+              random_array(count),
               array(count, guard_value),
               array(4 * BN_CHANNELS, guard_value),
               random_array(BN_CHANNELS),
               random_array(BN_CHANNELS),
-              array(scratch_size_naive(&bn_layer, BN_MOST), guard_value)};
+              array(b->scratch_size(&bn_layer, &(Fusion){0}, BN_MOST), guard_value)};
     for (size_t c = 0; c < BN_CHANNELS; c++) { // as net_init() leaves them
         x.stats.at[c] = 0;
         x.stats.at[BN_CHANNELS + c] = 1;
     }
     return x;
+}
+
+static void free_norm(Norm *x) {
+    free_arrays(&x->in, sizeof *x - offsetof(Norm, in));
 }
 
 static void draw_norm_input(Norm *x, const double *means, const double *spreads) {
@@ -315,7 +326,7 @@ static Work norm_work(const Norm *x, size_t n, bool training) {
 }
 
 static void run_norm(Norm *x, size_t n, bool training) {
-    batchnorm2d_forward(norm_work(x, n, training));
+    x->b->layers[BATCHNORM2D].forward(norm_work(x, n, training));
     check_guards("out", &x->out);
     check_guards("stats", &x->stats);
     check_guards("scratch", &x->scratch);
@@ -339,8 +350,8 @@ static Moments moments_of(const Norm *x, size_t n, size_t c) {
     return m;
 }
 
-/* How far off a variance may be, as a part of it: a sum of squares over a slice, and means that are
-   each rounded, which moves the squared distances from them. */
+/* How far off a variance may be, as a part of it, with the fast kernels: a sum of squares over a
+   slice, and means that are each rounded, which moves the squared distances from them. */
 static double variance_error(const Moments *m, size_t n) {
     double terms = (double)(n * bn_shape.h * bn_shape.w) / BN_SLICES + 4;
     double shift = fabs((double)m->mean) / sqrt((double)m->variance);
@@ -383,10 +394,10 @@ static void check_norm_statistics(const Norm *x, size_t n, const Moments *m) {
 }
 
 // The mean of the squares minus the square of the mean would lose all digits here.
-static void test_norm_cancellation(void) {
+static void test_norm_cancellation(const Backend *b) {
     static const double means[BN_CHANNELS] = {1e4, -1e4, 1e4, -1e4, 0, 1};
     static const double spreads[BN_CHANNELS] = {1, .1, .03, 30, 1e-3, 2};
-    Norm x = make_norm();
+    Norm x = make_norm(b);
     for (size_t n = 1; n <= BN_MOST; n++) {
         Moments m[BN_CHANNELS];
         draw_norm_input(&x, means, spreads);
@@ -395,30 +406,30 @@ static void test_norm_cancellation(void) {
             m[c] = moments_of(&x, n, c);
         check_norm_statistics(&x, n, m);
     }
-    free_arrays(&x, sizeof x);
-    verdict("batchnorm2d: statistics of numbers far from 0");
+    free_norm(&x);
+    verdict("batchnorm2d of %s kernels: statistics of numbers far from 0", b->kernels);
 }
 
 /* Each slice begins with a number far from all others. A sum of squared distances from that one, of
    which most is taken away again, would be off by 200 roundings. */
-static void test_norm_outliers(void) {
+static void test_norm_outliers(const Backend *b) {
     enum { SIDE = 64, N = 16, PIXELS = N * SIDE * SIDE };
     Layer l = {.kind = BATCHNORM2D, .in = {SIDE, SIDE, 1}, .out = {SIDE, SIDE, 1}};
     Array in = random_array(PIXELS), out = array(PIXELS, guard_value);
-    Array scratch = array(scratch_size_naive(&l, N), guard_value);
+    Array scratch = array(b->scratch_size(&l, &(Fusion){0}, N), guard_value);
     real stats[4] = {0, 1}, weight = 1, bias = 0;
     long double mean = 0, variance = 0;
     for (size_t i = 0; i < PIXELS; i += PIXELS / BN_SLICES)
         in.at[i] = 300;
-    batchnorm2d_forward((Work){.l = &l,
-                               .n = N,
-                               .in = in.at,
-                               .weight = &weight,
-                               .bias = &bias,
-                               .out = out.at,
-                               .stats = stats,
-                               .scratch = scratch.at,
-                               .draw = &any_draw});
+    b->layers[BATCHNORM2D].forward((Work){.l = &l,
+                                          .n = N,
+                                          .in = in.at,
+                                          .weight = &weight,
+                                          .bias = &bias,
+                                          .out = out.at,
+                                          .stats = stats,
+                                          .scratch = scratch.at,
+                                          .draw = &any_draw});
     for (size_t i = 0; i < PIXELS; i++)
         mean += in.at[i] / (long double)PIXELS;
     for (size_t i = 0; i < PIXELS; i++)
@@ -427,7 +438,7 @@ static void test_norm_outliers(void) {
     real bound = (real)(32 * epsilon) * want;
     check_tensor("1 / deviation", &stats[3], &want, &bound, 1);
     free_arrays((Array[]){in, out, scratch}, 3 * sizeof(Array));
-    verdict("batchnorm2d: statistics with outliers");
+    verdict("batchnorm2d of %s kernels: statistics with outliers", b->kernels);
 }
 
 // Takes one more batch into running statistics, and into the error that they may have.
@@ -467,10 +478,10 @@ static void check_norm_evaluation(Norm *x) {
     check_norm_outputs(x, 3, m, errors);
 }
 
-static void test_norm_running(void) {
+static void test_norm_running(const Backend *b) {
     static const double means[BN_CHANNELS] = {0, 1, -2, 3, 0, 5};
     static const double spreads[BN_CHANNELS] = {1, 2, .5, 1, 3, .1};
-    Norm x = make_norm();
+    Norm x = make_norm(b);
     Moments m[BN_CHANNELS];
     double errors[BN_CHANNELS] = {0};
     for (size_t c = 0; c < BN_CHANNELS; c++)
@@ -483,8 +494,8 @@ static void test_norm_running(void) {
         check_running(&x, m, errors);
     }
     check_norm_evaluation(&x);
-    free_arrays(&x, sizeof x);
-    verdict("batchnorm2d: running statistics, and evaluation by them");
+    free_norm(&x);
+    verdict("batchnorm2d of %s kernels: running statistics, and evaluation by them", b->kernels);
 }
 
 // Forward and backward, all results one after another.
@@ -501,14 +512,14 @@ static Array norm_results(Norm *x, const Array *dout, int threads) {
     w.din = din;
     w.dweight = dweight;
     w.dbias = dweight + BN_CHANNELS;
-    batchnorm2d_forward(w);
-    batchnorm2d_backward(w);
+    x->b->layers[BATCHNORM2D].forward(w);
+    x->b->layers[BATCHNORM2D].backward(w);
     set_num_threads(2);
     return all;
 }
 
-static void test_norm_threads(void) {
-    Norm x = make_norm();
+static void test_norm_threads(const Backend *b) {
+    Norm x = make_norm(b);
     Array dout = random_array(x.in.count);
     Array one = norm_results(&x, &dout, 1);
     for (int threads = 2; threads < 6; threads++) {
@@ -516,31 +527,33 @@ static void test_norm_threads(void) {
         check_tensor("1 thread against more", more.at, one.at, NULL, one.count);
         free(more.base);
     }
-    free_arrays(&x, sizeof x);
+    free_norm(&x);
     free(dout.base);
     free(one.base);
-    verdict("batchnorm2d: the same bits for any number of threads");
+    verdict("batchnorm2d of %s kernels: the same bits for any number of threads", b->kernels);
 }
 
-// What BatchNorm adds while it stores has the bits of an add behind it, with and without ReLU.
+// What BatchNorm adds while it stores has the bits of an add after it, with and without ReLU.
 static void test_norm_residual(void) {
-    Norm x = make_norm();
+    Norm x = make_norm(&fast_backend);
     Array residual = random_array(x.in.count), got = array(x.in.count, guard_value);
     for (int variant = 0; variant < 4; variant++) {
-        Layer sum = {.kind = ADD, .relu = variant % 2, .out = bn_layer.out}, joined = bn_layer;
-        joined.relu = variant % 2;
+        const bool relu = variant % 2;
+        Work fused = norm_work(&x, BN_MOST, variant / 2);
+        fused.fused = (Fusion){.add = true, .relu = relu};
+        fused.residual = residual.at;
+        fused.out = got.at;
+        batchnorm2d_forward_fast(fused);
         run_norm(&x, BN_MOST, variant / 2);
-        Work w = norm_work(&x, BN_MOST, variant / 2);
-        add_forward((Work){
-            .l = &sum, .n = BN_MOST, .in = x.out.at, .residual = residual.at, .out = x.out.at});
-        w.l = &joined;
-        w.residual = residual.at;
-        w.out = got.at;
-        batchnorm2d_forward(w);
+        Work separate = {.l = &bn_layer, .n = BN_MOST, .in = x.out.at, .out = x.out.at};
+        separate.residual = residual.at;
+        add_forward(separate);
+        if (relu)
+            relu_forward(separate);
         check_tensor("out", got.at, x.out.at, NULL, got.count);
     }
     check_guards("out", &got);
-    free_arrays(&x, sizeof x);
+    free_norm(&x);
     free(residual.base);
     free(got.base);
     verdict("batchnorm2d: an add in one with it");
@@ -550,13 +563,15 @@ static void test_layers(void) {
     for (size_t b = 0; b < 2; b++) {
         test_maxpool(both_backends[b]);
         test_maxpool_nan(both_backends[b]);
+        test_dropout_values(both_backends[b]);
+        test_dropout_draws(both_backends[b]);
     }
     test_large_logits();
-    test_dropout_values();
-    test_dropout_draws();
-    test_norm_cancellation();
-    test_norm_outliers();
-    test_norm_running();
-    test_norm_threads();
+    for (size_t b = 0; b < 2; b++) {
+        test_norm_cancellation(both_backends[b]);
+        test_norm_outliers(both_backends[b]);
+        test_norm_running(both_backends[b]);
+        test_norm_threads(both_backends[b]);
+    }
     test_norm_residual();
 }

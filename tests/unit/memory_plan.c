@@ -1,6 +1,19 @@
-/* memory_plan.c - the memory plan in section 4 of cnn.c, by which rows share memory: networks
-   compute the same bits with it and without, and no gradient is overwritten while a row still
-   needs it. */
+/* memory_plan.c - the plan in section 4 of cnn.c, by which rows share memory and kernels: networks
+   compute the same bits with it and without, no gradient is overwritten while a row still needs it,
+   and the definitions compute every row by itself. */
+
+static Sharing share_in_place(const Layer *to, const Fusion *with, const Layer *l) {
+    (void)to, (void)with;
+    return l->kind == RELU || l->kind == DROPOUT ? IN_PLACE : SEPARATE;
+}
+
+// The CPU's kernels with the plans that they ask for, and again with rows that work in place.
+enum { PLANNERS = 4 };
+static Backend planner(size_t i) {
+    Backend b = *both_backends[i % 2];
+    b.fuse = i < 2 ? b.fuse : share_in_place;
+    return b;
+}
 
 static size_t row_of_equal_shape(const Net *net, size_t x) {
     Shape s = net->layers[x].out;
@@ -33,7 +46,9 @@ static void add_random_row(Net *net) {
         add_conv2d(net, x, channels, 3, 1, 1, false);
         break;
     case 2:
-        batchnorm2d(net, x);
+        x = batchnorm2d(net, x); // and often a sum that is fused with it
+        if (draw_bits() % 2)
+            add(net, x, row_of_equal_shape(net, x));
         break;
     case 3:
         maxpool2d(net, x, 3, 1, 1);
@@ -61,7 +76,7 @@ static size_t build_random(Net *net, size_t x) {
         add_random_row(net);
     size_t last = net->count;
     for (x = 0; x < last; x++)
-        if (count_readers(net, x) == 0) {
+        if (count_reads(net, x) == 0) {
             size_t y = linear(net, draw_bits() % 2 ? x : global_avgpool2d(net, x), net->classes);
             sum = sum ? add(net, sum, y) : y;
         }
@@ -69,27 +84,39 @@ static size_t build_random(Net *net, size_t x) {
 }
 static const Model random_model = {.name = "random", .build = build_random};
 
+// A row computed by kernels of its own; an add has its second row again.
+static void separate(Net *net, size_t i) {
+    const Layer *l = &net->layers[i];
+    Slot *slot = &net->slots[i];
+    slot->sharing = SEPARATE;
+    slot->computed_by = i;
+    slot->fused = (Fusion){0};
+    slot->residual = l->kind == ADD ? l->other : 0;
+}
+
 /* The same network without a plan: every row's output and gradient has memory of its own. fused:
-   rows stay fused, and share memory with the row that does their work; else only those of a
-   convolution and its max-pool, whose sums have another order. */
+   the kernels of a row still compute what is fused with it, which shares its memory; else only a
+   convolution's its ReLU and max-pool, by sums in another order than when they are separate. */
 static void plan_apart(Net *net, bool fused) {
     net->activation_size = net->gradient_size = 0;
-    for (size_t i = 0; i < net->count && !fused; i++) {
-        Layer *l = &net->layers[i];
-        bool pooled = fused_into(net, i)->pool;
-        l->masks_din = false;
-        l->relu_backward = l->relu_backward && pooled;
-        l->relu = l->relu && pooled;
-        l->residual = l->kind == ADD ? &net->layers[l->other] : NULL;
-    }
-    for (size_t i = 0; i < net->count; i++) { // rows in their order: fused_into() follows them
-        Layer *l = &net->layers[i], *to = fused_into(net, i);
-        size_t size = sizeof(real) * aligned(net->batch * shape_size(l->out));
-        l->fused = l->in_place = l->fused && (fused || to->pool);
-        l->output = l->fused ? to->output : net->activation_size;
-        l->gradient = l->fused ? to->gradient : net->gradient_size;
-        net->activation_size += l->fused ? 0 : size;
-        net->gradient_size += l->fused ? 0 : size;
+    for (size_t i = 0; i < net->count; i++) {
+        Slot *slot = &net->slots[i];
+        const Slot *to = &net->slots[slot->computed_by];
+        if (!fused && !to->fused.pool)
+            separate(net, i);
+        slot->fused.masks_din = fused && slot->fused.masks_din;
+        if (slot->sharing == IN_PLACE)
+            slot->sharing = SEPARATE;
+        if (slot->sharing == FUSED) {
+            slot->output = to->output;
+            slot->gradient = to->gradient;
+            continue;
+        }
+        const size_t size = aligned(net->batch * shape_size(net->layers[i].out));
+        slot->output = net->activation_size;
+        slot->gradient = net->gradient_size;
+        net->activation_size += size * sizeof(real);
+        net->gradient_size += size * sizeof(real);
     }
 }
 
@@ -129,30 +156,34 @@ static void compare_gradients(const Net *got, const Net *want, bool rounds) {
     }
 }
 
-static void test_plan_against_none(void) {
+// The same network and the same numbers, with its plan and without.
+static void compare_plans(const Backend *b, uint32_t start, bool fused) {
     static Net planned, apart;
+    drawn = start;
+    build_small(&planned, &random_model, (Shape){4, 5, 2}, &plain, b);
+    load_random(&planned);
+    drawn = start;
+    build_unplanned(&apart, b, fused);
+    load_random(&apart);
+    find_gradients(&planned);
+    find_gradients(&apart);
+    check_tensor("logp", output(&planned, last_row(&planned)), output(&apart, last_row(&apart)),
+                 NULL, BATCH * CLASSES);
+    compare_gradients(&planned, &apart, !fused);
+    plan_free(&planned.plan);
+    plan_free(&apart.plan);
+}
+
+static void test_plan_against_none(void) {
     set_num_threads(1);
-    for (size_t round = 0; round < (quick ? 300 : 5000); round++) {
-        const Backend *b = both_backends[round % 2];
-        uint32_t start = drawn;
-        for (size_t fused = 0; fused < 2; fused++) {
-            drawn = start; // the same network again, with the same numbers
-            build_small(&planned, &random_model, (Shape){4, 5, 2}, &plain, b);
-            load_random(&planned);
-            drawn = start;
-            build_unplanned(&apart, b, fused);
-            load_random(&apart);
-            find_gradients(&planned);
-            find_gradients(&apart);
-            check_tensor("logp", output(&planned, last_layer(&planned)),
-                         output(&apart, last_layer(&apart)), NULL, BATCH * CLASSES);
-            compare_gradients(&planned, &apart, !fused);
-            plan_free(&planned.plan);
-            plan_free(&apart.plan);
-        }
+    for (size_t round = 0; round < (quick ? 400 : 6000); round++) {
+        const Backend b = planner(round % PLANNERS);
+        const uint32_t start = drawn;
+        compare_plans(&b, start, true);
+        compare_plans(&b, start, false);
     }
     set_num_threads(2);
-    verdict("random networks: sharing memory changes no bit of any gradient");
+    verdict("random networks: sharing memory and kernels changes no bit of any gradient");
 }
 
 /* A backward pass in which a gradient is not numbers but a tag: the sum of one hash for each reader
@@ -167,12 +198,13 @@ typedef struct Tags {
     bool written[MAX_LAYERS];
 } Tags;
 
-// The last of the rows that are fused into this one, whose gradient it starts from.
+// The last of the rows that the same kernels compute, whose gradient they start from.
 static size_t last_fused(const Net *net, size_t row) {
+    size_t last = row;
     for (size_t i = row + 1; i < net->count; i++)
-        if (net->layers[i].fused && net->layers[i].input == row)
-            row = i;
-    return row;
+        if (net->slots[i].computed_by == net->slots[row].computed_by)
+            last = i;
+    return last;
 }
 
 static size_t count_cells(const Net *net, size_t row) {
@@ -180,7 +212,7 @@ static size_t count_cells(const Net *net, size_t row) {
 }
 
 static uint64_t *row_cells(const Tags *t, size_t row) {
-    return t->cells + t->net->layers[row].gradient / CACHE_LINE;
+    return t->cells + t->net->slots[row].gradient / CACHE_LINE;
 }
 
 // One hash for each pair of rows; an add passes on the gradient that it received.
@@ -218,11 +250,12 @@ static void add_tag(Tags *t, size_t reader, size_t row) {
     t->written[row] = true;
 }
 
-// The backward of the rows fused into row i, in place: its gradient in place of the last one's. A
+// The backward of the rows fused with row i, in place: its gradient in place of the last one's. A
 // convolution with a max-pool goes on from the pool's.
 static void tag_fused(Tags *t, size_t i) {
     const Net *net = t->net;
-    for (size_t r = last_fused(net, i); r > i && !net->layers[i].pool; r = net->layers[r].input) {
+    const bool pooled = net->slots[i].fused.pool;
+    for (size_t r = last_fused(net, i); r > i && !pooled; r = net->layers[r].input) {
         const Layer *l = &net->layers[r];
         if (l->kind == ADD && l->other > 0)
             add_tag(t, r, l->other);
@@ -239,8 +272,9 @@ static void tag_backward(Tags *t) {
         row_cells(t, net->count - 1)[cell] = 1;
     for (size_t i = net->count - 1; i > 0; i--) {
         const Layer *l = &net->layers[i];
+        const Slot *slot = &net->slots[i];
         const size_t last = last_fused(net, i);
-        if (l->fused)
+        if (slot->sharing == FUSED)
             continue;
         expect_tag(t, last, t->whole[last], "before its backward");
         tag_fused(t, i);
@@ -248,8 +282,8 @@ static void tag_backward(Tags *t) {
             add_tag(t, i, l->other);
         if (l->input > 0)
             add_tag(t, i, l->input);
-        if (l->kind == ADD || !l->in_place)
-            expect_tag(t, i, t->whole[l->pool ? last : i], "after its backward");
+        if (slot->sharing == SEPARATE)
+            expect_tag(t, i, t->whole[slot->fused.pool ? last : i], "after its backward");
     }
 }
 
@@ -258,8 +292,9 @@ static void check_plan(const Net *net) {
     tags = (Tags){.net = net};
     for (size_t i = 1; i < net->count; i++) {
         tags.count[i] = count_cells(net, i);
-        if (net->layers[i].gradient % CACHE_LINE ||
-            net->layers[i].gradient / CACHE_LINE + tags.count[i] > net->gradient_size / CACHE_LINE)
+        const size_t gradient = net->slots[i].gradient;
+        if (gradient % CACHE_LINE ||
+            gradient / CACHE_LINE + tags.count[i] > net->gradient_size / CACHE_LINE)
             fail("%s: row %zu lies outside of the arena", net->model, i);
     }
     if (*failure)
@@ -295,7 +330,7 @@ static void check_resnet_size(const Net *net) {
 static void check_resnet_adds(const Net *net) {
     bool resnet = strncmp(net->model, "resnet", 6) == 0;
     for (size_t i = 1; i < net->count; i++)
-        if (resnet && net->layers[i].kind == ADD && !net->layers[i].fused)
+        if (resnet && net->layers[i].kind == ADD && net->slots[i].sharing != FUSED)
             fail("%s: row %zu is an add of its own", net->model, i);
 }
 
@@ -321,14 +356,45 @@ static void test_plan_of_random(void) {
     static Net net;
     for (size_t round = 0; round < (quick ? 2000 : 40000); round++) {
         DatasetInfo info = {.name = "test", .shape = {4, 5, 2}, .classes = CLASSES};
-        net_build(&net, &random_model, &info, &plain, both_backends[round % 2]);
+        const Backend b = planner(round % PLANNERS);
+        net_build(&net, &random_model, &info, &plain, &b);
         plan_memory(&net, draw_size(1, 3));
         check_plan(&net);
     }
     verdict("gradients of random networks: none is overwritten while it is needed");
 }
 
+// With the definitions every row is computed by its own kernels, to memory of its own.
+static void check_nothing_fused(const Net *net) {
+    static const Fusion none = {0};
+    for (size_t i = 1; i < net->count; i++) {
+        const Slot *slot = &net->slots[i];
+        const bool adds = net->layers[i].kind == ADD;
+        if (slot->sharing != SEPARATE || slot->computed_by != i ||
+            memcmp(&slot->fused, &none, sizeof none) != 0 || (slot->residual > 0 && !adds))
+            fail("%s: row %zu is fused or in place", net->model, i);
+        if (slot->output == net->slots[net->layers[i].input].output)
+            fail("%s: row %zu writes over its input", net->model, i);
+    }
+}
+
+static void test_definitions_fuse_nothing(void) {
+    static Net net;
+    const size_t built = LENGTH(models) + ODD_MODELS;
+    for (size_t m = 0; m < built + 100; m++) {
+        const Model *model = m < LENGTH(models) ? &models[m] : &odd_models[m - LENGTH(models)];
+        if (m >= built)
+            model = &random_model;
+        DatasetInfo info = {.name = "test", .shape = {32, 32, 3}, .classes = 10};
+        net_build(&net, model, &info, &plain, &naive_backend);
+        plan_memory(&net, 2);
+        check_nothing_fused(&net);
+    }
+    verdict("the definitions fuse nothing");
+}
+
 static void test_memory_plan(void) {
+    test_definitions_fuse_nothing();
     test_plan_against_none();
     test_plan_of_models();
     test_plan_of_random();

@@ -217,9 +217,10 @@ static void expect_spread(const char *name, const real *values, size_t count, do
         fail("%s: largest %g, expected %g", name, s.largest, sqrt(3 * variance));
 }
 
-static void check_norm_start(const Net *net, const Layer *l) {
+static void check_norm_start(const Net *net, size_t row) {
+    const Layer *l = &net->layers[row];
     for (size_t c = 0; c < l->out.c; c++) {
-        const real *stats = net->stats + l->stats + c;
+        const real *stats = net->stats + net->slots[row].stats + c;
         if (net->params[l->weight + c] != 1 || net->params[l->bias + c] != 0 || stats[0] != 0 ||
             stats[l->out.c] != 1)
             fail("%s: channel %zu does not start as 1, 0 and mean 0, variance 1", l->name, c);
@@ -237,7 +238,7 @@ static void test_initial_values(void) {
     net_init(&net, 1);
     const Layer *l = net.layers;
     expect_spread("conv1.weight", net.params + l[1].weight, l[1].weights, 2. / (9 * 96), 3);
-    check_norm_start(&net, &l[2]);
+    check_norm_start(&net, 2);
     expect_spread("conv2.weight", net.params + l[3].weight, l[3].weights, 1. / (9 * 96 * 3), 1.8);
     expect_spread("fc1.weight", net.params + l[4].weight, l[4].weights, 1. / (128 * 16 * 3), 1.8);
     Spread bias = measure_spread(net.params + l[3].bias, l[3].biases);

@@ -123,7 +123,7 @@ static void draw_norms(Net *net) {
 
 static void load_random(Net *net) {
     for (size_t i = 0; i < BATCH * shape_size(net->layers[0].out); i++)
-        output(net, &net->layers[0])[i] = draw_real();
+        output(net, 0)[i] = draw_real();
     for (size_t i = 0; i < BATCH; i++)
         net->labels[i] = (uint8_t)draw_size(0, CLASSES - 1);
 }

@@ -77,7 +77,7 @@ static void train_steps(Net *net, Loader *l, const Optimizer *o, real *state, si
     for (size_t step = 0; step < steps; step++) {
         const Batch *batch = loader_next(l);
         net_load(net, batch, .1);
-        if (output(net, &net->layers[0]) != batch->device_images)
+        if (output(net, 0) != batch->device_images)
             fail("a CPU has copied the loader's images");
         forward(net, batch->n, &net->step->draw);
         double loss = loss_and_gradient(net, batch->n, true);
