@@ -419,7 +419,7 @@ bugs=$(cat <<'END'
 11 optimizers s/(u.low, i + j, p.v\[j\])/(u.low, i + j, p.v[0])/
 12 bf16 s/lane \/ 16 \* 8 + lane % 8/lane \/ 16 * 8 + lane % 4/
 12 loss_scale s/skipped ? .5f : grows/skipped ? .5f : !grows/
-12 fused s/w.accumulate = w.accumulate_residual/w.accumulate = false/
+12 relu s/w.accumulate = w.accumulate_residual/w.accumulate = false/
 13 bf16 s/cp_async_wait<STAGES - 2>()/cp_async_wait<STAGES - 1>()/
 13 loss_scale s/(u.scale \&\& u.scale->not_finite)/u.scale == NULL/
 13 fused s/w.fused.relu_backward \&\& !w.residual/w.fused.relu_backward/
