@@ -103,61 +103,48 @@ static const Cost costs[KINDS] = {
     [LOG_SOFTMAX] = {{"log_softmax_forward", "log_softmax_backward"}, {0, 2}, {0, 3}, {0, 0}, 0},
 };
 
-static double forward_bytes(LayerKind kind, Work w) {
-    const Cost *c = &costs[kind];
+static bool multiplies(const Layer *l) {
+    return l->kind == CONV2D || l->kind == LINEAR;
+}
+
+static double forward_bytes(Work w) {
+    const Cost *c = &costs[w.l->kind];
     const double in = (double)(w.n * shape_size(w.l->in)), out = (double)outputs(w);
-    const double weights = kind == CONV2D || kind == LINEAR ? (double)w.l->weights : 0;
-    const bool adds = w.residual && (kind == ADD || kind == BATCHNORM2D);
+    const double weights = multiplies(w.l) ? (double)w.l->weights : 0;
+    const bool adds = w.residual;
     return (double)gpu->element * (c->forward.in * in + (c->forward.out + adds) * out + weights) +
            c->masks * out;
 }
 
-static double backward_bytes(LayerKind kind, Work w) {
-    const Cost *c = &costs[kind];
+// With the backward of a fused ReLU, unless a BatchNorm does it as it reads dout, and of a sum
+static double backward_bytes(Work w) {
+    const Cost *c = &costs[w.l->kind];
     const double in = (double)(w.n * shape_size(w.l->in)), out = (double)outputs(w);
-    const double weights = kind == CONV2D || kind == LINEAR ? (double)w.l->weights : 0;
+    const double weights = multiplies(w.l) ? (double)w.l->weights : 0;
+    const bool masks = w.fused.relu_backward && (w.residual || w.l->kind != BATCHNORM2D);
     double numbers = c->backward.in * in + c->backward.out * out + (w.accumulate ? in : 0);
+    if (masks)
+        numbers += costs[RELU].backward.out * out;
+    if (w.dresidual)
+        numbers += (costs[ADD].backward.out + w.accumulate_residual) * out;
     if (w.din)
         numbers += c->data.in * in + c->data.out * out + weights;
     return (double)gpu->element * numbers + sizeof(real) * weights + c->masks * out;
 }
 
-// kind is not w.l->kind where a ReLU or an add is fused with another row.
-static void time_forward(LayerKind kind, Work w) {
-    const bool multiplies = kind == CONV2D || kind == LINEAR;
-    TIME(costs[kind].names[0], w.l->name, multiplies ? (double)w.n * layer_flops(w.l) : 0,
-         forward_bytes(kind, w), w.out == w.in && kind != RELU, layers[kind].forward(w));
+static void time_forward(Work w) {
+    const LayerKind kind = w.l->kind;
+    TIME(costs[kind].names[0], w.l->name, multiplies(w.l) ? (double)w.n * layer_flops(w.l) : 0,
+         forward_bytes(w), w.out == w.in && kind != RELU, layers[kind].forward(w));
 }
 
-static void time_backward(LayerKind kind, Work w) {
-    const double passes = kind == CONV2D || kind == LINEAR ? w.din ? 2 : 1 : 0;
+static void time_backward(Work w) {
+    const LayerKind kind = w.l->kind;
+    const double passes = multiplies(w.l) ? w.din ? 2 : 1 : 0;
+    const bool sums = w.accumulate || w.accumulate_residual;
     TIME(costs[kind].names[1], w.l->name, passes * (double)w.n * layer_flops(w.l),
-         backward_bytes(kind, w), (w.accumulate || w.din == w.dout) && kind != RELU,
-         layers[kind].backward(w));
+         backward_bytes(w), (sums || w.din == w.dout) && kind != RELU, layers[kind].backward(w));
 }
-
-// A function in the backend's table does not know its kind, so each kind has its own.
-#define EACH_KIND(DO) \
-    DO(CONV2D)        \
-    DO(LINEAR)        \
-    DO(BATCHNORM2D)   \
-    DO(RELU)          \
-    DO(MAXPOOL2D)     \
-    DO(AVGPOOL2D)     \
-    DO(ADD)           \
-    DO(DROPOUT)       \
-    DO(LOG_SOFTMAX)
-#define TIMED_FUNCTIONS(kind)                  \
-    static void time_forward_##kind(Work w) {  \
-        time_forward(kind, w);                 \
-    }                                          \
-    static void time_backward_##kind(Work w) { \
-        time_backward(kind, w);                \
-    }
-#define USE_TIMED_FUNCTIONS(kind)                 \
-    b.layers[kind].forward = time_forward_##kind; \
-    b.layers[kind].backward = time_backward_##kind;
-EACH_KIND(TIMED_FUNCTIONS)
 
 static void time_nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t *labels,
                           size_t n, size_t batch, size_t classes, double smoothing,
@@ -181,7 +168,10 @@ static void time_copy(void *to, const void *from, size_t bytes) {
 
 static Backend timed_backend(void) {
     Backend b = *gpu;
-    EACH_KIND(USE_TIMED_FUNCTIONS)
+    for (size_t kind = INPUT + 1; kind < KINDS; kind++) {
+        b.layers[kind].forward = time_forward;
+        b.layers[kind].backward = time_backward;
+    }
     b.nll_loss = time_nll_loss;
     b.adadelta = time_adadelta;
     b.sgd = time_sgd;

@@ -412,14 +412,17 @@ bugs=$(cat <<'END'
 6 tiled s/(accumulate ? (real)\*old : 0)/0/
 7 tiled s/return max(parts, max(sums,/return max(sums, max(sums,/
 8 tiled s/top = (py + padding) \/ stride/top = (py + padding + 1) \/ stride/
+8 fused s/w.fused.relu_backward \&\& (w.residual/w.fused.relu_backward \&\& (!w.residual/
 9 copies s/of_to) || !on_device/of_to) \&\& !on_device/
 10 batchnorm2d /sum_slices_kernel/,/^}/s/blockIdx.y + 1, gridDim.y)/blockIdx.y + 1, gridDim.y) - 1/
 11 bf16 s/line \* PITCH + (chunk ^/line * PITCH + (chunk |/
 11 optimizers s/(u.low, i + j, p.v\[j\])/(u.low, i + j, p.v[0])/
 12 bf16 s/lane \/ 16 \* 8 + lane % 8/lane \/ 16 * 8 + lane % 4/
 12 loss_scale s/skipped ? .5f : grows/skipped ? .5f : !grows/
+12 relu s/w.accumulate = w.accumulate_residual/w.accumulate = false/
 13 bf16 s/cp_async_wait<STAGES - 2>()/cp_async_wait<STAGES - 1>()/
 13 loss_scale s/(u.scale \&\& u.scale->not_finite)/u.scale == NULL/
+13 fused s/w.fused.relu_backward \&\& !w.residual/w.fused.relu_backward/
 14 bf16 /auto load_next/,/};/s/cp_async_commit();/;/
 15 bf16 s/load_next(stage > 0 ? stage - 1 : STAGES - 1)/load_next(stage)/
 16 tf32 s/eight = IS_A ? r % 2 : r \/ 2/eight = IS_A ? r \/ 2 : r \/ 2/
