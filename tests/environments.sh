@@ -8,6 +8,7 @@
 # which only this program and those that it starts see (man unshare). The clone has what is committed.
 set -u
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) || exit 1
+export LC_ALL=C
 PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 
 # Environment, what is hidden (patterns of programs; rest: all that is neither in a minimal Debian nor in gcc, make, gzip
