@@ -8,7 +8,7 @@ suite=makefile
 # shellcheck source=tests/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh" || exit 1
 export CC=${CC:-gcc}
-unset MAKEFLAGS MFLAGS MAKELEVEL MAKEOVERRIDES QUICK NO_CUDA NO_MPI "${!SLURM@}"
+unset CNN MAKEFLAGS MFLAGS MAKELEVEL MAKEOVERRIDES QUICK NO_CUDA NO_MPI "${!SLURM@}"
 
 # pretend PROGRAM <SCRIPT: lies in the folder $fakes, which comes first
 fakes=$tmp/cuda/bin
