@@ -31,6 +31,7 @@ if [ -z "${ALONE:-}" ]; then
         'ip link set lo up && ip address add 10.0.0.1/32 dev lo && exec "$0"' "$0"
 fi
 
+unset CNN # jobs start the ./cnn of their folder
 [ -z "${GPU_CNN:-}" ] || GPU_CNN=$(realpath "$GPU_CNN")
 # shellcheck source=tests/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh" || exit 1
