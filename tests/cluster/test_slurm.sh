@@ -31,11 +31,10 @@ if [ -z "${ALONE:-}" ]; then
         'ip link set lo up && ip address add 10.0.0.1/32 dev lo && exec "$0"' "$0"
 fi
 
-unset CNN # jobs start the ./cnn of their folder
 [ -z "${GPU_CNN:-}" ] || GPU_CNN=$(realpath "$GPU_CNN")
 # shellcheck source=tests/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh" || exit 1
-unset "${!SLURM@}" "${!SBATCH@}" "${!SRUN@}" "${!CUEMU@}" CUDA_VISIBLE_DEVICES LAUNCH
+unset CNN "${!SLURM@}" "${!SBATCH@}" "${!SRUN@}" "${!CUEMU@}" CUDA_VISIBLE_DEVICES LAUNCH
 export CUEMU_DEVICES=4
 # Open MPI's processes would take two nodes with one name and one memory for one node.
 export OMPI_MCA_btl=self,tcp OMPI_MCA_btl_tcp_if_include=lo OMPI_MCA_oob_tcp_if_include=lo
