@@ -74,6 +74,23 @@ typedef struct Threads {
 
 static _Thread_local size_t thread_number; // of the calling thread within its Threads
 
+// What a helper knows of its core, see give_way()
+static const double TURN = 1e-3;
+
+typedef struct Turn {
+    double since, cpu; // when it looked last, and the CPU time that it had used, in seconds
+    double asleep;     // of the time since then
+    size_t sleeps;     // still to take
+} Turn;
+
+static _Thread_local Turn turn;
+
+static double thread_seconds(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
 // Returns when *word may have changed from `value`: after a change, or earlier.
 static void wait_for_change(uint32_t *word, uint32_t value, uint32_t *sleepers) {
     const double end = now() + SPIN;
@@ -82,9 +99,11 @@ static void wait_for_change(uint32_t *word, uint32_t value, uint32_t *sleepers) 
             return;
         PAUSE();
     }
+    const double asleep = now();
     __atomic_fetch_add(sleepers, 1, __ATOMIC_SEQ_CST);
     syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0); // while *word == value
     __atomic_fetch_sub(sleepers, 1, __ATOMIC_SEQ_CST);
+    turn.asleep += now() - asleep;
 }
 
 // After a change of *word
@@ -106,36 +125,24 @@ static bool take_iteration(Share *share, uint32_t loop, size_t length, size_t *i
 }
 
 /* On a shared core the scheduler suspends a thread every few milliseconds, nearly always within an
-   iteration, which all others then wait for. So a helper that this has happened to sleeps between
-   two iterations, once in TURN seconds, until its core is its own again. The caller never does: all
-   others would wait for its next loop. */
-static const double TURN = 1e-3;
-
-typedef struct Turn {
-    double since;   // the end of the last sleep or of the last look at `suspended`
-    long suspended; // how often the scheduler has done so, since the thread began
-    size_t sleeps;  // still to take
-} Turn;
-
-static _Thread_local Turn turn;
-
+   iteration, which all others then wait for. So a helper that has lost a millisecond in this way
+   sleeps between two iterations, once in TURN seconds, until its core is its own again. The caller
+   never does: all others would wait for its next loop. */
 static void give_way(void) {
-    enum { SLEEPS = 50, NANOSECONDS = 50000 };
-    struct rusage usage;
-    const double begin = now();
-    if (begin - turn.since < TURN)
+    enum { SLEEPS = 50 };
+    const double nap = 50e-6, time = now();
+    if (time - turn.since < TURN)
         return;
-    getrusage(RUSAGE_THREAD, &usage);
-    if (usage.ru_nivcsw > turn.suspended)
-        turn.sleeps = SLEEPS;
-    turn.suspended = usage.ru_nivcsw;
+    const double cpu = thread_seconds(), lost = time - turn.since - (cpu - turn.cpu) - turn.asleep;
+    turn.sleeps = lost > TURN ? SLEEPS : turn.sleeps;
+    turn.since = time;
+    turn.cpu = cpu;
+    turn.asleep = 0;
     if (turn.sleeps > 0) {
         turn.sleeps--;
-        nanosleep(&(struct timespec){.tv_nsec = NANOSECONDS}, NULL);
+        turn.asleep = 2 * nap; // a longer one means that others have the core
+        nanosleep(&(struct timespec){.tv_nsec = (long)(1e9 * nap)}, NULL);
     }
-    turn.since = now();
-    if (turn.since - begin > TURN) // others had the core: they are still there
-        turn.sleeps = SLEEPS;
 }
 
 // Executes iterations of loop number `loop` until none is left. A late helper may read the body of
@@ -164,6 +171,7 @@ static void *helper_main(void *argument) {
     uint32_t loop = 0;
     thread_number = h->number;
     set_num_threads(1);
+    turn = (Turn){.since = now(), .cpu = thread_seconds()};
     while (!__atomic_load_n(&t->quit, __ATOMIC_RELAXED)) {
         wait_for_change(&t->loop, loop, &t->loop_sleepers);
         loop = __atomic_load_n(&t->loop, __ATOMIC_ACQUIRE);
