@@ -334,16 +334,23 @@ static void check_resnet_adds(const Net *net) {
             fail("%s: row %zu is an add of its own", net->model, i);
 }
 
+// The m-th model: those of cnn.c, odd ones, then random ones without end.
+static const Model *model_at(size_t m) {
+    if (m < LENGTH(models))
+        return &models[m];
+    m -= LENGTH(models);
+    return m < ODD_MODELS ? &odd_models[m] : &random_model;
+}
+
 static void test_plan_of_models(void) {
     static Net net;
     static const char *const stems[] = {"3", "7", "imagenet"};
     for (size_t m = 0; m < LENGTH(models) + ODD_MODELS; m++)
         for (size_t stem = 0; stem < 3; stem++) {
-            const Model *model = m < LENGTH(models) ? &models[m] : &odd_models[m - LENGTH(models)];
             Settings settings = plain;
             settings.stem = stems[stem];
             DatasetInfo info = {.name = "test", .shape = {32, 32, 3}, .classes = 10};
-            net_build(&net, model, &info, &settings, &fast_backend);
+            net_build(&net, model_at(m), &info, &settings, &fast_backend);
             plan_memory(&net, 2);
             check_plan(&net);
             check_resnet_size(&net);
@@ -380,13 +387,9 @@ static void check_nothing_fused(const Net *net) {
 
 static void test_definitions_fuse_nothing(void) {
     static Net net;
-    const size_t built = LENGTH(models) + ODD_MODELS;
-    for (size_t m = 0; m < built + 100; m++) {
-        const Model *model = m < LENGTH(models) ? &models[m] : &odd_models[m - LENGTH(models)];
-        if (m >= built)
-            model = &random_model;
+    for (size_t m = 0; m < LENGTH(models) + ODD_MODELS + 100; m++) {
         DatasetInfo info = {.name = "test", .shape = {32, 32, 3}, .classes = 10};
-        net_build(&net, model, &info, &plain, &naive_backend);
+        net_build(&net, model_at(m), &info, &plain, &naive_backend);
         plan_memory(&net, 2);
         check_nothing_fused(&net);
     }
