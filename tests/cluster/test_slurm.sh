@@ -197,21 +197,21 @@ chmod +x "$tmp/bin/nsys"
 
 # The commands of labs/slurm.md in the same order, with a smaller run behind those that submit a job.
 test_readme() {
-    local command script jobs=() i cnn_of_job
+    local command script jobs=() i cnn_of_job more
     while read -r command; do
         script=$(grep -oP 'slurm/\K\w+(?=\.sb)' <<<"$command")
-        cnn_of_job=./cnn-emu
+        cnn_of_job=./cnn-emu more=''
         case $script in
         '')
             bash -c "$command" >"$out" 2>&1
             same "readme/$command" 0 $?
             continue
             ;;
-        cpu) cnn_of_job=./cnn ;;
+        cpu) cnn_of_job=./cnn more='--kernels naive --limit-test 10000' ;; # it still runs when the monitor starts
         multinode) can_train_over_mpi "$script" || continue ;;
         *_array | scaling) continue ;; # test_timing_array, test_workers_array, test_scaling
         esac
-        command="source slurm/site.env && ${command/sbatch/sbatch --parsable} ${tiny[*]}"
+        command="source slurm/site.env && ${command/sbatch/sbatch --parsable} ${tiny[*]} $more"
         job=$(PATH=$tmp/bin:$PATH CNN=$cnn_of_job bash -c "$command" 2>"$err") || fail "readme/$script" works "$(cat "$err")"
         jobs+=("$script:$job")
     done < <(grep -oP '^    \K(source|sbatch|squeue) .*' "$repo/labs/slurm.md" | sed 's/ *#.*//')
