@@ -14,13 +14,13 @@
    and after the epoch the accuracy on the test set: about 89 % on Fashion-MNIST, 98 % on MNIST.
 
    The sections, in reading order:
-      1 Declarations               layers, their operands, backends; random numbers
+      1 Declarations               layers, their operands, devices and kernels; random numbers
       2 Helpers                    clock, errors, threads, memory, files
       3 Layers on the CPU          the definition of each, forward and backward
       4 Network                    the layer table and its builders, memory plan, summary
       5 Models                     the networks themselves, ten lines each
       6 Forward and backward       the walk over the layer table; the loss
-      7 Optimizers and schedules   and the CPU's backend
+      7 Optimizers and schedules   and the tables of the CPU
       8 Datasets                   reading images from untrusted files; synthetic images
       9 Loader                     worker threads that prepare the next batches
      10 Data parallelism           replicas that train together: ring all-reduce, ddp, dp, MPI
@@ -37,7 +37,7 @@
 
 /* ==== 1. Declarations ===========================================================================
 
-   Shared with the backends: cnn_kernels.cu, which is compiled separately, defines
+   Shared with cnn_kernels.cu, which is compiled separately: it defines
    CNN_DECLARATIONS_ONLY and includes this file up to the end of this section. Images are stored
    NHWC: image, row, column, channel, with the channels innermost. Weights are stored
    [filter row][filter column][input channel][output channel]. */
@@ -76,11 +76,36 @@ typedef struct Shape {
     size_t h, w, c;
 } Shape; // of one image
 
-// What the user chose; the table of options in section 12 fills it.
+// The values of options that are a choice, in the order of the words of --help
+enum { NOT_CHOSEN = -1 };
+typedef enum { STEM_3, STEM_7, STEM_IMAGENET } Stem;
+typedef enum { AUGMENT_NONE, AUGMENT_CROP_FLIP, AUGMENT_ELASTIC } Augmentation;
+typedef enum { ADADELTA, SGD } OptimizerChoice;
+typedef enum { SCHEDULE_STEP, SCHEDULE_COSINE } Schedule;
+typedef enum { SCALE_LR_NONE, SCALE_LR_LINEAR, SCALE_LR_SQRT } LrScaling;
+typedef enum { KERNELS_BEST = NOT_CHOSEN, NAIVE, FAST, TILED, TENSOR } KernelsChoice;
+typedef enum { PRECISION_BEST = NOT_CHOSEN, FP32, TF32, BF16, FP16 } Precision;
+typedef enum { NHWC, NCHW } LayoutChoice;
+typedef enum { LAUNCH_FUSED, LAUNCH_PER_TENSOR } OptimizerLaunch;
+typedef enum { ZERO_GRAD_NONE, ZERO_GRAD_MEMSET } ZeroGrad;
+typedef enum { DDP, DP } Parallel;
+
+// What the user chose; the table of options in section 12 fills it. Setting up (section 14) adds
+// what was left open; from then on it is constant.
 typedef struct Settings {
-    const char *model, *stem, *dataset, *data, *augment, *optimizer, *schedule, *milestones;
-    const char *lr_scaling, *kernels, *optimizer_launch, *out, *checkpoint, *save_every, *load;
-    const char *trace, *trace_steps, *zero_grad, *precision, *layout, *parallel;
+    const char *model, *dataset, *data, *out, *checkpoint, *save_every, *load, *trace;
+    const char *trace_steps;
+    Stem stem;
+    Augmentation augment;
+    OptimizerChoice optimizer;
+    Schedule schedule;
+    LrScaling lr_scaling;
+    KernelsChoice kernels;
+    Precision precision;
+    LayoutChoice layout;
+    OptimizerLaunch optimizer_launch;
+    ZeroGrad zero_grad;
+    Parallel parallel;
     size_t width, limit_train, limit_test, batch_size, test_batch_size, epochs, max_steps, seed;
     size_t step_size, warmup_epochs, log_interval, workers, threads, gpus, replicas, global_batch;
     double lr, momentum, weight_decay, gamma, label_smoothing, bucket_mb, timeout; // MB; seconds
@@ -116,26 +141,26 @@ typedef struct Fusion {
 // kernels of an earlier row
 typedef enum { SEPARATE, IN_PLACE, FUSED } Sharing;
 
-// The identity of a batch's images: random numbers depend on the image, not on the batch.
-typedef struct Draw {
+/* The key of all random numbers of a batch. They depend on the position of an image in the epoch's
+   permutation, not on the batch or the rank that has it. */
+typedef struct RandomKey {
     uint64_t seed;
-    size_t epoch, first; // position of the batch's first image in the epoch's permutation
-    size_t skip;         // positions between two of its images, which other ranks have
-} Draw;
+    size_t epoch;
+    size_t first, stride; // the position of the batch's first image; from one image to the next
+} RandomKey;
 
 // What changes from step to step; kernels read it through a pointer, from the device's memory.
 typedef struct Step {
-    Draw draw;
+    RandomKey key;
     double lr;
 } Step;
 
 // The position of image number `image` of the batch in the epoch's permutation.
-static inline HOST_DEVICE size_t position_of(Draw draw, size_t image) {
-    return draw.first + image * (1 + draw.skip);
+static inline HOST_DEVICE size_t position_of(RandomKey key, size_t image) {
+    return key.first + image * key.stride;
 }
 
 // --augment: each epoch sees another variant of each image. The functions are in section 9.
-typedef enum { AUGMENT_NONE, AUGMENT_CROP_FLIP, AUGMENT_ELASTIC } Augmentation;
 enum { CROP_PADDING = 4, ELASTIC_ALPHA = 34, ELASTIC_SIGMA = 4, ELASTIC_REACH = 3 * ELASTIC_SIGMA };
 
 // The most replicas of a process (networks that train together, each in a thread of its own),
@@ -188,10 +213,10 @@ typedef struct Resident {
 typedef struct Batch {
     real *images;        // [n][h][w][c], normalised
     uint8_t *labels;     // [n]
-    real *device_images; // where the backend reads them: the same on a CPU, copies on a GPU
+    real *device_images; // where the kernels read them: the same on a CPU, copies on a GPU
     uint8_t *device_labels;
     const Resident *resident; // instead of images: the data set on the device, or NULL
-    Draw draw;                // seed, epoch, position of the first image
+    RandomKey key;            // seed, epoch, position of the first image
     size_t n, number;         // number of images; number of the batch, from 0
 } Batch;
 
@@ -210,14 +235,14 @@ typedef struct Work {
     real *out, *dout, *din;    // din NULL: not needed
     real *dresidual;           // NULL: not needed, or in the memory of dout
     real *dweight, *dbias;
-    real *stats;      // batchnorm2d
-    uint8_t *saved;   // argmax of a max-pool, mask of a dropout
-    real *scratch;    // the backend's scratch_size() numbers
-    void *transposed; // --layout nchw: its transposed_size() elements; else NULL
-    Shape from;       // the shape of in, before a linear layer flattens it
-    void *prepared;   // what the backend keeps for this row; zeroed, unless it has a prepare()
-    const Draw *draw; // of a training step, in the device's memory; NULL: evaluation
-    bool accumulate;  // another reader of the same row has already written din
+    real *stats;          // batchnorm2d
+    uint8_t *saved;       // argmax of a max-pool, mask of a dropout
+    real *scratch;        // the scratch_size() of the kernels, in numbers
+    void *transposed;     // --layout nchw: its transposed_size() elements; else NULL
+    Shape from;           // the shape of in, before a linear layer flattens it
+    void *prepared;       // what the kernels keep for this row; zeroed, then set up by prepare()
+    const RandomKey *key; // of a training step, in the device's memory; NULL: evaluation
+    bool accumulate;      // another reader of the same row has already written din
     bool accumulate_residual; // the same of dresidual
     bool autotune;            // choose the fastest kernels now, if that has not been done
 } Work;
@@ -249,84 +274,93 @@ typedef struct Update {
 // Ranges of time that Nsight shows for a thread, each within the one before.
 typedef enum { RANGE_STEP, RANGE_LINE, RANGE_ROW } RangeLevel;
 
-// What a run computes on.
-typedef struct Device {
+// What is known about a device.
+typedef struct DeviceInfo {
     char name[256], uuid[48], driver[32]; // uuid and driver: empty on a CPU
     double memory;                        // bytes that a run may take
     bool emulated;                        // GPU code that runs on the CPU: its times mean nothing
-} Device;
+    bool tensor_cores;                    // that --kernels tensor can use
+} DeviceInfo;
 
-// What a network needs from a device. Operations are queued and run in order. NULL: not provided.
-typedef struct Backend {
-    const char *name, *kernels, *precision;
-    size_t element; // bytes of an element of activations and of their gradients
-    // of GPUs: how many there are; 0: none, for this reason
-    size_t (*devices)(const char **why_not);
+/* A kind of device: its memory, and a stream of operations that are queued and run in order. A CPU
+   runs them at once, in the host's memory; entries marked GPU are not called there. Devices are
+   numbered from 0. */
+typedef struct Device {
+    bool is_gpu;
+    size_t (*count)(const char **why_not); // how many there are; 0: none, for this reason
     // the calling thread computes for this replica, on that device; errors go to on_error
-    void (*use)(size_t replica, size_t device, void (*on_error)(int status, const char *, ...));
-    void (*describe)(Device *d); // the device of the calling thread
-    const char *(*lacks)(void);  // what that device lacks for these kernels; NULL: nothing
-    struct {
-        void (*forward)(Work w), (*backward)(Work w);
-    } layers[KINDS];
-    // how row l, the only reader of row `to`, is computed; `with`: what is fused with `to` already
-    Sharing (*fuse)(const Layer *to, const Fusion *with, const Layer *l);
-    bool conv_moments; // a conv2d's forward may store the moments of the batchnorm2d after it
-    size_t (*scratch_size)(const Layer *l, const Fusion *fused, size_t n); // in 32-bit words
-    size_t (*transposed_size)(const Layer *l, size_t n); // in elements; NULL: NHWC only
-    // what the kernels of a row keep, in the host's memory: its size in bytes; sets it up
-    size_t (*prepared_size)(const Layer *l);
-    void (*prepare)(void *prepared, const Layer *l);
-    // operations that the row's forward and backward execute; NULL: those of the definition
-    double (*flops)(Work w);
-    // dlogp is multiplied by the scale; scale->not_finite += losses that are not; NULL: neither
-    void (*nll_loss)(real *losses, real *dlogp, const real *logp, const uint8_t *labels, size_t n,
-                     size_t batch, size_t classes, double smoothing, LossScale *scale);
-    void (*set_step)(Step *to, Step step); // queued; to: in the device's memory
-    void (*adadelta)(Update u);
-    void (*sgd)(Update u);
-    // of 16-bit precisions; else NULL: low = param
-    void (*lower)(void *low, const real *param, size_t count);
-    // on a GPU, else NULL: scale->not_finite += gradients that are not; fp16's, after the update
-    void (*count_not_finite)(LossScale *scale, const real *grad, size_t count);
-    void (*adjust_scale)(LossScale *scale);
-    // out = the images of a loader, as row 0 has them; NULL: the network reads the loader's
-    void (*load_images)(real *out, const real *images, size_t n, Shape s, bool nchw);
-    void *(*alloc)(size_t bytes); // zeroed device memory; NULL: there is not enough
+    void (*use)(size_t replica, size_t number, void (*on_error)(int status, const char *, ...));
+    void (*describe)(DeviceInfo *info); // the device of the calling thread
+    void *(*alloc)(size_t bytes);       // zeroed device memory; NULL: there is not enough
     void (*release)(void *memory);
     void *(*pinned_alloc)(size_t bytes); // zeroed host memory that the device reads directly
     void (*pinned_release)(void *memory);
     // between host and device, either way, and within the device; queued with the operations
     void (*copy)(void *to, const void *from, size_t bytes);
     void (*clear)(void *memory, size_t bytes); // of the device, to zeros
-    // between host and device, either way, immediately and by any thread, concurrently with the
-    // operations of that device; NULL: the device computes in the host's memory
-    void (*transfer)(size_t device, void *to, const void *from, size_t bytes);
+    void (*set_step)(Step *to, Step step);     // queued; to: in the device's memory
+    // GPU: between host and device, either way, immediately and by any thread, concurrently with
+    // the operations of that device
+    void (*transfer)(size_t number, void *to, const void *from, size_t bytes);
     /* to = from, or += from, which may be on this device, another one or the host; by any thread,
-       concurrently with work on this device; complete on return. buffer: on it, as large as to */
-    void (*receive)(size_t device, real *to, const real *from, size_t n, bool add, real *buffer);
+       concurrently with work on this device; complete on return. buffer: device memory of the size
+       of `to` */
+    void (*receive)(size_t number, real *to, const real *from, size_t n, bool add, real *buffer);
     void (*synchronize)(void);
     void (*mark)(size_t i);                    // a point in the stream of work, 0 to MARKS - 1
     double (*elapsed)(size_t from, size_t to); // seconds between two marks; waits for both
-    void (*wait)(size_t replica, size_t mark); // until that replica has passed the mark; or NULL
-    /* CUDA graphs: after capture(true), operations are recorded instead of executed, copies to and
+    void (*wait)(size_t replica, size_t mark); // until that replica has passed the mark
+    /* GPU, CUDA graphs: after capture(true), operations are recorded instead of executed, copies to and
        from pinned memory included; capture(false) returns a graph of them; replay() queues it */
     void *(*capture)(bool begin);
     void (*replay)(void *graph);
-    void (*free_graph)(void *graph); // or NULL
-    double (*peak_gflops)(void);     // multiply-adds of this device, measured
+    void (*free_graph)(void *graph);
+    double (*peak_gflops)(void); // multiply-adds of this device, measured; NAN: not known
     // # PROF  for Nsight: ends this thread's ranges of this level and of those inside, and begins
     // one of this name (NULL: none); starts or stops recording
     void (*range)(RangeLevel level, const char *name);
     void (*record)(bool on);
-    // a batch of a resident data set, draw in the device's memory; NULL: loaders make all batches
-    void (*gather)(real *out, uint8_t *labels, const Resident *r, const Draw *draw, size_t n,
+} Device;
+
+/* What --kernels and --precision name: the functions that compute a network on one kind of device.
+   Entries marked GPU are not called on a CPU. */
+typedef struct Kernels {
+    const Device *device;
+    KernelsChoice name;
+    Precision precision;
+    size_t element; // bytes of an element of activations and of their gradients
+    struct {
+        void (*forward)(Work w), (*backward)(Work w);
+    } layers[KINDS];
+    // how row l, the only reader of row `to`, is computed; `with`: what is fused with `to` already
+    Sharing (*fuse)(const Layer *to, const Fusion *with, const Layer *l);
+    bool conv_moments; // a conv2d's forward stores the moments of a batchnorm2d that follows it
+    size_t (*scratch_size)(const Layer *l, const Fusion *fused, size_t n); // in 32-bit words
+    size_t (*transposed_size)(const Layer *l, size_t n); // --layout nchw, in elements
+    // what the kernels of a row keep, in the host's memory: its size in bytes; sets it up
+    size_t (*prepared_size)(const Layer *l);
+    void (*prepare)(void *prepared, const Layer *l);
+    double (*flops)(Work w); // operations that the row's forward and backward execute
+    // dlogp is multiplied by the scale; scale->not_finite += losses that are not. NULL: no scale
+    void (*nll_loss)(real *losses, real *dlogp, const real *logp, const uint8_t *labels, size_t n,
+                     size_t batch, size_t classes, double smoothing, LossScale *scale);
+    void (*adadelta)(Update u);
+    void (*sgd)(Update u);
+    // GPU, 16-bit precisions: low = param
+    void (*lower)(void *low, const real *param, size_t count);
+    // GPU: scale->not_finite += gradients that are not; fp16: changes the scale, after the update
+    void (*count_not_finite)(LossScale *scale, const real *grad, size_t count);
+    void (*adjust_scale)(LossScale *scale);
+    // GPU: out = the images of a loader, as row 0 has them
+    void (*load_images)(real *out, const real *images, size_t n, Shape s, bool nchw);
+    // GPU: a batch of a resident data set, key in the device's memory
+    void (*gather)(real *out, uint8_t *labels, const Resident *r, const RandomKey *key, size_t n,
                    bool nchw);
-} Backend;
+} Kernels;
 
 /* What cnn_kernels.cu provides where nvcc or the emulator has compiled it. For C, the functions are
    weak: where no file of the program defines them, they are NULL.
-   cuda_backend()       its backends, the best one last, then NULL
+   cuda_kernels()       its kernels, the best ones last, then NULL
    With NCCL, for GPUs of several processes:
    cuda_nccl_id()       creates the id of a group; rank 0 calls it and sends it to the others
    cuda_nccl_join()     this thread's device joins the group
@@ -337,14 +371,14 @@ typedef struct Backend {
 #define OPTIONAL __attribute__((weak))
 #endif
 enum { NCCL_ID_BYTES = 128 };
-OPTIONAL const Backend *cuda_backend(size_t i);
+OPTIONAL const Kernels *cuda_kernels(size_t i);
 OPTIONAL void cuda_nccl_id(char id[NCCL_ID_BYTES]);
 OPTIONAL void cuda_nccl_join(const char id[NCCL_ID_BYTES], size_t rank, size_t world);
 OPTIONAL bool cuda_all_reduce(size_t device, real *data, size_t count, double timeout);
 
 /* Philox4x32-10, a counter-based random number generator: out = a keyed bijection of the counter.
    (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.) It has no state, so any
-   thread, device or replica can draw any number at any time and all agree on it. */
+   thread, device or replica can compute any of its numbers at any time, and all agree. */
 static inline HOST_DEVICE void philox4x32(uint32_t out[4], uint32_t c0, uint32_t c1, uint32_t c2,
                                           uint32_t c3, uint64_t seed) {
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
@@ -381,7 +415,6 @@ static inline HOST_DEVICE real uniform(uint32_t bits) {
 #include <errno.h>
 #include <fcntl.h>
 #include <libgen.h>
-#include <locale.h>
 #include <math.h>
 #include <pthread.h>
 #include <sched.h>
@@ -398,8 +431,6 @@ static inline HOST_DEVICE real uniform(uint32_t bits) {
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
-#include <wchar.h>
-#include <wctype.h>
 
 // PARALLEL_FOR before a loop gives each thread an equal part of it.
 #define DO_PRAGMA(text) _Pragma(#text)
@@ -427,33 +458,35 @@ static double now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
+/* How the program ends by an error. The first thread that calls die() ends it, and others that fail
+   meanwhile wait for that. */
 static void (*before_dying)(void);        // marks the run folder as failed
 static void (*leave)(int status) = _exit; // MPI: ends the other ranks as well
-static bool dying;                        // a thread is ending the program,
-static __thread bool dying_here;          // this one
+static bool dying;                        // a thread is ending the program ...
+static __thread bool dying_here;          // ... this one
 static __thread const char *unfinished;   // a temporary file of this thread, or NULL
 
-// Bytes of the printable character, in UTF-8, at c; 0: there is none
-static int printable(const char *c) {
-    wchar_t wide;
-    const int length = (int)mbrtowc(&wide, c, 4, &(mbstate_t){0});
-    return length > 0 && iswprint((wint_t)wide) ? length : 0;
+// Names in files may hold escape sequences, which would reach the terminal.
+static void replace_control_characters(char *text) {
+    for (char *c = text; *c; c++)
+        if ((unsigned char)*c < ' ' || *c == 127)
+            *c = '?';
 }
 
+// Prints a message as printf() does, and ends the program.
 static _Noreturn FORMAT(2) void die(int status, const char *format, ...) {
+    char line[2 * PATH_SIZE];
+    va_list args;
     if (__atomic_exchange_n(&dying, true, __ATOMIC_SEQ_CST) && !dying_here)
-        for (;;) // until the other thread has done so
+        for (;;)
             pause();
     if (dying_here) // before_dying() has failed
         leave(status);
     dying_here = true;
-    char line[2 * PATH_SIZE];
-    va_list args;
     va_start(args, format);
     vsnprintf(line, sizeof line, format, args);
     va_end(args);
-    for (char *c = line; *c; c += printable(c)) // names in files may hold escape sequences
-        *c = printable(c) ? *c : '?';
+    replace_control_characters(line);
     if (ftrylockfile(stdout) == 0) // else another thread waits for its reader
         fflush(stdout);
     fprintf(stderr, "cnn: error: %s\n", line);
@@ -523,7 +556,7 @@ static void *must_alloc(size_t bytes, const char *what) {
 typedef enum { HOST, PINNED, DEVICE } MemoryKind;
 
 typedef struct Plan {
-    const Backend *backend;
+    const Device *device;
     size_t count;
     struct Area {
         void *pointer; // address of the pointer to set; it has any type, hence memcpy()
@@ -536,13 +569,14 @@ typedef struct Plan {
 static void plan_area(Plan *p, void *pointer, size_t bytes, MemoryKind where, const char *what) {
     if (p->count == MAX_AREAS)
         die(1, "memory for %s: more than %d areas; raise MAX_AREAS in cnn.c", what, MAX_AREAS);
-    if (where == PINNED && !p->backend->transfer)
+    if (where == PINNED && !p->device->is_gpu)
         where = HOST; // there is no device that reads it
     p->areas[p->count++] = (struct Area){pointer, bytes, where, what};
 }
 
 static void plan_alloc(const Plan *p) {
-    void *(*const alloc[])(size_t) = {zeroed_alloc, p->backend->pinned_alloc, p->backend->alloc};
+    const Device *d = p->device;
+    void *(*const alloc[])(size_t) = {zeroed_alloc, d->pinned_alloc, d->alloc};
     for (size_t i = 0; i < p->count; i++) {
         void *memory = alloc[p->areas[i].where](p->areas[i].bytes);
         if (!memory)
@@ -552,7 +586,8 @@ static void plan_alloc(const Plan *p) {
 }
 
 static void plan_free(const Plan *p) {
-    void (*const release[])(void *) = {free, p->backend->pinned_release, p->backend->release};
+    const Device *d = p->device;
+    void (*const release[])(void *) = {free, d->pinned_release, d->release};
     for (size_t i = 0; i < p->count; i++) {
         void *memory;
         memcpy(&memory, p->areas[i].pointer, sizeof memory);
@@ -583,57 +618,54 @@ static FILE *open_existing(const char *path) {
     return f;
 }
 
-/* A file that is replaced atomically: written to a temporary file in its folder, synced, renamed.
-   It keeps its mode; of a symbolic link the target is replaced; a device is written in place. */
+/* A file that is replaced at once: written to a temporary file in its folder, synced, renamed. It
+   keeps its mode; of a symbolic link the target is replaced. */
 typedef struct AtomicFile {
     FILE *stream;
-    bool device;
-    char path[PATH_SIZE], temporary[PATH_SIZE + 4];
+    char path[PATH_SIZE], temporary[PATH_SIZE + 4]; // empty: what is written is discarded
 } AtomicFile;
 
+// path NULL: discards what is written.
 static void atomic_open(AtomicFile *f, const char *path) {
-    struct stat old = {0};
-    const bool exists = stat(path, &old) == 0, device = f->device = S_ISCHR(old.st_mode);
-    const char *why = !exists ? readlink(path, f->path, 1) < 0 ? NULL : "it links to nothing"
-                      : S_ISDIR(old.st_mode)             ? "it is a folder"
-                      : !device && !S_ISREG(old.st_mode) ? "it is neither a file nor a device"
-                      : access(path, W_OK) != 0 || !(old.st_mode & 0222) ? "it is read-only"
-                                                                         : NULL; // even for root
-    if (why)
-        die(1, "cannot write %s: %s", path, why);
-    if (device || !realpath(path, f->path))
+    struct stat old;
+    const bool exists = path && stat(path, &old) == 0;
+    *f = (AtomicFile){.stream = NULL};
+    if (!path) {
+        f->stream = fopen("/dev/null", "wb");
+        return;
+    }
+    if (exists && !S_ISREG(old.st_mode))
+        die(1, "cannot write %s: it exists and is not a regular file; choose another name", path);
+    if (!realpath(path, f->path))
         snprintf(f->path, PATH_SIZE, "%s", path);
     snprintf(f->temporary, sizeof f->temporary, "%s.tmp", f->path);
-    unlink(f->temporary); // of a killed run
-    const int fd =
-        device ? open(path, O_WRONLY) : open(f->temporary, O_WRONLY | O_CREAT | O_EXCL, 0666);
-    f->stream = fd < 0 ? NULL : fdopen(fd, "wb");
-    unfinished = fd < 0 || device ? NULL : f->temporary;
-    if (!f->stream || (exists && !device && fchmod(fd, old.st_mode & 07777) != 0))
-        file_fail("cannot create", device ? path : f->temporary);
+    f->stream = fopen(f->temporary, "wb");
+    if (!f->stream || (exists && fchmod(fileno(f->stream), old.st_mode & 07777) != 0))
+        file_fail("cannot create", f->temporary);
+    unfinished = f->temporary;
+}
+
+// The new name reaches the disk as well. EINVAL: this file system cannot sync a folder.
+static void sync_folder(const char *file) {
+    char path[PATH_SIZE];
+    snprintf(path, sizeof path, "%s", file);
+    const int folder = open(dirname(path), O_RDONLY);
+    if (folder >= 0 && fsync(folder) != 0 && errno != EINVAL)
+        file_fail("cannot sync the folder of", file);
+    close(folder);
 }
 
 static void atomic_commit(AtomicFile *f) {
-    const bool device = f->device;
-    const int fd = fileno(f->stream);
-    struct stat ours, found;
-    unfinished = NULL;
-    bool good = !ferror(f->stream) && fflush(f->stream) == 0 && (device || fsync(fd) == 0);
-    if (!device && fstat(fd, &ours) == 0 && lstat(f->temporary, &found) == 0 &&
-        ours.st_ino != found.st_ino)
-        die(1, "%s: another run writes it at the same time; give each its own", f->path);
-    good = fclose(f->stream) == 0 && good && (device || rename(f->temporary, f->path) == 0);
-    if (!good && !device)
-        unlink(f->temporary); // leaves errno alone
-    if (!good)
-        file_fail("cannot write", f->path);
-    if (device)
+    const bool flushed = fflush(f->stream) == 0 && !ferror(f->stream);
+    const bool kept = *f->path != 0;
+    if (!flushed || (kept && fsync(fileno(f->stream)) != 0) || fclose(f->stream) != 0)
+        file_fail("cannot write", f->temporary);
+    if (!kept)
         return;
-    const int folder = open(dirname(strcpy(f->temporary, f->path)), O_RDONLY);
-    // the name must reach the disk as well; EINVAL: not on this file system
-    if (folder >= 0 && fsync(folder) != 0 && errno != EINVAL)
-        file_fail("cannot sync the folder of", f->path);
-    close(folder);
+    if (rename(f->temporary, f->path) != 0)
+        file_fail("cannot write", f->path);
+    unfinished = NULL;
+    sync_folder(f->path);
 }
 
 static size_t usable_cores(void) {
@@ -651,31 +683,28 @@ static size_t environment_number(const char *name) {
     return text && atoi(text) > 0 ? (size_t)atoi(text) : 0;
 }
 
-/* The memory, in bytes, that the cgroup of this process and those around it allow. `table` is in
-   the format of /proc/self/cgroup: a line "0::GROUP" (version 2) or "5:memory:GROUP" (version 1),
-   whose limit is in the file ROOT/GROUP/memory.max or ROOT/memory/GROUP/memory.limit_in_bytes. */
+// The first line of a file that begins with `begin`, or "" if there is none
+static void find_line(char line[PATH_SIZE], const char *path, const char *begin) {
+    FILE *f = fopen(path, "r");
+    bool found = false;
+    while (f && !found && fgets(line, PATH_SIZE, f))
+        found = strncmp(line, begin, strlen(begin)) == 0;
+    if (f)
+        fclose(f);
+    line[found ? strcspn(line, "\n") : 0] = 0;
+}
+
+// The memory, in bytes, that the cgroup of this process allows (version 2). `table` is in the format
+// of /proc/self/cgroup: a line "0::GROUP", whose limit is in the file ROOT/GROUP/memory.max.
 static double cgroup_limit(const char *table, const char *root) {
-    double least = INFINITY, limit;
     char line[PATH_SIZE], path[2 * PATH_SIZE];
-    FILE *groups = fopen(table, "r");
-    while (groups && fgets(line, sizeof line, groups)) {
-        const bool new = strncmp(line, "0::", 3) == 0;
-        char *group = new || strstr(line, ":memory:") ? strchr(line, '/') : NULL;
-        char *end = group ? line + strcspn(line, "\n") : NULL;
-        for (; end; end = memrchr(group, '/', (size_t)(end - group))) { // to the group around it
-            *end = 0;
-            snprintf(path, sizeof path,
-                     new ? "%s%s/memory.max" : "%s/memory%s/memory.limit_in_bytes", root, group);
-            FILE *f = fopen(path, "r");
-            if (f && fscanf(f, "%lf", &limit) == 1) // "max": none
-                least = fmin(least, limit);
-            if (f)
-                fclose(f);
-        }
-    }
-    if (groups)
-        fclose(groups);
-    return least;
+    double limit;
+    find_line(line, table, "0::");
+    if (!*line)
+        return INFINITY;
+    snprintf(path, sizeof path, "%s%s/memory.max", root, line + strlen("0::"));
+    find_line(line, path, "");
+    return sscanf(line, "%lf", &limit) == 1 ? limit : INFINITY; // "max": none
 }
 
 // The memory that this process may take, in bytes: of the machine, its Slurm job or its cgroup
@@ -694,19 +723,26 @@ static uint64_t hash_bytes(uint64_t hash, const void *memory, size_t bytes) {
     return hash;
 }
 
-// The index of the first number that is not finite, or count. exponent: 0, or of numbers with 16
-// bits how many of them are the exponent's, 8 in bf16, 5 in fp16
-static size_t first_not_finite(const void *numbers, size_t count, int exponent) {
-    const int ones = (1 << exponent) - 1;
-    size_t i = 0;
-    while (i < count &&
-           (exponent ? (((const uint16_t *)numbers)[i] >> (15 - exponent) & ones) != ones
-                     : isfinite(((const real *)numbers)[i])))
-        i++;
-    return i;
+// Whether a 16-bit number is Inf or NaN: all bits of its exponent are set.
+static bool is_finite_16(uint16_t bits, Precision precision) {
+    const uint16_t exponent = precision == FP16 ? 0x7c00 : 0x7f80;
+    return (bits & exponent) != exponent;
+}
+
+// The index of the first number that is not finite, or count
+static size_t first_not_finite(const void *numbers, size_t count, Precision precision) {
+    const bool half = precision == FP16 || precision == BF16;
+    for (size_t i = 0; i < count; i++) {
+        const bool finite = half ? is_finite_16(((const uint16_t *)numbers)[i], precision)
+                                 : isfinite(((const real *)numbers)[i]);
+        if (!finite)
+            return i;
+    }
+    return count;
 }
 
 // The events of --trace. A track is a thread, a device or a worker of a rank.
+enum { TRACE_EVENTS = 1 << 18 };
 enum { TRACK_STEP, TRACK_HOST, TRACK_DEVICE, TRACK_COMM, TRACK_LOADER };
 
 typedef struct TraceEvent {
@@ -716,8 +752,8 @@ typedef struct TraceEvent {
 } TraceEvent;
 
 static struct {
-    size_t on;              // number of ranks in a traced step
-    size_t count, capacity; // all threads append; count may exceed the capacity
+    size_t on;    // number of ranks in a traced step
+    size_t count; // all threads append; count may exceed TRACE_EVENTS
     TraceEvent *events;
 } trace;
 
@@ -726,7 +762,7 @@ static void trace_event(size_t rank, size_t track, const char *name, double begi
     if (!__atomic_load_n(&trace.on, __ATOMIC_RELAXED))
         return;
     size_t i = __atomic_fetch_add(&trace.count, 1, __ATOMIC_RELAXED);
-    if (i >= trace.capacity)
+    if (i >= TRACE_EVENTS)
         return;
     trace.events[i] = (TraceEvent){.rank = rank, .track = track, .begin = begin, .end = end};
     snprintf(trace.events[i].name, sizeof trace.events[i].name, "%s", name);
@@ -1013,15 +1049,15 @@ static void bn_block_stats(Work w, size_t first, size_t count) {
 
 static void batchnorm2d_forward(Work w) {
     const size_t channels = w.l->in.c, m = bn_pixels(&w);
-    const real *mean = w.draw ? w.stats + 2 * channels : w.stats;
-    const size_t summed = w.draw ? channels : 0;
+    const real *mean = w.key ? w.stats + 2 * channels : w.stats;
+    const size_t summed = w.key ? channels : 0;
     real *restrict scale = w.scratch;
     PARALLEL_FOR
     for (size_t first = 0; first < summed; first += BN_BLOCK)
         bn_block_stats(w, first, min_size(BN_BLOCK, channels - first));
     for (size_t c = 0; c < channels; c++)
-        scale[c] = w.weight[c] * (w.draw ? w.stats[3 * channels + c]
-                                         : 1 / SQRT(w.stats[channels + c] + (real)bn_eps));
+        scale[c] = w.weight[c] * (w.key ? w.stats[3 * channels + c]
+                                        : 1 / SQRT(w.stats[channels + c] + (real)bn_eps));
     PARALLEL_FOR
     for (size_t i = 0; i < m; i++)
         for (size_t c = 0; c < channels; c++)
@@ -1072,16 +1108,16 @@ static uint32_t dropout_threshold(const Layer *l) {
 
 // The random bits of elements [8 * block, 8 * block + 8) of an image
 static inline void dropout_draw(uint32_t bits[4], Work w, size_t image, size_t block) {
-    philox4x32(bits, (uint32_t)block, (uint32_t)position_of(*w.draw, image),
-               (uint32_t)w.draw->epoch, DRAW_DROPOUT + (uint32_t)w.row, w.draw->seed);
+    philox4x32(bits, (uint32_t)block, (uint32_t)position_of(*w.key, image), (uint32_t)w.key->epoch,
+               DRAW_DROPOUT + (uint32_t)w.row, w.key->seed);
 }
 
 static void dropout_forward(Work w) {
     enum { BLOCK = 8 };
-    const size_t size = shape_size(w.l->out), images = w.draw ? w.n : 0;
+    const size_t size = shape_size(w.l->out), images = w.key ? w.n : 0;
     const real scale = 1 / (1 - w.l->p);
     const uint32_t threshold = dropout_threshold(w.l);
-    if (!w.draw && w.out != w.in)
+    if (!w.key && w.out != w.in)
         memcpy(w.out, w.in, outputs(w) * sizeof *w.out);
     PARALLEL_FOR
     for (size_t image = 0; image < images; image++)
@@ -1189,7 +1225,8 @@ typedef struct Slot {
 typedef struct Net {
     const char *model;
     const Settings *settings;
-    const Backend *backend;
+    const Kernels *kernels;
+    const Device *device;     // of these kernels
     Layer layers[MAX_LAYERS]; // row 0 is the input
     Slot slots[MAX_LAYERS];   // of the same rows
     size_t count, classes;
@@ -1207,12 +1244,12 @@ typedef struct Net {
     LossScale *scale; // on a GPU, else NULL
     real *host[2];    // staging buffers on the host, for copies from and to the device
     uint8_t *saved, *labels;
-    Step *step;        // of the batch that net_load() has loaded
-    size_t others;     // number of other ranks that share a batch, over which the loss is a mean
-    struct Comm *comm; // backward() reports finished gradients to it; or NULL
+    Step *step;                  // of the batch that net_load() has loaded
+    size_t ranks;                // that share a batch, over which the loss is a mean
+    struct Comm *comm;           // backward() reports finished gradients to it; or NULL
     bool marks_rows, names_rows; // for each row: a mark after it; a range
-    double *flops;               // or NULL: backward stores what each row executes, see Backend
-    char *prepared;              // what the backend keeps for its kernels, row by row
+    double *flops;               // or NULL: backward stores what each row executes, see Kernels
+    char *prepared;              // what the kernels keep, row by row
     size_t prepared_at[MAX_LAYERS], prepared_size;
     Plan plan; // of the arenas
 } Net;
@@ -1443,19 +1480,19 @@ static void link_moments(Net *net, size_t i) {
 /* Asks the kernels how each row is computed. Backward still has what it reads: a dropout its mask,
    a ReLU the signs of its output, which a dropout does not change. */
 static void plan_fusion(Net *net) {
-    const Backend *b = net->backend;
+    const Kernels *k = net->kernels;
     for (size_t i = 0; i < net->count; i++) {
         const Layer *l = &net->layers[i];
         Slot *slot = &net->slots[i];
         const size_t to = net->slots[l->input].computed_by;
         slot->computed_by = i;
-        if (b->fuse && is_read_once(net, l->input))
-            slot->sharing = b->fuse(&net->layers[to], &net->slots[to].fused, l);
+        if (is_read_once(net, l->input))
+            slot->sharing = k->fuse(&net->layers[to], &net->slots[to].fused, l);
         if (slot->sharing == FUSED)
             fuse_row(net, i, to);
         else if (l->kind == ADD)
             slot->residual = l->other;
-        if (b->conv_moments)
+        if (k->conv_moments)
             link_moments(net, i);
     }
 }
@@ -1501,7 +1538,7 @@ static size_t place_gradient(const Lifetime *l, const Lifetime *placed, size_t c
 
 // Bytes of a number of a row's output: log_softmax's, of which the loss is computed, keep 32 bits.
 static size_t element_of(const Net *net, const Layer *l) {
-    return l->kind == LOG_SOFTMAX ? sizeof(real) : net->backend->element;
+    return l->kind == LOG_SOFTMAX ? sizeof(real) : net->kernels->element;
 }
 
 static void plan_gradients(Net *net) {
@@ -1533,14 +1570,18 @@ static void plan_gradients(Net *net) {
     }
 }
 
+// Whether the kernels read a 16-bit copy of the parameters
+static bool has_low_copy(const Net *net) {
+    return net->kernels->element < sizeof(real);
+}
+
 static void plan_arenas(Net *net) {
     const size_t size = sizeof(real), most = max_size(net->batch, net->test_batch);
-    const Backend *b = net->backend;
     Plan *p = &net->plan;
-    p->backend = b;
+    p->device = net->device;
     plan_area(p, &net->params, size * net->param_size, DEVICE, "parameters");
     plan_area(p, &net->grads, size * net->param_size, DEVICE, "gradients");
-    if (net->backend->lower)
+    if (has_low_copy(net))
         plan_area(p, &net->low, 2 * net->param_size, DEVICE, "parameters");
     plan_area(p, &net->activations, net->activation_size, DEVICE, "activations");
     plan_area(p, &net->dactivations, net->gradient_size, DEVICE, "activation gradients");
@@ -1548,12 +1589,13 @@ static void plan_arenas(Net *net) {
     plan_area(p, &net->saved, net->saved_size, DEVICE, "statistics and masks");
     plan_area(p, &net->losses, size * most, DEVICE, "statistics and masks");
     plan_area(p, &net->labels, most, DEVICE, "statistics and masks");
-    if (net->backend->transfer)
+    if (net->device->is_gpu)
         plan_area(p, &net->scale, sizeof *net->scale, DEVICE, "statistics and masks");
     plan_area(p, &net->step, sizeof *net->step, DEVICE, "statistics and masks");
     plan_area(p, &net->scratch, size * net->scratch_size, DEVICE, "scratch");
-    if (b->transposed_size && strcmp(net->settings->layout, "nchw") == 0)
-        plan_area(p, &net->transposed, net->transposed_size * b->element, DEVICE, "scratch");
+    if (net->settings->layout == NCHW)
+        plan_area(p, &net->transposed, net->transposed_size * net->kernels->element, DEVICE,
+                  "scratch");
     plan_area(p, &net->host[0], size * net->host_size, PINNED, "maps and buffers");
     plan_area(p, &net->host[1], size * net->host_size, HOST, "maps and buffers");
     plan_area(p, &net->prepared, net->prepared_size, HOST, "maps and buffers");
@@ -1567,16 +1609,16 @@ static Shape stored_shape(const Net *net, size_t row) {
 
 static void check_row(const Net *net, size_t i) {
     const Layer *l = &net->layers[i];
-    const Backend *b = net->backend;
-    const char *kind = kinds[l->kind].name, *table = "make_backend() of cnn_kernels.cu";
-    if (!b->transfer)
-        table = strcmp(b->kernels, "naive") == 0 ? "naive_backend" : "fast_backend";
+    const Kernels *k = net->kernels;
+    const char *kind = kinds[l->kind].name, *table = "make_kernels() of cnn_kernels.cu";
+    if (!net->device->is_gpu)
+        table = k->name == NAIVE ? "naive_kernels" : "fast_kernels";
     if (!kind)
         table = "kinds[]";
-    if (!kind || (i > 0 && !b->layers[l->kind].forward))
+    if (!kind || (i > 0 && !k->layers[l->kind].forward))
         die(1, "model %s, row %zu: layer kind %d (%s) has no row in %s; add it", net->model, i,
             l->kind, kind ? kind : "?", table);
-    if (i > 0 && element_of(net, &net->layers[l->input]) != b->element)
+    if (i > 0 && element_of(net, &net->layers[l->input]) != k->element)
         die(1, "model %s, row %zu: reads a log_softmax; expected that as the last row only",
             net->model, i);
 }
@@ -1584,7 +1626,7 @@ static void check_row(const Net *net, size_t i) {
 // Offsets of a row's arrays. Scratch memory for both batches: fewer images may need more.
 static void plan_row(Net *net, size_t i, size_t most) {
     const Layer *l = &net->layers[i];
-    const Backend *b = net->backend;
+    const Kernels *k = net->kernels;
     Slot *slot = &net->slots[i];
     const size_t count = aligned(most * shape_size(stored_shape(net, i)));
     const bool saves = slot->fused.pool || (slot->sharing != FUSED && kinds[l->kind].saves);
@@ -1594,14 +1636,12 @@ static void plan_row(Net *net, size_t i, size_t most) {
     net->stats_size += kinds[l->kind].stats * aligned(l->out.c);
     slot->saved = net->saved_size;
     net->saved_size += saves ? count : 0;
-    const size_t training = b->scratch_size(l, &slot->fused, net->batch);
-    const size_t testing = b->scratch_size(l, &slot->fused, most);
+    const size_t training = k->scratch_size(l, &slot->fused, net->batch);
+    const size_t testing = k->scratch_size(l, &slot->fused, most);
     net->scratch_size = max_size(net->scratch_size, max_size(training, testing));
-    if (b->transposed_size)
-        net->transposed_size = max_size(net->transposed_size, b->transposed_size(l, most));
+    net->transposed_size = max_size(net->transposed_size, k->transposed_size(l, most));
     net->prepared_at[i] = net->prepared_size;
-    if (b->prepared_size)
-        net->prepared_size += 64 * ceil_div(b->prepared_size(l), 64);
+    net->prepared_size += 64 * ceil_div(k->prepared_size(l), 64);
 }
 
 // Offsets and sizes of all arenas
@@ -1620,14 +1660,14 @@ static void plan_memory(Net *net, size_t batch) {
 
 static void net_alloc(Net *net) {
     plan_alloc(&net->plan);
-    for (size_t i = 0; i < net->count && net->backend->prepare; i++)
-        net->backend->prepare(net->prepared + net->prepared_at[i], &net->layers[i]);
+    for (size_t i = 0; i < net->count; i++)
+        net->kernels->prepare(net->prepared + net->prepared_at[i], &net->layers[i]);
 }
 
-// After the parameters were changed by anything but the optimizer: their copy with 16 bits
+// Refreshes the 16-bit copy of the parameters, after anything but the optimizer has changed them.
 static void lower_params(const Net *net) {
-    if (net->backend->lower)
-        net->backend->lower(net->low, net->params, net->param_size);
+    if (has_low_copy(net))
+        net->kernels->lower(net->low, net->params, net->param_size);
 }
 
 // ---- Initial values, as in PyTorch's modules and torchvision's ResNets
@@ -1648,7 +1688,7 @@ static void init_tensor(Net *net, real *param, size_t count, bool normal, real s
             net->host[0][i + j] = x * scale + shift;
         }
     }
-    net->backend->copy(param, net->host[0], count * sizeof(real));
+    net->device->copy(param, net->host[0], count * sizeof(real));
 }
 
 /* Weights and biases: uniform within +-1 / sqrt(fan_in). A convolution without a bias: normal with
@@ -1670,9 +1710,9 @@ static void net_init(Net *net, uint64_t seed) {
                         seed);
     }
     lower_params(net);
-    const LossScale scale = {.scale = net->backend->adjust_scale ? FIRST_SCALE : 1};
+    const LossScale scale = {.scale = net->kernels->precision == FP16 ? FIRST_SCALE : 1};
     if (net->scale)
-        net->backend->copy(net->scale, &scale, sizeof scale);
+        net->device->copy(net->scale, &scale, sizeof scale);
 }
 
 // ---- Summary
@@ -1800,8 +1840,8 @@ static size_t bottleneck(Net *net, size_t x, const char *block, size_t channels,
 
 // blocks: per stage, 0-terminated; channels: of the first stage
 static size_t resnet(Net *net, size_t x, Block *block, const size_t *blocks, size_t channels) {
-    bool imagenet = strcmp(net->settings->stem, "imagenet") == 0;
-    size_t kernel = strcmp(net->settings->stem, "3") == 0 ? 3 : 7;
+    const bool imagenet = net->settings->stem == STEM_IMAGENET;
+    const size_t kernel = net->settings->stem == STEM_3 ? 3 : 7;
     x = relu(net, conv_bn(net, x, "", "conv1", "bn1", channels, kernel, imagenet ? 2 : 1));
     x = imagenet ? maxpool2d(net, x, 3, 2, 1) : x;
     for (int stage = 0; blocks[stage]; stage++, channels *= 2)
@@ -1863,9 +1903,11 @@ static const Model *find_model(const char *name) { // which the parser has check
 }
 
 static void net_build(Net *net, const Model *model, const DatasetInfo *data,
-                      const Settings *settings, const Backend *backend) {
-    *net = (Net){.model = model->name, .settings = settings, .backend = backend};
+                      const Settings *settings, const Kernels *kernels) {
+    *net = (Net){.model = model->name, .settings = settings, .kernels = kernels};
+    net->device = kernels->device;
     net->classes = data->classes;
+    net->ranks = 1;
     size_t x = add_layer(net, (Layer){.kind = INPUT, .in = data->shape, .out = data->shape});
     x = model->build(net, x);
     const Layer *last = &net->layers[x];
@@ -1905,19 +1947,18 @@ static size_t last_row(const Net *net) {
 /* data.to(device). A CPU reads the images from the loader's buffer; on a GPU the copies are queued,
    and reading the loss waits for them: both are over when the loader fills the buffer again. */
 static void net_load(Net *net, const Batch *batch, double lr) {
-    const Backend *b = net->backend;
-    real *to = output(net, 0);
+    const Kernels *k = net->kernels;
     const bool nchw = net->transposed;
-    b->set_step(net->step, (Step){batch->draw, lr});
+    net->device->set_step(net->step, (Step){batch->key, lr});
     if (batch->resident) {
-        b->gather(to, net->labels, batch->resident, &net->step->draw, batch->n, nchw);
+        k->gather(output(net, 0), net->labels, batch->resident, &net->step->key, batch->n, nchw);
         return;
     }
-    if (b->load_images)
-        b->load_images(to, batch->device_images, batch->n, net->layers[0].out, nchw);
+    if (net->device->is_gpu)
+        k->load_images(output(net, 0), batch->device_images, batch->n, net->layers[0].out, nchw);
     else
         net->images = batch->device_images;
-    b->copy(net->labels, batch->device_labels, batch->n);
+    net->device->copy(net->labels, batch->device_labels, batch->n);
 }
 
 // "conv1 forward". Row net->count is backward's first: --zero-grad memset.
@@ -1932,15 +1973,15 @@ static void name_row(const Net *net, size_t i, bool back, char name[48]) {
 static void begin_row(const Net *net, size_t i, bool back) {
     char name[48];
     if (net->marks_rows)
-        net->backend->mark(back ? BACKWARD_MARKS + i + 1 : FORWARD_MARKS + i - 1);
+        net->device->mark(back ? BACKWARD_MARKS + i + 1 : FORWARD_MARKS + i - 1);
     if (!net->names_rows)
         return;
     name_row(net, i, back, name);
-    net->backend->range(RANGE_ROW, i == (back ? 0 : net->count) ? NULL : name);
+    net->device->range(RANGE_ROW, i == (back ? 0 : net->count) ? NULL : name);
 }
 
 // The operands of row i for n images.
-static Work work_of(const Net *net, size_t i, size_t n, const Draw *draw) {
+static Work work_of(const Net *net, size_t i, size_t n, const RandomKey *key) {
     const Layer *l = &net->layers[i];
     const Slot *slot = &net->slots[i];
     const bool adds = l->kind == ADD || slot->fused.add;
@@ -1963,29 +2004,29 @@ static Work work_of(const Net *net, size_t i, size_t n, const Draw *draw) {
                   .transposed = net->transposed,
                   .from = net->layers[l->input].out,
                   .prepared = net->prepared + net->prepared_at[i],
-                  .draw = draw,
+                  .key = key,
                   .autotune = net->settings->autotune};
 }
 
 // One row's output (=), with what is fused. n == 0: this rank of dp has no image.
-static void forward_row(const Net *net, size_t i, size_t n, const Draw *draw) {
+static void forward_row(const Net *net, size_t i, size_t n, const RandomKey *key) {
     if (n > 0 && net->slots[i].sharing != FUSED)
-        net->backend->layers[net->layers[i].kind].forward(work_of(net, i, n, draw));
+        net->kernels->layers[net->layers[i].kind].forward(work_of(net, i, n, key));
 }
 
-// model(data): log-probabilities of n images. draw NULL: evaluation, dropout does nothing.
-static void forward(Net *net, size_t n, const Draw *draw) {
-    net->batches_tracked += draw != NULL;
+// model(data): log-probabilities of n images. key NULL: evaluation, where dropout does nothing.
+static void forward(Net *net, size_t n, const RandomKey *key) {
+    net->batches_tracked += key != NULL;
     for (size_t i = 1; i < net->count; i++) {
         begin_row(net, i, false);
-        forward_row(net, i, n, draw);
+        forward_row(net, i, n, key);
     }
     begin_row(net, net->count, false);
 }
 
 // One row's gradients: of its parameters (=) and its inputs (=, or += if already written[]).
 static void backward_row(const Net *net, size_t i, size_t n, bool *written) {
-    const Backend *b = net->backend;
+    const Kernels *k = net->kernels;
     const Layer *l = &net->layers[i];
     const size_t residual = net->slots[i].residual;
     Work w = work_of(net, i, n, NULL);
@@ -1998,9 +2039,9 @@ static void backward_row(const Net *net, size_t i, size_t n, bool *written) {
     written[l->input] = true;
     if (n == 0 || net->slots[i].sharing == FUSED || (!w.din && !l->weights))
         return;
-    if (net->flops && b->flops)
-        net->flops[i] = b->flops(w);
-    b->layers[l->kind].backward(w);
+    if (net->flops)
+        net->flops[i] = k->flops(w);
+    k->layers[l->kind].backward(w);
 }
 
 static void gradients_ready(struct Comm *c, size_t first); // section 10
@@ -2008,9 +2049,9 @@ static void gradients_ready(struct Comm *c, size_t first); // section 10
 // loss.backward(): from the gradient of the last row to those of all parameters
 static void backward(Net *net, size_t n) {
     bool written[MAX_LAYERS] = {false};
-    if (strcmp(net->settings->zero_grad, "memset") == 0) { // # EXTRA  nothing reads the zeros
+    if (net->settings->zero_grad == ZERO_GRAD_MEMSET) { // # EXTRA  nothing reads the zeros
         begin_row(net, net->count, true);
-        net->backend->clear(net->grads, net->param_size * sizeof(real));
+        net->device->clear(net->grads, net->param_size * sizeof(real));
     }
     for (size_t i = net->count - 1; i > 0; i--) {
         begin_row(net, i, true);
@@ -2031,10 +2072,10 @@ static double mean(const real *numbers, size_t n) {
 // F.nll_loss(): the mean over the batch. Training smooths labels and stores dlogp, for backward().
 static double loss_and_gradient(Net *net, size_t n, bool training) {
     const size_t last = last_row(net);
-    net->backend->nll_loss(net->losses, training ? gradient(net, last) : NULL, output(net, last),
-                           net->labels, n, n * (1 + net->others), net->classes,
+    net->kernels->nll_loss(net->losses, training ? gradient(net, last) : NULL, output(net, last),
+                           net->labels, n, n * net->ranks, net->classes,
                            training ? net->settings->label_smoothing : 0, net->scale);
-    net->backend->copy(net->host[0], net->losses, n * sizeof(real));
+    net->device->copy(net->host[0], net->losses, n * sizeof(real));
     return mean(net->host[0], n);
 }
 
@@ -2044,12 +2085,12 @@ static size_t count_predictions(const Net *net, const Batch *batch, double *conf
                                 double *predicted) {
     real *logp = net->host[0];
     size_t correct = 0, classes = net->classes;
-    net->backend->copy(logp, output(net, last_row(net)), batch->n * classes * sizeof *logp);
+    net->device->copy(logp, output(net, last_row(net)), batch->n * classes * sizeof *logp);
     for (size_t i = 0; i < batch->n; i++, logp += classes) {
         size_t best = 0;
         for (size_t k = 1; k < classes; k++)
             best = logp[k] > logp[best] ? k : best;
-        predicted[position_of(batch->draw, i)] = (double)best;
+        predicted[position_of(batch->key, i)] = (double)best;
         confusion[batch->labels[i] * classes + best]++;
         correct += best == batch->labels[i];
     }
@@ -2064,26 +2105,26 @@ static void check_loss(const Net *net, const Batch *batch, double loss) {
         bool fused = net->slots[i].sharing == FUSED;
         size_t count = fused ? 0 : batch->n * shape_size(stored_shape(net, i));
         size_t bytes = element_of(net, l);
-        int exponent = bytes == sizeof(real) ? 0 : net->backend->adjust_scale ? 5 : 8;
+        Precision precision = bytes == sizeof(real) ? FP32 : net->kernels->precision;
         void *values = must_alloc(count * bytes, "a copy of the outputs");
         char what[64];
-        net->backend->copy(values, output(net, i), count * bytes);
+        net->device->copy(values, output(net, i), count * bytes);
         describe_layer(l, what, sizeof what);
-        if (first_not_finite(values, count, exponent) < count)
+        if (first_not_finite(values, count, precision) < count)
             snprintf(where, sizeof where,
                      "; the first output that is not finite is in row %zu (%s%s%s)", i, l->name,
                      *l->name ? ": " : "", what);
         free(values);
     }
     if (!isfinite(loss))
-        die(1, "epoch %zu, step %zu: the loss is %g%s; try a smaller --lr", batch->draw.epoch,
+        die(1, "epoch %zu, step %zu: the loss is %g%s; try a smaller --lr", batch->key.epoch,
             batch->number + 1, loss, where);
 }
 
 /* ==== 7. Optimizers and schedules ================================================================
 
    An optimizer makes one pass over the flat arena of all parameters, regardless of layers. With the
-   optimizers, the CPU's backend is complete, and stands here too. */
+   optimizers, the tables of the CPU are complete, and stand here, too. */
 
 /* Adadelta (Zeiler, arXiv:1212.5701), as PyTorch computes it:
    square_avg = rho * square_avg + (1 - rho) * grad^2
@@ -2120,11 +2161,21 @@ static void sgd(Update u) {
     }
 }
 
-// ---- The backend of the CPU
+// ---- The CPU
 
-static void cpu_describe(Device *d) {
-    snprintf(d->name, sizeof d->name, "cpu");
-    d->memory = memory_limit();
+static size_t cpu_count(const char **why_not) {
+    (void)why_not;
+    return usable_cores();
+}
+
+// The threads of a replica are those of the thread that calls the kernels.
+static void cpu_use(size_t replica, size_t number, void (*on_error)(int, const char *, ...)) {
+    (void)replica, (void)number, (void)on_error;
+}
+
+static void cpu_describe(DeviceInfo *info) {
+    snprintf(info->name, sizeof info->name, "cpu");
+    info->memory = memory_limit();
 }
 
 static void cpu_copy(void *to, const void *from, size_t bytes) {
@@ -2135,10 +2186,21 @@ static void cpu_set_step(Step *to, Step step) {
     *to = step;
 }
 
-// Nothing is queued on a CPU.
+static void cpu_receive(size_t number, real *to, const real *from, size_t count, bool add,
+                        real *buffer) {
+    (void)number, (void)buffer;
+    for (size_t i = 0; i < count; i++)
+        to[i] = add ? to[i] + from[i] : from[i];
+}
+
+// Nothing is queued on a CPU, so there is nothing to wait for, and marks are times.
 static void cpu_synchronize(void) {}
 
-static _Thread_local double cpu_marks[MARKS]; // times, since nothing is queued
+static void cpu_wait(size_t replica, size_t mark) {
+    (void)replica, (void)mark;
+}
+
+static _Thread_local double cpu_marks[MARKS];
 
 static void cpu_mark(size_t i) {
     cpu_marks[i] = now();
@@ -2148,34 +2210,80 @@ static double cpu_elapsed(size_t from, size_t to) {
     return cpu_marks[to] - cpu_marks[from];
 }
 
-static double
-cpu_peak_gflops(void); // in cnn_kernels.c; without it, what --layers compares with is missing
+static void cpu_free_graph(void *graph) {
+    (void)graph;
+}
 
 static void cpu_range(RangeLevel level, const char *name) {
     (void)level, (void)name;
 }
 
-static void cpu_receive(size_t device, real *to, const real *from, size_t count, bool add,
-                        real *buffer) {
-    (void)device, (void)buffer;
-    for (size_t i = 0; i < count; i++)
-        to[i] = add ? to[i] + from[i] : from[i];
+static void cpu_record(bool on) {
+    (void)on;
 }
 
+static double cpu_peak_gflops(void); // cnn_kernels.c measures it
+
+static const Device cpu_device = {
+    .count = cpu_count,
+    .use = cpu_use,
+    .describe = cpu_describe,
+    .alloc = zeroed_alloc,
+    .release = free,
+    .pinned_alloc = zeroed_alloc,
+    .pinned_release = free,
+    .copy = cpu_copy,
+    .clear = bzero,
+    .set_step = cpu_set_step,
+    .receive = cpu_receive,
+    .synchronize = cpu_synchronize,
+    .wait = cpu_wait,
+    .mark = cpu_mark,
+    .elapsed = cpu_elapsed,
+    .free_graph = cpu_free_graph,
+    .peak_gflops = cpu_peak_gflops,
+    .range = cpu_range,
+    .record = cpu_record,
+};
+
+// ---- The definitions as kernels
+
+static Sharing fuse_nothing(const Layer *to, const Fusion *with, const Layer *l) {
+    (void)to, (void)with, (void)l;
+    return SEPARATE;
+}
+
+// BatchNorm's scales, and a convolution's transposed weights
 static size_t scratch_size_naive(const Layer *l, const Fusion *fused, size_t n) {
     (void)fused, (void)n;
-    return l->kind == BATCHNORM2D ? l->in.c : kinds[l->kind].flops > 0 ? l->weights : 0;
+    if (l->kind == BATCHNORM2D)
+        return l->in.c;
+    return kinds[l->kind].flops > 0 ? l->weights : 0;
 }
 
-#define CPU_BACKEND                                                                           \
-    .name = "cpu", .precision = "fp32", .element = sizeof(real), .describe = cpu_describe,    \
-    .nll_loss = nll_loss, .set_step = cpu_set_step, .alloc = zeroed_alloc, .release = free,   \
-    .copy = cpu_copy, .clear = bzero, .receive = cpu_receive, .synchronize = cpu_synchronize, \
-    .mark = cpu_mark, .range = cpu_range, .elapsed = cpu_elapsed, .peak_gflops = cpu_peak_gflops
+static size_t no_transposed_size(const Layer *l, size_t n) {
+    (void)l, (void)n;
+    return 0;
+}
 
-static const Backend naive_backend = {
-    CPU_BACKEND,
-    .kernels = "naive",
+static size_t nothing_prepared(const Layer *l) {
+    (void)l;
+    return 0;
+}
+
+static void prepare_nothing(void *prepared, const Layer *l) {
+    (void)prepared, (void)l;
+}
+
+static double flops_of_definition(Work w) {
+    return (double)w.n * layer_training_flops(w.l);
+}
+
+static const Kernels naive_kernels = {
+    .device = &cpu_device,
+    .name = NAIVE,
+    .precision = FP32,
+    .element = sizeof(real),
     .layers = {[CONV2D] = {conv2d_forward_naive, conv2d_backward_naive},
                [LINEAR] = {conv2d_forward_naive, conv2d_backward_naive},
                [BATCHNORM2D] = {batchnorm2d_forward, batchnorm2d_backward},
@@ -2185,13 +2293,19 @@ static const Backend naive_backend = {
                [ADD] = {add_forward, add_backward},
                [DROPOUT] = {dropout_forward, dropout_backward},
                [LOG_SOFTMAX] = {log_softmax_forward, log_softmax_backward}},
+    .nll_loss = nll_loss,
     .adadelta = adadelta,
     .sgd = sgd,
+    .fuse = fuse_nothing,
     .scratch_size = scratch_size_naive,
+    .transposed_size = no_transposed_size,
+    .prepared_size = nothing_prepared,
+    .prepare = prepare_nothing,
+    .flops = flops_of_definition,
 };
 
 #if !defined(CNN_NO_KERNELS) && __has_include("cnn_kernels.c")
-#include "cnn_kernels.c" // fills fast_backend
+#include "cnn_kernels.c" // fills fast_kernels
 #define CNN_FAST
 #else
 static double cpu_peak_gflops(void) {
@@ -2199,14 +2313,14 @@ static double cpu_peak_gflops(void) {
 }
 #endif
 
-// The CPU's backends, the best one last.
-static const Backend *const cpu_backends[] = {
-    &naive_backend,
+// The CPU's kernels, the best ones last.
+static const Kernels *const cpu_kernels[] = {
+    &naive_kernels,
 #ifdef CNN_FAST
-    &fast_backend,
+    &fast_kernels,
 #endif
 };
-enum { CPU_BACKENDS = LENGTH(cpu_backends) };
+enum { CPU_KERNELS = LENGTH(cpu_kernels) };
 
 // ---- Optimizers
 
@@ -2217,56 +2331,63 @@ typedef struct Optimizer {
 } Optimizer;
 
 static const Optimizer optimizers[] = {
-    {"adadelta", 1.0, {"square_avg", "acc_delta"}},
-    {"sgd", 0.01, {"momentum_buffer", NULL}},
+    [ADADELTA] = {"adadelta", 1.0, {"square_avg", "acc_delta"}},
+    [SGD] = {"sgd", 0.01, {"momentum_buffer", NULL}},
 };
 
-/* # EXTRA  optimizer.step(): one call for all parameters, which are one arena; --optimizer-launch
-   per-tensor: one call per tensor, as frameworks once did, to measure what that costs on a GPU. */
-static void optimizer_step(const Optimizer *o, const Net *net, real *state) {
+// Numbers that the optimizer keeps for each parameter: SGD without momentum none
+static size_t count_states(OptimizerChoice optimizer, const Settings *s) {
+    if (optimizer == SGD)
+        return s->momentum > 0 ? 1 : 0;
+    return 2;
+}
+
+// Updates `count` parameters from offset `first` of the arenas on.
+static void update_params(const Net *net, real *state, size_t first, size_t count) {
     const Settings *s = net->settings;
-    const bool whole = strcmp(s->optimizer_launch, "per-tensor") != 0;
-    const Backend *b = net->backend;
-    void (*step)(Update u) = o->states[1] ? b->adadelta : b->sgd;
-    if (b->count_not_finite)
-        b->count_not_finite(net->scale, net->grads, net->param_size);
-    for (size_t i = 0; i < (whole ? 1 : 2 * net->count); i++) {
-        const Layer *l = &net->layers[i / 2];
-        size_t first = whole ? 0 : i % 2 ? l->bias : l->weight;
-        size_t count = whole ? net->param_size : i % 2 ? l->biases : l->weights;
-        if (count > 0)
-            step((Update){.param = net->params + first,
-                          .grad = net->grads + first,
-                          .state = {state + first, state + net->param_size + first},
-                          .low = net->low ? net->low + 2 * first : NULL,
-                          .scale = net->scale,
-                          .count = count,
-                          .step = net->step,
-                          .momentum = s->momentum,
-                          .weight_decay = s->weight_decay,
-                          .nesterov = s->nesterov});
+    const Update u = {.param = net->params + first,
+                      .grad = net->grads + first,
+                      .state = {state + first, state + net->param_size + first},
+                      .low = net->low ? net->low + 2 * first : NULL,
+                      .scale = net->scale,
+                      .count = count,
+                      .step = net->step,
+                      .momentum = s->momentum,
+                      .weight_decay = s->weight_decay,
+                      .nesterov = s->nesterov};
+    if (count == 0)
+        return;
+    if (s->optimizer == ADADELTA)
+        net->kernels->adadelta(u);
+    else
+        net->kernels->sgd(u);
+}
+
+// # EXTRA  --optimizer-launch per-tensor: one call for each tensor, as frameworks once did, to
+// measure what that costs on a GPU
+static void update_each_tensor(const Net *net, real *state) {
+    for (const Layer *l = net->layers; l < net->layers + net->count; l++) {
+        update_params(net, state, l->weight, l->weights);
+        update_params(net, state, l->bias, l->biases);
     }
-    if (b->adjust_scale)
-        b->adjust_scale(net->scale);
 }
 
-static size_t count_states(const Optimizer *o, const Settings *s) {
-    bool none = strcmp(o->name, "sgd") == 0 && s->momentum == 0;
-    return none ? 0 : o->states[1] ? 2 : 1;
-}
-
-// The number of milestones in "60,120,160" that are at most `epochs`
-static int milestones_passed(const char *milestones, size_t epochs) {
-    int passed = 0;
-    for (const char *at = milestones; *at; at += strcspn(at, ","), at += *at == ',')
-        passed += strtoul(at, NULL, 10) <= epochs;
-    return passed;
+// optimizer.step(): one call for all parameters, which are one arena
+static void optimizer_step(const Net *net, real *state) {
+    const Kernels *k = net->kernels;
+    if (net->device->is_gpu)
+        k->count_not_finite(net->scale, net->grads, net->param_size);
+    if (net->settings->optimizer_launch == LAUNCH_PER_TENSOR)
+        update_each_tensor(net, state);
+    else
+        update_params(net, state, 0, net->param_size);
+    if (k->precision == FP16)
+        k->adjust_scale(net->scale);
 }
 
 /* The learning rate of a step; epoch and step count from 0, an epoch has `steps` of them. In the
    warm-up it grows with each step, up to lr in its last one; then, after e more epochs:
      step        lr * gamma^(e / step_size)                          StepLR
-     multistep   lr * gamma^(milestones passed)                      MultiStepLR
      cosine      lr * (1 + cos(pi * e / epochs)) / 2                 CosineAnnealingLR */
 static double learning_rate(const Settings *s, size_t epoch, size_t step, size_t steps) {
     /* LAB 9.1 BEGIN learning_rate */
@@ -2274,10 +2395,8 @@ static double learning_rate(const Settings *s, size_t epoch, size_t step, size_t
         return s->lr * (double)(epoch * steps + step + 1) / (double)(s->warmup_epochs * steps);
     size_t e = epoch - s->warmup_epochs;
     /* LAB 9.1 END */
-    if (strcmp(s->schedule, "step") == 0)
+    if (s->schedule == SCHEDULE_STEP)
         return s->lr * pow(s->gamma, (double)(e / s->step_size));
-    if (strcmp(s->schedule, "multistep") == 0)
-        return s->lr * pow(s->gamma, milestones_passed(s->milestones, e));
     return s->lr * (1 + cos(M_PI * (double)e / (double)(s->epochs - s->warmup_epochs))) / 2;
 }
 
@@ -2582,7 +2701,7 @@ static void free_dataset(Dataset *data) {
 
 /* Augmentation: another variant of each image in each epoch. The function gets one image as bytes
    and draws from Philox by (seed, epoch, position in the epoch), whichever worker calls it. */
-typedef void Augment(uint8_t *out, const uint8_t *in, Shape s, const Draw *draw);
+typedef void Augment(uint8_t *out, const uint8_t *in, Shape s, const RandomKey *key);
 
 // A byte of an image; black outside of it, where row or column have wrapped around below 0.
 static uint8_t pixel_at(const uint8_t *image, Shape s, size_t y, size_t x, size_t c) {
@@ -2590,9 +2709,9 @@ static uint8_t pixel_at(const uint8_t *image, Shape s, size_t y, size_t x, size_
 }
 
 // RandomCrop(size, padding = 4), then RandomHorizontalFlip(0.5)
-static void augment_crop_flip(uint8_t *out, const uint8_t *in, Shape s, const Draw *draw) {
+static void augment_crop_flip(uint8_t *out, const uint8_t *in, Shape s, const RandomKey *key) {
     uint32_t r[4];
-    philox4x32(r, 0, (uint32_t)draw->first, (uint32_t)draw->epoch, DRAW_AUGMENT, draw->seed);
+    philox4x32(r, 0, (uint32_t)key->first, (uint32_t)key->epoch, DRAW_AUGMENT, key->seed);
     size_t top = (size_t)(r[0] % (2 * CROP_PADDING + 1)) - CROP_PADDING; // may wrap around below 0
     size_t left = (size_t)(r[1] % (2 * CROP_PADDING + 1)) - CROP_PADDING;
     for (size_t y = 0; y < s.h; y++)
@@ -2627,14 +2746,14 @@ static void blur(float *to, const float *from, Shape s, bool rows) {
 /* Elastic distortion (Simard, Steinkraus, Platt, "Best practices for convolutional neural
    networks", ICDAR 2003): moves each pixel by a random field, blurred with sigma = 4 and scaled by
    alpha = 34 pixels, with bilinear interpolation. fmaf() rounds once everywhere, also on a GPU. */
-static void augment_elastic(uint8_t *out, const uint8_t *in, Shape s, const Draw *draw) {
+static void augment_elastic(uint8_t *out, const uint8_t *in, Shape s, const RandomKey *key) {
     size_t pixels = s.h * s.w;
     float field[2][pixels], blurred[pixels]; // displacements in y and in x
     for (size_t f = 0; f < 2; f++) {
         for (size_t i = 0; i < pixels; i += 4) {
             uint32_t r[4];
-            philox4x32(r, (uint32_t)(1 + f * pixels + i), (uint32_t)draw->first,
-                       (uint32_t)draw->epoch, DRAW_AUGMENT, draw->seed);
+            philox4x32(r, (uint32_t)(1 + f * pixels + i), (uint32_t)key->first,
+                       (uint32_t)key->epoch, DRAW_AUGMENT, key->seed);
             for (size_t j = 0; j < min_size(4, pixels - i); j++)
                 field[f][i + j] = ELASTIC_ALPHA * (float)(2 * uniform(r[j]) - 1);
         }
@@ -2664,10 +2783,10 @@ static const struct {
 
 // Where a loader puts its batches.
 typedef struct Placement {
-    const Backend *backend;
-    size_t device;
+    const Device *device;
+    size_t number; // of the device
     bool pinned, resident;
-    size_t rank, others; // of the ranks that share each batch: this one, the number of others
+    size_t rank, ranks; // this rank, and how many share each batch
 } Placement;
 
 // The loader of a data set: its ring of batches and the workers that fill them.
@@ -2684,7 +2803,7 @@ typedef struct Loader {
     size_t entered;         // worker threads that are running
     bool quit;
     Augment *augment; // NULL: images as they are
-    Draw draw;        // the epoch's seed and number, for the augmentation
+    RandomKey key;    // the epoch's seed and number, for the augmentation
     Placement place;
     Plan plan;
     real *images, *device_images; // of all slots
@@ -2697,24 +2816,24 @@ typedef struct Loader {
     real normalised[3][256]; // (byte / 255 - mean) / std, by channel
 } Loader;
 
-// Fills a batch; if the data set is resident, only with labels and draw.
+// Fills a batch; if the data set is resident, only with labels and key.
 static void fill_batch(const Loader *l, Batch *batch, size_t number) {
     Shape s = l->data->info->shape;
     size_t pixels = shape_size(l->data->info->shape), first = number * l->batch_size;
     uint8_t augmented[pixels];
     batch->number = number;
-    batch->draw = l->draw;
-    batch->draw.first = position_of(l->draw, first);
+    batch->key = l->key;
+    batch->key.first = position_of(l->key, first);
     batch->n = min_size(l->batch_size, l->share - first);
     for (size_t i = 0; i < batch->n; i++) {
-        size_t position = position_of(batch->draw, i), image = l->order[position];
+        size_t position = position_of(batch->key, i), image = l->order[position];
         const uint8_t *bytes = l->data->images + image * pixels;
         real *out = batch->images + i * pixels;
         batch->labels[i] = l->data->labels[image];
         if (batch->resident)
             continue;
         if (l->augment) {
-            l->augment(augmented, bytes, s, &(Draw){l->draw.seed, l->draw.epoch, position, 0});
+            l->augment(augmented, bytes, s, &(RandomKey){l->key.seed, l->key.epoch, position, 1});
             bytes = augmented;
         }
         for (size_t p = 0; p < pixels; p += s.c)
@@ -2732,11 +2851,11 @@ static void make_batch(Loader *l, size_t number, size_t worker) {
     fill_batch(l, slot, number);
     double filled = now();
     trace_event(to->rank, TRACK_LOADER + worker, "make a batch", start, filled);
-    if (!to->backend->transfer || to->resident)
+    if (!to->device->is_gpu || to->resident)
         return;
     size_t bytes = slot->n * shape_size(l->data->info->shape) * sizeof(real);
-    to->backend->transfer(to->device, slot->device_images, slot->images, bytes);
-    to->backend->transfer(to->device, slot->device_labels, slot->labels, slot->n);
+    to->device->transfer(to->number, slot->device_images, slot->images, bytes);
+    to->device->transfer(to->number, slot->device_labels, slot->labels, slot->n);
     double end = now();
     trace_event(to->rank, TRACK_LOADER + worker, "upload", filled, end);
     __atomic_fetch_add(&l->uploaded, bytes + slot->n, __ATOMIC_RELAXED);
@@ -2771,14 +2890,14 @@ static void *loader_worker(void *argument) {
 // Plans the memory of a loader of batches of batch_size images; loader_init() follows.
 static void loader_plan(Loader *l, const Dataset *data, size_t batch_size, size_t workers,
                         Augmentation augment, Placement place) {
-    const size_t image = shape_size(data->info->shape), positions = data->count + place.others;
+    const size_t image = shape_size(data->info->shape), positions = data->count + place.ranks - 1;
     *l = (Loader){.data = data, .batch_size = batch_size, .workers = workers, .place = place};
     l->lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
     l->changed = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
     l->augment = augmentations[augment].augment;
     l->resident = (Resident){.shape = data->info->shape, .augment = augment};
     l->slots = 2 * workers + 1; // PyTorch's prefetch_factor of 2, and the batch in use
-    l->plan.backend = place.backend;
+    l->plan.device = place.device;
     l->slot_size = place.resident ? 0 : aligned(batch_size * image) + ALIGN;
     const size_t bytes = l->slots * l->slot_size * sizeof(real);
     const MemoryKind host = place.pinned ? PINNED : HOST;
@@ -2790,7 +2909,7 @@ static void loader_plan(Loader *l, const Dataset *data, size_t batch_size, size_
         plan_area(&l->plan, &l->resident.labels, data->count, DEVICE, "data set");
         plan_area(&l->plan, &l->resident.normalised, sizeof l->normalised, DEVICE, "data set");
         plan_area(&l->plan, &l->resident.order, positions * sizeof *l->order, DEVICE, "data set");
-    } else if (place.backend->transfer) {
+    } else if (place.device->is_gpu) {
         plan_area(&l->plan, &l->device_images, bytes, DEVICE, "loader");
         plan_area(&l->plan, &l->device_labels, l->slots * batch_size, DEVICE, "loader");
     }
@@ -2803,7 +2922,7 @@ static void loader_init(Loader *l) {
     const size_t image = shape_size(info->shape);
     plan_alloc(&l->plan);
     // workers wait until loader_start()
-    l->started = l->batches = ceil_div(ceil_div(data->count, 1 + l->place.others), l->batch_size);
+    l->started = l->batches = ceil_div(ceil_div(data->count, l->place.ranks), l->batch_size);
     l->ring = must_alloc(l->slots * sizeof *l->ring, "the loader");
     l->filled = must_alloc(l->slots * sizeof *l->filled, "the loader");
     l->threads = must_alloc(l->workers * sizeof *l->threads, "the loader");
@@ -2811,9 +2930,9 @@ static void loader_init(Loader *l) {
         for (int byte = 0; byte < 256; byte++)
             l->normalised[c][byte] = ((real)byte / 255 - (real)info->mean[c]) / (real)info->std[c];
     if (l->place.resident) {
-        l->place.backend->copy((void *)r->images, data->images, data->count * image);
-        l->place.backend->copy((void *)r->labels, data->labels, data->count);
-        l->place.backend->copy((void *)r->normalised, l->normalised, sizeof l->normalised);
+        l->place.device->copy((void *)r->images, data->images, data->count * image);
+        l->place.device->copy((void *)r->labels, data->labels, data->count);
+        l->place.device->copy((void *)r->normalised, l->normalised, sizeof l->normalised);
         blur_weights(r->blur);
     }
     for (size_t s = 0; s < l->slots; s++) {
@@ -2830,7 +2949,7 @@ static void loader_init(Loader *l) {
             die(1, "cannot start loader worker %zu of %zu; use fewer --workers", w + 1, l->workers);
 }
 
-// Fisher-Yates: every permutation is equally likely. Draw i depends on seed, epoch and i only.
+// Fisher-Yates: every permutation is equally likely. RandomKey i depends on seed, epoch and i only.
 static void shuffle(uint32_t *order, size_t count, uint64_t seed, size_t epoch) {
     for (size_t i = count - 1; i > 0; i--) {
         uint32_t r[4];
@@ -2847,7 +2966,7 @@ static void shuffle(uint32_t *order, size_t count, uint64_t seed, size_t epoch) 
    the order of the file. Rank r of N has the positions r, r + N, ...; in training, the first images
    are repeated at the end, so that all ranks have equally many (as DistributedSampler does). */
 static void loader_start(Loader *l, uint64_t seed, size_t epoch, size_t first) {
-    const size_t count = l->data->count, rank = l->place.rank, ranks = 1 + l->place.others;
+    const size_t count = l->data->count, rank = l->place.rank, ranks = l->place.ranks;
     pthread_mutex_lock(&l->lock);
     l->started = l->batches = 0; // stops the workers, if an epoch ended early
     while (l->busy > 0)
@@ -2857,13 +2976,13 @@ static void loader_start(Loader *l, uint64_t seed, size_t epoch, size_t first) {
         l->order[i] = (uint32_t)i;
     if (epoch > 0)
         shuffle(l->order, count, seed, epoch);
-    for (size_t i = 0; i < l->place.others; i++)
+    for (size_t i = 0; i + 1 < ranks; i++)
         l->order[count + i] = l->order[i % count];
-    l->draw = (Draw){seed, epoch, rank, l->place.others};
+    l->key = (RandomKey){seed, epoch, rank, ranks};
     l->share = epoch > 0 ? ceil_div(count, ranks) : (count + ranks - 1 - rank) / ranks;
     /* LAB 8.2 END */
     if (l->place.resident)
-        l->place.backend->copy(l->resident.order, l->order, (count + ranks - 1) * sizeof *l->order);
+        l->place.device->copy(l->resident.order, l->order, (count + ranks - 1) * sizeof *l->order);
     memset(l->filled, 0, l->slots * sizeof *l->filled);
     l->started = l->handed = first;
     l->batches = ceil_div(l->share, l->batch_size);
@@ -2933,10 +3052,10 @@ typedef struct Team {
 
 // A rank's part in communication.
 typedef struct Comm {
-    size_t rank, world, device;
+    size_t rank, world;
+    size_t number;            // of its device
     size_t replica, replicas; // its number within this process, and how many there are
     const Settings *settings;
-    int signal; // as `requested`, of this step
     Team *team; // NULL: the ranks are processes
     bool dp;
     Net *net;
@@ -2957,7 +3076,8 @@ typedef struct Comm {
     Plan plan;
 } Comm;
 
-// Seconds that ranks wait at a time: while this process is stopped, as by Ctrl-Z, only one passes.
+// Ranks wait for so many seconds at a time. While this process is stopped, for example by Ctrl-Z,
+// only one such wait counts towards --timeout.
 static const double PATIENCE = .1;
 
 static _Noreturn void die_of_timeout(const Comm *c, size_t late) {
@@ -2966,9 +3086,9 @@ static _Noreturn void die_of_timeout(const Comm *c, size_t late) {
 }
 
 /* ---- Signals: SIGUSR1 asks for a checkpoint; SIGINT, SIGTERM and SIGHUP for one and the end, with
-   exit status 128 + their number, and a second one ends the program at once. A rank takes them at
-   the beginning of a step; from then on its messages carry them, over MPI as their tag, so that all
-   ranks know them when the gradients are reduced, and end the step in the same way. */
+   exit status 128 + their number, and a second one ends the program at once. A process notes the
+   signal in the result of its step. Ranks gather these results at the log interval, a single rank
+   after each step, so all of them learn of it after the same step and end in the same way. */
 enum { SAVE = 1, EXIT_SIGNAL = 128 };
 static volatile sig_atomic_t requested; // SAVE, EXIT_SIGNAL + the signal's number, or 0
 
@@ -2982,13 +3102,13 @@ static void on_signal(int number) {
 static void catch_signals(void) {
     static const int numbers[] = {SIGUSR1, SIGINT, SIGTERM, SIGHUP};
     for (size_t i = 0; i < LENGTH(numbers); i++)
-        if (signal(numbers[i], on_signal) == SIG_IGN) // as by nohup
+        if (signal(numbers[i], on_signal) == SIG_IGN) // for example by nohup
             signal(numbers[i], SIG_IGN);
 }
 
-static void note_signal(Comm *c, int signal) {
-    if (signal > c->signal)
-        __atomic_store_n(&c->signal, signal, __ATOMIC_RELAXED); // the right neighbour reads it
+// What this process was asked for since the last call
+static int take_signal(void) {
+    return __atomic_exchange_n(&requested, 0, __ATOMIC_RELAXED);
 }
 
 // ---- Ranks
@@ -3021,15 +3141,14 @@ static void start_mpi(Comm *c) {
     MPI_Comm_free(&host);
     c->rank = (size_t)rank;
     c->world = (size_t)world;
-    c->device = (size_t)device;
+    c->number = (size_t)device;
 }
 
-// Waits for a message to or from a neighbour, or dies as barrier() does. Returns its tag.
-static int mpi_wait(const Comm *c, MPI_Request *request, size_t neighbour) {
-    MPI_Status status = {.MPI_TAG = 0};
+// Waits for a message to or from a neighbour, or dies as barrier() does.
+static void mpi_wait(const Comm *c, MPI_Request *request, size_t neighbour) {
     double waited = 0, last = now();
     for (int done = 0; !done;) {
-        MPI_Test(request, &done, &status);
+        MPI_Test(request, &done, MPI_STATUS_IGNORE);
         waited += fmin(now() - last, PATIENCE);
         last = now();
         if (!done && waited > c->settings->timeout)
@@ -3037,21 +3156,19 @@ static int mpi_wait(const Comm *c, MPI_Request *request, size_t neighbour) {
         if (!done)
             nanosleep(&(struct timespec){.tv_nsec = 20000}, NULL); // leaves the core to others
     }
-    return status.MPI_TAG;
 }
 
 // Sends bytes to the right neighbour and returns those received from the left one.
 static const void *mpi_exchange(Comm *c, const void *send, size_t bytes, size_t expected) {
     size_t right = (c->rank + 1) % c->world, left = (c->rank + c->world - 1) % c->world;
     MPI_Request requests[2];
-    if (c->net->backend->transfer) {
-        c->net->backend->transfer(c->device, c->host[0], send, bytes);
+    if (c->net->device->is_gpu) {
+        c->net->device->transfer(c->number, c->host[0], send, bytes);
         send = c->host[0];
     }
-    MPI_Irecv(c->host[1], (int)expected, MPI_BYTE, (int)left, MPI_ANY_TAG, MPI_COMM_WORLD,
-              &requests[0]);
-    MPI_Isend(send, (int)bytes, MPI_BYTE, (int)right, c->signal, MPI_COMM_WORLD, &requests[1]);
-    note_signal(c, mpi_wait(c, &requests[0], left));
+    MPI_Irecv(c->host[1], (int)expected, MPI_BYTE, (int)left, 0, MPI_COMM_WORLD, &requests[0]);
+    MPI_Isend(send, (int)bytes, MPI_BYTE, (int)right, 0, MPI_COMM_WORLD, &requests[1]);
+    mpi_wait(c, &requests[0], left);
     mpi_wait(c, &requests[1], right);
     return c->host[1];
 }
@@ -3087,6 +3204,13 @@ static void team_init(Team *t) {
     pthread_mutex_init(&t->lock, NULL);
 }
 
+// Waits for a change of the team, for PATIENCE seconds at most; true: nothing has changed.
+static bool wait_for_team(Team *t) {
+    const double end = now() + PATIENCE;
+    const struct timespec until = {(time_t)end, (long)(1e9 * (end - floor(end)))};
+    return pthread_cond_timedwait(&t->changed, &t->lock, &until) == ETIMEDOUT;
+}
+
 // Waits until all ranks of the process have arrived; after --timeout dies, naming one that has not.
 static void barrier(Comm *c) {
     Team *t = c->team;
@@ -3094,17 +3218,12 @@ static void barrier(Comm *c) {
     if (!t)
         return; // processes wait for each other's messages instead
     pthread_mutex_lock(&t->lock);
-    size_t number = ++t->arrivals[c->rank];
+    const size_t number = ++t->arrivals[c->rank];
     pthread_cond_broadcast(&t->changed);
     for (size_t r = 0; r < c->world; r++)
         while (t->arrivals[r] < number) {
-            double end = now() + PATIENCE;
-            struct timespec until = {(time_t)end, (long)(1e9 * (end - floor(end)))};
-            if (pthread_cond_timedwait(&t->changed, &t->lock, &until) != ETIMEDOUT ||
-                ftrylockfile(stdout) != 0) // a rank waits for its reader, as for a paused pager
-                continue;
-            funlockfile(stdout);
-            if ((waited += PATIENCE) > c->settings->timeout)
+            waited += wait_for_team(t) ? PATIENCE : 0;
+            if (waited > c->settings->timeout)
                 die_of_timeout(c, r);
         }
     pthread_mutex_unlock(&t->lock);
@@ -3112,7 +3231,7 @@ static void barrier(Comm *c) {
 
 // Whether NCCL adds the gradients: ranks are processes with a GPU each, and it was found.
 static bool uses_nccl(const Comm *c) {
-    return cuda_all_reduce && !c->team && !c->settings->oversubscribe && c->net->backend->transfer;
+    return cuda_all_reduce && !c->team && !c->settings->oversubscribe && c->net->device->is_gpu;
 }
 
 /* One step around the ring: sends data[send] to the right neighbour and receives data[receive] from
@@ -3123,13 +3242,12 @@ static void ring_step(Comm *c, real *data, Range send, Range receive, bool add) 
         barrier(c);
         const Comm *left = c->team->ranks[(c->rank + c->world - 1) % c->world];
         from = (const real *)left->shown + receive.first;
-        note_signal(c, __atomic_load_n(&left->signal, __ATOMIC_RELAXED));
     } else {
         from = mpi_exchange(c, data + send.first, send.count * sizeof *data,
                             receive.count * sizeof *data);
     }
     c->bytes_sent += (double)(send.count * sizeof *data);
-    c->net->backend->receive(c->device, data + receive.first, from, receive.count, add, c->buffer);
+    c->net->device->receive(c->number, data + receive.first, from, receive.count, add, c->buffer);
 }
 
 /* data[range] = its sum over all ranks, with the same bits on each: world - 1 steps of a
@@ -3140,7 +3258,7 @@ static void all_reduce(Comm *c, real *data, Range range) {
     const size_t n = c->world, rank = c->rank + 2 * n; // 2n: rank - step stays positive
     if (uses_nccl(c)) {
         c->bytes_sent += 2. * (double)((n - 1) * range.count * sizeof *data) / (double)n;
-        if (!cuda_all_reduce(c->device, data + range.first, range.count, c->settings->timeout))
+        if (!cuda_all_reduce(c->number, data + range.first, range.count, c->settings->timeout))
             die_of_timeout(c, (c->rank + n - 1) % n);
         return;
     }
@@ -3196,12 +3314,11 @@ static void *comm_thread(void *argument) {
         }
         size_t bucket = c->done;
         pthread_mutex_unlock(&c->lock);
-        if (c->net->backend->wait)
-            c->net->backend->wait(c->replica, CLOCK_MARKS + bucket);
+        c->net->device->wait(c->replica, CLOCK_MARKS + bucket);
         double begin = now();
-        c->net->backend->range(RANGE_STEP, "all-reduce");
+        c->net->device->range(RANGE_STEP, "all-reduce");
         all_reduce(c, c->net->grads, c->buckets[bucket]);
-        c->net->backend->range(RANGE_STEP, NULL);
+        c->net->device->range(RANGE_STEP, NULL);
         c->seconds += now() - begin;
         trace_event(c->rank, TRACK_COMM, "all-reduce", begin, now());
         pthread_mutex_lock(&c->lock);
@@ -3216,7 +3333,7 @@ static void *comm_thread(void *argument) {
 static void gradients_ready(Comm *c, size_t first) {
     pthread_mutex_lock(&c->lock);
     while (c->ready < c->bucket_count && c->buckets[c->ready].first >= first)
-        c->net->backend->mark(CLOCK_MARKS + c->ready++);
+        c->net->device->mark(CLOCK_MARKS + c->ready++);
     pthread_cond_broadcast(&c->changed);
     pthread_mutex_unlock(&c->lock);
 }
@@ -3243,7 +3360,7 @@ static void plan_buckets(Comm *c) {
 // to = from or, if add, to += from, one of them another rank's
 static void dp_copy(Comm *c, real *to, const real *from, size_t count, bool add) {
     double begin = now();
-    c->net->backend->receive(c->device, to, from, count, add, c->buffer);
+    c->net->device->receive(c->number, to, from, count, add, c->buffer);
     c->seconds += now() - begin;
     trace_event(c->rank, TRACK_COMM, add ? "add" : "fetch", begin, now());
     c->bytes_sent += (double)(count * sizeof *to);
@@ -3260,15 +3377,14 @@ static const Batch *dp_next(Comm *c) {
     Team *t = c->team;
     if (c->rank == 0)
         t->batch = loader_next(c->loader);
-    c->net->backend->synchronize(); // the update may still be queued
+    c->net->device->synchronize(); // the update may still be queued
     barrier(c);
-    note_signal(c, __atomic_load_n(&t->ranks[0]->signal, __ATOMIC_RELAXED));
     if (!t->batch)
         return NULL;
     Range part = dp_part(c, c->rank);
     c->batch = *t->batch;
     c->batch.n = part.count;
-    c->batch.draw.first += part.first;
+    c->batch.key.first += part.first;
     c->batch.device_images += part.first * shape_size(c->net->layers[0].out);
     return &c->batch;
 }
@@ -3277,12 +3393,12 @@ static const Batch *dp_next(Comm *c) {
 static void dp_load(Comm *c, double lr) {
     Net *net = c->net;
     const Shape image = net->layers[0].out;
-    net->backend->set_step(net->step, (Step){c->batch.draw, lr});
+    net->device->set_step(net->step, (Step){c->batch.key, lr});
     net->images = NULL; // test() has set it to the loader's buffer
     real *own = output(net, 0), *to = c->images ? c->images : own;
     dp_copy(c, to, c->batch.device_images, c->batch.n * shape_size(image), false);
     if (c->images)
-        net->backend->load_images(own, c->images, c->batch.n, image, net->transposed);
+        net->kernels->load_images(own, c->images, c->batch.n, image, net->transposed);
     if (c->rank > 0) {
         dp_copy(c, net->params, c->team->ranks[0]->net->params, net->param_size, false);
         lower_params(net);
@@ -3293,16 +3409,15 @@ static void dp_load(Comm *c, double lr) {
 static double dp_loss(Comm *c) {
     Team *t = c->team;
     Net *net = c->net;
-    const Backend *b = net->backend;
     const size_t classes = net->classes, n = t->batch->n, count = c->batch.n * classes;
     const size_t first = dp_part(c, c->rank).first * classes;
-    b->synchronize();
+    net->device->synchronize();
     dp_copy(c, t->logp + first, output(net, last_row(net)), count, false);
     barrier(c);
     if (c->rank == 0) {
-        b->nll_loss(t->losses, t->dlogp, t->logp, t->batch->device_labels, n, n, classes,
-                    c->settings->label_smoothing, net->scale);
-        b->copy(t->host_losses, t->losses, n * sizeof(real));
+        net->kernels->nll_loss(t->losses, t->dlogp, t->logp, t->batch->device_labels, n, n, classes,
+                               c->settings->label_smoothing, net->scale);
+        net->device->copy(t->host_losses, t->losses, n * sizeof(real));
         t->loss = mean(t->host_losses, n);
     }
     barrier(c);
@@ -3312,7 +3427,7 @@ static double dp_loss(Comm *c) {
 
 // The master adds up the gradients of the ranks that had an image.
 static void dp_reduce(Comm *c) {
-    c->net->backend->synchronize();
+    c->net->device->synchronize();
     barrier(c);
     for (size_t r = 1; r < c->world && c->rank == 0; r++)
         if (dp_part(c, r).count > 0)
@@ -3323,8 +3438,6 @@ static void dp_reduce(Comm *c) {
 // ---- Called by train() and test(): ddp, which includes a single device, or dp
 
 static const Batch *next_batch(Comm *c) {
-    if (!c->dp || c->rank == 0)
-        note_signal(c, __atomic_exchange_n(&requested, 0, __ATOMIC_RELAXED));
     return c->dp ? dp_next(c) : loader_next(c->loader);
 }
 
@@ -3351,7 +3464,7 @@ static void reduce_gradients(Comm *c) {
 // Before a test: rank 0's running statistics; under dp its parameters as well
 static void share_weights(Comm *c) {
     Net *net = c->net;
-    net->backend->synchronize();
+    net->device->synchronize();
     broadcast(c, net->stats, net->stats_size);
     if (c->dp)
         broadcast(c, net->params, net->param_size);
@@ -3383,19 +3496,19 @@ static void compare_ranks(Comm *c, const char *what, uint64_t hash) {
 
 // Plans the memory of communication; rank, world, settings and team must be set.
 static void comm_plan(Comm *c, Net *net, Loader *loader) {
-    const Backend *b = net->backend;
+    const bool gpu = net->device->is_gpu;
     const size_t images = loader->batch_size, outputs = images * net->classes * sizeof(real);
     const size_t bytes = max_size(net->param_size, net->stats_size) * sizeof(real) + GATHER_CHUNK;
     static const char what[] = "communication";
     Team *t = c->team;
     c->net = net;
     c->loader = loader;
-    c->plan = (Plan){.backend = b};
+    c->plan = (Plan){.device = net->device};
     c->lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
     c->changed = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
-    if (c->world > 1 && b->transfer)
+    if (c->world > 1 && gpu)
         plan_area(&c->plan, &c->buffer, bytes, DEVICE, what);
-    if (c->dp && b->load_images)
+    if (c->dp && gpu)
         plan_area(&c->plan, &c->images, net->batch * shape_size(net->layers[0].out) * sizeof(real),
                   DEVICE, what);
     for (size_t i = 0; i < 2 && c->world > 1 && !t; i++)
@@ -3423,7 +3536,7 @@ static void comm_start(Comm *c) {
     plan_buckets(c);
     if (c->settings->overlap)
         c->net->comm = c;
-    c->net->others = c->world - 1;
+    c->net->ranks = c->world;
     if (pthread_create(&c->thread, NULL, comm_thread, c) != 0)
         die(1, "cannot start the communication thread");
 }
@@ -3520,7 +3633,10 @@ static Tensor *list_tensors(const Net *net, const Optimizer *optimizer, real *st
     Tensor *list = must_alloc(16 * net->count * sizeof *list, "the list of tensors");
     Tensor *end = list_layers(net, list, "", net->params, true), *own = end;
     for (const Optimizer *o = optimizers; o < optimizers + LENGTH(optimizers); o++) {
-        const size_t states = o == optimizer ? count_states(o, net->settings) : all ? 2 : 0;
+        const size_t states = o == optimizer
+                                  ? count_states((OptimizerChoice)(o - optimizers), net->settings)
+                              : all ? 2
+                                    : 0;
         for (size_t i = 0; i < states && o->states[i]; i++) {
             char prefix[64];
             snprintf(prefix, sizeof prefix, "optimizer.%s.", o->states[i]);
@@ -3584,7 +3700,7 @@ static const void *file_values(Net *net, const Tensor *t) {
     const int64_t tracked = (int64_t)net->batches_tracked;
     if (!t->values)
         return memcpy(net->host[0], &tracked, sizeof tracked);
-    net->backend->copy(net->host[0], t->values, t->bytes);
+    net->device->copy(net->host[0], t->values, t->bytes);
     if (!t->filter.h)
         return net->host[0];
     reorder_weight(net->host[1], net->host[0], t->filter, t->dims[0], true);
@@ -3602,7 +3718,7 @@ static void save_tensors(Net *net, const Optimizer *optimizer, real *state, cons
     uint64_t checksum = hash_bytes(HASH_START, metadata, strlen(metadata));
     for (const Tensor *t = list; t < list + count; t++) {
         const void *values = file_values(net, t);
-        if (t->values && first_not_finite(values, t->count, 0) < t->count)
+        if (t->values && first_not_finite(values, t->count, FP32) < t->count)
             die(1, "%s: not written, since %s is not finite; try a smaller --lr", path, t->name);
         checksum = hash_bytes(checksum, values, t->bytes);
     }
@@ -3774,7 +3890,7 @@ static void read_tensors(TensorFile *f, Net *net, const Optimizer *optimizer, re
         if (t->filter.h)
             reorder_weight(net->host[1], net->host[0], t->filter, t->dims[0], false);
         if (t->values)
-            net->backend->copy(t->values, net->host[t->filter.h ? 1 : 0], t->bytes);
+            net->device->copy(t->values, net->host[t->filter.h ? 1 : 0], t->bytes);
         else
             net->batches_tracked = (size_t)tracked;
     }
@@ -3796,7 +3912,7 @@ static uint64_t hash_weights(Net *net) {
                             net->stats + net->slots[l - net->layers].stats};
         const size_t counts[] = {l->weights, l->biases, running};
         for (size_t k = 0; k < 3; k++) {
-            net->backend->copy(net->host[0], at[k], counts[k] * sizeof(real));
+            net->device->copy(net->host[0], at[k], counts[k] * sizeof(real));
             hash = hash_bytes(hash, net->host[0], counts[k] * sizeof(real));
         }
     }
@@ -3807,180 +3923,184 @@ static uint64_t hash_weights(Net *net) {
 
    One table, from which the parser, --help and the settings in run.json are made. */
 
-typedef enum { SWITCH, COUNT, NUMBER, CHOICE, TEXT } OptionKind;
+// A name is one of several words, and kept as text; a choice is kept as the number of its word.
+typedef enum { SWITCH, COUNT, NUMBER, CHOICE, NAME, TEXT } OptionKind;
+
+// Whether a resumed run may have another value. FIXED: it changes the result; checkpoints hold it
+// and --resume compares it. FIXED_LATER: the same, but it is left out while it is the first choice,
+// so that checkpoints that were written before the option existed can be resumed.
+typedef enum { FREE, FIXED, FIXED_LATER } OptionEffect;
 
 typedef struct Option {
     const char *name;
     OptionKind kind;
     size_t offset;      // of the field in Settings
-    const char *values; // the choices, or a word for the value in --help
+    const char *values; // the words, "a|b|c", or what --help shows for the value
     double min, max;
     const char *fallback; // the default; NULL: determined after parsing, as the help text says
-    // 1: it changes the result: checkpoints hold it, --resume compares it; 2: only where it is not
-    // the first of its choices, so that older checkpoints, which have no such line, can be resumed
-    int result;
+    OptionEffect effect;
     const char *help;
 } Option;
 
-static char model_names[1024]; // the choices of --model, listed from models[]
+static char model_names[1024]; // the words of --model, listed from models[]
 
 // The kind of an option, its field in Settings and the values that --help shows
 #define SWITCH(field) SWITCH, offsetof(Settings, field), "on|off", 0, 0
 #define COUNT(field, values, min, max) COUNT, offsetof(Settings, field), values, min, max
 #define NUMBER(field, values, min, max) NUMBER, offsetof(Settings, field), values, min, max
 #define CHOICE(field, values) CHOICE, offsetof(Settings, field), values, 0, 0
+#define NAME(field, values) NAME, offsetof(Settings, field), values, 0, 0
 #define TEXT(field, values) TEXT, offsetof(Settings, field), values, 0, 0
 // clang-format off
 static const Option options[] = {
-    {"--model", CHOICE(model, model_names), "mnist", 1, "the network; its own defaults are below"},
-    {"--width", COUNT(width, "N", 1, 1024), "6", 1, "cifar: channels of conv1; 64 is the wide one"},
-    {"--stem", CHOICE(stem, "3|7|imagenet"), "3", 1,
+    {"--model", NAME(model, model_names), "mnist", FIXED, "the network; its own defaults are below"},
+    {"--width", COUNT(width, "N", 1, 1024), "6", FIXED, "cifar: channels of conv1; 64 is the wide one"},
+    {"--stem", CHOICE(stem, "3|7|imagenet"), "3", FIXED,
      "ResNets: first convolution 3x3, 7x7, or 7x7 stride 2 and max-pool"},
-    {"--dataset", CHOICE(dataset, "auto|mnist|fashion-mnist|cifar10|cifar100|synthetic"), "auto", 1,
+    {"--dataset", NAME(dataset, "auto|mnist|fashion-mnist|cifar10|cifar100|synthetic"), "auto", FIXED,
      "the images; auto: the first that is found, else synthetic ones"},
-    {"--data", TEXT(data, "DIR"), "", 0, "look for the data files in DIR and DIR/DATASET only"},
-    {"--limit-train", COUNT(limit_train, "N", 1, UINT32_MAX), NULL, 1,
+    {"--data", TEXT(data, "DIR"), "", FREE, "look for the data files in DIR and DIR/DATASET only"},
+    {"--limit-train", COUNT(limit_train, "N", 1, UINT32_MAX), NULL, FIXED,
      "train on the first N images only (default: all)"},
-    {"--limit-test", COUNT(limit_test, "N", 1, UINT32_MAX), NULL, 0,
+    {"--limit-test", COUNT(limit_test, "N", 1, UINT32_MAX), NULL, FREE,
      "test on the first N images only (default: all)"},
-    {"--augment", CHOICE(augment, "none|crop-flip|elastic"), "none", 1,
+    {"--augment", CHOICE(augment, "none|crop-flip|elastic"), "none", FIXED,
      "another variant of each training image in each epoch"},
-    {"--batch-size", COUNT(batch_size, "N", 1, 65536), "64", 0, "images of a training step"},
-    {"--test-batch-size", COUNT(test_batch_size, "N", 1, 65536), NULL, 0,
+    {"--batch-size", COUNT(batch_size, "N", 1, 65536), "64", FREE, "images of a training step"},
+    {"--test-batch-size", COUNT(test_batch_size, "N", 1, 65536), NULL, FREE,
      "images tested at a time (default: 1000 for mnist and lenet, else the training batch)"},
-    {"--epochs", COUNT(epochs, "N", 1, 100000), "14", 0, "passes over the training set"},
-    {"--max-steps", COUNT(max_steps, "N", 0, UINT32_MAX), "0", 0,
+    {"--epochs", COUNT(epochs, "N", 1, 100000), "14", FREE, "passes over the training set"},
+    {"--max-steps", COUNT(max_steps, "N", 0, UINT32_MAX), "0", FREE,
      "end training after N steps in all; 0: after --epochs"},
-    {"--optimizer", CHOICE(optimizer, "adadelta|sgd"), "adadelta", 1, "how weights are changed"},
-    {"--lr", NUMBER(lr, "LR", 1e-12, 1e6), NULL, 1, "learning rate (default: adadelta 1; sgd .01)"},
-    {"--momentum", NUMBER(momentum, "M", 0, 0.999999), "0", 1, "sgd: momentum"},
-    {"--nesterov", SWITCH(nesterov), "off", 1, "sgd: Nesterov's momentum"},
-    {"--weight-decay", NUMBER(weight_decay, "W", 0, 1e3), "0", 1, "adds W * weight to a gradient"},
-    {"--label-smoothing", NUMBER(label_smoothing, "E", 0, 0.999999), "0", 1,
+    {"--optimizer", CHOICE(optimizer, "adadelta|sgd"), "adadelta", FIXED, "how weights are changed"},
+    {"--lr", NUMBER(lr, "LR", 1e-12, 1e6), NULL, FIXED, "learning rate (default: adadelta 1; sgd .01)"},
+    {"--momentum", NUMBER(momentum, "M", 0, 0.999999), "0", FIXED, "sgd: momentum"},
+    {"--nesterov", SWITCH(nesterov), "off", FIXED, "sgd: Nesterov's momentum"},
+    {"--weight-decay", NUMBER(weight_decay, "W", 0, 1e3), "0", FIXED, "adds W * weight to a gradient"},
+    {"--label-smoothing", NUMBER(label_smoothing, "E", 0, 0.999999), "0", FIXED,
      "share of the target spread over all classes"},
-    {"--schedule", CHOICE(schedule, "step|multistep|cosine"), "step", 1,
+    {"--schedule", CHOICE(schedule, "step|cosine"), "step", FIXED,
      "how the learning rate changes from epoch to epoch"},
-    {"--gamma", NUMBER(gamma, "M", 0, 1e6), "0.7", 1, "step, multistep: multiplies the rate by M"},
-    {"--step-size", COUNT(step_size, "N", 1, 100000), "1", 1, "step: ... after every N epochs"},
-    {"--milestones", TEXT(milestones, "E,E,..."), "", 1, "multistep: ... after these epochs"},
-    {"--warmup-epochs", COUNT(warmup_epochs, "N", 0, 100000), "0", 1,
+    {"--gamma", NUMBER(gamma, "M", 0, 1e6), "0.7", FIXED, "step: multiplies the rate by M"},
+    {"--step-size", COUNT(step_size, "N", 1, 100000), "1", FIXED, "step: ... after every N epochs"},
+    {"--warmup-epochs", COUNT(warmup_epochs, "N", 0, 100000), "0", FIXED,
      "epochs before the schedule in which the rate grows linearly up to --lr"},
-    {"--lr-scaling", CHOICE(lr_scaling, "none|linear|sqrt"), "none", 1,
+    {"--lr-scaling", CHOICE(lr_scaling, "none|linear|sqrt"), "none", FIXED,
      "scale --lr by batch size / the model's default one, or its root"},
-    {"--seed", COUNT(seed, "S", 0, 9007199254740991.), "1", 1,
+    {"--seed", COUNT(seed, "S", 0, 9007199254740991.), "1", FIXED,
      "determines all random numbers: the same seed, the same run"},
-    {"--log-interval", COUNT(log_interval, "N", 1, UINT32_MAX), "10", 0, "steps between log lines"},
-    {"--workers", COUNT(workers, "N", 1, 256), NULL, 0,
+    {"--log-interval", COUNT(log_interval, "N", 1, UINT32_MAX), "10", FREE, "steps between log lines"},
+    {"--workers", COUNT(workers, "N", 1, 256), NULL, FREE,
      "threads that load batches for each device (default: SLURM_CPUS_PER_TASK in all, else 1)"},
-    {"--threads", COUNT(threads, "N", 1, MAX_THREADS), NULL, 0,
+    {"--threads", COUNT(threads, "N", 1, MAX_THREADS), NULL, FREE,
      "threads that compute (default: OMP_NUM_THREADS, else the usable cores)"},
-    {"--kernels", CHOICE(kernels, "naive|fast|tiled|tensor"), NULL, 1,
+    {"--kernels", CHOICE(kernels, "naive|fast|tiled|tensor"), NULL, FIXED,
      "naive: the definitions; fast: CPU; tiled, tensor: GPU (default: the best here)"},
-    {"--precision", CHOICE(precision, "fp32|tf32|bf16|fp16"), NULL, 2,
+    {"--precision", CHOICE(precision, "fp32|tf32|bf16|fp16"), NULL, FIXED_LATER,
      "GPU: the others use tensor cores (default: fp32; with --kernels tensor: tf32)"},
-    {"--layout", CHOICE(layout, "nhwc|nchw"), "nhwc", 2,
+    {"--layout", CHOICE(layout, "nhwc|nchw"), "nhwc", FIXED_LATER,
      "GPU: nchw transposes around each convolution, to see what it costs"},
-    {"--optimizer-launch", CHOICE(optimizer_launch, "fused|per-tensor"), "fused", 0,
+    {"--optimizer-launch", CHOICE(optimizer_launch, "fused|per-tensor"), "fused", FREE,
      "fused: one pass over all parameters; per-tensor: one for each, to compare"},
-    {"--zero-grad", CHOICE(zero_grad, "none|memset"), "none", 0,
+    {"--zero-grad", CHOICE(zero_grad, "none|memset"), "none", FREE,
      "memset: clear the gradients before backward, as frameworks once did, to compare"},
-    {"--graph", SWITCH(graph), "off", 0, "GPU: launch each step as one CUDA graph"},
-    {"--autotune", SWITCH(autotune), "off", 0,
+    {"--graph", SWITCH(graph), "off", FREE, "GPU: launch each step as one CUDA graph"},
+    {"--autotune", SWITCH(autotune), "off", FREE,
      "GPU: time the tiles of each product in the first step, keep the fastest; same results"},
-    {"--resident", SWITCH(resident), "on", 0, "GPU: keep the data set in its memory, if it fits"},
-    {"--pin-memory", SWITCH(pin_memory), "on", 0, "GPU, --resident off: copy from pinned memory"},
-    {"--gpus", COUNT(gpus, "N", 1, MAX_REPLICAS), NULL, 0,
+    {"--resident", SWITCH(resident), "on", FREE, "GPU: keep the data set in its memory, if it fits"},
+    {"--pin-memory", SWITCH(pin_memory), "on", FREE, "GPU, --resident off: copy from pinned memory"},
+    {"--gpus", COUNT(gpus, "N", 1, MAX_REPLICAS), NULL, FREE,
      "train on N GPUs of this machine (default: 1 if there is one, else the CPU)"},
-    {"--replicas", COUNT(replicas, "N", 1, MAX_REPLICAS), "1", 0,
+    {"--replicas", COUNT(replicas, "N", 1, MAX_REPLICAS), "1", FREE,
      "the same on the CPU: N networks, which share the --threads"},
-    {"--oversubscribe", SWITCH(oversubscribe), "off", 0,
+    {"--oversubscribe", SWITCH(oversubscribe), "off", FREE,
      "let several of them share a GPU or a core, for trying things out"},
-    {"--parallel", CHOICE(parallel, "ddp|dp"), "ddp", 1,
+    {"--parallel", CHOICE(parallel, "ddp|dp"), "ddp", FIXED,
      "ddp: --batch-size images each, all-reduced; dp: a master scatters its batch"},
-    {"--global-batch", COUNT(global_batch, "B", 1, 65536), NULL, 1,
+    {"--global-batch", COUNT(global_batch, "B", 1, 65536), NULL, FIXED,
      "images of a step on all devices together, instead of --batch-size"},
-    {"--bucket-mb", NUMBER(bucket_mb, "MB", 0.001, 10000), "25", 1,
+    {"--bucket-mb", NUMBER(bucket_mb, "MB", 0.001, 10000), "25", FIXED,
      "ddp: size of the pieces in which gradients are all-reduced"},
-    {"--overlap", SWITCH(overlap), "on", 0, "ddp: all-reduce during backward; off: after it"},
-    {"--timeout", NUMBER(timeout, "S", 1, 1e6), "300", 0, "seconds to wait for another device"},
-    {"--out", TEXT(out, "DIR"), "", 0, "write run.json, tables of steps, epochs, images to DIR"},
-    {"--quiet", SWITCH(quiet), "off", 0, "print one line an epoch and what is asked for, no more"},
-    {"--per-class", SWITCH(per_class), "off", 0, "print the accuracy of each class at the end"},
-    {"--profile", SWITCH(profile), "off", 0, "print the time that each line of train() took"},
-    {"--layers", SWITCH(layers), "off", 0, "measure each layer, next to this machine's limits"},
-    {"--trace", TEXT(trace, "FILE"), "", 0, "write a timeline for chrome://tracing and Perfetto"},
-    {"--trace-steps", TEXT(trace_steps, "A:B"), "0:50", 0,
+    {"--overlap", SWITCH(overlap), "on", FREE, "ddp: all-reduce during backward; off: after it"},
+    {"--timeout", NUMBER(timeout, "S", 1, 1e6), "300", FREE, "seconds to wait for another device"},
+    {"--out", TEXT(out, "DIR"), "", FREE, "write run.json, tables of steps, epochs, images to DIR"},
+    {"--quiet", SWITCH(quiet), "off", FREE, "print one line an epoch and what is asked for, no more"},
+    {"--per-class", SWITCH(per_class), "off", FREE, "print the accuracy of each class at the end"},
+    {"--profile", SWITCH(profile), "off", FREE, "print the time that each line of train() took"},
+    {"--layers", SWITCH(layers), "off", FREE, "measure each layer, next to this machine's limits"},
+    {"--trace", TEXT(trace, "FILE"), "", FREE, "write a timeline for chrome://tracing and Perfetto"},
+    {"--trace-steps", TEXT(trace_steps, "A:B"), "0:50", FREE,
      "... of the training steps A to B - 1, counted from 0; Nsight records the same"},
-    {"--save-model", SWITCH(save_model), "off", 0,
+    {"--save-model", SWITCH(save_model), "off", FREE,
      "write the weights as MODEL_cnn.safetensors, or model.safetensors in --out"},
-    {"--checkpoint", TEXT(checkpoint, "FILE"), "", 0,
+    {"--checkpoint", TEXT(checkpoint, "FILE"), "", FREE,
      "write weights, optimizer and position to FILE, as --save-every says"},
-    {"--save-every", TEXT(save_every, "N|Nsteps"), "1", 0, "... after every N epochs or steps"},
-    {"--resume", SWITCH(resume), "off", 0, "continue from --checkpoint, if it exists"},
-    {"--load", TEXT(load, "FILE"), "", 0, "start from the weights in a safetensors file"},
-    {"--eval", SWITCH(eval), "off", 0, "test only"},
-    {"--dry-run", SWITCH(dry_run), "off", 0, "one epoch of one training batch, then the test"},
-    {"--no-cuda", SWITCH(no_cuda), "off", 0, "use the CPU even if there is a GPU"},
+    {"--save-every", TEXT(save_every, "N|Nsteps"), "1", FREE, "... after every N epochs or steps"},
+    {"--resume", SWITCH(resume), "off", FREE, "continue from --checkpoint, if it exists"},
+    {"--load", TEXT(load, "FILE"), "", FREE, "start from the weights in a safetensors file"},
+    {"--eval", SWITCH(eval), "off", FREE, "test only"},
+    {"--dry-run", SWITCH(dry_run), "off", FREE, "one epoch of one training batch, then the test"},
+    {"--no-cuda", SWITCH(no_cuda), "off", FREE, "use the CPU even if there is a GPU"},
 };
 // clang-format on
 enum { OPTIONS = LENGTH(options) };
 
-// Whether `word` is one of "a|b|c"
-static bool is_choice(const char *choices, const char *word) {
-    size_t length = strlen(word);
-    for (const char *c = choices; length > 0 && !strchr(word, '|') && c; c = strchr(c, '|')) {
-        c += *c == '|';
-        if (strncmp(c, word, length) == 0 && (c[length] == '|' || c[length] == 0))
-            return true;
-    }
-    return false;
+static size_t word_length(const char *words) {
+    return strcspn(words, "|");
 }
 
-static void set_option(Settings *s, const Option *o, const char *text) {
-    void *field = (char *)s + o->offset;
-    char *end;
-    const double number = strtod(text, &end);
-    const bool whole = o->kind == NUMBER || strspn(text, "0123456789") == strlen(text);
-    if ((o->kind == SWITCH || o->kind == CHOICE) && !is_choice(o->values, text))
+// The word after this one in "a|b|c", or NULL
+static const char *next_word(const char *words) {
+    const char *end = words + word_length(words);
+    return *end ? end + 1 : NULL;
+}
+
+// The number of `text` among the words "a|b|c", or NOT_CHOSEN
+static int find_word(const char *words, const char *text) {
+    int number = 0;
+    for (const char *word = words; word; word = next_word(word)) {
+        if (strlen(text) == word_length(word) && strncmp(word, text, word_length(word)) == 0)
+            return number;
+        number++;
+    }
+    return NOT_CHOSEN;
+}
+
+static void set_word(void *field, const Option *o, const char *text) {
+    const int number = find_word(o->values, text);
+    if (number == NOT_CHOSEN)
         die(EXIT_USAGE, "%s: expected one of %s, found \"%s\"; see ./cnn --help", o->name,
             o->values, text);
-    if ((o->kind == COUNT || o->kind == NUMBER) &&
-        (end == text || *end || !whole || !(number >= o->min && number <= o->max)))
-        die(EXIT_USAGE, "%s: expected a %s from %.16g to %.16g, found \"%s\"; see ./cnn --help",
-            o->name, o->kind == NUMBER ? "number" : "whole number", o->min, o->max, text);
     if (o->kind == SWITCH)
-        *(bool *)field = strcmp(text, "on") == 0;
-    else if (o->kind == COUNT)
-        *(size_t *)field = (size_t)number;
-    else if (o->kind == NUMBER)
-        *(double *)field = number;
+        *(bool *)field = number == 0;
+    else if (o->kind == CHOICE)
+        *(int *)field = number;
     else
         *(const char **)field = text;
 }
 
-// Levenshtein distance: the letters to change, insert or delete to make b, an option, from a
-static size_t edit_distance(const char *a, const char *b) {
-    size_t row[64], length = strlen(b); // no option has 64 letters
-    for (size_t j = 0; j <= length; j++)
-        row[j] = j;
-    for (size_t i = 1; *a; a++, i++) {
-        size_t diagonal = row[0];
-        row[0] = i;
-        for (size_t j = 1; j <= length; j++) {
-            size_t substituted = diagonal + (*a != b[j - 1]);
-            diagonal = row[j];
-            row[j] = min_size(substituted, 1 + min_size(row[j], row[j - 1]));
-        }
-    }
-    return row[length];
+static void set_number(void *field, const Option *o, const char *text) {
+    char *end;
+    const double number = strtod(text, &end);
+    const bool digits = strspn(text, "0123456789") == strlen(text);
+    const bool in_range = number >= o->min && number <= o->max;
+    if (end == text || *end || (o->kind == COUNT && !digits) || !in_range)
+        die(EXIT_USAGE, "%s: expected a %s from %.16g to %.16g, found \"%s\"; see ./cnn --help",
+            o->name, o->kind == NUMBER ? "number" : "whole number", o->min, o->max, text);
+    if (o->kind == COUNT)
+        *(size_t *)field = (size_t)number;
+    else
+        *(double *)field = number;
 }
 
-static void unknown_option(const char *word) {
-    const char *nearest = "--help";
-    for (size_t i = 0; i < OPTIONS; i++)
-        if (edit_distance(word, options[i].name) < edit_distance(word, nearest))
-            nearest = options[i].name;
-    die(EXIT_USAGE, "unknown option %s; did you mean %s? See ./cnn --help", word, nearest);
+static void set_option(Settings *s, const Option *o, const char *text) {
+    void *field = (char *)s + o->offset;
+    if (o->kind == COUNT || o->kind == NUMBER)
+        set_number(field, o, text);
+    else if (o->kind == TEXT)
+        *(const char **)field = text;
+    else
+        set_word(field, o, text);
 }
 
 static void print_help(void) {
@@ -4002,39 +4122,58 @@ static void print_help(void) {
             printf("  --model %-9s %s\n", models[i].name, models[i].defaults);
 }
 
+// The option of this name, up to = or its end
+static const Option *find_option(const char *word) {
+    const size_t length = strcspn(word, "=");
+    for (const Option *o = options; o < options + OPTIONS; o++)
+        if (strlen(o->name) == length && strncmp(word, o->name, length) == 0)
+            return o;
+    die(EXIT_USAGE, "unknown option %s; ./cnn --help lists all options", word);
+}
+
 // Parses an option and its value, which may be the next word (NULL: none); returns the words used.
 static int parse_word(Settings *s, const char *word, const char *next) {
-    const Option *o = options, *end = options + OPTIONS;
-    const size_t length = strcspn(word, "=");
-    while (o < end && (strncmp(word, o->name, length) != 0 || o->name[length] != 0))
-        o++;
-    if (o == end)
-        unknown_option(word);
-    bool lone_switch = o->kind == SWITCH && !(next && is_choice(o->values, next));
-    if (word[length] != '=' && !lone_switch && !next)
+    const Option *o = find_option(word);
+    const char *joined = strchr(word, '=');
+    if (joined) {
+        set_option(s, o, joined + 1);
+        return 1;
+    }
+    if (o->kind == SWITCH && (!next || find_word(o->values, next) == NOT_CHOSEN)) {
+        set_option(s, o, "on");
+        return 1;
+    }
+    if (!next)
         die(EXIT_USAGE, "%s: expected a value (%s) after it, found nothing; see ./cnn --help",
             o->name, o->values);
-    set_option(s, o, word[length] == '=' ? word + length + 1 : lone_switch ? "on" : next);
-    return word[length] == '=' || lone_switch ? 1 : 2;
+    set_option(s, o, next);
+    return 2;
 }
 
 enum { WORDS_SIZE = 65536 };
 static char words[WORDS_SIZE]; // the words of models' defaults and argument files
 static size_t words_used;
 
-// Parses the text of options that follows in words[], separated by white space; # begins a comment.
+// Ends each comment, from # on, where it begins.
+static void remove_comments(char *text) {
+    for (char *comment = strchr(text, '#'); comment; comment = strchr(comment, '#'))
+        memset(comment, ' ', strcspn(comment, "\n"));
+}
+
+// Parses the text of options that follows in words[], separated by white space.
 static void parse_words(Settings *s, size_t length) {
+    static const char space[] = " \t\r\n";
     static char *list[WORDS_SIZE / 2 + 1];
-    char *text = words + words_used, **end = list;
+    char *rest, *text = words + words_used;
+    size_t count = 0, used = 0;
     text[length] = 0;
     words_used += length + 1;
-    for (char *line; (line = strsep(&text, "\n"));)
-        for (char *word; (word = strsep(&line, " \t\r")) && *word != '#';)
-            if (*word)
-                *end++ = word;
-    *end = NULL;
-    for (char **word = list; *word;)
-        word += parse_word(s, word[0], word[1]);
+    remove_comments(text);
+    for (char *word = strtok_r(text, space, &rest); word; word = strtok_r(NULL, space, &rest))
+        list[count++] = word;
+    list[count] = NULL;
+    while (used < count)
+        used += (size_t)parse_word(s, list[used], list[used + 1]);
 }
 
 // @FILE is replaced by the options in that file.
@@ -4054,11 +4193,11 @@ static void parse_file(Settings *s, const char *path) {
 
 // The table's defaults, then the model's (NULL: none), then the command line.
 static void parse_all(Settings *s, const Model *model, int argc, char **argv) {
-    *s = (Settings){0};
+    *s = (Settings){.kernels = KERNELS_BEST, .precision = PRECISION_BEST};
     words_used = 0;
-    for (size_t i = 0; i < OPTIONS; i++)
-        if (options[i].fallback)
-            set_option(s, &options[i], options[i].fallback);
+    for (const Option *o = options; o < options + OPTIONS; o++)
+        if (o->fallback)
+            set_option(s, o, o->fallback);
     if (model)
         parse_words(s, strlen(strcpy(words, model->defaults)));
     for (int i = 1; i < argc;)
@@ -4083,24 +4222,50 @@ static void parse_options(Settings *s, int argc, char **argv) {
     parse_all(s, find_model(s->model), argc, argv);
 }
 
-// The value of an option as text; that of a number is valid until this thread's next call
-static const char *option_text(Settings *s, const Option *o) {
-    static _Thread_local char buffer[64];
+// The fewest digits that give the same number
+static void print_number(char *text, size_t size, double number) {
+    int digits = 5;
+    do
+        snprintf(text, size, "%.*g", ++digits, number);
+    while (digits < 17 && strtod(text, NULL) != number);
+}
+
+// Word number `number` of "a|b|c"; NOT_CHOSEN: none
+static void print_word(char *text, size_t size, const char *words, int number) {
+    for (int i = 0; i < number; i++)
+        words = next_word(words);
+    const int length = number == NOT_CHOSEN ? 0 : (int)word_length(words);
+    snprintf(text, size, "%.*s", length, words);
+}
+
+// The value of an option as text, valid until this thread's next call
+static const char *option_text(const Settings *s, const Option *o) {
+    static _Thread_local char text[64];
     const void *field = (const char *)s + o->offset;
-    if (o->kind == CHOICE || o->kind == TEXT)
+    if (o->kind == NAME || o->kind == TEXT)
         return *(const char *const *)field;
     if (o->kind == SWITCH)
         return *(const bool *)field ? "on" : "off";
-    double number = o->kind == COUNT ? (double)*(const size_t *)field : *(const double *)field;
-    for (int digits = 6; digits <= 17; digits++) { // the fewest that give the same number
-        snprintf(buffer, sizeof buffer, "%.*g", digits, number);
-        if (strtod(buffer, NULL) == number)
-            break;
-    }
-    return buffer;
+    if (o->kind == CHOICE)
+        print_word(text, sizeof text, o->values, *(const int *)field);
+    else if (o->kind == COUNT)
+        snprintf(text, sizeof text, "%zu", *(const size_t *)field);
+    else
+        print_number(text, sizeof text, *(const double *)field);
+    return text;
 }
 
-static void print_settings(Settings *s) {
+// Word number `number` of an option's choices, in `text`
+static const char *choice_word(char text[32], const char *option, int number) {
+    print_word(text, 32, find_option(option)->values, number);
+    return text;
+}
+
+static const char *option_named(const Settings *s, const char *name) {
+    return option_text(s, find_option(name));
+}
+
+static void print_settings(const Settings *s) {
     printf("Settings:");
     for (const Option *o = options; o < options + OPTIONS; o++)
         if (*option_text(s, o))
@@ -4117,18 +4282,22 @@ static void print_settings(Settings *s) {
 
 typedef enum { KEY_VALUE, CSV_HEADER, CSV_ROW, JSON } Form;
 
-// NULL: null. Bytes that are no UTF-8 are taken for Latin-1.
+// NULL: null. Names of files are expected in UTF-8, which JSON is.
 static void json_string(FILE *f, const char *text) {
-    fprintf(f, text ? "\"" : "null");
-    for (int length; text && *text; text += length) {
-        const unsigned char byte = (unsigned char)*text;
-        length = (int)mbrlen(text, 4, &(mbstate_t){0}); // of a character in UTF-8; < 0: it is none
-        if (length < 0 || byte < ' ' || byte > 0xf3)
-            length = fprintf(f, "\\u%04x", byte) / 6;
-        else
-            fprintf(f, "%s%.*s", byte == '"' || byte == '\\' ? "\\" : "", length, text);
+    if (!text) {
+        fprintf(f, "null");
+        return;
     }
-    fprintf(f, text ? "\"" : "");
+    fputc('"', f);
+    for (; *text; text++) {
+        if ((unsigned char)*text < ' ')
+            fprintf(f, "\\u%04x", (unsigned)*text);
+        else if (*text == '"' || *text == '\\')
+            fprintf(f, "\\%c", *text);
+        else
+            fputc(*text, f);
+    }
+    fputc('"', f);
 }
 
 /* One description of a record, "epoch=%zu train_loss=%.4f ...", and its values give a line of
@@ -4170,7 +4339,7 @@ enum { PROFILED_LINES = 128 };
 
 typedef struct LineClock {
     bool synchronize; // --profile: wait for the device at each line, so that its time is its own
-    const Backend *backend;
+    const Device *device;
     int first;   // the first profiled line of cnn.c
     size_t rank; // for --trace, with the running line and when it began
     const char *text;
@@ -4190,7 +4359,7 @@ typedef struct LineClock {
 static void clock_settle(LineClock *c, size_t left) {
     while (c->settled + 1 + left < c->marks) {
         size_t from = c->settled++ % CLOCK_MARKS, to = c->settled % CLOCK_MARKS;
-        double seconds = c->backend->elapsed(from, to);
+        double seconds = c->device->elapsed(from, to);
         if (c->begun[from].line)
             c->lines[c->begun[from].line - c->first].seconds += seconds;
         if (c->begun[from].part)
@@ -4200,18 +4369,18 @@ static void clock_settle(LineClock *c, size_t left) {
 
 static void clock_line(LineClock *c, int line, double *part, const char *text) {
     if (c->synchronize)
-        c->backend->synchronize();
+        c->device->synchronize();
     if (c->text)
         trace_event(c->rank, TRACK_HOST, c->text, c->since, now());
     c->text = text;
     c->since = now();
-    c->backend->range(text ? RANGE_LINE : RANGE_STEP, text);
+    c->device->range(text ? RANGE_LINE : RANGE_STEP, text);
     if (!c->first)
         c->first = line;
     clock_settle(c, CLOCK_MARKS - 2);
     c->begun[c->marks % CLOCK_MARKS].line = line;
     c->begun[c->marks % CLOCK_MARKS].part = part;
-    c->backend->mark(c->marks++ % CLOCK_MARKS);
+    c->device->mark(c->marks++ % CLOCK_MARKS);
     if (line)
         c->lines[line - c->first].hits++;
 }
@@ -4280,15 +4449,12 @@ static void print_profile(const LineClock *c, FILE *out, FILE *csv) {
 
 static const char *cpu_name(void) {
     static char name[256];
+    char line[PATH_SIZE];
     struct utsname system;
     uname(&system);
     snprintf(name, sizeof name, "%s", system.machine);
-    FILE *f = fopen("/proc/cpuinfo", "r");
-    char line[256];
-    while (f && fgets(line, sizeof line, f) && sscanf(line, "model name : %255[^\n]", name) != 1)
-        continue;
-    if (f)
-        fclose(f);
+    find_line(line, "/proc/cpuinfo", "model name");
+    sscanf(line, "model name : %255[^\n]", name);
     return name;
 }
 
@@ -4358,6 +4524,7 @@ enum { LOAD, COPY, FORWARD, BACKWARD, OPTIMIZER, COMM, EXPOSED_COMM, IDLE, BYTES
 
 typedef struct StepResult {
     size_t epoch, step, images;
+    int signal; // that was noted in this step; see Signals
     double loss, lr, parts[PARTS];
 } StepResult;
 
@@ -4399,9 +4566,9 @@ static void print_step(FILE *f, const StepResult *s, size_t rank, Form form) {
 typedef struct Run {
     Settings settings;
     const Model *model;
-    const Optimizer *optimizer;
-    Device device;
-    const Backend *backend;
+    const Kernels *kernels;
+    const Device *device; // of these kernels
+    DeviceInfo device_info;
     Comm comm;                // with the other ranks
     size_t devices;           // that ranks of this process can use
     size_t batch, iterations; // images of a step on this device, at most; steps of an epoch
@@ -4415,7 +4582,7 @@ typedef struct Run {
     Dataset train_set, test_set;
     Loader train_loader, test_loader;
     size_t epoch, next_batch; // the position: epoch from 1, batch from 0
-    int stop;                 // as comm.signal, of the last step
+    int signal;               // gathered from all ranks, and not yet handled; see Signals
     bool save_due, save_by_steps;
     size_t save_every; // epochs or, with save_by_steps, steps
     real *measured[2]; // --layers: numbers that are added
@@ -4443,10 +4610,11 @@ typedef struct Run {
 
 // A new file of the run folder; without --out nothing is kept of it.
 static void open_in_folder(AtomicFile *f, const Run *run, const char *file) {
-    char path[PATH_SIZE] = "/dev/null";
-    if (*run->settings.out)
+    char path[PATH_SIZE];
+    const bool kept = *run->settings.out;
+    if (kept)
         join_path(path, run->settings.out, file);
-    atomic_open(f, path);
+    atomic_open(f, kept ? path : NULL);
 }
 
 static size_t steps_done(const Run *run) {
@@ -4488,11 +4656,11 @@ static void print_confusion_json(FILE *f, const Run *run) {
     fprintf(f, "]");
 }
 
-static void print_settings_json(FILE *f, Settings *s) {
+static void print_settings_json(FILE *f, const Settings *s) {
     for (const Option *o = options; o < options + OPTIONS; o++) {
         const char *text = option_text(s, o);
         fprintf(f, "%s\n    \"%s\": ", o > options ? "," : "{", o->name + 2);
-        if (o->kind == CHOICE || o->kind == TEXT)
+        if (o->kind == CHOICE || o->kind == NAME || o->kind == TEXT)
             json_string(f, text);
         else
             fputs(o->kind != SWITCH ? text : strcmp(text, "on") == 0 ? "true" : "false", f);
@@ -4523,7 +4691,7 @@ static size_t copy_earlier(const Run *run, const char *file, const char *begin, 
 static void print_run_json(FILE *f, Run *run) {
     Settings *s = &run->settings;
     const Comm *c = &run->comm;
-    const Device *d = &run->device;
+    const DeviceInfo *d = &run->device_info;
     const Resources r = resources_since(run->started);
     fprintf(f, "{\n  \"status\": \"%s\", \"provenance\": \"measured\", \"emulated\": %s,\n",
             run->status, d->emulated ? "true" : "false");
@@ -4545,8 +4713,8 @@ static void print_run_json(FILE *f, Run *run) {
     print_record(f, JSON,
                  "mode=%s world=%zu batch_per_device=%zu global_batch=%zu iterations=%zu "
                  "buckets=%zu workers=%zu",
-                 c->world == 1 ? "single" : s->parallel, c->world, run->batch, s->global_batch,
-                 run->iterations, c->bucket_count, s->workers);
+                 c->world == 1 ? "single" : option_named(s, "--parallel"), c->world, run->batch,
+                 s->global_batch, run->iterations, c->bucket_count, s->workers);
     fprintf(f, ",\"graph\":%s},\n  \"epochs\": [",
             run->graphs[0] || run->graphs[1] ? "true" : "false"); // whether one was replayed
     if (copy_earlier(run, "run.json", " {\"epoch\":%zu", "\n%.*s},", f) && !run->epochs_done)
@@ -4596,7 +4764,7 @@ static void open_run_folder(Run *run) {
         file_fail("cannot create the folder", dir);
     if (flock(folder, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
         die(1, "--out %s: another run is writing into this folder; choose another one", dir);
-    run->peak_gflops = run->backend->peak_gflops();
+    run->peak_gflops = run->device->peak_gflops();
     if (!run->settings.resume)
         write_run_json(run);
 }
@@ -4637,30 +4805,25 @@ static void open_logs(Run *run) {
 // At the log interval: a gradient that is not finite ends the run, on a CPU before the update.
 static void check_finite(const Net *net, const real *grads, size_t epoch, size_t step) {
     for (const Layer *l = net->layers; l < net->layers + net->count; l++) {
-        const bool weight = first_not_finite(grads + l->weight, l->weights, 0) < l->weights;
-        if (weight || first_not_finite(grads + l->bias, l->biases, 0) < l->biases)
+        const bool weight = first_not_finite(grads + l->weight, l->weights, FP32) < l->weights;
+        if (weight || first_not_finite(grads + l->bias, l->biases, FP32) < l->biases)
             die(1, "epoch %zu, step %zu: the gradient of %s.%s is not finite; try a smaller --lr",
                 epoch, step, l->name, weight ? "weight" : "bias");
     }
 }
 
-// On a GPU: a gradient of the steps since the last call that is not finite ends the run. fp16: says
-// how many updates were skipped, which is no error.
+// On a GPU: a gradient that is not finite in the steps since the last call ends the run. With fp16
+// this skips an update, which is no error, and the number of skipped updates is printed.
 static void read_loss_scale(Run *run) {
     const Net *net = &run->net;
     const LossScale before = run->loss_scale;
     LossScale *s = &run->loss_scale;
     if (!net->scale || run->steps_kept == 0)
         return;
-    run->backend->copy(s, net->scale, sizeof *s);
-    if (s->not_finite > 0 && !run->backend->adjust_scale) {
-        const StepResult *last = &run->steps[run->steps_kept - 1];
-        real *grads = must_alloc(net->param_size * sizeof *grads, "a copy of the gradients");
-        run->backend->copy(grads, net->grads, net->param_size * sizeof *grads);
-        check_finite(net, grads, last->epoch, last->step);
-        die(1, "epoch %zu, before step %zu: a gradient was not finite; try a smaller --lr",
-            last->epoch, last->step);
-    }
+    run->device->copy(s, net->scale, sizeof *s);
+    if (s->not_finite > 0 && run->kernels->precision != FP16)
+        die(1, "epoch %zu, at most %zu steps ago: a gradient was not finite; try a smaller --lr",
+            run->epoch, run->steps_kept);
     if (s->skipped > before.skipped && run->comm.rank == 0)
         printf("fp16: updates skipped: %u, whose gradients were not finite; loss scale %g\n",
                s->skipped - before.skipped, (double)s->scale);
@@ -4679,6 +4842,7 @@ static void flush_steps(Run *run, EpochResult *e) {
             e->step_images += s->images;
             loss += s->loss * (double)s->images;
             wait = fmax(wait, s->parts[LOAD]);
+            run->signal = s->signal > run->signal ? s->signal : run->signal;
             for (size_t k = 0; k < PARTS; k++)
                 e->parts[k] += s->parts[k];
             if (run->steps_csv)
@@ -4720,10 +4884,11 @@ static void log_step(Run *run, EpochResult *e, const Batch *batch, double loss) 
     s->parts[COMM] = run->comm.seconds;
     s->parts[BYTES_SENT] = run->comm.bytes_sent;
     run->comm.seconds = run->comm.bytes_sent = 0;
-    if (batch->number % run->settings.log_interval != 0)
-        return;
-    flush_steps(run, e);
-    if (run->comm.rank > 0 || run->settings.quiet)
+    s->signal = take_signal();
+    const bool at_interval = batch->number % run->settings.log_interval == 0;
+    if (at_interval || (s->signal && run->comm.world == 1))
+        flush_steps(run, e);
+    if (!at_interval || run->comm.rank > 0 || run->settings.quiet)
         return;
     if (isatty(STDERR_FILENO))
         fprintf(stderr, "\r\033[K");
@@ -4786,25 +4951,29 @@ static void trace_rank(Run *run, bool traced) {
     run->net.marks_rows = traced;
 }
 
-// # PROF  Before a step, unless the epoch is over: its learning rate, its range, and whether it is
-// traced. At the first traced one, sets the origin of device times.
-static void begin_step(Run *run, bool over) {
-    const Backend *b = run->backend;
+// # PROF  Nsight records the steps of --trace-steps.
+static void record_step(Run *run, bool recorded) {
+    if (run->comm.replica == 0 && recorded != run->recording)
+        run->device->record(recorded);
+    run->recording = recorded;
+    run->net.names_rows = recorded && !run->settings.graph;
+}
+
+// Before a step: its learning rate, its range, and whether it is traced. At the first traced one,
+// sets the origin of device times.
+static void begin_step(Run *run) {
+    const Device *d = run->device;
+    const size_t step = steps_done(run);
+    const bool recorded = step >= run->trace_first && step < run->trace_end;
+    const bool traced = recorded && *run->settings.trace;
     char name[32];
-    size_t step = steps_done(run);
-    bool recording = step >= run->trace_first && step < run->trace_end;
-    bool traced = recording && *run->settings.trace;
-    if (b->record && run->comm.replica == 0 && recording != run->recording)
-        b->record(recording);
-    run->recording = recording;
-    run->net.names_rows = recording && !run->settings.graph;
+    record_step(run, recorded);
     snprintf(name, sizeof name, "step %zu", step);
-    b->range(RANGE_STEP, over ? NULL : name);
-    if (!over)
-        run->lr = learning_rate(&run->settings, run->epoch - 1, run->next_batch, run->iterations);
+    d->range(RANGE_STEP, name);
+    run->lr = learning_rate(&run->settings, run->epoch - 1, run->next_batch, run->iterations);
     if (traced && !run->net.marks_rows) {
-        b->synchronize();
-        b->mark(START_MARK);
+        d->synchronize();
+        d->mark(START_MARK);
         run->trace_start = now();
     }
     trace_rank(run, traced);
@@ -4815,7 +4984,7 @@ static void begin_step(Run *run, bool over) {
 static void trace_step(const Run *run) {
     const Net *net = &run->net;
     const size_t rank = run->comm.rank, rows = net->count - 1;
-    const size_t all = 2 * rows + (strcmp(run->settings.zero_grad, "memset") == 0);
+    const size_t all = 2 * rows + (run->settings.zero_grad == ZERO_GRAD_MEMSET);
     char name[48];
     for (size_t k = 0; k < (net->marks_rows ? all : 0); k++) { // forward, then backward
         bool back = k >= rows;
@@ -4823,8 +4992,8 @@ static void trace_step(const Run *run) {
         size_t end = (back ? BACKWARD_MARKS : FORWARD_MARKS) + i, begin = back ? end + 1 : end - 1;
         name_row(net, i, back, name);
         trace_event(rank, TRACK_DEVICE, name,
-                    run->trace_start + net->backend->elapsed(START_MARK, begin),
-                    run->trace_start + net->backend->elapsed(START_MARK, end));
+                    run->trace_start + net->device->elapsed(START_MARK, begin),
+                    run->trace_start + net->device->elapsed(START_MARK, end));
     }
     snprintf(name, sizeof name, "step %zu", steps_done(run)); // as --trace-steps counts
     if (net->marks_rows)
@@ -4840,24 +5009,13 @@ static void parse_trace_steps(Run *run) {
         die(EXIT_USAGE, "--trace-steps: expected A:B with A below B, as 10:20, found \"%s\"", text);
 }
 
-static void plan_trace(Run *run, const char *what) {
-    const Settings *s = &run->settings;
-    const size_t all = s->epochs * run->iterations, most = s->dry_run ? 1 : s->max_steps;
-    const size_t end = min_size(run->trace_end, most ? min_size(all, most) : all);
-    const size_t steps = end - min_size(run->trace_first, end);
-    if (!*s->trace || run->comm.replica > 0)
-        return;
-    trace.capacity = steps * run->comm.world * (2 * run->net.count + MAX_BUCKETS + 32);
-    plan_area(&run->plan, &trace.events, trace.capacity * sizeof *trace.events, HOST, what);
-}
-
 // Chrome's trace event format: complete events (X), with times in microseconds, and names (M) of
 // processes and threads, which are ranks and their tracks.
 static void write_trace(const Run *run) {
     static const char *const names[] = {"steps", "train()", "device", "communication"};
     static const char name[] =
         ",\n{\"ph\":\"M\",\"name\":\"%s_name\",\"pid\":%zu,\"tid\":%zu,\"args\":{\"name\":\"%s\"}}";
-    const size_t events = min_size(trace.count, trace.capacity);
+    const size_t events = min_size(trace.count, TRACE_EVENTS);
     AtomicFile file;
     char path[PATH_SIZE], text[64];
     if (!trace.events)
@@ -4884,7 +5042,7 @@ static void write_trace(const Run *run) {
     fprintf(f, "\n]}\n");
     atomic_commit(&file);
     printf("Wrote %zu events to %s%s\n", events, path,
-           trace.count > trace.capacity ? "; more did not fit: use fewer --trace-steps" : "");
+           trace.count > TRACE_EVENTS ? "; more did not fit: use fewer --trace-steps" : "");
 }
 
 // ---- Layers (--layers)
@@ -4915,42 +5073,42 @@ static double row_bytes(const Net *net, size_t row, size_t n) {
     // of a first layer, 2 of 3 accesses: no data gradient; a fused ReLU's backward: 3
     double share = l->weights && l->input == 0 && l->kind != BATCHNORM2D ? 2. / 3 : 1;
     double more = fused->add + 3 * (fused->relu_backward || fused->pool);
-    return (double)net->backend->element *
+    return (double)net->kernels->element *
            (share * (accesses[0] * in + accesses[1] * out) + more * out);
 }
 
 // Memory bandwidth in bytes per second, of out = in + residual
 static double measure_bandwidth(const Run *run) {
-    const Backend *b = run->backend;
+    const Kernels *k = run->kernels;
     const Layer row = {.kind = ADD, .out = {1, 1, 1 << 12}}; // images that threads share
     Work w = {
         .l = &row, .n = MEASURED / row.out.c, .in = run->measured[0], .residual = run->measured[1]};
     double seconds[LAYER_ROUNDS];
     w.out = run->measured[0];
     for (size_t i = 0; i < LAYER_ROUNDS; i++) {
-        b->mark(0);
-        b->layers[ADD].forward(w);
-        b->mark(1);
-        seconds[i] = b->elapsed(0, 1);
+        run->device->mark(0);
+        k->layers[ADD].forward(w);
+        run->device->mark(1);
+        seconds[i] = run->device->elapsed(0, 1);
     }
-    return 3. * (double)(w.n * row.out.c * b->element) / median(seconds, LAYER_ROUNDS);
+    return 3. * (double)(w.n * row.out.c * k->element) / median(seconds, LAYER_ROUNDS);
 }
 
 // Times the rows of training steps without an update, and counts the operations in the first one.
 static void time_rows(Run *run, const Batch *batch, LayerTimes *times, double *flops) {
     Net *net = &run->net;
-    const Backend *b = net->backend;
+    const Device *d = net->device;
     net->comm = NULL; // training is over
     net->marks_rows = true;
     net_load(net, batch, 0);
     for (size_t round = 0; round < LAYER_ROUNDS; round++) {
         net->flops = round == 0 ? flops : NULL;
-        forward(net, batch->n, &net->step->draw);
+        forward(net, batch->n, &net->step->key);
         loss_and_gradient(net, batch->n, true);
         backward(net, batch->n);
         for (size_t i = 1; i < net->count; i++) {
-            times[i].forward[round] = b->elapsed(FORWARD_MARKS + i - 1, FORWARD_MARKS + i);
-            times[i].backward[round] = b->elapsed(BACKWARD_MARKS + i + 1, BACKWARD_MARKS + i);
+            times[i].forward[round] = d->elapsed(FORWARD_MARKS + i - 1, FORWARD_MARKS + i);
+            times[i].backward[round] = d->elapsed(BACKWARD_MARKS + i + 1, BACKWARD_MARKS + i);
         }
     }
     net->marks_rows = false;
@@ -5005,13 +5163,14 @@ static void measure_layers(Run *run) {
     for (size_t i = 0; i < net->count; i++)
         flops[i] = (double)batch.n * layer_training_flops(&net->layers[i]);
     time_rows(run, &batch, times, flops);
-    const double peak = 1e9 * net->backend->peak_gflops(), bandwidth = measure_bandwidth(run);
+    const double peak = 1e9 * net->device->peak_gflops(), bandwidth = measure_bandwidth(run);
     open_in_folder(&csv, run, "layers.csv");
     char rate[64] = "GFLOP/s unknown without cnn_kernels.c";
     if (isfinite(peak))
         snprintf(rate, sizeof rate, "%.1f GFLOP/s", peak / 1e9);
     fprintf(run->lines, "Layers, %zu images; this device: %s, %.1f GB/s measured%s\n", batch.n,
-            rate, bandwidth / 1e9, run->device.emulated ? "; emulated, they mean nothing" : "");
+            rate, bandwidth / 1e9,
+            run->device_info.emulated ? "; emulated, they mean nothing" : "");
     fprintf(run->lines, "  %-24s %-34s %9s %9s %8s %7s %6s %6s  %s\n", "layer", "kind", "forward",
             "backward", "GFLOP/s", "GB/s", "%", "saved", "of which limit");
     for (size_t i = 1; i < net->count; i++)
@@ -5053,7 +5212,7 @@ static void write_predictions(const Run *run) {
             fprintf(csv.stream, "\n%zu,%u,%.0f,%zu,%zux%zux%zu,", i, label, run->predicted[i],
                     epoch, s.h, s.w, s.c);
             if (epoch > 0)
-                augment(variant, image, s, &(Draw){run->settings.seed, epoch, i, 0});
+                augment(variant, image, s, &(RandomKey){run->settings.seed, epoch, i, 1});
             for (size_t p = 0; p < pixels && before < SAMPLES; p++)
                 fprintf(csv.stream, "%02x", epoch > 0 ? variant[p] : image[p]);
         }
@@ -5084,27 +5243,26 @@ static void write_profile(Run *run) {
 static bool training_is_over(const Run *run) {
     const Settings *s = &run->settings;
     return run->epoch > s->epochs || (s->max_steps && steps_done(run) >= s->max_steps) ||
-           run->stop >= EXIT_SIGNAL;
+           run->signal >= EXIT_SIGNAL;
 }
 
 // The position, the settings that determine the result, the epoch's sums so far: "key=value" lines.
 static void describe_run(Run *run, char metadata[METADATA_SIZE]) {
     char *at = metadata, *const end = metadata + METADATA_SIZE;
-#define LINE(...) \
-    at += snprintf(at, (size_t)(end - at), __VA_ARGS__) // all fit: see check_settings()
+#define LINE(...) at += snprintf(at, (size_t)(end - at), __VA_ARGS__)
     LINE("format=pt\nepoch=%zu\nbatch=%zu\ndevices=%zu\n", run->epoch, run->next_batch,
          run->comm.world);
     for (const Option *o = options; o < options + OPTIONS; o++) {
         const char *text = option_text(&run->settings, o);
-        bool usual = o->result == 2 && strncmp(o->values, text, strlen(text)) == 0;
-        if (o->result && !usual)
+        const bool first_choice = o->kind == CHOICE && find_word(o->values, text) == 0;
+        if (o->effect == FIXED || (o->effect == FIXED_LATER && !first_choice))
             LINE("%s=%s\n", o->name + 2, text);
     }
-    if (run->backend->adjust_scale)
+    if (run->kernels->precision == FP16)
         LINE("loss_scale=%.9g,%u\n", (double)run->loss_scale.scale, run->loss_scale.steps);
     if (run->next_batch > 0 && run->current.images > 0)
         LINE("images=%zu\ntrain_loss=%.17g\n", run->current.images, run->current.train_loss);
-    if (strcmp(run->settings.schedule, "cosine") == 0)
+    if (run->settings.schedule == SCHEDULE_COSINE)
         LINE("epochs=%zu\n", run->settings.epochs);
 #undef LINE
 }
@@ -5113,23 +5271,30 @@ static void describe_run(Run *run, char metadata[METADATA_SIZE]) {
 static void save_checkpoint(Run *run) {
     char metadata[METADATA_SIZE];
     flush_steps(run, &run->current);
+    if (run->signal == SAVE)
+        run->signal = 0;
     if (run->comm.rank > 0 || !*run->settings.checkpoint || run->settings.dry_run)
         return;
     if (run->steps_csv && fsync(fileno(run->steps_csv)) + fsync(fileno(run->epochs_csv)) != 0)
         file_fail("cannot write to", "steps.csv or epochs.csv");
     describe_run(run, metadata);
-    save_tensors(&run->net, run->optimizer, run->state, metadata, run->settings.checkpoint);
+    save_tensors(&run->net, &optimizers[run->settings.optimizer], run->state, metadata,
+                 run->settings.checkpoint);
 }
 
-// The metadata must be that of this run at the same position. The first version had no `epochs`.
+// The metadata must be that of this run at the same position. Earlier versions had a line for
+// milestones, and the first one had none for `epochs`.
 static void compare_settings(Run *run, const TensorFile *f) {
+    static const char dropped[] = "milestones=\n";
     const char *theirs = f->metadata;
     char ours[METADATA_SIZE];
     describe_run(run, ours);
     for (const char *our = ours; *our; our += strcspn(our, "\n") + 1) {
-        int length = (int)strcspn(our, "\n"), found = (int)strcspn(theirs, "\n");
+        if (strncmp(theirs, dropped, strlen(dropped)) == 0)
+            theirs += strlen(dropped);
         if (!*theirs && strncmp(our, "epochs=", 7) == 0)
             break;
+        const int length = (int)strcspn(our, "\n"), found = (int)strcspn(theirs, "\n");
         if (length != found || strncmp(our, theirs, (size_t)length) != 0)
             die(EXIT_USAGE,
                 "%s was made with %.*s, this run has %.*s; use that, or start with --load", f->path,
@@ -5157,16 +5322,16 @@ static void resume_checkpoint(Run *run) {
     const char *sums = strstr(f.metadata, "\nimages=");
     if (sums)
         sscanf(sums, " images=%18zu train_loss=%lf", &e->images, &e->train_loss);
-    if (scale && run->backend->adjust_scale) {
+    if (scale && run->kernels->precision == FP16) {
         sscanf(scale, " loss_scale=%f,%u", &run->loss_scale.scale, &run->loss_scale.steps);
-        run->backend->copy(run->net.scale, &run->loss_scale, sizeof run->loss_scale);
+        run->device->copy(run->net.scale, &run->loss_scale, sizeof run->loss_scale);
     }
     if (found)
         compare_settings(run, &f);
     if (!found || run->epoch == 0 || run->next_batch >= run->iterations)
         die(1, "%s: expected the position of a run in its metadata, found \"%.*s\"", path,
             (int)strcspn(f.metadata, "\n"), f.metadata);
-    read_tensors(&f, &run->net, run->optimizer, run->state);
+    read_tensors(&f, &run->net, &optimizers[run->settings.optimizer], run->state);
     if (first)
         printf("Resuming from %s: epoch %zu, step %zu\n", path, run->epoch, run->next_batch + 1);
 }
@@ -5182,21 +5347,13 @@ static void parse_save_every(Run *run) {
     run->save_by_steps = length > 0;
 }
 
-static void check_settings(Settings *s) {
-    const bool sgd = strcmp(s->optimizer, "sgd") == 0;
-    const char *m = s->milestones;
-    size_t digits = 1;
-    for (; *m && digits > 0 && digits < 10; m += digits + (m[digits] == ',' && m[digits + 1]))
-        digits = strspn(m, "0123456789");
+// Options that contradict each other
+static void check_settings(const Settings *s) {
+    const bool sgd = s->optimizer == SGD;
     const struct {
         bool broken;
         const char *expected, *option; // the message, and the option whose value it shows
     } rules[] = {
-        {*m || digits == 0 || digits >= 10 || strlen(s->milestones) > METADATA_SIZE / 2 ||
-             (strcmp(s->schedule, "multistep") == 0 && !*s->milestones),
-         "--milestones: expected epochs as 60,120,160, in 2048 characters", "--milestones"},
-        {strcmp(s->schedule, "multistep") != 0 && *s->milestones,
-         "--milestones: expected --schedule multistep with it", "--schedule"},
         {s->warmup_epochs >= s->epochs && s->warmup_epochs > 0,
          "--warmup-epochs: expected fewer than --epochs", "--warmup-epochs"},
         {s->nesterov && !sgd, "--nesterov: expected --optimizer sgd", "--optimizer"},
@@ -5214,10 +5371,9 @@ static void check_settings(Settings *s) {
         {*s->trace && strcmp(s->trace, s->checkpoint) == 0,
          "--trace: expected another file than --checkpoint", "--trace"}};
     for (size_t i = 0; i < LENGTH(rules); i++)
-        for (const Option *o = options; rules[i].broken && o < options + OPTIONS; o++)
-            if (strcmp(o->name, rules[i].option) == 0)
-                die(EXIT_USAGE, "%s, found %s \"%s\"; see ./cnn --help", rules[i].expected, o->name,
-                    option_text(s, o));
+        if (rules[i].broken)
+            die(EXIT_USAGE, "%s, found %s \"%s\"; see ./cnn --help", rules[i].expected,
+                rules[i].option, option_named(s, rules[i].option));
 }
 
 // Only rank 0 writes files and reports.
@@ -5245,7 +5401,7 @@ static void setup_ranks(Run *run) {
     c->world = max_size(max_size(s->gpus, s->replicas), 1);
     s->no_cuda |= s->replicas > 1;
     bool launched = join_mpi(c);
-    c->dp = c->world > 1 && strcmp(s->parallel, "dp") == 0;
+    c->dp = c->world > 1 && s->parallel == DP;
     if (launched && (s->gpus > 1 || s->replicas > 1 || c->dp))
         die(EXIT_USAGE, "%zu MPI ranks: expected --parallel ddp, neither --gpus nor --replicas",
             c->world);
@@ -5275,6 +5431,19 @@ static void setup_batch(Run *run) {
     s->test_batch_size = s->test_batch_size ? s->test_batch_size : run->batch;
 }
 
+// --lr, which --lr-scaling multiplies by the whole batch / the model's default one, or its root
+static void setup_learning_rate(Run *run) {
+    Settings *s = &run->settings, usual;
+    parse_all(&usual, run->model, 0, NULL);
+    const double factor = (double)s->global_batch / (double)usual.batch_size;
+    if (s->lr == 0)
+        s->lr = optimizers[s->optimizer].lr;
+    if (s->lr_scaling == SCALE_LR_LINEAR)
+        s->lr *= factor;
+    if (s->lr_scaling == SCALE_LR_SQRT)
+        s->lr *= sqrt(factor);
+}
+
 // Parses the options and determines those that have no default in the table.
 static void setup_settings(Run *run, int argc, char **argv) {
     Settings *s = &run->settings;
@@ -5289,17 +5458,8 @@ static void setup_settings(Run *run, int argc, char **argv) {
     run->argc = argc;
     run->argv = argv;
     run->model = find_model(s->model);
-    for (size_t i = 0; i < LENGTH(optimizers); i++)
-        if (strcmp(optimizers[i].name, s->optimizer) == 0)
-            run->optimizer = &optimizers[i];
     setup_batch(run);
-    s->lr = s->lr > 0 ? s->lr : run->optimizer->lr;
-    if (strcmp(s->lr_scaling, "none") != 0) {
-        Settings usual;
-        parse_all(&usual, run->model, 0, NULL);
-        double factor = (double)s->global_batch / (double)usual.batch_size;
-        s->lr *= strcmp(s->lr_scaling, "sqrt") == 0 ? sqrt(factor) : factor;
-    }
+    setup_learning_rate(run);
     const size_t here = run->comm.replicas;
     s->threads = max_size(1, (s->threads ? s->threads : threads) / here);
     s->workers = s->workers ? s->workers : min_size(max_size(slurm / here, 1), 256);
@@ -5307,87 +5467,135 @@ static void setup_settings(Run *run, int argc, char **argv) {
         fprintf(stderr, "cnn: warning: --workers %zu will compete for the %zu usable cores\n",
                 s->workers, cores);
     set_num_threads(s->threads);
-    struct rlimit stack;
-    if (getrlimit(RLIMIT_STACK, &stack) == 0 && stack.rlim_cur < 1 << 21)
-        die(1, "expected a stack of 2 MB or more; run: ulimit -s 8192");
 }
 
 // The calling thread computes for this rank. Ranks that share a device share its memory.
 static void use_device(Run *run) {
     const Comm *c = &run->comm;
     const size_t sharing = run->settings.gpus ? ceil_div(c->replicas, run->devices) : c->replicas;
-    if (run->backend->use)
-        run->backend->use(c->replica, c->device, die);
-    run->backend->describe(&run->device);
-    run->device.memory /= (double)sharing;
+    run->device->use(c->replica, c->number, die);
+    run->device->describe(&run->device_info);
+    run->device_info.memory /= (double)sharing;
 }
 
-// The last of the device's backends that has these kernels and this precision. Without either it is
-// the best one in fp32; with tensor cores alone, tf32.
-static const Backend *choose_backend(const Settings *s, bool gpu) {
-    const Backend *found = NULL;
-    const char *precision = s->precision || s->kernels ? s->precision : "fp32";
-    char known[128] = "";
-    for (size_t i = 0; gpu ? cuda_backend(i) != NULL : i < CPU_BACKENDS; i++) {
-        const Backend *b = gpu ? cuda_backend(i) : cpu_backends[i];
-        size_t length = strlen(known);
-        snprintf(known + length, sizeof known - length, "%s%s in %s", i ? ", " : "", b->kernels,
-                 b->precision);
-        if ((!s->kernels || strcmp(s->kernels, b->kernels) == 0) &&
-            (!precision || strcmp(precision, b->precision) == 0))
-            found = b;
+// Kernels number i of a GPU or of the CPU, the best ones last; NULL: there are no more
+static const Kernels *kernels_of(bool gpu, size_t i) {
+    if (gpu)
+        return cuda_kernels(i);
+    return i < CPU_KERNELS ? cpu_kernels[i] : NULL;
+}
+
+// Refuses --kernels and --precision, which this device does not have.
+static _Noreturn void refuse_kernels(const Settings *s, bool gpu) {
+    char known[256] = "", name[32], precision[32];
+    size_t length = 0;
+    if (!gpu && s->kernels == FAST && CPU_KERNELS == 1)
+        die(EXIT_USAGE, "--kernels fast: cnn_kernels.c was not beside cnn.c when it was compiled; "
+                        "expected --kernels naive");
+    for (size_t i = 0; kernels_of(gpu, i); i++) {
+        const Kernels *k = kernels_of(gpu, i);
+        length += (size_t)snprintf(known + length, sizeof known - length, "%s%s in %s",
+                                   i ? ", " : "", choice_word(name, "--kernels", (int)k->name),
+                                   choice_word(precision, "--precision", (int)k->precision));
+    }
+    choice_word(name, "--kernels", (int)s->kernels);
+    choice_word(precision, "--precision", (int)s->precision);
+    die(EXIT_USAGE, "--kernels %s --precision %s: expected one of these on %s: %s",
+        *name ? name : "(any)", *precision ? precision : "(any)", gpu ? "a GPU" : "a CPU", known);
+}
+
+// The best kernels of this device that --kernels and --precision allow. Without either these are
+// the best ones in fp32; with tensor cores alone, tf32.
+static const Kernels *choose_kernels(const Settings *s, bool gpu) {
+    const bool any = s->kernels == KERNELS_BEST && s->precision == PRECISION_BEST;
+    const Precision precision = any ? FP32 : s->precision;
+    const Kernels *found = NULL;
+    for (size_t i = 0; kernels_of(gpu, i); i++) {
+        const Kernels *k = kernels_of(gpu, i);
+        const bool named = s->kernels == KERNELS_BEST || s->kernels == k->name;
+        if (named && (precision == PRECISION_BEST || precision == k->precision))
+            found = k;
     }
     if (!found)
-        die(EXIT_USAGE,
-            "--kernels %s --precision %s: expected one of these on this device: %s (%s)",
-            s->kernels ? s->kernels : "(any)", precision ? precision : "(any)", known,
-            gpu ? "a GPU"
-            : CPU_BACKENDS > 1 || !s->kernels || strcmp(s->kernels, "fast") != 0
-                ? "a CPU"
-                : "cnn_kernels.c was not beside cnn.c when it was compiled");
+        refuse_kernels(s, gpu);
     return found;
+}
+
+// Tensor cores, and options of the GPU that were asked for
+static void check_device(const Run *run, const char *why_not) {
+    const Settings *s = &run->settings;
+    const struct {
+        bool asked;
+        const char *option;
+    } gpu_only[] = {{s->graph, "--graph on"},
+                    {s->autotune, "--autotune on"},
+                    {s->layout == NCHW, "--layout nchw"}};
+    for (size_t i = 0; i < LENGTH(gpu_only); i++)
+        if (gpu_only[i].asked && !run->device->is_gpu)
+            die(EXIT_USAGE, "%s: expected a GPU, found the CPU (%s)", gpu_only[i].option, why_not);
+    if (run->kernels->name == TENSOR && !run->device_info.tensor_cores)
+        die(EXIT_USAGE,
+            "--kernels tensor: expected a GPU with tensor cores that cnn uses (sm_80 or newer), "
+            "found %s; use --kernels tiled --precision fp32",
+            run->device_info.name);
+}
+
+// A run as one CUDA graph a step excludes what looks into a step.
+static void setup_graph(Run *run) {
+    Settings *s = &run->settings;
+    const bool whole = run->comm.world == 1 && !s->profile && !*s->trace && !s->layers;
+    if (s->graph && !whole)
+        printf("CUDA graph: off; it excludes several devices, --profile, --trace, --layers\n");
+    s->graph &= whole;
+}
+
+static void print_device(const Run *run, const char *why_not) {
+    const Settings *s = &run->settings;
+    printf("Device: %s", run->device_info.name);
+    if (!run->device->is_gpu)
+        printf(" (%s)", why_not);
+    printf(", --kernels %s", option_named(s, "--kernels"));
+    printf(", --precision %s, --threads %zu, --workers %zu\n", option_named(s, "--precision"),
+           s->threads, s->workers);
+    if (run->device_info.emulated)
+        printf("Emulated: CUDA code on the CPU. Results are valid, times mean nothing.\n");
+}
+
+// The number of GPUs that a run may use, or 0 and the reason why there is none
+static size_t count_gpus(const Settings *s, const char **why_not) {
+    *why_not = "built without CUDA";
+    if (s->replicas > 1)
+        *why_not = "--replicas";
+    else if (s->no_cuda)
+        *why_not = "--no-cuda";
+    else if (cuda_kernels)
+        return cuda_kernels(0)->device->count(why_not);
+    return 0;
 }
 
 // This rank's device and kernels: a GPU, if there is one and --no-cuda is not given, else the CPU
 static void setup_device(Run *run) {
     Settings *s = &run->settings;
     Comm *c = &run->comm;
-    const char *why_not = s->replicas > 1 ? "--replicas"
-                          : s->no_cuda    ? "--no-cuda"
-                                          : "built without CUDA";
-    const size_t gpus = !s->no_cuda && cuda_backend ? cuda_backend(0)->devices(&why_not) : 0;
+    const char *why_not;
+    const size_t gpus = count_gpus(s, &why_not);
     if (s->gpus > 0 && !gpus)
         die(EXIT_USAGE, "--gpus %zu: found no GPU (%s); --replicas %zu does the same on the CPU",
             s->gpus, why_not, s->gpus);
+    run->kernels = choose_kernels(s, gpus > 0);
+    run->device = run->kernels->device;
     run->devices = gpus ? gpus : usable_cores();
     if (c->replicas > run->devices && !s->oversubscribe)
         die(EXIT_USAGE, "%s %zu: expected at most the %zu found here; --oversubscribe shares them",
             s->gpus > 0 ? "--gpus" : "--replicas", c->world, run->devices);
-    run->backend = choose_backend(s, gpus > 0);
     s->gpus = gpus ? max_size(s->gpus, 1) : 0;
-    c->device %= run->devices;
+    s->kernels = run->kernels->name; // checkpoints compare both
+    s->precision = run->kernels->precision;
+    c->number %= run->devices;
     use_device(run);
-    if (run->backend->lacks && (why_not = run->backend->lacks())) {
-        printf("--kernels %s, --precision %s: this GPU has %s; used instead: tiled, fp32\n",
-               run->backend->kernels, run->backend->precision, why_not);
-        s->kernels = "tiled";
-        s->precision = "fp32";
-        run->backend = choose_backend(s, gpus > 0);
-    }
-    s->kernels = run->backend->kernels; // checkpoints compare both
-    s->precision = run->backend->precision;
-    const char *other = s->graph ? "--graph on" : s->autotune ? "--autotune on" : "--layout nchw";
-    if (!gpus && (s->graph || s->autotune || strcmp(s->layout, "nchw") == 0))
-        die(EXIT_USAGE, "%s: expected a GPU, found the CPU (%s)", other, why_not);
-    printf("Device: %s%s%s%s, --kernels %s, --precision %s, --threads %zu, --workers %zu\n",
-           run->device.name, gpus ? "" : " (", gpus ? "" : why_not, gpus ? "" : ")", s->kernels,
-           s->precision, s->threads, s->workers);
-    if (run->device.emulated)
-        printf("Emulated: CUDA code on the CPU. Results are valid, times mean nothing.\n");
-    const bool whole = c->world == 1 && !s->profile && !*s->trace && !s->layers;
-    if (s->graph && !whole)
-        printf("CUDA graph: off; it excludes several devices, --profile, --trace, --layers\n");
-    s->graph &= whole;
+    check_device(run, why_not);
+    print_device(run, why_not);
+    setup_graph(run);
 }
 
 static void load_dataset(Run *run, const char *name, const char *dir) {
@@ -5458,57 +5666,45 @@ static double plan_run(Run *run, size_t batch, bool resident) {
     Net *net = &run->net;
     const size_t share = ceil_div(run->train_set.count, c->dp ? 1 : c->world);
     const size_t loaded = min_size(min_size(s->batch_size, batch * (c->dp ? c->world : 1)), share);
-    Placement to = {run->backend, c->device, s->pin_memory && run->backend->transfer,
-                    resident,     c->rank,   c->world - 1};
-    Augmentation augment = 0;
-    while (strcmp(augmentations[augment].name, s->augment) != 0)
-        augment++;
+    Placement to = {run->device, c->number, s->pin_memory && run->device->is_gpu,
+                    resident,    c->rank,   c->world};
     run->iterations = ceil_div(share, s->batch_size);
     run->steps_capacity = min_size(s->log_interval, run->iterations) + 1;
-    net_build(net, run->model, &run->info, s, run->backend);
+    net_build(net, run->model, &run->info, s, run->kernels);
     // the default follows the training batch, also while the largest one that fits is searched
     const size_t tested = s->test_batch_size == run->batch ? batch : s->test_batch_size;
     net->test_batch = min_size(tested, run->test_set.count);
     plan_memory(net, min_size(batch, run->train_set.count));
     loader_plan(&run->test_loader, &run->test_set, net->test_batch, s->workers, AUGMENT_NONE, to);
-    to.others = c->dp ? 0 : to.others; // dp: the master loads for all
+    to.ranks = c->dp ? 1 : c->world; // dp: the master loads for all
     if (!c->dp || c->rank == 0)
-        loader_plan(&run->train_loader, &run->train_set, loaded, s->workers, augment, to);
+        loader_plan(&run->train_loader, &run->train_set, loaded, s->workers, s->augment, to);
     comm_plan(c, net, &run->train_loader);
-    run->plan = (Plan){.backend = run->backend};
+    run->plan = (Plan){.device = run->device};
     const size_t cells = net->classes * net->classes, sums = 3 + cells + run->test_set.count;
     const size_t steps = c->world * run->steps_capacity;
-    const size_t states = count_states(run->optimizer, s) * net->param_size;
+    const size_t states = count_states(s->optimizer, s) * net->param_size;
     static const char buffers[] = "maps and buffers";
     plan_area(&run->plan, &run->totals, (1 + c->world) * sums * sizeof(double), HOST, buffers);
     plan_area(&run->plan, &run->all_steps, steps * sizeof *run->steps, HOST, buffers);
     plan_area(&run->plan, &run->epochs, s->epochs * sizeof *run->epochs, HOST, buffers);
     plan_area(&run->plan, &run->state, states * sizeof(real), DEVICE, "optimizer state");
     for (size_t i = 0; i < (s->layers ? 2 : 0); i++)
-        plan_area(&run->plan, &run->measured[i], MEASURED * run->backend->element, DEVICE, buffers);
-    plan_trace(run, buffers);
-    return run->backend->transfer ? run_bytes(run, NULL, DEVICE)
-                                  : run_bytes(run, NULL, HOST) + data_bytes(run);
+        plan_area(&run->plan, &run->measured[i], MEASURED * run->kernels->element, DEVICE, buffers);
+    if (*s->trace && c->replica == 0)
+        plan_area(&run->plan, &trace.events, TRACE_EVENTS * sizeof *trace.events, HOST, buffers);
+    return run->device->is_gpu ? run_bytes(run, NULL, DEVICE)
+                               : run_bytes(run, NULL, HOST) + data_bytes(run);
 }
 
 // The data set is resident if 10 % of the memory stays free, or if loading would need more of it.
 static double choose_resident(Run *run, size_t batch) {
-    const bool wanted = run->settings.resident && run->backend->gather && !run->comm.dp;
+    const bool wanted = run->settings.resident && run->device->is_gpu && !run->comm.dp;
     const double resident = plan_run(run, batch, wanted);
-    if (!wanted || resident < .9 * run->device.memory)
+    if (!wanted || resident < .9 * run->device_info.memory)
         return resident;
     const double copied = plan_run(run, batch, false);
     return copied < resident ? copied : plan_run(run, batch, true);
-}
-
-// The largest batch whose plan fits on the device, or 0. Overwrites the run's plan.
-static size_t largest_batch(Run *run) {
-    size_t fits = 0, too_large = run->batch;
-    while (too_large - fits > 1) {
-        size_t middle = (fits + too_large) / 2;
-        *(choose_resident(run, middle) <= run->device.memory ? &fits : &too_large) = middle;
-    }
-    return fits * (run->comm.dp ? run->comm.world : 1);
 }
 
 // Prints the plan before anything is allocated, and refuses what cannot fit.
@@ -5518,8 +5714,8 @@ static void plan_run_memory(Run *run) {
         "parameters", "gradients", "optimizer state", "activations", "activation gradients",
         "statistics and masks", "scratch", "maps and buffers", "communication", "loader"};
     // clang-format on
-    const bool gpu = run->backend->transfer != NULL;
-    const double needed = choose_resident(run, run->batch), there = run->device.memory;
+    const bool gpu = run->device->is_gpu;
+    const double needed = choose_resident(run, run->batch), there = run->device_info.memory;
     const double data = run_bytes(run, "data set", HOST) + data_bytes(run);
     const double all = run_bytes(run, NULL, HOST) + data_bytes(run);
     if (run->comm.rank > 0)
@@ -5531,10 +5727,9 @@ static void plan_run_memory(Run *run) {
     printf(" data set %.1f, together %.1f\n", data / 1e6, all / 1e6);
     if (all - (gpu ? needed : 0) > memory_limit() || needed > there)
         die(1,
-            "not enough memory: %.1f MB needed, %.1f MB there on this device (%s); expected a "
-            "--batch-size of at most %zu, found %zu (0: a smaller network or --test-batch-size)",
-            needed / 1e6, there / 1e6, run->device.name, largest_batch(run),
-            run->batch * (run->comm.dp ? run->comm.world : 1));
+            "not enough memory: %.1f MB needed, %.1f MB there on this device (%s); use a smaller "
+            "--batch-size than %zu, a smaller --test-batch-size or network",
+            needed / 1e6, there / 1e6, run->device_info.name, run->settings.batch_size);
     if (gpu)
         printf("On the device: %.1f MB; the data set is %s\n", needed / 1e6,
                run->train_loader.place.resident ? "resident there" : "copied there batch by batch");
@@ -5551,7 +5746,7 @@ static void alloc_run(Run *run) {
         loader_init(&run->train_loader);
     loader_init(&run->test_loader);
     plan_alloc(&run->comm.plan);
-    run->clock = (LineClock){.backend = run->backend, .rank = run->comm.rank};
+    run->clock = (LineClock){.device = run->device, .rank = run->comm.rank};
     run->clock.synchronize = run->settings.profile;
 }
 
@@ -5560,8 +5755,8 @@ static void free_run(Run *run) {
         loader_free(&run->train_loader);
     loader_free(&run->test_loader);
     comm_free(&run->comm);
-    for (size_t i = 0; i < 2 && run->backend->free_graph; i++)
-        run->backend->free_graph(run->graphs[i]);
+    for (size_t i = 0; i < 2; i++)
+        run->device->free_graph(run->graphs[i]);
     plan_free(&run->plan);
     plan_free(&run->net.plan);
 }
@@ -5619,10 +5814,10 @@ static void print_ranks(Run *run) {
     } *places = must_alloc(c->world * sizeof *places, "the list of ranks"),
       *mine = places + c->rank;
     const char *node = getenv("SLURMD_NODENAME"); // the name that Slurm's users know
-    const bool apart = !c->team && !c->settings->oversubscribe && *run->device.uuid;
+    const bool apart = !c->team && !c->settings->oversubscribe && *run->device_info.uuid;
     snprintf(mine->host, sizeof mine->host, "%.60s", node ? node : host_name());
-    snprintf(mine->device, sizeof mine->device, "%.250s", run->device.name);
-    snprintf(mine->uuid, sizeof mine->uuid, "%s", run->device.uuid);
+    snprintf(mine->device, sizeof mine->device, "%.250s", run->device_info.name);
+    snprintf(mine->uuid, sizeof mine->uuid, "%s", run->device_info.uuid);
     all_gather(c, places, sizeof *places);
     for (size_t r = 0; r < c->world; r++)
         for (size_t k = 0; k < (apart ? r : 0); k++)
@@ -5634,7 +5829,7 @@ static void print_ranks(Run *run) {
         printf("Rank %zu: %s, %s%s%s\n", r, places[r].host, places[r].device,
                *places[r].uuid ? ", " : "", places[r].uuid);
     if (c->rank == 0)
-        printf("Gradients: %s, added up by %s\n", run->settings.parallel,
+        printf("Gradients: %s, added up by %s\n", option_named(&run->settings, "--parallel"),
                c->dp          ? "the master"
                : uses_nccl(c) ? "NCCL"
                : c->team      ? "a ring of threads"
@@ -5660,60 +5855,62 @@ static void compare_settings_of_ranks(Run *run) {
    The program itself: each function here consists of a few calls to the sections above. */
 
 static void update_weights(Run *run) {
-    if (run->next_batch % run->settings.log_interval == 0 && !run->backend->transfer)
+    if (run->next_batch % run->settings.log_interval == 0 && !run->device->is_gpu)
         check_finite(&run->net, run->net.grads, run->epoch, run->next_batch + 1);
     if (!run->comm.dp || run->comm.rank == 0)
-        optimizer_step(run->optimizer, &run->net, run->state);
+        optimizer_step(&run->net, run->state);
 }
 
 // All of a step as one CUDA graph, which is captured once. Returns the loss.
 static double replay_step(Run *run, const Batch *batch) {
     Net *net = &run->net;
-    const Backend *b = run->backend;
+    const Device *d = run->device;
     void **graph = &run->graphs[batch->n < net->batch];
     if (*graph) {
         net->batches_tracked++; // as forward() does
     } else {
-        b->capture(true);
-        forward(net, batch->n, &net->step->draw);
+        d->capture(true);
+        forward(net, batch->n, &net->step->key);
         loss_and_gradient(net, batch->n, true); // its value is not there yet
         backward(net, batch->n);
         update_weights(run);
-        *graph = b->capture(false);
+        *graph = d->capture(false);
     }
-    b->replay(*graph);
-    b->synchronize();
+    d->replay(*graph);
+    d->synchronize();
     double loss = mean(net->host[0], batch->n);
     check_loss(net, batch, loss);
     return loss;
 }
 
-// Advances the position by a step and saves the checkpoint when it is due; true: training ends.
+// Advances the position by a step and saves the checkpoint when it is due. True: the epoch is over,
+// or the training.
 static bool finish_step(Run *run) {
     trace_step(run);
-    bool epoch_over = ++run->next_batch == run->iterations;
+    const bool epoch_over = ++run->next_batch == run->iterations;
     if (epoch_over) {
         run->epoch++;
         run->next_batch = 0;
     }
-    // with NCCL, gradients carry no signal: all ranks know it when their steps were just gathered
-    run->stop = uses_nccl(&run->comm) && run->steps_kept > 0 ? 0 : run->comm.signal;
-    run->comm.signal = run->stop ? 0 : run->comm.signal;
     const size_t unit = run->save_by_steps ? 1 : run->iterations; // in steps
-    run->save_due = run->stop || steps_done(run) % (unit * run->save_every) == 0;
+    run->save_due = run->signal || steps_done(run) % (unit * run->save_every) == 0;
     if (run->save_due && !epoch_over) // at the end of an epoch: after its test
         save_checkpoint(run);
-    bool last = run->settings.dry_run || training_is_over(run);
-    begin_step(run, epoch_over || last);
-    return last;
+    return epoch_over || run->settings.dry_run || training_is_over(run);
 }
 
 static void start_epoch(Run *run) {
     clock_settle(&run->clock, 0); // what the end of the last epoch took belongs to no step
     memset(run->steps, 0, run->steps_capacity * sizeof *run->steps);
-    begin_step(run, false);
     if (run->train_loader.data) // dp: the master's
         loader_start(&run->train_loader, run->settings.seed, run->epoch, run->next_batch);
+}
+
+// Whether this step is launched as a graph: not the first one of its size, which loads kernels.
+static bool is_replayed(Run *run, const Batch *batch) {
+    size_t *alike = &run->steps_alike[batch->n < run->net.batch];
+    ++*alike;
+    return run->settings.graph && *alike > 1;
 }
 
 /* One epoch. AT(part, expression) evaluates the expression and adds its time to this line of the
@@ -5727,13 +5924,16 @@ static void train(Run *run, EpochResult *result) {
     Comm *comm = &run->comm;
     const Batch *batch;
     double loss;
+    bool over = false;
     AT(IDLE, start_epoch(run));
-    while (AT(LOAD, batch = next_batch(comm))) {
+    while (!over) {
+        AT(IDLE, begin_step(run));
+        AT(LOAD, batch = next_batch(comm));
         AT(COPY, load_batch(comm, batch, run->lr));
-        if (run->settings.graph && run->steps_alike[batch->n < net->batch]++ > 0) { // replayed
+        if (is_replayed(run, batch)) {
             AT(FORWARD, loss = replay_step(run, batch));
         } else {
-            AT(FORWARD, forward(net, batch->n, &net->step->draw));
+            AT(FORWARD, forward(net, batch->n, &net->step->key));
             AT(FORWARD, loss = batch_loss(comm, batch));
             AT(IDLE, check_loss(net, batch, loss));
             AT(BACKWARD, backward(net, batch->n));
@@ -5741,8 +5941,7 @@ static void train(Run *run, EpochResult *result) {
             AT(OPTIMIZER, update_weights(run));
         }
         AT(IDLE, log_step(run, result, batch, loss));
-        if (AT(IDLE, finish_step(run)))
-            break;
+        AT(IDLE, over = finish_step(run));
     }
     AT(IDLE, finish_epoch(run, result));
     clock_line(&run->clock, 0, NULL, NULL); // ends the last line
@@ -5798,11 +5997,11 @@ static void train_epochs(Run *run) {
         run->epoch_start = run->log_started = now();
         train(run, result);
         result->seconds = now() - run->epoch_start;
-        if (run->stop >= EXIT_SIGNAL && run->next_batch > 0)
+        if (run->signal >= EXIT_SIGNAL && run->next_batch > 0)
             break; // in the middle of an epoch; the checkpoint is written
         test(run, result);
         report_epoch(run, result);
-        if (run->save_due || training_is_over(run))
+        if (run->save_due || run->signal || training_is_over(run))
             save_checkpoint(run);
         if (s->dry_run)
             break;
@@ -5845,7 +6044,7 @@ static void run_ranks(Run *run) {
         silence_rank(&rank->settings);
         rank->comm.settings = &rank->settings;
         rank->comm.rank = rank->comm.replica = i + 1;
-        rank->comm.device = (i + 1) % run->devices;
+        rank->comm.number = (i + 1) % run->devices;
         team->ranks[i + 1] = &rank->comm;
     }
     for (size_t i = 0; i < threads; i++)
@@ -5861,9 +6060,7 @@ static int run_main(int argc, char **argv) {
     static Run run; // zeroed; too large for the stack
     while (open("/dev/null", O_RDONLY | O_CLOEXEC) <= STDERR_FILENO)
         continue;             // stdin, stdout or stderr was closed: no file may get its number
-    signal(SIGXFSZ, SIG_IGN); // then write() fails, which is reported
     signal(SIGCHLD, SIG_DFL); // ignored by the parent, pclose() would not learn how gzip ended
-    setlocale(LC_CTYPE, "C.UTF-8"); // run.json is UTF-8; numbers stay those of C
     run.started = now();
     setup_settings(&run, argc, argv);
     if (!run.settings.eval)
@@ -5873,7 +6070,8 @@ static int run_main(int argc, char **argv) {
     open_run_folder(&run);
     setup_data(&run);
     run_ranks(&run);
-    const int status = run.stop >= EXIT_SIGNAL && strcmp(run.status, "stopped") == 0 ? run.stop : 0;
+    const int status =
+        run.signal >= EXIT_SIGNAL && strcmp(run.status, "stopped") == 0 ? run.signal : 0;
     if (run.settings.per_class && !status)
         print_per_class(&run);
     if (run.settings.profile)

@@ -2,14 +2,14 @@
 
    cnn.c is a whole program without this file. Where the file exists, section 7 of cnn.c includes it
    as text (-DCNN_NO_KERNELS leaves it out) and --kernels fast chooses the table at its end,
-   fast_backend. The kernels compute what the definitions in section 3 compute, equal up to
+   fast_kernels. The kernels compute what the definitions in section 3 compute, equal up to
    rounding, close to the peak rate of the machine. The parts, in reading order:
 
      Threads             loops that a busy machine does not hold up
      The register tile   every convolution and linear layer, forward and backward
      Winograd            3 x 3 and 5 x 5 filters with stride 1, in fewer multiplications
      Behind a max-pool   the backward of a convolution that is pooled, without its zeros
-     The backend         which layer runs which of these
+     The table           which layer runs which of these
 
    Each gain given below is the speed of a whole training (images/s) with that part over the speed
    without it, measured on 2 cores of an AMD Zen 5 with AVX-512, two threads. */
@@ -1932,7 +1932,7 @@ typedef struct ImageParts {
 } ImageParts;
 
 // The same work on the images of a range only
-static Work work_on(Work w, Range images, size_t in_size, Draw *draw) {
+static Work work_on(Work w, Range images, size_t in_size, RandomKey *key) {
     const size_t in = images.first * in_size, out = images.first * shape_size(w.l->out);
     w.n = images.count;
     w.in += in;
@@ -1942,10 +1942,10 @@ static Work work_on(Work w, Range images, size_t in_size, Draw *draw) {
     w.out += out;
     w.dout = w.dout ? w.dout + out : NULL;
     w.saved += out;
-    if (w.draw) {
-        *draw = *w.draw;
-        draw->first = position_of(*w.draw, images.first);
-        w.draw = draw;
+    if (w.key) {
+        *key = *w.key;
+        key->first = position_of(*w.key, images.first);
+        w.key = key;
     }
     return w;
 }
@@ -1953,8 +1953,8 @@ static Work work_on(Work w, Range images, size_t in_size, Draw *draw) {
 static void compute_ith_part(const void *context, size_t i) {
     const ImageParts *p = context;
     const Range images = part_of((Range){0, p->w.n}, i, p->parts);
-    Draw draw;
-    p->definition(work_on(p->w, images, p->in_size, &draw));
+    RandomKey key;
+    p->definition(work_on(p->w, images, p->in_size, &key));
 }
 
 static void in_parts(Work w, void (*definition)(Work w), size_t in_size) {
@@ -1972,11 +1972,11 @@ static void by_outputs(Work w, void (*definition)(Work w)) {
 }
 
 static void forward_by_images(Work w) {
-    by_images(w, naive_backend.layers[w.l->kind].forward);
+    by_images(w, naive_kernels.layers[w.l->kind].forward);
 }
 
 static void backward_by_images(Work w) {
-    by_images(w, naive_backend.layers[w.l->kind].backward);
+    by_images(w, naive_kernels.layers[w.l->kind].backward);
 }
 
 /* The backward of what is fused into a forward, in reverse order: of the ReLU, in place in dout,
@@ -2019,7 +2019,7 @@ static void dropout_ith_image(const void *context, size_t image) {
 }
 
 static void dropout_forward_fast(Work w) {
-    if (w.draw)
+    if (w.key)
         parallel(w.n, dropout_ith_image, &w);
     else
         dropout_forward(w); // copies, if not in place
@@ -2089,7 +2089,7 @@ static real *bn_sums(Work w, size_t slice) {
 // Channel c of the factors in out = in * scale + shift. In training, joins its slices first.
 static void bn_forward_channel(Work w, size_t pixels, size_t c) {
     const size_t channels = w.l->in.c;
-    const bool training = w.draw != NULL;
+    const bool training = w.key != NULL;
     real *scale = bn_sums(w, BN_SLICES), *shift = scale + channels;
     if (training)
         bn_join_stats(w.stats, w.scratch, pixels, channels, c);
@@ -2179,7 +2179,7 @@ static void bn_ith_forward_slice(const void *context, size_t i) {
 }
 
 static void batchnorm2d_forward_fast(Work w) {
-    parallel(w.draw ? BN_SLICES : 0, bn_ith_stats, &w);
+    parallel(w.key ? BN_SLICES : 0, bn_ith_stats, &w);
     parallel(ceil_div(w.l->in.c, JOINED_CHANNELS), bn_ith_forward_channels, &w);
     parallel(BN_SLICES, bn_ith_forward_slice, &w);
 }
@@ -2276,7 +2276,7 @@ static double cpu_peak_gflops(void) {
     return kept > 0 ? best / 1e9 : NAN;
 }
 
-/* ---- The backend --------------------------------------------------------------------------------
+/* ---- The table ----------------------------------------------------------------------------------
 
    Convolutions, linear layers and max-pools have kernels of their own. What a
    row keeps from step to step (prepared) are its pixel maps; its scratch memory holds packed
@@ -2385,9 +2385,11 @@ static Sharing fuse_fast(const Layer *to, const Fusion *with, const Layer *l) {
     return l->kind == MAXPOOL2D && fuses_pool(to, with, l) ? FUSED : SEPARATE;
 }
 
-static const Backend fast_backend = {
-    CPU_BACKEND,
-    .kernels = "fast",
+static const Kernels fast_kernels = {
+    .device = &cpu_device,
+    .name = FAST,
+    .precision = FP32,
+    .element = sizeof(real),
     .layers = {[CONV2D] = {conv2d_forward_fast, conv2d_backward_fast},
                [LINEAR] = {conv2d_forward_fast, conv2d_backward_fast},
                [BATCHNORM2D] = {batchnorm2d_forward_fast, batchnorm2d_backward_fast},
@@ -2400,7 +2402,9 @@ static const Backend fast_backend = {
     .fuse = fuse_fast,
     .adadelta = adadelta_fast,
     .sgd = sgd_fast,
+    .nll_loss = nll_loss,
     .scratch_size = scratch_size_fast,
+    .transposed_size = no_transposed_size,
     .prepared_size = maps_size,
     .prepare = make_maps,
     .flops = flops_fast,

@@ -1136,8 +1136,8 @@ static void test_softmax(void) {
 static Net net; // as the program would build it
 
 static void build_lenet(Shape images, size_t classes) {
-    static const Backend none = {.name = "none"};
-    static Settings settings = {.model = "lenet", .stem = "3", .width = 6};
+    static const Kernels none;
+    static Settings settings = {.model = "lenet", .width = 6};
     DatasetInfo info = {.name = "the test", .shape = images, .classes = classes};
     printf("(lenet for images of %zu x %zu x %zu, %zu classes)\n", images.h, images.w, images.c,
            classes);

@@ -118,8 +118,8 @@ static void check_begin(size_t epoch, size_t position) {
         wrong("batch %zu was made twice: two workers took the same number", number);
 }
 
-static void observe(uint8_t *out, const uint8_t *in, Shape s, const Draw *draw) {
-    const size_t epoch = draw->epoch, position = draw->first;
+static void observe(uint8_t *out, const uint8_t *in, Shape s, const RandomKey *key) {
+    const size_t epoch = key->epoch, position = key->first;
     HAPPENED();
     check_begin(epoch, position);
     size_t inside = ADD(seen.inside, 1);
@@ -230,7 +230,7 @@ static void enter(Place place) {
 }
 
 static void open_loader(size_t size, size_t workers, void (*delay)(size_t position)) {
-    const Placement on_cpu = {.backend = &naive_backend};
+    const Placement on_cpu = {.device = &cpu_device, .ranks = 1};
     now_seen = must_alloc(sizeof *now_seen, "a test");
     seen.size = size;
     seen.batches = ceil_div(IMAGES, size);

@@ -11,7 +11,7 @@
 // At the end of the assembled cnn_kernels.cu
 void lab_add_bias(Work w);
 
-static const Backend *gpu;
+static const Kernels *gpu;
 
 static void fill(real *numbers, size_t count) {
     for (size_t i = 0; i < count; i++)
@@ -56,7 +56,7 @@ typedef struct Array {
 
 static Array new_array(const char *name, size_t count, uint32_t guard) {
     Array a = {name, must_alloc(count * sizeof(real), "a test"), NULL, count, guard};
-    a.device = (real *)gpu->alloc((count + 2 * GUARD) * sizeof(real)) + GUARD;
+    a.device = (real *)gpu->device->alloc((count + 2 * GUARD) * sizeof(real)) + GUARD;
     return a;
 }
 
@@ -79,7 +79,7 @@ static void send(const Array *a) {
     for (size_t i = 0; i < count; i++)
         all[i] = number_of(a->guard);
     memcpy(all + GUARD, a->host, a->count * sizeof *all);
-    gpu->copy(a->device - GUARD, all, count * sizeof *all);
+    gpu->device->copy(a->device - GUARD, all, count * sizeof *all);
     free(all);
 }
 
@@ -101,8 +101,8 @@ static void check_guard(const Array *a, const real *guard, bool after) {
 static void fetch(Array *a, bool is_input) {
     size_t count = a->count + 2 * GUARD;
     real *all = must_alloc(count * sizeof *all, "a test");
-    gpu->synchronize();
-    gpu->copy(all, a->device - GUARD, count * sizeof *all);
+    gpu->device->synchronize();
+    gpu->device->copy(all, a->device - GUARD, count * sizeof *all);
     check_guard(a, all, false);
     check_guard(a, all + GUARD + a->count, true);
     for (size_t i = 0; is_input && i < a->count; i++)
@@ -113,7 +113,7 @@ static void fetch(Array *a, bool is_input) {
 }
 
 static void drop(Array *a) {
-    gpu->release(a->device - GUARD);
+    gpu->device->release(a->device - GUARD);
     free(a->host);
 }
 
@@ -265,11 +265,11 @@ static void test_bias(void) {
 /* ---- Convolution ----------------------------------------------------------------------------- */
 
 static Net net; // to build layers in
-static const Settings plain = {
-    .stem = "3", .width = 6, .optimizer_launch = "fused", .zero_grad = "none"};
+static const Settings plain = {.width = 6};
 
 static const Layer *new_layer(Shape in) {
-    net = (Net){.model = "test", .settings = &plain, .backend = &naive_backend};
+    net = (Net){.model = "test", .settings = &plain, .kernels = &naive_kernels};
+    net.device = &cpu_device;
     add_layer(&net, (Layer){.kind = INPUT, .in = in, .out = in});
     return &net.layers[1];
 }
@@ -368,7 +368,7 @@ static void run_trial(Trial *t) {
     for (size_t i = 0; i < t->out.count; i++)
         if (isnan(t->out.host[i]))
             explain_nan(t, i);
-    naive_backend.layers[t->l->kind].forward(
+    naive_kernels.layers[t->l->kind].forward(
         (Work){.l = t->l, .n = t->n, .in = t->in.host, .weight = t->weight.host, .out = t->want});
 }
 
@@ -502,15 +502,15 @@ static void run_kernels(void (*check)(const char *what, size_t numbers)) {
     send(&bias);
     Work w = {.l = l, .n = 2, .in = in.device, .weight = weight.device, .out = out.device};
     gpu->layers[CONV2D].forward(w);
-    gpu->synchronize();
+    gpu->device->synchronize();
     check("convolution", out.count);
     w.bias = bias.device;
     lab_add_bias(w);
-    gpu->synchronize();
+    gpu->device->synchronize();
     check("bias", out.count);
     w.in = w.out;
     gpu->layers[RELU].forward(w);
-    gpu->synchronize();
+    gpu->device->synchronize();
     check("ReLU", out.count);
     fetch(&out, false);
     drop(&out);
@@ -535,11 +535,11 @@ int main(int argc, char **argv) {
     const char *reason;
     if (test >= sizeof tests / sizeof *tests)
         wrong("lab04: there is no such test");
-    if (cuda_backend(0)->devices(&reason) == 0)
+    if (cuda_kernels(0)->device->count(&reason) == 0)
         wrong("no GPU (%s); DEVICE=emulator tests without one", reason);
     draw_seed();
-    gpu = cuda_backend(0);
-    gpu->use(0, 0, die);
+    gpu = cuda_kernels(0);
+    gpu->device->use(0, 0, die);
     if (tests[test])
         tests[test]();
     if (test != 6)

@@ -13,7 +13,7 @@
 #include <time.h>
 #include <unistd.h>
 
-double seconds_of(const Backend *b, void (*work)(void *job), void *job, size_t times);
+double seconds_of(const Device *d, void (*work)(void *job), void *job, size_t times);
 
 static double host;   // the host's time, seconds
 static double device; // the time when the device will have finished all queued work
@@ -66,19 +66,14 @@ static double elapsed(size_t from, size_t to) {
 // What the student's timer returns if the first call takes `first` seconds and `before` seconds of
 // work are already queued.
 static double measured(double first, double before, size_t times) {
-    const Backend b = {.name = "made up",
-                       .kernels = "made up",
-                       .synchronize = synchronize,
-                       .mark = mark,
-                       .elapsed = elapsed,
-                       .wait = wait,
-                       .copy = copy};
+    const Device made_up = {
+        .synchronize = synchronize, .mark = mark, .elapsed = elapsed, .wait = wait, .copy = copy};
     host = 1000;
     device = 0;
     calls = 0;
     first_duration = first;
     queue(before);
-    double seconds = seconds_of(&b, work, NULL, times);
+    double seconds = seconds_of(&made_up, work, NULL, times);
     if (calls < times)
         wrong("work() was called %zu times, expected at least %zu, the argument times", calls,
               times);

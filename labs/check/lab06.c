@@ -12,11 +12,11 @@ void lab_data_gradient(Work w);
 void lab_weight_gradient(Work w);
 
 static Net net; // to build layers in
-static const Settings plain = {
-    .stem = "3", .width = 6, .optimizer_launch = "fused", .zero_grad = "none"};
+static const Settings plain = {.width = 6};
 
 static void begin_layer(Shape in) {
-    net = (Net){.model = "test", .settings = &plain, .backend = &naive_backend};
+    net = (Net){.model = "test", .settings = &plain, .kernels = &naive_kernels};
+    net.device = &cpu_device;
     add_layer(&net, (Layer){.kind = INPUT, .in = in, .out = in});
 }
 
@@ -104,7 +104,7 @@ static real *right_result(void) {
     real *dbias = must_alloc((l->biases + 1) * sizeof *dbias, "a test");
     if (trial.data && trial.accumulate)
         memcpy(din, trial.result->before, in_size * sizeof *din);
-    naive_backend.layers[l->kind].backward((Work){.l = l,
+    naive_kernels.layers[l->kind].backward((Work){.l = l,
                                                   .n = trial.n,
                                                   .in = trial.in->before,
                                                   .weight = trial.weight->before,
@@ -350,7 +350,7 @@ int main(int argc, char **argv) {
         {"overlap-general", test_overlap_general},
     };
     draw_seed();
-    gpu = backend_of("naive", "fp32");
+    gpu = kernels_in(NAIVE, FP32);
     run_named(tests, sizeof tests / sizeof *tests, argc, argv);
     send_token();
     return 0;

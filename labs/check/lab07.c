@@ -143,17 +143,17 @@ static struct {
 } sequence;
 
 static void sequence_job(void) {
-    Step *step = gpu->alloc(sizeof *step);
+    Step *step = gpu->device->alloc(sizeof *step);
     real *grad = sequence.grad->before;
-    gpu->set_step(step, (Step){.lr = .5});
+    gpu->device->set_step(step, (Step){.lr = .5});
     for (size_t i = 0; i < STEPS; i++) {
         LossScale now;
-        gpu->copy(&now, sequence.scale->device, sizeof now);
+        gpu->device->copy(&now, sequence.scale->device, sizeof now);
         for (size_t j = 0; j < PARAMS; j++) // of a loss whose gradient is j % 7 - 3
             grad[j] = now.scale * (real)((int)(j % 7) - 3);
         if (i == sequence.bad)
             grad[sequence.at] = (real)INFINITY;
-        gpu->copy(sequence.grad->device, grad, PARAMS * sizeof *grad);
+        gpu->device->copy(sequence.grad->device, grad, PARAMS * sizeof *grad);
         gpu->count_not_finite(sequence.scale->device, sequence.grad->device, PARAMS);
         gpu->sgd((Update){.param = sequence.param->device,
                           .grad = sequence.grad->device,
@@ -163,8 +163,9 @@ static void sequence_job(void) {
                           .count = PARAMS,
                           .step = step});
         gpu->adjust_scale(sequence.scale->device);
-        gpu->copy(sequence.params + i * PARAMS, sequence.param->device, PARAMS * sizeof(real));
-        gpu->copy(&sequence.scales[i], sequence.scale->device, sizeof now);
+        gpu->device->copy(sequence.params + i * PARAMS, sequence.param->device,
+                          PARAMS * sizeof(real));
+        gpu->device->copy(&sequence.scales[i], sequence.scale->device, sizeof now);
     }
 }
 
@@ -285,12 +286,13 @@ static Layer pool;
 
 static void images_job(void) {
     gpu->load_images(laid.out->device, laid.in->device, laid.n, laid.s, laid.nchw);
-    gpu->layers[MAXPOOL2D].forward((Work){.l = &pool,
-                                          .n = laid.n,
-                                          .in = laid.out->device,
-                                          .out = laid.pooled->device,
-                                          .saved = gpu->alloc(laid.n * shape_size(pool.out)),
-                                          .transposed = laid.nchw ? gpu->alloc(64) : NULL});
+    gpu->layers[MAXPOOL2D].forward(
+        (Work){.l = &pool,
+               .n = laid.n,
+               .in = laid.out->device,
+               .out = laid.pooled->device,
+               .saved = gpu->device->alloc(laid.n * shape_size(pool.out)),
+               .transposed = laid.nchw ? gpu->device->alloc(64) : NULL});
 }
 
 static void images_of(bool nchw) {
@@ -339,9 +341,9 @@ static struct {
 } updated;
 
 static void update_job(void) {
-    Step *step = gpu->alloc(sizeof *step);
-    gpu->set_step(step, (Step){.lr = updated.lr});
-    gpu->synchronize();
+    Step *step = gpu->device->alloc(sizeof *step);
+    gpu->device->set_step(step, (Step){.lr = updated.lr});
+    gpu->device->synchronize();
     shared->launches = 0;
     Update u = updated.u;
     u.step = step;
@@ -384,9 +386,9 @@ static const char *what_update(void) {
     static char text[200];
     snprintf(text, sizeof text,
              "%s, %s, %zu parameters, momentum %g%s, weight decay %g, loss scale %g",
-             gpu->precision, updated.sgd ? "sgd" : "adadelta", updated.u.count, updated.u.momentum,
-             updated.u.nesterov ? " (nesterov)" : "", updated.u.weight_decay,
-             (double)((const LossScale *)updated.scale->before)->scale);
+             gpu->precision == FP16 ? "fp16" : "fp32", updated.sgd ? "sgd" : "adadelta",
+             updated.u.count, updated.u.momentum, updated.u.nesterov ? " (nesterov)" : "",
+             updated.u.weight_decay, (double)((const LossScale *)updated.scale->before)->scale);
     return text;
 }
 
@@ -462,9 +464,9 @@ static void update_of(bool sgd, size_t count, double momentum, bool nesterov, bo
 }
 
 static void test_update(void) {
-    static const char *const precisions[] = {"fp32", "fp16"};
+    static const Precision precisions[] = {FP32, FP16};
     for (size_t i = 0; i < 2; i++) {
-        gpu = backend_of(NULL, precisions[i]);
+        gpu = kernels_in(KERNELS_BEST, precisions[i]);
         update_of(true, 1000, 0, false, false);
         update_of(true, draw(1, 7), .9, false, false);
         update_of(true, draw(255, 1030), .9, true, false);
@@ -473,13 +475,13 @@ static void test_update(void) {
 }
 
 static void test_skipped(void) {
-    gpu = backend_of(NULL, "fp16");
+    gpu = kernels_in(KERNELS_BEST, FP16);
     update_of(true, draw(255, 1030), .9, false, true);
     update_of(false, draw(255, 1030), 0, false, true);
 }
 
 static void test_launches(void) {
-    gpu = backend_of(NULL, "fp16");
+    gpu = kernels_in(KERNELS_BEST, FP16);
     update_of(true, 4096, .9, false, false);
     if (shared->launches != 1)
         wrong("an update has launched %zu kernels, expected 1: the unscaled gradient, the decayed "
@@ -490,7 +492,7 @@ static void test_launches(void) {
 
 // In the program that counts what kernels read and write, and prints it at its end.
 static void test_traffic(void) {
-    gpu = backend_of(NULL, "fp16");
+    gpu = kernels_in(KERNELS_BEST, FP16);
     update_of(true, 4096, .9, false, false);
 }
 
@@ -501,11 +503,11 @@ int main(int argc, char **argv) {
         {"skipped", test_skipped}, {"launches", test_launches}, {"traffic", test_traffic},
     };
     draw_seed();
-    gpu = backend_of(NULL, "fp16");
+    gpu = kernels_in(KERNELS_BEST, FP16);
     const bool nhwc =
         argc > 1 && (strcmp(argv[1], "layout") == 0 || strcmp(argv[1], "images") == 0);
     if (nhwc)
-        gpu = backend_of(NULL, "fp32");
+        gpu = kernels_in(KERNELS_BEST, FP32);
     run_named(tests, sizeof tests / sizeof *tests, argc, argv);
     send_token();
     return 0;

@@ -293,9 +293,9 @@ static real number_of(size_t rank, size_t i) {
 static void ring_body(size_t rank) {
     static real received[2][MOST_NUMBERS];
     static Settings settings = {.timeout = 60};
-    static Backend backend;
-    static Net net = {.backend = &backend};
-    backend = naive_backend;
+    static Kernels backend;
+    static Net net = {.kernels = &backend};
+    backend = naive_kernels;
     Comm c = {.rank = rank, .world = ranks.world, .net = &net, .settings = &settings};
     c.host[0] = received[0], c.host[1] = received[1];
     for (size_t i = 0; i < ring.count; i++)
@@ -465,7 +465,7 @@ static void sampler_body(size_t rank) {
     const size_t n = sampler.images, others = ranks.world - 1;
     const size_t page = 4096, pages = 8;
     const Dataset data = {&info, n, bytes, labels};
-    const Placement place = {.backend = &naive_backend, .rank = rank, .others = others};
+    const Placement place = {.device = &cpu_device, .rank = rank, .ranks = ranks.world};
     size_t count = 0;
     Loader l;
     for (size_t i = 0; i < n + 2; i++) {
@@ -492,7 +492,7 @@ static void sampler_body(size_t rank) {
             unsigned image = (unsigned)lround((double)b->images[2 * i] * 255);
             unsigned second = (unsigned)lround((double)b->images[2 * i + 1] * 255);
             found[count].image = (uint16_t)(image + 256 * second);
-            found[count].position = (uint16_t)position_of(b->draw, i);
+            found[count].position = (uint16_t)position_of(b->key, i);
         }
     put_message(RESULT, found, count * sizeof *found, 0);
 }
@@ -557,7 +557,7 @@ static _Noreturn void explain_images(size_t r, const Sample *found, size_t count
                   r, e);
     if (found[k].image == BEHIND)
         WRONG("rank %zu: image %zu is at position %zu, behind the %zu places of order; expected "
-              "position %zu: l->draw says where a rank begins and how many positions it skips, and "
+              "position %zu: l->key says where a rank begins and how many positions it skips, and "
               "l->share how many images it has",
               r, k, (size_t)found[k].position, n + world - 1, k * world + r);
     if (found[k].image == NEVER_WRITTEN || place == n)
@@ -604,7 +604,7 @@ static void sample(size_t world, size_t images, size_t epoch) {
         for (size_t k = 0; k < count; k++)
             if (found[k].position != k * world + r)
                 WRONG("rank %zu has the right images, but its image %zu is said to be at position "
-                      "%zu instead of %zu: set l->draw to the position of its first image, and to "
+                      "%zu instead of %zu: set l->key to the position of its first image, and to "
                       "the number of positions between two of them",
                       r, k, (size_t)found[k].position, k * world + r);
     }

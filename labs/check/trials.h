@@ -30,7 +30,7 @@ typedef struct Shared {
 static Array arrays[MOST_ARRAYS];
 static size_t array_count;
 static Shared *shared;
-static const Backend *gpu;
+static const Kernels *gpu;
 
 /* ---- Arrays ---------------------------------------------------------------------------------- */
 
@@ -79,13 +79,13 @@ static void send_array(Array *a) {
     for (size_t i = 0; i < (a->bytes + 2 * GUARD_BYTES) / 4; i++)
         all[i] = guard_word;
     memcpy(a->after, a->before, a->bytes);
-    a->device = (char *)gpu->alloc(a->bytes + 2 * GUARD_BYTES) + GUARD_BYTES;
-    gpu->copy((char *)a->device - GUARD_BYTES, all, a->bytes + 2 * GUARD_BYTES);
+    a->device = (char *)gpu->device->alloc(a->bytes + 2 * GUARD_BYTES) + GUARD_BYTES;
+    gpu->device->copy((char *)a->device - GUARD_BYTES, all, a->bytes + 2 * GUARD_BYTES);
 }
 
 static void fetch_array(Array *a) {
-    gpu->copy((char *)a->after - GUARD_BYTES, (char *)a->device - GUARD_BYTES,
-              a->bytes + 2 * GUARD_BYTES);
+    gpu->device->copy((char *)a->after - GUARD_BYTES, (char *)a->device - GUARD_BYTES,
+                      a->bytes + 2 * GUARD_BYTES);
 }
 
 static void check_guards(const Array *a) {
@@ -122,15 +122,15 @@ static _Noreturn void other_process(void (*job)(void)) {
     dup2(nowhere, 0);
     dup2(nowhere, 9);
     alarm(PATIENCE_S);
-    gpu->use(0, 0, die);
+    gpu->device->use(0, 0, die);
     for (size_t i = 0; i < array_count; i++)
         send_array(&arrays[i]);
-    gpu->synchronize();
+    gpu->device->synchronize();
     job();
-    gpu->synchronize();
+    gpu->device->synchronize();
     for (size_t i = 0; i < array_count; i++)
         fetch_array(&arrays[i]);
-    gpu->synchronize();
+    gpu->device->synchronize();
     shared->finished = true;
     exit(0); // the emulator may print a table
 }
@@ -156,11 +156,13 @@ static void run_trial(void (*job)(void)) {
         check_guards(&arrays[i]);
 }
 
-// The backend of these kernels and this precision.
-static const Backend *backend_of(const char *kernels, const char *precision) {
-    for (size_t i = 0; cuda_backend(i); i++)
-        if (strcmp(cuda_backend(i)->precision, precision) == 0 &&
-            (!kernels || strcmp(cuda_backend(i)->kernels, kernels) == 0))
-            return cuda_backend(i);
-    wrong("there are no kernels for %s", precision);
+// The GPU's kernels of this name, or of any (KERNELS_BEST), in this precision
+static const Kernels *kernels_in(KernelsChoice name, Precision precision) {
+    for (size_t i = 0; cuda_kernels(i); i++) {
+        const Kernels *k = cuda_kernels(i);
+        if (k->precision == precision && (name == KERNELS_BEST || name == k->name))
+            return k;
+    }
+    wrong("there are no kernels for %s",
+          choice_word((char[32]){""}, "--precision", (int)precision));
 }

@@ -20,29 +20,29 @@ typedef struct Job {
 } Job;
 
 /* Seconds per call of work(job), the mean of `times` calls. Neither the device's first call, which
-   is slower, nor work queued before is included. b: the device that work() computes on.
+   is slower, nor work queued before is included. d: the device that work() computes on.
    (Not static, since make check calls it from another file.) */
-double seconds_of(const Backend *b, void (*work)(void *job), void *job, size_t times) {
+double seconds_of(const Device *d, void (*work)(void *job), void *job, size_t times) {
     /* LAB 4.4 BEGIN seconds_of */
     work(job);
-    b->synchronize();
+    d->synchronize();
     double begin = now();
     for (size_t i = 0; i < times; i++)
         work(job);
-    b->synchronize();
+    d->synchronize();
     return (now() - begin) / (double)times;
     /* LAB 4.4 END */
 }
 
 static void compute(void *argument) {
     Job *job = argument;
-    const Backend *b = job->net->backend;
+    const Device *d = job->net->device;
     const Layer *l = &job->net->layers[job->row];
     if (job->images)
-        b->copy(output(job->net, l->input), job->images, job->n * shape_size(l->in) * sizeof(real));
+        d->copy(output(job->net, l->input), job->images, job->n * shape_size(l->in) * sizeof(real));
     forward_row(job->net, job->row, job->n, NULL);
     if (job->images)
-        b->copy(job->answer, output(job->net, job->row),
+        d->copy(job->answer, output(job->net, job->row),
                 job->n * shape_size(l->out) * sizeof(real));
 }
 
@@ -51,14 +51,14 @@ static double microseconds(Job *job, bool emulated) {
     double seconds[ROUNDS];
     size_t rounds = emulated ? 1 : ROUNDS;
     for (size_t i = 0; i < rounds; i++)
-        seconds[i] = seconds_of(job->net->backend, compute, job, emulated ? 1 : TIMES);
+        seconds[i] = seconds_of(job->net->device, compute, job, emulated ? 1 : TIMES);
     return 1e6 * median(seconds, rounds);
 }
 
-// The cifar network on a device; `apart` becomes its backend, in which no layers are fused.
-static void setup_net(Net *net, const Run *run, const Backend *b, Backend *apart, size_t batch) {
-    *apart = *b;
-    apart->fuse = NULL;
+// The cifar network on a device, with its kernels in `apart`, which fuse no layers
+static void setup_net(Net *net, const Run *run, const Kernels *k, Kernels *apart, size_t batch) {
+    *apart = *k;
+    apart->fuse = fuse_nothing;
     net_build(net, run->model, &run->info, &run->settings, apart);
     plan_memory(net, batch);
     net_alloc(net);
@@ -86,7 +86,7 @@ static void measure(FILE *csv, Net *cpu, Net *gpu, size_t row, size_t largest, b
     const Layer *l = &gpu->layers[row];
     const char *name = *l->name ? l->name : "relu1";
     size_t most = largest * (shape_size(l->in) + shape_size(l->out)), count = 0;
-    real *host = gpu->backend->pinned_alloc(most * sizeof *host);
+    real *host = gpu->device->pinned_alloc(most * sizeof *host);
     if (!host)
         no_memory(most * sizeof *host, "the images to copy");
     double us[3][MOST_BATCHES];
@@ -110,27 +110,27 @@ static void measure(FILE *csv, Net *cpu, Net *gpu, size_t row, size_t largest, b
         print_crossover("with_copies", us[2], us[0], count);
     }
     printf("\n");
-    gpu->backend->pinned_release(host);
+    gpu->device->pinned_release(host);
 }
 
 int main(int argc, char **argv) {
     static Run run;
     static Net cpu, gpu;
-    Backend cpu_backend, gpu_backend;
-    Device d = {0};
+    Kernels cpu_apart, gpu_apart;
+    DeviceInfo d = {0};
     AtomicFile file;
     const char *reason;
     size_t largest = argc > 2 ? strtoul(argv[2], NULL, 10) : 256;
     if (argc < 2 || argc > 3 || largest < 1 || largest > 1 << (MOST_BATCHES - 1))
         die(EXIT_USAGE, "usage: crossover FILE.csv [LARGEST], LARGEST being the last batch");
-    if (cuda_backend(0)->devices(&reason) == 0)
+    if (cuda_kernels(0)->device->count(&reason) == 0)
         die(1, "no GPU (%s); in the emulator: make crossover EMULATE=1", reason);
-    cuda_backend(0)->use(0, 0, die);
-    cuda_backend(0)->describe(&d);
+    cuda_kernels(0)->device->use(0, 0, die);
+    cuda_kernels(0)->device->describe(&d);
     setup_settings(&run, 3, (char *[]){"crossover", "--model", "cifar"});
     run.info = dataset_for(run.model, "synthetic");
-    setup_net(&cpu, &run, cpu_backends[CPU_BACKENDS - 1], &cpu_backend, largest);
-    setup_net(&gpu, &run, cuda_backend(0), &gpu_backend, largest);
+    setup_net(&cpu, &run, cpu_kernels[CPU_KERNELS - 1], &cpu_apart, largest);
+    setup_net(&gpu, &run, cuda_kernels(0), &gpu_apart, largest);
     atomic_open(&file, argv[1]);
     fprintf(file.stream, "layer,batch,mflop,bytes_copied,cpu_us,gpu_us,gpu_copies_us,emulated\n");
     printf("Device: %s%s\n", d.name, d.emulated ? "; its times mean nothing" : "");

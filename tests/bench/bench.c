@@ -27,17 +27,17 @@ static double copy_gb_per_s(void) {
 // The network of the settings on synthetic images, and a loader that holds one batch of them.
 static const Batch *setup_bench(Run *run) {
     Settings *s = &run->settings;
-    const Placement on_cpu = {.backend = choose_backend(s, false)};
+    const Placement on_cpu = {.device = &cpu_device, .ranks = 1};
     run->info = dataset_for(run->model, "synthetic");
     run->train_set.info = &run->info;
     make_synthetic(&run->train_set, true, s->batch_size);
-    net_build(&run->net, run->model, &run->info, s, on_cpu.backend);
+    net_build(&run->net, run->model, &run->info, s, choose_kernels(s, false));
     plan_memory(&run->net, s->batch_size);
     net_alloc(&run->net);
     net_init(&run->net, s->seed);
-    run->plan.backend = on_cpu.backend;
+    run->plan.device = &cpu_device;
     plan_area(&run->plan, &run->state,
-              count_states(run->optimizer, s) * run->net.param_size * sizeof(real), DEVICE,
+              count_states(s->optimizer, s) * run->net.param_size * sizeof(real), DEVICE,
               "optimizer state");
     plan_alloc(&run->plan);
     loader_plan(&run->train_loader, &run->train_set, s->batch_size, 1, AUGMENT_NONE, on_cpu);
@@ -49,12 +49,12 @@ static const Batch *setup_bench(Run *run) {
 // A function of its own, so that Callgrind can count it.
 static __attribute__((noinline)) void train_step(Run *run, const Batch *batch, size_t step) {
     Batch drawn = *batch;
-    drawn.draw = (Draw){run->settings.seed, 1, step * batch->n, 0};
+    drawn.key = (RandomKey){run->settings.seed, 1, step * batch->n, 1};
     net_load(&run->net, &drawn, 1e-4);
-    forward(&run->net, batch->n, &run->net.step->draw);
+    forward(&run->net, batch->n, &run->net.step->key);
     check_loss(&run->net, batch, loss_and_gradient(&run->net, batch->n, true));
     backward(&run->net, batch->n);
-    optimizer_step(run->optimizer, &run->net, run->state);
+    optimizer_step(&run->net, run->state);
 }
 
 // Images a second over at least round_seconds and two steps, behind one that fills the caches.

@@ -33,7 +33,7 @@ typedef struct Sample {
 
 static Sample samples[MAX_SAMPLES];
 static size_t sample_count, walk;
-static const Backend *gpu; // what is measured
+static const Kernels *gpu; // what is measured
 static bool emulated;
 static char *command[MAX_WORDS]; // the command line of ./cnn; from `given` on, as it was given here
 static int word_count, given;
@@ -67,16 +67,16 @@ static size_t repeats(const Sample *s, bool grows) {
     return grows ? min_size(wanted, 3) : wanted;
 }
 
-#define TIME(op, name, flops, bytes, grows, call)                    \
-    do {                                                             \
-        Sample *sample = next_sample(op, name, flops, bytes);        \
-        size_t count_ = repeats(sample, grows);                      \
-        gpu->copy(copied[1], copied[0], copy_bytes());               \
-        gpu->mark(0);                                                \
-        for (size_t i_ = 0; i_ < count_; i_++)                       \
-            gpu->call;                                               \
-        gpu->mark(1);                                                \
-        sample->seconds[walk] = gpu->elapsed(0, 1) / (double)count_; \
+#define TIME(op, name, flops, bytes, grows, call)                            \
+    do {                                                                     \
+        Sample *sample = next_sample(op, name, flops, bytes);                \
+        size_t count_ = repeats(sample, grows);                              \
+        gpu->device->copy(copied[1], copied[0], copy_bytes());               \
+        gpu->device->mark(0);                                                \
+        for (size_t i_ = 0; i_ < count_; i_++)                               \
+            gpu->call;                                                       \
+        gpu->device->mark(1);                                                \
+        sample->seconds[walk] = gpu->device->elapsed(0, 1) / (double)count_; \
     } while (0)
 
 /* The numbers that a layer's operations move at least: for each element of its input and output.
@@ -163,20 +163,24 @@ static void time_sgd(Update u) {
 }
 
 static void time_copy(void *to, const void *from, size_t bytes) {
-    TIME("copy", "", 0, 2. * (double)bytes, false, copy(to, from, bytes));
+    TIME("copy", "", 0, 2. * (double)bytes, false, device->copy(to, from, bytes));
 }
 
-static Backend timed_backend(void) {
-    Backend b = *gpu;
+// The kernels and the device of `gpu`, with the clock around each call
+static Kernels timed_kernels(void) {
+    static Device device;
+    Kernels k = *gpu;
+    device = *gpu->device;
+    device.copy = time_copy;
+    k.device = &device;
     for (size_t kind = INPUT + 1; kind < KINDS; kind++) {
-        b.layers[kind].forward = time_forward;
-        b.layers[kind].backward = time_backward;
+        k.layers[kind].forward = time_forward;
+        k.layers[kind].backward = time_backward;
     }
-    b.nll_loss = time_nll_loss;
-    b.adadelta = time_adadelta;
-    b.sgd = time_sgd;
-    b.copy = time_copy;
-    return b;
+    k.nll_loss = time_nll_loss;
+    k.adadelta = time_adadelta;
+    k.sgd = time_sgd;
+    return k;
 }
 
 /* ---- A network */
@@ -206,7 +210,7 @@ static void setup_run(Run *run, const Case *c) {
     memset(run, 0, sizeof *run);
     setup_settings(run, word_count, command);
     setup_device(run);
-    gpu = run->backend;
+    gpu = run->kernels;
 }
 
 // The network on synthetic images, and a loader that has put one batch of them on the GPU. build:
@@ -224,11 +228,11 @@ static const Batch *setup_bench(Run *run, const Case *c, size_t (*build)(Net *ne
     plan_memory(&run->net, c->batch);
     net_alloc(&run->net);
     net_init(&run->net, 1);
-    run->state = gpu->alloc(count_states(run->optimizer, &run->settings) * run->net.param_size *
-                            sizeof *run->state);
+    run->state = gpu->device->alloc(count_states(run->settings.optimizer, &run->settings) *
+                                    run->net.param_size * sizeof *run->state);
     if (!run->state)
         die(1, "no memory for the optimizer of %s", c->model);
-    Placement place = {.backend = gpu, .pinned = true};
+    Placement place = {.device = gpu->device, .pinned = true, .ranks = 1};
     loader_plan(&run->train_loader, &run->train_set, c->batch, 1, AUGMENT_NONE, place);
     loader_init(&run->train_loader);
     loader_start(&run->train_loader, 1, 1, 0);
@@ -236,9 +240,10 @@ static const Batch *setup_bench(Run *run, const Case *c, size_t (*build)(Net *ne
 }
 
 static void free_bench(Run *run) {
-    run->net.backend = gpu;
+    run->net.kernels = gpu;
+    run->net.device = gpu->device;
     loader_free(&run->train_loader);
-    gpu->release(run->state);
+    gpu->device->release(run->state);
     plan_free(&run->net.plan);
     free_dataset(&run->train_set);
 }
@@ -246,22 +251,23 @@ static void free_bench(Run *run) {
 // As in train(), where the loss is also copied to the host in every step.
 static double train_step(Run *run, const Batch *batch) {
     net_load(&run->net, batch, 1e-4);
-    forward(&run->net, batch->n, &run->net.step->draw);
+    forward(&run->net, batch->n, &run->net.step->key);
     double loss = loss_and_gradient(&run->net, batch->n, true);
     backward(&run->net, batch->n);
-    optimizer_step(run->optimizer, &run->net, run->state);
+    optimizer_step(&run->net, run->state);
     return loss;
 }
 
 static void time_operations(Run *run, const Batch *batch) {
     check_loss(&run->net, batch, train_step(run, batch));
-    Backend timed = timed_backend();
-    run->net.backend = &timed;
+    Kernels timed = timed_kernels();
+    run->net.kernels = &timed;
+    run->net.device = timed.device;
     for (walk = 0; walk <= WALKS && (walk == 0 || !emulated); walk++) {
         sample_count = 0;
         train_step(run, batch);
     }
-    run->net.backend = gpu;
+    run->net.kernels = gpu;
     for (size_t i = 0; i < sample_count && !emulated; i++)
         samples[i].seconds[0] = median(samples[i].seconds + 1, WALKS);
 }
@@ -272,10 +278,10 @@ static void time_operations(Run *run, const Batch *batch) {
 static double copy_bandwidth(void) {
     double seconds[ROUNDS];
     for (size_t i = 0; i < ROUNDS; i++) {
-        gpu->mark(0);
-        gpu->copy(copied[1], copied[0], copy_bytes());
-        gpu->mark(1);
-        seconds[i] = gpu->elapsed(0, 1);
+        gpu->device->mark(0);
+        gpu->device->copy(copied[1], copied[0], copy_bytes());
+        gpu->device->mark(1);
+        seconds[i] = gpu->device->elapsed(0, 1);
     }
     return 2 * (double)copy_bytes() / median(seconds, ROUNDS);
 }
@@ -401,7 +407,7 @@ static void bench_case(FILE *json, const Case *c) {
     free_bench(&run);
 }
 
-static void begin_report(FILE *json, const Device *d, bool own_product) {
+static void begin_report(FILE *json, const DeviceInfo *d, bool own_product) {
     char date[32], options[256] = "";
     time_t t = time(NULL);
     strftime(date, sizeof date, "%Y-%m-%dT%H:%M:%SZ", gmtime(&t));
@@ -435,14 +441,14 @@ static void bench(const char *nets, FILE *json) {
     static Run run;
     const Case any = {.model = "mnist", .width = 6, .batch = 1};
     setup_run(&run, &any);
-    const bool own_product = strcmp(gpu->precision, "fp32") != 0;
-    emulated = run.device.emulated;
+    const bool own_product = gpu->precision != FP32;
+    emulated = run.device_info.emulated;
     for (size_t i = 0; i < 2; i++)
-        if (!(copied[i] = gpu->alloc(copy_bytes())))
+        if (!(copied[i] = gpu->device->alloc(copy_bytes())))
             die(1, "no memory on the device for a copy of %zu bytes", copy_bytes());
-    peak_gflops = own_product ? product_gflops() : gpu->peak_gflops();
+    peak_gflops = own_product ? product_gflops() : gpu->device->peak_gflops();
     bandwidth = copy_bandwidth();
-    begin_report(json, &run.device, own_product);
+    begin_report(json, &run.device_info, own_product);
     const char *comma = "";
     for (const char *at = nets; *at; at += strcspn(at, " "), at += strspn(at, " ")) {
         char word[64];
@@ -456,7 +462,7 @@ static void bench(const char *nets, FILE *json) {
     if (json)
         fprintf(json, "]}\n");
     for (size_t i = 0; i < 2; i++)
-        gpu->release(copied[i]);
+        gpu->device->release(copied[i]);
 }
 
 int main(int argc, char **argv) {
@@ -476,7 +482,7 @@ int main(int argc, char **argv) {
         else
             die(EXIT_USAGE, "bench_gpu takes at most %d options of ./cnn", MAX_WORDS - given);
     }
-    if (cuda_backend(0)->devices(&reason) == 0) {
+    if (cuda_kernels(0)->device->count(&reason) == 0) {
         fprintf(stderr, "skip: no GPU: %s\n", reason);
         return 77; // what automake and bench_pytorch.py count as skipped
     }

@@ -1,7 +1,7 @@
 /* test_cuda.c - every operation of the GPU's backends against its definition on the CPU.
 
    Linked with the kernels as nvcc compiles them for a GPU, or as the emulator does: see
-   tests/emulator/cuda_on_cpu.h. The reference is naive_backend, the CPU's definitions.
+   tests/emulator/cuda_on_cpu.h. The reference is naive_kernels, the CPU's definitions.
 
      test_cuda all [TEST [KERNELS]]   all tests or one of them; QUICK=1 in the environment: fewer
      test_cuda tiny                   small shapes and no training, for race detectors
@@ -28,7 +28,7 @@ typedef struct Array {
 
 // The parameters of an operation, other than its arrays.
 typedef struct Task {
-    void (*run)(const Backend *b, const struct Task *t, void *const *a, real *scratch);
+    void (*run)(const Kernels *k, const struct Task *t, void *const *a, real *scratch);
     // the tolerance, where sums of absolute values do not give it
     void (*bound)(const struct Task *t, const Array *before, const Array *got, const Array *want,
                   Array *bound);
@@ -37,7 +37,7 @@ typedef struct Task {
     size_t n, count; // images; elements, or classes
     bool accumulate, accumulate_residual, in_place, apart, training, no_din;
     size_t row;
-    Draw draw;                               // if training
+    RandomKey key;                           // if training
     const Step *step;                        // draw and rate, on the device
     double rate, momentum, decay, smoothing; // of optimizers and the loss
     bool nesterov;
@@ -122,35 +122,35 @@ static int guard_byte(const Array *a) {
 
 /* ---- Precisions */
 
-static bool is_precision(const Backend *b, const char *name) {
-    return b->precision && strcmp(b->precision, name) == 0;
+static bool is_precision(const Kernels *k, const char *name) {
+    return strcmp(PRECISION_OF(k), name) == 0;
 }
 
 // The largest relative error of rounding to the backend's precision.
-static double unit_roundoff(const Backend *b) {
-    return is_precision(b, "bf16") ? 1. / 256 : is_precision(b, "fp16") ? 1. / 2048 : 0;
+static double unit_roundoff(const Kernels *k) {
+    return is_precision(k, "bf16") ? 1. / 256 : is_precision(k, "fp16") ? 1. / 2048 : 0;
 }
 
 /* To the nearest number of the backend's precision, ties to even: 8 significant bits, or 11 of
    numbers of at least 2^-14. tf32: 11 bits, ties away from zero. */
-static real rounded(const Backend *b, real x) {
-    int exponent, bits = is_precision(b, "bf16") ? 8 : 11;
-    if (is_precision(b, "fp32") || !b->precision || !isfinite(x))
+static real rounded(const Kernels *k, real x) {
+    int exponent, bits = is_precision(k, "bf16") ? 8 : 11;
+    if (is_precision(k, "fp32") || !PRECISION_OF(k) || !isfinite(x))
         return x;
     frexp((double)x, &exponent);
-    exponent = is_precision(b, "fp16") && exponent < -13 ? -13 : exponent;
+    exponent = is_precision(k, "fp16") && exponent < -13 ? -13 : exponent;
     double scaled = ldexp((double)x, bits - exponent);
-    double whole = is_precision(b, "tf32") ? round(scaled) : nearbyint(scaled);
+    double whole = is_precision(k, "tf32") ? round(scaled) : nearbyint(scaled);
     double y = ldexp(whole, exponent - bits);
-    return (real)(is_precision(b, "fp16") && fabs(y) > 65504 ? copysign(INFINITY, y) : y);
+    return (real)(is_precision(k, "fp16") && fabs(y) > 65504 ? copysign(INFINITY, y) : y);
 }
 
 // The bits of a rounded number.
-static uint16_t encode(const Backend *b, real x) {
+static uint16_t encode(const Kernels *k, real x) {
     float wide = (float)x;
     uint32_t bits;
     memcpy(&bits, &wide, sizeof bits);
-    if (is_precision(b, "bf16"))
+    if (is_precision(k, "bf16"))
         return (uint16_t)(bits >> 16);
     if (!isfinite(x))
         return (uint16_t)((bits >> 16 & 0x8000) | (isnan(x) ? 0x7fff : 0x7c00));
@@ -160,8 +160,8 @@ static uint16_t encode(const Backend *b, real x) {
                       (exponent < -14 ? 0 : (unsigned)(exponent + 14) << 10) + (unsigned)size);
 }
 
-static real decode(const Backend *b, uint16_t half) {
-    if (is_precision(b, "bf16")) {
+static real decode(const Kernels *k, uint16_t half) {
+    if (is_precision(k, "bf16")) {
         uint32_t bits = (uint32_t)half << 16;
         float wide;
         memcpy(&wide, &bits, sizeof wide);
@@ -175,36 +175,37 @@ static real decode(const Backend *b, uint16_t half) {
 }
 
 // How an array is stored on the device: a copy, and its size in bytes.
-static void *stored(const Backend *b, const Array *a, size_t *bytes) {
-    const bool half = a->typed && b->element == 2;
+static void *stored(const Kernels *k, const Array *a, size_t *bytes) {
+    const bool half = a->typed && k->element == 2;
     *bytes = a->count * (half ? 2 : a->size);
     void *copy = must_alloc(*bytes, "a test");
     for (size_t i = 0; half && i < a->count; i++)
-        ((uint16_t *)copy)[i] = encode(b, ((const real *)a->at)[i]);
+        ((uint16_t *)copy)[i] = encode(k, ((const real *)a->at)[i]);
     if (!half)
         memcpy(copy, a->at, *bytes);
     return copy;
 }
 
-static char *to_device(const Backend *b, const Array *a) {
+static char *to_device(const Kernels *k, const Array *a) {
     size_t bytes;
-    void *copy = stored(b, a, &bytes);
-    char *base = b->alloc(bytes + 2 * GUARD), *host = must_alloc(bytes + 2 * GUARD, "a test");
+    void *copy = stored(k, a, &bytes);
+    char *base = k->device->alloc(bytes + 2 * GUARD),
+         *host = must_alloc(bytes + 2 * GUARD, "a test");
     memset(host, guard_byte(a), bytes + 2 * GUARD);
     memcpy(host + GUARD, copy, bytes);
     free(copy);
-    b->copy(base, host, bytes + 2 * GUARD);
+    k->device->copy(base, host, bytes + 2 * GUARD);
     watch_guards(base, bytes, true);
     free(host);
     return base;
 }
 
-static void from_device(const Backend *b, char *base, Array *a) {
+static void from_device(const Kernels *k, char *base, Array *a) {
     size_t bytes;
-    void *before = stored(b, a, &bytes);
+    void *before = stored(k, a, &bytes);
     uint8_t *host = must_alloc(bytes + 2 * GUARD, "a test");
     watch_guards(base, bytes, false);
-    b->copy(host, base, bytes + 2 * GUARD);
+    k->device->copy(host, base, bytes + 2 * GUARD);
     for (size_t i = 0; i < bytes + 2 * GUARD; i++)
         if (i - GUARD >= bytes && host[i] != guard_byte(a))
             fail("%s: wrote at byte %td of %zu", a->name, (ptrdiff_t)i - GUARD, bytes);
@@ -213,33 +214,33 @@ static void from_device(const Backend *b, char *base, Array *a) {
     if (a->output && bytes == a->count * a->size)
         memcpy(a->at, host + GUARD, bytes);
     for (size_t i = 0; a->output && bytes < a->count * a->size && i < a->count; i++)
-        ((real *)a->at)[i] = decode(b, ((uint16_t *)(host + GUARD))[i]);
-    b->release(base);
+        ((real *)a->at)[i] = decode(k, ((uint16_t *)(host + GUARD))[i]);
+    k->device->release(base);
     free(before);
     free(host);
 }
 
 /* Runs an operation on arrays on the device, between guards; scratch has the size that the
    backend asked for. Returns whether scratch was used. */
-static bool perform(const Backend *b, const Task *t, Array *a, size_t count) {
-    Array scratch = output_array("scratch", t->l ? b->scratch_size(t->l, &t->fused, t->n) : 0, 1);
-    char *base[MOST_ARRAYS], *scratch_base = to_device(b, &scratch);
-    Step *step = b->alloc(sizeof *step);
+static bool perform(const Kernels *k, const Task *t, Array *a, size_t count) {
+    Array scratch = output_array("scratch", t->l ? k->scratch_size(t->l, &t->fused, t->n) : 0, 1);
+    char *base[MOST_ARRAYS], *scratch_base = to_device(k, &scratch);
+    Step *step = k->device->alloc(sizeof *step);
     Task on_device = *t;
     on_device.step = step;
-    b->set_step(step, (Step){t->draw, t->rate});
+    k->device->set_step(step, (Step){t->key, t->rate});
     void *at[MOST_ARRAYS];
     bool used = false;
     for (size_t i = 0; i < count; i++) {
-        base[i] = to_device(b, &a[i]);
+        base[i] = to_device(k, &a[i]);
         at[i] = a[i].count ? base[i] + GUARD : NULL;
     }
-    t->run(b, &on_device, at, (real *)(scratch_base + GUARD));
-    b->synchronize();
-    b->release(step);
+    t->run(k, &on_device, at, (real *)(scratch_base + GUARD));
+    k->device->synchronize();
+    k->device->release(step);
     for (size_t i = 0; i < count; i++)
-        from_device(b, base[i], &a[i]);
-    from_device(b, scratch_base, &scratch);
+        from_device(k, base[i], &a[i]);
+    from_device(k, scratch_base, &scratch);
     for (size_t i = 0; i < scratch.count * sizeof(real); i++)
         used = used || ((uint8_t *)scratch.at)[i] != 0xFF;
     free(scratch.at);
@@ -264,7 +265,7 @@ static void bound_by_sums(const Task *t, Array *a, size_t count) {
     for (size_t i = 0; i < count; i++)
         for (size_t j = 0; a[i].size == sizeof(real) && j < a[i].count; j++)
             ((real *)a[i].at)[j] = (real)fabs((double)((real *)a[i].at)[j]);
-    perform(&naive_backend, t, a, count);
+    perform(&naive_kernels, t, a, count);
     for (size_t i = 0; i < count; i++)
         for (size_t j = 0; a[i].terms && j < a[i].count; j++) {
             real *sum = (real *)a[i].at + j;
@@ -272,47 +273,47 @@ static void bound_by_sums(const Task *t, Array *a, size_t count) {
         }
 }
 
-static void round_array(const Backend *b, const Array *a) {
+static void round_array(const Kernels *k, const Array *a) {
     for (size_t i = 0; a->typed && i < a->count; i++)
-        ((real *)a->at)[i] = rounded(b, ((real *)a->at)[i]);
+        ((real *)a->at)[i] = rounded(k, ((real *)a->at)[i]);
 }
 
 // The exact result is rounded; the bound of another one includes the rounding, or the overflow that
 // both have in fp16.
-static void round_output(const Backend *b, const Array *got, const Array *want,
+static void round_output(const Kernels *k, const Array *got, const Array *want,
                          const Array *bound) {
     for (size_t i = 0; want->typed && i < want->count; i++) {
-        real *x = (real *)got->at + i, y = rounded(b, ((real *)want->at)[i]);
+        real *x = (real *)got->at + i, y = rounded(k, ((real *)want->at)[i]);
         if (isinf(y) && *x == y)
             *x = ((real *)want->at)[i] = 0;
     }
     if (want->terms == 0)
-        round_array(b, want);
+        round_array(k, want);
     for (size_t i = 0; want->typed && want->terms && i < want->count; i++)
         ((real *)bound->at)[i] +=
-            (real)(unit_roundoff(b) * fabs((double)((real *)want->at)[i]) + ldexp(1, -25));
+            (real)(unit_roundoff(k) * fabs((double)((real *)want->at)[i]) + ldexp(1, -25));
 }
 
 // Runs a task on `b` and on the CPU and compares all outputs. Frees a; returns what perform() does.
-static bool compare(const Backend *b, Task t, Array *a, size_t count) {
+static bool compare(const Kernels *k, Task t, Array *a, size_t count) {
     Array got[MOST_ARRAYS], want[MOST_ARRAYS], bound[MOST_ARRAYS];
     bool rounds = false;
     for (size_t i = 0; i < count; i++) {
-        round_array(b, &a[i]);
+        round_array(k, &a[i]);
         got[i] = twin(&a[i]);
         want[i] = twin(&a[i]);
         bound[i] = twin(&a[i]);
         rounds = rounds || a[i].terms;
     }
-    bool used = perform(b, &t, got, count);
-    perform(&naive_backend, &t, want, count);
+    bool used = perform(k, &t, got, count);
+    perform(&naive_kernels, &t, want, count);
     if (t.bound)
         t.bound(&t, a, got, want, bound);
     else if (rounds)
         bound_by_sums(&t, bound, count);
     for (size_t i = 0; i < count; i++) {
-        if (unit_roundoff(b) > 0 && a[i].output)
-            round_output(b, &got[i], &want[i], &bound[i]);
+        if (unit_roundoff(k) > 0 && a[i].output)
+            round_output(k, &got[i], &want[i], &bound[i]);
         if (a[i].output && a[i].terms)
             check_tensor(a[i].name, got[i].at, want[i].at, bound[i].at, a[i].count);
         else if (a[i].output)
@@ -346,45 +347,45 @@ static Work work_of_task(const Task *t, real *scratch) {
                   .row = t->row,
                   .n = t->n,
                   .scratch = scratch,
-                  .draw = t->training ? &t->step->draw : NULL,
+                  .key = t->training ? &t->step->key : NULL,
                   .accumulate = t->accumulate,
                   .accumulate_residual = t->accumulate_residual};
 }
 
-static bool fuses(const Backend *b, const Layer *to, LayerKind kind) {
+static bool fuses(const Kernels *k, const Layer *to, LayerKind kind) {
     const Layer l = {.kind = kind};
     const Fusion none = {0};
-    return b->fuse && b->fuse(to, &none, &l) == FUSED;
+    return k->fuse && k->fuse(to, &none, &l) == FUSED;
 }
 
 // A row with a sum and a ReLU, which run after it, in place, if its kernels do not compute them.
-static void forward_fused(const Backend *b, Work w) {
+static void forward_fused(const Kernels *k, Work w) {
     const Layer relu = {.kind = RELU, .in = w.l->out, .out = w.l->out};
-    const bool adds = w.residual && !fuses(b, w.l, ADD);
-    const bool masks = w.fused.relu && !fuses(b, w.l, RELU);
+    const bool adds = w.residual && !fuses(k, w.l, ADD);
+    const bool masks = w.fused.relu && !fuses(k, w.l, RELU);
     Work after = {.l = &relu, .n = w.n, .in = w.out, .residual = w.residual, .out = w.out};
     if (adds)
         w.residual = NULL;
     if (masks)
         w.fused.relu = false;
-    b->layers[w.l->kind].forward(w);
+    k->layers[w.l->kind].forward(w);
     if (adds)
-        b->layers[ADD].forward(after);
+        k->layers[ADD].forward(after);
     after.residual = NULL;
     if (masks)
-        b->layers[RELU].forward(after);
+        k->layers[RELU].forward(after);
 }
 
-static void run_forward(const Backend *b, const Task *t, void *const *a, real *scratch) {
+static void run_forward(const Kernels *k, const Task *t, void *const *a, real *scratch) {
     Work w = work_of_task(t, scratch);
     w.out = a[0];
     w.in = a[1];
     w.weight = a[2];
     w.bias = a[3];
-    forward_fused(b, w);
+    forward_fused(k, w);
 }
 
-static void run_backward(const Backend *b, const Task *t, void *const *a, real *scratch) {
+static void run_backward(const Kernels *k, const Task *t, void *const *a, real *scratch) {
     Work w = work_of_task(t, scratch);
     w.din = a[0];
     w.dweight = a[1];
@@ -392,14 +393,14 @@ static void run_backward(const Backend *b, const Task *t, void *const *a, real *
     w.dout = a[3];
     w.in = a[4];
     w.weight = a[5];
-    b->layers[t->l->kind].backward(w);
+    k->layers[t->l->kind].backward(w);
 }
 
 typedef struct Splits {
     size_t forward[2], backward[2]; // passes without, and with, split sums
 } Splits;
 
-static void compare_layer(const Backend *b, Layer l, bool relu, size_t n, bool accumulate,
+static void compare_layer(const Kernels *k, Layer l, bool relu, size_t n, bool accumulate,
                           bool no_din, Splits *splits) {
     const Fusion fused = {.relu = relu};
     size_t taps = l.kernel * l.kernel, pixels = n * l.out.h * l.out.w;
@@ -408,13 +409,13 @@ static void compare_layer(const Backend *b, Layer l, bool relu, size_t n, bool a
     memset(tiles, draw_bits() % 4, sizeof tiles);
     describe(&l, n, relu ? ", fused ReLU" : "");
     for (size_t fewer = 1; fewer < n; fewer++) // the last batch may be smaller
-        if (b->scratch_size(&l, &fused, fewer) > b->scratch_size(&l, &fused, n))
+        if (k->scratch_size(&l, &fused, fewer) > k->scratch_size(&l, &fused, n))
             fail("%zu images need more scratch than %zu", fewer, n);
     {
         Array arrays[] = {typed(output_array("out", outputs, integers ? 0 : taps * l.in.c + 1)),
                           typed(input_array("in", inputs)), typed(input_array("weight", l.weights)),
                           input_array("bias", l.biases)};
-        splits->forward[COMPARE(b, t)]++;
+        splits->forward[COMPARE(k, t)]++;
     }
     t = (Task){.run = run_backward, .l = &l, .n = n, .accumulate = accumulate, .no_din = no_din};
     describe(&l, n, no_din ? ", no din" : accumulate ? ", accumulate" : "");
@@ -425,19 +426,19 @@ static void compare_layer(const Backend *b, Layer l, bool relu, size_t n, bool a
                       typed(input_array("dout", outputs)),
                       typed(input_array("in", inputs)),
                       typed(input_array("weight", l.weights))};
-    bool used = COMPARE(b, t);
+    bool used = COMPARE(k, t);
     if (!l.biases) // whose gradient uses scratch, too
         splits->backward[used]++;
     integers = false;
     memset(tiles, 0, sizeof tiles);
 }
 
-static const Settings plain = {
-    .stem = "3", .width = 6, .optimizer_launch = "fused", .zero_grad = "none", .layout = "nhwc"};
+static const Settings plain = {.width = 6};
 static Net net; // to build layers in
 
 static const Layer *first_layer(Shape in) {
-    net = (Net){.model = "test", .settings = &plain, .backend = &naive_backend};
+    net = (Net){
+        .model = "test", .settings = &plain, .kernels = &naive_kernels, .device = &cpu_device};
     add_layer(&net, (Layer){.kind = INPUT, .in = in, .out = in});
     return &net.layers[1];
 }
@@ -449,14 +450,14 @@ static size_t draw_channels(size_t most) {
 }
 
 // The same results of numbers as they were drawn and of rounded ones. Frees the arrays.
-static void expect_rounding(const Backend *b, const Task *t, Array *rounded, size_t count) {
+static void expect_rounding(const Kernels *k, const Task *t, Array *rounded, size_t count) {
     Array a[MOST_ARRAYS];
     for (size_t i = 0; i < count; i++) {
         a[i] = twin(&rounded[i]);
-        round_array(b, &rounded[i]);
+        round_array(k, &rounded[i]);
     }
-    perform(b, t, a, count);
-    perform(b, t, rounded, count);
+    perform(k, t, a, count);
+    perform(k, t, rounded, count);
     for (size_t i = 0; i < count; i++) {
         if (a[i].output)
             check_equal(&a[i], &rounded[i]);
@@ -466,8 +467,8 @@ static void expect_rounding(const Backend *b, const Task *t, Array *rounded, siz
 }
 
 // tf32: the tensor cores get rounded numbers; those that are rounded before give the same bits.
-static void test_rounding(const Backend *b) {
-    if (!is_precision(b, "tf32") || tiny)
+static void test_rounding(const Kernels *k) {
+    if (!is_precision(k, "tf32") || tiny)
         return;
     for (uint8_t tile = 1; tile < 4; tile++) {
         const size_t n = 2;
@@ -481,7 +482,7 @@ static void test_rounding(const Backend *b) {
         Array weight = input_array("weight", l->weights), none = input_array("bias", 0);
         Array forward[] = {output_array("out", n * shape_size(l->out), 1), typed(twin(&in)),
                            typed(twin(&weight)), none};
-        expect_rounding(b, &t, forward, 4);
+        expect_rounding(k, &t, forward, 4);
         t.run = run_backward;
         Array backward[] = {output_array("din", in.count, 1),
                             output_array("dweight", l->weights, 1),
@@ -489,11 +490,11 @@ static void test_rounding(const Backend *b) {
                             typed(input_array("dout", n * shape_size(l->out))),
                             typed(in),
                             typed(weight)};
-        expect_rounding(b, &t, backward, 6);
+        expect_rounding(k, &t, backward, 6);
     }
     memset(tiles, 0, sizeof tiles);
     *context = 0;
-    verdict("rounding to tf32, %s kernels", b->kernels);
+    verdict("rounding to tf32, %s kernels", NAME_OF(k));
 }
 
 // Mostly small, sometimes deep: odd sizes cover every edge of the tiles.
@@ -510,7 +511,7 @@ static Layer draw_conv(size_t *n) {
     return *l;
 }
 
-static void test_conv(const Backend *b) {
+static void test_conv(const Kernels *k) {
     Splits splits = {{0}, {0}};
     for (int shape = 0; shape < (tiny ? 1 : quick ? 25 : 100);) {
         size_t n;
@@ -519,7 +520,7 @@ static void test_conv(const Backend *b) {
         if (layer_flops(&l) * (double)n > 2 * 4e6)
             continue;
         integers = shape % 3 == 0;
-        compare_layer(b, l, draw_bits() % 2, n, shape % 2, shape % 5 == 0, &splits);
+        compare_layer(k, l, draw_bits() % 2, n, shape % 2, shape % 5 == 0, &splits);
         shape++;
     }
     // the shapes of residual networks, and one with more terms than outputs
@@ -540,36 +541,36 @@ static void test_conv(const Backend *b) {
             add_conv2d(&net, 0, shapes[i].channels, shapes[i].kernel, shapes[i].stride,
                        shapes[i].padding, variant & 1);
             integers = variant & 1;
-            compare_layer(b, *l, false, shapes[i].n, variant & 2, false, &splits);
+            compare_layer(k, *l, false, shapes[i].n, variant & 2, false, &splits);
         }
     *context = 0;
-    bool naive = strcmp(b->kernels, "naive") == 0;
+    bool naive = k->name == NAIVE;
     for (size_t split = 0; split < 2 && !tiny; split++)
         if (!splits.forward[split] != (split && naive) ||
             !splits.backward[split] != (split && naive))
             fail("%zu and %zu passes with sums that are%s split", splits.forward[split],
                  splits.backward[split], split ? "" : " not");
-    verdict("conv2d, %s kernels, %s", b->kernels, b->precision);
+    verdict("conv2d, %s kernels, %s", NAME_OF(k), PRECISION_OF(k));
 }
 
 // a[1] is [image][y][x][channel] for the CPU, a[4] the same as [image][channel][y][x] for the GPU.
-static void run_nchw(const Backend *b, const Task *t, void *const *a, real *scratch) {
+static void run_nchw(const Kernels *k, const Task *t, void *const *a, real *scratch) {
     Work w = work_of_task(t, scratch);
     w.out = a[0];
     w.weight = a[2];
     w.bias = a[3];
-    w.in = b->transposed_size ? a[4] : a[1];
+    w.in = k->transposed_size ? a[4] : a[1];
     w.from = t->l->in;
-    if (b->transposed_size)
-        w.transposed = b->alloc(b->transposed_size(t->l, t->n) * b->element);
-    b->layers[CONV2D].forward(w);
-    b->synchronize();
+    if (k->transposed_size)
+        w.transposed = k->device->alloc(k->transposed_size(t->l, t->n) * k->element);
+    k->layers[CONV2D].forward(w);
+    k->device->synchronize();
     if (w.transposed)
-        b->release(w.transposed);
+        k->device->release(w.transposed);
 }
 
 // --layout nchw: the window covers the image, so that the output is the same in both layouts.
-static void test_nchw(const Backend *b) {
+static void test_nchw(const Kernels *k) {
     for (size_t side = 2; side <= (tiny ? 3 : 7); side++) {
         const size_t channels = draw_size(1, tiny ? 5 : 70), n = draw_size(1, 3);
         const Layer *l = first_layer((Shape){side, side, channels});
@@ -583,21 +584,21 @@ static void test_nchw(const Backend *b) {
         Array arrays[] = {typed(output_array("out", n * 6, side * side * channels + 1)), in,
                           typed(input_array("weight", l->weights)), input_array("bias", 6), nchw};
         describe(l, n, ", nchw");
-        COMPARE(b, (Task){.run = run_nchw, .l = l, .n = n});
+        COMPARE(k, (Task){.run = run_nchw, .l = l, .n = n});
     }
-    verdict("nchw, %s kernels, %s", b->kernels, b->precision);
+    verdict("nchw, %s kernels, %s", NAME_OF(k), PRECISION_OF(k));
 }
 
-static void test_linear(const Backend *b) {
+static void test_linear(const Kernels *k) {
     Splits splits = {{0}, {0}};
     for (size_t i = 0; i < (tiny ? 1 : quick ? 8 : 30); i++) {
         Shape in = {draw_size(1, 3), draw_size(1, 3), draw_size(1, tiny ? 9 : i % 4 ? 100 : 1000)};
         const Layer *l = first_layer(in);
         linear(&net, 0, draw_size(1, tiny ? 9 : 140));
         const size_t n = draw_size(1, tiny ? 3 : 70);
-        compare_layer(b, *l, draw_bits() % 2, n, i % 2, i % 5 == 3, &splits);
+        compare_layer(k, *l, draw_bits() % 2, n, i % 2, i % 5 == 3, &splits);
     }
-    verdict("linear, %s kernels, %s", b->kernels, b->precision);
+    verdict("linear, %s kernels, %s", NAME_OF(k), PRECISION_OF(k));
 }
 
 /* ---- Element by element ---------------------------------------------------------------------- */
@@ -619,38 +620,38 @@ static Layer flat_layer(LayerKind kind, size_t count) {
     return (Layer){.kind = kind, .in = {1, 1, count}, .out = {1, 1, count}};
 }
 
-static void run_relu_forward(const Backend *b, const Task *t, void *const *a, real *scratch) {
+static void run_relu_forward(const Kernels *k, const Task *t, void *const *a, real *scratch) {
     Work w = work_of_task(t, scratch);
     w.out = a[0];
     w.in = t->in_place ? a[0] : a[1];
-    b->layers[RELU].forward(w);
+    k->layers[RELU].forward(w);
 }
 
-static void run_relu_backward(const Backend *b, const Task *t, void *const *a, real *scratch) {
+static void run_relu_backward(const Kernels *k, const Task *t, void *const *a, real *scratch) {
     Work w = work_of_task(t, scratch);
     w.din = a[0];
     w.dout = t->in_place ? a[0] : a[1];
     w.out = a[2];
-    b->layers[RELU].backward(w);
+    k->layers[RELU].backward(w);
 }
 
-static void run_add_forward(const Backend *b, const Task *t, void *const *a, real *scratch) {
+static void run_add_forward(const Kernels *k, const Task *t, void *const *a, real *scratch) {
     Work w = work_of_task(t, scratch);
     w.out = a[0];
     w.in = t->in_place ? a[0] : a[1];
     w.residual = a[2];
-    b->layers[ADD].forward(w);
+    k->layers[ADD].forward(w);
 }
 
-static void run_add_backward(const Backend *b, const Task *t, void *const *a, real *scratch) {
+static void run_add_backward(const Kernels *k, const Task *t, void *const *a, real *scratch) {
     Work w = work_of_task(t, scratch);
     w.din = a[0];
     w.dout = a[1];
     w.dresidual = a[2];
-    b->layers[ADD].backward(w);
+    k->layers[ADD].backward(w);
 }
 
-static void test_relu_and_add(const Backend *b) {
+static void test_relu_and_add(const Kernels *k) {
     for (size_t i = tiny ? 3 * 4 : 0; i < (tiny ? 3 * 4 + 1 : COUNTS * 4); i++) {
         size_t count = counts[i / 4];
         bool first = i & 1, second = i & 2;
@@ -661,13 +662,13 @@ static void test_relu_and_add(const Backend *b) {
                                     : typed(output_array("out", count, 0)),
                               typed(special_array("in", count))};
             arrays[0].output = true;
-            COMPARE(b, (Task){.run = run_relu_forward, .l = &l, .n = 1, .in_place = first});
+            COMPARE(k, (Task){.run = run_relu_forward, .l = &l, .n = 1, .in_place = first});
         }
         {
             Array arrays[] = {typed(changed_array("din", count, 0, first || second)),
                               typed(input_array("dout", count)),
                               typed(special_array("out", count))};
-            COMPARE(b, (Task){.run = run_relu_backward,
+            COMPARE(k, (Task){.run = run_relu_backward,
                               .l = &l,
                               .n = 1,
                               .in_place = first && !second,
@@ -678,37 +679,37 @@ static void test_relu_and_add(const Backend *b) {
                 first ? typed(special_array("out", count)) : typed(output_array("out", count, 0)),
                 typed(special_array("in", count)), typed(special_array("residual", count))};
             arrays[0].output = true;
-            COMPARE(b, (Task){.run = run_add_forward, .l = &sum, .n = 1, .in_place = first});
+            COMPARE(k, (Task){.run = run_add_forward, .l = &sum, .n = 1, .in_place = first});
         }
         Array arrays[] = {typed(changed_array("din", count, 0, first)),
                           typed(input_array("dout", count)),
                           typed(changed_array("dresidual", i % 3 ? count : 0, 0, second))};
-        COMPARE(b, (Task){.run = run_add_backward,
+        COMPARE(k, (Task){.run = run_add_backward,
                           .l = &sum,
                           .n = 1,
                           .accumulate = first,
                           .accumulate_residual = second});
     }
-    verdict("relu and add, %s kernels, %s", b->kernels, b->precision);
+    verdict("relu and add, %s kernels, %s", NAME_OF(k), PRECISION_OF(k));
 }
 
-static void run_dropout_forward(const Backend *b, const Task *t, void *const *a, real *scratch) {
+static void run_dropout_forward(const Kernels *k, const Task *t, void *const *a, real *scratch) {
     Work w = work_of_task(t, scratch);
     w.out = a[0];
     w.saved = a[1];
     w.in = t->in_place ? a[0] : a[2];
-    b->layers[DROPOUT].forward(w);
+    k->layers[DROPOUT].forward(w);
 }
 
-static void run_dropout_backward(const Backend *b, const Task *t, void *const *a, real *scratch) {
+static void run_dropout_backward(const Kernels *k, const Task *t, void *const *a, real *scratch) {
     Work w = work_of_task(t, scratch);
     w.din = a[0];
     w.dout = t->in_place ? a[0] : a[1];
     w.saved = a[2];
-    b->layers[DROPOUT].backward(w);
+    k->layers[DROPOUT].backward(w);
 }
 
-static void test_dropout(const Backend *b) {
+static void test_dropout(const Kernels *k) {
     static const real rates[] = {0, (real).1, (real).25, (real).5, (real).9};
     static const Shape shapes[] = {{1, 1, 1}, {1, 1, 7},   {1, 1, 8},
                                    {3, 5, 3}, {1, 1, 129}, {5, 7, 9}};
@@ -719,76 +720,76 @@ static void test_dropout(const Backend *b) {
         Task t = {.run = run_dropout_forward, .l = &l, .n = n, .in_place = i % 3 == 0};
         t.row = draw_bits() % 20;
         t.training = i % 7 != 6;
-        t.draw = (Draw){(uint64_t)draw_bits() << 32 | draw_bits(), draw_bits() % 100,
-                        i % 2 ? draw_bits() % 60000 : UINT32_MAX - 3,
-                        draw_bits() % 4}; // may wrap around
+        t.key = (RandomKey){(uint64_t)draw_bits() << 32 | draw_bits(), draw_bits() % 100,
+                            i % 2 ? draw_bits() % 60000 : UINT32_MAX - 3,
+                            draw_bits() % 4}; // may wrap around
         describe(&l, n, t.training ? "" : ", evaluation");
         {
             Array arrays[] = {typed(changed_array("out", count, 0, t.in_place)),
                               output_bytes("mask", count), typed(input_array("in", count))};
-            COMPARE(b, t);
+            COMPARE(k, t);
         }
         t.run = run_dropout_backward;
         t.accumulate = i % 3 == 1;
         Array arrays[] = {typed(changed_array("din", count, 2, t.accumulate || t.in_place)),
                           typed(input_array("dout", count)), input_bytes("mask", count, 2)};
-        COMPARE(b, t);
+        COMPARE(k, t);
     }
-    verdict("dropout, %s kernels, %s", b->kernels, b->precision);
+    verdict("dropout, %s kernels, %s", NAME_OF(k), PRECISION_OF(k));
 }
 
 /* ---- Pooling --------------------------------------------------------------------------------- */
 
-static void run_pool_forward(const Backend *b, const Task *t, void *const *a, real *scratch) {
+static void run_pool_forward(const Kernels *k, const Task *t, void *const *a, real *scratch) {
     Work w = work_of_task(t, scratch);
     w.out = a[0];
     w.in = a[1];
     w.saved = a[2];
-    b->layers[t->l->kind].forward(w);
+    k->layers[t->l->kind].forward(w);
 }
 
-static void run_pool_backward(const Backend *b, const Task *t, void *const *a, real *scratch) {
+static void run_pool_backward(const Kernels *k, const Task *t, void *const *a, real *scratch) {
     Work w = work_of_task(t, scratch);
     w.din = a[0];
     w.dout = a[1];
     w.saved = a[2];
-    b->layers[t->l->kind].backward(w);
+    k->layers[t->l->kind].backward(w);
 }
 
-static void compare_maxpool(const Backend *b, const Layer *l, size_t n, bool accumulate) {
+static void compare_maxpool(const Kernels *k, const Layer *l, size_t n, bool accumulate) {
     size_t inputs = n * shape_size(l->in), outputs = n * shape_size(l->out);
     Array in = typed(input_array("in", inputs)), argmax = input_bytes("argmax", outputs, 2);
     real *numbers = in.at;
     for (size_t i = 0; i < inputs; i++) // a few numbers, so that there are ties; and some NaN
         numbers[i] = draw_bits() % 40 ? SQRT((real)draw_size(0, 4)) - 1 : (real)NAN;
     Array ignored = typed(output_array("out", outputs, 0));
-    naive_backend.layers[MAXPOOL2D].forward(
+    naive_kernels.layers[MAXPOOL2D].forward(
         (Work){.l = l, .n = n, .out = ignored.at, .in = in.at, .saved = argmax.at});
     free(ignored.at);
     describe(l, n, accumulate ? ", accumulate" : "");
     {
         Array arrays[] = {typed(output_array("out", outputs, 0)), in,
                           output_bytes("argmax", outputs)};
-        COMPARE(b, (Task){.run = run_pool_forward, .l = l, .n = n});
+        COMPARE(k, (Task){.run = run_pool_forward, .l = l, .n = n});
     }
     Array arrays[] = {typed(changed_array("din", inputs, l->kernel * l->kernel + 1, accumulate)),
                       typed(input_array("dout", outputs)), argmax};
-    COMPARE(b, (Task){.run = run_pool_backward, .l = l, .n = n, .accumulate = accumulate});
+    COMPARE(k, (Task){.run = run_pool_backward, .l = l, .n = n, .accumulate = accumulate});
 }
 
-static void test_maxpool(const Backend *b) {
+static void test_maxpool(const Kernels *k) {
     for (size_t i = 0; i < (tiny ? 1 : quick ? 20 : 60); i++) {
         size_t kernel = i ? draw_size(1, 4) : tiny ? 3 : 11, padding = draw_size(0, kernel - 1);
         size_t least = kernel - min_size(kernel - 1, 2 * padding);
         const Layer *l = first_layer(
             (Shape){draw_size(least, least + 8), draw_size(least, least + 8), draw_size(1, 9)});
         maxpool2d(&net, 0, kernel, draw_size(1, 3), padding);
-        compare_maxpool(b, l, draw_size(1, 5), i % 2);
+        compare_maxpool(k, l, draw_size(1, 5), i % 2);
     }
-    verdict("maxpool2d, %s kernels, %s", b->kernels, b->precision);
+    verdict("maxpool2d, %s kernels, %s", NAME_OF(k), PRECISION_OF(k));
 }
 
-static void test_avgpool(const Backend *b) {
+static void test_avgpool(const Kernels *k) {
     for (size_t i = 0; i < (tiny ? 1 : 12); i++) {
         Shape s = {draw_size(1, 9), draw_size(1, 9), draw_size(1, 70)};
         Layer l = {.kind = AVGPOOL2D, .in = s, .out = {1, 1, s.c}};
@@ -798,18 +799,18 @@ static void test_avgpool(const Backend *b) {
             Array arrays[] = {typed(output_array("out", n * s.c, s.h * s.w + 1)),
                               typed(input_array("in", n * shape_size(s))),
                               input_bytes("none", 0, 1)};
-            COMPARE(b, (Task){.run = run_pool_forward, .l = &l, .n = n});
+            COMPARE(k, (Task){.run = run_pool_forward, .l = &l, .n = n});
         }
         Array arrays[] = {typed(changed_array("din", n * shape_size(s), 2, i % 2)),
                           typed(input_array("dout", n * s.c)), input_bytes("none", 0, 1)};
-        COMPARE(b, (Task){.run = run_pool_backward, .l = &l, .n = n, .accumulate = i % 2});
+        COMPARE(k, (Task){.run = run_pool_backward, .l = &l, .n = n, .accumulate = i % 2});
     }
-    verdict("avgpool2d, %s kernels, %s", b->kernels, b->precision);
+    verdict("avgpool2d, %s kernels, %s", NAME_OF(k), PRECISION_OF(k));
 }
 
 /* ---- BatchNorm ------------------------------------------------------------------------------- */
 
-static void run_norm_forward(const Backend *b, const Task *t, void *const *a, real *scratch) {
+static void run_norm_forward(const Kernels *k, const Task *t, void *const *a, real *scratch) {
     Work w = work_of_task(t, scratch);
     w.out = a[0];
     w.stats = a[1];
@@ -818,10 +819,10 @@ static void run_norm_forward(const Backend *b, const Task *t, void *const *a, re
     w.bias = a[4];
     w.residual = a[5];
     w.fused.add = w.residual;
-    forward_fused(b, w);
+    forward_fused(k, w);
 }
 
-static void run_norm_backward(const Backend *b, const Task *t, void *const *a, real *scratch) {
+static void run_norm_backward(const Kernels *k, const Task *t, void *const *a, real *scratch) {
     Work w = work_of_task(t, scratch);
     w.din = a[0];
     w.dweight = a[1];
@@ -830,7 +831,7 @@ static void run_norm_backward(const Backend *b, const Task *t, void *const *a, r
     w.in = a[4];
     w.stats = a[5];
     w.weight = a[6];
-    b->layers[BATCHNORM2D].backward(w);
+    k->layers[BATCHNORM2D].backward(w);
 }
 
 /* Bounds on the errors of statistics. A sum goes over the pixels of a thread, the 8 threads of a
@@ -952,7 +953,7 @@ static void draw_norm_input(Array *in, size_t channels) {
     }
 }
 
-static void test_norm_forward(const Backend *b, bool training) {
+static void test_norm_forward(const Kernels *k, bool training) {
     for (size_t i = 0; i < (tiny ? 1 : sizeof norms / sizeof *norms); i++) {
         Layer l = norm_layer(i);
         size_t c = l.in.c, n = norms[i].n, count = n * shape_size(l.in);
@@ -969,7 +970,7 @@ static void test_norm_forward(const Backend *b, bool training) {
             stats[c + k] = draw_real() + 1;
         }
         describe(&l, n, training ? ", training" : ", evaluation");
-        COMPARE(b, (Task){.run = run_norm_forward,
+        COMPARE(k, (Task){.run = run_norm_forward,
                           .bound = norm_forward_bound,
                           .l = &l,
                           .fused = {.relu = i % 2},
@@ -978,7 +979,7 @@ static void test_norm_forward(const Backend *b, bool training) {
     }
 }
 
-static void test_norm_backward(const Backend *b) {
+static void test_norm_backward(const Kernels *k) {
     for (size_t i = 0; i < (tiny ? 1 : 2 * sizeof norms / sizeof *norms); i++) {
         Layer l = norm_layer(i / 2);
         size_t c = l.in.c, n = norms[i / 2].n, count = n * shape_size(l.in);
@@ -993,7 +994,7 @@ static void test_norm_backward(const Backend *b) {
         for (size_t k = 0; k < c; k++) // 1 / deviation is positive
             ((real *)arrays[5].at)[3 * c + k] += 2;
         describe(&l, n, no_din ? ", no din" : accumulate ? ", accumulate" : "");
-        COMPARE(b, (Task){.run = run_norm_backward,
+        COMPARE(k, (Task){.run = run_norm_backward,
                           .bound = norm_backward_bound,
                           .l = &l,
                           .n = n,
@@ -1002,16 +1003,16 @@ static void test_norm_backward(const Backend *b) {
     }
 }
 
-static void test_norm(const Backend *b) {
-    test_norm_forward(b, true);
-    test_norm_forward(b, false);
-    test_norm_backward(b);
-    verdict("batchnorm2d, %s kernels, %s", b->kernels, b->precision);
+static void test_norm(const Kernels *k) {
+    test_norm_forward(k, true);
+    test_norm_forward(k, false);
+    test_norm_backward(k);
+    verdict("batchnorm2d, %s kernels, %s", NAME_OF(k), PRECISION_OF(k));
 }
 
 // A forward, then the backward of a ReLU, of a sum and of the row before them, by the kernels of
 // that row, or one after another.
-static void run_fused_backward(const Backend *b, const Task *t, void *const *a, real *scratch) {
+static void run_fused_backward(const Kernels *k, const Task *t, void *const *a, real *scratch) {
     const Layer flat = {.kind = RELU, .in = t->l->out, .out = t->l->out};
     Work w = work_of_task(t, scratch);
     w.din = a[0];
@@ -1025,22 +1026,22 @@ static void run_fused_backward(const Backend *b, const Task *t, void *const *a, 
     w.out = a[8];
     w.bias = t->l->kind == BATCHNORM2D ? w.weight : NULL;
     w.residual = t->fused.add ? w.in : NULL;
-    b->layers[t->l->kind].forward(w);
+    k->layers[t->l->kind].forward(w);
     Work before = w;
     before.l = &flat;
     before.din = w.dout; // in place
     before.accumulate = false;
     if (t->apart) {
-        b->layers[RELU].backward(before);
-        b->layers[ADD].backward(before);
+        k->layers[RELU].backward(before);
+        k->layers[ADD].backward(before);
         w.fused = (Fusion){0};
         w.residual = w.dresidual = NULL;
     }
-    b->layers[t->l->kind].backward(w);
+    k->layers[t->l->kind].backward(w);
 }
 
 // Fused kernels give the bits of separate ones, except of dout, which they may overwrite.
-static void compare_fused(const Backend *b, const Layer *l, size_t n, bool adds, bool accumulate) {
+static void compare_fused(const Kernels *k, const Layer *l, size_t n, bool adds, bool accumulate) {
     enum { ARRAYS = 9, DOUT = 4, WEIGHT = 7 };
     const size_t inputs = n * shape_size(l->in), outputs = n * shape_size(l->out);
     const size_t stats = l->kind == BATCHNORM2D ? 4 * l->in.c : 0;
@@ -1064,9 +1065,9 @@ static void compare_fused(const Backend *b, const Layer *l, size_t n, bool adds,
     fused[WEIGHT].typed = l->kind == CONV2D;
     for (size_t i = 0; i < ARRAYS; i++)
         apart[i] = twin(&fused[i]);
-    perform(b, &t, fused, ARRAYS);
+    perform(k, &t, fused, ARRAYS);
     t.apart = true;
-    perform(b, &t, apart, ARRAYS);
+    perform(k, &t, apart, ARRAYS);
     for (size_t i = 0; i < ARRAYS; i++) {
         if (fused[i].output && i != DOUT)
             check_equal(&fused[i], &apart[i]);
@@ -1075,41 +1076,41 @@ static void compare_fused(const Backend *b, const Layer *l, size_t n, bool adds,
     }
 }
 
-static void test_fused_backward(const Backend *b) {
+static void test_fused_backward(const Kernels *k) {
     for (size_t i = 0; i < (tiny ? 1 : 8); i++) {
         const bool accumulate = i % 2, adds = i / 2 % 2;
         const Layer norm = norm_layer(i % 3 ? 0 : 3);
         describe(&norm, 2, adds ? ", fused sum and ReLU" : ", fused ReLU");
-        compare_fused(b, &norm, 2, adds, accumulate);
+        compare_fused(k, &norm, 2, adds, accumulate);
         const Layer *conv = first_layer((Shape){5, 6, 9});
         add_conv2d(&net, 0, draw_size(1, 20), 3, 1, 1, i % 2);
         describe(conv, 2, ", fused ReLU");
-        compare_fused(b, conv, 2, false, accumulate);
+        compare_fused(k, conv, 2, false, accumulate);
     }
-    verdict("backward of what is fused, %s kernels, %s", b->kernels, b->precision);
+    verdict("backward of what is fused, %s kernels, %s", NAME_OF(k), PRECISION_OF(k));
 }
 
 // A convolution and the BatchNorm after it, whose statistics the former may have begun.
-static void run_conv_and_norm(const Backend *b, const Task *t, void *const *a, real *scratch) {
+static void run_conv_and_norm(const Kernels *k, const Task *t, void *const *a, real *scratch) {
     const Layer *conv = t->l, norm = {.kind = BATCHNORM2D, .in = conv->out, .out = conv->out};
     Work w = work_of_task(t, scratch);
-    w.fused.moments = b->conv_moments ? &norm : NULL;
+    w.fused.moments = k->conv_moments ? &norm : NULL;
     w.out = a[0];
     w.in = a[3];
     w.weight = a[4];
-    b->layers[CONV2D].forward(w);
+    k->layers[CONV2D].forward(w);
     w.l = &norm;
-    w.fused.moments = b->conv_moments ? conv : NULL;
+    w.fused.moments = k->conv_moments ? conv : NULL;
     w.in = a[0];
     w.out = a[2];
     w.stats = a[1];
     w.weight = a[5];
     w.bias = a[5];
-    if (b == &naive_backend) // whose scratch memory is that of the convolution
+    if (k == &naive_kernels) // whose scratch memory is that of the convolution
         w.scratch =
-            must_alloc(b->scratch_size(&norm, &w.fused, t->n) * sizeof *w.scratch, "a test");
-    b->layers[BATCHNORM2D].forward(w);
-    if (b == &naive_backend)
+            must_alloc(k->scratch_size(&norm, &w.fused, t->n) * sizeof *w.scratch, "a test");
+    k->layers[BATCHNORM2D].forward(w);
+    if (k == &naive_kernels)
         free(w.scratch);
 }
 
@@ -1129,7 +1130,7 @@ static void conv_and_norm_bound(const Task *t, const Array *before, const Array 
         ((real *)bound[2].at)[i] = (real)1e-4;
 }
 
-static void test_moments(const Backend *b) {
+static void test_moments(const Kernels *k) {
     static const struct {
         Shape in;
         size_t channels, kernel, n;
@@ -1153,7 +1154,7 @@ static void test_moments(const Backend *b) {
             ((real *)arrays[5].at)[k] = 1;
         }
         describe(l, n, " with moments");
-        COMPARE(b, (Task){.run = run_conv_and_norm,
+        COMPARE(k, (Task){.run = run_conv_and_norm,
                           .bound = conv_and_norm_bound,
                           .l = l,
                           .n = n,
@@ -1161,17 +1162,17 @@ static void test_moments(const Backend *b) {
     }
     integers = false;
     memset(tiles, 0, sizeof tiles);
-    verdict("batchnorm2d behind conv2d, %s kernels, %s", b->kernels, b->precision);
+    verdict("batchnorm2d behind conv2d, %s kernels, %s", NAME_OF(k), PRECISION_OF(k));
 }
 
 // All tiles of a product give the same bits.
-static void test_tiles(const Backend *b) {
+static void test_tiles(const Kernels *k) {
     static const struct {
         Shape in;
         size_t channels, kernel, stride, n;
     } shapes[] = {
         {{9, 9, 8}, 136, 3, 2, 4}, {{12, 11, 72}, 40, 1, 1, 3}, {{4, 4, 64}, 72, 3, 1, 9}};
-    for (size_t i = 0; i < (quick ? 2 : 3) && strcmp(b->kernels, "naive") != 0; i++) {
+    for (size_t i = 0; i < (quick ? 2 : 3) && k->name != NAIVE; i++) {
         const Layer *l = first_layer(shapes[i].in);
         size_t n = shapes[i].n;
         add_conv2d(&net, 0, shapes[i].channels, shapes[i].kernel, shapes[i].stride,
@@ -1190,14 +1191,14 @@ static void test_tiles(const Backend *b) {
             Task t = {.run = run_backward, .l = l, .n = n};
             memset(tiles, tile, sizeof tiles);
             describe(l, n, "");
-            for (size_t k = 0; k < 7; k++) {
-                round_array(b, &given[k]);
-                a[k] = twin(&given[k]);
+            for (size_t j = 0; j < 7; j++) {
+                round_array(k, &given[j]);
+                a[j] = twin(&given[j]);
             }
-            perform(b, &t, a, 6);
+            perform(k, &t, a, 6);
             t.run = run_forward;
             forward[0] = a[6];
-            perform(b, &t, forward, 4);
+            perform(k, &t, forward, 4);
             for (size_t k = 0; k < 7; k++)
                 if (tile == 1)
                     first[k] = a[k];
@@ -1212,25 +1213,25 @@ static void test_tiles(const Backend *b) {
         }
     }
     memset(tiles, 0, sizeof tiles);
-    verdict("equal bits in all tiles, %s kernels, %s", b->kernels, b->precision);
+    verdict("equal bits in all tiles, %s kernels, %s", NAME_OF(k), PRECISION_OF(k));
 }
 
-static void run_timed(const Backend *b, const Task *t, void *const *a, real *scratch) {
-    b->mark(0);
-    run_forward(b, t, a, scratch);
-    b->mark(1);
+static void run_timed(const Kernels *k, const Task *t, void *const *a, real *scratch) {
+    k->device->mark(0);
+    run_forward(k, t, a, scratch);
+    k->device->mark(1);
 }
 
 // The default is the largest tile of which there are 128 that compute no columns in vain. The
 // emulator's clock shows which one ran: it counts the threads of all blocks.
-static void test_choice_of_tiles(const Backend *b) {
+static void test_choice_of_tiles(const Kernels *k) {
     static const struct {
         size_t channels, height, width, threads[2]; // tiled, tensor
     } shapes[] = {{32, 64, 32, {128, 128}}, {64, 128, 64, {128, 128}}, {128, 128, 128, {256, 128}}};
-    Device device;
-    b->describe(&device);
-    const bool tensor = strcmp(b->kernels, "tensor") == 0; // whose smallest tile is 64 x 64
-    if (!device.emulated || strcmp(b->kernels, "naive") == 0)
+    DeviceInfo info = {0};
+    k->device->describe(&info);
+    const bool tensor = k->name == TENSOR; // whose smallest tile is 64 x 64
+    if (!info.emulated || k->name == NAIVE)
         return;
     setenv("CUEMU_CLOCK", "1", 1);
     for (size_t i = tensor; i < 3; i++) {
@@ -1240,8 +1241,8 @@ static void test_choice_of_tiles(const Backend *b) {
         Array a[] = {typed(output_array("out", rows * l->out.c, 1)),
                      typed(input_array("in", rows * l->in.c)),
                      typed(input_array("weight", l->weights)), new_array("none", 0, 1)};
-        perform(b, &(Task){.run = run_timed, .l = l, .n = 1}, a, 4);
-        const size_t threads = (size_t)lround(1e6 * b->elapsed(0, 1));
+        perform(k, &(Task){.run = run_timed, .l = l, .n = 1}, a, 4);
+        const size_t threads = (size_t)lround(1e6 * k->device->elapsed(0, 1));
         const size_t expected = rows * l->out.c / tile * shapes[i].threads[tensor];
         if (threads != expected)
             fail("%zu channels: %zu threads ran, expected %zu, for tiles of %zu x %zu",
@@ -1250,24 +1251,24 @@ static void test_choice_of_tiles(const Backend *b) {
             free(a[k].at);
     }
     unsetenv("CUEMU_CLOCK");
-    verdict("choice of the tile, %s kernels, %s", b->kernels, b->precision);
+    verdict("choice of the tile, %s kernels, %s", NAME_OF(k), PRECISION_OF(k));
 }
 
 /* ---- Softmax and loss ------------------------------------------------------------------------ */
 
-static void run_softmax_forward(const Backend *b, const Task *t, void *const *a, real *scratch) {
+static void run_softmax_forward(const Kernels *k, const Task *t, void *const *a, real *scratch) {
     Work w = work_of_task(t, scratch);
     w.out = a[0];
     w.in = a[1];
-    b->layers[LOG_SOFTMAX].forward(w);
+    k->layers[LOG_SOFTMAX].forward(w);
 }
 
-static void run_softmax_backward(const Backend *b, const Task *t, void *const *a, real *scratch) {
+static void run_softmax_backward(const Kernels *k, const Task *t, void *const *a, real *scratch) {
     Work w = work_of_task(t, scratch);
     w.din = a[0];
     w.dout = a[1];
     w.out = a[2];
-    b->layers[LOG_SOFTMAX].backward(w);
+    k->layers[LOG_SOFTMAX].backward(w);
 }
 
 // The error of the logarithm is the relative error of the sum; then two more roundings.
@@ -1299,18 +1300,19 @@ static void softmax_backward_bound(const Task *t, const Array *before, const Arr
     }
 }
 
-static void run_nll(const Backend *b, const Task *t, void *const *a, real *scratch) {
+static void run_nll(const Kernels *k, const Task *t, void *const *a, real *scratch) {
     (void)scratch;
-    b->nll_loss(a[0], a[1], a[2], a[3], t->n, t->n + 3, t->count, t->smoothing, NULL);
+    k->nll_loss(a[0], a[1], a[2], a[3], t->n, t->n + 3, t->count, t->smoothing, NULL);
 }
 
-static void test_softmax_and_loss(const Backend *b) {
+static void test_softmax_and_loss(const Kernels *k) {
     static const size_t classes[] = {1, 2, 10, 31, 32, 33, 100, 255};
     static const double scales[] = {1, 100, 1e4};
     for (size_t i = 0; i < (tiny ? 1 : 3 * sizeof classes / sizeof *classes); i++) {
-        size_t k = tiny ? 33 : classes[i / 3], n = draw_size(1, tiny ? 2 : 19), count = n * k;
-        const Layer l = flat_layer(LOG_SOFTMAX, k);
-        snprintf(context, sizeof context, "%zu images, %zu classes, variant %zu", n, k, i % 3);
+        size_t width = tiny ? 33 : classes[i / 3], n = draw_size(1, tiny ? 2 : 19);
+        const size_t count = n * width;
+        const Layer l = flat_layer(LOG_SOFTMAX, width);
+        snprintf(context, sizeof context, "%zu images, %zu classes, variant %zu", n, width, i % 3);
         Array logits = typed(input_array("in", count)), logp = input_array("logp", count);
         Array dout = input_array("dout", count);
         for (size_t j = 0; j < count; j++) {
@@ -1319,26 +1321,26 @@ static void test_softmax_and_loss(const Backend *b) {
         }
         {
             Array arrays[] = {output_array("out", count, 1), logits};
-            COMPARE(b, (Task){.run = run_softmax_forward,
+            COMPARE(k, (Task){.run = run_softmax_forward,
                               .bound = softmax_forward_bound,
                               .l = &l,
                               .n = n,
-                              .count = k});
+                              .count = width});
         }
         {
             Array arrays[] = {typed(output_array("din", count, 1)), dout, twin(&logp)};
-            COMPARE(b, (Task){.run = run_softmax_backward,
+            COMPARE(k, (Task){.run = run_softmax_backward,
                               .bound = softmax_backward_bound,
                               .l = &l,
                               .n = n,
-                              .count = k});
+                              .count = width});
         }
-        Array arrays[] = {output_array("losses", n, k + 2),
+        Array arrays[] = {output_array("losses", n, width + 2),
                           output_array("dlogp", i % 3 == 2 ? 0 : count, 0), logp,
-                          input_bytes("labels", n, k)};
-        COMPARE(b, (Task){.run = run_nll, .n = n, .count = k, .smoothing = i % 2 ? .1 : 0});
+                          input_bytes("labels", n, width)};
+        COMPARE(k, (Task){.run = run_nll, .n = n, .count = width, .smoothing = i % 2 ? .1 : 0});
     }
-    verdict("log_softmax and nll_loss, %s kernels, %s", b->kernels, b->precision);
+    verdict("log_softmax and nll_loss, %s kernels, %s", NAME_OF(k), PRECISION_OF(k));
 }
 
 /* ---- Optimizers ------------------------------------------------------------------------------ */
@@ -1352,26 +1354,26 @@ static Update update_of_task(const Task *t, void *const *a) {
                     .nesterov = t->nesterov};
 }
 
-static void run_adadelta(const Backend *b, const Task *t, void *const *a, real *scratch) {
+static void run_adadelta(const Kernels *k, const Task *t, void *const *a, real *scratch) {
     (void)scratch;
     Update u = update_of_task(t, a);
     u.state[0] = a[1];
     u.state[1] = a[2];
     u.grad = a[3];
     u.low = a[4];
-    b->adadelta(u);
-    if (!b->lower && u.low)
+    k->adadelta(u);
+    if (!k->lower && u.low)
         memcpy(u.low, u.param, u.count * sizeof(real));
 }
 
-static void run_sgd(const Backend *b, const Task *t, void *const *a, real *scratch) {
+static void run_sgd(const Kernels *k, const Task *t, void *const *a, real *scratch) {
     (void)scratch;
     Update u = update_of_task(t, a);
     u.state[0] = a[1];
     u.grad = a[2];
     u.low = a[3];
-    b->sgd(u);
-    if (!b->lower && u.low)
+    k->sgd(u);
+    if (!k->lower && u.low)
         memcpy(u.low, u.param, u.count * sizeof(real));
 }
 
@@ -1400,7 +1402,7 @@ static void give_signs(const Array *a, size_t arrays, bool squares) {
         }
 }
 
-static void test_optimizers(const Backend *b) {
+static void test_optimizers(const Kernels *k) {
     static const double decays[] = {0, .01}, momenta[] = {0, .9, .9};
     for (size_t i = tiny ? 7 : 0; i < (tiny ? 8 : COUNTS * 6); i++) {
         size_t count = counts[i / 6];
@@ -1415,31 +1417,31 @@ static void test_optimizers(const Backend *b) {
             Array arrays[] = {
                 changed_array("param", count, 1, true), changed_array("square_avg", count, 1, true),
                 changed_array("acc_delta", count, 1, true), input_array("grad", count),
-                typed(output_array("low", b->lower ? count : 0, 1))};
+                typed(output_array("low", k->lower ? count : 0, 1))};
             give_signs(arrays, 4, true);
             t.run = run_adadelta;
-            COMPARE(b, t);
+            COMPARE(k, t);
         }
         Array arrays[] = {changed_array("param", count, 1, true),
                           changed_array("momentum_buffer", t.momentum > 0 ? count : 0, 1, true),
                           input_array("grad", count),
-                          typed(output_array("low", b->lower ? count : 0, 1))};
+                          typed(output_array("low", k->lower ? count : 0, 1))};
         give_signs(arrays, t.momentum > 0 ? 3 : 1, false);
         if (t.momentum == 0)
             give_signs((Array[]){arrays[0], arrays[2]}, 2, false);
         t.run = run_sgd;
         arrays[1].terms = t.momentum > 0;
-        COMPARE(b, t);
+        COMPARE(k, t);
     }
-    verdict("adadelta and sgd, %s kernels, %s", b->kernels, b->precision);
+    verdict("adadelta and sgd, %s kernels, %s", NAME_OF(k), PRECISION_OF(k));
 }
 
 /* ---- The loader's work, and copies ----------------------------------------------------------- */
 
-static void run_gather(const Backend *b, const Task *t, void *const *a, real *scratch) {
+static void run_gather(const Kernels *k, const Task *t, void *const *a, real *scratch) {
     (void)scratch;
-    if (b->gather) {
-        b->gather(a[0], a[1], t->on_gpu->resident, &t->step->draw, t->on_gpu->n, false);
+    if (k->gather) {
+        k->gather(a[0], a[1], t->on_gpu->resident, &t->step->key, t->on_gpu->n, false);
         return;
     }
     memcpy(a[0], t->on_cpu->images, t->count * sizeof(real));
@@ -1460,18 +1462,18 @@ static void elastic_bound(const Task *t, const Array *before, const Array *got, 
 
 enum { GATHERED = 5 }; // images of a batch
 
-static void gather_epoch(const Backend *b, const DatasetInfo *info, Augmentation kind) {
+static void gather_epoch(const Kernels *k, const DatasetInfo *info, Augmentation kind) {
     Dataset data = {info, tiny ? 2 : 2 * GATHERED + 3, NULL, NULL};
     Array images = input_bytes("images", data.count * shape_size(info->shape), 256);
     Array labels = input_bytes("labels", data.count, 200);
-    size_t batch_size = min_size(GATHERED, data.count), others = draw_size(0, 2);
-    size_t rank = draw_size(0, others);
+    size_t batch_size = min_size(GATHERED, data.count), ranks = draw_size(1, 3);
+    size_t rank = draw_size(0, ranks - 1);
     Loader cpu, gpu;
     data.images = images.at;
     data.labels = labels.at;
-    loader_plan(&cpu, &data, batch_size, 1, kind,
-                (Placement){&naive_backend, 0, 0, 0, rank, others});
-    loader_plan(&gpu, &data, batch_size, 1, kind, (Placement){b, 0, true, true, rank, others});
+    loader_plan(&cpu, &data, batch_size, 1, kind, (Placement){&cpu_device, 0, 0, 0, rank, ranks});
+    loader_plan(&gpu, &data, batch_size, 1, kind,
+                (Placement){k->device, 0, true, true, rank, ranks});
     loader_init(&cpu);
     loader_init(&gpu);
     const uint64_t seed = (uint64_t)draw_bits() << 32 | draw_bits();
@@ -1480,11 +1482,11 @@ static void gather_epoch(const Backend *b, const DatasetInfo *info, Augmentation
     Task t = {.run = run_gather, .bound = kind == AUGMENT_ELASTIC ? elastic_bound : NULL};
     while ((t.on_cpu = loader_next(&cpu)) && (t.on_gpu = loader_next(&gpu))) {
         t.n = t.on_cpu->n;
-        t.draw = t.on_gpu->draw;
+        t.key = t.on_gpu->key;
         t.count = t.n * shape_size(info->shape);
         Array arrays[] = {typed(output_array("images", t.count, kind == AUGMENT_ELASTIC)),
                           output_bytes("labels", t.n)};
-        COMPARE(b, t);
+        COMPARE(k, t);
     }
     loader_free(&cpu);
     loader_free(&gpu);
@@ -1492,7 +1494,7 @@ static void gather_epoch(const Backend *b, const DatasetInfo *info, Augmentation
     free(labels.at);
 }
 
-static void test_gather(const Backend *b) {
+static void test_gather(const Kernels *k) {
     // the last one's fields need more shared memory than a kernel has by default
     static const Shape shapes[] = {{5, 9, 3}, {7, 6, 1}, {28, 28, 1}, {32, 32, 3}, {70, 66, 1}};
     for (size_t i = 0; i < (tiny ? 1 : 5); i++)
@@ -1504,9 +1506,9 @@ static void test_gather(const Backend *b) {
                                 .std = {.2, .3, .25}};
             snprintf(context, sizeof context, "%s, %zu x %zu x %zu", augmentations[kind].name,
                      info.shape.h, info.shape.w, info.shape.c);
-            gather_epoch(b, &info, (Augmentation)kind);
+            gather_epoch(k, &info, (Augmentation)kind);
         }
-    verdict("gather, %s kernels, %s", b->kernels, b->precision);
+    verdict("gather, %s kernels, %s", NAME_OF(k), PRECISION_OF(k));
 }
 
 static jmp_buf refused;
@@ -1523,81 +1525,81 @@ static void refuse(int status, const char *format, ...) {
 }
 
 // Images whose displacement fields exceed the shared memory of any GPU are refused by name.
-static void test_large_elastic(const Backend *b) {
+static void test_large_elastic(const Kernels *k) {
     const Resident resident = {.shape = {200, 200, 1}, .augment = AUGMENT_ELASTIC};
-    const Draw draw = {0};
+    const RandomKey key = {0};
     *refusal = 0;
-    b->use(0, 0, refuse);
+    k->device->use(0, 0, refuse);
     if (setjmp(refused) == 0)
-        b->gather(NULL, NULL, &resident, &draw, 1, false);
-    b->use(0, 0, die);
+        k->gather(NULL, NULL, &resident, &key, 1, false);
+    k->device->use(0, 0, die);
     if (!strstr(refusal, "--augment elastic: the fields of 200 x 200 pixels need 480000 bytes"))
         fail("expected a message on --augment elastic, found \"%s\"", refusal);
-    verdict("gather: images too large for --augment elastic, %s kernels", b->kernels);
+    verdict("gather: images too large for --augment elastic, %s kernels", NAME_OF(k));
 }
 
 static void *transfer_thread(void *argument) {
     void **a = argument;
-    const Backend *b = a[0];
-    b->transfer(0, a[1], a[2], 777);
+    const Kernels *k = a[0];
+    k->device->transfer(0, a[1], a[2], 777);
     return NULL;
 }
 
-static void test_copies(const Backend *b) {
+static void test_copies(const Kernels *k) {
     enum { BYTES = 1000 };
     Array from = input_bytes("from", BYTES, 256);
-    char *first = b->alloc(BYTES), *second = b->alloc(BYTES);
+    char *first = k->device->alloc(BYTES), *second = k->device->alloc(BYTES);
     for (int pinned = 0; pinned < 2; pinned++) {
-        uint8_t *host = pinned ? b->pinned_alloc(BYTES) : zeroed_alloc(BYTES);
+        uint8_t *host = pinned ? k->device->pinned_alloc(BYTES) : zeroed_alloc(BYTES);
         for (size_t i = 0; i < BYTES; i++)
             if (host[i])
                 fail("pinned_alloc: byte %zu is not 0", i);
-        b->copy(host, first, BYTES);
+        k->device->copy(host, first, BYTES);
         for (size_t i = 0; i < BYTES && !pinned; i++)
             if (host[i])
                 fail("alloc: byte %zu is not 0", i);
         memcpy(host, from.at, BYTES);
-        b->copy(first, host, BYTES);
+        k->device->copy(first, host, BYTES);
         memset(host, 1, BYTES); // the copy is complete: the host's memory is no longer read
-        b->copy(second + 3, first + 1, 990);
-        b->copy(second, first, 0);
-        b->copy(host + 5, second + 3, 990);
+        k->device->copy(second + 3, first + 1, 990);
+        k->device->copy(second, first, 0);
+        k->device->copy(host + 5, second + 3, 990);
         if (memcmp(host + 5, (char *)from.at + 1, 990) != 0 || host[4] != 1 || host[995] != 1)
             fail("copy: other bytes than expected");
         pthread_t thread; // like a worker of the loader
         memcpy(host, from.at, BYTES);
-        b->copy(second, first, BYTES);
-        b->synchronize(); // a transfer does not wait for what is queued
-        if (pthread_create(&thread, NULL, transfer_thread, (void *[]){(void *)b, second + 8, host}))
+        k->device->copy(second, first, BYTES);
+        k->device->synchronize(); // a transfer does not wait for what is queued
+        if (pthread_create(&thread, NULL, transfer_thread, (void *[]){(void *)k, second + 8, host}))
             fail("no thread");
         else
             pthread_join(thread, NULL);
-        b->copy(host, second, BYTES);
+        k->device->copy(host, second, BYTES);
         if (memcmp(host, from.at, 8) != 0 || memcmp(host + 8, from.at, 777) != 0 ||
             memcmp(host + 785, (char *)from.at + 785, BYTES - 785) != 0)
             fail("transfer: other bytes than expected");
-        (pinned ? b->pinned_release : free)(host);
+        (pinned ? k->device->pinned_release : free)(host);
     }
-    if (b->alloc((size_t)1 << 60))
+    if (k->device->alloc((size_t)1 << 60))
         fail("alloc: gave more memory than there is");
-    b->release(first);
-    b->release(second);
+    k->device->release(first);
+    k->device->release(second);
     free(from.at);
-    verdict("alloc, copy and transfer, %s kernels", b->kernels);
+    verdict("alloc, copy and transfer, %s kernels", NAME_OF(k));
 }
 
-static void test_marks(const Backend *b) {
-    b->mark(0);
-    b->synchronize();
+static void test_marks(const Kernels *k) {
+    k->device->mark(0);
+    k->device->synchronize();
     nanosleep(&(struct timespec){.tv_nsec = 20000000}, NULL);
-    b->mark(MARKS - 1);
-    b->mark(1);
-    double seconds = b->elapsed(0, MARKS - 1), later = b->elapsed(MARKS - 1, 1);
+    k->device->mark(MARKS - 1);
+    k->device->mark(1);
+    double seconds = k->device->elapsed(0, MARKS - 1), later = k->device->elapsed(MARKS - 1, 1);
     if (!(seconds >= .0199 && seconds < 30))
         fail("two marks are %g s apart, expected at least 0.02", seconds);
     if (!(later >= 0 && later < 30))
         fail("the next mark comes %g s later", later);
-    verdict("mark and elapsed, %s kernels", b->kernels);
+    verdict("mark and elapsed, %s kernels", NAME_OF(k));
 }
 
 /* ---- Training -------------------------------------------------------------------------------- */
@@ -1605,7 +1607,7 @@ static void test_marks(const Backend *b) {
 enum { MOST_STEPS = 5 };
 
 // Some steps on synthetic images from the initial weights, with dropout. Returns the weights' hash.
-static uint64_t train_steps(const Backend *b, const char *model, size_t batch_size, bool resident,
+static uint64_t train_steps(const Kernels *k, const char *model, size_t batch_size, bool resident,
                             size_t steps, double losses[MOST_STEPS]) {
     static Net net;
     Settings s;
@@ -1613,28 +1615,27 @@ static uint64_t train_steps(const Backend *b, const char *model, size_t batch_si
     parse_options(&s, 3, (char *[]){"cnn", "--model", (char *)model});
     const Model *m = find_model(model);
     const DatasetInfo info = dataset_for(m, "synthetic");
-    const Optimizer *o = &optimizers[strcmp(s.optimizer, "sgd") == 0];
     Dataset data = {.info = &info};
     make_synthetic(&data, true, steps * batch_size);
-    net_build(&net, m, &info, &s, b);
+    net_build(&net, m, &info, &s, k);
     plan_memory(&net, batch_size);
     net_alloc(&net);
     net_init(&net, 1);
-    real *state = b->alloc(count_states(o, &s) * net.param_size * sizeof *state);
+    real *state = k->device->alloc(count_states(s.optimizer, &s) * net.param_size * sizeof *state);
     loader_plan(&loader, &data, batch_size, 1, AUGMENT_NONE,
-                (Placement){b, 0, b->transfer, resident, 0, 0});
+                (Placement){k->device, 0, k->device->is_gpu, resident, 0, 1});
     loader_init(&loader);
     loader_start(&loader, 1, 1, 0);
     for (const Batch *batch; (batch = loader_next(&loader));) {
-        net_load(&net, batch, s.lr ? s.lr : o->lr);
-        forward(&net, batch->n, &net.step->draw);
+        net_load(&net, batch, s.lr ? s.lr : optimizers[s.optimizer].lr);
+        forward(&net, batch->n, &net.step->key);
         losses[batch->number] = loss_and_gradient(&net, batch->n, true);
         backward(&net, batch->n);
-        optimizer_step(o, &net, state);
+        optimizer_step(&net, state);
     }
     uint64_t hash = hash_weights(&net);
     loader_free(&loader);
-    b->release(state);
+    k->device->release(state);
     plan_free(&net.plan);
     free_dataset(&data);
     return hash;
@@ -1653,45 +1654,46 @@ static void compare_losses(const double *got, const double *want, size_t steps, 
 }
 
 // The losses equal the CPU's; a second run gives the same weights, with copied batches as well.
-static void test_training(const Backend *b) {
-    bool tiled = strcmp(b->kernels, "tiled") == 0;
-    double tolerance = is_precision(b, "fp32") ? 1e-4 : is_precision(b, "bf16") ? 3e-2 : 1e-2;
+static void test_training(const Kernels *k) {
+    bool tiled = k->name == TILED;
+    double tolerance = is_precision(k, "fp32") ? 1e-4 : is_precision(k, "bf16") ? 3e-2 : 1e-2;
     // quick: only cifar; ./cnn-emu trains mnist, see test_cuda.sh
     for (size_t i = quick; i < (quick ? 2 : (size_t)TRAINED - !tiled); i++) {
         const char *model = trained[i].model;
         size_t n = trained[i].batch_size, steps = quick ? 2 : trained[i].steps;
         double want[MOST_STEPS], got[MOST_STEPS];
         snprintf(context, sizeof context, "%s", model);
-        train_steps(cpu_backends[CPU_BACKENDS - 1], model, n, false, steps, want);
-        uint64_t hash = train_steps(b, model, n, true, steps, got);
+        train_steps(cpu_kernels[CPU_KERNELS - 1], model, n, false, steps, want);
+        uint64_t hash = train_steps(k, model, n, true, steps, got);
         compare_losses(got, want, steps, tolerance);
-        if (tiled && i < 3 && train_steps(b, model, n, false, steps, got) != hash)
+        if (tiled && i < 3 && train_steps(k, model, n, false, steps, got) != hash)
             fail("other weights in the second run");
     }
-    verdict("training, %s kernels, %s", b->kernels, b->precision);
+    verdict("training, %s kernels, %s", NAME_OF(k), PRECISION_OF(k));
 }
 
 /* A gradient that is infinite skips this update and all after it. fp16: it skips exactly one and
    halves the scale; the last of SCALE_STEPS good steps doubles it. */
-static void test_loss_scale(const Backend *b) {
+static void test_loss_scale(const Kernels *k) {
     enum { COUNT = 1000, STEPS = 5, BAD = 2 };
-    const bool scaled = b->adjust_scale != NULL;
+    const bool scaled = k->adjust_scale != NULL;
     Array param = input_array("param", COUNT), grad = input_array("grad", COUNT);
     real *on_device[3], read[2][COUNT];
-    LossScale *scale = b->alloc(sizeof *scale), now = {.scale = 1024, .steps = SCALE_STEPS - 2};
-    void *low = b->alloc(COUNT * b->element);
-    Step *step = b->alloc(sizeof *step);
+    LossScale *scale = k->device->alloc(sizeof *scale),
+              now = {.scale = 1024, .steps = SCALE_STEPS - 2};
+    void *low = k->device->alloc(COUNT * k->element);
+    Step *step = k->device->alloc(sizeof *step);
     for (size_t i = 0; i < 3; i++)
-        on_device[i] = b->alloc(COUNT * sizeof(real));
-    b->set_step(step, (Step){.lr = .1});
-    b->copy(on_device[0], param.at, COUNT * sizeof(real));
-    b->copy(scale, &now, sizeof now);
+        on_device[i] = k->device->alloc(COUNT * sizeof(real));
+    k->device->set_step(step, (Step){.lr = .1});
+    k->device->copy(on_device[0], param.at, COUNT * sizeof(real));
+    k->device->copy(scale, &now, sizeof now);
     for (size_t i = 0; i < STEPS; i++) {
         ((real *)grad.at)[777] = i == BAD ? (real)-INFINITY : 1;
-        b->copy(on_device[1], grad.at, COUNT * sizeof(real));
-        b->copy(read[0], on_device[0], COUNT * sizeof(real));
-        b->count_not_finite(scale, on_device[1], COUNT);
-        b->sgd((Update){.param = on_device[0],
+        k->device->copy(on_device[1], grad.at, COUNT * sizeof(real));
+        k->device->copy(read[0], on_device[0], COUNT * sizeof(real));
+        k->count_not_finite(scale, on_device[1], COUNT);
+        k->sgd((Update){.param = on_device[0],
                         .grad = on_device[1],
                         .state = {on_device[2]},
                         .low = low,
@@ -1700,9 +1702,9 @@ static void test_loss_scale(const Backend *b) {
                         .step = step,
                         .momentum = .9});
         if (scaled)
-            b->adjust_scale(scale);
-        b->copy(read[1], on_device[0], COUNT * sizeof(real));
-        b->copy(&now, scale, sizeof now);
+            k->adjust_scale(scale);
+        k->device->copy(read[1], on_device[0], COUNT * sizeof(real));
+        k->device->copy(&now, scale, sizeof now);
         const bool skips = scaled ? i == BAD : i >= BAD;
         if ((memcmp(read[0], read[1], sizeof *read) == 0) != skips)
             fail("step %zu: %s", i, skips ? "was not skipped" : "was skipped");
@@ -1716,28 +1718,28 @@ static void test_loss_scale(const Backend *b) {
                  (double)now.scale, now.steps, now.skipped, now.not_finite);
     }
     for (size_t i = 0; i < 3; i++)
-        b->release(on_device[i]);
-    b->release(scale);
-    b->release(low);
-    b->release(step);
+        k->device->release(on_device[i]);
+    k->device->release(scale);
+    k->device->release(low);
+    k->device->release(step);
     free(param.at);
     free(grad.at);
-    verdict("loss scale, %s", b->precision);
+    verdict("loss scale, %s", PRECISION_OF(k));
 }
 
 static void print_weights(void) {
     double losses[MOST_STEPS];
     for (size_t i = 0; i < 3; i++)
         printf("%s %016llx\n", trained[i].model,
-               (unsigned long long)train_steps(cuda_backend(1), trained[i].model, 2, i % 2, 2,
+               (unsigned long long)train_steps(cuda_kernels(1), trained[i].model, 2, i % 2, 2,
                                                losses));
     printf("bf16 %016llx\n",
-           (unsigned long long)train_steps(cuda_backend(3), "resnet8", 2, true, 2, losses));
+           (unsigned long long)train_steps(cuda_kernels(3), "resnet8", 2, true, 2, losses));
 }
 
 static const struct {
     const char *name;
-    void (*test)(const Backend *b);
+    void (*test)(const Kernels *k);
     bool once; // the same kernels in all backends: once is enough for race detectors
 } tests[] = {
     {"relu", test_relu_and_add, true},
@@ -1770,26 +1772,26 @@ int main(int argc, char **argv) {
     tiny = strcmp(what, "tiny") == 0;
     quick = tiny || (wish && *wish && strcmp(wish, "0") != 0);
     suite = "cuda";
-    if (cuda_backend(0)->devices(&reason) == 0) {
+    if (cuda_kernels(0)->device->count(&reason) == 0) {
         skip("all", reason);
         return 0;
     }
-    cuda_backend(0)->use(0, 0, die);
+    cuda_kernels(0)->device->use(0, 0, die);
     if (strcmp(what, "weights") == 0) {
         print_weights();
         return 0;
     }
     test_comparison();
-    for (size_t k = 0; cuda_backend(k); k++)
+    for (size_t which = 0; cuda_kernels(which); which++)
         for (size_t i = 0; i < (size_t)TESTS - tiny; i++) {
-            const Backend *b = cuda_backend(k);
+            const Kernels *k = cuda_kernels(which);
             bool wanted = (!*only || strcmp(only, tests[i].name) == 0) &&
-                          (!*kernels || strcmp(kernels, b->kernels) == 0 ||
-                           strcmp(kernels, b->precision) == 0);
-            if (tiny && is_precision(b, "fp16")) // the code is that of bf16
+                          (!*kernels || strcmp(kernels, NAME_OF(k)) == 0 ||
+                           strcmp(kernels, PRECISION_OF(k)) == 0);
+            if (tiny && is_precision(k, "fp16")) // the code is that of bf16
                 continue;
-            if (wanted && !(tiny && tests[i].once && k == 0))
-                tests[i].test(b);
+            if (wanted && !(tiny && tests[i].once && which == 0))
+                tests[i].test(k);
         }
     return 0;
 }

@@ -223,13 +223,15 @@ static size_t bank_conflicts(void) {
 
 int main(void) {
     const char *reason;
-    if (devices(&reason) == 0) {
+    if (device_count(&reason) == 0) {
         printf("skip cuda/layouts: %s\n", reason);
         return 0;
     }
     use(0, 0, end);
-    if (lacks_tensor_cores()) {
-        printf("skip cuda/layouts: %s\n", lacks_tensor_cores());
+    DeviceInfo info = {};
+    describe(&info);
+    if (!info.tensor_cores) {
+        printf("skip cuda/layouts: %s has no tensor cores that cnn uses\n", info.name);
         return 0;
     }
     verdict("fragments of half", wrong_in_all_fragments<__half>());

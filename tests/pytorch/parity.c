@@ -52,15 +52,15 @@ static void setup_parity(Run *run, char **argv) {
     const Settings *s = &run->settings;
     run->info = (DatasetInfo){.name = "batches", .classes = number(argv, CLASS_COUNT)};
     run->info.shape = (Shape){number(argv, H), number(argv, W), number(argv, C)};
-    net_build(net, run->model, &run->info, s, choose_backend(s, false));
+    net_build(net, run->model, &run->info, s, choose_kernels(s, false));
     for (size_t i = 0; i < net->count; i++)
         net->layers[i].p = 0; // dropout
     plan_memory(net, s->batch_size);
     net_alloc(net);
     net_init(net, s->seed);
-    run->plan.backend = net->backend;
+    run->plan.device = net->device;
     plan_area(&run->plan, &run->state,
-              count_states(run->optimizer, s) * net->param_size * sizeof(real), DEVICE,
+              count_states(s->optimizer, s) * net->param_size * sizeof(real), DEVICE,
               "optimizer state");
     plan_alloc(&run->plan);
 }
@@ -97,13 +97,13 @@ int main(int argc, char **argv) {
     if (!f)
         file_fail("cannot read", argv[BATCHES]);
     for (size_t step = 0; step < number(argv, STEPS); step++) {
-        batch.draw = (Draw){s->seed, 1, step * batch.n, 0};
+        batch.key = (RandomKey){s->seed, 1, step * batch.n, 1};
         read_batch(f, &batch, pixels);
         net_load(net, &batch, s->lr);
-        forward(net, batch.n, &net->step->draw);
+        forward(net, batch.n, &net->step->key);
         printf("loss %.17g\n", loss_and_gradient(net, batch.n, true));
         backward(net, batch.n);
-        optimizer_step(run.optimizer, net, run.state);
+        optimizer_step(net, run.state);
     }
     fclose(f);
     save_tensors(net, NULL, NULL, "", argv[OUT]);

@@ -62,7 +62,7 @@ static void fill_random(real *to, size_t count) {
 
 static void build_for_checkpoint(Net *net, const char *model, const Settings *settings) {
     DatasetInfo info = dataset_for(find_model(model), "synthetic");
-    net_build(net, find_model(model), &info, settings, &naive_backend);
+    net_build(net, find_model(model), &info, settings, &naive_kernels);
     plan_memory(net, 1);
     net_alloc(net);
 }
@@ -108,7 +108,8 @@ static void test_round_trip(const char *model, const Optimizer *o, double moment
     static Net saved, loaded;
     Settings settings = plain;
     settings.momentum = momentum;
-    size_t states = count_states(o, &settings);
+    settings.optimizer = (OptimizerChoice)(o - optimizers);
+    size_t states = count_states(settings.optimizer, &settings);
     char metadata[METADATA_SIZE] = "format=pt\nepoch=3\nbatch=17\nmodel=x y\n";
     const char *want = "format=pt\nepoch=3\nbatch=17\nmodel=x y\ncnn.version=3\n"
                        "cnn.checksum=fnv1a64:";
@@ -662,7 +663,7 @@ static void test_checkpoints(void) {
     test_round_trip("mnist", &optimizers[1], 0);
     test_round_trip("resnet8", &optimizers[0], 0);
     test_round_trip("resnet8", &optimizers[1], .9);
-    net_build(&spoiled_net, &spoiled_model, &info, &plain, &naive_backend);
+    net_build(&spoiled_net, &spoiled_model, &info, &plain, &naive_kernels);
     plan_memory(&spoiled_net, 1);
     net_alloc(&spoiled_net);
     test_unfinite_checkpoint();

@@ -102,7 +102,7 @@ static void test_negative_variance(void) {
 static void update_with_nan(void) {
     static Run run;
     run.net = spoiled_net;
-    run.backend = spoiled_net.backend;
+    run.kernels = spoiled_net.kernels;
     run.settings.log_interval = 2;
     run.epoch = 2;
     run.next_batch = 4;

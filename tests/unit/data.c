@@ -176,8 +176,8 @@ static size_t image_number(const Batch *batch, size_t i) {
 static void read_epoch(Loader *l, size_t order[IMAGES]) {
     size_t seen[IMAGES] = {0}, count = 0, batches = 0;
     for (const Batch *b; (b = loader_next(l)); batches++) {
-        if (b->draw.first != count || b->n != min_size(LOAD_BATCH, IMAGES - count)) {
-            fail("batch %zu: %zu images from position %zu on", batches, b->n, b->draw.first);
+        if (b->key.first != count || b->n != min_size(LOAD_BATCH, IMAGES - count)) {
+            fail("batch %zu: %zu images from position %zu on", batches, b->n, b->key.first);
             return;
         }
         for (size_t i = 0; i < b->n; i++) {
@@ -221,7 +221,7 @@ static void check_share(const Dataset *data, const size_t *whole, size_t rank, s
     Loader l;
     Placement place = on_cpu;
     place.rank = rank;
-    place.others = world - 1;
+    place.ranks = world;
     plan_loader(&l, data, LOAD_BATCH, 2, NULL, place);
     loader_start(&l, 11, epoch, 0);
     snprintf(context, sizeof context, "rank %zu of %zu, epoch %zu", rank, world, epoch);
@@ -229,7 +229,7 @@ static void check_share(const Dataset *data, const size_t *whole, size_t rank, s
     for (const Batch *batch; (batch = loader_next(&l)); n += batch->n)
         for (size_t i = 0; i < batch->n; i++, position += world) {
             size_t want = epoch ? whole[position % IMAGES] : position;
-            if (batch->labels[i] != data->labels[want] || position_of(batch->draw, i) != position)
+            if (batch->labels[i] != data->labels[want] || position_of(batch->key, i) != position)
                 fail("another image at position %zu", position);
         }
     if (epoch == 0)
@@ -315,8 +315,8 @@ static void test_crop_flip(void) {
     for (size_t i = 0; i < CROP_SIZE; i++)
         in[i] = (uint8_t)(i + 1);
     for (size_t i = 0; i < DRAWS; i++) {
-        Draw draw = {.seed = 4 + i / 2000, .epoch = 1 + i / 500, .first = i};
-        augment_crop_flip(out, in, crop_shape, &draw);
+        RandomKey key = {.seed = 4 + i / 2000, .epoch = 1 + i / 500, .first = i, .stride = 1};
+        augment_crop_flip(out, in, crop_shape, &key);
         found[find_view(out, in)]++;
     }
     if (found[CROP_VIEWS])
@@ -383,8 +383,8 @@ static void test_elastic_field(void) {
     size_t changed = 0;
     draw_map(in);
     for (size_t i = 0; i < ELASTIC_DRAWS; i++) {
-        Draw draw = {.seed = 3, .epoch = 1 + i % 7, .first = i};
-        augment_elastic(out, in, s, &draw);
+        RandomKey key = {.seed = 3, .epoch = 1 + i % 7, .first = i, .stride = 1};
+        augment_elastic(out, in, s, &key);
         measure_field(&f, out);
         changed += memcmp(in, out, sizeof in) != 0;
     }
@@ -433,8 +433,8 @@ static size_t load_views(Array *views, uint8_t *labels, const Dataset *data, Aug
     loader_start(&l, 21, 3, first);
     size_t position = first * batch;
     for (const Batch *b; (b = loader_next(&l)); position += b->n) {
-        if (b->draw.first != position)
-            fail("a batch is at position %zu, expected %zu", b->draw.first, position);
+        if (b->key.first != position)
+            fail("a batch is at position %zu, expected %zu", b->key.first, position);
         memcpy(views->at + position * VIEW_SIZE, b->images, b->n * VIEW_SIZE * sizeof(real));
         memcpy(labels + position, b->labels, b->n);
     }
@@ -448,11 +448,11 @@ static size_t load_views(Array *views, uint8_t *labels, const Dataset *data, Aug
 static Array expected_views(const Dataset *data, Augment *augment, const uint8_t *labels) {
     Array views = array(VIEW_IMAGES * VIEW_SIZE, 0);
     for (size_t i = 0; i < VIEW_IMAGES; i++) {
-        Draw draw = {.seed = 21, .epoch = 3, .first = i};
+        RandomKey key = {.seed = 21, .epoch = 3, .first = i, .stride = 1};
         uint8_t bytes[VIEW_SIZE];
         memcpy(bytes, data->images + labels[i] * VIEW_SIZE, VIEW_SIZE);
         if (augment)
-            augment(bytes, data->images + labels[i] * VIEW_SIZE, data->info->shape, &draw);
+            augment(bytes, data->images + labels[i] * VIEW_SIZE, data->info->shape, &key);
         for (size_t p = 0; p < VIEW_SIZE; p++)
             views.at[i * VIEW_SIZE + p] =
                 ((real)bytes[p] / 255 - (real)view_info.mean[p % 3]) / (real)view_info.std[p % 3];
@@ -488,12 +488,12 @@ static void test_augmentation_draws(size_t augmentation) {
         size_t same = 0;
         for (size_t i = 0; i < 200; i++) {
             uint8_t one[VIEW_SIZE], other[VIEW_SIZE];
-            Draw draw = {.seed = 4, .epoch = 5, .first = i};
-            augment(one, data.images, view_info.shape, &draw);
-            draw.seed += what == 0;
-            draw.epoch += what == 1;
-            draw.first += what == 2;
-            augment(other, data.images, view_info.shape, &draw);
+            RandomKey key = {.seed = 4, .epoch = 5, .first = i, .stride = 1};
+            augment(one, data.images, view_info.shape, &key);
+            key.seed += what == 0;
+            key.epoch += what == 1;
+            key.first += what == 2;
+            augment(other, data.images, view_info.shape, &key);
             same += memcmp(one, other, VIEW_SIZE) == 0;
         }
         if (same > 10)

@@ -97,10 +97,10 @@ static const GoldenNet golden_nets[] = {{"mnist", model_mnist, 4, {28, 28, 1}},
                                         {"bottleneck", golden_bottleneck, 6, {12, 12, 3}},
                                         {"resnet8", model_resnet8, 6, {16, 16, 3}}};
 
-static void build_golden_net(Net *net, const GoldenNet *g, const Backend *b) {
+static void build_golden_net(Net *net, const GoldenNet *g, const Kernels *k) {
     Model model = {.name = g->name, .build = g->build};
     DatasetInfo info = {.name = "golden", .shape = g->images, .classes = GOLDEN_CLASSES};
-    net_build(net, &model, &info, &plain, b);
+    net_build(net, &model, &info, &plain, k);
     for (size_t i = 0; i < net->count; i++)
         if (net->layers[i].kind == DROPOUT)
             net->layers[i].p = 0;
@@ -244,11 +244,11 @@ static void run_golden_net(Net *net, const GoldenNet *which, const Golden *g) {
     Tensor *grads = must_alloc(parameters * sizeof *grads, "a test");
     gradients = (size_t)(list_layers(net, grads, "", net->grads, false) - grads);
     double tolerance = golden_tolerance(net, n);
-    Draw draw = {.seed = 1, .epoch = 1};
+    RandomKey key = {.seed = 1, .epoch = 1, .stride = 1};
     set_golden_parameters(net, g, list, parameters);
     fill_stream(output(net, 0), n * shape_size(which->images), IMAGE_STREAM);
     fill_labels(net->labels, n);
-    forward(net, n, &draw);
+    forward(net, n, &key);
     real loss = (real)loss_and_gradient(net, n, true);
     compare_numbers(g, "logp", output(net, last_row(net)), tolerance);
     compare_numbers(g, "loss", &loss, tolerance);
@@ -261,17 +261,17 @@ static void run_golden_net(Net *net, const GoldenNet *which, const Golden *g) {
     free(grads);
 }
 
-static void test_golden_net(const GoldenNet *which, const Backend *b) {
+static void test_golden_net(const GoldenNet *which, const Kernels *k) {
     static Net net;
     static Golden golden;
     if (read_golden(&golden, which->name)) {
-        build_golden_net(&net, which, b);
+        build_golden_net(&net, which, k);
         run_golden_net(&net, which, &golden);
         plan_free(&net.plan);
     }
     free_golden(&golden);
     char name[96];
-    snprintf(name, sizeof name, "PyTorch's %s, %s kernels", which->name, b->kernels);
+    snprintf(name, sizeof name, "PyTorch's %s, %s kernels", which->name, NAME_OF(k));
     verdict("%s", name);
 }
 
@@ -279,19 +279,20 @@ static void test_golden_net(const GoldenNet *which, const Backend *b) {
 static void check_golden_optimizer(const Line *line) {
     enum { COUNT = 16, STEPS = 10 };
     const double *x = line->numbers;
-    const Optimizer *o = &optimizers[x[4] == 0];
     real params[COUNT], grads[COUNT], state[2 * COUNT] = {0}, want[COUNT], bound[COUNT];
     Settings settings = plain;
     settings.momentum = x[1];
     settings.weight_decay = x[2];
     settings.nesterov = x[3] != 0;
-    Net net = {.settings = &settings, .backend = &fast_backend, .params = params, .grads = grads};
+    settings.optimizer = x[4] == 0 ? SGD : ADADELTA;
+    Net net = {.settings = &settings, .kernels = &fast_kernels, .params = params, .grads = grads};
+    net.device = &cpu_device;
     net.param_size = COUNT;
     net.step = &(Step){.lr = x[0]};
     fill_stream(params, COUNT, START_STREAM);
     for (uint32_t step = 0; step < STEPS && line->count == 5 + COUNT * STEPS; step++) {
         fill_stream(grads, COUNT, GRADIENT_STREAM + step);
-        optimizer_step(o, &net, state);
+        optimizer_step(&net, state);
         for (size_t i = 0; i < COUNT; i++) { // a momentum of .9 keeps ten steps' roundings
             want[i] = (real)x[5 + step * COUNT + i];
             bound[i] = (real)(is_double ? 1e-12 : 40 * (step + 1) * epsilon);
@@ -305,7 +306,8 @@ static void check_golden_optimizer(const Line *line) {
 static void check_golden_schedule(const Line *line) {
     enum { STEPS = 3 };
     const double *x = line->numbers;
-    Settings s = {.lr = .1, .schedule = line->kind, .milestones = "4,7", .gamma = x[0]};
+    Settings s = {.lr = .1, .gamma = x[0]};
+    s.schedule = strcmp(line->kind, "cosine") == 0 ? SCHEDULE_COSINE : SCHEDULE_STEP;
     s.step_size = (size_t)x[1];
     s.warmup_epochs = (size_t)x[2];
     s.epochs = (size_t)x[3];
@@ -356,7 +358,7 @@ static void test_golden_lines(const char *keyword, size_t expected, void (*check
 static void test_golden(void) {
     for (size_t i = 0; i < sizeof golden_nets / sizeof *golden_nets; i++)
         for (size_t b = 0; b < 2; b++)
-            test_golden_net(&golden_nets[i], both_backends[b]);
+            test_golden_net(&golden_nets[i], both_kernels[b]);
     test_golden_lines("optimizer", 6, check_golden_optimizer);
     test_golden_lines("schedule", 7, check_golden_schedule);
     test_golden_lines("smoothing", 1, check_golden_smoothing);

@@ -4,10 +4,10 @@
 /* ---- Central differences --------------------------------------------------------------------- */
 
 // One convolution after another, with the odd borders that kernel, stride and padding make.
-static void build_plain_net(Net *net, const Backend *b, size_t kernel, size_t stride,
+static void build_plain_net(Net *net, const Kernels *k, size_t kernel, size_t stride,
                             size_t padding) {
     start_net(net, (Shape){5, 9, 3});
-    net->backend = b;
+    net->kernels = k;
     size_t x = relu(net, conv2d(net, 0, 5, kernel, 1, kernel / 2)); // 5 x 9 stays, or grows by one
     x = conv2d(net, x, 9, kernel, stride, padding);
     Shape s = net->layers[x].out;
@@ -89,36 +89,36 @@ static void check_kinks(const Checked *checked) {
         fail("%zu of %zu entries skipped as kinks", checked->kinks, checked->entries);
 }
 
-static void test_plain_gradients(const Backend *b, size_t kernel) {
+static void test_plain_gradients(const Kernels *k, size_t kernel) {
     static Net net;
     Checked checked = {0};
     for (size_t stride = 1; stride <= 2; stride++)
         for (size_t padding = 0; padding <= min_size(2, kernel - 1); padding++) {
             char name[96];
             snprintf(name, sizeof name, "stride %zu padding %zu", stride, padding);
-            build_plain_net(&net, b, kernel, stride, padding);
+            build_plain_net(&net, k, kernel, stride, padding);
             check_gradients(&net, name, quick ? 12 : 40, &checked);
             plan_free(&net.plan);
         }
     check_kinks(&checked);
     char name[96];
-    snprintf(name, sizeof name, "gradients, %s kernels, %zu x %zu filters", b->kernels, kernel,
+    snprintf(name, sizeof name, "gradients, %s kernels, %zu x %zu filters", NAME_OF(k), kernel,
              kernel);
     verdict("%s", name);
 }
 
-static void test_odd_gradients(const Backend *b, const Model *model) {
+static void test_odd_gradients(const Kernels *k, const Model *model) {
     static Net net;
     Checked checked = {0};
     Settings smooth = plain;
     smooth.label_smoothing = .15;
     drawn = 0; // the same numbers, whichever models come before
-    build_small(&net, model, (Shape){6, 5, 3}, &smooth, b);
+    build_small(&net, model, (Shape){6, 5, 3}, &smooth, k);
     check_gradients(&net, model->name, quick ? 6 : 30, &checked);
     plan_free(&net.plan);
     check_kinks(&checked);
     char name[96];
-    snprintf(name, sizeof name, "gradients, %s kernels, %s", b->kernels, model->name);
+    snprintf(name, sizeof name, "gradients, %s kernels, %s", NAME_OF(k), model->name);
     verdict("%s", name);
 }
 
@@ -127,9 +127,9 @@ static void test_central_differences(void) {
     set_num_threads(1); // layers this small only wait for the second thread
     for (size_t b = 0; is_double && b < 2; b++) { // float is too coarse for differences
         for (size_t k = 0; k < 4; k++)
-            test_plain_gradients(both_backends[b], kernels[k]);
+            test_plain_gradients(both_kernels[b], kernels[k]);
         for (size_t m = 0; m < ODD_MODELS; m++)
-            test_odd_gradients(both_backends[b], &odd_models[m]);
+            test_odd_gradients(both_kernels[b], &odd_models[m]);
     }
     set_num_threads(2);
 }
@@ -142,7 +142,7 @@ static Array train_by_threads(int threads) {
     DatasetInfo info = {"test", {16, 16, 3}, .classes = CLASSES};
     set_num_threads(threads);
     drawn = 0;
-    net_build(&net, find_model("resnet8"), &info, &plain, &fast_backend);
+    net_build(&net, find_model("resnet8"), &info, &plain, &fast_kernels);
     plan_memory(&net, BATCH);
     net_alloc(&net);
     net_init(&net, 1);
@@ -175,7 +175,7 @@ static void test_predictions(void) {
         {0, 3, 1, 2}, {5, 3, 1, 2}, {0, 3, 1, 4}, {0, 3, 3, 2}, {-4, -3, -2, -3}};
     static uint8_t labels[5] = {1, 1, 3, 1, 0};
     static real host[5 * CLASSES];
-    const Batch batch = {.draw = {.first = 5, .skip = 1}, .labels = labels, .n = 5};
+    const Batch batch = {.key = {.first = 5, .stride = 2}, .labels = labels, .n = 5};
     const size_t classes[5] = {1, 0, 3, 1, 2}; // of equal ones the first counts
     double confusion[CLASSES * CLASSES] = {0}, wanted[CLASSES * CLASSES] = {0};
     double predicted[15] = {0}, expected[15] = {0};
@@ -198,7 +198,7 @@ static void test_smoothing_of_training(void) {
     static Net net;
     Settings smooth = plain;
     smooth.label_smoothing = .2;
-    build_small(&net, &odd_models[0], (Shape){6, 5, 3}, &smooth, &fast_backend);
+    build_small(&net, &odd_models[0], (Shape){6, 5, 3}, &smooth, &fast_kernels);
     load_random(&net);
     double trained = loss_of(&net), sum = 0, at = 0;
     forward(&net, BATCH, NULL);

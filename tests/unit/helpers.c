@@ -13,21 +13,6 @@ static void test_philox(void) {
     verdict("philox known answers");
 }
 
-static void test_edit_distance(void) {
-    static const struct {
-        const char *a, *b;
-        size_t distance;
-    } cases[] = {{"kitten", "sitting", 3}, {"", "lr", 2},   {"lr", "", 2},
-                 {"--lr", "--lr", 0},      {"ab", "ba", 2}, {"gamma", "-gamma", 1}};
-    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        const size_t distance = edit_distance(cases[i].a, cases[i].b);
-        if (distance != cases[i].distance)
-            fail("\"%s\", \"%s\": expected %zu, found %zu", cases[i].a, cases[i].b,
-                 cases[i].distance, distance);
-    }
-    verdict("the distance of two words");
-}
-
 static void write_text(const char *folder, const char *file, const char *text) {
     char path[PATH_SIZE];
     join_path(path, folder, file);
@@ -41,25 +26,26 @@ static void write_text(const char *folder, const char *file, const char *text) {
         fail("cannot write %s", path);
 }
 
-// The least limit of a group and those around it, in both versions of cgroups
+// The limit of the process's own group in version 2 of cgroups
 static void test_memory_limits(void) {
     char folder[PATH_SIZE], table[PATH_SIZE], command[PATH_SIZE + 16];
     static const struct {
         const char *groups;
         double limit;
-    } cases[] = {{"0::/job/step\n", 3e6},        {"0::/job\n", 3e6},
-                 {"0::/other/step\n", 5e6},      {"0::/nothing\n", INFINITY},
-                 {"0::/\n", INFINITY},           {"", INFINITY},
-                 {"5:memory:/old/task\n", 7e6},  {"4:cpu:/old/task\n3:memory:/old\n", 7e6},
-                 {"4:cpu:/job/step\n", INFINITY}};
+    } cases[] = {{"0::/job\n", 3e6},
+                 {"0::/job/step\n", INFINITY},
+                 {"0::/other/step\n", 5e6},
+                 {"0::/nothing\n", INFINITY},
+                 {"0::/\n", INFINITY},
+                 {"", INFINITY},
+                 {"5:memory:/job\n", INFINITY},
+                 {"4:cpu:/\n0::/job\n", 3e6}};
     temporary_name(folder);
     if (!mkdtemp(folder))
         fail("cannot create %s", folder);
     write_text(folder, "job/memory.max", "3000000\n");
     write_text(folder, "job/step/memory.max", "max\n");
     write_text(folder, "other/step/memory.max", "5000000\n");
-    write_text(folder, "memory/old/memory.limit_in_bytes", "7000000\n");
-    write_text(folder, "memory/old/task/memory.limit_in_bytes", "9223372036854771712\n");
     join_path(table, folder, "table");
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         write_text(folder, "table", cases[i].groups);
@@ -75,6 +61,5 @@ static void test_memory_limits(void) {
 
 static void test_helpers(void) {
     test_philox();
-    test_edit_distance();
     test_memory_limits();
 }

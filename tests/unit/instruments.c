@@ -16,21 +16,23 @@ static void note_kernel(void) {
 
 static void note_forward(Work w) {
     note_kernel();
-    fast_backend.layers[w.l->kind].forward(w);
+    fast_kernels.layers[w.l->kind].forward(w);
 }
 
 static void note_backward(Work w) {
     note_kernel();
-    fast_backend.layers[w.l->kind].backward(w);
+    fast_kernels.layers[w.l->kind].backward(w);
 }
 
 // --layers: what fused rows do runs, and is timed, with the row that they are fused into.
 static void test_layer_times(const char *model, const char *dataset, size_t shown) {
     static Net net;
     const DatasetInfo info = dataset_for(find_model(model), dataset);
-    Backend noting = fast_backend;
+    Kernels noting = fast_kernels;
+    Device device = cpu_device;
     size_t rows = 0;
-    noting.mark = note_mark;
+    noting.device = &device;
+    device.mark = note_mark;
     for (size_t kind = 0; kind < KINDS; kind++)
         if (noting.layers[kind].forward) {
             noting.layers[kind].forward = note_forward;
@@ -63,8 +65,9 @@ static void test_layer_times(const char *model, const char *dataset, size_t show
 static void test_start_of_epoch(void) {
     static Run run;
     StepResult steps[2] = {0}, zero = {0};
-    run.backend = run.clock.backend = &naive_backend;
-    run.settings = (Settings){.lr = .1, .schedule = "cosine", .epochs = 2, .trace = ""};
+    run.kernels = &naive_kernels;
+    run.device = run.clock.device = &cpu_device;
+    run.settings = (Settings){.lr = .1, .schedule = SCHEDULE_COSINE, .epochs = 2, .trace = ""};
     run.steps = steps;
     run.steps_capacity = 2;
     run.iterations = run.epoch = 1;

@@ -5,10 +5,10 @@
 /* ---- Convolutions and linear layers ---------------------------------------------------------- */
 
 // What a backend keeps for a row, to be freed; NULL: nothing.
-static void *prepare_row(const Backend *b, const Layer *l) {
-    void *prepared = b->prepare ? must_alloc(b->prepared_size(l), "a test") : NULL;
+static void *prepare_row(const Kernels *k, const Layer *l) {
+    void *prepared = k->prepare ? must_alloc(k->prepared_size(l), "a test") : NULL;
     if (prepared)
-        b->prepare(prepared, l);
+        k->prepare(prepared, l);
     return prepared;
 }
 
@@ -19,13 +19,13 @@ typedef struct Results {
     Array out, din, dweight, dbias;
 } Results;
 
-static Results run_layer(const Backend *b, const Layer *l, const Fusion *fused, size_t n,
+static Results run_layer(const Kernels *k, const Layer *l, const Fusion *fused, size_t n,
                          const Inputs *x, bool accumulate) {
     Results r = {array(n * shape_size(l->out), guard_value),
                  array(n * shape_size(l->in), guard_value), array(l->weights, guard_value),
                  array(l->biases, guard_value)};
-    Array scratch = array(b->scratch_size(l, fused, n), guard_value);
-    void *prepared = prepare_row(b, l);
+    Array scratch = array(k->scratch_size(l, fused, n), guard_value);
+    void *prepared = prepare_row(k, l);
     const Work w = {.l = l,
                     .fused = *fused,
                     .n = n,
@@ -42,8 +42,8 @@ static Results run_layer(const Backend *b, const Layer *l, const Fusion *fused, 
                     .accumulate = accumulate};
     if (accumulate)
         memcpy(r.din.at, x->din.at, x->din.count * sizeof(real));
-    b->layers[l->kind].forward(w);
-    b->layers[l->kind].backward(w);
+    k->layers[l->kind].forward(w);
+    k->layers[l->kind].backward(w);
     check_guards("scratch", &scratch);
     free(scratch.base);
     free(prepared);
@@ -91,7 +91,7 @@ static void compare_bits(const Results *got, const Results *alone) {
 
 // Whether the forward ends with a ReLU; the definition's is followed by one of its own.
 static void compare_layer(Layer l, bool relu, size_t n, bool accumulate) {
-    const Backend *naive = &naive_backend, *fast = &fast_backend;
+    const Kernels *naive = &naive_kernels, *fast = &fast_kernels;
     const Fusion none = {0}, fused = {.relu = relu};
     Inputs x = {random_array(n * shape_size(l.in)), random_array(l.weights), random_array(l.biases),
                 random_array(n * shape_size(l.out)), random_array(n * shape_size(l.in))};
@@ -252,8 +252,8 @@ static void test_winograd_rounding(void) {
                     {0},
                     random_array(n * shape_size(l->out)),
                     {0}};
-        Results fast = run_layer(&fast_backend, l, &none, n, &x, false);
-        Results naive = run_layer(&naive_backend, l, &none, n, &x, false);
+        Results fast = run_layer(&fast_kernels, l, &none, n, &x, false);
+        Results naive = run_layer(&naive_kernels, l, &none, n, &x, false);
         double *want[3], ratio[3];
         for (size_t i = 0; i < 3; i++)
             want[i] = must_alloc(((Array *)&fast)[i].count * sizeof(double), "a test");
@@ -333,13 +333,13 @@ static Work conv_work(const Net *net, size_t n, const Inputs *x) {
 }
 
 // The convolution, its ReLU and its max-pool, one after another; out: of the first two.
-static void forward_apart(const Backend *b, Work w, real *out, real *pooled, uint8_t *argmax) {
+static void forward_apart(const Kernels *k, Work w, real *out, real *pooled, uint8_t *argmax) {
     const Layer *pool = w.fused.pool;
     w.fused = (Fusion){0};
     w.out = out;
-    b->layers[CONV2D].forward(w);
+    k->layers[CONV2D].forward(w);
     relu_forward((Work){.l = w.l, .n = w.n, .in = out, .out = out});
-    b->layers[MAXPOOL2D].forward(
+    k->layers[MAXPOOL2D].forward(
         (Work){.l = pool, .n = w.n, .in = out, .out = pooled, .saved = argmax});
 }
 
@@ -347,7 +347,7 @@ static Pooled pooled_forward(const Net *net, size_t n, const Inputs *x) {
     const Work w = conv_work(net, n, x);
     size_t count = n * shape_size(w.fused.pool->out);
     Pooled p = {array(n * shape_size(w.l->out), 0), array(count, 0), must_alloc(count, "a test")};
-    forward_apart(&naive_backend, w, p.out.at, p.pooled.at, p.argmax);
+    forward_apart(&naive_kernels, w, p.out.at, p.pooled.at, p.argmax);
     return p;
 }
 
@@ -363,7 +363,7 @@ static Results pooled_results(const Layer *l, const Inputs *x, bool accumulate) 
 // From the pool's dout to the convolution's gradients, by the definitions.
 static Results pooled_naive(const Net *net, size_t n, const Inputs *x, const Pooled *p,
                             bool accumulate) {
-    const Backend *naive = &naive_backend;
+    const Kernels *naive = &naive_kernels;
     const Layer *l = &net->layers[1];
     Work w = conv_work(net, n, x);
     const Fusion fused = w.fused;
@@ -404,7 +404,7 @@ static Results pooled_fast(const Net *net, size_t n, const Inputs *x, const Pool
     w.saved = p->argmax;
     w.scratch = scratch.at;
     w.accumulate = accumulate;
-    fast_backend.layers[CONV2D].backward(w);
+    fast_kernels.layers[CONV2D].backward(w);
     check_guards("scratch", &scratch);
     free(scratch.base);
     return r;
@@ -424,16 +424,16 @@ static void check_pooled_forward(Net *net, size_t n, const Inputs *x) {
     Array scratch = array(net->scratch_size, guard_value), out = array(n * shape_size(l->out), 0);
     Array want = array(count, guard_value), got = array(count, guard_value);
     uint8_t *argmax[2] = {must_alloc(count, "a test"), must_alloc(count, "a test")};
-    void *prepared = prepare_row(&fast_backend, l);
+    void *prepared = prepare_row(&fast_kernels, l);
     w.scratch = scratch.at;
     w.prepared = prepared;
     w.out = got.at;
     w.saved = argmax[0];
     memset(argmax[0], 0xFF, count);
-    fast_backend.layers[CONV2D].forward(w);
+    fast_kernels.layers[CONV2D].forward(w);
     check_guards("scratch", &scratch);
     check_guards("the max-pool's output", &got);
-    forward_apart(&fast_backend, w, out.at, want.at, argmax[1]);
+    forward_apart(&fast_kernels, w, out.at, want.at, argmax[1]);
     if (memcmp(got.at, want.at, count * sizeof(real)) != 0 ||
         memcmp(argmax[0], argmax[1], count) != 0) {
         fail("conv2d, ReLU and max-pool in one give other bits than one after the other");

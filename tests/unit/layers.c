@@ -51,7 +51,7 @@ static Pool pool_reference(const Layer *l, size_t n, bool all_negative, const Ar
     return p;
 }
 
-static void compare_pool(const Backend *b, const Layer *l, size_t n, bool accumulate) {
+static void compare_pool(const Kernels *k, const Layer *l, size_t n, bool accumulate) {
     Array before = random_array(n * shape_size(l->in));
     if (!accumulate)
         memset(before.at, 0, before.count * sizeof(real));
@@ -68,8 +68,8 @@ static void compare_pool(const Backend *b, const Layer *l, size_t n, bool accumu
                     .dout = p.dout.at,
                     .din = din.at,
                     .accumulate = accumulate};
-    b->layers[MAXPOOL2D].forward(w);
-    b->layers[MAXPOOL2D].backward(w);
+    k->layers[MAXPOOL2D].forward(w);
+    k->layers[MAXPOOL2D].backward(w);
     check_tensor("out", out.at, p.out.at, NULL, out.count);
     check_tensor("din", din.at, p.din.at, p.bound.at, din.count);
     check_guards("out", &out);
@@ -82,7 +82,7 @@ static void compare_pool(const Backend *b, const Layer *l, size_t n, bool accumu
     free(arg);
 }
 
-static void test_maxpool(const Backend *b) {
+static void test_maxpool(const Kernels *k) {
     static Net net;
     const Fusion none = {0};
     static const size_t windows[][3] = {{1, 1, 0}, {2, 2, 0}, {3, 3, 0}, {3, 2, 1}, // ResNet's
@@ -93,18 +93,18 @@ static void test_maxpool(const Backend *b) {
         maxpool2d(&net, 0, w[0], w[1], w[2]);
         bool before = *failure;
         for (size_t accumulate = 0; accumulate < 2; accumulate++) {
-            compare_pool(b, &net.layers[1], 3, accumulate);
+            compare_pool(k, &net.layers[1], 3, accumulate);
             if (*failure && !before)
                 describe_failure(&net.layers[1], &none, 3, accumulate);
         }
     }
     char name[64];
-    snprintf(name, sizeof name, "maxpool2d, %s kernels", b->kernels);
+    snprintf(name, sizeof name, "maxpool2d, %s kernels", NAME_OF(k));
     verdict("%s", name);
 }
 
 // A NaN is the largest of its window, so that it reaches the loss and is found.
-static void test_maxpool_nan(const Backend *b) {
+static void test_maxpool_nan(const Kernels *k) {
     static Net net;
     start_net(&net, (Shape){6, 7, 19});
     maxpool2d(&net, 0, 3, 2, 1);
@@ -114,7 +114,7 @@ static void test_maxpool_nan(const Backend *b) {
     uint8_t *arg = must_alloc(count, "a test");
     for (size_t i = 0; i < in.count; i++)
         in.at[i] = draw_bits() % 9 ? in.at[i] : (real)NAN;
-    b->layers[MAXPOOL2D].forward((Work){.l = l, .n = 1, .in = in.at, .out = out.at, .saved = arg});
+    k->layers[MAXPOOL2D].forward((Work){.l = l, .n = 1, .in = in.at, .out = out.at, .saved = arg});
     for (size_t at = 0; at < count; at++) {
         size_t c = at % l->out.c, x = at / l->out.c % l->out.w, y = at / l->out.c / l->out.w;
         bool any = false;
@@ -133,7 +133,7 @@ static void test_maxpool_nan(const Backend *b) {
     free_arrays((Array[]){in, out}, 2 * sizeof(Array));
     free(arg);
     char name[64];
-    snprintf(name, sizeof name, "maxpool2d of NaN, %s kernels", b->kernels);
+    snprintf(name, sizeof name, "maxpool2d of NaN, %s kernels", NAME_OF(k));
     verdict("%s", name);
 }
 
@@ -142,16 +142,16 @@ static void test_maxpool_nan(const Backend *b) {
 enum { DROP_N = 9, DROP_SIZE = 7 * 13 * 37, DROP_COUNT = DROP_N * DROP_SIZE };
 static const uint32_t drop_stream = DRAW_DROPOUT + 3;
 
-static void drop(const Backend *b, real *out, uint8_t *kept, const real *in, real p, size_t n,
-                 uint32_t stream, const Draw *draw) {
+static void drop(const Kernels *k, real *out, uint8_t *kept, const real *in, real p, size_t n,
+                 uint32_t stream, const RandomKey *key) {
     Layer l = {.kind = DROPOUT, .p = p, .in = {7, 13, 37}, .out = {7, 13, 37}};
-    b->layers[DROPOUT].forward((Work){.l = &l,
+    k->layers[DROPOUT].forward((Work){.l = &l,
                                       .row = stream - DRAW_DROPOUT,
                                       .n = n,
                                       .in = in,
                                       .out = out,
                                       .saved = kept,
-                                      .draw = draw});
+                                      .key = key});
 }
 
 static Work with_mask(Work w, const uint8_t *kept) {
@@ -159,7 +159,7 @@ static Work with_mask(Work w, const uint8_t *kept) {
     return w;
 }
 
-static void check_dropout_values(const Backend *b, const real *in, const real *out,
+static void check_dropout_values(const Kernels *k, const real *in, const real *out,
                                  const uint8_t *kept, real p) {
     Layer l = {.kind = DROPOUT, .p = p, .in = {7, 13, 37}, .out = {7, 13, 37}};
     Array din = array(DROP_COUNT, guard_value), bound = array(DROP_COUNT, 0);
@@ -172,7 +172,7 @@ static void check_dropout_values(const Backend *b, const real *in, const real *o
     }
     check_tensor("out", out, want.at, bound.at, DROP_COUNT);
     const Work w = {.l = &l, .n = DROP_N, .dout = (real *)in, .din = din.at};
-    b->layers[DROPOUT].backward(with_mask(w, kept)); // the same rule, for dout = in
+    k->layers[DROPOUT].backward(with_mask(w, kept)); // the same rule, for dout = in
     check_tensor("din", din.at, want.at, bound.at, DROP_COUNT);
     check_guards("din", &din);
     double rate = (double)zeros_found / DROP_COUNT,
@@ -184,23 +184,23 @@ static void check_dropout_values(const Backend *b, const real *in, const real *o
     free(want.base);
 }
 
-static void test_dropout_values(const Backend *b) {
+static void test_dropout_values(const Kernels *k) {
     static const real rates[] = {0, (real).1, (real).25, (real).5, (real).9};
     static uint8_t kept[DROP_COUNT];
-    Draw draw = {.seed = 1, .epoch = 1};
+    RandomKey key = {.seed = 1, .epoch = 1, .stride = 1};
     Array in = random_array(DROP_COUNT);
     for (size_t i = 0; i < sizeof rates / sizeof *rates; i++) {
         Array out = array(DROP_COUNT, guard_value);
         memset(kept, 7, sizeof kept);
-        drop(b, out.at, kept, in.at, rates[i], DROP_N, drop_stream, &draw);
+        drop(k, out.at, kept, in.at, rates[i], DROP_N, drop_stream, &key);
         check_guards("out", &out);
-        check_dropout_values(b, in.at, out.at, kept, rates[i]);
+        check_dropout_values(k, in.at, out.at, kept, rates[i]);
         if (rates[i] == 0 && memcmp(out.at, in.at, DROP_COUNT * sizeof(real)) != 0)
             fail("p = 0 changes the numbers");
         free(out.base);
     }
     free(in.base);
-    verdict("dropout of %s kernels: rate, mask, output and gradient agree", b->kernels);
+    verdict("dropout of %s kernels: rate, mask, output and gradient agree", NAME_OF(k));
 }
 
 // Logits whose exp() is infinite or 0, with the largest in each place: the others are 1000 below.
@@ -238,21 +238,22 @@ static void expect_independent(const char *what, const uint8_t *a, const uint8_t
              100 * differing(a, b, count));
 }
 
-static void test_dropout_draws(const Backend *b) {
+static void test_dropout_draws(const Kernels *k) {
     static uint8_t one[DROP_COUNT], other[DROP_COUNT];
-    Draw base = {.seed = 1, .epoch = 1, .first = 100}, draws[3] = {base, base, base};
+    RandomKey base = {.seed = 1, .epoch = 1, .first = 100, .stride = 1},
+              draws[3] = {base, base, base};
     const char *names[3] = {"seed", "epoch", "position"};
     Array in = random_array(DROP_COUNT), out = array(DROP_COUNT, guard_value);
     real p = (real).5;
-    drop(b, out.at, one, in.at, p, DROP_N, drop_stream, &base);
-    drop(&naive_backend, out.at, other, in.at, p, DROP_N, drop_stream, &base);
+    drop(k, out.at, one, in.at, p, DROP_N, drop_stream, &base);
+    drop(&naive_kernels, out.at, other, in.at, p, DROP_N, drop_stream, &base);
     if (memcmp(one, other, sizeof one) != 0)
         fail("another mask than the definition's");
     for (size_t cut = 1; cut < DROP_N; cut++) { // the batch's borders change nothing
-        Draw second = {.seed = 1, .epoch = 1, .first = base.first + cut};
+        RandomKey second = {.seed = 1, .epoch = 1, .first = base.first + cut, .stride = 1};
         size_t at = cut * DROP_SIZE;
-        drop(b, out.at, other, in.at, p, cut, drop_stream, &base);
-        drop(b, out.at + at, other + at, in.at + at, p, DROP_N - cut, drop_stream, &second);
+        drop(k, out.at, other, in.at, p, cut, drop_stream, &base);
+        drop(k, out.at + at, other + at, in.at + at, p, DROP_N - cut, drop_stream, &second);
         if (memcmp(one, other, sizeof one) != 0)
             fail("a batch cut at image %zu draws another mask", cut);
     }
@@ -260,15 +261,15 @@ static void test_dropout_draws(const Backend *b) {
     draws[1].epoch++;
     draws[2].first += DROP_N;
     for (size_t i = 0; i < 3; i++) {
-        drop(b, out.at, other, in.at, p, DROP_N, drop_stream, &draws[i]);
+        drop(k, out.at, other, in.at, p, DROP_N, drop_stream, &draws[i]);
         expect_independent(names[i], one, other, sizeof one);
     }
-    drop(b, out.at, other, in.at, p, DROP_N, drop_stream + 1, &base);
+    drop(k, out.at, other, in.at, p, DROP_N, drop_stream + 1, &base);
     expect_independent("layer", one, other, sizeof one);
     expect_independent("image", one, one + DROP_SIZE, DROP_SIZE);
     free(in.base);
     free(out.base);
-    verdict("dropout of %s kernels: drawn by seed, epoch, layer and image alone", b->kernels);
+    verdict("dropout of %s kernels: drawn by seed, epoch, layer and image alone", NAME_OF(k));
 }
 
 /* ---- BatchNorm ------------------------------------------------------------------------------- */
@@ -283,19 +284,19 @@ static const Layer bn_layer = {.kind = BATCHNORM2D,
 
 // A BatchNorm on its own; the numbers of channel c lie around means[c], as far as spreads[c].
 typedef struct Norm {
-    const Backend *b; // whose BatchNorm is tested
+    const Kernels *k; // whose BatchNorm is tested
     Array in, out, stats, weight, bias, scratch;
 } Norm;
 
-static Norm make_norm(const Backend *b) {
+static Norm make_norm(const Kernels *k) {
     size_t count = BN_MOST * shape_size(bn_shape);
-    Norm x = {b,
+    Norm x = {k,
               random_array(count),
               array(count, guard_value),
               array(4 * BN_CHANNELS, guard_value),
               random_array(BN_CHANNELS),
               random_array(BN_CHANNELS),
-              array(b->scratch_size(&bn_layer, &(Fusion){0}, BN_MOST), guard_value)};
+              array(k->scratch_size(&bn_layer, &(Fusion){0}, BN_MOST), guard_value)};
     for (size_t c = 0; c < BN_CHANNELS; c++) { // as net_init() leaves them
         x.stats.at[c] = 0;
         x.stats.at[BN_CHANNELS + c] = 1;
@@ -322,11 +323,11 @@ static Work norm_work(const Norm *x, size_t n, bool training) {
                   .out = x->out.at,
                   .stats = x->stats.at,
                   .scratch = x->scratch.at,
-                  .draw = training ? &any_draw : NULL};
+                  .key = training ? &any_draw : NULL};
 }
 
 static void run_norm(Norm *x, size_t n, bool training) {
-    x->b->layers[BATCHNORM2D].forward(norm_work(x, n, training));
+    x->k->layers[BATCHNORM2D].forward(norm_work(x, n, training));
     check_guards("out", &x->out);
     check_guards("stats", &x->stats);
     check_guards("scratch", &x->scratch);
@@ -394,10 +395,10 @@ static void check_norm_statistics(const Norm *x, size_t n, const Moments *m) {
 }
 
 // The mean of the squares minus the square of the mean would lose all digits here.
-static void test_norm_cancellation(const Backend *b) {
+static void test_norm_cancellation(const Kernels *k) {
     static const double means[BN_CHANNELS] = {1e4, -1e4, 1e4, -1e4, 0, 1};
     static const double spreads[BN_CHANNELS] = {1, .1, .03, 30, 1e-3, 2};
-    Norm x = make_norm(b);
+    Norm x = make_norm(k);
     for (size_t n = 1; n <= BN_MOST; n++) {
         Moments m[BN_CHANNELS];
         draw_norm_input(&x, means, spreads);
@@ -407,21 +408,21 @@ static void test_norm_cancellation(const Backend *b) {
         check_norm_statistics(&x, n, m);
     }
     free_norm(&x);
-    verdict("batchnorm2d of %s kernels: statistics of numbers far from 0", b->kernels);
+    verdict("batchnorm2d of %s kernels: statistics of numbers far from 0", NAME_OF(k));
 }
 
 /* Each slice begins with a number far from all others. A sum of squared distances from that one, of
    which most is taken away again, would be off by 200 roundings. */
-static void test_norm_outliers(const Backend *b) {
+static void test_norm_outliers(const Kernels *k) {
     enum { SIDE = 64, N = 16, PIXELS = N * SIDE * SIDE };
     Layer l = {.kind = BATCHNORM2D, .in = {SIDE, SIDE, 1}, .out = {SIDE, SIDE, 1}};
     Array in = random_array(PIXELS), out = array(PIXELS, guard_value);
-    Array scratch = array(b->scratch_size(&l, &(Fusion){0}, N), guard_value);
+    Array scratch = array(k->scratch_size(&l, &(Fusion){0}, N), guard_value);
     real stats[4] = {0, 1}, weight = 1, bias = 0;
     long double mean = 0, variance = 0;
     for (size_t i = 0; i < PIXELS; i += PIXELS / BN_SLICES)
         in.at[i] = 300;
-    b->layers[BATCHNORM2D].forward((Work){.l = &l,
+    k->layers[BATCHNORM2D].forward((Work){.l = &l,
                                           .n = N,
                                           .in = in.at,
                                           .weight = &weight,
@@ -429,7 +430,7 @@ static void test_norm_outliers(const Backend *b) {
                                           .out = out.at,
                                           .stats = stats,
                                           .scratch = scratch.at,
-                                          .draw = &any_draw});
+                                          .key = &any_draw});
     for (size_t i = 0; i < PIXELS; i++)
         mean += in.at[i] / (long double)PIXELS;
     for (size_t i = 0; i < PIXELS; i++)
@@ -438,7 +439,7 @@ static void test_norm_outliers(const Backend *b) {
     real bound = (real)(32 * epsilon) * want;
     check_tensor("1 / deviation", &stats[3], &want, &bound, 1);
     free_arrays((Array[]){in, out, scratch}, 3 * sizeof(Array));
-    verdict("batchnorm2d of %s kernels: statistics with outliers", b->kernels);
+    verdict("batchnorm2d of %s kernels: statistics with outliers", NAME_OF(k));
 }
 
 // Takes one more batch into running statistics, and into the error that they may have.
@@ -478,10 +479,10 @@ static void check_norm_evaluation(Norm *x) {
     check_norm_outputs(x, 3, m, errors);
 }
 
-static void test_norm_running(const Backend *b) {
+static void test_norm_running(const Kernels *k) {
     static const double means[BN_CHANNELS] = {0, 1, -2, 3, 0, 5};
     static const double spreads[BN_CHANNELS] = {1, 2, .5, 1, 3, .1};
-    Norm x = make_norm(b);
+    Norm x = make_norm(k);
     Moments m[BN_CHANNELS];
     double errors[BN_CHANNELS] = {0};
     for (size_t c = 0; c < BN_CHANNELS; c++)
@@ -495,7 +496,7 @@ static void test_norm_running(const Backend *b) {
     }
     check_norm_evaluation(&x);
     free_norm(&x);
-    verdict("batchnorm2d of %s kernels: running statistics, and evaluation by them", b->kernels);
+    verdict("batchnorm2d of %s kernels: running statistics, and evaluation by them", NAME_OF(k));
 }
 
 // Forward and backward, all results one after another.
@@ -512,14 +513,14 @@ static Array norm_results(Norm *x, const Array *dout, int threads) {
     w.din = din;
     w.dweight = dweight;
     w.dbias = dweight + BN_CHANNELS;
-    x->b->layers[BATCHNORM2D].forward(w);
-    x->b->layers[BATCHNORM2D].backward(w);
+    x->k->layers[BATCHNORM2D].forward(w);
+    x->k->layers[BATCHNORM2D].backward(w);
     set_num_threads(2);
     return all;
 }
 
-static void test_norm_threads(const Backend *b) {
-    Norm x = make_norm(b);
+static void test_norm_threads(const Kernels *k) {
+    Norm x = make_norm(k);
     Array dout = random_array(x.in.count);
     Array one = norm_results(&x, &dout, 1);
     for (int threads = 2; threads < 6; threads++) {
@@ -530,12 +531,12 @@ static void test_norm_threads(const Backend *b) {
     free_norm(&x);
     free(dout.base);
     free(one.base);
-    verdict("batchnorm2d of %s kernels: the same bits for any number of threads", b->kernels);
+    verdict("batchnorm2d of %s kernels: the same bits for any number of threads", NAME_OF(k));
 }
 
 // What BatchNorm adds while it stores has the bits of an add after it, with and without ReLU.
 static void test_norm_residual(void) {
-    Norm x = make_norm(&fast_backend);
+    Norm x = make_norm(&fast_kernels);
     Array residual = random_array(x.in.count), got = array(x.in.count, guard_value);
     for (int variant = 0; variant < 4; variant++) {
         const bool relu = variant % 2;
@@ -561,17 +562,17 @@ static void test_norm_residual(void) {
 
 static void test_layers(void) {
     for (size_t b = 0; b < 2; b++) {
-        test_maxpool(both_backends[b]);
-        test_maxpool_nan(both_backends[b]);
-        test_dropout_values(both_backends[b]);
-        test_dropout_draws(both_backends[b]);
+        test_maxpool(both_kernels[b]);
+        test_maxpool_nan(both_kernels[b]);
+        test_dropout_values(both_kernels[b]);
+        test_dropout_draws(both_kernels[b]);
     }
     test_large_logits();
     for (size_t b = 0; b < 2; b++) {
-        test_norm_cancellation(both_backends[b]);
-        test_norm_outliers(both_backends[b]);
-        test_norm_running(both_backends[b]);
-        test_norm_threads(both_backends[b]);
+        test_norm_cancellation(both_kernels[b]);
+        test_norm_outliers(both_kernels[b]);
+        test_norm_running(both_kernels[b]);
+        test_norm_threads(both_kernels[b]);
     }
     test_norm_residual();
 }

@@ -9,8 +9,8 @@ static Sharing share_in_place(const Layer *to, const Fusion *with, const Layer *
 
 // The CPU's kernels with the plans that they ask for, and again with rows that work in place.
 enum { PLANNERS = 4 };
-static Backend planner(size_t i) {
-    Backend b = *both_backends[i % 2];
+static Kernels planner(size_t i) {
+    Kernels b = *both_kernels[i % 2];
     b.fuse = i < 2 ? b.fuse : share_in_place;
     return b;
 }
@@ -120,9 +120,9 @@ static void plan_apart(Net *net, bool fused) {
     }
 }
 
-static void build_unplanned(Net *net, const Backend *b, bool fused) {
+static void build_unplanned(Net *net, const Kernels *k, bool fused) {
     DatasetInfo info = {.name = "test", .shape = {4, 5, 2}, .classes = CLASSES};
-    net_build(net, &random_model, &info, &plain, b);
+    net_build(net, &random_model, &info, &plain, k);
     plan_memory(net, BATCH);
     plan_apart(net, fused);
     net->plan.count = 0;
@@ -157,13 +157,13 @@ static void compare_gradients(const Net *got, const Net *want, bool rounds) {
 }
 
 // The same network and the same numbers, with its plan and without.
-static void compare_plans(const Backend *b, uint32_t start, bool fused) {
+static void compare_plans(const Kernels *k, uint32_t start, bool fused) {
     static Net planned, apart;
     drawn = start;
-    build_small(&planned, &random_model, (Shape){4, 5, 2}, &plain, b);
+    build_small(&planned, &random_model, (Shape){4, 5, 2}, &plain, k);
     load_random(&planned);
     drawn = start;
-    build_unplanned(&apart, b, fused);
+    build_unplanned(&apart, k, fused);
     load_random(&apart);
     find_gradients(&planned);
     find_gradients(&apart);
@@ -177,7 +177,7 @@ static void compare_plans(const Backend *b, uint32_t start, bool fused) {
 static void test_plan_against_none(void) {
     set_num_threads(1);
     for (size_t round = 0; round < (quick ? 400 : 6000); round++) {
-        const Backend b = planner(round % PLANNERS);
+        const Kernels b = planner(round % PLANNERS);
         const uint32_t start = drawn;
         compare_plans(&b, start, true);
         compare_plans(&b, start, false);
@@ -344,13 +344,12 @@ static const Model *model_at(size_t m) {
 
 static void test_plan_of_models(void) {
     static Net net;
-    static const char *const stems[] = {"3", "7", "imagenet"};
     for (size_t m = 0; m < LENGTH(models) + ODD_MODELS; m++)
-        for (size_t stem = 0; stem < 3; stem++) {
+        for (Stem stem = STEM_3; stem <= STEM_IMAGENET; stem++) {
             Settings settings = plain;
-            settings.stem = stems[stem];
+            settings.stem = stem;
             DatasetInfo info = {.name = "test", .shape = {32, 32, 3}, .classes = 10};
-            net_build(&net, model_at(m), &info, &settings, &fast_backend);
+            net_build(&net, model_at(m), &info, &settings, &fast_kernels);
             plan_memory(&net, 2);
             check_plan(&net);
             check_resnet_size(&net);
@@ -363,7 +362,7 @@ static void test_plan_of_random(void) {
     static Net net;
     for (size_t round = 0; round < (quick ? 2000 : 40000); round++) {
         DatasetInfo info = {.name = "test", .shape = {4, 5, 2}, .classes = CLASSES};
-        const Backend b = planner(round % PLANNERS);
+        const Kernels b = planner(round % PLANNERS);
         net_build(&net, &random_model, &info, &plain, &b);
         plan_memory(&net, draw_size(1, 3));
         check_plan(&net);
@@ -389,7 +388,7 @@ static void test_definitions_fuse_nothing(void) {
     static Net net;
     for (size_t m = 0; m < LENGTH(models) + ODD_MODELS + 100; m++) {
         DatasetInfo info = {.name = "test", .shape = {32, 32, 3}, .classes = 10};
-        net_build(&net, model_at(m), &info, &plain, &naive_backend);
+        net_build(&net, model_at(m), &info, &plain, &naive_kernels);
         plan_memory(&net, 2);
         check_nothing_fused(&net);
     }

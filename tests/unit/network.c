@@ -18,7 +18,7 @@ static void test_parameter_counts(void) {
     };
     for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
         DatasetInfo info = {"test", counts[i].images, .classes = counts[i].classes};
-        net_build(&net, find_model(counts[i].model), &info, &plain, &naive_backend);
+        net_build(&net, find_model(counts[i].model), &info, &plain, &naive_kernels);
         if (net.parameters != counts[i].parameters)
             fail("%s: expected %zu as in PyTorch, found %zu", counts[i].model, counts[i].parameters,
                  net.parameters);
@@ -33,7 +33,7 @@ static void test_lenet_shapes(void) {
         {28, 28, 1}, {28, 28, 6}, {28, 28, 6}, {14, 14, 6}, {10, 10, 16}, {10, 10, 16}, {5, 5, 16},
         {1, 1, 120}, {1, 1, 120}, {1, 1, 84},  {1, 1, 84},  {1, 1, 10},   {1, 1, 10}};
     const DatasetInfo info = {"test", {28, 28, 1}, .classes = 10};
-    net_build(&net, find_model("lenet"), &info, &plain, &naive_backend);
+    net_build(&net, find_model("lenet"), &info, &plain, &naive_kernels);
     if (net.count != sizeof shapes / sizeof *shapes)
         fail("%zu rows, expected %zu", net.count, sizeof shapes / sizeof *shapes);
     for (size_t i = 0; i < net.count && !*failure; i++) {
@@ -58,7 +58,7 @@ static void test_layer_names(void) {
     static const char *const names[] = {"", "conv1", "conv2", "bn1", "bn2", "fc1", "fc2", ""};
     static const Model model = {.name = "named", .build = build_named};
     const DatasetInfo info = {"test", {4, 4, 1}, .classes = 10};
-    net_build(&net, &model, &info, &plain, &naive_backend);
+    net_build(&net, &model, &info, &plain, &naive_kernels);
     for (size_t i = 0; i < net.count; i++)
         if (strcmp(net.layers[i].name, names[i]) != 0)
             fail("row %zu: \"%s\", expected \"%s\"", i, net.layers[i].name, names[i]);
@@ -69,22 +69,22 @@ static void test_layer_names(void) {
 static void test_stems(void) {
     static Net net;
     static const struct {
-        const char *stem;
+        Stem stem;
         size_t kernel, side; // of the first convolution, of the last stage
-    } stems[] = {{"3", 3, 4}, {"7", 7, 4}, {"imagenet", 7, 1}};
+    } stems[] = {{STEM_3, 3, 4}, {STEM_7, 7, 4}, {STEM_IMAGENET, 7, 1}};
     for (size_t m = (size_t)(find_model("resnet18") - models); m < LENGTH(models); m++) // 4 stages
         for (size_t i = 0; i < 6; i++) {
             Settings settings = plain;
             settings.stem = stems[i / 2].stem;
             Shape images = i % 2 ? (Shape){28, 28, 1} : (Shape){32, 32, 3};
             DatasetInfo info = {"test", images, .classes = 10};
-            net_build(&net, &models[m], &info, &settings, &naive_backend);
+            net_build(&net, &models[m], &info, &settings, &naive_kernels);
             size_t want = stems[i / 2].side;
             Shape last = net.layers[net.count - 3].in; // average pool, linear, log_softmax
             size_t first = images.h / (i < 4 ? 1 : 2); // pixels a row behind the convolution
             if (last.h != want || last.w != want || net.layers[1].kernel != stems[i / 2].kernel ||
                 net.layers[1].out.h != first || net.layers[1].out.w != first)
-                fail("%s with stem %s: %zu x %zu pixels in the end, expected %zu", models[m].name,
+                fail("%s with stem %u: %zu x %zu pixels in the end, expected %zu", models[m].name,
                      settings.stem, last.h, last.w, want);
         }
     verdict("all stems on images of 32 x 32 and 28 x 28 pixels");
@@ -143,7 +143,7 @@ static int refused_build(const Model *model, char *text, size_t size) {
         const DatasetInfo info = {"test", {4, 4, 1}, .classes = 10};
         leave = _exit; // nothing of the tests is to be flushed or freed here
         dup2(ends[1], STDERR_FILENO);
-        net_build(&net, model, &info, &plain, &naive_backend);
+        net_build(&net, model, &info, &plain, &naive_kernels);
         _exit(0);
     }
     close(ends[1]);

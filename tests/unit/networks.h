@@ -2,23 +2,24 @@
    in ways that no model of cnn.c uses. gradients.c compares the gradients of all of them with
    central differences; memory_plan.c checks that no row overwrites what another one needs. */
 
-static const Backend *const both_backends[] = {&naive_backend, &fast_backend};
-static const Draw any_draw = {.seed = 1, .epoch = 1}; // of a training step
+static const Kernels *const both_kernels[] = {&naive_kernels, &fast_kernels};
+static const RandomKey any_draw = {.seed = 1, .epoch = 1, .stride = 1}; // of a training step
 
 enum { BATCH = 7, CLASSES = 4 }; // of the networks that the tests make up
 
 // Settings of networks that are built without a command line.
-static const Settings plain = {
-    .stem = "3", .width = 6, .optimizer_launch = "fused", .zero_grad = "none"};
+static const Settings plain = {.kernels = KERNELS_BEST, .precision = PRECISION_BEST, .width = 6};
 
 // A network that has only its images yet.
 static void start_net(Net *net, Shape in) {
-    *net = (Net){.model = "test", .settings = &plain, .backend = &fast_backend};
+    *net = (Net){.model = "test", .settings = &plain, .kernels = &fast_kernels};
+    net->device = &cpu_device;
+    net->ranks = 1;
     net->classes = CLASSES;
     add_layer(net, (Layer){.kind = INPUT, .in = in, .out = in});
 }
 
-static const Draw gradient_draw = {.seed = 5, .epoch = 2, .first = 30};
+static const RandomKey gradient_draw = {.seed = 5, .epoch = 2, .first = 30, .stride = 1};
 
 static size_t classify(Net *net, size_t x) {
     return log_softmax(net, linear(net, global_avgpool2d(net, x), net->classes));
@@ -143,9 +144,9 @@ static void find_gradients(Net *net) {
 }
 
 static void build_small(Net *net, const Model *model, Shape images, const Settings *settings,
-                        const Backend *b) {
+                        const Kernels *k) {
     DatasetInfo info = {.name = "test", .shape = images, .classes = CLASSES};
-    net_build(net, model, &info, settings, b);
+    net_build(net, model, &info, settings, k);
     plan_memory(net, BATCH);
     net_alloc(net);
     net_init(net, 3);
@@ -162,4 +163,4 @@ static void plan_loader(Loader *l, const Dataset *data, size_t batch, size_t wor
     loader_init(l);
 }
 
-static const Placement on_cpu = {.backend = &fast_backend};
+static const Placement on_cpu = {.device = &cpu_device, .ranks = 1};

@@ -35,7 +35,7 @@ static void run_ring(RingRank *ranks, size_t world, void *(*body)(void *)) {
     Team team = {0};
     pthread_t threads[MOST_RANKS];
     team_init(&team);
-    net.backend = &fast_backend;
+    net.kernels = &fast_kernels;
     for (size_t r = 0; r < world; r++) {
         ranks[r].comm = (Comm){.rank = r, .world = world, .team = &team, .net = &net};
         ranks[r].comm.settings = &ring_settings;
@@ -110,7 +110,8 @@ static void test_broadcast(void) {
 // A network that learns with others, and the messages of gradients that it received.
 typedef struct Learner {
     Run run;
-    Backend backend;
+    Kernels kernels;
+    Device device;
     size_t received, awaited; // awaited: backward goes no further until so many have come
     size_t beside;            // those that came beside backward, not behind it
     bool late;                // they did not come
@@ -125,7 +126,8 @@ static const double message_s = .002;
 // A link that takes its time for each message.
 static void slow_receive(size_t device, real *to, const real *from, size_t count, bool add,
                          real *buffer) {
-    naive_backend.receive(device, to, from, count, add, buffer); // at once: are they complete?
+    naive_kernels.device->receive(device, to, from, count, add,
+                                  buffer); // at once: are they complete?
     nanosleep(&(struct timespec){.tv_nsec = (long)(1e9 * message_s)}, NULL);
     __atomic_fetch_add(&learners[device].received, 1, __ATOMIC_SEQ_CST);
 }
@@ -139,7 +141,7 @@ static void patient_conv2d_backward(Work w) {
             break;
         nanosleep(&(struct timespec){.tv_nsec = 500000}, NULL);
     }
-    naive_backend.layers[CONV2D].backward(w);
+    naive_kernels.layers[CONV2D].backward(w);
 }
 
 enum { LEARN_STEPS = 3, LEARN_BATCH = 4, BUCKETS = 2, MESSAGES = 2 }; // MESSAGES: of a bucket
@@ -152,12 +154,12 @@ static void *learner_thread(void *argument) {
     Dataset data = {.info = &info};
     set_num_threads(1);
     make_synthetic(&data, true, LEARN_STEPS * 2 * LEARN_BATCH);
-    net_build(net, find_model("mnist"), &info, &run->settings, &learner->backend);
+    net_build(net, find_model("mnist"), &info, &run->settings, &learner->kernels);
     plan_memory(net, LEARN_BATCH);
     net_alloc(net);
     net_init(net, 1);
     real *state = must_alloc(2 * net->param_size * sizeof(real), "a test");
-    Placement place = {&learner->backend, 0, false, false, run->comm.rank, run->comm.world - 1};
+    Placement place = {&learner->device, 0, false, false, run->comm.rank, run->comm.world};
     plan_loader(&run->train_loader, &data, LEARN_BATCH, 1, NULL, place);
     comm_plan(&run->comm, net, &run->train_loader);
     plan_alloc(&run->comm.plan);
@@ -165,7 +167,7 @@ static void *learner_thread(void *argument) {
     loader_start(&run->train_loader, 1, 1, 0);
     for (const Batch *batch; (batch = next_batch(&run->comm));) {
         load_batch(&run->comm, batch, 1);
-        forward(net, batch->n, &net->step->draw);
+        forward(net, batch->n, &net->step->key);
         batch_loss(&run->comm, batch);
         const size_t before = learner->received;
         learner->awaited = before + (run->settings.overlap ? MESSAGES : 0);
@@ -174,7 +176,7 @@ static void *learner_thread(void *argument) {
         const double end = now();
         reduce_gradients(&run->comm);
         learner->exposed_s += now() - end;
-        optimizer_step(&optimizers[0], net, state);
+        optimizer_step(net, state);
     }
     learner->hash = hash_weights(net);
     comm_free(&run->comm);
@@ -193,14 +195,16 @@ static Learner learn(bool overlap) {
     memset(learners, 0, sizeof learners);
     for (size_t r = 0; r < 2; r++) {
         Learner *l = &learners[r];
-        l->backend = naive_backend;
-        l->backend.receive = slow_receive;
-        l->backend.layers[CONV2D].backward = patient_conv2d_backward;
+        l->kernels = naive_kernels;
+        l->kernels.device = &l->device;
+        l->device = cpu_device;
+        l->device.receive = slow_receive;
+        l->kernels.layers[CONV2D].backward = patient_conv2d_backward;
         parse_options(&l->run.settings, 1, (char *[]){"cnn"});
         l->run.settings.overlap = overlap;
         l->run.settings.bucket_mb = 1;
         l->run.comm =
-            (Comm){.rank = r, .world = 2, .device = r, .team = &team, .settings = &l->run.settings};
+            (Comm){.rank = r, .world = 2, .number = r, .team = &team, .settings = &l->run.settings};
         team.ranks[r] = &l->run.comm;
     }
     for (size_t r = 0; r < 2; r++)

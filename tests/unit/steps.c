@@ -73,18 +73,18 @@ __attribute__((noinline)) int pthread_create(pthread_t *thread, const pthread_at
     return create(thread, attr, start, argument);
 }
 
-static void train_steps(Net *net, Loader *l, const Optimizer *o, real *state, size_t steps) {
+static void train_steps(Net *net, Loader *l, real *state, size_t steps) {
     for (size_t step = 0; step < steps; step++) {
         const Batch *batch = loader_next(l);
         net_load(net, batch, .1);
         if (output(net, 0) != batch->device_images)
             fail("a CPU has copied the loader's images");
-        forward(net, batch->n, &net->step->draw);
+        forward(net, batch->n, &net->step->key);
         double loss = loss_and_gradient(net, batch->n, true);
         if (!isfinite(loss))
             fail("the loss is %g", loss);
         backward(net, batch->n);
-        optimizer_step(o, net, state);
+        optimizer_step(net, state);
     }
 }
 
@@ -111,21 +111,22 @@ static void test_steady_steps(const Model *model, const Optimizer *o, Augment *a
     static Net net;
     Settings settings = plain;
     settings.momentum = .9;
+    settings.optimizer = (OptimizerChoice)(o - optimizers);
     DatasetInfo info = dataset_for(model, "synthetic");
     Dataset data = {.info = &info};
     Loader l;
     make_synthetic(&data, true, 160);
-    net_build(&net, model, &info, &settings, &fast_backend);
+    net_build(&net, model, &info, &settings, &fast_kernels);
     plan_memory(&net, 16);
     net_alloc(&net);
     net_init(&net, 1);
     real *state = must_alloc(2 * net.param_size * sizeof(real), "a test");
     plan_loader(&l, &data, 16, 2, augment, on_cpu);
     loader_start(&l, 1, 1, 0);
-    train_steps(&net, &l, o, state, 3);
+    train_steps(&net, &l, state, 3);
     allocations = 0;
     counting = true;
-    train_steps(&net, &l, o, state, 5);
+    train_steps(&net, &l, state, 5);
     counting = false;
     if (allocations)
         fail("%s: %zu allocations or new threads in 5 steps", model->name, allocations);
