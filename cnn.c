@@ -697,7 +697,7 @@ static void find_line(char line[PATH_SIZE], const char *path, const char *begin)
 // The memory, in bytes, that the cgroup of this process allows (version 2). `table` is in the format
 // of /proc/self/cgroup: a line "0::GROUP", whose limit is in the file ROOT/GROUP/memory.max.
 static double cgroup_limit(const char *table, const char *root) {
-    char line[PATH_SIZE], path[2 * PATH_SIZE];
+    char line[PATH_SIZE], path[3 * PATH_SIZE];
     double limit;
     find_line(line, table, "0::");
     if (!*line)
