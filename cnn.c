@@ -30,10 +30,18 @@
      14 Setting up                 ranks, devices, data, memory, weights
      15 train(), test(), main()
 
-   Each section uses only those before it. Sections 3 to 7 are the mathematics of a training step;
-   8 to 11 provide its images, run it on several devices and store its results; 12 to 14 are the
-   user interface. For an overview, read train() in section 15 first. The fast kernels, for CPUs in
-   cnn_kernels.c and for GPUs in cnn_kernels.cu, are not needed to understand this file. */
+   Each section uses only the sections before it. Sections 3 to 7 are the mathematics of a training
+   step; 8 to 11 provide its images, run it on several devices and store its results; 12 to 14 are
+   the user interface. For an overview, read train() in section 15 first. The fast kernels, for CPUs
+   in cnn_kernels.c and for GPUs in cnn_kernels.cu, are not needed to understand this file.
+
+   What it is not: there are no general tensors and there is no automatic differentiation. It
+   classifies images, of four data sets or generated ones. Several devices share the data, never the
+   network. It runs on Linux. It does not defend itself against the person who starts it.
+
+   Tags mark what tutorials call by these names; grep finds all places:
+     # AMP     mixed precision      # NHWC    memory layouts
+     # PROF    ranges for Nsight    # EXTRA   optimizations that frameworks add to a plain step */
 
 /* ==== 1. Declarations ===========================================================================
 
@@ -113,15 +121,15 @@ typedef struct Settings {
     bool pin_memory, resident, autotune, quiet, layers, oversubscribe, overlap;
 } Settings;
 
-/* One row of the layer table: what its formula needs. Where its arrays are, and which kernels
-   compute it, is in its Slot (section 4). */
+/* One row of the layer table: what its formula needs. Its Slot (section 4) says where its arrays are
+   and which kernels compute it. */
 typedef struct Layer {
     LayerKind kind;
     char name[48];                  // PyTorch's name of its parameters, "conv1"; else empty
     size_t input, other;            // the row that it reads; add: the second row that it reads
     Shape in, out;                  // a linear layer reads 1 x 1 x (h * w * c)
     size_t kernel, stride, padding; // conv2d, maxpool2d
-    real p;                         // dropout: probability of a zero; available to other kinds
+    real p;                         // dropout: probability of a zero; available to new kinds
     size_t weights, biases;         // numbers of parameters; batchnorm2d: weights are its scales
     size_t weight, bias;            // their offsets into params and grads, in elements
 } Layer;
@@ -129,16 +137,17 @@ typedef struct Layer {
 /* Operator fusion: what the kernels of a row compute in the same pass, because no other row reads
    the intermediate results:  out = pool(relu(op(in) + residual)).  The definitions fuse nothing. */
 typedef struct Fusion {
-    bool add;             // of a residual
+    bool add;             // the sum with a residual
     bool relu;            // a ReLU
     const Layer *pool;    // a max-pool, or NULL
-    bool relu_backward;   // backward begins with the ReLU's, unless it is part of another kernel
-    bool masks_din;       // backward includes that of the ReLU before this row
-    const Layer *moments; // conv2d: the batchnorm2d whose moments it stores; vice versa; or NULL
+    bool relu_backward;   // backward begins with the backward of the fused ReLU
+    bool masks_din;       // backward ends with the backward of the ReLU before this row
+    const Layer *moments; // conv2d: the batchnorm2d that follows, whose sums it stores;
+                          // batchnorm2d: the conv2d that has stored its sums; or NULL
 } Fusion;
 
-// How a row is computed: by kernels of its own, to memory of its own or over its input; or by the
-// kernels of an earlier row
+// How a row is computed: by its own kernels, into its own memory or over its input; or by the kernels
+// of an earlier row
 typedef enum { SEPARATE, IN_PLACE, FUSED } Sharing;
 
 /* The key of all random numbers of a batch. They depend on the position of an image in the epoch's
@@ -163,21 +172,30 @@ static inline HOST_DEVICE size_t position_of(RandomKey key, size_t image) {
 // --augment: each epoch sees another variant of each image. The functions are in section 9.
 enum { CROP_PADDING = 4, ELASTIC_ALPHA = 34, ELASTIC_SIGMA = 4, ELASTIC_REACH = 3 * ELASTIC_SIGMA };
 
-// The most replicas of a process (networks that train together, each in a thread of its own),
-// threads of a replica, rows of a network, areas of a memory plan
+// Limits: replicas of a process (networks that train together, each in its own thread), threads of a
+// replica, rows of a network, areas of a memory plan
 enum { MAX_REPLICAS = 64, MAX_THREADS = 1024, MAX_LAYERS = 1024, MAX_AREAS = 16 };
 
-/* Marks are events in a replica's stream of work, as in CUDA: for the clock of train(), for each
-   bucket of gradients (section 10), for the start, and with --layers and --trace after each row,
-   forward and backward. */
+/* Marks are events in a replica's stream of work, as in CUDA. They are numbered: marks for the clock
+   of train(), one for each bucket of gradients (section 10), with --layers and --trace one at the
+   begin and one at the end of each row's forward and backward, and the start of a trace. */
+enum { CLOCK_MARKS = 64, MAX_BUCKETS = 64, ROW_MARKS = 2 * (MAX_LAYERS + 1) };
 enum {
-    CLOCK_MARKS = 64,
-    MAX_BUCKETS = 64,
-    FORWARD_MARKS = CLOCK_MARKS + MAX_BUCKETS,
-    BACKWARD_MARKS = FORWARD_MARKS + MAX_LAYERS,
-    START_MARK = BACKWARD_MARKS + MAX_LAYERS + 2,
+    BUCKET_MARKS = CLOCK_MARKS,
+    FORWARD_MARKS = BUCKET_MARKS + MAX_BUCKETS,
+    BACKWARD_MARKS = FORWARD_MARKS + ROW_MARKS,
+    START_MARK = BACKWARD_MARKS + ROW_MARKS,
     MARKS
 };
+
+// The mark where the forward or the backward of a row begins, and where it ends
+static inline size_t row_begin(size_t row, bool back) {
+    return (back ? BACKWARD_MARKS : FORWARD_MARKS) + 2 * row;
+}
+
+static inline size_t row_end(size_t row, bool back) {
+    return row_begin(row, back) + 1;
+}
 
 // A data set: what is known about it, and the images of its training or test set.
 typedef struct Dataset Dataset;
@@ -223,9 +241,9 @@ typedef struct Batch {
 /* What a row works on in one step. A forward reads in, residual, weight and bias and writes out,
    stats and saved (=). A backward reads dout and what its forward read and wrote; it writes dweight
    and dbias with =, and din and dresidual with = or, if accumulate or accumulate_residual, with +=.
-   A prefixed d denotes the gradient of the loss. With --precision bf16 and fp16 in, residual, out,
-   dout, din and a convolution's or linear layer's weight point to numbers of 16 bits, except
-   log_softmax's out and dout. */
+   A prefixed d denotes the gradient of the loss. With --precision bf16 and fp16, in, residual, out,
+   dout, din and the weight of a convolution or linear layer point to 16-bit numbers. The out and
+   dout of log_softmax, which feeds the loss, stay 32-bit. */
 typedef struct Work {
     const Layer *l;
     Fusion fused;
@@ -247,15 +265,17 @@ typedef struct Work {
     bool autotune;            // choose the fastest kernels now, if that has not been done
 } Work;
 
-/* On a GPU. A loss or a gradient that is not finite skips all updates from then on, until the host
-   reads it and ends the run. With fp16, gradients below 6e-8 would become 0: the loss is multiplied
-   by `scale`, and the update divides by it. There, gradients that are not finite skip an update and
-   halve the scale; after SCALE_STEPS steps without any it is doubled. (Micikevicius et al., "Mixed
-   precision training", arXiv:1710.03740; numbers as in PyTorch's GradScaler.) # AMP */
+/* What a GPU does about losses and gradients that are not finite:
+   - In fp32, tf32 and bf16 they skip all further updates, until the host reads the count at the log
+     interval and ends the run.
+   - In fp16, gradients below 6e-8 would become 0. So the loss is multiplied by `scale`, and the
+     update divides by it. Gradients that are not finite skip one update and halve the scale; after
+     SCALE_STEPS steps without any it is doubled. (Micikevicius et al., "Mixed precision training",
+     arXiv:1710.03740; numbers as in PyTorch's GradScaler.) # AMP */
 typedef struct LossScale {
     float scale;             // 1 in other precisions
     uint32_t steps, skipped; // since the scale was changed; skipped in the whole run
-    uint32_t not_finite;     // losses and gradients: of this step with fp16, else of all steps
+    uint32_t not_finite;     // losses and gradients: fp16: of this step, else of all steps
 } LossScale;
 enum { FIRST_SCALE = 65536, SCALE_STEPS = 2000 };
 
@@ -263,7 +283,7 @@ enum { FIRST_SCALE = 65536, SCALE_STEPS = 2000 };
 typedef struct Update {
     real *param, *state[2];
     const real *grad;
-    void *low;              // a copy of param with 16 bits each, or NULL
+    void *low;              // a 16-bit copy of param, or NULL
     const LossScale *scale; // of the gradients; NULL on a CPU
     size_t count;
     const Step *step; // with the learning rate, in the device's memory
@@ -274,7 +294,7 @@ typedef struct Update {
 // Ranges of time that Nsight shows for a thread, each within the one before.
 typedef enum { RANGE_STEP, RANGE_LINE, RANGE_ROW } RangeLevel;
 
-// What is known about a device.
+// A device as a run finds it
 typedef struct DeviceInfo {
     char name[256], uuid[48], driver[32]; // uuid and driver: empty on a CPU
     double memory;                        // bytes that a run may take
@@ -1047,17 +1067,28 @@ static void bn_block_stats(Work w, size_t first, size_t count) {
         bn_store_stats(w.stats, channels, first + c, mean[c], squares[c], m);
 }
 
-static void batchnorm2d_forward(Work w) {
-    const size_t channels = w.l->in.c, m = bn_pixels(&w);
-    const real *mean = w.key ? w.stats + 2 * channels : w.stats;
-    const size_t summed = w.key ? channels : 0;
-    real *restrict scale = w.scratch;
+// scale (=) of each channel, in the scratch memory. Returns the means.
+static const real *bn_training_scale(Work w, real *scale) {
+    const size_t channels = w.l->in.c;
     PARALLEL_FOR
-    for (size_t first = 0; first < summed; first += BN_BLOCK)
+    for (size_t first = 0; first < channels; first += BN_BLOCK)
         bn_block_stats(w, first, min_size(BN_BLOCK, channels - first));
     for (size_t c = 0; c < channels; c++)
-        scale[c] = w.weight[c] * (w.key ? w.stats[3 * channels + c]
-                                        : 1 / SQRT(w.stats[channels + c] + (real)bn_eps));
+        scale[c] = w.weight[c] * w.stats[3 * channels + c];
+    return w.stats + 2 * channels;
+}
+
+static const real *bn_running_scale(Work w, real *scale) {
+    const size_t channels = w.l->in.c;
+    for (size_t c = 0; c < channels; c++)
+        scale[c] = w.weight[c] * (1 / SQRT(w.stats[channels + c] + (real)bn_eps));
+    return w.stats;
+}
+
+static void batchnorm2d_forward(Work w) {
+    const size_t channels = w.l->in.c, m = bn_pixels(&w);
+    real *restrict scale = w.scratch;
+    const real *mean = w.key ? bn_training_scale(w, scale) : bn_running_scale(w, scale);
     PARALLEL_FOR
     for (size_t i = 0; i < m; i++)
         for (size_t c = 0; c < channels; c++)
@@ -1084,13 +1115,15 @@ static void bn_block_gradients(Work w, size_t first, size_t count) {
 /* dbias = sum of dout      dweight = sum of dout * x, where x = (in - mean) / sqrt(variance + eps)
    din = weight / sqrt(variance + eps) * (dout - dbias / m - x * dweight / m) */
 static void batchnorm2d_backward(Work w) {
-    const size_t channels = w.l->in.c, m = bn_pixels(&w), written = w.din ? m : 0;
+    const size_t channels = w.l->in.c, m = bn_pixels(&w);
     const real *mean = w.stats + 2 * channels, *inverse = mean + channels;
     PARALLEL_FOR
     for (size_t first = 0; first < channels; first += BN_BLOCK)
         bn_block_gradients(w, first, min_size(BN_BLOCK, channels - first));
+    if (!w.din)
+        return;
     PARALLEL_FOR
-    for (size_t i = 0; i < written; i++)
+    for (size_t i = 0; i < m; i++)
         for (size_t c = 0; c < channels; c++) {
             size_t at = i * channels + c;
             real x = (w.in[at] - mean[c]) * inverse[c];
@@ -1112,26 +1145,33 @@ static inline void dropout_draw(uint32_t bits[4], Work w, size_t image, size_t b
                DRAW_DROPOUT + (uint32_t)w.row, w.key->seed);
 }
 
-static void dropout_forward(Work w) {
+static void dropout_image(Work w, size_t image) {
     enum { BLOCK = 8 };
-    const size_t size = shape_size(w.l->out), images = w.key ? w.n : 0;
+    const size_t size = shape_size(w.l->out);
     const real scale = 1 / (1 - w.l->p);
     const uint32_t threshold = dropout_threshold(w.l);
-    if (!w.key && w.out != w.in)
-        memcpy(w.out, w.in, outputs(w) * sizeof *w.out);
-    PARALLEL_FOR
-    for (size_t image = 0; image < images; image++)
-        for (size_t start = 0; start < size; start += BLOCK) {
-            uint32_t bits[BLOCK / 2];
-            uint16_t draws[BLOCK];
-            dropout_draw(bits, w, image, start / BLOCK);
-            memcpy(draws, bits, sizeof draws);
-            for (size_t i = 0; i < min_size(BLOCK, size - start); i++) {
-                const size_t at = image * size + start + i;
-                w.saved[at] = draws[i] >= threshold;
-                w.out[at] = w.saved[at] ? w.in[at] * scale : 0;
-            }
+    for (size_t start = 0; start < size; start += BLOCK) {
+        uint32_t bits[BLOCK / 2];
+        uint16_t draws[BLOCK];
+        dropout_draw(bits, w, image, start / BLOCK);
+        memcpy(draws, bits, sizeof draws);
+        for (size_t i = 0; i < min_size(BLOCK, size - start); i++) {
+            const size_t at = image * size + start + i;
+            w.saved[at] = draws[i] >= threshold;
+            w.out[at] = w.saved[at] ? w.in[at] * scale : 0;
         }
+    }
+}
+
+// Evaluation: out = in
+static void dropout_forward(Work w) {
+    if (!w.key) {
+        memmove(w.out, w.in, outputs(w) * sizeof *w.out);
+        return;
+    }
+    PARALLEL_FOR
+    for (size_t image = 0; image < w.n; image++)
+        dropout_image(w, image);
 }
 
 // din = dout / (1 - p) where the mask is set, else 0
@@ -1145,15 +1185,16 @@ static void dropout_backward(Work w) {
 // out[k] = in[k] - log(sum over j of exp(in[j])); subtracts the maximum, to avoid overflow
 static void log_softmax_forward(Work w) {
     const size_t classes = w.l->out.c;
-    for (size_t image = 0; image < w.n; image++, w.in += classes, w.out += classes) {
+    for (size_t image = 0; image < w.n; image++) {
+        const real *in = w.in + image * classes;
         real largest = -INFINITY, sum = 0;
         for (size_t k = 0; k < classes; k++)
-            largest = w.in[k] > largest ? w.in[k] : largest;
+            largest = in[k] > largest ? in[k] : largest;
         for (size_t k = 0; k < classes; k++)
-            sum += (real)exp((double)(w.in[k] - largest));
-        real log_sum = largest + (real)log((double)sum);
+            sum += (real)exp((double)(in[k] - largest));
+        const real log_sum = largest + (real)log((double)sum);
         for (size_t k = 0; k < classes; k++)
-            w.out[k] = w.in[k] - log_sum;
+            w.out[image * classes + k] = in[k] - log_sum;
     }
 }
 
@@ -1181,13 +1222,18 @@ static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t 
     (void)scale; // NULL on a CPU
     const real elsewhere = (real)(smoothing / (double)classes);
     const real at_label = (real)(1 - smoothing) + elsewhere;
-    for (size_t i = 0; i < n; i++, logp += classes) {
-        losses[i] = -at_label * logp[labels[i]];
-        for (size_t k = 0; k < classes && smoothing > 0; k++)
-            losses[i] -= k == labels[i] ? 0 : elsewhere * logp[k];
-        for (size_t k = 0; k < classes && dlogp; k++)
-            *dlogp++ = -(k == labels[i] ? at_label : elsewhere) / (real)batch;
+    for (size_t i = 0; i < n; i++) {
+        const real *image = logp + i * classes;
+        losses[i] = -at_label * image[labels[i]];
+        for (size_t k = 0; k < classes; k++)
+            if (k != labels[i] && elsewhere > 0)
+                losses[i] -= elsewhere * image[k];
     }
+    if (!dlogp)
+        return;
+    for (size_t i = 0; i < n; i++)
+        for (size_t k = 0; k < classes; k++)
+            dlogp[i * classes + k] = -(k == labels[i] ? at_label : elsewhere) / (real)batch;
 }
 
 /* ==== 4. Network =================================================================================
@@ -1197,7 +1243,7 @@ static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t 
    backward, checkpoints) walks over the table. The network owns these arenas, planned from the
    table and allocated once:
       params, grads     [param_size], each tensor aligned to a cache line
-      low               --precision bf16, fp16: the parameters again, with 16 bits
+      low               --precision bf16, fp16: a 16-bit copy of the parameters
       activations       [batch][...] of every row; in-place rows share their input's, and a CPU
                         reads the images, row 0, from the loader's buffer
       dactivations      their gradients; those with disjoint lifetimes share memory
@@ -1223,6 +1269,7 @@ typedef struct Slot {
 } Slot;
 
 typedef struct Net {
+    // the table
     const char *model;
     const Settings *settings;
     const Kernels *kernels;
@@ -1231,49 +1278,53 @@ typedef struct Net {
     Slot slots[MAX_LAYERS];   // of the same rows
     size_t count, classes;
     size_t parameters;        // their number
-    size_t param_size;        // ... with the gaps between tensors: the size of the arenas
     size_t batch, test_batch; // the most images of a training step, and of an evaluation's
-    real *images;             // the batch's, in the loader's buffer; NULL: in row 0's own memory
-    size_t activation_size, gradient_size, saved_size; // in bytes
+    // memory: sizes in elements, of activations, gradients and saved in bytes
+    size_t param_size; // of the parameters, with the gaps between tensors
+    size_t activation_size, gradient_size, saved_size;
     size_t stats_size, scratch_size, transposed_size;
-    size_t host_size;       // elements of host[0] and host[1]: the largest tensor, or the output
-    size_t batches_tracked; // number of batches in BatchNorm's running statistics
+    size_t host_size; // the largest tensor, or the output
     real *params, *grads, *stats, *scratch, *losses;
     char *low, *activations, *dactivations;
     void *transposed; // --layout nchw, else NULL
     LossScale *scale; // on a GPU, else NULL
     real *host[2];    // staging buffers on the host, for copies from and to the device
     uint8_t *saved, *labels;
-    Step *step;                  // of the batch that net_load() has loaded
-    size_t ranks;                // that share a batch, over which the loss is a mean
-    struct Comm *comm;           // backward() reports finished gradients to it; or NULL
-    bool marks_rows, names_rows; // for each row: a mark after it; a range
-    double *flops;               // or NULL: backward stores what each row executes, see Kernels
-    char *prepared;              // what the kernels keep, row by row
+    char *prepared; // what the kernels keep, row by row
     size_t prepared_at[MAX_LAYERS], prepared_size;
-    Plan plan; // of the arenas
+    Plan plan; // of these arenas
+    // the current step
+    Step *step;             // of the batch that net_load() has loaded
+    real *images;           // the batch's, in the loader's buffer; NULL: in row 0's own memory
+    size_t ranks;           // that share a batch, over which the loss is a mean
+    size_t batches_tracked; // number of batches in BatchNorm's running statistics
+    struct Comm *comm;      // backward() reports finished gradients to it; or NULL
+    bool marks_rows;        // marks at the begin and the end of each row
+    bool names_rows;        // a range for Nsight around each row
+    double *flops;          // backward stores what each row executes; or NULL
 } Net;
 
-/* Properties of each kind. accesses: the fewest reads and writes of forward and backward together,
-   in units of the size of input and weights, and of the output; a byte counts 1/4. */
+/* Properties of each kind. in_accesses, out_accesses: how often forward and backward together read or
+   write each element of the input and the weights, and of the output, at the least. A byte of a mask
+   counts as a quarter of an element. */
 static const struct {
     const char *name;
-    double flops;       // forward, for each weight and output pixel
-    double accesses[2]; // of input and weights, of the output
-    bool saves;         // a byte for each output: an argmax or a mask
-    bool reads_out;     // backward reads its output, which no other row may overwrite in place
-    size_t stats;       // rows of statistics, one number per channel, running ones first
+    double flops; // forward, for each weight and output pixel
+    double in_accesses, out_accesses;
+    bool saves;     // a byte for each output: an argmax or a mask
+    bool reads_out; // backward reads its output, which no other row may overwrite in place
+    size_t stats;   // rows of statistics, one number per channel, running ones first
 } kinds[KINDS] = {
     [INPUT] = {.name = "input"},
-    [CONV2D] = {.name = "conv2d", .flops = 2, .accesses = {3, 3}}, // forward, two gradients
-    [BATCHNORM2D] = {.name = "batchnorm2d", .stats = 4, .accesses = {0, 8}},
-    [RELU] = {.name = "relu", .accesses = {0, 5}},
-    [MAXPOOL2D] = {.name = "maxpool2d", .saves = true, .accesses = {2, 2.5}},
-    [AVGPOOL2D] = {.name = "global average pool", .accesses = {2, 2.5}},
-    [ADD] = {.name = "add", .accesses = {0, 3}},
-    [DROPOUT] = {.name = "dropout", .saves = true, .accesses = {0, 4.5}},
-    [LINEAR] = {.name = "linear", .flops = 2, .accesses = {3, 3}},
-    [LOG_SOFTMAX] = {.name = "log_softmax", .reads_out = true, .accesses = {0, 5}},
+    [CONV2D] = {.name = "conv2d", .flops = 2, .in_accesses = 3, .out_accesses = 3},
+    [BATCHNORM2D] = {.name = "batchnorm2d", .stats = 4, .out_accesses = 8},
+    [RELU] = {.name = "relu", .out_accesses = 5},
+    [MAXPOOL2D] = {.name = "maxpool2d", .saves = true, .in_accesses = 2, .out_accesses = 2.5},
+    [AVGPOOL2D] = {.name = "global average pool", .in_accesses = 2, .out_accesses = 2.5},
+    [ADD] = {.name = "add", .out_accesses = 3},
+    [DROPOUT] = {.name = "dropout", .saves = true, .out_accesses = 4.5},
+    [LINEAR] = {.name = "linear", .flops = 2, .in_accesses = 3, .out_accesses = 3},
+    [LOG_SOFTMAX] = {.name = "log_softmax", .reads_out = true, .out_accesses = 5},
 };
 
 static size_t aligned(size_t count) {
@@ -1312,21 +1363,29 @@ static size_t named(Net *net, size_t x, const char *block, const char *name) {
     return x;
 }
 
+enum { MAX_WINDOW = 11 };
+
+static bool window_fits(const Layer *l, size_t channels) {
+    return l->kernel >= 1 && l->kernel <= MAX_WINDOW && l->stride >= 1 && l->stride <= MAX_WINDOW &&
+           l->padding < l->kernel && channels > 0 && l->in.h + 2 * l->padding >= l->kernel &&
+           l->in.w + 2 * l->padding >= l->kernel;
+}
+
 // A layer whose window slides over row x; dies if it does not fit.
 static Layer sliding(const Net *net, size_t x, LayerKind kind, size_t channels, size_t kernel,
                      size_t stride, size_t padding) {
     Layer l = {.kind = kind, .input = x, .kernel = kernel, .stride = stride, .padding = padding};
     const Shape in = l.in = net->layers[x].out;
-    if (kernel == 0 || kernel > 11 || stride == 0 || stride > 11 || padding >= kernel ||
-        channels == 0 || in.h + 2 * padding < kernel || in.w + 2 * padding < kernel)
+    if (!window_fits(&l, channels))
         die(1,
             "model %s: %s at row %zu: a window of %zu x %zu, stride %zu, padding %zu, to %zu "
-            "channels cannot slide over %zu x %zu pixels; expected 1 x 1 to 11 x 11, not larger "
-            "than the image, a stride of 1 to 11, a padding below the window's size",
+            "channels cannot slide over %zu x %zu pixels; expected 1 x 1 to %d x %d, not larger "
+            "than the image, a stride of 1 to %d, a padding below the window's size",
             net->model, kinds[kind].name, net->count, kernel, kernel, stride, padding, channels,
-            in.h, in.w);
-    l.out = (Shape){(in.h + 2 * padding - kernel) / stride + 1,
-                    (in.w + 2 * padding - kernel) / stride + 1, channels};
+            in.h, in.w, MAX_WINDOW, MAX_WINDOW, MAX_WINDOW);
+    l.out.h = (in.h + 2 * padding - kernel) / stride + 1;
+    l.out.w = (in.w + 2 * padding - kernel) / stride + 1;
+    l.out.c = channels;
     return l;
 }
 
@@ -1497,21 +1556,20 @@ static void plan_fusion(Net *net) {
     }
 }
 
-/* The gradient of a sum is that of both its inputs. True if the residual's can share its memory: no
-   other reader of the residual runs its backward, and writes to it, before this row has read it. An
-   add of its own copies it. */
+/* The gradient of a sum is the gradient of both its inputs. True if the residual's gradient can share
+   the memory of the sum's. An add of its own copies it. */
 static bool shares_gradient(const Net *net, size_t row) {
     const Slot *slots = net->slots;
-    const size_t with = slots[slots[row].residual].computed_by;
-    if (!slots[row].fused.add || with == 0)
+    const size_t residual = slots[slots[row].residual].computed_by;
+    if (!slots[row].fused.add || residual == 0)
         return false;
     for (size_t i = row; i < net->count; i++) {
-        const size_t residual = slots[slots[i].residual].computed_by;
         if (slots[i].sharing == FUSED)
             continue;
-        if (slots[net->layers[i].input].computed_by == with)
+        // A reader whose backward runs before that of this row would write to the shared memory.
+        if (slots[net->layers[i].input].computed_by == residual)
             return false;
-        if (i > row && slots[i].residual && residual == with)
+        if (i > row && slots[i].residual && slots[slots[i].residual].computed_by == residual)
             return false;
     }
     return true;
@@ -1522,28 +1580,38 @@ typedef struct Lifetime {
     size_t low, high, size, offset; // rows; bytes
 } Lifetime;
 
-// First fit: the lowest offset at which `l` overlaps no gradient with an overlapping lifetime.
-static size_t place_gradient(const Lifetime *l, const Lifetime *placed, size_t count) {
-    size_t offset = 0;
-    for (size_t i = 0; i < count; i++) {
-        const Lifetime *p = &placed[i];
-        bool together = p->low <= l->high && l->low <= p->high;
-        if (together && offset < p->offset + p->size && p->offset < offset + l->size) {
-            offset = p->offset + p->size;
-            i = (size_t)-1; // it may now overlap one that was already compared
-        }
-    }
-    return offset;
+static bool overlap_in_time(const Lifetime *a, const Lifetime *b) {
+    return a->low <= b->high && b->low <= a->high;
 }
 
-// Bytes of a number of a row's output: log_softmax's, of which the loss is computed, keep 32 bits.
+static bool overlap_in_memory(const Lifetime *a, const Lifetime *b) {
+    return a->offset < b->offset + b->size && b->offset < a->offset + a->size;
+}
+
+// The end of a placed gradient that `l` overlaps in time and memory, or its own offset: there is none
+static size_t next_free_offset(const Lifetime *l, const Lifetime *placed, size_t count) {
+    for (size_t i = 0; i < count; i++)
+        if (overlap_in_time(l, &placed[i]) && overlap_in_memory(l, &placed[i]))
+            return placed[i].offset + placed[i].size;
+    return l->offset;
+}
+
+// First fit: moves `l` to the lowest offset at which no gradient is used at the same time.
+static void place_gradient(Lifetime *l, const Lifetime *placed, size_t count) {
+    size_t next = 0;
+    do {
+        l->offset = next;
+        next = next_free_offset(l, placed, count);
+    } while (next != l->offset);
+}
+
+// Bytes per element of a row's output: log_softmax, which feeds the loss, stays 32-bit.
 static size_t element_of(const Net *net, const Layer *l) {
     return l->kind == LOG_SOFTMAX ? sizeof(real) : net->kernels->element;
 }
 
-static void plan_gradients(Net *net) {
-    size_t owner[MAX_LAYERS], count = 0; // the row whose gradient's memory a row shares
-    Lifetime lives[MAX_LAYERS];
+// owner[row]: the row whose gradient's memory this row shares, or the row itself
+static void share_gradients(const Net *net, size_t *owner) {
     for (size_t i = 0; i < net->count; i++)
         owner[i] = i;
     for (size_t i = net->count - 1; i > 0; i--) {
@@ -1552,21 +1620,36 @@ static void plan_gradients(Net *net) {
         if (net->slots[i].residual && shares_gradient(net, i))
             owner[net->slots[i].residual] = owner[i];
     }
-    for (size_t i = net->count - 1; i > 0; i--) {
-        if (owner[i] != i)
+}
+
+static Lifetime lifetime_of(const Net *net, size_t row, const size_t *owner) {
+    const Layer *l = &net->layers[row];
+    Lifetime life = {.low = row, .high = row};
+    life.size = aligned(net->batch * shape_size(l->out)) * element_of(net, l);
+    for (size_t i = 1; i < net->count; i++) {
+        if (owner[i] == row)
+            life.low = min_size(life.low, i);
+        if (reads(&net->layers[i], row))
+            life.high = max_size(life.high, i);
+    }
+    return life;
+}
+
+// Offsets of all gradients, from the last row to the first
+static void plan_gradients(Net *net) {
+    size_t owner[MAX_LAYERS], count = 0;
+    Lifetime placed[MAX_LAYERS];
+    share_gradients(net, owner);
+    for (size_t row = net->count - 1; row > 0; row--) {
+        if (owner[row] != row)
             continue;
-        Lifetime *life = &lives[count];
-        const Layer *l = &net->layers[i];
-        *life = (Lifetime){i, i, aligned(net->batch * shape_size(l->out)) * element_of(net, l), 0};
-        for (size_t r = 1; r < net->count; r++) {
-            life->low = owner[r] == i ? min_size(life->low, r) : life->low;
-            life->high = reads(&net->layers[r], i) ? max_size(life->high, r) : life->high;
-        }
-        life->offset = place_gradient(life, lives, count++);
-        net->gradient_size = max_size(net->gradient_size, life->offset + life->size);
-        for (size_t r = 1; r <= i; r++)
-            if (owner[r] == i)
-                net->slots[r].gradient = life->offset;
+        Lifetime life = lifetime_of(net, row, owner);
+        place_gradient(&life, placed, count);
+        placed[count++] = life;
+        net->gradient_size = max_size(net->gradient_size, life.offset + life.size);
+        for (size_t i = 1; i <= row; i++)
+            if (owner[i] == row)
+                net->slots[i].gradient = life.offset;
     }
 }
 
@@ -1672,46 +1755,73 @@ static void lower_params(const Net *net) {
 
 // ---- Initial values, as in PyTorch's modules and torchvision's ResNets
 
-// param = scale * x + shift, where x, of this tensor, is uniform in [-1, 1) or standard normal.
-static void init_tensor(Net *net, real *param, size_t count, bool normal, real scale, real shift,
+// Two uniform numbers make two standard normal ones (Box, Muller 1958).
+static void make_normal(double pair[2]) {
+    const double radius = sqrt(-2 * log(1 - pair[0])), angle = 2 * M_PI * pair[1];
+    pair[0] = radius * cos(angle);
+    pair[1] = radius * sin(angle);
+}
+
+typedef enum { UNIFORM, NORMAL } Distribution;
+
+// param = scale * x, where x is uniform in [-1, 1) or standard normal. tensor: its number, so that
+// tensors differ
+static void init_random(Net *net, real *param, size_t count, Distribution distribution, real scale,
                         size_t tensor, uint64_t seed) {
     PARALLEL_FOR
     for (size_t i = 0; i < count; i += 4) {
-        uint32_t r[4];
-        philox4x32(r, (uint32_t)(i / 4), (uint32_t)tensor, 0, DRAW_INIT, seed);
-        for (size_t j = 0; j < min_size(4, count - i); j++) {
-            size_t pair = j / 2 * 2; // two uniform numbers make two normal ones (Box, Muller 1958)
-            double radius = sqrt(-2 * log(1 - (double)uniform(r[pair])));
-            double angle = 2 * M_PI * (double)uniform(r[pair + 1]);
-            real x =
-                normal ? (real)(radius * (j % 2 ? sin(angle) : cos(angle))) : 2 * uniform(r[j]) - 1;
-            net->host[0][i + j] = x * scale + shift;
+        uint32_t bits[4];
+        double x[4];
+        philox4x32(bits, (uint32_t)(i / 4), (uint32_t)tensor, 0, DRAW_INIT, seed);
+        for (size_t j = 0; j < 4; j++)
+            x[j] = (double)uniform(bits[j]);
+        if (distribution == NORMAL) {
+            make_normal(x);
+            make_normal(x + 2);
         }
+        for (size_t j = 0; j < min_size(4, count - i); j++)
+            net->host[0][i + j] = (real)(distribution == NORMAL ? x[j] : 2 * x[j] - 1) * scale;
     }
     net->device->copy(param, net->host[0], count * sizeof(real));
 }
 
-/* Weights and biases: uniform within +-1 / sqrt(fan_in). A convolution without a bias: normal with
-   variance 2 / fan_out (He et al., arXiv:1502.01852). BatchNorm: weight, variance 1; others 0. */
+static void init_constant(Net *net, real *param, size_t count, real value) {
+    for (size_t i = 0; i < count; i++)
+        net->host[0][i] = value;
+    net->device->copy(param, net->host[0], count * sizeof(real));
+}
+
+/* Weights and biases: uniform within +-1 / sqrt(fan_in). A convolution before a BatchNorm, which has
+   no bias: normal with variance 2 / fan_out (He et al., arXiv:1502.01852). */
+static void init_layer(Net *net, size_t row, uint64_t seed) {
+    const Layer *l = &net->layers[row];
+    real *weight = net->params + l->weight, *bias = net->params + l->bias;
+    const real bound = 1 / SQRT((real)(l->weights / l->out.c));
+    const real fan_out = (real)(l->kernel * l->kernel * l->out.c);
+    if (l->biases == 0)
+        init_random(net, weight, l->weights, NORMAL, SQRT(2 / fan_out), 2 * row, seed);
+    else
+        init_random(net, weight, l->weights, UNIFORM, bound, 2 * row, seed);
+    init_random(net, bias, l->biases, UNIFORM, bound, 2 * row + 1, seed);
+}
+
+// Weights and running variances 1, biases and running means 0, which they are after allocation
+static void init_batchnorm2d(Net *net, size_t row) {
+    const Layer *l = &net->layers[row];
+    init_constant(net, net->params + l->weight, l->weights, 1);
+    init_constant(net, net->stats + net->slots[row].stats + l->out.c, l->out.c, 1);
+}
+
 static void net_init(Net *net, uint64_t seed) {
-    for (size_t i = 0; i < net->count; i++) {
-        const Layer *l = &net->layers[i];
-        const bool norm = l->kind == BATCHNORM2D, normal = l->biases == 0;
-        const real fan_in = (real)(l->weights / l->out.c);
-        const real fan_out = (real)(l->kernel * l->kernel * l->out.c);
-        const real bound = norm ? 0 : 1 / SQRT(fan_in);
-        if (!l->weights)
-            continue;
-        init_tensor(net, net->params + l->weight, l->weights, normal,
-                    normal ? SQRT(2 / fan_out) : bound, norm, 2 * i, seed);
-        init_tensor(net, net->params + l->bias, l->biases, false, bound, 0, 2 * i + 1, seed);
-        if (norm)
-            init_tensor(net, net->stats + net->slots[i].stats + l->out.c, l->out.c, false, 0, 1, 0,
-                        seed);
+    const LossScale scale = {.scale = net->kernels->precision == FP16 ? FIRST_SCALE : 1};
+    for (size_t row = 0; row < net->count; row++) {
+        if (net->layers[row].kind == BATCHNORM2D)
+            init_batchnorm2d(net, row);
+        else if (net->layers[row].weights > 0)
+            init_layer(net, row, seed);
     }
     lower_params(net);
-    const LossScale scale = {.scale = net->kernels->precision == FP16 ? FIRST_SCALE : 1};
-    if (net->scale)
+    if (net->device->is_gpu)
         net->device->copy(net->scale, &scale, sizeof scale);
 }
 
@@ -1934,7 +2044,7 @@ static real *gradient(const Net *net, size_t row) { // NULL: that of the images 
     return row == 0 ? NULL : (real *)(net->dactivations + net->slots[row].gradient);
 }
 
-// The weights that a row multiplies with: their copy with 16 bits, if there is one
+// The weights that a row multiplies with: their 16-bit copy, if there is one
 static real *weight_of(const Net *net, const Layer *l) {
     return net->low && kinds[l->kind].flops > 0 ? (real *)(net->low + 2 * l->weight)
                                                 : net->params + l->weight;
@@ -1961,23 +2071,33 @@ static void net_load(Net *net, const Batch *batch, double lr) {
     net->device->copy(net->labels, batch->device_labels, batch->n);
 }
 
-// "conv1 forward". Row net->count is backward's first: --zero-grad memset.
-static void name_row(const Net *net, size_t i, bool back, char name[48]) {
-    const Layer *l = &net->layers[i % net->count];
-    const char *kind = i < net->count ? kinds[l->kind].name : "zero_grad";
-    const char *pass = i == net->count ? "" : back ? " backward" : " forward";
-    snprintf(name, 48, "%.30s%s", *l->name ? l->name : kind, pass);
+// "conv1 forward", or "zero_grad" for row net->count, with which backward begins: --zero-grad memset
+static void name_row(const Net *net, size_t row, bool back, char name[48]) {
+    const Layer *l = &net->layers[row];
+    if (row == net->count) {
+        snprintf(name, 48, "zero_grad");
+        return;
+    }
+    snprintf(name, 48, "%.30s %s", *l->name ? l->name : kinds[l->kind].name,
+             back ? "backward" : "forward");
 }
 
-// # PROF  Row i begins, or none: marks the end of the row before and names this one for Nsight.
-static void begin_row(const Net *net, size_t i, bool back) {
+// # PROF  The forward or backward of a row begins: marks that, and names it for Nsight.
+static void begin_row(const Net *net, size_t row, bool back) {
     char name[48];
     if (net->marks_rows)
-        net->device->mark(back ? BACKWARD_MARKS + i + 1 : FORWARD_MARKS + i - 1);
-    if (!net->names_rows)
-        return;
-    name_row(net, i, back, name);
-    net->device->range(RANGE_ROW, i == (back ? 0 : net->count) ? NULL : name);
+        net->device->mark(row_begin(row, back));
+    if (net->names_rows) {
+        name_row(net, row, back, name);
+        net->device->range(RANGE_ROW, name);
+    }
+}
+
+static void end_row(const Net *net, size_t row, bool back) {
+    if (net->marks_rows)
+        net->device->mark(row_end(row, back));
+    if (net->names_rows)
+        net->device->range(RANGE_ROW, NULL);
 }
 
 // The operands of row i for n images.
@@ -2008,7 +2128,7 @@ static Work work_of(const Net *net, size_t i, size_t n, const RandomKey *key) {
                   .autotune = net->settings->autotune};
 }
 
-// One row's output (=), with what is fused. n == 0: this rank of dp has no image.
+// One row's output (=), with what is fused with it. n == 0: this rank of dp has no image.
 static void forward_row(const Net *net, size_t i, size_t n, const RandomKey *key) {
     if (n > 0 && net->slots[i].sharing != FUSED)
         net->kernels->layers[net->layers[i].kind].forward(work_of(net, i, n, key));
@@ -2020,8 +2140,8 @@ static void forward(Net *net, size_t n, const RandomKey *key) {
     for (size_t i = 1; i < net->count; i++) {
         begin_row(net, i, false);
         forward_row(net, i, n, key);
+        end_row(net, i, false);
     }
-    begin_row(net, net->count, false);
 }
 
 // One row's gradients: of its parameters (=) and its inputs (=, or += if already written[]).
@@ -2052,14 +2172,15 @@ static void backward(Net *net, size_t n) {
     if (net->settings->zero_grad == ZERO_GRAD_MEMSET) { // # EXTRA  nothing reads the zeros
         begin_row(net, net->count, true);
         net->device->clear(net->grads, net->param_size * sizeof(real));
+        end_row(net, net->count, true);
     }
     for (size_t i = net->count - 1; i > 0; i--) {
         begin_row(net, i, true);
         backward_row(net, i, n, written);
+        end_row(net, i, true);
         if (net->comm && net->layers[i].weights)
             gradients_ready(net->comm, net->layers[i].weight);
     }
-    begin_row(net, 0, true);
 }
 
 static double mean(const real *numbers, size_t n) {
@@ -2097,28 +2218,32 @@ static size_t count_predictions(const Net *net, const Batch *batch, double *conf
     return correct;
 }
 
-// A loss that is not finite ends the run; the message names the first row that is not.
+// Whether the outputs of row i for n images are all finite; those of a fused row are not kept.
+static bool is_output_finite(const Net *net, size_t i, size_t n) {
+    const size_t bytes = element_of(net, &net->layers[i]);
+    const size_t count = net->slots[i].sharing == FUSED ? 0 : n * shape_size(stored_shape(net, i));
+    const Precision precision = bytes == sizeof(real) ? FP32 : net->kernels->precision;
+    void *values = must_alloc(count * bytes, "a copy of the outputs");
+    net->device->copy(values, output(net, i), count * bytes);
+    const bool finite = first_not_finite(values, count, precision) == count;
+    free(values);
+    return finite;
+}
+
+// A loss that is not finite ends the run; the message names the first row whose output is not.
 static void check_loss(const Net *net, const Batch *batch, double loss) {
-    char where[256] = "";
-    for (size_t i = 0; i < net->count && !isfinite(loss) && !*where; i++) {
-        const Layer *l = &net->layers[i];
-        bool fused = net->slots[i].sharing == FUSED;
-        size_t count = fused ? 0 : batch->n * shape_size(stored_shape(net, i));
-        size_t bytes = element_of(net, l);
-        Precision precision = bytes == sizeof(real) ? FP32 : net->kernels->precision;
-        void *values = must_alloc(count * bytes, "a copy of the outputs");
-        char what[64];
-        net->device->copy(values, output(net, i), count * bytes);
-        describe_layer(l, what, sizeof what);
-        if (first_not_finite(values, count, precision) < count)
-            snprintf(where, sizeof where,
-                     "; the first output that is not finite is in row %zu (%s%s%s)", i, l->name,
-                     *l->name ? ": " : "", what);
-        free(values);
-    }
-    if (!isfinite(loss))
-        die(1, "epoch %zu, step %zu: the loss is %g%s; try a smaller --lr", batch->key.epoch,
-            batch->number + 1, loss, where);
+    char kind[64];
+    size_t row = 0;
+    if (isfinite(loss))
+        return;
+    while (row < last_row(net) && is_output_finite(net, row, batch->n))
+        row++;
+    describe_layer(&net->layers[row], kind, sizeof kind);
+    die(1,
+        "epoch %zu, step %zu: the loss is %g; the first output that is not finite is in row %zu "
+        "(%s%s%s); try a smaller --lr",
+        batch->key.epoch, batch->number + 1, loss, row, net->layers[row].name,
+        *net->layers[row].name ? ": " : "", kind);
 }
 
 /* ==== 7. Optimizers and schedules ================================================================
@@ -2921,8 +3046,6 @@ static void loader_init(Loader *l) {
     Resident *r = &l->resident;
     const size_t image = shape_size(info->shape);
     plan_alloc(&l->plan);
-    // workers wait until loader_start()
-    l->started = l->batches = ceil_div(ceil_div(data->count, l->place.ranks), l->batch_size);
     l->ring = must_alloc(l->slots * sizeof *l->ring, "the loader");
     l->filled = must_alloc(l->slots * sizeof *l->filled, "the loader");
     l->threads = must_alloc(l->workers * sizeof *l->threads, "the loader");
@@ -2968,7 +3091,7 @@ static void shuffle(uint32_t *order, size_t count, uint64_t seed, size_t epoch) 
 static void loader_start(Loader *l, uint64_t seed, size_t epoch, size_t first) {
     const size_t count = l->data->count, rank = l->place.rank, ranks = l->place.ranks;
     pthread_mutex_lock(&l->lock);
-    l->started = l->batches = 0; // stops the workers, if an epoch ended early
+    l->batches = l->started; // no batch is left to begin, if an epoch ended early
     while (l->busy > 0)
         pthread_cond_wait(&l->changed, &l->lock);
     /* LAB 8.2 BEGIN loader_start */
@@ -3314,7 +3437,7 @@ static void *comm_thread(void *argument) {
         }
         size_t bucket = c->done;
         pthread_mutex_unlock(&c->lock);
-        c->net->device->wait(c->replica, CLOCK_MARKS + bucket);
+        c->net->device->wait(c->replica, BUCKET_MARKS + bucket);
         double begin = now();
         c->net->device->range(RANGE_STEP, "all-reduce");
         all_reduce(c, c->net->grads, c->buckets[bucket]);
@@ -3333,7 +3456,7 @@ static void *comm_thread(void *argument) {
 static void gradients_ready(Comm *c, size_t first) {
     pthread_mutex_lock(&c->lock);
     while (c->ready < c->bucket_count && c->buckets[c->ready].first >= first)
-        c->net->device->mark(CLOCK_MARKS + c->ready++);
+        c->net->device->mark(BUCKET_MARKS + c->ready++);
     pthread_cond_broadcast(&c->changed);
     pthread_mutex_unlock(&c->lock);
 }
@@ -4980,24 +5103,30 @@ static void begin_step(Run *run) {
     run->step_start = now();
 }
 
-// After a traced step: adds events for it and its rows. Waits for the device.
+// Adds an event for the forward or the backward of a row. Waits for the device.
+static void trace_row(const Run *run, size_t row, bool back) {
+    const Device *d = run->device;
+    char name[48];
+    name_row(&run->net, row, back, name);
+    trace_event(run->comm.rank, TRACK_DEVICE, name,
+                run->trace_start + d->elapsed(START_MARK, row_begin(row, back)),
+                run->trace_start + d->elapsed(START_MARK, row_end(row, back)));
+}
+
+// After a traced step: adds events for it and its rows.
 static void trace_step(const Run *run) {
     const Net *net = &run->net;
-    const size_t rank = run->comm.rank, rows = net->count - 1;
-    const size_t all = 2 * rows + (run->settings.zero_grad == ZERO_GRAD_MEMSET);
     char name[48];
-    for (size_t k = 0; k < (net->marks_rows ? all : 0); k++) { // forward, then backward
-        bool back = k >= rows;
-        size_t i = back ? all - k : k + 1;
-        size_t end = (back ? BACKWARD_MARKS : FORWARD_MARKS) + i, begin = back ? end + 1 : end - 1;
-        name_row(net, i, back, name);
-        trace_event(rank, TRACK_DEVICE, name,
-                    run->trace_start + net->device->elapsed(START_MARK, begin),
-                    run->trace_start + net->device->elapsed(START_MARK, end));
-    }
+    if (!net->marks_rows)
+        return;
+    for (size_t row = 1; row < net->count; row++)
+        trace_row(run, row, false);
+    if (run->settings.zero_grad == ZERO_GRAD_MEMSET)
+        trace_row(run, net->count, true);
+    for (size_t row = net->count - 1; row > 0; row--)
+        trace_row(run, row, true);
     snprintf(name, sizeof name, "step %zu", steps_done(run)); // as --trace-steps counts
-    if (net->marks_rows)
-        trace_event(rank, TRACK_STEP, name, run->step_start, now());
+    trace_event(run->comm.rank, TRACK_STEP, name, run->step_start, now());
 }
 
 // "10:20": from step 10 to step 19
@@ -5067,14 +5196,15 @@ static double median(double *values, size_t count) {
 static double row_bytes(const Net *net, size_t row, size_t n) {
     const Layer *l = &net->layers[row];
     const Fusion *fused = &net->slots[row].fused;
-    const double *accesses = kinds[l->kind].accesses;
+    const double in_accesses = kinds[l->kind].in_accesses;
+    const double out_accesses = kinds[l->kind].out_accesses;
     double in = (double)(n * shape_size(l->in) + l->weights);
     double out = (double)(n * shape_size(stored_shape(net, row)));
     // of a first layer, 2 of 3 accesses: no data gradient; a fused ReLU's backward: 3
     double share = l->weights && l->input == 0 && l->kind != BATCHNORM2D ? 2. / 3 : 1;
     double more = fused->add + 3 * (fused->relu_backward || fused->pool);
     return (double)net->kernels->element *
-           (share * (accesses[0] * in + accesses[1] * out) + more * out);
+           (share * (in_accesses * in + out_accesses * out) + more * out);
 }
 
 // Memory bandwidth in bytes per second, of out = in + residual
@@ -5107,8 +5237,8 @@ static void time_rows(Run *run, const Batch *batch, LayerTimes *times, double *f
         loss_and_gradient(net, batch->n, true);
         backward(net, batch->n);
         for (size_t i = 1; i < net->count; i++) {
-            times[i].forward[round] = d->elapsed(FORWARD_MARKS + i - 1, FORWARD_MARKS + i);
-            times[i].backward[round] = d->elapsed(BACKWARD_MARKS + i + 1, BACKWARD_MARKS + i);
+            times[i].forward[round] = d->elapsed(row_begin(i, false), row_end(i, false));
+            times[i].backward[round] = d->elapsed(row_begin(i, true), row_end(i, true));
         }
     }
     net->marks_rows = false;

@@ -10,8 +10,8 @@ static void note_mark(size_t mark) {
 
 static void note_kernel(void) {
     const bool backward = last_mark >= BACKWARD_MARKS;
-    const size_t row = backward ? last_mark - BACKWARD_MARKS - 1 : last_mark - FORWARD_MARKS + 1;
-    kernels_of_row[row][backward]++;
+    const size_t first = backward ? BACKWARD_MARKS : FORWARD_MARKS;
+    kernels_of_row[(last_mark - first) / 2][backward]++;
 }
 
 static void note_forward(Work w) {
