@@ -3446,22 +3446,20 @@ static void comm_free(Comm *c) {
    a convolution's weight is [out][in][row][column], a linear layer's [out][in], where `in` counts
    channel, row, column, the order in which PyTorch flattens an image. A checkpoint also holds the
    optimizer's state and, as metadata, the position of the run and the settings that determine its
-   result. A file that cnn writes ends its metadata with CHECKSUM, of those before it and of all
-   values; files of PyTorch, and of cnn's first versions, have none. */
+   result. A file that cnn writes ends its metadata with CHECKSUM, of the preceding metadata and of
+   all values; files of PyTorch, and of cnn's first versions, have none. */
 
-enum { MAX_HEADER = 1 << 20, METADATA_SIZE = 4096 };
+enum { MAX_HEADER = 1 << 20, METADATA_SIZE = 4096, SHAPE_SIZE = 96, ENTRY_SIZE = 384 };
 #define CHECKSUM "cnn.version=3\ncnn.checksum=fnv1a64:%016llx\n"
 
 // A tensor of the file.
 typedef struct Tensor {
-    char name[96];
+    char name[96], shape[SHAPE_SIZE];
     const char *dtype;
-    size_t rank, dims[4], count;
-    size_t begin, bytes; // of its values in the file, after the header
-    real *values;        // on the device; NULL: BatchNorm's counter of batches
-    Shape filter;        // a weight: the part of the image that each output sees; h = 0: 1-D
-    bool ignored;        // reading: optional, of an optimizer that is not needed
-    size_t key;          // sort key
+    size_t count, bytes, begin; // its numbers; where they are in the file, after the header
+    real *values;    // on the device; NULL: a counter, or of an optimizer that is not needed
+    size_t *counter; // BatchNorm's number of batches, a 64-bit integer; or NULL
+    Shape filter;    // a weight: the part of the image that each output sees; h = 0: 1-D
 } Tensor;
 
 // to[k][c][i][j] = from[i][j][c][k], or back
@@ -3475,103 +3473,117 @@ static void reorder_weight(real *to, const real *from, Shape filter, size_t outp
             }
 }
 
+// Its values are at `values` + offset; NULL: they are not needed.
 static Tensor *add_tensor(Tensor *t, const char *prefix, const Layer *l, const char *what,
-                          real *values, size_t count) {
-    *t = (Tensor){.rank = 1, .dims = {count}, .count = count, .values = values};
+                          real *values, size_t offset, size_t count) {
+    *t = (Tensor){.count = count, .bytes = count * sizeof(real)};
     t->dtype = sizeof(real) == 4 ? "F32" : "F64";
+    t->values = values ? values + offset : NULL;
     snprintf(t->name, sizeof t->name, "%s%s.%s", prefix, l->name, what);
-    t->bytes = count * sizeof(real);
+    snprintf(t->shape, SHAPE_SIZE, "%zu", count);
     return t + 1;
 }
 
-// Tensors of all layers, with values at `params`; all: BatchNorm's statistics as well
-static Tensor *list_layers(const Net *net, Tensor *t, const char *prefix, real *params, bool all) {
+// Lists the weights and biases of all layers, or an optimizer's numbers for them, at `params`.
+static Tensor *list_parameters(const Net *net, Tensor *t, const char *prefix, real *params) {
     for (const Layer *l = net->layers; l < net->layers + net->count; l++) {
         Tensor *weight = t;
-        if (!l->weights)
-            continue;
-        t = add_tensor(t, prefix, l, "weight", params + l->weight, l->weights);
+        if (l->weights)
+            t = add_tensor(t, prefix, l, "weight", params, l->weight, l->weights);
         if (l->biases)
-            t = add_tensor(t, prefix, l, "bias", params + l->bias, l->biases);
-        if (l->kind != BATCHNORM2D) { // a linear layer sees all of the image before it
-            const Shape window = {l->kernel, l->kernel, l->in.c};
-            weight->filter = l->kind == LINEAR ? net->layers[l->input].out : window;
-            weight->rank = l->kind == LINEAR ? 2 : 4;
-            memcpy(weight->dims, (size_t[]){l->out.c, l->in.c, l->kernel, l->kernel},
-                   sizeof weight->dims);
-        } else if (all) {
-            real *stats = net->stats + net->slots[l - net->layers].stats;
-            t = add_tensor(t, prefix, l, "running_mean", stats, l->out.c);
-            t = add_tensor(t, prefix, l, "running_var", stats + l->out.c, l->out.c);
-            t = add_tensor(t, prefix, l, "num_batches_tracked", NULL, 1);
-            t[-1].dtype = "I64";
-            t[-1].bytes = sizeof(int64_t);
-            t[-1].rank = 0;
+            t = add_tensor(t, prefix, l, "bias", params, l->bias, l->biases);
+        if (l->kind == LINEAR) {
+            weight->filter = net->layers[l->input].out; // all of the image before it
+            snprintf(weight->shape, SHAPE_SIZE, "%zu,%zu", l->out.c, l->in.c);
+        }
+        if (l->kind == CONV2D) {
+            weight->filter = (Shape){l->kernel, l->kernel, l->in.c};
+            snprintf(weight->shape, SHAPE_SIZE, "%zu,%zu,%zu,%zu", l->out.c, l->in.c, l->kernel,
+                     l->kernel);
         }
     }
     return t;
 }
 
-/* Lists the tensors of the network and, under "optimizer.", of this optimizer, with values at
-   state, or, if `all`, of every optimizer, to be ignored. The caller frees the list. In the file
-   the 8-byte counters come first, so that all values are aligned. */
-static Tensor *list_tensors(const Net *net, const Optimizer *optimizer, real *state, bool all,
+// Lists BatchNorm's statistics. PyTorch counts the batches in each BatchNorm, cnn once for all.
+static Tensor *list_statistics(Net *net, Tensor *t) {
+    for (size_t i = 0; i < net->count; i++) {
+        const Layer *l = &net->layers[i];
+        if (l->kind != BATCHNORM2D)
+            continue;
+        real *stats = net->stats + net->slots[i].stats;
+        t = add_tensor(t, "", l, "running_mean", stats, 0, l->out.c);
+        t = add_tensor(t, "", l, "running_var", stats, l->out.c, l->out.c);
+        *t = (Tensor){.dtype = "I64", .bytes = 8, .counter = &net->batches_tracked};
+        snprintf(t->name, sizeof t->name, "%s.num_batches_tracked", l->name);
+        t++;
+    }
+    return t;
+}
+
+// Lists what an optimizer keeps, at `state`; NULL: a file may have it, but it is not needed.
+static Tensor *list_state(const Net *net, Tensor *t, const Optimizer *o, real *state) {
+    const size_t arrays = state ? count_states(o, net->settings) : 2;
+    for (size_t i = 0; i < arrays && o->states[i]; i++) {
+        char prefix[64];
+        snprintf(prefix, sizeof prefix, "optimizer.%s.", o->states[i]);
+        t = list_parameters(net, t, prefix, state ? state + i * net->param_size : NULL);
+    }
+    return t;
+}
+
+/* Lists the tensors of the network and those of the optimizer's state. The caller frees the list.
+   Without a state, `all` adds those of each optimizer that a file may have, but that nobody needs. */
+static Tensor *list_tensors(Net *net, const Optimizer *optimizer, real *state, bool all,
                             size_t *count) {
     Tensor *list = must_alloc(16 * net->count * sizeof *list, "the list of tensors");
-    Tensor *end = list_layers(net, list, "", net->params, true), *own = end;
-    for (const Optimizer *o = optimizers; o < optimizers + LENGTH(optimizers); o++) {
-        const size_t states = o == optimizer ? count_states(o, net->settings) : all ? 2 : 0;
-        for (size_t i = 0; i < states && o->states[i]; i++) {
-            char prefix[64];
-            snprintf(prefix, sizeof prefix, "optimizer.%s.", o->states[i]);
-            real *values = state ? state + i * net->param_size : net->params;
-            end = list_layers(net, end, prefix, values, false);
-        }
-    }
-    for (Tensor *t = own; t < end; t++)
-        t->ignored = all;
+    Tensor *end = list_statistics(net, list_parameters(net, list, "", net->params));
+    if (state)
+        end = list_state(net, end, optimizer, state);
+    for (size_t i = 0; all && !state && i < LENGTH(optimizers); i++)
+        end = list_state(net, end, &optimizers[i], NULL);
     *count = (size_t)(end - list);
-    size_t offset = 0;
-    for (size_t counters = 2; counters-- > 0;)
-        for (Tensor *t = list; t < end; t++)
-            if ((t->values == NULL) == counters) {
-                t->key = t->begin = offset;
-                offset += t->bytes;
-            }
     return list;
 }
 
-static int compare_keys(const void *a, const void *b) {
-    size_t x = ((const Tensor *)a)->key, y = ((const Tensor *)b)->key;
-    return x < y ? -1 : x > y;
+// The order of the safetensors library: the integers first, then by name
+static int compare_names(const void *a, const void *b) {
+    const Tensor *x = a, *y = b;
+    const int integers = (y->counter != NULL) - (x->counter != NULL);
+    return integers ? integers : strcmp(x->name, y->name);
 }
 
-// A tensor's entry in the header, up to its offsets; returns the length.
-static size_t tensor_entry(char text[256], const Tensor *t) {
-    int at = snprintf(text, 256, "\"%s\":{\"dtype\":\"%s\",\"shape\":[", t->name, t->dtype);
-    for (size_t d = 0; d < t->rank; d++)
-        at += snprintf(text + at, 256 - (size_t)at, d ? ",%zu" : "%zu", t->dims[d]);
-    return (size_t)(at + snprintf(text + at, 256 - (size_t)at, "],\"data_offsets\":["));
+static int compare_places(const void *a, const void *b) {
+    const size_t x = ((const Tensor *)a)->begin, y = ((const Tensor *)b)->begin;
+    return (x > y) - (x < y);
+}
+
+// A tensor's entry in the header; returns the length.
+static size_t tensor_entry(char text[ENTRY_SIZE], const Tensor *t) {
+    static const char format[] =
+        "\"%s\":{\"dtype\":\"%s\",\"shape\":[%s],\"data_offsets\":[%zu,%zu]}";
+    return (size_t)snprintf(text, ENTRY_SIZE, format, t->name, t->dtype, t->shape, t->begin,
+                            t->begin + t->bytes);
 }
 
 // The header as JSON, which the caller frees; metadata are lines "key=value".
 static char *make_header(const Tensor *list, size_t count, const char *metadata) {
-    char *header, entry[256];
+    char *header, entry[ENTRY_SIZE];
     size_t length;
     FILE *h = open_memstream(&header, &length);
     if (!h)
         no_memory(MAX_HEADER, "a header");
     const char *separator = "";
-    fprintf(h, *metadata ? "{\"__metadata__\":{" : "{");
+    fprintf(h, "{\"__metadata__\":{");
     for (const char *m = metadata; *m; m += strcspn(m, "\n") + 1) {
         int key = (int)strcspn(m, "="), value = (int)strcspn(m + key + 1, "\n");
         fprintf(h, "%s\"%.*s\":\"%.*s\"", separator, key, m, value, m + key + 1);
         separator = ",";
     }
-    fprintf(h, *metadata ? "}" : "");
-    for (const Tensor *t = list; t < list + count; t++, separator = ",") {
+    fprintf(h, "}");
+    for (const Tensor *t = list; t < list + count; t++) {
         tensor_entry(entry, t);
-        fprintf(h, "%s%s%zu,%zu]}", separator, entry, t->begin, t->begin + t->bytes);
+        fprintf(h, ",%s", entry);
     }
     fprintf(h, "}");
     if (ferror(h) || fclose(h) != 0 || !header) // NULL: fclose() had no memory, and returns 0
@@ -3581,14 +3593,29 @@ static char *make_header(const Tensor *list, size_t count, const char *metadata)
 
 // The values of a tensor as they are in the file, until the next call
 static const void *file_values(Net *net, const Tensor *t) {
-    const int64_t tracked = (int64_t)net->batches_tracked;
-    if (!t->values)
-        return memcpy(net->host[0], &tracked, sizeof tracked);
+    if (t->counter)
+        return t->counter;
     net->backend->copy(net->host[0], t->values, t->bytes);
     if (!t->filter.h)
         return net->host[0];
-    reorder_weight(net->host[1], net->host[0], t->filter, t->dims[0], true);
+    reorder_weight(net->host[1], net->host[0], t->filter, t->count / shape_size(t->filter), true);
     return net->host[1];
+}
+
+// Places the tensors one after the other; returns the checksum of the metadata and their values.
+static uint64_t place_tensors(Net *net, Tensor *list, size_t count, const char *metadata,
+                              const char *path) {
+    uint64_t checksum = hash_bytes(HASH_START, metadata, strlen(metadata));
+    size_t end = 0;
+    for (Tensor *t = list; t < list + count; t++) {
+        const void *values = file_values(net, t);
+        if (t->values && first_not_finite(values, t->count, 0) < t->count)
+            die(1, "%s: not written, since %s is not finite; try a smaller --lr", path, t->name);
+        checksum = hash_bytes(checksum, values, t->bytes);
+        t->begin = end;
+        end += t->bytes;
+    }
+    return checksum;
 }
 
 // Writes the network's tensors, the optimizer's if state is given, and metadata: lines "key=value".
@@ -3597,15 +3624,9 @@ static void save_tensors(Net *net, const Optimizer *optimizer, real *state, cons
     AtomicFile f;
     size_t count;
     char stated[METADATA_SIZE + 64];
-    Tensor *list = list_tensors(net, state ? optimizer : NULL, state, false, &count);
-    qsort(list, count, sizeof *list, compare_keys);
-    uint64_t checksum = hash_bytes(HASH_START, metadata, strlen(metadata));
-    for (const Tensor *t = list; t < list + count; t++) {
-        const void *values = file_values(net, t);
-        if (t->values && first_not_finite(values, t->count, 0) < t->count)
-            die(1, "%s: not written, since %s is not finite; try a smaller --lr", path, t->name);
-        checksum = hash_bytes(checksum, values, t->bytes);
-    }
+    Tensor *list = list_tensors(net, optimizer, state, false, &count);
+    qsort(list, count, sizeof *list, compare_names);
+    const uint64_t checksum = place_tensors(net, list, count, metadata, path);
     snprintf(stated, sizeof stated, "%s" CHECKSUM, metadata, (unsigned long long)checksum);
     char *header = make_header(list, count, stated);
     atomic_open(&f, path);
@@ -3619,16 +3640,20 @@ static void save_tensors(Net *net, const Optimizer *optimizer, real *state, cons
     free(list);
 }
 
-/* ---- Reading: nothing in the file is trusted. For each tensor of ours the header must contain the
-   entry that we would write, followed by its data_offsets. Writing the header again from the
-   offsets found must then give the same text, so it has no tensor of another model, none twice, and
-   nothing that is not JSON. A header in another style than the safetensors library's is refused. */
+/* ---- Reading: nothing in the file is trusted. Each entry of the header must be the one that we
+   would write for a tensor of ours at that place. Each tensor of ours must be there once, in any
+   order, and the values must fill the file. A header in another style than the safetensors
+   library's is refused. */
+
+#define NOT_FOUND SIZE_MAX // as the place of a tensor, after all others
 
 typedef struct TensorFile {
     const char *path;
     FILE *stream;
-    char *header, *tensors;       // its text; the tensors' entries in it, after the metadata
-    size_t data, data_bytes;      // offset of the values; how many bytes they are
+    char *header;                 // its text
+    const char *tensors;          // the tensors' entries in it, after the metadata
+    size_t data_bytes, end;       // of all values; of those that were read
+    uint64_t checksum;            // of the metadata and the values that were read
     char metadata[METADATA_SIZE]; // lines "key=value"
 } TensorFile;
 
@@ -3637,27 +3662,32 @@ static _Noreturn void header_fail(const TensorFile *f, const char *at, const cha
         f->path, expected, at);
 }
 
-// Converts "__metadata__":{"key":"value",...} into lines "key=value".
+// Adds a line "key=value" for the "key":"value" at `at`; returns where it ends.
+static const char *read_metadata_entry(TensorFile *f, const char *at) {
+    const size_t key = *at == '"' ? strcspn(at + 1, "\"\\\n=") : 0;
+    if (key == 0 || strncmp(at + 1 + key, "\":\"", 3) != 0)
+        header_fail(f, at, "metadata as \"key\":\"value\", without backslashes");
+    const char *value = at + key + 4;
+    const size_t length = strcspn(value, "\"\\\n"), used = strlen(f->metadata);
+    if (value[length] != '"')
+        header_fail(f, at, "metadata as \"key\":\"value\", without backslashes");
+    if (used + key + length + sizeof "=\n" > METADATA_SIZE)
+        header_fail(f, at, "less metadata before this");
+    snprintf(f->metadata + used, METADATA_SIZE - used, "%.*s=%.*s\n", (int)key, at + 1, (int)length,
+             value);
+    return value + length + 1;
+}
+
+// Converts "__metadata__":{"key":"value",...}, if the header begins with it.
 static void read_metadata(TensorFile *f) {
     static const char begin[] = "\"__metadata__\":{";
-    char *at = f->tensors + sizeof begin - 1;
-    if (strncmp(f->tensors, begin, sizeof begin - 1) != 0)
+    if (strncmp(f->tensors, begin, strlen(begin)) != 0)
         return;
-    size_t used = 0;
-    for (bool more = *at != '}'; more; at += more) {
-        const size_t key = *at == '"' ? strcspn(at + 1, "\"\\\n=") : 0;
-        const bool named = key > 0 && strncmp(at + 1 + key, "\":\"", 3) == 0;
-        const char *value = at + key + 4;
-        const size_t length = named ? strcspn(value, "\"\\\n") : 0;
-        if (!named || value[length] != '"')
-            header_fail(f, at, "metadata as \"key\":\"value\", without backslashes");
-        used += (size_t)snprintf(f->metadata + used, METADATA_SIZE - used, "%.*s=%.*s\n", (int)key,
-                                 at + 1, (int)length, value);
-        if (used >= METADATA_SIZE)
-            header_fail(f, at, "less metadata before this");
-        at += key + 4 + length + 1;
-        more = *at == ',';
-    }
+    const char *at = f->tensors + strlen(begin);
+    if (*at != '}')
+        at = read_metadata_entry(f, at);
+    while (*at == ',')
+        at = read_metadata_entry(f, at + 1);
     if (at[0] != '}' || (at[1] != ',' && at[1] != '}'))
         header_fail(f, at, "the end of the metadata");
     f->tensors = at + 1 + (at[1] == ',');
@@ -3678,8 +3708,7 @@ static bool open_tensors(TensorFile *f, const char *path) {
         die(1, "%s: expected a header of at most %d bytes and not beyond the file, found %llu",
             path, MAX_HEADER, (unsigned long long)length);
     f->header = must_alloc(length + 1, "the header");
-    f->data = 8 + length;
-    f->data_bytes = (size_t)info.st_size - f->data;
+    f->data_bytes = (size_t)info.st_size - 8 - length;
     if (fread(f->header, 1, length, f->stream) != length || *f->header != '{')
         die(1, "%s: expected a header that starts with {, found 0x%02x", path,
             (unsigned char)*f->header);
@@ -3692,93 +3721,99 @@ static bool open_tensors(TensorFile *f, const char *path) {
     return true;
 }
 
-// Finds a tensor of ours in the file and sets key and begin; false if it is optional and missing.
-// BatchNorm's counters are: PyTorch's older versions had none.
-static bool locate_tensor(const TensorFile *f, Tensor *t) {
-    char entry[256], name[128];
-    size_t length = tensor_entry(entry, t), end = 0;
-    const char *at = strstr(f->tensors, entry);
-    if (!at && (t->ignored || !t->values))
-        return false;
-    if (!at) { // shows what the file has under this name, if anything
-        snprintf(name, sizeof name, "\"%s\":", t->name);
-        at = strstr(f->tensors, name);
-        header_fail(f, at ? at : "nothing of that name", entry);
+// The tensor of the list whose name, in quotation marks, is at `at`
+static Tensor *find_name(const TensorFile *f, Tensor *list, size_t count, const char *at) {
+    for (Tensor *t = list; t < list + count; t++) {
+        const size_t length = strlen(t->name);
+        if (*at == '"' && strncmp(at + 1, t->name, length) == 0 && at[1 + length] == '"')
+            return t;
     }
-    t->key = (size_t)(at - f->tensors);
-    if (sscanf(at + length, "%18zu,%18zu", &t->begin, &end) != 2 || end - t->begin != t->bytes)
-        header_fail(f, at, "data_offsets that fit the shape");
-    return true;
+    header_fail(f, at, "a tensor of this model");
 }
 
-// Finds the tensors of the list in the file; returns their number, including ignored ones.
-static size_t find_tensors(const TensorFile *f, Tensor *list, size_t count) {
-    size_t kept = 0, end = 0, same = 0;
-    for (size_t i = 0; i < count; i++)
-        if (locate_tensor(f, &list[i]))
-            list[kept++] = list[i];
-    qsort(list, kept, sizeof *list, compare_keys);
-    char *header = make_header(list, kept, ""), *ours = header + 1;
-    while (ours[same] && ours[same] == f->tensors[same])
-        same++;
-    if (ours[same] != f->tensors[same])
-        header_fail(f, f->tensors + same, "only the tensors of this model, each once");
-    free(header);
-    for (size_t i = 0; i < kept; i++)
-        list[i].key = list[i].begin;
-    qsort(list, kept, sizeof *list, compare_keys);
-    for (size_t i = 0; i < kept; end += list[i++].bytes)
-        if (list[i].begin != end)
-            die(1, "%s: %s: expected its values at byte %zu, where those before it end, found %zu",
-                f->path, list[i].name, end, list[i].begin);
-    if (end != f->data_bytes)
-        die(1, "%s: expected %zu bytes of values, found %zu", f->path, end, f->data_bytes);
-    return kept;
+// Reads the entry at `at`, which says where a tensor begins; returns where the entry ends.
+static const char *read_entry(const TensorFile *f, Tensor *list, size_t count, const char *at) {
+    static const char key[] = "\"data_offsets\":[";
+    char entry[ENTRY_SIZE];
+    Tensor *t = find_name(f, list, count, at);
+    const char *offsets = strstr(at, key);
+    if (t->begin != NOT_FOUND)
+        header_fail(f, at, "each tensor once");
+    if (!offsets || sscanf(offsets + strlen(key), "%18zu", &t->begin) != 1)
+        header_fail(f, at, key);
+    const size_t length = tensor_entry(entry, t);
+    if (strncmp(at, entry, length) != 0)
+        header_fail(f, at, entry);
+    return at + length;
 }
 
-// Dies unless all numbers are finite, and not negative if they are means of squares.
-static void check_values(const TensorFile *f, const Tensor *t, const real *values) {
+// Finds the tensors of the list in the file and sorts them by where they begin, missing ones last.
+static void find_tensors(const TensorFile *f, Tensor *list, size_t count) {
+    const char *at = f->tensors;
+    for (Tensor *t = list; t < list + count; t++)
+        t->begin = NOT_FOUND;
+    if (*at != '}')
+        at = read_entry(f, list, count, at);
+    while (*at == ',')
+        at = read_entry(f, list, count, at + 1);
+    if (strcmp(at, "}") != 0)
+        header_fail(f, at, "a comma and a tensor, or the end");
+    qsort(list, count, sizeof *list, compare_places);
+}
+
+// Copies the values in host[0] to their place. They are finite; means of squares are not negative.
+static void take_values(const TensorFile *f, const Tensor *t, Net *net) {
+    const real *values = net->host[0];
     const bool squares = strstr(t->name, "running_var") || strstr(t->name, "square_avg") ||
                          strstr(t->name, "acc_delta");
     for (size_t i = 0; i < t->count; i++)
         if (!isfinite(values[i]) || (squares && values[i] < 0))
             die(1, "%s: %s: expected finite numbers%s, found %g", f->path, t->name,
                 squares ? " from 0 on" : "", (double)values[i]);
+    if (t->filter.h) {
+        reorder_weight(net->host[1], values, t->filter, t->count / shape_size(t->filter), false);
+        values = net->host[1];
+    }
+    net->backend->copy(t->values, values, t->bytes);
+}
+
+// Reads a tensor's values, which begin where those before it end.
+static void read_values(TensorFile *f, const Tensor *t, Net *net) {
+    if (t->begin != f->end)
+        die(1, "%s: %s: expected its values at byte %zu, where those before it end, found %zu",
+            f->path, t->name, f->end, t->begin);
+    f->end += t->bytes;
+    if (fread(net->host[0], 1, t->bytes, f->stream) != t->bytes)
+        die(1, "%s: the file ends within the values of %s", f->path, t->name);
+    f->checksum = hash_bytes(f->checksum, net->host[0], t->bytes);
+    if (t->counter)
+        memcpy(t->counter, net->host[0], t->bytes);
+    if (t->values)
+        take_values(f, t, net);
 }
 
 /* Reads the network's tensors, and the optimizer's if state is given, and closes the file. Without
-   a state, an optimizer's tensors in the file are ignored. */
+   a state, an optimizer's tensors in the file are ignored. BatchNorm's counters may be missing:
+   PyTorch's older versions had none. */
 static void read_tensors(TensorFile *f, Net *net, const Optimizer *optimizer, real *state) {
     size_t count;
-    Tensor *list = list_tensors(net, state ? optimizer : NULL, state, !state, &count);
+    Tensor *list = list_tensors(net, optimizer, state, true, &count);
     char stated[64];
     const size_t size = strlen(f->metadata), tail = (size_t)snprintf(NULL, 0, CHECKSUM, 0ull);
     const bool ours = strncmp(f->metadata, "cnn.", 4) == 0 || strstr(f->metadata, "\ncnn.");
     const size_t others = size - min_size(size, tail);
-    uint64_t checksum = hash_bytes(HASH_START, f->metadata, others);
-    net->batches_tracked = 0; // if the file has no counter
-    count = find_tensors(f, list, count);
+    f->checksum = hash_bytes(HASH_START, f->metadata, others);
+    net->batches_tracked = 0;
+    find_tensors(f, list, count);
     for (const Tensor *t = list; t < list + count; t++) {
-        int64_t tracked = 0;
-        void *to = t->values ? (void *)net->host[0] : (void *)&tracked;
-        if (fseek(f->stream, (long)(f->data + t->begin), SEEK_SET) != 0 ||
-            fread(to, 1, t->bytes, f->stream) != t->bytes)
-            file_fail("cannot read", f->path);
-        checksum = hash_bytes(checksum, to, t->bytes);
-        if (t->ignored)
-            continue;
-        if (t->values)
-            check_values(f, t, net->host[0]);
-        if (tracked < 0)
-            die(1, "%s: %s: expected a count, found %lld", f->path, t->name, (long long)tracked);
-        if (t->filter.h)
-            reorder_weight(net->host[1], net->host[0], t->filter, t->dims[0], false);
-        if (t->values)
-            net->backend->copy(t->values, net->host[t->filter.h ? 1 : 0], t->bytes);
-        else
-            net->batches_tracked = (size_t)tracked;
+        if (t->begin != NOT_FOUND)
+            read_values(f, t, net);
+        else if (t->values)
+            header_fail(f, "nothing of that name", t->name);
     }
-    snprintf(stated, sizeof stated, CHECKSUM, (unsigned long long)checksum);
+    if (f->end != f->data_bytes)
+        die(1, "%s: expected %zu bytes of values, found %zu", f->path, f->end, f->data_bytes);
+    snprintf(stated, sizeof stated, CHECKSUM, (unsigned long long)f->checksum);
     if (ours && strcmp(f->metadata + others, stated) != 0)
         die(1, "%s: damaged: it has another checksum than it states; use an older copy", f->path);
     lower_params(net);
