@@ -2038,10 +2038,9 @@ static double loss_and_gradient(Net *net, size_t n, bool training) {
     return mean(net->host[0], n);
 }
 
-// For each image of the test set: predicted[image] = the most likely class, the first of several,
-// confusion[label][that class] += 1. Returns how many are right.
-static size_t count_predictions(const Net *net, const Batch *batch, double *confusion,
-                                double *predicted) {
+// For each image of the batch: predicted[its index] = the most likely class, the first of several.
+// Returns how many are right.
+static size_t count_predictions(const Net *net, const Batch *batch, double *predicted) {
     real *logp = net->host[0];
     size_t correct = 0, classes = net->classes;
     net->backend->copy(logp, output(net, last_row(net)), batch->n * classes * sizeof *logp);
@@ -2050,7 +2049,6 @@ static size_t count_predictions(const Net *net, const Batch *batch, double *conf
         for (size_t k = 1; k < classes; k++)
             best = logp[k] > logp[best] ? k : best;
         predicted[position_of(batch->draw, i)] = (double)best;
-        confusion[batch->labels[i] * classes + best]++;
         correct += best == batch->labels[i];
     }
     return correct;
@@ -4406,14 +4404,18 @@ typedef struct EpochResult {
     uint64_t weight_hash;
 } EpochResult;
 
+// The epoch's line on stdout, or a row of epochs.csv, which also has a hash of the weights.
 static void print_epoch(FILE *f, const EpochResult *e, Form form) {
-    print_record(f, form,
-                 "epoch=%zu images=%zu seconds=%.3f img_per_s=%.0f loader_wait_s=%.3f "
-                 "train_loss=%.4f test_seconds=%.3f test_loss=%.4f accuracy=%.2f lr=%g",
-                 e->epoch, e->images, e->seconds,
-                 (double)(e->images - e->resumed) / fmax(e->seconds, 1e-9), e->loader_wait_s,
-                 e->train_loss / (double)max_size(e->images, 1), e->test_seconds, e->test_loss,
-                 e->accuracy, e->lr);
+#define EPOCH                                                              \
+    "epoch=%zu images=%zu seconds=%.3f img_per_s=%.0f loader_wait_s=%.3f " \
+    "train_loss=%.4f test_seconds=%.3f test_loss=%.4f accuracy=%.2f lr=%g"
+    char hash[32];
+    snprintf(hash, sizeof hash, "%016llx", (unsigned long long)e->weight_hash);
+    print_record(f, form, form == KEY_VALUE ? EPOCH : EPOCH " weight_hash=%s", e->epoch, e->images,
+                 e->seconds, (double)(e->images - e->resumed) / fmax(e->seconds, 1e-9),
+                 e->loader_wait_s, e->train_loss / (double)max_size(e->images, 1), e->test_seconds,
+                 e->test_loss, e->accuracy, e->lr, hash);
+#undef EPOCH
 }
 
 // A row of steps.csv: a step of one rank.
@@ -4468,10 +4470,9 @@ typedef struct Run {
     StepResult *all_steps, *steps;
     size_t steps_kept, steps_capacity;
     // the last test, summed over all ranks, in one area: loss, images, how many of them are right;
-    // images by [label][predicted]; the class predicted for each image
-    double *totals, *confusion, *predicted;
-    EpochResult current, *epochs;    // the sums of the running epoch; the results of the others
-    size_t epochs_done, first_epoch; // this run's; resumed: the epoch where it began
+    // the class predicted for each image
+    double *totals, *predicted;
+    EpochResult current; // the sums of the running epoch
     FILE *steps_csv, *epochs_csv;
     FILE *lines; // what --quiet prints, too: the epochs' lines, tables that were asked for
 } Run;
@@ -4488,14 +4489,6 @@ static size_t steps_done(const Run *run) {
     return (run->epoch - 1) * run->iterations + run->next_batch;
 }
 
-// In per cent; NAN where the test set has no image of the class.
-static double class_accuracy(const Run *run, size_t class) {
-    double all = 0, *row = run->confusion + class * run->net.classes;
-    for (size_t k = 0; k < run->net.classes; k++)
-        all += row[k];
-    return 100 * row[class] / all;
-}
-
 // The class's name, or its number where the dataset has no names; in `buffer`.
 static const char *class_name(const Run *run, size_t class, char buffer[32]) {
     const char *at = run->info.class_names;
@@ -4505,22 +4498,6 @@ static const char *class_name(const Run *run, size_t class, char buffer[32]) {
     if (at)
         snprintf(buffer, 32, "%.*s", (int)strcspn(at, " "), at);
     return buffer;
-}
-
-// The accuracy of each class (null: no image shows it), and the matrix of all confusions
-static void print_confusion_json(FILE *f, const Run *run) {
-    const size_t classes = run->net.classes;
-    char name[32];
-    for (size_t i = 0; i < classes; i++) {
-        const double accuracy = class_accuracy(run, i);
-        fprintf(f, "%s\"%s\": ", i ? ", " : ",\n  \"per_class\": {", class_name(run, i, name));
-        fprintf(f, isfinite(accuracy) ? "%.2f" : "null", accuracy);
-    }
-    fprintf(f, "}");
-    for (size_t i = 0; i < classes * classes; i++)
-        fprintf(f, "%s%s%.0f%s", i ? "," : ",\n  \"confusion\": [", i % classes ? "" : "\n    [",
-                run->confusion[i], i % classes == classes - 1 ? "]" : "");
-    fprintf(f, "]");
 }
 
 static void print_settings_json(FILE *f, Settings *s) {
@@ -4535,31 +4512,12 @@ static void print_settings_json(FILE *f, Settings *s) {
     fprintf(f, "\n  }");
 }
 
-// Copies the rows of an earlier run's file before this run's first step, each up to } or its end;
-// returns how many. begin: its epoch and, in steps.csv, step
-static size_t copy_earlier(const Run *run, const char *file, const char *begin, const char *format,
-                           FILE *to) {
-    char path[PATH_SIZE], row[1024];
-    size_t rows = 0;
-    join_path(path, run->settings.out, file);
-    FILE *before = run->settings.resume && *run->settings.out ? open_existing(path) : NULL;
-    while (before && fgets(row, sizeof row, before)) {
-        size_t epoch = 0, step = 0, length = strcspn(row, "}\n");
-        if (sscanf(row, begin, &epoch, &step) > 0 && row[length] && epoch > 0 &&
-            (epoch < run->first_epoch ||
-             (epoch == run->first_epoch && step > 0 && step <= run->next_batch)))
-            rows += fprintf(to, format, (int)length, row) > 0;
-    }
-    if (before && (ferror(before) || fclose(before) != 0))
-        file_fail("cannot read", path);
-    return rows;
-}
-
 static void print_run_json(FILE *f, Run *run) {
     Settings *s = &run->settings;
     const Comm *c = &run->comm;
     const Device *d = &run->device;
     const Resources r = resources_since(run->started);
+    char name[32];
     fprintf(f, "{\n  \"status\": \"%s\", \"provenance\": \"measured\", \"emulated\": %s,\n",
             run->status, d->emulated ? "true" : "false");
     for (int i = 0; i < run->argc; i++) {
@@ -4582,20 +4540,13 @@ static void print_run_json(FILE *f, Run *run) {
                  "buckets=%zu workers=%zu",
                  c->world == 1 ? "single" : s->parallel, c->world, run->batch, s->global_batch,
                  run->iterations, c->bucket_count, s->workers);
-    fprintf(f, ",\"graph\":%s},\n  \"epochs\": [",
+    fprintf(f, ",\"graph\":%s},\n  \"classes\": [",
             run->graphs[0] || run->graphs[1] ? "true" : "false"); // whether one was replayed
-    if (copy_earlier(run, "run.json", " {\"epoch\":%zu", "\n%.*s},", f) && !run->epochs_done)
-        fseek(f, -1, SEEK_CUR); // no comma after the last one
-    for (size_t i = 0; i < run->epochs_done; i++) {
-        fprintf(f, i ? ",\n    {" : "\n    {");
-        print_epoch(f, &run->epochs[i], JSON);
-        fprintf(f, ",\"weight_hash\":\"%016llx\"}", (unsigned long long)run->epochs[i].weight_hash);
+    for (size_t i = 0; i < run->info.classes; i++) {
+        fprintf(f, i ? ", " : "");
+        json_string(f, class_name(run, i, name));
     }
     fprintf(f, "]");
-    if (run->confusion)
-        print_confusion_json(f, run);
-    else
-        fprintf(f, ",\n  \"per_class\": null, \"confusion\": null");
     fprintf(f, ",\n  \"resources\": {");
     print_record(f, JSON, "wall_s=%.3f cpu_s=%.3f max_rss_bytes=%.0f", r.wall_s, r.cpu_s, r.rss);
     fprintf(f, "}\n}\n");
@@ -4636,19 +4587,37 @@ static void open_run_folder(Run *run) {
         write_run_json(run);
 }
 
-// Opens a log of the run folder. A resumed run keeps the rows before its position.
+// Whether a row of epochs.csv or, by_step, steps.csv is the header, or of before the run's position
+static bool is_earlier(const Run *run, const char *row, bool by_step) {
+    size_t epoch = 0, step = 0;
+    if (!strchr(row, '\n'))
+        return false; // the run was killed while it wrote this row
+    if (sscanf(row, by_step ? "%zu,%zu" : "%zu", &epoch, &step) < 1)
+        return strstr(row, by_step ? ",idle_s," : ",weight_hash"); // not of an older version
+    if (by_step && epoch == run->epoch)
+        return step <= run->next_batch;
+    return epoch > 0 && epoch < run->epoch;
+}
+
+// Opens a log of the run folder. A resumed run goes on after the rows before its position.
 static FILE *open_log(const Run *run, const char *file, bool by_step) {
-    AtomicFile kept;
-    open_in_folder(&kept, run, file);
-    if (by_step)
-        print_step(kept.stream, &(StepResult){0}, 0, CSV_HEADER);
-    else
-        print_epoch(kept.stream, &(EpochResult){0}, CSV_HEADER);
-    copy_earlier(run, file, by_step ? "%zu,%zu" : "%zu", "%.*s\n", kept.stream);
-    atomic_commit(&kept);
-    FILE *log = fopen(kept.path, "a");
+    char path[PATH_SIZE], row[1024];
+    long kept = 0;
+    join_path(path, run->settings.out, file);
+    FILE *log = fopen(path, "a+");
     if (!log)
-        file_fail("cannot write", kept.path);
+        file_fail("cannot write", path);
+    while (run->settings.resume && fgets(row, sizeof row, log) && is_earlier(run, row, by_step))
+        kept = ftell(log);
+    if (ferror(log) || ftruncate(fileno(log), kept) != 0 || fseek(log, 0, SEEK_END) != 0)
+        file_fail("cannot write", path);
+    if (kept > 0)
+        return log;
+    if (by_step)
+        print_step(log, &(StepResult){0}, 0, CSV_HEADER);
+    else
+        print_epoch(log, &(EpochResult){0}, CSV_HEADER);
+    flush(log, path);
     return log;
 }
 
@@ -4663,7 +4632,6 @@ static void open_logs(Run *run) {
         join_path(path, run->settings.out, results[i]);
         unlink(path);
     }
-    run->first_epoch = run->epoch;
     run->epochs_csv = open_log(run, "epochs.csv", false);
     run->steps_csv = open_log(run, "steps.csv", true);
     write_run_json(run);
@@ -4807,10 +4775,8 @@ static void report_epoch(Run *run, EpochResult *e) {
     flush(stdout, "standard output");
     if (!run->epochs_csv || (e->epoch == 0 && !run->settings.eval))
         return; // the latter: the run was over already
-    run->epochs[run->epochs_done++] = *e;
     print_epoch(run->epochs_csv, e, CSV_ROW);
     flush(run->epochs_csv, "epochs.csv");
-    write_run_json(run);
 }
 
 // ---- Trace (--trace)
@@ -5057,14 +5023,21 @@ static void measure_layers(Run *run) {
     free(times);
 }
 
-// The lines of PyTorch's CIFAR-10 tutorial.
+// The lines of PyTorch's CIFAR-10 tutorial, of the last test.
 static void print_per_class(const Run *run) {
     char name[32];
-    for (size_t i = 0; i < run->net.classes; i++) {
-        double accuracy = class_accuracy(run, i);
-        fprintf(run->lines, "Accuracy for class: %-5s is ", class_name(run, i, name));
-        fprintf(run->lines, isfinite(accuracy) ? "%.1f %%\n" : "unknown: no test image has it\n",
-                accuracy);
+    for (size_t k = 0; k < run->net.classes; k++) {
+        size_t images = 0, right = 0;
+        for (size_t i = 0; i < run->test_set.count; i++) {
+            const bool shown = run->test_set.labels[i] == k;
+            images += shown;
+            right += shown && run->predicted[i] == (double)k;
+        }
+        fprintf(run->lines, "Accuracy for class: %-5s is ", class_name(run, k, name));
+        if (images > 0)
+            fprintf(run->lines, "%.1f %%\n", 100. * (double)right / (double)images);
+        else
+            fprintf(run->lines, "unknown: no test image has it\n");
     }
 }
 
@@ -5511,13 +5484,12 @@ static double plan_run(Run *run, size_t batch, bool resident) {
         loader_plan(&run->train_loader, &run->train_set, loaded, s->workers, augment, to);
     comm_plan(c, net, &run->train_loader);
     run->plan = (Plan){.backend = run->backend};
-    const size_t cells = net->classes * net->classes, sums = 3 + cells + run->test_set.count;
+    const size_t sums = 3 + run->test_set.count;
     const size_t steps = c->world * run->steps_capacity;
     const size_t states = count_states(run->optimizer, s) * net->param_size;
     static const char buffers[] = "maps and buffers";
     plan_area(&run->plan, &run->totals, (1 + c->world) * sums * sizeof(double), HOST, buffers);
     plan_area(&run->plan, &run->all_steps, steps * sizeof *run->steps, HOST, buffers);
-    plan_area(&run->plan, &run->epochs, s->epochs * sizeof *run->epochs, HOST, buffers);
     plan_area(&run->plan, &run->state, states * sizeof(real), DEVICE, "optimizer state");
     for (size_t i = 0; i < (s->layers ? 2 : 0); i++)
         plan_area(&run->plan, &run->measured[i], MEASURED * run->backend->element, DEVICE, buffers);
@@ -5579,8 +5551,7 @@ static void alloc_run(Run *run) {
     plan_run_memory(run);
     net_alloc(&run->net);
     plan_alloc(&run->plan);
-    run->confusion = run->totals + 3;
-    run->predicted = run->confusion + run->net.classes * run->net.classes;
+    run->predicted = run->totals + 3;
     run->steps = run->all_steps + run->comm.rank * run->steps_capacity;
     if (run->train_loader.data)
         loader_init(&run->train_loader);
@@ -5788,7 +5759,7 @@ static void train(Run *run, EpochResult *result) {
 static void test(Run *run, EpochResult *result) {
     Net *net = &run->net;
     const Batch *batch;
-    const size_t sums = 3 + net->classes * net->classes + run->test_set.count;
+    const size_t sums = 3 + run->test_set.count;
     double begin = now(), *totals = run->totals;
     memset(totals, 0, sums * sizeof *totals);
     share_weights(&run->comm);
@@ -5798,7 +5769,7 @@ static void test(Run *run, EpochResult *result) {
         forward(net, batch->n, NULL);
         totals[0] += loss_and_gradient(net, batch->n, false) * (double)batch->n;
         totals[1] += (double)batch->n;
-        totals[2] += (double)count_predictions(net, batch, run->confusion, run->predicted);
+        totals[2] += (double)count_predictions(net, batch, run->predicted);
     }
     sum_over_ranks(&run->comm, totals, sums, totals + sums);
     result->test_loss = totals[0] / totals[1];

@@ -56,7 +56,7 @@ same_losses() {
     same "$1" "" "$worst"
 }
 
-hash_of() { grep -o '"weight_hash":"[^"]*"' "$1/run.json" | paste -sd ' '; }
+hash_of() { grep -oE '[0-9a-f]{16}$' "$1/epochs.csv" | paste -sd ' '; }
 
 # ---- N devices make the update of one
 

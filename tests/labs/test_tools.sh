@@ -52,7 +52,7 @@ same_epochs() {
     done
 }
 
-epoch_columns=epoch,images,seconds,img_per_s,loader_wait_s,train_loss,test_seconds,test_loss,accuracy,lr
+epoch_columns=epoch,images,seconds,img_per_s,loader_wait_s,train_loss,test_seconds,test_loss,accuracy,lr,weight_hash
 step_columns=epoch,step,rank,images,loss,lr,seconds,load_s,copy_s,forward_s,backward_s,optimizer_s,comm_s
 step_columns+=,exposed_comm_s,idle_s,bytes_sent,warmup
 
@@ -68,7 +68,7 @@ make_run() {
     status "$@"
     cat >"$1/epochs.csv" <<END
 $epoch_columns
-1,12,3,4,0,2.5,1,2.25,12.5,1
+1,12,3,4,0,2.5,1,2.25,12.5,1,89abcdef01234567
 END
     cat >"$1/steps.csv" <<END
 $step_columns

@@ -106,11 +106,10 @@ test_max_steps() {
 
 # ---- The folder of a run that was stopped, resumed
 
-# rows FOLDER: its steps and epochs, and those of run.json, without times and rates
+# rows FOLDER: its steps and epochs, without times and rates
 rows() {
     cut -d, -f1-6 "$1/steps.csv"
     cut -d, -f1,2,6,8- "$1/epochs.csv"
-    sed -n '/^    {"epoch"/{s/"\(seconds\|img_per_s\|loader_wait_s\|test_seconds\)":[^,]*,//g;s/}.*//;p}' "$1/run.json"
 }
 
 # same_folder NAME FOLDER FOLDER
@@ -120,7 +119,7 @@ same_folder() { same "$1" "$(rows "$2")" "$(rows "$3")"; }
 test_same_folder() {
     local long=("${cifar[@]}" --limit-train 400 --limit-test 400 --epochs 4 --log-interval 30) k
     run "${long[@]}" --checkpoint "$tmp/straight" --out "$tmp/straight_run"
-    same folder/rows "404 4" "$(rows "$tmp/straight_run" | grep -c '^[0-9]') $(grep -c '"epoch":' "$tmp/straight_run/run.json")"
+    same folder/rows 404 "$(rows "$tmp/straight_run" | grep -c '^[0-9]')"
     for k in 7steps:7 100steps:99 1:150 100steps:100; do
         rm -rf "$tmp/cut" "$tmp/cut_run"
         run "${long[@]}" --checkpoint "$tmp/cut" --out "$tmp/cut_run" --save-every "${k%:*}" --max-steps "${k#*:}"
@@ -302,27 +301,26 @@ END
 
 # ---- Weights: --save-model, --load, --eval
 
-# evaluated NAME FILE OPTIONS...: --load FILE --eval says what the run in $tmp/saved/run.json said
+# evaluated NAME FILE OPTIONS...: --load FILE --eval says what the run in $tmp/saved said
 evaluated() {
     local name=$1 file=$2
     shift 2
     run "$@" --seed 9 --load "$file" --eval --save-model --out "$tmp/eval"
     same "load/$name/status" 0 "$status"
     same "load/$name/figures" "$wanted" "epoch=0 $(value test_loss) $(value accuracy)"
-    same "load/$name/confusion" "$confusion" "$(grep -A 10 '"confusion"' "$tmp/eval/run.json")"
+    same_file "load/$name/predictions" "$tmp/eval/predictions.csv" "$tmp/saved/predictions.csv"
     same "load/$name/no_training" "" "$(grep -E '^(Train Epoch|INFO)' "$out")"
     same_file "load/$name/same_weights" "$tmp/eval/model.safetensors" "$tmp/saved/model.safetensors"
 }
 
 test_load() {
-    local model wanted confusion options
+    local model wanted options
     for model in mnist cifar resnet8; do
         options=(--model "$model" --dataset synthetic --limit-train 40 --limit-test 60
             --batch-size 8)
         run "${options[@]}" --epochs 1 --save-model --checkpoint "$tmp/with_optimizer" \
             --out "$tmp/saved"
         wanted="epoch=0 $(value test_loss) $(value accuracy)"
-        confusion=$(grep -A 10 '"confusion"' "$tmp/saved/run.json")
         evaluated "$model" "$tmp/saved/model.safetensors" "${options[@]}"
         line "load/$model/says" "^Loaded the weights in $tmp/saved/model.safetensors\$"
         evaluated "$model/checkpoint" "$tmp/with_optimizer" "${options[@]}"
