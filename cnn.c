@@ -4387,7 +4387,7 @@ static void print_resources(double start, int status) {
 
 // The parts of a step, in the order of steps.csv. All but COMM, which overlaps with the rest, and
 // BYTES_SENT add up to the step, in seconds. EXPOSED_COMM is the time that a rank waits for COMM.
-enum { LOAD, COPY, FORWARD, BACKWARD, OPTIMIZER, COMM, EXPOSED_COMM, IDLE, BYTES_SENT, PARTS };
+enum { LOAD, COPY, FORWARD, BACKWARD, OPTIMIZER, COMM, EXPOSED_COMM, OTHER, BYTES_SENT, PARTS };
 
 typedef struct StepResult {
     size_t epoch, step, images;
@@ -4424,12 +4424,12 @@ static void print_step(FILE *f, const StepResult *s, size_t rank, Form form) {
     print_record(f, form,
                  "epoch=%zu step=%zu rank=%zu images=%zu loss=%.9g lr=%.9g seconds=%.6f "
                  "load_s=%.6f copy_s=%.6f forward_s=%.6f backward_s=%.6f optimizer_s=%.6f "
-                 "comm_s=%.6f exposed_comm_s=%.6f idle_s=%.6f bytes_sent=%.0f warmup=%zu",
+                 "comm_s=%.6f exposed_comm_s=%.6f other_s=%.6f bytes_sent=%.0f warmup=%zu",
                  s->epoch, s->step, rank, s->images, s->loss, s->lr,
                  p[LOAD] + p[COPY] + p[FORWARD] + p[BACKWARD] + p[OPTIMIZER] + p[EXPOSED_COMM] +
-                     p[IDLE],
+                     p[OTHER],
                  p[LOAD], p[COPY], p[FORWARD], p[BACKWARD], p[OPTIMIZER], p[COMM], p[EXPOSED_COMM],
-                 p[IDLE], p[BYTES_SENT], (size_t)(s->epoch == 1 && s->step <= 3));
+                 p[OTHER], p[BYTES_SENT], (size_t)(s->epoch == 1 && s->step <= 3));
 }
 
 // The state of a run, of which each rank has one.
@@ -4593,7 +4593,7 @@ static bool is_earlier(const Run *run, const char *row, bool by_step) {
     if (!strchr(row, '\n'))
         return false; // the run was killed while it wrote this row
     if (sscanf(row, by_step ? "%zu,%zu" : "%zu", &epoch, &step) < 1)
-        return strstr(row, by_step ? ",idle_s," : ",weight_hash"); // not of an older version
+        return strstr(row, by_step ? ",other_s," : ",weight_hash"); // not of an older version
     if (by_step && epoch == run->epoch)
         return step <= run->next_batch;
     return epoch > 0 && epoch < run->epoch;
@@ -4752,10 +4752,10 @@ static void finish_epoch(Run *run, EpochResult *e) {
     if (run->model->sc20_log)
         printf("INFO - Time taken for epoch %zu is %.3f sec\n", e->epoch, now() - run->epoch_start);
     if (n > 1)
-        printf("ranks=%.0f compute_s=%.3f load_s=%.3f comm_s=%.3f exposed_comm_s=%.3f idle_s=%.3f "
+        printf("ranks=%.0f compute_s=%.3f load_s=%.3f comm_s=%.3f exposed_comm_s=%.3f other_s=%.3f "
                "mb_sent=%.1f (each, on average)\n",
                n, (p[COPY] + p[FORWARD] + p[BACKWARD] + p[OPTIMIZER]) / n, p[LOAD] / n, p[COMM] / n,
-               p[EXPOSED_COMM] / n, p[IDLE] / n, 1e-6 * p[BYTES_SENT] / n);
+               p[EXPOSED_COMM] / n, p[OTHER] / n, 1e-6 * p[BYTES_SENT] / n);
 }
 
 // Prints the epoch's line and adds it to the run folder.
@@ -5733,7 +5733,7 @@ static void train(Run *run, EpochResult *result) {
     Comm *comm = &run->comm;
     const Batch *batch;
     double loss;
-    AT(IDLE, start_epoch(run));
+    AT(OTHER, start_epoch(run));
     while (AT(LOAD, batch = next_batch(comm))) {
         AT(COPY, load_batch(comm, batch, run->lr));
         if (run->settings.graph && run->steps_alike[batch->n < net->batch]++ > 0) { // replayed
@@ -5741,16 +5741,16 @@ static void train(Run *run, EpochResult *result) {
         } else {
             AT(FORWARD, forward(net, batch->n, &net->step->draw));
             AT(FORWARD, loss = batch_loss(comm, batch));
-            AT(IDLE, check_loss(net, batch, loss));
+            AT(OTHER, check_loss(net, batch, loss));
             AT(BACKWARD, backward(net, batch->n));
             AT(EXPOSED_COMM, reduce_gradients(comm));
             AT(OPTIMIZER, update_weights(run));
         }
-        AT(IDLE, log_step(run, result, batch, loss));
-        if (AT(IDLE, finish_step(run)))
+        AT(OTHER, log_step(run, result, batch, loss));
+        if (AT(OTHER, finish_step(run)))
             break;
     }
-    AT(IDLE, finish_epoch(run, result));
+    AT(OTHER, finish_epoch(run, result));
     clock_line(&run->clock, 0, NULL, NULL); // ends the last line
     trace_rank(run, false);
 }

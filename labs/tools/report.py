@@ -36,7 +36,7 @@ from run_folders import (COLUMNS_DIFFER, REPEATS_DIFFER, SCALING, Missing, add_s
                          read_runs, scaling_rows, start, summary, workers_rows)
 
 FREE = REPEATS_DIFFER | COLUMNS_DIFFER
-STEP_PARTS = ["load_s", "copy_s", "forward_s", "backward_s", "optimizer_s", "exposed_comm_s", "idle_s"]
+STEP_PARTS = ["load_s", "copy_s", "forward_s", "backward_s", "optimizer_s", "exposed_comm_s", "other_s"]
 NOTHING = "No run folder has what this table needs."
 MOST_TABLES = 4  # of the same name, such as layers.csv, from several run folders
 

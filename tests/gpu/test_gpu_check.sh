@@ -57,7 +57,7 @@ mkdir -p "$out"
 echo "{\"device\":\"$device\",\"uuid\":\"GPU-1\",\"driver\":\"CUDA 13.1\",\"parallel\":{\"graph\":$graph}}" >"$out/run.json"
 printf 'epoch,weight_hash\n1,%s\n' $hash >"$out/epochs.csv"
 awk -v shift="$shift_of_loss" -v ms=$ms 'BEGIN {
-    print "epoch,step,rank,images,loss,lr,seconds,idle_s,warmup"
+    print "epoch,step,rank,images,loss,lr,seconds,other_s,warmup"
     for (step = 1; step <= 7; step++) # 100 times as long while it warms up, and the last one 9 times
         printf "1,%d,0,64,%g,1,%g,0,%d\n", step, 1 / step + shift,
             (step < 4 ? 100 : step == 7 ? 9 : 1) * ms / 1000, step < 4

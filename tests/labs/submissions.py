@@ -16,7 +16,7 @@ import sys
 import tarfile
 import zipfile
 
-PARTS = ["load_s", "copy_s", "forward_s", "backward_s", "optimizer_s", "exposed_comm_s", "idle_s"]
+PARTS = ["load_s", "copy_s", "forward_s", "backward_s", "optimizer_s", "exposed_comm_s", "other_s"]
 GOOD, BAD = {}, {}      # name: function; name: (function, flags)
 
 

@@ -49,9 +49,9 @@ for epoch in 1, 2:
         images = min(each, left)
         left -= images
         for rank in range(world):
-            load, copy, forward, backward, optimizer, exposed, idle = parts
+            load, copy, forward, backward, optimizer, exposed, other = parts
             steps.append([epoch, number, rank, images, 2.3, 0.1, step, load, copy, forward, backward, optimizer,
-                          0, exposed, idle, 0, int(epoch == 1 and number <= 3)])
+                          0, exposed, other, 0, int(epoch == 1 and number <= 3)])
 uuid = "GPU-00000000-0000-0000-0000-00000000000"
 about = dict(
     status="complete", provenance="measured", emulated=device.startswith("emulated"), command=["./cnn", "--out", folder],
@@ -68,7 +68,7 @@ about = dict(
 with open(f"{folder}/run.json", "w") as f:
     json.dump(about, f, indent=1)
 head = ("epoch,step,rank,images,loss,lr,seconds,load_s,copy_s,forward_s,backward_s,optimizer_s,comm_s,"
-        "exposed_comm_s,idle_s,bytes_sent,warmup")
+        "exposed_comm_s,other_s,bytes_sent,warmup")
 with open(f"{folder}/steps.csv", "w") as f:
     print(head, *(",".join(map(str, row)) for row in steps), sep="\n", file=f)
 with open(f"{folder}/epochs.csv", "w") as f:
