@@ -4266,11 +4266,9 @@ static void print_profile_line(FILE *out, FILE *csv, const LineClock *c, int num
     fprintf(csv, "\"\n");
 }
 
-/* train() with the time of each line, as kernprof prints it, and as CSV. It begins with the last
-   line before the first timed one that starts with "static", and ends with the next }. */
-static void print_profile(const LineClock *c, FILE *out, FILE *csv) {
-    char text[256], path[PATH_SIZE] = "";
-    int begin = c->first, end = 0;
+// train(), the lines from `begin` to `end`, with the time of each, as kernprof prints it, and as CSV
+static void print_profile(const LineClock *c, int begin, int end, FILE *out, FILE *csv) {
+    char text[256] = "(cnn.c was not found)", path[PATH_SIZE] = "";
     double total = 0;
     if (!c->first) {
         fprintf(out, "No training step to profile\n");
@@ -4279,15 +4277,6 @@ static void print_profile(const LineClock *c, FILE *out, FILE *csv) {
     FILE *source = fopen(__FILE__, "r"); // cnn.c where it was compiled, or beside the program
     if (!source && readlink("/proc/self/exe", path, sizeof path - 8) > 0)
         source = fopen(strcat(dirname(path), "/cnn.c"), "r");
-    source = source ? source : fopen("/dev/null", "r");
-    if (!source) // too many open files
-        file_fail("cannot read", "cnn.c");
-    for (int number = 1; end == 0 && fgets(text, sizeof text, source); number++) {
-        if (number < c->first && strncmp(text, "static", 6) == 0)
-            begin = number;
-        if (number > c->first && *text == '}')
-            end = number;
-    }
     for (size_t i = 0; i < PROFILED_LINES; i++)
         total += c->lines[i].seconds;
     fprintf(out, "Timer unit: 1e-06 s\n\nTotal time: %.6g s\nFile: cnn.c\n", total);
@@ -4296,17 +4285,15 @@ static void print_profile(const LineClock *c, FILE *out, FILE *csv) {
     fprintf(out, "Line #      Hits         Time  Per Hit   %% Time  Line Contents\n");
     fprintf(out, "==============================================================\n");
     fprintf(csv, "line,hits,time_us,per_hit_us,percent,source\n");
-    rewind(source);
-    for (int number = 1; number <= end && fgets(text, sizeof text, source); number++) {
-        text[strcspn(text, "\n")] = 0;
+    for (int number = 1; number <= end; number++) {
+        if (source && fgets(text, sizeof text, source))
+            text[strcspn(text, "\n")] = 0;
         if (number >= begin)
             print_profile_line(out, csv, c, number, text, total);
     }
-    for (int i = 0; i < PROFILED_LINES; i++)
-        if (!end && c->lines[i].hits > 0)
-            print_profile_line(out, csv, c, c->first + i, "(cnn.c was not found)", total);
     fprintf(out, "\n %.2f seconds - cnn.c:%d - train\n", total, begin);
-    fclose(source);
+    if (source)
+        fclose(source);
 }
 
 // ---- Machine card
@@ -5070,14 +5057,14 @@ static void write_predictions(const Run *run) {
     atomic_commit(&csv);
 }
 
-static void write_profile(Run *run) {
+static void write_profile(Run *run, int begin, int end) {
     AtomicFile text, csv;
     clock_settle(&run->clock, 0);
     open_in_folder(&text, run, "profile.txt");
     open_in_folder(&csv, run, "profile.csv");
-    print_profile(&run->clock, run->lines, csv.stream);
+    print_profile(&run->clock, begin, end, run->lines, csv.stream);
     rewind(csv.stream); // the same rows again
-    print_profile(&run->clock, text.stream, csv.stream);
+    print_profile(&run->clock, begin, end, text.stream, csv.stream);
     atomic_commit(&text);
     atomic_commit(&csv);
 }
@@ -5728,6 +5715,7 @@ static void start_epoch(Run *run) {
     (clock_line(&run->clock, __LINE__, &run->steps[run->steps_kept].parts[part], #__VA_ARGS__), \
      __VA_ARGS__)
 
+enum { TRAIN_BEGINS = __LINE__ + 1 };
 static void train(Run *run, EpochResult *result) {
     Net *net = &run->net;
     Comm *comm = &run->comm;
@@ -5754,6 +5742,7 @@ static void train(Run *run, EpochResult *result) {
     clock_line(&run->clock, 0, NULL, NULL); // ends the last line
     trace_rank(run, false);
 }
+enum { TRAIN_ENDS = __LINE__ - 1 };
 
 // Tests this rank's share of the test set; the result covers all ranks.
 static void test(Run *run, EpochResult *result) {
@@ -5883,7 +5872,7 @@ static int run_main(int argc, char **argv) {
     if (run.settings.per_class && !status)
         print_per_class(&run);
     if (run.settings.profile)
-        write_profile(&run);
+        write_profile(&run, TRAIN_BEGINS, TRAIN_ENDS);
     if (run.settings.save_model)
         save_model(&run);
     if (*run.settings.out && !status)
