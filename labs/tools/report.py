@@ -270,7 +270,7 @@ def make_classes(root, runs, rows):
         counts = read_confusion(best)
     except Missing as why:
         fail(best.folder, "predictions as ./cnn writes them", why, "run it again")
-    lines = [dict(name=name, accuracy=round(100 * row[i] / sum(row), 2) if any(row) else None)
+    lines = [dict(name=name, accuracy=100 * row[i] / sum(row) if any(row) else None)
              for i, (name, row) in enumerate(zip(best.classes, counts))]
     return (f"Of `{os.path.relpath(best.folder, root)}`, the run with the best accuracy:\n\n"
             + table(dict(name="class", accuracy="accuracy in %"), lines)

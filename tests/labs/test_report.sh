@@ -402,7 +402,7 @@ Nothing found in lab that is missing or implausible" "$status $(grep -v ^Note "$
     spoil_lab status a/run.json 's/"complete"/"running"/' "expected status complete"
     spoil_lab settings a/run.json '/"optimizer":/d' "in settings the entries"
     spoil_lab times a/run.json 's/"wall_s": [0-9.]*/"wall_s": 9/' "a wall time of at least"
-    spoil_lab loss b/run.json '0,/"train_loss": 2/s//"train_loss": NaN/' "a finite train_loss"
+    spoil_lab loss b/epochs.csv '2s/,2.3,/,nan,/' "a finite train_loss"
     spoil_lab steps b/steps.csv '$ d' "4 steps = ceil(100 images / batch 25)"
     spoil_lab question report.md '$ a > TODO: why?' "expected your answer"
     spoil_lab table report.md 's/\| 12 \|/| 11 |/' "was edited"
@@ -522,7 +522,7 @@ test_damaged() {
 # One thing that differs gets rows of its own, and the workers' table is shown where study.py wrote one
 test_variants() {
     local line_of
-    spoilt && sed -i 's/"workers": 1/"workers": 2/; s/"images": 100/"images": 60000/' spoilt/c[45]/run.json
+    spoilt && sed -i 's/"workers": 1/"workers": 2/; s/^\([12]\),100,/\1,60000,/' spoilt/c[45]/{run.json,epochs.csv}
     printf 'workers,img_per_s\n1,100\n2,150\n' >spoilt/workers.csv
     printf '<!-- begin workers -->\n<!-- end workers -->\n' >>spoilt/report.md
     tool report spoilt

@@ -328,6 +328,17 @@ test_load() {
         same "load/$model/matters" different \
             "$([ "$wanted" = "epoch=0 $(value test_loss) $(value accuracy)" ] || echo different)"
     done
+    python load/order "$tmp/with_optimizer" <<'END'
+import json, struct, sys
+data = open(sys.argv[1], "rb").read()
+length, = struct.unpack("<Q", data[:8])
+header = json.loads(data[8:8 + length])
+del header["__metadata__"]
+names = sorted(header, key=lambda name: (header[name]["dtype"] != "I64", name))  # as the safetensors library
+begins = [header[name]["data_offsets"][0] for name in names]
+if list(header) != names or begins != sorted(begins) or sum(name.startswith("optimizer.") for name in names) < 9:
+    print("tensors", list(header))
+END
     run "${cifar[@]}" --checkpoint "$tmp/straight"
     wanted=$(figures | grep -E '^(test_loss|accuracy)' | tail -n 2)
     run "${cifar[@]}" --checkpoint "$tmp/straight" --resume --eval
