@@ -2200,10 +2200,9 @@ static double loss_and_gradient(Net *net, size_t n, bool training) {
     return mean(net->host[0], n);
 }
 
-// For each image of the test set: predicted[image] = the most likely class, the first of several,
-// confusion[label][that class] += 1. Returns how many are right.
-static size_t count_predictions(const Net *net, const Batch *batch, double *confusion,
-                                double *predicted) {
+// For each image of the batch: predicted[its index] = the most likely class, the first of several.
+// Returns how many are right.
+static size_t count_predictions(const Net *net, const Batch *batch, double *predicted) {
     real *logp = net->host[0];
     size_t correct = 0, classes = net->classes;
     net->device->copy(logp, output(net, last_row(net)), batch->n * classes * sizeof *logp);
@@ -2212,7 +2211,6 @@ static size_t count_predictions(const Net *net, const Batch *batch, double *conf
         for (size_t k = 1; k < classes; k++)
             best = logp[k] > logp[best] ? k : best;
         predicted[position_of(batch->key, i)] = (double)best;
-        confusion[batch->labels[i] * classes + best]++;
         correct += best == batch->labels[i];
     }
     return correct;
@@ -3682,22 +3680,20 @@ static void comm_free(Comm *c) {
    a convolution's weight is [out][in][row][column], a linear layer's [out][in], where `in` counts
    channel, row, column, the order in which PyTorch flattens an image. A checkpoint also holds the
    optimizer's state and, as metadata, the position of the run and the settings that determine its
-   result. A file that cnn writes ends its metadata with CHECKSUM, of those before it and of all
-   values; files of PyTorch, and of cnn's first versions, have none. */
+   result. A file that cnn writes ends its metadata with CHECKSUM, of the preceding metadata and of
+   all values; files of PyTorch, and of cnn's first versions, have none. */
 
-enum { MAX_HEADER = 1 << 20, METADATA_SIZE = 4096 };
+enum { MAX_HEADER = 1 << 20, METADATA_SIZE = 4096, SHAPE_SIZE = 96, ENTRY_SIZE = 384 };
 #define CHECKSUM "cnn.version=3\ncnn.checksum=fnv1a64:%016llx\n"
 
 // A tensor of the file.
 typedef struct Tensor {
-    char name[96];
+    char name[96], shape[SHAPE_SIZE];
     const char *dtype;
-    size_t rank, dims[4], count;
-    size_t begin, bytes; // of its values in the file, after the header
-    real *values;        // on the device; NULL: BatchNorm's counter of batches
-    Shape filter;        // a weight: the part of the image that each output sees; h = 0: 1-D
-    bool ignored;        // reading: optional, of an optimizer that is not needed
-    size_t key;          // sort key
+    size_t count, bytes, begin; // its numbers; where they are in the file, after the header
+    real *values;    // on the device; NULL: a counter, or of an optimizer that is not needed
+    size_t *counter; // BatchNorm's number of batches, a 64-bit integer; or NULL
+    Shape filter;    // a weight: the part of the image that each output sees; h = 0: 1-D
 } Tensor;
 
 // to[k][c][i][j] = from[i][j][c][k], or back
@@ -3711,106 +3707,117 @@ static void reorder_weight(real *to, const real *from, Shape filter, size_t outp
             }
 }
 
+// Its values are at `values` + offset; NULL: they are not needed.
 static Tensor *add_tensor(Tensor *t, const char *prefix, const Layer *l, const char *what,
-                          real *values, size_t count) {
-    *t = (Tensor){.rank = 1, .dims = {count}, .count = count, .values = values};
+                          real *values, size_t offset, size_t count) {
+    *t = (Tensor){.count = count, .bytes = count * sizeof(real)};
     t->dtype = sizeof(real) == 4 ? "F32" : "F64";
+    t->values = values ? values + offset : NULL;
     snprintf(t->name, sizeof t->name, "%s%s.%s", prefix, l->name, what);
-    t->bytes = count * sizeof(real);
+    snprintf(t->shape, SHAPE_SIZE, "%zu", count);
     return t + 1;
 }
 
-// Tensors of all layers, with values at `params`; all: BatchNorm's statistics as well
-static Tensor *list_layers(const Net *net, Tensor *t, const char *prefix, real *params, bool all) {
+// Lists the weights and biases of all layers, or an optimizer's numbers for them, at `params`.
+static Tensor *list_parameters(const Net *net, Tensor *t, const char *prefix, real *params) {
     for (const Layer *l = net->layers; l < net->layers + net->count; l++) {
         Tensor *weight = t;
-        if (!l->weights)
-            continue;
-        t = add_tensor(t, prefix, l, "weight", params + l->weight, l->weights);
+        if (l->weights)
+            t = add_tensor(t, prefix, l, "weight", params, l->weight, l->weights);
         if (l->biases)
-            t = add_tensor(t, prefix, l, "bias", params + l->bias, l->biases);
-        if (l->kind != BATCHNORM2D) { // a linear layer sees all of the image before it
-            const Shape window = {l->kernel, l->kernel, l->in.c};
-            weight->filter = l->kind == LINEAR ? net->layers[l->input].out : window;
-            weight->rank = l->kind == LINEAR ? 2 : 4;
-            memcpy(weight->dims, (size_t[]){l->out.c, l->in.c, l->kernel, l->kernel},
-                   sizeof weight->dims);
-        } else if (all) {
-            real *stats = net->stats + net->slots[l - net->layers].stats;
-            t = add_tensor(t, prefix, l, "running_mean", stats, l->out.c);
-            t = add_tensor(t, prefix, l, "running_var", stats + l->out.c, l->out.c);
-            t = add_tensor(t, prefix, l, "num_batches_tracked", NULL, 1);
-            t[-1].dtype = "I64";
-            t[-1].bytes = sizeof(int64_t);
-            t[-1].rank = 0;
+            t = add_tensor(t, prefix, l, "bias", params, l->bias, l->biases);
+        if (l->kind == LINEAR) {
+            weight->filter = net->layers[l->input].out; // all of the image before it
+            snprintf(weight->shape, SHAPE_SIZE, "%zu,%zu", l->out.c, l->in.c);
+        }
+        if (l->kind == CONV2D) {
+            weight->filter = (Shape){l->kernel, l->kernel, l->in.c};
+            snprintf(weight->shape, SHAPE_SIZE, "%zu,%zu,%zu,%zu", l->out.c, l->in.c, l->kernel,
+                     l->kernel);
         }
     }
     return t;
 }
 
-/* Lists the tensors of the network and, under "optimizer.", of this optimizer, with values at
-   state, or, if `all`, of every optimizer, to be ignored. The caller frees the list. In the file
-   the 8-byte counters come first, so that all values are aligned. */
-static Tensor *list_tensors(const Net *net, const Optimizer *optimizer, real *state, bool all,
+// Lists BatchNorm's statistics. PyTorch counts the batches in each BatchNorm, cnn once for all.
+static Tensor *list_statistics(Net *net, Tensor *t) {
+    for (size_t i = 0; i < net->count; i++) {
+        const Layer *l = &net->layers[i];
+        if (l->kind != BATCHNORM2D)
+            continue;
+        real *stats = net->stats + net->slots[i].stats;
+        t = add_tensor(t, "", l, "running_mean", stats, 0, l->out.c);
+        t = add_tensor(t, "", l, "running_var", stats, l->out.c, l->out.c);
+        *t = (Tensor){.dtype = "I64", .bytes = 8, .counter = &net->batches_tracked};
+        snprintf(t->name, sizeof t->name, "%s.num_batches_tracked", l->name);
+        t++;
+    }
+    return t;
+}
+
+// Lists what an optimizer keeps, at `state`; NULL: a file may have it, but it is not needed.
+static Tensor *list_state(const Net *net, Tensor *t, const Optimizer *o, real *state) {
+    const size_t arrays = state ? count_states((OptimizerChoice)(o - optimizers), net->settings) : 2;
+    for (size_t i = 0; i < arrays && o->states[i]; i++) {
+        char prefix[64];
+        snprintf(prefix, sizeof prefix, "optimizer.%s.", o->states[i]);
+        t = list_parameters(net, t, prefix, state ? state + i * net->param_size : NULL);
+    }
+    return t;
+}
+
+/* Lists the tensors of the network and those of the optimizer's state. The caller frees the list.
+   Without a state, `all` adds those of each optimizer that a file may have, but that nobody needs. */
+static Tensor *list_tensors(Net *net, const Optimizer *optimizer, real *state, bool all,
                             size_t *count) {
     Tensor *list = must_alloc(16 * net->count * sizeof *list, "the list of tensors");
-    Tensor *end = list_layers(net, list, "", net->params, true), *own = end;
-    for (const Optimizer *o = optimizers; o < optimizers + LENGTH(optimizers); o++) {
-        const size_t states = o == optimizer
-                                  ? count_states((OptimizerChoice)(o - optimizers), net->settings)
-                              : all ? 2
-                                    : 0;
-        for (size_t i = 0; i < states && o->states[i]; i++) {
-            char prefix[64];
-            snprintf(prefix, sizeof prefix, "optimizer.%s.", o->states[i]);
-            real *values = state ? state + i * net->param_size : net->params;
-            end = list_layers(net, end, prefix, values, false);
-        }
-    }
-    for (Tensor *t = own; t < end; t++)
-        t->ignored = all;
+    Tensor *end = list_statistics(net, list_parameters(net, list, "", net->params));
+    if (state)
+        end = list_state(net, end, optimizer, state);
+    for (size_t i = 0; all && !state && i < LENGTH(optimizers); i++)
+        end = list_state(net, end, &optimizers[i], NULL);
     *count = (size_t)(end - list);
-    size_t offset = 0;
-    for (size_t counters = 2; counters-- > 0;)
-        for (Tensor *t = list; t < end; t++)
-            if ((t->values == NULL) == counters) {
-                t->key = t->begin = offset;
-                offset += t->bytes;
-            }
     return list;
 }
 
-static int compare_keys(const void *a, const void *b) {
-    size_t x = ((const Tensor *)a)->key, y = ((const Tensor *)b)->key;
-    return x < y ? -1 : x > y;
+// The order of the safetensors library: the integers first, then by name
+static int compare_names(const void *a, const void *b) {
+    const Tensor *x = a, *y = b;
+    const int integers = (y->counter != NULL) - (x->counter != NULL);
+    return integers ? integers : strcmp(x->name, y->name);
 }
 
-// A tensor's entry in the header, up to its offsets; returns the length.
-static size_t tensor_entry(char text[256], const Tensor *t) {
-    int at = snprintf(text, 256, "\"%s\":{\"dtype\":\"%s\",\"shape\":[", t->name, t->dtype);
-    for (size_t d = 0; d < t->rank; d++)
-        at += snprintf(text + at, 256 - (size_t)at, d ? ",%zu" : "%zu", t->dims[d]);
-    return (size_t)(at + snprintf(text + at, 256 - (size_t)at, "],\"data_offsets\":["));
+static int compare_places(const void *a, const void *b) {
+    const size_t x = ((const Tensor *)a)->begin, y = ((const Tensor *)b)->begin;
+    return (x > y) - (x < y);
+}
+
+// A tensor's entry in the header; returns the length.
+static size_t tensor_entry(char text[ENTRY_SIZE], const Tensor *t) {
+    static const char format[] =
+        "\"%s\":{\"dtype\":\"%s\",\"shape\":[%s],\"data_offsets\":[%zu,%zu]}";
+    return (size_t)snprintf(text, ENTRY_SIZE, format, t->name, t->dtype, t->shape, t->begin,
+                            t->begin + t->bytes);
 }
 
 // The header as JSON, which the caller frees; metadata are lines "key=value".
 static char *make_header(const Tensor *list, size_t count, const char *metadata) {
-    char *header, entry[256];
+    char *header, entry[ENTRY_SIZE];
     size_t length;
     FILE *h = open_memstream(&header, &length);
     if (!h)
         no_memory(MAX_HEADER, "a header");
     const char *separator = "";
-    fprintf(h, *metadata ? "{\"__metadata__\":{" : "{");
+    fprintf(h, "{\"__metadata__\":{");
     for (const char *m = metadata; *m; m += strcspn(m, "\n") + 1) {
         int key = (int)strcspn(m, "="), value = (int)strcspn(m + key + 1, "\n");
         fprintf(h, "%s\"%.*s\":\"%.*s\"", separator, key, m, value, m + key + 1);
         separator = ",";
     }
-    fprintf(h, *metadata ? "}" : "");
-    for (const Tensor *t = list; t < list + count; t++, separator = ",") {
+    fprintf(h, "}");
+    for (const Tensor *t = list; t < list + count; t++) {
         tensor_entry(entry, t);
-        fprintf(h, "%s%s%zu,%zu]}", separator, entry, t->begin, t->begin + t->bytes);
+        fprintf(h, ",%s", entry);
     }
     fprintf(h, "}");
     if (ferror(h) || fclose(h) != 0 || !header) // NULL: fclose() had no memory, and returns 0
@@ -3820,14 +3827,29 @@ static char *make_header(const Tensor *list, size_t count, const char *metadata)
 
 // The values of a tensor as they are in the file, until the next call
 static const void *file_values(Net *net, const Tensor *t) {
-    const int64_t tracked = (int64_t)net->batches_tracked;
-    if (!t->values)
-        return memcpy(net->host[0], &tracked, sizeof tracked);
+    if (t->counter)
+        return t->counter;
     net->device->copy(net->host[0], t->values, t->bytes);
     if (!t->filter.h)
         return net->host[0];
-    reorder_weight(net->host[1], net->host[0], t->filter, t->dims[0], true);
+    reorder_weight(net->host[1], net->host[0], t->filter, t->count / shape_size(t->filter), true);
     return net->host[1];
+}
+
+// Places the tensors one after the other; returns the checksum of the metadata and their values.
+static uint64_t place_tensors(Net *net, Tensor *list, size_t count, const char *metadata,
+                              const char *path) {
+    uint64_t checksum = hash_bytes(HASH_START, metadata, strlen(metadata));
+    size_t end = 0;
+    for (Tensor *t = list; t < list + count; t++) {
+        const void *values = file_values(net, t);
+        if (t->values && first_not_finite(values, t->count, FP32) < t->count)
+            die(1, "%s: not written, since %s is not finite; try a smaller --lr", path, t->name);
+        checksum = hash_bytes(checksum, values, t->bytes);
+        t->begin = end;
+        end += t->bytes;
+    }
+    return checksum;
 }
 
 // Writes the network's tensors, the optimizer's if state is given, and metadata: lines "key=value".
@@ -3836,15 +3858,9 @@ static void save_tensors(Net *net, const Optimizer *optimizer, real *state, cons
     AtomicFile f;
     size_t count;
     char stated[METADATA_SIZE + 64];
-    Tensor *list = list_tensors(net, state ? optimizer : NULL, state, false, &count);
-    qsort(list, count, sizeof *list, compare_keys);
-    uint64_t checksum = hash_bytes(HASH_START, metadata, strlen(metadata));
-    for (const Tensor *t = list; t < list + count; t++) {
-        const void *values = file_values(net, t);
-        if (t->values && first_not_finite(values, t->count, FP32) < t->count)
-            die(1, "%s: not written, since %s is not finite; try a smaller --lr", path, t->name);
-        checksum = hash_bytes(checksum, values, t->bytes);
-    }
+    Tensor *list = list_tensors(net, optimizer, state, false, &count);
+    qsort(list, count, sizeof *list, compare_names);
+    const uint64_t checksum = place_tensors(net, list, count, metadata, path);
     snprintf(stated, sizeof stated, "%s" CHECKSUM, metadata, (unsigned long long)checksum);
     char *header = make_header(list, count, stated);
     atomic_open(&f, path);
@@ -3858,16 +3874,20 @@ static void save_tensors(Net *net, const Optimizer *optimizer, real *state, cons
     free(list);
 }
 
-/* ---- Reading: nothing in the file is trusted. For each tensor of ours the header must contain the
-   entry that we would write, followed by its data_offsets. Writing the header again from the
-   offsets found must then give the same text, so it has no tensor of another model, none twice, and
-   nothing that is not JSON. A header in another style than the safetensors library's is refused. */
+/* ---- Reading: nothing in the file is trusted. Each entry of the header must be the one that we
+   would write for a tensor of ours at that place. Each tensor of ours must be there once, in any
+   order, and the values must fill the file. A header in another style than the safetensors
+   library's is refused. */
+
+#define NOT_FOUND SIZE_MAX // as the place of a tensor, after all others
 
 typedef struct TensorFile {
     const char *path;
     FILE *stream;
-    char *header, *tensors;       // its text; the tensors' entries in it, after the metadata
-    size_t data, data_bytes;      // offset of the values; how many bytes they are
+    char *header;                 // its text
+    const char *tensors;          // the tensors' entries in it, after the metadata
+    size_t data_bytes, end;       // of all values; of those that were read
+    uint64_t checksum;            // of the metadata and the values that were read
     char metadata[METADATA_SIZE]; // lines "key=value"
 } TensorFile;
 
@@ -3876,27 +3896,32 @@ static _Noreturn void header_fail(const TensorFile *f, const char *at, const cha
         f->path, expected, at);
 }
 
-// Converts "__metadata__":{"key":"value",...} into lines "key=value".
+// Adds a line "key=value" for the "key":"value" at `at`; returns where it ends.
+static const char *read_metadata_entry(TensorFile *f, const char *at) {
+    const size_t key = *at == '"' ? strcspn(at + 1, "\"\\\n=") : 0;
+    if (key == 0 || strncmp(at + 1 + key, "\":\"", 3) != 0)
+        header_fail(f, at, "metadata as \"key\":\"value\", without backslashes");
+    const char *value = at + key + 4;
+    const size_t length = strcspn(value, "\"\\\n"), used = strlen(f->metadata);
+    if (value[length] != '"')
+        header_fail(f, at, "metadata as \"key\":\"value\", without backslashes");
+    if (used + key + length + sizeof "=\n" > METADATA_SIZE)
+        header_fail(f, at, "less metadata before this");
+    snprintf(f->metadata + used, METADATA_SIZE - used, "%.*s=%.*s\n", (int)key, at + 1, (int)length,
+             value);
+    return value + length + 1;
+}
+
+// Converts "__metadata__":{"key":"value",...}, if the header begins with it.
 static void read_metadata(TensorFile *f) {
     static const char begin[] = "\"__metadata__\":{";
-    char *at = f->tensors + sizeof begin - 1;
-    if (strncmp(f->tensors, begin, sizeof begin - 1) != 0)
+    if (strncmp(f->tensors, begin, strlen(begin)) != 0)
         return;
-    size_t used = 0;
-    for (bool more = *at != '}'; more; at += more) {
-        const size_t key = *at == '"' ? strcspn(at + 1, "\"\\\n=") : 0;
-        const bool named = key > 0 && strncmp(at + 1 + key, "\":\"", 3) == 0;
-        const char *value = at + key + 4;
-        const size_t length = named ? strcspn(value, "\"\\\n") : 0;
-        if (!named || value[length] != '"')
-            header_fail(f, at, "metadata as \"key\":\"value\", without backslashes");
-        used += (size_t)snprintf(f->metadata + used, METADATA_SIZE - used, "%.*s=%.*s\n", (int)key,
-                                 at + 1, (int)length, value);
-        if (used >= METADATA_SIZE)
-            header_fail(f, at, "less metadata before this");
-        at += key + 4 + length + 1;
-        more = *at == ',';
-    }
+    const char *at = f->tensors + strlen(begin);
+    if (*at != '}')
+        at = read_metadata_entry(f, at);
+    while (*at == ',')
+        at = read_metadata_entry(f, at + 1);
     if (at[0] != '}' || (at[1] != ',' && at[1] != '}'))
         header_fail(f, at, "the end of the metadata");
     f->tensors = at + 1 + (at[1] == ',');
@@ -3917,8 +3942,7 @@ static bool open_tensors(TensorFile *f, const char *path) {
         die(1, "%s: expected a header of at most %d bytes and not beyond the file, found %llu",
             path, MAX_HEADER, (unsigned long long)length);
     f->header = must_alloc(length + 1, "the header");
-    f->data = 8 + length;
-    f->data_bytes = (size_t)info.st_size - f->data;
+    f->data_bytes = (size_t)info.st_size - 8 - length;
     if (fread(f->header, 1, length, f->stream) != length || *f->header != '{')
         die(1, "%s: expected a header that starts with {, found 0x%02x", path,
             (unsigned char)*f->header);
@@ -3931,93 +3955,99 @@ static bool open_tensors(TensorFile *f, const char *path) {
     return true;
 }
 
-// Finds a tensor of ours in the file and sets key and begin; false if it is optional and missing.
-// BatchNorm's counters are: PyTorch's older versions had none.
-static bool locate_tensor(const TensorFile *f, Tensor *t) {
-    char entry[256], name[128];
-    size_t length = tensor_entry(entry, t), end = 0;
-    const char *at = strstr(f->tensors, entry);
-    if (!at && (t->ignored || !t->values))
-        return false;
-    if (!at) { // shows what the file has under this name, if anything
-        snprintf(name, sizeof name, "\"%s\":", t->name);
-        at = strstr(f->tensors, name);
-        header_fail(f, at ? at : "nothing of that name", entry);
+// The tensor of the list whose name, in quotation marks, is at `at`
+static Tensor *find_name(const TensorFile *f, Tensor *list, size_t count, const char *at) {
+    for (Tensor *t = list; t < list + count; t++) {
+        const size_t length = strlen(t->name);
+        if (*at == '"' && strncmp(at + 1, t->name, length) == 0 && at[1 + length] == '"')
+            return t;
     }
-    t->key = (size_t)(at - f->tensors);
-    if (sscanf(at + length, "%18zu,%18zu", &t->begin, &end) != 2 || end - t->begin != t->bytes)
-        header_fail(f, at, "data_offsets that fit the shape");
-    return true;
+    header_fail(f, at, "a tensor of this model");
 }
 
-// Finds the tensors of the list in the file; returns their number, including ignored ones.
-static size_t find_tensors(const TensorFile *f, Tensor *list, size_t count) {
-    size_t kept = 0, end = 0, same = 0;
-    for (size_t i = 0; i < count; i++)
-        if (locate_tensor(f, &list[i]))
-            list[kept++] = list[i];
-    qsort(list, kept, sizeof *list, compare_keys);
-    char *header = make_header(list, kept, ""), *ours = header + 1;
-    while (ours[same] && ours[same] == f->tensors[same])
-        same++;
-    if (ours[same] != f->tensors[same])
-        header_fail(f, f->tensors + same, "only the tensors of this model, each once");
-    free(header);
-    for (size_t i = 0; i < kept; i++)
-        list[i].key = list[i].begin;
-    qsort(list, kept, sizeof *list, compare_keys);
-    for (size_t i = 0; i < kept; end += list[i++].bytes)
-        if (list[i].begin != end)
-            die(1, "%s: %s: expected its values at byte %zu, where those before it end, found %zu",
-                f->path, list[i].name, end, list[i].begin);
-    if (end != f->data_bytes)
-        die(1, "%s: expected %zu bytes of values, found %zu", f->path, end, f->data_bytes);
-    return kept;
+// Reads the entry at `at`, which says where a tensor begins; returns where the entry ends.
+static const char *read_entry(const TensorFile *f, Tensor *list, size_t count, const char *at) {
+    static const char key[] = "\"data_offsets\":[";
+    char entry[ENTRY_SIZE];
+    Tensor *t = find_name(f, list, count, at);
+    const char *offsets = strstr(at, key);
+    if (t->begin != NOT_FOUND)
+        header_fail(f, at, "each tensor once");
+    if (!offsets || sscanf(offsets + strlen(key), "%18zu", &t->begin) != 1)
+        header_fail(f, at, key);
+    const size_t length = tensor_entry(entry, t);
+    if (strncmp(at, entry, length) != 0)
+        header_fail(f, at, entry);
+    return at + length;
 }
 
-// Dies unless all numbers are finite, and not negative if they are means of squares.
-static void check_values(const TensorFile *f, const Tensor *t, const real *values) {
+// Finds the tensors of the list in the file and sorts them by where they begin, missing ones last.
+static void find_tensors(const TensorFile *f, Tensor *list, size_t count) {
+    const char *at = f->tensors;
+    for (Tensor *t = list; t < list + count; t++)
+        t->begin = NOT_FOUND;
+    if (*at != '}')
+        at = read_entry(f, list, count, at);
+    while (*at == ',')
+        at = read_entry(f, list, count, at + 1);
+    if (strcmp(at, "}") != 0)
+        header_fail(f, at, "a comma and a tensor, or the end");
+    qsort(list, count, sizeof *list, compare_places);
+}
+
+// Copies the values in host[0] to their place. They are finite; means of squares are not negative.
+static void take_values(const TensorFile *f, const Tensor *t, Net *net) {
+    const real *values = net->host[0];
     const bool squares = strstr(t->name, "running_var") || strstr(t->name, "square_avg") ||
                          strstr(t->name, "acc_delta");
     for (size_t i = 0; i < t->count; i++)
         if (!isfinite(values[i]) || (squares && values[i] < 0))
             die(1, "%s: %s: expected finite numbers%s, found %g", f->path, t->name,
                 squares ? " from 0 on" : "", (double)values[i]);
+    if (t->filter.h) {
+        reorder_weight(net->host[1], values, t->filter, t->count / shape_size(t->filter), false);
+        values = net->host[1];
+    }
+    net->device->copy(t->values, values, t->bytes);
+}
+
+// Reads a tensor's values, which begin where those before it end.
+static void read_values(TensorFile *f, const Tensor *t, Net *net) {
+    if (t->begin != f->end)
+        die(1, "%s: %s: expected its values at byte %zu, where those before it end, found %zu",
+            f->path, t->name, f->end, t->begin);
+    f->end += t->bytes;
+    if (fread(net->host[0], 1, t->bytes, f->stream) != t->bytes)
+        die(1, "%s: the file ends within the values of %s", f->path, t->name);
+    f->checksum = hash_bytes(f->checksum, net->host[0], t->bytes);
+    if (t->counter)
+        memcpy(t->counter, net->host[0], t->bytes);
+    if (t->values)
+        take_values(f, t, net);
 }
 
 /* Reads the network's tensors, and the optimizer's if state is given, and closes the file. Without
-   a state, an optimizer's tensors in the file are ignored. */
+   a state, an optimizer's tensors in the file are ignored. BatchNorm's counters may be missing:
+   PyTorch's older versions had none. */
 static void read_tensors(TensorFile *f, Net *net, const Optimizer *optimizer, real *state) {
     size_t count;
-    Tensor *list = list_tensors(net, state ? optimizer : NULL, state, !state, &count);
+    Tensor *list = list_tensors(net, optimizer, state, true, &count);
     char stated[64];
     const size_t size = strlen(f->metadata), tail = (size_t)snprintf(NULL, 0, CHECKSUM, 0ull);
     const bool ours = strncmp(f->metadata, "cnn.", 4) == 0 || strstr(f->metadata, "\ncnn.");
     const size_t others = size - min_size(size, tail);
-    uint64_t checksum = hash_bytes(HASH_START, f->metadata, others);
-    net->batches_tracked = 0; // if the file has no counter
-    count = find_tensors(f, list, count);
+    f->checksum = hash_bytes(HASH_START, f->metadata, others);
+    net->batches_tracked = 0;
+    find_tensors(f, list, count);
     for (const Tensor *t = list; t < list + count; t++) {
-        int64_t tracked = 0;
-        void *to = t->values ? (void *)net->host[0] : (void *)&tracked;
-        if (fseek(f->stream, (long)(f->data + t->begin), SEEK_SET) != 0 ||
-            fread(to, 1, t->bytes, f->stream) != t->bytes)
-            file_fail("cannot read", f->path);
-        checksum = hash_bytes(checksum, to, t->bytes);
-        if (t->ignored)
-            continue;
-        if (t->values)
-            check_values(f, t, net->host[0]);
-        if (tracked < 0)
-            die(1, "%s: %s: expected a count, found %lld", f->path, t->name, (long long)tracked);
-        if (t->filter.h)
-            reorder_weight(net->host[1], net->host[0], t->filter, t->dims[0], false);
-        if (t->values)
-            net->device->copy(t->values, net->host[t->filter.h ? 1 : 0], t->bytes);
-        else
-            net->batches_tracked = (size_t)tracked;
+        if (t->begin != NOT_FOUND)
+            read_values(f, t, net);
+        else if (t->values)
+            header_fail(f, "nothing of that name", t->name);
     }
-    snprintf(stated, sizeof stated, CHECKSUM, (unsigned long long)checksum);
+    if (f->end != f->data_bytes)
+        die(1, "%s: expected %zu bytes of values, found %zu", f->path, f->end, f->data_bytes);
+    snprintf(stated, sizeof stated, CHECKSUM, (unsigned long long)f->checksum);
     if (ours && strcmp(f->metadata + others, stated) != 0)
         die(1, "%s: damaged: it has another checksum than it states; use an older copy", f->path);
     lower_params(net);
@@ -4525,11 +4555,9 @@ static void print_profile_line(FILE *out, FILE *csv, const LineClock *c, int num
     fprintf(csv, "\"\n");
 }
 
-/* train() with the time of each line, as kernprof prints it, and as CSV. It begins with the last
-   line before the first timed one that starts with "static", and ends with the next }. */
-static void print_profile(const LineClock *c, FILE *out, FILE *csv) {
-    char text[256], path[PATH_SIZE] = "";
-    int begin = c->first, end = 0;
+// train(), the lines from `begin` to `end`, with the time of each, as kernprof prints it, and as CSV
+static void print_profile(const LineClock *c, int begin, int end, FILE *out, FILE *csv) {
+    char text[256] = "(cnn.c was not found)", path[PATH_SIZE] = "";
     double total = 0;
     if (!c->first) {
         fprintf(out, "No training step to profile\n");
@@ -4538,15 +4566,6 @@ static void print_profile(const LineClock *c, FILE *out, FILE *csv) {
     FILE *source = fopen(__FILE__, "r"); // cnn.c where it was compiled, or beside the program
     if (!source && readlink("/proc/self/exe", path, sizeof path - 8) > 0)
         source = fopen(strcat(dirname(path), "/cnn.c"), "r");
-    source = source ? source : fopen("/dev/null", "r");
-    if (!source) // too many open files
-        file_fail("cannot read", "cnn.c");
-    for (int number = 1; end == 0 && fgets(text, sizeof text, source); number++) {
-        if (number < c->first && strncmp(text, "static", 6) == 0)
-            begin = number;
-        if (number > c->first && *text == '}')
-            end = number;
-    }
     for (size_t i = 0; i < PROFILED_LINES; i++)
         total += c->lines[i].seconds;
     fprintf(out, "Timer unit: 1e-06 s\n\nTotal time: %.6g s\nFile: cnn.c\n", total);
@@ -4555,17 +4574,15 @@ static void print_profile(const LineClock *c, FILE *out, FILE *csv) {
     fprintf(out, "Line #      Hits         Time  Per Hit   %% Time  Line Contents\n");
     fprintf(out, "==============================================================\n");
     fprintf(csv, "line,hits,time_us,per_hit_us,percent,source\n");
-    rewind(source);
-    for (int number = 1; number <= end && fgets(text, sizeof text, source); number++) {
-        text[strcspn(text, "\n")] = 0;
+    for (int number = 1; number <= end; number++) {
+        if (source && fgets(text, sizeof text, source))
+            text[strcspn(text, "\n")] = 0;
         if (number >= begin)
             print_profile_line(out, csv, c, number, text, total);
     }
-    for (int i = 0; i < PROFILED_LINES; i++)
-        if (!end && c->lines[i].hits > 0)
-            print_profile_line(out, csv, c, c->first + i, "(cnn.c was not found)", total);
     fprintf(out, "\n %.2f seconds - cnn.c:%d - train\n", total, begin);
-    fclose(source);
+    if (source)
+        fclose(source);
 }
 
 // ---- Machine card
@@ -4643,7 +4660,7 @@ static void print_resources(double start, int status) {
 
 // The parts of a step, in the order of steps.csv. All but COMM, which overlaps with the rest, and
 // BYTES_SENT add up to the step, in seconds. EXPOSED_COMM is the time that a rank waits for COMM.
-enum { LOAD, COPY, FORWARD, BACKWARD, OPTIMIZER, COMM, EXPOSED_COMM, IDLE, BYTES_SENT, PARTS };
+enum { LOAD, COPY, FORWARD, BACKWARD, OPTIMIZER, COMM, EXPOSED_COMM, OTHER, BYTES_SENT, PARTS };
 
 typedef struct StepResult {
     size_t epoch, step, images;
@@ -4661,14 +4678,18 @@ typedef struct EpochResult {
     uint64_t weight_hash;
 } EpochResult;
 
+// The epoch's line on stdout, or a row of epochs.csv, which also has a hash of the weights.
 static void print_epoch(FILE *f, const EpochResult *e, Form form) {
-    print_record(f, form,
-                 "epoch=%zu images=%zu seconds=%.3f img_per_s=%.0f loader_wait_s=%.3f "
-                 "train_loss=%.4f test_seconds=%.3f test_loss=%.4f accuracy=%.2f lr=%g",
-                 e->epoch, e->images, e->seconds,
-                 (double)(e->images - e->resumed) / fmax(e->seconds, 1e-9), e->loader_wait_s,
-                 e->train_loss / (double)max_size(e->images, 1), e->test_seconds, e->test_loss,
-                 e->accuracy, e->lr);
+#define EPOCH                                                              \
+    "epoch=%zu images=%zu seconds=%.3f img_per_s=%.0f loader_wait_s=%.3f " \
+    "train_loss=%.4f test_seconds=%.3f test_loss=%.4f accuracy=%.2f lr=%g"
+    char hash[32];
+    snprintf(hash, sizeof hash, "%016llx", (unsigned long long)e->weight_hash);
+    print_record(f, form, form == KEY_VALUE ? EPOCH : EPOCH " weight_hash=%s", e->epoch, e->images,
+                 e->seconds, (double)(e->images - e->resumed) / fmax(e->seconds, 1e-9),
+                 e->loader_wait_s, e->train_loss / (double)max_size(e->images, 1), e->test_seconds,
+                 e->test_loss, e->accuracy, e->lr, hash);
+#undef EPOCH
 }
 
 // A row of steps.csv: a step of one rank.
@@ -4677,12 +4698,12 @@ static void print_step(FILE *f, const StepResult *s, size_t rank, Form form) {
     print_record(f, form,
                  "epoch=%zu step=%zu rank=%zu images=%zu loss=%.9g lr=%.9g seconds=%.6f "
                  "load_s=%.6f copy_s=%.6f forward_s=%.6f backward_s=%.6f optimizer_s=%.6f "
-                 "comm_s=%.6f exposed_comm_s=%.6f idle_s=%.6f bytes_sent=%.0f warmup=%zu",
+                 "comm_s=%.6f exposed_comm_s=%.6f other_s=%.6f bytes_sent=%.0f warmup=%zu",
                  s->epoch, s->step, rank, s->images, s->loss, s->lr,
                  p[LOAD] + p[COPY] + p[FORWARD] + p[BACKWARD] + p[OPTIMIZER] + p[EXPOSED_COMM] +
-                     p[IDLE],
+                     p[OTHER],
                  p[LOAD], p[COPY], p[FORWARD], p[BACKWARD], p[OPTIMIZER], p[COMM], p[EXPOSED_COMM],
-                 p[IDLE], p[BYTES_SENT], (size_t)(s->epoch == 1 && s->step <= 3));
+                 p[OTHER], p[BYTES_SENT], (size_t)(s->epoch == 1 && s->step <= 3));
 }
 
 // The state of a run, of which each rank has one.
@@ -4723,10 +4744,9 @@ typedef struct Run {
     StepResult *all_steps, *steps;
     size_t steps_kept, steps_capacity;
     // the last test, summed over all ranks, in one area: loss, images, how many of them are right;
-    // images by [label][predicted]; the class predicted for each image
-    double *totals, *confusion, *predicted;
-    EpochResult current, *epochs;    // the sums of the running epoch; the results of the others
-    size_t epochs_done, first_epoch; // this run's; resumed: the epoch where it began
+    // the class predicted for each image
+    double *totals, *predicted;
+    EpochResult current; // the sums of the running epoch
     FILE *steps_csv, *epochs_csv;
     FILE *lines; // what --quiet prints, too: the epochs' lines, tables that were asked for
 } Run;
@@ -4744,14 +4764,6 @@ static size_t steps_done(const Run *run) {
     return (run->epoch - 1) * run->iterations + run->next_batch;
 }
 
-// In per cent; NAN where the test set has no image of the class.
-static double class_accuracy(const Run *run, size_t class) {
-    double all = 0, *row = run->confusion + class * run->net.classes;
-    for (size_t k = 0; k < run->net.classes; k++)
-        all += row[k];
-    return 100 * row[class] / all;
-}
-
 // The class's name, or its number where the dataset has no names; in `buffer`.
 static const char *class_name(const Run *run, size_t class, char buffer[32]) {
     const char *at = run->info.class_names;
@@ -4761,22 +4773,6 @@ static const char *class_name(const Run *run, size_t class, char buffer[32]) {
     if (at)
         snprintf(buffer, 32, "%.*s", (int)strcspn(at, " "), at);
     return buffer;
-}
-
-// The accuracy of each class (null: no image shows it), and the matrix of all confusions
-static void print_confusion_json(FILE *f, const Run *run) {
-    const size_t classes = run->net.classes;
-    char name[32];
-    for (size_t i = 0; i < classes; i++) {
-        const double accuracy = class_accuracy(run, i);
-        fprintf(f, "%s\"%s\": ", i ? ", " : ",\n  \"per_class\": {", class_name(run, i, name));
-        fprintf(f, isfinite(accuracy) ? "%.2f" : "null", accuracy);
-    }
-    fprintf(f, "}");
-    for (size_t i = 0; i < classes * classes; i++)
-        fprintf(f, "%s%s%.0f%s", i ? "," : ",\n  \"confusion\": [", i % classes ? "" : "\n    [",
-                run->confusion[i], i % classes == classes - 1 ? "]" : "");
-    fprintf(f, "]");
 }
 
 static void print_settings_json(FILE *f, const Settings *s) {
@@ -4791,31 +4787,12 @@ static void print_settings_json(FILE *f, const Settings *s) {
     fprintf(f, "\n  }");
 }
 
-// Copies the rows of an earlier run's file before this run's first step, each up to } or its end;
-// returns how many. begin: its epoch and, in steps.csv, step
-static size_t copy_earlier(const Run *run, const char *file, const char *begin, const char *format,
-                           FILE *to) {
-    char path[PATH_SIZE], row[1024];
-    size_t rows = 0;
-    join_path(path, run->settings.out, file);
-    FILE *before = run->settings.resume && *run->settings.out ? open_existing(path) : NULL;
-    while (before && fgets(row, sizeof row, before)) {
-        size_t epoch = 0, step = 0, length = strcspn(row, "}\n");
-        if (sscanf(row, begin, &epoch, &step) > 0 && row[length] && epoch > 0 &&
-            (epoch < run->first_epoch ||
-             (epoch == run->first_epoch && step > 0 && step <= run->next_batch)))
-            rows += fprintf(to, format, (int)length, row) > 0;
-    }
-    if (before && (ferror(before) || fclose(before) != 0))
-        file_fail("cannot read", path);
-    return rows;
-}
-
 static void print_run_json(FILE *f, Run *run) {
     Settings *s = &run->settings;
     const Comm *c = &run->comm;
     const DeviceInfo *d = &run->device_info;
     const Resources r = resources_since(run->started);
+    char name[32];
     fprintf(f, "{\n  \"status\": \"%s\", \"provenance\": \"measured\", \"emulated\": %s,\n",
             run->status, d->emulated ? "true" : "false");
     for (int i = 0; i < run->argc; i++) {
@@ -4838,20 +4815,13 @@ static void print_run_json(FILE *f, Run *run) {
                  "buckets=%zu workers=%zu",
                  c->world == 1 ? "single" : option_named(s, "--parallel"), c->world, run->batch,
                  s->global_batch, run->iterations, c->bucket_count, s->workers);
-    fprintf(f, ",\"graph\":%s},\n  \"epochs\": [",
+    fprintf(f, ",\"graph\":%s},\n  \"classes\": [",
             run->graphs[0] || run->graphs[1] ? "true" : "false"); // whether one was replayed
-    if (copy_earlier(run, "run.json", " {\"epoch\":%zu", "\n%.*s},", f) && !run->epochs_done)
-        fseek(f, -1, SEEK_CUR); // no comma after the last one
-    for (size_t i = 0; i < run->epochs_done; i++) {
-        fprintf(f, i ? ",\n    {" : "\n    {");
-        print_epoch(f, &run->epochs[i], JSON);
-        fprintf(f, ",\"weight_hash\":\"%016llx\"}", (unsigned long long)run->epochs[i].weight_hash);
+    for (size_t i = 0; i < run->info.classes; i++) {
+        fprintf(f, i ? ", " : "");
+        json_string(f, class_name(run, i, name));
     }
     fprintf(f, "]");
-    if (run->confusion)
-        print_confusion_json(f, run);
-    else
-        fprintf(f, ",\n  \"per_class\": null, \"confusion\": null");
     fprintf(f, ",\n  \"resources\": {");
     print_record(f, JSON, "wall_s=%.3f cpu_s=%.3f max_rss_bytes=%.0f", r.wall_s, r.cpu_s, r.rss);
     fprintf(f, "}\n}\n");
@@ -4892,19 +4862,37 @@ static void open_run_folder(Run *run) {
         write_run_json(run);
 }
 
-// Opens a log of the run folder. A resumed run keeps the rows before its position.
+// Whether a row of epochs.csv or, by_step, steps.csv is the header, or of before the run's position
+static bool is_earlier(const Run *run, const char *row, bool by_step) {
+    size_t epoch = 0, step = 0;
+    if (!strchr(row, '\n'))
+        return false; // the run was killed while it wrote this row
+    if (sscanf(row, by_step ? "%zu,%zu" : "%zu", &epoch, &step) < 1)
+        return strstr(row, by_step ? ",other_s," : ",weight_hash"); // not of an older version
+    if (by_step && epoch == run->epoch)
+        return step <= run->next_batch;
+    return epoch > 0 && epoch < run->epoch;
+}
+
+// Opens a log of the run folder. A resumed run goes on after the rows before its position.
 static FILE *open_log(const Run *run, const char *file, bool by_step) {
-    AtomicFile kept;
-    open_in_folder(&kept, run, file);
-    if (by_step)
-        print_step(kept.stream, &(StepResult){0}, 0, CSV_HEADER);
-    else
-        print_epoch(kept.stream, &(EpochResult){0}, CSV_HEADER);
-    copy_earlier(run, file, by_step ? "%zu,%zu" : "%zu", "%.*s\n", kept.stream);
-    atomic_commit(&kept);
-    FILE *log = fopen(kept.path, "a");
+    char path[PATH_SIZE], row[1024];
+    long kept = 0;
+    join_path(path, run->settings.out, file);
+    FILE *log = fopen(path, "a+");
     if (!log)
-        file_fail("cannot write", kept.path);
+        file_fail("cannot write", path);
+    while (run->settings.resume && fgets(row, sizeof row, log) && is_earlier(run, row, by_step))
+        kept = ftell(log);
+    if (ferror(log) || ftruncate(fileno(log), kept) != 0 || fseek(log, 0, SEEK_END) != 0)
+        file_fail("cannot write", path);
+    if (kept > 0)
+        return log;
+    if (by_step)
+        print_step(log, &(StepResult){0}, 0, CSV_HEADER);
+    else
+        print_epoch(log, &(EpochResult){0}, CSV_HEADER);
+    flush(log, path);
     return log;
 }
 
@@ -4919,7 +4907,6 @@ static void open_logs(Run *run) {
         join_path(path, run->settings.out, results[i]);
         unlink(path);
     }
-    run->first_epoch = run->epoch;
     run->epochs_csv = open_log(run, "epochs.csv", false);
     run->steps_csv = open_log(run, "steps.csv", true);
     write_run_json(run);
@@ -5037,10 +5024,10 @@ static void finish_epoch(Run *run, EpochResult *e) {
     if (run->model->sc20_log)
         printf("INFO - Time taken for epoch %zu is %.3f sec\n", e->epoch, now() - run->epoch_start);
     if (n > 1)
-        printf("ranks=%.0f compute_s=%.3f load_s=%.3f comm_s=%.3f exposed_comm_s=%.3f idle_s=%.3f "
+        printf("ranks=%.0f compute_s=%.3f load_s=%.3f comm_s=%.3f exposed_comm_s=%.3f other_s=%.3f "
                "mb_sent=%.1f (each, on average)\n",
                n, (p[COPY] + p[FORWARD] + p[BACKWARD] + p[OPTIMIZER]) / n, p[LOAD] / n, p[COMM] / n,
-               p[EXPOSED_COMM] / n, p[IDLE] / n, 1e-6 * p[BYTES_SENT] / n);
+               p[EXPOSED_COMM] / n, p[OTHER] / n, 1e-6 * p[BYTES_SENT] / n);
 }
 
 // Prints the epoch's line and adds it to the run folder.
@@ -5060,10 +5047,8 @@ static void report_epoch(Run *run, EpochResult *e) {
     flush(stdout, "standard output");
     if (!run->epochs_csv || (e->epoch == 0 && !run->settings.eval))
         return; // the latter: the run was over already
-    run->epochs[run->epochs_done++] = *e;
     print_epoch(run->epochs_csv, e, CSV_ROW);
     flush(run->epochs_csv, "epochs.csv");
-    write_run_json(run);
 }
 
 // ---- Trace (--trace)
@@ -5311,14 +5296,21 @@ static void measure_layers(Run *run) {
     free(times);
 }
 
-// The lines of PyTorch's CIFAR-10 tutorial.
+// The lines of PyTorch's CIFAR-10 tutorial, of the last test.
 static void print_per_class(const Run *run) {
     char name[32];
-    for (size_t i = 0; i < run->net.classes; i++) {
-        double accuracy = class_accuracy(run, i);
-        fprintf(run->lines, "Accuracy for class: %-5s is ", class_name(run, i, name));
-        fprintf(run->lines, isfinite(accuracy) ? "%.1f %%\n" : "unknown: no test image has it\n",
-                accuracy);
+    for (size_t k = 0; k < run->net.classes; k++) {
+        size_t images = 0, right = 0;
+        for (size_t i = 0; i < run->test_set.count; i++) {
+            const bool shown = run->test_set.labels[i] == k;
+            images += shown;
+            right += shown && run->predicted[i] == (double)k;
+        }
+        fprintf(run->lines, "Accuracy for class: %-5s is ", class_name(run, k, name));
+        if (images > 0)
+            fprintf(run->lines, "%.1f %%\n", 100. * (double)right / (double)images);
+        else
+            fprintf(run->lines, "unknown: no test image has it\n");
     }
 }
 
@@ -5351,14 +5343,14 @@ static void write_predictions(const Run *run) {
     atomic_commit(&csv);
 }
 
-static void write_profile(Run *run) {
+static void write_profile(Run *run, int begin, int end) {
     AtomicFile text, csv;
     clock_settle(&run->clock, 0);
     open_in_folder(&text, run, "profile.txt");
     open_in_folder(&csv, run, "profile.csv");
-    print_profile(&run->clock, run->lines, csv.stream);
+    print_profile(&run->clock, begin, end, run->lines, csv.stream);
     rewind(csv.stream); // the same rows again
-    print_profile(&run->clock, text.stream, csv.stream);
+    print_profile(&run->clock, begin, end, text.stream, csv.stream);
     atomic_commit(&text);
     atomic_commit(&csv);
 }
@@ -5811,13 +5803,12 @@ static double plan_run(Run *run, size_t batch, bool resident) {
         loader_plan(&run->train_loader, &run->train_set, loaded, s->workers, s->augment, to);
     comm_plan(c, net, &run->train_loader);
     run->plan = (Plan){.device = run->device};
-    const size_t cells = net->classes * net->classes, sums = 3 + cells + run->test_set.count;
+    const size_t sums = 3 + run->test_set.count;
     const size_t steps = c->world * run->steps_capacity;
     const size_t states = count_states(s->optimizer, s) * net->param_size;
     static const char buffers[] = "maps and buffers";
     plan_area(&run->plan, &run->totals, (1 + c->world) * sums * sizeof(double), HOST, buffers);
     plan_area(&run->plan, &run->all_steps, steps * sizeof *run->steps, HOST, buffers);
-    plan_area(&run->plan, &run->epochs, s->epochs * sizeof *run->epochs, HOST, buffers);
     plan_area(&run->plan, &run->state, states * sizeof(real), DEVICE, "optimizer state");
     for (size_t i = 0; i < (s->layers ? 2 : 0); i++)
         plan_area(&run->plan, &run->measured[i], MEASURED * run->kernels->element, DEVICE, buffers);
@@ -5869,8 +5860,7 @@ static void alloc_run(Run *run) {
     plan_run_memory(run);
     net_alloc(&run->net);
     plan_alloc(&run->plan);
-    run->confusion = run->totals + 3;
-    run->predicted = run->confusion + run->net.classes * run->net.classes;
+    run->predicted = run->totals + 3;
     run->steps = run->all_steps + run->comm.rank * run->steps_capacity;
     if (run->train_loader.data)
         loader_init(&run->train_loader);
@@ -6049,15 +6039,16 @@ static bool is_replayed(Run *run, const Batch *batch) {
     (clock_line(&run->clock, __LINE__, &run->steps[run->steps_kept].parts[part], #__VA_ARGS__), \
      __VA_ARGS__)
 
+enum { TRAIN_BEGINS = __LINE__ + 1 };
 static void train(Run *run, EpochResult *result) {
     Net *net = &run->net;
     Comm *comm = &run->comm;
     const Batch *batch;
     double loss;
     bool over = false;
-    AT(IDLE, start_epoch(run));
+    AT(OTHER, start_epoch(run));
     while (!over) {
-        AT(IDLE, begin_step(run));
+        AT(OTHER, begin_step(run));
         AT(LOAD, batch = next_batch(comm));
         AT(COPY, load_batch(comm, batch, run->lr));
         if (is_replayed(run, batch)) {
@@ -6065,24 +6056,25 @@ static void train(Run *run, EpochResult *result) {
         } else {
             AT(FORWARD, forward(net, batch->n, &net->step->key));
             AT(FORWARD, loss = batch_loss(comm, batch));
-            AT(IDLE, check_loss(net, batch, loss));
+            AT(OTHER, check_loss(net, batch, loss));
             AT(BACKWARD, backward(net, batch->n));
             AT(EXPOSED_COMM, reduce_gradients(comm));
             AT(OPTIMIZER, update_weights(run));
         }
-        AT(IDLE, log_step(run, result, batch, loss));
-        AT(IDLE, over = finish_step(run));
+        AT(OTHER, log_step(run, result, batch, loss));
+        AT(OTHER, over = finish_step(run));
     }
-    AT(IDLE, finish_epoch(run, result));
+    AT(OTHER, finish_epoch(run, result));
     clock_line(&run->clock, 0, NULL, NULL); // ends the last line
     trace_rank(run, false);
 }
+enum { TRAIN_ENDS = __LINE__ - 1 };
 
 // Tests this rank's share of the test set; the result covers all ranks.
 static void test(Run *run, EpochResult *result) {
     Net *net = &run->net;
     const Batch *batch;
-    const size_t sums = 3 + net->classes * net->classes + run->test_set.count;
+    const size_t sums = 3 + run->test_set.count;
     double begin = now(), *totals = run->totals;
     memset(totals, 0, sums * sizeof *totals);
     share_weights(&run->comm);
@@ -6092,7 +6084,7 @@ static void test(Run *run, EpochResult *result) {
         forward(net, batch->n, NULL);
         totals[0] += loss_and_gradient(net, batch->n, false) * (double)batch->n;
         totals[1] += (double)batch->n;
-        totals[2] += (double)count_predictions(net, batch, run->confusion, run->predicted);
+        totals[2] += (double)count_predictions(net, batch, run->predicted);
     }
     sum_over_ranks(&run->comm, totals, sums, totals + sums);
     result->test_loss = totals[0] / totals[1];
@@ -6205,7 +6197,7 @@ static int run_main(int argc, char **argv) {
     if (run.settings.per_class && !status)
         print_per_class(&run);
     if (run.settings.profile)
-        write_profile(&run);
+        write_profile(&run, TRAIN_BEGINS, TRAIN_ENDS);
     if (run.settings.save_model)
         save_model(&run);
     if (*run.settings.out && !status)

@@ -2,7 +2,7 @@
 #
 #   awk -f json.awk run.json
 #   settings.epochs <tab> 1
-#   epochs[0].images <tab> 6400
+#   classes[0] <tab> plane
 #
 # Strings are printed without quotes; escape sequences are kept as they are. Exit status 2, with line
 # and reason on stderr, if the file is not valid JSON, is truncated, or has text after its end.

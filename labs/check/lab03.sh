@@ -76,7 +76,7 @@ trained() {
     [ $status -ne 124 ] && [ $status -ne 137 ] || echo "deadlock: ./cnn --workers $2 did not finish in $3 s and was stopped; its last lines:"
     [ $status -eq 0 ] || { tail -n 3 output.txt && return 1; }
     cut -d, -f1-6 "trained-$1-$2/steps.csv"
-    facts "trained-$1-$2" | grep weight_hash
+    results "trained-$1-$2"
 }
 
 # Without workers: the program with the starter's stubs.
@@ -103,11 +103,18 @@ same_bits() {
 facts() { awk -f "$home/labs/check/json.awk" "$1/run.json"; }
 fact() { facts "$1" | awk -F '\t' -v key="$2" '$1 == key { print $2 }'; }
 
+# results FOLDER: the training loss and the weights' hash of each epoch
+results() {
+    awk -F , 'NR == 1 { for (i = 1; i <= NF; i++) column[$i] = i }
+        NR > 1 { print "epoch " $1 ":", $column["train_loss"], $column["weight_hash"] }' "$1/epochs.csv"
+}
+
 # conditions FOLDER: what has to be the same in all rows
 conditions() {
     facts "$1" | awk -F '\t' '
         $1 ~ /^settings\.(model|width|dataset|limit-train|batch-size|epochs|seed|threads|kernels)$/ ||
-        $1 ~ /^machine\.(cpu|device)$/ || $1 ~ /\.(train_loss|weight_hash)$/'
+        $1 ~ /^machine\.(cpu|device)$/'
+    results "$1"
 }
 
 # row_of WORKERS: the name of the run folder with that many workers

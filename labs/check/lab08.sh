@@ -113,7 +113,7 @@ sends() {
         }' "$1/steps.csv"
 }
 
-hash_of() { grep -o '"weight_hash":"[^"]*"' "$1/run.json" | tail -n 1; }
+hash_of() { tail -n 1 "$1/epochs.csv" | grep -oE '[0-9a-f]{16}$'; }
 
 replicas() {
     local n

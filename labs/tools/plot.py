@@ -33,8 +33,8 @@ import os
 import sys
 
 from run_folders import (Missing, by, by_value, check_comparable, fail, first_difference, make_rows, name_of_data,
-                         read_csv, read_filters, read_losses, read_predictions, read_runs, read_untrained,
-                         scaling_rows, start, varied, workers_rows)
+                         read_confusion, read_csv, read_filters, read_losses, read_predictions, read_runs,
+                         read_untrained, scaling_rows, start, varied, workers_rows)
 
 os.environ["MPLBACKEND"] = "Agg"  # into files; in a terminal of Jupyter its value is one that only Jupyter has
 try:
@@ -215,9 +215,7 @@ def draw_run(runs):
     if len(runs) > 1:
         raise Missing("there are several runs; plot.py draws it for one run folder")
     run = runs[0]
-    if not run.confusion:
-        raise Missing(f"{run.folder}/run.json has no confusion matrix")
-    points = np.array(read_losses(run))
+    points, counts = np.array(read_losses(run)), np.array(read_confusion(run), float)
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 4.9), gridspec_kw={"width_ratios": [1, 1.15]})
     left.plot(points[:, 0], points[:, 1], color="0.75", linewidth=0.8, label="each training step")
     window = max(1, len(points) // 40)
@@ -228,7 +226,7 @@ def draw_run(runs):
               markerfacecolor="white", markersize=9, label="test set, after an epoch")
     left.set(xlabel="epoch", ylabel="loss (cross-entropy, in nats)", ylim=(0, None), title="Loss")
     left.legend()
-    draw_matrix(right, run, 8)
+    draw_matrix(right, counts, run.classes, 8)
     right.set_title(f"Confusion matrix: {run.accuracy:.2f} % correct")
     figure.suptitle(describe(runs))
     figure.tight_layout()
@@ -284,9 +282,8 @@ def draw_roofline(runs):
     return figure
 
 
-def draw_matrix(axis, run, size):
+def draw_matrix(axis, counts, names, size):
     """The confusion matrix, in per cent of each class; the names in letters of that size."""
-    counts, names = np.array(run.confusion, float), list(run.per_class)
     share = 100 * counts / np.maximum(1, counts.sum(axis=1, keepdims=True))
     picture = axis.imshow(share, cmap="Greys", vmin=0, vmax=100)
     axis.figure.colorbar(picture, ax=axis, label="% of the class's images", shrink=0.8)
@@ -300,12 +297,10 @@ def draw_matrix(axis, run, size):
 
 
 def draw_confusion(runs):
-    found = [r for r in runs if r.confusion]
-    if not found:
-        raise Missing("no run.json has a confusion matrix")
-    run = max(found, key=lambda r: r.accuracy)
+    run = max(with_predictions(runs), key=lambda r: r.accuracy)
+    counts = np.array(read_confusion(run), float)
     figure, axis = plt.subplots(figsize=(7.5, 7))
-    draw_matrix(axis, run, 10)
+    draw_matrix(axis, counts, run.classes, 10)
     axis.set_title(f"{name_of(run)}: {describe([run])}\n{run.accuracy:.2f} % correct")
     return figure
 

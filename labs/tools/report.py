@@ -32,11 +32,11 @@ import sys
 import textwrap
 
 from run_folders import (COLUMNS_DIFFER, REPEATS_DIFFER, SCALING, Missing, add_speedups, by, by_value,
-                         differences, WORKERS, facts, fail, is_dirty, make_rows, read_csv, read_runs, scaling_rows, start,
-                         summary, workers_rows)
+                         differences, WORKERS, facts, fail, is_dirty, make_rows, read_confusion, read_csv,
+                         read_runs, scaling_rows, start, summary, workers_rows)
 
 FREE = REPEATS_DIFFER | COLUMNS_DIFFER
-STEP_PARTS = ["load_s", "copy_s", "forward_s", "backward_s", "optimizer_s", "exposed_comm_s", "idle_s"]
+STEP_PARTS = ["load_s", "copy_s", "forward_s", "backward_s", "optimizer_s", "exposed_comm_s", "other_s"]
 NOTHING = "No run folder has what this table needs."
 MOST_TABLES = 4  # of the same name, such as layers.csv, from several run folders
 
@@ -262,11 +262,16 @@ def make_profile(root, runs, rows):
 
 
 def make_classes(root, runs, rows):
-    known = [r for r in runs if r.confusion and not r.emulated]
+    known = [r for r in runs if os.path.exists(os.path.join(r.folder, "predictions.csv")) and not r.emulated]
     if not known:
         return ""
     best = max(known, key=lambda r: r.accuracy)
-    lines = [dict(name=name, accuracy=value) for name, value in best.per_class.items()]
+    try:
+        counts = read_confusion(best)
+    except Missing as why:
+        fail(best.folder, "predictions as ./cnn writes them", why, "run it again")
+    lines = [dict(name=name, accuracy=100 * row[i] / sum(row) if any(row) else None)
+             for i, (name, row) in enumerate(zip(best.classes, counts))]
     return (f"Of `{os.path.relpath(best.folder, root)}`, the run with the best accuracy:\n\n"
             + table(dict(name="class", accuracy="accuracy in %"), lines)
             + picture(root, "confusion", "confusion matrix")

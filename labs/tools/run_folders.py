@@ -33,8 +33,9 @@ T95 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
 REPEATS_DIFFER = {"out", "seed", "save-model", "dry-run"}
 COLUMNS_DIFFER = {"batch-size", "global-batch", "no-cuda", "gpus", "replicas", "parallel",
                   "test-batch-size"}  # by default the batch; neither timed nor seen in a result
-ENTRIES = ["status", "emulated", "command", "machine", "build", "settings", "parallel", "epochs", "per_class",
-           "confusion"]
+ENTRIES = ["status", "emulated", "command", "machine", "build", "settings", "parallel", "classes"]
+EPOCHS = ["epoch", "images", "seconds", "img_per_s", "loader_wait_s", "train_loss", "test_seconds", "test_loss",
+          "accuracy", "lr", "weight_hash"]  # columns of epochs.csv
 RUN_FILES = ["run.json", "steps.csv", "output.txt"]  # one of them makes a folder a run folder
 TEXTS = {"layer", "kind", "out_shape", "bound", "source"}  # columns that hold no number
 
@@ -68,8 +69,31 @@ def start(main, about, reads):
 # ---- Reading
 
 
+def read_epochs(folder):
+    """The rows of epochs.csv; a loss that is not finite is None. A run that has failed early has no such file."""
+    path = os.path.join(folder, "epochs.csv")
+    if not os.path.exists(path):
+        return []
+    try:
+        with open(path, newline="") as f:
+            return [{name: epoch_value(name, row[name]) for name in EPOCHS} for row in csv.DictReader(f)]
+    except OSError as error:
+        fail(path, "a file that can be read", error.strerror, "fix its permissions")
+    except (KeyError, TypeError, ValueError, csv.Error) as error:
+        fail(path, f"the columns {', '.join(EPOCHS)}", repr(error),
+             "give folders that this version of ./cnn has written")
+
+
+def epoch_value(name, text):
+    if name == "weight_hash":
+        return text
+    if name in ("train_loss", "test_loss") and text == "":
+        return None
+    return int(text) if text.isdigit() else float(text)
+
+
 def read_run(folder):
-    """What run.json says; None if there is none."""
+    """What run.json and epochs.csv say; None if there is no run.json."""
     path = os.path.join(folder, "run.json")
     if not os.path.exists(path):
         return None
@@ -82,6 +106,7 @@ def read_run(folder):
         run.mode, run.world = run.parallel["mode"], run.parallel["world"]
         run.batch, run.global_batch = run.parallel["batch_per_device"], run.parallel["global_batch"]
         run.model, run.seed = run.settings["model"], run.settings["seed"]
+        run.epochs = read_epochs(folder)
         run.seconds = sum(e["seconds"] for e in run.epochs)
         run.images = sum(e["images"] for e in run.epochs)
         run.loader_wait_s = sum(e["loader_wait_s"] for e in run.epochs)
@@ -112,7 +137,9 @@ class GrowingTable:
         self.half, self.columns = "", None
 
     def replaced(self):
-        return os.stat(self.path).st_ino != os.fstat(self.file.fileno()).st_ino
+        """A resumed run goes on at an earlier row, and a new one at the first."""
+        now = os.stat(self.path)
+        return now.st_ino != os.fstat(self.file.fileno()).st_ino or now.st_size < self.file.tell()
 
     def rows(self):
         lines = (self.half + self.file.read()).split("\n")
@@ -122,7 +149,8 @@ class GrowingTable:
                 self.columns = cells
                 continue
             try:  # a cell is empty where nothing was measured
-                row = {name: float(cells[i]) for i, name in enumerate(self.columns) if cells[i]}
+                row = {name: float(cells[i]) for i, name in enumerate(self.columns)
+                       if cells[i] and name != "weight_hash"}
                 row["epoch"] = int(row["epoch"])
             except (IndexError, KeyError, ValueError):
                 fail(self.path, "a row of numbers as ./cnn writes it", ",".join(cells),
@@ -153,8 +181,8 @@ def complete(folders):
         if run.status != "complete":
             print(f"left out: {run.folder}: status {run.status}, not complete", file=sys.stderr)
         elif len(run.epochs) != run.settings["epochs"]:
-            print(f"left out: {run.folder}: run.json has {len(run.epochs)} of {run.settings['epochs']} "
-                  "epochs; a resumed run records only those since its checkpoint", file=sys.stderr)
+            print(f"left out: {run.folder}: epochs.csv has {len(run.epochs)} of {run.settings['epochs']} epochs",
+                  file=sys.stderr)
         else:
             runs.append(run)
     return runs
@@ -242,6 +270,19 @@ def read_untrained(run):
     return None
 
 
+def read_confusion(run):
+    """How many test images of each class, a row, were predicted as each class: predictions.csv of the last test."""
+    counts = [[0] * len(run.classes) for _ in run.classes]
+    rows = read_csv(run, "predictions.csv", ["label", "predicted", "epoch"])
+    for label, predicted, _ in (row for row in rows if row[2] == 0):  # else a variant that --augment makes
+        if not 0 <= min(label, predicted) <= max(label, predicted) < len(counts):
+            raise Missing(f"{run.folder}/predictions.csv: expected {len(counts)} classes, found others")
+        counts[int(label)][int(predicted)] += 1
+    if not any(map(any, counts)):
+        raise Missing(f"{run.folder}/predictions.csv has no test image")
+    return counts
+
+
 def read_predictions(run):
     """The images in predictions.csv that have pixels: dicts with image, label, predicted, epoch (0: as it is, else
     as --augment makes it in that epoch), shape (height, width, channels) and pixels, as bytes."""
@@ -251,7 +292,7 @@ def read_predictions(run):
             rows = [dict(row, shape=tuple(map(int, row["shape"].split("x"))), pixels=bytes.fromhex(row["pixels"]),
                          **{k: int(row[k]) for k in ("image", "label", "predicted", "epoch")})
                     for row in csv.DictReader(f) if row["pixels"]]
-        names = dict(enumerate(run.per_class))
+        names = dict(enumerate(run.classes))
         for row in rows:
             height, width, channels = row["shape"]
             if channels not in (1, 3) or min(height, width) < 1 or len(row["pixels"]) != height * width * channels:

@@ -10,7 +10,7 @@ Measure first: the same network on 1 and on 2 or more devices, each run in a fol
 The model, for ddp (section 10 of cnn.c):
     step    = compute + rest + exposed
     compute = forward + backward + optimizer as measured on the fewest devices; rest = load + copy +
-              idle there. With --strong all but optimizer and idle shrink with the images per device.
+              other there. With --strong all but optimizer and idle shrink with the images per device.
     comm    = B * 2(N-1) * alpha + 2(N-1)/N * gradient bytes / beta
               The ring reduces each of the B buckets in 2(N-1) messages; alpha is the latency of a
               message, beta the bandwidth from a device to its neighbour in bytes per second.
@@ -47,7 +47,7 @@ NETWORKS = """For other networks give --alpha-us and --gb-per-s. Typical documen
     InfiniBand NDR, 400 Gb/s              1.5    50     GPUs launching a kernel adds 5 us or more.
     PCIe 4.0 x16, GPUs of a machine       5      32
     NVLink 4, GPUs of a machine           5     450     (sold as 900, which counts both ways)"""
-PARTS = ["load_s", "copy_s", "forward_s", "backward_s", "optimizer_s", "exposed_comm_s", "idle_s",
+PARTS = ["load_s", "copy_s", "forward_s", "backward_s", "optimizer_s", "exposed_comm_s", "other_s",
          "seconds", "bytes_sent"]
 COLUMNS = ["epoch", "step", "images", "comm_s", "warmup"] + PARTS
 TABLE = {  # column of the CSV file: heading on the screen, decimal places
@@ -167,7 +167,7 @@ def predict(base, run, n, images, gradient_bytes, alpha, per_byte):
     share, b = images / base.images, run.buckets
     backward = base.backward_s * share
     compute = base.forward_s * share + backward + base.optimizer_s
-    rest = (base.load_s + base.copy_s) * share + base.idle_s
+    rest = (base.load_s + base.copy_s) * share + base.other_s
     messages, sent = wire(n, b, gradient_bytes)
     comm = messages * alpha + sent * per_byte
     exposed = max(comm / b, comm - backward * (b - 1) / b) if run.overlap else comm

@@ -24,7 +24,7 @@ results are correct, but its times mean nothing, so such rows have emulated = 1 
 study.csv has a row for each device and batch:
     batch, global_batch              images per step on one device, on all devices together
     seconds_mean, seconds_sd, ci95   of the repeats. A run's seconds are the sum of its epochs' `seconds` in
-                                     run.json: training only, no testing, no reading of files. sd divides by
+                                     epochs.csv: training only, no testing, no reading of files. sd divides by
                                      n - 1; mean +- ci95 is the 95 % interval of the mean (Student's t)
     speedup                          how many times as fast as the cpu row with this model and global_batch
     accuracy_mean, accuracy_sd       per cent of the test images, after the last epoch

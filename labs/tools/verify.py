@@ -30,8 +30,8 @@ from types import SimpleNamespace
 from report import (MAKERS, NOTHING, STEP_PARTS, Damaged, digest, free_settings, make_blocks, read_report,
                     split, timing_rows, variants)
 from run_folders import (COLUMNS, SCALING, WORKERS, Missing, add_speedups, by, differences, find_folders,
-                         is_dirty, make_rows, read_csv, read_run, scaling_rows, start, table_lines,
-                         workers_rows)
+                         is_dirty, make_rows, read_confusion, read_csv, read_run, scaling_rows, start,
+                         table_lines, workers_rows)
 
 SECTIONS = ["Project Title", "Motivating Image", "Abstract", "Methodology", "Timing Results",
             "Concluding Discussion and Future Work", "References"]
@@ -81,9 +81,20 @@ def check_entries(run):
                           f"no {', '.join(missing)}")
 
 
+def is_printed(run):
+    """Whether epochs.csv ends with the epochs' lines in output.txt, which have no hash. A run may have none."""
+    if not os.path.exists(path(run, "output.txt")):
+        return True
+    lines = re.findall("^epoch=.*", read_report(path(run, "output.txt")), re.M)
+    printed = [",".join(re.findall(r"=(\S+)", line)) for line in lines]
+    rows = [line.rpartition(",")[0] for line in read_report(path(run, "epochs.csv")).splitlines()]
+    return rows[len(rows) - len(printed):] == printed
+
+
 def check_epochs(run):
-    """The epochs of run.json: consistent with each other, epochs.csv, wall time and CPU time."""
-    where = path(run, "run.json")
+    """The rows of epochs.csv: consistent with each other, what the run printed, its predictions, wall time and CPU
+    time."""
+    where = path(run, "epochs.csv")
     for e in run.epochs:
         low, high = (e["images"] / max(e["seconds"] + d, 1e-9) + r for d, r in ((5e-4, -0.6), (-5e-4, 0.6)))
         if e["seconds"] > 5e-4 and not low <= e["img_per_s"] <= high:
@@ -92,24 +103,23 @@ def check_epochs(run):
         for name in ("train_loss", "test_loss"):
             if not is_finite(e[name]):
                 yield finding(where, f"a finite {name} in epoch {e['epoch']}", e[name], SMALLER_LR)
-    keys = [k for k in run.epochs[0] if k != "weight_hash"]
-    if read_csv(run, "epochs.csv", keys) != [[e[k] for k in keys] for e in run.epochs]:
-        yield finding(path(run, "epochs.csv"), "the epochs of run.json", "others")
+    if not is_printed(run):
+        yield finding(where, "the epochs that output.txt has", "others")
     total, wall = sum(e["seconds"] + e["test_seconds"] for e in run.epochs), run.resources["wall_s"]
     cpu, cores = run.resources["cpu_s"], run.machine["cores"]
+    where = path(run, "run.json")
     if wall * 1.01 + 0.01 < total:
         yield finding(where, f"a wall time of at least {total:.3f} s, the epochs' sum", f"{wall} s")
     if cpu > 1.02 * cores * wall + 0.1:
         yield finding(where, f"at most {cores} cores x {wall} s of CPU time", f"{cpu} s")
-    if run.confusion:
-        right = sum(row[i] for i, row in enumerate(run.confusion))
-        share = 100 * right / max(1, sum(map(sum, run.confusion)))
-        if abs(share - run.accuracy) > 0.006:
-            yield finding(where, f"the accuracy of the confusion matrix, {share:.2f} %", f"{run.accuracy} %")
+    counts = read_confusion(run)
+    share = 100 * sum(row[i] for i, row in enumerate(counts)) / sum(map(sum, counts))
+    if abs(share - run.accuracy) > 0.006:
+        yield finding(path(run, "epochs.csv"), f"the accuracy of predictions.csv, {share:.2f} %", f"{run.accuracy} %")
 
 
 def check_steps(run):
-    """Each epoch of steps.csv against run.json: steps of each rank, images, seconds and their parts."""
+    """Each epoch of steps.csv against epochs.csv: steps of each rank, images, loss, seconds and their parts."""
     where = path(run, "steps.csv")
     rows = read_csv(run, "steps.csv", ["epoch", "step", "rank", "images", "seconds", "loss", *STEP_PARTS])
     epochs = by(rows, lambda row: row[0])
@@ -125,10 +135,14 @@ def check_steps(run):
             yield finding(where, f"{steps} steps = ceil({shard} images / batch {batch}), ranks: "
                           f"{run.world}, in epoch {e['epoch']}", counts)
         if images != e["images"]:
-            yield finding(where, f"{e['images']} images in epoch {e['epoch']}, as in run.json", f"{images:g}")
+            yield finding(where, f"{e['images']} images in epoch {e['epoch']}, as in epochs.csv", f"{images:g}")
         if not 0.9 * seconds - 0.05 <= total <= 1.01 * seconds + 0.005:
-            yield finding(where, f"{seconds} s in all steps of rank 0 in epoch {e['epoch']}, as in run.json",
+            yield finding(where, f"{seconds} s in all steps of rank 0 in epoch {e['epoch']}, as in epochs.csv",
                           f"{total:.3f} s")
+        loss = sum(row[3] * row[5] for rank in ranks for row in rank) / max(images, 1)
+        if is_finite(e["train_loss"]) and is_finite(loss) and abs(loss - e["train_loss"]) > 1e-3 * loss + 6e-5:
+            yield finding(where, f"the loss {e['train_loss']} in epoch {e['epoch']}, as in epochs.csv",
+                          f"{loss:.4f}, the mean of its steps")
     for epoch, step, _, _, _, loss, *_ in rows:
         if not is_finite(loss):
             yield finding(where, f"a finite loss in epoch {epoch:g}, step {step:g}", loss, SMALLER_LR)
@@ -209,7 +223,7 @@ def check_complete(folder):
         return None, [finding(where, "status complete", run.status, "run it again, or delete the folder")]
     if len(run.epochs) != run.settings["epochs"]:
         return None, [finding(where, f"all {run.settings['epochs']} epochs", len(run.epochs),
-                              "a resumed run records only those since its checkpoint: time a whole run")]
+                              "time a whole run")]
     return run, []
 
 

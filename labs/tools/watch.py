@@ -39,7 +39,7 @@ except ImportError as problem:
     if "--help" not in sys.argv and "-h" not in sys.argv:
         fail("Python", "its packages rich and plotext", problem, "pip install -r labs/requirements.txt")
 
-PARTS = ["load_s", "copy_s", "forward_s", "backward_s", "optimizer_s", "exposed_comm_s", "idle_s", "seconds"]
+PARTS = ["load_s", "copy_s", "forward_s", "backward_s", "optimizer_s", "exposed_comm_s", "other_s", "seconds"]
 NEWEST = 100  # steps of which speed and parts are means
 POINTS = 400  # of the curve
 

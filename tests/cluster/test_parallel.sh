@@ -56,7 +56,7 @@ same_losses() {
     same "$1" "" "$worst"
 }
 
-hash_of() { grep -o '"weight_hash":"[^"]*"' "$1/run.json" | paste -sd ' '; }
+hash_of() { grep -oE '[0-9a-f]{16}$' "$1/epochs.csv" | paste -sd ' '; }
 
 # ---- N devices make the update of one
 
@@ -236,7 +236,7 @@ test_run_folder() {
     line folder/images '^epoch=1 images=60 '
     local number='[0-9]+\.[0-9]+'
     line folder/summary "^ranks=3 compute_s=$number load_s=$number comm_s=$number \
-exposed_comm_s=$number idle_s=$number mb_sent=25\.6 "
+exposed_comm_s=$number other_s=$number mb_sent=25\.6 "
     line folder/first_line '^Train Epoch: 1 \[0/60 \(0%\)\]'
     python folder/json "$tmp/run" <<'END'
 import csv, json, sys

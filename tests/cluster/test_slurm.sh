@@ -460,7 +460,7 @@ END
         if can_train_over_mpi "mpi/$name/cnn"; then
             CNN=./cnn-emu submit --ntasks-per-node=2 --gres=gpu:2 slurm/multinode.sb "${tiny[@]}"
             trained "mpi/$name/gpus" multinode "$job" ddp 4
-            hashes+=("$(grep -o '"weight_hash":"[^"]*"' "runs/multinode-$job/run.json")")
+            hashes+=("$(grep -oE '[0-9a-f]{16}$' "runs/multinode-$job/epochs.csv")")
             CNN=./cnn-emu submit --gres=none slurm/multinode.sb --no-cuda "${tiny[@]}"
             trained "mpi/$name/cpu" multinode "$job" ddp 2
             line "mpi/$name/cpu/rank_1" '^Rank 1 on node2, GPUs none$'

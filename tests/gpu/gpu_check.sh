@@ -173,7 +173,7 @@ epoch_lines() {
     grep -hs '^epoch=' "$tmp/cifar" | sed 's/^/net=cifar /'
 }
 
-hash_of() { grep -os '"weight_hash":"[^"]*"' "$tmp/$1.run/run.json" || echo "no hash of $1"; }
+hash_of() { grep -osE '[0-9a-f]{16}$' "$tmp/$1.run/epochs.csv" || echo "no hash of $1"; }
 
 # ---- The steps
 

@@ -168,7 +168,7 @@ test_options() {
 # ---- Graphs
 
 graph_of() { grep -o '"graph":[a-z]*}' "$tmp/$1/run.json"; }
-hashes_of() { grep -o '"weight_hash":"[^"]*"' "$tmp/$1/run.json"; }
+hashes_of() { grep -oE '[0-9a-f]{16}$' "$tmp/$1/epochs.csv"; }
 
 # graphed NAME OPTIONS...: the same bits with --graph on as without, in three epochs of full batches and a
 # smaller last one: the latter is executed, captured and replayed

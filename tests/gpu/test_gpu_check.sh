@@ -45,18 +45,19 @@ case $words in *' --graph on '*) ms=0.5 ;; esac
 case $words in *' fp16 '*) [ "${PLANT:-}" != variants ] || { echo "cnn: error: no fp16 here" >&2 && exit 2; } ;; esac
 planted on_gpu && device=cpu
 echo "Device: $device, --kernels tiled"
-accuracy=97 hash=1234 shift_of_loss=0
+accuracy=97 hash=0123456789abcdef shift_of_loss=0
 planted mnist_learns && accuracy=12
-case ${PLANT:-}:${STEP:-} in same_again:again | graph_same:graph) hash=9999 ;; esac
+case ${PLANT:-}:${STEP:-} in same_again:again | graph_same:graph) hash=9999999999999999 ;; esac
 case $words in *' --graph on '*) graph=true ;; *) graph=false ;; esac
 planted graph_replayed && graph=false
 case ${PLANT:-}:${STEP:-} in same_as_cpu:on_cpu | ddp_same:ddp | dp_same:dp) shift_of_loss=0.1 ;; esac
 echo "epoch=1 images=640 seconds=1 img_per_s=640 accuracy=$accuracy lr=1"
 [ -z "$out" ] && exit 0
 mkdir -p "$out"
-echo "{\"device\":\"$device\",\"uuid\":\"GPU-1\",\"driver\":\"CUDA 13.1\",\"weight_hash\":\"$hash\",\"parallel\":{\"graph\":$graph}}" >"$out/run.json"
+echo "{\"device\":\"$device\",\"uuid\":\"GPU-1\",\"driver\":\"CUDA 13.1\",\"parallel\":{\"graph\":$graph}}" >"$out/run.json"
+printf 'epoch,weight_hash\n1,%s\n' $hash >"$out/epochs.csv"
 awk -v shift="$shift_of_loss" -v ms=$ms 'BEGIN {
-    print "epoch,step,rank,images,loss,lr,seconds,idle_s,warmup"
+    print "epoch,step,rank,images,loss,lr,seconds,other_s,warmup"
     for (step = 1; step <= 7; step++) # 100 times as long while it warms up, and the last one 9 times
         printf "1,%d,0,64,%g,1,%g,0,%d\n", step, 1 / step + shift,
             (step < 4 ? 100 : step == 7 ? 9 : 1) * ms / 1000, step < 4

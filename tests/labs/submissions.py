@@ -16,7 +16,7 @@ import sys
 import tarfile
 import zipfile
 
-PARTS = ["load_s", "copy_s", "forward_s", "backward_s", "optimizer_s", "exposed_comm_s", "idle_s"]
+PARTS = ["load_s", "copy_s", "forward_s", "backward_s", "optimizer_s", "exposed_comm_s", "other_s"]
 GOOD, BAD = {}, {}      # name: function; name: (function, flags)
 
 
@@ -56,27 +56,28 @@ def write_rows(path, rows):
 
 
 class Run:
-    """A run folder that is edited: run.json, steps.csv and epochs.csv."""
+    """A run folder that is edited: run.json, steps.csv and epochs.csv; its predictions stay."""
 
     def __init__(self, folder):
         self.folder = folder
         self.about = json.loads(load(f"{folder}/run.json"))
         self.steps = read_rows(f"{folder}/steps.csv")
+        self.epochs = read_rows(f"{folder}/epochs.csv")
+        self.predictions = load(f"{folder}/predictions.csv")
 
     def save(self, folder=None):
         """Writes it; the times of epochs, and the wall time, are made to fit those of the steps."""
         folder = folder or self.folder
-        for epoch in self.about["epochs"]:
-            rank0 = [float(s["seconds"]) for s in self.steps
-                     if s["epoch"] == str(epoch["epoch"]) and s["rank"] == "0"]
-            epoch["seconds"] = round(sum(rank0) * 1.001 + 0.001, 3)
-            epoch["img_per_s"] = round(epoch["images"] / epoch["seconds"])
-        total = sum(e["seconds"] + e["test_seconds"] for e in self.about["epochs"])
+        for epoch in self.epochs:
+            rank0 = [float(s["seconds"]) for s in self.steps if s["epoch"] == epoch["epoch"] and s["rank"] == "0"]
+            epoch["seconds"] = f"{sum(rank0) * 1.001 + 0.001:.3f}"
+            epoch["img_per_s"] = f"{int(epoch['images']) / float(epoch['seconds']):.0f}"
+        total = sum(float(e["seconds"]) + float(e["test_seconds"]) for e in self.epochs)
         self.about["resources"].update(wall_s=round(total + 0.5, 3), cpu_s=round(0.9 * total, 3))
         self.save_json(folder)
         write_rows(f"{folder}/steps.csv", self.steps)
-        keys = [k for k in self.about["epochs"][0] if k != "weight_hash"]
-        write_rows(f"{folder}/epochs.csv", [{k: e[k] for k in keys} for e in self.about["epochs"]])
+        write_rows(f"{folder}/epochs.csv", self.epochs)
+        save(f"{folder}/predictions.csv", self.predictions)
 
     def save_json(self, folder=None):
         save(f"{folder or self.folder}/run.json", json.dumps(self.about, indent=1))
@@ -229,14 +230,11 @@ def set_threads(run, threads):
 # ---- Times
 
 
-@bad(("numbers", "lab00/run.json", "img_per_s x seconds"))
+@bad(("numbers", "lab00/epochs.csv", "img_per_s x seconds"))
 def speed_doubled(student):
     run = student.run()
-    run.about["epochs"][0]["img_per_s"] *= 2
-    run.save_json()
-    rows = read_rows(student.path("runs/lab00/epochs.csv"))
-    rows[0]["img_per_s"] = run.about["epochs"][0]["img_per_s"]
-    write_rows(student.path("runs/lab00/epochs.csv"), rows)
+    run.epochs[0]["img_per_s"] = str(2 * int(run.epochs[0]["img_per_s"]))
+    write_rows(student.path("runs/lab00/epochs.csv"), run.epochs)
 
 
 @bad(("numbers", "lab00/epochs.csv", "times the measured peak"), name="all_times_divided")
@@ -294,6 +292,28 @@ def longer_than_its_job(student):
     run.about["machine"]["slurm"] = "4712"
     run.about["resources"]["wall_s"] += 100
     run.save_json()
+
+
+# ---- Accuracies and losses
+
+
+@bad(("numbers", "lab00/epochs.csv", "the accuracy of predictions.csv"))
+def accuracy_raised(student):
+    run = student.run()
+    run.epochs[-1]["accuracy"] = "99.00"
+    write_rows(student.path("runs/lab00/epochs.csv"), run.epochs)
+
+
+@bad(("numbers", "lab00/steps.csv", "as in epochs.csv"))
+def loss_lowered(student):
+    run = student.run()
+    run.epochs[-1]["train_loss"] = "0.1234"
+    write_rows(student.path("runs/lab00/epochs.csv"), run.epochs)
+
+
+@bad(("numbers", "lab00/predictions.csv", "found FileNotFoundError"))
+def without_predictions(student):
+    os.remove(student.run().folder + "/predictions.csv")
 
 
 # ---- Damaged, copied, from another seed

@@ -42,15 +42,16 @@ parts.append(round(step - sum(parts), 6))
 seconds, epochs, steps = round(count * step, 3), [], []
 for epoch in 1, 2:
     epochs.append(dict(epoch=epoch, images=100, seconds=seconds, img_per_s=round(100 / seconds),
-                       loader_wait_s=0, train_loss=2, test_seconds=0.5, test_loss=2, accuracy=75, lr=0.1))
+                       loader_wait_s=0, train_loss=2.3, test_seconds=0.5, test_loss=2, accuracy=75, lr=0.1,
+                       weight_hash="0"))
     left = 100 // world
     for number in range(1, count + 1):
         images = min(each, left)
         left -= images
         for rank in range(world):
-            load, copy, forward, backward, optimizer, exposed, idle = parts
+            load, copy, forward, backward, optimizer, exposed, other = parts
             steps.append([epoch, number, rank, images, 2.3, 0.1, step, load, copy, forward, backward, optimizer,
-                          0, exposed, idle, 0, int(epoch == 1 and number <= 3)])
+                          0, exposed, other, 0, int(epoch == 1 and number <= 3)])
 uuid = "GPU-00000000-0000-0000-0000-00000000000"
 about = dict(
     status="complete", provenance="measured", emulated=device.startswith("emulated"), command=["./cnn", "--out", folder],
@@ -63,18 +64,23 @@ about = dict(
               "global-batch": batch, "no-cuda": device == "cpu", "oversubscribe": False, "out": folder},
     parallel=dict(mode="single" if world == 1 else "ddp", world=world, batch_per_device=each,
                   global_batch=batch, iterations=count, workers=1, graph=False),
-    epochs=[dict(e, weight_hash="0") for e in epochs], per_class={"0": 50, "1": 100},
-    confusion=[[10, 10], [0, 20]], resources=dict(wall_s=2 * seconds + 2, cpu_s=6 * seconds, max_rss_bytes=1e8))
+    classes=["0", "1"], resources=dict(wall_s=2 * seconds + 2, cpu_s=6 * seconds, max_rss_bytes=1e8))
 with open(f"{folder}/run.json", "w") as f:
     json.dump(about, f, indent=1)
 head = ("epoch,step,rank,images,loss,lr,seconds,load_s,copy_s,forward_s,backward_s,optimizer_s,comm_s,"
-        "exposed_comm_s,idle_s,bytes_sent,warmup")
+        "exposed_comm_s,other_s,bytes_sent,warmup")
 with open(f"{folder}/steps.csv", "w") as f:
     print(head, *(",".join(map(str, row)) for row in steps), sep="\n", file=f)
 with open(f"{folder}/epochs.csv", "w") as f:
     print(",".join(epochs[0]), *(",".join(map(str, e.values())) for e in epochs), sep="\n", file=f)
+with open(f"{folder}/predictions.csv", "w") as f:
+    print("image,label,predicted,epoch,shape,pixels", file=f)
+    for image in range(40):
+        print(image, image // 20, int(image >= 10), 0, "1x1x1", "", sep=",", file=f)
 if world > 1:
     with open(f"{folder}/output.txt", "w") as f:
+        for epoch in epochs:
+            print(*(f"{key}={value}" for key, value in epoch.items() if key != "weight_hash"), file=f)
         for rank in range(world):
             print(f"Rank {rank}: a, {device}, {uuid}{rank}", file=f)
 END
@@ -259,7 +265,7 @@ test_missing() {
     spoil json c2/run.json '1s/\{/[/' "expected JSON"
     same spoilt/json_once 1 "$(grep -c JSON "$out")"
     spoil dry_run c2/run.json 's/"lr-scaling"/"dry-run": true, "lr-scaling"/' "expected a run that trains"
-    spoil entry c2/run.json 's/"img_per_s"/"speed"/' "what ./cnn --out writes, found KeyError('img_per_s')"
+    spoil entry c2/run.json 's/"cpu_s"/"cpu"/' "what ./cnn --out writes, found KeyError('cpu_s')"
     spoil setting c2/run.json '/"optimizer":/d' "in settings the entries" "found no optimizer"
     spoil machine c2/run.json 's/"host": "a"/"host": ""/' "in machine the entries" "found no host"
     spoil peak c2/run.json 's/"peak_gflops": 100/"peak_gflops": null/' "in machine the entries" "found no peak_gflops"
@@ -292,18 +298,24 @@ test_missing() {
 }
 
 test_implausible() {
-    spoil train_loss c2/run.json '0,/"train_loss": 2/s//"train_loss": NaN/' "a finite train_loss in epoch 1, found nan"
-    spoil test_loss c2/run.json '0,/"test_loss": 2/s//"test_loss": null/' "a finite test_loss in epoch 1, found None"
+    spoil train_loss c2/epochs.csv '2s/,2.3,/,nan,/' "a finite train_loss in epoch 1, found nan"
+    spoil test_loss c2/epochs.csv '2s/,2,75,/,,75,/' "a finite test_loss in epoch 1, found None"
     spoil step_loss c2/steps.csv '3s/,2.3,/,inf,/' "a finite loss in epoch 1, step 2, found inf"
-    spoil throughput c2/run.json '0,/"img_per_s": 17/s//"img_per_s": 19/' "img_per_s x seconds = 100" "19 x 6"
-    spoil epochs_csv c2/epochs.csv '2s/,75,/,76,/' "expected the epochs of run.json, found others"
+    spoil throughput c2/epochs.csv '2s/,17,/,19,/' "img_per_s x seconds = 100" "19 x 6"
+    spoil other_loss c2/epochs.csv '2s/,2.3,/,2.2,/' "the loss 2.2 in epoch 1" "found 2.3000, the mean of its steps"
+    spoil printed m2/epochs.csv '2s/,75,/,76,/' "expected the epochs that output.txt has, found others"
+    spoil no_hash c2/epochs.csv 's/,[^,]*$//' "expected the columns epoch, images" "weight_hash"
     spoil wall c2/run.json 's/"wall_s": [0-9.]*/"wall_s": 9/' "a wall time of at least 13.0"
     spoil cpu_time c2/run.json 's/"cpu_s": [0-9.]*/"cpu_s": 99/' "at most 4 cores x 14.0 s of CPU time, found 99 s"
-    spoil confusion c2/run.json 's/"accuracy": 75/"accuracy": 80/' "confusion matrix, 75.00 %, found 80 %"
+    spoil accuracy c2/epochs.csv '3s/,75,/,80,/' "the accuracy of predictions.csv, 75.00 %, found 80 %"
+    spoil predictions c2/predictions.csv '2s/,0,0,/,0,1,/' "the accuracy of predictions.csv, 72.50 %, found 75 %"
+    spoil classes c2/predictions.csv '2s/,0,0,/,0,2,/' "expected 2 classes, found others"
+    spoilt && rm spoilt/c2/predictions.csv
+    found spoilt/no_predictions c2/predictions.csv "expected the columns label, predicted, epoch"
     spoil steps c2/steps.csv '$ d' "2 steps = ceil(100 images / batch 50), ranks: 1, in epoch 2, found [1]"
     spoil ddp_steps m2/steps.csv '$ d' "2 steps = ceil(50 images / batch 25), ranks: 2, in epoch 2, found [2, 1]"
-    spoil images c2/steps.csv '2s/,50,/,49,/' "expected 100 images in epoch 1, as in run.json, found 99"
-    spoilt && sed -i 's/"seconds": 6.0/"seconds": 3.0/; s/"img_per_s": 17/"img_per_s": 33/' spoilt/c2/run.json
+    spoil images c2/steps.csv '2s/,50,/,49,/' "expected 100 images in epoch 1, as in epochs.csv, found 99"
+    spoilt && sed -i 's/,100,6.0,17,/,100,3.0,33,/' spoilt/c2/epochs.csv
     found spoilt/seconds c2/steps.csv "expected 3.0 s in all steps of rank 0 in epoch 1" "found 6.0"
     spoil parts c2/steps.csv '3s/0,0\.37/0,0.47/' "seconds = sum of the parts in epoch 1, step 2"
     spoil linear c1/layers.csv 's/95,1.000,compute/180,1.000,compute/' "fc1, bound by compute: at most 150 %" "found 180 %"
@@ -390,7 +402,7 @@ Nothing found in lab that is missing or implausible" "$status $(grep -v ^Note "$
     spoil_lab status a/run.json 's/"complete"/"running"/' "expected status complete"
     spoil_lab settings a/run.json '/"optimizer":/d' "in settings the entries"
     spoil_lab times a/run.json 's/"wall_s": [0-9.]*/"wall_s": 9/' "a wall time of at least"
-    spoil_lab loss b/run.json '0,/"train_loss": 2/s//"train_loss": NaN/' "a finite train_loss"
+    spoil_lab loss b/epochs.csv '2s/,2.3,/,nan,/' "a finite train_loss"
     spoil_lab steps b/steps.csv '$ d' "4 steps = ceil(100 images / batch 25)"
     spoil_lab question report.md '$ a > TODO: why?' "expected your answer"
     spoil_lab table report.md 's/\| 12 \|/| 11 |/' "was edited"
@@ -510,7 +522,7 @@ test_damaged() {
 # One thing that differs gets rows of its own, and the workers' table is shown where study.py wrote one
 test_variants() {
     local line_of
-    spoilt && sed -i 's/"workers": 1/"workers": 2/; s/"images": 100/"images": 60000/' spoilt/c[45]/run.json
+    spoilt && sed -i 's/"workers": 1/"workers": 2/; s/^\([12]\),100,/\1,60000,/' spoilt/c[45]/{run.json,epochs.csv}
     printf 'workers,img_per_s\n1,100\n2,150\n' >spoilt/workers.csv
     printf '<!-- begin workers -->\n<!-- end workers -->\n' >>spoilt/report.md
     tool report spoilt

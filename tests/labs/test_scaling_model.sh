@@ -25,7 +25,7 @@ cell() {
 error() { one_error scaling_model "$@"; }
 
 # make_run DIR N BUCKETS COMM_MS BATCH BYTES [OVERLAP]: forward 10 ms, backward 20, load 1 for 64
-# images; optimizer 2, idle 1, exposed 5 if N > 1. All ranks but the last wait 30 ms for it, in comm_s.
+# images; optimizer 2, other 1, exposed 5 if N > 1. All ranks but the last wait 30 ms for it, in comm_s.
 # With warm-up, short batches as at the ends of epochs, and a lame step, which a median passes over.
 make_run() {
     local dir=$tmp/$1 mode=ddp
@@ -40,7 +40,7 @@ make_run() {
 END
     awk -v n="$2" -v comm="$4" -v batch="$5" -v bytes="$6" 'BEGIN {
         print "epoch,step,rank,images,loss,lr,seconds,load_s,copy_s,forward_s,backward_s," \
-            "optimizer_s,comm_s,exposed_comm_s,idle_s,bytes_sent,warmup"
+            "optimizer_s,comm_s,exposed_comm_s,other_s,bytes_sent,warmup"
         for (step = 1; step <= 13; step++)
             for (rank = 0; rank < n; rank++) {
                 lame = step <= 3 || step == 5 ? 7 : step > 8 ? 0.1 : 1
@@ -55,7 +55,7 @@ END
     }' >"$dir/steps.csv"
 }
 
-# Compute 32 ms, with load and idle 34; gradients 8 MB, 2 buckets; alpha 100 us, beta 1 GB/s:
+# Compute 32 ms, with load and other 34; gradients 8 MB, 2 buckets; alpha 100 us, beta 1 GB/s:
 #   N = 2: comm = 2 * 2 * 0.1 + 8 = 8.4, exposed = max(4.2, 8.4 - 10) = 4.2
 #   N = 4: comm = 2 * 6 * 0.1 + 12 = 13.2, exposed = max(6.6, 13.2 - 10) = 6.6
 test_fit() {
@@ -123,7 +123,7 @@ test_given() {
     same given/negative 2 "$status"
 }
 
-# 128 images: compute 62, with load and idle 65; on 2 devices 64 each: 32 and 34
+# 128 images: compute 62, with load and other 65; on 2 devices 64 each: 32 and 34
 test_strong() {
     make_run s1 1 0 0 128 8000000
     make_run s2 2 2 8.4 64 8000000

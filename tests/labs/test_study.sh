@@ -45,11 +45,12 @@ make_run() {
               "lr-scaling": "none", "optimizer": "sgd", "threads": 4, "workers": 1, "kernels": "fast", "gpus": $3,
               "batch-size": $(($4 / $3)), "global-batch": $4, "no-cuda": $no_cuda, "out": "$1"},
  "parallel": {"mode": "$mode", "world": $3, "batch_per_device": $(($4 / $3)), "global_batch": $4},
- "per_class": {"0": 50, "1": 100}, "confusion": [[1,1],[0,2]],
- "epochs": [$(awk -v s="$6" -v a="$7" 'BEGIN {
-     e = "{\"epoch\": %d, \"images\": 1000, \"seconds\": %s, \"loader_wait_s\": %s, \"test_loss\": 2, \"accuracy\": %s}"
-     printf e ", " e, 1, s / 4, s / 40, 1, 2, 3 * s / 4, 3 * s / 40, a }')]}
+ "classes": ["0", "1"]}
 END_OF_JSON
+    awk -v s="$6" -v a="$7" 'BEGIN {
+        print "epoch,images,seconds,img_per_s,loader_wait_s,train_loss,test_seconds,test_loss,accuracy,lr,weight_hash"
+        e = "%d,1000,%s,0,%s,2,0,2,%s,1,0\n"
+        printf e e, 1, s / 4, s / 40, 1, 2, 3 * s / 4, 3 * s / 40, a }' >"$1/epochs.csv"
 }
 
 # A study of made-up runs: cpu 10, 12, 14 s; a GPU 3 s in all repeats; two GPUs 2 and 2.5 s.
@@ -99,7 +100,7 @@ test_statistics() {
     make_run made/c3 cpu 1 50 3 14 57
     sed -i 's/"epochs": 2/"epochs": 3/' made/c3/run.json
     study collect made --repeats 2
-    holds left_out/resumed "2 of 3 epochs" "$(cat "$err")" grep -q 'made/c3: run.json has 2 of 3 epochs' "$err"
+    holds left_out/resumed "2 of 3 epochs" "$(cat "$err")" grep -q 'made/c3: epochs.csv has 2 of 3 epochs' "$err"
     make_run made/c3 cpu 1 100 3 14 57
     make_run made/s4 "GPU X" 1 150 1 3 60
     study collect made --repeats 1
@@ -110,14 +111,14 @@ test_statistics() {
 # refuse NAME RUN SED WORDS...: with that change to a run nothing is compared
 refuse() {
     make_study
-    sed -i "$3" "made/$2/run.json"
+    sed -i "$3" "made/$2"/{run.json,epochs.csv}
     study collect made
     error "refused/$1" "made/$2" "${@:4}"
 }
 
 test_refused() {
     refuse limit s2 's/"limit-train": 1000/"limit-train": 500/' "--limit-train 1000 as in made/" "found 500"
-    refuse epochs s2 's/"epochs": 2/"epochs": 1/; s/{"epoch": 1[^}]*}, //' "--epochs 2 as in made/" "found 1"
+    refuse epochs s2 's/"epochs": 2/"epochs": 1/; /^1,1000,/d' "--epochs 2 as in made/" "found 1"
     refuse setting m2 's/sgd/adadelta/' "--optimizer 'sgd'" "found 'adadelta'"
     refuse workers m2 's/"workers": 1/"workers": 2/' "--workers 1"
     refuse threads c2 's/"threads": 4/"threads": 3/' "--threads 4"
@@ -304,7 +305,7 @@ test_hours() {
     make_run cost/e-r1 "emulated GPU" 2 40 1 5 50
     local file
     for file in cost/*/*/run.json cost/*/run.json; do
-        sed -i "s/^ \"per_class\"/ \"resources\": {\"wall_s\": $([[ $file = *one* ]] && echo 10 || echo 7)},\n&/" "$file"
+        sed -i "s/^ \"classes\"/ \"resources\": {\"wall_s\": $([[ $file = *one* ]] && echo 10 || echo 7)},\n&/" "$file"
     done
     study hours cost
     same hours/status "0 " "$status $(cat "$err")"

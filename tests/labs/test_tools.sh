@@ -52,9 +52,9 @@ same_epochs() {
     done
 }
 
-epoch_columns=epoch,images,seconds,img_per_s,loader_wait_s,train_loss,test_seconds,test_loss,accuracy,lr
+epoch_columns=epoch,images,seconds,img_per_s,loader_wait_s,train_loss,test_seconds,test_loss,accuracy,lr,weight_hash
 step_columns=epoch,step,rank,images,loss,lr,seconds,load_s,copy_s,forward_s,backward_s,optimizer_s,comm_s
-step_columns+=,exposed_comm_s,idle_s,bytes_sent,warmup
+step_columns+=,exposed_comm_s,other_s,bytes_sent,warmup
 
 # status DIR STATUS [EMULATED]: its run.json
 status() {
@@ -68,7 +68,7 @@ make_run() {
     status "$@"
     cat >"$1/epochs.csv" <<END
 $epoch_columns
-1,12,3,4,0,2.5,1,2.25,12.5,1
+1,12,3,4,0,2.5,1,2.25,12.5,1,89abcdef01234567
 END
     cat >"$1/steps.csv" <<END
 $step_columns
@@ -95,8 +95,8 @@ test_made_up() {
         "$(scalars "$tmp/two" step/lr | tr '\n' '|')"
     same made_up/load "step_ms/load 1 2|step_ms/load 2 2|step_ms/load 3 1|step_ms/load 4 1|" \
         "$(scalars "$tmp/two" step_ms/load | tr '\n' '|')"
-    same made_up/parts "forward 1 20|backward 1 20|optimizer 1 4|comm 1 3|exposed_comm 1 2|idle 1 0.5|total 1 750|" \
-        "$(scalars "$tmp/two" step_ms/{forward,backward,optimizer,comm,exposed_comm,idle,total} |
+    same made_up/parts "forward 1 20|backward 1 20|optimizer 1 4|comm 1 3|exposed_comm 1 2|other 1 0.5|total 1 750|" \
+        "$(scalars "$tmp/two" step_ms/{forward,backward,optimizer,comm,exposed_comm,other,total} |
             sed -n 's|^step_ms/\(.* 1 .*\)|\1|p' | tr '\n' '|')"
     same_epochs made_up "$tmp/two"
     # the slowest rank's seconds, then the epoch's, then its test's

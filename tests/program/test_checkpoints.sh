@@ -106,11 +106,10 @@ test_max_steps() {
 
 # ---- The folder of a run that was stopped, resumed
 
-# rows FOLDER: its steps and epochs, and those of run.json, without times and rates
+# rows FOLDER: its steps and epochs, without times and rates
 rows() {
     cut -d, -f1-6 "$1/steps.csv"
     cut -d, -f1,2,6,8- "$1/epochs.csv"
-    sed -n '/^    {"epoch"/{s/"\(seconds\|img_per_s\|loader_wait_s\|test_seconds\)":[^,]*,//g;s/}.*//;p}' "$1/run.json"
 }
 
 # same_folder NAME FOLDER FOLDER
@@ -120,7 +119,7 @@ same_folder() { same "$1" "$(rows "$2")" "$(rows "$3")"; }
 test_same_folder() {
     local long=("${cifar[@]}" --limit-train 400 --limit-test 400 --epochs 4 --log-interval 30) k
     run "${long[@]}" --checkpoint "$tmp/straight" --out "$tmp/straight_run"
-    same folder/rows "404 4" "$(rows "$tmp/straight_run" | grep -c '^[0-9]') $(grep -c '"epoch":' "$tmp/straight_run/run.json")"
+    same folder/rows 404 "$(rows "$tmp/straight_run" | grep -c '^[0-9]')"
     for k in 7steps:7 100steps:99 1:150 100steps:100; do
         rm -rf "$tmp/cut" "$tmp/cut_run"
         run "${long[@]}" --checkpoint "$tmp/cut" --out "$tmp/cut_run" --save-every "${k%:*}" --max-steps "${k#*:}"
@@ -302,27 +301,26 @@ END
 
 # ---- Weights: --save-model, --load, --eval
 
-# evaluated NAME FILE OPTIONS...: --load FILE --eval says what the run in $tmp/saved/run.json said
+# evaluated NAME FILE OPTIONS...: --load FILE --eval says what the run in $tmp/saved said
 evaluated() {
     local name=$1 file=$2
     shift 2
     run "$@" --seed 9 --load "$file" --eval --save-model --out "$tmp/eval"
     same "load/$name/status" 0 "$status"
     same "load/$name/figures" "$wanted" "epoch=0 $(value test_loss) $(value accuracy)"
-    same "load/$name/confusion" "$confusion" "$(grep -A 10 '"confusion"' "$tmp/eval/run.json")"
+    same_file "load/$name/predictions" "$tmp/eval/predictions.csv" "$tmp/saved/predictions.csv"
     same "load/$name/no_training" "" "$(grep -E '^(Train Epoch|INFO)' "$out")"
     same_file "load/$name/same_weights" "$tmp/eval/model.safetensors" "$tmp/saved/model.safetensors"
 }
 
 test_load() {
-    local model wanted confusion options
+    local model wanted options
     for model in mnist cifar resnet8; do
         options=(--model "$model" --dataset synthetic --limit-train 40 --limit-test 60
             --batch-size 8)
         run "${options[@]}" --epochs 1 --save-model --checkpoint "$tmp/with_optimizer" \
             --out "$tmp/saved"
         wanted="epoch=0 $(value test_loss) $(value accuracy)"
-        confusion=$(grep -A 10 '"confusion"' "$tmp/saved/run.json")
         evaluated "$model" "$tmp/saved/model.safetensors" "${options[@]}"
         line "load/$model/says" "^Loaded the weights in $tmp/saved/model.safetensors\$"
         evaluated "$model/checkpoint" "$tmp/with_optimizer" "${options[@]}"
@@ -330,6 +328,17 @@ test_load() {
         same "load/$model/matters" different \
             "$([ "$wanted" = "epoch=0 $(value test_loss) $(value accuracy)" ] || echo different)"
     done
+    python load/order "$tmp/with_optimizer" <<'END'
+import json, struct, sys
+data = open(sys.argv[1], "rb").read()
+length, = struct.unpack("<Q", data[:8])
+header = json.loads(data[8:8 + length])
+del header["__metadata__"]
+names = sorted(header, key=lambda name: (header[name]["dtype"] != "I64", name))  # as the safetensors library
+begins = [header[name]["data_offsets"][0] for name in names]
+if list(header) != names or begins != sorted(begins) or sum(name.startswith("optimizer.") for name in names) < 9:
+    print("tensors", list(header))
+END
     run "${cifar[@]}" --checkpoint "$tmp/straight"
     wanted=$(figures | grep -E '^(test_loss|accuracy)' | tail -n 2)
     run "${cifar[@]}" --checkpoint "$tmp/straight" --resume --eval
@@ -356,16 +365,16 @@ test_load_refuses() {
     not_loaded missing "No such file" "$tmp/nowhere"
     not_loaded folder "" "$tmp"
     not_loaded other_model \
-        '"shape":[6,3,5,5],"data_offsets":[, found ""conv1.weight":{"dtype":"F32","shape":[32,1,3,3]' \
+        '"shape":[6],"data_offsets":[0,24]}, found ""conv1.bias":{"dtype":"F32","shape":[32]' \
         "$PWD/mnist_cnn.safetensors"
     cp cifar_cnn.safetensors cifar.st
-    refused load/other_model_turned 1 'conv1.weight' --dataset synthetic --limit-train 4 \
+    refused load/other_model_turned 1 '"conv1.bias"' --dataset synthetic --limit-train 4 \
         --limit-test 4 --load cifar.st --eval
     for model in resnet8 resnet18; do
-        refused "load/cifar_in_$model" 1 'cifar.st: in its header: expected "conv1.' --model $model --dataset synthetic \
+        refused "load/cifar_in_$model" 1 'expected a tensor of this model, found ""conv1.bias"' --model $model --dataset synthetic \
             --limit-train 4 --limit-test 4 --load cifar.st --eval
     done
-    refused load/other_width 1 'conv1.weight' "${cifar[@]}" --width 8 --load cifar.st --eval
+    refused load/other_width 1 '"conv1.bias"' "${cifar[@]}" --width 8 --load cifar.st --eval
     local size length
     size=$(stat -c %s cifar.st)
     length=$(($(od -An -tu8 -N8 cifar.st)))
@@ -420,53 +429,61 @@ def change(name, word, numbers=numbers, **entries):
 
 header = json.loads(good)
 good = good.rstrip()
-entry = header["fc3.bias"]
+entry = header["fc3.weight"]  # the last one
 begin, end = entry["data_offsets"]
-bias = '"fc3.bias":' + json_text(entry)
+SIZE = end - begin
+last = '"fc3.weight":' + json_text(entry)
 write("good", "", good + " ")
-change("good_in_python", "", fc3_bias={})
+change("good_in_python", "", fc3_weight={})
 write("good_turned", "", json_text({"__metadata__": header.pop("__metadata__"),
                                     **dict(reversed(header.items()))}))
-write("white_space", 'found ""conv1.weight": {', json.dumps(json.loads(good)))
-write("metadata_last", "only the tensors", json_text(header)[:-1] + ',"__metadata__":{"a":"b"}}')
-write("other_order", 'found ""fc3.bias":{"data_offsets"', good.replace(
-    bias, '"fc3.bias":' + json_text(dict(reversed(entry.items())))))
-change("extra_tensor", 'found ","new"', numbers + bytes(4),
+places, turned = 0, {}  # the values in another order, as older versions and programs wrote them
+for name in reversed(header):
+    size = header[name]["data_offsets"][1] - header[name]["data_offsets"][0]
+    turned[name] = dict(header[name], data_offsets=[places, places + size])
+    places += size
+write("values_turned", "", json_text(turned), b"".join(
+    numbers[slice(*header[name]["data_offsets"])] for name in turned))
+write("white_space", 'found ""__metadata__": {', json.dumps(json.loads(good)))
+write("metadata_last", 'a tensor of this model, found ""__metadata__"', json_text(header)[:-1] + ',"__metadata__":{"a":"b"}}')
+write("other_order", 'found ""fc3.weight":{"data_offsets"', good.replace(
+    last, '"fc3.weight":' + json_text(dict(reversed(entry.items())))))
+change("extra_tensor", 'a tensor of this model, found ""new"', numbers + bytes(4),
        new={"dtype": "F32", "shape": [1], "data_offsets": [end, end + 4]})
-change("missing_tensor", 'expected "fc3.bias"', numbers[:-40], fc3_bias=None)
-change("hole", "fc3.bias: expected its values at byte", numbers + bytes(4),
-       fc3_bias={"data_offsets": [end - 36, end + 4]})
-change("overlap", "fc3.bias: expected its values at byte", numbers[:-4],
-       fc3_bias={"data_offsets": [end - 44, end - 4]})
-change("turned_offsets", "data_offsets that fit", fc3_bias={"data_offsets": [end, end - 40]})
-change("past_the_end", "fc3.bias: expected its values at byte",
-       fc3_bias={"data_offsets": [end, end + 40]})
-change("one_offset", "data_offsets that fit", fc3_bias={"data_offsets": [end - 40]})
-change("negative_offset", 'each once, found "-40,0]}', fc3_bias={"data_offsets": [-40, 0]})
-change("float64", 'found ""fc3.bias":{"dtype":"F64"', numbers[:-40] + bytes(80), fc3_bias={
-    "dtype": "F64", "data_offsets": [end - 40, end + 40]})
-change("float16", 'found ""fc3.bias":{"dtype":"F16"', numbers[:-40] + bytes(20), fc3_bias={
-    "dtype": "F16", "data_offsets": [end - 40, end - 20]})
-change("unknown_dtype", 'found ""fc3.bias":{"dtype":"F31"', fc3_bias={"dtype": "F31"})
-change("integers", 'found ""fc3.bias":{"dtype":"I32"', fc3_bias={"dtype": "I32"})
+change("missing_tensor", 'expected fc3.weight, found', numbers[:-SIZE], fc3_weight=None)
+change("hole", "fc3.weight: expected its values at byte", numbers + bytes(4),
+       fc3_weight={"data_offsets": [begin + 4, end + 4]})
+change("overlap", "fc3.weight: expected its values at byte", numbers[:-4],
+       fc3_weight={"data_offsets": [begin - 4, end - 4]})
+change("turned_offsets", "%s,%s]}, found" % (end, end + SIZE), fc3_weight={"data_offsets": [end, begin]})
+change("past_the_end", "fc3.weight: expected its values at byte",
+       fc3_weight={"data_offsets": [end, end + SIZE]})
+change("one_offset", "%s,%s]}, found" % (begin, end), fc3_weight={"data_offsets": [begin]})
+change("negative_offset", 'expected "fc3.weight":{', fc3_weight={"data_offsets": [-SIZE, 0]})
+change("float64", 'found ""fc3.weight":{"dtype":"F64"', numbers + bytes(SIZE), fc3_weight={
+    "dtype": "F64", "data_offsets": [begin, end + SIZE]})
+change("float16", 'found ""fc3.weight":{"dtype":"F16"', numbers[:-SIZE // 2], fc3_weight={
+    "dtype": "F16", "data_offsets": [begin, end - SIZE // 2]})
+change("unknown_dtype", 'found ""fc3.weight":{"dtype":"F31"', fc3_weight={"dtype": "F31"})
+change("integers", 'found ""fc3.weight":{"dtype":"I32"', fc3_weight={"dtype": "I32"})
 change("turned_shape", '"shape":[84,10]', fc3_weight={"shape": [84, 10]})
-change("rank", '"shape":[1,10]', fc3_bias={"shape": [1, 10]})
-change("rank_5", '"shape":[1,1,1,1,10]', fc3_bias={"shape": [1, 1, 1, 1, 10]})
-change("huge_shape", '"shape":[4294967296,', fc3_bias={"shape": HUGE})
-change("shape_no_list", '"shape":10,', fc3_bias={"shape": 10})
-change("unknown_key", 'found ","strides"', fc3_bias={"strides": [1]})
-write("twice", 'expected "fc3.bias"', good.replace('"fc3.bias"', '"fc2.bias"'))
-write("one_twice", 'found ","fc3.bias"', good[:-1] + "," + bias + "}")
+change("rank", '"shape":[1,10]', fc3_weight={"shape": [1, 10]})
+change("rank_5", '"shape":[1,1,1,1,10]', fc3_weight={"shape": [1, 1, 1, 1, 10]})
+change("huge_shape", '"shape":[4294967296,', fc3_weight={"shape": HUGE})
+change("shape_no_list", '"shape":10,', fc3_weight={"shape": 10})
+change("unknown_key", "%s,%s]}, found" % (begin, end), fc3_weight={"strides": [1]})
+write("twice", "each tensor once", good.replace('"fc3.weight"', '"fc2.weight"'))
+write("one_twice", "each tensor once", good[:-1] + "," + last + "}")
 write("no_json", 'found "{"__metadata__"', "{" + good)
 write("half", "in its header: expected", good[:len(good) // 2])
-write("trailing", 'found "{}"', good + "{}")
-write("trailing_comma", 'found ",}"', good[:-1] + ",}")
-write("escape", 'expected "fc3.bias"', good.replace("fc3.bias", "fc3\\u002ebias"))
-write("zero_byte", "no zero byte", good.replace("fc3.bias", "fc3.\0ias"))
+write("trailing", 'found "}{}"', good + "{}")
+write("trailing_comma", 'found "}"', good[:-1] + ",}")
+write("escape", 'a tensor of this model, found ""fc3', good.replace("fc3.weight", "fc3\\u002ebias"))
+write("zero_byte", "no zero byte", good.replace("fc3.weight", "fc3.\0ias"))
 write("list", "starts with {", "[" + good + "]")
 write("empty", "starts with {", "")
-write("no_tensors", 'expected "conv1.weight"', "{}", b"")
-write("long_name", 'expected "fc3.bias"', good.replace("fc3.bias", 3000 * "x"))
+write("no_tensors", "nothing of that name", "{}", b"")
+write("long_name", "a tensor of this model", good.replace("fc3.weight", 3000 * "x"))
 write("nested", 'metadata as "key":"value"', good.replace('{"format"', '{"a":{"b":"c"},"format"'))
 write("damaged", "damaged", good.replace('"format":"pt"', '"format":"pT"'))
 write("no_checksum", "damaged", re.sub(',"cnn.checksum":"[^"]*"', "", good))
@@ -477,7 +494,7 @@ write("much_header", "at most 1048576", good + 1048577 * " ")
 write("length_-1", "at most 1048576", good, length=2 ** 64 - 1)
 write("length_-8", "at most 1048576", good, length=2 ** 64 - 8)
 write("length_2_63", "at most 1048576", good, length=2 ** 63)
-write("length_short", "data_offsets that fit", good, length=good.index(bias) + len(bias) - 3)
+write("length_short", 'expected "fc3.weight"', good, length=good.index(last) + len(last) - 3)
 END
     local name word
     while IFS=$'\t' read -r name word; do

@@ -17,11 +17,10 @@ same_file() { holds "$1" "$2 equal to $3" "other bytes, or none" cmp -s "$2" "$3
 position() { head -c 3000 "$1" | grep -aoP -m1 "\"$2\":\"\\K[0-9]+"; }
 status_of() { grep -oP '"status": "\K[a-z]+' "$1/run.json"; }
 
-# rows FOLDER: its steps and epochs, and those of run.json, without times and rates
+# rows FOLDER: its steps and epochs, without times and rates
 rows() {
     cut -d, -f1-6 "$1/steps.csv"
     cut -d, -f1,2,6,8- "$1/epochs.csv"
-    sed -n '/^    {"epoch"/{s/"\(seconds\|img_per_s\|loader_wait_s\|test_seconds\)":[^,]*,//g;s/}.*//;p}' "$1/run.json"
 }
 
 # wait_for SECONDS COMMAND...: until it succeeds

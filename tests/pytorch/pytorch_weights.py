@@ -10,6 +10,7 @@ best classes are closer than 1e-4.
 CNN=PATH: another binary.  QUICK=1: without resnet18.
 Prints lines `pass pytorch_weights/NAME`, `fail pytorch_weights/NAME: why`, `skip ...`.
 """
+import csv
 import json
 import os
 import struct
@@ -164,15 +165,21 @@ def evaluate(net, inputs, labels):
 
 
 def run_cnn(folder, *arguments):
-    """Runs ./cnn; the last epoch and the confusion matrix in its run.json."""
+    """Runs ./cnn; its loss and accuracy, and the confusion matrix of its predictions."""
     command = [CNN, "--data", folder, "--batch-size", str(BATCH), "--limit-train", str(TRAIN),
                "--out", f"{folder}/run", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"exit status {done.returncode}: {done.stderr.strip()}")
+    with open(f"{folder}/run/epochs.csv", encoding="utf-8", newline="") as f:
+        epoch = list(csv.DictReader(f))[-1]
     with open(f"{folder}/run/run.json", encoding="utf-8") as f:
-        run = json.load(f)
-    return run["epochs"][-1], np.array(run["confusion"])
+        classes = len(json.load(f)["classes"])
+    with open(f"{folder}/run/predictions.csv", encoding="utf-8", newline="") as f:
+        pairs = [(int(row["label"]), int(row["predicted"])) for row in csv.DictReader(f)]
+    confusion = np.zeros((classes, classes), int)
+    np.add.at(confusion, tuple(zip(*pairs)), 1)
+    return {key: float(epoch[key]) for key in ("test_loss", "accuracy")}, confusion
 
 
 def differences(net, inputs, labels, epoch, confusion):

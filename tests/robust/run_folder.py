@@ -3,11 +3,10 @@
 
 usage: run_folder.py DIR
 
-All of epochs.csv, steps.csv and of run.json's epochs except times, rates and the warmup mark: a run
-that was stopped and resumed must print the same as one that was not.
+All of epochs.csv and steps.csv except times, rates and the warmup mark: a run that was stopped and
+resumed must print the same as one that was not.
 """
 import csv
-import json
 import re
 import sys
 
@@ -22,6 +21,3 @@ for file in "epochs.csv", "steps.csv":
     with open(f"{sys.argv[1]}/{file}", encoding="utf-8", newline="") as text:
         for row in csv.DictReader(text):
             show(file, row)
-with open(f"{sys.argv[1]}/run.json", encoding="utf-8") as text:
-    for row in json.load(text)["epochs"]:
-        show("run.json", row)

@@ -161,15 +161,13 @@ typedef struct File {
 static File good_file(void) {
     File f = {.metadata = "{\"format\":\"pt\"}"};
     Tensor *list = list_tensors(&spoiled_net, NULL, NULL, false, &f.count);
-    qsort(list, f.count, sizeof *list, compare_keys);
+    qsort(list, f.count, sizeof *list, compare_names);
     for (size_t i = 0; i < f.count; i++) {
         Entry *e = &f.entries[i];
         snprintf(e->name, sizeof e->name, "%.39s", list[i].name);
         snprintf(e->dtype, sizeof e->dtype, "%s", list[i].dtype);
-        size_t at = 0;
-        for (size_t d = 0; d < list[i].rank; d++)
-            at += (size_t)snprintf(e->shape + at, 24, d ? ",%zu" : "%zu", list[i].dims[d]);
-        e->begin = list[i].begin;
+        snprintf(e->shape, sizeof e->shape, "%s", list[i].shape);
+        e->begin = f.data_bytes;
         e->end = f.data_bytes = e->begin + list[i].bytes;
     }
     free(list);
@@ -277,10 +275,11 @@ static void spoil_overlap(File *f) {
     f->data_bytes -= 4;
 }
 
-static void spoil_same_place(File *f) { // fc1.weight of 16 numbers, then as many for the others
+static void spoil_same_place(File *f) { // the last one, where the one before begins
     Entry *e = last_entry(f);
+    const size_t bytes = e->end - e->begin;
     e->begin = f->entries[f->count - 2].begin;
-    e->end = e->begin + 2 * sizeof(real);
+    e->end = e->begin + bytes;
 }
 
 static void spoil_dtype(File *f) {
@@ -333,7 +332,7 @@ static void spoil_twice(File *f) {
 }
 
 static void spoil_renamed(File *f) {
-    strcpy(last_entry(f)->name, "fc9.bias");
+    strcpy(last_entry(f)->name, "fc9.weight");
 }
 
 static void spoil_long_name(File *f) {
@@ -395,7 +394,7 @@ static void test_spoiled_headers(void) {
         {"a hole", spoil_hole, "where those before it end"},
         {"an overlap", spoil_overlap, "where those before it end"},
         {"two tensors at one place", spoil_same_place, "where those before it end"},
-        {"wrong dtype", spoil_dtype, "\"fc1.bias\":{\"dtype\":\"F"},
+        {"wrong dtype", spoil_dtype, "expected \"fc1.weight\":{\"dtype\":\"F"},
         {"unknown dtype", spoil_unknown_dtype, "F31"},
         {"wrong shape", spoil_shape, "\"shape\":[1,2]"},
         {"wrong size", spoil_size, "\"shape\":[5]"},
@@ -403,14 +402,15 @@ static void test_spoiled_headers(void) {
         {"a shape whose bytes overflow", spoil_bytes, "[1073741824,"},
         {"five dimensions", spoil_rank, "[1,1,1,1,4]"},
         {"a number of 20 digits", spoil_digits, "[18446744073709551620"},
-        {"offsets backwards", spoil_backwards, "offsets that fit"},
-        {"the same tensor twice", spoil_twice, "this model, each once"},
-        {"an unknown tensor", spoil_renamed, "fc1.bias"},
-        {"an unknown tensor with a long name", spoil_long_name, "fc1.bias"},
-        {"a missing tensor", spoil_missing, "\"fc1.bias\":"},
-        {"an optimizer that was not asked for", spoil_optimizer, "this model, each once"},
+        {"offsets backwards", spoil_backwards, "expected \"fc1.weight\":{"},
+        {"the same tensor twice", spoil_twice, "each tensor once"},
+        {"an unknown tensor", spoil_renamed, "a tensor of this model, found \"\"fc9.weight\":"},
+        {"an unknown tensor with a long name", spoil_long_name,
+         "a tensor of this model, found \"\"fc1.bias.fc1."},
+        {"a missing tensor", spoil_missing, "expected fc1.weight, found \"nothing of that name\""},
+        {"an optimizer that was not asked for", spoil_optimizer, "\"optimizer.x.fc1.bias\":"},
         {"more numbers than it says", spoil_more_data, "bytes of values"},
-        {"fewer numbers than it says", spoil_less_data, "bytes of values"},
+        {"fewer numbers than it says", spoil_less_data, "within the values of fc1.weight"},
         {"no tensors", spoil_nothing_there, "nothing of that name"},
         {"too much metadata", spoil_metadata, "less metadata"},
         {"a version without its checksum", spoil_version, "damaged"},
@@ -434,29 +434,29 @@ static void test_garbage_headers(void) {
         {"", "starts with {"},
         {" {}", "starts with {"},
         {"[]", "starts with {"},
-        {"{", "nothing of that name"},
+        {"{", "a tensor of this model"},
         {"{}", "nothing of that name"},
-        {"{{{{{{{{{{{{{{{{", "nothing of that name"},
-        {"{\"a\"}", "nothing of that name"},
-        {"{\"a\":[[[[[[[[[[", "nothing of that name"},
-        {"{\"a\":{\"a\":{\"a\":{\"a\":{", "nothing of that name"},
-        {"{\"a\":{\"dtype\":\"F32\"}}", "nothing of that name"},
-        {"{\"a\":{\"dtype\":\"I64\",\"data_offsets\":[0,8]}}", "nothing of that name"},
+        {"{{{{{{{{{{{{{{{{", "a tensor of this model"},
+        {"{\"a\"}", "a tensor of this model"},
+        {"{\"a\":[[[[[[[[[[", "a tensor of this model"},
+        {"{\"a\":{\"a\":{\"a\":{\"a\":{", "a tensor of this model"},
+        {"{\"a\":{\"dtype\":\"F32\"}}", "a tensor of this model"},
+        {"{\"a\":{\"dtype\":\"I64\",\"data_offsets\":[0,8]}}", "a tensor of this model"},
         {"{\"" TEN TEN TEN TEN TEN TEN TEN TEN TEN TEN
          "\":{\"dtype\":\"I64\",\"shape\":[],\"data_offsets\":[0,8]}}",
-         "nothing of that name"},
-        {"{\"a\":{\"shape\":[", "nothing of that name"},
-        {"{\"a\":{\"shape\":[1", "nothing of that name"},
-        {"{\"a\":{\"shape\":[-1]", "nothing of that name"},
-        {"{\"a\":{\"data_offsets\":[0,1,2]", "nothing of that name"},
-        {"{\"a\":{\"data_offsets\":[0]", "nothing of that name"},
+         "a tensor of this model"},
+        {"{\"a\":{\"shape\":[", "a tensor of this model"},
+        {"{\"a\":{\"shape\":[1", "a tensor of this model"},
+        {"{\"a\":{\"shape\":[-1]", "a tensor of this model"},
+        {"{\"a\":{\"data_offsets\":[0,1,2]", "a tensor of this model"},
+        {"{\"a\":{\"data_offsets\":[0]", "a tensor of this model"},
         {"{\"__metadata__\":{\"__metadata__\":{", "metadata as"},
-        {"{\"__metadata__\":{}} x", "nothing of that name"},
-        {"{\"__metadata__\":{},", "nothing of that name"},
-        {"{\"abc", "nothing of that name"},
-        {"{\"a\nb\":{}}", "nothing of that name"},
-        {"{x\n\nb\":{}}", "nothing of that name"},
-        {"{\"\n\n\"", "nothing of that name"},
+        {"{\"__metadata__\":{}} x", "a comma and a tensor, or the end"},
+        {"{\"__metadata__\":{},", "a tensor of this model"},
+        {"{\"abc", "a tensor of this model"},
+        {"{\"a\nb\":{}}", "a tensor of this model"},
+        {"{x\n\nb\":{}}", "a tensor of this model"},
+        {"{\"\n\n\"", "a tensor of this model"},
     };
     for (size_t i = 0; i < sizeof headers / sizeof *headers; i++) {
         size_t length = strlen(headers[i][0]);
@@ -628,7 +628,7 @@ static void test_unfinite_file(void) {
             file && fseek(file, (long)(8 + strlen(f.header) + last_entry(&f)->begin), 0) == 0;
         if (!good || fwrite(&values[i], sizeof(real), 1, file) != 1 || fclose(file) != 0)
             fail("cannot change %s", checkpoint_path);
-        expect_refusal("a number that is not finite", "fc1.bias: expected finite numbers");
+        expect_refusal("a number that is not finite", "fc1.weight: expected finite numbers");
     }
     verdict("checkpoint: numbers that are not finite are refused");
 }

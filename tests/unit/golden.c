@@ -231,7 +231,8 @@ static void compare_tensors(Net *net, const Golden *g, const char *keyword, cons
             return;
         const real *values = t->values;
         if (t->filter.h) {
-            reorder_weight(net->host[1], t->values, t->filter, t->dims[0], true);
+            reorder_weight(net->host[1], t->values, t->filter, t->count / shape_size(t->filter),
+                           true);
             values = net->host[1];
         }
         compare_tensor(line, values, t->count, tolerance);
@@ -242,7 +243,7 @@ static void run_golden_net(Net *net, const GoldenNet *which, const Golden *g) {
     size_t n = which->batch, parameters, gradients;
     Tensor *list = list_tensors(net, NULL, NULL, false, &parameters);
     Tensor *grads = must_alloc(parameters * sizeof *grads, "a test");
-    gradients = (size_t)(list_layers(net, grads, "", net->grads, false) - grads);
+    gradients = (size_t)(list_parameters(net, grads, "", net->grads) - grads);
     double tolerance = golden_tolerance(net, n);
     RandomKey key = {.seed = 1, .epoch = 1, .stride = 1};
     set_golden_parameters(net, g, list, parameters);

@@ -72,7 +72,7 @@ static void test_start_of_epoch(void) {
     run.steps_capacity = 2;
     run.iterations = run.epoch = 1;
     steps[1].parts[LOAD] = 1;
-    clock_line(&run.clock, 1, &steps[0].parts[IDLE], "the end of an epoch");
+    clock_line(&run.clock, 1, &steps[0].parts[OTHER], "the end of an epoch");
     clock_line(&run.clock, 0, NULL, NULL);
     start_epoch(&run);
     for (size_t i = 0; i < 2; i++)
