@@ -735,7 +735,7 @@ static double memory_limit(void) {
     return fmin(fmin(memory_bytes(), slurm), cgroup_limit("/proc/self/cgroup", "/sys/fs/cgroup"));
 }
 
-// FNV-1a; hash: that of the bytes before, at first HASH_START.
+// FNV-1a. hash: of the bytes before these; HASH_START at first
 #define HASH_START 0xcbf29ce484222325u
 static uint64_t hash_bytes(uint64_t hash, const void *memory, size_t bytes) {
     for (size_t i = 0; i < bytes; i++)
@@ -1132,8 +1132,8 @@ static void batchnorm2d_backward(Work w) {
         }
 }
 
-/* out = in / (1 - p), or 0 with probability p, as the mask says. One Philox block serves 8 elements
-   with 16 bits each, so p is rounded to 1/65536. Element e of the image at position q draws from
+/* out = in / (1 - p), or 0 with probability p; the mask stores which. One Philox block serves 8
+   elements with 16 bits each, so p is rounded to 1/65536. Element e of the image at position q draws from
    (seed, layer, epoch, q, e). (Srivastava et al., "Dropout", JMLR 2014; inverted as in PyTorch.) */
 static uint32_t dropout_threshold(const Layer *l) {
     return (uint32_t)lround((double)l->p * 65536);
@@ -1504,8 +1504,8 @@ static void fuse_relu(Slot *to) {
     to->fused.relu = to->fused.relu_backward = true;
 }
 
-/* Fuses a max-pool with the convolution before it, whose backward then includes that of the ReLU
-   between them and, if nothing else reads it, that of the ReLU before the convolution. */
+/* Fuses a max-pool with the convolution before it. Its backward then includes the ReLU between them,
+   and the ReLU before the convolution, if nothing else reads that. */
 static void fuse_pool(Net *net, Slot *to, size_t input, const Layer *pool) {
     Slot *before = &net->slots[net->slots[input].computed_by];
     to->fused.pool = pool;
@@ -1566,7 +1566,7 @@ static bool shares_gradient(const Net *net, size_t row) {
     for (size_t i = row; i < net->count; i++) {
         if (slots[i].sharing == FUSED)
             continue;
-        // A reader whose backward runs before that of this row would write to the shared memory.
+        // A reader whose backward runs earlier would write to the shared memory.
         if (slots[net->layers[i].input].computed_by == residual)
             return false;
         if (i > row && slots[i].residual && slots[slots[i].residual].computed_by == residual)
@@ -1684,7 +1684,7 @@ static void plan_arenas(Net *net) {
     plan_area(p, &net->prepared, net->prepared_size, HOST, "maps and buffers");
 }
 
-// The shape of what a row's kernels write: that of the max-pool, if one is fused
+// The shape of what a row's kernels write: the max-pool's, if one is fused
 static Shape stored_shape(const Net *net, size_t row) {
     const Layer *pool = net->slots[row].fused.pool;
     return pool ? pool->out : net->layers[row].out;
@@ -1980,7 +1980,7 @@ typedef struct Model {
     size_t (*build)(Net *net, size_t x);
     const char *datasets; // --dataset auto: the first of these that is found
     const char *native;   // the dataset whose shape, classes and counts synthetic images have
-    const char *defaults; // options that differ from those of the table in section 12
+    const char *defaults; // options that differ from the table in section 12
     bool half;            // mean and deviation .5 of 3 channels, as in PyTorch's CIFAR-10 tutorial
     bool sc20_log;        // log lines with images per second (SC20 tutorial), else MNIST example's
 } Model;
@@ -2040,7 +2040,8 @@ static real *output(const Net *net, size_t row) {
                                    : (real *)(net->activations + net->slots[row].output);
 }
 
-static real *gradient(const Net *net, size_t row) { // NULL: that of the images is not needed
+// NULL: the gradient of the images is not needed.
+static real *gradient(const Net *net, size_t row) {
     return row == 0 ? NULL : (real *)(net->dactivations + net->slots[row].gradient);
 }
 
@@ -2166,7 +2167,7 @@ static void backward_row(const Net *net, size_t i, size_t n, bool *written) {
 
 static void gradients_ready(struct Comm *c, size_t first); // section 10
 
-// loss.backward(): from the gradient of the last row to those of all parameters
+// loss.backward(): from the gradient of the last row to the gradients of all parameters
 static void backward(Net *net, size_t n) {
     bool written[MAX_LAYERS] = {false};
     if (net->settings->zero_grad == ZERO_GRAD_MEMSET) { // # EXTRA  nothing reads the zeros
@@ -2291,7 +2292,7 @@ static size_t cpu_count(const char **why_not) {
     return usable_cores();
 }
 
-// The threads of a replica are those of the thread that calls the kernels.
+// Each thread that calls the kernels has threads of its own: nothing to do.
 static void cpu_use(size_t replica, size_t number, void (*on_error)(int, const char *, ...)) {
     (void)replica, (void)number, (void)on_error;
 }
@@ -3147,17 +3148,17 @@ static void loader_free(Loader *l) {
    device, driven by a thread of this process (--gpus, --replicas) or by a process (MPI).
 
      ddp   each rank loads its share of the batch and computes a gradient from it. A ring all-reduce
-           adds the gradients, bucket by bucket, while backward computes those of earlier layers.
+           adds the gradients, bucket by bucket, while backward goes on to earlier layers.
            All ranks make the same update.
      dp    rank 0, the master, loads the batch, scatters images and broadcasts parameters, gathers
            the outputs, computes the loss, reduces the gradients and makes the update, while the
            others wait.
 
    Both give the update of one device that has the whole batch: the shares make up that batch,
-   random numbers follow an image's position, and gradients are those of the mean over the whole
-   batch. (If N does not divide the data, ddp's last batch repeats some images, as PyTorch's does.)
-   Only BatchNorm's statistics are those of a rank's share; rank 0's running statistics are kept.
-   Sums are taken in the order of the ring: the same N gives the same bits. */
+   random numbers follow an image's position, and the loss is the mean over the whole batch. (If N
+   does not divide the data, ddp's last batch repeats some images, as PyTorch's does.) Only BatchNorm
+   sees just a rank's share; rank 0's running statistics are kept. Sums are taken in the order of
+   the ring: the same N gives the same bits. */
 
 // The ranks that are threads of this process.
 typedef struct Team {
@@ -3570,7 +3571,7 @@ static double batch_loss(Comm *c, const Batch *batch) {
     return c->dp ? dp_loss(c) : loss_and_gradient(c->net, batch->n, true);
 }
 
-// Returns when the gradients are those of the whole batch: on all ranks, or on dp's master.
+// Returns when the gradients of the whole batch are there: on all ranks, or on dp's master.
 static void reduce_gradients(Comm *c) {
     if (c->dp)
         dp_reduce(c);
@@ -3757,7 +3758,8 @@ static Tensor *list_statistics(Net *net, Tensor *t) {
 
 // Lists what an optimizer keeps, at `state`; NULL: a file may have it, but it is not needed.
 static Tensor *list_state(const Net *net, Tensor *t, const Optimizer *o, real *state) {
-    const size_t arrays = state ? count_states((OptimizerChoice)(o - optimizers), net->settings) : 2;
+    const size_t arrays =
+        state ? count_states((OptimizerChoice)(o - optimizers), net->settings) : 2;
     for (size_t i = 0; i < arrays && o->states[i]; i++) {
         char prefix[64];
         snprintf(prefix, sizeof prefix, "optimizer.%s.", o->states[i]);
@@ -4715,6 +4717,7 @@ typedef struct Run {
     DeviceInfo device_info;
     Comm comm;                // with the other ranks
     size_t devices;           // that ranks of this process can use
+    size_t share;             // images of an epoch that this rank's loader loads
     size_t batch, iterations; // images of a step on this device, at most; steps of an epoch
     Net net;
     real *state; // the optimizer's
@@ -5762,15 +5765,17 @@ static void setup_data(Run *run) {
 
 // ---- Memory: all of it is planned, printed, and only then allocated
 
-// The planned bytes of a category (NULL: all); first: HOST: in all kinds of memory, or DEVICE
-static double run_bytes(const Run *run, const char *what, MemoryKind first) {
+// The planned bytes of a category (NULL: all). on_device: only on the device
+static double run_bytes(const Run *run, const char *what, bool on_device) {
     const Plan *plans[] = {&run->net.plan, &run->plan, &run->comm.plan, &run->train_loader.plan,
                            &run->test_loader.plan};
     double bytes = 0;
     for (size_t p = 0; p < LENGTH(plans); p++)
-        for (const struct Area *a = plans[p]->areas; a < plans[p]->areas + plans[p]->count; a++)
-            if (a->where >= first && (!what || strcmp(a->what, what) == 0))
+        for (const struct Area *a = plans[p]->areas; a < plans[p]->areas + plans[p]->count; a++) {
+            const bool wanted = !what || strcmp(a->what, what) == 0;
+            if (wanted && (!on_device || a->where == DEVICE))
                 bytes += (double)a->bytes;
+        }
     return bytes;
 }
 
@@ -5780,52 +5785,75 @@ static double data_bytes(const Run *run) {
     return images * (double)(shape_size(run->info.shape) + 1);
 }
 
-/* Plans all that this rank will allocate, for batches of at most `batch` images, with the data set
-   on the device or not. Returns the bytes on the device; on a CPU, all of them. */
-static double plan_run(Run *run, size_t batch, bool resident) {
-    Settings *s = &run->settings;
-    Comm *c = &run->comm;
-    Net *net = &run->net;
-    const size_t share = ceil_div(run->train_set.count, c->dp ? 1 : c->world);
-    const size_t loaded = min_size(min_size(s->batch_size, batch * (c->dp ? c->world : 1)), share);
-    Placement to = {run->device, c->number, s->pin_memory && run->device->is_gpu,
-                    resident,    c->rank,   c->world};
-    run->iterations = ceil_div(share, s->batch_size);
-    run->steps_capacity = min_size(s->log_interval, run->iterations) + 1;
-    net_build(net, run->model, &run->info, s, run->kernels);
-    // the default follows the training batch, also while the largest one that fits is searched
-    const size_t tested = s->test_batch_size == run->batch ? batch : s->test_batch_size;
-    net->test_batch = min_size(tested, run->test_set.count);
-    plan_memory(net, min_size(batch, run->train_set.count));
-    loader_plan(&run->test_loader, &run->test_set, net->test_batch, s->workers, AUGMENT_NONE, to);
-    to.ranks = c->dp ? 1 : c->world; // dp: the master loads for all
+static void plan_loaders(Run *run, bool resident) {
+    const Settings *s = &run->settings;
+    const Comm *c = &run->comm;
+    const size_t loaded = min_size(s->batch_size, run->share);
+    Placement to = {.device = run->device,
+                    .number = c->number,
+                    .pinned = s->pin_memory && run->device->is_gpu,
+                    .resident = resident,
+                    .rank = c->rank,
+                    .ranks = c->world};
+    loader_plan(&run->test_loader, &run->test_set, run->net.test_batch, s->workers, AUGMENT_NONE,
+                to);
+    if (c->dp)
+        to.ranks = 1; // the master loads for all
     if (!c->dp || c->rank == 0)
         loader_plan(&run->train_loader, &run->train_set, loaded, s->workers, s->augment, to);
-    comm_plan(c, net, &run->train_loader);
-    run->plan = (Plan){.device = run->device};
-    const size_t sums = 3 + run->test_set.count;
-    const size_t steps = c->world * run->steps_capacity;
-    const size_t states = count_states(s->optimizer, s) * net->param_size;
+}
+
+// Numbers that a test sums over all ranks: loss, images, how many of them are right, and the class
+// predicted for each image
+static size_t count_totals(const Run *run) {
+    return 3 + run->test_set.count;
+}
+
+// The memory of the run itself: the optimizer's state, results, what is measured
+static void plan_buffers(Run *run) {
+    const Settings *s = &run->settings;
+    Plan *p = &run->plan;
     static const char buffers[] = "maps and buffers";
-    plan_area(&run->plan, &run->totals, (1 + c->world) * sums * sizeof(double), HOST, buffers);
-    plan_area(&run->plan, &run->all_steps, steps * sizeof *run->steps, HOST, buffers);
-    plan_area(&run->plan, &run->state, states * sizeof(real), DEVICE, "optimizer state");
+    const size_t steps = run->comm.world * run->steps_capacity;
+    const size_t states = count_states(s->optimizer, s) * run->net.param_size;
+    *p = (Plan){.device = run->device};
+    plan_area(p, &run->totals, (1 + run->comm.world) * count_totals(run) * sizeof(double), HOST,
+              buffers);
+    plan_area(p, &run->all_steps, steps * sizeof *run->steps, HOST, buffers);
+    plan_area(p, &run->state, states * sizeof(real), DEVICE, "optimizer state");
     for (size_t i = 0; i < (s->layers ? 2 : 0); i++)
-        plan_area(&run->plan, &run->measured[i], MEASURED * run->kernels->element, DEVICE, buffers);
-    if (*s->trace && c->replica == 0)
-        plan_area(&run->plan, &trace.events, TRACE_EVENTS * sizeof *trace.events, HOST, buffers);
-    return run->device->is_gpu ? run_bytes(run, NULL, DEVICE)
-                               : run_bytes(run, NULL, HOST) + data_bytes(run);
+        plan_area(p, &run->measured[i], MEASURED * run->kernels->element, DEVICE, buffers);
+    if (*s->trace && run->comm.replica == 0)
+        plan_area(p, &trace.events, TRACE_EVENTS * sizeof *trace.events, HOST, buffers);
+}
+
+// Plans all that this rank will allocate, with the data set on the device or not. Returns the bytes
+// on the device; on a CPU, all of them.
+static double plan_run(Run *run, bool resident) {
+    Settings *s = &run->settings;
+    Net *net = &run->net;
+    const size_t parts = run->comm.dp ? 1 : run->comm.world; // dp: the master loads for all
+    run->share = ceil_div(run->train_set.count, parts);
+    run->iterations = ceil_div(run->share, s->batch_size);
+    run->steps_capacity = min_size(s->log_interval, run->iterations) + 1;
+    net_build(net, run->model, &run->info, s, run->kernels);
+    net->test_batch = min_size(s->test_batch_size, run->test_set.count);
+    plan_memory(net, min_size(run->batch, run->train_set.count));
+    plan_loaders(run, resident);
+    comm_plan(&run->comm, net, &run->train_loader);
+    plan_buffers(run);
+    return run->device->is_gpu ? run_bytes(run, NULL, true)
+                               : run_bytes(run, NULL, false) + data_bytes(run);
 }
 
 // The data set is resident if 10 % of the memory stays free, or if loading would need more of it.
-static double choose_resident(Run *run, size_t batch) {
+static double choose_resident(Run *run) {
     const bool wanted = run->settings.resident && run->device->is_gpu && !run->comm.dp;
-    const double resident = plan_run(run, batch, wanted);
+    const double resident = plan_run(run, wanted);
     if (!wanted || resident < .9 * run->device_info.memory)
         return resident;
-    const double copied = plan_run(run, batch, false);
-    return copied < resident ? copied : plan_run(run, batch, true);
+    const double copied = plan_run(run, false);
+    return copied < resident ? copied : plan_run(run, true);
 }
 
 // Prints the plan before anything is allocated, and refuses what cannot fit.
@@ -5836,15 +5864,15 @@ static void plan_run_memory(Run *run) {
         "statistics and masks", "scratch", "maps and buffers", "communication", "loader"};
     // clang-format on
     const bool gpu = run->device->is_gpu;
-    const double needed = choose_resident(run, run->batch), there = run->device_info.memory;
-    const double data = run_bytes(run, "data set", HOST) + data_bytes(run);
-    const double all = run_bytes(run, NULL, HOST) + data_bytes(run);
+    const double needed = choose_resident(run), there = run->device_info.memory;
+    const double data = run_bytes(run, "data set", false) + data_bytes(run);
+    const double all = run_bytes(run, NULL, false) + data_bytes(run);
     if (run->comm.rank > 0)
         return;
     print_summary(&run->net);
     printf("Memory in MB%s:", run->comm.world > 1 ? " of each device" : "");
     for (size_t i = 0; i < LENGTH(what); i++)
-        printf(" %s %.1f,", what[i], run_bytes(run, what[i], HOST) / 1e6);
+        printf(" %s %.1f,", what[i], run_bytes(run, what[i], false) / 1e6);
     printf(" data set %.1f, together %.1f\n", data / 1e6, all / 1e6);
     if (all - (gpu ? needed : 0) > memory_limit() || needed > there)
         die(1,
@@ -5896,7 +5924,7 @@ static void save_model(Run *run) {
     printf("Saved the weights to %s\n", path);
 }
 
-// The initial weights: random, those of --load, or a checkpoint's, with its position.
+// The initial weights: random, from --load, or from a checkpoint, which also has the position
 static void setup_weights(Run *run) {
     Settings *s = &run->settings;
     char path[PATH_SIZE];
