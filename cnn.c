@@ -4433,6 +4433,124 @@ static void print_settings(const Settings *s) {
    What a run measures: the time of each line of train() and of each layer, a trace, the resources
    used, and the run folder, which plots, labs and graders read. */
 
+// ---- The state of a run
+
+// The parts of a step, in the order of steps.csv. All but COMM, which overlaps with the rest, and
+// BYTES_SENT add up to the step, in seconds. EXPOSED_COMM is the time that a rank waits for COMM.
+enum { LOAD, COPY, FORWARD, BACKWARD, OPTIMIZER, COMM, EXPOSED_COMM, OTHER, BYTES_SENT, PARTS };
+
+typedef struct StepResult {
+    size_t epoch, step, images;
+    int signal; // that was noted in this step; see Signals
+    double loss, lr, parts[PARTS];
+} StepResult;
+
+// The results of an epoch. Times in seconds; accuracy in per cent.
+typedef struct EpochResult {
+    size_t epoch, images, step_images;
+    size_t resumed, logged; // of these images: seen by earlier runs, before the last log line
+    double seconds, loader_wait_s, test_seconds, test_loss, accuracy, lr, step_loss;
+    double train_loss;   // sum over all images
+    double parts[PARTS]; // sums over all steps and ranks
+    uint64_t weight_hash;
+} EpochResult;
+
+// The clock of train(), below
+enum { PROFILED_LINES = 128 };
+
+typedef struct LineClock {
+    bool synchronize; // --profile: wait for the device at each line, so that its time is its own
+    const Device *device;
+    int first;   // the first profiled line of cnn.c
+    size_t rank; // for --trace, with the running line and when it began
+    const char *text;
+    double since;
+    size_t marks, settled; // numbers of marks set, and of lines whose times are known
+    struct {
+        int line;     // the line that begins at this mark, or 0
+        double *part; // of the step, or NULL
+    } begun[CLOCK_MARKS];
+    struct {
+        size_t hits;
+        double seconds;
+    } lines[PROFILED_LINES];
+} LineClock;
+
+// When checkpoints are saved, and the signal that the ranks have gathered; see Signals
+typedef struct Saving {
+    size_t every; // epochs or, with by_steps, steps
+    bool by_steps, due;
+    int signal; // not yet handled, or 0
+} Saving;
+
+// --graph: training steps of net.batch images, and of fewer, which are an epoch's last: how many
+// there were, and their graph. The first of either, which loads kernels, goes without.
+typedef struct StepGraphs {
+    size_t alike[2];
+    void *of[2];
+} StepGraphs;
+
+// --trace and Nsight: the steps [first, end)
+typedef struct Tracer {
+    size_t first, end;
+    bool recording;           // Nsight records this step
+    double start, step_start; // when START_MARK was set; when this step began
+} Tracer;
+
+// What a run prints, and writes to its run folder
+typedef struct Recorder {
+    const char *status;
+    int argc;
+    char **argv;
+    double started, epoch_start, log_started, peak_gflops;
+    // steps not yet written to steps.csv: [rank][steps_capacity], and this rank's row of these
+    StepResult *all_steps, *steps;
+    size_t steps_kept, steps_capacity;
+    FILE *steps_csv, *epochs_csv;
+    FILE *lines; // what --quiet prints, too: the epochs' lines, tables that were asked for
+} Recorder;
+
+// The last test, summed over all ranks: loss, images, how many of them are right, in `totals`, then
+// the class predicted for each image
+typedef struct Evaluation {
+    double *totals, *predicted;
+} Evaluation;
+
+// The state of a run, of which each rank has one.
+typedef struct Run {
+    Settings settings;
+    const Model *model;
+    // the device and the other ranks
+    const Kernels *kernels;
+    const Device *device; // of these kernels
+    DeviceInfo device_info;
+    size_t devices; // that ranks of this process can use
+    Comm comm;
+    // the network and its optimizer
+    Net net;
+    real *state; // the optimizer's
+    double lr;
+    LossScale loss_scale; // fp16: as it was when it was last read from the device
+    StepGraphs graphs;
+    // the data
+    DatasetInfo info;
+    Dataset train_set, test_set;
+    Loader train_loader, test_loader;
+    size_t share;             // images of an epoch that this rank's loader loads
+    size_t batch, iterations; // images of a step on this device, at most; steps of an epoch
+    // the position, and the sums of the running epoch
+    size_t epoch, next_batch; // epoch from 1, batch from 0
+    EpochResult current;
+    Saving saving;
+    // what is measured
+    LineClock clock;
+    Tracer tracer;
+    Recorder recorder;
+    Evaluation tested;
+    real *measured[2]; // --layers: numbers that are added
+    Plan plan;         // of the memory that is neither the network's nor a loader's
+} Run;
+
 // ---- Records
 
 typedef enum { KEY_VALUE, CSV_HEADER, CSV_ROW, JSON } Form;
@@ -4490,26 +4608,6 @@ static FORMAT(3) void print_record(FILE *f, Form form, const char *record, ...) 
 /* ---- The clock of train(). Each line there begins with AT(...), which sets a mark: the end of the
    previous line and the beginning of this one, whose time also counts as a part of the step. Since
    a GPU runs behind the program, times are read only when they are needed or a mark is reused. */
-enum { PROFILED_LINES = 128 };
-
-typedef struct LineClock {
-    bool synchronize; // --profile: wait for the device at each line, so that its time is its own
-    const Device *device;
-    int first;   // the first profiled line of cnn.c
-    size_t rank; // for --trace, with the running line and when it began
-    const char *text;
-    double since;
-    size_t marks, settled; // numbers of marks set, and of lines whose times are known
-    struct {
-        int line;     // the line that begins at this mark, or 0
-        double *part; // of the step, or NULL
-    } begun[CLOCK_MARKS];
-    struct {
-        size_t hits;
-        double seconds;
-    } lines[PROFILED_LINES];
-} LineClock;
-
 // Reads the times of lines that have ended, the oldest first, except for the last `left` of them.
 static void clock_settle(LineClock *c, size_t left) {
     while (c->settled + 1 + left < c->marks) {
@@ -4660,26 +4758,6 @@ static void print_resources(double start, int status) {
 
 // ---- Run folder (--out DIR)
 
-// The parts of a step, in the order of steps.csv. All but COMM, which overlaps with the rest, and
-// BYTES_SENT add up to the step, in seconds. EXPOSED_COMM is the time that a rank waits for COMM.
-enum { LOAD, COPY, FORWARD, BACKWARD, OPTIMIZER, COMM, EXPOSED_COMM, OTHER, BYTES_SENT, PARTS };
-
-typedef struct StepResult {
-    size_t epoch, step, images;
-    int signal; // that was noted in this step; see Signals
-    double loss, lr, parts[PARTS];
-} StepResult;
-
-// The results of an epoch. Times in seconds; accuracy in per cent.
-typedef struct EpochResult {
-    size_t epoch, images, step_images;
-    size_t resumed, logged; // of these images: seen by earlier runs, before the last log line
-    double seconds, loader_wait_s, test_seconds, test_loss, accuracy, lr, step_loss;
-    double train_loss;   // sum over all images
-    double parts[PARTS]; // sums over all steps and ranks
-    uint64_t weight_hash;
-} EpochResult;
-
 // The epoch's line on stdout, or a row of epochs.csv, which also has a hash of the weights.
 static void print_epoch(FILE *f, const EpochResult *e, Form form) {
 #define EPOCH                                                              \
@@ -4707,52 +4785,6 @@ static void print_step(FILE *f, const StepResult *s, size_t rank, Form form) {
                  p[LOAD], p[COPY], p[FORWARD], p[BACKWARD], p[OPTIMIZER], p[COMM], p[EXPOSED_COMM],
                  p[OTHER], p[BYTES_SENT], (size_t)(s->epoch == 1 && s->step <= 3));
 }
-
-// The state of a run, of which each rank has one.
-typedef struct Run {
-    Settings settings;
-    const Model *model;
-    const Kernels *kernels;
-    const Device *device; // of these kernels
-    DeviceInfo device_info;
-    Comm comm;                // with the other ranks
-    size_t devices;           // that ranks of this process can use
-    size_t share;             // images of an epoch that this rank's loader loads
-    size_t batch, iterations; // images of a step on this device, at most; steps of an epoch
-    Net net;
-    real *state; // the optimizer's
-    double lr;
-    LossScale loss_scale;  // fp16: as it was when it was last read from the device
-    size_t steps_alike[2]; // of net.batch images; of fewer, an epoch's last: how many there were
-    void *graphs[2];       // --graph: of either; its first step, which loads kernels, goes without
-    DatasetInfo info;
-    Dataset train_set, test_set;
-    Loader train_loader, test_loader;
-    size_t epoch, next_batch; // the position: epoch from 1, batch from 0
-    int signal;               // gathered from all ranks, and not yet handled; see Signals
-    bool save_due, save_by_steps;
-    size_t save_every; // epochs or, with save_by_steps, steps
-    real *measured[2]; // --layers: numbers that are added
-    Plan plan;         // of the memory that is not the network's or a loader's
-    LineClock clock;
-    size_t trace_first, trace_end;  // --trace-steps
-    bool recording;                 // Nsight records this step
-    double trace_start, step_start; // when START_MARK was set; when this step began
-    // the run folder
-    const char *status;
-    int argc;
-    char **argv;
-    double started, epoch_start, log_started, peak_gflops;
-    // steps not yet written to steps.csv: [rank][steps_capacity], and this rank's row of that
-    StepResult *all_steps, *steps;
-    size_t steps_kept, steps_capacity;
-    // the last test, summed over all ranks, in one area: loss, images, how many of them are right;
-    // the class predicted for each image
-    double *totals, *predicted;
-    EpochResult current; // the sums of the running epoch
-    FILE *steps_csv, *epochs_csv;
-    FILE *lines; // what --quiet prints, too: the epochs' lines, tables that were asked for
-} Run;
 
 // A new file of the run folder; without --out nothing is kept of it.
 static void open_in_folder(AtomicFile *f, const Run *run, const char *file) {
@@ -4794,20 +4826,21 @@ static void print_run_json(FILE *f, Run *run) {
     Settings *s = &run->settings;
     const Comm *c = &run->comm;
     const DeviceInfo *d = &run->device_info;
-    const Resources r = resources_since(run->started);
+    const Resources r = resources_since(run->recorder.started);
     char name[32];
     fprintf(f, "{\n  \"status\": \"%s\", \"provenance\": \"measured\", \"emulated\": %s,\n",
-            run->status, d->emulated ? "true" : "false");
-    for (int i = 0; i < run->argc; i++) {
+            run->recorder.status, d->emulated ? "true" : "false");
+    for (int i = 0; i < run->recorder.argc; i++) {
         fprintf(f, i ? ", " : "  \"command\": [");
-        json_string(f, run->argv[i]);
+        json_string(f, run->recorder.argv[i]);
     }
     fprintf(f, "],\n  \"machine\": {");
     print_record(f, JSON,
                  "host=%s cpu=%s cores=%zu memory_bytes=%.0f peak_gflops=%.1f device=%s uuid=%s "
                  "driver=%s slurm=%s",
-                 host_name(), cpu_name(), usable_cores(), memory_bytes(), run->peak_gflops, d->name,
-                 *d->uuid ? d->uuid : NULL, *d->driver ? d->driver : NULL, getenv("SLURM_JOB_ID"));
+                 host_name(), cpu_name(), usable_cores(), memory_bytes(), run->recorder.peak_gflops,
+                 d->name, *d->uuid ? d->uuid : NULL, *d->driver ? d->driver : NULL,
+                 getenv("SLURM_JOB_ID"));
     fprintf(f, "},\n  \"build\": {");
     print_record(f, JSON, "compiler=%s flags=%s commit=%s", COMPILER, CNN_FLAGS, CNN_COMMIT);
     fprintf(f, "},\n  \"settings\": ");
@@ -4819,7 +4852,7 @@ static void print_run_json(FILE *f, Run *run) {
                  c->world == 1 ? "single" : option_named(s, "--parallel"), c->world, run->batch,
                  s->global_batch, run->iterations, c->bucket_count, s->workers);
     fprintf(f, ",\"graph\":%s},\n  \"classes\": [",
-            run->graphs[0] || run->graphs[1] ? "true" : "false"); // whether one was replayed
+            run->graphs.of[0] || run->graphs.of[1] ? "true" : "false"); // whether one was replayed
     for (size_t i = 0; i < run->info.classes; i++) {
         fprintf(f, i ? ", " : "");
         json_string(f, class_name(run, i, name));
@@ -4844,14 +4877,14 @@ static void write_run_json(Run *run) {
 }
 
 static void write_failed(void) {
-    dying_run->status = "failed";
+    dying_run->recorder.status = "failed";
     write_run_json(dying_run);
 }
 
 // Creates --out DIR, which is this run's alone until it ends.
 static void open_run_folder(Run *run) {
     const char *dir = run->settings.out;
-    run->status = "running";
+    run->recorder.status = "running";
     if (!*dir)
         return;
     const bool there = mkdir(dir, 0777) == 0 || errno == EEXIST;
@@ -4860,7 +4893,7 @@ static void open_run_folder(Run *run) {
         file_fail("cannot create the folder", dir);
     if (flock(folder, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
         die(1, "--out %s: another run is writing into this folder; choose another one", dir);
-    run->peak_gflops = run->device->peak_gflops();
+    run->recorder.peak_gflops = run->device->peak_gflops();
     if (!run->settings.resume)
         write_run_json(run);
 }
@@ -4910,8 +4943,8 @@ static void open_logs(Run *run) {
         join_path(path, run->settings.out, results[i]);
         unlink(path);
     }
-    run->epochs_csv = open_log(run, "epochs.csv", false);
-    run->steps_csv = open_log(run, "steps.csv", true);
+    run->recorder.epochs_csv = open_log(run, "epochs.csv", false);
+    run->recorder.steps_csv = open_log(run, "steps.csv", true);
     write_run_json(run);
 }
 
@@ -4931,12 +4964,12 @@ static void read_loss_scale(Run *run) {
     const Net *net = &run->net;
     const LossScale before = run->loss_scale;
     LossScale *s = &run->loss_scale;
-    if (!net->scale || run->steps_kept == 0)
+    if (!net->scale || run->recorder.steps_kept == 0)
         return;
     run->device->copy(s, net->scale, sizeof *s);
     if (s->not_finite > 0 && run->kernels->precision != FP16)
         die(1, "epoch %zu, at most %zu steps ago: a gradient was not finite; try a smaller --lr",
-            run->epoch, run->steps_kept);
+            run->epoch, run->recorder.steps_kept);
     if (s->skipped > before.skipped && run->comm.rank == 0)
         printf("fp16: updates skipped: %u, whose gradients were not finite; loss scale %g\n",
                s->skipped - before.skipped, (double)s->scale);
@@ -4946,30 +4979,31 @@ static void read_loss_scale(Run *run) {
 static void flush_steps(Run *run, EpochResult *e) {
     clock_settle(&run->clock, 0);
     read_loss_scale(run);
-    all_gather(&run->comm, run->all_steps, run->steps_capacity * sizeof *run->steps);
-    for (size_t i = 0; i < run->steps_kept; i++) {
+    all_gather(&run->comm, run->recorder.all_steps,
+               run->recorder.steps_capacity * sizeof *run->recorder.steps);
+    for (size_t i = 0; i < run->recorder.steps_kept; i++) {
         double loss = 0, wait = 0;
         e->step_images = 0;
         for (size_t rank = 0; rank < run->comm.world; rank++) {
-            const StepResult *s = &run->all_steps[rank * run->steps_capacity + i];
+            const StepResult *s = &run->recorder.all_steps[rank * run->recorder.steps_capacity + i];
             e->step_images += s->images;
             loss += s->loss * (double)s->images;
             wait = fmax(wait, s->parts[LOAD]);
-            run->signal = s->signal > run->signal ? s->signal : run->signal;
+            run->saving.signal = s->signal > run->saving.signal ? s->signal : run->saving.signal;
             for (size_t k = 0; k < PARTS; k++)
                 e->parts[k] += s->parts[k];
-            if (run->steps_csv)
-                print_step(run->steps_csv, s, rank, CSV_ROW);
+            if (run->recorder.steps_csv)
+                print_step(run->recorder.steps_csv, s, rank, CSV_ROW);
         }
         e->images += e->step_images;
         e->step_loss = loss / (double)e->step_images;
         e->train_loss += loss;
         e->loader_wait_s += wait;
     }
-    memset(run->steps, 0, run->steps_kept * sizeof *run->steps);
-    run->steps_kept = 0;
-    if (run->steps_csv)
-        flush(run->steps_csv, "steps.csv");
+    memset(run->recorder.steps, 0, run->recorder.steps_kept * sizeof *run->recorder.steps);
+    run->recorder.steps_kept = 0;
+    if (run->recorder.steps_csv)
+        flush(run->recorder.steps_csv, "steps.csv");
 }
 
 // On a terminal: how far the epoch is, its speed and the time left, in one line.
@@ -4988,7 +5022,7 @@ static void show_progress(const Run *run, const EpochResult *e, double seconds) 
 
 // After a step: adds a row for steps.csv; at the log interval prints the log line.
 static void log_step(Run *run, EpochResult *e, const Batch *batch, double loss) {
-    StepResult *s = &run->steps[run->steps_kept++];
+    StepResult *s = &run->recorder.steps[run->recorder.steps_kept++];
     s->epoch = e->epoch;
     s->step = batch->number + 1;
     s->images = batch->n;
@@ -5007,14 +5041,14 @@ static void log_step(Run *run, EpochResult *e, const Batch *batch, double loss) 
         fprintf(stderr, "\r\033[K");
     if (run->model->sc20_log)
         printf("INFO - Epoch: %zu, Iteration: %zu, Avg img/sec: %.3f\n", e->epoch, batch->number,
-               (double)(e->images - e->logged) / (now() - run->log_started));
+               (double)(e->images - e->logged) / (now() - run->recorder.log_started));
     else
         printf("Train Epoch: %zu [%zu/%zu (%.0f%%)]\tLoss: %.6f\n", e->epoch,
                batch->number * e->step_images, run->train_set.count,
                100. * (double)batch->number / (double)run->iterations, e->step_loss);
     e->logged = e->images;
-    run->log_started = now();
-    show_progress(run, e, now() - run->epoch_start);
+    run->recorder.log_started = now();
+    show_progress(run, e, now() - run->recorder.epoch_start);
 }
 
 // After an epoch of training: writes the rows that are left, and computes and prints averages.
@@ -5025,7 +5059,8 @@ static void finish_epoch(Run *run, EpochResult *e) {
     if (run->comm.rank > 0)
         return;
     if (run->model->sc20_log)
-        printf("INFO - Time taken for epoch %zu is %.3f sec\n", e->epoch, now() - run->epoch_start);
+        printf("INFO - Time taken for epoch %zu is %.3f sec\n", e->epoch,
+               now() - run->recorder.epoch_start);
     if (n > 1)
         printf("ranks=%.0f compute_s=%.3f load_s=%.3f comm_s=%.3f exposed_comm_s=%.3f other_s=%.3f "
                "mb_sent=%.1f (each, on average)\n",
@@ -5039,8 +5074,8 @@ static void report_epoch(Run *run, EpochResult *e) {
     compare_ranks(&run->comm, "weights", e->weight_hash);
     if (run->comm.rank > 0)
         return;
-    print_epoch(run->lines, e, KEY_VALUE);
-    flush(run->lines, "standard output");
+    print_epoch(run->recorder.lines, e, KEY_VALUE);
+    flush(run->recorder.lines, "standard output");
     const Loader *l = &run->train_loader;
     const double bytes = (double)__atomic_load_n(&l->uploaded, __ATOMIC_RELAXED);
     if (bytes > 0)
@@ -5048,10 +5083,10 @@ static void report_epoch(Run *run, EpochResult *e) {
                bytes / 1e6, bytes / (double)__atomic_load_n(&l->upload_ns, __ATOMIC_RELAXED),
                l->place.pinned ? "pinned" : "pageable");
     flush(stdout, "standard output");
-    if (!run->epochs_csv || (e->epoch == 0 && !run->settings.eval))
+    if (!run->recorder.epochs_csv || (e->epoch == 0 && !run->settings.eval))
         return; // the latter: the run was over already
-    print_epoch(run->epochs_csv, e, CSV_ROW);
-    flush(run->epochs_csv, "epochs.csv");
+    print_epoch(run->recorder.epochs_csv, e, CSV_ROW);
+    flush(run->recorder.epochs_csv, "epochs.csv");
 }
 
 // ---- Trace (--trace)
@@ -5064,9 +5099,9 @@ static void trace_rank(Run *run, bool traced) {
 
 // # PROF  Nsight records the steps of --trace-steps.
 static void record_step(Run *run, bool recorded) {
-    if (run->comm.replica == 0 && recorded != run->recording)
+    if (run->comm.replica == 0 && recorded != run->tracer.recording)
         run->device->record(recorded);
-    run->recording = recorded;
+    run->tracer.recording = recorded;
     run->net.names_rows = recorded && !run->settings.graph;
 }
 
@@ -5075,7 +5110,7 @@ static void record_step(Run *run, bool recorded) {
 static void begin_step(Run *run) {
     const Device *d = run->device;
     const size_t step = steps_done(run);
-    const bool recorded = step >= run->trace_first && step < run->trace_end;
+    const bool recorded = step >= run->tracer.first && step < run->tracer.end;
     const bool traced = recorded && *run->settings.trace;
     char name[32];
     record_step(run, recorded);
@@ -5085,10 +5120,10 @@ static void begin_step(Run *run) {
     if (traced && !run->net.marks_rows) {
         d->synchronize();
         d->mark(START_MARK);
-        run->trace_start = now();
+        run->tracer.start = now();
     }
     trace_rank(run, traced);
-    run->step_start = now();
+    run->tracer.step_start = now();
 }
 
 // Adds an event for the forward or the backward of a row. Waits for the device.
@@ -5097,8 +5132,8 @@ static void trace_row(const Run *run, size_t row, bool back) {
     char name[48];
     name_row(&run->net, row, back, name);
     trace_event(run->comm.rank, TRACK_DEVICE, name,
-                run->trace_start + d->elapsed(START_MARK, row_begin(row, back)),
-                run->trace_start + d->elapsed(START_MARK, row_end(row, back)));
+                run->tracer.start + d->elapsed(START_MARK, row_begin(row, back)),
+                run->tracer.start + d->elapsed(START_MARK, row_end(row, back)));
 }
 
 // After a traced step: adds events for it and its rows.
@@ -5114,15 +5149,15 @@ static void trace_step(const Run *run) {
     for (size_t row = net->count - 1; row > 0; row--)
         trace_row(run, row, true);
     snprintf(name, sizeof name, "step %zu", steps_done(run)); // as --trace-steps counts
-    trace_event(run->comm.rank, TRACK_STEP, name, run->step_start, now());
+    trace_event(run->comm.rank, TRACK_STEP, name, run->tracer.step_start, now());
 }
 
 // "10:20": from step 10 to step 19
 static void parse_trace_steps(Run *run) {
     const char *text = run->settings.trace_steps;
     int size = 0;
-    if (sscanf(text, "%18zu:%18zu%n", &run->trace_first, &run->trace_end, &size) != 2 ||
-        text[size] || strchr(text, '-') || run->trace_first >= run->trace_end)
+    if (sscanf(text, "%18zu:%18zu%n", &run->tracer.first, &run->tracer.end, &size) != 2 ||
+        text[size] || strchr(text, '-') || run->tracer.first >= run->tracer.end)
         die(EXIT_USAGE, "--trace-steps: expected A:B with A below B, as 10:20, found \"%s\"", text);
 }
 
@@ -5153,7 +5188,8 @@ static void write_trace(const Run *run) {
     for (const TraceEvent *e = trace.events; e < trace.events + events; e++) {
         fprintf(f, ",\n{");
         print_record(f, JSON, "ph=%s pid=%zu tid=%zu ts=%.3f dur=%.3f name=%s", "X", e->rank,
-                     e->track, 1e6 * (e->begin - run->started), 1e6 * (e->end - e->begin), e->name);
+                     e->track, 1e6 * (e->begin - run->recorder.started), 1e6 * (e->end - e->begin),
+                     e->name);
         fprintf(f, "}");
     }
     fprintf(f, "\n]}\n");
@@ -5286,14 +5322,14 @@ static void measure_layers(Run *run) {
     char rate[64] = "GFLOP/s unknown without cnn_kernels.c";
     if (isfinite(peak))
         snprintf(rate, sizeof rate, "%.1f GFLOP/s", peak / 1e9);
-    fprintf(run->lines, "Layers, %zu images; this device: %s, %.1f GB/s measured%s\n", batch.n,
-            rate, bandwidth / 1e9,
+    fprintf(run->recorder.lines, "Layers, %zu images; this device: %s, %.1f GB/s measured%s\n",
+            batch.n, rate, bandwidth / 1e9,
             run->device_info.emulated ? "; emulated, they mean nothing" : "");
-    fprintf(run->lines, "  %-24s %-34s %9s %9s %8s %7s %6s %6s  %s\n", "layer", "kind", "forward",
-            "backward", "GFLOP/s", "GB/s", "%", "saved", "of which limit");
+    fprintf(run->recorder.lines, "  %-24s %-34s %9s %9s %8s %7s %6s %6s  %s\n", "layer", "kind",
+            "forward", "backward", "GFLOP/s", "GB/s", "%", "saved", "of which limit");
     for (size_t i = 1; i < net->count; i++)
         if (net->slots[i].sharing != FUSED) // row 1, which reads the images, never is
-            print_layer(run->lines, csv.stream, net, i, batch.n, &times[i], flops[i], peak,
+            print_layer(run->recorder.lines, csv.stream, net, i, batch.n, &times[i], flops[i], peak,
                         bandwidth);
     atomic_commit(&csv);
     free(times);
@@ -5307,13 +5343,13 @@ static void print_per_class(const Run *run) {
         for (size_t i = 0; i < run->test_set.count; i++) {
             const bool shown = run->test_set.labels[i] == k;
             images += shown;
-            right += shown && run->predicted[i] == (double)k;
+            right += shown && run->tested.predicted[i] == (double)k;
         }
-        fprintf(run->lines, "Accuracy for class: %-5s is ", class_name(run, k, name));
+        fprintf(run->recorder.lines, "Accuracy for class: %-5s is ", class_name(run, k, name));
         if (images > 0)
-            fprintf(run->lines, "%.1f %%\n", 100. * (double)right / (double)images);
+            fprintf(run->recorder.lines, "%.1f %%\n", 100. * (double)right / (double)images);
         else
-            fprintf(run->lines, "unknown: no test image has it\n");
+            fprintf(run->recorder.lines, "unknown: no test image has it\n");
     }
 }
 
@@ -5331,11 +5367,11 @@ static void write_predictions(const Run *run) {
     fprintf(csv.stream, "image,label,predicted,epoch,shape,pixels");
     for (size_t i = 0; i < run->test_set.count; i++) {
         const uint8_t label = run->test_set.labels[i], *image = run->test_set.images + i * pixels;
-        const size_t before = seen[label == run->predicted[i]]++;
+        const size_t before = seen[label == run->tested.predicted[i]]++;
         Augment *augment = before < AUGMENTED ? run->train_loader.augment : NULL;
         for (size_t epoch = 0; epoch < (augment ? VARIANTS : 1); epoch++) {
-            fprintf(csv.stream, "\n%zu,%u,%.0f,%zu,%zux%zux%zu,", i, label, run->predicted[i],
-                    epoch, s.h, s.w, s.c);
+            fprintf(csv.stream, "\n%zu,%u,%.0f,%zu,%zux%zux%zu,", i, label,
+                    run->tested.predicted[i], epoch, s.h, s.w, s.c);
             if (epoch > 0)
                 augment(variant, image, s, &(RandomKey){run->settings.seed, epoch, i, 1});
             for (size_t p = 0; p < pixels && before < SAMPLES; p++)
@@ -5351,7 +5387,7 @@ static void write_profile(Run *run, int begin, int end) {
     clock_settle(&run->clock, 0);
     open_in_folder(&text, run, "profile.txt");
     open_in_folder(&csv, run, "profile.csv");
-    print_profile(&run->clock, begin, end, run->lines, csv.stream);
+    print_profile(&run->clock, begin, end, run->recorder.lines, csv.stream);
     rewind(csv.stream); // the same rows again
     print_profile(&run->clock, begin, end, text.stream, csv.stream);
     atomic_commit(&text);
@@ -5368,7 +5404,7 @@ static void write_profile(Run *run, int begin, int end) {
 static bool training_is_over(const Run *run) {
     const Settings *s = &run->settings;
     return run->epoch > s->epochs || (s->max_steps && steps_done(run) >= s->max_steps) ||
-           run->signal >= EXIT_SIGNAL;
+           run->saving.signal >= EXIT_SIGNAL;
 }
 
 // The position, the settings that determine the result, the epoch's sums so far: "key=value" lines.
@@ -5396,11 +5432,12 @@ static void describe_run(Run *run, char metadata[METADATA_SIZE]) {
 static void save_checkpoint(Run *run) {
     char metadata[METADATA_SIZE];
     flush_steps(run, &run->current);
-    if (run->signal == SAVE)
-        run->signal = 0;
+    if (run->saving.signal == SAVE)
+        run->saving.signal = 0;
     if (run->comm.rank > 0 || !*run->settings.checkpoint || run->settings.dry_run)
         return;
-    if (run->steps_csv && fsync(fileno(run->steps_csv)) + fsync(fileno(run->epochs_csv)) != 0)
+    if (run->recorder.steps_csv &&
+        fsync(fileno(run->recorder.steps_csv)) + fsync(fileno(run->recorder.epochs_csv)) != 0)
         file_fail("cannot write to", "steps.csv or epochs.csv");
     describe_run(run, metadata);
     save_tensors(&run->net, &optimizers[run->settings.optimizer], run->state, metadata,
@@ -5468,8 +5505,8 @@ static void parse_save_every(Run *run) {
     sscanf(text, "%9zu%nsteps%n", &number, &digits, &length);
     if (number == 0 || !strchr("0123456789", text[0]) || text[length ? length : digits])
         die(EXIT_USAGE, "--save-every: expected epochs, as 2, or 100steps, found \"%s\"", text);
-    run->save_every = number;
-    run->save_by_steps = length > 0;
+    run->saving.every = number;
+    run->saving.by_steps = length > 0;
 }
 
 // Options that contradict each other
@@ -5538,7 +5575,7 @@ static void setup_ranks(Run *run) {
     c->replicas = launched ? 1 : c->world;
     if (c->rank > 0)
         silence_rank(s);
-    run->lines = s->quiet ? second_stdout() : stdout;
+    run->recorder.lines = s->quiet ? second_stdout() : stdout;
     if ((c->rank > 0 || s->quiet) && !freopen("/dev/null", "w", stdout))
         file_fail("cannot open", "/dev/null");
 }
@@ -5580,8 +5617,8 @@ static void setup_settings(Run *run, int argc, char **argv) {
     setup_ranks(run);
     parse_save_every(run);
     parse_trace_steps(run);
-    run->argc = argc;
-    run->argv = argv;
+    run->recorder.argc = argc;
+    run->recorder.argv = argv;
     run->model = find_model(s->model);
     setup_batch(run);
     setup_learning_rate(run);
@@ -5814,12 +5851,12 @@ static void plan_buffers(Run *run) {
     const Settings *s = &run->settings;
     Plan *p = &run->plan;
     static const char buffers[] = "maps and buffers";
-    const size_t steps = run->comm.world * run->steps_capacity;
+    const size_t steps = run->comm.world * run->recorder.steps_capacity;
     const size_t states = count_states(s->optimizer, s) * run->net.param_size;
     *p = (Plan){.device = run->device};
-    plan_area(p, &run->totals, (1 + run->comm.world) * count_totals(run) * sizeof(double), HOST,
-              buffers);
-    plan_area(p, &run->all_steps, steps * sizeof *run->steps, HOST, buffers);
+    plan_area(p, &run->tested.totals, (1 + run->comm.world) * count_totals(run) * sizeof(double),
+              HOST, buffers);
+    plan_area(p, &run->recorder.all_steps, steps * sizeof *run->recorder.steps, HOST, buffers);
     plan_area(p, &run->state, states * sizeof(real), DEVICE, "optimizer state");
     for (size_t i = 0; i < (s->layers ? 2 : 0); i++)
         plan_area(p, &run->measured[i], MEASURED * run->kernels->element, DEVICE, buffers);
@@ -5835,7 +5872,7 @@ static double plan_run(Run *run, bool resident) {
     const size_t parts = run->comm.dp ? 1 : run->comm.world; // dp: the master loads for all
     run->share = ceil_div(run->train_set.count, parts);
     run->iterations = ceil_div(run->share, s->batch_size);
-    run->steps_capacity = min_size(s->log_interval, run->iterations) + 1;
+    run->recorder.steps_capacity = min_size(s->log_interval, run->iterations) + 1;
     net_build(net, run->model, &run->info, s, run->kernels);
     net->test_batch = min_size(s->test_batch_size, run->test_set.count);
     plan_memory(net, min_size(run->batch, run->train_set.count));
@@ -5888,8 +5925,8 @@ static void alloc_run(Run *run) {
     plan_run_memory(run);
     net_alloc(&run->net);
     plan_alloc(&run->plan);
-    run->predicted = run->totals + 3;
-    run->steps = run->all_steps + run->comm.rank * run->steps_capacity;
+    run->tested.predicted = run->tested.totals + 3;
+    run->recorder.steps = run->recorder.all_steps + run->comm.rank * run->recorder.steps_capacity;
     if (run->train_loader.data)
         loader_init(&run->train_loader);
     loader_init(&run->test_loader);
@@ -5904,7 +5941,7 @@ static void free_run(Run *run) {
     loader_free(&run->test_loader);
     comm_free(&run->comm);
     for (size_t i = 0; i < 2; i++)
-        run->device->free_graph(run->graphs[i]);
+        run->device->free_graph(run->graphs.of[i]);
     plan_free(&run->plan);
     plan_free(&run->net.plan);
 }
@@ -6013,7 +6050,7 @@ static void update_weights(Run *run) {
 static double replay_step(Run *run, const Batch *batch) {
     Net *net = &run->net;
     const Device *d = run->device;
-    void **graph = &run->graphs[batch->n < net->batch];
+    void **graph = &run->graphs.of[batch->n < net->batch];
     if (*graph) {
         net->batches_tracked++; // as forward() does
     } else {
@@ -6040,31 +6077,32 @@ static bool finish_step(Run *run) {
         run->epoch++;
         run->next_batch = 0;
     }
-    const size_t unit = run->save_by_steps ? 1 : run->iterations; // in steps
-    run->save_due = run->signal || steps_done(run) % (unit * run->save_every) == 0;
-    if (run->save_due && !epoch_over) // at the end of an epoch: after its test
+    const size_t unit = run->saving.by_steps ? 1 : run->iterations; // in steps
+    run->saving.due = run->saving.signal || steps_done(run) % (unit * run->saving.every) == 0;
+    if (run->saving.due && !epoch_over) // at the end of an epoch: after its test
         save_checkpoint(run);
     return epoch_over || run->settings.dry_run || training_is_over(run);
 }
 
 static void start_epoch(Run *run) {
     clock_settle(&run->clock, 0); // what the end of the last epoch took belongs to no step
-    memset(run->steps, 0, run->steps_capacity * sizeof *run->steps);
+    memset(run->recorder.steps, 0, run->recorder.steps_capacity * sizeof *run->recorder.steps);
     if (run->train_loader.data) // dp: the master's
         loader_start(&run->train_loader, run->settings.seed, run->epoch, run->next_batch);
 }
 
 // Whether this step is launched as a graph: not the first one of its size, which loads kernels.
 static bool is_replayed(Run *run, const Batch *batch) {
-    size_t *alike = &run->steps_alike[batch->n < run->net.batch];
+    size_t *alike = &run->graphs.alike[batch->n < run->net.batch];
     ++*alike;
     return run->settings.graph && *alike > 1;
 }
 
 /* One epoch. AT(part, expression) evaluates the expression and adds its time to this line of the
    profile and to this part of the step, a column of steps.csv. */
-#define AT(part, ...)                                                                           \
-    (clock_line(&run->clock, __LINE__, &run->steps[run->steps_kept].parts[part], #__VA_ARGS__), \
+#define AT(part, ...)                                                                              \
+    (clock_line(&run->clock, __LINE__, &run->recorder.steps[run->recorder.steps_kept].parts[part], \
+                #__VA_ARGS__),                                                                     \
      __VA_ARGS__)
 
 enum { TRAIN_BEGINS = __LINE__ + 1 };
@@ -6103,7 +6141,7 @@ static void test(Run *run, EpochResult *result) {
     Net *net = &run->net;
     const Batch *batch;
     const size_t sums = 3 + run->test_set.count;
-    double begin = now(), *totals = run->totals;
+    double begin = now(), *totals = run->tested.totals;
     memset(totals, 0, sums * sizeof *totals);
     share_weights(&run->comm);
     loader_start(&run->test_loader, run->settings.seed, 0, 0);
@@ -6112,7 +6150,7 @@ static void test(Run *run, EpochResult *result) {
         forward(net, batch->n, NULL);
         totals[0] += loss_and_gradient(net, batch->n, false) * (double)batch->n;
         totals[1] += (double)batch->n;
-        totals[2] += (double)count_predictions(net, batch, run->predicted);
+        totals[2] += (double)count_predictions(net, batch, run->tested.predicted);
     }
     sum_over_ranks(&run->comm, totals, sums, totals + sums);
     result->test_loss = totals[0] / totals[1];
@@ -6130,7 +6168,7 @@ static void evaluate(Run *run) {
     EpochResult result = {.epoch = 0};
     test(run, &result);
     report_epoch(run, &result);
-    run->status = "complete";
+    run->recorder.status = "complete";
 }
 
 // Epochs of training, each followed by a test, from the run's position to its end
@@ -6144,19 +6182,19 @@ static void train_epochs(Run *run) {
             *result = (EpochResult){0};
         result->epoch = run->epoch;
         result->resumed = result->logged = result->images;
-        run->epoch_start = run->log_started = now();
+        run->recorder.epoch_start = run->recorder.log_started = now();
         train(run, result);
-        result->seconds = now() - run->epoch_start;
-        if (run->signal >= EXIT_SIGNAL && run->next_batch > 0)
+        result->seconds = now() - run->recorder.epoch_start;
+        if (run->saving.signal >= EXIT_SIGNAL && run->next_batch > 0)
             break; // in the middle of an epoch; the checkpoint is written
         test(run, result);
         report_epoch(run, result);
-        if (run->save_due || run->signal || training_is_over(run))
+        if (run->saving.due || run->saving.signal || training_is_over(run))
             save_checkpoint(run);
         if (s->dry_run)
             break;
     }
-    run->status = run->epoch <= s->epochs && !s->dry_run ? "stopped" : "complete";
+    run->recorder.status = run->epoch <= s->epochs && !s->dry_run ? "stopped" : "complete";
 }
 
 // What each rank does after settings, device and data are set up.
@@ -6211,7 +6249,7 @@ static int run_main(int argc, char **argv) {
     while (open("/dev/null", O_RDONLY | O_CLOEXEC) <= STDERR_FILENO)
         continue;             // stdin, stdout or stderr was closed: no file may get its number
     signal(SIGCHLD, SIG_DFL); // ignored by the parent, pclose() would not learn how gzip ended
-    run.started = now();
+    run.recorder.started = now();
     setup_settings(&run, argc, argv);
     if (!run.settings.eval)
         catch_signals();
@@ -6221,7 +6259,9 @@ static int run_main(int argc, char **argv) {
     setup_data(&run);
     run_ranks(&run);
     const int status =
-        run.signal >= EXIT_SIGNAL && strcmp(run.status, "stopped") == 0 ? run.signal : 0;
+        run.saving.signal >= EXIT_SIGNAL && strcmp(run.recorder.status, "stopped") == 0
+            ? run.saving.signal
+            : 0;
     if (run.settings.per_class && !status)
         print_per_class(&run);
     if (run.settings.profile)
@@ -6233,8 +6273,8 @@ static int run_main(int argc, char **argv) {
     write_trace(&run);
     if (run.settings.layers && !status)
         measure_layers(&run);
-    print_resources(run.started, status);
-    flush(run.lines, "standard output");
+    print_resources(run.recorder.started, status);
+    flush(run.recorder.lines, "standard output");
     write_run_json(&run);
     before_dying = NULL;
     free_run(&run);

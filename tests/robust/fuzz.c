@@ -196,7 +196,7 @@ static void start_run(void) {
     net_alloc(&run.net);
     net_init(&run.net, 1);
     run.state = must_alloc(2 * run.net.param_size * sizeof(real), "the optimizer");
-    run.steps = must_alloc(sizeof *run.steps, "a step");
+    run.recorder.steps = must_alloc(sizeof *run.recorder.steps, "a step");
     file_path(checkpoint, 0);
     run.settings.checkpoint = checkpoint;
 }

@@ -68,8 +68,8 @@ static void test_start_of_epoch(void) {
     run.kernels = &naive_kernels;
     run.device = run.clock.device = &cpu_device;
     run.settings = (Settings){.lr = .1, .schedule = SCHEDULE_COSINE, .epochs = 2, .trace = ""};
-    run.steps = steps;
-    run.steps_capacity = 2;
+    run.recorder.steps = steps;
+    run.recorder.steps_capacity = 2;
     run.iterations = run.epoch = 1;
     steps[1].parts[LOAD] = 1;
     clock_line(&run.clock, 1, &steps[0].parts[OTHER], "the end of an epoch");
