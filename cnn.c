@@ -1954,11 +1954,12 @@ static size_t resnet(Net *net, size_t x, Block *block, const size_t *blocks, siz
     const size_t kernel = net->settings->stem == STEM_3 ? 3 : 7;
     x = relu(net, conv_bn(net, x, "", "conv1", "bn1", channels, kernel, imagenet ? 2 : 1));
     x = imagenet ? maxpool2d(net, x, 3, 2, 1) : x;
-    for (int stage = 0; blocks[stage]; stage++, channels *= 2)
+    for (int stage = 0; blocks[stage]; stage++)
         for (size_t i = 0; i < blocks[stage]; i++) {
+            const size_t stride = stage > 0 && i == 0 ? 2 : 1;
             char name[64];
             snprintf(name, sizeof name, "layer%d.%zu.", stage + 1, i);
-            x = block(net, x, name, channels, stage > 0 && i == 0 ? 2 : 1);
+            x = block(net, x, name, channels << stage, stride);
         }
     x = named(net, linear(net, global_avgpool2d(net, x), net->classes), "", "fc");
     return log_softmax(net, x);
@@ -2204,10 +2205,11 @@ static double loss_and_gradient(Net *net, size_t n, bool training) {
 // For each image of the batch: predicted[its index] = the most likely class, the first of several.
 // Returns how many are right.
 static size_t count_predictions(const Net *net, const Batch *batch, double *predicted) {
-    real *logp = net->host[0];
+    real *all = net->host[0];
     size_t correct = 0, classes = net->classes;
-    net->device->copy(logp, output(net, last_row(net)), batch->n * classes * sizeof *logp);
-    for (size_t i = 0; i < batch->n; i++, logp += classes) {
+    net->device->copy(all, output(net, last_row(net)), batch->n * classes * sizeof *all);
+    for (size_t i = 0; i < batch->n; i++) {
+        const real *logp = all + i * classes;
         size_t best = 0;
         for (size_t k = 1; k < classes; k++)
             best = logp[k] > logp[best] ? k : best;
@@ -2716,8 +2718,9 @@ static const DatasetInfo *find_dataset_info(const char *name) {
 static DatasetInfo dataset_for(const Model *model, const char *name) {
     bool synthetic = strcmp(name, "synthetic") == 0;
     DatasetInfo info = *find_dataset_info(synthetic ? model->native : name);
-    for (size_t c = 0; c < 3 && info.shape.c == 3 && (model->half || synthetic); c++)
-        info.mean[c] = info.std[c] = .5;
+    if (info.shape.c == 3 && (model->half || synthetic))
+        for (size_t c = 0; c < 3; c++)
+            info.mean[c] = info.std[c] = .5;
     if (synthetic) {
         info.name = "synthetic";
         info.class_names = NULL;
@@ -2761,7 +2764,7 @@ static void draw_synthetic(uint8_t *out, uint8_t *label, const float *glyphs,
         size_t class = r[0] % info->classes;
         size_t top = (s.h - GLYPH) / 2 - SHIFT + r[1] % (2 * SHIFT + 1);
         size_t left = (s.w - GLYPH) / 2 - SHIFT + r[2] % (2 * SHIFT + 1);
-        float strength = (layer ? 80 : 25) * (r[3] & 1 ? 1.f : -1.f);
+        const float contrast = layer == 0 ? 25 : 80, strength = r[3] & 1 ? contrast : -contrast;
         for (size_t i = 0; i < glyph_size; i++)
             image[((top + i / (GLYPH * s.c)) * s.w + left) * s.c + i % (GLYPH * s.c)] +=
                 strength * glyphs[class * glyph_size + i];
@@ -2773,7 +2776,7 @@ static void draw_synthetic(uint8_t *out, uint8_t *label, const float *glyphs,
         for (size_t j = 0; j < min_size(16, size - i); j++) {
             float noise = (float)(r[j / 4] >> (8 * (j % 4)) & 255) - 127.5f;
             float value = 100 + image[i + j] + .3f * noise;
-            out[i + j] = (uint8_t)(value < 0 ? 0 : value > 255 ? 255 : value);
+            out[i + j] = (uint8_t)fminf(fmaxf(value, 0), 255);
         }
     }
 }
@@ -2794,22 +2797,27 @@ static void make_synthetic(Dataset *data, bool train, size_t limit) {
     free(glyphs);
 }
 
-// Finds the folder of a dataset's files: DIR or DIR/NAME with --data DIR, else the usual ones.
+// Whether ROOT/NAME has the files of a dataset; stores that folder in dir.
+static bool has_dataset(char dir[PATH_SIZE], const char *root, const char *name) {
+    char path[PATH_SIZE];
+    join_path(dir, root, name);
+    return data_path(path, dir, find_dataset_info(name)->files[0][0]);
+}
+
+// Finds the folder of a dataset's files: with --data DIR, DIR/NAME or DIR, else one of the usual ones
 static bool find_data_dir(char dir[PATH_SIZE], const char *name, const char *data_option) {
     char path[PATH_SIZE], beside[PATH_SIZE] = ""; // the executable's folder
-    const char *file = find_dataset_info(name)->files[0][0];
-    const bool given = *data_option != 0;
+    if (*data_option) {
+        if (has_dataset(dir, data_option, name))
+            return true;
+        snprintf(dir, PATH_SIZE, "%s", data_option);
+        return data_path(path, dir, find_dataset_info(name)->files[0][0]);
+    }
     if (readlink("/proc/self/exe", beside, sizeof beside - 8) < 0)
         strcpy(beside, "./cnn");
     strcat(dirname(beside), "/data");
-    const char *roots[] = {given ? data_option : "data", beside, "/usr/share/datasets"};
-    for (size_t i = 0; i < (given ? 1 : 3); i++) {
-        join_path(dir, roots[i], name);
-        if (data_path(path, dir, file))
-            return true;
-    }
-    snprintf(dir, PATH_SIZE, "%s", data_option);
-    return given && data_path(path, dir, file);
+    return has_dataset(dir, "data", name) || has_dataset(dir, beside, name) ||
+           has_dataset(dir, "/usr/share/datasets", name);
 }
 
 static void free_dataset(Dataset *data) {
@@ -2854,14 +2862,15 @@ static void blur_weights(float weights[ELASTIC_REACH + 1]) {
 // to[i] = sum over d from -3 sigma to 3 sigma of weights[|d|] * from[i + d], along rows or columns
 static void blur(float *to, const float *from, Shape s, bool rows) {
     float weights[ELASTIC_REACH + 1];
+    const size_t right = rows, down = !rows;
     blur_weights(weights);
     for (size_t y = 0; y < s.h; y++)
         for (size_t x = 0; x < s.w; x++) {
             float sum = 0;
             for (int d = -ELASTIC_REACH; d <= ELASTIC_REACH; d++) {
-                size_t yy = rows ? y : y + (size_t)d, xx = rows ? x + (size_t)d : x;
-                if (yy < s.h && xx < s.w)
-                    sum = fmaf(weights[abs(d)], from[yy * s.w + xx], sum);
+                const size_t row = y + down * (size_t)d, column = x + right * (size_t)d;
+                if (row < s.h && column < s.w) // else they have wrapped around, or are outside
+                    sum = fmaf(weights[abs(d)], from[row * s.w + column], sum);
             }
             to[y * s.w + x] = sum;
         }
@@ -3182,11 +3191,11 @@ typedef struct Comm {
     bool dp;
     Net *net;
     Loader *loader;
-    const void *shown; // read by the other ranks after a barrier
-    void *buffer;      // on the device, for what is received
-    real *images;      // dp, on a GPU: this rank's, as the loader made them
-    void *host[2];     // MPI: what is sent and what is received
-    Batch batch;       // dp: this rank's images of the master's batch, and the labels of all
+    const void *published; // what the other ranks may read after a barrier
+    void *buffer;          // on the device, for what is received
+    real *images;          // dp, on a GPU: this rank's, as the loader made them
+    void *host[2];         // MPI: what is sent and what is received
+    Batch batch;           // dp: this rank's images of the master's batch, and the labels of all
     // the thread that adds up gradients during backward
     Range buckets[MAX_BUCKETS]; // of the gradients, in the order in which they are finished
     size_t bucket_count, ready, done;
@@ -3305,8 +3314,8 @@ static bool join_mpi(Comm *c) {
     bool launched = getenv("OMPI_COMM_WORLD_RANK") || getenv("PMI_RANK") || getenv("PMIX_RANK");
     static const char *const sizes[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"};
     size_t world = 0;
-    for (size_t i = 0; i < 3 && world == 0; i++)
-        world = environment_number(sizes[i]);
+    for (size_t i = 0; i < LENGTH(sizes); i++)
+        world = max_size(world, environment_number(sizes[i]));
     if (!launched || world < 2)
         return false;
     start_mpi(c);
@@ -3363,7 +3372,7 @@ static void ring_step(Comm *c, real *data, Range send, Range receive, bool add) 
     if (c->team) {
         barrier(c);
         const Comm *left = c->team->ranks[(c->rank + c->world - 1) % c->world];
-        from = (const real *)left->shown + receive.first;
+        from = (const real *)left->published + receive.first;
     } else {
         from = mpi_exchange(c, data + send.first, send.count * sizeof *data,
                             receive.count * sizeof *data);
@@ -3384,7 +3393,7 @@ static void all_reduce(Comm *c, real *data, Range range) {
             die_of_timeout(c, (c->rank + n - 1) % n);
         return;
     }
-    c->shown = data;
+    c->published = data;
     /* LAB 8.1 BEGIN all_reduce */
     for (size_t step = 0; step < 2 * (n - 1); step++)
         ring_step(c, data, part_of(range, (rank - step) % n, n),
@@ -3395,10 +3404,12 @@ static void all_reduce(Comm *c, real *data, Range range) {
 
 // data = rank 0's, passed around the ring
 static void broadcast(Comm *c, real *data, size_t count) {
-    const Range all = {0, count}, none = {0, 0};
-    c->shown = data;
-    for (size_t step = 0; step + 1 < c->world; step++)
-        ring_step(c, data, c->rank == step ? all : none, c->rank == step + 1 ? all : none, false);
+    c->published = data;
+    for (size_t step = 0; step + 1 < c->world; step++) {
+        const Range sent = {0, c->rank == step ? count : 0};
+        const Range received = {0, c->rank == step + 1 ? count : 0};
+        ring_step(c, data, sent, received, false);
+    }
     barrier(c);
 }
 
@@ -3408,14 +3419,14 @@ enum { GATHER_CHUNK = 4096 }; // bytes
 // ring; threads read them where they are.
 static void all_gather(Comm *c, void *all, size_t bytes) {
     const size_t n = c->world;
-    c->shown = all;
+    c->published = all;
     barrier(c);
     for (size_t step = 1; step < n; step++) {
         const size_t r = (c->rank + n - step) % n, next = (r + 1) % n; // received, sent
         for (size_t at = 0; at < bytes; at += GATHER_CHUNK) {
             const size_t size = min_size(GATHER_CHUNK, bytes - at), to = r * bytes + at;
             const char *from = c->team
-                                   ? (const char *)c->team->ranks[r]->shown + to
+                                   ? (const char *)c->team->ranks[r]->published + to
                                    : mpi_exchange(c, (char *)all + next * bytes + at, size, size);
             memcpy((char *)all + to, from, size);
         }
@@ -3460,21 +3471,26 @@ static void gradients_ready(Comm *c, size_t first) {
     pthread_mutex_unlock(&c->lock);
 }
 
+static void add_bucket(Comm *c, size_t first, size_t end) {
+    if (end > first)
+        c->buckets[c->bucket_count++] = (Range){first, end - first};
+}
+
 // Buckets of gradients, the last layer first; the first one is small, to begin early (as PyTorch).
 static void plan_buckets(Comm *c) {
     const Net *net = c->net;
     double limit = fmin(1, c->settings->bucket_mb);
     size_t end = net->param_size;
-    for (size_t i = net->count; i-- > 0 && c->bucket_count + 1 < MAX_BUCKETS;) {
+    for (size_t i = net->count - 1; i > 0; i--) {
         const Layer *l = &net->layers[i];
-        if (!l->weights || 1e-6 * (double)((end - l->weight) * sizeof(real)) < limit)
-            continue;
-        c->buckets[c->bucket_count++] = (Range){l->weight, end - l->weight};
-        end = l->weight;
-        limit = c->settings->bucket_mb;
+        const double megabytes = 1e-6 * (double)((end - l->weight) * sizeof(real));
+        if (l->weights > 0 && megabytes >= limit && c->bucket_count + 1 < MAX_BUCKETS) {
+            add_bucket(c, l->weight, end);
+            end = l->weight;
+            limit = c->settings->bucket_mb;
+        }
     }
-    if (end > 0)
-        c->buckets[c->bucket_count++] = (Range){0, end};
+    add_bucket(c, 0, end);
 }
 
 // ---- dp
@@ -3551,7 +3567,8 @@ static double dp_loss(Comm *c) {
 static void dp_reduce(Comm *c) {
     c->net->device->synchronize();
     barrier(c);
-    for (size_t r = 1; r < c->world && c->rank == 0; r++)
+    const size_t added = c->rank == 0 ? c->world : 0;
+    for (size_t r = 1; r < added; r++)
         if (dp_part(c, r).count > 0)
             dp_copy(c, c->net->grads, c->team->ranks[r]->net->grads, c->net->param_size, true);
     barrier(c);
@@ -3633,8 +3650,10 @@ static void comm_plan(Comm *c, Net *net, Loader *loader) {
     if (c->dp && gpu)
         plan_area(&c->plan, &c->images, net->batch * shape_size(net->layers[0].out) * sizeof(real),
                   DEVICE, what);
-    for (size_t i = 0; i < 2 && c->world > 1 && !t; i++)
-        plan_area(&c->plan, &c->host[i], bytes, PINNED, what);
+    if (c->world > 1 && !t) {
+        plan_area(&c->plan, &c->host[0], bytes, PINNED, what);
+        plan_area(&c->plan, &c->host[1], bytes, PINNED, what);
+    }
     if (!c->dp || c->rank > 0)
         return;
     plan_area(&c->plan, &t->logp, outputs, DEVICE, what); // the master's, of a whole batch
@@ -5268,40 +5287,70 @@ static void time_rows(Run *run, const Batch *batch, LayerTimes *times, double *f
     net->marks_rows = false;
 }
 
-/* A row of the table and of layers.csv. It is bound by compute or by memory, whichever takes longer
-   at this device's peak, in operations and bytes a second; without a measured peak this is not
-   known. flops are those that are executed; the definition has `saved` times as many. */
-static void print_layer(FILE *out, FILE *csv, const Net *net, size_t row, size_t n,
-                        LayerTimes *times, double flops, double peak, double bandwidth) {
-    const Layer *l = &net->layers[row];
-    const double saved = flops > 0 ? (double)n * layer_training_flops(l) / flops : 1;
+// What --layers shows of a row
+typedef struct LayerFigures {
+    double forward_ms, backward_ms, gflops, gb_per_s;
+    double percent;    // of the limit that bounds it; NAN: not known
+    double saved;      // operations of the definition / operations that were executed
+    const char *bound; // "compute", "memory", or "": not known
+} LayerFigures;
+
+/* A row is bound by compute or by memory, whichever takes longer at this device's peak and bandwidth,
+   in operations and bytes a second. flops: what it executes on n images. */
+static LayerFigures layer_figures(const Net *net, size_t row, size_t n, LayerTimes *times,
+                                  double flops, double peak, double bandwidth) {
     const double bytes = row_bytes(net, row, n);
-    const double forward_ms = 1e3 * median(times->forward, LAYER_ROUNDS);
-    const double backward_ms = 1e3 * median(times->backward, LAYER_ROUNDS);
-    const double seconds = 1e-3 * (forward_ms + backward_ms);
-    const double gflops = 1e-9 * flops / seconds, gb_per_s = 1e-9 * bytes / seconds;
-    const double computes = flops / peak, moves = bytes / bandwidth; // seconds at the least
-    double percent = NAN;
-    const char *bound = "";
-    char kind[64], number[64], shape[64], per_cent[16] = "-";
+    LayerFigures f = {.percent = NAN, .bound = "", .saved = 1};
+    f.forward_ms = 1e3 * median(times->forward, LAYER_ROUNDS);
+    f.backward_ms = 1e3 * median(times->backward, LAYER_ROUNDS);
+    const double seconds = 1e-3 * (f.forward_ms + f.backward_ms);
+    const double compute_s = flops / peak, memory_s = bytes / bandwidth; // at the least
+    f.gflops = 1e-9 * flops / seconds;
+    f.gb_per_s = 1e-9 * bytes / seconds;
+    if (flops > 0)
+        f.saved = (double)n * layer_training_flops(&net->layers[row]) / flops;
     if (isfinite(peak)) {
-        percent = 100 * fmax(computes, moves) / seconds;
-        bound = computes > moves ? "compute" : "memory";
-        snprintf(per_cent, sizeof per_cent, "%.1f", percent);
+        f.percent = 100 * fmax(compute_s, memory_s) / seconds;
+        f.bound = compute_s > memory_s ? "compute" : "memory";
     }
-    describe_layer(l, kind, sizeof kind);
+    return f;
+}
+
+static void print_layer_csv(FILE *csv, Form form, const Layer *l, const char *name,
+                            const char *kind, const LayerFigures *f) {
+    char shape[64];
+    snprintf(shape, sizeof shape, "%zux%zux%zu", l->out.h, l->out.w, l->out.c);
+    print_record(
+        csv, form,
+        "layer=%s kind=%s out_shape=%s params=%zu mflop=%.3f forward_ms=%.4f backward_ms=%.4f "
+        "gflops=%.2f gb_per_s=%.2f percent_of_peak=%.1f saved=%.3f bound=%s",
+        name, kind, shape, l->weights + l->biases, layer_flops(l) / 1e6, f->forward_ms,
+        f->backward_ms, f->gflops, f->gb_per_s, f->percent, f->saved, f->bound);
+}
+
+// A line of the table, and a row of layers.csv
+static void print_layer(FILE *out, FILE *csv, const Net *net, size_t row, const LayerFigures *f) {
+    const Layer *l = &net->layers[row];
+    char kind[64], number[64], percent[16] = "-";
+    if (isfinite(f->percent))
+        snprintf(percent, sizeof percent, "%.1f", f->percent);
     snprintf(number, sizeof number, "row %zu", row);
     const char *name = *l->name ? l->name : number;
-    snprintf(shape, sizeof shape, "%zux%zux%zu", l->out.h, l->out.w, l->out.c);
-    fprintf(out, "  %-24s %-34s %9.3f %9.3f %8.1f %7.1f %6s %6.2f  %s\n", name, kind, forward_ms,
-            backward_ms, gflops, gb_per_s, per_cent, saved, *bound ? bound : "-");
-    for (Form form = row == 1 ? CSV_HEADER : CSV_ROW; form <= CSV_ROW; form++) // or both
-        print_record(
-            csv, form,
-            "layer=%s kind=%s out_shape=%s params=%zu mflop=%.3f forward_ms=%.4f "
-            "backward_ms=%.4f gflops=%.2f gb_per_s=%.2f percent_of_peak=%.1f saved=%.3f bound=%s",
-            name, kind, shape, l->weights + l->biases, layer_flops(l) / 1e6, forward_ms,
-            backward_ms, gflops, gb_per_s, percent, saved, bound);
+    describe_layer(l, kind, sizeof kind);
+    fprintf(out, "  %-24s %-34s %9.3f %9.3f %8.1f %7.1f %6s %6.2f  %s\n", name, kind, f->forward_ms,
+            f->backward_ms, f->gflops, f->gb_per_s, percent, f->saved, *f->bound ? f->bound : "-");
+    print_layer_csv(csv, CSV_ROW, l, name, kind, f);
+}
+
+static void print_layers_head(const Run *run, size_t n, double peak, double bandwidth) {
+    FILE *out = run->recorder.lines;
+    char rate[64] = "GFLOP/s unknown without cnn_kernels.c";
+    if (isfinite(peak))
+        snprintf(rate, sizeof rate, "%.1f GFLOP/s", peak / 1e9);
+    fprintf(out, "Layers, %zu images; this device: %s, %.1f GB/s measured%s\n", n, rate,
+            bandwidth / 1e9, run->device_info.emulated ? "; emulated, they mean nothing" : "");
+    fprintf(out, "  %-24s %-34s %9s %9s %8s %7s %6s %6s  %s\n", "layer", "kind", "forward",
+            "backward", "GFLOP/s", "GB/s", "%", "saved", "of which limit");
 }
 
 /* The time of each row on a training batch, as a median, next to the limits of this machine. Rows
@@ -5319,18 +5368,14 @@ static void measure_layers(Run *run) {
     time_rows(run, &batch, times, flops);
     const double peak = 1e9 * net->device->peak_gflops(), bandwidth = measure_bandwidth(run);
     open_in_folder(&csv, run, "layers.csv");
-    char rate[64] = "GFLOP/s unknown without cnn_kernels.c";
-    if (isfinite(peak))
-        snprintf(rate, sizeof rate, "%.1f GFLOP/s", peak / 1e9);
-    fprintf(run->recorder.lines, "Layers, %zu images; this device: %s, %.1f GB/s measured%s\n",
-            batch.n, rate, bandwidth / 1e9,
-            run->device_info.emulated ? "; emulated, they mean nothing" : "");
-    fprintf(run->recorder.lines, "  %-24s %-34s %9s %9s %8s %7s %6s %6s  %s\n", "layer", "kind",
-            "forward", "backward", "GFLOP/s", "GB/s", "%", "saved", "of which limit");
-    for (size_t i = 1; i < net->count; i++)
-        if (net->slots[i].sharing != FUSED) // row 1, which reads the images, never is
-            print_layer(run->recorder.lines, csv.stream, net, i, batch.n, &times[i], flops[i], peak,
-                        bandwidth);
+    print_layers_head(run, batch.n, peak, bandwidth);
+    print_layer_csv(csv.stream, CSV_HEADER, &net->layers[0], "", "", &(LayerFigures){.bound = ""});
+    for (size_t i = 1; i < net->count; i++) {
+        if (net->slots[i].sharing == FUSED)
+            continue;
+        const LayerFigures f = layer_figures(net, i, batch.n, &times[i], flops[i], peak, bandwidth);
+        print_layer(run->recorder.lines, csv.stream, net, i, &f);
+    }
     atomic_commit(&csv);
     free(times);
 }
@@ -5353,32 +5398,48 @@ static void print_per_class(const Run *run) {
     }
 }
 
+// A row of predictions.csv; pixels NULL: without them
+static void print_prediction(FILE *csv, const Run *run, size_t image, size_t epoch,
+                             const uint8_t *pixels) {
+    const Shape s = run->info.shape;
+    fprintf(csv, "%zu,%u,%.0f,%zu,%zux%zux%zu,", image, run->test_set.labels[image],
+            run->tested.predicted[image], epoch, s.h, s.w, s.c);
+    for (size_t p = 0; pixels && p < shape_size(s); p++)
+        fprintf(csv, "%02x", pixels[p]);
+    fprintf(csv, "\n");
+}
+
+// What --augment makes of a test image in the epochs 1 to VARIANTS - 1
+static void print_variants(FILE *csv, const Run *run, size_t image) {
+    enum { VARIANTS = 8 };
+    const size_t pixels = shape_size(run->info.shape);
+    uint8_t variant[pixels];
+    for (size_t epoch = 1; epoch < VARIANTS; epoch++) {
+        const RandomKey key = {run->settings.seed, epoch, image, 1};
+        run->train_loader.augment(variant, run->test_set.images + image * pixels, run->info.shape,
+                                  &key);
+        print_prediction(csv, run, image, epoch, variant);
+    }
+}
+
 /* predictions.csv: the label of each test image and the class predicted in the last test. The
    first SAMPLES images that are right, and as many wrong ones, have their pixels, in hexadecimal;
-   the first AUGMENTED of each also what --augment makes of them in epochs 1 to VARIANTS - 1. */
+   the first AUGMENTED of each also have their variants. */
 static void write_predictions(const Run *run) {
-    enum { SAMPLES = 32, AUGMENTED = 2, VARIANTS = 8 };
-    const Shape s = run->info.shape;
-    const size_t pixels = shape_size(s);
+    enum { SAMPLES = 32, AUGMENTED = 2 };
+    const size_t pixels = shape_size(run->info.shape);
     size_t seen[2] = {0, 0}; // wrong, right
-    uint8_t variant[pixels];
     AtomicFile csv;
     open_in_folder(&csv, run, "predictions.csv");
-    fprintf(csv.stream, "image,label,predicted,epoch,shape,pixels");
+    fprintf(csv.stream, "image,label,predicted,epoch,shape,pixels\n");
     for (size_t i = 0; i < run->test_set.count; i++) {
-        const uint8_t label = run->test_set.labels[i], *image = run->test_set.images + i * pixels;
-        const size_t before = seen[label == run->tested.predicted[i]]++;
-        Augment *augment = before < AUGMENTED ? run->train_loader.augment : NULL;
-        for (size_t epoch = 0; epoch < (augment ? VARIANTS : 1); epoch++) {
-            fprintf(csv.stream, "\n%zu,%u,%.0f,%zu,%zux%zux%zu,", i, label,
-                    run->tested.predicted[i], epoch, s.h, s.w, s.c);
-            if (epoch > 0)
-                augment(variant, image, s, &(RandomKey){run->settings.seed, epoch, i, 1});
-            for (size_t p = 0; p < pixels && before < SAMPLES; p++)
-                fprintf(csv.stream, "%02x", epoch > 0 ? variant[p] : image[p]);
-        }
+        const bool right = run->test_set.labels[i] == run->tested.predicted[i];
+        const size_t before = seen[right]++;
+        const uint8_t *image = before < SAMPLES ? run->test_set.images + i * pixels : NULL;
+        print_prediction(csv.stream, run, i, 0, image);
+        if (before < AUGMENTED && run->train_loader.augment)
+            print_variants(csv.stream, run, i);
     }
-    fprintf(csv.stream, "\n");
     atomic_commit(&csv);
 }
 
@@ -5780,24 +5841,33 @@ static void load_dataset(Run *run, const char *name, const char *dir) {
     printf("Train set size: %zu\nTest set size: %zu\n", run->train_set.count, run->test_set.count);
 }
 
-// --dataset auto: the first of the model's data sets that is found; synthetic always is
+// Loads a dataset, if its files are found; synthetic always is.
+static bool try_dataset(Run *run, const char *name) {
+    char dir[PATH_SIZE] = "";
+    const bool found =
+        strcmp(name, "synthetic") == 0 || find_data_dir(dir, name, run->settings.data);
+    if (found)
+        load_dataset(run, name, dir);
+    return found;
+}
+
+// --dataset auto: the first of the model's data sets that is found
 static void setup_data(Run *run) {
-    Settings *s = &run->settings;
-    char dir[PATH_SIZE], name[32];
-    const char *list = strcmp(s->dataset, "auto") == 0 ? run->model->datasets : s->dataset;
-    for (; *list; list += strcspn(list, " "), list += strspn(list, " ")) {
-        snprintf(name, sizeof name, "%.*s", (int)strcspn(list, " "), list);
-        if (strcmp(name, "synthetic") == 0 || find_data_dir(dir, name, s->data)) {
-            load_dataset(run, name, dir);
-            return;
-        }
+    const Settings *s = &run->settings;
+    char names[128], *rest;
+    if (strcmp(s->dataset, "auto") == 0) {
+        snprintf(names, sizeof names, "%s", run->model->datasets);
+        char *name = strtok_r(names, " ", &rest);
+        while (!try_dataset(run, name)) // the last one is synthetic
+            name = strtok_r(NULL, " ", &rest);
+    } else if (!try_dataset(run, s->dataset)) {
+        die(1,
+            "%s: expected %s (or .gz), found none in %s%s; run: data/get_data.sh %s, or use "
+            "--dataset synthetic",
+            s->dataset, find_dataset_info(s->dataset)->files[0][0],
+            *s->data ? "the folder --data " : "./data, beside ./cnn and in /usr/share/datasets",
+            s->data, s->dataset);
     }
-    die(1,
-        "%s: expected %s (or .gz), found none in %s%s; run: data/get_data.sh %s, or use --dataset "
-        "synthetic",
-        name, find_dataset_info(name)->files[0][0],
-        *s->data ? "the folder --data " : "./data, beside ./cnn and in /usr/share/datasets",
-        s->data, name);
 }
 
 // ---- Memory: all of it is planned, printed, and only then allocated
@@ -5858,8 +5928,10 @@ static void plan_buffers(Run *run) {
               HOST, buffers);
     plan_area(p, &run->recorder.all_steps, steps * sizeof *run->recorder.steps, HOST, buffers);
     plan_area(p, &run->state, states * sizeof(real), DEVICE, "optimizer state");
-    for (size_t i = 0; i < (s->layers ? 2 : 0); i++)
-        plan_area(p, &run->measured[i], MEASURED * run->kernels->element, DEVICE, buffers);
+    if (s->layers) {
+        plan_area(p, &run->measured[0], MEASURED * run->kernels->element, DEVICE, buffers);
+        plan_area(p, &run->measured[1], MEASURED * run->kernels->element, DEVICE, buffers);
+    }
     if (*s->trace && run->comm.replica == 0)
         plan_area(p, &trace.events, TRACE_EVENTS * sizeof *trace.events, HOST, buffers);
 }
@@ -5989,36 +6061,55 @@ static void setup_weights(Run *run) {
         resume_checkpoint(run);
 }
 
-// Prints the device of each rank. Two processes on one GPU are most likely a mistake.
-static void print_ranks(Run *run) {
-    Comm *c = &run->comm;
-    if (c->world == 1)
-        return;
-    struct {
-        char host[64], device[256], uuid[48];
-    } *places = must_alloc(c->world * sizeof *places, "the list of ranks"),
-      *mine = places + c->rank;
+// Where a rank runs
+typedef struct Place {
+    char host[64], device[256], uuid[48];
+} Place;
+
+static Place own_place(const Run *run) {
     const char *node = getenv("SLURMD_NODENAME"); // the name that Slurm's users know
-    const bool apart = !c->team && !c->settings->oversubscribe && *run->device_info.uuid;
-    snprintf(mine->host, sizeof mine->host, "%.60s", node ? node : host_name());
-    snprintf(mine->device, sizeof mine->device, "%.250s", run->device_info.name);
-    snprintf(mine->uuid, sizeof mine->uuid, "%s", run->device_info.uuid);
-    all_gather(c, places, sizeof *places);
-    for (size_t r = 0; r < c->world; r++)
-        for (size_t k = 0; k < (apart ? r : 0); k++)
+    Place p;
+    snprintf(p.host, sizeof p.host, "%.60s", node ? node : host_name());
+    snprintf(p.device, sizeof p.device, "%.250s", run->device_info.name);
+    snprintf(p.uuid, sizeof p.uuid, "%s", run->device_info.uuid);
+    return p;
+}
+
+// Two processes on one GPU are most likely a mistake.
+static void refuse_shared_gpus(const Place *places, size_t count) {
+    for (size_t r = 0; r < count; r++)
+        for (size_t k = 0; k < r; k++)
             if (strcmp(places[r].uuid, places[k].uuid) == 0 &&
                 strcmp(places[r].host, places[k].host) == 0)
                 die(EXIT_USAGE, "ranks %zu and %zu share a GPU of %s; add GPUs or --oversubscribe",
                     k, r, places[r].host);
-    for (size_t r = 0; r < c->world && c->rank == 0; r++)
-        printf("Rank %zu: %s, %s%s%s\n", r, places[r].host, places[r].device,
-               *places[r].uuid ? ", " : "", places[r].uuid);
-    if (c->rank == 0)
+}
+
+static const char *who_adds_gradients(const Comm *c) {
+    if (c->dp)
+        return "the master";
+    if (uses_nccl(c))
+        return "NCCL";
+    return c->team ? "a ring of threads" : "a ring of MPI processes";
+}
+
+// Prints the device of each rank.
+static void print_ranks(Run *run) {
+    Comm *c = &run->comm;
+    if (c->world == 1)
+        return;
+    Place *places = must_alloc(c->world * sizeof *places, "the list of ranks");
+    places[c->rank] = own_place(run);
+    all_gather(c, places, sizeof *places);
+    if (!c->team && !c->settings->oversubscribe && *run->device_info.uuid)
+        refuse_shared_gpus(places, c->world);
+    if (c->rank == 0) {
+        for (size_t r = 0; r < c->world; r++)
+            printf("Rank %zu: %s, %s%s%s\n", r, places[r].host, places[r].device,
+                   *places[r].uuid ? ", " : "", places[r].uuid);
         printf("Gradients: %s, added up by %s\n", option_named(&run->settings, "--parallel"),
-               c->dp          ? "the master"
-               : uses_nccl(c) ? "NCCL"
-               : c->team      ? "a ring of threads"
-                              : "a ring of MPI processes");
+               who_adds_gradients(c));
+    }
     free(places);
 }
 
