@@ -142,7 +142,7 @@ typedef struct Fusion {
     const Layer *pool;    // a max-pool, or NULL
     bool relu_backward;   // backward begins with the backward of the fused ReLU
     bool masks_din;       // backward ends with the backward of the ReLU before this row
-    const Layer *moments; // conv2d: the batchnorm2d that follows, whose sums it stores;
+    const Layer *moments; // conv2d: the batchnorm2d that follows, for which it stores sums;
                           // batchnorm2d: the conv2d that has stored its sums; or NULL
 } Fusion;
 
@@ -253,6 +253,7 @@ typedef struct Work {
     real *out, *dout, *din;    // din NULL: not needed
     real *dresidual;           // NULL: not needed, or in the memory of dout
     real *dweight, *dbias;
+    real *moments;        // sums that a conv2d stores for the batchnorm2d that follows it
     real *stats;          // batchnorm2d
     uint8_t *saved;       // argmax of a max-pool, mask of a dropout
     real *scratch;        // the scratch_size() of the kernels, in numbers
@@ -354,7 +355,8 @@ typedef struct Kernels {
     } layers[KINDS];
     // how row l, the only reader of row `to`, is computed; `with`: what is fused with `to` already
     Sharing (*fuse)(const Layer *to, const Fusion *with, const Layer *l);
-    bool conv_moments; // a conv2d's forward stores the moments of a batchnorm2d that follows it
+    // 32-bit words in which a conv2d's forward stores sums for the batchnorm2d that follows it; 0: none
+    size_t (*moments_size)(const Layer *conv, size_t n);
     size_t (*scratch_size)(const Layer *l, const Fusion *fused, size_t n); // in 32-bit words
     size_t (*transposed_size)(const Layer *l, size_t n); // --layout nchw, in elements
     // what the kernels of a row keep, in the host's memory: its size in bytes; sets it up
@@ -1282,9 +1284,9 @@ typedef struct Net {
     // memory: sizes in elements, of activations, gradients and saved in bytes
     size_t param_size; // of the parameters, with the gaps between tensors
     size_t activation_size, gradient_size, saved_size;
-    size_t stats_size, scratch_size, transposed_size;
+    size_t stats_size, moments_size, scratch_size, transposed_size;
     size_t host_size; // the largest tensor, or the output
-    real *params, *grads, *stats, *scratch, *losses;
+    real *params, *grads, *stats, *moments, *scratch, *losses;
     char *low, *activations, *dactivations;
     void *transposed; // --layout nchw, else NULL
     LossScale *scale; // on a GPU, else NULL
@@ -1527,13 +1529,17 @@ static void fuse_row(Net *net, size_t i, size_t to) {
     net->slots[i].computed_by = to;
 }
 
-// Links a convolution with the batchnorm2d in the next row, whose moments it stores.
+// Links a convolution with the batchnorm2d in the next row, if its forward stores sums for it.
 static void link_moments(Net *net, size_t i) {
-    const Layer *l = &net->layers[i];
-    if (l->kind == BATCHNORM2D && l->input == i - 1 && l[-1].kind == CONV2D) {
-        net->slots[i].fused.moments = &l[-1];
-        net->slots[i - 1].fused.moments = l;
-    }
+    const Layer *l = &net->layers[i], *before = &net->layers[l->input];
+    if (l->kind != BATCHNORM2D || l->input + 1 != i || before->kind != CONV2D)
+        return;
+    const size_t size = net->kernels->moments_size(before, net->batch);
+    if (size == 0)
+        return;
+    net->slots[i].fused.moments = before;
+    net->slots[i - 1].fused.moments = l;
+    net->moments_size = max_size(net->moments_size, size);
 }
 
 /* Asks the kernels how each row is computed. Backward still has what it reads: a dropout its mask,
@@ -1551,8 +1557,7 @@ static void plan_fusion(Net *net) {
             fuse_row(net, i, to);
         else if (l->kind == ADD)
             slot->residual = l->other;
-        if (k->conv_moments)
-            link_moments(net, i);
+        link_moments(net, i);
     }
 }
 
@@ -1675,6 +1680,7 @@ static void plan_arenas(Net *net) {
     if (net->device->is_gpu)
         plan_area(p, &net->scale, sizeof *net->scale, DEVICE, "statistics and masks");
     plan_area(p, &net->step, sizeof *net->step, DEVICE, "statistics and masks");
+    plan_area(p, &net->moments, size * net->moments_size, DEVICE, "scratch");
     plan_area(p, &net->scratch, size * net->scratch_size, DEVICE, "scratch");
     if (net->settings->layout == NCHW)
         plan_area(p, &net->transposed, net->transposed_size * net->kernels->element, DEVICE,
@@ -1732,8 +1738,8 @@ static void plan_memory(Net *net, size_t batch) {
     const size_t most = max_size(batch, net->test_batch);
     for (size_t i = 0; i < net->count; i++)
         check_row(net, i);
-    plan_fusion(net);
     net->batch = batch;
+    plan_fusion(net);
     net->host_size = max_size(net->host_size, most * net->classes);
     for (size_t i = 0; i < net->count; i++)
         plan_row(net, i, most);
@@ -2121,6 +2127,7 @@ static Work work_of(const Net *net, size_t i, size_t n, const RandomKey *key) {
                   .dweight = net->grads + l->weight,
                   .dbias = net->grads + l->bias,
                   .stats = net->stats + slot->stats,
+                  .moments = net->moments,
                   .saved = net->saved + slot->saved,
                   .scratch = net->scratch,
                   .transposed = net->transposed,
@@ -2387,7 +2394,7 @@ static size_t scratch_size_naive(const Layer *l, const Fusion *fused, size_t n) 
     return kinds[l->kind].flops > 0 ? l->weights : 0;
 }
 
-static size_t no_transposed_size(const Layer *l, size_t n) {
+static size_t no_size(const Layer *l, size_t n) {
     (void)l, (void)n;
     return 0;
 }
@@ -2424,7 +2431,8 @@ static const Kernels naive_kernels = {
     .sgd = sgd,
     .fuse = fuse_nothing,
     .scratch_size = scratch_size_naive,
-    .transposed_size = no_transposed_size,
+    .moments_size = no_size,
+    .transposed_size = no_size,
     .prepared_size = nothing_prepared,
     .prepare = prepare_nothing,
     .flops = flops_of_definition,

@@ -1037,21 +1037,23 @@ template <class KIND> static __global__ void join_slices_kernel(Row r, int slice
         KIND::finish(r, c, sum);
 }
 
-// `stored`: slices of CONV_SLICE pixels are in scratch already.
-template <class T, class KIND> static void sum_pixels(Work w, bool stored) {
+// moments: the sums of slices of CONV_SLICE pixels, which a convolution has stored, or NULL
+template <class T, class KIND> static void sum_pixels(Work w, real *moments) {
     const size_t channels = w.l->out.c, pixels = outputs(w) / channels;
     // slices of at least 64 pixels, at most SUM_SLICES of them
     const size_t slices = min(ceil_div(pixels, 64), (size_t)SUM_SLICES);
     auto *sum_slices = sum_slices_kernel<T, KIND>; // a macro's argument has no comma
-    if (!stored)
+    if (moments)
+        w.scratch = moments;
+    else
         LAUNCH_GRID(sum_slices, dim3(ceil_div(channels, WARP), slices), dim3(WARP, LANES_Y), 0,
                     row_of(w), layout_of(w.l->out, w.transposed));
     LAUNCH(join_slices_kernel<KIND>, channels * WARP, row_of(w),
-           stored ? pixels / CONV_SLICE : slices);
+           moments ? pixels / CONV_SLICE : slices);
 }
 
-// Whether a convolution's forward leaves in scratch, by slices of CONV_SLICE pixels, the moments of
-// its output for the BatchNorm behind it. NULL: there is no convolution.
+// Whether a convolution's forward stores the moments of its output, by slices of CONV_SLICE pixels,
+// for the BatchNorm that follows it. NULL: there is no convolution.
 static bool stores_moments(const Layer *conv, size_t n);
 
 // The values of the channels of the elements of a pack that begins at element i.
@@ -1090,7 +1092,7 @@ template <class T> static __global__ void batchnorm_forward_kernel(Row r, Layout
 
 template <class T> static void batchnorm2d_forward(Work w) {
     if (w.key)
-        sum_pixels<T, Moments>(w, stores_moments(w.fused.moments, w.n));
+        sum_pixels<T, Moments>(w, stores_moments(w.fused.moments, w.n) ? w.moments : NULL);
     each<batchnorm_forward_kernel<T>, packs<T>>(w);
 }
 
@@ -1122,7 +1124,7 @@ template <class T> static __global__ void batchnorm_backward_kernel(Row r, Layou
 }
 
 template <class T> static void batchnorm2d_backward(Work w) {
-    sum_pixels<T, Gradients<true>>(w, false);
+    sum_pixels<T, Gradients<true>>(w, NULL);
     if (w.din)
         each<batchnorm_backward_kernel<T>, packs<T>>(w);
 }
@@ -1306,7 +1308,7 @@ static void weight_gradient(Work w) {
 
 static void conv2d_backward_naive(Work w) {
     if (w.l->biases)
-        sum_pixels<real, Gradients<false>>(w, false);
+        sum_pixels<real, Gradients<false>>(w, NULL);
     weight_gradient(w);
     if (w.din)
         data_gradient(w);
@@ -1672,6 +1674,14 @@ static bool stores_moments(const Layer *conv, size_t n) {
            splits_of(pixels, conv->out.c, 1, conv->kernel * conv->kernel * conv->in.c) == 1;
 }
 
+static size_t moments_size(const Layer *conv, size_t n) {
+    return 2 * ceil_div(n * conv->out.h * conv->out.w, CONV_SLICE) * conv->out.c;
+}
+
+static size_t no_moments(const Layer *, size_t) {
+    return 0;
+}
+
 // An upper bound of what the sums of all splits take, for up to these rows and this depth
 static size_t parts_size(size_t rows, size_t columns, size_t depth) {
     return min(ceil_div(depth, LEAST_DEPTH) * rows * columns, (size_t)MOST_TILES * 2 * 64 * 64);
@@ -1797,7 +1807,7 @@ template <class T> static Product<T, T> forward_product(Work w) {
     Product<T, T> p = patches_times<T, T>(w.weight, w.out, FORWARD, w);
     p.c.bias = w.bias;
     p.c.relu = w.fused.relu;
-    p.moments = w.fused.moments && w.key && stores_moments(w.l, w.n) ? w.scratch : NULL;
+    p.moments = w.fused.moments && w.key && stores_moments(w.l, w.n) ? w.moments : NULL;
     return p;
 }
 
@@ -1843,7 +1853,7 @@ template <class T, class KERNELS> static void conv2d_forward(Work w) {
 
 template <class T, class KERNELS> static void conv2d_backward(Work w) {
     if (w.l->biases)
-        sum_pixels<T, Gradients<false>>(w, false);
+        sum_pixels<T, Gradients<false>>(w, NULL);
     KERNELS::template run<false, false>(weight_gradient_product<T>(w), w);
     if (w.din)
         KERNELS::template run<true, true>(data_gradient_product<T>(w), w);
@@ -2224,7 +2234,7 @@ static size_t scratch_size(const Layer *l, const Fusion *, size_t n) {
     size_t parts = max(parts_size(out_pixels, l->out.c, taps * l->in.c),
                        max(parts_size(taps * l->in.c, l->out.c, out_pixels),
                            parts_size(in_pixels, l->in.c, taps * l->out.c)));
-    return max(parts, max(sums, 2 * ceil_div(out_pixels, CONV_SLICE) * l->out.c));
+    return max(parts, sums);
 }
 
 /* to[image][column][row] = from[image][row][column], through a tile in shared memory, so that both
@@ -2376,7 +2386,7 @@ static Kernels make_kernels(KernelsChoice name, Precision precision) {
     k.layers[LOG_SOFTMAX].forward = each<log_softmax_forward_kernel<T>, lanes>;
     k.layers[LOG_SOFTMAX].backward = each<log_softmax_backward_kernel<T>, lanes>;
     k.fuse = name == NAIVE ? fuse<false> : fuse<true>;
-    k.conv_moments = name == TENSOR;
+    k.moments_size = name == TENSOR ? moments_size : no_moments;
     k.scratch_size = scratch_size;
     k.transposed_size = transposed_size;
     k.prepared_size = prepared_size;

@@ -1094,13 +1094,15 @@ static void test_fused_backward(const Kernels *k) {
 static void run_conv_and_norm(const Kernels *k, const Task *t, void *const *a, real *scratch) {
     const Layer *conv = t->l, norm = {.kind = BATCHNORM2D, .in = conv->out, .out = conv->out};
     Work w = work_of_task(t, scratch);
-    w.fused.moments = k->conv_moments ? &norm : NULL;
+    const size_t words = k->moments_size(conv, t->n);
+    w.fused.moments = words > 0 ? &norm : NULL;
+    w.moments = k->device->alloc(words * sizeof *w.moments);
     w.out = a[0];
     w.in = a[3];
     w.weight = a[4];
     k->layers[CONV2D].forward(w);
     w.l = &norm;
-    w.fused.moments = k->conv_moments ? conv : NULL;
+    w.fused.moments = words > 0 ? conv : NULL;
     w.in = a[0];
     w.out = a[2];
     w.stats = a[1];
@@ -1110,6 +1112,8 @@ static void run_conv_and_norm(const Kernels *k, const Task *t, void *const *a, r
         w.scratch =
             must_alloc(k->scratch_size(&norm, &w.fused, t->n) * sizeof *w.scratch, "a test");
     k->layers[BATCHNORM2D].forward(w);
+    k->device->synchronize();
+    k->device->release(w.moments);
     if (k == &naive_kernels)
         free(w.scratch);
 }
