@@ -18,8 +18,8 @@ PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 environments='
 bare       rest              run,test all
 no-mpi     mpi*,orte*,ompi*  test     cluster/test_slurm.sh cluster/test_parallel.sh robust/test_soak.sh robust/test_faults.sh program/test_robust.sh
-no-cuda    nvcc              test     cluster/test_parallel.sh robust/test_faults.sh program/test_robust.sh gpu/test_nvcc.sh
-no-python  python*,nvcc      test     cluster/test_slurm.sh cluster/test_parallel.sh gpu/gpu_check.sh
+no-cuda    nvcc              test     robust/test_faults.sh program/test_robust.sh gpu/test_nvcc.sh
+no-python  python*,nvcc      test     cluster/test_slurm.sh gpu/gpu_check.sh
 '
 # Packages beside those that are essential or required
 packages='^(gcc|cpp|binutils|libc6-dev|libc-dev-bin|make|gzip|git|perl)(-[0-9.]+|-common|-base|-man|-x86-64-linux-gnu|-aarch64-linux-gnu)?$'
