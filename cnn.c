@@ -174,11 +174,11 @@ enum { CROP_PADDING = 4, ELASTIC_ALPHA = 34, ELASTIC_SIGMA = 4, ELASTIC_REACH = 
 
 // Limits: replicas of a process (networks that train together, each in its own thread), threads of a
 // replica, rows of a network, areas of a memory plan
-enum { MAX_REPLICAS = 64, MAX_THREADS = 1024, MAX_LAYERS = 1024, MAX_AREAS = 16 };
+enum { MAX_REPLICAS = 64, MAX_THREADS = 1024, MAX_LAYERS = 1024, MAX_AREAS = 24 };
 
 /* Marks are events in a replica's stream of work, as in CUDA. They are numbered: marks for the clock
    of train(), one for each bucket of gradients (section 10), with --layers and --trace one at the
-   begin and one at the end of each row's forward and backward, and the start of a trace. */
+   start and one at the end of each row's forward and backward, and the start of a trace. */
 enum { CLOCK_MARKS = 64, MAX_BUCKETS = 64, ROW_MARKS = 2 * (MAX_LAYERS + 1) };
 enum {
     BUCKET_MARKS = CLOCK_MARKS,
@@ -253,16 +253,16 @@ typedef struct Work {
     real *out, *dout, *din;    // din NULL: not needed
     real *dresidual;           // NULL: not needed, or in the memory of dout
     real *dweight, *dbias;
-    real *moments;        // sums that a conv2d stores for the batchnorm2d that follows it
     real *stats;          // batchnorm2d
+    real *moments;        // sums that a conv2d stores for the batchnorm2d that follows it
     uint8_t *saved;       // argmax of a max-pool, mask of a dropout
     real *scratch;        // the scratch_size() of the kernels, in numbers
     void *transposed;     // --layout nchw: its transposed_size() elements; else NULL
     Shape from;           // the shape of in, before a linear layer flattens it
     void *prepared;       // what the kernels keep for this row; zeroed, then set up by prepare()
     const RandomKey *key; // of a training step, in the device's memory; NULL: evaluation
-    bool accumulate;      // another reader of the same row has already written din
-    bool accumulate_residual; // the same of dresidual
+    bool accumulate;      // another reader of the input has already written din
+    bool accumulate_residual; // another reader of the residual has already written dresidual
     bool autotune;            // choose the fastest kernels now, if that has not been done
 } Work;
 
@@ -276,7 +276,7 @@ typedef struct Work {
 typedef struct LossScale {
     float scale;             // 1 in other precisions
     uint32_t steps, skipped; // since the scale was changed; skipped in the whole run
-    uint32_t not_finite;     // losses and gradients: fp16: of this step, else of all steps
+    uint32_t not_finite;     // losses and gradients, with fp16 of this step, else of all steps
 } LossScale;
 enum { FIRST_SCALE = 65536, SCALE_STEPS = 2000 };
 
@@ -337,8 +337,8 @@ typedef struct Device {
     void (*replay)(void *graph);
     void (*free_graph)(void *graph);
     double (*peak_gflops)(void); // multiply-adds of this device, measured; NAN: not known
-    // # PROF  for Nsight: ends this thread's ranges of this level and of those inside, and begins
-    // one of this name (NULL: none); starts or stops recording
+    // # PROF  for Nsight: ends this thread's range of this level, with the ranges inside it, and
+    // begins one of this name (NULL: none); starts or stops recording
     void (*range)(RangeLevel level, const char *name);
     void (*record)(bool on);
 } Device;
@@ -1301,7 +1301,7 @@ typedef struct Net {
     size_t ranks;           // that share a batch, over which the loss is a mean
     size_t batches_tracked; // number of batches in BatchNorm's running statistics
     struct Comm *comm;      // backward() reports finished gradients to it; or NULL
-    bool marks_rows;        // marks at the begin and the end of each row
+    bool marks_rows;        // marks at the start and the end of each row
     bool names_rows;        // a range for Nsight around each row
     double *flops;          // backward stores what each row executes; or NULL
 } Net;
