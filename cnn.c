@@ -3088,7 +3088,7 @@ static void loader_init(Loader *l) {
             die(1, "cannot start loader worker %zu of %zu; use fewer --workers", w + 1, l->workers);
 }
 
-// Fisher-Yates: every permutation is equally likely. RandomKey i depends on seed, epoch and i only.
+// Fisher-Yates: every permutation is equally likely. Draw i depends on seed, epoch and i only.
 static void shuffle(uint32_t *order, size_t count, uint64_t seed, size_t epoch) {
     for (size_t i = count - 1; i > 0; i--) {
         uint32_t r[4];
@@ -3795,8 +3795,8 @@ static Tensor *list_state(const Net *net, Tensor *t, const Optimizer *o, real *s
     return t;
 }
 
-/* Lists the tensors of the network and those of the optimizer's state. The caller frees the list.
-   Without a state, `all` adds those of each optimizer that a file may have, but that nobody needs. */
+/* Lists the tensors of the network and of the optimizer's state. The caller frees the list. Without a
+   state, `all` adds the states of all optimizers: a file may have them, but nobody needs them. */
 static Tensor *list_tensors(Net *net, const Optimizer *optimizer, real *state, bool all,
                             size_t *count) {
     Tensor *list = must_alloc(16 * net->count * sizeof *list, "the list of tensors");
@@ -4040,7 +4040,7 @@ static void take_values(const TensorFile *f, const Tensor *t, Net *net) {
     net->device->copy(t->values, values, t->bytes);
 }
 
-// Reads a tensor's values, which begin where those before it end.
+// Reads a tensor's values, which begin where the previous ones end.
 static void read_values(TensorFile *f, const Tensor *t, Net *net) {
     if (t->begin != f->end)
         die(1, "%s: %s: expected its values at byte %zu, where those before it end, found %zu",
@@ -4634,7 +4634,7 @@ static FORMAT(3) void print_record(FILE *f, Form form, const char *record, ...) 
 
 /* ---- The clock of train(). Each line there begins with AT(...), which sets a mark: the end of the
    previous line and the beginning of this one, whose time also counts as a part of the step. Since
-   a GPU runs behind the program, times are read only when they are needed or a mark is reused. */
+   a GPU lags behind the program, times are read only when they are needed or a mark is reused. */
 // Reads the times of lines that have ended, the oldest first, except for the last `left` of them.
 static void clock_settle(LineClock *c, size_t left) {
     while (c->settled + 1 + left < c->marks) {
@@ -4893,7 +4893,7 @@ static void print_run_json(FILE *f, Run *run) {
 static Run *dying_run;
 static void write_failed(void);
 
-// A rank that dies writes it, too, and waits for nobody: atomic_commit() then refuses rank 0's.
+// A dying rank writes it as well, without waiting for the others.
 static void write_run_json(Run *run) {
     AtomicFile file;
     open_in_folder(&file, run, "run.json");
@@ -4925,7 +4925,7 @@ static void open_run_folder(Run *run) {
         write_run_json(run);
 }
 
-// Whether a row of epochs.csv or, by_step, steps.csv is the header, or of before the run's position
+// Whether a row of epochs.csv or, by_step, steps.csv is the header, or lies before the run's position
 static bool is_earlier(const Run *run, const char *row, bool by_step) {
     size_t epoch = 0, step = 0;
     if (!strchr(row, '\n'))
@@ -4959,17 +4959,27 @@ static FILE *open_log(const Run *run, const char *file, bool by_step) {
     return log;
 }
 
-// Opens the logs. Of another run's results only the model stays, if this run starts from it; of
-// its own, a resumed run replaces the predictions.
-static void open_logs(Run *run) {
-    const char *results[] = {"predictions.csv", "profile.txt", "profile.csv", "layers.csv",
-                             "model.safetensors"};
-    const size_t old = steps_done(run) > 0 ? 1 : LENGTH(results) - !!*run->settings.load;
+static void remove_result(const Run *run, const char *file) {
     char path[PATH_SIZE];
-    for (size_t i = 0; i < old; i++) {
-        join_path(path, run->settings.out, results[i]);
-        unlink(path);
-    }
+    join_path(path, run->settings.out, file);
+    unlink(path);
+}
+
+// Removes what another run has left in the folder: a resumed run replaces only its own predictions,
+// and a run that starts from --load may start from the model there.
+static void remove_results(const Run *run) {
+    static const char *const others[] = {"profile.txt", "profile.csv", "layers.csv"};
+    remove_result(run, "predictions.csv");
+    if (steps_done(run) > 0)
+        return;
+    for (size_t i = 0; i < LENGTH(others); i++)
+        remove_result(run, others[i]);
+    if (!*run->settings.load)
+        remove_result(run, "model.safetensors");
+}
+
+static void open_logs(Run *run) {
+    remove_results(run);
     run->recorder.epochs_csv = open_log(run, "epochs.csv", false);
     run->recorder.steps_csv = open_log(run, "steps.csv", true);
     write_run_json(run);
@@ -5497,7 +5507,12 @@ static void describe_run(Run *run, char metadata[METADATA_SIZE]) {
 #undef LINE
 }
 
-// Called by all ranks. What a checkpoint counts on is on the disk before it: the rows of its steps.
+static void sync_log(FILE *log, const char *name) {
+    if (log && fsync(fileno(log)) != 0)
+        file_fail("cannot write to", name);
+}
+
+// Called by all ranks. The logs that a checkpoint relies on are synced first.
 static void save_checkpoint(Run *run) {
     char metadata[METADATA_SIZE];
     flush_steps(run, &run->current);
@@ -5505,15 +5520,14 @@ static void save_checkpoint(Run *run) {
         run->saving.signal = 0;
     if (run->comm.rank > 0 || !*run->settings.checkpoint || run->settings.dry_run)
         return;
-    if (run->recorder.steps_csv &&
-        fsync(fileno(run->recorder.steps_csv)) + fsync(fileno(run->recorder.epochs_csv)) != 0)
-        file_fail("cannot write to", "steps.csv or epochs.csv");
+    sync_log(run->recorder.steps_csv, "steps.csv");
+    sync_log(run->recorder.epochs_csv, "epochs.csv");
     describe_run(run, metadata);
     save_tensors(&run->net, &optimizers[run->settings.optimizer], run->state, metadata,
                  run->settings.checkpoint);
 }
 
-// The metadata must be that of this run at the same position. Earlier versions had a line for
+// The metadata must be the same as this run's at the same position. Earlier versions had a line for
 // milestones, and the first one had none for `epochs`.
 static void compare_settings(Run *run, const TensorFile *f) {
     static const char dropped[] = "milestones=\n";
