@@ -420,8 +420,8 @@ static void check_update(void) {
         const real low =
             gpu->element < sizeof(real) ? fp16_value(((uint16_t *)updated.low->after)[i]) : p1[i];
         if (fabsf(low - p1[i]) > 1e-3f * fabsf(p1[i]) + 1e-7f)
-            wrong("%s: low[%zu], the copy in 16 bits of param[%zu] = %g, is %g", what_update(), i,
-                  i, (double)p1[i], (double)low);
+            wrong("%s: low[%zu], the 16-bit copy of param[%zu] = %g, is %g", what_update(), i, i,
+                  (double)p1[i], (double)low);
     }
 }
 

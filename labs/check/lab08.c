@@ -248,7 +248,7 @@ static void serve_ranks(size_t most_steps) {
                   finished, ranks.steps, waits);
         forward_messages();
         if (ranks.steps > most_steps)
-            WRONG("the ranks have taken %zu steps and go on; expected at most %zu", ranks.steps,
+            WRONG("the ranks have taken %zu steps and continue; expected at most %zu", ranks.steps,
                   most_steps);
     }
     for (size_t r = 0; r < ranks.world; r++) {
