@@ -91,7 +91,7 @@ def test_whole(names):
         same(f"whole/student/{name}", student, row["student"].lstrip("'"))
         if name in submissions.GOOD:
             same(f"whole/points/{name}", ("10", "10", ""), (row["points"], row["of"], row["flags"]))
-            verdict(f"whole/again/{name}", "all runs begun again agree", row["rerun"],
+            verdict(f"whole/again/{name}", "all re-runs agree", row["rerun"],
                     re.fullmatch(r"([1-9]) of \1", row["rerun"]))
         else:
             verdict(f"whole/row/{name}", "the kinds of its flags", row["flags"],
@@ -183,7 +183,7 @@ class Plain:
         return grading.SimpleNamespace(status=status, stopped="", left=0, said="")
 
 
-# What only a run that is begun again finds.
+# What only a re-run finds.
 def needs_a_run(flag):
     return flag[0] == "rerun" or "times the measured peak" in flag[2]
 
