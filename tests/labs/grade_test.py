@@ -142,7 +142,7 @@ def test_hostile_code():
     for name, (_, wanted) in HOSTILE.items():
         page = submissions.load(f"{MADE}/grades1/pages/{name}.html")
         verdict(f"hostile/{name}", wanted, flags_of(page), has(flags_of(page), wanted))
-        verdict(f"hostile/{name}/points", "0 of 20", page[:2000], "0 of 20 points by machine" in page)
+        verdict(f"hostile/{name}/points", "0 of 20", page[:2000], "0 of 20 auto-graded points" in page)
         harmless(f"hostile/{name}/page", page)
     same("hostile/canary", ["kept"], os.listdir(f"{MADE}/canary"))
     os.remove(f"{MADE}/canary/kept")
