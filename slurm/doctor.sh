@@ -64,7 +64,7 @@ cuda() {
         missing nvcc "needed to build for a GPU: module load cuda, or make CUDA=DIR"
         todo "without a GPU: make emulate runs the kernels on the CPU"
     fi
-    ! have hipcc || ok hipcc "make HIP=1 compiles for AMD's GPUs"
+    ! have hipcc || ok hipcc "make HIP=1 compiles for AMD GPUs"
     local gpus
     gpus=$(have nvidia-smi && nvidia-smi -L 2>/dev/null | grep ^GPU)
     if [ -n "$gpus" ]; then

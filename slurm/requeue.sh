@@ -1,14 +1,15 @@
-# Sourced by the job scripts, so that a job whose time is over is queued again and goes on where it was:
+# Sourced by the job scripts, so that a job whose time is over is queued again and resumes:
 #
 #     train ./cnn "${saved[@]}" OPTIONS...
 #
 # A minute before the time is over, Slurm sends SIGUSR1 to the job script, as its line #SBATCH --signal says. The
-# program gets it, too, and saves; then the job is queued again. The number of the job stays, and so do its folder
-# and its checkpoint. What is saved there is also used when a node has failed.
+# program gets the signal, too, and saves; then the job is queued again. The job keeps its number, and so its folder
+# and its checkpoint. The checkpoint is also used when a node has failed.
 #
-# labs/tools/monitor writes monitor.csv into the folder. It runs beside the program, not around it: Slurm sends SIGTERM
-# to every process of a job, and a second one, forwarded by the monitor, would end the program before it has saved. It
-# samples the machine of this script only, and needs Python. A job that was queued again writes monitor-1.csv, then monitor-2.csv.
+# labs/tools/monitor writes monitor.csv into the folder. It runs next to the program and does not start it, since Slurm
+# sends SIGTERM to every process of a job, and a second SIGTERM, forwarded by the monitor, would end the program before
+# it has saved. It samples only the machine of this script, and needs Python. A job that was queued again writes
+# monitor-1.csv, then monitor-2.csv.
 # shellcheck shell=bash disable=SC2034 # the job scripts use `saved`
 folder=runs/$SLURM_JOB_NAME-$SLURM_JOB_ID
 checkpoint=$folder/checkpoint.safetensors
@@ -35,7 +36,7 @@ requeue() {
     ! kill -0 "$pid" 2>/dev/null || scontrol requeue "$SLURM_JOB_ID"
 }
 
-# watch_machine CSV: in place of this shell, until the program has ended
+# watch_machine CSV: replaces this shell with the monitor, until the program has ended
 watch_machine() {
     if command -v python3 >/dev/null; then
         exec labs/tools/monitor --pid "$pid" --csv "$1"

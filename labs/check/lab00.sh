@@ -9,7 +9,7 @@ tests() {
 2|-|it learns: on 12800 synthetic images, far better than guessing
 2|-|your run folder exists, run.json is valid and the run is complete
 2|-|its counts agree: epochs x ceil(N / B) steps, images, throughput x time
-2|-|its losses are those of its images and seed
+2|-|its losses are the ones that its images and seed give
 1|-|run.json has the machine card
 END
 }

@@ -12,7 +12,7 @@ tests() {
 2|-|their counts agree: epochs x ceil(N / B) steps, images, throughput x time
 2|-|the line profile counts every step: hits = epochs x ceil(N / B)
 2|-|the profile's lines cover at least 95 % of the training time
-3|-|each run differs from another one in one thing only
+3|-|each run differs from another one in only one thing
 2|-|all runs have the same losses: faster code computes the same
 2|-|layers.csv has all rows, and its numbers agree
 3|2.1|the convolution computes what it did before

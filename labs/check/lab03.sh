@@ -13,7 +13,7 @@ tests() {
 1|3.1 3.2|workers end when quit is set
 2|3.1 3.2|threads that wait sleep
 2|3.1 3.2|no data race
-1|3.1 3.2|./cnn computes the same bits with 1 and 4 workers, and without any
+1|3.1 3.2|./cnn is bit-identical with 1 worker, with 4, and without any
 2|3.1 3.2|the sweep in runs/lab03-workers is complete
 END
 }

@@ -331,13 +331,12 @@ static void test_right(int change) {
     const char *one = "this is a single tile and a single step: do the sums begin at 0, is each "
                       "tile __shared__, and is what a thread reads what was stored at that place?";
     const char *steps =
-        change == 4
-            ? "a single step is right, several are not: does the sum go on, are the next numbers "
-              "those of k + 16, and does each step use the other buffer than the last one?"
-            : "a single step is right, several are not: does the sum go on, is the next tile taken "
-              "from k, and is there a barrier after the last use of a tile?";
+        change == 4 ? "a single step is right, several are not: does the sum continue, are the "
+                      "next numbers at k + 16, and does each step use the other buffer?"
+                    : "a single step is right, several are not: does the sum continue, is the next "
+                      "tile taken from k, and is there a barrier after the last use of a tile?";
     const char *tiles = "a single tile is right, several are not: do row and column include the "
-                        "block, and are x and y not exchanged?";
+                        "block, and are x and y not swapped?";
     const char *ragged =
         "sizes that tiles divide are right: what do threads do beyond the last row, "
         "column and k?";
@@ -391,7 +390,8 @@ static void test_steps(void) {
     at_most(s, "barriers", c.barriers, steps + 1, "one for each 16 of k");
     if (c.overlapped < steps - 1)
         wrong("%s: in only %ld of %ld steps numbers were requested from the device's memory before "
-              "the tiles were read: request those of the next step after the barrier, before the "
+              "the tiles were read: request the numbers of the next step after the barrier, before "
+              "the "
               "arithmetic",
               shape_text(s), c.overlapped, steps);
 }

@@ -57,7 +57,7 @@ static void count_of(size_t count, size_t bad) {
     const LossScale *s = scale_of(counted.scale);
     if (found == 0 && s->not_finite != before.not_finite)
         wrong("%zu gradients, all finite: not_finite was %u and became %u; 3.4e38 and 1e-42 are "
-              "finite, too, and what lies behind the last gradient does not count",
+              "finite, too, and what lies beyond the last gradient does not count",
               count, before.not_finite, s->not_finite);
     if (found > 0 && s->not_finite == before.not_finite)
         wrong(
@@ -67,7 +67,7 @@ static void count_of(size_t count, size_t bad) {
     if (s->not_finite != before.not_finite + found)
         wrong(
             "%zu gradients, %zu of them not finite: not_finite was %u and became %u, expected %zu: "
-            "it is +=, by many threads at once (atomicAdd), and nothing behind the last gradient "
+            "it is +=, by many threads at once (atomicAdd), and nothing beyond the last gradient "
             "counts",
             count, found, before.not_finite, s->not_finite, before.not_finite + found);
     if (s->scale != before.scale || s->steps != before.steps || s->skipped != before.skipped)
@@ -422,8 +422,8 @@ static void check_update(void) {
         const real low =
             gpu->element < sizeof(real) ? fp16_value(((uint16_t *)updated.low->after)[i]) : p1[i];
         if (fabsf(low - p1[i]) > 1e-3f * fabsf(p1[i]) + 1e-7f)
-            wrong("%s: low[%zu], the copy in 16 bits of param[%zu] = %g, is %g", what_update(), i,
-                  i, (double)p1[i], (double)low);
+            wrong("%s: low[%zu], the 16-bit copy of param[%zu] = %g, is %g", what_update(), i, i,
+                  (double)p1[i], (double)low);
     }
 }
 

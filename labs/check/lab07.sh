@@ -10,14 +10,14 @@ tests() {
     cat <<'END'
 2|7.1|gradients that are not finite are counted: Inf, -Inf and NaN, anywhere
 2|7.1|the scale is halved after a skipped step, and doubled after SCALE_STEPS good ones
-2|7.1|an infinite gradient skips exactly one step; the others go on as if it had not been
+2|7.1|an infinite gradient skips exactly one step; all others are as if it had not been there
 3|7.2|NHWC and NCHW: where each element lies, and which pixel and channel an index is
 1|7.2|images of the loader, and a max-pool, in both layouts
 3|7.3|the fused update computes what its definition says: sgd, adadelta, fp32, fp16
 1|7.3|a step that is skipped changes nothing
 2|7.3|an update is one kernel, which reads and writes each number once
-2|-|precisions: the losses of bf16 and fp16 are near those of fp32, and these are the CPU's
-2|-|the ladder: all rungs, one change each; the numbers of ablation.csv are those of the run folders
+2|-|precisions: the losses in bf16 and fp16 are near the fp32 losses, which are also the CPU's
+2|-|the ladder: all rungs, one change each; ablation.csv has the numbers of the run folders
 END
 }
 

@@ -248,7 +248,7 @@ static void serve_ranks(size_t most_steps) {
                   finished, ranks.steps, waits);
         forward_messages();
         if (ranks.steps > most_steps)
-            WRONG("the ranks have taken %zu steps and go on; expected at most %zu", ranks.steps,
+            WRONG("the ranks have taken %zu steps and continue; expected at most %zu", ranks.steps,
                   most_steps);
     }
     for (size_t r = 0; r < ranks.world; r++) {
@@ -305,7 +305,7 @@ static void ring_body(size_t rank) {
     put_message(RESULT, numbers, ring.count * sizeof *numbers, 0);
 }
 
-// All ranks together reduce `count` numbers from `first` on, in an array that has more behind them.
+// All ranks together reduce `count` numbers from `first` on, in an array that has more after them.
 static void run_ring(size_t world, size_t first, size_t count) {
     ring.range = (Range){first, count};
     ring.count = first + count + 3;
@@ -443,8 +443,8 @@ static void test_traffic(void) {
 
 /* ---- The sampler ----------------------------------------------------------------------------- */
 
-// What an image shows that is none: a place of `order` that was not written, or one behind its end
-enum { MOST_IMAGES = 200, NEVER_WRITTEN = 65535, BEHIND = 65534 };
+// What an image shows that is none: a place of `order` that was not written, or one beyond its end
+enum { MOST_IMAGES = 200, NEVER_WRITTEN = 65535, BEYOND = 65534 };
 
 // What a loader is asked for, and what it returns for each image of a rank.
 static struct {
@@ -457,7 +457,7 @@ typedef struct Sample {
 } Sample;
 
 /* The images show their numbers. Two more, after them, say that a place of `order` has not been
-   written, or is behind its end. `order` ends where memory that can be written ends. */
+   written, or is beyond its end. `order` ends where memory that can be written ends. */
 static void sampler_body(size_t rank) {
     static uint8_t bytes[2 * (MOST_IMAGES + 2)], labels[MOST_IMAGES + 2];
     static DatasetInfo info = {.name = "numbered", .shape = {1, 2, 1}, .classes = 10, .std = {1}};
@@ -469,7 +469,7 @@ static void sampler_body(size_t rank) {
     size_t count = 0;
     Loader l;
     for (size_t i = 0; i < n + 2; i++) {
-        const size_t shown = i < n ? i : i == n ? NEVER_WRITTEN : BEHIND;
+        const size_t shown = i < n ? i : i == n ? NEVER_WRITTEN : BEYOND;
         bytes[2 * i] = (uint8_t)(shown % 256), bytes[2 * i + 1] = (uint8_t)(shown / 256);
     }
     loader_plan(&l, &data, sampler.batch, 1, AUGMENT_NONE, place);
@@ -555,15 +555,16 @@ static _Noreturn void explain_images(size_t r, const Sample *found, size_t count
             WRONG("rank %zu has the permutation of epoch %zu: shuffle by the number of the epoch "
                   "(PyTorch: sampler.set_epoch)",
                   r, e);
-    if (found[k].image == BEHIND)
-        WRONG("rank %zu: image %zu is at position %zu, behind the %zu places of order; expected "
-              "position %zu: l->key says where a rank begins and how many positions it skips, and "
+    if (found[k].image == BEYOND)
+        WRONG("rank %zu: image %zu is at position %zu, beyond the %zu places of order; expected "
+              "position %zu: l->key says where a rank begins and how far apart its positions are, "
+              "and "
               "l->share how many images it has",
               r, k, (size_t)found[k].position, n + world - 1, k * world + r);
     if (found[k].image == NEVER_WRITTEN || place == n)
         WRONG("rank %zu: image %zu is at a place of `order` that was never written; expected "
-              "position %zu, which is number %zu: behind the last image the first ones follow, as "
-              "often as needed",
+              "position %zu, which is number %zu: after the last image, the first ones are "
+              "repeated, as often as needed",
               r, k, k * world + r, want);
     WRONG(
         "rank %zu: image %zu should be position %zu of the permutation, number %zu; found position "

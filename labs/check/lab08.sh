@@ -14,10 +14,10 @@ tests() {
 3|8.1|each rank sends 2 (R - 1) / R of the numbers, in 2 (R - 1) steps
 1|8.1|all ranks have the same bits
 3|8.2|rank r of R has the positions r, r + R, r + 2R, ... of each epoch's permutation
-2|8.2|sizes that the ranks do not divide, fewer images than ranks: the first images follow again
+2|8.2|sizes that the ranks do not divide, fewer images than ranks: the first images are repeated
 1|8.2|testing: each image once, in the order of the file
-2|8.1 8.2|R replicas train as one device does, at the same global batch; all ranks of a run have the same weight hash
-1|8.1 8.2|small buckets, odd batches, --overlap off, and the same bits in a second run
+2|8.1 8.2|R replicas train as one device does, with the same global batch; all ranks of a run have the same weight hash
+1|8.1 8.2|small buckets, odd batches, --overlap off; a second run is bit-identical
 2|8.1 8.2|the runs lab08-one, lab08-ddp and lab08-dp are complete and can be compared
 END
 }

@@ -82,7 +82,7 @@ static void test_warmup(void) {
         for (size_t i = 0; i + 1 < count; i++)
             if (!near(rate[i + 1] - rate[i], first, s.lr))
                 wrong("with %zu epochs of %zu steps as warm-up, the rate of epoch %zu, step %zu "
-                      "is %.9g and that of the next step %.9g; "
+                      "is %.9g and the next step has %.9g; "
                       "each step adds as much as the first one has, %.9g",
                       warmup, steps, i / steps, i % steps, rate[i], rate[i + 1], first);
         if (!near(last, s.lr, s.lr))

@@ -10,9 +10,9 @@ tests() {
 2|9.1|after the warm-up the schedule begins; without a warm-up, at once
 3|-|the scaling study is complete: one device and more, strong and weak, five seeds each
 2|-|its runs differ in nothing but devices, batch and seed, and have times of their own
-2|-|scaling.csv: seconds, speed-up and efficiency are those of the run folders
-2|-|two of its runs, chosen at random, have the same losses when they are repeated
-3|-|one core, before and after: one change per rung, the same losses, the speeds of ablation.csv
+2|-|scaling.csv has the seconds, speed-ups and efficiencies of the run folders
+2|-|two of its runs, chosen at random, have the same losses when the checker repeats them
+3|-|one core, before and after: one change per rung, the same losses, and ablation.csv has their speeds
 2|9.1|large batches: five seeds per rung, one change each; a run with warm-up is repeated
 1|-|hours.csv has what all runs have cost
 END

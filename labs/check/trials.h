@@ -92,7 +92,7 @@ static void check_guards(const Array *a) {
     const char *zones[] = {(const char *)a->after - GUARD_BYTES, (const char *)a->after + a->bytes};
     for (size_t z = 0; z < 2; z++)
         for (size_t i = 0; i < GUARD_BYTES / 4; i++) {
-            // behind an array whose bytes are no multiple of 4 the words are shifted
+            // after an array whose bytes are no multiple of 4 the words are shifted
             const size_t shift = z == 1 ? (4 - a->bytes % 4) % 4 : 0;
             uint32_t word;
             memcpy(&word, zones[z] + shift + i * 4, sizeof word);
@@ -100,8 +100,8 @@ static void check_guards(const Array *a) {
                 wrong(
                     "%s: memory %s was written, %zu bytes %s: threads beyond the last element must "
                     "do nothing",
-                    a->name, z == 0 ? "before its beginning" : "behind its end",
-                    z == 0 ? GUARD_BYTES - i * 4 : i * 4 + shift, z == 0 ? "before" : "behind");
+                    a->name, z == 0 ? "before its beginning" : "beyond its end",
+                    z == 0 ? GUARD_BYTES - i * 4 : i * 4 + shift, z == 0 ? "before" : "beyond");
         }
     if (a->is_input && memcmp(a->before, a->after, a->bytes) != 0)
         wrong("%s is an input, but it was changed", a->name);

@@ -44,7 +44,7 @@ def kinds(result):
 
 def summary(result):
     points = "not graded" if result.points is None else f"{result.points}/{result.of} points"
-    return f"{points}, flags: {kinds(result) or 'none'}, begun again: {again(result)}"
+    return f"{points}, flags: {kinds(result) or 'none'}, re-runs: {again(result)}"
 
 
 def write(out, lab, results, isolation):
@@ -87,7 +87,7 @@ def pre(words):
 
 def make_page(lab, result, isolation):
     of = max(1, result.of)
-    points = "not graded" if result.points is None else f"{result.points} of {result.of} points by machine"
+    points = "not graded" if result.points is None else f"{result.points} of {result.of} auto-graded points"
     correct = "" if result.points is None else f"{RUBRIC[0][1] * result.points / of:.1f}"
     body = [element("h1", f"{result.student}, lab {lab}"), element("p", points),
             element("h2", "Flags"),
@@ -101,7 +101,7 @@ def make_page(lab, result, isolation):
                   [[title, got, most, pre(said)] for title, got, most, said in result.tests]),
             element("h2", "Runs"), table(["run", "command", "epoch, seconds, loss, accuracy"],
                                          [[r["folder"], r["command"], pre(epochs(r))] for r in result.runs]),
-            element("h2", "Begun again by the instructor's build"),
+            element("h2", "Re-run with the instructor's build"),
             table(["run", "agrees", "because"], result.again) if result.again else element("p", "none")]
     for title, picture in result.plots:
         data = base64.b64encode(picture).decode()

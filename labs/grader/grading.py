@@ -1,4 +1,4 @@
-"""Grades one submission after the other, for labs/grade: the checker, the rules, runs begun again, plots."""
+"""Grades one submission after the other, for labs/grade: the checker, the rules, re-runs, plots."""
 import csv
 import json
 import math
@@ -18,7 +18,7 @@ BUILD_S = 600       # of the builds of the checker
 EXAMINE_S = 60
 PLOT_S = 120
 AGAIN_S = 120
-STEPS = 5           # of a run that is begun again
+STEPS = 5           # of a re-run
 JSON_BYTES = 32 << 20
 PLOT_BYTES = 4 << 20
 SHARED = 0.2        # of the steps of two runs that have the same times, and at least 3: one is a copy
@@ -228,11 +228,11 @@ def clean(run):
                 epochs=[list(map(text, epoch)) for epoch in run["epochs"]])
 
 
-# ---- Runs begun again
+# ---- Re-runs
 
 
 def begin_again(course, result, folder):
-    """Begins some runs again, with the instructor's build: the first losses have to be the same."""
+    """Re-runs some runs with the instructor's build: the first losses have to be the same."""
     measured = [r for r in result.runs if r["provenance"] == "measured" and r["losses"]]
     for number, run in enumerate(course.draw.sample(measured, min(course.again, len(measured)))):
         options, why = options_of(run)
@@ -247,7 +247,7 @@ def begin_again(course, result, folder):
                           [course.program, *data[1:]], write, AGAIN_S)
         losses = read_losses(os.path.join(write, "run", "steps.csv"))
         if done.status or not losses:
-            result.again.append((run["folder"], "", f"could not be begun: {done.stopped or last_line(done.said)}"))
+            result.again.append((run["folder"], "", f"could not be re-run: {done.stopped or last_line(done.said)}"))
             continue
         wrong = compare_losses(run, losses)
         result.again.append((run["folder"], "no" if wrong else "yes", wrong or "the first losses are the same"))
@@ -257,7 +257,7 @@ def begin_again(course, result, folder):
 
 
 def options_of(run):
-    """The options that begin a run again, and why there are none. Their values are checked: they come from a
+    """The options that re-run a run, or why there are none. Their values are checked: they come from a
     submission."""
     settings, options = run["settings"], []
     for name, pattern in PASSED.items():

@@ -6,27 +6,27 @@
     labs/tools/plot.py labs/figures/bench.csv   a table of training speeds; into labs/figures/plots
 
 study      time and accuracy by device and batch: means, with 95 % intervals (time) and sd (accuracy). Runs may
-           differ in one more option, such as --lr: then by its value, too; so does loss
-workers    images per second by --workers, for runs that differ in that
+           differ in one more option, such as --lr: then it also groups by its value; so does loss
+workers    images per second by --workers, for runs that differ in that option
 ablation   images per second and accuracy (mean and sd) of each rung, from the ablation.csv in the folder
 scaling    speed-up by number of devices, strong and weak, with the ideal line
 loss       training loss by epoch (averages over some steps), and the test loss as single marks
 run        for a single run folder: its loss step by step, and its confusion matrix
-roofline   the layers and the limits of the machine, if a run folder has a layers.csv (--layers). Filled: the
-           operations that were executed, which never exceed the limits. Hollow: the operations that the
-           layer's definition needs, where Winograd's algorithm or skipped zeros save some of them. Layers
-           that only move data are left out
+roofline   the layers and the limits of the machine, if a run folder has a layers.csv (--layers). Filled marks count
+           the operations that were executed, which never exceed the limits. Hollow marks count the operations
+           in the layer's definition, where Winograd's algorithm or skipped zeros save some of them. Layers that
+           only move data are left out
 confusion  the confusion matrix of the run with the best accuracy
-samples    test images that the run with the best accuracy predicted right, with their label, and wrong ones
+samples    test images that the run with the best accuracy predicted right and wrong, with their labels
 augment    what --augment makes of some test images, if a run used it
-filters    the first layer's filters, if a run has written model.safetensors (--save-model); before training as
-           well, if another run folder beside it is one of an untrained network: ./cnn --eval --save-model
+filters    the first layer's filters, if a run has written model.safetensors (--save-model); also before training,
+           if there is a run folder of an untrained network next to it: ./cnn --eval --save-model
 bench      for a CSV file: images per second of ./cnn and of PyTorch, by network and number of threads
 
 A plot is drawn if the runs have the data for it; otherwise the reason is printed. Runs that cannot be
-compared are not drawn into one plot. All lines and bars are distinguishable in black and white. Emulated
-runs are labelled: their times mean nothing. Needs matplotlib: pip install -r labs/requirements.txt, or on
-Debian apt-get install python3-matplotlib.
+compared are not drawn in one plot. All lines and bars are distinguishable in black and white. Emulated
+runs are labelled, since their times mean nothing. Needs matplotlib: pip install -r labs/requirements.txt,
+or on Debian apt-get install python3-matplotlib.
 """
 import csv
 import os

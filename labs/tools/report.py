@@ -4,22 +4,22 @@
     labs/tools/report.py runs/first     `make report RUNS=runs/first` draws the plots first
 
 The report starts as a copy of report_template.md. The parts between <!-- begin NAME --> and
-<!-- end NAME --> are generated from the run folders, and only these are updated when you call this again.
-All other text is yours: replace each `> TODO:` by your answer, and add what you like. Delete a section that
-your study does not need together with its markers. To restore it, write the two markers where you want it.
+<!-- end NAME --> are generated from the run folders, and only these are updated when you run this again.
+All other text is yours: replace each `> TODO:` with your answer, and add what you like. If your study does not
+need a section, delete it together with its markers. To restore it, write the two markers where you want it.
 If a marker is damaged or the text between two markers was edited, report.md is not changed and
 report.new.md is written instead.
 
 Runs that differ in more than device, batch and seed (--workers, --kernels, the compiler's flags, ...) are
 not averaged: they are listed in separate rows with their differences. A speed-up compares rows that agree.
-A run before a change of the source has the same settings as one after it. The questions of a lab name its
-folder, <!-- other source: lab02-textbook -->, and it has a row of its own.
+A run made before a change of the source has the same settings as a run made after it. The questions of a lab
+name its folder, <!-- other source: lab02-textbook -->, and it has a row of its own.
 
-`make report LAB=3` is the same for the runs of lab 3, in reports/lab03, with the questions of that lab,
+`make report LAB=3` does the same for the runs of lab 3, in reports/lab03, with the questions of that lab,
 labs/lab03/questions.md.
 
-report.md is then made into report.html, one file with the plots inside, to read in a browser and to print; for
-this Python needs the package markdown-it-py: pip install -r labs/requirements.txt, or on Debian
+report.md is then converted to report.html, a single file with the plots inside, to read in a browser and to
+print; for this Python needs the package markdown-it-py: pip install -r labs/requirements.txt, or on Debian
 apt-get install python3-markdown-it.
 """
 import contextlib

@@ -1,4 +1,4 @@
-"""Makes report.html from report.md, for report.py: one file with its pictures inside, for phones and printers.
+"""Makes report.html from report.md, for report.py: a single file with its pictures inside, for phones and printers.
 
 Whoever opens it need not trust who wrote report.md: HTML in it is shown as text, scripts and requests are
 forbidden by the page's policy, and only pictures below the folder of the report are embedded. Needs

@@ -5,30 +5,30 @@ Measure first: the same network on 1 and on 2 or more devices, each run in a fol
     ./cnn --replicas 1 --threads 1 --dataset synthetic --limit-train 2560 --epochs 1 --out n1
     ./cnn --replicas 2 --threads 2 --dataset synthetic --limit-train 5120 --epochs 1 --out n2
     labs/tools/scaling_model.py n1 n2
---threads is divided among the replicas: here each computes with one thread. On GPUs: --gpus N.
+--threads is divided among the replicas: here each computes with one thread. On GPUs, use --gpus N.
 
 The model, for ddp (section 10 of cnn.c):
     step    = compute + rest + exposed
     compute = forward + backward + optimizer as measured on the fewest devices; rest = load + copy +
-              other there. With --strong all but optimizer and idle shrink with the images per device.
+              other there. With --strong all except optimizer and other shrink with the images per device.
     comm    = B * 2(N-1) * alpha + 2(N-1)/N * gradient bytes / beta
               The ring reduces each of the B buckets in 2(N-1) messages; alpha is the latency of a
               message, beta the bandwidth from a device to its neighbour in bytes per second.
     exposed = the part of comm that backward does not hide: all of it with --overlap off or B = 1, else
               max(comm / B, comm - backward * (B-1) / B)
               The last bucket cannot start before backward ends, nor the first before it is filled.
-The first run has an error too, since medians of parts do not add up: it shows how much times vary.
-Where the model is too simple: it assumes that buckets are equal and are filled at equal intervals.
-In fact the last layers of a network, first in backward, often have many weights and few operations,
-so that more is hidden. It assumes that communication does not slow down computation and that no
-device waits for a slower one, which is wrong where devices share cores or memory. Every message
-has the same cost, whatever the distance.
+The first run has an error, too, since medians of parts do not add up: it shows how much times vary.
+The model is too simple in these respects: It assumes that buckets are equal and are filled at equal
+intervals. In fact the last layers of a network, which come first in backward, often have many weights
+and few operations, so that more is hidden. It assumes that communication does not slow down
+computation and that no device waits for a slower one, which is wrong if devices share cores or memory.
+Every message has the same cost, for any distance.
 
-What is measured: the median over the steps with full batches after the warm-up. For comm_s it takes
+What is measured is the median over the steps with full batches after the warm-up. For comm_s it takes
 the minimum over the ranks of a step, since earlier ranks wait for the last one; the other times are
 means over the ranks, including waiting. alpha and beta are fitted by least squares to the comm of all
-runs on 2 or more devices. Give runs with different N or --bucket-mb: one run, or several with the
-same N and buckets, determine beta only, and alpha is set to 0.
+runs on 2 or more devices. Pass runs with different N or --bucket-mb: one run, or several with the same
+N and buckets, determine only beta, and alpha is set to 0.
 """
 import argparse
 import csv

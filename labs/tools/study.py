@@ -3,9 +3,9 @@
 
 In the project's folder, after make:
     labs/tools/study.py run runs/first --batches 50 100 --repeats 3 --epochs 1 --limit 2000
-trains for each device, batch and repeat, each in a run folder of its own in runs/first, and collects
-them into runs/first/study.csv. Stop it at any time; the same command continues. A run is finished if its
-run.json says `complete`, with the same command, settings and build; an unfinished one is repeated.
+trains for each device, batch and repeat, writes a run folder in runs/first for each run, and collects
+the runs into runs/first/study.csv. Stop it at any time; the same command continues. A run is finished if its
+run.json says `complete`, with the same command, settings and build; an unfinished run is repeated.
     labs/tools/study.py train cpu runs         one run on cpu, single or multi; it replaces runs/cpu
     labs/tools/study.py scaling runs/scaling   1, 2, 4, ... devices: scaling.csv
     labs/tools/study.py workers runs/workers   1, 2, 4, 8 threads that load images: workers.csv
@@ -13,7 +13,7 @@ run.json says `complete`, with the same command, settings and build; an unfinish
     labs/tools/study.py collect runs/first     study.csv from any folder of run folders; lists missing runs;
                                                with --workers 1 2 ...: workers.csv;
                                                with --counts 1 2 ...: scaling.csv
-    labs/tools/study.py hours runs/first       what the runs at any depth below it have cost: hours.csv
+    labs/tools/study.py hours runs/first       what the runs at any depth in that folder have cost: hours.csv
 `make study`, `make study-scaling`, `make study-workers` and `make ablation` call these and draw the plots.
 Options of ./cnn come last, after --.
 
@@ -23,42 +23,44 @@ results are correct, but its times mean nothing, so such rows have emulated = 1 
 
 study.csv has a row for each device and batch:
     batch, global_batch              images per step on one device, on all devices together
-    seconds_mean, seconds_sd, ci95   of the repeats. A run's seconds are the sum of its epochs' `seconds` in
-                                     epochs.csv: training only, no testing, no reading of files. sd divides by
+    seconds_mean, seconds_sd, ci95   over the repeats. A run's seconds are the sum of its epochs' `seconds` in
+                                     epochs.csv: only training, no testing, no reading of files. sd divides by
                                      n - 1; mean +- ci95 is the 95 % interval of the mean (Student's t)
     speedup                          how many times as fast as the cpu row with this model and global_batch
     accuracy_mean, accuracy_sd       per cent of the test images, after the last epoch
 Repeat k has --seed k: other initial weights and another order of the images, the same on each device. All
 other settings, the build and the machine must be equal; otherwise the differences are printed.
 
-scaling.csv: strong: the devices share one --global-batch; weak: each has --batch-size images. All train with
-the same images. speedup: images per second / those of one device; efficiency: speedup / devices. Without a
-GPU, the devices are replicas of the network on the CPU, with one thread each. With --launch, they are
-processes (ranks of MPI), on one machine or many: {n} is their number in that command, as in
+scaling.csv has rows for strong scaling, where the devices share one --global-batch, and for weak scaling,
+where each device has --batch-size images. All train with the same images. speedup is images per second
+divided by the images per second of one device; efficiency is speedup / devices. Without a GPU, the devices
+are replicas of the network on the CPU, with one thread each. With --launch, they are processes (MPI ranks),
+on one machine or many: {n} is their number in that command, as in
     study.py scaling DIR --counts 2 --batches 64 --launch 'srun --mpi=pmix --ntasks={n}'
-Several jobs can fill one folder, each with the --counts that it has nodes for. `collect` then writes the
+Several jobs can fill one folder, each with the --counts for which it has nodes. `collect` then writes the
 table, and names the rows and repeats that are missing.
 
-workers.csv: on one GPU, or else on the CPU, where loaders and training share the cores. --resident off and
---augment elastic give the loaders work; options after -- can change that.
-    img_per_s_mean, img_per_s_sd     of the repeats; mean +- ci95 is the 95 % interval of the mean
+workers.csv has a row for each number of workers, on one GPU or, if there is none, on the CPU, where loaders
+and training share the cores. --resident off and --augment elastic give the loaders work; options after --
+can change that.
+    img_per_s_mean, img_per_s_sd     over the repeats; mean +- ci95 is the 95 % interval of the mean
     loader_wait_s_mean               seconds that training waited for images, all epochs of a run
 
 ablation.csv has a row for each rung of a ladder, a text file with one rung a line (--rungs; by default
-slurm/configs/ablation.txt): its name and the options that it adds to those above it; `--program FILE` is
-another build of ./cnn, and `--threads cores` means all usable ones. All rungs train with the same images,
-seeds and epochs:
-    img_per_s                        the median over the epochs of all repeats but the first epoch of each
-    seconds                          of training, the mean of the repeats
+slurm/configs/ablation.txt): its name and the options that it adds to the rungs above it; `--program FILE`
+is another build of ./cnn, and `--threads cores` means all usable cores. All rungs train with the same
+images, seeds and epochs:
+    img_per_s                        the median over all epochs of all repeats, except the first of each
+    seconds                          seconds of training, the mean of the repeats
     accuracy, accuracy_sd            as in study.csv: what an optimization must not cost
-    times_first, times_previous      img_per_s relative to the first rung, and to the one before
-Without a GPU it is the ladder of the CPU. With --emulate, where there is no GPU, each rung makes two steps on
-a virtual one, which shows that it runs: such rows have neither speed nor accuracy.
+    times_first, times_previous      img_per_s relative to the first and to the previous rung
+Without a GPU it is the ladder of the CPU. With --emulate and without a GPU, each rung makes two steps on a
+virtual GPU, which shows that it runs: such rows have neither speed nor accuracy.
 
 hours.csv has a row for each group of repeats, in the folder `study`, and one for their sum:
-    count, unit                      what a run occupies: GPUs, or on the CPU cores, one for each thread
+    count, unit                      what a run occupies: GPUs or, on the CPU, cores, one for each thread
     hours                            count x wall time from start to end, testing included, of all repeats:
-                                     what a cluster charges
+                                     what a cluster charges for
     training_percent                 the part of the wall time that was training
 """
 import argparse

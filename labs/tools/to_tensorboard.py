@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Shows runs of ./cnn in TensorBoard: converts run folders to its event files.
+"""Converts run folders of ./cnn to event files, so that TensorBoard shows the runs.
 
     ./cnn --dataset synthetic --limit-train 6400 --epochs 3 --out run
     labs/tools/to_tensorboard.py run
@@ -7,24 +7,24 @@
 
 To watch a run while it trains, start `to_tensorboard.py --follow run` in a second terminal, before or
 after ./cnn, and `tensorboard --logdir run` in a third. It ends when the status in run.json is complete,
-stopped or failed. The status of a killed run stays `running`: then end it with Ctrl-C. Files of an earlier
-run in the same folder are used until ./cnn starts, so start ./cnn first if that run is complete.
+stopped or failed. The status of a killed run stays `running`: then end the tool with Ctrl-C. Files of an
+earlier run in the same folder are used until ./cnn starts, so start ./cnn first if that run is complete.
 
 The event file is written to the run folder: to compare the runs a/, b/ and c/ of a folder, convert all
 three and give TensorBoard that folder. With --logdir DIR it is written to DIR/a instead, where a is the
 last part of the run folder's name. Each call first deletes the event file of an earlier call there, and no
-other, so nothing is shown twice.
+other file, so nothing is shown twice.
 
-    loss test_loss accuracy lr img_per_s   of each epoch, step = epoch; accuracy in per cent, loss is the
+    loss test_loss accuracy lr img_per_s   for each epoch, step = epoch; accuracy is in per cent, loss is the
                                            mean over the epoch's training images
-    step/loss step/lr                      of each training step, numbered from 1 through all epochs; loss
+    step/loss step/lr                      for each training step, numbered from 1 through all epochs; loss
                                            is the mean over the images of all devices
     step_ms/load, forward, backward, ...   the columns of steps.csv in milliseconds, means over the
                                            devices; step_ms/total is the whole step
-TensorBoard's axis "Relative" is the time from the start of training, tests included. An emulated run's
-times mean nothing: img_per_s and step_ms are left out. Values are rounded to float32, TensorBoard's own.
+TensorBoard's axis "Relative" is the time from the start of training, tests included. For an emulated run,
+whose times mean nothing, img_per_s and step_ms are left out. Values are rounded to float32, as in TensorBoard.
 
-Needs Python's package tensorboard; neither TensorFlow nor PyTorch.
+Needs the Python package tensorboard, but neither TensorFlow nor PyTorch.
 """
 import argparse
 import glob

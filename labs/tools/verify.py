@@ -3,20 +3,20 @@
 
     labs/tools/verify.py runs/first     or: make verify RUNS=runs/first
 
-It finds run folders at any depth, and first prints what it takes each folder of run folders for, since the
-rules depend on that:
+It finds run folders at any depth, and first prints the kind of each folder of run folders, since the rules
+depend on it:
     timing study, scaling study, worker sweep   the folder has the table that `make study`,
-                        `make study-scaling` or `make study-workers` writes, or run folders named by them
-    separate runs       any other, such as the runs of a lab: each one has to be complete and consistent
-The table RULES in this program lists which rules apply to which.
+                        `make study-scaling` or `make study-workers` writes, or run folders that they named
+    separate runs       any other, such as the runs of a lab: each run has to be complete and consistent
+The table RULES in this program lists which rules apply to which kind.
 
 Each finding is one line: the file, what was expected, what was found, what to do. A finding need not be an
 error: if you know why a number is right, explain it under Anomalies. Lines `Note:` are not findings. The tool
-only reads. Exit status: 0 no findings, 1 findings, 2 DIR is not a folder.
+only reads. The exit status is 0 without findings, 1 with findings, and 2 if DIR is not a folder.
 
-Missing: unanswered questions, empty sections, incomplete runs; in studies fewer than 5 repeats, tables, plots
-and the report. Implausible: numbers that contradict each other or the machine (steps, images, seconds, CPU
-time, peaks, speed-ups, GPUs), and tables that contradict the run folders.
+It lists as missing: unanswered questions, empty sections, incomplete runs; in studies also repeats below 5,
+tables, plots and the report. It lists as implausible: numbers that contradict each other or the machine
+(steps, images, seconds, CPU time, peaks, speed-ups, GPUs), and tables that contradict the run folders.
 """
 import contextlib
 import csv

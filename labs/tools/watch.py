@@ -1,21 +1,21 @@
 #!/usr/bin/env python3
-"""Shows a run of ./cnn in the terminal while it trains, over ssh, too:
+"""Shows a run of ./cnn in the terminal while it trains, also over ssh:
 
     ./cnn --dataset synthetic --epochs 3 --out run        in one terminal, or as a job
     labs/tools/watch.py run                               in another, on any machine that sees the folder
 
-It reads the run folder only, so it may start before, during or after the run, and does not slow it down. It
-ends with the run, or with Ctrl-C, which leaves the run alone. --once prints one picture and ends.
+It only reads the run folder, so you can start it before, during or after the run, and it does not slow the run
+down. It ends with the run, or with Ctrl-C, which leaves the run alone. --once prints one picture and ends.
 
-    loss       of the training steps, each the mean over the images of all devices
+    loss       the loss of the training steps, each the mean over the images of all devices
     speed      images per second of the newest steps that the run has written, and how long training and
                testing will still take at that speed
-    a step     its parts in milliseconds, means over the newest steps, a column for each rank: see
-               labs/options.md, "Run folder"
+    a step     its parts in milliseconds, means over the newest steps, with a column for each rank: see
+               labs/options.md, "The run folder"
     epochs     the newest rows of epochs.csv
 
-Rows are written at the log interval (--log-interval), so the picture is as old as the last one of these.
-Times of an emulated run mean nothing: they are left out. Needs Python's packages rich and plotext:
+Rows are written at the log interval (--log-interval), so the picture can be that old. Times of an emulated run
+mean nothing, so they are left out. Needs the Python packages rich and plotext:
 pip install -r labs/requirements.txt
 """
 import argparse

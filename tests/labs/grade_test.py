@@ -91,7 +91,7 @@ def test_whole(names):
         same(f"whole/student/{name}", student, row["student"].lstrip("'"))
         if name in submissions.GOOD:
             same(f"whole/points/{name}", ("10", "10", ""), (row["points"], row["of"], row["flags"]))
-            verdict(f"whole/again/{name}", "all runs begun again agree", row["rerun"],
+            verdict(f"whole/again/{name}", "all re-runs agree", row["rerun"],
                     re.fullmatch(r"([1-9]) of \1", row["rerun"]))
         else:
             verdict(f"whole/row/{name}", "the kinds of its flags", row["flags"],
@@ -142,7 +142,7 @@ def test_hostile_code():
     for name, (_, wanted) in HOSTILE.items():
         page = submissions.load(f"{MADE}/grades1/pages/{name}.html")
         verdict(f"hostile/{name}", wanted, flags_of(page), has(flags_of(page), wanted))
-        verdict(f"hostile/{name}/points", "0 of 20", page[:2000], "0 of 20 points by machine" in page)
+        verdict(f"hostile/{name}/points", "0 of 20", page[:2000], "0 of 20 auto-graded points" in page)
         harmless(f"hostile/{name}/page", page)
     same("hostile/canary", ["kept"], os.listdir(f"{MADE}/canary"))
     os.remove(f"{MADE}/canary/kept")
@@ -183,7 +183,7 @@ class Plain:
         return grading.SimpleNamespace(status=status, stopped="", left=0, said="")
 
 
-# What only a run that is begun again finds.
+# What only a re-run finds.
 def needs_a_run(flag):
     return flag[0] == "rerun" or "times the measured peak" in flag[2]
 
