@@ -15,15 +15,17 @@ without_products='static size_t parts_size(size_t, size_t, size_t) { return 0; }
 static double peak_gflops(void) { return 0; }
 enum { PASSES };
 static bool stores_moments(const Layer *, size_t) { return false; }
+static size_t moments_size(const Layer *, size_t) { return 0; }
+static size_t no_moments(const Layer *, size_t) { return 0; }
 struct Tiled;
 template <class T, class KERNELS> static void conv2d_forward(Work w) { (void)w; }
 #define CONV2D_OF(T, KERNELS) T, conv2d_forward_naive, conv2d_backward_naive'
 
 # cut_kernels LAB FIRST INSTEAD [own]: the kernels with INSTEAD for the sections FIRST to 7, since those take long to
-# compile; own: without cuda_backend() and what it needs. Within the parts, the names of functions outside of them are
+# compile; own: without cuda_kernels() and what it needs. Within the parts, the names of functions outside of them are
 # errors, but for those of $may_call; so are CUDA's functions.
 cut_kernels() {
-    INSTEAD=$3 awk -v lab="$1" -v first="$2" -v backends="${4:-}" -v may_call="$may_call" -v launching=" ${launching:-} " '
+    INSTEAD=$3 awk -v lab="$1" -v first="$2" -v tables="${4:-}" -v may_call="$may_call" -v launching=" ${launching:-} " '
         function name_of(line) {
             if (line !~ /^(static|extern|template|    gemm)/ || !match(line, /[A-Za-z0-9_]+\(/)) return ""
             return substr(line, RSTART, RLENGTH - 1)
@@ -42,8 +44,8 @@ cut_kernels() {
             next
         }
         $0 ~ "^/[*] ==== " first "[.]" { cutting = 1; print instead }
-        $0 ~ (backends == "own" ? "^// What is the same for all kernels" : "^/[*] ==== 8[.]") { cutting = 0; print "#line " FNR " \"cnn_kernels.cu\"" }
-        backends == "own" && /^\/\/ T: of the numbers of activations/ { cutting = 1 }
+        $0 ~ (tables == "own" ? "^static Device make_device" : "^/[*] ==== 8[.]") { cutting = 0; print "#line " FNR " \"cnn_kernels.cu\"" }
+        tables == "own" && /^\/\/ T: the type of activations/ { cutting = 1 }
         cutting { next }
         $0 ~ ends {
             if (must_launch && !stub && !global)

@@ -29,7 +29,7 @@ harmless='read write' # cnn_kernels.cu has functions of these names
 may_call='element first_of_pack load store read write ceil_div check stream layout_of at channel pixel update'
 may_call+=' cudaGetLastError cudaError_t cudaSuccess cudaGetErrorString cudaDeviceSynchronize cudaStream_t'
 
-# Appended to the kernels: what Layout says, for a test; and backends with what is tested
+# Appended to the kernels: what Layout says, for a test; and tables with what is tested
 # shellcheck disable=SC2089,SC2090
 appended='
 static __global__ void lab_layout_kernel(unsigned *at, unsigned *channel, unsigned *pixel, Layout l, unsigned count) {
@@ -43,23 +43,23 @@ static __global__ void lab_layout_kernel(unsigned *at, unsigned *channel, unsign
 extern "C" void lab_layout(unsigned *at, unsigned *channel, unsigned *pixel, Shape s, bool nchw, unsigned count) {
     LAUNCH(lab_layout_kernel, count, at, channel, pixel, layout_of(s, nchw), count);
 }
-template <class T> static Backend tested_backend(const char *precision) {
-    Backend b = device_backend();
-    b.kernels = "none";
-    b.precision = precision;
-    b.element = sizeof(T);
-    b.layers[MAXPOOL2D].forward = each<maxpool2d_forward_kernel<T>, outputs>;
-    b.load_images = load_images<T>;
-    b.set_step = set_step;
-    b.adadelta = update<T, Adadelta>;
-    b.sgd = update<T, Sgd>;
-    b.count_not_finite = count_not_finite;
-    b.adjust_scale = adjust_scale;
-    return b;
+template <class T> static Kernels tested_kernels(Precision precision) {
+    Kernels k = {};
+    k.device = &gpu_device;
+    k.name = TILED;
+    k.precision = precision;
+    k.element = sizeof(T);
+    k.layers[MAXPOOL2D].forward = each<maxpool2d_forward_kernel<T>, outputs>;
+    k.load_images = load_images<T>;
+    k.adadelta = update<T, Adadelta>;
+    k.sgd = update<T, Sgd>;
+    k.count_not_finite = count_not_finite;
+    k.adjust_scale = adjust_scale;
+    return k;
 }
-extern "C" const Backend *cuda_backend(size_t i) {
-    static const Backend backends[] = {tested_backend<real>("fp32"), tested_backend<__half>("fp16")};
-    return i < 2 ? &backends[i] : NULL;
+extern "C" const Kernels *cuda_kernels(size_t i) {
+    static const Kernels kernels[] = {tested_kernels<real>(FP32), tested_kernels<__half>(FP16)};
+    return i < 2 ? &kernels[i] : NULL;
 }'
 
 build() {

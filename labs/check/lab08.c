@@ -293,9 +293,7 @@ static real number_of(size_t rank, size_t i) {
 static void ring_body(size_t rank) {
     static real received[2][MOST_NUMBERS];
     static Settings settings = {.timeout = 60};
-    static Kernels backend;
-    static Net net = {.kernels = &backend};
-    backend = naive_kernels;
+    static Net net = {.kernels = &naive_kernels, .device = &cpu_device};
     Comm c = {.rank = rank, .world = ranks.world, .net = &net, .settings = &settings};
     c.host[0] = received[0], c.host[1] = received[1];
     for (size_t i = 0; i < ring.count; i++)
@@ -557,9 +555,8 @@ static _Noreturn void explain_images(size_t r, const Sample *found, size_t count
                   r, e);
     if (found[k].image == BEYOND)
         WRONG("rank %zu: image %zu is at position %zu, beyond the %zu places of order; expected "
-              "position %zu: l->key says where a rank begins and how far apart its positions are, "
-              "and "
-              "l->share how many images it has",
+              "position %zu: l->key has the position of a rank's first image and the stride, the "
+              "distance between two of its positions; l->share is how many images it has",
               r, k, (size_t)found[k].position, n + world - 1, k * world + r);
     if (found[k].image == NEVER_WRITTEN || place == n)
         WRONG("rank %zu: image %zu is at a place of `order` that was never written; expected "
@@ -605,8 +602,8 @@ static void sample(size_t world, size_t images, size_t epoch) {
         for (size_t k = 0; k < count; k++)
             if (found[k].position != k * world + r)
                 WRONG("rank %zu has the right images, but its image %zu is said to be at position "
-                      "%zu instead of %zu: set l->key to the position of its first image, and to "
-                      "the number of positions between two of them",
+                      "%zu instead of %zu: l->key has the position of its first image and the "
+                      "stride, the distance between two of its positions",
                       r, k, (size_t)found[k].position, k * world + r);
     }
 }

@@ -26,8 +26,8 @@ BUSY = 1.5          # the measured peak may be too low by this factor, as in ver
 # Settings that determine the losses, and what they may be. Others are not passed on from a submission.
 NUMBER = r"-?[0-9]{1,9}(\.[0-9]{1,12})?(e-?[0-9]{1,3})?"
 PASSED = {"model": "[a-z0-9]{1,12}", "stem": "[a-z0-9]{1,8}", "dataset": "[a-z0-9-]{1,14}", "augment": "[a-z-]{1,10}",
-          "optimizer": "[a-z]{1,10}", "schedule": "[a-z]{1,10}", "milestones": "[0-9,]{1,60}",
-          "lr-scaling": "[a-z]{1,6}", "kernels": "naive|fast", "parallel": "ddp|dp", "save-every": "",
+          "optimizer": "[a-z]{1,10}", "schedule": "[a-z]{1,10}", "lr-scaling": "[a-z]{1,6}",
+          "kernels": "naive|fast", "parallel": "ddp|dp", "save-every": "",
           **dict.fromkeys(["width", "limit-train", "batch-size", "epochs", "lr", "momentum", "weight-decay",
                            "label-smoothing", "gamma", "step-size", "warmup-epochs", "seed", "bucket-mb"], NUMBER),
           "nesterov": "on|off"}

@@ -54,7 +54,8 @@ images, seeds and epochs:
     seconds                          seconds of training, the mean of the repeats
     accuracy, accuracy_sd            as in study.csv: what an optimization must not cost
     times_first, times_previous      img_per_s relative to the first and to the previous rung
-Without a GPU it is the ladder of the CPU. With --emulate and without a GPU, each rung makes two steps on a
+A rung that the device cannot run, such as one that needs tensor cores, is skipped, and named with the reason below the
+table. Without a GPU it is the ladder of the CPU. With --emulate and without a GPU, each rung makes two steps on a
 virtual GPU, which shows that it runs: such rows have neither speed nor accuracy.
 
 hours.csv has a row for each group of repeats, in the folder `study`, and one for their sum:
@@ -79,11 +80,16 @@ from run_folders import (ABLATION, COLUMNS, HOURS, REPEATS_DIFFER, SCALING, WORK
 DEVICES = {"cpu": "--no-cuda", "single": "--gpus 1", "multi": "--gpus {n}",
            "gpus": "--gpus {n}", "replicas": "--no-cuda --replicas {n} --threads {n}", "ranks": ""}
 LOADING = ["--resident", "off", "--augment", "elastic"]  # keeps loaders busy
+NO_TENSOR_CORES = "--kernels tensor: expected a GPU with tensor cores"  # how ./cnn begins to say that
 RUNGS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "../../slurm/configs/ablation.txt")
 
 
 class Absent(Exception):
     """There is no such device, or not that many, or no such data."""
+
+
+class Lacking(Exception):
+    """The device lacks what a rung of the ablation needs."""
 
 
 def start(program, count, options, output=None, launch=()):
@@ -97,9 +103,9 @@ def start(program, count, options, output=None, launch=()):
         fail(command[0], "a program", error.strerror, "run make first, and make emulate for virtual GPUs")
 
 
-def try_out(program, count, options, absent=(), launch=()):
+def try_out(program, count, options, absent=(), launch=(), lacking=()):
     """The run.json of one training step: the settings and build that a run will have. absent: how error
-    messages begin that say that something else than the device is missing."""
+    messages begin that say that something else than the device is missing; lacking: what the device lacks."""
     with tempfile.TemporaryDirectory(dir=os.getcwd() if launch else None) as folder, \
             open(os.path.join(folder, "output.txt"), "w+") as output:  # which all machines see
         status = start(program, count, [*options, "--dry-run", "--out", folder], output, launch)
@@ -107,13 +113,16 @@ def try_out(program, count, options, absent=(), launch=()):
         error = (output.read().strip() or "nothing").splitlines()[-1].replace("cnn: error: ", "")
         if status and error.startswith((f"--gpus {count}: ", f"--replicas {count}: ", *absent)):
             raise Absent(error)
+        if status and error.startswith(lacking):
+            raise Lacking(error)
         if status:
             fail(" ".join([program, *options]), "a dry run that succeeds", error, "correct that option")
         return read_run(folder)
 
 
 def make_task(args, device, count, batch, repeat, batch_option="--global-batch", workers=None, rung=None):
-    """The command of a run, its folder's name and what its run.json should say. Absent: no such device."""
+    """The command of a run, its folder's name and what its run.json should say. Absent: no such device;
+    Lacking: it lacks what the rung needs."""
     options = DEVICES[device].format(n=count).split()
     options += ["--model", args.model, "--epochs", str(args.epochs), batch_option, str(batch)]
     if args.limit:
@@ -126,7 +135,8 @@ def make_task(args, device, count, batch, repeat, batch_option="--global-batch",
     key = device, count, batch, batch_option, workers, rung and rung.name
     if key not in args.tried:
         try:
-            args.tried[key] = first, try_out(first, count, options, launch=launch)
+            args.tried[key] = first, try_out(first, count, options, launch=launch,
+                                             lacking=(NO_TENSOR_CORES,) if rung else ())
         except Absent:
             if not args.emulate or device == "replicas":
                 raise
@@ -379,7 +389,7 @@ def as_word(value):
 
 
 def ran_instead(rung, settings):
-    """The options with which ./cnn ran other than the rung asks for, where a device lacks something."""
+    """The options with which ./cnn ran other than the rung asks for, such as --graph beside --profile."""
     def same(wanted, found):
         try:
             return float(wanted) == float(found)
@@ -390,24 +400,34 @@ def ran_instead(rung, settings):
             if not same(wanted, found[option])]
 
 
+def make_first_task(args, device, rung):
+    """The task of a rung's first repeat; Lacking: why it cannot be measured."""
+    task = make_task(args, device, 1, args.batches[0], 1, rung=rung)
+    other = ran_instead(rung, task.expected.settings)
+    if other:
+        raise Lacking(f"./cnn runs with {', '.join(other)}")
+    return task
+
+
 def make_rung_tasks(args, device, rungs):
-    """The tasks of each rung, for all repeats; a rung that this device does not have is skipped."""
-    tasks = {}
+    """The tasks of each rung, for all repeats, and why rungs are skipped: {name: why}."""
+    tasks, skipped = {}, {}
     for rung in rungs:
-        task = make_task(args, device, 1, args.batches[0], 1, rung=rung)
-        other = ran_instead(rung, task.expected.settings)
-        if other:
-            print(f"skip {rung.name}: ./cnn runs with {', '.join(other)}")
+        try:
+            task = make_first_task(args, device, rung)
+        except Lacking as why:
+            print(f"skip {rung.name}: {why}")
+            skipped[rung.name] = str(why)
             continue
         tasks[rung.name] = [task] + [make_task(args, device, 1, args.batches[0], repeat, rung=rung)
                                      for repeat in range(2, args.repeats + 1)]
     if not tasks:
         fail(args.rungs, "a rung that this device has", "none", "correct the options")
-    return tasks
+    return tasks, skipped
 
 
-def print_ablation(rows, runs):
-    """The table, with what was measured in its head."""
+def print_ablation(rows, runs, skipped):
+    """The table, with what was measured in its head, and below it the rungs that were not."""
     run, first = runs[0], rows[0]
     print(f"\nAblation: {run.model}, {name_of_data(run)}, {run.epochs[0]['images']} images, "
           f"batch {run.global_batch}, epochs: {len(run.epochs)}, seeds: {first['repeats']}")
@@ -420,6 +440,8 @@ def print_ablation(rows, runs):
     print_columns([list(heads.values())] + [[
         row[key] if isinstance(row[key], str) else "n/a" if row[key] is None else f"{row[key]:.2f}"
         for key in heads] for row in rows], left=(0, len(heads) - 1))
+    for why in dict.fromkeys(skipped.values()):
+        print(f"Skipped: {', '.join(name for name in skipped if skipped[name] == why)}: {why}")
 
 
 def ablation(args):
@@ -437,7 +459,7 @@ def ablation(args):
     if "--dataset" not in args.options:
         args.options = choose_data(args, program, device) + args.options
     rungs = read_rungs(args.rungs, "cpu" if where == "cpu" else "gpu")
-    tasks, path = make_rung_tasks(args, device, rungs), os.path.join(args.folder, "ablation.csv")
+    (tasks, skipped), path = make_rung_tasks(args, device, rungs), os.path.join(args.folder, "ablation.csv")
     for repeat in range(args.repeats):  # a study that is stopped then has the same seeds on all rungs
         run_tasks(args.folder, [group[repeat] for group in tasks.values()])
         groups = [(rung, [read_run(os.path.join(args.folder, task.name))
@@ -446,7 +468,7 @@ def ablation(args):
         save_table(path, ABLATION, rows)
     free = {option[2:] for rung in rungs for option in rung.options}
     check_comparable(runs, free | ({"flags"} if any(rung.program for rung in rungs) else set()))
-    print_ablation(rows, runs)
+    print_ablation(rows, runs, skipped)
     print(f"Written: {path}")
 
 

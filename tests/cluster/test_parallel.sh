@@ -246,7 +246,7 @@ want = {"mode": "ddp", "world": 3, "batch_per_device": 5, "global_batch": 15, "i
 if run["parallel"] != want:
     print(run["parallel"])
 for row in csv.DictReader(open(sys.argv[1] + "/steps.csv")):
-    parts = ["load", "copy", "forward", "backward", "optimizer", "exposed_comm", "idle"]
+    parts = ["load", "copy", "forward", "backward", "optimizer", "exposed_comm", "other"]
     sum_s = sum(float(row[part + "_s"]) for part in parts)
     if abs(sum_s - float(row["seconds"])) > 1e-5:
         print("parts add up to", sum_s, "of", row["seconds"])
@@ -277,6 +277,9 @@ test_trace() {
 
 # ---- Stopping and going on
 
+# ranks_of PID: the processes of this job that are ranks
+ranks_of() { pgrep -P "$1" | while read -r p; do [ "$(ps -o comm= -p "$p")" = cnn ] && echo "$p"; done; }
+
 test_resume() {
     local kind why small=(--model cifar --dataset synthetic --limit-train 30 --limit-test 4 --epochs 2)
     why=$(why_no_mpi)
@@ -300,10 +303,38 @@ test_resume() {
     same eval/accuracy "$one" "$(value accuracy)"
 }
 
-# ---- A rank that dies or hangs ends the job
+# A signal that one rank gets: all of them learn of it at the log interval, save, and end after the same step.
+test_signal() {
+    local why job rank small=(--model cifar --dataset synthetic --limit-train 12000 --limit-test 4
+        --batch-size 4 --epochs 1)
+    why=$(why_no_mpi)
+    if [ -n "$why" ]; then
+        skip signal "$why"
+        return
+    fi
+    with mpi 3 "${small[@]}" --checkpoint "$tmp/straight"
+    rm -rf "$tmp/run" "$tmp/signalled"
+    nice -n 19 mpirun -n 3 "$cnn" --no-cuda --threads 1 --out "$tmp/run" "${small[@]}" --log-interval 7 \
+        --checkpoint "$tmp/signalled" >"$out" 2>"$err" </dev/null &
+    job=$!
+    for ((i = 0; i < 1000; i++)); do
+        ! grep -qs '^1,8,' "$tmp/run/steps.csv" || break
+        sleep 0.02
+    done
+    rank=$(ranks_of $job | tail -n 1)
+    kill -TERM "$rank"
+    wait $job
+    holds signal/status "an exit status of 143, and \"stopped\"" "exit $?, $(head -n 2 "$tmp/run/run.json"), $(cat "$err")" \
+        grep -q '"status": "stopped"' "$tmp/run/run.json"
+    line signal/state '^State: STOPPED \(exit code 143\)$'
+    # steps 1, 8, 15, ... of an epoch are at the log interval
+    same signal/at_the_interval "1 1" "$(head -c 3000 "$tmp/signalled" | grep -aoP '"(epoch|batch)":"\K[0-9]+' |
+        paste -sd ' ' | awk '{ print $1, $2 % 7 }')"
+    with mpi 3 "${small[@]}" --checkpoint "$tmp/signalled" --resume
+    holds signal/goes_on "equal checkpoints" "other bytes, or none" cmp -s "$tmp/signalled" "$tmp/straight"
+}
 
-# ranks_of PID: the processes of this job that are ranks
-ranks_of() { pgrep -P "$1" | while read -r p; do [ "$(ps -o comm= -p "$p")" = cnn ] && echo "$p"; done; }
+# ---- A rank that dies or hangs ends the job
 
 test_dead_rank() {
     local why signal job rank left
@@ -406,6 +437,7 @@ test_nccl
 test_run_folder
 test_trace
 test_resume
+test_signal
 test_dead_rank
 test_races
 test_refusals

@@ -45,7 +45,7 @@ static size_t copy_bytes(void) {
     return emulated ? 1 << 20 : 1 << 30;
 }
 
-/* ---- A backend that times each call of another one. Short operations are repeated, so that the
+/* ---- Kernels that time each call of others. Short operations are repeated, so that the
    resolution of events does not matter; `grows`: a repetition changes its own input, so there must
    be few. */
 
@@ -200,7 +200,7 @@ static Case parse_case(const char *word) {
     return c;
 }
 
-// The run's settings and its backend
+// The run's settings and its kernels
 static void setup_run(Run *run, const Case *c) {
     static char width[32], batch[32];
     snprintf(width, sizeof width, "%zu", c->width);

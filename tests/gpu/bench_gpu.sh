@@ -88,8 +88,6 @@ ours() {
     elif [ $status != 0 ]; then
         failed=1
         say "$line failed: $(reason "$tmp/err")"
-    elif grep -q 'used instead' "$tmp/out"; then
-        say "$line refused: $(grep -m 1 'used instead' "$tmp/out")"
     elif [ -n "$emulated" ]; then
         say "$line steps=$(($(wc -l <"$tmp/run/steps.csv") - 1)) emulated=true"
     else

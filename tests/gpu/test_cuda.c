@@ -1,4 +1,4 @@
-/* test_cuda.c - every operation of the GPU's backends against its definition on the CPU.
+/* test_cuda.c - every operation of the GPU's kernels against its definition on the CPU.
 
    Linked with the kernels as nvcc compiles them for a GPU, or as the emulator does: see
    tests/emulator/cuda_on_cpu.h. The reference is naive_kernels, the CPU's definitions.
@@ -23,7 +23,7 @@ typedef struct Array {
     size_t count, size; // elements, and bytes of one
     bool output;
     size_t terms; // output: the number of terms of each sum; 0: no rounding, must be equal
-    bool typed;   // on a device of the backend's precision: 16 bits, or floats rounded to tf32
+    bool typed;   // on a device of the kernels' precision: 16 bits, or floats rounded to tf32
 } Array;
 
 // The parameters of an operation, other than its arrays.
@@ -126,12 +126,12 @@ static bool is_precision(const Kernels *k, const char *name) {
     return strcmp(PRECISION_OF(k), name) == 0;
 }
 
-// The largest relative error of rounding to the backend's precision.
+// The largest relative error of rounding to the kernels' precision.
 static double unit_roundoff(const Kernels *k) {
     return is_precision(k, "bf16") ? 1. / 256 : is_precision(k, "fp16") ? 1. / 2048 : 0;
 }
 
-/* To the nearest number of the backend's precision, ties to even: 8 significant bits, or 11 of
+/* To the nearest number of the kernels' precision, ties to even: 8 significant bits, or 11 of
    numbers of at least 2^-14. tf32: 11 bits, ties away from zero. */
 static real rounded(const Kernels *k, real x) {
     int exponent, bits = is_precision(k, "bf16") ? 8 : 11;
@@ -221,7 +221,7 @@ static void from_device(const Kernels *k, char *base, Array *a) {
 }
 
 /* Runs an operation on arrays on the device, between guards; scratch has the size that the
-   backend asked for. Returns whether scratch was used. */
+   kernels asked for. Returns whether scratch was used. */
 static bool perform(const Kernels *k, const Task *t, Array *a, size_t count) {
     Array scratch = output_array("scratch", t->l ? k->scratch_size(t->l, &t->fused, t->n) : 0, 1);
     char *base[MOST_ARRAYS], *scratch_base = to_device(k, &scratch);
@@ -1744,7 +1744,7 @@ static void print_weights(void) {
 static const struct {
     const char *name;
     void (*test)(const Kernels *k);
-    bool once; // the same kernels in all backends: once is enough for race detectors
+    bool once; // the same code in all tables: once is enough for race detectors
 } tests[] = {
     {"relu", test_relu_and_add, true},
     {"dropout", test_dropout, true},
@@ -1786,16 +1786,22 @@ int main(int argc, char **argv) {
         return 0;
     }
     test_comparison();
-    for (size_t which = 0; cuda_kernels(which); which++)
-        for (size_t i = 0; i < (size_t)TESTS - tiny; i++) {
-            const Kernels *k = cuda_kernels(which);
-            bool wanted = (!*only || strcmp(only, tests[i].name) == 0) &&
-                          (!*kernels || strcmp(kernels, NAME_OF(k)) == 0 ||
-                           strcmp(kernels, PRECISION_OF(k)) == 0);
-            if (tiny && is_precision(k, "fp16")) // the code is that of bf16
-                continue;
-            if (wanted && !(tiny && tests[i].once && which == 0))
-                tests[i].test(k);
+    DeviceInfo device = {0};
+    cuda_kernels(0)->device->describe(&device);
+    for (size_t which = 0; cuda_kernels(which); which++) {
+        const Kernels *k = cuda_kernels(which);
+        const bool named =
+            strcmp(kernels, NAME_OF(k)) == 0 || strcmp(kernels, PRECISION_OF(k)) == 0;
+        if ((*kernels && !named) || (tiny && is_precision(k, "fp16"))) // the code is that of bf16
+            continue;
+        if (k->name == TENSOR && !device.tensor_cores) {
+            skip(PRECISION_OF(k), "this GPU has no tensor cores that cnn uses");
+            continue;
         }
+        for (size_t i = 0; i < (size_t)TESTS - tiny; i++)
+            if ((!*only || strcmp(only, tests[i].name) == 0) &&
+                !(tiny && tests[i].once && which == 0))
+                tests[i].test(k);
+    }
     return 0;
 }

@@ -158,7 +158,10 @@ test_options() {
         "$([ "$(losses base)" = "$(losses elastic)" ] || echo different)"
     train naive "${small[@]}" --kernels naive
     close naive base
-    refused kernels_of_the_gpu 2 "--kernels tiled" --kernels tiled --no-cuda --dataset synthetic
+    refused kernels_of_the_gpu 2 "--kernels tiled --precision (any): expected one of these on a CPU: naive in fp32, fast in fp32" \
+        --kernels tiled --no-cuda --dataset synthetic
+    refused kernels_of_the_cpu 2 "--kernels fast --precision (any): expected one of these on a GPU: naive in fp32, tiled in fp32" \
+        --kernels fast --dataset synthetic
     CUDA_VISIBLE_DEVICES='' train no_device "${small[@]}"
     line no_device/says_so '^Device: cpu \(no CUDA-capable device is detected\)'
     train no_device_cpu "${small[@]}" --no-cuda
@@ -232,8 +235,8 @@ test_blind_graphs() {
     train seen "${seen[@]}"
     blind learning_rate 's/update_kernel\(Update u\) \{/update_kernel(Update u, Step step) { u.step = \&step;/
         s/(Pack<real>::N\), u)\);/\1, *u.step);/'
-    blind draw 's/dropout_forward_kernel\(Row r,/dropout_forward_kernel(Draw draw, Row r,/
-        s/\*r\.draw, image/draw, image/; s/r\.draw->epoch/draw.epoch/; s/r\.draw->seed/draw.seed/; s/w\.n \* blocks_of_image, row_of\(w\)/w.n * blocks_of_image, *w.draw, row_of(w)/'
+    blind key 's/dropout_forward_kernel\(Row r,/dropout_forward_kernel(RandomKey key, Row r,/
+        s/\*r\.key, image/key, image/; s/r\.key->epoch/key.epoch/; s/r\.key->seed/key.seed/; s/w\.n \* blocks_of_image, row_of\(w\)/w.n * blocks_of_image, *w.key, row_of(w)/'
 }
 
 # The ranges for Nsight: steps, in them the lines of train(), in these the rows; they open and close in pairs.
@@ -322,32 +325,52 @@ EOF
         "bf16 --save-every 2steps --checkpoint $tmp/bad"; do
         [ -e "$tmp/extreme.safetensors" ] || break # no python3
         # shellcheck disable=SC2086 # options
-        refused "not_finite/${how%% --ch*}" 1 "epoch 1, step " "${cifar[@]}" \
-            --load "$tmp/extreme.safetensors" --precision $how
-        same "not_finite/${how%% --ch*}/named" "the gradient of conv1.weight is not finite" \
-            "$(grep -oE 'the gradient of .* is not finite' "$err")"
+        refused "not_finite/${how%% --ch*}" 1 "epoch 1, at most 1 steps ago: a gradient was not finite; try a smaller --lr" \
+            "${cifar[@]}" --load "$tmp/extreme.safetensors" --precision $how
     done
     same not_finite/nothing_saved "" "$(find "$tmp" -name 'bad*')"
-    refused precision_on_cpu 2 "--precision bf16: expected one of these on this device" --precision bf16 --no-cuda
+    refused precision_on_cpu 2 "--kernels (any) --precision bf16: expected one of these on a CPU: naive in fp32, fast in fp32" \
+        --precision bf16 --no-cuda
     refused layout_on_cpu 2 "--layout nchw: expected a GPU" --layout nchw --no-cuda --dataset synthetic
     refused autotune_on_cpu 2 "--autotune on: expected a GPU" --autotune on --no-cuda --dataset synthetic
-    refused tensor_fp32 2 "--kernels tensor --precision fp32: expected one of these" --kernels tensor --precision fp32
-    CUEMU_SM=75 train older "${cifar[@]}" --precision bf16
-    line older/says_so '^--kernels tensor, --precision bf16: this GPU has no tensor cores .*; used instead: tiled, fp32$'
+    refused tensor_fp32 2 "--kernels tensor --precision fp32: expected one of these on a GPU: naive in fp32, tiled in \
+fp32, tensor in fp16, tensor in bf16, tensor in tf32" --kernels tensor --precision fp32
+    # A GPU without tensor cores: what the message advises works, also after a file that asks for them.
+    local needed="--kernels tensor: expected a GPU with tensor cores that cnn uses (sm_80 or newer), found "
+    printf -- '--kernels tensor --precision fp16\n' >"$tmp/amp.args"
+    for how in "--kernels tensor" "--precision tf32" "--precision bf16" "@$tmp/amp.args"; do
+        # shellcheck disable=SC2086 # words
+        CUEMU_SM=75 refused "older/${how##*/}" 2 "$needed" --dataset synthetic "${cifar[@]}" $how
+    done
+    same older/named "emulated GPU, sm_75; use --kernels tiled --precision fp32" \
+        "$(grep -oP 'found \Kemulated GPU, sm_75(?=[,;])|; use .*' "$err" | tr -d '\n')"
+    CUEMU_SM=75 train older "${cifar[@]}" "@$tmp/amp.args" --kernels tiled --precision fp32
     equal older nhwc
+    CUEMU_SM=75 train older_default "${cifar[@]}"
+    equal older_default nhwc
+}
+
+# what_fits NAME OPTIONS...: the largest batch that is not refused can be trained
+what_fits() {
+    local name=$1 fits=0 too_large=128 middle
+    shift
+    while [ $((too_large - fits)) -gt 1 ]; do
+        middle=$(((fits + too_large) / 2))
+        run "$@" --batch-size $middle --eval # plans the same memory
+        if [ "$status" -eq 0 ]; then fits=$middle; else too_large=$middle; fi
+    done
+    holds "$name/some" "a batch from 1 to 127" "$fits" test "$fits" -gt 0
+    run "$@" --batch-size "$fits"
+    same "$name/runs" "exit 0, " "exit $status, $(cat "$err")"
 }
 
 test_memory() {
     export CUEMU_MEMORY=30000000
     local mnist=(--model mnist --dataset synthetic --limit-train 128 --limit-test 8 --max-steps 1)
-    refused memory 1 "expected a --batch-size of at most" "${mnist[@]}" --batch-size 128
+    refused memory 1 "use a smaller --batch-size than 128, a smaller --test-batch-size or network" "${mnist[@]}" --batch-size 128
     line memory/ledger '^Memory in MB: parameters [0-9.]+, .* together'
-    local fits
-    fits=$(grep -oP 'at most \K[0-9]+' "$err")
-    run "${mnist[@]}" --batch-size "${fits:-0}"
-    same memory/what_fits_runs "exit 0, " "exit $status, $(cat "$err")"
-    run "${mnist[@]}" --batch-size "${fits:-0}" --resident off --workers 2
-    same memory/what_fits_runs_copied "exit 0, " "exit $status, $(cat "$err")"
+    what_fits memory/what_fits "${mnist[@]}"
+    what_fits memory/what_fits_copied "${mnist[@]}" --resident off --workers 2
     unset CUEMU_MEMORY
 }
 

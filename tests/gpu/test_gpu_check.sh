@@ -68,11 +68,16 @@ planted "${STEP:-none}" && [ "${HOW:-exit}" = says ] && echo "fail cuda/planted:
 planted "${STEP:-none}" && [ "${HOW:-exit}" = hangs ] && exec sleep 60
 planted "${STEP:-none}" && echo "a bug" && exit 1
 echo "pass cuda/comparison"
+if planted no_tensor_cores; then
+    echo "skip cuda/bf16: this GPU has no tensor cores that cnn uses"
+    seq -f 'pass cuda/conv2d_%g' 20 && exit 0
+fi
 planted tensor_tests || echo "pass cuda/linear, tensor kernels"
 planted some_tests || seq -f 'pass cuda/conv2d_%g' 20
 END
 stand_in build/test_tensor build/emu_test_tensor <<'END'
 planted "${STEP:-none}" && echo "a bug" && exit 1
+planted no_tensor_cores && echo "skip cuda/layouts: GPU X, sm_75 has no tensor cores that cnn uses" && exit 0
 seq -f 'pass cuda/layouts/%g' "$(planted all_layouts && echo 7 || echo 8)"
 END
 # Its limits: half a millisecond for mnist and cifar, a quarter for the ResNets
@@ -240,6 +245,10 @@ test_refused() {
     same refused/sanitizer "0 skip skip skip skip" \
         "$status $(for name in memcheck racecheck initcheck synccheck; do result $name; done | xargs)"
     line refused/sanitizer_why '^skip gpu_check/racecheck: compute-sanitizer does not work here: .* not permit it$'
+    PLANT=no_tensor_cores check correctness
+    same refused/tensor_cores "0 skip skip pass" \
+        "$status $(result tensor_tests) $(result all_layouts) $(result some_tests)"
+    line refused/tensor_cores_why '^skip gpu_check/all_layouts: GPU X, sm_75 has no tensor cores that cnn uses$'
     PLANT=refused_ncu check speed
     same refused/ncu "0 skip" "$status $(result ncu)"
     line refused/ncu_why '^skip gpu_check/ncu: ncu does not work here: ==ERROR== ERR_NVGPUCTRPERM'

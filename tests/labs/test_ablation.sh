@@ -32,7 +32,7 @@ print(*(row[sys.argv[3]] for row in csv.DictReader(open(sys.argv[1])) if row["ru
 rungs_of() { cut -d , -f 1 "$1/ablation.csv" | tail -n +2 | xargs; }
 
 # Stands in for ./cnn on a GPU and, as cnn-emu, for the emulator. It has the options of the ladder. What is
-# absent, and which tensor cores it lacks, stand in the file `lacks`; what it trained, in `trained`. Each
+# absent, that it has no tensor cores, and that it switches the graph off, stand in the file `lacks`; what it trained, in `trained`. Each
 # optimization doubles the speed; the first epoch takes ten times as long.
 make_cnn() {
     cat >cnn <<'END'
@@ -55,7 +55,10 @@ for word in words:
     if word.startswith("--") and word in lacks:
         refuse("unknown option " + word)
 if "tensor" in lacks and given.get("--kernels") == "tensor":
-    given.update({"--kernels": "tiled", "--precision": "fp32"})
+    refuse("--kernels tensor: expected a GPU with tensor cores that cnn uses (sm_80 or newer), found GPU X, sm_75; "
+           "use --kernels tiled --precision fp32")
+if "graph" in lacks and "--graph" in given:
+    given["--graph"] = "off"
 level = sum(values.index(given[o]) for o, values in fast.items() if given.get(o) in values)
 epochs, images, batch = int(given.get("--epochs", 1)), 1000, int(given.get("--global-batch", 2))
 seed, switches = int(given.get("--seed", 1)), {"on": True, "off": False}
@@ -159,8 +162,23 @@ test_lacks() {
     echo tensor >lacks
     ablation older --repeats 1
     same older/status "0 " "$status $(cat "$err")"
-    line older/skip '^skip bf16: ./cnn runs with --kernels tiled instead of tensor, --precision fp32 instead of bf16$'
+    local why='--kernels tensor: expected a GPU with tensor cores that cnn uses .*, found GPU X, sm_75; use --kernels tiled --precision fp32$'
+    same older/skip "tf32 bf16 nhwc extra graph" "$(grep -oP "^skip \K\w+(?=: $why)" "$out" | xargs)"
+    line older/note "^Skipped: tf32, bf16, nhwc, extra, graph: $why"
     same older/rungs "naive tiled" "$(rungs_of older)"
+    ablation older_emulate --emulate --repeats 1 # which replaces no rung of a real GPU
+    same older/not_emulated "0 naive tiled 0 0" \
+        "$status $(rungs_of older_emulate) $(cut -d , -f 7 older_emulate/ablation.csv | tail -n +2 | xargs)"
+    printf 'gpu tf32 --kernels tensor --precision tf32\n' >rungs
+    ablation none --rungs rungs --repeats 1
+    error older/nothing_left "a rung that this device has"
+
+    echo graph >lacks
+    ablation no_graph --repeats 1
+    same no_graph/status "0 " "$status $(cat "$err")"
+    line no_graph/skip '^skip graph: ./cnn runs with --graph off instead of on$'
+    line no_graph/note '^Skipped: graph: ./cnn runs with --graph off instead of on$'
+    same no_graph/rungs "naive tiled tf32 bf16 nhwc extra" "$(rungs_of no_graph)"
 
     echo --graph >lacks
     ablation older_cnn --repeats 1
@@ -302,6 +320,10 @@ test_real() {
         status=$?
         same "real_configs/${file##*/}" "0 " "$status $(cat "$err")"
     done
+    CUEMU_SM=75 "$emulator" "@$configs/bs256-amp-nhwc-extra-opts.args" --kernels tiled --precision fp32 "${tiny[@]}" \
+        >"$out" 2>"$err" </dev/null
+    status=$?
+    same real_configs/no_tensor_cores "0 " "$status $(cat "$err")"
 }
 
 test_ladder

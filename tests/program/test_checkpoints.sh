@@ -139,24 +139,66 @@ test_same_folder() {
     same_folder folder/nothing_left "$tmp/straight_run" "$tmp/cut_run"
 }
 
-# As many milestones as a checkpoint holds are read again; the length of a cosine belongs to the settings.
-test_long_settings() {
-    local long=("${cifar[@]}" --schedule multistep --milestones)
-    refused long_settings/too_long 2 "in 2048 characters" "${long[@]}" "$(seq -s, 1 1500)"
-    run "${long[@]}" "$(seq -s, 1 512 | cut -c1-2048)" --checkpoint "$tmp/long" --max-steps 2
-    same long_settings/status 0 "$status"
-    run "${long[@]}" "$(seq -s, 1 512 | cut -c1-2048)" --checkpoint "$tmp/long" --resume
-    line long_settings/resumed "^Resuming from $tmp/long: epoch 1, step 3\$"
+# The length of a cosine belongs to the settings.
+test_cosine() {
     local cosine=("${cifar[@]}" --schedule cosine)
     run "${cosine[@]}" --checkpoint "$tmp/cosine" --max-steps 2
     refused resume/other_cosine 2 "was made with epochs=2, this run has epochs=3" "${cosine[@]}" \
         --epochs 3 --checkpoint "$tmp/cosine" --resume
 }
 
+# with_milestones FILE VALUE NEW_FILE: a checkpoint as earlier versions wrote it, which had --milestones;
+# a VALUE belonged to --schedule multistep
+with_milestones() {
+    python3 - "$@" <<'END'
+import json, struct, sys
+data = open(sys.argv[1], "rb").read()
+length, = struct.unpack("<Q", data[:8])
+header, values = json.loads(data[8:8 + length]), data[8 + length:]
+metadata = {}
+for key, value in header["__metadata__"].items():
+    metadata.update({"milestones": sys.argv[2]} if key == "warmup-epochs" else {})
+    metadata[key] = value
+if sys.argv[2]:
+    metadata["schedule"] = "multistep"
+version = metadata.pop("cnn.version")
+del metadata["cnn.checksum"]
+checksum = 0xCBF29CE484222325  # FNV-1a, of the metadata before it and of all values
+for byte in "".join(f"{key}={value}\n" for key, value in metadata.items()).encode() + values:
+    checksum = (checksum ^ byte) * 0x100000001B3 & 0xFFFFFFFFFFFFFFFF
+metadata.update({"cnn.version": version, "cnn.checksum": f"fnv1a64:{checksum:016x}"})
+text = json.dumps({**header, "__metadata__": metadata}, separators=(",", ":")).encode()
+text += -len(text) % 8 * b" "
+open(sys.argv[3], "wb").write(struct.pack("<Q", len(text)) + text + values)
+END
+}
+
+test_earlier_version() {
+    if ! command -v python3 >/dev/null; then
+        skip earlier "python3 is not installed"
+        return
+    fi
+    local schedule small
+    for schedule in step cosine; do
+        small=("${cifar[@]}" --schedule $schedule)
+        run "${small[@]}" --checkpoint "$tmp/straight"
+        run "${small[@]}" --checkpoint "$tmp/half" --max-steps 2
+        with_milestones "$tmp/half" "" "$tmp/earlier"
+        same "earlier/$schedule/has_them" '"milestones":""' "$(metadata "$tmp/earlier" | grep -o '"milestones":"[^"]*"')"
+        run "${small[@]}" --checkpoint "$tmp/earlier" --resume
+        line "earlier/$schedule/resumes" "^Resuming from $tmp/earlier: epoch 1, step 3\$"
+        same_file "earlier/$schedule/equal" "$tmp/earlier" "$tmp/straight"
+    done
+    run "${cifar[@]}" --checkpoint "$tmp/half" --max-steps 2
+    with_milestones "$tmp/half" 1,3 "$tmp/earlier"
+    refused earlier/used 2 "was made with schedule=multistep, this run has schedule=step" "${cifar[@]}" \
+        --checkpoint "$tmp/earlier" --resume
+}
+
 # ---- Which settings a checkpoint keeps
 
 kept=(model width stem dataset limit-train augment global-batch parallel bucket-mb optimizer lr
-    momentum nesterov weight-decay label-smoothing schedule gamma step-size milestones warmup-epochs lr-scaling seed
+    momentum nesterov weight-decay label-smoothing schedule gamma step-size warmup-epochs lr-scaling seed
     kernels)
 
 # differs NAME OPTIONS...: the checkpoint $tmp/base of the run "${base[@]}" is not resumed with them
@@ -199,9 +241,6 @@ test_resume_refuses() {
     differs lr-scaling --lr-scaling linear
     differs seed --seed 2
     differs kernels --kernels naive
-    base=("${cifar[@]}" --schedule multistep --milestones 1)
-    run "${base[@]}" --checkpoint "$tmp/base" --max-steps 2
-    differs milestones --milestones 1,2
     base=("${cifar[@]}" --model resnet8 --batch-size 4)
     run "${base[@]}" --checkpoint "$tmp/base" --max-steps 2
     differs stem --stem 7
@@ -518,6 +557,9 @@ test_diverged() {
     run "${options[@]}" --load "$tmp/diverged" --eval
     same diverged/loss_of_checkpoint "finite, or refused" \
         "$(grep -oE 'test_loss=[-+]?(nan|inf)' "$out" || echo "finite, or refused")"
+    run "${options[@]}" --log-interval 1000
+    holds diverged/names_the_row "the first row that is not finite" "exit $status, $(cat "$err")" grep -qP \
+        '^cnn: error: epoch 1, step [23]: the loss is -?(nan|inf); the first output that is not finite is in row \d+ \((\w+: )?[a-z].*\); try a smaller --lr$' "$err"
     # The step that spoils the weights is the last one: no later loss can tell.
     run "${options[@]}" --max-steps 2 --out "$tmp/diverged_run"
     same diverged/in_the_last_step "exit 1, failed" \
@@ -568,7 +610,8 @@ END
 test_stops
 test_logs_go_on
 test_same_folder
-test_long_settings
+test_cosine
+test_earlier_version
 test_max_steps
 test_resume_refuses
 test_resume

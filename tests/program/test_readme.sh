@@ -267,7 +267,7 @@ int main(void) {
     omp_set_num_threads(1);
     for (size_t m = 0; m < ODD_MODELS; m++)
         for (size_t b = 0; b < 2 && strcmp(odd_models[m].name, "gelu") == 0; b++)
-            test_odd_gradients(both_backends[b], &odd_models[m]);
+            test_odd_gradients(both_kernels[b], &odd_models[m]);
     return 0;
 }
 END

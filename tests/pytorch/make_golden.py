@@ -24,7 +24,7 @@ Lines of optimizers.txt:
   optimizer NAME LR MOMENTUM WEIGHT_DECAY NESTEROV ADADELTA, then the 16 parameters after each of
            10 steps
   schedule NAME KIND GAMMA STEP_SIZE WARMUP_EPOCHS EPOCHS, then the rate of each step, 3 an epoch;
-           base rate .1, milestones 4 and 7, cosine down to 0 over the epochs after the warm-up
+           base rate .1, cosine down to 0 over the epochs after the warm-up
   smoothing - LOSS, then its 40 derivatives by the log-probabilities
 """
 import os
@@ -44,7 +44,6 @@ SEED, CLASSES = 309, 10
 IMAGES, LABELS, START, GRADIENTS, LOGITS, WEIGHTS = 50, 51, 60, 61, 80, 100
 LISTED = 64  # entries of a tensor that are written
 STEPS_PER_EPOCH, EPOCHS, BASE_LR = 3, 10, 0.1
-MILESTONES = [4, 7]
 SMOOTHING = 0.1
 
 
@@ -237,10 +236,8 @@ def optimizer_line(name, settings):
 SCHEDULES = {  # name: kind, gamma, step size, warm-up epochs; 0 where the kind does not have it
     "step": ("step", 0.7, 1, 0),
     "step3": ("step", 0.5, 3, 0),
-    "multistep": ("multistep", 0.1, 0, 0),
     "cosine": ("cosine", 0, 0, 0),
     "step_warmup": ("step", 0.7, 1, 2),
-    "multistep_warmup": ("multistep", 0.1, 0, 2),
     "cosine_warmup": ("cosine", 0, 0, 2),
 }
 
@@ -269,7 +266,6 @@ def schedule_line(name, kind, gamma, step_size, warmup):
     epochs = EPOCHS - warmup  # the schedule begins when the warm-up ends, with its own epoch 0
     make = {
         "step": lambda o: lr_scheduler.StepLR(o, step_size, gamma),
-        "multistep": lambda o: lr_scheduler.MultiStepLR(o, MILESTONES, gamma),
         "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=epochs),
     }[kind]
     found = warmup_rates(warmup * STEPS_PER_EPOCH) if warmup else []

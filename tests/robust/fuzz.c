@@ -293,18 +293,25 @@ static void seed_cifar(void) {
     }
 }
 
+// A checkpoint as earlier versions wrote it, with a line for milestones
+static void seed_earlier_checkpoint(const char *path) {
+    char metadata[METADATA_SIZE], earlier[2 * METADATA_SIZE];
+    describe_run(&run, metadata);
+    const char *after = strstr(metadata, "warmup-epochs=");
+    snprintf(earlier, sizeof earlier, "%.*smilestones=\n%s", (int)(after - metadata), metadata,
+             after);
+    save_tensors(&run.net, &optimizers[SGD], run.state, earlier, path);
+}
+
 // What cnn itself writes, as a checkpoint and as weights alone.
 static void seed_resume(void) {
-    char path[PATH_SIZE];
-    for (size_t i = 0; i < 2; i++) {
-        snprintf(path, sizeof path, "%.4000s/seed%zu", getenv("SEEDS"), i);
-        run.settings.checkpoint = path;
-        run.next_batch = i;
-        if (i == 0)
-            save_checkpoint(&run);
-        else
-            save_tensors(&run.net, NULL, NULL, "format=pt\n", path);
-    }
+    char paths[3][PATH_SIZE];
+    for (size_t i = 0; i < 3; i++)
+        snprintf(paths[i], sizeof paths[i], "%.4000s/seed%zu", getenv("SEEDS"), i);
+    run.settings.checkpoint = paths[0];
+    save_checkpoint(&run);
+    save_tensors(&run.net, NULL, NULL, "format=pt\n", paths[1]);
+    seed_earlier_checkpoint(paths[2]);
 }
 
 static void seed_options(void) {
@@ -312,18 +319,13 @@ static void seed_options(void) {
         "--epochs 3 # a comment\n--quiet\0@\n--model=lenet\n--lr\n.5\n--schedule\ncosine",
         "\0--model\nresnet18\n--stem\n7\n--global-batch\n64\n--augment=crop-flip\n--nesterov\non",
         "--warmup-epochs "
-        "2\0@x\n--schedule\nmultistep\n--milestones\n2,3,400\n--save-every\n7steps\n"
+        "2\0@x\n--schedule\nstep\n--step-size\n3\n--save-every\n7steps\n"
         "--checkpoint\nf\n--trace-steps\n3:9\n--bucket-mb\n1e2\n--eval\noff\n--seed\n12",
         "\0--help", "--lr \033[2J\0@"};
     for (size_t i = 0; i < sizeof seeds / sizeof *seeds; i++) {
         const size_t file = strlen(seeds[i]);
         write_seed(i, seeds[i], file + 1 + strlen(seeds[i] + file + 1));
     }
-    char milestones[METADATA_SIZE] = "\0--schedule=multistep\n--milestones=1"; // too long to keep
-    const size_t begin = 36;
-    for (size_t i = begin; i < sizeof milestones; i++)
-        milestones[i] = i % 2 ? '1' : ',';
-    write_seed(99, milestones, sizeof milestones - 1);
 }
 
 /* ---- The program ----------------------------------------------------------------------------- */

@@ -19,7 +19,7 @@ uninitvar|owner[i]|set by the loop before, for the same rows
 legacyUninitvar|i * bytes : rest|read_exactly() writes to it and reads nothing there
 ctuuninitvar|f->|atomic_open() sets all of f
 core.UndefinedBinaryOperatorResult|hash ^|the bytes of an array of size_t without padding
-core.NullDereference|w.draw|a dropout keeps all in a test, before it draws; only training draws
+core.NullDereference|w.key|a dropout keeps all in a test, before it draws; only training draws
 core.uninitialized.Assign|owner[i]|each row is behind the row that it reads, so it has been set
 core.CallAndMessage|fmaf(weights|blur_weights() fills all of them; the tool loses count of the loop
 core.DivideZero|% count|a loader whose set is empty has no ranks that repeat an image

@@ -103,6 +103,7 @@ static void update_with_nan(void) {
     static Run run;
     run.net = spoiled_net;
     run.kernels = spoiled_net.kernels;
+    run.device = spoiled_net.device;
     run.settings.log_interval = 2;
     run.epoch = 2;
     run.next_batch = 4;

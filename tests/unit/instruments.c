@@ -10,8 +10,7 @@ static void note_mark(size_t mark) {
 
 static void note_kernel(void) {
     const bool backward = last_mark >= BACKWARD_MARKS;
-    const size_t first = backward ? BACKWARD_MARKS : FORWARD_MARKS;
-    kernels_of_row[(last_mark - first) / 2][backward]++;
+    kernels_of_row[(last_mark - row_begin(0, backward)) / 2][backward]++;
 }
 
 static void note_forward(Work w) {
@@ -44,7 +43,7 @@ static void test_layer_times(const char *model, const char *dataset, size_t show
     net_init(&net, 1);
     memset(kernels_of_row, 0, sizeof kernels_of_row);
     net.marks_rows = true;
-    forward(&net, 2, &any_draw);
+    forward(&net, 2, &any_key);
     loss_and_gradient(&net, 2, true);
     backward(&net, 2);
     for (size_t i = 1; i < net.count; i++) {

@@ -4,7 +4,7 @@
 
 /* ---- Convolutions and linear layers ---------------------------------------------------------- */
 
-// What a backend keeps for a row, to be freed; NULL: nothing.
+// What the kernels keep for a row, to be freed; NULL: nothing.
 static void *prepare_row(const Kernels *k, const Layer *l) {
     void *prepared = k->prepare ? must_alloc(k->prepared_size(l), "a test") : NULL;
     if (prepared)

@@ -323,7 +323,7 @@ static Work norm_work(const Norm *x, size_t n, bool training) {
                   .out = x->out.at,
                   .stats = x->stats.at,
                   .scratch = x->scratch.at,
-                  .key = training ? &any_draw : NULL};
+                  .key = training ? &any_key : NULL};
 }
 
 static void run_norm(Norm *x, size_t n, bool training) {
@@ -430,7 +430,7 @@ static void test_norm_outliers(const Kernels *k) {
                                           .out = out.at,
                                           .stats = stats,
                                           .scratch = scratch.at,
-                                          .key = &any_draw});
+                                          .key = &any_key});
     for (size_t i = 0; i < PIXELS; i++)
         mean += in.at[i] / (long double)PIXELS;
     for (size_t i = 0; i < PIXELS; i++)

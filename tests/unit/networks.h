@@ -3,7 +3,7 @@
    central differences; memory_plan.c checks that no row overwrites what another one needs. */
 
 static const Kernels *const both_kernels[] = {&naive_kernels, &fast_kernels};
-static const RandomKey any_draw = {.seed = 1, .epoch = 1, .stride = 1}; // of a training step
+static const RandomKey any_key = {.seed = 1, .epoch = 1, .stride = 1}; // of a training step
 
 enum { BATCH = 7, CLASSES = 4 }; // of the networks that the tests make up
 

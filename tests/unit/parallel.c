@@ -36,6 +36,7 @@ static void run_ring(RingRank *ranks, size_t world, void *(*body)(void *)) {
     pthread_t threads[MOST_RANKS];
     team_init(&team);
     net.kernels = &fast_kernels;
+    net.device = &cpu_device;
     for (size_t r = 0; r < world; r++) {
         ranks[r].comm = (Comm){.rank = r, .world = world, .team = &team, .net = &net};
         ranks[r].comm.settings = &ring_settings;
