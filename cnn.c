@@ -25,9 +25,9 @@
       9 Loader                     worker threads that prepare the next batches
      10 Data parallelism           replicas that train together: ring all-reduce, ddp, dp, MPI
      11 Checkpoints                weights in PyTorch's names and layouts
-     12 Options                    one table: parser, --help and settings
+     12 Options and the run        one table: parser, --help and settings; the state of a run
      13 Instruments                line profile, machine, run folder, trace, layer times
-     14 Setting up                 ranks, devices, data, memory, weights
+     14 Setting up                 saving and resuming, ranks, devices, data, memory, weights
      15 train(), test(), main()
 
    Each section uses only the sections before it. Sections 3 to 7 are the mathematics of a training
@@ -745,7 +745,7 @@ static uint64_t hash_bytes(uint64_t hash, const void *memory, size_t bytes) {
     return hash;
 }
 
-// Whether a 16-bit number is Inf or NaN: all bits of its exponent are set.
+// Whether a 16-bit number is finite: not all bits of its exponent are set.
 static bool is_finite_16(uint16_t bits, Precision precision) {
     const uint16_t exponent = precision == FP16 ? 0x7c00 : 0x7f80;
     return (bits & exponent) != exponent;
@@ -844,41 +844,51 @@ static void conv2d_forward_naive(Work w) {
     /* LAB 1.1 2.1 END */
 }
 
-/* dbias[k]            = sum over n, y, x of dout[n][y][x][k]
+/* dbias[k]            = sum over n, y, x of dout[n][y][x][k], only if there is a bias
    dweight[i][j][c][k] = sum over n, y, x of
                          dout[n][y][x][k] * in[n][y * s + i - padding][x * s + j - padding][c]
-   din[n][iy][ix][c]   = sum over i, j, k of dout[n][y][x][k] * weight[i][j][c][k]
-                         where iy = y * s + i - padding, ix likewise.   din may be NULL.
-   din is +=, if accumulate. dbias only if there is a bias. */
-static void conv2d_backward_naive(Work w) {
+   Threads share the weights by taps and blocks of input channels: a block's sums stay in the cache,
+   and each dout is used for all of them. */
+static void conv2d_parameter_gradients(Work w) {
+    enum { BLOCK = 16 };
     const Layer *l = w.l;
     const Shape I = l->in, O = l->out;
     const size_t taps = l->kernel * l->kernel, pixels = w.n * O.h * O.w;
-    /* LAB 1.2 BEGIN conv2d_backward_naive */
+    /* LAB 1.2 BEGIN conv2d_parameter_gradients */
     memset(w.dbias, 0, l->biases * sizeof *w.dbias);
     for (size_t pixel = 0; pixel < pixels; pixel++)
         for (size_t k = 0; k < l->biases; k++)
             w.dbias[k] += w.dout[pixel * O.c + k];
     PARALLEL_FOR
-    for (size_t row = 0; row < taps * I.c; row++) { // of the weights: a tap and an input channel
-        const size_t tap = row / I.c, c = row % I.c;
-        real *restrict sums = w.dweight + row * O.c;
-        memset(sums, 0, O.c * sizeof *sums);
+    for (size_t block = 0; block < taps * ceil_div(I.c, BLOCK); block++) {
+        const size_t tap = block % taps, first = block / taps * BLOCK;
+        const size_t count = min_size(BLOCK, I.c - first);
+        real *restrict sums = w.dweight + (tap * I.c + first) * O.c;
+        memset(sums, 0, count * O.c * sizeof *sums);
         for (size_t pixel = 0; pixel < pixels; pixel++) {
             const ptrdiff_t source = input_pixel(l, pixel / O.w % O.h, pixel % O.w, tap);
             if (source == OUTSIDE)
                 continue;
             const size_t image = pixel / (O.h * O.w);
-            const real in = w.in[(image * I.h * I.w + (size_t)source) * I.c + c];
-            for (size_t k = 0; k < O.c; k++)
-                sums[k] += in * w.dout[pixel * O.c + k];
+            const real *in = w.in + (image * I.h * I.w + (size_t)source) * I.c + first;
+            for (size_t c = 0; c < count; c++)
+                for (size_t k = 0; k < O.c; k++)
+                    sums[c * O.c + k] += in[c] * w.dout[pixel * O.c + k];
         }
     }
     /* LAB 1.2 END */
-    if (!w.din)
-        return;
-    /* LAB 1.3 BEGIN conv2d_backward_naive */
-    real *restrict transposed = w.scratch; // [tap][k][c]: the weights, input channels innermost
+}
+
+/* din[n][iy][ix][c] = sum over y, x, i, j, k of dout[n][y][x][k] * weight[i][j][c][k], over all y, x,
+                       i, j with y * s + i - padding = iy and x * s + j - padding = ix
+   It is += if accumulate. gcc vectorises no sum into one number, so the weights are transposed:
+   then the innermost loop runs over the input channels, and adds to as many numbers. */
+static void conv2d_input_gradient(Work w) {
+    const Layer *l = w.l;
+    const Shape I = l->in, O = l->out;
+    const size_t taps = l->kernel * l->kernel;
+    /* LAB 1.3 BEGIN conv2d_input_gradient */
+    real *restrict transposed = w.scratch; // [tap][k][c]
     for (size_t tap = 0; tap < taps; tap++)
         for (size_t c = 0; c < I.c; c++)
             for (size_t k = 0; k < O.c; k++)
@@ -886,7 +896,8 @@ static void conv2d_backward_naive(Work w) {
     PARALLEL_FOR
     for (size_t image = 0; image < w.n; image++) {
         real *din = w.din + image * shape_size(I);
-        memset(din, 0, w.accumulate ? 0 : shape_size(I) * sizeof *din);
+        if (!w.accumulate)
+            memset(din, 0, shape_size(I) * sizeof *din);
         for (size_t pixel = 0; pixel < O.h * O.w; pixel++)
             for (size_t tap = 0; tap < taps; tap++) {
                 const ptrdiff_t source = input_pixel(l, pixel / O.w, pixel % O.w, tap);
@@ -898,6 +909,13 @@ static void conv2d_backward_naive(Work w) {
             }
     }
     /* LAB 1.3 END */
+}
+
+// din NULL: not needed
+static void conv2d_backward_naive(Work w) {
+    conv2d_parameter_gradients(w);
+    if (w.din)
+        conv2d_input_gradient(w);
 }
 
 static size_t outputs(Work w) {
@@ -1300,10 +1318,12 @@ typedef struct Net {
     real *images;           // the batch's, in the loader's buffer; NULL: in row 0's own memory
     size_t ranks;           // that share a batch, over which the loss is a mean
     size_t batches_tracked; // number of batches in BatchNorm's running statistics
-    struct Comm *comm;      // backward() reports finished gradients to it; or NULL
-    bool marks_rows;        // marks at the start and the end of each row
-    bool names_rows;        // a range for Nsight around each row
-    double *flops;          // backward stores what each row executes; or NULL
+    // backward() reports that the gradients from this offset on are finished; or NULL
+    void (*on_gradients)(void *context, size_t first);
+    void *context;
+    bool marks_rows; // marks at the start and the end of each row
+    bool names_rows; // a range for Nsight around each row
+    double *flops;   // backward stores what each row executes; or NULL
 } Net;
 
 /* Properties of each kind. in_accesses, out_accesses: how often forward and backward together read or
@@ -1322,7 +1342,7 @@ static const struct {
     [BATCHNORM2D] = {.name = "batchnorm2d", .stats = 4, .out_accesses = 8},
     [RELU] = {.name = "relu", .out_accesses = 5},
     [MAXPOOL2D] = {.name = "maxpool2d", .saves = true, .in_accesses = 2, .out_accesses = 2.5},
-    [AVGPOOL2D] = {.name = "global average pool", .in_accesses = 2, .out_accesses = 2.5},
+    [AVGPOOL2D] = {.name = "global average pool", .in_accesses = 2, .out_accesses = 2},
     [ADD] = {.name = "add", .out_accesses = 3},
     [DROPOUT] = {.name = "dropout", .saves = true, .out_accesses = 4.5},
     [LINEAR] = {.name = "linear", .flops = 2, .in_accesses = 3, .out_accesses = 3},
@@ -2173,8 +2193,6 @@ static void backward_row(const Net *net, size_t i, size_t n, bool *written) {
     k->layers[l->kind].backward(w);
 }
 
-static void gradients_ready(struct Comm *c, size_t first); // section 10
-
 // loss.backward(): from the gradient of the last row to the gradients of all parameters
 static void backward(Net *net, size_t n) {
     bool written[MAX_LAYERS] = {false};
@@ -2187,8 +2205,8 @@ static void backward(Net *net, size_t n) {
         begin_row(net, i, true);
         backward_row(net, i, n, written);
         end_row(net, i, true);
-        if (net->comm && net->layers[i].weights)
-            gradients_ready(net->comm, net->layers[i].weight);
+        if (net->on_gradients && net->layers[i].weights)
+            net->on_gradients(net->context, net->layers[i].weight);
     }
 }
 
@@ -2292,6 +2310,84 @@ static void sgd(Update u) {
         }
         u.param[i] -= lr * step;
     }
+}
+
+// ---- Optimizers
+
+typedef struct Optimizer {
+    const char *name;
+    double lr;             // the default
+    const char *states[2]; // what it keeps for each parameter, by PyTorch's names
+} Optimizer;
+
+static const Optimizer optimizers[] = {
+    [ADADELTA] = {"adadelta", 1.0, {"square_avg", "acc_delta"}},
+    [SGD] = {"sgd", 0.01, {"momentum_buffer", NULL}},
+};
+
+// Numbers that the optimizer keeps for each parameter: SGD without momentum none
+static size_t count_states(OptimizerChoice optimizer, const Settings *s) {
+    if (optimizer == SGD)
+        return s->momentum > 0 ? 1 : 0;
+    return 2;
+}
+
+// Updates `count` parameters from offset `first` of the arenas on.
+static void update_params(const Net *net, real *state, size_t first, size_t count) {
+    const Settings *s = net->settings;
+    const Update u = {.param = net->params + first,
+                      .grad = net->grads + first,
+                      .state = {state + first, state + net->param_size + first},
+                      .low = net->low ? net->low + 2 * first : NULL,
+                      .scale = net->scale,
+                      .count = count,
+                      .step = net->step,
+                      .momentum = s->momentum,
+                      .weight_decay = s->weight_decay,
+                      .nesterov = s->nesterov};
+    if (count == 0)
+        return;
+    if (s->optimizer == ADADELTA)
+        net->kernels->adadelta(u);
+    else
+        net->kernels->sgd(u);
+}
+
+// # EXTRA  --optimizer-launch per-tensor: one call for each tensor, as frameworks once did, to
+// measure what that costs on a GPU
+static void update_each_tensor(const Net *net, real *state) {
+    for (const Layer *l = net->layers; l < net->layers + net->count; l++) {
+        update_params(net, state, l->weight, l->weights);
+        update_params(net, state, l->bias, l->biases);
+    }
+}
+
+// optimizer.step(): one call for all parameters, which are one arena
+static void optimizer_step(const Net *net, real *state) {
+    const Kernels *k = net->kernels;
+    if (net->device->is_gpu)
+        k->count_not_finite(net->scale, net->grads, net->param_size);
+    if (net->settings->optimizer_launch == LAUNCH_PER_TENSOR)
+        update_each_tensor(net, state);
+    else
+        update_params(net, state, 0, net->param_size);
+    if (k->precision == FP16)
+        k->adjust_scale(net->scale);
+}
+
+/* The learning rate of a step; epoch and step count from 0, an epoch has `steps` of them. In the
+   warm-up it grows with each step, up to lr in its last one; then, after e more epochs:
+     step        lr * gamma^(e / step_size)                          StepLR
+     cosine      lr * (1 + cos(pi * e / epochs)) / 2                 CosineAnnealingLR */
+static double learning_rate(const Settings *s, size_t epoch, size_t step, size_t steps) {
+    /* LAB 9.1 BEGIN learning_rate */
+    if (epoch < s->warmup_epochs)
+        return s->lr * (double)(epoch * steps + step + 1) / (double)(s->warmup_epochs * steps);
+    size_t e = epoch - s->warmup_epochs;
+    /* LAB 9.1 END */
+    if (s->schedule == SCHEDULE_STEP)
+        return s->lr * pow(s->gamma, (double)(e / s->step_size));
+    return s->lr * (1 + cos(M_PI * (double)e / (double)(s->epochs - s->warmup_epochs))) / 2;
 }
 
 // ---- The CPU
@@ -2455,84 +2551,6 @@ static const Kernels *const cpu_kernels[] = {
 #endif
 };
 enum { CPU_KERNELS = LENGTH(cpu_kernels) };
-
-// ---- Optimizers
-
-typedef struct Optimizer {
-    const char *name;
-    double lr;             // the default
-    const char *states[2]; // what it keeps for each parameter, by PyTorch's names
-} Optimizer;
-
-static const Optimizer optimizers[] = {
-    [ADADELTA] = {"adadelta", 1.0, {"square_avg", "acc_delta"}},
-    [SGD] = {"sgd", 0.01, {"momentum_buffer", NULL}},
-};
-
-// Numbers that the optimizer keeps for each parameter: SGD without momentum none
-static size_t count_states(OptimizerChoice optimizer, const Settings *s) {
-    if (optimizer == SGD)
-        return s->momentum > 0 ? 1 : 0;
-    return 2;
-}
-
-// Updates `count` parameters from offset `first` of the arenas on.
-static void update_params(const Net *net, real *state, size_t first, size_t count) {
-    const Settings *s = net->settings;
-    const Update u = {.param = net->params + first,
-                      .grad = net->grads + first,
-                      .state = {state + first, state + net->param_size + first},
-                      .low = net->low ? net->low + 2 * first : NULL,
-                      .scale = net->scale,
-                      .count = count,
-                      .step = net->step,
-                      .momentum = s->momentum,
-                      .weight_decay = s->weight_decay,
-                      .nesterov = s->nesterov};
-    if (count == 0)
-        return;
-    if (s->optimizer == ADADELTA)
-        net->kernels->adadelta(u);
-    else
-        net->kernels->sgd(u);
-}
-
-// # EXTRA  --optimizer-launch per-tensor: one call for each tensor, as frameworks once did, to
-// measure what that costs on a GPU
-static void update_each_tensor(const Net *net, real *state) {
-    for (const Layer *l = net->layers; l < net->layers + net->count; l++) {
-        update_params(net, state, l->weight, l->weights);
-        update_params(net, state, l->bias, l->biases);
-    }
-}
-
-// optimizer.step(): one call for all parameters, which are one arena
-static void optimizer_step(const Net *net, real *state) {
-    const Kernels *k = net->kernels;
-    if (net->device->is_gpu)
-        k->count_not_finite(net->scale, net->grads, net->param_size);
-    if (net->settings->optimizer_launch == LAUNCH_PER_TENSOR)
-        update_each_tensor(net, state);
-    else
-        update_params(net, state, 0, net->param_size);
-    if (k->precision == FP16)
-        k->adjust_scale(net->scale);
-}
-
-/* The learning rate of a step; epoch and step count from 0, an epoch has `steps` of them. In the
-   warm-up it grows with each step, up to lr in its last one; then, after e more epochs:
-     step        lr * gamma^(e / step_size)                          StepLR
-     cosine      lr * (1 + cos(pi * e / epochs)) / 2                 CosineAnnealingLR */
-static double learning_rate(const Settings *s, size_t epoch, size_t step, size_t steps) {
-    /* LAB 9.1 BEGIN learning_rate */
-    if (epoch < s->warmup_epochs)
-        return s->lr * (double)(epoch * steps + step + 1) / (double)(s->warmup_epochs * steps);
-    size_t e = epoch - s->warmup_epochs;
-    /* LAB 9.1 END */
-    if (s->schedule == SCHEDULE_STEP)
-        return s->lr * pow(s->gamma, (double)(e / s->step_size));
-    return s->lr * (1 + cos(M_PI * (double)e / (double)(s->epochs - s->warmup_epochs))) / 2;
-}
 
 /* ==== 8. Datasets ================================================================================
 
@@ -3470,8 +3488,9 @@ static void *comm_thread(void *argument) {
     return NULL;
 }
 
-// Called by backward(): the gradients from offset `first` on are finished.
-static void gradients_ready(Comm *c, size_t first) {
+// Called by backward(): the gradients from offset `first` on are finished. context: the Comm
+static void gradients_ready(void *context, size_t first) {
+    Comm *c = context;
     pthread_mutex_lock(&c->lock);
     while (c->ready < c->bucket_count && c->buckets[c->ready].first >= first)
         c->net->device->mark(BUCKET_MARKS + c->ready++);
@@ -3683,8 +3702,10 @@ static void comm_start(Comm *c) {
         free(ids);
     }
     plan_buckets(c);
-    if (c->settings->overlap)
-        c->net->comm = c;
+    if (c->settings->overlap) {
+        c->net->on_gradients = gradients_ready;
+        c->net->context = c;
+    }
     c->net->ranks = c->world;
     if (pthread_create(&c->thread, NULL, comm_thread, c) != 0)
         die(1, "cannot start the communication thread");
@@ -4101,9 +4122,10 @@ static uint64_t hash_weights(Net *net) {
     return hash;
 }
 
-/* ==== 12. Options ================================================================================
+/* ==== 12. Options and the run ====================================================================
 
-   One table, from which the parser, --help and the settings in run.json are made. */
+   One table of options, from which the parser, --help and the settings in run.json are made; then
+   the state of a run. */
 
 // A name is one of several words, and kept as text; a choice is kept as the number of its word.
 typedef enum { SWITCH, COUNT, NUMBER, CHOICE, NAME, TEXT } OptionKind;
@@ -4455,11 +4477,6 @@ static void print_settings(const Settings *s) {
     printf("\n");
 }
 
-/* ==== 13. Instruments ============================================================================
-
-   What a run measures: the time of each line of train() and of each layer, a trace, the resources
-   used, and the run folder, which plots, labs and graders read. */
-
 // ---- The state of a run
 
 // The parts of a step, in the order of steps.csv. All but COMM, which overlaps with the rest, and
@@ -4578,6 +4595,11 @@ typedef struct Run {
     Plan plan;         // of the memory that is neither the network's nor a loader's
 } Run;
 
+/* ==== 13. Instruments ============================================================================
+
+   What a run measures: the time of each line of train() and of each layer, a trace, the resources
+   used, and the run folder, which plots, labs and graders read. */
+
 // ---- Records
 
 typedef enum { KEY_VALUE, CSV_HEADER, CSV_ROW, JSON } Form;
@@ -4645,6 +4667,11 @@ static void clock_settle(LineClock *c, size_t left) {
         if (c->begun[from].part)
             *c->begun[from].part += seconds;
     }
+}
+
+// The running line counts for another part.
+static void clock_charge(LineClock *c, double *part) {
+    c->begun[(c->marks - 1) % CLOCK_MARKS].part = part;
 }
 
 static void clock_line(LineClock *c, int line, double *part, const char *text) {
@@ -5012,7 +5039,9 @@ static void read_loss_scale(Run *run) {
                s->skipped - before.skipped, (double)s->scale);
 }
 
-// Adds the steps of all ranks to the epoch's sums and to steps.csv.
+/* Adds the steps of all ranks to the epoch's sums and to steps.csv, gathers their signals, and ends the
+   run if a gradient was not finite. All ranks call it after the same step. What the running line of
+   train() still takes counts for the next step, since the rows are written. */
 static void flush_steps(Run *run, EpochResult *e) {
     clock_settle(&run->clock, 0);
     read_loss_scale(run);
@@ -5039,6 +5068,7 @@ static void flush_steps(Run *run, EpochResult *e) {
     }
     memset(run->recorder.steps, 0, run->recorder.steps_kept * sizeof *run->recorder.steps);
     run->recorder.steps_kept = 0;
+    clock_charge(&run->clock, &run->recorder.steps[0].parts[OTHER]);
     if (run->recorder.steps_csv)
         flush(run->recorder.steps_csv, "steps.csv");
 }
@@ -5289,7 +5319,7 @@ static double measure_bandwidth(const Run *run) {
 static void time_rows(Run *run, const Batch *batch, LayerTimes *times, double *flops) {
     Net *net = &run->net;
     const Device *d = net->device;
-    net->comm = NULL; // training is over
+    net->on_gradients = NULL; // training is over
     net->marks_rows = true;
     net_load(net, batch, 0);
     for (size_t round = 0; round < LAYER_ROUNDS; round++) {
