@@ -124,7 +124,7 @@ static void set_golden_parameter(Net *net, const Tensor *t, uint32_t number) {
     bool bias = strstr(t->name, ".bias");
     real *values = net->host[0];
     fill_stream(values, t->count, WEIGHT_STREAM + number);
-    double fan_in = t->filter.h ? (double)(t->count / t->dims[0]) : 1;
+    double fan_in = t->filter.h ? (double)shape_size(t->filter) : 1;
     for (size_t i = 0; i < t->count; i++) {
         double v = (double)values[i];
         values[i] = (real)(t->filter.h ? 1 / sqrt(fan_in) * v
@@ -133,7 +133,7 @@ static void set_golden_parameter(Net *net, const Tensor *t, uint32_t number) {
                                        : 1 + .5 * v);
     }
     if (t->filter.h)
-        reorder_weight(t->values, values, t->filter, t->dims[0], false);
+        reorder_weight(t->values, values, t->filter, t->count / shape_size(t->filter), false);
     else
         memcpy(t->values, values, t->count * sizeof(real));
 }
