@@ -79,10 +79,10 @@ with open(f"{folder}/predictions.csv", "w") as f:
         print(image, image // 20, int(image >= 10), 0, "1x1x1", "", sep=",", file=f)
 if world > 1:
     with open(f"{folder}/output.txt", "w") as f:
-        for epoch in epochs:
-            print(*(f"{key}={value}" for key, value in epoch.items() if key != "weight_hash"), file=f)
         for rank in range(world):
             print(f"Rank {rank}: a, {device}, {uuid}{rank}", file=f)
+        for epoch in epochs:
+            print(*(f"{key}={value}" for key, value in epoch.items() if key != "weight_hash"), file=f)
 END
 
 # What an honest student hands in: 5 repeats on cpu (mean 12 s), one GPU and two; answers, plots
