@@ -1,4 +1,4 @@
-/* cnn_kernels.c - the fast convolutions and max-pools of the CPU.
+/* cnn_kernels.c - the fast kernels of the CPU.
 
    cnn.c is a whole program without this file. Where the file exists, section 7 of cnn.c includes it
    as text (-DCNN_NO_KERNELS leaves it out) and --kernels fast chooses the table at its end,
@@ -8,7 +8,9 @@
      Threads             loops that a busy machine does not hold up
      The register tile   every convolution and linear layer, forward and backward
      Winograd            3 x 3 and 5 x 5 filters with stride 1, in fewer multiplications
-     Behind a max-pool   the backward of a convolution that is pooled, without its zeros
+     Before a max-pool   a convolution that is pooled: its backward, without the zeros
+     The definitions     the other rows, on these threads
+     BatchNorm           its sums, by slices
      The table           which layer runs which of these
 
    Each gain given below is the speed of a whole training (images/s) with that part over the speed
@@ -451,7 +453,7 @@ INLINE void dot_step(const size_t rows, const size_t vectors, vec acc[ROWS][MAX_
                                 in[t][i][d] * weight[tap[t]][d][c]      for i < rows, c < columns
    A tile of one vector has 6 accumulators, too few to hide the latency, so it keeps two for each
    output, for even and for odd d. The prefetch is for the next tile, which most likely reads the
-   pixels behind these. */
+   pixels after these. */
 INLINE void dot_tile(const size_t rows, const size_t vectors, const DotTile *t) {
     const size_t parts = vectors == 1 ? 2 : 1, whole = t->depth / parts * parts;
     const size_t width = vectors * LANES, columns = t->columns;
@@ -617,7 +619,7 @@ static Pass backward_pass(const Layer *l, const int32_t *maps, bool accumulate) 
     return p;
 }
 
-// Bytes of a layer's two maps: that of its output pixels, then that of its input pixels.
+// Bytes of a layer's two maps: of its output pixels, then of its input pixels
 static size_t maps_size(const Layer *l) {
     bool convolves = l->kind == CONV2D || l->kind == LINEAR;
     return convolves ? (map_size(l, l->in) + map_size(l, l->out)) * sizeof(int32_t) : 0;
@@ -880,8 +882,8 @@ static void convolve(const Pass *p) {
 /* A large linear layer (or 1 x 1 convolution) on few pixels spends its time on reading weights. So
    each panel is read once, by the thread that packs it and then uses it from its cache; the partial
    sums of panels that share columns are added at the end. Gain: 1.12 on mnist.
-   The order of a sum depends on this choice, hence on the number of images, but never on that of
-   threads. */
+   The order of a sum depends on this choice, hence on the number of images, but never on the
+   number of threads. */
 static bool suits_panels(const Pass *p, size_t n) {
     size_t panels = ceil_div(p->out.c, COLUMNS) * ceil_div(p->depth, panel_depth(p));
     return p->taps == 1 && n * p->out_pixels <= GROUP_PIXELS && panels >= 16; // enough for threads
@@ -966,9 +968,9 @@ static void convolve_by_panels(const Pass *p) {
    two factors at these points, the values are multiplied, and B interpolates (Lagrange). The
    forward and the weight gradient are this bilinear map transposed. At x and -x the even terms are
    equal and the odd ones differ in sign, so a pair of points costs little more than one.
-   The choice of near and far determines how rounding errors grow: with 1 and 2, as in the paper, up
-   to 5 times those of the definition; with 5/8 and 3/2, 1.2 to 2.8 times (root mean square, 32 to
-   512 channels, random data). */
+   The choice of near and far determines how rounding errors grow: with 1 and 2, as in the paper, they
+   are up to 5 times as large as in the definition; with 5/8 and 3/2, 1.2 to 2.8 times (root mean
+   square, 32 to 512 channels, random data). */
 
 static const real near = 5 / (real)8, near2 = near * near, near4 = near2 * near2;
 static const real far = 3 / (real)2, far2 = far * far, far4 = far2 * far2;
@@ -1494,7 +1496,7 @@ static void weight_gradient(Work w) {
     sum_slices(w.dbias, w.scratch + w.l->weights, g.slices, g.sums, w.l->biases);
 }
 
-/* ---- Behind a max-pool --------------------------------------------------------------------------
+/* ---- Before a max-pool --------------------------------------------------------------------------
 
    Reason: a 2 x 2 max-pool routes the gradient of each of its windows to one of four pixels, so at
    least three quarters of the dout that the convolution before it reads are zeros; a ReLU and a
@@ -1909,7 +1911,7 @@ static void pooled_ith_image(const void *context, size_t i) {
 }
 
 /* out = max_pool2d(relu(conv2d(in, weight) + bias)); saved = the position of each maximum in its
-   window: [h][w][c] of l->pool. Image by image, so that the output of the convolution stays in the
+   window: [h][w][c] of fused.pool. Image by image, so that the output of the convolution stays in the
    cache of its thread. */
 static void conv2d_forward_pooled(Work w) {
     const PooledForward f = {
@@ -1921,8 +1923,8 @@ static void conv2d_forward_pooled(Work w) {
 /* ---- Definitions on these threads ---------------------------------------------------------------
 
    The other rows are computed by their definitions in cnn.c, each thread a part of the images at a
-   time, and BatchNorm by its slices. So all loops of a training step use the same threads: those of
-   OpenMP would spin beside them. */
+   time, and BatchNorm by its slices. So all loops of a training step use the same threads;
+   OpenMP's would spin beside them. */
 
 typedef struct ImageParts {
     Work w;

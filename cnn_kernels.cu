@@ -12,7 +12,7 @@
       4 Softmax and loss         one warp per image
       5 Convolution, naive       one thread per output: the CPU's loops
       6 Convolution, tiled       a matrix product through shared memory
-      7 Convolution, tensor cores   the same product, in 16 bits or tf32
+      7 Convolution, tensor cores   the same product, of 16-bit numbers or tf32
       8 The tables               Device and Kernels, which cnn.c calls
 
    The comment before each kernel gives what it computes, its grid, and its memory traffic: the
@@ -54,8 +54,8 @@ static_assert(sizeof(real) == sizeof(float), "the kernels are written for 32-bit
 /* ==== 1. Errors and devices =====================================================================
 
    One host thread computes for one replica, on one device. Its work is queued on the replica's
-   stream and executed in order; copies by other threads, those of the loader and of the
-   communication, use streams of their own, so that they overlap with it. */
+   stream and executed in order; copies by other threads, for loading and communication,
+   use streams of their own, so that they overlap with it. */
 
 enum { THREADS = 256, WARP = 32 };
 static void (*fail)(int status, const char *format, ...); // die() of cnn.c
@@ -395,7 +395,7 @@ static __device__ unsigned element(void) {
     return blockIdx.x * blockDim.x + threadIdx.x;
 }
 
-// T is the type of activations and their gradients in memory; kernels compute in 32 bits.
+// T is the type of activations and their gradients in memory; kernels compute with 32-bit numbers.
 template <class T> static __device__ real read(const void *from, unsigned i) {
     return (real)((const T *)from)[i];
 }
@@ -558,8 +558,8 @@ template <class T> static void add_backward(Work w) {
     each<add_backward_kernel<T, false>, packs<T>>(w);
 }
 
-/* A backward after that of what is fused into its forward, in reverse order: of the ReLU, in place
-   in dout, then of the sum. A BatchNorm without a sum does its ReLU's itself. */
+/* The backward of a row, after the backward of what is fused into its forward, in reverse order: the
+   ReLU, in place in dout, then the sum. A BatchNorm without a sum includes its ReLU itself. */
 template <class T, void (*BACKWARD)(Work)> static void backward_of_fused(Work w) {
     Work relu = w;
     relu.din = w.dout;
@@ -726,8 +726,8 @@ static void set_step(Step *to, Step step) {
     LAUNCH_GRID(set_step_kernel, 1, 1, 0, to, step);
 }
 
-/* ---- Optimizers: the formulas are in cnn.c, section 7. One launch updates all parameters, or
-   those of one tensor (--optimizer-launch), and writes copies if T has 16 bits. # AMP # EXTRA */
+/* ---- Optimizers: the formulas are in cnn.c, section 7. One launch updates all parameters, or one
+   tensor (--optimizer-launch), and also writes a 16-bit copy if T is 16-bit. # AMP # EXTRA */
 
 // The new value of a parameter; g includes the weight decay. Its state changes, too.
 struct Adadelta {
@@ -937,8 +937,8 @@ struct Sum {
     real count, a, b;
 };
 
-/* Gradients: a = sum of d, which is dout (after the backward of the ReLU behind a BatchNorm, if it
-   has one); NORM, of a BatchNorm: b = sum of d * (in - mean).
+/* Gradients: a = sum of d, which is dout (after the backward of the ReLU that follows a BatchNorm,
+   if there is one); NORM, of a BatchNorm: b = sum of d * (in - mean).
    dbias = a, dweight = b / sqrt(variance + eps) */
 template <bool NORM> struct Gradients {
     const real mean, inverse, weight, bias; // of the channel; without a ReLU all are let through
@@ -1181,7 +1181,7 @@ static size_t lanes(Work w) {
     return w.n * WARP;
 }
 
-// The formulas are those of nll_loss() in cnn.c. One thread per image.   Traffic: 8 N bytes
+// The formulas are in nll_loss() of cnn.c. One thread per image.   Traffic: 8 N bytes
 static __global__ void nll_loss_kernel(real *losses, real *dlogp, const real *logp,
                                        const uint8_t *labels, unsigned n, unsigned batch,
                                        int classes, real at_label, real elsewhere,
@@ -1330,7 +1330,7 @@ static void conv2d_backward_naive(Work w) {
    A block computes a tile of C: 128 x 128 elements, or 128 x 64 or 64 x 32 where the larger ones
    would be half empty, see gemm(). In every step it loads TILE_K numbers of each of its rows of A
    and columns of B into shared memory, where a thread reads 8 + 8 numbers for 64 multiply-adds (4 +
-   4 for 16 in the smallest tile), while those of the next step are loaded into registers.
+   4 for 16 in the smallest tile), while the numbers of the next step are loaded into registers.
 
    With a stride s, only each s-th tap meets an input pixel in the data gradient, and which ones
    depends on y % s and x % s. So the pixels are computed in s * s phases, each a product of its own
@@ -1536,8 +1536,8 @@ struct Job {
     int row, column, begin, end, split;
 };
 
-/* This block's job, and the operands of its phase. x of the grid are the tiles, those of the same
-   rows next to each other, so that they read A at the same time; z are the splits, multiples of
+/* This block's job, and the operands of its phase. x of the grid are the tiles; tiles of the same
+   rows are next to each other, so that they read A at the same time; z are the splits, multiples of
    `step`, and phases. */
 template <class Tile, bool PHASED, class T, class O>
 static __device__ Job job_of_block(Product<T, O> &p, int step) {
@@ -1616,7 +1616,7 @@ static __global__ void __launch_bounds__(T::TILE_THREADS, T::BLOCKS)
         real *tile_a = tiles[buffer], *tile_b = tile_a + SIZE_A;
         load_a.put(tile_a);
         load_b.put(tile_b);
-        __syncthreads(); // the tiles are complete; those of the step before last are no longer read
+        __syncthreads(); // the tiles are complete; the tiles of the step before last are no longer read
         load_a.fetch(p.a, k + TILE_K, job.end);
         load_b.fetch(p.b, k + TILE_K, job.end);
 #pragma unroll
@@ -1895,8 +1895,8 @@ static double peak_gflops(void) {
 /* ==== 7. Convolution, tensor cores ==============================================================
 
    --kernels tensor: the products of section 6 in tiles of 128 x 128, 128 x 64 or 64 x 64. An
-   instruction of a warp, mma, adds the product of 16 x 16 and 16 x 8 elements of 16 bits (bfloat16
-   or half) to 16 x 8 sums, which are floats; or of 16 x 8 and 8 x 8 floats, of whose mantissas it
+   instruction of a warp, mma, adds the product of 16 x 16 and 16 x 8 16-bit elements (bfloat16 or
+   half) to 16 x 8 sums, which are floats; or of 16 x 8 and 8 x 8 floats, of whose mantissas it
    reads 10 bits (tf32). To keep it busy, operands take the shortest way into registers:
 
      cp.async    copies 16 bytes from global to shared memory, past the registers, and does not
@@ -2024,11 +2024,11 @@ struct TensorLoader : TileReader<T, LINES, DEPTH_CHUNKS * Chunk<T>::COUNT, TENSO
      rows 0 to 7    f[0]      f[2]    columns 0 to 7   f[0]      f[1]    first mma
          8 to 15    f[1]      f[3]           8 to 15   f[2]      f[3]    second mma
 
-   Of the sums d of an mma it has those of rows g (d[0], d[1]) and g + 8 (d[2], d[3]), columns 2 q
+   Of the sums d of an mma it has rows g (d[0], d[1]) and g + 8 (d[2], d[3]), columns 2 q
    and 2 q + 1. Lanes 8 r to 8 r + 7 give ldmatrix the addresses of the lines of f[r]'s matrix: rows
    or columns; if the tile is not ALONG_K, they are k, and it transposes. An example: A along K, at
    row 64, lane 21 = 16 + 5 gives the address of chunk 1 of row 64 + 5: position 69 * 8 + (1 ^ 3).
-   The fragment 16 rows on is 128 chunks on; that of chunks 2 and 3 is at position ^ 2. */
+   The fragment 16 rows on is 128 chunks on; the one of chunks 2 and 3 is at position ^ 2. */
 template <class T, int LINES, bool ALONG_K, bool IS_A> struct Fragments {
     enum { CHUNK = Chunk<T>::COUNT, PITCH = ALONG_K ? DEPTH_CHUNKS : LINES / CHUNK };
     enum { BY_WORDS = !ALONG_K && sizeof(T) == 4 }; // ldmatrix transposes 16-bit elements only
@@ -2120,7 +2120,7 @@ static __device__ void store_moments(real *partial, const real *sums, const Job 
 }
 
 /* C = A * B over the K of this split, as gemm_kernel computes it, for elements T; C of O. While one
-   step's tile is multiplied, that of STAGES - 1 steps later is copied to where the last step's was.
+   step's tile is multiplied, the tile of STAGES - 1 steps later is copied to where the last one was.
    A warp loads the fragments of its 64 x 64 elements of C (64 x 32, 32 x 32 in the smaller tiles),
    8 of them for 32 mma. Finally the sums go through shared memory, so that neighbouring threads
    store neighbouring chunks; lines are padded by 8 numbers, so that a warp uses different banks.
@@ -2221,8 +2221,8 @@ struct Tensor {
 
    The tables of functions that cnn.c calls: Device, Kernels and Work in cnn.c explain them. */
 
-// Memory for the sums of slices, and for a product's splits where there are any. Kernels count in
-// 32 bits, so a tensor must not have more elements than that.
+// Memory for the sums of slices, and for a product's splits where there are any. Kernels count with
+// 32-bit numbers, so a tensor must not have more than 2^31 elements.
 static size_t scratch_size(const Layer *l, const Fusion *, size_t n) {
     size_t sums = 2 * SUM_SLICES * l->out.c, taps = l->kernel * l->kernel;
     size_t in_pixels = n * l->in.h * l->in.w, out_pixels = n * l->out.h * l->out.w;
@@ -2293,12 +2293,12 @@ template <class T, void (*RUN)(Work), bool FORWARD> static void in_nhwc(Work w) 
         transpose<T>(w.din, inner.din, w.n, w.from, true, w.accumulate);
 }
 
-// A row of the table keeps the numbers of the variants that --autotune has chosen, a byte a pass.
+// A row of the table keeps the numbers of the variants that --autotune has chosen, a byte per pass.
 static size_t prepared_size(const Layer *l) {
     return l->kind == CONV2D || l->kind == LINEAR ? PASSES : 0;
 }
 
-// The elements that a row needs for that.
+// The elements that in_nhwc() needs for a row: its input twice, and its output
 static size_t transposed_size(const Layer *l, size_t n) {
     return l->kind == CONV2D || l->kind == LINEAR
                ? 2 * ceil_div(n * l->in.h * l->in.w * l->in.c, 64) * 64 +
