@@ -968,9 +968,9 @@ static void convolve_by_panels(const Pass *p) {
    two factors at these points, the values are multiplied, and B interpolates (Lagrange). The
    forward and the weight gradient are this bilinear map transposed. At x and -x the even terms are
    equal and the odd ones differ in sign, so a pair of points costs little more than one.
-   The choice of near and far determines how rounding errors grow: with 1 and 2, as in the paper, they
-   are up to 5 times as large as in the definition; with 5/8 and 3/2, 1.2 to 2.8 times (root mean
-   square, 32 to 512 channels, random data). */
+   The choice of near and far determines how rounding errors grow: with 1 and 2, as in the paper,
+   they are up to 5 times as large as in the definition; with 5/8 and 3/2, 1.2 to 2.8 times (root
+   mean square, 32 to 512 channels, random data). */
 
 static const real near = 5 / (real)8, near2 = near * near, near4 = near2 * near2;
 static const real far = 3 / (real)2, far2 = far * far, far4 = far2 * far2;
@@ -1911,8 +1911,8 @@ static void pooled_ith_image(const void *context, size_t i) {
 }
 
 /* out = max_pool2d(relu(conv2d(in, weight) + bias)); saved = the position of each maximum in its
-   window: [h][w][c] of fused.pool. Image by image, so that the output of the convolution stays in the
-   cache of its thread. */
+   window: [h][w][c] of fused.pool. Image by image, so that the output of the convolution stays in
+   the cache of its thread. */
 static void conv2d_forward_pooled(Work w) {
     const PooledForward f = {
         w, bind_pass(forward_pass(w.l, w.fused.relu, w.prepared), NULL, w.in, w.bias, w)};
@@ -2340,7 +2340,7 @@ static double pass_products(const Pass *p, size_t group) {
     return (double)products * (double)(p->in.c * p->out.c);
 }
 
-// Behind a max-pool each gradient that is not 0 costs the products of a filter.
+// Before a max-pool, each gradient that is not 0 costs the products of a filter.
 static double pooled_products(Work w) {
     const size_t count = w.n * shape_size(w.fused.pool->out);
     size_t terms = 0;
@@ -2350,7 +2350,7 @@ static double pooled_products(Work w) {
 }
 
 /* Operations that a row executes on w.n images, 2 for each multiply-add: forward, weight gradient
-   and, if w.din is given, data gradient. Behind a max-pool they depend on w.out and w.dout. */
+   and, if w.din is given, data gradient. Before a max-pool they depend on w.out and w.dout. */
 static double flops_fast(Work w) {
     const Layer *l = w.l;
     if (maps_size(l) == 0)

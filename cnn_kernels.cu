@@ -558,8 +558,8 @@ template <class T> static void add_backward(Work w) {
     each<add_backward_kernel<T, false>, packs<T>>(w);
 }
 
-/* The backward of a row, after the backward of what is fused into its forward, in reverse order: the
-   ReLU, in place in dout, then the sum. A BatchNorm without a sum includes its ReLU itself. */
+/* The backward of a row, after the backward of what is fused into its forward, in reverse order:
+   the ReLU, in place in dout, then the sum. A BatchNorm without a sum includes its ReLU itself. */
 template <class T, void (*BACKWARD)(Work)> static void backward_of_fused(Work w) {
     Work relu = w;
     relu.din = w.dout;
@@ -1616,7 +1616,7 @@ static __global__ void __launch_bounds__(T::TILE_THREADS, T::BLOCKS)
         real *tile_a = tiles[buffer], *tile_b = tile_a + SIZE_A;
         load_a.put(tile_a);
         load_b.put(tile_b);
-        __syncthreads(); // the tiles are complete; the tiles of the step before last are no longer read
+        __syncthreads(); // the tiles are complete; nobody reads those before the last any more
         load_a.fetch(p.a, k + TILE_K, job.end);
         load_b.fetch(p.b, k + TILE_K, job.end);
 #pragma unroll
@@ -2120,7 +2120,7 @@ static __device__ void store_moments(real *partial, const real *sums, const Job 
 }
 
 /* C = A * B over the K of this split, as gemm_kernel computes it, for elements T; C of O. While one
-   step's tile is multiplied, the tile of STAGES - 1 steps later is copied to where the last one was.
+   step's tile is multiplied, the tile of STAGES - 1 steps later is copied to the last one's place.
    A warp loads the fragments of its 64 x 64 elements of C (64 x 32, 32 x 32 in the smaller tiles),
    8 of them for 32 mma. Finally the sums go through shared memory, so that neighbouring threads
    store neighbouring chunks; lines are padded by 8 numbers, so that a warp uses different banks.
