@@ -654,6 +654,8 @@ static void atomic_open(AtomicFile *f, const char *path) {
     *f = (AtomicFile){.stream = NULL};
     if (!path) {
         f->stream = fopen("/dev/null", "wb");
+        if (!f->stream)
+            file_fail("cannot open", "/dev/null");
         return;
     }
     if (exists && !S_ISREG(old.st_mode))
