@@ -654,6 +654,8 @@ static void atomic_open(AtomicFile *f, const char *path) {
     *f = (AtomicFile){.stream = NULL};
     if (!path) {
         f->stream = fopen("/dev/null", "wb");
+        if (!f->stream)
+            file_fail("cannot open", "/dev/null");
         return;
     }
     if (exists && !S_ISREG(old.st_mode))
@@ -662,9 +664,9 @@ static void atomic_open(AtomicFile *f, const char *path) {
         snprintf(f->path, PATH_SIZE, "%s", path);
     snprintf(f->temporary, sizeof f->temporary, "%s.tmp", f->path);
     f->stream = fopen(f->temporary, "wb");
+    unfinished = f->temporary;
     if (!f->stream || (exists && fchmod(fileno(f->stream), old.st_mode & 07777) != 0))
         file_fail("cannot create", f->temporary);
-    unfinished = f->temporary;
 }
 
 // The new name reaches the disk as well. EINVAL: this file system cannot sync a folder.
