@@ -7,7 +7,8 @@
      make                             builds ./cnn, for every GPU if there is nvcc
      ./cnn --epochs 3 --workers 2     the options are those of the PyTorch MNIST example, and more
      ./cnn --help                     lists all of them
-     gcc -O2 -fopenmp cnn.c -o cnn -lm -lpthread     builds this file alone, without make
+     gcc -O2 -fopenmp cnn.c -o cnn -lm -lpthread     builds it without make; cnn.c includes
+                                                     cnn_kernels.c if that lies beside it
 
    You should see the network layer by layer, then lines like
      Train Epoch: 1 [640/60000 (1%)]	Loss: 1.233434
@@ -18,9 +19,9 @@
       2 Helpers                    clock, errors, threads, memory, files
       3 Layers on the CPU          the definition of each, forward and backward
       4 Network                    the layer table and its builders, memory plan, summary
-      5 Models                     the networks themselves, ten lines each
+      5 Models                     the networks themselves
       6 Forward and backward       the walk over the layer table; the loss
-      7 Optimizers and schedules   and the tables of the CPU
+      7 Optimizers and schedules   also the CPU as a device, and its tables of kernels
       8 Datasets                   reading images from untrusted files; synthetic images
       9 Loader                     worker threads that prepare the next batches
      10 Data parallelism           replicas that train together: ring all-reduce, ddp, dp, MPI
@@ -30,16 +31,19 @@
      14 Setting up                 saving and resuming, ranks, devices, data, memory, weights
      15 train(), test(), main()
 
-   Each section uses only the sections before it. Sections 3 to 7 are the mathematics of a training
+   A section builds on the sections before it. Sections 3 to 7 are the mathematics of a training
    step; 8 to 11 provide its images, run it on several devices and store its results; 12 to 14 are
    the user interface. For an overview, read train() in section 15 first. The fast kernels, for CPUs
    in cnn_kernels.c and for GPUs in cnn_kernels.cu, are not needed to understand this file.
 
-   What it is not: there are no general tensors and there is no automatic differentiation. It
+   What it leaves out: there are no general tensors and there is no automatic differentiation. It
    classifies images, of four data sets or generated ones. Several devices share the data, never the
-   network. It runs on Linux. It does not defend itself against the person who starts it.
+   network. It runs on Linux. It trusts the user who runs it, but not the files it reads.
 
-   Tags mark what tutorials call by these names; grep finds all places:
+   Comments that say LAB 1.2 BEGIN and END, with a number and a name, enclose what exercise 2 of
+   lab 1 replaces by a gap for the student to fill. They mean nothing to the program.
+
+   Tags mark what tutorials call by these names; grep finds them, here and in cnn_kernels.cu:
      # AMP     mixed precision      # NHWC    memory layouts
      # PROF    ranges for Nsight    # EXTRA   optimizations that frameworks add to a plain step */
 
@@ -50,7 +54,7 @@
    NHWC: image, row, column, channel, with the channels innermost. Weights are stored
    [filter row][filter column][input channel][output channel]. */
 
-#define _GNU_SOURCE 1 // sched_getaffinity; g++ has defined it so, too
+#define _GNU_SOURCE 1 // for sched_getaffinity(); g++ predefines it
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -80,11 +84,12 @@ typedef enum {
     KINDS // the number of kinds
 } LayerKind;
 
+// The height, width and channels of one image
 typedef struct Shape {
     size_t h, w, c;
-} Shape; // of one image
+} Shape;
 
-// The values of options that are a choice, in the order of the words of --help
+// The values of options that are a choice, in the order in which --help lists their words
 enum { NOT_CHOSEN = -1 };
 typedef enum { STEM_3, STEM_7, STEM_IMAGENET } Stem;
 typedef enum { AUGMENT_NONE, AUGMENT_CROP_FLIP, AUGMENT_ELASTIC } Augmentation;
@@ -116,17 +121,20 @@ typedef struct Settings {
     Parallel parallel;
     size_t width, limit_train, limit_test, batch_size, test_batch_size, epochs, max_steps, seed;
     size_t step_size, warmup_epochs, log_interval, workers, threads, gpus, replicas, global_batch;
-    double lr, momentum, weight_decay, gamma, label_smoothing, bucket_mb, timeout; // MB; seconds
+    double lr, momentum, weight_decay, gamma, label_smoothing;
+    double bucket_mb; // in megabytes
+    double timeout;   // in seconds
     bool nesterov, dry_run, save_model, resume, eval, per_class, profile, no_cuda, graph;
     bool pin_memory, resident, autotune, quiet, layers, oversubscribe, overlap;
 } Settings;
 
-/* One row of the layer table: what its formula needs. Its Slot (section 4) says where its arrays are
-   and which kernels compute it. */
+/* One row of the layer table: what its formula needs. Its Slot (section 4) says where its arrays
+   are and which kernels compute it. */
 typedef struct Layer {
     LayerKind kind;
-    char name[48];                  // PyTorch's name of its parameters, "conv1"; else empty
-    size_t input, other;            // the row that it reads; add: the second row that it reads
+    char name[48];                  // PyTorch's name of its parameters, such as "conv1", or empty
+    size_t input;                   // the row that it reads
+    size_t other;                   // add: the second row that it reads
     Shape in, out;                  // a linear layer reads 1 x 1 x (h * w * c)
     size_t kernel, stride, padding; // conv2d, maxpool2d
     real p;                         // dropout: probability of a zero; available to new kinds
@@ -134,28 +142,40 @@ typedef struct Layer {
     size_t weight, bias;            // their offsets into params and grads, in elements
 } Layer;
 
-/* Operator fusion: what the kernels of a row compute in the same pass, because no other row reads
-   the intermediate results:  out = pool(relu(op(in) + residual)).  The definitions fuse nothing. */
+// Whether a row multiplies its input with a matrix of weights.
+static inline HOST_DEVICE bool multiplies(const Layer *l) {
+    return l->kind == CONV2D || l->kind == LINEAR;
+}
+
+/* For the fast kernels; skip it on a first reading. Operator fusion: what the kernels of a row
+   compute in the same pass, because no other row reads the intermediate results:
+     out = pool(relu(op(in) + residual))
+   The definitions in section 3 fuse nothing. */
 typedef struct Fusion {
-    bool add;             // the sum with a residual
-    bool relu;            // a ReLU
-    const Layer *pool;    // a max-pool, or NULL
-    bool relu_backward;   // backward begins with the backward of the fused ReLU
-    bool masks_din;       // backward ends with the backward of the ReLU before this row
-    const Layer *moments; // conv2d: the batchnorm2d that follows, for which it stores sums;
-                          // batchnorm2d: the conv2d that has stored its sums; or NULL
+    bool add;           // the sum with a residual
+    bool relu;          // a ReLU
+    const Layer *pool;  // a max-pool, or NULL
+    bool relu_backward; // backward begins with the backward of the fused ReLU
+    bool masks_din;     // backward ends with the backward of the ReLU before this row
+    // conv2d: the batchnorm2d that follows, for which this row stores sums; batchnorm2d: the conv2d
+    // that has stored them. NULL if no sums are stored
+    const Layer *moments;
 } Fusion;
 
-// How a row is computed: by its own kernels, into its own memory or over its input; or by the kernels
-// of an earlier row
-typedef enum { SEPARATE, IN_PLACE, FUSED } Sharing;
+// How a row is computed
+typedef enum {
+    SEPARATE, // by its own kernels, into its own memory
+    IN_PLACE, // by its own kernels, over its input
+    FUSED     // by the kernels of an earlier row
+} Sharing;
 
 /* The key of all random numbers of a batch. They depend on the position of an image in the epoch's
    permutation, not on the batch or the rank that has it. */
 typedef struct RandomKey {
     uint64_t seed;
     size_t epoch;
-    size_t first, stride; // the position of the batch's first image; from one image to the next
+    size_t first;  // the position of the batch's first image
+    size_t stride; // from the position of one image to that of the next
 } RandomKey;
 
 // What changes from step to step; kernels read it through a pointer, from the device's memory.
@@ -172,23 +192,25 @@ static inline HOST_DEVICE size_t position_of(RandomKey key, size_t image) {
 // --augment: each epoch sees another variant of each image. The functions are in section 9.
 enum { CROP_PADDING = 4, ELASTIC_ALPHA = 34, ELASTIC_SIGMA = 4, ELASTIC_REACH = 3 * ELASTIC_SIGMA };
 
-// Limits: replicas of a process (networks that train together, each in its own thread), threads of a
-// replica, rows of a network, areas of a memory plan
-enum { MAX_REPLICAS = 64, MAX_THREADS = 1024, MAX_LAYERS = 1024, MAX_AREAS = 24 };
-
-/* Marks are events in a replica's stream of work, as in CUDA. They are numbered: marks for the clock
-   of train(), one for each bucket of gradients (section 10), with --layers and --trace one at the
-   start and one at the end of each row's forward and backward, and the start of a trace. */
-enum { CLOCK_MARKS = 64, MAX_BUCKETS = 64, ROW_MARKS = 2 * (MAX_LAYERS + 1) };
 enum {
-    BUCKET_MARKS = CLOCK_MARKS,
-    FORWARD_MARKS = BUCKET_MARKS + MAX_BUCKETS,
-    BACKWARD_MARKS = FORWARD_MARKS + ROW_MARKS,
-    START_MARK = BACKWARD_MARKS + ROW_MARKS,
-    MARKS
+    MAX_REPLICAS = 64,  // networks of a process that train together, each in its own thread
+    MAX_THREADS = 1024, // of a replica
+    MAX_LAYERS = 1024,  // rows of a network
+    MAX_AREAS = 24      // of a memory plan
 };
 
-// The mark where the forward or the backward of a row begins, and where it ends
+// Marks are events in a replica's stream of work, as in CUDA. They are numbered.
+enum { CLOCK_MARKS = 64, MAX_BUCKETS = 64, ROW_MARKS = 2 * (MAX_LAYERS + 1) };
+enum {
+    BUCKET_MARKS = CLOCK_MARKS, // after CLOCK_MARKS marks for the clock of train()
+    FORWARD_MARKS =
+        BUCKET_MARKS + MAX_BUCKETS, // after one for each bucket of gradients (section 10)
+    BACKWARD_MARKS = FORWARD_MARKS + ROW_MARKS, // --layers, --trace: two for each row, see below
+    START_MARK = BACKWARD_MARKS + ROW_MARKS,    // the start of a trace
+    MARKS                                       // their number
+};
+
+// The marks where the forward or the backward of a row begins and where it ends
 static inline size_t row_begin(size_t row, bool back) {
     return (back ? BACKWARD_MARKS : FORWARD_MARKS) + 2 * row;
 }
@@ -197,19 +219,21 @@ static inline size_t row_end(size_t row, bool back) {
     return row_begin(row, back) + 1;
 }
 
-// A data set: what is known about it, and the images of its training or test set.
 typedef struct Dataset Dataset;
 
+// What is known about a data set
 typedef struct DatasetInfo {
     const char *name;
     Shape shape;
-    size_t classes, train, test; // number of classes; images in the two sets
-    double mean[3], std[3];      // per channel, of pixels scaled to [0, 1]
+    size_t classes;         // their number
+    size_t train, test;     // images in the training set and in the test set
+    double mean[3], std[3]; // per channel, of pixels scaled to [0, 1]
     void (*read)(Dataset *data, const char *dir, const char *const *files, size_t limit);
-    const char *files[2][6]; // of the training set, of the test set; NULL ends each list
-    const char *class_names; // separated by spaces; NULL: numbers
+    const char *files[2][6]; // of the training set and of the test set; NULL ends each list
+    const char *class_names; // separated by spaces, or NULL if the classes are only numbered
 } DatasetInfo;
 
+// The images of a training set or a test set
 struct Dataset {
     const DatasetInfo *info;
     size_t count;
@@ -219,9 +243,10 @@ struct Dataset {
 
 // A data set in a device's memory, with what is needed to build batches there.
 typedef struct Resident {
-    const uint8_t *images, *labels; // [count][h][w][c], [count]
-    uint32_t *order;                // the epoch's permutation: order[position] = image
-    const real *normalised;         // [c][256]: the value of each byte of a channel
+    const uint8_t *images;  // [count][h][w][c]
+    const uint8_t *labels;  // [count]
+    uint32_t *order;        // the epoch's permutation: order[position] = image
+    const real *normalised; // [c][256]: the value of each byte of a channel
     Shape shape;
     Augmentation augment;
     float blur[ELASTIC_REACH + 1]; // AUGMENT_ELASTIC: the weights of its blur
@@ -229,13 +254,15 @@ typedef struct Resident {
 
 // The images of one step, in the memory of a loader.
 typedef struct Batch {
-    real *images;        // [n][h][w][c], normalised
-    uint8_t *labels;     // [n]
-    real *device_images; // where the kernels read them: the same on a CPU, copies on a GPU
+    real *images;    // [n][h][w][c], normalised
+    uint8_t *labels; // [n]
+    // where the kernels read them: the same arrays on a CPU, copies on a GPU
+    real *device_images;
     uint8_t *device_labels;
-    const Resident *resident; // instead of images: the data set on the device, or NULL
+    const Resident *resident; // the data set on the device, which replaces images; or NULL
     RandomKey key;            // seed, epoch, position of the first image
-    size_t n, number;         // number of images; number of the batch, from 0
+    size_t n;                 // how many images
+    size_t number;            // of the batch in the epoch, from 0
 } Batch;
 
 /* What a row works on in one step. A forward reads in, residual, weight and bias and writes out,
@@ -246,24 +273,26 @@ typedef struct Batch {
    dout of log_softmax, which feeds the loss, stay 32-bit. */
 typedef struct Work {
     const Layer *l;
-    Fusion fused;
-    size_t row, n;             // its number in the table; images of this batch
-    const real *in, *residual; // residual NULL: nothing to add
-    const real *weight, *bias; // bias NULL: there is none
-    real *out, *dout, *din;    // din NULL: not needed
-    real *dresidual;           // NULL: not needed, or in the memory of dout
+    size_t row;                // its number in the table
+    size_t n;                  // images of this batch
+    const real *in, *residual; // residual is NULL if nothing is added
+    const real *weight, *bias; // bias is NULL if there is none
+    real *out, *dout, *din;    // din is NULL if it is not needed
+    real *dresidual;           // NULL if it is not needed or shares the memory of dout
     real *dweight, *dbias;
-    real *stats;          // batchnorm2d
-    real *moments;        // sums that a conv2d stores for the batchnorm2d that follows it
-    uint8_t *saved;       // argmax of a max-pool, mask of a dropout
-    real *scratch;        // the scratch_size() of the kernels, in numbers
-    void *transposed;     // --layout nchw: its transposed_size() elements; else NULL
-    Shape from;           // the shape of in, before a linear layer flattens it
-    void *prepared;       // what the kernels keep for this row; zeroed, then set up by prepare()
-    const RandomKey *key; // of a training step, in the device's memory; NULL: evaluation
-    bool accumulate;      // another reader of the input has already written din
+    real *stats;              // batchnorm2d
+    uint8_t *saved;           // argmax of a max-pool, mask of a dropout
+    real *scratch;            // as many numbers as the scratch_size() of the kernels
+    const RandomKey *key;     // of a training step's forward, in the device's memory; else NULL
+    bool accumulate;          // another reader of the input has already written din
     bool accumulate_residual; // another reader of the residual has already written dresidual
-    bool autotune;            // choose the fastest kernels now, if that has not been done
+    // for the fast kernels; skip it on a first reading
+    Fusion fused;
+    real *moments;    // sums that a conv2d stores for the batchnorm2d that follows it
+    void *transposed; // --layout nchw: its transposed_size() elements; else NULL
+    Shape from;       // the shape of in, before a linear layer flattens it
+    void *prepared;   // what the kernels keep for this row; zeroed, then set up by prepare()
+    bool autotune;    // choose the fastest kernels now, if that has not been done
 } Work;
 
 /* What a GPU does about losses and gradients that are not finite:
@@ -274,9 +303,10 @@ typedef struct Work {
      SCALE_STEPS steps without any it is doubled. (Micikevicius et al., "Mixed precision training",
      arXiv:1710.03740; numbers as in PyTorch's GradScaler.) # AMP */
 typedef struct LossScale {
-    float scale;             // 1 in other precisions
-    uint32_t steps, skipped; // since the scale was changed; skipped in the whole run
-    uint32_t not_finite;     // losses and gradients, with fp16 of this step, else of all steps
+    float scale;         // 1 in other precisions
+    uint32_t steps;      // since the scale was changed
+    uint32_t skipped;    // updates in the whole run
+    uint32_t not_finite; // losses and gradients: in fp16 of this step, else of all steps
 } LossScale;
 enum { FIRST_SCALE = 65536, SCALE_STEPS = 2000 };
 
@@ -284,8 +314,8 @@ enum { FIRST_SCALE = 65536, SCALE_STEPS = 2000 };
 typedef struct Update {
     real *param, *state[2];
     const real *grad;
-    void *low;              // a 16-bit copy of param, or NULL
-    const LossScale *scale; // of the gradients; NULL on a CPU
+    void *low;              // for GPUs: a 16-bit copy of param, or NULL
+    const LossScale *scale; // for GPUs: the scale of the gradients; NULL on a CPU
     size_t count;
     const Step *step; // with the learning rate, in the device's memory
     double momentum, weight_decay;
@@ -297,10 +327,11 @@ typedef enum { RANGE_STEP, RANGE_LINE, RANGE_ROW } RangeLevel;
 
 // A device as a run finds it
 typedef struct DeviceInfo {
-    char name[256], uuid[48], driver[32]; // uuid and driver: empty on a CPU
-    double memory;                        // bytes that a run may take
-    bool emulated;                        // GPU code that runs on the CPU: its times mean nothing
-    bool tensor_cores;                    // that --kernels tensor can use
+    char name[256];
+    char uuid[48], driver[32]; // empty on a CPU
+    double memory;             // bytes that a run may take
+    bool emulated;             // GPU code that runs on the CPU: its times mean nothing
+    bool tensor_cores;         // it has some that --kernels tensor can use
 } DeviceInfo;
 
 /* A kind of device: its memory, and a stream of operations that are queued and run in order. A CPU
@@ -308,39 +339,40 @@ typedef struct DeviceInfo {
    numbered from 0. */
 typedef struct Device {
     bool is_gpu;
-    size_t (*count)(const char **why_not); // how many there are; 0: none, for this reason
-    // the calling thread computes for this replica, on that device; errors go to on_error
+    size_t (*count)(const char **why_not); // how many there are; if none, stores why
+    // the calling thread computes for this replica, on device `number`; errors go to on_error
     void (*use)(size_t replica, size_t number, void (*on_error)(int status, const char *, ...));
     void (*describe)(DeviceInfo *info); // the device of the calling thread
-    void *(*alloc)(size_t bytes);       // zeroed device memory; NULL: there is not enough
+    void *(*alloc)(size_t bytes);       // zeroed device memory, or NULL if there is not enough
     void (*release)(void *memory);
     void *(*pinned_alloc)(size_t bytes); // zeroed host memory that the device reads directly
     void (*pinned_release)(void *memory);
-    // between host and device, either way, and within the device; queued with the operations
+    // copies between host and device, either way, or within the device; queued
     void (*copy)(void *to, const void *from, size_t bytes);
-    void (*clear)(void *memory, size_t bytes); // of the device, to zeros
-    void (*set_step)(Step *to, Step step);     // queued; to: in the device's memory
-    // GPU: between host and device, either way, immediately and by any thread, concurrently with
-    // the operations of that device
+    void (*clear)(void *memory, size_t bytes); // sets memory of the device to zeros; queued
+    void (*set_step)(Step *to, Step step);     // *to, in the device's memory, = step; queued
+    // GPU: copies between host and device `number`, either way, at once. Any thread may call it,
+    // concurrently with the device's operations.
     void (*transfer)(size_t number, void *to, const void *from, size_t bytes);
-    /* to = from, or += from, which may be on this device, another one or the host; by any thread,
-       concurrently with work on this device; complete on return. buffer: device memory of the size
-       of `to` */
+    /* to = from, or += from if add. `from` may be on this device, another one or the host; buffer
+       is device memory of the size of `to`. Complete on return. Any thread may call it, concurrently
+       with the device's operations. */
     void (*receive)(size_t number, real *to, const real *from, size_t n, bool add, real *buffer);
     void (*synchronize)(void);
     void (*mark)(size_t i);                    // a point in the stream of work, 0 to MARKS - 1
     double (*elapsed)(size_t from, size_t to); // seconds between two marks; waits for both
     void (*wait)(size_t replica, size_t mark); // until that replica has passed the mark
-    /* GPU, CUDA graphs: after capture(true), operations are recorded instead of executed, copies to and
-       from pinned memory included; capture(false) returns a graph of them; replay() queues it */
+    /* GPU, CUDA graphs: after capture(true), operations are recorded instead of executed, including
+       copies to and from pinned memory. capture(false) returns a graph of them, which replay()
+       queues. */
     void *(*capture)(bool begin);
     void (*replay)(void *graph);
     void (*free_graph)(void *graph);
-    double (*peak_gflops)(void); // multiply-adds of this device, measured; NAN: not known
+    double (*peak_gflops)(void); // multiply-adds of this device, measured; NAN if not known
     // # PROF  for Nsight: ends this thread's range of this level, with the ranges inside it, and
-    // begins one of this name (NULL: none); starts or stops recording
+    // begins one of this name unless it is NULL
     void (*range)(RangeLevel level, const char *name);
-    void (*record)(bool on);
+    void (*record)(bool on); // starts or stops the recording
 } Device;
 
 /* What --kernels and --precision name: the functions that compute a network on one kind of device.
@@ -353,40 +385,44 @@ typedef struct Kernels {
     struct {
         void (*forward)(Work w), (*backward)(Work w);
     } layers[KINDS];
-    // how row l, the only reader of row `to`, is computed; `with`: what is fused with `to` already
-    Sharing (*fuse)(const Layer *to, const Fusion *with, const Layer *l);
-    // 32-bit words in which a conv2d's forward stores sums for the batchnorm2d that follows it; 0: none
-    size_t (*moments_size)(const Layer *conv, size_t n);
-    size_t (*scratch_size)(const Layer *l, const Fusion *fused, size_t n); // in 32-bit words
-    size_t (*transposed_size)(const Layer *l, size_t n); // --layout nchw, in elements
-    // what the kernels of a row keep, in the host's memory: its size in bytes; sets it up
-    size_t (*prepared_size)(const Layer *l);
-    void (*prepare)(void *prepared, const Layer *l);
+    // numbers of scratch memory that a row needs
+    size_t (*scratch_size)(const Layer *l, const Fusion *fused, size_t n);
     double (*flops)(Work w); // operations that the row's forward and backward execute
-    // dlogp is multiplied by the scale; scale->not_finite += losses that are not. NULL: no scale
+    // A GPU multiplies dlogp by the scale and adds the count of losses that are not finite to
+    // scale->not_finite. On a CPU, scale is NULL.
     void (*nll_loss)(real *losses, real *dlogp, const real *logp, const uint8_t *labels, size_t n,
                      size_t batch, size_t classes, double smoothing, LossScale *scale);
     void (*adadelta)(Update u);
     void (*sgd)(Update u);
+    /* The rest is for the fast kernels; skip it on a first reading. fuse() says how row l, the only
+       reader of row `to`, is computed; `with` is what is fused with `to` already. */
+    Sharing (*fuse)(const Layer *to, const Fusion *with, const Layer *l);
+    // numbers in which a conv2d's forward stores sums for the batchnorm2d that follows it, or 0
+    size_t (*moments_size)(const Layer *conv, size_t n);
+    size_t (*transposed_size)(const Layer *l, size_t n); // --layout nchw, in elements
+    // what the kernels of a row keep in the host's memory: its size in bytes; and setting it up
+    size_t (*prepared_size)(const Layer *l);
+    void (*prepare)(void *prepared, const Layer *l);
     // GPU, 16-bit precisions: low = param
     void (*lower)(void *low, const real *param, size_t count);
-    // GPU: scale->not_finite += gradients that are not; fp16: changes the scale, after the update
+    // GPU: adds the number of gradients that are not finite to scale->not_finite
     void (*count_not_finite)(LossScale *scale, const real *grad, size_t count);
-    void (*adjust_scale)(LossScale *scale);
+    void (*adjust_scale)(LossScale *scale); // GPU, fp16: changes the scale, after the update
     // GPU: out = the images of a loader, as row 0 has them
     void (*load_images)(real *out, const real *images, size_t n, Shape s, bool nchw);
-    // GPU: a batch of a resident data set, key in the device's memory
+    // GPU: out = a batch of a resident data set, as row 0 has it, and its labels. key is in the
+    // device's memory.
     void (*gather)(real *out, uint8_t *labels, const Resident *r, const RandomKey *key, size_t n,
                    bool nchw);
 } Kernels;
 
 /* What cnn_kernels.cu provides where nvcc or the emulator has compiled it. For C, the functions are
    weak: where no file of the program defines them, they are NULL.
-   cuda_kernels()       its kernels, the best ones last, then NULL
+   cuda_kernels()       returns its kernels by number, the best ones last, then NULL
    With NCCL, for GPUs of several processes:
    cuda_nccl_id()       creates the id of a group; rank 0 calls it and sends it to the others
-   cuda_nccl_join()     this thread's device joins the group
-   cuda_all_reduce()    data = its sum over the group; false: not complete within `timeout` s */
+   cuda_nccl_join()     makes this thread's device join the group
+   cuda_all_reduce()    data = its sum over the group; false if that takes more than `timeout` s */
 #ifdef __cplusplus
 #define OPTIONAL extern "C"
 #else
@@ -400,7 +436,16 @@ OPTIONAL bool cuda_all_reduce(size_t device, real *data, size_t count, double ti
 
 /* Philox4x32-10, a counter-based random number generator: out = a keyed bijection of the counter.
    (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.) It has no state, so any
-   thread, device or replica can compute any of its numbers at any time, and all agree. */
+   thread, device or replica can compute any of its numbers at any time, and all agree. What the
+   counter is made of, where the position is an image's in the epoch's permutation:
+     c3               c0                                c1          c2
+     DRAW_INIT        element / 4                       tensor      0
+     DRAW_SHUFFLE     position                          0           epoch
+     DRAW_SYNTHETIC   wave of a class's glyph           class       0
+                      0: distractor, 1: glyph           image       1
+                      pixel, for its noise              image       2
+     DRAW_AUGMENT     0, or 1 + element of the field    position    epoch
+     DRAW_DROPOUT     element / 8; c3 is + its row      position    epoch */
 static inline HOST_DEVICE void philox4x32(uint32_t out[4], uint32_t c0, uint32_t c1, uint32_t c2,
                                           uint32_t c3, uint64_t seed) {
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
@@ -419,7 +464,7 @@ static inline HOST_DEVICE void philox4x32(uint32_t out[4], uint32_t c0, uint32_t
     out[3] = c3;
 }
 
-// The purpose of a random number. Dropout adds the row of its layer, so that layers differ.
+// The purpose of a random number. A dropout adds its row, so that layers differ.
 enum { DRAW_INIT, DRAW_SHUFFLE, DRAW_SYNTHETIC, DRAW_AUGMENT, DRAW_DROPOUT = 256 };
 
 // Uniform in [0, 1), from the upper 24 of 32 random bits: exact in float and in double.
@@ -427,12 +472,13 @@ static inline HOST_DEVICE real uniform(uint32_t bits) {
     return (real)(bits >> 8) * (real)(1.0 / 16777216.0);
 }
 
-#ifndef CNN_DECLARATIONS_ONLY // the kernels' files read no further
+#ifndef CNN_DECLARATIONS_ONLY // cnn_kernels.cu reads no further
 
 /* ==== 2. Helpers =================================================================================
 
-   Clock, errors, memory and files. Every error ends in die(), with one line that says what failed,
-   where, what was expected, what was found and what to do. */
+   Clock, errors, memory and files. An error ends in die(), with one line that says what failed,
+   where, what was expected, what was found and what to do. (Only main(), which checks the CPU before
+   anything else, does without.) */
 
 #include <errno.h>
 #include <fcntl.h>
@@ -468,7 +514,7 @@ static inline HOST_DEVICE real uniform(uint32_t bits) {
 
 #define LENGTH(array) (sizeof(array) / sizeof *(array))
 #define SQRT(x) (sizeof(real) == sizeof(float) ? (real)sqrtf((float)(x)) : (real)sqrt((double)(x)))
-// Parameter i of a function is a format as of printf(), and its arguments follow.
+// Parameter i of a function is a format like that of printf(), and its arguments follow.
 #define FORMAT(i) __attribute__((format(printf, i, (i) + 1)))
 
 enum { PATH_SIZE = 4096, EXIT_USAGE = 2 };
@@ -480,15 +526,15 @@ static double now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* How the program ends by an error. The first thread that calls die() ends it, and others that fail
+/* How the program exits on an error. The first thread that calls die() ends it, and others that fail
    meanwhile wait for that. */
-static void (*before_dying)(void);        // marks the run folder as failed
-static void (*leave)(int status) = _exit; // MPI: ends the other ranks as well
-static bool dying;                        // a thread is ending the program ...
-static __thread bool dying_here;          // ... this one
-static __thread const char *unfinished;   // a temporary file of this thread, or NULL
+static void (*before_dying)(void);           // marks the run folder as failed
+static void (*leave)(int status) = _exit;    // with MPI, ends the other ranks as well
+static bool dying;                           // whether a thread is ending the program
+static _Thread_local bool dying_here;        // whether it is this thread
+static _Thread_local const char *unfinished; // a temporary file of this thread, or NULL
 
-// Names in files may hold escape sequences, which would reach the terminal.
+// Names in files may contain escape sequences, which would reach the terminal.
 static void replace_control_characters(char *text) {
     for (char *c = text; *c; c++)
         if ((unsigned char)*c < ' ' || *c == 127)
@@ -499,7 +545,8 @@ static void replace_control_characters(char *text) {
 static _Noreturn FORMAT(2) void die(int status, const char *format, ...) {
     char line[2 * PATH_SIZE];
     va_list args;
-    if (__atomic_exchange_n(&dying, true, __ATOMIC_SEQ_CST) && !dying_here)
+    const bool was_dying = __atomic_exchange_n(&dying, true, __ATOMIC_SEQ_CST);
+    if (was_dying && !dying_here)
         for (;;)
             pause();
     if (dying_here) // before_dying() has failed
@@ -509,7 +556,7 @@ static _Noreturn FORMAT(2) void die(int status, const char *format, ...) {
     vsnprintf(line, sizeof line, format, args);
     va_end(args);
     replace_control_characters(line);
-    if (ftrylockfile(stdout) == 0) // else another thread waits for its reader
+    if (ftrylockfile(stdout) == 0) // if it is locked, another thread is blocked on a full pipe
         fflush(stdout);
     fprintf(stderr, "cnn: error: %s\n", line);
     if (unfinished)
@@ -546,7 +593,7 @@ static Range part_of(Range whole, size_t i, size_t parts) {
     return (Range){whole.first + first, last - first};
 }
 
-static _Thread_local size_t num_threads = 1; // which the calling thread may compute with
+static _Thread_local size_t num_threads = 1; // how many threads this thread may use
 
 static void set_num_threads(size_t count) {
     num_threads = count;
@@ -593,7 +640,8 @@ static void plan_area(Plan *p, void *pointer, size_t bytes, MemoryKind where, co
         die(1, "memory for %s: more than %d areas; raise MAX_AREAS in cnn.c", what, MAX_AREAS);
     if (where == PINNED && !p->device->is_gpu)
         where = HOST; // there is no device that reads it
-    p->areas[p->count++] = (struct Area){pointer, bytes, where, what};
+    p->areas[p->count] = (struct Area){pointer, bytes, where, what};
+    p->count++;
 }
 
 static void plan_alloc(const Plan *p) {
@@ -631,7 +679,8 @@ static void flush(FILE *f, const char *name) {
         file_fail("cannot write to", name);
 }
 
-// Opens a file to read; NULL: there is none. A pipe, which would block, reads as an empty file.
+// Opens a file to read, or returns NULL if there is none. A pipe, which would block, reads as an
+// empty file.
 static FILE *open_existing(const char *path) {
     const int fd = open(path, O_RDONLY | O_NONBLOCK);
     FILE *f = fd < 0 ? NULL : fdopen(fd, "rb");
@@ -640,14 +689,14 @@ static FILE *open_existing(const char *path) {
     return f;
 }
 
-/* A file that is replaced at once: written to a temporary file in its folder, synced, renamed. It
-   keeps its mode; of a symbolic link the target is replaced. */
+/* A file that is replaced atomically: written to a temporary file in its folder, synced, renamed.
+   It keeps its mode. If it is a symbolic link, the target is replaced. */
 typedef struct AtomicFile {
     FILE *stream;
-    char path[PATH_SIZE], temporary[PATH_SIZE + 4]; // empty: what is written is discarded
+    char path[PATH_SIZE], temporary[PATH_SIZE + 4]; // both empty if what is written is discarded
 } AtomicFile;
 
-// path NULL: discards what is written.
+// If path is NULL, what is written is discarded.
 static void atomic_open(AtomicFile *f, const char *path) {
     struct stat old;
     const bool exists = path && stat(path, &old) == 0;
@@ -662,12 +711,14 @@ static void atomic_open(AtomicFile *f, const char *path) {
         snprintf(f->path, PATH_SIZE, "%s", path);
     snprintf(f->temporary, sizeof f->temporary, "%s.tmp", f->path);
     f->stream = fopen(f->temporary, "wb");
-    if (!f->stream || (exists && fchmod(fileno(f->stream), old.st_mode & 07777) != 0))
+    if (!f->stream)
+        file_fail("cannot create", f->temporary);
+    if (exists && fchmod(fileno(f->stream), old.st_mode & 07777) != 0)
         file_fail("cannot create", f->temporary);
     unfinished = f->temporary;
 }
 
-// The new name reaches the disk as well. EINVAL: this file system cannot sync a folder.
+// Makes the new name reach the disk as well. Some file systems cannot sync a folder (EINVAL).
 static void sync_folder(const char *file) {
     char path[PATH_SIZE];
     snprintf(path, sizeof path, "%s", file);
@@ -678,9 +729,12 @@ static void sync_folder(const char *file) {
 }
 
 static void atomic_commit(AtomicFile *f) {
-    const bool flushed = fflush(f->stream) == 0 && !ferror(f->stream);
     const bool kept = *f->path != 0;
-    if (!flushed || (kept && fsync(fileno(f->stream)) != 0) || fclose(f->stream) != 0)
+    if (fflush(f->stream) != 0 || ferror(f->stream))
+        file_fail("cannot write", f->temporary);
+    if (kept && fsync(fileno(f->stream)) != 0)
+        file_fail("cannot write", f->temporary);
+    if (fclose(f->stream) != 0)
         file_fail("cannot write", f->temporary);
     if (!kept)
         return;
@@ -699,25 +753,30 @@ static double memory_bytes(void) {
     return (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
 }
 
-// 0: not there
+// A positive number from the environment; 0 if unset
 static size_t environment_number(const char *name) {
     const char *text = getenv(name);
-    return text && atoi(text) > 0 ? (size_t)atoi(text) : 0;
+    if (!text || atoi(text) <= 0)
+        return 0;
+    return (size_t)atoi(text);
 }
 
 // The first line of a file that begins with `begin`, or "" if there is none
 static void find_line(char line[PATH_SIZE], const char *path, const char *begin) {
     FILE *f = fopen(path, "r");
-    bool found = false;
-    while (f && !found && fgets(line, PATH_SIZE, f))
-        found = strncmp(line, begin, strlen(begin)) == 0;
+    while (f && fgets(line, PATH_SIZE, f))
+        if (strncmp(line, begin, strlen(begin)) == 0) {
+            line[strcspn(line, "\n")] = 0;
+            fclose(f);
+            return;
+        }
     if (f)
         fclose(f);
-    line[found ? strcspn(line, "\n") : 0] = 0;
+    *line = 0;
 }
 
-// The memory, in bytes, that the cgroup of this process allows (version 2). `table` is in the format
-// of /proc/self/cgroup: a line "0::GROUP", whose limit is in the file ROOT/GROUP/memory.max.
+// The memory, in bytes, that the cgroup of this process allows (version 2). `table` is in the
+// format of /proc/self/cgroup: a line "0::GROUP", whose limit is in ROOT/GROUP/memory.max.
 static double cgroup_limit(const char *table, const char *root) {
     char line[PATH_SIZE], path[3 * PATH_SIZE];
     double limit;
@@ -726,18 +785,27 @@ static double cgroup_limit(const char *table, const char *root) {
         return INFINITY;
     snprintf(path, sizeof path, "%s%s/memory.max", root, line + strlen("0::"));
     find_line(line, path, "");
-    return sscanf(line, "%lf", &limit) == 1 ? limit : INFINITY; // "max": none
+    if (sscanf(line, "%lf", &limit) != 1)
+        return INFINITY; // the line is "max"
+    return limit;
+}
+
+// The memory, in bytes, that the Slurm job of this process allows on this machine. A job states it
+// in MB, for the machine or for each core.
+static double slurm_limit(void) {
+    const size_t machine = environment_number("SLURM_MEM_PER_NODE");
+    const size_t core = environment_number("SLURM_MEM_PER_CPU");
+    const size_t mb = max_size(machine, core * environment_number("SLURM_CPUS_ON_NODE"));
+    return mb > 0 ? 0x1p20 * (double)mb : INFINITY;
 }
 
 // The memory that this process may take, in bytes: of the machine, its Slurm job or its cgroup
 static double memory_limit(void) {
-    const size_t node = environment_number("SLURM_MEM_PER_NODE"), // MB; or for each core
-        cores = environment_number("SLURM_MEM_PER_CPU") * environment_number("SLURM_CPUS_ON_NODE");
-    const double slurm = node || cores ? 0x1p20 * (double)max_size(node, cores) : INFINITY;
-    return fmin(fmin(memory_bytes(), slurm), cgroup_limit("/proc/self/cgroup", "/sys/fs/cgroup"));
+    const double cgroup = cgroup_limit("/proc/self/cgroup", "/sys/fs/cgroup");
+    return fmin(fmin(memory_bytes(), slurm_limit()), cgroup);
 }
 
-// FNV-1a. hash: of the bytes before these; HASH_START at first
+// FNV-1a. `hash` is the hash of the bytes before these, or HASH_START if there are none.
 #define HASH_START 0xcbf29ce484222325u
 static uint64_t hash_bytes(uint64_t hash, const void *memory, size_t bytes) {
     for (size_t i = 0; i < bytes; i++)
@@ -755,8 +823,11 @@ static bool is_finite_16(uint16_t bits, Precision precision) {
 static size_t first_not_finite(const void *numbers, size_t count, Precision precision) {
     const bool half = precision == FP16 || precision == BF16;
     for (size_t i = 0; i < count; i++) {
-        const bool finite = half ? is_finite_16(((const uint16_t *)numbers)[i], precision)
-                                 : isfinite(((const real *)numbers)[i]);
+        bool finite;
+        if (half)
+            finite = is_finite_16(((const uint16_t *)numbers)[i], precision);
+        else
+            finite = isfinite(((const real *)numbers)[i]);
         if (!finite)
             return i;
     }
@@ -775,7 +846,7 @@ typedef struct TraceEvent {
 
 static struct {
     size_t on;    // number of ranks in a traced step
-    size_t count; // all threads append; count may exceed TRACE_EVENTS
+    size_t count; // of events, including those that came after TRACE_EVENTS and were dropped
     TraceEvent *events;
 } trace;
 
@@ -793,7 +864,7 @@ static void trace_event(size_t rank, size_t track, const char *name, double begi
 /* ==== 3. Layers on the CPU =======================================================================
 
    Each layer is defined here by a few loops that compute its formula; the tests compare everything
-   else with these definitions. Those named _naive have a fast version in cnn_kernels.c (_fast).
+   else with these definitions. cnn_kernels.c has fast versions of some, whose names end in _fast.
 
    Gradients: dX is the derivative of the loss with respect to X. How a sum is split depends on
    shapes, never on the number of threads, and its order is fixed: the result has the same bits for
@@ -821,7 +892,7 @@ static void add_products(real *restrict out, const real *restrict in, const real
 /* out[n][y][x][k] = bias[k] + sum over i, j, c of
                           in[n][y * s + i - padding][x * s + j - padding][c] * weight[i][j][c][k]
    where s is the stride and pixels outside of the image count as 0.
-   Shapes: in [n][h][w][c], out [n][oh][ow][k]. bias may be NULL: there is none.
+   Shapes: in [n][h][w][c], out [n][oh][ow][k]. If bias is NULL, there is none.
    A linear layer is the same on 1 pixel: out[n][k] = bias[k] + sum of in[n][c] * weight[c][k]. */
 static void conv2d_forward_naive(Work w) {
     const Layer *l = w.l;
@@ -879,10 +950,10 @@ static void conv2d_parameter_gradients(Work w) {
     /* LAB 1.2 END */
 }
 
-/* din[n][iy][ix][c] = sum over y, x, i, j, k of dout[n][y][x][k] * weight[i][j][c][k], over all y, x,
-                       i, j with y * s + i - padding = iy and x * s + j - padding = ix
-   It is += if accumulate. gcc vectorises no sum into one number, so the weights are transposed:
-   then the innermost loop runs over the input channels, and adds to as many numbers. */
+/* din[n][iy][ix][c] = sum over y, x, i, j, k of dout[n][y][x][k] * weight[i][j][c][k]
+                       with y * s + i - padding = iy and x * s + j - padding = ix
+   It is += if accumulate. gcc does not vectorise a sum into one number, so the weights are
+   transposed: then the innermost loop runs over the input channels, and adds to as many numbers. */
 static void conv2d_input_gradient(Work w) {
     const Layer *l = w.l;
     const Shape I = l->in, O = l->out;
@@ -911,7 +982,7 @@ static void conv2d_input_gradient(Work w) {
     /* LAB 1.3 END */
 }
 
-// din NULL: not needed
+// din is NULL if the row reads the images, whose gradient is not needed.
 static void conv2d_backward_naive(Work w) {
     conv2d_parameter_gradients(w);
     if (w.din)
@@ -922,14 +993,14 @@ static size_t outputs(Work w) {
     return w.n * shape_size(w.l->out);
 }
 
-// out = max(in, 0); NaN propagates. Works in place
+// out = max(in, 0); NaN propagates. Works in place.
 static void relu_forward(Work w) {
     PARALLEL_FOR
     for (size_t i = 0; i < outputs(w); i++)
         w.out[i] = w.in[i] < 0 ? 0 : w.in[i];
 }
 
-// din = dout where out > 0, else 0. Works in place
+// din = dout where out > 0, else 0. Works in place.
 static void relu_backward(Work w) {
     PARALLEL_FOR
     for (size_t i = 0; i < outputs(w); i++)
@@ -976,7 +1047,8 @@ static void maxpool2d_backward(Work w) {
     PARALLEL_FOR
     for (size_t image = 0; image < w.n; image++) {
         real *d = w.din + image * shape_size(I);
-        memset(d, 0, w.accumulate ? 0 : shape_size(I) * sizeof *d);
+        if (!w.accumulate)
+            memset(d, 0, shape_size(I) * sizeof *d);
         for (size_t y = 0; y < O.h; y++)
             for (size_t x = 0; x < O.w; x++) {
                 size_t at = ((image * O.h + y) * O.w + x) * O.c;
@@ -1025,7 +1097,7 @@ static void add_forward(Work w) {
         w.out[i] = w.in[i] + w.residual[i];
 }
 
-// gradient[i] = dout[i], or +=
+// gradient = dout, or += dout if accumulate
 static void pass_gradient(Work w, real *gradient, bool accumulate) {
     PARALLEL_FOR
     for (size_t i = 0; i < outputs(w); i++)
@@ -1046,9 +1118,11 @@ static void add_backward(Work w) {
      mean = sum of in / m                     variance = sum of (in - mean)^2 / m
      out = (in - mean) * scale + bias         scale = weight / sqrt(variance + eps)
      running = (1 - momentum) * running + momentum * (mean, or variance * m / (m - 1))
-   Evaluation uses the running statistics instead of the batch's. stats holds four rows of c
-   numbers: running mean, running variance, and mean and 1 / sqrt(variance + eps) for the backward.
-   Sums are in double. A thread sums a block of adjacent channels, pixel by pixel. */
+   Evaluation uses the running statistics instead of the batch's. Sums are in double. A thread sums
+   a block of adjacent channels, pixel by pixel. stats consists of four rows, with one number for
+   each channel:
+     0 running mean    1 running variance    2 mean    3 1 / sqrt(variance + eps)
+   Rows 2 and 3 are for the backward. */
 
 enum { BN_BLOCK = 16 };
 static const double bn_eps = 1e-5, bn_momentum = 0.1;
@@ -1057,7 +1131,7 @@ static size_t bn_pixels(const Work *w) {
     return w->n * w->l->in.h * w->l->in.w;
 }
 
-// All four rows of stats, of channel c. squares: the sum of (in - mean)^2 over m pixels
+// All four rows of stats for channel c. `squares` is the sum of (in - mean)^2 over m pixels.
 static void bn_store_stats(real *stats, size_t channels, size_t c, double mean, double squares,
                            size_t m) {
     const double unbiased = squares / (double)(m > 1 ? m - 1 : 1);
@@ -1087,7 +1161,7 @@ static void bn_block_stats(Work w, size_t first, size_t count) {
         bn_store_stats(w.stats, channels, first + c, mean[c], squares[c], m);
 }
 
-// scale (=) of each channel, in the scratch memory. Returns the means.
+// scale (=) of each channel, from the statistics of this batch. Returns the means.
 static const real *bn_training_scale(Work w, real *scale) {
     const size_t channels = w.l->in.c;
     PARALLEL_FOR
@@ -1098,6 +1172,7 @@ static const real *bn_training_scale(Work w, real *scale) {
     return w.stats + 2 * channels;
 }
 
+// scale (=) of each channel, from the running statistics. Returns the means.
 static const real *bn_running_scale(Work w, real *scale) {
     const size_t channels = w.l->in.c;
     for (size_t c = 0; c < channels; c++)
@@ -1105,6 +1180,7 @@ static const real *bn_running_scale(Work w, real *scale) {
     return w.stats;
 }
 
+// out = (in - mean) * scale + bias
 static void batchnorm2d_forward(Work w) {
     const size_t channels = w.l->in.c, m = bn_pixels(&w);
     real *restrict scale = w.scratch;
@@ -1152,9 +1228,14 @@ static void batchnorm2d_backward(Work w) {
         }
 }
 
-/* out = in / (1 - p), or 0 with probability p; the mask stores which. One Philox block serves 8
-   elements with 16 bits each, so p is rounded to 1/65536. Element e of the image at position q draws from
-   (seed, layer, epoch, q, e). (Srivastava et al., "Dropout", JMLR 2014; inverted as in PyTorch.) */
+/* ---- Dropout -----------------------------------------------------------------------------------
+
+   (Srivastava et al., "Dropout", JMLR 2014; inverted as in PyTorch.)
+     out = in / (1 - p), or 0 with probability p
+   The mask stores which. Element e of the image at position q draws from (seed, layer, epoch, q, e).
+   One Philox block serves 8 elements with 16 bits each, so p is rounded to 1/65536. */
+
+// An element whose 16 bits are below it becomes 0.
 static uint32_t dropout_threshold(const Layer *l) {
     return (uint32_t)lround((double)l->p * 65536);
 }
@@ -1183,7 +1264,7 @@ static void dropout_image(Work w, size_t image) {
     }
 }
 
-// Evaluation: out = in
+// In evaluation, out = in.
 static void dropout_forward(Work w) {
     if (!w.key) {
         memmove(w.out, w.in, outputs(w) * sizeof *w.out);
@@ -1202,6 +1283,8 @@ static void dropout_backward(Work w) {
         w.din[i] = w.dout[i] * (w.saved[i] ? scale : 0) + (w.accumulate ? w.din[i] : 0);
 }
 
+// ---- Log-softmax and the loss
+
 // out[k] = in[k] - log(sum over j of exp(in[j])); subtracts the maximum, to avoid overflow
 static void log_softmax_forward(Work w) {
     const size_t classes = w.l->out.c;
@@ -1209,7 +1292,8 @@ static void log_softmax_forward(Work w) {
         const real *in = w.in + image * classes;
         real largest = -INFINITY, sum = 0;
         for (size_t k = 0; k < classes; k++)
-            largest = in[k] > largest ? in[k] : largest;
+            if (in[k] > largest)
+                largest = in[k];
         for (size_t k = 0; k < classes; k++)
             sum += (real)exp((double)(in[k] - largest));
         const real log_sum = largest + (real)log((double)sum);
@@ -1233,10 +1317,11 @@ static void log_softmax_backward(Work w) {
     /* LAB 1.6 END */
 }
 
-/* Negative log-likelihood with label smoothing e (Szegedy et al., arXiv:1512.00567, section 7; 0:
-   none). One loss per image; the loss of the batch is their mean.
+/* Negative log-likelihood with label smoothing e, which may be 0 (Szegedy et al., arXiv:1512.00567,
+   section 7). One loss per image; the loss of the batch is their mean.
      losses[i] = sum over k of target[k] * -logp[i][k],  target[k] = e / classes (+ 1 - e at label)
-     dlogp[i][k] = -target[k] / batch, where batch counts all ranks' images. dlogp may be NULL. */
+     dlogp[i][k] = -target[k] / batch, where batch counts all ranks' images
+   If dlogp is NULL, it is not computed. */
 static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t *labels, size_t n,
                      size_t batch, size_t classes, double smoothing, LossScale *scale) {
     (void)scale; // NULL on a CPU
@@ -1252,8 +1337,10 @@ static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t 
     if (!dlogp)
         return;
     for (size_t i = 0; i < n; i++)
-        for (size_t k = 0; k < classes; k++)
-            dlogp[i * classes + k] = -(k == labels[i] ? at_label : elsewhere) / (real)batch;
+        for (size_t k = 0; k < classes; k++) {
+            const real target = k == labels[i] ? at_label : elsewhere;
+            dlogp[i * classes + k] = -target / (real)batch;
+        }
 }
 
 /* ==== 4. Network =================================================================================
