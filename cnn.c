@@ -354,8 +354,8 @@ typedef struct Device {
     // GPU: copies between host and device `number`, either way, at once. Any thread may call it,
     // concurrently with the device's operations.
     void (*transfer)(size_t number, void *to, const void *from, size_t bytes);
-    /* to = from, or += from if add. `from` may be on this device, another one or the host; buffer
-       is device memory of the size of `to`. Complete on return. Any thread may call it, concurrently
+    /* to = from, or += from if add; complete on return. `from` may be on this device, another one
+       or the host; buffer is device memory of the size of `to`. Any thread may call it, concurrently
        with the device's operations. */
     void (*receive)(size_t number, real *to, const real *from, size_t n, bool add, real *buffer);
     void (*synchronize)(void);
@@ -477,8 +477,8 @@ static inline HOST_DEVICE real uniform(uint32_t bits) {
 /* ==== 2. Helpers =================================================================================
 
    Clock, errors, memory and files. An error ends in die(), with one line that says what failed,
-   where, what was expected, what was found and what to do. (Only main(), which checks the CPU before
-   anything else, does without.) */
+   where, what was expected, what was found and what to do. (The one exception is main(), which
+   checks the CPU before anything else.) */
 
 #include <errno.h>
 #include <fcntl.h>
@@ -526,8 +526,8 @@ static double now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* How the program exits on an error. The first thread that calls die() ends it, and others that fail
-   meanwhile wait for that. */
+/* How the program exits on an error. The first thread that calls die() ends it, and others that
+   fail meanwhile wait for that. */
 static void (*before_dying)(void);           // marks the run folder as failed
 static void (*leave)(int status) = _exit;    // with MPI, ends the other ranks as well
 static bool dying;                           // whether a thread is ending the program
@@ -1232,8 +1232,8 @@ static void batchnorm2d_backward(Work w) {
 
    (Srivastava et al., "Dropout", JMLR 2014; inverted as in PyTorch.)
      out = in / (1 - p), or 0 with probability p
-   The mask stores which. Element e of the image at position q draws from (seed, layer, epoch, q, e).
-   One Philox block serves 8 elements with 16 bits each, so p is rounded to 1/65536. */
+   The mask stores which. Element e of the image at position q draws from (seed, layer, epoch, q,
+   e). One Philox block serves 8 elements with 16 bits each, so p is rounded to 1/65536. */
 
 // An element whose 16 bits are below it becomes 0.
 static uint32_t dropout_threshold(const Layer *l) {
@@ -1345,10 +1345,10 @@ static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t 
 
 /* ==== 4. Network =================================================================================
 
-   A network is a table of layers, each of which reads the output of an earlier row, or two (add).
-   Builders add rows and mirror PyTorch's modules. Everything else (sizes, memory, summary, forward,
-   backward, checkpoints) walks over the table. The network owns these arenas, planned from the
-   table and allocated once:
+   A network is a table of layers. Each reads the output of an earlier row, or of two (add). Builders
+   add rows and mirror PyTorch's modules. Everything else (sizes, memory, summary, forward, backward,
+   checkpoints) walks over the table. The network owns these arenas, which are planned from the table
+   and allocated once:
       params, grads     [param_size], each tensor aligned to a cache line
       low               --precision bf16, fp16: a 16-bit copy of the parameters
       activations       [batch][...] of every row; in-place rows share their input's, and a CPU
@@ -1359,8 +1359,8 @@ static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t 
 
 enum { ALIGN = 64 / sizeof(real) };
 
-/* Which kernels compute a row, and where its arrays are. For example, conv -> batchnorm -> relu, of
-   which the kernels of the batchnorm also compute the ReLU:
+/* Which kernels compute a row, and where its arrays are. For example, conv -> batchnorm -> relu,
+   where the kernels of the batchnorm also compute the ReLU:
      rows          computed by   output      gradient
      1 conv        1             at 0        at 0
      2 batchnorm   2             at 4096     at 4096
@@ -1369,9 +1369,9 @@ typedef struct Slot {
     size_t computed_by; // the row whose kernels compute this one
     Sharing sharing;
     Fusion fused;            // what the kernels of this row compute as well
-    size_t residual;         // the row that is added, by an add or by what is fused; else 0
+    size_t residual;         // the row that is added, by an add or by what is fused; 0 if none is
     size_t output, gradient; // offsets into activations and dactivations, in bytes
-    size_t stats;            // batchnorm2d: offset into stats, see batchnorm2d_forward()
+    size_t stats;            // batchnorm2d: offset into stats, see the block on BatchNorm
     size_t saved;            // offset into saved: argmax of a max-pool, mask of a dropout
 } Slot;
 
@@ -1383,46 +1383,55 @@ typedef struct Net {
     const Device *device;     // of these kernels
     Layer layers[MAX_LAYERS]; // row 0 is the input
     Slot slots[MAX_LAYERS];   // of the same rows
-    size_t count, classes;
-    size_t parameters;        // their number
-    size_t batch, test_batch; // the most images of a training step, and of an evaluation's
-    // memory: sizes in elements, of activations, gradients and saved in bytes
+    size_t count;             // rows
+    size_t classes;
+    size_t parameters; // their number
+    size_t batch;      // the most images of a training step
+    size_t test_batch; // the most images of an evaluation's step
+    // sizes of the arenas in elements
     size_t param_size; // of the parameters, with the gaps between tensors
-    size_t activation_size, gradient_size, saved_size;
     size_t stats_size, moments_size, scratch_size, transposed_size;
     size_t host_size; // the largest tensor, or the output
+    // sizes of the arenas in bytes
+    size_t activation_size, gradient_size, saved_size, prepared_size;
+    // the arenas
     real *params, *grads, *stats, *moments, *scratch, *losses;
     char *low, *activations, *dactivations;
     void *transposed; // --layout nchw, else NULL
     LossScale *scale; // on a GPU, else NULL
-    real *host[2];    // staging buffers on the host, for copies from and to the device
+    // On the host: staging buffers for copies from and to the device. The results of a step come
+    // back in host[0]: the losses, or the outputs.
+    real *host[2];
     uint8_t *saved, *labels;
-    char *prepared; // what the kernels keep, row by row
-    size_t prepared_at[MAX_LAYERS], prepared_size;
-    Plan plan; // of these arenas
+    char *prepared;                 // what the kernels keep
+    size_t prepared_at[MAX_LAYERS]; // each row's offset into it
+    Plan plan;                      // of these arenas
     // the current step
     Step *step;             // of the batch that net_load() has loaded
-    real *images;           // the batch's, in the loader's buffer; NULL: in row 0's own memory
+    real *images;           // if not NULL, the loader's buffer, which replaces output(net, 0)
     size_t ranks;           // that share a batch, over which the loss is a mean
     size_t batches_tracked; // number of batches in BatchNorm's running statistics
-    // backward() reports that the gradients from this offset on are finished; or NULL
+    // If not NULL, backward() calls it when the gradients from offset `first` on are finished.
     void (*on_gradients)(void *context, size_t first);
     void *context;
-    bool marks_rows; // marks at the start and the end of each row
+    bool marks_rows; // marks at the start and the end of each row; so this rank's step is traced
     bool names_rows; // a range for Nsight around each row
-    double *flops;   // backward stores what each row executes; or NULL
+    double *flops;   // if not NULL, backward stores here what each row executes
 } Net;
 
-/* Properties of each kind. in_accesses, out_accesses: how often forward and backward together read or
-   write each element of the input and the weights, and of the output, at the least. A byte of a mask
-   counts as a quarter of an element. */
+/* Properties of each kind. A row of a kind that reads_out may not be overwritten in place, because
+   its backward reads its output. A ReLU's backward only reads the signs of its output, which a
+   dropout in place does not change where it lets a gradient pass. */
 static const struct {
     const char *name;
     double flops; // forward, for each weight and output pixel
-    double in_accesses, out_accesses;
-    bool saves;     // a byte for each output: an argmax or a mask
-    bool reads_out; // backward reads its output, which no other row may overwrite in place
-    size_t stats;   // rows of statistics, one number per channel, running ones first
+    // how often forward and backward together read or write each element, at least. A byte of a
+    // mask counts as a quarter of an element.
+    double in_accesses;  // of the input and the weights
+    double out_accesses; // of the output
+    bool saves;          // a byte for each output: an argmax or a mask
+    bool reads_out;
+    size_t stats; // rows of statistics, one number per channel, running ones first
 } kinds[KINDS] = {
     [INPUT] = {.name = "input"},
     [CONV2D] = {.name = "conv2d", .flops = 2, .in_accesses = 3, .out_accesses = 3},
@@ -1436,6 +1445,10 @@ static const struct {
     [LOG_SOFTMAX] = {.name = "log_softmax", .reads_out = true, .out_accesses = 5},
 };
 
+static size_t last_row(const Net *net) {
+    return net->count - 1;
+}
+
 static size_t aligned(size_t count) {
     return ceil_div(count, ALIGN) * ALIGN;
 }
@@ -1444,9 +1457,11 @@ static size_t add_layer(Net *net, Layer l) {
     if (net->count == MAX_LAYERS)
         die(1, "model %s: more than %d layers; raise MAX_LAYERS in cnn.c", net->model, MAX_LAYERS);
     net->layers[net->count] = l;
-    return net->count++;
+    net->count++;
+    return last_row(net);
 }
 
+// Room for `count` parameters. Returns its offset.
 static size_t add_params(Net *net, size_t count) {
     size_t offset = net->param_size;
     net->param_size += aligned(count);
@@ -1459,7 +1474,8 @@ static size_t add_params(Net *net, size_t count) {
 static size_t add_weights(Net *net, Layer l, const char *prefix) {
     size_t number = 1;
     for (size_t i = 0; i < net->count; i++)
-        number += net->layers[i].kind == l.kind;
+        if (net->layers[i].kind == l.kind)
+            number++;
     snprintf(l.name, sizeof l.name, "%s%zu", prefix, number);
     l.weight = add_params(net, l.weights);
     l.bias = add_params(net, l.biases);
@@ -1484,7 +1500,8 @@ static bool window_fits(const Layer *l, size_t channels) {
 static Layer sliding(const Net *net, size_t x, LayerKind kind, size_t channels, size_t kernel,
                      size_t stride, size_t padding) {
     Layer l = {.kind = kind, .input = x, .kernel = kernel, .stride = stride, .padding = padding};
-    const Shape in = l.in = net->layers[x].out;
+    const Shape in = net->layers[x].out;
+    l.in = in;
     if (!window_fits(&l, channels))
         die(1,
             "model %s: %s at row %zu: a window of %zu x %zu, stride %zu, padding %zu, to %zu "
@@ -1541,7 +1558,7 @@ static size_t relu(Net *net, size_t x) {
     return same_shape(net, x, RELU, 0);
 }
 
-// a + b: a residual block's sum. The newer of the two rows may be overwritten by the result.
+// a + b: a residual block's sum. The later row may be overwritten by the result.
 static size_t add(Net *net, size_t a, size_t b) {
     Shape s = net->layers[a].out, t = net->layers[b].out;
     if (s.h != t.h || s.w != t.w || s.c != t.c)
@@ -1583,7 +1600,11 @@ static size_t global_avgpool2d(Net *net, size_t x) {
 // ---- Memory
 
 static bool reads(const Layer *l, size_t row) {
-    return l->kind != INPUT && (l->input == row || (l->kind == ADD && l->other == row));
+    if (l->kind == INPUT)
+        return false;
+    if (l->kind == ADD && l->other == row)
+        return true;
+    return l->input == row;
 }
 
 // How often a row is read; x + x reads x twice.
@@ -1591,14 +1612,16 @@ static size_t count_reads(const Net *net, size_t row) {
     size_t count = 0;
     for (size_t i = row + 1; i < net->count; i++) {
         const Layer *l = &net->layers[i];
-        count += l->input == row;
-        count += l->kind == ADD && l->other == row;
+        if (l->input == row)
+            count++;
+        if (l->kind == ADD && l->other == row)
+            count++;
     }
     return count;
 }
 
-// Whether a single row reads this one, which may then be overwritten.
-static bool is_read_once(const Net *net, size_t row) {
+// Whether the only reader of a row may overwrite it: its backward does not need it either.
+static bool may_overwrite(const Net *net, size_t row) {
     const Layer *computed = &net->layers[net->slots[row].computed_by];
     return row > 0 && count_reads(net, row) == 1 && !kinds[computed->kind].reads_out;
 }
@@ -1610,11 +1633,19 @@ static void fuse_add(Slot *to, const Layer *l) {
 }
 
 static void fuse_relu(Slot *to) {
-    to->fused.relu = to->fused.relu_backward = true;
+    to->fused.relu = true;
+    to->fused.relu_backward = true;
 }
 
-/* Fuses a max-pool with the convolution before it. Its backward then includes the ReLU between them,
-   and the ReLU before the convolution, if nothing else reads that. */
+/* Fuses a max-pool with the convolution before it. Its backward then includes the ReLU between
+   them, and the ReLU before the convolution, if nothing else reads that. For example, in conv1 ->
+   relu -> conv2 -> relu -> pool, where both ReLUs have been fused:
+                                  conv1           conv2
+                                  relu_backward   relu_backward   masks_din
+     before                       true            true            false
+     after                        false           false           true
+     after, if another row also
+     reads the output of conv1    true            false           false     */
 static void fuse_pool(Net *net, Slot *to, size_t input, const Layer *pool) {
     Slot *before = &net->slots[net->slots[input].computed_by];
     to->fused.pool = pool;
@@ -1649,8 +1680,7 @@ static void link_moments(Net *net, size_t i) {
     net->moments_size = max_size(net->moments_size, size);
 }
 
-/* Asks the kernels how each row is computed. Backward still has what it reads: a dropout its mask,
-   a ReLU the signs of its output, which a dropout does not change. */
+// Asks the kernels how each row is computed. Those of section 3 fuse nothing.
 static void plan_fusion(Net *net) {
     const Kernels *k = net->kernels;
     for (size_t i = 0; i < net->count; i++) {
@@ -1658,7 +1688,7 @@ static void plan_fusion(Net *net) {
         Slot *slot = &net->slots[i];
         const size_t to = net->slots[l->input].computed_by;
         slot->computed_by = i;
-        if (is_read_once(net, l->input))
+        if (may_overwrite(net, l->input))
             slot->sharing = k->fuse(&net->layers[to], &net->slots[to].fused, l);
         if (slot->sharing == FUSED)
             fuse_row(net, i, to);
@@ -1668,39 +1698,47 @@ static void plan_fusion(Net *net) {
     }
 }
 
-/* The gradient of a sum is the gradient of both its inputs. True if the residual's gradient can share
-   the memory of the sum's. An add of its own copies it. */
+/* The gradient of a sum is the gradient of both its inputs. So the gradient of the residual can
+   share the memory of the sum's gradient, where an add that is not fused would copy it:
+     row            reads
+     1 relu         0
+     2 conv         1
+     3 batchnorm    2          its kernels also compute row 4; its residual is row 1
+     4 add          3 and 1    its gradient is also that of row 1, to which row 2 adds later
+   True if the kernels of `row`, here 3, may share gradients that way. They may not if a later row
+   also reads row 1: its backward would run earlier and write to the shared memory. */
 static bool shares_gradient(const Net *net, size_t row) {
     const Slot *slots = net->slots;
-    const size_t residual = slots[slots[row].residual].computed_by;
-    if (!slots[row].fused.add || residual == 0)
+    const size_t source = slots[slots[row].residual].computed_by; // of the residual
+    if (!slots[row].fused.add || source == 0)
         return false;
     for (size_t i = row; i < net->count; i++) {
         if (slots[i].sharing == FUSED)
             continue;
-        // A reader whose backward runs earlier would write to the shared memory.
-        if (slots[net->layers[i].input].computed_by == residual)
+        if (slots[net->layers[i].input].computed_by == source)
             return false;
-        if (i > row && slots[i].residual && slots[slots[i].residual].computed_by == residual)
+        if (i > row && slots[i].residual && slots[slots[i].residual].computed_by == source)
             return false;
     }
     return true;
 }
 
-// The rows in whose backward a gradient is used: from its last reader, which writes it, to its own
+/* The memory of a gradient. Backward runs from the last row to the first; it uses the gradient from
+   the last of its readers, which writes it, to the first of the rows that share it. */
 typedef struct Lifetime {
-    size_t low, high, size, offset; // rows; bytes
+    size_t first_row, last_row;
+    size_t size, offset; // in bytes
 } Lifetime;
 
 static bool overlap_in_time(const Lifetime *a, const Lifetime *b) {
-    return a->low <= b->high && b->low <= a->high;
+    return a->first_row <= b->last_row && b->first_row <= a->last_row;
 }
 
 static bool overlap_in_memory(const Lifetime *a, const Lifetime *b) {
     return a->offset < b->offset + b->size && b->offset < a->offset + a->size;
 }
 
-// The end of a placed gradient that `l` overlaps in time and memory, or its own offset: there is none
+// The end of a placed gradient that `l` overlaps in time and memory, or l->offset if there is none
 static size_t next_free_offset(const Lifetime *l, const Lifetime *placed, size_t count) {
     for (size_t i = 0; i < count; i++)
         if (overlap_in_time(l, &placed[i]) && overlap_in_memory(l, &placed[i]))
@@ -1726,7 +1764,7 @@ static size_t element_of(const Net *net, const Layer *l) {
 static void share_gradients(const Net *net, size_t *owner) {
     for (size_t i = 0; i < net->count; i++)
         owner[i] = i;
-    for (size_t i = net->count - 1; i > 0; i--) {
+    for (size_t i = last_row(net); i > 0; i--) {
         if (net->slots[i].sharing != SEPARATE)
             owner[net->layers[i].input] = owner[i];
         if (net->slots[i].residual && shares_gradient(net, i))
@@ -1736,13 +1774,13 @@ static void share_gradients(const Net *net, size_t *owner) {
 
 static Lifetime lifetime_of(const Net *net, size_t row, const size_t *owner) {
     const Layer *l = &net->layers[row];
-    Lifetime life = {.low = row, .high = row};
+    Lifetime life = {.first_row = row, .last_row = row};
     life.size = aligned(net->batch * shape_size(l->out)) * element_of(net, l);
     for (size_t i = 1; i < net->count; i++) {
         if (owner[i] == row)
-            life.low = min_size(life.low, i);
+            life.first_row = min_size(life.first_row, i);
         if (reads(&net->layers[i], row))
-            life.high = max_size(life.high, i);
+            life.last_row = max_size(life.last_row, i);
     }
     return life;
 }
@@ -1752,12 +1790,13 @@ static void plan_gradients(Net *net) {
     size_t owner[MAX_LAYERS], count = 0;
     Lifetime placed[MAX_LAYERS];
     share_gradients(net, owner);
-    for (size_t row = net->count - 1; row > 0; row--) {
+    for (size_t row = last_row(net); row > 0; row--) {
         if (owner[row] != row)
             continue;
         Lifetime life = lifetime_of(net, row, owner);
         place_gradient(&life, placed, count);
-        placed[count++] = life;
+        placed[count] = life;
+        count++;
         net->gradient_size = max_size(net->gradient_size, life.offset + life.size);
         for (size_t i = 1; i <= row; i++)
             if (owner[i] == row)
@@ -1765,7 +1804,7 @@ static void plan_gradients(Net *net) {
     }
 }
 
-// Whether the kernels read a 16-bit copy of the parameters
+// Whether there is a 16-bit copy of the parameters, which the kernels read
 static bool has_low_copy(const Net *net) {
     return net->kernels->element < sizeof(real);
 }
@@ -1819,19 +1858,25 @@ static void check_row(const Net *net, size_t i) {
             net->model, i);
 }
 
-// Offsets of a row's arrays. Scratch memory for both batches: fewer images may need more.
+// Offsets of a row's arrays, for at most `most` images. Scratch memory is for both batches, since
+// fewer images may need more.
 static void plan_row(Net *net, size_t i, size_t most) {
     const Layer *l = &net->layers[i];
     const Kernels *k = net->kernels;
     Slot *slot = &net->slots[i];
     const size_t count = aligned(most * shape_size(stored_shape(net, i)));
     const bool saves = slot->fused.pool || (slot->sharing != FUSED && kinds[l->kind].saves);
-    slot->output = slot->sharing == SEPARATE ? net->activation_size : net->slots[l->input].output;
-    net->activation_size += slot->sharing == SEPARATE ? count * element_of(net, l) : 0;
+    if (slot->sharing == SEPARATE) {
+        slot->output = net->activation_size;
+        net->activation_size += count * element_of(net, l);
+    } else {
+        slot->output = net->slots[l->input].output;
+    }
     slot->stats = net->stats_size;
     net->stats_size += kinds[l->kind].stats * aligned(l->out.c);
     slot->saved = net->saved_size;
-    net->saved_size += saves ? count : 0;
+    if (saves)
+        net->saved_size += count;
     const size_t training = k->scratch_size(l, &slot->fused, net->batch);
     const size_t testing = k->scratch_size(l, &slot->fused, most);
     net->scratch_size = max_size(net->scratch_size, max_size(training, testing));
@@ -1840,7 +1885,8 @@ static void plan_row(Net *net, size_t i, size_t most) {
     net->prepared_size += 64 * ceil_div(k->prepared_size(l), 64);
 }
 
-// Offsets and sizes of all arenas
+// Offsets and sizes of all arenas, for training steps of at most `batch` images and for evaluations
+// of at most net->test_batch, which the caller has set.
 static void plan_memory(Net *net, size_t batch) {
     const size_t most = max_size(batch, net->test_batch);
     for (size_t i = 0; i < net->count; i++)
@@ -1854,6 +1900,7 @@ static void plan_memory(Net *net, size_t batch) {
     plan_arenas(net);
 }
 
+// Allocates the arenas and prepares the kernels of each row.
 static void net_alloc(Net *net) {
     plan_alloc(&net->plan);
     for (size_t i = 0; i < net->count; i++)
@@ -1877,8 +1924,8 @@ static void make_normal(double pair[2]) {
 
 typedef enum { UNIFORM, NORMAL } Distribution;
 
-// param = scale * x, where x is uniform in [-1, 1) or standard normal. tensor: its number, so that
-// tensors differ
+// param = scale * x, where x is uniform in [-1, 1) or standard normal. `tensor` is the tensor's
+// number, so that tensors differ.
 static void init_random(Net *net, real *param, size_t count, Distribution distribution, real scale,
                         size_t tensor, uint64_t seed) {
     PARALLEL_FOR
@@ -1886,26 +1933,31 @@ static void init_random(Net *net, real *param, size_t count, Distribution distri
         uint32_t bits[4];
         double x[4];
         philox4x32(bits, (uint32_t)(i / 4), (uint32_t)tensor, 0, DRAW_INIT, seed);
-        for (size_t j = 0; j < 4; j++)
+        for (size_t j = 0; j < 4; j++) {
             x[j] = (double)uniform(bits[j]);
+            if (distribution == UNIFORM)
+                x[j] = 2 * x[j] - 1;
+        }
         if (distribution == NORMAL) {
             make_normal(x);
             make_normal(x + 2);
         }
         for (size_t j = 0; j < min_size(4, count - i); j++)
-            net->host[0][i + j] = (real)(distribution == NORMAL ? x[j] : 2 * x[j] - 1) * scale;
+            net->host[0][i + j] = (real)x[j] * scale;
     }
     net->device->copy(param, net->host[0], count * sizeof(real));
 }
 
+// param = value
 static void init_constant(Net *net, real *param, size_t count, real value) {
     for (size_t i = 0; i < count; i++)
         net->host[0][i] = value;
     net->device->copy(param, net->host[0], count * sizeof(real));
 }
 
-/* Weights and biases: uniform within +-1 / sqrt(fan_in). A convolution before a BatchNorm, which has
-   no bias: normal with variance 2 / fan_out (He et al., arXiv:1502.01852). */
+/* Weights and biases are uniform within +-1 / sqrt(fan_in). The weights of a convolution without a
+   bias, which a BatchNorm follows, are normal with variance 2 / fan_out (He et al.,
+   arXiv:1502.01852). */
 static void init_layer(Net *net, size_t row, uint64_t seed) {
     const Layer *l = &net->layers[row];
     real *weight = net->params + l->weight, *bias = net->params + l->bias;
@@ -1918,7 +1970,7 @@ static void init_layer(Net *net, size_t row, uint64_t seed) {
     init_random(net, bias, l->biases, UNIFORM, bound, 2 * row + 1, seed);
 }
 
-// Weights and running variances 1, biases and running means 0, which they are after allocation
+// Weights and running variances are 1. Biases and running means are 0, as after allocation.
 static void init_batchnorm2d(Net *net, size_t row) {
     const Layer *l = &net->layers[row];
     init_constant(net, net->params + l->weight, l->weights, 1);
@@ -1945,9 +1997,11 @@ static double layer_flops(const Layer *l) {
     return kinds[l->kind].flops * (double)l->weights * (double)(l->out.h * l->out.w);
 }
 
-// Training: forward, weight gradient and, unless the row reads the images, data gradient.
+// The same for training: forward, weight gradient and, unless the row reads the images, data
+// gradient
 static double layer_training_flops(const Layer *l) {
-    return layer_flops(l) * (l->input == 0 ? 2 : 3);
+    const double passes = l->input == 0 ? 2 : 3;
+    return passes * layer_flops(l);
 }
 
 static double training_flops(const Net *net) {
@@ -1973,7 +2027,7 @@ static void describe_layer(const Layer *l, char *text, size_t size) {
 }
 
 static void print_summary(const Net *net) {
-    int width = 7;
+    int width = 7; // of the column of names
     for (size_t i = 0; i < net->count; i++)
         width = (int)max_size((size_t)width, strlen(net->layers[i].name));
     printf("Model %s:\n  row  %-*s layer                               output (h x w x c)"
@@ -1993,8 +2047,8 @@ static void print_summary(const Net *net) {
 
 /* ==== 5. Models ==================================================================================
 
-   A model of your own takes ten lines: write a builder like model_mnist(), where x is the row of
-   the images, and add it to the table models[] with its default options and data sets. */
+   A model of your own takes about ten lines: write a builder like model_mnist(), where x is the row
+   of the images, and add it to the table models[] with its default options and data sets. */
 
 // The network of the PyTorch MNIST example.
 static size_t model_mnist(Net *net, size_t x) {
@@ -2019,7 +2073,8 @@ static size_t model_lenet(Net *net, size_t x) {
     /* LAB 1.7 END */
 }
 
-// The network of PyTorch's CIFAR-10 tutorial; --width 64: the wider one of the timing study.
+// The network of PyTorch's CIFAR-10 tutorial, where --width 6, the default, is the number of
+// channels of its first convolution
 static size_t model_cifar(Net *net, size_t x) {
     x = maxpool2d(net, relu(net, conv2d(net, x, net->settings->width, 5, 1, 0)), 2, 2, 0);
     x = maxpool2d(net, relu(net, conv2d(net, x, 16, 5, 1, 0)), 2, 2, 0);
@@ -2029,11 +2084,15 @@ static size_t model_cifar(Net *net, size_t x) {
     return log_softmax(net, x);
 }
 
-/* ResNets (He et al., arXiv:1512.03385) with torchvision's names: a stem, four stages of blocks,
-   all but the first halving the image, and a linear layer on the mean of all pixels. */
+/* ---- ResNets -----------------------------------------------------------------------------------
+
+   He et al., arXiv:1512.03385, with torchvision's names: a stem, stages of blocks, of which all
+   but the first halve the image, and a linear layer on the mean of all pixels. */
+
+// A convolution, without a bias since a BatchNorm has one, and that BatchNorm
 static size_t conv_bn(Net *net, size_t x, const char *block, const char *conv, const char *bn,
                       size_t channels, size_t kernel, size_t stride) {
-    x = add_conv2d(net, x, channels, kernel, stride, kernel / 2, false); // a BatchNorm has a bias
+    x = add_conv2d(net, x, channels, kernel, stride, kernel / 2, false);
     x = batchnorm2d(net, named(net, x, block, conv));
     return named(net, x, block, bn);
 }
@@ -2045,15 +2104,18 @@ static size_t shortcut(Net *net, size_t x, const char *block, size_t channels, s
     return conv_bn(net, x, block, "downsample.0", "downsample.1", channels, 1, stride);
 }
 
+// Adds a residual block whose layers' names begin with `block`.
 typedef size_t Block(Net *net, size_t x, const char *block, size_t channels, size_t stride);
 
+// Two 3 x 3 convolutions
 static size_t basic_block(Net *net, size_t x, const char *block, size_t channels, size_t stride) {
     size_t y = relu(net, conv_bn(net, x, block, "conv1", "bn1", channels, 3, stride));
     y = conv_bn(net, y, block, "conv2", "bn2", channels, 3, 1);
     return relu(net, add(net, y, shortcut(net, x, block, channels, stride)));
 }
 
-// The 3 x 3 convolution has the stride, as in torchvision ("ResNet V1.5").
+// A 1 x 1, a 3 x 3 and a 1 x 1 convolution. The second has the stride, as in torchvision ("ResNet
+// V1.5").
 static size_t bottleneck(Net *net, size_t x, const char *block, size_t channels, size_t stride) {
     size_t y = relu(net, conv_bn(net, x, block, "conv1", "bn1", channels, 1, 1));
     y = relu(net, conv_bn(net, y, block, "conv2", "bn2", channels, 3, stride));
@@ -2061,12 +2123,14 @@ static size_t bottleneck(Net *net, size_t x, const char *block, size_t channels,
     return relu(net, add(net, y, shortcut(net, x, block, 4 * channels, stride)));
 }
 
-// blocks: per stage, 0-terminated; channels: of the first stage
+// `blocks` are the numbers of blocks of the stages, ended by a 0; the first stage has `channels`
+// channels, each later one twice as many as the one before.
 static size_t resnet(Net *net, size_t x, Block *block, const size_t *blocks, size_t channels) {
     const bool imagenet = net->settings->stem == STEM_IMAGENET;
-    const size_t kernel = net->settings->stem == STEM_3 ? 3 : 7;
-    x = relu(net, conv_bn(net, x, "", "conv1", "bn1", channels, kernel, imagenet ? 2 : 1));
-    x = imagenet ? maxpool2d(net, x, 3, 2, 1) : x;
+    const size_t kernel = net->settings->stem == STEM_3 ? 3 : 7, stem_stride = imagenet ? 2 : 1;
+    x = relu(net, conv_bn(net, x, "", "conv1", "bn1", channels, kernel, stem_stride));
+    if (imagenet)
+        x = maxpool2d(net, x, 3, 2, 1);
     for (int stage = 0; blocks[stage]; stage++)
         for (size_t i = 0; i < blocks[stage]; i++) {
             const size_t stride = stage > 0 && i == 0 ? 2 : 1;
@@ -2093,39 +2157,55 @@ typedef struct Model {
     const char *name;
     size_t (*build)(Net *net, size_t x);
     const char *datasets; // --dataset auto: the first of these that is found
-    const char *native;   // the dataset whose shape, classes and counts synthetic images have
+    const char *native;   // the data set whose shape, classes and counts synthetic images have
     const char *defaults; // options that differ from the table in section 12
     bool half;            // mean and deviation .5 of 3 channels, as in PyTorch's CIFAR-10 tutorial
-    bool sc20_log;        // log lines with images per second (SC20 tutorial), else MNIST example's
+    bool sc20_log;        // log lines with images per second, as in the tutorial "Deep Learning at
+                          // Scale" of SC20; else those of PyTorch's MNIST example
 } Model;
 
-#define RESNET_MODEL(depth, native)                                                     \
-    "resnet" #depth, model_resnet##depth, "cifar100 cifar10 synthetic", native,         \
-        "--optimizer sgd --lr 0.1 --momentum 0.9 --weight-decay 5e-4 --batch-size 128 " \
-        "--epochs 100 --schedule cosine --log-interval 20",                             \
-        false, true
+#define RESNET_MODEL(depth, dataset)                                                     \
+    {                                                                                    \
+        .name = "resnet" #depth, .build = model_resnet##depth,                           \
+        .datasets = "cifar100 cifar10 synthetic", .native = dataset,                     \
+        .defaults = "--optimizer sgd --lr 0.1 --momentum 0.9 --weight-decay 5e-4 "       \
+                    "--batch-size 128 --epochs 100 --schedule cosine --log-interval 20", \
+        .sc20_log = true                                                                 \
+    }
 static const Model models[] = {
-    {"mnist", model_mnist, "mnist fashion-mnist synthetic", "mnist", "--test-batch-size 1000",
-     false, false},
-    {"lenet", model_lenet, "mnist fashion-mnist synthetic", "mnist", "--test-batch-size 1000",
-     false, false},
-    {"cifar", model_cifar, "cifar10 synthetic", "cifar10",
-     "--optimizer sgd --lr 0.001 --momentum 0.9 --batch-size 4 --epochs 2 --gamma 1", true, false},
-    {RESNET_MODEL(8, "cifar10")},
-    {RESNET_MODEL(18, "cifar100")},
-    {RESNET_MODEL(34, "cifar100")},
-    {RESNET_MODEL(50, "cifar100")},
-    {RESNET_MODEL(101, "cifar100")},
-    {RESNET_MODEL(152, "cifar100")},
+    {.name = "mnist",
+     .build = model_mnist,
+     .datasets = "mnist fashion-mnist synthetic",
+     .native = "mnist",
+     .defaults = "--test-batch-size 1000"},
+    {.name = "lenet",
+     .build = model_lenet,
+     .datasets = "mnist fashion-mnist synthetic",
+     .native = "mnist",
+     .defaults = "--test-batch-size 1000"},
+    {.name = "cifar",
+     .build = model_cifar,
+     .datasets = "cifar10 synthetic",
+     .native = "cifar10",
+     .defaults = "--optimizer sgd --lr 0.001 --momentum 0.9 --batch-size 4 --epochs 2 --gamma 1",
+     .half = true},
+    RESNET_MODEL(8, "cifar10"),
+    RESNET_MODEL(18, "cifar100"),
+    RESNET_MODEL(34, "cifar100"),
+    RESNET_MODEL(50, "cifar100"),
+    RESNET_MODEL(101, "cifar100"),
+    RESNET_MODEL(152, "cifar100"),
 };
 
-static const Model *find_model(const char *name) { // which the parser has checked
+// The model of a name that the parser has checked
+static const Model *find_model(const char *name) {
     const Model *m = models;
     while (strcmp(m->name, name) != 0)
         m++;
     return m;
 }
 
+// Fills the layer table.
 static void net_build(Net *net, const Model *model, const DatasetInfo *data,
                       const Settings *settings, const Kernels *kernels) {
     *net = (Net){.model = model->name, .settings = settings, .kernels = kernels};
@@ -2135,7 +2215,7 @@ static void net_build(Net *net, const Model *model, const DatasetInfo *data,
     size_t x = add_layer(net, (Layer){.kind = INPUT, .in = data->shape, .out = data->shape});
     x = model->build(net, x);
     const Layer *last = &net->layers[x];
-    if (x != net->count - 1 || last->kind != LOG_SOFTMAX || shape_size(last->out) != data->classes)
+    if (x != last_row(net) || last->kind != LOG_SOFTMAX || shape_size(last->out) != data->classes)
         die(1,
             "model %s: expected the number of its last row, a log_softmax over the %zu classes of "
             "%s; found row %zu of %zu, with %zu outputs",
@@ -2150,23 +2230,23 @@ static void net_build(Net *net, const Model *model, const DatasetInfo *data,
    which runs first in backward; each reader after that adds (+=). */
 
 static real *output(const Net *net, size_t row) {
-    return row == 0 && net->images ? net->images
-                                   : (real *)(net->activations + net->slots[row].output);
+    if (row == 0 && net->images)
+        return net->images;
+    return (real *)(net->activations + net->slots[row].output);
 }
 
-// NULL: the gradient of the images is not needed.
+// NULL for row 0: the gradient of the images is not needed.
 static real *gradient(const Net *net, size_t row) {
-    return row == 0 ? NULL : (real *)(net->dactivations + net->slots[row].gradient);
+    if (row == 0)
+        return NULL;
+    return (real *)(net->dactivations + net->slots[row].gradient);
 }
 
-// The weights that a row multiplies with: their 16-bit copy, if there is one
+// The weights of a row. Those that it multiplies with are in the 16-bit copy, if there is one.
 static real *weight_of(const Net *net, const Layer *l) {
-    return net->low && kinds[l->kind].flops > 0 ? (real *)(net->low + 2 * l->weight)
-                                                : net->params + l->weight;
-}
-
-static size_t last_row(const Net *net) {
-    return net->count - 1;
+    if (has_low_copy(net) && multiplies(l))
+        return (real *)(net->low + 2 * l->weight);
+    return net->params + l->weight;
 }
 
 /* data.to(device). A CPU reads the images from the loader's buffer; on a GPU the copies are queued,
@@ -2186,18 +2266,19 @@ static void net_load(Net *net, const Batch *batch, double lr) {
     net->device->copy(net->labels, batch->device_labels, batch->n);
 }
 
-// "conv1 forward", or "zero_grad" for row net->count, with which backward begins: --zero-grad memset
+// For example "conv1 forward". Row net->count stands for the zeroing of the gradients, with which
+// backward begins in --zero-grad memset.
 static void name_row(const Net *net, size_t row, bool back, char name[48]) {
-    const Layer *l = &net->layers[row];
     if (row == net->count) {
         snprintf(name, 48, "zero_grad");
         return;
     }
-    snprintf(name, 48, "%.30s %s", *l->name ? l->name : kinds[l->kind].name,
-             back ? "backward" : "forward");
+    const Layer *l = &net->layers[row];
+    const char *layer = *l->name ? l->name : kinds[l->kind].name;
+    snprintf(name, 48, "%.30s %s", layer, back ? "backward" : "forward");
 }
 
-// # PROF  The forward or backward of a row begins: marks that, and names it for Nsight.
+// # PROF  Marks where the forward or backward of a row begins, and names it for Nsight.
 static void begin_row(const Net *net, size_t row, bool back) {
     char name[48];
     if (net->marks_rows)
@@ -2244,15 +2325,17 @@ static Work work_of(const Net *net, size_t i, size_t n, const RandomKey *key) {
                   .autotune = net->settings->autotune};
 }
 
-// One row's output (=), with what is fused with it. n == 0: this rank of dp has no image.
+// One row's output (=), with what is fused with it. A rank of dp may have no image: n == 0.
 static void forward_row(const Net *net, size_t i, size_t n, const RandomKey *key) {
     if (n > 0 && net->slots[i].sharing != FUSED)
         net->kernels->layers[net->layers[i].kind].forward(work_of(net, i, n, key));
 }
 
-// model(data): log-probabilities of n images. key NULL: evaluation, where dropout does nothing.
+// model(data): log-probabilities of n images. In evaluation, key is NULL: dropout does nothing, and
+// BatchNorm uses its running statistics.
 static void forward(Net *net, size_t n, const RandomKey *key) {
-    net->batches_tracked += key != NULL;
+    if (key)
+        net->batches_tracked++;
     for (size_t i = 1; i < net->count; i++) {
         begin_row(net, i, false);
         forward_row(net, i, n, key);
@@ -2260,7 +2343,8 @@ static void forward(Net *net, size_t n, const RandomKey *key) {
     }
 }
 
-// One row's gradients: of its parameters (=) and its inputs (=, or += if already written[]).
+// One row's gradients: of its parameters (=) and its inputs (=, or += if already written[]). The
+// residual of a row that adds nothing is row 0, so written[0] means nothing: row 0 has no gradient.
 static void backward_row(const Net *net, size_t i, size_t n, bool *written) {
     const Kernels *k = net->kernels;
     const Layer *l = &net->layers[i];
@@ -2283,12 +2367,12 @@ static void backward_row(const Net *net, size_t i, size_t n, bool *written) {
 // loss.backward(): from the gradient of the last row to the gradients of all parameters
 static void backward(Net *net, size_t n) {
     bool written[MAX_LAYERS] = {false};
-    if (net->settings->zero_grad == ZERO_GRAD_MEMSET) { // # EXTRA  nothing reads the zeros
+    if (net->settings->zero_grad == ZERO_GRAD_MEMSET) { // # EXTRA  Nothing reads the zeros.
         begin_row(net, net->count, true);
         net->device->clear(net->grads, net->param_size * sizeof(real));
         end_row(net, net->count, true);
     }
-    for (size_t i = net->count - 1; i > 0; i--) {
+    for (size_t i = last_row(net); i > 0; i--) {
         begin_row(net, i, true);
         backward_row(net, i, n, written);
         end_row(net, i, true);
@@ -2304,29 +2388,39 @@ static double mean(const real *numbers, size_t n) {
     return sum / (double)n;
 }
 
-// F.nll_loss(): the mean over the batch. Training smooths labels and stores dlogp, for backward().
+// F.nll_loss(): the mean over the batch. Training smooths labels and also computes the gradient of
+// the last row, for backward(). An evaluation does neither.
 static double loss_and_gradient(Net *net, size_t n, bool training) {
     const size_t last = last_row(net);
-    net->kernels->nll_loss(net->losses, training ? gradient(net, last) : NULL, output(net, last),
-                           net->labels, n, n * net->ranks, net->classes,
-                           training ? net->settings->label_smoothing : 0, net->scale);
+    real *dlogp = NULL;
+    double smoothing = 0;
+    if (training) {
+        dlogp = gradient(net, last);
+        smoothing = net->settings->label_smoothing;
+    }
+    net->kernels->nll_loss(net->losses, dlogp, output(net, last), net->labels, n, n * net->ranks,
+                           net->classes, smoothing, net->scale);
     net->device->copy(net->host[0], net->losses, n * sizeof(real));
     return mean(net->host[0], n);
 }
 
-// For each image of the batch: predicted[its index] = the most likely class, the first of several.
-// Returns how many are right.
+/* predicted[position of an image] = its most likely class, the first of several, for the images of
+   the batch. Returns how many are right. Each image is tested by one rank; the others hold a 0
+   there, so the sum over the ranks has all predictions. */
 static size_t count_predictions(const Net *net, const Batch *batch, double *predicted) {
     real *all = net->host[0];
-    size_t correct = 0, classes = net->classes;
+    const size_t classes = net->classes;
+    size_t correct = 0;
     net->device->copy(all, output(net, last_row(net)), batch->n * classes * sizeof *all);
     for (size_t i = 0; i < batch->n; i++) {
         const real *logp = all + i * classes;
         size_t best = 0;
         for (size_t k = 1; k < classes; k++)
-            best = logp[k] > logp[best] ? k : best;
+            if (logp[k] > logp[best])
+                best = k;
         predicted[position_of(batch->key, i)] = (double)best;
-        correct += best == batch->labels[i];
+        if (best == batch->labels[i])
+            correct++;
     }
     return correct;
 }
@@ -2343,26 +2437,32 @@ static bool is_output_finite(const Net *net, size_t i, size_t n) {
     return finite;
 }
 
+// The first row whose output is not finite, or the last row
+static size_t first_bad_row(const Net *net, size_t n) {
+    for (size_t row = 0; row < last_row(net); row++)
+        if (!is_output_finite(net, row, n))
+            return row;
+    return last_row(net);
+}
+
 // A loss that is not finite ends the run; the message names the first row whose output is not.
 static void check_loss(const Net *net, const Batch *batch, double loss) {
     char kind[64];
-    size_t row = 0;
     if (isfinite(loss))
         return;
-    while (row < last_row(net) && is_output_finite(net, row, batch->n))
-        row++;
+    const size_t row = first_bad_row(net, batch->n);
+    const char *name = net->layers[row].name;
     describe_layer(&net->layers[row], kind, sizeof kind);
     die(1,
         "epoch %zu, step %zu: the loss is %g; the first output that is not finite is in row %zu "
         "(%s%s%s); try a smaller --lr",
-        batch->key.epoch, batch->number + 1, loss, row, net->layers[row].name,
-        *net->layers[row].name ? ": " : "", kind);
+        batch->key.epoch, batch->number + 1, loss, row, name, *name ? ": " : "", kind);
 }
 
 /* ==== 7. Optimizers and schedules ================================================================
 
-   An optimizer makes one pass over the flat arena of all parameters, regardless of layers. With the
-   optimizers, the tables of the CPU are complete, and stand here, too. */
+   An optimizer makes one pass over the flat arena of all parameters, regardless of layers. The
+   CPU's tables are filled in here, too, since they need the optimizers. */
 
 /* Adadelta (Zeiler, arXiv:1212.5701), as PyTorch computes it:
    square_avg = rho * square_avg + (1 - rho) * grad^2
@@ -2375,25 +2475,30 @@ static void adadelta(Update u) {
     real *square_avg = u.state[0], *acc_delta = u.state[1];
     PARALLEL_FOR
     for (size_t i = 0; i < u.count; i++) {
-        real g = u.grad[i] + decay * u.param[i];
-        real square = square_avg[i] = rho * square_avg[i] + rest * g * g;
-        real delta = SQRT(acc_delta[i] + eps) / SQRT(square + eps) * g;
+        const real g = u.grad[i] + decay * u.param[i];
+        const real square = rho * square_avg[i] + rest * g * g;
+        square_avg[i] = square;
+        const real delta = SQRT(acc_delta[i] + eps) / SQRT(square + eps) * g;
         acc_delta[i] = rho * acc_delta[i] + rest * delta * delta;
         u.param[i] -= lr * delta;
     }
 }
 
-/* grad includes weight_decay * param;   buffer = momentum * buffer + grad
-   param -= lr * (nesterov ? grad + momentum * buffer : buffer).   No momentum: no buffer.
-   (Sutskever et al., "On the importance of initialization and momentum", ICML 2013, as PyTorch.) */
+/* SGD with momentum (Sutskever et al., "On the importance of initialization and momentum", ICML
+   2013), as PyTorch computes it:
+   buffer = momentum * buffer + grad
+   param -= lr * buffer, with nesterov lr * (grad + momentum * buffer), without momentum lr * grad
+   where grad includes weight_decay * param. Without momentum, there is no buffer. */
 static void sgd(Update u) {
     const real lr = (real)u.step->lr, momentum = (real)u.momentum, decay = (real)u.weight_decay;
     PARALLEL_FOR
     for (size_t i = 0; i < u.count; i++) {
-        real g = u.grad[i] + decay * u.param[i], step = g;
+        const real g = u.grad[i] + decay * u.param[i];
+        real step = g;
         if (momentum > 0) {
-            step = u.state[0][i] = momentum * u.state[0][i] + g;
-            step = u.nesterov ? g + momentum * step : step;
+            const real buffer = momentum * u.state[0][i] + g;
+            u.state[0][i] = buffer;
+            step = u.nesterov ? g + momentum * buffer : buffer;
         }
         u.param[i] -= lr * step;
     }
@@ -2402,21 +2507,20 @@ static void sgd(Update u) {
 // ---- Optimizers
 
 typedef struct Optimizer {
-    const char *name;
     double lr;             // the default
     const char *states[2]; // what it keeps for each parameter, by PyTorch's names
 } Optimizer;
 
 static const Optimizer optimizers[] = {
-    [ADADELTA] = {"adadelta", 1.0, {"square_avg", "acc_delta"}},
-    [SGD] = {"sgd", 0.01, {"momentum_buffer", NULL}},
+    [ADADELTA] = {.lr = 1.0, .states = {"square_avg", "acc_delta"}},
+    [SGD] = {.lr = 0.01, .states = {"momentum_buffer"}},
 };
 
-// Numbers that the optimizer keeps for each parameter: SGD without momentum none
+// How many numbers the optimizer keeps for each parameter. SGD without momentum keeps none.
 static size_t count_states(OptimizerChoice optimizer, const Settings *s) {
-    if (optimizer == SGD)
-        return s->momentum > 0 ? 1 : 0;
-    return 2;
+    if (optimizer == ADADELTA)
+        return 2;
+    return s->momentum > 0 ? 1 : 0;
 }
 
 // Updates `count` parameters from offset `first` of the arenas on.
@@ -2425,7 +2529,7 @@ static void update_params(const Net *net, real *state, size_t first, size_t coun
     const Update u = {.param = net->params + first,
                       .grad = net->grads + first,
                       .state = {state + first, state + net->param_size + first},
-                      .low = net->low ? net->low + 2 * first : NULL,
+                      .low = has_low_copy(net) ? net->low + 2 * first : NULL,
                       .scale = net->scale,
                       .count = count,
                       .step = net->step,
@@ -2440,8 +2544,8 @@ static void update_params(const Net *net, real *state, size_t first, size_t coun
         net->kernels->sgd(u);
 }
 
-// # EXTRA  --optimizer-launch per-tensor: one call for each tensor, as frameworks once did, to
-// measure what that costs on a GPU
+// # EXTRA  --optimizer-launch per-tensor makes one call for each tensor, as frameworks once did, to
+// measure what that costs on a GPU.
 static void update_each_tensor(const Net *net, real *state) {
     for (const Layer *l = net->layers; l < net->layers + net->count; l++) {
         update_params(net, state, l->weight, l->weights);
@@ -2462,8 +2566,8 @@ static void optimizer_step(const Net *net, real *state) {
         k->adjust_scale(net->scale);
 }
 
-/* The learning rate of a step; epoch and step count from 0, an epoch has `steps` of them. In the
-   warm-up it grows with each step, up to lr in its last one; then, after e more epochs:
+/* The learning rate of a step. Epoch and step count from 0, and an epoch has `steps` steps. In the
+   warm-up, the rate grows with each step, up to lr in the last one. Then, after e more epochs:
      step        lr * gamma^(e / step_size)                          StepLR
      cosine      lr * (1 + cos(pi * e / epochs)) / 2                 CosineAnnealingLR */
 static double learning_rate(const Settings *s, size_t epoch, size_t step, size_t steps) {
@@ -2484,7 +2588,7 @@ static size_t cpu_count(const char **why_not) {
     return usable_cores();
 }
 
-// Each thread that calls the kernels has threads of its own: nothing to do.
+// Does nothing: each thread that calls the kernels has threads of its own.
 static void cpu_use(size_t replica, size_t number, void (*on_error)(int, const char *, ...)) {
     (void)replica, (void)number, (void)on_error;
 }
@@ -2502,6 +2606,7 @@ static void cpu_set_step(Step *to, Step step) {
     *to = step;
 }
 
+// to = from, or += from if add
 static void cpu_receive(size_t number, real *to, const real *from, size_t count, bool add,
                         real *buffer) {
     (void)number, (void)buffer;
@@ -2569,12 +2674,12 @@ static Sharing fuse_nothing(const Layer *to, const Fusion *with, const Layer *l)
     return SEPARATE;
 }
 
-// BatchNorm's scales, and a convolution's transposed weights
+// A BatchNorm needs scales, a convolution its transposed weights.
 static size_t scratch_size_naive(const Layer *l, const Fusion *fused, size_t n) {
     (void)fused, (void)n;
     if (l->kind == BATCHNORM2D)
         return l->in.c;
-    return kinds[l->kind].flops > 0 ? l->weights : 0;
+    return multiplies(l) ? l->weights : 0;
 }
 
 static size_t no_size(const Layer *l, size_t n) {
