@@ -7,7 +7,8 @@
      make                             builds ./cnn, for every GPU if there is nvcc
      ./cnn --epochs 3 --workers 2     the options are those of the PyTorch MNIST example, and more
      ./cnn --help                     lists all of them
-     gcc -O2 -fopenmp cnn.c -o cnn -lm -lpthread     builds this file alone, without make
+     gcc -O2 -fopenmp cnn.c -o cnn -lm -lpthread     builds it without make; cnn.c includes
+                                                     cnn_kernels.c if that lies beside it
 
    You should see the network layer by layer, then lines like
      Train Epoch: 1 [640/60000 (1%)]	Loss: 1.233434
@@ -18,9 +19,9 @@
       2 Helpers                    clock, errors, threads, memory, files
       3 Layers on the CPU          the definition of each, forward and backward
       4 Network                    the layer table and its builders, memory plan, summary
-      5 Models                     the networks themselves, ten lines each
+      5 Models                     the networks themselves
       6 Forward and backward       the walk over the layer table; the loss
-      7 Optimizers and schedules   and the tables of the CPU
+      7 Optimizers and schedules   also the CPU as a device, and its tables of kernels
       8 Datasets                   reading images from untrusted files; synthetic images
       9 Loader                     worker threads that prepare the next batches
      10 Data parallelism           replicas that train together: ring all-reduce, ddp, dp, MPI
@@ -30,16 +31,19 @@
      14 Setting up                 saving and resuming, ranks, devices, data, memory, weights
      15 train(), test(), main()
 
-   Each section uses only the sections before it. Sections 3 to 7 are the mathematics of a training
+   A section builds on the sections before it. Sections 3 to 7 are the mathematics of a training
    step; 8 to 11 provide its images, run it on several devices and store its results; 12 to 14 are
    the user interface. For an overview, read train() in section 15 first. The fast kernels, for CPUs
    in cnn_kernels.c and for GPUs in cnn_kernels.cu, are not needed to understand this file.
 
-   What it is not: there are no general tensors and there is no automatic differentiation. It
+   What it leaves out: there are no general tensors and there is no automatic differentiation. It
    classifies images, of four data sets or generated ones. Several devices share the data, never the
-   network. It runs on Linux. It does not defend itself against the person who starts it.
+   network. It runs on Linux. It trusts the user who runs it, but not the files it reads.
 
-   Tags mark what tutorials call by these names; grep finds all places:
+   Comments that say LAB 1.2 BEGIN and END, with a number and a name, enclose what exercise 2 of
+   lab 1 replaces by a gap for the student to fill. They mean nothing to the program.
+
+   Tags mark what tutorials call by these names; grep finds them, here and in cnn_kernels.cu:
      # AMP     mixed precision      # NHWC    memory layouts
      # PROF    ranges for Nsight    # EXTRA   optimizations that frameworks add to a plain step */
 
@@ -50,7 +54,7 @@
    NHWC: image, row, column, channel, with the channels innermost. Weights are stored
    [filter row][filter column][input channel][output channel]. */
 
-#define _GNU_SOURCE 1 // sched_getaffinity; g++ has defined it so, too
+#define _GNU_SOURCE 1 // for sched_getaffinity(); g++ predefines it
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -80,11 +84,12 @@ typedef enum {
     KINDS // the number of kinds
 } LayerKind;
 
+// The height, width and channels of one image
 typedef struct Shape {
     size_t h, w, c;
-} Shape; // of one image
+} Shape;
 
-// The values of options that are a choice, in the order of the words of --help
+// The values of options that are a choice, in the order in which --help lists their words
 enum { NOT_CHOSEN = -1 };
 typedef enum { STEM_3, STEM_7, STEM_IMAGENET } Stem;
 typedef enum { AUGMENT_NONE, AUGMENT_CROP_FLIP, AUGMENT_ELASTIC } Augmentation;
@@ -116,17 +121,20 @@ typedef struct Settings {
     Parallel parallel;
     size_t width, limit_train, limit_test, batch_size, test_batch_size, epochs, max_steps, seed;
     size_t step_size, warmup_epochs, log_interval, workers, threads, gpus, replicas, global_batch;
-    double lr, momentum, weight_decay, gamma, label_smoothing, bucket_mb, timeout; // MB; seconds
+    double lr, momentum, weight_decay, gamma, label_smoothing;
+    double bucket_mb; // in megabytes
+    double timeout;   // in seconds
     bool nesterov, dry_run, save_model, resume, eval, per_class, profile, no_cuda, graph;
     bool pin_memory, resident, autotune, quiet, layers, oversubscribe, overlap;
 } Settings;
 
-/* One row of the layer table: what its formula needs. Its Slot (section 4) says where its arrays are
-   and which kernels compute it. */
+/* One row of the layer table: what its formula needs. Its Slot (section 4) says where its arrays
+   are and which kernels compute it. */
 typedef struct Layer {
     LayerKind kind;
-    char name[48];                  // PyTorch's name of its parameters, "conv1"; else empty
-    size_t input, other;            // the row that it reads; add: the second row that it reads
+    char name[48];                  // PyTorch's name of its parameters, such as "conv1", or empty
+    size_t input;                   // the row that it reads
+    size_t other;                   // add: the second row that it reads
     Shape in, out;                  // a linear layer reads 1 x 1 x (h * w * c)
     size_t kernel, stride, padding; // conv2d, maxpool2d
     real p;                         // dropout: probability of a zero; available to new kinds
@@ -134,28 +142,40 @@ typedef struct Layer {
     size_t weight, bias;            // their offsets into params and grads, in elements
 } Layer;
 
-/* Operator fusion: what the kernels of a row compute in the same pass, because no other row reads
-   the intermediate results:  out = pool(relu(op(in) + residual)).  The definitions fuse nothing. */
+// Whether a row multiplies its input with a matrix of weights.
+static inline HOST_DEVICE bool multiplies(const Layer *l) {
+    return l->kind == CONV2D || l->kind == LINEAR;
+}
+
+/* For the fast kernels; skip it on a first reading. Operator fusion: what the kernels of a row
+   compute in the same pass, because no other row reads the intermediate results:
+     out = pool(relu(op(in) + residual))
+   The definitions in section 3 fuse nothing. */
 typedef struct Fusion {
-    bool add;             // the sum with a residual
-    bool relu;            // a ReLU
-    const Layer *pool;    // a max-pool, or NULL
-    bool relu_backward;   // backward begins with the backward of the fused ReLU
-    bool masks_din;       // backward ends with the backward of the ReLU before this row
-    const Layer *moments; // conv2d: the batchnorm2d that follows, for which it stores sums;
-                          // batchnorm2d: the conv2d that has stored its sums; or NULL
+    bool add;           // the sum with a residual
+    bool relu;          // a ReLU
+    const Layer *pool;  // a max-pool, or NULL
+    bool relu_backward; // backward begins with the backward of the fused ReLU
+    bool masks_din;     // backward ends with the backward of the ReLU before this row
+    // conv2d: the batchnorm2d that follows, for which this row stores sums; batchnorm2d: the conv2d
+    // that has stored them. NULL if no sums are stored
+    const Layer *moments;
 } Fusion;
 
-// How a row is computed: by its own kernels, into its own memory or over its input; or by the kernels
-// of an earlier row
-typedef enum { SEPARATE, IN_PLACE, FUSED } Sharing;
+// How a row is computed
+typedef enum {
+    SEPARATE, // by its own kernels, into its own memory
+    IN_PLACE, // by its own kernels, over its input
+    FUSED     // by the kernels of an earlier row
+} Sharing;
 
 /* The key of all random numbers of a batch. They depend on the position of an image in the epoch's
    permutation, not on the batch or the rank that has it. */
 typedef struct RandomKey {
     uint64_t seed;
     size_t epoch;
-    size_t first, stride; // the position of the batch's first image; from one image to the next
+    size_t first;  // the position of the batch's first image
+    size_t stride; // from the position of one image to that of the next
 } RandomKey;
 
 // What changes from step to step; kernels read it through a pointer, from the device's memory.
@@ -172,23 +192,25 @@ static inline HOST_DEVICE size_t position_of(RandomKey key, size_t image) {
 // --augment: each epoch sees another variant of each image. The functions are in section 9.
 enum { CROP_PADDING = 4, ELASTIC_ALPHA = 34, ELASTIC_SIGMA = 4, ELASTIC_REACH = 3 * ELASTIC_SIGMA };
 
-// Limits: replicas of a process (networks that train together, each in its own thread), threads of a
-// replica, rows of a network, areas of a memory plan
-enum { MAX_REPLICAS = 64, MAX_THREADS = 1024, MAX_LAYERS = 1024, MAX_AREAS = 24 };
-
-/* Marks are events in a replica's stream of work, as in CUDA. They are numbered: marks for the clock
-   of train(), one for each bucket of gradients (section 10), with --layers and --trace one at the
-   start and one at the end of each row's forward and backward, and the start of a trace. */
-enum { CLOCK_MARKS = 64, MAX_BUCKETS = 64, ROW_MARKS = 2 * (MAX_LAYERS + 1) };
 enum {
-    BUCKET_MARKS = CLOCK_MARKS,
-    FORWARD_MARKS = BUCKET_MARKS + MAX_BUCKETS,
-    BACKWARD_MARKS = FORWARD_MARKS + ROW_MARKS,
-    START_MARK = BACKWARD_MARKS + ROW_MARKS,
-    MARKS
+    MAX_REPLICAS = 64,  // networks of a process that train together, each in its own thread
+    MAX_THREADS = 1024, // of a replica
+    MAX_LAYERS = 1024,  // rows of a network
+    MAX_AREAS = 24      // of a memory plan
 };
 
-// The mark where the forward or the backward of a row begins, and where it ends
+// Marks are events in a replica's stream of work, as in CUDA. They are numbered.
+enum { CLOCK_MARKS = 64, MAX_BUCKETS = 64, ROW_MARKS = 2 * (MAX_LAYERS + 1) };
+enum {
+    BUCKET_MARKS = CLOCK_MARKS, // after CLOCK_MARKS marks for the clock of train()
+    FORWARD_MARKS =
+        BUCKET_MARKS + MAX_BUCKETS, // after one for each bucket of gradients (section 10)
+    BACKWARD_MARKS = FORWARD_MARKS + ROW_MARKS, // --layers, --trace: two for each row, see below
+    START_MARK = BACKWARD_MARKS + ROW_MARKS,    // the start of a trace
+    MARKS                                       // their number
+};
+
+// The marks where the forward or the backward of a row begins and where it ends
 static inline size_t row_begin(size_t row, bool back) {
     return (back ? BACKWARD_MARKS : FORWARD_MARKS) + 2 * row;
 }
@@ -197,19 +219,21 @@ static inline size_t row_end(size_t row, bool back) {
     return row_begin(row, back) + 1;
 }
 
-// A data set: what is known about it, and the images of its training or test set.
 typedef struct Dataset Dataset;
 
+// What is known about a data set
 typedef struct DatasetInfo {
     const char *name;
     Shape shape;
-    size_t classes, train, test; // number of classes; images in the two sets
-    double mean[3], std[3];      // per channel, of pixels scaled to [0, 1]
+    size_t classes;         // their number
+    size_t train, test;     // images in the training set and in the test set
+    double mean[3], std[3]; // per channel, of pixels scaled to [0, 1]
     void (*read)(Dataset *data, const char *dir, const char *const *files, size_t limit);
-    const char *files[2][6]; // of the training set, of the test set; NULL ends each list
-    const char *class_names; // separated by spaces; NULL: numbers
+    const char *files[2][6]; // of the training set and of the test set; NULL ends each list
+    const char *class_names; // separated by spaces, or NULL if the classes are only numbered
 } DatasetInfo;
 
+// The images of a training set or a test set
 struct Dataset {
     const DatasetInfo *info;
     size_t count;
@@ -219,9 +243,10 @@ struct Dataset {
 
 // A data set in a device's memory, with what is needed to build batches there.
 typedef struct Resident {
-    const uint8_t *images, *labels; // [count][h][w][c], [count]
-    uint32_t *order;                // the epoch's permutation: order[position] = image
-    const real *normalised;         // [c][256]: the value of each byte of a channel
+    const uint8_t *images;  // [count][h][w][c]
+    const uint8_t *labels;  // [count]
+    uint32_t *order;        // the epoch's permutation: order[position] = image
+    const real *normalised; // [c][256]: the value of each byte of a channel
     Shape shape;
     Augmentation augment;
     float blur[ELASTIC_REACH + 1]; // AUGMENT_ELASTIC: the weights of its blur
@@ -229,13 +254,15 @@ typedef struct Resident {
 
 // The images of one step, in the memory of a loader.
 typedef struct Batch {
-    real *images;        // [n][h][w][c], normalised
-    uint8_t *labels;     // [n]
-    real *device_images; // where the kernels read them: the same on a CPU, copies on a GPU
+    real *images;    // [n][h][w][c], normalised
+    uint8_t *labels; // [n]
+    // where the kernels read them: the same arrays on a CPU, copies on a GPU
+    real *device_images;
     uint8_t *device_labels;
-    const Resident *resident; // instead of images: the data set on the device, or NULL
+    const Resident *resident; // the data set on the device, which replaces images; or NULL
     RandomKey key;            // seed, epoch, position of the first image
-    size_t n, number;         // number of images; number of the batch, from 0
+    size_t n;                 // how many images
+    size_t number;            // of the batch in the epoch, from 0
 } Batch;
 
 /* What a row works on in one step. A forward reads in, residual, weight and bias and writes out,
@@ -246,24 +273,26 @@ typedef struct Batch {
    dout of log_softmax, which feeds the loss, stay 32-bit. */
 typedef struct Work {
     const Layer *l;
-    Fusion fused;
-    size_t row, n;             // its number in the table; images of this batch
-    const real *in, *residual; // residual NULL: nothing to add
-    const real *weight, *bias; // bias NULL: there is none
-    real *out, *dout, *din;    // din NULL: not needed
-    real *dresidual;           // NULL: not needed, or in the memory of dout
+    size_t row;                // its number in the table
+    size_t n;                  // images of this batch
+    const real *in, *residual; // residual is NULL if nothing is added
+    const real *weight, *bias; // bias is NULL if there is none
+    real *out, *dout, *din;    // din is NULL if it is not needed
+    real *dresidual;           // NULL if it is not needed or shares the memory of dout
     real *dweight, *dbias;
-    real *stats;          // batchnorm2d
-    real *moments;        // sums that a conv2d stores for the batchnorm2d that follows it
-    uint8_t *saved;       // argmax of a max-pool, mask of a dropout
-    real *scratch;        // the scratch_size() of the kernels, in numbers
-    void *transposed;     // --layout nchw: its transposed_size() elements; else NULL
-    Shape from;           // the shape of in, before a linear layer flattens it
-    void *prepared;       // what the kernels keep for this row; zeroed, then set up by prepare()
-    const RandomKey *key; // of a training step, in the device's memory; NULL: evaluation
-    bool accumulate;      // another reader of the input has already written din
+    real *stats;              // batchnorm2d
+    uint8_t *saved;           // argmax of a max-pool, mask of a dropout
+    real *scratch;            // as many numbers as the scratch_size() of the kernels
+    const RandomKey *key;     // of a training step's forward, in the device's memory; else NULL
+    bool accumulate;          // another reader of the input has already written din
     bool accumulate_residual; // another reader of the residual has already written dresidual
-    bool autotune;            // choose the fastest kernels now, if that has not been done
+    // for the fast kernels; skip it on a first reading
+    Fusion fused;
+    real *moments;    // sums that a conv2d stores for the batchnorm2d that follows it
+    void *transposed; // --layout nchw: its transposed_size() elements; else NULL
+    Shape from;       // the shape of in, before a linear layer flattens it
+    void *prepared;   // what the kernels keep for this row; zeroed, then set up by prepare()
+    bool autotune;    // choose the fastest kernels now, if that has not been done
 } Work;
 
 /* What a GPU does about losses and gradients that are not finite:
@@ -274,9 +303,10 @@ typedef struct Work {
      SCALE_STEPS steps without any it is doubled. (Micikevicius et al., "Mixed precision training",
      arXiv:1710.03740; numbers as in PyTorch's GradScaler.) # AMP */
 typedef struct LossScale {
-    float scale;             // 1 in other precisions
-    uint32_t steps, skipped; // since the scale was changed; skipped in the whole run
-    uint32_t not_finite;     // losses and gradients, with fp16 of this step, else of all steps
+    float scale;         // 1 in other precisions
+    uint32_t steps;      // since the scale was changed
+    uint32_t skipped;    // updates in the whole run
+    uint32_t not_finite; // losses and gradients: in fp16 of this step, else of all steps
 } LossScale;
 enum { FIRST_SCALE = 65536, SCALE_STEPS = 2000 };
 
@@ -284,8 +314,8 @@ enum { FIRST_SCALE = 65536, SCALE_STEPS = 2000 };
 typedef struct Update {
     real *param, *state[2];
     const real *grad;
-    void *low;              // a 16-bit copy of param, or NULL
-    const LossScale *scale; // of the gradients; NULL on a CPU
+    void *low;              // for GPUs: a 16-bit copy of param, or NULL
+    const LossScale *scale; // for GPUs: the scale of the gradients; NULL on a CPU
     size_t count;
     const Step *step; // with the learning rate, in the device's memory
     double momentum, weight_decay;
@@ -297,10 +327,11 @@ typedef enum { RANGE_STEP, RANGE_LINE, RANGE_ROW } RangeLevel;
 
 // A device as a run finds it
 typedef struct DeviceInfo {
-    char name[256], uuid[48], driver[32]; // uuid and driver: empty on a CPU
-    double memory;                        // bytes that a run may take
-    bool emulated;                        // GPU code that runs on the CPU: its times mean nothing
-    bool tensor_cores;                    // that --kernels tensor can use
+    char name[256];
+    char uuid[48], driver[32]; // empty on a CPU
+    double memory;             // bytes that a run may take
+    bool emulated;             // GPU code that runs on the CPU: its times mean nothing
+    bool tensor_cores;         // it has some that --kernels tensor can use
 } DeviceInfo;
 
 /* A kind of device: its memory, and a stream of operations that are queued and run in order. A CPU
@@ -308,39 +339,40 @@ typedef struct DeviceInfo {
    numbered from 0. */
 typedef struct Device {
     bool is_gpu;
-    size_t (*count)(const char **why_not); // how many there are; 0: none, for this reason
-    // the calling thread computes for this replica, on that device; errors go to on_error
+    size_t (*count)(const char **why_not); // how many there are; if none, stores why
+    // the calling thread computes for this replica, on device `number`; errors go to on_error
     void (*use)(size_t replica, size_t number, void (*on_error)(int status, const char *, ...));
     void (*describe)(DeviceInfo *info); // the device of the calling thread
-    void *(*alloc)(size_t bytes);       // zeroed device memory; NULL: there is not enough
+    void *(*alloc)(size_t bytes);       // zeroed device memory, or NULL if there is not enough
     void (*release)(void *memory);
     void *(*pinned_alloc)(size_t bytes); // zeroed host memory that the device reads directly
     void (*pinned_release)(void *memory);
-    // between host and device, either way, and within the device; queued with the operations
+    // copies between host and device, either way, or within the device; queued
     void (*copy)(void *to, const void *from, size_t bytes);
-    void (*clear)(void *memory, size_t bytes); // of the device, to zeros
-    void (*set_step)(Step *to, Step step);     // queued; to: in the device's memory
-    // GPU: between host and device, either way, immediately and by any thread, concurrently with
-    // the operations of that device
+    void (*clear)(void *memory, size_t bytes); // sets memory of the device to zeros; queued
+    void (*set_step)(Step *to, Step step);     // *to, in the device's memory, = step; queued
+    // GPU: copies between host and device `number`, either way, at once. Any thread may call it,
+    // concurrently with the device's operations.
     void (*transfer)(size_t number, void *to, const void *from, size_t bytes);
-    /* to = from, or += from, which may be on this device, another one or the host; by any thread,
-       concurrently with work on this device; complete on return. buffer: device memory of the size
-       of `to` */
+    /* to = from, or += from if add; complete on return. `from` may be on this device, another one
+       or the host; buffer is device memory of the size of `to`. Any thread may call it, concurrently
+       with the device's operations. */
     void (*receive)(size_t number, real *to, const real *from, size_t n, bool add, real *buffer);
     void (*synchronize)(void);
     void (*mark)(size_t i);                    // a point in the stream of work, 0 to MARKS - 1
     double (*elapsed)(size_t from, size_t to); // seconds between two marks; waits for both
     void (*wait)(size_t replica, size_t mark); // until that replica has passed the mark
-    /* GPU, CUDA graphs: after capture(true), operations are recorded instead of executed, copies to and
-       from pinned memory included; capture(false) returns a graph of them; replay() queues it */
+    /* GPU, CUDA graphs: after capture(true), operations are recorded instead of executed, including
+       copies to and from pinned memory. capture(false) returns a graph of them, which replay()
+       queues. */
     void *(*capture)(bool begin);
     void (*replay)(void *graph);
     void (*free_graph)(void *graph);
-    double (*peak_gflops)(void); // multiply-adds of this device, measured; NAN: not known
+    double (*peak_gflops)(void); // multiply-adds of this device, measured; NAN if not known
     // # PROF  for Nsight: ends this thread's range of this level, with the ranges inside it, and
-    // begins one of this name (NULL: none); starts or stops recording
+    // begins one of this name unless it is NULL
     void (*range)(RangeLevel level, const char *name);
-    void (*record)(bool on);
+    void (*record)(bool on); // starts or stops the recording
 } Device;
 
 /* What --kernels and --precision name: the functions that compute a network on one kind of device.
@@ -353,40 +385,44 @@ typedef struct Kernels {
     struct {
         void (*forward)(Work w), (*backward)(Work w);
     } layers[KINDS];
-    // how row l, the only reader of row `to`, is computed; `with`: what is fused with `to` already
-    Sharing (*fuse)(const Layer *to, const Fusion *with, const Layer *l);
-    // 32-bit words in which a conv2d's forward stores sums for the batchnorm2d that follows it; 0: none
-    size_t (*moments_size)(const Layer *conv, size_t n);
-    size_t (*scratch_size)(const Layer *l, const Fusion *fused, size_t n); // in 32-bit words
-    size_t (*transposed_size)(const Layer *l, size_t n); // --layout nchw, in elements
-    // what the kernels of a row keep, in the host's memory: its size in bytes; sets it up
-    size_t (*prepared_size)(const Layer *l);
-    void (*prepare)(void *prepared, const Layer *l);
+    // numbers of scratch memory that a row needs
+    size_t (*scratch_size)(const Layer *l, const Fusion *fused, size_t n);
     double (*flops)(Work w); // operations that the row's forward and backward execute
-    // dlogp is multiplied by the scale; scale->not_finite += losses that are not. NULL: no scale
+    // A GPU multiplies dlogp by the scale and adds the count of losses that are not finite to
+    // scale->not_finite. On a CPU, scale is NULL.
     void (*nll_loss)(real *losses, real *dlogp, const real *logp, const uint8_t *labels, size_t n,
                      size_t batch, size_t classes, double smoothing, LossScale *scale);
     void (*adadelta)(Update u);
     void (*sgd)(Update u);
+    /* The rest is for the fast kernels; skip it on a first reading. fuse() says how row l, the only
+       reader of row `to`, is computed; `with` is what is fused with `to` already. */
+    Sharing (*fuse)(const Layer *to, const Fusion *with, const Layer *l);
+    // numbers in which a conv2d's forward stores sums for the batchnorm2d that follows it, or 0
+    size_t (*moments_size)(const Layer *conv, size_t n);
+    size_t (*transposed_size)(const Layer *l, size_t n); // --layout nchw, in elements
+    // what the kernels of a row keep in the host's memory: its size in bytes; and setting it up
+    size_t (*prepared_size)(const Layer *l);
+    void (*prepare)(void *prepared, const Layer *l);
     // GPU, 16-bit precisions: low = param
     void (*lower)(void *low, const real *param, size_t count);
-    // GPU: scale->not_finite += gradients that are not; fp16: changes the scale, after the update
+    // GPU: adds the number of gradients that are not finite to scale->not_finite
     void (*count_not_finite)(LossScale *scale, const real *grad, size_t count);
-    void (*adjust_scale)(LossScale *scale);
+    void (*adjust_scale)(LossScale *scale); // GPU, fp16: changes the scale, after the update
     // GPU: out = the images of a loader, as row 0 has them
     void (*load_images)(real *out, const real *images, size_t n, Shape s, bool nchw);
-    // GPU: a batch of a resident data set, key in the device's memory
+    // GPU: out = a batch of a resident data set, as row 0 has it, and its labels. key is in the
+    // device's memory.
     void (*gather)(real *out, uint8_t *labels, const Resident *r, const RandomKey *key, size_t n,
                    bool nchw);
 } Kernels;
 
 /* What cnn_kernels.cu provides where nvcc or the emulator has compiled it. For C, the functions are
    weak: where no file of the program defines them, they are NULL.
-   cuda_kernels()       its kernels, the best ones last, then NULL
+   cuda_kernels()       returns its kernels by number, the best ones last, then NULL
    With NCCL, for GPUs of several processes:
    cuda_nccl_id()       creates the id of a group; rank 0 calls it and sends it to the others
-   cuda_nccl_join()     this thread's device joins the group
-   cuda_all_reduce()    data = its sum over the group; false: not complete within `timeout` s */
+   cuda_nccl_join()     makes this thread's device join the group
+   cuda_all_reduce()    data = its sum over the group; false if that takes more than `timeout` s */
 #ifdef __cplusplus
 #define OPTIONAL extern "C"
 #else
@@ -400,7 +436,16 @@ OPTIONAL bool cuda_all_reduce(size_t device, real *data, size_t count, double ti
 
 /* Philox4x32-10, a counter-based random number generator: out = a keyed bijection of the counter.
    (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.) It has no state, so any
-   thread, device or replica can compute any of its numbers at any time, and all agree. */
+   thread, device or replica can compute any of its numbers at any time, and all agree. What the
+   counter is made of, where the position is an image's in the epoch's permutation:
+     c3               c0                                c1          c2
+     DRAW_INIT        element / 4                       tensor      0
+     DRAW_SHUFFLE     position                          0           epoch
+     DRAW_SYNTHETIC   wave of a class's glyph           class       0
+                      0: distractor, 1: glyph           image       1
+                      pixel, for its noise              image       2
+     DRAW_AUGMENT     0, or 1 + element of the field    position    epoch
+     DRAW_DROPOUT     element / 8; c3 is + its row      position    epoch */
 static inline HOST_DEVICE void philox4x32(uint32_t out[4], uint32_t c0, uint32_t c1, uint32_t c2,
                                           uint32_t c3, uint64_t seed) {
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
@@ -419,7 +464,7 @@ static inline HOST_DEVICE void philox4x32(uint32_t out[4], uint32_t c0, uint32_t
     out[3] = c3;
 }
 
-// The purpose of a random number. Dropout adds the row of its layer, so that layers differ.
+// The purpose of a random number. A dropout adds its row, so that layers differ.
 enum { DRAW_INIT, DRAW_SHUFFLE, DRAW_SYNTHETIC, DRAW_AUGMENT, DRAW_DROPOUT = 256 };
 
 // Uniform in [0, 1), from the upper 24 of 32 random bits: exact in float and in double.
@@ -427,12 +472,13 @@ static inline HOST_DEVICE real uniform(uint32_t bits) {
     return (real)(bits >> 8) * (real)(1.0 / 16777216.0);
 }
 
-#ifndef CNN_DECLARATIONS_ONLY // the kernels' files read no further
+#ifndef CNN_DECLARATIONS_ONLY // cnn_kernels.cu reads no further
 
 /* ==== 2. Helpers =================================================================================
 
-   Clock, errors, memory and files. Every error ends in die(), with one line that says what failed,
-   where, what was expected, what was found and what to do. */
+   Clock, errors, memory and files. An error ends in die(), with one line that says what failed,
+   where, what was expected, what was found and what to do. (The one exception is main(), which
+   checks the CPU before anything else.) */
 
 #include <errno.h>
 #include <fcntl.h>
@@ -468,7 +514,7 @@ static inline HOST_DEVICE real uniform(uint32_t bits) {
 
 #define LENGTH(array) (sizeof(array) / sizeof *(array))
 #define SQRT(x) (sizeof(real) == sizeof(float) ? (real)sqrtf((float)(x)) : (real)sqrt((double)(x)))
-// Parameter i of a function is a format as of printf(), and its arguments follow.
+// Parameter i of a function is a format like that of printf(), and its arguments follow.
 #define FORMAT(i) __attribute__((format(printf, i, (i) + 1)))
 
 enum { PATH_SIZE = 4096, EXIT_USAGE = 2 };
@@ -480,15 +526,15 @@ static double now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* How the program ends by an error. The first thread that calls die() ends it, and others that fail
-   meanwhile wait for that. */
-static void (*before_dying)(void);        // marks the run folder as failed
-static void (*leave)(int status) = _exit; // MPI: ends the other ranks as well
-static bool dying;                        // a thread is ending the program ...
-static __thread bool dying_here;          // ... this one
-static __thread const char *unfinished;   // a temporary file of this thread, or NULL
+/* How the program exits on an error. The first thread that calls die() ends it, and others that
+   fail meanwhile wait for that. */
+static void (*before_dying)(void);           // marks the run folder as failed
+static void (*leave)(int status) = _exit;    // with MPI, ends the other ranks as well
+static bool dying;                           // whether a thread is ending the program
+static _Thread_local bool dying_here;        // whether it is this thread
+static _Thread_local const char *unfinished; // a temporary file of this thread, or NULL
 
-// Names in files may hold escape sequences, which would reach the terminal.
+// Names in files may contain escape sequences, which would reach the terminal.
 static void replace_control_characters(char *text) {
     for (char *c = text; *c; c++)
         if ((unsigned char)*c < ' ' || *c == 127)
@@ -499,7 +545,8 @@ static void replace_control_characters(char *text) {
 static _Noreturn FORMAT(2) void die(int status, const char *format, ...) {
     char line[2 * PATH_SIZE];
     va_list args;
-    if (__atomic_exchange_n(&dying, true, __ATOMIC_SEQ_CST) && !dying_here)
+    const bool was_dying = __atomic_exchange_n(&dying, true, __ATOMIC_SEQ_CST);
+    if (was_dying && !dying_here)
         for (;;)
             pause();
     if (dying_here) // before_dying() has failed
@@ -509,7 +556,7 @@ static _Noreturn FORMAT(2) void die(int status, const char *format, ...) {
     vsnprintf(line, sizeof line, format, args);
     va_end(args);
     replace_control_characters(line);
-    if (ftrylockfile(stdout) == 0) // else another thread waits for its reader
+    if (ftrylockfile(stdout) == 0) // if it is locked, another thread is blocked on a full pipe
         fflush(stdout);
     fprintf(stderr, "cnn: error: %s\n", line);
     if (unfinished)
@@ -546,7 +593,7 @@ static Range part_of(Range whole, size_t i, size_t parts) {
     return (Range){whole.first + first, last - first};
 }
 
-static _Thread_local size_t num_threads = 1; // which the calling thread may compute with
+static _Thread_local size_t num_threads = 1; // how many threads this thread may use
 
 static void set_num_threads(size_t count) {
     num_threads = count;
@@ -593,7 +640,8 @@ static void plan_area(Plan *p, void *pointer, size_t bytes, MemoryKind where, co
         die(1, "memory for %s: more than %d areas; raise MAX_AREAS in cnn.c", what, MAX_AREAS);
     if (where == PINNED && !p->device->is_gpu)
         where = HOST; // there is no device that reads it
-    p->areas[p->count++] = (struct Area){pointer, bytes, where, what};
+    p->areas[p->count] = (struct Area){pointer, bytes, where, what};
+    p->count++;
 }
 
 static void plan_alloc(const Plan *p) {
@@ -631,7 +679,8 @@ static void flush(FILE *f, const char *name) {
         file_fail("cannot write to", name);
 }
 
-// Opens a file to read; NULL: there is none. A pipe, which would block, reads as an empty file.
+// Opens a file to read, or returns NULL if there is none. A pipe, which would block, reads as an
+// empty file.
 static FILE *open_existing(const char *path) {
     const int fd = open(path, O_RDONLY | O_NONBLOCK);
     FILE *f = fd < 0 ? NULL : fdopen(fd, "rb");
@@ -640,14 +689,14 @@ static FILE *open_existing(const char *path) {
     return f;
 }
 
-/* A file that is replaced at once: written to a temporary file in its folder, synced, renamed. It
-   keeps its mode; of a symbolic link the target is replaced. */
+/* A file that is replaced atomically: written to a temporary file in its folder, synced, renamed.
+   It keeps its mode. If it is a symbolic link, the target is replaced. */
 typedef struct AtomicFile {
     FILE *stream;
-    char path[PATH_SIZE], temporary[PATH_SIZE + 4]; // empty: what is written is discarded
+    char path[PATH_SIZE], temporary[PATH_SIZE + 4]; // both empty if what is written is discarded
 } AtomicFile;
 
-// path NULL: discards what is written.
+// If path is NULL, what is written is discarded.
 static void atomic_open(AtomicFile *f, const char *path) {
     struct stat old;
     const bool exists = path && stat(path, &old) == 0;
@@ -665,11 +714,13 @@ static void atomic_open(AtomicFile *f, const char *path) {
     snprintf(f->temporary, sizeof f->temporary, "%s.tmp", f->path);
     f->stream = fopen(f->temporary, "wb");
     unfinished = f->temporary;
-    if (!f->stream || (exists && fchmod(fileno(f->stream), old.st_mode & 07777) != 0))
+    if (!f->stream)
+        file_fail("cannot create", f->temporary);
+    if (exists && fchmod(fileno(f->stream), old.st_mode & 07777) != 0)
         file_fail("cannot create", f->temporary);
 }
 
-// The new name reaches the disk as well. EINVAL: this file system cannot sync a folder.
+// Makes the new name reach the disk as well. Some file systems cannot sync a folder (EINVAL).
 static void sync_folder(const char *file) {
     char path[PATH_SIZE];
     snprintf(path, sizeof path, "%s", file);
@@ -680,9 +731,12 @@ static void sync_folder(const char *file) {
 }
 
 static void atomic_commit(AtomicFile *f) {
-    const bool flushed = fflush(f->stream) == 0 && !ferror(f->stream);
     const bool kept = *f->path != 0;
-    if (!flushed || (kept && fsync(fileno(f->stream)) != 0) || fclose(f->stream) != 0)
+    if (fflush(f->stream) != 0 || ferror(f->stream))
+        file_fail("cannot write", f->temporary);
+    if (kept && fsync(fileno(f->stream)) != 0)
+        file_fail("cannot write", f->temporary);
+    if (fclose(f->stream) != 0)
         file_fail("cannot write", f->temporary);
     if (!kept)
         return;
@@ -701,25 +755,30 @@ static double memory_bytes(void) {
     return (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
 }
 
-// 0: not there
+// A positive number from the environment; 0 if unset
 static size_t environment_number(const char *name) {
     const char *text = getenv(name);
-    return text && atoi(text) > 0 ? (size_t)atoi(text) : 0;
+    if (!text || atoi(text) <= 0)
+        return 0;
+    return (size_t)atoi(text);
 }
 
 // The first line of a file that begins with `begin`, or "" if there is none
 static void find_line(char line[PATH_SIZE], const char *path, const char *begin) {
     FILE *f = fopen(path, "r");
-    bool found = false;
-    while (f && !found && fgets(line, PATH_SIZE, f))
-        found = strncmp(line, begin, strlen(begin)) == 0;
+    while (f && fgets(line, PATH_SIZE, f))
+        if (strncmp(line, begin, strlen(begin)) == 0) {
+            line[strcspn(line, "\n")] = 0;
+            fclose(f);
+            return;
+        }
     if (f)
         fclose(f);
-    line[found ? strcspn(line, "\n") : 0] = 0;
+    *line = 0;
 }
 
-// The memory, in bytes, that the cgroup of this process allows (version 2). `table` is in the format
-// of /proc/self/cgroup: a line "0::GROUP", whose limit is in the file ROOT/GROUP/memory.max.
+// The memory, in bytes, that the cgroup of this process allows (version 2). `table` is in the
+// format of /proc/self/cgroup: a line "0::GROUP", whose limit is in ROOT/GROUP/memory.max.
 static double cgroup_limit(const char *table, const char *root) {
     char line[PATH_SIZE], path[3 * PATH_SIZE];
     double limit;
@@ -728,18 +787,27 @@ static double cgroup_limit(const char *table, const char *root) {
         return INFINITY;
     snprintf(path, sizeof path, "%s%s/memory.max", root, line + strlen("0::"));
     find_line(line, path, "");
-    return sscanf(line, "%lf", &limit) == 1 ? limit : INFINITY; // "max": none
+    if (sscanf(line, "%lf", &limit) != 1)
+        return INFINITY; // the line is "max"
+    return limit;
+}
+
+// The memory, in bytes, that the Slurm job of this process allows on this machine. A job states it
+// in MB, for the machine or for each core.
+static double slurm_limit(void) {
+    const size_t machine = environment_number("SLURM_MEM_PER_NODE");
+    const size_t core = environment_number("SLURM_MEM_PER_CPU");
+    const size_t mb = max_size(machine, core * environment_number("SLURM_CPUS_ON_NODE"));
+    return mb > 0 ? 0x1p20 * (double)mb : INFINITY;
 }
 
 // The memory that this process may take, in bytes: of the machine, its Slurm job or its cgroup
 static double memory_limit(void) {
-    const size_t node = environment_number("SLURM_MEM_PER_NODE"), // MB; or for each core
-        cores = environment_number("SLURM_MEM_PER_CPU") * environment_number("SLURM_CPUS_ON_NODE");
-    const double slurm = node || cores ? 0x1p20 * (double)max_size(node, cores) : INFINITY;
-    return fmin(fmin(memory_bytes(), slurm), cgroup_limit("/proc/self/cgroup", "/sys/fs/cgroup"));
+    const double cgroup = cgroup_limit("/proc/self/cgroup", "/sys/fs/cgroup");
+    return fmin(fmin(memory_bytes(), slurm_limit()), cgroup);
 }
 
-// FNV-1a. hash: of the bytes before these; HASH_START at first
+// FNV-1a. `hash` is the hash of the bytes before these, or HASH_START if there are none.
 #define HASH_START 0xcbf29ce484222325u
 static uint64_t hash_bytes(uint64_t hash, const void *memory, size_t bytes) {
     for (size_t i = 0; i < bytes; i++)
@@ -757,8 +825,11 @@ static bool is_finite_16(uint16_t bits, Precision precision) {
 static size_t first_not_finite(const void *numbers, size_t count, Precision precision) {
     const bool half = precision == FP16 || precision == BF16;
     for (size_t i = 0; i < count; i++) {
-        const bool finite = half ? is_finite_16(((const uint16_t *)numbers)[i], precision)
-                                 : isfinite(((const real *)numbers)[i]);
+        bool finite;
+        if (half)
+            finite = is_finite_16(((const uint16_t *)numbers)[i], precision);
+        else
+            finite = isfinite(((const real *)numbers)[i]);
         if (!finite)
             return i;
     }
@@ -777,7 +848,7 @@ typedef struct TraceEvent {
 
 static struct {
     size_t on;    // number of ranks in a traced step
-    size_t count; // all threads append; count may exceed TRACE_EVENTS
+    size_t count; // of events, including those that came after TRACE_EVENTS and were dropped
     TraceEvent *events;
 } trace;
 
@@ -795,7 +866,7 @@ static void trace_event(size_t rank, size_t track, const char *name, double begi
 /* ==== 3. Layers on the CPU =======================================================================
 
    Each layer is defined here by a few loops that compute its formula; the tests compare everything
-   else with these definitions. Those named _naive have a fast version in cnn_kernels.c (_fast).
+   else with these definitions. cnn_kernels.c has fast versions of some, whose names end in _fast.
 
    Gradients: dX is the derivative of the loss with respect to X. How a sum is split depends on
    shapes, never on the number of threads, and its order is fixed: the result has the same bits for
@@ -823,7 +894,7 @@ static void add_products(real *restrict out, const real *restrict in, const real
 /* out[n][y][x][k] = bias[k] + sum over i, j, c of
                           in[n][y * s + i - padding][x * s + j - padding][c] * weight[i][j][c][k]
    where s is the stride and pixels outside of the image count as 0.
-   Shapes: in [n][h][w][c], out [n][oh][ow][k]. bias may be NULL: there is none.
+   Shapes: in [n][h][w][c], out [n][oh][ow][k]. If bias is NULL, there is none.
    A linear layer is the same on 1 pixel: out[n][k] = bias[k] + sum of in[n][c] * weight[c][k]. */
 static void conv2d_forward_naive(Work w) {
     const Layer *l = w.l;
@@ -881,10 +952,10 @@ static void conv2d_parameter_gradients(Work w) {
     /* LAB 1.2 END */
 }
 
-/* din[n][iy][ix][c] = sum over y, x, i, j, k of dout[n][y][x][k] * weight[i][j][c][k], over all y, x,
-                       i, j with y * s + i - padding = iy and x * s + j - padding = ix
-   It is += if accumulate. gcc vectorises no sum into one number, so the weights are transposed:
-   then the innermost loop runs over the input channels, and adds to as many numbers. */
+/* din[n][iy][ix][c] = sum over y, x, i, j, k of dout[n][y][x][k] * weight[i][j][c][k]
+                       with y * s + i - padding = iy and x * s + j - padding = ix
+   It is += if accumulate. gcc does not vectorise a sum into one number, so the weights are
+   transposed: then the innermost loop runs over the input channels, and adds to as many numbers. */
 static void conv2d_input_gradient(Work w) {
     const Layer *l = w.l;
     const Shape I = l->in, O = l->out;
@@ -913,7 +984,7 @@ static void conv2d_input_gradient(Work w) {
     /* LAB 1.3 END */
 }
 
-// din NULL: not needed
+// din is NULL if the row reads the images, whose gradient is not needed.
 static void conv2d_backward_naive(Work w) {
     conv2d_parameter_gradients(w);
     if (w.din)
@@ -924,14 +995,14 @@ static size_t outputs(Work w) {
     return w.n * shape_size(w.l->out);
 }
 
-// out = max(in, 0); NaN propagates. Works in place
+// out = max(in, 0); NaN propagates. Works in place.
 static void relu_forward(Work w) {
     PARALLEL_FOR
     for (size_t i = 0; i < outputs(w); i++)
         w.out[i] = w.in[i] < 0 ? 0 : w.in[i];
 }
 
-// din = dout where out > 0, else 0. Works in place
+// din = dout where out > 0, else 0. Works in place.
 static void relu_backward(Work w) {
     PARALLEL_FOR
     for (size_t i = 0; i < outputs(w); i++)
@@ -978,7 +1049,8 @@ static void maxpool2d_backward(Work w) {
     PARALLEL_FOR
     for (size_t image = 0; image < w.n; image++) {
         real *d = w.din + image * shape_size(I);
-        memset(d, 0, w.accumulate ? 0 : shape_size(I) * sizeof *d);
+        if (!w.accumulate)
+            memset(d, 0, shape_size(I) * sizeof *d);
         for (size_t y = 0; y < O.h; y++)
             for (size_t x = 0; x < O.w; x++) {
                 size_t at = ((image * O.h + y) * O.w + x) * O.c;
@@ -1027,7 +1099,7 @@ static void add_forward(Work w) {
         w.out[i] = w.in[i] + w.residual[i];
 }
 
-// gradient[i] = dout[i], or +=
+// gradient = dout, or += dout if accumulate
 static void pass_gradient(Work w, real *gradient, bool accumulate) {
     PARALLEL_FOR
     for (size_t i = 0; i < outputs(w); i++)
@@ -1048,9 +1120,11 @@ static void add_backward(Work w) {
      mean = sum of in / m                     variance = sum of (in - mean)^2 / m
      out = (in - mean) * scale + bias         scale = weight / sqrt(variance + eps)
      running = (1 - momentum) * running + momentum * (mean, or variance * m / (m - 1))
-   Evaluation uses the running statistics instead of the batch's. stats holds four rows of c
-   numbers: running mean, running variance, and mean and 1 / sqrt(variance + eps) for the backward.
-   Sums are in double. A thread sums a block of adjacent channels, pixel by pixel. */
+   Evaluation uses the running statistics instead of the batch's. Sums are in double. A thread sums
+   a block of adjacent channels, pixel by pixel. stats consists of four rows, with one number for
+   each channel:
+     0 running mean    1 running variance    2 mean    3 1 / sqrt(variance + eps)
+   Rows 2 and 3 are for the backward. */
 
 enum { BN_BLOCK = 16 };
 static const double bn_eps = 1e-5, bn_momentum = 0.1;
@@ -1059,7 +1133,7 @@ static size_t bn_pixels(const Work *w) {
     return w->n * w->l->in.h * w->l->in.w;
 }
 
-// All four rows of stats, of channel c. squares: the sum of (in - mean)^2 over m pixels
+// All four rows of stats for channel c. `squares` is the sum of (in - mean)^2 over m pixels.
 static void bn_store_stats(real *stats, size_t channels, size_t c, double mean, double squares,
                            size_t m) {
     const double unbiased = squares / (double)(m > 1 ? m - 1 : 1);
@@ -1089,7 +1163,7 @@ static void bn_block_stats(Work w, size_t first, size_t count) {
         bn_store_stats(w.stats, channels, first + c, mean[c], squares[c], m);
 }
 
-// scale (=) of each channel, in the scratch memory. Returns the means.
+// scale (=) of each channel, from the statistics of this batch. Returns the means.
 static const real *bn_training_scale(Work w, real *scale) {
     const size_t channels = w.l->in.c;
     PARALLEL_FOR
@@ -1100,6 +1174,7 @@ static const real *bn_training_scale(Work w, real *scale) {
     return w.stats + 2 * channels;
 }
 
+// scale (=) of each channel, from the running statistics. Returns the means.
 static const real *bn_running_scale(Work w, real *scale) {
     const size_t channels = w.l->in.c;
     for (size_t c = 0; c < channels; c++)
@@ -1107,6 +1182,7 @@ static const real *bn_running_scale(Work w, real *scale) {
     return w.stats;
 }
 
+// out = (in - mean) * scale + bias
 static void batchnorm2d_forward(Work w) {
     const size_t channels = w.l->in.c, m = bn_pixels(&w);
     real *restrict scale = w.scratch;
@@ -1154,9 +1230,14 @@ static void batchnorm2d_backward(Work w) {
         }
 }
 
-/* out = in / (1 - p), or 0 with probability p; the mask stores which. One Philox block serves 8
-   elements with 16 bits each, so p is rounded to 1/65536. Element e of the image at position q draws from
-   (seed, layer, epoch, q, e). (Srivastava et al., "Dropout", JMLR 2014; inverted as in PyTorch.) */
+/* ---- Dropout -----------------------------------------------------------------------------------
+
+   (Srivastava et al., "Dropout", JMLR 2014; inverted as in PyTorch.)
+     out = in / (1 - p), or 0 with probability p
+   The mask stores which. Element e of the image at position q draws from (seed, layer, epoch, q,
+   e). One Philox block serves 8 elements with 16 bits each, so p is rounded to 1/65536. */
+
+// An element whose 16 bits are below it becomes 0.
 static uint32_t dropout_threshold(const Layer *l) {
     return (uint32_t)lround((double)l->p * 65536);
 }
@@ -1185,7 +1266,7 @@ static void dropout_image(Work w, size_t image) {
     }
 }
 
-// Evaluation: out = in
+// In evaluation, out = in.
 static void dropout_forward(Work w) {
     if (!w.key) {
         memmove(w.out, w.in, outputs(w) * sizeof *w.out);
@@ -1204,6 +1285,8 @@ static void dropout_backward(Work w) {
         w.din[i] = w.dout[i] * (w.saved[i] ? scale : 0) + (w.accumulate ? w.din[i] : 0);
 }
 
+// ---- Log-softmax and the loss
+
 // out[k] = in[k] - log(sum over j of exp(in[j])); subtracts the maximum, to avoid overflow
 static void log_softmax_forward(Work w) {
     const size_t classes = w.l->out.c;
@@ -1211,7 +1294,8 @@ static void log_softmax_forward(Work w) {
         const real *in = w.in + image * classes;
         real largest = -INFINITY, sum = 0;
         for (size_t k = 0; k < classes; k++)
-            largest = in[k] > largest ? in[k] : largest;
+            if (in[k] > largest)
+                largest = in[k];
         for (size_t k = 0; k < classes; k++)
             sum += (real)exp((double)(in[k] - largest));
         const real log_sum = largest + (real)log((double)sum);
@@ -1235,10 +1319,11 @@ static void log_softmax_backward(Work w) {
     /* LAB 1.6 END */
 }
 
-/* Negative log-likelihood with label smoothing e (Szegedy et al., arXiv:1512.00567, section 7; 0:
-   none). One loss per image; the loss of the batch is their mean.
+/* Negative log-likelihood with label smoothing e, which may be 0 (Szegedy et al., arXiv:1512.00567,
+   section 7). One loss per image; the loss of the batch is their mean.
      losses[i] = sum over k of target[k] * -logp[i][k],  target[k] = e / classes (+ 1 - e at label)
-     dlogp[i][k] = -target[k] / batch, where batch counts all ranks' images. dlogp may be NULL. */
+     dlogp[i][k] = -target[k] / batch, where batch counts all ranks' images
+   If dlogp is NULL, it is not computed. */
 static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t *labels, size_t n,
                      size_t batch, size_t classes, double smoothing, LossScale *scale) {
     (void)scale; // NULL on a CPU
@@ -1254,16 +1339,18 @@ static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t 
     if (!dlogp)
         return;
     for (size_t i = 0; i < n; i++)
-        for (size_t k = 0; k < classes; k++)
-            dlogp[i * classes + k] = -(k == labels[i] ? at_label : elsewhere) / (real)batch;
+        for (size_t k = 0; k < classes; k++) {
+            const real target = k == labels[i] ? at_label : elsewhere;
+            dlogp[i * classes + k] = -target / (real)batch;
+        }
 }
 
 /* ==== 4. Network =================================================================================
 
-   A network is a table of layers, each of which reads the output of an earlier row, or two (add).
-   Builders add rows and mirror PyTorch's modules. Everything else (sizes, memory, summary, forward,
-   backward, checkpoints) walks over the table. The network owns these arenas, planned from the
-   table and allocated once:
+   A network is a table of layers. Each reads the output of an earlier row, or of two (add). Builders
+   add rows and mirror PyTorch's modules. Everything else (sizes, memory, summary, forward, backward,
+   checkpoints) walks over the table. The network owns these arenas, which are planned from the table
+   and allocated once:
       params, grads     [param_size], each tensor aligned to a cache line
       low               --precision bf16, fp16: a 16-bit copy of the parameters
       activations       [batch][...] of every row; in-place rows share their input's, and a CPU
@@ -1274,8 +1361,8 @@ static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t 
 
 enum { ALIGN = 64 / sizeof(real) };
 
-/* Which kernels compute a row, and where its arrays are. For example, conv -> batchnorm -> relu, of
-   which the kernels of the batchnorm also compute the ReLU:
+/* Which kernels compute a row, and where its arrays are. For example, conv -> batchnorm -> relu,
+   where the kernels of the batchnorm also compute the ReLU:
      rows          computed by   output      gradient
      1 conv        1             at 0        at 0
      2 batchnorm   2             at 4096     at 4096
@@ -1284,9 +1371,9 @@ typedef struct Slot {
     size_t computed_by; // the row whose kernels compute this one
     Sharing sharing;
     Fusion fused;            // what the kernels of this row compute as well
-    size_t residual;         // the row that is added, by an add or by what is fused; else 0
+    size_t residual;         // the row that is added, by an add or by what is fused; 0 if none is
     size_t output, gradient; // offsets into activations and dactivations, in bytes
-    size_t stats;            // batchnorm2d: offset into stats, see batchnorm2d_forward()
+    size_t stats;            // batchnorm2d: offset into stats, see the block on BatchNorm
     size_t saved;            // offset into saved: argmax of a max-pool, mask of a dropout
 } Slot;
 
@@ -1298,46 +1385,55 @@ typedef struct Net {
     const Device *device;     // of these kernels
     Layer layers[MAX_LAYERS]; // row 0 is the input
     Slot slots[MAX_LAYERS];   // of the same rows
-    size_t count, classes;
-    size_t parameters;        // their number
-    size_t batch, test_batch; // the most images of a training step, and of an evaluation's
-    // memory: sizes in elements, of activations, gradients and saved in bytes
+    size_t count;             // rows
+    size_t classes;
+    size_t parameters; // their number
+    size_t batch;      // the most images of a training step
+    size_t test_batch; // the most images of an evaluation's step
+    // sizes of the arenas in elements
     size_t param_size; // of the parameters, with the gaps between tensors
-    size_t activation_size, gradient_size, saved_size;
     size_t stats_size, moments_size, scratch_size, transposed_size;
     size_t host_size; // the largest tensor, or the output
+    // sizes of the arenas in bytes
+    size_t activation_size, gradient_size, saved_size, prepared_size;
+    // the arenas
     real *params, *grads, *stats, *moments, *scratch, *losses;
     char *low, *activations, *dactivations;
     void *transposed; // --layout nchw, else NULL
     LossScale *scale; // on a GPU, else NULL
-    real *host[2];    // staging buffers on the host, for copies from and to the device
+    // On the host: staging buffers for copies from and to the device. The results of a step come
+    // back in host[0]: the losses, or the outputs.
+    real *host[2];
     uint8_t *saved, *labels;
-    char *prepared; // what the kernels keep, row by row
-    size_t prepared_at[MAX_LAYERS], prepared_size;
-    Plan plan; // of these arenas
+    char *prepared;                 // what the kernels keep
+    size_t prepared_at[MAX_LAYERS]; // each row's offset into it
+    Plan plan;                      // of these arenas
     // the current step
     Step *step;             // of the batch that net_load() has loaded
-    real *images;           // the batch's, in the loader's buffer; NULL: in row 0's own memory
+    real *images;           // if not NULL, the loader's buffer, which replaces output(net, 0)
     size_t ranks;           // that share a batch, over which the loss is a mean
     size_t batches_tracked; // number of batches in BatchNorm's running statistics
-    // backward() reports that the gradients from this offset on are finished; or NULL
+    // If not NULL, backward() calls it when the gradients from offset `first` on are finished.
     void (*on_gradients)(void *context, size_t first);
     void *context;
-    bool marks_rows; // marks at the start and the end of each row
+    bool marks_rows; // marks at the start and the end of each row; so this rank's step is traced
     bool names_rows; // a range for Nsight around each row
-    double *flops;   // backward stores what each row executes; or NULL
+    double *flops;   // if not NULL, backward stores here what each row executes
 } Net;
 
-/* Properties of each kind. in_accesses, out_accesses: how often forward and backward together read or
-   write each element of the input and the weights, and of the output, at the least. A byte of a mask
-   counts as a quarter of an element. */
+/* Properties of each kind. A row of a kind that reads_out may not be overwritten in place, because
+   its backward reads its output. A ReLU's backward only reads the signs of its output, which a
+   dropout in place does not change where it lets a gradient pass. */
 static const struct {
     const char *name;
     double flops; // forward, for each weight and output pixel
-    double in_accesses, out_accesses;
-    bool saves;     // a byte for each output: an argmax or a mask
-    bool reads_out; // backward reads its output, which no other row may overwrite in place
-    size_t stats;   // rows of statistics, one number per channel, running ones first
+    // how often forward and backward together read or write each element, at least. A byte of a
+    // mask counts as a quarter of an element.
+    double in_accesses;  // of the input and the weights
+    double out_accesses; // of the output
+    bool saves;          // a byte for each output: an argmax or a mask
+    bool reads_out;
+    size_t stats; // rows of statistics, one number per channel, running ones first
 } kinds[KINDS] = {
     [INPUT] = {.name = "input"},
     [CONV2D] = {.name = "conv2d", .flops = 2, .in_accesses = 3, .out_accesses = 3},
@@ -1351,6 +1447,10 @@ static const struct {
     [LOG_SOFTMAX] = {.name = "log_softmax", .reads_out = true, .out_accesses = 5},
 };
 
+static size_t last_row(const Net *net) {
+    return net->count - 1;
+}
+
 static size_t aligned(size_t count) {
     return ceil_div(count, ALIGN) * ALIGN;
 }
@@ -1359,9 +1459,11 @@ static size_t add_layer(Net *net, Layer l) {
     if (net->count == MAX_LAYERS)
         die(1, "model %s: more than %d layers; raise MAX_LAYERS in cnn.c", net->model, MAX_LAYERS);
     net->layers[net->count] = l;
-    return net->count++;
+    net->count++;
+    return last_row(net);
 }
 
+// Room for `count` parameters. Returns its offset.
 static size_t add_params(Net *net, size_t count) {
     size_t offset = net->param_size;
     net->param_size += aligned(count);
@@ -1374,7 +1476,8 @@ static size_t add_params(Net *net, size_t count) {
 static size_t add_weights(Net *net, Layer l, const char *prefix) {
     size_t number = 1;
     for (size_t i = 0; i < net->count; i++)
-        number += net->layers[i].kind == l.kind;
+        if (net->layers[i].kind == l.kind)
+            number++;
     snprintf(l.name, sizeof l.name, "%s%zu", prefix, number);
     l.weight = add_params(net, l.weights);
     l.bias = add_params(net, l.biases);
@@ -1399,7 +1502,8 @@ static bool window_fits(const Layer *l, size_t channels) {
 static Layer sliding(const Net *net, size_t x, LayerKind kind, size_t channels, size_t kernel,
                      size_t stride, size_t padding) {
     Layer l = {.kind = kind, .input = x, .kernel = kernel, .stride = stride, .padding = padding};
-    const Shape in = l.in = net->layers[x].out;
+    const Shape in = net->layers[x].out;
+    l.in = in;
     if (!window_fits(&l, channels))
         die(1,
             "model %s: %s at row %zu: a window of %zu x %zu, stride %zu, padding %zu, to %zu "
@@ -1456,7 +1560,7 @@ static size_t relu(Net *net, size_t x) {
     return same_shape(net, x, RELU, 0);
 }
 
-// a + b: a residual block's sum. The newer of the two rows may be overwritten by the result.
+// a + b: a residual block's sum. The later row may be overwritten by the result.
 static size_t add(Net *net, size_t a, size_t b) {
     Shape s = net->layers[a].out, t = net->layers[b].out;
     if (s.h != t.h || s.w != t.w || s.c != t.c)
@@ -1498,7 +1602,11 @@ static size_t global_avgpool2d(Net *net, size_t x) {
 // ---- Memory
 
 static bool reads(const Layer *l, size_t row) {
-    return l->kind != INPUT && (l->input == row || (l->kind == ADD && l->other == row));
+    if (l->kind == INPUT)
+        return false;
+    if (l->kind == ADD && l->other == row)
+        return true;
+    return l->input == row;
 }
 
 // How often a row is read; x + x reads x twice.
@@ -1506,14 +1614,16 @@ static size_t count_reads(const Net *net, size_t row) {
     size_t count = 0;
     for (size_t i = row + 1; i < net->count; i++) {
         const Layer *l = &net->layers[i];
-        count += l->input == row;
-        count += l->kind == ADD && l->other == row;
+        if (l->input == row)
+            count++;
+        if (l->kind == ADD && l->other == row)
+            count++;
     }
     return count;
 }
 
-// Whether a single row reads this one, which may then be overwritten.
-static bool is_read_once(const Net *net, size_t row) {
+// Whether the only reader of a row may overwrite it: its backward does not need it either.
+static bool may_overwrite(const Net *net, size_t row) {
     const Layer *computed = &net->layers[net->slots[row].computed_by];
     return row > 0 && count_reads(net, row) == 1 && !kinds[computed->kind].reads_out;
 }
@@ -1525,11 +1635,19 @@ static void fuse_add(Slot *to, const Layer *l) {
 }
 
 static void fuse_relu(Slot *to) {
-    to->fused.relu = to->fused.relu_backward = true;
+    to->fused.relu = true;
+    to->fused.relu_backward = true;
 }
 
-/* Fuses a max-pool with the convolution before it. Its backward then includes the ReLU between them,
-   and the ReLU before the convolution, if nothing else reads that. */
+/* Fuses a max-pool with the convolution before it. Its backward then includes the ReLU between
+   them, and the ReLU before the convolution, if nothing else reads that. For example, in conv1 ->
+   relu -> conv2 -> relu -> pool, where both ReLUs have been fused:
+                                  conv1           conv2
+                                  relu_backward   relu_backward   masks_din
+     before                       true            true            false
+     after                        false           false           true
+     after, if another row also
+     reads the output of conv1    true            false           false     */
 static void fuse_pool(Net *net, Slot *to, size_t input, const Layer *pool) {
     Slot *before = &net->slots[net->slots[input].computed_by];
     to->fused.pool = pool;
@@ -1564,8 +1682,7 @@ static void link_moments(Net *net, size_t i) {
     net->moments_size = max_size(net->moments_size, size);
 }
 
-/* Asks the kernels how each row is computed. Backward still has what it reads: a dropout its mask,
-   a ReLU the signs of its output, which a dropout does not change. */
+// Asks the kernels how each row is computed. Those of section 3 fuse nothing.
 static void plan_fusion(Net *net) {
     const Kernels *k = net->kernels;
     for (size_t i = 0; i < net->count; i++) {
@@ -1573,7 +1690,7 @@ static void plan_fusion(Net *net) {
         Slot *slot = &net->slots[i];
         const size_t to = net->slots[l->input].computed_by;
         slot->computed_by = i;
-        if (is_read_once(net, l->input))
+        if (may_overwrite(net, l->input))
             slot->sharing = k->fuse(&net->layers[to], &net->slots[to].fused, l);
         if (slot->sharing == FUSED)
             fuse_row(net, i, to);
@@ -1583,39 +1700,47 @@ static void plan_fusion(Net *net) {
     }
 }
 
-/* The gradient of a sum is the gradient of both its inputs. True if the residual's gradient can share
-   the memory of the sum's. An add of its own copies it. */
+/* The gradient of a sum is the gradient of both its inputs. So the gradient of the residual can
+   share the memory of the sum's gradient, where an add that is not fused would copy it:
+     row            reads
+     1 relu         0
+     2 conv         1
+     3 batchnorm    2          its kernels also compute row 4; its residual is row 1
+     4 add          3 and 1    its gradient is also that of row 1, to which row 2 adds later
+   True if the kernels of `row`, here 3, may share gradients that way. They may not if a later row
+   also reads row 1: its backward would run earlier and write to the shared memory. */
 static bool shares_gradient(const Net *net, size_t row) {
     const Slot *slots = net->slots;
-    const size_t residual = slots[slots[row].residual].computed_by;
-    if (!slots[row].fused.add || residual == 0)
+    const size_t source = slots[slots[row].residual].computed_by; // of the residual
+    if (!slots[row].fused.add || source == 0)
         return false;
     for (size_t i = row; i < net->count; i++) {
         if (slots[i].sharing == FUSED)
             continue;
-        // A reader whose backward runs earlier would write to the shared memory.
-        if (slots[net->layers[i].input].computed_by == residual)
+        if (slots[net->layers[i].input].computed_by == source)
             return false;
-        if (i > row && slots[i].residual && slots[slots[i].residual].computed_by == residual)
+        if (i > row && slots[i].residual && slots[slots[i].residual].computed_by == source)
             return false;
     }
     return true;
 }
 
-// The rows in whose backward a gradient is used: from its last reader, which writes it, to its own
+/* The memory of a gradient. Backward runs from the last row to the first; it uses the gradient from
+   the last of its readers, which writes it, to the first of the rows that share it. */
 typedef struct Lifetime {
-    size_t low, high, size, offset; // rows; bytes
+    size_t first_row, last_row;
+    size_t size, offset; // in bytes
 } Lifetime;
 
 static bool overlap_in_time(const Lifetime *a, const Lifetime *b) {
-    return a->low <= b->high && b->low <= a->high;
+    return a->first_row <= b->last_row && b->first_row <= a->last_row;
 }
 
 static bool overlap_in_memory(const Lifetime *a, const Lifetime *b) {
     return a->offset < b->offset + b->size && b->offset < a->offset + a->size;
 }
 
-// The end of a placed gradient that `l` overlaps in time and memory, or its own offset: there is none
+// The end of a placed gradient that `l` overlaps in time and memory, or l->offset if there is none
 static size_t next_free_offset(const Lifetime *l, const Lifetime *placed, size_t count) {
     for (size_t i = 0; i < count; i++)
         if (overlap_in_time(l, &placed[i]) && overlap_in_memory(l, &placed[i]))
@@ -1641,7 +1766,7 @@ static size_t element_of(const Net *net, const Layer *l) {
 static void share_gradients(const Net *net, size_t *owner) {
     for (size_t i = 0; i < net->count; i++)
         owner[i] = i;
-    for (size_t i = net->count - 1; i > 0; i--) {
+    for (size_t i = last_row(net); i > 0; i--) {
         if (net->slots[i].sharing != SEPARATE)
             owner[net->layers[i].input] = owner[i];
         if (net->slots[i].residual && shares_gradient(net, i))
@@ -1651,13 +1776,13 @@ static void share_gradients(const Net *net, size_t *owner) {
 
 static Lifetime lifetime_of(const Net *net, size_t row, const size_t *owner) {
     const Layer *l = &net->layers[row];
-    Lifetime life = {.low = row, .high = row};
+    Lifetime life = {.first_row = row, .last_row = row};
     life.size = aligned(net->batch * shape_size(l->out)) * element_of(net, l);
     for (size_t i = 1; i < net->count; i++) {
         if (owner[i] == row)
-            life.low = min_size(life.low, i);
+            life.first_row = min_size(life.first_row, i);
         if (reads(&net->layers[i], row))
-            life.high = max_size(life.high, i);
+            life.last_row = max_size(life.last_row, i);
     }
     return life;
 }
@@ -1667,12 +1792,13 @@ static void plan_gradients(Net *net) {
     size_t owner[MAX_LAYERS], count = 0;
     Lifetime placed[MAX_LAYERS];
     share_gradients(net, owner);
-    for (size_t row = net->count - 1; row > 0; row--) {
+    for (size_t row = last_row(net); row > 0; row--) {
         if (owner[row] != row)
             continue;
         Lifetime life = lifetime_of(net, row, owner);
         place_gradient(&life, placed, count);
-        placed[count++] = life;
+        placed[count] = life;
+        count++;
         net->gradient_size = max_size(net->gradient_size, life.offset + life.size);
         for (size_t i = 1; i <= row; i++)
             if (owner[i] == row)
@@ -1680,7 +1806,7 @@ static void plan_gradients(Net *net) {
     }
 }
 
-// Whether the kernels read a 16-bit copy of the parameters
+// Whether there is a 16-bit copy of the parameters, which the kernels read
 static bool has_low_copy(const Net *net) {
     return net->kernels->element < sizeof(real);
 }
@@ -1734,19 +1860,25 @@ static void check_row(const Net *net, size_t i) {
             net->model, i);
 }
 
-// Offsets of a row's arrays. Scratch memory for both batches: fewer images may need more.
+// Offsets of a row's arrays, for at most `most` images. Scratch memory is for both batches, since
+// fewer images may need more.
 static void plan_row(Net *net, size_t i, size_t most) {
     const Layer *l = &net->layers[i];
     const Kernels *k = net->kernels;
     Slot *slot = &net->slots[i];
     const size_t count = aligned(most * shape_size(stored_shape(net, i)));
     const bool saves = slot->fused.pool || (slot->sharing != FUSED && kinds[l->kind].saves);
-    slot->output = slot->sharing == SEPARATE ? net->activation_size : net->slots[l->input].output;
-    net->activation_size += slot->sharing == SEPARATE ? count * element_of(net, l) : 0;
+    if (slot->sharing == SEPARATE) {
+        slot->output = net->activation_size;
+        net->activation_size += count * element_of(net, l);
+    } else {
+        slot->output = net->slots[l->input].output;
+    }
     slot->stats = net->stats_size;
     net->stats_size += kinds[l->kind].stats * aligned(l->out.c);
     slot->saved = net->saved_size;
-    net->saved_size += saves ? count : 0;
+    if (saves)
+        net->saved_size += count;
     const size_t training = k->scratch_size(l, &slot->fused, net->batch);
     const size_t testing = k->scratch_size(l, &slot->fused, most);
     net->scratch_size = max_size(net->scratch_size, max_size(training, testing));
@@ -1755,7 +1887,8 @@ static void plan_row(Net *net, size_t i, size_t most) {
     net->prepared_size += 64 * ceil_div(k->prepared_size(l), 64);
 }
 
-// Offsets and sizes of all arenas
+// Offsets and sizes of all arenas, for training steps of at most `batch` images and for evaluations
+// of at most net->test_batch, which the caller has set.
 static void plan_memory(Net *net, size_t batch) {
     const size_t most = max_size(batch, net->test_batch);
     for (size_t i = 0; i < net->count; i++)
@@ -1769,6 +1902,7 @@ static void plan_memory(Net *net, size_t batch) {
     plan_arenas(net);
 }
 
+// Allocates the arenas and prepares the kernels of each row.
 static void net_alloc(Net *net) {
     plan_alloc(&net->plan);
     for (size_t i = 0; i < net->count; i++)
@@ -1792,8 +1926,8 @@ static void make_normal(double pair[2]) {
 
 typedef enum { UNIFORM, NORMAL } Distribution;
 
-// param = scale * x, where x is uniform in [-1, 1) or standard normal. tensor: its number, so that
-// tensors differ
+// param = scale * x, where x is uniform in [-1, 1) or standard normal. `tensor` is the tensor's
+// number, so that tensors differ.
 static void init_random(Net *net, real *param, size_t count, Distribution distribution, real scale,
                         size_t tensor, uint64_t seed) {
     PARALLEL_FOR
@@ -1801,26 +1935,31 @@ static void init_random(Net *net, real *param, size_t count, Distribution distri
         uint32_t bits[4];
         double x[4];
         philox4x32(bits, (uint32_t)(i / 4), (uint32_t)tensor, 0, DRAW_INIT, seed);
-        for (size_t j = 0; j < 4; j++)
+        for (size_t j = 0; j < 4; j++) {
             x[j] = (double)uniform(bits[j]);
+            if (distribution == UNIFORM)
+                x[j] = 2 * x[j] - 1;
+        }
         if (distribution == NORMAL) {
             make_normal(x);
             make_normal(x + 2);
         }
         for (size_t j = 0; j < min_size(4, count - i); j++)
-            net->host[0][i + j] = (real)(distribution == NORMAL ? x[j] : 2 * x[j] - 1) * scale;
+            net->host[0][i + j] = (real)x[j] * scale;
     }
     net->device->copy(param, net->host[0], count * sizeof(real));
 }
 
+// param = value
 static void init_constant(Net *net, real *param, size_t count, real value) {
     for (size_t i = 0; i < count; i++)
         net->host[0][i] = value;
     net->device->copy(param, net->host[0], count * sizeof(real));
 }
 
-/* Weights and biases: uniform within +-1 / sqrt(fan_in). A convolution before a BatchNorm, which has
-   no bias: normal with variance 2 / fan_out (He et al., arXiv:1502.01852). */
+/* Weights and biases are uniform within +-1 / sqrt(fan_in). The weights of a convolution without a
+   bias, which a BatchNorm follows, are normal with variance 2 / fan_out (He et al.,
+   arXiv:1502.01852). */
 static void init_layer(Net *net, size_t row, uint64_t seed) {
     const Layer *l = &net->layers[row];
     real *weight = net->params + l->weight, *bias = net->params + l->bias;
@@ -1833,7 +1972,7 @@ static void init_layer(Net *net, size_t row, uint64_t seed) {
     init_random(net, bias, l->biases, UNIFORM, bound, 2 * row + 1, seed);
 }
 
-// Weights and running variances 1, biases and running means 0, which they are after allocation
+// Weights and running variances are 1. Biases and running means are 0, as after allocation.
 static void init_batchnorm2d(Net *net, size_t row) {
     const Layer *l = &net->layers[row];
     init_constant(net, net->params + l->weight, l->weights, 1);
@@ -1860,9 +1999,11 @@ static double layer_flops(const Layer *l) {
     return kinds[l->kind].flops * (double)l->weights * (double)(l->out.h * l->out.w);
 }
 
-// Training: forward, weight gradient and, unless the row reads the images, data gradient.
+// The same for training: forward, weight gradient and, unless the row reads the images, data
+// gradient
 static double layer_training_flops(const Layer *l) {
-    return layer_flops(l) * (l->input == 0 ? 2 : 3);
+    const double passes = l->input == 0 ? 2 : 3;
+    return passes * layer_flops(l);
 }
 
 static double training_flops(const Net *net) {
@@ -1888,7 +2029,7 @@ static void describe_layer(const Layer *l, char *text, size_t size) {
 }
 
 static void print_summary(const Net *net) {
-    int width = 7;
+    int width = 7; // of the column of names
     for (size_t i = 0; i < net->count; i++)
         width = (int)max_size((size_t)width, strlen(net->layers[i].name));
     printf("Model %s:\n  row  %-*s layer                               output (h x w x c)"
@@ -1908,8 +2049,8 @@ static void print_summary(const Net *net) {
 
 /* ==== 5. Models ==================================================================================
 
-   A model of your own takes ten lines: write a builder like model_mnist(), where x is the row of
-   the images, and add it to the table models[] with its default options and data sets. */
+   A model of your own takes about ten lines: write a builder like model_mnist(), where x is the row
+   of the images, and add it to the table models[] with its default options and data sets. */
 
 // The network of the PyTorch MNIST example.
 static size_t model_mnist(Net *net, size_t x) {
@@ -1934,7 +2075,8 @@ static size_t model_lenet(Net *net, size_t x) {
     /* LAB 1.7 END */
 }
 
-// The network of PyTorch's CIFAR-10 tutorial; --width 64: the wider one of the timing study.
+// The network of PyTorch's CIFAR-10 tutorial, where --width 6, the default, is the number of
+// channels of its first convolution
 static size_t model_cifar(Net *net, size_t x) {
     x = maxpool2d(net, relu(net, conv2d(net, x, net->settings->width, 5, 1, 0)), 2, 2, 0);
     x = maxpool2d(net, relu(net, conv2d(net, x, 16, 5, 1, 0)), 2, 2, 0);
@@ -1944,11 +2086,15 @@ static size_t model_cifar(Net *net, size_t x) {
     return log_softmax(net, x);
 }
 
-/* ResNets (He et al., arXiv:1512.03385) with torchvision's names: a stem, four stages of blocks,
-   all but the first halving the image, and a linear layer on the mean of all pixels. */
+/* ---- ResNets -----------------------------------------------------------------------------------
+
+   He et al., arXiv:1512.03385, with torchvision's names: a stem, stages of blocks, of which all
+   but the first halve the image, and a linear layer on the mean of all pixels. */
+
+// A convolution, without a bias since a BatchNorm has one, and that BatchNorm
 static size_t conv_bn(Net *net, size_t x, const char *block, const char *conv, const char *bn,
                       size_t channels, size_t kernel, size_t stride) {
-    x = add_conv2d(net, x, channels, kernel, stride, kernel / 2, false); // a BatchNorm has a bias
+    x = add_conv2d(net, x, channels, kernel, stride, kernel / 2, false);
     x = batchnorm2d(net, named(net, x, block, conv));
     return named(net, x, block, bn);
 }
@@ -1960,15 +2106,18 @@ static size_t shortcut(Net *net, size_t x, const char *block, size_t channels, s
     return conv_bn(net, x, block, "downsample.0", "downsample.1", channels, 1, stride);
 }
 
+// Adds a residual block whose layers' names begin with `block`.
 typedef size_t Block(Net *net, size_t x, const char *block, size_t channels, size_t stride);
 
+// Two 3 x 3 convolutions
 static size_t basic_block(Net *net, size_t x, const char *block, size_t channels, size_t stride) {
     size_t y = relu(net, conv_bn(net, x, block, "conv1", "bn1", channels, 3, stride));
     y = conv_bn(net, y, block, "conv2", "bn2", channels, 3, 1);
     return relu(net, add(net, y, shortcut(net, x, block, channels, stride)));
 }
 
-// The 3 x 3 convolution has the stride, as in torchvision ("ResNet V1.5").
+// A 1 x 1, a 3 x 3 and a 1 x 1 convolution. The second has the stride, as in torchvision ("ResNet
+// V1.5").
 static size_t bottleneck(Net *net, size_t x, const char *block, size_t channels, size_t stride) {
     size_t y = relu(net, conv_bn(net, x, block, "conv1", "bn1", channels, 1, 1));
     y = relu(net, conv_bn(net, y, block, "conv2", "bn2", channels, 3, stride));
@@ -1976,12 +2125,14 @@ static size_t bottleneck(Net *net, size_t x, const char *block, size_t channels,
     return relu(net, add(net, y, shortcut(net, x, block, 4 * channels, stride)));
 }
 
-// blocks: per stage, 0-terminated; channels: of the first stage
+// `blocks` are the numbers of blocks of the stages, ended by a 0; the first stage has `channels`
+// channels, each later one twice as many as the one before.
 static size_t resnet(Net *net, size_t x, Block *block, const size_t *blocks, size_t channels) {
     const bool imagenet = net->settings->stem == STEM_IMAGENET;
-    const size_t kernel = net->settings->stem == STEM_3 ? 3 : 7;
-    x = relu(net, conv_bn(net, x, "", "conv1", "bn1", channels, kernel, imagenet ? 2 : 1));
-    x = imagenet ? maxpool2d(net, x, 3, 2, 1) : x;
+    const size_t kernel = net->settings->stem == STEM_3 ? 3 : 7, stem_stride = imagenet ? 2 : 1;
+    x = relu(net, conv_bn(net, x, "", "conv1", "bn1", channels, kernel, stem_stride));
+    if (imagenet)
+        x = maxpool2d(net, x, 3, 2, 1);
     for (int stage = 0; blocks[stage]; stage++)
         for (size_t i = 0; i < blocks[stage]; i++) {
             const size_t stride = stage > 0 && i == 0 ? 2 : 1;
@@ -2008,39 +2159,55 @@ typedef struct Model {
     const char *name;
     size_t (*build)(Net *net, size_t x);
     const char *datasets; // --dataset auto: the first of these that is found
-    const char *native;   // the dataset whose shape, classes and counts synthetic images have
+    const char *native;   // the data set whose shape, classes and counts synthetic images have
     const char *defaults; // options that differ from the table in section 12
     bool half;            // mean and deviation .5 of 3 channels, as in PyTorch's CIFAR-10 tutorial
-    bool sc20_log;        // log lines with images per second (SC20 tutorial), else MNIST example's
+    bool sc20_log;        // log lines with images per second, as in the tutorial "Deep Learning at
+                          // Scale" of SC20; else those of PyTorch's MNIST example
 } Model;
 
-#define RESNET_MODEL(depth, native)                                                     \
-    "resnet" #depth, model_resnet##depth, "cifar100 cifar10 synthetic", native,         \
-        "--optimizer sgd --lr 0.1 --momentum 0.9 --weight-decay 5e-4 --batch-size 128 " \
-        "--epochs 100 --schedule cosine --log-interval 20",                             \
-        false, true
+#define RESNET_MODEL(depth, dataset)                                                     \
+    {                                                                                    \
+        .name = "resnet" #depth, .build = model_resnet##depth,                           \
+        .datasets = "cifar100 cifar10 synthetic", .native = dataset,                     \
+        .defaults = "--optimizer sgd --lr 0.1 --momentum 0.9 --weight-decay 5e-4 "       \
+                    "--batch-size 128 --epochs 100 --schedule cosine --log-interval 20", \
+        .sc20_log = true                                                                 \
+    }
 static const Model models[] = {
-    {"mnist", model_mnist, "mnist fashion-mnist synthetic", "mnist", "--test-batch-size 1000",
-     false, false},
-    {"lenet", model_lenet, "mnist fashion-mnist synthetic", "mnist", "--test-batch-size 1000",
-     false, false},
-    {"cifar", model_cifar, "cifar10 synthetic", "cifar10",
-     "--optimizer sgd --lr 0.001 --momentum 0.9 --batch-size 4 --epochs 2 --gamma 1", true, false},
-    {RESNET_MODEL(8, "cifar10")},
-    {RESNET_MODEL(18, "cifar100")},
-    {RESNET_MODEL(34, "cifar100")},
-    {RESNET_MODEL(50, "cifar100")},
-    {RESNET_MODEL(101, "cifar100")},
-    {RESNET_MODEL(152, "cifar100")},
+    {.name = "mnist",
+     .build = model_mnist,
+     .datasets = "mnist fashion-mnist synthetic",
+     .native = "mnist",
+     .defaults = "--test-batch-size 1000"},
+    {.name = "lenet",
+     .build = model_lenet,
+     .datasets = "mnist fashion-mnist synthetic",
+     .native = "mnist",
+     .defaults = "--test-batch-size 1000"},
+    {.name = "cifar",
+     .build = model_cifar,
+     .datasets = "cifar10 synthetic",
+     .native = "cifar10",
+     .defaults = "--optimizer sgd --lr 0.001 --momentum 0.9 --batch-size 4 --epochs 2 --gamma 1",
+     .half = true},
+    RESNET_MODEL(8, "cifar10"),
+    RESNET_MODEL(18, "cifar100"),
+    RESNET_MODEL(34, "cifar100"),
+    RESNET_MODEL(50, "cifar100"),
+    RESNET_MODEL(101, "cifar100"),
+    RESNET_MODEL(152, "cifar100"),
 };
 
-static const Model *find_model(const char *name) { // which the parser has checked
+// The model of a name that the parser has checked
+static const Model *find_model(const char *name) {
     const Model *m = models;
     while (strcmp(m->name, name) != 0)
         m++;
     return m;
 }
 
+// Fills the layer table.
 static void net_build(Net *net, const Model *model, const DatasetInfo *data,
                       const Settings *settings, const Kernels *kernels) {
     *net = (Net){.model = model->name, .settings = settings, .kernels = kernels};
@@ -2050,7 +2217,7 @@ static void net_build(Net *net, const Model *model, const DatasetInfo *data,
     size_t x = add_layer(net, (Layer){.kind = INPUT, .in = data->shape, .out = data->shape});
     x = model->build(net, x);
     const Layer *last = &net->layers[x];
-    if (x != net->count - 1 || last->kind != LOG_SOFTMAX || shape_size(last->out) != data->classes)
+    if (x != last_row(net) || last->kind != LOG_SOFTMAX || shape_size(last->out) != data->classes)
         die(1,
             "model %s: expected the number of its last row, a log_softmax over the %zu classes of "
             "%s; found row %zu of %zu, with %zu outputs",
@@ -2065,23 +2232,23 @@ static void net_build(Net *net, const Model *model, const DatasetInfo *data,
    which runs first in backward; each reader after that adds (+=). */
 
 static real *output(const Net *net, size_t row) {
-    return row == 0 && net->images ? net->images
-                                   : (real *)(net->activations + net->slots[row].output);
+    if (row == 0 && net->images)
+        return net->images;
+    return (real *)(net->activations + net->slots[row].output);
 }
 
-// NULL: the gradient of the images is not needed.
+// NULL for row 0: the gradient of the images is not needed.
 static real *gradient(const Net *net, size_t row) {
-    return row == 0 ? NULL : (real *)(net->dactivations + net->slots[row].gradient);
+    if (row == 0)
+        return NULL;
+    return (real *)(net->dactivations + net->slots[row].gradient);
 }
 
-// The weights that a row multiplies with: their 16-bit copy, if there is one
+// The weights of a row. Those that it multiplies with are in the 16-bit copy, if there is one.
 static real *weight_of(const Net *net, const Layer *l) {
-    return net->low && kinds[l->kind].flops > 0 ? (real *)(net->low + 2 * l->weight)
-                                                : net->params + l->weight;
-}
-
-static size_t last_row(const Net *net) {
-    return net->count - 1;
+    if (has_low_copy(net) && multiplies(l))
+        return (real *)(net->low + 2 * l->weight);
+    return net->params + l->weight;
 }
 
 /* data.to(device). A CPU reads the images from the loader's buffer; on a GPU the copies are queued,
@@ -2101,18 +2268,19 @@ static void net_load(Net *net, const Batch *batch, double lr) {
     net->device->copy(net->labels, batch->device_labels, batch->n);
 }
 
-// "conv1 forward", or "zero_grad" for row net->count, with which backward begins: --zero-grad memset
+// For example "conv1 forward". Row net->count stands for the zeroing of the gradients, with which
+// backward begins in --zero-grad memset.
 static void name_row(const Net *net, size_t row, bool back, char name[48]) {
-    const Layer *l = &net->layers[row];
     if (row == net->count) {
         snprintf(name, 48, "zero_grad");
         return;
     }
-    snprintf(name, 48, "%.30s %s", *l->name ? l->name : kinds[l->kind].name,
-             back ? "backward" : "forward");
+    const Layer *l = &net->layers[row];
+    const char *layer = *l->name ? l->name : kinds[l->kind].name;
+    snprintf(name, 48, "%.30s %s", layer, back ? "backward" : "forward");
 }
 
-// # PROF  The forward or backward of a row begins: marks that, and names it for Nsight.
+// # PROF  Marks where the forward or backward of a row begins, and names it for Nsight.
 static void begin_row(const Net *net, size_t row, bool back) {
     char name[48];
     if (net->marks_rows)
@@ -2159,15 +2327,17 @@ static Work work_of(const Net *net, size_t i, size_t n, const RandomKey *key) {
                   .autotune = net->settings->autotune};
 }
 
-// One row's output (=), with what is fused with it. n == 0: this rank of dp has no image.
+// One row's output (=), with what is fused with it. A rank of dp may have no image: n == 0.
 static void forward_row(const Net *net, size_t i, size_t n, const RandomKey *key) {
     if (n > 0 && net->slots[i].sharing != FUSED)
         net->kernels->layers[net->layers[i].kind].forward(work_of(net, i, n, key));
 }
 
-// model(data): log-probabilities of n images. key NULL: evaluation, where dropout does nothing.
+// model(data): log-probabilities of n images. In evaluation, key is NULL: dropout does nothing, and
+// BatchNorm uses its running statistics.
 static void forward(Net *net, size_t n, const RandomKey *key) {
-    net->batches_tracked += key != NULL;
+    if (key)
+        net->batches_tracked++;
     for (size_t i = 1; i < net->count; i++) {
         begin_row(net, i, false);
         forward_row(net, i, n, key);
@@ -2175,7 +2345,8 @@ static void forward(Net *net, size_t n, const RandomKey *key) {
     }
 }
 
-// One row's gradients: of its parameters (=) and its inputs (=, or += if already written[]).
+// One row's gradients: of its parameters (=) and its inputs (=, or += if already written[]). The
+// residual of a row that adds nothing is row 0, so written[0] means nothing: row 0 has no gradient.
 static void backward_row(const Net *net, size_t i, size_t n, bool *written) {
     const Kernels *k = net->kernels;
     const Layer *l = &net->layers[i];
@@ -2198,12 +2369,12 @@ static void backward_row(const Net *net, size_t i, size_t n, bool *written) {
 // loss.backward(): from the gradient of the last row to the gradients of all parameters
 static void backward(Net *net, size_t n) {
     bool written[MAX_LAYERS] = {false};
-    if (net->settings->zero_grad == ZERO_GRAD_MEMSET) { // # EXTRA  nothing reads the zeros
+    if (net->settings->zero_grad == ZERO_GRAD_MEMSET) { // # EXTRA  Nothing reads the zeros.
         begin_row(net, net->count, true);
         net->device->clear(net->grads, net->param_size * sizeof(real));
         end_row(net, net->count, true);
     }
-    for (size_t i = net->count - 1; i > 0; i--) {
+    for (size_t i = last_row(net); i > 0; i--) {
         begin_row(net, i, true);
         backward_row(net, i, n, written);
         end_row(net, i, true);
@@ -2219,29 +2390,39 @@ static double mean(const real *numbers, size_t n) {
     return sum / (double)n;
 }
 
-// F.nll_loss(): the mean over the batch. Training smooths labels and stores dlogp, for backward().
+// F.nll_loss(): the mean over the batch. Training smooths labels and also computes the gradient of
+// the last row, for backward(). An evaluation does neither.
 static double loss_and_gradient(Net *net, size_t n, bool training) {
     const size_t last = last_row(net);
-    net->kernels->nll_loss(net->losses, training ? gradient(net, last) : NULL, output(net, last),
-                           net->labels, n, n * net->ranks, net->classes,
-                           training ? net->settings->label_smoothing : 0, net->scale);
+    real *dlogp = NULL;
+    double smoothing = 0;
+    if (training) {
+        dlogp = gradient(net, last);
+        smoothing = net->settings->label_smoothing;
+    }
+    net->kernels->nll_loss(net->losses, dlogp, output(net, last), net->labels, n, n * net->ranks,
+                           net->classes, smoothing, net->scale);
     net->device->copy(net->host[0], net->losses, n * sizeof(real));
     return mean(net->host[0], n);
 }
 
-// For each image of the batch: predicted[its index] = the most likely class, the first of several.
-// Returns how many are right.
+/* predicted[position of an image] = its most likely class, the first of several, for the images of
+   the batch. Returns how many are right. Each image is tested by one rank; the others hold a 0
+   there, so the sum over the ranks has all predictions. */
 static size_t count_predictions(const Net *net, const Batch *batch, double *predicted) {
     real *all = net->host[0];
-    size_t correct = 0, classes = net->classes;
+    const size_t classes = net->classes;
+    size_t correct = 0;
     net->device->copy(all, output(net, last_row(net)), batch->n * classes * sizeof *all);
     for (size_t i = 0; i < batch->n; i++) {
         const real *logp = all + i * classes;
         size_t best = 0;
         for (size_t k = 1; k < classes; k++)
-            best = logp[k] > logp[best] ? k : best;
+            if (logp[k] > logp[best])
+                best = k;
         predicted[position_of(batch->key, i)] = (double)best;
-        correct += best == batch->labels[i];
+        if (best == batch->labels[i])
+            correct++;
     }
     return correct;
 }
@@ -2258,26 +2439,32 @@ static bool is_output_finite(const Net *net, size_t i, size_t n) {
     return finite;
 }
 
+// The first row whose output is not finite, or the last row
+static size_t first_bad_row(const Net *net, size_t n) {
+    for (size_t row = 0; row < last_row(net); row++)
+        if (!is_output_finite(net, row, n))
+            return row;
+    return last_row(net);
+}
+
 // A loss that is not finite ends the run; the message names the first row whose output is not.
 static void check_loss(const Net *net, const Batch *batch, double loss) {
     char kind[64];
-    size_t row = 0;
     if (isfinite(loss))
         return;
-    while (row < last_row(net) && is_output_finite(net, row, batch->n))
-        row++;
+    const size_t row = first_bad_row(net, batch->n);
+    const char *name = net->layers[row].name;
     describe_layer(&net->layers[row], kind, sizeof kind);
     die(1,
         "epoch %zu, step %zu: the loss is %g; the first output that is not finite is in row %zu "
         "(%s%s%s); try a smaller --lr",
-        batch->key.epoch, batch->number + 1, loss, row, net->layers[row].name,
-        *net->layers[row].name ? ": " : "", kind);
+        batch->key.epoch, batch->number + 1, loss, row, name, *name ? ": " : "", kind);
 }
 
 /* ==== 7. Optimizers and schedules ================================================================
 
-   An optimizer makes one pass over the flat arena of all parameters, regardless of layers. With the
-   optimizers, the tables of the CPU are complete, and stand here, too. */
+   An optimizer makes one pass over the flat arena of all parameters, regardless of layers. The
+   CPU's tables are filled in here, too, since they need the optimizers. */
 
 /* Adadelta (Zeiler, arXiv:1212.5701), as PyTorch computes it:
    square_avg = rho * square_avg + (1 - rho) * grad^2
@@ -2290,25 +2477,30 @@ static void adadelta(Update u) {
     real *square_avg = u.state[0], *acc_delta = u.state[1];
     PARALLEL_FOR
     for (size_t i = 0; i < u.count; i++) {
-        real g = u.grad[i] + decay * u.param[i];
-        real square = square_avg[i] = rho * square_avg[i] + rest * g * g;
-        real delta = SQRT(acc_delta[i] + eps) / SQRT(square + eps) * g;
+        const real g = u.grad[i] + decay * u.param[i];
+        const real square = rho * square_avg[i] + rest * g * g;
+        square_avg[i] = square;
+        const real delta = SQRT(acc_delta[i] + eps) / SQRT(square + eps) * g;
         acc_delta[i] = rho * acc_delta[i] + rest * delta * delta;
         u.param[i] -= lr * delta;
     }
 }
 
-/* grad includes weight_decay * param;   buffer = momentum * buffer + grad
-   param -= lr * (nesterov ? grad + momentum * buffer : buffer).   No momentum: no buffer.
-   (Sutskever et al., "On the importance of initialization and momentum", ICML 2013, as PyTorch.) */
+/* SGD with momentum (Sutskever et al., "On the importance of initialization and momentum", ICML
+   2013), as PyTorch computes it:
+   buffer = momentum * buffer + grad
+   param -= lr * buffer, with nesterov lr * (grad + momentum * buffer), without momentum lr * grad
+   where grad includes weight_decay * param. Without momentum, there is no buffer. */
 static void sgd(Update u) {
     const real lr = (real)u.step->lr, momentum = (real)u.momentum, decay = (real)u.weight_decay;
     PARALLEL_FOR
     for (size_t i = 0; i < u.count; i++) {
-        real g = u.grad[i] + decay * u.param[i], step = g;
+        const real g = u.grad[i] + decay * u.param[i];
+        real step = g;
         if (momentum > 0) {
-            step = u.state[0][i] = momentum * u.state[0][i] + g;
-            step = u.nesterov ? g + momentum * step : step;
+            const real buffer = momentum * u.state[0][i] + g;
+            u.state[0][i] = buffer;
+            step = u.nesterov ? g + momentum * buffer : buffer;
         }
         u.param[i] -= lr * step;
     }
@@ -2317,21 +2509,20 @@ static void sgd(Update u) {
 // ---- Optimizers
 
 typedef struct Optimizer {
-    const char *name;
     double lr;             // the default
     const char *states[2]; // what it keeps for each parameter, by PyTorch's names
 } Optimizer;
 
 static const Optimizer optimizers[] = {
-    [ADADELTA] = {"adadelta", 1.0, {"square_avg", "acc_delta"}},
-    [SGD] = {"sgd", 0.01, {"momentum_buffer", NULL}},
+    [ADADELTA] = {.lr = 1.0, .states = {"square_avg", "acc_delta"}},
+    [SGD] = {.lr = 0.01, .states = {"momentum_buffer"}},
 };
 
-// Numbers that the optimizer keeps for each parameter: SGD without momentum none
+// How many numbers the optimizer keeps for each parameter. SGD without momentum keeps none.
 static size_t count_states(OptimizerChoice optimizer, const Settings *s) {
-    if (optimizer == SGD)
-        return s->momentum > 0 ? 1 : 0;
-    return 2;
+    if (optimizer == ADADELTA)
+        return 2;
+    return s->momentum > 0 ? 1 : 0;
 }
 
 // Updates `count` parameters from offset `first` of the arenas on.
@@ -2340,7 +2531,7 @@ static void update_params(const Net *net, real *state, size_t first, size_t coun
     const Update u = {.param = net->params + first,
                       .grad = net->grads + first,
                       .state = {state + first, state + net->param_size + first},
-                      .low = net->low ? net->low + 2 * first : NULL,
+                      .low = has_low_copy(net) ? net->low + 2 * first : NULL,
                       .scale = net->scale,
                       .count = count,
                       .step = net->step,
@@ -2355,8 +2546,8 @@ static void update_params(const Net *net, real *state, size_t first, size_t coun
         net->kernels->sgd(u);
 }
 
-// # EXTRA  --optimizer-launch per-tensor: one call for each tensor, as frameworks once did, to
-// measure what that costs on a GPU
+// # EXTRA  --optimizer-launch per-tensor makes one call for each tensor, as frameworks once did, to
+// measure what that costs on a GPU.
 static void update_each_tensor(const Net *net, real *state) {
     for (const Layer *l = net->layers; l < net->layers + net->count; l++) {
         update_params(net, state, l->weight, l->weights);
@@ -2377,8 +2568,8 @@ static void optimizer_step(const Net *net, real *state) {
         k->adjust_scale(net->scale);
 }
 
-/* The learning rate of a step; epoch and step count from 0, an epoch has `steps` of them. In the
-   warm-up it grows with each step, up to lr in its last one; then, after e more epochs:
+/* The learning rate of a step. Epoch and step count from 0, and an epoch has `steps` steps. In the
+   warm-up, the rate grows with each step, up to lr in the last one. Then, after e more epochs:
      step        lr * gamma^(e / step_size)                          StepLR
      cosine      lr * (1 + cos(pi * e / epochs)) / 2                 CosineAnnealingLR */
 static double learning_rate(const Settings *s, size_t epoch, size_t step, size_t steps) {
@@ -2399,7 +2590,7 @@ static size_t cpu_count(const char **why_not) {
     return usable_cores();
 }
 
-// Each thread that calls the kernels has threads of its own: nothing to do.
+// Does nothing: each thread that calls the kernels has threads of its own.
 static void cpu_use(size_t replica, size_t number, void (*on_error)(int, const char *, ...)) {
     (void)replica, (void)number, (void)on_error;
 }
@@ -2417,6 +2608,7 @@ static void cpu_set_step(Step *to, Step step) {
     *to = step;
 }
 
+// to = from, or += from if add
 static void cpu_receive(size_t number, real *to, const real *from, size_t count, bool add,
                         real *buffer) {
     (void)number, (void)buffer;
@@ -2484,12 +2676,12 @@ static Sharing fuse_nothing(const Layer *to, const Fusion *with, const Layer *l)
     return SEPARATE;
 }
 
-// BatchNorm's scales, and a convolution's transposed weights
+// A BatchNorm needs scales, a convolution its transposed weights.
 static size_t scratch_size_naive(const Layer *l, const Fusion *fused, size_t n) {
     (void)fused, (void)n;
     if (l->kind == BATCHNORM2D)
         return l->in.c;
-    return kinds[l->kind].flops > 0 ? l->weights : 0;
+    return multiplies(l) ? l->weights : 0;
 }
 
 static size_t no_size(const Layer *l, size_t n) {

@@ -103,10 +103,6 @@ static const Cost costs[KINDS] = {
     [LOG_SOFTMAX] = {{"log_softmax_forward", "log_softmax_backward"}, {0, 2}, {0, 3}, {0, 0}, 0},
 };
 
-static bool multiplies(const Layer *l) {
-    return l->kind == CONV2D || l->kind == LINEAR;
-}
-
 static double forward_bytes(Work w) {
     const Cost *c = &costs[w.l->kind];
     const double in = (double)(w.n * shape_size(w.l->in)), out = (double)outputs(w);
