@@ -4321,124 +4321,150 @@ static uint64_t hash_weights(Net *net) {
    One table of options, from which the parser, --help and the settings in run.json are made; then
    the state of a run. */
 
-// A name is one of several words, and kept as text; a choice is kept as the number of its word.
+// Both a NAME and a CHOICE are one of several words. A NAME is kept as text, a CHOICE as the number
+// of its word.
 typedef enum { SWITCH, COUNT, NUMBER, CHOICE, NAME, TEXT } OptionKind;
 
-// Whether a resumed run may have another value. FIXED: it changes the result; checkpoints hold it
-// and --resume compares it. FIXED_LATER: the same, but it is left out while it is the first choice,
-// so that checkpoints that were written before the option existed can be resumed.
+/* Whether a resumed run may have another value.
+   FREE          it may.
+   FIXED         it may not, since the value changes the result: checkpoints hold it, and --resume
+                 compares it.
+   FIXED_LATER   it may not either, but the first choice is left out, so that checkpoints that were
+                 written before the option existed can be resumed. */
 typedef enum { FREE, FIXED, FIXED_LATER } OptionEffect;
 
 typedef struct Option {
     const char *name;
     OptionKind kind;
-    size_t offset;      // of the field in Settings
-    const char *values; // the words, "a|b|c", or what --help shows for the value
-    double min, max;
-    const char *fallback; // the default; NULL: determined after parsing, as the help text says
+    size_t offset;        // of the field in Settings
+    const char *values;   // the words, "a|b|c", or what --help shows for the value
+    double min, max;      // of a COUNT or a NUMBER
+    const char *fallback; // the default, or NULL
     OptionEffect effect;
     const char *help;
 } Option;
 
 static char model_names[1024]; // the words of --model, listed from models[]
 
-// The kind of an option, its field in Settings and the values that --help shows
-#define SWITCH(field) SWITCH, offsetof(Settings, field), "on|off", 0, 0
-#define COUNT(field, values, min, max) COUNT, offsetof(Settings, field), values, min, max
-#define NUMBER(field, values, min, max) NUMBER, offsetof(Settings, field), values, min, max
-#define CHOICE(field, values) CHOICE, offsetof(Settings, field), values, 0, 0
-#define NAME(field, values) NAME, offsetof(Settings, field), values, 0, 0
-#define TEXT(field, values) TEXT, offsetof(Settings, field), values, 0, 0
+// The kind of an option, the offset of its field, the values that --help shows, and their limits
+#define AS_SWITCH(field) SWITCH, offsetof(Settings, field), "on|off", 0, 0
+#define AS_COUNT(field, values, min, max) COUNT, offsetof(Settings, field), values, min, max
+#define AS_NUMBER(field, values, min, max) NUMBER, offsetof(Settings, field), values, min, max
+#define AS_CHOICE(field, values) CHOICE, offsetof(Settings, field), values, 0, 0
+#define AS_NAME(field, values) NAME, offsetof(Settings, field), values, 0, 0
+#define AS_TEXT(field, values) TEXT, offsetof(Settings, field), values, 0, 0
+
+// An option without a default stays 0, or NOT_CHOSEN, unless the user or the model gives a value
+// (the limits exclude 0). Setting up (section 14) then determines it as the help text says.
 // clang-format off
 static const Option options[] = {
-    {"--model", NAME(model, model_names), "mnist", FIXED, "the network; its own defaults are below"},
-    {"--width", COUNT(width, "N", 1, 1024), "6", FIXED, "cifar: channels of conv1; 64 is the wide one"},
-    {"--stem", CHOICE(stem, "3|7|imagenet"), "3", FIXED,
+    {"--model", AS_NAME(model, model_names), "mnist", FIXED,
+     "the network; its own defaults are below"},
+    {"--width", AS_COUNT(width, "N", 1, 1024), "6", FIXED,
+     "cifar: channels of conv1; 64 is the wide one"},
+    {"--stem", AS_CHOICE(stem, "3|7|imagenet"), "3", FIXED,
      "ResNets: first convolution 3x3, 7x7, or 7x7 stride 2 and max-pool"},
-    {"--dataset", NAME(dataset, "auto|mnist|fashion-mnist|cifar10|cifar100|synthetic"), "auto", FIXED,
+    {"--dataset", AS_NAME(dataset, "auto|mnist|fashion-mnist|cifar10|cifar100|synthetic"),
+     "auto", FIXED,
      "the images; auto: the first that is found, else synthetic ones"},
-    {"--data", TEXT(data, "DIR"), "", FREE, "look for the data files in DIR and DIR/DATASET only"},
-    {"--limit-train", COUNT(limit_train, "N", 1, UINT32_MAX), NULL, FIXED,
+    {"--data", AS_TEXT(data, "DIR"), "", FREE,
+     "look for the data files in DIR and DIR/DATASET only"},
+    {"--limit-train", AS_COUNT(limit_train, "N", 1, UINT32_MAX), NULL, FIXED,
      "train on the first N images only (default: all)"},
-    {"--limit-test", COUNT(limit_test, "N", 1, UINT32_MAX), NULL, FREE,
+    {"--limit-test", AS_COUNT(limit_test, "N", 1, UINT32_MAX), NULL, FREE,
      "test on the first N images only (default: all)"},
-    {"--augment", CHOICE(augment, "none|crop-flip|elastic"), "none", FIXED,
+    {"--augment", AS_CHOICE(augment, "none|crop-flip|elastic"), "none", FIXED,
      "another variant of each training image in each epoch"},
-    {"--batch-size", COUNT(batch_size, "N", 1, 65536), "64", FREE, "images of a training step"},
-    {"--test-batch-size", COUNT(test_batch_size, "N", 1, 65536), NULL, FREE,
+    {"--batch-size", AS_COUNT(batch_size, "N", 1, 65536), "64", FREE, "images of a training step"},
+    {"--test-batch-size", AS_COUNT(test_batch_size, "N", 1, 65536), NULL, FREE,
      "images tested at a time (default: 1000 for mnist and lenet, else the training batch)"},
-    {"--epochs", COUNT(epochs, "N", 1, 100000), "14", FREE, "passes over the training set"},
-    {"--max-steps", COUNT(max_steps, "N", 0, UINT32_MAX), "0", FREE,
+    {"--epochs", AS_COUNT(epochs, "N", 1, 100000), "14", FREE, "passes over the training set"},
+    {"--max-steps", AS_COUNT(max_steps, "N", 0, UINT32_MAX), "0", FREE,
      "end training after N steps in all; 0: after --epochs"},
-    {"--optimizer", CHOICE(optimizer, "adadelta|sgd"), "adadelta", FIXED, "how weights are changed"},
-    {"--lr", NUMBER(lr, "LR", 1e-12, 1e6), NULL, FIXED, "learning rate (default: adadelta 1; sgd .01)"},
-    {"--momentum", NUMBER(momentum, "M", 0, 0.999999), "0", FIXED, "sgd: momentum"},
-    {"--nesterov", SWITCH(nesterov), "off", FIXED, "sgd: Nesterov's momentum"},
-    {"--weight-decay", NUMBER(weight_decay, "W", 0, 1e3), "0", FIXED, "adds W * weight to a gradient"},
-    {"--label-smoothing", NUMBER(label_smoothing, "E", 0, 0.999999), "0", FIXED,
+    {"--optimizer", AS_CHOICE(optimizer, "adadelta|sgd"), "adadelta", FIXED,
+     "how weights are changed"},
+    {"--lr", AS_NUMBER(lr, "LR", 1e-12, 1e6), NULL, FIXED,
+     "learning rate (default: adadelta 1; sgd .01)"},
+    {"--momentum", AS_NUMBER(momentum, "M", 0, 0.999999), "0", FIXED, "sgd: momentum"},
+    {"--nesterov", AS_SWITCH(nesterov), "off", FIXED, "sgd: Nesterov's momentum"},
+    {"--weight-decay", AS_NUMBER(weight_decay, "W", 0, 1e3), "0", FIXED,
+     "adds W * weight to a gradient"},
+    {"--label-smoothing", AS_NUMBER(label_smoothing, "E", 0, 0.999999), "0", FIXED,
      "share of the target spread over all classes"},
-    {"--schedule", CHOICE(schedule, "step|cosine"), "step", FIXED,
+    {"--schedule", AS_CHOICE(schedule, "step|cosine"), "step", FIXED,
      "how the learning rate changes from epoch to epoch"},
-    {"--gamma", NUMBER(gamma, "M", 0, 1e6), "0.7", FIXED, "step: multiplies the rate by M"},
-    {"--step-size", COUNT(step_size, "N", 1, 100000), "1", FIXED, "step: ... after every N epochs"},
-    {"--warmup-epochs", COUNT(warmup_epochs, "N", 0, 100000), "0", FIXED,
+    {"--gamma", AS_NUMBER(gamma, "M", 0, 1e6), "0.7", FIXED, "step: multiplies the rate by M"},
+    {"--step-size", AS_COUNT(step_size, "N", 1, 100000), "1", FIXED,
+     "step: ... after every N epochs"},
+    {"--warmup-epochs", AS_COUNT(warmup_epochs, "N", 0, 100000), "0", FIXED,
      "epochs before the schedule in which the rate grows linearly up to --lr"},
-    {"--lr-scaling", CHOICE(lr_scaling, "none|linear|sqrt"), "none", FIXED,
+    {"--lr-scaling", AS_CHOICE(lr_scaling, "none|linear|sqrt"), "none", FIXED,
      "scale --lr by batch size / the model's default one, or its root"},
-    {"--seed", COUNT(seed, "S", 0, 9007199254740991.), "1", FIXED,
+    {"--seed", AS_COUNT(seed, "S", 0, 9007199254740991.), "1", FIXED,
      "determines all random numbers: the same seed, the same run"},
-    {"--log-interval", COUNT(log_interval, "N", 1, UINT32_MAX), "10", FREE, "steps between log lines"},
-    {"--workers", COUNT(workers, "N", 1, 256), NULL, FREE,
+    {"--log-interval", AS_COUNT(log_interval, "N", 1, UINT32_MAX), "10", FREE,
+     "steps between log lines"},
+    {"--workers", AS_COUNT(workers, "N", 1, 256), NULL, FREE,
      "threads that load batches for each device (default: SLURM_CPUS_PER_TASK in all, else 1)"},
-    {"--threads", COUNT(threads, "N", 1, MAX_THREADS), NULL, FREE,
+    {"--threads", AS_COUNT(threads, "N", 1, MAX_THREADS), NULL, FREE,
      "threads that compute (default: OMP_NUM_THREADS, else the usable cores)"},
-    {"--kernels", CHOICE(kernels, "naive|fast|tiled|tensor"), NULL, FIXED,
+    {"--kernels", AS_CHOICE(kernels, "naive|fast|tiled|tensor"), NULL, FIXED,
      "naive: the definitions; fast: CPU; tiled, tensor: GPU (default: the best here)"},
-    {"--precision", CHOICE(precision, "fp32|tf32|bf16|fp16"), NULL, FIXED_LATER,
+    {"--precision", AS_CHOICE(precision, "fp32|tf32|bf16|fp16"), NULL, FIXED_LATER,
      "GPU: the others use tensor cores (default: fp32; with --kernels tensor: tf32)"},
-    {"--layout", CHOICE(layout, "nhwc|nchw"), "nhwc", FIXED_LATER,
+    {"--layout", AS_CHOICE(layout, "nhwc|nchw"), "nhwc", FIXED_LATER,
      "GPU: nchw transposes around each convolution, to see what it costs"},
-    {"--optimizer-launch", CHOICE(optimizer_launch, "fused|per-tensor"), "fused", FREE,
+    {"--optimizer-launch", AS_CHOICE(optimizer_launch, "fused|per-tensor"), "fused", FREE,
      "fused: one pass over all parameters; per-tensor: one for each, to compare"},
-    {"--zero-grad", CHOICE(zero_grad, "none|memset"), "none", FREE,
+    {"--zero-grad", AS_CHOICE(zero_grad, "none|memset"), "none", FREE,
      "memset: clear the gradients before backward, as frameworks once did, to compare"},
-    {"--graph", SWITCH(graph), "off", FREE, "GPU: launch each step as one CUDA graph"},
-    {"--autotune", SWITCH(autotune), "off", FREE,
+    {"--graph", AS_SWITCH(graph), "off", FREE, "GPU: launch each step as one CUDA graph"},
+    {"--autotune", AS_SWITCH(autotune), "off", FREE,
      "GPU: time the tiles of each product in the first step, keep the fastest; same results"},
-    {"--resident", SWITCH(resident), "on", FREE, "GPU: keep the data set in its memory, if it fits"},
-    {"--pin-memory", SWITCH(pin_memory), "on", FREE, "GPU, --resident off: copy from pinned memory"},
-    {"--gpus", COUNT(gpus, "N", 1, MAX_REPLICAS), NULL, FREE,
+    {"--resident", AS_SWITCH(resident), "on", FREE,
+     "GPU: keep the data set in its memory, if it fits"},
+    {"--pin-memory", AS_SWITCH(pin_memory), "on", FREE,
+     "GPU, --resident off: copy from pinned memory"},
+    {"--gpus", AS_COUNT(gpus, "N", 1, MAX_REPLICAS), NULL, FREE,
      "train on N GPUs of this machine (default: 1 if there is one, else the CPU)"},
-    {"--replicas", COUNT(replicas, "N", 1, MAX_REPLICAS), "1", FREE,
+    {"--replicas", AS_COUNT(replicas, "N", 1, MAX_REPLICAS), "1", FREE,
      "the same on the CPU: N networks, which share the --threads"},
-    {"--oversubscribe", SWITCH(oversubscribe), "off", FREE,
+    {"--oversubscribe", AS_SWITCH(oversubscribe), "off", FREE,
      "let several of them share a GPU or a core, for trying things out"},
-    {"--parallel", CHOICE(parallel, "ddp|dp"), "ddp", FIXED,
+    {"--parallel", AS_CHOICE(parallel, "ddp|dp"), "ddp", FIXED,
      "ddp: --batch-size images each, all-reduced; dp: a master scatters its batch"},
-    {"--global-batch", COUNT(global_batch, "B", 1, 65536), NULL, FIXED,
+    {"--global-batch", AS_COUNT(global_batch, "B", 1, 65536), NULL, FIXED,
      "images of a step on all devices together, instead of --batch-size"},
-    {"--bucket-mb", NUMBER(bucket_mb, "MB", 0.001, 10000), "25", FIXED,
+    {"--bucket-mb", AS_NUMBER(bucket_mb, "MB", 0.001, 10000), "25", FIXED,
      "ddp: size of the pieces in which gradients are all-reduced"},
-    {"--overlap", SWITCH(overlap), "on", FREE, "ddp: all-reduce during backward; off: after it"},
-    {"--timeout", NUMBER(timeout, "S", 1, 1e6), "300", FREE, "seconds to wait for another device"},
-    {"--out", TEXT(out, "DIR"), "", FREE, "write run.json, tables of steps, epochs, images to DIR"},
-    {"--quiet", SWITCH(quiet), "off", FREE, "print one line an epoch and what is asked for, no more"},
-    {"--per-class", SWITCH(per_class), "off", FREE, "print the accuracy of each class at the end"},
-    {"--profile", SWITCH(profile), "off", FREE, "print the time that each line of train() took"},
-    {"--layers", SWITCH(layers), "off", FREE, "measure each layer, next to this machine's limits"},
-    {"--trace", TEXT(trace, "FILE"), "", FREE, "write a timeline for chrome://tracing and Perfetto"},
-    {"--trace-steps", TEXT(trace_steps, "A:B"), "0:50", FREE,
+    {"--overlap", AS_SWITCH(overlap), "on", FREE, "ddp: all-reduce during backward; off: after it"},
+    {"--timeout", AS_NUMBER(timeout, "S", 1, 1e6), "300", FREE,
+     "seconds to wait for another device"},
+    {"--out", AS_TEXT(out, "DIR"), "", FREE,
+     "write run.json, tables of steps, epochs, images to DIR"},
+    {"--quiet", AS_SWITCH(quiet), "off", FREE,
+     "print only one line per epoch and what is asked for"},
+    {"--per-class", AS_SWITCH(per_class), "off", FREE,
+     "print the accuracy of each class at the end"},
+    {"--profile", AS_SWITCH(profile), "off", FREE, "print the time that each line of train() took"},
+    {"--layers", AS_SWITCH(layers), "off", FREE,
+     "measure each layer, next to this machine's limits"},
+    {"--trace", AS_TEXT(trace, "FILE"), "", FREE,
+     "write a timeline for chrome://tracing and Perfetto"},
+    {"--trace-steps", AS_TEXT(trace_steps, "A:B"), "0:50", FREE,
      "... of the training steps A to B - 1, counted from 0; Nsight records the same"},
-    {"--save-model", SWITCH(save_model), "off", FREE,
+    {"--save-model", AS_SWITCH(save_model), "off", FREE,
      "write the weights as MODEL_cnn.safetensors, or model.safetensors in --out"},
-    {"--checkpoint", TEXT(checkpoint, "FILE"), "", FREE,
+    {"--checkpoint", AS_TEXT(checkpoint, "FILE"), "", FREE,
      "write weights, optimizer and position to FILE, as --save-every says"},
-    {"--save-every", TEXT(save_every, "N|Nsteps"), "1", FREE, "... after every N epochs or steps"},
-    {"--resume", SWITCH(resume), "off", FREE, "continue from --checkpoint, if it exists"},
-    {"--load", TEXT(load, "FILE"), "", FREE, "start from the weights in a safetensors file"},
-    {"--eval", SWITCH(eval), "off", FREE, "test only"},
-    {"--dry-run", SWITCH(dry_run), "off", FREE, "one epoch of one training batch, then the test"},
-    {"--no-cuda", SWITCH(no_cuda), "off", FREE, "use the CPU even if there is a GPU"},
+    {"--save-every", AS_TEXT(save_every, "N|Nsteps"), "1", FREE,
+     "... after every N epochs or steps"},
+    {"--resume", AS_SWITCH(resume), "off", FREE, "continue from --checkpoint, if it exists"},
+    {"--load", AS_TEXT(load, "FILE"), "", FREE, "start from the weights in a safetensors file"},
+    {"--eval", AS_SWITCH(eval), "off", FREE, "test only"},
+    {"--dry-run", AS_SWITCH(dry_run), "off", FREE,
+     "one epoch of one training batch, then the test"},
+    {"--no-cuda", AS_SWITCH(no_cuda), "off", FREE, "use the CPU even if there is a GPU"},
 };
 // clang-format on
 enum { OPTIONS = LENGTH(options) };
@@ -4506,9 +4532,10 @@ static void print_help(void) {
     for (const Option *o = options; o < options + OPTIONS; o++) {
         char usage[96];
         snprintf(usage, sizeof usage, "%s %s", o->name, o->values);
-        bool wide = strlen(usage) > 26;
-        printf("  %s%s%*s%s", usage, wide ? "\n" : "", wide ? 30 : 28 - (int)strlen(usage), "",
-               o->help);
+        if (strlen(usage) <= 26)
+            printf("  %-28s%s", usage, o->help);
+        else
+            printf("  %s\n%30s%s", usage, "", o->help);
         if (o->fallback && *o->fallback)
             printf(" (default: %s)", o->fallback);
         printf("\n");
@@ -4520,7 +4547,7 @@ static void print_help(void) {
             printf("  --model %-9s %s\n", models[i].name, models[i].defaults);
 }
 
-// The option of this name, up to = or its end
+// The option whose name is this word, up to a = if there is one
 static const Option *find_option(const char *word) {
     const size_t length = strcspn(word, "=");
     for (const Option *o = options; o < options + OPTIONS; o++)
@@ -4529,12 +4556,13 @@ static const Option *find_option(const char *word) {
     die(EXIT_USAGE, "unknown option %s; ./cnn --help lists all options", word);
 }
 
-// Parses an option and its value, which may be the next word (NULL: none); returns the words used.
-static int parse_word(Settings *s, const char *word, const char *next) {
+// Parses an option and its value, "--name=value" or "--name value", where the value is the next
+// word (NULL after the last word). Returns how many words it used. A switch may be without a value.
+static size_t parse_option(Settings *s, const char *word, const char *next) {
     const Option *o = find_option(word);
-    const char *joined = strchr(word, '=');
-    if (joined) {
-        set_option(s, o, joined + 1);
+    const char *equals = strchr(word, '=');
+    if (equals) {
+        set_option(s, o, equals + 1);
         return 1;
     }
     if (o->kind == SWITCH && (!next || find_word(o->values, next) == NOT_CHOSEN)) {
@@ -4552,14 +4580,15 @@ enum { WORDS_SIZE = 65536 };
 static char words[WORDS_SIZE]; // the words of models' defaults and argument files
 static size_t words_used;
 
-// Ends each comment, from # on, where it begins.
+// Blanks comments, from # to the end of the line.
 static void remove_comments(char *text) {
     for (char *comment = strchr(text, '#'); comment; comment = strchr(comment, '#'))
         memset(comment, ' ', strcspn(comment, "\n"));
 }
 
-// Parses the text of options that follows in words[], separated by white space.
-static void parse_words(Settings *s, size_t length) {
+// Parses options that are separated by white space: the next `length` characters of words[], where
+// they stay, since settings point to them.
+static void parse_text(Settings *s, size_t length) {
     static const char space[] = " \t\r\n";
     static char *list[WORDS_SIZE / 2 + 1];
     char *rest, *text = words + words_used;
@@ -4567,11 +4596,14 @@ static void parse_words(Settings *s, size_t length) {
     text[length] = 0;
     words_used += length + 1;
     remove_comments(text);
-    for (char *word = strtok_r(text, space, &rest); word; word = strtok_r(NULL, space, &rest))
+    char *word = strtok_r(text, space, &rest);
+    while (word) {
         list[count++] = word;
+        word = strtok_r(NULL, space, &rest);
+    }
     list[count] = NULL;
     while (used < count)
-        used += (size_t)parse_word(s, list[used], list[used + 1]);
+        used += parse_option(s, list[used], list[used + 1]);
 }
 
 // @FILE is replaced by the options in that file.
@@ -4586,30 +4618,45 @@ static void parse_file(Settings *s, const char *path) {
     if (!readable || length == space || memchr(words + words_used, 0, length))
         die(EXIT_USAGE, "@%s: expected a text file of options, all such files at most %d bytes",
             path, WORDS_SIZE);
-    parse_words(s, length);
+    parse_text(s, length);
 }
 
-// The table's defaults, then the model's (NULL: none), then the command line.
+// Sets the table's defaults, then the model's unless it is NULL, then what the command line says.
 static void parse_all(Settings *s, const Model *model, int argc, char **argv) {
     *s = (Settings){.kernels = KERNELS_BEST, .precision = PRECISION_BEST};
     words_used = 0;
     for (const Option *o = options; o < options + OPTIONS; o++)
         if (o->fallback)
             set_option(s, o, o->fallback);
-    if (model)
-        parse_words(s, strlen(strcpy(words, model->defaults)));
-    for (int i = 1; i < argc;)
-        if (argv[i][0] == '@')
-            parse_file(s, argv[i++] + 1);
-        else
-            i += parse_word(s, argv[i], i + 1 < argc ? argv[i + 1] : NULL);
+    if (model) {
+        strcpy(words, model->defaults);
+        parse_text(s, strlen(words));
+    }
+    const size_t count = (size_t)argc;
+    size_t used = 1; // argv[0] is the program
+    while (used < count) {
+        const char *next = used + 1 < count ? argv[used + 1] : NULL;
+        if (argv[used][0] == '@') {
+            parse_file(s, argv[used] + 1);
+            used++;
+        } else {
+            used += parse_option(s, argv[used], next);
+        }
+    }
+}
+
+// model_names = "a|b|c"
+static void list_models(void) {
+    size_t length = 0;
+    for (size_t i = 0; i < LENGTH(models); i++) {
+        const char *separator = i > 0 ? "|" : "";
+        length += (size_t)snprintf(model_names + length, sizeof model_names - length, "%s%s",
+                                   separator, models[i].name);
+    }
 }
 
 static void parse_options(Settings *s, int argc, char **argv) {
-    size_t length = 0;
-    for (size_t i = 0; i < LENGTH(models); i++)
-        length += (size_t)snprintf(model_names + length, sizeof model_names - length, "%s%s",
-                                   i ? "|" : "", models[i].name);
+    list_models();
     for (int i = 1; i < argc; i++)
         if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0) {
             print_help();
@@ -4620,20 +4667,23 @@ static void parse_options(Settings *s, int argc, char **argv) {
     parse_all(s, find_model(s->model), argc, argv);
 }
 
-// The fewest digits that give the same number
-static void print_number(char *text, size_t size, double number) {
-    int digits = 5;
-    do
-        snprintf(text, size, "%.*g", ++digits, number);
-    while (digits < 17 && strtod(text, NULL) != number);
+// text = the number in the fewest digits, from 6 to 17, from which strtod() gets it back
+static void format_number(char *text, size_t size, double number) {
+    for (int digits = 6; digits <= 17; digits++) {
+        snprintf(text, size, "%.*g", digits, number);
+        if (strtod(text, NULL) == number)
+            return;
+    }
 }
 
-// Word number `number` of "a|b|c"; NOT_CHOSEN: none
-static void print_word(char *text, size_t size, const char *words, int number) {
+// text = word number `number` of "a|b|c", or "" if it is NOT_CHOSEN
+static void format_word(char *text, size_t size, const char *words, int number) {
+    text[0] = 0;
+    if (number == NOT_CHOSEN)
+        return;
     for (int i = 0; i < number; i++)
         words = next_word(words);
-    const int length = number == NOT_CHOSEN ? 0 : (int)word_length(words);
-    snprintf(text, size, "%.*s", length, words);
+    snprintf(text, size, "%.*s", (int)word_length(words), words);
 }
 
 // The value of an option as text, valid until this thread's next call
@@ -4645,17 +4695,17 @@ static const char *option_text(const Settings *s, const Option *o) {
     if (o->kind == SWITCH)
         return *(const bool *)field ? "on" : "off";
     if (o->kind == CHOICE)
-        print_word(text, sizeof text, o->values, *(const int *)field);
+        format_word(text, sizeof text, o->values, *(const int *)field);
     else if (o->kind == COUNT)
         snprintf(text, sizeof text, "%zu", *(const size_t *)field);
     else
-        print_number(text, sizeof text, *(const double *)field);
+        format_number(text, sizeof text, *(const double *)field);
     return text;
 }
 
 // Word number `number` of an option's choices, in `text`
 static const char *choice_word(char text[32], const char *option, int number) {
-    print_word(text, 32, find_option(option)->values, number);
+    format_word(text, 32, find_option(option)->values, number);
     return text;
 }
 
@@ -4673,37 +4723,42 @@ static void print_settings(const Settings *s) {
 
 // ---- The state of a run
 
-// The parts of a step, in the order of steps.csv. All but COMM, which overlaps with the rest, and
-// BYTES_SENT add up to the step, in seconds. EXPOSED_COMM is the time that a rank waits for COMM.
+// The parts of a step in seconds, and the bytes sent, in the order of steps.csv. EXPOSED_COMM is
+// the time that a rank waits for COMM. The parts other than COMM (it overlaps) and BYTES_SENT add
+// up to the step's time.
 enum { LOAD, COPY, FORWARD, BACKWARD, OPTIMIZER, COMM, EXPOSED_COMM, OTHER, BYTES_SENT, PARTS };
 
 typedef struct StepResult {
     size_t epoch, step, images;
-    int signal; // that was noted in this step; see Signals
+    int signal; // that was noted in this step, or 0; see Signals in section 10
     double loss, lr, parts[PARTS];
 } StepResult;
 
-// The results of an epoch. Times in seconds; accuracy in per cent.
+// The results of an epoch. Times are in seconds, the accuracy is in per cent.
 typedef struct EpochResult {
-    size_t epoch, images, step_images;
-    size_t resumed, logged; // of these images: seen by earlier runs, before the last log line
-    double seconds, loader_wait_s, test_seconds, test_loss, accuracy, lr, step_loss;
+    size_t epoch, images;
+    size_t resumed;     // of these images, those that an earlier run has seen
+    size_t logged;      // of these images, those before the last log line
+    size_t step_images; // images of the last step, on all ranks
+    double step_loss;   // its loss, over all ranks
+    double seconds, loader_wait_s, test_seconds, test_loss, accuracy, lr;
     double train_loss;   // sum over all images
     double parts[PARTS]; // sums over all steps and ranks
     uint64_t weight_hash;
 } EpochResult;
 
-// The clock of train(), below
+// The clock of train(); see section 13
 enum { PROFILED_LINES = 128 };
 
 typedef struct LineClock {
     bool synchronize; // --profile: wait for the device at each line, so that its time is its own
     const Device *device;
-    int first;   // the first profiled line of cnn.c
-    size_t rank; // for --trace, with the running line and when it began
-    const char *text;
-    double since;
-    size_t marks, settled; // numbers of marks set, and of lines whose times are known
+    int first;        // the first profiled line of cnn.c
+    size_t rank;      // for --trace
+    const char *text; // of the running line, for --trace
+    double since;     // when the running line began
+    size_t marks;     // how many were set
+    size_t settled;   // how many lines' times are known
     struct {
         int line;     // the line that begins at this mark, or 0
         double *part; // of the step, or NULL
@@ -4714,44 +4769,56 @@ typedef struct LineClock {
     } lines[PROFILED_LINES];
 } LineClock;
 
-// When checkpoints are saved, and the signal that the ranks have gathered; see Signals
+// When checkpoints are saved, and the signal that the ranks have gathered; see Signals in section
+// 10
 typedef struct Saving {
     size_t every; // epochs or, with by_steps, steps
-    bool by_steps, due;
+    bool by_steps;
+    bool due;   // after this step or, at the end of an epoch, after its test
     int signal; // not yet handled, or 0
 } Saving;
 
-// --graph: training steps of net.batch images, and of fewer, which are an epoch's last: how many
-// there were, and their graph. The first of either, which loads kernels, goes without.
+// --graph: an epoch's last step may be SHORT, with fewer images, and needs a graph of its own. The
+// first step of either size runs without a graph, since it loads kernels.
+enum { FULL, SHORT, STEP_SIZES };
+
 typedef struct StepGraphs {
-    size_t alike[2];
-    void *of[2];
+    bool kernels_loaded[STEP_SIZES];
+    void *graph[STEP_SIZES];
 } StepGraphs;
 
 // --trace and Nsight: the steps [first, end)
 typedef struct Tracer {
     size_t first, end;
-    bool recording;           // Nsight records this step
-    double start, step_start; // when START_MARK was set; when this step began
+    bool recording;    // Nsight records this step
+    double start;      // when START_MARK was set
+    double step_start; // when this step began
 } Tracer;
+
+typedef enum { RUNNING, COMPLETE, STOPPED, FAILED } RunStatus;
 
 // What a run prints, and writes to its run folder
 typedef struct Recorder {
-    const char *status;
+    RunStatus status;
     int argc;
     char **argv;
-    double started, epoch_start, log_started, peak_gflops;
-    // steps not yet written to steps.csv: [rank][steps_capacity], and this rank's row of these
-    StepResult *all_steps, *steps;
+    double started, epoch_start, log_started; // of the run, its epoch, the steps of a log line
+    double peak_gflops;
+    StepResult *all_steps; // [rank][steps_capacity]: steps that are not yet in steps.csv
+    StepResult *steps;     // this rank's row of all_steps
     size_t steps_kept, steps_capacity;
     FILE *steps_csv, *epochs_csv;
     FILE *lines; // what --quiet prints, too: the epochs' lines, tables that were asked for
 } Recorder;
 
-// The last test, summed over all ranks: loss, images, how many of them are right, in `totals`, then
-// the class predicted for each image
+// The sums of a test over its images
+enum { LOSS_SUM, IMAGES_TESTED, IMAGES_RIGHT, TOTALS };
+
+// The last test. One rank tests an image and the others leave its prediction 0, so that the sum
+// over the ranks merges the predictions of all.
 typedef struct Evaluation {
-    double *totals, *predicted;
+    double *totals;    // TOTALS sums, followed by the predictions
+    double *predicted; // the class predicted for each image of the test set
 } Evaluation;
 
 // The state of a run, of which each rank has one.
@@ -4774,10 +4841,12 @@ typedef struct Run {
     DatasetInfo info;
     Dataset train_set, test_set;
     Loader train_loader, test_loader;
-    size_t share;             // images of an epoch that this rank's loader loads
-    size_t batch, iterations; // images of a step on this device, at most; steps of an epoch
+    size_t share;      // images of an epoch that this rank's loader loads
+    size_t max_batch;  // the most images of a step on this device
+    size_t iterations; // steps of an epoch
     // the position, and the sums of the running epoch
-    size_t epoch, next_batch; // epoch from 1, batch from 0
+    size_t epoch;       // from 1
+    size_t batch_index; // the next batch of the epoch, from 0
     EpochResult current;
     Saving saving;
     // what is measured
@@ -4785,7 +4854,7 @@ typedef struct Run {
     Tracer tracer;
     Recorder recorder;
     Evaluation tested;
-    real *measured[2]; // --layers: numbers that are added
+    real *measured[2]; // --layers: numbers summed to measure bandwidth
     Plan plan;         // of the memory that is neither the network's nor a loader's
 } Run;
 
@@ -4798,7 +4867,8 @@ typedef struct Run {
 
 typedef enum { KEY_VALUE, CSV_HEADER, CSV_ROW, JSON } Form;
 
-// NULL: null. Names of files are expected in UTF-8, which JSON is.
+// Writes text as a JSON string, or null if it is NULL. JSON is UTF-8, so the names of files should
+// be.
 static void json_string(FILE *f, const char *text) {
     if (!text) {
         fprintf(f, "null");
@@ -4816,50 +4886,94 @@ static void json_string(FILE *f, const char *text) {
     fputc('"', f);
 }
 
+static void print_key(FILE *f, Form form, const char *key, int length) {
+    if (form == JSON)
+        fprintf(f, "\"%.*s\":", length, key);
+    else if (form == KEY_VALUE)
+        fprintf(f, "%.*s=", length, key);
+    else if (form == CSV_HEADER)
+        fprintf(f, "%.*s", length, key);
+}
+
+static void print_text(FILE *f, Form form, const char *text) {
+    if (form == JSON)
+        json_string(f, text);
+    else
+        fputs(text, f);
+}
+
+static void print_number(FILE *f, Form form, const char *format, double number) {
+    if (isfinite(number) || form == KEY_VALUE)
+        fprintf(f, format, number);
+    else if (form == JSON)
+        fputs("null", f);
+}
+
+// Takes the next argument, whose conversion `format` is, and prints it, except in a header.
+static void print_value(FILE *f, Form form, const char *format, va_list *args) {
+    const char kind = format[strlen(format) - 1];
+    if (kind == 's') {
+        const char *text = va_arg(*args, const char *);
+        if (form != CSV_HEADER)
+            print_text(f, form, text);
+    } else if (kind == 'u') {
+        const size_t count = va_arg(*args, size_t);
+        if (form != CSV_HEADER)
+            fprintf(f, format, count);
+    } else {
+        const double number = va_arg(*args, double);
+        if (form != CSV_HEADER)
+            print_number(f, form, format, number);
+    }
+}
+
 /* One description of a record, "epoch=%zu train_loss=%.4f ...", and its values give a line of
    key=value pairs, the header or a row of CSV, or the members of a JSON object. A number that is
    not finite is null in JSON, and empty in CSV. Conversions are %s, %zu and those of a double. */
 static FORMAT(3) void print_record(FILE *f, Form form, const char *record, ...) {
+    static const char separators[] = {
+        [KEY_VALUE] = ' ', [CSV_HEADER] = ',', [CSV_ROW] = ',', [JSON] = ','};
+    const char *field = record;
     va_list args;
     va_start(args, record);
-    for (const char *field = record, *next; *field; field = next) {
-        const int key = (int)strcspn(field, "="), length = (int)strcspn(field, " ");
+    while (*field) {
+        const int length = (int)strcspn(field, " ");
+        const int key = (int)strcspn(field, "=");
         char format[16];
         snprintf(format, sizeof format, "%.*s", length - key - 1, field + key + 1);
-        const char kind = format[strlen(format) - 1];
-        const char *text = kind == 's' ? va_arg(args, const char *) : NULL;
-        const size_t count = kind == 'u' ? va_arg(args, size_t) : 0;
-        const double number = kind == 's' || kind == 'u' ? 0 : va_arg(args, double);
-        next = field + length + (field[length] == ' ');
-        if (form != CSV_ROW)
-            fprintf(f, form == JSON ? "\"%.*s\":" : "%.*s", key, field);
-        fprintf(f, form == KEY_VALUE ? "=" : "");
-        if (form == JSON && (kind == 's' || !isfinite(number)))
-            json_string(f, text); // of a number: null
-        else if (form != CSV_HEADER && kind == 's')
-            fputs(text, f);
-        else if (form != CSV_HEADER && kind == 'u')
-            fprintf(f, format, count);
-        else if (form == KEY_VALUE || form == JSON || (form == CSV_ROW && isfinite(number)))
-            fprintf(f, format, number);
-        fprintf(f, !*next ? "" : form == KEY_VALUE ? " " : ",");
+        print_key(f, form, field, key);
+        print_value(f, form, format, &args);
+        field += length;
+        if (*field == ' ') {
+            fputc(separators[form], f);
+            field++;
+        }
     }
-    fprintf(f, form == JSON ? "" : "\n");
     va_end(args);
+    if (form != JSON)
+        fputc('\n', f);
 }
 
-/* ---- The clock of train(). Each line there begins with AT(...), which sets a mark: the end of the
-   previous line and the beginning of this one, whose time also counts as a part of the step. Since
-   a GPU lags behind the program, times are read only when they are needed or a mark is reused. */
+/* ---- The clock of train(). Each line there begins with AT(...), except for while, if and else.
+   AT() sets a mark: the end of the previous line and the beginning of this one, whose time also
+   counts as a part of the step. Since a GPU lags behind the program, times are read only when they
+   are needed or a mark is reused. Mark m is the device's event m % CLOCK_MARKS:
+
+     mark           0        1        2        3        4
+                    | line 0 | line 1 | line 2 | line 3 | the running line
+                    |   times read    |   not yet read  |
+                                settled = 2         marks = 5                */
+
 // Reads the times of lines that have ended, the oldest first, except for the last `left` of them.
 static void clock_settle(LineClock *c, size_t left) {
     while (c->settled + 1 + left < c->marks) {
-        size_t from = c->settled++ % CLOCK_MARKS, to = c->settled % CLOCK_MARKS;
-        double seconds = c->device->elapsed(from, to);
+        const size_t from = c->settled % CLOCK_MARKS, to = (c->settled + 1) % CLOCK_MARKS;
+        const double seconds = c->device->elapsed(from, to);
         if (c->begun[from].line)
             c->lines[c->begun[from].line - c->first].seconds += seconds;
         if (c->begun[from].part)
             *c->begun[from].part += seconds;
+        c->settled++;
     }
 }
 
@@ -4868,6 +4982,7 @@ static void clock_charge(LineClock *c, double *part) {
     c->begun[(c->marks - 1) % CLOCK_MARKS].part = part;
 }
 
+// Ends the running line and begins this one, or none if it is 0, with neither a part nor a text.
 static void clock_line(LineClock *c, int line, double *part, const char *text) {
     if (c->synchronize)
         c->device->synchronize();
@@ -4878,42 +4993,63 @@ static void clock_line(LineClock *c, int line, double *part, const char *text) {
     c->device->range(text ? RANGE_LINE : RANGE_STEP, text);
     if (!c->first)
         c->first = line;
-    clock_settle(c, CLOCK_MARKS - 2);
-    c->begun[c->marks % CLOCK_MARKS].line = line;
-    c->begun[c->marks % CLOCK_MARKS].part = part;
-    c->device->mark(c->marks++ % CLOCK_MARKS);
+    clock_settle(c, CLOCK_MARKS - 2); // so that this mark's event is free
+    const size_t mark = c->marks % CLOCK_MARKS;
+    c->begun[mark].line = line;
+    c->begun[mark].part = part;
+    c->device->mark(mark);
+    c->marks++;
     if (line)
         c->lines[line - c->first].hits++;
 }
 
+// text in the quotes of CSV, in which a quote is doubled
+static void print_quoted(FILE *csv, const char *text) {
+    fputc('"', csv);
+    for (; *text; text++) {
+        if (*text == '"')
+            fputc('"', csv);
+        fputc(*text, csv);
+    }
+    fputc('"', csv);
+}
+
 static void print_profile_line(FILE *out, FILE *csv, const LineClock *c, int number,
                                const char *text, double total) {
-    size_t at = (size_t)(number - c->first);
+    const size_t at = (size_t)(number - c->first);
     if (number < c->first || at >= PROFILED_LINES || c->lines[at].hits == 0) {
         fprintf(out, "%6d %9s %12s %8s %8s  %s\n", number, "", "", "", "", text);
         return;
     }
-    size_t hits = c->lines[at].hits;
-    double us = c->lines[at].seconds * 1e6, percent = 100 * c->lines[at].seconds / total;
-    fprintf(out, "%6d %9zu %12.1f %8.1f %8.1f  %s\n", number, hits, us, us / (double)hits, percent,
-            text);
-    fprintf(csv, "%d,%zu,%.1f,%.1f,%.1f,\"", number, hits, us, us / (double)hits, percent);
-    for (text += strspn(text, " "); *text; text++)
-        fprintf(csv, *text == '"' ? "\"\"" : "%c", *text);
-    fprintf(csv, "\"\n");
+    const size_t hits = c->lines[at].hits;
+    const double us = c->lines[at].seconds * 1e6, per_hit = us / (double)hits;
+    const double percent = 100 * c->lines[at].seconds / total;
+    fprintf(out, "%6d %9zu %12.1f %8.1f %8.1f  %s\n", number, hits, us, per_hit, percent, text);
+    fprintf(csv, "%d,%zu,%.1f,%.1f,%.1f,", number, hits, us, per_hit, percent);
+    print_quoted(csv, text + strspn(text, " "));
+    fprintf(csv, "\n");
 }
 
-// train(), the lines from `begin` to `end`, with the time of each, as kernprof prints it, and as CSV
+// Opens cnn.c where it was compiled, or else beside the program. Returns NULL if it is in neither.
+static FILE *open_source(void) {
+    char path[PATH_SIZE] = "", beside[PATH_SIZE];
+    FILE *source = fopen(__FILE__, "r");
+    if (source || readlink("/proc/self/exe", path, sizeof path - sizeof "/cnn.c") < 0)
+        return source;
+    join_path(beside, dirname(path), "cnn.c");
+    return fopen(beside, "r");
+}
+
+// train(), the lines from `begin` to `end`, with the time of each, as kernprof prints it, and as
+// CSV
 static void print_profile(const LineClock *c, int begin, int end, FILE *out, FILE *csv) {
-    char text[256] = "(cnn.c was not found)", path[PATH_SIZE] = "";
+    char text[256] = "(cnn.c was not found)";
     double total = 0;
     if (!c->first) {
         fprintf(out, "No training step to profile\n");
         return;
     }
-    FILE *source = fopen(__FILE__, "r"); // cnn.c where it was compiled, or beside the program
-    if (!source && readlink("/proc/self/exe", path, sizeof path - 8) > 0)
-        source = fopen(strcat(dirname(path), "/cnn.c"), "r");
+    FILE *source = open_source();
     for (size_t i = 0; i < PROFILED_LINES; i++)
         total += c->lines[i].seconds;
     fprintf(out, "Timer unit: 1e-06 s\n\nTotal time: %.6g s\nFile: cnn.c\n", total);
@@ -4952,7 +5088,7 @@ static const char *host_name(void) {
     return name;
 }
 
-#ifndef CNN_COMMIT // the Makefile defines both
+#ifndef CNN_COMMIT // the Makefile defines both macros
 #define CNN_COMMIT "unknown"
 #define CNN_FLAGS "unknown"
 #endif
@@ -4971,141 +5107,194 @@ static void print_machine(void) {
 // ---- Resources
 
 typedef struct Resources {
-    double wall_s, cpu_s, rss; // rss: the most bytes of memory at a time
+    double wall_s, cpu_s; // seconds
+    double rss;           // the most bytes of memory in use at a time
 } Resources;
+
+static double timeval_seconds(struct timeval t) {
+    return (double)t.tv_sec + 1e-6 * (double)t.tv_usec;
+}
 
 static Resources resources_since(double start) {
     struct rusage u;
     getrusage(RUSAGE_SELF, &u);
-    return (Resources){now() - start,
-                       (double)(u.ru_utime.tv_sec + u.ru_stime.tv_sec) +
-                           1e-6 * (double)(u.ru_utime.tv_usec + u.ru_stime.tv_usec),
-                       1024. * (double)u.ru_maxrss};
+    return (Resources){.wall_s = now() - start,
+                       .cpu_s = timeval_seconds(u.ru_utime) + timeval_seconds(u.ru_stime),
+                       .rss = 1024. * (double)u.ru_maxrss};
 }
 
+// text = hours:minutes:seconds
 static const char *duration(double seconds, char text[32]) {
     long s = lround(seconds);
     snprintf(text, 32, "%02ld:%02ld:%02ld", s / 3600, s / 60 % 60, s % 60);
     return text;
 }
 
-// The lines of Slurm's seff, for this process. 1 GB is 2^30 bytes, as there.
+// The lines of Slurm's seff, for this process. As in seff, 1 GB is 2^30 bytes.
 static void print_resources(double start, int status) {
     const Resources r = resources_since(start);
     const size_t slurm = environment_number("SLURM_CPUS_PER_TASK");
     const size_t cores = slurm ? slurm : usable_cores();
     const double limit = memory_limit(), core_s = r.wall_s * (double)cores;
-    char a[32], b[32], c[32];
-    printf("RESOURCES\nState: %s (exit code %d)\nCores: %zu\nCPU Utilized: %s\n"
-           "CPU Efficiency: %.2f%% of %s core-walltime\nJob Wall-clock time: %s\n"
-           "Memory Utilized: %.2f GB\nMemory Efficiency: %.2f%% of %.2f GB\n",
-           status ? "STOPPED" : "COMPLETED", status, cores, duration(r.cpu_s, a),
-           100 * r.cpu_s / core_s, duration(core_s, b), duration(r.wall_s, c), r.rss / 0x1p30,
-           100 * r.rss / limit, limit / 0x1p30);
+    const char *state = status ? "STOPPED" : "COMPLETED";
+    char text[32];
+    printf("RESOURCES\nState: %s (exit code %d)\nCores: %zu\n", state, status, cores);
+    printf("CPU Utilized: %s\n", duration(r.cpu_s, text));
+    printf("CPU Efficiency: %.2f%% of %s core-walltime\n", 100 * r.cpu_s / core_s,
+           duration(core_s, text));
+    printf("Job Wall-clock time: %s\n", duration(r.wall_s, text));
+    printf("Memory Utilized: %.2f GB\n", r.rss / 0x1p30);
+    printf("Memory Efficiency: %.2f%% of %.2f GB\n", 100 * r.rss / limit, limit / 0x1p30);
 }
 
 // ---- Run folder (--out DIR)
 
-// The epoch's line on stdout, or a row of epochs.csv, which also has a hash of the weights.
+// The epoch's line on stdout, or a row of epochs.csv, which also has a hash of the weights
 static void print_epoch(FILE *f, const EpochResult *e, Form form) {
 #define EPOCH                                                              \
     "epoch=%zu images=%zu seconds=%.3f img_per_s=%.0f loader_wait_s=%.3f " \
     "train_loss=%.4f test_seconds=%.3f test_loss=%.4f accuracy=%.2f lr=%g"
+    const char *const record = form == KEY_VALUE ? EPOCH : EPOCH " weight_hash=%s";
+#undef EPOCH
+    const double trained = (double)(e->images - e->resumed);
+    const double loss = e->train_loss / (double)max_size(e->images, 1);
     char hash[32];
     snprintf(hash, sizeof hash, "%016llx", (unsigned long long)e->weight_hash);
-    print_record(f, form, form == KEY_VALUE ? EPOCH : EPOCH " weight_hash=%s", e->epoch, e->images,
-                 e->seconds, (double)(e->images - e->resumed) / fmax(e->seconds, 1e-9),
-                 e->loader_wait_s, e->train_loss / (double)max_size(e->images, 1), e->test_seconds,
-                 e->test_loss, e->accuracy, e->lr, hash);
-#undef EPOCH
+    print_record(f, form, record, e->epoch, e->images, e->seconds, trained / fmax(e->seconds, 1e-9),
+                 e->loader_wait_s, loss, e->test_seconds, e->test_loss, e->accuracy, e->lr, hash);
 }
 
-// A row of steps.csv: a step of one rank.
+// A row of steps.csv, or its header: a step of one rank
 static void print_step(FILE *f, const StepResult *s, size_t rank, Form form) {
     const double *p = s->parts;
+    const double seconds =
+        p[LOAD] + p[COPY] + p[FORWARD] + p[BACKWARD] + p[OPTIMIZER] + p[EXPOSED_COMM] + p[OTHER];
+    const bool warmup = s->epoch == 1 && s->step <= 3;
     print_record(f, form,
                  "epoch=%zu step=%zu rank=%zu images=%zu loss=%.9g lr=%.9g seconds=%.6f "
                  "load_s=%.6f copy_s=%.6f forward_s=%.6f backward_s=%.6f optimizer_s=%.6f "
                  "comm_s=%.6f exposed_comm_s=%.6f other_s=%.6f bytes_sent=%.0f warmup=%zu",
-                 s->epoch, s->step, rank, s->images, s->loss, s->lr,
-                 p[LOAD] + p[COPY] + p[FORWARD] + p[BACKWARD] + p[OPTIMIZER] + p[EXPOSED_COMM] +
-                     p[OTHER],
-                 p[LOAD], p[COPY], p[FORWARD], p[BACKWARD], p[OPTIMIZER], p[COMM], p[EXPOSED_COMM],
-                 p[OTHER], p[BYTES_SENT], (size_t)(s->epoch == 1 && s->step <= 3));
+                 s->epoch, s->step, rank, s->images, s->loss, s->lr, seconds, p[LOAD], p[COPY],
+                 p[FORWARD], p[BACKWARD], p[OPTIMIZER], p[COMM], p[EXPOSED_COMM], p[OTHER],
+                 p[BYTES_SENT], (size_t)warmup);
 }
 
-// A new file of the run folder; without --out nothing is kept of it.
+// Opens a new file of the run folder. Without --out, what is written to it is discarded.
 static void open_in_folder(AtomicFile *f, const Run *run, const char *file) {
     char path[PATH_SIZE];
-    const bool kept = *run->settings.out;
-    if (kept)
-        join_path(path, run->settings.out, file);
-    atomic_open(f, kept ? path : NULL);
+    if (!*run->settings.out) {
+        atomic_open(f, NULL);
+        return;
+    }
+    join_path(path, run->settings.out, file);
+    atomic_open(f, path);
 }
 
+// In the whole run, which is what --max-steps and --trace-steps count
 static size_t steps_done(const Run *run) {
-    return (run->epoch - 1) * run->iterations + run->next_batch;
+    return (run->epoch - 1) * run->iterations + run->batch_index;
 }
 
-// The class's name, or its number where the dataset has no names; in `buffer`.
+// The name of a class, or its number if the data set has no names; in `buffer`
 static const char *class_name(const Run *run, size_t class, char buffer[32]) {
     const char *at = run->info.class_names;
-    snprintf(buffer, 32, "%zu", class);
-    for (size_t i = 0; at && i < class; i++)
+    if (!at) {
+        snprintf(buffer, 32, "%zu", class);
+        return buffer;
+    }
+    for (size_t i = 0; i < class; i++)
         at = strchr(at, ' ') + 1;
-    if (at)
-        snprintf(buffer, 32, "%.*s", (int)strcspn(at, " "), at);
+    snprintf(buffer, 32, "%.*s", (int)strcspn(at, " "), at);
     return buffer;
 }
 
+static const char *json_bool(bool value) {
+    return value ? "true" : "false";
+}
+
 static void print_settings_json(FILE *f, const Settings *s) {
-    for (const Option *o = options; o < options + OPTIONS; o++) {
+    fprintf(f, "{");
+    for (size_t i = 0; i < OPTIONS; i++) {
+        const Option *o = &options[i];
         const char *text = option_text(s, o);
-        fprintf(f, "%s\n    \"%s\": ", o > options ? "," : "{", o->name + 2);
-        if (o->kind == CHOICE || o->kind == NAME || o->kind == TEXT)
-            json_string(f, text);
+        if (i > 0)
+            fprintf(f, ",");
+        fprintf(f, "\n    \"%s\": ", o->name + strlen("--"));
+        if (o->kind == SWITCH)
+            fputs(json_bool(strcmp(text, "on") == 0), f);
+        else if (o->kind == COUNT || o->kind == NUMBER)
+            fputs(text, f);
         else
-            fputs(o->kind != SWITCH ? text : strcmp(text, "on") == 0 ? "true" : "false", f);
+            json_string(f, text);
     }
     fprintf(f, "\n  }");
 }
 
-static void print_run_json(FILE *f, Run *run) {
-    Settings *s = &run->settings;
-    const Comm *c = &run->comm;
-    const DeviceInfo *d = &run->device_info;
-    const Resources r = resources_since(run->recorder.started);
-    char name[32];
-    fprintf(f, "{\n  \"status\": \"%s\", \"provenance\": \"measured\", \"emulated\": %s,\n",
-            run->recorder.status, d->emulated ? "true" : "false");
-    for (int i = 0; i < run->recorder.argc; i++) {
-        fprintf(f, i ? ", " : "  \"command\": [");
-        json_string(f, run->recorder.argv[i]);
+static void print_command_json(FILE *f, const Recorder *r) {
+    fprintf(f, "[");
+    for (int i = 0; i < r->argc; i++) {
+        if (i > 0)
+            fprintf(f, ", ");
+        json_string(f, r->argv[i]);
     }
-    fprintf(f, "],\n  \"machine\": {");
+    fprintf(f, "]");
+}
+
+static void print_machine_json(FILE *f, const Run *run) {
+    const DeviceInfo *d = &run->device_info;
+    const char *uuid = *d->uuid ? d->uuid : NULL, *driver = *d->driver ? d->driver : NULL;
+    fprintf(f, "{");
     print_record(f, JSON,
                  "host=%s cpu=%s cores=%zu memory_bytes=%.0f peak_gflops=%.1f device=%s uuid=%s "
                  "driver=%s slurm=%s",
                  host_name(), cpu_name(), usable_cores(), memory_bytes(), run->recorder.peak_gflops,
-                 d->name, *d->uuid ? d->uuid : NULL, *d->driver ? d->driver : NULL,
-                 getenv("SLURM_JOB_ID"));
-    fprintf(f, "},\n  \"build\": {");
-    print_record(f, JSON, "compiler=%s flags=%s commit=%s", COMPILER, CNN_FLAGS, CNN_COMMIT);
-    fprintf(f, "},\n  \"settings\": ");
-    print_settings_json(f, s);
-    fprintf(f, ",\n  \"parallel\": {");
+                 d->name, uuid, driver, getenv("SLURM_JOB_ID"));
+    fprintf(f, "}");
+}
+
+static void print_parallel_json(FILE *f, const Run *run) {
+    const Settings *s = &run->settings;
+    const Comm *c = &run->comm;
+    const char *mode = c->world == 1 ? "single" : option_named(s, "--parallel");
+    const bool replayed = run->graphs.graph[FULL] || run->graphs.graph[SHORT];
+    fprintf(f, "{");
     print_record(f, JSON,
                  "mode=%s world=%zu batch_per_device=%zu global_batch=%zu iterations=%zu "
                  "buckets=%zu workers=%zu",
-                 c->world == 1 ? "single" : option_named(s, "--parallel"), c->world, run->batch,
-                 s->global_batch, run->iterations, c->bucket_count, s->workers);
-    fprintf(f, ",\"graph\":%s},\n  \"classes\": [",
-            run->graphs.of[0] || run->graphs.of[1] ? "true" : "false"); // whether one was replayed
+                 mode, c->world, run->max_batch, s->global_batch, run->iterations, c->bucket_count,
+                 s->workers);
+    fprintf(f, ",\"graph\":%s}", json_bool(replayed));
+}
+
+static void print_classes_json(FILE *f, const Run *run) {
+    char name[32];
+    fprintf(f, "[");
     for (size_t i = 0; i < run->info.classes; i++) {
-        fprintf(f, i ? ", " : "");
+        if (i > 0)
+            fprintf(f, ", ");
         json_string(f, class_name(run, i, name));
     }
     fprintf(f, "]");
+}
+
+static void print_run_json(FILE *f, const Run *run) {
+    static const char *const words[] = {
+        [RUNNING] = "running", [COMPLETE] = "complete", [STOPPED] = "stopped", [FAILED] = "failed"};
+    const Resources r = resources_since(run->recorder.started);
+    fprintf(f, "{\n  \"status\": \"%s\", \"provenance\": \"measured\", \"emulated\": %s",
+            words[run->recorder.status], json_bool(run->device_info.emulated));
+    fprintf(f, ",\n  \"command\": ");
+    print_command_json(f, &run->recorder);
+    fprintf(f, ",\n  \"machine\": ");
+    print_machine_json(f, run);
+    fprintf(f, ",\n  \"build\": {");
+    print_record(f, JSON, "compiler=%s flags=%s commit=%s", COMPILER, CNN_FLAGS, CNN_COMMIT);
+    fprintf(f, "},\n  \"settings\": ");
+    print_settings_json(f, &run->settings);
+    fprintf(f, ",\n  \"parallel\": ");
+    print_parallel_json(f, run);
+    fprintf(f, ",\n  \"classes\": ");
+    print_classes_json(f, run);
     fprintf(f, ",\n  \"resources\": {");
     print_record(f, JSON, "wall_s=%.3f cpu_s=%.3f max_rss_bytes=%.0f", r.wall_s, r.cpu_s, r.rss);
     fprintf(f, "}\n}\n");
@@ -5114,29 +5303,32 @@ static void print_run_json(FILE *f, Run *run) {
 static Run *dying_run;
 static void write_failed(void);
 
-// A dying rank writes it as well, without waiting for the others.
+// Writes run.json, and makes every error from here on write it again: a rank that dies does so
+// without waiting for the others.
 static void write_run_json(Run *run) {
     AtomicFile file;
     open_in_folder(&file, run, "run.json");
     print_run_json(file.stream, run);
     atomic_commit(&file);
     dying_run = run;
-    before_dying = write_failed; // every error from here on
+    before_dying = write_failed;
 }
 
 static void write_failed(void) {
-    dying_run->recorder.status = "failed";
+    dying_run->recorder.status = FAILED;
     write_run_json(dying_run);
 }
 
 // Creates --out DIR, which is this run's alone until it ends.
 static void open_run_folder(Run *run) {
     const char *dir = run->settings.out;
-    run->recorder.status = "running";
+    run->recorder.status = RUNNING;
     if (!*dir)
         return;
-    const bool there = mkdir(dir, 0777) == 0 || errno == EEXIST;
-    const int folder = there ? open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC) : -1;
+    if (mkdir(dir, 0777) != 0 && errno != EEXIST)
+        file_fail("cannot create the folder", dir);
+    const int folder =
+        open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC); // open, and so locked, to the end
     if (folder < 0)
         file_fail("cannot create the folder", dir);
     if (flock(folder, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
@@ -5146,28 +5338,43 @@ static void open_run_folder(Run *run) {
         write_run_json(run);
 }
 
-// Whether a row of epochs.csv or, by_step, steps.csv is the header, or lies before the run's position
+// Whether a row of epochs.csv or, with by_step, of steps.csv comes before the run's position or is
+// the header. A log whose header lacks a column is begun anew.
 static bool is_earlier(const Run *run, const char *row, bool by_step) {
+    const char *format = by_step ? "%zu,%zu" : "%zu";
+    const char *column = by_step ? ",other_s," : ",weight_hash";
     size_t epoch = 0, step = 0;
     if (!strchr(row, '\n'))
         return false; // the run was killed while it wrote this row
-    if (sscanf(row, by_step ? "%zu,%zu" : "%zu", &epoch, &step) < 1)
-        return strstr(row, by_step ? ",other_s," : ",weight_hash"); // not of an older version
+    if (sscanf(row, format, &epoch, &step) < 1)
+        return strstr(row, column);
     if (by_step && epoch == run->epoch)
-        return step <= run->next_batch;
+        return step <= run->batch_index;
     return epoch > 0 && epoch < run->epoch;
+}
+
+// How many bytes of a log a resumed run keeps: the rows before its position
+static long length_kept(const Run *run, FILE *log, bool by_step) {
+    char row[1024];
+    long kept = 0;
+    while (fgets(row, sizeof row, log)) {
+        if (!is_earlier(run, row, by_step))
+            return kept;
+        kept = ftell(log);
+    }
+    return kept;
 }
 
 // Opens a log of the run folder. A resumed run goes on after the rows before its position.
 static FILE *open_log(const Run *run, const char *file, bool by_step) {
-    char path[PATH_SIZE], row[1024];
+    char path[PATH_SIZE];
     long kept = 0;
     join_path(path, run->settings.out, file);
     FILE *log = fopen(path, "a+");
     if (!log)
         file_fail("cannot write", path);
-    while (run->settings.resume && fgets(row, sizeof row, log) && is_earlier(run, row, by_step))
-        kept = ftell(log);
+    if (run->settings.resume)
+        kept = length_kept(run, log, by_step);
     if (ferror(log) || ftruncate(fileno(log), kept) != 0 || fseek(log, 0, SEEK_END) != 0)
         file_fail("cannot write", path);
     if (kept > 0)
@@ -5206,7 +5413,7 @@ static void open_logs(Run *run) {
     write_run_json(run);
 }
 
-// At the log interval: a gradient that is not finite ends the run, on a CPU before the update.
+// Ends the run if a gradient is not finite. `step` counts from 1.
 static void check_finite(const Net *net, const real *grads, size_t epoch, size_t step) {
     for (const Layer *l = net->layers; l < net->layers + net->count; l++) {
         const bool weight = first_not_finite(grads + l->weight, l->weights, FP32) < l->weights;
@@ -5216,8 +5423,8 @@ static void check_finite(const Net *net, const real *grads, size_t epoch, size_t
     }
 }
 
-// On a GPU: a gradient that is not finite in the steps since the last call ends the run. With fp16
-// this skips an update, which is no error, and the number of skipped updates is printed.
+// On a GPU: ends the run if a gradient was not finite in the steps since the last call. With fp16
+// such a gradient only skips an update; then prints the number of skipped updates.
 static void read_loss_scale(Run *run) {
     const Net *net = &run->net;
     const LossScale before = run->loss_scale;
@@ -5233,57 +5440,88 @@ static void read_loss_scale(Run *run) {
                s->skipped - before.skipped, (double)s->scale);
 }
 
-/* Adds the steps of all ranks to the epoch's sums and to steps.csv, gathers their signals, and ends the
-   run if a gradient was not finite. All ranks call it after the same step. What the running line of
-   train() still takes counts for the next step, since the rows are written. */
-static void flush_steps(Run *run, EpochResult *e) {
-    clock_settle(&run->clock, 0);
-    read_loss_scale(run);
-    all_gather(&run->comm, run->recorder.all_steps,
-               run->recorder.steps_capacity * sizeof *run->recorder.steps);
-    for (size_t i = 0; i < run->recorder.steps_kept; i++) {
-        double loss = 0, wait = 0;
-        e->step_images = 0;
-        for (size_t rank = 0; rank < run->comm.world; rank++) {
-            const StepResult *s = &run->recorder.all_steps[rank * run->recorder.steps_capacity + i];
-            e->step_images += s->images;
-            loss += s->loss * (double)s->images;
-            wait = fmax(wait, s->parts[LOAD]);
-            run->saving.signal = s->signal > run->saving.signal ? s->signal : run->saving.signal;
-            for (size_t k = 0; k < PARTS; k++)
-                e->parts[k] += s->parts[k];
-            if (run->recorder.steps_csv)
-                print_step(run->recorder.steps_csv, s, rank, CSV_ROW);
-        }
-        e->images += e->step_images;
-        e->step_loss = loss / (double)e->step_images;
-        e->train_loss += loss;
-        e->loader_wait_s += wait;
+// Adds step i of those kept, of all ranks, to the epoch's sums and to steps.csv.
+static void add_step(Run *run, EpochResult *e, size_t i) {
+    Recorder *r = &run->recorder;
+    double loss = 0, wait = 0;
+    e->step_images = 0;
+    for (size_t rank = 0; rank < run->comm.world; rank++) {
+        const StepResult *s = &r->all_steps[rank * r->steps_capacity + i];
+        e->step_images += s->images;
+        loss += s->loss * (double)s->images;
+        wait = fmax(wait, s->parts[LOAD]);
+        if (s->signal > run->saving.signal)
+            run->saving.signal = s->signal;
+        for (size_t k = 0; k < PARTS; k++)
+            e->parts[k] += s->parts[k];
+        if (r->steps_csv)
+            print_step(r->steps_csv, s, rank, CSV_ROW);
     }
-    memset(run->recorder.steps, 0, run->recorder.steps_kept * sizeof *run->recorder.steps);
-    run->recorder.steps_kept = 0;
-    clock_charge(&run->clock, &run->recorder.steps[0].parts[OTHER]);
-    if (run->recorder.steps_csv)
-        flush(run->recorder.steps_csv, "steps.csv");
+    e->images += e->step_images;
+    e->step_loss = loss / (double)e->step_images;
+    e->train_loss += loss;
+    e->loader_wait_s += wait;
 }
 
-// On a terminal: how far the epoch is, its speed and the time left, in one line.
+/* A collective call, which all ranks make after the same step. Adds the steps of all ranks to the
+   epoch's sums and to steps.csv, and gathers their signals. Ends the run if a gradient was not
+   finite. What the running line of train() still takes counts for the next step, since the rows
+   are written. */
+static void flush_steps(Run *run, EpochResult *e) {
+    Recorder *r = &run->recorder;
+    clock_settle(&run->clock, 0);
+    read_loss_scale(run);
+    all_gather(&run->comm, r->all_steps, r->steps_capacity * sizeof *r->steps);
+    for (size_t i = 0; i < r->steps_kept; i++)
+        add_step(run, e, i);
+    memset(r->steps, 0, r->steps_kept * sizeof *r->steps);
+    r->steps_kept = 0;
+    clock_charge(&run->clock, &r->steps[0].parts[OTHER]);
+    if (r->steps_csv)
+        flush(r->steps_csv, "steps.csv");
+}
+
+// On a terminal, clears the line that show_progress() has written.
+static void clear_progress(void) {
+    if (isatty(STDERR_FILENO))
+        fprintf(stderr, "\r\033[K");
+}
+
+// On a terminal, shows how far the epoch is, its speed and the time left, in one line.
 static void show_progress(const Run *run, const EpochResult *e, double seconds) {
     struct winsize terminal = {.ws_col = 80};
     if (!isatty(STDERR_FILENO))
         return;
     ioctl(STDERR_FILENO, TIOCGWINSZ, &terminal);
-    double rate = (double)(e->images - e->resumed) / seconds, all = (double)run->train_set.count;
+    if (terminal.ws_col < 2)
+        terminal.ws_col = 80; // the terminal does not know its width
+    const double all = (double)run->train_set.count, seen = (double)e->images;
+    const double rate = (double)(e->images - e->resumed) / seconds;
     char text[256];
     snprintf(text, sizeof text, "epoch %zu: %3.0f %%, %zu of %.0f images, %.0f img/s, %.0f s left",
-             e->epoch, fmin(100, 100 * (double)e->images / all), e->images, all, rate,
-             fmax(0, all - (double)e->images) / rate);
-    fprintf(stderr, "\r\033[K%.*s\r", terminal.ws_col > 1 ? terminal.ws_col - 1 : 79, text);
+             e->epoch, fmin(100, 100 * seen / all), e->images, all, rate,
+             fmax(0, all - seen) / rate);
+    fprintf(stderr, "\r\033[K%.*s\r", terminal.ws_col - 1, text);
 }
 
-// After a step: adds a row for steps.csv; at the log interval prints the log line.
-static void log_step(Run *run, EpochResult *e, const Batch *batch, double loss) {
-    StepResult *s = &run->recorder.steps[run->recorder.steps_kept++];
+static void print_log_line(const Run *run, const EpochResult *e) {
+    const size_t step = run->batch_index;
+    if (run->model->sc20_log)
+        printf("INFO - Epoch: %zu, Iteration: %zu, Avg img/sec: %.3f\n", e->epoch, step,
+               (double)(e->images - e->logged) / (now() - run->recorder.log_started));
+    else
+        printf("Train Epoch: %zu [%zu/%zu (%.0f%%)]\tLoss: %.6f\n", e->epoch, step * e->step_images,
+               run->train_set.count, 100. * (double)step / (double)run->iterations, e->step_loss);
+}
+
+static bool at_log_interval(const Run *run) {
+    return run->batch_index % run->settings.log_interval == 0;
+}
+
+// Keeps the result of a step for steps.csv.
+static void keep_step(Run *run, const EpochResult *e, const Batch *batch, double loss, int signal) {
+    StepResult *s = &run->recorder.steps[run->recorder.steps_kept];
+    run->recorder.steps_kept++;
     s->epoch = e->epoch;
     s->step = batch->number + 1;
     s->images = batch->n;
@@ -5291,30 +5529,39 @@ static void log_step(Run *run, EpochResult *e, const Batch *batch, double loss) 
     s->lr = run->lr;
     s->parts[COMM] = run->comm.seconds;
     s->parts[BYTES_SENT] = run->comm.bytes_sent;
+    s->signal = signal;
     run->comm.seconds = run->comm.bytes_sent = 0;
-    s->signal = take_signal();
-    const bool at_interval = batch->number % run->settings.log_interval == 0;
-    if (at_interval || (s->signal && run->comm.world == 1))
-        flush_steps(run, e);
-    if (!at_interval || run->comm.rank > 0 || run->settings.quiet)
-        return;
-    if (isatty(STDERR_FILENO))
-        fprintf(stderr, "\r\033[K");
-    if (run->model->sc20_log)
-        printf("INFO - Epoch: %zu, Iteration: %zu, Avg img/sec: %.3f\n", e->epoch, batch->number,
-               (double)(e->images - e->logged) / (now() - run->recorder.log_started));
-    else
-        printf("Train Epoch: %zu [%zu/%zu (%.0f%%)]\tLoss: %.6f\n", e->epoch,
-               batch->number * e->step_images, run->train_set.count,
-               100. * (double)batch->number / (double)run->iterations, e->step_loss);
-    e->logged = e->images;
-    run->recorder.log_started = now();
-    show_progress(run, e, now() - run->recorder.epoch_start);
 }
 
-// After an epoch of training: writes the rows that are left, and computes and prints averages.
+// After a step: keeps its result, and at the log interval prints the log line. A single rank
+// handles a signal at once, several ranks at the log interval.
+static void log_step(Run *run, EpochResult *e, const Batch *batch, double loss) {
+    Recorder *r = &run->recorder;
+    const int signal = take_signal();
+    keep_step(run, e, batch, loss, signal);
+    if (at_log_interval(run) || (signal && run->comm.world == 1))
+        flush_steps(run, e);
+    if (!at_log_interval(run) || run->comm.rank > 0 || run->settings.quiet)
+        return;
+    clear_progress();
+    print_log_line(run, e);
+    e->logged = e->images;
+    r->log_started = now();
+    show_progress(run, e, now() - r->epoch_start);
+}
+
+// The parts of an epoch in seconds, and the MB sent, as averages over the ranks
+static void print_parts(const EpochResult *e, size_t world) {
+    const double n = (double)world, *p = e->parts;
+    const double compute = p[COPY] + p[FORWARD] + p[BACKWARD] + p[OPTIMIZER];
+    printf("ranks=%zu compute_s=%.3f load_s=%.3f comm_s=%.3f exposed_comm_s=%.3f other_s=%.3f "
+           "mb_sent=%.1f (each, on average)\n",
+           world, compute / n, p[LOAD] / n, p[COMM] / n, p[EXPOSED_COMM] / n, p[OTHER] / n,
+           1e-6 * p[BYTES_SENT] / n);
+}
+
+// After an epoch of training: writes the rows that are left, and prints averages over the ranks.
 static void finish_epoch(Run *run, EpochResult *e) {
-    const double n = (double)run->comm.world, *p = e->parts;
     flush_steps(run, e);
     e->lr = run->lr;
     if (run->comm.rank > 0)
@@ -5322,39 +5569,45 @@ static void finish_epoch(Run *run, EpochResult *e) {
     if (run->model->sc20_log)
         printf("INFO - Time taken for epoch %zu is %.3f sec\n", e->epoch,
                now() - run->recorder.epoch_start);
-    if (n > 1)
-        printf("ranks=%.0f compute_s=%.3f load_s=%.3f comm_s=%.3f exposed_comm_s=%.3f other_s=%.3f "
-               "mb_sent=%.1f (each, on average)\n",
-               n, (p[COPY] + p[FORWARD] + p[BACKWARD] + p[OPTIMIZER]) / n, p[LOAD] / n, p[COMM] / n,
-               p[EXPOSED_COMM] / n, p[OTHER] / n, 1e-6 * p[BYTES_SENT] / n);
+    if (run->comm.world > 1)
+        print_parts(e, run->comm.world);
+}
+
+// How much the workers have copied to a GPU, and how fast
+static void print_uploads(const Loader *loader) {
+    const double bytes = (double)__atomic_load_n(&loader->uploaded, __ATOMIC_RELAXED);
+    const double nanoseconds = (double)__atomic_load_n(&loader->upload_ns, __ATOMIC_RELAXED);
+    if (bytes > 0)
+        printf("Copied to the device so far: %.1f MB, %.2f GB/s per worker from %s memory\n",
+               bytes / 1e6, bytes / nanoseconds, loader->place.pinned ? "pinned" : "pageable");
 }
 
 // Prints the epoch's line and adds it to the run folder.
 static void report_epoch(Run *run, EpochResult *e) {
+    Recorder *r = &run->recorder;
+    const bool trained = e->epoch > 0;
     e->weight_hash = hash_weights(&run->net);
     compare_ranks(&run->comm, "weights", e->weight_hash);
     if (run->comm.rank > 0)
         return;
-    print_epoch(run->recorder.lines, e, KEY_VALUE);
-    flush(run->recorder.lines, "standard output");
-    const Loader *l = &run->train_loader;
-    const double bytes = (double)__atomic_load_n(&l->uploaded, __ATOMIC_RELAXED);
-    if (bytes > 0)
-        printf("Copied to the device so far: %.1f MB, %.2f GB/s a worker from %s memory\n",
-               bytes / 1e6, bytes / (double)__atomic_load_n(&l->upload_ns, __ATOMIC_RELAXED),
-               l->place.pinned ? "pinned" : "pageable");
+    print_epoch(r->lines, e, KEY_VALUE);
+    flush(r->lines, "standard output");
+    print_uploads(&run->train_loader);
     flush(stdout, "standard output");
-    if (!run->recorder.epochs_csv || (e->epoch == 0 && !run->settings.eval))
-        return; // the latter: the run was over already
-    print_epoch(run->recorder.epochs_csv, e, CSV_ROW);
-    flush(run->recorder.epochs_csv, "epochs.csv");
+    if (!r->epochs_csv || (!trained && !run->settings.eval))
+        return; // a run that was over already has the row of its last epoch
+    print_epoch(r->epochs_csv, e, CSV_ROW);
+    flush(r->epochs_csv, "epochs.csv");
 }
 
 // ---- Trace (--trace)
 
+// Begins or ends the tracing of this rank. net.marks_rows also says whether it is traced.
 static void trace_rank(Run *run, bool traced) {
-    if (traced != run->net.marks_rows)
-        __atomic_fetch_add(&trace.on, traced ? 1 : (size_t)-1, __ATOMIC_RELAXED);
+    if (traced && !run->net.marks_rows)
+        __atomic_fetch_add(&trace.on, 1, __ATOMIC_RELAXED);
+    if (!traced && run->net.marks_rows)
+        __atomic_fetch_sub(&trace.on, 1, __ATOMIC_RELAXED);
     run->net.marks_rows = traced;
 }
 
@@ -5366,23 +5619,24 @@ static void record_step(Run *run, bool recorded) {
     run->net.names_rows = recorded && !run->settings.graph;
 }
 
-// Before a step: its learning rate, its range, and whether it is traced. At the first traced one,
-// sets the origin of device times.
+// Sets the origin of the device's times in the trace.
+static void set_trace_origin(Run *run) {
+    run->device->synchronize();
+    run->device->mark(START_MARK);
+    run->tracer.start = now();
+}
+
+// Before a step: begins its range, and its trace if it is one of --trace-steps.
 static void begin_step(Run *run) {
-    const Device *d = run->device;
     const size_t step = steps_done(run);
     const bool recorded = step >= run->tracer.first && step < run->tracer.end;
     const bool traced = recorded && *run->settings.trace;
     char name[32];
     record_step(run, recorded);
     snprintf(name, sizeof name, "step %zu", step);
-    d->range(RANGE_STEP, name);
-    run->lr = learning_rate(&run->settings, run->epoch - 1, run->next_batch, run->iterations);
-    if (traced && !run->net.marks_rows) {
-        d->synchronize();
-        d->mark(START_MARK);
-        run->tracer.start = now();
-    }
+    run->device->range(RANGE_STEP, name);
+    if (traced && !run->net.marks_rows)
+        set_trace_origin(run);
     trace_rank(run, traced);
     run->tracer.step_start = now();
 }
@@ -5390,14 +5644,16 @@ static void begin_step(Run *run) {
 // Adds an event for the forward or the backward of a row. Waits for the device.
 static void trace_row(const Run *run, size_t row, bool back) {
     const Device *d = run->device;
+    const double begin = d->elapsed(START_MARK, row_begin(row, back));
+    const double end = d->elapsed(START_MARK, row_end(row, back));
     char name[48];
     name_row(&run->net, row, back, name);
-    trace_event(run->comm.rank, TRACK_DEVICE, name,
-                run->tracer.start + d->elapsed(START_MARK, row_begin(row, back)),
-                run->tracer.start + d->elapsed(START_MARK, row_end(row, back)));
+    trace_event(run->comm.rank, TRACK_DEVICE, name, run->tracer.start + begin,
+                run->tracer.start + end);
 }
 
-// After a traced step: adds events for it and its rows.
+// After a traced step: adds events for it and its rows. Clearing the gradients is a row of its own,
+// after the last one.
 static void trace_step(const Run *run) {
     const Net *net = &run->net;
     char name[48];
@@ -5407,7 +5663,7 @@ static void trace_step(const Run *run) {
         trace_row(run, row, false);
     if (run->settings.zero_grad == ZERO_GRAD_MEMSET)
         trace_row(run, net->count, true);
-    for (size_t row = net->count - 1; row > 0; row--)
+    for (size_t row = last_row(net); row > 0; row--)
         trace_row(run, row, true);
     snprintf(name, sizeof name, "step %zu", steps_done(run)); // as --trace-steps counts
     trace_event(run->comm.rank, TRACK_STEP, name, run->tracer.step_start, now());
@@ -5416,60 +5672,88 @@ static void trace_step(const Run *run) {
 // "10:20": from step 10 to step 19
 static void parse_trace_steps(Run *run) {
     const char *text = run->settings.trace_steps;
+    Tracer *t = &run->tracer;
     int size = 0;
-    if (sscanf(text, "%18zu:%18zu%n", &run->tracer.first, &run->tracer.end, &size) != 2 ||
-        text[size] || strchr(text, '-') || run->tracer.first >= run->tracer.end)
-        die(EXIT_USAGE, "--trace-steps: expected A:B with A below B, as 10:20, found \"%s\"", text);
+    const int numbers = sscanf(text, "%18zu:%18zu%n", &t->first, &t->end, &size);
+    if (numbers != 2 || text[size] || strchr(text, '-') || t->first >= t->end)
+        die(EXIT_USAGE, "--trace-steps: expected A:B with A below B, such as 10:20, found \"%s\"",
+            text);
 }
 
-// Chrome's trace event format: complete events (X), with times in microseconds, and names (M) of
-// processes and threads, which are ranks and their tracks.
+// The names of a rank, which is a process of the trace, and of its tracks, which are threads
+static void write_trace_names(FILE *f, size_t rank, size_t workers) {
+    static const char *const tracks[] = {"steps", "train()", "device", "communication"};
+    static const char format[] =
+        "{\"ph\":\"M\",\"name\":\"%s_name\",\"pid\":%zu,\"tid\":%zu,\"args\":{\"name\":\"%s\"}}";
+    char name[64];
+    snprintf(name, sizeof name, "rank %zu", rank);
+    fprintf(f, format, "process", rank, (size_t)0, name);
+    for (size_t track = 0; track < TRACK_LOADER + workers; track++) {
+        if (track < TRACK_LOADER)
+            snprintf(name, sizeof name, "%s", tracks[track]);
+        else
+            snprintf(name, sizeof name, "loader worker %zu", track - TRACK_LOADER);
+        fprintf(f, ",\n");
+        fprintf(f, format, "thread", rank, track, name);
+    }
+}
+
+static void write_trace_event(FILE *f, const TraceEvent *e, double started) {
+    fprintf(f, "{");
+    print_record(f, JSON, "ph=%s pid=%zu tid=%zu ts=%.3f dur=%.3f name=%s", "X", e->rank, e->track,
+                 1e6 * (e->begin - started), 1e6 * (e->end - e->begin), e->name);
+    fprintf(f, "}");
+}
+
+// Chrome's trace event format: names (M) of processes and threads, and complete events (X), with
+// times in microseconds
 static void write_trace(const Run *run) {
-    static const char *const names[] = {"steps", "train()", "device", "communication"};
-    static const char name[] =
-        ",\n{\"ph\":\"M\",\"name\":\"%s_name\",\"pid\":%zu,\"tid\":%zu,\"args\":{\"name\":\"%s\"}}";
     const size_t events = min_size(trace.count, TRACE_EVENTS);
+    const char *hint = "";
     AtomicFile file;
-    char path[PATH_SIZE], text[64];
+    char path[PATH_SIZE];
     if (!trace.events)
         return;
-    snprintf(path, sizeof path, run->comm.rank == 0 ? "%s" : "%s.rank%zu", run->settings.trace,
-             run->comm.rank);
+    if (run->comm.rank == 0)
+        snprintf(path, sizeof path, "%s", run->settings.trace);
+    else
+        snprintf(path, sizeof path, "%s.rank%zu", run->settings.trace, run->comm.rank);
     atomic_open(&file, path);
     FILE *f = file.stream;
-    fprintf(f, "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[");
+    fprintf(f, "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n");
     for (size_t rank = 0; rank < run->comm.world; rank++) {
-        snprintf(text, sizeof text, "rank %zu", rank);
-        fprintf(f, rank ? name : name + 1, "process", rank, (size_t)0, text); // at first no comma
-        for (size_t track = 0; track < TRACK_LOADER + run->settings.workers; track++) {
-            snprintf(text, sizeof text, "loader worker %zu", track - TRACK_LOADER);
-            fprintf(f, name, "thread", rank, track, track < TRACK_LOADER ? names[track] : text);
-        }
+        if (rank > 0)
+            fprintf(f, ",\n");
+        write_trace_names(f, rank, run->settings.workers);
     }
-    for (const TraceEvent *e = trace.events; e < trace.events + events; e++) {
-        fprintf(f, ",\n{");
-        print_record(f, JSON, "ph=%s pid=%zu tid=%zu ts=%.3f dur=%.3f name=%s", "X", e->rank,
-                     e->track, 1e6 * (e->begin - run->recorder.started), 1e6 * (e->end - e->begin),
-                     e->name);
-        fprintf(f, "}");
+    for (size_t i = 0; i < events; i++) {
+        fprintf(f, ",\n");
+        write_trace_event(f, &trace.events[i], run->recorder.started);
     }
     fprintf(f, "\n]}\n");
     atomic_commit(&file);
-    printf("Wrote %zu events to %s%s\n", events, path,
-           trace.count > TRACE_EVENTS ? "; more did not fit: use fewer --trace-steps" : "");
+    if (trace.count > TRACE_EVENTS)
+        hint = "; more did not fit: use fewer --trace-steps";
+    printf("Wrote %zu events to %s%s\n", events, path, hint);
 }
 
 // ---- Layers (--layers)
 
-enum { LAYER_ROUNDS = 7, MEASURED = 1 << 24 }; // rounds; numbers that are added
+enum {
+    LAYER_ROUNDS = 7,  // how often each row is timed
+    MEASURED = 1 << 24 // how many numbers are summed to measure bandwidth
+};
 
+// How long a row took, in seconds
 typedef struct LayerTimes {
-    double forward[LAYER_ROUNDS], backward[LAYER_ROUNDS]; // how long a row took, in seconds
+    double forward[LAYER_ROUNDS], backward[LAYER_ROUNDS];
 } LayerTimes;
 
 static int compare_doubles(const void *a, const void *b) {
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
+    const double x = *(const double *)a, y = *(const double *)b;
+    if (x < y)
+        return -1;
+    return x > y;
 }
 
 static double median(double *values, size_t count) {
@@ -5477,17 +5761,28 @@ static double median(double *values, size_t count) {
     return values[count / 2];
 }
 
-// The bytes that a row moves at least on n images, forward and backward: see kinds[].
+/* The bytes that forward and backward of a row must move, at a minimum, for n images:
+
+     bytes of an element * (share * (in_accesses * in + out_accesses * out) + more * out)
+
+   `in` and `out` are numbers of elements, `in` with the weights; kinds[] has the accesses. A row
+   that reads the images makes 2 of 3 accesses only, since it computes no gradient of them. A fused
+   residual is read once; the backward of a fused ReLU or max-pool accesses the output three times.
+   */
 static double row_bytes(const Net *net, size_t row, size_t n) {
     const Layer *l = &net->layers[row];
     const Fusion *fused = &net->slots[row].fused;
     const double in_accesses = kinds[l->kind].in_accesses;
     const double out_accesses = kinds[l->kind].out_accesses;
-    double in = (double)(n * shape_size(l->in) + l->weights);
-    double out = (double)(n * shape_size(stored_shape(net, row)));
-    // of a first layer, 2 of 3 accesses: no data gradient; a fused ReLU's backward: 3
-    double share = l->weights && l->input == 0 && l->kind != BATCHNORM2D ? 2. / 3 : 1;
-    double more = fused->add + 3 * (fused->relu_backward || fused->pool);
+    const double in = (double)(n * shape_size(l->in) + l->weights);
+    const double out = (double)(n * shape_size(stored_shape(net, row)));
+    double share = 1, more = 0;
+    if (l->weights && l->input == 0 && l->kind != BATCHNORM2D)
+        share = 2. / 3;
+    if (fused->add)
+        more += 1;
+    if (fused->relu_backward || fused->pool)
+        more += 3;
     return (double)net->kernels->element *
            (share * (in_accesses * in + out_accesses * out) + more * out);
 }
@@ -5532,25 +5827,26 @@ static void time_rows(Run *run, const Batch *batch, LayerTimes *times, double *f
 // What --layers shows of a row
 typedef struct LayerFigures {
     double forward_ms, backward_ms, gflops, gb_per_s;
-    double percent;    // of the limit that bounds it; NAN: not known
-    double saved;      // operations of the definition / operations that were executed
-    const char *bound; // "compute", "memory", or "": not known
+    double percent;    // of the limit that bounds it, or NAN if that is not known
+    double speedup;    // operations of the definition / operations that were executed
+    const char *bound; // "compute" or "memory", or "" if that is not known
 } LayerFigures;
 
-/* A row is bound by compute or by memory, whichever takes longer at this device's peak and bandwidth,
-   in operations and bytes a second. flops: what it executes on n images. */
+/* A row is bound by compute or by memory, whichever takes longer at this device's peak and
+   bandwidth, which are in operations and bytes per second. flops: what the row executes for n
+   images. */
 static LayerFigures layer_figures(const Net *net, size_t row, size_t n, LayerTimes *times,
                                   double flops, double peak, double bandwidth) {
     const double bytes = row_bytes(net, row, n);
-    LayerFigures f = {.percent = NAN, .bound = "", .saved = 1};
+    LayerFigures f = {.percent = NAN, .bound = "", .speedup = 1};
     f.forward_ms = 1e3 * median(times->forward, LAYER_ROUNDS);
     f.backward_ms = 1e3 * median(times->backward, LAYER_ROUNDS);
     const double seconds = 1e-3 * (f.forward_ms + f.backward_ms);
-    const double compute_s = flops / peak, memory_s = bytes / bandwidth; // at the least
+    const double compute_s = flops / peak, memory_s = bytes / bandwidth; // at least
     f.gflops = 1e-9 * flops / seconds;
     f.gb_per_s = 1e-9 * bytes / seconds;
     if (flops > 0)
-        f.saved = (double)n * layer_training_flops(&net->layers[row]) / flops;
+        f.speedup = (double)n * layer_training_flops(&net->layers[row]) / flops;
     if (isfinite(peak)) {
         f.percent = 100 * fmax(compute_s, memory_s) / seconds;
         f.bound = compute_s > memory_s ? "compute" : "memory";
@@ -5567,30 +5863,34 @@ static void print_layer_csv(FILE *csv, Form form, const Layer *l, const char *na
         "layer=%s kind=%s out_shape=%s params=%zu mflop=%.3f forward_ms=%.4f backward_ms=%.4f "
         "gflops=%.2f gb_per_s=%.2f percent_of_peak=%.1f saved=%.3f bound=%s",
         name, kind, shape, l->weights + l->biases, layer_flops(l) / 1e6, f->forward_ms,
-        f->backward_ms, f->gflops, f->gb_per_s, f->percent, f->saved, f->bound);
+        f->backward_ms, f->gflops, f->gb_per_s, f->percent, f->speedup, f->bound);
 }
 
 // A line of the table, and a row of layers.csv
 static void print_layer(FILE *out, FILE *csv, const Net *net, size_t row, const LayerFigures *f) {
     const Layer *l = &net->layers[row];
-    char kind[64], number[64], percent[16] = "-";
+    const char *bound = *f->bound ? f->bound : "-";
+    char kind[64], name[64], percent[16] = "-";
     if (isfinite(f->percent))
         snprintf(percent, sizeof percent, "%.1f", f->percent);
-    snprintf(number, sizeof number, "row %zu", row);
-    const char *name = *l->name ? l->name : number;
+    if (*l->name)
+        snprintf(name, sizeof name, "%s", l->name);
+    else
+        snprintf(name, sizeof name, "row %zu", row);
     describe_layer(l, kind, sizeof kind);
     fprintf(out, "  %-24s %-34s %9.3f %9.3f %8.1f %7.1f %6s %6.2f  %s\n", name, kind, f->forward_ms,
-            f->backward_ms, f->gflops, f->gb_per_s, percent, f->saved, *f->bound ? f->bound : "-");
+            f->backward_ms, f->gflops, f->gb_per_s, percent, f->speedup, bound);
     print_layer_csv(csv, CSV_ROW, l, name, kind, f);
 }
 
 static void print_layers_head(const Run *run, size_t n, double peak, double bandwidth) {
     FILE *out = run->recorder.lines;
+    const char *caution = run->device_info.emulated ? "; emulated, they mean nothing" : "";
     char rate[64] = "GFLOP/s unknown without cnn_kernels.c";
     if (isfinite(peak))
         snprintf(rate, sizeof rate, "%.1f GFLOP/s", peak / 1e9);
     fprintf(out, "Layers, %zu images; this device: %s, %.1f GB/s measured%s\n", n, rate,
-            bandwidth / 1e9, run->device_info.emulated ? "; emulated, they mean nothing" : "");
+            bandwidth / 1e9, caution);
     fprintf(out, "  %-24s %-34s %9s %9s %8s %7s %6s %6s  %s\n", "layer", "kind", "forward",
             "backward", "GFLOP/s", "GB/s", "%", "saved", "of which limit");
 }
@@ -5602,7 +5902,7 @@ static void measure_layers(Run *run) {
     LayerTimes *times = must_alloc(net->count * sizeof *times, "the layers' times");
     AtomicFile csv;
     double flops[MAX_LAYERS];
-    loader_start(&run->train_loader, run->settings.seed, run->epoch, run->next_batch);
+    loader_start(&run->train_loader, run->settings.seed, run->epoch, run->batch_index);
     Batch batch = *loader_next(&run->train_loader);
     batch.n = min_size(batch.n, net->batch);
     for (size_t i = 0; i < net->count; i++)
@@ -5622,44 +5922,48 @@ static void measure_layers(Run *run) {
     free(times);
 }
 
-// The lines of PyTorch's CIFAR-10 tutorial, of the last test.
+// The last test's accuracy of each class, in the lines of PyTorch's CIFAR-10 tutorial
 static void print_per_class(const Run *run) {
+    FILE *out = run->recorder.lines;
     char name[32];
     for (size_t k = 0; k < run->net.classes; k++) {
         size_t images = 0, right = 0;
         for (size_t i = 0; i < run->test_set.count; i++) {
-            const bool shown = run->test_set.labels[i] == k;
-            images += shown;
-            right += shown && run->tested.predicted[i] == (double)k;
+            if (run->test_set.labels[i] != k)
+                continue;
+            images++;
+            if (run->tested.predicted[i] == (double)k)
+                right++;
         }
-        fprintf(run->recorder.lines, "Accuracy for class: %-5s is ", class_name(run, k, name));
+        fprintf(out, "Accuracy for class: %-5s is ", class_name(run, k, name));
         if (images > 0)
-            fprintf(run->recorder.lines, "%.1f %%\n", 100. * (double)right / (double)images);
+            fprintf(out, "%.1f %%\n", 100. * (double)right / (double)images);
         else
-            fprintf(run->recorder.lines, "unknown: no test image has it\n");
+            fprintf(out, "unknown: no test image has it\n");
     }
 }
 
-// A row of predictions.csv; pixels NULL: without them
+// A row of predictions.csv. If `bytes` is NULL, its last column is empty.
 static void print_prediction(FILE *csv, const Run *run, size_t image, size_t epoch,
-                             const uint8_t *pixels) {
-    const Shape s = run->info.shape;
+                             const uint8_t *bytes) {
+    const Shape shape = run->info.shape;
     fprintf(csv, "%zu,%u,%.0f,%zu,%zux%zux%zu,", image, run->test_set.labels[image],
-            run->tested.predicted[image], epoch, s.h, s.w, s.c);
-    for (size_t p = 0; pixels && p < shape_size(s); p++)
-        fprintf(csv, "%02x", pixels[p]);
+            run->tested.predicted[image], epoch, shape.h, shape.w, shape.c);
+    if (bytes)
+        for (size_t i = 0; i < shape_size(shape); i++)
+            fprintf(csv, "%02x", bytes[i]);
     fprintf(csv, "\n");
 }
 
 // What --augment makes of a test image in the epochs 1 to VARIANTS - 1
 static void print_variants(FILE *csv, const Run *run, size_t image) {
     enum { VARIANTS = 8 };
-    const size_t pixels = shape_size(run->info.shape);
-    uint8_t variant[pixels];
+    const Shape shape = run->info.shape;
+    const size_t size = shape_size(shape);
+    uint8_t variant[size];
     for (size_t epoch = 1; epoch < VARIANTS; epoch++) {
         const RandomKey key = {run->settings.seed, epoch, image, 1};
-        run->train_loader.augment(variant, run->test_set.images + image * pixels, run->info.shape,
-                                  &key);
+        run->train_loader.augment(variant, run->test_set.images + image * size, shape, &key);
         print_prediction(csv, run, image, epoch, variant);
     }
 }
@@ -5669,22 +5973,24 @@ static void print_variants(FILE *csv, const Run *run, size_t image) {
    the first AUGMENTED of each also have their variants. */
 static void write_predictions(const Run *run) {
     enum { SAMPLES = 32, AUGMENTED = 2 };
-    const size_t pixels = shape_size(run->info.shape);
-    size_t seen[2] = {0, 0}; // wrong, right
+    const size_t size = shape_size(run->info.shape);
+    size_t right = 0, wrong = 0;
     AtomicFile csv;
     open_in_folder(&csv, run, "predictions.csv");
     fprintf(csv.stream, "image,label,predicted,epoch,shape,pixels\n");
     for (size_t i = 0; i < run->test_set.count; i++) {
-        const bool right = run->test_set.labels[i] == run->tested.predicted[i];
-        const size_t before = seen[right]++;
-        const uint8_t *image = before < SAMPLES ? run->test_set.images + i * pixels : NULL;
+        const bool is_right = run->tested.predicted[i] == run->test_set.labels[i];
+        size_t *alike = is_right ? &right : &wrong;
+        const uint8_t *image = *alike < SAMPLES ? run->test_set.images + i * size : NULL;
         print_prediction(csv.stream, run, i, 0, image);
-        if (before < AUGMENTED && run->train_loader.augment)
+        if (*alike < AUGMENTED && run->train_loader.augment)
             print_variants(csv.stream, run, i);
+        ++*alike;
     }
     atomic_commit(&csv);
 }
 
+// --profile: prints the profile, and writes it to the run folder as well.
 static void write_profile(Run *run, int begin, int end) {
     AtomicFile text, csv;
     clock_settle(&run->clock, 0);
@@ -5700,7 +6006,8 @@ static void write_profile(Run *run, int begin, int end) {
 /* ==== 14. Setting up =============================================================================
 
    From the command line to a network that is ready to train: settings, ranks, devices, data, memory
-   and weights. All memory is planned and printed before any of it is allocated. */
+   and weights. The memory of networks, loaders and communication is planned and printed before any
+   of it is allocated. */
 
 // ---- Checkpoints of a run
 
@@ -5710,21 +6017,22 @@ static bool training_is_over(const Run *run) {
            run->saving.signal >= EXIT_SIGNAL;
 }
 
-// The position, the settings that determine the result, the epoch's sums so far: "key=value" lines.
-static void describe_run(Run *run, char metadata[METADATA_SIZE]) {
+// metadata = lines "key=value": the position, the settings that determine the result, and the sums
+// of the epoch so far
+static void run_metadata(const Run *run, char metadata[METADATA_SIZE]) {
     char *at = metadata, *const end = metadata + METADATA_SIZE;
 #define LINE(...) at += snprintf(at, (size_t)(end - at), __VA_ARGS__)
-    LINE("format=pt\nepoch=%zu\nbatch=%zu\ndevices=%zu\n", run->epoch, run->next_batch,
+    LINE("format=pt\nepoch=%zu\nbatch=%zu\ndevices=%zu\n", run->epoch, run->batch_index,
          run->comm.world);
     for (const Option *o = options; o < options + OPTIONS; o++) {
         const char *text = option_text(&run->settings, o);
         const bool first_choice = o->kind == CHOICE && find_word(o->values, text) == 0;
         if (o->effect == FIXED || (o->effect == FIXED_LATER && !first_choice))
-            LINE("%s=%s\n", o->name + 2, text);
+            LINE("%s=%s\n", o->name + strlen("--"), text);
     }
     if (run->kernels->precision == FP16)
         LINE("loss_scale=%.9g,%u\n", (double)run->loss_scale.scale, run->loss_scale.steps);
-    if (run->next_batch > 0 && run->current.images > 0)
+    if (run->batch_index > 0 && run->current.images > 0)
         LINE("images=%zu\ntrain_loss=%.17g\n", run->current.images, run->current.train_loss);
     if (run->settings.schedule == SCHEDULE_COSINE)
         LINE("epochs=%zu\n", run->settings.epochs);
@@ -5736,7 +6044,7 @@ static void sync_log(FILE *log, const char *name) {
         file_fail("cannot write to", name);
 }
 
-// Called by all ranks. The logs that a checkpoint relies on are synced first.
+// A collective call. The logs that a checkpoint relies on are synced first.
 static void save_checkpoint(Run *run) {
     char metadata[METADATA_SIZE];
     flush_steps(run, &run->current);
@@ -5746,37 +6054,68 @@ static void save_checkpoint(Run *run) {
         return;
     sync_log(run->recorder.steps_csv, "steps.csv");
     sync_log(run->recorder.epochs_csv, "epochs.csv");
-    describe_run(run, metadata);
+    run_metadata(run, metadata);
     save_tensors(&run->net, &optimizers[run->settings.optimizer], run->state, metadata,
                  run->settings.checkpoint);
 }
 
-// The metadata must be the same as this run's at the same position. Earlier versions had a line for
-// milestones, and the first one had none for `epochs`.
-static void compare_settings(Run *run, const TensorFile *f) {
+// Dies unless this line of the checkpoint and this run's are the same.
+static void compare_lines(const char *path, const char *theirs, const char *ours) {
+    const int found = (int)strcspn(theirs, "\n"), length = (int)strcspn(ours, "\n");
+    if (found != length || strncmp(ours, theirs, (size_t)length) != 0)
+        die(EXIT_USAGE, "%s was made with %.*s, this run has %.*s; use that, or start with --load",
+            path, found, theirs, length, ours);
+}
+
+static const char *line_after(const char *line) {
+    line += strcspn(line, "\n");
+    return *line ? line + 1 : line;
+}
+
+// Dies unless the checkpoint's metadata is what this run has at the same position. Two differences
+// are accepted: a line for milestones, without any, and no last line for `epochs`.
+static void compare_with_checkpoint(const Run *run, const TensorFile *f) {
     static const char dropped[] = "milestones=\n";
     const char *theirs = f->metadata;
-    char ours[METADATA_SIZE];
-    describe_run(run, ours);
-    for (const char *our = ours; *our; our += strcspn(our, "\n") + 1) {
+    char metadata[METADATA_SIZE];
+    run_metadata(run, metadata);
+    const char *ours = metadata;
+    while (*ours) {
         if (strncmp(theirs, dropped, strlen(dropped)) == 0)
-            theirs += strlen(dropped);
-        if (!*theirs && strncmp(our, "epochs=", 7) == 0)
-            break;
-        const int length = (int)strcspn(our, "\n"), found = (int)strcspn(theirs, "\n");
-        if (length != found || strncmp(our, theirs, (size_t)length) != 0)
-            die(EXIT_USAGE,
-                "%s was made with %.*s, this run has %.*s; use that, or start with --load", f->path,
-                found, theirs, length, our);
-        theirs += found + (theirs[found] == '\n');
+            theirs = line_after(theirs);
+        if (!*theirs && strncmp(ours, "epochs=", strlen("epochs=")) == 0)
+            return;
+        compare_lines(f->path, theirs, ours);
+        theirs = line_after(theirs);
+        ours = line_after(ours);
     }
+}
+
+// Reads the position, and what else changes during a run, from a checkpoint's metadata.
+static void read_position(Run *run, const TensorFile *f) {
+    EpochResult *e = &run->current;
+    LossScale *s = &run->loss_scale;
+    const char *text = f->metadata;
+    const char *scale = strstr(text, "\nloss_scale="), *sums = strstr(text, "\nimages=");
+    const bool found =
+        sscanf(text, "format=pt epoch=%9zu batch=%9zu", &run->epoch, &run->batch_index) == 2;
+    if (sums)
+        sscanf(sums, " images=%18zu train_loss=%lf", &e->images, &e->train_loss);
+    if (scale && run->kernels->precision == FP16) {
+        sscanf(scale, " loss_scale=%f,%u", &s->scale, &s->steps);
+        run->device->copy(run->net.scale, s, sizeof *s);
+    }
+    if (found)
+        compare_with_checkpoint(run, f);
+    if (!found || run->epoch == 0 || run->batch_index >= run->iterations)
+        die(1, "%s: expected the position of a run in its metadata, found \"%.*s\"", f->path,
+            (int)strcspn(text, "\n"), text);
 }
 
 // Continues from the checkpoint, if it exists; the settings that determine the result must agree.
 static void resume_checkpoint(Run *run) {
     const char *path = run->settings.checkpoint;
     const bool first = run->comm.rank == 0;
-    EpochResult *e = &run->current;
     TensorFile f;
     if (!open_tensors(&f, path)) {
         if (run->settings.eval)
@@ -5785,39 +6124,30 @@ static void resume_checkpoint(Run *run) {
             printf("No checkpoint %s yet: starting at epoch 1\n", path);
         return;
     }
-    const bool found =
-        sscanf(f.metadata, "format=pt epoch=%9zu batch=%9zu", &run->epoch, &run->next_batch) == 2;
-    const char *scale = strstr(f.metadata, "\nloss_scale=");
-    const char *sums = strstr(f.metadata, "\nimages=");
-    if (sums)
-        sscanf(sums, " images=%18zu train_loss=%lf", &e->images, &e->train_loss);
-    if (scale && run->kernels->precision == FP16) {
-        sscanf(scale, " loss_scale=%f,%u", &run->loss_scale.scale, &run->loss_scale.steps);
-        run->device->copy(run->net.scale, &run->loss_scale, sizeof run->loss_scale);
-    }
-    if (found)
-        compare_settings(run, &f);
-    if (!found || run->epoch == 0 || run->next_batch >= run->iterations)
-        die(1, "%s: expected the position of a run in its metadata, found \"%.*s\"", path,
-            (int)strcspn(f.metadata, "\n"), f.metadata);
+    read_position(run, &f);
     read_tensors(&f, &run->net, &optimizers[run->settings.optimizer], run->state);
     if (first)
-        printf("Resuming from %s: epoch %zu, step %zu\n", path, run->epoch, run->next_batch + 1);
+        printf("Resuming from %s: epoch %zu, step %zu\n", path, run->epoch, run->batch_index + 1);
 }
 
+// "2": after every 2 epochs; "100steps": after every 100 steps
 static void parse_save_every(Run *run) {
     const char *text = run->settings.save_every;
     size_t number = 0;
-    int digits = 0, length = 0; // of "100" and, if it is there, "100steps"
-    sscanf(text, "%9zu%nsteps%n", &number, &digits, &length);
-    if (number == 0 || !strchr("0123456789", text[0]) || text[length ? length : digits])
-        die(EXIT_USAGE, "--save-every: expected epochs, as 2, or 100steps, found \"%s\"", text);
+    int digits = 0, with_unit = 0; // how many characters the number has, and with "steps" after it
+    sscanf(text, "%9zu%nsteps%n", &number, &digits, &with_unit);
+    const bool by_steps = with_unit > 0;
+    const char *end = text + (by_steps ? with_unit : digits);
+    const bool begins_with_digit = text[0] >= '0' && text[0] <= '9';
+    if (number == 0 || !begins_with_digit || *end)
+        die(EXIT_USAGE, "--save-every: expected epochs, such as 2, or 100steps, found \"%s\"",
+            text);
     run->saving.every = number;
-    run->saving.by_steps = length > 0;
+    run->saving.by_steps = by_steps;
 }
 
-// Options that contradict each other
-static void check_settings(const Settings *s) {
+// Refuses options that contradict each other.
+static void check_contradictions(const Settings *s) {
     const bool sgd = s->optimizer == SGD;
     const struct {
         bool broken;
@@ -5838,23 +6168,26 @@ static void check_settings(const Settings *s) {
         {s->gpus > 1 && s->replicas > 1,
          "--gpus and --replicas: expected one of them: --replicas are for the CPU", "--replicas"},
         {*s->trace && strcmp(s->trace, s->checkpoint) == 0,
-         "--trace: expected another file than --checkpoint", "--trace"}};
+         "--trace: expected a different file from --checkpoint", "--trace"}};
     for (size_t i = 0; i < LENGTH(rules); i++)
         if (rules[i].broken)
             die(EXIT_USAGE, "%s, found %s \"%s\"; see ./cnn --help", rules[i].expected,
                 rules[i].option, option_named(s, rules[i].option));
 }
 
-// Only rank 0 writes files and reports.
+// For ranks other than 0: only rank 0 writes files and reports.
 static void silence_rank(Settings *s) {
     s->out = "";
-    s->save_model = s->per_class = s->profile = s->layers = false;
+    s->save_model = false;
+    s->per_class = false;
+    s->profile = false;
+    s->layers = false;
 }
 
-// What --quiet prints goes there, and what it does not print to stdout.
+// Output kept under --quiet goes to this stream; everything else goes to stdout.
 static FILE *second_stdout(void) {
     const int fd = dup(STDOUT_FILENO);
-    if (fd < 0 || write(fd, "", 0) < 0) // fdopen() would take a closed one for a wrong mode
+    if (fd < 0 || write(fd, "", 0) < 0) // if it is not open for writing, fdopen() says only EINVAL
         file_fail("cannot write to", "standard output");
     FILE *f = fdopen(fd, "w");
     if (!f)
@@ -5868,8 +6201,9 @@ static void setup_ranks(Run *run) {
     Comm *c = &run->comm;
     c->settings = s;
     c->world = max_size(max_size(s->gpus, s->replicas), 1);
-    s->no_cuda |= s->replicas > 1;
-    bool launched = join_mpi(c);
+    if (s->replicas > 1)
+        s->no_cuda = true;
+    const bool launched = join_mpi(c);
     c->dp = c->world > 1 && s->parallel == DP;
     if (launched && (s->gpus > 1 || s->replicas > 1 || c->dp))
         die(EXIT_USAGE, "%zu MPI ranks: expected --parallel ddp, neither --gpus nor --replicas",
@@ -5882,7 +6216,9 @@ static void setup_ranks(Run *run) {
     c->replicas = launched ? 1 : c->world;
     if (c->rank > 0)
         silence_rank(s);
-    run->recorder.lines = s->quiet ? second_stdout() : stdout;
+    run->recorder.lines = stdout;
+    if (s->quiet)
+        run->recorder.lines = second_stdout();
     if ((c->rank > 0 || s->quiet) && !freopen("/dev/null", "w", stdout))
         file_fail("cannot open", "/dev/null");
 }
@@ -5891,18 +6227,22 @@ static void setup_ranks(Run *run) {
 static void setup_batch(Run *run) {
     Settings *s = &run->settings;
     const size_t world = run->comm.world, parts = run->comm.dp ? 1 : world;
-    s->global_batch = s->global_batch ? s->global_batch : s->batch_size * parts;
+    if (s->global_batch == 0)
+        s->global_batch = s->batch_size * parts;
     if (s->global_batch % parts != 0)
         die(EXIT_USAGE, "--global-batch: expected a multiple of the %zu devices, as %zu, found %zu",
             world, ceil_div(s->global_batch, world) * world, s->global_batch);
     s->batch_size = s->global_batch / parts;
-    run->batch = ceil_div(s->global_batch, world);
-    s->test_batch_size = s->test_batch_size ? s->test_batch_size : run->batch;
+    run->max_batch = ceil_div(s->global_batch, world);
+    if (s->test_batch_size == 0)
+        s->test_batch_size = run->max_batch;
 }
 
 // --lr, which --lr-scaling multiplies by the whole batch / the model's default one, or its root
 static void setup_learning_rate(Run *run) {
     Settings *s = &run->settings, usual;
+    // writes the model's defaults to words[] again, where s points to the same ones and to what
+    // follows
     parse_all(&usual, run->model, 0, NULL);
     const double factor = (double)s->global_batch / (double)usual.batch_size;
     if (s->lr == 0)
@@ -5913,14 +6253,26 @@ static void setup_learning_rate(Run *run) {
         s->lr *= sqrt(factor);
 }
 
+// --threads and --workers: those of this machine are shared by the ranks of this process.
+static void setup_threads(Settings *s, size_t local_ranks) {
+    const size_t cores = usable_cores(), slurm = environment_number("SLURM_CPUS_PER_TASK");
+    const size_t openmp = environment_number("OMP_NUM_THREADS");
+    if (s->threads == 0)
+        s->threads = min_size(openmp ? openmp : cores, MAX_THREADS);
+    s->threads = max_size(1, s->threads / local_ranks);
+    if (s->workers == 0)
+        s->workers = min_size(max_size(slurm / local_ranks, 1), 256);
+    if (s->workers > cores)
+        fprintf(stderr, "cnn: warning: --workers %zu will compete for the %zu usable cores\n",
+                s->workers, cores);
+    set_num_threads(s->threads);
+}
+
 // Parses the options and determines those that have no default in the table.
 static void setup_settings(Run *run, int argc, char **argv) {
     Settings *s = &run->settings;
-    const size_t cores = usable_cores(), slurm = environment_number("SLURM_CPUS_PER_TASK");
-    const size_t asked = environment_number("OMP_NUM_THREADS");
-    const size_t threads = min_size(asked ? asked : cores, MAX_THREADS);
     parse_options(s, argc, argv);
-    check_settings(s);
+    check_contradictions(s);
     setup_ranks(run);
     parse_save_every(run);
     parse_trace_steps(run);
@@ -5929,33 +6281,30 @@ static void setup_settings(Run *run, int argc, char **argv) {
     run->model = find_model(s->model);
     setup_batch(run);
     setup_learning_rate(run);
-    const size_t here = run->comm.replicas;
-    s->threads = max_size(1, (s->threads ? s->threads : threads) / here);
-    s->workers = s->workers ? s->workers : min_size(max_size(slurm / here, 1), 256);
-    if (s->workers > cores)
-        fprintf(stderr, "cnn: warning: --workers %zu will compete for the %zu usable cores\n",
-                s->workers, cores);
-    set_num_threads(s->threads);
+    setup_threads(s, run->comm.replicas);
 }
 
 // The calling thread computes for this rank. Ranks that share a device share its memory.
 static void use_device(Run *run) {
     const Comm *c = &run->comm;
-    const size_t sharing = run->settings.gpus ? ceil_div(c->replicas, run->devices) : c->replicas;
+    size_t sharing = c->replicas; // a CPU
+    if (run->settings.gpus > 0)
+        sharing = ceil_div(c->replicas, run->devices);
     run->device->use(c->replica, c->number, die);
     run->device->describe(&run->device_info);
     run->device_info.memory /= (double)sharing;
 }
 
-// Kernels number i of a GPU or of the CPU, the best ones last; NULL: there are no more
+// Kernels number i of a GPU or of the CPU, the best ones last, and NULL after these
 static const Kernels *kernels_of(bool gpu, size_t i) {
     if (gpu)
         return cuda_kernels(i);
     return i < CPU_KERNELS ? cpu_kernels[i] : NULL;
 }
 
-// Refuses --kernels and --precision, which this device does not have.
+// Dies, since this device has no kernels that are as --kernels and --precision say.
 static _Noreturn void refuse_kernels(const Settings *s, bool gpu) {
+    const char *device = gpu ? "a GPU" : "a CPU";
     char known[256] = "", name[32], precision[32];
     size_t length = 0;
     if (!gpu && s->kernels == FAST && CPU_KERNELS == 1)
@@ -5963,18 +6312,24 @@ static _Noreturn void refuse_kernels(const Settings *s, bool gpu) {
                         "expected --kernels naive");
     for (size_t i = 0; kernels_of(gpu, i); i++) {
         const Kernels *k = kernels_of(gpu, i);
-        length += (size_t)snprintf(known + length, sizeof known - length, "%s%s in %s",
-                                   i ? ", " : "", choice_word(name, "--kernels", (int)k->name),
-                                   choice_word(precision, "--precision", (int)k->precision));
+        const char *separator = i > 0 ? ", " : "";
+        choice_word(name, "--kernels", (int)k->name);
+        choice_word(precision, "--precision", (int)k->precision);
+        length += (size_t)snprintf(known + length, sizeof known - length, "%s%s in %s", separator,
+                                   name, precision);
     }
-    choice_word(name, "--kernels", (int)s->kernels);
-    choice_word(precision, "--precision", (int)s->precision);
-    die(EXIT_USAGE, "--kernels %s --precision %s: expected one of these on %s: %s",
-        *name ? name : "(any)", *precision ? precision : "(any)", gpu ? "a GPU" : "a CPU", known);
+    strcpy(name, "(any)");
+    strcpy(precision, "(any)");
+    if (s->kernels != KERNELS_BEST)
+        choice_word(name, "--kernels", (int)s->kernels);
+    if (s->precision != PRECISION_BEST)
+        choice_word(precision, "--precision", (int)s->precision);
+    die(EXIT_USAGE, "--kernels %s --precision %s: expected one of these on %s: %s", name, precision,
+        device, known);
 }
 
-// The best kernels of this device that --kernels and --precision allow. Without either these are
-// the best ones in fp32; with tensor cores alone, tf32.
+// The best kernels of this device that --kernels and --precision allow. Without either option these
+// are the best ones in fp32. With --kernels tensor alone they are those in tf32.
 static const Kernels *choose_kernels(const Settings *s, bool gpu) {
     const bool any = s->kernels == KERNELS_BEST && s->precision == PRECISION_BEST;
     const Precision precision = any ? FP32 : s->precision;
@@ -5990,7 +6345,7 @@ static const Kernels *choose_kernels(const Settings *s, bool gpu) {
     return found;
 }
 
-// Tensor cores, and options of the GPU that were asked for
+// Dies if this device lacks what an option asks for.
 static void check_device(const Run *run, const char *why_not) {
     const Settings *s = &run->settings;
     const struct {
@@ -6009,13 +6364,15 @@ static void check_device(const Run *run, const char *why_not) {
             run->device_info.name);
 }
 
-// A run as one CUDA graph a step excludes what looks into a step.
+// A step launched as one CUDA graph cannot be observed from inside, so these options turn --graph
+// off.
 static void setup_graph(Run *run) {
     Settings *s = &run->settings;
-    const bool whole = run->comm.world == 1 && !s->profile && !*s->trace && !s->layers;
-    if (s->graph && !whole)
+    const bool observed = s->profile || *s->trace || s->layers;
+    if (s->graph && (observed || run->comm.world > 1)) {
         printf("CUDA graph: off; it excludes several devices, --profile, --trace, --layers\n");
-    s->graph &= whole;
+        s->graph = false;
+    }
 }
 
 static void print_device(const Run *run, const char *why_not) {
@@ -6067,68 +6424,92 @@ static void setup_device(Run *run) {
     setup_graph(run);
 }
 
+// Loads a data set from a folder, or generates its images if `dir` is NULL.
 static void load_dataset(Run *run, const char *name, const char *dir) {
     Settings *s = &run->settings;
     Dataset *sets[2] = {&run->train_set, &run->test_set};
     size_t *limits[2] = {&s->limit_train, &s->limit_test};
-    bool drawn = strcmp(name, "synthetic") == 0;
-    printf("Data: %s %s%s\n", name, drawn ? "(generated images)" : "from ", drawn ? "" : dir);
+    if (dir)
+        printf("Data: %s from %s\n", name, dir);
+    else
+        printf("Data: %s (generated images)\n", name);
     run->info = dataset_for(run->model, name);
     for (size_t i = 0; i < 2; i++) {
         const size_t limit = *limits[i] ? *limits[i] : UINT32_MAX;
         sets[i]->info = &run->info;
-        if (drawn)
-            make_synthetic(sets[i], i == 0, limit);
-        else
+        if (dir)
             run->info.read(sets[i], dir, run->info.files[i], limit);
+        else
+            make_synthetic(sets[i], i == 0, limit);
         *limits[i] = sets[i]->count;
     }
     s->dataset = run->info.name;
     printf("Train set size: %zu\nTest set size: %zu\n", run->train_set.count, run->test_set.count);
 }
 
-// Loads a dataset, if its files are found; synthetic always is.
+// Loads a data set if its files are found, as those of "synthetic", which has none, always are.
 static bool try_dataset(Run *run, const char *name) {
     char dir[PATH_SIZE] = "";
-    const bool found =
-        strcmp(name, "synthetic") == 0 || find_data_dir(dir, name, run->settings.data);
+    if (strcmp(name, "synthetic") == 0) {
+        load_dataset(run, name, NULL);
+        return true;
+    }
+    const bool found = find_data_dir(dir, name, run->settings.data);
     if (found)
         load_dataset(run, name, dir);
     return found;
 }
 
-// --dataset auto: the first of the model's data sets that is found
-static void setup_data(Run *run) {
-    const Settings *s = &run->settings;
+// --dataset auto: loads the first of the model's data sets that is found. The last is "synthetic".
+static void load_first_dataset(Run *run) {
     char names[128], *rest;
-    if (strcmp(s->dataset, "auto") == 0) {
-        snprintf(names, sizeof names, "%s", run->model->datasets);
-        char *name = strtok_r(names, " ", &rest);
-        while (!try_dataset(run, name)) // the last one is synthetic
-            name = strtok_r(NULL, " ", &rest);
-    } else if (!try_dataset(run, s->dataset)) {
-        die(1,
-            "%s: expected %s (or .gz), found none in %s%s; run: data/get_data.sh %s, or use "
-            "--dataset synthetic",
-            s->dataset, find_dataset_info(s->dataset)->files[0][0],
-            *s->data ? "the folder --data " : "./data, beside ./cnn and in /usr/share/datasets",
-            s->data, s->dataset);
+    snprintf(names, sizeof names, "%s", run->model->datasets);
+    const char *name = strtok_r(names, " ", &rest);
+    bool loaded = try_dataset(run, name);
+    while (!loaded) {
+        name = strtok_r(NULL, " ", &rest);
+        loaded = try_dataset(run, name);
     }
 }
 
-// ---- Memory: all of it is planned, printed, and only then allocated
+static void setup_data(Run *run) {
+    const Settings *s = &run->settings;
+    const char *where = "./data, beside ./cnn and in /usr/share/datasets";
+    if (strcmp(s->dataset, "auto") == 0) {
+        load_first_dataset(run);
+        return;
+    }
+    if (try_dataset(run, s->dataset))
+        return;
+    if (*s->data)
+        where = "the folder --data ";
+    die(1,
+        "%s: expected %s (or .gz), found none in %s%s; run: data/get_data.sh %s, or use "
+        "--dataset synthetic",
+        s->dataset, find_dataset_info(s->dataset)->files[0][0], where, s->data, s->dataset);
+}
 
-// The planned bytes of a category (NULL: all). on_device: only on the device
+// ---- Memory: planned, printed, and only then allocated
+
+// The bytes of a plan in a category, or in all of them if `what` is NULL. on_device: only those on
+// the device
+static double plan_bytes(const Plan *p, const char *what, bool on_device) {
+    double bytes = 0;
+    for (size_t i = 0; i < p->count; i++) {
+        const bool wanted = !what || strcmp(p->areas[i].what, what) == 0;
+        if (wanted && (!on_device || p->areas[i].where == DEVICE))
+            bytes += (double)p->areas[i].bytes;
+    }
+    return bytes;
+}
+
+// The same of all plans of this rank
 static double run_bytes(const Run *run, const char *what, bool on_device) {
     const Plan *plans[] = {&run->net.plan, &run->plan, &run->comm.plan, &run->train_loader.plan,
                            &run->test_loader.plan};
     double bytes = 0;
-    for (size_t p = 0; p < LENGTH(plans); p++)
-        for (const struct Area *a = plans[p]->areas; a < plans[p]->areas + plans[p]->count; a++) {
-            const bool wanted = !what || strcmp(a->what, what) == 0;
-            if (wanted && (!on_device || a->where == DEVICE))
-                bytes += (double)a->bytes;
-        }
+    for (size_t i = 0; i < LENGTH(plans); i++)
+        bytes += plan_bytes(plans[i], what, on_device);
     return bytes;
 }
 
@@ -6156,10 +6537,9 @@ static void plan_loaders(Run *run, bool resident) {
         loader_plan(&run->train_loader, &run->train_set, loaded, s->workers, s->augment, to);
 }
 
-// Numbers that a test sums over all ranks: loss, images, how many of them are right, and the class
-// predicted for each image
+// How many numbers a test sums over all ranks; see Evaluation
 static size_t count_totals(const Run *run) {
-    return 3 + run->test_set.count;
+    return TOTALS + run->test_set.count;
 }
 
 // The memory of the run itself: the optimizer's state, results, what is measured
@@ -6182,8 +6562,8 @@ static void plan_buffers(Run *run) {
         plan_area(p, &trace.events, TRACE_EVENTS * sizeof *trace.events, HOST, buffers);
 }
 
-// Plans all that this rank will allocate, with the data set on the device or not. Returns the bytes
-// on the device; on a CPU, all of them.
+// Plans what this rank will allocate, with the data set on the device or not. Returns the bytes on
+// the device; on a CPU, all of them. May be called several times: each call makes the plans anew.
 static double plan_run(Run *run, bool resident) {
     Settings *s = &run->settings;
     Net *net = &run->net;
@@ -6193,64 +6573,81 @@ static double plan_run(Run *run, bool resident) {
     run->recorder.steps_capacity = min_size(s->log_interval, run->iterations) + 1;
     net_build(net, run->model, &run->info, s, run->kernels);
     net->test_batch = min_size(s->test_batch_size, run->test_set.count);
-    plan_memory(net, min_size(run->batch, run->train_set.count));
+    plan_memory(net, min_size(run->max_batch, run->train_set.count));
     plan_loaders(run, resident);
     comm_plan(&run->comm, net, &run->train_loader);
     plan_buffers(run);
-    return run->device->is_gpu ? run_bytes(run, NULL, true)
-                               : run_bytes(run, NULL, false) + data_bytes(run);
+    if (run->device->is_gpu)
+        return run_bytes(run, NULL, true);
+    return run_bytes(run, NULL, false) + data_bytes(run);
 }
 
-// The data set is resident if 10 % of the memory stays free, or if loading would need more of it.
+// Plans the run. The data set is resident if 10 % of the memory stays free, or if copying batches
+// would need even more. Returns the bytes on the device, as plan_run() does.
 static double choose_resident(Run *run) {
-    const bool wanted = run->settings.resident && run->device->is_gpu && !run->comm.dp;
-    const double resident = plan_run(run, wanted);
-    if (!wanted || resident < .9 * run->device_info.memory)
+    if (!run->settings.resident || !run->device->is_gpu || run->comm.dp)
+        return plan_run(run, false);
+    const double resident = plan_run(run, true);
+    if (resident < .9 * run->device_info.memory)
         return resident;
     const double copied = plan_run(run, false);
-    return copied < resident ? copied : plan_run(run, true);
+    if (copied < resident)
+        return copied;
+    return plan_run(run, true);
 }
 
-// Prints the plan before anything is allocated, and refuses what cannot fit.
-static void plan_run_memory(Run *run) {
+static void print_memory(const Run *run) {
     // clang-format off
     static const char *const what[] = {
         "parameters", "gradients", "optimizer state", "activations", "activation gradients",
         "statistics and masks", "scratch", "maps and buffers", "communication", "loader"};
     // clang-format on
-    const bool gpu = run->device->is_gpu;
-    const double needed = choose_resident(run), there = run->device_info.memory;
     const double data = run_bytes(run, "data set", false) + data_bytes(run);
     const double all = run_bytes(run, NULL, false) + data_bytes(run);
-    if (run->comm.rank > 0)
-        return;
-    print_summary(&run->net);
     printf("Memory in MB%s:", run->comm.world > 1 ? " of each device" : "");
     for (size_t i = 0; i < LENGTH(what); i++)
         printf(" %s %.1f,", what[i], run_bytes(run, what[i], false) / 1e6);
     printf(" data set %.1f, together %.1f\n", data / 1e6, all / 1e6);
-    if (all - (gpu ? needed : 0) > memory_limit() || needed > there)
-        die(1,
-            "not enough memory: %.1f MB needed, %.1f MB there on this device (%s); use a smaller "
-            "--batch-size than %zu, a smaller --test-batch-size or network",
-            needed / 1e6, there / 1e6, run->device_info.name, run->settings.batch_size);
-    if (gpu)
-        printf("On the device: %.1f MB; the data set is %s\n", needed / 1e6,
-               run->train_loader.place.resident ? "resident there" : "copied there batch by batch");
 }
 
+// Plans the memory, prints the plan and refuses what cannot fit.
+static void plan_run_memory(Run *run) {
+    const bool gpu = run->device->is_gpu;
+    const double on_device = choose_resident(run), available = run->device_info.memory;
+    const double all = run_bytes(run, NULL, false) + data_bytes(run);
+    const double on_host = gpu ? all - on_device : all;
+    if (run->comm.rank > 0)
+        return;
+    print_summary(&run->net);
+    print_memory(run);
+    const bool host_is_full = on_host > memory_limit();
+    const bool device_is_full = on_device > available;
+    if (host_is_full || device_is_full)
+        die(1,
+            "not enough memory: %.1f MB needed, %.1f MB available on this device (%s); use a "
+            "smaller --batch-size than %zu, a smaller --test-batch-size or network",
+            on_device / 1e6, available / 1e6, run->device_info.name, run->settings.batch_size);
+    if (gpu) {
+        const bool resident = run->train_loader.place.resident;
+        printf("On the device: %.1f MB; the data set is %s\n", on_device / 1e6,
+               resident ? "resident there" : "copied there batch by batch");
+    }
+}
+
+// Plans, prints and allocates the memory of this rank, and starts its loaders.
 static void alloc_run(Run *run) {
+    Recorder *r = &run->recorder;
     plan_run_memory(run);
     net_alloc(&run->net);
     plan_alloc(&run->plan);
-    run->tested.predicted = run->tested.totals + 3;
-    run->recorder.steps = run->recorder.all_steps + run->comm.rank * run->recorder.steps_capacity;
-    if (run->train_loader.data)
+    run->tested.predicted = run->tested.totals + TOTALS;
+    r->steps = r->all_steps + run->comm.rank * r->steps_capacity;
+    if (run->train_loader.data) // dp: only the master has one
         loader_init(&run->train_loader);
     loader_init(&run->test_loader);
     plan_alloc(&run->comm.plan);
-    run->clock = (LineClock){.device = run->device, .rank = run->comm.rank};
-    run->clock.synchronize = run->settings.profile;
+    run->clock = (LineClock){
+        .device = run->device, .rank = run->comm.rank, .synchronize = run->settings.profile};
 }
 
 static void free_run(Run *run) {
@@ -6258,8 +6655,8 @@ static void free_run(Run *run) {
         loader_free(&run->train_loader);
     loader_free(&run->test_loader);
     comm_free(&run->comm);
-    for (size_t i = 0; i < 2; i++)
-        run->device->free_graph(run->graphs.of[i]);
+    for (size_t i = 0; i < STEP_SIZES; i++)
+        run->device->free_graph(run->graphs.graph[i]);
     plan_free(&run->plan);
     plan_free(&run->net.plan);
 }
@@ -6279,42 +6676,58 @@ static void save_model(Run *run) {
     printf("Saved the weights to %s\n", path);
 }
 
+// Dies now, not after hours of training, if this file cannot be written.
+static void check_writable(const char *path) {
+    AtomicFile f;
+    atomic_open(&f, path);
+    fclose(f.stream);
+    unlink(f.temporary);
+    unfinished = NULL;
+}
+
+static void check_outputs(const Run *run) {
+    const Settings *s = &run->settings;
+    char path[PATH_SIZE];
+    model_path(run, path);
+    if (s->save_model)
+        check_writable(path);
+    if (*s->trace)
+        check_writable(s->trace);
+    if (*s->checkpoint && !s->eval)
+        check_writable(s->checkpoint);
+}
+
+// net.load_state_dict(load_file(path))
+static void load_weights(Run *run, const char *path) {
+    TensorFile f;
+    if (!open_tensors(&f, path))
+        file_fail("cannot read", path);
+    read_tensors(&f, &run->net, NULL, NULL);
+    if (run->comm.rank == 0)
+        printf("Loaded the weights in %s\n", path);
+}
+
 // The initial weights: random, from --load, or from a checkpoint, which also has the position
 static void setup_weights(Run *run) {
-    Settings *s = &run->settings;
-    char path[PATH_SIZE];
-    AtomicFile f;
-    model_path(run, path);
-    const char *files[] = {s->save_model ? path : "", s->trace, s->eval ? "" : s->checkpoint};
-    for (size_t i = 0; i < 3; i++)
-        if (*files[i] && run->comm.rank == 0) { // dies before hours of work rather than after them
-            atomic_open(&f, files[i]);
-            fclose(f.stream);
-            unlink(f.temporary);
-            unfinished = NULL;
-        }
+    const Settings *s = &run->settings;
+    if (run->comm.rank == 0)
+        check_outputs(run);
     run->epoch = 1;
     net_init(&run->net, s->seed);
-    if (*s->load) { // net.load_state_dict(load_file(path))
-        TensorFile f;
-        if (!open_tensors(&f, s->load))
-            file_fail("cannot read", s->load);
-        read_tensors(&f, &run->net, NULL, NULL);
-        if (run->comm.rank == 0)
-            printf("Loaded the weights in %s\n", s->load);
-    }
+    if (*s->load)
+        load_weights(run, s->load);
     if (s->resume)
         resume_checkpoint(run);
 }
 
 // Where a rank runs
-typedef struct Place {
+typedef struct Location {
     char host[64], device[256], uuid[48];
-} Place;
+} Location;
 
-static Place own_place(const Run *run) {
+static Location own_location(const Run *run) {
     const char *node = getenv("SLURMD_NODENAME"); // the name that Slurm's users know
-    Place p;
+    Location p;
     snprintf(p.host, sizeof p.host, "%.60s", node ? node : host_name());
     snprintf(p.device, sizeof p.device, "%.250s", run->device_info.name);
     snprintf(p.uuid, sizeof p.uuid, "%s", run->device_info.uuid);
@@ -6322,7 +6735,7 @@ static Place own_place(const Run *run) {
 }
 
 // Two processes on one GPU are most likely a mistake.
-static void refuse_shared_gpus(const Place *places, size_t count) {
+static void refuse_shared_gpus(const Location *places, size_t count) {
     for (size_t r = 0; r < count; r++)
         for (size_t k = 0; k < r; k++)
             if (strcmp(places[r].uuid, places[k].uuid) == 0 &&
@@ -6336,34 +6749,39 @@ static const char *who_adds_gradients(const Comm *c) {
         return "the master";
     if (uses_nccl(c))
         return "NCCL";
-    return c->team ? "a ring of threads" : "a ring of MPI processes";
+    if (c->team)
+        return "a ring of threads";
+    return "a ring of MPI processes";
 }
 
-// Prints the device of each rank.
+// A collective call: rank 0 prints the device of each rank.
 static void print_ranks(Run *run) {
     Comm *c = &run->comm;
     if (c->world == 1)
         return;
-    Place *places = must_alloc(c->world * sizeof *places, "the list of ranks");
-    places[c->rank] = own_place(run);
+    Location *places = must_alloc(c->world * sizeof *places, "the list of ranks");
+    places[c->rank] = own_location(run);
     all_gather(c, places, sizeof *places);
     if (!c->team && !c->settings->oversubscribe && *run->device_info.uuid)
         refuse_shared_gpus(places, c->world);
     if (c->rank == 0) {
-        for (size_t r = 0; r < c->world; r++)
-            printf("Rank %zu: %s, %s%s%s\n", r, places[r].host, places[r].device,
-                   *places[r].uuid ? ", " : "", places[r].uuid);
+        for (size_t r = 0; r < c->world; r++) {
+            const Location *p = &places[r];
+            const char *separator = *p->uuid ? ", " : "";
+            printf("Rank %zu: %s, %s%s%s\n", r, p->host, p->device, separator, p->uuid);
+        }
         printf("Gradients: %s, added up by %s\n", option_named(&run->settings, "--parallel"),
                who_adds_gradients(c));
     }
     free(places);
 }
 
-// Ranks that are processes have their own command lines and files, which must agree.
-static void compare_settings_of_ranks(Run *run) {
-    Settings *s = &run->settings;
+// A collective call. Ranks that are processes have their own command lines and files: dies unless
+// their settings, positions and weights are the same.
+static void compare_runs_of_ranks(Run *run) {
+    const Settings *s = &run->settings;
     char metadata[METADATA_SIZE];
-    describe_run(run, metadata);
+    run_metadata(run, metadata);
     uint64_t hash = hash_bytes(HASH_START, metadata, strlen(metadata));
     const size_t others[] = {s->epochs, s->max_steps,  s->log_interval, s->test_batch_size,
                              s->eval,   s->limit_test, s->dry_run};
@@ -6377,73 +6795,87 @@ static void compare_settings_of_ranks(Run *run) {
    The program itself: each function here consists of a few calls to the sections above. */
 
 static void update_weights(Run *run) {
-    if (run->next_batch % run->settings.log_interval == 0 && !run->device->is_gpu)
-        check_finite(&run->net, run->net.grads, run->epoch, run->next_batch + 1);
+    if (at_log_interval(run) && !run->device->is_gpu)
+        check_finite(&run->net, run->net.grads, run->epoch, run->batch_index + 1);
     if (!run->comm.dp || run->comm.rank == 0)
         optimizer_step(&run->net, run->state);
+}
+
+// FULL or SHORT
+static size_t step_size(const Run *run, const Batch *batch) {
+    return batch->n < run->net.batch ? SHORT : FULL;
+}
+
+// Whether this step is launched as a graph
+static bool is_replayed(const Run *run, const Batch *batch) {
+    return run->settings.graph && run->graphs.kernels_loaded[step_size(run, batch)];
 }
 
 // All of a step as one CUDA graph, which is captured once. Returns the loss.
 static double replay_step(Run *run, const Batch *batch) {
     Net *net = &run->net;
     const Device *d = run->device;
-    void **graph = &run->graphs.of[batch->n < net->batch];
+    void **graph = &run->graphs.graph[step_size(run, batch)];
     if (*graph) {
         net->batches_tracked++; // as forward() does
     } else {
         d->capture(true);
         forward(net, batch->n, &net->step->key);
-        loss_and_gradient(net, batch->n, true); // its value is not there yet
+        loss_and_gradient(net, batch->n, true); // captured only: there is no loss to return yet
         backward(net, batch->n);
         update_weights(run);
         *graph = d->capture(false);
     }
     d->replay(*graph);
     d->synchronize();
-    double loss = mean(net->host[0], batch->n);
+    const double loss = mean(net->host[0], batch->n); // the graph copies the losses there
     check_loss(net, batch, loss);
     return loss;
-}
-
-// Advances the position by a step and saves the checkpoint when it is due. True: the epoch is over,
-// or the training.
-static bool finish_step(Run *run) {
-    trace_step(run);
-    const bool epoch_over = ++run->next_batch == run->iterations;
-    if (epoch_over) {
-        run->epoch++;
-        run->next_batch = 0;
-    }
-    const size_t unit = run->saving.by_steps ? 1 : run->iterations; // in steps
-    run->saving.due = run->saving.signal || steps_done(run) % (unit * run->saving.every) == 0;
-    if (run->saving.due && !epoch_over) // at the end of an epoch: after its test
-        save_checkpoint(run);
-    return epoch_over || run->settings.dry_run || training_is_over(run);
 }
 
 static void start_epoch(Run *run) {
     clock_settle(&run->clock, 0); // what the end of the last epoch took belongs to no step
     memset(run->recorder.steps, 0, run->recorder.steps_capacity * sizeof *run->recorder.steps);
-    if (run->train_loader.data) // dp: the master's
-        loader_start(&run->train_loader, run->settings.seed, run->epoch, run->next_batch);
+    if (run->train_loader.data) // dp: only the master has one
+        loader_start(&run->train_loader, run->settings.seed, run->epoch, run->batch_index);
 }
 
-// Whether this step is launched as a graph: not the first one of its size, which loads kernels.
-static bool is_replayed(Run *run, const Batch *batch) {
-    size_t *alike = &run->graphs.alike[batch->n < run->net.batch];
-    ++*alike;
-    return run->settings.graph && *alike > 1;
+// Whether a checkpoint is due after so many steps: at the interval, or because of a signal
+static bool is_due(const Run *run, size_t steps) {
+    const size_t unit = run->saving.by_steps ? 1 : run->iterations; // in steps
+    return run->saving.signal || steps % (unit * run->saving.every) == 0;
 }
 
-/* One epoch. AT(part, expression) evaluates the expression and adds its time to this line of the
-   profile and to this part of the step, a column of steps.csv. */
-#define AT(part, ...)                                                                              \
-    (clock_line(&run->clock, __LINE__, &run->recorder.steps[run->recorder.steps_kept].parts[part], \
-                #__VA_ARGS__),                                                                     \
-     __VA_ARGS__)
+// Advances the position by a step, and saves the checkpoint if it is due. At the end of an epoch it
+// is saved later, after the test. Returns whether the epoch or the training is over.
+static bool finish_step(Run *run, const Batch *batch) {
+    trace_step(run);
+    run->graphs.kernels_loaded[step_size(run, batch)] = true;
+    run->batch_index++;
+    const bool epoch_over = run->batch_index == run->iterations;
+    if (epoch_over) {
+        run->epoch++;
+        run->batch_index = 0;
+    }
+    run->saving.due = is_due(run, steps_done(run));
+    if (run->saving.due && !epoch_over)
+        save_checkpoint(run);
+    return epoch_over || run->settings.dry_run || training_is_over(run);
+}
 
-enum { TRAIN_BEGINS = __LINE__ + 1 };
+/* AT(part, statement) executes the statement, and adds its time to this line of the profile and to
+   this part of the step, which is a column of steps.csv. The statement may be an assignment. */
+#define AT(part, ...)                                                                         \
+    do {                                                                                      \
+        clock_line(&run->clock, __LINE__,                                                     \
+                   &run->recorder.steps[run->recorder.steps_kept].parts[part], #__VA_ARGS__); \
+        __VA_ARGS__;                                                                          \
+    } while (0)
+
+enum { TRAIN_BEGINS = __LINE__ + 2 };
+// One epoch, or what is left of it
 static void train(Run *run, EpochResult *result) {
+    const Settings *s = &run->settings;
     Net *net = &run->net;
     Comm *comm = &run->comm;
     const Batch *batch;
@@ -6452,6 +6884,7 @@ static void train(Run *run, EpochResult *result) {
     AT(OTHER, start_epoch(run));
     while (!over) {
         AT(OTHER, begin_step(run));
+        AT(OTHER, run->lr = learning_rate(s, run->epoch - 1, run->batch_index, run->iterations));
         AT(LOAD, batch = next_batch(comm));
         AT(COPY, load_batch(comm, batch, run->lr));
         if (is_replayed(run, batch)) {
@@ -6465,73 +6898,88 @@ static void train(Run *run, EpochResult *result) {
             AT(OPTIMIZER, update_weights(run));
         }
         AT(OTHER, log_step(run, result, batch, loss));
-        AT(OTHER, over = finish_step(run));
+        AT(OTHER, over = finish_step(run, batch));
     }
     AT(OTHER, finish_epoch(run, result));
     clock_line(&run->clock, 0, NULL, NULL); // ends the last line
     trace_rank(run, false);
 }
 enum { TRAIN_ENDS = __LINE__ - 1 };
+_Static_assert(TRAIN_ENDS - TRAIN_BEGINS < PROFILED_LINES, "train() is too long: PROFILED_LINES");
 
 // Tests this rank's share of the test set; the result covers all ranks.
 static void test(Run *run, EpochResult *result) {
     Net *net = &run->net;
-    const Batch *batch;
-    const size_t sums = 3 + run->test_set.count;
-    double begin = now(), *totals = run->tested.totals;
-    memset(totals, 0, sums * sizeof *totals);
+    double *totals = run->tested.totals;
+    const size_t count = count_totals(run);
+    const double begin = now();
+    memset(totals, 0, count * sizeof *totals);
     share_weights(&run->comm);
     loader_start(&run->test_loader, run->settings.seed, 0, 0);
-    while ((batch = loader_next(&run->test_loader))) {
+    const Batch *batch = loader_next(&run->test_loader);
+    while (batch) {
+        const double images = (double)batch->n;
         net_load(net, batch, 0);
         forward(net, batch->n, NULL);
-        totals[0] += loss_and_gradient(net, batch->n, false) * (double)batch->n;
-        totals[1] += (double)batch->n;
-        totals[2] += (double)count_predictions(net, batch, run->tested.predicted);
+        totals[LOSS_SUM] +=
+            loss_and_gradient(net, batch->n, false) * images; // without its gradient
+        totals[IMAGES_TESTED] += images;
+        totals[IMAGES_RIGHT] += (double)count_predictions(net, batch, run->tested.predicted);
+        batch = loader_next(&run->test_loader);
     }
-    sum_over_ranks(&run->comm, totals, sums, totals + sums);
-    result->test_loss = totals[0] / totals[1];
+    sum_over_ranks(&run->comm, totals, count, totals + count);
+    result->test_loss = totals[LOSS_SUM] / totals[IMAGES_TESTED];
     if (!isfinite(result->test_loss))
         die(1, "the test loss is %g: weights are too large; try a smaller --lr", result->test_loss);
-    result->accuracy = 100. * totals[2] / totals[1];
+    result->accuracy = 100. * totals[IMAGES_RIGHT] / totals[IMAGES_TESTED];
     result->test_seconds = now() - begin;
     if (!run->model->sc20_log && run->comm.rank == 0)
         printf("\nTest set: Average loss: %.4f, Accuracy: %.0f/%.0f (%.0f%%)\n\n",
-               result->test_loss, totals[2], totals[1], result->accuracy);
+               result->test_loss, totals[IMAGES_RIGHT], totals[IMAGES_TESTED], result->accuracy);
 }
 
-// The test alone, reported as epoch 0: --eval, or no training left to do
+// The test alone, reported as epoch 0: --eval, or a run that has no training left to do
 static void evaluate(Run *run) {
     EpochResult result = {.epoch = 0};
     test(run, &result);
     report_epoch(run, &result);
-    run->recorder.status = "complete";
+}
+
+// An epoch of training, from the run's position in it
+static void train_epoch(Run *run, EpochResult *result) {
+    if (run->batch_index == 0)
+        *result = (EpochResult){0};
+    result->epoch = run->epoch;
+    result->resumed = result->images;
+    result->logged = result->images;
+    run->recorder.epoch_start = now();
+    run->recorder.log_started = run->recorder.epoch_start;
+    train(run, result);
+    result->seconds = now() - run->recorder.epoch_start;
 }
 
 // Epochs of training, each followed by a test, from the run's position to its end
 static void train_epochs(Run *run) {
-    const Settings *s = &run->settings;
-    if (training_is_over(run))
-        evaluate(run);
     EpochResult *result = &run->current;
     while (!training_is_over(run)) {
-        if (run->next_batch == 0)
-            *result = (EpochResult){0};
-        result->epoch = run->epoch;
-        result->resumed = result->logged = result->images;
-        run->recorder.epoch_start = run->recorder.log_started = now();
-        train(run, result);
-        result->seconds = now() - run->recorder.epoch_start;
-        if (run->saving.signal >= EXIT_SIGNAL && run->next_batch > 0)
-            break; // in the middle of an epoch; the checkpoint is written
+        train_epoch(run, result);
+        if (run->saving.signal >= EXIT_SIGNAL && run->batch_index > 0)
+            return; // in the middle of an epoch; finish_step() has written the checkpoint
         test(run, result);
         report_epoch(run, result);
         if (run->saving.due || run->saving.signal || training_is_over(run))
             save_checkpoint(run);
-        if (s->dry_run)
-            break;
+        if (run->settings.dry_run)
+            return;
     }
-    run->recorder.status = run->epoch <= s->epochs && !s->dry_run ? "stopped" : "complete";
+}
+
+// A run that ends before its last epoch, because of --max-steps or a signal, is only stopped.
+static RunStatus final_status(const Run *run) {
+    const Settings *s = &run->settings;
+    if (s->eval || s->dry_run || run->epoch > s->epochs)
+        return COMPLETE;
+    return STOPPED;
 }
 
 // What each rank does after settings, device and data are set up.
@@ -6540,12 +6988,16 @@ static void run_rank(Run *run) {
     print_ranks(run);
     comm_start(&run->comm);
     setup_weights(run);
-    compare_settings_of_ranks(run);
+    compare_runs_of_ranks(run);
     if (*run->settings.out)
         open_logs(run);
     if (run->comm.rank == 0)
         print_settings(&run->settings);
-    (run->settings.eval ? evaluate : train_epochs)(run);
+    if (run->settings.eval || training_is_over(run))
+        evaluate(run);
+    else
+        train_epochs(run);
+    run->recorder.status = final_status(run);
 }
 
 static void *replica_main(void *argument) {
@@ -6557,21 +7009,26 @@ static void *replica_main(void *argument) {
     return NULL;
 }
 
+/* A copy of rank 0's run, before anything but the images is allocated, for another rank of the
+   process. They share the images, which run_main() frees, and the team; all else is the rank's own,
+   and replica_main() frees it. */
+static void init_replica(Run *replica, const Run *run, size_t rank) {
+    *replica = *run;
+    silence_rank(&replica->settings);
+    replica->comm.settings = &replica->settings;
+    replica->comm.rank = rank;
+    replica->comm.replica = rank;
+    replica->comm.number = rank % run->devices;
+    replica->comm.team->ranks[rank] = &replica->comm;
+}
+
 // Runs all ranks of this process: rank 0 here, each other one in a thread of its own.
 static void run_ranks(Run *run) {
-    Team *team = run->comm.team;
-    const size_t threads = team ? run->comm.world - 1 : 0;
+    const size_t threads = run->comm.team ? run->comm.world - 1 : 0;
     Run *replicas = must_alloc(threads * sizeof *replicas, "the replicas");
     pthread_t ids[MAX_REPLICAS];
-    for (size_t i = threads; i-- > 0;) {
-        Run *rank = &replicas[i];
-        *rank = *run;
-        silence_rank(&rank->settings);
-        rank->comm.settings = &rank->settings;
-        rank->comm.rank = rank->comm.replica = i + 1;
-        rank->comm.number = (i + 1) % run->devices;
-        team->ranks[i + 1] = &rank->comm;
-    }
+    for (size_t i = 0; i < threads; i++)
+        init_replica(&replicas[i], run, i + 1);
     for (size_t i = 0; i < threads; i++)
         if (pthread_create(&ids[i], NULL, replica_main, &replicas[i]) != 0)
             die(1, "cannot start a thread for rank %zu", i + 1);
@@ -6581,11 +7038,46 @@ static void run_ranks(Run *run) {
     free(replicas);
 }
 
+// 128 + the number of the signal that has stopped the run, or 0
+static int exit_status(const Run *run) {
+    const bool signalled = run->saving.signal >= EXIT_SIGNAL;
+    return signalled && run->recorder.status == STOPPED ? run->saving.signal : 0;
+}
+
+// Prints and writes what the options ask for, after the run. One that a signal has stopped does not
+// spend time on what needs a whole run.
+static void write_results(Run *run, int status) {
+    const Settings *s = &run->settings;
+    const bool finished = status == 0;
+    if (s->per_class && finished)
+        print_per_class(run);
+    if (s->profile)
+        write_profile(run, TRAIN_BEGINS, TRAIN_ENDS);
+    if (s->save_model)
+        save_model(run);
+    if (*s->out && finished)
+        write_predictions(run);
+    write_trace(run);
+    if (s->layers && finished)
+        measure_layers(run);
+    print_resources(run->recorder.started, status);
+    flush(run->recorder.lines, "standard output");
+    write_run_json(run);
+}
+
+// If stdin, stdout or stderr was closed, /dev/null takes its number, which a file could get
+// otherwise.
+static void fill_standard_streams(void) {
+    int number;
+    do {
+        number = open("/dev/null", O_RDONLY | O_CLOEXEC);
+    } while (number <= STDERR_FILENO);
+}
+
 static int run_main(int argc, char **argv) {
     static Run run; // zeroed; too large for the stack
-    while (open("/dev/null", O_RDONLY | O_CLOEXEC) <= STDERR_FILENO)
-        continue;             // stdin, stdout or stderr was closed: no file may get its number
-    signal(SIGCHLD, SIG_DFL); // ignored by the parent, pclose() would not learn how gzip ended
+    fill_standard_streams();
+    signal(SIGCHLD, SIG_DFL); // if the parent ignored it, pclose() could not tell how gzip ended
     run.recorder.started = now();
     setup_settings(&run, argc, argv);
     if (!run.settings.eval)
@@ -6595,25 +7087,9 @@ static int run_main(int argc, char **argv) {
     open_run_folder(&run);
     setup_data(&run);
     run_ranks(&run);
-    const int status =
-        run.saving.signal >= EXIT_SIGNAL && strcmp(run.recorder.status, "stopped") == 0
-            ? run.saving.signal
-            : 0;
-    if (run.settings.per_class && !status)
-        print_per_class(&run);
-    if (run.settings.profile)
-        write_profile(&run, TRAIN_BEGINS, TRAIN_ENDS);
-    if (run.settings.save_model)
-        save_model(&run);
-    if (*run.settings.out && !status)
-        write_predictions(&run);
-    write_trace(&run);
-    if (run.settings.layers && !status)
-        measure_layers(&run);
-    print_resources(run.recorder.started, status);
-    flush(run.recorder.lines, "standard output");
-    write_run_json(&run);
-    before_dying = NULL;
+    const int status = exit_status(&run);
+    write_results(&run, status);
+    before_dying = NULL; // the run folder is complete
     free_run(&run);
     free_dataset(&run.train_set);
     free_dataset(&run.test_set);
@@ -6623,7 +7099,7 @@ static int run_main(int argc, char **argv) {
 #ifndef CNN_NO_MAIN // the tests include this file and bring their own
 
 /* Login and compute nodes differ. main() is compiled for any CPU of the family, so that it can
-   report a feature that cnn was built for and this CPU lacks; else the run would end by SIGILL. */
+   report a feature that cnn was built for and this CPU lacks; else it would be killed by SIGILL. */
 #if defined(__x86_64__)
 __attribute__((target("no-avx")))
 #endif

@@ -204,9 +204,9 @@ static void start_run(void) {
 static void fuzz_resume(const uint8_t *input, size_t size) {
     set_file(0, input, size);
     run.epoch = 1;
-    run.next_batch = 0;
+    run.batch_index = 0;
     resume_checkpoint(&run);
-    if (run.epoch == 0 || run.next_batch >= run.iterations)
+    if (run.epoch == 0 || run.batch_index >= run.iterations)
         finding("a position that is none");
 }
 
@@ -240,7 +240,7 @@ static void fuzz_options(const uint8_t *input, size_t size) {
         argv[argc++] = *word == '@' ? name : word;
     other = (Run){.kernels = &naive_kernels, .device = &cpu_device, .comm = {.world = 1}};
     parse_options(&other.settings, argc, argv);
-    check_settings(&other.settings);
+    check_contradictions(&other.settings);
     parse_save_every(&other);
     parse_trace_steps(&other);
     check_numbers(&other.settings);
@@ -251,7 +251,7 @@ static void fuzz_options(const uint8_t *input, size_t size) {
     for (size_t epoch = 0; epoch < min_size(other.settings.epochs, 3); epoch++)
         if (!(learning_rate(&other.settings, epoch, 1, 2) >= 0))
             finding("a learning rate that is negative or no number");
-    describe_run(&other, metadata);
+    run_metadata(&other, metadata);
 }
 
 /* ---- Good inputs, to start from -------------------------------------------------------------- */
@@ -296,7 +296,7 @@ static void seed_cifar(void) {
 // A checkpoint as earlier versions wrote it, with a line for milestones
 static void seed_earlier_checkpoint(const char *path) {
     char metadata[METADATA_SIZE], earlier[2 * METADATA_SIZE];
-    describe_run(&run, metadata);
+    run_metadata(&run, metadata);
     const char *after = strstr(metadata, "warmup-epochs=");
     snprintf(earlier, sizeof earlier, "%.*smilestones=\n%s", (int)(after - metadata), metadata,
              after);

@@ -106,7 +106,7 @@ static void update_with_nan(void) {
     run.device = spoiled_net.device;
     run.settings.log_interval = 2;
     run.epoch = 2;
-    run.next_batch = 4;
+    run.batch_index = 4;
     update_weights(&run);
 }
 
