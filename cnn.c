@@ -3319,7 +3319,7 @@ typedef struct Team {
     pthread_cond_t changed;
     struct Comm *ranks[MAX_REPLICAS];
     size_t arrivals[MAX_REPLICAS]; // the barriers that each rank has reached
-    // For dp: the master's batch, with the outputs, their gradients and the losses of all its images
+    // For dp: the master's batch, and the outputs, gradients and losses of all its images
     const Batch *batch;
     real *logp, *dlogp;
     real *losses, *host_losses;
@@ -3491,7 +3491,7 @@ static void team_init(Team *t) {
     pthread_mutex_init(&t->lock, NULL);
 }
 
-// Waits for a change of the team, for at most PATIENCE seconds. Returns true if nothing has changed.
+// Waits for a change of the team, for at most PATIENCE seconds. Returns true if there was none.
 static bool wait_for_team(Team *t) {
     const double end = now() + PATIENCE;
     const struct timespec until = {(time_t)end, (long)(1e9 * (end - floor(end)))};
@@ -3902,34 +3902,42 @@ static void comm_free(Comm *c) {
    a convolution's weight is [out][in][row][column], a linear layer's [out][in], where `in` counts
    channel, row, column, the order in which PyTorch flattens an image. A checkpoint also holds the
    optimizer's state and, as metadata, the position of the run and the settings that determine its
-   result. A file that cnn writes ends its metadata with CHECKSUM, of the preceding metadata and of
-   all values; files of PyTorch, and of cnn's first versions, have none. */
+   result. A file that cnn writes ends its metadata with a checksum, of the preceding metadata and
+   of all values; files that PyTorch writes have none. */
 
 enum { MAX_HEADER = 1 << 20, METADATA_SIZE = 4096, SHAPE_SIZE = 96, ENTRY_SIZE = 384 };
-#define CHECKSUM "cnn.version=3\ncnn.checksum=fnv1a64:%016llx\n"
+#define CHECKSUM_FORMAT "cnn.version=3\ncnn.checksum=fnv1a64:%016llx\n"
 
 // A tensor of the file.
 typedef struct Tensor {
-    char name[96], shape[SHAPE_SIZE];
+    char name[96], shape[SHAPE_SIZE]; // as in the file's header
     const char *dtype;
-    size_t count, bytes, begin; // its numbers; where they are in the file, after the header
-    real *values;    // on the device; NULL: a counter, or of an optimizer that is not needed
-    size_t *counter; // BatchNorm's number of batches, a 64-bit integer; or NULL
-    Shape filter;    // a weight: the part of the image that each output sees; h = 0: 1-D
+    size_t count;        // of its numbers
+    size_t bytes, begin; // in the file, after the header
+    real *values;        // on the device; NULL if it is a counter, or not needed
+    size_t *counter;     // BatchNorm's number of batches, a 64-bit integer, or NULL
+    Shape
+        filter; // the part of the image that each output of a weight sees; h = 0 for other tensors
 } Tensor;
 
-// to[k][c][i][j] = from[i][j][c][k], or back
+// Reorders a weight from ours, [row][column][channel][output], to theirs, that of PyTorch,
+// [output][channel][row][column]; or back, if not saving.
 static void reorder_weight(real *to, const real *from, Shape filter, size_t outputs, bool saving) {
-    size_t pixels = filter.h * filter.w, at = 0;
+    const size_t pixels = filter.h * filter.w;
     for (size_t k = 0; k < outputs; k++)
         for (size_t c = 0; c < filter.c; c++)
-            for (size_t pixel = 0; pixel < pixels; pixel++, at++) {
-                size_t ours = (pixel * filter.c + c) * outputs + k;
-                to[saving ? at : ours] = from[saving ? ours : at];
+            for (size_t pixel = 0; pixel < pixels; pixel++) {
+                const size_t ours = (pixel * filter.c + c) * outputs + k;
+                const size_t theirs = (k * filter.c + c) * pixels + pixel;
+                if (saving)
+                    to[theirs] = from[ours];
+                else
+                    to[ours] = from[theirs];
             }
 }
 
-// Its values are at `values` + offset; NULL: they are not needed.
+// Sets *t to a tensor of layer l and returns the next place in the list. Its values are at `values`
+// + offset; if `values` is NULL, they are not needed.
 static Tensor *add_tensor(Tensor *t, const char *prefix, const Layer *l, const char *what,
                           real *values, size_t offset, size_t count) {
     *t = (Tensor){.count = count, .bytes = count * sizeof(real)};
@@ -3949,7 +3957,7 @@ static Tensor *list_parameters(const Net *net, Tensor *t, const char *prefix, re
         if (l->biases)
             t = add_tensor(t, prefix, l, "bias", params, l->bias, l->biases);
         if (l->kind == LINEAR) {
-            weight->filter = net->layers[l->input].out; // all of the image before it
+            weight->filter = net->layers[l->input].out; // the whole image
             snprintf(weight->shape, SHAPE_SIZE, "%zu,%zu", l->out.c, l->in.c);
         }
         if (l->kind == CONV2D) {
@@ -3961,7 +3969,7 @@ static Tensor *list_parameters(const Net *net, Tensor *t, const char *prefix, re
     return t;
 }
 
-// Lists BatchNorm's statistics. PyTorch counts the batches in each BatchNorm, cnn once for all.
+// Lists BatchNorm's statistics. PyTorch counts the batches in each BatchNorm, cnn only once.
 static Tensor *list_statistics(Net *net, Tensor *t) {
     for (size_t i = 0; i < net->count; i++) {
         const Layer *l = &net->layers[i];
@@ -3977,45 +3985,52 @@ static Tensor *list_statistics(Net *net, Tensor *t) {
     return t;
 }
 
-// Lists what an optimizer keeps, at `state`; NULL: a file may have it, but it is not needed.
-static Tensor *list_state(const Net *net, Tensor *t, const Optimizer *o, real *state) {
-    const size_t arrays =
-        state ? count_states((OptimizerChoice)(o - optimizers), net->settings) : 2;
-    for (size_t i = 0; i < arrays && o->states[i]; i++) {
-        char prefix[64];
-        snprintf(prefix, sizeof prefix, "optimizer.%s.", o->states[i]);
-        t = list_parameters(net, t, prefix, state ? state + i * net->param_size : NULL);
-    }
-    return t;
+// Lists array i of what an optimizer keeps. If `values` is NULL, a file may have it, but it is not
+// needed.
+static Tensor *list_state(const Net *net, Tensor *t, const Optimizer *o, size_t i, real *values) {
+    char prefix[64];
+    snprintf(prefix, sizeof prefix, "optimizer.%s.", o->states[i]);
+    return list_parameters(net, t, prefix, values);
 }
 
-/* Lists the tensors of the network and of the optimizer's state. The caller frees the list. Without a
-   state, `all` adds the states of all optimizers: a file may have them, but nobody needs them. */
+/* Lists the tensors of the network and of the optimizer's state. The caller frees the list. Without
+   a state, `all` adds the states of all optimizers: a file may have them, but nobody needs them. */
 static Tensor *list_tensors(Net *net, const Optimizer *optimizer, real *state, bool all,
                             size_t *count) {
     Tensor *list = must_alloc(16 * net->count * sizeof *list, "the list of tensors");
     Tensor *end = list_statistics(net, list_parameters(net, list, "", net->params));
-    if (state)
-        end = list_state(net, end, optimizer, state);
-    for (size_t i = 0; all && !state && i < LENGTH(optimizers); i++)
-        end = list_state(net, end, &optimizers[i], NULL);
+    if (state) {
+        const OptimizerChoice choice = (OptimizerChoice)(optimizer - optimizers);
+        for (size_t i = 0; i < count_states(choice, net->settings); i++)
+            end = list_state(net, end, optimizer, i, state + i * net->param_size);
+    } else if (all) {
+        for (const Optimizer *o = optimizers; o < optimizers + LENGTH(optimizers); o++)
+            for (size_t i = 0; i < LENGTH(o->states) && o->states[i]; i++)
+                end = list_state(net, end, o, i, NULL);
+    }
     *count = (size_t)(end - list);
     return list;
 }
 
-// The order of the safetensors library: the integers first, then by name
+// For qsort(): the order of the safetensors library, the integers first, then by name
 static int compare_names(const void *a, const void *b) {
     const Tensor *x = a, *y = b;
-    const int integers = (y->counter != NULL) - (x->counter != NULL);
-    return integers ? integers : strcmp(x->name, y->name);
+    if (x->counter && !y->counter)
+        return -1;
+    if (y->counter && !x->counter)
+        return 1;
+    return strcmp(x->name, y->name);
 }
 
+// For qsort(): by where they begin in the file
 static int compare_places(const void *a, const void *b) {
-    const size_t x = ((const Tensor *)a)->begin, y = ((const Tensor *)b)->begin;
-    return (x > y) - (x < y);
+    const Tensor *x = a, *y = b;
+    if (x->begin < y->begin)
+        return -1;
+    return x->begin > y->begin;
 }
 
-// A tensor's entry in the header; returns the length.
+// Writes a tensor's entry in the header to `text`; returns its length.
 static size_t tensor_entry(char text[ENTRY_SIZE], const Tensor *t) {
     static const char format[] =
         "\"%s\":{\"dtype\":\"%s\",\"shape\":[%s],\"data_offsets\":[%zu,%zu]}";
@@ -4023,7 +4038,7 @@ static size_t tensor_entry(char text[ENTRY_SIZE], const Tensor *t) {
                             t->begin + t->bytes);
 }
 
-// The header as JSON, which the caller frees; metadata are lines "key=value".
+// Returns the header as JSON, which the caller frees. metadata: lines "key=value"
 static char *make_header(const Tensor *list, size_t count, const char *metadata) {
     char *header, entry[ENTRY_SIZE];
     size_t length;
@@ -4032,10 +4047,15 @@ static char *make_header(const Tensor *list, size_t count, const char *metadata)
         no_memory(MAX_HEADER, "a header");
     const char *separator = "";
     fprintf(h, "{\"__metadata__\":{");
-    for (const char *m = metadata; *m; m += strcspn(m, "\n") + 1) {
-        int key = (int)strcspn(m, "="), value = (int)strcspn(m + key + 1, "\n");
-        fprintf(h, "%s\"%.*s\":\"%.*s\"", separator, key, m, value, m + key + 1);
+    const char *line = metadata;
+    while (*line) {
+        const size_t key_length = strcspn(line, "=");
+        const char *value = line + key_length + 1;
+        const size_t value_length = strcspn(value, "\n");
+        fprintf(h, "%s\"%.*s\":\"%.*s\"", separator, (int)key_length, line, (int)value_length,
+                value);
         separator = ",";
+        line = value + value_length + 1;
     }
     fprintf(h, "}");
     for (const Tensor *t = list; t < list + count; t++) {
@@ -4048,7 +4068,7 @@ static char *make_header(const Tensor *list, size_t count, const char *metadata)
     return header;
 }
 
-// The values of a tensor as they are in the file, until the next call
+// Returns the values of a tensor as the file has them. They are valid until the next call.
 static const void *file_values(Net *net, const Tensor *t) {
     if (t->counter)
         return t->counter;
@@ -4059,9 +4079,10 @@ static const void *file_values(Net *net, const Tensor *t) {
     return net->host[1];
 }
 
-// Places the tensors one after the other; returns the checksum of the metadata and their values.
-static uint64_t place_tensors(Net *net, Tensor *list, size_t count, const char *metadata,
-                              const char *path) {
+// Places the tensors one after the other in the file, and returns the checksum of the metadata and
+// of their values. Dies if a value is not finite.
+static uint64_t place_and_hash(Net *net, Tensor *list, size_t count, const char *metadata,
+                               const char *path) {
     uint64_t checksum = hash_bytes(HASH_START, metadata, strlen(metadata));
     size_t end = 0;
     for (Tensor *t = list; t < list + count; t++) {
@@ -4075,17 +4096,19 @@ static uint64_t place_tensors(Net *net, Tensor *list, size_t count, const char *
     return checksum;
 }
 
-// Writes the network's tensors, the optimizer's if state is given, and metadata: lines "key=value".
+// Writes a file with the network's tensors, the optimizer's if state is given, and metadata, which
+// are lines "key=value".
 static void save_tensors(Net *net, const Optimizer *optimizer, real *state, const char *metadata,
                          const char *path) {
     AtomicFile f;
     size_t count;
-    char stated[METADATA_SIZE + 64];
+    char with_checksum[METADATA_SIZE + 64];
     Tensor *list = list_tensors(net, optimizer, state, false, &count);
     qsort(list, count, sizeof *list, compare_names);
-    const uint64_t checksum = place_tensors(net, list, count, metadata, path);
-    snprintf(stated, sizeof stated, "%s" CHECKSUM, metadata, (unsigned long long)checksum);
-    char *header = make_header(list, count, stated);
+    const uint64_t checksum = place_and_hash(net, list, count, metadata, path);
+    snprintf(with_checksum, sizeof with_checksum, "%s" CHECKSUM_FORMAT, metadata,
+             (unsigned long long)checksum);
+    char *header = make_header(list, count, with_checksum);
     atomic_open(&f, path);
     const uint64_t length = (strlen(header) + 7) / 8 * 8; // padded with blanks
     fwrite(&length, sizeof length, 1, f.stream);
@@ -4097,20 +4120,22 @@ static void save_tensors(Net *net, const Optimizer *optimizer, real *state, cons
     free(list);
 }
 
-/* ---- Reading: nothing in the file is trusted. Each entry of the header must be the one that we
-   would write for a tensor of ours at that place. Each tensor of ours must be there once, in any
-   order, and the values must fill the file. A header in another style than the safetensors
-   library's is refused. */
+/* ---- Reading
 
-#define NOT_FOUND SIZE_MAX // as the place of a tensor, after all others
+   Nothing in the file is trusted. Each entry of the header must be the one that we would write for
+   a tensor of ours at that place. Each tensor of ours must be there once, in any order, and the
+   values must fill the file. A header in a style other than the safetensors library's is refused. */
+
+#define NOT_FOUND SIZE_MAX // where a missing tensor begins: after all others
 
 typedef struct TensorFile {
     const char *path;
     FILE *stream;
     char *header;                 // its text
     const char *tensors;          // the tensors' entries in it, after the metadata
-    size_t data_bytes, end;       // of all values; of those that were read
-    uint64_t checksum;            // of the metadata and the values that were read
+    size_t data_bytes;            // of all values
+    size_t end;                   // of the values that have been read, in bytes
+    uint64_t checksum;            // of the metadata and the values that have been read
     char metadata[METADATA_SIZE]; // lines "key=value"
 } TensorFile;
 
@@ -4119,20 +4144,25 @@ static _Noreturn void header_fail(const TensorFile *f, const char *at, const cha
         f->path, expected, at);
 }
 
-// Adds a line "key=value" for the "key":"value" at `at`; returns where it ends.
+// Appends a line "key=value" for the "key":"value" at `at`; returns where that ends.
 static const char *read_metadata_entry(TensorFile *f, const char *at) {
-    const size_t key = *at == '"' ? strcspn(at + 1, "\"\\\n=") : 0;
-    if (key == 0 || strncmp(at + 1 + key, "\":\"", 3) != 0)
-        header_fail(f, at, "metadata as \"key\":\"value\", without backslashes");
-    const char *value = at + key + 4;
-    const size_t length = strcspn(value, "\"\\\n"), used = strlen(f->metadata);
-    if (value[length] != '"')
-        header_fail(f, at, "metadata as \"key\":\"value\", without backslashes");
-    if (used + key + length + sizeof "=\n" > METADATA_SIZE)
+    static const char expected[] = "metadata as \"key\":\"value\", without backslashes";
+    if (*at != '"')
+        header_fail(f, at, expected);
+    const char *key = at + 1;
+    const size_t key_length = strcspn(key, "\"\\\n=");
+    if (key_length == 0 || strncmp(key + key_length, "\":\"", 3) != 0)
+        header_fail(f, at, expected);
+    const char *value = key + key_length + 3;
+    const size_t value_length = strcspn(value, "\"\\\n");
+    if (value[value_length] != '"')
+        header_fail(f, at, expected);
+    const size_t used = strlen(f->metadata);
+    if (used + key_length + value_length + sizeof "=\n" > METADATA_SIZE)
         header_fail(f, at, "less metadata before this");
-    snprintf(f->metadata + used, METADATA_SIZE - used, "%.*s=%.*s\n", (int)key, at + 1, (int)length,
-             value);
-    return value + length + 1;
+    snprintf(f->metadata + used, METADATA_SIZE - used, "%.*s=%.*s\n", (int)key_length, key,
+             (int)value_length, value);
+    return value + value_length + 1;
 }
 
 // Converts "__metadata__":{"key":"value",...}, if the header begins with it.
@@ -4147,10 +4177,13 @@ static void read_metadata(TensorFile *f) {
         at = read_metadata_entry(f, at + 1);
     if (at[0] != '}' || (at[1] != ',' && at[1] != '}'))
         header_fail(f, at, "the end of the metadata");
-    f->tensors = at + 1 + (at[1] == ',');
+    f->tensors = at + 1;
+    if (*f->tensors == ',')
+        f->tensors++;
 }
 
-// Opens the file and reads its header: 8 bytes that hold its length, then text. False: no such file
+// Opens the file and reads its header, 8 bytes that hold its length, then text. Returns false if
+// there is no such file.
 static bool open_tensors(TensorFile *f, const char *path) {
     struct stat info;
     uint64_t length; // little-endian, as the processors that cnn runs on
@@ -4169,8 +4202,10 @@ static bool open_tensors(TensorFile *f, const char *path) {
     if (fread(f->header, 1, length, f->stream) != length || *f->header != '{')
         die(1, "%s: expected a header that starts with {, found 0x%02x", path,
             (unsigned char)*f->header);
-    for (; f->header[length - 1] == ' '; length--)
-        f->header[length - 1] = 0;
+    while (f->header[length - 1] == ' ') {
+        length--;
+        f->header[length] = 0;
+    }
     if (strlen(f->header) != length)
         header_fail(f, f->header + strlen(f->header), "no zero byte");
     f->tensors = f->header + 1;
@@ -4178,7 +4213,7 @@ static bool open_tensors(TensorFile *f, const char *path) {
     return true;
 }
 
-// The tensor of the list whose name, in quotation marks, is at `at`
+// Returns the tensor of the list whose name, in quotation marks, is at `at`.
 static Tensor *find_name(const TensorFile *f, Tensor *list, size_t count, const char *at) {
     for (Tensor *t = list; t < list + count; t++) {
         const size_t length = strlen(t->name);
@@ -4218,15 +4253,17 @@ static void find_tensors(const TensorFile *f, Tensor *list, size_t count) {
     qsort(list, count, sizeof *list, compare_places);
 }
 
-// Copies the values in host[0] to their place. They are finite; means of squares are not negative.
+// Copies the values in host[0] to their place. Dies unless they are finite and means of squares are
+// not negative.
 static void take_values(const TensorFile *f, const Tensor *t, Net *net) {
     const real *values = net->host[0];
     const bool squares = strstr(t->name, "running_var") || strstr(t->name, "square_avg") ||
                          strstr(t->name, "acc_delta");
+    const char *range = squares ? " from 0 on" : "";
     for (size_t i = 0; i < t->count; i++)
         if (!isfinite(values[i]) || (squares && values[i] < 0))
-            die(1, "%s: %s: expected finite numbers%s, found %g", f->path, t->name,
-                squares ? " from 0 on" : "", (double)values[i]);
+            die(1, "%s: %s: expected finite numbers%s, found %g", f->path, t->name, range,
+                (double)values[i]);
     if (t->filter.h) {
         reorder_weight(net->host[1], values, t->filter, t->count / shape_size(t->filter), false);
         values = net->host[1];
@@ -4234,7 +4271,7 @@ static void take_values(const TensorFile *f, const Tensor *t, Net *net) {
     net->device->copy(t->values, values, t->bytes);
 }
 
-// Reads a tensor's values, which begin where the previous ones end.
+// Reads a tensor's values, which must begin where the previous ones end.
 static void read_values(TensorFile *f, const Tensor *t, Net *net) {
     if (t->begin != f->end)
         die(1, "%s: %s: expected its values at byte %zu, where those before it end, found %zu",
@@ -4249,17 +4286,29 @@ static void read_values(TensorFile *f, const Tensor *t, Net *net) {
         take_values(f, t, net);
 }
 
+// Returns how much of the metadata the checksum covers: all before the two lines CHECKSUM_FORMAT.
+static size_t covered_metadata(const TensorFile *f) {
+    const size_t size = strlen(f->metadata);
+    const size_t last = (size_t)snprintf(NULL, 0, CHECKSUM_FORMAT, 0ull);
+    return size - min_size(size, last);
+}
+
+// Dies if the file is one of cnn's and its checksum is not that of what was read.
+static void check_checksum(const TensorFile *f) {
+    const bool ours = strncmp(f->metadata, "cnn.", 4) == 0 || strstr(f->metadata, "\ncnn.");
+    char expected[64];
+    snprintf(expected, sizeof expected, CHECKSUM_FORMAT, (unsigned long long)f->checksum);
+    if (ours && strcmp(f->metadata + covered_metadata(f), expected) != 0)
+        die(1, "%s: damaged: its checksum does not match; use an older copy", f->path);
+}
+
 /* Reads the network's tensors, and the optimizer's if state is given, and closes the file. Without
-   a state, an optimizer's tensors in the file are ignored. BatchNorm's counters may be missing:
-   PyTorch's older versions had none. */
+   a state, an optimizer's tensors in the file are ignored. BatchNorm's counters may be missing,
+   since PyTorch's older versions had none. */
 static void read_tensors(TensorFile *f, Net *net, const Optimizer *optimizer, real *state) {
     size_t count;
     Tensor *list = list_tensors(net, optimizer, state, true, &count);
-    char stated[64];
-    const size_t size = strlen(f->metadata), tail = (size_t)snprintf(NULL, 0, CHECKSUM, 0ull);
-    const bool ours = strncmp(f->metadata, "cnn.", 4) == 0 || strstr(f->metadata, "\ncnn.");
-    const size_t others = size - min_size(size, tail);
-    f->checksum = hash_bytes(HASH_START, f->metadata, others);
+    f->checksum = hash_bytes(HASH_START, f->metadata, covered_metadata(f));
     net->batches_tracked = 0;
     find_tensors(f, list, count);
     for (const Tensor *t = list; t < list + count; t++) {
@@ -4270,20 +4319,18 @@ static void read_tensors(TensorFile *f, Net *net, const Optimizer *optimizer, re
     }
     if (f->end != f->data_bytes)
         die(1, "%s: expected %zu bytes of values, found %zu", f->path, f->end, f->data_bytes);
-    snprintf(stated, sizeof stated, CHECKSUM, (unsigned long long)f->checksum);
-    if (ours && strcmp(f->metadata + others, stated) != 0)
-        die(1, "%s: damaged: it has another checksum than it states; use an older copy", f->path);
+    check_checksum(f);
     lower_params(net);
     fclose(f->stream);
     free(f->header);
     free(list);
 }
 
-// One hash of all parameters and running statistics, tensor by tensor.
+// Returns one hash of all parameters and running statistics, tensor by tensor.
 static uint64_t hash_weights(Net *net) {
     uint64_t hash = HASH_START;
     for (const Layer *l = net->layers; l < net->layers + net->count; l++) {
-        const size_t running = l->kind == BATCHNORM2D ? 2 * l->out.c : 0; // means and variances
+        const size_t running = l->kind == BATCHNORM2D ? 2 * l->out.c : 0; // mean and variance
         const real *at[] = {net->params + l->weight, net->params + l->bias,
                             net->stats + net->slots[l - net->layers].stats};
         const size_t counts[] = {l->weights, l->biases, running};
