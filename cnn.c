@@ -2565,7 +2565,8 @@ typedef struct DataFile {
     bool gzip;
 } DataFile;
 
-// Dies with what is wrong with a data file, as for printf(), and the command that replaces it.
+// Dies. The message says what is wrong with a data file, in a format as of printf() and its
+// arguments, and which command replaces the file.
 #define BAD_FILE(f, format, ...)                                                               \
     die(1, "%s: " format "; remove it and run: data/get_data.sh %s", (f)->path, ##__VA_ARGS__, \
         (f)->dataset)
@@ -2608,7 +2609,7 @@ static void data_close(DataFile *f) {
         BAD_FILE(f, "gzip cannot read it");
 }
 
-// Reads so many bytes, which begin at `offset`. expected: the length of the whole file
+// Reads the next bytes of a file, which begin at `offset`. expected: the length of the whole file
 static void read_exactly(DataFile *f, void *to, size_t bytes, size_t offset, size_t expected) {
     size_t got = fread(to, 1, bytes, f->stream);
     if (got == bytes)
@@ -2619,8 +2620,8 @@ static void read_exactly(DataFile *f, void *to, size_t bytes, size_t offset, siz
 }
 
 // Dies unless the file can hold `expected` bytes, of `count` items.
-static void check_size(const DataFile *f, size_t expected, size_t count) {
-    enum { MOST = 1032 }; // bytes that gzip stores in a byte
+static void check_file_size(const DataFile *f, size_t expected, size_t count) {
+    enum { MOST = 1032 }; // gzip expands a byte to at most 1,032
     struct stat info;
     if (stat(f->path, &info) != 0)
         file_fail("cannot read", f->path);
@@ -2636,7 +2637,7 @@ static void check_size(const DataFile *f, size_t expected, size_t count) {
    well, since the file's whole length is checked. */
 static uint8_t *read_records(DataFile *f, size_t header, size_t bytes, size_t count, size_t kept) {
     const size_t expected = header + count * bytes; // at most 2^32 * 2^12: cannot overflow
-    check_size(f, expected, count); // before memory is allocated for what the header claims
+    check_file_size(f, expected, count); // before memory is allocated for what the header claims
     uint8_t *records = must_alloc(kept * bytes, "images");
     uint8_t skipped[4096];
     for (size_t i = 0; i < kept; i++)
@@ -2824,13 +2825,15 @@ static void draw_glyph(float glyph[], size_t class, size_t channels) {
         double angle = 2 * M_PI * (double)uniform(r[0]);
         double phase = 2 * M_PI * (double)uniform(r[1]);
         double frequency = 2 * M_PI * (1 + 1.5 * (double)uniform(r[2])) / GLYPH;
-        for (int i = 0; i < GLYPH * GLYPH; i++) {
-            const int row = i / GLYPH, column = i % GLYPH;
-            double x = column - (GLYPH - 1) / 2., y = row - (GLYPH - 1) / 2.;
-            double window = exp(-(x * x + y * y) / (GLYPH * GLYPH / 8.));
-            double value = cos(frequency * (cos(angle) * x + sin(angle) * y) + phase);
-            glyph[(size_t)i * channels + wave % channels] += (float)(window * value);
-        }
+        for (size_t row = 0; row < GLYPH; row++)
+            for (size_t column = 0; column < GLYPH; column++) {
+                double x = (double)column - (GLYPH - 1) / 2.;
+                double y = (double)row - (GLYPH - 1) / 2.;
+                double window = exp(-(x * x + y * y) / (GLYPH * GLYPH / 8.));
+                double value = cos(frequency * (cos(angle) * x + sin(angle) * y) + phase);
+                glyph[(row * GLYPH + column) * channels + wave % channels] +=
+                    (float)(window * value);
+            }
     }
 }
 
@@ -3342,7 +3345,7 @@ typedef struct Comm {
     void *buffer;          // on the device, for what is received
     real *images;          // dp on a GPU: this rank's images, as the loader made them
     void *host[2];         // MPI: what is sent and what is received
-    Batch batch;           // dp: this rank's images of the master's batch
+    Batch batch;           // dp: this rank's images of the master's batch, with the labels of all
     // For ddp: the thread that adds up gradients during backward
     Range buckets[MAX_BUCKETS]; // of the gradients, in the order in which they are finished
     size_t bucket_count;
@@ -3388,7 +3391,7 @@ static void on_signal(int number) {
 static void catch_signals(void) {
     static const int numbers[] = {SIGUSR1, SIGINT, SIGTERM, SIGHUP};
     for (size_t i = 0; i < LENGTH(numbers); i++)
-        if (signal(numbers[i], on_signal) == SIG_IGN) // for example by nohup
+        if (signal(numbers[i], on_signal) == SIG_IGN) // what nohup ignores stays ignored
             signal(numbers[i], SIG_IGN);
 }
 
@@ -3430,7 +3433,7 @@ static void start_mpi(Comm *c) {
     c->number = (size_t)device;
 }
 
-// Waits until a message to or from a neighbour has been passed on. Dies after --timeout.
+// Waits until a message to or from a neighbour is complete. Dies after --timeout.
 static void mpi_wait(const Comm *c, MPI_Request *request, size_t neighbour) {
     double waited = 0, last = now();
     int done = 0;
@@ -3506,7 +3509,8 @@ static void team_barrier(Comm *c) {
         return;
     double waited = 0;
     pthread_mutex_lock(&t->lock);
-    const size_t number = ++t->arrivals[c->rank];
+    t->arrivals[c->rank]++;
+    const size_t number = t->arrivals[c->rank];
     pthread_cond_broadcast(&t->changed);
     for (size_t r = 0; r < c->world; r++)
         while (t->arrivals[r] < number) {
@@ -3590,8 +3594,8 @@ static void all_gather(Comm *c, void *all, size_t bytes) {
     c->published = all;
     team_barrier(c);
     for (size_t step = 1; step < n; step++) {
-        const size_t received = (c->rank + n - step) % n; // the rank whose bytes come in this step
-        const size_t sent = (received + 1) % n;           // they came in the step before
+        // The rank whose bytes come in this step, and the one whose bytes came in the step before
+        const size_t received = (c->rank + n - step) % n, sent = (received + 1) % n;
         for (size_t offset = 0; offset < bytes; offset += GATHER_CHUNK) {
             const size_t size = min_size(GATHER_CHUNK, bytes - offset);
             const size_t place = received * bytes + offset;
@@ -3647,8 +3651,10 @@ static void gradients_ready(void *context, size_t first) {
 }
 
 static void add_bucket(Comm *c, size_t first, size_t end) {
-    if (end > first)
-        c->buckets[c->bucket_count++] = (Range){first, end - first};
+    if (end <= first)
+        return;
+    c->buckets[c->bucket_count] = (Range){first, end - first};
+    c->bucket_count++;
 }
 
 // Divides the gradients into buckets, the last layer first. The first bucket is small, so that
@@ -3708,7 +3714,7 @@ static void dp_load(Comm *c, double lr) {
     Net *net = c->net;
     const Shape image = net->layers[0].out;
     net->device->set_step(net->step, (Step){c->batch.key, lr});
-    net->images = NULL; // test() has set it to the loader's buffer
+    net->images = NULL; // row 0 has its own memory again: test() has set this to a loader's batch
     const size_t count = c->batch.n * shape_size(image);
     if (c->images) {
         dp_copy(c, c->images, c->batch.device_images, count, false);
@@ -3757,7 +3763,7 @@ static void dp_reduce(Comm *c) {
     team_barrier(c);
 }
 
-// ---- The calls of train() and test(), for dp or ddp. A single device is a ddp of one rank.
+// ---- What train() and test() call. A single device counts as ddp.
 
 static const Batch *next_batch(Comm *c) {
     if (c->dp)
@@ -3916,8 +3922,8 @@ typedef struct Tensor {
     size_t bytes, begin; // in the file, after the header
     real *values;        // on the device; NULL if it is a counter, or not needed
     size_t *counter;     // BatchNorm's number of batches, a 64-bit integer, or NULL
-    Shape
-        filter; // the part of the image that each output of a weight sees; h = 0 for other tensors
+    // The part of the image that each output of a weight sees; h = 0 for other tensors
+    Shape filter;
 } Tensor;
 
 // Reorders a weight from ours, [row][column][channel][output], to theirs, that of PyTorch,
@@ -4124,7 +4130,7 @@ static void save_tensors(Net *net, const Optimizer *optimizer, real *state, cons
 
    Nothing in the file is trusted. Each entry of the header must be the one that we would write for
    a tensor of ours at that place. Each tensor of ours must be there once, in any order, and the
-   values must fill the file. A header in a style other than the safetensors library's is refused. */
+   values must fill the file. A header that is not in the safetensors library's style is refused. */
 
 #define NOT_FOUND SIZE_MAX // where a missing tensor begins: after all others
 
@@ -4165,7 +4171,7 @@ static const char *read_metadata_entry(TensorFile *f, const char *at) {
     return value + value_length + 1;
 }
 
-// Converts "__metadata__":{"key":"value",...}, if the header begins with it.
+// Converts "__metadata__":{"key":"value",...} to lines, if the header begins with it.
 static void read_metadata(TensorFile *f) {
     static const char begin[] = "\"__metadata__\":{";
     if (strncmp(f->tensors, begin, strlen(begin)) != 0)
