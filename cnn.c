@@ -2751,20 +2751,21 @@ enum { CPU_KERNELS = LENGTH(cpu_kernels) };
    Images stay bytes in memory, as they are on disk; the loader normalises them. Files are not
    trusted: every count is checked against the file's real size before it is used. */
 
-// A data file, plain or read through `gzip -dc`, which needs no library.
+// A data file. A compressed one is read through `gzip -dc`, which needs no library.
 typedef struct DataFile {
     char path[PATH_SIZE];
-    const char *dataset; // its name
+    const char *dataset; // the name of the data set that it belongs to
     FILE *stream;
     bool gzip;
 } DataFile;
 
-// Ends in die(): what is wrong with a data file, as for printf(), and the command that replaces it
+// Dies. The message says what is wrong with a data file, in a format as of printf() and its
+// arguments, and which command replaces the file.
 #define BAD_FILE(f, format, ...)                                                               \
     die(1, "%s: " format "; remove it and run: data/get_data.sh %s", (f)->path, ##__VA_ARGS__, \
         (f)->dataset)
 
-// Finds DIR/FILE or DIR/FILE.gz; false if there is neither.
+// Sets path to DIR/FILE or, if that does not exist, DIR/FILE.gz. Returns false if neither exists.
 static bool data_path(char path[PATH_SIZE], const char *dir, const char *file) {
     join_path(path, dir, file);
     if (access(path, F_OK) != 0 && strlen(path) + 4 <= PATH_SIZE)
@@ -2772,6 +2773,7 @@ static bool data_path(char path[PATH_SIZE], const char *dir, const char *file) {
     return access(path, F_OK) == 0;
 }
 
+// Opens DIR/FILE or DIR/FILE.gz, a file of this data set.
 static void data_open(DataFile *f, const char *dir, const char *file, const char *dataset) {
     *f = (DataFile){.dataset = dataset};
     if (!data_path(f->path, dir, file))
@@ -2790,13 +2792,18 @@ static void data_open(DataFile *f, const char *dir, const char *file, const char
 }
 
 static void data_close(DataFile *f) {
-    int status = f->gzip ? pclose(f->stream) : fclose(f->stream);
+    if (!f->gzip) {
+        fclose(f->stream);
+        return;
+    }
+    const int status = pclose(f->stream);
     if (WIFEXITED(status) && WEXITSTATUS(status) == 127)
         die(1, "%s: gzip is not installed; install it or run: gunzip -k %s", f->path, f->path);
     if (status != 0)
         BAD_FILE(f, "gzip cannot read it");
 }
 
+// Reads the next bytes of a file, which begin at `offset`. expected: the length of the whole file
 static void read_exactly(DataFile *f, void *to, size_t bytes, size_t offset, size_t expected) {
     size_t got = fread(to, 1, bytes, f->stream);
     if (got == bytes)
@@ -2806,18 +2813,31 @@ static void read_exactly(DataFile *f, void *to, size_t bytes, size_t offset, siz
     BAD_FILE(f, "truncated: expected %zu bytes, found %zu", expected, offset + got);
 }
 
-// Returns the first `kept` of `count` records and closes the file, whose whole length is checked.
+// Dies unless the file can hold `expected` bytes, of `count` items.
+static void check_file_size(const DataFile *f, size_t expected, size_t count) {
+    enum { MOST = 1032 }; // gzip expands a byte to at most 1,032
+    struct stat info;
+    if (stat(f->path, &info) != 0)
+        file_fail("cannot read", f->path);
+    const size_t found = (size_t)info.st_size;
+    if (f->gzip && expected > MOST * found)
+        BAD_FILE(f, "expected %zu bytes for %zu items, found %zu, compressed, too few for them",
+                 expected, count, found);
+    if (!f->gzip && expected != found)
+        BAD_FILE(f, "expected %zu bytes for %zu items, found %zu", expected, count, found);
+}
+
+/* Returns the first `kept` of `count` records and closes the file. The other records are read as
+   well, since the file's whole length is checked. */
 static uint8_t *read_records(DataFile *f, size_t header, size_t bytes, size_t count, size_t kept) {
     const size_t expected = header + count * bytes; // at most 2^32 * 2^12: cannot overflow
-    const size_t most = f->gzip ? 1100 : 1;         // of gzip's bytes each can hold 1,032
-    struct stat info = {0}; // checked before memory is allocated for what the header claims
-    if (stat(f->path, &info) != 0 || expected > most * (size_t)info.st_size ||
-        (!f->gzip && expected != (size_t)info.st_size))
-        BAD_FILE(f, "expected %zu bytes for %zu items, found %lld%s", expected, count,
-                 (long long)info.st_size, f->gzip ? ", compressed, too few for them" : "");
-    uint8_t *records = must_alloc(kept * bytes, "images"), rest[4096];
-    for (size_t i = 0; i < count; i++)
-        read_exactly(f, i < kept ? records + i * bytes : rest, bytes, header + i * bytes, expected);
+    check_file_size(f, expected, count); // before memory is allocated for what the header claims
+    uint8_t *records = must_alloc(kept * bytes, "images");
+    uint8_t skipped[4096];
+    for (size_t i = 0; i < kept; i++)
+        read_exactly(f, records + i * bytes, bytes, header + i * bytes, expected);
+    for (size_t i = kept; i < count; i++)
+        read_exactly(f, skipped, bytes, header + i * bytes, expected);
     if (fgetc(f->stream) != EOF)
         BAD_FILE(f, "too long: expected %zu bytes for %zu items, found more", expected, count);
     data_close(f);
@@ -2828,28 +2848,43 @@ static uint32_t big_endian(const uint8_t b[4]) {
     return (uint32_t)b[0] << 24 | (uint32_t)b[1] << 16 | (uint32_t)b[2] << 8 | b[3];
 }
 
+// i: the number of the image that has this label
 static void check_label(const DataFile *f, size_t label, size_t classes, size_t i) {
     if (label >= classes)
         BAD_FILE(f, "expected labels from 0 to %zu, found %zu at image %zu", classes - 1, label, i);
 }
 
-/* An IDX file: magic number 0x0801 (labels) or 0x0803 (images), the sizes of its 1 or 3 dimensions,
-   all big-endian, then bytes. item: the expected size of an image; all zero: labels. Keeps at most
-   *kept items and sets *kept to their number; returns the whole file's count. */
+static void check_magic(const DataFile *f, uint32_t expected, const char *what, uint32_t found) {
+    const bool still_gzipped = found >> 16 == 0x1f8b;
+    const char *hint = still_gzipped ? " (still gzipped: name it .gz)" : "";
+    if (found != expected)
+        BAD_FILE(f, "wrong magic number: expected 0x%08x (%s), found 0x%08x%s", expected, what,
+                 found, hint);
+}
+
+/* Reads an IDX file of images or of labels. It begins with big-endian 32-bit numbers:
+     labels   0x0801, count
+     images   0x0803, count, height, width
+   Then come the items, a byte for each label or pixel. item: the expected shape of an image; its
+   height is 0 if the file holds labels. Keeps at most *kept items and sets *kept to their number.
+   Returns the number of items in the file. */
 static size_t read_idx(DataFile *f, uint8_t **items, size_t *kept, Shape item) {
-    bool images = item.h > 0;
-    uint32_t magic = images ? 0x0803 : 0x0801;
-    size_t header_bytes = images ? 16 : 8, item_bytes = images ? item.h * item.w : 1;
+    const bool images = item.h > 0;
+    const size_t header_bytes = images ? 16 : 8;
     uint8_t header[16];
+    size_t item_bytes = 1;
     read_exactly(f, header, header_bytes, 0, header_bytes);
-    if (big_endian(header) != magic)
-        BAD_FILE(f, "wrong magic number: expected 0x%08x (%s), found 0x%08x%s", magic,
-                 images ? "images" : "labels", big_endian(header),
-                 big_endian(header) >> 16 == 0x1f8b ? " (still gzipped: name it .gz)" : "");
-    if (images && (big_endian(header + 8) != item.h || big_endian(header + 12) != item.w))
-        BAD_FILE(f, "expected images of %zu x %zu pixels, found %u x %u", item.h, item.w,
-                 big_endian(header + 8), big_endian(header + 12));
-    size_t count = big_endian(header + 4);
+    if (images) {
+        const uint32_t height = big_endian(header + 8), width = big_endian(header + 12);
+        check_magic(f, 0x0803, "images", big_endian(header));
+        if (height != item.h || width != item.w)
+            BAD_FILE(f, "expected images of %zu x %zu pixels, found %u x %u", item.h, item.w,
+                     height, width);
+        item_bytes = item.h * item.w;
+    } else {
+        check_magic(f, 0x0801, "labels", big_endian(header));
+    }
+    const size_t count = big_endian(header + 4);
     if (count == 0 || count > 10000000)
         BAD_FILE(f, "expected 1 to 10000000 items, found %zu", count);
     *kept = min_size(count, *kept);
@@ -2857,45 +2892,61 @@ static size_t read_idx(DataFile *f, uint8_t **items, size_t *kept, Shape item) {
     return count;
 }
 
-// files: the images, then the labels
+// Reads the data set of two IDX files. files: the images, then the labels
 static void read_idx_set(Dataset *data, const char *dir, const char *const *files, size_t limit) {
     const DatasetInfo *info = data->info;
     DataFile images, labels;
-    size_t kept = data->count = limit;
+    size_t labels_kept = limit;
+    data->count = limit;
     data_open(&images, dir, files[0], info->name);
     data_open(&labels, dir, files[1], info->name);
     size_t n_images = read_idx(&images, &data->images, &data->count, info->shape);
-    size_t n_labels = read_idx(&labels, &data->labels, &kept, (Shape){0});
+    size_t n_labels = read_idx(&labels, &data->labels, &labels_kept, (Shape){0});
     if (n_images != n_labels)
         BAD_FILE(&labels, "expected labels for %zu images, found %zu", n_images, n_labels);
     for (size_t i = 0; i < data->count; i++)
         check_label(&labels, data->labels[i], info->classes, i);
 }
 
-/* CIFAR's files: records of a label (CIFAR-100: a coarse one of 20, then the fine one, which is
-   used), and 3 x 32 x 32 bytes, channel by channel, which become NHWC. */
+/* CIFAR's files are records of a label and 3 x 32 x 32 bytes, channel by channel. CIFAR-100 has two
+   labels: a coarse one of 20 classes, then the fine one, which is used. */
+enum { CIFAR_AREA = 32 * 32, CIFAR_COARSE = 20 };
+
+// Appends the image of a record to the data set: image[pixel][channel] = bytes[channel][pixel].
+static void append_cifar(Dataset *data, uint8_t label, const uint8_t *bytes) {
+    uint8_t *image = data->images + data->count * 3 * CIFAR_AREA;
+    for (size_t pixel = 0; pixel < CIFAR_AREA; pixel++)
+        for (size_t channel = 0; channel < 3; channel++)
+            image[pixel * 3 + channel] = bytes[channel * CIFAR_AREA + pixel];
+    data->labels[data->count] = label;
+    data->count++;
+}
+
+// Reads the data set of CIFAR's files, which all hold equally many records.
 static void read_cifar_set(Dataset *data, const char *dir, const char *const *files, size_t limit) {
-    enum { PIXELS = 32 * 32 };
     const DatasetInfo *info = data->info;
+    const bool train = files == info->files[0];
+    const size_t count = train ? info->train : info->test;
     const size_t labels = info->classes == 100 ? 2 : 1;
-    size_t parts = 0, count = files == info->files[0] ? info->train : info->test;
+    const size_t record_size = labels + 3 * CIFAR_AREA;
+    size_t parts = 0;
     while (files[parts])
         parts++;
-    data->images = must_alloc(min_size(count, limit) * 3 * PIXELS, "images");
+    const size_t part_size = count / parts;
+    data->images = must_alloc(min_size(count, limit) * 3 * CIFAR_AREA, "images");
     data->labels = must_alloc(min_size(count, limit), "labels");
     for (size_t part = 0; part < parts; part++) {
         DataFile f;
         data_open(&f, dir, files[part], info->name);
-        uint8_t *records = read_records(&f, 0, labels + 3 * PIXELS, count / parts, count / parts);
-        uint8_t *at = records;
-        for (size_t i = 0; i < count / parts; i++, at += labels + 3 * PIXELS) {
-            check_label(&f, at[0], labels == 2 ? 20 : info->classes, i);
-            check_label(&f, at[labels - 1], info->classes, i);
-            if (data->count == limit)
-                continue;
-            for (size_t k = 0; k < 3 * PIXELS; k++)
-                data->images[data->count * 3 * PIXELS + k] = at[labels + k % 3 * PIXELS + k / 3];
-            data->labels[data->count++] = at[labels - 1];
+        uint8_t *records = read_records(&f, 0, record_size, part_size, part_size);
+        for (size_t i = 0; i < part_size; i++) {
+            const uint8_t *record = records + i * record_size;
+            const uint8_t label = record[labels - 1];
+            if (labels == 2)
+                check_label(&f, record[0], CIFAR_COARSE, i);
+            check_label(&f, label, info->classes, i);
+            if (data->count < limit)
+                append_cifar(data, label, record + labels);
         }
         free(records);
     }
@@ -2905,7 +2956,7 @@ static void read_cifar_set(Dataset *data, const char *dir, const char *const *fi
 #define IDX_FILES {{"train-images-idx3-ubyte", "train-labels-idx1-ubyte"}, \
                    {"t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"}}
 static const DatasetInfo dataset_infos[] = {
-    // both are normalised with the constants of MNIST, as in PyTorch's example
+    // Fashion-MNIST is normalised with the constants of MNIST, as with PyTorch's example.
     {"mnist", {28, 28, 1}, 10, 60000, 10000, {.1307}, {.3081}, read_idx_set, IDX_FILES, NULL},
     {"fashion-mnist", {28, 28, 1}, 10, 60000, 10000, {.1307}, {.3081}, read_idx_set, IDX_FILES,
      "t-shirt trouser pullover dress coat sandal shirt sneaker bag boot"},
@@ -2934,7 +2985,8 @@ static const DatasetInfo *find_dataset_info(const char *name) {
     return NULL;
 }
 
-// A dataset as a model sees it: synthetic images have its native shape; `half` normalises by .5.
+/* A data set as a model sees it. Synthetic images have the shape of the model's native data set.
+   Images with three channels have the mean and std .5 if they are synthetic or model->half. */
 static DatasetInfo dataset_for(const Model *model, const char *name) {
     bool synthetic = strcmp(name, "synthetic") == 0;
     DatasetInfo info = *find_dataset_info(synthetic ? model->native : name);
@@ -2949,93 +3001,116 @@ static DatasetInfo dataset_for(const Model *model, const char *name) {
 }
 
 /* Synthetic images, for machines without data. Each class has a glyph, a patch of waves drawn from
-   Philox; an image shows the glyph of its class, dark or bright, near its middle, with noise and a
-   fainter glyph of another class. Since a glyph and its negative mean the same class, no linear
+   Philox. An image shows the glyph of its class, dark or bright, near its middle, with noise and a
+   fainter glyph of a random class. Since a glyph and its negative mean the same class, no linear
    model can separate the classes; convolutions and ReLUs can. --seed does not change the images. */
 enum { GLYPH = 14, WAVES = 3, SHIFT = 2 };
 static const uint64_t synthetic_seed = 2022;
 
+/* Draws the glyph of a class, [GLYPH][GLYPH][channels]. A channel is the sum of WAVES plane waves
+   of random direction, phase and frequency, which fade towards the edges:
+   exp(-(x^2 + y^2) / (GLYPH^2 / 8)) cos(frequency (cos(angle) x + sin(angle) y) + phase),
+   where x and y count from the middle of the glyph. */
 static void draw_glyph(float glyph[], size_t class, size_t channels) {
     memset(glyph, 0, GLYPH * GLYPH * channels * sizeof *glyph);
     for (uint32_t wave = 0; wave < WAVES * channels; wave++) {
         uint32_t r[4];
         philox4x32(r, wave, (uint32_t) class, 0, DRAW_SYNTHETIC, synthetic_seed);
-        double angle = 2 * M_PI * (double)uniform(r[0]), phase = 2 * M_PI * (double)uniform(r[1]);
+        double angle = 2 * M_PI * (double)uniform(r[0]);
+        double phase = 2 * M_PI * (double)uniform(r[1]);
         double frequency = 2 * M_PI * (1 + 1.5 * (double)uniform(r[2])) / GLYPH;
-        for (int i = 0; i < GLYPH * GLYPH; i++) {
-            const int row = i / GLYPH, column = i % GLYPH;
-            double x = column - (GLYPH - 1) / 2., y = row - (GLYPH - 1) / 2.;
-            double window = exp(-(x * x + y * y) / (GLYPH * GLYPH / 8.));
-            double value = cos(frequency * (cos(angle) * x + sin(angle) * y) + phase);
-            glyph[(size_t)i * channels + wave % channels] += (float)(window * value);
-        }
+        for (size_t row = 0; row < GLYPH; row++)
+            for (size_t column = 0; column < GLYPH; column++) {
+                double x = (double)column - (GLYPH - 1) / 2.;
+                double y = (double)row - (GLYPH - 1) / 2.;
+                double window = exp(-(x * x + y * y) / (GLYPH * GLYPH / 8.));
+                double value = cos(frequency * (cos(angle) * x + sin(angle) * y) + phase);
+                glyph[(row * GLYPH + column) * channels + wave % channels] +=
+                    (float)(window * value);
+            }
     }
 }
 
+/* image += strength * the glyph of a random class, shifted from the middle by at most SHIFT pixels.
+   The strength is contrast or, as often, -contrast. Returns the class. The image has the number
+   `index`; `which` counts its glyphs. */
+static size_t add_glyph(float *image, const float *glyphs, const DatasetInfo *info, uint32_t index,
+                        uint32_t which, float contrast) {
+    const Shape s = info->shape;
+    uint32_t r[4];
+    philox4x32(r, which, index, 1, DRAW_SYNTHETIC, synthetic_seed);
+    const size_t class = r[0] % info->classes;
+    const size_t top = (s.h - GLYPH) / 2 - SHIFT + r[1] % (2 * SHIFT + 1);
+    const size_t left = (s.w - GLYPH) / 2 - SHIFT + r[2] % (2 * SHIFT + 1);
+    const float strength = r[3] & 1 ? contrast : -contrast;
+    const size_t width = GLYPH * s.c; // numbers in a row of the glyph
+    const float *glyph = glyphs + class * GLYPH * width;
+    for (size_t row = 0; row < GLYPH; row++)
+        for (size_t i = 0; i < width; i++)
+            image[((top + row) * s.w + left) * s.c + i] += strength * glyph[row * width + i];
+    return class;
+}
+
+// Draws image number `index`: grey, two glyphs and noise.
 static void draw_synthetic(uint8_t *out, uint8_t *label, const float *glyphs,
                            const DatasetInfo *info, uint32_t index) {
-    Shape s = info->shape;
-    size_t size = shape_size(info->shape), glyph_size = GLYPH * GLYPH * s.c;
+    const size_t size = shape_size(info->shape);
     float image[size];
     memset(image, 0, sizeof image);
-    for (uint32_t layer = 0; layer < 2; layer++) { // a distractor, then the glyph of the label
-        uint32_t r[4];
-        philox4x32(r, layer, index, 1, DRAW_SYNTHETIC, synthetic_seed);
-        size_t class = r[0] % info->classes;
-        size_t top = (s.h - GLYPH) / 2 - SHIFT + r[1] % (2 * SHIFT + 1);
-        size_t left = (s.w - GLYPH) / 2 - SHIFT + r[2] % (2 * SHIFT + 1);
-        const float contrast = layer == 0 ? 25 : 80, strength = r[3] & 1 ? contrast : -contrast;
-        for (size_t i = 0; i < glyph_size; i++)
-            image[((top + i / (GLYPH * s.c)) * s.w + left) * s.c + i % (GLYPH * s.c)] +=
-                strength * glyphs[class * glyph_size + i];
-        *label = (uint8_t) class;
-    }
+    add_glyph(image, glyphs, info, index, 0, 25); // a distractor
+    *label = (uint8_t)add_glyph(image, glyphs, info, index, 1, 80);
     for (size_t i = 0; i < size; i += 16) {
         uint32_t r[4];
         philox4x32(r, (uint32_t)i, index, 2, DRAW_SYNTHETIC, synthetic_seed);
         for (size_t j = 0; j < min_size(16, size - i); j++) {
-            float noise = (float)(r[j / 4] >> (8 * (j % 4)) & 255) - 127.5f;
+            const uint32_t byte = r[j / 4] >> (8 * (j % 4)) & 255;
+            float noise = (float)byte - 127.5f;
             float value = 100 + image[i + j] + .3f * noise;
             out[i + j] = (uint8_t)fminf(fmaxf(value, 0), 255);
         }
     }
 }
 
+// Draws the training or the test set. The test images are numbered after the training images.
 static void make_synthetic(Dataset *data, bool train, size_t limit) {
     const DatasetInfo *info = data->info;
-    size_t glyph_size = GLYPH * GLYPH * info->shape.c;
-    data->count = min_size(train ? info->train : info->test, limit);
+    const size_t glyph_size = GLYPH * GLYPH * info->shape.c;
+    const size_t whole = train ? info->train : info->test;
+    const size_t first = train ? 0 : info->train;
+    data->count = min_size(whole, limit);
     data->images = must_alloc(data->count * shape_size(info->shape), "images");
     data->labels = must_alloc(data->count, "labels");
     float *glyphs = must_alloc(info->classes * glyph_size * sizeof *glyphs, "synthetic images");
     for (size_t class = 0; class < info->classes; class ++)
         draw_glyph(glyphs + class * glyph_size, class, info->shape.c);
     PARALLEL_FOR
-    for (size_t i = 0; i < data->count; i++) // the test set is numbered after the training set
+    for (size_t i = 0; i < data->count; i++)
         draw_synthetic(data->images + i * shape_size(info->shape), data->labels + i, glyphs, info,
-                       (uint32_t)(i + (train ? 0 : info->train)));
+                       (uint32_t)(first + i));
     free(glyphs);
 }
 
-// Whether ROOT/NAME has the files of a dataset; stores that folder in dir.
+// Sets dir to ROOT/NAME; returns whether that folder has the files of this data set.
 static bool has_dataset(char dir[PATH_SIZE], const char *root, const char *name) {
     char path[PATH_SIZE];
     join_path(dir, root, name);
     return data_path(path, dir, find_dataset_info(name)->files[0][0]);
 }
 
-// Finds the folder of a dataset's files: with --data DIR, DIR/NAME or DIR, else one of the usual ones
+/* Sets dir to the folder of a data set's files: with --data DIR, DIR/NAME or DIR; otherwise NAME in
+   ./data, in the folder data beside the executable, or in /usr/share/datasets. Returns false if
+   none of them has the files. */
 static bool find_data_dir(char dir[PATH_SIZE], const char *name, const char *data_option) {
-    char path[PATH_SIZE], beside[PATH_SIZE] = ""; // the executable's folder
+    char path[PATH_SIZE], executable[PATH_SIZE] = "", beside[PATH_SIZE];
     if (*data_option) {
         if (has_dataset(dir, data_option, name))
             return true;
         snprintf(dir, PATH_SIZE, "%s", data_option);
         return data_path(path, dir, find_dataset_info(name)->files[0][0]);
     }
-    if (readlink("/proc/self/exe", beside, sizeof beside - 8) < 0)
-        strcpy(beside, "./cnn");
-    strcat(dirname(beside), "/data");
+    if (readlink("/proc/self/exe", executable, sizeof executable - 1) < 0)
+        strcpy(executable, "./cnn");
+    join_path(beside, dirname(executable), "data");
     return has_dataset(dir, "data", name) || has_dataset(dir, beside, name) ||
            has_dataset(dir, "/usr/share/datasets", name);
 }
@@ -3055,9 +3130,11 @@ static void free_dataset(Dataset *data) {
    and draws from Philox by (seed, epoch, position in the epoch), whichever worker calls it. */
 typedef void Augment(uint8_t *out, const uint8_t *in, Shape s, const RandomKey *key);
 
-// A byte of an image; black outside of it, where row or column have wrapped around below 0.
+// A byte of an image. Outside of it all is black, also where y or x has wrapped around below 0.
 static uint8_t pixel_at(const uint8_t *image, Shape s, size_t y, size_t x, size_t c) {
-    return y < s.h && x < s.w ? image[(y * s.w + x) * s.c + c] : 0;
+    if (y >= s.h || x >= s.w)
+        return 0;
+    return image[(y * s.w + x) * s.c + c];
 }
 
 // RandomCrop(size, padding = 4), then RandomHorizontalFlip(0.5)
@@ -3066,10 +3143,13 @@ static void augment_crop_flip(uint8_t *out, const uint8_t *in, Shape s, const Ra
     philox4x32(r, 0, (uint32_t)key->first, (uint32_t)key->epoch, DRAW_AUGMENT, key->seed);
     size_t top = (size_t)(r[0] % (2 * CROP_PADDING + 1)) - CROP_PADDING; // may wrap around below 0
     size_t left = (size_t)(r[1] % (2 * CROP_PADDING + 1)) - CROP_PADDING;
+    const bool flip = r[2] & 1;
     for (size_t y = 0; y < s.h; y++)
-        for (size_t x = 0; x < s.w; x++)
+        for (size_t x = 0; x < s.w; x++) {
+            const size_t from = flip ? s.w - 1 - x : x;
             for (size_t c = 0; c < s.c; c++)
-                *out++ = pixel_at(in, s, y + top, (r[2] & 1 ? s.w - 1 - x : x) + left, c);
+                out[(y * s.w + x) * s.c + c] = pixel_at(in, s, top + y, left + from, c);
+        }
 }
 
 // weights[d] = exp(-d^2 / (2 sigma^2)) / (sigma sqrt(2 pi)), up to 3 sigma
@@ -3079,21 +3159,41 @@ static void blur_weights(float weights[ELASTIC_REACH + 1]) {
                              (ELASTIC_SIGMA * sqrt(2 * M_PI)));
 }
 
-// to[i] = sum over d from -3 sigma to 3 sigma of weights[|d|] * from[i + d], along rows or columns
+// to[i] = sum over d from -3 sigma to 3 sigma of weights[|d|] * from[i + d]. Pixel i + d is at the
+// distance d from i, in the same row or, if rows is false, in the same column.
 static void blur(float *to, const float *from, Shape s, bool rows) {
     float weights[ELASTIC_REACH + 1];
-    const size_t right = rows, down = !rows;
     blur_weights(weights);
     for (size_t y = 0; y < s.h; y++)
         for (size_t x = 0; x < s.w; x++) {
             float sum = 0;
             for (int d = -ELASTIC_REACH; d <= ELASTIC_REACH; d++) {
-                const size_t row = y + down * (size_t)d, column = x + right * (size_t)d;
-                if (row < s.h && column < s.w) // else they have wrapped around, or are outside
+                size_t row = y, column = x; // may wrap around below 0
+                if (rows)
+                    column += (size_t)d;
+                else
+                    row += (size_t)d;
+                if (row < s.h && column < s.w)
                     sum = fmaf(weights[abs(d)], from[row * s.w + column], sum);
             }
             to[y * s.w + x] = sum;
         }
+}
+
+// field[i] = a displacement of pixel i, uniform in [-alpha, alpha), then blurred along rows and
+// columns. draw: the number of the first random number
+static void draw_field(float *field, Shape s, uint32_t draw, const RandomKey *key) {
+    const size_t pixels = s.h * s.w;
+    float blurred[pixels];
+    for (size_t i = 0; i < pixels; i += 4) {
+        uint32_t r[4];
+        philox4x32(r, draw + (uint32_t)i, (uint32_t)key->first, (uint32_t)key->epoch, DRAW_AUGMENT,
+                   key->seed);
+        for (size_t j = 0; j < min_size(4, pixels - i); j++)
+            field[i + j] = ELASTIC_ALPHA * (float)(2 * uniform(r[j]) - 1);
+    }
+    blur(blurred, field, s, true);
+    blur(field, blurred, s, false);
 }
 
 /* Elastic distortion (Simard, Steinkraus, Platt, "Best practices for convolutional neural
@@ -3101,18 +3201,9 @@ static void blur(float *to, const float *from, Shape s, bool rows) {
    alpha = 34 pixels, with bilinear interpolation. fmaf() rounds once everywhere, also on a GPU. */
 static void augment_elastic(uint8_t *out, const uint8_t *in, Shape s, const RandomKey *key) {
     size_t pixels = s.h * s.w;
-    float field[2][pixels], blurred[pixels]; // displacements in y and in x
-    for (size_t f = 0; f < 2; f++) {
-        for (size_t i = 0; i < pixels; i += 4) {
-            uint32_t r[4];
-            philox4x32(r, (uint32_t)(1 + f * pixels + i), (uint32_t)key->first,
-                       (uint32_t)key->epoch, DRAW_AUGMENT, key->seed);
-            for (size_t j = 0; j < min_size(4, pixels - i); j++)
-                field[f][i + j] = ELASTIC_ALPHA * (float)(2 * uniform(r[j]) - 1);
-        }
-        blur(blurred, field[f], s, true);
-        blur(field[f], blurred, s, false);
-    }
+    float field[2][pixels]; // displacements in y and in x
+    draw_field(field[0], s, 1, key);
+    draw_field(field[1], s, (uint32_t)(1 + pixels), key);
     for (size_t i = 0; i < pixels; i++) {
         float y = (float)(i / s.w) + field[0][i], x = (float)(i % s.w) + field[1][i];
         float down = y - floorf(y), right = x - floorf(x);
@@ -3122,7 +3213,7 @@ static void augment_elastic(uint8_t *out, const uint8_t *in, Shape s, const Rand
                                (1 - right) * (float)pixel_at(in, s, top, left, c));
             float below = fmaf(right, (float)pixel_at(in, s, top + 1, left + 1, c),
                                (1 - right) * (float)pixel_at(in, s, top + 1, left, c));
-            *out++ = (uint8_t)fmaf(down, below, fmaf(1 - down, above, .5f));
+            out[i * s.c + c] = (uint8_t)fmaf(down, below, fmaf(1 - down, above, .5f));
         }
     }
 }
@@ -3138,8 +3229,10 @@ static const struct {
 typedef struct Placement {
     const Device *device;
     size_t number; // of the device
-    bool pinned, resident;
-    size_t rank, ranks; // this rank, and how many share each batch
+    bool pinned;   // batches are in pinned memory
+    bool resident; // the data set is on the device, which builds the batches
+    size_t rank;   // this rank
+    size_t ranks;  // how many ranks share each batch
 } Placement;
 
 // The loader of a data set: its ring of batches and the workers that fill them.
@@ -3147,56 +3240,62 @@ typedef struct Loader {
     const Dataset *data;
     uint32_t *order; // the epoch's permutation: order[position] = image
     size_t share;    // how many of its positions are this rank's
-    size_t batch_size, batches, workers, slots;
-    size_t slot_size;       // elements of a slot's images, with space for a vector load past them
-    Batch *ring;            // batch b is in slot b % slots
-    size_t *filled;         // 1 + the number of the batch that a slot holds; 0: none
-    size_t started, handed; // batches that workers have begun; that loader_next() has returned
-    size_t busy;            // workers that are filling a slot
-    size_t entered;         // worker threads that are running
-    bool quit;
-    Augment *augment; // NULL: images as they are
-    RandomKey key;    // the epoch's seed and number, for the augmentation
+    size_t batch_size;
+    size_t batches; // in this epoch
+    size_t workers, slots;
+    size_t slot_size; // elements of a slot's images, with space for a vector load past them
+    Batch *ring;      // batch b is in slot b % slots
+    size_t *filled;   // 1 + the number of the batch that a slot holds, or 0 if it holds none
+    size_t started;   // batches that workers have begun
+    size_t handed;    // batches that loader_next() has returned
+    size_t busy;      // workers that are filling a slot
+    size_t entered;   // worker threads that are running
+    bool quit;        // asks the workers to end
+    Augment *augment; // NULL leaves images as they are
+    RandomKey key;    // the epoch's seed and number, and this rank's positions
     Placement place;
     Plan plan;
     real *images, *device_images; // of all slots
     uint8_t *labels, *device_labels;
-    Resident resident;          // the data set on the device, if place.resident
-    size_t uploaded, upload_ns; // bytes copied to the device, and how long that took
+    Resident resident; // the data set on the device, if place.resident
+    size_t uploaded;   // bytes copied to the device
+    size_t upload_ns;  // how long that took
     pthread_mutex_t lock;
     pthread_cond_t changed;
     pthread_t *threads;
     real normalised[3][256]; // (byte / 255 - mean) / std, by channel
 } Loader;
 
-// Fills a batch; if the data set is resident, only with labels and key.
+// Fills a batch. If the data set is resident, the device adds the images.
 static void fill_batch(const Loader *l, Batch *batch, size_t number) {
-    Shape s = l->data->info->shape;
-    size_t pixels = shape_size(l->data->info->shape), first = number * l->batch_size;
-    uint8_t augmented[pixels];
+    const Shape s = l->data->info->shape;
+    const size_t size = shape_size(s), first = number * l->batch_size;
+    uint8_t augmented[size];
     batch->number = number;
     batch->key = l->key;
     batch->key.first = position_of(l->key, first);
     batch->n = min_size(l->batch_size, l->share - first);
     for (size_t i = 0; i < batch->n; i++) {
-        size_t position = position_of(batch->key, i), image = l->order[position];
-        const uint8_t *bytes = l->data->images + image * pixels;
-        real *out = batch->images + i * pixels;
+        const size_t position = position_of(batch->key, i);
+        const size_t image = l->order[position];
+        const uint8_t *bytes = l->data->images + image * size;
+        real *out = batch->images + i * size;
         batch->labels[i] = l->data->labels[image];
         if (batch->resident)
             continue;
         if (l->augment) {
-            l->augment(augmented, bytes, s, &(RandomKey){l->key.seed, l->key.epoch, position, 1});
+            const RandomKey key = {l->key.seed, l->key.epoch, position, 1};
+            l->augment(augmented, bytes, s, &key);
             bytes = augmented;
         }
-        for (size_t p = 0; p < pixels; p += s.c)
+        for (size_t p = 0; p < size; p += s.c)
             for (size_t c = 0; c < s.c; c++)
                 out[p + c] = l->normalised[c][bytes[p + c]];
     }
 }
 
-// Fills the slot of batch `number` and copies it to the device, while that computes. Called without
-// the lock, so that several workers do it at once.
+// Fills the slot of batch `number` and copies it to the device, which goes on computing. Called
+// without the lock, so that several workers can do it at once.
 static void make_batch(Loader *l, size_t number, size_t worker) {
     Batch *slot = &l->ring[number % l->slots];
     const Placement *to = &l->place;
@@ -3221,7 +3320,7 @@ static void *loader_worker(void *argument) {
     /* LAB 3.1 BEGIN loader_worker */
     pthread_mutex_lock(&l->lock);
     while (!l->quit) {
-        // the training loop still uses one slot, of the batch returned last
+        // One slot is in use: it holds the batch that loader_next() has returned last.
         if (l->started == l->batches || l->started >= l->handed + l->slots - 1) {
             pthread_cond_wait(&l->changed, &l->lock);
             continue;
@@ -3243,7 +3342,8 @@ static void *loader_worker(void *argument) {
 // Plans the memory of a loader of batches of batch_size images; loader_init() follows.
 static void loader_plan(Loader *l, const Dataset *data, size_t batch_size, size_t workers,
                         Augmentation augment, Placement place) {
-    const size_t image = shape_size(data->info->shape), positions = data->count + place.ranks - 1;
+    const size_t image = shape_size(data->info->shape);
+    const size_t positions = data->count + place.ranks - 1; // some images come twice in an epoch
     *l = (Loader){.data = data, .batch_size = batch_size, .workers = workers, .place = place};
     l->lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
     l->changed = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
@@ -3251,7 +3351,8 @@ static void loader_plan(Loader *l, const Dataset *data, size_t batch_size, size_
     l->resident = (Resident){.shape = data->info->shape, .augment = augment};
     l->slots = 2 * workers + 1; // PyTorch's prefetch_factor of 2, and the batch in use
     l->plan.device = place.device;
-    l->slot_size = place.resident ? 0 : aligned(batch_size * image) + ALIGN;
+    if (!place.resident)
+        l->slot_size = aligned(batch_size * image) + ALIGN;
     const size_t bytes = l->slots * l->slot_size * sizeof(real);
     const MemoryKind host = place.pinned ? PINNED : HOST;
     plan_area(&l->plan, &l->images, bytes, host, "loader");
@@ -3268,11 +3369,38 @@ static void loader_plan(Loader *l, const Dataset *data, size_t batch_size, size_
     }
 }
 
-static void loader_init(Loader *l) {
+// Copies the data set to the device.
+static void make_resident(Loader *l) {
     const Dataset *data = l->data;
-    const DatasetInfo *info = data->info;
+    const Device *d = l->place.device;
     Resident *r = &l->resident;
-    const size_t image = shape_size(info->shape);
+    d->copy((void *)r->images, data->images, data->count * shape_size(r->shape));
+    d->copy((void *)r->labels, data->labels, data->count);
+    d->copy((void *)r->normalised, l->normalised, sizeof l->normalised);
+    blur_weights(r->blur);
+}
+
+// Gives each slot its memory. Without a copy on the device, kernels read the slot itself.
+static void init_slots(Loader *l) {
+    for (size_t s = 0; s < l->slots; s++) {
+        Batch *slot = &l->ring[s];
+        const size_t image = s * l->slot_size, label = s * l->batch_size;
+        slot->images = l->images + image;
+        slot->labels = l->labels + label;
+        slot->device_images = slot->images;
+        slot->device_labels = slot->labels;
+        if (l->device_images) {
+            slot->device_images = l->device_images + image;
+            slot->device_labels = l->device_labels + label;
+        }
+        if (l->place.resident)
+            slot->resident = &l->resident;
+    }
+}
+
+// Allocates the memory and starts the workers, which wait for loader_start().
+static void loader_init(Loader *l) {
+    const DatasetInfo *info = l->data->info;
     plan_alloc(&l->plan);
     l->ring = must_alloc(l->slots * sizeof *l->ring, "the loader");
     l->filled = must_alloc(l->slots * sizeof *l->filled, "the loader");
@@ -3280,21 +3408,9 @@ static void loader_init(Loader *l) {
     for (size_t c = 0; c < info->shape.c; c++)
         for (int byte = 0; byte < 256; byte++)
             l->normalised[c][byte] = ((real)byte / 255 - (real)info->mean[c]) / (real)info->std[c];
-    if (l->place.resident) {
-        l->place.device->copy((void *)r->images, data->images, data->count * image);
-        l->place.device->copy((void *)r->labels, data->labels, data->count);
-        l->place.device->copy((void *)r->normalised, l->normalised, sizeof l->normalised);
-        blur_weights(r->blur);
-    }
-    for (size_t s = 0; s < l->slots; s++) {
-        Batch *slot = &l->ring[s];
-        const size_t first = s * l->batch_size;
-        slot->resident = l->place.resident ? r : NULL;
-        slot->images = l->images + s * l->slot_size;
-        slot->labels = l->labels + first;
-        slot->device_images = l->device_images ? l->device_images + s * l->slot_size : slot->images;
-        slot->device_labels = l->device_labels ? l->device_labels + first : slot->labels;
-    }
+    if (l->place.resident)
+        make_resident(l);
+    init_slots(l);
     for (size_t w = 0; w < l->workers; w++)
         if (pthread_create(&l->threads[w], NULL, loader_worker, l) != 0)
             die(1, "cannot start loader worker %zu of %zu; use fewer --workers", w + 1, l->workers);
@@ -3313,9 +3429,10 @@ static void shuffle(uint32_t *order, size_t count, uint64_t seed, size_t epoch) 
     }
 }
 
-/* Starts an epoch at its batch number `first`: shuffled for training; epoch 0, for testing, keeps
-   the order of the file. Rank r of N has the positions r, r + N, ...; in training, the first images
-   are repeated at the end, so that all ranks have equally many (as DistributedSampler does). */
+/* Starts an epoch at its batch number `first`. Images are shuffled for training; epoch 0, which is
+   for testing, keeps the order of the file. Rank r of N has the positions r, r + N, ... In
+   training, the first images are repeated at the end, so that all ranks have equally many (as
+   PyTorch's DistributedSampler does). */
 static void loader_start(Loader *l, uint64_t seed, size_t epoch, size_t first) {
     const size_t count = l->data->count, rank = l->place.rank, ranks = l->place.ranks;
     pthread_mutex_lock(&l->lock);
@@ -3330,7 +3447,11 @@ static void loader_start(Loader *l, uint64_t seed, size_t epoch, size_t first) {
     for (size_t i = 0; i + 1 < ranks; i++)
         l->order[count + i] = l->order[i % count];
     l->key = (RandomKey){seed, epoch, rank, ranks};
-    l->share = epoch > 0 ? ceil_div(count, ranks) : (count + ranks - 1 - rank) / ranks;
+    // In training count / ranks, rounded up; in testing (count - rank) / ranks, rounded up
+    size_t positions = count + ranks - 1;
+    if (epoch == 0)
+        positions -= rank;
+    l->share = positions / ranks;
     /* LAB 8.2 END */
     if (l->place.resident)
         l->place.device->copy(l->resident.order, l->order, (count + ranks - 1) * sizeof *l->order);
@@ -3341,14 +3462,14 @@ static void loader_start(Loader *l, uint64_t seed, size_t epoch, size_t first) {
     pthread_mutex_unlock(&l->lock);
 }
 
-// The next batch, valid until the next call; NULL when the epoch is over.
+// Returns the next batch, which is valid until the next call, or NULL when the epoch is over.
 static const Batch *loader_next(Loader *l) {
     const Batch *batch = NULL;
     /* LAB 3.2 BEGIN loader_next */
     pthread_mutex_lock(&l->lock);
     if (l->handed < l->batches) {
         size_t number = l->handed++;
-        pthread_cond_broadcast(&l->changed); // the slot before this one is free now
+        pthread_cond_broadcast(&l->changed); // the slot of the previous batch is free now
         while (l->filled[number % l->slots] != number + 1)
             pthread_cond_wait(&l->changed, &l->lock);
         batch = &l->ring[number % l->slots];
@@ -3385,9 +3506,9 @@ static void loader_free(Loader *l) {
 
    Both give the update of one device that has the whole batch: the shares make up that batch,
    random numbers follow an image's position, and the loss is the mean over the whole batch. (If N
-   does not divide the data, ddp's last batch repeats some images, as PyTorch's does.) Only BatchNorm
-   sees just a rank's share; rank 0's running statistics are kept. Sums are taken in the order of
-   the ring: the same N gives the same bits. */
+   does not divide the data, ddp's last batch repeats some images, as PyTorch's does.) Only
+   BatchNorm sees just a rank's share; rank 0's running statistics are kept. Sums are taken in the
+   order of the ring: the same N gives the same bits. */
 
 // The ranks that are threads of this process.
 typedef struct Team {
@@ -3395,40 +3516,46 @@ typedef struct Team {
     pthread_cond_t changed;
     struct Comm *ranks[MAX_REPLICAS];
     size_t arrivals[MAX_REPLICAS]; // the barriers that each rank has reached
-    // dp: the master's batch, the outputs of all ranks and their gradients
+    // For dp: the master's batch, and the outputs, gradients and losses of all its images
     const Batch *batch;
-    real *logp, *dlogp, *losses, *host_losses;
-    double loss;
+    real *logp, *dlogp;
+    real *losses, *host_losses;
+    double loss; // the mean
 } Team;
 
 // A rank's part in communication.
 typedef struct Comm {
-    size_t rank, world;
-    size_t number;            // of its device
-    size_t replica, replicas; // its number within this process, and how many there are
+    size_t rank;     // 0 to world - 1
+    size_t world;    // the number of ranks
+    size_t number;   // of its device
+    size_t replica;  // its number within this process
+    size_t replicas; // how many ranks this process has
     const Settings *settings;
-    Team *team; // NULL: the ranks are processes
+    Team *team; // NULL if the ranks are processes
     bool dp;
     Net *net;
     Loader *loader;
     const void *published; // what the other ranks may read after a barrier
     void *buffer;          // on the device, for what is received
-    real *images;          // dp, on a GPU: this rank's, as the loader made them
+    real *images;          // dp on a GPU: this rank's images, as the loader made them
     void *host[2];         // MPI: what is sent and what is received
-    Batch batch;           // dp: this rank's images of the master's batch, and the labels of all
-    // the thread that adds up gradients during backward
+    Batch batch;           // dp: this rank's images of the master's batch, with the labels of all
+    // For ddp: the thread that adds up gradients during backward
     Range buckets[MAX_BUCKETS]; // of the gradients, in the order in which they are finished
-    size_t bucket_count, ready, done;
-    bool quit;
+    size_t bucket_count;
+    size_t ready; // buckets that backward has finished in this step
+    size_t done;  // buckets whose sum is there
+    bool quit;    // asks the thread to end
     pthread_t thread;
     pthread_mutex_t lock;
     pthread_cond_t changed;
-    double seconds, bytes_sent; // of communication since the last step (dp: bytes received)
+    double seconds;    // that communication took since the last step
+    double bytes_sent; // since the last step; under dp, the bytes that this rank received
     Plan plan;
 } Comm;
 
-// Ranks wait for so many seconds at a time. While this process is stopped, for example by Ctrl-Z,
-// only one such wait counts towards --timeout.
+// Ranks wait in intervals of this many seconds. While this process is stopped, for example by
+// Ctrl-Z, only one interval counts towards --timeout.
 static const double PATIENCE = .1;
 
 static _Noreturn void die_of_timeout(const Comm *c, size_t late) {
@@ -3436,28 +3563,33 @@ static _Noreturn void die_of_timeout(const Comm *c, size_t late) {
         late, c->settings->timeout);
 }
 
-/* ---- Signals: SIGUSR1 asks for a checkpoint; SIGINT, SIGTERM and SIGHUP for one and the end, with
-   exit status 128 + their number, and a second one ends the program at once. A process notes the
-   signal in the result of its step. Ranks gather these results at the log interval, a single rank
-   after each step, so all of them learn of it after the same step and end in the same way. */
+/* ---- Signals
+
+   SIGUSR1 asks for a checkpoint. SIGINT, SIGTERM and SIGHUP ask for a checkpoint and the end, with
+   exit status 128 + their number; a second one ends the program at once. A process notes the signal
+   in the result of its step. Ranks gather these results at the log interval, a single rank after
+   each step, so all of them learn of it after the same step and end in the same way. */
 enum { SAVE = 1, EXIT_SIGNAL = 128 };
 static volatile sig_atomic_t requested; // SAVE, EXIT_SIGNAL + the signal's number, or 0
 
 static void on_signal(int number) {
-    if (number != SIGUSR1)
-        signal(number, SIG_DFL);
-    if (number != SIGUSR1 || !requested)
-        requested = number == SIGUSR1 ? SAVE : EXIT_SIGNAL + number;
+    if (number == SIGUSR1) {
+        if (!requested) // the end, which may have been asked for, includes a checkpoint
+            requested = SAVE;
+        return;
+    }
+    signal(number, SIG_DFL); // a second signal ends the program
+    requested = EXIT_SIGNAL + number;
 }
 
 static void catch_signals(void) {
     static const int numbers[] = {SIGUSR1, SIGINT, SIGTERM, SIGHUP};
     for (size_t i = 0; i < LENGTH(numbers); i++)
-        if (signal(numbers[i], on_signal) == SIG_IGN) // for example by nohup
+        if (signal(numbers[i], on_signal) == SIG_IGN) // what nohup ignores stays ignored
             signal(numbers[i], SIG_IGN);
 }
 
-// What this process was asked for since the last call
+// Returns what this process was asked for since the last call, or 0.
 static int take_signal(void) {
     return __atomic_exchange_n(&requested, 0, __ATOMIC_RELAXED);
 }
@@ -3467,7 +3599,7 @@ static int take_signal(void) {
 #ifdef CNN_MPI
 #include <mpi.h>
 
-// How die() ends the program, since other ranks would wait for this one forever.
+// This is how die() ends the program under MPI, since other ranks would wait for this one forever.
 static void end_all_ranks(int status) {
     MPI_Abort(MPI_COMM_WORLD, status);
 }
@@ -3476,7 +3608,7 @@ static void finalize_mpi(void) {
     MPI_Finalize();
 }
 
-// Sets rank, world and device, its number within the host.
+// Sets rank, world and number: the ranks of a host have devices 0, 1, ...
 static void start_mpi(Comm *c) {
     int provided, rank, world, device;
     MPI_Comm host;
@@ -3488,17 +3620,18 @@ static void start_mpi(Comm *c) {
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
     MPI_Comm_size(MPI_COMM_WORLD, &world);
     MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &host);
-    MPI_Comm_rank(host, &device); // the ranks of a host have devices 0, 1, ...
+    MPI_Comm_rank(host, &device);
     MPI_Comm_free(&host);
     c->rank = (size_t)rank;
     c->world = (size_t)world;
     c->number = (size_t)device;
 }
 
-// Waits for a message to or from a neighbour, or dies as barrier() does.
+// Waits until a message to or from a neighbour is complete. Dies after --timeout.
 static void mpi_wait(const Comm *c, MPI_Request *request, size_t neighbour) {
     double waited = 0, last = now();
-    for (int done = 0; !done;) {
+    int done = 0;
+    while (!done) {
         MPI_Test(request, &done, MPI_STATUS_IGNORE);
         waited += fmin(now() - last, PATIENCE);
         last = now();
@@ -3509,7 +3642,7 @@ static void mpi_wait(const Comm *c, MPI_Request *request, size_t neighbour) {
     }
 }
 
-// Sends bytes to the right neighbour and returns those received from the left one.
+// Sends bytes to the right neighbour and returns the bytes received from the left neighbour.
 static const void *mpi_exchange(Comm *c, const void *send, size_t bytes, size_t expected) {
     size_t right = (c->rank + 1) % c->world, left = (c->rank + c->world - 1) % c->world;
     MPI_Request requests[2];
@@ -3555,42 +3688,45 @@ static void team_init(Team *t) {
     pthread_mutex_init(&t->lock, NULL);
 }
 
-// Waits for a change of the team, for PATIENCE seconds at most; true: nothing has changed.
+// Waits for a change of the team, for at most PATIENCE seconds. Returns true if there was none.
 static bool wait_for_team(Team *t) {
     const double end = now() + PATIENCE;
     const struct timespec until = {(time_t)end, (long)(1e9 * (end - floor(end)))};
     return pthread_cond_timedwait(&t->changed, &t->lock, &until) == ETIMEDOUT;
 }
 
-// Waits until all ranks of the process have arrived; after --timeout dies, naming one that has not.
-static void barrier(Comm *c) {
+// Waits until all ranks of the team have arrived; after --timeout dies, naming one that has not.
+// Without a team it does nothing: processes wait for each other's messages instead.
+static void team_barrier(Comm *c) {
     Team *t = c->team;
-    double waited = 0;
     if (!t)
-        return; // processes wait for each other's messages instead
+        return;
+    double waited = 0;
     pthread_mutex_lock(&t->lock);
-    const size_t number = ++t->arrivals[c->rank];
+    t->arrivals[c->rank]++;
+    const size_t number = t->arrivals[c->rank];
     pthread_cond_broadcast(&t->changed);
     for (size_t r = 0; r < c->world; r++)
         while (t->arrivals[r] < number) {
-            waited += wait_for_team(t) ? PATIENCE : 0;
+            if (wait_for_team(t))
+                waited += PATIENCE;
             if (waited > c->settings->timeout)
                 die_of_timeout(c, r);
         }
     pthread_mutex_unlock(&t->lock);
 }
 
-// Whether NCCL adds the gradients: ranks are processes with a GPU each, and it was found.
+// Whether NCCL adds the gradients: it was found, and the ranks are processes with a GPU each.
 static bool uses_nccl(const Comm *c) {
     return cuda_all_reduce && !c->team && !c->settings->oversubscribe && c->net->device->is_gpu;
 }
 
 /* One step around the ring: sends data[send] to the right neighbour and receives data[receive] from
-   the left one: = or, if add, +=. Threads read it from the left neighbour's memory. */
+   the left neighbour, with = or, if add, +=. Threads read from the left neighbour's memory. */
 static void ring_step(Comm *c, real *data, Range send, Range receive, bool add) {
     const real *from;
     if (c->team) {
-        barrier(c);
+        team_barrier(c);
         const Comm *left = c->team->ranks[(c->rank + c->world - 1) % c->world];
         from = (const real *)left->published + receive.first;
     } else {
@@ -3615,14 +3751,23 @@ static void all_reduce(Comm *c, real *data, Range range) {
     }
     c->published = data;
     /* LAB 8.1 BEGIN all_reduce */
-    for (size_t step = 0; step < 2 * (n - 1); step++)
-        ring_step(c, data, part_of(range, (rank - step) % n, n),
-                  part_of(range, (rank - step - 1) % n, n), step < n - 1);
+    /* The parts that a rank sends -> receives, with n = 3:
+                          rank 0    rank 1    rank 2
+         step 0     +=    0 -> 2    1 -> 0    2 -> 1
+         step 1     +=    2 -> 1    0 -> 2    1 -> 0
+         step 2     =     1 -> 0    2 -> 1    0 -> 2
+         step 3     =     0 -> 2    1 -> 0    2 -> 1
+       After the reduce-scatter, n - 1 steps, part (rank + 1) % n is complete on a rank. */
+    for (size_t step = 0; step < 2 * (n - 1); step++) {
+        const Range sent = part_of(range, (rank - step) % n, n);
+        const Range received = part_of(range, (rank - step - 1) % n, n);
+        ring_step(c, data, sent, received, step < n - 1);
+    }
     /* LAB 8.1 END */
-    barrier(c); // the right neighbour may still be reading
+    team_barrier(c); // the right neighbour may still be reading
 }
 
-// data = rank 0's, passed around the ring
+// Copies rank 0's data to all ranks, around the ring.
 static void broadcast(Comm *c, real *data, size_t count) {
     c->published = data;
     for (size_t step = 0; step + 1 < c->world; step++) {
@@ -3630,28 +3775,33 @@ static void broadcast(Comm *c, real *data, size_t count) {
         const Range received = {0, c->rank == step + 1 ? count : 0};
         ring_step(c, data, sent, received, false);
     }
-    barrier(c);
+    team_barrier(c);
 }
 
 enum { GATHER_CHUNK = 4096 }; // bytes
 
-// all[r] = the bytes that rank r has in its all[r]; in host memory. Processes pass them around the
-// ring; threads read them where they are.
+// all[r] = the bytes that rank r has in its all[r], in host memory. Processes pass them around the
+// ring, in chunks; threads read them where they are.
 static void all_gather(Comm *c, void *all, size_t bytes) {
     const size_t n = c->world;
+    char *own = all;
     c->published = all;
-    barrier(c);
+    team_barrier(c);
     for (size_t step = 1; step < n; step++) {
-        const size_t r = (c->rank + n - step) % n, next = (r + 1) % n; // received, sent
-        for (size_t at = 0; at < bytes; at += GATHER_CHUNK) {
-            const size_t size = min_size(GATHER_CHUNK, bytes - at), to = r * bytes + at;
-            const char *from = c->team
-                                   ? (const char *)c->team->ranks[r]->published + to
-                                   : mpi_exchange(c, (char *)all + next * bytes + at, size, size);
-            memcpy((char *)all + to, from, size);
+        // The rank whose bytes come in this step, and the one whose bytes came in the step before
+        const size_t received = (c->rank + n - step) % n, sent = (received + 1) % n;
+        for (size_t offset = 0; offset < bytes; offset += GATHER_CHUNK) {
+            const size_t size = min_size(GATHER_CHUNK, bytes - offset);
+            const size_t place = received * bytes + offset;
+            const char *from;
+            if (c->team)
+                from = (const char *)c->team->ranks[received]->published + place;
+            else
+                from = mpi_exchange(c, own + sent * bytes + offset, size, size);
+            memcpy(own + place, from, size);
         }
     }
-    barrier(c);
+    team_barrier(c);
 }
 
 // ---- ddp
@@ -3682,22 +3832,27 @@ static void *comm_thread(void *argument) {
     return NULL;
 }
 
-// Called by backward(): the gradients from offset `first` on are finished. context: the Comm
+// backward() calls this when the gradients from offset `first` on are finished. context: the Comm
 static void gradients_ready(void *context, size_t first) {
     Comm *c = context;
     pthread_mutex_lock(&c->lock);
-    while (c->ready < c->bucket_count && c->buckets[c->ready].first >= first)
-        c->net->device->mark(BUCKET_MARKS + c->ready++);
+    while (c->ready < c->bucket_count && c->buckets[c->ready].first >= first) {
+        c->net->device->mark(BUCKET_MARKS + c->ready);
+        c->ready++;
+    }
     pthread_cond_broadcast(&c->changed);
     pthread_mutex_unlock(&c->lock);
 }
 
 static void add_bucket(Comm *c, size_t first, size_t end) {
-    if (end > first)
-        c->buckets[c->bucket_count++] = (Range){first, end - first};
+    if (end <= first)
+        return;
+    c->buckets[c->bucket_count] = (Range){first, end - first};
+    c->bucket_count++;
 }
 
-// Buckets of gradients, the last layer first; the first one is small, to begin early (as PyTorch).
+// Divides the gradients into buckets, the last layer first. The first bucket is small, so that
+// communication begins early (as in PyTorch).
 static void plan_buckets(Comm *c) {
     const Net *net = c->net;
     double limit = fmin(1, c->settings->bucket_mb);
@@ -3716,7 +3871,7 @@ static void plan_buckets(Comm *c) {
 
 // ---- dp
 
-// to = from or, if add, to += from, one of them another rank's
+// to = from or, if add, to += from, where one of the two belongs to another rank
 static void dp_copy(Comm *c, real *to, const real *from, size_t count, bool add) {
     double begin = now();
     c->net->device->receive(c->number, to, from, count, add, c->buffer);
@@ -3725,103 +3880,122 @@ static void dp_copy(Comm *c, real *to, const real *from, size_t count, bool add)
     c->bytes_sent += (double)(count * sizeof *to);
 }
 
-// A rank's images of the batch; of a small batch, the last ranks have none.
+// A rank's images of the master's batch. If the batch is small, the last ranks have none.
 static Range dp_part(const Comm *c, size_t rank) {
-    size_t n = c->team->batch->n, share = ceil_div(n, c->world), first = min_size(rank * share, n);
+    const size_t n = c->team->batch->n;
+    const size_t share = ceil_div(n, c->world);
+    const size_t first = min_size(rank * share, n);
     return (Range){first, min_size(share, n - first)};
 }
 
-// This rank's part of the master's next batch.
+// Returns this rank's part of the master's next batch. The epoch must have one.
 static const Batch *dp_next(Comm *c) {
     Team *t = c->team;
     if (c->rank == 0)
         t->batch = loader_next(c->loader);
     c->net->device->synchronize(); // the update may still be queued
-    barrier(c);
-    if (!t->batch)
-        return NULL;
-    Range part = dp_part(c, c->rank);
+    team_barrier(c);
+    const Range part = dp_part(c, c->rank);
     c->batch = *t->batch;
     c->batch.n = part.count;
-    c->batch.key.first += part.first;
+    c->batch.key.first = position_of(t->batch->key, part.first);
     c->batch.device_images += part.first * shape_size(c->net->layers[0].out);
     return &c->batch;
 }
 
-// This rank's images of the master's batch, and the master's parameters
+// Copies this rank's images of the master's batch, and the master's parameters.
 static void dp_load(Comm *c, double lr) {
     Net *net = c->net;
     const Shape image = net->layers[0].out;
     net->device->set_step(net->step, (Step){c->batch.key, lr});
-    net->images = NULL; // test() has set it to the loader's buffer
-    real *own = output(net, 0), *to = c->images ? c->images : own;
-    dp_copy(c, to, c->batch.device_images, c->batch.n * shape_size(image), false);
-    if (c->images)
-        net->kernels->load_images(own, c->images, c->batch.n, image, net->transposed);
+    net->images = NULL; // row 0 has its own memory again: test() has set this to a loader's batch
+    const size_t count = c->batch.n * shape_size(image);
+    if (c->images) {
+        dp_copy(c, c->images, c->batch.device_images, count, false);
+        net->kernels->load_images(output(net, 0), c->images, c->batch.n, image, net->transposed);
+    } else {
+        dp_copy(c, output(net, 0), c->batch.device_images, count, false);
+    }
     if (c->rank > 0) {
         dp_copy(c, net->params, c->team->ranks[0]->net->params, net->param_size, false);
         lower_params(net);
     }
 }
 
-// Gathers outputs; the master computes loss and gradient of the whole batch; each rank fetches it.
+// Gathers the outputs of all ranks. The master computes the loss and its gradient for the whole
+// batch, and each rank fetches its part of the gradient.
 static double dp_loss(Comm *c) {
     Team *t = c->team;
     Net *net = c->net;
-    const size_t classes = net->classes, n = t->batch->n, count = c->batch.n * classes;
+    const size_t classes = net->classes, n = t->batch->n;
     const size_t first = dp_part(c, c->rank).first * classes;
+    const size_t count = c->batch.n * classes;
     net->device->synchronize();
     dp_copy(c, t->logp + first, output(net, last_row(net)), count, false);
-    barrier(c);
+    team_barrier(c);
     if (c->rank == 0) {
         net->kernels->nll_loss(t->losses, t->dlogp, t->logp, t->batch->device_labels, n, n, classes,
                                c->settings->label_smoothing, net->scale);
         net->device->copy(t->host_losses, t->losses, n * sizeof(real));
         t->loss = mean(t->host_losses, n);
     }
-    barrier(c);
+    team_barrier(c);
     dp_copy(c, gradient(net, last_row(net)), t->dlogp + first, count, false);
     return t->loss;
 }
 
 // The master adds up the gradients of the ranks that had an image.
 static void dp_reduce(Comm *c) {
-    c->net->device->synchronize();
-    barrier(c);
-    const size_t added = c->rank == 0 ? c->world : 0;
-    for (size_t r = 1; r < added; r++)
-        if (dp_part(c, r).count > 0)
-            dp_copy(c, c->net->grads, c->team->ranks[r]->net->grads, c->net->param_size, true);
-    barrier(c);
+    Net *net = c->net;
+    net->device->synchronize();
+    team_barrier(c);
+    if (c->rank == 0) {
+        for (size_t r = 1; r < c->world; r++)
+            if (dp_part(c, r).count > 0)
+                dp_copy(c, net->grads, c->team->ranks[r]->net->grads, net->param_size, true);
+    }
+    team_barrier(c);
 }
 
-// ---- Called by train() and test(): ddp, which includes a single device, or dp
+// ---- What train() and test() call. A single device counts as ddp.
 
 static const Batch *next_batch(Comm *c) {
-    return c->dp ? dp_next(c) : loader_next(c->loader);
+    if (c->dp)
+        return dp_next(c);
+    return loader_next(c->loader);
 }
 
 static void load_batch(Comm *c, const Batch *batch, double lr) {
-    c->dp ? dp_load(c, lr) : net_load(c->net, batch, lr);
+    if (c->dp)
+        dp_load(c, lr);
+    else
+        net_load(c->net, batch, lr);
 }
 
 static double batch_loss(Comm *c, const Batch *batch) {
-    return c->dp ? dp_loss(c) : loss_and_gradient(c->net, batch->n, true);
+    if (c->dp)
+        return dp_loss(c);
+    return loss_and_gradient(c->net, batch->n, true);
 }
 
-// Returns when the gradients of the whole batch are there: on all ranks, or on dp's master.
+// Returns once the gradients of the whole batch have been summed: on all ranks, or on dp's master.
 static void reduce_gradients(Comm *c) {
-    if (c->dp)
+    if (c->dp) {
         dp_reduce(c);
-    gradients_ready(c, 0); // those not yet reported: all, with --overlap off; without ddp none
+        return;
+    }
+    if (c->bucket_count == 0) // a single device
+        return;
+    gradients_ready(c, 0); // buckets not yet reported: all of them, with --overlap off
     pthread_mutex_lock(&c->lock);
     while (c->done < c->bucket_count)
         pthread_cond_wait(&c->changed, &c->lock);
-    c->ready = c->done = 0;
+    c->ready = 0;
+    c->done = 0;
     pthread_mutex_unlock(&c->lock);
 }
 
-// Before a test: rank 0's running statistics; under dp its parameters as well
+// Before a test, gives all ranks rank 0's running statistics and, under dp, its parameters.
 static void share_weights(Comm *c) {
     Net *net = c->net;
     net->device->synchronize();
@@ -3829,10 +4003,11 @@ static void share_weights(Comm *c) {
     if (c->dp)
         broadcast(c, net->params, net->param_size);
     lower_params(net);
-    c->seconds = c->bytes_sent = 0; // not part of a step
+    c->seconds = 0; // this was not part of a step
+    c->bytes_sent = 0;
 }
 
-// sums[i] = its sum over all ranks, in their order; all: a buffer for the sums of all ranks
+// sums[i] = its sum over all ranks, in the order of ranks. all: a buffer for the sums of each rank
 static void sum_over_ranks(Comm *c, double *sums, size_t count, double *all) {
     memcpy(all + c->rank * count, sums, count * sizeof *sums);
     all_gather(c, all, count * sizeof *sums);
@@ -3850,14 +4025,16 @@ static void compare_ranks(Comm *c, const char *what, uint64_t hash) {
     all_gather(c, hashes, sizeof hash);
     for (size_t r = 1; r < c->world; r++)
         if (hashes[r] != hashes[0])
-            die(1, "rank %zu has other %s than rank 0; start all with the same options and files",
+            die(1,
+                "rank %zu has different %s from rank 0; start all with the same options and files",
                 r, what);
 }
 
 // Plans the memory of communication; rank, world, settings and team must be set.
 static void comm_plan(Comm *c, Net *net, Loader *loader) {
     const bool gpu = net->device->is_gpu;
-    const size_t images = loader->batch_size, outputs = images * net->classes * sizeof(real);
+    const size_t images = loader->batch_size;
+    const size_t output_bytes = images * net->classes * sizeof(real);
     const size_t bytes = max_size(net->param_size, net->stats_size) * sizeof(real) + GATHER_CHUNK;
     static const char what[] = "communication";
     Team *t = c->team;
@@ -3877,13 +4054,15 @@ static void comm_plan(Comm *c, Net *net, Loader *loader) {
     }
     if (!c->dp || c->rank > 0)
         return;
-    plan_area(&c->plan, &t->logp, outputs, DEVICE, what); // the master's, of a whole batch
-    plan_area(&c->plan, &t->dlogp, outputs, DEVICE, what);
+    // The master's, for a whole batch
+    plan_area(&c->plan, &t->logp, output_bytes, DEVICE, what);
+    plan_area(&c->plan, &t->dlogp, output_bytes, DEVICE, what);
     plan_area(&c->plan, &t->losses, images * sizeof(real), DEVICE, what);
     plan_area(&c->plan, &t->host_losses, images * sizeof(real), HOST, what);
 }
 
-// From here on, gradients are reduced during backward.
+// With ddp on several ranks, starts what adds up the gradients: NCCL's group, the buckets and the
+// thread.
 static void comm_start(Comm *c) {
     if (c->world == 1 || c->dp)
         return;
@@ -3906,7 +4085,7 @@ static void comm_start(Comm *c) {
 }
 
 static void comm_free(Comm *c) {
-    if (c->bucket_count > 0) { // comm_thread() runs
+    if (c->bucket_count > 0) { // comm_start() has started the thread
         pthread_mutex_lock(&c->lock);
         c->quit = true;
         pthread_cond_broadcast(&c->changed);
@@ -3923,34 +4102,42 @@ static void comm_free(Comm *c) {
    a convolution's weight is [out][in][row][column], a linear layer's [out][in], where `in` counts
    channel, row, column, the order in which PyTorch flattens an image. A checkpoint also holds the
    optimizer's state and, as metadata, the position of the run and the settings that determine its
-   result. A file that cnn writes ends its metadata with CHECKSUM, of the preceding metadata and of
-   all values; files of PyTorch, and of cnn's first versions, have none. */
+   result. A file that cnn writes ends its metadata with a checksum, of the preceding metadata and
+   of all values; files that PyTorch writes have none. */
 
 enum { MAX_HEADER = 1 << 20, METADATA_SIZE = 4096, SHAPE_SIZE = 96, ENTRY_SIZE = 384 };
-#define CHECKSUM "cnn.version=3\ncnn.checksum=fnv1a64:%016llx\n"
+#define CHECKSUM_FORMAT "cnn.version=3\ncnn.checksum=fnv1a64:%016llx\n"
 
 // A tensor of the file.
 typedef struct Tensor {
-    char name[96], shape[SHAPE_SIZE];
+    char name[96], shape[SHAPE_SIZE]; // as in the file's header
     const char *dtype;
-    size_t count, bytes, begin; // its numbers; where they are in the file, after the header
-    real *values;    // on the device; NULL: a counter, or of an optimizer that is not needed
-    size_t *counter; // BatchNorm's number of batches, a 64-bit integer; or NULL
-    Shape filter;    // a weight: the part of the image that each output sees; h = 0: 1-D
+    size_t count;        // of its numbers
+    size_t bytes, begin; // in the file, after the header
+    real *values;        // on the device; NULL if it is a counter, or not needed
+    size_t *counter;     // BatchNorm's number of batches, a 64-bit integer, or NULL
+    // The part of the image that each output of a weight sees; h = 0 for other tensors
+    Shape filter;
 } Tensor;
 
-// to[k][c][i][j] = from[i][j][c][k], or back
+// Reorders a weight from ours, [row][column][channel][output], to theirs, that of PyTorch,
+// [output][channel][row][column]; or back, if not saving.
 static void reorder_weight(real *to, const real *from, Shape filter, size_t outputs, bool saving) {
-    size_t pixels = filter.h * filter.w, at = 0;
+    const size_t pixels = filter.h * filter.w;
     for (size_t k = 0; k < outputs; k++)
         for (size_t c = 0; c < filter.c; c++)
-            for (size_t pixel = 0; pixel < pixels; pixel++, at++) {
-                size_t ours = (pixel * filter.c + c) * outputs + k;
-                to[saving ? at : ours] = from[saving ? ours : at];
+            for (size_t pixel = 0; pixel < pixels; pixel++) {
+                const size_t ours = (pixel * filter.c + c) * outputs + k;
+                const size_t theirs = (k * filter.c + c) * pixels + pixel;
+                if (saving)
+                    to[theirs] = from[ours];
+                else
+                    to[ours] = from[theirs];
             }
 }
 
-// Its values are at `values` + offset; NULL: they are not needed.
+// Sets *t to a tensor of layer l and returns the next place in the list. Its values are at `values`
+// + offset; if `values` is NULL, they are not needed.
 static Tensor *add_tensor(Tensor *t, const char *prefix, const Layer *l, const char *what,
                           real *values, size_t offset, size_t count) {
     *t = (Tensor){.count = count, .bytes = count * sizeof(real)};
@@ -3970,7 +4157,7 @@ static Tensor *list_parameters(const Net *net, Tensor *t, const char *prefix, re
         if (l->biases)
             t = add_tensor(t, prefix, l, "bias", params, l->bias, l->biases);
         if (l->kind == LINEAR) {
-            weight->filter = net->layers[l->input].out; // all of the image before it
+            weight->filter = net->layers[l->input].out; // the whole image
             snprintf(weight->shape, SHAPE_SIZE, "%zu,%zu", l->out.c, l->in.c);
         }
         if (l->kind == CONV2D) {
@@ -3982,7 +4169,7 @@ static Tensor *list_parameters(const Net *net, Tensor *t, const char *prefix, re
     return t;
 }
 
-// Lists BatchNorm's statistics. PyTorch counts the batches in each BatchNorm, cnn once for all.
+// Lists BatchNorm's statistics. PyTorch counts the batches in each BatchNorm, cnn only once.
 static Tensor *list_statistics(Net *net, Tensor *t) {
     for (size_t i = 0; i < net->count; i++) {
         const Layer *l = &net->layers[i];
@@ -3998,45 +4185,52 @@ static Tensor *list_statistics(Net *net, Tensor *t) {
     return t;
 }
 
-// Lists what an optimizer keeps, at `state`; NULL: a file may have it, but it is not needed.
-static Tensor *list_state(const Net *net, Tensor *t, const Optimizer *o, real *state) {
-    const size_t arrays =
-        state ? count_states((OptimizerChoice)(o - optimizers), net->settings) : 2;
-    for (size_t i = 0; i < arrays && o->states[i]; i++) {
-        char prefix[64];
-        snprintf(prefix, sizeof prefix, "optimizer.%s.", o->states[i]);
-        t = list_parameters(net, t, prefix, state ? state + i * net->param_size : NULL);
-    }
-    return t;
+// Lists array i of what an optimizer keeps. If `values` is NULL, a file may have it, but it is not
+// needed.
+static Tensor *list_state(const Net *net, Tensor *t, const Optimizer *o, size_t i, real *values) {
+    char prefix[64];
+    snprintf(prefix, sizeof prefix, "optimizer.%s.", o->states[i]);
+    return list_parameters(net, t, prefix, values);
 }
 
-/* Lists the tensors of the network and of the optimizer's state. The caller frees the list. Without a
-   state, `all` adds the states of all optimizers: a file may have them, but nobody needs them. */
+/* Lists the tensors of the network and of the optimizer's state. The caller frees the list. Without
+   a state, `all` adds the states of all optimizers: a file may have them, but nobody needs them. */
 static Tensor *list_tensors(Net *net, const Optimizer *optimizer, real *state, bool all,
                             size_t *count) {
     Tensor *list = must_alloc(16 * net->count * sizeof *list, "the list of tensors");
     Tensor *end = list_statistics(net, list_parameters(net, list, "", net->params));
-    if (state)
-        end = list_state(net, end, optimizer, state);
-    for (size_t i = 0; all && !state && i < LENGTH(optimizers); i++)
-        end = list_state(net, end, &optimizers[i], NULL);
+    if (state) {
+        const OptimizerChoice choice = (OptimizerChoice)(optimizer - optimizers);
+        for (size_t i = 0; i < count_states(choice, net->settings); i++)
+            end = list_state(net, end, optimizer, i, state + i * net->param_size);
+    } else if (all) {
+        for (const Optimizer *o = optimizers; o < optimizers + LENGTH(optimizers); o++)
+            for (size_t i = 0; i < LENGTH(o->states) && o->states[i]; i++)
+                end = list_state(net, end, o, i, NULL);
+    }
     *count = (size_t)(end - list);
     return list;
 }
 
-// The order of the safetensors library: the integers first, then by name
+// For qsort(): the order of the safetensors library, the integers first, then by name
 static int compare_names(const void *a, const void *b) {
     const Tensor *x = a, *y = b;
-    const int integers = (y->counter != NULL) - (x->counter != NULL);
-    return integers ? integers : strcmp(x->name, y->name);
+    if (x->counter && !y->counter)
+        return -1;
+    if (y->counter && !x->counter)
+        return 1;
+    return strcmp(x->name, y->name);
 }
 
+// For qsort(): by where they begin in the file
 static int compare_places(const void *a, const void *b) {
-    const size_t x = ((const Tensor *)a)->begin, y = ((const Tensor *)b)->begin;
-    return (x > y) - (x < y);
+    const Tensor *x = a, *y = b;
+    if (x->begin < y->begin)
+        return -1;
+    return x->begin > y->begin;
 }
 
-// A tensor's entry in the header; returns the length.
+// Writes a tensor's entry in the header to `text`; returns its length.
 static size_t tensor_entry(char text[ENTRY_SIZE], const Tensor *t) {
     static const char format[] =
         "\"%s\":{\"dtype\":\"%s\",\"shape\":[%s],\"data_offsets\":[%zu,%zu]}";
@@ -4044,7 +4238,7 @@ static size_t tensor_entry(char text[ENTRY_SIZE], const Tensor *t) {
                             t->begin + t->bytes);
 }
 
-// The header as JSON, which the caller frees; metadata are lines "key=value".
+// Returns the header as JSON, which the caller frees. metadata: lines "key=value"
 static char *make_header(const Tensor *list, size_t count, const char *metadata) {
     char *header, entry[ENTRY_SIZE];
     size_t length;
@@ -4053,10 +4247,15 @@ static char *make_header(const Tensor *list, size_t count, const char *metadata)
         no_memory(MAX_HEADER, "a header");
     const char *separator = "";
     fprintf(h, "{\"__metadata__\":{");
-    for (const char *m = metadata; *m; m += strcspn(m, "\n") + 1) {
-        int key = (int)strcspn(m, "="), value = (int)strcspn(m + key + 1, "\n");
-        fprintf(h, "%s\"%.*s\":\"%.*s\"", separator, key, m, value, m + key + 1);
+    const char *line = metadata;
+    while (*line) {
+        const size_t key_length = strcspn(line, "=");
+        const char *value = line + key_length + 1;
+        const size_t value_length = strcspn(value, "\n");
+        fprintf(h, "%s\"%.*s\":\"%.*s\"", separator, (int)key_length, line, (int)value_length,
+                value);
         separator = ",";
+        line = value + value_length + 1;
     }
     fprintf(h, "}");
     for (const Tensor *t = list; t < list + count; t++) {
@@ -4069,7 +4268,7 @@ static char *make_header(const Tensor *list, size_t count, const char *metadata)
     return header;
 }
 
-// The values of a tensor as they are in the file, until the next call
+// Returns the values of a tensor as the file has them. They are valid until the next call.
 static const void *file_values(Net *net, const Tensor *t) {
     if (t->counter)
         return t->counter;
@@ -4080,9 +4279,10 @@ static const void *file_values(Net *net, const Tensor *t) {
     return net->host[1];
 }
 
-// Places the tensors one after the other; returns the checksum of the metadata and their values.
-static uint64_t place_tensors(Net *net, Tensor *list, size_t count, const char *metadata,
-                              const char *path) {
+// Places the tensors one after the other in the file, and returns the checksum of the metadata and
+// of their values. Dies if a value is not finite.
+static uint64_t place_and_hash(Net *net, Tensor *list, size_t count, const char *metadata,
+                               const char *path) {
     uint64_t checksum = hash_bytes(HASH_START, metadata, strlen(metadata));
     size_t end = 0;
     for (Tensor *t = list; t < list + count; t++) {
@@ -4096,17 +4296,19 @@ static uint64_t place_tensors(Net *net, Tensor *list, size_t count, const char *
     return checksum;
 }
 
-// Writes the network's tensors, the optimizer's if state is given, and metadata: lines "key=value".
+// Writes a file with the network's tensors, the optimizer's if state is given, and metadata, which
+// are lines "key=value".
 static void save_tensors(Net *net, const Optimizer *optimizer, real *state, const char *metadata,
                          const char *path) {
     AtomicFile f;
     size_t count;
-    char stated[METADATA_SIZE + 64];
+    char with_checksum[METADATA_SIZE + 64];
     Tensor *list = list_tensors(net, optimizer, state, false, &count);
     qsort(list, count, sizeof *list, compare_names);
-    const uint64_t checksum = place_tensors(net, list, count, metadata, path);
-    snprintf(stated, sizeof stated, "%s" CHECKSUM, metadata, (unsigned long long)checksum);
-    char *header = make_header(list, count, stated);
+    const uint64_t checksum = place_and_hash(net, list, count, metadata, path);
+    snprintf(with_checksum, sizeof with_checksum, "%s" CHECKSUM_FORMAT, metadata,
+             (unsigned long long)checksum);
+    char *header = make_header(list, count, with_checksum);
     atomic_open(&f, path);
     const uint64_t length = (strlen(header) + 7) / 8 * 8; // padded with blanks
     fwrite(&length, sizeof length, 1, f.stream);
@@ -4118,20 +4320,22 @@ static void save_tensors(Net *net, const Optimizer *optimizer, real *state, cons
     free(list);
 }
 
-/* ---- Reading: nothing in the file is trusted. Each entry of the header must be the one that we
-   would write for a tensor of ours at that place. Each tensor of ours must be there once, in any
-   order, and the values must fill the file. A header in another style than the safetensors
-   library's is refused. */
+/* ---- Reading
 
-#define NOT_FOUND SIZE_MAX // as the place of a tensor, after all others
+   Nothing in the file is trusted. Each entry of the header must be the one that we would write for
+   a tensor of ours at that place. Each tensor of ours must be there once, in any order, and the
+   values must fill the file. A header that is not in the safetensors library's style is refused. */
+
+#define NOT_FOUND SIZE_MAX // where a missing tensor begins: after all others
 
 typedef struct TensorFile {
     const char *path;
     FILE *stream;
     char *header;                 // its text
     const char *tensors;          // the tensors' entries in it, after the metadata
-    size_t data_bytes, end;       // of all values; of those that were read
-    uint64_t checksum;            // of the metadata and the values that were read
+    size_t data_bytes;            // of all values
+    size_t end;                   // of the values that have been read, in bytes
+    uint64_t checksum;            // of the metadata and the values that have been read
     char metadata[METADATA_SIZE]; // lines "key=value"
 } TensorFile;
 
@@ -4140,23 +4344,28 @@ static _Noreturn void header_fail(const TensorFile *f, const char *at, const cha
         f->path, expected, at);
 }
 
-// Adds a line "key=value" for the "key":"value" at `at`; returns where it ends.
+// Appends a line "key=value" for the "key":"value" at `at`; returns where that ends.
 static const char *read_metadata_entry(TensorFile *f, const char *at) {
-    const size_t key = *at == '"' ? strcspn(at + 1, "\"\\\n=") : 0;
-    if (key == 0 || strncmp(at + 1 + key, "\":\"", 3) != 0)
-        header_fail(f, at, "metadata as \"key\":\"value\", without backslashes");
-    const char *value = at + key + 4;
-    const size_t length = strcspn(value, "\"\\\n"), used = strlen(f->metadata);
-    if (value[length] != '"')
-        header_fail(f, at, "metadata as \"key\":\"value\", without backslashes");
-    if (used + key + length + sizeof "=\n" > METADATA_SIZE)
+    static const char expected[] = "metadata as \"key\":\"value\", without backslashes";
+    if (*at != '"')
+        header_fail(f, at, expected);
+    const char *key = at + 1;
+    const size_t key_length = strcspn(key, "\"\\\n=");
+    if (key_length == 0 || strncmp(key + key_length, "\":\"", 3) != 0)
+        header_fail(f, at, expected);
+    const char *value = key + key_length + 3;
+    const size_t value_length = strcspn(value, "\"\\\n");
+    if (value[value_length] != '"')
+        header_fail(f, at, expected);
+    const size_t used = strlen(f->metadata);
+    if (used + key_length + value_length + sizeof "=\n" > METADATA_SIZE)
         header_fail(f, at, "less metadata before this");
-    snprintf(f->metadata + used, METADATA_SIZE - used, "%.*s=%.*s\n", (int)key, at + 1, (int)length,
-             value);
-    return value + length + 1;
+    snprintf(f->metadata + used, METADATA_SIZE - used, "%.*s=%.*s\n", (int)key_length, key,
+             (int)value_length, value);
+    return value + value_length + 1;
 }
 
-// Converts "__metadata__":{"key":"value",...}, if the header begins with it.
+// Converts "__metadata__":{"key":"value",...} to lines, if the header begins with it.
 static void read_metadata(TensorFile *f) {
     static const char begin[] = "\"__metadata__\":{";
     if (strncmp(f->tensors, begin, strlen(begin)) != 0)
@@ -4168,10 +4377,13 @@ static void read_metadata(TensorFile *f) {
         at = read_metadata_entry(f, at + 1);
     if (at[0] != '}' || (at[1] != ',' && at[1] != '}'))
         header_fail(f, at, "the end of the metadata");
-    f->tensors = at + 1 + (at[1] == ',');
+    f->tensors = at + 1;
+    if (*f->tensors == ',')
+        f->tensors++;
 }
 
-// Opens the file and reads its header: 8 bytes that hold its length, then text. False: no such file
+// Opens the file and reads its header, 8 bytes that hold its length, then text. Returns false if
+// there is no such file.
 static bool open_tensors(TensorFile *f, const char *path) {
     struct stat info;
     uint64_t length; // little-endian, as the processors that cnn runs on
@@ -4190,8 +4402,10 @@ static bool open_tensors(TensorFile *f, const char *path) {
     if (fread(f->header, 1, length, f->stream) != length || *f->header != '{')
         die(1, "%s: expected a header that starts with {, found 0x%02x", path,
             (unsigned char)*f->header);
-    for (; f->header[length - 1] == ' '; length--)
-        f->header[length - 1] = 0;
+    while (f->header[length - 1] == ' ') {
+        length--;
+        f->header[length] = 0;
+    }
     if (strlen(f->header) != length)
         header_fail(f, f->header + strlen(f->header), "no zero byte");
     f->tensors = f->header + 1;
@@ -4199,7 +4413,7 @@ static bool open_tensors(TensorFile *f, const char *path) {
     return true;
 }
 
-// The tensor of the list whose name, in quotation marks, is at `at`
+// Returns the tensor of the list whose name, in quotation marks, is at `at`.
 static Tensor *find_name(const TensorFile *f, Tensor *list, size_t count, const char *at) {
     for (Tensor *t = list; t < list + count; t++) {
         const size_t length = strlen(t->name);
@@ -4239,15 +4453,17 @@ static void find_tensors(const TensorFile *f, Tensor *list, size_t count) {
     qsort(list, count, sizeof *list, compare_places);
 }
 
-// Copies the values in host[0] to their place. They are finite; means of squares are not negative.
+// Copies the values in host[0] to their place. Dies unless they are finite and means of squares are
+// not negative.
 static void take_values(const TensorFile *f, const Tensor *t, Net *net) {
     const real *values = net->host[0];
     const bool squares = strstr(t->name, "running_var") || strstr(t->name, "square_avg") ||
                          strstr(t->name, "acc_delta");
+    const char *range = squares ? " from 0 on" : "";
     for (size_t i = 0; i < t->count; i++)
         if (!isfinite(values[i]) || (squares && values[i] < 0))
-            die(1, "%s: %s: expected finite numbers%s, found %g", f->path, t->name,
-                squares ? " from 0 on" : "", (double)values[i]);
+            die(1, "%s: %s: expected finite numbers%s, found %g", f->path, t->name, range,
+                (double)values[i]);
     if (t->filter.h) {
         reorder_weight(net->host[1], values, t->filter, t->count / shape_size(t->filter), false);
         values = net->host[1];
@@ -4255,7 +4471,7 @@ static void take_values(const TensorFile *f, const Tensor *t, Net *net) {
     net->device->copy(t->values, values, t->bytes);
 }
 
-// Reads a tensor's values, which begin where the previous ones end.
+// Reads a tensor's values, which must begin where the previous ones end.
 static void read_values(TensorFile *f, const Tensor *t, Net *net) {
     if (t->begin != f->end)
         die(1, "%s: %s: expected its values at byte %zu, where those before it end, found %zu",
@@ -4270,17 +4486,29 @@ static void read_values(TensorFile *f, const Tensor *t, Net *net) {
         take_values(f, t, net);
 }
 
+// Returns how much of the metadata the checksum covers: all before the two lines CHECKSUM_FORMAT.
+static size_t covered_metadata(const TensorFile *f) {
+    const size_t size = strlen(f->metadata);
+    const size_t last = (size_t)snprintf(NULL, 0, CHECKSUM_FORMAT, 0ull);
+    return size - min_size(size, last);
+}
+
+// Dies if the file is one of cnn's and its checksum is not that of what was read.
+static void check_checksum(const TensorFile *f) {
+    const bool ours = strncmp(f->metadata, "cnn.", 4) == 0 || strstr(f->metadata, "\ncnn.");
+    char expected[64];
+    snprintf(expected, sizeof expected, CHECKSUM_FORMAT, (unsigned long long)f->checksum);
+    if (ours && strcmp(f->metadata + covered_metadata(f), expected) != 0)
+        die(1, "%s: damaged: its checksum does not match; use an older copy", f->path);
+}
+
 /* Reads the network's tensors, and the optimizer's if state is given, and closes the file. Without
-   a state, an optimizer's tensors in the file are ignored. BatchNorm's counters may be missing:
-   PyTorch's older versions had none. */
+   a state, an optimizer's tensors in the file are ignored. BatchNorm's counters may be missing,
+   since PyTorch's older versions had none. */
 static void read_tensors(TensorFile *f, Net *net, const Optimizer *optimizer, real *state) {
     size_t count;
     Tensor *list = list_tensors(net, optimizer, state, true, &count);
-    char stated[64];
-    const size_t size = strlen(f->metadata), tail = (size_t)snprintf(NULL, 0, CHECKSUM, 0ull);
-    const bool ours = strncmp(f->metadata, "cnn.", 4) == 0 || strstr(f->metadata, "\ncnn.");
-    const size_t others = size - min_size(size, tail);
-    f->checksum = hash_bytes(HASH_START, f->metadata, others);
+    f->checksum = hash_bytes(HASH_START, f->metadata, covered_metadata(f));
     net->batches_tracked = 0;
     find_tensors(f, list, count);
     for (const Tensor *t = list; t < list + count; t++) {
@@ -4291,20 +4519,18 @@ static void read_tensors(TensorFile *f, Net *net, const Optimizer *optimizer, re
     }
     if (f->end != f->data_bytes)
         die(1, "%s: expected %zu bytes of values, found %zu", f->path, f->end, f->data_bytes);
-    snprintf(stated, sizeof stated, CHECKSUM, (unsigned long long)f->checksum);
-    if (ours && strcmp(f->metadata + others, stated) != 0)
-        die(1, "%s: damaged: it has another checksum than it states; use an older copy", f->path);
+    check_checksum(f);
     lower_params(net);
     fclose(f->stream);
     free(f->header);
     free(list);
 }
 
-// One hash of all parameters and running statistics, tensor by tensor.
+// Returns one hash of all parameters and running statistics, tensor by tensor.
 static uint64_t hash_weights(Net *net) {
     uint64_t hash = HASH_START;
     for (const Layer *l = net->layers; l < net->layers + net->count; l++) {
-        const size_t running = l->kind == BATCHNORM2D ? 2 * l->out.c : 0; // means and variances
+        const size_t running = l->kind == BATCHNORM2D ? 2 * l->out.c : 0; // mean and variance
         const real *at[] = {net->params + l->weight, net->params + l->bias,
                             net->stats + net->slots[l - net->layers].stats};
         const size_t counts[] = {l->weights, l->biases, running};

@@ -16,7 +16,7 @@ invalidFunctionArg|log((double)sum)|the sum has the summand exp(0) = 1 of the la
 compareBoolExpressionWithInt|i <= out|output 0 always, output 1 if there is a run folder
 uninitvar|alloc[p->areas|an array of functions with an initial value
 uninitvar|owner[i]|set by the loop before, for the same rows
-legacyUninitvar|i * bytes : rest|read_exactly() writes to it and reads nothing there
+legacyUninitvar|read_exactly(f, skipped|read_exactly() writes to it and reads nothing there
 ctuuninitvar|f->|atomic_open() sets all of f
 core.UndefinedBinaryOperatorResult|hash ^|the bytes of an array of size_t without padding
 core.NullDereference|w.key|a dropout keeps all in a test, before it draws; only training draws
