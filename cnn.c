@@ -1648,7 +1648,7 @@ static void fuse_relu(Slot *to) {
      before                       true            true            false
      after                        false           false           true
      after, if another row also
-     reads the output of conv1    true            false           false     */
+     reads the first ReLU         true            false           false     */
 static void fuse_pool(Net *net, Slot *to, size_t input, const Layer *pool) {
     Slot *before = &net->slots[net->slots[input].computed_by];
     to->fused.pool = pool;
