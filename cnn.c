@@ -142,7 +142,7 @@ typedef struct Layer {
     size_t weight, bias;            // their offsets into params and grads, in elements
 } Layer;
 
-// Whether a row multiplies its input with a matrix of weights.
+// Whether a row multiplies its input by a matrix of weights.
 static inline HOST_DEVICE bool multiplies(const Layer *l) {
     return l->kind == CONV2D || l->kind == LINEAR;
 }
@@ -199,15 +199,18 @@ enum {
     MAX_AREAS = 24      // of a memory plan
 };
 
-// Marks are events in a replica's stream of work, as in CUDA. They are numbered.
+// Marks are events in a replica's stream of work, as in CUDA. They are numbered; the first
+// CLOCK_MARKS of them are for the clock of train().
 enum { CLOCK_MARKS = 64, MAX_BUCKETS = 64, ROW_MARKS = 2 * (MAX_LAYERS + 1) };
 enum {
-    BUCKET_MARKS = CLOCK_MARKS, // after CLOCK_MARKS marks for the clock of train()
-    FORWARD_MARKS =
-        BUCKET_MARKS + MAX_BUCKETS, // after one for each bucket of gradients (section 10)
-    BACKWARD_MARKS = FORWARD_MARKS + ROW_MARKS, // --layers, --trace: two for each row, see below
-    START_MARK = BACKWARD_MARKS + ROW_MARKS,    // the start of a trace
-    MARKS                                       // their number
+    // one for each bucket of gradients (section 10)
+    BUCKET_MARKS = CLOCK_MARKS,
+    // with --layers and --trace: where each row begins and ends
+    FORWARD_MARKS = BUCKET_MARKS + MAX_BUCKETS,
+    BACKWARD_MARKS = FORWARD_MARKS + ROW_MARKS,
+    // the start of a trace
+    START_MARK = BACKWARD_MARKS + ROW_MARKS,
+    MARKS // the number of marks
 };
 
 // The marks where the forward or the backward of a row begins and where it ends
@@ -355,8 +358,8 @@ typedef struct Device {
     // concurrently with the device's operations.
     void (*transfer)(size_t number, void *to, const void *from, size_t bytes);
     /* to = from, or += from if add; complete on return. `from` may be on this device, another one
-       or the host; buffer is device memory of the size of `to`. Any thread may call it, concurrently
-       with the device's operations. */
+       or the host; buffer is device memory of the size of `to`. Any thread may call it,
+       concurrently with the device's operations. */
     void (*receive)(size_t number, real *to, const real *from, size_t n, bool add, real *buffer);
     void (*synchronize)(void);
     void (*mark)(size_t i);                    // a point in the stream of work, 0 to MARKS - 1
@@ -1347,10 +1350,10 @@ static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t 
 
 /* ==== 4. Network =================================================================================
 
-   A network is a table of layers. Each reads the output of an earlier row, or of two (add). Builders
-   add rows and mirror PyTorch's modules. Everything else (sizes, memory, summary, forward, backward,
-   checkpoints) walks over the table. The network owns these arenas, which are planned from the table
-   and allocated once:
+   A network is a table of layers. Each reads the output of an earlier row, or of two (add).
+   Builders add rows and mirror PyTorch's modules. Everything else (sizes, memory, summary, forward,
+   backward, checkpoints) walks over the table. The network owns these arenas, which are planned
+   from the table and allocated once:
       params, grads     [param_size], each tensor aligned to a cache line
       low               --precision bf16, fp16: a 16-bit copy of the parameters
       activations       [batch][...] of every row; in-place rows share their input's, and a CPU
@@ -1647,7 +1650,7 @@ static void fuse_relu(Slot *to) {
      before                       true            true            false
      after                        false           false           true
      after, if another row also
-     reads the output of conv1    true            false           false     */
+     reads the first ReLU         true            false           false     */
 static void fuse_pool(Net *net, Slot *to, size_t input, const Layer *pool) {
     Slot *before = &net->slots[net->slots[input].computed_by];
     to->fused.pool = pool;
@@ -1844,17 +1847,19 @@ static Shape stored_shape(const Net *net, size_t row) {
     return pool ? pool->out : net->layers[row].out;
 }
 
+// Dies if a table lacks the kind of a row, or if a row reads a log_softmax.
 static void check_row(const Net *net, size_t i) {
     const Layer *l = &net->layers[i];
     const Kernels *k = net->kernels;
     const char *kind = kinds[l->kind].name, *table = "make_kernels() of cnn_kernels.cu";
+    if (!kind)
+        die(1, "model %s, row %zu: layer kind %d (?) has no row in kinds[]; add it", net->model, i,
+            l->kind);
     if (!net->device->is_gpu)
         table = k->name == NAIVE ? "naive_kernels" : "fast_kernels";
-    if (!kind)
-        table = "kinds[]";
-    if (!kind || (i > 0 && !k->layers[l->kind].forward))
+    if (i > 0 && !k->layers[l->kind].forward)
         die(1, "model %s, row %zu: layer kind %d (%s) has no row in %s; add it", net->model, i,
-            l->kind, kind ? kind : "?", table);
+            l->kind, kind, table);
     if (i > 0 && element_of(net, &net->layers[l->input]) != k->element)
         die(1, "model %s, row %zu: reads a log_softmax; expected that as the last row only",
             net->model, i);
@@ -2013,6 +2018,7 @@ static double training_flops(const Net *net) {
     return flops;
 }
 
+// For example "conv2d 3x3 stride 1 padding 0"
 static void describe_layer(const Layer *l, char *text, size_t size) {
     const char *name = kinds[l->kind].name;
     if (l->kind == CONV2D || l->kind == MAXPOOL2D)
@@ -2028,6 +2034,7 @@ static void describe_layer(const Layer *l, char *text, size_t size) {
         snprintf(text, size, "%s", name);
 }
 
+// The table of layers, as the program prints it at its start
 static void print_summary(const Net *net) {
     int width = 7; // of the column of names
     for (size_t i = 0; i < net->count; i++)
