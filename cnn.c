@@ -5002,8 +5002,7 @@ typedef struct LineClock {
     } lines[PROFILED_LINES];
 } LineClock;
 
-// When checkpoints are saved, and the signal that the ranks have gathered; see Signals in section
-// 10
+// When checkpoints are saved, and the signal that ranks have gathered; see Signals in section 10
 typedef struct Saving {
     size_t every; // epochs or, with by_steps, steps
     bool by_steps;
@@ -5012,12 +5011,12 @@ typedef struct Saving {
 } Saving;
 
 // --graph: an epoch's last step may be SHORT, with fewer images, and needs a graph of its own. The
-// first step of either size runs without a graph, since it loads kernels.
-enum { FULL, SHORT, STEP_SIZES };
+// first step of either kind runs without a graph, since it loads kernels.
+enum { FULL, SHORT, STEP_KINDS };
 
 typedef struct StepGraphs {
-    bool kernels_loaded[STEP_SIZES];
-    void *graph[STEP_SIZES];
+    bool kernels_loaded[STEP_KINDS];
+    void *graph[STEP_KINDS];
 } StepGraphs;
 
 // --trace and Nsight: the steps [first, end)
@@ -5100,8 +5099,8 @@ typedef struct Run {
 
 typedef enum { KEY_VALUE, CSV_HEADER, CSV_ROW, JSON } Form;
 
-// Writes text as a JSON string, or null if it is NULL. JSON is UTF-8, so the names of files should
-// be.
+// Writes text as a JSON string, or null if it is NULL. JSON is in UTF-8, and so must be the names of
+// files.
 static void json_string(FILE *f, const char *text) {
     if (!text) {
         fprintf(f, "null");
@@ -5273,8 +5272,7 @@ static FILE *open_source(void) {
     return fopen(beside, "r");
 }
 
-// train(), the lines from `begin` to `end`, with the time of each, as kernprof prints it, and as
-// CSV
+// The lines of train(), `begin` to `end`, and the time of each, as kernprof prints it and as CSV
 static void print_profile(const LineClock *c, int begin, int end, FILE *out, FILE *csv) {
     char text[256] = "(cnn.c was not found)";
     double total = 0;
@@ -5423,7 +5421,7 @@ static void open_in_folder(AtomicFile *f, const Run *run, const char *file) {
     atomic_open(f, path);
 }
 
-// In the whole run, which is what --max-steps and --trace-steps count
+// The steps of the whole run so far, as --max-steps and --trace-steps count them
 static size_t steps_done(const Run *run) {
     return (run->epoch - 1) * run->iterations + run->batch_index;
 }
@@ -5560,8 +5558,7 @@ static void open_run_folder(Run *run) {
         return;
     if (mkdir(dir, 0777) != 0 && errno != EEXIST)
         file_fail("cannot create the folder", dir);
-    const int folder =
-        open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC); // open, and so locked, to the end
+    const int folder = open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC); // stays open, and locked
     if (folder < 0)
         file_fail("cannot create the folder", dir);
     if (flock(folder, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
@@ -6000,8 +5997,8 @@ static double median(double *values, size_t count) {
 
    `in` and `out` are numbers of elements, `in` with the weights; kinds[] has the accesses. A row
    that reads the images makes 2 of 3 accesses only, since it computes no gradient of them. A fused
-   residual is read once; the backward of a fused ReLU or max-pool accesses the output three times.
-   */
+   residual is read once. The backward of a fused ReLU or max-pool makes three more accesses of the
+   output. */
 static double row_bytes(const Net *net, size_t row, size_t n) {
     const Layer *l = &net->layers[row];
     const Fusion *fused = &net->slots[row].fused;
@@ -6075,7 +6072,7 @@ static LayerFigures layer_figures(const Net *net, size_t row, size_t n, LayerTim
     f.forward_ms = 1e3 * median(times->forward, LAYER_ROUNDS);
     f.backward_ms = 1e3 * median(times->backward, LAYER_ROUNDS);
     const double seconds = 1e-3 * (f.forward_ms + f.backward_ms);
-    const double compute_s = flops / peak, memory_s = bytes / bandwidth; // at least
+    const double compute_s = flops / peak, memory_s = bytes / bandwidth; // minima
     f.gflops = 1e-9 * flops / seconds;
     f.gb_per_s = 1e-9 * bytes / seconds;
     if (flops > 0)
@@ -6463,8 +6460,9 @@ static void setup_batch(Run *run) {
     if (s->global_batch == 0)
         s->global_batch = s->batch_size * parts;
     if (s->global_batch % parts != 0)
-        die(EXIT_USAGE, "--global-batch: expected a multiple of the %zu devices, as %zu, found %zu",
-            world, ceil_div(s->global_batch, world) * world, s->global_batch);
+        die(EXIT_USAGE,
+            "--global-batch: expected a multiple of the %zu devices, such as %zu, found %zu", world,
+            ceil_div(s->global_batch, world) * world, s->global_batch);
     s->batch_size = s->global_batch / parts;
     run->max_batch = ceil_div(s->global_batch, world);
     if (s->test_batch_size == 0)
@@ -6474,8 +6472,7 @@ static void setup_batch(Run *run) {
 // --lr, which --lr-scaling multiplies by the whole batch / the model's default one, or its root
 static void setup_learning_rate(Run *run) {
     Settings *s = &run->settings, usual;
-    // writes the model's defaults to words[] again, where s points to the same ones and to what
-    // follows
+    // This writes the model's defaults to words[] where they are already, so what s points to stays.
     parse_all(&usual, run->model, 0, NULL);
     const double factor = (double)s->global_batch / (double)usual.batch_size;
     if (s->lr == 0)
@@ -6486,7 +6483,7 @@ static void setup_learning_rate(Run *run) {
         s->lr *= sqrt(factor);
 }
 
-// --threads and --workers: those of this machine are shared by the ranks of this process.
+// --threads and --workers of a rank, since the ranks of this process share the machine.
 static void setup_threads(Settings *s, size_t local_ranks) {
     const size_t cores = usable_cores(), slurm = environment_number("SLURM_CPUS_PER_TASK");
     const size_t openmp = environment_number("OMP_NUM_THREADS");
@@ -6597,8 +6594,7 @@ static void check_device(const Run *run, const char *why_not) {
             run->device_info.name);
 }
 
-// A step launched as one CUDA graph cannot be observed from inside, so these options turn --graph
-// off.
+// A step launched as one CUDA graph cannot be observed from inside, so these options turn it off.
 static void setup_graph(Run *run) {
     Settings *s = &run->settings;
     const bool observed = s->profile || *s->trace || s->layers;
@@ -6888,7 +6884,7 @@ static void free_run(Run *run) {
         loader_free(&run->train_loader);
     loader_free(&run->test_loader);
     comm_free(&run->comm);
-    for (size_t i = 0; i < STEP_SIZES; i++)
+    for (size_t i = 0; i < STEP_KINDS; i++)
         run->device->free_graph(run->graphs.graph[i]);
     plan_free(&run->plan);
     plan_free(&run->net.plan);
@@ -7035,20 +7031,20 @@ static void update_weights(Run *run) {
 }
 
 // FULL or SHORT
-static size_t step_size(const Run *run, const Batch *batch) {
+static size_t step_kind(const Run *run, const Batch *batch) {
     return batch->n < run->net.batch ? SHORT : FULL;
 }
 
 // Whether this step is launched as a graph
 static bool is_replayed(const Run *run, const Batch *batch) {
-    return run->settings.graph && run->graphs.kernels_loaded[step_size(run, batch)];
+    return run->settings.graph && run->graphs.kernels_loaded[step_kind(run, batch)];
 }
 
 // All of a step as one CUDA graph, which is captured once. Returns the loss.
 static double replay_step(Run *run, const Batch *batch) {
     Net *net = &run->net;
     const Device *d = run->device;
-    void **graph = &run->graphs.graph[step_size(run, batch)];
+    void **graph = &run->graphs.graph[step_kind(run, batch)];
     if (*graph) {
         net->batches_tracked++; // as forward() does
     } else {
@@ -7083,7 +7079,7 @@ static bool is_due(const Run *run, size_t steps) {
 // is saved later, after the test. Returns whether the epoch or the training is over.
 static bool finish_step(Run *run, const Batch *batch) {
     trace_step(run);
-    run->graphs.kernels_loaded[step_size(run, batch)] = true;
+    run->graphs.kernels_loaded[step_kind(run, batch)] = true;
     run->batch_index++;
     const bool epoch_over = run->batch_index == run->iterations;
     if (epoch_over) {
