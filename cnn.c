@@ -5099,8 +5099,7 @@ typedef struct Run {
 
 typedef enum { KEY_VALUE, CSV_HEADER, CSV_ROW, JSON } Form;
 
-// Writes text as a JSON string, or null if it is NULL. JSON is in UTF-8, and so must be the names of
-// files.
+// Writes text as a JSON string, or null if it is NULL. JSON is in UTF-8, so names must be, too.
 static void json_string(FILE *f, const char *text) {
     if (!text) {
         fprintf(f, "null");
@@ -6472,7 +6471,7 @@ static void setup_batch(Run *run) {
 // --lr, which --lr-scaling multiplies by the whole batch / the model's default one, or its root
 static void setup_learning_rate(Run *run) {
     Settings *s = &run->settings, usual;
-    // This writes the model's defaults to words[] where they are already, so what s points to stays.
+    // This writes the model's defaults to words[], where they are already: pointers of s stay valid.
     parse_all(&usual, run->model, 0, NULL);
     const double factor = (double)s->global_batch / (double)usual.batch_size;
     if (s->lr == 0)
