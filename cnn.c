@@ -886,10 +886,18 @@ static ptrdiff_t input_pixel(const Layer *l, size_t y, size_t x, size_t tap) {
     return iy < l->in.h && ix < l->in.w ? (ptrdiff_t)(iy * l->in.w + ix) : OUTSIDE;
 }
 
-// out[k] += sum over i < terms of in[i] * weight[i][k], for k < count
+// out[k] += sum over i < terms of in[i] * weight[i][k], for k < count. Four terms at a time, so that
+// out[k] is loaded and stored once for all four; their order stays
 static void add_products(real *restrict out, const real *restrict in, const real *restrict weight,
                          size_t terms, size_t count) {
-    for (size_t i = 0; i < terms; i++)
+    size_t i = 0;
+    for (; i + 4 <= terms; i += 4) {
+        const real *four = weight + i * count;
+        for (size_t k = 0; k < count; k++)
+            out[k] = out[k] + in[i] * four[k] + in[i + 1] * four[count + k] +
+                     in[i + 2] * four[2 * count + k] + in[i + 3] * four[3 * count + k];
+    }
+    for (; i < terms; i++)
         for (size_t k = 0; k < count; k++)
             out[k] += in[i] * weight[i * count + k];
 }

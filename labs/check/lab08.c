@@ -81,7 +81,7 @@ int MPI_Isend(const void *data, int bytes, MPI_Datatype type, int to, int tag, M
 int MPI_Test(MPI_Request *request, int *done, MPI_Status *status) {
     if (*request == RECEIVING && !get_bytes(wire, receiving.to, receiving.bytes))
         _exit(1);
-    status->MPI_TAG = 0;
+    (void)status; // cnn.c asks for none
     *done = 1;
     return 0;
 }
