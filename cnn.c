@@ -3026,7 +3026,7 @@ static const uint64_t synthetic_seed = 2022;
    of random direction, phase and frequency, which fade towards the edges:
    exp(-(x^2 + y^2) / (GLYPH^2 / 8)) cos(frequency (cos(angle) x + sin(angle) y) + phase),
    where x and y count from the middle of the glyph. */
-// The nearest value of a byte, without its fraction; gcc vectorises this, and no fminf()
+// The value as a byte, limited to 0 to 255. gcc vectorises selects, but not fminf().
 static uint8_t to_byte(float value) {
     const float least = value < 0 ? 0 : value;
     return (uint8_t)(least > 255 ? 255 : least);
