@@ -715,6 +715,7 @@ static void atomic_open(AtomicFile *f, const char *path) {
     if (!realpath(path, f->path))
         snprintf(f->path, PATH_SIZE, "%s", path);
     snprintf(f->temporary, sizeof f->temporary, "%s.tmp", f->path);
+    unlink(f->temporary); // which a killed run may have left
     f->stream = fopen(f->temporary, "wb");
     unfinished = f->temporary;
     if (!f->stream)
@@ -1992,7 +1993,7 @@ static void init_batchnorm2d(Net *net, size_t row) {
     init_constant(net, net->stats + net->slots[row].stats + l->out.c, l->out.c, 1);
 }
 
-static void net_init(Net *net, uint64_t seed) {
+static void init_weights(Net *net, uint64_t seed) {
     const LossScale scale = {.scale = net->kernels->precision == FP16 ? FIRST_SCALE : 1};
     for (size_t row = 0; row < net->count; row++) {
         if (net->layers[row].kind == BATCHNORM2D)
@@ -3249,7 +3250,7 @@ static const struct {
 // Where a loader puts its batches.
 typedef struct Placement {
     const Device *device;
-    size_t number; // of the device
+    size_t device_number;
     bool pinned;   // batches are in pinned memory
     bool resident; // the data set is on the device, which builds the batches
     size_t rank;   // this rank
@@ -3327,8 +3328,8 @@ static void make_batch(Loader *l, size_t number, size_t worker) {
     if (!to->device->is_gpu || to->resident)
         return;
     size_t bytes = slot->n * shape_size(l->data->info->shape) * sizeof(real);
-    to->device->transfer(to->number, slot->device_images, slot->images, bytes);
-    to->device->transfer(to->number, slot->device_labels, slot->labels, slot->n);
+    to->device->transfer(to->device_number, slot->device_images, slot->images, bytes);
+    to->device->transfer(to->device_number, slot->device_labels, slot->labels, slot->n);
     double end = now();
     trace_event(to->rank, TRACK_LOADER + worker, "upload", filled, end);
     __atomic_fetch_add(&l->uploaded, bytes + slot->n, __ATOMIC_RELAXED);
@@ -3546,9 +3547,9 @@ typedef struct Team {
 
 // A rank's part in communication.
 typedef struct Comm {
-    size_t rank;     // 0 to world - 1
-    size_t world;    // the number of ranks
-    size_t number;   // of its device
+    size_t rank;  // 0 to world - 1
+    size_t world; // the number of ranks
+    size_t device_number;
     size_t replica;  // its number within this process
     size_t replicas; // how many ranks this process has
     const Settings *settings;
@@ -3645,7 +3646,7 @@ static void start_mpi(Comm *c) {
     MPI_Comm_free(&host);
     c->rank = (size_t)rank;
     c->world = (size_t)world;
-    c->number = (size_t)device;
+    c->device_number = (size_t)device;
 }
 
 // Waits until a message to or from a neighbour is complete. Dies after --timeout.
@@ -3668,7 +3669,7 @@ static const void *mpi_exchange(Comm *c, const void *send, size_t bytes, size_t 
     size_t right = (c->rank + 1) % c->world, left = (c->rank + c->world - 1) % c->world;
     MPI_Request requests[2];
     if (c->net->device->is_gpu) {
-        c->net->device->transfer(c->number, c->host[0], send, bytes);
+        c->net->device->transfer(c->device_number, c->host[0], send, bytes);
         send = c->host[0];
     }
     MPI_Irecv(c->host[1], (int)expected, MPI_BYTE, (int)left, 0, MPI_COMM_WORLD, &requests[0]);
@@ -3755,7 +3756,8 @@ static void ring_step(Comm *c, real *data, Range send, Range receive, bool add) 
                             receive.count * sizeof *data);
     }
     c->bytes_sent += (double)(send.count * sizeof *data);
-    c->net->device->receive(c->number, data + receive.first, from, receive.count, add, c->buffer);
+    c->net->device->receive(c->device_number, data + receive.first, from, receive.count, add,
+                            c->buffer);
 }
 
 /* data[range] = its sum over all ranks, with the same bits on each: world - 1 steps of a
@@ -3766,7 +3768,8 @@ static void all_reduce(Comm *c, real *data, Range range) {
     const size_t n = c->world, rank = c->rank + 2 * n; // 2n: rank - step stays positive
     if (uses_nccl(c)) {
         c->bytes_sent += 2. * (double)((n - 1) * range.count * sizeof *data) / (double)n;
-        if (!cuda_all_reduce(c->number, data + range.first, range.count, c->settings->timeout))
+        if (!cuda_all_reduce(c->device_number, data + range.first, range.count,
+                             c->settings->timeout))
             die_of_timeout(c, (c->rank + n - 1) % n);
         return;
     }
@@ -3895,7 +3898,7 @@ static void plan_buckets(Comm *c) {
 // to = from or, if add, to += from, where one of the two belongs to another rank
 static void dp_copy(Comm *c, real *to, const real *from, size_t count, bool add) {
     double begin = now();
-    c->net->device->receive(c->number, to, from, count, add, c->buffer);
+    c->net->device->receive(c->device_number, to, from, count, add, c->buffer);
     c->seconds += now() - begin;
     trace_event(c->rank, TRACK_COMM, add ? "add" : "fetch", begin, now());
     c->bytes_sent += (double)(count * sizeof *to);
@@ -6533,7 +6536,7 @@ static void use_device(Run *run) {
     size_t sharing = c->replicas; // a CPU
     if (run->settings.gpus > 0)
         sharing = ceil_div(c->replicas, run->devices);
-    run->device->use(c->replica, c->number, die);
+    run->device->use(c->replica, c->device_number, die);
     run->device->describe(&run->device_info);
     run->device_info.memory /= (double)sharing;
 }
@@ -6659,7 +6662,7 @@ static void setup_device(Run *run) {
     s->gpus = gpus ? max_size(s->gpus, 1) : 0;
     s->kernels = run->kernels->name; // checkpoints compare both
     s->precision = run->kernels->precision;
-    c->number %= run->devices;
+    c->device_number %= run->devices;
     use_device(run);
     check_device(run, why_not);
     print_device(run, why_not);
@@ -6766,7 +6769,7 @@ static void plan_loaders(Run *run, bool resident) {
     const Comm *c = &run->comm;
     const size_t loaded = min_size(s->batch_size, run->share);
     Placement to = {.device = run->device,
-                    .number = c->number,
+                    .device_number = c->device_number,
                     .pinned = s->pin_memory && run->device->is_gpu,
                     .resident = resident,
                     .rank = c->rank,
@@ -6955,7 +6958,7 @@ static void setup_weights(Run *run) {
     if (run->comm.rank == 0)
         check_outputs(run);
     run->epoch = 1;
-    net_init(&run->net, s->seed);
+    init_weights(&run->net, s->seed);
     if (*s->load)
         load_weights(run, s->load);
     if (s->resume)
@@ -7260,7 +7263,7 @@ static void init_replica(Run *replica, const Run *run, size_t rank) {
     replica->comm.settings = &replica->settings;
     replica->comm.rank = rank;
     replica->comm.replica = rank;
-    replica->comm.number = rank % run->devices;
+    replica->comm.device_number = rank % run->devices;
     replica->comm.team->ranks[rank] = &replica->comm;
 }
 

@@ -62,7 +62,7 @@ static void setup_net(Net *net, const Run *run, const Kernels *k, Kernels *apart
     net_build(net, run->model, &run->info, &run->settings, apart);
     plan_memory(net, batch);
     net_alloc(net);
-    net_init(net, 1);
+    init_weights(net, 1);
 }
 
 // The batch size from which on all times are below the CPU's; 0: none.

@@ -34,7 +34,7 @@ static const Batch *setup_bench(Run *run) {
     net_build(&run->net, run->model, &run->info, s, choose_kernels(s, false));
     plan_memory(&run->net, s->batch_size);
     net_alloc(&run->net);
-    net_init(&run->net, s->seed);
+    init_weights(&run->net, s->seed);
     run->plan.device = &cpu_device;
     plan_area(&run->plan, &run->state,
               count_states(s->optimizer, s) * run->net.param_size * sizeof(real), DEVICE,

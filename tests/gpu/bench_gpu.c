@@ -223,7 +223,7 @@ static const Batch *setup_bench(Run *run, const Case *c, size_t (*build)(Net *ne
     net_build(&run->net, run->model, &run->info, &run->settings, gpu);
     plan_memory(&run->net, c->batch);
     net_alloc(&run->net);
-    net_init(&run->net, 1);
+    init_weights(&run->net, 1);
     run->state = gpu->device->alloc(count_states(run->settings.optimizer, &run->settings) *
                                     run->net.param_size * sizeof *run->state);
     if (!run->state)

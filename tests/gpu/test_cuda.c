@@ -1624,7 +1624,7 @@ static uint64_t train_steps(const Kernels *k, const char *model, size_t batch_si
     net_build(&net, m, &info, &s, k);
     plan_memory(&net, batch_size);
     net_alloc(&net);
-    net_init(&net, 1);
+    init_weights(&net, 1);
     real *state = k->device->alloc(count_states(s.optimizer, &s) * net.param_size * sizeof *state);
     loader_plan(&loader, &data, batch_size, 1, AUGMENT_NONE,
                 (Placement){k->device, 0, k->device->is_gpu, resident, 0, 1});

@@ -57,7 +57,7 @@ static void setup_parity(Run *run, char **argv) {
         net->layers[i].p = 0; // dropout
     plan_memory(net, s->batch_size);
     net_alloc(net);
-    net_init(net, s->seed);
+    init_weights(net, s->seed);
     run->plan.device = net->device;
     plan_area(&run->plan, &run->state,
               count_states(s->optimizer, s) * net->param_size * sizeof(real), DEVICE,

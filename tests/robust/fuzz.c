@@ -194,7 +194,7 @@ static void start_run(void) {
     net_build(&run.net, &small_model, &info, &run.settings, run.kernels);
     plan_memory(&run.net, 1);
     net_alloc(&run.net);
-    net_init(&run.net, 1);
+    init_weights(&run.net, 1);
     run.state = must_alloc(2 * run.net.param_size * sizeof(real), "the optimizer");
     run.recorder.steps = must_alloc(sizeof *run.recorder.steps, "a step");
     file_path(checkpoint, 0);

@@ -106,7 +106,7 @@ static void build_golden_net(Net *net, const GoldenNet *g, const Kernels *k) {
             net->layers[i].p = 0;
     plan_memory(net, g->batch);
     net_alloc(net);
-    net_init(net, 1);
+    init_weights(net, 1);
 }
 
 // The tensor of this name in our list of those that a checkpoint holds.

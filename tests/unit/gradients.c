@@ -23,7 +23,7 @@ static void build_plain_net(Net *net, const Kernels *k, size_t kernel, size_t st
     log_softmax(net, x);
     plan_memory(net, BATCH);
     net_alloc(net);
-    net_init(net, 3);
+    init_weights(net, 3);
 }
 
 typedef struct Checked {
@@ -145,7 +145,7 @@ static Array train_by_threads(int threads) {
     net_build(&net, find_model("resnet8"), &info, &plain, &fast_kernels);
     plan_memory(&net, BATCH);
     net_alloc(&net);
-    net_init(&net, 1);
+    init_weights(&net, 1);
     load_random(&net);
     loss_of(&net);
     backward(&net, BATCH);

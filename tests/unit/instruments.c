@@ -40,7 +40,7 @@ static void test_layer_times(const char *model, const char *dataset, size_t show
     net_build(&net, find_model(model), &info, &plain, &noting);
     plan_memory(&net, 2);
     net_alloc(&net);
-    net_init(&net, 1);
+    init_weights(&net, 1);
     memset(kernels_of_row, 0, sizeof kernels_of_row);
     net.marks_rows = true;
     forward(&net, 2, &any_key);

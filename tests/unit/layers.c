@@ -297,7 +297,7 @@ static Norm make_norm(const Kernels *k) {
               random_array(BN_CHANNELS),
               random_array(BN_CHANNELS),
               array(k->scratch_size(&bn_layer, &(Fusion){0}, BN_MOST), guard_value)};
-    for (size_t c = 0; c < BN_CHANNELS; c++) { // as net_init() leaves them
+    for (size_t c = 0; c < BN_CHANNELS; c++) { // as init_weights() leaves them
         x.stats.at[c] = 0;
         x.stats.at[BN_CHANNELS + c] = 1;
     }

@@ -128,7 +128,7 @@ static void build_unplanned(Net *net, const Kernels *k, bool fused) {
     net->plan.count = 0;
     plan_arenas(net);
     net_alloc(net);
-    net_init(net, 3);
+    init_weights(net, 3);
     draw_norms(net);
 }
 

@@ -235,7 +235,7 @@ static void test_initial_values(void) {
     log_softmax(&net, linear(&net, x, CLASSES));
     plan_memory(&net, 1);
     net_alloc(&net);
-    net_init(&net, 1);
+    init_weights(&net, 1);
     const Layer *l = net.layers;
     expect_spread("conv1.weight", net.params + l[1].weight, l[1].weights, 2. / (9 * 96), 3);
     check_norm_start(&net, 2);

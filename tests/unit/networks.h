@@ -149,7 +149,7 @@ static void build_small(Net *net, const Model *model, Shape images, const Settin
     net_build(net, model, &info, settings, k);
     plan_memory(net, BATCH);
     net_alloc(net);
-    net_init(net, 3);
+    init_weights(net, 3);
     draw_norms(net);
 }
 

@@ -158,7 +158,7 @@ static void *learner_thread(void *argument) {
     net_build(net, find_model("mnist"), &info, &run->settings, &learner->kernels);
     plan_memory(net, LEARN_BATCH);
     net_alloc(net);
-    net_init(net, 1);
+    init_weights(net, 1);
     real *state = must_alloc(2 * net->param_size * sizeof(real), "a test");
     Placement place = {&learner->device, 0, false, false, run->comm.rank, run->comm.world};
     plan_loader(&run->train_loader, &data, LEARN_BATCH, 1, NULL, place);
@@ -204,8 +204,8 @@ static Learner learn(bool overlap) {
         parse_options(&l->run.settings, 1, (char *[]){"cnn"});
         l->run.settings.overlap = overlap;
         l->run.settings.bucket_mb = 1;
-        l->run.comm =
-            (Comm){.rank = r, .world = 2, .number = r, .team = &team, .settings = &l->run.settings};
+        l->run.comm = (Comm){
+            .rank = r, .world = 2, .device_number = r, .team = &team, .settings = &l->run.settings};
         team.ranks[r] = &l->run.comm;
     }
     for (size_t r = 0; r < 2; r++)

@@ -119,7 +119,7 @@ static void test_steady_steps(const Model *model, const Optimizer *o, Augment *a
     net_build(&net, model, &info, &settings, &fast_kernels);
     plan_memory(&net, 16);
     net_alloc(&net);
-    net_init(&net, 1);
+    init_weights(&net, 1);
     real *state = must_alloc(2 * net.param_size * sizeof(real), "a test");
     plan_loader(&l, &data, 16, 2, augment, on_cpu);
     loader_start(&l, 1, 1, 0);
