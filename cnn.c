@@ -6178,6 +6178,7 @@ static bool finish_step(Run *run) {
         run->epoch++;
         run->next_batch = 0;
     }
+    record_step(run, run->tracer.recording && steps_done(run) < run->tracer.end);
     const size_t unit = run->saving.by_steps ? 1 : run->iterations; // in steps
     run->saving.due = run->saving.signal || steps_done(run) % (unit * run->saving.every) == 0;
     if (run->saving.due && !epoch_over) // at the end of an epoch: after its test
