@@ -7102,6 +7102,7 @@ static bool finish_step(Run *run, const Batch *batch) {
         run->epoch++;
         run->batch_index = 0;
     }
+    record_step(run, run->tracer.recording && steps_done(run) < run->tracer.end);
     run->saving.due = is_due(run, steps_done(run));
     if (run->saving.due && !epoch_over)
         save_checkpoint(run);
