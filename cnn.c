@@ -3881,7 +3881,7 @@ static void plan_buckets(Comm *c) {
     const Net *net = c->net;
     double limit = fmin(1, c->settings->bucket_mb);
     size_t end = net->param_size;
-    for (size_t i = net->count - 1; i > 0; i--) {
+    for (size_t i = last_row(net); i > 0; i--) {
         const Layer *l = &net->layers[i];
         const double megabytes = 1e-6 * (double)((end - l->weight) * sizeof(real));
         if (l->weights > 0 && megabytes >= limit && c->bucket_count + 1 < MAX_BUCKETS) {

@@ -621,7 +621,7 @@ static Pass backward_pass(const Layer *l, const int32_t *maps, bool accumulate) 
 
 // Bytes of a layer's two maps: of its output pixels, then of its input pixels
 static size_t maps_size(const Layer *l) {
-    bool convolves = l->kind == CONV2D || l->kind == LINEAR;
+    const bool convolves = multiplies(l);
     return convolves ? (map_size(l, l->in) + map_size(l, l->out)) * sizeof(int32_t) : 0;
 }
 
@@ -2310,7 +2310,7 @@ static void conv2d_backward_fast(Work w) {
 static size_t scratch_size_fast(const Layer *l, const Fusion *fused, size_t n) {
     if (l->kind == BATCHNORM2D)
         return (2 * BN_SLICES + 3) * l->in.c;
-    if (l->kind != CONV2D && l->kind != LINEAR)
+    if (!multiplies(l))
         return 0;
     const Pass forward = forward_pass(l, false, NULL), backward = backward_pass(l, NULL, false);
     const WeightGradient g = weight_gradient_plan(l, n, NULL);
@@ -2368,7 +2368,7 @@ static double flops_fast(Work w) {
 }
 
 static bool fuses_relu(const Layer *to, const Fusion *with) {
-    return !with->relu && (to->kind == CONV2D || to->kind == LINEAR || to->kind == BATCHNORM2D);
+    return !with->relu && (multiplies(to) || to->kind == BATCHNORM2D);
 }
 
 static bool fuses_pool(const Layer *to, const Fusion *with, const Layer *pool) {

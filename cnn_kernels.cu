@@ -2229,7 +2229,7 @@ static size_t scratch_size(const Layer *l, const Fusion *, size_t n) {
     if (max(in_pixels * l->in.c, out_pixels * l->out.c) >> 31)
         fail(1, "layer %s: %zu images have more than 2^31 numbers; use a smaller batch size",
              l->name, n);
-    if (l->kind != CONV2D && l->kind != LINEAR)
+    if (!multiplies(l))
         return l->kind == BATCHNORM2D ? sums : 0;
     size_t parts = max(parts_size(out_pixels, l->out.c, taps * l->in.c),
                        max(parts_size(taps * l->in.c, l->out.c, out_pixels),
@@ -2295,22 +2295,20 @@ template <class T, void (*RUN)(Work), bool FORWARD> static void in_nhwc(Work w) 
 
 // A row of the table keeps the numbers of the variants that --autotune has chosen, a byte per pass.
 static size_t prepared_size(const Layer *l) {
-    return l->kind == CONV2D || l->kind == LINEAR ? PASSES : 0;
+    return multiplies(l) ? PASSES : 0;
 }
 
 // The elements that in_nhwc() needs for a row: its input twice, and its output
 static size_t transposed_size(const Layer *l, size_t n) {
-    return l->kind == CONV2D || l->kind == LINEAR
-               ? 2 * ceil_div(n * l->in.h * l->in.w * l->in.c, 64) * 64 +
-                     n * l->out.h * l->out.w * l->out.c
-               : 0;
+    return multiplies(l) ? 2 * ceil_div(n * l->in.h * l->in.w * l->in.c, 64) * 64 +
+                               n * l->out.h * l->out.w * l->out.c
+                         : 0;
 }
 
 // The definition's operations: 2 for each multiply-add of forward and of each gradient
 static double flops(Work w) {
-    const bool multiplies = w.l->kind == CONV2D || w.l->kind == LINEAR;
     const double forward = 2. * (double)(w.n * w.l->weights * w.l->out.h * w.l->out.w);
-    return multiplies ? forward * (w.din ? 3 : 2) : 0;
+    return multiplies(w.l) ? forward * (w.din ? 3 : 2) : 0;
 }
 
 static void prepare_nothing(void *prepared, const Layer *l) {
@@ -2350,8 +2348,7 @@ static const Device gpu_device = make_device();
 // What the kernels of row `to` compute as well. EPILOGUE: a convolution's tile passes the ReLU
 // before it is stored.
 template <bool EPILOGUE> static Sharing fuse(const Layer *to, const Fusion *with, const Layer *l) {
-    const bool convolves = to->kind == CONV2D || to->kind == LINEAR;
-    const bool applies_relu = to->kind == BATCHNORM2D || (EPILOGUE && convolves);
+    const bool applies_relu = to->kind == BATCHNORM2D || (EPILOGUE && multiplies(to));
     if (l->kind == DROPOUT)
         return IN_PLACE;
     if (l->kind == RELU)
