@@ -40,8 +40,8 @@
    classifies images, of four data sets or generated ones. Several devices share the data, never the
    network. It runs on Linux. It trusts the user who runs it, but not the files it reads.
 
-   Comments that say LAB 1.2 BEGIN and END, with a number and a name, enclose what exercise 2 of
-   lab 1 replaces by a gap for the student to fill. They mean nothing to the program.
+   Comments that begin with LAB and a number enclose what an exercise replaces by a gap for the
+   student to fill: 1.2 is exercise 2 of lab 1. They mean nothing to the program.
 
    Tags mark what tutorials call by these names; grep finds them, here and in cnn_kernels.cu:
      # AMP     mixed precision      # NHWC    memory layouts
@@ -263,7 +263,7 @@ typedef struct Batch {
     real *device_images;
     uint8_t *device_labels;
     const Resident *resident; // the data set on the device, which replaces images; or NULL
-    RandomKey key;            // seed, epoch, position of the first image
+    RandomKey key;            // seed, epoch, position of the first image, stride
     size_t n;                 // how many images
     size_t number;            // of the batch in the epoch, from 0
 } Batch;
@@ -298,8 +298,8 @@ typedef struct Work {
     bool autotune;    // choose the fastest kernels now, if that has not been done
 } Work;
 
-/* What a GPU does about losses and gradients that are not finite:
-   - In fp32, tf32 and bf16 they skip all further updates, until the host reads the count at the log
+/* How a GPU treats losses and gradients that are not finite:
+   - In fp32, tf32 and bf16 it skips all further updates, until the host reads the count at the log
      interval and ends the run.
    - In fp16, gradients below 6e-8 would become 0. So the loss is multiplied by `scale`, and the
      update divides by it. Gradients that are not finite skip one update and halve the scale; after
@@ -384,7 +384,7 @@ typedef struct Kernels {
     const Device *device;
     KernelsChoice name;
     Precision precision;
-    size_t element; // bytes of an element of activations and of their gradients
+    size_t element_bytes; // bytes of an element of activations and of their gradients
     struct {
         void (*forward)(Work w), (*backward)(Work w);
     } layers[KINDS];
@@ -479,9 +479,9 @@ static inline HOST_DEVICE real uniform(uint32_t bits) {
 
 /* ==== 2. Helpers =================================================================================
 
-   Clock, errors, memory and files. An error ends in die(), with one line that says what failed,
-   where, what was expected, what was found and what to do. (The one exception is main(), which
-   checks the CPU before anything else.) */
+   Clock, errors, memory, files, hashes and the events of a trace. An error ends in die(), with one
+   line that says what failed, where, what was expected, what was found and what to do. (The one
+   exception is main(), which checks the CPU before anything else.) */
 
 #include <errno.h>
 #include <fcntl.h>
@@ -729,7 +729,9 @@ static void sync_folder(const char *file) {
     char path[PATH_SIZE];
     snprintf(path, sizeof path, "%s", file);
     const int folder = open(dirname(path), O_RDONLY);
-    if (folder >= 0 && fsync(folder) != 0 && errno != EINVAL)
+    if (folder < 0)
+        return; // a folder that may be written but not read
+    if (fsync(folder) != 0 && errno != EINVAL)
         file_fail("cannot sync the folder of", file);
     close(folder);
 }
@@ -827,10 +829,10 @@ static bool is_finite_16(uint16_t bits, Precision precision) {
 
 // The index of the first number that is not finite, or count
 static size_t first_not_finite(const void *numbers, size_t count, Precision precision) {
-    const bool half = precision == FP16 || precision == BF16;
+    const bool is_16_bit = precision == FP16 || precision == BF16;
     for (size_t i = 0; i < count; i++) {
         bool finite;
-        if (half)
+        if (is_16_bit)
             finite = is_finite_16(((const uint16_t *)numbers)[i], precision);
         else
             finite = isfinite(((const real *)numbers)[i]);
@@ -887,8 +889,8 @@ static ptrdiff_t input_pixel(const Layer *l, size_t y, size_t x, size_t tap) {
     return iy < l->in.h && ix < l->in.w ? (ptrdiff_t)(iy * l->in.w + ix) : OUTSIDE;
 }
 
-// out[k] += sum over i < terms of in[i] * weight[i][k], for k < count. Four terms at a time, so that
-// out[k] is loaded and stored once for all four; their order stays
+// out[k] += sum over i < terms of in[i] * weight[i][k], for k < count. out[k] is loaded and stored
+// once for four terms, which are added in the order of i.
 static void add_products(real *restrict out, const real *restrict in, const real *restrict weight,
                          size_t terms, size_t count) {
     size_t i = 0;
@@ -1368,7 +1370,7 @@ static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t 
       activations       [batch][...] of every row; in-place rows share their input's, and a CPU
                         reads the images, row 0, from the loader's buffer
       dactivations      their gradients; those with disjoint lifetimes share memory
-      stats             BatchNorm's running statistics, and those of the last batch
+      stats             BatchNorm's running statistics, and the last batch's statistics
       saved             bytes that a forward saves for its backward */
 
 enum { ALIGN = 64 / sizeof(real) };
@@ -1511,8 +1513,8 @@ static bool window_fits(const Layer *l, size_t channels) {
 }
 
 // A layer whose window slides over row x; dies if it does not fit.
-static Layer sliding(const Net *net, size_t x, LayerKind kind, size_t channels, size_t kernel,
-                     size_t stride, size_t padding) {
+static Layer window_layer(const Net *net, size_t x, LayerKind kind, size_t channels, size_t kernel,
+                          size_t stride, size_t padding) {
     Layer l = {.kind = kind, .input = x, .kernel = kernel, .stride = stride, .padding = padding};
     const Shape in = net->layers[x].out;
     l.in = in;
@@ -1532,7 +1534,7 @@ static Layer sliding(const Net *net, size_t x, LayerKind kind, size_t channels, 
 // nn.Conv2d(in_channels = channels of x, out_channels, kernel_size, stride, padding, bias = bias)
 static size_t add_conv2d(Net *net, size_t x, size_t out_channels, size_t kernel, size_t stride,
                          size_t padding, bool bias) {
-    Layer l = sliding(net, x, CONV2D, out_channels, kernel, stride, padding);
+    Layer l = window_layer(net, x, CONV2D, out_channels, kernel, stride, padding);
     l.weights = kernel * kernel * l.in.c * out_channels;
     l.biases = bias ? out_channels : 0;
     return add_weights(net, l, "conv");
@@ -1602,7 +1604,7 @@ static size_t log_softmax(Net *net, size_t x) {
 // nn.MaxPool2d(kernel_size, stride, padding)
 static size_t maxpool2d(Net *net, size_t x, size_t kernel, size_t stride, size_t padding) {
     const size_t channels = net->layers[x].out.c;
-    return add_layer(net, sliding(net, x, MAXPOOL2D, channels, kernel, stride, padding));
+    return add_layer(net, window_layer(net, x, MAXPOOL2D, channels, kernel, stride, padding));
 }
 
 // nn.AdaptiveAvgPool2d(1): the mean over all pixels
@@ -1770,8 +1772,8 @@ static void place_gradient(Lifetime *l, const Lifetime *placed, size_t count) {
 }
 
 // Bytes per element of a row's output: log_softmax, which feeds the loss, stays 32-bit.
-static size_t element_of(const Net *net, const Layer *l) {
-    return l->kind == LOG_SOFTMAX ? sizeof(real) : net->kernels->element;
+static size_t element_bytes_of(const Net *net, const Layer *l) {
+    return l->kind == LOG_SOFTMAX ? sizeof(real) : net->kernels->element_bytes;
 }
 
 // owner[row]: the row whose gradient's memory this row shares, or the row itself
@@ -1789,7 +1791,7 @@ static void share_gradients(const Net *net, size_t *owner) {
 static Lifetime lifetime_of(const Net *net, size_t row, const size_t *owner) {
     const Layer *l = &net->layers[row];
     Lifetime life = {.first_row = row, .last_row = row};
-    life.size = aligned(net->batch * shape_size(l->out)) * element_of(net, l);
+    life.size = aligned(net->batch * shape_size(l->out)) * element_bytes_of(net, l);
     for (size_t i = 1; i < net->count; i++) {
         if (owner[i] == row)
             life.first_row = min_size(life.first_row, i);
@@ -1820,7 +1822,7 @@ static void plan_gradients(Net *net) {
 
 // Whether there is a 16-bit copy of the parameters, which the kernels read
 static bool has_low_copy(const Net *net) {
-    return net->kernels->element < sizeof(real);
+    return net->kernels->element_bytes < sizeof(real);
 }
 
 static void plan_arenas(Net *net) {
@@ -1843,7 +1845,7 @@ static void plan_arenas(Net *net) {
     plan_area(p, &net->moments, size * net->moments_size, DEVICE, "scratch");
     plan_area(p, &net->scratch, size * net->scratch_size, DEVICE, "scratch");
     if (net->settings->layout == NCHW)
-        plan_area(p, &net->transposed, net->transposed_size * net->kernels->element, DEVICE,
+        plan_area(p, &net->transposed, net->transposed_size * net->kernels->element_bytes, DEVICE,
                   "scratch");
     plan_area(p, &net->host[0], size * net->host_size, PINNED, "maps and buffers");
     plan_area(p, &net->host[1], size * net->host_size, HOST, "maps and buffers");
@@ -1869,7 +1871,7 @@ static void check_row(const Net *net, size_t i) {
     if (i > 0 && !k->layers[l->kind].forward)
         die(1, "model %s, row %zu: layer kind %d (%s) has no row in %s; add it", net->model, i,
             l->kind, kind, table);
-    if (i > 0 && element_of(net, &net->layers[l->input]) != k->element)
+    if (i > 0 && element_bytes_of(net, &net->layers[l->input]) != k->element_bytes)
         die(1, "model %s, row %zu: reads a log_softmax; expected that as the last row only",
             net->model, i);
 }
@@ -1884,7 +1886,7 @@ static void plan_row(Net *net, size_t i, size_t most) {
     const bool saves = slot->fused.pool || (slot->sharing != FUSED && kinds[l->kind].saves);
     if (slot->sharing == SEPARATE) {
         slot->output = net->activation_size;
-        net->activation_size += count * element_of(net, l);
+        net->activation_size += count * element_bytes_of(net, l);
     } else {
         slot->output = net->slots[l->input].output;
     }
@@ -2177,7 +2179,7 @@ typedef struct Model {
     const char *datasets; // --dataset auto: the first of these that is found
     const char *native;   // the data set whose shape, classes and counts synthetic images have
     const char *defaults; // options that differ from the table in section 12
-    bool half;            // mean and deviation .5 of 3 channels, as in PyTorch's CIFAR-10 tutorial
+    bool normalise_half;  // mean and deviation .5 of 3 channels, as in PyTorch's CIFAR-10 tutorial
     bool sc20_log;        // log lines with images per second, as in the tutorial "Deep Learning at
                           // Scale" of SC20; else those of PyTorch's MNIST example
 } Model;
@@ -2206,7 +2208,7 @@ static const Model models[] = {
      .datasets = "cifar10 synthetic",
      .native = "cifar10",
      .defaults = "--optimizer sgd --lr 0.001 --momentum 0.9 --batch-size 4 --epochs 2 --gamma 1",
-     .half = true},
+     .normalise_half = true},
     RESNET_MODEL(8, "cifar10"),
     RESNET_MODEL(18, "cifar100"),
     RESNET_MODEL(34, "cifar100"),
@@ -2445,7 +2447,7 @@ static size_t count_predictions(const Net *net, const Batch *batch, double *pred
 
 // Whether the outputs of row i for n images are all finite; those of a fused row are not kept.
 static bool is_output_finite(const Net *net, size_t i, size_t n) {
-    const size_t bytes = element_of(net, &net->layers[i]);
+    const size_t bytes = element_bytes_of(net, &net->layers[i]);
     const size_t count = net->slots[i].sharing == FUSED ? 0 : n * shape_size(stored_shape(net, i));
     const Precision precision = bytes == sizeof(real) ? FP32 : net->kernels->precision;
     void *values = must_alloc(count * bytes, "a copy of the outputs");
@@ -2722,7 +2724,7 @@ static const Kernels naive_kernels = {
     .device = &cpu_device,
     .name = NAIVE,
     .precision = FP32,
-    .element = sizeof(real),
+    .element_bytes = sizeof(real),
     .layers = {[CONV2D] = {conv2d_forward_naive, conv2d_backward_naive},
                [LINEAR] = {conv2d_forward_naive, conv2d_backward_naive},
                [BATCHNORM2D] = {batchnorm2d_forward, batchnorm2d_backward},
@@ -3002,11 +3004,11 @@ static const DatasetInfo *find_dataset_info(const char *name) {
 }
 
 /* A data set as a model sees it. Synthetic images have the shape of the model's native data set.
-   Images with three channels have the mean and std .5 if they are synthetic or model->half. */
+   Images with three channels have the mean and std .5 if they are synthetic or if the model says so. */
 static DatasetInfo dataset_for(const Model *model, const char *name) {
     bool synthetic = strcmp(name, "synthetic") == 0;
     DatasetInfo info = *find_dataset_info(synthetic ? model->native : name);
-    if (info.shape.c == 3 && (model->half || synthetic))
+    if (info.shape.c == 3 && (model->normalise_half || synthetic))
         for (size_t c = 0; c < 3; c++)
             info.mean[c] = info.std[c] = .5;
     if (synthetic) {
@@ -3023,21 +3025,21 @@ static DatasetInfo dataset_for(const Model *model, const char *name) {
 enum { GLYPH = 14, WAVES = 3, SHIFT = 2 };
 static const uint64_t synthetic_seed = 2022;
 
-/* Draws the glyph of a class, [GLYPH][GLYPH][channels]. A channel is the sum of WAVES plane waves
-   of random direction, phase and frequency, which fade towards the edges:
-   exp(-(x^2 + y^2) / (GLYPH^2 / 8)) cos(frequency (cos(angle) x + sin(angle) y) + phase),
-   where x and y count from the middle of the glyph. */
 // The value as a byte, limited to 0 to 255. gcc vectorises selects, but not fminf().
 static uint8_t to_byte(float value) {
     const float least = value < 0 ? 0 : value;
     return (uint8_t)(least > 255 ? 255 : least);
 }
 
-static void draw_glyph(float glyph[], size_t class, size_t channels) {
+/* Draws the glyph of a class, [GLYPH][GLYPH][channels]. A channel is the sum of WAVES plane waves
+   of random direction, phase and frequency, which fade towards the edges:
+   exp(-(x^2 + y^2) / (GLYPH^2 / 8)) cos(frequency (cos(angle) x + sin(angle) y) + phase),
+   where x and y count from the middle of the glyph. */
+static void draw_glyph(float glyph[], size_t label, size_t channels) {
     memset(glyph, 0, GLYPH * GLYPH * channels * sizeof *glyph);
     for (uint32_t wave = 0; wave < WAVES * channels; wave++) {
         uint32_t r[4];
-        philox4x32(r, wave, (uint32_t) class, 0, DRAW_SYNTHETIC, synthetic_seed);
+        philox4x32(r, wave, (uint32_t)label, 0, DRAW_SYNTHETIC, synthetic_seed);
         double angle = 2 * M_PI * (double)uniform(r[0]);
         double phase = 2 * M_PI * (double)uniform(r[1]);
         double frequency = 2 * M_PI * (1 + 1.5 * (double)uniform(r[2])) / GLYPH;
@@ -3061,16 +3063,16 @@ static size_t add_glyph(float *image, const float *glyphs, const DatasetInfo *in
     const Shape s = info->shape;
     uint32_t r[4];
     philox4x32(r, which, index, 1, DRAW_SYNTHETIC, synthetic_seed);
-    const size_t class = r[0] % info->classes;
+    const size_t label = r[0] % info->classes;
     const size_t top = (s.h - GLYPH) / 2 - SHIFT + r[1] % (2 * SHIFT + 1);
     const size_t left = (s.w - GLYPH) / 2 - SHIFT + r[2] % (2 * SHIFT + 1);
     const float strength = r[3] & 1 ? contrast : -contrast;
     const size_t width = GLYPH * s.c; // numbers in a row of the glyph
-    const float *glyph = glyphs + class * GLYPH * width;
+    const float *glyph = glyphs + label * GLYPH * width;
     for (size_t row = 0; row < GLYPH; row++)
         for (size_t i = 0; i < width; i++)
             image[((top + row) * s.w + left) * s.c + i] += strength * glyph[row * width + i];
-    return class;
+    return label;
 }
 
 // Draws image number `index`: grey, two glyphs and noise.
@@ -3103,8 +3105,8 @@ static void make_synthetic(Dataset *data, bool train, size_t limit) {
     data->images = must_alloc(data->count * shape_size(info->shape), "images");
     data->labels = must_alloc(data->count, "labels");
     float *glyphs = must_alloc(info->classes * glyph_size * sizeof *glyphs, "synthetic images");
-    for (size_t class = 0; class < info->classes; class ++)
-        draw_glyph(glyphs + class * glyph_size, class, info->shape.c);
+    for (size_t label = 0; label < info->classes; label++)
+        draw_glyph(glyphs + label * glyph_size, label, info->shape.c);
     PARALLEL_FOR
     for (size_t i = 0; i < data->count; i++)
         draw_synthetic(data->images + i * shape_size(info->shape), data->labels + i, glyphs, info,
@@ -3578,7 +3580,7 @@ typedef struct Comm {
 
 // Ranks wait in intervals of this many seconds. While this process is stopped, for example by
 // Ctrl-Z, only one interval counts towards --timeout.
-static const double PATIENCE = .1;
+static const double patience = .1;
 
 static _Noreturn void die_of_timeout(const Comm *c, size_t late) {
     die(1, "rank %zu: rank %zu has not answered for %g s; see its log, or raise --timeout", c->rank,
@@ -3655,7 +3657,7 @@ static void mpi_wait(const Comm *c, MPI_Request *request, size_t neighbour) {
     int done = 0;
     while (!done) {
         MPI_Test(request, &done, MPI_STATUS_IGNORE);
-        waited += fmin(now() - last, PATIENCE);
+        waited += fmin(now() - last, patience);
         last = now();
         if (!done && waited > c->settings->timeout)
             die_of_timeout(c, neighbour);
@@ -3710,9 +3712,9 @@ static void team_init(Team *t) {
     pthread_mutex_init(&t->lock, NULL);
 }
 
-// Waits for a change of the team, for at most PATIENCE seconds. Returns true if there was none.
+// Waits for a change of the team, for at most patience seconds. Returns true if there was none.
 static bool wait_for_team(Team *t) {
-    const double end = now() + PATIENCE;
+    const double end = now() + patience;
     const struct timespec until = {(time_t)end, (long)(1e9 * (end - floor(end)))};
     return pthread_cond_timedwait(&t->changed, &t->lock, &until) == ETIMEDOUT;
 }
@@ -3731,7 +3733,7 @@ static void team_barrier(Comm *c) {
     for (size_t r = 0; r < c->world; r++)
         while (t->arrivals[r] < number) {
             if (wait_for_team(t))
-                waited += PATIENCE;
+                waited += patience;
             if (waited > c->settings->timeout)
                 die_of_timeout(c, r);
         }
@@ -5443,13 +5445,13 @@ static size_t steps_done(const Run *run) {
 }
 
 // The name of a class, or its number if the data set has no names; in `buffer`
-static const char *class_name(const Run *run, size_t class, char buffer[32]) {
+static const char *class_name(const Run *run, size_t label, char buffer[32]) {
     const char *at = run->info.class_names;
     if (!at) {
-        snprintf(buffer, 32, "%zu", class);
+        snprintf(buffer, 32, "%zu", label);
         return buffer;
     }
-    for (size_t i = 0; i < class; i++)
+    for (size_t i = 0; i < label; i++)
         at = strchr(at, ' ') + 1;
     snprintf(buffer, 32, "%.*s", (int)strcspn(at, " "), at);
     return buffer;
@@ -6029,7 +6031,7 @@ static double row_bytes(const Net *net, size_t row, size_t n) {
         more += 1;
     if (fused->relu_backward || fused->pool)
         more += 3;
-    return (double)net->kernels->element *
+    return (double)net->kernels->element_bytes *
            (share * (in_accesses * in + out_accesses * out) + more * out);
 }
 
@@ -6047,7 +6049,7 @@ static double measure_bandwidth(const Run *run) {
         run->device->mark(1);
         seconds[i] = run->device->elapsed(0, 1);
     }
-    return 3. * (double)(w.n * row.out.c * k->element) / median(seconds, LAYER_ROUNDS);
+    return 3. * (double)(w.n * row.out.c * k->element_bytes) / median(seconds, LAYER_ROUNDS);
 }
 
 // Times the rows of training steps without an update, and counts the operations in the first one.
@@ -6201,13 +6203,13 @@ static void print_prediction(FILE *csv, const Run *run, size_t image, size_t epo
     fprintf(csv, "\n");
 }
 
-// What --augment makes of a test image in the epochs 1 to VARIANTS - 1
+// What --augment makes of a test image in the epochs 1 to VARIANTS
 static void print_variants(FILE *csv, const Run *run, size_t image) {
-    enum { VARIANTS = 8 };
+    enum { VARIANTS = 7 };
     const Shape shape = run->info.shape;
     const size_t size = shape_size(shape);
     uint8_t variant[size];
-    for (size_t epoch = 1; epoch < VARIANTS; epoch++) {
+    for (size_t epoch = 1; epoch <= VARIANTS; epoch++) {
         const RandomKey key = {run->settings.seed, epoch, image, 1};
         run->train_loader.augment(variant, run->test_set.images + image * size, shape, &key);
         print_prediction(csv, run, image, epoch, variant);
@@ -6488,7 +6490,7 @@ static void setup_batch(Run *run) {
 // --lr, which --lr-scaling multiplies by the whole batch / the model's default one, or its root
 static void setup_learning_rate(Run *run) {
     Settings *s = &run->settings, usual;
-    // This writes the model's defaults to words[], where they are already: pointers of s stay valid.
+    // The model's defaults are written to words[] where they are already: pointers stay valid.
     parse_all(&usual, run->model, 0, NULL);
     const double factor = (double)s->global_batch / (double)usual.batch_size;
     if (s->lr == 0)
@@ -6800,8 +6802,8 @@ static void plan_buffers(Run *run) {
     plan_area(p, &run->recorder.all_steps, steps * sizeof *run->recorder.steps, HOST, buffers);
     plan_area(p, &run->state, states * sizeof(real), DEVICE, "optimizer state");
     if (s->layers) {
-        plan_area(p, &run->measured[0], MEASURED * run->kernels->element, DEVICE, buffers);
-        plan_area(p, &run->measured[1], MEASURED * run->kernels->element, DEVICE, buffers);
+        plan_area(p, &run->measured[0], MEASURED * run->kernels->element_bytes, DEVICE, buffers);
+        plan_area(p, &run->measured[1], MEASURED * run->kernels->element_bytes, DEVICE, buffers);
     }
     if (*s->trace && run->comm.replica == 0)
         plan_area(p, &trace.events, TRACE_EVENTS * sizeof *trace.events, HOST, buffers);
@@ -7029,7 +7031,8 @@ static void compare_runs_of_ranks(Run *run) {
     run_metadata(run, metadata);
     uint64_t hash = hash_bytes(HASH_START, metadata, strlen(metadata));
     const size_t others[] = {s->epochs, s->max_steps,  s->log_interval, s->test_batch_size,
-                             s->eval,   s->limit_test, s->dry_run};
+                             s->eval,   s->limit_test, s->dry_run,      s->oversubscribe};
+    hash = hash_bytes(hash, s->save_every, strlen(s->save_every));
     compare_ranks(&run->comm, "settings, or another position in the run",
                   hash_bytes(hash, others, sizeof others));
     compare_ranks(&run->comm, "weights", hash_weights(&run->net));
@@ -7118,8 +7121,8 @@ static bool finish_step(Run *run, const Batch *batch) {
         __VA_ARGS__;                                                                          \
     } while (0)
 
-enum { TRAIN_BEGINS = __LINE__ + 2 };
 // One epoch, or what is left of it
+enum { TRAIN_BEGINS = __LINE__ + 1 };
 static void train(Run *run, EpochResult *result) {
     const Settings *s = &run->settings;
     Net *net = &run->net;
@@ -7209,8 +7212,12 @@ static void train_epochs(Run *run) {
     EpochResult *result = &run->current;
     while (!training_is_over(run)) {
         train_epoch(run, result);
-        if (run->saving.signal >= EXIT_SIGNAL && run->batch_index > 0)
-            return; // in the middle of an epoch; finish_step() has written the checkpoint
+        if (run->saving.signal >= EXIT_SIGNAL &&
+            run->batch_index > 0) { // in the middle of an epoch
+            if (!run->saving.due)   // else finish_step() has written the checkpoint
+                save_checkpoint(run);
+            return;
+        }
         test(run, result);
         report_epoch(run, result);
         if (run->saving.due || run->saving.signal || training_is_over(run))

@@ -2391,7 +2391,7 @@ static const Kernels fast_kernels = {
     .device = &cpu_device,
     .name = FAST,
     .precision = FP32,
-    .element = sizeof(real),
+    .element_bytes = sizeof(real),
     .layers = {[CONV2D] = {conv2d_forward_fast, conv2d_backward_fast},
                [LINEAR] = {conv2d_forward_fast, conv2d_backward_fast},
                [BATCHNORM2D] = {batchnorm2d_forward_fast, batchnorm2d_backward_fast},

@@ -2365,7 +2365,7 @@ static Kernels make_kernels(KernelsChoice name, Precision precision) {
     k.device = &gpu_device;
     k.name = name;
     k.precision = precision;
-    k.element = sizeof(T);
+    k.element_bytes = sizeof(T);
     // of each kind of layer: forward, backward
     k.layers[CONV2D] = {in_nhwc<T, FORWARD, true>,
                         backward_of_fused<T, in_nhwc<T, BACKWARD, false>>};

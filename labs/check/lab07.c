@@ -177,7 +177,7 @@ static void sequence_of(size_t good_before, size_t bad) {
     sequence.param = new_output("param", PARAMS * sizeof(real));
     sequence.grad = new_output("grad", PARAMS * sizeof(real));
     sequence.state = new_output("momentum", PARAMS * sizeof(real));
-    sequence.low = new_output("low", PARAMS * gpu->element);
+    sequence.low = new_output("low", PARAMS * gpu->element_bytes);
     memset(sequence.param->before, 0, PARAMS * sizeof(real));
     memset(sequence.state->before, 0, PARAMS * sizeof(real));
     run_trial(sequence_job);
@@ -350,7 +350,7 @@ static void update_job(void) {
     u.scale = updated.scale->device;
     u.param = updated.param->device;
     u.grad = updated.grad->device;
-    u.low = gpu->element < sizeof(real) ? updated.low->device : NULL;
+    u.low = gpu->element_bytes < sizeof(real) ? updated.low->device : NULL;
     for (size_t k = 0; k < 2; k++)
         u.state[k] = updated.state[k]->device;
     (updated.sgd ? gpu->sgd : gpu->adadelta)(u);
@@ -419,8 +419,9 @@ static void check_update(void) {
                           ? ": it is not kept, and must not be "
                             "written"
                           : "");
-        const real low =
-            gpu->element < sizeof(real) ? fp16_value(((uint16_t *)updated.low->after)[i]) : p1[i];
+        const real low = gpu->element_bytes < sizeof(real)
+                             ? fp16_value(((uint16_t *)updated.low->after)[i])
+                             : p1[i];
         if (fabsf(low - p1[i]) > 1e-3f * fabsf(p1[i]) + 1e-7f)
             wrong("%s: low[%zu], the 16-bit copy of param[%zu] = %g, is %g", what_update(), i, i,
                   (double)p1[i], (double)low);
@@ -429,7 +430,7 @@ static void check_update(void) {
 
 static void update_of(bool sgd, size_t count, double momentum, bool nesterov, bool skips) {
     begin_trial();
-    const bool halves = gpu->element < sizeof(real);
+    const bool halves = gpu->element_bytes < sizeof(real);
     updated.sgd = sgd;
     updated.lr = .01 * (double)draw(1, 50);
     updated.u = (Update){.count = count,
@@ -442,7 +443,7 @@ static void update_of(bool sgd, size_t count, double momentum, bool nesterov, bo
     updated.grad = new_output("grad", count * sizeof(real)); // may be used as memory
     updated.state[0] = new_output("state[0]", count * sizeof(real));
     updated.state[1] = new_output("state[1]", count * sizeof(real));
-    updated.low = new_output("low", count * gpu->element);
+    updated.low = new_output("low", count * gpu->element_bytes);
     for (size_t i = 0; i < count; i++) {
         ((real *)updated.param->before)[i] = (real)(.1 * ((double)draw(0, 200) - 100));
         ((real *)updated.grad->before)[i] = (real)(.3 * ((double)draw(0, 200) - 100));

@@ -108,7 +108,8 @@ static double forward_bytes(Work w) {
     const double in = (double)(w.n * shape_size(w.l->in)), out = (double)outputs(w);
     const double weights = multiplies(w.l) ? (double)w.l->weights : 0;
     const bool adds = w.residual;
-    return (double)gpu->element * (c->forward.in * in + (c->forward.out + adds) * out + weights) +
+    return (double)gpu->element_bytes *
+               (c->forward.in * in + (c->forward.out + adds) * out + weights) +
            c->masks * out;
 }
 
@@ -125,7 +126,7 @@ static double backward_bytes(Work w) {
         numbers += (costs[ADD].backward.out + w.accumulate_residual) * out;
     if (w.din)
         numbers += c->data.in * in + c->data.out * out + weights;
-    return (double)gpu->element * numbers + sizeof(real) * weights + c->masks * out;
+    return (double)gpu->element_bytes * numbers + sizeof(real) * weights + c->masks * out;
 }
 
 static void time_forward(Work w) {

@@ -176,7 +176,7 @@ static real decode(const Kernels *k, uint16_t half) {
 
 // How an array is stored on the device: a copy, and its size in bytes.
 static void *stored(const Kernels *k, const Array *a, size_t *bytes) {
-    const bool half = a->typed && k->element == 2;
+    const bool half = a->typed && k->element_bytes == 2;
     *bytes = a->count * (half ? 2 : a->size);
     void *copy = must_alloc(*bytes, "a test");
     for (size_t i = 0; half && i < a->count; i++)
@@ -562,7 +562,7 @@ static void run_nchw(const Kernels *k, const Task *t, void *const *a, real *scra
     w.in = k->device->is_gpu ? a[4] : a[1];
     w.from = t->l->in;
     if (k->device->is_gpu)
-        w.transposed = k->device->alloc(k->transposed_size(t->l, t->n) * k->element);
+        w.transposed = k->device->alloc(k->transposed_size(t->l, t->n) * k->element_bytes);
     k->layers[CONV2D].forward(w);
     k->device->synchronize();
     if (w.transposed)
@@ -1409,7 +1409,7 @@ static void give_signs(const Array *a, size_t arrays, bool squares) {
 static void test_optimizers(const Kernels *k) {
     static const double decays[] = {0, .01}, momenta[] = {0, .9, .9};
     for (size_t i = tiny ? 7 : 0; i < (tiny ? 8 : COUNTS * 6); i++) {
-        const size_t count = counts[i / 6], low = k->element < sizeof(real) ? count : 0;
+        const size_t count = counts[i / 6], low = k->element_bytes < sizeof(real) ? count : 0;
         Task t = {.bound = optimizer_bound,
                   .count = count,
                   .rate = i % 2 ? 1 : .003,
@@ -1684,7 +1684,7 @@ static void test_loss_scale(const Kernels *k) {
     real *on_device[3], read[2][COUNT];
     LossScale *scale = k->device->alloc(sizeof *scale),
               now = {.scale = 1024, .steps = SCALE_STEPS - 2};
-    void *low = k->device->alloc(COUNT * k->element);
+    void *low = k->device->alloc(COUNT * k->element_bytes);
     Step *step = k->device->alloc(sizeof *step);
     for (size_t i = 0; i < 3; i++)
         on_device[i] = k->device->alloc(COUNT * sizeof(real));
