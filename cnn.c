@@ -3004,7 +3004,7 @@ static const DatasetInfo *find_dataset_info(const char *name) {
 }
 
 /* A data set as a model sees it. Synthetic images have the shape of the model's native data set.
-   Images with three channels have the mean and std .5 if they are synthetic or if the model says so. */
+   Images with three channels have mean and std .5 if they are synthetic or the model says so. */
 static DatasetInfo dataset_for(const Model *model, const char *name) {
     bool synthetic = strcmp(name, "synthetic") == 0;
     DatasetInfo info = *find_dataset_info(synthetic ? model->native : name);
