@@ -180,7 +180,7 @@ test_earlier_version() {
     fi
     local schedule small
     for schedule in step cosine; do
-        small=("${cifar[@]}" --schedule $schedule)
+        small=("${cifar[@]}" --schedule "$schedule")
         run "${small[@]}" --checkpoint "$tmp/straight"
         run "${small[@]}" --checkpoint "$tmp/half" --max-steps 2
         with_milestones "$tmp/half" "" "$tmp/earlier"

@@ -155,7 +155,7 @@ test_outputs() {
     local name=$'\x1b[31m\xc3\xa4"\\\x7f'
     run "${small[@]}" --out "$tmp/$name"
     holds names/utf8 "UTF-8" "other bytes" iconv -f UTF-8 -t UTF-8 "$tmp/$name/run.json"
-    same names/json '\u001b[31mä\"\\'$'\x7f' "$(grep -oP '"out": ".*/\K.*(?=",)' "$tmp/$name/run.json")"
+    same names/json "$(printf '\\u001b[31m\303\244\\"\\\\\177')" "$(grep -oP '"out": ".*/\K.*(?=",)' "$tmp/$name/run.json")"
     python names/read "$tmp/$name/run.json" <<'END'
 import json, sys
 path = sys.argv[1].encode("utf-8", "surrogateescape").decode().removesuffix("/run.json")
