@@ -64,13 +64,13 @@ int __wrap_pthread_cond_wait(pthread_cond_t *changed, pthread_mutex_t *lock) {
 enum { IMAGES = 103, PIXELS = 8, MAX_EPOCHS = 120 };
 static int patience_s = 6; // 2 after a deadlock in an earlier test
 
-typedef enum { ELSEWHERE, IN_START, IN_NEXT, IN_FREE } Place;
+typedef enum { ELSEWHERE, IN_START, IN_NEXT, IN_FREE } Whereabouts;
 
 static struct Seen {
     Loader loader;
     size_t size, batches, workers; // of the loader: images in a batch, batches in an epoch
     size_t epoch, due;             // the epoch, and the batch that loader_next() has to return
-    Place place;                   // which function the caller is in
+    Whereabouts place;             // which function the caller is in
     uint32_t order[IMAGES];        // the epoch's permutation
     unsigned begun[MAX_EPOCHS][IMAGES], made[MAX_EPOCHS][IMAGES]; // how many times, by position
     size_t inside, most_inside; // threads that make a batch, now and at most
@@ -165,7 +165,7 @@ UNWATCHED static _Noreturn void explain_silence(void) {
     static const char *const names[] = {"the test", "loader_start()", "loader_next()",
                                         "loader_free()"};
     Loader *l = &seen.loader;
-    Place place = READ(seen.place);
+    Whereabouts place = READ(seen.place);
     if (pthread_mutex_trylock(&l->lock) != 0)
         wrong("deadlock in %s: a thread holds the lock and never unlocks it", names[place]);
     if (place == IN_NEXT)
@@ -224,7 +224,7 @@ static void make_images(void) {
         labels[i] = (uint8_t)(i % 10);
 }
 
-static void enter(Place place) {
+static void enter(Whereabouts place) {
     WRITE(seen.place, place);
     HAPPENED();
 }

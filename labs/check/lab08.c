@@ -79,9 +79,9 @@ int MPI_Isend(const void *data, int bytes, MPI_Datatype type, int to, int tag, M
 }
 
 int MPI_Test(MPI_Request *request, int *done, MPI_Status *status) {
+    (void)status;
     if (*request == RECEIVING && !get_bytes(wire, receiving.to, receiving.bytes))
         _exit(1);
-    (void)status; // cnn.c asks for none
     *done = 1;
     return 0;
 }
