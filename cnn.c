@@ -7324,7 +7324,7 @@ static void fill_standard_streams(void) {
     int number;
     do {
         number = open("/dev/null", O_RDONLY | O_CLOEXEC);
-    } while (number <= STDERR_FILENO);
+    } while (number >= 0 && number <= STDERR_FILENO);
 }
 
 static int run_main(int argc, char **argv) {
