@@ -278,7 +278,7 @@ test_trace() {
 # ---- Stopping and going on
 
 # ranks_of PID: the processes of this job that are ranks
-ranks_of() { pgrep -P "$1" | while read -r p; do [ "$(ps -o comm= -p "$p")" = cnn ] && echo "$p"; done; }
+ranks_of() { pgrep -P "$1" | while read -r p; do [[ $(ps -o comm= -p "$p") = cnn* ]] && echo "$p"; done; }
 
 test_resume() {
     local kind why small=(--model cifar --dataset synthetic --limit-train 30 --limit-test 4 --epochs 2)

@@ -302,13 +302,15 @@ test_implausible() {
     spoil test_loss c2/epochs.csv '2s/,2,75,/,,75,/' "a finite test_loss in epoch 1, found None"
     spoil step_loss c2/steps.csv '3s/,2.3,/,inf,/' "a finite loss in epoch 1, step 2, found inf"
     spoil throughput c2/epochs.csv '2s/,17,/,19,/' "img_per_s x seconds = 100" "19 x 6"
-    spoil other_loss c2/epochs.csv '2s/,2.3,/,2.2,/' "the loss 2.2 in epoch 1" "found 2.3000, the mean of its steps"
+    spoilt && sed -i '2s/,2.3,/,2.2,/' spoilt/c2/epochs.csv
+    found spoilt/other_loss c2/steps.csv "the loss 2.2 in epoch 1" "found 2.3000, the mean of its steps"
     spoil printed m2/epochs.csv '2s/,75,/,76,/' "expected the epochs that output.txt has, found others"
     spoil no_hash c2/epochs.csv 's/,[^,]*$//' "expected the columns epoch, images" "weight_hash"
     spoil wall c2/run.json 's/"wall_s": [0-9.]*/"wall_s": 9/' "a wall time of at least 13.0"
     spoil cpu_time c2/run.json 's/"cpu_s": [0-9.]*/"cpu_s": 99/' "at most 4 cores x 14.0 s of CPU time, found 99 s"
     spoil accuracy c2/epochs.csv '3s/,75,/,80,/' "the accuracy of predictions.csv, 75.00 %, found 80 %"
-    spoil predictions c2/predictions.csv '2s/,0,0,/,0,1,/' "the accuracy of predictions.csv, 72.50 %, found 75 %"
+    spoilt && sed -i '2s/,0,0,/,0,1,/' spoilt/c2/predictions.csv
+    found spoilt/predictions c2/epochs.csv "the accuracy of predictions.csv, 72.50 %, found 75 %"
     spoil classes c2/predictions.csv '2s/,0,0,/,0,2,/' "expected 2 classes, found others"
     spoilt && rm spoilt/c2/predictions.csv
     found spoilt/no_predictions c2/predictions.csv "expected the columns label, predicted, epoch"

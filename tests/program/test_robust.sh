@@ -261,7 +261,7 @@ test_disk() {
     # A rank whose disk hangs and fails is given up by the other; both end, and within seconds.
     for call in $calls; do
         (FSYNC=$call DELAY=4 LD_PRELOAD=$tmp/shim.so timeout 40 "$cnn" "${tiny[@]}" --epochs 3 "${replicas[@]}" --timeout 1 \
-            --out "$tmp/disk$call" >/dev/null 2>"$tmp/disk$call.err") &
+            --checkpoint "$tmp/disk$call.ck" --out "$tmp/disk$call" >/dev/null 2>"$tmp/disk$call.err") &
         pids+=($!)
     done
     for call in $calls; do
