@@ -48,7 +48,7 @@ template <class T> static Kernels tested_kernels(Precision precision) {
     k.device = &gpu_device;
     k.name = TILED;
     k.precision = precision;
-    k.element = sizeof(T);
+    k.element_bytes = sizeof(T);
     k.layers[MAXPOOL2D].forward = each<maxpool2d_forward_kernel<T>, outputs>;
     k.load_images = load_images<T>;
     k.adadelta = update<T, Adadelta>;
