@@ -268,6 +268,10 @@ typedef struct Batch {
     size_t number;            // of the batch in the epoch, from 0
 } Batch;
 
+// The statistics of a batchnorm2d, as rows with one number for each channel. The last two are for
+// the backward.
+enum { RUNNING_MEAN, RUNNING_VARIANCE, BATCH_MEAN, BATCH_INVERSE_STD, STATS_ROWS };
+
 /* What a row works on in one step. A forward reads in, residual, weight and bias and writes out,
    stats and saved (=). A backward reads dout and what its forward read and wrote; it writes dweight
    and dbias with =, and din and dresidual with = or, if accumulate or accumulate_residual, with +=.
@@ -283,7 +287,7 @@ typedef struct Work {
     real *out, *dout, *din;    // din is NULL if it is not needed
     real *dresidual;           // NULL if it is not needed or shares the memory of dout
     real *dweight, *dbias;
-    real *stats;              // batchnorm2d
+    real *stats;              // batchnorm2d: [STATS_ROWS][channels]
     uint8_t *saved;           // argmax of a max-pool, mask of a dropout
     real *scratch;            // as many numbers as the scratch_size() of the kernels
     const RandomKey *key;     // of a training step's forward, in the device's memory; else NULL
@@ -1135,10 +1139,8 @@ static void add_backward(Work w) {
      out = (in - mean) * scale + bias         scale = weight / sqrt(variance + eps)
      running = (1 - momentum) * running + momentum * (mean, or variance * m / (m - 1))
    Evaluation uses the running statistics instead of the batch's. Sums are in double. A thread sums
-   a block of adjacent channels, pixel by pixel. stats consists of four rows, with one number for
-   each channel:
-     0 running mean    1 running variance    2 mean    3 1 / sqrt(variance + eps)
-   Rows 2 and 3 are for the backward. */
+   a block of adjacent channels, pixel by pixel. The backward takes mean and 1 / sqrt(variance +
+   eps) from stats, where the forward of the same batch has stored them. */
 
 enum { BN_BLOCK = 16 };
 static const double bn_eps = 1e-5, bn_momentum = 0.1;
@@ -1151,12 +1153,13 @@ static size_t bn_pixels(const Work *w) {
 static void bn_store_stats(real *stats, size_t channels, size_t c, double mean, double squares,
                            size_t m) {
     const double unbiased = squares / (double)(m > 1 ? m - 1 : 1);
-    real *running_mean = stats + c, *running_variance = stats + channels + c;
+    real *running_mean = stats + RUNNING_MEAN * channels + c;
+    real *running_variance = stats + RUNNING_VARIANCE * channels + c;
     *running_mean = (real)((1 - bn_momentum) * (double)*running_mean + bn_momentum * mean);
     *running_variance =
         (real)((1 - bn_momentum) * (double)*running_variance + bn_momentum * unbiased);
-    stats[2 * channels + c] = (real)mean;
-    stats[3 * channels + c] = (real)(1 / sqrt(squares / (double)m + bn_eps));
+    stats[BATCH_MEAN * channels + c] = (real)mean;
+    stats[BATCH_INVERSE_STD * channels + c] = (real)(1 / sqrt(squares / (double)m + bn_eps));
 }
 
 // stats (=) of the channels [first, first + count) of a training batch
@@ -1184,16 +1187,17 @@ static const real *bn_training_scale(Work w, real *scale) {
     for (size_t first = 0; first < channels; first += BN_BLOCK)
         bn_block_stats(w, first, min_size(BN_BLOCK, channels - first));
     for (size_t c = 0; c < channels; c++)
-        scale[c] = w.weight[c] * w.stats[3 * channels + c];
-    return w.stats + 2 * channels;
+        scale[c] = w.weight[c] * w.stats[BATCH_INVERSE_STD * channels + c];
+    return w.stats + BATCH_MEAN * channels;
 }
 
 // scale (=) of each channel, from the running statistics. Returns the means.
 static const real *bn_running_scale(Work w, real *scale) {
     const size_t channels = w.l->in.c;
     for (size_t c = 0; c < channels; c++)
-        scale[c] = w.weight[c] * (1 / SQRT(w.stats[channels + c] + (real)bn_eps));
-    return w.stats;
+        scale[c] =
+            w.weight[c] * (1 / SQRT(w.stats[RUNNING_VARIANCE * channels + c] + (real)bn_eps));
+    return w.stats + RUNNING_MEAN * channels;
 }
 
 // out = (in - mean) * scale + bias
@@ -1210,7 +1214,8 @@ static void batchnorm2d_forward(Work w) {
 // dbias, dweight (=) of the channels [first, first + count)
 static void bn_block_gradients(Work w, size_t first, size_t count) {
     const size_t channels = w.l->in.c, m = bn_pixels(&w);
-    const real *mean = w.stats + 2 * channels, *inverse = mean + channels;
+    const real *mean = w.stats + BATCH_MEAN * channels;
+    const real *inverse = w.stats + BATCH_INVERSE_STD * channels;
     double sum[BN_BLOCK] = {0}, product[BN_BLOCK] = {0};
     for (size_t i = 0; i < m; i++)
         for (size_t c = 0; c < count; c++) {
@@ -1228,7 +1233,8 @@ static void bn_block_gradients(Work w, size_t first, size_t count) {
    din = weight / sqrt(variance + eps) * (dout - dbias / m - x * dweight / m) */
 static void batchnorm2d_backward(Work w) {
     const size_t channels = w.l->in.c, m = bn_pixels(&w);
-    const real *mean = w.stats + 2 * channels, *inverse = mean + channels;
+    const real *mean = w.stats + BATCH_MEAN * channels;
+    const real *inverse = w.stats + BATCH_INVERSE_STD * channels;
     PARALLEL_FOR
     for (size_t first = 0; first < channels; first += BN_BLOCK)
         bn_block_gradients(w, first, min_size(BN_BLOCK, channels - first));
@@ -1401,9 +1407,9 @@ typedef struct Net {
     Slot slots[MAX_LAYERS];   // of the same rows
     size_t count;             // rows
     size_t classes;
-    size_t parameters; // their number
-    size_t batch;      // the most images of a training step
-    size_t test_batch; // the most images of an evaluation's step
+    size_t parameters;     // their number
+    size_t max_batch;      // the most images of a training step
+    size_t max_test_batch; // the most images of an evaluation's step
     // sizes of the arenas in elements
     size_t param_size; // of the parameters, with the gaps between tensors
     size_t stats_size, moments_size, scratch_size, transposed_size;
@@ -1447,11 +1453,11 @@ static const struct {
     double out_accesses; // of the output
     bool saves;          // a byte for each output: an argmax or a mask
     bool reads_out;
-    size_t stats; // rows of statistics, one number per channel, running ones first
+    size_t stats; // rows of statistics, with one number for each channel
 } kinds[KINDS] = {
     [INPUT] = {.name = "input"},
     [CONV2D] = {.name = "conv2d", .flops = 2, .in_accesses = 3, .out_accesses = 3},
-    [BATCHNORM2D] = {.name = "batchnorm2d", .stats = 4, .out_accesses = 8},
+    [BATCHNORM2D] = {.name = "batchnorm2d", .stats = STATS_ROWS, .out_accesses = 8},
     [RELU] = {.name = "relu", .out_accesses = 5},
     [MAXPOOL2D] = {.name = "maxpool2d", .saves = true, .in_accesses = 2, .out_accesses = 2.5},
     [AVGPOOL2D] = {.name = "global average pool", .in_accesses = 2, .out_accesses = 2},
@@ -1688,7 +1694,7 @@ static void link_moments(Net *net, size_t i) {
     const Layer *l = &net->layers[i], *before = &net->layers[l->input];
     if (l->kind != BATCHNORM2D || l->input + 1 != i || before->kind != CONV2D)
         return;
-    const size_t size = net->kernels->moments_size(before, net->batch);
+    const size_t size = net->kernels->moments_size(before, net->max_batch);
     if (size == 0)
         return;
     net->slots[i].fused.moments = before;
@@ -1791,7 +1797,7 @@ static void share_gradients(const Net *net, size_t *owner) {
 static Lifetime lifetime_of(const Net *net, size_t row, const size_t *owner) {
     const Layer *l = &net->layers[row];
     Lifetime life = {.first_row = row, .last_row = row};
-    life.size = aligned(net->batch * shape_size(l->out)) * element_bytes_of(net, l);
+    life.size = aligned(net->max_batch * shape_size(l->out)) * element_bytes_of(net, l);
     for (size_t i = 1; i < net->count; i++) {
         if (owner[i] == row)
             life.first_row = min_size(life.first_row, i);
@@ -1826,7 +1832,7 @@ static bool has_low_copy(const Net *net) {
 }
 
 static void plan_arenas(Net *net) {
-    const size_t size = sizeof(real), most = max_size(net->batch, net->test_batch);
+    const size_t size = sizeof(real), most = max_size(net->max_batch, net->max_test_batch);
     Plan *p = &net->plan;
     p->device = net->device;
     plan_area(p, &net->params, size * net->param_size, DEVICE, "parameters");
@@ -1895,7 +1901,7 @@ static void plan_row(Net *net, size_t i, size_t most) {
     slot->saved = net->saved_size;
     if (saves)
         net->saved_size += count;
-    const size_t training = k->scratch_size(l, &slot->fused, net->batch);
+    const size_t training = k->scratch_size(l, &slot->fused, net->max_batch);
     const size_t testing = k->scratch_size(l, &slot->fused, most);
     net->scratch_size = max_size(net->scratch_size, max_size(training, testing));
     net->transposed_size = max_size(net->transposed_size, k->transposed_size(l, most));
@@ -1904,12 +1910,12 @@ static void plan_row(Net *net, size_t i, size_t most) {
 }
 
 // Offsets and sizes of all arenas, for training steps of at most `batch` images and for evaluations
-// of at most net->test_batch, which the caller has set.
+// of at most net->max_test_batch, which the caller has set.
 static void plan_memory(Net *net, size_t batch) {
-    const size_t most = max_size(batch, net->test_batch);
+    const size_t most = max_size(batch, net->max_test_batch);
     for (size_t i = 0; i < net->count; i++)
         check_row(net, i);
-    net->batch = batch;
+    net->max_batch = batch;
     plan_fusion(net);
     net->host_size = max_size(net->host_size, most * net->classes);
     for (size_t i = 0; i < net->count; i++)
@@ -1992,7 +1998,8 @@ static void init_layer(Net *net, size_t row, uint64_t seed) {
 static void init_batchnorm2d(Net *net, size_t row) {
     const Layer *l = &net->layers[row];
     init_constant(net, net->params + l->weight, l->weights, 1);
-    init_constant(net, net->stats + net->slots[row].stats + l->out.c, l->out.c, 1);
+    real *stats = net->stats + net->slots[row].stats;
+    init_constant(net, stats + RUNNING_VARIANCE * l->out.c, l->out.c, 1);
 }
 
 static void init_weights(Net *net, uint64_t seed) {
@@ -4072,8 +4079,8 @@ static void comm_plan(Comm *c, Net *net, Loader *loader) {
     if (c->world > 1 && gpu)
         plan_area(&c->plan, &c->buffer, bytes, DEVICE, what);
     if (c->dp && gpu)
-        plan_area(&c->plan, &c->images, net->batch * shape_size(net->layers[0].out) * sizeof(real),
-                  DEVICE, what);
+        plan_area(&c->plan, &c->images,
+                  net->max_batch * shape_size(net->layers[0].out) * sizeof(real), DEVICE, what);
     if (c->world > 1 && !t) {
         plan_area(&c->plan, &c->host[0], bytes, PINNED, what);
         plan_area(&c->plan, &c->host[1], bytes, PINNED, what);
@@ -4202,8 +4209,8 @@ static Tensor *list_statistics(Net *net, Tensor *t) {
         if (l->kind != BATCHNORM2D)
             continue;
         real *stats = net->stats + net->slots[i].stats;
-        t = add_tensor(t, "", l, "running_mean", stats, 0, l->out.c);
-        t = add_tensor(t, "", l, "running_var", stats, l->out.c, l->out.c);
+        t = add_tensor(t, "", l, "running_mean", stats, RUNNING_MEAN * l->out.c, l->out.c);
+        t = add_tensor(t, "", l, "running_var", stats, RUNNING_VARIANCE * l->out.c, l->out.c);
         *t = (Tensor){.dtype = "I64", .bytes = 8, .counter = &net->batches_tracked};
         snprintf(t->name, sizeof t->name, "%s.num_batches_tracked", l->name);
         t++;
@@ -6152,7 +6159,7 @@ static void measure_layers(Run *run) {
     double flops[MAX_LAYERS];
     loader_start(&run->train_loader, run->settings.seed, run->epoch, run->batch_index);
     Batch batch = *loader_next(&run->train_loader);
-    batch.n = min_size(batch.n, net->batch);
+    batch.n = min_size(batch.n, net->max_batch);
     for (size_t i = 0; i < net->count; i++)
         flops[i] = (double)batch.n * layer_training_flops(&net->layers[i]);
     time_rows(run, &batch, times, flops);
@@ -6776,8 +6783,8 @@ static void plan_loaders(Run *run, bool resident) {
                     .resident = resident,
                     .rank = c->rank,
                     .ranks = c->world};
-    loader_plan(&run->test_loader, &run->test_set, run->net.test_batch, s->workers, AUGMENT_NONE,
-                to);
+    loader_plan(&run->test_loader, &run->test_set, run->net.max_test_batch, s->workers,
+                AUGMENT_NONE, to);
     if (c->dp)
         to.ranks = 1; // the master loads for all
     if (!c->dp || c->rank == 0)
@@ -6819,7 +6826,7 @@ static double plan_run(Run *run, bool resident) {
     run->iterations = ceil_div(run->share, s->batch_size);
     run->recorder.steps_capacity = min_size(s->log_interval, run->iterations) + 1;
     net_build(net, run->model, &run->info, s, run->kernels);
-    net->test_batch = min_size(s->test_batch_size, run->test_set.count);
+    net->max_test_batch = min_size(s->test_batch_size, run->test_set.count);
     plan_memory(net, min_size(run->max_batch, run->train_set.count));
     plan_loaders(run, resident);
     comm_plan(&run->comm, net, &run->train_loader);
@@ -7051,7 +7058,7 @@ static void update_weights(Run *run) {
 
 // FULL or SHORT
 static size_t step_kind(const Run *run, const Batch *batch) {
-    return batch->n < run->net.batch ? SHORT : FULL;
+    return batch->n < run->net.max_batch ? SHORT : FULL;
 }
 
 // Whether this step is launched as a graph

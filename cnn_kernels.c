@@ -2095,9 +2095,12 @@ static void bn_forward_channel(Work w, size_t pixels, size_t c) {
     real *scale = bn_sums(w, BN_SLICES), *shift = scale + channels;
     if (training)
         bn_join_stats(w.stats, w.scratch, pixels, channels, c);
-    real mean = w.stats[training ? 2 * channels + c : c];
-    scale[c] = w.weight[c] * (training ? w.stats[3 * channels + c]
-                                       : 1 / SQRT(w.stats[channels + c] + (real)bn_eps));
+    const real mean = w.stats[(training ? BATCH_MEAN : RUNNING_MEAN) * channels + c];
+    if (training)
+        scale[c] = w.weight[c] * w.stats[BATCH_INVERSE_STD * channels + c];
+    else
+        scale[c] =
+            w.weight[c] * (1 / SQRT(w.stats[RUNNING_VARIANCE * channels + c] + (real)bn_eps));
     shift[c] = w.bias[c] - mean * scale[c];
 }
 
@@ -2121,7 +2124,7 @@ static void bn_forward_slice(Work w, Range s) {
 // sums[0][c] = sum over a slice of dout, sums[1][c] = sum of dout * (in - mean)
 static void bn_slice_products(Work w, real *restrict sums, Range s) {
     const size_t channels = w.l->in.c;
-    const real *restrict mean = w.stats + 2 * channels;
+    const real *restrict mean = w.stats + BATCH_MEAN * channels;
     real *restrict products = sums + channels;
     memset(sums, 0, 2 * channels * sizeof *sums);
     for (size_t i = s.first; i < s.first + s.count; i++)
@@ -2135,7 +2138,7 @@ static void bn_slice_products(Work w, real *restrict sums, Range s) {
 // Channel c of dweight, of dbias and of the factors in din = a * dout + b * (in - mean) + e
 static void bn_backward_channel(Work w, size_t pixels, size_t c) {
     const size_t channels = w.l->in.c;
-    const real inverse = w.stats[3 * channels + c];
+    const real inverse = w.stats[BATCH_INVERSE_STD * channels + c];
     real *a = bn_sums(w, BN_SLICES), *b = a + channels, *e = b + channels;
     double sum = 0, product = 0;
     for (size_t slice = 0; slice < BN_SLICES; slice++) {
@@ -2151,7 +2154,8 @@ static void bn_backward_channel(Work w, size_t pixels, size_t c) {
 
 static void bn_backward_slice(Work w, Range s) {
     const size_t channels = w.l->in.c;
-    const real *restrict mean = w.stats + 2 * channels, *restrict a = bn_sums(w, BN_SLICES);
+    const real *restrict mean = w.stats + BATCH_MEAN * channels;
+    const real *restrict a = bn_sums(w, BN_SLICES);
     const real *restrict b = a + channels, *restrict e = b + channels;
     for (size_t i = s.first; i < s.first + s.count; i++) {
         const real *restrict x = w.in + i * channels, *restrict d = w.dout + i * channels;

@@ -943,7 +943,8 @@ struct Sum {
 template <bool NORM> struct Gradients {
     const real mean, inverse, weight, bias; // of the channel; without a ReLU all are let through
     __device__ Gradients(const Row &r, unsigned c)
-        : mean(NORM ? r.stats[2 * r.s.oc + c] : 0), inverse(NORM ? r.stats[3 * r.s.oc + c] : 0),
+        : mean(NORM ? r.stats[BATCH_MEAN * r.s.oc + c] : 0),
+          inverse(NORM ? r.stats[BATCH_INVERSE_STD * r.s.oc + c] : 0),
           weight(NORM && r.relu_backward ? r.weight[c] : 0),
           bias(NORM && r.relu_backward ? r.bias[c] : 1) {}
     template <class T> __device__ Sum pixel(const Row &r, unsigned i) const {
@@ -958,14 +959,13 @@ template <bool NORM> struct Gradients {
     static __device__ void finish(const Row &r, unsigned c, Sum s) {
         r.dbias[c] = s.a;
         if (NORM)
-            r.dweight[c] = s.b * r.stats[3 * r.s.oc + c];
+            r.dweight[c] = s.b * r.stats[BATCH_INVERSE_STD * r.s.oc + c];
     }
 };
 
 /* Moments: a = mean of in, b = sum of the squared distances from it; joined without cancellation
    (Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing variances",
-   1979). stats as in batchnorm2d_forward() of cnn.c: running mean and variance, then the batch's
-   mean and 1 / sqrt(variance + eps). */
+   1979). */
 struct Moments {
     __device__ Moments(const Row &, unsigned) {}
     template <class T> static __device__ Sum pixel(const Row &r, unsigned i) {
@@ -980,10 +980,11 @@ struct Moments {
     }
     static __device__ void finish(const Row &r, unsigned c, Sum s) {
         real *stats = r.stats + c, unbiased = s.b / (s.count > 1 ? s.count - 1 : 1);
-        stats[0] = (1 - bn_momentum) * stats[0] + bn_momentum * s.a;
-        stats[r.s.c] = (1 - bn_momentum) * stats[r.s.c] + bn_momentum * unbiased;
-        stats[2 * r.s.c] = s.a;
-        stats[3 * r.s.c] = 1 / sqrtf(s.b / s.count + bn_eps);
+        real *mean = stats + RUNNING_MEAN * r.s.c, *variance = stats + RUNNING_VARIANCE * r.s.c;
+        *mean = (1 - bn_momentum) * *mean + bn_momentum * s.a;
+        *variance = (1 - bn_momentum) * *variance + bn_momentum * unbiased;
+        stats[BATCH_MEAN * r.s.c] = s.a;
+        stats[BATCH_INVERSE_STD * r.s.c] = 1 / sqrtf(s.b / s.count + bn_eps);
     }
 };
 
@@ -1074,13 +1075,14 @@ static __device__ Pack<T> of_channels(const real *values, unsigned i, Layout lay
    Traffic: 2 N elements, 3 N with a residual */
 template <class T> static __global__ void batchnorm_forward_kernel(Row r, Layout of_in, Layout) {
     unsigned i = first_of_pack<T>();
-    const real *stats = r.stats + (r.key ? 2 * r.s.c : 0);
+    const real *means = r.stats + (r.key ? BATCH_MEAN : RUNNING_MEAN) * r.s.c;
+    const real *spreads = r.stats + (r.key ? BATCH_INVERSE_STD : RUNNING_VARIANCE) * r.s.c;
     if (i >= r.outputs)
         return;
     Pack<T> x = load<T>(r.in, i, r.outputs);
     Pack<T> other = r.residual ? load<T>(r.residual, i, r.outputs) : Pack<T>();
-    Pack<T> mean = of_channels<T>(stats, i, of_in);
-    Pack<T> spread = of_channels<T>(stats + r.s.c, i, of_in);
+    Pack<T> mean = of_channels<T>(means, i, of_in);
+    Pack<T> spread = of_channels<T>(spreads, i, of_in);
     Pack<T> scale = of_channels<T>(r.weight, i, of_in), shift = of_channels<T>(r.bias, i, of_in);
     for (int j = 0; j < Pack<T>::N; j++) {
         real inverse = r.key ? spread.v[j] : 1 / sqrtf(spread.v[j] + bn_eps);
@@ -1108,8 +1110,8 @@ template <class T> static __global__ void batchnorm_backward_kernel(Row r, Layou
     Pack<T> x = load<T>(r.in, i, r.outputs), d = load<T>(r.dout, i, r.outputs);
     Pack<T> scale = of_channels<T>(r.weight, i, of_in);
     Pack<T> shift = r.relu_backward ? of_channels<T>(r.bias, i, of_in) : Pack<T>();
-    Pack<T> mean = of_channels<T>(r.stats + 2 * r.s.c, i, of_in);
-    Pack<T> inverse = of_channels<T>(r.stats + 3 * r.s.c, i, of_in);
+    Pack<T> mean = of_channels<T>(r.stats + BATCH_MEAN * r.s.c, i, of_in);
+    Pack<T> inverse = of_channels<T>(r.stats + BATCH_INVERSE_STD * r.s.c, i, of_in);
     Pack<T> sums = of_channels<T>(r.dbias, i, of_in);
     Pack<T> products = of_channels<T>(r.dweight, i, of_in);
     for (int j = 0; j < Pack<T>::N; j++) {

@@ -112,7 +112,7 @@ static void plan_apart(Net *net, bool fused) {
             slot->gradient = to->gradient;
             continue;
         }
-        const size_t size = aligned(net->batch * shape_size(net->layers[i].out));
+        const size_t size = aligned(net->max_batch * shape_size(net->layers[i].out));
         slot->output = net->activation_size;
         slot->gradient = net->gradient_size;
         net->activation_size += size * sizeof(real);
@@ -208,7 +208,7 @@ static size_t last_fused(const Net *net, size_t row) {
 }
 
 static size_t count_cells(const Net *net, size_t row) {
-    return aligned(net->batch * shape_size(net->layers[last_fused(net, row)].out)) / ALIGN;
+    return aligned(net->max_batch * shape_size(net->layers[last_fused(net, row)].out)) / ALIGN;
 }
 
 static uint64_t *row_cells(const Tags *t, size_t row) {
@@ -308,7 +308,7 @@ static void check_plan(const Net *net) {
 static size_t unshared_size(const Net *net) {
     size_t sum = 0;
     for (size_t i = 1; i < net->count; i++)
-        sum += sizeof(real) * aligned(net->batch * shape_size(net->layers[i].out));
+        sum += sizeof(real) * aligned(net->max_batch * shape_size(net->layers[i].out));
     return sum;
 }
 
