@@ -1642,10 +1642,12 @@ static size_t count_reads(const Net *net, size_t row) {
     return count;
 }
 
-// Whether the only reader of a row may overwrite it: its backward does not need it either.
+// Whether the only reader of a row may overwrite it: neither the row's backward nor the backward of
+// the row that computes it needs it.
 static bool may_overwrite(const Net *net, size_t row) {
-    const Layer *computed = &net->layers[net->slots[row].computed_by];
-    return row > 0 && count_reads(net, row) == 1 && !kinds[computed->kind].reads_out;
+    const Layer *l = &net->layers[row], *computed = &net->layers[net->slots[row].computed_by];
+    return row > 0 && count_reads(net, row) == 1 && !kinds[l->kind].reads_out &&
+           !kinds[computed->kind].reads_out;
 }
 
 // Fuses a sum, whose other row is its residual.
@@ -1864,20 +1866,38 @@ static Shape stored_shape(const Net *net, size_t row) {
     return pool ? pool->out : net->layers[row].out;
 }
 
-// Dies if a table lacks the kind of a row, or if a row reads a log_softmax.
+static const Kernels naive_kernels; // see section 7
+
+// Dies unless the table has a row for the kind, with a forward and a backward.
+static void check_table(const Net *net, const Kernels *k, const char *table, size_t i) {
+    const LayerKind kind = net->layers[i].kind;
+    const char *lacks = NULL;
+    if (!k->layers[kind].forward)
+        lacks = "forward";
+    else if (!k->layers[kind].backward)
+        lacks = "backward";
+    if (lacks)
+        die(1, "model %s, row %zu: layer kind %d (%s) has no %s in %s; add it", net->model, i, kind,
+            kinds[kind].name, lacks, table);
+}
+
+// Dies if a table lacks the kind of a row, or if a row reads a log_softmax. The fast kernels of the
+// CPU call definitions.
 static void check_row(const Net *net, size_t i) {
     const Layer *l = &net->layers[i];
     const Kernels *k = net->kernels;
-    const char *kind = kinds[l->kind].name, *table = "make_kernels() of cnn_kernels.cu";
-    if (!kind)
+    if (!kinds[l->kind].name)
         die(1, "model %s, row %zu: layer kind %d (?) has no row in kinds[]; add it", net->model, i,
             l->kind);
-    if (!net->device->is_gpu)
-        table = k->name == NAIVE ? "naive_kernels" : "fast_kernels";
-    if (i > 0 && !k->layers[l->kind].forward)
-        die(1, "model %s, row %zu: layer kind %d (%s) has no row in %s; add it", net->model, i,
-            l->kind, kind, table);
-    if (i > 0 && element_bytes_of(net, &net->layers[l->input]) != k->element_bytes)
+    if (i == 0)
+        return;
+    if (net->device->is_gpu)
+        check_table(net, k, "make_kernels() of cnn_kernels.cu", i);
+    else
+        check_table(net, &naive_kernels, "naive_kernels", i);
+    if (k->name == FAST)
+        check_table(net, k, "fast_kernels", i);
+    if (element_bytes_of(net, &net->layers[l->input]) != k->element_bytes)
         die(1, "model %s, row %zu: reads a log_softmax; expected that as the last row only",
             net->model, i);
 }

@@ -132,9 +132,13 @@ static size_t build_long(Net *net, size_t x) {
     return x;
 }
 
-/* Builds it for images of 4 x 4 pixels in a process of its own; the exit status, and in text what
-   it wrote to stderr. */
-static int refused_build(const Model *model, char *text, size_t size) {
+static size_t build_relu(Net *net, size_t x) {
+    return log_softmax(net, linear(net, relu(net, x), net->classes));
+}
+
+/* Builds it for images of 4 x 4 pixels in a process of its own and plans its memory; the exit status,
+   and in text what it wrote to stderr. */
+static int refused_build(const Model *model, const Kernels *kernels, char *text, size_t size) {
     int ends[2], status = -1;
     fflush(stdout);
     pid_t child = pipe(ends) == 0 ? fork() : -1;
@@ -143,7 +147,8 @@ static int refused_build(const Model *model, char *text, size_t size) {
         const DatasetInfo info = {"test", {4, 4, 1}, .classes = 10};
         leave = _exit; // nothing of the tests is to be flushed or freed here
         dup2(ends[1], STDERR_FILENO);
-        net_build(&net, model, &info, &plain, &naive_kernels);
+        net_build(&net, model, &info, &plain, kernels);
+        plan_memory(&net, 1);
         _exit(0);
     }
     close(ends[1]);
@@ -174,13 +179,33 @@ static void test_refused_networks(void) {
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         const Model model = {.name = "wrong", .build = cases[i].build};
         char text[512];
-        const int status = refused_build(&model, text, sizeof text);
+        const int status = refused_build(&model, &naive_kernels, text, sizeof text);
         if (status != 1 || !strstr(text, cases[i].message) ||
             strncmp(text, "cnn: error: model wrong: ", 25) != 0)
             fail("network %zu: exit status %d, expected 1 and ...%s, found %s", i, status,
                  cases[i].message, text);
     }
     verdict("networks that cannot be built");
+}
+
+// A kind of layer that somebody has added to some of the tables only
+static void test_incomplete_tables(void) {
+    const Model model = {.name = "wrong", .build = build_relu};
+    char text[512], message[128];
+    for (int i = 0; i < 2; i++) {
+        Kernels kernels = *cpu_kernels[CPU_KERNELS - 1];
+        const char *lacks = i == 0 ? "forward" : "backward";
+        const char *table = kernels.name == FAST ? "fast_kernels" : "naive_kernels";
+        kernels.layers[RELU].backward = NULL;
+        if (i == 0)
+            kernels.layers[RELU].forward = NULL;
+        snprintf(message, sizeof message, "row 1: layer kind %d (relu) has no %s in %s; add it\n",
+                 RELU, lacks, table);
+        const int status = refused_build(&model, &kernels, text, sizeof text);
+        if (kernels.name == FAST && (status != 1 || !strstr(text, message)))
+            fail("exit status %d, expected 1 and ...%s, found %s", status, message, text);
+    }
+    verdict("tables that lack a function of a kind");
 }
 
 /* ---- Initial values -------------------------------------------------------------------------- */
@@ -254,5 +279,6 @@ static void test_network(void) {
     test_layer_names();
     test_stems();
     test_refused_networks();
+    test_incomplete_tables();
     test_initial_values();
 }
