@@ -748,12 +748,11 @@ static void atomic_commit(AtomicFile *f) {
         file_fail("cannot write", f->temporary);
     if (fclose(f->stream) != 0)
         file_fail("cannot write", f->temporary);
-    if (!kept)
-        return;
-    if (rename(f->temporary, f->path) != 0)
+    if (kept && rename(f->temporary, f->path) != 0)
         file_fail("cannot write", f->path);
     unfinished = NULL;
-    sync_folder(f->path);
+    if (kept)
+        sync_folder(f->path);
 }
 
 static size_t usable_cores(void) {
@@ -2974,7 +2973,7 @@ static void read_cifar_set(Dataset *data, const char *dir, const char *const *fi
     const size_t count = train ? info->train : info->test;
     const size_t labels = info->classes == 100 ? 2 : 1;
     const size_t record_size = labels + 3 * CIFAR_AREA;
-    size_t parts = 0;
+    size_t parts = 1; // at least one file
     while (files[parts])
         parts++;
     const size_t part_size = count / parts;
@@ -3469,11 +3468,12 @@ static void loader_init(Loader *l) {
 
 // Fisher-Yates: every permutation is equally likely. Draw i depends on seed, epoch and i only.
 static void shuffle(uint32_t *order, size_t count, uint64_t seed, size_t epoch) {
-    for (size_t i = count - 1; i > 0; i--) {
+    for (size_t left = count; left > 1; left--) {
         uint32_t r[4];
+        const size_t i = left - 1;
         philox4x32(r, (uint32_t)i, 0, (uint32_t)epoch, DRAW_SHUFFLE, seed);
         uint64_t bits = (uint64_t)r[0] << 32 | r[1];
-        size_t j = (size_t)(bits % (i + 1));
+        size_t j = (size_t)(bits % left);
         uint32_t swapped = order[i];
         order[i] = order[j];
         order[j] = swapped;
