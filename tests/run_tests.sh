@@ -64,7 +64,7 @@ real=$(python3 -c 'import os, sys; print(os.path.dirname(sys.executable))' 2>/de
 [[ -z $real || :$PATH: = *:$real:* ]] || PATH=$real:$PATH
 
 # limited COMMAND...: in place of this shell, for an hour at most
-limited() { exec timeout -k 60 3600 "$@"; }
+limited() { exec timeout -k 60 2400 "$@"; }
 
 # python_with_torch PROGRAM ARGUMENTS...: by the first python3 that has PyTorch
 python_with_torch() {

@@ -146,9 +146,12 @@ test_real_run() {
     same real/same_names 1 "$status"
 }
 
-# until_seen COUNT: the event file holds that many values
+# until_seen COUNT: the event file holds that many values, or the follower has ended, which the next check shows
 until_seen() {
-    until [ "$(scalars "$tmp/live" 2>/dev/null | wc -l)" = "$1" ]; do sleep 0.2; done
+    until [ "$(scalars "$tmp/live" 2>/dev/null | wc -l)" = "$1" ]; do
+        kill -0 "$follower" 2>/dev/null || return
+        sleep 0.2
+    done
 }
 
 test_follow() {
@@ -168,7 +171,7 @@ test_follow() {
     follower=$!
     until_seen 38 # the last step waits for its other rank
     printf '5,1,0.001,0,0.01,0.02,0.004,0.003,0.002,0.0005,8,0\n2,2,0,2,7,0.1' >>"$tmp/live/steps.csv"
-    printf '2,12,3,4,0,1.5,1,1.25,50,0.2' >>"$tmp/live/epochs.csv"
+    printf '2,12,3,4,0,1.5,1,1.25,50,0.2,89abc' >>"$tmp/live/epochs.csv"
     sleep 2
     same follow/half_lines 38 "$(scalars "$tmp/live" | wc -l)"
     echo >>"$tmp/live/epochs.csv"
