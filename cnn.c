@@ -1274,12 +1274,11 @@ static void dropout_image(Work w, size_t image) {
     const uint32_t threshold = dropout_threshold(w.l);
     for (size_t start = 0; start < size; start += BLOCK) {
         uint32_t bits[BLOCK / 2];
-        uint16_t draws[BLOCK];
         dropout_draw(bits, w, image, start / BLOCK);
-        memcpy(draws, bits, sizeof draws);
         for (size_t i = 0; i < min_size(BLOCK, size - start); i++) {
             const size_t at = image * size + start + i;
-            w.saved[at] = draws[i] >= threshold;
+            const uint32_t draw = bits[i / 2] >> 16 * (i % 2) & 0xffff;
+            w.saved[at] = draw >= threshold;
             w.out[at] = w.saved[at] ? w.in[at] * scale : 0;
         }
     }

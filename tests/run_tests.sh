@@ -63,7 +63,7 @@ cluster/test_doctor.sh      tests/cluster/test_doctor.sh
 real=$(python3 -c 'import os, sys; print(os.path.dirname(sys.executable))' 2>/dev/null)
 [[ -z $real || :$PATH: = *:$real:* ]] || PATH=$real:$PATH
 
-# limited COMMAND...: in place of this shell, for an hour at most
+# limited COMMAND...: in place of this shell, for 40 minutes at most
 limited() { exec timeout -k 60 2400 "$@"; }
 
 # python_with_torch PROGRAM ARGUMENTS...: by the first python3 that has PyTorch
