@@ -68,15 +68,17 @@ each() {
 
 # What the tables are made of: world, batch of each, global batch, seed, seconds, images, threads, wall time, accuracy
 row() {
-    awk -F '\t' -v name="${run##*/}" '
+    local totals
+    totals=$(awk -F , 'NR == 1 { for (i = 1; i <= NF; i++) c[$i] = i; next }
+        { seconds += $c["seconds"]; images += $c["images"]; accuracy = $c["accuracy"] }
+        END { print seconds, images, accuracy }' "$folder/epochs.csv")
+    awk -F '\t' -v name="${run##*/}" -v totals="$totals" '
         { value[$1] = $2 }
-        $1 ~ /^epochs\[[0-9]+\]\.seconds$/ { seconds += $2 }
-        $1 ~ /^epochs\[[0-9]+\]\.images$/ { images += $2 }
-        $1 ~ /^epochs\[[0-9]+\]\.accuracy$/ { accuracy = $2 }
         END {
+            split(totals, total, " ")
             print name, value["parallel.world"], value["parallel.batch_per_device"], value["parallel.global_batch"],
-                value["settings.seed"], seconds, images, value["settings.threads"], value["resources.wall_s"],
-                accuracy, value["machine.device"]
+                value["settings.seed"], total[1], total[2], value["settings.threads"], value["resources.wall_s"],
+                total[3], value["machine.device"]
         }' "$flat"
 }
 
