@@ -521,3 +521,4 @@ test_lab08
 test_timing_array
 test_workers_array
 test_scaling
+exit 0

@@ -88,5 +88,6 @@ if ! command -v mpirun >/dev/null || ! ldd "$cnn" | grep -q libmpi; then
     exit 0
 fi
 launcher=(mpirun -n 2)
+export TMPDIR=$tmp # what a killed mpirun leaves is removed with it
 soak mpi "${settings[@]}" --threads 1 # the same numbers as with replicas: so is the checkpoint
 exit 0
