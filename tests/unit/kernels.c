@@ -177,34 +177,48 @@ static void test_fast_resnet_conv(void) {
 // beside.
 static void test_winograd(size_t kernel) {
     static Net net;
-    size_t taken[2] = {0, 0}, sliced[2] = {0, 0}; // weight gradients without a bias and with one
+    size_t taken[2] = {0, 0}, by_columns = 0;
+    size_t gradients[2][2] = {{0}}; // without a bias and with one; in chunks and at once
     for (int shape = 0; shape < (quick ? 20 : 80); shape++) {
-        // pixels enough for slices of a weight gradient, columns for two blocks
-        const bool many = kernel == 3 && shape % 10 > 7;
+        // pixels enough for several chunks of a weight gradient; columns enough for
+        // winograd_by_columns()
+        const bool many = kernel == 3 && shape % 10 > 7, wide = shape % 10 == 4;
         const size_t least = many ? 18 : 7, most = many ? 20 : 13;
         const size_t n = draw_size(many ? 16 : 1, many ? 20 : 9);
         Shape in = {draw_size(least, most), draw_size(least, most),
                     many ? max_size(LANES, FEW) : LANES * draw_size(1, shape % 8 ? 3 : 8)};
-        start_net(&net, in);
         size_t columns = shape % 2 ? LANES * draw_size(1, 3) : draw_size(LANES, 140);
         if (many)
             columns = COLUMNS + draw_size(1, 2 * LANES);
-        add_conv2d(&net, 0, columns, kernel, 1, draw_size(0, kernel - 1), shape % 3 > 0);
-        taken[0] += forward_pass(&net.layers[1], false, NULL).tile > 0;
+        if (wide) {
+            in.c = whole_vectors(2 * DU_ROWS + 1);
+            columns = max_size(DU_COLUMNS, 2 * num_threads * COLUMNS) + draw_size(1, 20);
+        }
+        start_net(&net, in);
+        add_conv2d(&net, 0, columns, kernel, 1, draw_size(0, kernel - 1),
+                   (shape + shape / 10) % 3 > 0);
+        Pass forward = forward_pass(&net.layers[1], false, NULL);
+        forward.n = n;
+        taken[0] += forward.tile > 0;
+        by_columns += forward.tile > 0 && suits_columns(&forward);
         taken[1] += backward_pass(&net.layers[1], NULL, false).tile > 0;
         WeightGradient g = weight_gradient_plan(&net.layers[1], n, NULL);
-        sliced[net.layers[1].biases > 0] += g.pass.tile > 0 && g.slices > 1 && g.parts > 1;
+        if (g.pass.tile > 0)
+            gradients[net.layers[1].biases > 0][winograd_gradient_plan(&g).at_once]++;
         compare_layer(net.layers[1], draw_bits() % 2, n, draw_bits() % 2);
     }
     if (!taken[0] || !taken[1])
         fail("no shape was taken: %zu forward, %zu backward", taken[0], taken[1]);
-    if (kernel == 3 && (!sliced[0] || !sliced[1]))
-        fail("no weight gradient had slices and blocks: %zu without a bias, %zu with one",
-             sliced[0], sliced[1]);
+    if (!by_columns)
+        fail("no shape was computed by columns");
+    for (size_t i = 0; i < 4 && kernel == 3; i++)
+        if (!gradients[i / 2][i % 2])
+            fail("no weight gradient %s a bias was computed %s", i / 2 ? "with" : "without",
+                 i % 2 ? "at once" : "in chunks");
     for (size_t over = 0; over < 2; over++) { // what lies outside of an image is MAX_DEPTH zeros
         start_net(&net, (Shape){8, 9, MAX_DEPTH + over * LANES});
         add_conv2d(&net, 0, LANES, kernel, 1, 1, false);
-        if ((forward_pass(&net.layers[1], false, NULL).tile > 0) != (over == 0 && kernel == 3))
+        if ((forward_pass(&net.layers[1], false, NULL).tile > 0) != (over == 0))
             fail("%zu channels: wrongly taken, or not", MAX_DEPTH + over * LANES);
     }
     verdict(kernel == 3 ? "Winograd's convolution, 3 x 3, against its definition"
