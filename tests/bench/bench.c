@@ -2,7 +2,8 @@
    in memory, against the multiply-add peak and the copy bandwidth of the same run. Prints one line
    of key=value; with several threads, rounds with all and with one alternate, with two also rounds
    with one beside a second program. Times vary from run to run, the per cent of the peak less. With
-   --max-steps N it does N steps and prints nothing, for a profiler: test_instructions.sh. */
+   --max-steps N it does N steps and prints nothing, for a profiler: test_instructions.sh. With
+   --layers it prints where the time of the products goes, by layer and pass. */
 #define CNN_NO_MAIN
 #include "../../cnn.c"
 #include <stdatomic.h>
@@ -115,16 +116,108 @@ static double measure_beside(Neighbour *n, Run *run, const Batch *batch, size_t 
     return speed;
 }
 
+/* ---- --layers -------------------------------------------------------------------------------- */
+
+typedef struct Measured {
+    double seconds, operations; // operations: that were executed, 2 for each multiply-add
+    double dense;               // those of the definition
+} Measured;
+
+enum { WINOGRAD, WIDE_1X1, STRIDED_3X3, NO_GROUP, GROUPS };
+static const char *const groups[GROUPS] = {"Winograd", "1 x 1, stride 1, 64 channels or more",
+                                           "3 x 3, stride 2", "all others"};
+
+static int group_of(const Layer *l) {
+    if (forward_pass(l, false, NULL).tile > 0)
+        return WINOGRAD;
+    if (l->kind == CONV2D && l->kernel == 1 && l->stride == 1 && min_size(l->in.c, l->out.c) >= 64)
+        return WIDE_1X1;
+    return l->kernel == 3 && l->stride == 2 ? STRIDED_3X3 : NO_GROUP;
+}
+
+// Seconds of a call, the least of several; with one thread of CPU time, which other programs disturb
+// less.
+static double best_seconds(void (*pass)(Work w), Work w) {
+    double (*const seconds)(void) = num_threads == 1 ? thread_seconds : now;
+    double best = INFINITY;
+    for (int i = 0; i < 7; i++) {
+        const double begin = seconds();
+        pass(w);
+        best = fmin(best, seconds() - begin);
+    }
+    return best;
+}
+
+static void print_measured(const char *name, Measured m, double peak) {
+    printf("  %-8s %8.3f ms %5.0f %% (%.0f)", name, 1e3 * m.seconds,
+           100e-9 * m.operations / m.seconds / peak, 100e-9 * m.dense / m.seconds / peak);
+}
+
+// The three passes of a row; returns their sum.
+static Measured measure_row(const Net *net, size_t row, size_t n, double peak) {
+    const Layer *l = &net->layers[row];
+    const Kernels *k = net->kernels;
+    const double dense = (double)n * layer_flops(l);
+    Work all = work_of(net, row, n, NULL), weights = all;
+    weights.din = NULL;
+    Pass p = forward_pass(l, false, all.prepared);
+    p.n = n;
+    const Measured forward = {best_seconds(k->layers[l->kind].forward, all),
+                              2 * pass_products(&p, ROWS), dense};
+    const Measured gradient = {best_seconds(k->layers[l->kind].backward, weights),
+                               k->flops(weights) - forward.operations, dense};
+    Measured data = {0};
+    print_measured("forward", forward, peak);
+    print_measured("weights", gradient, peak);
+    if (all.din) {
+        data.seconds = best_seconds(k->layers[l->kind].backward, all) - gradient.seconds;
+        data.operations = k->flops(all) - k->flops(weights);
+        data.dense = dense;
+        print_measured("data", data, peak);
+    }
+    printf("\n");
+    return (Measured){.seconds = forward.seconds + gradient.seconds + data.seconds,
+                      .operations = forward.operations + gradient.operations + data.operations};
+}
+
+// Per cent of the peak: of the operations that are executed and, in brackets, of the definition's
+static void print_layers(const Net *net, size_t n) {
+    const double peak = cpu_peak_gflops();
+    Measured sums[GROUPS] = {{0}};
+    printf("Per cent of the peak, %.0f GFLOP/s: executed (of the definition)\n", peak);
+    for (size_t row = 1; row < net->count; row++) {
+        const Layer *l = &net->layers[row];
+        char text[64];
+        if (!multiplies(l))
+            continue;
+        describe_layer(l, text, sizeof text);
+        printf("%-24s %-34s %3zu x %-3zu %4zu -> %-4zu", l->name, text, l->in.h, l->in.w, l->in.c,
+               l->out.c);
+        const Measured m = measure_row(net, row, n, peak);
+        Measured *sum = &sums[group_of(l)];
+        sum->seconds += m.seconds;
+        sum->operations += m.operations;
+    }
+    for (int i = 0; i < GROUPS; i++)
+        if (sums[i].seconds > 0)
+            printf("%-40s %8.3f ms %5.0f %%\n", groups[i], 1e3 * sums[i].seconds,
+                   100e-9 * sums[i].operations / sums[i].seconds / peak);
+}
+
 int main(int argc, char **argv) {
     enum { ROUNDS = 9 };
     static Run run;
     setup_settings(&run, argc, argv);
     Neighbour *neighbour = NULL;
-    if (num_threads == 2 && !run.settings.max_steps)
+    if (num_threads == 2 && !run.settings.max_steps && !run.settings.layers)
         neighbour = start_neighbour(&run);
     const Batch *batch = setup_bench(&run);
     size_t steps = 0;
     train_step(&run, batch, steps++);
+    if (run.settings.layers) {
+        print_layers(&run.net, batch->n);
+        return 0;
+    }
     while (steps < run.settings.max_steps)
         train_step(&run, batch, steps++);
     if (run.settings.max_steps)

@@ -45,3 +45,18 @@ for net in $nets; do
         echo "fail $name: expected $expected instructions and at most 3 % more, found $found"
     fi
 done
+
+# --layers: a line for each product, with its three passes, and one for each group
+name=instructions/layers
+if [ -n "$reason" ]; then
+    echo "skip $name: $reason"
+    exit
+fi
+found=$(build/bench-v3 --model mnist --batch-size 2 --threads 1 --layers | grep ' forward' |
+    grep -oE '^[a-z0-9]+|forward|weights|data' | paste -sd ' ')
+expected="conv1 forward weights conv2 forward weights data fc1 forward weights data fc2 forward weights data"
+if [ "$found" = "$expected" ]; then
+    echo "pass $name"
+else
+    echo "fail $name: expected $expected, found $found"
+fi
