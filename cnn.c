@@ -401,9 +401,10 @@ typedef struct Kernels {
                      size_t batch, size_t classes, double smoothing, LossScale *scale);
     void (*adadelta)(Update u);
     void (*sgd)(Update u);
-    /* The rest is for the fast kernels; skip it on a first reading. fuse() says how row l, the only
-       reader of row `to`, is computed; `with` is what is fused with `to` already. */
-    Sharing (*fuse)(const Layer *to, const Fusion *with, const Layer *l);
+    /* The rest is for the fast kernels; skip it on a first reading. fuse() says how row l is
+       computed, which alone reads the output of the kernels of row `target`; `fused` is what these
+       kernels compute already. */
+    Sharing (*fuse)(const Layer *target, const Fusion *fused, const Layer *l);
     // numbers in which a conv2d's forward stores sums for the batchnorm2d that follows it, or 0
     size_t (*moments_size)(const Layer *conv, size_t n);
     size_t (*transposed_size)(const Layer *l, size_t n); // --layout nchw, in elements
@@ -781,15 +782,14 @@ static size_t environment_number(const char *name) {
 // The first line of a file that begins with `begin`, or "" if there is none
 static void find_line(char line[PATH_SIZE], const char *path, const char *begin) {
     FILE *f = fopen(path, "r");
-    while (f && fgets(line, PATH_SIZE, f))
-        if (strncmp(line, begin, strlen(begin)) == 0) {
-            line[strcspn(line, "\n")] = 0;
-            fclose(f);
-            return;
-        }
+    bool found = false;
+    while (f && !found && fgets(line, PATH_SIZE, f))
+        found = strncmp(line, begin, strlen(begin)) == 0;
     if (f)
         fclose(f);
-    *line = 0;
+    if (!found)
+        *line = 0;
+    line[strcspn(line, "\n")] = 0;
 }
 
 // The memory, in bytes, that the cgroup of this process allows (version 2). `table` is in the
@@ -977,8 +977,9 @@ static void conv2d_parameter_gradients(Work w) {
 
 /* din[n][iy][ix][c] = sum over y, x, i, j, k of dout[n][y][x][k] * weight[i][j][c][k]
                        with y * s + i - padding = iy and x * s + j - padding = ix
-   It is += if accumulate. gcc does not vectorise a sum into one number, so the weights are
-   transposed: then the innermost loop runs over the input channels, and adds to as many numbers. */
+   It is += if accumulate. gcc may not reorder a floating-point sum, so it does not vectorise
+   one, and the weights are transposed: then the innermost loop runs over the input channels, and
+   adds to as many numbers. */
 static void conv2d_input_gradient(Work w) {
     const Layer *l = w.l;
     const Shape I = l->in, O = l->out;
@@ -1016,6 +1017,11 @@ static void conv2d_backward_naive(Work w) {
 
 static size_t outputs(Work w) {
     return w.n * shape_size(w.l->out);
+}
+
+// An evaluation draws no random numbers.
+static bool is_training(Work w) {
+    return w.key;
 }
 
 // out = max(in, 0); NaN propagates. Works in place.
@@ -1209,7 +1215,7 @@ static const real *bn_running_scale(Work w, real *scale) {
 static void batchnorm2d_forward(Work w) {
     const size_t channels = w.l->in.c, m = bn_pixels(&w);
     real *restrict scale = w.scratch;
-    const real *mean = w.key ? bn_training_scale(w, scale) : bn_running_scale(w, scale);
+    const real *mean = is_training(w) ? bn_training_scale(w, scale) : bn_running_scale(w, scale);
     PARALLEL_FOR
     for (size_t i = 0; i < m; i++)
         for (size_t c = 0; c < channels; c++)
@@ -1292,7 +1298,7 @@ static void dropout_image(Work w, size_t image) {
 
 // In evaluation, out = in.
 static void dropout_forward(Work w) {
-    if (!w.key) {
+    if (!is_training(w)) {
         memmove(w.out, w.in, outputs(w) * sizeof *w.out);
         return;
     }
@@ -1446,8 +1452,8 @@ typedef struct Net {
 } Net;
 
 /* Properties of each kind. A row of a kind that reads_out may not be overwritten in place, because
-   its backward reads its output. A ReLU's backward only reads the signs of its output, which a
-   dropout in place does not change where it lets a gradient pass. */
+   its backward reads its output. A ReLU's backward only reads the signs of its output. A
+   dropout in place may set an element to zero, but then its gradient is zero, too. */
 static const struct {
     const char *name;
     double flops; // forward, for each weight and output pixel
@@ -1655,14 +1661,14 @@ static bool may_overwrite(const Net *net, size_t row) {
 }
 
 // Fuses a sum, whose other row is its residual.
-static void fuse_add(Slot *to, const Layer *l) {
-    to->fused.add = true;
-    to->residual = l->other;
+static void fuse_add(Slot *target, const Layer *l) {
+    target->fused.add = true;
+    target->residual = l->other;
 }
 
-static void fuse_relu(Slot *to) {
-    to->fused.relu = true;
-    to->fused.relu_backward = true;
+static void fuse_relu(Slot *target) {
+    target->fused.relu = true;
+    target->fused.relu_backward = true;
 }
 
 /* Fuses a max-pool with the convolution before it. Its backward then includes the ReLU between
@@ -1674,25 +1680,25 @@ static void fuse_relu(Slot *to) {
      after                        false           false           true
      after, if another row also
      reads the first ReLU         true            false           false     */
-static void fuse_pool(Net *net, Slot *to, size_t input, const Layer *pool) {
-    Slot *before = &net->slots[net->slots[input].computed_by];
-    to->fused.pool = pool;
-    to->fused.relu_backward = false;
-    to->fused.masks_din = before->fused.relu && count_reads(net, input) == 1;
-    if (to->fused.masks_din)
-        before->fused.relu_backward = false;
+static void fuse_pool(Net *net, Slot *target, size_t input, const Layer *pool) {
+    Slot *producer = &net->slots[net->slots[input].computed_by];
+    target->fused.pool = pool;
+    target->fused.relu_backward = false;
+    target->fused.masks_din = producer->fused.relu && count_reads(net, input) == 1;
+    if (target->fused.masks_din)
+        producer->fused.relu_backward = false;
 }
 
-// Row i is computed by the kernels of row `to`, which its input belongs to.
-static void fuse_row(Net *net, size_t i, size_t to) {
+// Lets the kernels of row `target`, which compute the input of row i, compute row i as well.
+static void fuse_row(Net *net, size_t i, size_t target) {
     const Layer *l = &net->layers[i];
     if (l->kind == ADD)
-        fuse_add(&net->slots[to], l);
+        fuse_add(&net->slots[target], l);
     if (l->kind == RELU)
-        fuse_relu(&net->slots[to]);
+        fuse_relu(&net->slots[target]);
     if (l->kind == MAXPOOL2D)
-        fuse_pool(net, &net->slots[to], net->layers[to].input, l);
-    net->slots[i].computed_by = to;
+        fuse_pool(net, &net->slots[target], net->layers[target].input, l);
+    net->slots[i].computed_by = target;
 }
 
 // Links a convolution with the batchnorm2d in the next row, if its forward stores sums for it.
@@ -1714,12 +1720,12 @@ static void plan_fusion(Net *net) {
     for (size_t i = 0; i < net->count; i++) {
         const Layer *l = &net->layers[i];
         Slot *slot = &net->slots[i];
-        const size_t to = net->slots[l->input].computed_by;
+        const size_t target = net->slots[l->input].computed_by;
         slot->computed_by = i;
         if (may_overwrite(net, l->input))
-            slot->sharing = k->fuse(&net->layers[to], &net->slots[to].fused, l);
+            slot->sharing = k->fuse(&net->layers[target], &net->slots[target].fused, l);
         if (slot->sharing == FUSED)
-            fuse_row(net, i, to);
+            fuse_row(net, i, target);
         else if (l->kind == ADD)
             slot->residual = l->other;
         link_moments(net, i);
@@ -2439,20 +2445,21 @@ static double mean(const real *numbers, size_t n) {
     return sum / (double)n;
 }
 
-// F.nll_loss(): the mean over the batch. Training smooths labels and also computes the gradient of
-// the last row, for backward(). An evaluation does neither.
-static double loss_and_gradient(Net *net, size_t n, bool training) {
-    const size_t last = last_row(net);
-    real *dlogp = NULL;
-    double smoothing = 0;
-    if (training) {
-        dlogp = gradient(net, last);
-        smoothing = net->settings->label_smoothing;
-    }
-    net->kernels->nll_loss(net->losses, dlogp, output(net, last), net->labels, n, n * net->ranks,
-                           net->classes, smoothing, net->scale);
+// F.nll_loss(): the mean over the batch, and unless dlogp is NULL its gradient
+static double compute_loss(Net *net, size_t n, real *dlogp, double smoothing) {
+    net->kernels->nll_loss(net->losses, dlogp, output(net, last_row(net)), net->labels, n,
+                           n * net->ranks, net->classes, smoothing, net->scale);
     net->device->copy(net->host[0], net->losses, n * sizeof(real));
     return mean(net->host[0], n);
+}
+
+// In training, labels are smoothed, and backward() begins with the gradient of the last row.
+static double loss_and_gradient(Net *net, size_t n) {
+    return compute_loss(net, n, gradient(net, last_row(net)), net->settings->label_smoothing);
+}
+
+static double test_loss(Net *net, size_t n) {
+    return compute_loss(net, n, NULL, 0);
 }
 
 /* predicted[position of an image] = its most likely class, the first of several, for the images of
@@ -2720,8 +2727,8 @@ static const Device cpu_device = {
 
 // ---- The definitions as kernels
 
-static Sharing fuse_nothing(const Layer *to, const Fusion *with, const Layer *l) {
-    (void)to, (void)with, (void)l;
+static Sharing fuse_nothing(const Layer *target, const Fusion *fused, const Layer *l) {
+    (void)target, (void)fused, (void)l;
     return SEPARATE;
 }
 
@@ -4033,7 +4040,7 @@ static void load_batch(Comm *c, const Batch *batch, double lr) {
 static double batch_loss(Comm *c, const Batch *batch) {
     if (c->dp)
         return dp_loss(c);
-    return loss_and_gradient(c->net, batch->n, true);
+    return loss_and_gradient(c->net, batch->n);
 }
 
 // Returns once the gradients of the whole batch have been summed: on all ranks, or on dp's master.
@@ -4860,9 +4867,9 @@ static size_t parse_option(Settings *s, const char *word, const char *next) {
     return 2;
 }
 
-enum { WORDS_SIZE = 65536 };
-static char words[WORDS_SIZE]; // the words of models' defaults and argument files
-static size_t words_used;
+enum { TEXT_SIZE = 65536 };
+static char argument_text[TEXT_SIZE]; // models' defaults and argument files
+static size_t argument_text_used;
 
 // Blanks comments, from # to the end of the line.
 static void remove_comments(char *text) {
@@ -4870,15 +4877,15 @@ static void remove_comments(char *text) {
         memset(comment, ' ', strcspn(comment, "\n"));
 }
 
-// Parses options that are separated by white space: the next `length` characters of words[], where
-// they stay, since settings point to them.
+// Parses options that are separated by white space: the next `length` characters of
+// argument_text[], where they stay, since settings point to them.
 static void parse_text(Settings *s, size_t length) {
     static const char space[] = " \t\r\n";
-    static char *list[WORDS_SIZE / 2 + 1];
-    char *rest, *text = words + words_used;
+    static char *list[TEXT_SIZE / 2 + 1];
+    char *rest, *text = argument_text + argument_text_used;
     size_t count = 0, used = 0;
     text[length] = 0;
-    words_used += length + 1;
+    argument_text_used += length + 1;
     remove_comments(text);
     char *word = strtok_r(text, space, &rest);
     while (word) {
@@ -4892,29 +4899,29 @@ static void parse_text(Settings *s, size_t length) {
 
 // @FILE is replaced by the options in that file.
 static void parse_file(Settings *s, const char *path) {
-    const size_t space = WORDS_SIZE - words_used;
+    const size_t space = TEXT_SIZE - argument_text_used;
     FILE *f = fopen(path, "r");
     if (!f)
         die(EXIT_USAGE, "@%s: cannot read it: %s", path, strerror(errno));
-    const size_t length = fread(words + words_used, 1, space, f);
+    const size_t length = fread(argument_text + argument_text_used, 1, space, f);
     const bool readable = !ferror(f);
     fclose(f);
-    if (!readable || length == space || memchr(words + words_used, 0, length))
+    if (!readable || length == space || memchr(argument_text + argument_text_used, 0, length))
         die(EXIT_USAGE, "@%s: expected a text file of options, all such files at most %d bytes",
-            path, WORDS_SIZE);
+            path, TEXT_SIZE);
     parse_text(s, length);
 }
 
 // Sets the table's defaults, then the model's unless it is NULL, then what the command line says.
 static void parse_all(Settings *s, const Model *model, int argc, char **argv) {
     *s = (Settings){.kernels = KERNELS_BEST, .precision = PRECISION_BEST};
-    words_used = 0;
+    argument_text_used = 0;
     for (const Option *o = options; o < options + OPTIONS; o++)
         if (o->fallback)
             set_option(s, o, o->fallback);
     if (model) {
-        strcpy(words, model->defaults);
-        parse_text(s, strlen(words));
+        strcpy(argument_text, model->defaults);
+        parse_text(s, strlen(argument_text));
     }
     const size_t count = (size_t)argc;
     size_t used = 1; // argv[0] is the program
@@ -6094,7 +6101,7 @@ static void time_rows(Run *run, const Batch *batch, LayerTimes *times, double *f
     for (size_t round = 0; round < LAYER_ROUNDS; round++) {
         net->flops = round == 0 ? flops : NULL;
         forward(net, batch->n, &net->step->key);
-        loss_and_gradient(net, batch->n, true);
+        loss_and_gradient(net, batch->n);
         backward(net, batch->n);
         for (size_t i = 1; i < net->count; i++) {
             times[i].forward[round] = d->elapsed(row_begin(i, false), row_end(i, false));
@@ -6352,16 +6359,16 @@ static const char *line_after(const char *line) {
     return *line ? line + 1 : line;
 }
 
-// Dies unless the checkpoint's metadata is what this run has at the same position. Two differences
-// are accepted: a line for milestones, without any, and no last line for `epochs`.
+// Dies unless the checkpoint's metadata is what this run has at the same position. Older versions
+// wrote an empty line `milestones=`, of an option that is gone, and no last line `epochs=`.
 static void compare_with_checkpoint(const Run *run, const TensorFile *f) {
-    static const char dropped[] = "milestones=\n";
+    static const char removed[] = "milestones=\n";
     const char *theirs = f->metadata;
     char metadata[METADATA_SIZE];
     run_metadata(run, metadata);
     const char *ours = metadata;
     while (*ours) {
-        if (strncmp(theirs, dropped, strlen(dropped)) == 0)
+        if (strncmp(theirs, removed, strlen(removed)) == 0)
             theirs = line_after(theirs);
         if (!*theirs && strncmp(ours, "epochs=", strlen("epochs=")) == 0)
             return;
@@ -6522,7 +6529,8 @@ static void setup_batch(Run *run) {
 // --lr, which --lr-scaling multiplies by the whole batch / the model's default one, or its root
 static void setup_learning_rate(Run *run) {
     Settings *s = &run->settings, usual;
-    // The model's defaults are written to words[] where they are already: pointers stay valid.
+    // The model's defaults are written to argument_text[] where they are already: pointers stay
+    // valid.
     parse_all(&usual, run->model, 0, NULL);
     const double factor = (double)s->global_batch / (double)usual.batch_size;
     if (s->lr == 0)
@@ -7101,7 +7109,7 @@ static double replay_step(Run *run, const Batch *batch) {
     } else {
         d->capture(true);
         forward(net, batch->n, &net->step->key);
-        loss_and_gradient(net, batch->n, true); // captured only: there is no loss to return yet
+        loss_and_gradient(net, batch->n); // captured only: there is no loss to return yet
         backward(net, batch->n);
         update_weights(run);
         *graph = d->capture(false);
@@ -7202,8 +7210,7 @@ static void test(Run *run, EpochResult *result) {
         const double images = (double)batch->n;
         net_load(net, batch, 0);
         forward(net, batch->n, NULL);
-        totals[LOSS_SUM] +=
-            loss_and_gradient(net, batch->n, false) * images; // without its gradient
+        totals[LOSS_SUM] += test_loss(net, batch->n) * images;
         totals[IMAGES_TESTED] += images;
         totals[IMAGES_RIGHT] += (double)count_predictions(net, batch, run->tested.predicted);
         batch = loader_next(&run->test_loader);
@@ -7244,12 +7251,11 @@ static void train_epochs(Run *run) {
     EpochResult *result = &run->current;
     while (!training_is_over(run)) {
         train_epoch(run, result);
-        if (run->saving.signal >= EXIT_SIGNAL &&
-            run->batch_index > 0) { // in the middle of an epoch
-            if (!run->saving.due)   // else finish_step() has written the checkpoint
-                save_checkpoint(run);
+        const bool interrupted = run->saving.signal >= EXIT_SIGNAL && run->batch_index > 0;
+        if (interrupted && !run->saving.due) // if it is due, finish_step() has written it
+            save_checkpoint(run);
+        if (interrupted)
             return;
-        }
         test(run, result);
         report_epoch(run, result);
         if (run->saving.due || run->saving.signal || training_is_over(run))

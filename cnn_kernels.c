@@ -25,13 +25,13 @@
 
    Reason: a loop of OpenMP ends when all threads have arrived at a barrier. On a machine with other
    busy programs one of them often has to wait for a core; the others spin meanwhile, and each of
-   the some 40 loops of a training step may cost a time slice of the scheduler, 1 to 4 ms. Here a
+   the roughly 40 loops of a training step may cost a time slice of the scheduler, 1 to 4 ms. Here a
    loop ends when its iterations are done: a thread that comes late finds none and waits for the
    next loop. Whoever waits spins for SPIN seconds, as long as a wake-up by the kernel takes, and
    then sleeps, which leaves the core to others.
 
-   How a late thread finds none: the iterations that were taken of a share are counted in one word
-   together with the number of the loop, so that nothing can be taken of a loop that is over. */
+   How a late thread finds none: one word holds both the number of the loop and the count of the
+   iterations taken from the share, so nothing can be taken from a loop that is over. */
 
 #include <limits.h>
 #include <linux/futex.h>
@@ -2649,24 +2649,24 @@ static double flops_fast(Work w) {
     return 2 * products;
 }
 
-static bool fuses_relu(const Layer *to, const Fusion *with) {
-    return !with->relu && (multiplies(to) || to->kind == BATCHNORM2D);
+static bool fuses_relu(const Layer *target, const Fusion *fused) {
+    return !fused->relu && (multiplies(target) || target->kind == BATCHNORM2D);
 }
 
-static bool fuses_pool(const Layer *to, const Fusion *with, const Layer *pool) {
-    return to->kind == CONV2D && with->relu && !with->pool && suits_pooled(to, pool);
+static bool fuses_pool(const Layer *target, const Fusion *fused, const Layer *pool) {
+    return target->kind == CONV2D && fused->relu && !fused->pool && suits_pooled(target, pool);
 }
 
-static Sharing fuse_fast(const Layer *to, const Fusion *with, const Layer *l) {
+static Sharing fuse_fast(const Layer *target, const Fusion *fused, const Layer *l) {
     if (l->kind == DROPOUT)
         return IN_PLACE;
-    if (l->kind == RELU && fuses_relu(to, with))
+    if (l->kind == RELU && fuses_relu(target, fused))
         return FUSED;
-    if (l->kind == RELU && !with->pool)
+    if (l->kind == RELU && !fused->pool)
         return IN_PLACE;
-    if (l->kind == ADD && to->kind == BATCHNORM2D && !with->relu && !with->add)
+    if (l->kind == ADD && target->kind == BATCHNORM2D && !fused->relu && !fused->add)
         return FUSED;
-    return l->kind == MAXPOOL2D && fuses_pool(to, with, l) ? FUSED : SEPARATE;
+    return l->kind == MAXPOOL2D && fuses_pool(target, fused, l) ? FUSED : SEPARATE;
 }
 
 static const Kernels fast_kernels = {

@@ -53,7 +53,7 @@ static __attribute__((noinline)) void train_step(Run *run, const Batch *batch, s
     drawn.key = (RandomKey){run->settings.seed, 1, step * batch->n, 1};
     net_load(&run->net, &drawn, 1e-4);
     forward(&run->net, batch->n, &run->net.step->key);
-    check_loss(&run->net, batch, loss_and_gradient(&run->net, batch->n, true));
+    check_loss(&run->net, batch, loss_and_gradient(&run->net, batch->n));
     backward(&run->net, batch->n);
     optimizer_step(&run->net, run->state);
 }

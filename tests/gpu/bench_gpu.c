@@ -249,7 +249,7 @@ static void free_bench(Run *run) {
 static double train_step(Run *run, const Batch *batch) {
     net_load(&run->net, batch, 1e-4);
     forward(&run->net, batch->n, &run->net.step->key);
-    double loss = loss_and_gradient(&run->net, batch->n, true);
+    double loss = loss_and_gradient(&run->net, batch->n);
     backward(&run->net, batch->n);
     optimizer_step(&run->net, run->state);
     return loss;

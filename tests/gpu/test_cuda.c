@@ -1632,7 +1632,7 @@ static uint64_t train_steps(const Kernels *k, const char *model, size_t batch_si
     for (const Batch *batch; (batch = loader_next(&loader));) {
         net_load(&net, batch, s.lr ? s.lr : optimizers[s.optimizer].lr);
         forward(&net, batch->n, &net.step->key);
-        losses[batch->number] = loss_and_gradient(&net, batch->n, true);
+        losses[batch->number] = loss_and_gradient(&net, batch->n);
         backward(&net, batch->n);
         optimizer_step(&net, state);
     }

@@ -250,7 +250,7 @@ static void run_golden_net(Net *net, const GoldenNet *which, const Golden *g) {
     fill_stream(output(net, 0), n * shape_size(which->images), IMAGE_STREAM);
     fill_labels(net->labels, n);
     forward(net, n, &key);
-    real loss = (real)loss_and_gradient(net, n, true);
+    real loss = (real)loss_and_gradient(net, n);
     compare_numbers(g, "logp", output(net, last_row(net)), tolerance);
     compare_numbers(g, "loss", &loss, tolerance);
     backward(net, n);

@@ -201,7 +201,7 @@ static void test_smoothing_of_training(void) {
     if (net.batches_tracked != 1)
         fail("%zu batches counted, expected the one of training", net.batches_tracked);
     loss_of(&net);
-    double tested = loss_and_gradient(&net, BATCH, false);
+    double tested = test_loss(&net, BATCH);
     const real *logp = output(&net, last_row(&net));
     for (size_t i = 0; i < BATCH * CLASSES; i++) {
         sum -= (double)logp[i] / (BATCH * CLASSES);

@@ -44,7 +44,7 @@ static void test_layer_times(const char *model, const char *dataset, size_t show
     memset(kernels_of_row, 0, sizeof kernels_of_row);
     net.marks_rows = true;
     forward(&net, 2, &any_key);
-    loss_and_gradient(&net, 2, true);
+    loss_and_gradient(&net, 2);
     backward(&net, 2);
     for (size_t i = 1; i < net.count; i++) {
         const bool fused = net.slots[i].sharing == FUSED;
