@@ -1222,8 +1222,9 @@ INLINE bool is_inside(TileBlock b, TilePosition s, size_t y, size_t x) {
     return s.y + y < b.pass->out.h && s.x + x < b.pass->out.w;
 }
 
-// v = B^T d B; prefetches what the tile to the right reads.
-static void winograd_input(TileBlock b) {
+// v = B^T d B; prefetches what the tile to the right reads. This and what follows is not inlined: a
+// second copy might be rounded differently.
+NOINLINE void winograd_input(TileBlock b) {
     const Pass *p = b.pass;
     for (size_t t = 0; t < b.tiles; t++) {
         const TilePosition s = tile_position(b, t);
@@ -1281,7 +1282,6 @@ INLINE void output_tile(const size_t tile, const bool whole, TileBlock b, TilePo
     }
 }
 
-// Not inlined: a second copy might be rounded differently.
 NOINLINE void winograd_output(TileBlock b) {
     const bool adds = b.pass->accumulate;
     for (size_t t = 0; t < b.tiles; t++) {
@@ -1320,7 +1320,7 @@ INLINE void dout_tile(const bool whole, TileBlock b, TilePosition s, size_t t, c
     }
 }
 
-static void winograd_dout(TileBlock b, const real *dout) {
+NOINLINE void winograd_dout(TileBlock b, const real *dout) {
     for (size_t t = 0; t < b.tiles; t++) {
         const TilePosition s = tile_position(b, t);
         if (is_whole(b, s))
@@ -1384,7 +1384,7 @@ static void winograd_by_tiles(const Pass *p) {
 
 /* Where tiles are few and channels many, reading the filters takes most of the time. So v of all
    tiles is computed first; then each thread transforms the filters of a block of columns and uses
-   them at once, from its cache. */
+   them at once, from its cache. No sum depends on this choice. */
 static bool suits_columns(const Pass *p) {
     return count_tiles(p, p->n) <= CHUNK_TILES && p->out.c >= 2 * num_threads * COLUMNS;
 }
