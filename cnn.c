@@ -139,7 +139,7 @@ typedef struct Layer {
     size_t kernel, stride, padding; // conv2d, maxpool2d
     real p;                         // dropout: probability of a zero; available to new kinds
     size_t weights, biases;         // numbers of parameters; batchnorm2d: weights are its scales
-    size_t weight, bias;            // their offsets into params and grads, in elements
+    size_t weight_offset, bias_offset; // into params and grads, in elements
 } Layer;
 
 // Whether a row multiplies its input by a matrix of weights.
@@ -1509,8 +1509,8 @@ static size_t add_weights(Net *net, Layer l, const char *prefix) {
         if (net->layers[i].kind == l.kind)
             number++;
     snprintf(l.name, sizeof l.name, "%s%zu", prefix, number);
-    l.weight = add_params(net, l.weights);
-    l.bias = add_params(net, l.biases);
+    l.weight_offset = add_params(net, l.weights);
+    l.bias_offset = add_params(net, l.biases);
     return add_layer(net, l);
 }
 
@@ -2014,7 +2014,7 @@ static void init_constant(Net *net, real *param, size_t count, real value) {
    arXiv:1502.01852). */
 static void init_layer(Net *net, size_t row, uint64_t seed) {
     const Layer *l = &net->layers[row];
-    real *weight = net->params + l->weight, *bias = net->params + l->bias;
+    real *weight = net->params + l->weight_offset, *bias = net->params + l->bias_offset;
     const real bound = 1 / SQRT((real)(l->weights / l->out.c));
     const real fan_out = (real)(l->kernel * l->kernel * l->out.c);
     if (l->biases == 0)
@@ -2027,7 +2027,7 @@ static void init_layer(Net *net, size_t row, uint64_t seed) {
 // Weights and running variances are 1. Biases and running means are 0, as after allocation.
 static void init_batchnorm2d(Net *net, size_t row) {
     const Layer *l = &net->layers[row];
-    init_constant(net, net->params + l->weight, l->weights, 1);
+    init_constant(net, net->params + l->weight_offset, l->weights, 1);
     real *stats = net->stats + net->slots[row].stats;
     init_constant(net, stats + RUNNING_VARIANCE * l->out.c, l->out.c, 1);
 }
@@ -2302,8 +2302,8 @@ static real *gradient(const Net *net, size_t row) {
 // The weights of a row. Those that it multiplies with are in the 16-bit copy, if there is one.
 static real *weight_of(const Net *net, const Layer *l) {
     if (has_low_copy(net) && multiplies(l))
-        return (real *)(net->low + 2 * l->weight);
-    return net->params + l->weight;
+        return (real *)(net->low + 2 * l->weight_offset);
+    return net->params + l->weight_offset;
 }
 
 /* data.to(device). A CPU reads the images from the loader's buffer; on a GPU the copies are queued,
@@ -2365,12 +2365,12 @@ static Work work_of(const Net *net, size_t i, size_t n, const RandomKey *key) {
                   .in = output(net, l->input),
                   .residual = adds ? output(net, slot->residual) : NULL,
                   .weight = weight_of(net, l),
-                  .bias = l->biases ? net->params + l->bias : NULL,
+                  .bias = l->biases ? net->params + l->bias_offset : NULL,
                   .out = output(net, i),
                   .dout = gradient(net, i),
                   .din = gradient(net, l->input),
-                  .dweight = net->grads + l->weight,
-                  .dbias = net->grads + l->bias,
+                  .dweight = net->grads + l->weight_offset,
+                  .dbias = net->grads + l->bias_offset,
                   .stats = net->stats + slot->stats,
                   .moments = net->moments,
                   .saved = net->saved + slot->saved,
@@ -2434,7 +2434,7 @@ static void backward(Net *net, size_t n) {
         backward_row(net, i, n, written);
         end_row(net, i, true);
         if (net->on_gradients && net->layers[i].weights)
-            net->on_gradients(net->context, net->layers[i].weight);
+            net->on_gradients(net->context, net->layers[i].weight_offset);
     }
 }
 
@@ -2606,8 +2606,8 @@ static void update_params(const Net *net, real *state, size_t first, size_t coun
 // measure what that costs on a GPU.
 static void update_each_tensor(const Net *net, real *state) {
     for (const Layer *l = net->layers; l < net->layers + net->count; l++) {
-        update_params(net, state, l->weight, l->weights);
-        update_params(net, state, l->bias, l->biases);
+        update_params(net, state, l->weight_offset, l->weights);
+        update_params(net, state, l->bias_offset, l->biases);
     }
 }
 
@@ -3924,10 +3924,10 @@ static void plan_buckets(Comm *c) {
     size_t end = net->param_size;
     for (size_t i = last_row(net); i > 0; i--) {
         const Layer *l = &net->layers[i];
-        const double megabytes = 1e-6 * (double)((end - l->weight) * sizeof(real));
+        const double megabytes = 1e-6 * (double)((end - l->weight_offset) * sizeof(real));
         if (l->weights > 0 && megabytes >= limit && c->bucket_count + 1 < MAX_BUCKETS) {
-            add_bucket(c, l->weight, end);
-            end = l->weight;
+            add_bucket(c, l->weight_offset, end);
+            end = l->weight_offset;
             limit = c->settings->bucket_mb;
         }
     }
@@ -4218,9 +4218,9 @@ static Tensor *list_parameters(const Net *net, Tensor *t, const char *prefix, re
     for (const Layer *l = net->layers; l < net->layers + net->count; l++) {
         Tensor *weight = t;
         if (l->weights)
-            t = add_tensor(t, prefix, l, "weight", params, l->weight, l->weights);
+            t = add_tensor(t, prefix, l, "weight", params, l->weight_offset, l->weights);
         if (l->biases)
-            t = add_tensor(t, prefix, l, "bias", params, l->bias, l->biases);
+            t = add_tensor(t, prefix, l, "bias", params, l->bias_offset, l->biases);
         if (l->kind == LINEAR) {
             weight->filter = net->layers[l->input].out; // the whole image
             snprintf(weight->shape, SHAPE_SIZE, "%zu,%zu", l->out.c, l->in.c);
@@ -4596,7 +4596,7 @@ static uint64_t hash_weights(Net *net) {
     uint64_t hash = HASH_START;
     for (const Layer *l = net->layers; l < net->layers + net->count; l++) {
         const size_t running = l->kind == BATCHNORM2D ? 2 * l->out.c : 0; // mean and variance
-        const real *at[] = {net->params + l->weight, net->params + l->bias,
+        const real *at[] = {net->params + l->weight_offset, net->params + l->bias_offset,
                             net->stats + net->slots[l - net->layers].stats};
         const size_t counts[] = {l->weights, l->biases, running};
         for (size_t k = 0; k < 3; k++) {
@@ -5703,8 +5703,9 @@ static void open_logs(Run *run) {
 // Ends the run if a gradient is not finite. `step` counts from 1.
 static void check_finite(const Net *net, const real *grads, size_t epoch, size_t step) {
     for (const Layer *l = net->layers; l < net->layers + net->count; l++) {
-        const bool weight = first_not_finite(grads + l->weight, l->weights, FP32) < l->weights;
-        if (weight || first_not_finite(grads + l->bias, l->biases, FP32) < l->biases)
+        const bool weight =
+            first_not_finite(grads + l->weight_offset, l->weights, FP32) < l->weights;
+        if (weight || first_not_finite(grads + l->bias_offset, l->biases, FP32) < l->biases)
             die(1, "epoch %zu, step %zu: the gradient of %s.%s is not finite; try a smaller --lr",
                 epoch, step, l->name, weight ? "weight" : "bias");
     }

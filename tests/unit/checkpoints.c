@@ -83,8 +83,8 @@ static void compare_parameters(const char *name, const Net *net, const real *got
                                const real *want) {
     for (size_t i = 0; i < net->count; i++) {
         const Layer *l = &net->layers[i];
-        check_tensor(name, got + l->weight, want + l->weight, NULL, l->weights);
-        check_tensor(name, got + l->bias, want + l->bias, NULL, l->biases);
+        check_tensor(name, got + l->weight_offset, want + l->weight_offset, NULL, l->weights);
+        check_tensor(name, got + l->bias_offset, want + l->bias_offset, NULL, l->biases);
     }
 }
 
@@ -635,7 +635,7 @@ static void test_unfinite_file(void) {
 
 // What has overflowed is no checkpoint to go on from: the one before stays.
 static void test_unfinite_checkpoint(void) {
-    real *at = spoiled_net.params + spoiled_net.layers[1].weight, kept = *at;
+    real *at = spoiled_net.params + spoiled_net.layers[1].weight_offset, kept = *at;
     static const real values[3] = {(real)NAN, (real)INFINITY, (real)-INFINITY};
     save_spoiled();
     for (size_t i = 0; i < 3; i++) {

@@ -116,7 +116,7 @@ static void test_unfinite_gradient(void) {
         const Layer *l = &spoiled_net.layers[i];
         char words[128];
         for (size_t k = 0; k < 2; k++) {
-            real *at = spoiled_net.grads + (k ? l->bias : l->weight);
+            real *at = spoiled_net.grads + (k ? l->bias_offset : l->weight_offset);
             if ((k ? l->biases : l->weights) == 0)
                 continue;
             *at = k ? (real)NAN : (real)-INFINITY;

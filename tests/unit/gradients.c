@@ -78,9 +78,9 @@ static void check_gradients(Net *net, const char *what, size_t samples, Checked 
         const Layer *l = &net->layers[i];
         char name[128];
         snprintf(name, sizeof name, "%s: grad of %s.weight", what, l->name);
-        check_gradient(net, name, l->weight, l->weights, samples, checked);
+        check_gradient(net, name, l->weight_offset, l->weights, samples, checked);
         snprintf(name, sizeof name, "%s: grad of %s.bias", what, l->name);
-        check_gradient(net, name, l->bias, l->biases, samples, checked);
+        check_gradient(net, name, l->bias_offset, l->biases, samples, checked);
     }
 }
 

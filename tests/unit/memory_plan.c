@@ -138,7 +138,8 @@ static void build_unplanned(Net *net, const Kernels *k, bool fused) {
 static void compare_gradients(const Net *got, const Net *want, bool rounds) {
     for (size_t i = 0; i < want->count; i++) {
         const Layer *l = &want->layers[i];
-        const size_t first[] = {l->weight, l->bias}, count[] = {l->weights, l->biases};
+        const size_t first[] = {l->weight_offset, l->bias_offset},
+                     count[] = {l->weights, l->biases};
         char name[96];
         snprintf(name, sizeof name, "grad of row %zu of %zu, %s", i, want->count, l->name);
         double largest = 0;

@@ -136,8 +136,8 @@ static size_t build_relu(Net *net, size_t x) {
     return log_softmax(net, linear(net, relu(net, x), net->classes));
 }
 
-/* Builds it for images of 4 x 4 pixels in a process of its own and plans its memory; the exit status,
-   and in text what it wrote to stderr. */
+/* Builds it for images of 4 x 4 pixels in a process of its own and plans its memory; the exit
+   status, and in text what it wrote to stderr. */
 static int refused_build(const Model *model, const Kernels *kernels, char *text, size_t size) {
     int ends[2], status = -1;
     fflush(stdout);
@@ -246,8 +246,8 @@ static void check_norm_start(const Net *net, size_t row) {
     const Layer *l = &net->layers[row];
     for (size_t c = 0; c < l->out.c; c++) {
         const real *stats = net->stats + net->slots[row].stats + c;
-        if (net->params[l->weight + c] != 1 || net->params[l->bias + c] != 0 || stats[0] != 0 ||
-            stats[l->out.c] != 1)
+        if (net->params[l->weight_offset + c] != 1 || net->params[l->bias_offset + c] != 0 ||
+            stats[0] != 0 || stats[l->out.c] != 1)
             fail("%s: channel %zu does not start as 1, 0 and mean 0, variance 1", l->name, c);
     }
 }
@@ -262,11 +262,13 @@ static void test_initial_values(void) {
     net_alloc(&net);
     init_weights(&net, 1);
     const Layer *l = net.layers;
-    expect_spread("conv1.weight", net.params + l[1].weight, l[1].weights, 2. / (9 * 96), 3);
+    expect_spread("conv1.weight", net.params + l[1].weight_offset, l[1].weights, 2. / (9 * 96), 3);
     check_norm_start(&net, 2);
-    expect_spread("conv2.weight", net.params + l[3].weight, l[3].weights, 1. / (9 * 96 * 3), 1.8);
-    expect_spread("fc1.weight", net.params + l[4].weight, l[4].weights, 1. / (128 * 16 * 3), 1.8);
-    Spread bias = measure_spread(net.params + l[3].bias, l[3].biases);
+    expect_spread("conv2.weight", net.params + l[3].weight_offset, l[3].weights, 1. / (9 * 96 * 3),
+                  1.8);
+    expect_spread("fc1.weight", net.params + l[4].weight_offset, l[4].weights, 1. / (128 * 16 * 3),
+                  1.8);
+    Spread bias = measure_spread(net.params + l[3].bias_offset, l[3].biases);
     if (!(bias.largest <= 1 / sqrt(9. * 96) && bias.largest > .9 / sqrt(9. * 96)))
         fail("conv2.bias: largest %g", bias.largest);
     plan_free(&net.plan);

@@ -116,8 +116,8 @@ static void draw_norms(Net *net) {
     for (size_t i = 0; i < net->count; i++) {
         const Layer *l = &net->layers[i];
         for (size_t c = 0; l->kind == BATCHNORM2D && c < l->out.c; c++) {
-            net->params[l->weight + c] = 1 + draw_real() / 2;
-            net->params[l->bias + c] = draw_real() / 2;
+            net->params[l->weight_offset + c] = 1 + draw_real() / 2;
+            net->params[l->bias_offset + c] = draw_real() / 2;
         }
     }
 }
