@@ -356,11 +356,11 @@ enum {
     ROWS = 6, // of a tile
     VECTORS = VECTOR_SUMS / ROWS,
     MAX_VECTORS = 4,
-    LINE = 64 / sizeof(real),  // elements of a cache line
-    COLUMNS = VECTORS * LANES, // of the widest tile
-    MAX_TAPS = 11 * 11,        // the largest kernel: 11 x 11
-    FEW = 8,                   // with fewer channels than this a row of taps is read as one tap
-    RUN = 11 * FEW,            // the most elements of such a row
+    LINE_ELEMENTS = 64 / sizeof(real), // elements of a cache line
+    COLUMNS = VECTORS * LANES,         // of the widest tile
+    MAX_TAPS = 11 * 11,                // the largest kernel: 11 x 11
+    FEW = 8,        // with fewer channels than this a row of taps is read as one tap
+    RUN = 11 * FEW, // the most elements of such a row
     // L2 blocking
     MAX_DEPTH = 1024,          // channels that a tile sums over at a time
     WEIGHT_BYTES = 256 * 1024, // of the weights used at a time: they stay in L2
@@ -429,7 +429,7 @@ INLINE size_t remaining(size_t columns, size_t j) // columns from vector j on
 // Rounds up to an odd number of cache lines. Rows that are an even number of lines apart, above all
 // a power of 2, share few sets of the cache and evict each other.
 INLINE size_t odd_lines(size_t elements) {
-    return (ceil_div(elements, LINE) | 1) * LINE;
+    return (ceil_div(elements, LINE_ELEMENTS) | 1) * LINE_ELEMENTS;
 }
 
 // The arguments of dot_tile(): 6 output pixels, and 6 input pixels for each tap of the list.
@@ -729,10 +729,10 @@ static Panel panel_at(const Pass *p, size_t column, size_t columns, size_t start
    prefetched. */
 static void transpose(real *to, size_t width, const real *from, size_t pitch, size_t columns,
                       size_t depth) {
-    for (size_t line = 0; line < depth; line += LINE)
+    for (size_t line = 0; line < depth; line += LINE_ELEMENTS)
         for (size_t j = 0; j < width; j++) {
-            __builtin_prefetch(from + j * pitch + line + LINE);
-            for (size_t d = line; d < min_size(line + LINE, depth); d++)
+            __builtin_prefetch(from + j * pitch + line + LINE_ELEMENTS);
+            for (size_t d = line; d < min_size(line + LINE_ELEMENTS, depth); d++)
                 to[d * width + j] = j < columns ? from[j * pitch + d] : 0;
         }
 }
@@ -1498,8 +1498,8 @@ static WeightGradient weight_gradient_plan(const Layer *l, size_t n, const int32
 // A unit's operands for some pixels: what the tap selects, and the gradient of the output pixel;
 // only of pixels where the tap is inside of the image.
 typedef struct Operands {
-    _Alignas(64) real in[PAIRS * (ROW_BLOCK + LINE)];
-    _Alignas(64) real dout[PAIRS * (COLUMN_BLOCK + LINE)];
+    _Alignas(64) real in[PAIRS * (ROW_BLOCK + LINE_ELEMENTS)];
+    _Alignas(64) real dout[PAIRS * (COLUMN_BLOCK + LINE_ELEMENTS)];
 } Operands;
 
 // Copies whole vectors, so up to LANES - 1 elements more than `count`.
@@ -1637,8 +1637,8 @@ static void sum_slices(real *to, const real *from, size_t slices, size_t pitch, 
 enum {
     DU_ROWS = 36, // so that a block stays in L2
     DU_COLUMNS = 64,
-    DU_PITCH = DU_COLUMNS + LINE,       // from a row to the next; see odd_lines()
-    DU_STEP = DU_ROWS * DU_PITCH + LINE // from a point to the next
+    DU_PITCH = DU_COLUMNS + LINE_ELEMENTS,       // from a row to the next; see odd_lines()
+    DU_STEP = DU_ROWS * DU_PITCH + LINE_ELEMENTS // from a point to the next
 };
 
 typedef struct WinogradGradient {
