@@ -5914,18 +5914,27 @@ static void set_trace_origin(Run *run) {
     run->tracer.start = now();
 }
 
-// Before a step: begins its range, and its trace if it is one of --trace-steps.
-static void begin_step(Run *run) {
+// Whether the step to come is one of --trace-steps
+static bool is_recorded(const Run *run) {
     const size_t step = steps_done(run);
-    const bool recorded = step >= run->tracer.first && step < run->tracer.end;
-    const bool traced = recorded && *run->settings.trace;
-    char name[32];
-    record_step(run, recorded);
-    snprintf(name, sizeof name, "step %zu", step);
-    run->device->range(RANGE_STEP, name);
+    return step >= run->tracer.first && step < run->tracer.end;
+}
+
+// Begins or ends the trace, for the step to come.
+static void trace_next_step(Run *run) {
+    const bool traced = is_recorded(run) && *run->settings.trace;
     if (traced && !run->net.marks_rows)
         set_trace_origin(run);
     trace_rank(run, traced);
+}
+
+// Before a step: begins its range, and its trace if it is one of --trace-steps.
+static void begin_step(Run *run) {
+    char name[32];
+    record_step(run, is_recorded(run));
+    snprintf(name, sizeof name, "step %zu", steps_done(run));
+    run->device->range(RANGE_STEP, name);
+    trace_next_step(run);
     run->tracer.step_start = now();
 }
 
@@ -7125,6 +7134,7 @@ static double replay_step(Run *run, const Batch *batch) {
 static void start_epoch(Run *run) {
     clock_settle(&run->clock, 0); // what the end of the last epoch took belongs to no step
     memset(run->recorder.steps, 0, run->recorder.steps_capacity * sizeof *run->recorder.steps);
+    trace_next_step(run);       // the workers begin before the step does
     if (run->train_loader.data) // dp: only the master has one
         loader_start(&run->train_loader, run->settings.seed, run->epoch, run->batch_index);
 }

@@ -662,6 +662,8 @@ test_trace() {
     line trace/wrote "^Wrote [0-9]+ events to $tmp/trace.json\$"
     trace_is_good trace/one "$tmp/trace.json" "0:steps:step 0,0:train(),0:device:conv2 forward,0:loader worker 0"
     same trace/steps 6 "$(grep -c '"name":"step [0-5]"' "$tmp/trace.json")"
+    holds trace/batches "the batches of the first steps, which workers begin before them" \
+        "$(grep -c '"make a batch"' "$tmp/trace.json")" [ "$(grep -c '"make a batch"' "$tmp/trace.json")" -ge 6 ]
     same trace/rows "6 6" "$(grep -c '"conv2 forward"' "$tmp/trace.json") $(grep -c \
         '"fc1 backward"' "$tmp/trace.json")"
     holds trace/lines "lines of train()" "none" grep -q '"name":"backward(net, batch->n)"' \
