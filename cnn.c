@@ -501,7 +501,6 @@ static inline HOST_DEVICE real uniform(uint32_t bits) {
 #include <string.h>
 #include <sys/file.h>
 #include <sys/ioctl.h>
-#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/utsname.h>
@@ -610,15 +609,10 @@ static void set_num_threads(size_t count) {
 }
 
 // Zeroed memory, aligned to a cache line and padded, so that vector loads may read past its end.
-// Large memory asks for huge pages: with pages of 4 KB the CPU looks up addresses all the time.
 static void *zeroed_alloc(size_t bytes) {
-    enum { HUGE = 2 << 20 }; // bytes of a huge page
-    const size_t alignment = bytes < HUGE ? 64 : HUGE;
     void *memory = NULL;
-    if (bytes > SIZE_MAX / 2 || posix_memalign(&memory, alignment, bytes + 128) != 0)
+    if (bytes > SIZE_MAX / 2 || posix_memalign(&memory, 64, bytes + 128) != 0)
         return NULL;
-    if (bytes >= HUGE)
-        madvise(memory, bytes, MADV_HUGEPAGE); // a request: it may fail
     return memset(memory, 0, bytes + 128);
 }
 
