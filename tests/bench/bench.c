@@ -116,7 +116,7 @@ static double measure_beside(Neighbour *n, Run *run, const Batch *batch, size_t 
     return speed;
 }
 
-/* ---- --layers -------------------------------------------------------------------------------- */
+/* ---- --layers ------------------------------------------------------------------------------- */
 
 typedef struct Measured {
     double seconds, operations; // operations: that were executed, 2 for each multiply-add
@@ -135,8 +135,8 @@ static int group_of(const Layer *l) {
     return l->kernel == 3 && l->stride == 2 ? STRIDED_3X3 : NO_GROUP;
 }
 
-// Seconds of a call, the least of several; with one thread of CPU time, which other programs disturb
-// less.
+// Seconds of a call, the least of several; with one thread they are CPU time, which other programs
+// disturb less.
 static double best_seconds(void (*pass)(Work w), Work w) {
     double (*const seconds)(void) = num_threads == 1 ? thread_seconds : now;
     double best = INFINITY;
