@@ -401,9 +401,9 @@ typedef struct Kernels {
                      size_t batch, size_t classes, double smoothing, LossScale *scale);
     void (*adadelta)(Update u);
     void (*sgd)(Update u);
-    /* The rest is for the fast kernels; skip it on a first reading. fuse() says how row l is
-       computed, which alone reads the output of the kernels of row `target`; `fused` is what these
-       kernels compute already. */
+    /* The rest is for the fast kernels; skip it on a first reading. Row l is the only
+       reader of what the kernels of row `target` write, and `fused` is what these kernels compute
+       already; fuse() says how row l is computed. */
     Sharing (*fuse)(const Layer *target, const Fusion *fused, const Layer *l);
     // numbers in which a conv2d's forward stores sums for the batchnorm2d that follows it, or 0
     size_t (*moments_size)(const Layer *conv, size_t n);
@@ -1446,8 +1446,8 @@ typedef struct Net {
 } Net;
 
 /* Properties of each kind. A row of a kind that reads_out may not be overwritten in place, because
-   its backward reads its output. A ReLU's backward only reads the signs of its output. A
-   dropout in place may set an element to zero, but then its gradient is zero, too. */
+   its backward reads its output. A ReLU's backward only reads the signs of its output. A dropout in
+   place may set an element to zero, but then its gradient is zero, too. */
 static const struct {
     const char *name;
     double flops; // forward, for each weight and output pixel
@@ -3502,7 +3502,7 @@ static void loader_start(Loader *l, uint64_t seed, size_t epoch, size_t first) {
     if (epoch > 0)
         shuffle(l->order, count, seed, epoch);
     for (size_t i = 0; i + 1 < ranks; i++)
-        l->order[count + i] = l->order[i % count];
+        l->order[count + i] = l->order[i];
     l->key = (RandomKey){seed, epoch, rank, ranks};
     // In training count / ranks, rounded up; in testing (count - rank) / ranks, rounded up
     size_t positions = count + ranks - 1;
@@ -5212,7 +5212,7 @@ static void print_value(FILE *f, Form form, const char *format, va_list *args) {
 
 /* One description of a record, "epoch=%zu train_loss=%.4f ...", and its values give a line of
    key=value pairs, the header or a row of CSV, or the members of a JSON object. A number that is
-   not finite is null in JSON, and empty in CSV. Conversions are %s, %zu and those of a double. */
+   not finite is null in JSON, and empty in CSV. Conversions are %s, %zu and any for a double. */
 static FORMAT(3) void print_record(FILE *f, Form form, const char *record, ...) {
     static const char separators[] = {
         [KEY_VALUE] = ' ', [CSV_HEADER] = ',', [CSV_ROW] = ',', [JSON] = ','};

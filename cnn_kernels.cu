@@ -2349,13 +2349,14 @@ static const Device gpu_device = make_device();
 
 // What the kernels of row `to` compute as well. EPILOGUE: a convolution's tile passes the ReLU
 // before it is stored.
-template <bool EPILOGUE> static Sharing fuse(const Layer *to, const Fusion *with, const Layer *l) {
-    const bool applies_relu = to->kind == BATCHNORM2D || (EPILOGUE && multiplies(to));
+template <bool EPILOGUE>
+static Sharing fuse(const Layer *target, const Fusion *fused, const Layer *l) {
+    const bool applies_relu = target->kind == BATCHNORM2D || (EPILOGUE && multiplies(target));
     if (l->kind == DROPOUT)
         return IN_PLACE;
     if (l->kind == RELU)
-        return applies_relu && !with->relu ? FUSED : IN_PLACE;
-    if (l->kind == ADD && to->kind == BATCHNORM2D && !with->relu && !with->add)
+        return applies_relu && !fused->relu ? FUSED : IN_PLACE;
+    if (l->kind == ADD && target->kind == BATCHNORM2D && !fused->relu && !fused->add)
         return FUSED;
     return SEPARATE;
 }

@@ -1,4 +1,4 @@
-/* overlap.c - lab 6: how much of the loader's work is hidden behind that of the device?
+/* overlap.c - lab 6: how much of the loader's work is hidden by the device's?
 
      build/overlap TRACE.json      a trace that ./cnn --trace has written, of one rank
 

@@ -120,7 +120,7 @@ static double measure_beside(Neighbour *n, Run *run, const Batch *batch, size_t 
 
 typedef struct Measured {
     double seconds, operations; // operations: that were executed, 2 for each multiply-add
-    double dense;               // those of the definition
+    double dense;               // of the definition
 } Measured;
 
 enum { WINOGRAD, WIDE_1X1, STRIDED_3X3, NO_GROUP, GROUPS };

@@ -211,7 +211,7 @@ static void setup_run(Run *run, const Case *c) {
 }
 
 // The network on synthetic images, and a loader that has put one batch of them on the GPU. build:
-// another network than that of the model, or NULL
+// another network than the model's, or NULL
 static const Batch *setup_bench(Run *run, const Case *c, size_t (*build)(Net *net, size_t x)) {
     static Model built;
     setup_run(run, c);

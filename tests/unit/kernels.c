@@ -252,7 +252,8 @@ static void convolve_in_double(const Layer *l, size_t n, const Inputs *x, double
     }
 }
 
-// As the part on Winograd in cnn_kernels.c says: rounding at most 2.8 times that of the definition.
+// As the part on Winograd in cnn_kernels.c says: rounding errors at most 2.8 times as large as in
+// the definition.
 static void test_winograd_rounding(void) {
     static Net net;
     const Fusion none = {0};
@@ -286,7 +287,7 @@ static void test_winograd_rounding(void) {
         free_arrays(&fast, sizeof fast);
         free_arrays(&naive, sizeof naive);
     }
-    verdict("Winograd's rounding against that of the definition");
+    verdict("Winograd's rounding against the definition's");
 }
 
 static void test_fast_linear(void) {
@@ -424,7 +425,7 @@ static Results pooled_fast(const Net *net, size_t n, const Inputs *x, const Pool
     return r;
 }
 
-// Some of the gradient is zero, as a dropout behind the pool makes it.
+// Some of the gradient is zero, as a dropout after the pool makes it.
 static void drop_some(Array *dout) {
     for (size_t i = 0; i < dout->count; i++)
         dout->at[i] = draw_bits() % 3 ? dout->at[i] : 0;

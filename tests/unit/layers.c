@@ -333,7 +333,7 @@ static void run_norm(Norm *x, size_t n, bool training) {
     check_guards("scratch", &x->scratch);
 }
 
-// In two passes and more digits than those of a real.
+// In two passes, with more digits than a real has.
 typedef struct Moments {
     long double mean, variance, farthest; // farthest: the largest distance from the mean
 } Moments;

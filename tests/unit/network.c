@@ -81,7 +81,7 @@ static void test_stems(void) {
             net_build(&net, &models[m], &info, &settings, &naive_kernels);
             size_t want = stems[i / 2].side;
             Shape last = net.layers[net.count - 3].in; // average pool, linear, log_softmax
-            size_t first = images.h / (i < 4 ? 1 : 2); // pixels a row behind the convolution
+            size_t first = images.h / (i < 4 ? 1 : 2); // pixels a row after the convolution
             if (last.h != want || last.w != want || net.layers[1].kernel != stems[i / 2].kernel ||
                 net.layers[1].out.h != first || net.layers[1].out.w != first)
                 fail("%s with stem %u: %zu x %zu pixels in the end, expected %zu", models[m].name,

@@ -25,7 +25,7 @@ static size_t classify(Net *net, size_t x) {
     return log_softmax(net, linear(net, global_avgpool2d(net, x), net->classes));
 }
 
-// BatchNorm with and without a ReLU behind it, before a strided max-pool and before a linear layer.
+// BatchNorm with and without a ReLU after it, before a strided max-pool and before a linear layer.
 static size_t build_batchnorm(Net *net, size_t x) {
     x = relu(net, batchnorm2d(net, add_conv2d(net, x, 4, 3, 1, 1, false)));
     x = maxpool2d(net, batchnorm2d(net, conv2d(net, x, 5, 3, 1, 1)), 3, 2, 1);
@@ -81,7 +81,7 @@ static size_t build_shared(Net *net, size_t x) {
     return log_softmax(net, linear(net, add(net, x, y), net->classes));
 }
 
-// add(x, x); a sum whose sides are read again, before it and behind it; one with the images.
+// add(x, x); a sum whose sides are read again, before it and after it; one with the images.
 static size_t build_adds(Net *net, size_t x) {
     size_t a = conv2d(net, x, 3, 3, 1, 1), b = conv2d(net, a, 3, 3, 1, 1);
     size_t twice = add(net, b, b);

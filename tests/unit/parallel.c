@@ -114,7 +114,7 @@ typedef struct Learner {
     Kernels kernels;
     Device device;
     size_t received, awaited; // awaited: backward goes no further until so many have come
-    size_t beside;            // those that came beside backward, not behind it
+    size_t beside;            // that came during backward, not after it
     bool late;                // they did not come
     double exposed_s;         // how long the others let a step wait
     uint64_t hash;
