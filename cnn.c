@@ -128,8 +128,8 @@ typedef struct Settings {
     bool pin_memory, resident, autotune, quiet, layers, oversubscribe, overlap;
 } Settings;
 
-/* One row of the layer table: what its formula needs. Its Slot (section 4) says where its arrays
-   are and which kernels compute it. */
+/* One row of the layer table: what its formula needs. Its RowPlan (section 4) says where its
+   arrays are and which kernels compute it. */
 typedef struct Layer {
     LayerKind kind;
     char name[48];                  // PyTorch's name of its parameters, such as "conv1", or empty
@@ -159,7 +159,7 @@ typedef struct Fusion {
     bool masks_din;     // backward ends with the backward of the ReLU before this row
     // conv2d: the batchnorm2d that follows, for which this row stores sums; batchnorm2d: the conv2d
     // that has stored them. NULL if no sums are stored
-    const Layer *moments;
+    const Layer *moments_partner;
 } Fusion;
 
 // How a row is computed
@@ -213,13 +213,15 @@ enum {
     MARKS // the number of marks
 };
 
-// The marks where the forward or the backward of a row begins and where it ends
-static inline size_t row_begin(size_t row, bool back) {
-    return (back ? BACKWARD_MARKS : FORWARD_MARKS) + 2 * row;
+typedef enum { FORWARD_PASS, BACKWARD_PASS } RowPass;
+
+// The marks where a pass of a row begins and where it ends
+static inline size_t row_begin(size_t row, RowPass pass) {
+    return (pass == BACKWARD_PASS ? BACKWARD_MARKS : FORWARD_MARKS) + 2 * row;
 }
 
-static inline size_t row_end(size_t row, bool back) {
-    return row_begin(row, back) + 1;
+static inline size_t row_end(size_t row, RowPass pass) {
+    return row_begin(row, pass) + 1;
 }
 
 typedef struct Dataset Dataset;
@@ -295,11 +297,11 @@ typedef struct Work {
     bool accumulate_residual; // another reader of the residual has already written dresidual
     // for the fast kernels; skip it on a first reading
     Fusion fused;
-    real *moments;    // sums that a conv2d stores for the batchnorm2d that follows it
-    void *transposed; // --layout nchw: its transposed_size() elements; else NULL
-    Shape from;       // the shape of in, before a linear layer flattens it
-    void *prepared;   // what the kernels keep for this row; zeroed, then set up by prepare()
-    bool autotune;    // choose the fastest kernels now, if that has not been done
+    real *moments;     // sums that a conv2d stores for the batchnorm2d that follows it
+    void *transposed;  // --layout nchw: its transposed_size() elements; else NULL
+    Shape unflattened; // the shape of in, before a linear layer flattens it
+    void *prepared;    // what the kernels keep for this row; zeroed, then set up by prepare()
+    bool autotune;     // choose the fastest kernels now, if that has not been done
 } Work;
 
 /* How a GPU treats losses and gradients that are not finite:
@@ -321,7 +323,7 @@ enum { FIRST_SCALE = 65536, SCALE_STEPS = 2000 };
 typedef struct Update {
     real *param, *state[2];
     const real *grad;
-    void *low;              // for GPUs: a 16-bit copy of param, or NULL
+    void *param16;          // for GPUs: a 16-bit copy of param, or NULL
     const LossScale *scale; // for GPUs: the scale of the gradients; NULL on a CPU
     size_t count;
     const Step *step; // with the learning rate, in the device's memory
@@ -411,8 +413,8 @@ typedef struct Kernels {
     // what the kernels of a row keep in the host's memory: its size in bytes; and setting it up
     size_t (*prepared_size)(const Layer *l);
     void (*prepare)(void *prepared, const Layer *l);
-    // GPU, 16-bit precisions: low = param
-    void (*lower)(void *low, const real *param, size_t count);
+    // GPU, 16-bit precisions: param16 = param
+    void (*to_16_bit)(void *param16, const real *param, size_t count);
     // GPU: adds the number of gradients that are not finite to scale->not_finite
     void (*count_not_finite)(LossScale *scale, const real *grad, size_t count);
     void (*adjust_scale)(LossScale *scale); // GPU, fp16: changes the scale, after the update
@@ -632,7 +634,7 @@ static void *must_alloc(size_t bytes, const char *what) {
    allocated; they are then allocated, and later freed, together. */
 typedef enum { HOST, PINNED, DEVICE } MemoryKind;
 
-typedef struct Plan {
+typedef struct MemoryPlan {
     const Device *device;
     size_t count;
     struct Area {
@@ -641,9 +643,10 @@ typedef struct Plan {
         MemoryKind where;
         const char *what; // the category under which it is printed
     } areas[MAX_AREAS];
-} Plan;
+} MemoryPlan;
 
-static void plan_area(Plan *p, void *pointer, size_t bytes, MemoryKind where, const char *what) {
+static void plan_area(MemoryPlan *p, void *pointer, size_t bytes, MemoryKind where,
+                      const char *what) {
     if (p->count == MAX_AREAS)
         die(1, "memory for %s: more than %d areas; raise MAX_AREAS in cnn.c", what, MAX_AREAS);
     if (where == PINNED && !p->device->is_gpu)
@@ -652,7 +655,7 @@ static void plan_area(Plan *p, void *pointer, size_t bytes, MemoryKind where, co
     p->count++;
 }
 
-static void plan_alloc(const Plan *p) {
+static void plan_alloc(const MemoryPlan *p) {
     const Device *d = p->device;
     void *(*const alloc[])(size_t) = {zeroed_alloc, d->pinned_alloc, d->alloc};
     for (size_t i = 0; i < p->count; i++) {
@@ -663,7 +666,7 @@ static void plan_alloc(const Plan *p) {
     }
 }
 
-static void plan_free(const Plan *p) {
+static void plan_free(const MemoryPlan *p) {
     const Device *d = p->device;
     void (*const release[])(void *) = {free, d->pinned_release, d->release};
     for (size_t i = 0; i < p->count; i++) {
@@ -877,7 +880,8 @@ static void trace_event(size_t rank, size_t track, const char *name, double begi
    Each layer is defined here by a few loops that compute its formula; the tests compare everything
    else with these definitions. cnn_kernels.c has fast versions of some, whose names end in _fast.
 
-   Gradients: dX is the derivative of the loss with respect to X. How a sum is split depends on
+   Gradients: dX is the derivative of the loss with respect to X. In comments, "x (=)" says that a
+   function sets x, and "x (+=)" that it adds to x. How a sum is split depends on
    shapes, never on the number of threads, and its order is fixed: the result has the same bits for
    any --threads. Convolutions keep the output channels in the innermost loop, where weights and
    outputs are contiguous, so that the compiler vectorises it: each output is still the same sum in
@@ -1376,7 +1380,7 @@ static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t 
    backward, checkpoints) walks over the table. The network owns these arenas, which are planned
    from the table and allocated once:
       params, grads     [param_size], each tensor aligned to a cache line
-      low               --precision bf16, fp16: a 16-bit copy of the parameters
+      params16          --precision bf16, fp16: a 16-bit copy of the parameters
       activations       [batch][...] of every row; in-place rows share their input's, and a CPU
                         reads the images, row 0, from the loader's buffer
       dactivations      their gradients; those with disjoint lifetimes share memory
@@ -1391,7 +1395,7 @@ enum { ALIGN = 64 / sizeof(real) };
      1 conv        1             at 0        at 0
      2 batchnorm   2             at 4096     at 4096
      3 relu        2             at 4096     at 4096     fused: its output is that of row 2 */
-typedef struct Slot {
+typedef struct RowPlan {
     size_t computed_by; // the row whose kernels compute this one
     Sharing sharing;
     Fusion fused;            // what the kernels of this row compute as well
@@ -1399,17 +1403,17 @@ typedef struct Slot {
     size_t output, gradient; // offsets into activations and dactivations, in bytes
     size_t stats;            // batchnorm2d: offset into stats, see the block on BatchNorm
     size_t saved;            // offset into saved: argmax of a max-pool, mask of a dropout
-} Slot;
+} RowPlan;
 
 typedef struct Net {
     // the table
     const char *model;
     const Settings *settings;
     const Kernels *kernels;
-    const Device *device;     // of these kernels
-    Layer layers[MAX_LAYERS]; // row 0 is the input
-    Slot slots[MAX_LAYERS];   // of the same rows
-    size_t count;             // rows
+    const Device *device;          // of these kernels
+    Layer layers[MAX_LAYERS];      // row 0 is the input
+    RowPlan row_plans[MAX_LAYERS]; // of the same rows
+    size_t count;                  // rows
     size_t classes;
     size_t parameters;     // their number
     size_t max_batch;      // the most images of a training step
@@ -1422,7 +1426,7 @@ typedef struct Net {
     size_t activation_size, gradient_size, saved_size, prepared_size;
     // the arenas
     real *params, *grads, *stats, *moments, *scratch, *losses;
-    char *low, *activations, *dactivations;
+    char *params16, *activations, *dactivations;
     void *transposed; // --layout nchw, else NULL
     LossScale *scale; // on a GPU, else NULL
     // On the host: staging buffers for copies from and to the device. The results of a step come
@@ -1431,7 +1435,7 @@ typedef struct Net {
     uint8_t *saved, *labels;
     char *prepared;                 // what the kernels keep
     size_t prepared_at[MAX_LAYERS]; // each row's offset into it
-    Plan plan;                      // of these arenas
+    MemoryPlan plan;                // of these arenas
     // the current step
     Step *step;             // of the batch that net_load() has loaded
     real *images;           // if not NULL, the loader's buffer, which replaces output(net, 0)
@@ -1649,18 +1653,18 @@ static size_t count_reads(const Net *net, size_t row) {
 // Whether the only reader of a row may overwrite it: neither the row's backward nor the backward of
 // the row that computes it needs it.
 static bool may_overwrite(const Net *net, size_t row) {
-    const Layer *l = &net->layers[row], *computed = &net->layers[net->slots[row].computed_by];
+    const Layer *l = &net->layers[row], *computed = &net->layers[net->row_plans[row].computed_by];
     return row > 0 && count_reads(net, row) == 1 && !kinds[l->kind].reads_out &&
            !kinds[computed->kind].reads_out;
 }
 
 // Fuses a sum, whose other row is its residual.
-static void fuse_add(Slot *target, const Layer *l) {
+static void fuse_add(RowPlan *target, const Layer *l) {
     target->fused.add = true;
     target->residual = l->other;
 }
 
-static void fuse_relu(Slot *target) {
+static void fuse_relu(RowPlan *target) {
     target->fused.relu = true;
     target->fused.relu_backward = true;
 }
@@ -1674,8 +1678,8 @@ static void fuse_relu(Slot *target) {
      after                        false           false           true
      after, if another row also
      reads the first ReLU         true            false           false     */
-static void fuse_pool(Net *net, Slot *target, size_t input, const Layer *pool) {
-    Slot *producer = &net->slots[net->slots[input].computed_by];
+static void fuse_pool(Net *net, RowPlan *target, size_t input, const Layer *pool) {
+    RowPlan *producer = &net->row_plans[net->row_plans[input].computed_by];
     target->fused.pool = pool;
     target->fused.relu_backward = false;
     target->fused.masks_din = producer->fused.relu && count_reads(net, input) == 1;
@@ -1687,12 +1691,12 @@ static void fuse_pool(Net *net, Slot *target, size_t input, const Layer *pool) {
 static void fuse_row(Net *net, size_t i, size_t target) {
     const Layer *l = &net->layers[i];
     if (l->kind == ADD)
-        fuse_add(&net->slots[target], l);
+        fuse_add(&net->row_plans[target], l);
     if (l->kind == RELU)
-        fuse_relu(&net->slots[target]);
+        fuse_relu(&net->row_plans[target]);
     if (l->kind == MAXPOOL2D)
-        fuse_pool(net, &net->slots[target], net->layers[target].input, l);
-    net->slots[i].computed_by = target;
+        fuse_pool(net, &net->row_plans[target], net->layers[target].input, l);
+    net->row_plans[i].computed_by = target;
 }
 
 // Links a convolution with the batchnorm2d in the next row, if its forward stores sums for it.
@@ -1703,8 +1707,8 @@ static void link_moments(Net *net, size_t i) {
     const size_t size = net->kernels->moments_size(before, net->max_batch);
     if (size == 0)
         return;
-    net->slots[i].fused.moments = before;
-    net->slots[i - 1].fused.moments = l;
+    net->row_plans[i].fused.moments_partner = before;
+    net->row_plans[i - 1].fused.moments_partner = l;
     net->moments_size = max_size(net->moments_size, size);
 }
 
@@ -1713,15 +1717,15 @@ static void plan_fusion(Net *net) {
     const Kernels *k = net->kernels;
     for (size_t i = 0; i < net->count; i++) {
         const Layer *l = &net->layers[i];
-        Slot *slot = &net->slots[i];
-        const size_t target = net->slots[l->input].computed_by;
-        slot->computed_by = i;
+        RowPlan *plan = &net->row_plans[i];
+        const size_t target = net->row_plans[l->input].computed_by;
+        plan->computed_by = i;
         if (may_overwrite(net, l->input))
-            slot->sharing = k->fuse(&net->layers[target], &net->slots[target].fused, l);
-        if (slot->sharing == FUSED)
+            plan->sharing = k->fuse(&net->layers[target], &net->row_plans[target].fused, l);
+        if (plan->sharing == FUSED)
             fuse_row(net, i, target);
         else if (l->kind == ADD)
-            slot->residual = l->other;
+            plan->residual = l->other;
         link_moments(net, i);
     }
 }
@@ -1736,16 +1740,16 @@ static void plan_fusion(Net *net) {
    True if the kernels of `row`, here 3, may share gradients that way. They may not if a later row
    also reads row 1: its backward would run earlier and write to the shared memory. */
 static bool shares_gradient(const Net *net, size_t row) {
-    const Slot *slots = net->slots;
-    const size_t source = slots[slots[row].residual].computed_by; // of the residual
-    if (!slots[row].fused.add || source == 0)
+    const RowPlan *plans = net->row_plans;
+    const size_t source = plans[plans[row].residual].computed_by; // of the residual
+    if (!plans[row].fused.add || source == 0)
         return false;
     for (size_t i = row; i < net->count; i++) {
-        if (slots[i].sharing == FUSED)
+        if (plans[i].sharing == FUSED)
             continue;
-        if (slots[net->layers[i].input].computed_by == source)
+        if (plans[net->layers[i].input].computed_by == source)
             return false;
-        if (i > row && slots[i].residual && slots[slots[i].residual].computed_by == source)
+        if (i > row && plans[i].residual && plans[plans[i].residual].computed_by == source)
             return false;
     }
     return true;
@@ -1793,10 +1797,10 @@ static void share_gradients(const Net *net, size_t *owner) {
     for (size_t i = 0; i < net->count; i++)
         owner[i] = i;
     for (size_t i = last_row(net); i > 0; i--) {
-        if (net->slots[i].sharing != SEPARATE)
+        if (net->row_plans[i].sharing != SEPARATE)
             owner[net->layers[i].input] = owner[i];
-        if (net->slots[i].residual && shares_gradient(net, i))
-            owner[net->slots[i].residual] = owner[i];
+        if (net->row_plans[i].residual && shares_gradient(net, i))
+            owner[net->row_plans[i].residual] = owner[i];
     }
 }
 
@@ -1828,23 +1832,23 @@ static void plan_gradients(Net *net) {
         net->gradient_size = max_size(net->gradient_size, life.offset + life.size);
         for (size_t i = 1; i <= row; i++)
             if (owner[i] == row)
-                net->slots[i].gradient = life.offset;
+                net->row_plans[i].gradient = life.offset;
     }
 }
 
 // Whether there is a 16-bit copy of the parameters, which the kernels read
-static bool has_low_copy(const Net *net) {
+static bool has_params16(const Net *net) {
     return net->kernels->element_bytes < sizeof(real);
 }
 
 static void plan_arenas(Net *net) {
     const size_t size = sizeof(real), most = max_size(net->max_batch, net->max_test_batch);
-    Plan *p = &net->plan;
+    MemoryPlan *p = &net->plan;
     p->device = net->device;
     plan_area(p, &net->params, size * net->param_size, DEVICE, "parameters");
     plan_area(p, &net->grads, size * net->param_size, DEVICE, "gradients");
-    if (has_low_copy(net))
-        plan_area(p, &net->low, 2 * net->param_size, DEVICE, "parameters");
+    if (has_params16(net))
+        plan_area(p, &net->params16, 2 * net->param_size, DEVICE, "parameters");
     plan_area(p, &net->activations, net->activation_size, DEVICE, "activations");
     plan_area(p, &net->dactivations, net->gradient_size, DEVICE, "activation gradients");
     plan_area(p, &net->stats, size * net->stats_size, DEVICE, "statistics and masks");
@@ -1866,7 +1870,7 @@ static void plan_arenas(Net *net) {
 
 // The shape of what a row's kernels write: the max-pool's, if one is fused
 static Shape stored_shape(const Net *net, size_t row) {
-    const Layer *pool = net->slots[row].fused.pool;
+    const Layer *pool = net->row_plans[row].fused.pool;
     return pool ? pool->out : net->layers[row].out;
 }
 
@@ -1906,29 +1910,29 @@ static void check_row(const Net *net, size_t i) {
             net->model, i);
 }
 
-// Offsets of a row's arrays, for at most `most` images. Scratch memory is for both batches, since
+// Offsets of a row's arrays, for at most max_images. Scratch memory is for both batches, since
 // fewer images may need more.
-static void plan_row(Net *net, size_t i, size_t most) {
+static void plan_row(Net *net, size_t i, size_t max_images) {
     const Layer *l = &net->layers[i];
     const Kernels *k = net->kernels;
-    Slot *slot = &net->slots[i];
-    const size_t count = aligned(most * shape_size(stored_shape(net, i)));
-    const bool saves = slot->fused.pool || (slot->sharing != FUSED && kinds[l->kind].saves);
-    if (slot->sharing == SEPARATE) {
-        slot->output = net->activation_size;
+    RowPlan *plan = &net->row_plans[i];
+    const size_t count = aligned(max_images * shape_size(stored_shape(net, i)));
+    const bool saves = plan->fused.pool || (plan->sharing != FUSED && kinds[l->kind].saves);
+    if (plan->sharing == SEPARATE) {
+        plan->output = net->activation_size;
         net->activation_size += count * element_bytes_of(net, l);
     } else {
-        slot->output = net->slots[l->input].output;
+        plan->output = net->row_plans[l->input].output;
     }
-    slot->stats = net->stats_size;
+    plan->stats = net->stats_size;
     net->stats_size += kinds[l->kind].stats * aligned(l->out.c);
-    slot->saved = net->saved_size;
+    plan->saved = net->saved_size;
     if (saves)
         net->saved_size += count;
-    const size_t training = k->scratch_size(l, &slot->fused, net->max_batch);
-    const size_t testing = k->scratch_size(l, &slot->fused, most);
-    net->scratch_size = max_size(net->scratch_size, max_size(training, testing));
-    net->transposed_size = max_size(net->transposed_size, k->transposed_size(l, most));
+    const size_t training_scratch = k->scratch_size(l, &plan->fused, net->max_batch);
+    const size_t test_scratch = k->scratch_size(l, &plan->fused, max_images);
+    net->scratch_size = max_size(net->scratch_size, max_size(training_scratch, test_scratch));
+    net->transposed_size = max_size(net->transposed_size, k->transposed_size(l, max_images));
     net->prepared_at[i] = net->prepared_size;
     net->prepared_size += 64 * ceil_div(k->prepared_size(l), 64);
 }
@@ -1956,9 +1960,9 @@ static void net_alloc(Net *net) {
 }
 
 // Refreshes the 16-bit copy of the parameters, after anything but the optimizer has changed them.
-static void lower_params(const Net *net) {
-    if (has_low_copy(net))
-        net->kernels->lower(net->low, net->params, net->param_size);
+static void refresh_params16(const Net *net) {
+    if (has_params16(net))
+        net->kernels->to_16_bit(net->params16, net->params, net->param_size);
 }
 
 // ---- Initial values, as in PyTorch's modules and torchvision's ResNets
@@ -2022,7 +2026,7 @@ static void init_layer(Net *net, size_t row, uint64_t seed) {
 static void init_batchnorm2d(Net *net, size_t row) {
     const Layer *l = &net->layers[row];
     init_constant(net, net->params + l->weight_offset, l->weights, 1);
-    real *stats = net->stats + net->slots[row].stats;
+    real *stats = net->stats + net->row_plans[row].stats;
     init_constant(net, stats + RUNNING_VARIANCE * l->out.c, l->out.c, 1);
 }
 
@@ -2034,7 +2038,7 @@ static void init_weights(Net *net, uint64_t seed) {
         else if (net->layers[row].weights > 0)
             init_layer(net, row, seed);
     }
-    lower_params(net);
+    refresh_params16(net);
     if (net->device->is_gpu)
         net->device->copy(net->scale, &scale, sizeof scale);
 }
@@ -2283,20 +2287,20 @@ static void net_build(Net *net, const Model *model, const DatasetInfo *data,
 static real *output(const Net *net, size_t row) {
     if (row == 0 && net->images)
         return net->images;
-    return (real *)(net->activations + net->slots[row].output);
+    return (real *)(net->activations + net->row_plans[row].output);
 }
 
 // NULL for row 0: the gradient of the images is not needed.
 static real *gradient(const Net *net, size_t row) {
     if (row == 0)
         return NULL;
-    return (real *)(net->dactivations + net->slots[row].gradient);
+    return (real *)(net->dactivations + net->row_plans[row].gradient);
 }
 
 // The weights of a row. Those that it multiplies with are in the 16-bit copy, if there is one.
 static real *weight_of(const Net *net, const Layer *l) {
-    if (has_low_copy(net) && multiplies(l))
-        return (real *)(net->low + 2 * l->weight_offset);
+    if (has_params16(net) && multiplies(l))
+        return (real *)(net->params16 + 2 * l->weight_offset);
     return net->params + l->weight_offset;
 }
 
@@ -2319,30 +2323,30 @@ static void net_load(Net *net, const Batch *batch, double lr) {
 
 // For example "conv1 forward". Row net->count stands for the zeroing of the gradients, with which
 // backward begins in --zero-grad memset.
-static void name_row(const Net *net, size_t row, bool back, char name[48]) {
+static void name_row(const Net *net, size_t row, RowPass pass, char name[48]) {
     if (row == net->count) {
         snprintf(name, 48, "zero_grad");
         return;
     }
     const Layer *l = &net->layers[row];
     const char *layer = *l->name ? l->name : kinds[l->kind].name;
-    snprintf(name, 48, "%.30s %s", layer, back ? "backward" : "forward");
+    snprintf(name, 48, "%.30s %s", layer, pass == BACKWARD_PASS ? "backward" : "forward");
 }
 
 // # PROF  Marks where the forward or backward of a row begins, and names it for Nsight.
-static void begin_row(const Net *net, size_t row, bool back) {
+static void begin_row(const Net *net, size_t row, RowPass pass) {
     char name[48];
     if (net->marks_rows)
-        net->device->mark(row_begin(row, back));
+        net->device->mark(row_begin(row, pass));
     if (net->names_rows) {
-        name_row(net, row, back, name);
+        name_row(net, row, pass, name);
         net->device->range(RANGE_ROW, name);
     }
 }
 
-static void end_row(const Net *net, size_t row, bool back) {
+static void end_row(const Net *net, size_t row, RowPass pass) {
     if (net->marks_rows)
-        net->device->mark(row_end(row, back));
+        net->device->mark(row_end(row, pass));
     if (net->names_rows)
         net->device->range(RANGE_ROW, NULL);
 }
@@ -2350,14 +2354,14 @@ static void end_row(const Net *net, size_t row, bool back) {
 // The operands of row i for n images.
 static Work work_of(const Net *net, size_t i, size_t n, const RandomKey *key) {
     const Layer *l = &net->layers[i];
-    const Slot *slot = &net->slots[i];
-    const bool adds = l->kind == ADD || slot->fused.add;
+    const RowPlan *plan = &net->row_plans[i];
+    const bool adds = l->kind == ADD || plan->fused.add;
     return (Work){.l = l,
-                  .fused = slot->fused,
+                  .fused = plan->fused,
                   .row = i,
                   .n = n,
                   .in = output(net, l->input),
-                  .residual = adds ? output(net, slot->residual) : NULL,
+                  .residual = adds ? output(net, plan->residual) : NULL,
                   .weight = weight_of(net, l),
                   .bias = l->biases ? net->params + l->bias_offset : NULL,
                   .out = output(net, i),
@@ -2365,12 +2369,12 @@ static Work work_of(const Net *net, size_t i, size_t n, const RandomKey *key) {
                   .din = gradient(net, l->input),
                   .dweight = net->grads + l->weight_offset,
                   .dbias = net->grads + l->bias_offset,
-                  .stats = net->stats + slot->stats,
+                  .stats = net->stats + plan->stats,
                   .moments = net->moments,
-                  .saved = net->saved + slot->saved,
+                  .saved = net->saved + plan->saved,
                   .scratch = net->scratch,
                   .transposed = net->transposed,
-                  .from = net->layers[l->input].out,
+                  .unflattened = net->layers[l->input].out,
                   .prepared = net->prepared + net->prepared_at[i],
                   .key = key,
                   .autotune = net->settings->autotune};
@@ -2378,7 +2382,7 @@ static Work work_of(const Net *net, size_t i, size_t n, const RandomKey *key) {
 
 // One row's output (=), with what is fused with it. A rank of dp may have no image: n == 0.
 static void forward_row(const Net *net, size_t i, size_t n, const RandomKey *key) {
-    if (n > 0 && net->slots[i].sharing != FUSED)
+    if (n > 0 && net->row_plans[i].sharing != FUSED)
         net->kernels->layers[net->layers[i].kind].forward(work_of(net, i, n, key));
 }
 
@@ -2388,9 +2392,9 @@ static void forward(Net *net, size_t n, const RandomKey *key) {
     if (key)
         net->batches_tracked++;
     for (size_t i = 1; i < net->count; i++) {
-        begin_row(net, i, false);
+        begin_row(net, i, FORWARD_PASS);
         forward_row(net, i, n, key);
-        end_row(net, i, false);
+        end_row(net, i, FORWARD_PASS);
     }
 }
 
@@ -2399,7 +2403,7 @@ static void forward(Net *net, size_t n, const RandomKey *key) {
 static void backward_row(const Net *net, size_t i, size_t n, bool *written) {
     const Kernels *k = net->kernels;
     const Layer *l = &net->layers[i];
-    const size_t residual = net->slots[i].residual;
+    const size_t residual = net->row_plans[i].residual;
     Work w = work_of(net, i, n, NULL);
     w.dresidual = gradient(net, residual);
     if (w.dresidual == w.dout)
@@ -2408,7 +2412,7 @@ static void backward_row(const Net *net, size_t i, size_t n, bool *written) {
     written[residual] = true; // before din, which may be the same: x + x
     w.accumulate = written[l->input];
     written[l->input] = true;
-    if (n == 0 || net->slots[i].sharing == FUSED || (!w.din && !l->weights))
+    if (n == 0 || net->row_plans[i].sharing == FUSED || (!w.din && !l->weights))
         return;
     if (net->flops)
         net->flops[i] = k->flops(w);
@@ -2419,14 +2423,14 @@ static void backward_row(const Net *net, size_t i, size_t n, bool *written) {
 static void backward(Net *net, size_t n) {
     bool written[MAX_LAYERS] = {false};
     if (net->settings->zero_grad == ZERO_GRAD_MEMSET) { // # EXTRA  Nothing reads the zeros.
-        begin_row(net, net->count, true);
+        begin_row(net, net->count, BACKWARD_PASS);
         net->device->clear(net->grads, net->param_size * sizeof(real));
-        end_row(net, net->count, true);
+        end_row(net, net->count, BACKWARD_PASS);
     }
     for (size_t i = last_row(net); i > 0; i--) {
-        begin_row(net, i, true);
+        begin_row(net, i, BACKWARD_PASS);
         backward_row(net, i, n, written);
-        end_row(net, i, true);
+        end_row(net, i, BACKWARD_PASS);
         if (net->on_gradients && net->layers[i].weights)
             net->on_gradients(net->context, net->layers[i].weight_offset);
     }
@@ -2480,7 +2484,8 @@ static size_t count_predictions(const Net *net, const Batch *batch, double *pred
 // Whether the outputs of row i for n images are all finite; those of a fused row are not kept.
 static bool is_output_finite(const Net *net, size_t i, size_t n) {
     const size_t bytes = element_bytes_of(net, &net->layers[i]);
-    const size_t count = net->slots[i].sharing == FUSED ? 0 : n * shape_size(stored_shape(net, i));
+    const size_t count =
+        net->row_plans[i].sharing == FUSED ? 0 : n * shape_size(stored_shape(net, i));
     const Precision precision = bytes == sizeof(real) ? FP32 : net->kernels->precision;
     void *values = must_alloc(count * bytes, "a copy of the outputs");
     net->device->copy(values, output(net, i), count * bytes);
@@ -2581,7 +2586,7 @@ static void update_params(const Net *net, real *state, size_t first, size_t coun
     const Update u = {.param = net->params + first,
                       .grad = net->grads + first,
                       .state = {state + first, state + net->param_size + first},
-                      .low = has_low_copy(net) ? net->low + 2 * first : NULL,
+                      .param16 = has_params16(net) ? net->params16 + 2 * first : NULL,
                       .scale = net->scale,
                       .count = count,
                       .step = net->step,
@@ -2912,33 +2917,40 @@ static void check_magic(const DataFile *f, uint32_t expected, const char *what, 
                  found, hint);
 }
 
-/* Reads an IDX file of images or of labels. It begins with big-endian 32-bit numbers:
+/* IDX files begin with big-endian 32-bit numbers:
      labels   0x0801, count
      images   0x0803, count, height, width
-   Then come the items, a byte for each label or pixel. item: the expected shape of an image; its
-   height is 0 if the file holds labels. Keeps at most *kept items and sets *kept to their number.
-   Returns the number of items in the file. */
-static size_t read_idx(DataFile *f, uint8_t **items, size_t *kept, Shape item) {
-    const bool images = item.h > 0;
-    const size_t header_bytes = images ? 16 : 8;
-    uint8_t header[16];
-    size_t item_bytes = 1;
-    read_exactly(f, header, header_bytes, 0, header_bytes);
-    if (images) {
-        const uint32_t height = big_endian(header + 8), width = big_endian(header + 12);
-        check_magic(f, 0x0803, "images", big_endian(header));
-        if (height != item.h || width != item.w)
-            BAD_FILE(f, "expected images of %zu x %zu pixels, found %u x %u", item.h, item.w,
-                     height, width);
-        item_bytes = item.h * item.w;
-    } else {
-        check_magic(f, 0x0801, "labels", big_endian(header));
-    }
+   Then come the items, a byte for each label or pixel. */
+static size_t idx_count(const DataFile *f, const uint8_t *header) {
     const size_t count = big_endian(header + 4);
     if (count == 0 || count > 10000000)
         BAD_FILE(f, "expected 1 to 10000000 items, found %zu", count);
-    *kept = min_size(count, *kept);
-    *items = read_records(f, header_bytes, item_bytes, count, *kept);
+    return count;
+}
+
+// Keeps at most `limit` images. Returns the number of images in the file.
+static size_t read_idx_images(Dataset *data, DataFile *f, size_t limit) {
+    const Shape expected = data->info->shape;
+    uint8_t header[16];
+    read_exactly(f, header, sizeof header, 0, sizeof header);
+    const uint32_t height = big_endian(header + 8), width = big_endian(header + 12);
+    check_magic(f, 0x0803, "images", big_endian(header));
+    if (height != expected.h || width != expected.w)
+        BAD_FILE(f, "expected images of %zu x %zu pixels, found %u x %u", expected.h, expected.w,
+                 height, width);
+    const size_t count = idx_count(f, header);
+    data->count = min_size(count, limit);
+    data->images = read_records(f, sizeof header, height * width, count, data->count);
+    return count;
+}
+
+// Keeps at most `limit` labels. Returns the number of labels in the file.
+static size_t read_idx_labels(Dataset *data, DataFile *f, size_t limit) {
+    uint8_t header[8];
+    read_exactly(f, header, sizeof header, 0, sizeof header);
+    check_magic(f, 0x0801, "labels", big_endian(header));
+    const size_t count = idx_count(f, header);
+    data->labels = read_records(f, sizeof header, 1, count, min_size(count, limit));
     return count;
 }
 
@@ -2946,12 +2958,10 @@ static size_t read_idx(DataFile *f, uint8_t **items, size_t *kept, Shape item) {
 static void read_idx_set(Dataset *data, const char *dir, const char *const *files, size_t limit) {
     const DatasetInfo *info = data->info;
     DataFile images, labels;
-    size_t labels_kept = limit;
-    data->count = limit;
     data_open(&images, dir, files[0], info->name);
     data_open(&labels, dir, files[1], info->name);
-    size_t n_images = read_idx(&images, &data->images, &data->count, info->shape);
-    size_t n_labels = read_idx(&labels, &data->labels, &labels_kept, (Shape){0});
+    const size_t n_images = read_idx_images(data, &images, limit);
+    const size_t n_labels = read_idx_labels(data, &labels, limit);
     if (n_images != n_labels)
         BAD_FILE(&labels, "expected labels for %zu images, found %zu", n_images, n_labels);
     for (size_t i = 0; i < data->count; i++)
@@ -2972,34 +2982,39 @@ static void append_cifar(Dataset *data, uint8_t label, const uint8_t *bytes) {
     data->count++;
 }
 
+// Appends the first of `count` records of a file to the data set, until that has `limit` images.
+static void read_cifar_file(Dataset *data, const char *dir, const char *file, size_t count,
+                            size_t limit) {
+    const DatasetInfo *info = data->info;
+    const size_t labels = info->classes == 100 ? 2 : 1; // of an image
+    const size_t record_size = labels + 3 * CIFAR_AREA;
+    DataFile f;
+    data_open(&f, dir, file, info->name);
+    uint8_t *records = read_records(&f, 0, record_size, count, count);
+    for (size_t i = 0; i < count; i++) {
+        const uint8_t *record = records + i * record_size;
+        const uint8_t label = record[labels - 1];
+        if (labels == 2)
+            check_label(&f, record[0], CIFAR_COARSE, i);
+        check_label(&f, label, info->classes, i);
+        if (data->count < limit)
+            append_cifar(data, label, record + labels);
+    }
+    free(records);
+}
+
 // Reads the data set of CIFAR's files, which all hold equally many records.
 static void read_cifar_set(Dataset *data, const char *dir, const char *const *files, size_t limit) {
     const DatasetInfo *info = data->info;
     const bool train = files == info->files[0];
     const size_t count = train ? info->train : info->test;
-    const size_t labels = info->classes == 100 ? 2 : 1;
-    const size_t record_size = labels + 3 * CIFAR_AREA;
     size_t parts = 1; // at least one file
     while (files[parts])
         parts++;
-    const size_t part_size = count / parts;
     data->images = must_alloc(min_size(count, limit) * 3 * CIFAR_AREA, "images");
     data->labels = must_alloc(min_size(count, limit), "labels");
-    for (size_t part = 0; part < parts; part++) {
-        DataFile f;
-        data_open(&f, dir, files[part], info->name);
-        uint8_t *records = read_records(&f, 0, record_size, part_size, part_size);
-        for (size_t i = 0; i < part_size; i++) {
-            const uint8_t *record = records + i * record_size;
-            const uint8_t label = record[labels - 1];
-            if (labels == 2)
-                check_label(&f, record[0], CIFAR_COARSE, i);
-            check_label(&f, label, info->classes, i);
-            if (data->count < limit)
-                append_cifar(data, label, record + labels);
-        }
-        free(records);
-    }
+    for (size_t part = 0; part < parts; part++)
+        read_cifar_file(data, dir, files[part], count / parts, limit);
 }
 
 // clang-format off
@@ -3215,20 +3230,17 @@ static void blur_weights(float weights[ELASTIC_REACH + 1]) {
                              (ELASTIC_SIGMA * sqrt(2 * M_PI)));
 }
 
-// to[i] = sum over d from -3 sigma to 3 sigma of weights[|d|] * from[i + d]. Pixel i + d is at the
-// distance d from i, in the same row or, if rows is false, in the same column.
-static void blur(float *to, const float *from, Shape s, bool rows) {
+// to[y][x] = sum over d from -3 sigma to 3 sigma of weights[|d|] * from[y + d * dy][x + d * dx],
+// where pixels outside of the image count as 0
+static void blur(float *to, const float *from, Shape s, size_t dy, size_t dx) {
     float weights[ELASTIC_REACH + 1];
     blur_weights(weights);
     for (size_t y = 0; y < s.h; y++)
         for (size_t x = 0; x < s.w; x++) {
             float sum = 0;
             for (int d = -ELASTIC_REACH; d <= ELASTIC_REACH; d++) {
-                size_t row = y, column = x; // may wrap around below 0
-                if (rows)
-                    column += (size_t)d;
-                else
-                    row += (size_t)d;
+                const size_t row = y + (size_t)d * dy,
+                             column = x + (size_t)d * dx; // may wrap around
                 if (row < s.h && column < s.w)
                     sum = fmaf(weights[abs(d)], from[row * s.w + column], sum);
             }
@@ -3248,8 +3260,8 @@ static void draw_field(float *field, Shape s, uint32_t draw, const RandomKey *ke
         for (size_t j = 0; j < min_size(4, pixels - i); j++)
             field[i + j] = ELASTIC_ALPHA * (float)(2 * uniform(r[j]) - 1);
     }
-    blur(blurred, field, s, true);
-    blur(field, blurred, s, false);
+    blur(blurred, field, s, 0, 1);
+    blur(field, blurred, s, 1, 0);
 }
 
 /* Elastic distortion (Simard, Steinkraus, Platt, "Best practices for convolutional neural
@@ -3281,15 +3293,15 @@ static const struct {
                      [AUGMENT_CROP_FLIP] = {"crop-flip", augment_crop_flip},
                      [AUGMENT_ELASTIC] = {"elastic", augment_elastic}};
 
-// Where a loader puts its batches.
-typedef struct Placement {
+// Who uses a loader's batches: a rank, on its device
+typedef struct Consumer {
     const Device *device;
     size_t device_number;
     bool pinned;   // batches are in pinned memory
     bool resident; // the data set is on the device, which builds the batches
     size_t rank;   // this rank
     size_t ranks;  // how many ranks share each batch
-} Placement;
+} Consumer;
 
 // The loader of a data set: its ring of batches and the workers that fill them.
 typedef struct Loader {
@@ -3309,11 +3321,11 @@ typedef struct Loader {
     bool quit;        // asks the workers to end
     Augment *augment; // NULL leaves images as they are
     RandomKey key;    // the epoch's seed and number, and this rank's positions
-    Placement place;
-    Plan plan;
+    Consumer consumer;
+    MemoryPlan plan;
     real *images, *device_images; // of all slots
     uint8_t *labels, *device_labels;
-    Resident resident; // the data set on the device, if place.resident
+    Resident resident; // the data set on the device, if consumer.resident
     size_t uploaded;   // bytes copied to the device
     size_t upload_ns;  // how long that took
     pthread_mutex_t lock;
@@ -3354,7 +3366,7 @@ static void fill_batch(const Loader *l, Batch *batch, size_t number) {
 // without the lock, so that several workers can do it at once.
 static void make_batch(Loader *l, size_t number, size_t worker) {
     Batch *slot = &l->ring[number % l->slots];
-    const Placement *to = &l->place;
+    const Consumer *to = &l->consumer;
     double start = now();
     fill_batch(l, slot, number);
     double filled = now();
@@ -3397,29 +3409,29 @@ static void *loader_worker(void *argument) {
 
 // Plans the memory of a loader of batches of batch_size images; loader_init() follows.
 static void loader_plan(Loader *l, const Dataset *data, size_t batch_size, size_t workers,
-                        Augmentation augment, Placement place) {
+                        Augmentation augment, Consumer consumer) {
     const size_t image = shape_size(data->info->shape);
-    const size_t positions = data->count + place.ranks - 1; // some images come twice in an epoch
-    *l = (Loader){.data = data, .batch_size = batch_size, .workers = workers, .place = place};
+    const size_t positions = data->count + consumer.ranks - 1; // some images come twice in an epoch
+    *l = (Loader){.data = data, .batch_size = batch_size, .workers = workers, .consumer = consumer};
     l->lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
     l->changed = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
     l->augment = augmentations[augment].augment;
     l->resident = (Resident){.shape = data->info->shape, .augment = augment};
     l->slots = 2 * workers + 1; // PyTorch's prefetch_factor of 2, and the batch in use
-    l->plan.device = place.device;
-    if (!place.resident)
+    l->plan.device = consumer.device;
+    if (!consumer.resident)
         l->slot_size = aligned(batch_size * image) + ALIGN;
     const size_t bytes = l->slots * l->slot_size * sizeof(real);
-    const MemoryKind host = place.pinned ? PINNED : HOST;
+    const MemoryKind host = consumer.pinned ? PINNED : HOST;
     plan_area(&l->plan, &l->images, bytes, host, "loader");
     plan_area(&l->plan, &l->labels, l->slots * batch_size, host, "loader");
     plan_area(&l->plan, &l->order, positions * sizeof *l->order, HOST, "loader");
-    if (place.resident) {
+    if (consumer.resident) {
         plan_area(&l->plan, &l->resident.images, data->count * image, DEVICE, "data set");
         plan_area(&l->plan, &l->resident.labels, data->count, DEVICE, "data set");
         plan_area(&l->plan, &l->resident.normalised, sizeof l->normalised, DEVICE, "data set");
         plan_area(&l->plan, &l->resident.order, positions * sizeof *l->order, DEVICE, "data set");
-    } else if (place.device->is_gpu) {
+    } else if (consumer.device->is_gpu) {
         plan_area(&l->plan, &l->device_images, bytes, DEVICE, "loader");
         plan_area(&l->plan, &l->device_labels, l->slots * batch_size, DEVICE, "loader");
     }
@@ -3428,7 +3440,7 @@ static void loader_plan(Loader *l, const Dataset *data, size_t batch_size, size_
 // Copies the data set to the device.
 static void make_resident(Loader *l) {
     const Dataset *data = l->data;
-    const Device *d = l->place.device;
+    const Device *d = l->consumer.device;
     Resident *r = &l->resident;
     d->copy((void *)r->images, data->images, data->count * shape_size(r->shape));
     d->copy((void *)r->labels, data->labels, data->count);
@@ -3449,7 +3461,7 @@ static void init_slots(Loader *l) {
             slot->device_images = l->device_images + image;
             slot->device_labels = l->device_labels + label;
         }
-        if (l->place.resident)
+        if (l->consumer.resident)
             slot->resident = &l->resident;
     }
 }
@@ -3464,7 +3476,7 @@ static void loader_init(Loader *l) {
     for (size_t c = 0; c < info->shape.c; c++)
         for (int byte = 0; byte < 256; byte++)
             l->normalised[c][byte] = ((real)byte / 255 - (real)info->mean[c]) / (real)info->std[c];
-    if (l->place.resident)
+    if (l->consumer.resident)
         make_resident(l);
     init_slots(l);
     for (size_t w = 0; w < l->workers; w++)
@@ -3486,12 +3498,14 @@ static void shuffle(uint32_t *order, size_t count, uint64_t seed, size_t epoch) 
     }
 }
 
-/* Starts an epoch at its batch number `first`. Images are shuffled for training; epoch 0, which is
-   for testing, keeps the order of the file. Rank r of N has the positions r, r + N, ... In
+enum { TEST_EPOCH = 0 }; // training counts its epochs from 1
+
+/* Starts an epoch at its batch number `first`. Images are shuffled for training; a test keeps the
+   order of the file. Rank r of N has the positions r, r + N, ... In
    training, the first images are repeated at the end, so that all ranks have equally many (as
    PyTorch's DistributedSampler does). */
 static void loader_start(Loader *l, uint64_t seed, size_t epoch, size_t first) {
-    const size_t count = l->data->count, rank = l->place.rank, ranks = l->place.ranks;
+    const size_t count = l->data->count, rank = l->consumer.rank, ranks = l->consumer.ranks;
     pthread_mutex_lock(&l->lock);
     l->batches = l->started; // no batch is left to begin, if an epoch ended early
     while (l->busy > 0)
@@ -3499,19 +3513,20 @@ static void loader_start(Loader *l, uint64_t seed, size_t epoch, size_t first) {
     /* LAB 8.2 BEGIN loader_start */
     for (size_t i = 0; i < count; i++)
         l->order[i] = (uint32_t)i;
-    if (epoch > 0)
+    if (epoch != TEST_EPOCH)
         shuffle(l->order, count, seed, epoch);
     for (size_t i = 0; i + 1 < ranks; i++)
         l->order[count + i] = l->order[i];
     l->key = (RandomKey){seed, epoch, rank, ranks};
     // In training count / ranks, rounded up; in testing (count - rank) / ranks, rounded up
     size_t positions = count + ranks - 1;
-    if (epoch == 0)
+    if (epoch == TEST_EPOCH)
         positions -= rank;
     l->share = positions / ranks;
     /* LAB 8.2 END */
-    if (l->place.resident)
-        l->place.device->copy(l->resident.order, l->order, (count + ranks - 1) * sizeof *l->order);
+    if (l->consumer.resident)
+        l->consumer.device->copy(l->resident.order, l->order,
+                                 (count + ranks - 1) * sizeof *l->order);
     memset(l->filled, 0, l->slots * sizeof *l->filled);
     l->started = l->handed = first;
     l->batches = ceil_div(l->share, l->batch_size);
@@ -3608,16 +3623,16 @@ typedef struct Comm {
     pthread_cond_t changed;
     double seconds;    // that communication took since the last step
     double bytes_sent; // since the last step; under dp, the bytes that this rank received
-    Plan plan;
+    MemoryPlan plan;
 } Comm;
 
 // Ranks wait in intervals of this many seconds. While this process is stopped, for example by
 // Ctrl-Z, only one interval counts towards --timeout.
-static const double patience = .1;
+static const double wait_interval = .1;
 
-static _Noreturn void die_of_timeout(const Comm *c, size_t late) {
+static _Noreturn void die_of_timeout(const Comm *c, size_t silent) {
     die(1, "rank %zu: rank %zu has not answered for %g s; see its log, or raise --timeout", c->rank,
-        late, c->settings->timeout);
+        silent, c->settings->timeout);
 }
 
 /* ---- Signals
@@ -3690,7 +3705,7 @@ static void mpi_wait(const Comm *c, MPI_Request *request, size_t neighbour) {
     int done = 0;
     while (!done) {
         MPI_Test(request, &done, MPI_STATUS_IGNORE);
-        waited += fmin(now() - last, patience);
+        waited += fmin(now() - last, wait_interval);
         last = now();
         if (!done && waited > c->settings->timeout)
             die_of_timeout(c, neighbour);
@@ -3745,9 +3760,9 @@ static void team_init(Team *t) {
     pthread_mutex_init(&t->lock, NULL);
 }
 
-// Waits for a change of the team, for at most patience seconds. Returns true if there was none.
+// Waits for a change of the team, for at most wait_interval s. Returns true if there was none.
 static bool wait_for_team(Team *t) {
-    const double end = now() + patience;
+    const double end = now() + wait_interval;
     const struct timespec until = {(time_t)end, (long)(1e9 * (end - floor(end)))};
     return pthread_cond_timedwait(&t->changed, &t->lock, &until) == ETIMEDOUT;
 }
@@ -3766,7 +3781,7 @@ static void team_barrier(Comm *c) {
     for (size_t r = 0; r < c->world; r++)
         while (t->arrivals[r] < number) {
             if (wait_for_team(t))
-                waited += patience;
+                waited += wait_interval;
             if (waited > c->settings->timeout)
                 die_of_timeout(c, r);
         }
@@ -3931,12 +3946,20 @@ static void plan_buckets(Comm *c) {
 // ---- dp
 
 // to = from or, if add, to += from, where one of the two belongs to another rank
-static void dp_copy(Comm *c, real *to, const real *from, size_t count, bool add) {
+static void dp_receive(Comm *c, real *to, const real *from, size_t count, bool add) {
     double begin = now();
     c->net->device->receive(c->device_number, to, from, count, add, c->buffer);
     c->seconds += now() - begin;
     trace_event(c->rank, TRACK_COMM, add ? "add" : "fetch", begin, now());
     c->bytes_sent += (double)(count * sizeof *to);
+}
+
+static void dp_copy(Comm *c, real *to, const real *from, size_t count) {
+    dp_receive(c, to, from, count, false);
+}
+
+static void dp_add(Comm *c, real *to, const real *from, size_t count) {
+    dp_receive(c, to, from, count, true);
 }
 
 // A rank's images of the master's batch. If the batch is small, the last ranks have none.
@@ -3970,14 +3993,14 @@ static void dp_load(Comm *c, double lr) {
     net->images = NULL; // row 0 has its own memory again: test() has set this to a loader's batch
     const size_t count = c->batch.n * shape_size(image);
     if (c->images) {
-        dp_copy(c, c->images, c->batch.device_images, count, false);
+        dp_copy(c, c->images, c->batch.device_images, count);
         net->kernels->load_images(output(net, 0), c->images, c->batch.n, image, net->transposed);
     } else {
-        dp_copy(c, output(net, 0), c->batch.device_images, count, false);
+        dp_copy(c, output(net, 0), c->batch.device_images, count);
     }
     if (c->rank > 0) {
-        dp_copy(c, net->params, c->team->ranks[0]->net->params, net->param_size, false);
-        lower_params(net);
+        dp_copy(c, net->params, c->team->ranks[0]->net->params, net->param_size);
+        refresh_params16(net);
     }
 }
 
@@ -3990,7 +4013,7 @@ static double dp_loss(Comm *c) {
     const size_t first = dp_part(c, c->rank).first * classes;
     const size_t count = c->batch.n * classes;
     net->device->synchronize();
-    dp_copy(c, t->logp + first, output(net, last_row(net)), count, false);
+    dp_copy(c, t->logp + first, output(net, last_row(net)), count);
     team_barrier(c);
     if (c->rank == 0) {
         net->kernels->nll_loss(t->losses, t->dlogp, t->logp, t->batch->device_labels, n, n, classes,
@@ -3999,7 +4022,7 @@ static double dp_loss(Comm *c) {
         t->loss = mean(t->host_losses, n);
     }
     team_barrier(c);
-    dp_copy(c, gradient(net, last_row(net)), t->dlogp + first, count, false);
+    dp_copy(c, gradient(net, last_row(net)), t->dlogp + first, count);
     return t->loss;
 }
 
@@ -4011,7 +4034,7 @@ static void dp_reduce(Comm *c) {
     if (c->rank == 0) {
         for (size_t r = 1; r < c->world; r++)
             if (dp_part(c, r).count > 0)
-                dp_copy(c, net->grads, c->team->ranks[r]->net->grads, net->param_size, true);
+                dp_add(c, net->grads, c->team->ranks[r]->net->grads, net->param_size);
     }
     team_barrier(c);
 }
@@ -4061,7 +4084,7 @@ static void share_weights(Comm *c) {
     broadcast(c, net->stats, net->stats_size);
     if (c->dp)
         broadcast(c, net->params, net->param_size);
-    lower_params(net);
+    refresh_params16(net);
     c->seconds = 0; // this was not part of a step
     c->bytes_sent = 0;
 }
@@ -4099,7 +4122,7 @@ static void comm_plan(Comm *c, Net *net, Loader *loader) {
     Team *t = c->team;
     c->net = net;
     c->loader = loader;
-    c->plan = (Plan){.device = net->device};
+    c->plan = (MemoryPlan){.device = net->device};
     c->lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
     c->changed = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
     if (c->world > 1 && gpu)
@@ -4179,16 +4202,19 @@ typedef struct Tensor {
     Shape filter;
 } Tensor;
 
+typedef enum { TO_FILE, FROM_FILE } Direction;
+
 // Reorders a weight from ours, [row][column][channel][output], to theirs, that of PyTorch,
-// [output][channel][row][column]; or back, if not saving.
-static void reorder_weight(real *to, const real *from, Shape filter, size_t outputs, bool saving) {
+// [output][channel][row][column], or back.
+static void reorder_weight(real *to, const real *from, Shape filter, size_t outputs,
+                           Direction direction) {
     const size_t pixels = filter.h * filter.w;
     for (size_t k = 0; k < outputs; k++)
         for (size_t c = 0; c < filter.c; c++)
             for (size_t pixel = 0; pixel < pixels; pixel++) {
                 const size_t ours = (pixel * filter.c + c) * outputs + k;
                 const size_t theirs = (k * filter.c + c) * pixels + pixel;
-                if (saving)
+                if (direction == TO_FILE)
                     to[theirs] = from[ours];
                 else
                     to[ours] = from[theirs];
@@ -4234,7 +4260,7 @@ static Tensor *list_statistics(Net *net, Tensor *t) {
         const Layer *l = &net->layers[i];
         if (l->kind != BATCHNORM2D)
             continue;
-        real *stats = net->stats + net->slots[i].stats;
+        real *stats = net->stats + net->row_plans[i].stats;
         t = add_tensor(t, "", l, "running_mean", stats, RUNNING_MEAN * l->out.c, l->out.c);
         t = add_tensor(t, "", l, "running_var", stats, RUNNING_VARIANCE * l->out.c, l->out.c);
         *t = (Tensor){.dtype = "I64", .bytes = 8, .counter = &net->batches_tracked};
@@ -4253,8 +4279,8 @@ static Tensor *list_state(const Net *net, Tensor *t, const Optimizer *o, size_t 
 }
 
 /* Lists the tensors of the network and of the optimizer's state. The caller frees the list. Without
-   a state, `all` adds the states of all optimizers: a file may have them, but nobody needs them. */
-static Tensor *list_tensors(Net *net, const Optimizer *optimizer, real *state, bool all,
+   a state, a file that is read may have the state of any optimizer, which nobody needs. */
+static Tensor *list_tensors(Net *net, const Optimizer *optimizer, real *state, Direction direction,
                             size_t *count) {
     Tensor *list = must_alloc(16 * net->count * sizeof *list, "the list of tensors");
     Tensor *end = list_statistics(net, list_parameters(net, list, "", net->params));
@@ -4262,7 +4288,7 @@ static Tensor *list_tensors(Net *net, const Optimizer *optimizer, real *state, b
         const OptimizerChoice choice = (OptimizerChoice)(optimizer - optimizers);
         for (size_t i = 0; i < count_states(choice, net->settings); i++)
             end = list_state(net, end, optimizer, i, state + i * net->param_size);
-    } else if (all) {
+    } else if (direction == FROM_FILE) {
         for (const Optimizer *o = optimizers; o < optimizers + LENGTH(optimizers); o++)
             for (size_t i = 0; i < LENGTH(o->states) && o->states[i]; i++)
                 end = list_state(net, end, o, i, NULL);
@@ -4334,7 +4360,8 @@ static const void *file_values(Net *net, const Tensor *t) {
     net->device->copy(net->host[0], t->values, t->bytes);
     if (!t->filter.h)
         return net->host[0];
-    reorder_weight(net->host[1], net->host[0], t->filter, t->count / shape_size(t->filter), true);
+    reorder_weight(net->host[1], net->host[0], t->filter, t->count / shape_size(t->filter),
+                   TO_FILE);
     return net->host[1];
 }
 
@@ -4362,7 +4389,7 @@ static void save_tensors(Net *net, const Optimizer *optimizer, real *state, cons
     AtomicFile f;
     size_t count;
     char with_checksum[METADATA_SIZE + 64];
-    Tensor *list = list_tensors(net, optimizer, state, false, &count);
+    Tensor *list = list_tensors(net, optimizer, state, TO_FILE, &count);
     qsort(list, count, sizeof *list, compare_names);
     const uint64_t checksum = place_and_hash(net, list, count, metadata, path);
     snprintf(with_checksum, sizeof with_checksum, "%s" CHECKSUM_FORMAT, metadata,
@@ -4524,7 +4551,8 @@ static void take_values(const TensorFile *f, const Tensor *t, Net *net) {
             die(1, "%s: %s: expected finite numbers%s, found %g", f->path, t->name, range,
                 (double)values[i]);
     if (t->filter.h) {
-        reorder_weight(net->host[1], values, t->filter, t->count / shape_size(t->filter), false);
+        reorder_weight(net->host[1], values, t->filter, t->count / shape_size(t->filter),
+                       FROM_FILE);
         values = net->host[1];
     }
     net->device->copy(t->values, values, t->bytes);
@@ -4566,7 +4594,7 @@ static void check_checksum(const TensorFile *f) {
    since PyTorch's older versions had none. */
 static void read_tensors(TensorFile *f, Net *net, const Optimizer *optimizer, real *state) {
     size_t count;
-    Tensor *list = list_tensors(net, optimizer, state, true, &count);
+    Tensor *list = list_tensors(net, optimizer, state, FROM_FILE, &count);
     f->checksum = hash_bytes(HASH_START, f->metadata, covered_metadata(f));
     net->batches_tracked = 0;
     find_tensors(f, list, count);
@@ -4579,7 +4607,7 @@ static void read_tensors(TensorFile *f, Net *net, const Optimizer *optimizer, re
     if (f->end != f->data_bytes)
         die(1, "%s: expected %zu bytes of values, found %zu", f->path, f->end, f->data_bytes);
     check_checksum(f);
-    lower_params(net);
+    refresh_params16(net);
     fclose(f->stream);
     free(f->header);
     free(list);
@@ -4591,7 +4619,7 @@ static uint64_t hash_weights(Net *net) {
     for (const Layer *l = net->layers; l < net->layers + net->count; l++) {
         const size_t running = l->kind == BATCHNORM2D ? 2 * l->out.c : 0; // mean and variance
         const real *at[] = {net->params + l->weight_offset, net->params + l->bias_offset,
-                            net->stats + net->slots[l - net->layers].stats};
+                            net->stats + net->row_plans[l - net->layers].stats};
         const size_t counts[] = {l->weights, l->biases, running};
         for (size_t k = 0; k < 3; k++) {
             net->device->copy(net->host[0], at[k], counts[k] * sizeof(real));
@@ -4610,22 +4638,22 @@ static uint64_t hash_weights(Net *net) {
 // of its word.
 typedef enum { SWITCH, COUNT, NUMBER, CHOICE, NAME, TEXT } OptionKind;
 
-/* Whether a resumed run may have another value.
+/* Whether a resumed run may have another value of an option.
    FREE          it may.
    FIXED         it may not, since the value changes the result: checkpoints hold it, and --resume
                  compares it.
    FIXED_LATER   it may not either, but the first choice is left out, so that checkpoints that were
                  written before the option existed can be resumed. */
-typedef enum { FREE, FIXED, FIXED_LATER } OptionEffect;
+typedef enum { FREE, FIXED, FIXED_LATER } ResumeRule;
 
 typedef struct Option {
     const char *name;
     OptionKind kind;
-    size_t offset;        // of the field in Settings
-    const char *values;   // the words, "a|b|c", or what --help shows for the value
-    double min, max;      // of a COUNT or a NUMBER
-    const char *fallback; // the default, or NULL
-    OptionEffect effect;
+    size_t offset;             // of the field in Settings
+    const char *values;        // the words, "a|b|c", or what --help shows for the value
+    double min, max;           // of a COUNT or a NUMBER
+    const char *default_value; // the default, or NULL
+    ResumeRule on_resume;
     const char *help;
 } Option;
 
@@ -4821,8 +4849,8 @@ static void print_help(void) {
             printf("  %-28s%s", usage, o->help);
         else
             printf("  %s\n%30s%s", usage, "", o->help);
-        if (o->fallback && *o->fallback)
-            printf(" (default: %s)", o->fallback);
+        if (o->default_value && *o->default_value)
+            printf(" (default: %s)", o->default_value);
         printf("\n");
     }
     printf("  %-28soptions from a file, where # begins a comment\n", "@FILE");
@@ -4906,17 +4934,20 @@ static void parse_file(Settings *s, const char *path) {
     parse_text(s, length);
 }
 
-// Sets the table's defaults, then the model's unless it is NULL, then what the command line says.
-static void parse_all(Settings *s, const Model *model, int argc, char **argv) {
+// Sets the table's defaults, then the model's, unless it is NULL.
+static void parse_defaults(Settings *s, const Model *model) {
     *s = (Settings){.kernels = KERNELS_BEST, .precision = PRECISION_BEST};
     argument_text_used = 0;
     for (const Option *o = options; o < options + OPTIONS; o++)
-        if (o->fallback)
-            set_option(s, o, o->fallback);
+        if (o->default_value)
+            set_option(s, o, o->default_value);
     if (model) {
         strcpy(argument_text, model->defaults);
         parse_text(s, strlen(argument_text));
     }
+}
+
+static void parse_command_line(Settings *s, int argc, char **argv) {
     const size_t count = (size_t)argc;
     size_t used = 1; // argv[0] is the program
     while (used < count) {
@@ -4940,7 +4971,8 @@ static void list_models(void) {
     }
 }
 
-static void parse_options(Settings *s, int argc, char **argv) {
+// Returns the default batch size of the model that the command line names.
+static size_t parse_options(Settings *s, int argc, char **argv) {
     list_models();
     for (int i = 1; i < argc; i++)
         if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0) {
@@ -4948,8 +4980,12 @@ static void parse_options(Settings *s, int argc, char **argv) {
             flush(stdout, "standard output");
             exit(0);
         }
-    parse_all(s, NULL, argc, argv); // finds the model
-    parse_all(s, find_model(s->model), argc, argv);
+    parse_defaults(s, NULL);
+    parse_command_line(s, argc, argv); // finds the model
+    parse_defaults(s, find_model(s->model));
+    const size_t default_batch_size = s->batch_size;
+    parse_command_line(s, argc, argv);
+    return default_batch_size;
 }
 
 // text = the number in the fewest digits, from 6 to 17, from which strtod() gets it back
@@ -5022,10 +5058,10 @@ typedef struct StepResult {
 // The results of an epoch. Times are in seconds, the accuracy is in per cent.
 typedef struct EpochResult {
     size_t epoch, images;
-    size_t resumed;     // of these images, those that an earlier run has seen
-    size_t logged;      // of these images, those before the last log line
-    size_t step_images; // images of the last step, on all ranks
-    double step_loss;   // its loss, over all ranks
+    size_t images_resumed; // of these images, those that an earlier run has seen
+    size_t images_logged;  // of these images, those before the last log line
+    size_t step_images;    // images of the last step, on all ranks
+    double step_loss;      // its loss, over all ranks
     double seconds, loader_wait_s, test_seconds, test_loss, accuracy, lr;
     double train_loss;   // sum over all images
     double parts[PARTS]; // sums over all steps and ranks
@@ -5092,7 +5128,7 @@ typedef struct Recorder {
     StepResult *steps;     // this rank's row of all_steps
     size_t steps_kept, steps_capacity;
     FILE *steps_csv, *epochs_csv;
-    FILE *lines; // what --quiet prints, too: the epochs' lines, tables that were asked for
+    FILE *results; // where what --quiet prints, too, goes: epochs, tables that were asked for
 } Recorder;
 
 // The sums of a test over its images
@@ -5101,7 +5137,7 @@ enum { LOSS_SUM, IMAGES_TESTED, IMAGES_RIGHT, TOTALS };
 // The last test. One rank tests an image and the others leave its prediction 0, so that the sum
 // over the ranks merges the predictions of all.
 typedef struct Evaluation {
-    double *totals;    // TOTALS sums, followed by the predictions
+    double *totals;    // TOTALS sums and the predictions; after them, room for those of each rank
     double *predicted; // the class predicted for each image of the test set
 } Evaluation;
 
@@ -5139,7 +5175,7 @@ typedef struct Run {
     Recorder recorder;
     Evaluation tested;
     real *measured[2]; // --layers: numbers summed to measure bandwidth
-    Plan plan;         // of the memory that is neither the network's nor a loader's
+    MemoryPlan plan;   // of the memory that is neither the network's nor a loader's
 } Run;
 
 /* ==== 13. Instruments ============================================================================
@@ -5438,7 +5474,7 @@ static void print_epoch(FILE *f, const EpochResult *e, Form form) {
     "train_loss=%.4f test_seconds=%.3f test_loss=%.4f accuracy=%.2f lr=%g"
     const char *const record = form == KEY_VALUE ? EPOCH : EPOCH " weight_hash=%s";
 #undef EPOCH
-    const double trained = (double)(e->images - e->resumed);
+    const double trained = (double)(e->images - e->images_resumed);
     const double loss = e->train_loss / (double)max_size(e->images, 1);
     char hash[32];
     snprintf(hash, sizeof hash, "%016llx", (unsigned long long)e->weight_hash);
@@ -5619,27 +5655,34 @@ static void open_run_folder(Run *run) {
         write_run_json(run);
 }
 
-// Whether a row of epochs.csv or, with by_step, of steps.csv comes before the run's position or is
-// the header. A log whose header lacks a column is begun anew.
-static bool is_earlier(const Run *run, const char *row, bool by_step) {
-    const char *format = by_step ? "%zu,%zu" : "%zu";
-    const char *column = by_step ? ",other_s," : ",weight_hash";
+// The logs of the run folder, to which a resumed run appends
+typedef enum { EPOCHS_LOG, STEPS_LOG } Log;
+static const struct {
+    const char *file;
+    const char *position; // the columns at the beginning of a row
+    const char *column;   // without it, the log is an older version's
+} logs[] = {[EPOCHS_LOG] = {"epochs.csv", "%zu", ",weight_hash"},
+            [STEPS_LOG] = {"steps.csv", "%zu,%zu", ",other_s,"}};
+
+// Whether a row comes before the run's position or is the header. A log whose header lacks a column
+// is begun anew.
+static bool is_earlier(const Run *run, const char *row, Log kind) {
     size_t epoch = 0, step = 0;
     if (!strchr(row, '\n'))
         return false; // the run was killed while it wrote this row
-    if (sscanf(row, format, &epoch, &step) < 1)
-        return strstr(row, column);
-    if (by_step && epoch == run->epoch)
+    if (sscanf(row, logs[kind].position, &epoch, &step) < 1)
+        return strstr(row, logs[kind].column);
+    if (kind == STEPS_LOG && epoch == run->epoch)
         return step <= run->batch_index;
     return epoch > 0 && epoch < run->epoch;
 }
 
 // How many bytes of a log a resumed run keeps: the rows before its position
-static long length_kept(const Run *run, FILE *log, bool by_step) {
+static long length_kept(const Run *run, FILE *log, Log kind) {
     char row[1024];
     long kept = 0;
     while (fgets(row, sizeof row, log)) {
-        if (!is_earlier(run, row, by_step))
+        if (!is_earlier(run, row, kind))
             return kept;
         kept = ftell(log);
     }
@@ -5647,20 +5690,20 @@ static long length_kept(const Run *run, FILE *log, bool by_step) {
 }
 
 // Opens a log of the run folder. A resumed run goes on after the rows before its position.
-static FILE *open_log(const Run *run, const char *file, bool by_step) {
+static FILE *open_log(const Run *run, Log kind) {
     char path[PATH_SIZE];
     long kept = 0;
-    join_path(path, run->settings.out, file);
+    join_path(path, run->settings.out, logs[kind].file);
     FILE *log = fopen(path, "a+");
     if (!log)
         file_fail("cannot write", path);
     if (run->settings.resume)
-        kept = length_kept(run, log, by_step);
+        kept = length_kept(run, log, kind);
     if (ferror(log) || ftruncate(fileno(log), kept) != 0 || fseek(log, 0, SEEK_END) != 0)
         file_fail("cannot write", path);
     if (kept > 0)
         return log;
-    if (by_step)
+    if (kind == STEPS_LOG)
         print_step(log, &(StepResult){0}, 0, CSV_HEADER);
     else
         print_epoch(log, &(EpochResult){0}, CSV_HEADER);
@@ -5689,8 +5732,8 @@ static void remove_results(const Run *run) {
 
 static void open_logs(Run *run) {
     remove_results(run);
-    run->recorder.epochs_csv = open_log(run, "epochs.csv", false);
-    run->recorder.steps_csv = open_log(run, "steps.csv", true);
+    run->recorder.epochs_csv = open_log(run, EPOCHS_LOG);
+    run->recorder.steps_csv = open_log(run, STEPS_LOG);
     write_run_json(run);
 }
 
@@ -5778,7 +5821,7 @@ static void show_progress(const Run *run, const EpochResult *e, double seconds) 
     if (terminal.ws_col < 2)
         terminal.ws_col = 80; // the terminal does not know its width
     const double all = (double)run->train_set.count, seen = (double)e->images;
-    const double rate = (double)(e->images - e->resumed) / seconds;
+    const double rate = (double)(e->images - e->images_resumed) / seconds;
     char text[256];
     snprintf(text, sizeof text, "epoch %zu: %3.0f %%, %zu of %.0f images, %.0f img/s, %.0f s left",
              e->epoch, fmin(100, 100 * seen / all), e->images, all, rate,
@@ -5790,7 +5833,7 @@ static void print_log_line(const Run *run, const EpochResult *e) {
     const size_t step = run->batch_index;
     if (run->model->sc20_log)
         printf("INFO - Epoch: %zu, Iteration: %zu, Avg img/sec: %.3f\n", e->epoch, step,
-               (double)(e->images - e->logged) / (now() - run->recorder.log_started));
+               (double)(e->images - e->images_logged) / (now() - run->recorder.log_started));
     else
         printf("Train Epoch: %zu [%zu/%zu (%.0f%%)]\tLoss: %.6f\n", e->epoch, step * e->step_images,
                run->train_set.count, 100. * (double)step / (double)run->iterations, e->step_loss);
@@ -5827,7 +5870,7 @@ static void log_step(Run *run, EpochResult *e, const Batch *batch, double loss) 
         return;
     clear_progress();
     print_log_line(run, e);
-    e->logged = e->images;
+    e->images_logged = e->images;
     r->log_started = now();
     show_progress(run, e, now() - r->epoch_start);
 }
@@ -5861,19 +5904,19 @@ static void print_uploads(const Loader *loader) {
     const double nanoseconds = (double)__atomic_load_n(&loader->upload_ns, __ATOMIC_RELAXED);
     if (bytes > 0)
         printf("Copied to the device so far: %.1f MB, %.2f GB/s per worker from %s memory\n",
-               bytes / 1e6, bytes / nanoseconds, loader->place.pinned ? "pinned" : "pageable");
+               bytes / 1e6, bytes / nanoseconds, loader->consumer.pinned ? "pinned" : "pageable");
 }
 
 // Prints the epoch's line and adds it to the run folder.
 static void report_epoch(Run *run, EpochResult *e) {
     Recorder *r = &run->recorder;
-    const bool trained = e->epoch > 0;
+    const bool trained = e->epoch != TEST_EPOCH;
     e->weight_hash = hash_weights(&run->net);
     compare_ranks(&run->comm, "weights", e->weight_hash);
     if (run->comm.rank > 0)
         return;
-    print_epoch(r->lines, e, KEY_VALUE);
-    flush(r->lines, "standard output");
+    print_epoch(r->results, e, KEY_VALUE);
+    flush(r->results, "standard output");
     print_uploads(&run->train_loader);
     flush(stdout, "standard output");
     if (!r->epochs_csv || (!trained && !run->settings.eval))
@@ -5933,12 +5976,12 @@ static void begin_step(Run *run) {
 }
 
 // Adds an event for the forward or the backward of a row. Waits for the device.
-static void trace_row(const Run *run, size_t row, bool back) {
+static void trace_row(const Run *run, size_t row, RowPass pass) {
     const Device *d = run->device;
-    const double begin = d->elapsed(START_MARK, row_begin(row, back));
-    const double end = d->elapsed(START_MARK, row_end(row, back));
+    const double begin = d->elapsed(START_MARK, row_begin(row, pass));
+    const double end = d->elapsed(START_MARK, row_end(row, pass));
     char name[48];
-    name_row(&run->net, row, back, name);
+    name_row(&run->net, row, pass, name);
     trace_event(run->comm.rank, TRACK_DEVICE, name, run->tracer.start + begin,
                 run->tracer.start + end);
 }
@@ -5951,11 +5994,11 @@ static void trace_step(const Run *run) {
     if (!net->marks_rows)
         return;
     for (size_t row = 1; row < net->count; row++)
-        trace_row(run, row, false);
+        trace_row(run, row, FORWARD_PASS);
     if (run->settings.zero_grad == ZERO_GRAD_MEMSET)
-        trace_row(run, net->count, true);
+        trace_row(run, net->count, BACKWARD_PASS);
     for (size_t row = last_row(net); row > 0; row--)
-        trace_row(run, row, true);
+        trace_row(run, row, BACKWARD_PASS);
     snprintf(name, sizeof name, "step %zu", steps_done(run)); // as --trace-steps counts
     trace_event(run->comm.rank, TRACK_STEP, name, run->tracer.step_start, now());
 }
@@ -6062,7 +6105,7 @@ static double median(double *values, size_t count) {
    output. */
 static double row_bytes(const Net *net, size_t row, size_t n) {
     const Layer *l = &net->layers[row];
-    const Fusion *fused = &net->slots[row].fused;
+    const Fusion *fused = &net->row_plans[row].fused;
     const double in_accesses = kinds[l->kind].in_accesses;
     const double out_accesses = kinds[l->kind].out_accesses;
     const double in = (double)(n * shape_size(l->in) + l->weights);
@@ -6108,8 +6151,10 @@ static void time_rows(Run *run, const Batch *batch, LayerTimes *times, double *f
         loss_and_gradient(net, batch->n);
         backward(net, batch->n);
         for (size_t i = 1; i < net->count; i++) {
-            times[i].forward[round] = d->elapsed(row_begin(i, false), row_end(i, false));
-            times[i].backward[round] = d->elapsed(row_begin(i, true), row_end(i, true));
+            times[i].forward[round] =
+                d->elapsed(row_begin(i, FORWARD_PASS), row_end(i, FORWARD_PASS));
+            times[i].backward[round] =
+                d->elapsed(row_begin(i, BACKWARD_PASS), row_end(i, BACKWARD_PASS));
         }
     }
     net->marks_rows = false;
@@ -6118,9 +6163,9 @@ static void time_rows(Run *run, const Batch *batch, LayerTimes *times, double *f
 // What --layers shows of a row
 typedef struct LayerFigures {
     double forward_ms, backward_ms, gflops, gb_per_s;
-    double percent;    // of the limit that bounds it, or NAN if that is not known
-    double speedup;    // operations of the definition / operations that were executed
-    const char *bound; // "compute" or "memory", or "" if that is not known
+    double percent_of_limit; // the one that bounds it; NAN if that is not known
+    double saved;            // operations of the definition / operations that were executed
+    const char *bound;       // "compute" or "memory", or "" if that is not known
 } LayerFigures;
 
 /* A row is bound by compute or by memory, whichever takes longer at this device's peak and
@@ -6129,7 +6174,7 @@ typedef struct LayerFigures {
 static LayerFigures layer_figures(const Net *net, size_t row, size_t n, LayerTimes *times,
                                   double flops, double peak, double bandwidth) {
     const double bytes = row_bytes(net, row, n);
-    LayerFigures f = {.percent = NAN, .bound = "", .speedup = 1};
+    LayerFigures f = {.percent_of_limit = NAN, .bound = "", .saved = 1};
     f.forward_ms = 1e3 * median(times->forward, LAYER_ROUNDS);
     f.backward_ms = 1e3 * median(times->backward, LAYER_ROUNDS);
     const double seconds = 1e-3 * (f.forward_ms + f.backward_ms);
@@ -6137,9 +6182,9 @@ static LayerFigures layer_figures(const Net *net, size_t row, size_t n, LayerTim
     f.gflops = 1e-9 * flops / seconds;
     f.gb_per_s = 1e-9 * bytes / seconds;
     if (flops > 0)
-        f.speedup = (double)n * layer_training_flops(&net->layers[row]) / flops;
+        f.saved = (double)n * layer_training_flops(&net->layers[row]) / flops;
     if (isfinite(peak)) {
-        f.percent = 100 * fmax(compute_s, memory_s) / seconds;
+        f.percent_of_limit = 100 * fmax(compute_s, memory_s) / seconds;
         f.bound = compute_s > memory_s ? "compute" : "memory";
     }
     return f;
@@ -6154,7 +6199,7 @@ static void print_layer_csv(FILE *csv, Form form, const Layer *l, const char *na
         "layer=%s kind=%s out_shape=%s params=%zu mflop=%.3f forward_ms=%.4f backward_ms=%.4f "
         "gflops=%.2f gb_per_s=%.2f percent_of_peak=%.1f saved=%.3f bound=%s",
         name, kind, shape, l->weights + l->biases, layer_flops(l) / 1e6, f->forward_ms,
-        f->backward_ms, f->gflops, f->gb_per_s, f->percent, f->speedup, f->bound);
+        f->backward_ms, f->gflops, f->gb_per_s, f->percent_of_limit, f->saved, f->bound);
 }
 
 // A line of the table, and a row of layers.csv
@@ -6162,20 +6207,20 @@ static void print_layer(FILE *out, FILE *csv, const Net *net, size_t row, const 
     const Layer *l = &net->layers[row];
     const char *bound = *f->bound ? f->bound : "-";
     char kind[64], name[64], percent[16] = "-";
-    if (isfinite(f->percent))
-        snprintf(percent, sizeof percent, "%.1f", f->percent);
+    if (isfinite(f->percent_of_limit))
+        snprintf(percent, sizeof percent, "%.1f", f->percent_of_limit);
     if (*l->name)
         snprintf(name, sizeof name, "%s", l->name);
     else
         snprintf(name, sizeof name, "row %zu", row);
     describe_layer(l, kind, sizeof kind);
     fprintf(out, "  %-24s %-34s %9.3f %9.3f %8.1f %7.1f %6s %6.2f  %s\n", name, kind, f->forward_ms,
-            f->backward_ms, f->gflops, f->gb_per_s, percent, f->speedup, bound);
+            f->backward_ms, f->gflops, f->gb_per_s, percent, f->saved, bound);
     print_layer_csv(csv, CSV_ROW, l, name, kind, f);
 }
 
 static void print_layers_head(const Run *run, size_t n, double peak, double bandwidth) {
-    FILE *out = run->recorder.lines;
+    FILE *out = run->recorder.results;
     const char *caution = run->device_info.emulated ? "; emulated, they mean nothing" : "";
     char rate[64] = "GFLOP/s unknown without cnn_kernels.c";
     if (isfinite(peak))
@@ -6204,10 +6249,10 @@ static void measure_layers(Run *run) {
     print_layers_head(run, batch.n, peak, bandwidth);
     print_layer_csv(csv.stream, CSV_HEADER, &net->layers[0], "", "", &(LayerFigures){.bound = ""});
     for (size_t i = 1; i < net->count; i++) {
-        if (net->slots[i].sharing == FUSED)
+        if (net->row_plans[i].sharing == FUSED)
             continue;
         const LayerFigures f = layer_figures(net, i, batch.n, &times[i], flops[i], peak, bandwidth);
-        print_layer(run->recorder.lines, csv.stream, net, i, &f);
+        print_layer(run->recorder.results, csv.stream, net, i, &f);
     }
     atomic_commit(&csv);
     free(times);
@@ -6215,7 +6260,7 @@ static void measure_layers(Run *run) {
 
 // The last test's accuracy of each class, in the lines of PyTorch's CIFAR-10 tutorial
 static void print_per_class(const Run *run) {
-    FILE *out = run->recorder.lines;
+    FILE *out = run->recorder.results;
     char name[32];
     for (size_t k = 0; k < run->net.classes; k++) {
         size_t images = 0, right = 0;
@@ -6284,12 +6329,20 @@ static void write_predictions(const Run *run) {
 // --profile: prints the profile, and writes it to the run folder as well.
 static void write_profile(Run *run, int begin, int end) {
     AtomicFile text, csv;
+    char *profile;
+    size_t length;
+    FILE *out = open_memstream(&profile, &length);
+    if (!out)
+        no_memory(PATH_SIZE, "the profile");
     clock_settle(&run->clock, 0);
     open_in_folder(&text, run, "profile.txt");
     open_in_folder(&csv, run, "profile.csv");
-    print_profile(&run->clock, begin, end, run->recorder.lines, csv.stream);
-    rewind(csv.stream); // the same rows again
-    print_profile(&run->clock, begin, end, text.stream, csv.stream);
+    print_profile(&run->clock, begin, end, out, csv.stream);
+    if (ferror(out) || fclose(out) != 0 || !profile)
+        no_memory(PATH_SIZE, "the profile");
+    fputs(profile, run->recorder.results);
+    fputs(profile, text.stream);
+    free(profile);
     atomic_commit(&text);
     atomic_commit(&csv);
 }
@@ -6318,7 +6371,7 @@ static void run_metadata(const Run *run, char metadata[METADATA_SIZE]) {
     for (const Option *o = options; o < options + OPTIONS; o++) {
         const char *text = option_text(&run->settings, o);
         const bool first_choice = o->kind == CHOICE && find_word(o->values, text) == 0;
-        if (o->effect == FIXED || (o->effect == FIXED_LATER && !first_choice))
+        if (o->on_resume == FIXED || (o->on_resume == FIXED_LATER && !first_choice))
             LINE("%s=%s\n", o->name + strlen("--"), text);
     }
     if (run->kernels->precision == FP16)
@@ -6507,9 +6560,9 @@ static void setup_ranks(Run *run) {
     c->replicas = launched ? 1 : c->world;
     if (c->rank > 0)
         silence_rank(s);
-    run->recorder.lines = stdout;
+    run->recorder.results = stdout;
     if (s->quiet)
-        run->recorder.lines = second_stdout();
+        run->recorder.results = second_stdout();
     if ((c->rank > 0 || s->quiet) && !freopen("/dev/null", "w", stdout))
         file_fail("cannot open", "/dev/null");
 }
@@ -6531,12 +6584,8 @@ static void setup_batch(Run *run) {
 }
 
 // --lr, which --lr-scaling multiplies by the whole batch / the model's default one, or its root
-static void setup_learning_rate(Run *run) {
-    Settings *s = &run->settings, usual;
-    // The model's defaults are written to argument_text[] where they are already: pointers stay
-    // valid.
-    parse_all(&usual, run->model, 0, NULL);
-    const double factor = (double)s->global_batch / (double)usual.batch_size;
+static void setup_learning_rate(Settings *s, size_t default_batch_size) {
+    const double factor = (double)s->global_batch / (double)default_batch_size;
     if (s->lr == 0)
         s->lr = optimizers[s->optimizer].lr;
     if (s->lr_scaling == SCALE_LR_LINEAR)
@@ -6563,7 +6612,7 @@ static void setup_threads(Settings *s, size_t local_ranks) {
 // Parses the options and determines those that have no default in the table.
 static void setup_settings(Run *run, int argc, char **argv) {
     Settings *s = &run->settings;
-    parse_options(s, argc, argv);
+    const size_t default_batch_size = parse_options(s, argc, argv);
     check_contradictions(s);
     setup_ranks(run);
     parse_save_every(run);
@@ -6572,7 +6621,7 @@ static void setup_settings(Run *run, int argc, char **argv) {
     run->recorder.argv = argv;
     run->model = find_model(s->model);
     setup_batch(run);
-    setup_learning_rate(run);
+    setup_learning_rate(s, default_batch_size);
     setup_threads(s, run->comm.replicas);
 }
 
@@ -6784,7 +6833,7 @@ static void setup_data(Run *run) {
 
 // The bytes of a plan in a category, or in all of them if `what` is NULL. on_device: only those on
 // the device
-static double plan_bytes(const Plan *p, const char *what, bool on_device) {
+static double plan_bytes(const MemoryPlan *p, const char *what, bool on_device) {
     double bytes = 0;
     for (size_t i = 0; i < p->count; i++) {
         const bool wanted = !what || strcmp(p->areas[i].what, what) == 0;
@@ -6796,8 +6845,8 @@ static double plan_bytes(const Plan *p, const char *what, bool on_device) {
 
 // The same of all plans of this rank
 static double run_bytes(const Run *run, const char *what, bool on_device) {
-    const Plan *plans[] = {&run->net.plan, &run->plan, &run->comm.plan, &run->train_loader.plan,
-                           &run->test_loader.plan};
+    const MemoryPlan *plans[] = {&run->net.plan, &run->plan, &run->comm.plan,
+                                 &run->train_loader.plan, &run->test_loader.plan};
     double bytes = 0;
     for (size_t i = 0; i < LENGTH(plans); i++)
         bytes += plan_bytes(plans[i], what, on_device);
@@ -6814,12 +6863,12 @@ static void plan_loaders(Run *run, bool resident) {
     const Settings *s = &run->settings;
     const Comm *c = &run->comm;
     const size_t loaded = min_size(s->batch_size, run->share);
-    Placement to = {.device = run->device,
-                    .device_number = c->device_number,
-                    .pinned = s->pin_memory && run->device->is_gpu,
-                    .resident = resident,
-                    .rank = c->rank,
-                    .ranks = c->world};
+    Consumer to = {.device = run->device,
+                   .device_number = c->device_number,
+                   .pinned = s->pin_memory && run->device->is_gpu,
+                   .resident = resident,
+                   .rank = c->rank,
+                   .ranks = c->world};
     loader_plan(&run->test_loader, &run->test_set, run->net.max_test_batch, s->workers,
                 AUGMENT_NONE, to);
     if (c->dp)
@@ -6836,11 +6885,11 @@ static size_t count_totals(const Run *run) {
 // The memory of the run itself: the optimizer's state, results, what is measured
 static void plan_buffers(Run *run) {
     const Settings *s = &run->settings;
-    Plan *p = &run->plan;
+    MemoryPlan *p = &run->plan;
     static const char buffers[] = "maps and buffers";
     const size_t steps = run->comm.world * run->recorder.steps_capacity;
     const size_t states = count_states(s->optimizer, s) * run->net.param_size;
-    *p = (Plan){.device = run->device};
+    *p = (MemoryPlan){.device = run->device};
     plan_area(p, &run->tested.totals, (1 + run->comm.world) * count_totals(run) * sizeof(double),
               HOST, buffers);
     plan_area(p, &run->recorder.all_steps, steps * sizeof *run->recorder.steps, HOST, buffers);
@@ -6876,15 +6925,16 @@ static double plan_run(Run *run, bool resident) {
 // Plans the run. The data set is resident if 10 % of the memory stays free, or if copying batches
 // would need even more. Returns the bytes on the device, as plan_run() does.
 static double choose_resident(Run *run) {
+    enum { COPY_BATCHES = false, RESIDENT = true };
     if (!run->settings.resident || !run->device->is_gpu || run->comm.dp)
-        return plan_run(run, false);
-    const double resident = plan_run(run, true);
+        return plan_run(run, COPY_BATCHES);
+    const double resident = plan_run(run, RESIDENT);
     if (resident < .9 * run->device_info.memory)
         return resident;
-    const double copied = plan_run(run, false);
+    const double copied = plan_run(run, COPY_BATCHES);
     if (copied < resident)
         return copied;
-    return plan_run(run, true);
+    return plan_run(run, RESIDENT);
 }
 
 static void print_memory(const Run *run) {
@@ -6919,7 +6969,7 @@ static void plan_run_memory(Run *run) {
             "smaller --batch-size than %zu, a smaller --test-batch-size or network",
             on_device / 1e6, available / 1e6, run->device_info.name, run->settings.batch_size);
     if (gpu) {
-        const bool resident = run->train_loader.place.resident;
+        const bool resident = run->train_loader.consumer.resident;
         printf("On the device: %.1f MB; the data set is %s\n", on_device / 1e6,
                resident ? "resident there" : "copied there batch by batch");
     }
@@ -7209,7 +7259,7 @@ static void test(Run *run, EpochResult *result) {
     const double begin = now();
     memset(totals, 0, count * sizeof *totals);
     share_weights(&run->comm);
-    loader_start(&run->test_loader, run->settings.seed, 0, 0);
+    loader_start(&run->test_loader, run->settings.seed, TEST_EPOCH, 0);
     const Batch *batch = loader_next(&run->test_loader);
     while (batch) {
         const double images = (double)batch->n;
@@ -7231,9 +7281,9 @@ static void test(Run *run, EpochResult *result) {
                result->test_loss, totals[IMAGES_RIGHT], totals[IMAGES_TESTED], result->accuracy);
 }
 
-// The test alone, reported as epoch 0: --eval, or a run that has no training left to do
+// The test alone, reported as epoch TEST_EPOCH: --eval, or a run that has no training left to do
 static void evaluate(Run *run) {
-    EpochResult result = {.epoch = 0};
+    EpochResult result = {.epoch = TEST_EPOCH};
     test(run, &result);
     report_epoch(run, &result);
 }
@@ -7243,8 +7293,8 @@ static void train_epoch(Run *run, EpochResult *result) {
     if (run->batch_index == 0)
         *result = (EpochResult){0};
     result->epoch = run->epoch;
-    result->resumed = result->images;
-    result->logged = result->images;
+    result->images_resumed = result->images;
+    result->images_logged = result->images;
     run->recorder.epoch_start = now();
     run->recorder.log_started = run->recorder.epoch_start;
     train(run, result);
@@ -7357,7 +7407,7 @@ static void write_results(Run *run, int status) {
     if (s->layers && finished)
         measure_layers(run);
     print_resources(run->recorder.started, status);
-    flush(run->recorder.lines, "standard output");
+    flush(run->recorder.results, "standard output");
     write_run_json(run);
 }
 

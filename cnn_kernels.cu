@@ -772,7 +772,7 @@ template <class T, class RULE> static __global__ void update_kernel(Update u) {
             store(u.state[k], i, u.count, state[k]);
     store(u.param, i, u.count, p);
     for (int j = 0; sizeof(T) < sizeof(real) && j < Pack<real>::N && i + j < u.count; j++)
-        write<T>(u.low, i + j, p.v[j]);
+        write<T>(u.param16, i + j, p.v[j]);
 }
 
 template <class T, class RULE> static void update(Update u) {
@@ -910,8 +910,8 @@ static void load_images(real *out, const real *images, size_t n, Shape s, bool n
     LAUNCH(convert_kernel<T>, count, out, images, layout_of(s, nchw), count);
 }
 
-template <class T> static void lower(void *low, const real *param, size_t count) {
-    LAUNCH(convert_kernel<T>, count, low, param, layout_of({1, 1, 1}, false), count);
+template <class T> static void to_16_bit(void *param16, const real *param, size_t count) {
+    LAUNCH(convert_kernel<T>, count, param16, param, layout_of({1, 1, 1}, false), count);
 }
 
 /* ==== 3. Sums over pixels =======================================================================
@@ -1094,7 +1094,7 @@ template <class T> static __global__ void batchnorm_forward_kernel(Row r, Layout
 
 template <class T> static void batchnorm2d_forward(Work w) {
     if (w.key)
-        sum_pixels<T, Moments>(w, stores_moments(w.fused.moments, w.n) ? w.moments : NULL);
+        sum_pixels<T, Moments>(w, stores_moments(w.fused.moments_partner, w.n) ? w.moments : NULL);
     each<batchnorm_forward_kernel<T>, packs<T>>(w);
 }
 
@@ -1809,7 +1809,7 @@ template <class T> static Product<T, T> forward_product(Work w) {
     Product<T, T> p = patches_times<T, T>(w.weight, w.out, FORWARD, w);
     p.c.bias = w.bias;
     p.c.relu = w.fused.relu;
-    p.moments = w.fused.moments && w.key && stores_moments(w.l, w.n) ? w.moments : NULL;
+    p.moments = w.fused.moments_partner && w.key && stores_moments(w.l, w.n) ? w.moments : NULL;
     return p;
 }
 
@@ -2280,7 +2280,7 @@ template <class T, void (*RUN)(Work), bool FORWARD> static void in_nhwc(Work w) 
     inner.transposed = NULL;
     inner.accumulate = false;
     inner.in = (real *)memory;
-    transpose<T>(memory, w.in, w.n, w.from, false, false);
+    transpose<T>(memory, w.in, w.n, w.unflattened, false, false);
     if (FORWARD) {
         inner.out = (real *)(memory + size);
     } else {
@@ -2292,7 +2292,7 @@ template <class T, void (*RUN)(Work), bool FORWARD> static void in_nhwc(Work w) 
     if (FORWARD)
         transpose<T>(w.out, inner.out, w.n, w.l->out, true, false);
     else if (w.din)
-        transpose<T>(w.din, inner.din, w.n, w.from, true, w.accumulate);
+        transpose<T>(w.din, inner.din, w.n, w.unflattened, true, w.accumulate);
 }
 
 // A row of the table keeps the numbers of the variants that --autotune has chosen, a byte per pass.
@@ -2395,7 +2395,7 @@ static Kernels make_kernels(KernelsChoice name, Precision precision) {
     k.nll_loss = nll_loss;
     k.adadelta = update<T, Adadelta>;
     k.sgd = update<T, Sgd>;
-    k.lower = lower<T>;
+    k.to_16_bit = to_16_bit<T>;
     k.count_not_finite = count_not_finite;
     k.adjust_scale = adjust_scale;
     k.load_images = load_images<T>;

@@ -230,7 +230,7 @@ static void enter(Whereabouts place) {
 }
 
 static void open_loader(size_t size, size_t workers, void (*delay)(size_t position)) {
-    const Placement on_cpu = {.device = &cpu_device, .ranks = 1};
+    const Consumer on_cpu = {.device = &cpu_device, .ranks = 1};
     now_seen = must_alloc(sizeof *now_seen, "a test");
     seen.size = size;
     seen.batches = ceil_div(IMAGES, size);

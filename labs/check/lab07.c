@@ -136,7 +136,7 @@ static void test_adjust(void) {
 // Steps of an fp16 training, one of which has an infinite gradient.
 enum { STEPS = 7, PARAMS = 1001 };
 static struct {
-    Array *scale, *param, *grad, *state, *low;
+    Array *scale, *param, *grad, *state, *param16;
     real *params; // [STEPS][PARAMS], after each step; shared
     LossScale *scales;
     size_t bad, at;
@@ -158,7 +158,7 @@ static void sequence_job(void) {
         gpu->sgd((Update){.param = sequence.param->device,
                           .grad = sequence.grad->device,
                           .state = {sequence.state->device},
-                          .low = sequence.low->device,
+                          .param16 = sequence.param16->device,
                           .scale = sequence.scale->device,
                           .count = PARAMS,
                           .step = step});
@@ -177,7 +177,7 @@ static void sequence_of(size_t good_before, size_t bad) {
     sequence.param = new_output("param", PARAMS * sizeof(real));
     sequence.grad = new_output("grad", PARAMS * sizeof(real));
     sequence.state = new_output("momentum", PARAMS * sizeof(real));
-    sequence.low = new_output("low", PARAMS * gpu->element_bytes);
+    sequence.param16 = new_output("param16", PARAMS * gpu->element_bytes);
     memset(sequence.param->before, 0, PARAMS * sizeof(real));
     memset(sequence.state->before, 0, PARAMS * sizeof(real));
     run_trial(sequence_job);
@@ -334,7 +334,7 @@ static void test_images(void) {
 /* ---- The update ------------------------------------------------------------------------------ */
 
 static struct {
-    Array *scale, *param, *grad, *state[2], *low;
+    Array *scale, *param, *grad, *state[2], *param16;
     Update u;
     bool sgd;
     double lr;
@@ -350,7 +350,7 @@ static void update_job(void) {
     u.scale = updated.scale->device;
     u.param = updated.param->device;
     u.grad = updated.grad->device;
-    u.low = gpu->element_bytes < sizeof(real) ? updated.low->device : NULL;
+    u.param16 = gpu->element_bytes < sizeof(real) ? updated.param16->device : NULL;
     for (size_t k = 0; k < 2; k++)
         u.state[k] = updated.state[k]->device;
     (updated.sgd ? gpu->sgd : gpu->adadelta)(u);
@@ -419,12 +419,12 @@ static void check_update(void) {
                           ? ": it is not kept, and must not be "
                             "written"
                           : "");
-        const real low = gpu->element_bytes < sizeof(real)
-                             ? fp16_value(((uint16_t *)updated.low->after)[i])
-                             : p1[i];
-        if (fabsf(low - p1[i]) > 1e-3f * fabsf(p1[i]) + 1e-7f)
-            wrong("%s: low[%zu], the 16-bit copy of param[%zu] = %g, is %g", what_update(), i, i,
-                  (double)p1[i], (double)low);
+        const real copy = gpu->element_bytes < sizeof(real)
+                              ? fp16_value(((uint16_t *)updated.param16->after)[i])
+                              : p1[i];
+        if (fabsf(copy - p1[i]) > 1e-3f * fabsf(p1[i]) + 1e-7f)
+            wrong("%s: param16[%zu], the 16-bit copy of param[%zu] = %g, is %g", what_update(), i,
+                  i, (double)p1[i], (double)copy);
     }
 }
 
@@ -443,7 +443,7 @@ static void update_of(bool sgd, size_t count, double momentum, bool nesterov, bo
     updated.grad = new_output("grad", count * sizeof(real)); // may be used as memory
     updated.state[0] = new_output("state[0]", count * sizeof(real));
     updated.state[1] = new_output("state[1]", count * sizeof(real));
-    updated.low = new_output("low", count * gpu->element_bytes);
+    updated.param16 = new_output("param16", count * gpu->element_bytes);
     for (size_t i = 0; i < count; i++) {
         ((real *)updated.param->before)[i] = (real)(.1 * ((double)draw(0, 200) - 100));
         ((real *)updated.grad->before)[i] = (real)(.3 * ((double)draw(0, 200) - 100));
@@ -460,7 +460,7 @@ static void update_of(bool sgd, size_t count, double momentum, bool nesterov, bo
         check_unchanged(updated.state[k]);
     if (skips) {
         check_unchanged(updated.param);
-        check_unchanged(updated.low);
+        check_unchanged(updated.param16);
     }
 }
 

@@ -100,7 +100,7 @@ traffic() {
         }
         END {
             if (bad || writes != 10 * count) {
-                printf "the update of %d parameters has written %d bytes, expected %d: param and momentum 4 each, low 2\n",
+                printf "the update of %d parameters has written %d bytes, expected %d: param and momentum 4 each, param16 2\n",
                     count, writes, 10 * count
                 exit 1
             }

@@ -463,14 +463,14 @@ static void sampler_body(size_t rank) {
     const size_t n = sampler.images, others = ranks.world - 1;
     const size_t page = 4096, pages = 8;
     const Dataset data = {&info, n, bytes, labels};
-    const Placement place = {.device = &cpu_device, .rank = rank, .ranks = ranks.world};
+    const Consumer consumer = {.device = &cpu_device, .rank = rank, .ranks = ranks.world};
     size_t count = 0;
     Loader l;
     for (size_t i = 0; i < n + 2; i++) {
         const size_t shown = i < n ? i : i == n ? NEVER_WRITTEN : BEYOND;
         bytes[2 * i] = (uint8_t)(shown % 256), bytes[2 * i + 1] = (uint8_t)(shown / 256);
     }
-    loader_plan(&l, &data, sampler.batch, 1, AUGMENT_NONE, place);
+    loader_plan(&l, &data, sampler.batch, 1, AUGMENT_NONE, consumer);
     loader_init(&l);
     char *memory =
         mmap(NULL, pages * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

@@ -28,7 +28,7 @@ static double copy_gb_per_s(void) {
 // The network of the settings on synthetic images, and a loader that holds one batch of them.
 static const Batch *setup_bench(Run *run) {
     Settings *s = &run->settings;
-    const Placement on_cpu = {.device = &cpu_device, .ranks = 1};
+    const Consumer on_cpu = {.device = &cpu_device, .ranks = 1};
     run->info = dataset_for(run->model, "synthetic");
     run->train_set.info = &run->info;
     make_synthetic(&run->train_set, true, s->batch_size);

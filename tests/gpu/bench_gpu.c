@@ -151,11 +151,11 @@ static void time_nll_loss(real *losses, real *dlogp, const real *logp, const uin
 }
 
 static void time_adadelta(Update u) {
-    TIME("adadelta", "", 0, (28. + (u.low ? 2 : 0)) * (double)u.count, true, adadelta(u));
+    TIME("adadelta", "", 0, (28. + (u.param16 ? 2 : 0)) * (double)u.count, true, adadelta(u));
 }
 
 static void time_sgd(Update u) {
-    TIME("sgd", "", 0, ((u.momentum > 0 ? 20. : 12.) + (u.low ? 2 : 0)) * (double)u.count, true,
+    TIME("sgd", "", 0, ((u.momentum > 0 ? 20. : 12.) + (u.param16 ? 2 : 0)) * (double)u.count, true,
          sgd(u));
 }
 
@@ -229,8 +229,8 @@ static const Batch *setup_bench(Run *run, const Case *c, size_t (*build)(Net *ne
                                     run->net.param_size * sizeof *run->state);
     if (!run->state)
         die(1, "no memory for the optimizer of %s", c->model);
-    Placement place = {.device = gpu->device, .pinned = true, .ranks = 1};
-    loader_plan(&run->train_loader, &run->train_set, c->batch, 1, AUGMENT_NONE, place);
+    Consumer consumer = {.device = gpu->device, .pinned = true, .ranks = 1};
+    loader_plan(&run->train_loader, &run->train_set, c->batch, 1, AUGMENT_NONE, consumer);
     loader_init(&run->train_loader);
     loader_start(&run->train_loader, 1, 1, 0);
     return loader_next(&run->train_loader);

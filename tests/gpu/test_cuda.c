@@ -560,7 +560,7 @@ static void run_nchw(const Kernels *k, const Task *t, void *const *a, real *scra
     w.weight = a[2];
     w.bias = a[3];
     w.in = k->device->is_gpu ? a[4] : a[1];
-    w.from = t->l->in;
+    w.unflattened = t->l->in;
     if (k->device->is_gpu)
         w.transposed = k->device->alloc(k->transposed_size(t->l, t->n) * k->element_bytes);
     k->layers[CONV2D].forward(w);
@@ -1095,14 +1095,14 @@ static void run_conv_and_norm(const Kernels *k, const Task *t, void *const *a, r
     const Layer *conv = t->l, norm = {.kind = BATCHNORM2D, .in = conv->out, .out = conv->out};
     Work w = work_of_task(t, scratch);
     const size_t words = k->moments_size(conv, t->n);
-    w.fused.moments = words > 0 ? &norm : NULL;
+    w.fused.moments_partner = words > 0 ? &norm : NULL;
     w.moments = k->device->alloc(words * sizeof *w.moments);
     w.out = a[0];
     w.in = a[3];
     w.weight = a[4];
     k->layers[CONV2D].forward(w);
     w.l = &norm;
-    w.fused.moments = words > 0 ? conv : NULL;
+    w.fused.moments_partner = words > 0 ? conv : NULL;
     w.in = a[0];
     w.out = a[2];
     w.stats = a[1];
@@ -1364,10 +1364,10 @@ static void run_adadelta(const Kernels *k, const Task *t, void *const *a, real *
     u.state[0] = a[1];
     u.state[1] = a[2];
     u.grad = a[3];
-    u.low = a[4];
+    u.param16 = a[4];
     k->adadelta(u);
-    if (!k->device->is_gpu && u.low) // the GPU's kernels write it
-        memcpy(u.low, u.param, u.count * sizeof(real));
+    if (!k->device->is_gpu && u.param16) // the GPU's kernels write it
+        memcpy(u.param16, u.param, u.count * sizeof(real));
 }
 
 static void run_sgd(const Kernels *k, const Task *t, void *const *a, real *scratch) {
@@ -1375,10 +1375,10 @@ static void run_sgd(const Kernels *k, const Task *t, void *const *a, real *scrat
     Update u = update_of_task(t, a);
     u.state[0] = a[1];
     u.grad = a[2];
-    u.low = a[3];
+    u.param16 = a[3];
     k->sgd(u);
-    if (!k->device->is_gpu && u.low) // the GPU's kernels write it
-        memcpy(u.low, u.param, u.count * sizeof(real));
+    if (!k->device->is_gpu && u.param16) // the GPU's kernels write it
+        memcpy(u.param16, u.param, u.count * sizeof(real));
 }
 
 /* All numbers of a parameter have one sign, so only the last subtraction cancels. The relative
@@ -1393,8 +1393,8 @@ static void optimizer_bound(const Task *t, const Array *before, const Array *got
             double size = state ? fabs(now) : fabs(old) / 8 + fabs(now - old);
             ((real *)bound[state].at)[i] = (real)(16 * epsilon * size);
         }
-    const Array *low = &bound[strcmp(before[3].name, "low") == 0 ? 3 : 4];
-    memcpy(low->at, bound[0].at, low->count * low->size); // the copy with 16 bits
+    const Array *param16 = &bound[strcmp(before[3].name, "param16") == 0 ? 3 : 4];
+    memcpy(param16->at, bound[0].at, param16->count * param16->size); // the copy with 16 bits
 }
 
 // A sign for each parameter; squares of states have none.
@@ -1409,7 +1409,7 @@ static void give_signs(const Array *a, size_t arrays, bool squares) {
 static void test_optimizers(const Kernels *k) {
     static const double decays[] = {0, .01}, momenta[] = {0, .9, .9};
     for (size_t i = tiny ? 7 : 0; i < (tiny ? 8 : COUNTS * 6); i++) {
-        const size_t count = counts[i / 6], low = k->element_bytes < sizeof(real) ? count : 0;
+        const size_t count = counts[i / 6], copied = k->element_bytes < sizeof(real) ? count : 0;
         Task t = {.bound = optimizer_bound,
                   .count = count,
                   .rate = i % 2 ? 1 : .003,
@@ -1418,17 +1418,17 @@ static void test_optimizers(const Kernels *k) {
                   .nesterov = i % 3 == 2};
         snprintf(context, sizeof context, "%zu numbers, variant %zu", count, i % 6);
         {
-            Array arrays[] = {changed_array("param", count, 1, true),
-                              changed_array("square_avg", count, 1, true),
-                              changed_array("acc_delta", count, 1, true),
-                              input_array("grad", count), typed(output_array("low", low, 1))};
+            Array arrays[] = {
+                changed_array("param", count, 1, true), changed_array("square_avg", count, 1, true),
+                changed_array("acc_delta", count, 1, true), input_array("grad", count),
+                typed(output_array("param16", copied, 1))};
             give_signs(arrays, 4, true);
             t.run = run_adadelta;
             COMPARE(k, t);
         }
         Array arrays[] = {changed_array("param", count, 1, true),
                           changed_array("momentum_buffer", t.momentum > 0 ? count : 0, 1, true),
-                          input_array("grad", count), typed(output_array("low", low, 1))};
+                          input_array("grad", count), typed(output_array("param16", copied, 1))};
         give_signs(arrays, t.momentum > 0 ? 3 : 1, false);
         if (t.momentum == 0)
             give_signs((Array[]){arrays[0], arrays[2]}, 2, false);
@@ -1474,9 +1474,9 @@ static void gather_epoch(const Kernels *k, const DatasetInfo *info, Augmentation
     Loader cpu, gpu;
     data.images = images.at;
     data.labels = labels.at;
-    loader_plan(&cpu, &data, batch_size, 1, kind, (Placement){&cpu_device, 0, 0, 0, rank, ranks});
+    loader_plan(&cpu, &data, batch_size, 1, kind, (Consumer){&cpu_device, 0, 0, 0, rank, ranks});
     loader_plan(&gpu, &data, batch_size, 1, kind,
-                (Placement){k->device, 0, true, true, rank, ranks});
+                (Consumer){k->device, 0, true, true, rank, ranks});
     loader_init(&cpu);
     loader_init(&gpu);
     const uint64_t seed = (uint64_t)draw_bits() << 32 | draw_bits();
@@ -1626,7 +1626,7 @@ static uint64_t train_steps(const Kernels *k, const char *model, size_t batch_si
     init_weights(&net, 1);
     real *state = k->device->alloc(count_states(s.optimizer, &s) * net.param_size * sizeof *state);
     loader_plan(&loader, &data, batch_size, 1, AUGMENT_NONE,
-                (Placement){k->device, 0, k->device->is_gpu, resident, 0, 1});
+                (Consumer){k->device, 0, k->device->is_gpu, resident, 0, 1});
     loader_init(&loader);
     loader_start(&loader, 1, 1, 0);
     for (const Batch *batch; (batch = loader_next(&loader));) {
@@ -1699,7 +1699,7 @@ static void test_loss_scale(const Kernels *k) {
         k->sgd((Update){.param = on_device[0],
                         .grad = on_device[1],
                         .state = {on_device[2]},
-                        .low = low,
+                        .param16 = low,
                         .scale = scale,
                         .count = COUNT,
                         .step = step,

@@ -439,7 +439,7 @@ bugs=$(cat <<'END'
 9 copies s/of_to) || !on_device/of_to) \&\& !on_device/
 10 batchnorm2d /sum_slices_kernel/,/^}/s/blockIdx.y + 1, gridDim.y)/blockIdx.y + 1, gridDim.y) - 1/
 11 bf16 s/line \* PITCH + (chunk ^/line * PITCH + (chunk |/
-11 optimizers s/(u.low, i + j, p.v\[j\])/(u.low, i + j, p.v[0])/
+11 optimizers s/(u.param16, i + j, p.v\[j\])/(u.param16, i + j, p.v[0])/
 12 bf16 s/lane \/ 16 \* 8 + lane % 8/lane \/ 16 * 8 + lane % 4/
 12 loss_scale s/skipped ? .5f : grows/skipped ? .5f : !grows/
 12 relu s/w.accumulate = w.accumulate_residual/w.accumulate = false/

@@ -218,7 +218,7 @@ static void check_numbers(Settings *s) {
         const double number = o->kind == COUNT    ? (double)*(const size_t *)field
                               : o->kind == NUMBER ? *(const double *)field
                                                   : 0;
-        if (o->fallback && number != 0 && !(number >= o->min && number <= o->max))
+        if (o->default_value && number != 0 && !(number >= o->min && number <= o->max))
             finding("a number outside of its range");
     }
 }

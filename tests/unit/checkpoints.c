@@ -97,8 +97,8 @@ static void compare_loaded(const Net *got, const Net *want, const real *got_stat
     for (size_t i = 0; i < want->count; i++) {
         const Layer *l = &want->layers[i];
         size_t count = l->kind == BATCHNORM2D ? 2 * l->out.c : 0;
-        check_tensor("running statistics", got->stats + got->slots[i].stats,
-                     want->stats + want->slots[i].stats, NULL, count);
+        check_tensor("running statistics", got->stats + got->row_plans[i].stats,
+                     want->stats + want->row_plans[i].stats, NULL, count);
     }
     if (got->batches_tracked != want->batches_tracked)
         fail("%zu batches tracked, expected %zu", got->batches_tracked, want->batches_tracked);

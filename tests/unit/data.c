@@ -219,7 +219,7 @@ static void test_loader_order(void) {
 static void check_share(const Dataset *data, const size_t *whole, size_t rank, size_t world,
                         size_t epoch) {
     Loader l;
-    Placement place = on_cpu;
+    Consumer consumer = on_cpu;
     place.rank = rank;
     place.ranks = world;
     plan_loader(&l, data, LOAD_BATCH, 2, NULL, place);

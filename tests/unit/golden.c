@@ -133,7 +133,7 @@ static void set_golden_parameter(Net *net, const Tensor *t, uint32_t number) {
                                        : 1 + .5 * v);
     }
     if (t->filter.h)
-        reorder_weight(t->values, values, t->filter, t->count / fan_in, false);
+        reorder_weight(t->values, values, t->filter, t->count / fan_in, FROM_FILE);
     else
         memcpy(t->values, values, t->count * sizeof(real));
 }
@@ -241,7 +241,7 @@ static void compare_tensors(Net *net, const Golden *g, const char *keyword, cons
 
 static void run_golden_net(Net *net, const GoldenNet *which, const Golden *g) {
     size_t n = which->batch, parameters, gradients;
-    Tensor *list = list_tensors(net, NULL, NULL, false, &parameters);
+    Tensor *list = list_tensors(net, NULL, NULL, TO_FILE, &parameters);
     Tensor *grads = must_alloc(parameters * sizeof *grads, "a test");
     gradients = (size_t)(list_parameters(net, grads, "", net->grads) - grads);
     double tolerance = golden_tolerance(net, n);

@@ -340,7 +340,7 @@ typedef struct Pooled { // what forward left
 static Work conv_work(const Net *net, size_t n, const Inputs *x) {
     const Layer *l = &net->layers[1];
     return (Work){.l = l,
-                  .fused = net->slots[1].fused,
+                  .fused = net->row_plans[1].fused,
                   .n = n,
                   .in = x->in.at,
                   .weight = x->weight.at,
@@ -465,7 +465,7 @@ static void check_pooled_forward(Net *net, size_t n, const Inputs *x) {
 
 static void compare_pooled(Net *net, size_t n, bool accumulate, bool wants_din) {
     const Layer *l = &net->layers[1];
-    const Fusion *fused = &net->slots[1].fused;
+    const Fusion *fused = &net->row_plans[1].fused;
     size_t inputs = n * shape_size(l->in);
     Inputs x = {random_array(inputs), random_array(l->weights), random_array(l->biases),
                 random_array(n * shape_size(fused->pool->out)), random_array(inputs)};
@@ -510,8 +510,8 @@ static void test_pooled(void) {
         size_t x = add_conv2d(&net, 0, channels, kernel, 1, 0, draw_bits() % 2);
         maxpool2d(&net, relu(&net, x), 2, draw_size(1, 3), 0);
         plan_memory(&net, n);
-        net.slots[1].fused.masks_din = draw_bits() % 2;
-        if (!net.slots[1].fused.pool)
+        net.row_plans[1].fused.masks_din = draw_bits() % 2;
+        if (!net.row_plans[1].fused.pool)
             fail("a convolution without padding before a max-pool is not joined with it");
         else
             compare_pooled(&net, n, shape % 2, shape % 5);
@@ -541,7 +541,7 @@ static void test_pooled_limit(void) {
         size_t x = conv2d(&net, 0, table[i].channels, table[i].kernel, table[i].stride, 0);
         maxpool2d(&net, relu(&net, x), table[i].window, 2, 0);
         plan_memory(&net, 1);
-        const bool joined = net.slots[1].fused.pool;
+        const bool joined = net.row_plans[1].fused.pool;
         if (joined != table[i].joined)
             fail("row %zu: %s", i, joined ? "joined" : "not joined");
     }

@@ -87,7 +87,7 @@ static const Model random_model = {.name = "random", .build = build_random};
 // A row computed by kernels of its own; an add has its second row again.
 static void separate(Net *net, size_t i) {
     const Layer *l = &net->layers[i];
-    Slot *slot = &net->slots[i];
+    RowPlan *slot = &net->row_plans[i];
     slot->sharing = SEPARATE;
     slot->computed_by = i;
     slot->fused = (Fusion){0};
@@ -100,8 +100,8 @@ static void separate(Net *net, size_t i) {
 static void plan_apart(Net *net, bool fused) {
     net->activation_size = net->gradient_size = 0;
     for (size_t i = 0; i < net->count; i++) {
-        Slot *slot = &net->slots[i];
-        const Slot *to = &net->slots[slot->computed_by];
+        RowPlan *slot = &net->row_plans[i];
+        const RowPlan *to = &net->row_plans[slot->computed_by];
         if (!fused && !to->fused.pool)
             separate(net, i);
         slot->fused.masks_din = fused && slot->fused.masks_din;
@@ -203,7 +203,7 @@ typedef struct Tags {
 static size_t last_fused(const Net *net, size_t row) {
     size_t last = row;
     for (size_t i = row + 1; i < net->count; i++)
-        if (net->slots[i].computed_by == net->slots[row].computed_by)
+        if (net->row_plans[i].computed_by == net->row_plans[row].computed_by)
             last = i;
     return last;
 }
@@ -213,7 +213,7 @@ static size_t count_cells(const Net *net, size_t row) {
 }
 
 static uint64_t *row_cells(const Tags *t, size_t row) {
-    return t->cells + t->net->slots[row].gradient / CACHE_LINE;
+    return t->cells + t->net->row_plans[row].gradient / CACHE_LINE;
 }
 
 // One hash for each pair of rows; an add passes on the gradient that it received.
@@ -255,7 +255,7 @@ static void add_tag(Tags *t, size_t reader, size_t row) {
 // convolution with a max-pool goes on from the pool's.
 static void tag_fused(Tags *t, size_t i) {
     const Net *net = t->net;
-    const bool pooled = net->slots[i].fused.pool;
+    const bool pooled = net->row_plans[i].fused.pool;
     for (size_t r = last_fused(net, i); r > i && !pooled; r = net->layers[r].input) {
         const Layer *l = &net->layers[r];
         if (l->kind == ADD && l->other > 0)
@@ -273,7 +273,7 @@ static void tag_backward(Tags *t) {
         row_cells(t, net->count - 1)[cell] = 1;
     for (size_t i = net->count - 1; i > 0; i--) {
         const Layer *l = &net->layers[i];
-        const Slot *slot = &net->slots[i];
+        const RowPlan *slot = &net->row_plans[i];
         const size_t last = last_fused(net, i);
         if (slot->sharing == FUSED)
             continue;
@@ -293,7 +293,7 @@ static void check_plan(const Net *net) {
     tags = (Tags){.net = net};
     for (size_t i = 1; i < net->count; i++) {
         tags.count[i] = count_cells(net, i);
-        const size_t gradient = net->slots[i].gradient;
+        const size_t gradient = net->row_plans[i].gradient;
         if (gradient % CACHE_LINE ||
             gradient / CACHE_LINE + tags.count[i] > net->gradient_size / CACHE_LINE)
             fail("%s: row %zu lies outside of the arena", net->model, i);
@@ -331,7 +331,7 @@ static void check_resnet_size(const Net *net) {
 static void check_resnet_adds(const Net *net) {
     bool resnet = strncmp(net->model, "resnet", 6) == 0;
     for (size_t i = 1; i < net->count; i++)
-        if (resnet && net->layers[i].kind == ADD && net->slots[i].sharing != FUSED)
+        if (resnet && net->layers[i].kind == ADD && net->row_plans[i].sharing != FUSED)
             fail("%s: row %zu is an add of its own", net->model, i);
 }
 
@@ -375,12 +375,12 @@ static void test_plan_of_random(void) {
 static void check_nothing_fused(const Net *net) {
     static const Fusion none = {0};
     for (size_t i = 1; i < net->count; i++) {
-        const Slot *slot = &net->slots[i];
+        const RowPlan *slot = &net->row_plans[i];
         const bool adds = net->layers[i].kind == ADD;
         if (slot->sharing != SEPARATE || slot->computed_by != i ||
             memcmp(&slot->fused, &none, sizeof none) != 0 || (slot->residual > 0 && !adds))
             fail("%s: row %zu is fused or in place", net->model, i);
-        if (slot->output == net->slots[net->layers[i].input].output)
+        if (slot->output == net->row_plans[net->layers[i].input].output)
             fail("%s: row %zu writes over its input", net->model, i);
     }
 }

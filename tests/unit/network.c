@@ -245,7 +245,7 @@ static void expect_spread(const char *name, const real *values, size_t count, do
 static void check_norm_start(const Net *net, size_t row) {
     const Layer *l = &net->layers[row];
     for (size_t c = 0; c < l->out.c; c++) {
-        const real *stats = net->stats + net->slots[row].stats + c;
+        const real *stats = net->stats + net->row_plans[row].stats + c;
         if (net->params[l->weight_offset + c] != 1 || net->params[l->bias_offset + c] != 0 ||
             stats[0] != 0 || stats[l->out.c] != 1)
             fail("%s: channel %zu does not start as 1, 0 and mean 0, variance 1", l->name, c);

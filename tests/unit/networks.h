@@ -155,12 +155,12 @@ static void build_small(Net *net, const Model *model, Shape images, const Settin
 
 // A loader with this function for augmentation; NULL: none.
 static void plan_loader(Loader *l, const Dataset *data, size_t batch, size_t workers,
-                        Augment *augment, Placement place) {
+                        Augment *augment, Consumer consumer) {
     Augmentation a = AUGMENT_NONE;
     while (augmentations[a].augment != augment)
         a++;
-    loader_plan(l, data, batch, workers, a, place);
+    loader_plan(l, data, batch, workers, a, consumer);
     loader_init(l);
 }
 
-static const Placement on_cpu = {.device = &cpu_device, .ranks = 1};
+static const Consumer on_cpu = {.device = &cpu_device, .ranks = 1};
