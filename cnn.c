@@ -31,16 +31,17 @@
      14 Setting up                 saving and resuming, ranks, devices, data, memory, weights
      15 train(), test(), main()
 
-   A section builds on the sections before it. Sections 3 to 7 are the mathematics of a training
-   step; 8 to 11 provide its images, run it on several devices and store its results; 12 to 14 are
-   the user interface. For an overview, read train() in section 15 first. The fast kernels, for CPUs
-   in cnn_kernels.c and for GPUs in cnn_kernels.cu, are not needed to understand this file.
+   A section builds on the sections before it; only the checks of section 4 look ahead, to the CPU's
+   kernels in section 7. Sections 3 to 7 are the mathematics of a training step; 8 to 11 provide its
+   images, run it on several devices and store its results; 12 to 14 are the user interface. For an
+   overview, read train() in section 15 first. The fast kernels, for CPUs in cnn_kernels.c and for
+   GPUs in cnn_kernels.cu, are not needed to understand this file.
 
    What it leaves out: there are no general tensors and there is no automatic differentiation. It
    classifies images, of four data sets or generated ones. Several devices share the data, never the
    network. It runs on Linux. It trusts the user who runs it, but not the files it reads.
 
-   Comments that begin with LAB and a number enclose what an exercise replaces by a gap for the
+   Comments that begin with LAB and a number enclose what an exercise replaces with a gap for the
    student to fill: 1.2 is exercise 2 of lab 1. They mean nothing to the program.
 
    Tags mark what tutorials call by these names; grep finds them, here and in cnn_kernels.cu:
@@ -381,7 +382,7 @@ typedef struct Device {
     // # PROF  for Nsight: ends this thread's range of this level, with the ranges inside it, and
     // begins one of this name unless it is NULL
     void (*range)(RangeLevel level, const char *name);
-    void (*record)(bool on); // starts or stops the recording
+    void (*record)(bool on); // starts or stops the recording of Nsight
 } Device;
 
 /* What --kernels and --precision name: the functions that compute a network on one kind of device.
@@ -630,28 +631,59 @@ static void *must_alloc(size_t bytes, const char *what) {
     return memory;
 }
 
-/* The memory of a network or a loader: a list of areas, which is printed before anything is
-   allocated; they are then allocated, and later freed, together. */
 typedef enum { HOST, PINNED, DEVICE } MemoryKind;
 
+// What an area is for, as the printed plan adds it up
+typedef enum {
+    FOR_PARAMETERS,
+    FOR_GRADIENTS,
+    FOR_OPTIMIZER,
+    FOR_ACTIVATIONS,
+    FOR_DACTIVATIONS,
+    FOR_STATISTICS,
+    FOR_SCRATCH,
+    FOR_BUFFERS,
+    FOR_COMMUNICATION,
+    FOR_LOADER,
+    FOR_DATA,
+    FOR_ANYTHING // all of these together; also their number
+} MemoryUse;
+
+static const char *const memory_uses[FOR_ANYTHING] = {
+    [FOR_PARAMETERS] = "parameters",
+    [FOR_GRADIENTS] = "gradients",
+    [FOR_OPTIMIZER] = "optimizer state",
+    [FOR_ACTIVATIONS] = "activations",
+    [FOR_DACTIVATIONS] = "activation gradients",
+    [FOR_STATISTICS] = "statistics and masks",
+    [FOR_SCRATCH] = "scratch",
+    [FOR_BUFFERS] = "buffers",
+    [FOR_COMMUNICATION] = "communication",
+    [FOR_LOADER] = "loader",
+    [FOR_DATA] = "data set",
+};
+
+/* The memory of a network or a loader: a list of areas, which is printed before anything is
+   allocated; they are then allocated, and later freed, together. */
 typedef struct MemoryPlan {
     const Device *device;
     size_t count;
     struct Area {
-        void *pointer; // address of the pointer to set; it has any type, hence memcpy()
+        void *destination; // address of the pointer to set; it has any type, hence memcpy()
         size_t bytes;
         MemoryKind where;
-        const char *what; // the category under which it is printed
+        MemoryUse use;
     } areas[MAX_AREAS];
 } MemoryPlan;
 
-static void plan_area(MemoryPlan *p, void *pointer, size_t bytes, MemoryKind where,
-                      const char *what) {
+static void plan_area(MemoryPlan *p, void *destination, size_t bytes, MemoryKind where,
+                      MemoryUse use) {
     if (p->count == MAX_AREAS)
-        die(1, "memory for %s: more than %d areas; raise MAX_AREAS in cnn.c", what, MAX_AREAS);
+        die(1, "memory for %s: more than %d areas; raise MAX_AREAS in cnn.c", memory_uses[use],
+            MAX_AREAS);
     if (where == PINNED && !p->device->is_gpu)
         where = HOST; // there is no device that reads it
-    p->areas[p->count] = (struct Area){pointer, bytes, where, what};
+    p->areas[p->count] = (struct Area){destination, bytes, where, use};
     p->count++;
 }
 
@@ -661,8 +693,8 @@ static void plan_alloc(const MemoryPlan *p) {
     for (size_t i = 0; i < p->count; i++) {
         void *memory = alloc[p->areas[i].where](p->areas[i].bytes);
         if (!memory)
-            no_memory(p->areas[i].bytes, p->areas[i].what);
-        memcpy(p->areas[i].pointer, &memory, sizeof memory);
+            no_memory(p->areas[i].bytes, memory_uses[p->areas[i].use]);
+        memcpy(p->areas[i].destination, &memory, sizeof memory);
     }
 }
 
@@ -671,7 +703,7 @@ static void plan_free(const MemoryPlan *p) {
     void (*const release[])(void *) = {free, d->pinned_release, d->release};
     for (size_t i = 0; i < p->count; i++) {
         void *memory;
-        memcpy(&memory, p->areas[i].pointer, sizeof memory);
+        memcpy(&memory, p->areas[i].destination, sizeof memory);
         release[p->areas[i].where](memory);
     }
 }
@@ -776,7 +808,7 @@ static size_t environment_number(const char *name) {
     return (size_t)atoi(text);
 }
 
-// The first line of a file that begins with `begin`, or "" if there is none
+// The first line that begins with `begin` in a file, or "" if there is none
 static void find_line(char line[PATH_SIZE], const char *path, const char *begin) {
     FILE *f = fopen(path, "r");
     bool found = false;
@@ -859,14 +891,14 @@ typedef struct TraceEvent {
 } TraceEvent;
 
 static struct {
-    size_t on;    // number of ranks in a traced step
+    size_t ranks; // in a traced step
     size_t count; // of events, including those that came after TRACE_EVENTS and were dropped
     TraceEvent *events;
 } trace;
 
 // Appends an event, if any rank is being traced. Thread-safe.
 static void trace_event(size_t rank, size_t track, const char *name, double begin, double end) {
-    if (!__atomic_load_n(&trace.on, __ATOMIC_RELAXED))
+    if (!__atomic_load_n(&trace.ranks, __ATOMIC_RELAXED))
         return;
     size_t i = __atomic_fetch_add(&trace.count, 1, __ATOMIC_RELAXED);
     if (i >= TRACE_EVENTS)
@@ -878,18 +910,20 @@ static void trace_event(size_t rank, size_t track, const char *name, double begi
 /* ==== 3. Layers on the CPU =======================================================================
 
    Each layer is defined here by a few loops that compute its formula; the tests compare everything
-   else with these definitions. cnn_kernels.c has fast versions of some, whose names end in _fast.
+   else with these definitions. Where a name ends in _naive, cnn_kernels.c has a fast version, whose
+   name ends in _fast.
 
    Gradients: dX is the derivative of the loss with respect to X. In comments, "x (=)" says that a
-   function sets x, and "x (+=)" that it adds to x. How a sum is split depends on
-   shapes, never on the number of threads, and its order is fixed: the result has the same bits for
-   any --threads. Convolutions keep the output channels in the innermost loop, where weights and
-   outputs are contiguous, so that the compiler vectorises it: each output is still the same sum in
-   the same order as in the textbook's loops. */
+   function sets x, and "x (+=)" that it adds to x. How a sum is split depends on shapes, never on
+   the number of threads, and its order is fixed: the result has the same bits for any --threads.
+   Convolutions keep the output channels in the innermost loop, where weights and outputs are
+   contiguous, so that the compiler vectorises it: each output is still the same sum in the same
+   order as in the textbook's loops. */
 
 enum { OUTSIDE = -1 };
 
-// The input pixel, row * w + column, that tap i * kernel + j reads for output (y, x), or OUTSIDE.
+// The input pixel, row * w + column, that a tap, position i * kernel + j of the filter, reads for
+// output (y, x), or OUTSIDE.
 static ptrdiff_t input_pixel(const Layer *l, size_t y, size_t x, size_t tap) {
     size_t iy = y * l->stride + tap / l->kernel - l->padding; // wraps around if negative
     size_t ix = x * l->stride + tap % l->kernel - l->padding;
@@ -975,9 +1009,9 @@ static void conv2d_parameter_gradients(Work w) {
 
 /* din[n][iy][ix][c] = sum over y, x, i, j, k of dout[n][y][x][k] * weight[i][j][c][k]
                        with y * s + i - padding = iy and x * s + j - padding = ix
-   It is += if accumulate. gcc may not reorder a floating-point sum, so it does not vectorise
-   one, and the weights are transposed: then the innermost loop runs over the input channels, and
-   adds to as many numbers. */
+   It is += if accumulate. gcc may not reorder a floating-point sum, so it cannot vectorise
+   one. The weights are therefore transposed: the innermost loop then runs over the input channels,
+   each with its own sum. */
 static void conv2d_input_gradient(Work w) {
     const Layer *l = w.l;
     const Shape I = l->in, O = l->out;
@@ -1017,7 +1051,7 @@ static size_t outputs(Work w) {
     return w.n * shape_size(w.l->out);
 }
 
-// An evaluation draws no random numbers.
+// An evaluation has no key, since it draws no random numbers.
 static bool is_training(Work w) {
     return w.key;
 }
@@ -1210,7 +1244,7 @@ static const real *bn_running_scale(Work w, real *scale) {
 }
 
 // out = (in - mean) * scale + bias
-static void batchnorm2d_forward(Work w) {
+static void batchnorm2d_forward_naive(Work w) {
     const size_t channels = w.l->in.c, m = bn_pixels(&w);
     real *restrict scale = w.scratch;
     const real *mean = is_training(w) ? bn_training_scale(w, scale) : bn_running_scale(w, scale);
@@ -1240,7 +1274,7 @@ static void bn_block_gradients(Work w, size_t first, size_t count) {
 
 /* dbias = sum of dout      dweight = sum of dout * x, where x = (in - mean) / sqrt(variance + eps)
    din = weight / sqrt(variance + eps) * (dout - dbias / m - x * dweight / m) */
-static void batchnorm2d_backward(Work w) {
+static void batchnorm2d_backward_naive(Work w) {
     const size_t channels = w.l->in.c, m = bn_pixels(&w);
     const real *mean = w.stats + BATCH_MEAN * channels;
     const real *inverse = w.stats + BATCH_INVERSE_STD * channels;
@@ -1295,7 +1329,7 @@ static void dropout_image(Work w, size_t image) {
 }
 
 // In evaluation, out = in.
-static void dropout_forward(Work w) {
+static void dropout_forward_naive(Work w) {
     if (!is_training(w)) {
         memmove(w.out, w.in, outputs(w) * sizeof *w.out);
         return;
@@ -1385,7 +1419,8 @@ static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t 
                         reads the images, row 0, from the loader's buffer
       dactivations      their gradients; those with disjoint lifetimes share memory
       stats             BatchNorm's running statistics, and the last batch's statistics
-      saved             bytes that a forward saves for its backward */
+      saved             bytes that a forward saves for its backward
+      moments, scratch  for the kernels; the losses, labels and the step of the current batch */
 
 enum { ALIGN = 64 / sizeof(real) };
 
@@ -1444,7 +1479,7 @@ typedef struct Net {
     // If not NULL, backward() calls it when the gradients from offset `first` on are finished.
     void (*on_gradients)(void *context, size_t first);
     void *context;
-    bool marks_rows; // marks at the start and the end of each row; so this rank's step is traced
+    bool marks_rows; // marks at the start and the end of each row
     bool names_rows; // a range for Nsight around each row
     double *flops;   // if not NULL, backward stores here what each row executes
 } Net;
@@ -1501,7 +1536,7 @@ static size_t add_params(Net *net, size_t count) {
 }
 
 // Adds a layer with parameters, named as in PyTorch's examples: conv1, conv2, ..., fc1, fc2, ...
-static size_t add_weights(Net *net, Layer l, const char *prefix) {
+static size_t add_with_weights(Net *net, Layer l, const char *prefix) {
     size_t number = 1;
     for (size_t i = 0; i < net->count; i++)
         if (net->layers[i].kind == l.kind)
@@ -1512,8 +1547,8 @@ static size_t add_weights(Net *net, Layer l, const char *prefix) {
     return add_layer(net, l);
 }
 
-// Names row x: x = named(net, conv2d(...), "layer3.0.", "conv1")
-static size_t named(Net *net, size_t x, const char *block, const char *name) {
+// Names row x: x = with_name(net, conv2d(...), "layer3.0.", "conv1")
+static size_t with_name(Net *net, size_t x, const char *block, const char *name) {
     snprintf(net->layers[x].name, sizeof net->layers[x].name, "%.30s%s", block, name);
     return x;
 }
@@ -1551,7 +1586,7 @@ static size_t add_conv2d(Net *net, size_t x, size_t out_channels, size_t kernel,
     Layer l = window_layer(net, x, CONV2D, out_channels, kernel, stride, padding);
     l.weights = kernel * kernel * l.in.c * out_channels;
     l.biases = bias ? out_channels : 0;
-    return add_weights(net, l, "conv");
+    return add_with_weights(net, l, "conv");
 }
 
 // The same with bias = True, PyTorch's default
@@ -1568,7 +1603,7 @@ static size_t linear(Net *net, size_t x, size_t out_features) {
     l.weights = l.in.c * out_features;
     if (out_features == 0)
         die(1, "model %s: linear at row %zu: expected at least 1 output", net->model, net->count);
-    return add_weights(net, l, "fc");
+    return add_with_weights(net, l, "fc");
 }
 
 // nn.BatchNorm2d(num_features = channels of x)
@@ -1576,16 +1611,16 @@ static size_t batchnorm2d(Net *net, size_t x) {
     Shape s = net->layers[x].out;
     Layer l = {.kind = BATCHNORM2D, .input = x, .in = s, .out = s, .weights = s.c, .biases = s.c};
     net->host_size = max_size(net->host_size, 2 * s.c); // both running statistics at once
-    return add_weights(net, l, "bn");
+    return add_with_weights(net, l, "bn");
 }
 
-static size_t same_shape(Net *net, size_t x, LayerKind kind, real p) {
+static size_t add_same_shape(Net *net, size_t x, LayerKind kind, real p) {
     Shape s = net->layers[x].out;
     return add_layer(net, (Layer){.kind = kind, .input = x, .in = s, .out = s, .p = p});
 }
 
 static size_t relu(Net *net, size_t x) {
-    return same_shape(net, x, RELU, 0);
+    return add_same_shape(net, x, RELU, 0);
 }
 
 // a + b: a residual block's sum. The later row may be overwritten by the result.
@@ -1594,7 +1629,7 @@ static size_t add(Net *net, size_t a, size_t b) {
     if (s.h != t.h || s.w != t.w || s.c != t.c)
         die(1, "model %s: add at row %zu: expected equal shapes, found %zux%zux%zu and %zux%zux%zu",
             net->model, net->count, s.h, s.w, s.c, t.h, t.w, t.c);
-    size_t x = same_shape(net, max_size(a, b), ADD, 0);
+    size_t x = add_same_shape(net, max_size(a, b), ADD, 0);
     net->layers[x].other = min_size(a, b);
     return x;
 }
@@ -1604,7 +1639,7 @@ static size_t dropout(Net *net, size_t x, real p) {
     if (!(p >= 0 && p < 1))
         die(1, "model %s: dropout at row %zu: expected a probability from 0 to below 1, found %g",
             net->model, net->count, (double)p);
-    return same_shape(net, x, DROPOUT, p);
+    return add_same_shape(net, x, DROPOUT, p);
 }
 
 // nn.LogSoftmax(dim = 1): over the classes, of 1 x 1 pixel
@@ -1612,7 +1647,7 @@ static size_t log_softmax(Net *net, size_t x) {
     if (net->layers[x].out.h * net->layers[x].out.w != 1)
         die(1, "model %s: log_softmax at row %zu: expected 1 x 1 pixel, found %zu x %zu",
             net->model, net->count, net->layers[x].out.h, net->layers[x].out.w);
-    return same_shape(net, x, LOG_SOFTMAX, 0);
+    return add_same_shape(net, x, LOG_SOFTMAX, 0);
 }
 
 // nn.MaxPool2d(kernel_size, stride, padding)
@@ -1845,27 +1880,27 @@ static void plan_arenas(Net *net) {
     const size_t size = sizeof(real), most = max_size(net->max_batch, net->max_test_batch);
     MemoryPlan *p = &net->plan;
     p->device = net->device;
-    plan_area(p, &net->params, size * net->param_size, DEVICE, "parameters");
-    plan_area(p, &net->grads, size * net->param_size, DEVICE, "gradients");
+    plan_area(p, &net->params, size * net->param_size, DEVICE, FOR_PARAMETERS);
+    plan_area(p, &net->grads, size * net->param_size, DEVICE, FOR_GRADIENTS);
     if (has_params16(net))
-        plan_area(p, &net->params16, 2 * net->param_size, DEVICE, "parameters");
-    plan_area(p, &net->activations, net->activation_size, DEVICE, "activations");
-    plan_area(p, &net->dactivations, net->gradient_size, DEVICE, "activation gradients");
-    plan_area(p, &net->stats, size * net->stats_size, DEVICE, "statistics and masks");
-    plan_area(p, &net->saved, net->saved_size, DEVICE, "statistics and masks");
-    plan_area(p, &net->losses, size * most, DEVICE, "statistics and masks");
-    plan_area(p, &net->labels, most, DEVICE, "statistics and masks");
+        plan_area(p, &net->params16, 2 * net->param_size, DEVICE, FOR_PARAMETERS);
+    plan_area(p, &net->activations, net->activation_size, DEVICE, FOR_ACTIVATIONS);
+    plan_area(p, &net->dactivations, net->gradient_size, DEVICE, FOR_DACTIVATIONS);
+    plan_area(p, &net->stats, size * net->stats_size, DEVICE, FOR_STATISTICS);
+    plan_area(p, &net->saved, net->saved_size, DEVICE, FOR_STATISTICS);
+    plan_area(p, &net->losses, size * most, DEVICE, FOR_STATISTICS);
+    plan_area(p, &net->labels, most, DEVICE, FOR_STATISTICS);
     if (net->device->is_gpu)
-        plan_area(p, &net->scale, sizeof *net->scale, DEVICE, "statistics and masks");
-    plan_area(p, &net->step, sizeof *net->step, DEVICE, "statistics and masks");
-    plan_area(p, &net->moments, size * net->moments_size, DEVICE, "scratch");
-    plan_area(p, &net->scratch, size * net->scratch_size, DEVICE, "scratch");
+        plan_area(p, &net->scale, sizeof *net->scale, DEVICE, FOR_STATISTICS);
+    plan_area(p, &net->step, sizeof *net->step, DEVICE, FOR_STATISTICS);
+    plan_area(p, &net->moments, size * net->moments_size, DEVICE, FOR_SCRATCH);
+    plan_area(p, &net->scratch, size * net->scratch_size, DEVICE, FOR_SCRATCH);
     if (net->settings->layout == NCHW)
         plan_area(p, &net->transposed, net->transposed_size * net->kernels->element_bytes, DEVICE,
-                  "scratch");
-    plan_area(p, &net->host[0], size * net->host_size, PINNED, "maps and buffers");
-    plan_area(p, &net->host[1], size * net->host_size, HOST, "maps and buffers");
-    plan_area(p, &net->prepared, net->prepared_size, HOST, "maps and buffers");
+                  FOR_SCRATCH);
+    plan_area(p, &net->host[0], size * net->host_size, PINNED, FOR_BUFFERS);
+    plan_area(p, &net->host[1], size * net->host_size, HOST, FOR_BUFFERS);
+    plan_area(p, &net->prepared, net->prepared_size, HOST, FOR_BUFFERS);
 }
 
 // The shape of what a row's kernels write: the max-pool's, if one is fused
@@ -1889,8 +1924,8 @@ static void check_table(const Net *net, const Kernels *k, const char *table, siz
             kinds[kind].name, lacks, table);
 }
 
-// Dies if a table lacks the kind of a row, or if a row reads a log_softmax. The fast kernels of the
-// CPU call definitions.
+// Dies if a table lacks the kind of a row, or if a row reads a log_softmax. On a CPU, naive_kernels
+// must have the kind in any case, since the fast kernels call the definitions.
 static void check_row(const Net *net, size_t i) {
     const Layer *l = &net->layers[i];
     const Kernels *k = net->kernels;
@@ -1910,8 +1945,8 @@ static void check_row(const Net *net, size_t i) {
             net->model, i);
 }
 
-// Offsets of a row's arrays, for at most max_images. Scratch memory is for both batches, since
-// fewer images may need more.
+// Offsets of a row's arrays, for at most max_images. Scratch memory is for training and test
+// batches, since some kernels need more of it for fewer images.
 static void plan_row(Net *net, size_t i, size_t max_images) {
     const Layer *l = &net->layers[i];
     const Kernels *k = net->kernels;
@@ -2148,8 +2183,8 @@ static size_t model_cifar(Net *net, size_t x) {
 static size_t conv_bn(Net *net, size_t x, const char *block, const char *conv, const char *bn,
                       size_t channels, size_t kernel, size_t stride) {
     x = add_conv2d(net, x, channels, kernel, stride, kernel / 2, false);
-    x = batchnorm2d(net, named(net, x, block, conv));
-    return named(net, x, block, bn);
+    x = batchnorm2d(net, with_name(net, x, block, conv));
+    return with_name(net, x, block, bn);
 }
 
 // The block's input, or a 1 x 1 convolution of it where the block changes the shape.
@@ -2193,7 +2228,7 @@ static size_t resnet(Net *net, size_t x, Block *block, const size_t *blocks, siz
             snprintf(name, sizeof name, "layer%d.%zu.", stage + 1, i);
             x = block(net, x, name, channels << stage, stride);
         }
-    x = named(net, linear(net, global_avgpool2d(net, x), net->classes), "", "fc");
+    x = with_name(net, linear(net, global_avgpool2d(net, x), net->classes), "", "fc");
     return log_softmax(net, x);
 }
 
@@ -2252,7 +2287,7 @@ static const Model models[] = {
     RESNET_MODEL(152, "cifar100"),
 };
 
-// The model of a name that the parser has checked
+// The model with this name, which the parser has checked
 static const Model *find_model(const char *name) {
     const Model *m = models;
     while (strcmp(m->name, name) != 0)
@@ -2526,7 +2561,7 @@ static void check_loss(const Net *net, const Batch *batch, double loss) {
    delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * grad
    acc_delta = rho * acc_delta + (1 - rho) * delta^2;   param -= lr * delta
    where grad includes weight_decay * param */
-static void adadelta(Update u) {
+static void adadelta_naive(Update u) {
     const real rho = (real).9, rest = (real)(1 - .9), eps = (real)1e-6;
     const real lr = (real)u.step->lr, decay = (real)u.weight_decay;
     real *square_avg = u.state[0], *acc_delta = u.state[1];
@@ -2546,7 +2581,7 @@ static void adadelta(Update u) {
    buffer = momentum * buffer + grad
    param -= lr * buffer, with nesterov lr * (grad + momentum * buffer), without momentum lr * grad
    where grad includes weight_decay * param. Without momentum, there is no buffer. */
-static void sgd(Update u) {
+static void sgd_naive(Update u) {
     const real lr = (real)u.step->lr, momentum = (real)u.momentum, decay = (real)u.weight_decay;
     PARALLEL_FOR
     for (size_t i = 0; i < u.count; i++) {
@@ -2566,10 +2601,11 @@ static void sgd(Update u) {
 typedef struct Optimizer {
     double lr;             // the default
     const char *states[2]; // what it keeps for each parameter, by PyTorch's names
+    bool squares;          // means of squares, which are not negative
 } Optimizer;
 
 static const Optimizer optimizers[] = {
-    [ADADELTA] = {.lr = 1.0, .states = {"square_avg", "acc_delta"}},
+    [ADADELTA] = {.lr = 1.0, .states = {"square_avg", "acc_delta"}, .squares = true},
     [SGD] = {.lr = 0.01, .states = {"momentum_buffer"}},
 };
 
@@ -2744,7 +2780,7 @@ static size_t no_size(const Layer *l, size_t n) {
     return 0;
 }
 
-static size_t nothing_prepared(const Layer *l) {
+static size_t no_prepared_size(const Layer *l) {
     (void)l;
     return 0;
 }
@@ -2764,21 +2800,21 @@ static const Kernels naive_kernels = {
     .element_bytes = sizeof(real),
     .layers = {[CONV2D] = {conv2d_forward_naive, conv2d_backward_naive},
                [LINEAR] = {conv2d_forward_naive, conv2d_backward_naive},
-               [BATCHNORM2D] = {batchnorm2d_forward, batchnorm2d_backward},
+               [BATCHNORM2D] = {batchnorm2d_forward_naive, batchnorm2d_backward_naive},
                [RELU] = {relu_forward, relu_backward},
                [MAXPOOL2D] = {maxpool2d_forward_naive, maxpool2d_backward},
                [AVGPOOL2D] = {avgpool2d_forward, avgpool2d_backward},
                [ADD] = {add_forward, add_backward},
-               [DROPOUT] = {dropout_forward, dropout_backward},
+               [DROPOUT] = {dropout_forward_naive, dropout_backward},
                [LOG_SOFTMAX] = {log_softmax_forward, log_softmax_backward}},
     .nll_loss = nll_loss,
-    .adadelta = adadelta,
-    .sgd = sgd,
+    .adadelta = adadelta_naive,
+    .sgd = sgd_naive,
     .fuse = fuse_nothing,
     .scratch_size = scratch_size_naive,
     .moments_size = no_size,
     .transposed_size = no_size,
-    .prepared_size = nothing_prepared,
+    .prepared_size = no_prepared_size,
     .prepare = prepare_nothing,
     .flops = flops_of_definition,
 };
@@ -2814,8 +2850,8 @@ typedef struct DataFile {
     bool gzip;
 } DataFile;
 
-// Dies. The message says what is wrong with a data file, in a format as of printf() and its
-// arguments, and which command replaces the file.
+// Dies. The message says what is wrong with a data file, in printf() format, and which
+// command replaces the file.
 #define BAD_FILE(f, format, ...)                                                               \
     die(1, "%s: " format "; remove it and run: data/get_data.sh %s", (f)->path, ##__VA_ARGS__, \
         (f)->dataset)
@@ -3003,7 +3039,7 @@ static void read_cifar_file(Dataset *data, const char *dir, const char *file, si
     free(records);
 }
 
-// Reads the data set of CIFAR's files, which all hold equally many records.
+// Reads the data set of CIFAR's files, which all hold the same number of records.
 static void read_cifar_set(Dataset *data, const char *dir, const char *const *files, size_t limit) {
     const DatasetInfo *info = data->info;
     const bool train = files == info->files[0];
@@ -3074,8 +3110,8 @@ static const uint64_t synthetic_seed = 2022;
 
 // The value as a byte, limited to 0 to 255. gcc vectorises selects, but not fminf().
 static uint8_t to_byte(float value) {
-    const float least = value < 0 ? 0 : value;
-    return (uint8_t)(least > 255 ? 255 : least);
+    const float not_negative = value < 0 ? 0 : value;
+    return (uint8_t)(not_negative > 255 ? 255 : not_negative);
 }
 
 /* Draws the glyph of a class, [GLYPH][GLYPH][channels]. A channel is the sum of WAVES plane waves
@@ -3201,7 +3237,8 @@ static void free_dataset(Dataset *data) {
    and draws from Philox by (seed, epoch, position in the epoch), whichever worker calls it. */
 typedef void Augment(uint8_t *out, const uint8_t *in, Shape s, const RandomKey *key);
 
-// A byte of an image. Outside of it all is black, also where y or x has wrapped around below 0.
+// A byte of an image. Everything outside it is black, including where y or x has wrapped around
+// below 0.
 static uint8_t pixel_at(const uint8_t *image, Shape s, size_t y, size_t x, size_t c) {
     if (y >= s.h || x >= s.w)
         return 0;
@@ -3423,17 +3460,17 @@ static void loader_plan(Loader *l, const Dataset *data, size_t batch_size, size_
         l->slot_size = aligned(batch_size * image) + ALIGN;
     const size_t bytes = l->slots * l->slot_size * sizeof(real);
     const MemoryKind host = consumer.pinned ? PINNED : HOST;
-    plan_area(&l->plan, &l->images, bytes, host, "loader");
-    plan_area(&l->plan, &l->labels, l->slots * batch_size, host, "loader");
-    plan_area(&l->plan, &l->order, positions * sizeof *l->order, HOST, "loader");
+    plan_area(&l->plan, &l->images, bytes, host, FOR_LOADER);
+    plan_area(&l->plan, &l->labels, l->slots * batch_size, host, FOR_LOADER);
+    plan_area(&l->plan, &l->order, positions * sizeof *l->order, HOST, FOR_LOADER);
     if (consumer.resident) {
-        plan_area(&l->plan, &l->resident.images, data->count * image, DEVICE, "data set");
-        plan_area(&l->plan, &l->resident.labels, data->count, DEVICE, "data set");
-        plan_area(&l->plan, &l->resident.normalised, sizeof l->normalised, DEVICE, "data set");
-        plan_area(&l->plan, &l->resident.order, positions * sizeof *l->order, DEVICE, "data set");
+        plan_area(&l->plan, &l->resident.images, data->count * image, DEVICE, FOR_DATA);
+        plan_area(&l->plan, &l->resident.labels, data->count, DEVICE, FOR_DATA);
+        plan_area(&l->plan, &l->resident.normalised, sizeof l->normalised, DEVICE, FOR_DATA);
+        plan_area(&l->plan, &l->resident.order, positions * sizeof *l->order, DEVICE, FOR_DATA);
     } else if (consumer.device->is_gpu) {
-        plan_area(&l->plan, &l->device_images, bytes, DEVICE, "loader");
-        plan_area(&l->plan, &l->device_labels, l->slots * batch_size, DEVICE, "loader");
+        plan_area(&l->plan, &l->device_images, bytes, DEVICE, FOR_LOADER);
+        plan_area(&l->plan, &l->device_labels, l->slots * batch_size, DEVICE, FOR_LOADER);
     }
 }
 
@@ -3484,7 +3521,8 @@ static void loader_init(Loader *l) {
             die(1, "cannot start loader worker %zu of %zu; use fewer --workers", w + 1, l->workers);
 }
 
-// Fisher-Yates: every permutation is equally likely. Draw i depends on seed, epoch and i only.
+// Fisher-Yates: all permutations are practically equally likely. Draw i depends on seed, epoch and
+// i only.
 static void shuffle(uint32_t *order, size_t count, uint64_t seed, size_t epoch) {
     for (size_t left = count; left > 1; left--) {
         uint32_t r[4];
@@ -3502,7 +3540,7 @@ enum { TEST_EPOCH = 0 }; // training counts its epochs from 1
 
 /* Starts an epoch at its batch number `first`. Images are shuffled for training; a test keeps the
    order of the file. Rank r of N has the positions r, r + N, ... In
-   training, the first images are repeated at the end, so that all ranks have equally many (as
+   training, the first images are repeated at the end, so that all ranks have the same number (as
    PyTorch's DistributedSampler does). */
 static void loader_start(Loader *l, uint64_t seed, size_t epoch, size_t first) {
     const size_t count = l->data->count, rank = l->consumer.rank, ranks = l->consumer.ranks;
@@ -3578,8 +3616,8 @@ static void loader_free(Loader *l) {
 
    Both give the update of one device that has the whole batch: the shares make up that batch,
    random numbers follow an image's position, and the loss is the mean over the whole batch. (If N
-   does not divide the data, ddp's last batch repeats some images, as PyTorch's does.) Only
-   BatchNorm sees just a rank's share; rank 0's running statistics are kept. Sums are taken in the
+   does not divide the data, ddp's last batch repeats some images, as PyTorch's does.) BatchNorm
+   alone sees only a rank's share; rank 0's running statistics are kept. Sums are taken in the
    order of the ring: the same N gives the same bits. */
 
 // The ranks that are threads of this process.
@@ -3621,8 +3659,8 @@ typedef struct Comm {
     pthread_t thread;
     pthread_mutex_t lock;
     pthread_cond_t changed;
-    double seconds;    // that communication took since the last step
-    double bytes_sent; // since the last step; under dp, the bytes that this rank received
+    double seconds;     // that communication took since the last step
+    double bytes_moved; // since the last step: sent or, under dp, received
     MemoryPlan plan;
 } Comm;
 
@@ -3638,20 +3676,20 @@ static _Noreturn void die_of_timeout(const Comm *c, size_t silent) {
 /* ---- Signals
 
    SIGUSR1 asks for a checkpoint. SIGINT, SIGTERM and SIGHUP ask for a checkpoint and the end, with
-   exit status 128 + their number; a second one ends the program at once. A process notes the signal
-   in the result of its step. Ranks gather these results at the log interval, a single rank after
-   each step, so all of them learn of it after the same step and end in the same way. */
-enum { SAVE = 1, EXIT_SIGNAL = 128 };
-static volatile sig_atomic_t requested; // SAVE, EXIT_SIGNAL + the signal's number, or 0
+   exit status 128 + their number; a second one ends the program at once. A process notes the
+   request in the result of its step. Ranks gather these results at the log interval, a single rank
+   after each step, so all of them learn of it after the same step and end in the same way. */
+enum { SAVE_REQUEST = 1, END_REQUEST = 128 };
+static volatile sig_atomic_t requested; // SAVE_REQUEST, END_REQUEST + the signal's number, or 0
 
 static void on_signal(int number) {
     if (number == SIGUSR1) {
         if (!requested) // the end, which may have been asked for, includes a checkpoint
-            requested = SAVE;
+            requested = SAVE_REQUEST;
         return;
     }
     signal(number, SIG_DFL); // a second signal ends the program
-    requested = EXIT_SIGNAL + number;
+    requested = END_REQUEST + number;
 }
 
 static void catch_signals(void) {
@@ -3662,7 +3700,7 @@ static void catch_signals(void) {
 }
 
 // Returns what this process was asked for since the last call, or 0.
-static int take_signal(void) {
+static int take_request(void) {
     return __atomic_exchange_n(&requested, 0, __ATOMIC_RELAXED);
 }
 
@@ -3805,24 +3843,17 @@ static void ring_step(Comm *c, real *data, Range send, Range receive, bool add) 
         from = mpi_exchange(c, data + send.first, send.count * sizeof *data,
                             receive.count * sizeof *data);
     }
-    c->bytes_sent += (double)(send.count * sizeof *data);
+    c->bytes_moved += (double)(send.count * sizeof *data);
     c->net->device->receive(c->device_number, data + receive.first, from, receive.count, add,
                             c->buffer);
 }
 
 /* data[range] = its sum over all ranks, with the same bits on each: world - 1 steps of a
    reduce-scatter, then world - 1 of an all-gather. Each rank sends 2 (world - 1) / world of the
-   range, whatever the number of ranks. (Patarasuk, Yuan, "Bandwidth optimal all-reduce algorithms
-   for clusters of workstations", JPDC 2009.) */
+   range: less than twice the range, however many ranks there are. (Patarasuk, Yuan, "Bandwidth
+   optimal all-reduce algorithms for clusters of workstations", JPDC 2009.) */
 static void all_reduce(Comm *c, real *data, Range range) {
-    const size_t n = c->world, rank = c->rank + 2 * n; // 2n: rank - step stays positive
-    if (uses_nccl(c)) {
-        c->bytes_sent += 2. * (double)((n - 1) * range.count * sizeof *data) / (double)n;
-        if (!cuda_all_reduce(c->device_number, data + range.first, range.count,
-                             c->settings->timeout))
-            die_of_timeout(c, (c->rank + n - 1) % n);
-        return;
-    }
+    const size_t n = c->world, rank = c->rank + 2 * n; // + 2n, so that rank - step is not negative
     c->published = data;
     /* LAB 8.1 BEGIN all_reduce */
     /* The parts that a rank sends -> receives, with n = 3:
@@ -3839,6 +3870,14 @@ static void all_reduce(Comm *c, real *data, Range range) {
     }
     /* LAB 8.1 END */
     team_barrier(c); // the right neighbour may still be reading
+}
+
+// The same by NCCL, which sends as many bytes
+static void nccl_all_reduce(Comm *c, real *data, Range range) {
+    const size_t n = c->world, left = (c->rank + n - 1) % n;
+    c->bytes_moved += 2. * (double)((n - 1) * range.count * sizeof *data) / (double)n;
+    if (!cuda_all_reduce(c->device_number, data + range.first, range.count, c->settings->timeout))
+        die_of_timeout(c, left);
 }
 
 // Copies rank 0's data to all ranks, around the ring.
@@ -3894,7 +3933,10 @@ static void *comm_thread(void *argument) {
         c->net->device->wait(c->replica, BUCKET_MARKS + bucket);
         double begin = now();
         c->net->device->range(RANGE_STEP, "all-reduce");
-        all_reduce(c, c->net->grads, c->buckets[bucket]);
+        if (uses_nccl(c))
+            nccl_all_reduce(c, c->net->grads, c->buckets[bucket]);
+        else
+            all_reduce(c, c->net->grads, c->buckets[bucket]);
         c->net->device->range(RANGE_STEP, NULL);
         c->seconds += now() - begin;
         trace_event(c->rank, TRACK_COMM, "all-reduce", begin, now());
@@ -3951,7 +3993,7 @@ static void dp_receive(Comm *c, real *to, const real *from, size_t count, bool a
     c->net->device->receive(c->device_number, to, from, count, add, c->buffer);
     c->seconds += now() - begin;
     trace_event(c->rank, TRACK_COMM, add ? "add" : "fetch", begin, now());
-    c->bytes_sent += (double)(count * sizeof *to);
+    c->bytes_moved += (double)(count * sizeof *to);
 }
 
 static void dp_copy(Comm *c, real *to, const real *from, size_t count) {
@@ -4041,6 +4083,11 @@ static void dp_reduce(Comm *c) {
 
 // ---- What train() and test() call. A single device counts as ddp.
 
+// With dp, only the master loads images for training.
+static bool loads_training_data(const Comm *c) {
+    return !c->dp || c->rank == 0;
+}
+
 static const Batch *next_batch(Comm *c) {
     if (c->dp)
         return dp_next(c);
@@ -4086,7 +4133,7 @@ static void share_weights(Comm *c) {
         broadcast(c, net->params, net->param_size);
     refresh_params16(net);
     c->seconds = 0; // this was not part of a step
-    c->bytes_sent = 0;
+    c->bytes_moved = 0;
 }
 
 // sums[i] = its sum over all ranks, in the order of ranks. all: a buffer for the sums of each rank
@@ -4118,7 +4165,6 @@ static void comm_plan(Comm *c, Net *net, Loader *loader) {
     const size_t images = loader->batch_size;
     const size_t output_bytes = images * net->classes * sizeof(real);
     const size_t bytes = max_size(net->param_size, net->stats_size) * sizeof(real) + GATHER_CHUNK;
-    static const char what[] = "communication";
     Team *t = c->team;
     c->net = net;
     c->loader = loader;
@@ -4126,21 +4172,22 @@ static void comm_plan(Comm *c, Net *net, Loader *loader) {
     c->lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
     c->changed = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
     if (c->world > 1 && gpu)
-        plan_area(&c->plan, &c->buffer, bytes, DEVICE, what);
+        plan_area(&c->plan, &c->buffer, bytes, DEVICE, FOR_COMMUNICATION);
     if (c->dp && gpu)
         plan_area(&c->plan, &c->images,
-                  net->max_batch * shape_size(net->layers[0].out) * sizeof(real), DEVICE, what);
+                  net->max_batch * shape_size(net->layers[0].out) * sizeof(real), DEVICE,
+                  FOR_COMMUNICATION);
     if (c->world > 1 && !t) {
-        plan_area(&c->plan, &c->host[0], bytes, PINNED, what);
-        plan_area(&c->plan, &c->host[1], bytes, PINNED, what);
+        plan_area(&c->plan, &c->host[0], bytes, PINNED, FOR_COMMUNICATION);
+        plan_area(&c->plan, &c->host[1], bytes, PINNED, FOR_COMMUNICATION);
     }
     if (!c->dp || c->rank > 0)
         return;
     // The master's, for a whole batch
-    plan_area(&c->plan, &t->logp, output_bytes, DEVICE, what);
-    plan_area(&c->plan, &t->dlogp, output_bytes, DEVICE, what);
-    plan_area(&c->plan, &t->losses, images * sizeof(real), DEVICE, what);
-    plan_area(&c->plan, &t->host_losses, images * sizeof(real), HOST, what);
+    plan_area(&c->plan, &t->logp, output_bytes, DEVICE, FOR_COMMUNICATION);
+    plan_area(&c->plan, &t->dlogp, output_bytes, DEVICE, FOR_COMMUNICATION);
+    plan_area(&c->plan, &t->losses, images * sizeof(real), DEVICE, FOR_COMMUNICATION);
+    plan_area(&c->plan, &t->host_losses, images * sizeof(real), HOST, FOR_COMMUNICATION);
 }
 
 // With ddp on several ranks, starts what adds up the gradients: NCCL's group, the buckets and the
@@ -4198,6 +4245,7 @@ typedef struct Tensor {
     size_t bytes, begin; // in the file, after the header
     real *values;        // on the device; NULL if it is a counter, or not needed
     size_t *counter;     // BatchNorm's number of batches, a 64-bit integer, or NULL
+    bool not_negative;   // means of squares
     // The part of the image that each output of a weight sees; h = 0 for other tensors
     Shape filter;
 } Tensor;
@@ -4263,6 +4311,7 @@ static Tensor *list_statistics(Net *net, Tensor *t) {
         real *stats = net->stats + net->row_plans[i].stats;
         t = add_tensor(t, "", l, "running_mean", stats, RUNNING_MEAN * l->out.c, l->out.c);
         t = add_tensor(t, "", l, "running_var", stats, RUNNING_VARIANCE * l->out.c, l->out.c);
+        t[-1].not_negative = true;
         *t = (Tensor){.dtype = "I64", .bytes = 8, .counter = &net->batches_tracked};
         snprintf(t->name, sizeof t->name, "%s.num_batches_tracked", l->name);
         t++;
@@ -4275,14 +4324,18 @@ static Tensor *list_statistics(Net *net, Tensor *t) {
 static Tensor *list_state(const Net *net, Tensor *t, const Optimizer *o, size_t i, real *values) {
     char prefix[64];
     snprintf(prefix, sizeof prefix, "optimizer.%s.", o->states[i]);
-    return list_parameters(net, t, prefix, values);
+    Tensor *end = list_parameters(net, t, prefix, values);
+    for (; t < end; t++)
+        t->not_negative = o->squares;
+    return end;
 }
 
 /* Lists the tensors of the network and of the optimizer's state. The caller frees the list. Without
    a state, a file that is read may have the state of any optimizer, which nobody needs. */
 static Tensor *list_tensors(Net *net, const Optimizer *optimizer, real *state, Direction direction,
                             size_t *count) {
-    Tensor *list = must_alloc(16 * net->count * sizeof *list, "the list of tensors");
+    enum { MOST = 2 + 3 + 2 * 3 }; // of a row: parameters, statistics, all optimizers' states
+    Tensor *list = must_alloc(MOST * net->count * sizeof *list, "the list of tensors");
     Tensor *end = list_statistics(net, list_parameters(net, list, "", net->params));
     if (state) {
         const OptimizerChoice choice = (OptimizerChoice)(optimizer - optimizers);
@@ -4543,11 +4596,9 @@ static void find_tensors(const TensorFile *f, Tensor *list, size_t count) {
 // not negative.
 static void take_values(const TensorFile *f, const Tensor *t, Net *net) {
     const real *values = net->host[0];
-    const bool squares = strstr(t->name, "running_var") || strstr(t->name, "square_avg") ||
-                         strstr(t->name, "acc_delta");
-    const char *range = squares ? " from 0 on" : "";
+    const char *range = t->not_negative ? " from 0 on" : "";
     for (size_t i = 0; i < t->count; i++)
-        if (!isfinite(values[i]) || (squares && values[i] < 0))
+        if (!isfinite(values[i]) || (t->not_negative && values[i] < 0))
             die(1, "%s: %s: expected finite numbers%s, found %g", f->path, t->name, range,
                 (double)values[i]);
     if (t->filter.h) {
@@ -5044,15 +5095,15 @@ static void print_settings(const Settings *s) {
 
 // ---- The state of a run
 
-// The parts of a step in seconds, and the bytes sent, in the order of steps.csv. EXPOSED_COMM is
-// the time that a rank waits for COMM. The parts other than COMM (it overlaps) and BYTES_SENT add
-// up to the step's time.
-enum { LOAD, COPY, FORWARD, BACKWARD, OPTIMIZER, COMM, EXPOSED_COMM, OTHER, BYTES_SENT, PARTS };
+// The parts of a step in seconds, in the order of steps.csv. EXPOSED_COMM is the time that a rank
+// waits for COMM. The parts other than COMM, which overlaps them, add up to the step's time.
+enum { LOAD, COPY, FORWARD, BACKWARD, OPTIMIZER, COMM, EXPOSED_COMM, OTHER, PARTS };
 
 typedef struct StepResult {
     size_t epoch, step, images;
-    int signal; // that was noted in this step, or 0; see Signals in section 10
+    int request; // that was noted in this step, or 0; see Signals in section 10
     double loss, lr, parts[PARTS];
+    double bytes_moved; // the column bytes_sent
 } StepResult;
 
 // The results of an epoch. Times are in seconds, the accuracy is in per cent.
@@ -5063,8 +5114,9 @@ typedef struct EpochResult {
     size_t step_images;    // images of the last step, on all ranks
     double step_loss;      // its loss, over all ranks
     double seconds, loader_wait_s, test_seconds, test_loss, accuracy, lr;
-    double train_loss;   // sum over all images
-    double parts[PARTS]; // sums over all steps and ranks
+    double train_loss_sum; // over all images
+    double parts[PARTS];   // sums over all steps and ranks
+    double bytes_moved;    // by all ranks
     uint64_t weight_hash;
 } EpochResult;
 
@@ -5090,12 +5142,12 @@ typedef struct LineClock {
     } lines[PROFILED_LINES];
 } LineClock;
 
-// When checkpoints are saved, and the signal that ranks have gathered; see Signals in section 10
+// When checkpoints are saved, and the request that ranks have gathered; see Signals in section 10
 typedef struct Saving {
     size_t every; // epochs or, with by_steps, steps
     bool by_steps;
-    bool due;   // after this step or, at the end of an epoch, after its test
-    int signal; // not yet handled, or 0
+    bool due;    // after this step or, at the end of an epoch, after its test
+    int request; // not yet handled, or 0
 } Saving;
 
 // --graph: an epoch's last step may be SHORT, with fewer images, and needs a graph of its own. The
@@ -5110,6 +5162,7 @@ typedef struct StepGraphs {
 // --trace and Nsight: the steps [first, end)
 typedef struct Tracer {
     size_t first, end;
+    bool traced;       // --trace has this step
     bool recording;    // Nsight records this step
     double start;      // when START_MARK was set
     double step_start; // when this step began
@@ -5128,7 +5181,7 @@ typedef struct Recorder {
     StepResult *steps;     // this rank's row of all_steps
     size_t steps_kept, steps_capacity;
     FILE *steps_csv, *epochs_csv;
-    FILE *results; // where what --quiet prints, too, goes: epochs, tables that were asked for
+    FILE *results; // receives what is printed even with --quiet: epochs, and what was asked for
 } Recorder;
 
 // The sums of a test over its images
@@ -5173,7 +5226,7 @@ typedef struct Run {
     LineClock clock;
     Tracer tracer;
     Recorder recorder;
-    Evaluation tested;
+    Evaluation evaluation;
     real *measured[2]; // --layers: numbers summed to measure bandwidth
     MemoryPlan plan;   // of the memory that is neither the network's nor a loader's
 } Run;
@@ -5188,7 +5241,7 @@ typedef struct Run {
 typedef enum { KEY_VALUE, CSV_HEADER, CSV_ROW, JSON } Form;
 
 // Writes text as a JSON string, or null if it is NULL. JSON is in UTF-8, so names must be, too.
-static void json_string(FILE *f, const char *text) {
+static void print_json_string(FILE *f, const char *text) {
     if (!text) {
         fprintf(f, "null");
         return;
@@ -5216,7 +5269,7 @@ static void print_key(FILE *f, Form form, const char *key, int length) {
 
 static void print_text(FILE *f, Form form, const char *text) {
     if (form == JSON)
-        json_string(f, text);
+        print_json_string(f, text);
     else
         fputs(text, f);
 }
@@ -5228,22 +5281,15 @@ static void print_number(FILE *f, Form form, const char *format, double number) 
         fputs("null", f);
 }
 
-// Takes the next argument, whose conversion `format` is, and prints it, except in a header.
+// Takes the next argument, whose conversion `format` is, and prints it.
 static void print_value(FILE *f, Form form, const char *format, va_list *args) {
     const char kind = format[strlen(format) - 1];
-    if (kind == 's') {
-        const char *text = va_arg(*args, const char *);
-        if (form != CSV_HEADER)
-            print_text(f, form, text);
-    } else if (kind == 'u') {
-        const size_t count = va_arg(*args, size_t);
-        if (form != CSV_HEADER)
-            fprintf(f, format, count);
-    } else {
-        const double number = va_arg(*args, double);
-        if (form != CSV_HEADER)
-            print_number(f, form, format, number);
-    }
+    if (kind == 's')
+        print_text(f, form, va_arg(*args, const char *));
+    else if (kind == 'u')
+        fprintf(f, format, va_arg(*args, size_t));
+    else
+        print_number(f, form, format, va_arg(*args, double));
 }
 
 /* One description of a record, "epoch=%zu train_loss=%.4f ...", and its values give a line of
@@ -5261,7 +5307,8 @@ static FORMAT(3) void print_record(FILE *f, Form form, const char *record, ...) 
         char format[16];
         snprintf(format, sizeof format, "%.*s", length - key - 1, field + key + 1);
         print_key(f, form, field, key);
-        print_value(f, form, format, &args);
+        if (form != CSV_HEADER)
+            print_value(f, form, format, &args);
         field += length;
         if (*field == ' ') {
             fputc(separators[form], f);
@@ -5475,7 +5522,7 @@ static void print_epoch(FILE *f, const EpochResult *e, Form form) {
     const char *const record = form == KEY_VALUE ? EPOCH : EPOCH " weight_hash=%s";
 #undef EPOCH
     const double trained = (double)(e->images - e->images_resumed);
-    const double loss = e->train_loss / (double)max_size(e->images, 1);
+    const double loss = e->train_loss_sum / (double)max_size(e->images, 1);
     char hash[32];
     snprintf(hash, sizeof hash, "%016llx", (unsigned long long)e->weight_hash);
     print_record(f, form, record, e->epoch, e->images, e->seconds, trained / fmax(e->seconds, 1e-9),
@@ -5494,7 +5541,7 @@ static void print_step(FILE *f, const StepResult *s, size_t rank, Form form) {
                  "comm_s=%.6f exposed_comm_s=%.6f other_s=%.6f bytes_sent=%.0f warmup=%zu",
                  s->epoch, s->step, rank, s->images, s->loss, s->lr, seconds, p[LOAD], p[COPY],
                  p[FORWARD], p[BACKWARD], p[OPTIMIZER], p[COMM], p[EXPOSED_COMM], p[OTHER],
-                 p[BYTES_SENT], (size_t)warmup);
+                 s->bytes_moved, (size_t)warmup);
 }
 
 // Opens a new file of the run folder. Without --out, what is written to it is discarded.
@@ -5543,7 +5590,7 @@ static void print_settings_json(FILE *f, const Settings *s) {
         else if (o->kind == COUNT || o->kind == NUMBER)
             fputs(text, f);
         else
-            json_string(f, text);
+            print_json_string(f, text);
     }
     fprintf(f, "\n  }");
 }
@@ -5553,7 +5600,7 @@ static void print_command_json(FILE *f, const Recorder *r) {
     for (int i = 0; i < r->argc; i++) {
         if (i > 0)
             fprintf(f, ", ");
-        json_string(f, r->argv[i]);
+        print_json_string(f, r->argv[i]);
     }
     fprintf(f, "]");
 }
@@ -5590,7 +5637,7 @@ static void print_classes_json(FILE *f, const Run *run) {
     for (size_t i = 0; i < run->info.classes; i++) {
         if (i > 0)
             fprintf(f, ", ");
-        json_string(f, class_name(run, i, name));
+        print_json_string(f, class_name(run, i, name));
     }
     fprintf(f, "]");
 }
@@ -5618,8 +5665,8 @@ static void print_run_json(FILE *f, const Run *run) {
     fprintf(f, "}\n}\n");
 }
 
-static Run *dying_run;
-static void write_failed(void);
+static Run *reported_run;
+static void report_failure(void);
 
 // Writes run.json, and makes every error from here on write it again: a rank that dies does so
 // without waiting for the others.
@@ -5628,13 +5675,13 @@ static void write_run_json(Run *run) {
     open_in_folder(&file, run, "run.json");
     print_run_json(file.stream, run);
     atomic_commit(&file);
-    dying_run = run;
-    before_dying = write_failed;
+    reported_run = run;
+    before_dying = report_failure;
 }
 
-static void write_failed(void) {
-    dying_run->recorder.status = FAILED;
-    write_run_json(dying_run);
+static void report_failure(void) {
+    reported_run->recorder.status = FAILED;
+    write_run_json(reported_run);
 }
 
 // Creates --out DIR, which is this run's alone until it ends.
@@ -5665,7 +5712,7 @@ static const struct {
             [STEPS_LOG] = {"steps.csv", "%zu,%zu", ",other_s,"}};
 
 // Whether a row comes before the run's position or is the header. A log whose header lacks a column
-// is begun anew.
+// is started afresh.
 static bool is_earlier(const Run *run, const char *row, Log kind) {
     size_t epoch = 0, step = 0;
     if (!strchr(row, '\n'))
@@ -5775,23 +5822,24 @@ static void add_step(Run *run, EpochResult *e, size_t i) {
         e->step_images += s->images;
         loss += s->loss * (double)s->images;
         wait = fmax(wait, s->parts[LOAD]);
-        if (s->signal > run->saving.signal)
-            run->saving.signal = s->signal;
+        if (s->request > run->saving.request)
+            run->saving.request = s->request;
         for (size_t k = 0; k < PARTS; k++)
             e->parts[k] += s->parts[k];
+        e->bytes_moved += s->bytes_moved;
         if (r->steps_csv)
             print_step(r->steps_csv, s, rank, CSV_ROW);
     }
     e->images += e->step_images;
     e->step_loss = loss / (double)e->step_images;
-    e->train_loss += loss;
+    e->train_loss_sum += loss;
     e->loader_wait_s += wait;
 }
 
 /* A collective call, which all ranks make after the same step. Adds the steps of all ranks to the
-   epoch's sums and to steps.csv, and gathers their signals. Ends the run if a gradient was not
-   finite. What the running line of train() still takes counts for the next step, since the rows
-   are written. */
+   epoch's sums and to steps.csv, and gathers their requests. Ends the run if a gradient was not
+   finite. The rest of the running line of train() counts for the next step, since this step's row
+   has been written. */
 static void flush_steps(Run *run, EpochResult *e) {
     Recorder *r = &run->recorder;
     clock_settle(&run->clock, 0);
@@ -5844,7 +5892,8 @@ static bool at_log_interval(const Run *run) {
 }
 
 // Keeps the result of a step for steps.csv.
-static void keep_step(Run *run, const EpochResult *e, const Batch *batch, double loss, int signal) {
+static void keep_step(Run *run, const EpochResult *e, const Batch *batch, double loss,
+                      int request) {
     StepResult *s = &run->recorder.steps[run->recorder.steps_kept];
     run->recorder.steps_kept++;
     s->epoch = e->epoch;
@@ -5853,18 +5902,18 @@ static void keep_step(Run *run, const EpochResult *e, const Batch *batch, double
     s->loss = loss;
     s->lr = run->lr;
     s->parts[COMM] = run->comm.seconds;
-    s->parts[BYTES_SENT] = run->comm.bytes_sent;
-    s->signal = signal;
-    run->comm.seconds = run->comm.bytes_sent = 0;
+    s->bytes_moved = run->comm.bytes_moved;
+    s->request = request;
+    run->comm.seconds = run->comm.bytes_moved = 0;
 }
 
 // After a step: keeps its result, and at the log interval prints the log line. A single rank
 // handles a signal at once, several ranks at the log interval.
 static void log_step(Run *run, EpochResult *e, const Batch *batch, double loss) {
     Recorder *r = &run->recorder;
-    const int signal = take_signal();
-    keep_step(run, e, batch, loss, signal);
-    if (at_log_interval(run) || (signal && run->comm.world == 1))
+    const int request = take_request();
+    keep_step(run, e, batch, loss, request);
+    if (at_log_interval(run) || (request && run->comm.world == 1))
         flush_steps(run, e);
     if (!at_log_interval(run) || run->comm.rank > 0 || run->settings.quiet)
         return;
@@ -5882,7 +5931,7 @@ static void print_parts(const EpochResult *e, size_t world) {
     printf("ranks=%zu compute_s=%.3f load_s=%.3f comm_s=%.3f exposed_comm_s=%.3f other_s=%.3f "
            "mb_sent=%.1f (each, on average)\n",
            world, compute / n, p[LOAD] / n, p[COMM] / n, p[EXPOSED_COMM] / n, p[OTHER] / n,
-           1e-6 * p[BYTES_SENT] / n);
+           1e-6 * e->bytes_moved / n);
 }
 
 // After an epoch of training: writes the rows that are left, and prints averages over the ranks.
@@ -5927,17 +5976,18 @@ static void report_epoch(Run *run, EpochResult *e) {
 
 // ---- Trace (--trace)
 
-// Begins or ends the tracing of this rank. net.marks_rows also says whether it is traced.
+// Begins or ends the tracing of this rank.
 static void trace_rank(Run *run, bool traced) {
-    if (traced && !run->net.marks_rows)
-        __atomic_fetch_add(&trace.on, 1, __ATOMIC_RELAXED);
-    if (!traced && run->net.marks_rows)
-        __atomic_fetch_sub(&trace.on, 1, __ATOMIC_RELAXED);
+    if (traced && !run->tracer.traced)
+        __atomic_fetch_add(&trace.ranks, 1, __ATOMIC_RELAXED);
+    if (!traced && run->tracer.traced)
+        __atomic_fetch_sub(&trace.ranks, 1, __ATOMIC_RELAXED);
+    run->tracer.traced = traced;
     run->net.marks_rows = traced;
 }
 
 // # PROF  Nsight records the steps of --trace-steps.
-static void record_step(Run *run, bool recorded) {
+static void record_for_nsight(Run *run, bool recorded) {
     if (run->comm.replica == 0 && recorded != run->tracer.recording)
         run->device->record(recorded);
     run->tracer.recording = recorded;
@@ -5952,15 +6002,15 @@ static void set_trace_origin(Run *run) {
 }
 
 // Whether the step to come is one of --trace-steps
-static bool is_recorded(const Run *run) {
+static bool in_trace_steps(const Run *run) {
     const size_t step = steps_done(run);
     return step >= run->tracer.first && step < run->tracer.end;
 }
 
 // Begins or ends the trace, for the step to come.
 static void trace_next_step(Run *run) {
-    const bool traced = is_recorded(run) && *run->settings.trace;
-    if (traced && !run->net.marks_rows)
+    const bool traced = in_trace_steps(run) && *run->settings.trace;
+    if (traced && !run->tracer.traced)
         set_trace_origin(run);
     trace_rank(run, traced);
 }
@@ -5968,7 +6018,7 @@ static void trace_next_step(Run *run) {
 // Before a step: begins its range, and its trace if it is one of --trace-steps.
 static void begin_step(Run *run) {
     char name[32];
-    record_step(run, is_recorded(run));
+    record_for_nsight(run, in_trace_steps(run));
     snprintf(name, sizeof name, "step %zu", steps_done(run));
     run->device->range(RANGE_STEP, name);
     trace_next_step(run);
@@ -5991,7 +6041,7 @@ static void trace_row(const Run *run, size_t row, RowPass pass) {
 static void trace_step(const Run *run) {
     const Net *net = &run->net;
     char name[48];
-    if (!net->marks_rows)
+    if (!run->tracer.traced)
         return;
     for (size_t row = 1; row < net->count; row++)
         trace_row(run, row, FORWARD_PASS);
@@ -6268,7 +6318,7 @@ static void print_per_class(const Run *run) {
             if (run->test_set.labels[i] != k)
                 continue;
             images++;
-            if (run->tested.predicted[i] == (double)k)
+            if (run->evaluation.predicted[i] == (double)k)
                 right++;
         }
         fprintf(out, "Accuracy for class: %-5s is ", class_name(run, k, name));
@@ -6284,7 +6334,7 @@ static void print_prediction(FILE *csv, const Run *run, size_t image, size_t epo
                              const uint8_t *bytes) {
     const Shape shape = run->info.shape;
     fprintf(csv, "%zu,%u,%.0f,%zu,%zux%zux%zu,", image, run->test_set.labels[image],
-            run->tested.predicted[image], epoch, shape.h, shape.w, shape.c);
+            run->evaluation.predicted[image], epoch, shape.h, shape.w, shape.c);
     if (bytes)
         for (size_t i = 0; i < shape_size(shape); i++)
             fprintf(csv, "%02x", bytes[i]);
@@ -6315,7 +6365,7 @@ static void write_predictions(const Run *run) {
     open_in_folder(&csv, run, "predictions.csv");
     fprintf(csv.stream, "image,label,predicted,epoch,shape,pixels\n");
     for (size_t i = 0; i < run->test_set.count; i++) {
-        const bool is_right = run->tested.predicted[i] == run->test_set.labels[i];
+        const bool is_right = run->evaluation.predicted[i] == run->test_set.labels[i];
         size_t *alike = is_right ? &right : &wrong;
         const uint8_t *image = *alike < SAMPLES ? run->test_set.images + i * size : NULL;
         print_prediction(csv.stream, run, i, 0, image);
@@ -6358,7 +6408,7 @@ static void write_profile(Run *run, int begin, int end) {
 static bool training_is_over(const Run *run) {
     const Settings *s = &run->settings;
     return run->epoch > s->epochs || (s->max_steps && steps_done(run) >= s->max_steps) ||
-           run->saving.signal >= EXIT_SIGNAL;
+           run->saving.request >= END_REQUEST;
 }
 
 // metadata = lines "key=value": the position, the settings that determine the result, and the sums
@@ -6377,7 +6427,7 @@ static void run_metadata(const Run *run, char metadata[METADATA_SIZE]) {
     if (run->kernels->precision == FP16)
         LINE("loss_scale=%.9g,%u\n", (double)run->loss_scale.scale, run->loss_scale.steps);
     if (run->batch_index > 0 && run->current.images > 0)
-        LINE("images=%zu\ntrain_loss=%.17g\n", run->current.images, run->current.train_loss);
+        LINE("images=%zu\ntrain_loss=%.17g\n", run->current.images, run->current.train_loss_sum);
     if (run->settings.schedule == SCHEDULE_COSINE)
         LINE("epochs=%zu\n", run->settings.epochs);
 #undef LINE
@@ -6392,8 +6442,8 @@ static void sync_log(FILE *log, const char *name) {
 static void save_checkpoint(Run *run) {
     char metadata[METADATA_SIZE];
     flush_steps(run, &run->current);
-    if (run->saving.signal == SAVE)
-        run->saving.signal = 0;
+    if (run->saving.request == SAVE_REQUEST)
+        run->saving.request = 0;
     if (run->comm.rank > 0 || !*run->settings.checkpoint || run->settings.dry_run)
         return;
     sync_log(run->recorder.steps_csv, "steps.csv");
@@ -6444,7 +6494,7 @@ static void read_position(Run *run, const TensorFile *f) {
     const bool found =
         sscanf(text, "format=pt epoch=%9zu batch=%9zu", &run->epoch, &run->batch_index) == 2;
     if (sums)
-        sscanf(sums, " images=%18zu train_loss=%lf", &e->images, &e->train_loss);
+        sscanf(sums, " images=%18zu train_loss=%lf", &e->images, &e->train_loss_sum);
     if (scale && run->kernels->precision == FP16) {
         sscanf(scale, " loss_scale=%f,%u", &s->scale, &s->steps);
         run->device->copy(run->net.scale, s, sizeof *s);
@@ -6519,7 +6569,7 @@ static void check_contradictions(const Settings *s) {
                 rules[i].option, option_named(s, rules[i].option));
 }
 
-// For ranks other than 0: only rank 0 writes files and reports.
+// For ranks other than 0: only rank 0 writes to the run folder and reports.
 static void silence_rank(Settings *s) {
     s->out = "";
     s->save_model = false;
@@ -6539,10 +6589,8 @@ static FILE *second_stdout(void) {
     return f;
 }
 
-// Ranks are processes, if a launcher started several, else threads. Only rank 0 prints.
-static void setup_ranks(Run *run) {
-    Settings *s = &run->settings;
-    Comm *c = &run->comm;
+// Ranks are processes, if a launcher started several, else threads.
+static void join_ranks(Comm *c, Settings *s) {
     c->settings = s;
     c->world = max_size(max_size(s->gpus, s->replicas), 1);
     if (s->replicas > 1)
@@ -6558,12 +6606,14 @@ static void setup_ranks(Run *run) {
         c->team->ranks[0] = c;
     }
     c->replicas = launched ? 1 : c->world;
-    if (c->rank > 0)
-        silence_rank(s);
-    run->recorder.results = stdout;
-    if (s->quiet)
-        run->recorder.results = second_stdout();
-    if ((c->rank > 0 || s->quiet) && !freopen("/dev/null", "w", stdout))
+}
+
+// Only rank 0 prints, and with --quiet only what was asked for.
+static void redirect_output(Recorder *r, size_t rank, bool quiet) {
+    r->results = stdout;
+    if (quiet)
+        r->results = second_stdout();
+    if ((rank > 0 || quiet) && !freopen("/dev/null", "w", stdout))
         file_fail("cannot open", "/dev/null");
 }
 
@@ -6614,7 +6664,10 @@ static void setup_settings(Run *run, int argc, char **argv) {
     Settings *s = &run->settings;
     const size_t default_batch_size = parse_options(s, argc, argv);
     check_contradictions(s);
-    setup_ranks(run);
+    join_ranks(&run->comm, s);
+    if (run->comm.rank > 0)
+        silence_rank(s);
+    redirect_output(&run->recorder, run->comm.rank, s->quiet);
     parse_save_every(run);
     parse_trace_steps(run);
     run->recorder.argc = argc;
@@ -6643,7 +6696,7 @@ static const Kernels *kernels_of(bool gpu, size_t i) {
     return i < CPU_KERNELS ? cpu_kernels[i] : NULL;
 }
 
-// Dies, since this device has no kernels that are as --kernels and --precision say.
+// Dies, since this device has no kernels that match --kernels and --precision.
 static _Noreturn void refuse_kernels(const Settings *s, bool gpu) {
     const char *device = gpu ? "a GPU" : "a CPU";
     char known[256] = "", name[32], precision[32];
@@ -6739,15 +6792,15 @@ static size_t count_gpus(const Settings *s, const char **why_not) {
     return 0;
 }
 
-// This rank's device and kernels: a GPU, if there is one and --no-cuda is not given, else the CPU
-static void setup_device(Run *run) {
+// Chooses devices and kernels: GPUs, if there are any and --no-cuda is not given, else the CPU.
+// Stores why there is no GPU.
+static void choose_device(Run *run, const char **why_not) {
     Settings *s = &run->settings;
     Comm *c = &run->comm;
-    const char *why_not;
-    const size_t gpus = count_gpus(s, &why_not);
+    const size_t gpus = count_gpus(s, why_not);
     if (s->gpus > 0 && !gpus)
         die(EXIT_USAGE, "--gpus %zu: found no GPU (%s); --replicas %zu does the same on the CPU",
-            s->gpus, why_not, s->gpus);
+            s->gpus, *why_not, s->gpus);
     run->kernels = choose_kernels(s, gpus > 0);
     run->device = run->kernels->device;
     run->devices = gpus ? gpus : usable_cores();
@@ -6758,6 +6811,12 @@ static void setup_device(Run *run) {
     s->kernels = run->kernels->name; // checkpoints compare both
     s->precision = run->kernels->precision;
     c->device_number %= run->devices;
+}
+
+// This rank's device and kernels
+static void setup_device(Run *run) {
+    const char *why_not;
+    choose_device(run, &why_not);
     use_device(run);
     check_device(run, why_not);
     print_device(run, why_not);
@@ -6787,7 +6846,7 @@ static void load_dataset(Run *run, const char *name, const char *dir) {
     printf("Train set size: %zu\nTest set size: %zu\n", run->train_set.count, run->test_set.count);
 }
 
-// Loads a data set if its files are found, as those of "synthetic", which has none, always are.
+// Loads a data set if its files are found; "synthetic" needs none.
 static bool try_dataset(Run *run, const char *name) {
     char dir[PATH_SIZE] = "";
     if (strcmp(name, "synthetic") == 0) {
@@ -6831,25 +6890,24 @@ static void setup_data(Run *run) {
 
 // ---- Memory: planned, printed, and only then allocated
 
-// The bytes of a plan in a category, or in all of them if `what` is NULL. on_device: only those on
-// the device
-static double plan_bytes(const MemoryPlan *p, const char *what, bool on_device) {
+// The bytes of a plan for a use; on_device: only those on the device
+static double plan_bytes(const MemoryPlan *p, MemoryUse use, bool on_device) {
     double bytes = 0;
     for (size_t i = 0; i < p->count; i++) {
-        const bool wanted = !what || strcmp(p->areas[i].what, what) == 0;
+        const bool wanted = use == FOR_ANYTHING || use == p->areas[i].use;
         if (wanted && (!on_device || p->areas[i].where == DEVICE))
             bytes += (double)p->areas[i].bytes;
     }
     return bytes;
 }
 
-// The same of all plans of this rank
-static double run_bytes(const Run *run, const char *what, bool on_device) {
+// The same, summed over all plans of this rank
+static double run_bytes(const Run *run, MemoryUse use, bool on_device) {
     const MemoryPlan *plans[] = {&run->net.plan, &run->plan, &run->comm.plan,
                                  &run->train_loader.plan, &run->test_loader.plan};
     double bytes = 0;
     for (size_t i = 0; i < LENGTH(plans); i++)
-        bytes += plan_bytes(plans[i], what, on_device);
+        bytes += plan_bytes(plans[i], use, on_device);
     return bytes;
 }
 
@@ -6873,7 +6931,7 @@ static void plan_loaders(Run *run, bool resident) {
                 AUGMENT_NONE, to);
     if (c->dp)
         to.ranks = 1; // the master loads for all
-    if (!c->dp || c->rank == 0)
+    if (loads_training_data(c))
         loader_plan(&run->train_loader, &run->train_set, loaded, s->workers, s->augment, to);
 }
 
@@ -6886,20 +6944,21 @@ static size_t count_totals(const Run *run) {
 static void plan_buffers(Run *run) {
     const Settings *s = &run->settings;
     MemoryPlan *p = &run->plan;
-    static const char buffers[] = "maps and buffers";
     const size_t steps = run->comm.world * run->recorder.steps_capacity;
     const size_t states = count_states(s->optimizer, s) * run->net.param_size;
     *p = (MemoryPlan){.device = run->device};
-    plan_area(p, &run->tested.totals, (1 + run->comm.world) * count_totals(run) * sizeof(double),
-              HOST, buffers);
-    plan_area(p, &run->recorder.all_steps, steps * sizeof *run->recorder.steps, HOST, buffers);
-    plan_area(p, &run->state, states * sizeof(real), DEVICE, "optimizer state");
+    plan_area(p, &run->evaluation.totals,
+              (1 + run->comm.world) * count_totals(run) * sizeof(double), HOST, FOR_BUFFERS);
+    plan_area(p, &run->recorder.all_steps, steps * sizeof *run->recorder.steps, HOST, FOR_BUFFERS);
+    plan_area(p, &run->state, states * sizeof(real), DEVICE, FOR_OPTIMIZER);
     if (s->layers) {
-        plan_area(p, &run->measured[0], MEASURED * run->kernels->element_bytes, DEVICE, buffers);
-        plan_area(p, &run->measured[1], MEASURED * run->kernels->element_bytes, DEVICE, buffers);
+        plan_area(p, &run->measured[0], MEASURED * run->kernels->element_bytes, DEVICE,
+                  FOR_BUFFERS);
+        plan_area(p, &run->measured[1], MEASURED * run->kernels->element_bytes, DEVICE,
+                  FOR_BUFFERS);
     }
     if (*s->trace && run->comm.replica == 0)
-        plan_area(p, &trace.events, TRACE_EVENTS * sizeof *trace.events, HOST, buffers);
+        plan_area(p, &trace.events, TRACE_EVENTS * sizeof *trace.events, HOST, FOR_BUFFERS);
 }
 
 // Plans what this rank will allocate, with the data set on the device or not. Returns the bytes on
@@ -6918,8 +6977,8 @@ static double plan_run(Run *run, bool resident) {
     comm_plan(&run->comm, net, &run->train_loader);
     plan_buffers(run);
     if (run->device->is_gpu)
-        return run_bytes(run, NULL, true);
-    return run_bytes(run, NULL, false) + data_bytes(run);
+        return run_bytes(run, FOR_ANYTHING, true);
+    return run_bytes(run, FOR_ANYTHING, false) + data_bytes(run);
 }
 
 // Plans the run. The data set is resident if 10 % of the memory stays free, or if copying batches
@@ -6938,36 +6997,36 @@ static double choose_resident(Run *run) {
 }
 
 static void print_memory(const Run *run) {
-    // clang-format off
-    static const char *const what[] = {
-        "parameters", "gradients", "optimizer state", "activations", "activation gradients",
-        "statistics and masks", "scratch", "maps and buffers", "communication", "loader"};
-    // clang-format on
-    const double data = run_bytes(run, "data set", false) + data_bytes(run);
-    const double all = run_bytes(run, NULL, false) + data_bytes(run);
+    const double data = run_bytes(run, FOR_DATA, false) + data_bytes(run);
+    const double all = run_bytes(run, FOR_ANYTHING, false) + data_bytes(run);
     printf("Memory in MB%s:", run->comm.world > 1 ? " of each device" : "");
-    for (size_t i = 0; i < LENGTH(what); i++)
-        printf(" %s %.1f,", what[i], run_bytes(run, what[i], false) / 1e6);
-    printf(" data set %.1f, together %.1f\n", data / 1e6, all / 1e6);
+    for (MemoryUse use = FOR_PARAMETERS; use < FOR_DATA; use++)
+        printf(" %s %.1f,", memory_uses[use], run_bytes(run, use, false) / 1e6);
+    printf(" %s %.1f, together %.1f\n", memory_uses[FOR_DATA], data / 1e6, all / 1e6);
+}
+
+// Dies if more bytes are needed than a device, or the machine, has.
+static void refuse_memory(const Run *run, double needed, double available, const char *where,
+                          const char *name) {
+    if (needed > available)
+        die(1,
+            "not enough memory: %.1f MB needed, %.1f MB available on %s (%s); use a "
+            "smaller --batch-size than %zu, a smaller --test-batch-size or network",
+            needed / 1e6, available / 1e6, where, name, run->settings.batch_size);
 }
 
 // Plans the memory, prints the plan and refuses what cannot fit.
 static void plan_run_memory(Run *run) {
     const bool gpu = run->device->is_gpu;
-    const double on_device = choose_resident(run), available = run->device_info.memory;
-    const double all = run_bytes(run, NULL, false) + data_bytes(run);
+    const double on_device = choose_resident(run);
+    const double all = run_bytes(run, FOR_ANYTHING, false) + data_bytes(run);
     const double on_host = gpu ? all - on_device : all;
     if (run->comm.rank > 0)
         return;
     print_summary(&run->net);
     print_memory(run);
-    const bool host_is_full = on_host > memory_limit();
-    const bool device_is_full = on_device > available;
-    if (host_is_full || device_is_full)
-        die(1,
-            "not enough memory: %.1f MB needed, %.1f MB available on this device (%s); use a "
-            "smaller --batch-size than %zu, a smaller --test-batch-size or network",
-            on_device / 1e6, available / 1e6, run->device_info.name, run->settings.batch_size);
+    refuse_memory(run, on_device, run->device_info.memory, "this device", run->device_info.name);
+    refuse_memory(run, on_host, memory_limit(), "this machine", host_name());
     if (gpu) {
         const bool resident = run->train_loader.consumer.resident;
         printf("On the device: %.1f MB; the data set is %s\n", on_device / 1e6,
@@ -6981,9 +7040,9 @@ static void alloc_run(Run *run) {
     plan_run_memory(run);
     net_alloc(&run->net);
     plan_alloc(&run->plan);
-    run->tested.predicted = run->tested.totals + TOTALS;
+    run->evaluation.predicted = run->evaluation.totals + TOTALS;
     r->steps = r->all_steps + run->comm.rank * r->steps_capacity;
-    if (run->train_loader.data) // dp: only the master has one
+    if (loads_training_data(&run->comm))
         loader_init(&run->train_loader);
     loader_init(&run->test_loader);
     plan_alloc(&run->comm.plan);
@@ -6992,7 +7051,7 @@ static void alloc_run(Run *run) {
 }
 
 static void free_run(Run *run) {
-    if (run->train_loader.data)
+    if (loads_training_data(&run->comm))
         loader_free(&run->train_loader);
     loader_free(&run->test_loader);
     comm_free(&run->comm);
@@ -7153,23 +7212,27 @@ static bool is_replayed(const Run *run, const Batch *batch) {
     return run->settings.graph && run->graphs.kernels_loaded[step_kind(run, batch)];
 }
 
-// All of a step as one CUDA graph, which is captured once. Returns the loss.
+// Returns all of a step as one CUDA graph, which has not run yet.
+static void *capture_step(Run *run, const Batch *batch) {
+    Net *net = &run->net;
+    run->device->capture(true);
+    forward(net, batch->n, &net->step->key);
+    loss_and_gradient(net, batch->n);
+    backward(net, batch->n);
+    update_weights(run);
+    return run->device->capture(false);
+}
+
+// A step as one CUDA graph, which is captured once. Returns the loss.
 static double replay_step(Run *run, const Batch *batch) {
     Net *net = &run->net;
-    const Device *d = run->device;
     void **graph = &run->graphs.graph[step_kind(run, batch)];
-    if (*graph) {
+    if (*graph)
         net->batches_tracked++; // as forward() does
-    } else {
-        d->capture(true);
-        forward(net, batch->n, &net->step->key);
-        loss_and_gradient(net, batch->n); // captured only: there is no loss to return yet
-        backward(net, batch->n);
-        update_weights(run);
-        *graph = d->capture(false);
-    }
-    d->replay(*graph);
-    d->synchronize();
+    else
+        *graph = capture_step(run, batch);
+    run->device->replay(*graph);
+    run->device->synchronize();
     const double loss = mean(net->host[0], batch->n); // the graph copies the losses there
     check_loss(net, batch, loss);
     return loss;
@@ -7178,29 +7241,34 @@ static double replay_step(Run *run, const Batch *batch) {
 static void start_epoch(Run *run) {
     clock_settle(&run->clock, 0); // what the end of the last epoch took belongs to no step
     memset(run->recorder.steps, 0, run->recorder.steps_capacity * sizeof *run->recorder.steps);
-    trace_next_step(run);       // the workers begin before the step does
-    if (run->train_loader.data) // dp: only the master has one
+    trace_next_step(run); // the workers begin before the step does
+    if (loads_training_data(&run->comm))
         loader_start(&run->train_loader, run->settings.seed, run->epoch, run->batch_index);
 }
 
 // Whether a checkpoint is due after so many steps: at the interval, or because of a signal
 static bool is_due(const Run *run, size_t steps) {
     const size_t unit = run->saving.by_steps ? 1 : run->iterations; // in steps
-    return run->saving.signal || steps % (unit * run->saving.every) == 0;
+    return run->saving.request || steps % (unit * run->saving.every) == 0;
 }
 
-// Advances the position by a step, and saves the checkpoint if it is due. At the end of an epoch it
-// is saved later, after the test. Returns whether the epoch or the training is over.
+// Advances the position by a step. Returns whether the epoch is over.
+static bool advance_position(Run *run) {
+    run->batch_index++;
+    if (run->batch_index < run->iterations)
+        return false;
+    run->epoch++;
+    run->batch_index = 0;
+    return true;
+}
+
+// Advances the position, and saves the checkpoint if it is due. At the end of an epoch it is saved
+// later, after the test. Returns whether the epoch or the training is over.
 static bool finish_step(Run *run, const Batch *batch) {
     trace_step(run);
     run->graphs.kernels_loaded[step_kind(run, batch)] = true;
-    run->batch_index++;
-    const bool epoch_over = run->batch_index == run->iterations;
-    if (epoch_over) {
-        run->epoch++;
-        run->batch_index = 0;
-    }
-    record_step(run, run->tracer.recording && steps_done(run) < run->tracer.end);
+    const bool epoch_over = advance_position(run);
+    record_for_nsight(run, run->tracer.recording && steps_done(run) < run->tracer.end);
     run->saving.due = is_due(run, steps_done(run));
     if (run->saving.due && !epoch_over)
         save_checkpoint(run);
@@ -7254,7 +7322,7 @@ _Static_assert(TRAIN_ENDS - TRAIN_BEGINS < PROFILED_LINES, "train() is too long:
 // Tests this rank's share of the test set; the result covers all ranks.
 static void test(Run *run, EpochResult *result) {
     Net *net = &run->net;
-    double *totals = run->tested.totals;
+    double *totals = run->evaluation.totals;
     const size_t count = count_totals(run);
     const double begin = now();
     memset(totals, 0, count * sizeof *totals);
@@ -7267,7 +7335,7 @@ static void test(Run *run, EpochResult *result) {
         forward(net, batch->n, NULL);
         totals[LOSS_SUM] += test_loss(net, batch->n) * images;
         totals[IMAGES_TESTED] += images;
-        totals[IMAGES_RIGHT] += (double)count_predictions(net, batch, run->tested.predicted);
+        totals[IMAGES_RIGHT] += (double)count_predictions(net, batch, run->evaluation.predicted);
         batch = loader_next(&run->test_loader);
     }
     sum_over_ranks(&run->comm, totals, count, totals + count);
@@ -7306,14 +7374,14 @@ static void train_epochs(Run *run) {
     EpochResult *result = &run->current;
     while (!training_is_over(run)) {
         train_epoch(run, result);
-        const bool interrupted = run->saving.signal >= EXIT_SIGNAL && run->batch_index > 0;
+        const bool interrupted = run->saving.request >= END_REQUEST && run->batch_index > 0;
         if (interrupted && !run->saving.due) // if it is due, finish_step() has written it
             save_checkpoint(run);
         if (interrupted)
             return;
         test(run, result);
         report_epoch(run, result);
-        if (run->saving.due || run->saving.signal || training_is_over(run))
+        if (run->saving.due || run->saving.request || training_is_over(run))
             save_checkpoint(run);
         if (run->settings.dry_run)
             return;
@@ -7386,8 +7454,8 @@ static void run_ranks(Run *run) {
 
 // 128 + the number of the signal that has stopped the run, or 0
 static int exit_status(const Run *run) {
-    const bool signalled = run->saving.signal >= EXIT_SIGNAL;
-    return signalled && run->recorder.status == STOPPED ? run->saving.signal : 0;
+    const bool signalled = run->saving.request >= END_REQUEST;
+    return signalled && run->recorder.status == STOPPED ? run->saving.request : 0;
 }
 
 // Prints and writes what the options ask for, after the run. One that a signal has stopped does not

@@ -2273,7 +2273,7 @@ static void fused_backward(Work w) {
         by_outputs(add, add_backward);
 }
 
-// As dropout_forward(), for one image: 16 blocks of Philox at a time, which the compiler vectorises
+// As dropout_forward_naive(), for one image: 16 blocks of Philox at a time, which gcc vectorises
 static void dropout_ith_image(const void *context, size_t image) {
     enum { BLOCK = 8, BLOCKS = 16 };
     const Work *w = context;
@@ -2301,7 +2301,7 @@ static void dropout_forward_fast(Work w) {
     if (w.key)
         parallel(w.n, dropout_ith_image, &w);
     else
-        dropout_forward(w); // copies, if not in place
+        dropout_forward_naive(w); // copies, if not in place
 }
 
 /* ---- BatchNorm ---------------------------------------------------------------------------------
@@ -2517,11 +2517,11 @@ static void by_blocks(Update u, void (*definition)(Update u)) {
 }
 
 static void adadelta_fast(Update u) {
-    by_blocks(u, adadelta);
+    by_blocks(u, adadelta_naive);
 }
 
 static void sgd_fast(Update u) {
-    by_blocks(u, sgd);
+    by_blocks(u, sgd_naive);
 }
 
 /* The peak of multiply-adds, in GFLOP/s: independent sums in registers, on all threads at once; the

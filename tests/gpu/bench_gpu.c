@@ -416,15 +416,15 @@ static void begin_report(FILE *json, const DeviceInfo *d, bool own_product) {
            own_product ? "own_product" : "registers");
     if (json) {
         fprintf(json, "{\"device\": ");
-        json_string(json, d->name);
+        print_json_string(json, d->name);
         fprintf(json, ", \"uuid\": ");
-        json_string(json, d->uuid);
+        print_json_string(json, d->uuid);
         fprintf(json, ", \"driver\": ");
-        json_string(json, d->driver);
+        print_json_string(json, d->driver);
         fprintf(json,
                 ",\n  \"date\": \"%s\", \"commit\": \"%s\", \"emulated\": %s, \"options\": ", date,
                 CNN_COMMIT, emulated ? "true" : "false");
-        json_string(json, options);
+        print_json_string(json, options);
         fprintf(json, ", \"peak\": \"%s\"", own_product ? "own_product" : "registers");
     }
     figure(json, "peak_gflops", peak_gflops, 0);

@@ -61,7 +61,7 @@ static void setup_parity(Run *run, char **argv) {
     run->plan.device = net->device;
     plan_area(&run->plan, &run->state,
               count_states(s->optimizer, s) * net->param_size * sizeof(real), DEVICE,
-              "optimizer state");
+              FOR_OPTIMIZER);
     plan_alloc(&run->plan);
 }
 

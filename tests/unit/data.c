@@ -220,9 +220,9 @@ static void check_share(const Dataset *data, const size_t *whole, size_t rank, s
                         size_t epoch) {
     Loader l;
     Consumer consumer = on_cpu;
-    place.rank = rank;
-    place.ranks = world;
-    plan_loader(&l, data, LOAD_BATCH, 2, NULL, place);
+    consumer.rank = rank;
+    consumer.ranks = world;
+    plan_loader(&l, data, LOAD_BATCH, 2, NULL, consumer);
     loader_start(&l, 11, epoch, 0);
     snprintf(context, sizeof context, "rank %zu of %zu, epoch %zu", rank, world, epoch);
     size_t position = rank, n = 0, share = ceil_div(IMAGES, world);

@@ -46,21 +46,21 @@ static void test_optimizer(const Rule *rule) {
         for (size_t i = 0; i < OPT_COUNT; i++)
             reference_step(&r[i], (double)grad.at[i], rule);
         if (rule->adadelta)
-            adadelta((Update){.param = param.at,
-                              .state = {state.at, delta.at},
-                              .grad = grad.at,
-                              .count = OPT_COUNT,
-                              .step = &(Step){.lr = .7},
-                              .weight_decay = rule->decay});
+            adadelta_naive((Update){.param = param.at,
+                                    .state = {state.at, delta.at},
+                                    .grad = grad.at,
+                                    .count = OPT_COUNT,
+                                    .step = &(Step){.lr = .7},
+                                    .weight_decay = rule->decay});
         else // without momentum there is no buffer
-            sgd((Update){.param = param.at,
-                         .state = {rule->momentum > 0 ? state.at : NULL},
-                         .grad = grad.at,
-                         .count = OPT_COUNT,
-                         .step = &(Step){.lr = .01},
-                         .momentum = rule->momentum,
-                         .weight_decay = rule->decay,
-                         .nesterov = rule->nesterov});
+            sgd_naive((Update){.param = param.at,
+                               .state = {rule->momentum > 0 ? state.at : NULL},
+                               .grad = grad.at,
+                               .count = OPT_COUNT,
+                               .step = &(Step){.lr = .01},
+                               .momentum = rule->momentum,
+                               .weight_decay = rule->decay,
+                               .nesterov = rule->nesterov});
         free(grad.base);
     }
     for (size_t i = 0; i < OPT_COUNT; i++) { // each step rounds a few times
@@ -100,9 +100,9 @@ static Array run_flat(size_t kind, int threads) {
     const Work w = {
         .l = &l, .n = 1, .dout = in.at, .din = made.at, .saved = mask, .accumulate = kind == 3};
     if (kind == 0)
-        adadelta(u);
+        adadelta_naive(u);
     else if (kind == 1)
-        sgd(u);
+        sgd_naive(u);
     else
         dropout_backward(w);
     set_num_threads(2);

@@ -75,7 +75,7 @@ static void test_all_reduce(void) {
                  first);
         for (size_t r = 0; r < world; r++) {
             const real *got = ranks[r].numbers;
-            sent += ranks[r].comm.bytes_sent;
+            sent += ranks[r].comm.bytes_moved;
             check_tensor("sum", got + first, want + first, bound + first, range.count);
             check_tensor("rank 0's", got + first, ranks[0].numbers + first, NULL, range.count);
             check_tensor("before", got, before[r], NULL, first);
@@ -161,7 +161,7 @@ static void *learner_thread(void *argument) {
     init_weights(net, 1);
     real *state = must_alloc(2 * net->param_size * sizeof(real), "a test");
     Consumer consumer = {&learner->device, 0, false, false, run->comm.rank, run->comm.world};
-    plan_loader(&run->train_loader, &data, LEARN_BATCH, 1, NULL, place);
+    plan_loader(&run->train_loader, &data, LEARN_BATCH, 1, NULL, consumer);
     comm_plan(&run->comm, net, &run->train_loader);
     plan_alloc(&run->comm.plan);
     comm_start(&run->comm);
