@@ -525,26 +525,34 @@ typedef struct Product {
 
 // A tile of a product, with rows and columns as above. Reads whole vectors of b and drops what is
 // past the columns.
-INLINE void product_tile(const size_t rows, const size_t vectors, const Product *t) {
-    const size_t columns = t->columns, whole = vectors * LANES;
-    const size_t a_step = t->a_step, b_row = t->b_row;
-    const real *a[ROWS], *b = t->b;
+INLINE void product_tile(const size_t rows, const size_t vectors, const Product *p,
+                         const real *first, real *c) {
+    const size_t columns = p->columns, whole = vectors * LANES;
+    const size_t a_step = p->a_step, b_row = p->b_row;
+    const real *a[ROWS], *b = p->b;
     vec acc[ROWS][MAX_VECTORS];
     UNROLLED(i, rows) {
-        a[i] = t->a + i * t->a_row;
+        a[i] = first + i * p->a_row;
         UNROLLED(j, vectors)
             acc[i][j] = (vec){0};
     }
-    if (t->accumulate && columns == whole) // a constant number of columns needs no tests
-        load_tile(rows, vectors, acc, t->c, t->c_row, whole);
-    else if (t->accumulate)
-        load_tile(rows, vectors, acc, t->c, t->c_row, columns);
-    for (size_t d = 0, at = 0; d < t->depth; d++, at += a_step, b += b_row)
+    if (p->accumulate && columns == whole) // a constant number of columns needs no tests
+        load_tile(rows, vectors, acc, c, p->c_row, whole);
+    else if (p->accumulate)
+        load_tile(rows, vectors, acc, c, p->c_row, columns);
+    for (size_t d = 0, at = 0; d < p->depth; d++, at += a_step, b += b_row)
         dot_step(rows, vectors, acc, a, at, b);
     if (columns == whole)
-        store_tile(rows, vectors, acc, t->c, t->c_row, whole);
+        store_tile(rows, vectors, acc, c, p->c_row, whole);
     else
-        store_tile(rows, vectors, acc, t->c, t->c_row, columns);
+        store_tile(rows, vectors, acc, c, p->c_row, columns);
+}
+
+// A product of at most `vectors` vectors of columns, whose rows are a multiple of `rows`: tile after
+// tile, while the rows of b stay in L1
+INLINE void product_strip(const size_t rows, const size_t vectors, const Product *p) {
+    for (size_t row = 0; row < p->rows; row += rows)
+        product_tile(rows, vectors, p, p->a + row * p->a_row, p->c + row * p->c_row);
 }
 
 /* The compiler keeps acc in registers only where the size of a tile is constant, so each size is a
@@ -562,32 +570,38 @@ INLINE void product_tile(const size_t rows, const size_t vectors, const Product 
 #define TILE_ROW(tile, rows) \
     { tile##_##rows##_1, tile##_##rows##_2, tile##_##rows##_3, tile##_##rows##_4 }
 TILES(dot_tile, 6, DotTile)
-TILES(product_tile, 1, Product)
-TILES(product_tile, 2, Product)
-TILES(product_tile, 3, Product)
-TILES(product_tile, 4, Product)
-TILES(product_tile, 5, Product)
-TILES(product_tile, 6, Product)
+TILES(product_strip, 1, Product)
+TILES(product_strip, 2, Product)
+TILES(product_strip, 3, Product)
+TILES(product_strip, 4, Product)
+TILES(product_strip, 5, Product)
+TILES(product_strip, 6, Product)
 typedef void DotTileFunction(const DotTile *t);
 typedef void ProductFunction(const Product *t);
-// by vectors - 1; product_tiles by rows - 1, then by vectors - 1
+// by vectors - 1; product_strips by rows - 1, then by vectors - 1
 static DotTileFunction *const dot_tiles[MAX_VECTORS] = TILE_ROW(dot_tile, 6);
-static ProductFunction *const product_tiles[ROWS][MAX_VECTORS] = {
-    TILE_ROW(product_tile, 1), TILE_ROW(product_tile, 2), TILE_ROW(product_tile, 3),
-    TILE_ROW(product_tile, 4), TILE_ROW(product_tile, 5), TILE_ROW(product_tile, 6)};
+static ProductFunction *const product_strips[ROWS][MAX_VECTORS] = {
+    TILE_ROW(product_strip, 1), TILE_ROW(product_strip, 2), TILE_ROW(product_strip, 3),
+    TILE_ROW(product_strip, 4), TILE_ROW(product_strip, 5), TILE_ROW(product_strip, 6)};
 
-// The rows of b that belong to a tile's columns stay in L1 while tile after tile reads them.
+// Strip after strip of columns. The rows that are left by whole tiles are one tile of fewer rows.
 static void multiply(const Product *p) {
-    for (size_t column = 0; column < p->columns; column += COLUMNS)
-        for (size_t row = 0; row < p->rows; row += ROWS) {
-            Product tile = *p;
-            tile.a += row * p->a_row;
-            tile.b += column;
-            tile.c += row * p->c_row + column;
-            tile.rows = min_size(ROWS, p->rows - row);
-            tile.columns = min_size(COLUMNS, p->columns - column);
-            product_tiles[tile.rows - 1][ceil_div(tile.columns, LANES) - 1](&tile);
-        }
+    const size_t whole = p->rows / ROWS * ROWS, rest = p->rows - whole;
+    for (size_t column = 0; column < p->columns; column += COLUMNS) {
+        Product strip = *p;
+        strip.columns = min_size(COLUMNS, p->columns - column);
+        const size_t vectors = ceil_div(strip.columns, LANES);
+        strip.rows = whole;
+        strip.b += column;
+        strip.c += column;
+        product_strips[ROWS - 1][vectors - 1](&strip);
+        if (rest == 0)
+            continue;
+        strip.rows = rest;
+        strip.a += whole * p->a_row;
+        strip.c += whole * p->c_row;
+        product_strips[rest - 1][vectors - 1](&strip);
+    }
 }
 
 /* A forward pass or a data gradient: in both, `in` is read, `out` is computed, and the sizes are
