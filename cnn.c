@@ -1,4 +1,4 @@
-/* cnn.c - trains a convolutional neural network, without any library.
+/* cnn.c - trains a convolutional neural network, without a deep-learning framework.
 
    One C file. It loads images, runs them through a network, computes every gradient, updates the
    weights and reports where the time went.
@@ -32,7 +32,7 @@
      15 train(), test(), main()
 
    A section builds on the sections before it; only the checks of section 4 look ahead, to the CPU's
-   kernels in section 7. Sections 3 to 7 are the mathematics of a training step; 8 to 11 provide its
+   kernels in section 7. Sections 3 to 7 plan a training step and compute it; 8 to 11 provide its
    images, run it on several devices and store its results; 12 to 14 are the user interface. For an
    overview, read train() in section 15 first. The fast kernels, for CPUs in cnn_kernels.c and for
    GPUs in cnn_kernels.cu, are not needed to understand this file.
@@ -44,9 +44,9 @@
    Comments that begin with LAB and a number enclose what an exercise replaces with a gap for the
    student to fill: 1.2 is exercise 2 of lab 1. They mean nothing to the program.
 
-   Tags mark what tutorials call by these names; grep finds them, here and in cnn_kernels.cu:
+   Tags mark the places that tutorials refer to; grep finds them, here and in cnn_kernels.cu:
      # AMP     mixed precision      # NHWC    memory layouts
-     # PROF    ranges for Nsight    # EXTRA   optimizations that frameworks add to a plain step */
+     # PROF    ranges for Nsight    # EXTRA   what frameworks add to a plain step */
 
 /* ==== 1. Declarations ===========================================================================
 
@@ -156,8 +156,8 @@ typedef struct Fusion {
     bool add;           // the sum with a residual
     bool relu;          // a ReLU
     const Layer *pool;  // a max-pool, or NULL
-    bool relu_backward; // backward begins with the backward of the fused ReLU
-    bool masks_din;     // backward ends with the backward of the ReLU before this row
+    bool relu_backward; // its backward pass begins with that of the fused ReLU
+    bool masks_din;     // its backward pass ends with that of the ReLU before it
     // conv2d: the batchnorm2d that follows, for which this row stores sums; batchnorm2d: the conv2d
     // that has stored them. NULL if no sums are stored
     const Layer *moments_partner;
@@ -272,15 +272,15 @@ typedef struct Batch {
 } Batch;
 
 // The statistics of a batchnorm2d, as rows with one number for each channel. The last two are for
-// the backward.
+// the backward pass.
 enum { RUNNING_MEAN, RUNNING_VARIANCE, BATCH_MEAN, BATCH_INVERSE_STD, STATS_ROWS };
 
-/* What a row works on in one step. A forward reads in, residual, weight and bias and writes out,
-   stats and saved (=). A backward reads dout and what its forward read and wrote; it writes dweight
-   and dbias with =, and din and dresidual with = or, if accumulate or accumulate_residual, with +=.
-   A prefixed d denotes the gradient of the loss. With --precision bf16 and fp16, in, residual, out,
-   dout, din and the weight of a convolution or linear layer point to 16-bit numbers. The out and
-   dout of log_softmax, which feeds the loss, stay 32-bit. */
+/* What a row works on in one step. A forward pass reads in, residual, weight and bias and writes
+   out, stats and saved (=). A backward pass reads dout and what the forward pass read and wrote; it
+   writes dweight and dbias with =, and din and dresidual with = or, if accumulate or
+   accumulate_residual, with +=. A prefixed d denotes the gradient of the loss. With --precision bf16
+   and fp16, in, residual, out, dout, din and the weight of a convolution or linear layer point to
+   16-bit numbers. The out and dout of log_softmax, which feeds the loss, stay 32-bit. */
 typedef struct Work {
     const Layer *l;
     size_t row;                // its number in the table
@@ -395,7 +395,7 @@ typedef struct Kernels {
     struct {
         void (*forward)(Work w), (*backward)(Work w);
     } layers[KINDS];
-    // numbers of scratch memory that a row needs
+    // how many numbers of scratch memory a row needs
     size_t (*scratch_size)(const Layer *l, const Fusion *fused, size_t n);
     double (*flops)(Work w); // operations that the row's forward and backward execute
     // A GPU multiplies dlogp by the scale and adds the count of losses that are not finite to
@@ -456,7 +456,7 @@ OPTIONAL bool cuda_all_reduce(size_t device, real *data, size_t count, double ti
                       0: distractor, 1: glyph           image       1
                       pixel, for its noise              image       2
      DRAW_AUGMENT     0, or 1 + element of the field    position    epoch
-     DRAW_DROPOUT     element / 8; c3 is + its row      position    epoch */
+     DRAW_DROPOUT     element / 8; c3 is DRAW_DROPOUT + row      position    epoch */
 static inline HOST_DEVICE void philox4x32(uint32_t out[4], uint32_t c0, uint32_t c1, uint32_t c2,
                                           uint32_t c3, uint64_t seed) {
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
@@ -796,7 +796,7 @@ static size_t usable_cores(void) {
     return sched_getaffinity(0, sizeof set, &set) == 0 ? (size_t)CPU_COUNT(&set) : 1;
 }
 
-static double memory_bytes(void) {
+static double machine_memory(void) {
     return (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
 }
 
@@ -845,10 +845,11 @@ static double slurm_limit(void) {
     return mb > 0 ? 0x1p20 * (double)mb : INFINITY;
 }
 
-// The memory that this process may take, in bytes: of the machine, its Slurm job or its cgroup
+// The memory that this process may take, in bytes: the least that the machine, the Slurm job and
+// the cgroup allow
 static double memory_limit(void) {
     const double cgroup = cgroup_limit("/proc/self/cgroup", "/sys/fs/cgroup");
-    return fmin(fmin(memory_bytes(), slurm_limit()), cgroup);
+    return fmin(fmin(machine_memory(), slurm_limit()), cgroup);
 }
 
 // FNV-1a. `hash` is the hash of the bytes before these, or HASH_START if there are none.
@@ -887,18 +888,18 @@ enum { TRACK_STEP, TRACK_HOST, TRACK_DEVICE, TRACK_COMM, TRACK_LOADER };
 typedef struct TraceEvent {
     char name[48];
     size_t rank, track;
-    double begin, end; // of now()
+    double begin, end; // as now() returns them
 } TraceEvent;
 
 static struct {
-    size_t ranks; // in a traced step
-    size_t count; // of events, including those that came after TRACE_EVENTS and were dropped
+    size_t traced_ranks; // how many ranks are in a traced step
+    size_t count;        // of events, including those that came after TRACE_EVENTS and were dropped
     TraceEvent *events;
 } trace;
 
 // Appends an event, if any rank is being traced. Thread-safe.
 static void trace_event(size_t rank, size_t track, const char *name, double begin, double end) {
-    if (!__atomic_load_n(&trace.ranks, __ATOMIC_RELAXED))
+    if (!__atomic_load_n(&trace.traced_ranks, __ATOMIC_RELAXED))
         return;
     size_t i = __atomic_fetch_add(&trace.count, 1, __ATOMIC_RELAXED);
     if (i >= TRACE_EVENTS)
@@ -922,8 +923,8 @@ static void trace_event(size_t rank, size_t track, const char *name, double begi
 
 enum { OUTSIDE = -1 };
 
-// The input pixel, row * w + column, that a tap, position i * kernel + j of the filter, reads for
-// output (y, x), or OUTSIDE.
+// Returns the index, row * w + column, of the input pixel that the filter's element `tap` =
+// i * kernel + j reads for output pixel (y, x), or OUTSIDE.
 static ptrdiff_t input_pixel(const Layer *l, size_t y, size_t x, size_t tap) {
     size_t iy = y * l->stride + tap / l->kernel - l->padding; // wraps around if negative
     size_t ix = x * l->stride + tap % l->kernel - l->padding;
@@ -1182,8 +1183,8 @@ static void add_backward(Work w) {
      out = (in - mean) * scale + bias         scale = weight / sqrt(variance + eps)
      running = (1 - momentum) * running + momentum * (mean, or variance * m / (m - 1))
    Evaluation uses the running statistics instead of the batch's. Sums are in double. A thread sums
-   a block of adjacent channels, pixel by pixel. The backward takes mean and 1 / sqrt(variance +
-   eps) from stats, where the forward of the same batch has stored them. */
+   a block of adjacent channels, pixel by pixel. The backward pass takes mean and 1 / sqrt(variance
+   + eps) from stats, where the forward pass of the same batch has stored them. */
 
 enum { BN_BLOCK = 16 };
 static const double bn_eps = 1e-5, bn_momentum = 0.1;
@@ -1193,8 +1194,8 @@ static size_t bn_pixels(const Work *w) {
 }
 
 // All four rows of stats for channel c. `squares` is the sum of (in - mean)^2 over m pixels.
-static void bn_store_stats(real *stats, size_t channels, size_t c, double mean, double squares,
-                           size_t m) {
+static void bn_update_stats(real *stats, size_t channels, size_t c, double mean, double squares,
+                            size_t m) {
     const double unbiased = squares / (double)(m > 1 ? m - 1 : 1);
     real *running_mean = stats + RUNNING_MEAN * channels + c;
     real *running_variance = stats + RUNNING_VARIANCE * channels + c;
@@ -1220,10 +1221,11 @@ static void bn_block_stats(Work w, size_t first, size_t count) {
             squares[c] += d * d;
         }
     for (size_t c = 0; c < count; c++)
-        bn_store_stats(w.stats, channels, first + c, mean[c], squares[c], m);
+        bn_update_stats(w.stats, channels, first + c, mean[c], squares[c], m);
 }
 
-// scale (=) of each channel, from the statistics of this batch. Returns the means.
+// Computes the statistics of this batch, updates the running ones, and sets the scale (=) of each
+// channel. Returns the means.
 static const real *bn_training_scale(Work w, real *scale) {
     const size_t channels = w.l->in.c;
     PARALLEL_FOR
@@ -1392,11 +1394,11 @@ static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t 
     const real elsewhere = (real)(smoothing / (double)classes);
     const real at_label = (real)(1 - smoothing) + elsewhere;
     for (size_t i = 0; i < n; i++) {
-        const real *image = logp + i * classes;
-        losses[i] = -at_label * image[labels[i]];
+        const real *image_logp = logp + i * classes;
+        losses[i] = -at_label * image_logp[labels[i]];
         for (size_t k = 0; k < classes; k++)
             if (k != labels[i] && elsewhere > 0)
-                losses[i] -= elsewhere * image[k];
+                losses[i] -= elsewhere * image_logp[k];
     }
     if (!dlogp)
         return;
@@ -1419,7 +1421,7 @@ static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t 
                         reads the images, row 0, from the loader's buffer
       dactivations      their gradients; those with disjoint lifetimes share memory
       stats             BatchNorm's running statistics, and the last batch's statistics
-      saved             bytes that a forward saves for its backward
+      saved             bytes that a forward pass saves for the backward pass
       moments, scratch  for the kernels; the losses, labels and the step of the current batch */
 
 enum { ALIGN = 64 / sizeof(real) };
@@ -1450,13 +1452,13 @@ typedef struct Net {
     RowPlan row_plans[MAX_LAYERS]; // of the same rows
     size_t count;                  // rows
     size_t classes;
-    size_t parameters;     // their number
+    size_t parameter_count;
     size_t max_batch;      // the most images of a training step
     size_t max_test_batch; // the most images of an evaluation's step
     // sizes of the arenas in elements
     size_t param_size; // of the parameters, with the gaps between tensors
     size_t stats_size, moments_size, scratch_size, transposed_size;
-    size_t host_size; // the largest tensor, or the output
+    size_t host_size; // the larger of the largest tensor and the outputs of a batch
     // sizes of the arenas in bytes
     size_t activation_size, gradient_size, saved_size, prepared_size;
     // the arenas
@@ -1474,7 +1476,7 @@ typedef struct Net {
     // the current step
     Step *step;             // of the batch that net_load() has loaded
     real *images;           // if not NULL, the loader's buffer, which replaces output(net, 0)
-    size_t ranks;           // that share a batch, over which the loss is a mean
+    size_t ranks;           // how many share a batch, over which the loss is a mean
     size_t batches_tracked; // number of batches in BatchNorm's running statistics
     // If not NULL, backward() calls it when the gradients from offset `first` on are finished.
     void (*on_gradients)(void *context, size_t first);
@@ -1530,7 +1532,7 @@ static size_t add_layer(Net *net, Layer l) {
 static size_t add_params(Net *net, size_t count) {
     size_t offset = net->param_size;
     net->param_size += aligned(count);
-    net->parameters += count;
+    net->parameter_count += count;
     net->host_size = max_size(net->host_size, count);
     return offset;
 }
@@ -1685,12 +1687,12 @@ static size_t count_reads(const Net *net, size_t row) {
     return count;
 }
 
-// Whether the only reader of a row may overwrite it: neither the row's backward nor the backward of
-// the row that computes it needs it.
+// Whether the only reader of a row may overwrite it: neither the backward
+// pass of this row nor that of the row that computes it needs it.
 static bool may_overwrite(const Net *net, size_t row) {
-    const Layer *l = &net->layers[row], *computed = &net->layers[net->row_plans[row].computed_by];
+    const Layer *l = &net->layers[row], *producer = &net->layers[net->row_plans[row].computed_by];
     return row > 0 && count_reads(net, row) == 1 && !kinds[l->kind].reads_out &&
-           !kinds[computed->kind].reads_out;
+           !kinds[producer->kind].reads_out;
 }
 
 // Fuses a sum, whose other row is its residual.
@@ -1911,8 +1913,8 @@ static Shape stored_shape(const Net *net, size_t row) {
 
 static const Kernels naive_kernels; // see section 7
 
-// Dies unless the table has a row for the kind, with a forward and a backward.
-static void check_table(const Net *net, const Kernels *k, const char *table, size_t i) {
+// Dies unless the table has a row for the kind, with a forward and a backward function.
+static void require_kernels(const Net *net, const Kernels *k, const char *table, size_t i) {
     const LayerKind kind = net->layers[i].kind;
     const char *lacks = NULL;
     if (!k->layers[kind].forward)
@@ -1924,7 +1926,8 @@ static void check_table(const Net *net, const Kernels *k, const char *table, siz
             kinds[kind].name, lacks, table);
 }
 
-// Dies if a table lacks the kind of a row, or if a row reads a log_softmax. On a CPU, naive_kernels
+// Dies if the kernels lack the kind of a row or, in 16-bit precisions, if a row reads a
+// log_softmax, whose output stays 32-bit. On a CPU, naive_kernels
 // must have the kind in any case, since the fast kernels call the definitions.
 static void check_row(const Net *net, size_t i) {
     const Layer *l = &net->layers[i];
@@ -1935,11 +1938,11 @@ static void check_row(const Net *net, size_t i) {
     if (i == 0)
         return;
     if (net->device->is_gpu)
-        check_table(net, k, "make_kernels() of cnn_kernels.cu", i);
+        require_kernels(net, k, "make_kernels() of cnn_kernels.cu", i);
     else
-        check_table(net, &naive_kernels, "naive_kernels", i);
+        require_kernels(net, &naive_kernels, "naive_kernels", i);
     if (k->name == FAST)
-        check_table(net, k, "fast_kernels", i);
+        require_kernels(net, k, "fast_kernels", i);
     if (element_bytes_of(net, &net->layers[l->input]) != k->element_bytes)
         die(1, "model %s, row %zu: reads a log_softmax; expected that as the last row only",
             net->model, i);
@@ -2131,7 +2134,7 @@ static void print_summary(const Net *net) {
         printf("  %3zu  %-*s %-34s %19s  %10zu  %13.3f\n", i, width, l->name, kind, shape,
                l->weights + l->biases, layer_flops(l) / 1e6);
     }
-    printf("  %zu parameters, %.1f MFLOP to train on one image\n", net->parameters,
+    printf("  %zu parameters, %.1f MFLOP to train on one image\n", net->parameter_count,
            training_flops(net) / 1e6);
 }
 
@@ -2176,8 +2179,8 @@ static size_t model_cifar(Net *net, size_t x) {
 
 /* ---- ResNets -----------------------------------------------------------------------------------
 
-   He et al., arXiv:1512.03385, with torchvision's names: a stem, stages of blocks, of which all
-   but the first halve the image, and a linear layer on the mean of all pixels. */
+   He et al., arXiv:1512.03385, with torchvision's names: a stem, stages of blocks, where every
+   stage but the first halves the image, and a linear layer on the mean of all pixels. */
 
 // A convolution, without a bias since a BatchNorm has one, and that BatchNorm
 static size_t conv_bn(Net *net, size_t x, const char *block, const char *conv, const char *bn,
@@ -2368,7 +2371,7 @@ static void name_row(const Net *net, size_t row, RowPass pass, char name[48]) {
     snprintf(name, 48, "%.30s %s", layer, pass == BACKWARD_PASS ? "backward" : "forward");
 }
 
-// # PROF  Marks where the forward or backward of a row begins, and names it for Nsight.
+// # PROF  Marks where a pass of a row begins, and names it for Nsight.
 static void begin_row(const Net *net, size_t row, RowPass pass) {
     char name[48];
     if (net->marks_rows)
@@ -2457,7 +2460,7 @@ static void backward_row(const Net *net, size_t i, size_t n, bool *written) {
 // loss.backward(): from the gradient of the last row to the gradients of all parameters
 static void backward(Net *net, size_t n) {
     bool written[MAX_LAYERS] = {false};
-    if (net->settings->zero_grad == ZERO_GRAD_MEMSET) { // # EXTRA  Nothing reads the zeros.
+    if (net->settings->zero_grad == ZERO_GRAD_MEMSET) { // # EXTRA  to see what it costs
         begin_row(net, net->count, BACKWARD_PASS);
         net->device->clear(net->grads, net->param_size * sizeof(real));
         end_row(net, net->count, BACKWARD_PASS);
@@ -2906,12 +2909,12 @@ static void read_exactly(DataFile *f, void *to, size_t bytes, size_t offset, siz
 
 // Dies unless the file can hold `expected` bytes, of `count` items.
 static void check_file_size(const DataFile *f, size_t expected, size_t count) {
-    enum { MOST = 1032 }; // gzip expands a byte to at most 1,032
+    enum { GZIP_RATIO = 1032 }; // gzip expands a byte to at most 1,032
     struct stat info;
     if (stat(f->path, &info) != 0)
         file_fail("cannot read", f->path);
     const size_t found = (size_t)info.st_size;
-    if (f->gzip && expected > MOST * found)
+    if (f->gzip && expected > GZIP_RATIO * found)
         BAD_FILE(f, "expected %zu bytes for %zu items, found %zu, compressed, too few for them",
                  expected, count, found);
     if (!f->gzip && expected != found)
@@ -3348,16 +3351,16 @@ typedef struct Loader {
     size_t batch_size;
     size_t batches; // in this epoch
     size_t workers, slots;
-    size_t slot_size; // elements of a slot's images, with space for a vector load past them
-    Batch *ring;      // batch b is in slot b % slots
-    size_t *filled;   // 1 + the number of the batch that a slot holds, or 0 if it holds none
-    size_t started;   // batches that workers have begun
-    size_t handed;    // batches that loader_next() has returned
-    size_t busy;      // workers that are filling a slot
-    size_t entered;   // worker threads that are running
-    bool quit;        // asks the workers to end
-    Augment *augment; // NULL leaves images as they are
-    RandomKey key;    // the epoch's seed and number, and this rank's positions
+    size_t slot_size;       // elements of a slot's images, with space for a vector load past them
+    Batch *ring;            // batch b is in slot b % slots
+    size_t *filled;         // 1 + the number of the batch that a slot holds, or 0 if it holds none
+    size_t started;         // batches that workers have begun
+    size_t handed;          // batches that loader_next() has returned
+    size_t busy;            // workers that are filling a slot
+    size_t workers_started; // gives each worker its number
+    bool quit;              // asks the workers to end
+    Augment *augment;       // NULL leaves images as they are
+    RandomKey key;          // the epoch's seed and number, and this rank's positions
     Consumer consumer;
     MemoryPlan plan;
     real *images, *device_images; // of all slots
@@ -3371,31 +3374,34 @@ typedef struct Loader {
     real normalised[3][256]; // (byte / 255 - mean) / std, by channel
 } Loader;
 
+// out = the image at a position of the epoch, augmented and normalised
+static void load_image(const Loader *l, real *out, size_t position) {
+    const Shape s = l->data->info->shape;
+    const size_t size = shape_size(s);
+    const uint8_t *bytes = l->data->images + l->order[position] * size;
+    uint8_t augmented[size];
+    if (l->augment) {
+        const RandomKey key = {l->key.seed, l->key.epoch, position, 1};
+        l->augment(augmented, bytes, s, &key);
+        bytes = augmented;
+    }
+    for (size_t p = 0; p < size; p += s.c)
+        for (size_t c = 0; c < s.c; c++)
+            out[p + c] = l->normalised[c][bytes[p + c]];
+}
+
 // Fills a batch. If the data set is resident, the device adds the images.
 static void fill_batch(const Loader *l, Batch *batch, size_t number) {
-    const Shape s = l->data->info->shape;
-    const size_t size = shape_size(s), first = number * l->batch_size;
-    uint8_t augmented[size];
+    const size_t size = shape_size(l->data->info->shape), first = number * l->batch_size;
     batch->number = number;
     batch->key = l->key;
     batch->key.first = position_of(l->key, first);
     batch->n = min_size(l->batch_size, l->share - first);
     for (size_t i = 0; i < batch->n; i++) {
         const size_t position = position_of(batch->key, i);
-        const size_t image = l->order[position];
-        const uint8_t *bytes = l->data->images + image * size;
-        real *out = batch->images + i * size;
-        batch->labels[i] = l->data->labels[image];
-        if (batch->resident)
-            continue;
-        if (l->augment) {
-            const RandomKey key = {l->key.seed, l->key.epoch, position, 1};
-            l->augment(augmented, bytes, s, &key);
-            bytes = augmented;
-        }
-        for (size_t p = 0; p < size; p += s.c)
-            for (size_t c = 0; c < s.c; c++)
-                out[p + c] = l->normalised[c][bytes[p + c]];
+        batch->labels[i] = l->data->labels[l->order[position]];
+        if (!batch->resident)
+            load_image(l, batch->images + i * size, position);
     }
 }
 
@@ -3421,11 +3427,11 @@ static void make_batch(Loader *l, size_t number, size_t worker) {
 
 static void *loader_worker(void *argument) {
     Loader *l = argument;
-    size_t worker = __atomic_fetch_add(&l->entered, 1, __ATOMIC_RELAXED);
+    size_t worker = __atomic_fetch_add(&l->workers_started, 1, __ATOMIC_RELAXED);
     /* LAB 3.1 BEGIN loader_worker */
     pthread_mutex_lock(&l->lock);
     while (!l->quit) {
-        // One slot is in use: it holds the batch that loader_next() has returned last.
+        // One slot is in use: it holds the batch that loader_next() returned last.
         if (l->started == l->batches || l->started >= l->handed + l->slots - 1) {
             pthread_cond_wait(&l->changed, &l->lock);
             continue;
@@ -3459,9 +3465,9 @@ static void loader_plan(Loader *l, const Dataset *data, size_t batch_size, size_
     if (!consumer.resident)
         l->slot_size = aligned(batch_size * image) + ALIGN;
     const size_t bytes = l->slots * l->slot_size * sizeof(real);
-    const MemoryKind host = consumer.pinned ? PINNED : HOST;
-    plan_area(&l->plan, &l->images, bytes, host, FOR_LOADER);
-    plan_area(&l->plan, &l->labels, l->slots * batch_size, host, FOR_LOADER);
+    const MemoryKind where = consumer.pinned ? PINNED : HOST;
+    plan_area(&l->plan, &l->images, bytes, where, FOR_LOADER);
+    plan_area(&l->plan, &l->labels, l->slots * batch_size, where, FOR_LOADER);
     plan_area(&l->plan, &l->order, positions * sizeof *l->order, HOST, FOR_LOADER);
     if (consumer.resident) {
         plan_area(&l->plan, &l->resident.images, data->count * image, DEVICE, FOR_DATA);
@@ -3645,11 +3651,11 @@ typedef struct Comm {
     bool dp;
     Net *net;
     Loader *loader;
-    const void *published; // what the other ranks may read after a barrier
-    void *buffer;          // on the device, for what is received
-    real *images;          // dp on a GPU: this rank's images, as the loader made them
-    void *host[2];         // MPI: what is sent and what is received
-    Batch batch;           // dp: this rank's images of the master's batch, with the labels of all
+    const void *published;              // what the other ranks may read after a barrier
+    void *buffer;                       // on the device, for what is received
+    real *images;                       // dp on a GPU: this rank's images, as the loader made them
+    void *send_buffer, *receive_buffer; // MPI: in host memory
+    Batch batch; // dp: this rank's images of the master's batch, with the labels of all
     // For ddp: the thread that adds up gradients during backward
     Range buckets[MAX_BUCKETS]; // of the gradients, in the order in which they are finished
     size_t bucket_count;
@@ -3675,10 +3681,10 @@ static _Noreturn void die_of_timeout(const Comm *c, size_t silent) {
 
 /* ---- Signals
 
-   SIGUSR1 asks for a checkpoint. SIGINT, SIGTERM and SIGHUP ask for a checkpoint and the end, with
-   exit status 128 + their number; a second one ends the program at once. A process notes the
-   request in the result of its step. Ranks gather these results at the log interval, a single rank
-   after each step, so all of them learn of it after the same step and end in the same way. */
+   SIGUSR1 asks for a checkpoint. SIGINT, SIGTERM and SIGHUP ask for a checkpoint and then end the
+   run, with exit status 128 + their number; a second one ends the program at once. A process notes
+   the request in the result of its step. Ranks gather these results at the log interval, a single
+   rank after each step, so all of them learn of it after the same step and end in the same way. */
 enum { SAVE_REQUEST = 1, END_REQUEST = 128 };
 static volatile sig_atomic_t requested; // SAVE_REQUEST, END_REQUEST + the signal's number, or 0
 
@@ -3718,10 +3724,10 @@ static void finalize_mpi(void) {
     MPI_Finalize();
 }
 
-// Sets rank, world and number: the ranks of a host have devices 0, 1, ...
+// Initialises MPI; sets rank, world and device_number. Ranks of a machine have devices 0, 1, ...
 static void start_mpi(Comm *c) {
     int provided, rank, world, device;
-    MPI_Comm host;
+    MPI_Comm machine;
     MPI_Init_thread(NULL, NULL, MPI_THREAD_SERIALIZED, &provided);
     leave = end_all_ranks;
     atexit(finalize_mpi);
@@ -3729,9 +3735,9 @@ static void start_mpi(Comm *c) {
         die(1, "MPI: expected MPI_THREAD_SERIALIZED, found less; use one with thread support");
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
     MPI_Comm_size(MPI_COMM_WORLD, &world);
-    MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &host);
-    MPI_Comm_rank(host, &device);
-    MPI_Comm_free(&host);
+    MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &machine);
+    MPI_Comm_rank(machine, &device);
+    MPI_Comm_free(&machine);
     c->rank = (size_t)rank;
     c->world = (size_t)world;
     c->device_number = (size_t)device;
@@ -3757,14 +3763,15 @@ static const void *mpi_exchange(Comm *c, const void *send, size_t bytes, size_t 
     size_t right = (c->rank + 1) % c->world, left = (c->rank + c->world - 1) % c->world;
     MPI_Request requests[2];
     if (c->net->device->is_gpu) {
-        c->net->device->transfer(c->device_number, c->host[0], send, bytes);
-        send = c->host[0];
+        c->net->device->transfer(c->device_number, c->send_buffer, send, bytes);
+        send = c->send_buffer;
     }
-    MPI_Irecv(c->host[1], (int)expected, MPI_BYTE, (int)left, 0, MPI_COMM_WORLD, &requests[0]);
+    MPI_Irecv(c->receive_buffer, (int)expected, MPI_BYTE, (int)left, 0, MPI_COMM_WORLD,
+              &requests[0]);
     MPI_Isend(send, (int)bytes, MPI_BYTE, (int)right, 0, MPI_COMM_WORLD, &requests[1]);
     mpi_wait(c, &requests[0], left);
     mpi_wait(c, &requests[1], right);
-    return c->host[1];
+    return c->receive_buffer;
 }
 #else
 #define start_mpi(c) \
@@ -3772,7 +3779,8 @@ static const void *mpi_exchange(Comm *c, const void *send, size_t bytes, size_t 
 #define mpi_exchange(c, send, bytes, expected) ((const void *)(send)) // not reached
 #endif
 
-// Whether mpirun or srun has started this process as one of several; if so, sets rank and world.
+// If mpirun or srun has started this process as one of several, initialises MPI, sets rank, world
+// and device_number, and returns true.
 static bool join_mpi(Comm *c) {
     bool launched = getenv("OMPI_COMM_WORLD_RANK") || getenv("PMI_RANK") || getenv("PMIX_RANK");
     static const char *const sizes[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"};
@@ -4125,7 +4133,7 @@ static void reduce_gradients(Comm *c) {
 }
 
 // Before a test, gives all ranks rank 0's running statistics and, under dp, its parameters.
-static void share_weights(Comm *c) {
+static void broadcast_for_test(Comm *c) {
     Net *net = c->net;
     net->device->synchronize();
     broadcast(c, net->stats, net->stats_size);
@@ -4178,8 +4186,8 @@ static void comm_plan(Comm *c, Net *net, Loader *loader) {
                   net->max_batch * shape_size(net->layers[0].out) * sizeof(real), DEVICE,
                   FOR_COMMUNICATION);
     if (c->world > 1 && !t) {
-        plan_area(&c->plan, &c->host[0], bytes, PINNED, FOR_COMMUNICATION);
-        plan_area(&c->plan, &c->host[1], bytes, PINNED, FOR_COMMUNICATION);
+        plan_area(&c->plan, &c->send_buffer, bytes, PINNED, FOR_COMMUNICATION);
+        plan_area(&c->plan, &c->receive_buffer, bytes, PINNED, FOR_COMMUNICATION);
     }
     if (!c->dp || c->rank > 0)
         return;
@@ -4334,8 +4342,8 @@ static Tensor *list_state(const Net *net, Tensor *t, const Optimizer *o, size_t 
    a state, a file that is read may have the state of any optimizer, which nobody needs. */
 static Tensor *list_tensors(Net *net, const Optimizer *optimizer, real *state, Direction direction,
                             size_t *count) {
-    enum { MOST = 2 + 3 + 2 * 3 }; // of a row: parameters, statistics, all optimizers' states
-    Tensor *list = must_alloc(MOST * net->count * sizeof *list, "the list of tensors");
+    enum { MAX_PER_ROW = 2 + 3 + 2 * 3 }; // parameters, statistics, all optimizers' states
+    Tensor *list = must_alloc(MAX_PER_ROW * net->count * sizeof *list, "the list of tensors");
     Tensor *end = list_statistics(net, list_parameters(net, list, "", net->params));
     if (state) {
         const OptimizerChoice choice = (OptimizerChoice)(optimizer - optimizers);
@@ -4693,9 +4701,9 @@ typedef enum { SWITCH, COUNT, NUMBER, CHOICE, NAME, TEXT } OptionKind;
    FREE          it may.
    FIXED         it may not, since the value changes the result: checkpoints hold it, and --resume
                  compares it.
-   FIXED_LATER   it may not either, but the first choice is left out, so that checkpoints that were
+   FIXED_OMIT_FIRST   fixed as well, but checkpoints omit the first choice, so that those that were
                  written before the option existed can be resumed. */
-typedef enum { FREE, FIXED, FIXED_LATER } ResumeRule;
+typedef enum { FREE, FIXED, FIXED_OMIT_FIRST } ResumeRule;
 
 typedef struct Option {
     const char *name;
@@ -4752,7 +4760,7 @@ static const Option options[] = {
     {"--momentum", AS_NUMBER(momentum, "M", 0, 0.999999), "0", FIXED, "sgd: momentum"},
     {"--nesterov", AS_SWITCH(nesterov), "off", FIXED, "sgd: Nesterov's momentum"},
     {"--weight-decay", AS_NUMBER(weight_decay, "W", 0, 1e3), "0", FIXED,
-     "adds W * weight to a gradient"},
+     "adds W * weight to each gradient"},
     {"--label-smoothing", AS_NUMBER(label_smoothing, "E", 0, 0.999999), "0", FIXED,
      "share of the target spread over all classes"},
     {"--schedule", AS_CHOICE(schedule, "step|cosine"), "step", FIXED,
@@ -4763,7 +4771,7 @@ static const Option options[] = {
     {"--warmup-epochs", AS_COUNT(warmup_epochs, "N", 0, 100000), "0", FIXED,
      "epochs before the schedule in which the rate grows linearly up to --lr"},
     {"--lr-scaling", AS_CHOICE(lr_scaling, "none|linear|sqrt"), "none", FIXED,
-     "scale --lr by batch size / the model's default one, or its root"},
+     "scale --lr by batch size / the model's default one, or by the root of that"},
     {"--seed", AS_COUNT(seed, "S", 0, 9007199254740991.), "1", FIXED,
      "determines all random numbers: the same seed, the same run"},
     {"--log-interval", AS_COUNT(log_interval, "N", 1, UINT32_MAX), "10", FREE,
@@ -4774,9 +4782,9 @@ static const Option options[] = {
      "threads that compute (default: OMP_NUM_THREADS, else the usable cores)"},
     {"--kernels", AS_CHOICE(kernels, "naive|fast|tiled|tensor"), NULL, FIXED,
      "naive: the definitions; fast: CPU; tiled, tensor: GPU (default: the best here)"},
-    {"--precision", AS_CHOICE(precision, "fp32|tf32|bf16|fp16"), NULL, FIXED_LATER,
+    {"--precision", AS_CHOICE(precision, "fp32|tf32|bf16|fp16"), NULL, FIXED_OMIT_FIRST,
      "GPU: the others use tensor cores (default: fp32; with --kernels tensor: tf32)"},
-    {"--layout", AS_CHOICE(layout, "nhwc|nchw"), "nhwc", FIXED_LATER,
+    {"--layout", AS_CHOICE(layout, "nhwc|nchw"), "nhwc", FIXED_OMIT_FIRST,
      "GPU: nchw transposes around each convolution, to see what it costs"},
     {"--optimizer-launch", AS_CHOICE(optimizer_launch, "fused|per-tensor"), "fused", FREE,
      "fused: one pass over all parameters; per-tensor: one for each, to compare"},
@@ -4792,11 +4800,11 @@ static const Option options[] = {
     {"--gpus", AS_COUNT(gpus, "N", 1, MAX_REPLICAS), NULL, FREE,
      "train on N GPUs of this machine (default: 1 if there is one, else the CPU)"},
     {"--replicas", AS_COUNT(replicas, "N", 1, MAX_REPLICAS), "1", FREE,
-     "the same on the CPU: N networks, which share the --threads"},
+     "train N copies of the network on the CPU, which share the --threads"},
     {"--oversubscribe", AS_SWITCH(oversubscribe), "off", FREE,
-     "let several of them share a GPU or a core, for trying things out"},
+     "let several ranks share a GPU or a core, for trying things out"},
     {"--parallel", AS_CHOICE(parallel, "ddp|dp"), "ddp", FIXED,
-     "ddp: --batch-size images each, all-reduced; dp: a master scatters its batch"},
+     "ddp: --batch-size images each, gradients all-reduced; dp: a master scatters a batch"},
     {"--global-batch", AS_COUNT(global_batch, "B", 1, 65536), NULL, FIXED,
      "images of a step on all devices together, instead of --batch-size"},
     {"--bucket-mb", AS_NUMBER(bucket_mb, "MB", 0.001, 10000), "25", FIXED,
@@ -5214,9 +5222,9 @@ typedef struct Run {
     DatasetInfo info;
     Dataset train_set, test_set;
     Loader train_loader, test_loader;
-    size_t share;      // images of an epoch that this rank's loader loads
-    size_t max_batch;  // the most images of a step on this device
-    size_t iterations; // steps of an epoch
+    size_t share;     // images of an epoch that this rank's loader loads
+    size_t max_batch; // the most images of a step on this device
+    size_t steps_per_epoch;
     // the position, and the sums of the running epoch
     size_t epoch;       // from 1
     size_t batch_index; // the next batch of the epoch, from 0
@@ -5227,8 +5235,8 @@ typedef struct Run {
     Tracer tracer;
     Recorder recorder;
     Evaluation evaluation;
-    real *measured[2]; // --layers: numbers summed to measure bandwidth
-    MemoryPlan plan;   // of the memory that is neither the network's nor a loader's
+    real *bandwidth_arrays[2]; // --layers: numbers summed to measure bandwidth
+    MemoryPlan plan;           // of the memory that is neither the network's nor a loader's
 } Run;
 
 /* ==== 13. Instruments ============================================================================
@@ -5434,7 +5442,7 @@ static void print_profile(const LineClock *c, int begin, int end, FILE *out, FIL
         fclose(source);
 }
 
-// ---- Machine card
+// ---- Machine and build
 
 static const char *cpu_name(void) {
     static char name[256];
@@ -5465,7 +5473,7 @@ static const char *host_name(void) {
 
 static void print_machine(void) {
     printf("Machine: %s, %s, %zu usable cores, %.1f GB memory\n", host_name(), cpu_name(),
-           usable_cores(), memory_bytes() / 1e9);
+           usable_cores(), machine_memory() / 1e9);
     printf("Build: %s, %s, commit %s\n", COMPILER, OPENMP_STATUS, CNN_COMMIT);
 }
 
@@ -5557,7 +5565,7 @@ static void open_in_folder(AtomicFile *f, const Run *run, const char *file) {
 
 // The steps of the whole run so far, as --max-steps and --trace-steps count them
 static size_t steps_done(const Run *run) {
-    return (run->epoch - 1) * run->iterations + run->batch_index;
+    return (run->epoch - 1) * run->steps_per_epoch + run->batch_index;
 }
 
 // The name of a class, or its number if the data set has no names; in `buffer`
@@ -5612,8 +5620,8 @@ static void print_machine_json(FILE *f, const Run *run) {
     print_record(f, JSON,
                  "host=%s cpu=%s cores=%zu memory_bytes=%.0f peak_gflops=%.1f device=%s uuid=%s "
                  "driver=%s slurm=%s",
-                 host_name(), cpu_name(), usable_cores(), memory_bytes(), run->recorder.peak_gflops,
-                 d->name, uuid, driver, getenv("SLURM_JOB_ID"));
+                 host_name(), cpu_name(), usable_cores(), machine_memory(),
+                 run->recorder.peak_gflops, d->name, uuid, driver, getenv("SLURM_JOB_ID"));
     fprintf(f, "}");
 }
 
@@ -5626,8 +5634,8 @@ static void print_parallel_json(FILE *f, const Run *run) {
     print_record(f, JSON,
                  "mode=%s world=%zu batch_per_device=%zu global_batch=%zu iterations=%zu "
                  "buckets=%zu workers=%zu",
-                 mode, c->world, run->max_batch, s->global_batch, run->iterations, c->bucket_count,
-                 s->workers);
+                 mode, c->world, run->max_batch, s->global_batch, run->steps_per_epoch,
+                 c->bucket_count, s->workers);
     fprintf(f, ",\"graph\":%s}", json_bool(replayed));
 }
 
@@ -5785,7 +5793,7 @@ static void open_logs(Run *run) {
 }
 
 // Ends the run if a gradient is not finite. `step` counts from 1.
-static void check_finite(const Net *net, const real *grads, size_t epoch, size_t step) {
+static void check_gradients_finite(const Net *net, const real *grads, size_t epoch, size_t step) {
     for (const Layer *l = net->layers; l < net->layers + net->count; l++) {
         const bool weight =
             first_not_finite(grads + l->weight_offset, l->weights, FP32) < l->weights;
@@ -5797,7 +5805,7 @@ static void check_finite(const Net *net, const real *grads, size_t epoch, size_t
 
 // On a GPU: ends the run if a gradient was not finite in the steps since the last call. With fp16
 // such a gradient only skips an update; then prints the number of skipped updates.
-static void read_loss_scale(Run *run) {
+static void check_loss_scale(Run *run) {
     const Net *net = &run->net;
     const LossScale before = run->loss_scale;
     LossScale *s = &run->loss_scale;
@@ -5843,7 +5851,7 @@ static void add_step(Run *run, EpochResult *e, size_t i) {
 static void flush_steps(Run *run, EpochResult *e) {
     Recorder *r = &run->recorder;
     clock_settle(&run->clock, 0);
-    read_loss_scale(run);
+    check_loss_scale(run);
     all_gather(&run->comm, r->all_steps, r->steps_capacity * sizeof *r->steps);
     for (size_t i = 0; i < r->steps_kept; i++)
         add_step(run, e, i);
@@ -5884,7 +5892,8 @@ static void print_log_line(const Run *run, const EpochResult *e) {
                (double)(e->images - e->images_logged) / (now() - run->recorder.log_started));
     else
         printf("Train Epoch: %zu [%zu/%zu (%.0f%%)]\tLoss: %.6f\n", e->epoch, step * e->step_images,
-               run->train_set.count, 100. * (double)step / (double)run->iterations, e->step_loss);
+               run->train_set.count, 100. * (double)step / (double)run->steps_per_epoch,
+               e->step_loss);
 }
 
 static bool at_log_interval(const Run *run) {
@@ -5969,19 +5978,19 @@ static void report_epoch(Run *run, EpochResult *e) {
     print_uploads(&run->train_loader);
     flush(stdout, "standard output");
     if (!r->epochs_csv || (!trained && !run->settings.eval))
-        return; // a run that was over already has the row of its last epoch
+        return; // if training was already complete, the row of its last epoch is there
     print_epoch(r->epochs_csv, e, CSV_ROW);
     flush(r->epochs_csv, "epochs.csv");
 }
 
 // ---- Trace (--trace)
 
-// Begins or ends the tracing of this rank.
-static void trace_rank(Run *run, bool traced) {
+// Switches the tracing of this rank on or off.
+static void set_tracing(Run *run, bool traced) {
     if (traced && !run->tracer.traced)
-        __atomic_fetch_add(&trace.ranks, 1, __ATOMIC_RELAXED);
+        __atomic_fetch_add(&trace.traced_ranks, 1, __ATOMIC_RELAXED);
     if (!traced && run->tracer.traced)
-        __atomic_fetch_sub(&trace.ranks, 1, __ATOMIC_RELAXED);
+        __atomic_fetch_sub(&trace.traced_ranks, 1, __ATOMIC_RELAXED);
     run->tracer.traced = traced;
     run->net.marks_rows = traced;
 }
@@ -6012,7 +6021,7 @@ static void trace_next_step(Run *run) {
     const bool traced = in_trace_steps(run) && *run->settings.trace;
     if (traced && !run->tracer.traced)
         set_trace_origin(run);
-    trace_rank(run, traced);
+    set_tracing(run, traced);
 }
 
 // Before a step: begins its range, and its trace if it is one of --trace-steps.
@@ -6025,7 +6034,7 @@ static void begin_step(Run *run) {
     run->tracer.step_start = now();
 }
 
-// Adds an event for the forward or the backward of a row. Waits for the device.
+// Adds an event for a pass of a row. Waits for the device.
 static void trace_row(const Run *run, size_t row, RowPass pass) {
     const Device *d = run->device;
     const double begin = d->elapsed(START_MARK, row_begin(row, pass));
@@ -6124,8 +6133,8 @@ static void write_trace(const Run *run) {
 // ---- Layers (--layers)
 
 enum {
-    LAYER_ROUNDS = 7,  // how often each row is timed
-    MEASURED = 1 << 24 // how many numbers are summed to measure bandwidth
+    LAYER_ROUNDS = 7,           // how often each row is timed
+    BANDWIDTH_NUMBERS = 1 << 24 // how many numbers are summed to measure bandwidth
 };
 
 // How long a row took, in seconds
@@ -6151,7 +6160,7 @@ static double median(double *values, size_t count) {
 
    `in` and `out` are numbers of elements, `in` with the weights; kinds[] has the accesses. A row
    that reads the images makes 2 of 3 accesses only, since it computes no gradient of them. A fused
-   residual is read once. The backward of a fused ReLU or max-pool makes three more accesses of the
+   residual is read once. The backward pass of a fused ReLU or max-pool makes three more accesses of the
    output. */
 static double row_bytes(const Net *net, size_t row, size_t n) {
     const Layer *l = &net->layers[row];
@@ -6175,10 +6184,12 @@ static double row_bytes(const Net *net, size_t row, size_t n) {
 static double measure_bandwidth(const Run *run) {
     const Kernels *k = run->kernels;
     const Layer row = {.kind = ADD, .out = {1, 1, 1 << 12}}; // images that threads share
-    Work w = {
-        .l = &row, .n = MEASURED / row.out.c, .in = run->measured[0], .residual = run->measured[1]};
+    Work w = {.l = &row,
+              .n = BANDWIDTH_NUMBERS / row.out.c,
+              .in = run->bandwidth_arrays[0],
+              .residual = run->bandwidth_arrays[1]};
     double seconds[LAYER_ROUNDS];
-    w.out = run->measured[0];
+    w.out = run->bandwidth_arrays[0];
     for (size_t i = 0; i < LAYER_ROUNDS; i++) {
         run->device->mark(0);
         k->layers[ADD].forward(w);
@@ -6214,8 +6225,9 @@ static void time_rows(Run *run, const Batch *batch, LayerTimes *times, double *f
 typedef struct LayerFigures {
     double forward_ms, backward_ms, gflops, gb_per_s;
     double percent_of_limit; // the one that bounds it; NAN if that is not known
-    double saved;            // operations of the definition / operations that were executed
-    const char *bound;       // "compute" or "memory", or "" if that is not known
+    // the column "saved": operations of the definition / operations that were executed
+    double operation_ratio;
+    const char *bound; // "compute" or "memory", or "" if that is not known
 } LayerFigures;
 
 /* A row is bound by compute or by memory, whichever takes longer at this device's peak and
@@ -6224,7 +6236,7 @@ typedef struct LayerFigures {
 static LayerFigures layer_figures(const Net *net, size_t row, size_t n, LayerTimes *times,
                                   double flops, double peak, double bandwidth) {
     const double bytes = row_bytes(net, row, n);
-    LayerFigures f = {.percent_of_limit = NAN, .bound = "", .saved = 1};
+    LayerFigures f = {.percent_of_limit = NAN, .bound = "", .operation_ratio = 1};
     f.forward_ms = 1e3 * median(times->forward, LAYER_ROUNDS);
     f.backward_ms = 1e3 * median(times->backward, LAYER_ROUNDS);
     const double seconds = 1e-3 * (f.forward_ms + f.backward_ms);
@@ -6232,7 +6244,7 @@ static LayerFigures layer_figures(const Net *net, size_t row, size_t n, LayerTim
     f.gflops = 1e-9 * flops / seconds;
     f.gb_per_s = 1e-9 * bytes / seconds;
     if (flops > 0)
-        f.saved = (double)n * layer_training_flops(&net->layers[row]) / flops;
+        f.operation_ratio = (double)n * layer_training_flops(&net->layers[row]) / flops;
     if (isfinite(peak)) {
         f.percent_of_limit = 100 * fmax(compute_s, memory_s) / seconds;
         f.bound = compute_s > memory_s ? "compute" : "memory";
@@ -6249,7 +6261,7 @@ static void print_layer_csv(FILE *csv, Form form, const Layer *l, const char *na
         "layer=%s kind=%s out_shape=%s params=%zu mflop=%.3f forward_ms=%.4f backward_ms=%.4f "
         "gflops=%.2f gb_per_s=%.2f percent_of_peak=%.1f saved=%.3f bound=%s",
         name, kind, shape, l->weights + l->biases, layer_flops(l) / 1e6, f->forward_ms,
-        f->backward_ms, f->gflops, f->gb_per_s, f->percent_of_limit, f->saved, f->bound);
+        f->backward_ms, f->gflops, f->gb_per_s, f->percent_of_limit, f->operation_ratio, f->bound);
 }
 
 // A line of the table, and a row of layers.csv
@@ -6265,7 +6277,7 @@ static void print_layer(FILE *out, FILE *csv, const Net *net, size_t row, const 
         snprintf(name, sizeof name, "row %zu", row);
     describe_layer(l, kind, sizeof kind);
     fprintf(out, "  %-24s %-34s %9.3f %9.3f %8.1f %7.1f %6s %6.2f  %s\n", name, kind, f->forward_ms,
-            f->backward_ms, f->gflops, f->gb_per_s, percent, f->saved, bound);
+            f->backward_ms, f->gflops, f->gb_per_s, percent, f->operation_ratio, bound);
     print_layer_csv(csv, CSV_ROW, l, name, kind, f);
 }
 
@@ -6421,7 +6433,7 @@ static void run_metadata(const Run *run, char metadata[METADATA_SIZE]) {
     for (const Option *o = options; o < options + OPTIONS; o++) {
         const char *text = option_text(&run->settings, o);
         const bool first_choice = o->kind == CHOICE && find_word(o->values, text) == 0;
-        if (o->on_resume == FIXED || (o->on_resume == FIXED_LATER && !first_choice))
+        if (o->on_resume == FIXED || (o->on_resume == FIXED_OMIT_FIRST && !first_choice))
             LINE("%s=%s\n", o->name + strlen("--"), text);
     }
     if (run->kernels->precision == FP16)
@@ -6501,7 +6513,7 @@ static void read_position(Run *run, const TensorFile *f) {
     }
     if (found)
         compare_with_checkpoint(run, f);
-    if (!found || run->epoch == 0 || run->batch_index >= run->iterations)
+    if (!found || run->epoch == 0 || run->batch_index >= run->steps_per_epoch)
         die(1, "%s: expected the position of a run in its metadata, found \"%.*s\"", f->path,
             (int)strcspn(text, "\n"), text);
 }
@@ -6763,7 +6775,8 @@ static void setup_graph(Run *run) {
     Settings *s = &run->settings;
     const bool observed = s->profile || *s->trace || s->layers;
     if (s->graph && (observed || run->comm.world > 1)) {
-        printf("CUDA graph: off; it excludes several devices, --profile, --trace, --layers\n");
+        printf("CUDA graph: off; it cannot be combined with several devices, --profile, --trace, "
+               "--layers\n");
         s->graph = false;
     }
 }
@@ -6952,10 +6965,10 @@ static void plan_buffers(Run *run) {
     plan_area(p, &run->recorder.all_steps, steps * sizeof *run->recorder.steps, HOST, FOR_BUFFERS);
     plan_area(p, &run->state, states * sizeof(real), DEVICE, FOR_OPTIMIZER);
     if (s->layers) {
-        plan_area(p, &run->measured[0], MEASURED * run->kernels->element_bytes, DEVICE,
-                  FOR_BUFFERS);
-        plan_area(p, &run->measured[1], MEASURED * run->kernels->element_bytes, DEVICE,
-                  FOR_BUFFERS);
+        plan_area(p, &run->bandwidth_arrays[0], BANDWIDTH_NUMBERS * run->kernels->element_bytes,
+                  DEVICE, FOR_BUFFERS);
+        plan_area(p, &run->bandwidth_arrays[1], BANDWIDTH_NUMBERS * run->kernels->element_bytes,
+                  DEVICE, FOR_BUFFERS);
     }
     if (*s->trace && run->comm.replica == 0)
         plan_area(p, &trace.events, TRACE_EVENTS * sizeof *trace.events, HOST, FOR_BUFFERS);
@@ -6968,8 +6981,8 @@ static double plan_run(Run *run, bool resident) {
     Net *net = &run->net;
     const size_t parts = run->comm.dp ? 1 : run->comm.world; // dp: the master loads for all
     run->share = ceil_div(run->train_set.count, parts);
-    run->iterations = ceil_div(run->share, s->batch_size);
-    run->recorder.steps_capacity = min_size(s->log_interval, run->iterations) + 1;
+    run->steps_per_epoch = ceil_div(run->share, s->batch_size);
+    run->recorder.steps_capacity = min_size(s->log_interval, run->steps_per_epoch) + 1;
     net_build(net, run->model, &run->info, s, run->kernels);
     net->max_test_batch = min_size(s->test_batch_size, run->test_set.count);
     plan_memory(net, min_size(run->max_batch, run->train_set.count));
@@ -7006,8 +7019,8 @@ static void print_memory(const Run *run) {
 }
 
 // Dies if more bytes are needed than a device, or the machine, has.
-static void refuse_memory(const Run *run, double needed, double available, const char *where,
-                          const char *name) {
+static void check_memory(const Run *run, double needed, double available, const char *where,
+                         const char *name) {
     if (needed > available)
         die(1,
             "not enough memory: %.1f MB needed, %.1f MB available on %s (%s); use a "
@@ -7025,8 +7038,8 @@ static void plan_run_memory(Run *run) {
         return;
     print_summary(&run->net);
     print_memory(run);
-    refuse_memory(run, on_device, run->device_info.memory, "this device", run->device_info.name);
-    refuse_memory(run, on_host, memory_limit(), "this machine", host_name());
+    check_memory(run, on_device, run->device_info.memory, "this device", run->device_info.name);
+    check_memory(run, on_host, memory_limit(), "this machine", host_name());
     if (gpu) {
         const bool resident = run->train_loader.consumer.resident;
         printf("On the device: %.1f MB; the data set is %s\n", on_device / 1e6,
@@ -7035,7 +7048,7 @@ static void plan_run_memory(Run *run) {
 }
 
 // Plans, prints and allocates the memory of this rank, and starts its loaders.
-static void alloc_run(Run *run) {
+static void setup_memory(Run *run) {
     Recorder *r = &run->recorder;
     plan_run_memory(run);
     net_alloc(&run->net);
@@ -7135,7 +7148,7 @@ static Location own_location(const Run *run) {
 }
 
 // Two processes on one GPU are most likely a mistake.
-static void refuse_shared_gpus(const Location *places, size_t count) {
+static void check_shared_gpus(const Location *places, size_t count) {
     for (size_t r = 0; r < count; r++)
         for (size_t k = 0; k < r; k++)
             if (strcmp(places[r].uuid, places[k].uuid) == 0 &&
@@ -7163,7 +7176,7 @@ static void print_ranks(Run *run) {
     places[c->rank] = own_location(run);
     all_gather(c, places, sizeof *places);
     if (!c->team && !c->settings->oversubscribe && *run->device_info.uuid)
-        refuse_shared_gpus(places, c->world);
+        check_shared_gpus(places, c->world);
     if (c->rank == 0) {
         for (size_t r = 0; r < c->world; r++) {
             const Location *p = &places[r];
@@ -7197,7 +7210,7 @@ static void compare_runs_of_ranks(Run *run) {
 
 static void update_weights(Run *run) {
     if (at_log_interval(run) && !run->device->is_gpu)
-        check_finite(&run->net, run->net.grads, run->epoch, run->batch_index + 1);
+        check_gradients_finite(&run->net, run->net.grads, run->epoch, run->batch_index + 1);
     if (!run->comm.dp || run->comm.rank == 0)
         optimizer_step(&run->net, run->state);
 }
@@ -7248,14 +7261,14 @@ static void start_epoch(Run *run) {
 
 // Whether a checkpoint is due after so many steps: at the interval, or because of a signal
 static bool is_due(const Run *run, size_t steps) {
-    const size_t unit = run->saving.by_steps ? 1 : run->iterations; // in steps
+    const size_t unit = run->saving.by_steps ? 1 : run->steps_per_epoch; // in steps
     return run->saving.request || steps % (unit * run->saving.every) == 0;
 }
 
 // Advances the position by a step. Returns whether the epoch is over.
 static bool advance_position(Run *run) {
     run->batch_index++;
-    if (run->batch_index < run->iterations)
+    if (run->batch_index < run->steps_per_epoch)
         return false;
     run->epoch++;
     run->batch_index = 0;
@@ -7296,7 +7309,8 @@ static void train(Run *run, EpochResult *result) {
     AT(OTHER, start_epoch(run));
     while (!over) {
         AT(OTHER, begin_step(run));
-        AT(OTHER, run->lr = learning_rate(s, run->epoch - 1, run->batch_index, run->iterations));
+        AT(OTHER,
+           run->lr = learning_rate(s, run->epoch - 1, run->batch_index, run->steps_per_epoch));
         AT(LOAD, batch = next_batch(comm));
         AT(COPY, load_batch(comm, batch, run->lr));
         if (is_replayed(run, batch)) {
@@ -7314,7 +7328,7 @@ static void train(Run *run, EpochResult *result) {
     }
     AT(OTHER, finish_epoch(run, result));
     clock_line(&run->clock, 0, NULL, NULL); // ends the last line
-    trace_rank(run, false);
+    set_tracing(run, false);
 }
 enum { TRAIN_ENDS = __LINE__ - 1 };
 _Static_assert(TRAIN_ENDS - TRAIN_BEGINS < PROFILED_LINES, "train() is too long: PROFILED_LINES");
@@ -7326,7 +7340,7 @@ static void test(Run *run, EpochResult *result) {
     const size_t count = count_totals(run);
     const double begin = now();
     memset(totals, 0, count * sizeof *totals);
-    share_weights(&run->comm);
+    broadcast_for_test(&run->comm);
     loader_start(&run->test_loader, run->settings.seed, TEST_EPOCH, 0);
     const Batch *batch = loader_next(&run->test_loader);
     while (batch) {
@@ -7398,7 +7412,7 @@ static RunStatus final_status(const Run *run) {
 
 // What each rank does after settings, device and data are set up.
 static void run_rank(Run *run) {
-    alloc_run(run);
+    setup_memory(run);
     print_ranks(run);
     comm_start(&run->comm);
     setup_weights(run);
@@ -7423,7 +7437,7 @@ static void *replica_main(void *argument) {
     return NULL;
 }
 
-/* A copy of rank 0's run, before anything but the images is allocated, for another rank of the
+/* A copy of rank 0's run, which has allocated only the images and the team, for another rank of the
    process. They share the images, which run_main() frees, and the team; all else is the rank's own,
    and replica_main() frees it. */
 static void init_replica(Run *replica, const Run *run, size_t rank) {

@@ -548,8 +548,8 @@ INLINE void product_tile(const size_t rows, const size_t vectors, const Product 
         store_tile(rows, vectors, acc, c, p->c_row, columns);
 }
 
-// A product of at most `vectors` vectors of columns, whose rows are a multiple of `rows`: tile after
-// tile, while the rows of b stay in L1
+// A product of at most `vectors` vectors of columns, whose rows are a multiple of `rows`: tile
+// after tile, while the rows of b stay in L1
 INLINE void product_strip(const size_t rows, const size_t vectors, const Product *p) {
     for (size_t row = 0; row < p->rows; row += rows)
         product_tile(rows, vectors, p, p->a + row * p->a_row, p->c + row * p->c_row);
@@ -2371,7 +2371,7 @@ static void bn_join_stats(real *stats, const real *sums, size_t pixels, size_t c
         mean += d * more / (count + more);
         count += more;
     }
-    bn_store_stats(stats, channels, c, mean, squares, pixels);
+    bn_update_stats(stats, channels, c, mean, squares, pixels);
 }
 
 // The slice's part of the scratch memory: sums[2][channels]; after the slices follow factors.

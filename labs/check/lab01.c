@@ -1199,10 +1199,10 @@ static void check_lenet(Shape in, Shape p1, Shape c2, Shape p2, size_t classes, 
     build_lenet(in, classes);
     for (size_t i = 0; i < min_size(count, net.count - 1); i++)
         compare_row(i + 1, &rows[i]);
-    if (net.count == count + 1 && net.parameters == parameters)
+    if (net.count == count + 1 && net.parameter_count == parameters)
         return;
     printf("The network has %zu rows and %zu parameters, expected %zu and %zu.\n", net.count,
-           net.parameters, count + 1, parameters);
+           net.parameter_count, count + 1, parameters);
     give_up();
 }
 

@@ -19,9 +19,9 @@ static void check_permutation(Shape s, size_t outputs) {
                 for (size_t k = 0; k < outputs; k++)
                     want.at[((k * s.c + c) * s.h + y) * s.w + x] =
                         (real)(((y * s.w + x) * s.c + c) * outputs + k);
-    reorder_weight(got.at, from.at, s, outputs, true);
+    reorder_weight(got.at, from.at, s, outputs, TO_FILE);
     check_tensor("weight", got.at, want.at, NULL, count);
-    reorder_weight(got.at, want.at, s, outputs, false);
+    reorder_weight(got.at, want.at, s, outputs, FROM_FILE);
     check_tensor("weight and back", got.at, from.at, NULL, count);
     check_guards("weight", &got);
     free_arrays((Array[]){from, got, want}, 3 * sizeof(Array));
@@ -160,7 +160,7 @@ typedef struct File {
 
 static File good_file(void) {
     File f = {.metadata = "{\"format\":\"pt\"}"};
-    Tensor *list = list_tensors(&spoiled_net, NULL, NULL, false, &f.count);
+    Tensor *list = list_tensors(&spoiled_net, NULL, NULL, TO_FILE, &f.count);
     qsort(list, f.count, sizeof *list, compare_names);
     for (size_t i = 0; i < f.count; i++) {
         Entry *e = &f.entries[i];

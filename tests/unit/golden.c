@@ -232,7 +232,7 @@ static void compare_tensors(Net *net, const Golden *g, const char *keyword, cons
         const real *values = t->values;
         if (t->filter.h) {
             reorder_weight(net->host[1], t->values, t->filter, t->count / shape_size(t->filter),
-                           true);
+                           TO_FILE);
             values = net->host[1];
         }
         compare_tensor(line, values, t->count, tolerance);

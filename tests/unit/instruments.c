@@ -69,7 +69,7 @@ static void test_start_of_epoch(void) {
     run.settings = (Settings){.lr = .1, .schedule = SCHEDULE_COSINE, .epochs = 2, .trace = ""};
     run.recorder.steps = steps;
     run.recorder.steps_capacity = 2;
-    run.iterations = run.epoch = 1;
+    run.steps_per_epoch = run.epoch = 1;
     steps[1].parts[LOAD] = 1;
     clock_line(&run.clock, 1, &steps[0].parts[OTHER], "the end of an epoch");
     clock_line(&run.clock, 0, NULL, NULL);

@@ -19,9 +19,9 @@ static void test_parameter_counts(void) {
     for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
         DatasetInfo info = {"test", counts[i].images, .classes = counts[i].classes};
         net_build(&net, find_model(counts[i].model), &info, &plain, &naive_kernels);
-        if (net.parameters != counts[i].parameters)
+        if (net.parameter_count != counts[i].parameters)
             fail("%s: expected %zu as in PyTorch, found %zu", counts[i].model, counts[i].parameters,
-                 net.parameters);
+                 net.parameter_count);
     }
     verdict("parameter counts of the models");
 }
