@@ -278,9 +278,9 @@ enum { RUNNING_MEAN, RUNNING_VARIANCE, BATCH_MEAN, BATCH_INVERSE_STD, STATS_ROWS
 /* What a row works on in one step. A forward pass reads in, residual, weight and bias and writes
    out, stats and saved (=). A backward pass reads dout and what the forward pass read and wrote; it
    writes dweight and dbias with =, and din and dresidual with = or, if accumulate or
-   accumulate_residual, with +=. A prefixed d denotes the gradient of the loss. With --precision bf16
-   and fp16, in, residual, out, dout, din and the weight of a convolution or linear layer point to
-   16-bit numbers. The out and dout of log_softmax, which feeds the loss, stay 32-bit. */
+   accumulate_residual, with +=. A prefixed d denotes the gradient of the loss.
+   With --precision bf16 and fp16, in, residual, out, dout, din and the weight of a convolution or
+   linear layer point to 16-bit numbers. The out and dout of log_softmax stay 32-bit. */
 typedef struct Work {
     const Layer *l;
     size_t row;                // its number in the table
@@ -6160,8 +6160,8 @@ static double median(double *values, size_t count) {
 
    `in` and `out` are numbers of elements, `in` with the weights; kinds[] has the accesses. A row
    that reads the images makes 2 of 3 accesses only, since it computes no gradient of them. A fused
-   residual is read once. The backward pass of a fused ReLU or max-pool makes three more accesses of the
-   output. */
+   residual is read once. The backward pass of a fused ReLU or max-pool makes three more accesses of
+   the output. */
 static double row_bytes(const Net *net, size_t row, size_t n) {
     const Layer *l = &net->layers[row];
     const Fusion *fused = &net->row_plans[row].fused;
