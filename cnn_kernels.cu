@@ -175,13 +175,15 @@ static void synchronize(void) {
 // Zeroed memory of the device; NULL when there is not enough.
 static void *device_alloc(size_t bytes) {
     void *memory = NULL;
-    if (cudaMalloc(&memory, bytes + 16) == cudaSuccess) {
-        clear(memory, bytes + 16);
-        synchronize();
-        return memory;
+    const cudaError_t error = cudaMalloc(&memory, bytes + 16);
+    if (error == cudaErrorMemoryAllocation) {
+        (void)cudaGetLastError(); // clears the error: the caller names what did not fit
+        return NULL;
     }
-    (void)cudaGetLastError(); // clears the error: the caller names what did not fit
-    return NULL;
+    check(error, "cudaMalloc", __LINE__);
+    clear(memory, bytes + 16);
+    synchronize();
+    return memory;
 }
 
 static void device_free(void *memory) {
@@ -191,10 +193,13 @@ static void device_free(void *memory) {
 // Zeroed host memory that cannot be paged out: the device copies it at the full speed of the bus.
 static void *pinned_alloc(size_t bytes) {
     void *memory = NULL;
-    if (cudaMallocHost(&memory, bytes + 16) == cudaSuccess) // so that 0 bytes have an address, too
-        return memset(memory, 0, bytes + 16);
-    (void)cudaGetLastError(); // as in device_alloc()
-    return NULL;
+    const cudaError_t error = cudaMallocHost(&memory, bytes + 16); // 0 bytes have an address, too
+    if (error == cudaErrorMemoryAllocation) {
+        (void)cudaGetLastError(); // as in device_alloc()
+        return NULL;
+    }
+    check(error, "cudaMallocHost", __LINE__);
+    return memset(memory, 0, bytes + 16);
 }
 
 static void pinned_free(void *memory) {
@@ -885,12 +890,14 @@ static void gather(real *out, uint8_t *labels, const Resident *r, const RandomKe
     const size_t fields = r->augment == AUGMENT_ELASTIC ? 3 * pixels * sizeof(real) : 0;
     const dim3 grid(n, fields ? 1 : ceil_div(pixels * r->shape.c, THREADS));
     // more than 48 KB of shared memory must be asked for
-    if (cudaFuncSetAttribute(gather_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             (int)fields) != cudaSuccess)
+    const cudaError_t error = cudaFuncSetAttribute(
+        gather_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)fields);
+    if (error == cudaErrorInvalidValue)
         fail(1,
              "--augment elastic: the fields of %zu x %zu pixels need %zu bytes of shared memory, "
              "more than device %d has; expected smaller images, or another --augment",
              r->shape.h, r->shape.w, fields, device);
+    check(error, "cudaFuncSetAttribute", __LINE__);
     LAUNCH_GRID(gather_kernel<T>, grid, THREADS, fields, (T *)out, labels, *r,
                 layout_of(r->shape, nchw), key);
 }

@@ -33,6 +33,8 @@
      CUEMU_CORES=N     blocks run on N cores (all, 16 at most)
      CUEMU_ORDER=N     threads and blocks run forwards (0), backwards (1) or shuffled (other seeds)
      CUEMU_LEAKS=1     at the end, tells what has not been freed
+     CUEMU_FAIL=NAME   this function fails with cudaErrorUnknown: cudaMalloc, cudaMallocHost or
+                       cudaFuncSetAttribute
      CUEMU_LAZY=1      work queued in a stream starts only when something waits for it
      CUEMU_PROTECT=1   a GPU's memory faults beyond its end, and wherever the host touches it
      CUEMU_RANGES=1    prints the ranges for Nsight, as threads begin (push) and end them (pop)

@@ -15,6 +15,7 @@ namespace emu {
     X(cudaErrorNoDevice, "no CUDA-capable device is detected") \
     X(cudaErrorInvalidDevice, "invalid device ordinal")        \
     X(cudaErrorNotReady, "device not ready")                   \
+    X(cudaErrorUnknown, "unknown error")                       \
     X(cudaErrorPeerAccessAlreadyEnabled, "peer access is already enabled")
 #define EMU_ERROR(NAME, TEXT) NAME,
 #define EMU_ERROR_NAME(NAME, TEXT) #NAME,
@@ -27,6 +28,12 @@ using namespace api;
 static thread_local cudaError_t last_error;
 inline cudaError_t failed(cudaError_t error) {
     return last_error = error;
+}
+
+// Whether CUEMU_FAIL names this function.
+inline bool fails(const char *function) {
+    const char *name = getenv("CUEMU_FAIL");
+    return name && strcmp(name, function) == 0;
 }
 
 // The indices of the devices in CUDA_VISIBLE_DEVICES; the list ends at the first invalid one.
@@ -469,6 +476,8 @@ inline cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned) {
 template <class Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel *kernel, cudaFuncAttribute, int dynamic_bytes) {
     Lock lock(runtime);
+    if (fails("cudaFuncSetAttribute"))
+        return failed(cudaErrorUnknown);
     if (dynamic_bytes < 0 || dynamic_bytes > (int)DYNAMIC_LIMIT)
         return failed(cudaErrorInvalidValue);
     dynamic_limits[{current_device, (const void *)kernel}] = (size_t)dynamic_bytes;
@@ -485,6 +494,8 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, Kernel *) {
 template <class T> cudaError_t cudaMalloc(T **memory, size_t bytes) {
     Lock lock(runtime);
     check_no_capture("cudaMalloc");
+    if (fails("cudaMalloc"))
+        return failed(cudaErrorUnknown);
     if (!is_device(current_device))
         return failed(cudaErrorNoDevice);
     if (bytes > device_memory - used_memory[current_device])
@@ -495,6 +506,8 @@ template <class T> cudaError_t cudaMalloc(T **memory, size_t bytes) {
 template <class T> cudaError_t cudaMallocHost(T **memory, size_t bytes) {
     Lock lock(runtime);
     check_no_capture("cudaMallocHost");
+    if (fails("cudaMallocHost"))
+        return failed(cudaErrorUnknown);
     *memory = (T *)allocate(bytes, -1);
     return cudaSuccess;
 }

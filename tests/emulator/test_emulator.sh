@@ -9,7 +9,7 @@ suite=emulator
 # shellcheck source=tests/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh" || exit 1
 unset CUDA_VISIBLE_DEVICES CUEMU_CLOCK CUEMU_LEAKS CUEMU_DEVICES CUEMU_MEMORY CUEMU_ORDER CUEMU_LAZY CUEMU_PROTECT
-unset CUEMU_STRICT
+unset CUEMU_STRICT CUEMU_FAIL
 ulimit -c 0
 gxx=${CXX:-g++} clangxx=${CLANGXX:-clang++}
 nvcc=${NVCC:-$(command -v nvcc || command -v /usr/local/cuda/bin/nvcc)}
@@ -157,6 +157,11 @@ test_environment() {
     done
     start plain CUEMU_MEMORY=1000 ""
     same memory "exit 3, out of memory" "exit $status, $(grep -o 'out of memory' "$err")"
+    local function
+    for function in cudaMalloc cudaMallocHost cudaFuncSetAttribute; do
+        start plain CUEMU_FAIL=$function ""
+        same "fails/$function" "exit 3, unknown error" "exit $status, $(grep -o 'unknown error' "$err")"
+    done
     same says_so "emulated CUDA on the CPU: results are real, times mean nothing" \
         "$("$tmp/plain" bugs 2>&1 >"$tmp/bugs")"
 }

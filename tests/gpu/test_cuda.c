@@ -1541,6 +1541,38 @@ static void test_large_elastic(const Kernels *k) {
     verdict("gather: images too large for --augment elastic, %s kernels", NAME_OF(k));
 }
 
+static void call_that_fails(const Kernels *k, const char *function) {
+    const Resident resident = {.shape = {5, 5, 1}, .augment = AUGMENT_ELASTIC};
+    const RandomKey key = {0};
+    if (strcmp(function, "cudaMalloc") == 0)
+        k->device->alloc(1);
+    else if (strcmp(function, "cudaMallocHost") == 0)
+        k->device->pinned_alloc(1);
+    else
+        k->gather(NULL, NULL, &resident, &key, 1, false);
+}
+
+// An error that does not mean "too much" is not reported as that. The emulator injects one.
+static void test_other_errors(const Kernels *k) {
+    static const char *const functions[] = {"cudaMalloc", "cudaMallocHost", "cudaFuncSetAttribute"};
+    DeviceInfo info = {0};
+    k->device->describe(&info);
+    for (size_t i = 0; i < LENGTH(functions) && info.emulated; i++) {
+        *refusal = 0;
+        k->device->use(0, 0, refuse);
+        setenv("CUEMU_FAIL", functions[i], 1);
+        if (setjmp(refused) == 0)
+            call_that_fails(k, functions[i]);
+        unsetenv("CUEMU_FAIL");
+        k->device->use(0, 0, die);
+        if (!strstr(refusal, functions[i]) || !strstr(refusal, "cudaErrorUnknown"))
+            fail("expected %s and cudaErrorUnknown, found \"%s\"", functions[i], refusal);
+    }
+    k->device->alloc((size_t)1 << 60); // too much, which clears the last error
+    if (info.emulated)
+        verdict("errors by name, %s kernels", NAME_OF(k));
+}
+
 static void *transfer_thread(void *argument) {
     void **a = argument;
     const Kernels *k = a[0];
@@ -1755,6 +1787,7 @@ static const struct {
     {"loss_scale", test_loss_scale, true},
     {"gather", test_gather, true},
     {"elastic", test_large_elastic, true},
+    {"errors", test_other_errors, true},
     {"copies", test_copies, true},
     {"marks", test_marks, true},
     {"nchw", test_nchw, true},
