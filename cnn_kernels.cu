@@ -372,6 +372,10 @@ extern "C" void cuda_nccl_join(const char id[NCCL_ID_BYTES], size_t rank, size_t
     CHECK_NCCL(ncclCommInitRank(&group, (int)world, unique, (int)rank));
 }
 
+extern "C" void cuda_nccl_leave(void) {
+    CHECK_NCCL(ncclCommDestroy(group));
+}
+
 static double seconds(void) {
     timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
@@ -382,9 +386,13 @@ extern "C" bool cuda_all_reduce(size_t which, real *data, size_t count, double t
     cudaStream_t own = own_stream(which);
     double begin = seconds();
     cudaError_t state;
+    ncclResult_t state_of_group; // NCCL would wait forever for a rank that has ended: it is asked
     CHECK_NCCL(ncclAllReduce(data, data, count, ncclFloat, ncclSum, group, own));
-    while ((state = cudaStreamQuery(own)) == cudaErrorNotReady && seconds() < begin + timeout)
+    while ((state = cudaStreamQuery(own)) == cudaErrorNotReady && seconds() < begin + timeout) {
+        CHECK_NCCL(ncclCommGetAsyncError(group, &state_of_group));
+        check_nccl(state_of_group, "an all-reduce, in another rank or on the way", __LINE__);
         usleep(20); // sleeps, as wait() does
+    }
     if (state != cudaErrorNotReady)
         CHECK(state);
     return state == cudaSuccess;
