@@ -374,6 +374,15 @@ test_memory() {
     unset CUEMU_MEMORY
 }
 
+# Lab 5's program refuses more images than a grid has blocks for, before it allocates their memory.
+test_lab5() {
+    { echo '#line 1 "conv.cu"' && sed -f "$repo/tests/emulator/cuda_on_cpu.sed" "$repo/labs/lab05/conv.cu"; } |
+        "$cxx" -std=c++17 -O0 -include "$repo/tests/emulator/cuda_on_cpu.h" -x c++ - -o "$build/convolution" 2>"$err"
+    same lab5/build "exit 0" "exit ${PIPESTATUS[1]}$(grep -m 3 error "$err")"
+    timeout 60 "$build/convolution" "$tmp/lab5.csv" 4096 >"$out" 2>"$err"
+    same lab5/images "exit 2, usage: convolution FILE.csv [IMAGES], 1 to 4095 images" "exit $?, $(tail -n 1 "$err")"
+}
+
 # ---- Would the tests notice?
 
 # noticed PROGRAM ARGUMENTS...: fails, crashes, hangs, or is reported
@@ -523,6 +532,7 @@ test_graph
 test_precisions
 test_ranges
 test_memory
+test_lab5
 if [ -n "${QUICK:-}" ]; then
     skip races "QUICK=1"
     skip mutations "QUICK=1"
