@@ -2256,14 +2256,15 @@ static size_t scratch_size(const Layer *l, const Fusion *, size_t n) {
 
 /* to[image][column][row] = from[image][row][column], through a tile in shared memory, so that both
    sides are coalesced; += if accumulate. A line of the tile is padded by one number, so that the
-   threads that read a column use different banks.   Grid: columns / 32 x rows / 32 x images, of
-   32 x LANES_Y threads.   Traffic: 2 N elements */
+   threads that read a column use different banks.   Grid: images * columns / 32 x rows / 32, of
+   32 x LANES_Y threads; y and z are at most 65535.   Traffic: 2 N elements */
 template <class T>
 static __global__ void transpose_kernel(T *to, const T *from, unsigned rows, unsigned columns,
                                         bool accumulate) {
     __shared__ real tile[WARP][WARP + 1];
-    const size_t image = (size_t)blockIdx.z * rows * columns;
-    const unsigned first_row = blockIdx.y * WARP, first_column = blockIdx.x * WARP;
+    const unsigned across = (columns + WARP - 1) / WARP; // blocks of an image
+    const size_t image = (size_t)(blockIdx.x / across) * rows * columns;
+    const unsigned first_row = blockIdx.y * WARP, first_column = blockIdx.x % across * WARP;
     for (unsigned y = threadIdx.y; y < WARP; y += LANES_Y)
         if (first_row + y < rows && first_column + threadIdx.x < columns)
             tile[y][threadIdx.x] =
@@ -2280,7 +2281,7 @@ static __global__ void transpose_kernel(T *to, const T *from, unsigned rows, uns
 template <class T>
 static void transpose(void *to, const void *from, size_t n, Shape s, bool to_nchw, bool add) {
     const size_t rows = to_nchw ? s.h * s.w : s.c, columns = to_nchw ? s.c : s.h * s.w;
-    dim3 grid(ceil_div(columns, WARP), ceil_div(rows, WARP), n), block(WARP, LANES_Y);
+    dim3 grid(n * ceil_div(columns, WARP), ceil_div(rows, WARP)), block(WARP, LANES_Y);
     LAUNCH_GRID(transpose_kernel<T>, grid, block, 0, (T *)to, (const T *)from, rows, columns, add);
 }
 

@@ -35,6 +35,7 @@
      CUEMU_LEAKS=1     at the end, tells what has not been freed
      CUEMU_FAIL=NAME   this function fails with cudaErrorUnknown: cudaMalloc, cudaMallocHost or
                        cudaFuncSetAttribute
+     CUEMU_GRID=N      a grid has at most N blocks in y and in z (65535)
      CUEMU_LAZY=1      work queued in a stream starts only when something waits for it
      CUEMU_PROTECT=1   a GPU's memory faults beyond its end, and wherever the host touches it
      CUEMU_RANGES=1    prints the ranges for Nsight, as threads begin (push) and end them (pop)

@@ -292,8 +292,9 @@ inline void check_launch(const Launch *launch) {
             grid.z, size.x, size.y, size.z);
     if (threads > 1024 || size.z > 64)
         die("%ld threads in a block; at most 1024, 64 of them in z", threads);
-    if (grid.y > 65535 || grid.z > 65535)
-        die("a grid of (%u,%u,%u); y and z are at most 65535", grid.x, grid.y, grid.z);
+    const long most = setting("CUEMU_GRID", 65535);
+    if (grid.y > most || grid.z > most)
+        die("a grid of (%u,%u,%u); y and z are at most %ld", grid.x, grid.y, grid.z, most);
     size_t limit = std::max(STATIC_LIMIT, dynamic_limits[{launch->device, launch->kernel}]);
     if (launch->dynamic_bytes > limit)
         die("%zu bytes of dynamic shared memory; cudaFuncSetAttribute allows %zu here",

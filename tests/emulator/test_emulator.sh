@@ -9,7 +9,7 @@ suite=emulator
 # shellcheck source=tests/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh" || exit 1
 unset CUDA_VISIBLE_DEVICES CUEMU_CLOCK CUEMU_LEAKS CUEMU_DEVICES CUEMU_MEMORY CUEMU_ORDER CUEMU_LAZY CUEMU_PROTECT
-unset CUEMU_STRICT CUEMU_FAIL
+unset CUEMU_STRICT CUEMU_FAIL CUEMU_GRID
 ulimit -c 0
 gxx=${CXX:-g++} clangxx=${CLANGXX:-clang++}
 nvcc=${NVCC:-$(command -v nvcc || command -v /usr/local/cuda/bin/nvcc)}
@@ -162,6 +162,8 @@ test_environment() {
         start plain CUEMU_FAIL=$function ""
         same "fails/$function" "exit 3, unknown error" "exit $status, $(grep -o 'unknown error' "$err")"
     done
+    start plain CUEMU_GRID=1 ""
+    holds grid "a report of a grid" "$(cat "$err")" grep -q 'a grid of (.*); y and z are at most 1$' "$err"
     same says_so "emulated CUDA on the CPU: results are real, times mean nothing" \
         "$("$tmp/plain" bugs 2>&1 >"$tmp/bugs")"
 }

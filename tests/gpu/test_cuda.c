@@ -570,22 +570,36 @@ static void run_nchw(const Kernels *k, const Task *t, void *const *a, real *scra
 }
 
 // --layout nchw: the window covers the image, so that the output is the same in both layouts.
-static void test_nchw(const Kernels *k) {
-    for (size_t side = 2; side <= (tiny ? 3 : 7); side++) {
-        const size_t channels = draw_size(1, tiny ? 5 : 70), n = draw_size(1, 3);
-        const Layer *l = first_layer((Shape){side, side, channels});
-        add_conv2d(&net, 0, 6, side, 1, 0, true);
-        Array in = typed(input_array("in", n * shape_size(l->in))), nchw = twin(&in);
-        for (size_t i = 0; i < in.count; i++) {
-            size_t c = i % channels, pixel = i / channels, at = pixel % (side * side);
-            ((real *)nchw.at)[(pixel / (side * side) * channels + c) * side * side + at] =
-                ((real *)in.at)[i];
-        }
-        Array arrays[] = {typed(output_array("out", n * 6, side * side * channels + 1)), in,
-                          typed(input_array("weight", l->weights)), input_array("bias", 6), nchw};
-        describe(l, n, ", nchw");
-        COMPARE(k, (Task){.run = run_nchw, .l = l, .n = n});
+static void compare_nchw(const Kernels *k, size_t side, size_t channels, size_t n) {
+    const Layer *l = first_layer((Shape){side, side, channels});
+    add_conv2d(&net, 0, 6, side, 1, 0, true);
+    Array in = typed(input_array("in", n * shape_size(l->in))), nchw = twin(&in);
+    for (size_t i = 0; i < in.count; i++) {
+        size_t c = i % channels, pixel = i / channels, at = pixel % (side * side);
+        ((real *)nchw.at)[(pixel / (side * side) * channels + c) * side * side + at] =
+            ((real *)in.at)[i];
     }
+    Array arrays[] = {typed(output_array("out", n * 6, side * side * channels + 1)), in,
+                      typed(input_array("weight", l->weights)), input_array("bias", 6), nchw};
+    describe(l, n, ", nchw");
+    COMPARE(k, (Task){.run = run_nchw, .l = l, .n = n});
+}
+
+// More images than a grid has blocks in y or z, of which an emulated GPU has few.
+static void compare_many_images(const Kernels *k) {
+    DeviceInfo info = {0};
+    k->device->describe(&info);
+    if (info.emulated)
+        setenv("CUEMU_GRID", "100", 1);
+    compare_nchw(k, 2, 3, info.emulated ? 101 : 65536);
+    unsetenv("CUEMU_GRID");
+}
+
+static void test_nchw(const Kernels *k) {
+    for (size_t side = 2; side <= (tiny ? 3 : 7); side++)
+        compare_nchw(k, side, draw_size(1, tiny ? 5 : 70), draw_size(1, 3));
+    if (!tiny)
+        compare_many_images(k);
     verdict("nchw, %s kernels, %s", NAME_OF(k), PRECISION_OF(k));
 }
 
