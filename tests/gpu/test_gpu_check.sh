@@ -138,6 +138,12 @@ END
 stand_in bin/compute-sanitizer <<'END'
 planted refused_sanitizer && echo "========= Error: this container does not permit it" && exit 1
 planted "${STEP:-none}" && echo "========= ERROR SUMMARY: 1 error" && exit 9
+# memcheck reports the errors that test_cuda provokes, unless it is told not to; the option is only its own
+case " $* " in
+*' memcheck '*' --report-api-errors no '*) ;;
+*' memcheck '*) echo "========= Program hit cudaErrorMemoryAllocation on CUDA API call to cudaMalloc" && exit 9 ;;
+*' --report-api-errors '*) echo "========= Error: no such option" && exit 1 ;;
+esac
 echo "========= ERROR SUMMARY: 0 errors"
 END
 stand_in bin/ncu <<'END'
