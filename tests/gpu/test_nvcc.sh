@@ -134,6 +134,10 @@ slow_loops() {
         }'
 }
 
+# good_peak <LOOPS: eight chains, none of which the compiler has folded away, and little else: the loop's own
+# instructions would make the measured peak as much lower
+good_peak() { awk '/^peak_kernel/ && $2 > 0 && $2 % 8 == 0 && 100 * $2 >= 97 * $3 { good = 1 } END { exit !good }'; }
+
 check_loops() {
     local name=$1 tools
     tools=$(find "$repo/.venv" -path '*/nvidia/*/bin' -type d 2>/dev/null | head -n 1)
@@ -149,10 +153,8 @@ check_loops() {
     holds "$name/loops/tensor" "36 tensor_kernels, or none below sm_80" "$(cat "$tmp/loops")" \
         test "$(grep -c '^tensor_kernel' "$tmp/loops")" -eq "$([ "${name#sm_}" -lt 80 ] && echo 0 || echo 36)"
     same "$name/loops" "" "$(slow_loops <"$tmp/loops")"
-    # Eight chains, none of which the compiler has folded away
-    # shellcheck disable=SC2016 # awk's own $
-    holds "$name/peak" "a multiple of 8 multiply-adds" "$(grep peak_kernel "$tmp/loops")" \
-        awk '/^peak_kernel/ && $2 > 0 && $2 % 8 == 0 { good = 1 } END { exit !good }' "$tmp/loops"
+    holds "$name/peak" "a multiple of 8 multiply-adds, 97 % of the loop" "$(grep peak_kernel "$tmp/loops")" \
+        good_peak <"$tmp/loops"
 }
 
 # compile ARCHITECTURE: must succeed without a warning of nvcc, ptxas or the host's compiler
@@ -210,6 +212,8 @@ same "self/loops" "gemm_kernel<Tile<128,64,8,8,3>,true,false,4> 79 100" \
 same "self/loops/tensor" "tensor_kernel<TensorTile<128,128,2>,true,true,8,__half> 24 100" \
     "$(printf 'tensor_kernel<TensorTile<128,128,2>,%s,8,__half> %d 100\n' true,true 24 true,false 25 false,false 20 |
         slow_loops)"
+same "self/peak" "256 of 260" "$(for loop in "32 36" "250 252" "256 260"; do
+    good_peak <<<"peak_kernel $loop" && echo "${loop/ / of }"; done)"
 same "self/spills" "add_kernel 20 0 4 0" "$(beyond <<<"add_kernel 20 0 4 0")"
 same "self/within" "" "$(beyond <<<"gemm_kernel<Tile<128,64,8,8,3>,A> 168 0 0 25600")"
 
