@@ -62,9 +62,10 @@ static void (*fail)(int status, const char *format, ...); // die() of cnn.c
 static cudaStream_t streams[MAX_REPLICAS];
 enum { TUNING_MARKS = MARKS, ALL_MARKS = MARKS + 2 };
 static cudaEvent_t events[MAX_REPLICAS][ALL_MARKS];
-static int devices_of[MAX_REPLICAS]; // by replica
-static thread_local size_t replica;  // that this host thread computes for
-static thread_local int device;      // that it uses
+static int devices_of[MAX_REPLICAS];     // by replica
+static thread_local size_t replica;      // that this host thread computes for
+static thread_local int device;          // that it uses
+static thread_local int multiprocessors; // that this device has
 
 static void check(cudaError_t error, const char *call, int line) {
     if (error != cudaSuccess)
@@ -131,6 +132,7 @@ static void use(size_t r, size_t which, void (*on_error)(int, const char *, ...)
              "device %d: this program was built for other GPUs; run: make clean && " REBUILD
              ", or use --no-cuda",
              device);
+    CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
     if (streams[replica])
         return;
     CHECK(cudaStreamCreateWithFlags(&streams[replica], cudaStreamNonBlocking));
@@ -1355,7 +1357,7 @@ static void conv2d_backward_naive(Work w) {
    numbers of channels, 4 of them are loaded at once, 16 bytes (WIDTH).
 
    A block computes a tile of C: 128 x 128 elements, or 128 x 64 or 64 x 32 where the larger ones
-   would be half empty, see gemm(). In every step it loads TILE_K numbers of each of its rows of A
+   would be half empty, see quickest(). In every step it loads TILE_K numbers of each of its rows of A
    and columns of B into shared memory, where a thread reads 8 + 8 numbers for 64 multiply-adds (4 +
    4 for 16 in the smallest tile), while the numbers of the next step are loaded into registers.
 
@@ -1685,14 +1687,14 @@ template <class P> static __global__ void join_splits_kernel(P p) {
 }
 
 /* ---- Launches. Where C has too few tiles to occupy a GPU, K is split among blocks (split-K): into
-   as many parts as give C, in tiles of 64 x 64, MOST_TILES of them, at most one for LEAST_DEPTH of
-   K. The partial sums are added in a fixed order. This depends on the shapes alone: all GPUs, and
-   all tiles of a kernel, compute the same bits. */
-enum { MOST_TILES = 512, LEAST_DEPTH = 256, LEAST_BLOCKS = 128, VARIANTS = 4 };
+   as many parts as give C, in tiles of 64 x 64, at most MOST_TILES of them, and one for LEAST_DEPTH
+   of K. The partial sums are added in a fixed order. This depends on the shapes alone: all GPUs,
+   and all tiles of a kernel, compute the same bits. */
+enum { MOST_TILES = 512, LEAST_DEPTH = 256, VARIANTS = 4 };
 
 static size_t splits_of(size_t rows, size_t columns, size_t phases, size_t depth) {
     const size_t tiles = ceil_div(rows, 64) * ceil_div(columns, 64) * phases;
-    return min(ceil_div(MOST_TILES, tiles), ceil_div(depth, LEAST_DEPTH));
+    return min(max(MOST_TILES / tiles, (size_t)1), ceil_div(depth, LEAST_DEPTH));
 }
 
 static bool stores_moments(const Layer *conv, size_t n) {
@@ -1711,7 +1713,7 @@ static size_t no_moments(const Layer *, size_t) {
 
 // An upper bound of what the sums of all splits take, for up to these rows and this depth
 static size_t parts_size(size_t rows, size_t columns, size_t depth) {
-    return min(ceil_div(depth, LEAST_DEPTH) * rows * columns, (size_t)MOST_TILES * 2 * 64 * 64);
+    return min(ceil_div(depth, LEAST_DEPTH) * rows * columns, (size_t)MOST_TILES * 64 * 64);
 }
 
 // A kernel for a product, and its tile. They sum in the same order.
@@ -1759,24 +1761,40 @@ static size_t fastest(const Variant<T, O> (&variants)[VARIANTS], size_t usual,
     return best;
 }
 
-/* Queues the product with one of the variants. The first is for operands that cannot be read by
-   chunks; of the others the largest tile of which there are enough to occupy a GPU, and that
-   computes no more columns beyond C than the smallest. Or the one that was the fastest; a result
-   that is accumulated cannot be computed repeatedly, to measure. */
+template <class T, class O>
+static size_t blocks_of(const Variant<T, O> &v, const Product<T, O> &p) {
+    const size_t phases = p.phases.stride * p.phases.stride;
+    return ceil_div(p.rows, v.m) * ceil_div(p.columns, v.n) * phases * p.splits;
+}
+
+/* The variant that is done first, if the blocks are spread evenly over the multiprocessors. For each
+   k, a tile costs its multiply-adds and, for each number of A and B, about LOADING instructions
+   more, which is what the main loops have. An example: 128 tiles of 128 x 128 are done sooner than
+   256 of 128 x 64 on 132 multiprocessors, but later on 108, where 20 have two of them. */
+template <class T, class O>
+static size_t quickest(const Variant<T, O> (&variants)[VARIANTS], const Product<T, O> &p,
+                       size_t processors) {
+    enum { LOADING = 9 };
+    size_t chosen = 1, least = SIZE_MAX;
+    for (size_t i = 1; i < VARIANTS; i++) {
+        const Variant<T, O> &v = variants[i];
+        const size_t cost = v.m * v.n + LOADING * (v.m + v.n);
+        const size_t time = ceil_div(blocks_of(v, p), processors) * cost;
+        chosen = time <= least ? i : chosen;
+        least = min(time, least);
+    }
+    return chosen;
+}
+
+/* Queues the product with one of the variants: the first is for operands that cannot be read by
+   chunks; of the others the one that should be, or was, the fastest. A result that is accumulated
+   cannot be computed repeatedly, to measure. */
 template <class T, class O>
 static void gemm(const Variant<T, O> (&variants)[VARIANTS], Product<T, O> p, Work w) {
-    const size_t phases = p.phases.stride * p.phases.stride;
-    size_t chosen = (w.l->in.c | w.l->out.c) % Chunk<T>::COUNT == 0;
-    p.splits = splits_of(p.rows, p.columns, phases, p.depth);
+    const bool by_chunks = (w.l->in.c | w.l->out.c) % Chunk<T>::COUNT == 0;
+    p.splits = splits_of(p.rows, p.columns, p.phases.stride * p.phases.stride, p.depth);
     p.parts = w.scratch;
-    for (size_t i = 2; chosen && i < VARIANTS; i++) {
-        const Variant<T, O> &v = variants[i];
-        size_t across = ceil_div(p.columns, v.n);
-        size_t blocks = ceil_div(p.rows, v.m) * across * phases * p.splits;
-        if (blocks >= LEAST_BLOCKS &&
-            across * v.n == ceil_div(p.columns, variants[1].n) * variants[1].n)
-            chosen = i;
-    }
+    size_t chosen = by_chunks ? quickest(variants, p, multiprocessors) : 0;
     if (w.autotune && chosen) {
         uint8_t *best = (uint8_t *)w.prepared + p.pass; // 0: not measured
         if (*best == 0 && !p.c.accumulate)

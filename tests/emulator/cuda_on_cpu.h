@@ -27,7 +27,8 @@
    Environment:
      CUEMU_DEVICES=N   the number of GPUs (1). CUDA_VISIBLE_DEVICES=1,0 selects some, as usual
      CUEMU_MEMORY=N    bytes of memory that each has (4 GiB)
-     CUEMU_SM=NN       their compute capability, as in sm_NN (90)
+     CUEMU_SM=NN       their compute capability, as in sm_NN: 75, 80, 86, 89, 90 (this one), 100 or
+                       120, and with it their multiprocessors and their shared memory
      CUEMU_CLOCK=1     events count the CUDA threads that have run, 1 us each, instead of seconds:
                        the same in all runs
      CUEMU_CORES=N     blocks run on N cores (all, 16 at most)

@@ -282,7 +282,25 @@ inline void check_waiting(const char *function, bool sleeps) {
 
 static std::map<std::pair<int, const void *>, size_t> dynamic_limits; // by device and kernel
 static std::set<std::pair<int, int>> peers; // the first may access memory of the second
-const size_t STATIC_LIMIT = 48 << 10, DYNAMIC_LIMIT = 227 << 10;
+const size_t STATIC_LIMIT = 48 << 10;
+
+// A GPU of each compute capability: how many multiprocessors it has, and how many KB of shared
+// memory a block can have. T4, A100, RTX 3090, RTX 4060, H100, B200, RTX 5090.
+struct Gpu {
+    long sm;
+    int multiprocessors;
+    size_t shared_kb;
+};
+static const Gpu gpus[] = {{75, 40, 64},   {80, 108, 163},  {86, 82, 99},  {89, 24, 99},
+                           {90, 132, 227}, {100, 148, 227}, {120, 170, 99}};
+static const Gpu gpu = [] {
+    const long sm = setting("CUEMU_SM", 90);
+    for (const Gpu &known : gpus)
+        if (known.sm == sm)
+            return known;
+    die("CUEMU_SM=%ld: expected 75, 80, 86, 89, 90, 100 or 120", sm);
+}();
+static const size_t DYNAMIC_LIMIT = gpu.shared_kb << 10;
 
 inline void check_launch(const Launch *launch) {
     dim3 grid = launch->grid, size = launch->block;
@@ -400,6 +418,7 @@ enum { cudaStreamDefault, cudaStreamNonBlocking };
 enum { cudaEventDefault, cudaEventBlockingSync, cudaEventDisableTiming };
 enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
 enum cudaMemoryType { cudaMemoryTypeUnregistered, cudaMemoryTypeHost, cudaMemoryTypeDevice };
 struct cudaPointerAttributes {
     cudaMemoryType type;
@@ -454,14 +473,14 @@ inline cudaError_t cudaSetDevice(int device) {
 inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp *properties, int device) {
     if (!is_device(device))
         return failed(cudaErrorInvalidDevice);
-    *properties = {"emulated GPU", {}, device_memory, STATIC_LIMIT, DYNAMIC_LIMIT, 9, 0, 32, 4};
-    static const long sm = setting("CUEMU_SM", 90);
-    properties->major = (int)sm / 10;
-    properties->minor = (int)sm % 10;
+    *properties = {
+        "emulated GPU",   {}, device_memory,      STATIC_LIMIT, DYNAMIC_LIMIT, (int)gpu.sm / 10,
+        (int)gpu.sm % 10, 32, gpu.multiprocessors};
     // The physical index, independent of CUDA_VISIBLE_DEVICES.
     snprintf(properties->uuid.bytes, 16, "cuda_on_cpu %03d", devices()[(size_t)device]);
     return cudaSuccess;
 }
+EMU_CUDA(cudaDeviceGetAttribute(int *value, cudaDeviceAttr, int), *value = gpu.multiprocessors)
 EMU_CUDA(cudaGetDevice(int *device), *device = current_device)
 EMU_CUDA(cudaDriverGetVersion(int *version), *version = 12000)
 EMU_CUDA(cudaDeviceSynchronize(), check_no_capture("cudaDeviceSynchronize"),

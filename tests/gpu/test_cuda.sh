@@ -19,7 +19,7 @@ CNN=$repo/cnn-emu
 # shellcheck source=tests/lib.sh
 source "$repo/tests/lib.sh" || exit 1
 export ASAN_OPTIONS=detect_leaks=0 TSAN_OPTIONS=halt_on_error=1
-unset CUDA_VISIBLE_DEVICES CUEMU_DEVICES CUEMU_MEMORY CUEMU_ORDER CUEMU_LAZY CUEMU_PROTECT CUEMU_FAIL CUEMU_GRID
+unset CUDA_VISIBLE_DEVICES CUEMU_DEVICES CUEMU_MEMORY CUEMU_ORDER CUEMU_LAZY CUEMU_PROTECT CUEMU_FAIL CUEMU_GRID CUEMU_SM
 export CUEMU_STRICT=1
 ulimit -c 0
 build=$repo/build/cuda

@@ -221,12 +221,56 @@ static size_t bank_conflicts(void) {
     return (size_t)none;
 }
 
+// The share of what all multiprocessors could compute, until the last of them is done with this
+// product in the tiles that are chosen for it, that C needs.
+template <class T, class O>
+static double share_used(const Variant<T, O> (&variants)[VARIANTS], Product<T, O> p,
+                         size_t processors) {
+    const size_t phases = p.phases.stride * p.phases.stride;
+    p.splits = splits_of(p.rows, p.columns, phases, p.depth);
+    const Variant<T, O> &v = variants[quickest(variants, p, processors)];
+    const size_t waves = ceil_div(blocks_of(v, p), processors);
+    return (double)(p.rows * p.columns * phases * p.splits) / (processors * waves * v.m * v.n);
+}
+
+// The products of resnet18 with 128 images, on the multiprocessors of a T4, an A100 and an H100
+static size_t idle_multiprocessors(void) {
+    static const struct {
+        int rows, columns, depth, stride;
+    } products[] = {{131072, 64, 576, 1}, {576, 64, 131072, 1}, {32768, 64, 288, 2},
+                    {576, 128, 32768, 1}, {32768, 128, 576, 1}, {1152, 128, 32768, 1},
+                    {64, 128, 32768, 1},  {8192, 256, 1152, 1}, {1152, 256, 8192, 1},
+                    {8192, 128, 576, 2},  {2304, 256, 8192, 1}, {128, 256, 8192, 1},
+                    {2048, 512, 2304, 1}, {2304, 512, 2048, 1}, {2048, 256, 1152, 2},
+                    {2048, 512, 4608, 1}, {4608, 512, 2048, 1}, {256, 512, 2048, 1}};
+    const Variant<real, real> tiled[VARIANTS] = {
+        variant_of<SmallTile, real, real>(nullptr), variant_of<SmallTile, real, real>(nullptr),
+        variant_of<NarrowTile, real, real>(nullptr), variant_of<LargeTile, real, real>(nullptr)};
+    const Variant<real, real> tensor[VARIANTS] = {variant_of<SmallTensorTile, real, real>(nullptr),
+                                                  variant_of<SmallTensorTile, real, real>(nullptr),
+                                                  variant_of<NarrowTensorTile, real, real>(nullptr),
+                                                  variant_of<LargeTensorTile, real, real>(nullptr)};
+    size_t idle = 0;
+    for (const auto &product : products)
+        for (size_t processors : {40, 108, 132}) {
+            Product<real, real> p = {};
+            p.rows = product.rows;
+            p.columns = product.columns;
+            p.depth = product.depth;
+            p.phases.stride = product.stride;
+            idle += share_used(tiled, p, processors) < .7;
+            idle += share_used(tensor, p, processors) < .7;
+        }
+    return idle;
+}
+
 int main(void) {
     const char *reason;
     if (device_count(&reason) == 0) {
         printf("skip cuda/layouts: %s\n", reason);
         return 0;
     }
+    verdict("multiprocessors with work", idle_multiprocessors());
     use(0, 0, end);
     DeviceInfo info = {};
     describe(&info);
