@@ -2017,7 +2017,9 @@ static __device__ uint32_t round_tf32(uint32_t x) {
    otherwise a line is one k and has as many chunks as the tile's rows or columns fill. */
 enum { TENSOR_THREADS = 128, STAGES = 3, DEPTH_CHUNKS = 8 };
 
-// Four warps lie as 2 x 2 in a tile of C. BLOCKS fit on a multiprocessor.
+// Four warps lie as 2 x 2 in a tile of C. BLOCKS fit on a multiprocessor with the 228 KB of shared
+// memory of an H100: 2, 3 and 4. With the 164 KB of an A100 these are 1, 2 and 3 blocks, with the
+// 100 KB of sm_86, 89 and 120 1, 1 and 2; --autotune finds out which tile is the fastest there.
 template <int M_, int N_, int BLOCKS_> struct TensorTile {
     enum { M = M_, N = N_, BLOCKS = BLOCKS_, TILE_THREADS = TENSOR_THREADS };
     enum { WARP_M = M / 2, WARP_N = N / 2, PITCH = N + 8 };
@@ -2171,8 +2173,8 @@ static __device__ void store_moments(real *partial, const real *sums, const Job 
    A warp loads the fragments of its 64 x 64 elements of C (64 x 32, 32 x 32 in the smaller tiles),
    8 of them for 32 mma. Finally the sums go through shared memory, so that neighbouring threads
    store neighbouring chunks; lines are padded by 8 numbers, so that a warp uses different banks.
-   Registers: 255 in the large tile (2 blocks per multiprocessor), 168 in the narrow one and where
-   WIDTH is 1 (3), 128 in the small one (4). Main loop of the large tile, 16 bits: 30 to 32 % of the
+   Registers: 255 in the large tile (for 2 blocks per multiprocessor), 168 in the narrow one and
+   where WIDTH is 1 (3), 128 in the small one (4). Main loop of the large tile, 16 bits: 30 to 32 % of the
    instructions are mma, in the weight gradient 24 %; one occupies an A100's tensor core 8 cycles.
    Grid: tiles x 1 x splits * phases, of TENSOR_THREADS.   Shared memory: 384 (Tile::M + Tile::N)
    bytes.   Traffic: K (M N / Tile::N + M N / Tile::M) + M N elements, mostly from the L2 cache */

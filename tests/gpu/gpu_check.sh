@@ -214,7 +214,7 @@ part_correctness() {
     judge_tensor tensor tensor_tests "a test of the tensor kernels" "$(grep -v comparison "$tmp/tensor" | head -n 1)" \
         grep '^pass .*tensor' "$tmp/tensor"
     step check layouts 30 "${programs}test_tensor"
-    judge_tensor layouts all_layouts "9 tests that passed" "$(cat "$tmp/layouts")" test "$(grep -c '^pass ' "$tmp/layouts")" -eq 9
+    judge_tensor layouts all_layouts "10 tests that passed" "$(cat "$tmp/layouts")" test "$(grep -c '^pass ' "$tmp/layouts")" -eq 10
     step check test_cuda 120 "${programs}test_cuda" "${tests[@]}"
     judge some_tests "10 tests that passed" "$(grep -c '^pass ' "$tmp/test_cuda")" \
         test "$(grep -c '^pass ' "$tmp/test_cuda")" -ge 10

@@ -267,13 +267,17 @@ test_ranges() {
 test_precisions() {
     local cifar=(--model cifar --limit-train 22 --batch-size 4 --save-model) how scratch
     local resnet=(--model resnet8 --limit-train 16 --batch-size 8) overflow
-    local ways=(tf32 bf16 fp16)
-    [ -z "${QUICK:-}" ] || ways=(bf16) resnet=(--model resnet8 --limit-train 8 --batch-size 4)
+    local ways=(tf32 bf16 fp16) sm sms=(80 86 120)
+    [ -z "${QUICK:-}" ] || ways=(bf16) sms=(86) resnet=(--model resnet8 --limit-train 8 --batch-size 4)
     for how in "${ways[@]}"; do
         train "$how" "${cifar[@]}" --precision "$how"
         train "${how}_graph" "${cifar[@]}" --precision "$how" --graph on
         equal "${how}_graph" "$how"
         train "${how}_dp" "${cifar[@]}" --precision "$how" --gpus 2 --oversubscribe --parallel dp
+    done
+    for sm in "${sms[@]}"; do # other multiprocessors, and less shared memory, which suffices for each tile
+        CUEMU_SM=$sm train "sm_$sm" "${cifar[@]}" --precision bf16
+        equal "sm_$sm" bf16
     done
     train resnet "${resnet[@]}" --precision tf32
     train resnet_nchw "${resnet[@]}" --precision tf32 --layout nchw

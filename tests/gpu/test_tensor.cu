@@ -264,6 +264,27 @@ static size_t idle_multiprocessors(void) {
     return idle;
 }
 
+// How many blocks of a tile the shared memory of a multiprocessor holds; 1 KB of each is CUDA's.
+template <class Tile> static int resident(int kb) {
+    return kb * 1024 / (Tile::DYNAMIC_BYTES + 1024);
+}
+
+// What the comment at struct TensorTile says, of an H100, an A100 and smaller ones
+static size_t wrong_residents(void) {
+    static const struct {
+        int kb, blocks[3];
+    } gpus[] = {{228, {LargeTensorTile::BLOCKS, NarrowTensorTile::BLOCKS, SmallTensorTile::BLOCKS}},
+                {164, {1, 2, 3}},
+                {100, {1, 1, 2}}};
+    size_t wrong = 0;
+    for (const auto &gpu : gpus) {
+        wrong += resident<LargeTensorTile>(gpu.kb) != gpu.blocks[0];
+        wrong += resident<NarrowTensorTile>(gpu.kb) != gpu.blocks[1];
+        wrong += resident<SmallTensorTile>(gpu.kb) != gpu.blocks[2];
+    }
+    return wrong;
+}
+
 int main(void) {
     const char *reason;
     if (device_count(&reason) == 0) {
@@ -271,6 +292,7 @@ int main(void) {
         return 0;
     }
     verdict("multiprocessors with work", idle_multiprocessors());
+    verdict("blocks on a multiprocessor", wrong_residents());
     use(0, 0, end);
     DeviceInfo info = {};
     describe(&info);
