@@ -376,10 +376,9 @@ static void print_changes(const Trial &t, FILE *csv) {
     printf("done=%d wrong=%zu\n", done, all_wrong);
 }
 
-// Of SIDE x SIDE pixels. A block of conv_naive() has 16 rows, and y of a grid at most 65535 blocks.
-enum { SIDE = 16, MOST_IMAGES = 65535 * 16 / (SIDE * SIDE) };
-
 int main(int argc, char **argv) {
+    // A block of conv_naive() has 16 rows of C, and a grid at most 65535 blocks in y.
+    enum { SIDE = 16, MOST_IMAGES = 65535 * 16 / (SIDE * SIDE) };
     const int images = argc == 3 ? atoi(argv[2]) : EMULATED ? 1 : 256;
     if (argc < 2 || argc > 3 || images < 1 || images > MOST_IMAGES) {
         fprintf(stderr, "usage: convolution FILE.csv [IMAGES], 1 to %d images\n", MOST_IMAGES);
