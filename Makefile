@@ -149,8 +149,8 @@ HERE_KERNELS = $(KERNELS)
 HIP_LIB = $(abspath $(dir $(realpath $(HAVE_HIP)))../lib)
 CUDA_LIBS = -L$(HIP_LIB) -Wl,-rpath,$(HIP_LIB) -lamdhip64 -lstdc++
 endif
-# nvcc before 11.5 does not know all-major, before 11.6 native: it compiles for this machine's GPU, or for sm_80, and for
-# later ones.
+# nvcc before 11.5 does not know all-major, before 11.6 native: it compiles for this machine's GPU, or for sm_80, and
+# for later ones.
 GPU_SM = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | \
 	sed -n 's/^\([0-9]*\)\.\([0-9]\)$$/sm_\1\2/p' | head -n 1)
 known_arch = $(or $(if $(filter all-major native,$(1)),$(shell for arch in $(1) $(GPU_SM) sm_80; do \

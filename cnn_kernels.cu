@@ -295,8 +295,8 @@ static void mark(size_t i) {
     CHECK(cudaEventRecord(events[replica][i], stream()));
 }
 
-// Until replica r's device has reached mark i; by any thread, which sleeps and takes no core, unless
-// it is a row's mark.
+// Until replica r's device has reached mark i; by any thread, which sleeps and takes no core,
+// unless it is a row's mark.
 static void wait(size_t r, size_t i) {
     CHECK(cudaSetDevice(devices_of[r])); // a thread without a device would use the first one
     CHECK(cudaEventSynchronize(events[r][i]));
@@ -1356,10 +1356,10 @@ static void conv2d_backward_naive(Work w) {
    "Along" is the index whose neighbours are neighbours in memory: a channel. Where 4 divides both
    numbers of channels, 4 of them are loaded at once, 16 bytes (WIDTH).
 
-   A block computes a tile of C: 128 x 128 elements, or 128 x 64 or 64 x 32 where the larger ones
-   would be half empty, see quickest(). In every step it loads TILE_K numbers of each of its rows of A
-   and columns of B into shared memory, where a thread reads 8 + 8 numbers for 64 multiply-adds (4 +
-   4 for 16 in the smallest tile), while the numbers of the next step are loaded into registers.
+   A block computes a tile of C: 128 x 128 elements, 128 x 64 or 64 x 32, see quickest(). In every
+   step it loads TILE_K numbers of each of its rows of A and columns of B into shared memory, where
+   a thread reads 8 + 8 numbers for 64 multiply-adds (4 + 4 for 16 in the smallest tile), while the
+   numbers of the next step are loaded into registers.
 
    With a stride s, only each s-th tap meets an input pixel in the data gradient, and which ones
    depends on y % s and x % s. So the pixels are computed in s * s phases, each a product of its own
@@ -1767,10 +1767,10 @@ static size_t blocks_of(const Variant<T, O> &v, const Product<T, O> &p) {
     return ceil_div(p.rows, v.m) * ceil_div(p.columns, v.n) * phases * p.splits;
 }
 
-/* The variant that is done first, if the blocks are spread evenly over the multiprocessors. For each
-   k, a tile costs its multiply-adds and, for each number of A and B, about LOADING instructions
-   more, which is what the main loops have. An example: 128 tiles of 128 x 128 are done sooner than
-   256 of 128 x 64 on 132 multiprocessors, but later on 108, where 20 have two of them. */
+/* The variant that is done first, if the blocks are spread evenly over the multiprocessors. For
+   each k, a tile costs its multiply-adds and, for each number of A and B, about LOADING
+   instructions more, as the main loops have them. An example: 128 tiles of 128 x 128 are done
+   sooner than 256 of 128 x 64 on 132 multiprocessors, but later on 108, 20 of which have two. */
 template <class T, class O>
 static size_t quickest(const Variant<T, O> (&variants)[VARIANTS], const Product<T, O> &p,
                        size_t processors) {
@@ -2174,8 +2174,9 @@ static __device__ void store_moments(real *partial, const real *sums, const Job 
    8 of them for 32 mma. Finally the sums go through shared memory, so that neighbouring threads
    store neighbouring chunks; lines are padded by 8 numbers, so that a warp uses different banks.
    Registers: 255 in the large tile (for 2 blocks per multiprocessor), 168 in the narrow one and
-   where WIDTH is 1 (3), 128 in the small one (4). Main loop of the large tile, 16 bits: 30 to 32 % of the
-   instructions are mma, in the weight gradient 24 %; one occupies an A100's tensor core 8 cycles.
+   where WIDTH is 1 (3), 128 in the small one (4). Main loop of the large tile, 16 bits: 30 to 32 %
+   of the instructions are mma, in the weight gradient 24 %; one occupies an A100's tensor core 8
+   cycles.
    Grid: tiles x 1 x splits * phases, of TENSOR_THREADS.   Shared memory: 384 (Tile::M + Tile::N)
    bytes.   Traffic: K (M N / Tile::N + M N / Tile::M) + M N elements, mostly from the L2 cache */
 template <class Tile, bool A_ALONG_K, bool B_ALONG_K, int WIDTH, class T, class O>

@@ -258,9 +258,9 @@ sanitizers() {
         if [ -n "$why" ]; then
             report check $name skip "$why" 0
         else
-            options=(--tool $name --error-exitcode 9)
+            options=(--tool "$name" --error-exitcode 9)
             # test_cuda provokes errors of CUDA's functions; memcheck alone would report them
-            [ $name != memcheck ] || options+=(--report-api-errors no)
+            [ "$name" != memcheck ] || options+=(--report-api-errors no)
             step check $name 60 "$sanitizer" "${options[@]}" "${programs}test_cuda" tiny
         fi
     done

@@ -153,6 +153,7 @@ check_loops() {
     holds "$name/loops/tensor" "36 tensor_kernels, or none below sm_80" "$(cat "$tmp/loops")" \
         test "$(grep -c '^tensor_kernel' "$tmp/loops")" -eq "$([ "${name#sm_}" -lt 80 ] && echo 0 || echo 36)"
     same "$name/loops" "" "$(slow_loops <"$tmp/loops")"
+    # shellcheck disable=SC2094 # both only read
     holds "$name/peak" "a multiple of 8 multiply-adds, 97 % of the loop" "$(grep peak_kernel "$tmp/loops")" \
         good_peak <"$tmp/loops"
 }
