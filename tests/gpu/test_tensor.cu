@@ -250,9 +250,10 @@ static size_t idle_multiprocessors(void) {
                                                   variant_of<SmallTensorTile, real, real>(nullptr),
                                                   variant_of<NarrowTensorTile, real, real>(nullptr),
                                                   variant_of<LargeTensorTile, real, real>(nullptr)};
+    const size_t multiprocessors[] = {40, 108, 132};
     size_t idle = 0;
     for (const auto &product : products)
-        for (size_t processors : {40, 108, 132}) {
+        for (size_t processors : multiprocessors) {
             Product<real, real> p = {};
             p.rows = product.rows;
             p.columns = product.columns;
