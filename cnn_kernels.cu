@@ -1645,9 +1645,9 @@ static __global__ void __launch_bounds__(T::TILE_THREADS, T::BLOCKS)
         real *tile_a = tiles[buffer], *tile_b = tile_a + SIZE_A;
         load_a.put(tile_a);
         load_b.put(tile_b);
+        load_a.fetch(p.a, k + TILE_K, job.end); // before the barrier: compilers would move loads
+        load_b.fetch(p.b, k + TILE_K, job.end); // that come after it behind the arithmetic
         __syncthreads(); // the tiles are complete; nobody reads those before the last any more
-        load_a.fetch(p.a, k + TILE_K, job.end);
-        load_b.fetch(p.b, k + TILE_K, job.end);
 #pragma unroll
         for (int d = 0; d < TILE_K; d++) {
             real x[T::ROWS], y[T::COLUMNS];
@@ -1905,7 +1905,7 @@ template <class T, class KERNELS> static void conv2d_backward(Work w) {
 }
 
 // Multiply-adds in registers: 8 independent sums per thread, 16 FLOP in each of `steps` iterations.
-// The loop itself costs 4 instructions; unrolled, one of 64 rather than one of 9.
+// Unrolled, 2 % of all instructions are the loop's own, instead of 11 %.
 static __global__ void peak_kernel(real *out, int steps) {
     real sums[8], total = 0;
     // They differ between threads, or the compiler would use the warp's scalar unit; 1 would stay 1
