@@ -224,10 +224,9 @@ static size_t bank_conflicts(void) {
 // The share of what all multiprocessors could compute, until the last of them is done with this
 // product in the tiles that are chosen for it, that C needs.
 template <class T, class O>
-static double share_used(const Variant<T, O> (&variants)[VARIANTS], Product<T, O> p,
+static double share_used(const Variant<T, O> (&variants)[VARIANTS], const Product<T, O> &p,
                          size_t processors) {
     const size_t phases = p.phases.stride * p.phases.stride;
-    p.splits = splits_of(p.rows, p.columns, phases, p.depth);
     const Variant<T, O> &v = variants[quickest(variants, p, processors)];
     const size_t waves = ceil_div(blocks_of(v, p), processors);
     return (double)(p.rows * p.columns * phases * p.splits) / (processors * waves * v.m * v.n);
@@ -257,10 +256,11 @@ static size_t idle_multiprocessors(void) {
             Product<real, real> p = {};
             p.rows = product.rows;
             p.columns = product.columns;
-            p.depth = product.depth;
             p.phases.stride = product.stride;
+            p.splits = splits_of(p.rows, p.columns, product.stride * product.stride, product.depth);
             idle += share_used(tiled, p, processors) < .7;
             idle += share_used(tensor, p, processors) < .7;
+            idle += p.splits > 1 && blocks_of(tensor[1], p) > MOST_TILES; // for parts_size()
         }
     return idle;
 }
