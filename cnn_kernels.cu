@@ -1425,6 +1425,15 @@ static __device__ Place operator+(Place a, Place b) {
     return {a.offset + b.offset, a.y + b.y, a.x + b.x};
 }
 
+// The same address, in global memory: of an operand that has been changed, compilers for sm_100 and
+// newer do not know that, and would load from any kind of memory, more slowly.
+template <class T> static __device__ T *in_global(T *address) {
+#ifdef __CUDA_ARCH__
+    __builtin_assume(__isGlobal(address));
+#endif
+    return address;
+}
+
 /* One thread's share of reading an operand's tile of LINES x DEPTH elements, DEPTH of K, and the
    next ones along K, by LOADERS threads, in chunks of CHUNK elements that are neighbours in memory.
    Neighbouring threads read neighbouring chunks: ALONG_K, of the same line, so that a thread has
@@ -1498,13 +1507,13 @@ template <class O> struct Result {
         return p.y < h && p.x < w ? p.offset : -1;
     }
     __device__ O value(const O *old, int column, real sum) const {
-        sum += (bias ? bias[column] : 0) + (accumulate ? (real)*old : 0);
+        sum += (bias ? *in_global(bias + column) : 0) + (accumulate ? (real)*old : 0);
         return (O)(relu && sum < 0 ? 0 : sum);
     }
     // Stores a chunk of neighbouring elements of a row that begins at `at`, those that exist.
     template <int WIDTH>
     __device__ void store(int at, int column, int columns, const real *sums) const {
-        O *to = out + at + column;
+        O *to = in_global(out + at + column);
         Chunk<O> chunk = {};
         if (WIDTH > 1 && column < columns && accumulate)
             chunk = *(const Chunk<O> *)to;
@@ -1600,7 +1609,7 @@ struct TileLoader : TileReader<real, LINES, TILE_K, LOADERS, IMAGE, ALONG_K, WID
     using Reader::Reader;
     __device__ void fetch(const Operand<real> &o, int k, int end) {
         this->read(o, k, end, [&](int i, int, const real *from, bool valid) {
-            chunks[i] = valid ? *(const Chunk<real, WIDTH> *)from : Chunk<real, WIDTH>{};
+            chunks[i] = valid ? *(const Chunk<real, WIDTH> *)in_global(from) : Chunk<real, WIDTH>{};
         });
     }
     __device__ void put(real *tile) const {
@@ -2057,7 +2066,7 @@ struct TensorLoader : TileReader<T, LINES, DEPTH_CHUNKS * Chunk<T>::COUNT, TENSO
             if constexpr (WIDTH > 1)
                 cp_async(at(tile, i), valid ? from : o.data, valid);
             else
-                chunks[i].v[piece] = valid ? *from : (T)0.f;
+                chunks[i].v[piece] = valid ? *in_global(from) : (T)0.f;
         });
 #pragma unroll
         for (int i = 0; WIDTH == 1 && i < Reader::COUNT; i++)

@@ -148,6 +148,10 @@ late_loads() { awk '/^gemm_kernel/ && 10 * $4 > $2'; }
 # instructions would make the measured peak as much lower
 good_peak() { awk '/^peak_kernel/ && $2 > 0 && $2 % 8 == 0 && 100 * $2 >= 97 * $3 { good = 1 } END { exit !good }'; }
 
+# generic <MACHINE CODE: how many instructions load or store at an address of any kind of memory, where the
+# compiler did not know that it is global memory
+generic() { grep -cE '^[^A-Z]*(@!?U?P[0-9T]+ )?(LD|ST)\.E'; }
+
 check_loops() {
     local name=$1 tools
     tools=$(find "$repo/.venv" -path '*/nvidia/*/bin' -type d 2>/dev/null | head -n 1)
@@ -163,6 +167,7 @@ check_loops() {
     holds "$name/loops/tensor" "36 tensor_kernels, or none below sm_80" "$(cat "$tmp/loops")" \
         test "$(grep -c '^tensor_kernel' "$tmp/loops")" -eq "$([ "${name#sm_}" -lt 80 ] && echo 0 || echo 36)"
     same "$name/loops" "" "$(slow_loops <"$tmp/loops")"
+    same "$name/generic" 0 "$(generic <"$tmp/sass")"
     same "$name/loads" "" "$(late_loads <"$tmp/loops")"
     # shellcheck disable=SC2094 # both only read
     holds "$name/peak" "a multiple of 8 multiply-adds, 97 % of the loop" "$(grep peak_kernel "$tmp/loops")" \
@@ -224,6 +229,8 @@ same "self/loops" "gemm_kernel<Tile<128,64,8,8,3>,true,false,4> 79 100" \
 same "self/loops/tensor" "tensor_kernel<TensorTile<128,128,2>,true,true,8,__half> 24 100" \
     "$(printf 'tensor_kernel<TensorTile<128,128,2>,%s,8,__half> %d 100\n' true,true 24 true,false 25 false,false 20 |
         slow_loops)"
+same "self/generic" 2 \
+    "$(printf '        /*0e80*/       %s [R8.64] ;  /* 0x1 */\n' 'LD.E.128 R4,' '@!P0 ST.E' 'LDG.E R5,' LDS | generic)"
 same "self/loads" "gemm_kernel<A> 100 120 11" "$(printf 'gemm_kernel<A> 100 120 %s\n' 10 11 | late_loads)"
 same "self/peak" "256 of 260" "$(for loop in "32 36" "250 252" "256 260"; do
     good_peak <<<"peak_kernel $loop" && echo "${loop/ / of }"; done)"
