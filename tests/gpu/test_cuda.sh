@@ -446,7 +446,7 @@ bugs=$(cat <<'END'
 5 relu s/!whole \&\& i + j < count/!whole \&\& i + j <= count/
 5 tiled s/i \/ 4 \* APART_M + i % 4/i \/ 4 * APART_N + i % 4/
 6 tiled s/(accumulate ? (real)\*old : 0)/0/
-7 tiled s/return max(parts, max(sums,/return max(sums, max(sums,/
+7 tiled s/return max(parts, sums)/return max(sums, sums)/
 8 tiled s/top = (py + padding) \/ stride/top = (py + padding + 1) \/ stride/
 8 fused s/w.fused.relu_backward \&\& (w.residual/w.fused.relu_backward \&\& (!w.residual/
 9 copies s/of_to) || !on_device/of_to) \&\& !on_device/
@@ -465,7 +465,7 @@ bugs=$(cat <<'END'
 17 bf16 s/(at, job.column + column, columns, chunk)/(at, job.column + column, columns + 8, chunk)/
 18 fp16 s/sums\[i \/ 2\]\[j\]\[i % 2 \* 2 + 1\]/sums[i \/ 2][j][i % 2 * 2]/
 19 bf16 s/y\[j \/ 2\] + j % 2 \* 2)/y[j \/ 2] + j % 2)/
-20 bf16 s/chunks\[i\].v\[piece\] = valid ? \*from/chunks[i].v[piece] = valid ? from[piece]/
+20 bf16 s/v\[piece\] = valid ? \*in_global(from)/v[piece] = valid ? *in_global(from + piece)/
 21 bf16 s/const int row = warp \/ 2 \* Tile::WARP_M/const int row = warp % 2 * Tile::WARP_M/
 22 fp16 s/tile + TILE_A, j, pair)/tile + TILE_A, j, pair ^ 1)/
 END
