@@ -149,12 +149,18 @@ HERE_KERNELS = $(KERNELS)
 HIP_LIB = $(abspath $(dir $(realpath $(HAVE_HIP)))../lib)
 CUDA_LIBS = -L$(HIP_LIB) -Wl,-rpath,$(HIP_LIB) -lamdhip64 -lstdc++
 endif
+# nvcc before 11.5 does not know all-major, before 11.6 native: it compiles for this machine's GPU, or for sm_80, and
+# for later ones.
+GPU_SM = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | \
+	sed -n 's/^\([0-9]*\)\.\([0-9]\)$$/sm_\1\2/p' | head -n 1)
+known_arch = $(or $(if $(filter all-major native,$(1)),$(shell for arch in $(1) $(GPU_SM) sm_80; do \
+	$(NVCC) --help | grep -q "'$$arch'" && echo $$arch && break; done)),$(1))
 build/cnn_kernels_%.o: cnn_kernels.cu build/declarations build/kernel_settings
 	@echo "nvcc compiles the kernels for these GPUs, side by side:" \
-		`$(NVCC_BUILD) -arch=$* -c $< -o $@ --dryrun 2>&1 | grep -o 'ptxas.*arch=sm_[0-9]*' | grep -o 'sm_[0-9]*$$' | sort -uV`
+		`$(NVCC_BUILD) -arch=$(call known_arch,$*) -c $< -o $@ --dryrun 2>&1 | grep -o 'ptxas.*arch=sm_[0-9]*' | grep -o 'sm_[0-9]*$$' | sort -uV`
 	@echo "The six of nvcc 13.0's all-major took two minutes on 2 cores of an AMD EPYC (Zen 3). Faster: make CUDA_ARCH=sm_90," \
 		"for one of them, make NO_CUDA=1, for none."
-	$(NVCC_BUILD) -arch=$* -c $< -o $@ $(if $(QUICK),$(NVCC_REPORT))
+	$(NVCC_BUILD) -arch=$(call known_arch,$*) -c $< -o $@ $(if $(QUICK),$(NVCC_REPORT))
 build/cnn_kernels_native.o: build/here_settings
 # What the compilers say of each kernel, for tests/gpu/test_nvcc.sh
 NVCC_REPORT = -Xptxas -v -Xcompiler -Wall$(comma)-Wextra >$@.log 2>&1 || { cat $@.log; exit 1; }
@@ -316,7 +322,7 @@ build/test_tensor.cu: cnn_kernels.cu tests/gpu/test_tensor.cu
 	@mkdir -p build
 	{ echo '#line 1 "cnn_kernels.cu"'; cat $^; } > $@
 build/test_tensor: build/test_tensor.cu build/declarations build/kernel_settings build/link_settings
-	$(NVCC_BUILD) -arch=$(CUDA_ARCH) -I. $< -o $@ $(if $(HAVE_NCCL),-lnccl)
+	$(NVCC_BUILD) -arch=$(call known_arch,$(CUDA_ARCH)) -I. $< -o $@ $(if $(HAVE_NCCL),-lnccl)
 build/emu_test_tensor: build/test_tensor.cu $(wildcard tests/emulator/cuda_on_cpu*) build/declarations build/emu_settings build/test_settings
 	sed -f tests/emulator/cuda_on_cpu.sed $< | $(EMU_BUILD) -O$(if $(QUICK),0,1) -x c++ - -o $@ $(LIBS)
 TESTED = $(or $(if $(SANITIZED),cnn-debug),$(if $(QUICK),build/cnn-quick),cnn)
@@ -372,7 +378,7 @@ crossover: $(CROSSOVER)
 # Lab 5: a convolution, one change at a time. In the emulator it counts what each kernel reads and writes.
 CONVOLUTION = build/$(if $(and $(HAVE_CUDA),$(if $(VIRTUAL),,yes)),,emu_)convolution
 build/convolution: labs/lab05/conv.cu build/kernel_settings build/link_settings
-	$(NVCC_BUILD) -arch=$(CUDA_ARCH) $< -o $@
+	$(NVCC_BUILD) -arch=$(call known_arch,$(CUDA_ARCH)) $< -o $@
 build/emu_convolution: labs/lab05/conv.cu $(wildcard tests/emulator/cuda_on_cpu*) build/emu_settings
 	{ echo '#line 1 "conv.cu"'; sed -f tests/emulator/cuda_on_cpu.sed $<; } | \
 		$(EMU_BUILD) -O1 -fsanitize=thread -fno-tree-sra -DCUEMU_COUNT -x c++ -c - -o $@.o

@@ -433,6 +433,7 @@ typedef struct Kernels {
    With NCCL, for GPUs of several processes:
    cuda_nccl_id()       creates the id of a group; rank 0 calls it and sends it to the others
    cuda_nccl_join()     makes this thread's device join the group
+   cuda_nccl_leave()    frees the group's memory
    cuda_all_reduce()    data = its sum over the group; false if that takes more than `timeout` s */
 #ifdef __cplusplus
 #define OPTIONAL extern "C"
@@ -443,6 +444,7 @@ enum { NCCL_ID_BYTES = 128 };
 OPTIONAL const Kernels *cuda_kernels(size_t i);
 OPTIONAL void cuda_nccl_id(char id[NCCL_ID_BYTES]);
 OPTIONAL void cuda_nccl_join(const char id[NCCL_ID_BYTES], size_t rank, size_t world);
+OPTIONAL void cuda_nccl_leave(void);
 OPTIONAL bool cuda_all_reduce(size_t device, real *data, size_t count, double timeout);
 
 /* Philox4x32-10, a counter-based random number generator: out = a keyed bijection of the counter.
@@ -4228,6 +4230,8 @@ static void comm_free(Comm *c) {
         pthread_cond_broadcast(&c->changed);
         pthread_mutex_unlock(&c->lock);
         pthread_join(c->thread, NULL);
+        if (uses_nccl(c))
+            cuda_nccl_leave();
     }
     plan_free(&c->plan);
 }

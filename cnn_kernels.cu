@@ -62,9 +62,10 @@ static void (*fail)(int status, const char *format, ...); // die() of cnn.c
 static cudaStream_t streams[MAX_REPLICAS];
 enum { TUNING_MARKS = MARKS, ALL_MARKS = MARKS + 2 };
 static cudaEvent_t events[MAX_REPLICAS][ALL_MARKS];
-static int devices_of[MAX_REPLICAS]; // by replica
-static thread_local size_t replica;  // that this host thread computes for
-static thread_local int device;      // that it uses
+static int devices_of[MAX_REPLICAS];     // by replica
+static thread_local size_t replica;      // that this host thread computes for
+static thread_local int device;          // that it uses
+static thread_local int multiprocessors; // that this device has
 
 static void check(cudaError_t error, const char *call, int line) {
     if (error != cudaSuccess)
@@ -131,11 +132,15 @@ static void use(size_t r, size_t which, void (*on_error)(int, const char *, ...)
              "device %d: this program was built for other GPUs; run: make clean && " REBUILD
              ", or use --no-cuda",
              device);
+    CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
     if (streams[replica])
         return;
     CHECK(cudaStreamCreateWithFlags(&streams[replica], cudaStreamNonBlocking));
+    // Each event on which a thread can sleep interrupts the host. A few of a step are enough: the
+    // buckets', and the clock's, where this thread waits when it is several steps ahead.
     for (size_t i = 0; i < ALL_MARKS; i++)
-        CHECK(cudaEventCreateWithFlags(&events[replica][i], cudaEventBlockingSync));
+        CHECK(cudaEventCreateWithFlags(
+            &events[replica][i], i < FORWARD_MARKS ? cudaEventBlockingSync : cudaEventDefault));
 }
 
 // Name, driver and free memory of this thread's device.
@@ -175,13 +180,15 @@ static void synchronize(void) {
 // Zeroed memory of the device; NULL when there is not enough.
 static void *device_alloc(size_t bytes) {
     void *memory = NULL;
-    if (cudaMalloc(&memory, bytes + 16) == cudaSuccess) {
-        clear(memory, bytes + 16);
-        synchronize();
-        return memory;
+    const cudaError_t error = cudaMalloc(&memory, bytes + 16);
+    if (error == cudaErrorMemoryAllocation) {
+        (void)cudaGetLastError(); // clears the error: the caller names what did not fit
+        return NULL;
     }
-    (void)cudaGetLastError(); // clears the error: the caller names what did not fit
-    return NULL;
+    check(error, "cudaMalloc", __LINE__);
+    clear(memory, bytes + 16);
+    synchronize();
+    return memory;
 }
 
 static void device_free(void *memory) {
@@ -191,10 +198,13 @@ static void device_free(void *memory) {
 // Zeroed host memory that cannot be paged out: the device copies it at the full speed of the bus.
 static void *pinned_alloc(size_t bytes) {
     void *memory = NULL;
-    if (cudaMallocHost(&memory, bytes + 16) == cudaSuccess) // so that 0 bytes have an address, too
-        return memset(memory, 0, bytes + 16);
-    (void)cudaGetLastError(); // as in device_alloc()
-    return NULL;
+    const cudaError_t error = cudaMallocHost(&memory, bytes + 16); // 0 bytes have an address, too
+    if (error == cudaErrorMemoryAllocation) {
+        (void)cudaGetLastError(); // as in device_alloc()
+        return NULL;
+    }
+    check(error, "cudaMallocHost", __LINE__);
+    return memset(memory, 0, bytes + 16);
 }
 
 static void pinned_free(void *memory) {
@@ -285,17 +295,24 @@ static void mark(size_t i) {
     CHECK(cudaEventRecord(events[replica][i], stream()));
 }
 
-// Until replica r's device has reached mark i; by any thread, which sleeps and takes no core.
+// Until replica r's device has reached mark i; by any thread, which sleeps and takes no core,
+// unless it is a row's mark.
 static void wait(size_t r, size_t i) {
     CHECK(cudaSetDevice(devices_of[r])); // a thread without a device would use the first one
     CHECK(cudaEventSynchronize(events[r][i]));
 }
 
-// Seconds; waits for the later mark.
+// Seconds; waits for the later mark, unless the device has passed it, as it mostly has.
 static double elapsed(size_t from, size_t to) {
     float milliseconds = 0;
-    wait(replica, to);
-    CHECK(cudaEventElapsedTime(&milliseconds, events[replica][from], events[replica][to]));
+    const cudaEvent_t begin = events[replica][from], end = events[replica][to];
+    cudaError_t state = cudaEventElapsedTime(&milliseconds, begin, end);
+    if (state == cudaErrorNotReady) {
+        (void)cudaGetLastError(); // clears it
+        wait(replica, to);
+        state = cudaEventElapsedTime(&milliseconds, begin, end);
+    }
+    check(state, "cudaEventElapsedTime", __LINE__);
     return 1e-3 * (double)milliseconds;
 }
 
@@ -367,6 +384,10 @@ extern "C" void cuda_nccl_join(const char id[NCCL_ID_BYTES], size_t rank, size_t
     CHECK_NCCL(ncclCommInitRank(&group, (int)world, unique, (int)rank));
 }
 
+extern "C" void cuda_nccl_leave(void) {
+    CHECK_NCCL(ncclCommDestroy(group));
+}
+
 static double seconds(void) {
     timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
@@ -377,9 +398,13 @@ extern "C" bool cuda_all_reduce(size_t which, real *data, size_t count, double t
     cudaStream_t own = own_stream(which);
     double begin = seconds();
     cudaError_t state;
+    ncclResult_t state_of_group; // NCCL would wait forever for a rank that has ended: it is asked
     CHECK_NCCL(ncclAllReduce(data, data, count, ncclFloat, ncclSum, group, own));
-    while ((state = cudaStreamQuery(own)) == cudaErrorNotReady && seconds() < begin + timeout)
+    while ((state = cudaStreamQuery(own)) == cudaErrorNotReady && seconds() < begin + timeout) {
+        CHECK_NCCL(ncclCommGetAsyncError(group, &state_of_group));
+        check_nccl(state_of_group, "an all-reduce, in another rank or on the way", __LINE__);
         usleep(20); // sleeps, as wait() does
+    }
     if (state != cudaErrorNotReady)
         CHECK(state);
     return state == cudaSuccess;
@@ -885,12 +910,14 @@ static void gather(real *out, uint8_t *labels, const Resident *r, const RandomKe
     const size_t fields = r->augment == AUGMENT_ELASTIC ? 3 * pixels * sizeof(real) : 0;
     const dim3 grid(n, fields ? 1 : ceil_div(pixels * r->shape.c, THREADS));
     // more than 48 KB of shared memory must be asked for
-    if (cudaFuncSetAttribute(gather_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             (int)fields) != cudaSuccess)
+    const cudaError_t error = cudaFuncSetAttribute(
+        gather_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)fields);
+    if (error == cudaErrorInvalidValue)
         fail(1,
              "--augment elastic: the fields of %zu x %zu pixels need %zu bytes of shared memory, "
              "more than device %d has; expected smaller images, or another --augment",
              r->shape.h, r->shape.w, fields, device);
+    check(error, "cudaFuncSetAttribute", __LINE__);
     LAUNCH_GRID(gather_kernel<T>, grid, THREADS, fields, (T *)out, labels, *r,
                 layout_of(r->shape, nchw), key);
 }
@@ -1329,10 +1356,10 @@ static void conv2d_backward_naive(Work w) {
    "Along" is the index whose neighbours are neighbours in memory: a channel. Where 4 divides both
    numbers of channels, 4 of them are loaded at once, 16 bytes (WIDTH).
 
-   A block computes a tile of C: 128 x 128 elements, or 128 x 64 or 64 x 32 where the larger ones
-   would be half empty, see gemm(). In every step it loads TILE_K numbers of each of its rows of A
-   and columns of B into shared memory, where a thread reads 8 + 8 numbers for 64 multiply-adds (4 +
-   4 for 16 in the smallest tile), while the numbers of the next step are loaded into registers.
+   A block computes a tile of C: 128 x 128 elements, 128 x 64 or 64 x 32, see quickest(). In every
+   step it loads TILE_K numbers of each of its rows of A and columns of B into shared memory, where
+   a thread reads 8 + 8 numbers for 64 multiply-adds (4 + 4 for 16 in the smallest tile), while the
+   numbers of the next step are loaded into registers.
 
    With a stride s, only each s-th tap meets an input pixel in the data gradient, and which ones
    depends on y % s and x % s. So the pixels are computed in s * s phases, each a product of its own
@@ -1396,6 +1423,15 @@ template <class T> struct Operand {
 };
 static __device__ Place operator+(Place a, Place b) {
     return {a.offset + b.offset, a.y + b.y, a.x + b.x};
+}
+
+// The same address, in global memory: of an operand that has been changed, compilers for sm_100 and
+// newer do not know that, and would load from any kind of memory, more slowly.
+template <class T> static __device__ T *in_global(T *address) {
+#ifdef __CUDA_ARCH__
+    __builtin_assume(__isGlobal(address));
+#endif
+    return address;
 }
 
 /* One thread's share of reading an operand's tile of LINES x DEPTH elements, DEPTH of K, and the
@@ -1471,13 +1507,13 @@ template <class O> struct Result {
         return p.y < h && p.x < w ? p.offset : -1;
     }
     __device__ O value(const O *old, int column, real sum) const {
-        sum += (bias ? bias[column] : 0) + (accumulate ? (real)*old : 0);
+        sum += (bias ? *in_global(bias + column) : 0) + (accumulate ? (real)*old : 0);
         return (O)(relu && sum < 0 ? 0 : sum);
     }
     // Stores a chunk of neighbouring elements of a row that begins at `at`, those that exist.
     template <int WIDTH>
     __device__ void store(int at, int column, int columns, const real *sums) const {
-        O *to = out + at + column;
+        O *to = in_global(out + at + column);
         Chunk<O> chunk = {};
         if (WIDTH > 1 && column < columns && accumulate)
             chunk = *(const Chunk<O> *)to;
@@ -1573,7 +1609,7 @@ struct TileLoader : TileReader<real, LINES, TILE_K, LOADERS, IMAGE, ALONG_K, WID
     using Reader::Reader;
     __device__ void fetch(const Operand<real> &o, int k, int end) {
         this->read(o, k, end, [&](int i, int, const real *from, bool valid) {
-            chunks[i] = valid ? *(const Chunk<real, WIDTH> *)from : Chunk<real, WIDTH>{};
+            chunks[i] = valid ? *(const Chunk<real, WIDTH> *)in_global(from) : Chunk<real, WIDTH>{};
         });
     }
     __device__ void put(real *tile) const {
@@ -1618,9 +1654,9 @@ static __global__ void __launch_bounds__(T::TILE_THREADS, T::BLOCKS)
         real *tile_a = tiles[buffer], *tile_b = tile_a + SIZE_A;
         load_a.put(tile_a);
         load_b.put(tile_b);
+        load_a.fetch(p.a, k + TILE_K, job.end); // before the barrier: compilers would move loads
+        load_b.fetch(p.b, k + TILE_K, job.end); // that come after it behind the arithmetic
         __syncthreads(); // the tiles are complete; nobody reads those before the last any more
-        load_a.fetch(p.a, k + TILE_K, job.end);
-        load_b.fetch(p.b, k + TILE_K, job.end);
 #pragma unroll
         for (int d = 0; d < TILE_K; d++) {
             real x[T::ROWS], y[T::COLUMNS];
@@ -1660,14 +1696,14 @@ template <class P> static __global__ void join_splits_kernel(P p) {
 }
 
 /* ---- Launches. Where C has too few tiles to occupy a GPU, K is split among blocks (split-K): into
-   as many parts as give C, in tiles of 64 x 64, MOST_TILES of them, at most one for LEAST_DEPTH of
-   K. The partial sums are added in a fixed order. This depends on the shapes alone: all GPUs, and
-   all tiles of a kernel, compute the same bits. */
-enum { MOST_TILES = 512, LEAST_DEPTH = 256, LEAST_BLOCKS = 128, VARIANTS = 4 };
+   as many parts as give C, in tiles of 64 x 64, at most MOST_TILES of them, and one for LEAST_DEPTH
+   of K. The partial sums are added in a fixed order. This depends on the shapes alone: all GPUs,
+   and all tiles of a kernel, compute the same bits. */
+enum { MOST_TILES = 512, LEAST_DEPTH = 256, VARIANTS = 4 };
 
 static size_t splits_of(size_t rows, size_t columns, size_t phases, size_t depth) {
     const size_t tiles = ceil_div(rows, 64) * ceil_div(columns, 64) * phases;
-    return min(ceil_div(MOST_TILES, tiles), ceil_div(depth, LEAST_DEPTH));
+    return min(max(MOST_TILES / tiles, (size_t)1), ceil_div(depth, LEAST_DEPTH));
 }
 
 static bool stores_moments(const Layer *conv, size_t n) {
@@ -1686,7 +1722,7 @@ static size_t no_moments(const Layer *, size_t) {
 
 // An upper bound of what the sums of all splits take, for up to these rows and this depth
 static size_t parts_size(size_t rows, size_t columns, size_t depth) {
-    return min(ceil_div(depth, LEAST_DEPTH) * rows * columns, (size_t)MOST_TILES * 2 * 64 * 64);
+    return min(ceil_div(depth, LEAST_DEPTH) * rows * columns, (size_t)MOST_TILES * 64 * 64);
 }
 
 // A kernel for a product, and its tile. They sum in the same order.
@@ -1734,24 +1770,40 @@ static size_t fastest(const Variant<T, O> (&variants)[VARIANTS], size_t usual,
     return best;
 }
 
-/* Queues the product with one of the variants. The first is for operands that cannot be read by
-   chunks; of the others the largest tile of which there are enough to occupy a GPU, and that
-   computes no more columns beyond C than the smallest. Or the one that was the fastest; a result
-   that is accumulated cannot be computed repeatedly, to measure. */
+template <class T, class O>
+static size_t blocks_of(const Variant<T, O> &v, const Product<T, O> &p) {
+    const size_t phases = p.phases.stride * p.phases.stride;
+    return ceil_div(p.rows, v.m) * ceil_div(p.columns, v.n) * phases * p.splits;
+}
+
+/* The variant that is done first, if the blocks are spread evenly over the multiprocessors. For
+   each k, a tile costs its multiply-adds and, for each number of A and B, about LOADING
+   instructions more, as the main loops have them. An example: 128 tiles of 128 x 128 are done
+   sooner than 256 of 128 x 64 on 132 multiprocessors, but later on 108, 20 of which have two. */
+template <class T, class O>
+static size_t quickest(const Variant<T, O> (&variants)[VARIANTS], const Product<T, O> &p,
+                       size_t processors) {
+    enum { LOADING = 9 };
+    size_t chosen = 1, least = SIZE_MAX;
+    for (size_t i = 1; i < VARIANTS; i++) {
+        const Variant<T, O> &v = variants[i];
+        const size_t cost = v.m * v.n + LOADING * (v.m + v.n);
+        const size_t time = ceil_div(blocks_of(v, p), processors) * cost;
+        chosen = time <= least ? i : chosen;
+        least = min(time, least);
+    }
+    return chosen;
+}
+
+/* Queues the product with one of the variants: the first is for operands that cannot be read by
+   chunks; of the others the one that should be, or was, the fastest. A result that is accumulated
+   cannot be computed repeatedly, to measure. */
 template <class T, class O>
 static void gemm(const Variant<T, O> (&variants)[VARIANTS], Product<T, O> p, Work w) {
-    const size_t phases = p.phases.stride * p.phases.stride;
-    size_t chosen = (w.l->in.c | w.l->out.c) % Chunk<T>::COUNT == 0;
-    p.splits = splits_of(p.rows, p.columns, phases, p.depth);
+    const bool by_chunks = (w.l->in.c | w.l->out.c) % Chunk<T>::COUNT == 0;
+    p.splits = splits_of(p.rows, p.columns, p.phases.stride * p.phases.stride, p.depth);
     p.parts = w.scratch;
-    for (size_t i = 2; chosen && i < VARIANTS; i++) {
-        const Variant<T, O> &v = variants[i];
-        size_t across = ceil_div(p.columns, v.n);
-        size_t blocks = ceil_div(p.rows, v.m) * across * phases * p.splits;
-        if (blocks >= LEAST_BLOCKS &&
-            across * v.n == ceil_div(p.columns, variants[1].n) * variants[1].n)
-            chosen = i;
-    }
+    size_t chosen = by_chunks ? quickest(variants, p, multiprocessors) : 0;
     if (w.autotune && chosen) {
         uint8_t *best = (uint8_t *)w.prepared + p.pass; // 0: not measured
         if (*best == 0 && !p.c.accumulate)
@@ -1862,11 +1914,13 @@ template <class T, class KERNELS> static void conv2d_backward(Work w) {
 }
 
 // Multiply-adds in registers: 8 independent sums per thread, 16 FLOP in each of `steps` iterations.
+// Unrolled, 2 % of all instructions are the loop's own, instead of 11 %.
 static __global__ void peak_kernel(real *out, int steps) {
     real sums[8], total = 0;
     // They differ between threads, or the compiler would use the warp's scalar unit; 1 would stay 1
     for (int i = 0; i < 8; i++)
         sums[i] = (real)(threadIdx.x + i + 2);
+#pragma unroll 32
     for (int step = 0; step < steps; step++)
         for (int i = 0; i < 8; i++)
             sums[i] = sums[i] * (real).999 + (real).001;
@@ -1972,7 +2026,9 @@ static __device__ uint32_t round_tf32(uint32_t x) {
    otherwise a line is one k and has as many chunks as the tile's rows or columns fill. */
 enum { TENSOR_THREADS = 128, STAGES = 3, DEPTH_CHUNKS = 8 };
 
-// Four warps lie as 2 x 2 in a tile of C. BLOCKS fit on a multiprocessor.
+// Four warps lie as 2 x 2 in a tile of C. BLOCKS fit on a multiprocessor with the 228 KB of shared
+// memory of an H100: 2, 3 and 4. With the 164 KB of an A100 these are 1, 2 and 3 blocks, with the
+// 100 KB of sm_86, 89 and 120 1, 1 and 2; --autotune finds out which tile is the fastest there.
 template <int M_, int N_, int BLOCKS_> struct TensorTile {
     enum { M = M_, N = N_, BLOCKS = BLOCKS_, TILE_THREADS = TENSOR_THREADS };
     enum { WARP_M = M / 2, WARP_N = N / 2, PITCH = N + 8 };
@@ -2010,7 +2066,7 @@ struct TensorLoader : TileReader<T, LINES, DEPTH_CHUNKS * Chunk<T>::COUNT, TENSO
             if constexpr (WIDTH > 1)
                 cp_async(at(tile, i), valid ? from : o.data, valid);
             else
-                chunks[i].v[piece] = valid ? *from : (T)0.f;
+                chunks[i].v[piece] = valid ? *in_global(from) : (T)0.f;
         });
 #pragma unroll
         for (int i = 0; WIDTH == 1 && i < Reader::COUNT; i++)
@@ -2126,9 +2182,10 @@ static __device__ void store_moments(real *partial, const real *sums, const Job 
    A warp loads the fragments of its 64 x 64 elements of C (64 x 32, 32 x 32 in the smaller tiles),
    8 of them for 32 mma. Finally the sums go through shared memory, so that neighbouring threads
    store neighbouring chunks; lines are padded by 8 numbers, so that a warp uses different banks.
-   Registers: 255 in the large tile (2 blocks per multiprocessor), 168 in the narrow one and where
-   WIDTH is 1 (3), 128 in the small one (4). Main loop of the large tile, 16 bits: 30 to 32 % of the
-   instructions are mma, in the weight gradient 24 %; one occupies an A100's tensor core 8 cycles.
+   Registers: 255 in the large tile (for 2 blocks per multiprocessor), 168 in the narrow one and
+   where WIDTH is 1 (3), 128 in the small one (4). Main loop of the large tile, 16 bits: 30 to 32 %
+   of the instructions are mma, in the weight gradient 24 %; one occupies an A100's tensor core 8
+   cycles.
    Grid: tiles x 1 x splits * phases, of TENSOR_THREADS.   Shared memory: 384 (Tile::M + Tile::N)
    bytes.   Traffic: K (M N / Tile::N + M N / Tile::M) + M N elements, mostly from the L2 cache */
 template <class Tile, bool A_ALONG_K, bool B_ALONG_K, int WIDTH, class T, class O>
@@ -2241,14 +2298,15 @@ static size_t scratch_size(const Layer *l, const Fusion *, size_t n) {
 
 /* to[image][column][row] = from[image][row][column], through a tile in shared memory, so that both
    sides are coalesced; += if accumulate. A line of the tile is padded by one number, so that the
-   threads that read a column use different banks.   Grid: columns / 32 x rows / 32 x images, of
-   32 x LANES_Y threads.   Traffic: 2 N elements */
+   threads that read a column use different banks.   Grid: images * columns / 32 x rows / 32, of
+   32 x LANES_Y threads; y and z are at most 65535.   Traffic: 2 N elements */
 template <class T>
 static __global__ void transpose_kernel(T *to, const T *from, unsigned rows, unsigned columns,
                                         bool accumulate) {
     __shared__ real tile[WARP][WARP + 1];
-    const size_t image = (size_t)blockIdx.z * rows * columns;
-    const unsigned first_row = blockIdx.y * WARP, first_column = blockIdx.x * WARP;
+    const unsigned across = (columns + WARP - 1) / WARP; // blocks of an image
+    const size_t image = (size_t)(blockIdx.x / across) * rows * columns;
+    const unsigned first_row = blockIdx.y * WARP, first_column = blockIdx.x % across * WARP;
     for (unsigned y = threadIdx.y; y < WARP; y += LANES_Y)
         if (first_row + y < rows && first_column + threadIdx.x < columns)
             tile[y][threadIdx.x] =
@@ -2265,7 +2323,7 @@ static __global__ void transpose_kernel(T *to, const T *from, unsigned rows, uns
 template <class T>
 static void transpose(void *to, const void *from, size_t n, Shape s, bool to_nchw, bool add) {
     const size_t rows = to_nchw ? s.h * s.w : s.c, columns = to_nchw ? s.c : s.h * s.w;
-    dim3 grid(ceil_div(columns, WARP), ceil_div(rows, WARP), n), block(WARP, LANES_Y);
+    dim3 grid(n * ceil_div(columns, WARP), ceil_div(rows, WARP)), block(WARP, LANES_Y);
     LAUNCH_GRID(transpose_kernel<T>, grid, block, 0, (T *)to, (const T *)from, rows, columns, add);
 }
 

@@ -377,9 +377,11 @@ static void print_changes(const Trial &t, FILE *csv) {
 }
 
 int main(int argc, char **argv) {
+    // A block of conv_naive() has 16 rows of C, and a grid at most 65535 blocks in y.
+    enum { SIDE = 16, MOST_IMAGES = 65535 * 16 / (SIDE * SIDE) };
     const int images = argc == 3 ? atoi(argv[2]) : EMULATED ? 1 : 256;
-    if (argc < 2 || argc > 3 || images < 1 || images > 4096) {
-        fprintf(stderr, "usage: convolution FILE.csv [IMAGES], 1 to 4096 images\n");
+    if (argc < 2 || argc > 3 || images < 1 || images > MOST_IMAGES) {
+        fprintf(stderr, "usage: convolution FILE.csv [IMAGES], 1 to %d images\n", MOST_IMAGES);
         return 2;
     }
     FILE *csv = fopen(argv[1], "w");
@@ -387,7 +389,7 @@ int main(int argc, char **argv) {
         fprintf(stderr, "convolution: cannot write %s: does its folder exist?\n", argv[1]);
         return 1;
     }
-    const Conv s = complete({images, 16, 16, 16, 64, 3, 1, 1});
+    const Conv s = complete({images, SIDE, SIDE, 16, 64, 3, 1, 1});
     printf("%d x %d x %d x %d (images, height, width, channels), %d filters of %d x %d:\n", s.n,
            s.h, s.w, s.c, s.oc, s.kernel, s.kernel);
     printf("%d rows, %d columns, depth %d\n", s.rows, s.columns, s.depth);

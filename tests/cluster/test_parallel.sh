@@ -212,8 +212,12 @@ test_nccl() {
     with_nccl 2 "${small[@]}"
     same nccl/status 0 "$status"
     same nccl/joined 2 "$(grep -c 'NCCL: rank [01] of 2' "$err")"
+    same nccl/left 2 "$(grep -c 'NCCL: left a group of 2' "$err")"
     line nccl/named '^Gradients: ddp, added up by NCCL'
     same_losses nccl/losses 2 "$tmp/replicas" "$tmp/run"
+    NCCL_PEER_FAILS=1 CUEMU_LAZY=1 with_nccl 2 "${small[@]}" --timeout 60
+    holds nccl/failed_peer "an error by name, not a time-out" "$(cat "$err")" \
+        test "$status" -ne 0 -a "$(grep -c 'all-reduce, in another rank.*: remote process exited' "$err")" -gt 0
     with_nccl 1 "${small[@]}"
     holds nccl/shared_gpu "our own message, before NCCL's" "$(cat "$out" "$err")" \
         test "$status" -eq 2 -a "$(grep -c 'share a GPU of .*--oversubscribe' "$err")" -gt 0 -a \

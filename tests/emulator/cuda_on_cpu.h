@@ -27,12 +27,16 @@
    Environment:
      CUEMU_DEVICES=N   the number of GPUs (1). CUDA_VISIBLE_DEVICES=1,0 selects some, as usual
      CUEMU_MEMORY=N    bytes of memory that each has (4 GiB)
-     CUEMU_SM=NN       their compute capability, as in sm_NN (90)
+     CUEMU_SM=NN       their compute capability, as in sm_NN: 75, 80, 86, 89, 90 (this one), 100 or
+                       120, and with it their multiprocessors and their shared memory
      CUEMU_CLOCK=1     events count the CUDA threads that have run, 1 us each, instead of seconds:
                        the same in all runs
      CUEMU_CORES=N     blocks run on N cores (all, 16 at most)
      CUEMU_ORDER=N     threads and blocks run forwards (0), backwards (1) or shuffled (other seeds)
      CUEMU_LEAKS=1     at the end, tells what has not been freed
+     CUEMU_FAIL=NAME   this function fails with cudaErrorUnknown: cudaMalloc, cudaMallocHost or
+                       cudaFuncSetAttribute
+     CUEMU_GRID=N      a grid has at most N blocks in y and in z (65535)
      CUEMU_LAZY=1      work queued in a stream starts only when something waits for it
      CUEMU_PROTECT=1   a GPU's memory faults beyond its end, and wherever the host touches it
      CUEMU_RANGES=1    prints the ranges for Nsight, as threads begin (push) and end them (pop)

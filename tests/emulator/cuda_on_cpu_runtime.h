@@ -15,6 +15,7 @@ namespace emu {
     X(cudaErrorNoDevice, "no CUDA-capable device is detected") \
     X(cudaErrorInvalidDevice, "invalid device ordinal")        \
     X(cudaErrorNotReady, "device not ready")                   \
+    X(cudaErrorUnknown, "unknown error")                       \
     X(cudaErrorPeerAccessAlreadyEnabled, "peer access is already enabled")
 #define EMU_ERROR(NAME, TEXT) NAME,
 #define EMU_ERROR_NAME(NAME, TEXT) #NAME,
@@ -27,6 +28,12 @@ using namespace api;
 static thread_local cudaError_t last_error;
 inline cudaError_t failed(cudaError_t error) {
     return last_error = error;
+}
+
+// Whether CUEMU_FAIL names this function.
+inline bool fails(const char *function) {
+    const char *name = getenv("CUEMU_FAIL");
+    return name && strcmp(name, function) == 0;
 }
 
 // The indices of the devices in CUDA_VISIBLE_DEVICES; the list ends at the first invalid one.
@@ -275,7 +282,25 @@ inline void check_waiting(const char *function, bool sleeps) {
 
 static std::map<std::pair<int, const void *>, size_t> dynamic_limits; // by device and kernel
 static std::set<std::pair<int, int>> peers; // the first may access memory of the second
-const size_t STATIC_LIMIT = 48 << 10, DYNAMIC_LIMIT = 227 << 10;
+const size_t STATIC_LIMIT = 48 << 10;
+
+// A GPU of each compute capability: how many multiprocessors it has, and how many KB of shared
+// memory a block can have. T4, A100, RTX 3090, RTX 4060, H100, B200, RTX 5090.
+struct Gpu {
+    long sm;
+    int multiprocessors;
+    size_t shared_kb;
+};
+static const Gpu gpus[] = {{75, 40, 64},   {80, 108, 163},  {86, 82, 99},  {89, 24, 99},
+                           {90, 132, 227}, {100, 148, 227}, {120, 170, 99}};
+static const Gpu gpu = [] {
+    const long sm = setting("CUEMU_SM", 90);
+    for (const Gpu &known : gpus)
+        if (known.sm == sm)
+            return known;
+    die("CUEMU_SM=%ld: expected 75, 80, 86, 89, 90, 100 or 120", sm);
+}();
+static const size_t DYNAMIC_LIMIT = gpu.shared_kb << 10;
 
 inline void check_launch(const Launch *launch) {
     dim3 grid = launch->grid, size = launch->block;
@@ -285,8 +310,9 @@ inline void check_launch(const Launch *launch) {
             grid.z, size.x, size.y, size.z);
     if (threads > 1024 || size.z > 64)
         die("%ld threads in a block; at most 1024, 64 of them in z", threads);
-    if (grid.y > 65535 || grid.z > 65535)
-        die("a grid of (%u,%u,%u); y and z are at most 65535", grid.x, grid.y, grid.z);
+    const long most = setting("CUEMU_GRID", 65535);
+    if (grid.y > most || grid.z > most)
+        die("a grid of (%u,%u,%u); y and z are at most %ld", grid.x, grid.y, grid.z, most);
     size_t limit = std::max(STATIC_LIMIT, dynamic_limits[{launch->device, launch->kernel}]);
     if (launch->dynamic_bytes > limit)
         die("%zu bytes of dynamic shared memory; cudaFuncSetAttribute allows %zu here",
@@ -392,6 +418,7 @@ enum { cudaStreamDefault, cudaStreamNonBlocking };
 enum { cudaEventDefault, cudaEventBlockingSync, cudaEventDisableTiming };
 enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
 enum cudaMemoryType { cudaMemoryTypeUnregistered, cudaMemoryTypeHost, cudaMemoryTypeDevice };
 struct cudaPointerAttributes {
     cudaMemoryType type;
@@ -446,14 +473,14 @@ inline cudaError_t cudaSetDevice(int device) {
 inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp *properties, int device) {
     if (!is_device(device))
         return failed(cudaErrorInvalidDevice);
-    *properties = {"emulated GPU", {}, device_memory, STATIC_LIMIT, DYNAMIC_LIMIT, 9, 0, 32, 4};
-    static const long sm = setting("CUEMU_SM", 90);
-    properties->major = (int)sm / 10;
-    properties->minor = (int)sm % 10;
+    *properties = {
+        "emulated GPU",   {}, device_memory,      STATIC_LIMIT, DYNAMIC_LIMIT, (int)gpu.sm / 10,
+        (int)gpu.sm % 10, 32, gpu.multiprocessors};
     // The physical index, independent of CUDA_VISIBLE_DEVICES.
     snprintf(properties->uuid.bytes, 16, "cuda_on_cpu %03d", devices()[(size_t)device]);
     return cudaSuccess;
 }
+EMU_CUDA(cudaDeviceGetAttribute(int *value, cudaDeviceAttr, int), *value = gpu.multiprocessors)
 EMU_CUDA(cudaGetDevice(int *device), *device = current_device)
 EMU_CUDA(cudaDriverGetVersion(int *version), *version = 12000)
 EMU_CUDA(cudaDeviceSynchronize(), check_no_capture("cudaDeviceSynchronize"),
@@ -469,6 +496,8 @@ inline cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned) {
 template <class Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel *kernel, cudaFuncAttribute, int dynamic_bytes) {
     Lock lock(runtime);
+    if (fails("cudaFuncSetAttribute"))
+        return failed(cudaErrorUnknown);
     if (dynamic_bytes < 0 || dynamic_bytes > (int)DYNAMIC_LIMIT)
         return failed(cudaErrorInvalidValue);
     dynamic_limits[{current_device, (const void *)kernel}] = (size_t)dynamic_bytes;
@@ -485,6 +514,8 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, Kernel *) {
 template <class T> cudaError_t cudaMalloc(T **memory, size_t bytes) {
     Lock lock(runtime);
     check_no_capture("cudaMalloc");
+    if (fails("cudaMalloc"))
+        return failed(cudaErrorUnknown);
     if (!is_device(current_device))
         return failed(cudaErrorNoDevice);
     if (bytes > device_memory - used_memory[current_device])
@@ -495,6 +526,8 @@ template <class T> cudaError_t cudaMalloc(T **memory, size_t bytes) {
 template <class T> cudaError_t cudaMallocHost(T **memory, size_t bytes) {
     Lock lock(runtime);
     check_no_capture("cudaMallocHost");
+    if (fails("cudaMallocHost"))
+        return failed(cudaErrorUnknown);
     *memory = (T *)allocate(bytes, -1);
     return cudaSuccess;
 }

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <hip/hip_runtime.h>
 #include <stdio.h>
+#define hipDevAttrMultiProcessorCount hipDeviceAttributeMultiprocessorCount
 #define hipDeviceProp hipDeviceProp_t
 #define hipFreeHost hipHostFree
 #define hipMallocHost hipHostMalloc

@@ -9,7 +9,7 @@ suite=emulator
 # shellcheck source=tests/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh" || exit 1
 unset CUDA_VISIBLE_DEVICES CUEMU_CLOCK CUEMU_LEAKS CUEMU_DEVICES CUEMU_MEMORY CUEMU_ORDER CUEMU_LAZY CUEMU_PROTECT
-unset CUEMU_STRICT
+unset CUEMU_STRICT CUEMU_FAIL CUEMU_GRID CUEMU_SM
 ulimit -c 0
 gxx=${CXX:-g++} clangxx=${CLANGXX:-clang++}
 nvcc=${NVCC:-$(command -v nvcc || command -v /usr/local/cuda/bin/nvcc)}
@@ -157,6 +157,17 @@ test_environment() {
     done
     start plain CUEMU_MEMORY=1000 ""
     same memory "exit 3, out of memory" "exit $status, $(grep -o 'out of memory' "$err")"
+    same sm/default "sm_90 132 232448" "$("$tmp/plain" properties 2>/dev/null)"
+    same sm/80 "sm_80 108 166912" "$(CUEMU_SM=80 "$tmp/plain" properties 2>/dev/null)"
+    start plain CUEMU_SM=70 properties
+    holds sm/unknown "a report" "$(cat "$err")" grep -qx 'cuda_on_cpu: CUEMU_SM=70: expected 75, 80, .* or 120' "$err"
+    local function
+    for function in cudaMalloc cudaMallocHost cudaFuncSetAttribute; do
+        start plain CUEMU_FAIL=$function ""
+        same "fails/$function" "exit 3, unknown error" "exit $status, $(grep -o 'unknown error' "$err")"
+    done
+    start plain CUEMU_GRID=1 ""
+    holds grid "a report of a grid" "$(cat "$err")" grep -q 'a grid of (.*); y and z are at most 1$' "$err"
     same says_so "emulated CUDA on the CPU: results are real, times mean nothing" \
         "$("$tmp/plain" bugs 2>&1 >"$tmp/bugs")"
 }

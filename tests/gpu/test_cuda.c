@@ -570,22 +570,36 @@ static void run_nchw(const Kernels *k, const Task *t, void *const *a, real *scra
 }
 
 // --layout nchw: the window covers the image, so that the output is the same in both layouts.
-static void test_nchw(const Kernels *k) {
-    for (size_t side = 2; side <= (tiny ? 3 : 7); side++) {
-        const size_t channels = draw_size(1, tiny ? 5 : 70), n = draw_size(1, 3);
-        const Layer *l = first_layer((Shape){side, side, channels});
-        add_conv2d(&net, 0, 6, side, 1, 0, true);
-        Array in = typed(input_array("in", n * shape_size(l->in))), nchw = twin(&in);
-        for (size_t i = 0; i < in.count; i++) {
-            size_t c = i % channels, pixel = i / channels, at = pixel % (side * side);
-            ((real *)nchw.at)[(pixel / (side * side) * channels + c) * side * side + at] =
-                ((real *)in.at)[i];
-        }
-        Array arrays[] = {typed(output_array("out", n * 6, side * side * channels + 1)), in,
-                          typed(input_array("weight", l->weights)), input_array("bias", 6), nchw};
-        describe(l, n, ", nchw");
-        COMPARE(k, (Task){.run = run_nchw, .l = l, .n = n});
+static void compare_nchw(const Kernels *k, size_t side, size_t channels, size_t n) {
+    const Layer *l = first_layer((Shape){side, side, channels});
+    add_conv2d(&net, 0, 6, side, 1, 0, true);
+    Array in = typed(input_array("in", n * shape_size(l->in))), nchw = twin(&in);
+    for (size_t i = 0; i < in.count; i++) {
+        size_t c = i % channels, pixel = i / channels, at = pixel % (side * side);
+        ((real *)nchw.at)[(pixel / (side * side) * channels + c) * side * side + at] =
+            ((real *)in.at)[i];
     }
+    Array arrays[] = {typed(output_array("out", n * 6, side * side * channels + 1)), in,
+                      typed(input_array("weight", l->weights)), input_array("bias", 6), nchw};
+    describe(l, n, ", nchw");
+    COMPARE(k, (Task){.run = run_nchw, .l = l, .n = n});
+}
+
+// More images than a grid has blocks in y or z, of which an emulated GPU has few.
+static void compare_many_images(const Kernels *k) {
+    DeviceInfo info = {0};
+    k->device->describe(&info);
+    if (info.emulated)
+        setenv("CUEMU_GRID", "100", 1);
+    compare_nchw(k, 2, 3, info.emulated ? 101 : 65536);
+    unsetenv("CUEMU_GRID");
+}
+
+static void test_nchw(const Kernels *k) {
+    for (size_t side = 2; side <= (tiny ? 3 : 7); side++)
+        compare_nchw(k, side, draw_size(1, tiny ? 5 : 70), draw_size(1, 3));
+    if (!tiny)
+        compare_many_images(k);
     verdict("nchw, %s kernels, %s", NAME_OF(k), PRECISION_OF(k));
 }
 
@@ -1226,8 +1240,8 @@ static void run_timed(const Kernels *k, const Task *t, void *const *a, real *scr
     k->device->mark(1);
 }
 
-// The default is the largest tile of which there are 128 that compute no columns in vain. The
-// emulator's clock shows which one ran: it counts the threads of all blocks.
+// The default is the tile with which the busiest of the emulated H100's 132 multiprocessors has the
+// least to do. The emulator's clock shows which one ran: it counts the threads of all blocks.
 static void test_choice_of_tiles(const Kernels *k) {
     static const struct {
         size_t channels, height, width, threads[2]; // tiled, tensor
@@ -1541,6 +1555,38 @@ static void test_large_elastic(const Kernels *k) {
     verdict("gather: images too large for --augment elastic, %s kernels", NAME_OF(k));
 }
 
+static void call_that_fails(const Kernels *k, const char *function) {
+    const Resident resident = {.shape = {5, 5, 1}, .augment = AUGMENT_ELASTIC};
+    const RandomKey key = {0};
+    if (strcmp(function, "cudaMalloc") == 0)
+        k->device->alloc(1);
+    else if (strcmp(function, "cudaMallocHost") == 0)
+        k->device->pinned_alloc(1);
+    else
+        k->gather(NULL, NULL, &resident, &key, 1, false);
+}
+
+// An error that does not mean "too much" is not reported as that. The emulator injects one.
+static void test_other_errors(const Kernels *k) {
+    static const char *const functions[] = {"cudaMalloc", "cudaMallocHost", "cudaFuncSetAttribute"};
+    DeviceInfo info = {0};
+    k->device->describe(&info);
+    for (size_t i = 0; i < LENGTH(functions) && info.emulated; i++) {
+        *refusal = 0;
+        k->device->use(0, 0, refuse);
+        setenv("CUEMU_FAIL", functions[i], 1);
+        if (setjmp(refused) == 0)
+            call_that_fails(k, functions[i]);
+        unsetenv("CUEMU_FAIL");
+        k->device->use(0, 0, die);
+        if (!strstr(refusal, functions[i]) || !strstr(refusal, "cudaErrorUnknown"))
+            fail("expected %s and cudaErrorUnknown, found \"%s\"", functions[i], refusal);
+    }
+    k->device->alloc((size_t)1 << 60); // too much, which clears the last error
+    if (info.emulated)
+        verdict("errors by name, %s kernels", NAME_OF(k));
+}
+
 static void *transfer_thread(void *argument) {
     void **a = argument;
     const Kernels *k = a[0];
@@ -1755,6 +1801,7 @@ static const struct {
     {"loss_scale", test_loss_scale, true},
     {"gather", test_gather, true},
     {"elastic", test_large_elastic, true},
+    {"errors", test_other_errors, true},
     {"copies", test_copies, true},
     {"marks", test_marks, true},
     {"nchw", test_nchw, true},

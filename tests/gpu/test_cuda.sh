@@ -19,7 +19,7 @@ CNN=$repo/cnn-emu
 # shellcheck source=tests/lib.sh
 source "$repo/tests/lib.sh" || exit 1
 export ASAN_OPTIONS=detect_leaks=0 TSAN_OPTIONS=halt_on_error=1
-unset CUDA_VISIBLE_DEVICES CUEMU_DEVICES CUEMU_MEMORY CUEMU_ORDER CUEMU_LAZY CUEMU_PROTECT
+unset CUDA_VISIBLE_DEVICES CUEMU_DEVICES CUEMU_MEMORY CUEMU_ORDER CUEMU_LAZY CUEMU_PROTECT CUEMU_FAIL CUEMU_GRID CUEMU_SM
 export CUEMU_STRICT=1
 ulimit -c 0
 build=$repo/build/cuda
@@ -267,13 +267,17 @@ test_ranges() {
 test_precisions() {
     local cifar=(--model cifar --limit-train 22 --batch-size 4 --save-model) how scratch
     local resnet=(--model resnet8 --limit-train 16 --batch-size 8) overflow
-    local ways=(tf32 bf16 fp16)
-    [ -z "${QUICK:-}" ] || ways=(bf16) resnet=(--model resnet8 --limit-train 8 --batch-size 4)
+    local ways=(tf32 bf16 fp16) sm sms=(80 86 120)
+    [ -z "${QUICK:-}" ] || ways=(bf16) sms=(86) resnet=(--model resnet8 --limit-train 8 --batch-size 4)
     for how in "${ways[@]}"; do
         train "$how" "${cifar[@]}" --precision "$how"
         train "${how}_graph" "${cifar[@]}" --precision "$how" --graph on
         equal "${how}_graph" "$how"
         train "${how}_dp" "${cifar[@]}" --precision "$how" --gpus 2 --oversubscribe --parallel dp
+    done
+    for sm in "${sms[@]}"; do # other multiprocessors, and less shared memory, which suffices for each tile
+        CUEMU_SM=$sm train "sm_$sm" "${cifar[@]}" --precision bf16
+        equal "sm_$sm" bf16
     done
     train resnet "${resnet[@]}" --precision tf32
     train resnet_nchw "${resnet[@]}" --precision tf32 --layout nchw
@@ -374,6 +378,15 @@ test_memory() {
     unset CUEMU_MEMORY
 }
 
+# Lab 5's program refuses more images than a grid has blocks for, before it allocates their memory.
+test_lab5() {
+    { echo '#line 1 "conv.cu"' && sed -f "$repo/tests/emulator/cuda_on_cpu.sed" "$repo/labs/lab05/conv.cu"; } |
+        "$cxx" -std=c++17 -O0 -include "$repo/tests/emulator/cuda_on_cpu.h" -x c++ - -o "$build/convolution" 2>"$err"
+    same lab5/build "exit 0" "exit ${PIPESTATUS[1]}$(grep -m 3 error "$err")"
+    timeout 60 "$build/convolution" "$tmp/lab5.csv" 4096 >"$out" 2>"$err"
+    same lab5/images "exit 2, usage: convolution FILE.csv [IMAGES], 1 to 4095 images" "exit $?, $(tail -n 1 "$err")"
+}
+
 # ---- Would the tests notice?
 
 # noticed PROGRAM ARGUMENTS...: fails, crashes, hangs, or is reported
@@ -433,7 +446,7 @@ bugs=$(cat <<'END'
 5 relu s/!whole \&\& i + j < count/!whole \&\& i + j <= count/
 5 tiled s/i \/ 4 \* APART_M + i % 4/i \/ 4 * APART_N + i % 4/
 6 tiled s/(accumulate ? (real)\*old : 0)/0/
-7 tiled s/return max(parts, max(sums,/return max(sums, max(sums,/
+7 tiled s/return max(parts, sums)/return max(sums, sums)/
 8 tiled s/top = (py + padding) \/ stride/top = (py + padding + 1) \/ stride/
 8 fused s/w.fused.relu_backward \&\& (w.residual/w.fused.relu_backward \&\& (!w.residual/
 9 copies s/of_to) || !on_device/of_to) \&\& !on_device/
@@ -452,7 +465,7 @@ bugs=$(cat <<'END'
 17 bf16 s/(at, job.column + column, columns, chunk)/(at, job.column + column, columns + 8, chunk)/
 18 fp16 s/sums\[i \/ 2\]\[j\]\[i % 2 \* 2 + 1\]/sums[i \/ 2][j][i % 2 * 2]/
 19 bf16 s/y\[j \/ 2\] + j % 2 \* 2)/y[j \/ 2] + j % 2)/
-20 bf16 s/chunks\[i\].v\[piece\] = valid ? \*from/chunks[i].v[piece] = valid ? from[piece]/
+20 bf16 s/v\[piece\] = valid ? \*in_global(from)/v[piece] = valid ? *in_global(from + piece)/
 21 bf16 s/const int row = warp \/ 2 \* Tile::WARP_M/const int row = warp % 2 * Tile::WARP_M/
 22 fp16 s/tile + TILE_A, j, pair)/tile + TILE_A, j, pair ^ 1)/
 END
@@ -523,6 +536,7 @@ test_graph
 test_precisions
 test_ranges
 test_memory
+test_lab5
 if [ -n "${QUICK:-}" ]; then
     skip races "QUICK=1"
     skip mutations "QUICK=1"

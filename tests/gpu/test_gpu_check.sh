@@ -78,7 +78,7 @@ END
 stand_in build/test_tensor build/emu_test_tensor <<'END'
 planted "${STEP:-none}" && echo "a bug" && exit 1
 planted no_tensor_cores && echo "skip cuda/layouts: GPU X, sm_75 has no tensor cores that cnn uses" && exit 0
-seq -f 'pass cuda/layouts/%g' "$(planted all_layouts && echo 7 || echo 8)"
+seq -f 'pass cuda/layouts/%g' "$(planted all_layouts && echo 9 || echo 10)"
 END
 # Its limits: half a millisecond for mnist and cifar, a quarter for the ResNets
 stand_in build/bench_gpu build/emu_bench_gpu <<'END'
@@ -138,6 +138,12 @@ END
 stand_in bin/compute-sanitizer <<'END'
 planted refused_sanitizer && echo "========= Error: this container does not permit it" && exit 1
 planted "${STEP:-none}" && echo "========= ERROR SUMMARY: 1 error" && exit 9
+# memcheck reports the errors that test_cuda provokes, unless it is told not to; the option is only its own
+case " $* " in
+*' memcheck '*' --report-api-errors no '*) ;;
+*' memcheck '*) echo "========= Program hit cudaErrorMemoryAllocation on CUDA API call to cudaMalloc" && exit 9 ;;
+*' --report-api-errors '*) echo "========= Error: no such option" && exit 1 ;;
+esac
 echo "========= ERROR SUMMARY: 0 errors"
 END
 stand_in bin/ncu <<'END'

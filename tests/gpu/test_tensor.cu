@@ -221,12 +221,79 @@ static size_t bank_conflicts(void) {
     return (size_t)none;
 }
 
+// The share of what all multiprocessors could compute, until the last of them is done with this
+// product in the tiles that are chosen for it, that C needs.
+template <class T, class O>
+static double share_used(const Variant<T, O> (&variants)[VARIANTS], const Product<T, O> &p,
+                         size_t processors) {
+    const size_t phases = p.phases.stride * p.phases.stride;
+    const Variant<T, O> &v = variants[quickest(variants, p, processors)];
+    const size_t waves = ceil_div(blocks_of(v, p), processors);
+    return (double)(p.rows * p.columns * phases * p.splits) / (processors * waves * v.m * v.n);
+}
+
+// The products of resnet18 with 128 images, on the multiprocessors of a T4, an A100 and an H100
+static size_t idle_multiprocessors(void) {
+    static const struct {
+        int rows, columns, depth, stride;
+    } products[] = {{131072, 64, 576, 1}, {576, 64, 131072, 1}, {32768, 64, 288, 2},
+                    {576, 128, 32768, 1}, {32768, 128, 576, 1}, {1152, 128, 32768, 1},
+                    {64, 128, 32768, 1},  {8192, 256, 1152, 1}, {1152, 256, 8192, 1},
+                    {8192, 128, 576, 2},  {2304, 256, 8192, 1}, {128, 256, 8192, 1},
+                    {2048, 512, 2304, 1}, {2304, 512, 2048, 1}, {2048, 256, 1152, 2},
+                    {2048, 512, 4608, 1}, {4608, 512, 2048, 1}, {256, 512, 2048, 1}};
+    const Variant<real, real> tiled[VARIANTS] = {
+        variant_of<SmallTile, real, real>(nullptr), variant_of<SmallTile, real, real>(nullptr),
+        variant_of<NarrowTile, real, real>(nullptr), variant_of<LargeTile, real, real>(nullptr)};
+    const Variant<real, real> tensor[VARIANTS] = {variant_of<SmallTensorTile, real, real>(nullptr),
+                                                  variant_of<SmallTensorTile, real, real>(nullptr),
+                                                  variant_of<NarrowTensorTile, real, real>(nullptr),
+                                                  variant_of<LargeTensorTile, real, real>(nullptr)};
+    const size_t multiprocessors[] = {40, 108, 132};
+    size_t idle = 0;
+    for (const auto &product : products)
+        for (size_t processors : multiprocessors) {
+            Product<real, real> p = {};
+            p.rows = product.rows;
+            p.columns = product.columns;
+            p.phases.stride = product.stride;
+            p.splits = splits_of(p.rows, p.columns, product.stride * product.stride, product.depth);
+            idle += share_used(tiled, p, processors) < .7;
+            idle += share_used(tensor, p, processors) < .7;
+            idle += p.splits > 1 && blocks_of(tensor[1], p) > MOST_TILES; // for parts_size()
+        }
+    return idle;
+}
+
+// How many blocks of a tile the shared memory of a multiprocessor holds; 1 KB of each is CUDA's.
+template <class Tile> static int resident(int kb) {
+    return kb * 1024 / (Tile::DYNAMIC_BYTES + 1024);
+}
+
+// What the comment at struct TensorTile says, of an H100, an A100 and smaller ones
+static size_t wrong_residents(void) {
+    static const struct {
+        int kb, blocks[3];
+    } gpus[] = {{228, {LargeTensorTile::BLOCKS, NarrowTensorTile::BLOCKS, SmallTensorTile::BLOCKS}},
+                {164, {1, 2, 3}},
+                {100, {1, 1, 2}}};
+    size_t wrong = 0;
+    for (const auto &gpu : gpus) {
+        wrong += resident<LargeTensorTile>(gpu.kb) != gpu.blocks[0];
+        wrong += resident<NarrowTensorTile>(gpu.kb) != gpu.blocks[1];
+        wrong += resident<SmallTensorTile>(gpu.kb) != gpu.blocks[2];
+    }
+    return wrong;
+}
+
 int main(void) {
     const char *reason;
     if (device_count(&reason) == 0) {
         printf("skip cuda/layouts: %s\n", reason);
         return 0;
     }
+    verdict("multiprocessors with work", idle_multiprocessors());
+    verdict("blocks on a multiprocessor", wrong_residents());
     use(0, 0, end);
     DeviceInfo info = {};
     describe(&info);

@@ -22,6 +22,7 @@ pretend() {
 # The kernels' object has a function's name, as the real one, and the architecture. nvcc.log lists what was compiled.
 pretend nvcc <<'END'
 case " $* " in
+*' --help '*) cat "$(dirname "$0")/architectures" ;;
 *' --dryrun '*) printf '#$ ptxas -arch=sm_%s "x"\n' 90 80 100 80 >&2 ;;
 *)
     arch=$(echo "$@" | grep -o 'arch=[^ ]*')
@@ -34,7 +35,18 @@ END
 echo 'static inline int cudaGetDeviceCount(int *n) { return *n = 0; }' >"$tmp/cuda/include/cuda_runtime_api.h"
 ar rc "$tmp/cuda/lib64/libcudart_static.a"
 ar rc "$tmp/cuda/lib64/libstdc++.a" # g++ may be missing
-gpu() { pretend nvidia-smi <<<"[ -z '$1' ] || echo 'GPU 0: $1 (UUID: GPU-1)'"; }
+# gpu NAME [COMPUTE_CAPABILITY]: this machine has one, or none if its name is empty
+gpu() {
+    pretend nvidia-smi <<END
+case "\$*" in
+*compute_cap*) echo '${2:-}' ;;
+*) [ -z '$1' ] || echo 'GPU 0: $1 (UUID: GPU-1)' ;;
+esac
+END
+}
+# knows ARCHITECTURE...: to nvcc
+knows() { printf "'%s'," "$@" >"$fakes/architectures"; }
+knows all-major native sm_80 sm_86
 
 # project: with a program that is built at once
 project() {
@@ -98,6 +110,27 @@ test_gpu_node() {
     gpu ''
     made run
     holds gpu/run/login_node "no CUDA in build/cnn-here" "CUDA" eval '! has_cuda build/cnn-here'
+}
+
+# nvcc 11.4 knows neither all-major nor native, 11.5 only the former.
+test_old_nvcc() {
+    gpu ''
+    project
+    knows sm_80 sm_86
+    made
+    same "nvcc 11.4/make" "0 sm_80" "$status $(compiled)"
+    gpu 'NVIDIA A10' 8.6
+    made run
+    same "nvcc 11.4/run" "0 sm_80 sm_86" "$status $(compiled)"
+    gpu 'NVIDIA L4' 8.9 # newer than this nvcc
+    made run
+    same "nvcc 11.4/newer_gpu" "0 sm_80 sm_86 sm_80" "$status $(compiled)"
+    project
+    knows all-major sm_80 sm_86
+    made
+    made run
+    same "nvcc 11.5" "0 all-major sm_80" "$status $(compiled)"
+    knows all-major native sm_80 sm_86
 }
 
 # job SCRIPT VARIABLE=VALUE...: what the check of the job scripts says, in a job of that name
@@ -186,6 +219,7 @@ END
 
 test_login_node
 test_gpu_node
+test_old_nvcc
 test_job_scripts
 test_jupyter
 test_blanks
