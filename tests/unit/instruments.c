@@ -67,6 +67,7 @@ static void test_start_of_epoch(void) {
     run.kernels = &naive_kernels;
     run.device = run.clock.device = &cpu_device;
     run.settings = (Settings){.lr = .1, .schedule = SCHEDULE_COSINE, .epochs = 2, .trace = ""};
+    run.comm = (Comm){.dp = true, .rank = 1}; // without a loader
     run.recorder.steps = steps;
     run.recorder.steps_capacity = 2;
     run.steps_per_epoch = run.epoch = 1;
