@@ -5228,7 +5228,7 @@ typedef struct Run {
     Loader train_loader, test_loader;
     size_t share;     // images of an epoch that this rank's loader loads
     size_t max_batch; // the most images of a step on this device
-    size_t steps_per_epoch;
+    size_t epoch_steps;
     // the position, and the sums of the running epoch
     size_t epoch;       // from 1
     size_t batch_index; // the next batch of the epoch, from 0
@@ -5569,7 +5569,7 @@ static void open_in_folder(AtomicFile *f, const Run *run, const char *file) {
 
 // The steps of the whole run so far, as --max-steps and --trace-steps count them
 static size_t steps_done(const Run *run) {
-    return (run->epoch - 1) * run->steps_per_epoch + run->batch_index;
+    return (run->epoch - 1) * run->epoch_steps + run->batch_index;
 }
 
 // The name of a class, or its number if the data set has no names; in `buffer`
@@ -5638,8 +5638,8 @@ static void print_parallel_json(FILE *f, const Run *run) {
     print_record(f, JSON,
                  "mode=%s world=%zu batch_per_device=%zu global_batch=%zu iterations=%zu "
                  "buckets=%zu workers=%zu",
-                 mode, c->world, run->max_batch, s->global_batch, run->steps_per_epoch,
-                 c->bucket_count, s->workers);
+                 mode, c->world, run->max_batch, s->global_batch, run->epoch_steps, c->bucket_count,
+                 s->workers);
     fprintf(f, ",\"graph\":%s}", json_bool(replayed));
 }
 
@@ -5896,8 +5896,7 @@ static void print_log_line(const Run *run, const EpochResult *e) {
                (double)(e->images - e->images_logged) / (now() - run->recorder.log_started));
     else
         printf("Train Epoch: %zu [%zu/%zu (%.0f%%)]\tLoss: %.6f\n", e->epoch, step * e->step_images,
-               run->train_set.count, 100. * (double)step / (double)run->steps_per_epoch,
-               e->step_loss);
+               run->train_set.count, 100. * (double)step / (double)run->epoch_steps, e->step_loss);
 }
 
 static bool at_log_interval(const Run *run) {
@@ -6517,7 +6516,7 @@ static void read_position(Run *run, const TensorFile *f) {
     }
     if (found)
         compare_with_checkpoint(run, f);
-    if (!found || run->epoch == 0 || run->batch_index >= run->steps_per_epoch)
+    if (!found || run->epoch == 0 || run->batch_index >= run->epoch_steps)
         die(1, "%s: expected the position of a run in its metadata, found \"%.*s\"", f->path,
             (int)strcspn(text, "\n"), text);
 }
@@ -6985,8 +6984,8 @@ static double plan_run(Run *run, bool resident) {
     Net *net = &run->net;
     const size_t parts = run->comm.dp ? 1 : run->comm.world; // dp: the master loads for all
     run->share = ceil_div(run->train_set.count, parts);
-    run->steps_per_epoch = ceil_div(run->share, s->batch_size);
-    run->recorder.steps_capacity = min_size(s->log_interval, run->steps_per_epoch) + 1;
+    run->epoch_steps = ceil_div(run->share, s->batch_size);
+    run->recorder.steps_capacity = min_size(s->log_interval, run->epoch_steps) + 1;
     net_build(net, run->model, &run->info, s, run->kernels);
     net->max_test_batch = min_size(s->test_batch_size, run->test_set.count);
     plan_memory(net, min_size(run->max_batch, run->train_set.count));
@@ -7265,14 +7264,14 @@ static void start_epoch(Run *run) {
 
 // Whether a checkpoint is due after so many steps: at the interval, or because of a signal
 static bool is_due(const Run *run, size_t steps) {
-    const size_t unit = run->saving.by_steps ? 1 : run->steps_per_epoch; // in steps
+    const size_t unit = run->saving.by_steps ? 1 : run->epoch_steps; // in steps
     return run->saving.request || steps % (unit * run->saving.every) == 0;
 }
 
 // Advances the position by a step. Returns whether the epoch is over.
 static bool advance_position(Run *run) {
     run->batch_index++;
-    if (run->batch_index < run->steps_per_epoch)
+    if (run->batch_index < run->epoch_steps)
         return false;
     run->epoch++;
     run->batch_index = 0;
@@ -7313,8 +7312,7 @@ static void train(Run *run, EpochResult *result) {
     AT(OTHER, start_epoch(run));
     while (!over) {
         AT(OTHER, begin_step(run));
-        AT(OTHER,
-           run->lr = learning_rate(s, run->epoch - 1, run->batch_index, run->steps_per_epoch));
+        AT(OTHER, run->lr = learning_rate(s, run->epoch - 1, run->batch_index, run->epoch_steps));
         AT(LOAD, batch = next_batch(comm));
         AT(COPY, load_batch(comm, batch, run->lr));
         if (is_replayed(run, batch)) {

@@ -189,7 +189,7 @@ static void start_run(void) {
     run.device = &cpu_device;
     run.kernels = &naive_kernels;
     run.comm.world = 1;
-    run.steps_per_epoch = 10;
+    run.epoch_steps = 10;
     run.epoch = 1;
     net_build(&run.net, &small_model, &info, &run.settings, run.kernels);
     plan_memory(&run.net, 1);
@@ -206,7 +206,7 @@ static void fuzz_resume(const uint8_t *input, size_t size) {
     run.epoch = 1;
     run.batch_index = 0;
     resume_checkpoint(&run);
-    if (run.epoch == 0 || run.batch_index >= run.steps_per_epoch)
+    if (run.epoch == 0 || run.batch_index >= run.epoch_steps)
         finding("a position that is none");
 }
 

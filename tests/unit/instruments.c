@@ -70,7 +70,7 @@ static void test_start_of_epoch(void) {
     run.comm = (Comm){.dp = true, .rank = 1}; // without a loader
     run.recorder.steps = steps;
     run.recorder.steps_capacity = 2;
-    run.steps_per_epoch = run.epoch = 1;
+    run.epoch_steps = run.epoch = 1;
     steps[1].parts[LOAD] = 1;
     clock_line(&run.clock, 1, &steps[0].parts[OTHER], "the end of an epoch");
     clock_line(&run.clock, 0, NULL, NULL);
