@@ -1,0 +1,537 @@
+/* parser.cpp - reads the PTX that nvcc writes: one instruction or declaration to a semicolon. See
+   ptx.h. A kernel is parsed at its first use. */
+
+#include "ptx.h"
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <cxxabi.h>
+#include <sstream>
+
+std::map<std::string, Kernel> kernels;
+static std::map<std::string, u32> extern_shared; // dynamic shared memory: name, alignment
+
+[[noreturn]] void refuse(const Kernel &k, const std::string &what) {
+    fprintf(stderr, "ptx: %s: %s\n", k.name.c_str(), what.c_str());
+    exit(3);
+}
+
+/* ---- Words */
+
+static bool in_name(char c) {
+    return isalnum((unsigned char)c) || strchr("_$%.", c);
+}
+
+static std::string trim(const std::string &s) {
+    const size_t b = s.find_first_not_of(" \t\n"), e = s.find_last_not_of(" \t\n");
+    return b == std::string::npos ? "" : s.substr(b, e - b + 1);
+}
+
+static std::vector<std::string> split(const std::string &s, char by) { // outside of brackets
+    std::vector<std::string> parts(1);
+    int depth = 0;
+    for (char c : s) {
+        depth += (c == '{' || c == '[') - (c == '}' || c == ']');
+        if (c == by && depth == 0)
+            parts.emplace_back();
+        else
+            parts.back() += c;
+    }
+    for (std::string &part : parts)
+        part = trim(part);
+    return parts.size() == 1 && parts[0].empty() ? std::vector<std::string>() : parts;
+}
+
+static bool begins(const std::string &s, const char *with) {
+    return s.compare(0, strlen(with), with) == 0;
+}
+
+static std::string without_brackets(const std::string &s) {
+    return s.substr(1, s.size() - 2);
+}
+
+static std::vector<std::string> vector_of(const std::string &s) {
+    return s[0] == '{' ? split(without_brackets(s), ',') : std::vector<std::string>{s};
+}
+
+static u32 align(u32 n, u32 to) {
+    return (n + to - 1) / to * to;
+}
+
+/* ---- Declarations, such as .shared .align 16 .b8 tiles[33792] */
+
+struct Declared {
+    u32 alignment, size;
+    std::string name;
+};
+
+static Declared declared(const std::string &text) {
+    Declared d = {1, 0, ""};
+    u32 element = 1, count = 1;
+    std::istringstream words(text);
+    for (std::string word; words >> word;) {
+        const size_t bracket = word.find('[');
+        if (word == ".align")
+            words >> d.alignment;
+        else if (word.size() > 2 && word[0] == '.' && isdigit((unsigned char)word[2]))
+            element = (u32)atoi(word.c_str() + 2) / 8;
+        else if (word[0] != '.')
+            d.name = word.substr(0, bracket);
+        if (bracket != std::string::npos)
+            count = (u32)atoi(word.c_str() + bracket + 1);
+    }
+    d.alignment = std::max(d.alignment, element);
+    d.size = element * count;
+    return d;
+}
+
+/* ---- Modules */
+
+static std::string name_in_source(const std::string &mangled) {
+    int status;
+    char *demangled = abi::__cxa_demangle(mangled.c_str(), nullptr, nullptr, &status);
+    std::string name = demangled ? demangled : mangled;
+    free(demangled);
+    name = name.substr(0, name.rfind('(')); // without the arguments
+    return begins(name, "void ") ? name.substr(5) : name;
+}
+
+// The numbers of those files in .loc that are kernels, not CUDA's headers
+static std::vector<int> *kernel_files(const char *ptx, const char *end) {
+    auto *files = new std::vector<int>;
+    for (const char *at = ptx; (at = (const char *)memmem(at, (size_t)(end - at), "\n.file", 6));) {
+        const char *line = at + 6, *eol = (const char *)memchr(line, '\n', (size_t)(end - line));
+        if (std::string(line, eol).find(".cu\"") != std::string::npos)
+            files->push_back(atoi(line));
+        at = line;
+    }
+    return files;
+}
+
+static const char *end_of_body(const char *body, const char *end) {
+    int depth = 1;
+    const char *at = body;
+    for (; at < end && depth; at++)
+        depth += (*at == '{') - (*at == '}');
+    return at - 1;
+}
+
+void load_module(const char *ptx, size_t length) {
+    const char *end = ptx + length, *word = "\n.extern .shared";
+    const std::vector<int> *files = kernel_files(ptx, end);
+    for (const char *at = ptx;
+         (at = (const char *)memmem(at, (size_t)(end - at), word, strlen(word)));) {
+        at += strlen(word);
+        const Declared d =
+            declared(std::string(at, (const char *)memchr(at, ';', (size_t)(end - at))));
+        extern_shared[d.name] = d.alignment;
+    }
+    for (const char *at = ptx; (at = (const char *)memmem(at, (size_t)(end - at), ".entry ", 7));) {
+        const char *name = at + 7, *name_end = name;
+        while (in_name(*name_end))
+            name_end++;
+        const std::string mangled(name, name_end);
+        Kernel &k = kernels[mangled];
+        k.name = name_in_source(mangled);
+        k.files = files;
+        k.head = name_end;
+        k.body = (const char *)memchr(name_end, '{', (size_t)(end - name_end)) + 1;
+        k.end = at = end_of_body(k.body, end);
+    }
+}
+
+Kernel *find_kernel(const std::string &mangled) {
+    const auto found = kernels.find(mangled);
+    return found == kernels.end() ? nullptr : &found->second;
+}
+
+/* ---- Kernels */
+
+namespace {
+struct Parser {
+    Kernel &k;
+    struct Bank { // registers of a type
+        u32 at, count;
+        char letter; // '4', '8', 'p'
+        uint8_t bytes;
+    };
+    std::map<std::string, Bank> banks;  // "%r" of %r<100>, or a name
+    std::map<std::string, u64> symbols; // addresses of shared and local memory, and parameters
+    std::map<std::pair<u64, u32>, u32> constants;
+    std::map<std::string, int> labels;
+    std::vector<std::pair<size_t, std::string>> branches;
+    int line = 0;
+
+    [[noreturn]] void refuse(const std::string &what) {
+        ::refuse(k, "line " + std::to_string(line) + ": " + what);
+    }
+
+    u32 reserve(u32 bytes) {
+        const u32 at = align(k.register_bytes, 32);
+        k.register_bytes = at + bytes;
+        return at;
+    }
+
+    /* -- Operands */
+
+    void declare(const std::string &text) { // .reg .b32 %r<100> or .reg .b32 a, b
+        const std::string rest = trim(text.substr(4));
+        const std::string type = rest.substr(0, rest.find_first_of(" \t"));
+        const bool predicate = type == ".pred";
+        const uint8_t bytes = predicate ? 4 : (uint8_t)(atoi(type.c_str() + 2) / 8);
+        const char letter = predicate ? 'p' : bytes == 8 ? '8' : '4';
+        for (std::string name : split(rest.substr(type.size()), ',')) {
+            u32 count = 1;
+            if (const size_t angle = name.find('<'); angle != std::string::npos) {
+                count = (u32)atoi(name.c_str() + angle + 1);
+                name = name.substr(0, angle);
+            }
+            banks[name] = {reserve(count * WARP * (bytes == 8 ? 8 : 4)), count, letter, bytes};
+        }
+    }
+
+    const Bank *bank(const std::string &name, u32 &index) {
+        auto found = banks.find(name);
+        index = 0;
+        if (found == banks.end()) {
+            const size_t digits = name.find_last_not_of("0123456789") + 1;
+            found = banks.find(name.substr(0, digits));
+            index = (u32)atoi(name.c_str() + digits);
+        }
+        return found == banks.end() || index >= found->second.count ? nullptr : &found->second;
+    }
+
+    u64 number(const std::string &s) {
+        if (s[0] == '0' && s.size() > 2 && strchr("fFdD", s[1]))
+            return strtoull(s.c_str() + 2, nullptr, 16);
+        if (isdigit((unsigned char)s[0]))
+            return strtoull(s.c_str(), nullptr, 0);
+        if (s[0] == '-')
+            return (u64)strtoll(s.c_str(), nullptr, 0);
+        const auto found = symbols.find(s);
+        if (found == symbols.end())
+            refuse("unknown name " + s);
+        return found->second;
+    }
+
+    u32 constant(u64 bits, char letter) {
+        const u32 size = letter == '8' ? 8 : 4;
+        bits = letter == 'p' ? (bits ? ~0u : 0) : letter == '4' ? (u32)bits : bits;
+        const auto [found, fresh] = constants.try_emplace({bits, size}, 0);
+        if (fresh) {
+            found->second = reserve(WARP * size);
+            k.constants.push_back({found->second, size, bits});
+        }
+        return found->second;
+    }
+
+    // Where an operand's register is; those of constants and special registers are made.
+    u32 operand(const std::string &s, char letter) {
+        u32 index;
+        if (s == "_")
+            return 0;
+        if (const Bank *b = bank(s, index)) {
+            if (b->letter != letter)
+                refuse(s + " has another size than its instruction expects");
+            return b->at + index * WARP * (letter == '8' ? 8 : 4);
+        }
+        if (s[0] != '%')
+            return constant(number(s), letter);
+        const auto [found, fresh] = k.specials.try_emplace(s, 0);
+        if (fresh)
+            found->second = reserve(WARP * 4);
+        return found->second;
+    }
+
+    // [register + offset], [name + offset], [offset]
+    void address(Inst &in, const std::string &s, u32 at) {
+        const std::string inner = without_brackets(s);
+        const size_t plus = inner.find('+');
+        const std::string base = trim(inner.substr(0, plus));
+        u32 index;
+        in.offset = plus == std::string::npos ? 0 : strtoll(inner.c_str() + plus + 1, nullptr, 0);
+        in.address = 0;
+        if (const Bank *b = bank(base, index)) {
+            in.address = b->letter == '8' ? 8 : 4;
+            in.o[at] = b->at + index * WARP * in.address;
+        } else {
+            in.offset += (s64)number(base);
+        }
+    }
+
+    u32 list(Inst &in, const std::string &names, u32 at) {
+        for (const std::string &name : vector_of(names))
+            in.o[at++] = operand(name, '4');
+        return at;
+    }
+
+    /* -- Instructions */
+
+    void memory(Inst &in, const std::vector<std::string> &words,
+                const std::vector<std::string> &operands) {
+        static const std::map<std::string, Space> spaces = {
+            {"global", GLOBAL}, {"shared", SHARED}, {"local", LOCAL}, {"param", PARAM}};
+        in.read = words[0] == "ld";
+        in.run = in.read ? load : store;
+        for (size_t i = 1; i + 1 < words.size(); i++) {
+            const auto found = spaces.find(words[i]);
+            if (found != spaces.end())
+                in.space = found->second;
+            else if (words[i] != "nc" && words[i] != "v2" && words[i] != "v4")
+                in.run = unknown;
+        }
+        const std::string &type = words.back();
+        const std::vector<std::string> elements = vector_of(operands[!in.read]);
+        in.count = (u32)elements.size();
+        in.bytes = (uint8_t)(atoi(type.c_str() + 1) / 8);
+        in.sign = type[0] == 's';
+        in.of = in.space == SHARED                       ? in.read ? LD_SHARED : ST_SHARED
+                : in.space == PARAM || in.space == LOCAL ? PARAM_LOCAL
+                : in.read                                ? LD_GLOBAL
+                                                         : ST_GLOBAL;
+        for (size_t i = 0; i < elements.size(); i++) {
+            u32 index;
+            const Bank *b = bank(elements[i], index);
+            in.wide = b ? b->bytes : in.bytes == 8 ? 8 : 4;
+            in.o[i] = operand(elements[i], in.wide == 8 ? '8' : '4');
+        }
+        if (in.bytes > in.wide)
+            in.run = unknown;
+        address(in, operands[in.read], 4);
+    }
+
+    void atomic(Inst &in, const std::vector<std::string> &operands, bool old) {
+        in.run = atomic_add;
+        in.of = ST_GLOBAL;
+        in.o[0] = old ? operand(operands[0], '4') : reserve(WARP * 4);
+        address(in, operands[old], 4);
+        in.o[5] = operand(operands[old + 1], '4');
+    }
+
+    void copy(Inst &in, const std::string &op, const std::vector<std::string> &operands) {
+        in.of = CP_ASYNC;
+        if (op == "cp.async.cg.shared.global" || op == "cp.async.ca.shared.global") {
+            in.run = cp_async;
+            in.bytes = (uint8_t)number(operands[2]);
+            in.o[1] = operand(without_brackets(operands[1]), '8'); // without an offset
+            in.o[2] = operands.size() > 3 ? operand(operands[3], '4') : constant(in.bytes, '4');
+            address(in, operands[0], 0);
+        } else if (op == "cp.async.commit_group") {
+            in.run = cp_async_commit;
+        } else {
+            in.run =
+                op == "cp.async.wait_group" || op == "cp.async.wait_all" ? cp_async_wait : unknown;
+            in.offset = op == "cp.async.wait_group" ? (s64)number(operands[0]) : -1;
+        }
+    }
+
+    void matrices(Inst &in, const std::string &op, const std::vector<std::string> &operands) {
+        in.kind = COLLECTIVE;
+        if (begins(op, "ldmatrix.")) {
+            in.run = begins(op, "ldmatrix.sync.aligned.m8n8.") ? ldmatrix : unknown;
+            in.sign = op.find(".trans") != std::string::npos;
+            in.of = LDMATRIX;
+            in.count = list(in, operands[0], 0);
+            address(in, operands[1], 4);
+            return;
+        }
+        in.of = MMA;
+        in.run = find_mma(op.substr(strlen("mma.sync.aligned.")));
+        in.run = in.run ? in.run : unknown;
+        const u32 places[] = {0, 4, 8, 10}; // of d, a, b, c
+        for (size_t i = 0; i < 4; i++)
+            list(in, operands[i], places[i]);
+    }
+
+    void shuffle(Inst &in, const std::string &mode, const std::vector<std::string> &operands) {
+        const std::vector<std::string> to = split(operands[0], '|');
+        in.kind = SHUFFLE;
+        in.run = find_shuffle(mode);
+        in.run = in.run ? in.run : unknown;
+        in.of = MOVE;
+        in.o[0] = operand(to[0], '4');
+        in.o[5] = to.size() > 1 ? operand(to[1], 'p') : 0;
+        for (size_t i = 1; i < 5; i++)
+            in.o[i] = operand(operands[i], '4');
+    }
+
+    // One half of a register, or two halves become one.
+    static void rename_move(std::string &op, std::vector<std::string> &operands) {
+        const std::string type = op.substr(strlen("mov"));
+        if (operands[0][0] == '{') {
+            const std::vector<std::string> to = vector_of(operands[0]);
+            const bool high = to[0] == "_";
+            op = (high ? "high" : "low") + type;
+            operands[0] = to[high];
+        } else if (operands[1][0] == '{') {
+            const std::vector<std::string> from = vector_of(operands[1]);
+            op = "pack" + type;
+            operands = {operands[0], from[0], from[1]};
+        }
+    }
+
+    void simple(Inst &in, std::string op, std::vector<std::string> operands) {
+        if (begins(op, "mov."))
+            rename_move(op, operands);
+        const Operation *found = find_operation(op);
+        in.run = found ? found->run : unknown;
+        in.of = found ? found->of : CONTROL;
+        for (size_t i = 0; found && i < found->operands.size(); i++)
+            in.o[i] = operand(operands.at(i), found->operands[i]);
+    }
+
+    void instruction(Inst &in, const std::string &op, const std::vector<std::string> &operands) {
+        const std::vector<std::string> words = split(op, '.');
+        in.of = CONTROL;
+        if (words[0] == "bra") {
+            in.kind = BRANCH;
+            branches.push_back({k.code.size(), operands[0]});
+        } else if (op == "ret" || op == "exit") {
+            in.kind = RETURN;
+        } else if (op == "bar.sync" || op == "barrier.sync" || op == "barrier.sync.aligned") {
+            in.kind = BARRIER;
+            if (operands != std::vector<std::string>{"0"})
+                refuse("only barrier 0 is known");
+        } else if (words[0] == "ld" || words[0] == "st") {
+            memory(in, words, operands);
+        } else if (op == "atom.global.add.u32" || op == "red.global.add.u32") {
+            atomic(in, operands, words[0] == "atom");
+        } else if (begins(op, "cp.async.")) {
+            copy(in, op, operands);
+        } else if (words[0] == "ldmatrix" || words[0] == "mma") {
+            matrices(in, op, operands);
+        } else if (begins(op, "shfl.sync.")) {
+            shuffle(in, words[2], operands);
+        } else {
+            simple(in, op, operands);
+        }
+    }
+
+    void add(std::string s) {
+        Inst in = {};
+        in.guard = -1;
+        in.line = line;
+        in.text = s;
+        if (s[0] == '@') {
+            const size_t space = s.find_first_of(" \t");
+            in.negated = s[1] == '!';
+            in.guard = (s32)operand(s.substr(1 + in.negated, space - 1 - in.negated), 'p');
+            s = trim(s.substr(space));
+        }
+        const size_t space = std::min(s.find_first_of(" \t{"), s.size());
+        const std::string op = s.substr(0, space);
+        std::vector<std::string> operands = split(s.substr(space), ',');
+        std::string second; // a mov to two registers is two instructions
+        if (begins(op, "mov.") && operands[0][0] == '{') {
+            const std::vector<std::string> to = vector_of(operands[0]);
+            second = to[0] != "_" && to[1] != "_" ? "{_," + to[1] + "}" : "";
+            operands[0] = second.empty() ? operands[0] : "{" + to[0] + ",_}";
+        }
+        for (int part = 0; part < 2 - second.empty(); part++) {
+            if (part > 0)
+                operands[0] = second;
+            in.number = (int)k.code.size();
+            instruction(in, op, operands);
+            k.code.push_back(in);
+        }
+    }
+
+    /* -- The whole kernel */
+
+    void head(void) {
+        const std::string text(k.head, k.body);
+        const size_t open = text.find('('), close = text.find(')');
+        for (std::string p : split(text.substr(open + 1, close - open - 1), ',')) {
+            const Declared d = declared(p);
+            k.param_bytes = align(k.param_bytes, d.alignment);
+            k.params.push_back({k.param_bytes, d.size});
+            symbols[d.name] = k.param_bytes;
+            k.param_bytes += d.size;
+        }
+        if (const size_t most = text.find(".maxntid "); most != std::string::npos) {
+            u32 x = 1, y = 1, z = 1;
+            sscanf(text.c_str() + most, ".maxntid %u, %u, %u", &x, &y, &z);
+            k.max_threads = x * y * z;
+        }
+    }
+
+    // Shared and local memory are declared before their use; dynamic memory follows the static one.
+    void variables(void) {
+        const std::string text(k.body, k.end);
+        for (const char *space : {".shared .align", ".local .align"})
+            for (size_t at = 0; (at = text.find(space, at)) != std::string::npos; at++) {
+                const Declared d = declared(text.substr(at, text.find(';', at) - at));
+                u32 &bytes = space[1] == 's' ? k.shared : k.local;
+                symbols[d.name] = bytes = align(bytes, d.alignment);
+                bytes += d.size;
+            }
+        k.dynamic_at = align(k.shared, 128);
+        for (const auto &s : extern_shared)
+            symbols[s.first] = k.dynamic_at;
+    }
+
+    // Of cnn_kernels.cu, also where a function of a header was inlined there
+    void location(const std::string &loc) {
+        int file = 0, l = 0;
+        sscanf(loc.c_str(), ".loc %d %d", &file, &l);
+        const size_t inlined = loc.find("inlined_at");
+        if (std::find(k.files->begin(), k.files->end(), file) == k.files->end() &&
+            inlined != std::string::npos)
+            sscanf(loc.c_str() + inlined + 10, "%d %d", &file, &l);
+        line = l;
+    }
+
+    const char *statement(const char *at) {
+        const char *end = at;
+        while (in_name(*end))
+            end++;
+        if (*end == ':') {
+            labels[std::string(at, end)] = (int)k.code.size();
+            return end + 1;
+        }
+        end = (const char *)memchr(at, ';', (size_t)(k.end - at));
+        if (strncmp(at, ".reg", 4) == 0)
+            declare(std::string(at, end));
+        else if (*at != '.')
+            add(trim(std::string(at, end)));
+        return end + 1;
+    }
+
+    void body(void) {
+        for (const char *at = k.body; at < k.end;) {
+            const char *eol = (const char *)memchr(at, '\n', (size_t)(k.end - at));
+            if (isspace((unsigned char)*at) || strchr("{};", *at)) {
+                at++;
+            } else if (strncmp(at, "//", 2) == 0) {
+                at = eol;
+            } else if (strncmp(at, ".loc", 4) == 0 && isspace((unsigned char)at[4])) {
+                location(std::string(at, eol));
+                at = eol;
+            } else {
+                at = statement(at);
+            }
+        }
+    }
+
+    void parse(void) {
+        head();
+        variables();
+        reserve(32); // at 0, for what is ignored
+        body();
+        if (k.code.empty() || k.code.back().kind != RETURN || k.code.back().guard >= 0)
+            refuse("the kernel does not end with ret");
+        for (const auto &b : branches) {
+            const auto found = labels.find(b.second);
+            if (found == labels.end())
+                refuse("no label " + b.second);
+            k.code[b.first].target = found->second;
+        }
+        k.counts.resize(k.code.size());
+        k.register_bytes = align(k.register_bytes, 64);
+    }
+};
+} // namespace
+
+void parse_kernel(Kernel *k) {
+    Parser{*k, {}, {}, {}, {}, {}, 0}.parse();
+}
