@@ -293,14 +293,22 @@ static void add_conversions(Table &t) {
     add(t, CONVERT, "cvt", "f32.f16", [](u32 a) { return _cvtsh_ss((u16)a); });
 }
 
+template <class T> static void unpack(Warp &w, const Inst &in) {
+    const int half = sizeof(T) * 4;
+    for (int i = 0; i < WARP; i++)
+        if (w.active(i)) {
+            const T whole = w.reg<T>(in.o[2])[i];
+            w.reg<u32>(in.o[0])[i] = (u32)(whole & (((T)1 << half) - 1));
+            w.reg<u32>(in.o[1])[i] = (u32)(whole >> half);
+        }
+}
+
 // What the parser makes of mov with two registers as one operand; and cvta
 static void add_halves_and_windows(Table &t) {
     add(t, MOVE, "pack", "b32", [](u32 a, u32 b) { return a | b << 16; });
     add(t, MOVE, "pack", "b64", [](u32 a, u32 b) { return a | (u64)b << 32; });
-    add(t, MOVE, "low", "b32", [](u32 a) { return a & 0xffff; });
-    add(t, MOVE, "high", "b32", [](u32 a) { return a >> 16; });
-    add(t, MOVE, "low", "b64", [](u64 a) { return (u32)a; });
-    add(t, MOVE, "high", "b64", [](u64 a) { return (u32)(a >> 32); });
+    t["unpack.b32"] = {unpack<u32>, "444", MOVE};
+    t["unpack.b64"] = {unpack<u64>, "448", MOVE};
     add(t, MOVE, "cvta", "global.u64 to.global.u64", [](u64 a) { return a; });
     add(t, MOVE, "cvta", "shared.u64", [](u64 a) { return a | SHARED_WINDOW; });
     add(t, MOVE, "cvta", "local.u64", [](u64 a) { return a | LOCAL_WINDOW; });

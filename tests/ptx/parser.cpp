@@ -6,10 +6,11 @@
 #include <cstdio>
 #include <cstring>
 #include <cxxabi.h>
+#include <set>
 #include <sstream>
 
 std::map<std::string, Kernel> kernels;
-static std::map<std::string, u32> extern_shared; // dynamic shared memory: name, alignment
+static std::set<std::string> dynamic_shared; // the names of dynamic shared memory
 
 [[noreturn]] void refuse(const Kernel &k, const std::string &what) {
     fprintf(stderr, "ptx: %s: %s\n", k.name.c_str(), what.c_str());
@@ -96,47 +97,38 @@ static std::string name_in_source(const std::string &mangled) {
     return begins(name, "void ") ? name.substr(5) : name;
 }
 
+static std::string until(const std::string &text, size_t at, char end) {
+    return text.substr(at, text.find(end, at) - at);
+}
+
 // The numbers of those files in .loc that are kernels, not CUDA's headers
-static std::vector<int> *kernel_files(const char *ptx, const char *end) {
+static std::vector<int> *kernel_files(const std::string &text) {
     auto *files = new std::vector<int>;
-    for (const char *at = ptx; (at = (const char *)memmem(at, (size_t)(end - at), "\n.file", 6));) {
-        const char *line = at + 6, *eol = (const char *)memchr(line, '\n', (size_t)(end - line));
-        if (std::string(line, eol).find(".cu\"") != std::string::npos)
-            files->push_back(atoi(line));
-        at = line;
-    }
+    for (size_t at = 0; (at = text.find("\n.file", at)) != std::string::npos; at++)
+        if (until(text, at + 1, '\n').find(".cu\"") != std::string::npos)
+            files->push_back(atoi(text.c_str() + at + 6));
     return files;
 }
 
-static const char *end_of_body(const char *body, const char *end) {
+static std::string body_at(const std::string &text, size_t at) { // behind its {
     int depth = 1;
-    const char *at = body;
-    for (; at < end && depth; at++)
-        depth += (*at == '{') - (*at == '}');
-    return at - 1;
+    size_t end = at;
+    for (; end < text.size() && depth; end++)
+        depth += (text[end] == '{') - (text[end] == '}');
+    return text.substr(at, end - 1 - at);
 }
 
-void load_module(const char *ptx, size_t length) {
-    const char *end = ptx + length, *word = "\n.extern .shared";
-    const std::vector<int> *files = kernel_files(ptx, end);
-    for (const char *at = ptx;
-         (at = (const char *)memmem(at, (size_t)(end - at), word, strlen(word)));) {
-        at += strlen(word);
-        const Declared d =
-            declared(std::string(at, (const char *)memchr(at, ';', (size_t)(end - at))));
-        extern_shared[d.name] = d.alignment;
-    }
-    for (const char *at = ptx; (at = (const char *)memmem(at, (size_t)(end - at), ".entry ", 7));) {
-        const char *name = at + 7, *name_end = name;
-        while (in_name(*name_end))
-            name_end++;
-        const std::string mangled(name, name_end);
+void load_module(const std::string &text) {
+    const std::vector<int> *files = kernel_files(text);
+    for (size_t at = 0; (at = text.find("\n.extern .shared", at)) != std::string::npos; at++)
+        dynamic_shared.insert(declared(until(text, at + 9, ';')).name);
+    for (size_t at = 0; (at = text.find(".entry ", at)) != std::string::npos; at++) {
+        const std::string mangled = until(text, at + 7, '(');
         Kernel &k = kernels[mangled];
         k.name = name_in_source(mangled);
         k.files = files;
-        k.head = name_end;
-        k.body = (const char *)memchr(name_end, '{', (size_t)(end - name_end)) + 1;
-        k.end = at = end_of_body(k.body, end);
+        k.head = until(text, at + 7, '{');
+        k.body = body_at(text, at + 8 + k.head.size());
     }
 }
 
@@ -355,29 +347,20 @@ struct Parser {
             in.o[i] = operand(operands[i], '4');
     }
 
-    // One half of a register, or two halves become one.
-    static void rename_move(std::string &op, std::vector<std::string> &operands) {
-        const std::string type = op.substr(strlen("mov"));
-        if (operands[0][0] == '{') {
-            const std::vector<std::string> to = vector_of(operands[0]);
-            const bool high = to[0] == "_";
-            op = (high ? "high" : "low") + type;
-            operands[0] = to[high];
-        } else if (operands[1][0] == '{') {
-            const std::vector<std::string> from = vector_of(operands[1]);
-            op = "pack" + type;
-            operands = {operands[0], from[0], from[1]};
-        }
-    }
-
-    void simple(Inst &in, std::string op, std::vector<std::string> operands) {
-        if (begins(op, "mov."))
-            rename_move(op, operands);
+    void simple(Inst &in, std::string op, const std::vector<std::string> &operands) {
+        if (begins(op, "mov.") && operands[0][0] == '{') // two halves of a register
+            op.replace(0, 3, "unpack");
+        if (begins(op, "mov.") && operands[1][0] == '{')
+            op.replace(0, 3, "pack");
+        std::vector<std::string> flat;
+        for (const std::string &o : operands)
+            for (const std::string &half : vector_of(o))
+                flat.push_back(half);
         const Operation *found = find_operation(op);
         in.run = found ? found->run : unknown;
         in.of = found ? found->of : CONTROL;
         for (size_t i = 0; found && i < found->operands.size(); i++)
-            in.o[i] = operand(operands.at(i), found->operands[i]);
+            in.o[i] = operand(flat.at(i), found->operands[i]);
     }
 
     void instruction(Inst &in, const std::string &op, const std::vector<std::string> &operands) {
@@ -420,54 +403,42 @@ struct Parser {
         }
         const size_t space = std::min(s.find_first_of(" \t{"), s.size());
         const std::string op = s.substr(0, space);
-        std::vector<std::string> operands = split(s.substr(space), ',');
-        std::string second; // a mov to two registers is two instructions
-        if (begins(op, "mov.") && operands[0][0] == '{') {
-            const std::vector<std::string> to = vector_of(operands[0]);
-            second = to[0] != "_" && to[1] != "_" ? "{_," + to[1] + "}" : "";
-            operands[0] = second.empty() ? operands[0] : "{" + to[0] + ",_}";
-        }
-        for (int part = 0; part < 2 - second.empty(); part++) {
-            if (part > 0)
-                operands[0] = second;
-            in.number = (int)k.code.size();
-            instruction(in, op, operands);
-            k.code.push_back(in);
-        }
+        const std::vector<std::string> operands = split(s.substr(space), ',');
+        in.number = (int)k.code.size();
+        instruction(in, op, operands);
+        k.code.push_back(in);
     }
 
     /* -- The whole kernel */
 
     void head(void) {
-        const std::string text(k.head, k.body);
-        const size_t open = text.find('('), close = text.find(')');
-        for (std::string p : split(text.substr(open + 1, close - open - 1), ',')) {
+        const size_t open = k.head.find('('), close = k.head.find(')');
+        for (const std::string &p : split(k.head.substr(open + 1, close - open - 1), ',')) {
             const Declared d = declared(p);
             k.param_bytes = align(k.param_bytes, d.alignment);
             k.params.push_back({k.param_bytes, d.size});
             symbols[d.name] = k.param_bytes;
             k.param_bytes += d.size;
         }
-        if (const size_t most = text.find(".maxntid "); most != std::string::npos) {
+        if (const size_t most = k.head.find(".maxntid "); most != std::string::npos) {
             u32 x = 1, y = 1, z = 1;
-            sscanf(text.c_str() + most, ".maxntid %u, %u, %u", &x, &y, &z);
+            sscanf(k.head.c_str() + most, ".maxntid %u, %u, %u", &x, &y, &z);
             k.max_threads = x * y * z;
         }
     }
 
     // Shared and local memory are declared before their use; dynamic memory follows the static one.
     void variables(void) {
-        const std::string text(k.body, k.end);
         for (const char *space : {".shared .align", ".local .align"})
-            for (size_t at = 0; (at = text.find(space, at)) != std::string::npos; at++) {
-                const Declared d = declared(text.substr(at, text.find(';', at) - at));
+            for (size_t at = 0; (at = k.body.find(space, at)) != std::string::npos; at++) {
+                const Declared d = declared(until(k.body, at, ';'));
                 u32 &bytes = space[1] == 's' ? k.shared : k.local;
                 symbols[d.name] = bytes = align(bytes, d.alignment);
                 bytes += d.size;
             }
         k.dynamic_at = align(k.shared, 128);
-        for (const auto &s : extern_shared)
-            symbols[s.first] = k.dynamic_at;
+        for (const std::string &name : dynamic_shared)
+            symbols[name] = k.dynamic_at;
     }
 
     // Of cnn_kernels.cu, also where a function of a header was inlined there
@@ -481,32 +452,32 @@ struct Parser {
         line = l;
     }
 
-    const char *statement(const char *at) {
-        const char *end = at;
-        while (in_name(*end))
+    // Returns where it ends.
+    size_t statement(size_t at) {
+        size_t end = at;
+        while (in_name(k.body[end]))
             end++;
-        if (*end == ':') {
-            labels[std::string(at, end)] = (int)k.code.size();
+        if (k.body[end] == ':') {
+            labels[k.body.substr(at, end - at)] = (int)k.code.size();
             return end + 1;
         }
-        end = (const char *)memchr(at, ';', (size_t)(k.end - at));
-        if (strncmp(at, ".reg", 4) == 0)
-            declare(std::string(at, end));
-        else if (*at != '.')
-            add(trim(std::string(at, end)));
-        return end + 1;
+        const std::string s = trim(until(k.body, at, ';'));
+        if (begins(s, ".reg"))
+            declare(s);
+        else if (s[0] != '.')
+            add(s);
+        return k.body.find(';', at) + 1;
     }
 
     void body(void) {
-        for (const char *at = k.body; at < k.end;) {
-            const char *eol = (const char *)memchr(at, '\n', (size_t)(k.end - at));
-            if (isspace((unsigned char)*at) || strchr("{};", *at)) {
+        for (size_t at = 0; at < k.body.size();) {
+            const std::string rest = k.body.substr(at, 5);
+            if (isspace((unsigned char)rest[0]) || strchr("{};", rest[0])) {
                 at++;
-            } else if (strncmp(at, "//", 2) == 0) {
-                at = eol;
-            } else if (strncmp(at, ".loc", 4) == 0 && isspace((unsigned char)at[4])) {
-                location(std::string(at, eol));
-                at = eol;
+            } else if (begins(rest, "//") || rest == ".loc\t" || rest == ".loc ") {
+                if (rest[0] == '.')
+                    location(until(k.body, at, '\n'));
+                at = k.body.find('\n', at);
             } else {
                 at = statement(at);
             }
@@ -516,7 +487,7 @@ struct Parser {
     void parse(void) {
         head();
         variables();
-        reserve(32); // at 0, for what is ignored
+        reserve(WARP * 8); // at 0, for what is ignored
         body();
         if (k.code.empty() || k.code.back().kind != RETURN || k.code.back().guard >= 0)
             refuse("the kernel does not end with ret");

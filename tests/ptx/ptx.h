@@ -130,7 +130,7 @@ struct Param {
 };
 struct Kernel {
     std::string name;              // as in the source
-    const char *head, *body, *end; // of its text
+    std::string head, body;        // its text
     const std::vector<int> *files; // those numbers of .loc that are cnn_kernels.cu
     std::vector<Inst> code;
     std::vector<Param> params;
@@ -146,7 +146,7 @@ struct Kernel {
     std::vector<Counts> counts;
     u64 launches, blocks;
 };
-void load_module(const char *ptx, size_t length);
+void load_module(const std::string &text);
 Kernel *find_kernel(const std::string &mangled); // NULL: there is no such kernel
 void parse_kernel(Kernel *);
 [[noreturn]] void refuse(const Kernel &, const std::string &what); // ends the program

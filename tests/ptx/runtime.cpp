@@ -178,7 +178,7 @@ static void load_best(const char *data, size_t size) {
         at += length;
     }
     if (best)
-        load_module(best, strnlen(best, end - best));
+        load_module(std::string(best, strnlen(best, end - best)));
     else
         fprintf(stderr,
                 "ptx: no PTX as text for sm_%d or less in the object; build it by nvcc "
