@@ -134,6 +134,8 @@ static void touch_shared(const Warp &w, const Inst &in, int lane, u64 at, u32 si
                          bool reads) {
     for (u64 word = at / 4; word <= (at + size - 1) / 4; word++) {
         Record &r = w.block->records[word];
+        for (Access *old : {&r.written, &r.read}) // of another block, which had this memory before
+            *old = same_block(*old, mine) ? *old : Access();
         touch(w, in, lane, r, mine, reads, "shared");
         if (reads && !same_block(r.written, mine))
             fault(w, in, lane, FAILURE, "shared byte %llu is read, but was never written", (ull)at);
