@@ -47,7 +47,7 @@ static Operation of_lambda(Class of, R (F::*)(A...) const, std::index_sequence<I
         };
         each_lane(w.mask, w.reg<D>(in.o[0]), value, w.reg<A>(in.o[1 + I])...);
     };
-    return {run, {letter<D>(), letter<A>()...}, of};
+    return {run, {letter<D>(), letter<A>()...}, of, PLAIN};
 }
 
 template <class F, class R, class... A>
@@ -96,34 +96,11 @@ static f32 exp2_approx(f32 a) { // within its error bound; .ftz
     return r < 0x1p-126f ? 0 : r;
 }
 
-static u32 permuted(u32 a, u32 b, u32 select) { // prmt, default mode
-    const u64 bytes = (u64)b << 32 | a;
-    u32 r = 0;
-    for (int i = 0; i < 4; i++) {
-        const u32 s = select >> 4 * i & 15, byte = (u32)(bytes >> 8 * (s & 7)) & 255;
-        r |= (s & 8 ? (byte & 128 ? 255 : 0) : byte) << 8 * i;
-    }
-    return r;
-}
-
-static u32 three_inputs(u32 a, u32 b, u32 c, u32 table) { // lop3
-    u32 r = 0;
-    for (int i = 0; i < 8; i++)
-        if (table >> i & 1)
-            r |= (i & 4 ? a : ~a) & (i & 2 ? b : ~b) & (i & 1 ? c : ~c);
-    return r;
-}
-
 // b, whose n bits from `at` on are the lowest of a
 static u32 inserted(u32 a, u32 b, u32 at, u32 n) {
     at &= 255;
     const u64 bits = at < 32 ? ((1ull << std::min(n & 255, 32u)) - 1) << at : 0;
     return (u32)((b & ~bits) | (((u64)a << (at & 31)) & bits));
-}
-
-static u32 extracted(u32 a, u32 at, u32 n) {
-    at &= 255;
-    return at < 32 ? (u32)(a >> at & ((1ull << std::min(n & 255, 32u)) - 1)) : 0;
 }
 
 static u32 bf16_of(f32 a) { // to nearest even; a NaN is 7fff
@@ -212,21 +189,11 @@ static void add_other_integers(Table &t) {
     add(t, INTEGER, "mul.wide", "u32", [](u32 a, u32 b) { return (u64)a * b; });
     add(t, INTEGER, "mad.wide", "s32", [](s32 a, s32 b, s64 c) { return (s64)a * b + c; });
     add(t, INTEGER, "mad.wide", "u32", [](u32 a, u32 b, u64 c) { return (u64)a * b + c; });
-    add(t, INTEGER, "mul.hi", "u32", [](u32 a, u32 b) { return (u32)((u64)a * b >> 32); });
-    add(t, INTEGER, "mul.hi", "s32", [](s32 a, s32 b) { return (s32)((s64)a * b >> 32); });
-    add(t, INTEGER, "abs", "s32", [](s32 a) { return a < 0 ? 0 - (u32)a : (u32)a; });
-    add(t, INTEGER, "shf.l.wrap", "b32",
-        [](u32 a, u32 b, u32 c) { return (u32)(((u64)b << 32 | a) << (c & 31) >> 32); });
-    add(t, INTEGER, "shf.r.wrap", "b32",
-        [](u32 a, u32 b, u32 c) { return (u32)(((u64)b << 32 | a) >> (c & 31)); });
-    add(t, INTEGER, "prmt", "b32", [](u32 a, u32 b, u32 c) { return permuted(a, b, c); });
-    add(t, INTEGER, "lop3", "b32",
-        [](u32 a, u32 b, u32 c, u32 d) { return three_inputs(a, b, c, d); });
     add(t, INTEGER, "bfi", "b32", [](u32 a, u32 b, u32 c, u32 d) { return inserted(a, b, c, d); });
-    add(t, INTEGER, "bfe", "u32", [](u32 a, u32 b, u32 c) { return extracted(a, b, c); });
 }
 
-template <class F> static void add_floats(Table &t, const std::string &type) {
+// The unordered ones are true of a NaN.
+template <class F> static void add_float_comparisons(Table &t, const std::string &type) {
     add_comparisons<F, F>(t, type);
     add(t, INTEGER, "setp.equ", type, [](F a, F b) { return !(a < b || a > b); });
     add(t, INTEGER, "setp.neu", type, [](F a, F b) { return a != b; });
@@ -235,58 +202,35 @@ template <class F> static void add_floats(Table &t, const std::string &type) {
     add(t, INTEGER, "setp.gtu", type, [](F a, F b) { return !(a <= b); });
     add(t, INTEGER, "setp.geu", type, [](F a, F b) { return !(a < b); });
     add(t, INTEGER, "setp.nan", type, [](F a, F b) { return a != a || b != b; });
-    add(t, INTEGER, "setp.num", type, [](F a, F b) { return a == a && b == b; });
-    add(t, FMA, "fma.rn", type, [](F a, F b, F c) { return std::fma(a, b, c); });
-    for (const char *name : {"add", "add.rn"})
-        add(t, FLOAT, name, type, [](F a, F b) { return a + b; });
-    for (const char *name : {"mul", "mul.rn"})
-        add(t, FLOAT, name, type, [](F a, F b) { return a * b; });
-    add(t, FLOAT, "sub", type, [](F a, F b) { return a - b; });
-    add(t, FLOAT, "div.rn", type, [](F a, F b) { return a / b; });
-    add(t, FLOAT, "rcp.rn", type, [](F a) { return 1 / a; });
-    add(t, FLOAT, "sqrt.rn", type, [](F a) { return std::sqrt(a); });
-    add(t, FLOAT, "neg", type, [](F a) { return -a; });
-    add(t, FLOAT, "abs", type, [](F a) { return std::fabs(a); });
 }
 
-static void add_other_floats(Table &t) {
+static void add_floats(Table &t) {
+    add(t, FMA, "fma.rn", "f32", [](f32 a, f32 b, f32 c) { return std::fma(a, b, c); });
     add(t, FMA, "fma.rm", "f32", [](f32 a, f32 b, f32 c) { return fma_down(a, b, c); });
+    add(t, FLOAT, "add", "f32", [](f32 a, f32 b) { return a + b; });
+    add(t, FLOAT, "sub", "f32", [](f32 a, f32 b) { return a - b; });
+    add(t, FLOAT, "mul", "f32", [](f32 a, f32 b) { return a * b; });
+    add(t, FLOAT, "div.rn", "f32", [](f32 a, f32 b) { return a / b; });
+    add(t, FLOAT, "rcp.rn", "f32", [](f32 a) { return 1 / a; });
+    add(t, FLOAT, "sqrt.rn", "f32", [](f32 a) { return std::sqrt(a); });
+    add(t, FLOAT, "neg", "f32", [](f32 a) { return -a; });
+    add(t, FLOAT, "abs", "f32", [](f32 a) { return std::fabs(a); });
     add(t, FLOAT, "max", "f32", [](f32 a, f32 b) { return larger(a, b); });
-    add(t, FLOAT, "min", "f32", [](f32 a, f32 b) { return -larger(-a, -b); });
     add(t, FLOAT, "ex2.approx.ftz", "f32", [](f32 a) { return exp2_approx(a); });
-    add(t, FLOAT, "lg2.approx.ftz", "f32",
-        [](f32 a) { return (f32)log2((f64)(fabsf(a) < 0x1p-126f ? 0 : a)); });
 }
 
 static void add_conversions(Table &t) {
     add(t, CONVERT, "cvt", "s64.s32", [](s32 a) { return (s64)a; });
     add(t, CONVERT, "cvt", "u64.u32 u64.u16", [](u32 a) { return (u64)a; });
     add(t, CONVERT, "cvt", "u32.u64 s32.s64", [](u64 a) { return (u32)a; });
-    add(t, CONVERT, "cvt", "s64.s16", [](u32 a) { return (s64)(int16_t)a; });
-    add(t, CONVERT, "cvt", "s32.s16", [](u32 a) { return (s32)(int16_t)a; });
     add(t, CONVERT, "cvt", "u32.u16", [](u32 a) { return a; });
     add(t, CONVERT, "cvt", "u16.u32", [](u32 a) { return a & 0xffff; });
-    add(t, CONVERT, "cvt", "u16.u64", [](u64 a) { return (u32)a & 0xffff; });
-    add(t, CONVERT, "cvt", "s32.s8", [](u32 a) { return (s32)(int8_t)a; });
-    add(t, CONVERT, "cvt", "s16.s8", [](u32 a) { return (u32)(u16)(int8_t)a; });
-    add(t, CONVERT, "cvt", "u32.u8 u16.u8", [](u32 a) { return a & 255; });
     add(t, CONVERT, "cvt.rn", "f32.u32 f32.u16", [](u32 a) { return (f32)a; });
     add(t, CONVERT, "cvt.rn", "f32.s32", [](s32 a) { return (f32)a; });
-    add(t, CONVERT, "cvt.rn", "f32.s16", [](u32 a) { return (f32)(int16_t)a; });
-    add(t, CONVERT, "cvt.rn", "f32.u64", [](u64 a) { return (f32)a; });
-    add(t, CONVERT, "cvt.rn", "f32.s64", [](s64 a) { return (f32)a; });
     add(t, CONVERT, "cvt.rn", "f32.f64", [](f64 a) { return (f32)a; });
-    add(t, CONVERT, "cvt", "f64.f32", [](f32 a) { return (f64)a; });
-    add(t, CONVERT, "cvt.rn", "f64.s32", [](s32 a) { return (f64)a; });
-    add(t, CONVERT, "cvt.rn", "f64.u32", [](u32 a) { return (f64)a; });
     add(t, CONVERT, "cvt.rzi", "s32.f32", [](f32 a) { return truncated(a); });
-    add(t, CONVERT, "cvt.rzi", "u32.f32", [](f32 a) {
-        return !(a > 0) ? 0 : a >= 0x1p32f ? ~0u : (u32)a;
-    });
     add(t, CONVERT, "cvt.sat", "f32.f32", [](f32 a) { return a > 0 ? a < 1 ? a : 1 : 0; });
     add(t, CONVERT, "cvt.rmi", "f32.f32", [](f32 a) { return floorf(a); });
-    add(t, CONVERT, "cvt.rpi", "f32.f32", [](f32 a) { return ceilf(a); });
-    add(t, CONVERT, "cvt.rzi", "f32.f32", [](f32 a) { return truncf(a); });
     add(t, CONVERT, "cvt.rn", "bf16.f32", [](f32 a) { return bf16_of(a); });
     add(t, CONVERT, "cvt", "f32.bf16", [](u32 a) { return a << 16; });
     add(t, CONVERT, "cvt.rn", "f16.f32", [](f32 a) { return half_of(a); });
@@ -307,35 +251,11 @@ template <class T> static void unpack(Warp &w, const Inst &in) {
 static void add_halves_and_windows(Table &t) {
     add(t, MOVE, "pack", "b32", [](u32 a, u32 b) { return a | b << 16; });
     add(t, MOVE, "pack", "b64", [](u32 a, u32 b) { return a | (u64)b << 32; });
-    t["unpack.b32"] = {unpack<u32>, "444", MOVE};
-    t["unpack.b64"] = {unpack<u64>, "448", MOVE};
     add(t, MOVE, "cvta", "global.u64 to.global.u64", [](u64 a) { return a; });
     add(t, MOVE, "cvta", "shared.u64", [](u64 a) { return a | SHARED_WINDOW; });
     add(t, MOVE, "cvta", "local.u64", [](u64 a) { return a | LOCAL_WINDOW; });
     add(t, MOVE, "cvta", "to.shared.u64", [](u64 a) { return a & ~(u64)SHARED_WINDOW; });
     add(t, MOVE, "cvta", "to.local.u64", [](u64 a) { return a & ~(u64)LOCAL_WINDOW; });
-}
-
-static Table make_table(void) {
-    Table t;
-    add_integers<s32, u32>(t, "32");
-    add_integers<s64, u64>(t, "64");
-    add_16_bits(t);
-    add_predicates(t);
-    add_other_integers(t);
-    add_floats<f32>(t, "f32");
-    add_floats<f64>(t, "f64");
-    add_other_floats(t);
-    add_conversions(t);
-    add_halves_and_windows(t);
-    t["membar.gl"] = t["membar.cta"] = {[](Warp &, const Inst &) {}, "", CONTROL};
-    return t;
-}
-
-const Operation *find_operation(const std::string &name) {
-    static const Table table = make_table();
-    const auto found = table.find(name);
-    return found == table.end() ? nullptr : &found->second;
 }
 
 void unknown(Warp &w, const Inst &in) {
@@ -347,20 +267,20 @@ void unknown(Warp &w, const Inst &in) {
 /* PTX ISA, ldmatrix: lanes 8 m to 8 m + 7 give the addresses of the rows, 16 bytes each, of matrix
    m. Lane l receives, of each matrix, elements 2 (l % 4) and the next one of row l / 4; .trans: of
    column l / 4. */
-void ldmatrix(Warp &w, const Inst &in) {
+template <bool TRANS> static void ldmatrix(Warp &w, const Inst &in) {
     u64 rows[WARP];
     matrix_rows(w, in, rows);
-    for (u32 m = 0; m < in.count; m++) {
+    for (u32 m = 0; m < 4; m++) {
         u16 matrix[8][8];
         u32 *r = w.reg<u32>(in.o[m]);
         for (u32 i = 0; i < 8; i++)
             memcpy(matrix[i], w.block->shared.data() + rows[8 * m + i], 16);
         for (int l = 0; l < WARP; l++)
-            read_matrix_word(w, in, l, rows[8 * m + (u32)l / 4] + (u32)l % 4 * 4);
+            read_matrix_word(w, in, l, rows[8 * m + (u32)l / 4] + (u32)l % 4 * 4, TRANS);
         for (int l = 0; l < WARP; l++) {
             const int row = l / 4, pair = l % 4 * 2;
-            r[l] = in.sign ? matrix[pair][row] | (u32)matrix[pair + 1][row] << 16
-                           : matrix[row][pair] | (u32)matrix[row][pair + 1] << 16;
+            r[l] = TRANS ? matrix[pair][row] | (u32)matrix[pair + 1][row] << 16
+                         : matrix[row][pair] | (u32)matrix[row][pair + 1] << 16;
         }
     }
 }
@@ -411,36 +331,65 @@ template <Element T, int K> static void mma(Warp &w, const Inst &in) { // o: d0-
                                            (f64)w.reg<f32>(in.o[10 + r])[l]);
 }
 
-Run find_mma(const std::string &shape) {
-    static const std::map<std::string, Run> shapes = {
-        {"m16n8k16.row.col.f32.f16.f16.f32", mma<HALF, 16>},
-        {"m16n8k16.row.col.f32.bf16.bf16.f32", mma<BFLOAT, 16>},
-        {"m16n8k8.row.col.f32.tf32.tf32.f32", mma<TF32, 8>}};
-    const auto found = shapes.find(shape);
-    return found == shapes.end() ? nullptr : found->second;
-}
-
-// shfl.sync.MODE.b32 o0|o5, o1, o2, o3, o4: o3 = the segment's mask << 8 | the last lane
-template <char MODE> static void shuffle(Warp &w, const Inst &in) {
+// shfl.sync.MODE.b32 o0|o1, o2, o3, o4, o5: o4 = the segment's mask << 8 | the last lane
+template <bool DOWN> static void shuffle(Warp &w, const Inst &in) {
     u32 got[WARP];
     for (int i = 0; i < WARP; i++) {
-        const int b = (int)(w.reg<u32>(in.o[2])[i] & 31);
-        const u32 c = w.reg<u32>(in.o[3])[i], segment = c >> 8 & 31;
+        const int b = (int)(w.reg<u32>(in.o[3])[i] & 31);
+        const u32 c = w.reg<u32>(in.o[4])[i], segment = c >> 8 & 31;
         const int last = (int)(((u32)i & segment) | (c & 31 & ~segment));
-        int from = MODE == 'd' ? i + b : i ^ b;
-        const bool valid = from <= last;
-        from = valid ? from : i;
+        const bool valid = (DOWN ? i + b : i ^ b) <= last;
+        const int from = !valid ? i : DOWN ? i + b : i ^ b;
         if (w.active(i) && !w.active(from))
             fault(w, in, i, FAILURE, "shfl reads lane %d, which does not take part", from);
-        got[i] = w.reg<u32>(in.o[1])[from];
-        if (w.active(i) && in.o[5])
-            w.reg<u32>(in.o[5])[i] = valid ? YES : NO;
+        got[i] = w.reg<u32>(in.o[2])[from];
+        if (w.active(i))
+            w.reg<u32>(in.o[1])[i] = valid ? YES : NO;
     }
     for (int i = 0; i < WARP; i++)
         if (w.active(i))
             w.reg<u32>(in.o[0])[i] = got[i];
 }
 
-Run find_shuffle(const std::string &mode) {
-    return mode == "down" ? shuffle<'d'> : mode == "bfly" ? shuffle<'b'> : nullptr;
+/* ---- All of them, but loads and stores */
+
+static Table make_table(void) {
+    Table t;
+    add_integers<s32, u32>(t, "32");
+    add_integers<s64, u64>(t, "64");
+    add_16_bits(t);
+    add_predicates(t);
+    add_other_integers(t);
+    add_float_comparisons<f32>(t, "f32");
+    add_float_comparisons<f64>(t, "f64");
+    add_floats(t);
+    add_conversions(t);
+    add_halves_and_windows(t);
+    const std::string mma_16 = "mma.sync.aligned.m16n8k16.row.col.f32.", of_mma(14, '4');
+    t[mma_16 + "f16.f16.f32"] = {mma<HALF, 16>, of_mma, MMA, COLLECTIVE};
+    t[mma_16 + "bf16.bf16.f32"] = {mma<BFLOAT, 16>, of_mma, MMA, COLLECTIVE};
+    t["mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32"] = {mma<TF32, 8>, of_mma, MMA,
+                                                               COLLECTIVE};
+    t["ldmatrix.sync.aligned.m8n8.x4.shared.b16"] = {ldmatrix<false>, "4444@", LDMATRIX,
+                                                     COLLECTIVE};
+    t["ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16"] = {ldmatrix<true>, "4444@", LDMATRIX,
+                                                           COLLECTIVE};
+    t["shfl.sync.down.b32"] = {shuffle<true>, "4p4444", MOVE, SHUFFLE};
+    t["shfl.sync.bfly.b32"] = {shuffle<false>, "4p4444", MOVE, SHUFFLE};
+    t["cp.async.cg.shared.global"] = {cp_async, "@*b4", CP_ASYNC};
+    t["cp.async.commit_group"] = {cp_async_commit, "", CP_ASYNC};
+    t["cp.async.wait_group"] = {cp_async_wait, "n", CP_ASYNC};
+    t["atom.global.add.u32"] = {atomic_add, "4@4", ST_GLOBAL};
+    t["unpack.b32"] = {unpack<u32>, "444", MOVE};
+    t["unpack.b64"] = {unpack<u64>, "448", MOVE};
+    t["bar.sync"] = {nullptr, "n", CONTROL, BARRIER};
+    t["bra"] = t["bra.uni"] = {nullptr, "l", CONTROL, BRANCH};
+    t["ret"] = {nullptr, "", CONTROL, RETURN};
+    return t;
+}
+
+const Operation *find_operation(const std::string &name) {
+    static const Table table = make_table();
+    const auto found = table.find(name);
+    return found == table.end() ? nullptr : &found->second;
 }

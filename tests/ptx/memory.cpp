@@ -293,38 +293,35 @@ void store(Warp &w, const Inst &in) {
     }
 }
 
-void atomic_add(Warp &w, const Inst &in) { // o: old value, -, -, -, address, addend
+void atomic_add(Warp &w, const Inst &in) { // o: the old value, address, addend
     u64 a[WARP];
-    addresses(w, in, in.o[4], a);
+    addresses(w, in, in.o[1], a);
     check_global(w, in, a, 4);
     for (int i = 0; i < WARP; i++)
         if (w.active(i))
             w.reg<u32>(in.o[0])[i] = __atomic_fetch_add((u32 *)(a[i] + (u64)delta),
-                                                        w.reg<u32>(in.o[5])[i], __ATOMIC_RELAXED);
+                                                        w.reg<u32>(in.o[2])[i], __ATOMIC_RELAXED);
 }
 
 void matrix_rows(Warp &w, const Inst &in, u64 *rows) {
-    const u32 lanes = 8 * in.count; // that give addresses
     addresses(w, in, in.o[4], rows);
-    for (u32 i = lanes; i < WARP; i++)
-        rows[i] = rows[i % lanes];
     check_shared(w, in, rows, 16);
     if (counting)
-        count_passes(w, in, rows, 16, lanes < WARP ? (1u << lanes) - 1 : EVERY_LANE);
+        count_passes(w, in, rows, 16, EVERY_LANE);
 }
 
-void read_matrix_word(Warp &w, const Inst &in, int lane, u64 at) {
+void read_matrix_word(Warp &w, const Inst &in, int lane, u64 at, bool by_two) {
     Access mine = access_of(w, (u32)lane, at, 4);
-    if (in.sign) // a word that is transposed goes to two lanes
+    if (by_two)
         mine.thread = SEVERAL;
     touch_shared(w, in, lane, at, 4, mine, true);
 }
 
-/* ---- cp.async.cg.shared.global [o0], [o1], bytes, o2: the bytes are moved when they are waited
+/* ---- cp.async.cg.shared.global [o0], [o1], bytes, o3: the bytes are moved when they are waited
    for, by which time the source, too, may be read; nothing may read the destination until then. */
 
 static void check_source(Warp &w, const Inst &in, const u64 *from) {
-    const u32 all = w.mask, *sizes = w.reg<u32>(in.o[2]);
+    const u32 all = w.mask, *sizes = w.reg<u32>(in.o[3]);
     u32 reading = 0;
     for (int i = 0; i < WARP; i++) {
         if (w.active(i) && sizes[i] > in.bytes)
@@ -359,7 +356,7 @@ void cp_async(Warp &w, const Inst &in) {
         for (u64 word = to[i] / 4; word < (to[i] + in.bytes) / 4; word++)
             w.block->records[word].written = mine;
         w.pending.push_back(
-            {from[i], (u32)to[i], w.reg<u32>(in.o[2])[i], in.bytes, (u32)i, w.committed[i]});
+            {from[i], (u32)to[i], w.reg<u32>(in.o[3])[i], in.bytes, (u32)i, w.committed[i]});
     }
 }
 

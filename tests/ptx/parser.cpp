@@ -251,12 +251,6 @@ struct Parser {
         }
     }
 
-    u32 list(Inst &in, const std::string &names, u32 at) {
-        for (const std::string &name : vector_of(names))
-            in.o[at++] = operand(name, '4');
-        return at;
-    }
-
     /* -- Instructions */
 
     void memory(Inst &in, const std::vector<std::string> &words,
@@ -292,102 +286,42 @@ struct Parser {
         address(in, operands[in.read], 4);
     }
 
-    void atomic(Inst &in, const std::vector<std::string> &operands, bool old) {
-        in.run = atomic_add;
-        in.of = ST_GLOBAL;
-        in.o[0] = old ? operand(operands[0], '4') : reserve(WARP * 4);
-        address(in, operands[old], 4);
-        in.o[5] = operand(operands[old + 1], '4');
+    // The letters of Operation::operands
+    void set_operand(Inst &in, size_t i, const std::string &s, char letter) {
+        if (letter == '@')
+            address(in, s, (u32)i);
+        else if (letter == '*')
+            in.o[i] = operand(without_brackets(s), '8');
+        else if (letter == 'b')
+            in.bytes = (uint8_t)number(s);
+        else if (letter == 'n')
+            in.offset = (s64)number(s);
+        else if (letter == 'l')
+            branches.push_back({k.code.size(), s});
+        else
+            in.o[i] = operand(s, letter);
     }
 
-    void copy(Inst &in, const std::string &op, const std::vector<std::string> &operands) {
-        in.of = CP_ASYNC;
-        if (op == "cp.async.cg.shared.global" || op == "cp.async.ca.shared.global") {
-            in.run = cp_async;
-            in.bytes = (uint8_t)number(operands[2]);
-            in.o[1] = operand(without_brackets(operands[1]), '8'); // without an offset
-            in.o[2] = operands.size() > 3 ? operand(operands[3], '4') : constant(in.bytes, '4');
-            address(in, operands[0], 0);
-        } else if (op == "cp.async.commit_group") {
-            in.run = cp_async_commit;
-        } else {
-            in.run =
-                op == "cp.async.wait_group" || op == "cp.async.wait_all" ? cp_async_wait : unknown;
-            in.offset = op == "cp.async.wait_group" ? (s64)number(operands[0]) : -1;
-        }
-    }
-
-    void matrices(Inst &in, const std::string &op, const std::vector<std::string> &operands) {
-        in.kind = COLLECTIVE;
-        if (begins(op, "ldmatrix.")) {
-            in.run = begins(op, "ldmatrix.sync.aligned.m8n8.") ? ldmatrix : unknown;
-            in.sign = op.find(".trans") != std::string::npos;
-            in.of = LDMATRIX;
-            in.count = list(in, operands[0], 0);
-            address(in, operands[1], 4);
-            return;
-        }
-        in.of = MMA;
-        in.run = find_mma(op.substr(strlen("mma.sync.aligned.")));
-        in.run = in.run ? in.run : unknown;
-        const u32 places[] = {0, 4, 8, 10}; // of d, a, b, c
-        for (size_t i = 0; i < 4; i++)
-            list(in, operands[i], places[i]);
-    }
-
-    void shuffle(Inst &in, const std::string &mode, const std::vector<std::string> &operands) {
-        const std::vector<std::string> to = split(operands[0], '|');
-        in.kind = SHUFFLE;
-        in.run = find_shuffle(mode);
-        in.run = in.run ? in.run : unknown;
-        in.of = MOVE;
-        in.o[0] = operand(to[0], '4');
-        in.o[5] = to.size() > 1 ? operand(to[1], 'p') : 0;
-        for (size_t i = 1; i < 5; i++)
-            in.o[i] = operand(operands[i], '4');
-    }
-
-    void simple(Inst &in, std::string op, const std::vector<std::string> &operands) {
+    void instruction(Inst &in, std::string op, const std::vector<std::string> &operands) {
+        std::vector<std::string> flat;
+        if (begins(op, "ld.") || begins(op, "st."))
+            return memory(in, split(op, '.'), operands);
         if (begins(op, "mov.") && operands[0][0] == '{') // two halves of a register
             op.replace(0, 3, "unpack");
         if (begins(op, "mov.") && operands[1][0] == '{')
             op.replace(0, 3, "pack");
-        std::vector<std::string> flat;
         for (const std::string &o : operands)
-            for (const std::string &half : vector_of(o))
-                flat.push_back(half);
+            for (const std::string &element : vector_of(o))
+                for (const std::string &one : split(element, '|'))
+                    flat.push_back(one);
         const Operation *found = find_operation(op);
         in.run = found ? found->run : unknown;
         in.of = found ? found->of : CONTROL;
+        in.kind = found ? found->kind : PLAIN;
         for (size_t i = 0; found && i < found->operands.size(); i++)
-            in.o[i] = operand(flat.at(i), found->operands[i]);
-    }
-
-    void instruction(Inst &in, const std::string &op, const std::vector<std::string> &operands) {
-        const std::vector<std::string> words = split(op, '.');
-        in.of = CONTROL;
-        if (words[0] == "bra") {
-            in.kind = BRANCH;
-            branches.push_back({k.code.size(), operands[0]});
-        } else if (op == "ret" || op == "exit") {
-            in.kind = RETURN;
-        } else if (op == "bar.sync" || op == "barrier.sync" || op == "barrier.sync.aligned") {
-            in.kind = BARRIER;
-            if (operands != std::vector<std::string>{"0"})
-                refuse("only barrier 0 is known");
-        } else if (words[0] == "ld" || words[0] == "st") {
-            memory(in, words, operands);
-        } else if (op == "atom.global.add.u32" || op == "red.global.add.u32") {
-            atomic(in, operands, words[0] == "atom");
-        } else if (begins(op, "cp.async.")) {
-            copy(in, op, operands);
-        } else if (words[0] == "ldmatrix" || words[0] == "mma") {
-            matrices(in, op, operands);
-        } else if (begins(op, "shfl.sync.")) {
-            shuffle(in, words[2], operands);
-        } else {
-            simple(in, op, operands);
-        }
+            set_operand(in, i, flat.at(i), found->operands[i]);
+        if (in.kind == BARRIER && in.offset != 0)
+            refuse("only barrier 0 is known");
     }
 
     void add(std::string s) {

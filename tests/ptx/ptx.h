@@ -23,7 +23,7 @@
    memory. It does not know __device__ variables, functions that are not inlined, other barriers
    than 0, textures and cooperative groups: the kernels have none, and it says so if it meets one.
 
-   PTX_SM=80 PTX_MEMORY=16 (GB): the device. PTX_ORDER=1: blocks and warps in reverse
+   PTX_SM=80: the device. PTX_ORDER=1: blocks and warps in reverse
    order. PTX_LAZY=1: the host's calls take effect as late as a wait allows. PTX_LEAKS=1: says what
    is not freed at the end. PTX_STATS=NAME: prints the statistics of kernels with this name. */
 
@@ -223,17 +223,18 @@ extern const bool counting; // of memory's parts: slower
 
 /* ---- What the parser puts into Inst::run */
 
+/* The letters of `operands`: registers of 4 or 8 bytes or, p, a predicate; @ an address; * a register
+   of 8 bytes in brackets; b the bytes of a copy, n a number, l a label. */
 struct Operation {
     Run run;
-    std::string operands; // the sizes of their registers: 4, 8, or p for a predicate
+    std::string operands;
     Class of;
+    Kind kind = PLAIN;
 };
-const Operation *find_operation(const std::string &name);
-Run find_mma(const std::string &shape); // NULL: there is none
-Run find_shuffle(const std::string &mode);
+const Operation *find_operation(const std::string &name); // NULL: it is not known
 typedef void Instruction(Warp &, const Inst &);
-Instruction ldmatrix, unknown, load, store, atomic_add, cp_async, cp_async_commit, cp_async_wait;
+Instruction unknown, load, store, atomic_add, cp_async, cp_async_commit, cp_async_wait;
 // For ldmatrix: the addresses, after all checks
 void matrix_rows(Warp &, const Inst &, u64 *rows);
-void read_matrix_word(Warp &, const Inst &, int lane, u64 at);
+void read_matrix_word(Warp &, const Inst &, int lane, u64 at, bool by_two);
 void new_launch(void); // of whose accesses to global memory races are looked for

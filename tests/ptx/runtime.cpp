@@ -16,10 +16,9 @@
 #include <time.h>
 
 enum { MOST_MODULES = 16 };
-enum : size_t { SHARED_OF_BLOCK = 48 << 10, FILLED = 16 << 20 };
+enum : size_t { SHARED_OF_BLOCK = 48 << 10, MEMORY = 16ull << 30 };
 enum : u64 { ALIGNED = 256, GAP = 4096 };
 static const int sm = (int)env("PTX_SM", 80);
-static const size_t memory_of_device = (size_t)env("PTX_MEMORY", 16) << 30;
 static const bool lazy = env("PTX_LAZY", 0), leaks = env("PTX_LEAKS", 0);
 
 static size_t most_shared(void) { // bytes that a kernel may ask for
@@ -49,7 +48,6 @@ u64 arena;
 static std::mutex table;
 static std::map<u64, Allocation> allocations; // by their ends; changed with both locks
 static std::map<u64, size_t> pinned;          // by their beginnings
-static size_t used;
 static u64 next_free;
 
 void *reserve(size_t bytes, int protection) {
@@ -315,7 +313,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int) {
     memcpy(p->uuid.bytes, "PTX on the CPU", sizeof "PTX on the CPU");
     p->major = sm / 10;
     p->minor = sm % 10;
-    p->totalGlobalMem = memory_of_device;
+    p->totalGlobalMem = MEMORY;
     p->multiProcessorCount = 4;
     return cudaSuccess;
 }
@@ -408,8 +406,7 @@ cudaError_t cudaMalloc(void **p, size_t bytes) {
     ENTER();
     open_arena();
     *p = nullptr;
-    if (bytes > memory_of_device || used + bytes > memory_of_device ||
-        next_free + bytes + 2 * GAP > arena + ARENA)
+    if (bytes > MEMORY || next_free + bytes + 2 * GAP > arena + ARENA)
         return failed(cudaErrorMemoryAllocation);
     const u64 begin = (next_free + GAP + ALIGNED - 1) / ALIGNED * ALIGNED;
     {
@@ -417,9 +414,7 @@ cudaError_t cudaMalloc(void **p, size_t bytes) {
         allocations[begin + bytes] = {begin, begin + bytes};
     }
     next_free = begin + bytes;
-    used += bytes;
-    if (bytes <= FILLED) // so that a benchmark's gigabytes are not touched
-        memset((char *)begin + delta, 0xff, bytes);
+    memset((char *)begin + delta, 0xff, bytes);
     *p = (void *)begin;
     return cudaSuccess;
 }
@@ -435,7 +430,6 @@ cudaError_t cudaFree(void *p) {
               end = (a.end + (u64)delta) / 4096 * 4096;
     if (end > begin)
         madvise((void *)begin, end - begin, MADV_DONTNEED);
-    used -= a.end - a.begin;
     const std::lock_guard lock_table(table);
     allocations.erase(a.end);
     return outcome();
@@ -456,8 +450,7 @@ cudaError_t cudaFreeHost(void *p) {
     return outcome();
 }
 cudaError_t cudaMemGetInfo(size_t *available, size_t *total) {
-    *total = memory_of_device;
-    *available = memory_of_device - used;
+    *available = *total = MEMORY;
     return cudaSuccess;
 }
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *a, const void *p) {

@@ -14,7 +14,7 @@ if grep -q 'skipped$' "$out"; then
     skip all "$(tail -n 1 "$out")"
     exit 0
 fi
-unset CUDA_VISIBLE_DEVICES PTX_MEMORY PTX_ORDER PTX_LAZY PTX_LEAKS PTX_STATS
+unset CUDA_VISIBLE_DEVICES PTX_ORDER PTX_LAZY PTX_LEAKS PTX_STATS
 export OMP_WAIT_POLICY=passive
 
 # use_device N: the programs for sm_N, on devices of that kind

@@ -111,7 +111,7 @@ static void end_lanes(Warp &w, Group &g) {
 static bool complete(const Warp &w, const Inst &in) {
     u32 needed = w.live;
     if (in.kind == SHUFFLE && w.mask)
-        needed &= w.reg<u32>(in.o[4])[first(w.mask)];
+        needed &= w.reg<u32>(in.o[5])[first(w.mask)];
     if ((w.mask & needed) == needed)
         return true;
     if (in.guard >= 0)
