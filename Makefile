@@ -336,10 +336,10 @@ $(PTX_OBJECTS): build/ptx/%.o: tests/ptx/%.cpp tests/ptx/ptx.h build/ptx_setting
 	@mkdir -p $(@D)
 	$(PTX_BUILD) -c $< -o $@
 # The tests of mma and ldmatrix need no machine code.
-build/ptx/test_tensor.o: build/test_tensor.cu build/declarations build/kernel_settings
+build/ptx_tensor.o: build/test_tensor.cu build/declarations build/kernel_settings
 	@mkdir -p $(@D)
 	$(TENSOR_BUILD) -gencode arch=compute_80,code=compute_80 --no-compress -c -o $@
-build/ptx/test_tensor: build/ptx/test_tensor.o
+build/ptx/test_tensor: build/ptx_tensor.o
 build/ptx/sm_%/cnn: build/cnn.o build/cnn_kernels_sm_%.o $(PTX_OBJECTS)
 	$(LINK_PTX)
 build/ptx/sm_%/test_cuda: build/test_cuda.o build/cnn_kernels_sm_%.o $(PTX_OBJECTS)

@@ -75,10 +75,6 @@ template <class T> static inline T quotient(T a, T b) {
         return b == 0 ? (T)-1 : b == (T)-1 && (T)-1 < 0 ? 0 - a : a / b;
 }
 
-template <class T> static inline T remainder_of(T a, T b) {
-    return b == 0 ? a : (T)(a - (T)(quotient<T>(a, b) * b));
-}
-
 static f32 fma_down(f32 a, f32 b, f32 c) {
     volatile f32 x = a, y = b, z = c;
     fesetround(FE_DOWNWARD);
@@ -139,7 +135,7 @@ template <class T> static void add_signed_or_not(Table &t, const std::string &ty
     add(t, INTEGER, "min", type, [](T a, T b) { return a < b ? a : b; });
     add(t, INTEGER, "max", type, [](T a, T b) { return a > b ? a : b; });
     add(t, INTEGER, "div", type, [](T a, T b) { return quotient(a, b); });
-    add(t, INTEGER, "rem", type, [](T a, T b) { return remainder_of(a, b); });
+    add(t, INTEGER, "rem", type, [](T a, T b) { return b == 0 ? a : a - quotient(a, b) * b; });
     add(t, INTEGER, "shr", type, [](T a, u32 b) -> T {
         return b < 8 * sizeof a ? a >> b : a < 0 ? -1 : 0;
     });
@@ -245,17 +241,6 @@ template <class T> static void unpack(Warp &w, const Inst &in) {
             w.reg<u32>(in.o[0])[i] = (u32)(whole & (((T)1 << half) - 1));
             w.reg<u32>(in.o[1])[i] = (u32)(whole >> half);
         }
-}
-
-// What the parser makes of mov with two registers as one operand; and cvta
-static void add_halves_and_windows(Table &t) {
-    add(t, MOVE, "pack", "b32", [](u32 a, u32 b) { return a | b << 16; });
-    add(t, MOVE, "pack", "b64", [](u32 a, u32 b) { return a | (u64)b << 32; });
-    add(t, MOVE, "cvta", "global.u64 to.global.u64", [](u64 a) { return a; });
-    add(t, MOVE, "cvta", "shared.u64", [](u64 a) { return a | SHARED_WINDOW; });
-    add(t, MOVE, "cvta", "local.u64", [](u64 a) { return a | LOCAL_WINDOW; });
-    add(t, MOVE, "cvta", "to.shared.u64", [](u64 a) { return a & ~(u64)SHARED_WINDOW; });
-    add(t, MOVE, "cvta", "to.local.u64", [](u64 a) { return a & ~(u64)LOCAL_WINDOW; });
 }
 
 void unknown(Warp &w, const Inst &in) {
@@ -364,16 +349,16 @@ static Table make_table(void) {
     add_float_comparisons<f64>(t, "f64");
     add_floats(t);
     add_conversions(t);
-    add_halves_and_windows(t);
-    const std::string mma_16 = "mma.sync.aligned.m16n8k16.row.col.f32.", of_mma(14, '4');
-    t[mma_16 + "f16.f16.f32"] = {mma<HALF, 16>, of_mma, MMA, COLLECTIVE};
-    t[mma_16 + "bf16.bf16.f32"] = {mma<BFLOAT, 16>, of_mma, MMA, COLLECTIVE};
-    t["mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32"] = {mma<TF32, 8>, of_mma, MMA,
-                                                               COLLECTIVE};
-    t["ldmatrix.sync.aligned.m8n8.x4.shared.b16"] = {ldmatrix<false>, "4444@", LDMATRIX,
-                                                     COLLECTIVE};
-    t["ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16"] = {ldmatrix<true>, "4444@", LDMATRIX,
-                                                           COLLECTIVE};
+    add(t, MOVE, "cvta", "to.global.u64", [](u64 a) { return a; });
+    add(t, MOVE, "pack", "b32", [](u32 a, u32 b) { return a | b << 16; });
+    add(t, MOVE, "pack", "b64", [](u32 a, u32 b) { return a | (u64)b << 32; });
+    const std::string mma_ = "mma.sync.aligned.m16n8", of_mma(14, '4'),
+                      m = "ldmatrix.sync.aligned.m8n8.x4";
+    t[mma_ + "k16.row.col.f32.f16.f16.f32"] = {mma<HALF, 16>, of_mma, MMA, COLLECTIVE};
+    t[mma_ + "k16.row.col.f32.bf16.bf16.f32"] = {mma<BFLOAT, 16>, of_mma, MMA, COLLECTIVE};
+    t[mma_ + "k8.row.col.f32.tf32.tf32.f32"] = {mma<TF32, 8>, of_mma, MMA, COLLECTIVE};
+    t[m + ".shared.b16"] = {ldmatrix<false>, "4444@", LDMATRIX, COLLECTIVE};
+    t[m + ".trans.shared.b16"] = {ldmatrix<true>, "4444@", LDMATRIX, COLLECTIVE};
     t["shfl.sync.down.b32"] = {shuffle<true>, "4p4444", MOVE, SHUFFLE};
     t["shfl.sync.bfly.b32"] = {shuffle<false>, "4p4444", MOVE, SHUFFLE};
     t["cp.async.cg.shared.global"] = {cp_async, "@*b4", CP_ASYNC};

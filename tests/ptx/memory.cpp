@@ -5,8 +5,7 @@
 #include <cstring>
 #include <sys/mman.h>
 
-/* ---- Addresses. Generic addresses of shared and local memory lie in windows of their own, as on a
-   device; instructions that name the space get offsets. */
+/* ---- Addresses */
 
 // Those of all lanes; lanes that do not take part get that of one that does.
 static void addresses(const Warp &w, const Inst &in, u32 operand, u64 *a) {
@@ -25,27 +24,18 @@ static void check_alignment(const Warp &w, const Inst &in, const u64 *a, u32 siz
                   (ull)a[i], size);
 }
 
-static bool contains(const Allocation &in, u64 address, u32 size) {
-    return address >= in.begin && address + size <= in.end;
-}
-
-// Whether `size` bytes at the addresses are in live allocations.
+// Whether `size` bytes at the addresses are in live allocations
 static void check_global(const Warp &w, const Inst &in, const u64 *a, u32 size) {
-    Block &b = *w.block;
-    Allocation &seen = b.seen[in.number & 255];
+    Allocation &seen = w.block->seen[in.number & 255];
     check_alignment(w, in, a, size);
     for (int i = 0; i < WARP; i++) {
-        if (contains(seen, a[i], size))
+        if (a[i] >= seen.begin && a[i] + size <= seen.end)
             continue;
-        const Allocation found = allocation_of(a[i]);
-        const int lane = w.taking_part(i);
-        if (found.end == 0)
-            fault(w, in, lane, BAD_ADDRESS, "%u bytes at %#llx, which is in no allocation%s", size,
-                  (ull)a[i], a[i] - arena < ARENA ? "" : " of a device, but may be the host's");
-        if (!contains(found, a[i], size))
-            fault(w, in, lane, BAD_ADDRESS, "%u bytes, %llu before the end of an allocation", size,
-                  (ull)(found.end - a[i]));
-        seen = found;
+        seen = allocation_of(a[i]);
+        if (a[i] + size > seen.end)
+            fault(w, in, w.taking_part(i), BAD_ADDRESS,
+                  "%u bytes at %#llx are not in one live allocation%s", size, (ull)a[i],
+                  a[i] - arena < ARENA ? "" : " of the device; the address may be the host's");
     }
 }
 
@@ -58,10 +48,10 @@ static void check_shared(const Warp &w, const Inst &in, const u64 *a, u32 size) 
                   w.block->shared_bytes);
 }
 
-/* ---- Races. For each 4 bytes of memory: who wrote them last, and who read them last. Two accesses of
-   a launch are ordered only if one thread makes both, or if a barrier of their block lies between
-   them. Of reads by several threads, the record says so; of different bytes, only the last access
-   is recorded. Atomic additions race with nothing here. */
+/* ---- Races. For each 4 bytes of memory: who wrote them last, and who read them last. Two accesses
+   of a launch are ordered only if one thread makes both, or if a barrier of their block lies
+   between them. Of reads by several threads, the record says so; of different bytes, only the last
+   access is recorded. Atomic additions race with nothing here. */
 
 static Record *records; // of all device addresses
 
@@ -81,17 +71,24 @@ static Access get(const Access &at) { // while other threads of the host use it
     return a;
 }
 
+// Bits that differ
+static u64 differing(Access a, Access b) {
+    return __builtin_bit_cast(u64, a) ^ __builtin_bit_cast(u64, b);
+}
+
 static bool same_block(Access a, Access b) {
-    return a.launch == b.launch && a.block == b.block;
+    return differing(a, b) >> 32 == 0;
 }
 
 static bool race(Access a, Access b) {
-    if (a.launch != b.launch || !(a.bytes & b.bytes))
-        return false;
-    return a.block != b.block || (a.epoch == b.epoch && a.thread != b.thread);
+    const u64 d = differing(a, b);
+    const bool unordered = d >> 32 ? d >> 52 == 0 : d >> 15 == 0 && d >> 4 != 0;
+    return unordered && (a.bytes & b.bytes);
 }
 
 static Access joined(Access a, Access b) { // of two reads
+    if (differing(a, b) == 0)
+        return b;
     if (a.launch != b.launch || a.bytes != b.bytes)
         return b;
     if (a.block != b.block)
@@ -108,17 +105,25 @@ static Access access_of(const Warp &w, u32 lane, u64 at, u32 size) {
     return a;
 }
 
-static void touch(const Warp &w, const Inst &in, int lane, Record &r, Access mine, bool reads,
-                  const char *memory) {
-    const Access written = get(r.written), read = get(r.read),
-                 &other = race(written, mine) ? written : read;
+[[noreturn, gnu::cold]] static void report_race(const Warp &w, const Inst &in, int lane,
+                                                Access written, Access read, Access mine,
+                                                bool reads, const char *memory) {
+    const bool after_write = race(written, mine);
+    const Access other = after_write ? written : read;
     if (same_block(written, mine) && written.thread == IN_FLIGHT)
         fault(w, in, lane, FAILURE, "%s memory is %s while a cp.async copies to it: no wait_group",
               memory, reads ? "read" : "written");
-    if (race(written, mine) || (!reads && race(read, mine)))
-        fault(w, in, lane, FAILURE,
-              "race in %s memory: thread %u of block %u has %s it since the last barrier", memory,
-              (u32)other.thread, (u32)other.block, &other == &written ? "written" : "read");
+    fault(w, in, lane, FAILURE,
+          "race in %s memory: thread %u of block %u has %s it since the last barrier", memory,
+          (u32)other.thread, (u32)other.block, after_write ? "written" : "read");
+}
+
+static inline void touch(const Warp &w, const Inst &in, int lane, Record &r, Access mine,
+                         bool reads, const char *memory) {
+    const Access written = get(r.written), read = get(r.read);
+    if (race(written, mine) || (!reads && race(read, mine)) ||
+        (written.thread == IN_FLIGHT && same_block(written, mine)))
+        report_race(w, in, lane, written, read, mine, reads, memory);
     const Access now = reads ? joined(read, mine) : mine;
     __atomic_store(reads ? &r.read : &r.written, &now, __ATOMIC_RELAXED);
 }
@@ -134,8 +139,10 @@ static void touch_shared(const Warp &w, const Inst &in, int lane, u64 at, u32 si
                          bool reads) {
     for (u64 word = at / 4; word <= (at + size - 1) / 4; word++) {
         Record &r = w.block->records[word];
-        for (Access *old : {&r.written, &r.read}) // of another block, which had this memory before
-            *old = same_block(*old, mine) ? *old : Access();
+        if (!same_block(r.written, mine)) // of another block, which had this memory before
+            r.written = {};
+        if (!same_block(r.read, mine))
+            r.read = {};
         touch(w, in, lane, r, mine, reads, "shared");
         if (reads && !same_block(r.written, mine))
             fault(w, in, lane, FAILURE, "shared byte %llu is read, but was never written", (ull)at);
@@ -216,23 +223,13 @@ static void locate_local(const Warp &w, const Inst &in, const u64 *a, u32 size, 
     }
 }
 
-static Space space_of(u64 address) {
-    return address & SHARED_WINDOW ? SHARED : address & LOCAL_WINDOW ? LOCAL : GLOBAL;
-}
-
 static void locate(const Warp &w, const Inst &in, char **p) {
     u64 a[WARP];
     const u32 size = in.bytes * in.count;
     addresses(w, in, in.o[4], a);
-    const Space space = in.space == GENERIC ? space_of(a[0]) : in.space;
-    for (int i = 0; i < WARP && in.space == GENERIC; i++) {
-        if (space_of(a[i]) != space)
-            fault(w, in, i, BAD_INSTRUCTION, "lanes of a warp access different spaces");
-        a[i] &= ~(u64)(SHARED_WINDOW | LOCAL_WINDOW);
-    }
-    if (space == GLOBAL)
+    if (in.space == GLOBAL)
         locate_global(w, in, a, size, p);
-    else if (space == SHARED)
+    else if (in.space == SHARED)
         locate_shared(w, in, a, size, p);
     else
         locate_local(w, in, a, size, p);
@@ -256,9 +253,9 @@ template <class REG> static void load_into(const Warp &w, const Inst &in, char *
     case 1:
         return in.sign ? load_as<REG, int8_t>(w, in, p) : load_as<REG, uint8_t>(w, in, p);
     case 2:
-        return in.sign ? load_as<REG, int16_t>(w, in, p) : load_as<REG, u16>(w, in, p);
+        return load_as<REG, u16>(w, in, p);
     case 4:
-        return in.sign ? load_as<REG, s32>(w, in, p) : load_as<REG, u32>(w, in, p);
+        return load_as<REG, u32>(w, in, p);
     default:
         return load_as<REG, u64>(w, in, p);
     }

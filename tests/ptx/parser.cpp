@@ -149,7 +149,6 @@ struct Parser {
     };
     std::map<std::string, Bank> banks;  // "%r" of %r<100>, or a name
     std::map<std::string, u64> symbols; // addresses of shared and local memory, and parameters
-    std::map<std::pair<u64, u32>, u32> constants;
     std::map<std::string, int> labels;
     std::vector<std::pair<size_t, std::string>> branches;
     int line = 0;
@@ -209,11 +208,9 @@ struct Parser {
     u32 constant(u64 bits, char letter) {
         const u32 size = letter == '8' ? 8 : 4;
         bits = letter == 'p' ? (bits ? ~0u : 0) : letter == '4' ? (u32)bits : bits;
-        const auto [found, fresh] = constants.try_emplace({bits, size}, 0);
-        if (fresh) {
+        const auto [found, fresh] = k.constants.try_emplace({bits, size}, 0);
+        if (fresh)
             found->second = reserve(WARP * size);
-            k.constants.push_back({found->second, size, bits});
-        }
         return found->second;
     }
 
@@ -281,7 +278,8 @@ struct Parser {
             in.wide = b ? b->bytes : in.bytes == 8 ? 8 : 4;
             in.o[i] = operand(elements[i], in.wide == 8 ? '8' : '4');
         }
-        if (in.bytes > in.wide)
+        if (in.bytes > in.wide || in.space == NO_SPACE ||
+            (in.sign && in.bytes > 1 && in.bytes < in.wide))
             in.run = unknown;
         address(in, operands[in.read], 4);
     }
@@ -438,5 +436,5 @@ struct Parser {
 } // namespace
 
 void parse_kernel(Kernel *k) {
-    Parser{*k, {}, {}, {}, {}, {}, 0}.parse();
+    Parser{*k, {}, {}, {}, {}, 0}.parse();
 }

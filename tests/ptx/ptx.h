@@ -20,12 +20,13 @@
 
    What it cannot see: ptxas, that is, registers, schedules and the machine code; the order and
    rounding of the sums inside an mma (products are exact here, and their sum is rounded once); weak
-   memory. It does not know __device__ variables, functions that are not inlined, other barriers
-   than 0, textures and cooperative groups: the kernels have none, and it says so if it meets one.
+   memory. It does not know generic addresses, __device__ variables, functions that are not inlined,
+   barriers but 0, textures and cooperative groups: the kernels have none, and it says so if it
+   meets one.
 
-   PTX_SM=80: the device. PTX_ORDER=1: blocks and warps in reverse
-   order. PTX_LAZY=1: the host's calls take effect as late as a wait allows. PTX_LEAKS=1: says what
-   is not freed at the end. PTX_STATS=NAME: prints the statistics of kernels with this name. */
+   PTX_SM=80: the device. PTX_ORDER=1: blocks and warps in reverse order. PTX_LAZY=1: calls of the
+   host take effect as late as a wait allows. PTX_LEAKS=1: says what is not freed at the end.
+   PTX_STATS=NAME: prints what was executed by kernels with this name. */
 
 #pragma once
 #include <cstdint>
@@ -69,20 +70,19 @@ struct Allocation {
 extern s64 delta;
 extern u64 arena; // all device addresses are in [arena, arena + ARENA)
 enum : u64 { ARENA = 1ull << 37 };
-enum : u64 { SHARED_WINDOW = 1ull << 60, LOCAL_WINDOW = 1ull << 61 }; // of generic addresses
-void *reserve(size_t bytes, int protection);                          // addresses; exits
-Allocation allocation_of(u64 address); // that is live and contains the address
+void *reserve(size_t bytes, int protection); // addresses; exits
+Allocation allocation_of(u64 address);       // that is live and contains the address
 
-/* ---- Programs. A register is an array of 32 lanes, so that an instruction's loop over them becomes
-   vector instructions of the CPU. Registers of 16 bits are kept in 32, zero-extended; predicates
-   are 0 or ~0. */
+/* ---- Programs. A register is an array of 32 lanes, so that an instruction's loop over them
+   becomes vector instructions of the CPU. Registers of 16 bits are kept in 32, zero-extended;
+   predicates are 0 or ~0. */
 
 struct Warp;
 struct Inst;
 typedef void (*Run)(Warp &, const Inst &);
 // How an instruction ends: PLAIN ones go on; the last three need other lanes, too.
 enum Kind : uint8_t { PLAIN, BRANCH, RETURN, BARRIER, COLLECTIVE, SHUFFLE };
-enum Space : uint8_t { GENERIC, GLOBAL, SHARED, LOCAL, PARAM };
+enum Space : uint8_t { NO_SPACE, GLOBAL, SHARED, LOCAL, PARAM };
 // What instructions are counted as
 enum Class : uint8_t {
     FMA,
@@ -125,24 +125,17 @@ struct Counts { // of an instruction
     u64 parts, requests; // sectors of 32 bytes of requests, or passes over the banks and the least
 };
 
-struct Param {
-    u32 offset, size;
-};
 struct Kernel {
     std::string name;              // as in the source
     std::string head, body;        // its text
     const std::vector<int> *files; // those numbers of .loc that are cnn_kernels.cu
     std::vector<Inst> code;
-    std::vector<Param> params;
-    u32 param_bytes, shared, local, dynamic_at; // bytes; where dynamic shared memory begins
-    u32 max_threads;                            // of .maxntid, or 0
-    u32 register_bytes;                         // of a warp
-    struct Constant {
-        u32 at, size;
-        u64 bits;
-    };
-    std::vector<Constant> constants;
-    std::map<std::string, u32> specials; // %tid.x and the like: where they are
+    std::vector<std::pair<u32, u32>> params;      // offset and bytes of each
+    u32 param_bytes, shared, local, dynamic_at;   // bytes; where dynamic shared memory begins
+    u32 max_threads;                              // of .maxntid, or 0
+    u32 register_bytes;                           // of a warp
+    std::map<std::pair<u64, u32>, u32> constants; // bits, bytes of a register: where it is
+    std::map<std::string, u32> specials;          // %tid.x and the like: where they are
     std::vector<Counts> counts;
     u64 launches, blocks;
 };
@@ -192,8 +185,8 @@ struct Warp {
     }
 };
 
-struct Access {                                                      // as bits of one number
-    u64 launch : 12, block : 20, epoch : 17, thread : 11, bytes : 4; // barriers separate epochs
+struct Access { // as bits of one number; barriers separate epochs
+    u64 bytes : 4, thread : 11, epoch : 17, block : 20, launch : 12;
 };
 enum { LAST_LAUNCH = (1 << 12) - 1, MANY_BLOCKS = (1 << 20) - 1 };
 enum { IN_FLIGHT = (1 << 11) - 1, SEVERAL = (1 << 11) - 2 }; // in place of a thread
@@ -223,8 +216,8 @@ extern const bool counting; // of memory's parts: slower
 
 /* ---- What the parser puts into Inst::run */
 
-/* The letters of `operands`: registers of 4 or 8 bytes or, p, a predicate; @ an address; * a register
-   of 8 bytes in brackets; b the bytes of a copy, n a number, l a label. */
+/* The letters of `operands`: registers of 4 or 8 bytes or, p, a predicate; @ an address; * a
+   register of 8 bytes in brackets; b the bytes of a copy, n a number, l a label. */
 struct Operation {
     Run run;
     std::string operands;

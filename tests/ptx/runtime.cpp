@@ -206,12 +206,6 @@ static Function *function_of(const void *host) {
     return f.kernel ? &f : nullptr;
 }
 
-static bool launchable(dim3 grid, dim3 block) {
-    const u64 threads = (u64)block.x * block.y * block.z;
-    return threads > 0 && threads <= 1024 && block.z <= 64 && grid.x > 0 && grid.y > 0 &&
-           grid.z > 0 && grid.x <= 0x7fffffff && grid.y <= 65535 && grid.z <= 65535;
-}
-
 static cudaError_t launch(Function *f, dim3 grid, dim3 block, void **args, size_t shared,
                           cudaStream_t stream) {
     ENTER();
@@ -219,9 +213,11 @@ static cudaError_t launch(Function *f, dim3 grid, dim3 block, void **args, size_
         return failed(cudaErrorInvalidDeviceFunction);
     Kernel *k = f->kernel;
     const size_t room = f->dynamic ? f->dynamic : SHARED_OF_BLOCK - k->shared;
-    if (!launchable(grid, block))
+    const u64 threads = (u64)block.x * block.y * block.z;
+    if (threads == 0 || threads > 1024 || block.z > 64 || grid.x == 0 || grid.y == 0 ||
+        grid.z == 0 || grid.x > 0x7fffffff || grid.y > 65535 || grid.z > 65535)
         return failed(cudaErrorInvalidConfiguration);
-    if (k->max_threads && (u64)block.x * block.y * block.z > k->max_threads)
+    if (k->max_threads && threads > k->max_threads)
         return failed(cudaErrorLaunchOutOfResources);
     if (shared > room)
         return failed(cudaErrorInvalidValue);
@@ -230,8 +226,8 @@ static cudaError_t launch(Function *f, dim3 grid, dim3 block, void **args, size_
           {block.x, block.y, block.z},
           (u32)shared,
           std::vector<char>(k->param_bytes)};
-    for (size_t i = 0; i < k->params.size(); i++)
-        memcpy(l->params.data() + k->params[i].offset, args[i], k->params[i].size);
+    for (const auto &[offset, size] : k->params)
+        memcpy(l->params.data() + offset, *args++, size);
     queue(stream, [k, l] {
         try {
             run_kernel(k, *l);
@@ -322,8 +318,7 @@ cudaError_t cudaDriverGetVersion(int *version) {
     return cudaSuccess;
 }
 cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
-    *least = 0;
-    *greatest = -5;
+    *least = *greatest = 0;
     return cudaSuccess;
 }
 
@@ -333,8 +328,7 @@ cudaError_t cudaGetLastError(void) {
     return e;
 }
 const char *cudaGetErrorName(cudaError_t error) {
-    static thread_local std::string name;
-    return (name = format("error %d in driver_types.h", (int)error)).c_str();
+    return error == sticky ? "see above" : "see driver_types.h";
 }
 const char *cudaGetErrorString(cudaError_t error) {
     return error == cudaErrorMemoryAllocation ? "out of memory"

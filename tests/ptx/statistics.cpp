@@ -1,5 +1,5 @@
-/* statistics.cpp - prints what kernels executed, for tests/ptx/profile.sh. It counts PTX, not machine
-   code: ptxas makes 20 and more instructions of a division, and merges or moves others. */
+/* statistics.cpp - prints what kernels executed, for tests/ptx/profile.sh. It counts PTX, not
+   machine code: ptxas makes 20 and more instructions of a division, and merges or moves others. */
 
 #include "ptx.h"
 #include <algorithm>
@@ -42,8 +42,7 @@ static void add(Sums &to, const Inst &in, const Counts &c) {
     to.requests += c.requests;
 }
 
-// The loop (the instructions up to a branch backwards) with the most mma, or else fma, or else
-// instructions
+// The loop, up to a branch backwards, with the most mma, or else fma, or else instructions
 static void main_loop(const Kernel &k, size_t &begin, size_t &end) {
     u64 most = 0;
     begin = end = 0;
@@ -70,17 +69,6 @@ static void print_global(const char *title, const Sums &s) {
         fprintf(stderr, "  %s: %.1f bytes a lane, %.1f sectors a request, %.0f %% of them used\n",
                 title, (f64)s.bytes / (f64)s.lanes, (f64)s.parts / (f64)s.requests,
                 percent(s.bytes, 32 * s.parts));
-}
-
-static void print_lines(const Kernel &k, u64 all) {
-    std::map<int, u64> of_line;
-    for (size_t i = 0; i < k.code.size(); i++)
-        of_line[k.code[i].line] += k.counts[i].warps;
-    fprintf(stderr, "  lines with 5 %% or more:");
-    for (const auto &l : of_line)
-        if (l.second * 20 >= all)
-            fprintf(stderr, " %d: %.0f %%", l.first, percent(l.second, all));
-    fprintf(stderr, "\n");
 }
 
 static void print_kernel(const Kernel &k) {
@@ -113,7 +101,6 @@ static void print_kernel(const Kernel &k) {
         if (of[c].requests)
             fprintf(stderr, "  %s: %.2f passes for each that it needs without conflicts of banks\n",
                     class_names[c], (f64)of[c].parts / (f64)of[c].requests);
-    print_lines(k, all);
 }
 
 void print_statistics(void) {

@@ -188,9 +188,9 @@ static u32 special(const Kernel &k, const std::string &name, const Launch &l, u3
 }
 
 static void set_constants(Warp &w, const Kernel &k, const Launch &l) {
-    for (const Kernel::Constant &c : k.constants)
+    for (const auto &[constant, at] : k.constants)
         for (u32 lane = 0; lane < WARP; lane++)
-            memcpy(w.registers + c.at + lane * c.size, &c.bits, c.size);
+            memcpy(w.registers + at + lane * constant.second, &constant.first, constant.second);
     for (const auto &s : k.specials)
         for (u32 lane = 0; lane < WARP; lane++)
             w.reg<u32>(s.second)[lane] = special(k, s.first, l, (u32)w.index * WARP + lane);
