@@ -329,7 +329,10 @@ build/emu_test_tensor: build/test_tensor.cu $(wildcard tests/emulator/cuda_on_cp
 PTX_SM = 80
 PTX_OBJECTS = $(patsubst tests/ptx/%.cpp,build/ptx/%.o,$(wildcard tests/ptx/*.cpp))
 PTX_BUILD = $(CXX) -std=c++20 -O2 -march=$(ARCH) -ffp-contract=off -fno-math-errno -fno-trapping-math -fno-strict-aliasing \
-	-fopenmp -g -Wall -Wextra -I$(dir $(NVCC))../include
+	-fopenmp -Wall -Wextra -I$(dir $(NVCC))../include
+# A register is 32 numbers of 4 bytes, so it needs a CPU with AVX2 and F16C.
+HAVE_PTX = $(and $(HAVE_CUDA),$(call probe,$(HASH)ifndef __F16C__\n$(HASH)error\n$(HASH)endif\nint main(void) { \
+	return 0; },-march=$(ARCH)))
 ptx_programs = $(foreach sm,$(1),$(addprefix build/ptx/sm_$(sm)/,cnn $(GPU_PROGRAMS))) build/ptx/test_tensor
 build/ptx_settings: SETTINGS = $(PTX_BUILD)
 $(PTX_OBJECTS): build/ptx/%.o: tests/ptx/%.cpp tests/ptx/ptx.h build/ptx_settings
@@ -350,9 +353,9 @@ build/ptx/test_tensor: $(PTX_OBJECTS)
 	$(LINK_PTX)
 LINK_PTX = @mkdir -p $(@D) && $(STEP) -fopenmp $(filter %.o,$^) -o $@ $(MPI) -lstdc++ -ldl $(if $(HAVE_NCCL),-lnccl) $(LIBS)
 .PRECIOUS: build/cnn_kernels_sm_%.o
-ptx: $(if $(HAVE_CUDA),$(call ptx_programs,$(PTX_SM)))
-	@echo "$(if $(HAVE_CUDA),In build/ptx: programs that execute what nvcc compiled on the CPU; tests/ptx/test_ptx.sh \
-		runs them,make ptx needs nvcc$(comma) which was not found: skipped)"
+ptx: $(if $(HAVE_PTX),$(call ptx_programs,$(PTX_SM)))
+	@echo "$(if $(HAVE_PTX),In build/ptx: programs that execute what nvcc compiled on the CPU; tests/ptx/test_ptx.sh \
+		runs them,make ptx needs $(if $(HAVE_CUDA),a CPU with AVX2,nvcc$(comma) which was not found): skipped)"
 
 TESTED = $(or $(if $(SANITIZED),cnn-debug),$(if $(QUICK),build/cnn-quick),cnn)
 # PARTS: only some parts of the tests, such as PARTS='unit/float program/test_cli.sh'.
@@ -363,7 +366,7 @@ parts_of = $(or $(filter $(1)/%,$(PARTS)),$(if $(PARTS),,all))
 TEST_PROGRAMS = $(TESTED) $(if $(call parts_of,unit),build/test_float build/test_double) \
 	$(if $(shell command -v $(CXX) 2>/dev/null),cnn-emu \
 		$(if $(call parts_of,gpu),$(addprefix build/emu_,$(GPU_PROGRAMS) test_tensor))) \
-	$(if $(and $(HAVE_CUDA),$(call parts_of,ptx)),$(call ptx_programs,$(if $(QUICK),80,75 80 90))) \
+	$(if $(and $(call parts_of,ptx),$(HAVE_PTX)),$(call ptx_programs,$(if $(QUICK),80,75 80 90))) \
 	$(if $(call parts_of,robust),build/cnn-cpu) \
 	$(if $(and $(call parts_of,pytorch),$(HAVE_TORCH)),build/parity_float build/parity_double) \
 	$(if $(QUICK),,$(if $(filter x86_64,$(shell uname -m)),build/bench-v3)) # quick: not needed

@@ -77,50 +77,49 @@ bug() {
     rm -f "$tmp/$1".* "$tmp"/{ptx,emu,emu.o}
 }
 
-tensor="tiny conv2d"
-bug mma_b_swapped bf16 "$tensor" '^fail' '{%8,%9}, {%0,%1,%2,%3};"' '{%9,%8}, {%0,%1,%2,%3};"'
-bug mma_a_swapped bf16 "$tensor" '^fail' '{%4,%5,%6,%7}' '{%4,%6,%5,%7}'
-bug ldmatrix_row bf16 "$tensor" '^fail|never written' 'lane / 16 * 8 + lane % 8;' 'lane / 16 * 8 + lane % 4;'
-bug ldmatrix_swapped bf16 "$tensor" '^fail' '{%0,%1,%2,%3}, [%4];"' '{%0,%2,%1,%3}, [%4];"'
-bug ldmatrix_not_transposed bf16 "$tensor" '^fail' 'ldmatrix_transposed, true, ".trans")' \
+bug mma_b_swapped bf16 tiny '^fail' '{%8,%9}, {%0,%1,%2,%3};"' '{%9,%8}, {%0,%1,%2,%3};"'
+bug mma_a_swapped bf16 tiny '^fail' '{%4,%5,%6,%7}' '{%4,%6,%5,%7}'
+bug ldmatrix_row bf16 tiny '^fail|never written' 'lane / 16 * 8 + lane % 8;' 'lane / 16 * 8 + lane % 4;'
+bug ldmatrix_swapped bf16 tiny '^fail' '{%0,%1,%2,%3}, [%4];"' '{%0,%2,%1,%3}, [%4];"'
+bug ldmatrix_not_transposed bf16 tiny '^fail' 'ldmatrix_transposed, true, ".trans")' \
     'ldmatrix_transposed, true, "")'
-bug copy_misaligned bf16 "$tensor" misaligned 'global [%0], [%1], 16' 'global [%0+8], [%1], 16'
-bug copy_without_zeros bf16 "$tensor" '^fail' '"l"(from), "r"(valid ? 16 : 0)' '"l"(from), "r"(16)'
-bug no_wait bf16 "$tensor" 'no wait_group' 'cp_async_wait<STAGES - 2>(); // this' '// this'
-bug wait_too_lax bf16 "$tensor" 'no wait_group' 'wait_group %0;" ::"n"(PENDING)' 'wait_group %0;" ::"n"(PENDING + 1)'
-bug no_commit bf16 "$tensor" 'no wait_group|ends while a cp.async' '"cp.async.commit_group;" ::' '"" ::'
-bug no_barrier_in_tensor_loop bf16 "$tensor" 'race: shared|no wait_group' \
+bug copy_misaligned bf16 tiny misaligned 'global [%0], [%1], 16' 'global [%0+8], [%1], 16'
+bug copy_without_zeros bf16 tiny '^fail' '"l"(from), "r"(valid ? 16 : 0)' '"l"(from), "r"(16)'
+bug no_wait bf16 tiny 'no wait_group' 'cp_async_wait<STAGES - 2>(); // this' '// this'
+bug wait_too_lax bf16 tiny 'no wait_group' 'wait_group %0;" ::"n"(PENDING)' 'wait_group %0;" ::"n"(PENDING + 1)'
+bug no_commit bf16 tiny 'no wait_group|ends while a cp.async' '"cp.async.commit_group;" ::' '"" ::'
+bug no_barrier_in_tensor_loop bf16 tiny 'race in shared|no wait_group' \
     '        __syncthreads();             // the other' '        // the other'
-bug no_barrier_before_staging bf16 "$tensor" 'race: shared' '    __syncthreads(); // the last tile has been read' \
+bug no_barrier_before_staging bf16 tiny 'race in shared' '    __syncthreads(); // the last tile has been read' \
     '    // the last tile has been read'
-bug no_barrier_in_tiled_loop tiled "$tensor" 'race: shared|never written' \
+bug no_barrier_in_tiled_loop tiled tiny 'race in shared|never written' \
     '        __syncthreads(); // the tiles are complete' '        // the tiles are complete'
-bug no_barrier_in_sums tiled "$tensor" 'race: shared|never written' 'sums[threadIdx.y][threadIdx.x] = sum;
+bug no_barrier_in_sums tiled tiny 'race in shared|never written' 'sums[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();' 'sums[threadIdx.y][threadIdx.x] = sum;'
-bug misaligned_float4 tiled "$tensor" misaligned '(tile + along * PITCH + this->across);' \
+bug misaligned_float4 tiled tiny 'misaligned|never written' '(tile + along * PITCH + this->across);' \
     '(tile + along * PITCH + this->across + 1);'
-bug misaligned_pitch tiled "$tensor" misaligned 'PITCH = LINES + 4 };' 'PITCH = LINES + 2 };'
-bug beyond_the_end tiled "all relu" 'allocation' 'chunk = *(const Chunk<T> *)((const T *)from + i);' \
+bug misaligned_pitch tiled tiny misaligned 'PITCH = LINES + 4 };' 'PITCH = LINES + 2 };'
+bug beyond_the_end tiled "all relu" allocation 'chunk = *(const Chunk<T> *)((const T *)from + i);' \
     'chunk = *(const Chunk<T> *)((const T *)from + i + 1024 * 1024);'
-bug return_before_barrier tiled "$tensor" 'have ended|has ended' \
+bug return_before_barrier tiled tiny 'have ended|has ended' \
     '    for (unsigned p = first; p < end && c < channels; p += LANES_Y)' \
     '    if (c >= channels) return;
     for (unsigned p = first; p < end && c < channels; p += LANES_Y)'
-bug too_little_shared_memory bf16 "$tensor" 'of shared memory' 'DYNAMIC_BYTES = STAGES * CHUNKS * 16 };' \
+bug too_little_shared_memory bf16 tiny 'of shared memory' 'DYNAMIC_BYTES = STAGES * CHUNKS * 16 };' \
     'DYNAMIC_BYTES = STAGES * CHUNKS * 16 - 4096 };'
-bug shuffle_without_all_lanes tiled "$tensor" 'lane' '    if (c >= channels) // true of whole' \
+bug shuffle_without_all_lanes tiled tiny 'lane' '    if (c >= channels) // true of whole' \
     '    if (c >= channels || lane > slices + 15) // true of whole'
 bug rounding_of_tf32_missing tf32 "all rounding" '^fail' '? x + 0x1000 : x;' '? x : x;'
 bug host_pointer tiled "all dropout" "may be the host's" '? d.v[j] * (1 / (1 - r.p)) : 0;' \
     '? d.v[j] * (1 / (1 - r.l->p)) : 0;'
-bug argument_type naive "$tensor" 'allocation' \
+bug argument_type naive tiny 'allocation|^fail' \
     '    LAUNCH(bias_kernel, outputs(w), w.out, w.bias, outputs(w), w.l->out.c);' \
     '    unsigned count = outputs(w);
     float channels = w.l->out.c;
     void *args[] = {&w.out, &w.bias, &count, &channels};
     const dim3 blocks(ceil_div(count, THREADS));
     CHECK(cudaLaunchKernel((const void *)bias_kernel, blocks, dim3(THREADS), args, 0, stream()));'
-bug unwritten_shared_memory tiled "$tensor" 'never written' 'for (int i = 0; i < COUNT; i++) {
+bug unwritten_shared_memory tiled tiny 'never written' 'for (int i = 0; i < COUNT; i++) {
             const int along' 'for (int i = 0; i < COUNT - 1; i++) {
             const int along'
 bug two_threads_write naive "all relu" 'race in global' '    unsigned i = element();
