@@ -63,7 +63,7 @@ static void main_loop(const Kernel &k, size_t &begin, size_t &end) {
     }
 }
 
-// used: bytes that lanes ask for, of those in the sectors of 32 bytes that are moved
+// used: of the bytes in the sectors; above 100 % where lanes ask for the same, or copy zeros
 static void print_global(const char *title, const Sums &s) {
     if (s.requests)
         fprintf(stderr, "  %s: %.1f bytes a lane, %.1f sectors a request, %.0f %% of them used\n",
