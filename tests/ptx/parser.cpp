@@ -1,5 +1,4 @@
-/* parser.cpp - reads the PTX that nvcc writes: one instruction or declaration to a semicolon. See
-   ptx.h. A kernel is parsed at its first use. */
+/* parser.cpp - reads the PTX that nvcc writes, a kernel at its first use. See ptx.h. */
 
 #include "ptx.h"
 #include <algorithm>

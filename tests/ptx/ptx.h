@@ -189,10 +189,11 @@ struct Access { // as bits of one number; barriers separate epochs
     u64 bytes : 4, thread : 11, epoch : 17, block : 20, launch : 12;
 };
 enum { LAST_LAUNCH = (1 << 12) - 1, MANY_BLOCKS = (1 << 20) - 1 };
-enum { IN_FLIGHT = (1 << 11) - 1, SEVERAL = (1 << 11) - 2 }; // in place of a thread
+enum { IN_FLIGHT = (1 << 11) - 1, SEVERAL = IN_FLIGHT - 1 }; // in place of a thread
 struct Record {                                              // of 4 bytes
     Access written, read;                                    // the last ones
 };
+extern Record *records; // of all device addresses
 extern u32 launch_number;
 
 struct Block {
@@ -214,10 +215,8 @@ inline int first(u32 mask) {
     __attribute__((format(printf, 5, 6)));
 extern const bool counting; // of memory's parts: slower
 
-/* ---- What the parser puts into Inst::run */
-
-/* The letters of `operands`: registers of 4 or 8 bytes or, p, a predicate; @ an address; * a
-   register of 8 bytes in brackets; b the bytes of a copy, n a number, l a label. */
+/* ---- Instructions. The letters of `operands`: registers of 4 or 8 bytes or, p, a predicate; @ an
+   address; * a register of 8 bytes in brackets; b the bytes of a copy, n a number, l a label. */
 struct Operation {
     Run run;
     std::string operands;

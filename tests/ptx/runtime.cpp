@@ -1,6 +1,4 @@
-/* runtime.cpp - a stand-in for libcudart: what objects of nvcc and cnn_kernels.cu call, on devices
-   whose kernels warps.cpp runs. See ptx.h.
-
+/* runtime.cpp - a stand-in for libcudart: what objects of nvcc and cnn_kernels.cu call. See ptx.h.
    Everything is done at once, in the calling thread; or with PTX_LAZY=1 as late as possible, when
    something waits for it, so that a missing wait is noticed. An error of a kernel stays. */
 
@@ -56,6 +54,12 @@ void *reserve(size_t bytes, int protection) {
         return p;
     perror("ptx: mmap");
     exit(3);
+}
+
+static void release(u64 begin, u64 end) { // whole pages
+    begin = (begin + 4095) / 4096;
+    if (end / 4096 > begin)
+        madvise((void *)(4096 * begin), end / 4096 * 4096 - 4096 * begin, MADV_DONTNEED);
 }
 
 static void open_arena(void) {
@@ -420,10 +424,9 @@ cudaError_t cudaFree(void *p) {
         return outcome();
     if (a.begin != (u64)p)
         return failed(cudaErrorInvalidValue);
-    const u64 begin = (a.begin + (u64)delta + 4095) / 4096 * 4096,
-              end = (a.end + (u64)delta) / 4096 * 4096;
-    if (end > begin)
-        madvise((void *)begin, end - begin, MADV_DONTNEED);
+    release(a.begin + (u64)delta, a.end + (u64)delta);
+    if (records)
+        release((u64)&records[(a.begin - arena) / 4], (u64)&records[(a.end - arena) / 4]);
     const std::lock_guard lock_table(table);
     allocations.erase(a.end);
     return outcome();
