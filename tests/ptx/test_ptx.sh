@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Runs what nvcc compiled, instruction by instruction, on the CPU (see ptx.h): the layouts of mma and ldmatrix, each
 # kernel against its definition, training steps of each kind of kernels against the CPU, with and without graphs.
-# QUICK=1: for sm_80, fewer shapes, one model; else also for sm_75 and sm_90, and of all shapes a third, others each
-# day. LONG=1: all shapes, and planted bugs.
+# QUICK=1: for sm_80, fewer shapes, one model; else also for sm_75 and sm_90, and all shapes of a third of the kinds of
+# kernels, others each day. LONG=1: all shapes. planted.sh plants bugs.
 # Prints `pass ptx/NAME`, `fail ptx/NAME: expected ..., found ...` or `skip ptx/NAME: why`.
 suite=ptx
 : "${CNN:=$(type -P true)}" # not run here
