@@ -41,7 +41,7 @@ noticed_by() {
     if grep -q '^ptx: ' "$err"; then
         grep -A 1 '^ptx: ' "$err" | tr -s '\n ' ' ' | sed 's/^ptx: //'
     else
-        grep -m 1 -hE '^fail |^cuda_on_cpu: |^cnn: error' "$out" "$err" || { [ $status -eq 0 ] || echo "exit $status"; }
+        cat "$out" "$err" | grep -m 1 -E '^fail |^cuda_on_cpu: |^cnn: error' || [ $status -eq 0 ] || echo "exit $status"
     fi
 }
 
