@@ -352,7 +352,7 @@ build/ptx/sm_%/bench_gpu: build/bench_gpu.o build/cnn_kernels_sm_%.o $(PTX_OBJEC
 build/ptx/test_tensor: $(PTX_OBJECTS)
 	$(LINK_PTX)
 LINK_PTX = @mkdir -p $(@D) && $(STEP) -fopenmp $(filter %.o,$^) -o $@ $(MPI) -lstdc++ -ldl $(if $(HAVE_NCCL),-lnccl) $(LIBS)
-.PRECIOUS: build/cnn_kernels_sm_%.o
+.PRECIOUS: build/cnn_kernels_%.o
 ptx: $(if $(HAVE_PTX),$(call ptx_programs,$(PTX_SM)))
 	@echo "$(if $(HAVE_PTX),In build/ptx: programs that execute what nvcc compiled on the CPU; tests/ptx/test_ptx.sh \
 		runs them,make ptx needs $(if $(HAVE_CUDA),a CPU with AVX2,nvcc$(comma) which was not found): skipped)"

@@ -80,6 +80,7 @@ static bool same_block(Access a, Access b) {
     return differing(a, b) >> 32 == 0;
 }
 
+// By other blocks of a launch, or by other threads of a block since the last barrier
 static bool race(Access a, Access b) {
     const u64 d = differing(a, b);
     const bool unordered = d >> 32 ? d >> 52 == 0 : d >> 15 == 0 && d >> 4 != 0;
