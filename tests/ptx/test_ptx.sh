@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Runs what nvcc compiled, instruction by instruction, on the CPU (see ptx.h): the layouts of mma and ldmatrix, each
 # kernel against its definition, training steps of each kind of kernels against the CPU, with and without graphs.
-# QUICK=1: for sm_80, fewer shapes, one model; else also for sm_75 and sm_90, and all shapes of one kind of kernels,
-# another one each day. LONG=1: all shapes. planted.sh plants bugs.
+# QUICK=1: for sm_80, fewer shapes, one model; else also, by turns of days, for sm_75 or sm_90, all shapes of one kind
+# of kernels, and another model. LONG=1: all of these. planted.sh plants bugs.
 # Prints `pass ptx/NAME`, `fail ptx/NAME: expected ..., found ...` or `skip ptx/NAME: why`.
 suite=ptx
 : "${CNN:=$(type -P true)}" # not run here
@@ -51,8 +51,8 @@ test_shapes() {
 
 # train NAME OPTIONS...
 train() {
-    PTX_LEAKS=1 run --dataset synthetic --limit-train 64 --limit-test 32 --epochs 1 --batch-size 16 --model "$model" \
-        --out "$tmp/$1" "${@:2}"
+    PTX_LEAKS=1 run --dataset synthetic --limit-train $((4 * batch)) --limit-test "$batch" --batch-size "$batch" \
+        --epochs 1 --model "$model" --out "$tmp/$1" "${@:2}"
     same "$device/run/$1" "exit 0, " "exit $status, $(grep -v '^cnn: warning' "$err")"
 }
 losses() { cut -d , -f 5 "$tmp/$1/steps.csv" | tail -n +2; }
@@ -70,8 +70,9 @@ tensor tf32 2e-3
 tensor fp16 2e-3
 tensor bf16 2e-2'
 
+# test_training MODEL BATCH_SIZE
 test_training() {
-    local model=$1 kernels precision bound name
+    local model=$1 batch=$2 kernels precision bound name
     train "${model}_cpu" --no-cuda
     while read -r kernels precision bound; do
         [ "$PTX_SM" -ge 80 ] || [ "$kernels" != tensor ] || continue
@@ -86,6 +87,7 @@ test_training() {
 # ---- Devices without tensor cores: what needs them is skipped, or refused, by name.
 
 test_without_tensor_cores() {
+    use_device 75
     local program needed="expected a GPU with tensor cores that cnn uses (sm_80 or newer), found PTX on the CPU, sm_75"
     checked kernels env QUICK=1 "$programs/test_cuda" all
     same "$device/skipped" "3 precisions" "$(grep -cE '^skip cuda/(fp16|bf16|tf32): .*tensor cores' "$out") precisions"
@@ -99,13 +101,20 @@ test_without_tensor_cores() {
         holds "$device/${program%% *}" "exit 2: $needed" "exit $status: $(cat "$err")" \
             test $status -eq 2 -a -n "$(grep -F "$needed" "$err")"
     done
-    test_training lenet
+    test_training lenet 16
+}
+
+test_sm_90() {
+    use_device 90
+    checked layouts "$repo/build/ptx/test_tensor"
+    test_kernels
+    test_training lenet 16
 }
 
 use_device 80
 checked layouts "$repo/build/ptx/test_tensor"
 test_kernels
-test_training lenet
+test_training lenet 16
 if [ -n "${QUICK:-}" ]; then
     skip sm_75 "QUICK=1"
     skip sm_90 "QUICK=1"
@@ -113,13 +122,11 @@ if [ -n "${QUICK:-}" ]; then
     exit 0
 fi
 test_shapes
-use_device 75
-test_without_tensor_cores
-use_device 90
-checked layouts "$repo/build/ptx/test_tensor"
-test_kernels
 i=0
-for model in mnist cifar resnet8; do
+for model in "mnist 2" "cifar 2" "resnet8 4"; do
+    # shellcheck disable=SC2086 # words
     share $((i++)) && test_training $model
 done
+share 0 2 && test_without_tensor_cores
+share 1 2 && test_sm_90
 exit 0
