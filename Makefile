@@ -49,7 +49,7 @@ HAVE_NCCL := $(and $(HAVE_CUDA),$(HAVE_MPI),$(call probe,$(HASH)include <nccl.h>
 	return ncclGetVersion(&v); },-I$(CUDA)/include -L$(CUDA)/lib64 -lnccl))
 endif
 
-.PHONY: all help run test test-all test-long data bench bench-gpu debug emulate count races overlap clean found doctor \
+.PHONY: all help run test test-all test-long data bench bench-gpu debug emulate count ptx races overlap clean found doctor \
 	cpu single multi study study-scaling study-workers ablation plots report verify starter check crossover \
 	convolution
 all: found cnn
@@ -71,6 +71,7 @@ help:
 	@echo "  make doctor    show what this machine provides, and how to get what is missing"
 	@echo "  make emulate   build ./cnn-emu: the GPU code on the CPU, to develop and check kernels"
 	@echo "  make count     build ./cnn-count: the same, counting what each kernel reads and writes"
+	@echo "  make ptx       build build/ptx/sm_80/cnn: what nvcc compiled, executed on the CPU, to check kernels without a GPU"
 	@echo "  make debug     build ./cnn-debug with the address and undefined-behaviour sanitizers"
 	@echo "  make clean     remove everything that make built; runs/ is kept"
 	@echo "  make HIP=1     build ./cnn with the GPU code for AMD's GPUs, by hipcc; HIP_ARCH=gfx90a"
@@ -117,7 +118,8 @@ BUILD = $(CC) $(CFLAGS) $(OMP_FLAGS)
 NVCC_BUILD = $(NVCC) -std=c++17 -O3 --threads 0 -lineinfo $(if $(HAVE_NCCL),-DCNN_NCCL)
 HIP_BUILD = $(HIPCC) -x hip -I. -include tests/emulator/cuda_on_hip.h -std=c++17 -O3 $(addprefix --offload-arch=,$(HIP_ARCH))
 KERNEL_BUILD = $(if $(HAVE_HIP),$(HIP_BUILD),$(NVCC_BUILD))
-build/settings build/link_settings build/here_settings build/kernel_settings build/emu_settings build/test_settings: FORCE
+build/settings build/link_settings build/here_settings build/kernel_settings build/emu_settings build/test_settings \
+		build/ptx_settings: FORCE
 	@mkdir -p build
 	@echo '$(SETTINGS)' | cmp -s - $@ || echo '$(SETTINGS)' > $@
 build/settings: SETTINGS = $(BUILD) $(MPI) $(COMMIT)
@@ -160,9 +162,10 @@ build/cnn_kernels_%.o: cnn_kernels.cu build/declarations build/kernel_settings
 		`$(NVCC_BUILD) -arch=$(call known_arch,$*) -c $< -o $@ --dryrun 2>&1 | grep -o 'ptxas.*arch=sm_[0-9]*' | grep -o 'sm_[0-9]*$$' | sort -uV`
 	@echo "The six of nvcc 13.0's all-major took two minutes on 2 cores of an AMD EPYC (Zen 3). Faster: make CUDA_ARCH=sm_90," \
 		"for one of them, make NO_CUDA=1, for none."
-	$(NVCC_BUILD) -arch=$(call known_arch,$*) -c $< -o $@ $(if $(QUICK),$(NVCC_REPORT))
+	$(NVCC_BUILD) -arch=$(call known_arch,$*) -c $< -o $@ $(if $(filter sm_%,$*),--no-compress $(NVCC_REPORT))
 build/cnn_kernels_native.o: build/here_settings
-# What the compilers say of each kernel, for tests/gpu/test_nvcc.sh
+# Of one architecture the object has PTX as text, for tests/ptx, and there is what the compilers say of each kernel, for
+# tests/gpu/test_nvcc.sh.
 NVCC_REPORT = -Xptxas -v -Xcompiler -Wall$(comma)-Wextra >$@.log 2>&1 || { cat $@.log; exit 1; }
 build/cnn_kernels.o: build/cnn_kernels.hip tests/emulator/cuda_on_hip.h build/declarations build/kernel_settings
 	$(HIP_BUILD) -c $< -o $@
@@ -311,20 +314,55 @@ bench: cnn build/bench
 # The tests and timings of the GPU code: on a GPU, and with the prefix emu_ in the emulator.
 GPU_PROGRAMS = test_cuda bench_gpu
 GPU_TEST = $(BUILD) $(DEFINES) -Wno-unused-function $<
-$(addprefix build/,$(GPU_PROGRAMS)): build/%: tests/gpu/%.c tests/check.h $(SOURCE) $(KERNELS) \
-		build/settings build/link_settings build/test_settings
-	$(GPU_TEST) $(if $(QUICK),-O1) $(KERNELS) -o $@ $(CUDA_LIBS) $(LIBS)
-$(addprefix build/emu_,$(GPU_PROGRAMS)): build/emu_%: tests/gpu/%.c tests/check.h $(SOURCE) \
-		build/emu_kernels.o build/settings build/test_settings
-	$(GPU_TEST) $(if $(QUICK),-O1) build/emu_kernels.o -o $@ -lstdc++ $(LIBS)
-# The layouts of the tensor cores: kernels of the test behind those of cnn_kernels.cu, as one file.
+$(GPU_PROGRAMS:%=build/%.o): build/%.o: tests/gpu/%.c tests/check.h $(SOURCE) build/settings build/test_settings
+	$(GPU_TEST) $(if $(QUICK),-O1) -c -o $@
+$(addprefix build/,$(GPU_PROGRAMS)): build/%: build/%.o $(KERNELS) build/link_settings
+	$(LINK) $(CUDA_LIBS) $(LIBS)
+$(addprefix build/emu_,$(GPU_PROGRAMS)): build/emu_%: build/%.o build/emu_kernels.o
+	$(LINK) -lstdc++ $(LIBS)
+# The layouts of the tensor cores: kernels of the test behind sections 1 to 7 of cnn_kernels.cu, as one file. Section 8
+# would instantiate all of the kernels, which takes most of the compiler's time.
 build/test_tensor.cu: cnn_kernels.cu tests/gpu/test_tensor.cu
 	@mkdir -p build
-	{ echo '#line 1 "cnn_kernels.cu"'; cat $^; } > $@
+	{ echo '#line 1 "cnn_kernels.cu"'; sed '/^\/\* ==== 8\. /,$$d' cnn_kernels.cu; cat tests/gpu/test_tensor.cu; } > $@
+TENSOR_BUILD = $(NVCC_BUILD) -I. -diag-suppress 177 $< # 177: functions for section 8 are not called
 build/test_tensor: build/test_tensor.cu build/declarations build/kernel_settings build/link_settings
-	$(NVCC_BUILD) -arch=$(call known_arch,$(CUDA_ARCH)) -I. $< -o $@ $(if $(HAVE_NCCL),-lnccl)
+	$(TENSOR_BUILD) -arch=$(CUDA_ARCH) -o $@ $(if $(HAVE_NCCL),-lnccl)
 build/emu_test_tensor: build/test_tensor.cu $(wildcard tests/emulator/cuda_on_cpu*) build/declarations build/emu_settings build/test_settings
 	sed -f tests/emulator/cuda_on_cpu.sed $< | $(EMU_BUILD) -O$(if $(QUICK),0,1) -x c++ - -o $@ $(LIBS)
+
+# What nvcc compiled, executed on the CPU: tests/ptx/ptx.h. PTX_SM='75 80 90': the architectures that nvcc compiles for.
+PTX_SM = 80
+PTX_OBJECTS = $(patsubst tests/ptx/%.cpp,build/ptx/%.o,$(wildcard tests/ptx/*.cpp))
+PTX_BUILD = $(CXX) -std=c++20 -O2 -march=$(ARCH) -ffp-contract=off -fno-math-errno -fno-trapping-math -fno-strict-aliasing \
+	-fopenmp -Wall -Wextra -I$(dir $(NVCC))../include
+# A register is 32 numbers of 4 bytes, so it needs a CPU with AVX2 and F16C.
+HAVE_PTX = $(and $(HAVE_CUDA),$(call probe,$(HASH)ifndef __F16C__\n$(HASH)error\n$(HASH)endif\nint main(void) { \
+	return 0; },-march=$(ARCH)))
+ptx_programs = $(foreach sm,$(1),$(addprefix build/ptx/sm_$(sm)/,cnn $(GPU_PROGRAMS))) build/ptx/test_tensor
+build/ptx_settings: SETTINGS = $(PTX_BUILD)
+$(PTX_OBJECTS): build/ptx/%.o: tests/ptx/%.cpp tests/ptx/ptx.h build/ptx_settings
+	@mkdir -p $(@D)
+	$(PTX_BUILD) -c $< -o $@
+# The tests of mma and ldmatrix need no machine code.
+build/ptx_tensor.o: build/test_tensor.cu build/declarations build/kernel_settings
+	@mkdir -p $(@D)
+	$(TENSOR_BUILD) -gencode arch=compute_80,code=compute_80 --no-compress -c -o $@
+build/ptx/test_tensor: build/ptx_tensor.o
+build/ptx/sm_%/cnn: build/cnn.o build/cnn_kernels_sm_%.o $(PTX_OBJECTS)
+	$(LINK_PTX)
+build/ptx/sm_%/test_cuda: build/test_cuda.o build/cnn_kernels_sm_%.o $(PTX_OBJECTS)
+	$(LINK_PTX)
+build/ptx/sm_%/bench_gpu: build/bench_gpu.o build/cnn_kernels_sm_%.o $(PTX_OBJECTS)
+	$(LINK_PTX)
+build/ptx/test_tensor: $(PTX_OBJECTS)
+	$(LINK_PTX)
+LINK_PTX = @mkdir -p $(@D) && $(STEP) -fopenmp $(filter %.o,$^) -o $@ $(MPI) -lstdc++ -ldl $(if $(HAVE_NCCL),-lnccl) $(LIBS)
+.PRECIOUS: build/cnn_kernels_%.o
+ptx: $(if $(HAVE_PTX),$(call ptx_programs,$(PTX_SM)))
+	@echo "$(if $(HAVE_PTX),In build/ptx: programs that execute what nvcc compiled on the CPU; tests/ptx/test_ptx.sh \
+		runs them,make ptx needs $(if $(HAVE_CUDA),a CPU with AVX2,nvcc$(comma) which was not found): skipped)"
+
 TESTED = $(or $(if $(SANITIZED),cnn-debug),$(if $(QUICK),build/cnn-quick),cnn)
 # PARTS: only some parts of the tests, such as PARTS='unit/float program/test_cli.sh'.
 # All that the parts of the tests use is built first: they run side by side, and two makes would collide.
@@ -334,6 +372,7 @@ parts_of = $(or $(filter $(1)/%,$(PARTS)),$(if $(PARTS),,all))
 TEST_PROGRAMS = $(TESTED) $(if $(call parts_of,unit),build/test_float build/test_double) \
 	$(if $(shell command -v $(CXX) 2>/dev/null),cnn-emu \
 		$(if $(call parts_of,gpu),$(addprefix build/emu_,$(GPU_PROGRAMS) test_tensor))) \
+	$(if $(and $(call parts_of,ptx),$(HAVE_PTX)),$(call ptx_programs,$(if $(QUICK),80,75 80 90))) \
 	$(if $(call parts_of,robust),build/cnn-cpu) \
 	$(if $(and $(call parts_of,pytorch),$(HAVE_TORCH)),build/parity_float build/parity_double) \
 	$(if $(QUICK),,$(if $(filter x86_64,$(shell uname -m)),build/bench-v3)) # quick: not needed

@@ -17,9 +17,9 @@ PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 # alone is skipped in bare, too; in no-python are the parts that have something else there, such as an emulator or Slurm.
 # To see all parts pass in such an environment: PARTS=all tests/environments.sh bare
 environments='
-bare       rest              run,test program/test_cli.sh program/test_robust.sh program/test_data.sh program/test_readme.sh program/test_make.sh program/test_alone.sh program/test_get_data.sh program/test_containers.sh labs/test_labs.sh labs/test_study.sh labs/test_grade.sh labs/test_ablation.sh labs/test_tools.sh labs/test_report.sh labs/test_scaling_model.sh gpu/test_cuda.sh gpu/gpu_check.sh gpu/test_gpu_check.sh gpu/test_hip.sh gpu/test_nvcc.sh emulator/test_emulator.sh cluster/test_slurm.sh cluster/test_doctor.sh bench/test_bench.sh pytorch/live_pytorch.py pytorch/pytorch_weights.py robust/test_faults.sh source/test_style.sh source/test_static.sh source/test_tree.sh
+bare       rest              run,test program/test_cli.sh program/test_robust.sh program/test_data.sh program/test_readme.sh program/test_make.sh program/test_alone.sh program/test_get_data.sh program/test_containers.sh labs/test_labs.sh labs/test_study.sh labs/test_grade.sh labs/test_ablation.sh labs/test_tools.sh labs/test_report.sh labs/test_scaling_model.sh gpu/test_cuda.sh gpu/gpu_check.sh gpu/test_gpu_check.sh gpu/test_hip.sh gpu/test_nvcc.sh ptx/test_ptx.sh emulator/test_emulator.sh cluster/test_slurm.sh cluster/test_doctor.sh bench/test_bench.sh pytorch/live_pytorch.py pytorch/pytorch_weights.py robust/test_faults.sh source/test_style.sh source/test_static.sh source/test_tree.sh
 no-mpi     mpi*,orte*,ompi*  test     cluster/test_slurm.sh cluster/test_parallel.sh robust/test_soak.sh robust/test_faults.sh program/test_robust.sh
-no-cuda    nvcc              test     robust/test_faults.sh program/test_robust.sh gpu/test_nvcc.sh
+no-cuda    nvcc              test     robust/test_faults.sh program/test_robust.sh gpu/test_nvcc.sh ptx/test_ptx.sh
 no-python  python*,nvcc      test     cluster/test_slurm.sh gpu/gpu_check.sh
 '
 # Packages beside those that are essential or required

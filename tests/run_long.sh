@@ -22,6 +22,7 @@ mutations   40  0    the tests would notice a bug                          pytho
 faults      5   180  no failed call and no kill loses a checkpoint         tests/robust/test_faults.sh
 portability 15  540  other compilers, libc and processors compute the same tests/robust/test_portability.sh
 containers  0   300  the images of labs/containers build the program and train tests/program/test_containers.sh
+ptx         0   900  what nvcc compiled shows planted bugs                 tests/ptx/planted.sh
 kernels     0   900  the kernels have no races; planted bugs are noticed   tests/run_tests.sh gpu/test_cuda.sh gpu/test_nvcc.sh
 '
 

@@ -22,6 +22,7 @@ cluster/test_slurm.sh       tests/cluster/test_slurm.sh
 labs/test_labs.sh           tests/labs/test_labs.sh
 gpu/test_cuda.sh            tests/gpu/test_cuda.sh
 cluster/test_parallel.sh    tests/cluster/test_parallel.sh
+ptx/test_ptx.sh             tests/ptx/test_ptx.sh
 source/test_mutate.sh       tests/source/test_mutate.sh
 program/test_readme.sh      tests/program/test_readme.sh
 gpu/gpu_check.sh            tests/gpu/gpu_check.sh --emulated

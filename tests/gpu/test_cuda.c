@@ -1776,12 +1776,24 @@ static void test_loss_scale(const Kernels *k) {
     verdict("loss scale, %s", PRECISION_OF(k));
 }
 
+static const char no_tensor_cores[] = "this GPU has no tensor cores that cnn uses";
+
+static bool lacks_tensor_cores(const Kernels *k) {
+    DeviceInfo device = {0};
+    k->device->describe(&device);
+    return k->name == TENSOR && !device.tensor_cores;
+}
+
 static void print_weights(void) {
     double losses[MOST_STEPS];
     for (size_t i = 0; i < 3; i++)
         printf("%s %016llx\n", trained[i].model,
                (unsigned long long)train_steps(cuda_kernels(1), trained[i].model, 2, i % 2, 2,
                                                losses));
+    if (lacks_tensor_cores(cuda_kernels(3))) {
+        skip("weights in bf16", no_tensor_cores);
+        return;
+    }
     printf("bf16 %016llx\n",
            (unsigned long long)train_steps(cuda_kernels(3), "resnet8", 2, true, 2, losses));
 }
@@ -1832,16 +1844,14 @@ int main(int argc, char **argv) {
         return 0;
     }
     test_comparison();
-    DeviceInfo device = {0};
-    cuda_kernels(0)->device->describe(&device);
     for (size_t which = 0; cuda_kernels(which); which++) {
         const Kernels *k = cuda_kernels(which);
         const bool named =
             strcmp(kernels, NAME_OF(k)) == 0 || strcmp(kernels, PRECISION_OF(k)) == 0;
         if ((*kernels && !named) || (tiny && is_precision(k, "fp16"))) // the code is that of bf16
             continue;
-        if (k->name == TENSOR && !device.tensor_cores) {
-            skip(PRECISION_OF(k), "this GPU has no tensor cores that cnn uses");
+        if (lacks_tensor_cores(k)) {
+            skip(PRECISION_OF(k), no_tensor_cores);
             continue;
         }
         for (size_t i = 0; i < (size_t)TESTS - tiny; i++)

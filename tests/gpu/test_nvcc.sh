@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Compiles cnn_kernels.cu with nvcc for old and new GPUs: no warning, registers and shared memory
 # within bounds, only what CUDA 11 has, and a ./cnn that starts without a GPU. Needs no GPU.
-# The report on every kernel goes to build/registers.txt. QUICK=1: only sm_80, and if `make test` has just
-# compiled for it, not again. NVCC=PATH: another.
+# The report on every kernel goes to build/registers.txt. QUICK=1: only sm_80. What make has just compiled for
+# tests/ptx is not compiled again. NVCC=PATH: another.
 # Where cuobjdump and nvdisasm are, the machine code of the main loops is counted; nvcc alone comes
 # without them: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm, in .venv.
 # Prints `pass nvcc/NAME`, `fail nvcc/NAME: expected ..., found ...` or `skip nvcc/NAME: why`.
@@ -177,7 +177,7 @@ check_loops() {
 # compile ARCHITECTURE: must succeed without a warning of nvcc, ptxas or the host's compiler
 compile() {
     local made=$repo/build/cnn_kernels_$1.o
-    if [ -n "${QUICK:-}" ] && [ "$made.log" -nt "$repo/cnn_kernels.cu" ] && [ "$made" -nt "$repo/cnn_kernels.cu" ]; then
+    if [ "$made.log" -nt "$repo/cnn_kernels.cu" ] && [ "$made" -nt "$repo/cnn_kernels.cu" ]; then
         cp "$made" "$tmp/kernels.o"
         cp "$made.log" "$out"
         status=0

@@ -64,7 +64,7 @@ each() {
 test_sources() {
     local c
     cd "$repo" || exit 1
-    c=("${program[@]}" tests/*.h tests/*/*.[ch] labs/check/*.[ch] labs/lab*/*.c)
+    c=("${program[@]}" tests/*.h tests/*/*.[ch] tests/ptx/*.cpp labs/check/*.[ch] labs/lab*/*.c)
     each columns "${c[@]}" < <(style columns "${c[@]}")
     each nesting "${program[@]}" < <(style nesting "${program[@]}")
 }
@@ -73,7 +73,7 @@ test_sources() {
 
 # clang-format's versions differ in what they write; Debian 12 has 14.
 test_format() {
-    local files=("${program[@]}" tests/*.h tests/*/*.[ch] tests/*/*.cu labs/check/*.[ch] labs/lab*/*.c)
+    local files=("${program[@]}" tests/*.h tests/*/*.[ch] tests/*/*.cu tests/ptx/*.cpp labs/check/*.[ch] labs/lab*/*.c)
     if ! clang-format --version 2>/dev/null | grep -q ' version 14\.'; then
         skip format "clang-format 14 is not installed"
         return

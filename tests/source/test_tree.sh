@@ -36,6 +36,7 @@ tests/labs        *.py *.sh
 tests/labs/0?     [1-9].[1-9]-*
 tests/labs/0?/*   edit expect
 tests/program     *.sh
+tests/ptx         *.cpp *.h *.sh
 tests/pytorch     *.c *.py
 tests/pytorch/golden *.txt
 tests/robust      *.c *.py *.sh
