@@ -250,6 +250,8 @@ struct Configuration {
 };
 static thread_local Configuration configuration; // of the launch <<< >>> under way
 
+enum { MULTIPROCESSORS = 4 };
+
 extern "C" {
 
 void **__cudaRegisterFatBinary(void *wrapper) {
@@ -314,7 +316,13 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int) {
     p->major = sm / 10;
     p->minor = sm % 10;
     p->totalGlobalMem = MEMORY;
-    p->multiProcessorCount = 4;
+    p->multiProcessorCount = MULTIPROCESSORS;
+    return cudaSuccess;
+}
+cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int) {
+    if (attribute != cudaDevAttrMultiProcessorCount)
+        return cudaErrorInvalidValue; // no other one is asked for
+    *value = MULTIPROCESSORS;
     return cudaSuccess;
 }
 cudaError_t cudaDriverGetVersion(int *version) {
@@ -366,6 +374,7 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t *e, unsigned) {
 cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) {
     ENTER();
     e->stream = s;
+    e->seconds = -1; // until the stream gets there
     queue(s, [e] { e->seconds = now(); });
     return cudaSuccess;
 }
@@ -377,8 +386,10 @@ cudaError_t cudaEventSynchronize(cudaEvent_t e) {
 }
 cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t from, cudaEvent_t to) {
     ENTER();
-    if (from->seconds < 0 || to->seconds < 0)
+    if (!from->stream || !to->stream)
         return failed(cudaErrorInvalidResourceHandle);
+    if (from->seconds < 0 || to->seconds < 0)
+        return failed(cudaErrorNotReady);
     *milliseconds = (float)(1e3 * (to->seconds - from->seconds));
     return cudaSuccess;
 }
