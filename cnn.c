@@ -21,7 +21,7 @@
       4 Network                    the layer table and its builders, memory plan, summary
       5 Models                     the networks themselves
       6 Forward and backward       the walk over the layer table; the loss
-      7 Optimizers and schedules   also the CPU as a device, and its tables of kernels
+      7 Optimizers and schedules   and the CPU as a device, with its tables of kernels
       8 Datasets                   reading images from untrusted files; synthetic images
       9 Loader                     worker threads that prepare the next batches
      10 Data parallelism           replicas that train together: ring all-reduce, ddp, dp, MPI
@@ -38,7 +38,7 @@
    GPUs in cnn_kernels.cu, are not needed to understand this file.
 
    What it leaves out: there are no general tensors and there is no automatic differentiation. It
-   classifies images, of four data sets or generated ones. Several devices share the data, never the
+   classifies images: of four data sets, or generated. Several devices share the data, never the
    network. It runs on Linux. It trusts the user who runs it, but not the files it reads.
 
    Comments that begin with LAB and a number enclose what an exercise replaces with a gap for the
@@ -133,13 +133,13 @@ typedef struct Settings {
    arrays are and which kernels compute it. */
 typedef struct Layer {
     LayerKind kind;
-    char name[48];                  // PyTorch's name of its parameters, such as "conv1", or empty
-    size_t input;                   // the row that it reads
-    size_t other;                   // add: the second row that it reads
-    Shape in, out;                  // a linear layer reads 1 x 1 x (h * w * c)
-    size_t kernel, stride, padding; // conv2d, maxpool2d
-    real p;                         // dropout: probability of a zero; available to new kinds
-    size_t weights, biases;         // numbers of parameters; batchnorm2d: weights are its scales
+    char name[48];                   // PyTorch's name of its parameters, such as "conv1", or empty
+    size_t input;                    // the row that it reads
+    size_t other;                    // add: the second row that it reads
+    Shape in, out;                   // a linear layer reads 1 x 1 x (h * w * c)
+    size_t kernel, stride, padding;  // conv2d, maxpool2d
+    real p;                          // dropout: probability of a zero; available to new kinds
+    size_t weight_count, bias_count; // of parameters; batchnorm2d: weights are its scales
     size_t weight_offset, bias_offset; // into params and grads, in elements
 } Layer;
 
@@ -233,7 +233,7 @@ typedef struct DatasetInfo {
     Shape shape;
     size_t classes;         // their number
     size_t train, test;     // images in the training set and in the test set
-    double mean[3], std[3]; // per channel, of pixels scaled to [0, 1]
+    double mean[3], std[3]; // for each channel, where pixels are scaled to [0, 1]
     void (*read)(Dataset *data, const char *dir, const char *const *files, size_t limit);
     const char *files[2][6]; // of the training set and of the test set; NULL ends each list
     const char *class_names; // separated by spaces, or NULL if the classes are only numbered
@@ -349,7 +349,7 @@ typedef struct DeviceInfo {
    numbered from 0. */
 typedef struct Device {
     bool is_gpu;
-    size_t (*count)(const char **why_not); // how many there are; if none, stores why
+    size_t (*count)(const char **why_not); // how many there are; if 0, it stores the reason
     // the calling thread computes for this replica, on device `number`; errors go to on_error
     void (*use)(size_t replica, size_t number, void (*on_error)(int status, const char *, ...));
     void (*describe)(DeviceInfo *info); // the device of the calling thread
@@ -373,8 +373,8 @@ typedef struct Device {
     double (*elapsed)(size_t from, size_t to); // seconds between two marks; waits for both
     void (*wait)(size_t replica, size_t mark); // until that replica has passed the mark
     /* GPU, CUDA graphs: after capture(true), operations are recorded instead of executed, including
-       copies to and from pinned memory. capture(false) returns a graph of them, which replay()
-       queues. */
+       copies to and from pinned memory. capture(false) returns them as a graph, which
+       replay() queues. */
     void *(*capture)(bool begin);
     void (*replay)(void *graph);
     void (*free_graph)(void *graph);
@@ -854,7 +854,7 @@ static double memory_limit(void) {
     return fmin(fmin(machine_memory(), slurm_limit()), cgroup);
 }
 
-// FNV-1a. `hash` is the hash of the bytes before these, or HASH_START if there are none.
+// FNV-1a. `hash` is the hash of the preceding bytes, or HASH_START at the beginning.
 #define HASH_START 0xcbf29ce484222325u
 static uint64_t hash_bytes(uint64_t hash, const void *memory, size_t bytes) {
     for (size_t i = 0; i < bytes; i++)
@@ -895,7 +895,7 @@ typedef struct TraceEvent {
 
 static struct {
     size_t traced_ranks; // how many ranks are in a traced step
-    size_t count;        // of events, including those that came after TRACE_EVENTS and were dropped
+    size_t count;        // how many events there were; those after TRACE_EVENTS were dropped
     TraceEvent *events;
 } trace;
 
@@ -986,9 +986,9 @@ static void conv2d_parameter_gradients(Work w) {
     const Shape I = l->in, O = l->out;
     const size_t taps = l->kernel * l->kernel, pixels = w.n * O.h * O.w;
     /* LAB 1.2 BEGIN conv2d_parameter_gradients */
-    memset(w.dbias, 0, l->biases * sizeof *w.dbias);
+    memset(w.dbias, 0, l->bias_count * sizeof *w.dbias);
     for (size_t pixel = 0; pixel < pixels; pixel++)
-        for (size_t k = 0; k < l->biases; k++)
+        for (size_t k = 0; k < l->bias_count; k++)
             w.dbias[k] += w.dout[pixel * O.c + k];
     PARALLEL_FOR
     for (size_t block = 0; block < taps * ceil_div(I.c, BLOCK); block++) {
@@ -1438,7 +1438,7 @@ typedef struct RowPlan {
     size_t computed_by; // the row whose kernels compute this one
     Sharing sharing;
     Fusion fused;            // what the kernels of this row compute as well
-    size_t residual;         // the row that is added, by an add or by what is fused; 0 if none is
+    size_t residual;         // the row that an add, fused or not, adds; 0 if there is none
     size_t output, gradient; // offsets into activations and dactivations, in bytes
     size_t stats;            // batchnorm2d: offset into stats, see the block on BatchNorm
     size_t saved;            // offset into saved: argmax of a max-pool, mask of a dropout
@@ -1460,7 +1460,7 @@ typedef struct Net {
     // sizes of the arenas in elements
     size_t param_size; // of the parameters, with the gaps between tensors
     size_t stats_size, moments_size, scratch_size, transposed_size;
-    size_t host_size; // the larger of the largest tensor and the outputs of a batch
+    size_t staging_size; // the larger of the largest tensor and the outputs of a batch
     // sizes of the arenas in bytes
     size_t activation_size, gradient_size, saved_size, prepared_size;
     // the arenas
@@ -1469,8 +1469,8 @@ typedef struct Net {
     void *transposed; // --layout nchw, else NULL
     LossScale *scale; // on a GPU, else NULL
     // On the host: staging buffers for copies from and to the device. The results of a step come
-    // back in host[0]: the losses, or the outputs.
-    real *host[2];
+    // back in staging[0]: the losses, or the outputs.
+    real *staging[2];
     uint8_t *saved, *labels;
     char *prepared;                 // what the kernels keep
     size_t prepared_at[MAX_LAYERS]; // each row's offset into it
@@ -1490,7 +1490,7 @@ typedef struct Net {
 
 /* Properties of each kind. A row of a kind that reads_out may not be overwritten in place, because
    its backward reads its output. A ReLU's backward only reads the signs of its output. A dropout in
-   place may set an element to zero, but then its gradient is zero, too. */
+   place may set an element to zero, but then the gradient of this element is also zero. */
 static const struct {
     const char *name;
     double flops; // forward, for each weight and output pixel
@@ -1535,7 +1535,7 @@ static size_t add_params(Net *net, size_t count) {
     size_t offset = net->param_size;
     net->param_size += aligned(count);
     net->parameter_count += count;
-    net->host_size = max_size(net->host_size, count);
+    net->staging_size = max_size(net->staging_size, count);
     return offset;
 }
 
@@ -1546,8 +1546,8 @@ static size_t add_with_weights(Net *net, Layer l, const char *prefix) {
         if (net->layers[i].kind == l.kind)
             number++;
     snprintf(l.name, sizeof l.name, "%s%zu", prefix, number);
-    l.weight_offset = add_params(net, l.weights);
-    l.bias_offset = add_params(net, l.biases);
+    l.weight_offset = add_params(net, l.weight_count);
+    l.bias_offset = add_params(net, l.bias_count);
     return add_layer(net, l);
 }
 
@@ -1585,26 +1585,26 @@ static Layer window_layer(const Net *net, size_t x, LayerKind kind, size_t chann
 }
 
 // nn.Conv2d(in_channels = channels of x, out_channels, kernel_size, stride, padding, bias = bias)
-static size_t add_conv2d(Net *net, size_t x, size_t out_channels, size_t kernel, size_t stride,
-                         size_t padding, bool bias) {
+static size_t conv2d_with_bias(Net *net, size_t x, size_t out_channels, size_t kernel,
+                               size_t stride, size_t padding, bool bias) {
     Layer l = window_layer(net, x, CONV2D, out_channels, kernel, stride, padding);
-    l.weights = kernel * kernel * l.in.c * out_channels;
-    l.biases = bias ? out_channels : 0;
+    l.weight_count = kernel * kernel * l.in.c * out_channels;
+    l.bias_count = bias ? out_channels : 0;
     return add_with_weights(net, l, "conv");
 }
 
 // The same with bias = True, PyTorch's default
 static size_t conv2d(Net *net, size_t x, size_t out_channels, size_t kernel, size_t stride,
                      size_t padding) {
-    return add_conv2d(net, x, out_channels, kernel, stride, padding, true);
+    return conv2d_with_bias(net, x, out_channels, kernel, stride, padding, true);
 }
 
 // nn.Linear(in_features = size of x, out_features), with x flattened
 static size_t linear(Net *net, size_t x, size_t out_features) {
-    Layer l = {.kind = LINEAR, .input = x, .kernel = 1, .stride = 1, .biases = out_features};
+    Layer l = {.kind = LINEAR, .input = x, .kernel = 1, .stride = 1, .bias_count = out_features};
     l.in = (Shape){1, 1, shape_size(net->layers[x].out)};
     l.out = (Shape){1, 1, out_features};
-    l.weights = l.in.c * out_features;
+    l.weight_count = l.in.c * out_features;
     if (out_features == 0)
         die(1, "model %s: linear at row %zu: expected at least 1 output", net->model, net->count);
     return add_with_weights(net, l, "fc");
@@ -1613,8 +1613,9 @@ static size_t linear(Net *net, size_t x, size_t out_features) {
 // nn.BatchNorm2d(num_features = channels of x)
 static size_t batchnorm2d(Net *net, size_t x) {
     Shape s = net->layers[x].out;
-    Layer l = {.kind = BATCHNORM2D, .input = x, .in = s, .out = s, .weights = s.c, .biases = s.c};
-    net->host_size = max_size(net->host_size, 2 * s.c); // both running statistics at once
+    Layer l = {
+        .kind = BATCHNORM2D, .input = x, .in = s, .out = s, .weight_count = s.c, .bias_count = s.c};
+    net->staging_size = max_size(net->staging_size, 2 * s.c); // both running statistics at once
     return add_with_weights(net, l, "bn");
 }
 
@@ -1646,7 +1647,7 @@ static size_t dropout(Net *net, size_t x, real p) {
     return add_same_shape(net, x, DROPOUT, p);
 }
 
-// nn.LogSoftmax(dim = 1): over the classes, of 1 x 1 pixel
+// nn.LogSoftmax(dim = 1): over the classes; the image must have 1 x 1 pixel
 static size_t log_softmax(Net *net, size_t x) {
     if (net->layers[x].out.h * net->layers[x].out.w != 1)
         die(1, "model %s: log_softmax at row %zu: expected 1 x 1 pixel, found %zu x %zu",
@@ -1902,8 +1903,8 @@ static void plan_arenas(Net *net) {
     if (net->settings->layout == NCHW)
         plan_area(p, &net->transposed, net->transposed_size * net->kernels->element_bytes, DEVICE,
                   FOR_SCRATCH);
-    plan_area(p, &net->host[0], size * net->host_size, PINNED, FOR_BUFFERS);
-    plan_area(p, &net->host[1], size * net->host_size, HOST, FOR_BUFFERS);
+    plan_area(p, &net->staging[0], size * net->staging_size, PINNED, FOR_BUFFERS);
+    plan_area(p, &net->staging[1], size * net->staging_size, HOST, FOR_BUFFERS);
     plan_area(p, &net->prepared, net->prepared_size, HOST, FOR_BUFFERS);
 }
 
@@ -1985,7 +1986,7 @@ static void plan_memory(Net *net, size_t batch) {
         check_row(net, i);
     net->max_batch = batch;
     plan_fusion(net);
-    net->host_size = max_size(net->host_size, most * net->classes);
+    net->staging_size = max_size(net->staging_size, most * net->classes);
     for (size_t i = 0; i < net->count; i++)
         plan_row(net, i, most);
     plan_gradients(net);
@@ -2007,7 +2008,7 @@ static void refresh_params16(const Net *net) {
 
 // ---- Initial values, as in PyTorch's modules and torchvision's ResNets
 
-// Two uniform numbers make two standard normal ones (Box, Muller 1958).
+// Turns two uniform numbers into two standard normal numbers (Box, Muller 1958).
 static void make_normal(double pair[2]) {
     const double radius = sqrt(-2 * log(1 - pair[0])), angle = 2 * M_PI * pair[1];
     pair[0] = radius * cos(angle);
@@ -2035,16 +2036,16 @@ static void init_random(Net *net, real *param, size_t count, Distribution distri
             make_normal(x + 2);
         }
         for (size_t j = 0; j < min_size(4, count - i); j++)
-            net->host[0][i + j] = (real)x[j] * scale;
+            net->staging[0][i + j] = (real)x[j] * scale;
     }
-    net->device->copy(param, net->host[0], count * sizeof(real));
+    net->device->copy(param, net->staging[0], count * sizeof(real));
 }
 
 // param = value
 static void init_constant(Net *net, real *param, size_t count, real value) {
     for (size_t i = 0; i < count; i++)
-        net->host[0][i] = value;
-    net->device->copy(param, net->host[0], count * sizeof(real));
+        net->staging[0][i] = value;
+    net->device->copy(param, net->staging[0], count * sizeof(real));
 }
 
 /* Weights and biases are uniform within +-1 / sqrt(fan_in). The weights of a convolution without a
@@ -2053,19 +2054,19 @@ static void init_constant(Net *net, real *param, size_t count, real value) {
 static void init_layer(Net *net, size_t row, uint64_t seed) {
     const Layer *l = &net->layers[row];
     real *weight = net->params + l->weight_offset, *bias = net->params + l->bias_offset;
-    const real bound = 1 / SQRT((real)(l->weights / l->out.c));
+    const real bound = 1 / SQRT((real)(l->weight_count / l->out.c));
     const real fan_out = (real)(l->kernel * l->kernel * l->out.c);
-    if (l->biases == 0)
-        init_random(net, weight, l->weights, NORMAL, SQRT(2 / fan_out), 2 * row, seed);
+    if (l->bias_count == 0)
+        init_random(net, weight, l->weight_count, NORMAL, SQRT(2 / fan_out), 2 * row, seed);
     else
-        init_random(net, weight, l->weights, UNIFORM, bound, 2 * row, seed);
-    init_random(net, bias, l->biases, UNIFORM, bound, 2 * row + 1, seed);
+        init_random(net, weight, l->weight_count, UNIFORM, bound, 2 * row, seed);
+    init_random(net, bias, l->bias_count, UNIFORM, bound, 2 * row + 1, seed);
 }
 
 // Weights and running variances are 1. Biases and running means are 0, as after allocation.
 static void init_batchnorm2d(Net *net, size_t row) {
     const Layer *l = &net->layers[row];
-    init_constant(net, net->params + l->weight_offset, l->weights, 1);
+    init_constant(net, net->params + l->weight_offset, l->weight_count, 1);
     real *stats = net->stats + net->row_plans[row].stats;
     init_constant(net, stats + RUNNING_VARIANCE * l->out.c, l->out.c, 1);
 }
@@ -2075,7 +2076,7 @@ static void init_weights(Net *net, uint64_t seed) {
     for (size_t row = 0; row < net->count; row++) {
         if (net->layers[row].kind == BATCHNORM2D)
             init_batchnorm2d(net, row);
-        else if (net->layers[row].weights > 0)
+        else if (net->layers[row].weight_count > 0)
             init_layer(net, row, seed);
     }
     refresh_params16(net);
@@ -2087,7 +2088,7 @@ static void init_weights(Net *net, uint64_t seed) {
 
 // Floating-point operations of one image, forward: 2 for each multiply-add of the weights.
 static double layer_flops(const Layer *l) {
-    return kinds[l->kind].flops * (double)l->weights * (double)(l->out.h * l->out.w);
+    return kinds[l->kind].flops * (double)l->weight_count * (double)(l->out.h * l->out.w);
 }
 
 // The same for training: forward, weight gradient and, unless the row reads the images, data
@@ -2134,7 +2135,7 @@ static void print_summary(const Net *net) {
         describe_layer(l, kind, sizeof kind);
         snprintf(shape, sizeof shape, "%zu x %zu x %zu", l->out.h, l->out.w, l->out.c);
         printf("  %3zu  %-*s %-34s %19s  %10zu  %13.3f\n", i, width, l->name, kind, shape,
-               l->weights + l->biases, layer_flops(l) / 1e6);
+               l->weight_count + l->bias_count, layer_flops(l) / 1e6);
     }
     printf("  %zu parameters, %.1f MFLOP to train on one image\n", net->parameter_count,
            training_flops(net) / 1e6);
@@ -2187,7 +2188,7 @@ static size_t model_cifar(Net *net, size_t x) {
 // A convolution, without a bias since a BatchNorm has one, and that BatchNorm
 static size_t conv_bn(Net *net, size_t x, const char *block, const char *conv, const char *bn,
                       size_t channels, size_t kernel, size_t stride) {
-    x = add_conv2d(net, x, channels, kernel, stride, kernel / 2, false);
+    x = conv2d_with_bias(net, x, channels, kernel, stride, kernel / 2, false);
     x = batchnorm2d(net, with_name(net, x, block, conv));
     return with_name(net, x, block, bn);
 }
@@ -2403,7 +2404,7 @@ static Work work_of(const Net *net, size_t i, size_t n, const RandomKey *key) {
                   .in = output(net, l->input),
                   .residual = adds ? output(net, plan->residual) : NULL,
                   .weight = weight_of(net, l),
-                  .bias = l->biases ? net->params + l->bias_offset : NULL,
+                  .bias = l->bias_count ? net->params + l->bias_offset : NULL,
                   .out = output(net, i),
                   .dout = gradient(net, i),
                   .din = gradient(net, l->input),
@@ -2452,7 +2453,7 @@ static void backward_row(const Net *net, size_t i, size_t n, bool *written) {
     written[residual] = true; // before din, which may be the same: x + x
     w.accumulate = written[l->input];
     written[l->input] = true;
-    if (n == 0 || net->row_plans[i].sharing == FUSED || (!w.din && !l->weights))
+    if (n == 0 || net->row_plans[i].sharing == FUSED || (!w.din && !l->weight_count))
         return;
     if (net->flops)
         net->flops[i] = k->flops(w);
@@ -2471,7 +2472,7 @@ static void backward(Net *net, size_t n) {
         begin_row(net, i, BACKWARD_PASS);
         backward_row(net, i, n, written);
         end_row(net, i, BACKWARD_PASS);
-        if (net->on_gradients && net->layers[i].weights)
+        if (net->on_gradients && net->layers[i].weight_count)
             net->on_gradients(net->context, net->layers[i].weight_offset);
     }
 }
@@ -2487,8 +2488,8 @@ static double mean(const real *numbers, size_t n) {
 static double compute_loss(Net *net, size_t n, real *dlogp, double smoothing) {
     net->kernels->nll_loss(net->losses, dlogp, output(net, last_row(net)), net->labels, n,
                            n * net->ranks, net->classes, smoothing, net->scale);
-    net->device->copy(net->host[0], net->losses, n * sizeof(real));
-    return mean(net->host[0], n);
+    net->device->copy(net->staging[0], net->losses, n * sizeof(real));
+    return mean(net->staging[0], n);
 }
 
 // In training, labels are smoothed, and backward() begins with the gradient of the last row.
@@ -2504,7 +2505,7 @@ static double test_loss(Net *net, size_t n) {
    the batch. Returns how many are right. Each image is tested by one rank; the others hold a 0
    there, so the sum over the ranks has all predictions. */
 static size_t count_predictions(const Net *net, const Batch *batch, double *predicted) {
-    real *all = net->host[0];
+    real *all = net->staging[0];
     const size_t classes = net->classes;
     size_t correct = 0;
     net->device->copy(all, output(net, last_row(net)), batch->n * classes * sizeof *all);
@@ -2559,7 +2560,7 @@ static void check_loss(const Net *net, const Batch *batch, double loss) {
 /* ==== 7. Optimizers and schedules ================================================================
 
    An optimizer makes one pass over the flat arena of all parameters, regardless of layers. The
-   CPU's tables are filled in here, too, since they need the optimizers. */
+   CPU's tables stand here as well, since they need the optimizers. */
 
 /* Adadelta (Zeiler, arXiv:1212.5701), as PyTorch computes it:
    square_avg = rho * square_avg + (1 - rho) * grad^2
@@ -2646,8 +2647,8 @@ static void update_params(const Net *net, real *state, size_t first, size_t coun
 // measure what that costs on a GPU.
 static void update_each_tensor(const Net *net, real *state) {
     for (const Layer *l = net->layers; l < net->layers + net->count; l++) {
-        update_params(net, state, l->weight_offset, l->weights);
-        update_params(net, state, l->bias_offset, l->biases);
+        update_params(net, state, l->weight_offset, l->weight_count);
+        update_params(net, state, l->bias_offset, l->bias_count);
     }
 }
 
@@ -2777,7 +2778,7 @@ static size_t scratch_size_naive(const Layer *l, const Fusion *fused, size_t n) 
     (void)fused, (void)n;
     if (l->kind == BATCHNORM2D)
         return l->in.c;
-    return multiplies(l) ? l->weights : 0;
+    return multiplies(l) ? l->weight_count : 0;
 }
 
 static size_t no_size(const Layer *l, size_t n) {
@@ -3308,7 +3309,7 @@ static void draw_field(float *field, Shape s, uint32_t draw, const RandomKey *ke
 
 /* Elastic distortion (Simard, Steinkraus, Platt, "Best practices for convolutional neural
    networks", ICDAR 2003): moves each pixel by a random field, blurred with sigma = 4 and scaled by
-   alpha = 34 pixels, with bilinear interpolation. fmaf() rounds once everywhere, also on a GPU. */
+   alpha = 34 pixels, with bilinear interpolation. fmaf() rounds once on a CPU and on a GPU. */
 static void augment_elastic(uint8_t *out, const uint8_t *in, Shape s, const RandomKey *key) {
     size_t pixels = s.h * s.w;
     float field[2][pixels]; // displacements in y and in x
@@ -3986,7 +3987,7 @@ static void plan_buckets(Comm *c) {
     for (size_t i = last_row(net); i > 0; i--) {
         const Layer *l = &net->layers[i];
         const double megabytes = 1e-6 * (double)((end - l->weight_offset) * sizeof(real));
-        if (l->weights > 0 && megabytes >= limit && c->bucket_count + 1 < MAX_BUCKETS) {
+        if (l->weight_count > 0 && megabytes >= limit && c->bucket_count + 1 < MAX_BUCKETS) {
             add_bucket(c, l->weight_offset, end);
             end = l->weight_offset;
             limit = c->settings->bucket_mb;
@@ -4014,7 +4015,7 @@ static void dp_add(Comm *c, real *to, const real *from, size_t count) {
     dp_receive(c, to, from, count, true);
 }
 
-// A rank's images of the master's batch. If the batch is small, the last ranks have none.
+// A rank's part of the master's batch. If the batch is small, the last ranks have no image.
 static Range dp_part(const Comm *c, size_t rank) {
     const size_t n = c->team->batch->n;
     const size_t share = ceil_div(n, c->world);
@@ -4297,10 +4298,10 @@ static Tensor *add_tensor(Tensor *t, const char *prefix, const Layer *l, const c
 static Tensor *list_parameters(const Net *net, Tensor *t, const char *prefix, real *params) {
     for (const Layer *l = net->layers; l < net->layers + net->count; l++) {
         Tensor *weight = t;
-        if (l->weights)
-            t = add_tensor(t, prefix, l, "weight", params, l->weight_offset, l->weights);
-        if (l->biases)
-            t = add_tensor(t, prefix, l, "bias", params, l->bias_offset, l->biases);
+        if (l->weight_count)
+            t = add_tensor(t, prefix, l, "weight", params, l->weight_offset, l->weight_count);
+        if (l->bias_count)
+            t = add_tensor(t, prefix, l, "bias", params, l->bias_offset, l->bias_count);
         if (l->kind == LINEAR) {
             weight->filter = net->layers[l->input].out; // the whole image
             snprintf(weight->shape, SHAPE_SIZE, "%zu,%zu", l->out.c, l->in.c);
@@ -4422,12 +4423,12 @@ static char *make_header(const Tensor *list, size_t count, const char *metadata)
 static const void *file_values(Net *net, const Tensor *t) {
     if (t->counter)
         return t->counter;
-    net->device->copy(net->host[0], t->values, t->bytes);
+    net->device->copy(net->staging[0], t->values, t->bytes);
     if (!t->filter.h)
-        return net->host[0];
-    reorder_weight(net->host[1], net->host[0], t->filter, t->count / shape_size(t->filter),
+        return net->staging[0];
+    reorder_weight(net->staging[1], net->staging[0], t->filter, t->count / shape_size(t->filter),
                    TO_FILE);
-    return net->host[1];
+    return net->staging[1];
 }
 
 // Places the tensors one after the other in the file, and returns the checksum of the metadata and
@@ -4604,19 +4605,19 @@ static void find_tensors(const TensorFile *f, Tensor *list, size_t count) {
     qsort(list, count, sizeof *list, compare_places);
 }
 
-// Copies the values in host[0] to their place. Dies unless they are finite and means of squares are
+// Copies the values in staging[0] to their place. Dies unless they are finite and means of squares are
 // not negative.
 static void take_values(const TensorFile *f, const Tensor *t, Net *net) {
-    const real *values = net->host[0];
+    const real *values = net->staging[0];
     const char *range = t->not_negative ? " from 0 on" : "";
     for (size_t i = 0; i < t->count; i++)
         if (!isfinite(values[i]) || (t->not_negative && values[i] < 0))
             die(1, "%s: %s: expected finite numbers%s, found %g", f->path, t->name, range,
                 (double)values[i]);
     if (t->filter.h) {
-        reorder_weight(net->host[1], values, t->filter, t->count / shape_size(t->filter),
+        reorder_weight(net->staging[1], values, t->filter, t->count / shape_size(t->filter),
                        FROM_FILE);
-        values = net->host[1];
+        values = net->staging[1];
     }
     net->device->copy(t->values, values, t->bytes);
 }
@@ -4627,11 +4628,11 @@ static void read_values(TensorFile *f, const Tensor *t, Net *net) {
         die(1, "%s: %s: expected its values at byte %zu, where those before it end, found %zu",
             f->path, t->name, f->end, t->begin);
     f->end += t->bytes;
-    if (fread(net->host[0], 1, t->bytes, f->stream) != t->bytes)
+    if (fread(net->staging[0], 1, t->bytes, f->stream) != t->bytes)
         die(1, "%s: the file ends within the values of %s", f->path, t->name);
-    f->checksum = hash_bytes(f->checksum, net->host[0], t->bytes);
+    f->checksum = hash_bytes(f->checksum, net->staging[0], t->bytes);
     if (t->counter)
-        memcpy(t->counter, net->host[0], t->bytes);
+        memcpy(t->counter, net->staging[0], t->bytes);
     if (t->values)
         take_values(f, t, net);
 }
@@ -4683,10 +4684,10 @@ static uint64_t hash_weights(Net *net) {
         const size_t running = l->kind == BATCHNORM2D ? 2 * l->out.c : 0; // mean and variance
         const real *at[] = {net->params + l->weight_offset, net->params + l->bias_offset,
                             net->stats + net->row_plans[l - net->layers].stats};
-        const size_t counts[] = {l->weights, l->biases, running};
+        const size_t counts[] = {l->weight_count, l->bias_count, running};
         for (size_t k = 0; k < 3; k++) {
-            net->device->copy(net->host[0], at[k], counts[k] * sizeof(real));
-            hash = hash_bytes(hash, net->host[0], counts[k] * sizeof(real));
+            net->device->copy(net->staging[0], at[k], counts[k] * sizeof(real));
+            hash = hash_bytes(hash, net->staging[0], counts[k] * sizeof(real));
         }
     }
     return hash;
@@ -4742,7 +4743,7 @@ static const Option options[] = {
      "ResNets: first convolution 3x3, 7x7, or 7x7 stride 2 and max-pool"},
     {"--dataset", AS_NAME(dataset, "auto|mnist|fashion-mnist|cifar10|cifar100|synthetic"),
      "auto", FIXED,
-     "the images; auto: the first that is found, else synthetic ones"},
+     "the images; auto: the first data set that is found, else synthetic images"},
     {"--data", AS_TEXT(data, "DIR"), "", FREE,
      "look for the data files in DIR and DIR/DATASET only"},
     {"--limit-train", AS_COUNT(limit_train, "N", 1, UINT32_MAX), NULL, FIXED,
@@ -5187,7 +5188,7 @@ typedef struct Recorder {
     RunStatus status;
     int argc;
     char **argv;
-    double started, epoch_start, log_started; // of the run, its epoch, the steps of a log line
+    double run_start, epoch_start, log_start; // as now() returns them
     double peak_gflops;
     StepResult *all_steps; // [rank][steps_capacity]: steps that are not yet in steps.csv
     StepResult *steps;     // this rank's row of all_steps
@@ -5252,7 +5253,7 @@ typedef struct Run {
 
 typedef enum { KEY_VALUE, CSV_HEADER, CSV_ROW, JSON } Form;
 
-// Writes text as a JSON string, or null if it is NULL. JSON is in UTF-8, so names must be, too.
+// Writes text as a JSON string, or null if it is NULL. JSON is in UTF-8, so names must be as well.
 static void print_json_string(FILE *f, const char *text) {
     if (!text) {
         fprintf(f, "null");
@@ -5657,7 +5658,7 @@ static void print_classes_json(FILE *f, const Run *run) {
 static void print_run_json(FILE *f, const Run *run) {
     static const char *const words[] = {
         [RUNNING] = "running", [COMPLETE] = "complete", [STOPPED] = "stopped", [FAILED] = "failed"};
-    const Resources r = resources_since(run->recorder.started);
+    const Resources r = resources_since(run->recorder.run_start);
     fprintf(f, "{\n  \"status\": \"%s\", \"provenance\": \"measured\", \"emulated\": %s",
             words[run->recorder.status], json_bool(run->device_info.emulated));
     fprintf(f, ",\n  \"command\": ");
@@ -5800,8 +5801,8 @@ static void open_logs(Run *run) {
 static void check_gradients_finite(const Net *net, const real *grads, size_t epoch, size_t step) {
     for (const Layer *l = net->layers; l < net->layers + net->count; l++) {
         const bool weight =
-            first_not_finite(grads + l->weight_offset, l->weights, FP32) < l->weights;
-        if (weight || first_not_finite(grads + l->bias_offset, l->biases, FP32) < l->biases)
+            first_not_finite(grads + l->weight_offset, l->weight_count, FP32) < l->weight_count;
+        if (weight || first_not_finite(grads + l->bias_offset, l->bias_count, FP32) < l->bias_count)
             die(1, "epoch %zu, step %zu: the gradient of %s.%s is not finite; try a smaller --lr",
                 epoch, step, l->name, weight ? "weight" : "bias");
     }
@@ -5824,7 +5825,7 @@ static void check_loss_scale(Run *run) {
                s->skipped - before.skipped, (double)s->scale);
 }
 
-// Adds step i of those kept, of all ranks, to the epoch's sums and to steps.csv.
+// Adds a kept step i of all ranks to the epoch's sums and to steps.csv.
 static void add_step(Run *run, EpochResult *e, size_t i) {
     Recorder *r = &run->recorder;
     double loss = 0, wait = 0;
@@ -5893,7 +5894,7 @@ static void print_log_line(const Run *run, const EpochResult *e) {
     const size_t step = run->batch_index;
     if (run->model->sc20_log)
         printf("INFO - Epoch: %zu, Iteration: %zu, Avg img/sec: %.3f\n", e->epoch, step,
-               (double)(e->images - e->images_logged) / (now() - run->recorder.log_started));
+               (double)(e->images - e->images_logged) / (now() - run->recorder.log_start));
     else
         printf("Train Epoch: %zu [%zu/%zu (%.0f%%)]\tLoss: %.6f\n", e->epoch, step * e->step_images,
                run->train_set.count, 100. * (double)step / (double)run->epoch_steps, e->step_loss);
@@ -5932,7 +5933,7 @@ static void log_step(Run *run, EpochResult *e, const Batch *batch, double loss) 
     clear_progress();
     print_log_line(run, e);
     e->images_logged = e->images;
-    r->log_started = now();
+    r->log_start = now();
     show_progress(run, e, now() - r->epoch_start);
 }
 
@@ -6124,7 +6125,7 @@ static void write_trace(const Run *run) {
     }
     for (size_t i = 0; i < events; i++) {
         fprintf(f, ",\n");
-        write_trace_event(f, &trace.events[i], run->recorder.started);
+        write_trace_event(f, &trace.events[i], run->recorder.run_start);
     }
     fprintf(f, "\n]}\n");
     atomic_commit(&file);
@@ -6170,10 +6171,10 @@ static double row_bytes(const Net *net, size_t row, size_t n) {
     const Fusion *fused = &net->row_plans[row].fused;
     const double in_accesses = kinds[l->kind].in_accesses;
     const double out_accesses = kinds[l->kind].out_accesses;
-    const double in = (double)(n * shape_size(l->in) + l->weights);
+    const double in = (double)(n * shape_size(l->in) + l->weight_count);
     const double out = (double)(n * shape_size(stored_shape(net, row)));
     double share = 1, more = 0;
-    if (l->weights && l->input == 0 && l->kind != BATCHNORM2D)
+    if (l->weight_count && l->input == 0 && l->kind != BATCHNORM2D)
         share = 2. / 3;
     if (fused->add)
         more += 1;
@@ -6183,7 +6184,7 @@ static double row_bytes(const Net *net, size_t row, size_t n) {
            (share * (in_accesses * in + out_accesses * out) + more * out);
 }
 
-// Memory bandwidth in bytes per second, of out = in + residual
+// Memory bandwidth in bytes per second, measured by out = in + residual
 static double measure_bandwidth(const Run *run) {
     const Kernels *k = run->kernels;
     const Layer row = {.kind = ADD, .out = {1, 1, 1 << 12}}; // images that threads share
@@ -6263,7 +6264,7 @@ static void print_layer_csv(FILE *csv, Form form, const Layer *l, const char *na
         csv, form,
         "layer=%s kind=%s out_shape=%s params=%zu mflop=%.3f forward_ms=%.4f backward_ms=%.4f "
         "gflops=%.2f gb_per_s=%.2f percent_of_peak=%.1f saved=%.3f bound=%s",
-        name, kind, shape, l->weights + l->biases, layer_flops(l) / 1e6, f->forward_ms,
+        name, kind, shape, l->weight_count + l->bias_count, layer_flops(l) / 1e6, f->forward_ms,
         f->backward_ms, f->gflops, f->gb_per_s, f->percent_of_limit, f->operation_ratio, f->bound);
 }
 
@@ -6293,7 +6294,7 @@ static void print_layers_head(const Run *run, size_t n, double peak, double band
     fprintf(out, "Layers, %zu images; this device: %s, %.1f GB/s measured%s\n", n, rate,
             bandwidth / 1e9, caution);
     fprintf(out, "  %-24s %-34s %9s %9s %8s %7s %6s %6s  %s\n", "layer", "kind", "forward",
-            "backward", "GFLOP/s", "GB/s", "%", "saved", "of which limit");
+            "backward", "GFLOP/s", "GB/s", "%", "saved", "limited by");
 }
 
 /* The time of each row on a training batch, as a median, next to the limits of this machine. Rows
@@ -6391,7 +6392,7 @@ static void write_predictions(const Run *run) {
     atomic_commit(&csv);
 }
 
-// --profile: prints the profile, and writes it to the run folder as well.
+// --profile: prints the profile and writes it to the run folder.
 static void write_profile(Run *run, int begin, int end) {
     AtomicFile text, csv;
     char *profile;
@@ -6482,7 +6483,7 @@ static const char *line_after(const char *line) {
 }
 
 // Dies unless the checkpoint's metadata is what this run has at the same position. Older versions
-// wrote an empty line `milestones=`, of an option that is gone, and no last line `epochs=`.
+// wrote an empty line `milestones=` for an option that was removed, and no last line `epochs=`.
 static void compare_with_checkpoint(const Run *run, const TensorFile *f) {
     static const char removed[] = "milestones=\n";
     const char *theirs = f->metadata;
@@ -6999,7 +7000,7 @@ static double plan_run(Run *run, bool resident) {
 
 // Plans the run. The data set is resident if 10 % of the memory stays free, or if copying batches
 // would need even more. Returns the bytes on the device, as plan_run() does.
-static double choose_resident(Run *run) {
+static double plan_residency(Run *run) {
     enum { COPY_BATCHES = false, RESIDENT = true };
     if (!run->settings.resident || !run->device->is_gpu || run->comm.dp)
         return plan_run(run, COPY_BATCHES);
@@ -7034,7 +7035,7 @@ static void check_memory(const Run *run, double needed, double available, const 
 // Plans the memory, prints the plan and refuses what cannot fit.
 static void plan_run_memory(Run *run) {
     const bool gpu = run->device->is_gpu;
-    const double on_device = choose_resident(run);
+    const double on_device = plan_residency(run);
     const double all = run_bytes(run, FOR_ANYTHING, false) + data_bytes(run);
     const double on_host = gpu ? all - on_device : all;
     if (run->comm.rank > 0)
@@ -7249,7 +7250,7 @@ static double replay_step(Run *run, const Batch *batch) {
         *graph = capture_step(run, batch);
     run->device->replay(*graph);
     run->device->synchronize();
-    const double loss = mean(net->host[0], batch->n); // the graph copies the losses there
+    const double loss = mean(net->staging[0], batch->n); // the graph copies the losses there
     check_loss(net, batch, loss);
     return loss;
 }
@@ -7380,7 +7381,7 @@ static void train_epoch(Run *run, EpochResult *result) {
     result->images_resumed = result->images;
     result->images_logged = result->images;
     run->recorder.epoch_start = now();
-    run->recorder.log_started = run->recorder.epoch_start;
+    run->recorder.log_start = run->recorder.epoch_start;
     train(run, result);
     result->seconds = now() - run->recorder.epoch_start;
 }
@@ -7490,7 +7491,7 @@ static void write_results(Run *run, int status) {
     write_trace(run);
     if (s->layers && finished)
         measure_layers(run);
-    print_resources(run->recorder.started, status);
+    print_resources(run->recorder.run_start, status);
     flush(run->recorder.results, "standard output");
     write_run_json(run);
 }
@@ -7508,7 +7509,7 @@ static int run_main(int argc, char **argv) {
     static Run run; // zeroed; too large for the stack
     fill_standard_streams();
     signal(SIGCHLD, SIG_DFL); // if the parent ignored it, pclose() could not tell how gzip ended
-    run.recorder.started = now();
+    run.recorder.run_start = now();
     setup_settings(&run, argc, argv);
     if (!run.settings.eval)
         catch_signals();

@@ -1496,14 +1496,14 @@ static WeightGradient weight_gradient_plan(const Layer *l, size_t n, const int32
     p->n = n;
     if (l->kernel != 3)
         p->tile = 0; // by Winograd the rounding errors of a 5 x 5 filter's would be 3.3 times
-    g.sums = whole_vectors(l->weights + l->biases);
+    g.sums = whole_vectors(l->weight_count + l->bias_count);
     const size_t worth = min_size(SLICE_ELEMENTS / g.sums, n * p->out_pixels / SLICE_PIXELS);
     g.slices = min_size(n, min_size(SLICES, max_size(1, worth)));
     g.column_blocks = ceil_div(p->out.c, COLUMN_BLOCK);
     const size_t wanted = ceil_div(SLICES, g.slices * p->taps * g.column_blocks);
     g.rows = ceil_div(min_size(ROW_BLOCK, ceil_div(p->depth, wanted)), ROWS) * ROWS;
     g.row_blocks = ceil_div(p->depth, g.rows);
-    g.units = (p->taps * g.row_blocks + (l->biases > 0)) * g.column_blocks;
+    g.units = (p->taps * g.row_blocks + (l->bias_count > 0)) * g.column_blocks;
     g.parts = min_size(g.units, ceil_div(SLICES, g.slices));
     return g;
 }
@@ -1605,7 +1605,7 @@ static void weight_gradient_ith_piece(const void *context, size_t i) {
     real *dweight = g->w.dweight, *dbias = g->w.dbias;
     if (g->slices > 1) {
         dweight = g->w.scratch + slice * g->sums;
-        dbias = dweight + g->w.l->weights;
+        dbias = dweight + g->w.l->weight_count;
     }
     for (size_t unit = units.first; unit < units.first + units.count; unit++) {
         const size_t column = unit % g->column_blocks * COLUMN_BLOCK;
@@ -1760,7 +1760,7 @@ static void winograd_gradient(const WeightGradient *g) {
     }
     if (!w.at_once)
         parallel(w.blocks, store_ith_block, &w);
-    parallel(g->w.l->biases > 0 ? g->column_blocks : 0, bias_gradient_ith_block, g);
+    parallel(g->w.l->bias_count > 0 ? g->column_blocks : 0, bias_gradient_ith_block, g);
 }
 
 // Elements of scratch memory for as many images as in the plan, or fewer
@@ -1783,8 +1783,8 @@ static void weight_gradient(Work w) {
     parallel(g.slices * g.parts, weight_gradient_ith_piece, &g);
     if (g.slices == 1)
         return;
-    sum_slices(w.dweight, w.scratch, g.slices, g.sums, w.l->weights);
-    sum_slices(w.dbias, w.scratch + w.l->weights, g.slices, g.sums, w.l->biases);
+    sum_slices(w.dweight, w.scratch, g.slices, g.sums, w.l->weight_count);
+    sum_slices(w.dbias, w.scratch + w.l->weight_count, g.slices, g.sums, w.l->bias_count);
 }
 
 /* ---- Before a max-pool --------------------------------------------------------------------------
@@ -2133,7 +2133,7 @@ static void conv2d_backward_pooled(Work w) {
     parallel(l->out.c, pack_channel, &p);
     parallel(p.slices, pooled_ith_slice, &p);
     sum_slices(w.scratch, w.scratch, p.slices, p.sums, p.sums);
-    for (size_t k = 0; k < l->biases; k++)
+    for (size_t k = 0; k < l->bias_count; k++)
         w.dbias[k] = w.scratch[l->out.c * p.filter + k];
     parallel(l->kernel * l->kernel * l->in.c, store_ith_row, &p);
 }
@@ -2641,7 +2641,7 @@ static double pooled_products(Work w) {
     size_t terms = 0;
     for (size_t i = 0; i < count; i++)
         terms += w.out[i] > 0 && w.dout[i] != 0;
-    return (double)terms * (double)(w.l->weights / w.l->out.c);
+    return (double)terms * (double)(w.l->weight_count / w.l->out.c);
 }
 
 /* Operations that a row executes on w.n images, 2 for each multiply-add: forward, weight gradient

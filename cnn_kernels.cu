@@ -1330,13 +1330,13 @@ static __global__ void conv2d_weight_gradient_naive_kernel(real *dweight, const 
 }
 
 static void weight_gradient(Work w) {
-    LAUNCH(conv2d_weight_gradient_naive_kernel, w.l->weights, w.dweight, w.dout, w.in,
-           window_of(w.l), w.n, w.l->weights);
+    LAUNCH(conv2d_weight_gradient_naive_kernel, w.l->weight_count, w.dweight, w.dout, w.in,
+           window_of(w.l), w.n, w.l->weight_count);
 }
 /* LAB 6.2 END */
 
 static void conv2d_backward_naive(Work w) {
-    if (w.l->biases)
+    if (w.l->bias_count)
         sum_pixels<real, Gradients<false>>(w, NULL);
     weight_gradient(w);
     if (w.din)
@@ -1708,7 +1708,7 @@ static size_t splits_of(size_t rows, size_t columns, size_t phases, size_t depth
 
 static bool stores_moments(const Layer *conv, size_t n) {
     const size_t pixels = conv ? n * conv->out.h * conv->out.w : 0;
-    return conv && conv->biases == 0 && pixels % CONV_SLICE == 0 &&
+    return conv && conv->bias_count == 0 && pixels % CONV_SLICE == 0 &&
            splits_of(pixels, conv->out.c, 1, conv->kernel * conv->kernel * conv->in.c) == 1;
 }
 
@@ -1844,7 +1844,7 @@ template <class T> static Operand<T> patches(Work w) {
 // The patches, or their transpose, times a matrix; both results have the channels out as columns.
 template <class T, class O>
 static Product<T, O> patches_times(const void *matrix, void *out, Pass pass, Work w) {
-    const int columns = (int)w.l->out.c, taps = (int)w.l->weights / columns;
+    const int columns = (int)w.l->out.c, taps = (int)w.l->weight_count / columns;
     const int pixels = (int)outputs(w) / columns;
     const int rows = pass == FORWARD ? pixels : taps, depth = pass == FORWARD ? taps : pixels;
     return {patches<T>(w),
@@ -1906,7 +1906,7 @@ template <class T, class KERNELS> static void conv2d_forward(Work w) {
 }
 
 template <class T, class KERNELS> static void conv2d_backward(Work w) {
-    if (w.l->biases)
+    if (w.l->bias_count)
         sum_pixels<T, Gradients<false>>(w, NULL);
     KERNELS::template run<false, false>(weight_gradient_product<T>(w), w);
     if (w.din)
@@ -2367,7 +2367,7 @@ static size_t transposed_size(const Layer *l, size_t n) {
 
 // The definition's operations: 2 for each multiply-add of forward and of each gradient
 static double flops(Work w) {
-    const double forward = 2. * (double)(w.n * w.l->weights * w.l->out.h * w.l->out.w);
+    const double forward = 2. * (double)(w.n * w.l->weight_count * w.l->out.h * w.l->out.w);
     return multiplies(w.l) ? forward * (w.din ? 3 : 2) : 0;
 }
 

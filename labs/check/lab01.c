@@ -131,8 +131,8 @@ static Case draw_case(Role role, bool pool, size_t step) {
     c.n = step < 5 ? 1 : draw_size(2, 3);
     c.accumulate = role == IMAGE && step > 0 && draw_size(0, 1);
     c.biased = !pool && draw_size(0, 1);
-    l->weights = pool ? 0 : tensor_size(&c, FILTER);
-    l->biases = c.biased ? l->out.c : 0;
+    l->weight_count = pool ? 0 : tensor_size(&c, FILTER);
+    l->bias_count = c.biased ? l->out.c : 0;
     return c;
 }
 
@@ -145,7 +145,7 @@ static void clear(const Case *c, real around) {
     resize(&spare_filter, tensors[FILTER].count, around);
     resize(&spare_image, tensors[IMAGE].count, around);
     resize(&spare_bias, c->l.out.c, around);
-    resize(&scratch, c->l.weights, around); // what scratch_size_naive() grants a convolution
+    resize(&scratch, c->l.weight_count, around); // what scratch_size_naive() grants a convolution
     fill(&scratch, around);
 }
 
@@ -683,7 +683,7 @@ static void test_sums(Case c) {
     static real sum[MOST], whole[MOST];
     Array *result = &tensors[c.role], *split = &tensors[c.role == OUTPUT ? IMAGE : OUTPUT];
     c.accumulate = c.biased = false;
-    c.l.biases = 0;
+    c.l.bias_count = 0;
     fill_all(&c);
     memcpy(whole, split->data, split->count * sizeof(real));
     memset(sum, 0, sizeof sum);
@@ -716,8 +716,8 @@ static Case draw_large_case(Role role, bool pool) {
     c.l.in = (Shape){24, 29, 5};
     c.l.out.c = 5;
     slide_window(&c.l);
-    c.l.weights = pool ? 0 : tensor_size(&c, FILTER);
-    c.l.biases = c.biased ? c.l.out.c : 0;
+    c.l.weight_count = pool ? 0 : tensor_size(&c, FILTER);
+    c.l.bias_count = c.biased ? c.l.out.c : 0;
     return c;
 }
 
@@ -801,7 +801,7 @@ static void test_bias_gradient(void) {
             if (c.biased ? close_to(found, expected) : isnan(found))
                 continue;
             if (!c.biased)
-                printf("This layer has no bias (l->biases is 0), but dbias[%zu] was written: "
+                printf("This layer has no bias (l->bias_count is 0), but dbias[%zu] was written: "
                        "that memory holds the gradients of the next layer.\n",
                        k);
             else if (isnan(found))

@@ -119,7 +119,7 @@ static void check_order(const Watched *w, size_t least) {
 }
 
 int main(void) {
-    Layer l = {.kind = CONV2D, .kernel = KERNEL, .stride = 1, .weights = WEIGHTS};
+    Layer l = {.kind = CONV2D, .kernel = KERNEL, .stride = 1, .weight_count = WEIGHTS};
     l.in = (Shape){SIZE, SIZE, CHANNELS_IN};
     l.out = (Shape){OUT_SIZE, OUT_SIZE, CHANNELS_OUT};
     part((Work){.l = &l, .n = IMAGES, .in = in, .weight = weight, .out = out});

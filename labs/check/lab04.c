@@ -217,7 +217,7 @@ static void bias_of(size_t pixels, size_t channels) {
         bias.host[c] = (real)(c + 1);
     send(&out);
     send(&bias);
-    const Layer l = {.kind = CONV2D, .out = {1, pixels, channels}, .biases = channels};
+    const Layer l = {.kind = CONV2D, .out = {1, pixels, channels}, .bias_count = channels};
     lab_add_bias((Work){.l = &l, .n = 1, .out = out.device, .bias = bias.device});
     fetch(&out, false);
     fetch(&bias, true);
@@ -277,7 +277,7 @@ static const Layer *new_layer(Shape in) {
 static const Layer *new_conv(Shape in, size_t channels, size_t kernel, size_t stride,
                              size_t padding) {
     const Layer *l = new_layer(in);
-    add_conv2d(&net, 0, channels, kernel, stride, padding, false);
+    conv2d_with_bias(&net, 0, channels, kernel, stride, padding, false);
     return l;
 }
 
@@ -312,7 +312,7 @@ static Trial new_trial(const Layer *l, size_t n) {
                    .n = n,
                    .out = new_output("out", n * shape_size(l->out)),
                    .in = new_input("in", n * shape_size(l->in)),
-                   .weight = new_input("weight", l->weights),
+                   .weight = new_input("weight", l->weight_count),
                    .want = must_alloc(n * shape_size(l->out) * sizeof(real), "a test")};
 }
 
@@ -408,7 +408,7 @@ static const char *first_one(char text[160], const real *numbers, const Layer *l
 // A pixel and a weight of the same channel are 1: the output has a single 1, or none.
 static void conv_of_one(const Layer *l, size_t n) {
     Trial t = new_trial(l, n);
-    size_t w = draw(0, l->weights - 1), pixel = draw(0, t.in.count / l->in.c - 1);
+    size_t w = draw(0, l->weight_count - 1), pixel = draw(0, t.in.count / l->in.c - 1);
     size_t channel = w / l->out.c % l->in.c, tap = w / l->out.c / l->in.c, row = pixel / l->in.w;
     memset(t.in.host, 0, t.in.count * sizeof(real));
     memset(t.weight.host, 0, t.weight.count * sizeof(real));
@@ -495,7 +495,7 @@ static void run_kernels(void (*check)(const char *what, size_t numbers)) {
     const Layer *l = new_conv((Shape){9, 7, 3}, 8, 3, 1, 1);
     Array out = new_output("out", 2 * shape_size(l->out)),
           in = new_input("in", 2 * shape_size(l->in));
-    Array weight = new_input("weight", l->weights), bias = new_input("bias", l->out.c);
+    Array weight = new_input("weight", l->weight_count), bias = new_input("bias", l->out.c);
     send(&out);
     send(&in);
     send(&weight);

@@ -22,7 +22,7 @@ static void begin_layer(Shape in) {
 
 static Layer conv(Shape in, size_t channels, size_t kernel, size_t stride, size_t padding) {
     begin_layer(in);
-    add_conv2d(&net, 0, channels, kernel, stride, padding, false);
+    conv2d_with_bias(&net, 0, channels, kernel, stride, padding, false);
     return net.layers[1];
 }
 
@@ -99,9 +99,9 @@ static real *right_result(void) {
     const Layer *l = &trial.layer;
     const size_t in_size = trial.n * shape_size(l->in);
     real *din = must_alloc(in_size * sizeof *din, "a test");
-    real *dweight = must_alloc(l->weights * sizeof *dweight, "a test");
-    real *scratch = must_alloc(l->weights * sizeof *scratch, "a test");
-    real *dbias = must_alloc((l->biases + 1) * sizeof *dbias, "a test");
+    real *dweight = must_alloc(l->weight_count * sizeof *dweight, "a test");
+    real *scratch = must_alloc(l->weight_count * sizeof *scratch, "a test");
+    real *dbias = must_alloc((l->bias_count + 1) * sizeof *dbias, "a test");
     if (trial.data && trial.accumulate)
         memcpy(din, trial.result->before, in_size * sizeof *din);
     naive_kernels.layers[l->kind].backward((Work){.l = l,
@@ -111,7 +111,7 @@ static real *right_result(void) {
                                                   .dout = trial.dout->before,
                                                   .din = din,
                                                   .dweight = dweight,
-                                                  .dbias = l->biases ? dbias : NULL,
+                                                  .dbias = l->bias_count ? dbias : NULL,
                                                   .scratch = scratch,
                                                   .accumulate = trial.accumulate});
     free(scratch);
@@ -178,10 +178,10 @@ static void gradient_of(bool data, Layer l, size_t n, bool accumulate, Content c
     begin_trial();
     trial.layer = l, trial.n = n, trial.data = data, trial.accumulate = accumulate;
     trial.in = new_input("in", n * shape_size(l.in) * sizeof(real));
-    trial.weight = new_input("weight", l.weights * sizeof(real));
+    trial.weight = new_input("weight", l.weight_count * sizeof(real));
     trial.dout = new_input("dout", n * shape_size(l.out) * sizeof(real));
     trial.result = new_output(data ? "din" : "dweight",
-                              (data ? n * shape_size(l.in) : l.weights) * sizeof(real));
+                              (data ? n * shape_size(l.in) : l.weight_count) * sizeof(real));
     fill(trial.in, content);
     fill(trial.weight, content);
     fill(trial.dout, content);

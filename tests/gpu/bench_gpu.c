@@ -106,7 +106,7 @@ static const Cost costs[KINDS] = {
 static double forward_bytes(Work w) {
     const Cost *c = &costs[w.l->kind];
     const double in = (double)(w.n * shape_size(w.l->in)), out = (double)outputs(w);
-    const double weights = multiplies(w.l) ? (double)w.l->weights : 0;
+    const double weights = multiplies(w.l) ? (double)w.l->weight_count : 0;
     const bool adds = w.residual;
     return (double)gpu->element_bytes *
                (c->forward.in * in + (c->forward.out + adds) * out + weights) +
@@ -117,7 +117,7 @@ static double forward_bytes(Work w) {
 static double backward_bytes(Work w) {
     const Cost *c = &costs[w.l->kind];
     const double in = (double)(w.n * shape_size(w.l->in)), out = (double)outputs(w);
-    const double weights = multiplies(w.l) ? (double)w.l->weights : 0;
+    const double weights = multiplies(w.l) ? (double)w.l->weight_count : 0;
     const bool masks = w.fused.relu_backward && (w.residual || w.l->kind != BATCHNORM2D);
     double numbers = c->backward.in * in + c->backward.out * out + (w.accumulate ? in : 0);
     if (masks)

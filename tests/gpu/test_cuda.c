@@ -331,7 +331,7 @@ static void describe(const Layer *l, size_t n, const char *more) {
     char kind[64];
     describe_layer(l, kind, sizeof kind);
     snprintf(context, sizeof context, "%s, %zu images, %zu x %zu x %zu to %zu channels%s%s", kind,
-             n, l->in.h, l->in.w, l->in.c, l->out.c, l->biases ? "" : ", no bias", more);
+             n, l->in.h, l->in.w, l->in.c, l->out.c, l->bias_count ? "" : ", no bias", more);
 }
 
 /* ---- Convolutions and linear layers ---------------------------------------------------------- */
@@ -413,21 +413,22 @@ static void compare_layer(const Kernels *k, Layer l, bool relu, size_t n, bool a
             fail("%zu images need more scratch than %zu", fewer, n);
     {
         Array arrays[] = {typed(output_array("out", outputs, integers ? 0 : taps * l.in.c + 1)),
-                          typed(input_array("in", inputs)), typed(input_array("weight", l.weights)),
-                          input_array("bias", l.biases)};
+                          typed(input_array("in", inputs)),
+                          typed(input_array("weight", l.weight_count)),
+                          input_array("bias", l.bias_count)};
         splits->forward[COMPARE(k, t)]++;
     }
     t = (Task){.run = run_backward, .l = &l, .n = n, .accumulate = accumulate, .no_din = no_din};
     describe(&l, n, no_din ? ", no din" : accumulate ? ", accumulate" : "");
     Array arrays[] = {typed(changed_array("din", no_din ? 0 : inputs,
                                           integers ? 0 : taps * l.out.c + 1, accumulate)),
-                      output_array("dweight", l.weights, integers ? 0 : pixels),
-                      output_array("dbias", l.biases, integers ? 0 : pixels),
+                      output_array("dweight", l.weight_count, integers ? 0 : pixels),
+                      output_array("dbias", l.bias_count, integers ? 0 : pixels),
                       typed(input_array("dout", outputs)),
                       typed(input_array("in", inputs)),
-                      typed(input_array("weight", l.weights))};
+                      typed(input_array("weight", l.weight_count))};
     bool used = COMPARE(k, t);
-    if (!l.biases) // whose gradient uses scratch, too
+    if (!l.bias_count) // whose gradient uses scratch, too
         splits->backward[used]++;
     integers = false;
     memset(tiles, 0, sizeof tiles);
@@ -473,19 +474,19 @@ static void test_rounding(const Kernels *k) {
     for (uint8_t tile = 1; tile < 4; tile++) {
         const size_t n = 2;
         first_layer((Shape){8, 8, 32});
-        add_conv2d(&net, 0, 128, 3, 1, 1, false);
+        conv2d_with_bias(&net, 0, 128, 3, 1, 1, false);
         const Layer *l = &net.layers[1];
         snprintf(context, sizeof context, "tile %d", tile);
         memset(tiles, tile, sizeof tiles);
         Task t = {.run = run_forward, .l = l, .n = n};
         Array in = input_array("in", n * shape_size(l->in));
-        Array weight = input_array("weight", l->weights), none = input_array("bias", 0);
+        Array weight = input_array("weight", l->weight_count), none = input_array("bias", 0);
         Array forward[] = {output_array("out", n * shape_size(l->out), 1), typed(twin(&in)),
                            typed(twin(&weight)), none};
         expect_rounding(k, &t, forward, 4);
         t.run = run_backward;
         Array backward[] = {output_array("din", in.count, 1),
-                            output_array("dweight", l->weights, 1),
+                            output_array("dweight", l->weight_count, 1),
                             input_array("dbias", 0),
                             typed(input_array("dout", n * shape_size(l->out))),
                             typed(in),
@@ -506,7 +507,7 @@ static Layer draw_conv(size_t *n) {
     Shape in = {draw_size(least, least + side), draw_size(least, least + side),
                 draw_channels(depth)};
     const Layer *l = first_layer(in);
-    add_conv2d(&net, 0, draw_channels(channels), kernel, stride, padding, draw_bits() % 2);
+    conv2d_with_bias(&net, 0, draw_channels(channels), kernel, stride, padding, draw_bits() % 2);
     *n = draw_size(1, tiny ? 2 : 9);
     return *l;
 }
@@ -538,8 +539,8 @@ static void test_conv(const Kernels *k) {
     for (size_t i = 0; i < (tiny ? 1 : sizeof shapes / sizeof *shapes); i++)
         for (size_t variant = 0; variant < (tiny ? 1 : quick ? 2 : 4); variant++) {
             const Layer *l = first_layer(shapes[i].in);
-            add_conv2d(&net, 0, shapes[i].channels, shapes[i].kernel, shapes[i].stride,
-                       shapes[i].padding, variant & 1);
+            conv2d_with_bias(&net, 0, shapes[i].channels, shapes[i].kernel, shapes[i].stride,
+                             shapes[i].padding, variant & 1);
             integers = variant & 1;
             compare_layer(k, *l, false, shapes[i].n, variant & 2, false, &splits);
         }
@@ -572,7 +573,7 @@ static void run_nchw(const Kernels *k, const Task *t, void *const *a, real *scra
 // --layout nchw: the window covers the image, so that the output is the same in both layouts.
 static void compare_nchw(const Kernels *k, size_t side, size_t channels, size_t n) {
     const Layer *l = first_layer((Shape){side, side, channels});
-    add_conv2d(&net, 0, 6, side, 1, 0, true);
+    conv2d_with_bias(&net, 0, 6, side, 1, 0, true);
     Array in = typed(input_array("in", n * shape_size(l->in))), nchw = twin(&in);
     for (size_t i = 0; i < in.count; i++) {
         size_t c = i % channels, pixel = i / channels, at = pixel % (side * side);
@@ -580,7 +581,7 @@ static void compare_nchw(const Kernels *k, size_t side, size_t channels, size_t 
             ((real *)in.at)[i];
     }
     Array arrays[] = {typed(output_array("out", n * 6, side * side * channels + 1)), in,
-                      typed(input_array("weight", l->weights)), input_array("bias", 6), nchw};
+                      typed(input_array("weight", l->weight_count)), input_array("bias", 6), nchw};
     describe(l, n, ", nchw");
     COMPARE(k, (Task){.run = run_nchw, .l = l, .n = n});
 }
@@ -950,8 +951,11 @@ static const struct {
 
 static Layer norm_layer(size_t i) {
     size_t c = norms[i].s.c;
-    return (Layer){
-        .kind = BATCHNORM2D, .in = norms[i].s, .out = norms[i].s, .weights = c, .biases = c};
+    return (Layer){.kind = BATCHNORM2D,
+                   .in = norms[i].s,
+                   .out = norms[i].s,
+                   .weight_count = c,
+                   .bias_count = c};
 }
 
 /* Channels whose mean is large compared with their spread, where the mean of the squares minus the
@@ -1060,13 +1064,13 @@ static void compare_fused(const Kernels *k, const Layer *l, size_t n, bool adds,
     const size_t inputs = n * shape_size(l->in), outputs = n * shape_size(l->out);
     const size_t stats = l->kind == BATCHNORM2D ? 4 * l->in.c : 0;
     Array fused[ARRAYS] = {typed(changed_array("din", inputs, 1, accumulate)),
-                           output_array("dweight", l->weights, 1),
-                           output_array("dbias", l->biases, 1),
+                           output_array("dweight", l->weight_count, 1),
+                           output_array("dbias", l->bias_count, 1),
                            typed(changed_array("dresidual", adds ? outputs : 0, 1, accumulate)),
                            typed(changed_array("dout", outputs, 1, true)),
                            typed(input_array("in", inputs)),
                            changed_array("stats", stats, 1, true),
-                           input_array("weight", l->weights),
+                           input_array("weight", l->weight_count),
                            typed(output_array("out", outputs, 1))};
     Array apart[ARRAYS];
     Task t = {.run = run_fused_backward,
@@ -1097,7 +1101,7 @@ static void test_fused_backward(const Kernels *k) {
         describe(&norm, 2, adds ? ", fused sum and ReLU" : ", fused ReLU");
         compare_fused(k, &norm, 2, adds, accumulate);
         const Layer *conv = first_layer((Shape){5, 6, 9});
-        add_conv2d(&net, 0, draw_size(1, 20), 3, 1, 1, i % 2);
+        conv2d_with_bias(&net, 0, draw_size(1, 20), 3, 1, 1, i % 2);
         describe(conv, 2, ", fused ReLU");
         compare_fused(k, conv, 2, false, accumulate);
     }
@@ -1157,7 +1161,7 @@ static void test_moments(const Kernels *k) {
     for (size_t i = 0; i < (tiny ? 1 : 3 * sizeof shapes / sizeof *shapes); i++) {
         const Layer *l = first_layer(shapes[i / 3].in);
         size_t n = shapes[i / 3].n, c = shapes[i / 3].channels, kernel = shapes[i / 3].kernel;
-        add_conv2d(&net, 0, c, kernel, 1, kernel / 2, false);
+        conv2d_with_bias(&net, 0, c, kernel, 1, kernel / 2, false);
         size_t count = n * shape_size(l->out);
         memset(tiles, (int)(1 + i % 3), sizeof tiles);
         integers = true;
@@ -1165,7 +1169,7 @@ static void test_moments(const Kernels *k) {
                           changed_array("stats", 4 * c, 1, true),
                           typed(output_array("out", count, 1)),
                           typed(input_array("in", n * shape_size(l->in))),
-                          typed(input_array("weight", l->weights)),
+                          typed(input_array("weight", l->weight_count)),
                           input_array("ones", c)};
         for (size_t k = 0; k < c; k++) {
             ((real *)arrays[1].at)[c + k] += 3;
@@ -1193,15 +1197,15 @@ static void test_tiles(const Kernels *k) {
     for (size_t i = 0; i < (quick ? 2 : 3) && k->name != NAIVE; i++) {
         const Layer *l = first_layer(shapes[i].in);
         size_t n = shapes[i].n;
-        add_conv2d(&net, 0, shapes[i].channels, shapes[i].kernel, shapes[i].stride,
-                   shapes[i].kernel / 2, false);
+        conv2d_with_bias(&net, 0, shapes[i].channels, shapes[i].kernel, shapes[i].stride,
+                         shapes[i].kernel / 2, false);
         size_t inputs = n * shape_size(l->in), outputs = n * shape_size(l->out);
         Array given[] = {typed(output_array("din", inputs, 1)),
-                         output_array("dweight", l->weights, 1),
+                         output_array("dweight", l->weight_count, 1),
                          new_array("none", 0, 1),
                          typed(input_array("dout", outputs)),
                          typed(input_array("in", inputs)),
-                         typed(input_array("weight", l->weights)),
+                         typed(input_array("weight", l->weight_count)),
                          typed(output_array("out", outputs, 1))};
         Array first[7];
         for (int tile = 1; tile <= 3; tile++) {
@@ -1255,10 +1259,10 @@ static void test_choice_of_tiles(const Kernels *k) {
     for (size_t i = tensor; i < 3; i++) {
         const Layer *l = first_layer((Shape){128, 128, 8});
         const size_t rows = 128 * 128, tile = shapes[i].height * shapes[i].width;
-        add_conv2d(&net, 0, shapes[i].channels, 1, 1, 0, false);
+        conv2d_with_bias(&net, 0, shapes[i].channels, 1, 1, 0, false);
         Array a[] = {typed(output_array("out", rows * l->out.c, 1)),
                      typed(input_array("in", rows * l->in.c)),
-                     typed(input_array("weight", l->weights)), new_array("none", 0, 1)};
+                     typed(input_array("weight", l->weight_count)), new_array("none", 0, 1)};
         perform(k, &(Task){.run = run_timed, .l = l, .n = 1}, a, 4);
         const size_t threads = (size_t)lround(1e6 * k->device->elapsed(0, 1));
         const size_t expected = rows * l->out.c / tile * shapes[i].threads[tensor];

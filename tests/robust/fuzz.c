@@ -167,7 +167,7 @@ static Run run;
 static char checkpoint[PATH_SIZE];
 
 static size_t build_small(Net *net, size_t x) {
-    x = batchnorm2d(net, add_conv2d(net, x, 2, 1, 1, 0, false));
+    x = batchnorm2d(net, conv2d_with_bias(net, x, 2, 1, 1, 0, false));
     return log_softmax(net, linear(net, x, net->classes));
 }
 static const Model small_model = {.name = "small", .build = build_small};

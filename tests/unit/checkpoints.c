@@ -83,8 +83,8 @@ static void compare_parameters(const char *name, const Net *net, const real *got
                                const real *want) {
     for (size_t i = 0; i < net->count; i++) {
         const Layer *l = &net->layers[i];
-        check_tensor(name, got + l->weight_offset, want + l->weight_offset, NULL, l->weights);
-        check_tensor(name, got + l->bias_offset, want + l->bias_offset, NULL, l->biases);
+        check_tensor(name, got + l->weight_offset, want + l->weight_offset, NULL, l->weight_count);
+        check_tensor(name, got + l->bias_offset, want + l->bias_offset, NULL, l->bias_count);
     }
 }
 
@@ -139,7 +139,7 @@ static void test_round_trip(const char *model, const Optimizer *o, double moment
 
 // Files for this network are small enough to be spoiled in every way.
 static size_t build_spoiled(Net *net, size_t x) {
-    x = batchnorm2d(net, add_conv2d(net, x, 2, 1, 1, 0, false));
+    x = batchnorm2d(net, conv2d_with_bias(net, x, 2, 1, 1, 0, false));
     return log_softmax(net, linear(net, x, net->classes));
 }
 static const Model spoiled_model = {.name = "spoiled", .build = build_spoiled};

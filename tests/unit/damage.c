@@ -117,7 +117,7 @@ static void test_unfinite_gradient(void) {
         char words[128];
         for (size_t k = 0; k < 2; k++) {
             real *at = spoiled_net.grads + (k ? l->bias_offset : l->weight_offset);
-            if ((k ? l->biases : l->weights) == 0)
+            if ((k ? l->bias_count : l->weight_count) == 0)
                 continue;
             *at = k ? (real)NAN : (real)-INFINITY;
             snprintf(words, sizeof words, "epoch 2, step 5: the gradient of %s.%s is not finite",

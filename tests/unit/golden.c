@@ -122,7 +122,7 @@ static const Tensor *find_tensor(const Tensor *list, size_t count, const char *n
 static void set_golden_parameter(Net *net, const Tensor *t, uint32_t number) {
     bool norm = strstr(t->name, "bn") || strstr(t->name, "downsample.1");
     bool bias = strstr(t->name, ".bias");
-    real *values = net->host[0];
+    real *values = net->staging[0];
     fill_stream(values, t->count, WEIGHT_STREAM + number);
     const size_t fan_in = shape_size(t->filter);
     for (size_t i = 0; i < t->count; i++) {
@@ -161,7 +161,7 @@ static double golden_tolerance(const Net *net, size_t n) {
         double taps = (double)(l->kernel * l->kernel), pixels = (double)(n * l->out.h * l->out.w);
         if (l->kind == CONV2D || l->kind == LINEAR)
             roundings += sqrt(taps * (double)l->in.c) + sqrt(taps * (double)l->out.c);
-        if (l->weights)
+        if (l->weight_count)
             roundings += sqrt(pixels);
     }
     return is_double ? 1e-6 : epsilon * roundings;
@@ -231,9 +231,9 @@ static void compare_tensors(Net *net, const Golden *g, const char *keyword, cons
             return;
         const real *values = t->values;
         if (t->filter.h) {
-            reorder_weight(net->host[1], t->values, t->filter, t->count / shape_size(t->filter),
+            reorder_weight(net->staging[1], t->values, t->filter, t->count / shape_size(t->filter),
                            TO_FILE);
-            values = net->host[1];
+            values = net->staging[1];
         }
         compare_tensor(line, values, t->count, tolerance);
     }

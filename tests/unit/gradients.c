@@ -78,9 +78,9 @@ static void check_gradients(Net *net, const char *what, size_t samples, Checked 
         const Layer *l = &net->layers[i];
         char name[128];
         snprintf(name, sizeof name, "%s: grad of %s.weight", what, l->name);
-        check_gradient(net, name, l->weight_offset, l->weights, samples, checked);
+        check_gradient(net, name, l->weight_offset, l->weight_count, samples, checked);
         snprintf(name, sizeof name, "%s: grad of %s.bias", what, l->name);
-        check_gradient(net, name, l->bias_offset, l->biases, samples, checked);
+        check_gradient(net, name, l->bias_offset, l->bias_count, samples, checked);
     }
 }
 
@@ -180,7 +180,7 @@ static void test_predictions(void) {
     double predicted[15] = {0}, expected[15] = {0};
     start_net(&net, (Shape){1, 1, CLASSES});
     net.images = (real *)logp;
-    net.host[0] = host;
+    net.staging[0] = host;
     size_t correct = count_predictions(&net, &batch, predicted);
     for (size_t i = 0; i < 5; i++)
         expected[5 + 2 * i] = (double)classes[i];

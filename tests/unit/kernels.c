@@ -22,8 +22,8 @@ typedef struct Results {
 static Results run_layer(const Kernels *k, const Layer *l, const Fusion *fused, size_t n,
                          const Inputs *x, bool accumulate) {
     Results r = {array(n * shape_size(l->out), guard_value),
-                 array(n * shape_size(l->in), guard_value), array(l->weights, guard_value),
-                 array(l->biases, guard_value)};
+                 array(n * shape_size(l->in), guard_value), array(l->weight_count, guard_value),
+                 array(l->bias_count, guard_value)};
     Array scratch = array(k->scratch_size(l, fused, n), guard_value);
     void *prepared = prepare_row(k, l);
     const Work w = {.l = l,
@@ -31,7 +31,7 @@ static Results run_layer(const Kernels *k, const Layer *l, const Fusion *fused, 
                     .n = n,
                     .in = x->in.at,
                     .weight = x->weight.at,
-                    .bias = l->biases ? x->bias.at : NULL,
+                    .bias = l->bias_count ? x->bias.at : NULL,
                     .out = r.out.at,
                     .dout = x->dout.at,
                     .din = r.din.at,
@@ -74,8 +74,8 @@ static void describe_failure(const Layer *l, const Fusion *fused, size_t n, bool
     char what[sizeof failure], kind[64];
     describe_layer(l, kind, sizeof kind);
     snprintf(what, sizeof what, "%.200s (%s, %zu images, %zu x %zu x %zu to %zu channels%s%s%s%s)",
-             failure, kind, n, l->in.h, l->in.w, l->in.c, l->out.c, l->biases ? "" : ", no bias",
-             fused->relu ? ", fused ReLU" : "",
+             failure, kind, n, l->in.h, l->in.w, l->in.c, l->out.c,
+             l->bias_count ? "" : ", no bias", fused->relu ? ", fused ReLU" : "",
              fused->masks_din ? ", the ReLU before it backward" : "",
              accumulate ? ", accumulate" : "");
     snprintf(failure, sizeof failure, "%s", what);
@@ -93,8 +93,9 @@ static void compare_bits(const Results *got, const Results *alone) {
 static void compare_layer(Layer l, bool relu, size_t n, bool accumulate) {
     const Kernels *naive = &naive_kernels, *fast = &fast_kernels;
     const Fusion none = {0}, fused = {.relu = relu};
-    Inputs x = {random_array(n * shape_size(l.in)), random_array(l.weights), random_array(l.biases),
-                random_array(n * shape_size(l.out)), random_array(n * shape_size(l.in))};
+    Inputs x = {random_array(n * shape_size(l.in)), random_array(l.weight_count),
+                random_array(l.bias_count), random_array(n * shape_size(l.out)),
+                random_array(n * shape_size(l.in))};
     Inputs a = {absolute(&x.in), absolute(&x.weight), absolute(&x.bias), absolute(&x.dout),
                 absolute(&x.din)};
     Results got = run_layer(fast, &l, &fused, n, &x, accumulate);
@@ -129,8 +130,8 @@ static Layer draw_conv(Net *net, size_t *n) {
                 : draw_bits() % 3 ? draw_size(1, 70)
                                   : draw_size(1, 8)};
     start_net(net, in);
-    add_conv2d(net, 0, draw_bits() % 3 ? draw_size(1, 70) : draw_size(1, 140), kernel, stride,
-               padding, draw_bits() % 3 > 0);
+    conv2d_with_bias(net, 0, draw_bits() % 3 ? draw_size(1, 70) : draw_size(1, 140), kernel, stride,
+                     padding, draw_bits() % 3 > 0);
     *n = draw_size(1, 9);
     return net->layers[1];
 }
@@ -166,8 +167,8 @@ static void test_fast_resnet_conv(void) {
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
         for (size_t variant = 0; variant < 4; variant++) {
             start_net(&net, shapes[i].in);
-            add_conv2d(&net, 0, shapes[i].channels, shapes[i].kernel, shapes[i].stride,
-                       shapes[i].padding, variant & 1);
+            conv2d_with_bias(&net, 0, shapes[i].channels, shapes[i].kernel, shapes[i].stride,
+                             shapes[i].padding, variant & 1);
             compare_layer(net.layers[1], false, 5, variant & 2);
         }
     verdict("fast conv2d of residual networks against its definition");
@@ -195,8 +196,8 @@ static void test_winograd(size_t kernel) {
             columns = max_size(DU_COLUMNS, 2 * num_threads * COLUMNS) + draw_size(1, 20);
         }
         start_net(&net, in);
-        add_conv2d(&net, 0, columns, kernel, 1, draw_size(0, kernel - 1),
-                   (shape + shape / 10) % 3 > 0);
+        conv2d_with_bias(&net, 0, columns, kernel, 1, draw_size(0, kernel - 1),
+                         (shape + shape / 10) % 3 > 0);
         Pass forward = forward_pass(&net.layers[1], false, NULL);
         forward.n = n;
         taken[0] += forward.tile > 0;
@@ -204,7 +205,7 @@ static void test_winograd(size_t kernel) {
         taken[1] += backward_pass(&net.layers[1], NULL, false).tile > 0;
         WeightGradient g = weight_gradient_plan(&net.layers[1], n, NULL);
         if (g.pass.tile > 0)
-            gradients[net.layers[1].biases > 0][winograd_gradient_plan(&g).at_once]++;
+            gradients[net.layers[1].bias_count > 0][winograd_gradient_plan(&g).at_once]++;
         compare_layer(net.layers[1], draw_bits() % 2, n, draw_bits() % 2);
     }
     if (!taken[0] || !taken[1])
@@ -217,7 +218,7 @@ static void test_winograd(size_t kernel) {
                  i % 2 ? "at once" : "in chunks");
     for (size_t over = 0; over < 2; over++) { // what lies outside of an image is MAX_DEPTH zeros
         start_net(&net, (Shape){8, 9, MAX_DEPTH + over * LANES});
-        add_conv2d(&net, 0, LANES, kernel, 1, 1, false);
+        conv2d_with_bias(&net, 0, LANES, kernel, 1, 1, false);
         if ((forward_pass(&net.layers[1], false, NULL).tile > 0) != (over == 0))
             fail("%zu channels: wrongly taken, or not", MAX_DEPTH + over * LANES);
     }
@@ -260,10 +261,10 @@ static void test_winograd_rounding(void) {
     for (size_t i = 0; i < (quick ? 4 : 8); i++) {
         const size_t n = 2, channels = (size_t)32 << i / 2, kernel = 3 + i % 2 * 2;
         start_net(&net, (Shape){12, 12, channels});
-        add_conv2d(&net, 0, 64, kernel, 1, 1, false);
+        conv2d_with_bias(&net, 0, 64, kernel, 1, 1, false);
         Layer *l = &net.layers[1];
         Inputs x = {random_array(n * shape_size(l->in)),
-                    random_array(l->weights),
+                    random_array(l->weight_count),
                     {0},
                     random_array(n * shape_size(l->out)),
                     {0}};
@@ -315,7 +316,7 @@ static void test_few_pixels(void) {
         for (size_t variant = 0; variant < 4; variant++) {
             size_t n = draw_size(1, 8);
             start_net(&net, (Shape){shapes[i].side, shapes[i].side, shapes[i].channels});
-            add_conv2d(&net, 0, shapes[i].columns, shapes[i].kernel, 1, 0, variant != 1);
+            conv2d_with_bias(&net, 0, shapes[i].columns, shapes[i].kernel, 1, 0, variant != 1);
             Pass p[2] = {forward_pass(&net.layers[1], false, NULL),
                          backward_pass(&net.layers[1], NULL, false)};
             for (size_t way = 0; way < 2; way++)
@@ -344,7 +345,7 @@ static Work conv_work(const Net *net, size_t n, const Inputs *x) {
                   .n = n,
                   .in = x->in.at,
                   .weight = x->weight.at,
-                  .bias = l->biases ? x->bias.at : NULL};
+                  .bias = l->bias_count ? x->bias.at : NULL};
 }
 
 // The convolution, its ReLU and its max-pool, one after another; out: of the first two.
@@ -369,7 +370,7 @@ static Pooled pooled_forward(const Net *net, size_t n, const Inputs *x) {
 // Memory for the gradients; din holds what another reader wrote, if that is to be added to.
 static Results pooled_results(const Layer *l, const Inputs *x, bool accumulate) {
     Results r = {array(0, guard_value), array(x->in.count, guard_value),
-                 array(l->weights, guard_value), array(l->biases, guard_value)};
+                 array(l->weight_count, guard_value), array(l->bias_count, guard_value)};
     if (accumulate)
         memcpy(r.din.at, x->din.at, x->din.count * sizeof(real));
     return r;
@@ -467,7 +468,7 @@ static void compare_pooled(Net *net, size_t n, bool accumulate, bool wants_din) 
     const Layer *l = &net->layers[1];
     const Fusion *fused = &net->row_plans[1].fused;
     size_t inputs = n * shape_size(l->in);
-    Inputs x = {random_array(inputs), random_array(l->weights), random_array(l->biases),
+    Inputs x = {random_array(inputs), random_array(l->weight_count), random_array(l->bias_count),
                 random_array(n * shape_size(fused->pool->out)), random_array(inputs)};
     drop_some(&x.dout);
     Inputs a = {absolute(&x.in), absolute(&x.weight), absolute(&x.bias), absolute(&x.dout),
@@ -507,7 +508,7 @@ static void test_pooled(void) {
                     winograd ? max_size(LANES, FEW) : draw_size(1, many ? 5 : 40)};
         start_net(&net, in);
         size_t channels = draw_size(1, shape % 10 == 3 ? 200 : many ? 8 : 70);
-        size_t x = add_conv2d(&net, 0, channels, kernel, 1, 0, draw_bits() % 2);
+        size_t x = conv2d_with_bias(&net, 0, channels, kernel, 1, 0, draw_bits() % 2);
         maxpool2d(&net, relu(&net, x), 2, draw_size(1, 3), 0);
         plan_memory(&net, n);
         net.row_plans[1].fused.masks_din = draw_bits() % 2;

@@ -279,8 +279,8 @@ static const Shape bn_shape = {5, 7, BN_CHANNELS};
 static const Layer bn_layer = {.kind = BATCHNORM2D,
                                .in = {5, 7, BN_CHANNELS},
                                .out = {5, 7, BN_CHANNELS},
-                               .weights = BN_CHANNELS,
-                               .biases = BN_CHANNELS};
+                               .weight_count = BN_CHANNELS,
+                               .bias_count = BN_CHANNELS};
 
 // A BatchNorm on its own; the numbers of channel c lie around means[c], as far as spreads[c].
 typedef struct Norm {

@@ -43,7 +43,7 @@ static void add_random_row(Net *net) {
         conv2d(net, x, draw_size(1, 4), 3, draw_size(1, 2), 1);
         break;
     case 1:
-        add_conv2d(net, x, channels, 3, 1, 1, false);
+        conv2d_with_bias(net, x, channels, 3, 1, 1, false);
         break;
     case 2:
         x = batchnorm2d(net, x); // and often a sum that is fused with it
@@ -139,7 +139,7 @@ static void compare_gradients(const Net *got, const Net *want, bool rounds) {
     for (size_t i = 0; i < want->count; i++) {
         const Layer *l = &want->layers[i];
         const size_t first[] = {l->weight_offset, l->bias_offset},
-                     count[] = {l->weights, l->biases};
+                     count[] = {l->weight_count, l->bias_count};
         char name[96];
         snprintf(name, sizeof name, "grad of row %zu of %zu, %s", i, want->count, l->name);
         double largest = 0;

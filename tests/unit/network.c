@@ -255,20 +255,21 @@ static void check_norm_start(const Net *net, size_t row) {
 static void test_initial_values(void) {
     static Net net;
     start_net(&net, (Shape){6, 6, 64});
-    size_t x = batchnorm2d(&net, add_conv2d(&net, 0, 96, 3, 1, 1, false));
+    size_t x = batchnorm2d(&net, conv2d_with_bias(&net, 0, 96, 3, 1, 1, false));
     x = conv2d(&net, x, 128, 3, 1, 0);
     log_softmax(&net, linear(&net, x, CLASSES));
     plan_memory(&net, 1);
     net_alloc(&net);
     init_weights(&net, 1);
     const Layer *l = net.layers;
-    expect_spread("conv1.weight", net.params + l[1].weight_offset, l[1].weights, 2. / (9 * 96), 3);
+    expect_spread("conv1.weight", net.params + l[1].weight_offset, l[1].weight_count, 2. / (9 * 96),
+                  3);
     check_norm_start(&net, 2);
-    expect_spread("conv2.weight", net.params + l[3].weight_offset, l[3].weights, 1. / (9 * 96 * 3),
-                  1.8);
-    expect_spread("fc1.weight", net.params + l[4].weight_offset, l[4].weights, 1. / (128 * 16 * 3),
-                  1.8);
-    Spread bias = measure_spread(net.params + l[3].bias_offset, l[3].biases);
+    expect_spread("conv2.weight", net.params + l[3].weight_offset, l[3].weight_count,
+                  1. / (9 * 96 * 3), 1.8);
+    expect_spread("fc1.weight", net.params + l[4].weight_offset, l[4].weight_count,
+                  1. / (128 * 16 * 3), 1.8);
+    Spread bias = measure_spread(net.params + l[3].bias_offset, l[3].bias_count);
     if (!(bias.largest <= 1 / sqrt(9. * 96) && bias.largest > .9 / sqrt(9. * 96)))
         fail("conv2.bias: largest %g", bias.largest);
     plan_free(&net.plan);
