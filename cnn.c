@@ -4605,7 +4605,7 @@ static void find_tensors(const TensorFile *f, Tensor *list, size_t count) {
     qsort(list, count, sizeof *list, compare_places);
 }
 
-// Copies the values in staging[0] to their place. Dies unless they are finite and means of squares are
+// Copies the values in staging[0] to their place. Dies unless they are finite, and means of squares
 // not negative.
 static void take_values(const TensorFile *f, const Tensor *t, Net *net) {
     const real *values = net->staging[0];
