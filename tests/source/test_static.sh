@@ -24,7 +24,7 @@ core.uninitialized.Assign|owner[i]|each row is behind the row that it reads, so 
 core.CallAndMessage|fmaf(weights|blur_weights() fills all of them; the tool loses count of the loop
 bugprone-sizeof-expression|LENGTH(|the length of an array of pointers
 bugprone-integer-division|/ s|whole steps, epochs or rows are meant
-bugprone-integer-division|l->weights|weights are a multiple of the channels
+bugprone-integer-division|l->weight_count|weights are a multiple of the channels
 bugprone-macro-parentheses||the argument is a declaration, or an operator
 bugprone-suspicious-include|cnn_kernels.c|one file to compile: cnn.c alone trains, too
 bugprone-reserved-identifier|_GNU_SOURCE|libc asks for this name
