@@ -705,20 +705,23 @@ static __global__ void maxpool2d_forward_kernel(Row r, Layout of_in, Layout of_o
 }
 
 /* din = sum of dout over the windows whose maximum this pixel was; += if accumulate. One thread per
-   input element, which visits the windows that cover it, so that no two threads add to the same
-   number.   Traffic: N + N / stride^2 elements, N / stride^2 bytes */
+   input element, which visits the windows that cover it, from the last to the first, so that no two
+   threads add to the same number.   Traffic: N + N / stride^2 elements, N / stride^2 bytes */
 template <class T>
 static __global__ void maxpool2d_backward_kernel(Row r, Layout of_in, Layout of_out) {
     unsigned i = element();
     if (i >= r.inputs)
         return;
-    Index p = index_of(i, r.s.h, r.s.w, of_in);
+    const Window &s = r.s;
+    const Index p = index_of(i, s.h, s.w, of_in);
+    const int y = p.y + s.padding, x = p.x + s.padding; // in the padded image
     real sum = r.accumulate ? read<T>(r.din, i) : 0;
-    for (int tap = 0; tap < r.s.kernel * r.s.kernel; tap++) {
-        int pixel = output_pixel(r.s, p, tap);
-        unsigned at = pixel >= 0 ? of_out.at(pixel, p.c) : 0;
-        sum += pixel >= 0 && r.saved[at] == tap ? read<T>(r.dout, at) : 0;
-    }
+    for (int oy = min(y / s.stride, s.oh - 1); oy >= 0 && y - oy * s.stride < s.kernel; oy--)
+        for (int ox = min(x / s.stride, s.ow - 1); ox >= 0 && x - ox * s.stride < s.kernel; ox--) {
+            const int tap = (y - oy * s.stride) * s.kernel + x - ox * s.stride;
+            const unsigned at = of_out.at((p.image * s.oh + oy) * s.ow + ox, p.c);
+            sum += r.saved[at] == tap ? read<T>(r.dout, at) : 0;
+        }
     write<T>(r.din, i, sum);
 }
 
