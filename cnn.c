@@ -38,8 +38,8 @@
    GPUs in cnn_kernels.cu, are not needed to understand this file.
 
    What it leaves out: there are no general tensors and there is no automatic differentiation. It
-   classifies images: of four data sets, or generated. Several devices share the data, never the
-   network. It runs on Linux. It trusts the user who runs it, but not the files it reads.
+   only classifies images, from one of four data sets or generated. Several devices share the data,
+   never the network. It runs on Linux. It trusts the user who runs it, but not the files it reads.
 
    Comments that begin with LAB and a number enclose what an exercise replaces with a gap for the
    student to fill: 1.2 is exercise 2 of lab 1. They mean nothing to the program.
@@ -138,7 +138,7 @@ typedef struct Layer {
     size_t other;                    // add: the second row that it reads
     Shape in, out;                   // a linear layer reads 1 x 1 x (h * w * c)
     size_t kernel, stride, padding;  // conv2d, maxpool2d
-    real p;                          // dropout: probability of a zero; available to new kinds
+    real p;                          // dropout: probability of a zero; new kinds may use it
     size_t weight_count, bias_count; // of parameters; batchnorm2d: weights are its scales
     size_t weight_offset, bias_offset; // into params and grads, in elements
 } Layer;
@@ -197,7 +197,7 @@ enum {
     MAX_REPLICAS = 64,  // networks of a process that train together, each in its own thread
     MAX_THREADS = 1024, // of a replica
     MAX_LAYERS = 1024,  // rows of a network
-    MAX_AREAS = 24      // of a memory plan
+    MAX_ARENAS = 24     // of a memory plan
 };
 
 // Marks are events in a replica's stream of work, as in CUDA. They are numbered; the first
@@ -217,12 +217,12 @@ enum {
 typedef enum { FORWARD_PASS, BACKWARD_PASS } RowPass;
 
 // The marks where a pass of a row begins and where it ends
-static inline size_t row_begin(size_t row, RowPass pass) {
+static inline size_t begin_mark(size_t row, RowPass pass) {
     return (pass == BACKWARD_PASS ? BACKWARD_MARKS : FORWARD_MARKS) + 2 * row;
 }
 
-static inline size_t row_end(size_t row, RowPass pass) {
-    return row_begin(row, pass) + 1;
+static inline size_t end_mark(size_t row, RowPass pass) {
+    return begin_mark(row, pass) + 1;
 }
 
 typedef struct Dataset Dataset;
@@ -266,7 +266,7 @@ typedef struct Batch {
     real *device_images;
     uint8_t *device_labels;
     const Resident *resident; // the data set on the device, which replaces images; or NULL
-    RandomKey key;            // seed, epoch, position of the first image, stride
+    RandomKey key;            // of the random numbers of these images
     size_t n;                 // how many images
     size_t number;            // of the batch in the epoch, from 0
 } Batch;
@@ -412,7 +412,7 @@ typedef struct Kernels {
     size_t (*moments_size)(const Layer *conv, size_t n);
     size_t (*transposed_size)(const Layer *l, size_t n); // --layout nchw, in elements
     // what the kernels of a row keep in the host's memory: its size in bytes; and setting it up
-    size_t (*prepared_size)(const Layer *l);
+    size_t (*prepared_bytes)(const Layer *l);
     void (*prepare)(void *prepared, const Layer *l);
     // GPU, 16-bit precisions: param16 = param
     void (*to_16_bit)(void *param16, const real *param, size_t count);
@@ -670,22 +670,22 @@ static const char *const memory_uses[FOR_ANYTHING] = {
 typedef struct MemoryPlan {
     const Device *device;
     size_t count;
-    struct Area {
+    struct Arena {
         void *destination; // address of the pointer to set; it has any type, hence memcpy()
         size_t bytes;
         MemoryKind where;
         MemoryUse use;
-    } areas[MAX_AREAS];
+    } arenas[MAX_ARENAS];
 } MemoryPlan;
 
-static void plan_area(MemoryPlan *p, void *destination, size_t bytes, MemoryKind where,
-                      MemoryUse use) {
-    if (p->count == MAX_AREAS)
-        die(1, "memory for %s: more than %d areas; raise MAX_AREAS in cnn.c", memory_uses[use],
-            MAX_AREAS);
+static void plan_arena(MemoryPlan *p, void *destination, size_t bytes, MemoryKind where,
+                       MemoryUse use) {
+    if (p->count == MAX_ARENAS)
+        die(1, "memory for %s: more than %d areas; raise MAX_ARENAS in cnn.c", memory_uses[use],
+            MAX_ARENAS);
     if (where == PINNED && !p->device->is_gpu)
         where = HOST; // there is no device that reads it
-    p->areas[p->count] = (struct Area){destination, bytes, where, use};
+    p->arenas[p->count] = (struct Arena){destination, bytes, where, use};
     p->count++;
 }
 
@@ -693,10 +693,10 @@ static void plan_alloc(const MemoryPlan *p) {
     const Device *d = p->device;
     void *(*const alloc[])(size_t) = {zeroed_alloc, d->pinned_alloc, d->alloc};
     for (size_t i = 0; i < p->count; i++) {
-        void *memory = alloc[p->areas[i].where](p->areas[i].bytes);
+        void *memory = alloc[p->arenas[i].where](p->arenas[i].bytes);
         if (!memory)
-            no_memory(p->areas[i].bytes, memory_uses[p->areas[i].use]);
-        memcpy(p->areas[i].destination, &memory, sizeof memory);
+            no_memory(p->arenas[i].bytes, memory_uses[p->arenas[i].use]);
+        memcpy(p->arenas[i].destination, &memory, sizeof memory);
     }
 }
 
@@ -705,8 +705,8 @@ static void plan_free(const MemoryPlan *p) {
     void (*const release[])(void *) = {free, d->pinned_release, d->release};
     for (size_t i = 0; i < p->count; i++) {
         void *memory;
-        memcpy(&memory, p->areas[i].destination, sizeof memory);
-        release[p->areas[i].where](memory);
+        memcpy(&memory, p->arenas[i].destination, sizeof memory);
+        release[p->arenas[i].where](memory);
     }
 }
 
@@ -802,7 +802,7 @@ static double machine_memory(void) {
     return (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
 }
 
-// A positive number from the environment; 0 if unset
+// A positive number from the environment, or 0
 static size_t environment_number(const char *name) {
     const char *text = getenv(name);
     if (!text || atoi(text) <= 0)
@@ -978,8 +978,8 @@ static void conv2d_forward_naive(Work w) {
 /* dbias[k]            = sum over n, y, x of dout[n][y][x][k], only if there is a bias
    dweight[i][j][c][k] = sum over n, y, x of
                          dout[n][y][x][k] * in[n][y * s + i - padding][x * s + j - padding][c]
-   Threads share the weights by taps and blocks of input channels: a block's sums stay in the cache,
-   and each dout is used for all of them. */
+   The weights are divided among the threads by taps and blocks of input channels: a block's sums
+   stay in the cache, and each dout is used for all of them. */
 static void conv2d_parameter_gradients(Work w) {
     enum { BLOCK = 16 };
     const Layer *l = w.l;
@@ -1437,11 +1437,11 @@ enum { ALIGN = 64 / sizeof(real) };
 typedef struct RowPlan {
     size_t computed_by; // the row whose kernels compute this one
     Sharing sharing;
-    Fusion fused;            // what the kernels of this row compute as well
-    size_t residual;         // the row that an add, fused or not, adds; 0 if there is none
-    size_t output, gradient; // offsets into activations and dactivations, in bytes
-    size_t stats;            // batchnorm2d: offset into stats, see the block on BatchNorm
-    size_t saved;            // offset into saved: argmax of a max-pool, mask of a dropout
+    Fusion fused;           // what the kernels of this row compute as well
+    size_t residual;        // the row that an add, fused or not, adds; 0 if there is none
+    size_t output, doutput; // offsets into activations and dactivations, in bytes
+    size_t stats;           // batchnorm2d: offset into stats, see the block on BatchNorm
+    size_t saved;           // offset into saved: argmax of a max-pool, mask of a dropout
 } RowPlan;
 
 typedef struct Net {
@@ -1462,7 +1462,7 @@ typedef struct Net {
     size_t stats_size, moments_size, scratch_size, transposed_size;
     size_t staging_size; // the larger of the largest tensor and the outputs of a batch
     // sizes of the arenas in bytes
-    size_t activation_size, gradient_size, saved_size, prepared_size;
+    size_t activation_bytes, doutput_bytes, saved_bytes, prepared_bytes;
     // the arenas
     real *params, *grads, *stats, *moments, *scratch, *losses;
     char *params16, *activations, *dactivations;
@@ -1518,7 +1518,7 @@ static size_t last_row(const Net *net) {
     return net->count - 1;
 }
 
-static size_t aligned(size_t count) {
+static size_t align_up(size_t count) {
     return ceil_div(count, ALIGN) * ALIGN;
 }
 
@@ -1533,7 +1533,7 @@ static size_t add_layer(Net *net, Layer l) {
 // Room for `count` parameters. Returns its offset.
 static size_t add_params(Net *net, size_t count) {
     size_t offset = net->param_size;
-    net->param_size += aligned(count);
+    net->param_size += align_up(count);
     net->parameter_count += count;
     net->staging_size = max_size(net->staging_size, count);
     return offset;
@@ -1551,8 +1551,8 @@ static size_t add_with_weights(Net *net, Layer l, const char *prefix) {
     return add_layer(net, l);
 }
 
-// Names row x: x = with_name(net, conv2d(...), "layer3.0.", "conv1")
-static size_t with_name(Net *net, size_t x, const char *block, const char *name) {
+// Names row x: x = set_row_name(net, conv2d(...), "layer3.0.", "conv1")
+static size_t set_row_name(Net *net, size_t x, const char *block, const char *name) {
     snprintf(net->layers[x].name, sizeof net->layers[x].name, "%.30s%s", block, name);
     return x;
 }
@@ -1690,8 +1690,7 @@ static size_t count_reads(const Net *net, size_t row) {
     return count;
 }
 
-// Whether the only reader of a row may overwrite it: neither the backward
-// pass of this row nor that of the row that computes it needs it.
+// Whether the only reader of a row may overwrite its output: no backward pass reads it.
 static bool may_overwrite(const Net *net, size_t row) {
     const Layer *l = &net->layers[row], *producer = &net->layers[net->row_plans[row].computed_by];
     return row > 0 && count_reads(net, row) == 1 && !kinds[l->kind].reads_out &&
@@ -1779,7 +1778,7 @@ static void plan_fusion(Net *net) {
      4 add          3 and 1    its gradient is also that of row 1, to which row 2 adds later
    True if the kernels of `row`, here 3, may share gradients that way. They may not if a later row
    also reads row 1: its backward would run earlier and write to the shared memory. */
-static bool shares_gradient(const Net *net, size_t row) {
+static bool shares_doutput(const Net *net, size_t row) {
     const RowPlan *plans = net->row_plans;
     const size_t source = plans[plans[row].residual].computed_by; // of the residual
     if (!plans[row].fused.add || source == 0)
@@ -1797,21 +1796,21 @@ static bool shares_gradient(const Net *net, size_t row) {
 
 /* The memory of a gradient. Backward runs from the last row to the first; it uses the gradient from
    the last of its readers, which writes it, to the first of the rows that share it. */
-typedef struct Lifetime {
+typedef struct DoutputBlock {
     size_t first_row, last_row;
     size_t size, offset; // in bytes
-} Lifetime;
+} DoutputBlock;
 
-static bool overlap_in_time(const Lifetime *a, const Lifetime *b) {
+static bool overlap_in_time(const DoutputBlock *a, const DoutputBlock *b) {
     return a->first_row <= b->last_row && b->first_row <= a->last_row;
 }
 
-static bool overlap_in_memory(const Lifetime *a, const Lifetime *b) {
+static bool overlap_in_memory(const DoutputBlock *a, const DoutputBlock *b) {
     return a->offset < b->offset + b->size && b->offset < a->offset + a->size;
 }
 
 // The end of a placed gradient that `l` overlaps in time and memory, or l->offset if there is none
-static size_t next_free_offset(const Lifetime *l, const Lifetime *placed, size_t count) {
+static size_t next_free_offset(const DoutputBlock *l, const DoutputBlock *placed, size_t count) {
     for (size_t i = 0; i < count; i++)
         if (overlap_in_time(l, &placed[i]) && overlap_in_memory(l, &placed[i]))
             return placed[i].offset + placed[i].size;
@@ -1819,7 +1818,7 @@ static size_t next_free_offset(const Lifetime *l, const Lifetime *placed, size_t
 }
 
 // First fit: moves `l` to the lowest offset at which no gradient is used at the same time.
-static void place_gradient(Lifetime *l, const Lifetime *placed, size_t count) {
+static void place_doutput(DoutputBlock *l, const DoutputBlock *placed, size_t count) {
     size_t next = 0;
     do {
         l->offset = next;
@@ -1833,21 +1832,21 @@ static size_t element_bytes_of(const Net *net, const Layer *l) {
 }
 
 // owner[row]: the row whose gradient's memory this row shares, or the row itself
-static void share_gradients(const Net *net, size_t *owner) {
+static void share_doutputs(const Net *net, size_t *owner) {
     for (size_t i = 0; i < net->count; i++)
         owner[i] = i;
     for (size_t i = last_row(net); i > 0; i--) {
         if (net->row_plans[i].sharing != SEPARATE)
             owner[net->layers[i].input] = owner[i];
-        if (net->row_plans[i].residual && shares_gradient(net, i))
+        if (net->row_plans[i].residual && shares_doutput(net, i))
             owner[net->row_plans[i].residual] = owner[i];
     }
 }
 
-static Lifetime lifetime_of(const Net *net, size_t row, const size_t *owner) {
+static DoutputBlock lifetime_of(const Net *net, size_t row, const size_t *owner) {
     const Layer *l = &net->layers[row];
-    Lifetime life = {.first_row = row, .last_row = row};
-    life.size = aligned(net->max_batch * shape_size(l->out)) * element_bytes_of(net, l);
+    DoutputBlock life = {.first_row = row, .last_row = row};
+    life.size = align_up(net->max_batch * shape_size(l->out)) * element_bytes_of(net, l);
     for (size_t i = 1; i < net->count; i++) {
         if (owner[i] == row)
             life.first_row = min_size(life.first_row, i);
@@ -1858,21 +1857,21 @@ static Lifetime lifetime_of(const Net *net, size_t row, const size_t *owner) {
 }
 
 // Offsets of all gradients, from the last row to the first
-static void plan_gradients(Net *net) {
+static void plan_doutputs(Net *net) {
     size_t owner[MAX_LAYERS], count = 0;
-    Lifetime placed[MAX_LAYERS];
-    share_gradients(net, owner);
+    DoutputBlock placed[MAX_LAYERS];
+    share_doutputs(net, owner);
     for (size_t row = last_row(net); row > 0; row--) {
         if (owner[row] != row)
             continue;
-        Lifetime life = lifetime_of(net, row, owner);
-        place_gradient(&life, placed, count);
+        DoutputBlock life = lifetime_of(net, row, owner);
+        place_doutput(&life, placed, count);
         placed[count] = life;
         count++;
-        net->gradient_size = max_size(net->gradient_size, life.offset + life.size);
+        net->doutput_bytes = max_size(net->doutput_bytes, life.offset + life.size);
         for (size_t i = 1; i <= row; i++)
             if (owner[i] == row)
-                net->row_plans[i].gradient = life.offset;
+                net->row_plans[i].doutput = life.offset;
     }
 }
 
@@ -1881,31 +1880,31 @@ static bool has_params16(const Net *net) {
     return net->kernels->element_bytes < sizeof(real);
 }
 
-static void plan_arenas(Net *net) {
+static void plan_net_memory(Net *net) {
     const size_t size = sizeof(real), most = max_size(net->max_batch, net->max_test_batch);
     MemoryPlan *p = &net->plan;
     p->device = net->device;
-    plan_area(p, &net->params, size * net->param_size, DEVICE, FOR_PARAMETERS);
-    plan_area(p, &net->grads, size * net->param_size, DEVICE, FOR_GRADIENTS);
+    plan_arena(p, &net->params, size * net->param_size, DEVICE, FOR_PARAMETERS);
+    plan_arena(p, &net->grads, size * net->param_size, DEVICE, FOR_GRADIENTS);
     if (has_params16(net))
-        plan_area(p, &net->params16, 2 * net->param_size, DEVICE, FOR_PARAMETERS);
-    plan_area(p, &net->activations, net->activation_size, DEVICE, FOR_ACTIVATIONS);
-    plan_area(p, &net->dactivations, net->gradient_size, DEVICE, FOR_DACTIVATIONS);
-    plan_area(p, &net->stats, size * net->stats_size, DEVICE, FOR_STATISTICS);
-    plan_area(p, &net->saved, net->saved_size, DEVICE, FOR_STATISTICS);
-    plan_area(p, &net->losses, size * most, DEVICE, FOR_STATISTICS);
-    plan_area(p, &net->labels, most, DEVICE, FOR_STATISTICS);
+        plan_arena(p, &net->params16, 2 * net->param_size, DEVICE, FOR_PARAMETERS);
+    plan_arena(p, &net->activations, net->activation_bytes, DEVICE, FOR_ACTIVATIONS);
+    plan_arena(p, &net->dactivations, net->doutput_bytes, DEVICE, FOR_DACTIVATIONS);
+    plan_arena(p, &net->stats, size * net->stats_size, DEVICE, FOR_STATISTICS);
+    plan_arena(p, &net->saved, net->saved_bytes, DEVICE, FOR_STATISTICS);
+    plan_arena(p, &net->losses, size * most, DEVICE, FOR_STATISTICS);
+    plan_arena(p, &net->labels, most, DEVICE, FOR_STATISTICS);
     if (net->device->is_gpu)
-        plan_area(p, &net->scale, sizeof *net->scale, DEVICE, FOR_STATISTICS);
-    plan_area(p, &net->step, sizeof *net->step, DEVICE, FOR_STATISTICS);
-    plan_area(p, &net->moments, size * net->moments_size, DEVICE, FOR_SCRATCH);
-    plan_area(p, &net->scratch, size * net->scratch_size, DEVICE, FOR_SCRATCH);
+        plan_arena(p, &net->scale, sizeof *net->scale, DEVICE, FOR_STATISTICS);
+    plan_arena(p, &net->step, sizeof *net->step, DEVICE, FOR_STATISTICS);
+    plan_arena(p, &net->moments, size * net->moments_size, DEVICE, FOR_SCRATCH);
+    plan_arena(p, &net->scratch, size * net->scratch_size, DEVICE, FOR_SCRATCH);
     if (net->settings->layout == NCHW)
-        plan_area(p, &net->transposed, net->transposed_size * net->kernels->element_bytes, DEVICE,
-                  FOR_SCRATCH);
-    plan_area(p, &net->staging[0], size * net->staging_size, PINNED, FOR_BUFFERS);
-    plan_area(p, &net->staging[1], size * net->staging_size, HOST, FOR_BUFFERS);
-    plan_area(p, &net->prepared, net->prepared_size, HOST, FOR_BUFFERS);
+        plan_arena(p, &net->transposed, net->transposed_size * net->kernels->element_bytes, DEVICE,
+                   FOR_SCRATCH);
+    plan_arena(p, &net->staging[0], size * net->staging_size, PINNED, FOR_BUFFERS);
+    plan_arena(p, &net->staging[1], size * net->staging_size, HOST, FOR_BUFFERS);
+    plan_arena(p, &net->prepared, net->prepared_bytes, HOST, FOR_BUFFERS);
 }
 
 // The shape of what a row's kernels write: the max-pool's, if one is fused
@@ -1951,31 +1950,31 @@ static void check_row(const Net *net, size_t i) {
             net->model, i);
 }
 
-// Offsets of a row's arrays, for at most max_images. Scratch memory is for training and test
-// batches, since some kernels need more of it for fewer images.
+// Offsets of a row's arrays, for at most max_images. Scratch memory is for the training
+// batch, too, if that is smaller, since some kernels need more of it for fewer images.
 static void plan_row(Net *net, size_t i, size_t max_images) {
     const Layer *l = &net->layers[i];
     const Kernels *k = net->kernels;
     RowPlan *plan = &net->row_plans[i];
-    const size_t count = aligned(max_images * shape_size(stored_shape(net, i)));
+    const size_t count = align_up(max_images * shape_size(stored_shape(net, i)));
     const bool saves = plan->fused.pool || (plan->sharing != FUSED && kinds[l->kind].saves);
     if (plan->sharing == SEPARATE) {
-        plan->output = net->activation_size;
-        net->activation_size += count * element_bytes_of(net, l);
+        plan->output = net->activation_bytes;
+        net->activation_bytes += count * element_bytes_of(net, l);
     } else {
         plan->output = net->row_plans[l->input].output;
     }
     plan->stats = net->stats_size;
-    net->stats_size += kinds[l->kind].stats * aligned(l->out.c);
-    plan->saved = net->saved_size;
+    net->stats_size += kinds[l->kind].stats * align_up(l->out.c);
+    plan->saved = net->saved_bytes;
     if (saves)
-        net->saved_size += count;
+        net->saved_bytes += count;
     const size_t training_scratch = k->scratch_size(l, &plan->fused, net->max_batch);
-    const size_t test_scratch = k->scratch_size(l, &plan->fused, max_images);
-    net->scratch_size = max_size(net->scratch_size, max_size(training_scratch, test_scratch));
+    const size_t largest_scratch = k->scratch_size(l, &plan->fused, max_images);
+    net->scratch_size = max_size(net->scratch_size, max_size(training_scratch, largest_scratch));
     net->transposed_size = max_size(net->transposed_size, k->transposed_size(l, max_images));
-    net->prepared_at[i] = net->prepared_size;
-    net->prepared_size += 64 * ceil_div(k->prepared_size(l), 64);
+    net->prepared_at[i] = net->prepared_bytes;
+    net->prepared_bytes += 64 * ceil_div(k->prepared_bytes(l), 64);
 }
 
 // Offsets and sizes of all arenas, for training steps of at most `batch` images and for evaluations
@@ -1989,8 +1988,8 @@ static void plan_memory(Net *net, size_t batch) {
     net->staging_size = max_size(net->staging_size, most * net->classes);
     for (size_t i = 0; i < net->count; i++)
         plan_row(net, i, most);
-    plan_gradients(net);
-    plan_arenas(net);
+    plan_doutputs(net);
+    plan_net_memory(net);
 }
 
 // Allocates the arenas and prepares the kernels of each row.
@@ -2189,8 +2188,8 @@ static size_t model_cifar(Net *net, size_t x) {
 static size_t conv_bn(Net *net, size_t x, const char *block, const char *conv, const char *bn,
                       size_t channels, size_t kernel, size_t stride) {
     x = conv2d_with_bias(net, x, channels, kernel, stride, kernel / 2, false);
-    x = batchnorm2d(net, with_name(net, x, block, conv));
-    return with_name(net, x, block, bn);
+    x = batchnorm2d(net, set_row_name(net, x, block, conv));
+    return set_row_name(net, x, block, bn);
 }
 
 // The block's input, or a 1 x 1 convolution of it where the block changes the shape.
@@ -2234,7 +2233,7 @@ static size_t resnet(Net *net, size_t x, Block *block, const size_t *blocks, siz
             snprintf(name, sizeof name, "layer%d.%zu.", stage + 1, i);
             x = block(net, x, name, channels << stage, stride);
         }
-    x = with_name(net, linear(net, global_avgpool2d(net, x), net->classes), "", "fc");
+    x = set_row_name(net, linear(net, global_avgpool2d(net, x), net->classes), "", "fc");
     return log_softmax(net, x);
 }
 
@@ -2332,13 +2331,13 @@ static real *output(const Net *net, size_t row) {
 }
 
 // NULL for row 0: the gradient of the images is not needed.
-static real *gradient(const Net *net, size_t row) {
+static real *doutput(const Net *net, size_t row) {
     if (row == 0)
         return NULL;
-    return (real *)(net->dactivations + net->row_plans[row].gradient);
+    return (real *)(net->dactivations + net->row_plans[row].doutput);
 }
 
-// The weights of a row. Those that it multiplies with are in the 16-bit copy, if there is one.
+// The weights of a row. If it multiplies by them, they are in the 16-bit copy, if there is one.
 static real *weight_of(const Net *net, const Layer *l) {
     if (has_params16(net) && multiplies(l))
         return (real *)(net->params16 + 2 * l->weight_offset);
@@ -2364,7 +2363,7 @@ static void net_load(Net *net, const Batch *batch, double lr) {
 
 // For example "conv1 forward". Row net->count stands for the zeroing of the gradients, with which
 // backward begins in --zero-grad memset.
-static void name_row(const Net *net, size_t row, RowPass pass, char name[48]) {
+static void row_label(const Net *net, size_t row, RowPass pass, char name[48]) {
     if (row == net->count) {
         snprintf(name, 48, "zero_grad");
         return;
@@ -2378,16 +2377,16 @@ static void name_row(const Net *net, size_t row, RowPass pass, char name[48]) {
 static void begin_row(const Net *net, size_t row, RowPass pass) {
     char name[48];
     if (net->marks_rows)
-        net->device->mark(row_begin(row, pass));
+        net->device->mark(begin_mark(row, pass));
     if (net->names_rows) {
-        name_row(net, row, pass, name);
+        row_label(net, row, pass, name);
         net->device->range(RANGE_ROW, name);
     }
 }
 
 static void end_row(const Net *net, size_t row, RowPass pass) {
     if (net->marks_rows)
-        net->device->mark(row_end(row, pass));
+        net->device->mark(end_mark(row, pass));
     if (net->names_rows)
         net->device->range(RANGE_ROW, NULL);
 }
@@ -2406,8 +2405,8 @@ static Work work_of(const Net *net, size_t i, size_t n, const RandomKey *key) {
                   .weight = weight_of(net, l),
                   .bias = l->bias_count ? net->params + l->bias_offset : NULL,
                   .out = output(net, i),
-                  .dout = gradient(net, i),
-                  .din = gradient(net, l->input),
+                  .dout = doutput(net, i),
+                  .din = doutput(net, l->input),
                   .dweight = net->grads + l->weight_offset,
                   .dbias = net->grads + l->bias_offset,
                   .stats = net->stats + plan->stats,
@@ -2446,7 +2445,7 @@ static void backward_row(const Net *net, size_t i, size_t n, bool *written) {
     const Layer *l = &net->layers[i];
     const size_t residual = net->row_plans[i].residual;
     Work w = work_of(net, i, n, NULL);
-    w.dresidual = gradient(net, residual);
+    w.dresidual = doutput(net, residual);
     if (w.dresidual == w.dout)
         w.dresidual = NULL; // the same memory
     w.accumulate_residual = written[residual];
@@ -2492,9 +2491,9 @@ static double compute_loss(Net *net, size_t n, real *dlogp, double smoothing) {
     return mean(net->staging[0], n);
 }
 
-// In training, labels are smoothed, and backward() begins with the gradient of the last row.
+// Returns the loss of a training batch, and sets the gradient of the last row.
 static double loss_and_gradient(Net *net, size_t n) {
-    return compute_loss(net, n, gradient(net, last_row(net)), net->settings->label_smoothing);
+    return compute_loss(net, n, doutput(net, last_row(net)), net->settings->label_smoothing);
 }
 
 static double test_loss(Net *net, size_t n) {
@@ -2504,7 +2503,7 @@ static double test_loss(Net *net, size_t n) {
 /* predicted[position of an image] = its most likely class, the first of several, for the images of
    the batch. Returns how many are right. Each image is tested by one rank; the others hold a 0
    there, so the sum over the ranks has all predictions. */
-static size_t count_predictions(const Net *net, const Batch *batch, double *predicted) {
+static size_t store_predictions(const Net *net, const Batch *batch, double *predicted) {
     real *all = net->staging[0];
     const size_t classes = net->classes;
     size_t correct = 0;
@@ -2668,7 +2667,7 @@ static void optimizer_step(const Net *net, real *state) {
 /* The learning rate of a step. Epoch and step count from 0, and an epoch has `steps` steps. In the
    warm-up, the rate grows with each step, up to lr in the last one. Then, after e more epochs:
      step        lr * gamma^(e / step_size)                          StepLR
-     cosine      lr * (1 + cos(pi * e / epochs)) / 2                 CosineAnnealingLR */
+     cosine      lr * (1 + cos(pi * e / (epochs - warmup_epochs))) / 2     CosineAnnealingLR */
 static double learning_rate(const Settings *s, size_t epoch, size_t step, size_t steps) {
     /* LAB 9.1 BEGIN learning_rate */
     if (epoch < s->warmup_epochs)
@@ -2820,7 +2819,7 @@ static const Kernels naive_kernels = {
     .scratch_size = scratch_size_naive,
     .moments_size = no_size,
     .transposed_size = no_size,
-    .prepared_size = no_prepared_size,
+    .prepared_bytes = no_prepared_size,
     .prepare = prepare_nothing,
     .flops = flops_of_definition,
 };
@@ -3245,7 +3244,7 @@ typedef void Augment(uint8_t *out, const uint8_t *in, Shape s, const RandomKey *
 
 // A byte of an image. Everything outside it is black, including where y or x has wrapped around
 // below 0.
-static uint8_t pixel_at(const uint8_t *image, Shape s, size_t y, size_t x, size_t c) {
+static uint8_t byte_at(const uint8_t *image, Shape s, size_t y, size_t x, size_t c) {
     if (y >= s.h || x >= s.w)
         return 0;
     return image[(y * s.w + x) * s.c + c];
@@ -3262,7 +3261,7 @@ static void augment_crop_flip(uint8_t *out, const uint8_t *in, Shape s, const Ra
         for (size_t x = 0; x < s.w; x++) {
             const size_t from = flip ? s.w - 1 - x : x;
             for (size_t c = 0; c < s.c; c++)
-                out[(y * s.w + x) * s.c + c] = pixel_at(in, s, top + y, left + from, c);
+                out[(y * s.w + x) * s.c + c] = byte_at(in, s, top + y, left + from, c);
         }
 }
 
@@ -3292,14 +3291,14 @@ static void blur(float *to, const float *from, Shape s, size_t dy, size_t dx) {
 }
 
 // field[i] = a displacement of pixel i, uniform in [-alpha, alpha), then blurred along rows and
-// columns. draw: the number of the first random number
-static void draw_field(float *field, Shape s, uint32_t draw, const RandomKey *key) {
+// columns. first_counter: c0 of the first block of Philox
+static void draw_field(float *field, Shape s, uint32_t first_counter, const RandomKey *key) {
     const size_t pixels = s.h * s.w;
     float blurred[pixels];
     for (size_t i = 0; i < pixels; i += 4) {
         uint32_t r[4];
-        philox4x32(r, draw + (uint32_t)i, (uint32_t)key->first, (uint32_t)key->epoch, DRAW_AUGMENT,
-                   key->seed);
+        philox4x32(r, first_counter + (uint32_t)i, (uint32_t)key->first, (uint32_t)key->epoch,
+                   DRAW_AUGMENT, key->seed);
         for (size_t j = 0; j < min_size(4, pixels - i); j++)
             field[i + j] = ELASTIC_ALPHA * (float)(2 * uniform(r[j]) - 1);
     }
@@ -3320,10 +3319,10 @@ static void augment_elastic(uint8_t *out, const uint8_t *in, Shape s, const Rand
         float down = y - floorf(y), right = x - floorf(x);
         size_t top = (size_t)(ptrdiff_t)floorf(y), left = (size_t)(ptrdiff_t)floorf(x);
         for (size_t c = 0; c < s.c; c++) {
-            float above = fmaf(right, (float)pixel_at(in, s, top, left + 1, c),
-                               (1 - right) * (float)pixel_at(in, s, top, left, c));
-            float below = fmaf(right, (float)pixel_at(in, s, top + 1, left + 1, c),
-                               (1 - right) * (float)pixel_at(in, s, top + 1, left, c));
+            float above = fmaf(right, (float)byte_at(in, s, top, left + 1, c),
+                               (1 - right) * (float)byte_at(in, s, top, left, c));
+            float below = fmaf(right, (float)byte_at(in, s, top + 1, left + 1, c),
+                               (1 - right) * (float)byte_at(in, s, top + 1, left, c));
             out[i * s.c + c] = (uint8_t)fmaf(down, below, fmaf(1 - down, above, .5f));
         }
     }
@@ -3466,20 +3465,20 @@ static void loader_plan(Loader *l, const Dataset *data, size_t batch_size, size_
     l->slots = 2 * workers + 1; // PyTorch's prefetch_factor of 2, and the batch in use
     l->plan.device = consumer.device;
     if (!consumer.resident)
-        l->slot_size = aligned(batch_size * image) + ALIGN;
+        l->slot_size = align_up(batch_size * image) + ALIGN;
     const size_t bytes = l->slots * l->slot_size * sizeof(real);
     const MemoryKind where = consumer.pinned ? PINNED : HOST;
-    plan_area(&l->plan, &l->images, bytes, where, FOR_LOADER);
-    plan_area(&l->plan, &l->labels, l->slots * batch_size, where, FOR_LOADER);
-    plan_area(&l->plan, &l->order, positions * sizeof *l->order, HOST, FOR_LOADER);
+    plan_arena(&l->plan, &l->images, bytes, where, FOR_LOADER);
+    plan_arena(&l->plan, &l->labels, l->slots * batch_size, where, FOR_LOADER);
+    plan_arena(&l->plan, &l->order, positions * sizeof *l->order, HOST, FOR_LOADER);
     if (consumer.resident) {
-        plan_area(&l->plan, &l->resident.images, data->count * image, DEVICE, FOR_DATA);
-        plan_area(&l->plan, &l->resident.labels, data->count, DEVICE, FOR_DATA);
-        plan_area(&l->plan, &l->resident.normalised, sizeof l->normalised, DEVICE, FOR_DATA);
-        plan_area(&l->plan, &l->resident.order, positions * sizeof *l->order, DEVICE, FOR_DATA);
+        plan_arena(&l->plan, &l->resident.images, data->count * image, DEVICE, FOR_DATA);
+        plan_arena(&l->plan, &l->resident.labels, data->count, DEVICE, FOR_DATA);
+        plan_arena(&l->plan, &l->resident.normalised, sizeof l->normalised, DEVICE, FOR_DATA);
+        plan_arena(&l->plan, &l->resident.order, positions * sizeof *l->order, DEVICE, FOR_DATA);
     } else if (consumer.device->is_gpu) {
-        plan_area(&l->plan, &l->device_images, bytes, DEVICE, FOR_LOADER);
-        plan_area(&l->plan, &l->device_labels, l->slots * batch_size, DEVICE, FOR_LOADER);
+        plan_arena(&l->plan, &l->device_images, bytes, DEVICE, FOR_LOADER);
+        plan_arena(&l->plan, &l->device_labels, l->slots * batch_size, DEVICE, FOR_LOADER);
     }
 }
 
@@ -3566,10 +3565,10 @@ static void loader_start(Loader *l, uint64_t seed, size_t epoch, size_t first) {
         l->order[count + i] = l->order[i];
     l->key = (RandomKey){seed, epoch, rank, ranks};
     // In training count / ranks, rounded up; in testing (count - rank) / ranks, rounded up
-    size_t positions = count + ranks - 1;
+    size_t rounded_up = count + ranks - 1;
     if (epoch == TEST_EPOCH)
-        positions -= rank;
-    l->share = positions / ranks;
+        rounded_up -= rank;
+    l->share = rounded_up / ranks;
     /* LAB 8.2 END */
     if (l->consumer.resident)
         l->consumer.device->copy(l->resident.order, l->order,
@@ -3692,9 +3691,10 @@ enum { SAVE_REQUEST = 1, END_REQUEST = 128 };
 static volatile sig_atomic_t requested; // SAVE_REQUEST, END_REQUEST + the signal's number, or 0
 
 static void on_signal(int number) {
+    if (number == SIGUSR1 && requested)
+        return; // the end, which may have been asked for, includes a checkpoint
     if (number == SIGUSR1) {
-        if (!requested) // the end, which may have been asked for, includes a checkpoint
-            requested = SAVE_REQUEST;
+        requested = SAVE_REQUEST;
         return;
     }
     signal(number, SIG_DFL); // a second signal ends the program
@@ -3883,7 +3883,7 @@ static void all_reduce(Comm *c, real *data, Range range) {
     team_barrier(c); // the right neighbour may still be reading
 }
 
-// The same by NCCL, which sends as many bytes
+// The same sum, computed by NCCL, which sends as many bytes as the ring
 static void nccl_all_reduce(Comm *c, real *data, Range range) {
     const size_t n = c->world, left = (c->rank + n - 1) % n;
     c->bytes_moved += 2. * (double)((n - 1) * range.count * sizeof *data) / (double)n;
@@ -4075,7 +4075,7 @@ static double dp_loss(Comm *c) {
         t->loss = mean(t->host_losses, n);
     }
     team_barrier(c);
-    dp_copy(c, gradient(net, last_row(net)), t->dlogp + first, count);
+    dp_copy(c, doutput(net, last_row(net)), t->dlogp + first, count);
     return t->loss;
 }
 
@@ -4183,22 +4183,22 @@ static void comm_plan(Comm *c, Net *net, Loader *loader) {
     c->lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
     c->changed = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
     if (c->world > 1 && gpu)
-        plan_area(&c->plan, &c->buffer, bytes, DEVICE, FOR_COMMUNICATION);
+        plan_arena(&c->plan, &c->buffer, bytes, DEVICE, FOR_COMMUNICATION);
     if (c->dp && gpu)
-        plan_area(&c->plan, &c->images,
-                  net->max_batch * shape_size(net->layers[0].out) * sizeof(real), DEVICE,
-                  FOR_COMMUNICATION);
+        plan_arena(&c->plan, &c->images,
+                   net->max_batch * shape_size(net->layers[0].out) * sizeof(real), DEVICE,
+                   FOR_COMMUNICATION);
     if (c->world > 1 && !t) {
-        plan_area(&c->plan, &c->send_buffer, bytes, PINNED, FOR_COMMUNICATION);
-        plan_area(&c->plan, &c->receive_buffer, bytes, PINNED, FOR_COMMUNICATION);
+        plan_arena(&c->plan, &c->send_buffer, bytes, PINNED, FOR_COMMUNICATION);
+        plan_arena(&c->plan, &c->receive_buffer, bytes, PINNED, FOR_COMMUNICATION);
     }
     if (!c->dp || c->rank > 0)
         return;
     // The master's, for a whole batch
-    plan_area(&c->plan, &t->logp, output_bytes, DEVICE, FOR_COMMUNICATION);
-    plan_area(&c->plan, &t->dlogp, output_bytes, DEVICE, FOR_COMMUNICATION);
-    plan_area(&c->plan, &t->losses, images * sizeof(real), DEVICE, FOR_COMMUNICATION);
-    plan_area(&c->plan, &t->host_losses, images * sizeof(real), HOST, FOR_COMMUNICATION);
+    plan_arena(&c->plan, &t->logp, output_bytes, DEVICE, FOR_COMMUNICATION);
+    plan_arena(&c->plan, &t->dlogp, output_bytes, DEVICE, FOR_COMMUNICATION);
+    plan_arena(&c->plan, &t->losses, images * sizeof(real), DEVICE, FOR_COMMUNICATION);
+    plan_arena(&c->plan, &t->host_losses, images * sizeof(real), HOST, FOR_COMMUNICATION);
 }
 
 // With ddp on several ranks, starts what adds up the gradients: NCCL's group, the buckets and the
@@ -4698,8 +4698,8 @@ static uint64_t hash_weights(Net *net) {
    One table of options, from which the parser, --help and the settings in run.json are made; then
    the state of a run. */
 
-// Both a NAME and a CHOICE are one of several words. A NAME is kept as text, a CHOICE as the number
-// of its word.
+// A NAME and a CHOICE each take one of several words. A NAME is kept as text, a CHOICE as the
+// number of its word.
 typedef enum { SWITCH, COUNT, NUMBER, CHOICE, NAME, TEXT } OptionKind;
 
 /* Whether a resumed run may have another value of an option.
@@ -4934,7 +4934,7 @@ static const Option *find_option(const char *word) {
 }
 
 // Parses an option and its value, "--name=value" or "--name value", where the value is the next
-// word (NULL after the last word). Returns how many words it used. A switch may be without a value.
+// word (NULL after the last word). Returns how many words it used. A switch may omit its value.
 static size_t parse_option(Settings *s, const char *word, const char *next) {
     const Option *o = find_option(word);
     const char *equals = strchr(word, '=');
@@ -4998,7 +4998,7 @@ static void parse_file(Settings *s, const char *path) {
     parse_text(s, length);
 }
 
-// Sets the table's defaults, then the model's, unless it is NULL.
+// Sets the table's defaults, then those of the model, unless model is NULL.
 static void parse_defaults(Settings *s, const Model *model) {
     *s = (Settings){.kernels = KERNELS_BEST, .precision = PRECISION_BEST};
     argument_text_used = 0;
@@ -5094,7 +5094,7 @@ static const char *choice_word(char text[32], const char *option, int number) {
     return text;
 }
 
-static const char *option_named(const Settings *s, const char *name) {
+static const char *option_value(const Settings *s, const char *name) {
     return option_text(s, find_option(name));
 }
 
@@ -5294,7 +5294,7 @@ static void print_number(FILE *f, Form form, const char *format, double number) 
         fputs("null", f);
 }
 
-// Takes the next argument, whose conversion `format` is, and prints it.
+// Prints the next argument by the conversion `format`.
 static void print_value(FILE *f, Form form, const char *format, va_list *args) {
     const char kind = format[strlen(format) - 1];
     if (kind == 's')
@@ -5382,7 +5382,7 @@ static void clock_line(LineClock *c, int line, double *part, const char *text) {
         c->lines[line - c->first].hits++;
 }
 
-// text in the quotes of CSV, in which a quote is doubled
+// Prints text as a quoted field of CSV, in which quotes are doubled.
 static void print_quoted(FILE *csv, const char *text) {
     fputc('"', csv);
     for (; *text; text++) {
@@ -5633,7 +5633,7 @@ static void print_machine_json(FILE *f, const Run *run) {
 static void print_parallel_json(FILE *f, const Run *run) {
     const Settings *s = &run->settings;
     const Comm *c = &run->comm;
-    const char *mode = c->world == 1 ? "single" : option_named(s, "--parallel");
+    const char *mode = c->world == 1 ? "single" : option_value(s, "--parallel");
     const bool replayed = run->graphs.graph[FULL] || run->graphs.graph[SHORT];
     fprintf(f, "{");
     print_record(f, JSON,
@@ -5724,9 +5724,9 @@ static const struct {
 } logs[] = {[EPOCHS_LOG] = {"epochs.csv", "%zu", ",weight_hash"},
             [STEPS_LOG] = {"steps.csv", "%zu,%zu", ",other_s,"}};
 
-// Whether a row comes before the run's position or is the header. A log whose header lacks a column
-// is started afresh.
-static bool is_earlier(const Run *run, const char *row, Log kind) {
+// Whether a resumed run keeps this row: the header, if it has this version's columns, or a row
+// before the run's position
+static bool keeps_row(const Run *run, const char *row, Log kind) {
     size_t epoch = 0, step = 0;
     if (!strchr(row, '\n'))
         return false; // the run was killed while it wrote this row
@@ -5742,7 +5742,7 @@ static long length_kept(const Run *run, FILE *log, Log kind) {
     char row[1024];
     long kept = 0;
     while (fgets(row, sizeof row, log)) {
-        if (!is_earlier(run, row, kind))
+        if (!keeps_row(run, row, kind))
             return kept;
         kept = ftell(log);
     }
@@ -5810,7 +5810,7 @@ static void check_gradients_finite(const Net *net, const real *grads, size_t epo
 
 // On a GPU: ends the run if a gradient was not finite in the steps since the last call. With fp16
 // such a gradient only skips an update; then prints the number of skipped updates.
-static void check_loss_scale(Run *run) {
+static void check_gpu_gradients(Run *run) {
     const Net *net = &run->net;
     const LossScale before = run->loss_scale;
     LossScale *s = &run->loss_scale;
@@ -5825,7 +5825,8 @@ static void check_loss_scale(Run *run) {
                s->skipped - before.skipped, (double)s->scale);
 }
 
-// Adds a kept step i of all ranks to the epoch's sums and to steps.csv.
+// Adds kept step i, over all ranks, to the epoch's sums and to steps.csv, and takes over its
+// request.
 static void add_step(Run *run, EpochResult *e, size_t i) {
     Recorder *r = &run->recorder;
     double loss = 0, wait = 0;
@@ -5856,7 +5857,7 @@ static void add_step(Run *run, EpochResult *e, size_t i) {
 static void flush_steps(Run *run, EpochResult *e) {
     Recorder *r = &run->recorder;
     clock_settle(&run->clock, 0);
-    check_loss_scale(run);
+    check_gpu_gradients(run);
     all_gather(&run->comm, r->all_steps, r->steps_capacity * sizeof *r->steps);
     for (size_t i = 0; i < r->steps_kept; i++)
         add_step(run, e, i);
@@ -6041,10 +6042,10 @@ static void begin_step(Run *run) {
 // Adds an event for a pass of a row. Waits for the device.
 static void trace_row(const Run *run, size_t row, RowPass pass) {
     const Device *d = run->device;
-    const double begin = d->elapsed(START_MARK, row_begin(row, pass));
-    const double end = d->elapsed(START_MARK, row_end(row, pass));
+    const double begin = d->elapsed(START_MARK, begin_mark(row, pass));
+    const double end = d->elapsed(START_MARK, end_mark(row, pass));
     char name[48];
-    name_row(&run->net, row, pass, name);
+    row_label(&run->net, row, pass, name);
     trace_event(run->comm.rank, TRACK_DEVICE, name, run->tracer.start + begin,
                 run->tracer.start + end);
 }
@@ -6217,9 +6218,9 @@ static void time_rows(Run *run, const Batch *batch, LayerTimes *times, double *f
         backward(net, batch->n);
         for (size_t i = 1; i < net->count; i++) {
             times[i].forward[round] =
-                d->elapsed(row_begin(i, FORWARD_PASS), row_end(i, FORWARD_PASS));
+                d->elapsed(begin_mark(i, FORWARD_PASS), end_mark(i, FORWARD_PASS));
             times[i].backward[round] =
-                d->elapsed(row_begin(i, BACKWARD_PASS), row_end(i, BACKWARD_PASS));
+                d->elapsed(begin_mark(i, BACKWARD_PASS), end_mark(i, BACKWARD_PASS));
         }
     }
     net->marks_rows = false;
@@ -6582,7 +6583,7 @@ static void check_contradictions(const Settings *s) {
     for (size_t i = 0; i < LENGTH(rules); i++)
         if (rules[i].broken)
             die(EXIT_USAGE, "%s, found %s \"%s\"; see ./cnn --help", rules[i].expected,
-                rules[i].option, option_named(s, rules[i].option));
+                rules[i].option, option_value(s, rules[i].option));
 }
 
 // For ranks other than 0: only rank 0 writes to the run folder and reports.
@@ -6660,7 +6661,7 @@ static void setup_learning_rate(Settings *s, size_t default_batch_size) {
         s->lr *= sqrt(factor);
 }
 
-// --threads and --workers of a rank, since the ranks of this process share the machine.
+// Sets --threads and --workers of a rank; the ranks of this process divide the cores.
 static void setup_threads(Settings *s, size_t local_ranks) {
     const size_t cores = usable_cores(), slurm = environment_number("SLURM_CPUS_PER_TASK");
     const size_t openmp = environment_number("OMP_NUM_THREADS");
@@ -6790,8 +6791,8 @@ static void print_device(const Run *run, const char *why_not) {
     printf("Device: %s", run->device_info.name);
     if (!run->device->is_gpu)
         printf(" (%s)", why_not);
-    printf(", --kernels %s", option_named(s, "--kernels"));
-    printf(", --precision %s, --threads %zu, --workers %zu\n", option_named(s, "--precision"),
+    printf(", --kernels %s", option_value(s, "--kernels"));
+    printf(", --precision %s, --threads %zu, --workers %zu\n", option_value(s, "--precision"),
            s->threads, s->workers);
     if (run->device_info.emulated)
         printf("Emulated: CUDA code on the CPU. Results are valid, times mean nothing.\n");
@@ -6911,9 +6912,9 @@ static void setup_data(Run *run) {
 static double plan_bytes(const MemoryPlan *p, MemoryUse use, bool on_device) {
     double bytes = 0;
     for (size_t i = 0; i < p->count; i++) {
-        const bool wanted = use == FOR_ANYTHING || use == p->areas[i].use;
-        if (wanted && (!on_device || p->areas[i].where == DEVICE))
-            bytes += (double)p->areas[i].bytes;
+        const bool wanted = use == FOR_ANYTHING || use == p->arenas[i].use;
+        if (wanted && (!on_device || p->arenas[i].where == DEVICE))
+            bytes += (double)p->arenas[i].bytes;
     }
     return bytes;
 }
@@ -6964,18 +6965,18 @@ static void plan_buffers(Run *run) {
     const size_t steps = run->comm.world * run->recorder.steps_capacity;
     const size_t states = count_states(s->optimizer, s) * run->net.param_size;
     *p = (MemoryPlan){.device = run->device};
-    plan_area(p, &run->evaluation.totals,
-              (1 + run->comm.world) * count_totals(run) * sizeof(double), HOST, FOR_BUFFERS);
-    plan_area(p, &run->recorder.all_steps, steps * sizeof *run->recorder.steps, HOST, FOR_BUFFERS);
-    plan_area(p, &run->state, states * sizeof(real), DEVICE, FOR_OPTIMIZER);
+    plan_arena(p, &run->evaluation.totals,
+               (1 + run->comm.world) * count_totals(run) * sizeof(double), HOST, FOR_BUFFERS);
+    plan_arena(p, &run->recorder.all_steps, steps * sizeof *run->recorder.steps, HOST, FOR_BUFFERS);
+    plan_arena(p, &run->state, states * sizeof(real), DEVICE, FOR_OPTIMIZER);
     if (s->layers) {
-        plan_area(p, &run->bandwidth_arrays[0], BANDWIDTH_NUMBERS * run->kernels->element_bytes,
-                  DEVICE, FOR_BUFFERS);
-        plan_area(p, &run->bandwidth_arrays[1], BANDWIDTH_NUMBERS * run->kernels->element_bytes,
-                  DEVICE, FOR_BUFFERS);
+        plan_arena(p, &run->bandwidth_arrays[0], BANDWIDTH_NUMBERS * run->kernels->element_bytes,
+                   DEVICE, FOR_BUFFERS);
+        plan_arena(p, &run->bandwidth_arrays[1], BANDWIDTH_NUMBERS * run->kernels->element_bytes,
+                   DEVICE, FOR_BUFFERS);
     }
     if (*s->trace && run->comm.replica == 0)
-        plan_area(p, &trace.events, TRACE_EVENTS * sizeof *trace.events, HOST, FOR_BUFFERS);
+        plan_arena(p, &trace.events, TRACE_EVENTS * sizeof *trace.events, HOST, FOR_BUFFERS);
 }
 
 // Plans what this rank will allocate, with the data set on the device or not. Returns the bytes on
@@ -7032,23 +7033,23 @@ static void check_memory(const Run *run, double needed, double available, const 
             needed / 1e6, available / 1e6, where, name, run->settings.batch_size);
 }
 
-// Plans the memory, prints the plan and refuses what cannot fit.
+// Plans the memory and refuses what cannot fit. Rank 0 prints the plan.
 static void plan_run_memory(Run *run) {
     const bool gpu = run->device->is_gpu;
     const double on_device = plan_residency(run);
     const double all = run_bytes(run, FOR_ANYTHING, false) + data_bytes(run);
     const double on_host = gpu ? all - on_device : all;
-    if (run->comm.rank > 0)
-        return;
-    print_summary(&run->net);
-    print_memory(run);
+    const bool prints = run->comm.rank == 0;
+    if (prints) {
+        print_summary(&run->net);
+        print_memory(run);
+    }
     check_memory(run, on_device, run->device_info.memory, "this device", run->device_info.name);
     check_memory(run, on_host, memory_limit(), "this machine", host_name());
-    if (gpu) {
-        const bool resident = run->train_loader.consumer.resident;
+    if (gpu && prints)
         printf("On the device: %.1f MB; the data set is %s\n", on_device / 1e6,
-               resident ? "resident there" : "copied there batch by batch");
-    }
+               run->train_loader.consumer.resident ? "resident there"
+                                                   : "copied there batch by batch");
 }
 
 // Plans, prints and allocates the memory of this rank, and starts its loaders.
@@ -7187,7 +7188,7 @@ static void print_ranks(Run *run) {
             const char *separator = *p->uuid ? ", " : "";
             printf("Rank %zu: %s, %s%s%s\n", r, p->host, p->device, separator, p->uuid);
         }
-        printf("Gradients: %s, added up by %s\n", option_named(&run->settings, "--parallel"),
+        printf("Gradients: %s, added up by %s\n", option_value(&run->settings, "--parallel"),
                who_adds_gradients(c));
     }
     free(places);
@@ -7279,8 +7280,9 @@ static bool advance_position(Run *run) {
     return true;
 }
 
-// Advances the position, and saves the checkpoint if it is due. At the end of an epoch it is saved
-// later, after the test. Returns whether the epoch or the training is over.
+// Ends a step's trace and Nsight's recording, advances the position, and saves the checkpoint if it
+// is due. At the end of an epoch it is saved later, after the test. Returns whether the epoch or
+// the training is over.
 static bool finish_step(Run *run, const Batch *batch) {
     trace_step(run);
     run->graphs.kernels_loaded[step_kind(run, batch)] = true;
@@ -7336,14 +7338,10 @@ static void train(Run *run, EpochResult *result) {
 enum { TRAIN_ENDS = __LINE__ - 1 };
 _Static_assert(TRAIN_ENDS - TRAIN_BEGINS < PROFILED_LINES, "train() is too long: PROFILED_LINES");
 
-// Tests this rank's share of the test set; the result covers all ranks.
-static void test(Run *run, EpochResult *result) {
+// Adds up the losses of this rank's share of the test set, and stores its predictions.
+static void test_batches(Run *run) {
     Net *net = &run->net;
     double *totals = run->evaluation.totals;
-    const size_t count = count_totals(run);
-    const double begin = now();
-    memset(totals, 0, count * sizeof *totals);
-    broadcast_for_test(&run->comm);
     loader_start(&run->test_loader, run->settings.seed, TEST_EPOCH, 0);
     const Batch *batch = loader_next(&run->test_loader);
     while (batch) {
@@ -7352,9 +7350,19 @@ static void test(Run *run, EpochResult *result) {
         forward(net, batch->n, NULL);
         totals[LOSS_SUM] += test_loss(net, batch->n) * images;
         totals[IMAGES_TESTED] += images;
-        totals[IMAGES_RIGHT] += (double)count_predictions(net, batch, run->evaluation.predicted);
+        totals[IMAGES_RIGHT] += (double)store_predictions(net, batch, run->evaluation.predicted);
         batch = loader_next(&run->test_loader);
     }
+}
+
+// Tests this rank's share of the test set; the result covers all ranks.
+static void test(Run *run, EpochResult *result) {
+    double *totals = run->evaluation.totals;
+    const size_t count = count_totals(run);
+    const double begin = now();
+    memset(totals, 0, count * sizeof *totals);
+    broadcast_for_test(&run->comm);
+    test_batches(run);
     sum_over_ranks(&run->comm, totals, count, totals + count);
     result->test_loss = totals[LOSS_SUM] / totals[IMAGES_TESTED];
     if (!isfinite(result->test_loss))

@@ -2703,7 +2703,7 @@ static const Kernels fast_kernels = {
     .scratch_size = scratch_size_fast,
     .moments_size = no_size,
     .transposed_size = no_size,
-    .prepared_size = maps_size,
+    .prepared_bytes = maps_size,
     .prepare = make_maps,
     .flops = flops_fast,
 };

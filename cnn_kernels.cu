@@ -842,7 +842,7 @@ static void adjust_scale(LossScale *scale) {
    in the epoch's permutation, augment and normalise them. */
 
 // A byte of an image; black outside of it.
-static __device__ real pixel_at(const uint8_t *image, Shape s, int y, int x, int c) {
+static __device__ real byte_at(const uint8_t *image, Shape s, int y, int x, int c) {
     bool inside = y >= 0 && x >= 0 && y < (int)s.h && x < (int)s.w;
     return inside ? image[(y * s.w + x) * s.c + c] : 0;
 }
@@ -895,10 +895,10 @@ static __global__ void gather_kernel(T *out, uint8_t *labels, Resident r, Layout
         x += elastic ? fields[pixels + o.y * w + o.x] : 0;
         real down = y - floorf(y), right = x - floorf(x);
         int top = (int)floorf(y), left = (int)floorf(x);
-        real above = fmaf(right, pixel_at(bytes, r.shape, top, left + 1, o.c),
-                          (1 - right) * pixel_at(bytes, r.shape, top, left, o.c));
-        real below = fmaf(right, pixel_at(bytes, r.shape, top + 1, left + 1, o.c),
-                          (1 - right) * pixel_at(bytes, r.shape, top + 1, left, o.c));
+        real above = fmaf(right, byte_at(bytes, r.shape, top, left + 1, o.c),
+                          (1 - right) * byte_at(bytes, r.shape, top, left, o.c));
+        real below = fmaf(right, byte_at(bytes, r.shape, top + 1, left + 1, o.c),
+                          (1 - right) * byte_at(bytes, r.shape, top + 1, left, o.c));
         int byte = (int)fmaf(down, below, fmaf(1 - down, above, .5f));
         out[blockIdx.x * size + i] = (T)r.normalised[o.c * 256 + byte];
     }
@@ -2357,7 +2357,7 @@ template <class T, void (*RUN)(Work), bool FORWARD> static void in_nhwc(Work w) 
 }
 
 // A row of the table keeps the numbers of the variants that --autotune has chosen, a byte per pass.
-static size_t prepared_size(const Layer *l) {
+static size_t prepared_bytes(const Layer *l) {
     return multiplies(l) ? PASSES : 0;
 }
 
@@ -2450,7 +2450,7 @@ static Kernels make_kernels(KernelsChoice name, Precision precision) {
     k.moments_size = name == TENSOR ? moments_size : no_moments;
     k.scratch_size = scratch_size;
     k.transposed_size = transposed_size;
-    k.prepared_size = prepared_size;
+    k.prepared_bytes = prepared_bytes;
     k.prepare = prepare_nothing;
     k.flops = flops;
     k.nll_loss = nll_loss;

@@ -37,9 +37,9 @@ static const Batch *setup_bench(Run *run) {
     net_alloc(&run->net);
     init_weights(&run->net, s->seed);
     run->plan.device = &cpu_device;
-    plan_area(&run->plan, &run->state,
-              count_states(s->optimizer, s) * run->net.param_size * sizeof(real), DEVICE,
-              FOR_OPTIMIZER);
+    plan_arena(&run->plan, &run->state,
+               count_states(s->optimizer, s) * run->net.param_size * sizeof(real), DEVICE,
+               FOR_OPTIMIZER);
     plan_alloc(&run->plan);
     loader_plan(&run->train_loader, &run->train_set, s->batch_size, 1, AUGMENT_NONE, on_cpu);
     loader_init(&run->train_loader);

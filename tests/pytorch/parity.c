@@ -59,9 +59,9 @@ static void setup_parity(Run *run, char **argv) {
     net_alloc(net);
     init_weights(net, s->seed);
     run->plan.device = net->device;
-    plan_area(&run->plan, &run->state,
-              count_states(s->optimizer, s) * net->param_size * sizeof(real), DEVICE,
-              FOR_OPTIMIZER);
+    plan_arena(&run->plan, &run->state,
+               count_states(s->optimizer, s) * net->param_size * sizeof(real), DEVICE,
+               FOR_OPTIMIZER);
     plan_alloc(&run->plan);
 }
 

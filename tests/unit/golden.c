@@ -82,7 +82,7 @@ static size_t golden_bottleneck(Net *net, size_t x) {
     x = bottleneck(net, x, "layer1.0.", 8, 1);
     x = bottleneck(net, x, "layer2.0.", 16, 2);
     x = bottleneck(net, x, "layer2.1.", 16, 1);
-    x = with_name(net, linear(net, global_avgpool2d(net, x), net->classes), "", "fc");
+    x = set_row_name(net, linear(net, global_avgpool2d(net, x), net->classes), "", "fc");
     return log_softmax(net, x);
 }
 

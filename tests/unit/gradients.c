@@ -181,7 +181,7 @@ static void test_predictions(void) {
     start_net(&net, (Shape){1, 1, CLASSES});
     net.images = (real *)logp;
     net.staging[0] = host;
-    size_t correct = count_predictions(&net, &batch, predicted);
+    size_t correct = store_predictions(&net, &batch, predicted);
     for (size_t i = 0; i < 5; i++)
         expected[5 + 2 * i] = (double)classes[i];
     if (correct != 3 || memcmp(predicted, expected, sizeof expected) != 0)

@@ -10,7 +10,7 @@ static void note_mark(size_t mark) {
 
 static void note_kernel(void) {
     const bool backward = last_mark >= BACKWARD_MARKS;
-    kernels_of_row[(last_mark - row_begin(0, backward)) / 2][backward]++;
+    kernels_of_row[(last_mark - begin_mark(0, backward)) / 2][backward]++;
 }
 
 static void note_forward(Work w) {

@@ -6,7 +6,7 @@
 
 // What the kernels keep for a row, to be freed; NULL: nothing.
 static void *prepare_row(const Kernels *k, const Layer *l) {
-    void *prepared = k->prepare ? must_alloc(k->prepared_size(l), "a test") : NULL;
+    void *prepared = k->prepare ? must_alloc(k->prepared_bytes(l), "a test") : NULL;
     if (prepared)
         k->prepare(prepared, l);
     return prepared;

@@ -98,7 +98,7 @@ static void separate(Net *net, size_t i) {
    the kernels of a row still compute what is fused with it, which shares its memory; else only a
    convolution's its ReLU and max-pool, by sums in another order than when they are separate. */
 static void plan_apart(Net *net, bool fused) {
-    net->activation_size = net->gradient_size = 0;
+    net->activation_bytes = net->doutput_bytes = 0;
     for (size_t i = 0; i < net->count; i++) {
         RowPlan *slot = &net->row_plans[i];
         const RowPlan *to = &net->row_plans[slot->computed_by];
@@ -109,14 +109,14 @@ static void plan_apart(Net *net, bool fused) {
             slot->sharing = SEPARATE;
         if (slot->sharing == FUSED) {
             slot->output = to->output;
-            slot->gradient = to->gradient;
+            slot->doutput = to->gradient;
             continue;
         }
-        const size_t size = aligned(net->max_batch * shape_size(net->layers[i].out));
-        slot->output = net->activation_size;
-        slot->gradient = net->gradient_size;
-        net->activation_size += size * sizeof(real);
-        net->gradient_size += size * sizeof(real);
+        const size_t size = align_up(net->max_batch * shape_size(net->layers[i].out));
+        slot->output = net->activation_bytes;
+        slot->doutput = net->doutput_bytes;
+        net->activation_bytes += size * sizeof(real);
+        net->doutput_bytes += size * sizeof(real);
     }
 }
 
@@ -126,7 +126,7 @@ static void build_unplanned(Net *net, const Kernels *k, bool fused) {
     plan_memory(net, BATCH);
     plan_apart(net, fused);
     net->plan.count = 0;
-    plan_arenas(net);
+    plan_net_memory(net);
     net_alloc(net);
     init_weights(net, 3);
     draw_norms(net);
@@ -209,11 +209,11 @@ static size_t last_fused(const Net *net, size_t row) {
 }
 
 static size_t count_cells(const Net *net, size_t row) {
-    return aligned(net->max_batch * shape_size(net->layers[last_fused(net, row)].out)) / ALIGN;
+    return align_up(net->max_batch * shape_size(net->layers[last_fused(net, row)].out)) / ALIGN;
 }
 
 static uint64_t *row_cells(const Tags *t, size_t row) {
-    return t->cells + t->net->row_plans[row].gradient / CACHE_LINE;
+    return t->cells + t->net->row_plans[row].doutput / CACHE_LINE;
 }
 
 // One hash for each pair of rows; an add passes on the gradient that it received.
@@ -293,14 +293,14 @@ static void check_plan(const Net *net) {
     tags = (Tags){.net = net};
     for (size_t i = 1; i < net->count; i++) {
         tags.count[i] = count_cells(net, i);
-        const size_t gradient = net->row_plans[i].gradient;
+        const size_t gradient = net->row_plans[i].doutput;
         if (gradient % CACHE_LINE ||
-            gradient / CACHE_LINE + tags.count[i] > net->gradient_size / CACHE_LINE)
+            gradient / CACHE_LINE + tags.count[i] > net->doutput_bytes / CACHE_LINE)
             fail("%s: row %zu lies outside of the arena", net->model, i);
     }
     if (*failure)
         return;
-    tags.cells = must_alloc(net->gradient_size / CACHE_LINE * sizeof(uint64_t), "a test");
+    tags.cells = must_alloc(net->doutput_bytes / CACHE_LINE * sizeof(uint64_t), "a test");
     tag_backward(&tags);
     free(tags.cells);
 }
@@ -309,7 +309,7 @@ static void check_plan(const Net *net) {
 static size_t unshared_size(const Net *net) {
     size_t sum = 0;
     for (size_t i = 1; i < net->count; i++)
-        sum += sizeof(real) * aligned(net->max_batch * shape_size(net->layers[i].out));
+        sum += sizeof(real) * align_up(net->max_batch * shape_size(net->layers[i].out));
     return sum;
 }
 
@@ -320,11 +320,11 @@ static void check_resnet_size(const Net *net) {
     for (size_t i = 1; i < net->count; i++)
         largest = max_size(largest, count_cells(net, i) * CACHE_LINE);
     bool resnet = strncmp(net->model, "resnet", 6) == 0;
-    if (resnet && (double)net->gradient_size > 3.1 * (double)largest)
-        fail("%s: %zu bytes, the largest gradient has %zu", net->model, net->gradient_size,
+    if (resnet && (double)net->doutput_bytes > 3.1 * (double)largest)
+        fail("%s: %zu bytes, the largest gradient has %zu", net->model, net->doutput_bytes,
              largest);
-    if (strcmp(net->model, "resnet18") == 0 && net->gradient_size * 4 > unshared_size(net))
-        fail("resnet18: %zu of %zu bytes", net->gradient_size, unshared_size(net));
+    if (strcmp(net->model, "resnet18") == 0 && net->doutput_bytes * 4 > unshared_size(net))
+        fail("resnet18: %zu of %zu bytes", net->doutput_bytes, unshared_size(net));
 }
 
 // Every add of a ResNet is done while the output of a BatchNorm is stored.
