@@ -4080,15 +4080,17 @@ static double dp_loss(Comm *c) {
 }
 
 // The master adds up the gradients of the ranks that had an image.
+static void add_gradients(Comm *c) {
+    for (size_t r = 1; r < c->world; r++)
+        if (dp_part(c, r).count > 0)
+            dp_add(c, c->net->grads, c->team->ranks[r]->net->grads, c->net->param_size);
+}
+
 static void dp_reduce(Comm *c) {
-    Net *net = c->net;
-    net->device->synchronize();
+    c->net->device->synchronize();
     team_barrier(c);
-    if (c->rank == 0) {
-        for (size_t r = 1; r < c->world; r++)
-            if (dp_part(c, r).count > 0)
-                dp_add(c, net->grads, c->team->ranks[r]->net->grads, net->param_size);
-    }
+    if (c->rank == 0)
+        add_gradients(c);
     team_barrier(c);
 }
 

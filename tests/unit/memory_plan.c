@@ -109,7 +109,7 @@ static void plan_apart(Net *net, bool fused) {
             slot->sharing = SEPARATE;
         if (slot->sharing == FUSED) {
             slot->output = to->output;
-            slot->doutput = to->gradient;
+            slot->doutput = to->doutput;
             continue;
         }
         const size_t size = align_up(net->max_batch * shape_size(net->layers[i].out));
