@@ -395,7 +395,7 @@ typedef struct Kernels {
     struct {
         void (*forward)(Work w), (*backward)(Work w);
     } layers[KINDS];
-    // how many numbers of scratch memory a row needs
+    // elements of scratch memory that a row needs
     size_t (*scratch_size)(const Layer *l, const Fusion *fused, size_t n);
     double (*flops)(Work w); // operations that the row's forward and backward execute
     // A GPU multiplies dlogp by the scale and adds the count of losses that are not finite to
@@ -408,7 +408,7 @@ typedef struct Kernels {
        reader of what the kernels of row `target` write, and `fused` is what these kernels compute
        already; fuse() says how row l is computed. */
     Sharing (*fuse)(const Layer *target, const Fusion *fused, const Layer *l);
-    // numbers in which a conv2d's forward stores sums for the batchnorm2d that follows it, or 0
+    // elements in which a conv2d's forward stores sums for the batchnorm2d that follows it, or 0
     size_t (*moments_size)(const Layer *conv, size_t n);
     size_t (*transposed_size)(const Layer *l, size_t n); // --layout nchw, in elements
     // what the kernels of a row keep in the host's memory: its size in bytes; and setting it up
@@ -621,7 +621,7 @@ static void *zeroed_alloc(size_t bytes) {
     return memset(memory, 0, bytes + 128);
 }
 
-static _Noreturn void no_memory(size_t bytes, const char *what) {
+static _Noreturn void die_no_memory(size_t bytes, const char *what) {
     die(1, "no memory for %s: %.1f MB requested; try a smaller --batch-size or --limit-train", what,
         (double)bytes / 1e6);
 }
@@ -629,13 +629,13 @@ static _Noreturn void no_memory(size_t bytes, const char *what) {
 static void *must_alloc(size_t bytes, const char *what) {
     void *memory = zeroed_alloc(bytes);
     if (!memory)
-        no_memory(bytes, what);
+        die_no_memory(bytes, what);
     return memory;
 }
 
 typedef enum { HOST, PINNED, DEVICE } MemoryKind;
 
-// What an area is for, as the printed plan adds it up
+// What an arena is for, as the printed plan adds it up
 typedef enum {
     FOR_PARAMETERS,
     FOR_GRADIENTS,
@@ -648,10 +648,11 @@ typedef enum {
     FOR_COMMUNICATION,
     FOR_LOADER,
     FOR_DATA,
-    FOR_ANYTHING // all of these together; also their number
+    MEMORY_USES,               // the number of uses
+    FOR_ANYTHING = MEMORY_USES // all of these together
 } MemoryUse;
 
-static const char *const memory_uses[FOR_ANYTHING] = {
+static const char *const memory_uses[MEMORY_USES] = {
     [FOR_PARAMETERS] = "parameters",
     [FOR_GRADIENTS] = "gradients",
     [FOR_OPTIMIZER] = "optimizer state",
@@ -665,7 +666,7 @@ static const char *const memory_uses[FOR_ANYTHING] = {
     [FOR_DATA] = "data set",
 };
 
-/* The memory of a network or a loader: a list of areas, which is printed before anything is
+/* The memory of a network or a loader: a list of arenas, which is printed before anything is
    allocated; they are then allocated, and later freed, together. */
 typedef struct MemoryPlan {
     const Device *device;
@@ -678,10 +679,10 @@ typedef struct MemoryPlan {
     } arenas[MAX_ARENAS];
 } MemoryPlan;
 
-static void plan_arena(MemoryPlan *p, void *destination, size_t bytes, MemoryKind where,
-                       MemoryUse use) {
+static void memory_plan_add(MemoryPlan *p, void *destination, size_t bytes, MemoryKind where,
+                            MemoryUse use) {
     if (p->count == MAX_ARENAS)
-        die(1, "memory for %s: more than %d areas; raise MAX_ARENAS in cnn.c", memory_uses[use],
+        die(1, "memory for %s: more than %d arenas; raise MAX_ARENAS in cnn.c", memory_uses[use],
             MAX_ARENAS);
     if (where == PINNED && !p->device->is_gpu)
         where = HOST; // there is no device that reads it
@@ -689,18 +690,18 @@ static void plan_arena(MemoryPlan *p, void *destination, size_t bytes, MemoryKin
     p->count++;
 }
 
-static void plan_alloc(const MemoryPlan *p) {
+static void memory_plan_alloc(const MemoryPlan *p) {
     const Device *d = p->device;
     void *(*const alloc[])(size_t) = {zeroed_alloc, d->pinned_alloc, d->alloc};
     for (size_t i = 0; i < p->count; i++) {
         void *memory = alloc[p->arenas[i].where](p->arenas[i].bytes);
         if (!memory)
-            no_memory(p->arenas[i].bytes, memory_uses[p->arenas[i].use]);
+            die_no_memory(p->arenas[i].bytes, memory_uses[p->arenas[i].use]);
         memcpy(p->arenas[i].destination, &memory, sizeof memory);
     }
 }
 
-static void plan_free(const MemoryPlan *p) {
+static void memory_plan_free(const MemoryPlan *p) {
     const Device *d = p->device;
     void (*const release[])(void *) = {free, d->pinned_release, d->release};
     for (size_t i = 0; i < p->count; i++) {
@@ -715,13 +716,13 @@ static void join_path(char path[PATH_SIZE], const char *dir, const char *file) {
         die(1, "path too long: %s/%s", dir, file);
 }
 
-static _Noreturn void file_fail(const char *doing, const char *path) {
+static _Noreturn void die_file(const char *doing, const char *path) {
     die(1, "%s %s: %s", doing, path, strerror(errno));
 }
 
 static void flush(FILE *f, const char *name) {
     if (fflush(f) != 0 || ferror(f))
-        file_fail("cannot write to", name);
+        die_file("cannot write to", name);
 }
 
 // Opens a file to read, or returns NULL if there is none. A pipe, which would block, reads as an
@@ -730,7 +731,7 @@ static FILE *open_existing(const char *path) {
     const int fd = open(path, O_RDONLY | O_NONBLOCK);
     FILE *f = fd < 0 ? NULL : fdopen(fd, "rb");
     if (!f && errno != ENOENT)
-        file_fail("cannot read", path);
+        die_file("cannot read", path);
     return f;
 }
 
@@ -749,7 +750,7 @@ static void atomic_open(AtomicFile *f, const char *path) {
     if (!path) {
         f->stream = fopen("/dev/null", "wb");
         if (!f->stream)
-            file_fail("cannot open", "/dev/null");
+            die_file("cannot open", "/dev/null");
         return;
     }
     if (exists && !S_ISREG(old.st_mode))
@@ -761,9 +762,9 @@ static void atomic_open(AtomicFile *f, const char *path) {
     f->stream = fopen(f->temporary, "wb");
     unfinished = f->temporary;
     if (!f->stream)
-        file_fail("cannot create", f->temporary);
+        die_file("cannot create", f->temporary);
     if (exists && fchmod(fileno(f->stream), old.st_mode & 07777) != 0)
-        file_fail("cannot create", f->temporary);
+        die_file("cannot create", f->temporary);
 }
 
 // Makes the new name reach the disk as well. Some file systems cannot sync a folder (EINVAL).
@@ -774,20 +775,20 @@ static void sync_folder(const char *file) {
     if (folder < 0)
         return; // a folder that may be written but not read
     if (fsync(folder) != 0 && errno != EINVAL)
-        file_fail("cannot sync the folder of", file);
+        die_file("cannot sync the folder of", file);
     close(folder);
 }
 
 static void atomic_commit(AtomicFile *f) {
     const bool kept = *f->path != 0;
     if (fflush(f->stream) != 0 || ferror(f->stream))
-        file_fail("cannot write", f->temporary);
+        die_file("cannot write", f->temporary);
     if (kept && fsync(fileno(f->stream)) != 0)
-        file_fail("cannot write", f->temporary);
+        die_file("cannot write", f->temporary);
     if (fclose(f->stream) != 0)
-        file_fail("cannot write", f->temporary);
+        die_file("cannot write", f->temporary);
     if (kept && rename(f->temporary, f->path) != 0)
-        file_fail("cannot write", f->path);
+        die_file("cannot write", f->path);
     unfinished = NULL;
     if (kept)
         sync_folder(f->path);
@@ -1399,7 +1400,7 @@ static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t 
         const real *image_logp = logp + i * classes;
         losses[i] = -at_label * image_logp[labels[i]];
         for (size_t k = 0; k < classes; k++)
-            if (k != labels[i] && elsewhere > 0)
+            if (k != labels[i] && elsewhere > 0) // 0 * -infinity would be NaN
                 losses[i] -= elsewhere * image_logp[k];
     }
     if (!dlogp)
@@ -1455,8 +1456,8 @@ typedef struct Net {
     size_t count;                  // rows
     size_t classes;
     size_t parameter_count;
-    size_t max_batch;      // the most images of a training step
-    size_t max_test_batch; // the most images of an evaluation's step
+    size_t max_batch;      // the largest number of images in a training step
+    size_t max_test_batch; // the largest number of images in a step of an evaluation
     // sizes of the arenas in elements
     size_t param_size; // of the parameters, with the gaps between tensors
     size_t stats_size, moments_size, scratch_size, transposed_size;
@@ -1478,7 +1479,7 @@ typedef struct Net {
     // the current step
     Step *step;             // of the batch that net_load() has loaded
     real *images;           // if not NULL, the loader's buffer, which replaces output(net, 0)
-    size_t ranks;           // how many share a batch, over which the loss is a mean
+    size_t world;           // how many ranks share a batch, over which the loss is a mean
     size_t batches_tracked; // number of batches in BatchNorm's running statistics
     // If not NULL, backward() calls it when the gradients from offset `first` on are finished.
     void (*on_gradients)(void *context, size_t first);
@@ -1809,21 +1810,23 @@ static bool overlap_in_memory(const DoutputBlock *a, const DoutputBlock *b) {
     return a->offset < b->offset + b->size && b->offset < a->offset + a->size;
 }
 
-// The end of a placed gradient that `l` overlaps in time and memory, or l->offset if there is none
-static size_t next_free_offset(const DoutputBlock *l, const DoutputBlock *placed, size_t count) {
+// The end of a placed block that `block` overlaps in time and memory, or block->offset if there is
+// none
+static size_t next_free_offset(const DoutputBlock *block, const DoutputBlock *placed,
+                               size_t count) {
     for (size_t i = 0; i < count; i++)
-        if (overlap_in_time(l, &placed[i]) && overlap_in_memory(l, &placed[i]))
+        if (overlap_in_time(block, &placed[i]) && overlap_in_memory(block, &placed[i]))
             return placed[i].offset + placed[i].size;
-    return l->offset;
+    return block->offset;
 }
 
-// First fit: moves `l` to the lowest offset at which no gradient is used at the same time.
-static void place_doutput(DoutputBlock *l, const DoutputBlock *placed, size_t count) {
+// First fit: moves `block` to the lowest offset at which no gradient is used at the same time.
+static void place_doutput(DoutputBlock *block, const DoutputBlock *placed, size_t count) {
     size_t next = 0;
     do {
-        l->offset = next;
-        next = next_free_offset(l, placed, count);
-    } while (next != l->offset);
+        block->offset = next;
+        next = next_free_offset(block, placed, count);
+    } while (next != block->offset);
 }
 
 // Bytes per element of a row's output: log_softmax, which feeds the loss, stays 32-bit.
@@ -1843,17 +1846,17 @@ static void share_doutputs(const Net *net, size_t *owner) {
     }
 }
 
-static DoutputBlock lifetime_of(const Net *net, size_t row, const size_t *owner) {
+static DoutputBlock doutput_block_of(const Net *net, size_t row, const size_t *owner) {
     const Layer *l = &net->layers[row];
-    DoutputBlock life = {.first_row = row, .last_row = row};
-    life.size = align_up(net->max_batch * shape_size(l->out)) * element_bytes_of(net, l);
+    DoutputBlock block = {.first_row = row, .last_row = row};
+    block.size = align_up(net->max_batch * shape_size(l->out)) * element_bytes_of(net, l);
     for (size_t i = 1; i < net->count; i++) {
         if (owner[i] == row)
-            life.first_row = min_size(life.first_row, i);
+            block.first_row = min_size(block.first_row, i);
         if (reads(&net->layers[i], row))
-            life.last_row = max_size(life.last_row, i);
+            block.last_row = max_size(block.last_row, i);
     }
-    return life;
+    return block;
 }
 
 // Offsets of all gradients, from the last row to the first
@@ -1864,14 +1867,14 @@ static void plan_doutputs(Net *net) {
     for (size_t row = last_row(net); row > 0; row--) {
         if (owner[row] != row)
             continue;
-        DoutputBlock life = lifetime_of(net, row, owner);
-        place_doutput(&life, placed, count);
-        placed[count] = life;
+        DoutputBlock block = doutput_block_of(net, row, owner);
+        place_doutput(&block, placed, count);
+        placed[count] = block;
         count++;
-        net->doutput_bytes = max_size(net->doutput_bytes, life.offset + life.size);
+        net->doutput_bytes = max_size(net->doutput_bytes, block.offset + block.size);
         for (size_t i = 1; i <= row; i++)
             if (owner[i] == row)
-                net->row_plans[i].doutput = life.offset;
+                net->row_plans[i].doutput = block.offset;
     }
 }
 
@@ -1880,31 +1883,31 @@ static bool has_params16(const Net *net) {
     return net->kernels->element_bytes < sizeof(real);
 }
 
-static void plan_net_memory(Net *net) {
+static void plan_net_arenas(Net *net) {
     const size_t size = sizeof(real), most = max_size(net->max_batch, net->max_test_batch);
     MemoryPlan *p = &net->plan;
     p->device = net->device;
-    plan_arena(p, &net->params, size * net->param_size, DEVICE, FOR_PARAMETERS);
-    plan_arena(p, &net->grads, size * net->param_size, DEVICE, FOR_GRADIENTS);
+    memory_plan_add(p, &net->params, size * net->param_size, DEVICE, FOR_PARAMETERS);
+    memory_plan_add(p, &net->grads, size * net->param_size, DEVICE, FOR_GRADIENTS);
     if (has_params16(net))
-        plan_arena(p, &net->params16, 2 * net->param_size, DEVICE, FOR_PARAMETERS);
-    plan_arena(p, &net->activations, net->activation_bytes, DEVICE, FOR_ACTIVATIONS);
-    plan_arena(p, &net->dactivations, net->doutput_bytes, DEVICE, FOR_DACTIVATIONS);
-    plan_arena(p, &net->stats, size * net->stats_size, DEVICE, FOR_STATISTICS);
-    plan_arena(p, &net->saved, net->saved_bytes, DEVICE, FOR_STATISTICS);
-    plan_arena(p, &net->losses, size * most, DEVICE, FOR_STATISTICS);
-    plan_arena(p, &net->labels, most, DEVICE, FOR_STATISTICS);
+        memory_plan_add(p, &net->params16, 2 * net->param_size, DEVICE, FOR_PARAMETERS);
+    memory_plan_add(p, &net->activations, net->activation_bytes, DEVICE, FOR_ACTIVATIONS);
+    memory_plan_add(p, &net->dactivations, net->doutput_bytes, DEVICE, FOR_DACTIVATIONS);
+    memory_plan_add(p, &net->stats, size * net->stats_size, DEVICE, FOR_STATISTICS);
+    memory_plan_add(p, &net->saved, net->saved_bytes, DEVICE, FOR_STATISTICS);
+    memory_plan_add(p, &net->losses, size * most, DEVICE, FOR_STATISTICS);
+    memory_plan_add(p, &net->labels, most, DEVICE, FOR_STATISTICS);
     if (net->device->is_gpu)
-        plan_arena(p, &net->scale, sizeof *net->scale, DEVICE, FOR_STATISTICS);
-    plan_arena(p, &net->step, sizeof *net->step, DEVICE, FOR_STATISTICS);
-    plan_arena(p, &net->moments, size * net->moments_size, DEVICE, FOR_SCRATCH);
-    plan_arena(p, &net->scratch, size * net->scratch_size, DEVICE, FOR_SCRATCH);
+        memory_plan_add(p, &net->scale, sizeof *net->scale, DEVICE, FOR_STATISTICS);
+    memory_plan_add(p, &net->step, sizeof *net->step, DEVICE, FOR_STATISTICS);
+    memory_plan_add(p, &net->moments, size * net->moments_size, DEVICE, FOR_SCRATCH);
+    memory_plan_add(p, &net->scratch, size * net->scratch_size, DEVICE, FOR_SCRATCH);
     if (net->settings->layout == NCHW)
-        plan_arena(p, &net->transposed, net->transposed_size * net->kernels->element_bytes, DEVICE,
-                   FOR_SCRATCH);
-    plan_arena(p, &net->staging[0], size * net->staging_size, PINNED, FOR_BUFFERS);
-    plan_arena(p, &net->staging[1], size * net->staging_size, HOST, FOR_BUFFERS);
-    plan_arena(p, &net->prepared, net->prepared_bytes, HOST, FOR_BUFFERS);
+        memory_plan_add(p, &net->transposed, net->transposed_size * net->kernels->element_bytes,
+                        DEVICE, FOR_SCRATCH);
+    memory_plan_add(p, &net->staging[0], size * net->staging_size, PINNED, FOR_BUFFERS);
+    memory_plan_add(p, &net->staging[1], size * net->staging_size, HOST, FOR_BUFFERS);
+    memory_plan_add(p, &net->prepared, net->prepared_bytes, HOST, FOR_BUFFERS);
 }
 
 // The shape of what a row's kernels write: the max-pool's, if one is fused
@@ -1979,7 +1982,7 @@ static void plan_row(Net *net, size_t i, size_t max_images) {
 
 // Offsets and sizes of all arenas, for training steps of at most `batch` images and for evaluations
 // of at most net->max_test_batch, which the caller has set.
-static void plan_memory(Net *net, size_t batch) {
+static void plan_net(Net *net, size_t batch) {
     const size_t most = max_size(batch, net->max_test_batch);
     for (size_t i = 0; i < net->count; i++)
         check_row(net, i);
@@ -1989,12 +1992,12 @@ static void plan_memory(Net *net, size_t batch) {
     for (size_t i = 0; i < net->count; i++)
         plan_row(net, i, most);
     plan_doutputs(net);
-    plan_net_memory(net);
+    plan_net_arenas(net);
 }
 
 // Allocates the arenas and prepares the kernels of each row.
 static void net_alloc(Net *net) {
-    plan_alloc(&net->plan);
+    memory_plan_alloc(&net->plan);
     for (size_t i = 0; i < net->count; i++)
         net->kernels->prepare(net->prepared + net->prepared_at[i], &net->layers[i]);
 }
@@ -2254,9 +2257,10 @@ typedef struct Model {
     const char *datasets; // --dataset auto: the first of these that is found
     const char *native;   // the data set whose shape, classes and counts synthetic images have
     const char *defaults; // options that differ from the table in section 12
-    bool normalise_half;  // mean and deviation .5 of 3 channels, as in PyTorch's CIFAR-10 tutorial
-    bool sc20_log;        // log lines with images per second, as in the tutorial "Deep Learning at
-                          // Scale" of SC20; else those of PyTorch's MNIST example
+    // mean and standard deviation .5 in all channels, as in PyTorch's CIFAR-10 tutorial
+    bool normalise_to_unit_range;
+    bool sc20_log; // log lines with images per second, as in the tutorial "Deep Learning at
+                   // Scale" of SC20; else those of PyTorch's MNIST example
 } Model;
 
 #define RESNET_MODEL(depth, dataset)                                                     \
@@ -2283,7 +2287,7 @@ static const Model models[] = {
      .datasets = "cifar10 synthetic",
      .native = "cifar10",
      .defaults = "--optimizer sgd --lr 0.001 --momentum 0.9 --batch-size 4 --epochs 2 --gamma 1",
-     .normalise_half = true},
+     .normalise_to_unit_range = true},
     RESNET_MODEL(8, "cifar10"),
     RESNET_MODEL(18, "cifar100"),
     RESNET_MODEL(34, "cifar100"),
@@ -2306,7 +2310,7 @@ static void net_build(Net *net, const Model *model, const DatasetInfo *data,
     *net = (Net){.model = model->name, .settings = settings, .kernels = kernels};
     net->device = kernels->device;
     net->classes = data->classes;
-    net->ranks = 1;
+    net->world = 1;
     size_t x = add_layer(net, (Layer){.kind = INPUT, .in = data->shape, .out = data->shape});
     x = model->build(net, x);
     const Layer *last = &net->layers[x];
@@ -2486,7 +2490,7 @@ static double mean(const real *numbers, size_t n) {
 // F.nll_loss(): the mean over the batch, and unless dlogp is NULL its gradient
 static double compute_loss(Net *net, size_t n, real *dlogp, double smoothing) {
     net->kernels->nll_loss(net->losses, dlogp, output(net, last_row(net)), net->labels, n,
-                           n * net->ranks, net->classes, smoothing, net->scale);
+                           n * net->world, net->classes, smoothing, net->scale);
     net->device->copy(net->staging[0], net->losses, n * sizeof(real));
     return mean(net->staging[0], n);
 }
@@ -2559,7 +2563,7 @@ static void check_loss(const Net *net, const Batch *batch, double loss) {
 /* ==== 7. Optimizers and schedules ================================================================
 
    An optimizer makes one pass over the flat arena of all parameters, regardless of layers. The
-   CPU's tables stand here as well, since they need the optimizers. */
+   CPU's tables are here, too, since they need the optimizers. */
 
 /* Adadelta (Zeiler, arXiv:1212.5701), as PyTorch computes it:
    square_avg = rho * square_avg + (1 - rho) * grad^2
@@ -2604,13 +2608,13 @@ static void sgd_naive(Update u) {
 // ---- Optimizers
 
 typedef struct Optimizer {
-    double lr;             // the default
-    const char *states[2]; // what it keeps for each parameter, by PyTorch's names
-    bool squares;          // means of squares, which are not negative
+    double lr;                // the default
+    const char *states[2];    // what it keeps for each parameter, by PyTorch's names
+    bool states_not_negative; // they are means of squares
 } Optimizer;
 
 static const Optimizer optimizers[] = {
-    [ADADELTA] = {.lr = 1.0, .states = {"square_avg", "acc_delta"}, .squares = true},
+    [ADADELTA] = {.lr = 1.0, .states = {"square_avg", "acc_delta"}, .states_not_negative = true},
     [SGD] = {.lr = 0.01, .states = {"momentum_buffer"}},
 };
 
@@ -2857,7 +2861,7 @@ typedef struct DataFile {
 
 // Dies. The message says what is wrong with a data file, in printf() format, and which
 // command replaces the file.
-#define BAD_FILE(f, format, ...)                                                               \
+#define DIE_BAD_FILE(f, format, ...)                                                           \
     die(1, "%s: " format "; remove it and run: data/get_data.sh %s", (f)->path, ##__VA_ARGS__, \
         (f)->dataset)
 
@@ -2884,7 +2888,7 @@ static void data_open(DataFile *f, const char *dir, const char *file, const char
         f->stream = popen("exec gzip -dc -- \"$CNN_FILE\"", "r");
     }
     if (!f->stream)
-        file_fail("cannot read", f->path);
+        die_file("cannot read", f->path);
 }
 
 static void data_close(DataFile *f) {
@@ -2896,7 +2900,7 @@ static void data_close(DataFile *f) {
     if (WIFEXITED(status) && WEXITSTATUS(status) == 127)
         die(1, "%s: gzip is not installed; install it or run: gunzip -k %s", f->path, f->path);
     if (status != 0)
-        BAD_FILE(f, "gzip cannot read it");
+        DIE_BAD_FILE(f, "gzip cannot read it");
 }
 
 // Reads the next bytes of a file, which begin at `offset`. expected: the length of the whole file
@@ -2906,7 +2910,7 @@ static void read_exactly(DataFile *f, void *to, size_t bytes, size_t offset, siz
         return;
     if (f->gzip)
         data_close(f); // reports a failure of gzip instead
-    BAD_FILE(f, "truncated: expected %zu bytes, found %zu", expected, offset + got);
+    DIE_BAD_FILE(f, "truncated: expected %zu bytes, found %zu", expected, offset + got);
 }
 
 // Dies unless the file can hold `expected` bytes, of `count` items.
@@ -2914,13 +2918,14 @@ static void check_file_size(const DataFile *f, size_t expected, size_t count) {
     enum { GZIP_RATIO = 1032 }; // gzip expands a byte to at most 1,032
     struct stat info;
     if (stat(f->path, &info) != 0)
-        file_fail("cannot read", f->path);
+        die_file("cannot read", f->path);
     const size_t found = (size_t)info.st_size;
     if (f->gzip && expected > GZIP_RATIO * found)
-        BAD_FILE(f, "expected %zu bytes for %zu items, found %zu, compressed, too few for them",
-                 expected, count, found);
+        DIE_BAD_FILE(
+            f, "expected %zu bytes for %zu items, but its %zu compressed bytes cannot hold them",
+            expected, count, found);
     if (!f->gzip && expected != found)
-        BAD_FILE(f, "expected %zu bytes for %zu items, found %zu", expected, count, found);
+        DIE_BAD_FILE(f, "expected %zu bytes for %zu items, found %zu", expected, count, found);
 }
 
 /* Returns the first `kept` of `count` records and closes the file. The other records are read as
@@ -2935,7 +2940,7 @@ static uint8_t *read_records(DataFile *f, size_t header, size_t bytes, size_t co
     for (size_t i = kept; i < count; i++)
         read_exactly(f, skipped, bytes, header + i * bytes, expected);
     if (fgetc(f->stream) != EOF)
-        BAD_FILE(f, "too long: expected %zu bytes for %zu items, found more", expected, count);
+        DIE_BAD_FILE(f, "too long: expected %zu bytes for %zu items, found more", expected, count);
     data_close(f);
     return records;
 }
@@ -2947,15 +2952,16 @@ static uint32_t big_endian(const uint8_t b[4]) {
 // i: the number of the image that has this label
 static void check_label(const DataFile *f, size_t label, size_t classes, size_t i) {
     if (label >= classes)
-        BAD_FILE(f, "expected labels from 0 to %zu, found %zu at image %zu", classes - 1, label, i);
+        DIE_BAD_FILE(f, "expected labels from 0 to %zu, found %zu at image %zu", classes - 1, label,
+                     i);
 }
 
 static void check_magic(const DataFile *f, uint32_t expected, const char *what, uint32_t found) {
     const bool still_gzipped = found >> 16 == 0x1f8b;
     const char *hint = still_gzipped ? " (still gzipped: name it .gz)" : "";
     if (found != expected)
-        BAD_FILE(f, "wrong magic number: expected 0x%08x (%s), found 0x%08x%s", expected, what,
-                 found, hint);
+        DIE_BAD_FILE(f, "wrong magic number: expected 0x%08x (%s), found 0x%08x%s", expected, what,
+                     found, hint);
 }
 
 /* IDX files begin with big-endian 32-bit numbers:
@@ -2965,7 +2971,7 @@ static void check_magic(const DataFile *f, uint32_t expected, const char *what, 
 static size_t idx_count(const DataFile *f, const uint8_t *header) {
     const size_t count = big_endian(header + 4);
     if (count == 0 || count > 10000000)
-        BAD_FILE(f, "expected 1 to 10000000 items, found %zu", count);
+        DIE_BAD_FILE(f, "expected 1 to 10000000 items, found %zu", count);
     return count;
 }
 
@@ -2977,8 +2983,8 @@ static size_t read_idx_images(Dataset *data, DataFile *f, size_t limit) {
     const uint32_t height = big_endian(header + 8), width = big_endian(header + 12);
     check_magic(f, 0x0803, "images", big_endian(header));
     if (height != expected.h || width != expected.w)
-        BAD_FILE(f, "expected images of %zu x %zu pixels, found %u x %u", expected.h, expected.w,
-                 height, width);
+        DIE_BAD_FILE(f, "expected images of %zu x %zu pixels, found %u x %u", expected.h,
+                     expected.w, height, width);
     const size_t count = idx_count(f, header);
     data->count = min_size(count, limit);
     data->images = read_records(f, sizeof header, height * width, count, data->count);
@@ -3004,7 +3010,7 @@ static void read_idx_set(Dataset *data, const char *dir, const char *const *file
     const size_t n_images = read_idx_images(data, &images, limit);
     const size_t n_labels = read_idx_labels(data, &labels, limit);
     if (n_images != n_labels)
-        BAD_FILE(&labels, "expected labels for %zu images, found %zu", n_images, n_labels);
+        DIE_BAD_FILE(&labels, "expected labels for %zu images, found %zu", n_images, n_labels);
     for (size_t i = 0; i < data->count; i++)
         check_label(&labels, data->labels[i], info->classes, i);
 }
@@ -3096,7 +3102,7 @@ static const DatasetInfo *find_dataset_info(const char *name) {
 static DatasetInfo dataset_for(const Model *model, const char *name) {
     bool synthetic = strcmp(name, "synthetic") == 0;
     DatasetInfo info = *find_dataset_info(synthetic ? model->native : name);
-    if (info.shape.c == 3 && (model->normalise_half || synthetic))
+    if (info.shape.c == 3 && (model->normalise_to_unit_range || synthetic))
         for (size_t c = 0; c < 3; c++)
             info.mean[c] = info.std[c] = .5;
     if (synthetic) {
@@ -3110,7 +3116,7 @@ static DatasetInfo dataset_for(const Model *model, const char *name) {
    Philox. An image shows the glyph of its class, dark or bright, near its middle, with noise and a
    fainter glyph of a random class. Since a glyph and its negative mean the same class, no linear
    model can separate the classes; convolutions and ReLUs can. --seed does not change the images. */
-enum { GLYPH = 14, WAVES = 3, SHIFT = 2 };
+enum { GLYPH_SIZE = 14, WAVES = 3, SHIFT = 2 };
 static const uint64_t synthetic_seed = 2022;
 
 // The value as a byte, limited to 0 to 255. gcc vectorises selects, but not fminf().
@@ -3119,25 +3125,25 @@ static uint8_t to_byte(float value) {
     return (uint8_t)(not_negative > 255 ? 255 : not_negative);
 }
 
-/* Draws the glyph of a class, [GLYPH][GLYPH][channels]. A channel is the sum of WAVES plane waves
-   of random direction, phase and frequency, which fade towards the edges:
-   exp(-(x^2 + y^2) / (GLYPH^2 / 8)) cos(frequency (cos(angle) x + sin(angle) y) + phase),
+/* Draws the glyph of a class, [GLYPH_SIZE][GLYPH_SIZE][channels]. A channel is the sum of WAVES
+   plane waves of random direction, phase and frequency, which fade towards the edges:
+   exp(-(x^2 + y^2) / (GLYPH_SIZE^2 / 8)) cos(frequency (cos(angle) x + sin(angle) y) + phase),
    where x and y count from the middle of the glyph. */
 static void draw_glyph(float glyph[], size_t label, size_t channels) {
-    memset(glyph, 0, GLYPH * GLYPH * channels * sizeof *glyph);
+    memset(glyph, 0, GLYPH_SIZE * GLYPH_SIZE * channels * sizeof *glyph);
     for (uint32_t wave = 0; wave < WAVES * channels; wave++) {
         uint32_t r[4];
         philox4x32(r, wave, (uint32_t)label, 0, DRAW_SYNTHETIC, synthetic_seed);
         double angle = 2 * M_PI * (double)uniform(r[0]);
         double phase = 2 * M_PI * (double)uniform(r[1]);
-        double frequency = 2 * M_PI * (1 + 1.5 * (double)uniform(r[2])) / GLYPH;
-        for (size_t row = 0; row < GLYPH; row++)
-            for (size_t column = 0; column < GLYPH; column++) {
-                double x = (double)column - (GLYPH - 1) / 2.;
-                double y = (double)row - (GLYPH - 1) / 2.;
-                double window = exp(-(x * x + y * y) / (GLYPH * GLYPH / 8.));
+        double frequency = 2 * M_PI * (1 + 1.5 * (double)uniform(r[2])) / GLYPH_SIZE;
+        for (size_t row = 0; row < GLYPH_SIZE; row++)
+            for (size_t column = 0; column < GLYPH_SIZE; column++) {
+                double x = (double)column - (GLYPH_SIZE - 1) / 2.;
+                double y = (double)row - (GLYPH_SIZE - 1) / 2.;
+                double window = exp(-(x * x + y * y) / (GLYPH_SIZE * GLYPH_SIZE / 8.));
                 double value = cos(frequency * (cos(angle) * x + sin(angle) * y) + phase);
-                glyph[(row * GLYPH + column) * channels + wave % channels] +=
+                glyph[(row * GLYPH_SIZE + column) * channels + wave % channels] +=
                     (float)(window * value);
             }
     }
@@ -3152,12 +3158,12 @@ static size_t add_glyph(float *image, const float *glyphs, const DatasetInfo *in
     uint32_t r[4];
     philox4x32(r, which, index, 1, DRAW_SYNTHETIC, synthetic_seed);
     const size_t label = r[0] % info->classes;
-    const size_t top = (s.h - GLYPH) / 2 - SHIFT + r[1] % (2 * SHIFT + 1);
-    const size_t left = (s.w - GLYPH) / 2 - SHIFT + r[2] % (2 * SHIFT + 1);
+    const size_t top = (s.h - GLYPH_SIZE) / 2 - SHIFT + r[1] % (2 * SHIFT + 1);
+    const size_t left = (s.w - GLYPH_SIZE) / 2 - SHIFT + r[2] % (2 * SHIFT + 1);
     const float strength = r[3] & 1 ? contrast : -contrast;
-    const size_t width = GLYPH * s.c; // numbers in a row of the glyph
-    const float *glyph = glyphs + label * GLYPH * width;
-    for (size_t row = 0; row < GLYPH; row++)
+    const size_t width = GLYPH_SIZE * s.c; // numbers in a row of the glyph
+    const float *glyph = glyphs + label * GLYPH_SIZE * width;
+    for (size_t row = 0; row < GLYPH_SIZE; row++)
         for (size_t i = 0; i < width; i++)
             image[((top + row) * s.w + left) * s.c + i] += strength * glyph[row * width + i];
     return label;
@@ -3186,7 +3192,7 @@ static void draw_synthetic(uint8_t *out, uint8_t *label, const float *glyphs,
 // Draws the training or the test set. The test images are numbered after the training images.
 static void make_synthetic(Dataset *data, bool train, size_t limit) {
     const DatasetInfo *info = data->info;
-    const size_t glyph_size = GLYPH * GLYPH * info->shape.c;
+    const size_t glyph_size = GLYPH_SIZE * GLYPH_SIZE * info->shape.c;
     const size_t whole = train ? info->train : info->test;
     const size_t first = train ? 0 : info->train;
     data->count = min_size(whole, limit);
@@ -3407,8 +3413,8 @@ static void fill_batch(const Loader *l, Batch *batch, size_t number) {
     }
 }
 
-// Fills the slot of batch `number` and copies it to the device, which goes on computing. Called
-// without the lock, so that several workers can do it at once.
+// Fills the slot of batch `number` and copies it to the device, which goes on computing meanwhile.
+// Called without the lock, so that several workers can do it at once.
 static void make_batch(Loader *l, size_t number, size_t worker) {
     Batch *slot = &l->ring[number % l->slots];
     const Consumer *to = &l->consumer;
@@ -3455,8 +3461,9 @@ static void *loader_worker(void *argument) {
 // Plans the memory of a loader of batches of batch_size images; loader_init() follows.
 static void loader_plan(Loader *l, const Dataset *data, size_t batch_size, size_t workers,
                         Augmentation augment, Consumer consumer) {
-    const size_t image = shape_size(data->info->shape);
-    const size_t positions = data->count + consumer.ranks - 1; // some images come twice in an epoch
+    const size_t image_size = shape_size(data->info->shape);
+    const size_t positions =
+        data->count + consumer.ranks - 1; // some images occur twice in an epoch
     *l = (Loader){.data = data, .batch_size = batch_size, .workers = workers, .consumer = consumer};
     l->lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
     l->changed = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
@@ -3465,20 +3472,21 @@ static void loader_plan(Loader *l, const Dataset *data, size_t batch_size, size_
     l->slots = 2 * workers + 1; // PyTorch's prefetch_factor of 2, and the batch in use
     l->plan.device = consumer.device;
     if (!consumer.resident)
-        l->slot_size = align_up(batch_size * image) + ALIGN;
+        l->slot_size = align_up(batch_size * image_size) + ALIGN;
     const size_t bytes = l->slots * l->slot_size * sizeof(real);
     const MemoryKind where = consumer.pinned ? PINNED : HOST;
-    plan_arena(&l->plan, &l->images, bytes, where, FOR_LOADER);
-    plan_arena(&l->plan, &l->labels, l->slots * batch_size, where, FOR_LOADER);
-    plan_arena(&l->plan, &l->order, positions * sizeof *l->order, HOST, FOR_LOADER);
+    memory_plan_add(&l->plan, &l->images, bytes, where, FOR_LOADER);
+    memory_plan_add(&l->plan, &l->labels, l->slots * batch_size, where, FOR_LOADER);
+    memory_plan_add(&l->plan, &l->order, positions * sizeof *l->order, HOST, FOR_LOADER);
     if (consumer.resident) {
-        plan_arena(&l->plan, &l->resident.images, data->count * image, DEVICE, FOR_DATA);
-        plan_arena(&l->plan, &l->resident.labels, data->count, DEVICE, FOR_DATA);
-        plan_arena(&l->plan, &l->resident.normalised, sizeof l->normalised, DEVICE, FOR_DATA);
-        plan_arena(&l->plan, &l->resident.order, positions * sizeof *l->order, DEVICE, FOR_DATA);
+        memory_plan_add(&l->plan, &l->resident.images, data->count * image_size, DEVICE, FOR_DATA);
+        memory_plan_add(&l->plan, &l->resident.labels, data->count, DEVICE, FOR_DATA);
+        memory_plan_add(&l->plan, &l->resident.normalised, sizeof l->normalised, DEVICE, FOR_DATA);
+        memory_plan_add(&l->plan, &l->resident.order, positions * sizeof *l->order, DEVICE,
+                        FOR_DATA);
     } else if (consumer.device->is_gpu) {
-        plan_arena(&l->plan, &l->device_images, bytes, DEVICE, FOR_LOADER);
-        plan_arena(&l->plan, &l->device_labels, l->slots * batch_size, DEVICE, FOR_LOADER);
+        memory_plan_add(&l->plan, &l->device_images, bytes, DEVICE, FOR_LOADER);
+        memory_plan_add(&l->plan, &l->device_labels, l->slots * batch_size, DEVICE, FOR_LOADER);
     }
 }
 
@@ -3497,14 +3505,14 @@ static void make_resident(Loader *l) {
 static void init_slots(Loader *l) {
     for (size_t s = 0; s < l->slots; s++) {
         Batch *slot = &l->ring[s];
-        const size_t image = s * l->slot_size, label = s * l->batch_size;
-        slot->images = l->images + image;
-        slot->labels = l->labels + label;
+        const size_t first_image = s * l->slot_size, first_label = s * l->batch_size;
+        slot->images = l->images + first_image;
+        slot->labels = l->labels + first_label;
         slot->device_images = slot->images;
         slot->device_labels = slot->labels;
         if (l->device_images) {
-            slot->device_images = l->device_images + image;
-            slot->device_labels = l->device_labels + label;
+            slot->device_images = l->device_images + first_image;
+            slot->device_labels = l->device_labels + first_label;
         }
         if (l->consumer.resident)
             slot->resident = &l->resident;
@@ -3514,7 +3522,7 @@ static void init_slots(Loader *l) {
 // Allocates the memory and starts the workers, which wait for loader_start().
 static void loader_init(Loader *l) {
     const DatasetInfo *info = l->data->info;
-    plan_alloc(&l->plan);
+    memory_plan_alloc(&l->plan);
     l->ring = must_alloc(l->slots * sizeof *l->ring, "the loader");
     l->filled = must_alloc(l->slots * sizeof *l->filled, "the loader");
     l->threads = must_alloc(l->workers * sizeof *l->threads, "the loader");
@@ -3604,7 +3612,7 @@ static void loader_free(Loader *l) {
     pthread_mutex_unlock(&l->lock);
     for (size_t w = 0; w < l->workers; w++)
         pthread_join(l->threads[w], NULL);
-    plan_free(&l->plan);
+    memory_plan_free(&l->plan);
     free(l->ring);
     free(l->filled);
     free(l->threads);
@@ -3662,7 +3670,7 @@ typedef struct Comm {
     Range buckets[MAX_BUCKETS]; // of the gradients, in the order in which they are finished
     size_t bucket_count;
     size_t ready; // buckets that backward has finished in this step
-    size_t done;  // buckets whose sum is there
+    size_t done;  // buckets whose sum is complete
     bool quit;    // asks the thread to end
     pthread_t thread;
     pthread_mutex_t lock;
@@ -3676,7 +3684,7 @@ typedef struct Comm {
 // Ctrl-Z, only one interval counts towards --timeout.
 static const double wait_interval = .1;
 
-static _Noreturn void die_of_timeout(const Comm *c, size_t silent) {
+static _Noreturn void die_timeout(const Comm *c, size_t silent) {
     die(1, "rank %zu: rank %zu has not answered for %g s; see its log, or raise --timeout", c->rank,
         silent, c->settings->timeout);
 }
@@ -3735,7 +3743,8 @@ static void start_mpi(Comm *c) {
     leave = end_all_ranks;
     atexit(finalize_mpi);
     if (provided < MPI_THREAD_SERIALIZED)
-        die(1, "MPI: expected MPI_THREAD_SERIALIZED, found less; use one with thread support");
+        die(1, "MPI: expected MPI_THREAD_SERIALIZED, found less; use an MPI library with thread "
+               "support");
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
     MPI_Comm_size(MPI_COMM_WORLD, &world);
     MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &machine);
@@ -3755,7 +3764,7 @@ static void mpi_wait(const Comm *c, MPI_Request *request, size_t neighbour) {
         waited += fmin(now() - last, wait_interval);
         last = now();
         if (!done && waited > c->settings->timeout)
-            die_of_timeout(c, neighbour);
+            die_timeout(c, neighbour);
         if (!done)
             nanosleep(&(struct timespec){.tv_nsec = 20000}, NULL); // leaves the core to others
     }
@@ -3832,7 +3841,7 @@ static void team_barrier(Comm *c) {
             if (wait_for_team(t))
                 waited += wait_interval;
             if (waited > c->settings->timeout)
-                die_of_timeout(c, r);
+                die_timeout(c, r);
         }
     pthread_mutex_unlock(&t->lock);
 }
@@ -3888,7 +3897,7 @@ static void nccl_all_reduce(Comm *c, real *data, Range range) {
     const size_t n = c->world, left = (c->rank + n - 1) % n;
     c->bytes_moved += 2. * (double)((n - 1) * range.count * sizeof *data) / (double)n;
     if (!cuda_all_reduce(c->device_number, data + range.first, range.count, c->settings->timeout))
-        die_of_timeout(c, left);
+        die_timeout(c, left);
 }
 
 // Copies rank 0's data to all ranks, around the ring.
@@ -4161,7 +4170,7 @@ static void sum_over_ranks(Comm *c, double *sums, size_t count, double *all) {
 }
 
 // Ends the program if a rank's hash differs from rank 0's.
-static void compare_ranks(Comm *c, const char *what, uint64_t hash) {
+static void require_equal_on_ranks(Comm *c, const char *what, uint64_t hash) {
     uint64_t hashes[c->world];
     hashes[c->rank] = hash;
     all_gather(c, hashes, sizeof hash);
@@ -4185,22 +4194,22 @@ static void comm_plan(Comm *c, Net *net, Loader *loader) {
     c->lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
     c->changed = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
     if (c->world > 1 && gpu)
-        plan_arena(&c->plan, &c->buffer, bytes, DEVICE, FOR_COMMUNICATION);
+        memory_plan_add(&c->plan, &c->buffer, bytes, DEVICE, FOR_COMMUNICATION);
     if (c->dp && gpu)
-        plan_arena(&c->plan, &c->images,
-                   net->max_batch * shape_size(net->layers[0].out) * sizeof(real), DEVICE,
-                   FOR_COMMUNICATION);
+        memory_plan_add(&c->plan, &c->images,
+                        net->max_batch * shape_size(net->layers[0].out) * sizeof(real), DEVICE,
+                        FOR_COMMUNICATION);
     if (c->world > 1 && !t) {
-        plan_arena(&c->plan, &c->send_buffer, bytes, PINNED, FOR_COMMUNICATION);
-        plan_arena(&c->plan, &c->receive_buffer, bytes, PINNED, FOR_COMMUNICATION);
+        memory_plan_add(&c->plan, &c->send_buffer, bytes, PINNED, FOR_COMMUNICATION);
+        memory_plan_add(&c->plan, &c->receive_buffer, bytes, PINNED, FOR_COMMUNICATION);
     }
     if (!c->dp || c->rank > 0)
         return;
     // The master's, for a whole batch
-    plan_arena(&c->plan, &t->logp, output_bytes, DEVICE, FOR_COMMUNICATION);
-    plan_arena(&c->plan, &t->dlogp, output_bytes, DEVICE, FOR_COMMUNICATION);
-    plan_arena(&c->plan, &t->losses, images * sizeof(real), DEVICE, FOR_COMMUNICATION);
-    plan_arena(&c->plan, &t->host_losses, images * sizeof(real), HOST, FOR_COMMUNICATION);
+    memory_plan_add(&c->plan, &t->logp, output_bytes, DEVICE, FOR_COMMUNICATION);
+    memory_plan_add(&c->plan, &t->dlogp, output_bytes, DEVICE, FOR_COMMUNICATION);
+    memory_plan_add(&c->plan, &t->losses, images * sizeof(real), DEVICE, FOR_COMMUNICATION);
+    memory_plan_add(&c->plan, &t->host_losses, images * sizeof(real), HOST, FOR_COMMUNICATION);
 }
 
 // With ddp on several ranks, starts what adds up the gradients: NCCL's group, the buckets and the
@@ -4221,7 +4230,7 @@ static void comm_start(Comm *c) {
         c->net->on_gradients = gradients_ready;
         c->net->context = c;
     }
-    c->net->ranks = c->world;
+    c->net->world = c->world;
     if (pthread_create(&c->thread, NULL, comm_thread, c) != 0)
         die(1, "cannot start the communication thread");
 }
@@ -4236,7 +4245,7 @@ static void comm_free(Comm *c) {
         if (uses_nccl(c))
             cuda_nccl_leave();
     }
-    plan_free(&c->plan);
+    memory_plan_free(&c->plan);
 }
 
 /* ==== 11. Checkpoints ============================================================================
@@ -4341,7 +4350,7 @@ static Tensor *list_state(const Net *net, Tensor *t, const Optimizer *o, size_t 
     snprintf(prefix, sizeof prefix, "optimizer.%s.", o->states[i]);
     Tensor *end = list_parameters(net, t, prefix, values);
     for (; t < end; t++)
-        t->not_negative = o->squares;
+        t->not_negative = o->states_not_negative;
     return end;
 }
 
@@ -4397,7 +4406,7 @@ static char *make_header(const Tensor *list, size_t count, const char *metadata)
     size_t length;
     FILE *h = open_memstream(&header, &length);
     if (!h)
-        no_memory(MAX_HEADER, "a header");
+        die_no_memory(MAX_HEADER, "a header");
     const char *separator = "";
     fprintf(h, "{\"__metadata__\":{");
     const char *line = metadata;
@@ -4417,7 +4426,7 @@ static char *make_header(const Tensor *list, size_t count, const char *metadata)
     }
     fprintf(h, "}");
     if (ferror(h) || fclose(h) != 0 || !header) // NULL: fclose() had no memory, and returns 0
-        no_memory(MAX_HEADER, "a header");
+        die_no_memory(MAX_HEADER, "a header");
     return header;
 }
 
@@ -4493,7 +4502,7 @@ typedef struct TensorFile {
     char metadata[METADATA_SIZE]; // lines "key=value"
 } TensorFile;
 
-static _Noreturn void header_fail(const TensorFile *f, const char *at, const char *expected) {
+static _Noreturn void die_header(const TensorFile *f, const char *at, const char *expected) {
     die(1, "%s: in its header: expected %s, found \"%.60s\"; is it of this --model and --dataset?",
         f->path, expected, at);
 }
@@ -4502,18 +4511,18 @@ static _Noreturn void header_fail(const TensorFile *f, const char *at, const cha
 static const char *read_metadata_entry(TensorFile *f, const char *at) {
     static const char expected[] = "metadata as \"key\":\"value\", without backslashes";
     if (*at != '"')
-        header_fail(f, at, expected);
+        die_header(f, at, expected);
     const char *key = at + 1;
     const size_t key_length = strcspn(key, "\"\\\n=");
     if (key_length == 0 || strncmp(key + key_length, "\":\"", 3) != 0)
-        header_fail(f, at, expected);
+        die_header(f, at, expected);
     const char *value = key + key_length + 3;
     const size_t value_length = strcspn(value, "\"\\\n");
     if (value[value_length] != '"')
-        header_fail(f, at, expected);
+        die_header(f, at, expected);
     const size_t used = strlen(f->metadata);
     if (used + key_length + value_length + sizeof "=\n" > METADATA_SIZE)
-        header_fail(f, at, "less metadata before this");
+        die_header(f, at, "less metadata before this");
     snprintf(f->metadata + used, METADATA_SIZE - used, "%.*s=%.*s\n", (int)key_length, key,
              (int)value_length, value);
     return value + value_length + 1;
@@ -4530,7 +4539,7 @@ static void read_metadata(TensorFile *f) {
     while (*at == ',')
         at = read_metadata_entry(f, at + 1);
     if (at[0] != '}' || (at[1] != ',' && at[1] != '}'))
-        header_fail(f, at, "the end of the metadata");
+        die_header(f, at, "the end of the metadata");
     f->tensors = at + 1;
     if (*f->tensors == ',')
         f->tensors++;
@@ -4540,16 +4549,18 @@ static void read_metadata(TensorFile *f) {
 // there is no such file.
 static bool open_tensors(TensorFile *f, const char *path) {
     struct stat info;
-    uint64_t length; // little-endian, as the processors that cnn runs on
+    uint64_t length; // little-endian, as on the processors that cnn runs on
     *f = (TensorFile){.path = path, .stream = open_existing(path)};
     if (!f->stream)
         return false;
     if (fstat(fileno(f->stream), &info) != 0)
-        file_fail("cannot read", path);
+        die_file("cannot read", path);
     if (fread(&length, sizeof length, 1, f->stream) != 1)
         die(1, "%s: expected a safetensors file, found fewer than 8 bytes", path);
     if (length > MAX_HEADER || length + 8 > (uint64_t)info.st_size)
-        die(1, "%s: expected a header of at most %d bytes and not beyond the file, found %llu",
+        die(1,
+            "%s: expected a header of at most %d bytes that fits in the file, found a length of "
+            "%llu",
             path, MAX_HEADER, (unsigned long long)length);
     f->header = must_alloc(length + 1, "the header");
     f->data_bytes = (size_t)info.st_size - 8 - length;
@@ -4561,7 +4572,7 @@ static bool open_tensors(TensorFile *f, const char *path) {
         f->header[length] = 0;
     }
     if (strlen(f->header) != length)
-        header_fail(f, f->header + strlen(f->header), "no zero byte");
+        die_header(f, f->header + strlen(f->header), "no zero byte");
     f->tensors = f->header + 1;
     read_metadata(f);
     return true;
@@ -4574,7 +4585,7 @@ static Tensor *find_name(const TensorFile *f, Tensor *list, size_t count, const 
         if (*at == '"' && strncmp(at + 1, t->name, length) == 0 && at[1 + length] == '"')
             return t;
     }
-    header_fail(f, at, "a tensor of this model");
+    die_header(f, at, "a tensor of this model");
 }
 
 // Reads the entry at `at`, which says where a tensor begins; returns where the entry ends.
@@ -4584,12 +4595,12 @@ static const char *read_entry(const TensorFile *f, Tensor *list, size_t count, c
     Tensor *t = find_name(f, list, count, at);
     const char *offsets = strstr(at, key);
     if (t->begin != NOT_FOUND)
-        header_fail(f, at, "each tensor once");
+        die_header(f, at, "each tensor once");
     if (!offsets || sscanf(offsets + strlen(key), "%18zu", &t->begin) != 1)
-        header_fail(f, at, key);
+        die_header(f, at, key);
     const size_t length = tensor_entry(entry, t);
     if (strncmp(at, entry, length) != 0)
-        header_fail(f, at, entry);
+        die_header(f, at, entry);
     return at + length;
 }
 
@@ -4603,7 +4614,7 @@ static void find_tensors(const TensorFile *f, Tensor *list, size_t count) {
     while (*at == ',')
         at = read_entry(f, list, count, at + 1);
     if (strcmp(at, "}") != 0)
-        header_fail(f, at, "a comma and a tensor, or the end");
+        die_header(f, at, "a comma and a tensor, or the end");
     qsort(list, count, sizeof *list, compare_places);
 }
 
@@ -4668,7 +4679,7 @@ static void read_tensors(TensorFile *f, Net *net, const Optimizer *optimizer, re
         if (t->begin != NOT_FOUND)
             read_values(f, t, net);
         else if (t->values)
-            header_fail(f, "nothing of that name", t->name);
+            die_header(f, "nothing of that name", t->name);
     }
     if (f->end != f->data_bytes)
         die(1, "%s: expected %zu bytes of values, found %zu", f->path, f->end, f->data_bytes);
@@ -5037,7 +5048,8 @@ static void list_models(void) {
     }
 }
 
-// Returns the default batch size of the model that the command line names.
+// Parses the command line twice: to find the model, then over the defaults of that model. --help
+// exits. Returns the default batch size of the model.
 static size_t parse_options(Settings *s, int argc, char **argv) {
     list_models();
     for (int i = 1; i < argc; i++)
@@ -5358,12 +5370,12 @@ static void clock_settle(LineClock *c, size_t left) {
     }
 }
 
-// The running line counts for another part.
+// Charges the running line to another part.
 static void clock_charge(LineClock *c, double *part) {
     c->begun[(c->marks - 1) % CLOCK_MARKS].part = part;
 }
 
-// Ends the running line and begins this one, or none if it is 0, with neither a part nor a text.
+// Ends the running line and begins `line`. If that is 0, none begins; part and text are then NULL.
 static void clock_line(LineClock *c, int line, double *part, const char *text) {
     if (c->synchronize)
         c->device->synchronize();
@@ -5488,7 +5500,7 @@ static void print_machine(void) {
 
 typedef struct Resources {
     double wall_s, cpu_s; // seconds
-    double rss;           // the most bytes of memory in use at a time
+    double rss;           // peak memory in use, in bytes
 } Resources;
 
 static double timeval_seconds(struct timeval t) {
@@ -5699,17 +5711,18 @@ static void report_failure(void) {
     write_run_json(reported_run);
 }
 
-// Creates --out DIR, which is this run's alone until it ends.
+// Creates --out DIR, which is this run's alone until it ends, measures the peak of the device for
+// run.json, and writes that.
 static void open_run_folder(Run *run) {
     const char *dir = run->settings.out;
     run->recorder.status = RUNNING;
     if (!*dir)
         return;
     if (mkdir(dir, 0777) != 0 && errno != EEXIST)
-        file_fail("cannot create the folder", dir);
+        die_file("cannot create the folder", dir);
     const int folder = open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC); // stays open, and locked
     if (folder < 0)
-        file_fail("cannot create the folder", dir);
+        die_file("cannot create the folder", dir);
     if (flock(folder, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
         die(1, "--out %s: another run is writing into this folder; choose another one", dir);
     run->recorder.peak_gflops = run->device->peak_gflops();
@@ -5758,11 +5771,11 @@ static FILE *open_log(const Run *run, Log kind) {
     join_path(path, run->settings.out, logs[kind].file);
     FILE *log = fopen(path, "a+");
     if (!log)
-        file_fail("cannot write", path);
+        die_file("cannot write", path);
     if (run->settings.resume)
         kept = length_kept(run, log, kind);
     if (ferror(log) || ftruncate(fileno(log), kept) != 0 || fseek(log, 0, SEEK_END) != 0)
-        file_fail("cannot write", path);
+        die_file("cannot write", path);
     if (kept > 0)
         return log;
     if (kind == STEPS_LOG)
@@ -5827,7 +5840,7 @@ static void check_gpu_gradients(Run *run) {
                s->skipped - before.skipped, (double)s->scale);
 }
 
-// Adds kept step i, over all ranks, to the epoch's sums and to steps.csv, and takes over its
+// Adds kept step i, over all ranks, to the epoch's sums and to steps.csv, and keeps its
 // request.
 static void add_step(Run *run, EpochResult *e, size_t i) {
     Recorder *r = &run->recorder;
@@ -5854,8 +5867,8 @@ static void add_step(Run *run, EpochResult *e, size_t i) {
 
 /* A collective call, which all ranks make after the same step. Adds the steps of all ranks to the
    epoch's sums and to steps.csv, and gathers their requests. Ends the run if a gradient was not
-   finite. The rest of the running line of train() counts for the next step, since this step's row
-   has been written. */
+   finite. The running line of train() is charged to the next step, since this step's row has been
+   written. */
 static void flush_steps(Run *run, EpochResult *e) {
     Recorder *r = &run->recorder;
     clock_settle(&run->clock, 0);
@@ -5876,7 +5889,7 @@ static void clear_progress(void) {
         fprintf(stderr, "\r\033[K");
 }
 
-// On a terminal, shows how far the epoch is, its speed and the time left, in one line.
+// On a terminal, shows how far the epoch has got, its speed and the time left, in one line.
 static void show_progress(const Run *run, const EpochResult *e, double seconds) {
     struct winsize terminal = {.ws_col = 80};
     if (!isatty(STDERR_FILENO))
@@ -5977,7 +5990,7 @@ static void report_epoch(Run *run, EpochResult *e) {
     Recorder *r = &run->recorder;
     const bool trained = e->epoch != TEST_EPOCH;
     e->weight_hash = hash_weights(&run->net);
-    compare_ranks(&run->comm, "weights", e->weight_hash);
+    require_equal_on_ranks(&run->comm, "weights", e->weight_hash);
     if (run->comm.rank > 0)
         return;
     print_epoch(r->results, e, KEY_VALUE);
@@ -6385,12 +6398,12 @@ static void write_predictions(const Run *run) {
     fprintf(csv.stream, "image,label,predicted,epoch,shape,pixels\n");
     for (size_t i = 0; i < run->test_set.count; i++) {
         const bool is_right = run->evaluation.predicted[i] == run->test_set.labels[i];
-        size_t *alike = is_right ? &right : &wrong;
-        const uint8_t *image = *alike < SAMPLES ? run->test_set.images + i * size : NULL;
+        size_t *seen_alike = is_right ? &right : &wrong;
+        const uint8_t *image = *seen_alike < SAMPLES ? run->test_set.images + i * size : NULL;
         print_prediction(csv.stream, run, i, 0, image);
-        if (*alike < AUGMENTED && run->train_loader.augment)
+        if (*seen_alike < AUGMENTED && run->train_loader.augment)
             print_variants(csv.stream, run, i);
-        ++*alike;
+        ++*seen_alike;
     }
     atomic_commit(&csv);
 }
@@ -6402,13 +6415,13 @@ static void write_profile(Run *run, int begin, int end) {
     size_t length;
     FILE *out = open_memstream(&profile, &length);
     if (!out)
-        no_memory(PATH_SIZE, "the profile");
+        die_no_memory(PATH_SIZE, "the profile");
     clock_settle(&run->clock, 0);
     open_in_folder(&text, run, "profile.txt");
     open_in_folder(&csv, run, "profile.csv");
     print_profile(&run->clock, begin, end, out, csv.stream);
     if (ferror(out) || fclose(out) != 0 || !profile)
-        no_memory(PATH_SIZE, "the profile");
+        die_no_memory(PATH_SIZE, "the profile");
     fputs(profile, run->recorder.results);
     fputs(profile, text.stream);
     free(profile);
@@ -6454,7 +6467,7 @@ static void run_metadata(const Run *run, char metadata[METADATA_SIZE]) {
 
 static void sync_log(FILE *log, const char *name) {
     if (log && fsync(fileno(log)) != 0)
-        file_fail("cannot write to", name);
+        die_file("cannot write to", name);
 }
 
 // A collective call. The logs that a checkpoint relies on are synced first.
@@ -6476,7 +6489,9 @@ static void save_checkpoint(Run *run) {
 static void compare_lines(const char *path, const char *theirs, const char *ours) {
     const int found = (int)strcspn(theirs, "\n"), length = (int)strcspn(ours, "\n");
     if (found != length || strncmp(ours, theirs, (size_t)length) != 0)
-        die(EXIT_USAGE, "%s was made with %.*s, this run has %.*s; use that, or start with --load",
+        die(EXIT_USAGE,
+            "%s was made with %.*s, this run has %.*s; use the checkpoint's value, or start with "
+            "--load",
             path, found, theirs, length, ours);
 }
 
@@ -6532,7 +6547,7 @@ static void resume_checkpoint(Run *run) {
     TensorFile f;
     if (!open_tensors(&f, path)) {
         if (run->settings.eval)
-            file_fail("cannot resume from", path);
+            die_file("cannot resume from", path);
         if (first)
             printf("No checkpoint %s yet: starting at epoch 1\n", path);
         return;
@@ -6597,18 +6612,18 @@ static void silence_rank(Settings *s) {
     s->layers = false;
 }
 
-// Output kept under --quiet goes to this stream; everything else goes to stdout.
+// Returns a second stream to the standard output, for what --quiet still prints.
 static FILE *second_stdout(void) {
     const int fd = dup(STDOUT_FILENO);
     if (fd < 0 || write(fd, "", 0) < 0) // if it is not open for writing, fdopen() says only EINVAL
-        file_fail("cannot write to", "standard output");
+        die_file("cannot write to", "standard output");
     FILE *f = fdopen(fd, "w");
     if (!f)
-        file_fail("cannot write to", "standard output");
+        die_file("cannot write to", "standard output");
     return f;
 }
 
-// Ranks are processes, if a launcher started several, else threads.
+// Ranks are processes if a launcher started several, and threads otherwise.
 static void join_ranks(Comm *c, Settings *s) {
     c->settings = s;
     c->world = max_size(max_size(s->gpus, s->replicas), 1);
@@ -6633,7 +6648,7 @@ static void redirect_output(Recorder *r, size_t rank, bool quiet) {
     if (quiet)
         r->results = second_stdout();
     if ((rank > 0 || quiet) && !freopen("/dev/null", "w", stdout))
-        file_fail("cannot open", "/dev/null");
+        die_file("cannot open", "/dev/null");
 }
 
 // The images of a step: of all devices (--global-batch) and of each loader (--batch-size).
@@ -6967,18 +6982,19 @@ static void plan_buffers(Run *run) {
     const size_t steps = run->comm.world * run->recorder.steps_capacity;
     const size_t states = count_states(s->optimizer, s) * run->net.param_size;
     *p = (MemoryPlan){.device = run->device};
-    plan_arena(p, &run->evaluation.totals,
-               (1 + run->comm.world) * count_totals(run) * sizeof(double), HOST, FOR_BUFFERS);
-    plan_arena(p, &run->recorder.all_steps, steps * sizeof *run->recorder.steps, HOST, FOR_BUFFERS);
-    plan_arena(p, &run->state, states * sizeof(real), DEVICE, FOR_OPTIMIZER);
+    memory_plan_add(p, &run->evaluation.totals,
+                    (1 + run->comm.world) * count_totals(run) * sizeof(double), HOST, FOR_BUFFERS);
+    memory_plan_add(p, &run->recorder.all_steps, steps * sizeof *run->recorder.steps, HOST,
+                    FOR_BUFFERS);
+    memory_plan_add(p, &run->state, states * sizeof(real), DEVICE, FOR_OPTIMIZER);
     if (s->layers) {
-        plan_arena(p, &run->bandwidth_arrays[0], BANDWIDTH_NUMBERS * run->kernels->element_bytes,
-                   DEVICE, FOR_BUFFERS);
-        plan_arena(p, &run->bandwidth_arrays[1], BANDWIDTH_NUMBERS * run->kernels->element_bytes,
-                   DEVICE, FOR_BUFFERS);
+        memory_plan_add(p, &run->bandwidth_arrays[0],
+                        BANDWIDTH_NUMBERS * run->kernels->element_bytes, DEVICE, FOR_BUFFERS);
+        memory_plan_add(p, &run->bandwidth_arrays[1],
+                        BANDWIDTH_NUMBERS * run->kernels->element_bytes, DEVICE, FOR_BUFFERS);
     }
     if (*s->trace && run->comm.replica == 0)
-        plan_arena(p, &trace.events, TRACE_EVENTS * sizeof *trace.events, HOST, FOR_BUFFERS);
+        memory_plan_add(p, &trace.events, TRACE_EVENTS * sizeof *trace.events, HOST, FOR_BUFFERS);
 }
 
 // Plans what this rank will allocate, with the data set on the device or not. Returns the bytes on
@@ -6992,7 +7008,7 @@ static double plan_run(Run *run, bool resident) {
     run->recorder.steps_capacity = min_size(s->log_interval, run->epoch_steps) + 1;
     net_build(net, run->model, &run->info, s, run->kernels);
     net->max_test_batch = min_size(s->test_batch_size, run->test_set.count);
-    plan_memory(net, min_size(run->max_batch, run->train_set.count));
+    plan_net(net, min_size(run->max_batch, run->train_set.count));
     plan_loaders(run, resident);
     comm_plan(&run->comm, net, &run->train_loader);
     plan_buffers(run);
@@ -7036,7 +7052,7 @@ static void check_memory(const Run *run, double needed, double available, const 
 }
 
 // Plans the memory and refuses what cannot fit. Rank 0 prints the plan.
-static void plan_run_memory(Run *run) {
+static void plan_and_check_memory(Run *run) {
     const bool gpu = run->device->is_gpu;
     const double on_device = plan_residency(run);
     const double all = run_bytes(run, FOR_ANYTHING, false) + data_bytes(run);
@@ -7057,15 +7073,15 @@ static void plan_run_memory(Run *run) {
 // Plans, prints and allocates the memory of this rank, and starts its loaders.
 static void setup_memory(Run *run) {
     Recorder *r = &run->recorder;
-    plan_run_memory(run);
+    plan_and_check_memory(run);
     net_alloc(&run->net);
-    plan_alloc(&run->plan);
+    memory_plan_alloc(&run->plan);
     run->evaluation.predicted = run->evaluation.totals + TOTALS;
     r->steps = r->all_steps + run->comm.rank * r->steps_capacity;
     if (loads_training_data(&run->comm))
         loader_init(&run->train_loader);
     loader_init(&run->test_loader);
-    plan_alloc(&run->comm.plan);
+    memory_plan_alloc(&run->comm.plan);
     run->clock = (LineClock){
         .device = run->device, .rank = run->comm.rank, .synchronize = run->settings.profile};
 }
@@ -7077,8 +7093,8 @@ static void free_run(Run *run) {
     comm_free(&run->comm);
     for (size_t i = 0; i < STEP_KINDS; i++)
         run->device->free_graph(run->graphs.graph[i]);
-    plan_free(&run->plan);
-    plan_free(&run->net.plan);
+    memory_plan_free(&run->plan);
+    memory_plan_free(&run->net.plan);
 }
 
 // The file that --save-model writes
@@ -7121,7 +7137,7 @@ static void check_outputs(const Run *run) {
 static void load_weights(Run *run, const char *path) {
     TensorFile f;
     if (!open_tensors(&f, path))
-        file_fail("cannot read", path);
+        die_file("cannot read", path);
     read_tensors(&f, &run->net, NULL, NULL);
     if (run->comm.rank == 0)
         printf("Loaded the weights in %s\n", path);
@@ -7206,9 +7222,9 @@ static void compare_runs_of_ranks(Run *run) {
     const size_t others[] = {s->epochs, s->max_steps,  s->log_interval, s->test_batch_size,
                              s->eval,   s->limit_test, s->dry_run,      s->oversubscribe};
     hash = hash_bytes(hash, s->save_every, strlen(s->save_every));
-    compare_ranks(&run->comm, "settings, or another position in the run",
-                  hash_bytes(hash, others, sizeof others));
-    compare_ranks(&run->comm, "weights", hash_weights(&run->net));
+    require_equal_on_ranks(&run->comm, "settings, or another position in the run",
+                           hash_bytes(hash, others, sizeof others));
+    require_equal_on_ranks(&run->comm, "weights", hash_weights(&run->net));
 }
 
 /* ==== 15. train(), test(), main() ================================================================
@@ -7338,7 +7354,8 @@ static void train(Run *run, EpochResult *result) {
     set_tracing(run, false);
 }
 enum { TRAIN_ENDS = __LINE__ - 1 };
-_Static_assert(TRAIN_ENDS - TRAIN_BEGINS < PROFILED_LINES, "train() is too long: PROFILED_LINES");
+_Static_assert(TRAIN_ENDS - TRAIN_BEGINS < PROFILED_LINES,
+               "train() is too long; raise PROFILED_LINES");
 
 // Adds up the losses of this rank's share of the test set, and stores its predictions.
 static void test_batches(Run *run) {

@@ -60,7 +60,7 @@ static void setup_net(Net *net, const Run *run, const Kernels *k, Kernels *apart
     *apart = *k;
     apart->fuse = fuse_nothing;
     net_build(net, run->model, &run->info, &run->settings, apart);
-    plan_memory(net, batch);
+    plan_net(net, batch);
     net_alloc(net);
     init_weights(net, 1);
 }
@@ -88,7 +88,7 @@ static void measure(FILE *csv, Net *cpu, Net *gpu, size_t row, size_t largest, b
     size_t most = largest * (shape_size(l->in) + shape_size(l->out)), count = 0;
     real *host = gpu->device->pinned_alloc(most * sizeof *host);
     if (!host)
-        no_memory(most * sizeof *host, "the images to copy");
+        die_no_memory(most * sizeof *host, "the images to copy");
     double us[3][MOST_BATCHES];
     for (size_t n = 1; n <= largest; n *= 2, count++) {
         Job on_cpu = {cpu, row, n, NULL, NULL}, on_gpu = {gpu, row, n, NULL, NULL};

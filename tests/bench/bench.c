@@ -33,14 +33,14 @@ static const Batch *setup_bench(Run *run) {
     run->train_set.info = &run->info;
     make_synthetic(&run->train_set, true, s->batch_size);
     net_build(&run->net, run->model, &run->info, s, choose_kernels(s, false));
-    plan_memory(&run->net, s->batch_size);
+    plan_net(&run->net, s->batch_size);
     net_alloc(&run->net);
     init_weights(&run->net, s->seed);
     run->plan.device = &cpu_device;
-    plan_arena(&run->plan, &run->state,
-               count_states(s->optimizer, s) * run->net.param_size * sizeof(real), DEVICE,
-               FOR_OPTIMIZER);
-    plan_alloc(&run->plan);
+    memory_plan_add(&run->plan, &run->state,
+                    count_states(s->optimizer, s) * run->net.param_size * sizeof(real), DEVICE,
+                    FOR_OPTIMIZER);
+    memory_plan_alloc(&run->plan);
     loader_plan(&run->train_loader, &run->train_set, s->batch_size, 1, AUGMENT_NONE, on_cpu);
     loader_init(&run->train_loader);
     loader_start(&run->train_loader, s->seed, 1, 0);

@@ -222,7 +222,7 @@ static const Batch *setup_bench(Run *run, const Case *c, size_t (*build)(Net *ne
     run->train_set.info = &run->info;
     make_synthetic(&run->train_set, true, c->batch);
     net_build(&run->net, run->model, &run->info, &run->settings, gpu);
-    plan_memory(&run->net, c->batch);
+    plan_net(&run->net, c->batch);
     net_alloc(&run->net);
     init_weights(&run->net, 1);
     run->state = gpu->device->alloc(count_states(run->settings.optimizer, &run->settings) *
@@ -241,7 +241,7 @@ static void free_bench(Run *run) {
     run->net.device = gpu->device;
     loader_free(&run->train_loader);
     gpu->device->release(run->state);
-    plan_free(&run->net.plan);
+    memory_plan_free(&run->net.plan);
     free_dataset(&run->train_set);
 }
 

@@ -1671,7 +1671,7 @@ static uint64_t train_steps(const Kernels *k, const char *model, size_t batch_si
     Dataset data = {.info = &info};
     make_synthetic(&data, true, steps * batch_size);
     net_build(&net, m, &info, &s, k);
-    plan_memory(&net, batch_size);
+    plan_net(&net, batch_size);
     net_alloc(&net);
     init_weights(&net, 1);
     real *state = k->device->alloc(count_states(s.optimizer, &s) * net.param_size * sizeof *state);
@@ -1689,7 +1689,7 @@ static uint64_t train_steps(const Kernels *k, const char *model, size_t batch_si
     uint64_t hash = hash_weights(&net);
     loader_free(&loader);
     k->device->release(state);
-    plan_free(&net.plan);
+    memory_plan_free(&net.plan);
     free_dataset(&data);
     return hash;
 }

@@ -55,14 +55,14 @@ static void setup_parity(Run *run, char **argv) {
     net_build(net, run->model, &run->info, s, choose_kernels(s, false));
     for (size_t i = 0; i < net->count; i++)
         net->layers[i].p = 0; // dropout
-    plan_memory(net, s->batch_size);
+    plan_net(net, s->batch_size);
     net_alloc(net);
     init_weights(net, s->seed);
     run->plan.device = net->device;
-    plan_arena(&run->plan, &run->state,
-               count_states(s->optimizer, s) * net->param_size * sizeof(real), DEVICE,
-               FOR_OPTIMIZER);
-    plan_alloc(&run->plan);
+    memory_plan_add(&run->plan, &run->state,
+                    count_states(s->optimizer, s) * net->param_size * sizeof(real), DEVICE,
+                    FOR_OPTIMIZER);
+    memory_plan_alloc(&run->plan);
 }
 
 static void read_batch(FILE *f, Batch *batch, size_t pixels) {
@@ -95,7 +95,7 @@ int main(int argc, char **argv) {
     read_tensors(&weights, net, NULL, NULL);
     FILE *f = fopen(argv[BATCHES], "rb");
     if (!f)
-        file_fail("cannot read", argv[BATCHES]);
+        die_file("cannot read", argv[BATCHES]);
     for (size_t step = 0; step < number(argv, STEPS); step++) {
         batch.key = (RandomKey){s->seed, 1, step * batch.n, 1};
         read_batch(f, &batch, pixels);
@@ -107,8 +107,8 @@ int main(int argc, char **argv) {
     }
     fclose(f);
     save_tensors(net, NULL, NULL, "", argv[OUT]);
-    plan_free(&run.plan);
-    plan_free(&net->plan);
+    memory_plan_free(&run.plan);
+    memory_plan_free(&net->plan);
     free(batch.images);
     free(batch.labels);
     return 0;

@@ -63,7 +63,7 @@ static void fill_random(real *to, size_t count) {
 static void build_for_checkpoint(Net *net, const char *model, const Settings *settings) {
     DatasetInfo info = dataset_for(find_model(model), "synthetic");
     net_build(net, find_model(model), &info, settings, &naive_kernels);
-    plan_memory(net, 1);
+    plan_net(net, 1);
     net_alloc(net);
 }
 
@@ -129,8 +129,8 @@ static void test_round_trip(const char *model, const Optimizer *o, double moment
     if (strncmp(metadata, want, strlen(want)) != 0 || strlen(metadata) != strlen(want) + 17)
         fail("metadata \"%s\", expected \"%s\"", metadata, want);
     free_arrays((Array[]){state, other}, 2 * sizeof(Array));
-    plan_free(&saved.plan);
-    plan_free(&loaded.plan);
+    memory_plan_free(&saved.plan);
+    memory_plan_free(&loaded.plan);
     char name[96];
     snprintf(name, sizeof name, "checkpoint of %s with %s and momentum %g, and back", model,
              o == &optimizers[SGD] ? "sgd" : "adadelta", momentum);
@@ -664,7 +664,7 @@ static void test_checkpoints(void) {
     test_round_trip("resnet8", &optimizers[0], 0);
     test_round_trip("resnet8", &optimizers[1], .9);
     net_build(&spoiled_net, &spoiled_model, &info, &plain, &naive_kernels);
-    plan_memory(&spoiled_net, 1);
+    plan_net(&spoiled_net, 1);
     net_alloc(&spoiled_net);
     test_unfinite_checkpoint();
     read_saved();
@@ -679,5 +679,5 @@ static void test_checkpoints(void) {
     test_header_lengths();
     test_truncated_headers();
     test_mutated_headers();
-    plan_free(&spoiled_net.plan);
+    memory_plan_free(&spoiled_net.plan);
 }

@@ -104,7 +104,7 @@ static void build_golden_net(Net *net, const GoldenNet *g, const Kernels *k) {
     for (size_t i = 0; i < net->count; i++)
         if (net->layers[i].kind == DROPOUT)
             net->layers[i].p = 0;
-    plan_memory(net, g->batch);
+    plan_net(net, g->batch);
     net_alloc(net);
     init_weights(net, 1);
 }
@@ -268,7 +268,7 @@ static void test_golden_net(const GoldenNet *which, const Kernels *k) {
     if (read_golden(&golden, which->name)) {
         build_golden_net(&net, which, k);
         run_golden_net(&net, which, &golden);
-        plan_free(&net.plan);
+        memory_plan_free(&net.plan);
     }
     free_golden(&golden);
     char name[96];

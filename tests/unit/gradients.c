@@ -21,7 +21,7 @@ static void build_plain_net(Net *net, const Kernels *k, size_t kernel, size_t st
     x = relu(net, linear(net, dropout(net, x, (real).3), 11));
     x = linear(net, dropout(net, x, (real).5), CLASSES);
     log_softmax(net, x);
-    plan_memory(net, BATCH);
+    plan_net(net, BATCH);
     net_alloc(net);
     init_weights(net, 3);
 }
@@ -98,7 +98,7 @@ static void test_plain_gradients(const Kernels *k, size_t kernel) {
             snprintf(name, sizeof name, "stride %zu padding %zu", stride, padding);
             build_plain_net(&net, k, kernel, stride, padding);
             check_gradients(&net, name, quick ? 12 : 40, &checked);
-            plan_free(&net.plan);
+            memory_plan_free(&net.plan);
         }
     check_kinks(&checked);
     char name[96];
@@ -115,7 +115,7 @@ static void test_odd_gradients(const Kernels *k, const Model *model) {
     drawn = 0; // the same numbers, whichever models come before
     build_small(&net, model, (Shape){6, 5, 3}, &smooth, k);
     check_gradients(&net, model->name, quick ? 6 : 30, &checked);
-    plan_free(&net.plan);
+    memory_plan_free(&net.plan);
     check_kinks(&checked);
     char name[96];
     snprintf(name, sizeof name, "gradients, %s kernels, %s", NAME_OF(k), model->name);
@@ -143,7 +143,7 @@ static Array train_by_threads(int threads) {
     set_num_threads(threads);
     drawn = 0;
     net_build(&net, find_model("resnet8"), &info, &plain, &fast_kernels);
-    plan_memory(&net, BATCH);
+    plan_net(&net, BATCH);
     net_alloc(&net);
     init_weights(&net, 1);
     load_random(&net);
@@ -152,7 +152,7 @@ static Array train_by_threads(int threads) {
     Array all = array(net.param_size + net.stats_size, guard_value);
     memcpy(all.at, net.grads, net.param_size * sizeof(real));
     memcpy(all.at + net.param_size, net.stats, net.stats_size * sizeof(real));
-    plan_free(&net.plan);
+    memory_plan_free(&net.plan);
     set_num_threads(2);
     return all;
 }
@@ -210,7 +210,7 @@ static void test_smoothing_of_training(void) {
     real got[2] = {(real)trained, (real)tested}, want[2] = {(real)(.8 * at + .2 * sum), (real)at};
     real bound[2] = {(real)(64 * epsilon * at), (real)(64 * epsilon * at)};
     check_tensor("loss of training and of evaluation", got, want, bound, 2);
-    plan_free(&net.plan);
+    memory_plan_free(&net.plan);
     verdict("label smoothing and a count of batches in training alone");
 }
 

@@ -510,7 +510,7 @@ static void test_pooled(void) {
         size_t channels = draw_size(1, shape % 10 == 3 ? 200 : many ? 8 : 70);
         size_t x = conv2d_with_bias(&net, 0, channels, kernel, 1, 0, draw_bits() % 2);
         maxpool2d(&net, relu(&net, x), 2, draw_size(1, 3), 0);
-        plan_memory(&net, n);
+        plan_net(&net, n);
         net.row_plans[1].fused.masks_din = draw_bits() % 2;
         if (!net.row_plans[1].fused.pool)
             fail("a convolution without padding before a max-pool is not joined with it");
@@ -541,7 +541,7 @@ static void test_pooled_limit(void) {
         start_net(&net, (Shape){table[i].size, table[i].size, table[i].channels_in});
         size_t x = conv2d(&net, 0, table[i].channels, table[i].kernel, table[i].stride, 0);
         maxpool2d(&net, relu(&net, x), table[i].window, 2, 0);
-        plan_memory(&net, 1);
+        plan_net(&net, 1);
         const bool joined = net.row_plans[1].fused.pool;
         if (joined != table[i].joined)
             fail("row %zu: %s", i, joined ? "joined" : "not joined");

@@ -123,10 +123,10 @@ static void plan_apart(Net *net, bool fused) {
 static void build_unplanned(Net *net, const Kernels *k, bool fused) {
     DatasetInfo info = {.name = "test", .shape = {4, 5, 2}, .classes = CLASSES};
     net_build(net, &random_model, &info, &plain, k);
-    plan_memory(net, BATCH);
+    plan_net(net, BATCH);
     plan_apart(net, fused);
     net->plan.count = 0;
-    plan_net_memory(net);
+    plan_net_arenas(net);
     net_alloc(net);
     init_weights(net, 3);
     draw_norms(net);
@@ -171,8 +171,8 @@ static void compare_plans(const Kernels *k, uint32_t start, bool fused) {
     check_tensor("logp", output(&planned, last_row(&planned)), output(&apart, last_row(&apart)),
                  NULL, BATCH * CLASSES);
     compare_gradients(&planned, &apart, !fused);
-    plan_free(&planned.plan);
-    plan_free(&apart.plan);
+    memory_plan_free(&planned.plan);
+    memory_plan_free(&apart.plan);
 }
 
 static void test_plan_against_none(void) {
@@ -351,7 +351,7 @@ static void test_plan_of_models(void) {
             settings.stem = stem;
             DatasetInfo info = {.name = "test", .shape = {32, 32, 3}, .classes = 10};
             net_build(&net, model_at(m), &info, &settings, &fast_kernels);
-            plan_memory(&net, 2);
+            plan_net(&net, 2);
             check_plan(&net);
             check_resnet_size(&net);
             check_resnet_adds(&net);
@@ -365,7 +365,7 @@ static void test_plan_of_random(void) {
         DatasetInfo info = {.name = "test", .shape = {4, 5, 2}, .classes = CLASSES};
         const Kernels b = planner(round % PLANNERS);
         net_build(&net, &random_model, &info, &plain, &b);
-        plan_memory(&net, draw_size(1, 3));
+        plan_net(&net, draw_size(1, 3));
         check_plan(&net);
     }
     verdict("gradients of random networks: none is overwritten while it is needed");
@@ -390,7 +390,7 @@ static void test_definitions_fuse_nothing(void) {
     for (size_t m = 0; m < LENGTH(models) + ODD_MODELS + 100; m++) {
         DatasetInfo info = {.name = "test", .shape = {32, 32, 3}, .classes = 10};
         net_build(&net, model_at(m), &info, &plain, &naive_kernels);
-        plan_memory(&net, 2);
+        plan_net(&net, 2);
         check_nothing_fused(&net);
     }
     verdict("the definitions fuse nothing");

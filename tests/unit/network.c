@@ -148,7 +148,7 @@ static int refused_build(const Model *model, const Kernels *kernels, char *text,
         leave = _exit; // nothing of the tests is to be flushed or freed here
         dup2(ends[1], STDERR_FILENO);
         net_build(&net, model, &info, &plain, kernels);
-        plan_memory(&net, 1);
+        plan_net(&net, 1);
         _exit(0);
     }
     close(ends[1]);
@@ -258,7 +258,7 @@ static void test_initial_values(void) {
     size_t x = batchnorm2d(&net, conv2d_with_bias(&net, 0, 96, 3, 1, 1, false));
     x = conv2d(&net, x, 128, 3, 1, 0);
     log_softmax(&net, linear(&net, x, CLASSES));
-    plan_memory(&net, 1);
+    plan_net(&net, 1);
     net_alloc(&net);
     init_weights(&net, 1);
     const Layer *l = net.layers;
@@ -272,7 +272,7 @@ static void test_initial_values(void) {
     Spread bias = measure_spread(net.params + l[3].bias_offset, l[3].bias_count);
     if (!(bias.largest <= 1 / sqrt(9. * 96) && bias.largest > .9 / sqrt(9. * 96)))
         fail("conv2.bias: largest %g", bias.largest);
-    plan_free(&net.plan);
+    memory_plan_free(&net.plan);
     verdict("initial values: normal, uniform, BatchNorm's");
 }
 

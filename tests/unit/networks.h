@@ -14,7 +14,7 @@ static const Settings plain = {.kernels = KERNELS_BEST, .precision = PRECISION_B
 static void start_net(Net *net, Shape in) {
     *net = (Net){.model = "test", .settings = &plain, .kernels = &fast_kernels};
     net->device = &cpu_device;
-    net->ranks = 1;
+    net->world = 1;
     net->classes = CLASSES;
     add_layer(net, (Layer){.kind = INPUT, .in = in, .out = in});
 }
@@ -147,7 +147,7 @@ static void build_small(Net *net, const Model *model, Shape images, const Settin
                         const Kernels *k) {
     DatasetInfo info = {.name = "test", .shape = images, .classes = CLASSES};
     net_build(net, model, &info, settings, k);
-    plan_memory(net, BATCH);
+    plan_net(net, BATCH);
     net_alloc(net);
     init_weights(net, 3);
     draw_norms(net);

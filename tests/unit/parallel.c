@@ -156,14 +156,14 @@ static void *learner_thread(void *argument) {
     set_num_threads(1);
     make_synthetic(&data, true, LEARN_STEPS * 2 * LEARN_BATCH);
     net_build(net, find_model("mnist"), &info, &run->settings, &learner->kernels);
-    plan_memory(net, LEARN_BATCH);
+    plan_net(net, LEARN_BATCH);
     net_alloc(net);
     init_weights(net, 1);
     real *state = must_alloc(2 * net->param_size * sizeof(real), "a test");
     Consumer consumer = {&learner->device, 0, false, false, run->comm.rank, run->comm.world};
     plan_loader(&run->train_loader, &data, LEARN_BATCH, 1, NULL, consumer);
     comm_plan(&run->comm, net, &run->train_loader);
-    plan_alloc(&run->comm.plan);
+    memory_plan_alloc(&run->comm.plan);
     comm_start(&run->comm);
     loader_start(&run->train_loader, 1, 1, 0);
     for (const Batch *batch; (batch = next_batch(&run->comm));) {
@@ -182,7 +182,7 @@ static void *learner_thread(void *argument) {
     learner->hash = hash_weights(net);
     comm_free(&run->comm);
     loader_free(&run->train_loader);
-    plan_free(&net->plan);
+    memory_plan_free(&net->plan);
     free(state);
     free_dataset(&data);
     return NULL;

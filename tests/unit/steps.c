@@ -117,7 +117,7 @@ static void test_steady_steps(const Model *model, const Optimizer *o, Augment *a
     Loader l;
     make_synthetic(&data, true, 160);
     net_build(&net, model, &info, &settings, &fast_kernels);
-    plan_memory(&net, 16);
+    plan_net(&net, 16);
     net_alloc(&net);
     init_weights(&net, 1);
     real *state = must_alloc(2 * net.param_size * sizeof(real), "a test");
@@ -131,7 +131,7 @@ static void test_steady_steps(const Model *model, const Optimizer *o, Augment *a
     if (allocations)
         fail("%s: %zu allocations or new threads in 5 steps", model->name, allocations);
     loader_free(&l);
-    plan_free(&net.plan);
+    memory_plan_free(&net.plan);
     free(state);
     free_dataset(&data);
 }
