@@ -104,8 +104,9 @@ typedef enum { LAUNCH_FUSED, LAUNCH_PER_TENSOR } OptimizerLaunch;
 typedef enum { ZERO_GRAD_NONE, ZERO_GRAD_MEMSET } ZeroGrad;
 typedef enum { DDP, DP } Parallel;
 
-// What the user chose; the table of options in section 12 fills it. Setting up (section 14) adds
-// what was left open; from then on it is constant.
+// The settings of a run. The table of options in section 12 fills in what the user chose. Setting
+// up (section 14) adds what was left open and replaces some values with those in effect, such as
+// the scaled learning rate; from then on they are constant.
 typedef struct Settings {
     const char *model, *dataset, *data, *out, *checkpoint, *save_every, *load, *trace;
     const char *trace_steps;
@@ -190,7 +191,7 @@ static inline HOST_DEVICE size_t position_of(RandomKey key, size_t image) {
     return key.first + image * key.stride;
 }
 
-// --augment: each epoch sees another variant of each image. The functions are in section 9.
+// --augment: each epoch sees a different variant of each image. The functions are in section 9.
 enum { CROP_PADDING = 4, ELASTIC_ALPHA = 34, ELASTIC_SIGMA = 4, ELASTIC_REACH = 3 * ELASTIC_SIGMA };
 
 enum {
@@ -378,7 +379,7 @@ typedef struct Device {
     void *(*capture)(bool begin);
     void (*replay)(void *graph);
     void (*free_graph)(void *graph);
-    double (*peak_gflops)(void); // multiply-adds of this device, measured; NAN if not known
+    double (*peak_gflops)(void); // measured; a multiply-add is 2 operations; NAN if not known
     // # PROF  for Nsight: ends this thread's range of this level, with the ranges inside it, and
     // begins one of this name unless it is NULL
     void (*range)(RangeLevel level, const char *name);
@@ -456,7 +457,7 @@ OPTIONAL bool cuda_all_reduce(size_t device, real *data, size_t count, double ti
      DRAW_SHUFFLE     position                          0           epoch
      DRAW_SYNTHETIC   wave of a class's glyph           class       0
                       0: distractor, 1: glyph           image       1
-                      pixel, for its noise              image       2
+                      first of 16 elements, for noise   image       2
      DRAW_AUGMENT     0, or 1 + element of the field    position    epoch
      DRAW_DROPOUT     element / 8; c3 is DRAW_DROPOUT + row      position    epoch */
 static inline HOST_DEVICE void philox4x32(uint32_t out[4], uint32_t c0, uint32_t c1, uint32_t c2,
@@ -1106,7 +1107,7 @@ static void maxpool2d_forward_naive(Work w) {
     /* LAB 1.4 END */
 }
 
-// din = 0 unless accumulate, then din[the pixel that was the maximum] += dout
+// Clears din unless accumulate; then adds dout to the pixel that was the maximum.
 static void maxpool2d_backward(Work w) {
     const Layer *l = w.l;
     Shape I = l->in, O = l->out;
@@ -1196,7 +1197,7 @@ static size_t bn_pixels(const Work *w) {
     return w->n * w->l->in.h * w->l->in.w;
 }
 
-// All four rows of stats for channel c. `squares` is the sum of (in - mean)^2 over m pixels.
+// Sets channel c in all four rows of stats. `squares` is the sum of (in - mean)^2 over m pixels.
 static void bn_update_stats(real *stats, size_t channels, size_t c, double mean, double squares,
                             size_t m) {
     const double unbiased = squares / (double)(m > 1 ? m - 1 : 1);
@@ -1302,8 +1303,9 @@ static void batchnorm2d_backward_naive(Work w) {
 
    (Srivastava et al., "Dropout", JMLR 2014; inverted as in PyTorch.)
      out = in / (1 - p), or 0 with probability p
-   The mask stores which. Element e of the image at position q draws from (seed, layer, epoch, q,
-   e). One Philox block serves 8 elements with 16 bits each, so p is rounded to 1/65536. */
+   The mask records which elements were kept. Element e of the image at position q draws from (seed,
+   layer, epoch, q, e). One Philox block serves 8 elements with 16 bits each, so p is rounded to
+   1/65536. */
 
 // An element whose 16 bits are below it becomes 0.
 static uint32_t dropout_threshold(const Layer *l) {
@@ -2221,7 +2223,7 @@ static size_t bottleneck(Net *net, size_t x, const char *block, size_t channels,
     return relu(net, add(net, y, shortcut(net, x, block, 4 * channels, stride)));
 }
 
-// `blocks` are the numbers of blocks of the stages, ended by a 0; the first stage has `channels`
+// `blocks` holds the number of blocks in each stage, terminated by 0; the first stage has `channels`
 // channels, each later one twice as many as the one before.
 static size_t resnet(Net *net, size_t x, Block *block, const size_t *blocks, size_t channels) {
     const bool imagenet = net->settings->stem == STEM_IMAGENET;
@@ -2505,8 +2507,8 @@ static double test_loss(Net *net, size_t n) {
 }
 
 /* predicted[position of an image] = its most likely class, the first of several, for the images of
-   the batch. Returns how many are right. Each image is tested by one rank; the others hold a 0
-   there, so the sum over the ranks has all predictions. */
+   the batch. Returns how many are classified correctly. Each image is tested by one rank; the others
+   hold a 0 there, so the sum over the ranks has all predictions. */
 static size_t store_predictions(const Net *net, const Batch *batch, double *predicted) {
     real *all = net->staging[0];
     const size_t classes = net->classes;
@@ -2668,9 +2670,10 @@ static void optimizer_step(const Net *net, real *state) {
         k->adjust_scale(net->scale);
 }
 
-/* The learning rate of a step. Epoch and step count from 0, and an epoch has `steps` steps. In the
-   warm-up, the rate grows with each step, up to lr in the last one. Then, after e more epochs:
-     step        lr * gamma^(e / step_size)                          StepLR
+/* The learning rate of a step. Epochs and steps are counted from 0, and an epoch has `steps` steps.
+   In the warm-up, the rate grows with each step, up to lr in the last one. Then, after e more
+   epochs:
+     step        lr * gamma^(e / step_size)                                StepLR
      cosine      lr * (1 + cos(pi * e / (epochs - warmup_epochs))) / 2     CosineAnnealingLR */
 static double learning_rate(const Settings *s, size_t epoch, size_t step, size_t steps) {
     /* LAB 9.1 BEGIN learning_rate */
@@ -3128,7 +3131,7 @@ static uint8_t to_byte(float value) {
 /* Draws the glyph of a class, [GLYPH_SIZE][GLYPH_SIZE][channels]. A channel is the sum of WAVES
    plane waves of random direction, phase and frequency, which fade towards the edges:
    exp(-(x^2 + y^2) / (GLYPH_SIZE^2 / 8)) cos(frequency (cos(angle) x + sin(angle) y) + phase),
-   where x and y count from the middle of the glyph. */
+   where x and y are measured from the middle of the glyph. */
 static void draw_glyph(float glyph[], size_t label, size_t channels) {
     memset(glyph, 0, GLYPH_SIZE * GLYPH_SIZE * channels * sizeof *glyph);
     for (uint32_t wave = 0; wave < WAVES * channels; wave++) {
@@ -3150,8 +3153,8 @@ static void draw_glyph(float glyph[], size_t label, size_t channels) {
 }
 
 /* image += strength * the glyph of a random class, shifted from the middle by at most SHIFT pixels.
-   The strength is contrast or, as often, -contrast. Returns the class. The image has the number
-   `index`; `which` counts its glyphs. */
+   The strength is contrast or, with equal probability, -contrast. Returns the class. The image has
+   the number `index`; `which` counts its glyphs. */
 static size_t add_glyph(float *image, const float *glyphs, const DatasetInfo *info, uint32_t index,
                         uint32_t which, float contrast) {
     const Shape s = info->shape;
@@ -3244,8 +3247,8 @@ static void free_dataset(Dataset *data) {
    the batches depend on the permutation alone: W changes only how long the loop waits. Threads and
    memory are created once, before the first step. */
 
-/* Augmentation: another variant of each image in each epoch. The function gets one image as bytes
-   and draws from Philox by (seed, epoch, position in the epoch), whichever worker calls it. */
+/* Augmentation: a different variant of each image in each epoch. The function gets one image as
+   bytes and draws from Philox by (seed, epoch, position in the epoch), whichever worker calls it. */
 typedef void Augment(uint8_t *out, const uint8_t *in, Shape s, const RandomKey *key);
 
 // A byte of an image. Everything outside it is black, including where y or x has wrapped around
@@ -3348,7 +3351,7 @@ typedef struct Consumer {
     bool pinned;   // batches are in pinned memory
     bool resident; // the data set is on the device, which builds the batches
     size_t rank;   // this rank
-    size_t ranks;  // how many ranks share each batch
+    size_t ranks;  // how many divide the positions of an epoch; 1 if one rank loads for all
 } Consumer;
 
 // The loader of a data set: its ring of batches and the workers that fill them.
@@ -4715,7 +4718,7 @@ static uint64_t hash_weights(Net *net) {
 // number of its word.
 typedef enum { SWITCH, COUNT, NUMBER, CHOICE, NAME, TEXT } OptionKind;
 
-/* Whether a resumed run may have another value of an option.
+/* Whether a resumed run may have a different value of an option.
    FREE          it may.
    FIXED         it may not, since the value changes the result: checkpoints hold it, and --resume
                  compares it.
@@ -5711,8 +5714,8 @@ static void report_failure(void) {
     write_run_json(reported_run);
 }
 
-// Creates --out DIR, which is this run's alone until it ends, measures the peak of the device for
-// run.json, and writes that.
+// Creates --out DIR, which is this run's alone until it ends, measures the device's peak, and
+// writes run.json.
 static void open_run_folder(Run *run) {
     const char *dir = run->settings.out;
     run->recorder.status = RUNNING;
@@ -5985,7 +5988,8 @@ static void print_uploads(const Loader *loader) {
                bytes / 1e6, bytes / nanoseconds, loader->consumer.pinned ? "pinned" : "pageable");
 }
 
-// Prints the epoch's line and adds it to the run folder.
+// A collective call: ends the run unless all ranks have the same weights. Rank 0 prints the epoch's
+// line and adds it to the run folder.
 static void report_epoch(Run *run, EpochResult *e) {
     Recorder *r = &run->recorder;
     const bool trained = e->epoch != TEST_EPOCH;
@@ -6386,9 +6390,9 @@ static void print_variants(FILE *csv, const Run *run, size_t image) {
     }
 }
 
-/* predictions.csv: the label of each test image and the class predicted in the last test. The
-   first SAMPLES images that are right, and as many wrong ones, have their pixels, in hexadecimal;
-   the first AUGMENTED of each also have their variants. */
+/* predictions.csv: the label of each test image and the class predicted in the last test. The first
+   SAMPLES correctly classified images, and as many misclassified ones, have their pixels, in
+   hexadecimal; the first AUGMENTED of each also have their variants. */
 static void write_predictions(const Run *run) {
     enum { SAMPLES = 32, AUGMENTED = 2 };
     const size_t size = shape_size(run->info.shape);
@@ -7190,7 +7194,7 @@ static const char *who_adds_gradients(const Comm *c) {
     return "a ring of MPI processes";
 }
 
-// A collective call: rank 0 prints the device of each rank.
+// A collective call: rank 0 prints the device of each rank, and ends the run if two share a GPU.
 static void print_ranks(Run *run) {
     Comm *c = &run->comm;
     if (c->world == 1)
@@ -7432,7 +7436,7 @@ static void train_epochs(Run *run) {
     }
 }
 
-// A run that ends before its last epoch, because of --max-steps or a signal, is only stopped.
+// A run that --max-steps or a signal ends early counts as stopped, not as complete.
 static RunStatus final_status(const Run *run) {
     const Settings *s = &run->settings;
     if (s->eval || s->dry_run || run->epoch > s->epochs)
@@ -7480,7 +7484,7 @@ static void init_replica(Run *replica, const Run *run, size_t rank) {
     replica->comm.team->ranks[rank] = &replica->comm;
 }
 
-// Runs all ranks of this process: rank 0 here, each other one in a thread of its own.
+// Runs all ranks of this process: the first in this thread, each other one in a thread of its own.
 static void run_ranks(Run *run) {
     const size_t threads = run->comm.team ? run->comm.world - 1 : 0;
     Run *replicas = must_alloc(threads * sizeof *replicas, "the replicas");
@@ -7502,8 +7506,8 @@ static int exit_status(const Run *run) {
     return signalled && run->recorder.status == STOPPED ? run->saving.request : 0;
 }
 
-// Prints and writes what the options ask for, after the run. One that a signal has stopped does not
-// spend time on what needs a whole run.
+// Prints and writes what the options ask for, after the run. A run that a signal has stopped skips
+// results that need a complete run.
 static void write_results(Run *run, int status) {
     const Settings *s = &run->settings;
     const bool finished = status == 0;
