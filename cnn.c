@@ -812,16 +812,20 @@ static size_t environment_number(const char *name) {
     return (size_t)atoi(text);
 }
 
-// The first line that begins with `begin` in a file, or "" if there is none
+// line = the first line of a file that begins with `begin`, which may be "", or "" if there is none
 static void find_line(char line[PATH_SIZE], const char *path, const char *begin) {
+    char next[PATH_SIZE];
     FILE *f = fopen(path, "r");
-    bool found = false;
-    while (f && !found && fgets(line, PATH_SIZE, f))
-        found = strncmp(line, begin, strlen(begin)) == 0;
-    if (f)
-        fclose(f);
-    if (!found)
-        *line = 0;
+    *line = 0;
+    if (!f)
+        return;
+    while (fgets(next, sizeof next, f)) {
+        if (strncmp(next, begin, strlen(begin)) != 0)
+            continue;
+        strcpy(line, next);
+        break;
+    }
+    fclose(f);
     line[strcspn(line, "\n")] = 0;
 }
 
@@ -843,9 +847,10 @@ static double cgroup_limit(const char *table, const char *root) {
 // The memory, in bytes, that the Slurm job of this process allows on this machine. A job states it
 // in MB, for the machine or for each core.
 static double slurm_limit(void) {
-    const size_t machine = environment_number("SLURM_MEM_PER_NODE");
-    const size_t core = environment_number("SLURM_MEM_PER_CPU");
-    const size_t mb = max_size(machine, core * environment_number("SLURM_CPUS_ON_NODE"));
+    const size_t mb_of_machine = environment_number("SLURM_MEM_PER_NODE");
+    const size_t mb_per_core = environment_number("SLURM_MEM_PER_CPU");
+    const size_t mb =
+        max_size(mb_of_machine, mb_per_core * environment_number("SLURM_CPUS_ON_NODE"));
     return mb > 0 ? 0x1p20 * (double)mb : INFINITY;
 }
 
@@ -870,8 +875,7 @@ static bool is_finite_16(uint16_t bits, Precision precision) {
     return (bits & exponent) != exponent;
 }
 
-// The index of the first number that is not finite, or count
-static size_t first_not_finite(const void *numbers, size_t count, Precision precision) {
+static bool all_finite(const void *numbers, size_t count, Precision precision) {
     const bool is_16_bit = precision == FP16 || precision == BF16;
     for (size_t i = 0; i < count; i++) {
         bool finite;
@@ -880,9 +884,9 @@ static size_t first_not_finite(const void *numbers, size_t count, Precision prec
         else
             finite = isfinite(((const real *)numbers)[i]);
         if (!finite)
-            return i;
+            return false;
     }
-    return count;
+    return true;
 }
 
 // The events of --trace. A track is a thread, a device or a worker of a rank.
@@ -2223,8 +2227,8 @@ static size_t bottleneck(Net *net, size_t x, const char *block, size_t channels,
     return relu(net, add(net, y, shortcut(net, x, block, 4 * channels, stride)));
 }
 
-// `blocks` holds the number of blocks in each stage, terminated by 0; the first stage has `channels`
-// channels, each later one twice as many as the one before.
+// `blocks` holds the number of blocks in each stage, terminated by 0. The first stage has
+// `channels` channels, each later one twice as many as the one before.
 static size_t resnet(Net *net, size_t x, Block *block, const size_t *blocks, size_t channels) {
     const bool imagenet = net->settings->stem == STEM_IMAGENET;
     const size_t kernel = net->settings->stem == STEM_3 ? 3 : 7, stem_stride = imagenet ? 2 : 1;
@@ -2367,10 +2371,15 @@ static void net_load(Net *net, const Batch *batch, double lr) {
     net->device->copy(net->labels, batch->device_labels, batch->n);
 }
 
-// For example "conv1 forward". Row net->count stands for the zeroing of the gradients, with which
-// backward begins in --zero-grad memset.
+// The number that stands for the zeroing of the gradients, with which backward begins in --zero-grad
+// memset
+static size_t zero_grad_row(const Net *net) {
+    return net->count;
+}
+
+// For example "conv1 forward"
 static void row_label(const Net *net, size_t row, RowPass pass, char name[48]) {
-    if (row == net->count) {
+    if (row == zero_grad_row(net)) {
         snprintf(name, 48, "zero_grad");
         return;
     }
@@ -2469,9 +2478,9 @@ static void backward_row(const Net *net, size_t i, size_t n, bool *written) {
 static void backward(Net *net, size_t n) {
     bool written[MAX_LAYERS] = {false};
     if (net->settings->zero_grad == ZERO_GRAD_MEMSET) { // # EXTRA  to see what it costs
-        begin_row(net, net->count, BACKWARD_PASS);
+        begin_row(net, zero_grad_row(net), BACKWARD_PASS);
         net->device->clear(net->grads, net->param_size * sizeof(real));
-        end_row(net, net->count, BACKWARD_PASS);
+        end_row(net, zero_grad_row(net), BACKWARD_PASS);
     }
     for (size_t i = last_row(net); i > 0; i--) {
         begin_row(net, i, BACKWARD_PASS);
@@ -2507,8 +2516,8 @@ static double test_loss(Net *net, size_t n) {
 }
 
 /* predicted[position of an image] = its most likely class, the first of several, for the images of
-   the batch. Returns how many are classified correctly. Each image is tested by one rank; the others
-   hold a 0 there, so the sum over the ranks has all predictions. */
+   the batch. Returns how many are classified correctly. Each image is tested by one rank; the
+   others hold a 0 there, so the sum over the ranks has all predictions. */
 static size_t store_predictions(const Net *net, const Batch *batch, double *predicted) {
     real *all = net->staging[0];
     const size_t classes = net->classes;
@@ -2527,15 +2536,16 @@ static size_t store_predictions(const Net *net, const Batch *batch, double *pred
     return correct;
 }
 
-// Whether the outputs of row i for n images are all finite; those of a fused row are not kept.
+// Whether the outputs of row i for n images are all finite. A fused row does not keep them.
 static bool is_output_finite(const Net *net, size_t i, size_t n) {
+    if (net->row_plans[i].sharing == FUSED)
+        return true;
     const size_t bytes = element_bytes_of(net, &net->layers[i]);
-    const size_t count =
-        net->row_plans[i].sharing == FUSED ? 0 : n * shape_size(stored_shape(net, i));
+    const size_t count = n * shape_size(stored_shape(net, i));
     const Precision precision = bytes == sizeof(real) ? FP32 : net->kernels->precision;
     void *values = must_alloc(count * bytes, "a copy of the outputs");
     net->device->copy(values, output(net, i), count * bytes);
-    const bool finite = first_not_finite(values, count, precision) == count;
+    const bool finite = all_finite(values, count, precision);
     free(values);
     return finite;
 }
@@ -3248,7 +3258,7 @@ static void free_dataset(Dataset *data) {
    memory are created once, before the first step. */
 
 /* Augmentation: a different variant of each image in each epoch. The function gets one image as
-   bytes and draws from Philox by (seed, epoch, position in the epoch), whichever worker calls it. */
+   bytes and draws from Philox by (seed, epoch, position in the epoch), in any worker. */
 typedef void Augment(uint8_t *out, const uint8_t *in, Shape s, const RandomKey *key);
 
 // A byte of an image. Everything outside it is black, including where y or x has wrapped around
@@ -4453,7 +4463,7 @@ static uint64_t place_and_hash(Net *net, Tensor *list, size_t count, const char 
     size_t end = 0;
     for (Tensor *t = list; t < list + count; t++) {
         const void *values = file_values(net, t);
-        if (t->values && first_not_finite(values, t->count, FP32) < t->count)
+        if (t->values && !all_finite(values, t->count, FP32))
             die(1, "%s: not written, since %s is not finite; try a smaller --lr", path, t->name);
         checksum = hash_bytes(checksum, values, t->bytes);
         t->begin = end;
@@ -5815,14 +5825,18 @@ static void open_logs(Run *run) {
     write_run_json(run);
 }
 
-// Ends the run if a gradient is not finite. `step` counts from 1.
+// Ends the run unless a tensor's gradient is finite. Steps are counted from 1.
+static void require_finite(const real *gradient, size_t count, const Layer *l, const char *tensor,
+                           size_t epoch, size_t step) {
+    if (!all_finite(gradient, count, FP32))
+        die(1, "epoch %zu, step %zu: the gradient of %s.%s is not finite; try a smaller --lr",
+            epoch, step, l->name, tensor);
+}
+
 static void check_gradients_finite(const Net *net, const real *grads, size_t epoch, size_t step) {
     for (const Layer *l = net->layers; l < net->layers + net->count; l++) {
-        const bool weight =
-            first_not_finite(grads + l->weight_offset, l->weight_count, FP32) < l->weight_count;
-        if (weight || first_not_finite(grads + l->bias_offset, l->bias_count, FP32) < l->bias_count)
-            die(1, "epoch %zu, step %zu: the gradient of %s.%s is not finite; try a smaller --lr",
-                epoch, step, l->name, weight ? "weight" : "bias");
+        require_finite(grads + l->weight_offset, l->weight_count, l, "weight", epoch, step);
+        require_finite(grads + l->bias_offset, l->bias_count, l, "bias", epoch, step);
     }
 }
 
@@ -6079,7 +6093,7 @@ static void trace_step(const Run *run) {
     for (size_t row = 1; row < net->count; row++)
         trace_row(run, row, FORWARD_PASS);
     if (run->settings.zero_grad == ZERO_GRAD_MEMSET)
-        trace_row(run, net->count, BACKWARD_PASS);
+        trace_row(run, zero_grad_row(net), BACKWARD_PASS);
     for (size_t row = last_row(net); row > 0; row--)
         trace_row(run, row, BACKWARD_PASS);
     snprintf(name, sizeof name, "step %zu", steps_done(run)); // as --trace-steps counts
@@ -6396,18 +6410,18 @@ static void print_variants(FILE *csv, const Run *run, size_t image) {
 static void write_predictions(const Run *run) {
     enum { SAMPLES = 32, AUGMENTED = 2 };
     const size_t size = shape_size(run->info.shape);
-    size_t right = 0, wrong = 0;
+    size_t seen[2] = {0}; // misclassified images, and correctly classified ones
     AtomicFile csv;
     open_in_folder(&csv, run, "predictions.csv");
     fprintf(csv.stream, "image,label,predicted,epoch,shape,pixels\n");
     for (size_t i = 0; i < run->test_set.count; i++) {
         const bool is_right = run->evaluation.predicted[i] == run->test_set.labels[i];
-        size_t *seen_alike = is_right ? &right : &wrong;
-        const uint8_t *image = *seen_alike < SAMPLES ? run->test_set.images + i * size : NULL;
+        const size_t before = seen[is_right];
+        const uint8_t *image = before < SAMPLES ? run->test_set.images + i * size : NULL;
         print_prediction(csv.stream, run, i, 0, image);
-        if (*seen_alike < AUGMENTED && run->train_loader.augment)
+        if (before < AUGMENTED && run->train_loader.augment)
             print_variants(csv.stream, run, i);
-        ++*seen_alike;
+        seen[is_right]++;
     }
     atomic_commit(&csv);
 }
@@ -6651,7 +6665,9 @@ static void redirect_output(Recorder *r, size_t rank, bool quiet) {
     r->results = stdout;
     if (quiet)
         r->results = second_stdout();
-    if ((rank > 0 || quiet) && !freopen("/dev/null", "w", stdout))
+    if (rank == 0 && !quiet)
+        return;
+    if (!freopen("/dev/null", "w", stdout))
         die_file("cannot open", "/dev/null");
 }
 
@@ -6956,6 +6972,14 @@ static double data_bytes(const Run *run) {
     return images * (double)(shape_size(run->info.shape) + 1);
 }
 
+static double device_bytes(const Run *run) {
+    return run_bytes(run, FOR_ANYTHING, true);
+}
+
+static double all_bytes(const Run *run) {
+    return run_bytes(run, FOR_ANYTHING, false) + data_bytes(run);
+}
+
 static void plan_loaders(Run *run, bool resident) {
     const Settings *s = &run->settings;
     const Comm *c = &run->comm;
@@ -7016,9 +7040,7 @@ static double plan_run(Run *run, bool resident) {
     plan_loaders(run, resident);
     comm_plan(&run->comm, net, &run->train_loader);
     plan_buffers(run);
-    if (run->device->is_gpu)
-        return run_bytes(run, FOR_ANYTHING, true);
-    return run_bytes(run, FOR_ANYTHING, false) + data_bytes(run);
+    return run->device->is_gpu ? device_bytes(run) : all_bytes(run);
 }
 
 // Plans the run. The data set is resident if 10 % of the memory stays free, or if copying batches
@@ -7038,11 +7060,10 @@ static double plan_residency(Run *run) {
 
 static void print_memory(const Run *run) {
     const double data = run_bytes(run, FOR_DATA, false) + data_bytes(run);
-    const double all = run_bytes(run, FOR_ANYTHING, false) + data_bytes(run);
     printf("Memory in MB%s:", run->comm.world > 1 ? " of each device" : "");
     for (MemoryUse use = FOR_PARAMETERS; use < FOR_DATA; use++)
         printf(" %s %.1f,", memory_uses[use], run_bytes(run, use, false) / 1e6);
-    printf(" %s %.1f, together %.1f\n", memory_uses[FOR_DATA], data / 1e6, all / 1e6);
+    printf(" %s %.1f, together %.1f\n", memory_uses[FOR_DATA], data / 1e6, all_bytes(run) / 1e6);
 }
 
 // Dies if more bytes are needed than a device, or the machine, has.
@@ -7059,8 +7080,7 @@ static void check_memory(const Run *run, double needed, double available, const 
 static void plan_and_check_memory(Run *run) {
     const bool gpu = run->device->is_gpu;
     const double on_device = plan_residency(run);
-    const double all = run_bytes(run, FOR_ANYTHING, false) + data_bytes(run);
-    const double on_host = gpu ? all - on_device : all;
+    const double on_host = all_bytes(run) - (gpu ? on_device : 0);
     const bool prints = run->comm.rank == 0;
     if (prints) {
         print_summary(&run->net);
@@ -7527,13 +7547,12 @@ static void write_results(Run *run, int status) {
     write_run_json(run);
 }
 
-// If stdin, stdout or stderr was closed, /dev/null takes its number, which a file could get
+// If stdin, stdout or stderr is closed, /dev/null takes its number, which a file could get
 // otherwise.
 static void fill_standard_streams(void) {
-    int number;
-    do {
-        number = open("/dev/null", O_RDONLY | O_CLOEXEC);
-    } while (number >= 0 && number <= STDERR_FILENO);
+    for (int number = STDIN_FILENO; number <= STDERR_FILENO; number++)
+        if (fcntl(number, F_GETFD) < 0)
+            open("/dev/null", O_RDONLY | O_CLOEXEC); // gets the lowest free number, this one
 }
 
 static int run_main(int argc, char **argv) {
