@@ -2371,8 +2371,7 @@ static void net_load(Net *net, const Batch *batch, double lr) {
     net->device->copy(net->labels, batch->device_labels, batch->n);
 }
 
-// The number that stands for the zeroing of the gradients, with which backward begins in --zero-grad
-// memset
+// With --zero-grad memset, backward begins with the zeroing of the gradients, as a row of its own.
 static size_t zero_grad_row(const Net *net) {
     return net->count;
 }
