@@ -295,7 +295,8 @@ static void ring_body(size_t rank) {
     static Settings settings = {.timeout = 60};
     static Net net = {.kernels = &naive_kernels, .device = &cpu_device};
     Comm c = {.rank = rank, .world = ranks.world, .net = &net, .settings = &settings};
-    c.host[0] = received[0], c.host[1] = received[1];
+    c.send_buffer = received[0];
+    c.receive_buffer = received[1];
     for (size_t i = 0; i < ring.count; i++)
         numbers[i] = number_of(rank, i);
     ring_seed = 0; // with it, one could compute the others' numbers

@@ -81,7 +81,7 @@ test_idx() {
     bad huge_count_gz $train_images.gz "$both" "rm $train_images &&
         { be32 2051; be32 4294967295; be32 28; be32 28; } | gzip >$train_images.gz"
     # 10 million images, of which there are none: no memory is taken for them
-    bad large_count_gz $train_images.gz 'compressed, too few' "rm $train_images &&
+    bad large_count_gz $train_images.gz 'compressed bytes cannot hold them' "rm $train_images &&
         { be32 2051; be32 10000000; be32 28; be32 28; } | gzip >$train_images.gz"
 
     # A failed run must not leave an older run's success behind in its folder.
