@@ -14,7 +14,7 @@ invalidPointerCast|->arenas|an arena is bytes; each tensor in it is aligned for 
 invalidPointerCast|(real *)|an arena is bytes; each tensor in it is aligned for its own type
 invalidFunctionArg|log((double)sum)|the sum has the summand exp(0) = 1 of the largest logit
 compareBoolExpressionWithInt|i <= out|output 0 always, output 1 if there is a run folder
-uninitvar|alloc[p->areas|an array of functions with an initial value
+uninitvar|alloc[p->arenas|an array of functions with an initial value
 uninitvar|owner[i]|set by the loop before, for the same rows
 legacyUninitvar|read_exactly(f, skipped|read_exactly() writes to it and reads nothing there
 ctuuninitvar|f->|atomic_open() sets all of f
