@@ -5,7 +5,7 @@
 
      make run                         trains the MNIST network for one epoch on this machine
      make                             builds ./cnn, for every GPU if there is nvcc
-     ./cnn --epochs 3 --workers 2     the options are those of the PyTorch MNIST example, and more
+     ./cnn --epochs 3 --workers 2     the options of the PyTorch MNIST example, and more
      ./cnn --help                     lists all of them
      gcc -O2 -fopenmp cnn.c -o cnn -lm -lpthread     builds it without make; cnn.c includes
                                                      cnn_kernels.c if that lies beside it
@@ -157,8 +157,8 @@ typedef struct Fusion {
     bool add;           // the sum with a residual
     bool relu;          // a ReLU
     const Layer *pool;  // a max-pool, or NULL
-    bool relu_backward; // its backward pass begins with that of the fused ReLU
-    bool masks_din;     // its backward pass ends with that of the ReLU before it
+    bool relu_backward; // the backward pass begins with the fused ReLU's
+    bool masks_din;     // the backward pass ends with the ReLU's before this row
     // conv2d: the batchnorm2d that follows, for which this row stores sums; batchnorm2d: the conv2d
     // that has stored them. NULL if no sums are stored
     const Layer *moments_partner;
@@ -177,7 +177,7 @@ typedef struct RandomKey {
     uint64_t seed;
     size_t epoch;
     size_t first;  // the position of the batch's first image
-    size_t stride; // from the position of one image to that of the next
+    size_t stride; // from the position of one image to the next
 } RandomKey;
 
 // What changes from step to step; kernels read it through a pointer, from the device's memory.
@@ -812,7 +812,7 @@ static size_t environment_number(const char *name) {
     return (size_t)atoi(text);
 }
 
-// line = the first line of a file that begins with `begin`, which may be "", or "" if there is none
+// line = the first line of a file that begins with `begin`, or "" if no line does
 static void find_line(char line[PATH_SIZE], const char *path, const char *begin) {
     char next[PATH_SIZE];
     FILE *f = fopen(path, "r");
@@ -1816,8 +1816,8 @@ static bool overlap_in_memory(const DoutputBlock *a, const DoutputBlock *b) {
     return a->offset < b->offset + b->size && b->offset < a->offset + a->size;
 }
 
-// The end of a placed block that `block` overlaps in time and memory, or block->offset if there is
-// none
+// The next offset to try: the end of the first placed block that `block` overlaps in time and
+// memory, or block->offset if it overlaps none.
 static size_t next_free_offset(const DoutputBlock *block, const DoutputBlock *placed,
                                size_t count) {
     for (size_t i = 0; i < count; i++)
@@ -1959,8 +1959,8 @@ static void check_row(const Net *net, size_t i) {
             net->model, i);
 }
 
-// Offsets of a row's arrays, for at most max_images. Scratch memory is for the training
-// batch, too, if that is smaller, since some kernels need more of it for fewer images.
+// Offsets of a row's arrays, for at most max_images. Scratch memory also suffices for a training
+// batch that is smaller, since some kernels need more of it for fewer images.
 static void plan_row(Net *net, size_t i, size_t max_images) {
     const Layer *l = &net->layers[i];
     const Kernels *k = net->kernels;
@@ -5023,7 +5023,7 @@ static void parse_file(Settings *s, const char *path) {
     parse_text(s, length);
 }
 
-// Sets the table's defaults, then those of the model, unless model is NULL.
+// Sets the table's defaults, then the model's defaults, unless model is NULL.
 static void parse_defaults(Settings *s, const Model *model) {
     *s = (Settings){.kernels = KERNELS_BEST, .precision = PRECISION_BEST};
     argument_text_used = 0;

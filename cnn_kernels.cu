@@ -1658,7 +1658,7 @@ static __global__ void __launch_bounds__(T::TILE_THREADS, T::BLOCKS)
         load_a.put(tile_a);
         load_b.put(tile_b);
         load_a.fetch(p.a, k + TILE_K, job.end); // before the barrier: compilers would move loads
-        load_b.fetch(p.b, k + TILE_K, job.end); // that come after it behind the arithmetic
+        load_b.fetch(p.b, k + TILE_K, job.end); // that come after it past the arithmetic
         __syncthreads(); // the tiles are complete; nobody reads those before the last any more
 #pragma unroll
         for (int d = 0; d < TILE_K; d++) {
