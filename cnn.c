@@ -4646,7 +4646,7 @@ static bool open_tensors(TensorFile *f, const char *path) {
 }
 
 // Returns the tensor of the list whose name, in quotation marks, is at `at`.
-static Tensor *find_tensor(const TensorFile *f, Tensor *list, size_t count, const char *at) {
+static Tensor *tensor_named(const TensorFile *f, Tensor *list, size_t count, const char *at) {
     for (Tensor *t = list; t < list + count; t++) {
         const size_t length = strlen(t->name);
         if (*at == '"' && strncmp(at + 1, t->name, length) == 0 && at[1 + length] == '"')
@@ -4659,7 +4659,7 @@ static Tensor *find_tensor(const TensorFile *f, Tensor *list, size_t count, cons
 static const char *read_entry(const TensorFile *f, Tensor *list, size_t count, const char *at) {
     static const char key[] = "\"data_offsets\":[";
     char entry[ENTRY_SIZE];
-    Tensor *t = find_tensor(f, list, count, at);
+    Tensor *t = tensor_named(f, list, count, at);
     const char *offsets = strstr(at, key);
     if (t->begin != NOT_FOUND)
         die_header(f, at, "each tensor once");
