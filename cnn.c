@@ -154,11 +154,11 @@ static inline HOST_DEVICE bool multiplies(const Layer *l) {
      out = pool(relu(op(in) + residual))
    This says which rows they compute. The definitions in section 3 fuse nothing. */
 typedef struct Fusion {
-    bool add;           // the sum with a residual
-    bool relu;          // the ReLU
-    const Layer *pool;  // the max-pool, or NULL
-    bool relu_backward; // the backward pass begins with that of the fused ReLU
-    bool masks_din;     // the backward pass ends with that of the ReLU before this row
+    bool add;                 // the sum with a residual
+    bool relu;                // the ReLU
+    const Layer *pool;        // the max-pool, or NULL
+    bool relu_backward;       // the backward pass begins with that of the fused ReLU
+    bool input_relu_backward; // the backward pass ends with that of the ReLU before this row
     // conv2d: the batchnorm2d that follows, for which this row stores sums; batchnorm2d: the conv2d
     // that has stored them; NULL if no sums are stored
     const Layer *moments_partner;
@@ -201,8 +201,8 @@ enum {
     MAX_ARENAS = 24     // of a memory plan
 };
 
-// Marks are events in a replica's stream of work, as in CUDA. They are numbered; the first
-// CLOCK_MARKS of them are for the clock of train().
+// A mark is a numbered point in a replica's queue of work, as an event in a CUDA stream. The clock
+// of train() uses the first CLOCK_MARKS numbers.
 enum { CLOCK_MARKS = 64, MAX_BUCKETS = 64, ROW_MARKS = 2 * (MAX_LAYERS + 1) };
 enum {
     // one for each bucket of gradients (section 10)
@@ -236,7 +236,7 @@ typedef struct DatasetInfo {
     size_t classes;         // the number of classes
     size_t counts[2];       // the number of images, by DatasetPart
     double mean[3], std[3]; // for each channel, where pixels are scaled to [0, 1]
-    void (*read)(Dataset *data, const char *dir, const char *const *files, size_t limit);
+    void (*read)(Dataset *data, const char *dir, DatasetPart part, size_t limit);
     const char *files[2][6]; // by DatasetPart; NULL ends each list
     const char *class_names; // separated by spaces, or NULL if the classes are only numbered
 } DatasetInfo;
@@ -406,9 +406,9 @@ typedef struct Kernels {
                      size_t batch, size_t classes, double smoothing, LossScale *scale);
     void (*adadelta)(Update u);
     void (*sgd)(Update u);
-    /* The rest is for the fast kernels; skip it on a first reading. fuse() decides how row l is
-       computed, which alone reads what the kernels of row `target` write. `fused` is what these
-       kernels compute already. */
+    /* The rest is for the fast kernels; skip it on a first reading. Row l is the only
+       reader of what the kernels of row `target` write. fuse() decides whether these kernels also
+       compute row l; `fused` lists what they compute so far. */
     Sharing (*fuse)(const Layer *target, const Fusion *fused, const Layer *l);
     // elements in which a conv2d's forward stores sums for the batchnorm2d that follows it, or 0
     size_t (*moments_size)(const Layer *conv, size_t n);
@@ -545,7 +545,7 @@ static double now(void) {
 /* How the program exits on an error: the first thread that calls die() ends it, and threads that
    fail meanwhile wait until it has ended. */
 static void (*before_dying)(void);           // marks the run folder as failed
-static void (*leave)(int status) = _exit;    // with MPI, ends the other ranks as well
+static void (*exit_process)(int) = _exit;    // with MPI, ends the other ranks as well
 static bool dying;                           // whether a thread is ending the program
 static _Thread_local bool dying_here;        // whether it is this thread
 static _Thread_local const char *unfinished; // a temporary file of this thread, or NULL
@@ -566,7 +566,7 @@ static _Noreturn FORMAT(2) void die(int status, const char *format, ...) {
         for (;;)
             pause();
     if (dying_here) // before_dying() has failed
-        leave(status);
+        exit_process(status);
     dying_here = true;
     va_start(args, format);
     vsnprintf(line, sizeof line, format, args);
@@ -579,8 +579,8 @@ static _Noreturn FORMAT(2) void die(int status, const char *format, ...) {
         unlink(unfinished);
     if (before_dying)
         before_dying();
-    leave(status);
-    abort(); // leave() does not return
+    exit_process(status);
+    abort(); // exit_process() does not return
 }
 
 static size_t min_size(size_t a, size_t b) {
@@ -1029,9 +1029,9 @@ static void conv2d_parameter_gradients(Work w) {
 
 /* din[n][iy][ix][c] = sum over y, x, i, j, k of dout[n][y][x][k] * weight[i][j][c][k]
                        with y * s + i - padding = iy and x * s + j - padding = ix
-   It is += if accumulate. gcc may not reorder a floating-point sum, so it cannot vectorise
-   one. The weights are therefore transposed: the innermost loop then runs over the input channels,
-   each with its own sum. */
+   It is += if accumulate. gcc may not reorder the terms of a floating-point sum, so it does not
+   vectorise a loop that computes a single sum. The weights are therefore transposed: the innermost
+   loop then runs over the input channels, each with its own sum. */
 static void conv2d_input_gradient(Work w) {
     const Layer *l = w.l;
     const Shape I = l->in, O = l->out;
@@ -1709,7 +1709,7 @@ static size_t count_reads(const Net *net, size_t row) {
     return count;
 }
 
-// Whether the only reader of a row may overwrite its output: no backward pass reads it.
+// Whether a row's output may be overwritten: it has one reader, and no backward pass needs it.
 static bool may_overwrite(const Net *net, size_t row) {
     const Layer *l = &net->layers[row], *producer = &net->layers[net->row_plans[row].computed_by];
     return row > 0 && count_reads(net, row) == 1 && !kinds[l->kind].reads_out &&
@@ -1731,7 +1731,7 @@ static void fuse_relu(RowPlan *target) {
    them, and the ReLU before the convolution, if nothing else reads that. For example, in conv1 ->
    relu -> conv2 -> relu -> pool, where both ReLUs have been fused:
                                   conv1           conv2
-                                  relu_backward   relu_backward   masks_din
+                                  relu_backward   relu_backward   input_relu_backward
      before                       true            true            false
      after                        false           false           true
      after, if another row also
@@ -1740,8 +1740,8 @@ static void fuse_pool(Net *net, RowPlan *target, size_t input, const Layer *pool
     RowPlan *producer = &net->row_plans[net->row_plans[input].computed_by];
     target->fused.pool = pool;
     target->fused.relu_backward = false;
-    target->fused.masks_din = producer->fused.relu && count_reads(net, input) == 1;
-    if (target->fused.masks_din)
+    target->fused.input_relu_backward = producer->fused.relu && count_reads(net, input) == 1;
+    if (target->fused.input_relu_backward)
         producer->fused.relu_backward = false;
 }
 
@@ -1797,7 +1797,7 @@ static void plan_fusion(Net *net) {
      4 add          3 and 1    its gradient is also that of row 1, to which row 2 adds later
    True if the kernels of `row`, here 3, may share gradients that way. They may not if a later row
    also reads row 1: its backward would run earlier and write to the shared memory. */
-static bool shares_doutput(const Net *net, size_t row) {
+static bool may_share_doutput(const Net *net, size_t row) {
     const RowPlan *plans = net->row_plans;
     const size_t source = plans[plans[row].residual].computed_by; // of the residual
     if (!plans[row].fused.add || source == 0)
@@ -1853,13 +1853,13 @@ static size_t element_bytes_of(const Net *net, const Layer *l) {
 }
 
 // owner[row]: the row whose gradient's memory this row shares, or the row itself
-static void share_doutputs(const Net *net, size_t *owner) {
+static void assign_doutput_owners(const Net *net, size_t *owner) {
     for (size_t i = 0; i < net->count; i++)
         owner[i] = i;
     for (size_t i = last_row(net); i > 0; i--) {
         if (net->row_plans[i].sharing != SEPARATE)
             owner[net->layers[i].input] = owner[i];
-        if (net->row_plans[i].residual && shares_doutput(net, i))
+        if (net->row_plans[i].residual && may_share_doutput(net, i))
             owner[net->row_plans[i].residual] = owner[i];
     }
 }
@@ -1881,7 +1881,7 @@ static DoutputBlock doutput_block_of(const Net *net, size_t row, const size_t *o
 static void plan_doutputs(Net *net) {
     size_t owner[MAX_LAYERS], count = 0;
     DoutputBlock placed[MAX_LAYERS];
-    share_doutputs(net, owner);
+    assign_doutput_owners(net, owner);
     for (size_t row = last_row(net); row > 0; row--) {
         if (owner[row] != row)
             continue;
@@ -2278,9 +2278,9 @@ typedef struct Model {
     const char *native;   // the data set whose shape, classes and counts synthetic images have
     const char *defaults; // options that differ from the table in section 12
     // mean and standard deviation .5 in all channels, as in PyTorch's CIFAR-10 tutorial
-    bool normalise_to_unit_range;
-    bool sc20_log; // log lines with images per second, as in the tutorial "Deep Learning at
-                   // Scale" of SC20; else those of PyTorch's MNIST example
+    bool normalise_to_plus_minus_one;
+    bool logs_throughput; // log lines with images per second, as in the tutorial "Deep Learning at
+                          // Scale" of SC20; else those of PyTorch's MNIST example
 } Model;
 
 #define RESNET_MODEL(depth, dataset)                                                     \
@@ -2289,7 +2289,7 @@ typedef struct Model {
         .datasets = "cifar100 cifar10 synthetic", .native = dataset,                     \
         .defaults = "--optimizer sgd --lr 0.1 --momentum 0.9 --weight-decay 5e-4 "       \
                     "--batch-size 128 --epochs 100 --schedule cosine --log-interval 20", \
-        .sc20_log = true                                                                 \
+        .logs_throughput = true                                                          \
     }
 static const Model models[] = {
     {.name = "mnist",
@@ -2307,7 +2307,7 @@ static const Model models[] = {
      .datasets = "cifar10 synthetic",
      .native = "cifar10",
      .defaults = "--optimizer sgd --lr 0.001 --momentum 0.9 --batch-size 4 --epochs 2 --gamma 1",
-     .normalise_to_unit_range = true},
+     .normalise_to_plus_minus_one = true},
     RESNET_MODEL(8, "cifar10"),
     RESNET_MODEL(18, "cifar100"),
     RESNET_MODEL(34, "cifar100"),
@@ -2468,8 +2468,8 @@ static void forward(Net *net, size_t n, const RandomKey *key) {
 }
 
 // Computes one row's gradients: of its parameters (=), and of its inputs (=, or += if already
-// written[]). The residual of a row that adds nothing is row 0, which has no gradient: written[0]
-// means nothing.
+// written[]). Rows without a residual name row 0, which has no gradient, so written[0] is never
+// used.
 static void backward_row(const Net *net, size_t i, size_t n, bool *written) {
     const Kernels *k = net->kernels;
     const Layer *l = &net->layers[i];
@@ -3029,9 +3029,10 @@ static size_t read_idx_labels(Dataset *data, DataFile *f, size_t limit) {
     return count;
 }
 
-// Reads the data set of two IDX files. files: the images, then the labels
-static void read_idx_set(Dataset *data, const char *dir, const char *const *files, size_t limit) {
+// Reads the data set of two IDX files, the images and the labels.
+static void read_idx_set(Dataset *data, const char *dir, DatasetPart part, size_t limit) {
     const DatasetInfo *info = data->info;
+    const char *const *files = info->files[part];
     DataFile images, labels;
     data_open(&images, dir, files[0], info->name);
     data_open(&labels, dir, files[1], info->name);
@@ -3079,9 +3080,9 @@ static void read_cifar_file(Dataset *data, const char *dir, const char *file, si
 }
 
 // Reads the data set of CIFAR's files, which all hold the same number of records.
-static void read_cifar_set(Dataset *data, const char *dir, const char *const *files, size_t limit) {
+static void read_cifar_set(Dataset *data, const char *dir, DatasetPart part, size_t limit) {
     const DatasetInfo *info = data->info;
-    const DatasetPart part = files == info->files[TRAINING_SET] ? TRAINING_SET : TEST_SET;
+    const char *const *files = info->files[part];
     const size_t count = info->counts[part];
     size_t file_count = 1; // at least one
     while (files[file_count])
@@ -3130,7 +3131,7 @@ static const DatasetInfo *find_dataset_info(const char *name) {
 static DatasetInfo dataset_for(const Model *model, const char *name) {
     bool synthetic = strcmp(name, "synthetic") == 0;
     DatasetInfo info = *find_dataset_info(synthetic ? model->native : name);
-    if (info.shape.c == 3 && (model->normalise_to_unit_range || synthetic))
+    if (info.shape.c == 3 && (model->normalise_to_plus_minus_one || synthetic))
         for (size_t c = 0; c < 3; c++)
             info.mean[c] = info.std[c] = .5;
     if (synthetic) {
@@ -3389,8 +3390,8 @@ typedef struct Consumer {
 // The loader of a data set: its ring of batches and the workers that fill them.
 typedef struct Loader {
     const Dataset *data;
-    uint32_t *order; // the epoch's permutation: order[position] = image
-    size_t share;    // how many of its positions are this rank's
+    uint32_t *order;    // the epoch's permutation: order[position] = image
+    size_t rank_images; // how many of its images are this rank's
     size_t batch_size;
     size_t batches; // in this epoch
     size_t workers, slots;
@@ -3439,7 +3440,7 @@ static void fill_batch(const Loader *l, Batch *batch, size_t number) {
     batch->number = number;
     batch->key = l->key;
     batch->key.first = position_of(l->key, first);
-    batch->n = min_size(l->batch_size, l->share - first);
+    batch->n = min_size(l->batch_size, l->rank_images - first);
     for (size_t i = 0; i < batch->n; i++) {
         const size_t position = position_of(batch->key, i);
         batch->labels[i] = l->data->labels[l->order[position]];
@@ -3610,11 +3611,12 @@ static void order_epoch(Loader *l, uint64_t seed, size_t epoch) {
     size_t rounded_up = count + ranks - 1;
     if (epoch == TEST_EPOCH)
         rounded_up -= rank;
-    l->share = rounded_up / ranks;
+    l->rank_images = rounded_up / ranks;
     /* LAB 8.2 END */
 }
 
-// Waits until no worker is making a batch, and none begins another one. Called with the lock.
+// Stops the workers from starting new batches and waits for those in progress. The caller has the
+// lock.
 static void pause_workers(Loader *l) {
     l->batches = l->started; // no batch is left to begin, if an epoch ended early
     while (l->busy > 0)
@@ -3631,7 +3633,7 @@ static void loader_start(Loader *l, uint64_t seed, size_t epoch, size_t first) {
         l->consumer.device->copy(l->resident.order, l->order, order_bytes);
     memset(l->filled, 0, l->slots * sizeof *l->filled);
     l->started = l->handed = first;
-    l->batches = ceil_div(l->share, l->batch_size);
+    l->batches = ceil_div(l->rank_images, l->batch_size);
     pthread_cond_broadcast(&l->changed);
     pthread_mutex_unlock(&l->lock);
 }
@@ -3788,7 +3790,7 @@ static void start_mpi(Comm *c) {
     int provided, rank, world, device;
     MPI_Comm machine;
     MPI_Init_thread(NULL, NULL, MPI_THREAD_SERIALIZED, &provided);
-    leave = end_all_ranks;
+    exit_process = end_all_ranks;
     atexit(finalize_mpi);
     if (provided < MPI_THREAD_SERIALIZED)
         die(1, "MPI: expected MPI_THREAD_SERIALIZED, found less; use an MPI library with thread "
@@ -3834,8 +3836,9 @@ static const void *mpi_exchange(Comm *c, const void *send, size_t bytes, size_t 
     return c->receive_buffer;
 }
 #else
-#define start_mpi(c) \
-    die(1, "one of several ranks, but built without MPI; install MPI, then: make clean && make")
+#define start_mpi(c)                                                                              \
+    die(1, "started as one of several ranks, but built without MPI; install MPI, then run: make " \
+           "clean && make")
 #define mpi_exchange(c, send, bytes, expected) ((const void *)(send)) // not reached
 #endif
 
@@ -3896,7 +3899,7 @@ static void team_barrier(Comm *c) {
     pthread_mutex_unlock(&t->lock);
 }
 
-// Whether NCCL adds the gradients: it was found, and the ranks are processes with a GPU each.
+// Whether NCCL adds the gradients: this build has it, and each rank is a process with its own GPU.
 static bool uses_nccl(const Comm *c) {
     return cuda_all_reduce && !c->team && !c->settings->oversubscribe && c->net->device->is_gpu;
 }
@@ -4851,9 +4854,10 @@ static const Option options[] = {
      "share of the target that is spread over all classes"},
     {"--schedule", AS_CHOICE(schedule, "step|cosine"), "step", FIXED,
      "how the learning rate changes from epoch to epoch"},
-    {"--gamma", AS_NUMBER(gamma, "M", 0, 1e6), "0.7", FIXED, "step: multiply the rate by M"},
+    {"--gamma", AS_NUMBER(gamma, "M", 0, 1e6), "0.7", FIXED,
+     "step: the factor of the rate, after every --step-size epochs"},
     {"--step-size", AS_COUNT(step_size, "N", 1, 100000), "1", FIXED,
-     "step: ... after every N epochs"},
+     "step: after how many epochs --gamma multiplies the rate"},
     {"--warmup-epochs", AS_COUNT(warmup_epochs, "N", 0, 100000), "0", FIXED,
      "epochs before the schedule in which the rate grows linearly up to --lr"},
     {"--lr-scaling", AS_CHOICE(lr_scaling, "none|linear|sqrt"), "none", FIXED,
@@ -4863,7 +4867,7 @@ static const Option options[] = {
     {"--log-interval", AS_COUNT(log_interval, "N", 1, UINT32_MAX), "10", FREE,
      "steps between log lines"},
     {"--workers", AS_COUNT(workers, "N", 1, 256), NULL, FREE,
-     "threads that load batches for each device (default: SLURM_CPUS_PER_TASK in all, else 1)"},
+     "loader threads of each device (default: SLURM_CPUS_PER_TASK among all, else 1)"},
     {"--threads", AS_COUNT(threads, "N", 1, MAX_THREADS), NULL, FREE,
      "threads that compute (default: OMP_NUM_THREADS, else the usable cores)"},
     {"--kernels", AS_CHOICE(kernels, "naive|fast|tiled|tensor"), NULL, FIXED,
@@ -4890,7 +4894,7 @@ static const Option options[] = {
     {"--oversubscribe", AS_SWITCH(oversubscribe), "off", FREE,
      "let several ranks share a GPU or a core, for trying things out"},
     {"--parallel", AS_CHOICE(parallel, "ddp|dp"), "ddp", FIXED,
-     "ddp: --batch-size images each, gradients all-reduced; dp: a master scatters a batch"},
+     "ddp: each device loads a batch, gradients are all-reduced; dp: one device loads for all"},
     {"--global-batch", AS_COUNT(global_batch, "B", 1, 65536), NULL, FIXED,
      "images of a step on all devices together, instead of --batch-size"},
     {"--bucket-mb", AS_NUMBER(bucket_mb, "MB", 0.001, 10000), "25", FIXED,
@@ -4910,13 +4914,13 @@ static const Option options[] = {
     {"--trace", AS_TEXT(trace, "FILE"), "", FREE,
      "write a timeline for chrome://tracing and Perfetto"},
     {"--trace-steps", AS_TEXT(trace_steps, "A:B"), "0:50", FREE,
-     "... of the training steps A to B - 1, counted from 0; Nsight records the same"},
+     "which steps --trace and Nsight record: A to B - 1, counted from 0"},
     {"--save-model", AS_SWITCH(save_model), "off", FREE,
      "write the weights as MODEL_cnn.safetensors, or model.safetensors in --out"},
     {"--checkpoint", AS_TEXT(checkpoint, "FILE"), "", FREE,
-     "write weights, optimizer and position to FILE, as --save-every says"},
+     "write weights, optimizer and position to FILE"},
     {"--save-every", AS_TEXT(save_every, "N|Nsteps"), "1", FREE,
-     "... after every N epochs or steps"},
+     "how often --checkpoint is written: every N epochs or steps"},
     {"--resume", AS_SWITCH(resume), "off", FREE, "continue from --checkpoint, if it exists"},
     {"--load", AS_TEXT(load, "FILE"), "", FREE, "start from the weights in a safetensors file"},
     {"--eval", AS_SWITCH(eval), "off", FREE, "test only"},
@@ -5309,8 +5313,8 @@ typedef struct Run {
     DatasetInfo info;
     Dataset train_set, test_set;
     Loader train_loader, test_loader;
-    size_t share;     // images of an epoch that this rank's loader loads
-    size_t max_batch; // the most images of a step on this device
+    size_t epoch_images; // that this rank's loader loads in an epoch
+    size_t max_batch;    // the most images of a step on this device
     size_t epoch_steps;
     // the position, and the sums of the running epoch
     size_t epoch;       // from 1
@@ -5453,7 +5457,7 @@ static void clock_mark(LineClock *c, int line, double *part) {
     c->marks_set++;
 }
 
-// The running line has ended, if there is one.
+// Ends the timing of the running line, if there is one.
 static void clock_end_line(LineClock *c) {
     if (c->synchronize)
         c->device->synchronize();
@@ -6015,7 +6019,7 @@ static void show_progress(const Run *run, const EpochResult *e, double seconds) 
 
 static void print_log_line(const Run *run, const EpochResult *e) {
     const size_t step = run->batch_index;
-    if (run->model->sc20_log)
+    if (run->model->logs_throughput)
         printf("INFO - Epoch: %zu, Iteration: %zu, Avg img/sec: %.3f\n", e->epoch, step,
                (double)(e->images - e->images_logged) / (now() - run->recorder.log_start));
     else
@@ -6076,7 +6080,7 @@ static void finish_epoch(Run *run, EpochResult *e) {
     e->lr = run->lr;
     if (run->comm.rank > 0)
         return;
-    if (run->model->sc20_log)
+    if (run->model->logs_throughput)
         printf("INFO - Time taken for epoch %zu is %.3f sec\n", e->epoch,
                now() - run->recorder.epoch_start);
     if (run->comm.world > 1)
@@ -6411,7 +6415,7 @@ static void print_layer(FILE *out, FILE *csv, const Net *net, size_t row, const 
 
 static void print_layers_head(const Run *run, size_t n, double peak, double bandwidth) {
     FILE *out = run->recorder.results;
-    const char *caution = run->device_info.emulated ? "; emulated, they mean nothing" : "";
+    const char *caution = run->device_info.emulated ? "; emulated, so the times mean nothing" : "";
     char rate[64] = "GFLOP/s unknown without cnn_kernels.c";
     if (isfinite(peak))
         snprintf(rate, sizeof rate, "%.1f GFLOP/s", peak / 1e9);
@@ -6421,8 +6425,8 @@ static void print_layers_head(const Run *run, size_t n, double peak, double band
             "backward", "GFLOP/s", "GB/s", "%", "saved", "limited by");
 }
 
-/* Prints the median time of each row on a training batch, next to the limits of this machine. The
-   time of a row that is fused is part of that of the row into which it is fused. */
+/* Prints the median time of each row on a training batch, next to the limits of this machine. A
+   fused row has no line of its own: its time counts for the row into which it is fused. */
 static void measure_layers(Run *run) {
     Net *net = &run->net;
     LayerTimes *times = must_alloc(net->count * sizeof *times, "the layers' times");
@@ -6598,8 +6602,8 @@ static void compare_lines(const char *path, const char *theirs, const char *ours
     const int found = (int)strcspn(theirs, "\n"), length = (int)strcspn(ours, "\n");
     if (found != length || strncmp(ours, theirs, (size_t)length) != 0)
         die(EXIT_USAGE,
-            "%s was made with %.*s, this run has %.*s; use the checkpoint's value, or start with "
-            "--load",
+            "%s was saved with %.*s, but this run has %.*s; use the checkpoint's value, or start "
+            "afresh from its weights with --load",
             path, found, theirs, length, ours);
 }
 
@@ -6710,7 +6714,8 @@ static void check_contradictions(const Settings *s) {
         {s->eval && *s->checkpoint && !s->resume && !*s->load,
          "--eval: expected --resume or --load too, to read weights", "--load"},
         {s->gpus > 1 && s->replicas > 1,
-         "--gpus and --replicas: expected one of them: --replicas are for the CPU", "--replicas"},
+         "--gpus and --replicas cannot be combined: --replicas is for the CPU; remove one",
+         "--replicas"},
         {*s->trace && strcmp(s->trace, s->checkpoint) == 0,
          "--trace: expected a different file from --checkpoint", "--trace"}};
     for (size_t i = 0; i < LENGTH(rules); i++)
@@ -6990,7 +6995,7 @@ static void load_set(Dataset *set, const DatasetInfo *info, const char *dir, Dat
     const size_t most = *limit ? *limit : UINT32_MAX;
     set->info = info;
     if (dir)
-        info->read(set, dir, info->files[part], most);
+        info->read(set, dir, part, most);
     else
         make_synthetic(set, part, most);
     *limit = set->count;
@@ -7088,7 +7093,7 @@ static double all_bytes(const Run *run) {
 static void plan_loaders(Run *run, bool resident) {
     const Settings *s = &run->settings;
     const Comm *c = &run->comm;
-    const size_t loaded = min_size(s->batch_size, run->share);
+    const size_t loaded = min_size(s->batch_size, run->epoch_images);
     Consumer consumer = {.device = run->device,
                          .device_number = c->device_number,
                          .pinned = s->pin_memory && run->device->is_gpu,
@@ -7136,8 +7141,8 @@ static double plan_run(Run *run, bool resident) {
     Settings *s = &run->settings;
     Net *net = &run->net;
     const size_t parts = run->comm.dp ? 1 : run->comm.world; // dp: the master loads for all
-    run->share = ceil_div(run->train_set.count, parts);
-    run->epoch_steps = ceil_div(run->share, s->batch_size);
+    run->epoch_images = ceil_div(run->train_set.count, parts);
+    run->epoch_steps = ceil_div(run->epoch_images, s->batch_size);
     run->recorder.steps_capacity = min_size(s->log_interval, run->epoch_steps) + 1;
     net_build(net, run->model, &run->info, s, run->kernels);
     net->max_test_batch = min_size(s->test_batch_size, run->test_set.count);
@@ -7179,8 +7184,8 @@ static void check_memory(const Run *run, double needed, double available, const 
                          const char *name) {
     if (needed > available)
         die(1,
-            "not enough memory: %.1f MB needed, %.1f MB available on %s (%s); use a "
-            "smaller --batch-size than %zu, a smaller --test-batch-size or network",
+            "not enough memory: %.1f MB needed, %.1f MB available on %s (%s); try a --batch-size "
+            "below %zu, a smaller --test-batch-size or a smaller --model",
             needed / 1e6, available / 1e6, where, name, run->settings.batch_size);
 }
 
@@ -7518,10 +7523,11 @@ static void test(Run *run, EpochResult *result) {
     sum_over_ranks(&run->comm, totals, count, totals + count);
     result->test_loss = totals[LOSS_SUM] / totals[IMAGES_TESTED];
     if (!isfinite(result->test_loss))
-        die(1, "the test loss is %g: weights are too large; try a smaller --lr", result->test_loss);
+        die(1, "the test loss is %g; the weights may have become too large: try a smaller --lr",
+            result->test_loss);
     result->accuracy = 100. * totals[IMAGES_CORRECT] / totals[IMAGES_TESTED];
     result->test_seconds = now() - begin;
-    if (!run->model->sc20_log && run->comm.rank == 0)
+    if (!run->model->logs_throughput && run->comm.rank == 0)
         printf("\nTest set: Average loss: %.4f, Accuracy: %.0f/%.0f (%.0f%%)\n\n",
                result->test_loss, totals[IMAGES_CORRECT], totals[IMAGES_TESTED], result->accuracy);
 }
@@ -7656,8 +7662,7 @@ static void write_results(Run *run, int status) {
     write_run_json(run);
 }
 
-// If stdin, stdout or stderr is closed, /dev/null takes its number, which a file could get
-// otherwise.
+// Opens /dev/null in place of each closed standard stream, so that no other file gets its number.
 static void fill_standard_streams(void) {
     for (int number = STDIN_FILENO; number <= STDERR_FILENO; number++)
         if (fcntl(number, F_GETFD) < 0)

@@ -2093,7 +2093,7 @@ static void pack_channel(const void *context, size_t k) {
 // din of an image, without the padding of its channels, and through the ReLU before the layer
 static void store_din(const real *padded, const PooledPass *p, size_t image) {
     const size_t c = p->w.l->in.c, pixels = p->w.l->in.h * p->w.l->in.w;
-    const bool accumulate = p->w.accumulate, masks = p->w.fused.masks_din;
+    const bool accumulate = p->w.accumulate, masks = p->w.fused.input_relu_backward;
     const real *in = p->w.in + image * pixels * c; // the output of that ReLU
     real *restrict din = p->w.din + image * pixels * c;
     for (size_t i = 0; i < pixels; i++, padded += p->channels_in, in += c, din += c)

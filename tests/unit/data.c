@@ -32,7 +32,7 @@ static void check_cifar(const char *dir, size_t classes, size_t limit) {
                               .counts = {2 * CIFAR_RECORDS},
                               .files = {{"one", "two"}}};
     Dataset data = {.info = &info};
-    read_cifar_set(&data, dir, info.files[0], limit);
+    read_cifar_set(&data, dir, TRAINING_SET, limit);
     if (data.count != min_size(limit, 2 * CIFAR_RECORDS))
         fail("%zu classes: %zu images of at most %zu", classes, data.count, limit);
     for (size_t i = 0; i < data.count; i++) {

@@ -104,7 +104,7 @@ static void plan_apart(Net *net, bool fused) {
         const RowPlan *to = &net->row_plans[slot->computed_by];
         if (!fused && !to->fused.pool)
             separate(net, i);
-        slot->fused.masks_din = fused && slot->fused.masks_din;
+        slot->fused.input_relu_backward = fused && slot->fused.input_relu_backward;
         if (slot->sharing == IN_PLACE)
             slot->sharing = SEPARATE;
         if (slot->sharing == FUSED_INTO_EARLIER) {
