@@ -2674,12 +2674,12 @@ static Sharing fuse_fast(const Layer *target, const Fusion *fused, const Layer *
     if (l->kind == DROPOUT)
         return IN_PLACE;
     if (l->kind == RELU && fuses_relu(target, fused))
-        return FUSED;
+        return FUSED_INTO_EARLIER;
     if (l->kind == RELU && !fused->pool)
         return IN_PLACE;
     if (l->kind == ADD && target->kind == BATCHNORM2D && !fused->relu && !fused->add)
-        return FUSED;
-    return l->kind == MAXPOOL2D && fuses_pool(target, fused, l) ? FUSED : SEPARATE;
+        return FUSED_INTO_EARLIER;
+    return l->kind == MAXPOOL2D && fuses_pool(target, fused, l) ? FUSED_INTO_EARLIER : SEPARATE;
 }
 
 static const Kernels fast_kernels = {

@@ -521,7 +521,7 @@ write("escape", 'a tensor of this model, found ""fc3', good.replace("fc3.weight"
 write("zero_byte", "no zero byte", good.replace("fc3.weight", "fc3.\0ias"))
 write("list", "starts with {", "[" + good + "]")
 write("empty", "starts with {", "")
-write("no_tensors", "nothing of that name", "{}", b"")
+write("no_tensors", "found none", "{}", b"")
 write("long_name", "a tensor of this model", good.replace("fc3.weight", 3000 * "x"))
 write("nested", 'metadata as "key":"value"', good.replace('{"format"', '{"a":{"b":"c"},"format"'))
 write("damaged", "damaged", good.replace('"format":"pt"', '"format":"pT"'))

@@ -157,7 +157,7 @@ static void fuzz_cifar(const uint8_t *input, size_t size) {
                  (DatasetInfo){.name = fine ? "cifar100" : "cifar10",
                                .shape = {32, 32, 3},
                                .classes = fine ? 100 : 10,
-                               .train = FILES,
+                               .counts = {FILES},
                                .read = read_cifar_set});
 }
 
