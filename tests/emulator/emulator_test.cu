@@ -6,8 +6,8 @@
      emulator_test mended_NAME   the same without the bug, which must pass
      emulator_test bugs          the names of the bugs
      emulator_test devices       how many GPUs there are
-     emulator_test properties    the first one's: compute capability, multiprocessors, shared memory of
-                                 a block; of a multiprocessor: shared memory, threads, blocks
+     emulator_test properties    the first one's: compute capability, multiprocessors, shared memory
+                                 of a block; shared memory, threads, blocks of a multiprocessor
      emulator_test speed         what a barrier, a shuffle, a launch and a thread cost here */
 
 #include <cuda_bf16.h>
