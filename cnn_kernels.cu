@@ -610,7 +610,7 @@ template <class T> static __global__ void add_forward_kernel(Row r, Layout, Layo
 }
 
 /* out = in / (1 - p), or 0 where the image's Philox numbers say so: the same masks as on the CPU.
-   One thread computes the 8 elements that share a Philox block.   Traffic: 9 N bytes */
+   One thread computes the 8 elements that share a Philox block.   Traffic: 2 N elements, N bytes */
 template <class T>
 static __global__ void dropout_forward_kernel(Row r, unsigned size, unsigned blocks_of_image,
                                               uint32_t threshold) {
@@ -863,7 +863,7 @@ static __device__ void blur(real *to, const real *from, const float *by, int h, 
 
 /* out[n][h][w][c] = normalised[c][byte], and the labels. The byte is interpolated at the position
    that augment_crop_flip() or augment_elastic() of cnn.c gives; the displacement fields of the
-   latter stay in shared memory.   Grid: images x blocks of one.   Traffic: 5 N bytes */
+   latter stay in shared memory.   Grid: images x blocks of one.   Traffic: N elements, N bytes */
 template <class T>
 static __global__ void gather_kernel(T *out, uint8_t *labels, Resident r, Layout layout,
                                      const RandomKey *key) {
@@ -1370,7 +1370,8 @@ static void conv2d_backward_naive(Work w) {
 
 enum { TILE_K = 16 };
 
-// ROWS x COLUMNS elements of a tile are computed by one thread; BLOCKS fit on a multiprocessor.
+// ROWS x COLUMNS elements of a tile are computed by one thread. BLOCKS fit on a multiprocessor; on
+// that of a T4, with 64 KB of shared memory, 1 of the large tile and 2 of the narrow one.
 template <int M_, int N_, int ROWS_, int COLUMNS_, int BLOCKS_> struct Tile {
     enum { M = M_, N = N_, ROWS = ROWS_, COLUMNS = COLUMNS_, BLOCKS = BLOCKS_ };
     enum { TILE_THREADS = M / ROWS * (N / COLUMNS), DYNAMIC_BYTES = 0 };
@@ -1632,8 +1633,8 @@ struct TileLoader : TileReader<real, LINES, TILE_K, LOADERS, IMAGE, ALONG_K, WID
    tile apart, or one such group: so the warp reads 16 and 32 neighbouring numbers at a time.
    Registers: 128 in the large tile, so that 2 blocks of 256 threads fit on a multiprocessor, 168 in
    the narrow one (3 of 128 threads), 128 in the small one (4 of 128); none is spilled.
-   Main loop: 84 to 87 % of its instructions are multiply-adds in the large tile, 80 to 85 % in the
-   narrow one, 67 to 72 % in the small one (44 to 61 % where WIDTH is 1).
+   Main loop: 84 to 87 % of its instructions are multiply-adds in the large tile, 81 to 85 % in the
+   narrow one, 67 to 72 % in the small one (45 to 61 % where WIDTH is 1).
    Grid: tiles x 1 x splits * phases.   Shared memory: 8 (T::M + T::N + 8) TILE_K bytes.
    Traffic: 4 K (M N / T::N + M N / T::M) + 4 M N bytes, most of it served by the L2 cache */
 template <class T, bool A_ALONG_K, bool B_ALONG_K, int WIDTH>
@@ -1687,7 +1688,7 @@ static __global__ void __launch_bounds__(T::TILE_THREADS, T::BLOCKS)
 }
 /* LAB 5.0 END */
 
-// out = the sum of all splits, then the epilogue.   Traffic: 4 (splits + 1) N bytes
+// out = the sum of all splits, then the epilogue.   Traffic: 4 splits N bytes, N elements
 template <class P> static __global__ void join_splits_kernel(P p) {
     unsigned i = element();
     if (i >= p.elements)
@@ -1781,8 +1782,9 @@ static size_t blocks_of(const Variant<T, O> &v, const Product<T, O> &p) {
 
 /* The variant that is done first, if the blocks are spread evenly over the multiprocessors. For
    each k, a tile costs its multiply-adds and, for each number of A and B, about LOADING
-   instructions more, as the main loops have them. An example: 128 tiles of 128 x 128 are done
-   sooner than 256 of 128 x 64 on 132 multiprocessors, but later on 108, 20 of which have two. */
+   instructions more, as the main loops of gemm_kernel have them (7 to 10). An example: 128 tiles of
+   128 x 128 are done sooner than 256 of 128 x 64 on 132 multiprocessors, but later on 108, 20 of
+   which have two. */
 template <class T, class O>
 static size_t quickest(const Variant<T, O> (&variants)[VARIANTS], const Product<T, O> &p,
                        size_t processors) {
@@ -2185,10 +2187,10 @@ static __device__ void store_moments(real *partial, const real *sums, const Job 
    A warp loads the fragments of its 64 x 64 elements of C (64 x 32, 32 x 32 in the smaller tiles),
    8 of them for 32 mma. Finally the sums go through shared memory, so that neighbouring threads
    store neighbouring chunks; lines are padded by 8 numbers, so that a warp uses different banks.
-   Registers: 255 in the large tile (for 2 blocks per multiprocessor), 168 in the narrow one and
-   where WIDTH is 1 (3), 128 in the small one (4). Main loop of the large tile, 16 bits: 30 to 32 %
-   of the instructions are mma, in the weight gradient 24 %; one occupies an A100's tensor core 8
-   cycles.
+   Registers: at most 255 in the large tile (for 2 blocks per multiprocessor), 168 in the narrow one
+   and where WIDTH is 1 (3), 128 in the small one (4). Main loop of the large tile, 16 bits: 30 to
+   32 % of the instructions are mma on sm_80 and sm_90, in the weight gradient 24 to 25 %; on sm_120
+   27 and 21 %. One mma occupies an A100's tensor core 8 cycles.
    Grid: tiles x 1 x splits * phases, of TENSOR_THREADS.   Shared memory: 384 (Tile::M + Tile::N)
    bytes.   Traffic: K (M N / Tile::N + M N / Tile::M) + M N elements, mostly from the L2 cache */
 template <class Tile, bool A_ALONG_K, bool B_ALONG_K, int WIDTH, class T, class O>

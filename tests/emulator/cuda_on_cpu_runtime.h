@@ -284,15 +284,19 @@ static std::map<std::pair<int, const void *>, size_t> dynamic_limits; // by devi
 static std::set<std::pair<int, int>> peers; // the first may access memory of the second
 const size_t STATIC_LIMIT = 48 << 10;
 
-// A GPU of each compute capability: how many multiprocessors it has, and how many KB of shared
-// memory a block can have. T4, A100, RTX 3090, RTX 4060, H100, B200, RTX 5090.
+// A GPU of each compute capability: how many multiprocessors it has, how many KB of shared memory a
+// block can have, and how many KB, threads and blocks a multiprocessor (CUDA programming guide,
+// "Compute Capabilities"). T4, A100, RTX 3090, RTX 4060, H100, B200, RTX 5090.
 struct Gpu {
     long sm;
     int multiprocessors;
-    size_t shared_kb;
+    size_t block_kb, shared_kb;
+    int threads, blocks;
 };
-static const Gpu gpus[] = {{75, 40, 64},   {80, 108, 163},  {86, 82, 99},  {89, 24, 99},
-                           {90, 132, 227}, {100, 148, 227}, {120, 170, 99}};
+static const Gpu gpus[] = {{75, 40, 64, 64, 1024, 16},    {80, 108, 163, 164, 2048, 32},
+                           {86, 82, 99, 100, 1536, 16},   {89, 24, 99, 100, 1536, 24},
+                           {90, 132, 227, 228, 2048, 32}, {100, 148, 227, 228, 2048, 32},
+                           {120, 170, 99, 100, 1536, 24}};
 static const Gpu gpu = [] {
     const long sm = setting("CUEMU_SM", 90);
     for (const Gpu &known : gpus)
@@ -300,7 +304,7 @@ static const Gpu gpu = [] {
             return known;
     die("CUEMU_SM=%ld: expected 75, 80, 86, 89, 90, 100 or 120", sm);
 }();
-static const size_t DYNAMIC_LIMIT = gpu.shared_kb << 10;
+static const size_t DYNAMIC_LIMIT = gpu.block_kb << 10;
 
 inline void check_launch(const Launch *launch) {
     dim3 grid = launch->grid, size = launch->block;
@@ -436,6 +440,8 @@ struct cudaDeviceProp {
     cudaUUID_t uuid;
     size_t totalGlobalMem, sharedMemPerBlock, sharedMemPerBlockOptin;
     int major, minor, warpSize, multiProcessorCount;
+    size_t sharedMemPerMultiprocessor;
+    int maxThreadsPerMultiProcessor, maxBlocksPerMultiProcessor;
 };
 inline const char *cudaGetErrorName(cudaError_t error) {
     const char *const names[] = {EMU_ERRORS(EMU_ERROR_NAME)};
@@ -473,9 +479,12 @@ inline cudaError_t cudaSetDevice(int device) {
 inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp *properties, int device) {
     if (!is_device(device))
         return failed(cudaErrorInvalidDevice);
-    *properties = {
-        "emulated GPU",   {}, device_memory,      STATIC_LIMIT, DYNAMIC_LIMIT, (int)gpu.sm / 10,
-        (int)gpu.sm % 10, 32, gpu.multiprocessors};
+    *properties = {"emulated GPU",      {},
+                   device_memory,       STATIC_LIMIT,
+                   DYNAMIC_LIMIT,       (int)gpu.sm / 10,
+                   (int)gpu.sm % 10,    32,
+                   gpu.multiprocessors, gpu.shared_kb << 10,
+                   gpu.threads,         gpu.blocks};
     // The physical index, independent of CUDA_VISIBLE_DEVICES.
     snprintf(properties->uuid.bytes, 16, "cuda_on_cpu %03d", devices()[(size_t)device]);
     return cudaSuccess;
