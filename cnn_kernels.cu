@@ -446,6 +446,11 @@ template <class T> static size_t packs(Work w) {
     return ceil_div(outputs(w), Pack<T>::N);
 }
 
+// Whether each pack of a row's output has neighbouring channels of one pixel.
+template <class T> static bool by_packs(Work w) {
+    return !w.transposed && w.l->out.c % Pack<T>::N == 0;
+}
+
 template <class T> static __device__ unsigned first_of_pack(void) {
     return Pack<T>::N * element();
 }
@@ -473,6 +478,20 @@ template <class T> static __device__ void store(void *to, unsigned i, unsigned c
             ((T *)to)[i + j] = chunk.v[j];
 }
 
+// x = N neighbouring elements, which are aligned and all there; and the inverse.
+template <class T, int N> static __device__ void read_chunk(real *x, const void *from, unsigned i) {
+    const Chunk<T, N> chunk = *(const Chunk<T, N> *)((const T *)from + i);
+    for (int j = 0; j < N; j++)
+        x[j] = (real)chunk.v[j];
+}
+
+template <class T, int N> static __device__ void write_chunk(void *to, unsigned i, const real *x) {
+    Chunk<T, N> chunk;
+    for (int j = 0; j < N; j++)
+        chunk.v[j] = (T)x[j];
+    *(Chunk<T, N> *)((T *)to + i) = chunk;
+}
+
 // x = COUNT floats in groups of 4, whose beginnings are APART.
 template <int COUNT, int APART> static __device__ void read_fours(real *x, const real *from) {
 #pragma unroll
@@ -496,7 +515,7 @@ struct Layout {
                           : (pixel / inner * channels + c) * inner + pixel % inner;
     }
     __device__ unsigned channel(unsigned i) const {
-        return i / inner % channels;
+        return inner == 1 ? i % channels : i / inner % channels;
     }
     __device__ unsigned pixel(unsigned i) const {
         return inner == 1 ? i / channels : i / inner / channels * inner + i % inner;
@@ -725,6 +744,47 @@ static __global__ void maxpool2d_backward_kernel(Row r, Layout of_in, Layout of_
     write<T>(r.din, i, sum);
 }
 
+/* The same where windows neither overlap nor reach beyond the image. A thread has N channels of an
+   output pixel, and writes the input pixels from its window to the next one, or to the edge of the
+   image.   Traffic: (stride^2 + 1) N elements, N bytes */
+template <class T, int N>
+static __global__ void maxpool2d_backward_apart_kernel(Row r, Layout of_in, Layout of_out) {
+    const unsigned i = N * element();
+    if (i >= r.outputs)
+        return;
+    const Window &s = r.s;
+    const Index o = index_of(i, s.oh, s.ow, of_out);
+    const int top = o.y * s.stride, rows = o.y == s.oh - 1 ? s.h - top : s.stride;
+    const int left = o.x * s.stride, columns = o.x == s.ow - 1 ? s.w - left : s.stride;
+    const unsigned corner = of_in.at((o.image * s.h + top) * s.w + left, o.c);
+    const unsigned apart = of_in.inner == 1 ? of_in.channels : 1; // neighbours in a row
+    const Chunk<uint8_t, N> taps = *(const Chunk<uint8_t, N> *)(r.saved + i);
+    real d[N];
+    read_chunk<T, N>(d, r.dout, i);
+    for (int y = 0; y < rows; y++)
+#pragma unroll 1
+        for (int x = 0; x < columns; x++) {
+            const unsigned at = corner + (y * s.w + x) * apart;
+            const int tap = x < s.kernel ? y * s.kernel + x : -1;
+            real sums[N] = {};
+            if (r.accumulate)
+                read_chunk<T, N>(sums, r.din, at);
+            for (int j = 0; j < N; j++)
+                sums[j] += taps.v[j] == tap ? d[j] : 0;
+            write_chunk<T, N>(r.din, at, sums);
+        }
+}
+
+template <class T> static void maxpool2d_backward(Work w) {
+    const bool apart = w.l->stride >= w.l->kernel && w.l->padding == 0;
+    if (apart && by_packs<T>(w))
+        each<maxpool2d_backward_apart_kernel<T, Pack<T>::N>, packs<T>>(w);
+    else if (apart)
+        each<maxpool2d_backward_apart_kernel<T, 1>, outputs>(w);
+    else
+        each<maxpool2d_backward_kernel<T>, inputs>(w);
+}
+
 // out[n][c] = mean over the pixels.   Traffic: (pixels + 1) N elements
 template <class T> static __global__ void avgpool2d_forward_kernel(Row r, Layout of_in, Layout) {
     unsigned i = element(), pixels = r.s.h * r.s.w;
@@ -947,12 +1007,11 @@ template <class T> static void to_16_bit(void *param16, const real *param, size_
 /* ==== 3. Sums over pixels =======================================================================
 
    BatchNorm and a bias's gradient need, for each channel, sums over all pixels of the batch. They
-   are computed in three levels, each in a fixed order: a thread sums every 8th pixel of a slice;
-   the 8 threads of a channel are joined in shared memory; a second kernel joins the slices, with
-   one warp per channel. Blocks of the first kernel have 32 x 8 threads: x is the channel, so a warp
-   reads 32 neighbouring numbers. */
+   are computed in three levels, each in a fixed order: a thread sums some pixels of a slice, of one
+   channel or of a pack of channels; the threads of a channel are joined in shared memory; a second
+   kernel joins the slices, with one warp per channel. */
 
-enum { LANES_Y = 8, SUM_SLICES = 512, CONV_SLICE = 64 };
+enum { SUM_SLICES = 512, LEAST_SLICE = 64, CONV_SLICE = 64 };
 static const real bn_eps = 1e-5f, bn_momentum = 0.1f;
 
 // BatchNorm of one number of a channel. Forward and backward call the same function, so that they
@@ -961,27 +1020,34 @@ static __device__ real normalised(real x, real mean, real inverse, real weight, 
     return fmaf(x - mean, weight * inverse, bias);
 }
 
-// What is known of some pixels of a channel. A kind of sums (Gradients, Moments) says what a pixel
-// contributes, how two Sums are joined, and what is stored in the end.
+// What is known of some pixels of a channel.
 struct Sum {
     real count, a, b;
 };
+
+// A kind of sums (Gradients, Moments) says what a pixel with the numbers d of dout and x of in adds
+// to a channel's a and b, what becomes of a slice, how two slices are joined, and what is stored.
 
 /* Gradients: a = sum of d, which is dout (after the backward of the ReLU that follows a BatchNorm,
    if there is one); NORM, of a BatchNorm: b = sum of d * (in - mean).
    dbias = a, dweight = b / sqrt(variance + eps) */
 template <bool NORM> struct Gradients {
-    const real mean, inverse, weight, bias; // of the channel; without a ReLU all are let through
-    __device__ Gradients(const Row &r, unsigned c)
-        : mean(NORM ? r.stats[BATCH_MEAN * r.s.oc + c] : 0),
-          inverse(NORM ? r.stats[BATCH_INVERSE_STD * r.s.oc + c] : 0),
-          weight(NORM && r.relu_backward ? r.weight[c] : 0),
-          bias(NORM && r.relu_backward ? r.bias[c] : 1) {}
-    template <class T> __device__ Sum pixel(const Row &r, unsigned i) const {
-        const real d = read<T>(r.dout, i), x = NORM ? read<T>(r.in, i) : 0;
-        if (NORM && normalised(x, mean, inverse, weight, bias) <= 0)
-            return {1, 0, 0};
-        return {1, d, d * (x - mean)};
+    enum { READS_DOUT = true, READS_IN = NORM };
+    real mean, inverse, weight, bias; // of the channel; without a ReLU all are let through
+    real a = 0, b = 0;
+    __device__ void begin(const Row &r, unsigned c, real) {
+        mean = NORM ? r.stats[BATCH_MEAN * r.s.oc + c] : 0;
+        inverse = NORM ? r.stats[BATCH_INVERSE_STD * r.s.oc + c] : 0;
+        weight = NORM && r.relu_backward ? r.weight[c] : 0;
+        bias = NORM && r.relu_backward ? r.bias[c] : 1;
+    }
+    __device__ void add(real d, real x) {
+        const real passed = NORM && normalised(x, mean, inverse, weight, bias) <= 0 ? 0 : d;
+        a += passed;
+        b += NORM ? passed * (x - mean) : 0;
+    }
+    static __device__ Sum of_slice(real count, real, real a, real b) {
+        return {count, a, b};
     }
     static __device__ Sum join(Sum s, Sum t) {
         return {s.count + t.count, s.a + t.a, s.b + t.b};
@@ -993,20 +1059,30 @@ template <bool NORM> struct Gradients {
     }
 };
 
-/* Moments: a = mean of in, b = sum of the squared distances from it; joined without cancellation
-   (Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing variances",
-   1979). */
+/* Moments of in. Of a slice, a = sum of x - shift, b = sum of (x - shift)^2, where shift is its
+   first number: so little is cancelled where the mean is large compared with the deviation. Then
+   a = mean, b = sum of (x - mean)^2. Slices are joined without cancellation (Chan, Golub, LeVeque,
+   "Updating formulae and a pairwise algorithm for computing variances", 1979). */
 struct Moments {
-    __device__ Moments(const Row &, unsigned) {}
-    template <class T> static __device__ Sum pixel(const Row &r, unsigned i) {
-        return {1, read<T>(r.in, i), 0};
+    enum { READS_DOUT = false, READS_IN = true };
+    real shift, a = 0, b = 0;
+    __device__ void begin(const Row &, unsigned, real first) {
+        shift = first;
+    }
+    __device__ void add(real, real x) {
+        const real distance = x - shift;
+        a += distance;
+        b += distance * distance;
+    }
+    static __device__ Sum of_slice(real count, real shift, real a, real b) {
+        const real mean = a / count, squares = b - a * mean;
+        return {count, shift + mean, squares < 0 ? 0 : squares};
     }
     static __device__ Sum join(Sum s, Sum t) {
-        real count = s.count + t.count, d = t.a - s.a;
+        const real count = s.count + t.count, d = t.a - s.a, share = t.count / count;
         if (t.count == 0)
             return s;
-        return {count, s.a + d * (t.count / count),
-                s.b + t.b + d * d * (s.count * t.count / count)};
+        return {count, s.a + d * share, s.b + t.b + d * d * s.count * share};
     }
     static __device__ void finish(const Row &r, unsigned c, Sum s) {
         real *stats = r.stats + c, unbiased = s.b / (s.count > 1 ? s.count - 1 : 1);
@@ -1018,48 +1094,65 @@ struct Moments {
     }
 };
 
-// The first pixel of a slice.
-static __device__ unsigned slice_start(unsigned pixels, unsigned slice, unsigned slices) {
-    return (unsigned)((size_t)pixels * slice / slices);
-}
-
-/* scratch[slice][0][c] = a, scratch[slice][1][c] = b of the slice's pixels.
-   Grid: channels / 32 x slices.   Traffic: 1 or 2 elements for each number of dout or in. With
-   nchw, a warp's 32 numbers are far apart; the other warps find theirs in the L1 cache */
-template <class T, class KIND> static __global__ void sum_slices_kernel(Row r, Layout layout) {
-    __shared__ Sum sums[LANES_Y][WARP];
+/* scratch[slice][0][c] = a, scratch[slice][1][c] = b of the slice's pixels. A thread has N channels
+   and every blockDim.y-th pixel. Threads beyond the last channels compute these again.
+   Grid: channels / (blockDim.x * N) x slices, of THREADS.   Traffic: 1 or 2 elements for each number
+   of dout or in. With nchw, a warp's numbers are far apart; the other warps find theirs in the L1
+   cache */
+template <class T, class KIND, int N>
+static __global__ void sum_slices_kernel(Row r, Layout layout, unsigned slice) {
+    __shared__ real sums[2][THREADS * N];
     const unsigned channels = r.s.oc, pixels = r.outputs / channels;
-    const unsigned c = blockIdx.x * WARP + threadIdx.x;
-    unsigned first = slice_start(pixels, blockIdx.y, gridDim.y) + threadIdx.y;
-    unsigned end = slice_start(pixels, blockIdx.y + 1, gridDim.y);
-    const KIND kind(r, min(c, channels - 1));
-    Sum sum = {0, 0, 0};
-    for (unsigned p = first; p < end && c < channels; p += LANES_Y)
-        sum = KIND::join(sum, kind.template pixel<T>(r, layout.at(p, c)));
-    sums[threadIdx.y][threadIdx.x] = sum;
+    const unsigned begin = blockIdx.y * slice, end = min(begin + slice, pixels);
+    const unsigned width = blockDim.x * N, first = blockIdx.x * width; // channels of this block
+    const unsigned c = min(first + threadIdx.x * N, channels - N);
+    real d[N] = {}, x[N] = {};
+    KIND kinds[N];
+    if (KIND::READS_IN)
+        read_chunk<T, N>(x, r.in, layout.at(begin, c));
+    for (int j = 0; j < N; j++)
+        kinds[j].begin(r, c + j, x[j]);
+#pragma unroll 4
+    for (unsigned p = begin + threadIdx.y; p < end; p += blockDim.y) {
+        const unsigned i = layout.at(p, c);
+        if (KIND::READS_DOUT)
+            read_chunk<T, N>(d, r.dout, i);
+        if (KIND::READS_IN)
+            read_chunk<T, N>(x, r.in, i);
+        for (int j = 0; j < N; j++)
+            kinds[j].add(d[j], x[j]);
+    }
+    for (int j = 0; j < N; j++) {
+        sums[0][threadIdx.y * width + threadIdx.x * N + j] = kinds[j].a;
+        sums[1][threadIdx.y * width + threadIdx.x * N + j] = kinds[j].b;
+    }
     __syncthreads();
-    if (threadIdx.y > 0 || c >= channels)
+    const unsigned own = threadIdx.y * blockDim.x + threadIdx.x; // the channel that is joined
+    if (own >= width || first + own >= channels)
         return;
-    for (int i = 1; i < LANES_Y; i++)
-        sum = KIND::join(sum, sums[i][threadIdx.x]);
-    r.scratch[(2 * blockIdx.y) * channels + c] = sum.a;
-    r.scratch[(2 * blockIdx.y + 1) * channels + c] = sum.b;
+    real a = 0, b = 0;
+    for (unsigned y = 0; y < blockDim.y; y++) {
+        a += sums[0][y * width + own];
+        b += sums[1][y * width + own];
+    }
+    const real shift = KIND::READS_IN ? read<T>(r.in, layout.at(begin, first + own)) : 0;
+    const Sum sum = KIND::of_slice((real)(end - begin), shift, a, b);
+    r.scratch[(2 * blockIdx.y) * channels + first + own] = sum.a;
+    r.scratch[(2 * blockIdx.y + 1) * channels + first + own] = sum.b;
 }
 
 // Joins the slices of a channel, and finishes it. The lanes of a warp are joined by shuffles, which
 // read a register of another lane: after 5 exchanges lane 0 has all.   One warp per channel
-template <class KIND> static __global__ void join_slices_kernel(Row r, int slices) {
-    const int channels = r.s.oc, c = element() / WARP, lane = threadIdx.x % WARP;
+template <class KIND> static __global__ void join_slices_kernel(Row r, unsigned slice) {
+    const unsigned channels = r.s.oc, c = element() / WARP, lane = threadIdx.x % WARP;
     const unsigned pixels = r.outputs / channels;
     if (c >= channels) // true of whole warps only, as shuffles need all lanes
         return;
     Sum sum = {0, 0, 0};
-    for (int slice = lane; slice < slices; slice += WARP) {
-        unsigned end = slice_start(pixels, slice + 1, slices);
-        sum = KIND::join(sum, {(real)(end - slice_start(pixels, slice, slices)),
-                               r.scratch[2 * slice * channels + c],
-                               r.scratch[(2 * slice + 1) * channels + c]});
-    }
+    for (unsigned i = lane; i * slice < pixels; i += WARP)
+        sum =
+            KIND::join(sum, {(real)min(slice, pixels - i * slice), r.scratch[2 * i * channels + c],
+                             r.scratch[(2 * i + 1) * channels + c]});
     for (int other = WARP / 2; other > 0; other /= 2)
         sum = KIND::join(sum, {__shfl_down_sync(0xffffffffu, sum.count, other),
                                __shfl_down_sync(0xffffffffu, sum.a, other),
@@ -1068,19 +1161,31 @@ template <class KIND> static __global__ void join_slices_kernel(Row r, int slice
         KIND::finish(r, c, sum);
 }
 
+// The fewer channels there are, the more of a block's threads have other pixels. How many depends
+// on the channels alone, so that the order of the sums is the same in both layouts.
+template <class T, class KIND, int N> static void sum_slices(Work w, size_t slice) {
+    const size_t channels = w.l->out.c, pixels = outputs(w) / channels;
+    unsigned across = WARP;
+    while (across / 2 * Pack<T>::N >= channels)
+        across /= 2;
+    auto *sum_slices_of = sum_slices_kernel<T, KIND, N>; // a macro's argument has no comma
+    LAUNCH_GRID(sum_slices_of, dim3(ceil_div(channels, across * N), ceil_div(pixels, slice)),
+                dim3(across, THREADS / across), 0, row_of(w), layout_of(w.l->out, w.transposed),
+                slice);
+}
+
 // moments: the sums of slices of CONV_SLICE pixels, which a convolution has stored, or NULL
 template <class T, class KIND> static void sum_pixels(Work w, real *moments) {
     const size_t channels = w.l->out.c, pixels = outputs(w) / channels;
-    // slices of at least 64 pixels, at most SUM_SLICES of them
-    const size_t slices = min(ceil_div(pixels, 64), (size_t)SUM_SLICES);
-    auto *sum_slices = sum_slices_kernel<T, KIND>; // a macro's argument has no comma
+    const size_t usual = max(ceil_div(pixels, SUM_SLICES), (size_t)LEAST_SLICE);
+    const size_t slice = moments ? CONV_SLICE : usual;
     if (moments)
         w.scratch = moments;
+    else if (by_packs<T>(w))
+        sum_slices<T, KIND, Pack<T>::N>(w, slice);
     else
-        LAUNCH_GRID(sum_slices, dim3(ceil_div(channels, WARP), slices), dim3(WARP, LANES_Y), 0,
-                    row_of(w), layout_of(w.l->out, w.transposed));
-    LAUNCH(join_slices_kernel<KIND>, channels * WARP, row_of(w),
-           moments ? pixels / CONV_SLICE : slices);
+        sum_slices<T, KIND, 1>(w, slice);
+    LAUNCH(join_slices_kernel<KIND>, channels * WARP, row_of(w), slice);
 }
 
 // Whether a convolution's forward stores the moments of its output, by slices of CONV_SLICE pixels,
@@ -1135,7 +1240,7 @@ template <class T> static __global__ void batchnorm_backward_kernel(Row r, Layou
     unsigned i = first_of_pack<T>();
     if (i >= r.outputs)
         return;
-    const real m = (real)(r.outputs / r.s.c);
+    const real share = 1 / (real)(r.outputs / r.s.c);
     Pack<T> sum = r.accumulate ? load<T>(r.din, i, r.outputs) : Pack<T>();
     Pack<T> x = load<T>(r.in, i, r.outputs), d = load<T>(r.dout, i, r.outputs);
     Pack<T> scale = of_channels<T>(r.weight, i, of_in);
@@ -1149,8 +1254,8 @@ template <class T> static __global__ void batchnorm_backward_kernel(Row r, Layou
         if (r.relu_backward && value <= 0)
             d.v[j] = 0;
         real distance = (x.v[j] - mean.v[j]) * inverse.v[j];
-        sum.v[j] +=
-            scale.v[j] * inverse.v[j] * (d.v[j] - sums.v[j] / m - distance * (products.v[j] / m));
+        sum.v[j] += scale.v[j] * inverse.v[j] *
+                    (d.v[j] - sums.v[j] * share - distance * (products.v[j] * share));
     }
     store(r.din, i, r.outputs, sum);
 }
@@ -2299,6 +2404,8 @@ static size_t scratch_size(const Layer *l, const Fusion *, size_t n) {
     return max(parts, sums);
 }
 
+enum { LANES_Y = 8 };
+
 /* to[image][column][row] = from[image][row][column], through a tile in shared memory, so that both
    sides are coalesced; += if accumulate. A line of the tile is padded by one number, so that the
    threads that read a column use different banks.   Grid: images * columns / 32 x rows / 32, of
@@ -2438,7 +2545,7 @@ static Kernels make_kernels(KernelsChoice name, Precision precision) {
     k.layers[RELU].forward = sizeof(T) == 4 ? relu_forward : each<add_forward_kernel<T>, packs<T>>;
     k.layers[RELU].backward = each<add_backward_kernel<T, true>, packs<T>>;
     k.layers[MAXPOOL2D].forward = each<maxpool2d_forward_kernel<T>, outputs>;
-    k.layers[MAXPOOL2D].backward = each<maxpool2d_backward_kernel<T>, inputs>;
+    k.layers[MAXPOOL2D].backward = maxpool2d_backward<T>;
     k.layers[AVGPOOL2D].forward = each<avgpool2d_forward_kernel<T>, outputs>;
     k.layers[AVGPOOL2D].backward = each<avgpool2d_backward_kernel<T>, inputs>;
     k.layers[ADD] = {each<add_forward_kernel<T>, packs<T>>, add_backward<T>};

@@ -423,7 +423,7 @@ bugs=$(cat <<'END'
 1 avgpool2d s/sum \/ pixels)/sum \/ (pixels - 1))/
 1 optimizers s/(1 - rho) \* delta \* delta/(1 - rho) * delta * g/
 1 gather s/(bits\[0\] % (2 \* CROP_PADDING + 1))/(bits[0] % (2 * CROP_PADDING))/
-1 batchnorm2d s/d \* d \* (s.count \* t.count/d * d * (t.count * t.count/
+1 batchnorm2d s/d \* d \* s.count \* share/d * d * t.count * share/
 1 softmax s/value = fmaxf(value/value = fminf(value/
 1 tiled s/first_k + i \* NEXT_K < end/first_k + i * NEXT_K <= end/
 2 relu s/o.v\[j\] > 0 ? d.v/o.v[j] >= 0 ? d.v/
@@ -436,13 +436,16 @@ bugs=$(cat <<'END'
 2 tiled s/rx = (px + padding) % stride/rx = px % stride/
 3 relu s/r.relu \&\& sum.v\[j\] < 0/sum.v[j] < 0/
 3 gather s/d <= ELASTIC_REACH; d++/d < ELASTIC_REACH; d++/
-3 batchnorm2d s/sums.v\[j\] \/ m - distance/sums.v[j] \/ m + distance/
+3 batchnorm2d s/sums.v\[j\] \* share - distance/sums.v[j] * share + distance/
+3 maxpool2d s/taps.v\[j\] == tap/taps.v[j] >= tap/
 3 tiled s/m < p.rows ? p.c.at(/m <= p.rows ? p.c.at(/
 4 batchnorm2d s/ + other.v\[j\];/;/
 4 gather s/at \/ 4 \* 4)/at)/
 4 naive s/weight\[(tap \* s.c + c) \* s.oc + o.c\]/weight[(tap * s.c + c) * s.c + o.c]/
 4 tiled s/p.parts + split \* p.elements, /p.parts + split * p.elements - split, /
 5 naive s/bias\[i % channels\]/bias[i \/ channels % channels]/
+5 batchnorm2d s/shift + mean, squares/mean, squares/
+5 maxpool2d s/rows = o.y == s.oh - 1 ? s.h - top : s.stride/rows = s.stride/
 5 relu s/!whole \&\& i + j < count/!whole \&\& i + j <= count/
 5 tiled s/i \/ 4 \* APART_M + i % 4/i \/ 4 * APART_N + i % 4/
 6 tiled s/(accumulate ? (real)\*old : 0)/0/
@@ -450,7 +453,7 @@ bugs=$(cat <<'END'
 8 tiled s/top = (py + padding) \/ stride/top = (py + padding + 1) \/ stride/
 8 fused s/w.fused.relu_backward \&\& (w.residual/w.fused.relu_backward \&\& (!w.residual/
 9 copies s/of_to) || !on_device/of_to) \&\& !on_device/
-10 batchnorm2d /sum_slices_kernel/,/^}/s/blockIdx.y + 1, gridDim.y)/blockIdx.y + 1, gridDim.y) - 1/
+10 batchnorm2d s/end = min(begin + slice, pixels)/end = min(begin + slice - 1, pixels)/
 11 bf16 s/line \* PITCH + (chunk ^/line * PITCH + (chunk |/
 11 optimizers s/(u.param16, i + j, p.v\[j\])/(u.param16, i + j, p.v[0])/
 12 bf16 s/lane \/ 16 \* 8 + lane % 8/lane \/ 16 * 8 + lane % 4/

@@ -25,6 +25,8 @@ bounds='^gemm_kernel<Tile<128,128,  128  0 33792
 ^tensor_kernel<.*,1,                168 0 0
 ^tensor_kernel<TensorTile<64,64,    128 0 0
 ^batchnorm_backward_kernel<__       96  0 0
+^sum_slices_kernel<__               96  0 16384
+^sum_slices_kernel                  64  0  8192
 ^transpose_kernel                   64  0  4352
 ^(dropout_forward|gather)_ 64  16     0
 .                                  64   0  4096'
