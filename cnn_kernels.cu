@@ -38,7 +38,7 @@
 #define nvtxRangePop()
 #endif
 #define MEMORY_TYPE type
-#define SM_MAJOR(properties) (properties).major
+#define SM_OF(properties) (10 * (properties).major + (properties).minor)
 #define PLATFORM "CUDA"
 #define REBUILD "make CUDA_ARCH=native, on this machine"
 #endif
@@ -47,6 +47,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <type_traits>
 #include <unistd.h>
 
 static_assert(sizeof(real) == sizeof(float), "the kernels are written for 32-bit floats");
@@ -58,6 +59,7 @@ static_assert(sizeof(real) == sizeof(float), "the kernels are written for 32-bit
    use streams of their own, so that they overlap with it. */
 
 enum { THREADS = 256, WARP = 32 };
+enum { HALF_SM = 75, TENSOR_SM = 80 }; // the first with mma of half; of tf32 and bf16, and cp.async
 static void (*fail)(int status, const char *format, ...); // die() of cnn.c
 static cudaStream_t streams[MAX_REPLICAS];
 enum { TUNING_MARKS = MARKS, ALL_MARKS = MARKS + 2 };
@@ -66,6 +68,7 @@ static int devices_of[MAX_REPLICAS];     // by replica
 static thread_local size_t replica;      // that this host thread computes for
 static thread_local int device;          // that it uses
 static thread_local int multiprocessors; // that this device has
+static thread_local int architecture;    // sm_NN: the device's, or that of the code if it is older
 
 static void check(cudaError_t error, const char *call, int line) {
     if (error != cudaSuccess)
@@ -133,6 +136,9 @@ static void use(size_t r, size_t which, void (*on_error)(int, const char *, ...)
              ", or use --no-cuda",
              device);
     CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+    cudaDeviceProp p;
+    CHECK(cudaGetDeviceProperties(&p, device));
+    architecture = min(SM_OF(p), attributes.ptxVersion);
     if (streams[replica])
         return;
     CHECK(cudaStreamCreateWithFlags(&streams[replica], cudaStreamNonBlocking));
@@ -154,15 +160,20 @@ static void describe(DeviceInfo *d) {
 #ifdef __HIP__
     describe_amd(d, p, driver, total);
 #else
-    snprintf(d->name, sizeof d->name, "%.200s, sm_%d%d, %d multiprocessors, %.1f GB", p.name,
-             p.major, p.minor, p.multiProcessorCount, (double)total / 1e9);
+    char older[32] = ""; // code lacks the tensor cores that are newer than it
+    if (architecture < min(SM_OF(p), (int)TENSOR_SM))
+        snprintf(older, sizeof older, " with code for sm_%d", architecture);
+    snprintf(d->name, sizeof d->name, "%.200s, sm_%d%s, %d multiprocessors, %.1f GB", p.name,
+             SM_OF(p), older, p.multiProcessorCount, (double)total / 1e9);
     snprintf(d->driver, sizeof d->driver, "CUDA %d.%d", driver / 1000, driver % 1000 / 10);
     char *to = d->uuid + snprintf(d->uuid, sizeof d->uuid, "GPU");
     for (int i = 0; i < 16; i++) // in the format of nvidia-smi
         to += snprintf(to, 4, i == 0 || (i >= 4 && i <= 10 && i % 2 == 0) ? "-%02x" : "%02x",
                        (unsigned char)p.uuid.bytes[i]);
 #endif
-    d->tensor_cores = SM_MAJOR(p) >= 8;
+    d->tensor_cores[TF32] = architecture >= TENSOR_SM;
+    d->tensor_cores[BF16] = architecture >= TENSOR_SM;
+    d->tensor_cores[FP16] = architecture >= HALF_SM;
     d->memory = .95 * (double)bytes; // the runtime allocates some later, for kernels and streams
 #ifdef CUDA_ON_CPU
     d->emulated = true;
@@ -724,24 +735,30 @@ static __global__ void maxpool2d_forward_kernel(Row r, Layout of_in, Layout of_o
 }
 
 /* din = sum of dout over the windows whose maximum this pixel was; += if accumulate. One thread per
-   input element, which visits the windows that cover it, from the last to the first, so that no two
-   threads add to the same number.   Traffic: N + N / stride^2 elements, N / stride^2 bytes */
-template <class T>
+   N channels of an input pixel, which visits the windows that cover it, from the last to the first,
+   so that no two threads add to the same number.
+   Traffic: N + N / stride^2 elements, N / stride^2 bytes */
+template <class T, int N>
 static __global__ void maxpool2d_backward_kernel(Row r, Layout of_in, Layout of_out) {
-    unsigned i = element();
+    const unsigned i = N * element();
     if (i >= r.inputs)
         return;
     const Window &s = r.s;
     const Index p = index_of(i, s.h, s.w, of_in);
     const int y = p.y + s.padding, x = p.x + s.padding; // in the padded image
-    real sum = r.accumulate ? read<T>(r.din, i) : 0;
+    real sums[N] = {}, d[N];
+    if (r.accumulate)
+        read_chunk<T, N>(sums, r.din, i);
     for (int oy = min(y / s.stride, s.oh - 1); oy >= 0 && y - oy * s.stride < s.kernel; oy--)
         for (int ox = min(x / s.stride, s.ow - 1); ox >= 0 && x - ox * s.stride < s.kernel; ox--) {
             const int tap = (y - oy * s.stride) * s.kernel + x - ox * s.stride;
             const unsigned at = of_out.at((p.image * s.oh + oy) * s.ow + ox, p.c);
-            sum += r.saved[at] == tap ? read<T>(r.dout, at) : 0;
+            const Chunk<uint8_t, N> taps = *(const Chunk<uint8_t, N> *)(r.saved + at);
+            read_chunk<T, N>(d, r.dout, at);
+            for (int j = 0; j < N; j++)
+                sums[j] += taps.v[j] == tap ? d[j] : 0;
         }
-    write<T>(r.din, i, sum);
+    write_chunk<T, N>(r.din, i, sums);
 }
 
 /* The same where windows neither overlap nor reach beyond the image. A thread has N channels of an
@@ -775,14 +792,26 @@ static __global__ void maxpool2d_backward_apart_kernel(Row r, Layout of_in, Layo
         }
 }
 
-template <class T> static void maxpool2d_backward(Work w) {
-    const bool apart = w.l->stride >= w.l->kernel && w.l->padding == 0;
-    if (apart && by_packs<T>(w))
-        each<maxpool2d_backward_apart_kernel<T, Pack<T>::N>, packs<T>>(w);
-    else if (apart)
-        each<maxpool2d_backward_apart_kernel<T, 1>, outputs>(w);
+template <int N> static size_t input_chunks(Work w) {
+    return ceil_div(inputs(w), N);
+}
+
+template <int N> static size_t output_chunks(Work w) {
+    return ceil_div(outputs(w), N);
+}
+
+template <class T, int N> static void maxpool2d_backward_of(Work w) {
+    if (w.l->stride >= w.l->kernel && w.l->padding == 0)
+        each<maxpool2d_backward_apart_kernel<T, N>, output_chunks<N>>(w);
     else
-        each<maxpool2d_backward_kernel<T>, inputs>(w);
+        each<maxpool2d_backward_kernel<T, N>, input_chunks<N>>(w);
+}
+
+template <class T> static void maxpool2d_backward(Work w) {
+    if (by_packs<T>(w))
+        maxpool2d_backward_of<T, Pack<T>::N>(w);
+    else
+        maxpool2d_backward_of<T, 1>(w);
 }
 
 // out[n][c] = mean over the pixels.   Traffic: (pixels + 1) N elements
@@ -1096,9 +1125,9 @@ struct Moments {
 
 /* scratch[slice][0][c] = a, scratch[slice][1][c] = b of the slice's pixels. A thread has N channels
    and every blockDim.y-th pixel. Threads beyond the last channels compute these again.
-   Grid: channels / (blockDim.x * N) x slices, of THREADS.   Traffic: 1 or 2 elements for each number
-   of dout or in. With nchw, a warp's numbers are far apart; the other warps find theirs in the L1
-   cache */
+   Grid: channels / (blockDim.x * N) x slices, of THREADS.   Traffic: 1 or 2 elements for each
+   number of dout or in. With nchw, a warp's numbers are far apart; the other warps find theirs in
+   the L1 cache */
 template <class T, class KIND, int N>
 static __global__ void sum_slices_kernel(Row r, Layout layout, unsigned slice) {
     __shared__ real sums[2][THREADS * N];
@@ -1178,7 +1207,7 @@ template <class T, class KIND, int N> static void sum_slices(Work w, size_t slic
 template <class T, class KIND> static void sum_pixels(Work w, real *moments) {
     const size_t channels = w.l->out.c, pixels = outputs(w) / channels;
     const size_t usual = max(ceil_div(pixels, SUM_SLICES), (size_t)LEAST_SLICE);
-    const size_t slice = moments ? CONV_SLICE : usual;
+    const size_t slice = moments ? (size_t)CONV_SLICE : usual;
     if (moments)
         w.scratch = moments;
     else if (by_packs<T>(w))
@@ -1871,7 +1900,7 @@ static size_t fastest(const Variant<T, O> (&variants)[VARIANTS], size_t usual,
     }
     for (size_t i = 1; i < VARIANTS; i++)
         best = seconds[i] < seconds[best] ? i : best;
-    if (best != usual && replica == 0)
+    if (variants[best].kernel != variants[usual].kernel && replica == 0)
         printf("Autotune: %s, %s: tiles of %zu x %zu, %.1f us; of %zu x %zu, %.1f us\n", layer,
                passes[p.pass], variants[best].m, variants[best].n, 1e6 * seconds[best],
                variants[usual].m, variants[usual].n, 1e6 * seconds[usual]);
@@ -2068,31 +2097,51 @@ static double peak_gflops(void) {
      ldmatrix    loads four 8 x 8 matrices of 16-bit elements into the registers of a warp, in the
                  layout that mma expects
 
-   The functions that wrap these instructions are all that differs between GPU and emulator. */
+   The functions that wrap these instructions are all that differs between GPU and emulator. sm_75
+   has no cp.async, and mma for half only: so there the smallest tile alone is compiled, for half,
+   and its chunks go through registers. */
 
 #ifndef __HIP__
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800 // a GPU without these instructions
-enum { HAS_MMA = false };
-#define PTX(emulated, ...)
+#ifdef __CUDA_ARCH__
+static constexpr int COMPILED_SM = __CUDA_ARCH__ / 10;
 #else
-enum { HAS_MMA = true };
-#ifndef CUDA_ON_CPU // the emulator's calls what is emulated
+static constexpr int COMPILED_SM = 90; // the emulator has all of it
+#endif
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 750 // a GPU without these instructions
+#define PTX(emulated, ...)
+#elif !defined(CUDA_ON_CPU) // the emulator's calls what is emulated
 #define PTX(emulated, ...) asm volatile(__VA_ARGS__)
 #endif
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#define PTX_SM_80(emulated, ...)
+#else
+#define PTX_SM_80 PTX
 #endif
 
 // d[16][8] += a[16][K] * b[K][8]. K: 16, of floats 8. The layout is shown at struct Fragments.
-#define MMA(T, emulated, shape)                                                                    \
-    static __device__ void mma(T, real *d, const uint32_t *a, const uint32_t *b) {                 \
-        PTX(emulated(d, a, b, d),                                                                  \
-            "mma.sync.aligned." shape ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                       \
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));                   \
+#define MMA(T, emulated, shape)                                                        \
+    static __device__ void mma(T, real *d, const uint32_t *a, const uint32_t *b) {     \
+        PTX_SM_80(emulated(d, a, b, d),                                                \
+                  "mma.sync.aligned." shape                                            \
+                  ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"         \
+                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                     \
+                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1])); \
     }
 MMA(real, emu_mma_m16n8k8_tf32, "m16n8k8.row.col.f32.tf32.tf32")
-MMA(__half, emu_mma_m16n8k16_f16, "m16n8k16.row.col.f32.f16.f16")
 MMA(__nv_bfloat16, emu_mma_m16n8k16_bf16, "m16n8k16.row.col.f32.bf16.bf16")
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800 // each half of K by an instruction of its own
+static __device__ void mma(__half, real *d, const uint32_t *a, const uint32_t *b) {
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+        PTX(, "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, "
+              "{%0,%1,%2,%3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[2 * half]), "r"(a[2 * half + 1]), "r"(b[half]));
+}
+#else
+MMA(__half, emu_mma_m16n8k16_f16, "m16n8k16.row.col.f32.f16.f16")
+#endif
 
 // Four 8 x 8 matrices of 16-bit elements: lane i gives the address of row i % 8 of matrix i / 8.
 #define LDMATRIX(name, transposed, trans)                                            \
@@ -2108,20 +2157,21 @@ LDMATRIX(ldmatrix_transposed, true, ".trans")
 
 // Starts to copy 16 bytes to shared memory; zeros, if not valid.
 static __device__ void cp_async(void *to, const void *from, bool valid) {
-    PTX(emu_cp_async16(to, from, valid ? 16 : 0), "cp.async.cg.shared.global [%0], [%1], 16, %2;"
-        :
-        : "r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from), "r"(valid ? 16 : 0)
-        : "memory");
+    PTX_SM_80(emu_cp_async16(to, from, valid ? 16 : 0),
+              "cp.async.cg.shared.global [%0], [%1], 16, %2;"
+              :
+              : "r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from), "r"(valid ? 16 : 0)
+              : "memory");
 }
 
 // Ends a group of this thread's copies, maybe of none.
 static __device__ void cp_async_commit(void) {
-    PTX(emu_cp_async_commit(), "cp.async.commit_group;" ::: "memory");
+    PTX_SM_80(emu_cp_async_commit(), "cp.async.commit_group;" ::: "memory");
 }
 
 // Waits until at most PENDING of this thread's groups are incomplete.
 template <int PENDING> static __device__ void cp_async_wait(void) {
-    PTX(emu_cp_async_wait(PENDING), "cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+    PTX_SM_80(emu_cp_async_wait(PENDING), "cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
 // Rounds to the upper 19 bits of a float, tf32, which mma would truncate; NaN and infinity stay.
@@ -2161,24 +2211,36 @@ template <class T, int LINES, bool IMAGE, bool ALONG_K, int WIDTH>
 struct TensorLoader : TileReader<T, LINES, DEPTH_CHUNKS * Chunk<T>::COUNT, TENSOR_THREADS, IMAGE,
                                  ALONG_K, Chunk<T>::COUNT, WIDTH> {
     enum { CHUNK = Chunk<T>::COUNT, PITCH = ALONG_K ? DEPTH_CHUNKS : LINES / CHUNK };
+    enum { AT_ONCE = WIDTH == 1, ASYNC = !AT_ONCE && COMPILED_SM >= TENSOR_SM };
     typedef TileReader<T, LINES, DEPTH_CHUNKS * CHUNK, TENSOR_THREADS, IMAGE, ALONG_K, CHUNK, WIDTH>
         Reader;
+    Chunk<T> chunks[Reader::COUNT];
     using Reader::Reader;
     __device__ float4 *at(float4 *tile, int i) const {
         return tile + swizzle<PITCH>(this->along + i * Reader::APART, this->across / CHUNK);
     }
-    // Starts to copy; with WIDTH 1, where no 16 bytes are aligned, loads and stores at once.
+    __device__ void store_chunks(float4 *tile) const {
+#pragma unroll
+        for (int i = 0; i < Reader::COUNT; i++)
+            *(Chunk<T> *)at(tile, i) = chunks[i];
+    }
+    // Starts to copy to the tile; on sm_75 loads into registers, and store() completes it. With
+    // WIDTH 1, where no 16 bytes are aligned, loads and stores at once.
     __device__ void load(const Operand<T> &o, int k, int end, float4 *tile) {
-        Chunk<T> chunks[Reader::COUNT];
         this->read(o, k, end, [&](int i, int piece, const T *from, bool valid) {
-            if constexpr (WIDTH > 1)
+            if (ASYNC)
                 cp_async(at(tile, i), valid ? from : o.data, valid);
+            else if constexpr (WIDTH > 1)
+                chunks[i] = valid ? *(const Chunk<T> *)in_global(from) : Chunk<T>{};
             else
                 chunks[i].v[piece] = valid ? *in_global(from) : (T)0.f;
         });
-#pragma unroll
-        for (int i = 0; WIDTH == 1 && i < Reader::COUNT; i++)
-            *(Chunk<T> *)at(tile, i) = chunks[i];
+        if (AT_ONCE)
+            store_chunks(tile);
+    }
+    __device__ void store(float4 *tile) const {
+        if (!AT_ONCE && !ASYNC)
+            store_chunks(tile);
     }
 };
 
@@ -2299,8 +2361,10 @@ static __device__ void store_moments(real *partial, const real *sums, const Job 
 template <class Tile, bool A_ALONG_K, bool B_ALONG_K, int WIDTH, class T, class O>
 static __global__ void __launch_bounds__(TENSOR_THREADS, WIDTH == 1 ? 3 : Tile::BLOCKS)
     tensor_kernel(Product<T, O> p) {
-    if (!HAS_MMA) // never launched there: the code for such GPUs is empty
-        return;
+    constexpr bool on_sm_75 =
+        std::is_same<T, __half>::value && std::is_same<Tile, SmallTensorTile>::value;
+    if (COMPILED_SM < (on_sm_75 ? HALF_SM : TENSOR_SM))
+        return; // never launched there: the code for such GPUs is empty
     extern __shared__ __align__(128) float4 tiles[];
     enum { DEPTH = DEPTH_CHUNKS * Chunk<T>::COUNT, TILE_A = Tile::M * DEPTH_CHUNKS };
     enum { FRAGMENTS_M = Tile::WARP_M / 16, FRAGMENTS_N = Tile::WARP_N / 16 };
@@ -2320,14 +2384,24 @@ static __global__ void __launch_bounds__(TENSOR_THREADS, WIDTH == 1 ? 3 : Tile::
             load_b.load(p.b, next, job.end, tile + TILE_A);
         }
         cp_async_commit();
+    };
+    const auto store_next = [&](int stage) {
+        float4 *tile = tiles + stage * Tile::CHUNKS;
+        if (next < job.end) {
+            load_a.store(tile);
+            load_b.store(tile + TILE_A);
+        }
         next += DEPTH;
     };
-    for (int stage = 0; stage < STAGES - 1; stage++)
+    for (int stage = 0; stage < STAGES - 1; stage++) {
         load_next(stage);
+        store_next(stage);
+    }
     for (int k = job.begin, stage = 0; k < job.end; k += DEPTH) {
         cp_async_wait<STAGES - 2>(); // this thread's part of the tile at k is there;
         __syncthreads();             // the other threads', too, and the tile before it was read,
-        load_next(stage > 0 ? stage - 1 : STAGES - 1); // whose memory is free
+        const int previous = stage > 0 ? stage - 1 : STAGES - 1; // whose memory is free
+        load_next(previous);
         const float4 *tile = tiles + stage * Tile::CHUNKS;
         stage = stage < STAGES - 1 ? stage + 1 : 0;
 #pragma unroll
@@ -2345,6 +2419,7 @@ static __global__ void __launch_bounds__(TENSOR_THREADS, WIDTH == 1 ? 3 : Tile::
                 for (int j = 0; j < 2 * FRAGMENTS_N; j++)
                     mma(T(), sums[i][j], x[i], y[j / 2] + j % 2 * 2);
         }
+        store_next(previous);
     }
     real *staged = (real *)tiles;
     __syncthreads(); // the last tile has been read
@@ -2369,13 +2444,17 @@ struct Tensor {
             variant_of<Small>(tensor_kernel<Small, A_ALONG_K, B_ALONG_K, WIDTH, T, O>),
             variant_of<Narrow>(tensor_kernel<Narrow, A_ALONG_K, B_ALONG_K, WIDTH, T, O>),
             variant_of<Large>(tensor_kernel<Large, A_ALONG_K, B_ALONG_K, WIDTH, T, O>)};
+        static const Variant<T, O> small_ones[VARIANTS] = {variants[0], variants[1], variants[1],
+                                                           variants[1]};
+        const Variant<T, O>(&compiled)[VARIANTS] =
+            architecture >= TENSOR_SM ? variants : small_ones;
         static thread_local bool allowed[MAX_REPLICAS]; // by device
         for (size_t i = 0; i < VARIANTS && !allowed[device]; i++)
-            CHECK(cudaFuncSetAttribute(variants[i].kernel,
+            CHECK(cudaFuncSetAttribute(compiled[i].kernel,
                                        cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                       (int)variants[i].bytes));
+                                       (int)compiled[i].bytes));
         allowed[device] = true;
-        gemm(variants, p, w);
+        gemm(compiled, p, w);
     }
 };
 
