@@ -434,6 +434,7 @@ struct cudaUUID_t {
 struct cudaFuncAttributes {
     int maxThreadsPerBlock, numRegs; // registers are unknown here
     size_t sharedSizeBytes, localSizeBytes;
+    int ptxVersion, binaryVersion;
 };
 struct cudaDeviceProp {
     char name[256];
@@ -514,7 +515,7 @@ cudaError_t cudaFuncSetAttribute(Kernel *kernel, cudaFuncAttribute, int dynamic_
 }
 template <class Kernel>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, Kernel *) {
-    *attributes = {1024, 0, 0, 0};
+    *attributes = {1024, 0, 0, 0, (int)gpu.sm, (int)gpu.sm};
     return cudaSuccess;
 }
 

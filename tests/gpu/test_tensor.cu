@@ -45,6 +45,7 @@ static __global__ void fragments_kernel(Operand<T> o, uint32_t *found, int end) 
     TensorLoader<T, LINES, false, ALONG_K, WIDTH> loader(o, 0, LINES, 0);
     Fragments<T, LINES, ALONG_K, IS_A> read(threadIdx.x / WARP % 2 * LINES / 2);
     loader.load(o, 0, end, tiles);
+    loader.store(tiles);
     cp_async_commit();
     cp_async_wait<0>();
     __syncthreads();
@@ -411,17 +412,22 @@ int main(int argc, char **argv) {
     use(0, 0, end);
     DeviceInfo info = {};
     describe(&info);
-    if (!info.tensor_cores) {
+    if (!info.tensor_cores[FP16]) {
         printf("skip cuda/layouts: %s has no tensor cores that cnn uses\n", info.name);
         return 0;
     }
     verdict("fragments of half", wrong_in_all_fragments<__half>());
+    verdict("mma of half", wrong_sums<__half>());
+    verdict("bank conflicts", bank_conflicts());
+    if (!info.tensor_cores[BF16]) {
+        printf("skip cuda/layouts: %s has no tensor cores that cnn uses in bf16 and tf32\n",
+               info.name);
+        return 0;
+    }
     verdict("fragments of bfloat16", wrong_in_all_fragments<__nv_bfloat16>());
     verdict("fragments of float", wrong_in_all_fragments<real>());
-    verdict("mma of half", wrong_sums<__half>());
     verdict("mma of bfloat16", wrong_sums<__nv_bfloat16>());
     verdict("mma of float", wrong_sums<real>());
-    verdict("bank conflicts", bank_conflicts());
     verdict("rounding to tf32", wrong_roundings());
     return 0;
 }
