@@ -193,8 +193,10 @@ static void check_written(const Trial *t) {
     const int elements = t->s.m * t->s.n;
     int missing = 0, first = 0;
     for (int i = elements - 1; i >= 0; i--)
-        if (bits_of(((const float *)t->c.host)[i]) == unwritten)
-            missing++, first = i;
+        if (bits_of(((const float *)t->c.host)[i]) == unwritten) {
+            missing++;
+            first = i;
+        }
     if (missing == elements)
         wrong("%s: C was never written: is the kernel launched?", sizes_text(t->s));
     if (missing > 0)

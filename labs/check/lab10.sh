@@ -19,7 +19,8 @@ END
 }
 
 # What a part may call, besides functions that it defines itself
-may_call="mma ldmatrix ldmatrix_transposed cp_async cp_async_commit cp_async_wait two pack chunk_at store_sums __uint_as_float $in_any_kernel"
+may_call="mma ldmatrix ldmatrix_transposed cp_async cp_async_commit cp_async_wait
+    two pack chunk_at store_sums __uint_as_float $in_any_kernel"
 vet_part() {
     [ "$1" = 10.0 ] || vet_kernel "$1" 'matmul_naive|naive_kernel|emulated|counts|begin_counts|end_counts' \
         "the instructions, two(), pack(), chunk_at(), store_sums()"

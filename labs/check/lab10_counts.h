@@ -7,8 +7,8 @@
                  more than once is counted. Requests of a warp are its threads' n-th accesses.
      ahead       bytes that cp.async is copying while a warp multiplies
 
-   Reported, as the emulator's errors: accesses to shared memory by two threads, of which one writes,
-   with no barrier between; and reads of what cp.async has not been waited for. */
+   Reported, as the emulator's errors: accesses to shared memory by two threads, one of which
+   writes, with no barrier between; and reads of what cp.async has not been waited for. */
 #include <array>
 #include <map>
 #include <unordered_map>
@@ -108,10 +108,13 @@ static EMU_UNCOUNTED void use(const void *address, long bytes, bool writes, cons
             emu::die("%swrites shared memory that another thread reads, with no __syncthreads() "
                      "between",
                      what);
-        if (writes)
-            u.written = epoch, u.writer = thread;
-        else
-            u.reader = u.read == epoch && u.reader != thread ? -2 : thread, u.read = epoch;
+        if (writes) {
+            u.written = epoch;
+            u.writer = thread;
+        } else {
+            u.reader = u.read == epoch && u.reader != thread ? -2 : thread;
+            u.read = epoch;
+        }
     }
 }
 

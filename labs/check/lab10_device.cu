@@ -15,7 +15,6 @@ void lab_free(void *memory) {
 void lab_copy(void *to, const void *from, size_t bytes, bool to_device) {
     CHECK(cudaMemcpy(to, from, bytes, to_device ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost));
 }
-
 }
 
 static void multiply(int change, const int *s, const bf16 *a, const bf16 *b, float *c) {

@@ -41,7 +41,7 @@ static void check(cudaError_t error, const char *call, int line) {
     exit(1);
 }
 
-/* ---- The instructions. All 32 lanes of a warp execute each of the first three together. -------- */
+/* ---- The instructions. All 32 lanes of a warp execute each of the first three together. ------ */
 
 // d[16][8] += a[16][16] * b[16][8], where the lanes hold the elements: the handout shows which.
 static __device__ void mma(float *d, const uint32_t *a, const uint32_t *b) {
@@ -110,7 +110,7 @@ template <int PENDING> static __device__ void cp_async_wait(void) {
 #endif
 }
 
-/* ---- Elements --------------------------------------------------------------------------------- */
+/* ---- Elements -------------------------------------------------------------------------------- */
 
 // The numbers at[0] and at[1] in a register: at[0] in its lower half. `at` is a multiple of 4.
 static __device__ uint32_t two(const bf16 *at) {
@@ -135,7 +135,7 @@ static __device__ void store_sums(Sizes s, float *c, int row, int column, const 
     *(float2 *)(to + 8 * s.n) = {sums[2], sums[3]};
 }
 
-/* ---- Change 0: without tensor cores, one thread per element of C ------------------------------ */
+/* ---- Change 0: without tensor cores, one thread per element of C ----------------------------- */
 
 static __global__ void naive_kernel(Sizes s, const bf16 *a, const bf16 *b, float *c) {
     const int row = blockIdx.y, column = blockIdx.x * TILE + threadIdx.x;
@@ -151,7 +151,7 @@ static void matmul_naive(Sizes s, const bf16 *a, const bf16 *b, float *c) {
     CHECK_LAUNCH();
 }
 
-/* ---- Change 1: mma, its operands loaded from global memory ------------------------------------ */
+/* ---- Change 1: mma, its operands loaded from global memory ----------------------------------- */
 
 /* LAB 10.1 BEGIN matmul_mma */
 // A block is one warp, which computes 16 x 8 elements of C.
@@ -177,7 +177,7 @@ static void matmul_mma(Sizes s, const bf16 *a, const bf16 *b, float *c) {
 }
 /* LAB 10.1 END */
 
-/* ---- Change 2: tiles in shared memory, fragments by ldmatrix ----------------------------------- */
+/* ---- Change 2: tiles in shared memory, fragments by ldmatrix --------------------------------- */
 
 /* LAB 10.2 BEGIN matmul_tiles */
 // Of the block's tile of C, a warp computes 32 x 32 elements: 2 x 4 products of 16 x 8.
@@ -222,7 +222,7 @@ static void matmul_tiles(Sizes s, const bf16 *a, const bf16 *b, float *c) {
 }
 /* LAB 10.2 END */
 
-/* ---- Change 3: the chunks of a line are permuted, so that no two of a matrix share a bank ------ */
+/* ---- Change 3: the chunks of a line are permuted, so that no two of a matrix share a bank ---- */
 
 /* LAB 10.3 BEGIN matmul_swizzled */
 // A chunk's place in a tile. The banks of a chunk are given by its place modulo 8, which is chunk
@@ -272,7 +272,7 @@ static void matmul_swizzled(Sizes s, const bf16 *a, const bf16 *b, float *c) {
 }
 /* LAB 10.3 END */
 
-/* ---- Change 4: two tiles of each operand are on their way while a third one is multiplied ------ */
+/* ---- Change 4: two tiles of each operand are on their way while a third one is multiplied ---- */
 
 /* LAB 10.4 BEGIN matmul_stages */
 static __device__ int place_in_stage(int line, int chunk) {
@@ -331,7 +331,7 @@ static void matmul_stages(Sizes s, const bf16 *a, const bf16 *b, float *c) {
 }
 /* LAB 10.4 END */
 
-/* ---- Each change is run, compared with the naive kernel, and timed or counted ------------------ */
+/* ---- Each change is run, compared with the naive kernel, and timed or counted ---------------- */
 
 static const struct {
     const char *name;
@@ -519,7 +519,7 @@ static int print_changes(Trial *t, FILE *csv) {
     return last;
 }
 
-/* ---- How exact are the sums? ------------------------------------------------------------------ */
+/* ---- How exact are the sums? ----------------------------------------------------------------- */
 
 // Sums of squares over all elements: of the exact results, and of the four errors.
 struct Errors {
