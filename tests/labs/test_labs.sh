@@ -187,10 +187,25 @@ try_lab() {
         cp -r "$solved/runs" "$fresh"
         wrong_runs "$lab" "$solved"
     fi
+    [ "${QUICK:-}" ] || [ "$lab" != 10 ] || refuses_tensor "$fresh"
     check_todos "$lab" "$fresh"
     wrong_answers "$lab" "$solved"
     # from lab 9, the last one, to the grade book every day, from the others every third
     [ "${QUICK:-}" ] || { [ "$lab" != 9 ] && ! share "$lab"; } || grade_class "$lab" "$solved"
+}
+
+# The starter of lab 10 has no kernel for tensor cores, and says so; it trains with the others.
+refuses_tensor() {
+    local kernels
+    make -s --no-print-directory -C "$1" emulate EMU_OPT=-O0 >"$1.emulate" 2>&1
+    for kernels in tiled tensor; do
+        (cd "$1" && ./cnn-emu --model lenet --dataset synthetic --limit-train 8 --limit-test 8 --epochs 1 --batch-size 8 \
+            --kernels $kernels --quiet) >"$1.$kernels" 2>&1
+        echo "exit $?" >>"$1.$kernels"
+    done
+    same lab10-trains-with-tiled "exit 0" "$(tail -n 1 "$1.tiled")"
+    same lab10-refuses-tensor "--kernels tensor: the starter of lab 10 has no such kernel exit 2" \
+        "$(grep -oE -- '--kernels tensor: the starter of lab 10 has no such kernel|^exit .*' "$1.tensor" | xargs)"
 }
 
 # The solution gets all points when a teacher grades it from the project.
