@@ -51,7 +51,7 @@ endif
 
 .PHONY: all help run test test-all test-long data bench bench-gpu debug emulate count ptx races overlap clean found doctor \
 	cpu single multi study study-scaling study-workers ablation plots report verify starter check crossover \
-	convolution
+	convolution matmul
 all: found cnn
 
 CUDA_FOR = for $(CUDA_ARCH)
@@ -105,6 +105,7 @@ help:
 	@echo "  make crossover       lab 4: a layer on the CPU and on the GPU, 1 to 256 images; EMULATE=1 LARGEST=16"
 	@echo "  make convolution     lab 5: a convolution, one change at a time; EMULATE=1: counts what kernels read"
 	@echo "  make overlap         lab 6: how much of the loader's work the device hides, in TRACE=runs/lab06/trace.json"
+	@echo "  make matmul          lab 10: a matrix product on tensor cores; EMULATE=1: counts what kernels do"
 	@echo "Variables: CC=clang ARCH=x86-64-v3 OPT=-O0 NO_OMP=1 NO_CUDA=1 NO_MPI=1 NO_NCCL=1 CUDA_ARCH=native"
 
 doctor:
@@ -270,7 +271,7 @@ ablation: all $(if $(VIRTUAL),cnn-emu)
 plots:
 	@$(PLOT) '$(RUNS)'
 # LAB=n: of that lab's runs, in reports/
-report verify: RUNS := $(if $(LAB),reports/lab0$(LAB),$(RUNS))
+report verify: RUNS := $(if $(LAB),reports/lab$(if $(filter-out 10,$(LAB)),0)$(LAB),$(RUNS))
 report:
 	@$(if $(LAB),labs/tools/lab_runs.sh '$(LAB)')
 	-@$(PLOT) '$(RUNS)'
@@ -432,6 +433,18 @@ build/overlap: labs/lab06/overlap.c build/settings
 	$(BUILD) $< -o $@
 overlap: build/overlap
 	@build/overlap '$(TRACE)' >"$$(dirname '$(TRACE)')/overlap.txt" && cat "$$(dirname '$(TRACE)')/overlap.txt"
+
+# Lab 10: a matrix product on tensor cores, one change at a time. SIZE: of the matrices
+MATMUL = build/$(if $(and $(HAVE_CUDA),$(if $(VIRTUAL),,yes)),,emu_)matmul
+build/matmul: labs/lab10/matmul.cu build/kernel_settings build/link_settings
+	$(NVCC_BUILD) -arch=$(or $(GPU_SM),sm_80) $< -o $@
+build/emu_matmul: labs/lab10/matmul.cu labs/check/lab10_counts.h $(wildcard tests/emulator/cuda_on_cpu*) build/emu_settings
+	{ echo '#line 1 "matmul.cu"'; sed -f tests/emulator/cuda_on_cpu.sed $<; } | \
+		$(EMU_BUILD) -O1 -fsanitize=thread -fno-tree-sra -DCUEMU_COUNT -include labs/check/lab10_counts.h -x c++ -c - -o $@.o
+	$(CXX) $@.o -o $@ $(LIBS)
+matmul: $(MATMUL)
+	@mkdir -p runs
+	@CUEMU_CORES=1 $(MATMUL) runs/lab10-matmul.csv $(SIZE)
 
 # The race detector on every kernel: missing barriers, memory that two threads access at once.
 races: cnn-emu

@@ -2181,6 +2181,7 @@ static __device__ uint32_t round_tf32(uint32_t x) {
     return fabsf(__uint_as_float(x)) < INFINITY ? x + 0x1000 : x;
 }
 
+/* LAB 10.0 BEGIN tensor_kernel */
 /* ---- Tiles in shared memory. A tile of A or B has lines of 16-byte chunks: ALONG_K, a line is a
    row of A or a column of B and has 8 chunks, the K of one step (64 elements, of floats 32);
    otherwise a line is one k and has as many chunks as the tile's rows or columns fill. */
@@ -2459,6 +2460,7 @@ struct Tensor {
         gemm(compiled, p, w);
     }
 };
+/* LAB 10.0 END */
 
 // What make_kernels() expects of a precision and its kernels.
 #define CONV2D_OF(T, KERNELS) T, conv2d_forward<T, KERNELS>, conv2d_backward<T, KERNELS>

@@ -26,7 +26,7 @@ NAME = 200           # characters
 # What students need not hand in, and what nothing here reads.
 IGNORED = {".git", ".venv", "build", "__pycache__", "__MACOSX", "data", ".DS_Store"}
 # Links to run folders that make report LAB=n makes, or what an archiver has put in their place.
-LINKED_RUNS = re.compile(r"(^|/)reports/lab0\d/lab[^/]*(/|$)")
+LINKED_RUNS = re.compile(r"(^|/)reports/lab\d\d/lab[^/]*(/|$)")
 ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz")
 MB = 1 << 20
 

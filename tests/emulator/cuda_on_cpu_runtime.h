@@ -848,6 +848,8 @@ struct Traffic {
 static struct TrafficTable {
     std::map<std::string, Traffic> kernels;
     ~TrafficTable() { // at exit
+        if (kernels.empty())
+            return;
         fprintf(stderr, "%-24s %8s %12s %14s %12s %14s %12s %14s %12s %14s", "kernel", "launches",
                 "global reads", "(bytes)", "writes", "(bytes)", "shared reads", "(bytes)", "writes",
                 "(bytes)");

@@ -330,11 +330,13 @@ else
         check_architecture "$architecture"
     done
     [ ! -e "$tmp/kernels.o" ] || check_symbols
-    # lab 5's program, with what its checker appends
-    cat "$repo"/labs/{lab05/conv.cu,check/lab05_device.cu} >"$tmp/conv.cu"
-    "$nvcc" -std=c++17 -arch="$architecture" -Werror all-warnings -Xcompiler -Wall,-Wextra -c "$tmp/conv.cu" \
-        -o "$tmp/conv.o" >"$out" 2>&1
-    same "lab 5/no warning" "exit 0: " "exit $?: $(head -n 5 "$out")"
+    # the programs of labs 5 and 10, with what their checkers append
+    for program in 05/conv 10/matmul; do
+        cat "$repo/labs/lab$program.cu" "$repo/labs/check/lab${program%/*}_device.cu" >"$tmp/program.cu"
+        "$nvcc" -std=c++17 -arch="$architecture" -Werror all-warnings -Xcompiler -Wall,-Wextra -c "$tmp/program.cu" \
+            -o "$tmp/program.o" >"$out" 2>&1
+        same "lab ${program%/*}/no warning" "exit 0: " "exit $?: $(head -n 5 "$out")"
+    done
 fi
 
 # A program with the kernels starts without a GPU, and says why it uses the CPU.
