@@ -99,6 +99,7 @@ class Code:
     def __init__(self, record):
         self.program, base = record.one["program"].rsplit(" ", 1)
         self.source, self.launch_line = record.one["source"].rsplit(" ", 1)
+        self.own_files = {os.path.basename(self.source), "<stdin>"}  # sed passes the kernels to the compiler
         with open(self.program, "rb") as file:
             moved = struct.unpack_from("<H", file.read(18), 16)[0] == 3  # ET_DYN: loaded anywhere
         self.base = int(base, 16) if moved else 0
@@ -123,7 +124,7 @@ class Code:
         return os.path.basename(path), int(line) if line.isdigit() else 0
 
     def is_own(self, frame):
-        return frame[1] == os.path.basename(self.source) and frame[2] > 0
+        return frame[1] in self.own_files and frame[2] > 0
 
     def own_frames(self, place):
         """The functions of the kernel's file that were running there, from the innermost to the kernel."""
@@ -133,7 +134,7 @@ class Code:
     def is_node(self, place):
         """Whether a piece of code belongs to a function of the kernel's file, and not to the emulator."""
         frames = self.frames.get(self.places[place][0]) if self.places[place] else None
-        return bool(frames) and self.is_own(frames[-1])
+        return bool(frames) and frames[-1][1] in self.own_files
 
     def read_flop(self, places):
         """self.flop_of: by address, the FLOP from there to the next piece of code."""
@@ -142,15 +143,33 @@ class Code:
             return
         code = output_of(["objdump", "-d", "--no-show-raw-insn", f"--start-address={starts[0]}",
                           f"--stop-address={starts[-1] + 65536}", self.program])
-        wanted, current = set(starts), None
-        for address, name, operands in re.findall(r"^ +([0-9a-f]+):\t(\S+)(.*)$", code, re.M):
-            if int(address, 16) in wanted:
-                current = int(address, 16) + self.base
-                self.flop_of[current] = 0
-            elif "__sanitizer_cov_trace_pc" in operands:
-                current = None
-            if current is not None:
-                self.flop_of[current] += flop_of_instruction(name, operands)
+        found = re.findall(r"^ +([0-9a-f]+):\t(\S+)(.*)$", code, re.M)
+        instructions = {int(address, 16): (name, operands) for address, name, operands in found}
+        ordered = list(instructions)
+        following = dict(zip(ordered, ordered[1:]))
+        for start in starts:
+            self.flop_of[start + self.base] = flop_of_piece(start, instructions, following)
+
+
+def flop_of_piece(start, instructions, following):
+    """From there along all jumps to where the next pieces of code begin, each instruction once."""
+    flop, seen, ways = 0, set(), [start]
+    while ways:
+        at = ways.pop()
+        while at in instructions and at not in seen:
+            seen.add(at)
+            name, operands = instructions[at]
+            if "__sanitizer_cov_trace_pc" in operands or re.match(r"ret|ud2|hlt|brk|udf", name):
+                break
+            flop += flop_of_instruction(name, operands)
+            target = re.match(r"\s.*?\b([0-9a-f]+) <", operands)
+            is_jump = name.startswith(("j", "b.", "cb", "tb")) or name == "b"
+            if is_jump and target:
+                ways.append(int(target[1], 16))
+            if name in ("jmp", "b", "br"):
+                break
+            at = following.get(at)
+    return flop
 
 
 def flop_of_instruction(name, operands):

@@ -835,16 +835,19 @@ template <class T> void check_argument(int number, T argument) {
 }
 
 // The name of a launched kernel. Where it is a parameter of the template that launches it, the name
-// of that function, as the compiler spells it, says which: "each(Work) [with ... KERNEL = x; ...]".
+// of that function, as the compiler spells it, says which: "each(Work) [with ... KERNEL = x; ...]",
+// or "(* KERNEL)(Row, Layout) = x; ...".
 inline const char *kernel_name(const char *name, const std::string &launched_by) {
     static std::set<std::string> names; // which live as long as the program
     static std::mutex mutex;
-    size_t at = launched_by.find(std::string(name) + " = ");
-    if (at == std::string::npos)
+    const size_t at = std::min(launched_by.find(std::string(name) + " = "),
+                               launched_by.find(std::string(name) + ")("));
+    const size_t equals = launched_by.find(" = ", at);
+    if (at == std::string::npos || equals == std::string::npos)
         return name;
-    at = launched_by.find_first_not_of(" =&", at + strlen(name));
+    const size_t begin = launched_by.find_first_not_of(" =&", equals);
     std::lock_guard<std::mutex> lock(mutex);
-    return names.insert(launched_by.substr(at, launched_by.find_first_of(";]", at) - at))
+    return names.insert(launched_by.substr(begin, launched_by.find_first_of(";]", begin) - begin))
         .first->c_str();
 }
 
