@@ -299,6 +299,11 @@ class Warp:
         self.requests.extend(requests.values())
 
 
+def bare(name):
+    """The name of a function without its type, template arguments and parameters."""
+    return re.sub(r"[(<].*", "", name).split(" ")[-1]
+
+
 # ---- What a request costs
 
 def sectors_of(accesses, size=SECTOR):
@@ -461,7 +466,7 @@ class Run:
     def describe(self, place, kind, memory):
         """(line of the kernel, functions inside, space, what, memory): requests that share this are one row."""
         frames = self.code.own_frames(place) or [("?", "", 0)]
-        inside = [[re.sub(r"[(<].*", "", name), line] for name, _, line in reversed(frames[:-1])]
+        inside = [[bare(name), line] for name, _, line in reversed(frames[:-1])]
         return frames[-1][2], json.dumps(inside), *SPACES[kind], memory
 
     def make_data(self):

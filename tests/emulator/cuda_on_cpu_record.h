@@ -18,7 +18,7 @@
          | ID and / ID        it has passed a barrier of the block, or of its warp
          F N                  N operations of a tensor core
 
-   In the lines of places and threads all numbers but `thread N` are hexadecimal, and so are addresses. */
+   Addresses are hexadecimal, and so is all in the lines of places and threads but `thread N`. */
 
 namespace emu {
 const size_t MOST_EVENTS = 24 << 20; // of a block

@@ -11,7 +11,10 @@ unset CUEMU_SEE CUEMU_SEE_BLOCK CUEMU_SEE_LAUNCH CUEMU_SEE_FILE CUEMU_ORDER CUEM
 for needed in python3 "${CXX:-g++}" addr2line objdump; do
     command -v "$needed" >/dev/null || { skip all "$needed is not installed"; exit 0; }
 done
-make -s -C "$repo" NO_CUDA=1 NO_MPI=1 build/emu_see_kernels >"$out" 2>&1 || { fail build "exit 0" "$(cat "$out")"; exit 0; }
+if ! make -s -C "$repo" NO_CUDA=1 NO_MPI=1 build/emu_see_kernels >"$out" 2>&1; then
+    fail build "exit 0" "$(cat "$out")"
+    exit 0
+fi
 source=$repo/tests/labs/see_kernels.cu
 
 # see KERNEL [OPTIONS...]: its table to $out, the emulator's table of counts to counts
@@ -27,8 +30,8 @@ see() {
 # conflicts. "flop N" and "unordered N", the pairs of threads without a barrier between, where there are any.
 #
 # 64 threads are 2 warps. 32 lanes x 4 bytes are 128 bytes: 4 sectors if neighbours, 8 with stride 2, 32 with stride 32,
-# 5 if they begin at byte 4. 32 x 16 bytes: 16 sectors; in shared memory 4 parts of 8 lanes, a pass each. 32 x 2 bytes: 2
-# sectors. A column of a tile of 32 x 32 lies in one bank: 32 passes, 31 of them conflicts, for each of 32 warps.
+# 5 if they begin at byte 4. 32 x 16 bytes: 16 sectors; in shared memory 4 parts of 8 lanes, a pass each. 32 x 2 bytes:
+# 2 sectors. A column of a tile of 32 x 32 lies in one bank: 32 passes, 31 of them conflicts, for each of 32 warps.
 by_hand='
 stride_1           read in 2 32.0 8 100|write out 2 32.0 8 100
 stride_2           read in 2 32.0 16 50|write out 2 32.0 8 100
@@ -61,7 +64,8 @@ rows() {
 }
 in_order() { tr '|' '\n' | sort; }
 
-# Without the compiler's help (g++ before 12), lanes of a loop that skip a step are not told apart, and nothing counts FLOP.
+# Without the compiler's help (g++ before 12), lanes that skip a step of a loop are not told apart, and nothing counts
+# FLOP.
 traces() { grep -qE '^thread 0 [0-9a-f]+ ' see.txt; }
 
 test_by_hand() {
@@ -89,8 +93,8 @@ test_counts() {
             lanes[kind] += $5 * $6
         }
         END {
-            printf "%d %d %d %d ", lanes["global read"], bytes["global read"], lanes["global write"], bytes["global write"]
-            printf "%d %d %d %d\n", lanes["shared read"], bytes["shared read"], lanes["shared write"], bytes["shared write"]
+            count = split("global read,global write,shared read,shared write", kinds, ",")
+            for (i = 1; i <= count; i++) printf "%s%d %d", (i > 1 ? " " : ""), lanes[kinds[i]], bytes[kinds[i]]
         }' "$out")
     same "counts/$1" "$expected" "$found"
 }
@@ -137,7 +141,7 @@ test_ptx() {
 
 test_errors() {
     see nothing_like_it
-    same errors/kernel "exit 1, see.py: error: see.txt: No such file" "exit $status, $(cut -c 1-37 "$err")"
+    same errors/kernel "exit 1, see.py: error: see.txt: No such file" "exit $status, $(cut -c 1-36 "$err")"
     holds errors/names "the kernels that were launched" "$(cat counts)" \
         grep -q '^cuda_on_cpu: CUEMU_SEE=nothing_like_it: .* launched were: all_add (1) broadcast (1) ' counts
     CUEMU_SEE_BLOCK=1 see stride_1
@@ -160,9 +164,11 @@ test_page() {
         --disable-dev-shm-usage --hide-scrollbars --disable-background-networking) measured
     see transpose --out first.html
     see reversed_too_early --out page.html --with first.html
-    same page/written "exit 0, page.html: open it in a browser" "exit $status, $(grep -o '^page.html: [^(]*browser' "$out")"
+    same page/written "exit 0, page.html: open it in a browser" \
+        "exit $status, $(grep -o '^page.html: [^(]*browser' "$out")"
     same page/requests "" "$(grep -oE '(src|href)=|https?://[^"]*' page.html | grep -v 'http://www.w3.org/2000/svg')"
-    if ! command -v chromium >/dev/null || ! "${browser[@]}" --dump-dom 'data:text/html,<p>it works' 2>"$err" | grep -q 'it works'; then
+    if ! command -v chromium >/dev/null ||
+        ! "${browser[@]}" --dump-dom 'data:text/html,<p>it works' 2>"$err" | grep -q 'it works'; then
         skip page/browser "no chromium that works; on Debian: apt-get install chromium"
         return
     fi
