@@ -20,7 +20,7 @@ source=$repo/tests/labs/see_kernels.cu
 # see KERNEL [OPTIONS...]: its table to $out, the emulator's table of counts to counts
 see() {
     rm -f see.txt
-    { CUEMU_SEE=$1 "$repo/build/emu_see_kernels"; } >"$out" 2>counts &&
+    { CUEMU_SEE=$1 "$repo/build/emu_see_kernels" all; } >"$out" 2>counts &&
         python3 "$repo/labs/tools/see.py" see.txt --source "$source" "${@:2}" >"$out" 2>"$err"
     status=$?
 }
@@ -120,8 +120,7 @@ test_ptx() {
     for kernel in stride_1 stride_2 stride_32 shifted broadcast fours halves transpose transpose_padded two_to_a_bank \
         odd_lanes; do
         PTX_STATS=$kernel "$program" >"$out" 2>"$err"
-        # of kernels whose name contains it, the one of that length: _Z8stride_1Pf...
-        found=$(awk -v name="${#kernel}$kernel" '/^[^ ]/ { mine = index($1, name) }
+        found=$(awk -v kernel="$kernel" '/^[^ ]/ { mine = $1 == kernel } # its name contains the one that was wanted
             mine && $1 ~ /^(ld|st)\.(global|shared):/ {
                 match($0, /[0-9.]+ (sectors|passes)/)
                 split(substr($0, RSTART), number, " ")
@@ -131,7 +130,7 @@ test_ptx() {
         expected=$(awk '
             $2 ~ /^(read|write)$/ {
                 kind = ($2 == "read" ? "ld." : "st.") $3 ":"
-                many[kind] += $3 == "shared" ? $8 : $8
+                many[kind] += $8
                 of[kind] += $3 == "shared" ? $8 - $9 : $5
             }
             END { for (kind in many) print kind, sprintf("%.2f", many[kind] / of[kind]) + 0 }' "$out" | sort)
