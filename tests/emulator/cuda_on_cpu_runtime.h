@@ -340,9 +340,22 @@ inline void check_pointer(int number, const void *argument) {
         die("argument %d is memory of device %d, launched on device %d", number, owner, device);
 }
 
+// The pointers to memory of a GPU in an argument, which may be a structure, if they are wanted
+inline void add_pointers(std::vector<PointerArgument> *to, int number, const void *argument,
+                         size_t bytes) {
+    static const bool wanted = getenv("CUEMU_SEE");
+    for (size_t at = 0; wanted && at + sizeof(void *) <= bytes; at += sizeof(void *)) {
+        const void *address;
+        memcpy(&address, (const char *)argument + at, sizeof address);
+        if (find_allocation(address))
+            to->push_back({number, at, address});
+    }
+}
+
 static std::recursive_mutex runtime;
 typedef std::lock_guard<std::recursive_mutex> Lock;
 Traffic *traffic_of(const char *kernel); // see section 6
+bool wants_record(const Launch *launch);
 
 inline void queue_launch(std::shared_ptr<Launch> launch) {
     Lock lock(runtime);
@@ -355,6 +368,7 @@ inline void queue_launch(std::shared_ptr<Launch> launch) {
         launched = launch.get();
         launch->check(0);
         launch->traffic = traffic_of(launch->name);
+        launch->recorded = wants_record(launch.get());
         run_grid(launch.get());
         launched = nullptr;
     });
@@ -729,6 +743,7 @@ template <int PER_REGISTER, float (*decode)(uint32_t)>
 void multiply(float *d, const uint32_t *a, const uint32_t *b, const float *c,
               SourceLocation location = {}) {
     const int HALF_K = 4 * PER_REGISTER;
+    record_flop(4 * 2 * 2 * HALF_K); // of this lane's four numbers
     uint32_t mine[6] = {a[0], a[1], a[2], a[3], b[0], b[1]};
     LaneValues &values = wait_for_lanes(0xffffffff, mine, sizeof mine, location);
     auto element = [&](int lane, int i_register, int i) {
@@ -752,7 +767,9 @@ void multiply(float *d, const uint32_t *a, const uint32_t *b, const float *c,
     }
 }
 
-#ifdef CUEMU_COUNT
+#if defined(CUEMU_COUNT) && __GNUC__ >= 12
+#define EMU_UNCOUNTED __attribute__((no_sanitize("thread"), no_sanitize_coverage))
+#elif defined(CUEMU_COUNT)
 #define EMU_UNCOUNTED __attribute__((no_sanitize("thread")))
 #else
 #define EMU_UNCOUNTED
@@ -782,6 +799,7 @@ inline EMU_UNCOUNTED void emu_ldmatrix_x4(uint32_t *registers, const void *row, 
                                           SourceLocation location = {}) {
     check_shared("ldmatrix", row, location);
     count(SHARED_READ, 16);
+    record_here('r', row, 16);
     LaneValues &values = wait_for_lanes(0xffffffff, &row, sizeof row, location);
     int g = lane() / 4, q = lane() % 4;
     for (int matrix = 0; matrix < 4; matrix++) {
@@ -802,6 +820,9 @@ inline EMU_UNCOUNTED void emu_cp_async16(void *to, const void *from, int bytes,
     if ((uintptr_t)from % 16)
         die("%s:%d: cp.async: source %p is not aligned to 16 bytes", location.file, location.line,
             from);
+    if (bytes > 0)
+        record_here('R', from, bytes);
+    record_here('w', to, 16);
     memset(to, 0xff, 16);
     Unwatched unwatched;
     self->copies.push_back({to, from, bytes, self->copy_groups});
@@ -826,6 +847,7 @@ inline EMU_UNCOUNTED void emu_cp_async_wait(int pending) {
         memset((char *)copy.to + copy.bytes, 0, (size_t)(16 - copy.bytes));
         count(GLOBAL_READ, copy.bytes);
         count(SHARED_WRITE, 16);
+        record_landing(copy.to);
     }
 }
 } // namespace api
@@ -841,7 +863,22 @@ inline Traffic *traffic_of(const char *) {
     return nullptr;
 }
 inline void count(int, long) {}
+inline bool wants_record(const Launch *) {
+    static const bool wanted = getenv("CUEMU_SEE");
+    if (wanted)
+        die("CUEMU_SEE: this program cannot record; make count builds ./cnn-count, which can");
+    return false;
+}
+inline void begin_recording(unsigned) {}
+inline void end_recording(unsigned) {}
+inline void record_here(char, const void *, long) {}
+inline void record_barrier(char) {}
+inline void record_landing(const void *) {}
+inline void record_flop(long) {}
 #else
+} // namespace emu
+#include "cuda_on_cpu_record.h"
+namespace emu {
 struct Traffic {
     long launches, accesses[TRAFFIC_KINDS], bytes[TRAFFIC_KINDS];
 };
@@ -876,25 +913,27 @@ inline EMU_UNCOUNTED void count(int kind, long bytes) {
 // Called at each counted access, if it is set; so a test sees what a thread does in which order.
 static void (*observer)(int kind, const void *address, long bytes);
 
-inline EMU_UNCOUNTED void count_access(const void *address, long bytes, bool write) {
-    static thread_local bool counting; // these functions are instrumented as well
-    if (!self || counting)
+inline EMU_UNCOUNTED void count_access(const void *address, long bytes, bool write, bool atomic,
+                                       const void *frame) {
+    if (!self || in_hook) // these functions are instrumented as well
         return;
-    counting = true;
+    in_hook = true;
     const bool shared = is_shared(address, 1);
     if (shared || find_allocation(address)) {
         const int kind = (shared ? SHARED_READ : GLOBAL_READ) + write;
         count(kind, bytes);
+        if (recording)
+            add_event(atomic ? "AB"[shared] : "RWrw"[kind], frame, address, bytes);
         if (observer)
             observer(kind, address, bytes);
     }
-    counting = false;
+    in_hook = false;
 }
 
 #define EMU_HOOK extern "C" EMU_UNCOUNTED __attribute__((used))
-#define EMU_ACCESS_HOOK(NAME, BYTES, WRITE, ...)             \
-    EMU_HOOK void __tsan_##NAME(void *address __VA_ARGS__) { \
-        count_access(address, BYTES, WRITE);                 \
+#define EMU_ACCESS_HOOK(NAME, BYTES, WRITE, ...)                                \
+    EMU_HOOK void __tsan_##NAME(void *address __VA_ARGS__) {                    \
+        count_access(address, BYTES, WRITE, false, __builtin_frame_address(0)); \
     }
 #define EMU_ACCESS_HOOKS(BYTES)                          \
     EMU_ACCESS_HOOK(read##BYTES, BYTES, false)           \
@@ -910,7 +949,7 @@ EMU_ACCESS_HOOK(read_range, bytes, false, , long bytes)
 EMU_ACCESS_HOOK(write_range, bytes, true, , long bytes)
 #define EMU_ATOMIC_HOOK(BITS, RESULT, NAME, WRITE, OPERATION, ...)                       \
     EMU_HOOK RESULT __tsan_atomic##BITS##_##NAME(uint##BITS##_t *address, __VA_ARGS__) { \
-        count_access(address, BITS / 8, WRITE);                                          \
+        count_access(address, BITS / 8, WRITE, true, __builtin_frame_address(0));        \
         return OPERATION;                                                                \
     }
 #define EMU_ATOMIC_HOOKS(BITS, T)                                                                \
