@@ -61,7 +61,7 @@ def start(main, about, reads):
     folder = parser.parse_args().folder
     try:
         main(folder)
-    except (AttributeError, IndexError, KeyError, OSError, TypeError, ZeroDivisionError) as error:
+    except (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
         fail("a run folder", "files as ./cnn writes them", f"{type(error).__name__}: {error}",
              "was one edited? To find it, give the tool fewer folders")
 
