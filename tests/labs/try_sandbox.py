@@ -33,16 +33,17 @@ FINDS_A_KEY = r"""echo '#include <stdio.h>
 int main(void) {{
     return syscall(SYS_request_key, "user", "{key}", NULL, 0) > 0 ? !puts("done") : 1;
 }}' >key.c && ${{CC:-gcc}} key.c -o key && ./key"""
-# Writes 400 MB to memory that has no name, then waits.
+# Writes 2 x 200 MB to memory that has no name, then waits.
 HIDDEN_MEMORY = r"""echo '#define _GNU_SOURCE
 #include <sys/mman.h>
 #include <unistd.h>
 int main(void) {
     static char data[1 << 20];
-    int file = memfd_create("hidden", 0);
-    for (int i = 0; i < 400; i++)
+    for (int i = 0, file = -1; i < 400; i++) {
+        file = i % 200 ? file : memfd_create("hidden", 0);
         if (write(file, data, sizeof data) < 0)
             return 1;
+    }
     return (int)sleep(9);
 }' >memory.c && $CC memory.c -o memory && ./memory"""
 # What the weakest kind does not prevent, as labs/INSTRUCTOR.md says. It also shows that these attacks work.
