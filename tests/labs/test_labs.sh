@@ -441,11 +441,11 @@ gradescope() {
     cp -r "$tmp/solved0/runs" "$root/submission/mine"
     mkdir -p "$root/submission/__MACOSX/mine/runs" # as a Mac packs it
     touch "$root/submission/.DS_Store" "$root/submission/mine/runs/._lab00" "$root/submission/__MACOSX/mine/._runs"
+    chmod 755 "$tmp" # as root, students' code runs as another user
     (cd "$root" && PREFIX=$tmp/scope bash ./run_autograder) >"$tmp/scope.log" 2>&1
     holds gradescope "10 points" "$(tail -n 3 "$tmp/scope.log")" \
         grep -q '^{"score": 10, "tests"' "$root/results/results.json"
     results_json gradescope-results.json "$root/results/results.json"
-    chmod 755 "$tmp" # the tests run as another user
     # shellcheck disable=SC2016 # for the checker
     printf '%s\n' 'tests() { echo "1|-|a test"; }' 'build() { :; }' 'run() { id -u >&8; touch "$RESULTS" "$from" || return' \
         '    cat >&9; }' >"$root/source/labs/check/lab00.sh"
