@@ -549,6 +549,7 @@ static void (*exit_process)(int) = _exit;    // with MPI, ends the other ranks a
 static bool dying;                           // whether a thread is ending the program
 static _Thread_local bool dying_here;        // whether it is this thread
 static _Thread_local const char *unfinished; // a temporary file of this thread, or NULL
+static char lock_file[PATH_SIZE + 8];        // of the checkpoint, which is this run's; or ""
 
 // A name in a file may contain escape sequences, which must not reach the terminal.
 static void replace_control_characters(char *text) {
@@ -577,6 +578,7 @@ static _Noreturn FORMAT(2) void die(int status, const char *format, ...) {
     fprintf(stderr, "cnn: error: %s\n", line);
     if (unfinished)
         unlink(unfinished);
+    unlink(lock_file);
     if (before_dying)
         before_dying();
     exit_process(status);
@@ -2980,8 +2982,11 @@ static uint32_t big_endian(const uint8_t b[4]) {
 // Dies unless the label of image i is one of the classes.
 static void check_label(const DataFile *f, size_t label, size_t classes, size_t i) {
     if (label >= classes)
-        DIE_BAD_FILE(f, "expected labels from 0 to %zu, found %zu at image %zu", classes - 1, label,
-                     i);
+        die(1,
+            "%s: expected labels from 0 to %zu, found %zu at image %zu; a data set with other "
+            "classes needs an entry in dataset_infos of cnn.c; if it should be %s, remove the file "
+            "and run: data/get_data.sh %s",
+            f->path, classes - 1, label, i, f->dataset, f->dataset);
 }
 
 static void check_magic(const DataFile *f, uint32_t expected, const char *what, uint32_t found) {
@@ -3845,11 +3850,17 @@ static const void *mpi_exchange(Comm *c, const void *send, size_t bytes, size_t 
 // If mpirun or srun has started this process as one of several, initialises MPI, sets rank, world
 // and device_number, and returns true.
 static bool join_mpi(Comm *c) {
-    bool launched = getenv("OMPI_COMM_WORLD_RANK") || getenv("PMI_RANK") || getenv("PMIX_RANK");
+    const bool launched =
+        getenv("OMPI_COMM_WORLD_RANK") || getenv("PMI_RANK") || getenv("PMIX_RANK");
     static const char *const sizes[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"};
     size_t world = 0;
     for (size_t i = 0; i < LENGTH(sizes); i++)
         world = max_size(world, environment_number(sizes[i]));
+    if (!launched && world > 1 && environment_number("SLURM_PROCID") == 0)
+        fprintf(stderr,
+                "cnn: warning: srun has started %zu processes without MPI: each trains by itself; "
+                "for one run of all, use srun --mpi=pmix, or mpirun\n",
+                world);
     if (!launched || world < 2)
         return false;
     start_mpi(c);
@@ -4581,7 +4592,8 @@ static const char *read_metadata_entry(TensorFile *f, const char *at) {
         die_header(f, at, expected);
     const size_t used = strlen(f->metadata);
     if (used + key_length + value_length + sizeof "=\n" > METADATA_SIZE)
-        die_header(f, at, "less metadata before this");
+        die(1, "%s: expected at most %d bytes of metadata, found more; save it again without them",
+            f->path, METADATA_SIZE);
     snprintf(f->metadata + used, METADATA_SIZE - used, "%.*s=%.*s\n", (int)key_length, key,
              (int)value_length, value);
     return value + value_length + 1;
@@ -4613,6 +4625,12 @@ static size_t read_header_length(TensorFile *f) {
     const size_t items = fread(&length, sizeof length, 1, f->stream);
     if (items != 1)
         die(1, "%s: expected a safetensors file, found fewer than 8 bytes", f->path);
+    if (memcmp(&length, "PK\3\4", 4) == 0 || memcmp(&length, "\x80\2\x8a\n", 4) == 0)
+        die(1,
+            "%s: expected a safetensors file, found one of torch.save(); in Python: from "
+            "safetensors.torch import save_file; save_file(torch.load(\"%s\"), "
+            "\"model.safetensors\")",
+            f->path, f->path);
     if (length > MAX_HEADER || length + 8 > (uint64_t)info.st_size)
         die(1,
             "%s: expected a header of at most %d bytes that fits in the file, found a length of "
@@ -4648,6 +4666,11 @@ static bool open_tensors(TensorFile *f, const char *path) {
     return true;
 }
 
+// What wraps a PyTorch network, and how it changes the names of the network's tensors
+static const struct {
+    const char *prefix, *by;
+} wrappers[] = {{"\"module.", "DataParallel"}, {"\"_orig_mod.", "torch.compile"}};
+
 // Returns the tensor of the list whose name, in quotation marks, is at `at`.
 static Tensor *tensor_named(const TensorFile *f, Tensor *list, size_t count, const char *at) {
     for (Tensor *t = list; t < list + count; t++) {
@@ -4655,6 +4678,10 @@ static Tensor *tensor_named(const TensorFile *f, Tensor *list, size_t count, con
         if (*at == '"' && strncmp(at + 1, t->name, length) == 0 && at[1 + length] == '"')
             return t;
     }
+    for (size_t i = 0; i < LENGTH(wrappers); i++)
+        if (strncmp(at, wrappers[i].prefix, strlen(wrappers[i].prefix)) == 0)
+            die(1, "%s: its names begin with %s\", from %s; save net.%sstate_dict() instead",
+                f->path, wrappers[i].prefix, wrappers[i].by, wrappers[i].prefix + 1);
     die_header(f, at, "a tensor of this model");
 }
 
@@ -7260,6 +7287,21 @@ static void check_writable(const char *path) {
     unfinished = NULL;
 }
 
+// Makes the checkpoint this run's alone until it ends. The lock is on a file beside it, since each
+// save replaces the checkpoint itself.
+static void lock_checkpoint(const char *checkpoint) {
+    char target[PATH_SIZE], path[sizeof lock_file];
+    if (!realpath(checkpoint, target))
+        snprintf(target, PATH_SIZE, "%s", checkpoint);
+    snprintf(path, sizeof path, "%s.lock", target);
+    const int fd = open(path, O_WRONLY | O_CREAT | O_CLOEXEC, 0666); // stays open, and locked
+    if (fd < 0)
+        die_file("cannot create", path);
+    if (flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
+        die(1, "--checkpoint %s: another run is writing to it; choose another file", checkpoint);
+    strcpy(lock_file, path);
+}
+
 static void check_outputs(const Run *run) {
     const Settings *s = &run->settings;
     char path[PATH_SIZE];
@@ -7268,8 +7310,10 @@ static void check_outputs(const Run *run) {
         check_writable(path);
     if (*s->trace)
         check_writable(s->trace);
-    if (*s->checkpoint && !s->eval)
+    if (*s->checkpoint && !s->eval) {
+        lock_checkpoint(s->checkpoint);
         check_writable(s->checkpoint);
+    }
 }
 
 // net.load_state_dict(load_file(path))
@@ -7686,6 +7730,7 @@ static int run_main(int argc, char **argv) {
     run_ranks(&run);
     const int status = exit_status(&run);
     write_results(&run, status);
+    unlink(lock_file);
     before_dying = NULL; // the run folder is complete
     free_run(&run);
     free_dataset(&run.train_set);

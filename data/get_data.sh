@@ -94,6 +94,9 @@ download() { # URL PART MD5
 fetch() { # SET FILE MD5 BYTES
     local dest=$root/$1/$2 url base old
     if md5_is "$dest" "$3"; then echo "have  $1/$2"; return; fi
+    trouble=" $dest is a folder, remove it;"
+    [ ! -d "$dest" ] || return 1
+    [ ! -L "$dest.part" ] || rm -f -- "$dest.part" # a download must not write to what it leads to
     trouble=''
     for base in $(mirrors "$1"); do
         url=${base%/}/$2
@@ -112,7 +115,10 @@ fetch() { # SET FILE MD5 BYTES
 # Unpacking may be interrupted too. So the list of the unpacked files' checksums,
 # which marks the set as complete for a later run, is written last.
 unpack() { # SET TAR
-    local tar=$root/$1/$2 tmp=$root/$1/unpack.part file
+    local tar=$root/$1/$2 tmp=$root/$1/unpack.part file folder
+    folder=$(find "$root/$1" -mindepth 1 -type d \( -name '*.bin' -o -name '*.md5' \) | head -n 1)
+    trouble=" $folder is a folder, remove it;"
+    [ -z "$folder" ] || return 1
     rm -rf -- "$tmp"
     if mkdir -- "$tmp" && tar -xzf "$tar" -C "$tmp" &&
         find "$tmp" -type f -name '*.bin' -exec mv -- {} "$root/$1/" \;; then

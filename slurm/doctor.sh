@@ -95,6 +95,7 @@ mpi() {
 
 cores() {
     local usable granted=${SLURM_CPUS_PER_TASK:-}
+    granted=${granted%%[!0-9]*} # of a list such as 4,4 the first, as ./cnn reads it
     usable=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)
     if [ -z "${SLURM_JOB_ID:-}" ]; then
         ok cores "$usable usable"

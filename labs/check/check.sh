@@ -5,7 +5,8 @@
 #
 # Only two things of the student's folder are used: the code between the markers, and the run folders
 # that a lab requires. The parts are inserted into a separate copy of the sources. Each test runs in
-# a process of its own, which proves with a random token that it was not ended early.
+# a process of its own, which proves with a random token that it was not ended early. TEST_USER=NAME, for root: the user
+# of these processes, so that they cannot write the results.
 #
 # A lab provides labs/check/labNN.sh with
 #   tests    lines `points|TODOs that it needs, or -|title`; test k is line k
@@ -183,6 +184,7 @@ run_test() {
             return
         fi
     done
+    [ -z "${TEST_USER:-}" ] || chown -R "$TEST_USER" "$work"
     token=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
     (cd "$work" && run_limited "$1" <<<"$token" 8>"$logs/verdict" 9>"$logs/token") >"$logs/said" 2>&1
     status=$?
@@ -207,10 +209,13 @@ run_test() {
     fi
 }
 run_limited() {
+    local as_user=()
+    [ -z "${TEST_USER:-}" ] || as_user=(setpriv --reuid "$TEST_USER" --regid "$TEST_USER" --clear-groups --no-new-privs
+        --inh-caps=-all --bounding-set=-all --)
     export work from home
     ulimit -f 200000 # kB: a part that prints forever must not fill the disk
     # shellcheck disable=SC2016 # for the inner shell
-    timeout --kill-after=5 "$limit" bash -c '. "$1"; run "$2"' - "$script" "$1"
+    "${as_user[@]}" timeout --kill-after=5 "$limit" bash -c '. "$1"; run "$2"' - "$script" "$1"
 }
 
 json_string() { # the input as a JSON string

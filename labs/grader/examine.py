@@ -106,6 +106,13 @@ def check_machine(run):
                              f"{cores} cores", f"{peak} GFLOP/s")
 
 
+def check_own(run):
+    """A run that says that it is not one escapes the re-runs."""
+    if run.provenance != "measured":
+        yield verify.finding(verify.path(run, "run.json"), "a run of the student's own, with the provenance measured",
+                             str(run.provenance)[:40])
+
+
 def check_command(run):
     """Each option in the command against the setting of that name."""
     words, given = run.command[1:], {}
@@ -181,7 +188,7 @@ def examine_runs(flags, root):
         kinds = verify.kinds_of(folder, members) or [verify.SEPARATE]
         lines = guarded(folder, verify.findings(folder, members, kinds))
         if complete:
-            extra = [verify.each(check_machine), verify.each(check_command), check_all_speedups, check_loose_tables]
+            extra = [verify.each(check_own), verify.each(check_machine), verify.each(check_command), check_all_speedups, check_loose_tables]
             for rule in extra:
                 lines += guarded(folder, rule(folder, complete))
         for line in dict.fromkeys(lines):

@@ -4,6 +4,7 @@ import collections
 import csv
 import hashlib
 import html
+import io
 import os
 import re
 
@@ -47,18 +48,27 @@ def summary(result):
     return f"{points}, flags: {kinds(result) or 'none'}, re-runs: {again(result)}"
 
 
-def write(out, lab, results, isolation):
-    pages = os.path.join(out, "pages")
-    os.makedirs(pages, exist_ok=True)
-    rows = []
-    for result in results:
-        page = f"pages/{page_name(result.student)}.html"
-        with open(os.path.join(out, page), "w", encoding="utf-8", errors="replace") as f:
-            f.write(make_page(lab, result, isolation))
-        rows.append([result.student, lab, "" if result.points is None else result.points, result.of, kinds(result),
-                     again(result), page])
-    with open(os.path.join(out, "gradebook.csv"), "w", newline="", encoding="utf-8", errors="replace") as f:
-        csv.writer(f, lineterminator="\n").writerows([COLUMNS, *(map(cell, row) for row in rows)])
+def page_of(result):
+    return f"pages/{page_name(result.student)}.html"
+
+
+def write(options, results, new):
+    """The grade book of all results so far, and the pages of the new ones."""
+    os.makedirs(os.path.join(options.out, "pages"), exist_ok=True)
+    for result in new:
+        save(os.path.join(options.out, page_of(result)), make_page(options, result))
+    rows = [[result.student, options.lab, "" if result.points is None else result.points, result.of, kinds(result),
+             again(result), page_of(result)] for result in results]
+    book = io.StringIO()
+    csv.writer(book, lineterminator="\n").writerows([COLUMNS, *(map(cell, row) for row in rows)])
+    save(os.path.join(options.out, "gradebook.csv"), book.getvalue())
+
+
+def save(path, text):
+    """Replaces the file as a whole, so that a full disk loses nothing."""
+    with open(path + ".part", "w", newline="", encoding="utf-8", errors="replace") as f:
+        f.write(text)
+    os.replace(path + ".part", path)
 
 
 # ---- Pages
@@ -85,11 +95,11 @@ def pre(words):
     return element("pre", words)
 
 
-def make_page(lab, result, isolation):
+def make_page(options, result):
     of = max(1, result.of)
     points = "not graded" if result.points is None else f"{result.points} of {result.of} auto-graded points"
     correct = "" if result.points is None else f"{RUBRIC[0][1] * result.points / of:.1f}"
-    body = [element("h1", f"{result.student}, lab {lab}"), element("p", points),
+    body = [element("h1", f"{result.student}, lab {options.lab}"), element("p", points),
             element("h2", "Flags"),
             table(["kind", "place", "reason"], result.flags) if result.flags else element("p", "none"),
             element("p", "A flag is a reason to look, not a deduction."),
@@ -110,10 +120,10 @@ def make_page(lab, result, isolation):
     body += [element("h2", "Report"), pre(result.report or "none")]
     for name, todo, text in result.parts:
         body += [element("h2", f"TODO {todo} in {name}"), pre(text)]
-    body.append(element("p", f"Isolation: {isolation}"))
+    body.append(element("p", f"Isolation: {options.isolation}"))
     head = [Element('<meta charset="utf-8">'), Element(
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; style-src '
-        '\'unsafe-inline\'">'), element("title", f"{result.student}, lab {lab}"), Element(f"<style>{STYLE}</style>")]
+        '\'unsafe-inline\'">'), element("title", f"{result.student}, lab {options.lab}"), Element(f"<style>{STYLE}</style>")]
     return "<!DOCTYPE html>\n" + element("html", [element("head", head), element("body", body)]) + "\n"
 
 

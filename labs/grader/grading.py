@@ -1,10 +1,10 @@
 """Grades one submission after the other, for labs/grade: the checker, the rules, re-runs, plots."""
 import csv
 import json
-import math
 import os
 import random
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -21,6 +21,7 @@ AGAIN_S = 120
 STEPS = 5           # of a re-run
 JSON_BYTES = 32 << 20
 PLOT_BYTES = 4 << 20
+LARGEST = 1e15     # no run has larger numbers
 SHARED = 0.2        # of the steps of two runs that have the same times, and at least 3: one is a copy
 BUSY = 1.5          # the measured peak may be too low by this factor, as in verify.py
 # Settings that determine the losses, and what they may be. Others are not passed on from a submission.
@@ -33,12 +34,16 @@ PASSED = {"model": "[a-z0-9]{1,12}", "stem": "[a-z0-9]{1,8}", "dataset": "[a-z0-
           "nesterov": "on|off"}
 
 
+class Ungraded(Exception):
+    """Nothing is known about a submission, since this program's own tools fail; the message says how."""
+
+
 class Course:
     """What is the same for all students."""
 
-    def __init__(self, options, base, kind, jobs):
+    def __init__(self, options, base, jobs):
         self.lab, self.again, self.data = options.lab, options.again, options.data
-        self.base, self.kind, self.jobs = base, kind, jobs
+        self.base, self.kind, self.jobs = base, options.isolation, jobs
         self.starter, self.tools, self.program = (os.path.join(base, n) for n in ("starter", "tools", "cnn"))
         self.seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
         self.draw = random.Random(self.seed)
@@ -57,6 +62,14 @@ class Course:
 
     def run(self, command, read, write, seconds, cwd=None):
         return sandbox.run(self.kind, command, [*read, *self.python_files], write, seconds, cwd)
+
+    def try_tools(self, folder):
+        """Whether the tools that read submissions start in the sandbox."""
+        done = self.run([self.python, "-c", "import examine, intake"], [self.tools], self.new(folder, "tools"), EXAMINE_S,
+                        self.tools)
+        if done.status:
+            raise Ungraded(f"{self.python}, which reads submissions, does not start in the sandbox: "
+                           f"{done.stopped or last_line(done.said)}")
 
 
 def find_python():
@@ -100,7 +113,8 @@ def text(value, most=300):
 
 
 def is_number(value):
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether it is one that sums and products of a few may be computed from: 10^400 overflows, true counts as 1."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
 
 
 # ---- One student
@@ -112,18 +126,24 @@ def new_result(student, tests=()):
 
 
 def grade(course, student, path):
-    """All about one submission; an error of the grader itself is a flag, too, and the others are graded."""
+    """All about one submission. Nothing in it can end the grading of the others: any error is a flag."""
     result = new_result(student, course.tests)
     folder = course.folder()
     try:
+        course.try_tools(folder)
         given = take(course, result, path, folder)
         check(course, result, given, folder)
         examine(course, result, given, folder)
         begin_again(course, result, folder)
         check_jobs(course, result)
         draw_plots(course, result, given, folder)
-    except (OSError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        result.flags.append(("files", student, f"expected a submission that can be read, found {error!r}"))
+    except Ungraded as why:
+        result.flags.append(("checker", "labs/grade", f"expected its own tools to work, found: {why}"))
+    except Exception as error:  # pylint: disable=broad-exception-caught
+        result.flags.append(("files", student, f"expected a submission that can be read, found {text(repr(error))}"))
+    finally:
+        subprocess.run(["chmod", "-R", "u+rwX", folder], check=False, stderr=subprocess.DEVNULL)
+        shutil.rmtree(folder, ignore_errors=True)
     return result
 
 
@@ -135,9 +155,7 @@ def take(course, result, path, folder):
     else:
         left_out, given = unpack(course, path, folder, given)
     result.flags += [("files", place, reason) for place, reason in left_out]
-    inside = sorted(os.listdir(given))
-    if len(inside) == 1 and inside[0] != "runs" and os.path.isdir(os.path.join(given, inside[0])):
-        given = os.path.join(given, inside[0])  # students may have packed their folder instead of its contents
+    given = intake.find_top(given)
     for above, _, names in os.walk(given):
         os.chmod(above, 0o755)
         for name in names:  # all of the same age: unpacking and git change times
@@ -158,11 +176,10 @@ def unpack(course, path, folder, given):
     out, said = os.path.join(write, "out"), os.path.join(write, "said.json")
     done = course.run(["prlimit", f"--as={2 << 30}", "--", course.python, os.path.join(course.tools, "intake.py"),
                        os.path.join(packed, name), out, said], [course.tools, packed], write, EXAMINE_S)
+    if done.status and not os.path.exists(said):
+        raise Ungraded(f"{os.path.basename(path)} could not be unpacked: {done.stopped or last_line(done.said)}")
     called = {name: os.path.basename(path)}  # as the student knows it
     left_out = [(called.get(text(a), text(a)), text(b)) for a, b in read_json(said) or []]
-    if done.status:
-        left_out.append((os.path.basename(path), f"expected an archive, found one that could not be unpacked: "
-                         f"{done.stopped or last_line(done.said)}"))
     if os.path.isdir(out):
         left_out += intake.copy_folder(out, given)
     return left_out, given
@@ -222,9 +239,11 @@ def clean(run):
     """A run that examine.py has described, with values of the types that the rest relies on."""
     numbers = {key: [float(x) for x in run[key] if is_number(x)] for key in ("times", "losses")}
     texts = {key: text(run[key]) for key in ("folder", "kind", "command", "provenance")}
-    return dict(numbers, **texts, settings={text(k): v for k, v in run["settings"].items()},
-                job=text(run["machine"].get("slurm")), peak=run["machine"].get("peak_gflops"), wall_s=run["wall_s"],
-                world=run["world"], img_per_s=run["img_per_s"], rows=list(map(text, run["rows"])),
+    others = dict(world=run["world"], wall_s=run["wall_s"], img_per_s=run["img_per_s"],
+                  peak=run["machine"].get("peak_gflops"))
+    others = {key: value if is_number(value) else None for key, value in others.items()}
+    return dict(numbers, **texts, **others, settings={text(k): v for k, v in run["settings"].items()},
+                job=text(run["machine"].get("slurm")), rows=list(map(text, run["rows"])),
                 epochs=[list(map(text, epoch)) for epoch in run["epochs"]])
 
 
@@ -271,9 +290,9 @@ def options_of(run):
             return [], f"expected a setting as ./cnn writes it, found --{name} {value[:40]}; it was not run"
         options += [f"--{name}", value]
     world = run["world"]
-    if not isinstance(world, int) or not 1 <= world <= 16:
-        return [], f"expected 1 to 16 devices, found {text(world)}; it was not run"
-    options += ["--threads", str(world), "--replicas", str(world)]
+    if world not in range(1, 17):
+        return [], f"expected 1 to 16 devices, found {world}; it was not run"
+    options += ["--threads", str(int(world)), "--replicas", str(int(world))]
     return options + ["--oversubscribe"] * (world > 1), ""
 
 

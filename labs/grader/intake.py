@@ -24,7 +24,9 @@ FILES = 5000
 DEPTH = 12
 NAME = 200           # characters
 # What students need not hand in, and what nothing here reads.
-IGNORED = {".git", ".venv", "build", "__pycache__", "__MACOSX", "data", ".DS_Store"}
+IGNORED = {".git", ".venv", "build", "__pycache__", "data"}
+# What a Mac adds to a folder or an archive
+OF_A_MAC = re.compile(r"__MACOSX|\.DS_Store|\._.*", re.S)
 # Links to run folders that make report LAB=n makes, or what an archiver has put in their place.
 LINKED_RUNS = re.compile(r"(^|/)reports/lab\d\d/lab[^/]*(/|$)")
 ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz")
@@ -48,7 +50,7 @@ class Copy:
     def accepts(self, path):
         """Whether a file may have this relative path."""
         parts = path.split("/")
-        if any(part in IGNORED for part in parts) or LINKED_RUNS.search(path):
+        if any(part in IGNORED or OF_A_MAC.fullmatch(part) for part in parts) or LINKED_RUNS.search(path):
             return False
         if len(parts) > DEPTH or any(len(part) > NAME for part in parts):
             self.refuse(path[:NAME], f"expected at most {DEPTH} folders in each other and names of {NAME} "
@@ -79,6 +81,15 @@ class Copy:
             self.refuse(path, f"expected a file of at most {FILE_BYTES // MB} MB, found a larger one; not read")
         if self.bytes > ALL_BYTES:
             raise Full(f"expected at most {ALL_BYTES // MB} MB in all, found more; the rest was not read")
+
+
+def find_top(given):
+    """The folder with the student's files: `given`, or one in it, since students may have packed their folder instead
+    of its contents. run_autograder has the same rule."""
+    inside = sorted(entry.path for entry in os.scandir(given) if entry.is_dir(follow_symlinks=False))
+    known = [folder for folder in [given, *inside]
+             if any(os.path.exists(os.path.join(folder, name)) for name in ("cnn.c", "runs", "labs"))]
+    return (known or [given])[0]
 
 
 # ---- Folders

@@ -1,16 +1,17 @@
 """Runs a command that is not trusted: student code, and programs that read student files. For labs/grade.
 
-Three kinds of isolation; the first that works on this machine is used. labs/INSTRUCTOR.md compares them:
+Two kinds of isolation, which labs/INSTRUCTOR.md compares:
 
     bwrap     bubblewrap: it sees the system's programs and the folders that it is given, and nothing else; it
               writes to one folder only; no network; when it ends, its processes end
-    unshare   the same, by util-linux alone, with the kernel's namespaces
-    limits    limits of time, memory, processes and file sizes, and, if labs/grade runs as root, another user.
-              It can read what that user can read, and reach the network
+    limits    limits of time, memory, processes, file sizes and disk space, and, if labs/grade runs as root, another
+              user. It can read what that user can read, and reach the network
 """
 import contextlib
 import ctypes
 import os
+import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -25,57 +26,18 @@ SYSTEM = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/opt", "/etc/alt
 DEVICES = ["null", "zero", "full", "random", "urandom"]
 TEMPORARY_MB = 1024     # of the folder /tmp in the sandbox, which is memory
 FILE_MB = 256           # a file's size, the output included
-MEMORY_MB = 4096        # of all processes together
+MEMORY_MB = 4096        # of all processes together, with shared memory
+DISK_MB = 2048          # that it may write, with files that it has removed but not closed
+FILES = 20_000          # that it may make
 PROCESSES = 256
 SAID = 200_000          # bytes of the output that are kept
 POLL_S = 0.1
 GRACE_S = 2             # bubblewrap's own processes end after it
 UNKILLABLE_S = 30       # a process that waits for a device cannot be ended
 PR_SET_CHILD_SUBREAPER = 36
-
-# Makes a root folder of its own with the folders below, read-only, leaves the machine's, and gives up all
-# privileges. Arguments: the new root, the folder to write to, the working folder, the folders to read, `--`,
-# the command.
-UNSHARE = r"""
-set -e
-root=$1 write=$2 cwd=$3
-shift 3
-mount -t tmpfs -o size=16m,mode=755 none "$root"
-mkdir -p "$root/proc" "$root/dev" "$root/tmp"
-mount -t tmpfs -o "size=${TEMPORARY_MB}m,mode=1777" none "$root/tmp"
-bind() {
-    if [ -L "$1" ]; then
-        mkdir -p "$root$(dirname "$1")"
-        ln -s "$(readlink "$1")" "$root$1"
-        return
-    fi
-    if [ -d "$1" ]; then
-        mkdir -p "$root$1"
-    else
-        mkdir -p "$root$(dirname "$1")"
-        : >"$root$1"
-    fi
-    mount --bind "$1" "$root$1" 2>/dev/null || mount --rbind "$1" "$root$1"
-}
-while [ "$1" != -- ]; do
-    bind "$1"
-    [ -L "$1" ] || mount -o remount,bind,ro "$root$1" 2>/dev/null || mount -o remount,bind,ro,nosuid,nodev "$root$1"
-    shift
-done
-shift
-bind "$write"
-for device in $DEVICES; do
-    bind "/dev/$device"
-done
-ln -s /proc/self/fd "$root/dev/fd"
-mount -t proc proc "$root/proc"
-mount -o remount,bind,ro "$root"
-cd "$root"
-pivot_root . tmp
-umount -l /tmp
-cd "$cwd"
-exec setpriv $USER_OPTIONS --no-new-privs --bounding-set=-all --inh-caps=-all -- "$@"
-"""
+# The system call keyctl() of this machine, and its operation that joins a new session keyring
+KEYCTL = {"x86_64": 250, "aarch64": 219, "ppc64le": 271}.get(platform.machine())
+JOIN_SESSION_KEYRING = 1
 AS_NOBODY = [f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
 
 
@@ -103,49 +65,35 @@ def compiler():
     return os.path.realpath(path) if path else "/usr/bin/gcc"
 
 
-def bwrap(command, read, write, cwd, _root):
+def bwrap(command, read, write, cwd):
     words = ["--die-with-parent", "--new-session", "--unshare-ipc", "--unshare-pid", "--unshare-net",
              "--unshare-uts", "--cap-drop", "ALL"]
     words += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if is_root() else ["--unshare-user"]
     words += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(TEMPORARY_MB << 20), "--tmpfs",
               "/tmp"]
-    for path in programs() + [*read, write]:
+    seen = list(dict.fromkeys([*programs(), *read, *map(os.path.realpath, read)]))
+    for path in [*seen, write]:
         words += [word for above in ancestors(path) for word in ("--dir", above)]  # which another user may enter
-    for path in programs() + read:
+    for path in seen:
         words += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
     words += ["--bind", write, write, "--remount-ro", "/", "--"]
     words += ["setpriv", *AS_NOBODY, "--no-new-privs", "--inh-caps=-all", "--"] if is_root() else []
     return [*words, "env", "-C", cwd, *command]  # only now may it enter a folder of that user
 
 
-def unshare(command, read, write, cwd, root):
-    spaces = ["--mount", "--net", "--ipc", "--uts", "--pid", "--fork", "--kill-child"]
-    options = f"DEVICES={' '.join(DEVICES)}", f"TEMPORARY_MB={TEMPORARY_MB}", "USER_OPTIONS=" + (
-        " ".join(AS_NOBODY) if is_root() else "")
-    return [*spaces, *([] if is_root() else ["--map-root-user"]), "env", *options, "bash", "-c", UNSHARE, "sandbox",
-            root, write, cwd, *programs(), *read, "--", *command]
-
-
-def limits(command, _read, _write, _cwd, _root):
+def limits(command, _read, _write, _cwd):
     options = [*AS_NOBODY, "--bounding-set=-all"] if is_root() else []
     return [*options, "--no-new-privs", "--inh-caps=-all", "--", *command]
 
 
 # Of each kind: its program, and the function that makes the arguments.
-KINDS = {"bwrap": ("bwrap", bwrap), "unshare": ("unshare", unshare), "limits": ("setpriv", limits)}
-WEAKER = ("Weaker isolation: neither bubblewrap nor unshare works here, so student code can read the files of this "
-          "machine{}, and reach the network. Install bubblewrap (Debian: apt-get install bubblewrap), or grade in a "
-          "virtual machine that has nothing else on it.")
+KINDS = {"bwrap": ("bwrap", bwrap), "limits": ("setpriv", limits)}
 
 
 def works(kind):
     """Whether this machine has it."""
     with tempfile.TemporaryDirectory() as folder:
         return run(kind, ["true"], [], folder, 20).status == 0
-
-
-def choose():
-    return next(kind for kind in KINDS if works(kind))
 
 
 def others():
@@ -169,18 +117,37 @@ def environment(write, kind):
 
 
 def descendants():
-    """{pid: resident bytes} of all processes below this one."""
-    parents, resident = {}, {}
+    """All processes below this one."""
+    parents = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError, ValueError, IndexError):
             with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as f:
-                fields = f.read().rpartition(")")[2].split()  # a program's name may contain anything
-            parents[int(pid)], resident[int(pid)] = int(fields[1]), int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
+                parents[int(pid)] = int(f.read().rpartition(")")[2].split()[1])  # a name may contain anything
     below, new = set(), {os.getpid()}
     while new:
         new = {pid for pid, parent in parents.items() if parent in new} - below
         below |= new
-    return {pid: resident[pid] for pid in below}
+    return below
+
+
+def private_bytes(pids):
+    """Their memory, without what they share with others, such as programs and shared memory."""
+    pages = 0
+    for pid in pids:
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            with open(f"/proc/{pid}/statm", encoding="ascii") as f:
+                _, resident, shared = map(int, f.read().split()[:3])
+            pages += resident - shared
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def in_use(write):
+    """Of the machine: bytes of shared memory, bytes and files of the disk of `write`. A command cannot hide what it adds
+    to these, not even in files without a name; other programs add to them, too, but hardly as much as the limits."""
+    with open("/proc/meminfo", encoding="ascii") as f:
+        shared = int(re.search(r"^Shmem: +(\d+) kB", f.read(), re.M)[1]) << 10
+    disk = os.statvfs(write)
+    return shared, (disk.f_blocks - disk.f_bfree) * disk.f_frsize, disk.f_files - disk.f_ffree
 
 
 def end_all(child, stopped):
@@ -204,20 +171,25 @@ def end_all(child, stopped):
     return count
 
 
-def watch(child, seconds):
+def reached(write, before):
+    """The limit of memory, disk or processes that the processes below this one have reached, or ""."""
+    below = descendants()
+    shared, disk, files = (now - then for now, then in zip(in_use(write), before))
+    shares = {f"{MEMORY_MB} MB of memory": (private_bytes(below) + max(0, shared)) / (MEMORY_MB << 20),
+              f"{DISK_MB} MB of disk space": disk / (DISK_MB << 20),
+              f"{FILES} files": files / FILES, f"{PROCESSES} processes": len(below) / PROCESSES}
+    over = [limit for limit, share in shares.items() if share > 1]
+    return f"it was stopped: it used more than {over[0]}" if over else ""
+
+
+def watch(child, write, seconds):
     """Waits for its end; returns the limit that it has reached, or ""."""
-    end = time.monotonic() + seconds
-    while child.poll() is None:
-        if time.monotonic() > end:
-            return f"it was stopped after {seconds:g} s"
-        below = descendants()
-        if sum(below.values()) > MEMORY_MB << 20:
-            return f"it was stopped: it used more than {MEMORY_MB} MB of memory"
-        if len(below) > PROCESSES:
-            return f"it was stopped: it had more than {PROCESSES} processes"
+    end, before, stopped = time.monotonic() + seconds, in_use(write), ""
+    while child.poll() is None and not stopped:
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(POLL_S)
-    return ""
+        stopped = f"it was stopped after {seconds:g} s" if time.monotonic() > end else reached(write, before)
+    return stopped if child.returncode is None else ""
 
 
 def run(kind, command, read, write, seconds, cwd=None):
@@ -225,14 +197,17 @@ def run(kind, command, read, write, seconds, cwd=None):
 
     status: its exit status; stopped: the limit that it reached, or ""; left: processes that it left behind;
     said: the beginning of its output."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    if KEYCTL:
+        libc.syscall(KEYCTL, JOIN_SESSION_KEYRING, None)  # the children do not get the keys of who grades
     command = ["prlimit", f"--fsize={FILE_MB << 20}", f"--nproc={PROCESSES + others()}", "--nofile=1024", "--core=0",
                f"--cpu={int(4 * seconds) + 1}", "--", *command]
     if is_root():
         os.chown(write, NOBODY, NOBODY)
     program, arguments = KINDS[kind]
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryDirectory() as root:
-        words = [shutil.which(program) or program, *arguments(command, read, write, cwd or write, root)]
+    with tempfile.TemporaryFile() as output:
+        words = [shutil.which(program) or program, *arguments(command, read, write, cwd or write)]
         try:
             child = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                                      env=environment(write, kind), start_new_session=True,
@@ -241,7 +216,7 @@ def run(kind, command, read, write, seconds, cwd=None):
             return SimpleNamespace(status=127, stopped="", left=0, said=str(error))
         stopped = "interrupted"
         try:
-            stopped = watch(child, seconds)
+            stopped = watch(child, write, seconds)
         finally:
             left = end_all(child, stopped)
         output.seek(0)

@@ -17,8 +17,8 @@ LONG = 30  # characters of a cell that needs room
 # A file is what its first bytes say, whatever its name.
 KINDS = {rb"\x89PNG\r\n\x1a\n": "png", rb"\xff\xd8\xff": "jpeg", rb"GIF8[79]a": "gif", rb"RIFF....WEBP": "webp"}
 NUMBER = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?( ?%)?")
-# Code stays, comments (such as the markers of the generated parts) go.
-CODE_OR_COMMENT = re.compile(r"^ {0,3}(`{3,20}|~{3,20}).*?^ {0,3}\1|(`{1,20})[^\n]*?\2|<!--.*?-->", re.M | re.S)
+# What begins a block of code, code in a line, or a comment
+BEGIN = re.compile(r"^ {0,3}(?P<fence>`{3,}|~{3,})|(?P<ticks>`+)|<!--", re.M)
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 PAGE = """<!DOCTYPE html>
@@ -132,13 +132,40 @@ def lay_out_tables(tokens):
             table = []
 
 
+def end_of(text, begin):
+    """Where the code or comment that begins there ends; -1 if it does not."""
+    if begin["fence"]:
+        at = text.find("\n" + begin["fence"], begin.end())
+        return at if at < 0 else at + 1 + len(begin["fence"])
+    if begin["ticks"]:
+        at = text.find(begin["ticks"], begin.end())
+        on_this_line = at >= 0 and "\n" not in text[begin.end():at]
+        return at + len(begin["ticks"]) if on_this_line else begin.end()
+    at = text.find("-->", begin.end())
+    return at if at < 0 else at + len("-->")
+
+
+def without_comments(text):
+    """Code stays, comments (such as the markers of the generated parts) go. What has no end goes on to the last line,
+    so nothing is searched twice."""
+    kept, at = [], 0
+    while begin := BEGIN.search(text, at):
+        end = end_of(text, begin)
+        if end < 0:
+            break
+        is_code = begin["fence"] or begin["ticks"]
+        kept.append(text[at:end if is_code else begin.start()])
+        at = end
+    return "".join(kept) + text[at:]
+
+
 def make_page(root, text, digest):
     """The page, and notes about pictures that it lacks; digest tells of which report.md it was made."""
     markdown = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
     markdown.add_render_rule("image", render_picture)
     markdown.add_render_rule("table_open", lambda *_: '<div class="table"><table>\n')
     markdown.add_render_rule("table_close", lambda *_: "</table></div>\n")
-    tokens = markdown.parse(CODE_OR_COMMENT.sub(lambda m: "" if m[0].startswith("<!--") else m[0], text))
+    tokens = markdown.parse(without_comments(text))
     mark_questions(tokens)
     lay_out_tables(tokens)
     titles = (words.content for begin, words in zip(tokens, tokens[1:]) if begin.type == "heading_open")

@@ -37,6 +37,7 @@ ENTRIES = ["status", "emulated", "command", "machine", "build", "settings", "par
 EPOCHS = ["epoch", "images", "seconds", "img_per_s", "loader_wait_s", "train_loss", "test_seconds", "test_loss",
           "accuracy", "lr", "weight_hash"]  # columns of epochs.csv
 RUN_FILES = ["run.json", "steps.csv", "output.txt"]  # one of them makes a folder a run folder
+DIGITS = 300  # larger numbers do not fit in a float
 TEXTS = {"layer", "kind", "out_shape", "bound", "source"}  # columns that hold no number
 
 
@@ -61,7 +62,7 @@ def start(main, about, reads):
     folder = parser.parse_args().folder
     try:
         main(folder)
-    except (AttributeError, IndexError, KeyError, OSError, TypeError, ZeroDivisionError) as error:
+    except (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
         fail("a run folder", "files as ./cnn writes them", f"{type(error).__name__}: {error}",
              "was one edited? To find it, give the tool fewer folders")
 
@@ -89,7 +90,14 @@ def epoch_value(name, text):
         return text
     if name in ("train_loss", "test_loss") and text == "":
         return None
-    return int(text) if text.isdigit() else float(text)
+    return int(text) if text.isdigit() and len(text) < DIGITS else float(text)
+
+
+def json_number(text):
+    """Of run.json. Neither 10^400, an int that no float can hold, nor NaN is one that ./cnn writes."""
+    if not math.isfinite(float(text)):
+        raise ValueError(f"the number {text[:20]}")
+    return int(text) if text.lstrip("-").isdigit() else float(text)
 
 
 def read_run(folder):
@@ -99,7 +107,7 @@ def read_run(folder):
         return None
     try:
         with open(path) as f:
-            about = json.load(f)
+            about = json.load(f, parse_int=json_number, parse_float=json_number, parse_constant=json_number)
         run = SimpleNamespace(folder=folder, **{k: about[k] for k in ENTRIES})
         run.provenance, run.resources = about.get("provenance", "measured"), about.get("resources", {})
         run.kind = "emulated" if run.emulated else "cpu" if run.machine["device"] == "cpu" else "gpu"

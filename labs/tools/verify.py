@@ -45,6 +45,10 @@ NEEDED = {"settings": ["model", "dataset", "limit-train", "epochs", "batch-size"
                        "threads", "workers", "kernels"],
           "machine": ["host", "cpu", "cores", "memory_bytes", "peak_gflops", "device"],
           "build": ["compiler", "flags", "commit"]}
+# Of these, what the rules compute with: numbers, and neither true, which counts as 1, nor 10^400, which overflows
+NUMBERS = {"settings": ["limit-train", "epochs", "batch-size", "seed", "threads", "workers"],
+           "machine": ["cores", "memory_bytes"], "parallel": ["world", "batch_per_device", "global_batch"],
+           "resources": ["wall_s", "cpu_s"]}
 SMALLER_LR = "run it again with a smaller --lr"
 
 
@@ -59,7 +63,7 @@ def make_report(root):
 
 
 def is_finite(number):
-    return isinstance(number, (int, float)) and math.isfinite(number)
+    return isinstance(number, (int, float)) and not isinstance(number, bool) and abs(number) <= sys.float_info.max
 
 
 def path(run, name):
@@ -79,6 +83,11 @@ def check_entries(run):
         if missing:
             yield finding(path(run, "run.json"), f"in {part} the entries {', '.join(names)}",
                           f"no {', '.join(missing)}")
+    for part, names in NUMBERS.items():
+        for name in names:
+            value = getattr(run, part).get(name, 0)
+            if not is_finite(value):
+                yield finding(path(run, "run.json"), f"in {part} a number as {name}", str(value)[:60])
 
 
 def is_printed(run):
@@ -217,8 +226,9 @@ def check_complete(folder):
         return None, [str(why).replace("verify: error: ", "")]
     if run is None:
         return None, [finding(where, "a run.json", "none", "run it again, or delete the folder")]
-    if run.settings.get("eval"):
-        return None, []  # it has not trained: no measurement
+    if run.settings.get("eval"):  # it has not trained: no measurement
+        trained = [e["epoch"] for e in run.epochs if e["images"] > 0]
+        return None, [finding(where, "no epoch with images, as the setting eval says", f"{len(trained)}")] * bool(trained)
     if run.status != "complete":
         return None, [finding(where, "status complete", run.status, "run it again, or delete the folder")]
     if len(run.epochs) != run.settings["epochs"]:
@@ -430,7 +440,7 @@ def each(check):
                 yield from check(run)
             except Missing as why:
                 yield f"{why}; run it again"
-            except (KeyError, TypeError, ZeroDivisionError) as why:
+            except (ArithmeticError, KeyError, TypeError, ValueError) as why:
                 yield finding(path(run, "run.json"), "what ./cnn --out writes", repr(why))
     return rule
 

@@ -82,6 +82,7 @@ granted() {
 granted equal SLURM_CPUS_PER_TASK=4 '^ok +cores +4 usable, as granted'
 granted fewer SLURM_CPUS_PER_TASK=8 '^note +cores +4 usable, .*srun --cpus-per-task=8$'
 granted more SLURM_CPUS_PER_TASK=2 '^note +cores +4 usable, .*--threads 2$'
+granted list SLURM_CPUS_PER_TASK=4,4 '^ok +cores +4 usable, as granted'
 granted unsaid SLURM_NOTHING=1 '^note +cores +4 usable; .*--cpus-per-task'
 
 mkdir -p data/mnist data/cifar10

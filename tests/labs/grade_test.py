@@ -22,8 +22,11 @@ import examine  # pylint: disable=wrong-import-position
 import gradebook  # pylint: disable=wrong-import-position
 import grading  # pylint: disable=wrong-import-position
 import intake  # pylint: disable=wrong-import-position
+import sandbox  # pylint: disable=wrong-import-position
 import submissions  # pylint: disable=wrong-import-position
 import try_sandbox  # pylint: disable=wrong-import-position
+
+KIND = "bwrap" if sandbox.works("bwrap") else "limits"
 
 
 def verdict(name, expected, found, holds):
@@ -58,7 +61,7 @@ def grade(names, *options):
     paths = [os.path.join(folder, name) for name in names]
     done = subprocess.run([os.path.join(REPO, "labs", "grade"), "--lab", "0", "--out", out, "--starter",
                            f"{MADE}/starter", "--program", f"{MADE}/cnn", "--jobs", f"{MADE}/jobs.txt", "--again", "9",
-                           *options, *paths], capture_output=True, text=True, check=False,
+                           "--isolation", KIND, *options, *paths], capture_output=True, text=True, check=False,
                           env=dict(os.environ, CC=f"{MADE}/bin/gcc", LIMIT_S="60"))
     try:
         with open(f"{out}/gradebook.csv", newline="", encoding="utf-8") as f:
@@ -136,7 +139,7 @@ def test_hostile_code():
     os.chmod(f"{MADE}/canary", 0o777)
     submissions.save(f"{MADE}/canary/kept", "kept")
     done = subprocess.run([f"{REPO}/labs/grade", "--lab", "1", "--out", f"{MADE}/grades1", "--starter", starter,
-                           "--again", "0", *(f"{given}/{name}" for name in HOSTILE)], capture_output=True, text=True,
+                           "--again", "0", "--isolation", KIND, *(f"{given}/{name}" for name in HOSTILE)], capture_output=True, text=True,
                           check=False, env=dict(os.environ, LIMIT_S="15"))
     same("hostile/status", 0, done.returncode)
     for name, (_, wanted) in HOSTILE.items():
@@ -183,9 +186,10 @@ class Plain:
         return grading.SimpleNamespace(status=status, stopped="", left=0, said="")
 
 
-# What only a re-run finds.
-def needs_a_run(flag):
-    return flag[0] == "rerun" or "times the measured peak" in flag[2]
+def needs_a_run(name):
+    """Whether only a re-run finds what is wrong, or could fail because of it."""
+    flags = submissions.BAD.get(name, (None, []))[1]
+    return "overflows" in name or any(flag[0] == "rerun" or "times the measured peak" in flag[2] for flag in flags)
 
 
 def test_examined(names):
@@ -196,7 +200,7 @@ def test_examined(names):
         given = grading.take(course, result, os.path.join(MADE, "given", name), folder)
         grading.examine(course, result, given, folder)
         grading.check_jobs(course, result)
-        if any(map(needs_a_run, submissions.BAD.get(name, (None, []))[1])):
+        if needs_a_run(name):
             grading.begin_again(course, result, folder)
         results.append(result)
     grading.compare(results)
@@ -217,18 +221,67 @@ def test_cells():
 
 
 def test_refused():
-    folder = os.path.join(MADE, "given", "anna")
+    folder, no_bwrap = os.path.join(MADE, "given", "anna"), f"{MADE}/no_bwrap/bwrap"
+    submissions.save(no_bwrap, "#!/bin/sh\nexit 1\n")
+    os.chmod(no_bwrap, 0o755)
     for name, words, wanted in (
             ("no_folder", ["--lab", "0", "nowhere"], "nowhere: expected a folder or an archive"),
+            ("no_bubblewrap", ["--lab", "0", folder], "add --isolation limits"),
             ("same_name", ["--lab", "0", folder, folder], "a name of its own for each student"),
             ("no_lab", ["--lab", "x", folder], "there is no such lab"),
             ("no_program", ["--lab", "0", "--program", "none", folder], "none: expected your build of cnn"),
             ("no_starter", ["--lab", "0", "--starter", folder, folder], "expected a starter"),
             ("no_jobs", ["--lab", "0", "--jobs", f"{folder}/cnn.c", folder], "expected the columns JobIDRaw")):
-        done = subprocess.run([os.path.join(REPO, "labs", "grade"), *words], capture_output=True, text=True,
-                              check=False, cwd=MADE)
+        environment = dict(os.environ, PATH=f"{MADE}/no_bwrap:{os.environ['PATH']}")
+        if name != "no_bubblewrap":
+            words, environment = ["--isolation", KIND, *words], None
+        done = subprocess.run([sys.executable, os.path.join(REPO, "labs", "grade"), *words], capture_output=True,
+                              text=True, check=False, cwd=MADE, env=environment)
         verdict(f"refused/{name}", f"exit 2 and {wanted}", f"{done.returncode} {done.stderr}",
                 done.returncode == 2 and wanted in done.stderr and "Traceback" not in done.stderr)
+
+
+class Sandboxed(Plain):
+    """A course whose tools run in the sandbox."""
+
+    tests, plots, try_tools = [(10, "a test")], False, grading.Course.try_tools
+
+    @staticmethod
+    def run(command, read, write, seconds, cwd=None):
+        return sandbox.run(KIND, command, read, write, seconds, cwd)
+
+
+def test_broken_tools():
+    """Where this program's own Python does not start, nobody gets a grade, not even 0 points."""
+    course = Sandboxed()
+    course.base = os.path.join(MADE, "sandboxed")
+    os.mkdir(course.base)
+    course.python = f"{MADE}/no_python"
+    for name in ("anna", "dora.zip"):
+        result = grading.grade(course, name, os.path.join(MADE, "given", name))
+        same(f"broken_tools/{name}/points", None, result.points)
+        verdict(f"broken_tools/{name}", "why", result.flags, has(result.flags, ("checker", "labs/grade", "does not start")))
+
+
+def test_ended():
+    """SIGTERM after the first of two students: the first is in the grade book, and no folder is left. While it runs,
+    only its user can enter its folder."""
+    temporary, out = f"{MADE}/temporary", f"{MADE}/grades-ended"
+    os.mkdir(temporary, 0o755)
+    with subprocess.Popen([os.path.join(REPO, "labs", "grade"), "--lab", "0", "--out", out, "--starter",
+                           f"{MADE}/starter", "--again", "0", "--isolation", KIND, f"{MADE}/given/anna",
+                           f"{MADE}/given/chen_report"], stdout=subprocess.PIPE, text=True,
+                          env=dict(os.environ, CC=f"{MADE}/bin/gcc", TMPDIR=temporary)) as grader:
+        said = [grader.stdout.readline(), grader.stdout.readline()]
+        modes = [oct(entry.stat().st_mode & 0o7007) for entry in os.scandir(temporary) if entry.name.startswith("grade-")]
+        grader.terminate()
+    same("ended/said", "anna: 10/10 points", said[1].partition(",")[0])
+    same("ended/status", 143, grader.returncode)
+    same("ended/private", ["0o0"], modes)
+    same("ended/nothing_left", [], os.listdir(temporary))
+    same("ended/grade_book", ["student", "anna"], [line.split(",")[0] for line in
+                                                   submissions.load(f"{out}/gradebook.csv").splitlines()])
+    verdict("ended/page", "its page", os.listdir(f"{out}/pages"), os.path.exists(f"{out}/pages/anna.html"))
 
 
 def main():
@@ -238,6 +291,8 @@ def main():
     test_cells()
     test_refused()
     test_examined(every)
+    test_broken_tools()
+    test_ended()
     try_sandbox.test_all(verdict, MADE, QUICK)
     test_whole(["anna"] if QUICK else every)
     if not QUICK:

@@ -180,6 +180,41 @@ def packed_by_tar(student):
     shutil.rmtree(student.folder)
 
 
+@good("mac.zip")
+def packed_on_a_mac(student):
+    student.run()
+    with zipfile.ZipFile(student.folder + ".zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, path in files_of_a_mac(student):
+            archive.write(path, "lab0/" + name)
+            archive.writestr("__MACOSX/lab0/" + os.path.join(os.path.dirname(name), "._" + os.path.basename(name)), FORK)
+        archive.writestr("__MACOSX/._lab0", FORK)
+    shutil.rmtree(student.folder)
+
+
+@good("mac_tar.tar.gz")
+def packed_by_the_tar_of_a_mac(student):
+    student.run()
+    for name, _ in files_of_a_mac(student):
+        save(student.path(os.path.join(os.path.dirname(name), "._" + os.path.basename(name))), FORK)
+    save(student.folder + "/../._lab0", FORK)
+    with tarfile.open(student.folder + ".tar.gz", "w:gz") as archive:
+        archive.add(student.folder + "/../._lab0", "._lab0")
+        archive.add(student.folder, "lab0")
+    os.remove(student.folder + "/../._lab0")
+    shutil.rmtree(student.folder)
+
+
+FORK = "\0\5\26\7\0\2\0\0Mac OS X"  # how a file with a resource fork begins
+
+
+def files_of_a_mac(student):
+    """[(name, path)] of a folder that Finder has shown"""
+    for folder in ("", "runs", "runs/lab00"):
+        save(student.path(os.path.join(folder, ".DS_Store")), "\0\0\0\1Bud1")
+    return [(os.path.relpath(os.path.join(folder, name), student.folder), os.path.join(folder, name))
+            for folder, _, names in os.walk(student.folder) for name in names]
+
+
 @good()
 def gus_speedup(student):
     for threads, factor in (1, 1), (2, 0.55):
@@ -294,7 +329,65 @@ def longer_than_its_job(student):
     run.save_json()
 
 
+@bad(("numbers", "lab00/run.json", "expected JSON, found the number 1000"))
+def peak_that_overflows(student):
+    run = student.run()
+    run.about["machine"]["peak_gflops"] = 10**400
+    run.save_json()
+
+
+@bad(("numbers", "lab00/run.json", "expected JSON, found the number 1000"))
+def wall_time_that_overflows(student):
+    run = student.run()
+    run.about["machine"]["slurm"] = "4711"
+    run.about["resources"]["wall_s"] = 10**400
+    run.save_json()
+
+
+@bad(("numbers", "lab00/epochs.csv", "img_per_s x seconds"))
+def speed_that_overflows(student):
+    run = student.run()
+    run.epochs[0]["img_per_s"] = str(10**400)
+    write_rows(student.path("runs/lab00/epochs.csv"), run.epochs)
+
+
 # ---- Accuracies and losses
+
+
+def fake_losses(student):
+    """A run whose losses are not those of its settings."""
+    run = student.run()
+    for rows, name, digits in (run.steps, "loss", 9), (run.epochs, "train_loss", 4):
+        for row in rows:
+            row[name] = f"{1.1 * float(row[name]):.{digits}f}"
+    run.save()
+    return run
+
+
+@bad(("rerun", "lab00/steps.csv", "in step 1, as in a run of your own build"))
+def losses_faked(student):
+    fake_losses(student)
+
+
+@bad(("numbers", "lab00/run.json", "with the provenance measured"))
+def faked_and_supplied(student):
+    run = fake_losses(student)
+    run.about["provenance"] = "supplied"
+    run.save_json()
+
+
+@bad(("numbers", "lab00/run.json", "in parallel a number as world"), ("rerun", "lab00/run.json", "1 to 16 devices"))
+def faked_and_no_number(student):
+    run = fake_losses(student)
+    run.about["parallel"]["world"] = True
+    run.save_json()
+
+
+@bad(("numbers", "lab00/run.json", "no epoch with images, as the setting eval says"))
+def faked_and_not_trained(student):
+    run = fake_losses(student)
+    run.about["settings"]["eval"] = True
+    run.save_json()
 
 
 @bad(("numbers", "lab00/epochs.csv", "the accuracy of predictions.csv"))

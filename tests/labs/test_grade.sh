@@ -66,6 +66,10 @@ handbook() {
             skip "handbook/$command" "it needs a cluster"
             continue
         fi
+        if [[ $command = labs/grade* && $command != *--isolation* ]] && ! bwrap --ro-bind / / true 2>/dev/null; then
+            skip "handbook/$command" "bubblewrap does not work here"
+            continue
+        fi
         MAKEFLAGS="CC=$made/bin/gcc" CC=$made/bin/gcc bash -c "$command" >"$out" 2>&1 </dev/null
         status=$?
         holds "handbook/$command" "exit status 0" "$status: $(tail -n 5 "$out")" [ $status = 0 ]

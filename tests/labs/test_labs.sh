@@ -227,7 +227,7 @@ grade_class() {
     cp -r "$2" "$class/solved"
     (cd "$class/solved" && rm -rf build cnn cnn-* run) # which git ignores
     (cd "$repo" && PATH=${PATH#*:} LIMIT_S=280 labs/grade --lab "$lab" --starter "$class/starter" --again 1 --seed 1 \
-        --out "$class/grades" "$class/solved" "$class/idle") >"$class/said" 2>&1
+        --isolation "$(bwrap --ro-bind / / true 2>/dev/null && echo bwrap || echo limits)" --out "$class/grades" "$class/solved" "$class/idle") >"$class/said" 2>&1
     # shellcheck disable=SC2016 # awk's
     holds "$(lab_name "$lab")-grade-book" "all points for who solved it, fewer for who did not, who has no flag" \
         "$(cat "$class/grades/gradebook.csv" "$class/said")" awk -F , -v full="$(full "$lab")" '
@@ -454,10 +454,23 @@ gradescope() {
     (cd "$root/source" && "$python3" -m zipfile -e "$tmp/scope.zip" .)
     cp "$root/source/run_autograder" "$root"
     cp -r "$tmp/solved0/runs" "$root/submission/mine"
+    mkdir -p "$root/submission/__MACOSX/mine/runs" # as a Mac packs it
+    touch "$root/submission/.DS_Store" "$root/submission/mine/runs/._lab00" "$root/submission/__MACOSX/mine/._runs"
+    chmod 755 "$tmp" # as root, students' code runs as another user
     (cd "$root" && PREFIX=$tmp/scope bash ./run_autograder) >"$tmp/scope.log" 2>&1
     holds gradescope "10 points" "$(tail -n 3 "$tmp/scope.log")" \
         grep -q '^{"score": 10, "tests"' "$root/results/results.json"
     results_json gradescope-results.json "$root/results/results.json"
+    # shellcheck disable=SC2016 # for the checker
+    printf '%s\n' 'tests() { echo "1|-|a test"; }' 'build() { :; }' 'run() { id -u >&8; touch "$RESULTS" "$from" || return' \
+        '    cat >&9; }' >"$root/source/labs/check/lab00.sh"
+    (cd "$root" && PREFIX=$tmp/scope bash ./run_autograder) >"$tmp/scope.log" 2>&1
+    if [ "$(id -u)" = 0 ]; then
+        holds gradescope-other-user "0 points, as user 65534, who cannot write the results" "$(cat "$root/results/results.json")" \
+            grep -q '"output": "65534.n.*touch: ' "$root/results/results.json"
+    else
+        skip gradescope-other-user "it needs root"
+    fi
     rm -r "$root/source/labs/check"
     (cd "$root" && PREFIX=$tmp/scope bash ./run_autograder) >"$tmp/scope.log" 2>&1
     results_json_says=$(cat "$root/results/results.json")

@@ -535,6 +535,7 @@ test_variants() {
 }
 
 # What ./cnn never writes: a message, no traceback.
+no_traceback() { ! grep -q Traceback "$out" "$err"; }
 test_edited() {
     local name
     for name in report verify; do
@@ -542,6 +543,13 @@ test_edited() {
         sed -i 's/"cpu":/"processor":/' spoilt/*/run.json
         tool $name spoilt
         one_error $name edited/$name "a run folder: expected files as ./cnn writes them" cpu
+    done
+    for name in study report verify plot; do # with numbers that overflow
+        spoilt
+        sed -i "s/\"wall_s\": [0-9.]*/\"wall_s\": 1$(printf '%0400d' 0)/" spoilt/*/run.json
+        sed -i "2s/,[0-9.]*,/,1$(printf '%0400d' 0),/" spoilt/*/epochs.csv
+        if [ $name = study ]; then tool study collect spoilt; else tool $name spoilt; fi
+        holds edited/overflow/$name "no traceback" "$(cat "$out" "$err")" no_traceback
     done
 }
 
@@ -603,6 +611,11 @@ test_page() {
     holds page/question "marked" "$(grep -B1 'a question' page/report.html)" \
         grep -qzE '<blockquote class="todo">.<p>TODO: a question' page/report.html
     same page/markers 0 "$(grep -c 'a private remark\|-- begin' page/report.html)"
+    # comments and code without an end, 4 MB: quadratic time would be hours
+    same page/unclosed "4000000 4000000 6000000" "$(timeout 120 "$python3" -c "import sys
+sys.path.insert(0, '$repo/labs/tools')
+from report_html import without_comments
+print(*(len(without_comments(text * 1000000)) for text in ('<!--', '\`x\`y', '~~~~\n\`')))" 2>&1)"
     same page/code 2 "$(grep -c '&lt;!-- code --&gt;\|&lt;!-- a comment in code' page/report.html)"
     same page/cells '<td><code>a|b</code></td>
 <td class="number">12.5</td>' "$(grep -A1 'a|b' page/report.html)"

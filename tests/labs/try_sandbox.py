@@ -1,7 +1,9 @@
 """Tries to break out of each kind of isolation of labs/grader/sandbox.py, for grade_test.py."""
+import ctypes
 import os
 import shutil
 import socket
+import subprocess
 import tempfile
 import threading
 
@@ -24,6 +26,26 @@ ATTACKS = {
                                      "echo done",
     "writes_system_files": "echo x >>/etc/hosts && echo done; touch /usr/x && echo done",
 }
+# Prints `done` if it finds a key that the session of this program has.
+FINDS_A_KEY = r"""echo '#include <stdio.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+int main(void) {{
+    return syscall(SYS_request_key, "user", "{key}", NULL, 0) > 0 ? !puts("done") : 1;
+}}' >key.c && ${{CC:-gcc}} key.c -o key && ./key"""
+# Writes 2 x 200 MB to memory that has no name, then waits.
+HIDDEN_MEMORY = r"""echo '#define _GNU_SOURCE
+#include <sys/mman.h>
+#include <unistd.h>
+int main(void) {
+    static char data[1 << 20];
+    for (int i = 0, file = -1; i < 400; i++) {
+        file = i % 200 ? file : memfd_create("hidden", 0);
+        if (write(file, data, sizeof data) < 0)
+            return 1;
+    }
+    return (int)sleep(9);
+}' >memory.c && $CC memory.c -o memory && ./memory"""
 # What the weakest kind does not prevent, as labs/INSTRUCTOR.md says. It also shows that these attacks work.
 NOT_BY_LIMITS = {"writes_outside", "reads_another_file", "uses_the_network"}
 
@@ -66,6 +88,42 @@ def try_attacks(verdict, kind, made, given, write):
         os.remove(os.path.join(canary, name))
 
 
+def try_keys(verdict, kind, given, write):
+    """A key of the session of who grades, which any program of that user can read."""
+    libc, session_keyring = ctypes.CDLL(None, use_errno=True), -3
+    words = FINDS_A_KEY.format(key=f"cnn {kind} {os.getpid()}")
+    add_key = sandbox.KEYCTL and sandbox.KEYCTL - 2
+    if not add_key or libc.syscall(add_key, b"user", words.split('"')[3].encode(), b"secret", 6, session_keyring) < 0:
+        print(f"skip grade/{kind}/keys: this system has none for us", flush=True)
+        return
+    done = subprocess.run(["bash", "-c", words], cwd=write, capture_output=True, text=True, check=False)
+    verdict(f"{kind}/keys/attack", "done", done, done.stdout == "done\n")
+    for name in ("key", "key.c"):
+        os.remove(os.path.join(write, name))
+    done = attack(kind, words, given, write)
+    verdict(f"{kind}/keys", "not done", done, done.status == 1 and "done" not in done.said)
+
+
+def try_disk(verdict, kind, given, write):
+    """Disk space and files that it makes, whether it keeps them or not."""
+    sandbox.DISK_MB, before = 200, sandbox.DISK_MB
+    for name, command in (("kept", "for i in {1..40}; do head -c 50M /dev/zero >$i; sleep 0.1; done"),
+                          ("removed", "for i in {10..50}; do eval \"exec $i>$i\"; rm $i; head -c 50M /dev/zero >&$i; "
+                           "sleep 0.1; done")):
+        done = attack(kind, command, given, write)
+        verdict(f"{kind}/disk/{name}", "stopped", done, "200 MB of disk space" in done.stopped)
+        subprocess.run(f"rm -rf {write}/*", shell=True, check=True)
+    sandbox.DISK_MB = before
+    if os.statvfs(write).f_files == 0:
+        print(f"skip grade/{kind}/files: this file system does not count them", flush=True)
+        return
+    sandbox.FILES, before = 3000, sandbox.FILES
+    done = attack(kind, "for ((i = 0; i < 200000; i++)); do : >$i; done", given, write)
+    verdict(f"{kind}/files", "stopped", done, "3000 files" in done.stopped)
+    sandbox.FILES = before
+    subprocess.run(f"find {write} -type f -delete", shell=True, check=True)
+
+
 def try_limits(verdict, kind, given, write):
     done = attack(kind, "while :; do :; done", given, write, 1)
     verdict(f"{kind}/endless", "stopped after 1 s", done, "after 1 s" in done.stopped)
@@ -80,6 +138,8 @@ def try_limits(verdict, kind, given, write):
     sandbox.MEMORY_MB, before = 200, sandbox.MEMORY_MB
     done = attack(kind, "head -c 1G /dev/zero | tail -c 1G | wc -c; sleep 1", given, write)
     verdict(f"{kind}/memory", "stopped", done, "200 MB of memory" in done.stopped)
+    done = attack(kind, HIDDEN_MEMORY, given, write)
+    verdict(f"{kind}/hidden_memory", "stopped", done, "200 MB of memory" in done.stopped)
     sandbox.MEMORY_MB = before
     sandbox.FILE_MB, before = 1, sandbox.FILE_MB
     done = attack(kind, "head -c 3M /dev/zero >file; wc -c <file; rm file; yes | head -c 3M", given, write)
@@ -92,6 +152,11 @@ def try_use(verdict, kind, given, write):
     """What it has to allow."""
     done = attack(kind, f"cat {given}/file && echo made >{write}/made && echo 'int main(void) {{ return 0; }}' >a.c && "
                   "$CC a.c -o a && ./a && cat <(echo piped)", given, write, 60)
+    link = os.path.join(write, "link")
+    os.symlink(given, link)
+    linked = sandbox.run(kind, ["cat", f"{link}/file"], [link], write, 20)
+    verdict(f"{kind}/use/link", "given", linked, linked.said == "given\n")
+    os.remove(link)
     verdict(f"{kind}/use", "given, compiled, piped", done, done.said.split() == ["given", "piped"] and not done.status)
     verdict(f"{kind}/use/written", "made", os.listdir(write), os.path.exists(os.path.join(write, "made")))
 
@@ -107,13 +172,15 @@ def test_kind(verdict, kind, made, quick):
     os.chmod(os.path.join(given, "file"), 0o644)
     try_use(verdict, kind, given, write)
     try_attacks(verdict, kind, made, given, write)
+    try_keys(verdict, kind, given, write)
     if not quick:
         try_limits(verdict, kind, given, write)
+        try_disk(verdict, kind, given, write)
     shutil.rmtree(given)
     shutil.rmtree(write)
 
 
 def test_all(verdict, made, quick):
-    kinds = [sandbox.choose()] if quick else sandbox.KINDS
+    kinds = ["bwrap" if sandbox.works("bwrap") else "limits"] if quick else sandbox.KINDS
     for kind in kinds:
         test_kind(verdict, kind, made, quick)

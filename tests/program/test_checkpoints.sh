@@ -413,6 +413,11 @@ test_load_refuses() {
         refused "load/cifar_in_$model" 1 'expected a tensor of this model, found ""conv1.bias"' --model $model --dataset synthetic \
             --limit-train 4 --limit-test 4 --load cifar.st --eval
     done
+    printf 'PK\3\4\24\0\0\0model/data.pkl' >saved.pth
+    printf '\200\2\212\12l\374\234F\371 j\250P\31.' >saved_before_2020.pth
+    for file in saved.pth saved_before_2020.pth; do
+        refused load/$file 1 "$file: expected a safetensors file, found one of torch.save()" "${cifar[@]}" --load $file
+    done
     refused load/other_width 1 '"conv1.bias"' "${cifar[@]}" --width 8 --load cifar.st --eval
     local size length
     size=$(stat -c %s cifar.st)
@@ -527,7 +532,7 @@ write("nested", 'metadata as "key":"value"', good.replace('{"format"', '{"a":{"b
 write("damaged", "damaged", good.replace('"format":"pt"', '"format":"pT"'))
 write("no_checksum", "damaged", re.sub(',"cnn.checksum":"[^"]*"', "", good))
 write("first_version", "", re.sub(',"cnn.version".*?(?=})', "", good))
-write("much_metadata", "less metadata",
+write("much_metadata", "at most 4096 bytes of metadata",
       '{"__metadata__":{"a":"%s"},' % (9000 * "x") + good[good.index('"conv1.weight"'):])
 write("much_header", "at most 1048576", good + 1048577 * " ")
 write("length_-1", "at most 1048576", good, length=2 ** 64 - 1)

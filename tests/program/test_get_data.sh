@@ -304,6 +304,28 @@ resume_sends_range() {
     expect_same one/train-images.gz "$tmp/www/train-images.gz"
 }
 
+folder_of_the_files_name() {
+    mkdir -p "$dir/data/one/train-images.gz"
+    get "$url/ok" one
+    expect "exit" 1 "$rc"
+    expect_word "$dir/data/one/train-images.gz is a folder, remove it"
+    mkdir -p "$dir/data/cifar10/test_batch.bin"
+    get "$url/ok" cifar10
+    expect "exit for an unpacked file" 1 "$rc"
+    expect_word "$dir/data/cifar10/test_batch.bin is a folder, remove it"
+}
+
+part_that_is_a_link() {
+    mkdir -p "$dir/data/one"
+    head -c 7000 "$tmp/www/train-images.gz" >"$dir/elsewhere"
+    ln -s ../../elsewhere "$dir/data/one/train-images.gz.part"
+    get "$url/ok" one
+    expect "exit" 0 "$rc"
+    expect_same one/train-images.gz "$tmp/www/train-images.gz"
+    expect "link" no "$([ -L "$dir/data/one/train-images.gz" ] && echo yes || echo no)"
+    expect "bytes of what it led to" 7000 "$(wc -c <"$dir/elsewhere" | tr -d ' ')"
+}
+
 cut_download_is_kept_and_continued() {
     get "$url/cut" one
     expect "exit" 1 "$rc"
@@ -468,7 +490,7 @@ run "" no_argument_prints_usage help_exits_0 unknown_name_exits_2 \
     INSTALL_1_installs_the_package INSTALL_1_is_for_fashion_mnist_only no_curl_no_wget_is_said
 run "curl" offline_says_what_works
 run "curl python3" good_download second_run_asks_nothing damaged_file_is_replaced \
-    resume_sends_range cut_download_is_kept_and_continued \
+    resume_sends_range folder_of_the_files_name part_that_is_a_link cut_download_is_kept_and_continued \
     server_without_ranges_starts_over server_refusing_range_starts_over \
     useless_part_is_dropped missing_mirror_keeps_part corrupt_file_is_refused \
     next_mirror_after_404 next_mirror_after_corrupt_file next_mirror_after_closed_port \

@@ -212,12 +212,27 @@ test_folders() {
     refused folders/predictions 1 "predictions.csv: it exists and is not a regular file" "${small[@]}" --out "$tmp/blocked" --save-model
     same folders/model_first model.safetensors "$(cd "$tmp/blocked" && echo model*)"
     local pid
-    starts --model cifar --dataset synthetic --threads 1 --limit-train 2000 --limit-test 10 --epochs 10000
+    starts --model cifar --dataset synthetic --threads 1 --limit-train 2000 --limit-test 10 --epochs 10000 \
+        --checkpoint "$tmp/signals.checkpoint" --save-every 4steps
     refused folders/two_at_once 1 "another run" "${small[@]}" --out "$tmp/signals"
+    refused checkpoint/two_at_once 1 "another run" "${small[@]}" --checkpoint "$tmp/signals.checkpoint"
+    ln -s signals.checkpoint "$tmp/second_name"
+    refused checkpoint/two_names 1 "another run" "${small[@]}" --checkpoint "$tmp/second_name" --resume
     kill -9 "$pid"
     wait "$pid" 2>/dev/null
+    run "${small[@]}" --checkpoint "$tmp/signals.checkpoint"
+    same checkpoint/after_a_killed_one "0 signals.checkpoint" "$status $(cd "$tmp" && echo signals.checkpoint*)"
     run "${small[@]}" --out "$tmp/signals"
     same folders/after_a_killed_one "0 stopped" "$status $(status_of "$tmp/signals")"
+    # srun without MPI starts copies
+    local plain number
+    run "${small[@]}"
+    plain=$(figures)
+    for number in 0 1; do
+        SLURM_STEP_NUM_TASKS=2 SLURM_PROCID=$number run "${small[@]}"
+        same folders/srun_without_mpi/$number "0 $plain $((1 - number))" \
+            "$status $(figures) $(grep -c '^cnn: warning: srun has started 2 processes without MPI' "$err")"
+    done
     # A log that cannot be read is not an empty one.
     run "${small[@]}" --out "$tmp/signals" --checkpoint "$tmp/goes_on"
     rm "$tmp/signals/steps.csv" && ln -s steps.csv "$tmp/signals/steps.csv"

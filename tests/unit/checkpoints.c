@@ -336,6 +336,14 @@ static void spoil_renamed(File *f) {
     strcpy(last_entry(f)->name, "fc9.weight");
 }
 
+static void spoil_parallel(File *f) {
+    strcpy(last_entry(f)->name, "module.fc1.bias");
+}
+
+static void spoil_compiled(File *f) {
+    strcpy(last_entry(f)->name, "_orig_mod.fc1.bias");
+}
+
 static void spoil_long_name(File *f) {
     strcpy(last_entry(f)->name, "fc1.bias.fc1.bias.fc1.bias.fc1.bias");
 }
@@ -406,6 +414,8 @@ static void test_spoiled_headers(void) {
         {"offsets backwards", spoil_backwards, "expected \"fc1.weight\":{"},
         {"the same tensor twice", spoil_twice, "each tensor once"},
         {"an unknown tensor", spoil_renamed, "a tensor of this model, found \"\"fc9.weight\":"},
+        {"names of DataParallel", spoil_parallel, "save net.module.state_dict() instead"},
+        {"names of torch.compile", spoil_compiled, "save net._orig_mod.state_dict() instead"},
         {"an unknown tensor with a long name", spoil_long_name,
          "a tensor of this model, found \"\"fc1.bias.fc1."},
         {"a missing tensor", spoil_missing, "expected a tensor fc1.weight, found none"},
@@ -413,7 +423,7 @@ static void test_spoiled_headers(void) {
         {"more numbers than it says", spoil_more_data, "bytes of values"},
         {"fewer numbers than it says", spoil_less_data, "within the values of fc1.weight"},
         {"no tensors", spoil_nothing_there, "found none"},
-        {"too much metadata", spoil_metadata, "less metadata"},
+        {"too much metadata", spoil_metadata, "at most 4096 bytes of metadata"},
         {"a version without its checksum", spoil_version, "damaged"},
         {"another checksum", spoil_checksum, "damaged"},
         {"metadata that are no text", spoil_metadata_kind, "\"key\":\"value\""},
