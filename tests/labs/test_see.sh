@@ -145,7 +145,8 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import see
 for name, operands, flop in (("vaddss", "%xmm0", 1), ("mulsd", "%xmm0", 1), ("vdivps", "%ymm1", 8),
-                             ("vaddpd", "%xmm1", 2), ("vfmadd231ss", "%xmm2", 2), ("vfnmadd132ps", "%zmm2", 32), ("vmovss", "%xmm0", 0),
+                             ("vaddpd", "%xmm1", 2), ("vfmadd231ss", "%xmm2", 2),
+                             ("vfnmadd132ps", "%zmm2", 32), ("vmovss", "%xmm0", 0),
                              ("add", "%rax", 0), ("fadd", "s0", 1), ("fmadd", "s0", 2), ("fmov", "s0", 0)):
     found = see.flop_of_instruction(name, operands)
     if found != flop:
