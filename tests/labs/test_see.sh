@@ -138,6 +138,22 @@ test_ptx() {
     done
 }
 
+# FLOP of instructions: of x86-64's, packed ones and multiply-adds among them, and of ARM's
+test_flop() {
+    python flop "$repo/labs/tools" <<'END'
+import sys
+sys.path.insert(0, sys.argv[1])
+import see
+for name, operands, flop in (("vaddss", "%xmm0", 1), ("mulsd", "%xmm0", 1), ("vdivps", "%ymm1", 8),
+                             ("vaddpd", "%xmm1", 2), ("vfmadd231ss", "%xmm2", 2),
+                             ("vfnmadd132ps", "%zmm2", 32), ("vmovss", "%xmm0", 0),
+                             ("add", "%rax", 0), ("fadd", "s0", 1), ("fmadd", "s0", 2), ("fmov", "s0", 0)):
+    found = see.flop_of_instruction(name, operands)
+    if found != flop:
+        print(f"{name} {operands}: expected {flop}, found {found}")
+END
+}
+
 test_errors() {
     see nothing_like_it
     same errors/kernel "exit 1, see.py: error: see.txt: No such file" "exit $status, $(cut -c 1-36 "$err")"
@@ -180,6 +196,7 @@ test_page() {
 test_by_hand
 test_hazards
 test_ptx
+test_flop
 test_errors
 test_page
 exit 0
