@@ -41,8 +41,8 @@
    only classifies images, from one of four data sets or generated. Several devices share the data,
    never the network. It runs on Linux. It trusts the user who runs it, but not the files it reads.
 
-   Comments that begin with LAB and a number enclose what an exercise replaces with a gap for the
-   student to fill: 1.2 is exercise 2 of lab 1. They mean nothing to the program.
+   Pairs of comments that begin with LAB and a number enclose code that students write themselves
+   in an exercise: 1.2 is exercise 2 of lab 1. On a first reading, ignore them.
 
    Tags mark the places that tutorials refer to; grep finds them, here and in cnn_kernels.cu:
      # AMP     mixed precision      # NHWC    memory layouts
@@ -50,8 +50,8 @@
 
 /* ==== 1. Declarations ===========================================================================
 
-   Shared with cnn_kernels.cu, which is compiled separately: it defines
-   CNN_DECLARATIONS_ONLY and includes this file up to the end of this section. Images are stored
+   cnn_kernels.cu, which is compiled separately, shares this section: it defines
+   CNN_DECLARATIONS_ONLY and includes this file up to the end of the section. Images are stored
    NHWC: image, row, column, channel, with the channels innermost. Weights are stored
    [filter row][filter column][input channel][output channel]. */
 
@@ -149,38 +149,38 @@ static inline HOST_DEVICE bool multiplies(const Layer *l) {
     return l->kind == CONV2D || l->kind == LINEAR;
 }
 
-/* For the fast kernels; skip it on a first reading. Operator fusion: what the kernels of a row
-   compute in the same pass, because no other row reads the intermediate results:
+/* For the fast kernels; skip it on a first reading. The kernels of a row may compute later rows in
+   the same pass, if nothing else reads the results in between (operator fusion):
      out = pool(relu(op(in) + residual))
-   The definitions in section 3 fuse nothing. */
+   This says which rows they compute. The definitions in section 3 fuse nothing. */
 typedef struct Fusion {
-    bool add;           // the sum with a residual
-    bool relu;          // a ReLU
-    const Layer *pool;  // a max-pool, or NULL
-    bool relu_backward; // the backward pass begins with the fused ReLU's
-    bool masks_din;     // the backward pass ends with the ReLU's before this row
+    bool add;                 // the sum with a residual
+    bool relu;                // the ReLU
+    const Layer *pool;        // the max-pool, or NULL
+    bool relu_backward;       // the backward pass begins with that of the fused ReLU
+    bool input_relu_backward; // the backward pass ends with that of the ReLU before this row
     // conv2d: the batchnorm2d that follows, for which this row stores sums; batchnorm2d: the conv2d
-    // that has stored them. NULL if no sums are stored
+    // that has stored them; NULL if no sums are stored
     const Layer *moments_partner;
 } Fusion;
 
 // How a row is computed
 typedef enum {
-    SEPARATE, // by its own kernels, into its own memory
-    IN_PLACE, // by its own kernels, over its input
-    FUSED     // by the kernels of an earlier row
+    SEPARATE,          // by its own kernels, into its own memory
+    IN_PLACE,          // by its own kernels, over its input
+    FUSED_INTO_EARLIER // by the kernels of an earlier row
 } Sharing;
 
-/* The key of all random numbers of a batch. They depend on the position of an image in the epoch's
-   permutation, not on the batch or the rank that has it. */
+/* What the random numbers of a batch depend on, so that they are the same in any batch and on any
+   rank: the seed, the epoch, and the position of each image in the epoch's permutation. */
 typedef struct RandomKey {
     uint64_t seed;
     size_t epoch;
     size_t first;  // the position of the batch's first image
-    size_t stride; // from the position of one image to the next
+    size_t stride; // the distance from the position of an image to that of the next
 } RandomKey;
 
-// What changes from step to step; kernels read it through a pointer, from the device's memory.
+// What changes from step to step. It lies in the device's memory; kernels get a pointer to it.
 typedef struct Step {
     RandomKey key;
     double lr;
@@ -201,8 +201,8 @@ enum {
     MAX_ARENAS = 24     // of a memory plan
 };
 
-// Marks are events in a replica's stream of work, as in CUDA. They are numbered; the first
-// CLOCK_MARKS of them are for the clock of train().
+// A mark is a numbered point in a replica's queue of work, as an event in a CUDA stream. The clock
+// of train() uses the first CLOCK_MARKS numbers.
 enum { CLOCK_MARKS = 64, MAX_BUCKETS = 64, ROW_MARKS = 2 * (MAX_LAYERS + 1) };
 enum {
     // one for each bucket of gradients (section 10)
@@ -227,16 +227,17 @@ static inline size_t end_mark(size_t row, RowPass pass) {
 }
 
 typedef struct Dataset Dataset;
+typedef enum { TRAINING_SET, TEST_SET } DatasetPart;
 
 // What is known about a data set
 typedef struct DatasetInfo {
     const char *name;
     Shape shape;
-    size_t classes;         // their number
-    size_t train, test;     // images in the training set and in the test set
+    size_t classes;         // the number of classes
+    size_t counts[2];       // the number of images, by DatasetPart
     double mean[3], std[3]; // for each channel, where pixels are scaled to [0, 1]
-    void (*read)(Dataset *data, const char *dir, const char *const *files, size_t limit);
-    const char *files[2][6]; // of the training set and of the test set; NULL ends each list
+    void (*read)(Dataset *data, const char *dir, DatasetPart part, size_t limit);
+    const char *files[2][6]; // by DatasetPart; NULL ends each list
     const char *class_names; // separated by spaces, or NULL if the classes are only numbered
 } DatasetInfo;
 
@@ -333,7 +334,7 @@ typedef struct Update {
     bool nesterov;
 } Update;
 
-// Ranges of time that Nsight shows for a thread, each within the one before.
+// Nsight shows nested ranges of time for a thread. Their levels, the outermost first:
 typedef enum { RANGE_STEP, RANGE_LINE, RANGE_ROW } RangeLevel;
 
 // A device as a run finds it
@@ -358,30 +359,30 @@ typedef struct Device {
     void (*release)(void *memory);
     void *(*pinned_alloc)(size_t bytes); // zeroed host memory that the device reads directly
     void (*pinned_release)(void *memory);
-    // copies between host and device, either way, or within the device; queued
+    // queues a copy between host and device, either way, or within the device
     void (*copy)(void *to, const void *from, size_t bytes);
-    void (*clear)(void *memory, size_t bytes); // sets memory of the device to zeros; queued
-    void (*set_step)(Step *to, Step step);     // *to, in the device's memory, = step; queued
-    // GPU: copies between host and device `number`, either way, at once. Any thread may call it,
-    // concurrently with the device's operations.
+    void (*clear)(void *memory, size_t bytes); // queues: memory of the device = 0
+    void (*set_step)(Step *to, Step step);     // queues: *to = step, on the device
+    // GPU: copies between host and device `number`, either way; complete on return. Any thread may
+    // call it, concurrently with the device's operations.
     void (*transfer)(size_t number, void *to, const void *from, size_t bytes);
     /* to = from, or += from if add; complete on return. `from` may be on this device, another one
        or the host; buffer is device memory of the size of `to`. Any thread may call it,
        concurrently with the device's operations. */
     void (*receive)(size_t number, real *to, const real *from, size_t n, bool add, real *buffer);
     void (*synchronize)(void);
-    void (*mark)(size_t i);                    // a point in the stream of work, 0 to MARKS - 1
+    void (*mark)(size_t i);                    // marks the end of the work queued so far
     double (*elapsed)(size_t from, size_t to); // seconds between two marks; waits for both
-    void (*wait)(size_t replica, size_t mark); // until that replica has passed the mark
+    void (*wait)(size_t replica, size_t mark); // waits until it has passed the mark
     /* GPU, CUDA graphs: after capture(true), operations are recorded instead of executed, including
        copies to and from pinned memory. capture(false) returns them as a graph, which
        replay() queues. */
     void *(*capture)(bool begin);
     void (*replay)(void *graph);
     void (*free_graph)(void *graph);
-    double (*peak_gflops)(void); // measured; a multiply-add is 2 operations; NAN if not known
-    // # PROF  for Nsight: ends this thread's range of this level, with the ranges inside it, and
-    // begins one of this name unless it is NULL
+    double (*peak_gflops)(void); // measures it, 2 operations a multiply-add; NAN if unknown
+    // # PROF  for Nsight: ends this thread's range of this level, with the ranges inside it. Begins
+    // a range of this name, unless it is NULL.
     void (*range)(RangeLevel level, const char *name);
     void (*record)(bool on); // starts or stops the recording of Nsight
 } Device;
@@ -406,13 +407,14 @@ typedef struct Kernels {
     void (*adadelta)(Update u);
     void (*sgd)(Update u);
     /* The rest is for the fast kernels; skip it on a first reading. Row l is the only
-       reader of what the kernels of row `target` write, and `fused` is what these kernels compute
-       already; fuse() says how row l is computed. */
+       reader of what the kernels of row `target` write. fuse() decides whether these kernels also
+       compute row l; `fused` lists what they compute so far. */
     Sharing (*fuse)(const Layer *target, const Fusion *fused, const Layer *l);
     // elements in which a conv2d's forward stores sums for the batchnorm2d that follows it, or 0
     size_t (*moments_size)(const Layer *conv, size_t n);
     size_t (*transposed_size)(const Layer *l, size_t n); // --layout nchw, in elements
-    // what the kernels of a row keep in the host's memory: its size in bytes; and setting it up
+    // The kernels of a row may keep something in the host's memory: this is its size in bytes, and
+    // prepare() sets it up.
     size_t (*prepared_bytes)(const Layer *l);
     void (*prepare)(void *prepared, const Layer *l);
     // GPU, 16-bit precisions: param16 = param
@@ -420,10 +422,10 @@ typedef struct Kernels {
     // GPU: adds the number of gradients that are not finite to scale->not_finite
     void (*count_not_finite)(LossScale *scale, const real *grad, size_t count);
     void (*adjust_scale)(LossScale *scale); // GPU, fp16: changes the scale, after the update
-    // GPU: out = the images of a loader, as row 0 has them
+    // GPU: out = the images of a loader, in the layout of row 0
     void (*load_images)(real *out, const real *images, size_t n, Shape s, bool nchw);
-    // GPU: out = a batch of a resident data set, as row 0 has it, and its labels. key is in the
-    // device's memory.
+    // GPU: out, labels = a batch of a resident data set; out has the layout of row 0, and key is in
+    // the device's memory
     void (*gather)(real *out, uint8_t *labels, const Resident *r, const RandomKey *key, size_t n,
                    bool nchw);
 } Kernels;
@@ -450,8 +452,8 @@ OPTIONAL bool cuda_all_reduce(size_t device, real *data, size_t count, double ti
 
 /* Philox4x32-10, a counter-based random number generator: out = a keyed bijection of the counter.
    (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.) It has no state, so any
-   thread, device or replica can compute any of its numbers at any time, and all agree. What the
-   counter is made of, where the position is an image's in the epoch's permutation:
+   thread, device or replica can compute any of its numbers at any time, and all agree. The counter
+   has these parts, where `position` is that of an image in the epoch's permutation:
      c3               c0                                c1          c2
      DRAW_INIT        element / 4                       tensor      0
      DRAW_SHUFFLE     position                          0           epoch
@@ -540,16 +542,16 @@ static double now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* How the program exits on an error. The first thread that calls die() ends it, and others that
-   fail meanwhile wait for that. */
+/* How the program exits on an error: the first thread that calls die() ends it, and threads that
+   fail meanwhile wait until it has ended. */
 static void (*before_dying)(void);           // marks the run folder as failed
-static void (*leave)(int status) = _exit;    // with MPI, ends the other ranks as well
+static void (*exit_process)(int) = _exit;    // with MPI, ends the other ranks as well
 static bool dying;                           // whether a thread is ending the program
 static _Thread_local bool dying_here;        // whether it is this thread
 static _Thread_local const char *unfinished; // a temporary file of this thread, or NULL
 static char lock_file[PATH_SIZE + 8];        // of the checkpoint, which is this run's; or ""
 
-// Names in files may contain escape sequences, which would reach the terminal.
+// A name in a file may contain escape sequences, which must not reach the terminal.
 static void replace_control_characters(char *text) {
     for (char *c = text; *c; c++)
         if ((unsigned char)*c < ' ' || *c == 127)
@@ -565,7 +567,7 @@ static _Noreturn FORMAT(2) void die(int status, const char *format, ...) {
         for (;;)
             pause();
     if (dying_here) // before_dying() has failed
-        leave(status);
+        exit_process(status);
     dying_here = true;
     va_start(args, format);
     vsnprintf(line, sizeof line, format, args);
@@ -579,8 +581,8 @@ static _Noreturn FORMAT(2) void die(int status, const char *format, ...) {
     unlink(lock_file);
     if (before_dying)
         before_dying();
-    leave(status);
-    abort(); // leave() does not return
+    exit_process(status);
+    abort(); // exit_process() does not return
 }
 
 static size_t min_size(size_t a, size_t b) {
@@ -719,6 +721,15 @@ static void join_path(char path[PATH_SIZE], const char *dir, const char *file) {
         die(1, "path too long: %s/%s", dir, file);
 }
 
+// path = the path of a file or folder in the program's folder
+static void path_beside_program(char path[PATH_SIZE], const char *file) {
+    char program[PATH_SIZE] = "";
+    const ssize_t length = readlink("/proc/self/exe", program, sizeof program - 1);
+    if (length < 0)
+        strcpy(program, "./cnn");
+    join_path(path, dirname(program), file);
+}
+
 static _Noreturn void die_file(const char *doing, const char *path) {
     die(1, "%s %s: %s", doing, path, strerror(errno));
 }
@@ -728,8 +739,8 @@ static void flush(FILE *f, const char *name) {
         die_file("cannot write to", name);
 }
 
-// Opens a file to read, or returns NULL if there is none. A pipe, which would block, reads as an
-// empty file.
+// Opens a file for reading, or returns NULL if it does not exist. A named pipe would block; it is
+// read as an empty file instead.
 static FILE *open_existing(const char *path) {
     const int fd = open(path, O_RDONLY | O_NONBLOCK);
     FILE *f = fd < 0 ? NULL : fdopen(fd, "rb");
@@ -739,7 +750,7 @@ static FILE *open_existing(const char *path) {
 }
 
 /* A file that is replaced atomically: written to a temporary file in its folder, synced, renamed.
-   It keeps its mode. If it is a symbolic link, the target is replaced. */
+   The new file has the mode of the old one. If it is a symbolic link, its target is replaced. */
 typedef struct AtomicFile {
     FILE *stream;
     char path[PATH_SIZE], temporary[PATH_SIZE + 4]; // both empty if what is written is discarded
@@ -770,7 +781,7 @@ static void atomic_open(AtomicFile *f, const char *path) {
         die_file("cannot create", f->temporary);
 }
 
-// Makes the new name reach the disk as well. Some file systems cannot sync a folder (EINVAL).
+// Syncs the folder of a file, which holds its name. Some file systems cannot do that (EINVAL).
 static void sync_folder(const char *file) {
     char path[PATH_SIZE];
     snprintf(path, sizeof path, "%s", file);
@@ -856,8 +867,8 @@ static double slurm_limit(void) {
     return mb > 0 ? 0x1p20 * (double)mb : INFINITY;
 }
 
-// The memory that this process may take, in bytes: the least that the machine, the Slurm job and
-// the cgroup allow
+// The memory that this process may take, in bytes: the smallest of the limits of the machine, the
+// Slurm job and the cgroup
 static double memory_limit(void) {
     const double cgroup = cgroup_limit("/proc/self/cgroup", "/sys/fs/cgroup");
     return fmin(fmin(machine_memory(), slurm_limit()), cgroup);
@@ -1020,9 +1031,9 @@ static void conv2d_parameter_gradients(Work w) {
 
 /* din[n][iy][ix][c] = sum over y, x, i, j, k of dout[n][y][x][k] * weight[i][j][c][k]
                        with y * s + i - padding = iy and x * s + j - padding = ix
-   It is += if accumulate. gcc may not reorder a floating-point sum, so it cannot vectorise
-   one. The weights are therefore transposed: the innermost loop then runs over the input channels,
-   each with its own sum. */
+   It is += if accumulate. gcc may not reorder the terms of a floating-point sum, so it does not
+   vectorise a loop that computes a single sum. The weights are therefore transposed: the innermost
+   loop then runs over the input channels, each with its own sum. */
 static void conv2d_input_gradient(Work w) {
     const Layer *l = w.l;
     const Shape I = l->in, O = l->out;
@@ -1271,16 +1282,16 @@ static void bn_block_gradients(Work w, size_t first, size_t count) {
     const size_t channels = w.l->in.c, m = bn_pixels(&w);
     const real *mean = w.stats + BATCH_MEAN * channels;
     const real *inverse = w.stats + BATCH_INVERSE_STD * channels;
-    double sum[BN_BLOCK] = {0}, product[BN_BLOCK] = {0};
+    double dout_sum[BN_BLOCK] = {0}, product_sum[BN_BLOCK] = {0};
     for (size_t i = 0; i < m; i++)
         for (size_t c = 0; c < count; c++) {
             size_t at = i * channels + first + c;
-            sum[c] += (double)w.dout[at];
-            product[c] += (double)w.dout[at] * (double)(w.in[at] - mean[first + c]);
+            dout_sum[c] += (double)w.dout[at];
+            product_sum[c] += (double)w.dout[at] * (double)(w.in[at] - mean[first + c]);
         }
     for (size_t c = 0; c < count; c++) {
-        w.dbias[first + c] = (real)sum[c];
-        w.dweight[first + c] = (real)product[c] * inverse[first + c];
+        w.dbias[first + c] = (real)dout_sum[c];
+        w.dweight[first + c] = (real)product_sum[c] * inverse[first + c];
     }
 }
 
@@ -1313,7 +1324,7 @@ static void batchnorm2d_backward_naive(Work w) {
    layer, epoch, q, e). One Philox block serves 8 elements with 16 bits each, so p is rounded to
    1/65536. */
 
-// An element whose 16 bits are below it becomes 0.
+// An element becomes 0 if its 16 random bits are below this threshold.
 static uint32_t dropout_threshold(const Layer *l) {
     return (uint32_t)lround((double)l->p * 65536);
 }
@@ -1433,7 +1444,8 @@ static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t 
       dactivations      their gradients; those with disjoint lifetimes share memory
       stats             BatchNorm's running statistics, and the last batch's statistics
       saved             bytes that a forward pass saves for the backward pass
-      moments, scratch  for the kernels; the losses, labels and the step of the current batch */
+      moments, scratch  working memory of the kernels
+      losses, labels    of the current batch */
 
 enum { ALIGN = 64 / sizeof(real) };
 
@@ -1475,8 +1487,8 @@ typedef struct Net {
     // the arenas
     real *params, *grads, *stats, *moments, *scratch, *losses;
     char *params16, *activations, *dactivations;
-    void *transposed; // --layout nchw, else NULL
-    LossScale *scale; // on a GPU, else NULL
+    void *transposed;      // --layout nchw, else NULL
+    LossScale *loss_scale; // on a GPU, else NULL
     // On the host: staging buffers for copies from and to the device. The results of a step come
     // back in staging[0]: the losses, or the outputs.
     real *staging[2];
@@ -1539,7 +1551,7 @@ static size_t add_layer(Net *net, Layer l) {
     return last_row(net);
 }
 
-// Room for `count` parameters. Returns its offset.
+// Reserves room for `count` parameters. Returns its offset.
 static size_t add_params(Net *net, size_t count) {
     size_t offset = net->param_size;
     net->param_size += align_up(count);
@@ -1574,7 +1586,7 @@ static bool window_fits(const Layer *l, size_t channels) {
            l->in.w + 2 * l->padding >= l->kernel;
 }
 
-// A layer whose window slides over row x; dies if it does not fit.
+// A layer whose window slides over row x. Dies if the window does not fit.
 static Layer window_layer(const Net *net, size_t x, LayerKind kind, size_t channels, size_t kernel,
                           size_t stride, size_t padding) {
     Layer l = {.kind = kind, .input = x, .kernel = kernel, .stride = stride, .padding = padding};
@@ -1699,7 +1711,7 @@ static size_t count_reads(const Net *net, size_t row) {
     return count;
 }
 
-// Whether the only reader of a row may overwrite its output: no backward pass reads it.
+// Whether a row's output may be overwritten: it has one reader, and no backward pass needs it.
 static bool may_overwrite(const Net *net, size_t row) {
     const Layer *l = &net->layers[row], *producer = &net->layers[net->row_plans[row].computed_by];
     return row > 0 && count_reads(net, row) == 1 && !kinds[l->kind].reads_out &&
@@ -1721,7 +1733,7 @@ static void fuse_relu(RowPlan *target) {
    them, and the ReLU before the convolution, if nothing else reads that. For example, in conv1 ->
    relu -> conv2 -> relu -> pool, where both ReLUs have been fused:
                                   conv1           conv2
-                                  relu_backward   relu_backward   masks_din
+                                  relu_backward   relu_backward   input_relu_backward
      before                       true            true            false
      after                        false           false           true
      after, if another row also
@@ -1730,12 +1742,12 @@ static void fuse_pool(Net *net, RowPlan *target, size_t input, const Layer *pool
     RowPlan *producer = &net->row_plans[net->row_plans[input].computed_by];
     target->fused.pool = pool;
     target->fused.relu_backward = false;
-    target->fused.masks_din = producer->fused.relu && count_reads(net, input) == 1;
-    if (target->fused.masks_din)
+    target->fused.input_relu_backward = producer->fused.relu && count_reads(net, input) == 1;
+    if (target->fused.input_relu_backward)
         producer->fused.relu_backward = false;
 }
 
-// Lets the kernels of row `target`, which compute the input of row i, compute row i as well.
+// Makes the kernels of row `target`, which compute the input of row i, compute row i as well.
 static void fuse_row(Net *net, size_t i, size_t target) {
     const Layer *l = &net->layers[i];
     if (l->kind == ADD)
@@ -1760,7 +1772,7 @@ static void link_moments(Net *net, size_t i) {
     net->moments_size = max_size(net->moments_size, size);
 }
 
-// Asks the kernels how each row is computed. Those of section 3 fuse nothing.
+// Asks the kernels how each row is computed.
 static void plan_fusion(Net *net) {
     const Kernels *k = net->kernels;
     for (size_t i = 0; i < net->count; i++) {
@@ -1770,7 +1782,7 @@ static void plan_fusion(Net *net) {
         plan->computed_by = i;
         if (may_overwrite(net, l->input))
             plan->sharing = k->fuse(&net->layers[target], &net->row_plans[target].fused, l);
-        if (plan->sharing == FUSED)
+        if (plan->sharing == FUSED_INTO_EARLIER)
             fuse_row(net, i, target);
         else if (l->kind == ADD)
             plan->residual = l->other;
@@ -1787,13 +1799,13 @@ static void plan_fusion(Net *net) {
      4 add          3 and 1    its gradient is also that of row 1, to which row 2 adds later
    True if the kernels of `row`, here 3, may share gradients that way. They may not if a later row
    also reads row 1: its backward would run earlier and write to the shared memory. */
-static bool shares_doutput(const Net *net, size_t row) {
+static bool may_share_doutput(const Net *net, size_t row) {
     const RowPlan *plans = net->row_plans;
     const size_t source = plans[plans[row].residual].computed_by; // of the residual
     if (!plans[row].fused.add || source == 0)
         return false;
     for (size_t i = row; i < net->count; i++) {
-        if (plans[i].sharing == FUSED)
+        if (plans[i].sharing == FUSED_INTO_EARLIER)
             continue;
         if (plans[net->layers[i].input].computed_by == source)
             return false;
@@ -1843,13 +1855,13 @@ static size_t element_bytes_of(const Net *net, const Layer *l) {
 }
 
 // owner[row]: the row whose gradient's memory this row shares, or the row itself
-static void share_doutputs(const Net *net, size_t *owner) {
+static void assign_doutput_owners(const Net *net, size_t *owner) {
     for (size_t i = 0; i < net->count; i++)
         owner[i] = i;
     for (size_t i = last_row(net); i > 0; i--) {
         if (net->row_plans[i].sharing != SEPARATE)
             owner[net->layers[i].input] = owner[i];
-        if (net->row_plans[i].residual && shares_doutput(net, i))
+        if (net->row_plans[i].residual && may_share_doutput(net, i))
             owner[net->row_plans[i].residual] = owner[i];
     }
 }
@@ -1867,11 +1879,11 @@ static DoutputBlock doutput_block_of(const Net *net, size_t row, const size_t *o
     return block;
 }
 
-// Offsets of all gradients, from the last row to the first
+// Sets the offsets of all gradients, from the last row to the first.
 static void plan_doutputs(Net *net) {
     size_t owner[MAX_LAYERS], count = 0;
     DoutputBlock placed[MAX_LAYERS];
-    share_doutputs(net, owner);
+    assign_doutput_owners(net, owner);
     for (size_t row = last_row(net); row > 0; row--) {
         if (owner[row] != row)
             continue;
@@ -1892,7 +1904,8 @@ static bool has_params16(const Net *net) {
 }
 
 static void plan_net_arenas(Net *net) {
-    const size_t size = sizeof(real), most = max_size(net->max_batch, net->max_test_batch);
+    const size_t size = sizeof(real);
+    const size_t max_images = max_size(net->max_batch, net->max_test_batch);
     MemoryPlan *p = &net->plan;
     p->device = net->device;
     memory_plan_add(p, &net->params, size * net->param_size, DEVICE, FOR_PARAMETERS);
@@ -1903,10 +1916,10 @@ static void plan_net_arenas(Net *net) {
     memory_plan_add(p, &net->dactivations, net->doutput_bytes, DEVICE, FOR_DACTIVATIONS);
     memory_plan_add(p, &net->stats, size * net->stats_size, DEVICE, FOR_STATISTICS);
     memory_plan_add(p, &net->saved, net->saved_bytes, DEVICE, FOR_STATISTICS);
-    memory_plan_add(p, &net->losses, size * most, DEVICE, FOR_STATISTICS);
-    memory_plan_add(p, &net->labels, most, DEVICE, FOR_STATISTICS);
+    memory_plan_add(p, &net->losses, size * max_images, DEVICE, FOR_STATISTICS);
+    memory_plan_add(p, &net->labels, max_images, DEVICE, FOR_STATISTICS);
     if (net->device->is_gpu)
-        memory_plan_add(p, &net->scale, sizeof *net->scale, DEVICE, FOR_STATISTICS);
+        memory_plan_add(p, &net->loss_scale, sizeof *net->loss_scale, DEVICE, FOR_STATISTICS);
     memory_plan_add(p, &net->step, sizeof *net->step, DEVICE, FOR_STATISTICS);
     memory_plan_add(p, &net->moments, size * net->moments_size, DEVICE, FOR_SCRATCH);
     memory_plan_add(p, &net->scratch, size * net->scratch_size, DEVICE, FOR_SCRATCH);
@@ -1929,19 +1942,19 @@ static const Kernels naive_kernels; // see section 7
 // Dies unless the table has a row for the kind, with a forward and a backward function.
 static void require_kernels(const Net *net, const Kernels *k, const char *table, size_t i) {
     const LayerKind kind = net->layers[i].kind;
-    const char *lacks = NULL;
+    const char *missing = NULL;
     if (!k->layers[kind].forward)
-        lacks = "forward";
+        missing = "forward";
     else if (!k->layers[kind].backward)
-        lacks = "backward";
-    if (lacks)
+        missing = "backward";
+    if (missing)
         die(1, "model %s, row %zu: layer kind %d (%s) has no %s in %s; add it", net->model, i, kind,
-            kinds[kind].name, lacks, table);
+            kinds[kind].name, missing, table);
 }
 
-// Dies if the kernels lack the kind of a row or, in 16-bit precisions, if a row reads a
-// log_softmax, whose output stays 32-bit. On a CPU, naive_kernels
-// must have the kind in any case, since the fast kernels call the definitions.
+// Dies if the kernels lack the kind of a row. On a CPU, naive_kernels must always have it, since
+// the fast kernels call the definitions. In 16-bit precisions, dies as well if a row reads a
+// log_softmax, whose output stays 32-bit.
 static void check_row(const Net *net, size_t i) {
     const Layer *l = &net->layers[i];
     const Kernels *k = net->kernels;
@@ -1961,14 +1974,15 @@ static void check_row(const Net *net, size_t i) {
             net->model, i);
 }
 
-// Offsets of a row's arrays, for at most max_images. Scratch memory also suffices for a training
-// batch that is smaller, since some kernels need more of it for fewer images.
+// Sets the offsets of a row's arrays, for at most max_images. The scratch memory must also suffice
+// for a training batch, which may be smaller: some kernels need more scratch for fewer images.
 static void plan_row(Net *net, size_t i, size_t max_images) {
     const Layer *l = &net->layers[i];
     const Kernels *k = net->kernels;
     RowPlan *plan = &net->row_plans[i];
     const size_t count = align_up(max_images * shape_size(stored_shape(net, i)));
-    const bool saves = plan->fused.pool || (plan->sharing != FUSED && kinds[l->kind].saves);
+    const bool has_kernels = plan->sharing != FUSED_INTO_EARLIER;
+    const bool saves = plan->fused.pool || (has_kernels && kinds[l->kind].saves);
     if (plan->sharing == SEPARATE) {
         plan->output = net->activation_bytes;
         net->activation_bytes += count * element_bytes_of(net, l);
@@ -1988,17 +2002,17 @@ static void plan_row(Net *net, size_t i, size_t max_images) {
     net->prepared_bytes += 64 * ceil_div(k->prepared_bytes(l), 64);
 }
 
-// Offsets and sizes of all arenas, for training steps of at most `batch` images and for evaluations
-// of at most net->max_test_batch, which the caller has set.
+// Plans all arenas, for training steps of at most `batch` images and for evaluations of at most
+// net->max_test_batch, which the caller has set.
 static void plan_net(Net *net, size_t batch) {
-    const size_t most = max_size(batch, net->max_test_batch);
+    const size_t max_images = max_size(batch, net->max_test_batch);
     for (size_t i = 0; i < net->count; i++)
         check_row(net, i);
     net->max_batch = batch;
     plan_fusion(net);
-    net->staging_size = max_size(net->staging_size, most * net->classes);
+    net->staging_size = max_size(net->staging_size, max_images * net->classes);
     for (size_t i = 0; i < net->count; i++)
-        plan_row(net, i, most);
+        plan_row(net, i, max_images);
     plan_doutputs(net);
     plan_net_arenas(net);
 }
@@ -2027,9 +2041,9 @@ static void make_normal(double pair[2]) {
 
 typedef enum { UNIFORM, NORMAL } Distribution;
 
-// param = scale * x, where x is uniform in [-1, 1) or standard normal. `tensor` is the tensor's
+// param = factor * x, where x is uniform in [-1, 1) or standard normal. `tensor` is the tensor's
 // number, so that tensors differ.
-static void init_random(Net *net, real *param, size_t count, Distribution distribution, real scale,
+static void init_random(Net *net, real *param, size_t count, Distribution distribution, real factor,
                         size_t tensor, uint64_t seed) {
     PARALLEL_FOR
     for (size_t i = 0; i < count; i += 4) {
@@ -2046,7 +2060,7 @@ static void init_random(Net *net, real *param, size_t count, Distribution distri
             make_normal(x + 2);
         }
         for (size_t j = 0; j < min_size(4, count - i); j++)
-            net->staging[0][i + j] = (real)x[j] * scale;
+            net->staging[0][i + j] = (real)x[j] * factor;
     }
     net->device->copy(param, net->staging[0], count * sizeof(real));
 }
@@ -2091,18 +2105,18 @@ static void init_weights(Net *net, uint64_t seed) {
     }
     refresh_params16(net);
     if (net->device->is_gpu)
-        net->device->copy(net->scale, &scale, sizeof scale);
+        net->device->copy(net->loss_scale, &scale, sizeof scale);
 }
 
 // ---- Summary
 
-// Floating-point operations of one image, forward: 2 for each multiply-add of the weights.
+// Floating-point operations for one image, forward: 2 for each multiply-add with a weight
 static double layer_flops(const Layer *l) {
     return kinds[l->kind].flops * (double)l->weight_count * (double)(l->out.h * l->out.w);
 }
 
-// The same for training: forward, weight gradient and, unless the row reads the images, data
-// gradient
+// The same for training: the forward pass, the gradient of the weights and, unless the row reads
+// the images, that of the input
 static double layer_training_flops(const Layer *l) {
     const double passes = l->input == 0 ? 2 : 3;
     return passes * layer_flops(l);
@@ -2266,9 +2280,9 @@ typedef struct Model {
     const char *native;   // the data set whose shape, classes and counts synthetic images have
     const char *defaults; // options that differ from the table in section 12
     // mean and standard deviation .5 in all channels, as in PyTorch's CIFAR-10 tutorial
-    bool normalise_to_unit_range;
-    bool sc20_log; // log lines with images per second, as in the tutorial "Deep Learning at
-                   // Scale" of SC20; else those of PyTorch's MNIST example
+    bool normalise_to_plus_minus_one;
+    bool logs_throughput; // log lines with images per second, as in the tutorial "Deep Learning at
+                          // Scale" of SC20; else those of PyTorch's MNIST example
 } Model;
 
 #define RESNET_MODEL(depth, dataset)                                                     \
@@ -2277,7 +2291,7 @@ typedef struct Model {
         .datasets = "cifar100 cifar10 synthetic", .native = dataset,                     \
         .defaults = "--optimizer sgd --lr 0.1 --momentum 0.9 --weight-decay 5e-4 "       \
                     "--batch-size 128 --epochs 100 --schedule cosine --log-interval 20", \
-        .sc20_log = true                                                                 \
+        .logs_throughput = true                                                          \
     }
 static const Model models[] = {
     {.name = "mnist",
@@ -2295,7 +2309,7 @@ static const Model models[] = {
      .datasets = "cifar10 synthetic",
      .native = "cifar10",
      .defaults = "--optimizer sgd --lr 0.001 --momentum 0.9 --batch-size 4 --epochs 2 --gamma 1",
-     .normalise_to_unit_range = true},
+     .normalise_to_plus_minus_one = true},
     RESNET_MODEL(8, "cifar10"),
     RESNET_MODEL(18, "cifar100"),
     RESNET_MODEL(34, "cifar100"),
@@ -2324,8 +2338,8 @@ static void net_build(Net *net, const Model *model, const DatasetInfo *data,
     const Layer *last = &net->layers[x];
     if (x != last_row(net) || last->kind != LOG_SOFTMAX || shape_size(last->out) != data->classes)
         die(1,
-            "model %s: expected the number of its last row, a log_softmax over the %zu classes of "
-            "%s; found row %zu of %zu, with %zu outputs",
+            "model %s: expected its function to return its last row, a log_softmax over the %zu "
+            "classes of %s; found row %zu of %zu, with %zu outputs",
             model->name, data->classes, data->name, x, net->count, shape_size(last->out));
 }
 
@@ -2357,7 +2371,7 @@ static real *weight_of(const Net *net, const Layer *l) {
 }
 
 /* data.to(device). A CPU reads the images from the loader's buffer; on a GPU the copies are queued,
-   and reading the loss waits for them: both are over when the loader fills the buffer again. */
+   and reading the loss waits for them: both are done before the loader refills the buffer. */
 static void net_load(Net *net, const Batch *batch, double lr) {
     const Kernels *k = net->kernels;
     const bool nchw = net->transposed;
@@ -2436,9 +2450,10 @@ static Work work_of(const Net *net, size_t i, size_t n, const RandomKey *key) {
                   .autotune = net->settings->autotune};
 }
 
-// One row's output (=), with what is fused with it. A rank of dp may have no image: n == 0.
+// Computes one row's output (=) and the rows that are fused into it. A rank of dp may have no
+// image: n == 0.
 static void forward_row(const Net *net, size_t i, size_t n, const RandomKey *key) {
-    if (n > 0 && net->row_plans[i].sharing != FUSED)
+    if (n > 0 && net->row_plans[i].sharing != FUSED_INTO_EARLIER)
         net->kernels->layers[net->layers[i].kind].forward(work_of(net, i, n, key));
 }
 
@@ -2454,8 +2469,9 @@ static void forward(Net *net, size_t n, const RandomKey *key) {
     }
 }
 
-// One row's gradients: of its parameters (=) and its inputs (=, or += if already written[]). The
-// residual of a row that adds nothing is row 0, so written[0] means nothing: row 0 has no gradient.
+// Computes one row's gradients: of its parameters (=), and of its inputs (=, or += if already
+// written[]). Rows without a residual name row 0, which has no gradient, so written[0] is never
+// used.
 static void backward_row(const Net *net, size_t i, size_t n, bool *written) {
     const Kernels *k = net->kernels;
     const Layer *l = &net->layers[i];
@@ -2468,7 +2484,7 @@ static void backward_row(const Net *net, size_t i, size_t n, bool *written) {
     written[residual] = true; // before din, which may be the same: x + x
     w.accumulate = written[l->input];
     written[l->input] = true;
-    if (n == 0 || net->row_plans[i].sharing == FUSED || (!w.din && !l->weight_count))
+    if (n == 0 || net->row_plans[i].sharing == FUSED_INTO_EARLIER || (!w.din && !l->weight_count))
         return;
     if (net->flops)
         net->flops[i] = k->flops(w);
@@ -2502,7 +2518,7 @@ static double mean(const real *numbers, size_t n) {
 // F.nll_loss(): the mean over the batch, and unless dlogp is NULL its gradient
 static double compute_loss(Net *net, size_t n, real *dlogp, double smoothing) {
     net->kernels->nll_loss(net->losses, dlogp, output(net, last_row(net)), net->labels, n,
-                           n * net->world, net->classes, smoothing, net->scale);
+                           n * net->world, net->classes, smoothing, net->loss_scale);
     net->device->copy(net->staging[0], net->losses, n * sizeof(real));
     return mean(net->staging[0], n);
 }
@@ -2517,8 +2533,8 @@ static double test_loss(Net *net, size_t n) {
 }
 
 /* predicted[position of an image] = its most likely class, the first of several, for the images of
-   the batch. Returns how many are classified correctly. Each image is tested by one rank; the
-   others hold a 0 there, so the sum over the ranks has all predictions. */
+   the batch. Returns how many are classified correctly. One rank tests an image and the others have
+   a 0 there, so the sum over the ranks has all predictions. */
 static size_t store_predictions(const Net *net, const Batch *batch, double *predicted) {
     real *all = net->staging[0];
     const size_t classes = net->classes;
@@ -2539,7 +2555,7 @@ static size_t store_predictions(const Net *net, const Batch *batch, double *pred
 
 // Whether the outputs of row i for n images are all finite. A fused row does not keep them.
 static bool is_output_finite(const Net *net, size_t i, size_t n) {
-    if (net->row_plans[i].sharing == FUSED)
+    if (net->row_plans[i].sharing == FUSED_INTO_EARLIER)
         return true;
     const size_t bytes = element_bytes_of(net, &net->layers[i]);
     const size_t count = n * shape_size(stored_shape(net, i));
@@ -2552,7 +2568,7 @@ static bool is_output_finite(const Net *net, size_t i, size_t n) {
 }
 
 // The first row whose output is not finite, or the last row
-static size_t first_bad_row(const Net *net, size_t n) {
+static size_t first_nonfinite_row(const Net *net, size_t n) {
     for (size_t row = 0; row < last_row(net); row++)
         if (!is_output_finite(net, row, n))
             return row;
@@ -2564,7 +2580,7 @@ static void check_loss(const Net *net, const Batch *batch, double loss) {
     char kind[64];
     if (isfinite(loss))
         return;
-    const size_t row = first_bad_row(net, batch->n);
+    const size_t row = first_nonfinite_row(net, batch->n);
     const char *name = net->layers[row].name;
     describe_layer(&net->layers[row], kind, sizeof kind);
     die(1,
@@ -2576,7 +2592,7 @@ static void check_loss(const Net *net, const Batch *batch, double loss) {
 /* ==== 7. Optimizers and schedules ================================================================
 
    An optimizer makes one pass over the flat arena of all parameters, regardless of layers. The
-   CPU's tables are here, too, since they need the optimizers. */
+   CPU's tables of kernels follow, since they need the optimizers. */
 
 /* Adadelta (Zeiler, arXiv:1212.5701), as PyTorch computes it:
    square_avg = rho * square_avg + (1 - rho) * grad^2
@@ -2584,16 +2600,16 @@ static void check_loss(const Net *net, const Batch *batch, double loss) {
    acc_delta = rho * acc_delta + (1 - rho) * delta^2;   param -= lr * delta
    where grad includes weight_decay * param */
 static void adadelta_naive(Update u) {
-    const real rho = (real).9, rest = (real)(1 - .9), eps = (real)1e-6;
+    const real rho = (real).9, one_minus_rho = (real)(1 - .9), eps = (real)1e-6;
     const real lr = (real)u.step->lr, decay = (real)u.weight_decay;
     real *square_avg = u.state[0], *acc_delta = u.state[1];
     PARALLEL_FOR
     for (size_t i = 0; i < u.count; i++) {
         const real g = u.grad[i] + decay * u.param[i];
-        const real square = rho * square_avg[i] + rest * g * g;
+        const real square = rho * square_avg[i] + one_minus_rho * g * g;
         square_avg[i] = square;
         const real delta = SQRT(acc_delta[i] + eps) / SQRT(square + eps) * g;
-        acc_delta[i] = rho * acc_delta[i] + rest * delta * delta;
+        acc_delta[i] = rho * acc_delta[i] + one_minus_rho * delta * delta;
         u.param[i] -= lr * delta;
     }
 }
@@ -2623,7 +2639,7 @@ static void sgd_naive(Update u) {
 typedef struct Optimizer {
     double lr;                // the default
     const char *states[2];    // what it keeps for each parameter, by PyTorch's names
-    bool states_not_negative; // they are means of squares
+    bool states_not_negative; // the states are means of squares
 } Optimizer;
 
 static const Optimizer optimizers[] = {
@@ -2645,7 +2661,7 @@ static void update_params(const Net *net, real *state, size_t first, size_t coun
                       .grad = net->grads + first,
                       .state = {state + first, state + net->param_size + first},
                       .param16 = has_params16(net) ? net->params16 + 2 * first : NULL,
-                      .scale = net->scale,
+                      .scale = net->loss_scale,
                       .count = count,
                       .step = net->step,
                       .momentum = s->momentum,
@@ -2672,13 +2688,13 @@ static void update_each_tensor(const Net *net, real *state) {
 static void optimizer_step(const Net *net, real *state) {
     const Kernels *k = net->kernels;
     if (net->device->is_gpu)
-        k->count_not_finite(net->scale, net->grads, net->param_size);
+        k->count_not_finite(net->loss_scale, net->grads, net->param_size);
     if (net->settings->optimizer_launch == LAUNCH_PER_TENSOR)
         update_each_tensor(net, state);
     else
         update_params(net, state, 0, net->param_size);
     if (k->precision == FP16)
-        k->adjust_scale(net->scale);
+        k->adjust_scale(net->loss_scale);
 }
 
 /* The learning rate of a step. Epochs and steps are counted from 0, and an epoch has `steps` steps.
@@ -2873,7 +2889,7 @@ typedef struct DataFile {
     bool gzip;
 } DataFile;
 
-// Dies. The message says what is wrong with a data file, in printf() format, and which
+// Dies with a message that says what is wrong with a data file, in printf() format, and which
 // command replaces the file.
 #define DIE_BAD_FILE(f, format, ...)                                                           \
     die(1, "%s: " format "; remove it and run: data/get_data.sh %s", (f)->path, ##__VA_ARGS__, \
@@ -2963,7 +2979,7 @@ static uint32_t big_endian(const uint8_t b[4]) {
     return (uint32_t)b[0] << 24 | (uint32_t)b[1] << 16 | (uint32_t)b[2] << 8 | b[3];
 }
 
-// i: the number of the image that has this label
+// Dies unless the label of image i is one of the classes.
 static void check_label(const DataFile *f, size_t label, size_t classes, size_t i) {
     if (label >= classes)
         die(1,
@@ -3018,9 +3034,10 @@ static size_t read_idx_labels(Dataset *data, DataFile *f, size_t limit) {
     return count;
 }
 
-// Reads the data set of two IDX files. files: the images, then the labels
-static void read_idx_set(Dataset *data, const char *dir, const char *const *files, size_t limit) {
+// Reads the data set of two IDX files, the images and the labels.
+static void read_idx_set(Dataset *data, const char *dir, DatasetPart part, size_t limit) {
     const DatasetInfo *info = data->info;
+    const char *const *files = info->files[part];
     DataFile images, labels;
     data_open(&images, dir, files[0], info->name);
     data_open(&labels, dir, files[1], info->name);
@@ -3068,17 +3085,17 @@ static void read_cifar_file(Dataset *data, const char *dir, const char *file, si
 }
 
 // Reads the data set of CIFAR's files, which all hold the same number of records.
-static void read_cifar_set(Dataset *data, const char *dir, const char *const *files, size_t limit) {
+static void read_cifar_set(Dataset *data, const char *dir, DatasetPart part, size_t limit) {
     const DatasetInfo *info = data->info;
-    const bool train = files == info->files[0];
-    const size_t count = train ? info->train : info->test;
-    size_t parts = 1; // at least one file
-    while (files[parts])
-        parts++;
+    const char *const *files = info->files[part];
+    const size_t count = info->counts[part];
+    size_t file_count = 1; // at least one
+    while (files[file_count])
+        file_count++;
     data->images = must_alloc(min_size(count, limit) * 3 * CIFAR_AREA, "images");
     data->labels = must_alloc(min_size(count, limit), "labels");
-    for (size_t part = 0; part < parts; part++)
-        read_cifar_file(data, dir, files[part], count / parts, limit);
+    for (size_t i = 0; i < file_count; i++)
+        read_cifar_file(data, dir, files[i], count / file_count, limit);
 }
 
 // clang-format off
@@ -3086,14 +3103,14 @@ static void read_cifar_set(Dataset *data, const char *dir, const char *const *fi
                    {"t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"}}
 static const DatasetInfo dataset_infos[] = {
     // Fashion-MNIST is normalised with the constants of MNIST, as with PyTorch's example.
-    {"mnist", {28, 28, 1}, 10, 60000, 10000, {.1307}, {.3081}, read_idx_set, IDX_FILES, NULL},
-    {"fashion-mnist", {28, 28, 1}, 10, 60000, 10000, {.1307}, {.3081}, read_idx_set, IDX_FILES,
+    {"mnist", {28, 28, 1}, 10, {60000, 10000}, {.1307}, {.3081}, read_idx_set, IDX_FILES, NULL},
+    {"fashion-mnist", {28, 28, 1}, 10, {60000, 10000}, {.1307}, {.3081}, read_idx_set, IDX_FILES,
      "t-shirt trouser pullover dress coat sandal shirt sneaker bag boot"},
-    {"cifar10", {32, 32, 3}, 10, 50000, 10000, {.4914, .4822, .4465}, {.2470, .2435, .2616},
+    {"cifar10", {32, 32, 3}, 10, {50000, 10000}, {.4914, .4822, .4465}, {.2470, .2435, .2616},
      read_cifar_set, {{"data_batch_1.bin", "data_batch_2.bin", "data_batch_3.bin",
                        "data_batch_4.bin", "data_batch_5.bin"}, {"test_batch.bin"}},
      "plane car bird cat deer dog frog horse ship truck"},
-    {"cifar100", {32, 32, 3}, 100, 50000, 10000, {.5071, .4865, .4409}, {.2673, .2564, .2762},
+    {"cifar100", {32, 32, 3}, 100, {50000, 10000}, {.5071, .4865, .4409}, {.2673, .2564, .2762},
      read_cifar_set, {{"train.bin"}, {"test.bin"}},
      "apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus "
      "butterfly camel can castle caterpillar cattle chair chimpanzee clock cloud cockroach couch "
@@ -3115,11 +3132,11 @@ static const DatasetInfo *find_dataset_info(const char *name) {
 }
 
 /* A data set as a model sees it. Synthetic images have the shape of the model's native data set.
-   Images with three channels have mean and std .5 if they are synthetic or the model says so. */
+   If they are synthetic or the model says so, images with three channels have mean and std .5. */
 static DatasetInfo dataset_for(const Model *model, const char *name) {
     bool synthetic = strcmp(name, "synthetic") == 0;
     DatasetInfo info = *find_dataset_info(synthetic ? model->native : name);
-    if (info.shape.c == 3 && (model->normalise_to_unit_range || synthetic))
+    if (info.shape.c == 3 && (model->normalise_to_plus_minus_one || synthetic))
         for (size_t c = 0; c < 3; c++)
             info.mean[c] = info.std[c] = .5;
     if (synthetic) {
@@ -3166,10 +3183,10 @@ static void draw_glyph(float glyph[], size_t label, size_t channels) {
     }
 }
 
-/* image += strength * the glyph of a random class, shifted from the middle by at most SHIFT pixels.
-   The strength is contrast or, with equal probability, -contrast. Returns the class. The image has
+/* pixels += strength * the glyph of a random class, shifted from the middle by at most SHIFT. The
+   strength is contrast or, with equal probability, -contrast. Returns the class. The image has
    the number `index`; `which` counts its glyphs. */
-static size_t add_glyph(float *image, const float *glyphs, const DatasetInfo *info, uint32_t index,
+static size_t add_glyph(float *pixels, const float *glyphs, const DatasetInfo *info, uint32_t index,
                         uint32_t which, float contrast) {
     const Shape s = info->shape;
     uint32_t r[4];
@@ -3182,7 +3199,7 @@ static size_t add_glyph(float *image, const float *glyphs, const DatasetInfo *in
     const float *glyph = glyphs + label * GLYPH_SIZE * width;
     for (size_t row = 0; row < GLYPH_SIZE; row++)
         for (size_t i = 0; i < width; i++)
-            image[((top + row) * s.w + left) * s.c + i] += strength * glyph[row * width + i];
+            pixels[((top + row) * s.w + left) * s.c + i] += strength * glyph[row * width + i];
     return label;
 }
 
@@ -3190,29 +3207,28 @@ static size_t add_glyph(float *image, const float *glyphs, const DatasetInfo *in
 static void draw_synthetic(uint8_t *out, uint8_t *label, const float *glyphs,
                            const DatasetInfo *info, uint32_t index) {
     const size_t size = shape_size(info->shape);
-    float image[size];
-    memset(image, 0, sizeof image);
-    add_glyph(image, glyphs, info, index, 0, 25); // a distractor
-    *label = (uint8_t)add_glyph(image, glyphs, info, index, 1, 80);
+    float pixels[size];
+    memset(pixels, 0, sizeof pixels);
+    add_glyph(pixels, glyphs, info, index, 0, 25); // a distractor
+    *label = (uint8_t)add_glyph(pixels, glyphs, info, index, 1, 80);
     for (size_t i = 0; i < size; i += 16) {
         uint32_t r[4];
         philox4x32(r, (uint32_t)i, index, 2, DRAW_SYNTHETIC, synthetic_seed);
         for (size_t j = 0; j < min_size(16, size - i); j++) {
             const uint32_t byte = r[j / 4] >> (8 * (j % 4)) & 255;
             float noise = (float)byte - 127.5f;
-            float value = 100 + image[i + j] + .3f * noise;
+            float value = 100 + pixels[i + j] + .3f * noise;
             out[i + j] = to_byte(value);
         }
     }
 }
 
 // Draws the training or the test set. The test images are numbered after the training images.
-static void make_synthetic(Dataset *data, bool train, size_t limit) {
+static void make_synthetic(Dataset *data, DatasetPart part, size_t limit) {
     const DatasetInfo *info = data->info;
     const size_t glyph_size = GLYPH_SIZE * GLYPH_SIZE * info->shape.c;
-    const size_t whole = train ? info->train : info->test;
-    const size_t first = train ? 0 : info->train;
-    data->count = min_size(whole, limit);
+    const size_t first = part == TRAINING_SET ? 0 : info->counts[TRAINING_SET];
+    data->count = min_size(info->counts[part], limit);
     data->images = must_alloc(data->count * shape_size(info->shape), "images");
     data->labels = must_alloc(data->count, "labels");
     float *glyphs = must_alloc(info->classes * glyph_size * sizeof *glyphs, "synthetic images");
@@ -3225,29 +3241,35 @@ static void make_synthetic(Dataset *data, bool train, size_t limit) {
     free(glyphs);
 }
 
-// Sets dir to ROOT/NAME; returns whether that folder has the files of this data set.
-static bool has_dataset(char dir[PATH_SIZE], const char *root, const char *name) {
+// Whether a folder has the files of a data set
+static bool has_dataset(const char *dir, const char *name) {
     char path[PATH_SIZE];
-    join_path(dir, root, name);
     return data_path(path, dir, find_dataset_info(name)->files[0][0]);
+}
+
+// --data DIR: sets dir to DIR/NAME or, if the files are not there, to DIR.
+static bool find_in_data_option(char dir[PATH_SIZE], const char *name, const char *data_option) {
+    join_path(dir, data_option, name);
+    if (!has_dataset(dir, name))
+        snprintf(dir, PATH_SIZE, "%s", data_option);
+    return has_dataset(dir, name);
 }
 
 /* Sets dir to the folder of a data set's files: with --data DIR, DIR/NAME or DIR; otherwise NAME in
    ./data, in the folder data beside the executable, or in /usr/share/datasets. Returns false if
    none of them has the files. */
 static bool find_data_dir(char dir[PATH_SIZE], const char *name, const char *data_option) {
-    char path[PATH_SIZE], executable[PATH_SIZE] = "", beside[PATH_SIZE];
-    if (*data_option) {
-        if (has_dataset(dir, data_option, name))
+    char beside[PATH_SIZE];
+    if (*data_option)
+        return find_in_data_option(dir, name, data_option);
+    path_beside_program(beside, "data");
+    const char *const roots[] = {"data", beside, "/usr/share/datasets"};
+    for (size_t i = 0; i < LENGTH(roots); i++) {
+        join_path(dir, roots[i], name);
+        if (has_dataset(dir, name))
             return true;
-        snprintf(dir, PATH_SIZE, "%s", data_option);
-        return data_path(path, dir, find_dataset_info(name)->files[0][0]);
     }
-    if (readlink("/proc/self/exe", executable, sizeof executable - 1) < 0)
-        strcpy(executable, "./cnn");
-    join_path(beside, dirname(executable), "data");
-    return has_dataset(dir, "data", name) || has_dataset(dir, beside, name) ||
-           has_dataset(dir, "/usr/share/datasets", name);
+    return false;
 }
 
 static void free_dataset(Dataset *data) {
@@ -3261,12 +3283,11 @@ static void free_dataset(Dataset *data) {
    the batches depend on the permutation alone: W changes only how long the loop waits. Threads and
    memory are created once, before the first step. */
 
-/* Augmentation: a different variant of each image in each epoch. The function gets one image as
-   bytes and draws from Philox by (seed, epoch, position in the epoch), in any worker. */
+/* Makes a different variant of an image in each epoch. Its random numbers depend on (seed, epoch,
+   position in the epoch), so any worker makes the same variant. */
 typedef void Augment(uint8_t *out, const uint8_t *in, Shape s, const RandomKey *key);
 
-// A byte of an image. Everything outside it is black, including where y or x has wrapped around
-// below 0.
+// A byte of an image. Pixels outside of it are black, even if y or x has wrapped around below 0.
 static uint8_t byte_at(const uint8_t *image, Shape s, size_t y, size_t x, size_t c) {
     if (y >= s.h || x >= s.w)
         return 0;
@@ -3304,8 +3325,8 @@ static void blur(float *to, const float *from, Shape s, size_t dy, size_t dx) {
         for (size_t x = 0; x < s.w; x++) {
             float sum = 0;
             for (int d = -ELASTIC_REACH; d <= ELASTIC_REACH; d++) {
-                const size_t row = y + (size_t)d * dy,
-                             column = x + (size_t)d * dx; // may wrap around
+                const size_t row = y + (size_t)d * dy; // may wrap around below 0
+                const size_t column = x + (size_t)d * dx;
                 if (row < s.h && column < s.w)
                     sum = fmaf(weights[abs(d)], from[row * s.w + column], sum);
             }
@@ -3342,11 +3363,14 @@ static void augment_elastic(uint8_t *out, const uint8_t *in, Shape s, const Rand
         float down = y - floorf(y), right = x - floorf(x);
         size_t top = (size_t)(ptrdiff_t)floorf(y), left = (size_t)(ptrdiff_t)floorf(x);
         for (size_t c = 0; c < s.c; c++) {
-            float above = fmaf(right, (float)byte_at(in, s, top, left + 1, c),
-                               (1 - right) * (float)byte_at(in, s, top, left, c));
-            float below = fmaf(right, (float)byte_at(in, s, top + 1, left + 1, c),
-                               (1 - right) * (float)byte_at(in, s, top + 1, left, c));
-            out[i * s.c + c] = (uint8_t)fmaf(down, below, fmaf(1 - down, above, .5f));
+            const float top_left = byte_at(in, s, top, left, c);
+            const float top_right = byte_at(in, s, top, left + 1, c);
+            const float bottom_left = byte_at(in, s, top + 1, left, c);
+            const float bottom_right = byte_at(in, s, top + 1, left + 1, c);
+            const float above = fmaf(right, top_right, (1 - right) * top_left);
+            const float below = fmaf(right, bottom_right, (1 - right) * bottom_left);
+            const float rounded_above = fmaf(1 - down, above, .5f); // .5: the cast truncates
+            out[i * s.c + c] = (uint8_t)fmaf(down, below, rounded_above);
         }
     }
 }
@@ -3358,21 +3382,21 @@ static const struct {
                      [AUGMENT_CROP_FLIP] = {"crop-flip", augment_crop_flip},
                      [AUGMENT_ELASTIC] = {"elastic", augment_elastic}};
 
-// Who uses a loader's batches: a rank, on its device
+// The rank that uses a loader's batches, on its device
 typedef struct Consumer {
     const Device *device;
     size_t device_number;
     bool pinned;   // batches are in pinned memory
     bool resident; // the data set is on the device, which builds the batches
     size_t rank;   // this rank
-    size_t ranks;  // how many divide the positions of an epoch; 1 if one rank loads for all
+    size_t ranks;  // how many ranks divide the positions of an epoch; 1 if one loads for all
 } Consumer;
 
 // The loader of a data set: its ring of batches and the workers that fill them.
 typedef struct Loader {
     const Dataset *data;
-    uint32_t *order; // the epoch's permutation: order[position] = image
-    size_t share;    // how many of its positions are this rank's
+    uint32_t *order;    // the epoch's permutation: order[position] = image
+    size_t rank_images; // how many of its images are this rank's
     size_t batch_size;
     size_t batches; // in this epoch
     size_t workers, slots;
@@ -3380,7 +3404,7 @@ typedef struct Loader {
     Batch *ring;            // batch b is in slot b % slots
     size_t *filled;         // 1 + the number of the batch that a slot holds, or 0 if it holds none
     size_t started;         // batches that workers have begun
-    size_t handed;          // batches that loader_next() has returned
+    size_t handed;          // batches that loader_next() has handed out
     size_t busy;            // workers that are filling a slot
     size_t workers_started; // gives each worker its number
     bool quit;              // asks the workers to end
@@ -3421,7 +3445,7 @@ static void fill_batch(const Loader *l, Batch *batch, size_t number) {
     batch->number = number;
     batch->key = l->key;
     batch->key.first = position_of(l->key, first);
-    batch->n = min_size(l->batch_size, l->share - first);
+    batch->n = min_size(l->batch_size, l->rank_images - first);
     for (size_t i = 0; i < batch->n; i++) {
         const size_t position = position_of(batch->key, i);
         batch->labels[i] = l->data->labels[l->order[position]];
@@ -3430,24 +3454,24 @@ static void fill_batch(const Loader *l, Batch *batch, size_t number) {
     }
 }
 
-// Fills the slot of batch `number` and copies it to the device, which goes on computing meanwhile.
-// Called without the lock, so that several workers can do it at once.
+// Fills the slot of batch `number` and copies it to the device, which keeps computing meanwhile. It
+// is called without the lock, so that several workers can make batches at once.
 static void make_batch(Loader *l, size_t number, size_t worker) {
     Batch *slot = &l->ring[number % l->slots];
-    const Consumer *to = &l->consumer;
+    const Consumer *consumer = &l->consumer;
     double start = now();
     fill_batch(l, slot, number);
-    double filled = now();
-    trace_event(to->rank, TRACK_LOADER + worker, "make a batch", start, filled);
-    if (!to->device->is_gpu || to->resident)
+    double filled_at = now();
+    trace_event(consumer->rank, TRACK_LOADER + worker, "make a batch", start, filled_at);
+    if (!consumer->device->is_gpu || consumer->resident)
         return;
     size_t bytes = slot->n * shape_size(l->data->info->shape) * sizeof(real);
-    to->device->transfer(to->device_number, slot->device_images, slot->images, bytes);
-    to->device->transfer(to->device_number, slot->device_labels, slot->labels, slot->n);
+    consumer->device->transfer(consumer->device_number, slot->device_images, slot->images, bytes);
+    consumer->device->transfer(consumer->device_number, slot->device_labels, slot->labels, slot->n);
     double end = now();
-    trace_event(to->rank, TRACK_LOADER + worker, "upload", filled, end);
+    trace_event(consumer->rank, TRACK_LOADER + worker, "upload", filled_at, end);
     __atomic_fetch_add(&l->uploaded, bytes + slot->n, __ATOMIC_RELAXED);
-    __atomic_fetch_add(&l->upload_ns, (size_t)(1e9 * (end - filled)), __ATOMIC_RELAXED);
+    __atomic_fetch_add(&l->upload_ns, (size_t)(1e9 * (end - filled_at)), __ATOMIC_RELAXED);
 }
 
 static void *loader_worker(void *argument) {
@@ -3475,12 +3499,16 @@ static void *loader_worker(void *argument) {
     return NULL;
 }
 
-// Plans the memory of a loader of batches of batch_size images; loader_init() follows.
+// The length of an epoch's order: all images, and those that order_epoch() repeats
+static size_t order_size(const Dataset *data, const Consumer *consumer) {
+    return data->count + consumer->ranks - 1;
+}
+
+// Plans the memory of a loader with batches of batch_size images. loader_init() allocates it.
 static void loader_plan(Loader *l, const Dataset *data, size_t batch_size, size_t workers,
                         Augmentation augment, Consumer consumer) {
     const size_t image_size = shape_size(data->info->shape);
-    const size_t positions =
-        data->count + consumer.ranks - 1; // some images occur twice in an epoch
+    const size_t order_bytes = order_size(data, &consumer) * sizeof *l->order;
     *l = (Loader){.data = data, .batch_size = batch_size, .workers = workers, .consumer = consumer};
     l->lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
     l->changed = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
@@ -3494,13 +3522,12 @@ static void loader_plan(Loader *l, const Dataset *data, size_t batch_size, size_
     const MemoryKind where = consumer.pinned ? PINNED : HOST;
     memory_plan_add(&l->plan, &l->images, bytes, where, FOR_LOADER);
     memory_plan_add(&l->plan, &l->labels, l->slots * batch_size, where, FOR_LOADER);
-    memory_plan_add(&l->plan, &l->order, positions * sizeof *l->order, HOST, FOR_LOADER);
+    memory_plan_add(&l->plan, &l->order, order_bytes, HOST, FOR_LOADER);
     if (consumer.resident) {
         memory_plan_add(&l->plan, &l->resident.images, data->count * image_size, DEVICE, FOR_DATA);
         memory_plan_add(&l->plan, &l->resident.labels, data->count, DEVICE, FOR_DATA);
         memory_plan_add(&l->plan, &l->resident.normalised, sizeof l->normalised, DEVICE, FOR_DATA);
-        memory_plan_add(&l->plan, &l->resident.order, positions * sizeof *l->order, DEVICE,
-                        FOR_DATA);
+        memory_plan_add(&l->plan, &l->resident.order, order_bytes, DEVICE, FOR_DATA);
     } else if (consumer.device->is_gpu) {
         memory_plan_add(&l->plan, &l->device_images, bytes, DEVICE, FOR_LOADER);
         memory_plan_add(&l->plan, &l->device_labels, l->slots * batch_size, DEVICE, FOR_LOADER);
@@ -3557,12 +3584,12 @@ static void loader_init(Loader *l) {
 // Fisher-Yates: all permutations are practically equally likely. Draw i depends on seed, epoch and
 // i only.
 static void shuffle(uint32_t *order, size_t count, uint64_t seed, size_t epoch) {
-    for (size_t left = count; left > 1; left--) {
+    for (size_t remaining = count; remaining > 1; remaining--) {
         uint32_t r[4];
-        const size_t i = left - 1;
+        const size_t i = remaining - 1;
         philox4x32(r, (uint32_t)i, 0, (uint32_t)epoch, DRAW_SHUFFLE, seed);
         uint64_t bits = (uint64_t)r[0] << 32 | r[1];
-        size_t j = (size_t)(bits % left);
+        size_t j = (size_t)(bits % remaining);
         uint32_t swapped = order[i];
         order[i] = order[j];
         order[j] = swapped;
@@ -3571,17 +3598,13 @@ static void shuffle(uint32_t *order, size_t count, uint64_t seed, size_t epoch) 
 
 enum { TEST_EPOCH = 0 }; // training counts its epochs from 1
 
-/* Starts an epoch at its batch number `first`. Images are shuffled for training; a test keeps the
-   order of the file. Rank r of N has the positions r, r + N, ... In
-   training, the first images are repeated at the end, so that all ranks have the same number (as
-   PyTorch's DistributedSampler does). */
-static void loader_start(Loader *l, uint64_t seed, size_t epoch, size_t first) {
+/* Orders the images of an epoch and sets this rank's share of them. Images are shuffled for
+   training; a test keeps the order of the file. Rank r of N has the positions r, r + N, ... In
+   training, the first images are repeated at the end, so that all ranks have the same number (as in
+   PyTorch's DistributedSampler). */
+static void order_epoch(Loader *l, uint64_t seed, size_t epoch) {
     const size_t count = l->data->count, rank = l->consumer.rank, ranks = l->consumer.ranks;
-    pthread_mutex_lock(&l->lock);
-    l->batches = l->started; // no batch is left to begin, if an epoch ended early
-    while (l->busy > 0)
-        pthread_cond_wait(&l->changed, &l->lock);
-    /* LAB 8.2 BEGIN loader_start */
+    /* LAB 8.2 BEGIN order_epoch */
     for (size_t i = 0; i < count; i++)
         l->order[i] = (uint32_t)i;
     if (epoch != TEST_EPOCH)
@@ -3593,14 +3616,29 @@ static void loader_start(Loader *l, uint64_t seed, size_t epoch, size_t first) {
     size_t rounded_up = count + ranks - 1;
     if (epoch == TEST_EPOCH)
         rounded_up -= rank;
-    l->share = rounded_up / ranks;
+    l->rank_images = rounded_up / ranks;
     /* LAB 8.2 END */
+}
+
+// Stops the workers from starting new batches and waits for those in progress. The caller has the
+// lock.
+static void pause_workers(Loader *l) {
+    l->batches = l->started; // no batch is left to begin, if an epoch ended early
+    while (l->busy > 0)
+        pthread_cond_wait(&l->changed, &l->lock);
+}
+
+// Starts an epoch at its batch number `first`.
+static void loader_start(Loader *l, uint64_t seed, size_t epoch, size_t first) {
+    const size_t order_bytes = order_size(l->data, &l->consumer) * sizeof *l->order;
+    pthread_mutex_lock(&l->lock);
+    pause_workers(l);
+    order_epoch(l, seed, epoch);
     if (l->consumer.resident)
-        l->consumer.device->copy(l->resident.order, l->order,
-                                 (count + ranks - 1) * sizeof *l->order);
+        l->consumer.device->copy(l->resident.order, l->order, order_bytes);
     memset(l->filled, 0, l->slots * sizeof *l->filled);
     l->started = l->handed = first;
-    l->batches = ceil_div(l->share, l->batch_size);
+    l->batches = ceil_div(l->rank_images, l->batch_size);
     pthread_cond_broadcast(&l->changed);
     pthread_mutex_unlock(&l->lock);
 }
@@ -3657,8 +3695,8 @@ static void loader_free(Loader *l) {
 typedef struct Team {
     pthread_mutex_t lock;
     pthread_cond_t changed;
-    struct Comm *ranks[MAX_REPLICAS];
-    size_t arrivals[MAX_REPLICAS]; // the barriers that each rank has reached
+    struct Comm *comms[MAX_REPLICAS]; // by rank
+    size_t arrivals[MAX_REPLICAS];    // the barriers that each rank has reached
     // For dp: the master's batch, and the outputs, gradients and losses of all its images
     const Batch *batch;
     real *logp, *dlogp;
@@ -3666,7 +3704,7 @@ typedef struct Team {
     double loss; // the mean
 } Team;
 
-// A rank's part in communication.
+// What a rank needs to communicate with the others
 typedef struct Comm {
     size_t rank;  // 0 to world - 1
     size_t world; // the number of ranks
@@ -3678,9 +3716,9 @@ typedef struct Comm {
     bool dp;
     Net *net;
     Loader *loader;
-    const void *published;              // what the other ranks may read after a barrier
+    const void *published;              // what other ranks may read after a barrier
     void *buffer;                       // on the device, for what is received
-    real *images;                       // dp on a GPU: this rank's images, as the loader made them
+    real *received_images;              // dp on a GPU: this rank's images, as the loader made them
     void *send_buffer, *receive_buffer; // MPI: in host memory
     Batch batch; // dp: this rank's images of the master's batch, with the labels of all
     // For ddp: the thread that adds up gradients during backward
@@ -3701,9 +3739,9 @@ typedef struct Comm {
 // Ctrl-Z, only one interval counts towards --timeout.
 static const double wait_interval = .1;
 
-static _Noreturn void die_timeout(const Comm *c, size_t silent) {
+static _Noreturn void die_timeout(const Comm *c, size_t awaited) {
     die(1, "rank %zu: rank %zu has not answered for %g s; see its log, or raise --timeout", c->rank,
-        silent, c->settings->timeout);
+        awaited, c->settings->timeout);
 }
 
 /* ---- Signals
@@ -3743,7 +3781,7 @@ static int take_request(void) {
 #ifdef CNN_MPI
 #include <mpi.h>
 
-// This is how die() ends the program under MPI, since other ranks would wait for this one forever.
+// How die() ends the program under MPI: otherwise, the other ranks would wait for this one forever.
 static void end_all_ranks(int status) {
     MPI_Abort(MPI_COMM_WORLD, status);
 }
@@ -3757,7 +3795,7 @@ static void start_mpi(Comm *c) {
     int provided, rank, world, device;
     MPI_Comm machine;
     MPI_Init_thread(NULL, NULL, MPI_THREAD_SERIALIZED, &provided);
-    leave = end_all_ranks;
+    exit_process = end_all_ranks;
     atexit(finalize_mpi);
     if (provided < MPI_THREAD_SERIALIZED)
         die(1, "MPI: expected MPI_THREAD_SERIALIZED, found less; use an MPI library with thread "
@@ -3803,8 +3841,9 @@ static const void *mpi_exchange(Comm *c, const void *send, size_t bytes, size_t 
     return c->receive_buffer;
 }
 #else
-#define start_mpi(c) \
-    die(1, "one of several ranks, but built without MPI; install it and run: make clean && make")
+#define start_mpi(c)                                                                              \
+    die(1, "started as one of several ranks, but built without MPI; install MPI, then run: make " \
+           "clean && make")
 #define mpi_exchange(c, send, bytes, expected) ((const void *)(send)) // not reached
 #endif
 
@@ -3826,7 +3865,9 @@ static bool join_mpi(Comm *c) {
         return false;
     start_mpi(c);
     if (c->world != world)
-        die(1, "started as one of %zu ranks, MPI found %zu; use its own mpirun, or srun --mpi=pmix",
+        die(1,
+            "started as one of %zu ranks, but MPI found %zu; use MPI's own mpirun, or srun "
+            "--mpi=pmix",
             world, c->world);
     return true;
 }
@@ -3841,7 +3882,7 @@ static void team_init(Team *t) {
     pthread_mutex_init(&t->lock, NULL);
 }
 
-// Waits for a change of the team, for at most wait_interval s. Returns true if there was none.
+// Waits for a change of the team, at most wait_interval seconds. Returns true if there was none.
 static bool wait_for_team(Team *t) {
     const double end = now() + wait_interval;
     const struct timespec until = {(time_t)end, (long)(1e9 * (end - floor(end)))};
@@ -3869,7 +3910,7 @@ static void team_barrier(Comm *c) {
     pthread_mutex_unlock(&t->lock);
 }
 
-// Whether NCCL adds the gradients: it was found, and the ranks are processes with a GPU each.
+// Whether NCCL adds the gradients: this build has it, and each rank is a process with its own GPU.
 static bool uses_nccl(const Comm *c) {
     return cuda_all_reduce && !c->team && !c->settings->oversubscribe && c->net->device->is_gpu;
 }
@@ -3880,7 +3921,7 @@ static void ring_step(Comm *c, real *data, Range send, Range receive, bool add) 
     const real *from;
     if (c->team) {
         team_barrier(c);
-        const Comm *left = c->team->ranks[(c->rank + c->world - 1) % c->world];
+        const Comm *left = c->team->comms[(c->rank + c->world - 1) % c->world];
         from = (const real *)left->published + receive.first;
     } else {
         from = mpi_exchange(c, data + send.first, send.count * sizeof *data,
@@ -3896,7 +3937,8 @@ static void ring_step(Comm *c, real *data, Range send, Range receive, bool add) 
    range: less than twice the range, however many ranks there are. (Patarasuk, Yuan, "Bandwidth
    optimal all-reduce algorithms for clusters of workstations", JPDC 2009.) */
 static void all_reduce(Comm *c, real *data, Range range) {
-    const size_t n = c->world, rank = c->rank + 2 * n; // + 2n, so that rank - step is not negative
+    const size_t n = c->world;
+    const size_t rank_plus_2n = c->rank + 2 * n; // from which any step can be subtracted
     c->published = data;
     /* LAB 8.1 BEGIN all_reduce */
     /* The parts that a rank sends -> receives, with n = 3:
@@ -3907,8 +3949,8 @@ static void all_reduce(Comm *c, real *data, Range range) {
          step 3     =     0 -> 2    1 -> 0    2 -> 1
        After the reduce-scatter, n - 1 steps, part (rank + 1) % n is complete on a rank. */
     for (size_t step = 0; step < 2 * (n - 1); step++) {
-        const Range sent = part_of(range, (rank - step) % n, n);
-        const Range received = part_of(range, (rank - step - 1) % n, n);
+        const Range sent = part_of(range, (rank_plus_2n - step) % n, n);
+        const Range received = part_of(range, (rank_plus_2n - step - 1) % n, n);
         ring_step(c, data, sent, received, step < n - 1);
     }
     /* LAB 8.1 END */
@@ -3951,7 +3993,7 @@ static void all_gather(Comm *c, void *all, size_t bytes) {
             const size_t place = received * bytes + offset;
             const char *from;
             if (c->team)
-                from = (const char *)c->team->ranks[received]->published + place;
+                from = (const char *)c->team->comms[received]->published + place;
             else
                 from = mpi_exchange(c, own + sent * bytes + offset, size, size);
             memcpy(own + place, from, size);
@@ -4073,18 +4115,19 @@ static const Batch *dp_next(Comm *c) {
 // Copies this rank's images of the master's batch, and the master's parameters.
 static void dp_load(Comm *c, double lr) {
     Net *net = c->net;
-    const Shape image = net->layers[0].out;
+    const Shape image_shape = net->layers[0].out;
     net->device->set_step(net->step, (Step){c->batch.key, lr});
     net->images = NULL; // row 0 has its own memory again: test() has set this to a loader's batch
-    const size_t count = c->batch.n * shape_size(image);
-    if (c->images) {
-        dp_copy(c, c->images, c->batch.device_images, count);
-        net->kernels->load_images(output(net, 0), c->images, c->batch.n, image, net->transposed);
+    const size_t count = c->batch.n * shape_size(image_shape);
+    if (c->received_images) {
+        dp_copy(c, c->received_images, c->batch.device_images, count);
+        net->kernels->load_images(output(net, 0), c->received_images, c->batch.n, image_shape,
+                                  net->transposed);
     } else {
         dp_copy(c, output(net, 0), c->batch.device_images, count);
     }
     if (c->rank > 0) {
-        dp_copy(c, net->params, c->team->ranks[0]->net->params, net->param_size);
+        dp_copy(c, net->params, c->team->comms[0]->net->params, net->param_size);
         refresh_params16(net);
     }
 }
@@ -4102,7 +4145,7 @@ static double dp_loss(Comm *c) {
     team_barrier(c);
     if (c->rank == 0) {
         net->kernels->nll_loss(t->losses, t->dlogp, t->logp, t->batch->device_labels, n, n, classes,
-                               c->settings->label_smoothing, net->scale);
+                               c->settings->label_smoothing, net->loss_scale);
         net->device->copy(t->host_losses, t->losses, n * sizeof(real));
         t->loss = mean(t->host_losses, n);
     }
@@ -4115,7 +4158,7 @@ static double dp_loss(Comm *c) {
 static void add_gradients(Comm *c) {
     for (size_t r = 1; r < c->world; r++)
         if (dp_part(c, r).count > 0)
-            dp_add(c, c->net->grads, c->team->ranks[r]->net->grads, c->net->param_size);
+            dp_add(c, c->net->grads, c->team->comms[r]->net->grads, c->net->param_size);
 }
 
 static void dp_reduce(Comm *c) {
@@ -4128,7 +4171,7 @@ static void dp_reduce(Comm *c) {
 
 // ---- What train() and test() call. A single device counts as ddp.
 
-// With dp, only the master loads images for training.
+// Whether this rank loads images for training. With dp, only the master does.
 static bool loads_training_data(const Comm *c) {
     return !c->dp || c->rank == 0;
 }
@@ -4200,7 +4243,8 @@ static void require_equal_on_ranks(Comm *c, const char *what, uint64_t hash) {
     for (size_t r = 1; r < c->world; r++)
         if (hashes[r] != hashes[0])
             die(1,
-                "rank %zu has different %s from rank 0; start all with the same options and files",
+                "rank %zu differs from rank 0 in its %s; start all ranks with the same options and "
+                "files",
                 r, what);
 }
 
@@ -4219,7 +4263,7 @@ static void comm_plan(Comm *c, Net *net, Loader *loader) {
     if (c->world > 1 && gpu)
         memory_plan_add(&c->plan, &c->buffer, bytes, DEVICE, FOR_COMMUNICATION);
     if (c->dp && gpu)
-        memory_plan_add(&c->plan, &c->images,
+        memory_plan_add(&c->plan, &c->received_images,
                         net->max_batch * shape_size(net->layers[0].out) * sizeof(real), DEVICE,
                         FOR_COMMUNICATION);
     if (c->world > 1 && !t) {
@@ -4235,8 +4279,8 @@ static void comm_plan(Comm *c, Net *net, Loader *loader) {
     memory_plan_add(&c->plan, &t->host_losses, images * sizeof(real), HOST, FOR_COMMUNICATION);
 }
 
-// With ddp on several ranks, starts what adds up the gradients: NCCL's group, the buckets and the
-// thread.
+// With ddp on several ranks, starts adding up gradients: joins NCCL's group, plans the buckets and
+// starts the thread.
 static void comm_start(Comm *c) {
     if (c->world == 1 || c->dp)
         return;
@@ -4299,25 +4343,25 @@ typedef struct Tensor {
 
 typedef enum { TO_FILE, FROM_FILE } Direction;
 
-// Reorders a weight from ours, [row][column][channel][output], to theirs, that of PyTorch,
+// Reorders a weight from our layout, [row][column][channel][output], to PyTorch's,
 // [output][channel][row][column], or back.
 static void reorder_weight(real *to, const real *from, Shape filter, size_t outputs,
                            Direction direction) {
-    const size_t pixels = filter.h * filter.w;
+    const size_t taps = filter.h * filter.w;
     for (size_t k = 0; k < outputs; k++)
         for (size_t c = 0; c < filter.c; c++)
-            for (size_t pixel = 0; pixel < pixels; pixel++) {
-                const size_t ours = (pixel * filter.c + c) * outputs + k;
-                const size_t theirs = (k * filter.c + c) * pixels + pixel;
+            for (size_t tap = 0; tap < taps; tap++) {
+                const size_t ours = (tap * filter.c + c) * outputs + k;
+                const size_t pytorchs = (k * filter.c + c) * taps + tap;
                 if (direction == TO_FILE)
-                    to[theirs] = from[ours];
+                    to[pytorchs] = from[ours];
                 else
-                    to[ours] = from[theirs];
+                    to[ours] = from[pytorchs];
             }
 }
 
-// Sets *t to a tensor of layer l and returns the next place in the list. Its values are at `values`
-// + offset; if `values` is NULL, they are not needed.
+// Sets *t to a tensor of layer l, whose values are at `values` + offset. If `values` is NULL, they
+// are not needed. Returns the next place in the list.
 static Tensor *add_tensor(Tensor *t, const char *prefix, const Layer *l, const char *what,
                           real *values, size_t offset, size_t count) {
     *t = (Tensor){.count = count, .bytes = count * sizeof(real)};
@@ -4357,8 +4401,9 @@ static Tensor *list_statistics(Net *net, Tensor *t) {
             continue;
         real *stats = net->stats + net->row_plans[i].stats;
         t = add_tensor(t, "", l, "running_mean", stats, RUNNING_MEAN * l->out.c, l->out.c);
+        Tensor *variance = t;
         t = add_tensor(t, "", l, "running_var", stats, RUNNING_VARIANCE * l->out.c, l->out.c);
-        t[-1].not_negative = true;
+        variance->not_negative = true;
         *t = (Tensor){.dtype = "I64", .bytes = 8, .counter = &net->batches_tracked};
         snprintf(t->name, sizeof t->name, "%s.num_batches_tracked", l->name);
         t++;
@@ -4366,8 +4411,8 @@ static Tensor *list_statistics(Net *net, Tensor *t) {
     return t;
 }
 
-// Lists array i of what an optimizer keeps. If `values` is NULL, a file may have it, but it is not
-// needed.
+// Lists array i of an optimizer's state. If `values` is NULL, a file may have the array, but its
+// values are not needed.
 static Tensor *list_state(const Net *net, Tensor *t, const Optimizer *o, size_t i, real *values) {
     char prefix[64];
     snprintf(prefix, sizeof prefix, "optimizer.%s.", o->states[i]);
@@ -4377,8 +4422,8 @@ static Tensor *list_state(const Net *net, Tensor *t, const Optimizer *o, size_t 
     return end;
 }
 
-/* Lists the tensors of the network and of the optimizer's state. The caller frees the list. Without
-   a state, a file that is read may have the state of any optimizer, which nobody needs. */
+/* Lists the tensors of the network and of the optimizer's state. The caller frees the list. If
+   state is NULL, a file that is read may have the state of any optimizer, which is ignored. */
 static Tensor *list_tensors(Net *net, const Optimizer *optimizer, real *state, Direction direction,
                             size_t *count) {
     enum { MAX_PER_ROW = 2 + 3 + 2 * 3 }; // parameters, statistics, all optimizers' states
@@ -4407,8 +4452,8 @@ static int compare_names(const void *a, const void *b) {
     return strcmp(x->name, y->name);
 }
 
-// For qsort(): by where they begin in the file
-static int compare_places(const void *a, const void *b) {
+// For qsort(): the order in the file
+static int compare_offsets(const void *a, const void *b) {
     const Tensor *x = a, *y = b;
     if (x->begin < y->begin)
         return -1;
@@ -4482,8 +4527,8 @@ static uint64_t place_and_hash(Net *net, Tensor *list, size_t count, const char 
     return checksum;
 }
 
-// Writes a file with the network's tensors, the optimizer's if state is given, and metadata, which
-// are lines "key=value".
+// Writes a file with the tensors of the network and, unless state is NULL, of the optimizer, and
+// with metadata, which are lines "key=value".
 static void save_tensors(Net *net, const Optimizer *optimizer, real *state, const char *metadata,
                          const char *path) {
     AtomicFile f;
@@ -4509,16 +4554,16 @@ static void save_tensors(Net *net, const Optimizer *optimizer, real *state, cons
 /* ---- Reading
 
    Nothing in the file is trusted. Each entry of the header must be the one that we would write for
-   a tensor of ours at that place. Each tensor of ours must be there once, in any order, and the
-   values must fill the file. A header that is not in the safetensors library's style is refused. */
+   a tensor of ours at that place. Each of our tensors must occur once, in any order, and the values
+   must fill the file. A header that is not in the safetensors library's style is refused. */
 
-#define NOT_FOUND SIZE_MAX // where a missing tensor begins: after all others
+#define NOT_FOUND SIZE_MAX // the offset of a missing tensor, after all others
 
 typedef struct TensorFile {
     const char *path;
     FILE *stream;
     char *header;                 // its text
-    const char *tensors;          // the tensors' entries in it, after the metadata
+    const char *entries;          // the entries of the tensors in it, after the metadata
     size_t data_bytes;            // of all values
     size_t end;                   // of the values that have been read, in bytes
     uint64_t checksum;            // of the metadata and the values that have been read
@@ -4526,7 +4571,9 @@ typedef struct TensorFile {
 } TensorFile;
 
 static _Noreturn void die_header(const TensorFile *f, const char *at, const char *expected) {
-    die(1, "%s: in its header: expected %s, found \"%.60s\"; is it of this --model and --dataset?",
+    die(1,
+        "%s: in its header: expected %s, found \"%.60s\"; was it saved with this --model "
+        "and --dataset?",
         f->path, expected, at);
 }
 
@@ -4555,47 +4602,50 @@ static const char *read_metadata_entry(TensorFile *f, const char *at) {
 // Converts "__metadata__":{"key":"value",...} to lines, if the header begins with it.
 static void read_metadata(TensorFile *f) {
     static const char begin[] = "\"__metadata__\":{";
-    if (strncmp(f->tensors, begin, strlen(begin)) != 0)
+    if (strncmp(f->entries, begin, strlen(begin)) != 0)
         return;
-    const char *at = f->tensors + strlen(begin);
+    const char *at = f->entries + strlen(begin);
     if (*at != '}')
         at = read_metadata_entry(f, at);
     while (*at == ',')
         at = read_metadata_entry(f, at + 1);
     if (at[0] != '}' || (at[1] != ',' && at[1] != '}'))
         die_header(f, at, "the end of the metadata");
-    f->tensors = at + 1;
-    if (*f->tensors == ',')
-        f->tensors++;
+    f->entries = at + 1;
+    if (*f->entries == ',')
+        f->entries++;
 }
 
-// Opens the file and reads its header, 8 bytes that hold its length, then text. Returns false if
-// there is no such file.
-static bool open_tensors(TensorFile *f, const char *path) {
+// Reads the length of the header, the first 8 bytes of the file, and sets data_bytes.
+static size_t read_header_length(TensorFile *f) {
     struct stat info;
     uint64_t length; // little-endian, as on the processors that cnn runs on
-    *f = (TensorFile){.path = path, .stream = open_existing(path)};
-    if (!f->stream)
-        return false;
     if (fstat(fileno(f->stream), &info) != 0)
-        die_file("cannot read", path);
-    if (fread(&length, sizeof length, 1, f->stream) != 1)
-        die(1, "%s: expected a safetensors file, found fewer than 8 bytes", path);
+        die_file("cannot read", f->path);
+    const size_t items = fread(&length, sizeof length, 1, f->stream);
+    if (items != 1)
+        die(1, "%s: expected a safetensors file, found fewer than 8 bytes", f->path);
     if (memcmp(&length, "PK\3\4", 4) == 0 || memcmp(&length, "\x80\2\x8a\n", 4) == 0)
         die(1,
             "%s: expected a safetensors file, found one of torch.save(); in Python: from "
             "safetensors.torch import save_file; save_file(torch.load(\"%s\"), "
             "\"model.safetensors\")",
-            path, path);
+            f->path, f->path);
     if (length > MAX_HEADER || length + 8 > (uint64_t)info.st_size)
         die(1,
             "%s: expected a header of at most %d bytes that fits in the file, found a length of "
             "%llu",
-            path, MAX_HEADER, (unsigned long long)length);
-    f->header = must_alloc(length + 1, "the header");
+            f->path, MAX_HEADER, (unsigned long long)length);
     f->data_bytes = (size_t)info.st_size - 8 - length;
-    if (fread(f->header, 1, length, f->stream) != length || *f->header != '{')
-        die(1, "%s: expected a header that starts with {, found 0x%02x", path,
+    return length;
+}
+
+// Reads the text of the header, without the blanks that pad it.
+static void read_header(TensorFile *f, size_t length) {
+    f->header = must_alloc(length + 1, "the header");
+    const size_t got = fread(f->header, 1, length, f->stream);
+    if (got != length || *f->header != '{')
+        die(1, "%s: expected a header that starts with {, found 0x%02x", f->path,
             (unsigned char)*f->header);
     while (f->header[length - 1] == ' ') {
         length--;
@@ -4603,7 +4653,15 @@ static bool open_tensors(TensorFile *f, const char *path) {
     }
     if (strlen(f->header) != length)
         die_header(f, f->header + strlen(f->header), "no zero byte");
-    f->tensors = f->header + 1;
+}
+
+// Opens the file and reads its header. Returns false if there is no such file.
+static bool open_tensors(TensorFile *f, const char *path) {
+    *f = (TensorFile){.path = path, .stream = open_existing(path)};
+    if (!f->stream)
+        return false;
+    read_header(f, read_header_length(f));
+    f->entries = f->header + 1;
     read_metadata(f);
     return true;
 }
@@ -4614,7 +4672,7 @@ static const struct {
 } wrappers[] = {{"\"module.", "DataParallel"}, {"\"_orig_mod.", "torch.compile"}};
 
 // Returns the tensor of the list whose name, in quotation marks, is at `at`.
-static Tensor *find_name(const TensorFile *f, Tensor *list, size_t count, const char *at) {
+static Tensor *tensor_named(const TensorFile *f, Tensor *list, size_t count, const char *at) {
     for (Tensor *t = list; t < list + count; t++) {
         const size_t length = strlen(t->name);
         if (*at == '"' && strncmp(at + 1, t->name, length) == 0 && at[1 + length] == '"')
@@ -4631,7 +4689,7 @@ static Tensor *find_name(const TensorFile *f, Tensor *list, size_t count, const 
 static const char *read_entry(const TensorFile *f, Tensor *list, size_t count, const char *at) {
     static const char key[] = "\"data_offsets\":[";
     char entry[ENTRY_SIZE];
-    Tensor *t = find_name(f, list, count, at);
+    Tensor *t = tensor_named(f, list, count, at);
     const char *offsets = strstr(at, key);
     if (t->begin != NOT_FOUND)
         die_header(f, at, "each tensor once");
@@ -4643,9 +4701,9 @@ static const char *read_entry(const TensorFile *f, Tensor *list, size_t count, c
     return at + length;
 }
 
-// Finds the tensors of the list in the file and sorts them by where they begin, missing ones last.
-static void find_tensors(const TensorFile *f, Tensor *list, size_t count) {
-    const char *at = f->tensors;
+// Finds the tensors of the list in the file and sorts them by their offsets, missing ones last.
+static void locate_tensors(const TensorFile *f, Tensor *list, size_t count) {
+    const char *at = f->entries;
     for (Tensor *t = list; t < list + count; t++)
         t->begin = NOT_FOUND;
     if (*at != '}')
@@ -4654,12 +4712,12 @@ static void find_tensors(const TensorFile *f, Tensor *list, size_t count) {
         at = read_entry(f, list, count, at + 1);
     if (strcmp(at, "}") != 0)
         die_header(f, at, "a comma and a tensor, or the end");
-    qsort(list, count, sizeof *list, compare_places);
+    qsort(list, count, sizeof *list, compare_offsets);
 }
 
-// Copies the values in staging[0] to their place. Dies unless they are finite, and means of squares
-// not negative.
-static void take_values(const TensorFile *f, const Tensor *t, Net *net) {
+// Copies the values of a tensor, which are in staging[0], to the device. Dies unless they are
+// finite and, if they are means of squares, not negative.
+static void store_values(const TensorFile *f, const Tensor *t, Net *net) {
     const real *values = net->staging[0];
     const char *range = t->not_negative ? " from 0 on" : "";
     for (size_t i = 0; i < t->count; i++)
@@ -4686,7 +4744,7 @@ static void read_values(TensorFile *f, const Tensor *t, Net *net) {
     if (t->counter)
         memcpy(t->counter, net->staging[0], t->bytes);
     if (t->values)
-        take_values(f, t, net);
+        store_values(f, t, net);
 }
 
 // Returns how much of the metadata the checksum covers: all before the two lines CHECKSUM_FORMAT.
@@ -4705,20 +4763,21 @@ static void check_checksum(const TensorFile *f) {
         die(1, "%s: damaged: its checksum does not match; use an older copy", f->path);
 }
 
-/* Reads the network's tensors, and the optimizer's if state is given, and closes the file. Without
-   a state, an optimizer's tensors in the file are ignored. BatchNorm's counters may be missing,
-   since PyTorch's older versions had none. */
+/* Reads the tensors of the network and, unless state is NULL, of the optimizer; closes the file. If
+   state is NULL, an optimizer's tensors in the file are ignored. BatchNorm's counters may be
+   missing, since older versions of PyTorch had none. */
 static void read_tensors(TensorFile *f, Net *net, const Optimizer *optimizer, real *state) {
     size_t count;
     Tensor *list = list_tensors(net, optimizer, state, FROM_FILE, &count);
     f->checksum = hash_bytes(HASH_START, f->metadata, covered_metadata(f));
     net->batches_tracked = 0;
-    find_tensors(f, list, count);
+    locate_tensors(f, list, count);
     for (const Tensor *t = list; t < list + count; t++) {
         if (t->begin != NOT_FOUND)
             read_values(f, t, net);
         else if (t->values)
-            die_header(f, "nothing of that name", t->name);
+            die(1, "%s: expected a tensor %s, found none; was it saved with this --model?", f->path,
+                t->name);
     }
     if (f->end != f->data_bytes)
         die(1, "%s: expected %zu bytes of values, found %zu", f->path, f->end, f->data_bytes);
@@ -4755,11 +4814,11 @@ static uint64_t hash_weights(Net *net) {
 typedef enum { SWITCH, COUNT, NUMBER, CHOICE, NAME, TEXT } OptionKind;
 
 /* Whether a resumed run may have a different value of an option.
-   FREE          it may.
-   FIXED         it may not, since the value changes the result: checkpoints hold it, and --resume
-                 compares it.
-   FIXED_OMIT_FIRST   fixed as well, but checkpoints omit the first choice, so that those that were
-                 written before the option existed can be resumed. */
+   FREE               It may.
+   FIXED              It may not, since the value changes the result. Checkpoints hold it, and
+                      --resume compares it.
+   FIXED_OMIT_FIRST   The same, but checkpoints omit the first choice, so that a checkpoint from
+                      before the option existed can be resumed. */
 typedef enum { FREE, FIXED, FIXED_OMIT_FIRST } ResumeRule;
 
 typedef struct Option {
@@ -4788,9 +4847,9 @@ static char model_names[1024]; // the words of --model, listed from models[]
 // clang-format off
 static const Option options[] = {
     {"--model", AS_NAME(model, model_names), "mnist", FIXED,
-     "the network; its own defaults are below"},
+     "the network; each has its own defaults, listed below"},
     {"--width", AS_COUNT(width, "N", 1, 1024), "6", FIXED,
-     "cifar: channels of conv1; 64 is the wide one"},
+     "cifar: channels of conv1; 64 makes the wide variant"},
     {"--stem", AS_CHOICE(stem, "3|7|imagenet"), "3", FIXED,
      "ResNets: first convolution 3x3, 7x7, or 7x7 stride 2 and max-pool"},
     {"--dataset", AS_NAME(dataset, "auto|mnist|fashion-mnist|cifar10|cifar100|synthetic"),
@@ -4803,53 +4862,54 @@ static const Option options[] = {
     {"--limit-test", AS_COUNT(limit_test, "N", 1, UINT32_MAX), NULL, FREE,
      "test on the first N images only (default: all)"},
     {"--augment", AS_CHOICE(augment, "none|crop-flip|elastic"), "none", FIXED,
-     "another variant of each training image in each epoch"},
-    {"--batch-size", AS_COUNT(batch_size, "N", 1, 65536), "64", FREE, "images of a training step"},
+     "how the training images vary from epoch to epoch"},
+    {"--batch-size", AS_COUNT(batch_size, "N", 1, 65536), "64", FREE, "images per training step"},
     {"--test-batch-size", AS_COUNT(test_batch_size, "N", 1, 65536), NULL, FREE,
      "images tested at a time (default: 1000 for mnist and lenet, else the training batch)"},
     {"--epochs", AS_COUNT(epochs, "N", 1, 100000), "14", FREE, "passes over the training set"},
     {"--max-steps", AS_COUNT(max_steps, "N", 0, UINT32_MAX), "0", FREE,
-     "end training after N steps in all; 0: after --epochs"},
+     "end training after N steps in total; 0: after --epochs"},
     {"--optimizer", AS_CHOICE(optimizer, "adadelta|sgd"), "adadelta", FIXED,
-     "how weights are changed"},
+     "how the weights are updated"},
     {"--lr", AS_NUMBER(lr, "LR", 1e-12, 1e6), NULL, FIXED,
      "learning rate (default: adadelta 1; sgd .01)"},
     {"--momentum", AS_NUMBER(momentum, "M", 0, 0.999999), "0", FIXED, "sgd: momentum"},
     {"--nesterov", AS_SWITCH(nesterov), "off", FIXED, "sgd: Nesterov's momentum"},
     {"--weight-decay", AS_NUMBER(weight_decay, "W", 0, 1e3), "0", FIXED,
-     "adds W * weight to each gradient"},
+     "add W * weight to each gradient"},
     {"--label-smoothing", AS_NUMBER(label_smoothing, "E", 0, 0.999999), "0", FIXED,
-     "share of the target spread over all classes"},
+     "share of the target that is spread over all classes"},
     {"--schedule", AS_CHOICE(schedule, "step|cosine"), "step", FIXED,
      "how the learning rate changes from epoch to epoch"},
-    {"--gamma", AS_NUMBER(gamma, "M", 0, 1e6), "0.7", FIXED, "step: multiplies the rate by M"},
+    {"--gamma", AS_NUMBER(gamma, "M", 0, 1e6), "0.7", FIXED,
+     "step: the factor of the rate, after every --step-size epochs"},
     {"--step-size", AS_COUNT(step_size, "N", 1, 100000), "1", FIXED,
-     "step: ... after every N epochs"},
+     "step: after how many epochs --gamma multiplies the rate"},
     {"--warmup-epochs", AS_COUNT(warmup_epochs, "N", 0, 100000), "0", FIXED,
      "epochs before the schedule in which the rate grows linearly up to --lr"},
     {"--lr-scaling", AS_CHOICE(lr_scaling, "none|linear|sqrt"), "none", FIXED,
-     "scale --lr by batch size / the model's default one, or by the root of that"},
+     "multiply --lr by batch size / the model's default, or by the root of that"},
     {"--seed", AS_COUNT(seed, "S", 0, 9007199254740991.), "1", FIXED,
-     "determines all random numbers: the same seed, the same run"},
+     "determines all random numbers; the same seed gives the same run"},
     {"--log-interval", AS_COUNT(log_interval, "N", 1, UINT32_MAX), "10", FREE,
      "steps between log lines"},
     {"--workers", AS_COUNT(workers, "N", 1, 256), NULL, FREE,
-     "threads that load batches for each device (default: SLURM_CPUS_PER_TASK in all, else 1)"},
+     "loader threads of each device (default: SLURM_CPUS_PER_TASK among all, else 1)"},
     {"--threads", AS_COUNT(threads, "N", 1, MAX_THREADS), NULL, FREE,
      "threads that compute (default: OMP_NUM_THREADS, else the usable cores)"},
     {"--kernels", AS_CHOICE(kernels, "naive|fast|tiled|tensor"), NULL, FIXED,
      "naive: the definitions; fast: CPU; tiled, tensor: GPU (default: the best here)"},
     {"--precision", AS_CHOICE(precision, "fp32|tf32|bf16|fp16"), NULL, FIXED_OMIT_FIRST,
-     "GPU: the others use tensor cores (default: fp32; with --kernels tensor: tf32)"},
+     "GPU: all but fp32 use tensor cores (default: fp32; with --kernels tensor: tf32)"},
     {"--layout", AS_CHOICE(layout, "nhwc|nchw"), "nhwc", FIXED_OMIT_FIRST,
      "GPU: nchw transposes around each convolution, to see what it costs"},
     {"--optimizer-launch", AS_CHOICE(optimizer_launch, "fused|per-tensor"), "fused", FREE,
-     "fused: one pass over all parameters; per-tensor: one for each, to compare"},
+     "fused: one pass over all parameters; per-tensor: one for each tensor, to compare"},
     {"--zero-grad", AS_CHOICE(zero_grad, "none|memset"), "none", FREE,
      "memset: clear the gradients before backward, as frameworks once did, to compare"},
     {"--graph", AS_SWITCH(graph), "off", FREE, "GPU: launch each step as one CUDA graph"},
     {"--autotune", AS_SWITCH(autotune), "off", FREE,
-     "GPU: time the tiles of each product in the first step, keep the fastest; same results"},
+     "GPU: time tile sizes in the first step and keep the fastest; the results are the same"},
     {"--resident", AS_SWITCH(resident), "on", FREE,
      "GPU: keep the data set in its memory, if it fits"},
     {"--pin-memory", AS_SWITCH(pin_memory), "on", FREE,
@@ -4861,7 +4921,7 @@ static const Option options[] = {
     {"--oversubscribe", AS_SWITCH(oversubscribe), "off", FREE,
      "let several ranks share a GPU or a core, for trying things out"},
     {"--parallel", AS_CHOICE(parallel, "ddp|dp"), "ddp", FIXED,
-     "ddp: --batch-size images each, gradients all-reduced; dp: a master scatters a batch"},
+     "ddp: each device loads a batch, gradients are all-reduced; dp: one device loads for all"},
     {"--global-batch", AS_COUNT(global_batch, "B", 1, 65536), NULL, FIXED,
      "images of a step on all devices together, instead of --batch-size"},
     {"--bucket-mb", AS_NUMBER(bucket_mb, "MB", 0.001, 10000), "25", FIXED,
@@ -4870,24 +4930,24 @@ static const Option options[] = {
     {"--timeout", AS_NUMBER(timeout, "S", 1, 1e6), "300", FREE,
      "seconds to wait for another device"},
     {"--out", AS_TEXT(out, "DIR"), "", FREE,
-     "write run.json, tables of steps, epochs, images to DIR"},
+     "write run.json and tables of steps, epochs and images to DIR"},
     {"--quiet", AS_SWITCH(quiet), "off", FREE,
-     "print only one line per epoch and what is asked for"},
+     "print only one line per epoch and what other options ask for"},
     {"--per-class", AS_SWITCH(per_class), "off", FREE,
      "print the accuracy of each class at the end"},
     {"--profile", AS_SWITCH(profile), "off", FREE, "print the time that each line of train() took"},
     {"--layers", AS_SWITCH(layers), "off", FREE,
-     "measure each layer, next to this machine's limits"},
+     "measure each layer and compare it with this machine's limits"},
     {"--trace", AS_TEXT(trace, "FILE"), "", FREE,
      "write a timeline for chrome://tracing and Perfetto"},
     {"--trace-steps", AS_TEXT(trace_steps, "A:B"), "0:50", FREE,
-     "... of the training steps A to B - 1, counted from 0; Nsight records the same"},
+     "which steps --trace and Nsight record: A to B - 1, counted from 0"},
     {"--save-model", AS_SWITCH(save_model), "off", FREE,
      "write the weights as MODEL_cnn.safetensors, or model.safetensors in --out"},
     {"--checkpoint", AS_TEXT(checkpoint, "FILE"), "", FREE,
-     "write weights, optimizer and position to FILE, as --save-every says"},
+     "write weights, optimizer and position to FILE"},
     {"--save-every", AS_TEXT(save_every, "N|Nsteps"), "1", FREE,
-     "... after every N epochs or steps"},
+     "how often --checkpoint is written: every N epochs or steps"},
     {"--resume", AS_SWITCH(resume), "off", FREE, "continue from --checkpoint, if it exists"},
     {"--load", AS_TEXT(load, "FILE"), "", FREE, "start from the weights in a safetensors file"},
     {"--eval", AS_SWITCH(eval), "off", FREE, "test only"},
@@ -5167,7 +5227,7 @@ enum { LOAD, COPY, FORWARD, BACKWARD, OPTIMIZER, COMM, EXPOSED_COMM, OTHER, PART
 
 typedef struct StepResult {
     size_t epoch, step, images;
-    int request; // that was noted in this step, or 0; see Signals in section 10
+    int request; // of a signal, noted in this step, or 0; see Signals in section 10
     double loss, lr, parts[PARTS];
     double bytes_moved; // the column bytes_sent
 } StepResult;
@@ -5192,28 +5252,28 @@ enum { PROFILED_LINES = 128 };
 typedef struct LineClock {
     bool synchronize; // --profile: wait for the device at each line, so that its time is its own
     const Device *device;
-    int first;        // the first profiled line of cnn.c
-    size_t rank;      // for --trace
-    const char *text; // of the running line, for --trace
-    double since;     // when the running line began
-    size_t marks;     // how many were set
-    size_t settled;   // how many lines' times are known
+    int first;         // the first profiled line of cnn.c
+    size_t rank;       // for --trace
+    const char *text;  // of the running line, for --trace; NULL if none runs
+    double since;      // when the running line began
+    size_t marks_set;  // how many marks were set
+    size_t times_read; // of how many lines the times were read
     struct {
         int line;     // the line that begins at this mark, or 0
-        double *part; // of the step, or NULL
-    } begun[CLOCK_MARKS];
+        double *part; // the part of the step that its time is added to, or NULL
+    } at_mark[CLOCK_MARKS];
     struct {
         size_t hits;
         double seconds;
     } lines[PROFILED_LINES];
 } LineClock;
 
-// When checkpoints are saved, and the request that ranks have gathered; see Signals in section 10
+// When checkpoints are saved, and what a signal has asked for; see Signals in section 10
 typedef struct Saving {
     size_t every; // epochs or, with by_steps, steps
     bool by_steps;
     bool due;    // after this step or, at the end of an epoch, after its test
-    int request; // not yet handled, or 0
+    int request; // gathered from all ranks and not yet handled, or 0
 } Saving;
 
 // --graph: an epoch's last step may be SHORT, with fewer images, and needs a graph of its own. The
@@ -5245,13 +5305,13 @@ typedef struct Recorder {
     double peak_gflops;
     StepResult *all_steps; // [rank][steps_capacity]: steps that are not yet in steps.csv
     StepResult *steps;     // this rank's row of all_steps
-    size_t steps_kept, steps_capacity;
+    size_t buffered_steps, steps_capacity; // of each rank
     FILE *steps_csv, *epochs_csv;
     FILE *results; // receives what is printed even with --quiet: epochs, and what was asked for
 } Recorder;
 
 // The sums of a test over its images
-enum { LOSS_SUM, IMAGES_TESTED, IMAGES_RIGHT, TOTALS };
+enum { LOSS_SUM, IMAGES_TESTED, IMAGES_CORRECT, TOTALS };
 
 // The last test. One rank tests an image and the others leave its prediction 0, so that the sum
 // over the ranks merges the predictions of all.
@@ -5280,8 +5340,8 @@ typedef struct Run {
     DatasetInfo info;
     Dataset train_set, test_set;
     Loader train_loader, test_loader;
-    size_t share;     // images of an epoch that this rank's loader loads
-    size_t max_batch; // the most images of a step on this device
+    size_t epoch_images; // that this rank's loader loads in an epoch
+    size_t max_batch;    // the most images of a step on this device
     size_t epoch_steps;
     // the position, and the sums of the running epoch
     size_t epoch;       // from 1
@@ -5358,9 +5418,9 @@ static void print_value(FILE *f, Form form, const char *format, va_list *args) {
         print_number(f, form, format, va_arg(*args, double));
 }
 
-/* One description of a record, "epoch=%zu train_loss=%.4f ...", and its values give a line of
+/* Prints a record, described as "epoch=%zu train_loss=%.4f ...", in one of four forms: a line of
    key=value pairs, the header or a row of CSV, or the members of a JSON object. A number that is
-   not finite is null in JSON, and empty in CSV. Conversions are %s, %zu and any for a double. */
+   not finite is null in JSON and empty in CSV. Conversions are %s, %zu and any for a double. */
 static FORMAT(3) void print_record(FILE *f, Form form, const char *record, ...) {
     static const char separators[] = {
         [KEY_VALUE] = ' ', [CSV_HEADER] = ',', [CSV_ROW] = ',', [JSON] = ','};
@@ -5394,45 +5454,62 @@ static FORMAT(3) void print_record(FILE *f, Form form, const char *record, ...) 
      mark           0        1        2        3        4
                     | line 0 | line 1 | line 2 | line 3 | the running line
                     |   times read    |   not yet read  |
-                                settled = 2         marks = 5                */
+                              times_read = 2        marks_set = 5              */
 
-// Reads the times of lines that have ended, the oldest first, except for the last `left` of them.
-static void clock_settle(LineClock *c, size_t left) {
-    while (c->settled + 1 + left < c->marks) {
-        const size_t from = c->settled % CLOCK_MARKS, to = (c->settled + 1) % CLOCK_MARKS;
+// Reads the times of lines that have ended, the oldest first, except for the last `unread` of them.
+static void clock_read_times(LineClock *c, size_t unread) {
+    while (c->times_read + 1 + unread < c->marks_set) {
+        const size_t from = c->times_read % CLOCK_MARKS, to = (c->times_read + 1) % CLOCK_MARKS;
         const double seconds = c->device->elapsed(from, to);
-        if (c->begun[from].line)
-            c->lines[c->begun[from].line - c->first].seconds += seconds;
-        if (c->begun[from].part)
-            *c->begun[from].part += seconds;
-        c->settled++;
+        if (c->at_mark[from].line)
+            c->lines[c->at_mark[from].line - c->first].seconds += seconds;
+        if (c->at_mark[from].part)
+            *c->at_mark[from].part += seconds;
+        c->times_read++;
     }
 }
 
 // Charges the running line to another part.
 static void clock_charge(LineClock *c, double *part) {
-    c->begun[(c->marks - 1) % CLOCK_MARKS].part = part;
+    c->at_mark[(c->marks_set - 1) % CLOCK_MARKS].part = part;
 }
 
-// Ends the running line and begins `line`. If that is 0, none begins; part and text are then NULL.
-static void clock_line(LineClock *c, int line, double *part, const char *text) {
+// Sets the next mark, at which this line begins. Line 0 stands for the time outside of train().
+static void clock_mark(LineClock *c, int line, double *part) {
+    clock_read_times(c, CLOCK_MARKS - 2); // so that this mark's event is free
+    const size_t mark = c->marks_set % CLOCK_MARKS;
+    c->at_mark[mark].line = line;
+    c->at_mark[mark].part = part;
+    c->device->mark(mark);
+    c->marks_set++;
+}
+
+// Ends the timing of the running line, if there is one.
+static void clock_end_line(LineClock *c) {
     if (c->synchronize)
         c->device->synchronize();
     if (c->text)
         trace_event(c->rank, TRACK_HOST, c->text, c->since, now());
+}
+
+// Ends the running line and begins `line`, which counts as `part` of a step.
+static void clock_line(LineClock *c, int line, double *part, const char *text) {
+    clock_end_line(c);
     c->text = text;
     c->since = now();
-    c->device->range(text ? RANGE_LINE : RANGE_STEP, text);
+    c->device->range(RANGE_LINE, text);
     if (!c->first)
         c->first = line;
-    clock_settle(c, CLOCK_MARKS - 2); // so that this mark's event is free
-    const size_t mark = c->marks % CLOCK_MARKS;
-    c->begun[mark].line = line;
-    c->begun[mark].part = part;
-    c->device->mark(mark);
-    c->marks++;
-    if (line)
-        c->lines[line - c->first].hits++;
+    clock_mark(c, line, part);
+    c->lines[line - c->first].hits++;
+}
+
+// Ends the running line; none begins.
+static void clock_stop(LineClock *c) {
+    clock_end_line(c);
+    c->text = NULL;
+    c->device->range(RANGE_STEP, NULL);
+    clock_mark(c, 0, NULL);
 }
 
 // Prints text as a quoted field of CSV, in which quotes are doubled.
@@ -5464,15 +5541,16 @@ static void print_profile_line(FILE *out, FILE *csv, const LineClock *c, int num
 
 // Opens cnn.c where it was compiled, or else beside the program. Returns NULL if it is in neither.
 static FILE *open_source(void) {
-    char path[PATH_SIZE] = "", beside[PATH_SIZE];
+    char path[PATH_SIZE];
     FILE *source = fopen(__FILE__, "r");
-    if (source || readlink("/proc/self/exe", path, sizeof path - sizeof "/cnn.c") < 0)
-        return source;
-    join_path(beside, dirname(path), "cnn.c");
-    return fopen(beside, "r");
+    if (!source) {
+        path_beside_program(path, "cnn.c");
+        source = fopen(path, "r");
+    }
+    return source;
 }
 
-// The lines of train(), `begin` to `end`, and the time of each, as kernprof prints it and as CSV
+// Prints lines `begin` to `end`, which are train(), with their times, like kernprof and as CSV.
 static void print_profile(const LineClock *c, int begin, int end, FILE *out, FILE *csv) {
     char text[256] = "(cnn.c was not found)";
     double total = 0;
@@ -5555,7 +5633,7 @@ static Resources resources_since(double start) {
 }
 
 // text = hours:minutes:seconds
-static const char *duration(double seconds, char text[32]) {
+static const char *format_duration(double seconds, char text[32]) {
     long s = lround(seconds);
     snprintf(text, 32, "%02ld:%02ld:%02ld", s / 3600, s / 60 % 60, s % 60);
     return text;
@@ -5570,10 +5648,10 @@ static void print_resources(double start, int status) {
     const char *state = status ? "STOPPED" : "COMPLETED";
     char text[32];
     printf("RESOURCES\nState: %s (exit code %d)\nCores: %zu\n", state, status, cores);
-    printf("CPU Utilized: %s\n", duration(r.cpu_s, text));
+    printf("CPU Utilized: %s\n", format_duration(r.cpu_s, text));
     printf("CPU Efficiency: %.2f%% of %s core-walltime\n", 100 * r.cpu_s / core_s,
-           duration(core_s, text));
-    printf("Job Wall-clock time: %s\n", duration(r.wall_s, text));
+           format_duration(core_s, text));
+    printf("Job Wall-clock time: %s\n", format_duration(r.wall_s, text));
     printf("Memory Utilized: %.2f GB\n", r.rss / 0x1p30);
     printf("Memory Efficiency: %.2f%% of %.2f GB\n", 100 * r.rss / limit, limit / 0x1p30);
 }
@@ -5731,61 +5809,67 @@ static void print_run_json(FILE *f, const Run *run) {
     fprintf(f, "}\n}\n");
 }
 
-static Run *reported_run;
-static void report_failure(void);
-
-// Writes run.json, and makes every error from here on write it again: a rank that dies does so
-// without waiting for the others.
-static void write_run_json(Run *run) {
+static void write_run_json(const Run *run) {
     AtomicFile file;
     open_in_folder(&file, run, "run.json");
     print_run_json(file.stream, run);
     atomic_commit(&file);
-    reported_run = run;
-    before_dying = report_failure;
 }
 
-static void report_failure(void) {
-    reported_run->recorder.status = FAILED;
-    write_run_json(reported_run);
+static Run *run_to_fail; // the run that mark_as_failed() marks
+
+// A rank that dies marks the run folder without waiting for the others.
+static void mark_as_failed(void) {
+    run_to_fail->recorder.status = FAILED;
+    write_run_json(run_to_fail);
 }
 
-// Creates --out DIR, which is this run's alone until it ends, measures the device's peak, and
-// writes run.json.
-static void open_run_folder(Run *run) {
-    const char *dir = run->settings.out;
-    run->recorder.status = RUNNING;
-    if (!*dir)
-        return;
+// Writes run.json with the status "running", which an error will change to "failed".
+static void begin_run_json(Run *run) {
+    write_run_json(run);
+    run_to_fail = run;
+    before_dying = mark_as_failed;
+}
+
+// Creates the folder, and locks it until the program ends.
+static void lock_folder(const char *dir) {
     if (mkdir(dir, 0777) != 0 && errno != EEXIST)
         die_file("cannot create the folder", dir);
-    const int folder = open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC); // stays open, and locked
+    const int folder = open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC); // stays open
     if (folder < 0)
         die_file("cannot create the folder", dir);
     if (flock(folder, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
         die(1, "--out %s: another run is writing into this folder; choose another one", dir);
+}
+
+// Begins the run folder, which is this run's alone until it ends. A resumed run leaves run.json as
+// it is until it has read its checkpoint.
+static void open_run_folder(Run *run) {
+    if (!*run->settings.out)
+        return;
+    lock_folder(run->settings.out);
     run->recorder.peak_gflops = run->device->peak_gflops();
     if (!run->settings.resume)
-        write_run_json(run);
+        begin_run_json(run);
 }
 
 // The logs of the run folder, to which a resumed run appends
 typedef enum { EPOCHS_LOG, STEPS_LOG } Log;
 static const struct {
     const char *file;
-    const char *position; // the columns at the beginning of a row
-    const char *column;   // without it, the log is an older version's
+    const char *position_format; // of the columns at the beginning of a row
+    const char *required_column; // a log without it was written by an older version
 } logs[] = {[EPOCHS_LOG] = {"epochs.csv", "%zu", ",weight_hash"},
             [STEPS_LOG] = {"steps.csv", "%zu,%zu", ",other_s,"}};
 
-// Whether a resumed run keeps this row: the header, if it has this version's columns, or a row
+// Whether a resumed run keeps a row: the header, if it has this version's columns, and the rows
 // before the run's position
 static bool keeps_row(const Run *run, const char *row, Log kind) {
     size_t epoch = 0, step = 0;
     if (!strchr(row, '\n'))
         return false; // the run was killed while it wrote this row
-    if (sscanf(row, logs[kind].position, &epoch, &step) < 1)
-        return strstr(row, logs[kind].column);
+    if (sscanf(row, logs[kind].position_format, &epoch, &step) < 1)
+        return strstr(row, logs[kind].required_column);
     if (kind == STEPS_LOG && epoch == run->epoch)
         return step <= run->batch_index;
     return epoch > 0 && epoch < run->epoch;
@@ -5800,10 +5884,27 @@ static long length_kept(const Run *run, FILE *log, Log kind) {
             return kept;
         kept = ftell(log);
     }
+    if (ferror(log))
+        die_file("cannot read", logs[kind].file);
     return kept;
 }
 
-// Opens a log of the run folder. A resumed run goes on after the rows before its position.
+// Cuts the log off after `length` bytes, where the next row will be written.
+static void truncate_log(FILE *log, long length, const char *path) {
+    if (ftruncate(fileno(log), length) != 0)
+        die_file("cannot write", path);
+    if (fseek(log, 0, SEEK_END) != 0)
+        die_file("cannot write", path);
+}
+
+static void print_log_header(FILE *log, Log kind) {
+    if (kind == STEPS_LOG)
+        print_step(log, &(StepResult){0}, 0, CSV_HEADER);
+    else
+        print_epoch(log, &(EpochResult){0}, CSV_HEADER);
+}
+
+// Opens a log of the run folder. A resumed run keeps the rows before its position.
 static FILE *open_log(const Run *run, Log kind) {
     char path[PATH_SIZE];
     long kept = 0;
@@ -5813,14 +5914,9 @@ static FILE *open_log(const Run *run, Log kind) {
         die_file("cannot write", path);
     if (run->settings.resume)
         kept = length_kept(run, log, kind);
-    if (ferror(log) || ftruncate(fileno(log), kept) != 0 || fseek(log, 0, SEEK_END) != 0)
-        die_file("cannot write", path);
-    if (kept > 0)
-        return log;
-    if (kind == STEPS_LOG)
-        print_step(log, &(StepResult){0}, 0, CSV_HEADER);
-    else
-        print_epoch(log, &(EpochResult){0}, CSV_HEADER);
+    truncate_log(log, kept, path);
+    if (kept == 0)
+        print_log_header(log, kind);
     flush(log, path);
     return log;
 }
@@ -5831,15 +5927,15 @@ static void remove_result(const Run *run, const char *file) {
     unlink(path);
 }
 
-// Removes what another run has left in the folder: a resumed run replaces only its own predictions,
-// and a run that starts from --load may start from the model there.
+// Removes what another run has left in the folder. A resumed run replaces only its own predictions,
+// and a run that starts from --load may be reading the model there.
 static void remove_results(const Run *run) {
-    static const char *const others[] = {"profile.txt", "profile.csv", "layers.csv"};
+    static const char *const reports[] = {"profile.txt", "profile.csv", "layers.csv"};
     remove_result(run, "predictions.csv");
     if (steps_done(run) > 0)
         return;
-    for (size_t i = 0; i < LENGTH(others); i++)
-        remove_result(run, others[i]);
+    for (size_t i = 0; i < LENGTH(reports); i++)
+        remove_result(run, reports[i]);
     if (!*run->settings.load)
         remove_result(run, "model.safetensors");
 }
@@ -5848,7 +5944,7 @@ static void open_logs(Run *run) {
     remove_results(run);
     run->recorder.epochs_csv = open_log(run, EPOCHS_LOG);
     run->recorder.steps_csv = open_log(run, STEPS_LOG);
-    write_run_json(run);
+    begin_run_json(run);
 }
 
 // Ends the run unless a tensor's gradient is finite. Steps are counted from 1.
@@ -5872,19 +5968,18 @@ static void check_gpu_gradients(Run *run) {
     const Net *net = &run->net;
     const LossScale before = run->loss_scale;
     LossScale *s = &run->loss_scale;
-    if (!net->scale || run->recorder.steps_kept == 0)
+    if (!net->loss_scale || run->recorder.buffered_steps == 0)
         return;
-    run->device->copy(s, net->scale, sizeof *s);
+    run->device->copy(s, net->loss_scale, sizeof *s);
     if (s->not_finite > 0 && run->kernels->precision != FP16)
         die(1, "epoch %zu, at most %zu steps ago: a gradient was not finite; try a smaller --lr",
-            run->epoch, run->recorder.steps_kept);
+            run->epoch, run->recorder.buffered_steps);
     if (s->skipped > before.skipped && run->comm.rank == 0)
-        printf("fp16: updates skipped: %u, whose gradients were not finite; loss scale %g\n",
+        printf("fp16: updates skipped: %u, since gradients were not finite; loss scale %g\n",
                s->skipped - before.skipped, (double)s->scale);
 }
 
-// Adds kept step i, over all ranks, to the epoch's sums and to steps.csv, and keeps its
-// request.
+// Adds buffered step i, over all ranks, to the epoch's sums and to steps.csv. Keeps its request.
 static void add_step(Run *run, EpochResult *e, size_t i) {
     Recorder *r = &run->recorder;
     double loss = 0, wait = 0;
@@ -5914,13 +6009,13 @@ static void add_step(Run *run, EpochResult *e, size_t i) {
    written. */
 static void flush_steps(Run *run, EpochResult *e) {
     Recorder *r = &run->recorder;
-    clock_settle(&run->clock, 0);
+    clock_read_times(&run->clock, 0);
     check_gpu_gradients(run);
     all_gather(&run->comm, r->all_steps, r->steps_capacity * sizeof *r->steps);
-    for (size_t i = 0; i < r->steps_kept; i++)
+    for (size_t i = 0; i < r->buffered_steps; i++)
         add_step(run, e, i);
-    memset(r->steps, 0, r->steps_kept * sizeof *r->steps);
-    r->steps_kept = 0;
+    memset(r->steps, 0, r->buffered_steps * sizeof *r->steps);
+    r->buffered_steps = 0;
     clock_charge(&run->clock, &r->steps[0].parts[OTHER]);
     if (r->steps_csv)
         flush(r->steps_csv, "steps.csv");
@@ -5932,7 +6027,7 @@ static void clear_progress(void) {
         fprintf(stderr, "\r\033[K");
 }
 
-// On a terminal, shows how far the epoch has got, its speed and the time left, in one line.
+// On a terminal, shows in one line how far the epoch has got, its speed and the time left.
 static void show_progress(const Run *run, const EpochResult *e, double seconds) {
     struct winsize terminal = {.ws_col = 80};
     if (!isatty(STDERR_FILENO))
@@ -5951,7 +6046,7 @@ static void show_progress(const Run *run, const EpochResult *e, double seconds) 
 
 static void print_log_line(const Run *run, const EpochResult *e) {
     const size_t step = run->batch_index;
-    if (run->model->sc20_log)
+    if (run->model->logs_throughput)
         printf("INFO - Epoch: %zu, Iteration: %zu, Avg img/sec: %.3f\n", e->epoch, step,
                (double)(e->images - e->images_logged) / (now() - run->recorder.log_start));
     else
@@ -5963,11 +6058,11 @@ static bool at_log_interval(const Run *run) {
     return run->batch_index % run->settings.log_interval == 0;
 }
 
-// Keeps the result of a step for steps.csv.
-static void keep_step(Run *run, const EpochResult *e, const Batch *batch, double loss,
-                      int request) {
-    StepResult *s = &run->recorder.steps[run->recorder.steps_kept];
-    run->recorder.steps_kept++;
+// Appends the result of a step to the buffer for steps.csv.
+static void buffer_step(Run *run, const EpochResult *e, const Batch *batch, double loss,
+                        int request) {
+    StepResult *s = &run->recorder.steps[run->recorder.buffered_steps];
+    run->recorder.buffered_steps++;
     s->epoch = e->epoch;
     s->step = batch->number + 1;
     s->images = batch->n;
@@ -5984,7 +6079,7 @@ static void keep_step(Run *run, const EpochResult *e, const Batch *batch, double
 static void log_step(Run *run, EpochResult *e, const Batch *batch, double loss) {
     Recorder *r = &run->recorder;
     const int request = take_request();
-    keep_step(run, e, batch, loss, request);
+    buffer_step(run, e, batch, loss, request);
     if (at_log_interval(run) || (request && run->comm.world == 1))
         flush_steps(run, e);
     if (!at_log_interval(run) || run->comm.rank > 0 || run->settings.quiet)
@@ -5996,12 +6091,12 @@ static void log_step(Run *run, EpochResult *e, const Batch *batch, double loss) 
     show_progress(run, e, now() - r->epoch_start);
 }
 
-// The parts of an epoch in seconds, and the MB sent, as averages over the ranks
+// Prints the parts of an epoch in seconds, and the MB sent, as averages over the ranks.
 static void print_parts(const EpochResult *e, size_t world) {
     const double n = (double)world, *p = e->parts;
     const double compute = p[COPY] + p[FORWARD] + p[BACKWARD] + p[OPTIMIZER];
     printf("ranks=%zu compute_s=%.3f load_s=%.3f comm_s=%.3f exposed_comm_s=%.3f other_s=%.3f "
-           "mb_sent=%.1f (each, on average)\n",
+           "mb_sent=%.1f (averages over the ranks)\n",
            world, compute / n, p[LOAD] / n, p[COMM] / n, p[EXPOSED_COMM] / n, p[OTHER] / n,
            1e-6 * e->bytes_moved / n);
 }
@@ -6012,14 +6107,14 @@ static void finish_epoch(Run *run, EpochResult *e) {
     e->lr = run->lr;
     if (run->comm.rank > 0)
         return;
-    if (run->model->sc20_log)
+    if (run->model->logs_throughput)
         printf("INFO - Time taken for epoch %zu is %.3f sec\n", e->epoch,
                now() - run->recorder.epoch_start);
     if (run->comm.world > 1)
         print_parts(e, run->comm.world);
 }
 
-// How much the workers have copied to a GPU, and how fast
+// Prints how much the workers have copied to a GPU, and how fast.
 static void print_uploads(const Loader *loader) {
     const double bytes = (double)__atomic_load_n(&loader->uploaded, __ATOMIC_RELAXED);
     const double nanoseconds = (double)__atomic_load_n(&loader->upload_ns, __ATOMIC_RELAXED);
@@ -6049,7 +6144,7 @@ static void report_epoch(Run *run, EpochResult *e) {
 
 // ---- Trace (--trace)
 
-// Switches the tracing of this rank on or off.
+// Turns the tracing of this rank on or off.
 static void set_tracing(Run *run, bool traced) {
     if (traced && !run->tracer.traced)
         __atomic_fetch_add(&trace.traced_ranks, 1, __ATOMIC_RELAXED);
@@ -6126,7 +6221,7 @@ static void trace_step(const Run *run) {
     trace_event(run->comm.rank, TRACK_STEP, name, run->tracer.step_start, now());
 }
 
-// "10:20": from step 10 to step 19
+// "10:20" stands for the steps 10 to 19.
 static void parse_trace_steps(Run *run) {
     const char *text = run->settings.trace_steps;
     Tracer *t = &run->tracer;
@@ -6137,7 +6232,7 @@ static void parse_trace_steps(Run *run) {
             text);
 }
 
-// The names of a rank, which is a process of the trace, and of its tracks, which are threads
+// Names a rank, which is a process of the trace, and its tracks, which are threads.
 static void write_trace_names(FILE *f, size_t rank, size_t workers) {
     static const char *const tracks[] = {"steps", "train()", "device", "communication"};
     static const char format[] =
@@ -6162,8 +6257,8 @@ static void write_trace_event(FILE *f, const TraceEvent *e, double started) {
     fprintf(f, "}");
 }
 
-// Chrome's trace event format: names (M) of processes and threads, and complete events (X), with
-// times in microseconds
+// Writes Chrome's trace event format: names (M) of processes and threads, and complete events (X),
+// with times in microseconds.
 static void write_trace(const Run *run) {
     const size_t events = min_size(trace.count, TRACE_EVENTS);
     const char *hint = "";
@@ -6220,7 +6315,7 @@ static double median(double *values, size_t count) {
 
 /* The bytes that forward and backward of a row must move, at a minimum, for n images:
 
-     bytes of an element * (share * (in_accesses * in + out_accesses * out) + more * out)
+     bytes of an element * (share * (in_accesses * in + out_accesses * out) + extra_accesses * out)
 
    `in` and `out` are numbers of elements, `in` with the weights; kinds[] has the accesses. A row
    that reads the images makes 2 of 3 accesses only, since it computes no gradient of them. A fused
@@ -6233,15 +6328,15 @@ static double row_bytes(const Net *net, size_t row, size_t n) {
     const double out_accesses = kinds[l->kind].out_accesses;
     const double in = (double)(n * shape_size(l->in) + l->weight_count);
     const double out = (double)(n * shape_size(stored_shape(net, row)));
-    double share = 1, more = 0;
+    double share = 1, extra_accesses = 0;
     if (l->weight_count && l->input == 0 && l->kind != BATCHNORM2D)
         share = 2. / 3;
     if (fused->add)
-        more += 1;
+        extra_accesses += 1;
     if (fused->relu_backward || fused->pool)
-        more += 3;
+        extra_accesses += 3;
     return (double)net->kernels->element_bytes *
-           (share * (in_accesses * in + out_accesses * out) + more * out);
+           (share * (in_accesses * in + out_accesses * out) + extra_accesses * out);
 }
 
 // Memory bandwidth in bytes per second, measured by out = in + residual
@@ -6288,7 +6383,7 @@ static void time_rows(Run *run, const Batch *batch, LayerTimes *times, double *f
 // What --layers shows of a row
 typedef struct LayerFigures {
     double forward_ms, backward_ms, gflops, gb_per_s;
-    double percent_of_limit; // the one that bounds it; NAN if that is not known
+    double percent_of_limit; // of the limit that bounds the row; NAN if that is not known
     // the column "saved": operations of the definition / operations that were executed
     double operation_ratio;
     const char *bound; // "compute" or "memory", or "" if that is not known
@@ -6347,7 +6442,7 @@ static void print_layer(FILE *out, FILE *csv, const Net *net, size_t row, const 
 
 static void print_layers_head(const Run *run, size_t n, double peak, double bandwidth) {
     FILE *out = run->recorder.results;
-    const char *caution = run->device_info.emulated ? "; emulated, they mean nothing" : "";
+    const char *caution = run->device_info.emulated ? "; emulated, so the times mean nothing" : "";
     char rate[64] = "GFLOP/s unknown without cnn_kernels.c";
     if (isfinite(peak))
         snprintf(rate, sizeof rate, "%.1f GFLOP/s", peak / 1e9);
@@ -6357,8 +6452,8 @@ static void print_layers_head(const Run *run, size_t n, double peak, double band
             "backward", "GFLOP/s", "GB/s", "%", "saved", "limited by");
 }
 
-/* The time of each row on a training batch, as a median, next to the limits of this machine. Rows
-   that are fused count with the row that they are fused into. */
+/* Prints the median time of each row on a training batch, next to the limits of this machine. A
+   fused row has no line of its own: its time counts for the row into which it is fused. */
 static void measure_layers(Run *run) {
     Net *net = &run->net;
     LayerTimes *times = must_alloc(net->count * sizeof *times, "the layers' times");
@@ -6375,7 +6470,7 @@ static void measure_layers(Run *run) {
     print_layers_head(run, batch.n, peak, bandwidth);
     print_layer_csv(csv.stream, CSV_HEADER, &net->layers[0], "", "", &(LayerFigures){.bound = ""});
     for (size_t i = 1; i < net->count; i++) {
-        if (net->row_plans[i].sharing == FUSED)
+        if (net->row_plans[i].sharing == FUSED_INTO_EARLIER)
             continue;
         const LayerFigures f = layer_figures(net, i, batch.n, &times[i], flops[i], peak, bandwidth);
         print_layer(run->recorder.results, csv.stream, net, i, &f);
@@ -6384,22 +6479,22 @@ static void measure_layers(Run *run) {
     free(times);
 }
 
-// The last test's accuracy of each class, in the lines of PyTorch's CIFAR-10 tutorial
+// Prints the accuracy of each class in the last test, as PyTorch's CIFAR-10 tutorial does.
 static void print_per_class(const Run *run) {
     FILE *out = run->recorder.results;
     char name[32];
     for (size_t k = 0; k < run->net.classes; k++) {
-        size_t images = 0, right = 0;
+        size_t images = 0, correct = 0;
         for (size_t i = 0; i < run->test_set.count; i++) {
             if (run->test_set.labels[i] != k)
                 continue;
             images++;
             if (run->evaluation.predicted[i] == (double)k)
-                right++;
+                correct++;
         }
         fprintf(out, "Accuracy for class: %-5s is ", class_name(run, k, name));
         if (images > 0)
-            fprintf(out, "%.1f %%\n", 100. * (double)right / (double)images);
+            fprintf(out, "%.1f %%\n", 100. * (double)correct / (double)images);
         else
             fprintf(out, "unknown: no test image has it\n");
     }
@@ -6417,7 +6512,7 @@ static void print_prediction(FILE *csv, const Run *run, size_t image, size_t epo
     fprintf(csv, "\n");
 }
 
-// What --augment makes of a test image in the epochs 1 to VARIANTS
+// Prints what --augment makes of a test image in the epochs 1 to VARIANTS.
 static void print_variants(FILE *csv, const Run *run, size_t image) {
     enum { VARIANTS = 7 };
     const Shape shape = run->info.shape;
@@ -6441,13 +6536,13 @@ static void write_predictions(const Run *run) {
     open_in_folder(&csv, run, "predictions.csv");
     fprintf(csv.stream, "image,label,predicted,epoch,shape,pixels\n");
     for (size_t i = 0; i < run->test_set.count; i++) {
-        const bool is_right = run->evaluation.predicted[i] == run->test_set.labels[i];
-        const size_t before = seen[is_right];
-        const uint8_t *image = before < SAMPLES ? run->test_set.images + i * size : NULL;
-        print_prediction(csv.stream, run, i, 0, image);
+        const bool is_correct = run->evaluation.predicted[i] == run->test_set.labels[i];
+        const size_t before = seen[is_correct];
+        const uint8_t *pixels = before < SAMPLES ? run->test_set.images + i * size : NULL;
+        print_prediction(csv.stream, run, i, 0, pixels);
         if (before < AUGMENTED && run->train_loader.augment)
             print_variants(csv.stream, run, i);
-        seen[is_right]++;
+        seen[is_correct]++;
     }
     atomic_commit(&csv);
 }
@@ -6460,7 +6555,7 @@ static void write_profile(Run *run, int begin, int end) {
     FILE *out = open_memstream(&profile, &length);
     if (!out)
         die_no_memory(PATH_SIZE, "the profile");
-    clock_settle(&run->clock, 0);
+    clock_read_times(&run->clock, 0);
     open_in_folder(&text, run, "profile.txt");
     open_in_folder(&csv, run, "profile.csv");
     print_profile(&run->clock, begin, end, out, csv.stream);
@@ -6534,8 +6629,8 @@ static void compare_lines(const char *path, const char *theirs, const char *ours
     const int found = (int)strcspn(theirs, "\n"), length = (int)strcspn(ours, "\n");
     if (found != length || strncmp(ours, theirs, (size_t)length) != 0)
         die(EXIT_USAGE,
-            "%s was made with %.*s, this run has %.*s; use the checkpoint's value, or start with "
-            "--load",
+            "%s was saved with %.*s, but this run has %.*s; use the checkpoint's value, or start "
+            "afresh from its weights with --load",
             path, found, theirs, length, ours);
 }
 
@@ -6563,55 +6658,63 @@ static void compare_with_checkpoint(const Run *run, const TensorFile *f) {
     }
 }
 
+// Reads the sums of the epoch so far, if the metadata has them.
+static void read_epoch_sums(EpochResult *e, const char *metadata) {
+    const char *line = strstr(metadata, "\nimages=");
+    if (line)
+        sscanf(line, " images=%18zu train_loss=%lf", &e->images, &e->train_loss_sum);
+}
+
+// fp16: reads the loss scale, if the metadata has it, and copies it to the device.
+static void read_loss_scale(Run *run, const char *metadata) {
+    LossScale *scale = &run->loss_scale;
+    const char *line = strstr(metadata, "\nloss_scale=");
+    if (!line || run->kernels->precision != FP16)
+        return;
+    sscanf(line, " loss_scale=%f,%u", &scale->scale, &scale->steps);
+    run->device->copy(run->net.loss_scale, scale, sizeof *scale);
+}
+
 // Reads the position, and what else changes during a run, from a checkpoint's metadata.
 static void read_position(Run *run, const TensorFile *f) {
-    EpochResult *e = &run->current;
-    LossScale *s = &run->loss_scale;
-    const char *text = f->metadata;
-    const char *scale = strstr(text, "\nloss_scale="), *sums = strstr(text, "\nimages=");
-    const bool found =
-        sscanf(text, "format=pt epoch=%9zu batch=%9zu", &run->epoch, &run->batch_index) == 2;
-    if (sums)
-        sscanf(sums, " images=%18zu train_loss=%lf", &e->images, &e->train_loss_sum);
-    if (scale && run->kernels->precision == FP16) {
-        sscanf(scale, " loss_scale=%f,%u", &s->scale, &s->steps);
-        run->device->copy(run->net.scale, s, sizeof *s);
-    }
-    if (found)
+    static const char format[] = "format=pt epoch=%9zu batch=%9zu";
+    const int numbers = sscanf(f->metadata, format, &run->epoch, &run->batch_index);
+    read_epoch_sums(&run->current, f->metadata);
+    read_loss_scale(run, f->metadata);
+    if (numbers == 2)
         compare_with_checkpoint(run, f);
-    if (!found || run->epoch == 0 || run->batch_index >= run->epoch_steps)
+    if (numbers != 2 || run->epoch == 0 || run->batch_index >= run->epoch_steps)
         die(1, "%s: expected the position of a run in its metadata, found \"%.*s\"", f->path,
-            (int)strcspn(text, "\n"), text);
+            (int)strcspn(f->metadata, "\n"), f->metadata);
 }
 
 // Continues from the checkpoint, if it exists; the settings that determine the result must agree.
 static void resume_checkpoint(Run *run) {
     const char *path = run->settings.checkpoint;
-    const bool first = run->comm.rank == 0;
+    const bool prints = run->comm.rank == 0;
     TensorFile f;
-    if (!open_tensors(&f, path)) {
+    const bool exists = open_tensors(&f, path);
+    if (!exists) {
         if (run->settings.eval)
             die_file("cannot resume from", path);
-        if (first)
+        if (prints)
             printf("No checkpoint %s yet: starting at epoch 1\n", path);
         return;
     }
     read_position(run, &f);
     read_tensors(&f, &run->net, &optimizers[run->settings.optimizer], run->state);
-    if (first)
+    if (prints)
         printf("Resuming from %s: epoch %zu, step %zu\n", path, run->epoch, run->batch_index + 1);
 }
 
-// "2": after every 2 epochs; "100steps": after every 100 steps
+// "2" stands for every 2 epochs, "100steps" for every 100 steps.
 static void parse_save_every(Run *run) {
     const char *text = run->settings.save_every;
-    size_t number = 0;
-    int digits = 0, with_unit = 0; // how many characters the number has, and with "steps" after it
-    sscanf(text, "%9zu%nsteps%n", &number, &digits, &with_unit);
-    const bool by_steps = with_unit > 0;
-    const char *end = text + (by_steps ? with_unit : digits);
-    const bool begins_with_digit = text[0] >= '0' && text[0] <= '9';
-    if (number == 0 || !begins_with_digit || *end)
+    const size_t digits = strspn(text, "0123456789");
+    const char *unit = text + digits;
+    const bool by_steps = strcmp(unit, "steps") == 0;
+    const size_t number = strtoul(text, NULL, 10);
+    if (digits == 0 || digits > 9 || number == 0 || (*unit && !by_steps))
         die(EXIT_USAGE, "--save-every: expected epochs, such as 2, or 100steps, found \"%s\"",
             text);
     run->saving.every = number;
@@ -6638,7 +6741,8 @@ static void check_contradictions(const Settings *s) {
         {s->eval && *s->checkpoint && !s->resume && !*s->load,
          "--eval: expected --resume or --load too, to read weights", "--load"},
         {s->gpus > 1 && s->replicas > 1,
-         "--gpus and --replicas: expected one of them: --replicas are for the CPU", "--replicas"},
+         "--gpus and --replicas cannot be combined: --replicas is for the CPU; remove one",
+         "--replicas"},
         {*s->trace && strcmp(s->trace, s->checkpoint) == 0,
          "--trace: expected a different file from --checkpoint", "--trace"}};
     for (size_t i = 0; i < LENGTH(rules); i++)
@@ -6659,9 +6763,10 @@ static void silence_rank(Settings *s) {
 // Returns a second stream to the standard output, for what --quiet still prints.
 static FILE *second_stdout(void) {
     const int fd = dup(STDOUT_FILENO);
-    if (fd < 0 || write(fd, "", 0) < 0) // if it is not open for writing, fdopen() says only EINVAL
+    if (fd < 0)
         die_file("cannot write to", "standard output");
-    FILE *f = fdopen(fd, "w");
+    const ssize_t written = write(fd, "", 0); // fdopen() would say only EINVAL
+    FILE *f = written < 0 ? NULL : fdopen(fd, "w");
     if (!f)
         die_file("cannot write to", "standard output");
     return f;
@@ -6681,7 +6786,7 @@ static void join_ranks(Comm *c, Settings *s) {
     if (c->world > 1 && !launched) {
         c->team = must_alloc(sizeof *c->team, "the ranks");
         team_init(c->team);
-        c->team->ranks[0] = c;
+        c->team->comms[0] = c;
     }
     c->replicas = launched ? 1 : c->world;
 }
@@ -6697,7 +6802,7 @@ static void redirect_output(Recorder *r, size_t rank, bool quiet) {
         die_file("cannot open", "/dev/null");
 }
 
-// The images of a step: of all devices (--global-batch) and of each loader (--batch-size).
+// Sets how many images a step has: on all devices (--global-batch), of each loader (--batch-size).
 static void setup_batch(Run *run) {
     Settings *s = &run->settings;
     const size_t world = run->comm.world, parts = run->comm.dp ? 1 : world;
@@ -6713,7 +6818,7 @@ static void setup_batch(Run *run) {
         s->test_batch_size = run->max_batch;
 }
 
-// --lr, which --lr-scaling multiplies by the whole batch / the model's default one, or its root
+// Sets --lr, which --lr-scaling multiplies by the whole batch / the model's default, or its root.
 static void setup_learning_rate(Settings *s, size_t default_batch_size) {
     const double factor = (double)s->global_batch / (double)default_batch_size;
     if (s->lr == 0)
@@ -6761,12 +6866,12 @@ static void setup_settings(Run *run, int argc, char **argv) {
 // The calling thread computes for this rank. Ranks that share a device share its memory.
 static void use_device(Run *run) {
     const Comm *c = &run->comm;
-    size_t sharing = c->replicas; // a CPU
+    size_t ranks_per_device = c->replicas; // of this process, on a CPU
     if (run->settings.gpus > 0)
-        sharing = ceil_div(c->replicas, run->devices);
+        ranks_per_device = ceil_div(c->replicas, run->devices);
     run->device->use(c->replica, c->device_number, die);
     run->device->describe(&run->device_info);
-    run->device_info.memory /= (double)sharing;
+    run->device_info.memory /= (double)ranks_per_device;
 }
 
 // Kernels number i of a GPU or of the CPU, the best ones last, and NULL after these
@@ -6776,30 +6881,36 @@ static const Kernels *kernels_of(bool gpu, size_t i) {
     return i < CPU_KERNELS ? cpu_kernels[i] : NULL;
 }
 
-// Dies, since this device has no kernels that match --kernels and --precision.
-static _Noreturn void refuse_kernels(const Settings *s, bool gpu) {
-    const char *device = gpu ? "a GPU" : "a CPU";
-    char known[256] = "", name[32], precision[32];
+// Lists the kernels of a device: "naive in fp32, fast in fp32"
+static void list_kernels(char *list, size_t size, bool gpu) {
+    char name[32], precision[32];
     size_t length = 0;
-    if (!gpu && s->kernels == FAST && CPU_KERNELS == 1)
-        die(EXIT_USAGE, "--kernels fast: cnn_kernels.c was not beside cnn.c when it was compiled; "
-                        "expected --kernels naive");
     for (size_t i = 0; kernels_of(gpu, i); i++) {
         const Kernels *k = kernels_of(gpu, i);
         const char *separator = i > 0 ? ", " : "";
         choice_word(name, "--kernels", (int)k->name);
         choice_word(precision, "--precision", (int)k->precision);
-        length += (size_t)snprintf(known + length, sizeof known - length, "%s%s in %s", separator,
-                                   name, precision);
+        length += (size_t)snprintf(list + length, size - length, "%s%s in %s", separator, name,
+                                   precision);
     }
-    strcpy(name, "(any)");
-    strcpy(precision, "(any)");
-    if (s->kernels != KERNELS_BEST)
-        choice_word(name, "--kernels", (int)s->kernels);
-    if (s->precision != PRECISION_BEST)
-        choice_word(precision, "--precision", (int)s->precision);
-    die(EXIT_USAGE, "--kernels %s --precision %s: expected one of these on %s: %s", name, precision,
-        device, known);
+}
+
+// The word that the user chose for an option, or "(any)"
+static const char *chosen_word(const Settings *s, const char *option) {
+    const char *word = option_value(s, option);
+    return *word ? word : "(any)";
+}
+
+// Dies, since this device has no kernels that match --kernels and --precision.
+static _Noreturn void refuse_kernels(const Settings *s, bool gpu) {
+    char list[256], name[32];
+    if (!gpu && s->kernels == FAST && CPU_KERNELS == 1)
+        die(EXIT_USAGE, "--kernels fast: cnn_kernels.c was not beside cnn.c when it was compiled; "
+                        "expected --kernels naive");
+    list_kernels(list, sizeof list, gpu);
+    snprintf(name, sizeof name, "%s", chosen_word(s, "--kernels"));
+    die(EXIT_USAGE, "--kernels %s --precision %s: expected one of these on %s: %s", name,
+        chosen_word(s, "--precision"), gpu ? "a GPU" : "a CPU", list);
 }
 
 // The best kernels of this device that --kernels and --precision allow. Without either option these
@@ -6874,7 +6985,7 @@ static size_t count_gpus(const Settings *s, const char **why_not) {
 }
 
 // Chooses devices and kernels: GPUs, if there are any and --no-cuda is not given, else the CPU.
-// Stores why there is no GPU.
+// Stores the reason if there is no GPU.
 static void choose_device(Run *run, const char **why_not) {
     Settings *s = &run->settings;
     Comm *c = &run->comm;
@@ -6894,7 +7005,7 @@ static void choose_device(Run *run, const char **why_not) {
     c->device_number %= run->devices;
 }
 
-// This rank's device and kernels
+// Sets up this rank's device and kernels.
 static void setup_device(Run *run) {
     const char *why_not;
     choose_device(run, &why_not);
@@ -6904,25 +7015,29 @@ static void setup_device(Run *run) {
     setup_graph(run);
 }
 
+// Loads the training set or the test set from a folder, or generates its images if `dir` is NULL.
+// *limit: the most images to load, or 0; then the number of images that were loaded
+static void load_set(Dataset *set, const DatasetInfo *info, const char *dir, DatasetPart part,
+                     size_t *limit) {
+    const size_t most = *limit ? *limit : UINT32_MAX;
+    set->info = info;
+    if (dir)
+        info->read(set, dir, part, most);
+    else
+        make_synthetic(set, part, most);
+    *limit = set->count;
+}
+
 // Loads a data set from a folder, or generates its images if `dir` is NULL.
 static void load_dataset(Run *run, const char *name, const char *dir) {
     Settings *s = &run->settings;
-    Dataset *sets[2] = {&run->train_set, &run->test_set};
-    size_t *limits[2] = {&s->limit_train, &s->limit_test};
     if (dir)
         printf("Data: %s from %s\n", name, dir);
     else
         printf("Data: %s (generated images)\n", name);
     run->info = dataset_for(run->model, name);
-    for (size_t i = 0; i < 2; i++) {
-        const size_t limit = *limits[i] ? *limits[i] : UINT32_MAX;
-        sets[i]->info = &run->info;
-        if (dir)
-            run->info.read(sets[i], dir, run->info.files[i], limit);
-        else
-            make_synthetic(sets[i], i == 0, limit);
-        *limits[i] = sets[i]->count;
-    }
+    load_set(&run->train_set, &run->info, dir, TRAINING_SET, &s->limit_train);
+    load_set(&run->test_set, &run->info, dir, TEST_SET, &s->limit_test);
     s->dataset = run->info.name;
     printf("Train set size: %zu\nTest set size: %zu\n", run->train_set.count, run->test_set.count);
 }
@@ -6971,7 +7086,7 @@ static void setup_data(Run *run) {
 
 // ---- Memory: planned, printed, and only then allocated
 
-// The bytes of a plan for a use; on_device: only those on the device
+// The bytes of a plan for a use; if on_device, only those on the device
 static double plan_bytes(const MemoryPlan *p, MemoryUse use, bool on_device) {
     double bytes = 0;
     for (size_t i = 0; i < p->count; i++) {
@@ -6998,10 +7113,6 @@ static double data_bytes(const Run *run) {
     return images * (double)(shape_size(run->info.shape) + 1);
 }
 
-static double device_bytes(const Run *run) {
-    return run_bytes(run, FOR_ANYTHING, true);
-}
-
 static double all_bytes(const Run *run) {
     return run_bytes(run, FOR_ANYTHING, false) + data_bytes(run);
 }
@@ -7009,19 +7120,19 @@ static double all_bytes(const Run *run) {
 static void plan_loaders(Run *run, bool resident) {
     const Settings *s = &run->settings;
     const Comm *c = &run->comm;
-    const size_t loaded = min_size(s->batch_size, run->share);
-    Consumer to = {.device = run->device,
-                   .device_number = c->device_number,
-                   .pinned = s->pin_memory && run->device->is_gpu,
-                   .resident = resident,
-                   .rank = c->rank,
-                   .ranks = c->world};
+    const size_t loaded = min_size(s->batch_size, run->epoch_images);
+    Consumer consumer = {.device = run->device,
+                         .device_number = c->device_number,
+                         .pinned = s->pin_memory && run->device->is_gpu,
+                         .resident = resident,
+                         .rank = c->rank,
+                         .ranks = c->world};
     loader_plan(&run->test_loader, &run->test_set, run->net.max_test_batch, s->workers,
-                AUGMENT_NONE, to);
+                AUGMENT_NONE, consumer);
     if (c->dp)
-        to.ranks = 1; // the master loads for all
+        consumer.ranks = 1; // the master loads for all
     if (loads_training_data(c))
-        loader_plan(&run->train_loader, &run->train_set, loaded, s->workers, s->augment, to);
+        loader_plan(&run->train_loader, &run->train_set, loaded, s->workers, s->augment, consumer);
 }
 
 // How many numbers a test sums over all ranks; see Evaluation
@@ -7029,7 +7140,7 @@ static size_t count_totals(const Run *run) {
     return TOTALS + run->test_set.count;
 }
 
-// The memory of the run itself: the optimizer's state, results, what is measured
+// Plans the memory of the run itself, for the optimizer's state, results and measurements.
 static void plan_buffers(Run *run) {
     const Settings *s = &run->settings;
     MemoryPlan *p = &run->plan;
@@ -7057,8 +7168,8 @@ static double plan_run(Run *run, bool resident) {
     Settings *s = &run->settings;
     Net *net = &run->net;
     const size_t parts = run->comm.dp ? 1 : run->comm.world; // dp: the master loads for all
-    run->share = ceil_div(run->train_set.count, parts);
-    run->epoch_steps = ceil_div(run->share, s->batch_size);
+    run->epoch_images = ceil_div(run->train_set.count, parts);
+    run->epoch_steps = ceil_div(run->epoch_images, s->batch_size);
     run->recorder.steps_capacity = min_size(s->log_interval, run->epoch_steps) + 1;
     net_build(net, run->model, &run->info, s, run->kernels);
     net->max_test_batch = min_size(s->test_batch_size, run->test_set.count);
@@ -7066,7 +7177,7 @@ static double plan_run(Run *run, bool resident) {
     plan_loaders(run, resident);
     comm_plan(&run->comm, net, &run->train_loader);
     plan_buffers(run);
-    return run->device->is_gpu ? device_bytes(run) : all_bytes(run);
+    return run->device->is_gpu ? run_bytes(run, FOR_ANYTHING, true) : all_bytes(run);
 }
 
 // Plans the run. The data set is resident if 10 % of the memory stays free, or if copying batches
@@ -7085,11 +7196,14 @@ static double plan_residency(Run *run) {
 }
 
 static void print_memory(const Run *run) {
-    const double data = run_bytes(run, FOR_DATA, false) + data_bytes(run);
     printf("Memory in MB%s:", run->comm.world > 1 ? " of each device" : "");
-    for (MemoryUse use = FOR_PARAMETERS; use < FOR_DATA; use++)
-        printf(" %s %.1f,", memory_uses[use], run_bytes(run, use, false) / 1e6);
-    printf(" %s %.1f, together %.1f\n", memory_uses[FOR_DATA], data / 1e6, all_bytes(run) / 1e6);
+    for (MemoryUse use = 0; use < MEMORY_USES; use++) {
+        double bytes = run_bytes(run, use, false);
+        if (use == FOR_DATA)
+            bytes += data_bytes(run);
+        printf(" %s %.1f,", memory_uses[use], bytes / 1e6);
+    }
+    printf(" together %.1f\n", all_bytes(run) / 1e6);
 }
 
 // Dies if more bytes are needed than a device, or the machine, has.
@@ -7097,8 +7211,8 @@ static void check_memory(const Run *run, double needed, double available, const 
                          const char *name) {
     if (needed > available)
         die(1,
-            "not enough memory: %.1f MB needed, %.1f MB available on %s (%s); use a "
-            "smaller --batch-size than %zu, a smaller --test-batch-size or network",
+            "not enough memory: %.1f MB needed, %.1f MB available on %s (%s); try a --batch-size "
+            "below %zu, a smaller --test-batch-size or a smaller --model",
             needed / 1e6, available / 1e6, where, name, run->settings.batch_size);
 }
 
@@ -7203,14 +7317,15 @@ static void check_outputs(const Run *run) {
 // net.load_state_dict(load_file(path))
 static void load_weights(Run *run, const char *path) {
     TensorFile f;
-    if (!open_tensors(&f, path))
+    const bool exists = open_tensors(&f, path);
+    if (!exists)
         die_file("cannot read", path);
     read_tensors(&f, &run->net, NULL, NULL);
     if (run->comm.rank == 0)
         printf("Loaded the weights in %s\n", path);
 }
 
-// The initial weights: random, from --load, or from a checkpoint, which also has the position
+// Sets the weights: random, from --load, or from a checkpoint, which also has the position.
 static void setup_weights(Run *run) {
     const Settings *s = &run->settings;
     if (run->comm.rank == 0)
@@ -7230,21 +7345,21 @@ typedef struct Location {
 
 static Location own_location(const Run *run) {
     const char *node = getenv("SLURMD_NODENAME"); // the name that Slurm's users know
-    Location p;
-    snprintf(p.host, sizeof p.host, "%.60s", node ? node : host_name());
-    snprintf(p.device, sizeof p.device, "%.250s", run->device_info.name);
-    snprintf(p.uuid, sizeof p.uuid, "%s", run->device_info.uuid);
-    return p;
+    Location own;
+    snprintf(own.host, sizeof own.host, "%.60s", node ? node : host_name());
+    snprintf(own.device, sizeof own.device, "%.250s", run->device_info.name);
+    snprintf(own.uuid, sizeof own.uuid, "%s", run->device_info.uuid);
+    return own;
 }
 
-// Two processes on one GPU are most likely a mistake.
-static void check_shared_gpus(const Location *places, size_t count) {
+// Dies if two processes share a GPU, which is most likely a mistake.
+static void check_shared_gpus(const Location *locations, size_t count) {
     for (size_t r = 0; r < count; r++)
         for (size_t k = 0; k < r; k++)
-            if (strcmp(places[r].uuid, places[k].uuid) == 0 &&
-                strcmp(places[r].host, places[k].host) == 0)
+            if (strcmp(locations[r].uuid, locations[k].uuid) == 0 &&
+                strcmp(locations[r].host, locations[k].host) == 0)
                 die(EXIT_USAGE, "ranks %zu and %zu share a GPU of %s; add GPUs or --oversubscribe",
-                    k, r, places[r].host);
+                    k, r, locations[r].host);
 }
 
 static const char *who_adds_gradients(const Comm *c) {
@@ -7262,35 +7377,35 @@ static void print_ranks(Run *run) {
     Comm *c = &run->comm;
     if (c->world == 1)
         return;
-    Location *places = must_alloc(c->world * sizeof *places, "the list of ranks");
-    places[c->rank] = own_location(run);
-    all_gather(c, places, sizeof *places);
+    Location *locations = must_alloc(c->world * sizeof *locations, "the list of ranks");
+    locations[c->rank] = own_location(run);
+    all_gather(c, locations, sizeof *locations);
     if (!c->team && !c->settings->oversubscribe && *run->device_info.uuid)
-        check_shared_gpus(places, c->world);
+        check_shared_gpus(locations, c->world);
     if (c->rank == 0) {
         for (size_t r = 0; r < c->world; r++) {
-            const Location *p = &places[r];
-            const char *separator = *p->uuid ? ", " : "";
-            printf("Rank %zu: %s, %s%s%s\n", r, p->host, p->device, separator, p->uuid);
+            const Location *at = &locations[r];
+            const char *separator = *at->uuid ? ", " : "";
+            printf("Rank %zu: %s, %s%s%s\n", r, at->host, at->device, separator, at->uuid);
         }
         printf("Gradients: %s, added up by %s\n", option_value(&run->settings, "--parallel"),
                who_adds_gradients(c));
     }
-    free(places);
+    free(locations);
 }
 
 // A collective call. Ranks that are processes have their own command lines and files: dies unless
 // their settings, positions and weights are the same.
-static void compare_runs_of_ranks(Run *run) {
+static void check_ranks_agree(Run *run) {
     const Settings *s = &run->settings;
     char metadata[METADATA_SIZE];
     run_metadata(run, metadata);
     uint64_t hash = hash_bytes(HASH_START, metadata, strlen(metadata));
-    const size_t others[] = {s->epochs, s->max_steps,  s->log_interval, s->test_batch_size,
-                             s->eval,   s->limit_test, s->dry_run,      s->oversubscribe};
+    const size_t more[] = {s->epochs, s->max_steps,  s->log_interval, s->test_batch_size,
+                           s->eval,   s->limit_test, s->dry_run,      s->oversubscribe};
     hash = hash_bytes(hash, s->save_every, strlen(s->save_every));
-    require_equal_on_ranks(&run->comm, "settings, or another position in the run",
-                           hash_bytes(hash, others, sizeof others));
+    require_equal_on_ranks(&run->comm, "settings or its position in the run",
+                           hash_bytes(hash, more, sizeof more));
     require_equal_on_ranks(&run->comm, "weights", hash_weights(&run->net));
 }
 
@@ -7326,7 +7441,7 @@ static void *capture_step(Run *run, const Batch *batch) {
     return run->device->capture(false);
 }
 
-// A step as one CUDA graph, which is captured once. Returns the loss.
+// Runs a step as one CUDA graph, which is captured once. Returns the loss.
 static double replay_step(Run *run, const Batch *batch) {
     Net *net = &run->net;
     void **graph = &run->graphs.graph[step_kind(run, batch)];
@@ -7342,15 +7457,15 @@ static double replay_step(Run *run, const Batch *batch) {
 }
 
 static void start_epoch(Run *run) {
-    clock_settle(&run->clock, 0); // what the end of the last epoch took belongs to no step
+    clock_read_times(&run->clock, 0); // what the end of the last epoch took belongs to no step
     memset(run->recorder.steps, 0, run->recorder.steps_capacity * sizeof *run->recorder.steps);
     trace_next_step(run); // the workers begin before the step does
     if (loads_training_data(&run->comm))
         loader_start(&run->train_loader, run->settings.seed, run->epoch, run->batch_index);
 }
 
-// Whether a checkpoint is due after so many steps: at the interval, or because of a signal
-static bool is_due(const Run *run, size_t steps) {
+// Whether to save a checkpoint after so many steps: at the interval, or because of a signal
+static bool is_checkpoint_due(const Run *run, size_t steps) {
     const size_t unit = run->saving.by_steps ? 1 : run->epoch_steps; // in steps
     return run->saving.request || steps % (unit * run->saving.every) == 0;
 }
@@ -7373,7 +7488,7 @@ static bool finish_step(Run *run, const Batch *batch) {
     run->graphs.kernels_loaded[step_kind(run, batch)] = true;
     const bool epoch_over = advance_position(run);
     record_for_nsight(run, run->tracer.recording && steps_done(run) < run->tracer.end);
-    run->saving.due = is_due(run, steps_done(run));
+    run->saving.due = is_checkpoint_due(run, steps_done(run));
     if (run->saving.due && !epoch_over)
         save_checkpoint(run);
     return epoch_over || run->settings.dry_run || training_is_over(run);
@@ -7381,14 +7496,14 @@ static bool finish_step(Run *run, const Batch *batch) {
 
 /* AT(part, statement) executes the statement, and adds its time to this line of the profile and to
    this part of the step, which is a column of steps.csv. The statement may be an assignment. */
-#define AT(part, ...)                                                                         \
-    do {                                                                                      \
-        clock_line(&run->clock, __LINE__,                                                     \
-                   &run->recorder.steps[run->recorder.steps_kept].parts[part], #__VA_ARGS__); \
-        __VA_ARGS__;                                                                          \
+#define AT(part, ...)                                                                             \
+    do {                                                                                          \
+        clock_line(&run->clock, __LINE__,                                                         \
+                   &run->recorder.steps[run->recorder.buffered_steps].parts[part], #__VA_ARGS__); \
+        __VA_ARGS__;                                                                              \
     } while (0)
 
-// One epoch, or what is left of it
+// Trains for one epoch, or for what is left of it.
 enum { TRAIN_BEGINS = __LINE__ + 1 };
 static void train(Run *run, EpochResult *result) {
     const Settings *s = &run->settings;
@@ -7417,7 +7532,7 @@ static void train(Run *run, EpochResult *result) {
         AT(OTHER, over = finish_step(run, batch));
     }
     AT(OTHER, finish_epoch(run, result));
-    clock_line(&run->clock, 0, NULL, NULL); // ends the last line
+    clock_stop(&run->clock);
     set_tracing(run, false);
 }
 enum { TRAIN_ENDS = __LINE__ - 1 };
@@ -7436,7 +7551,7 @@ static void test_batches(Run *run) {
         forward(net, batch->n, NULL);
         totals[LOSS_SUM] += test_loss(net, batch->n) * images;
         totals[IMAGES_TESTED] += images;
-        totals[IMAGES_RIGHT] += (double)store_predictions(net, batch, run->evaluation.predicted);
+        totals[IMAGES_CORRECT] += (double)store_predictions(net, batch, run->evaluation.predicted);
         batch = loader_next(&run->test_loader);
     }
 }
@@ -7452,22 +7567,23 @@ static void test(Run *run, EpochResult *result) {
     sum_over_ranks(&run->comm, totals, count, totals + count);
     result->test_loss = totals[LOSS_SUM] / totals[IMAGES_TESTED];
     if (!isfinite(result->test_loss))
-        die(1, "the test loss is %g: weights are too large; try a smaller --lr", result->test_loss);
-    result->accuracy = 100. * totals[IMAGES_RIGHT] / totals[IMAGES_TESTED];
+        die(1, "the test loss is %g; the weights may have become too large: try a smaller --lr",
+            result->test_loss);
+    result->accuracy = 100. * totals[IMAGES_CORRECT] / totals[IMAGES_TESTED];
     result->test_seconds = now() - begin;
-    if (!run->model->sc20_log && run->comm.rank == 0)
+    if (!run->model->logs_throughput && run->comm.rank == 0)
         printf("\nTest set: Average loss: %.4f, Accuracy: %.0f/%.0f (%.0f%%)\n\n",
-               result->test_loss, totals[IMAGES_RIGHT], totals[IMAGES_TESTED], result->accuracy);
+               result->test_loss, totals[IMAGES_CORRECT], totals[IMAGES_TESTED], result->accuracy);
 }
 
-// The test alone, reported as epoch TEST_EPOCH: --eval, or a run that has no training left to do
+// Only tests, for --eval or if no training is left to do; reports the test as epoch TEST_EPOCH.
 static void evaluate(Run *run) {
     EpochResult result = {.epoch = TEST_EPOCH};
     test(run, &result);
     report_epoch(run, &result);
 }
 
-// An epoch of training, from the run's position in it
+// Trains from the run's position to the end of the epoch.
 static void train_epoch(Run *run, EpochResult *result) {
     if (run->batch_index == 0)
         *result = (EpochResult){0};
@@ -7480,7 +7596,7 @@ static void train_epoch(Run *run, EpochResult *result) {
     result->seconds = now() - run->recorder.epoch_start;
 }
 
-// Epochs of training, each followed by a test, from the run's position to its end
+// Trains from the run's position to its end, and tests after each epoch.
 static void train_epochs(Run *run) {
     EpochResult *result = &run->current;
     while (!training_is_over(run)) {
@@ -7507,13 +7623,13 @@ static RunStatus final_status(const Run *run) {
     return STOPPED;
 }
 
-// What each rank does after settings, device and data are set up.
+// What each rank does after settings, device and data are set up
 static void run_rank(Run *run) {
     setup_memory(run);
     print_ranks(run);
     comm_start(&run->comm);
     setup_weights(run);
-    compare_runs_of_ranks(run);
+    check_ranks_agree(run);
     if (*run->settings.out)
         open_logs(run);
     if (run->comm.rank == 0)
@@ -7544,22 +7660,22 @@ static void init_replica(Run *replica, const Run *run, size_t rank) {
     replica->comm.rank = rank;
     replica->comm.replica = rank;
     replica->comm.device_number = rank % run->devices;
-    replica->comm.team->ranks[rank] = &replica->comm;
+    replica->comm.team->comms[rank] = &replica->comm;
 }
 
 // Runs all ranks of this process: the first in this thread, each other one in a thread of its own.
 static void run_ranks(Run *run) {
-    const size_t threads = run->comm.team ? run->comm.world - 1 : 0;
-    Run *replicas = must_alloc(threads * sizeof *replicas, "the replicas");
-    pthread_t ids[MAX_REPLICAS];
-    for (size_t i = 0; i < threads; i++)
+    const size_t others = run->comm.team ? run->comm.world - 1 : 0;
+    Run *replicas = must_alloc(others * sizeof *replicas, "the replicas");
+    pthread_t threads[MAX_REPLICAS];
+    for (size_t i = 0; i < others; i++)
         init_replica(&replicas[i], run, i + 1);
-    for (size_t i = 0; i < threads; i++)
-        if (pthread_create(&ids[i], NULL, replica_main, &replicas[i]) != 0)
+    for (size_t i = 0; i < others; i++)
+        if (pthread_create(&threads[i], NULL, replica_main, &replicas[i]) != 0)
             die(1, "cannot start a thread for rank %zu", i + 1);
     run_rank(run);
-    for (size_t i = 0; i < threads; i++)
-        pthread_join(ids[i], NULL);
+    for (size_t i = 0; i < others; i++)
+        pthread_join(threads[i], NULL);
     free(replicas);
 }
 
@@ -7590,8 +7706,7 @@ static void write_results(Run *run, int status) {
     write_run_json(run);
 }
 
-// If stdin, stdout or stderr is closed, /dev/null takes its number, which a file could get
-// otherwise.
+// Opens /dev/null in place of each closed standard stream, so that no other file gets its number.
 static void fill_standard_streams(void) {
     for (int number = STDIN_FILENO; number <= STDERR_FILENO; number++)
         if (fcntl(number, F_GETFD) < 0)
@@ -7629,17 +7744,17 @@ static int run_main(int argc, char **argv) {
 __attribute__((target("no-avx")))
 #endif
 int main(int argc, char **argv) {
-    const char *lacks = NULL;
+    const char *missing = NULL;
 #ifdef __AVX2__
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma"))
-        lacks = "avx2 and fma";
+        missing = "avx2 and fma";
 #endif
 #ifdef __AVX512DQ__ // implies the other extensions of AVX-512 in use
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512dq"))
-        lacks = "avx512f and avx512dq";
+        missing = "avx512f and avx512dq";
 #endif
-    if (lacks) {
-        fprintf(stderr, "cnn: error: built for a CPU with %s; run: make clean && make\n", lacks);
+    if (missing) {
+        fprintf(stderr, "cnn: error: built for a CPU with %s; run: make clean && make\n", missing);
         return 1;
     }
     return run_main(argc, argv);

@@ -2093,7 +2093,7 @@ static void pack_channel(const void *context, size_t k) {
 // din of an image, without the padding of its channels, and through the ReLU before the layer
 static void store_din(const real *padded, const PooledPass *p, size_t image) {
     const size_t c = p->w.l->in.c, pixels = p->w.l->in.h * p->w.l->in.w;
-    const bool accumulate = p->w.accumulate, masks = p->w.fused.masks_din;
+    const bool accumulate = p->w.accumulate, masks = p->w.fused.input_relu_backward;
     const real *in = p->w.in + image * pixels * c; // the output of that ReLU
     real *restrict din = p->w.din + image * pixels * c;
     for (size_t i = 0; i < pixels; i++, padded += p->channels_in, in += c, din += c)
@@ -2674,12 +2674,12 @@ static Sharing fuse_fast(const Layer *target, const Fusion *fused, const Layer *
     if (l->kind == DROPOUT)
         return IN_PLACE;
     if (l->kind == RELU && fuses_relu(target, fused))
-        return FUSED;
+        return FUSED_INTO_EARLIER;
     if (l->kind == RELU && !fused->pool)
         return IN_PLACE;
     if (l->kind == ADD && target->kind == BATCHNORM2D && !fused->relu && !fused->add)
-        return FUSED;
-    return l->kind == MAXPOOL2D && fuses_pool(target, fused, l) ? FUSED : SEPARATE;
+        return FUSED_INTO_EARLIER;
+    return l->kind == MAXPOOL2D && fuses_pool(target, fused, l) ? FUSED_INTO_EARLIER : SEPARATE;
 }
 
 static const Kernels fast_kernels = {

@@ -2416,9 +2416,9 @@ static Sharing fuse(const Layer *target, const Fusion *fused, const Layer *l) {
     if (l->kind == DROPOUT)
         return IN_PLACE;
     if (l->kind == RELU)
-        return applies_relu && !fused->relu ? FUSED : IN_PLACE;
+        return applies_relu && !fused->relu ? FUSED_INTO_EARLIER : IN_PLACE;
     if (l->kind == ADD && target->kind == BATCHNORM2D && !fused->relu && !fused->add)
-        return FUSED;
+        return FUSED_INTO_EARLIER;
     return SEPARATE;
 }
 

@@ -69,7 +69,7 @@ variables() {
 
 # vet ID: prints what a part must not contain, since it affects more than the part
 vet() {
-    local name words='asm|die|fail|leave|stdin|main|va_list|exit|_Exit|quick_exit|abort|atexit|on_exit|longjmp|siglongjmp'
+    local name words='asm|die|fail|exit_process|stdin|main|va_list|exit|_Exit|quick_exit|abort|atexit|on_exit|longjmp|siglongjmp'
     words+='|exec[lv][a-z]*|fork|vfork|clone[0-9]*|posix_spawn[a-z]*|system|popen|syscall|signal|sigaction|raise|kill'
     words+='|mmap|mprotect|ptrace|dlsym|dlopen|getenv|secure_getenv|setenv|environ|clock_gettime'
     words+='|open|openat|creat|fopen|freopen|fdopen|fopencookie|dup[23]?|fcntl|ioctl|v?dprintf'

@@ -210,7 +210,7 @@ static void *watch(void *unused) {
 /* ---- The caller ------------------------------------------------------------------------------ */
 
 static const DatasetInfo info = {
-    .name = "numbered", .shape = {2, 4, 1}, .classes = 10, .train = IMAGES, .std = {1, 1, 1}};
+    .name = "numbered", .shape = {2, 4, 1}, .classes = 10, .counts = {IMAGES}, .std = {1, 1, 1}};
 static const uint64_t seed = 7;
 
 static uint8_t images[IMAGES * PIXELS], labels[IMAGES];

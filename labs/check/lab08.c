@@ -557,7 +557,7 @@ static _Noreturn void explain_images(size_t r, const Sample *found, size_t count
     if (found[k].image == BEYOND)
         WRONG("rank %zu: image %zu is at position %zu, beyond the %zu places of order; expected "
               "position %zu: l->key has the position of a rank's first image and the stride, the "
-              "distance between two of its positions; l->share is how many images it has",
+              "distance between two of its positions; l->rank_images is how many images it has",
               r, k, (size_t)found[k].position, n + world - 1, k * world + r);
     if (found[k].image == NEVER_WRITTEN || place == n)
         WRONG("rank %zu: image %zu is at a place of `order` that was never written; expected "

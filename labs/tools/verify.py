@@ -228,7 +228,8 @@ def check_complete(folder):
         return None, [finding(where, "a run.json", "none", "run it again, or delete the folder")]
     if run.settings.get("eval"):  # it has not trained: no measurement
         trained = [e["epoch"] for e in run.epochs if e["images"] > 0]
-        return None, [finding(where, "no epoch with images, as the setting eval says", f"{len(trained)}")] * bool(trained)
+        found = finding(where, "no epoch with images, as the setting eval says", len(trained))
+        return None, [found] * bool(trained)
     if run.status != "complete":
         return None, [finding(where, "status complete", run.status, "run it again, or delete the folder")]
     if len(run.epochs) != run.settings["epochs"]:

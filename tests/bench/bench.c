@@ -31,7 +31,7 @@ static const Batch *setup_bench(Run *run) {
     const Consumer on_cpu = {.device = &cpu_device, .ranks = 1};
     run->info = dataset_for(run->model, "synthetic");
     run->train_set.info = &run->info;
-    make_synthetic(&run->train_set, true, s->batch_size);
+    make_synthetic(&run->train_set, TRAINING_SET, s->batch_size);
     net_build(&run->net, run->model, &run->info, s, choose_kernels(s, false));
     plan_net(&run->net, s->batch_size);
     net_alloc(&run->net);

@@ -296,7 +296,7 @@ test_resume() {
         holds "resume/$kind" "equal checkpoints" "other bytes, or none" \
             cmp -s "$tmp/stopped" "$tmp/straight"
     done
-    refused resume/other_world 2 "was made with devices=3, this run has devices=1" "${small[@]}" \
+    refused resume/other_world 2 "was saved with devices=3, but this run has devices=1" "${small[@]}" \
         --batch-size 6 --resume --checkpoint "$tmp/straight"
     run --model cifar --dataset synthetic --limit-train 30 --limit-test 7 --eval \
         --load "$tmp/straight"
@@ -417,7 +417,7 @@ test_refusals() {
     local d=(--dataset synthetic --limit-train 16 --limit-test 4)
     refused refusals/replicas 2 "expected at most" "${d[@]}" --replicas 64
     refused refusals/gpus 2 "--replicas 2" "${d[@]}" --no-cuda --gpus 2
-    refused refusals/both 2 "expected one of them" "${d[@]}" --gpus 2 --replicas 2
+    refused refusals/both 2 "cannot be combined" "${d[@]}" --gpus 2 --replicas 2
     refused refusals/batch 2 "multiple of the 2" "${d[@]}" --replicas 2 --oversubscribe --global-batch 9
     refused refusals/parallel 2 "ddp|dp" "${d[@]}" --parallel hogwild
     local why

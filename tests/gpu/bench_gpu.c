@@ -220,7 +220,7 @@ static const Batch *setup_bench(Run *run, const Case *c, size_t (*build)(Net *ne
     run->model = &built;
     run->info = dataset_for(run->model, "synthetic");
     run->train_set.info = &run->info;
-    make_synthetic(&run->train_set, true, c->batch);
+    make_synthetic(&run->train_set, TRAINING_SET, c->batch);
     net_build(&run->net, run->model, &run->info, &run->settings, gpu);
     plan_net(&run->net, c->batch);
     net_alloc(&run->net);

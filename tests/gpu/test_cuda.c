@@ -355,7 +355,7 @@ static Work work_of_task(const Task *t, real *scratch) {
 static bool fuses(const Kernels *k, const Layer *to, LayerKind kind) {
     const Layer l = {.kind = kind};
     const Fusion none = {0};
-    return k->fuse && k->fuse(to, &none, &l) == FUSED;
+    return k->fuse && k->fuse(to, &none, &l) == FUSED_INTO_EARLIER;
 }
 
 // A row with a sum and a ReLU, which run after it, in place, if its kernels do not compute them.
@@ -1669,7 +1669,7 @@ static uint64_t train_steps(const Kernels *k, const char *model, size_t batch_si
     const Model *m = find_model(model);
     const DatasetInfo info = dataset_for(m, "synthetic");
     Dataset data = {.info = &info};
-    make_synthetic(&data, true, steps * batch_size);
+    make_synthetic(&data, TRAINING_SET, steps * batch_size);
     net_build(&net, m, &info, &s, k);
     plan_net(&net, batch_size);
     net_alloc(&net);

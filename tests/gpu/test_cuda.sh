@@ -301,7 +301,7 @@ test_precisions() {
     # Gradients beyond 65504 skip one update and halve the scale; that is no error, and a resumed run knows it.
     overflow=(--model cifar --precision fp16 --batch-size 1 --lr 1 --limit-train 12 --save-model)
     train skipped "${overflow[@]}"
-    line skipped/says_so '^fp16: updates skipped: 1, whose gradients were not finite; loss scale 32768$'
+    line skipped/says_so '^fp16: updates skipped: 1, since gradients were not finite; loss scale 32768$'
     train resumed "${overflow[@]}" --max-steps 6 --checkpoint "$tmp/fp16.ckpt"
     train resumed "${overflow[@]}" --checkpoint "$tmp/fp16.ckpt" --resume
     holds skipped/resumed "the same weights" "others" \
@@ -371,7 +371,7 @@ what_fits() {
 test_memory() {
     export CUEMU_MEMORY=30000000
     local mnist=(--model mnist --dataset synthetic --limit-train 128 --limit-test 8 --max-steps 1)
-    refused memory 1 "use a smaller --batch-size than 128, a smaller --test-batch-size or network" "${mnist[@]}" --batch-size 128
+    refused memory 1 "try a --batch-size below 128, a smaller --test-batch-size or a smaller --model" "${mnist[@]}" --batch-size 128
     line memory/ledger '^Memory in MB: parameters [0-9.]+, .* together'
     what_fits memory/what_fits "${mnist[@]}"
     what_fits memory/what_fits_copied "${mnist[@]}" --resident off --workers 2

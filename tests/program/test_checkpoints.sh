@@ -143,7 +143,7 @@ test_same_folder() {
 test_cosine() {
     local cosine=("${cifar[@]}" --schedule cosine)
     run "${cosine[@]}" --checkpoint "$tmp/cosine" --max-steps 2
-    refused resume/other_cosine 2 "was made with epochs=2, this run has epochs=3" "${cosine[@]}" \
+    refused resume/other_cosine 2 "was saved with epochs=2, but this run has epochs=3" "${cosine[@]}" \
         --epochs 3 --checkpoint "$tmp/cosine" --resume
 }
 
@@ -191,7 +191,7 @@ test_earlier_version() {
     done
     run "${cifar[@]}" --checkpoint "$tmp/half" --max-steps 2
     with_milestones "$tmp/half" 1,3 "$tmp/earlier"
-    refused earlier/used 2 "was made with schedule=multistep, this run has schedule=step" "${cifar[@]}" \
+    refused earlier/used 2 "was saved with schedule=multistep, but this run has schedule=step" "${cifar[@]}" \
         --checkpoint "$tmp/earlier" --resume
 }
 
@@ -206,7 +206,7 @@ differs() {
     local name=$1
     shift
     cp "$tmp/base" "$tmp/refused"
-    refused "resume/refuses_$name" 2 "was made with ${name%:*}=" "${base[@]}" \
+    refused "resume/refuses_$name" 2 "was saved with ${name%:*}=" "${base[@]}" \
         --checkpoint "$tmp/refused" --resume "$@"
     same_file "resume/refuses_$name/keeps_file" "$tmp/refused" "$tmp/base"
     tried+=("${name%:*}")
@@ -494,7 +494,7 @@ write("other_order", 'found ""fc3.weight":{"data_offsets"', good.replace(
     last, '"fc3.weight":' + json_text(dict(reversed(entry.items())))))
 change("extra_tensor", 'a tensor of this model, found ""new"', numbers + bytes(4),
        new={"dtype": "F32", "shape": [1], "data_offsets": [end, end + 4]})
-change("missing_tensor", 'expected fc3.weight, found', numbers[:-SIZE], fc3_weight=None)
+change("missing_tensor", 'expected a tensor fc3.weight, found', numbers[:-SIZE], fc3_weight=None)
 change("hole", "fc3.weight: expected its values at byte", numbers + bytes(4),
        fc3_weight={"data_offsets": [begin + 4, end + 4]})
 change("overlap", "fc3.weight: expected its values at byte", numbers[:-4],
@@ -526,7 +526,7 @@ write("escape", 'a tensor of this model, found ""fc3', good.replace("fc3.weight"
 write("zero_byte", "no zero byte", good.replace("fc3.weight", "fc3.\0ias"))
 write("list", "starts with {", "[" + good + "]")
 write("empty", "starts with {", "")
-write("no_tensors", "nothing of that name", "{}", b"")
+write("no_tensors", "found none", "{}", b"")
 write("long_name", "a tensor of this model", good.replace("fc3.weight", 3000 * "x"))
 write("nested", 'metadata as "key":"value"', good.replace('{"format"', '{"a":{"b":"c"},"format"'))
 write("damaged", "damaged", good.replace('"format":"pt"', '"format":"pT"'))

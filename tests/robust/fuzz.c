@@ -140,7 +140,7 @@ static void read_dataset(const uint8_t *input, size_t size, DatasetInfo info) {
     const size_t first = min_size(input[1] | (size_t)input[2] << 8, size - 3);
     set_file(0, input + 3, first);
     set_file(1, input + 3 + first, size - 3 - first);
-    info.read(&data, folder, info.files[0], limit);
+    info.read(&data, folder, TRAINING_SET, limit);
     check_dataset(&data, limit);
 }
 
@@ -157,7 +157,7 @@ static void fuzz_cifar(const uint8_t *input, size_t size) {
                  (DatasetInfo){.name = fine ? "cifar100" : "cifar10",
                                .shape = {32, 32, 3},
                                .classes = fine ? 100 : 10,
-                               .train = FILES,
+                               .counts = {FILES},
                                .read = read_cifar_set});
 }
 

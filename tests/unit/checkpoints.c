@@ -231,8 +231,9 @@ static Ending call_in_child(void (*call)(void)) {
     pid_t child = pipe(ends) == 0 ? fork() : -1;
     if (child == 0) {
         dup2(ends[1], STDERR_FILENO);
-        leave = _exit; // before the sanitizer's own end, which would search a child for leaks
-        alarm(20);     // a hang ends by a signal
+        // before the sanitizer's own end, which would search a child for leaks
+        exit_process = _exit;
+        alarm(20); // a hang ends by a signal
         call();
         _exit(0);
     }
@@ -417,11 +418,11 @@ static void test_spoiled_headers(void) {
         {"names of torch.compile", spoil_compiled, "save net._orig_mod.state_dict() instead"},
         {"an unknown tensor with a long name", spoil_long_name,
          "a tensor of this model, found \"\"fc1.bias.fc1."},
-        {"a missing tensor", spoil_missing, "expected fc1.weight, found \"nothing of that name\""},
+        {"a missing tensor", spoil_missing, "expected a tensor fc1.weight, found none"},
         {"an optimizer that was not asked for", spoil_optimizer, "\"optimizer.x.fc1.bias\":"},
         {"more numbers than it says", spoil_more_data, "bytes of values"},
         {"fewer numbers than it says", spoil_less_data, "within the values of fc1.weight"},
-        {"no tensors", spoil_nothing_there, "nothing of that name"},
+        {"no tensors", spoil_nothing_there, "found none"},
         {"too much metadata", spoil_metadata, "at most 4096 bytes of metadata"},
         {"a version without its checksum", spoil_version, "damaged"},
         {"another checksum", spoil_checksum, "damaged"},
@@ -445,7 +446,7 @@ static void test_garbage_headers(void) {
         {" {}", "starts with {"},
         {"[]", "starts with {"},
         {"{", "a tensor of this model"},
-        {"{}", "nothing of that name"},
+        {"{}", "found none"},
         {"{{{{{{{{{{{{{{{{", "a tensor of this model"},
         {"{\"a\"}", "a tensor of this model"},
         {"{\"a\":[[[[[[[[[[", "a tensor of this model"},

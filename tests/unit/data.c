@@ -29,10 +29,10 @@ static void check_cifar(const char *dir, size_t classes, size_t limit) {
     const DatasetInfo info = {.name = "cifar",
                               .shape = {32, 32, 3},
                               .classes = classes,
-                              .train = 2 * CIFAR_RECORDS,
+                              .counts = {2 * CIFAR_RECORDS},
                               .files = {{"one", "two"}}};
     Dataset data = {.info = &info};
-    read_cifar_set(&data, dir, info.files[0], limit);
+    read_cifar_set(&data, dir, TRAINING_SET, limit);
     if (data.count != min_size(limit, 2 * CIFAR_RECORDS))
         fail("%zu classes: %zu images of at most %zu", classes, data.count, limit);
     for (size_t i = 0; i < data.count; i++) {
@@ -73,7 +73,7 @@ static void test_synthetic_classes(void) {
     enum { MIDDLE = 10, SHOWN = 3000, NOISE = 1500 };
     const DatasetInfo info = dataset_for(find_model("mnist"), "synthetic");
     Dataset data = {.info = &info};
-    make_synthetic(&data, true, SHOWN);
+    make_synthetic(&data, TRAINING_SET, SHOWN);
     for (size_t label = 0; label < info.classes; label++) {
         double count = 0, variance = 0;
         for (size_t i = 0; i < data.count; i++) {
@@ -99,7 +99,7 @@ static void test_synthetic_noise(void) {
     enum { NOISY = 100, PIXELS = 28 * 5 };
     const DatasetInfo info = dataset_for(find_model("mnist"), "synthetic");
     Dataset data = {.info = &info};
-    make_synthetic(&data, true, NOISY);
+    make_synthetic(&data, TRAINING_SET, NOISY);
     double mean = 0, squares = 0;
     for (size_t i = 0; i < NOISY * PIXELS; i++) {
         const double pixel = data.images[i / PIXELS * 28 * 28 + i % PIXELS] + .5; // rounded down
@@ -124,7 +124,7 @@ static void test_synthetic_pixels(void) {
         const DatasetInfo info = dataset_for(find_model(expected[k].model), "synthetic");
         const Shape s = info.shape;
         Dataset data = {.info = &info};
-        make_synthetic(&data, k == 0, 3);
+        make_synthetic(&data, k == 0 ? TRAINING_SET : TEST_SET, 3);
         const uint8_t *row = data.images + (2 * s.h + s.h / 2) * s.w * s.c + (s.w / 2 - 6) * s.c;
         for (size_t i = 0; i < 12; i++)
             if (abs(row[i] - expected[k].pixels[i]) > 1)
@@ -143,7 +143,7 @@ enum { IMAGES = 103, LOAD_BATCH = 8, LOAD_BATCHES = 13 };
 static const DatasetInfo tiny_info = {.name = "tiny",
                                       .shape = {1, 2, 3},
                                       .classes = 10,
-                                      .train = IMAGES,
+                                      .counts = {IMAGES},
                                       .mean = {.1, .2, .3},
                                       .std = {.5, .25, .125}};
 
@@ -409,7 +409,7 @@ enum { VIEW_IMAGES = 45, VIEW_SIZE = 9 * 8 * 3 };
 static const DatasetInfo view_info = {.name = "views",
                                       .shape = {9, 8, 3},
                                       .classes = VIEW_IMAGES,
-                                      .train = VIEW_IMAGES,
+                                      .counts = {VIEW_IMAGES},
                                       .mean = {.1, .2, .3},
                                       .std = {.5, .25, .125}};
 

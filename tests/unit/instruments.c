@@ -47,7 +47,7 @@ static void test_layer_times(const char *model, const char *dataset, size_t show
     loss_and_gradient(&net, 2);
     backward(&net, 2);
     for (size_t i = 1; i < net.count; i++) {
-        const bool fused = net.row_plans[i].sharing == FUSED;
+        const bool fused = net.row_plans[i].sharing == FUSED_INTO_EARLIER;
         rows += !fused;
         for (size_t way = 0; way < 2; way++)
             if ((kernels_of_row[i][way] > 0) == fused)
@@ -73,7 +73,7 @@ static void test_start_of_epoch(void) {
     run.epoch_steps = run.epoch = 1;
     steps[1].parts[LOAD] = 1;
     clock_line(&run.clock, 1, &steps[0].parts[OTHER], "the end of an epoch");
-    clock_line(&run.clock, 0, NULL, NULL);
+    clock_stop(&run.clock);
     start_epoch(&run);
     for (size_t i = 0; i < 2; i++)
         if (memcmp(&steps[i], &zero, sizeof zero) != 0)

@@ -76,7 +76,7 @@ static void describe_failure(const Layer *l, const Fusion *fused, size_t n, bool
     snprintf(what, sizeof what, "%.200s (%s, %zu images, %zu x %zu x %zu to %zu channels%s%s%s%s)",
              failure, kind, n, l->in.h, l->in.w, l->in.c, l->out.c,
              l->bias_count ? "" : ", no bias", fused->relu ? ", fused ReLU" : "",
-             fused->masks_din ? ", the ReLU before it backward" : "",
+             fused->input_relu_backward ? ", the ReLU before it backward" : "",
              accumulate ? ", accumulate" : "");
     snprintf(failure, sizeof failure, "%s", what);
 }
@@ -399,7 +399,7 @@ static Results pooled_naive(const Net *net, size_t n, const Inputs *x, const Poo
     naive->layers[RELU].backward(
         (Work){.l = l, .n = n, .dout = dconv.at, .din = dconv.at, .out = p->out.at});
     naive->layers[CONV2D].backward(w);
-    if (fused.masks_din)
+    if (fused.input_relu_backward)
         relu_backward(
             (Work){.l = &before, .n = n, .dout = r.din.at, .din = r.din.at, .out = x->in.at});
     free(dconv.base);
@@ -511,7 +511,7 @@ static void test_pooled(void) {
         size_t x = conv2d_with_bias(&net, 0, channels, kernel, 1, 0, draw_bits() % 2);
         maxpool2d(&net, relu(&net, x), 2, draw_size(1, 3), 0);
         plan_net(&net, n);
-        net.row_plans[1].fused.masks_din = draw_bits() % 2;
+        net.row_plans[1].fused.input_relu_backward = draw_bits() % 2;
         if (!net.row_plans[1].fused.pool)
             fail("a convolution without padding before a max-pool is not joined with it");
         else

@@ -104,10 +104,10 @@ static void plan_apart(Net *net, bool fused) {
         const RowPlan *to = &net->row_plans[slot->computed_by];
         if (!fused && !to->fused.pool)
             separate(net, i);
-        slot->fused.masks_din = fused && slot->fused.masks_din;
+        slot->fused.input_relu_backward = fused && slot->fused.input_relu_backward;
         if (slot->sharing == IN_PLACE)
             slot->sharing = SEPARATE;
-        if (slot->sharing == FUSED) {
+        if (slot->sharing == FUSED_INTO_EARLIER) {
             slot->output = to->output;
             slot->doutput = to->doutput;
             continue;
@@ -275,7 +275,7 @@ static void tag_backward(Tags *t) {
         const Layer *l = &net->layers[i];
         const RowPlan *slot = &net->row_plans[i];
         const size_t last = last_fused(net, i);
-        if (slot->sharing == FUSED)
+        if (slot->sharing == FUSED_INTO_EARLIER)
             continue;
         expect_tag(t, last, t->whole[last], "before its backward");
         tag_fused(t, i);
@@ -331,7 +331,7 @@ static void check_resnet_size(const Net *net) {
 static void check_resnet_adds(const Net *net) {
     bool resnet = strncmp(net->model, "resnet", 6) == 0;
     for (size_t i = 1; i < net->count; i++)
-        if (resnet && net->layers[i].kind == ADD && net->row_plans[i].sharing != FUSED)
+        if (resnet && net->layers[i].kind == ADD && net->row_plans[i].sharing != FUSED_INTO_EARLIER)
             fail("%s: row %zu is an add of its own", net->model, i);
 }
 

@@ -145,7 +145,7 @@ static int refused_build(const Model *model, const Kernels *kernels, char *text,
     if (child == 0) {
         static Net net;
         const DatasetInfo info = {"test", {4, 4, 1}, .classes = 10};
-        leave = _exit; // nothing of the tests is to be flushed or freed here
+        exit_process = _exit; // nothing of the tests is to be flushed or freed here
         dup2(ends[1], STDERR_FILENO);
         net_build(&net, model, &info, &plain, kernels);
         plan_net(&net, 1);

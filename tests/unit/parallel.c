@@ -40,7 +40,7 @@ static void run_ring(RingRank *ranks, size_t world, void *(*body)(void *)) {
     for (size_t r = 0; r < world; r++) {
         ranks[r].comm = (Comm){.rank = r, .world = world, .team = &team, .net = &net};
         ranks[r].comm.settings = &ring_settings;
-        team.ranks[r] = &ranks[r].comm;
+        team.comms[r] = &ranks[r].comm;
     }
     for (size_t r = 0; r < world; r++)
         if (pthread_create(&threads[r], NULL, body, &ranks[r]) != 0)
@@ -154,7 +154,7 @@ static void *learner_thread(void *argument) {
     const DatasetInfo info = dataset_for(find_model("mnist"), "synthetic");
     Dataset data = {.info = &info};
     set_num_threads(1);
-    make_synthetic(&data, true, LEARN_STEPS * 2 * LEARN_BATCH);
+    make_synthetic(&data, TRAINING_SET, LEARN_STEPS * 2 * LEARN_BATCH);
     net_build(net, find_model("mnist"), &info, &run->settings, &learner->kernels);
     plan_net(net, LEARN_BATCH);
     net_alloc(net);
@@ -206,7 +206,7 @@ static Learner learn(bool overlap) {
         l->run.settings.bucket_mb = 1;
         l->run.comm = (Comm){
             .rank = r, .world = 2, .device_number = r, .team = &team, .settings = &l->run.settings};
-        team.ranks[r] = &l->run.comm;
+        team.comms[r] = &l->run.comm;
     }
     for (size_t r = 0; r < 2; r++)
         if (pthread_create(&threads[r], NULL, learner_thread, &learners[r]) != 0)

@@ -115,7 +115,7 @@ static void test_steady_steps(const Model *model, const Optimizer *o, Augment *a
     DatasetInfo info = dataset_for(model, "synthetic");
     Dataset data = {.info = &info};
     Loader l;
-    make_synthetic(&data, true, 160);
+    make_synthetic(&data, TRAINING_SET, 160);
     net_build(&net, model, &info, &settings, &fast_kernels);
     plan_net(&net, 16);
     net_alloc(&net);
