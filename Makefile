@@ -51,7 +51,7 @@ endif
 
 .PHONY: all help run test test-all test-long data bench bench-gpu debug emulate count ptx races overlap clean found doctor \
 	cpu single multi study study-scaling study-workers ablation plots report verify starter check crossover \
-	convolution
+	convolution matmul see
 all: found cnn
 
 CUDA_FOR = for $(CUDA_ARCH)
@@ -71,6 +71,8 @@ help:
 	@echo "  make doctor    show what this machine provides, and how to get what is missing"
 	@echo "  make emulate   build ./cnn-emu: the GPU code on the CPU, to develop and check kernels"
 	@echo "  make count     build ./cnn-count: the same, counting what each kernel reads and writes"
+	@echo "  make see KERNEL=NAME  a page that shows what a block of this kernel reads and writes; LAB=5: of lab 5's"
+	@echo "                 BLOCK=0, LAUNCH=0, WITH=PAGE.html: beside an earlier page, OPTIONS='--kernels naive'"
 	@echo "  make ptx       build build/ptx/sm_80/cnn: what nvcc compiled, executed on the CPU, to check kernels without a GPU"
 	@echo "  make debug     build ./cnn-debug with the address and undefined-behaviour sanitizers"
 	@echo "  make clean     remove everything that make built; runs/ is kept"
@@ -105,6 +107,7 @@ help:
 	@echo "  make crossover       lab 4: a layer on the CPU and on the GPU, 1 to 256 images; EMULATE=1 LARGEST=16"
 	@echo "  make convolution     lab 5: a convolution, one change at a time; EMULATE=1: counts what kernels read"
 	@echo "  make overlap         lab 6: how much of the loader's work the device hides, in TRACE=runs/lab06/trace.json"
+	@echo "  make matmul          lab 10: a matrix product on tensor cores; EMULATE=1: counts what kernels do"
 	@echo "Variables: CC=clang ARCH=x86-64-v3 OPT=-O0 NO_OMP=1 NO_CUDA=1 NO_MPI=1 NO_NCCL=1 CUDA_ARCH=native"
 
 doctor:
@@ -202,8 +205,12 @@ EMU_SOURCE = { echo '\#line 1 "cnn_kernels.cu"'; sed -f tests/emulator/cuda_on_c
 build/emu_kernels.o build/count_kernels.o: cnn_kernels.cu $(wildcard tests/emulator/cuda_on_cpu*) \
 		build/declarations build/emu_settings
 	$(EMU_SOURCE) | $(EMU_BUILD) $(COUNT) -x c++ -c - -o $@
-# The hooks of the race detector are called for each load and store; this build counts them.
-build/count_kernels.o: COUNT = -O1 -fsanitize=thread -DCUEMU_COUNT
+# The hooks of the race detector are called for each load and store; this build counts them, and can record those of a
+# block (make see). g++ 12 and newer also tell where a piece of code without a branch begins.
+COUNTING = -O1 -fsanitize=thread -DCUEMU_COUNT -fno-omit-frame-pointer $(shell printf '$(HASH)if __GNUC__ < 12\n$(HASH)error \
+	\n$(HASH)endif' | $(CXX) -fsanitize-coverage=trace-pc -x c++ -fsyntax-only - 2>/dev/null && \
+	echo -fsanitize-coverage=trace-pc)
+build/count_kernels.o: COUNT = $(COUNTING)
 cnn-emu: build/emu_kernels.o
 cnn-count: build/count_kernels.o
 cnn-emu cnn-count: build/cnn.o
@@ -270,7 +277,7 @@ ablation: all $(if $(VIRTUAL),cnn-emu)
 plots:
 	@$(PLOT) '$(RUNS)'
 # LAB=n: of that lab's runs, in reports/
-report verify: RUNS := $(if $(LAB),reports/lab0$(LAB),$(RUNS))
+report verify: RUNS := $(if $(LAB),reports/lab$(if $(filter-out 10,$(LAB)),0)$(LAB),$(RUNS))
 report:
 	@$(if $(LAB),labs/tools/lab_runs.sh '$(LAB)')
 	-@$(PLOT) '$(RUNS)'
@@ -331,6 +338,12 @@ build/test_tensor: build/test_tensor.cu build/declarations build/kernel_settings
 build/emu_test_tensor: build/test_tensor.cu $(wildcard tests/emulator/cuda_on_cpu*) build/declarations build/emu_settings build/test_settings
 	sed -f tests/emulator/cuda_on_cpu.sed $< | $(EMU_BUILD) -O$(if $(QUICK),0,1) -x c++ - -o $@ $(LIBS)
 
+# Kernels whose requests are known by hand, for tests/labs/test_see.sh
+build/emu_see_kernels: tests/labs/see_kernels.cu $(wildcard tests/emulator/cuda_on_cpu*) build/emu_settings
+	{ echo '#line 1 "see_kernels.cu"'; sed -f tests/emulator/cuda_on_cpu.sed $<; } | \
+		$(EMU_BUILD) $(COUNTING) -fno-tree-sra -x c++ -c - -o $@.o
+	$(CXX) $@.o -o $@ $(LIBS)
+
 # What nvcc compiled, executed on the CPU: tests/ptx/ptx.h. PTX_SM='75 80 90': the architectures that nvcc compiles for.
 PTX_SM = 80
 PTX_OBJECTS = $(patsubst tests/ptx/%.cpp,build/ptx/%.o,$(wildcard tests/ptx/*.cpp))
@@ -349,13 +362,16 @@ build/ptx_tensor.o: build/test_tensor.cu build/declarations build/kernel_setting
 	@mkdir -p $(@D)
 	$(TENSOR_BUILD) -gencode arch=compute_80,code=compute_80 --no-compress -c -o $@
 build/ptx/test_tensor: build/ptx_tensor.o
+build/ptx_see.o: tests/labs/see_kernels.cu build/kernel_settings
+	$(NVCC_BUILD) -gencode arch=compute_80,code=compute_80 --no-compress -c $< -o $@
+build/ptx/see_kernels: build/ptx_see.o
 build/ptx/sm_%/cnn: build/cnn.o build/cnn_kernels_sm_%.o $(PTX_OBJECTS)
 	$(LINK_PTX)
 build/ptx/sm_%/test_cuda: build/test_cuda.o build/cnn_kernels_sm_%.o $(PTX_OBJECTS)
 	$(LINK_PTX)
 build/ptx/sm_%/bench_gpu: build/bench_gpu.o build/cnn_kernels_sm_%.o $(PTX_OBJECTS)
 	$(LINK_PTX)
-build/ptx/test_tensor: $(PTX_OBJECTS)
+build/ptx/test_tensor build/ptx/see_kernels: $(PTX_OBJECTS)
 	$(LINK_PTX)
 LINK_PTX = @mkdir -p $(@D) && $(STEP) -fopenmp $(filter %.o,$^) -o $@ $(MPI) -lstdc++ -ldl $(if $(HAVE_NCCL),-lnccl) $(LIBS)
 .PRECIOUS: build/cnn_kernels_%.o
@@ -374,6 +390,8 @@ TEST_PROGRAMS = $(TESTED) $(if $(call parts_of,unit),build/test_float build/test
 		$(if $(call parts_of,gpu),$(addprefix build/emu_,$(GPU_PROGRAMS) test_tensor))) \
 	$(if $(and $(call parts_of,ptx),$(HAVE_PTX)),$(call ptx_programs,$(if $(QUICK),80,75 80 90))) \
 	$(if $(call parts_of,robust),build/cnn-cpu) \
+	$(if $(call parts_of,labs),$(if $(shell command -v $(CXX) 2>/dev/null),build/emu_see_kernels) \
+		$(if $(HAVE_PTX),build/ptx/see_kernels)) \
 	$(if $(and $(call parts_of,pytorch),$(HAVE_TORCH)),build/parity_float build/parity_double) \
 	$(if $(QUICK),,$(if $(filter x86_64,$(shell uname -m)),build/bench-v3)) # quick: not needed
 ifeq ($(wildcard tests/run_tests.sh),)
@@ -420,11 +438,28 @@ build/convolution: labs/lab05/conv.cu build/kernel_settings build/link_settings
 	$(NVCC_BUILD) -arch=$(call known_arch,$(CUDA_ARCH)) $< -o $@
 build/emu_convolution: labs/lab05/conv.cu $(wildcard tests/emulator/cuda_on_cpu*) build/emu_settings
 	{ echo '#line 1 "conv.cu"'; sed -f tests/emulator/cuda_on_cpu.sed $<; } | \
-		$(EMU_BUILD) -O1 -fsanitize=thread -fno-tree-sra -DCUEMU_COUNT -x c++ -c - -o $@.o
+		$(EMU_BUILD) $(COUNTING) -fno-tree-sra -x c++ -c - -o $@.o
 	$(CXX) $@.o -o $@ $(LIBS)
 convolution: $(CONVOLUTION)
 	@mkdir -p runs
 	@$(CONVOLUTION) runs/lab05-convolution.csv $(IMAGES)
+
+# One block of a kernel as it ran in the emulator, as a page (labs/tools/see.py). LAB=5: of the lab's convolution; else of
+# a step of ./cnn-count, lab 4's or lab 6's or a training step, with OPTIONS. WITH: an earlier page, to be shown beside.
+BLOCK  = 0
+LAUNCH = 0
+PAGE   = runs/see/$(KERNEL).html
+SEE_STEP = $(if $(filter 4,$(LAB)),--model cifar --kernels naive --eval,--model lenet --epochs 1 --limit-train 2 \
+	--batch-size 2 $(if $(filter 6,$(LAB)),--kernels naive)) --dataset synthetic --limit-test 1 --quiet $(OPTIONS)
+SEE_PROGRAM = $(if $(filter 5,$(LAB)),build/emu_convolution,cnn-count)
+SEE_SOURCE = $(if $(filter 5,$(LAB)),labs/lab05/conv.cu,cnn_kernels.cu)
+see: $(if $(KERNEL),$(SEE_PROGRAM))
+	@[ '$(KERNEL)' ] || { echo "make see: expected the name of a kernel, such as LAB=5 KERNEL=naive_kernel, found none"; exit 2; }
+	@mkdir -p build && rm -f build/see.txt
+	@CUEMU_SEE='$(KERNEL)' CUEMU_SEE_BLOCK='$(BLOCK)' CUEMU_SEE_LAUNCH='$(LAUNCH)' CUEMU_SEE_FILE=build/see.txt \
+		./$(SEE_PROGRAM) $(if $(filter 5,$(LAB)),build/see.csv,$(SEE_STEP)) >build/see.log 2>&1 && [ -f build/see.txt ] || \
+		{ grep -E '^(cuda_on_cpu|cnn): ' build/see.log || tail -n 5 build/see.log; exit 1; }
+	@$(call PYTHON_WITH,json) labs/tools/see.py build/see.txt --source $(SEE_SOURCE) $(if $(WITH),--with '$(WITH)') --out '$(PAGE)'
 
 # Lab 6: how much of the loading and copying in a trace is hidden behind the device's work; overlap.txt beside it.
 TRACE = runs/lab06/trace.json
@@ -432,6 +467,18 @@ build/overlap: labs/lab06/overlap.c build/settings
 	$(BUILD) $< -o $@
 overlap: build/overlap
 	@build/overlap '$(TRACE)' >"$$(dirname '$(TRACE)')/overlap.txt" && cat "$$(dirname '$(TRACE)')/overlap.txt"
+
+# Lab 10: a matrix product on tensor cores, one change at a time. SIZE: of the matrices
+MATMUL = build/$(if $(and $(HAVE_CUDA),$(if $(VIRTUAL),,yes)),,emu_)matmul
+build/matmul: labs/lab10/matmul.cu build/kernel_settings build/link_settings
+	$(NVCC_BUILD) -arch=$(or $(GPU_SM),sm_80) $< -o $@
+build/emu_matmul: labs/lab10/matmul.cu labs/check/lab10_counts.h $(wildcard tests/emulator/cuda_on_cpu*) build/emu_settings
+	{ echo '#line 1 "matmul.cu"'; sed -f tests/emulator/cuda_on_cpu.sed $<; } | \
+		$(EMU_BUILD) -O1 -fsanitize=thread -fno-tree-sra -DCUEMU_COUNT -include labs/check/lab10_counts.h -x c++ -c - -o $@.o
+	$(CXX) $@.o -o $@ $(LIBS)
+matmul: $(MATMUL)
+	@mkdir -p runs
+	@CUEMU_CORES=1 $(MATMUL) runs/lab10-matmul.csv $(SIZE)
 
 # The race detector on every kernel: missing barriers, memory that two threads access at once.
 races: cnn-emu

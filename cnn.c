@@ -98,7 +98,7 @@ typedef enum { ADADELTA, SGD } OptimizerChoice;
 typedef enum { SCHEDULE_STEP, SCHEDULE_COSINE } Schedule;
 typedef enum { SCALE_LR_NONE, SCALE_LR_LINEAR, SCALE_LR_SQRT } LrScaling;
 typedef enum { KERNELS_BEST = NOT_CHOSEN, NAIVE, FAST, TILED, TENSOR } KernelsChoice;
-typedef enum { PRECISION_BEST = NOT_CHOSEN, FP32, TF32, BF16, FP16 } Precision;
+typedef enum { PRECISION_BEST = NOT_CHOSEN, FP32, TF32, BF16, FP16, PRECISIONS } Precision;
 typedef enum { NHWC, NCHW } LayoutChoice;
 typedef enum { LAUNCH_FUSED, LAUNCH_PER_TENSOR } OptimizerLaunch;
 typedef enum { ZERO_GRAD_NONE, ZERO_GRAD_MEMSET } ZeroGrad;
@@ -340,10 +340,10 @@ typedef enum { RANGE_STEP, RANGE_LINE, RANGE_ROW } RangeLevel;
 // A device as a run finds it
 typedef struct DeviceInfo {
     char name[256];
-    char uuid[48], driver[32]; // empty on a CPU
-    double memory;             // bytes that a run may take
-    bool emulated;             // GPU code that runs on the CPU: its times mean nothing
-    bool tensor_cores;         // it has some that --kernels tensor can use
+    char uuid[48], driver[32];     // empty on a CPU
+    double memory;                 // bytes that a run may take
+    bool emulated;                 // GPU code that runs on the CPU: its times mean nothing
+    bool tensor_cores[PRECISIONS]; // some that --kernels tensor can use in that precision
 } DeviceInfo;
 
 /* A kind of device: its memory, and a stream of operations that are queued and run in order. A CPU
@@ -6942,11 +6942,13 @@ static void check_device(const Run *run, const char *why_not) {
     for (size_t i = 0; i < LENGTH(gpu_only); i++)
         if (gpu_only[i].asked && !run->device->is_gpu)
             die(EXIT_USAGE, "%s: expected a GPU, found the CPU (%s)", gpu_only[i].option, why_not);
-    if (run->kernels->name == TENSOR && !run->device_info.tensor_cores)
+    char precision[32];
+    choice_word(precision, "--precision", (int)run->kernels->precision);
+    if (run->kernels->name == TENSOR && !run->device_info.tensor_cores[run->kernels->precision])
         die(EXIT_USAGE,
-            "--kernels tensor: expected a GPU with tensor cores that cnn uses (sm_80 or newer), "
-            "found %s; use --kernels tiled --precision fp32",
-            run->device_info.name);
+            "--kernels tensor: expected a GPU with tensor cores that cnn uses in %s (sm_80 or "
+            "newer; fp16: sm_75), found %s; use --kernels tiled --precision fp32",
+            precision, run->device_info.name);
 }
 
 // A step launched as one CUDA graph cannot be observed from inside, so these options turn it off.

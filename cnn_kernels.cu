@@ -38,7 +38,7 @@
 #define nvtxRangePop()
 #endif
 #define MEMORY_TYPE type
-#define SM_MAJOR(properties) (properties).major
+#define SM_OF(properties) (10 * (properties).major + (properties).minor)
 #define PLATFORM "CUDA"
 #define REBUILD "make CUDA_ARCH=native, on this machine"
 #endif
@@ -47,6 +47,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <type_traits>
 #include <unistd.h>
 
 static_assert(sizeof(real) == sizeof(float), "the kernels are written for 32-bit floats");
@@ -58,6 +59,7 @@ static_assert(sizeof(real) == sizeof(float), "the kernels are written for 32-bit
    use streams of their own, so that they overlap with it. */
 
 enum { THREADS = 256, WARP = 32 };
+enum { HALF_SM = 75, TENSOR_SM = 80 }; // the first with mma of half; of tf32 and bf16, and cp.async
 static void (*fail)(int status, const char *format, ...); // die() of cnn.c
 static cudaStream_t streams[MAX_REPLICAS];
 enum { TUNING_MARKS = MARKS, ALL_MARKS = MARKS + 2 };
@@ -66,6 +68,7 @@ static int devices_of[MAX_REPLICAS];     // by replica
 static thread_local size_t replica;      // that this host thread computes for
 static thread_local int device;          // that it uses
 static thread_local int multiprocessors; // that this device has
+static thread_local int architecture;    // sm_NN: the device's, or that of the code if it is older
 
 static void check(cudaError_t error, const char *call, int line) {
     if (error != cudaSuccess)
@@ -133,6 +136,9 @@ static void use(size_t r, size_t which, void (*on_error)(int, const char *, ...)
              ", or use --no-cuda",
              device);
     CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+    cudaDeviceProp p;
+    CHECK(cudaGetDeviceProperties(&p, device));
+    architecture = min(SM_OF(p), attributes.ptxVersion);
     if (streams[replica])
         return;
     CHECK(cudaStreamCreateWithFlags(&streams[replica], cudaStreamNonBlocking));
@@ -154,15 +160,20 @@ static void describe(DeviceInfo *d) {
 #ifdef __HIP__
     describe_amd(d, p, driver, total);
 #else
-    snprintf(d->name, sizeof d->name, "%.200s, sm_%d%d, %d multiprocessors, %.1f GB", p.name,
-             p.major, p.minor, p.multiProcessorCount, (double)total / 1e9);
+    char older[32] = ""; // code lacks the tensor cores that are newer than it
+    if (architecture < min(SM_OF(p), (int)TENSOR_SM))
+        snprintf(older, sizeof older, " with code for sm_%d", architecture);
+    snprintf(d->name, sizeof d->name, "%.200s, sm_%d%s, %d multiprocessors, %.1f GB", p.name,
+             SM_OF(p), older, p.multiProcessorCount, (double)total / 1e9);
     snprintf(d->driver, sizeof d->driver, "CUDA %d.%d", driver / 1000, driver % 1000 / 10);
     char *to = d->uuid + snprintf(d->uuid, sizeof d->uuid, "GPU");
     for (int i = 0; i < 16; i++) // in the format of nvidia-smi
         to += snprintf(to, 4, i == 0 || (i >= 4 && i <= 10 && i % 2 == 0) ? "-%02x" : "%02x",
                        (unsigned char)p.uuid.bytes[i]);
 #endif
-    d->tensor_cores = SM_MAJOR(p) >= 8;
+    d->tensor_cores[TF32] = architecture >= TENSOR_SM;
+    d->tensor_cores[BF16] = architecture >= TENSOR_SM;
+    d->tensor_cores[FP16] = architecture >= HALF_SM;
     d->memory = .95 * (double)bytes; // the runtime allocates some later, for kernels and streams
 #ifdef CUDA_ON_CPU
     d->emulated = true;
@@ -446,6 +457,11 @@ template <class T> static size_t packs(Work w) {
     return ceil_div(outputs(w), Pack<T>::N);
 }
 
+// Whether each pack of a row's output has neighbouring channels of one pixel.
+template <class T> static bool by_packs(Work w) {
+    return !w.transposed && w.l->out.c % Pack<T>::N == 0;
+}
+
 template <class T> static __device__ unsigned first_of_pack(void) {
     return Pack<T>::N * element();
 }
@@ -473,6 +489,20 @@ template <class T> static __device__ void store(void *to, unsigned i, unsigned c
             ((T *)to)[i + j] = chunk.v[j];
 }
 
+// x = N neighbouring elements, which are aligned and all there; and the inverse.
+template <class T, int N> static __device__ void read_chunk(real *x, const void *from, unsigned i) {
+    const Chunk<T, N> chunk = *(const Chunk<T, N> *)((const T *)from + i);
+    for (int j = 0; j < N; j++)
+        x[j] = (real)chunk.v[j];
+}
+
+template <class T, int N> static __device__ void write_chunk(void *to, unsigned i, const real *x) {
+    Chunk<T, N> chunk;
+    for (int j = 0; j < N; j++)
+        chunk.v[j] = (T)x[j];
+    *(Chunk<T, N> *)((T *)to + i) = chunk;
+}
+
 // x = COUNT floats in groups of 4, whose beginnings are APART.
 template <int COUNT, int APART> static __device__ void read_fours(real *x, const real *from) {
 #pragma unroll
@@ -496,7 +526,7 @@ struct Layout {
                           : (pixel / inner * channels + c) * inner + pixel % inner;
     }
     __device__ unsigned channel(unsigned i) const {
-        return i / inner % channels;
+        return inner == 1 ? i % channels : i / inner % channels;
     }
     __device__ unsigned pixel(unsigned i) const {
         return inner == 1 ? i / channels : i / inner / channels * inner + i % inner;
@@ -610,7 +640,7 @@ template <class T> static __global__ void add_forward_kernel(Row r, Layout, Layo
 }
 
 /* out = in / (1 - p), or 0 where the image's Philox numbers say so: the same masks as on the CPU.
-   One thread computes the 8 elements that share a Philox block.   Traffic: 9 N bytes */
+   One thread computes the 8 elements that share a Philox block.   Traffic: 2 N elements, N bytes */
 template <class T>
 static __global__ void dropout_forward_kernel(Row r, unsigned size, unsigned blocks_of_image,
                                               uint32_t threshold) {
@@ -705,24 +735,83 @@ static __global__ void maxpool2d_forward_kernel(Row r, Layout of_in, Layout of_o
 }
 
 /* din = sum of dout over the windows whose maximum this pixel was; += if accumulate. One thread per
-   input element, which visits the windows that cover it, from the last to the first, so that no two
-   threads add to the same number.   Traffic: N + N / stride^2 elements, N / stride^2 bytes */
-template <class T>
+   N channels of an input pixel, which visits the windows that cover it, from the last to the first,
+   so that no two threads add to the same number.
+   Traffic: N + N / stride^2 elements, N / stride^2 bytes */
+template <class T, int N>
 static __global__ void maxpool2d_backward_kernel(Row r, Layout of_in, Layout of_out) {
-    unsigned i = element();
+    const unsigned i = N * element();
     if (i >= r.inputs)
         return;
     const Window &s = r.s;
     const Index p = index_of(i, s.h, s.w, of_in);
     const int y = p.y + s.padding, x = p.x + s.padding; // in the padded image
-    real sum = r.accumulate ? read<T>(r.din, i) : 0;
+    real sums[N] = {}, d[N];
+    if (r.accumulate)
+        read_chunk<T, N>(sums, r.din, i);
     for (int oy = min(y / s.stride, s.oh - 1); oy >= 0 && y - oy * s.stride < s.kernel; oy--)
         for (int ox = min(x / s.stride, s.ow - 1); ox >= 0 && x - ox * s.stride < s.kernel; ox--) {
             const int tap = (y - oy * s.stride) * s.kernel + x - ox * s.stride;
             const unsigned at = of_out.at((p.image * s.oh + oy) * s.ow + ox, p.c);
-            sum += r.saved[at] == tap ? read<T>(r.dout, at) : 0;
+            const Chunk<uint8_t, N> taps = *(const Chunk<uint8_t, N> *)(r.saved + at);
+            read_chunk<T, N>(d, r.dout, at);
+            for (int j = 0; j < N; j++)
+                sums[j] += taps.v[j] == tap ? d[j] : 0;
         }
-    write<T>(r.din, i, sum);
+    write_chunk<T, N>(r.din, i, sums);
+}
+
+/* The same where windows neither overlap nor reach beyond the image. A thread has N channels of an
+   output pixel, and writes the input pixels from its window to the next one, or to the edge of the
+   image.   Traffic: (stride^2 + 1) N elements, N bytes */
+template <class T, int N>
+static __global__ void maxpool2d_backward_apart_kernel(Row r, Layout of_in, Layout of_out) {
+    const unsigned i = N * element();
+    if (i >= r.outputs)
+        return;
+    const Window &s = r.s;
+    const Index o = index_of(i, s.oh, s.ow, of_out);
+    const int top = o.y * s.stride, rows = o.y == s.oh - 1 ? s.h - top : s.stride;
+    const int left = o.x * s.stride, columns = o.x == s.ow - 1 ? s.w - left : s.stride;
+    const unsigned corner = of_in.at((o.image * s.h + top) * s.w + left, o.c);
+    const unsigned apart = of_in.inner == 1 ? of_in.channels : 1; // neighbours in a row
+    const Chunk<uint8_t, N> taps = *(const Chunk<uint8_t, N> *)(r.saved + i);
+    real d[N];
+    read_chunk<T, N>(d, r.dout, i);
+    for (int y = 0; y < rows; y++)
+#pragma unroll 1
+        for (int x = 0; x < columns; x++) {
+            const unsigned at = corner + (y * s.w + x) * apart;
+            const int tap = x < s.kernel ? y * s.kernel + x : -1;
+            real sums[N] = {};
+            if (r.accumulate)
+                read_chunk<T, N>(sums, r.din, at);
+            for (int j = 0; j < N; j++)
+                sums[j] += taps.v[j] == tap ? d[j] : 0;
+            write_chunk<T, N>(r.din, at, sums);
+        }
+}
+
+template <int N> static size_t input_chunks(Work w) {
+    return ceil_div(inputs(w), N);
+}
+
+template <int N> static size_t output_chunks(Work w) {
+    return ceil_div(outputs(w), N);
+}
+
+template <class T, int N> static void maxpool2d_backward_of(Work w) {
+    if (w.l->stride >= w.l->kernel && w.l->padding == 0)
+        each<maxpool2d_backward_apart_kernel<T, N>, output_chunks<N>>(w);
+    else
+        each<maxpool2d_backward_kernel<T, N>, input_chunks<N>>(w);
+}
+
+template <class T> static void maxpool2d_backward(Work w) {
+    if (by_packs<T>(w))
+        maxpool2d_backward_of<T, Pack<T>::N>(w);
+    else
+        maxpool2d_backward_of<T, 1>(w);
 }
 
 // out[n][c] = mean over the pixels.   Traffic: (pixels + 1) N elements
@@ -863,7 +952,7 @@ static __device__ void blur(real *to, const real *from, const float *by, int h, 
 
 /* out[n][h][w][c] = normalised[c][byte], and the labels. The byte is interpolated at the position
    that augment_crop_flip() or augment_elastic() of cnn.c gives; the displacement fields of the
-   latter stay in shared memory.   Grid: images x blocks of one.   Traffic: 5 N bytes */
+   latter stay in shared memory.   Grid: images x blocks of one.   Traffic: N elements, N bytes */
 template <class T>
 static __global__ void gather_kernel(T *out, uint8_t *labels, Resident r, Layout layout,
                                      const RandomKey *key) {
@@ -947,12 +1036,11 @@ template <class T> static void to_16_bit(void *param16, const real *param, size_
 /* ==== 3. Sums over pixels =======================================================================
 
    BatchNorm and a bias's gradient need, for each channel, sums over all pixels of the batch. They
-   are computed in three levels, each in a fixed order: a thread sums every 8th pixel of a slice;
-   the 8 threads of a channel are joined in shared memory; a second kernel joins the slices, with
-   one warp per channel. Blocks of the first kernel have 32 x 8 threads: x is the channel, so a warp
-   reads 32 neighbouring numbers. */
+   are computed in three levels, each in a fixed order: a thread sums some pixels of a slice, of one
+   channel or of a pack of channels; the threads of a channel are joined in shared memory; a second
+   kernel joins the slices, with one warp per channel. */
 
-enum { LANES_Y = 8, SUM_SLICES = 512, CONV_SLICE = 64 };
+enum { SUM_SLICES = 512, LEAST_SLICE = 64, CONV_SLICE = 64 };
 static const real bn_eps = 1e-5f, bn_momentum = 0.1f;
 
 // BatchNorm of one number of a channel. Forward and backward call the same function, so that they
@@ -961,27 +1049,34 @@ static __device__ real normalised(real x, real mean, real inverse, real weight, 
     return fmaf(x - mean, weight * inverse, bias);
 }
 
-// What is known of some pixels of a channel. A kind of sums (Gradients, Moments) says what a pixel
-// contributes, how two Sums are joined, and what is stored in the end.
+// What is known of some pixels of a channel.
 struct Sum {
     real count, a, b;
 };
+
+// A kind of sums (Gradients, Moments) says what a pixel with the numbers d of dout and x of in adds
+// to a channel's a and b, what becomes of a slice, how two slices are joined, and what is stored.
 
 /* Gradients: a = sum of d, which is dout (after the backward of the ReLU that follows a BatchNorm,
    if there is one); NORM, of a BatchNorm: b = sum of d * (in - mean).
    dbias = a, dweight = b / sqrt(variance + eps) */
 template <bool NORM> struct Gradients {
-    const real mean, inverse, weight, bias; // of the channel; without a ReLU all are let through
-    __device__ Gradients(const Row &r, unsigned c)
-        : mean(NORM ? r.stats[BATCH_MEAN * r.s.oc + c] : 0),
-          inverse(NORM ? r.stats[BATCH_INVERSE_STD * r.s.oc + c] : 0),
-          weight(NORM && r.relu_backward ? r.weight[c] : 0),
-          bias(NORM && r.relu_backward ? r.bias[c] : 1) {}
-    template <class T> __device__ Sum pixel(const Row &r, unsigned i) const {
-        const real d = read<T>(r.dout, i), x = NORM ? read<T>(r.in, i) : 0;
-        if (NORM && normalised(x, mean, inverse, weight, bias) <= 0)
-            return {1, 0, 0};
-        return {1, d, d * (x - mean)};
+    enum { READS_DOUT = true, READS_IN = NORM };
+    real mean, inverse, weight, bias; // of the channel; without a ReLU all are let through
+    real a = 0, b = 0;
+    __device__ void begin(const Row &r, unsigned c, real) {
+        mean = NORM ? r.stats[BATCH_MEAN * r.s.oc + c] : 0;
+        inverse = NORM ? r.stats[BATCH_INVERSE_STD * r.s.oc + c] : 0;
+        weight = NORM && r.relu_backward ? r.weight[c] : 0;
+        bias = NORM && r.relu_backward ? r.bias[c] : 1;
+    }
+    __device__ void add(real d, real x) {
+        const real passed = NORM && normalised(x, mean, inverse, weight, bias) <= 0 ? 0 : d;
+        a += passed;
+        b += NORM ? passed * (x - mean) : 0;
+    }
+    static __device__ Sum of_slice(real count, real, real a, real b) {
+        return {count, a, b};
     }
     static __device__ Sum join(Sum s, Sum t) {
         return {s.count + t.count, s.a + t.a, s.b + t.b};
@@ -993,20 +1088,30 @@ template <bool NORM> struct Gradients {
     }
 };
 
-/* Moments: a = mean of in, b = sum of the squared distances from it; joined without cancellation
-   (Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing variances",
-   1979). */
+/* Moments of in. Of a slice, a = sum of x - shift, b = sum of (x - shift)^2, where shift is its
+   first number: so little is cancelled where the mean is large compared with the deviation. Then
+   a = mean, b = sum of (x - mean)^2. Slices are joined without cancellation (Chan, Golub, LeVeque,
+   "Updating formulae and a pairwise algorithm for computing variances", 1979). */
 struct Moments {
-    __device__ Moments(const Row &, unsigned) {}
-    template <class T> static __device__ Sum pixel(const Row &r, unsigned i) {
-        return {1, read<T>(r.in, i), 0};
+    enum { READS_DOUT = false, READS_IN = true };
+    real shift, a = 0, b = 0;
+    __device__ void begin(const Row &, unsigned, real first) {
+        shift = first;
+    }
+    __device__ void add(real, real x) {
+        const real distance = x - shift;
+        a += distance;
+        b += distance * distance;
+    }
+    static __device__ Sum of_slice(real count, real shift, real a, real b) {
+        const real mean = a / count, squares = b - a * mean;
+        return {count, shift + mean, squares < 0 ? 0 : squares};
     }
     static __device__ Sum join(Sum s, Sum t) {
-        real count = s.count + t.count, d = t.a - s.a;
+        const real count = s.count + t.count, d = t.a - s.a, share = t.count / count;
         if (t.count == 0)
             return s;
-        return {count, s.a + d * (t.count / count),
-                s.b + t.b + d * d * (s.count * t.count / count)};
+        return {count, s.a + d * share, s.b + t.b + d * d * s.count * share};
     }
     static __device__ void finish(const Row &r, unsigned c, Sum s) {
         real *stats = r.stats + c, unbiased = s.b / (s.count > 1 ? s.count - 1 : 1);
@@ -1018,48 +1123,65 @@ struct Moments {
     }
 };
 
-// The first pixel of a slice.
-static __device__ unsigned slice_start(unsigned pixels, unsigned slice, unsigned slices) {
-    return (unsigned)((size_t)pixels * slice / slices);
-}
-
-/* scratch[slice][0][c] = a, scratch[slice][1][c] = b of the slice's pixels.
-   Grid: channels / 32 x slices.   Traffic: 1 or 2 elements for each number of dout or in. With
-   nchw, a warp's 32 numbers are far apart; the other warps find theirs in the L1 cache */
-template <class T, class KIND> static __global__ void sum_slices_kernel(Row r, Layout layout) {
-    __shared__ Sum sums[LANES_Y][WARP];
+/* scratch[slice][0][c] = a, scratch[slice][1][c] = b of the slice's pixels. A thread has N channels
+   and every blockDim.y-th pixel. Threads beyond the last channels compute these again.
+   Grid: channels / (blockDim.x * N) x slices, of THREADS.   Traffic: 1 or 2 elements for each
+   number of dout or in. With nchw, a warp's numbers are far apart; the other warps find theirs in
+   the L1 cache */
+template <class T, class KIND, int N>
+static __global__ void sum_slices_kernel(Row r, Layout layout, unsigned slice) {
+    __shared__ real sums[2][THREADS * N];
     const unsigned channels = r.s.oc, pixels = r.outputs / channels;
-    const unsigned c = blockIdx.x * WARP + threadIdx.x;
-    unsigned first = slice_start(pixels, blockIdx.y, gridDim.y) + threadIdx.y;
-    unsigned end = slice_start(pixels, blockIdx.y + 1, gridDim.y);
-    const KIND kind(r, min(c, channels - 1));
-    Sum sum = {0, 0, 0};
-    for (unsigned p = first; p < end && c < channels; p += LANES_Y)
-        sum = KIND::join(sum, kind.template pixel<T>(r, layout.at(p, c)));
-    sums[threadIdx.y][threadIdx.x] = sum;
+    const unsigned begin = blockIdx.y * slice, end = min(begin + slice, pixels);
+    const unsigned width = blockDim.x * N, first = blockIdx.x * width; // channels of this block
+    const unsigned c = min(first + threadIdx.x * N, channels - N);
+    real d[N] = {}, x[N] = {};
+    KIND kinds[N];
+    if (KIND::READS_IN)
+        read_chunk<T, N>(x, r.in, layout.at(begin, c));
+    for (int j = 0; j < N; j++)
+        kinds[j].begin(r, c + j, x[j]);
+#pragma unroll 4
+    for (unsigned p = begin + threadIdx.y; p < end; p += blockDim.y) {
+        const unsigned i = layout.at(p, c);
+        if (KIND::READS_DOUT)
+            read_chunk<T, N>(d, r.dout, i);
+        if (KIND::READS_IN)
+            read_chunk<T, N>(x, r.in, i);
+        for (int j = 0; j < N; j++)
+            kinds[j].add(d[j], x[j]);
+    }
+    for (int j = 0; j < N; j++) {
+        sums[0][threadIdx.y * width + threadIdx.x * N + j] = kinds[j].a;
+        sums[1][threadIdx.y * width + threadIdx.x * N + j] = kinds[j].b;
+    }
     __syncthreads();
-    if (threadIdx.y > 0 || c >= channels)
+    const unsigned own = threadIdx.y * blockDim.x + threadIdx.x; // the channel that is joined
+    if (own >= width || first + own >= channels)
         return;
-    for (int i = 1; i < LANES_Y; i++)
-        sum = KIND::join(sum, sums[i][threadIdx.x]);
-    r.scratch[(2 * blockIdx.y) * channels + c] = sum.a;
-    r.scratch[(2 * blockIdx.y + 1) * channels + c] = sum.b;
+    real a = 0, b = 0;
+    for (unsigned y = 0; y < blockDim.y; y++) {
+        a += sums[0][y * width + own];
+        b += sums[1][y * width + own];
+    }
+    const real shift = KIND::READS_IN ? read<T>(r.in, layout.at(begin, first + own)) : 0;
+    const Sum sum = KIND::of_slice((real)(end - begin), shift, a, b);
+    r.scratch[(2 * blockIdx.y) * channels + first + own] = sum.a;
+    r.scratch[(2 * blockIdx.y + 1) * channels + first + own] = sum.b;
 }
 
 // Joins the slices of a channel, and finishes it. The lanes of a warp are joined by shuffles, which
 // read a register of another lane: after 5 exchanges lane 0 has all.   One warp per channel
-template <class KIND> static __global__ void join_slices_kernel(Row r, int slices) {
-    const int channels = r.s.oc, c = element() / WARP, lane = threadIdx.x % WARP;
+template <class KIND> static __global__ void join_slices_kernel(Row r, unsigned slice) {
+    const unsigned channels = r.s.oc, c = element() / WARP, lane = threadIdx.x % WARP;
     const unsigned pixels = r.outputs / channels;
     if (c >= channels) // true of whole warps only, as shuffles need all lanes
         return;
     Sum sum = {0, 0, 0};
-    for (int slice = lane; slice < slices; slice += WARP) {
-        unsigned end = slice_start(pixels, slice + 1, slices);
-        sum = KIND::join(sum, {(real)(end - slice_start(pixels, slice, slices)),
-                               r.scratch[2 * slice * channels + c],
-                               r.scratch[(2 * slice + 1) * channels + c]});
-    }
+    for (unsigned i = lane; i * slice < pixels; i += WARP)
+        sum =
+            KIND::join(sum, {(real)min(slice, pixels - i * slice), r.scratch[2 * i * channels + c],
+                             r.scratch[(2 * i + 1) * channels + c]});
     for (int other = WARP / 2; other > 0; other /= 2)
         sum = KIND::join(sum, {__shfl_down_sync(0xffffffffu, sum.count, other),
                                __shfl_down_sync(0xffffffffu, sum.a, other),
@@ -1068,19 +1190,31 @@ template <class KIND> static __global__ void join_slices_kernel(Row r, int slice
         KIND::finish(r, c, sum);
 }
 
+// The fewer channels there are, the more of a block's threads have other pixels. How many depends
+// on the channels alone, so that the order of the sums is the same in both layouts.
+template <class T, class KIND, int N> static void sum_slices(Work w, size_t slice) {
+    const size_t channels = w.l->out.c, pixels = outputs(w) / channels;
+    unsigned across = WARP;
+    while (across / 2 * Pack<T>::N >= channels)
+        across /= 2;
+    auto *sum_slices_of = sum_slices_kernel<T, KIND, N>; // a macro's argument has no comma
+    LAUNCH_GRID(sum_slices_of, dim3(ceil_div(channels, across * N), ceil_div(pixels, slice)),
+                dim3(across, THREADS / across), 0, row_of(w), layout_of(w.l->out, w.transposed),
+                slice);
+}
+
 // moments: the sums of slices of CONV_SLICE pixels, which a convolution has stored, or NULL
 template <class T, class KIND> static void sum_pixels(Work w, real *moments) {
     const size_t channels = w.l->out.c, pixels = outputs(w) / channels;
-    // slices of at least 64 pixels, at most SUM_SLICES of them
-    const size_t slices = min(ceil_div(pixels, 64), (size_t)SUM_SLICES);
-    auto *sum_slices = sum_slices_kernel<T, KIND>; // a macro's argument has no comma
+    const size_t usual = max(ceil_div(pixels, SUM_SLICES), (size_t)LEAST_SLICE);
+    const size_t slice = moments ? (size_t)CONV_SLICE : usual;
     if (moments)
         w.scratch = moments;
+    else if (by_packs<T>(w))
+        sum_slices<T, KIND, Pack<T>::N>(w, slice);
     else
-        LAUNCH_GRID(sum_slices, dim3(ceil_div(channels, WARP), slices), dim3(WARP, LANES_Y), 0,
-                    row_of(w), layout_of(w.l->out, w.transposed));
-    LAUNCH(join_slices_kernel<KIND>, channels * WARP, row_of(w),
-           moments ? pixels / CONV_SLICE : slices);
+        sum_slices<T, KIND, 1>(w, slice);
+    LAUNCH(join_slices_kernel<KIND>, channels * WARP, row_of(w), slice);
 }
 
 // Whether a convolution's forward stores the moments of its output, by slices of CONV_SLICE pixels,
@@ -1135,7 +1269,7 @@ template <class T> static __global__ void batchnorm_backward_kernel(Row r, Layou
     unsigned i = first_of_pack<T>();
     if (i >= r.outputs)
         return;
-    const real m = (real)(r.outputs / r.s.c);
+    const real share = 1 / (real)(r.outputs / r.s.c);
     Pack<T> sum = r.accumulate ? load<T>(r.din, i, r.outputs) : Pack<T>();
     Pack<T> x = load<T>(r.in, i, r.outputs), d = load<T>(r.dout, i, r.outputs);
     Pack<T> scale = of_channels<T>(r.weight, i, of_in);
@@ -1149,8 +1283,8 @@ template <class T> static __global__ void batchnorm_backward_kernel(Row r, Layou
         if (r.relu_backward && value <= 0)
             d.v[j] = 0;
         real distance = (x.v[j] - mean.v[j]) * inverse.v[j];
-        sum.v[j] +=
-            scale.v[j] * inverse.v[j] * (d.v[j] - sums.v[j] / m - distance * (products.v[j] / m));
+        sum.v[j] += scale.v[j] * inverse.v[j] *
+                    (d.v[j] - sums.v[j] * share - distance * (products.v[j] * share));
     }
     store(r.din, i, r.outputs, sum);
 }
@@ -1370,7 +1504,8 @@ static void conv2d_backward_naive(Work w) {
 
 enum { TILE_K = 16 };
 
-// ROWS x COLUMNS elements of a tile are computed by one thread; BLOCKS fit on a multiprocessor.
+// ROWS x COLUMNS elements of a tile are computed by one thread. BLOCKS fit on a multiprocessor; on
+// that of a T4, with 64 KB of shared memory, 1 of the large tile and 2 of the narrow one.
 template <int M_, int N_, int ROWS_, int COLUMNS_, int BLOCKS_> struct Tile {
     enum { M = M_, N = N_, ROWS = ROWS_, COLUMNS = COLUMNS_, BLOCKS = BLOCKS_ };
     enum { TILE_THREADS = M / ROWS * (N / COLUMNS), DYNAMIC_BYTES = 0 };
@@ -1632,8 +1767,8 @@ struct TileLoader : TileReader<real, LINES, TILE_K, LOADERS, IMAGE, ALONG_K, WID
    tile apart, or one such group: so the warp reads 16 and 32 neighbouring numbers at a time.
    Registers: 128 in the large tile, so that 2 blocks of 256 threads fit on a multiprocessor, 168 in
    the narrow one (3 of 128 threads), 128 in the small one (4 of 128); none is spilled.
-   Main loop: 84 to 87 % of its instructions are multiply-adds in the large tile, 80 to 85 % in the
-   narrow one, 67 to 72 % in the small one (44 to 61 % where WIDTH is 1).
+   Main loop: 84 to 87 % of its instructions are multiply-adds in the large tile, 81 to 85 % in the
+   narrow one, 67 to 72 % in the small one (45 to 61 % where WIDTH is 1).
    Grid: tiles x 1 x splits * phases.   Shared memory: 8 (T::M + T::N + 8) TILE_K bytes.
    Traffic: 4 K (M N / T::N + M N / T::M) + 4 M N bytes, most of it served by the L2 cache */
 template <class T, bool A_ALONG_K, bool B_ALONG_K, int WIDTH>
@@ -1687,7 +1822,7 @@ static __global__ void __launch_bounds__(T::TILE_THREADS, T::BLOCKS)
 }
 /* LAB 5.0 END */
 
-// out = the sum of all splits, then the epilogue.   Traffic: 4 (splits + 1) N bytes
+// out = the sum of all splits, then the epilogue.   Traffic: 4 splits N bytes, N elements
 template <class P> static __global__ void join_splits_kernel(P p) {
     unsigned i = element();
     if (i >= p.elements)
@@ -1766,7 +1901,7 @@ static size_t fastest(const Variant<T, O> (&variants)[VARIANTS], size_t usual,
     }
     for (size_t i = 1; i < VARIANTS; i++)
         best = seconds[i] < seconds[best] ? i : best;
-    if (best != usual && replica == 0)
+    if (variants[best].kernel != variants[usual].kernel && replica == 0)
         printf("Autotune: %s, %s: tiles of %zu x %zu, %.1f us; of %zu x %zu, %.1f us\n", layer,
                passes[p.pass], variants[best].m, variants[best].n, 1e6 * seconds[best],
                variants[usual].m, variants[usual].n, 1e6 * seconds[usual]);
@@ -1781,8 +1916,9 @@ static size_t blocks_of(const Variant<T, O> &v, const Product<T, O> &p) {
 
 /* The variant that is done first, if the blocks are spread evenly over the multiprocessors. For
    each k, a tile costs its multiply-adds and, for each number of A and B, about LOADING
-   instructions more, as the main loops have them. An example: 128 tiles of 128 x 128 are done
-   sooner than 256 of 128 x 64 on 132 multiprocessors, but later on 108, 20 of which have two. */
+   instructions more, as the main loops of gemm_kernel have them (7 to 10). An example: 128 tiles of
+   128 x 128 are done sooner than 256 of 128 x 64 on 132 multiprocessors, but later on 108, 20 of
+   which have two. */
 template <class T, class O>
 static size_t quickest(const Variant<T, O> (&variants)[VARIANTS], const Product<T, O> &p,
                        size_t processors) {
@@ -1963,31 +2099,51 @@ static double peak_gflops(void) {
      ldmatrix    loads four 8 x 8 matrices of 16-bit elements into the registers of a warp, in the
                  layout that mma expects
 
-   The functions that wrap these instructions are all that differs between GPU and emulator. */
+   The functions that wrap these instructions are all that differs between GPU and emulator. sm_75
+   has no cp.async, and mma for half only: so there the smallest tile alone is compiled, for half,
+   and its chunks go through registers. */
 
 #ifndef __HIP__
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800 // a GPU without these instructions
-enum { HAS_MMA = false };
-#define PTX(emulated, ...)
+#ifdef __CUDA_ARCH__
+static constexpr int COMPILED_SM = __CUDA_ARCH__ / 10;
 #else
-enum { HAS_MMA = true };
-#ifndef CUDA_ON_CPU // the emulator's calls what is emulated
+static constexpr int COMPILED_SM = 90; // the emulator has all of it
+#endif
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 750 // a GPU without these instructions
+#define PTX(emulated, ...)
+#elif !defined(CUDA_ON_CPU) // the emulator's calls what is emulated
 #define PTX(emulated, ...) asm volatile(__VA_ARGS__)
 #endif
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#define PTX_SM_80(emulated, ...)
+#else
+#define PTX_SM_80 PTX
 #endif
 
 // d[16][8] += a[16][K] * b[K][8]. K: 16, of floats 8. The layout is shown at struct Fragments.
-#define MMA(T, emulated, shape)                                                                    \
-    static __device__ void mma(T, real *d, const uint32_t *a, const uint32_t *b) {                 \
-        PTX(emulated(d, a, b, d),                                                                  \
-            "mma.sync.aligned." shape ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                       \
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));                   \
+#define MMA(T, emulated, shape)                                                        \
+    static __device__ void mma(T, real *d, const uint32_t *a, const uint32_t *b) {     \
+        PTX_SM_80(emulated(d, a, b, d),                                                \
+                  "mma.sync.aligned." shape                                            \
+                  ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"         \
+                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                     \
+                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1])); \
     }
 MMA(real, emu_mma_m16n8k8_tf32, "m16n8k8.row.col.f32.tf32.tf32")
-MMA(__half, emu_mma_m16n8k16_f16, "m16n8k16.row.col.f32.f16.f16")
 MMA(__nv_bfloat16, emu_mma_m16n8k16_bf16, "m16n8k16.row.col.f32.bf16.bf16")
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800 // each half of K by an instruction of its own
+static __device__ void mma(__half, real *d, const uint32_t *a, const uint32_t *b) {
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+        PTX(, "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, "
+              "{%0,%1,%2,%3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[2 * half]), "r"(a[2 * half + 1]), "r"(b[half]));
+}
+#else
+MMA(__half, emu_mma_m16n8k16_f16, "m16n8k16.row.col.f32.f16.f16")
+#endif
 
 // Four 8 x 8 matrices of 16-bit elements: lane i gives the address of row i % 8 of matrix i / 8.
 #define LDMATRIX(name, transposed, trans)                                            \
@@ -2003,20 +2159,21 @@ LDMATRIX(ldmatrix_transposed, true, ".trans")
 
 // Starts to copy 16 bytes to shared memory; zeros, if not valid.
 static __device__ void cp_async(void *to, const void *from, bool valid) {
-    PTX(emu_cp_async16(to, from, valid ? 16 : 0), "cp.async.cg.shared.global [%0], [%1], 16, %2;"
-        :
-        : "r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from), "r"(valid ? 16 : 0)
-        : "memory");
+    PTX_SM_80(emu_cp_async16(to, from, valid ? 16 : 0),
+              "cp.async.cg.shared.global [%0], [%1], 16, %2;"
+              :
+              : "r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from), "r"(valid ? 16 : 0)
+              : "memory");
 }
 
 // Ends a group of this thread's copies, maybe of none.
 static __device__ void cp_async_commit(void) {
-    PTX(emu_cp_async_commit(), "cp.async.commit_group;" ::: "memory");
+    PTX_SM_80(emu_cp_async_commit(), "cp.async.commit_group;" ::: "memory");
 }
 
 // Waits until at most PENDING of this thread's groups are incomplete.
 template <int PENDING> static __device__ void cp_async_wait(void) {
-    PTX(emu_cp_async_wait(PENDING), "cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+    PTX_SM_80(emu_cp_async_wait(PENDING), "cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
 // Rounds to the upper 19 bits of a float, tf32, which mma would truncate; NaN and infinity stay.
@@ -2024,6 +2181,7 @@ static __device__ uint32_t round_tf32(uint32_t x) {
     return fabsf(__uint_as_float(x)) < INFINITY ? x + 0x1000 : x;
 }
 
+/* LAB 10.0 BEGIN tensor_kernel */
 /* ---- Tiles in shared memory. A tile of A or B has lines of 16-byte chunks: ALONG_K, a line is a
    row of A or a column of B and has 8 chunks, the K of one step (64 elements, of floats 32);
    otherwise a line is one k and has as many chunks as the tile's rows or columns fill. */
@@ -2056,24 +2214,36 @@ template <class T, int LINES, bool IMAGE, bool ALONG_K, int WIDTH>
 struct TensorLoader : TileReader<T, LINES, DEPTH_CHUNKS * Chunk<T>::COUNT, TENSOR_THREADS, IMAGE,
                                  ALONG_K, Chunk<T>::COUNT, WIDTH> {
     enum { CHUNK = Chunk<T>::COUNT, PITCH = ALONG_K ? DEPTH_CHUNKS : LINES / CHUNK };
+    enum { AT_ONCE = WIDTH == 1, ASYNC = !AT_ONCE && COMPILED_SM >= TENSOR_SM };
     typedef TileReader<T, LINES, DEPTH_CHUNKS * CHUNK, TENSOR_THREADS, IMAGE, ALONG_K, CHUNK, WIDTH>
         Reader;
+    Chunk<T> chunks[Reader::COUNT];
     using Reader::Reader;
     __device__ float4 *at(float4 *tile, int i) const {
         return tile + swizzle<PITCH>(this->along + i * Reader::APART, this->across / CHUNK);
     }
-    // Starts to copy; with WIDTH 1, where no 16 bytes are aligned, loads and stores at once.
+    __device__ void store_chunks(float4 *tile) const {
+#pragma unroll
+        for (int i = 0; i < Reader::COUNT; i++)
+            *(Chunk<T> *)at(tile, i) = chunks[i];
+    }
+    // Starts to copy to the tile; on sm_75 loads into registers, and store() completes it. With
+    // WIDTH 1, where no 16 bytes are aligned, loads and stores at once.
     __device__ void load(const Operand<T> &o, int k, int end, float4 *tile) {
-        Chunk<T> chunks[Reader::COUNT];
         this->read(o, k, end, [&](int i, int piece, const T *from, bool valid) {
-            if constexpr (WIDTH > 1)
+            if (ASYNC)
                 cp_async(at(tile, i), valid ? from : o.data, valid);
+            else if constexpr (WIDTH > 1)
+                chunks[i] = valid ? *(const Chunk<T> *)in_global(from) : Chunk<T>{};
             else
                 chunks[i].v[piece] = valid ? *in_global(from) : (T)0.f;
         });
-#pragma unroll
-        for (int i = 0; WIDTH == 1 && i < Reader::COUNT; i++)
-            *(Chunk<T> *)at(tile, i) = chunks[i];
+        if (AT_ONCE)
+            store_chunks(tile);
+    }
+    __device__ void store(float4 *tile) const {
+        if (!AT_ONCE && !ASYNC)
+            store_chunks(tile);
     }
 };
 
@@ -2185,17 +2355,19 @@ static __device__ void store_moments(real *partial, const real *sums, const Job 
    A warp loads the fragments of its 64 x 64 elements of C (64 x 32, 32 x 32 in the smaller tiles),
    8 of them for 32 mma. Finally the sums go through shared memory, so that neighbouring threads
    store neighbouring chunks; lines are padded by 8 numbers, so that a warp uses different banks.
-   Registers: 255 in the large tile (for 2 blocks per multiprocessor), 168 in the narrow one and
-   where WIDTH is 1 (3), 128 in the small one (4). Main loop of the large tile, 16 bits: 30 to 32 %
-   of the instructions are mma, in the weight gradient 24 %; one occupies an A100's tensor core 8
-   cycles.
+   Registers: at most 255 in the large tile (for 2 blocks per multiprocessor), 168 in the narrow one
+   and where WIDTH is 1 (3), 128 in the small one (4). Main loop of the large tile, 16 bits: 30 to
+   32 % of the instructions are mma on sm_80 and sm_90, in the weight gradient 24 to 25 %; on sm_120
+   27 and 21 %. One mma occupies an A100's tensor core 8 cycles.
    Grid: tiles x 1 x splits * phases, of TENSOR_THREADS.   Shared memory: 384 (Tile::M + Tile::N)
    bytes.   Traffic: K (M N / Tile::N + M N / Tile::M) + M N elements, mostly from the L2 cache */
 template <class Tile, bool A_ALONG_K, bool B_ALONG_K, int WIDTH, class T, class O>
 static __global__ void __launch_bounds__(TENSOR_THREADS, WIDTH == 1 ? 3 : Tile::BLOCKS)
     tensor_kernel(Product<T, O> p) {
-    if (!HAS_MMA) // never launched there: the code for such GPUs is empty
-        return;
+    constexpr bool on_sm_75 =
+        std::is_same<T, __half>::value && std::is_same<Tile, SmallTensorTile>::value;
+    if (COMPILED_SM < (on_sm_75 ? HALF_SM : TENSOR_SM))
+        return; // never launched there: the code for such GPUs is empty
     extern __shared__ __align__(128) float4 tiles[];
     enum { DEPTH = DEPTH_CHUNKS * Chunk<T>::COUNT, TILE_A = Tile::M * DEPTH_CHUNKS };
     enum { FRAGMENTS_M = Tile::WARP_M / 16, FRAGMENTS_N = Tile::WARP_N / 16 };
@@ -2215,14 +2387,24 @@ static __global__ void __launch_bounds__(TENSOR_THREADS, WIDTH == 1 ? 3 : Tile::
             load_b.load(p.b, next, job.end, tile + TILE_A);
         }
         cp_async_commit();
+    };
+    const auto store_next = [&](int stage) {
+        float4 *tile = tiles + stage * Tile::CHUNKS;
+        if (next < job.end) {
+            load_a.store(tile);
+            load_b.store(tile + TILE_A);
+        }
         next += DEPTH;
     };
-    for (int stage = 0; stage < STAGES - 1; stage++)
+    for (int stage = 0; stage < STAGES - 1; stage++) {
         load_next(stage);
+        store_next(stage);
+    }
     for (int k = job.begin, stage = 0; k < job.end; k += DEPTH) {
         cp_async_wait<STAGES - 2>(); // this thread's part of the tile at k is there;
         __syncthreads();             // the other threads', too, and the tile before it was read,
-        load_next(stage > 0 ? stage - 1 : STAGES - 1); // whose memory is free
+        const int previous = stage > 0 ? stage - 1 : STAGES - 1; // whose memory is free
+        load_next(previous);
         const float4 *tile = tiles + stage * Tile::CHUNKS;
         stage = stage < STAGES - 1 ? stage + 1 : 0;
 #pragma unroll
@@ -2240,6 +2422,7 @@ static __global__ void __launch_bounds__(TENSOR_THREADS, WIDTH == 1 ? 3 : Tile::
                 for (int j = 0; j < 2 * FRAGMENTS_N; j++)
                     mma(T(), sums[i][j], x[i], y[j / 2] + j % 2 * 2);
         }
+        store_next(previous);
     }
     real *staged = (real *)tiles;
     __syncthreads(); // the last tile has been read
@@ -2264,15 +2447,20 @@ struct Tensor {
             variant_of<Small>(tensor_kernel<Small, A_ALONG_K, B_ALONG_K, WIDTH, T, O>),
             variant_of<Narrow>(tensor_kernel<Narrow, A_ALONG_K, B_ALONG_K, WIDTH, T, O>),
             variant_of<Large>(tensor_kernel<Large, A_ALONG_K, B_ALONG_K, WIDTH, T, O>)};
+        static const Variant<T, O> small_ones[VARIANTS] = {variants[0], variants[1], variants[1],
+                                                           variants[1]};
+        const Variant<T, O>(&compiled)[VARIANTS] =
+            architecture >= TENSOR_SM ? variants : small_ones;
         static thread_local bool allowed[MAX_REPLICAS]; // by device
         for (size_t i = 0; i < VARIANTS && !allowed[device]; i++)
-            CHECK(cudaFuncSetAttribute(variants[i].kernel,
+            CHECK(cudaFuncSetAttribute(compiled[i].kernel,
                                        cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                       (int)variants[i].bytes));
+                                       (int)compiled[i].bytes));
         allowed[device] = true;
-        gemm(variants, p, w);
+        gemm(compiled, p, w);
     }
 };
+/* LAB 10.0 END */
 
 // What make_kernels() expects of a precision and its kernels.
 #define CONV2D_OF(T, KERNELS) T, conv2d_forward<T, KERNELS>, conv2d_backward<T, KERNELS>
@@ -2298,6 +2486,8 @@ static size_t scratch_size(const Layer *l, const Fusion *, size_t n) {
                            parts_size(in_pixels, l->in.c, taps * l->out.c)));
     return max(parts, sums);
 }
+
+enum { LANES_Y = 8 };
 
 /* to[image][column][row] = from[image][row][column], through a tile in shared memory, so that both
    sides are coalesced; += if accumulate. A line of the tile is padded by one number, so that the
@@ -2438,7 +2628,7 @@ static Kernels make_kernels(KernelsChoice name, Precision precision) {
     k.layers[RELU].forward = sizeof(T) == 4 ? relu_forward : each<add_forward_kernel<T>, packs<T>>;
     k.layers[RELU].backward = each<add_backward_kernel<T, true>, packs<T>>;
     k.layers[MAXPOOL2D].forward = each<maxpool2d_forward_kernel<T>, outputs>;
-    k.layers[MAXPOOL2D].backward = each<maxpool2d_backward_kernel<T>, inputs>;
+    k.layers[MAXPOOL2D].backward = maxpool2d_backward<T>;
     k.layers[AVGPOOL2D].forward = each<avgpool2d_forward_kernel<T>, outputs>;
     k.layers[AVGPOOL2D].backward = each<avgpool2d_backward_kernel<T>, inputs>;
     k.layers[ADD] = {each<add_forward_kernel<T>, packs<T>>, add_backward<T>};

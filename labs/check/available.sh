@@ -1,11 +1,14 @@
-# Which labs there are: those with a handout and tests. starter.sh, check.sh and gradescope/pack.sh source
-# this in the project's folder.
+# Which labs there are: those with a handout and tests. starter.sh, check.sh, ../gradescope/pack.sh,
+# ../classroom/generate.sh and ../tools/lab_runs.sh source this in the project's folder.
 # shellcheck shell=bash
+
+# lab_name LAB: lab03, lab10
+lab_name() { printf 'lab%2s' "$1" | tr ' ' 0; }
 
 available() {
     local n
-    for n in 0 1 2 3 4 5 6 7 8 9; do
-        [ -f "labs/lab0$n/README.md" ] && [ -f "labs/check/lab0$n.sh" ] && echo "$n"
+    for n in 0 1 2 3 4 5 6 7 8 9 10; do
+        [ -f "labs/$(lab_name "$n")/README.md" ] && [ -f "labs/check/$(lab_name "$n").sh" ] && echo "$n"
     done
     return 0
 }

@@ -23,11 +23,11 @@ export LC_ALL=C
 unset MAKEFLAGS MAKELEVEL SLURM_CPUS_PER_TASK CDPATH
 home=$(cd "$(dirname "$0")/../.." && pwd) || exit 2
 lab=${1:-} only="${*:2}" from=${FROM:-$home} limit=${LIMIT_S:-300}
-script=$home/labs/check/lab0$lab.sh
 # shellcheck source=labs/check/available.sh
 . "$home/labs/check/available.sh"
 (cd "$home" && need_lab "$lab" "make check LAB=n [TEST=k] [FROM=dir]") || exit 2
 from=$(cd "$from" && pwd) || exit 2
+script=$home/labs/check/$(lab_name "$lab").sh
 results=${RESULTS:-$PWD/results.json}
 pristine=$home
 [ -d "$home/labs/pristine" ] && pristine=$home/labs/pristine
@@ -136,7 +136,7 @@ take_parts() {
         elif ! why=$(awk -v mode=take -v id="$id" -f "$regions" "$from/$file" 2>&1 >"$parts/$id"); then
             refuse "$id" "$why"
         elif awk -v mode=take -v id="$id" -f "$regions" "$work/$file" | diff -qbB - "$parts/$id" >/dev/null; then
-            refuse "$id" "TODO $id is not done: $name in $file; see labs/lab0$lab/README.md"
+            refuse "$id" "TODO $id is not done: $name in $file; see labs/$(lab_name "$lab")/README.md"
         else
             why=$(vet "$id"; vet_part "$id")
             [ -z "$why" ] || refuse "$id" "$why"

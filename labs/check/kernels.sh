@@ -1,5 +1,5 @@
-# Labs 4 to 7: cnn_kernels.cu with a student's kernels, in the emulator or for a GPU. Sourced by their labNN.sh, which
-# set may_call and, for parts that have to define a kernel and to check its launch, launching: their IDs.
+# Labs 4 to 7 and 10: a student's kernels, in the emulator or for a GPU. Sourced by their labNN.sh, which set may_call
+# and, for parts of cnn_kernels.cu that have to define a kernel and to check its launch, launching: their IDs.
 # shellcheck shell=bash disable=SC2154 # may_call
 
 # DEVICE=gpu or DEVICE=emulator selects; by default a GPU, if there is one.
@@ -96,4 +96,49 @@ for_gpu() {
     local nvcc
     nvcc=$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)
     "$nvcc" -std=c++17 -O2 -arch="${CUDA_ARCH:-native}" -I. -c "$2.cu" -o "$1.o" && "$nvcc" "$2.o" "$1.o" -o "$1"
+}
+
+# ---- Labs 5 and 10, whose kernels are in a file of their own
+
+# What their parts may call besides the file's functions. The words before ( in C count as calls.
+# shellcheck disable=SC2034 # labs 5 and 10 read it
+in_any_kernel='CHECK CHECK_LAUNCH __syncthreads min max fmaf printf dim3
+    if for while switch return sizeof int unsigned float const static_assert __launch_bounds__ __align__'
+
+# vet_kernel ID NAMES CALLS: calls of what is not in may_call nor defined in the part; NAMES, a regular expression, and
+# what only the host has a use for. CALLS, for the message. dim3 grid(...) declares variables.
+vet_kernel() {
+    local words="emu|EMU_.*|CUEMU.*|lab[0-9]*_.*|lab10|__tsan.*|__builtin.*|cu[A-Z].*|cuda.*|changes|$2"
+    words+='|std|w?mem(cpy|move|set|ccpy)|w?mempcpy|bcopy|swab|st[pr]n?cpy' # copies that nobody would count
+    awk -f "$home/labs/check/code.awk" "$parts/$1" |
+        awk -v id="$1" -v may_call="${may_call//$'\n'/ }" -v words="^($words)$" -v calls="$3" '
+        BEGIN { split(may_call, list, " "); for (i in list) may[list[i]] = 1 }
+        { text[NR] = $0; sub(/__launch_bounds__ *\([^)]*\)/, "") }
+        /auto +[a-z_]+ *= *\[/ && match($0, /auto +[a-z_]+/) { may[substr($0, RSTART + 5, RLENGTH - 5)] = 1 }
+        # a definition, whose name may also stand at the beginning of its second line
+        /^(static|template|inline|__global__|__device__|void|float|int|[A-Za-z_0-9]+\(|    [a-z_0-9]+\((Conv|Sizes))/ &&
+            !/;[ \t]*$/ && match($0, /[A-Za-z_][A-Za-z0-9_]*\(/) { may[substr($0, RSTART, RLENGTH - 1)] = 1 }
+        END {
+            for (n = 1; n <= NR; n++)
+                for (line = text[n]; match(line, /[A-Za-z_][A-Za-z0-9_]*[ \t]*(\(|<<<)?/);) {
+                    word = substr(line, RSTART, RLENGTH)
+                    line = substr(line, RSTART + RLENGTH)
+                    call = sub(/[ \t]*(\(|<<<)$/, "", word)
+                    if (word ~ words || call && !(word in may) && text[n] !~ /^ *(const +)?dim3 /) {
+                        print "TODO " id ", line " n ": " word ": a part may call " calls " and what it defines itself"
+                        exit
+                    }
+                }
+        }'
+}
+
+# no_arrays OBJECT: the parts have no arrays outside of a kernel: accesses to those would not be counted.
+no_arrays() {
+    local found
+    found=$(nm -C "$1" | sed -nE 's/^[0-9a-f]+ [bBdDu] (guard variable for )?//p' |
+        grep -vE '^(emu::|std::|lab10::|lab_|changes$|__tls_guard$)')
+    [ -z "$found" ] || {
+        echo "error: variable $(head -n 1 <<<"$found"): declare it in the kernel, and not static"
+        return 1
+    }
 }

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # make starter LAB=n OUT=dir: a copy of the project in which the labs before n are solved and the
-# parts of labs n to 9 are replaced by stubs.
+# parts of labs n to 10 are replaced by stubs.
 set -eu
 export LC_ALL=C
 unset CDPATH
@@ -61,4 +61,4 @@ if [ "$lab" -ge 1 ] && [ "$lab" -le 3 ]; then # cnn.c is what these labs read: t
     rm -r "$out/tests/bench"
 fi
 labs/classroom/generate.sh "$lab" "$(cd "$out" && pwd)"
-echo "$out is the starter of lab $lab: read $out/labs/lab0$lab/README.md, then work in $out"
+echo "$out is the starter of lab $lab: read $out/labs/$(lab_name "$lab")/README.md, then work in $out"

@@ -5,6 +5,8 @@
 set -eu
 export LC_ALL=C
 cd "$(dirname "$0")/../.."
+# shellcheck source=labs/check/available.sh
+. labs/check/available.sh
 lab=$1 dir=$2
 workflow=$dir/.github/workflows/classroom.yml tests=$dir/labs/classroom/tests.json
 mkdir -p "$(dirname "$workflow")" "$(dirname "$tests")"
@@ -12,7 +14,7 @@ mkdir -p "$(dirname "$workflow")" "$(dirname "$tests")"
 # The lab's lines `points|TODOs|title`
 list() {
     # shellcheck disable=SC2016 # for the inner shell
-    home=$PWD bash -c '. "$home/labs/check/lab0$1.sh"; tests' - "$lab"
+    home=$PWD bash -c '. "$home/labs/check/$1.sh"; tests' - "$(lab_name "$lab")"
 }
 
 list | awk -F '|' -v lab="$lab" '

@@ -28,7 +28,7 @@ IGNORED = {".git", ".venv", "build", "__pycache__", "data"}
 # What a Mac adds to a folder or an archive
 OF_A_MAC = re.compile(r"__MACOSX|\.DS_Store|\._.*", re.S)
 # Links to run folders that make report LAB=n makes, or what an archiver has put in their place.
-LINKED_RUNS = re.compile(r"(^|/)reports/lab0\d/lab[^/]*(/|$)")
+LINKED_RUNS = re.compile(r"(^|/)reports/lab\d\d/lab[^/]*(/|$)")
 ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz")
 MB = 1 << 20
 

@@ -3,10 +3,11 @@
 # the lab's starter, without answers, since a student's program could read files while it is tested.
 set -eu
 cd "$(dirname "$0")/../.."
-lab=${1:-} out=${2:-lab0$1-gradescope.zip}
+lab=${1:-}
 # shellcheck source=labs/check/available.sh
 . labs/check/available.sh
 need_lab "$lab" "make gradescope LAB=n [OUT=file.zip]"
+out=${2:-$(lab_name "$lab")-gradescope.zip}
 [[ $out = /* ]] || out=$PWD/$out
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

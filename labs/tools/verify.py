@@ -58,7 +58,7 @@ def finding(where, expected, found, advice="run it again"):
 
 def make_report(root):
     """The command that writes the report in this folder."""
-    lab = re.search(r"(?:^|/)reports/lab0(\d)$", root)
+    lab = re.search(r"(?:^|/)reports/lab0?(\d+)$", root)
     return f"make report LAB={lab[1]}" if lab else f"make report RUNS={shlex.quote(root)}"
 
 

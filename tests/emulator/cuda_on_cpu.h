@@ -23,6 +23,8 @@
                                  nothing but barriers, __syncwarp and fences orders two of them
      -O1 -fsanitize=thread -DCUEMU_COUNT   g++ only, and linked without -fsanitize: counts accesses,
                                  and prints a table to stderr at the end
+     the same with -g -fno-omit-frame-pointer -fsanitize-coverage=trace-pc (g++ 12 or newer): can
+                                 also record what a block does, for labs/tools/see.py
 
    Environment:
      CUEMU_DEVICES=N   the number of GPUs (1). CUDA_VISIBLE_DEVICES=1,0 selects some, as usual
@@ -40,6 +42,7 @@
      CUEMU_LAZY=1      work queued in a stream starts only when something waits for it
      CUEMU_PROTECT=1   a GPU's memory faults beyond its end, and wherever the host touches it
      CUEMU_RANGES=1    prints the ranges for Nsight, as threads begin (push) and end them (pop)
+     CUEMU_SEE=KERNEL  records a block of it: see cuda_on_cpu_record.h
      CUEMU_STRICT=1    reports also what a GPU does correctly, but slowly (see section 3)
 
    Restrictions on kernels: one __shared__ array per declaration; template arguments written out at
@@ -111,7 +114,8 @@ extern "C" void AnnotateIgnoreWritesBegin(const char *, int),
 #define __launch_bounds__(...)
 #define __align__(bytes) alignas(bytes)
 #define __shared__ write_one_shared_array_per_declaration
-#define EMU_SHARED(NAME, ...) auto &NAME = emu::shared_array<__VA_ARGS__>([] {})
+#define EMU_SHARED(NAME, ...) \
+    auto &NAME = emu::shared_array<__VA_ARGS__>([] {}, #NAME " " #__VA_ARGS__)
 #define EMU_DYNAMIC(NAME, ...) auto *NAME = (__VA_ARGS__ *)emu::block->dynamic
 #define EMU_LAUNCH(kernel, ...) \
     emu::launch(emu::kernel_name(EMU_NAME kernel, __PRETTY_FUNCTION__), kernel, __VA_ARGS__)
@@ -237,6 +241,7 @@ struct Thread {
     SourceLocation location; // of the barrier or warp operation in which it waits
     unsigned mask;           // of the lanes that it waits for; 0: at a barrier
     Fiber *fiber;            // null: not started
+    bool in_kernel;          // and not in the emulator's own code, which waits and switches
     int copy_groups;
     std::deque<AsyncCopy> copies;
 };
@@ -253,6 +258,12 @@ struct SyncPoint {
 struct SharedArray {
     char *begin;
     size_t bytes;
+    const char *name; // and type
+};
+struct PointerArgument { // of a launch: in argument `number`, at byte `offset`
+    int number;
+    size_t offset;
+    const void *address;
 };
 struct Stream;
 struct Traffic;
@@ -264,7 +275,9 @@ struct Launch {
     size_t dynamic_bytes;
     Stream *stream;
     int device;
-    Traffic *traffic;               // its accesses, if they are counted
+    Traffic *traffic; // its accesses, if they are counted
+    bool recorded;    // one of its blocks is: see cuda_on_cpu_record.h
+    std::vector<PointerArgument> pointers;
     std::function<void(int)> check; // the kernel's arguments
     std::function<void()> call;     // the kernel with its arguments
 };
@@ -290,6 +303,14 @@ struct Block {
     }
     ~Block();
 };
+
+// In cuda_on_cpu_record.h; they do nothing where accesses are not counted
+void begin_recording(unsigned block);
+void end_recording(unsigned block);
+void record_here(char kind, const void *address, long bytes);
+void record_barrier(char kind);
+void record_landing(const void *address);
+void record_flop(long count);
 
 // What this thread of the CPU runs; self is null while it runs no kernel.
 static thread_local Block *block;
@@ -496,7 +517,9 @@ inline void end_thread() {
 EMU_SWITCHES inline void fiber_main() {
     arrive_on_stack(self->fiber);
     for (;;) {
+        self->in_kernel = true;
         launched->call();
+        self->in_kernel = false;
         end_thread();
         yield(); // and continues here as a thread that has not started yet
     }
@@ -506,24 +529,25 @@ EMU_SWITCHES inline void fiber_main() {
 
    Uninitialised when a block starts: every byte is 0xff, a NaN. */
 
-inline void *new_shared(size_t bytes) {
+inline void *new_shared(size_t bytes, const char *name) {
     void *memory;
     if (posix_memalign(&memory, 128, bytes ? bytes : 1) || block->shared.size() == 64)
         die("no memory for an array in shared memory, or more than 64 of them");
     memset(memory, 0xff, bytes);
-    block->shared.push_back({(char *)memory, bytes});
+    block->shared.push_back({(char *)memory, bytes, name});
     return memory;
 }
 
 // `Declaration` is a distinct type for every __shared__. A block's first thread allocates it.
-template <class Array, class Declaration> Array &shared_array(Declaration) {
+template <class Array, class Declaration>
+Array &shared_array(Declaration, [[maybe_unused]] const char *name) {
     Unwatched unwatched;
     static thread_local void *array;
     static thread_local long made_for_block;
     static_assert(sizeof(Array) <= 48 << 10, "static shared memory ends at 48 KB");
     if (made_for_block != block->number) {
         made_for_block = block->number;
-        array = new_shared(sizeof(Array));
+        array = new_shared(sizeof(Array), name);
     }
     return *(Array *)array;
 }
@@ -542,6 +566,7 @@ inline LaneValues &arrive_and_wait(SyncPoint &point, size_t expected, const void
                                    size_t bytes, SourceLocation location, unsigned mask,
                                    bool orders_memory) {
     Unwatched unwatched;
+    self->in_kernel = false;
     LaneValues &values = point.values[point.number % 2];
     memcpy(values[lane()], value, bytes);
     self->location = location;
@@ -563,6 +588,7 @@ inline LaneValues &arrive_and_wait(SyncPoint &point, size_t expected, const void
         point.number++;
     }
     yield();
+    self->in_kernel = true;
     if (orders_memory)
         happens_after(values);
     return values;
@@ -594,9 +620,11 @@ namespace api {
 
 inline void __syncthreads(SourceLocation location = {}) {
     arrive_and_wait(block->barrier, block->threads.size(), "", 0, location, 0, true);
+    record_barrier('|');
 }
 inline void __syncwarp(unsigned mask = 0xffffffff, SourceLocation location = {}) {
     wait_for_lanes(mask, "", 0, location, true);
+    record_barrier('/');
 }
 
 // Groups of `width` adjacent lanes are independent; a lane that would read beyond its group reads
@@ -685,12 +713,14 @@ inline void run_threads(unsigned i) {
         // For the race detector, a thread's creator happens before it, and a reused stack is memory
         // of another thread: each gets a new stack, created by the worker.
         thread->fiber = race_detector ? new_fiber() : nullptr;
-        thread->ended = false;
+        thread->ended = thread->in_kernel = false;
         block->ready.push_back(thread);
     }
-    block->dynamic = new_shared(launched->dynamic_bytes);
+    block->dynamic = new_shared(launched->dynamic_bytes, "dynamic char[]");
+    begin_recording(i);
     switch_fiber(&block->worker, next_fiber());
     happens_after(&block->ended);
+    end_recording(i);
     for (const SharedArray &array : block->shared)
         free(array.begin);
     block->shared.clear();
@@ -798,22 +828,26 @@ inline void run_grid(const Launch *launch) {
 static thread_local int current_device;
 void check_pointer(int number, const void *argument);
 void queue_launch(std::shared_ptr<Launch> launch);
+void add_pointers(std::vector<PointerArgument> *to, int number, const void *argument, size_t bytes);
 template <class T> void check_argument(int number, T argument) {
     if constexpr (std::is_pointer_v<T>)
         check_pointer(number, (const void *)argument);
 }
 
 // The name of a launched kernel. Where it is a parameter of the template that launches it, the name
-// of that function, as the compiler spells it, says which: "each(Work) [with ... KERNEL = x; ...]".
+// of that function, as the compiler spells it, says which: "each(Work) [with ... KERNEL = x; ...]",
+// or "(* KERNEL)(Row, Layout) = x; ...".
 inline const char *kernel_name(const char *name, const std::string &launched_by) {
     static std::set<std::string> names; // which live as long as the program
     static std::mutex mutex;
-    size_t at = launched_by.find(std::string(name) + " = ");
-    if (at == std::string::npos)
+    const size_t at = std::min(launched_by.find(std::string(name) + " = "),
+                               launched_by.find(std::string(name) + ")("));
+    const size_t equals = launched_by.find(" = ", at);
+    if (at == std::string::npos || equals == std::string::npos)
         return name;
-    at = launched_by.find_first_not_of(" =&", at + strlen(name));
+    const size_t begin = launched_by.find_first_not_of(" =&", equals);
     std::lock_guard<std::mutex> lock(mutex);
-    return names.insert(launched_by.substr(at, launched_by.find_first_of(";]", at) - at))
+    return names.insert(launched_by.substr(begin, launched_by.find_first_of(";]", begin) - begin))
         .first->c_str();
 }
 
@@ -826,9 +860,12 @@ auto launch(const char *name, void (*kernel)(Parameters...), dim3 grid, dim3 blo
             (check_argument(++number, arguments), ...);
         };
         auto call = [=] { kernel(arguments...); };
+        std::vector<PointerArgument> pointers;
+        [[maybe_unused]] int number = 0;
+        (add_pointers(&pointers, ++number, &arguments, sizeof arguments), ...);
         queue_launch(std::make_shared<Launch>(Launch{name, (const void *)kernel, location, grid,
                                                      block, dynamic_bytes, stream, current_device,
-                                                     nullptr, check, call}));
+                                                     nullptr, false, pointers, check, call}));
     };
 }
 } // namespace emu

@@ -284,15 +284,19 @@ static std::map<std::pair<int, const void *>, size_t> dynamic_limits; // by devi
 static std::set<std::pair<int, int>> peers; // the first may access memory of the second
 const size_t STATIC_LIMIT = 48 << 10;
 
-// A GPU of each compute capability: how many multiprocessors it has, and how many KB of shared
-// memory a block can have. T4, A100, RTX 3090, RTX 4060, H100, B200, RTX 5090.
+// A GPU of each compute capability: how many multiprocessors it has, how many KB of shared memory a
+// block can have, and how many KB, threads and blocks a multiprocessor (CUDA programming guide,
+// "Compute Capabilities"). T4, A100, RTX 3090, RTX 4060, H100, B200, RTX 5090.
 struct Gpu {
     long sm;
     int multiprocessors;
-    size_t shared_kb;
+    size_t block_kb, shared_kb;
+    int threads, blocks;
 };
-static const Gpu gpus[] = {{75, 40, 64},   {80, 108, 163},  {86, 82, 99},  {89, 24, 99},
-                           {90, 132, 227}, {100, 148, 227}, {120, 170, 99}};
+static const Gpu gpus[] = {{75, 40, 64, 64, 1024, 16},    {80, 108, 163, 164, 2048, 32},
+                           {86, 82, 99, 100, 1536, 16},   {89, 24, 99, 100, 1536, 24},
+                           {90, 132, 227, 228, 2048, 32}, {100, 148, 227, 228, 2048, 32},
+                           {120, 170, 99, 100, 1536, 24}};
 static const Gpu gpu = [] {
     const long sm = setting("CUEMU_SM", 90);
     for (const Gpu &known : gpus)
@@ -300,7 +304,7 @@ static const Gpu gpu = [] {
             return known;
     die("CUEMU_SM=%ld: expected 75, 80, 86, 89, 90, 100 or 120", sm);
 }();
-static const size_t DYNAMIC_LIMIT = gpu.shared_kb << 10;
+static const size_t DYNAMIC_LIMIT = gpu.block_kb << 10;
 
 inline void check_launch(const Launch *launch) {
     dim3 grid = launch->grid, size = launch->block;
@@ -336,9 +340,22 @@ inline void check_pointer(int number, const void *argument) {
         die("argument %d is memory of device %d, launched on device %d", number, owner, device);
 }
 
+// The pointers to memory of a GPU in an argument, which may be a structure, if they are wanted
+inline void add_pointers(std::vector<PointerArgument> *to, int number, const void *argument,
+                         size_t bytes) {
+    static const bool wanted = getenv("CUEMU_SEE");
+    for (size_t at = 0; wanted && at + sizeof(void *) <= bytes; at += sizeof(void *)) {
+        const void *address;
+        memcpy(&address, (const char *)argument + at, sizeof address);
+        if (find_allocation(address))
+            to->push_back({number, at, address});
+    }
+}
+
 static std::recursive_mutex runtime;
 typedef std::lock_guard<std::recursive_mutex> Lock;
 Traffic *traffic_of(const char *kernel); // see section 6
+bool wants_record(const Launch *launch);
 
 inline void queue_launch(std::shared_ptr<Launch> launch) {
     Lock lock(runtime);
@@ -351,6 +368,7 @@ inline void queue_launch(std::shared_ptr<Launch> launch) {
         launched = launch.get();
         launch->check(0);
         launch->traffic = traffic_of(launch->name);
+        launch->recorded = wants_record(launch.get());
         run_grid(launch.get());
         launched = nullptr;
     });
@@ -430,12 +448,15 @@ struct cudaUUID_t {
 struct cudaFuncAttributes {
     int maxThreadsPerBlock, numRegs; // registers are unknown here
     size_t sharedSizeBytes, localSizeBytes;
+    int ptxVersion, binaryVersion;
 };
 struct cudaDeviceProp {
     char name[256];
     cudaUUID_t uuid;
     size_t totalGlobalMem, sharedMemPerBlock, sharedMemPerBlockOptin;
     int major, minor, warpSize, multiProcessorCount;
+    size_t sharedMemPerMultiprocessor;
+    int maxThreadsPerMultiProcessor, maxBlocksPerMultiProcessor;
 };
 inline const char *cudaGetErrorName(cudaError_t error) {
     const char *const names[] = {EMU_ERRORS(EMU_ERROR_NAME)};
@@ -473,9 +494,12 @@ inline cudaError_t cudaSetDevice(int device) {
 inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp *properties, int device) {
     if (!is_device(device))
         return failed(cudaErrorInvalidDevice);
-    *properties = {
-        "emulated GPU",   {}, device_memory,      STATIC_LIMIT, DYNAMIC_LIMIT, (int)gpu.sm / 10,
-        (int)gpu.sm % 10, 32, gpu.multiprocessors};
+    *properties = {"emulated GPU",      {},
+                   device_memory,       STATIC_LIMIT,
+                   DYNAMIC_LIMIT,       (int)gpu.sm / 10,
+                   (int)gpu.sm % 10,    32,
+                   gpu.multiprocessors, gpu.shared_kb << 10,
+                   gpu.threads,         gpu.blocks};
     // The physical index, independent of CUDA_VISIBLE_DEVICES.
     snprintf(properties->uuid.bytes, 16, "cuda_on_cpu %03d", devices()[(size_t)device]);
     return cudaSuccess;
@@ -505,7 +529,7 @@ cudaError_t cudaFuncSetAttribute(Kernel *kernel, cudaFuncAttribute, int dynamic_
 }
 template <class Kernel>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, Kernel *) {
-    *attributes = {1024, 0, 0, 0};
+    *attributes = {1024, 0, 0, 0, (int)gpu.sm, (int)gpu.sm};
     return cudaSuccess;
 }
 
@@ -719,6 +743,7 @@ template <int PER_REGISTER, float (*decode)(uint32_t)>
 void multiply(float *d, const uint32_t *a, const uint32_t *b, const float *c,
               SourceLocation location = {}) {
     const int HALF_K = 4 * PER_REGISTER;
+    record_flop(4 * 2 * 2 * HALF_K); // of this lane's four numbers
     uint32_t mine[6] = {a[0], a[1], a[2], a[3], b[0], b[1]};
     LaneValues &values = wait_for_lanes(0xffffffff, mine, sizeof mine, location);
     auto element = [&](int lane, int i_register, int i) {
@@ -742,7 +767,9 @@ void multiply(float *d, const uint32_t *a, const uint32_t *b, const float *c,
     }
 }
 
-#ifdef CUEMU_COUNT
+#if defined(CUEMU_COUNT) && __GNUC__ >= 12
+#define EMU_UNCOUNTED __attribute__((no_sanitize("thread"), no_sanitize_coverage))
+#elif defined(CUEMU_COUNT)
 #define EMU_UNCOUNTED __attribute__((no_sanitize("thread")))
 #else
 #define EMU_UNCOUNTED
@@ -772,6 +799,7 @@ inline EMU_UNCOUNTED void emu_ldmatrix_x4(uint32_t *registers, const void *row, 
                                           SourceLocation location = {}) {
     check_shared("ldmatrix", row, location);
     count(SHARED_READ, 16);
+    record_here('r', row, 16);
     LaneValues &values = wait_for_lanes(0xffffffff, &row, sizeof row, location);
     int g = lane() / 4, q = lane() % 4;
     for (int matrix = 0; matrix < 4; matrix++) {
@@ -792,6 +820,9 @@ inline EMU_UNCOUNTED void emu_cp_async16(void *to, const void *from, int bytes,
     if ((uintptr_t)from % 16)
         die("%s:%d: cp.async: source %p is not aligned to 16 bytes", location.file, location.line,
             from);
+    if (bytes > 0)
+        record_here('R', from, bytes);
+    record_here('w', to, 16);
     memset(to, 0xff, 16);
     Unwatched unwatched;
     self->copies.push_back({to, from, bytes, self->copy_groups});
@@ -816,6 +847,7 @@ inline EMU_UNCOUNTED void emu_cp_async_wait(int pending) {
         memset((char *)copy.to + copy.bytes, 0, (size_t)(16 - copy.bytes));
         count(GLOBAL_READ, copy.bytes);
         count(SHARED_WRITE, 16);
+        record_landing(copy.to);
     }
 }
 } // namespace api
@@ -831,13 +863,30 @@ inline Traffic *traffic_of(const char *) {
     return nullptr;
 }
 inline void count(int, long) {}
+inline bool wants_record(const Launch *) {
+    static const bool wanted = getenv("CUEMU_SEE");
+    if (wanted)
+        die("CUEMU_SEE: this program cannot record; make count builds ./cnn-count, which can");
+    return false;
+}
+inline void begin_recording(unsigned) {}
+inline void end_recording(unsigned) {}
+inline void record_here(char, const void *, long) {}
+inline void record_barrier(char) {}
+inline void record_landing(const void *) {}
+inline void record_flop(long) {}
 #else
+} // namespace emu
+#include "cuda_on_cpu_record.h"
+namespace emu {
 struct Traffic {
     long launches, accesses[TRAFFIC_KINDS], bytes[TRAFFIC_KINDS];
 };
 static struct TrafficTable {
     std::map<std::string, Traffic> kernels;
     ~TrafficTable() { // at exit
+        if (kernels.empty())
+            return;
         fprintf(stderr, "%-24s %8s %12s %14s %12s %14s %12s %14s %12s %14s", "kernel", "launches",
                 "global reads", "(bytes)", "writes", "(bytes)", "shared reads", "(bytes)", "writes",
                 "(bytes)");
@@ -864,25 +913,27 @@ inline EMU_UNCOUNTED void count(int kind, long bytes) {
 // Called at each counted access, if it is set; so a test sees what a thread does in which order.
 static void (*observer)(int kind, const void *address, long bytes);
 
-inline EMU_UNCOUNTED void count_access(const void *address, long bytes, bool write) {
-    static thread_local bool counting; // these functions are instrumented as well
-    if (!self || counting)
+inline EMU_UNCOUNTED void count_access(const void *address, long bytes, bool write, bool atomic,
+                                       const void *frame) {
+    if (!self || in_hook) // these functions are instrumented as well
         return;
-    counting = true;
+    in_hook = true;
     const bool shared = is_shared(address, 1);
     if (shared || find_allocation(address)) {
         const int kind = (shared ? SHARED_READ : GLOBAL_READ) + write;
         count(kind, bytes);
+        if (recording)
+            add_event(atomic ? "AB"[shared] : "RWrw"[kind], frame, address, bytes);
         if (observer)
             observer(kind, address, bytes);
     }
-    counting = false;
+    in_hook = false;
 }
 
 #define EMU_HOOK extern "C" EMU_UNCOUNTED __attribute__((used))
-#define EMU_ACCESS_HOOK(NAME, BYTES, WRITE, ...)             \
-    EMU_HOOK void __tsan_##NAME(void *address __VA_ARGS__) { \
-        count_access(address, BYTES, WRITE);                 \
+#define EMU_ACCESS_HOOK(NAME, BYTES, WRITE, ...)                                \
+    EMU_HOOK void __tsan_##NAME(void *address __VA_ARGS__) {                    \
+        count_access(address, BYTES, WRITE, false, __builtin_frame_address(0)); \
     }
 #define EMU_ACCESS_HOOKS(BYTES)                          \
     EMU_ACCESS_HOOK(read##BYTES, BYTES, false)           \
@@ -898,7 +949,7 @@ EMU_ACCESS_HOOK(read_range, bytes, false, , long bytes)
 EMU_ACCESS_HOOK(write_range, bytes, true, , long bytes)
 #define EMU_ATOMIC_HOOK(BITS, RESULT, NAME, WRITE, OPERATION, ...)                       \
     EMU_HOOK RESULT __tsan_atomic##BITS##_##NAME(uint##BITS##_t *address, __VA_ARGS__) { \
-        count_access(address, BITS / 8, WRITE);                                          \
+        count_access(address, BITS / 8, WRITE, true, __builtin_frame_address(0));        \
         return OPERATION;                                                                \
     }
 #define EMU_ATOMIC_HOOKS(BITS, T)                                                                \

@@ -24,7 +24,7 @@
 #define __launch_bounds__(threads, blocks)                  \
     __attribute__((amdgpu_flat_work_group_size(1, threads), \
                    amdgpu_waves_per_eu(((threads) * (blocks) + 255) / 256)))
-#define SM_MAJOR(properties) 0
+#define SM_OF(properties) 0
 #define PLATFORM "HIP"
 #define REBUILD "make HIP=1 HIP_ARCH=gfx90a, or what rocminfo shows"
 using std::max; // those of HIP's headers for the host take int

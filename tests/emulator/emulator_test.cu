@@ -7,6 +7,7 @@
      emulator_test bugs          the names of the bugs
      emulator_test devices       how many GPUs there are
      emulator_test properties    the first one's: compute capability, multiprocessors, shared memory
+                                 of a block; shared memory, threads, blocks of a multiprocessor
      emulator_test speed         what a barrier, a shuffle, a launch and a thread cost here */
 
 #include <cuda_bf16.h>
@@ -1439,8 +1440,9 @@ int main(int argc, char **argv) {
     } else if (strcmp(what, "properties") == 0) {
         cudaDeviceProp p;
         CHECK(cudaGetDeviceProperties(&p, 0));
-        printf("sm_%d%d %d %zu\n", p.major, p.minor, p.multiProcessorCount,
-               p.sharedMemPerBlockOptin);
+        printf("sm_%d%d %d %zu %zu %d %d\n", p.major, p.minor, p.multiProcessorCount,
+               p.sharedMemPerBlockOptin, p.sharedMemPerMultiprocessor,
+               p.maxThreadsPerMultiProcessor, p.maxBlocksPerMultiProcessor);
         known = true;
     } else if (strcmp(what, "bugs") == 0) {
         for (auto &bug : bugs) {

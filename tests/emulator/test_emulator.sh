@@ -157,8 +157,8 @@ test_environment() {
     done
     start plain CUEMU_MEMORY=1000 ""
     same memory "exit 3, out of memory" "exit $status, $(grep -o 'out of memory' "$err")"
-    same sm/default "sm_90 132 232448" "$("$tmp/plain" properties 2>/dev/null)"
-    same sm/80 "sm_80 108 166912" "$(CUEMU_SM=80 "$tmp/plain" properties 2>/dev/null)"
+    same sm/default "sm_90 132 232448 233472 2048 32" "$("$tmp/plain" properties 2>/dev/null)"
+    same sm/80 "sm_80 108 166912 167936 2048 32" "$(CUEMU_SM=80 "$tmp/plain" properties 2>/dev/null)"
     start plain CUEMU_SM=70 properties
     holds sm/unknown "a report" "$(cat "$err")" grep -qx 'cuda_on_cpu: CUEMU_SM=70: expected 75, 80, .* or 120' "$err"
     local function

@@ -7,11 +7,12 @@
 #
 # NETS="mnist,64 resnet18,128": only these; cifar64 is --model cifar --width 64. VARIANTS="fp32 bf16": only these.
 # MODES="eager graph": how PyTorch runs (compiling resnet50 takes minutes), or none. PYTHON=...: one that imports
-# torch.
+# torch. LIMITS=none: without the limits of the device.
 # OUT=DIR: build/bench_gpu's JSON, one file for each variant.
 #
-# A line of key=value for each measurement, then a table. step_ms is the median of a step of ./cnn on a data set in
-# the GPU's memory, loader, log and the loss's way to the host included. roofline_ms is what build/bench_gpu explains.
+# A line of key=value for each measurement, then a table, also of what was measured if this is stopped. step_ms is the
+# median of a step of ./cnn on a data set in the GPU's memory, loader, log and the loss's way to the host included.
+# roofline_ms is what build/bench_gpu explains.
 # Exit status 77 without a GPU; 1 if ./cnn failed, but not if it refused a variant, which the line then says.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
@@ -24,7 +25,7 @@ bf16       bf16 --kernels tensor --precision bf16
 fp16       fp16 --kernels tensor --precision fp16
 bf16+graph bf16 --kernels tensor --precision bf16 --graph on
 '
-nets=${NETS:-"mnist,64 cifar64,50 cifar64,250 resnet18,128 resnet50,256"}
+nets=${NETS:-"mnist,64 resnet18,128 cifar64,250 resnet50,256 cifar64,50"}
 cnn=./cnn operations=build/bench_gpu emulated='' device=cuda
 if [ "${EMULATE:-0}" != 0 ]; then
     nets=${NETS:-"mnist,2 cifar6,3 resnet8,2"}
@@ -34,6 +35,12 @@ fi
 tmp=$(mktemp -d) || exit 1
 trap 'rm -rf "$tmp"' EXIT
 failed=0
+
+# of_variants FIELDS: of the lines above, those of the wanted variants
+of_variants() {
+    awk -v wanted=" ${VARIANTS:-} " 'NF && (wanted == "  " || index(wanted, " " $1 " "))' <<<"$variants" |
+        tr -s ' ' | cut -d ' ' -f "$1"
+}
 
 # say LINE: to stdout, and kept for the table
 say() { echo "$*" | tee -a "$tmp/lines"; }
@@ -49,11 +56,14 @@ python=
 limits() {
     local variant=$1 status json=()
     shift
-    [ -z "${OUT:-}" ] || json=(--json "$OUT/operations-$variant.json")
+    [ -z "${OUT:-}" ] || json=(--json "$tmp/operations")
     "$operations" --nets "$nets" "${json[@]}" "$@" >"$tmp/limits-$variant" 2>"$tmp/err" </dev/null
     status=$?
     case $status in
-    0) say "variant=$variant $(grep '^emulated=' "$tmp/limits-$variant")" ;;
+    0)
+        say "variant=$variant $(grep '^emulated=' "$tmp/limits-$variant")"
+        [ -z "${OUT:-}" ] || mv "$tmp/operations" "$OUT/operations-$variant.json" # never half of it
+        ;;
     2) say "variant=$variant refused: $(reason "$tmp/err")" ;;
     77) cat "$tmp/err" >&2 && exit 77 ;;
     *) say "variant=$variant failed: $(reason "$tmp/err")" && failed=1 ;;
@@ -92,20 +102,24 @@ ours() {
         say "$line steps=$(($(wc -l <"$tmp/run/steps.csv") - 1)) emulated=true"
     else
         read -r count ms < <(median_step)
-        limit=$(grep "^net=$model width=$width batch=$batch " "$tmp/limits-${variant%+*}")
+        limit=$(grep -s "^net=$model width=$width batch=$batch " "$tmp/limits-${variant%+*}")
         say "$line steps=$count step_ms=$ms $(awk -v batch="$batch" -v ms="$ms" \
             -v roofline="$(value roofline_ms <<<"$limit")" -v mflop="$(value mflop <<<"$limit")" '
-                BEGIN { printf "img_per_s=%.1f gflops=%.0f roofline_ms=%s percent_of_roofline=%.1f",
-                    1e3 * batch / ms, mflop / ms, roofline, 100 * roofline / ms }')"
+                BEGIN {
+                    printf "img_per_s=%.1f", 1e3 * batch / ms
+                    if (mflop)
+                        printf " gflops=%.0f roofline_ms=%s percent_of_roofline=%.1f", mflop / ms, roofline,
+                            100 * roofline / ms
+                }')"
     fi
 }
 
 # theirs NET: PyTorch's lines; the first time also the products that it times to show what the GPU can do
 lines_of_torch='^torch '
 theirs() {
-    local options=()
+    local options=(--precisions "$(of_variants 2 | sort -u | xargs)")
     [ -n "$python" ] || return
-    [ -z "${MODES:-}" ] || options=(--modes "$MODES")
+    [ -z "${MODES:-}" ] || options+=(--modes "$MODES")
     "$python" tests/gpu/bench_pytorch_gpu.py --nets "$1" --device $device "${options[@]}" >"$tmp/out" 2>"$tmp/err"
     case $? in
     0) grep "$lines_of_torch" "$tmp/out" | tee -a "$tmp/lines" && lines_of_torch=' net=' ;;
@@ -123,6 +137,7 @@ table() {
         }
         function least(key, ms) { if (!(key in best) || ms < best[key]) best[key] = ms }
         function ratio(key, ms) { return key in best && ms > 0 ? sprintf("%.2f", best[key] / ms) : "-" }
+        function or_dash(key, format) { return get(key) == "" ? "-" : sprintf(format, get(key)) }
         function or_none(key) { return key in best ? sprintf("%.3f", best[key]) : "-" }
         /^torch .* step_ms=/ {
             key = get("net") "," get("batch") "," get("precision")
@@ -138,28 +153,29 @@ table() {
             sub(/\+.*/, "", precision)
             key = get("net") "," get("batch") "," precision
             ms = get("step_ms")
-            printf "%-9s %5d %-10s %10.3f %10.1f %10.0f %10.1f %12s %6s %12s %6s\n", get("net"), get("batch"),
-                get("variant"), ms, get("img_per_s"), get("gflops"), get("percent_of_roofline"),
-                or_none("eager," key), ratio("eager," key, ms), or_none("graph," key), ratio("graph," key, ms)
+            printf "%-9s %5d %-10s %10.3f %10.1f %10s %10s %12s %6s %12s %6s\n", get("net"), get("batch"),
+                get("variant"), ms, get("img_per_s"), or_dash("gflops", "%.0f"),
+                or_dash("percent_of_roofline", "%.1f"), or_none("eager," key), ratio("eager," key, ms),
+                or_none("graph," key), ratio("graph," key, ms)
         }' "$tmp/lines" "$tmp/lines"
     echo "torch eager: ms of the faster of NCHW and NHWC in the same precision; torch graph: of torch.compile and"
     echo "a CUDA graph; ratio: how many times as fast ./cnn is. % roofline: of tensor cores, relative to the best"
     echo "that these kernels reach in a large convolution (peak=own_product above)."
 }
 
-wanted=${VARIANTS:-$(awk 'NF { print $1 }' <<<"$variants" | xargs)}
+# Bash waits for a program before it handles the signal, which that program gets as well
+trap '[ -n "$emulated" ] || table; exit 143' TERM
+
 while read -r variant _ options; do
-    [[ " $wanted " == *" ${variant:-none} "* ]] || continue
     # a graph does not change the operations
     # shellcheck disable=SC2086 # the options are several words
-    case $variant in *+graph) ;; *) limits "$variant" $options ;; esac
-done <<<"$variants"
+    case ${LIMITS:-}$variant in none* | *+graph) ;; *) limits "$variant" $options ;; esac
+done < <(of_variants 1-)
 for net in $nets; do
     while read -r variant _ options; do
-        [[ " $wanted " == *" ${variant:-none} "* ]] || continue
         # shellcheck disable=SC2086
         ours "$net" "$variant" $options
-    done <<<"$variants"
+    done < <(of_variants 1-)
     theirs "$net"
 done
 [ -n "$emulated" ] || table

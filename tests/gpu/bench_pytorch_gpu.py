@@ -8,8 +8,8 @@ takes it by default for convolutions: it must be told apart from plain 32-bit ar
 picks its fastest algorithm.  Every step ends with a wait for the GPU, as one of ./cnn does.  A
 matrix product of 8192 x 8192 shows what the GPU itself can do.
 
-usage: bench_pytorch_gpu.py [--nets "mnist,64 cifar64,250"] [--modes "eager graph"] [--seconds 1]
-                            [--device cuda]
+usage: bench_pytorch_gpu.py [--nets "mnist,64 cifar64,250"] [--modes "eager graph"]
+                            [--precisions "fp32 bf16"] [--seconds 1] [--device cuda]
 One line of key=value a measurement; a mode that PyTorch refuses is named on a line of its own.  Exit
 code 77 without PyTorch or a GPU that it can use.
 """
@@ -23,7 +23,7 @@ from typing import NamedTuple
 sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "../bench"))
 from bench_pytorch import LAYOUTS, MODELS, F, median_seconds, torch
 
-NETS = "mnist,64 cifar64,50 cifar64,250 resnet18,128 resnet50,256"
+NETS = "mnist,64 resnet18,128 cifar64,250 resnet50,256 cifar64,50"
 
 
 class Mode(NamedTuple):
@@ -129,6 +129,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--nets", default=NETS, help="model,batch size, ...")
     parser.add_argument("--modes", default="eager compiled graph", help="of these: %(default)s")
+    parser.add_argument("--precisions", default="fp32 tf32 bf16 fp16", help="of these: %(default)s")
     parser.add_argument("--seconds", type=float, default=1, help="to measure, each case")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try it")
     args = parser.parse_args()
@@ -149,7 +150,7 @@ def main():
     for net in args.nets.split():
         name, batch = net.split(",")
         for mode in MODES:
-            if mode.run not in args.modes.split():
+            if mode.run not in args.modes.split() or mode.precision not in args.precisions.split():
                 continue
             line = (f"{case} net={name} batch={batch} run={mode.run} layout={mode.layout} "
                     f"precision={mode.precision}")

@@ -1,29 +1,36 @@
 #!/usr/bin/env bash
 # All checks and measurements that need a GPU, without a network, in parts of at most eight minutes:
 #
-#   correctness   first the tensor cores' fragments; then compares the GPU's kernels with the CPU's, trains, looks
-#                 for races and invalid accesses
+#   correctness   first the tensor cores' fragments; then compares the GPU's kernels with the CPU's, and trains
+#   sanitizers    looks for races, invalid accesses and uninitialized memory
 #   speed         trains an epoch, times whole steps and each operation, in each precision
-#   pytorch       times steps beside PyTorch's on the same GPU
+#   pytorch       times steps beside PyTorch's on the same GPU, eager and as CUDA graphs
+#   compiled      the same beside torch.compile: first the ResNets in bf16
 #   ablation      each optimization on top of those before: speed and accuracy
 #
-#   tests/gpu/gpu_check.sh [PART...]    on the first GPU; COMMIT=... where git cannot tell
+# They do not show: GPUs other than this one; copies between GPUs where there is only one; NCCL; the accuracy that
+# fp16 reaches; that a run on the GPU can be resumed.
+#
+#   tests/gpu/gpu_check.sh [PART...]    on the first GPU; COMMIT=... where git cannot tell. CUDA_ARCH=sm_90: with
+#                                   kernels that `make CUDA_ARCH=sm_90` has compiled where there was no GPU
 #   tests/gpu/gpu_check.sh --emulated   the same in the emulator, tiny and without speeds, to show
 #                                   that this script works; writes build/gpu_check_emulated.json. QUICK=1: with
 #                                   smaller networks
 #
-# Writes tests/gpu/results/DEVICE-DATE.json, with all parts of this call; also to $OUT if that is set.
+# Writes tests/gpu/results/DEVICE-DATE.json, with all parts of this call; also to $OUT if that is set. It is written
+# again after each step, so that it is there if this script is stopped.
 # Prints `pass gpu_check/NAME`, `fail gpu_check/NAME: why`, `skip gpu_check/NAME: why`. A step that
-# fails or takes too long does not stop the others; a tool that the machine refuses is skipped. Exit status 1
+# fails or takes too long does not stop the others; a tool that the machine refuses is skipped, and so is a slow
+# tool that has found nothing when its time is over. Exit status 1
 # if a check failed; a measurement that failed is a check in the emulator only. All output of the steps:
 # build/gpu_check.log. test_gpu_check.sh makes each check fail once.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 export LC_ALL=C PYTHONDONTWRITEBYTECODE=1
 total=440 # seconds of a part; the rest of its eight minutes is for what has to be killed
-known=(correctness speed pytorch ablation)
+known=(correctness sanitizers speed pytorch compiled ablation)
 patience=1 # by which the limits are multiplied: the emulator runs beside other tests
-emulated=false cnn=./cnn programs=build/ settings=(CUDA_ARCH=native)
+emulated=false cnn=./cnn programs=build/ settings=(CUDA_ARCH="${CUDA_ARCH:-native}")
 if [ "${1:-}" = --emulated ]; then
     emulated=true cnn=./cnn-emu programs=build/emu_ settings=() patience=10
     shift
@@ -45,7 +52,7 @@ tmp=$(mktemp -d) || exit 1
 trap 'rm -rf "$tmp"' EXIT
 mkdir -p build tests/gpu/results
 : >build/gpu_check.log
-steps='' failures=0
+steps='' failures=0 running='' current='' file=''
 
 # ---- JSON
 
@@ -89,29 +96,56 @@ report() {
     fi
 }
 
-# step KIND NAME LIMIT COMMAND...: at most LIMIT seconds; output goes to $tmp/NAME
+# finding NAME: the first failure that a program, or compute-sanitizer after its name, has reported so far
+finding() { grep -v COMPUTE-SANITIZER "$tmp/$1" | grep -m 1 -E '^fail |^========= '; }
+
+# When this script is stopped, what the step has printed so far is a result, too.
+stopped() {
+    if [ -n "$running" ]; then
+        kill "$running"
+        wait "$running"
+        cat "$tmp/$current" >>build/gpu_check.log
+        report check "$current" fail "gpu_check.sh was stopped" 0
+        write_results
+    fi
+    exit 1
+}
+trap stopped TERM INT HUP
+
+# step KIND NAME LIMIT COMMAND...: at most LIMIT seconds; output goes to $tmp/NAME. KIND slow: a check that is skipped
+# if there is too little time for it and it has found nothing until then
 step() {
-    local kind=$1 name=$2 limit=$((patience * $3)) status
+    local kind=${1/slow/check} late=fail name=$2 limit=$((patience * $3)) status
     local left=$((patience * total - SECONDS)) begin=$SECONDS result=fail why
+    [ "$1" != slow ] || late=skip
     shift 3
     [ "$limit" -le "$left" ] || limit=$left
     if [ "$limit" -lt 1 ]; then
-        report "$kind" "$name" fail "no time left of $total s" 0
+        report "$kind" "$name" $late "no time left of $total s" 0
         return 1
     fi
-    # STEP: for the stand-ins of test_gpu_check.sh
-    STEP=$name timeout -k 5 "$limit" "$@" >"$tmp/$name" 2>&1 </dev/null
+    printf '\n==== %s: %s\n' "$name" "$*" >>build/gpu_check.log
+    # STEP: for the stand-ins of test_gpu_check.sh. In the background, so that a signal is handled at once
+    STEP=$name timeout -k 5 "$limit" "$@" >"$tmp/$name" 2>&1 </dev/null &
+    running=$! current=$name
+    wait $running
     status=$?
+    running=
     why=$(grep -m 1 '^fail ' "$tmp/$name" || grep -m 1 'error: ' "$tmp/$name" ||
         grep -v '^$' "$tmp/$name" | tail -n 1)
     case $status in
     0) [[ $why == fail\ * ]] || result=pass why= ;;
     77) result=skip why=${why#skip: } ;;
-    124 | 137) why="stopped after $limit s" ;;
+    124 | 137)
+        why=$(finding "$name")
+        [ -n "$why" ] || result=$late
+        why="stopped after $limit s${why:+: $why}"
+        ;;
     *) why="exit status $status: $why" ;;
     esac
-    { printf '\n==== %s: %s\n' "$name" "$*" && cat "$tmp/$name"; } >>build/gpu_check.log
+    cat "$tmp/$name" >>build/gpu_check.log
     report "$kind" "$name" "$result" "$why" $((SECONDS - begin))
+    write_results
     return $status
 }
 
@@ -153,7 +187,7 @@ same_losses() {
 
 # csv FILE: a comma-separated list of JSON objects, one for each row
 csv() {
-    python3 - "$1" <<'END'
+    [ ! -e "$1" ] || python3 - "$1" <<'END'
 import csv, json, sys
 def cell(text):
     try:
@@ -185,6 +219,45 @@ epoch_lines() {
 
 hash_of() { grep -osE '[0-9a-f]{16}$' "$tmp/$1.run/epochs.csv" || echo "no hash of $1"; }
 
+# ---- Results
+
+driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1)
+nvcc=$({ nvcc --version || "$cuda/nvcc" --version; } 2>/dev/null | grep -om 1 'V[0-9][0-9.]*')
+
+# file_of DEVICE: where the results are written
+file_of() {
+    local slug
+    slug=$(tr '[:upper:]' '[:lower:]' <<<"${1%%,*}" | sed 's/[^a-z0-9]\+/-/g; s/^-//; s/-$//')
+    if [ $emulated = true ]; then
+        echo build/gpu_check_emulated.json
+    elif [[ $1 == *sm_* ]]; then
+        echo "tests/gpu/results/$slug-$(tr -d : <<<"${date%:*}").json"
+    else
+        echo build/gpu_check_without_gpu.json
+    fi
+}
+
+# write_results: of all steps until now, of which the last one may still run
+write_results() {
+    [ -n "$file" ] || return
+    {
+        printf '{"device": %s, "uuid": %s,\n' "$(quoted "$(of_run device)")" "$(quoted "$(of_run uuid)")"
+        printf ' "driver": %s, "driver_version": %s, "nvcc": %s,\n' "$(quoted "$(of_run driver)")" \
+            "$(quoted "$driver")" "$(quoted "$nvcc")"
+        printf ' "date": "%s", "commit": %s, "emulated": %s,\n' "$date" "$(quoted "$commit")" $emulated
+        printf ' "steps": [%s],\n' "$steps"
+        printf ' "epochs": [%s],\n' "$(epoch_lines | objects)"
+        printf ' "training_steps": [%s],\n' "$(grep -hs '^net=.* step' "$tmp"/{bench,pytorch,compiled*} | objects)"
+        printf ' "operations": [%s],\n' "$(find "$tmp" -path '*/operations/*.json' | sort |
+            xargs -r paste -sd ' ' | sed '$!s/$/,/')"
+        printf ' "ablation": [%s],\n' "$(csv "$tmp/ablation.run/ablation.csv")"
+        printf ' "pytorch": [%s]}\n' "$(grep -hs '^torch .* precision=.*=' "$tmp"/{pytorch,compiled*} |
+            grep -v ' does not work ' | objects)"
+    } >"$tmp/results.json"
+    cp "$tmp/results.json" "$file.new" && mv "$file.new" "$file" # never half of it
+    [ -z "${OUT:-}" ] || cp "$file" build/gpu_check.log "$OUT"
+}
+
 # ---- The steps
 
 targets=("${cnn#./}" "${programs}bench_gpu" "${programs}test_cuda" "${programs}test_tensor")
@@ -200,12 +273,13 @@ if [ $emulated = true ]; then
 else
     mnist=("${synthetic[@]}")
     cifar=("${synthetic[@]}" --model cifar --width 64 --batch-size 250)
-    # enough images for accuracies that can be compared, and few enough for the slowest rung
-    tests=(all) bench=() ladder=(--program "$cnn" --limit 10240)
+    # few enough images for the slowest rung, which takes up to 50 s for each of the three seeds
+    tests=(all) bench=() ladder=(--program "$cnn" --limit 2560)
 fi
 
 step check build 200 make -s -j "$(nproc)" COMMIT="$commit" "${settings[@]}" "${targets[@]}"
 step check first 30 $cnn "${first[@]}" --out "$tmp/first.run"
+file=$(file_of "$(of_run device)")
 judge on_gpu "a line Device: with sm_" "$(grep '^Device' "$tmp/first")" grep '^Device:.*sm_' "$tmp/first"
 
 part_correctness() {
@@ -214,7 +288,8 @@ part_correctness() {
     judge_tensor tensor tensor_tests "a test of the tensor kernels" "$(grep -v comparison "$tmp/tensor" | head -n 1)" \
         grep '^pass .*tensor' "$tmp/tensor"
     step check layouts 30 "${programs}test_tensor"
-    judge_tensor layouts all_layouts "10 tests that passed" "$(cat "$tmp/layouts")" test "$(grep -c '^pass ' "$tmp/layouts")" -eq 10
+    judge_tensor layouts all_layouts "10 tests that passed" "$(cat "$tmp/layouts")" \
+        test "$(grep -c '^pass ' "$tmp/layouts")" -eq 10
     step check test_cuda 120 "${programs}test_cuda" "${tests[@]}"
     judge some_tests "10 tests that passed" "$(grep -c '^pass ' "$tmp/test_cuda")" \
         test "$(grep -c '^pass ' "$tmp/test_cuda")" -ge 10
@@ -240,44 +315,63 @@ part_correctness() {
         judge ${mode}_same "the same losses to 1e-3" \
             "$(losses $mode | paste -sd ' ' | cut -c 1-100)" same_losses once $mode
     done
-    [ $emulated = true ] || sanitizers
 }
+
+tools='memcheck check 100
+synccheck check 60
+initcheck slow 100
+racecheck slow 150'
 
 # tool NAME: its path
 tool() { command -v "$1" || command -v "$cuda/$1"; }
 
-# Not every machine with a GPU permits it: the first, smallest run shows that.
-sanitizers() {
-    local sanitizer name why='' options
+# Not every machine with a GPU permits it: the first, smallest run shows that. Two of the tools can take longer than
+# a part has.
+part_sanitizers() {
+    local sanitizer name kind limit why='' options
+    [ $emulated = false ] || return
     if ! sanitizer=$(tool compute-sanitizer); then
         why="compute-sanitizer is not installed"
     elif ! timeout -k 5 30 "$sanitizer" $cnn "${first[@]}" 2>&1 | tee "$tmp/dry" | grep -q SUMMARY; then
-        why="compute-sanitizer does not work here: $(grep '^=' "$tmp/dry" | head -n 1)"
+        why="compute-sanitizer does not work here: $(finding dry)"
     fi
-    for name in memcheck racecheck initcheck synccheck; do
+    while read -r name kind limit; do
         if [ -n "$why" ]; then
-            report check $name skip "$why" 0
+            report check "$name" skip "$why" 0
         else
             options=(--tool "$name" --error-exitcode 9)
             # test_cuda provokes errors of CUDA's functions; memcheck alone would report them
             [ "$name" != memcheck ] || options+=(--report-api-errors no)
-            step check $name 60 "$sanitizer" "${options[@]}" "${programs}test_cuda" tiny
+            step "$kind" "$name" "$limit" "$sanitizer" "${options[@]}" "${programs}test_cuda" tiny
         fi
-    done
+    done <<<"$tools"
 }
 
 # How close the kernels of convolutions come to the device's limits, by its own counters, which only some
-# machines let a user read.
+# machines let a user read: the last forward passes of ResNet-18 and the first backward passes.
 counters() {
-    local ncu
+    local ncu why=''
     if ! ncu=$(tool ncu); then
-        report figure ncu skip "ncu is not installed" 0
+        why="ncu is not installed"
     elif ! timeout -k 5 60 "$ncu" --launch-count 1 $cnn "${first[@]}" >"$tmp/dry" 2>&1 ||
         ! grep -q '^==PROF== Profiling' "$tmp/dry"; then
-        report figure ncu skip "ncu does not work here: $(grep -m 1 '^==ERROR' "$tmp/dry")" 0
+        why="ncu does not work here: $(grep -m 1 '^==ERROR' "$tmp/dry")"
+    fi
+    profile ncu "$why" --kernels tiled --precision fp32
+    [ -n "$why" ] || [ "$(compute_capability)" -ge 80 ] || why="this GPU has no tensor cores that cnn uses"
+    profile ncu_tensor "$why" --kernels tensor --precision bf16
+}
+
+compute_capability() { of_run device | grep -oP 'sm_\K\d+' || echo 0; }
+
+# profile NAME WHY_NOT OPTIONS...
+profile() {
+    if [ -n "$2" ]; then
+        report figure "$1" skip "$2" 0
     else
-        step figure ncu 60 "$ncu" --section SpeedOfLight --section Occupancy --launch-count 12 \
-            --kernel-name regex:gemm $cnn "${few[@]}"
+        step figure "$1" 80 "$ncu" --section SpeedOfLight --section Occupancy --launch-skip 12 --launch-count 30 \
+            --kernel-name 'regex:gemm|tensor' $cnn "${synthetic[@]}" --model resnet18 --batch-size 128 \
+            --limit-train 128 --limit-test 8 "${@:3}"
     fi
 }
 
@@ -298,17 +392,22 @@ part_speed() {
     fi
 }
 
-# torch.compile takes a minute for a large network, so it comes last.
-part_pytorch() {
-    local python
+# beside_pytorch NAME LIMIT SETTINGS...: bench_gpu.sh, without the limits of the device, which `speed` has measured
+beside_pytorch() {
     [ $emulated = false ] || return
-    python=$(tests/python_with.sh torch)
-    if [ -z "$python" ]; then
-        report figure pytorch skip "PyTorch is not installed" 0
-        return
+    if tests/python_with.sh torch >/dev/null; then
+        step figure "$1" "$2" env LIMITS=none "${@:3}" tests/gpu/bench_gpu.sh
+    else
+        report figure "$1" skip "PyTorch is not installed" 0
     fi
-    step figure pytorch 280 env MODES="eager graph" tests/gpu/bench_gpu.sh
-    step figure pytorch_compiled 240 "$python" tests/gpu/bench_pytorch_gpu.py --modes compiled
+}
+
+part_pytorch() { beside_pytorch pytorch 420 MODES="eager graph"; }
+
+# torch.compile takes a minute for a large network: first what is to be compared.
+part_compiled() {
+    beside_pytorch compiled 300 MODES=compiled NETS="resnet18,128 resnet50,256" VARIANTS="bf16 bf16+graph"
+    beside_pytorch compiled_rest 420 MODES=compiled VARIANTS="fp32 tf32"
 }
 
 part_ablation() {
@@ -332,34 +431,10 @@ for part; do
     SECONDS=0
 done
 
-# ---- Results
-
-name=$(of_run device)
-slug=$(tr '[:upper:]' '[:lower:]' <<<"${name%%,*}" | sed 's/[^a-z0-9]\+/-/g; s/^-//; s/-$//')
-file=tests/gpu/results/$slug-$(tr -d : <<<"${date%:*}").json
-[[ $name == *sm_* ]] || file=build/gpu_check_without_gpu.json
-[ $emulated = false ] || file=build/gpu_check_emulated.json
-driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1)
-nvcc=$({ nvcc --version || "$cuda/nvcc" --version; } 2>/dev/null | grep -om 1 'V[0-9][0-9.]*')
-{
-    printf '{"device": %s, "uuid": %s,\n' "$(quoted "$name")" "$(quoted "$(of_run uuid)")"
-    printf ' "driver": %s, "driver_version": %s, "nvcc": %s,\n' "$(quoted "$(of_run driver)")" \
-        "$(quoted "$driver")" "$(quoted "$nvcc")"
-    printf ' "date": "%s", "commit": %s, "emulated": %s,\n' "$date" "$(quoted "$commit")" $emulated
-    printf ' "steps": [%s],\n' "$steps"
-    printf ' "epochs": [%s],\n' "$(epoch_lines | objects)"
-    printf ' "training_steps": [%s],\n' "$(grep -hs '^net=.* step' "$tmp"/{bench,pytorch} | objects)"
-    printf ' "operations": [%s],\n' "$(find "$tmp" -path '*/operations/*.json' | sort | xargs -r paste -sd ' ' |
-        sed '$!s/$/,/')"
-    printf ' "ablation": [%s],\n' "$(csv "$tmp/ablation.run/ablation.csv" 2>/dev/null)"
-    printf ' "pytorch": [%s]}\n' "$(grep -hs '^torch .* precision=.*=' "$tmp"/pytorch{,_compiled} |
-        grep -v ' does not work ' | objects)"
-} >"$tmp/results.json"
+write_results
 if command -v python3 >/dev/null; then
-    judge json "JSON" "$(python3 -m json.tool "$tmp/results.json" 2>&1 | tail -n 1)" \
-        python3 -m json.tool "$tmp/results.json"
+    judge json "JSON" "$(python3 -m json.tool "$file" 2>&1 | tail -n 1)" python3 -m json.tool "$file"
 fi
-cp "$tmp/results.json" "$file"
-[ -z "${OUT:-}" ] || cp "$file" build/gpu_check.log "$OUT"
+write_results
 echo "$failures failed; results: $file"
 [ "$failures" -eq 0 ]

@@ -1780,12 +1780,13 @@ static void test_loss_scale(const Kernels *k) {
     verdict("loss scale, %s", PRECISION_OF(k));
 }
 
-static const char no_tensor_cores[] = "this GPU has no tensor cores that cnn uses";
+static const char no_tensor_cores[] =
+    "this GPU has no tensor cores that cnn uses in this precision";
 
 static bool lacks_tensor_cores(const Kernels *k) {
     DeviceInfo device = {0};
     k->device->describe(&device);
-    return k->name == TENSOR && !device.tensor_cores;
+    return k->name == TENSOR && !device.tensor_cores[k->precision];
 }
 
 static void print_weights(void) {

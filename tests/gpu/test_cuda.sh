@@ -339,12 +339,13 @@ EOF
     refused autotune_on_cpu 2 "--autotune on: expected a GPU" --autotune on --no-cuda --dataset synthetic
     refused tensor_fp32 2 "--kernels tensor --precision fp32: expected one of these on a GPU: naive in fp32, tiled in \
 fp32, tensor in fp16, tensor in bf16, tensor in tf32" --kernels tensor --precision fp32
-    # A GPU without tensor cores: what the message advises works, also after a file that asks for them.
-    local needed="--kernels tensor: expected a GPU with tensor cores that cnn uses (sm_80 or newer), found "
-    printf -- '--kernels tensor --precision fp16\n' >"$tmp/amp.args"
-    for how in "--kernels tensor" "--precision tf32" "--precision bf16" "@$tmp/amp.args"; do
+    # A GPU with older tensor cores: what the message advises works, also after a file that asks for newer ones.
+    local needed="--kernels tensor: expected a GPU with tensor cores that cnn uses in"
+    printf -- '--kernels tensor --precision bf16\n' >"$tmp/amp.args"
+    for how in "tf32 --kernels tensor" "tf32 --precision tf32" "bf16 --precision bf16" "bf16 @$tmp/amp.args"; do
         # shellcheck disable=SC2086 # words
-        CUEMU_SM=75 refused "older/${how##*/}" 2 "$needed" --dataset synthetic "${cifar[@]}" $how
+        CUEMU_SM=75 refused "older/${how##*/}" 2 "$needed ${how%% *} (sm_80 or newer; fp16: sm_75), found " \
+            --dataset synthetic "${cifar[@]}" ${how#* }
     done
     same older/named "emulated GPU, sm_75; use --kernels tiled --precision fp32" \
         "$(grep -oP 'found \Kemulated GPU, sm_75(?=[,;])|; use .*' "$err" | tr -d '\n')"
@@ -352,6 +353,11 @@ fp32, tensor in fp16, tensor in bf16, tensor in tf32" --kernels tensor --precisi
     equal older nhwc
     CUEMU_SM=75 train older_default "${cifar[@]}"
     equal older_default nhwc
+    if [ -z "${QUICK:-}" ]; then # fp16 in the smallest tile; autotune finds no other one
+        CUEMU_SM=75 train older_fp16 "${cifar[@]}" --precision fp16 --autotune on
+        equal older_fp16 fp16
+        same older_fp16/autotune "" "$(grep '^Autotune: ' "$out")"
+    fi
 }
 
 # what_fits NAME OPTIONS...: the largest batch that is not refused can be trained
@@ -423,12 +429,12 @@ bugs=$(cat <<'END'
 1 avgpool2d s/sum \/ pixels)/sum \/ (pixels - 1))/
 1 optimizers s/(1 - rho) \* delta \* delta/(1 - rho) * delta * g/
 1 gather s/(bits\[0\] % (2 \* CROP_PADDING + 1))/(bits[0] % (2 * CROP_PADDING))/
-1 batchnorm2d s/d \* d \* (s.count \* t.count/d * d * (t.count * t.count/
+1 batchnorm2d s/d \* d \* s.count \* share/d * d * t.count * share/
 1 softmax s/value = fmaxf(value/value = fminf(value/
 1 tiled s/first_k + i \* NEXT_K < end/first_k + i * NEXT_K <= end/
 2 relu s/o.v\[j\] > 0 ? d.v/o.v[j] >= 0 ? d.v/
 2 dropout s/(16 \* (j % 2))/(16 * (j % 3))/
-2 maxpool2d s/r.saved\[at\] == tap/r.saved[at] >= tap/
+2 maxpool2d /maxpool2d_backward_kernel(/,/^}/s/taps.v\[j\] == tap/taps.v[j] >= tap/
 2 optimizers s/ ? g + momentum/ ? p + momentum/
 2 gather s/w - 1 - o.x/w - o.x/
 2 batchnorm2d s/s.count > 1 ? s.count - 1/s.count > 1 ? s.count/
@@ -436,13 +442,16 @@ bugs=$(cat <<'END'
 2 tiled s/rx = (px + padding) % stride/rx = px % stride/
 3 relu s/r.relu \&\& sum.v\[j\] < 0/sum.v[j] < 0/
 3 gather s/d <= ELASTIC_REACH; d++/d < ELASTIC_REACH; d++/
-3 batchnorm2d s/sums.v\[j\] \/ m - distance/sums.v[j] \/ m + distance/
+3 batchnorm2d s/sums.v\[j\] \* share - distance/sums.v[j] * share + distance/
+3 maxpool2d /maxpool2d_backward_apart_kernel(/,/^}/s/taps.v\[j\] == tap/taps.v[j] >= tap/
 3 tiled s/m < p.rows ? p.c.at(/m <= p.rows ? p.c.at(/
 4 batchnorm2d s/ + other.v\[j\];/;/
 4 gather s/at \/ 4 \* 4)/at)/
 4 naive s/weight\[(tap \* s.c + c) \* s.oc + o.c\]/weight[(tap * s.c + c) * s.c + o.c]/
 4 tiled s/p.parts + split \* p.elements, /p.parts + split * p.elements - split, /
 5 naive s/bias\[i % channels\]/bias[i \/ channels % channels]/
+5 batchnorm2d s/shift + mean, squares/mean, squares/
+5 maxpool2d s/rows = o.y == s.oh - 1 ? s.h - top : s.stride/rows = s.stride/
 5 relu s/!whole \&\& i + j < count/!whole \&\& i + j <= count/
 5 tiled s/i \/ 4 \* APART_M + i % 4/i \/ 4 * APART_N + i % 4/
 6 tiled s/(accumulate ? (real)\*old : 0)/0/
@@ -450,7 +459,7 @@ bugs=$(cat <<'END'
 8 tiled s/top = (py + padding) \/ stride/top = (py + padding + 1) \/ stride/
 8 fused s/w.fused.relu_backward \&\& (w.residual/w.fused.relu_backward \&\& (!w.residual/
 9 copies s/of_to) || !on_device/of_to) \&\& !on_device/
-10 batchnorm2d /sum_slices_kernel/,/^}/s/blockIdx.y + 1, gridDim.y)/blockIdx.y + 1, gridDim.y) - 1/
+10 batchnorm2d s/end = min(begin + slice, pixels)/end = min(begin + slice - 1, pixels)/
 11 bf16 s/line \* PITCH + (chunk ^/line * PITCH + (chunk |/
 11 optimizers s/(u.param16, i + j, p.v\[j\])/(u.param16, i + j, p.v[0])/
 12 bf16 s/lane \/ 16 \* 8 + lane % 8/lane \/ 16 * 8 + lane % 4/
@@ -460,7 +469,7 @@ bugs=$(cat <<'END'
 13 loss_scale s/(u.scale \&\& u.scale->not_finite)/u.scale == NULL/
 13 fused s/w.fused.relu_backward \&\& !w.residual/w.fused.relu_backward/
 14 bf16 /auto load_next/,/};/s/cp_async_commit();/;/
-15 bf16 s/load_next(stage > 0 ? stage - 1 : STAGES - 1)/load_next(stage)/
+15 bf16 s/previous = stage > 0 ? stage - 1 : STAGES - 1/previous = stage/
 16 tf32 s/eight = IS_A ? r % 2 : r \/ 2/eight = IS_A ? r \/ 2 : r \/ 2/
 17 bf16 s/(at, job.column + column, columns, chunk)/(at, job.column + column, columns + 8, chunk)/
 18 fp16 s/sums\[i \/ 2\]\[j\]\[i % 2 \* 2 + 1\]/sums[i \/ 2][j][i % 2 * 2]/

@@ -40,6 +40,7 @@ if planted "${STEP:-none}"; then
 fi
 words=" $* " out='' device='GPU X, sm_90, 132 multiprocessors' ms=2
 case $words in *' --out '*) out=${words#* --out } out=${out%% *} ;; esac
+case ${PLANT:-}$words in cut*' bf16 '*) touch hanging && exec sleep 60 ;; esac
 case $words in *' bf16 '*) ms=1 ;; esac
 case $words in *' --graph on '*) ms=0.5 ;; esac
 case $words in *' fp16 '*) [ "${PLANT:-}" != variants ] || { echo "cnn: error: no fp16 here" >&2 && exit 2; } ;; esac
@@ -83,6 +84,7 @@ END
 # Its limits: half a millisecond for mnist and cifar, a quarter for the ResNets
 stand_in build/bench_gpu build/emu_bench_gpu <<'END'
 planted "${STEP:-none}" && echo "cnn: error: planted" >&2 && exit 1
+echo "$*" >>asked_of_bench_gpu
 echo "Commit abc123"
 echo "emulated=false peak=registers peak_gflops=60000 copy_gb_per_s=3000"
 nets='' json=''
@@ -97,7 +99,9 @@ for net in $nets; do
     echo "net=$model width=$width batch=${net#*,} mflop=1000 roofline_ms=$limit"
 done
 planted json && printf '{' >"$json" && exit 0
-[ -z "$json" ] || printf '{"device": "GPU X",\n "networks": []}\n' >"$json"
+[ -z "$json" ] || printf '{"device": "GPU X",\n' >"$json"
+planted cut_in_json && exec sleep 60
+[ -z "$json" ] || printf ' "networks": []}\n' >>"$json"
 END
 stand_in labs/tools/study.py <<'END'
 planted "${STEP:-none}" && echo "study: error: planted" >&2 && exit 1
@@ -113,9 +117,8 @@ mkdir -p "$2"
 } >"$2/ablation.csv"
 END
 cat >tests/gpu/bench_pytorch_gpu.py <<'END'
-import os, sys
-if os.environ.get("PLANT") == os.environ.get("STEP") == "pytorch_compiled":
-    sys.exit("planted")
+import sys
+print(*sys.argv[1:], file=open("asked_of_pytorch", "a"))
 print("torch version=2 device=GPU_X product=8192 precision=fp32 gflops=50000")
 nets = sys.argv[sys.argv.index("--nets") + 1] if "--nets" in sys.argv else "mnist,64"
 for net in nets.split():
@@ -132,11 +135,15 @@ planted "${STEP:-none}" && echo planted >&2 && exit 1
 exec python3 "$@"
 END
 stand_in bin/make <<'END'
+echo "$*" >>asked_of_make
 planted "${STEP:-none}" && echo "cnn.c:1:1: error: planted" && exit 2
 exit 0
 END
 stand_in bin/compute-sanitizer <<'END'
+echo "========= COMPUTE-SANITIZER"
 planted refused_sanitizer && echo "========= Error: this container does not permit it" && exit 1
+planted "${STEP:-none}" && [ "${HOW:-exit}" = finds ] && echo "========= Error: Race reported" && exec sleep 60
+planted "${STEP:-none}" && [ "${HOW:-exit}" = hangs ] && exec sleep 60
 planted "${STEP:-none}" && echo "========= ERROR SUMMARY: 1 error" && exit 9
 # memcheck reports the errors that test_cuda provokes, unless it is told not to; the option is only its own
 case " $* " in
@@ -149,13 +156,14 @@ END
 stand_in bin/ncu <<'END'
 planted refused_ncu && echo "==ERROR== ERR_NVGPUCTRPERM - no permission for the counters" && exit 1
 planted "${STEP:-none}" && exit 1
+echo "$*" >>asked_of_ncu
 echo "==PROF== Profiling gemm_kernel: 0%....100%"
 END
 stand_in bin/nvidia-smi <<<'echo 580.1'
 
 # check [OPTIONS] PARTS...: the script; json: what it wrote
 check() {
-    rm -rf tests/gpu/results
+    rm -rf tests/gpu/results asked_of_*
     ./tests/gpu/gpu_check.sh "$@" >"$out" 2>"$err"
     status=$?
     json=$(sed -n 's/^[0-9]* failed; results: //p' "$out")
@@ -194,13 +202,26 @@ test_good() {
 print(*(s["step"] for s in json.load(open(sys.argv[1]))["steps"] if s["kind"] == "check"))' "$json")
     figures=$(python3 -c 'import json, sys
 print(*(s["step"] for s in json.load(open(sys.argv[1]))["steps"] if s["kind"] == "figure"))' "$json")
-    same good/figures "bench ncu pytorch pytorch_compiled ablation" "$figures"
+    same good/figures "bench ncu ncu_tensor pytorch compiled compiled_rest ablation" "$figures"
+    same good/build "1 CUDA_ARCH=native" "$(wc -l <asked_of_make) $(grep -o 'CUDA_ARCH=[^ ]*' asked_of_make)"
+    same good/limits "4 in speed, 0 elsewhere" "$(grep -c json asked_of_bench_gpu) in speed, $(
+        grep -vc json asked_of_bench_gpu) elsewhere"
+    same good/asked_of_pytorch "eager graph: bf16 fp16 fp32 tf32, compiled: bf16, compiled: fp32 tf32" \
+        "$(sed 's/.*--precisions \(.*\) --modes \(.*\)/\2: \1/' asked_of_pytorch | uniq | paste -sd , | sed 's/,/, /g')"
+    same good/compiled_first "resnet18,128 resnet50,256" \
+        "$(grep -oP -- '--nets \K\S+(?=.* --modes compiled)' asked_of_pytorch | head -n 2 | xargs)"
+    # each kind of kernels, on the network that has all tiles of it
+    same good/ncu "resnet18 tiled fp32, resnet18 tensor bf16" \
+        "$(sed -n 's/.*regex:gemm|tensor.*--model \(.*\) --batch.*--kernels \(.*\) --precision/\1 \2/p' asked_of_ncu |
+            paste -sd , | sed 's/,/, /')"
 }
 
 part_of() {
     case $1 in
-    mnist | cifar | mnist_learns | bench | ncu | variants | json) echo speed ;;
-    pytorch*) echo pytorch ;;
+    mnist | cifar | mnist_learns | bench | ncu* | variants | json) echo speed ;;
+    *check) echo sanitizers ;;
+    pytorch) echo pytorch ;;
+    compiled*) echo compiled ;;
     ablation | same_accuracy | rungs) echo ablation ;;
     *) echo correctness ;;
     esac
@@ -245,9 +266,52 @@ test_other_failures() {
     line hangs/rest '^fail gpu_check/test_cuda: no time left of 2 s$'
 }
 
+# total_of SECONDS: what a part may take
+total_of() { sed -i "s/^total=[0-9]*/total=$1/" tests/gpu/gpu_check.sh; }
+
+# A tool that is slow, and has found nothing, is skipped; one that has found something is not
+test_slow_tools() {
+    local name
+    total_of 5
+    for name in racecheck initcheck memcheck synccheck; do
+        PLANT=$name HOW=hangs check sanitizers
+        same "slow/$name" "$(case $name in [mc]* | s*) echo 1 fail ;; *) echo 0 skip ;; esac)" "$status $(result $name)"
+    done
+    PLANT=racecheck HOW=finds check sanitizers
+    same slow/finds "1 fail" "$status $(result racecheck)"
+    line slow/finds_why '^fail gpu_check/racecheck: stopped after [1-5] s: =* Error: Race reported$'
+    PLANT=memcheck HOW=hangs check sanitizers
+    same slow/no_time "skip" "$(result racecheck)"
+    line slow/no_time_why '^skip gpu_check/racecheck: no time left of 5 s$'
+    total_of 440
+}
+
+# What was measured until a step's time was over, or until this script was stopped, is in the JSON
+test_cut() {
+    total_of 5
+    PLANT=cut_in_json check speed
+    same cut/step "fail fail pass" "$(result bench) $(result ncu) $(result json)"
+    PLANT='cut' check speed
+    same cut/lines "fail: mnist fp32" "$(result bench): $(entry training_steps 0 net) $(entry training_steps 0 variant)"
+    cp build/gpu_check.log "$out"
+    line cut/table '^mnist +64 fp32 +2\.000'
+    total_of 440
+    rm -rf hanging tests/gpu/results
+    mkdir "$tmp/kept"
+    PLANT='cut' OUT=$tmp/kept ./tests/gpu/gpu_check.sh speed >"$out" 2>"$err" &
+    local script=$!
+    until [ -e hanging ]; do sleep .1; done
+    kill "$script"
+    wait "$script"
+    status=$? json=$(find "$tmp/kept" -name '*.json')
+    same stopped/lines "1 pass fail mnist fp32" \
+        "$status $(result cifar) $(result bench) $(entry training_steps 0 net) $(entry training_steps 0 variant)"
+    line stopped/why '^fail gpu_check/bench: gpu_check.sh was stopped$'
+}
+
 test_refused() {
     local name
-    PLANT=refused_sanitizer check correctness
+    PLANT=refused_sanitizer check sanitizers
     same refused/sanitizer "0 skip skip skip skip" \
         "$status $(for name in memcheck racecheck initcheck synccheck; do result $name; done | xargs)"
     line refused/sanitizer_why '^skip gpu_check/racecheck: compute-sanitizer does not work here: .* not permit it$'
@@ -256,10 +320,10 @@ test_refused() {
         "$status $(result tensor_tests) $(result all_layouts) $(result some_tests)"
     line refused/tensor_cores_why '^skip gpu_check/all_layouts: GPU X, sm_75 has no tensor cores that cnn uses$'
     PLANT=refused_ncu check speed
-    same refused/ncu "0 skip" "$status $(result ncu)"
+    same refused/ncu "0 skip skip" "$status $(result ncu) $(result ncu_tensor)"
     line refused/ncu_why '^skip gpu_check/ncu: ncu does not work here: ==ERROR== ERR_NVGPUCTRPERM'
     mv bin/ncu bin/compute-sanitizer .
-    check correctness speed
+    check sanitizers speed
     same absent/tools "0 skip skip" "$status $(result memcheck) $(result ncu)"
     line absent/ncu '^skip gpu_check/ncu: ncu is not installed$'
     mv ncu compute-sanitizer bin/
@@ -280,6 +344,9 @@ test_bench() {
     same bench/refused_status "0 " "$? $(cat "$err")"
     line bench/refused '^net=mnist batch=64 variant=fp16 options=.* refused: no fp16 here$'
     same bench/only_fp32 "fp32" "$(awk '/^mnist/ { print $3 }' "$out" | xargs)"
+    LIMITS=none NETS=mnist,64 VARIANTS=tf32 tests/gpu/bench_gpu.sh >"$out" 2>"$err"
+    line bench/no_limits '^net=mnist batch=64 variant=tf32 .* step_ms=2 img_per_s=32000.0$'
+    line bench/no_limits_in_table '^mnist +64 tf32 +2\.000 +32000\.0 +- +- +- +- +- +-$'
     STEP=x PLANT=x NETS=mnist,64 tests/gpu/bench_gpu.sh >"$out" 2>"$err"
     same bench/failed 1 "$?"
     line bench/failed_why '^net=mnist batch=64 variant=fp32 .* failed: planted$'
@@ -289,6 +356,8 @@ test_good
 export NETS=mnist,64 # one is enough from here on
 test_each_check
 test_other_failures
+test_slow_tools
+test_cut
 test_refused
 test_bench
 exit 0

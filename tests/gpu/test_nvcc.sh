@@ -25,9 +25,81 @@ bounds='^gemm_kernel<Tile<128,128,  128  0 33792
 ^tensor_kernel<.*,1,                168 0 0
 ^tensor_kernel<TensorTile<64,64,    128 0 0
 ^batchnorm_backward_kernel<__       96  0 0
+^sum_slices_kernel<__               96  0 16384
+^sum_slices_kernel                  64  0  8192
 ^transpose_kernel                   64  0  4352
 ^(dropout_forward|gather)_ 64  16     0
 .                                  64   0  4096'
+
+# How many blocks of a kernel fit on a multiprocessor of a GPU, as the comments of cnn_kernels.cu say; -: not launched
+# there. These are the last of a tile's template arguments (3 where WIDTH is 1), or fewer if shared memory is short.
+fitting='sm                                 75 80 86 89 90 100 120
+^gemm_kernel<Tile<128,128,             1  2  2  2  2  2   2
+^gemm_kernel<Tile<128,64,              2  3  3  3  3  3   3
+^gemm_kernel<Tile<64,32,               4  4  4  4  4  4   4
+^tensor_kernel<TensorTile<128,128,     -  1  1  1  2  2   1
+^tensor_kernel<TensorTile<128,64,      -  2  1  1  3  3   1
+^tensor_kernel<TensorTile<64,64,.*,1,  -  3  2  2  3  3   2
+^tensor_kernel<TensorTile<64,64,       -  3  2  2  4  4   2'
+
+# The GPUs whose code is compiled for this architecture or for one that needs as many registers
+gpus_of() {
+    case $1 in sm_75) echo 75 ;; sm_80) echo 80 86 89 ;; sm_90) echo 90 100 ;; *) echo 120 ;; esac
+}
+
+# The emulator's table: a line `SM KB_OF_A_BLOCK KB THREADS BLOCKS` for each GPU
+limits_of_gpus() {
+    sed -n '/^static const Gpu gpus/,/;$/p' "$repo/tests/emulator/cuda_on_cpu_runtime.h" |
+        grep -oP '{\K\d+(, \d+){5}(?=})' | tr -d , | cut -d ' ' -f 1,3-
+}
+
+# wrong_blocks GPUS <RESOURCES: kernels of which another number of blocks fits than is said. A block takes 1 KB of
+# shared memory more on sm_80 and newer; a warp gets registers by 256.
+wrong_blocks() {
+    awk -v gpus="$*" -v fitting="$fitting" -v limits="$(limits_of_gpus)" '
+        function least(a, b) { return a < b ? a : b }
+        BEGIN {
+            count = split(fitting, line, "\n")
+            columns = split(line[1], head, " ")
+            rows = split(limits, limit, "\n")
+            for (i = 1; i <= rows; i++) {
+                split(limit[i], value, " ")
+                block[value[1]] = 1024 * value[2]
+                shared[value[1]] = 1024 * value[3]
+                threads[value[1]] = value[4]
+                blocks[value[1]] = value[5]
+            }
+            wanted = split(gpus, gpu, " ")
+        }
+        {
+            for (i = 2; i <= count; i++) {
+                split(line[i], said, " ")
+                if ($1 ~ said[1])
+                    break
+            }
+            if (i > count)
+                next
+            split(substr($1, index($1, "Tile<") + 5), tile, /[,>]/)
+            tensor = $1 ~ /^tensor/
+            size = tensor ? 128 : tile[1] / tile[3] * tile[2] / tile[4]
+            bytes = $5 + (tensor ? 384 * (tile[1] + tile[2]) : 0)
+            promised = $1 ~ /^tensor_kernel<.*,1,/ ? 3 : tensor ? tile[3] : tile[5]
+            registers = int(($2 + 7) / 8) * 8 * size
+            for (i = 1; i <= wanted; i++) {
+                sm = gpu[i]
+                column = 2
+                while (head[column] != sm)
+                    column++
+                if (said[column] == "-")
+                    continue
+                fit = least(promised, least(int(65536 / registers), int(threads[sm] / size)))
+                fit = least(fit, least(blocks[sm], int(shared[sm] / (bytes + (sm >= 80 ? 1024 : 0)))))
+                fit = bytes > block[sm] ? 0 : fit
+                if (fit != said[column])
+                    print $1, "on sm_" sm ": " fit " blocks, not " said[column]
+            }
+        }'
+}
 
 # What cnn_kernels.cu may call: functions of CUDA 11.4 that have the same arguments in every later
 # version. CUDA 12's header appends _v2 to cudaGetDeviceProperties. Names with __ come from nvcc itself.
@@ -164,8 +236,8 @@ check_loops() {
         100 * $2 / $3 }' "$tmp/loops" >>"$report"
     holds "$name/loops/some" "6 gemm_kernels with large tiles" "$(cat "$tmp/loops")" \
         test "$(grep -c '^gemm_kernel<Tile<128' "$tmp/loops")" -eq 6
-    holds "$name/loops/tensor" "36 tensor_kernels, or none below sm_80" "$(cat "$tmp/loops")" \
-        test "$(grep -c '^tensor_kernel' "$tmp/loops")" -eq "$([ "${name#sm_}" -lt 80 ] && echo 0 || echo 36)"
+    holds "$name/loops/tensor" "36 tensor_kernels, on sm_75 6 of half" "$(cat "$tmp/loops")" \
+        test "$(grep -c '^tensor_kernel' "$tmp/loops")" -eq "$([ "${name#sm_}" -lt 80 ] && echo 6 || echo 36)"
     same "$name/loops" "" "$(slow_loops <"$tmp/loops")"
     same "$name/generic" 0 "$(generic <"$tmp/sass")"
     same "$name/loads" "" "$(late_loads <"$tmp/loops")"
@@ -205,6 +277,8 @@ check_architecture() {
     holds "$1/report" "at least 20 kernels, gemm_kernel among them" "$(cat "$tmp/resources")" \
         awk '/gemm_kernel/ { gemm = 1 } END { exit !(gemm && NR >= 20) }' "$tmp/resources"
     same "$1/bounds" "" "$(beyond <"$tmp/resources")"
+    # shellcheck disable=SC2046 # words
+    same "$1/blocks" "" "$(wrong_blocks $(gpus_of "$1") <"$tmp/resources")"
     check_loops "$1"
 }
 
@@ -234,6 +308,12 @@ same "self/generic" 2 \
 same "self/loads" "gemm_kernel<A> 100 120 11" "$(printf 'gemm_kernel<A> 100 120 %s\n' 10 11 | late_loads)"
 same "self/peak" "256 of 260" "$(for loop in "32 36" "250 252" "256 260"; do
     good_peak <<<"peak_kernel $loop" && echo "${loop/ / of }"; done)"
+# 136 registers let three blocks run, 168 KB hold none
+same "self/blocks" "tensor_kernel<TensorTile<64,64,4>,true,8,A> on sm_90: 3 blocks, not 4" \
+    "$(printf 'tensor_kernel<TensorTile<64,64,4>,true,8,A> %d 0 0 0\n' 128 136 | wrong_blocks 90)"
+same "self/blocks/shared" "gemm_kernel<Tile<128,128,8,8,2>,A> on sm_75: 0 blocks, not 1" \
+    "$(printf 'gemm_kernel<Tile<128,128,8,8,2>,A> 128 0 0 %d\n' 33792 66000 | wrong_blocks 75)"
+same "self/blocks/gpus" 7 "$(limits_of_gpus | wc -l)"
 same "self/spills" "add_kernel 20 0 4 0" "$(beyond <<<"add_kernel 20 0 4 0")"
 same "self/within" "" "$(beyond <<<"gemm_kernel<Tile<128,64,8,8,3>,A> 168 0 0 25600")"
 
@@ -250,11 +330,13 @@ else
         check_architecture "$architecture"
     done
     [ ! -e "$tmp/kernels.o" ] || check_symbols
-    # lab 5's program, with what its checker appends
-    cat "$repo"/labs/{lab05/conv.cu,check/lab05_device.cu} >"$tmp/conv.cu"
-    "$nvcc" -std=c++17 -arch="$architecture" -Werror all-warnings -Xcompiler -Wall,-Wextra -c "$tmp/conv.cu" \
-        -o "$tmp/conv.o" >"$out" 2>&1
-    same "lab 5/no warning" "exit 0: " "exit $?: $(head -n 5 "$out")"
+    # the programs of labs 5 and 10, with what their checkers append
+    for program in 05/conv 10/matmul; do
+        cat "$repo/labs/lab$program.cu" "$repo/labs/check/lab${program%/*}_device.cu" >"$tmp/program.cu"
+        "$nvcc" -std=c++17 -arch="$architecture" -Werror all-warnings -Xcompiler -Wall,-Wextra -c "$tmp/program.cu" \
+            -o "$tmp/program.o" >"$out" 2>&1
+        same "lab ${program%/*}/no warning" "exit 0: " "exit $?: $(head -n 5 "$out")"
+    done
 fi
 
 # A program with the kernels starts without a GPU, and says why it uses the CPU.

@@ -1,10 +1,11 @@
 /* test_tensor.cu - the layouts in section 7 of cnn_kernels.cu, by elements that are their own index:
    a permutation of K that A and B share does not change their product, so no test of results would
-   notice it, and bank conflicts only cost time.
+   notice it, and bank conflicts only cost time. Also the tiles that are chosen for the products of
+   some networks: test_tensor late lists those whose last blocks leave many multiprocessors idle.
 
    It is compiled behind cnn_kernels.cu, as one file: cat cnn_kernels.cu tests/gpu/test_tensor.cu */
 
-#line 8 "tests/gpu/test_tensor.cu"
+#line 9 "tests/gpu/test_tensor.cu"
 #include <stdarg.h>
 
 static void end(int status, const char *format, ...) {
@@ -44,6 +45,7 @@ static __global__ void fragments_kernel(Operand<T> o, uint32_t *found, int end) 
     TensorLoader<T, LINES, false, ALONG_K, WIDTH> loader(o, 0, LINES, 0);
     Fragments<T, LINES, ALONG_K, IS_A> read(threadIdx.x / WARP % 2 * LINES / 2);
     loader.load(o, 0, end, tiles);
+    loader.store(tiles);
     cp_async_commit();
     cp_async_wait<0>();
     __syncthreads();
@@ -221,48 +223,159 @@ static size_t bank_conflicts(void) {
     return (size_t)none;
 }
 
-// The share of what all multiprocessors could compute, until the last of them is done with this
-// product in the tiles that are chosen for it, that C needs.
-template <class T, class O>
-static double share_used(const Variant<T, O> (&variants)[VARIANTS], const Product<T, O> &p,
-                         size_t processors) {
-    const size_t phases = p.phases.stride * p.phases.stride;
-    const Variant<T, O> &v = variants[quickest(variants, p, processors)];
-    const size_t waves = ceil_div(blocks_of(v, p), processors);
-    return (double)(p.rows * p.columns * phases * p.splits) / (processors * waves * v.m * v.n);
+/* ---- The products of a training step, on the multiprocessors of a T4, an A100 and an H100. If the
+   blocks are `waves` times as many as the multiprocessors, these compute for ceil(waves) / waves as
+   long as they would if the blocks could be spread evenly. A product is late if that is more than
+   1.25, and wasteful if less than 70 % of what the multiprocessors could compute in that time is
+   needed, which also counts the rows and columns of tiles beyond C. */
+
+static const size_t multiprocessors_of[] = {40, 108, 132};
+enum { GPUS = sizeof multiprocessors_of / sizeof *multiprocessors_of };
+enum { OF_TILED, OF_TENSOR, KERNELS_JUDGED };
+
+struct Network {
+    const char *name;
+    size_t images;
+    int expansion, blocks[4]; // of a ResNet: 1 with basic blocks, 4 with bottlenecks; 0: mnist
+    // The share of the multiply-adds that may be in late products, and in wasteful ones. In mnist
+    // both are large: its layers are small, and 32 columns fill half of the narrowest tensor tile.
+    double most_late, most_wasteful;
+};
+static const Network networks[] = {{"mnist", 64, 0, {}, .11, .38},
+                                   {"resnet18", 32, 1, {2, 2, 2, 2}, .02, .01},
+                                   {"resnet18", 128, 1, {2, 2, 2, 2}, .02, .01},
+                                   {"resnet50", 256, 4, {3, 4, 6, 3}, .02, .01}};
+
+struct Shares { // of multiply-adds
+    double all, late, wasteful;
+};
+
+struct Judge {
+    const Network &network;
+    bool prints; // the late products
+    Shares shares[KERNELS_JUDGED][GPUS] = {};
+    size_t too_many_parts = 0; // for parts_size()
+};
+
+static const char *reason_of(double waves, bool by_chunks) {
+    if (waves < 1)
+        return "each part sums over 256 of K or more";
+    return by_chunks ? "the other tiles take longer" : "no other tile reads single elements";
 }
 
-// The products of resnet18 with 128 images, on the multiprocessors of a T4, an A100 and an H100
-static size_t idle_multiprocessors(void) {
-    static const struct {
-        int rows, columns, depth, stride;
-    } products[] = {{131072, 64, 576, 1}, {576, 64, 131072, 1}, {32768, 64, 288, 2},
-                    {576, 128, 32768, 1}, {32768, 128, 576, 1}, {1152, 128, 32768, 1},
-                    {64, 128, 32768, 1},  {8192, 256, 1152, 1}, {1152, 256, 8192, 1},
-                    {8192, 128, 576, 2},  {2304, 256, 8192, 1}, {128, 256, 8192, 1},
-                    {2048, 512, 2304, 1}, {2304, 512, 2048, 1}, {2048, 256, 1152, 2},
-                    {2048, 512, 4608, 1}, {4608, 512, 2048, 1}, {256, 512, 2048, 1}};
-    const Variant<real, real> tiled[VARIANTS] = {
-        variant_of<SmallTile, real, real>(nullptr), variant_of<SmallTile, real, real>(nullptr),
-        variant_of<NarrowTile, real, real>(nullptr), variant_of<LargeTile, real, real>(nullptr)};
-    const Variant<real, real> tensor[VARIANTS] = {variant_of<SmallTensorTile, real, real>(nullptr),
-                                                  variant_of<SmallTensorTile, real, real>(nullptr),
-                                                  variant_of<NarrowTensorTile, real, real>(nullptr),
-                                                  variant_of<LargeTensorTile, real, real>(nullptr)};
-    const size_t multiprocessors[] = {40, 108, 132};
-    size_t idle = 0;
-    for (const auto &product : products)
-        for (size_t processors : multiprocessors) {
-            Product<real, real> p = {};
-            p.rows = product.rows;
-            p.columns = product.columns;
-            p.phases.stride = product.stride;
-            p.splits = splits_of(p.rows, p.columns, product.stride * product.stride, product.depth);
-            idle += share_used(tiled, p, processors) < .7;
-            idle += share_used(tensor, p, processors) < .7;
-            idle += p.splits > 1 && blocks_of(tensor[1], p) > MOST_TILES; // for parts_size()
+static void print_late(const Judge &judge, const Layer &l, const Variant<real, real> &v,
+                       const Product<real, real> &p, size_t processors, double waves,
+                       bool by_chunks) {
+    static const char *const passes[] = {"forward", "data gradient", "weight gradient"};
+    printf("%s %zu, %zu x %zu x %zu to %zu, filter %zu, stride %zu, %s: C %d x %d, K %d, %zu "
+           "blocks of %zu x %zu on %zu multiprocessors, %.2f waves: %.2f; %s\n",
+           judge.network.name, judge.network.images, l.in.h, l.in.w, l.in.c, l.out.c, l.kernel,
+           l.stride, passes[p.pass], p.rows, p.columns, p.depth, blocks_of(v, p), v.m, v.n,
+           processors, waves, ceil(waves) / waves, reason_of(waves, by_chunks));
+}
+
+// The product in the kernels' tiles; CHUNK: so many channels are read at once, if they are a
+// multiple of it
+template <int KIND, int CHUNK, class Large, class Narrow, class Small>
+static void judge_product(Judge &judge, const Layer &l, Product<real, real> p) {
+    static const Variant<real, real> variants[VARIANTS] = {
+        variant_of<Small, real, real>(nullptr), variant_of<Small, real, real>(nullptr),
+        variant_of<Narrow, real, real>(nullptr), variant_of<Large, real, real>(nullptr)};
+    const bool by_chunks = (l.in.c | l.out.c) % CHUNK == 0;
+    const size_t phases = p.phases.stride * p.phases.stride;
+    p.splits = splits_of(p.rows, p.columns, phases, p.depth);
+    const size_t tiles = ceil_div(p.rows, 64) * ceil_div(p.columns, 64) * phases * p.splits;
+    judge.too_many_parts += p.splits > 1 && tiles > MOST_TILES;
+    for (size_t gpu = 0; gpu < GPUS; gpu++) {
+        const size_t processors = multiprocessors_of[gpu];
+        const Variant<real, real> &v = variants[by_chunks ? quickest(variants, p, processors) : 0];
+        const double waves = (double)blocks_of(v, p) / processors;
+        const double needed = (double)p.rows * p.columns * phases * p.splits / (v.m * v.n);
+        const double multiply_adds = (double)l.weight_count * l.out.h * l.out.w;
+        const bool late = ceil(waves) > 1.25 * waves;
+        Shares &shares = judge.shares[KIND][gpu];
+        shares.all += multiply_adds;
+        shares.late += late ? multiply_adds : 0;
+        shares.wasteful += needed < .7 * ceil(waves) * processors ? multiply_adds : 0;
+        if (late && judge.prints)
+            print_late(judge, l, v, p, processors, waves, by_chunks);
+    }
+}
+
+// The products of a layer that reads side x side x in numbers of each image.
+static void judge_layer(Judge &judge, size_t side, size_t in, size_t out, size_t kernel,
+                        size_t stride, size_t padding) {
+    const size_t out_side = (side + 2 * padding - kernel) / stride + 1;
+    Layer l = {};
+    l.in = {side, side, in};
+    l.out = {out_side, out_side, out};
+    l.kernel = kernel;
+    l.stride = stride;
+    l.padding = padding;
+    l.weight_count = kernel * kernel * in * out;
+    Work w = {};
+    w.l = &l;
+    w.n = judge.network.images;
+    const Product<real, real> products[] = {
+        forward_product<real>(w), weight_gradient_product<real>(w), data_gradient_product<real>(w)};
+    const size_t count = in > 3 ? 3 : 2; // the gradient of the images is not computed
+    for (size_t i = 0; i < count; i++) {
+        judge_product<OF_TILED, 4, LargeTile, NarrowTile, SmallTile>(judge, l, products[i]);
+        judge_product<OF_TENSOR, 8, LargeTensorTile, NarrowTensorTile, SmallTensorTile>(
+            judge, l, products[i]);
+    }
+}
+
+static void judge_mnist(Judge &judge) {
+    judge_layer(judge, 28, 1, 32, 3, 1, 0);
+    judge_layer(judge, 26, 32, 64, 3, 1, 0);
+    judge_layer(judge, 1, 9216, 128, 1, 1, 0);
+    judge_layer(judge, 1, 128, 10, 1, 1, 0);
+}
+
+// A block of a ResNet, whose first layer has this stride
+static void judge_block(Judge &judge, size_t side, size_t in, size_t planes, size_t stride) {
+    const size_t expansion = judge.network.expansion, out = expansion * planes;
+    if (in != out)
+        judge_layer(judge, side, in, out, 1, stride, 0); // the shortcut
+    if (expansion > 1)
+        judge_layer(judge, side, in, planes, 1, 1, 0);
+    judge_layer(judge, side, expansion > 1 ? planes : in, planes, 3, stride, 1);
+    if (expansion > 1)
+        judge_layer(judge, side / stride, planes, out, 1, 1, 0);
+    else
+        judge_layer(judge, side / stride, planes, planes, 3, 1, 1);
+}
+
+static void judge_resnet(Judge &judge) {
+    size_t side = 32, channels = 64;
+    judge_layer(judge, side, 3, channels, 3, 1, 1);
+    for (size_t stage = 0; stage < 4; stage++)
+        for (int block = 0; block < judge.network.blocks[stage]; block++) {
+            const size_t planes = (size_t)64 << stage, stride = stage > 0 && block == 0 ? 2 : 1;
+            judge_block(judge, side, channels, planes, stride);
+            channels = judge.network.expansion * planes;
+            side /= stride;
         }
-    return idle;
+    judge_layer(judge, 1, channels, 100, 1, 1, 0);
+}
+
+static size_t idle_multiprocessors(bool prints) {
+    size_t wrong = 0;
+    for (const Network &network : networks) {
+        Judge judge = {network, prints};
+        if (network.expansion > 0)
+            judge_resnet(judge);
+        else
+            judge_mnist(judge);
+        wrong += judge.too_many_parts;
+        for (const auto &kind : judge.shares)
+            for (const Shares &shares : kind) {
+                wrong += shares.late > network.most_late * shares.all;
+                wrong += shares.wasteful > network.most_wasteful * shares.all;
+            }
+    }
+    return wrong;
 }
 
 // How many blocks of a tile the shared memory of a multiprocessor holds; 1 KB of each is CUDA's.
@@ -286,28 +399,35 @@ static size_t wrong_residents(void) {
     return wrong;
 }
 
-int main(void) {
+int main(int argc, char **argv) {
     const char *reason;
+    if (argc > 1 && strcmp(argv[1], "late") == 0)
+        return idle_multiprocessors(true) > 0;
     if (device_count(&reason) == 0) {
         printf("skip cuda/layouts: %s\n", reason);
         return 0;
     }
-    verdict("multiprocessors with work", idle_multiprocessors());
+    verdict("multiprocessors with work", idle_multiprocessors(false));
     verdict("blocks on a multiprocessor", wrong_residents());
     use(0, 0, end);
     DeviceInfo info = {};
     describe(&info);
-    if (!info.tensor_cores) {
+    if (!info.tensor_cores[FP16]) {
         printf("skip cuda/layouts: %s has no tensor cores that cnn uses\n", info.name);
         return 0;
     }
     verdict("fragments of half", wrong_in_all_fragments<__half>());
+    verdict("mma of half", wrong_sums<__half>());
+    verdict("bank conflicts", bank_conflicts());
+    if (!info.tensor_cores[BF16]) {
+        printf("skip cuda/layouts: %s has no tensor cores that cnn uses in bf16 and tf32\n",
+               info.name);
+        return 0;
+    }
     verdict("fragments of bfloat16", wrong_in_all_fragments<__nv_bfloat16>());
     verdict("fragments of float", wrong_in_all_fragments<real>());
-    verdict("mma of half", wrong_sums<__half>());
     verdict("mma of bfloat16", wrong_sums<__nv_bfloat16>());
     verdict("mma of float", wrong_sums<real>());
-    verdict("bank conflicts", bank_conflicts());
     verdict("rounding to tf32", wrong_roundings());
     return 0;
 }

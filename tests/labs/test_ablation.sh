@@ -55,7 +55,7 @@ for word in words:
     if word.startswith("--") and word in lacks:
         refuse("unknown option " + word)
 if "tensor" in lacks and given.get("--kernels") == "tensor":
-    refuse("--kernels tensor: expected a GPU with tensor cores that cnn uses (sm_80 or newer), found GPU X, sm_75; "
+    refuse("--kernels tensor: expected a GPU with tensor cores that cnn uses in tf32 (sm_80 or newer), found GPU X, sm_75; "
            "use --kernels tiled --precision fp32")
 if "graph" in lacks and "--graph" in given:
     given["--graph"] = "off"

@@ -7,14 +7,14 @@
 #                                        (LONG=1: all)
 #                                        QUICK=1: if none is named, lab 0 and another one each day; the starters of all
 #                                        compile. Of the handouts only that of lab 0 up to its first check, one wrong
-#                                        answer for each TODO of labs 1, 4, 5, 8, 9 and for one of lab 3; where the points
+#                                        answer for each TODO of labs 1, 4, 5, 8, 9, 10 and for one of lab 3; where the points
 #                                        of lab 0 are not what is tested, without its test 2, which trains
 #                                        LONG=1: all wrong answers, instead of a seventh, another one each day
 #
-# tests/labs/0N/ID-what_is_wrong   replaces the lines between the markers of ID; the first line is a comment
+# tests/labs/03/ID-what_is_wrong   replaces the lines between the markers of ID; the first line is a comment
 #                                  `// expect: REGEX` that the output of make check has to match.
 #                                  ID-cheat_...: none of the tests that need ID may pass
-# tests/labs/0N/NAME/edit, expect  run folders: shell commands that edit runs/, and the REGEX
+# tests/labs/03/NAME/edit, expect  run folders: shell commands that edit runs/, and the REGEX
 suite=labs
 # shellcheck source=tests/lib.sh
 . "$(dirname "$0")/../lib.sh"
@@ -52,17 +52,14 @@ done
 PATH=$tmp/bin:$PATH
 export NO_OPTIMIZATION= # 1: gcc replaces -O3 by -O0
 
-labs() {
-    local n
-    for n in 0 1 2 3 4 5 6 7 8 9; do
-        [ -f "$repo/labs/check/lab0$n.sh" ] && [ -f "$repo/labs/lab0$n/README.md" ] && echo "$n"
-    done
-}
+# shellcheck source=labs/check/available.sh
+. "$repo/labs/check/available.sh"
+labs() { (cd "$repo" && available); }
 
 # the lab's lines `points|TODOs|title`
 list() {
     # shellcheck disable=SC2016 # for the inner shell
-    home=$repo bash -c '. "$home/labs/check/lab0$1.sh"; tests' - "$1"
+    home=$repo bash -c '. "$home/labs/check/$1.sh"; tests' - "$(lab_name "$1")"
 }
 full() { list "$1" | awk -F '|' '{ sum += $1 } END { print sum }'; }
 
@@ -141,26 +138,26 @@ handout() {
         fi
         case $kind in
         block) : >"$said" && absent= ;;
-        expect) [ -n "$absent" ] || within "$command" "$said" || { fail "lab0$lab-handout" "$command" "$(tail -n 3 "$said")"; wrong=1; } ;;
-        device) skip "lab0$lab-handout: $command" "it needs a device" ;;
-        no-data) skip "lab0$lab-handout: $command" "it needs Fashion-MNIST and matplotlib" ;;
+        expect) [ -n "$absent" ] || within "$command" "$said" || { fail "$(lab_name "$lab")-handout" "$command" "$(tail -n 3 "$said")"; wrong=1; } ;;
+        device) skip "$(lab_name "$lab")-handout: $command" "it needs a device" ;;
+        no-data) skip "$(lab_name "$lab")-handout: $command" "it needs Fashion-MNIST and matplotlib" ;;
         run)
             [[ -z ${QUICK:-} || $command != make\ check* ]] || break
             count=$((count + 1))
             case $command in sbatch* | srun* | squeue*)
-                skip "lab0$lab-handout: $command" "it needs a cluster"
+                skip "$(lab_name "$lab")-handout: $command" "it needs a cluster"
                 continue ;;
             esac
             (cd "$dir" && timeout 300 bash -c "$command") >>"$said" 2>&1 </dev/null && continue
             # in the middle of a lab a check has not all points yet; check_all() checks the end
             [[ $command = make\ check* ]] && grep -q "^lab $lab: .* points" "$said" && continue
             [[ $command = make\ verify* ]] && grep -q '^Findings: ' "$said" && continue # verify_runs() looks at them
-            fail "lab0$lab-handout" "success of $command" "$(tail -n 5 "$said")"
+            fail "$(lab_name "$lab")-handout" "success of $command" "$(tail -n 5 "$said")"
             wrong=1 ;;
         esac
-    done < <(commands "$repo/labs/lab0$lab/README.md")
+    done < <(commands "$repo/labs/$(lab_name "$lab")/README.md")
     [ $count -gt 0 ] || wrong=1
-    holds "lab0$lab-handout" "$count commands that run" "$wrong wrong" [ "$wrong" = 0 ]
+    holds "$(lab_name "$lab")-handout" "$count commands that run" "$wrong wrong" [ "$wrong" = 0 ]
 }
 
 has_matplotlib() { python3 -c 'import matplotlib' 2>/dev/null || /usr/bin/python3 -c 'import matplotlib' 2>/dev/null; }
@@ -176,11 +173,11 @@ within() {
 
 try_lab() {
     local lab=$1 fresh=$tmp/fresh$1 solved=$tmp/solved$1
-    starter "$lab" "$fresh" || { fail "lab0$lab-starter" "a starter" "$(cat "$tmp/starter$lab.log")"; return; }
+    starter "$lab" "$fresh" || { fail "$(lab_name "$lab")-starter" "a starter" "$(cat "$tmp/starter$lab.log")"; return; }
     # where ./cnn is only built and not used
     NO_OPTIMIZATION=$([ -z "${QUICK:-}" ] || [ "$lab" = 0 ] || echo 1)
     make -C "$fresh" cnn >"$fresh.log" 2>&1
-    same "lab0$lab-starter-builds" "" "$(grep -E 'warning|error|No rule' "$fresh.log")"
+    same "$(lab_name "$lab")-starter-builds" "" "$(grep -E 'warning|error|No rule' "$fresh.log")"
     cp -r "$fresh" "$solved"
     solve "$lab" "$solved"
     if [ -z "${QUICK:-}" ] || [ "$lab" = 0 ]; then
@@ -190,25 +187,40 @@ try_lab() {
         cp -r "$solved/runs" "$fresh"
         wrong_runs "$lab" "$solved"
     fi
+    [ "${QUICK:-}" ] || [ "$lab" != 10 ] || refuses_tensor "$fresh"
     check_todos "$lab" "$fresh"
     wrong_answers "$lab" "$solved"
     # from lab 9, the last one, to the grade book every day, from the others every third
     [ "${QUICK:-}" ] || { [ "$lab" != 9 ] && ! share "$lab"; } || grade_class "$lab" "$solved"
 }
 
+# The starter of lab 10 has no kernel for tensor cores, and says so; it trains with the others.
+refuses_tensor() {
+    local kernels
+    make -s --no-print-directory -C "$1" emulate EMU_OPT=-O0 >"$1.emulate" 2>&1
+    for kernels in tiled tensor; do
+        (cd "$1" && ./cnn-emu --model lenet --dataset synthetic --limit-train 8 --limit-test 8 --epochs 1 --batch-size 8 \
+            --kernels $kernels --quiet) >"$1.$kernels" 2>&1
+        echo "exit $?" >>"$1.$kernels"
+    done
+    same lab10-trains-with-tiled "exit 0" "$(tail -n 1 "$1.tiled")"
+    same lab10-refuses-tensor "--kernels tensor: the starter of lab 10 has no such kernel exit 2" \
+        "$(grep -oE -- '--kernels tensor: the starter of lab 10 has no such kernel|^exit .*' "$1.tensor" | xargs)"
+}
+
 # The solution gets all points when a teacher grades it from the project.
 check_all() {
     check "$1" "$repo" "$2" "$2.said"
-    holds "lab0$1-solution" "lab $1: $(full "$1")/$(full "$1")" "$(grep -v ^passed "$2.said")" \
+    holds "$(lab_name "$1")-solution" "lab $1: $(full "$1")/$(full "$1")" "$(grep -v ^passed "$2.said")" \
         grep -qx "lab $1: $(full "$1")/$(full "$1") points" "$2.said"
-    results_json "lab0$1-results.json" "$2.said.json"
+    results_json "$(lab_name "$1")-results.json" "$2.said.json"
 }
 
 # grade_class LAB SOLVED: the grade book of two students, of whom one has handed in the starter as it was.
 # The compiler is the real one: the sandbox does not see the other.
 grade_class() {
     local lab=$1 class=$tmp/class$1
-    [ -n "$python3" ] || { skip "lab0$lab-grade-book" "python3 is not installed"; return; }
+    [ -n "$python3" ] || { skip "$(lab_name "$lab")-grade-book" "python3 is not installed"; return; }
     mkdir "$class"
     starter "$lab" "$class/starter"
     cp -r "$class/starter" "$class/idle"
@@ -217,11 +229,11 @@ grade_class() {
     (cd "$repo" && PATH=${PATH#*:} LIMIT_S=280 labs/grade --lab "$lab" --starter "$class/starter" --again 1 --seed 1 \
         --isolation "$(bwrap --ro-bind / / true 2>/dev/null && echo bwrap || echo limits)" --out "$class/grades" "$class/solved" "$class/idle") >"$class/said" 2>&1
     # shellcheck disable=SC2016 # awk's
-    holds "lab0$lab-grade-book" "all points for who solved it, fewer for who did not, who has no flag" \
+    holds "$(lab_name "$lab")-grade-book" "all points for who solved it, fewer for who did not, who has no flag" \
         "$(cat "$class/grades/gradebook.csv" "$class/said")" awk -F , -v full="$(full "$lab")" '
         $1 == "solved" && $3 == full || $1 == "idle" && $3 != "" && $3 < full && $5 == "" { good++ }
         END { exit !(NR == 3 && good == 2) }' "$class/grades/gradebook.csv"
-    same "lab0$lab-grade-flags" "" "$(grep -E '^solved: [a-z ]+: ' "$class/said" |
+    same "$(lab_name "$lab")-grade-flags" "" "$(grep -E '^solved: [a-z ]+: ' "$class/said" |
         grep -vE "$(noise "$lab")")"
 }
 
@@ -232,16 +244,16 @@ noise() { echo "/layers[.]csv: $([ "$1" != 9 ] || echo '|a speed-up of at most|p
 # make verify has nothing to say about the runs of the handout.
 verify_runs() {
     [ "$1" != 5 ] || return 0 # it has no run folders
-    [ -n "$python3" ] || { skip "lab0$1-verify" "python3 is not installed"; return; }
+    [ -n "$python3" ] || { skip "$(lab_name "$1")-verify" "python3 is not installed"; return; }
     # the report of lab 9 as a student has answered it
     if [ -f "$2/runs/lab09/report.md" ]; then
         sed -i 's/^> TODO:.*/An answer. ![a plot](plots\/scaling.png)/' "$2/runs/lab09/report.md"
         make -s --no-print-directory -C "$2" report RUNS=runs/lab09 PLOT=true >"$2.report" 2>&1
     fi
     make -s --no-print-directory -C "$2" verify RUNS=runs >"$2.verify" 2>&1
-    holds "lab0$1-verify-reads-runs" "runs: ..., checked as separate runs" "$(cat "$2.verify")" \
+    holds "$(lab_name "$1")-verify-reads-runs" "runs: ..., checked as separate runs" "$(cat "$2.verify")" \
         grep -q '^runs: [0-9]* run folders, checked as separate runs$' "$2.verify"
-    same "lab0$1-verify" "" "$(grep -E '(: expected |error: )' "$2.verify" | grep -vE "$(noise "$1")")"
+    same "$(lab_name "$1")-verify" "" "$(grep -E '(: expected |error: )' "$2.verify" | grep -vE "$(noise "$1")")"
 }
 
 # most_tests LAB: under QUICK, those that neither train nor build a race detector; otherwise none, for all
@@ -256,8 +268,8 @@ check_todos() {
         needs[$2] != "-" && $1 != "failed" { print "test", $2, "has", $1, "without", needs[$2] }
         needs[$2] == "-" && $1 == "failed" && (quick == "" || lab == 0) { print "test", $2, "has failed" }
         END { if (FNR != length(needs) && !(quick != "" && (lab == 0 || lab == 4))) print FNR, "tests of", length(needs) }' <(list "$1") -)
-    same "lab0$1-starter-scores" "" "$wrong"
-    results_json "lab0$1-starter-results.json" "$2.said.json"
+    same "$(lab_name "$1")-starter-scores" "" "$wrong"
+    results_json "$(lab_name "$1")-starter-results.json" "$2.said.json"
 }
 
 results_json() {
@@ -289,7 +301,7 @@ wrong_answers() {
         for id in $(answered "$lab"); do
             [ -z "${QUICK:-}" ] || [ "$id" != 3.2 ] || continue
             # under QUICK no cheat of lab 4: those take the race detector
-            file=$(find "$repo/tests/labs/0$lab" -maxdepth 1 -type f -name "$id-*" | sort |
+            file=$(find "$repo/tests/labs/$(printf %02d "$lab")" -maxdepth 1 -type f -name "$id-*" | sort |
                 awk -v quick="${QUICK:-}" 'quick == "" || !/\/4[.].-cheat/' | sed -n "${k}p")
             [ -z "$file" ] || answer[$id]=$file
         done
@@ -301,7 +313,7 @@ wrong_answers() {
     done
 }
 answered() { # the TODOs that have wrong answers
-    find "$repo/tests/labs/0$1" -maxdepth 1 -type f -name "$1.*-*" -printf '%f\n' 2>/dev/null | sed 's/-.*//' | sort -u
+    find "$repo/tests/labs/$(printf %02d "$1")" -maxdepth 1 -type f -name "$1.*-*" -printf '%f\n' 2>/dev/null | sed 's/-.*//' | sort -u
 }
 
 # try_round LAB DIR FILES...
@@ -330,7 +342,7 @@ must_be_caught() {
         try_answers "$1" "$dir" "" "$2"
         said=$dir.said
     fi
-    holds "lab0$1-wrong/$(basename "$2")" "$(expected "$2")" "$(grep -v '^passed' "$said")" caught "$1" "$2" "$said"
+    holds "$(lab_name "$1")-wrong/$(basename "$2")" "$(expected "$2")" "$(grep -v '^passed' "$said")" caught "$1" "$2" "$said"
 }
 
 # try_answers LAB DIR TESTS FILES...: a solved starter with these answers
@@ -361,15 +373,15 @@ caught() {
 # Run folders of the solution, edited so that they are wrong.
 wrong_runs() {
     local lab=$1 folder name dir
-    for folder in "$repo/tests/labs/0$lab"/*/; do
+    for folder in "$repo/tests/labs/$(printf %02d "$lab")"/*/; do
         [ -f "$folder/edit" ] || continue
         name=$(basename "$folder") dir=$tmp/runs$lab-$(basename "$folder")
         mkdir "$dir"
         # shellcheck disable=SC2046 # a word for each file
         (cd "$2" && cp -r --parents runs $(marked "$lab") "$dir")
-        (cd "$dir/runs" && bash -e "$folder/edit") || fail "lab0$lab-runs/$name" "an edit that works" "none"
-        check "$lab" "$repo" "$dir" "$dir.said" "$(most_tests "$lab")" && fail "lab0$lab-runs/$name" "not all points" "all points"
-        holds "lab0$lab-runs/$name" "$(cat "$folder/expect")" "$(grep -v ^passed "$dir.said")" \
+        (cd "$dir/runs" && bash -e "$folder/edit") || fail "$(lab_name "$lab")-runs/$name" "an edit that works" "none"
+        check "$lab" "$repo" "$dir" "$dir.said" "$(most_tests "$lab")" && fail "$(lab_name "$lab")-runs/$name" "not all points" "all points"
+        holds "$(lab_name "$lab")-runs/$name" "$(cat "$folder/expect")" "$(grep -v ^passed "$dir.said")" \
             grep -qE -- "$(cat "$folder/expect")" "$dir.said"
         [ -z "${QUICK:-}" ] || break
     done
@@ -380,11 +392,14 @@ wrong_runs() {
 # squeeze FILES...: their long lines, without white space
 squeeze() { cat "$@" | tr -d ' \t' | awk 'length > 25' | sort -u; }
 
-# answers LAB: the lines that occur only in regions of labs LAB to 9
+# answers LAB: the lines that occur only in regions of labs LAB to 10
 answers() {
     (cd "$repo" && for file in cnn.c cnn_kernels.c cnn_kernels.cu $(grep -lE '/\* LAB [0-9. ]+ BEGIN' labs/lab*/* 2>/dev/null); do
         awk -v from="$1" -v inside="$tmp/inside$1" -v outside="$tmp/outside$1" '
-            /\/\* LAB [0-9. ]+ BEGIN/ { split($(NF - 3), id, "."); open = id[1] >= from } # by the last lab
+            /\/\* LAB [0-9. ]+ BEGIN/ { # by the last lab; 10.0 is missing in the starter of lab 10 only
+                split($(NF - 3), id, ".")
+                open = id[1] >= from && ($(NF - 3) != "10.0" || from == 10)
+            }
             { print >(open ? inside : outside) }
             /\/\* LAB [0-9. ]+ END/ { open = 0 }
             END { print "" >inside }' "$file"
@@ -405,7 +420,7 @@ no_answers() {
         same "starter$n-compiles" "" "$(cat "$tmp/starter$n.log")"
         answers "$n" >"$tmp/answers$n"
         if [ ! -s "$tmp/answers$n" ]; then
-            skip "starter$n-has-no-answers" "no region of labs $n to 9 is marked yet"
+            skip "starter$n-has-no-answers" "no region of labs $n to 10 is marked yet"
             continue
         fi
         find "$tmp/bare$n" -type f -exec cat {} + | tr -d ' \t' >"$tmp/text$n"
@@ -485,9 +500,9 @@ classroom() {
     local n workflow
     for n in $(labs); do
         workflow=$tmp/bare$n/.github/workflows/classroom.yml
-        same "lab0$n-workflow" "$(list "$n" | awk -F '|' -v n="$n" '{ print "make check LAB=" n " TEST=" NR }')" \
+        same "$(lab_name "$n")-workflow" "$(list "$n" | awk -F '|' -v n="$n" '{ print "make check LAB=" n " TEST=" NR }')" \
             "$(sed -n 's/^        run: \(.* TEST=.*\)/\1/p' "$workflow")"
-        [ -z "$python3" ] || same "lab0$n-classroom-points" "$(full "$n")" "$("$python3" -c '
+        [ -z "$python3" ] || same "$(lab_name "$n")-classroom-points" "$(full "$n")" "$("$python3" -c '
 import json, sys
 print(sum(test["points"] for test in json.load(open(sys.argv[1]))))' "$tmp/bare$n/labs/classroom/tests.json")"
     done
@@ -497,7 +512,7 @@ print(sum(test["points"] for test in json.load(open(sys.argv[1]))))' "$tmp/bare$
 figures() {
     local n picture python script lab
     for n in $(labs); do
-        grep -o '(\.\./figures/[^)]*)' "$repo/labs/lab0$n/README.md" | tr -d '()'
+        grep -o '(\.\./figures/[^)]*)' "$repo/labs/$(lab_name "$n")/README.md" | tr -d '()'
     done >"$tmp/pictures"
     grep -o '(figures/[^)]*)' "$repo/labs/ideas.md" | tr -d '()' | sed 's|^|../|' >>"$tmp/pictures"
     sort -u -o "$tmp/pictures" "$tmp/pictures"
@@ -533,15 +548,15 @@ of_today() {
 
 wanted=${*:-$(of_today)}
 if ! command -v g++ >/dev/null; then
-    skip labs-4-to-7 "g++ is not installed, which the emulator of a GPU needs"
-    wanted=${wanted//[4567]/}
+    skip labs-4-to-7-and-10 "g++ is not installed, which the emulator of a GPU needs"
+    wanted=$(grep -vxE '[4567]|10' <<<"${wanted// /$'\n'}")
 fi
 # Two lanes, on odd and on even days of about the same work, most of which keeps one core busy
 lane() {
     local n
     for n; do [[ " ${wanted//$'\n'/ } " != *" $n "* ]] || try_lab "$n"; done
 }
-lane 4 1 8 7 &
+lane 4 1 8 7 10 &
 lane 0 3 5 2 6 9
 NO_OPTIMIZATION=
 unavailable_labs

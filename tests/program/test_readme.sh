@@ -54,7 +54,7 @@ not_run() {
         make\ plots*)
             ! tests/python_with.sh matplotlib >/dev/null && echo "no python3 with matplotlib"
             ;;
-        *cnn-emu* | *cnn-count* | 'make emulate' | 'make count' | *'--model gelu '*) # gelu is built with the emulator
+        *cnn-emu* | *cnn-count* | 'make emulate' | 'make count' | 'make see '* | *'--model gelu '*) # gelu is built with the emulator
             ! command -v g++ >/dev/null && echo "g++ is not installed, which the emulator needs"
             ;;
         *) false ;;
@@ -73,7 +73,7 @@ takes_long() {
     case $1 in
         make\ ablation* | 'make build/cnn-O0' | for\ lr\ *) ;;
         make) [ cnn -nt cnn.c ] ;; # built above
-        'make run' | 'make emulate' | 'make count' | CUEMU_DEVICES=* | ./cnn-count* | './cnn-emu --dataset '*) ;;
+        'make run' | 'make emulate' | 'make count' | 'make see '* | CUEMU_DEVICES=* | ./cnn-count* | './cnn-emu --dataset '*) ;;
         gcc\ * | *'--model lenet'* | *'--model resnet8'* | *--checkpoint* | *' --out two' | *' --out n'[12]) ;;
         mpirun\ * | *' --out run --profile '* | make\ study* | make\ cpu* | make\ report* | make\ verify* | labs/tools/*) ;;
         *) return 1 ;;
@@ -132,6 +132,7 @@ check_output() { # COMMAND
             ;;
         ./cnn-emu*) says emulated '^Emulated: CUDA code on the CPU' ;;
         ./cnn-count*) says count '^conv2d_forward_naive_kernel *10 ' "$err" ;;
+        'make see '*) says see '^runs/see/conv2d_forward_naive_kernel.html: open it in a browser' ;;
         'make plots'*) says plots '^drawn: run/plots/run.png and .svg$' ;;
         *'--layers'*) says layers '^  conv2 .* (compute|memory)$' ;;
         'make study EPOCHS'*) says study '^Written: runs/cifar-2-epochs/study.csv$' ;;

@@ -288,19 +288,21 @@ template <Element T> static void widen(const u32 *r, f32 *to) {
      a0, a1   A[g or g + 8][per q + e]   a2, a3: the same of the second half of K
      b0       B[per q + e][g]            b1: likewise
      c0, c1   C[g][2 q], C[g][2 q + 1]   c2, c3: of row g + 8
-   Products are exact; their sum with C is rounded once, which devices need not do. */
-template <Element T, int K> static void mma(Warp &w, const Inst &in) { // o: d0-3, a0-3, b0-1, c0-3
-    constexpr int HALF_K = T == TF32 ? 4 : 8;
+   With half the K there are a0, a1 and b0 only. Products are exact; their sum with C is rounded
+   once, which devices need not do. */
+template <Element T, int K> static void mma(Warp &w, const Inst &in) { // o: d, a, b, c
+    constexpr int HALF_K = T == TF32 ? 4 : 8, HALVES = K / HALF_K;
+    constexpr int A = 4, B = A + 2 * HALVES, C = B + HALVES;
     f64 a[16][K], b[K][8];
     f32 part[8][HALF_K];
-    for (int half = 0; half < K / HALF_K; half++) {
+    for (int half = 0; half < HALVES; half++) {
         for (int eight = 0; eight < 2; eight++) {
-            widen<T>(w.reg<u32>(in.o[4 + 2 * half + eight]), part[0]);
+            widen<T>(w.reg<u32>(in.o[A + 2 * half + eight]), part[0]);
             for (int g = 0; g < 8; g++)
                 for (int k = 0; k < HALF_K; k++)
                     a[8 * eight + g][half * HALF_K + k] = (f64)part[g][k];
         }
-        widen<T>(w.reg<u32>(in.o[8 + half]), part[0]);
+        widen<T>(w.reg<u32>(in.o[B + half]), part[0]);
         for (int g = 0; g < 8; g++)
             for (int k = 0; k < HALF_K; k++)
                 b[half * HALF_K + k][g] = (f64)part[g][k];
@@ -312,8 +314,8 @@ template <Element T, int K> static void mma(Warp &w, const Inst &in) { // o: d0-
                 sums[i][j] = std::fma(a[i][k], b[k][j], sums[i][j]);
     for (int r = 0; r < 4; r++)
         for (int l = 0; l < WARP; l++)
-            w.reg<f32>(in.o[r])[l] = (f32)(sums[l / 4 + r / 2 * 8][l % 4 * 2 + r % 2] +
-                                           (f64)w.reg<f32>(in.o[10 + r])[l]);
+            w.reg<f32>(in.o[r])[l] =
+                (f32)(sums[l / 4 + r / 2 * 8][l % 4 * 2 + r % 2] + (f64)w.reg<f32>(in.o[C + r])[l]);
 }
 
 // shfl.sync.MODE.b32 o0|o1, o2, o3, o4, o5: o4 = the segment's mask << 8 | the last lane
@@ -355,6 +357,7 @@ static Table make_table(void) {
     const std::string mma_ = "mma.sync.aligned.m16n8", of_mma(14, '4'),
                       m = "ldmatrix.sync.aligned.m8n8.x4";
     t[mma_ + "k16.row.col.f32.f16.f16.f32"] = {mma<HALF, 16>, of_mma, MMA, COLLECTIVE};
+    t[mma_ + "k8.row.col.f32.f16.f16.f32"] = {mma<HALF, 8>, std::string(11, '4'), MMA, COLLECTIVE};
     t[mma_ + "k16.row.col.f32.bf16.bf16.f32"] = {mma<BFLOAT, 16>, of_mma, MMA, COLLECTIVE};
     t[mma_ + "k8.row.col.f32.tf32.tf32.f32"] = {mma<TF32, 8>, of_mma, MMA, COLLECTIVE};
     t[m + ".shared.b16"] = {ldmatrix<false>, "4444@", LDMATRIX, COLLECTIVE};

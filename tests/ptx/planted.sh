@@ -94,21 +94,23 @@ bug no_barrier_before_staging bf16 tiny 'race in shared' '    __syncthreads(); /
     '    // the last tile has been read'
 bug no_barrier_in_tiled_loop tiled tiny 'race in shared|never written' \
     '        __syncthreads(); // the tiles are complete' '        // the tiles are complete'
-bug no_barrier_in_sums tiled tiny 'race in shared|never written' 'sums[threadIdx.y][threadIdx.x] = sum;
-    __syncthreads();' 'sums[threadIdx.y][threadIdx.x] = sum;'
+bug no_barrier_in_sums tiled tiny 'race in shared|never written' '= kinds[j].b;
+    }
+    __syncthreads();' '= kinds[j].b;
+    }'
 bug misaligned_float4 tiled tiny 'misaligned|never written' '(tile + along * PITCH + this->across);' \
     '(tile + along * PITCH + this->across + 1);'
 bug misaligned_pitch tiled tiny misaligned 'PITCH = LINES + 4 };' 'PITCH = LINES + 2 };'
 bug beyond_the_end tiled "all relu" allocation 'chunk = *(const Chunk<T> *)((const T *)from + i);' \
     'chunk = *(const Chunk<T> *)((const T *)from + i + 1024 * 1024);'
 bug return_before_barrier tiled tiny 'have ended|has ended' \
-    '    for (unsigned p = first; p < end && c < channels; p += LANES_Y)' \
-    '    if (c >= channels) return;
-    for (unsigned p = first; p < end && c < channels; p += LANES_Y)'
+    '    KIND kinds[N];' \
+    '    if (first + threadIdx.x * N >= channels) return;
+    KIND kinds[N];'
 bug too_little_shared_memory bf16 tiny 'of shared memory' 'DYNAMIC_BYTES = STAGES * CHUNKS * 16 };' \
     'DYNAMIC_BYTES = STAGES * CHUNKS * 16 - 4096 };'
 bug shuffle_without_all_lanes tiled tiny 'lane' '    if (c >= channels) // true of whole' \
-    '    if (c >= channels || lane > slices + 15) // true of whole'
+    '    if (c >= channels || lane > pixels / slice + 15) // true of whole'
 bug rounding_of_tf32_missing tf32 "all rounding" '^fail' '? x + 0x1000 : x;' '? x : x;'
 bug host_pointer tiled "all dropout" "may be the host's" '? d.v[j] * (1 / (1 - r.p)) : 0;' \
     '? d.v[j] * (1 / (1 - r.l->p)) : 0;'

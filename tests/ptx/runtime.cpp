@@ -164,6 +164,8 @@ static void at_end(void) {
                 bytes, graphs);
 }
 
+static int loaded_target; // sm_NN of the PTX that is executed
+
 // Loads the PTX of the highest architecture that the devices have, as a driver does.
 static void load_best(const char *data, size_t size) {
     const char *end = data + size, *best = nullptr;
@@ -179,6 +181,7 @@ static void load_best(const char *data, size_t size) {
         }
         at += length;
     }
+    loaded_target = target;
     if (best)
         load_module(std::string(best, strnlen(best, end - best)));
     else
@@ -396,8 +399,11 @@ cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t from, cudaEven
 
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *a, const void *host) {
     memset(a, 0, sizeof *a);
+    a->binaryVersion = sm;
     ENTER();
-    return function_of(host) ? cudaSuccess : failed(cudaErrorInvalidDeviceFunction);
+    const bool known = function_of(host);
+    a->ptxVersion = loaded_target;
+    return known ? cudaSuccess : failed(cudaErrorInvalidDeviceFunction);
 }
 cudaError_t cudaFuncSetAttribute(const void *host, cudaFuncAttribute attribute, int value) {
     ENTER();

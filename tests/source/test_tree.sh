@@ -21,9 +21,9 @@ labs/containers   Dockerfile *.def
 labs/figures      *.csv *.png *.py *.sh
 labs/grader       *.py
 labs/gradescope   *.sh run_autograder
-labs/lab0?        *.c *.cu *.md
-labs/stubs        [1-9].[0-9]
-labs/tools        *.md *.py *.sh monitor
+labs/lab[01]?     *.c *.cu *.md
+labs/stubs        [1-9].[0-9] 10.[0-9]
+labs/tools        *.html *.md *.py *.sh monitor
 slurm             *.env *.sb *.sh
 slurm/configs     *.args *.txt
 tests             *.h *.md *.sh
@@ -32,8 +32,9 @@ tests/cluster     *.h *.sh
 tests/emulator    *.cu *.h *.sed *.sh
 tests/gpu         *.c *.cu *.py *.sh
 tests/gpu/results *.md
-tests/labs        *.py *.sh
+tests/labs        *.cu *.py *.sh
 tests/labs/0?     [1-9].[1-9]-*
+tests/labs/10     10.[1-9]-*
 tests/labs/0?/*   edit expect
 tests/program     *.sh
 tests/ptx         *.cpp *.h *.sh
