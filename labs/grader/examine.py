@@ -188,7 +188,8 @@ def examine_runs(flags, root):
         kinds = verify.kinds_of(folder, members) or [verify.SEPARATE]
         lines = guarded(folder, verify.findings(folder, members, kinds))
         if complete:
-            extra = [verify.each(check_own), verify.each(check_machine), verify.each(check_command), check_all_speedups, check_loose_tables]
+            extra = [*map(verify.each, (check_own, check_machine, check_command)), check_all_speedups,
+                     check_loose_tables]
             for rule in extra:
                 lines += guarded(folder, rule(folder, complete))
         for line in dict.fromkeys(lines):

@@ -123,7 +123,8 @@ def make_page(options, result):
     body.append(element("p", f"Isolation: {options.isolation}"))
     head = [Element('<meta charset="utf-8">'), Element(
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; style-src '
-        '\'unsafe-inline\'">'), element("title", f"{result.student}, lab {options.lab}"), Element(f"<style>{STYLE}</style>")]
+        '\'unsafe-inline\'">'), element("title", f"{result.student}, lab {options.lab}"),
+            Element(f"<style>{STYLE}</style>")]
     return "<!DOCTYPE html>\n" + element("html", [element("head", head), element("body", body)]) + "\n"
 
 

@@ -65,8 +65,8 @@ class Course:
 
     def try_tools(self, folder):
         """Whether the tools that read submissions start in the sandbox."""
-        done = self.run([self.python, "-c", "import examine, intake"], [self.tools], self.new(folder, "tools"), EXAMINE_S,
-                        self.tools)
+        done = self.run([self.python, "-c", "import examine, intake"], [self.tools], self.new(folder, "tools"),
+                        EXAMINE_S, self.tools)
         if done.status:
             raise Ungraded(f"{self.python}, which reads submissions, does not start in the sandbox: "
                            f"{done.stopped or last_line(done.said)}")

@@ -142,8 +142,9 @@ def private_bytes(pids):
 
 
 def in_use(write):
-    """Of the machine: bytes of shared memory, bytes and files of the disk of `write`. A command cannot hide what it adds
-    to these, not even in files without a name; other programs add to them, too, but hardly as much as the limits."""
+    """Of the machine: bytes of shared memory, bytes and files of the disk of `write`. A command cannot hide what it
+    adds to these, not even in files without a name; other programs add to them, too, but hardly as much as the
+    limits."""
     with open("/proc/meminfo", encoding="ascii") as f:
         shared = int(re.search(r"^Shmem: +(\d+) kB", f.read(), re.M)[1]) << 10
     disk = os.statvfs(write)

@@ -58,7 +58,7 @@ def finding(where, expected, found, advice="run it again"):
 
 def make_report(root):
     """The command that writes the report in this folder."""
-    lab = re.search(r"(?:^|/)reports/lab0(\d)$", root)
+    lab = re.search(r"(?:^|/)reports/lab0?(\d+)$", root)
     return f"make report LAB={lab[1]}" if lab else f"make report RUNS={shlex.quote(root)}"
 
 
@@ -228,7 +228,8 @@ def check_complete(folder):
         return None, [finding(where, "a run.json", "none", "run it again, or delete the folder")]
     if run.settings.get("eval"):  # it has not trained: no measurement
         trained = [e["epoch"] for e in run.epochs if e["images"] > 0]
-        return None, [finding(where, "no epoch with images, as the setting eval says", f"{len(trained)}")] * bool(trained)
+        found = finding(where, "no epoch with images, as the setting eval says", len(trained))
+        return None, [found] * bool(trained)
     if run.status != "complete":
         return None, [finding(where, "status complete", run.status, "run it again, or delete the folder")]
     if len(run.epochs) != run.settings["epochs"]:

@@ -139,7 +139,8 @@ def test_hostile_code():
     os.chmod(f"{MADE}/canary", 0o777)
     submissions.save(f"{MADE}/canary/kept", "kept")
     done = subprocess.run([f"{REPO}/labs/grade", "--lab", "1", "--out", f"{MADE}/grades1", "--starter", starter,
-                           "--again", "0", "--isolation", KIND, *(f"{given}/{name}" for name in HOSTILE)], capture_output=True, text=True,
+                           "--again", "0", "--isolation", KIND, *(f"{given}/{name}" for name in HOSTILE)],
+                          capture_output=True, text=True,
                           check=False, env=dict(os.environ, LIMIT_S="15"))
     same("hostile/status", 0, done.returncode)
     for name, (_, wanted) in HOSTILE.items():
@@ -260,7 +261,8 @@ def test_broken_tools():
     for name in ("anna", "dora.zip"):
         result = grading.grade(course, name, os.path.join(MADE, "given", name))
         same(f"broken_tools/{name}/points", None, result.points)
-        verdict(f"broken_tools/{name}", "why", result.flags, has(result.flags, ("checker", "labs/grade", "does not start")))
+        wanted = "checker", "labs/grade", "does not start"
+        verdict(f"broken_tools/{name}", wanted, result.flags, has(result.flags, wanted))
 
 
 def test_ended():
@@ -273,7 +275,8 @@ def test_ended():
                            f"{MADE}/given/chen_report"], stdout=subprocess.PIPE, text=True,
                           env=dict(os.environ, CC=f"{MADE}/bin/gcc", TMPDIR=temporary)) as grader:
         said = [grader.stdout.readline(), grader.stdout.readline()]
-        modes = [oct(entry.stat().st_mode & 0o7007) for entry in os.scandir(temporary) if entry.name.startswith("grade-")]
+        modes = [oct(entry.stat().st_mode & 0o7007) for entry in os.scandir(temporary)
+                 if entry.name.startswith("grade-")]
         grader.terminate()
     same("ended/said", "anna: 10/10 points", said[1].partition(",")[0])
     same("ended/status", 143, grader.returncode)

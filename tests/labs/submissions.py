@@ -186,7 +186,7 @@ def packed_on_a_mac(student):
     with zipfile.ZipFile(student.folder + ".zip", "w", zipfile.ZIP_DEFLATED) as archive:
         for name, path in files_of_a_mac(student):
             archive.write(path, "lab0/" + name)
-            archive.writestr("__MACOSX/lab0/" + os.path.join(os.path.dirname(name), "._" + os.path.basename(name)), FORK)
+            archive.writestr("__MACOSX/lab0/" + fork_of(name), FORK)
         archive.writestr("__MACOSX/._lab0", FORK)
     shutil.rmtree(student.folder)
 
@@ -195,7 +195,7 @@ def packed_on_a_mac(student):
 def packed_by_the_tar_of_a_mac(student):
     student.run()
     for name, _ in files_of_a_mac(student):
-        save(student.path(os.path.join(os.path.dirname(name), "._" + os.path.basename(name))), FORK)
+        save(student.path(fork_of(name)), FORK)
     save(student.folder + "/../._lab0", FORK)
     with tarfile.open(student.folder + ".tar.gz", "w:gz") as archive:
         archive.add(student.folder + "/../._lab0", "._lab0")
@@ -205,6 +205,10 @@ def packed_by_the_tar_of_a_mac(student):
 
 
 FORK = "\0\5\26\7\0\2\0\0Mac OS X"  # how a file with a resource fork begins
+
+
+def fork_of(name):
+    return os.path.join(os.path.dirname(name), "._" + os.path.basename(name))
 
 
 def files_of_a_mac(student):

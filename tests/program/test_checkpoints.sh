@@ -494,7 +494,7 @@ write("other_order", 'found ""fc3.weight":{"data_offsets"', good.replace(
     last, '"fc3.weight":' + json_text(dict(reversed(entry.items())))))
 change("extra_tensor", 'a tensor of this model, found ""new"', numbers + bytes(4),
        new={"dtype": "F32", "shape": [1], "data_offsets": [end, end + 4]})
-change("missing_tensor", 'expected fc3.weight, found', numbers[:-SIZE], fc3_weight=None)
+change("missing_tensor", 'expected a tensor fc3.weight, found', numbers[:-SIZE], fc3_weight=None)
 change("hole", "fc3.weight: expected its values at byte", numbers + bytes(4),
        fc3_weight={"data_offsets": [begin + 4, end + 4]})
 change("overlap", "fc3.weight: expected its values at byte", numbers[:-4],

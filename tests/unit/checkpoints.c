@@ -231,8 +231,8 @@ static Ending call_in_child(void (*call)(void)) {
     pid_t child = pipe(ends) == 0 ? fork() : -1;
     if (child == 0) {
         dup2(ends[1], STDERR_FILENO);
-        exit_process =
-            _exit; // before the sanitizer's own end, which would search a child for leaks
+        // before the sanitizer's own end, which would search a child for leaks
+        exit_process = _exit;
         alarm(20); // a hang ends by a signal
         call();
         _exit(0);
