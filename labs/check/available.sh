@@ -1,5 +1,5 @@
-# Which labs there are: those with a handout and tests. starter.sh, check.sh, ../gradescope/pack.sh,
-# ../classroom/generate.sh and ../tools/lab_runs.sh source this in the project's folder.
+# Which labs there are: those with a handout and tests. starter.sh, check.sh, ../gradescope/pack.sh and
+# ../classroom/generate.sh source this in the project's folder.
 # shellcheck shell=bash
 
 # lab_name LAB: lab03, lab10

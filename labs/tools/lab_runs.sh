@@ -4,9 +4,7 @@
 set -eu
 unset CDPATH
 cd "$(dirname "$0")/../.."
-# shellcheck source=labs/check/available.sh
-. labs/check/available.sh
-lab=${1:-} name=$(lab_name "${1:-}")
+lab=${1:-} name=$(printf 'lab%2s' "${1:-}" | tr ' ' 0)
 folder=reports/$name
 if [[ ! $lab =~ ^([0-9]|10)$ ]]; then
     echo "LAB=$lab: expected the number of a lab, 0 to 10. Usage: make report LAB=n, make verify LAB=n" >&2
