@@ -20,7 +20,9 @@ OPT    = -O3
 CFLAGS = -std=gnu17 $(OPT) -march=$(ARCH) -fno-math-errno -g -Wall -Wextra
 LIBS   = -lm -lpthread
 -include labs/starter.mk # exists only in the starter of a lab
-COMMIT := $(shell git describe --always --dirty 2>/dev/null || echo unknown)
+# A notebook that was saved with its outputs changes no program.
+COMMIT := $(shell git describe --always 2>/dev/null || echo unknown)$(shell git diff --quiet HEAD -- :/ ':!*.ipynb' \
+	2>/dev/null; [ $$? -ne 1 ] || echo -dirty)
 
 HASH := \#
 comma := ,
