@@ -3,7 +3,7 @@
 
     run_notebook.py NOTEBOOK [FOLDER]
 
-Prints for each code cell a line `== ID`, the text of its outputs, and a line `picture BYTES` for each picture. If a
+Prints for each code cell that was executed a line `== ID`, the text of its outputs, and a line `picture BYTES` for each picture. If a
 cell fails, it prints what the reader sees, and ends with status 1. Needs nbclient and ipykernel.
 """
 import os
@@ -39,7 +39,7 @@ def main(path, folder):
     except CellExecutionError:
         failed = True
     for cell in notebook.cells:
-        if cell.cell_type == "code":
+        if cell.cell_type == "code" and cell.execution_count:
             print("==", cell.id)
             for output in cell.outputs:
                 show(output)
