@@ -58,6 +58,8 @@ test_stored() {
     for file in "$notebooks"/*.ipynb; do
         same "stored/${file##*/}" "" "$(stored "$file")"
     done
+    same links "" "$(cd "$notebooks" && grep -ohP '\]\(\K[^)#]+' ./*.ipynb | grep -vx file.png | sort -u |
+        while read -r file; do [ -e "$file" ] || echo "$file"; done)"
     planted count "$outputs" '0,/"execution_count": null/s//"execution_count": 1/'
     planted output "$outputs"$'\nexpected an indentation of 1 and a newline at the end' \
         '0,/"outputs": \[\]/s//"outputs": [{}]/'
