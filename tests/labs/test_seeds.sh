@@ -46,7 +46,7 @@ loading="--model cifar --augment elastic --resident off --batch-size 16 --epochs
 row slowest-line '% |next_batch\(comm\)' "./cnn $tiny $loading --workers 1 --profile"
 elsewhere watch-the-gpu "a device; tests/labs/test_tools.sh gives the monitor a stand-in for nvidia-smi"
 row watch-a-run 'cpu_percent' "labs/tools/monitor --interval 0.1 --csv runs/monitor.csv ./cnn $tiny --epochs 1 --quiet"
-row tuning-guide '^\| load in worker processes' "cat labs/tuning.md"
+row tuning-guide '^- Load in worker processes' "cat labs/tuning.md"
 row pinned-memory 'from pinned memory$' "./cnn-emu --model lenet $virtual --resident off --pin-memory on"
 row pageable-memory 'from pageable memory$' "./cnn-emu --model lenet $virtual --resident off --pin-memory off"
 row one-worker ' --workers 1 ' "./cnn $tiny $loading --workers 1"
