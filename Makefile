@@ -20,7 +20,9 @@ OPT    = -O3
 CFLAGS = -std=gnu17 $(OPT) -march=$(ARCH) -fno-math-errno -g -Wall -Wextra
 LIBS   = -lm -lpthread
 -include labs/starter.mk # exists only in the starter of a lab
-COMMIT := $(shell git describe --always --dirty 2>/dev/null || echo unknown)
+# A notebook that was saved with its outputs changes no program.
+COMMIT := $(shell git describe --always 2>/dev/null || echo unknown)$(shell git diff --quiet HEAD -- :/ ':!*.ipynb' \
+	2>/dev/null; [ $$? -ne 1 ] || echo -dirty)
 
 HASH := \#
 comma := ,
@@ -455,6 +457,7 @@ SEE_PROGRAM = $(if $(filter 5,$(LAB)),build/emu_convolution,cnn-count)
 SEE_SOURCE = $(if $(filter 5,$(LAB)),labs/lab05/conv.cu,cnn_kernels.cu)
 see: $(if $(KERNEL),$(SEE_PROGRAM))
 	@[ '$(KERNEL)' ] || { echo "make see: expected the name of a kernel, such as LAB=5 KERNEL=naive_kernel, found none"; exit 2; }
+	@case '$(LAB)' in ''|[456]) ;; *) echo "make see: expected LAB=4, 5 or 6, or no LAB, found LAB=$(LAB)"; exit 2 ;; esac
 	@mkdir -p build && rm -f build/see.txt
 	@CUEMU_SEE='$(KERNEL)' CUEMU_SEE_BLOCK='$(BLOCK)' CUEMU_SEE_LAUNCH='$(LAUNCH)' CUEMU_SEE_FILE=build/see.txt \
 		./$(SEE_PROGRAM) $(if $(filter 5,$(LAB)),build/see.csv,$(SEE_STEP)) >build/see.log 2>&1 && [ -f build/see.txt ] || \

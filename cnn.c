@@ -749,6 +749,17 @@ static FILE *open_existing(const char *path) {
     return f;
 }
 
+// Locks an open file or folder until the program ends. A run that has just been ended may still be
+// saving, so this waits for up to 5 seconds. Returns false if another run keeps the lock.
+static bool lock_for_this_run(int fd) {
+    for (int tries = 0; tries < 50; tries++) {
+        if (flock(fd, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK)
+            return true; // some file systems have no locks
+        nanosleep(&(struct timespec){.tv_nsec = 100000000}, NULL);
+    }
+    return false;
+}
+
 /* A file that is replaced atomically: written to a temporary file in its folder, synced, renamed.
    The new file has the mode of the old one. If it is a symbolic link, its target is replaced. */
 typedef struct AtomicFile {
@@ -5838,7 +5849,7 @@ static void lock_folder(const char *dir) {
     const int folder = open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC); // stays open
     if (folder < 0)
         die_file("cannot create the folder", dir);
-    if (flock(folder, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
+    if (!lock_for_this_run(folder))
         die(1, "--out %s: another run is writing into this folder; choose another one", dir);
 }
 
@@ -7297,7 +7308,7 @@ static void lock_checkpoint(const char *checkpoint) {
     const int fd = open(path, O_WRONLY | O_CREAT | O_CLOEXEC, 0666); // stays open, and locked
     if (fd < 0)
         die_file("cannot create", path);
-    if (flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
+    if (!lock_for_this_run(fd))
         die(1, "--checkpoint %s: another run is writing to it; choose another file", checkpoint);
     strcpy(lock_file, path);
 }

@@ -1056,6 +1056,7 @@ struct Sum {
 
 // A kind of sums (Gradients, Moments) says what a pixel with the numbers d of dout and x of in adds
 // to a channel's a and b, what becomes of a slice, how two slices are joined, and what is stored.
+// With fmaf() a pixel's sums are rounded alike, whatever the compiler makes of a pack of channels.
 
 /* Gradients: a = sum of d, which is dout (after the backward of the ReLU that follows a BatchNorm,
    if there is one); NORM, of a BatchNorm: b = sum of d * (in - mean).
@@ -1073,7 +1074,7 @@ template <bool NORM> struct Gradients {
     __device__ void add(real d, real x) {
         const real passed = NORM && normalised(x, mean, inverse, weight, bias) <= 0 ? 0 : d;
         a += passed;
-        b += NORM ? passed * (x - mean) : 0;
+        b = NORM ? fmaf(passed, x - mean, b) : 0;
     }
     static __device__ Sum of_slice(real count, real, real a, real b) {
         return {count, a, b};
@@ -1101,10 +1102,10 @@ struct Moments {
     __device__ void add(real, real x) {
         const real distance = x - shift;
         a += distance;
-        b += distance * distance;
+        b = fmaf(distance, distance, b);
     }
     static __device__ Sum of_slice(real count, real shift, real a, real b) {
-        const real mean = a / count, squares = b - a * mean;
+        const real mean = a / count, squares = fmaf(-a, mean, b);
         return {count, shift + mean, squares < 0 ? 0 : squares};
     }
     static __device__ Sum join(Sum s, Sum t) {

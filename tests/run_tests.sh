@@ -35,6 +35,7 @@ robust/test_soak.sh         tests/robust/test_soak.sh
 robust/test_faults.sh       tests/robust/test_faults.sh
 pytorch/live_pytorch.py     python_with_torch tests/pytorch/live_pytorch.py build
 labs/test_tools.sh          tests/labs/test_tools.sh
+labs/test_notebooks.sh      tests/labs/test_notebooks.sh
 program/test_checkpoints.sh tests/program/test_checkpoints.sh
 program/test_robust.sh      tests/program/test_robust.sh
 program/test_data.sh        tests/program/test_data.sh

@@ -255,10 +255,11 @@ static void check_not_lost(Trial *t, int change, int row, int k, int column) {
     run_trial(t, change);
 }
 
-// Within the first mma
+// In each quarter of the first 16 x 16 of A; if a warp has more than one mma, in 16 columns of B
 static void one_hot(Trial *t, int change) {
-    for (int i = 0; i < 6; i++) {
-        const int row = draw(0, 15), k = draw(0, 15), column = draw(0, 7);
+    for (int i = 0; i < 8; i++) {
+        const int row = i % 2 * 8 + draw(0, 7), k = i / 2 % 2 * 8 + draw(0, 7);
+        const int column = (change > 1 ? i / 4 * 8 : 0) + draw(0, 7);
         set_one(&t->a, (size_t)(row * t->s.k + k));
         set_one(&t->b, (size_t)(k * t->s.n + column));
         run_trial(t, change);

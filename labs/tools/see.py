@@ -575,7 +575,8 @@ def average(a, b):
 def print_table(data):
     names = [m["name"] for m in data["memories"]]
     x, y, z = data["index"]
-    print(f"{data['kernel']}, block {data['number']} ({x}, {y}, {z}), {len(data['frames'])} frames between barriers")
+    phases = "1 frame" if len(data["frames"]) == 1 else f"{len(data['frames'])} frames"
+    print(f"{data['kernel']}, block {data['number']} ({x}, {y}, {z}), {phases} between barriers")
     head = ("line", "what", "requests", "lanes on", "bytes", "sectors", "a request", "used %", "passes", "conflicts")
     print("{:>5} {:28} {:>9} {:>8} {:>9} {:>8} {:>9} {:>6} {:>8} {:>9}".format(*head))
     for op in sorted(data["ops"], key=lambda op: op["line"]):

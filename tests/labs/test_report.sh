@@ -541,6 +541,7 @@ test_variants() {
 }
 
 # What ./cnn never writes: a message, no traceback.
+# shellcheck disable=SC2317 # holds calls it
 no_traceback() { ! grep -q Traceback "$out" "$err"; }
 test_edited() {
     local name

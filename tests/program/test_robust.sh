@@ -218,7 +218,10 @@ test_folders() {
     refused checkpoint/two_at_once 1 "another run" "${small[@]}" --checkpoint "$tmp/signals.checkpoint"
     ln -s signals.checkpoint "$tmp/second_name"
     refused checkpoint/two_names 1 "another run" "${small[@]}" --checkpoint "$tmp/second_name" --resume
-    kill -9 "$pid"
+    # A run waits for one that is about to end.
+    { sleep 1 && kill -9 "$pid"; } &
+    run "${small[@]}" --out "$tmp/signals"
+    same folders/waits_for_the_other 0 "$status"
     wait "$pid" 2>/dev/null
     run "${small[@]}" --checkpoint "$tmp/signals.checkpoint"
     same checkpoint/after_a_killed_one "0 signals.checkpoint" "$status $(cd "$tmp" && echo signals.checkpoint*)"

@@ -22,6 +22,7 @@ labs/figures      *.csv *.png *.py *.sh
 labs/grader       *.py
 labs/gradescope   *.sh run_autograder
 labs/lab[01]?     *.c *.cu *.md
+labs/notebooks    *.ipynb *.py
 labs/stubs        [1-9].[0-9] 10.[0-9]
 labs/tools        *.html *.md *.py *.sh monitor
 slurm             *.env *.sb *.sh
