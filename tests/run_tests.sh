@@ -47,6 +47,7 @@ emulator/test_emulator.sh   tests/emulator/test_emulator.sh
 unit/double                 build/test_double
 program/test_cli.sh         tests/program/test_cli.sh
 labs/test_see.sh            tests/labs/test_see.sh
+labs/test_seeds.sh          tests/labs/test_seeds.sh
 gpu/test_hip.sh             tests/gpu/test_hip.sh
 robust/test_fuzz.sh         tests/robust/test_fuzz.sh
 pytorch/pytorch_weights.py  python_with_torch tests/pytorch/pytorch_weights.py

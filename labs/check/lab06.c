@@ -120,11 +120,105 @@ static real *right_result(void) {
     return trial.data ? din : dweight;
 }
 
-static const char *ones_of(const real *x, size_t count) {
+// Where the first number is that is not 0
+static const char *one_of(const real *x, size_t count) {
+    static char texts[2][200];
+    static size_t next;
+    char *text = texts[next++ % 2];
     size_t at = 0;
     while (at < count && x[at] == 0)
         at++;
-    return at < count ? place(at) : "nowhere";
+    if (at == count)
+        return "no 1";
+    snprintf(text, sizeof texts[0], "its 1 at %s", place(at));
+    return text;
+}
+
+/* ---- Wrong results that have a known cause --------------------------------------------------- */
+
+static size_t pairs_of_channels(void) {
+    return trial.layer.in.c * trial.layer.out.c;
+}
+
+// What a tap of the filter has in the array of the result or, of a data gradient, of the weights
+static real *tap_of(real *x, size_t tap) {
+    return x + tap * pairs_of_channels();
+}
+
+static void flip_taps(real *x) {
+    const size_t taps = trial.layer.kernel * trial.layer.kernel;
+    for (size_t t = 0; t < taps / 2; t++)
+        for (size_t i = 0; i < pairs_of_channels(); i++) {
+            const real kept = tap_of(x, t)[i];
+            tap_of(x, t)[i] = tap_of(x, taps - 1 - t)[i];
+            tap_of(x, taps - 1 - t)[i] = kept;
+        }
+}
+
+static void clear_last_tap(real *x) {
+    const size_t taps = trial.layer.kernel * trial.layer.kernel;
+    memset(tap_of(x, taps - 1), 0, pairs_of_channels() * sizeof *x);
+}
+
+static bool result_equals(const real *x) {
+    const real *got = trial.result->after;
+    const size_t count = trial.result->bytes / sizeof *x;
+    size_t at = 0;
+    while (at < count && got[at] == x[at])
+        at++;
+    return at == count;
+}
+
+// Whether the result would be right with changed taps: of the filter, or of its gradient.
+static bool right_with_taps(void (*change)(real *)) {
+    Array *weight = trial.weight;
+    real *kept = must_alloc(weight->bytes, "a test");
+    memcpy(kept, weight->before, weight->bytes);
+    if (trial.data)
+        change(weight->before);
+    real *want = right_result();
+    if (!trial.data)
+        change(want);
+    const bool right = result_equals(want);
+    memcpy(weight->before, kept, weight->bytes);
+    free(kept);
+    free(want);
+    return right;
+}
+
+static bool right_for_first_image(void) {
+    const size_t all = trial.n;
+    trial.n = 1;
+    real *want = right_result();
+    trial.n = all;
+    const bool right = result_equals(want);
+    free(want);
+    return right;
+}
+
+static bool is_mean(const real *want) {
+    const real *got = trial.result->after;
+    const size_t count = trial.result->bytes / sizeof *want;
+    size_t at = 0;
+    while (at < count && fabsf(got[at] * (real)trial.n - want[at]) < 1e-3f)
+        at++;
+    return at == count;
+}
+
+// The cause, if all of the wrong result shows it
+static const char *known_cause(const real *want) {
+    const size_t taps = trial.layer.kernel * trial.layer.kernel;
+    const bool has_taps = taps > 1 && trial.layer.weight_count == taps * pairs_of_channels();
+    if (!trial.data && trial.n > 1 && is_mean(want))
+        return "; all are this sum divided by the number of images: is one image counted only, or "
+               "their mean taken?";
+    if (!trial.data && trial.n > 1 && right_for_first_image())
+        return "; this is the gradient of image 0 alone: pixels are counted over all images";
+    if (has_taps && right_with_taps(clear_last_tap))
+        return "; the last tap of the filter is missing";
+    if (has_taps && right_with_taps(flip_taps))
+        return "; the taps are in reverse order: the filter is flipped";
+    return "";
 }
 
 /* A sum that begins with an output's initial NaN keeps its bits, so the output looks as if it was
@@ -164,13 +258,13 @@ static void check_result(Content content) {
               "with 0",
               shape_text(), place(at));
     if (wrongs > 0 && content == ONE)
-        wrong("%s: one number of each operand is 1, the others are 0: the result has its 1 at %s, "
-              "expected at %s: are indices mixed up?",
-              shape_text(), ones_of(got, count), ones_of(want, count));
+        wrong("%s: one number of each operand is 1, the others are 0: the result has %s, "
+              "expected %s: are indices mixed up?%s",
+              shape_text(), one_of(got, count), one_of(want, count), known_cause(want));
     if (wrongs > 0)
-        wrong("%s%s: %s is %g, expected %g (%zu of %zu results are wrong)", shape_text(),
+        wrong("%s%s: %s is %g, expected %g (%zu of %zu results are wrong)%s", shape_text(),
               content == ONES ? ", all operands 1" : "", place(at), (double)got[at],
-              (double)want[at], wrongs, count);
+              (double)want[at], wrongs, count, known_cause(want));
     free(want);
 }
 
@@ -294,6 +388,7 @@ static void check_overlap(void) {
         times.result = shared_memory(sizeof *times.result);
     *times.result = NAN;
     begin_trial();
+    why_ended = ": was memory beyond an array or a malloc() written?";
     run_trial(overlap_job);
     for (size_t k = 0; k < 2; k++)
         for (size_t i = 0; i < times.counts[k]; i++)

@@ -83,6 +83,12 @@ static void test_count(void) {
     }
 }
 
+// For the race detector: two threads that find something
+static void test_race(void) {
+    count_of(600, 0);
+    count_of(600, 600);
+}
+
 static Array *adjusted;
 
 static void adjust_job(void) {
@@ -336,9 +342,14 @@ static void test_images(void) {
 static struct {
     Array *scale, *param, *grad, *state[2], *param16;
     Update u;
-    bool sgd;
+    bool sgd, only_kept; // only_kept: a state that the rule does not keep is NULL, as in a training
     double lr;
 } updated;
+
+// How many states the rule keeps
+static size_t kept_states(void) {
+    return !updated.sgd ? 2 : updated.u.momentum != 0;
+}
 
 static void update_job(void) {
     Step *step = gpu->device->alloc(sizeof *step);
@@ -352,13 +363,12 @@ static void update_job(void) {
     u.grad = updated.grad->device;
     u.param16 = gpu->element_bytes < sizeof(real) ? updated.param16->device : NULL;
     for (size_t k = 0; k < 2; k++)
-        u.state[k] = updated.state[k]->device;
+        u.state[k] = updated.only_kept && k >= kept_states() ? NULL : updated.state[k]->device;
     (updated.sgd ? gpu->sgd : gpu->adadelta)(u);
 }
 
-// What is right, in double: the formulas of sgd() and adadelta() in cnn.c, section 7.
-static double right_update(const Update *u, double p, double g, double *a, double *b) {
-    g = g / ((const LossScale *)updated.scale->before)->scale + u->weight_decay * p;
+// The formulas of sgd() and adadelta() in cnn.c, section 7, in double; g: with the weight decay
+static double rule(const Update *u, double p, double g, double *a, double *b) {
     if (updated.sgd && u->momentum == 0)
         return p - updated.lr * g;
     if (updated.sgd) {
@@ -371,8 +381,33 @@ static double right_update(const Update *u, double p, double g, double *a, doubl
     return p - updated.lr * delta;
 }
 
+// What is right: grad / scale + weight_decay param, then the rule
+static double right_update(const Update *u, double p, double g, double *a, double *b) {
+    const double scale = ((const LossScale *)updated.scale->before)->scale;
+    return rule(u, p, g / scale + u->weight_decay * p, a, b);
+}
+
 static bool is_near(double got, double want) {
     return fabs(got - want) <= 2e-5 * fabs(want) + 1e-6;
+}
+
+// What a wrong parameter would be right for
+static const char *why_wrong(const Update *u, double p, double g, const double *state, double got) {
+    const double scale = ((const LossScale *)updated.scale->before)->scale;
+    const struct {
+        double gradient;
+        const char *why;
+    } wrongs[] = {
+        {g + u->weight_decay * p, ": this gradient was not divided by the scale"},
+        {(g + u->weight_decay * p) / scale, ": the weight decay was divided by the scale, too"},
+        {g / scale, ": there is no weight decay in it"},
+    };
+    for (size_t i = 0; i < sizeof wrongs / sizeof *wrongs; i++) {
+        double a = state[0], b = state[1];
+        if (is_near(got, rule(u, p, wrongs[i].gradient, &a, &b)))
+            return wrongs[i].why;
+    }
+    return is_near(got, p) ? ": it is as it was before" : "";
 }
 
 static real fp16_value(uint16_t bits) {
@@ -403,28 +438,28 @@ static void check_update(void) {
     const real *p0 = updated.param->before, *p1 = updated.param->after;
     const real *g = updated.grad->before;
     for (size_t i = 0; i < u->count; i++) {
-        double state[2];
+        double old[2], state[2];
         for (size_t k = 0; k < 2; k++)
-            state[k] = ((const real *)updated.state[k]->before)[i];
+            old[k] = state[k] = ((const real *)updated.state[k]->before)[i];
         const double want = right_update(u, p0[i], g[i], &state[0], &state[1]);
         if (!is_near(p1[i], want))
-            wrong(
-                "%s: param[%zu] was %g, its gradient times the scale %g; it became %g, expected %g",
-                what_update(), i, (double)p0[i], (double)g[i], (double)p1[i], want);
+            wrong("%s: param[%zu] was %g, its gradient times the scale %g; it became %g, expected "
+                  "%g%s",
+                  what_update(), i, (double)p0[i], (double)g[i], (double)p1[i], want,
+                  why_wrong(u, p0[i], g[i], old, p1[i]));
         for (size_t k = 0; k < 2; k++)
             if (!is_near(((const real *)updated.state[k]->after)[i], state[k]))
                 wrong("%s: state[%zu][%zu] became %g, expected %g%s", what_update(), k, i,
                       (double)((const real *)updated.state[k]->after)[i], state[k],
-                      updated.sgd && (k > 0 || u->momentum == 0)
-                          ? ": it is not kept, and must not be "
-                            "written"
-                          : "");
+                      k >= kept_states() ? ": it is not kept, and must not be written" : "");
         const real copy = gpu->element_bytes < sizeof(real)
                               ? fp16_value(((uint16_t *)updated.param16->after)[i])
                               : p1[i];
         if (fabsf(copy - p1[i]) > 1e-3f * fabsf(p1[i]) + 1e-7f)
-            wrong("%s: param16[%zu], the 16-bit copy of param[%zu] = %g, is %g", what_update(), i,
-                  i, (double)p1[i], (double)copy);
+            wrong("%s: param16[%zu], the 16-bit copy of param[%zu] = %g, is %g%s", what_update(), i,
+                  i, (double)p1[i], (double)copy,
+                  fabsf(copy - p0[i]) <= 1e-3f * fabsf(p0[i]) ? ": the parameter before this update"
+                                                              : "");
     }
 }
 
@@ -450,6 +485,10 @@ static void update_of(bool sgd, size_t count, double momentum, bool nesterov, bo
         for (size_t k = 0; k < 2; k++)
             ((real *)updated.state[k]->before)[i] = (real)(.05 * (double)draw(0, 100));
     }
+    why_ended = updated.only_kept
+                    ? ", after an access to a state that the rule does not keep: that "
+                      "memory may not be there (RULE::states(u) counts those it keeps)"
+                    : "";
     run_trial(update_job);
     if (memcmp(updated.scale->before, updated.scale->after, sizeof(LossScale)) != 0)
         wrong("%s: the update has changed the loss scale; that is adjust_scale()'s task",
@@ -472,6 +511,10 @@ static void test_update(void) {
         update_of(true, draw(1, 7), .9, false, false);
         update_of(true, draw(255, 1030), .9, true, false);
         update_of(false, draw(255, 1030), 0, false, false);
+        updated.only_kept = true;
+        update_of(true, draw(255, 1030), 0, false, false);
+        update_of(true, draw(255, 1030), .9, false, false);
+        updated.only_kept = false;
     }
 }
 
@@ -499,9 +542,10 @@ static void test_traffic(void) {
 
 int main(int argc, char **argv) {
     static const NamedTest tests[] = {
-        {"count", test_count},     {"adjust", test_adjust},     {"sequence", test_sequence},
-        {"layout", test_layout},   {"images", test_images},     {"update", test_update},
-        {"skipped", test_skipped}, {"launches", test_launches}, {"traffic", test_traffic},
+        {"count", test_count},       {"race", test_race},       {"adjust", test_adjust},
+        {"sequence", test_sequence}, {"layout", test_layout},   {"images", test_images},
+        {"update", test_update},     {"skipped", test_skipped}, {"launches", test_launches},
+        {"traffic", test_traffic},
     };
     draw_seed();
     gpu = kernels_in(KERNELS_BEST, FP16);

@@ -67,14 +67,38 @@ build() {
     { cut_kernels 7 3 'static double peak_gflops(void) { return 0; }' own && echo "$appended"; } >lab07.cu
     "${CC:-gcc}" -std=gnu17 -g -march=native -w -c labs/check/lab07.c -o lab07.o || return
     if wanted 8; then emulated lab07_counted lab07 "${CXX:-g++}" -O1 -fsanitize=thread -DCUEMU_COUNT || return; fi
+    if wanted 1; then build_races || return; fi
     emulated lab07_emulated lab07 "${CXX:-g++}" -O0 -g && if on_gpu; then for_gpu lab07_gpu lab07; fi
 }
+
+build_races() { # clang's race detector is faster; either will do
+    local cxx=${CXX:-g++} tsan=(-g -O1 -fsanitize=thread)
+    if clang++ "${tsan[@]}" -x c++ - -o /dev/null 2>/dev/null <<<'int main() {}'; then
+        cxx=clang++
+    fi
+    emulated_kernels lab07_races.o lab07 "$cxx" "${tsan[@]}" &&
+        "$cxx" "${tsan[@]}" lab07.o lab07_races.o -o lab07_races -lm -lpthread
+}
+
+# races: a counter to which threads add one after the other, as in the emulator, is right without atomicAdd, too
+races() {
+    TSAN_OPTIONS='halt_on_error=1 exitcode=66' ./lab07_races race >said 2>&1 <<<"" 9>/dev/null && return
+    if ! grep -q 'data race' said; then
+        tail -n 5 said
+        return 1
+    fi
+    echo "a race: two threads access the same number, and one writes it without an atomic operation:" \
+        "not_finite needs atomicAdd"
+    grep -E -m 2 '(Write|Read|Previous (write|read)) of size' said
+    return 1
+}
+
 tested() { if on_gpu; then ./lab07_gpu "$@"; else ./lab07_emulated "$@"; fi; }
 
 run() {
     export CUEMU_PROTECT=1
     case $1 in
-    1) tested count ;;
+    1) races && tested count ;;
     2) tested adjust ;;
     3) tested sequence ;;
     4) tested layout ;;
@@ -120,7 +144,7 @@ training="for p in fp32 bf16 fp16; do ./cnn-emu --model lenet --dataset syntheti
 finished() {
     open_run "$1" "$2" && is status complete "the run was stopped or has failed" &&
         is provenance measured "only your own measurements count" &&
-        is settings.max-steps 0 "the run ended before the epoch did" && counts || return 1
+        is settings.max-steps 0 "the run ended before the epoch did" && same_command && counts || return 1
     [[ $(value machine.device) != cpu ]] || complain "$run was computed by the CPU; expected a GPU, or the emulator's"
 }
 
@@ -164,6 +188,9 @@ near_losses() {
         complain "the same images and initial weights give nearly the same losses in each precision"
 }
 
+# hashes FOLDER: of the weights after each epoch
+hashes() { grep -oE '[0-9a-f]{16}$' "$1/epochs.csv"; }
+
 precisions() {
     local p
     mkdir -p "$work/lab07"
@@ -177,6 +204,8 @@ precisions() {
             near_losses "$from/runs/lab07-fp32" "in fp32" .005 || return
         ! diff -q <(step_losses "$from/runs/lab07-fp32") <(step_losses "$folder") >/dev/null ||
             complain "$run has the losses of runs/lab07-fp32 to the last digit: were they computed in $p?" || return
+        [ "$(hashes "$from/runs/lab07-fp32")" != "$(hashes "$folder")" ] ||
+            complain "$run has the weights of runs/lab07-fp32, to the last bit: were they computed in $p?" || return
     done
 }
 

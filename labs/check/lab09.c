@@ -72,9 +72,11 @@ static void test_warmup(void) {
         rates(&s, steps, rate);
         const double first = rate[0], last = rate[count - 1];
         if (!(first > 0))
-            wrong("the first step has the rate %g, so it changes nothing; "
-                  "%zu steps of warm-up, lr %g",
-                  first, count, s.lr);
+            wrong(
+                "the first step has the rate %g, so it changes nothing; "
+                "%zu steps of warm-up, lr %g; does the count begin with 0, or is a size_t divided "
+                "by a size_t, which drops the fraction?",
+                first, count, s.lr);
         if (steps > 1 && near(first, rate[steps - 1], s.lr))
             wrong("all %zu steps of epoch 0 have the rate %g: "
                   "it grows with each step, not with each epoch",
@@ -103,8 +105,9 @@ static void test_after(void) {
         rates(&s, steps, rate);
         rates(&without, steps, alone);
         if (!near(alone[0], s.lr, s.lr))
-            wrong("without a warm-up the first step has the rate %.9g, expected --lr %.9g",
-                  alone[0], s.lr);
+            wrong("without a warm-up the first step has the rate %.9g, expected --lr %.9g%s",
+                  alone[0], s.lr,
+                  isfinite(alone[0]) ? "" : ": warmup_epochs is 0: was it divided by?");
         for (size_t i = 0; i < left * steps; i++)
             if (!near(rate[warmup * steps + i], alone[i], s.lr))
                 wrong("--schedule %s: in epoch %zu, %zu epochs after the warm-up, the rate is "

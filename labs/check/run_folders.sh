@@ -46,7 +46,7 @@ complete() {
 # same_command: the options of the command in run.json are those of its settings; of an option given twice the last
 same_command() {
     awk -F '\t' -v run="$run" '
-        BEGIN { n = split("model dataset limit-train epochs seed threads workers kernels augment profile layers parallel", names, " ")
+        BEGIN { n = split("model dataset limit-train epochs seed threads workers kernels augment profile layers parallel precision", names, " ")
             for (i = 1; i <= n; i++) compared[names[i]] = 1 }
         /^settings\./ { setting[substr($1, 10)] = $2 }
         /^command\[/ { word[++words] = $2 }

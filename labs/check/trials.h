@@ -34,7 +34,16 @@ static const Kernels *gpu;
 
 /* ---- Arrays ---------------------------------------------------------------------------------- */
 
-static const uint32_t unwritten = 0xFFFFFFFF, guard_word = 0x7FC00000; // both are NaN
+static const uint32_t unwritten = 0xFFFFFFFF; // a NaN
+
+/* What surrounds an array: of an input a NaN, so that a result shows that it was read; of an output
+   a number, which no thread can have computed from that NaN and written there. */
+static uint32_t guard_word(const Array *a) {
+    return a->is_input ? 0x7FC00000 : 0x3FB3C6EF;
+}
+
+// What a test says where the process of the kernels is ended
+static const char *why_ended = "";
 
 static void *shared_memory(size_t bytes) {
     void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
@@ -77,7 +86,7 @@ static Array *new_output(const char *name, size_t bytes) {
 static void send_array(Array *a) {
     uint32_t *all = (uint32_t *)((char *)a->after - GUARD_BYTES);
     for (size_t i = 0; i < (a->bytes + 2 * GUARD_BYTES) / 4; i++)
-        all[i] = guard_word;
+        all[i] = guard_word(a);
     memcpy(a->after, a->before, a->bytes);
     a->device = (char *)gpu->device->alloc(a->bytes + 2 * GUARD_BYTES) + GUARD_BYTES;
     gpu->device->copy((char *)a->device - GUARD_BYTES, all, a->bytes + 2 * GUARD_BYTES);
@@ -96,7 +105,7 @@ static void check_guards(const Array *a) {
             const size_t shift = z == 1 ? (4 - a->bytes % 4) % 4 : 0;
             uint32_t word;
             memcpy(&word, zones[z] + shift + i * 4, sizeof word);
-            if (i + 1 < GUARD_BYTES / 4 && word != guard_word)
+            if (i + 1 < GUARD_BYTES / 4 && word != guard_word(a))
                 wrong(
                     "%s: memory %s was written, %zu bytes %s: threads beyond the last element must "
                     "do nothing",
@@ -149,9 +158,10 @@ static void run_trial(void (*job)(void)) {
     if (WIFSIGNALED(status) && WTERMSIG(status) == SIGALRM)
         wrong("the kernels do not end within %d s: an endless loop?", PATIENCE_S);
     if (WIFSIGNALED(status))
-        wrong("the process of the kernels was ended by signal %d; see above", WTERMSIG(status));
+        wrong("the process of the kernels was ended by signal %d%s; see above", WTERMSIG(status),
+              why_ended);
     if (!shared->finished)
-        wrong("the process of the kernels has ended before they were done; see above");
+        wrong("the process of the kernels has ended before they were done%s; see above", why_ended);
     for (size_t i = 0; i < array_count; i++)
         check_guards(&arrays[i]);
 }

@@ -12,6 +12,8 @@ ablation   images per second and accuracy (mean and sd) of each rung, from the a
 scaling    speed-up by number of devices, strong and weak, with the ideal line
 loss       training loss by epoch (averages over some steps), and the test loss as single marks
 run        for a single run folder: its loss step by step, and its confusion matrix
+timeline   the trace.json in a run folder: what host, device and loader do, in all of it and in one step
+precision  by how much the losses of runs that differ in --precision deviate from those in fp32, step by step
 roofline   the layers and the limits of the machine, if a run folder has a layers.csv (--layers). Filled marks count
            the operations that were executed, which never exceed the limits. Hollow marks count the operations
            in the layer's definition, where Winograd's algorithm or skipped zeros save some of them. Layers that
@@ -34,7 +36,7 @@ import sys
 
 from run_folders import (Missing, by, by_value, check_comparable, fail, first_difference, make_rows, name_of_data,
                          read_confusion, read_csv, read_filters, read_losses, read_predictions, read_runs,
-                         read_untrained, scaling_rows, start, varied, workers_rows)
+                         read_trace, read_untrained, scaling_rows, start, varied, workers_rows)
 
 os.environ["MPLBACKEND"] = "Agg"  # into files; in a terminal of Jupyter its value is one that only Jupyter has
 try:
@@ -230,6 +232,60 @@ def draw_run(runs):
     right.set_title(f"Confusion matrix: {run.accuracy:.2f} % correct")
     figure.suptitle(describe(runs))
     figure.tight_layout()
+    return figure
+
+
+TRACKS_SHOWN = 8
+UNNAMED = 0.07  # of the width: shorter events get no name
+
+
+def draw_track(axis, spans, y, begin, end):
+    """The events of one track between two times; neighbours differ in grey, and a name is where there is room."""
+    shown = [s for s in spans if s[2] < end and s[2] + s[3] > begin]
+    for i, (_, name, start, length) in enumerate(sorted(shown, key=lambda s: s[2])):
+        axis.broken_barh([(start, length)], (y - 0.4, 0.8), facecolor=GREYS[i % 2 * 2], edgecolor="black",
+                         linewidth=0.4)
+        left, right = max(start, begin), min(start + length, end)
+        if right - left > UNNAMED * (end - begin):
+            axis.text((left + right) / 2, y, drawable(name.split("(")[0]), ha="center", va="center", fontsize=6,
+                      clip_on=True)
+
+
+def draw_timeline(runs):
+    found = [r for r in runs if os.path.exists(os.path.join(r.folder, "trace.json"))]
+    if not found:
+        raise Missing("no run folder has a trace.json; ./cnn --trace DIR/trace.json --out DIR writes one")
+    tracks = read_trace(found[0])
+    steps = tracks.get("steps", [])
+    if len(steps) < 2:
+        raise Missing(f"{found[0].folder}/trace.json has fewer than two steps")
+    names = list(tracks)[:TRACKS_SHOWN]
+    last = max(start + length for spans in tracks.values() for _, _, start, length in spans)
+    figure, axes = plt.subplots(2, 1, figsize=(11, 1.6 + 0.9 * len(names)))
+    for axis, (begin, end), title in zip(axes, ((0, last), (steps[1][2], steps[1][2] + steps[1][3])),
+                                         ("All steps of the trace", "The second step")):
+        for y, name in enumerate(names):
+            draw_track(axis, tracks[name], y, begin, end)
+        axis.set(xlim=(begin, end), ylim=(len(names) - 0.5, -0.5), title=title, xlabel="ms from the first event")
+        axis.set_yticks(range(len(names)), [drawable(n) for n in names])
+    figure.suptitle(f"{name_of(found[0])}: {describe(found[:1])}", fontsize=9)
+    figure.tight_layout()
+    return figure
+
+
+def draw_precision(runs):
+    groups = by(runs, lambda r: r.settings["precision"])
+    if "fp32" not in groups or len(groups) < 2:
+        raise Missing("it is for runs in fp32 and in another --precision")
+    first = {name: group[0] for name, group in groups.items()}
+    compare(list(first.values()), {"precision", "kernels"})
+    want = np.array(read_losses(first.pop("fp32")))
+    figure, axis = plt.subplots(figsize=(7, 4.5))
+    for i, (name, run) in enumerate(first.items()):
+        got = np.array(read_losses(run))[:len(want)]
+        axis.plot(range(1, len(got) + 1), 100 * abs(got[:, 1] / want[:len(got), 1] - 1), label=name, **line_style(i))
+    axis.set(xlabel="step", ylabel="|loss / loss in fp32 - 1| in %", ylim=(0, None))
+    axis.legend()
     return figure
 
 
@@ -434,8 +490,9 @@ def save(figure, out, name):
     print(f"drawn: {out}/{name}.png and .svg")
 
 
-OF_RUNS = [draw_study, draw_workers, draw_ablation, draw_scaling, draw_loss]  # their title says what the runs have in common
-PLOTS = OF_RUNS + [draw_run, draw_roofline, draw_confusion, draw_samples, draw_augment, draw_filters]
+# Their title says what the runs have in common.
+OF_RUNS = [draw_study, draw_workers, draw_ablation, draw_scaling, draw_loss, draw_precision]
+PLOTS = OF_RUNS + [draw_run, draw_timeline, draw_roofline, draw_confusion, draw_samples, draw_augment, draw_filters]
 
 
 def main(source):

@@ -237,6 +237,14 @@ def make_workers(root, runs, rows):
     return (text + picture(root, "workers", "images per second by workers")).strip()
 
 
+def make_timeline(root, runs, rows):
+    return picture(root, "timeline", "what host, device and loader do in the steps of a trace").strip()
+
+
+def make_precision(root, runs, rows):
+    return picture(root, "precision", "how much the losses deviate from those in fp32").strip()
+
+
 def make_ablation(root, runs, rows):
     """Of this folder and of those in it, such as the two of lab 9."""
     texts = []
@@ -280,7 +288,8 @@ def make_classes(root, runs, rows):
 
 MAKERS = dict(settings=make_settings, machine=make_machine, timing=make_timing, steps=make_steps,
               scaling=make_scaling, hours=make_hours, ablation=make_ablation, workers=make_workers,
-              layers=make_layers, profile=make_profile, classes=make_classes)
+              layers=make_layers, profile=make_profile, timeline=make_timeline, precision=make_precision,
+              classes=make_classes)
 MARKER = re.compile(rf"<!-- (begin|end) ({'|'.join(MAKERS)})(?: ([0-9a-f]{{8}}))?\b[^>]*-->\s*")
 
 

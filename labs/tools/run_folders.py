@@ -240,6 +240,20 @@ def read_losses(run):
             for (epoch, step), ranks in sorted(steps.items())]
 
 
+def read_trace(run):
+    """The spans of rank 0 in trace.json by track: (track, name, begin, length), in ms from the first one."""
+    path = os.path.join(run.folder, "trace.json")
+    try:
+        with open(path, encoding="utf-8", errors="replace") as f:
+            events = [e for e in json.load(f)["traceEvents"] if e["pid"] == 0]
+        names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+        spans = [(names[e["tid"]], e["name"], e["ts"] / 1e3, e["dur"] / 1e3) for e in events if e["ph"] == "X"]
+        start = min(begin for _, _, begin, _ in spans)
+        return by([(track, name, begin - start, length) for track, name, begin, length in spans], lambda s: s[0])
+    except (OSError, ValueError, KeyError, TypeError) as why:
+        raise Missing(f"{path}: expected a trace that ./cnn --trace has written, found {why}") from None
+
+
 def read_filters(run):
     """Name, shape and numbers of the first tensor with 4 dimensions in model.safetensors.
 

@@ -200,6 +200,10 @@ def train(args):
     status = start(task.program, task.count, [*task.options, "--out", folder])
     if status == 0:
         run = read_run(folder)
+        if args.device == "multi":
+            how = "DataParallel" if run.settings["parallel"] == "dp" else "DistributedDataParallel"
+            print(f"multi: --parallel {run.settings['parallel']}, as {how}; the other one: "
+                  f"make multi OPTIONS='--parallel {'ddp' if run.settings['parallel'] == 'dp' else 'dp'}'")
         print(f"{args.device}: {run.seconds:.3f} s of training, accuracy {run.accuracy:.2f} %, see {folder}"
               + ". Emulated: the time means nothing." * run.emulated)
     sys.exit(status)

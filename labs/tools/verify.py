@@ -16,7 +16,7 @@ only reads. The exit status is 0 without findings, 1 with findings, and 2 if DIR
 
 It lists as missing: unanswered questions, empty sections, incomplete runs; in studies also repeats below 5,
 tables, plots and the report. It lists as implausible: numbers that contradict each other or the machine
-(steps, images, seconds, CPU time, peaks, speed-ups, GPUs), and tables that contradict the run folders.
+(steps, images, seconds, CPU time, peaks, intervals, speed-ups, GPUs), and tables that contradict the run folders.
 """
 import contextlib
 import csv
@@ -38,6 +38,8 @@ SECTIONS = ["Project Title", "Motivating Image", "Abstract", "Methodology", "Tim
 REPEATS = 5         # fewer say little about the spread
 NOISE = 1.5         # a measured peak may be too low by this factor if other programs were running
 LARGEST_SPEEDUP = 1.1  # per device: larger caches in total explain no more
+LEAST_SPEEDUP = 0.5   # of several devices over one: with less, something else used the machine
+WIDEST = 0.25       # the 95 % interval of a mean, as a part of it; with a wider one a difference means little
 CACHED_MB = 128     # smaller data than --layers uses to measure the bandwidth may stay in caches
 # Multiplications of the definition over those of Winograd's algorithm, where it is used.
 WINOGRAD = {"conv2d 3x3 stride 1": 144 / 36, "conv2d 5x5 stride 1": 100 / 36}
@@ -280,6 +282,15 @@ def check_repeats(root, runs):
                           f"too few to see the spread: add runs with other seeds (make: REPEATS={REPEATS})")
 
 
+def check_spread(root, runs):
+    for row in timing_rows(runs):
+        if row["provenance"] == "measured" and len(row["runs"]) >= REPEATS and row["ci95"] > WIDEST * row["seconds_mean"]:
+            which = f"{row['label']}, global batch {row['global_batch']} {row['variant']}".rstrip()
+            yield finding(root, f"a 95 % interval of +-{WIDEST:.0%} of the mean or less ({which})",
+                          f"+-{row['ci95'] / row['seconds_mean']:.0%}",
+                          "was the machine busy? Delete the runs that were disturbed, and repeat them")
+
+
 def check_grid(root, runs):
     """Each device has run each batch, so that the columns of a table can be compared."""
     for group in variants(runs):
@@ -299,6 +310,10 @@ def check_speedups(root, runs):
                 yield finding(root, f"a speed-up of at most {LARGEST_SPEEDUP} x {row['devices']} devices "
                               f"({row['scaling']}, {row['label']}, global batch {row['global_batch']})",
                               f"{row['speedup']:.2f}", "find what else differs; was the machine busy?")
+            if row["devices"] > 1 and (row.get("speedup") or 1) < LEAST_SPEEDUP:
+                yield finding(root, f"a speed-up of at least {LEAST_SPEEDUP} on {row['devices']} devices "
+                              f"({row['scaling']}, {row['label']}, global batch {row['global_batch']})",
+                              f"{row['speedup']:.2f}", "was the machine busy? Replicas wait for the slowest of them")
 
 
 def check_table(study):
@@ -458,6 +473,7 @@ RULES = [
     (check_measured, STUDIES),
     (check_same, STUDIES),
     (check_repeats, STUDIES),
+    (check_spread, {TIMING, SCALED}),
     (check_grid, {TIMING}),
     (check_speedups, {TIMING, SCALED}),
     *((check_table(study), {kind}) for kind, study in KINDS.items()),

@@ -268,6 +268,13 @@ test_configs() {
         same "configs/$name-prof" "--epochs 2 --limit-train 20480 --trace-steps 80:160" "$(changed $name $name-prof)"
         last=$name
     done
+    same configs/bs128 "--batch-size 256 --lr 0.14" "$(changed bs128 bs256)"
+    same configs/bs128-opt "--global-batch 128 --lr 0.1" "$(changed bs256-amp-nhwc-extra-opts bs128-opt)"
+    same configs/bs512 "--global-batch 512 --lr 0.2" "$(changed bs128-opt bs512-opt)"
+    same configs/bs1024 "--global-batch 1024 --lr 0.28" "$(changed bs512-opt bs1024-opt)"
+    same configs/bs2048 "--global-batch 2048 --lr 0.4" "$(changed bs1024-opt bs2048-opt)"
+    same configs/bs1024-warmup "--warmup-epochs 8" "$(changed bs1024-opt bs1024-warmup-opt)"
+    same configs/bs2048-warmup "--warmup-epochs 16" "$(changed bs2048-opt bs2048-warmup-opt)"
     same configs/labels "1 AMP 3 EXTRA 1 NHWC 2 PROF" \
         "$(grep -ohP '# \K(PROF|AMP|NHWC|EXTRA)\b' "$configs/$last-prof.args" | sort | uniq -c | xargs)"
 }
@@ -305,7 +312,7 @@ test_real() {
     same real_emulated/status "0 " "$status $(cat "$err")"
     same real_emulated/rungs "naive,1 tiled,1" \
         "$(awk -F , 'NR > 1 { print $1 "," $7 }' real_emulated/ablation.csv | xargs)"
-    local files=("$configs"/*.args) file
+    local files=("$configs"/*.args) file small
     local tiny=(--model resnet8 --dataset synthetic --batch-size 2 --limit-train 2 --limit-test 2 --epochs 1)
     if [ -n "${QUICK:-}" ]; then
         skip real_ladder "QUICK=1; gpu_check.sh --emulated climbs it, too"
@@ -316,7 +323,10 @@ test_real() {
         same real_ladder/rungs "naive tiled tf32 bf16 nhwc extra graph" "$(rungs_of real_ladder)"
     fi
     for file in "${files[@]}"; do
-        "$emulator" "@$file" "${tiny[@]}" >"$out" 2>"$err" </dev/null
+        small=("${tiny[@]}")
+        # one epoch has no warm-up before it; trying the tiles once is enough
+        [[ $file != */bs*[0-9p]-opt.args ]] || small+=(--global-batch 2 --warmup-epochs 0 --autotune off)
+        "$emulator" "@$file" "${small[@]}" >"$out" 2>"$err" </dev/null
         status=$?
         same "real_configs/${file##*/}" "0 " "$status $(cat "$err")"
     done

@@ -346,6 +346,12 @@ test_implausible() {
     done
     sed -i 's/"workers": 2/"workers": 1/' spoilt/s*/run.json
     found implausible/speedup "" "a speed-up of at most 1.1 x 2 devices" "found 2.50"
+    for seed in 1 2 3 4 5; do
+        make_run spoilt/m$seed "GPU X" 2 50 $seed 60
+    done
+    found implausible/slower "" "a speed-up of at least 0.5 on 2 devices" "found 0.05"
+    spoilt && make_run spoilt/c1 cpu 1 50 1 6 && make_run spoilt/c3 cpu 1 50 3 20
+    found implausible/interval "" "a 95 % interval of +-25% of the mean or less (cpu, global batch 50)" "found +-50%"
     spoil study_csv study.csv '2s/,12,/,11,/' "line 2: expected cpu,single,0,cifar,50,50,5,12," "50,50,5,11,"
     spoil scaling_csv scaling.csv '$ d' "found none"
     spoil scaling_csv_more scaling.csv '$ p' "lines, found"

@@ -261,6 +261,13 @@ test_devices() {
     fi
     study train cpu trained_cpu --program "$cnn" --batches 16 "${small[@]}" -- --dataset synthetic
     same train/cpu "0 complete" "$status $(grep -o complete trained_cpu/cpu/run.json | head -n 1)"
+    if [ -x "$emulator" ]; then
+        study train multi trained_multi --program "$emulator" --emulate --batches 16 "${small[@]}" -- --dataset synthetic
+        line train/multi "^multi: --parallel ddp, as DistributedDataParallel.*OPTIONS='--parallel dp'\$"
+        study train multi trained_multi --program "$emulator" --emulate --batches 16 "${small[@]}" -- --dataset synthetic \
+            --parallel dp
+        line train/multi_dp "^multi: --parallel dp, as DataParallel; the other one: make multi OPTIONS='--parallel ddp'\$"
+    fi
     study scaling replicas --program "$cnn" --batches 16 --counts 1 2 --repeats 2 "${small[@]}" \
         -- --dataset synthetic --oversubscribe
     same scaling/status "0 " "$status $(cat "$err")"
