@@ -619,7 +619,7 @@ test_page() {
         grep -qzE '<blockquote class="todo">.<p>TODO: a question' page/report.html
     same page/markers 0 "$(grep -c 'a private remark\|-- begin' page/report.html)"
     # comments and code without an end, 4 MB: quadratic time would be hours
-    same page/unclosed "4000000 4000000 6000000" "$(timeout 120 "$python3" -c "import sys
+    same page/unclosed "4000000 4000000 6000000" "$(timeout 120 "$with_page" -c "import sys
 sys.path.insert(0, '$repo/labs/tools')
 from report_html import without_comments
 print(*(len(without_comments(text * 1000000)) for text in ('<!--', '\`x\`y', '~~~~\n\`')))" 2>&1)"
