@@ -157,8 +157,8 @@ typedef struct Fusion {
     bool add;                 // the sum with a residual
     bool relu;                // the ReLU
     const Layer *pool;        // the max-pool, or NULL
-    bool relu_backward;       // the backward pass begins with that of the fused ReLU
-    bool input_relu_backward; // the backward pass ends with that of the ReLU before this row
+    bool relu_backward;       // the backward pass begins with the fused ReLU's
+    bool input_relu_backward; // the backward pass ends with the preceding ReLU's
     // conv2d: the batchnorm2d that follows, for which this row stores sums; batchnorm2d: the conv2d
     // that has stored them; NULL if no sums are stored
     const Layer *moments_partner;
@@ -177,7 +177,7 @@ typedef struct RandomKey {
     uint64_t seed;
     size_t epoch;
     size_t first;  // the position of the batch's first image
-    size_t stride; // the distance from the position of an image to that of the next
+    size_t stride; // the distance between two neighbours' positions
 } RandomKey;
 
 // What changes from step to step. It lies in the device's memory; kernels get a pointer to it.

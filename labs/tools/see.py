@@ -110,7 +110,7 @@ class Code:
     def read_lines(self, addresses):
         """self.frames: of an address the functions there, inlined ones first: (name, file, line)."""
         ordered = sorted(addresses)
-        # A return address is behind the call; one byte before it is the call's own line.
+        # A return address is after the call; one byte before it is the call's own line.
         asked = "".join(f"{address - self.base - 1:x}\n" for address in ordered)
         said = output_of(["addr2line", "-e", self.program, "-a", "-f", "-i", "-C"], asked).split("\n0x")
         self.frames = {}

@@ -109,7 +109,7 @@ static std::vector<int> *kernel_files(const std::string &text) {
     return files;
 }
 
-static std::string body_at(const std::string &text, size_t at) { // behind its {
+static std::string body_at(const std::string &text, size_t at) { // after its {
     int depth = 1;
     size_t end = at;
     for (; end < text.size() && depth; end++)
