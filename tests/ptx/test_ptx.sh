@@ -99,7 +99,7 @@ precision" "$(tail -n 1 "$out")"
     refused_in_bf16
     # a driver compiles this code for newer devices as well, on which it has no more than there
     PTX_SM=90 device=sm_75_on_90
-    needed=${needed%sm_75}sm_90 with code for sm_75
+    needed="${needed%sm_75}sm_90 with code for sm_75"
     refused_in_bf16
     checked kernels env QUICK=1 "$programs/test_cuda" all conv2d fp16
     use_device 75
