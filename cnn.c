@@ -544,12 +544,12 @@ static double now(void) {
 
 /* How the program exits on an error: the first thread that calls die() ends it, and threads that
    fail meanwhile wait until it has ended. */
-static void (*before_dying)(void);           // marks the run folder as failed
-static void (*exit_process)(int) = _exit;    // with MPI, ends the other ranks as well
-static bool dying;                           // whether a thread is ending the program
-static _Thread_local bool dying_here;        // whether it is this thread
-static _Thread_local const char *unfinished; // a temporary file of this thread, or NULL
-static char lock_file[PATH_SIZE + 8];        // of the checkpoint, which is this run's; or ""
+static void (*before_dying)(void);               // marks the run folder as failed
+static void (*exit_process)(int status) = _exit; // with MPI, ends the other ranks as well
+static bool dying;                               // whether a thread is ending the program
+static _Thread_local bool dying_here;            // whether it is this thread
+static _Thread_local const char *unfinished;     // a temporary file of this thread, or NULL
+static char lock_file[PATH_SIZE + 8];            // of the checkpoint, which is this run's; or ""
 
 // A name in a file may contain escape sequences, which must not reach the terminal.
 static void replace_control_characters(char *text) {
@@ -4362,12 +4362,12 @@ static void reorder_weight(real *to, const real *from, Shape filter, size_t outp
     for (size_t k = 0; k < outputs; k++)
         for (size_t c = 0; c < filter.c; c++)
             for (size_t tap = 0; tap < taps; tap++) {
-                const size_t ours = (tap * filter.c + c) * outputs + k;
-                const size_t pytorchs = (k * filter.c + c) * taps + tap;
+                const size_t our_index = (tap * filter.c + c) * outputs + k;
+                const size_t pytorch_index = (k * filter.c + c) * taps + tap;
                 if (direction == TO_FILE)
-                    to[pytorchs] = from[ours];
+                    to[pytorch_index] = from[our_index];
                 else
-                    to[ours] = from[pytorchs];
+                    to[our_index] = from[pytorch_index];
             }
 }
 
@@ -4677,12 +4677,12 @@ static bool open_tensors(TensorFile *f, const char *path) {
     return true;
 }
 
-// What wraps a PyTorch network, and how it changes the names of the network's tensors
+// What wraps a PyTorch network, and the prefix that it gives to the names of the network's tensors
 static const struct {
     const char *prefix, *by;
 } wrappers[] = {{"\"module.", "DataParallel"}, {"\"_orig_mod.", "torch.compile"}};
 
-// Returns the tensor of the list whose name, in quotation marks, is at `at`.
+// Returns the tensor of the list whose name, in quotation marks, is at `at`; dies if there is none.
 static Tensor *tensor_named(const TensorFile *f, Tensor *list, size_t count, const char *at) {
     for (Tensor *t = list; t < list + count; t++) {
         const size_t length = strlen(t->name);

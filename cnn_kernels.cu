@@ -68,7 +68,7 @@ static int devices_of[MAX_REPLICAS];     // by replica
 static thread_local size_t replica;      // that this host thread computes for
 static thread_local int device;          // that it uses
 static thread_local int multiprocessors; // that this device has
-static thread_local int architecture;    // sm_NN: the device's, or that of the code if it is older
+static thread_local int architecture;    // sm_NN of the device, or of the code if it is older
 
 static void check(cudaError_t error, const char *call, int line) {
     if (error != cudaSuccess)

@@ -546,7 +546,7 @@ static void add_errors(Errors *e, const Trial *t, int row, int column, float fou
     e->bf16_sums += (bf16_sum - of_rounded) * (bf16_sum - of_rounded);
 }
 
-// Root mean squares, relative to that of the exact results
+// Root mean squares, relative to the exact results' own
 static void print_accuracy(int k, int change) {
     Trial t = new_trial({TILE, TILE, k}, between_minus_1_and_1);
     Errors e = {};

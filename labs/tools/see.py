@@ -56,7 +56,7 @@ class Record:
                 for line in file:
                     self.add(*line.rstrip("\n").split(" ", 1))
         except OSError as error:
-            raise Problem(f"{path}: {error.strerror}: was the kernel launched? Names are those of the table of counts, "
+            raise Problem(f"{path}: {error.strerror}: was the kernel launched? Its name is in the table of counts, "
                           f"make count") from error
         if "kernel" not in self.one or not self.threads:
             raise Problem(f"{path}: expected a record of the emulator (CUEMU_SEE), found something else")

@@ -79,7 +79,7 @@ static __global__ void odd_lanes(float *out, const float *in) {
         out[i] = in[i];
 }
 
-// Lanes of one parity read in the even steps, those of the other in the odd ones: 16 at a time.
+// Lanes of one parity read in the even steps, the others in the odd ones: 16 at a time.
 static __global__ void by_turns(float *out, const float *in) {
     const int i = threadIdx.x;
     float sum = 0;

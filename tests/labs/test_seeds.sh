@@ -165,7 +165,7 @@ line $course/time-of-an-epoch '^INFO - Time taken for epoch 2 is [\d.]+ sec$'
 for label in PROF AMP NHWC EXTRA; do
     row "label-$label" "# $label" "grep -h '# $label' '$repo/cnn.c' '$repo/cnn_kernels.cu'"
 done
-elsewhere timelines "a device; lab 7 draws those of the emulator, and has the commands for nsys"
+elsewhere timelines "a device; lab 7 draws the emulator's timelines, and has the commands for nsys"
 row checkpoint '^epoch=2 ' "./cnn $small --batch-size 16 --checkpoint runs/saved --save-every 1"
 row restored '^Resuming from ' "./cnn ${small/--quiet/} --batch-size 16 --checkpoint runs/saved --resume --epochs 2"
 row tricks-warm-up '^epoch=2 ' "./cnn $small --batch-size 16 --warmup-epochs 1 --lr-scaling sqrt"
