@@ -203,9 +203,10 @@ chmod +x "$tmp/bin/nsys"
 
 # The commands of labs/slurm.md in the same order, with a smaller run behind those that submit a job.
 test_readme() {
-    local command script jobs=() i cnn_of_job more
+    local command script gpus jobs=() i cnn_of_job more
     while read -r command; do
         script=$(grep -oP 'slurm/\K\w+(?=\.sb)' <<<"$command")
+        gpus=$(grep -oP -- '--gres=gpu:\K\d+' <<<"$command" || echo 2)
         cnn_of_job=./cnn-emu more=''
         case $script in
         '')
@@ -219,14 +220,14 @@ test_readme() {
         esac
         command="source slurm/site.env && ${command/sbatch/sbatch --parsable} ${tiny[*]} $more"
         job=$(PATH=$tmp/bin:$PATH CNN=$cnn_of_job bash -c "$command" 2>"$err") || fail "readme/$script" works "$(cat "$err")"
-        jobs+=("$script:$job")
+        jobs+=("$script:$job:$gpus")
     done < <(grep -oP '^    \K(source|sbatch|squeue) .*' "$repo/labs/slurm.md" | sed 's/ *#.*//')
     for i in "${jobs[@]}"; do
-        script=${i%:*} job=${i#*:}
+        IFS=: read -r script job gpus <<<"$i"
         case $script in
         cpu | single | profile) trained "$script" "$script" "$job" single 1 ;;
-        dp) trained dp dp "$job" dp 2 ;;
-        *) trained "$script" "$script" "$job" ddp 2 ;;
+        dp) trained dp dp "$job" dp "$gpus" ;;
+        *) trained "$script" "$script" "$job" ddp "$gpus" ;;
         esac
         [ "$script" = profile ] || monitored "$script" "$script"
         case $script in
@@ -234,8 +235,8 @@ test_readme() {
         single) line single/device '^Device: emulated GPU' ;;
         profile) line profile/output "^nsys option --output=runs/profile-$job\$" ;;
         ddp | dp)
-            line "$script/gpus" '^CUDA_VISIBLE_DEVICES=\d,\d$'
-            same "$script/uuids" 2 "$(grep -oP '^Rank \d: .* \KGPU-.*' "$out" | sort -u | wc -l)"
+            line "$script/gpus" "^CUDA_VISIBLE_DEVICES=\d(,\d){$((gpus - 1))}\$"
+            same "$script/uuids" "$gpus" "$(grep -oP '^Rank \d: .* \KGPU-.*' "$out" | sort -u | wc -l)"
             ;;
         multinode)
             line multinode/rank_0 '^Rank 0 on node1, GPUs \d$'
