@@ -411,15 +411,6 @@ for i, row in enumerate(rows):
     if (row["epoch"], row["step"], row["rank"], row["images"]) != ("1", str(i + 1), "0", "64"):
         print("row", row)
 END
-    python out/profile_csv "$dir/profile.csv" <<'END'
-import csv, sys
-rows = list(csv.DictReader(open(sys.argv[1])))
-hits = [r["hits"] for r in rows if r["source"].startswith("AT(FORWARD, forward(net")]
-if hits != ["10"]:
-    print("hits of forward", hits)
-if abs(sum(float(r["percent"]) for r in rows) - 100) > 1:
-    print("per cent", [r["percent"] for r in rows])
-END
     python out/safetensors "$dir/model.safetensors" <<'END'
 import json, struct, sys
 data = open(sys.argv[1], "rb").read()
