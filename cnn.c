@@ -745,18 +745,30 @@ static void log_softmax_backward(Work w) {
     /* LAB 1.6 END */
 }
 
+// The most likely class of an image, the first of several
+static size_t most_likely(const real *logp, size_t classes) {
+    size_t best = 0;
+    for (size_t k = 1; k < classes; k++)
+        if (logp[k] > logp[best])
+            best = k;
+    return best;
+}
+
 /* Negative log-likelihood with label smoothing e, which may be 0 (Szegedy et al., arXiv:1512.00567,
    section 7). One loss per image; the loss of the batch is their mean.
      losses[i] = sum over k of target[k] * -logp[i][k],  target[k] = e / classes (+ 1 - e at label)
+     correct[i] = 1 if the label is the most likely class, else 0
      dlogp[i][k] = -target[k] / batch, where batch counts all ranks' images
    If dlogp is NULL, it is not computed. */
-static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t *labels, size_t n,
-                     size_t batch, size_t classes, double smoothing, LossScale *scale) {
+static void nll_loss(real *losses, real *correct, real *dlogp, const real *logp,
+                     const uint8_t *labels, size_t n, size_t batch, size_t classes,
+                     double smoothing, LossScale *scale) {
     (void)scale; // NULL on a CPU
     const real elsewhere = (real)(smoothing / (double)classes);
     const real at_label = (real)(1 - smoothing) + elsewhere;
     for (size_t i = 0; i < n; i++) {
         const real *image_logp = logp + i * classes;
+        correct[i] = most_likely(image_logp, classes) == labels[i];
         losses[i] = -at_label * image_logp[labels[i]];
         for (size_t k = 0; k < classes; k++)
             if (k != labels[i] && elsewhere > 0) // 0 * -infinity would be NaN
@@ -1017,8 +1029,9 @@ typedef struct Kernels {
     double (*flops)(Work w); // operations that the row's forward and backward execute
     // A GPU multiplies dlogp by the scale and adds the count of losses that are not finite to
     // scale->not_finite. On a CPU, scale is NULL.
-    void (*nll_loss)(real *losses, real *dlogp, const real *logp, const uint8_t *labels, size_t n,
-                     size_t batch, size_t classes, double smoothing, LossScale *scale);
+    void (*nll_loss)(real *losses, real *correct, real *dlogp, const real *logp,
+                     const uint8_t *labels, size_t n, size_t batch, size_t classes,
+                     double smoothing, LossScale *scale);
     void (*adadelta)(Update u);
     void (*sgd)(Update u);
     /* The rest is for the fast kernels; skip it on a first reading. Row l is the only
@@ -1490,7 +1503,9 @@ static void trace_event(size_t rank, size_t track, const char *name, double begi
       stats             BatchNorm's running statistics, and the last batch's statistics
       saved             bytes that a forward pass saves for the backward pass
       moments, scratch  working memory of the kernels
-      losses, labels    of the current batch */
+      losses            of each image of the current batch; after them, 1 for each image that is
+                        classified correctly, and 0 for the others
+      labels            of the current batch */
 
 enum { ALIGN = 64 / sizeof(real) };
 
@@ -1961,7 +1976,7 @@ static void plan_net_arenas(Net *net) {
     memory_plan_add(p, &net->dactivations, net->doutput_bytes, DEVICE, FOR_DACTIVATIONS);
     memory_plan_add(p, &net->stats, size * net->stats_size, DEVICE, FOR_STATISTICS);
     memory_plan_add(p, &net->saved, net->saved_bytes, DEVICE, FOR_STATISTICS);
-    memory_plan_add(p, &net->losses, size * max_images, DEVICE, FOR_STATISTICS);
+    memory_plan_add(p, &net->losses, 2 * size * max_images, DEVICE, FOR_STATISTICS);
     memory_plan_add(p, &net->labels, max_images, DEVICE, FOR_STATISTICS);
     if (net->device->is_gpu)
         memory_plan_add(p, &net->loss_scale, sizeof *net->loss_scale, DEVICE, FOR_STATISTICS);
@@ -2553,49 +2568,50 @@ static void backward(Net *net, size_t n) {
     }
 }
 
-static double mean(const real *numbers, size_t n) {
+// The loss of a batch, and how many of its images are classified correctly
+typedef struct BatchLoss {
+    double mean; // over the images
+    double correct;
+} BatchLoss;
+
+static double sum_of(const real *numbers, size_t n) {
     double sum = 0;
     for (size_t i = 0; i < n; i++)
         sum += (double)numbers[i];
-    return sum / (double)n;
+    return sum;
 }
 
-// F.nll_loss(): the mean over the batch, and unless dlogp is NULL its gradient
-static double compute_loss(Net *net, size_t n, real *dlogp, double smoothing) {
-    net->kernels->nll_loss(net->losses, dlogp, output(net, last_row(net)), net->labels, n,
-                           n * net->world, net->classes, smoothing, net->loss_scale);
-    net->device->copy(net->staging[0], net->losses, n * sizeof(real));
-    return mean(net->staging[0], n);
+// losses: of n images and, after them, 1 for each image that is classified correctly
+static BatchLoss batch_loss_from(const real *losses, size_t n) {
+    return (BatchLoss){sum_of(losses, n) / (double)n, sum_of(losses + n, n)};
+}
+
+// F.nll_loss() of the batch, and unless dlogp is NULL its gradient
+static BatchLoss compute_loss(Net *net, size_t n, real *dlogp, double smoothing) {
+    net->kernels->nll_loss(net->losses, net->losses + n, dlogp, output(net, last_row(net)),
+                           net->labels, n, n * net->world, net->classes, smoothing,
+                           net->loss_scale);
+    net->device->copy(net->staging[0], net->losses, 2 * n * sizeof(real));
+    return batch_loss_from(net->staging[0], n);
 }
 
 // Returns the loss of a training batch, and sets the gradient of the last row.
-static double loss_and_gradient(Net *net, size_t n) {
+static BatchLoss loss_and_gradient(Net *net, size_t n) {
     return compute_loss(net, n, doutput(net, last_row(net)), net->settings->label_smoothing);
 }
 
-static double test_loss(Net *net, size_t n) {
+static BatchLoss test_loss(Net *net, size_t n) {
     return compute_loss(net, n, NULL, 0);
 }
 
-/* predicted[position of an image] = its most likely class, the first of several, for the images of
-   the batch. Returns how many are classified correctly. One rank tests an image and the others have
-   a 0 there, so the sum over the ranks has all predictions. */
-static size_t store_predictions(const Net *net, const Batch *batch, double *predicted) {
+// predicted[position of an image] = its most likely class, for the images of the batch. One rank
+// tests an image and the others have a 0 there, so the sum over the ranks has all predictions.
+static void store_predictions(const Net *net, const Batch *batch, double *predicted) {
     real *all = net->staging[0];
     const size_t classes = net->classes;
-    size_t correct = 0;
     net->device->copy(all, output(net, last_row(net)), batch->n * classes * sizeof *all);
-    for (size_t i = 0; i < batch->n; i++) {
-        const real *logp = all + i * classes;
-        size_t best = 0;
-        for (size_t k = 1; k < classes; k++)
-            if (logp[k] > logp[best])
-                best = k;
-        predicted[position_of(batch->key, i)] = (double)best;
-        if (best == batch->labels[i])
-            correct++;
-    }
-    return correct;
+    for (size_t i = 0; i < batch->n; i++)
+        predicted[position_of(batch->key, i)] = (double)most_likely(all + i * classes, classes);
 }
 
 // Whether the outputs of row i for n images are all finite. A fused row does not keep them.
@@ -2621,9 +2637,9 @@ static size_t first_nonfinite_row(const Net *net, size_t n) {
 }
 
 // A loss that is not finite ends the run; the message names the first row whose output is not.
-static void check_loss(const Net *net, const Batch *batch, double loss) {
+static void check_loss(const Net *net, const Batch *batch, BatchLoss loss) {
     char kind[64];
-    if (isfinite(loss))
+    if (isfinite(loss.mean))
         return;
     const size_t row = first_nonfinite_row(net, batch->n);
     const char *name = net->layers[row].name;
@@ -2631,7 +2647,7 @@ static void check_loss(const Net *net, const Batch *batch, double loss) {
     die(1,
         "epoch %zu, step %zu: the loss is %g; the first output that is not finite is in row %zu "
         "(%s%s%s); try a smaller --lr",
-        batch->key.epoch, batch->number + 1, loss, row, name, *name ? ": " : "", kind);
+        batch->key.epoch, batch->number + 1, loss.mean, row, name, *name ? ": " : "", kind);
 }
 
 /* ==== 7. Optimizers and schedules ================================================================
@@ -3742,7 +3758,8 @@ typedef struct Team {
     pthread_cond_t changed;
     struct Comm *comms[MAX_REPLICAS]; // by rank
     size_t arrivals[MAX_REPLICAS];    // the barriers that each rank has reached
-    // For dp: the master's batch, and the outputs, gradients and losses of all its images
+    // For dp: the master's batch, and the outputs, gradients and losses of all its images, laid out
+    // as those of a network
     const Batch *batch;
     real *logp, *dlogp;
     real *losses, *host_losses;
@@ -4178,25 +4195,26 @@ static void dp_load(Comm *c, double lr) {
 }
 
 // Gathers the outputs of all ranks. The master computes the loss and its gradient for the whole
-// batch, and each rank fetches its part of the gradient.
-static double dp_loss(Comm *c) {
+// batch, and each rank fetches its part of the gradient. Returns the mean loss of the whole batch,
+// and the number of images of this rank's part that are classified correctly.
+static BatchLoss dp_loss(Comm *c) {
     Team *t = c->team;
     Net *net = c->net;
     const size_t classes = net->classes, n = t->batch->n;
-    const size_t first = dp_part(c, c->rank).first * classes;
-    const size_t count = c->batch.n * classes;
+    const Range part = dp_part(c, c->rank);
+    const size_t first = part.first * classes, count = part.count * classes;
     net->device->synchronize();
     dp_copy(c, t->logp + first, output(net, last_row(net)), count);
     team_barrier(c);
     if (c->rank == 0) {
-        net->kernels->nll_loss(t->losses, t->dlogp, t->logp, t->batch->device_labels, n, n, classes,
-                               c->settings->label_smoothing, net->loss_scale);
-        net->device->copy(t->host_losses, t->losses, n * sizeof(real));
-        t->loss = mean(t->host_losses, n);
+        net->kernels->nll_loss(t->losses, t->losses + n, t->dlogp, t->logp, t->batch->device_labels,
+                               n, n, classes, c->settings->label_smoothing, net->loss_scale);
+        net->device->copy(t->host_losses, t->losses, 2 * n * sizeof(real));
+        t->loss = batch_loss_from(t->host_losses, n).mean;
     }
     team_barrier(c);
     dp_copy(c, doutput(net, last_row(net)), t->dlogp + first, count);
-    return t->loss;
+    return (BatchLoss){t->loss, sum_of(t->host_losses + n + part.first, part.count)};
 }
 
 // The master adds up the gradients of the ranks that had an image.
@@ -4234,7 +4252,7 @@ static void load_batch(Comm *c, const Batch *batch, double lr) {
         net_load(c->net, batch, lr);
 }
 
-static double batch_loss(Comm *c, const Batch *batch) {
+static BatchLoss batch_loss(Comm *c, const Batch *batch) {
     if (c->dp)
         return dp_loss(c);
     return loss_and_gradient(c->net, batch->n);
@@ -4320,8 +4338,8 @@ static void comm_plan(Comm *c, Net *net, Loader *loader) {
     // The master's, for a whole batch
     memory_plan_add(&c->plan, &t->logp, output_bytes, DEVICE, FOR_COMMUNICATION);
     memory_plan_add(&c->plan, &t->dlogp, output_bytes, DEVICE, FOR_COMMUNICATION);
-    memory_plan_add(&c->plan, &t->losses, images * sizeof(real), DEVICE, FOR_COMMUNICATION);
-    memory_plan_add(&c->plan, &t->host_losses, images * sizeof(real), HOST, FOR_COMMUNICATION);
+    memory_plan_add(&c->plan, &t->losses, 2 * images * sizeof(real), DEVICE, FOR_COMMUNICATION);
+    memory_plan_add(&c->plan, &t->host_losses, 2 * images * sizeof(real), HOST, FOR_COMMUNICATION);
 }
 
 // With ddp on several ranks, starts adding up gradients: joins NCCL's group, plans the buckets and
@@ -5274,10 +5292,11 @@ typedef struct StepResult {
     size_t epoch, step, images;
     int request; // of a signal, noted in this step, or 0; see Signals in section 10
     double loss, lr, parts[PARTS];
+    double correct;     // how many of the images are classified correctly
     double bytes_moved; // the column bytes_sent
 } StepResult;
 
-// The results of an epoch. Times are in seconds, the accuracy is in per cent.
+// The results of an epoch. Times are in seconds, the test's accuracy is in per cent.
 typedef struct EpochResult {
     size_t epoch, images;
     size_t images_resumed; // of these images, those that an earlier run has seen
@@ -5286,6 +5305,7 @@ typedef struct EpochResult {
     double step_loss;      // its loss, over all ranks
     double seconds, loader_wait_s, test_seconds, test_loss, accuracy, lr;
     double train_loss_sum; // over all images
+    double train_correct;  // of all images, classified correctly; NAN if that is not known
     double parts[PARTS];   // sums over all steps and ranks
     double bytes_moved;    // by all ranks
     uint64_t weight_hash;
@@ -5707,15 +5727,17 @@ static void print_resources(double start, int status) {
 static void print_epoch(FILE *f, const EpochResult *e, Form form) {
 #define EPOCH                                                              \
     "epoch=%zu images=%zu seconds=%.3f img_per_s=%.0f loader_wait_s=%.3f " \
-    "train_loss=%.4f test_seconds=%.3f test_loss=%.4f accuracy=%.2f lr=%g"
+    "train_loss=%.4f train_accuracy=%.2f test_seconds=%.3f test_loss=%.4f accuracy=%.2f lr=%g"
     const char *const record = form == KEY_VALUE ? EPOCH : EPOCH " weight_hash=%s";
 #undef EPOCH
     const double trained = (double)(e->images - e->images_resumed);
-    const double loss = e->train_loss_sum / (double)max_size(e->images, 1);
+    const double images = (double)max_size(e->images, 1);
+    const double loss = e->train_loss_sum / images, accuracy = 100. * e->train_correct / images;
     char hash[32];
     snprintf(hash, sizeof hash, "%016llx", (unsigned long long)e->weight_hash);
     print_record(f, form, record, e->epoch, e->images, e->seconds, trained / fmax(e->seconds, 1e-9),
-                 e->loader_wait_s, loss, e->test_seconds, e->test_loss, e->accuracy, e->lr, hash);
+                 e->loader_wait_s, loss, accuracy, e->test_seconds, e->test_loss, e->accuracy,
+                 e->lr, hash);
 }
 
 // A row of steps.csv, or its header: a step of one rank
@@ -6033,6 +6055,7 @@ static void add_step(Run *run, EpochResult *e, size_t i) {
         const StepResult *s = &r->all_steps[rank * r->steps_capacity + i];
         e->step_images += s->images;
         loss += s->loss * (double)s->images;
+        e->train_correct += s->correct;
         wait = fmax(wait, s->parts[LOAD]);
         if (s->request > run->saving.request)
             run->saving.request = s->request;
@@ -6104,14 +6127,15 @@ static bool at_log_interval(const Run *run) {
 }
 
 // Appends the result of a step to the buffer for steps.csv.
-static void buffer_step(Run *run, const EpochResult *e, const Batch *batch, double loss,
+static void buffer_step(Run *run, const EpochResult *e, const Batch *batch, BatchLoss loss,
                         int request) {
     StepResult *s = &run->recorder.steps[run->recorder.buffered_steps];
     run->recorder.buffered_steps++;
     s->epoch = e->epoch;
     s->step = batch->number + 1;
     s->images = batch->n;
-    s->loss = loss;
+    s->correct = loss.correct;
+    s->loss = loss.mean;
     s->lr = run->lr;
     s->parts[COMM] = run->comm.seconds;
     s->bytes_moved = run->comm.bytes_moved;
@@ -6121,7 +6145,7 @@ static void buffer_step(Run *run, const EpochResult *e, const Batch *batch, doub
 
 // After a step: keeps its result, and at the log interval prints the log line. A single rank
 // handles a signal at once, several ranks at the log interval.
-static void log_step(Run *run, EpochResult *e, const Batch *batch, double loss) {
+static void log_step(Run *run, EpochResult *e, const Batch *batch, BatchLoss loss) {
     Recorder *r = &run->recorder;
     const int request = take_request();
     buffer_step(run, e, batch, loss, request);
@@ -6644,6 +6668,8 @@ static void run_metadata(const Run *run, char metadata[METADATA_SIZE]) {
         LINE("loss_scale=%.9g,%u\n", (double)run->loss_scale.scale, run->loss_scale.steps);
     if (run->batch_index > 0 && run->current.images > 0)
         LINE("images=%zu\ntrain_loss=%.17g\n", run->current.images, run->current.train_loss_sum);
+    if (run->batch_index > 0 && run->current.images > 0 && !isnan(run->current.train_correct))
+        LINE("train_correct=%.17g\n", run->current.train_correct);
     if (run->settings.schedule == SCHEDULE_COSINE)
         LINE("epochs=%zu\n", run->settings.epochs);
 #undef LINE
@@ -6703,11 +6729,15 @@ static void compare_with_checkpoint(const Run *run, const TensorFile *f) {
     }
 }
 
-// Reads the sums of the epoch so far, if the metadata has them.
+// Reads the sums of the epoch so far, if the metadata has them. Older versions wrote no
+// `train_correct=`.
 static void read_epoch_sums(EpochResult *e, const char *metadata) {
     const char *line = strstr(metadata, "\nimages=");
-    if (line)
-        sscanf(line, " images=%18zu train_loss=%lf", &e->images, &e->train_loss_sum);
+    if (!line)
+        return;
+    e->train_correct = NAN;
+    sscanf(line, " images=%18zu train_loss=%lf train_correct=%lf", &e->images, &e->train_loss_sum,
+           &e->train_correct);
 }
 
 // fp16: reads the loss scale, if the metadata has it, and copies it to the device.
@@ -7489,7 +7519,7 @@ static void *capture_step(Run *run, const Batch *batch) {
 }
 
 // Runs a step as one CUDA graph, which is captured once. Returns the loss.
-static double replay_step(Run *run, const Batch *batch) {
+static BatchLoss replay_step(Run *run, const Batch *batch) {
     Net *net = &run->net;
     void **graph = &run->graphs.graph[step_kind(run, batch)];
     if (*graph)
@@ -7498,7 +7528,7 @@ static double replay_step(Run *run, const Batch *batch) {
         *graph = capture_step(run, batch);
     run->device->replay(*graph);
     run->device->synchronize();
-    const double loss = mean(net->staging[0], batch->n); // the graph copies the losses there
+    const BatchLoss loss = batch_loss_from(net->staging[0], batch->n); // where the graph copies it
     check_loss(net, batch, loss);
     return loss;
 }
@@ -7557,7 +7587,7 @@ static void train(Run *run, EpochResult *result) {
     Net *net = &run->net;
     Comm *comm = &run->comm;
     const Batch *batch;
-    double loss;
+    BatchLoss loss;
     bool over = false;
     AT(OTHER, start_epoch(run));
     while (!over) {
@@ -7596,9 +7626,11 @@ static void test_batches(Run *run) {
         const double images = (double)batch->n;
         net_load(net, batch, 0);
         forward(net, batch->n, NULL);
-        totals[LOSS_SUM] += test_loss(net, batch->n) * images;
+        const BatchLoss loss = test_loss(net, batch->n);
+        store_predictions(net, batch, run->evaluation.predicted);
+        totals[LOSS_SUM] += loss.mean * images;
         totals[IMAGES_TESTED] += images;
-        totals[IMAGES_CORRECT] += (double)store_predictions(net, batch, run->evaluation.predicted);
+        totals[IMAGES_CORRECT] += loss.correct;
         batch = loader_next(&run->test_loader);
     }
 }
@@ -7646,6 +7678,8 @@ static void train_epoch(Run *run, EpochResult *result) {
 // Trains from the run's position to its end, and tests after each epoch.
 static void train_epochs(Run *run) {
     EpochResult *result = &run->current;
+    if (run->model->logs_throughput && run->comm.rank == 0)
+        printf("INFO - Starting Training Loop...\n");
     while (!training_is_over(run)) {
         train_epoch(run, result);
         const bool interrupted = run->saving.request >= END_REQUEST && run->batch_index > 0;
