@@ -21,7 +21,7 @@
    Rules: results never depend on the order in which threads run (no floating-point atomics), so
    the same seed gives the same bits; no thread returns before a barrier; and for the emulator, one
    __shared__ array per line, template arguments written out at a launch. Of cnn.c only the
-   declarations are included (its section 1), which are valid C and C++. */
+   declarations are included (its sections 1 and 3), which are valid C and C++. */
 
 #define CNN_DECLARATIONS_ONLY
 #include "cnn.c"
@@ -1348,8 +1348,16 @@ static size_t lanes(Work w) {
     return w.n * WARP;
 }
 
+// The most likely class of an image, the first of several
+static __device__ int most_likely(const real *logp, int classes) {
+    int best = 0;
+    for (int k = 1; k < classes; k++)
+        best = logp[k] > logp[best] ? k : best;
+    return best;
+}
+
 // The formulas are in nll_loss() of cnn.c. One thread per image.   Traffic: 8 N bytes
-static __global__ void nll_loss_kernel(real *losses, real *dlogp, const real *logp,
+static __global__ void nll_loss_kernel(real *losses, real *correct, real *dlogp, const real *logp,
                                        const uint8_t *labels, unsigned n, unsigned batch,
                                        int classes, real at_label, real elsewhere,
                                        LossScale *scale) {
@@ -1358,6 +1366,7 @@ static __global__ void nll_loss_kernel(real *losses, real *dlogp, const real *lo
         return;
     const int label = labels[i]; // before dlogp is written, which the compiler takes for an alias
     const real factor = scale ? scale->scale : 1;
+    correct[i] = most_likely(logp + i * classes, classes) == label;
     real loss = 0;
     for (int k = 0; k < classes; k++) {
         real target = k == label ? at_label : elsewhere;
@@ -1370,10 +1379,11 @@ static __global__ void nll_loss_kernel(real *losses, real *dlogp, const real *lo
         atomicAdd(&scale->not_finite, 1);
 }
 
-static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t *labels, size_t n,
-                     size_t batch, size_t classes, double smoothing, LossScale *scale) {
+static void nll_loss(real *losses, real *correct, real *dlogp, const real *logp,
+                     const uint8_t *labels, size_t n, size_t batch, size_t classes,
+                     double smoothing, LossScale *scale) {
     real elsewhere = (real)(smoothing / (double)classes);
-    LAUNCH(nll_loss_kernel, n, losses, dlogp, logp, labels, n, batch, (int)classes,
+    LAUNCH(nll_loss_kernel, n, losses, correct, dlogp, logp, labels, n, batch, (int)classes,
            (real)(1 - smoothing) + elsewhere, elsewhere, scale);
 }
 
@@ -1381,7 +1391,7 @@ static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t 
 
    --kernels naive: one kernel per operation, in which one thread per output runs the CPU's loops.
    It reads every number from memory each time it is needed; only the caches soften that. The
-   formulas are in cnn.c, section 3; a linear layer is a convolution on 1 x 1 pixel. */
+   formulas are in cnn.c, section 2; a linear layer is a convolution on 1 x 1 pixel. */
 
 /* LAB 4.2 BEGIN add_bias */
 // out[n][y][x][k] += bias[k]; count: the elements of out.   Traffic: 8 N bytes

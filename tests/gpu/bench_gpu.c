@@ -143,11 +143,11 @@ static void time_backward(Work w) {
          backward_bytes(w), (sums || w.din == w.dout) && kind != RELU, layers[kind].backward(w));
 }
 
-static void time_nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t *labels,
-                          size_t n, size_t batch, size_t classes, double smoothing,
-                          LossScale *scale) {
+static void time_nll_loss(real *losses, real *correct, real *dlogp, const real *logp,
+                          const uint8_t *labels, size_t n, size_t batch, size_t classes,
+                          double smoothing, LossScale *scale) {
     TIME("nll_loss", "", 0, 8. * (double)(n * classes), false,
-         nll_loss(losses, dlogp, logp, labels, n, batch, classes, smoothing, scale));
+         nll_loss(losses, correct, dlogp, logp, labels, n, batch, classes, smoothing, scale));
 }
 
 static void time_adadelta(Update u) {
@@ -246,10 +246,10 @@ static void free_bench(Run *run) {
 }
 
 // As in train(), where the loss is also copied to the host in every step.
-static double train_step(Run *run, const Batch *batch) {
+static BatchLoss train_step(Run *run, const Batch *batch) {
     net_load(&run->net, batch, 1e-4);
     forward(&run->net, batch->n, &run->net.step->key);
-    double loss = loss_and_gradient(&run->net, batch->n);
+    const BatchLoss loss = loss_and_gradient(&run->net, batch->n);
     backward(&run->net, batch->n);
     optimizer_step(&run->net, run->state);
     return loss;

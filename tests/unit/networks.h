@@ -131,7 +131,7 @@ static void load_random(Net *net) {
 
 static double loss_of(Net *net) {
     forward(net, BATCH, &gradient_draw);
-    return loss_and_gradient(net, BATCH);
+    return loss_and_gradient(net, BATCH).mean;
 }
 
 // All gradients of a batch; where NaN was must be written before it is read.
