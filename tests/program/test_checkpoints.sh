@@ -79,15 +79,6 @@ test_max_steps() {
 
 # ---- The folder of a run that was stopped, resumed
 
-<<<<<<< HEAD
-=======
-# rows FOLDER: its steps and epochs, without times and rates
-rows() {
-    cut -d, -f1-6 "$1/steps.csv"
-    cut -d, -f1,2,6,7,9- "$1/epochs.csv"
-}
-
->>>>>>> b52ffa71f3304f5bc83a9a6121f3f2de8e24d15a
 # same_folder NAME FOLDER FOLDER
 same_folder() { same "$1" "$(rows "$2")" "$(rows "$3")"; }
 

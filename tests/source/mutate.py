@@ -64,8 +64,8 @@ PARTS = {
 # The tests that most likely notice a change in a section of cnn.c: sections of the unit tests, then parts.
 CLI, CHECKPOINTS, PARALLEL = "program/test_cli.sh", "program/test_checkpoints.sh", "cluster/test_parallel.sh"
 LIKELY = {
-    2: ("helpers checkpoints instruments", CLI, CHECKPOINTS),
-    3: ("layers gradients",),
+    2: ("layers gradients",),
+    3: ("helpers checkpoints instruments", CLI, CHECKPOINTS),
     4: ("network memory_plan gradients", CLI),
     5: ("network golden", CLI),
     6: ("gradients steps network",),
