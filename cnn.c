@@ -1618,13 +1618,18 @@ static size_t add_layer(Net *net, Layer l) {
     return last_row(net);
 }
 
+// Reserves `size` at the end of an arena. Returns its offset.
+static size_t reserve(size_t *arena_size, size_t size) {
+    const size_t offset = *arena_size;
+    *arena_size += size;
+    return offset;
+}
+
 // Reserves room for `count` parameters. Returns its offset.
 static size_t add_params(Net *net, size_t count) {
-    size_t offset = net->param_size;
-    net->param_size += align_up(count);
     net->parameter_count += count;
     net->staging_size = max_size(net->staging_size, count);
-    return offset;
+    return reserve(&net->param_size, align_up(count));
 }
 
 // Adds a layer with parameters, named as in PyTorch's examples: conv1, conv2, ..., fc1, fc2, ...
@@ -2045,23 +2050,17 @@ static void plan_row(Net *net, size_t i, size_t max_images) {
     const size_t count = align_up(max_images * shape_size(stored_shape(net, i)));
     const bool has_kernels = plan->mode != FUSED_INTO_EARLIER;
     const bool saves = plan->fused.pool || (has_kernels && kinds[l->kind].saves);
-    if (plan->mode == SEPARATE) {
-        plan->output = net->activation_bytes;
-        net->activation_bytes += count * element_bytes_of(net, l);
-    } else {
+    if (plan->mode == SEPARATE)
+        plan->output = reserve(&net->activation_bytes, count * element_bytes_of(net, l));
+    else
         plan->output = net->row_plans[l->input].output;
-    }
-    plan->stats = net->stats_size;
-    net->stats_size += kinds[l->kind].stats * align_up(l->out.c);
-    plan->saved = net->saved_bytes;
-    if (saves)
-        net->saved_bytes += count;
+    plan->stats = reserve(&net->stats_size, kinds[l->kind].stats * align_up(l->out.c));
+    plan->saved = reserve(&net->saved_bytes, saves ? count : 0);
     const size_t training_scratch = k->scratch_size(l, &plan->fused, net->max_batch);
     const size_t largest_scratch = k->scratch_size(l, &plan->fused, max_images);
     net->scratch_size = max_size(net->scratch_size, max_size(training_scratch, largest_scratch));
     net->transposed_size = max_size(net->transposed_size, k->transposed_size(l, max_images));
-    net->prepared_at[i] = net->prepared_bytes;
-    net->prepared_bytes += 64 * ceil_div(k->prepared_bytes(l), 64);
+    net->prepared_at[i] = reserve(&net->prepared_bytes, 64 * ceil_div(k->prepared_bytes(l), 64));
 }
 
 // Plans all arenas, for training steps of at most `batch` images and for evaluations of at most
@@ -2716,7 +2715,7 @@ static void sgd_naive(Update u) {
     }
 }
 
-// ---- Optimizers
+// ---- The update of all parameters
 
 typedef struct Optimizer {
     double lr;                // the default
@@ -4062,27 +4061,35 @@ static void broadcast(Comm *c, real *data, size_t count) {
 
 enum { GATHER_CHUNK = 4096 }; // bytes
 
-// all[r] = the bytes that rank r has in its all[r], in host memory. Processes pass them around the
-// ring, in chunks; threads read them where they are.
-static void all_gather(Comm *c, void *all, size_t bytes) {
+// Threads of one process read the other ranks' bytes where they are.
+static void gather_from_team(Comm *c, char *all, size_t bytes) {
+    for (size_t r = 0; r < c->world; r++)
+        if (r != c->rank)
+            memcpy(all + r * bytes, (const char *)c->team->comms[r]->published + r * bytes, bytes);
+}
+
+// Processes pass the bytes around the ring, in chunks.
+static void gather_around_ring(Comm *c, char *all, size_t bytes) {
     const size_t n = c->world;
-    char *own = all;
-    c->published = all;
-    team_barrier(c);
     for (size_t step = 1; step < n; step++) {
-        // The rank whose bytes come in this step, and the one whose bytes came in the step before
+        // the rank whose bytes arrive in this step, and the one whose bytes arrived before
         const size_t received = (c->rank + n - step) % n, sent = (received + 1) % n;
         for (size_t offset = 0; offset < bytes; offset += GATHER_CHUNK) {
             const size_t size = min_size(GATHER_CHUNK, bytes - offset);
-            const size_t place = received * bytes + offset;
-            const char *from;
-            if (c->team)
-                from = (const char *)c->team->comms[received]->published + place;
-            else
-                from = mpi_exchange(c, own + sent * bytes + offset, size, size);
-            memcpy(own + place, from, size);
+            const void *chunk = mpi_exchange(c, all + sent * bytes + offset, size, size);
+            memcpy(all + received * bytes + offset, chunk, size);
         }
     }
+}
+
+// all[r] = the bytes that rank r has in its all[r], in host memory
+static void all_gather(Comm *c, void *all, size_t bytes) {
+    c->published = all;
+    team_barrier(c);
+    if (c->team)
+        gather_from_team(c, all, bytes);
+    else
+        gather_around_ring(c, all, bytes);
     team_barrier(c);
 }
 
