@@ -124,7 +124,7 @@ TITLES = dict(
     variant="what differs", times_first="times the first", times_previous="times the previous",
     count="devices or cores", wall_s_mean="wall time, s", training_percent="training in %", out_shape="output",
     params="parameters", mflop="MFLOP", forward_ms="forward, ms", backward_ms="backward, ms", gflops="GFLOP/s",
-    gb_per_s="GB/s", percent_of_peak="% of the peak", saved="times the work saved", time_us="time, us",
+    gb_per_s="GB/s", percent_of_peak="% of the peak", saved="times fewer operations", time_us="time, us",
     per_hit_us="us per hit", percent="% of the time")
 # A standard deviation, and the numbers that have no more digits than it allows
 SPREADS = {"seconds_sd": ["seconds_mean", "ci95"], "img_per_s_sd": ["img_per_s_mean", "ci95"],

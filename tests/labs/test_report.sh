@@ -504,7 +504,7 @@ test_kept() {
     sed -i '/^## Layers/,/^## Lines/{/^## Lines/!d}' spoilt/report.md
     tool report spoilt
     same deleted/stays "0 0" "$status $(grep -ac '^| conv2 ' spoilt/report_full.md)"
-    line deleted/told '^Note: the runs have data for the table layers, .* write a line .layers.(tables.md#layers) there'
+    line deleted/told '^Note: the runs have data for the table layers, .* write a line .layers..tables.md#layers. there'
     printf '\n[layers](tables.md#layers)\n' >>spoilt/report.md
     tool report spoilt
     same deleted/back 1 "$(grep -ac '^| conv2 | conv2d 3x3' spoilt/report_full.md)"
