@@ -152,14 +152,13 @@ def rounded(value, spread):
 
 def round_to_spread(row):
     """The row with texts in place of the numbers of which the spread is known."""
-    texts = dict(row)
+    texts, numbers = dict(row), {name: value for name, value in row.items() if isinstance(value, (int, float))}
     for spread, names in SPREADS.items():
-        known = [name for name in (spread, *names) if row.get(name) is not None and row.get(spread)]
-        texts.update((name, rounded(row[name], row[spread])) for name in known)
-    if row.get("seconds_sd"):
-        relative = row["seconds_sd"] / row["seconds_mean"]
-        known = [name for name in RATES if row.get(name) is not None]
-        texts.update((name, rounded(row[name], relative * row[name])) for name in known)
+        if numbers.get(spread):
+            texts.update((name, rounded(numbers[name], numbers[spread])) for name in (spread, *names) if name in numbers)
+    if numbers.get("seconds_sd"):
+        relative = numbers["seconds_sd"] / numbers["seconds_mean"]
+        texts.update((name, rounded(numbers[name], relative * numbers[name])) for name in RATES if name in numbers)
     return texts
 
 
@@ -188,8 +187,8 @@ def table(titles, rows):
 
 
 def as_number(text):
-    """An entry of a CSV file; whole numbers remain as they are written."""
-    return float(text) if re.fullmatch(r"-?\d+\.\d+", text or "") else text
+    """An entry of a CSV file: a number, or the text."""
+    return float(text) if re.fullmatch(r"-?\d+(\.\d+)?", text or "") else text
 
 
 def csv_tables(root, name, folders):

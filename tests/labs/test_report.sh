@@ -518,7 +518,10 @@ test_variants() {
     local line_of
     spoilt && sed -i 's/"workers": 1/"workers": 2/; s/^\([12]\),100,/\1,60000,/' spoilt/c[45]/{run.json,epochs.csv}
     printf 'workers,img_per_s\n1,100\n2,150\n' >spoilt/workers.csv
+    printf '%s\n' rung,img_per_s,accuracy,accuracy_sd O0,1234.5,75,0.126 O3,20.25,n/a,n/a >spoilt/ablation.csv
     tool report spoilt
+    same variants/ablation "| O0 | 1234 | 75.00 | 0.13 |;| O3 | 20.2 | n/a | n/a |" "$(section ablation spoilt |
+        grep '^| O' | paste -sd ';')"
     same variants/rows "--workers 1 3;--workers 2 2" "$(section timing spoilt |
         awk -F ' *[|] *' '$3 == "cpu" { print $2, $5 }' | paste -sd ';')"
     line_of=$(section timing spoilt | grep '^| --workers 2 | cpu')
