@@ -985,13 +985,15 @@ typedef struct DeviceInfo {
    numbered from 0. */
 typedef struct Device {
     bool is_gpu;
-    size_t (*count)(const char **why_not); // how many there are; if 0, it stores the reason
+    // GPU: how many there are; if 0, it stores the reason
+    size_t (*count)(const char **why_not);
     // the calling thread computes for this replica, on device `number`; errors go to on_error
     void (*use)(size_t replica, size_t number, void (*on_error)(int status, const char *, ...));
     void (*describe)(DeviceInfo *info); // the device of the calling thread
     void *(*alloc)(size_t bytes);       // zeroed device memory, or NULL if there is not enough
     void (*release)(void *memory);
-    void *(*pinned_alloc)(size_t bytes); // zeroed host memory that the device reads directly
+    // GPU: zeroed host memory that the device reads directly
+    void *(*pinned_alloc)(size_t bytes);
     void (*pinned_release)(void *memory);
     // queues a copy within the device, or copies between host and device, either way: that is
     // complete on return, except while a graph is captured
@@ -1618,13 +1620,18 @@ static size_t add_layer(Net *net, Layer l) {
     return last_row(net);
 }
 
+// Reserves `size` at the end of an arena. Returns its offset.
+static size_t reserve(size_t *arena_size, size_t size) {
+    const size_t offset = *arena_size;
+    *arena_size += size;
+    return offset;
+}
+
 // Reserves room for `count` parameters. Returns its offset.
 static size_t add_params(Net *net, size_t count) {
-    size_t offset = net->param_size;
-    net->param_size += align_up(count);
     net->parameter_count += count;
     net->staging_size = max_size(net->staging_size, count);
-    return offset;
+    return reserve(&net->param_size, align_up(count));
 }
 
 // Adds a layer with parameters, named as in PyTorch's examples: conv1, conv2, ..., fc1, fc2, ...
@@ -2045,23 +2052,17 @@ static void plan_row(Net *net, size_t i, size_t max_images) {
     const size_t count = align_up(max_images * shape_size(stored_shape(net, i)));
     const bool has_kernels = plan->mode != FUSED_INTO_EARLIER;
     const bool saves = plan->fused.pool || (has_kernels && kinds[l->kind].saves);
-    if (plan->mode == SEPARATE) {
-        plan->output = net->activation_bytes;
-        net->activation_bytes += count * element_bytes_of(net, l);
-    } else {
+    if (plan->mode == SEPARATE)
+        plan->output = reserve(&net->activation_bytes, count * element_bytes_of(net, l));
+    else
         plan->output = net->row_plans[l->input].output;
-    }
-    plan->stats = net->stats_size;
-    net->stats_size += kinds[l->kind].stats * align_up(l->out.c);
-    plan->saved = net->saved_bytes;
-    if (saves)
-        net->saved_bytes += count;
+    plan->stats = reserve(&net->stats_size, kinds[l->kind].stats * align_up(l->out.c));
+    plan->saved = reserve(&net->saved_bytes, saves ? count : 0);
     const size_t training_scratch = k->scratch_size(l, &plan->fused, net->max_batch);
     const size_t largest_scratch = k->scratch_size(l, &plan->fused, max_images);
     net->scratch_size = max_size(net->scratch_size, max_size(training_scratch, largest_scratch));
     net->transposed_size = max_size(net->transposed_size, k->transposed_size(l, max_images));
-    net->prepared_at[i] = net->prepared_bytes;
-    net->prepared_bytes += 64 * ceil_div(k->prepared_bytes(l), 64);
+    net->prepared_at[i] = reserve(&net->prepared_bytes, 64 * ceil_div(k->prepared_bytes(l), 64));
 }
 
 // Plans all arenas, for training steps of at most `batch` images and for evaluations of at most
@@ -2716,7 +2717,7 @@ static void sgd_naive(Update u) {
     }
 }
 
-// ---- Optimizers
+// ---- The update of all parameters
 
 typedef struct Optimizer {
     double lr;                // the default
@@ -2797,11 +2798,6 @@ static double learning_rate(const Settings *s, size_t epoch, size_t step, size_t
 
 // ---- The CPU
 
-static size_t cpu_count(const char **why_not) {
-    (void)why_not;
-    return usable_cores();
-}
-
 // Does nothing: each thread that calls the kernels has threads of its own.
 static void cpu_use(size_t replica, size_t number, void (*on_error)(int, const char *, ...)) {
     (void)replica, (void)number, (void)on_error;
@@ -2860,13 +2856,10 @@ static void cpu_record(bool on) {
 static double cpu_peak_gflops(void); // cnn_kernels.c measures it
 
 static const Device cpu_device = {
-    .count = cpu_count,
     .use = cpu_use,
     .describe = cpu_describe,
     .alloc = zeroed_alloc,
     .release = free,
-    .pinned_alloc = zeroed_alloc,
-    .pinned_release = free,
     .copy = cpu_copy,
     .clear = bzero,
     .set_step = cpu_set_step,
@@ -4062,27 +4055,35 @@ static void broadcast(Comm *c, real *data, size_t count) {
 
 enum { GATHER_CHUNK = 4096 }; // bytes
 
-// all[r] = the bytes that rank r has in its all[r], in host memory. Processes pass them around the
-// ring, in chunks; threads read them where they are.
-static void all_gather(Comm *c, void *all, size_t bytes) {
+// Threads of one process read the other ranks' bytes where they are.
+static void gather_from_team(Comm *c, char *all, size_t bytes) {
+    for (size_t r = 0; r < c->world; r++)
+        if (r != c->rank)
+            memcpy(all + r * bytes, (const char *)c->team->comms[r]->published + r * bytes, bytes);
+}
+
+// Processes pass the bytes around the ring, in chunks.
+static void gather_around_ring(Comm *c, char *all, size_t bytes) {
     const size_t n = c->world;
-    char *own = all;
-    c->published = all;
-    team_barrier(c);
     for (size_t step = 1; step < n; step++) {
-        // The rank whose bytes come in this step, and the one whose bytes came in the step before
+        // the rank whose bytes arrive in this step, and the one whose bytes arrived before
         const size_t received = (c->rank + n - step) % n, sent = (received + 1) % n;
         for (size_t offset = 0; offset < bytes; offset += GATHER_CHUNK) {
             const size_t size = min_size(GATHER_CHUNK, bytes - offset);
-            const size_t place = received * bytes + offset;
-            const char *from;
-            if (c->team)
-                from = (const char *)c->team->comms[received]->published + place;
-            else
-                from = mpi_exchange(c, own + sent * bytes + offset, size, size);
-            memcpy(own + place, from, size);
+            const void *chunk = mpi_exchange(c, all + sent * bytes + offset, size, size);
+            memcpy(all + received * bytes + offset, chunk, size);
         }
     }
+}
+
+// all[r] = the bytes that rank r has in its all[r], in host memory
+static void all_gather(Comm *c, void *all, size_t bytes) {
+    c->published = all;
+    team_barrier(c);
+    if (c->team)
+        gather_from_team(c, all, bytes);
+    else
+        gather_around_ring(c, all, bytes);
     team_barrier(c);
 }
 
@@ -4216,27 +4217,35 @@ static void dp_load(Comm *c, double lr) {
     }
 }
 
-// Gathers the outputs of all ranks. The master computes the loss and its gradient for the whole
-// batch, and each rank fetches its part of the gradient. Returns the mean loss of the whole batch,
-// and the number of images of this rank's part that are classified correctly.
+// The master computes the loss of the whole batch, and its gradient.
+static void master_loss(Comm *c) {
+    Team *t = c->team;
+    Net *net = c->net;
+    const size_t n = t->batch->n;
+    net->kernels->nll_loss(t->losses, t->losses + n, t->dlogp, t->logp, t->batch->device_labels, n,
+                           n, net->classes, c->settings->label_smoothing, net->loss_scale);
+    net->device->copy(t->host_losses, t->losses, 2 * n * sizeof(real));
+    t->loss = batch_loss_from(t->host_losses, n).mean;
+}
+
+// Gathers the outputs of all ranks on the master, which computes the loss, and fetches this rank's
+// part of its gradient. Returns the mean loss of the whole batch, and the number of images of this
+// rank's part that are classified correctly.
 static BatchLoss dp_loss(Comm *c) {
     Team *t = c->team;
     Net *net = c->net;
-    const size_t classes = net->classes, n = t->batch->n;
-    const Range part = dp_part(c, c->rank);
-    const size_t first = part.first * classes, count = part.count * classes;
+    const Range images = dp_part(c, c->rank);
+    const size_t first_output = images.first * net->classes;
+    const size_t output_count = images.count * net->classes;
+    const real *correct = t->host_losses + t->batch->n + images.first;
     net->device->synchronize();
-    dp_copy(c, t->logp + first, output(net, last_row(net)), count);
+    dp_copy(c, t->logp + first_output, output(net, last_row(net)), output_count);
     team_barrier(c);
-    if (c->rank == 0) {
-        net->kernels->nll_loss(t->losses, t->losses + n, t->dlogp, t->logp, t->batch->device_labels,
-                               n, n, classes, c->settings->label_smoothing, net->loss_scale);
-        net->device->copy(t->host_losses, t->losses, 2 * n * sizeof(real));
-        t->loss = batch_loss_from(t->host_losses, n).mean;
-    }
+    if (c->rank == 0)
+        master_loss(c);
     team_barrier(c);
-    dp_copy(c, doutput(net, last_row(net)), t->dlogp + first, count);
-    return (BatchLoss){t->loss, sum_of(t->host_losses + n + part.first, part.count)};
+    dp_copy(c, doutput(net, last_row(net)), t->dlogp + first_output, output_count);
+    return (BatchLoss){t->loss, sum_of(correct, images.count)};
 }
 
 // The master adds up the gradients of the ranks that had an image.
@@ -4904,7 +4913,7 @@ static uint64_t hash_weights(Net *net) {
 typedef enum { SWITCH, COUNT, NUMBER, CHOICE, NAME, TEXT } OptionKind;
 
 /* Whether a resumed run may have a different value of an option.
-   FREE               It may.
+   FREE               It may. (--batch-size is one, since --global-batch is compared.)
    FIXED              It may not, since the value changes the result. Checkpoints hold it, and
                       --resume compares it.
    FIXED_OMIT_FIRST   The same, but checkpoints omit the first choice, so that a checkpoint from
