@@ -109,7 +109,7 @@ test_max_steps() {
 # rows FOLDER: its steps and epochs, without times and rates
 rows() {
     cut -d, -f1-6 "$1/steps.csv"
-    cut -d, -f1,2,6,8- "$1/epochs.csv"
+    cut -d, -f1,2,6,7,9- "$1/epochs.csv"
 }
 
 # same_folder NAME FOLDER FOLDER
@@ -147,8 +147,8 @@ test_cosine() {
         --epochs 3 --checkpoint "$tmp/cosine" --resume
 }
 
-# with_milestones FILE VALUE NEW_FILE: a checkpoint as earlier versions wrote it, which had --milestones;
-# a VALUE belonged to --schedule multistep
+# with_milestones FILE VALUE NEW_FILE: a checkpoint as earlier versions wrote it, which had --milestones and did
+# not count the images that are classified correctly; a VALUE belonged to --schedule multistep
 with_milestones() {
     python3 - "$@" <<'END'
 import json, struct, sys
@@ -162,7 +162,7 @@ for key, value in header["__metadata__"].items():
 if sys.argv[2]:
     metadata["schedule"] = "multistep"
 version = metadata.pop("cnn.version")
-del metadata["cnn.checksum"]
+del metadata["cnn.checksum"], metadata["train_correct"]
 checksum = 0xCBF29CE484222325  # FNV-1a, of the metadata before it and of all values
 for byte in "".join(f"{key}={value}\n" for key, value in metadata.items()).encode() + values:
     checksum = (checksum ^ byte) * 0x100000001B3 & 0xFFFFFFFFFFFFFFFF
@@ -188,6 +188,8 @@ test_earlier_version() {
         run "${small[@]}" --checkpoint "$tmp/earlier" --resume
         line "earlier/$schedule/resumes" "^Resuming from $tmp/earlier: epoch 1, step 3\$"
         same_file "earlier/$schedule/equal" "$tmp/earlier" "$tmp/straight"
+        line "earlier/$schedule/not_known" '^epoch=1 .* train_accuracy=nan '
+        line "earlier/$schedule/known" '^epoch=2 .* train_accuracy=[0-9.]+ '
     done
     run "${cifar[@]}" --checkpoint "$tmp/half" --max-steps 2
     with_milestones "$tmp/half" 1,3 "$tmp/earlier"
@@ -215,7 +217,7 @@ differs() {
 test_resume_refuses() {
     local tried=() base=("${cifar[@]}")
     run "${base[@]}" --checkpoint "$tmp/base" --max-steps 2
-    same resume/keeps "$(printf '%s\n' format epoch batch devices images train_loss cnn.version cnn.checksum "${kept[@]}" | sort)" \
+    same resume/keeps "$(printf '%s\n' format epoch batch devices images train_loss train_correct cnn.version cnn.checksum "${kept[@]}" | sort)" \
         "$(metadata "$tmp/base" | grep -oP '(^|,)"\K[a-z._-]+(?=":")' | sort)"
     differs model --model mnist --optimizer sgd --lr 0.001 --momentum 0.9 --batch-size 4 --gamma 1
     differs width --width 8

@@ -27,11 +27,13 @@ test_good_run() {
     holds run/test_lines "'Test set: Average loss: X, Accuracy: a/200 (b%)' between empty lines" \
         "$(grep -n -B 1 -A 1 '^Test set: A' "$out")" grep -qPz "$test_lines" "$out"
     line run/epoch_line "^epoch=1 images=640 seconds=$number img_per_s=[0-9]+ \
-loader_wait_s=$number train_loss=$number test_seconds=$number test_loss=$number \
+loader_wait_s=$number train_loss=$number train_accuracy=$number test_seconds=$number test_loss=$number \
 accuracy=$number lr=1\$"
     local correct
     correct=$(grep -oP '^Test set: .*Accuracy: \K[0-9]+' "$out")
     same run/accuracy "$(awk -v c="$correct" 'BEGIN { printf "%.2f", c / 2 }')" "$(value accuracy)"
+    holds run/train_accuracy "a multiple of 1/6.4 %" "$(value train_accuracy)" \
+        awk -v a="$(value train_accuracy)" 'BEGIN { d = a * 6.4 - int(a * 6.4 + .5); exit !(a > 10 && d * d < .04 ^ 2) }'
     run "${small[@]}" --epochs 2
     line run/lr_decays '^epoch=2 .* lr=0\.7$'
     same run/default_log_interval 2 "$(grep -c '^Train Epoch: ' "$out")"
@@ -313,6 +315,8 @@ test_sc20() {
     run --model resnet8 --dataset synthetic --limit-train 82 --batch-size 2 --limit-test 2 \
         --epochs 2
     same sc20/status 0 "$status"
+    same sc20/start "INFO - Starting Training Loop...|INFO - Epoch: 1, Iteration: 0" \
+        "$(grep -oE '^INFO - (Starting Training Loop\.\.\.|Epoch: 1, Iteration: 0)' "$out" | paste -sd '|')"
     same sc20/iterations "1 0 1 20 1 40 2 0 2 20 2 40" "$(grep -oP \
         "^INFO - Epoch: \\K[0-9]+, Iteration: [0-9]+(?=, Avg img/sec: $number\$)" "$out" |
         sed 's/, Iteration://' | paste -sd ' ')"

@@ -20,7 +20,7 @@ status_of() { grep -oP '"status": "\K[a-z]+' "$1/run.json"; }
 # rows FOLDER: its steps and epochs, without times and rates
 rows() {
     cut -d, -f1-6 "$1/steps.csv"
-    cut -d, -f1,2,6,8- "$1/epochs.csv"
+    cut -d, -f1,2,6,7,9- "$1/epochs.csv"
 }
 
 # wait_for SECONDS COMMAND...: until it succeeds
