@@ -985,13 +985,15 @@ typedef struct DeviceInfo {
    numbered from 0. */
 typedef struct Device {
     bool is_gpu;
-    size_t (*count)(const char **why_not); // how many there are; if 0, it stores the reason
+    // GPU: how many there are; if 0, it stores the reason
+    size_t (*count)(const char **why_not);
     // the calling thread computes for this replica, on device `number`; errors go to on_error
     void (*use)(size_t replica, size_t number, void (*on_error)(int status, const char *, ...));
     void (*describe)(DeviceInfo *info); // the device of the calling thread
     void *(*alloc)(size_t bytes);       // zeroed device memory, or NULL if there is not enough
     void (*release)(void *memory);
-    void *(*pinned_alloc)(size_t bytes); // zeroed host memory that the device reads directly
+    // GPU: zeroed host memory that the device reads directly
+    void *(*pinned_alloc)(size_t bytes);
     void (*pinned_release)(void *memory);
     // queues a copy within the device, or copies between host and device, either way: that is
     // complete on return, except while a graph is captured
@@ -2796,11 +2798,6 @@ static double learning_rate(const Settings *s, size_t epoch, size_t step, size_t
 
 // ---- The CPU
 
-static size_t cpu_count(const char **why_not) {
-    (void)why_not;
-    return usable_cores();
-}
-
 // Does nothing: each thread that calls the kernels has threads of its own.
 static void cpu_use(size_t replica, size_t number, void (*on_error)(int, const char *, ...)) {
     (void)replica, (void)number, (void)on_error;
@@ -2859,13 +2856,10 @@ static void cpu_record(bool on) {
 static double cpu_peak_gflops(void); // cnn_kernels.c measures it
 
 static const Device cpu_device = {
-    .count = cpu_count,
     .use = cpu_use,
     .describe = cpu_describe,
     .alloc = zeroed_alloc,
     .release = free,
-    .pinned_alloc = zeroed_alloc,
-    .pinned_release = free,
     .copy = cpu_copy,
     .clear = bzero,
     .set_step = cpu_set_step,
@@ -4223,27 +4217,35 @@ static void dp_load(Comm *c, double lr) {
     }
 }
 
-// Gathers the outputs of all ranks. The master computes the loss and its gradient for the whole
-// batch, and each rank fetches its part of the gradient. Returns the mean loss of the whole batch,
-// and the number of images of this rank's part that are classified correctly.
+// The master computes the loss of the whole batch, and its gradient.
+static void master_loss(Comm *c) {
+    Team *t = c->team;
+    Net *net = c->net;
+    const size_t n = t->batch->n;
+    net->kernels->nll_loss(t->losses, t->losses + n, t->dlogp, t->logp, t->batch->device_labels, n,
+                           n, net->classes, c->settings->label_smoothing, net->loss_scale);
+    net->device->copy(t->host_losses, t->losses, 2 * n * sizeof(real));
+    t->loss = batch_loss_from(t->host_losses, n).mean;
+}
+
+// Gathers the outputs of all ranks on the master, which computes the loss, and fetches this rank's
+// part of its gradient. Returns the mean loss of the whole batch, and the number of images of this
+// rank's part that are classified correctly.
 static BatchLoss dp_loss(Comm *c) {
     Team *t = c->team;
     Net *net = c->net;
-    const size_t classes = net->classes, n = t->batch->n;
-    const Range part = dp_part(c, c->rank);
-    const size_t first = part.first * classes, count = part.count * classes;
+    const Range images = dp_part(c, c->rank);
+    const size_t first_output = images.first * net->classes;
+    const size_t output_count = images.count * net->classes;
+    const real *correct = t->host_losses + t->batch->n + images.first;
     net->device->synchronize();
-    dp_copy(c, t->logp + first, output(net, last_row(net)), count);
+    dp_copy(c, t->logp + first_output, output(net, last_row(net)), output_count);
     team_barrier(c);
-    if (c->rank == 0) {
-        net->kernels->nll_loss(t->losses, t->losses + n, t->dlogp, t->logp, t->batch->device_labels,
-                               n, n, classes, c->settings->label_smoothing, net->loss_scale);
-        net->device->copy(t->host_losses, t->losses, 2 * n * sizeof(real));
-        t->loss = batch_loss_from(t->host_losses, n).mean;
-    }
+    if (c->rank == 0)
+        master_loss(c);
     team_barrier(c);
-    dp_copy(c, doutput(net, last_row(net)), t->dlogp + first, count);
-    return (BatchLoss){t->loss, sum_of(t->host_losses + n + part.first, part.count)};
+    dp_copy(c, doutput(net, last_row(net)), t->dlogp + first_output, output_count);
+    return (BatchLoss){t->loss, sum_of(correct, images.count)};
 }
 
 // The master adds up the gradients of the ranks that had an image.
@@ -4911,7 +4913,7 @@ static uint64_t hash_weights(Net *net) {
 typedef enum { SWITCH, COUNT, NUMBER, CHOICE, NAME, TEXT } OptionKind;
 
 /* Whether a resumed run may have a different value of an option.
-   FREE               It may.
+   FREE               It may. (--batch-size is one, since --global-batch is compared.)
    FIXED              It may not, since the value changes the result. Checkpoints hold it, and
                       --resume compares it.
    FIXED_OMIT_FIRST   The same, but checkpoints omit the first choice, so that a checkpoint from
