@@ -21,9 +21,9 @@ sys.path.append(os.path.join(HOME, "labs", "tools"))
 
 import verify  # pylint: disable=wrong-import-position
 from lab06_trace import check_overlap, check_trace  # pylint: disable=wrong-import-position
-from run_folders import (ABLATION, HOURS, SCALING, Missing, ablation_rows, by,  # pylint: disable=wrong-import-position
-                         differences, hours_rows, make_rows, other_loss, read_csv, read_run, repeat_options,
-                         scaling_rows, step_losses, table_lines)
+from run_folders import (ABLATION, HOURS, SCALING, Missing, ablation_rows,  # pylint: disable=wrong-import-position
+                         complete as all_complete, differences, find_folders, hours_rows, make_rows, other_loss,
+                         read_csv, read_run, repeat_options, scaling_rows, step_losses)
 from study import read_rungs  # pylint: disable=wrong-import-position
 
 WORK = os.getcwd()
@@ -294,8 +294,8 @@ def lab2_cover():
     where, trained = f"{run.folder}/profile.csv", run.seconds
     lines, percent = sum(row[2] for row in rows) / 1e6, sum(row[4] for row in rows)
     if not 0.95 * trained <= lines <= 1.02 * trained:
-        raise Wrong(f"{where}: the lines' time should be at least 95 % of the epochs' {trained:.3f} s, and at most all, "
-                    f"found {lines:.3f} s", run.remedy)
+        raise Wrong(f"{where}: the lines' time should be at least 95 % of the epochs' {trained:.3f} s, and at most "
+                    f"all, found {lines:.3f} s", run.remedy)
     if not 99 <= percent <= 101:
         raise Wrong(f"{where}: the sum of the percentages should be 100, found {percent:.1f}", run.remedy)
 
@@ -608,8 +608,9 @@ def batches():
 
 def hours_table():
     command = "labs/tools/study.py hours runs/lab09"
-    runs = [run for study, target in (("lab09", STUDY), ("lab09/core", CORE), ("lab09/batches", LARGE))
-            for run in study_runs(study, target)]
+    for study, target in (("lab09", STUDY), ("lab09/core", CORE), ("lab09/batches", LARGE)):
+        study_runs(study, target)
+    runs = all_complete([folder for folders in find_folders("runs/lab09").values() for folder in folders])
     same_table("runs/lab09/hours.csv", HOURS, hours_rows(runs, "runs/lab09"), command)
 
 

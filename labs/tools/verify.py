@@ -17,6 +17,7 @@ only reads. The exit status is 0 without findings, 1 with findings, and 2 if DIR
 It lists as missing: unanswered questions, empty sections, incomplete runs; in studies also repeats below 5,
 tables, plots and the report. It lists as implausible: numbers that contradict each other or the machine
 (steps, images, seconds, CPU time, peaks, intervals, speed-ups, GPUs), and tables that contradict the run folders.
+`make check` applies the same rules to the runs that a lab asks for.
 """
 import contextlib
 import csv
