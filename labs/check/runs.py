@@ -344,11 +344,11 @@ def lab3_sweep():
             continue
         name = names[workers]
         run = open_run(f"lab03-workers/{name}", f"./cnn {options} --workers {workers} --out {sweep}/{name}")
+        rows.append(run)
+        own_times(rows)
         measured(run)
         need(run, "settings.resident", False, "loading has to cost something")
         need(run, "settings.augment", "elastic", "loading has to cost something")
-        rows.append(run)
-        own_times(rows)
         lab3_fits(run, rows[0])
     if missing:
         sys.exit(f"no run folder in {sweep} for --workers {' '.join(missing)}; step 6 of the handout has the commands")
