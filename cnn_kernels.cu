@@ -21,7 +21,7 @@
    Rules: results never depend on the order in which threads run (no floating-point atomics), so
    the same seed gives the same bits; no thread returns before a barrier; and for the emulator, one
    __shared__ array per line, template arguments written out at a launch. Of cnn.c only the
-   declarations are included (its section 1), which are valid C and C++. */
+   declarations are included (its sections 1 and 3), which are valid C and C++. */
 
 #define CNN_DECLARATIONS_ONLY
 #include "cnn.c"
@@ -329,7 +329,8 @@ static double elapsed(size_t from, size_t to) {
 
 /* A CUDA graph: the operations of a stream, recorded once and then queued by one call, which costs
    the host as much as a single kernel. Arguments are recorded by value, pointers included, so what
-   changes from step to step is read from memory: struct Step. Other threads' streams go on. */
+   changes from step to step is read from memory: struct StepInputs. Other threads' streams go on.
+   */
 static void *capture(bool begin) {
     cudaGraph_t recorded;
     cudaGraphExec_t graph;
@@ -835,11 +836,11 @@ template <class T> static __global__ void avgpool2d_backward_kernel(Row r, Layou
 }
 
 // to = step, which is copied when the kernel is queued: the host does not wait.
-static __global__ void set_step_kernel(Step *to, Step step) {
+static __global__ void set_step_kernel(StepInputs *to, StepInputs step) {
     *to = step;
 }
 
-static void set_step(Step *to, Step step) {
+static void set_step(StepInputs *to, StepInputs step) {
     LAUNCH_GRID(set_step_kernel, 1, 1, 0, to, step);
 }
 
@@ -954,7 +955,7 @@ static __device__ void blur(real *to, const real *from, const float *by, int h, 
    that augment_crop_flip() or augment_elastic() of cnn.c gives; the displacement fields of the
    latter stay in shared memory.   Grid: images x blocks of one.   Traffic: N elements, N bytes */
 template <class T>
-static __global__ void gather_kernel(T *out, uint8_t *labels, Resident r, Layout layout,
+static __global__ void gather_kernel(T *out, uint8_t *labels, DeviceDataset r, Layout layout,
                                      const RandomKey *key) {
     extern __shared__ real fields[]; // down, right, and a buffer to blur them
     const int h = (int)r.shape.h, w = (int)r.shape.w, pixels = h * w;
@@ -996,8 +997,8 @@ static __global__ void gather_kernel(T *out, uint8_t *labels, Resident r, Layout
 }
 
 template <class T>
-static void gather(real *out, uint8_t *labels, const Resident *r, const RandomKey *key, size_t n,
-                   bool nchw) {
+static void gather(real *out, uint8_t *labels, const DeviceDataset *r, const RandomKey *key,
+                   size_t n, bool nchw) {
     const size_t pixels = r->shape.h * r->shape.w;
     const size_t fields = r->augment == AUGMENT_ELASTIC ? 3 * pixels * sizeof(real) : 0;
     const dim3 grid(n, fields ? 1 : ceil_div(pixels * r->shape.c, THREADS));
@@ -1348,8 +1349,16 @@ static size_t lanes(Work w) {
     return w.n * WARP;
 }
 
+// The most likely class of an image, the first of several
+static __device__ int most_likely(const real *logp, int classes) {
+    int best = 0;
+    for (int k = 1; k < classes; k++)
+        best = logp[k] > logp[best] ? k : best;
+    return best;
+}
+
 // The formulas are in nll_loss() of cnn.c. One thread per image.   Traffic: 8 N bytes
-static __global__ void nll_loss_kernel(real *losses, real *dlogp, const real *logp,
+static __global__ void nll_loss_kernel(real *losses, real *correct, real *dlogp, const real *logp,
                                        const uint8_t *labels, unsigned n, unsigned batch,
                                        int classes, real at_label, real elsewhere,
                                        LossScale *scale) {
@@ -1358,6 +1367,7 @@ static __global__ void nll_loss_kernel(real *losses, real *dlogp, const real *lo
         return;
     const int label = labels[i]; // before dlogp is written, which the compiler takes for an alias
     const real factor = scale ? scale->scale : 1;
+    correct[i] = most_likely(logp + i * classes, classes) == label;
     real loss = 0;
     for (int k = 0; k < classes; k++) {
         real target = k == label ? at_label : elsewhere;
@@ -1370,10 +1380,11 @@ static __global__ void nll_loss_kernel(real *losses, real *dlogp, const real *lo
         atomicAdd(&scale->not_finite, 1);
 }
 
-static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t *labels, size_t n,
-                     size_t batch, size_t classes, double smoothing, LossScale *scale) {
+static void nll_loss(real *losses, real *correct, real *dlogp, const real *logp,
+                     const uint8_t *labels, size_t n, size_t batch, size_t classes,
+                     double smoothing, LossScale *scale) {
     real elsewhere = (real)(smoothing / (double)classes);
-    LAUNCH(nll_loss_kernel, n, losses, dlogp, logp, labels, n, batch, (int)classes,
+    LAUNCH(nll_loss_kernel, n, losses, correct, dlogp, logp, labels, n, batch, (int)classes,
            (real)(1 - smoothing) + elsewhere, elsewhere, scale);
 }
 
@@ -1381,7 +1392,7 @@ static void nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t 
 
    --kernels naive: one kernel per operation, in which one thread per output runs the CPU's loops.
    It reads every number from memory each time it is needed; only the caches soften that. The
-   formulas are in cnn.c, section 3; a linear layer is a convolution on 1 x 1 pixel. */
+   formulas are in cnn.c, section 2; a linear layer is a convolution on 1 x 1 pixel. */
 
 /* LAB 4.2 BEGIN add_bias */
 // out[n][y][x][k] += bias[k]; count: the elements of out.   Traffic: 8 N bytes
@@ -2480,7 +2491,7 @@ static size_t scratch_size(const Layer *l, const Fusion *, size_t n) {
     if (max(in_pixels * l->in.c, out_pixels * l->out.c) >> 31)
         fail(1, "layer %s: %zu images have more than 2^31 numbers; use a smaller batch size",
              l->name, n);
-    if (!multiplies(l))
+    if (!has_weight_matrix(l))
         return l->kind == BATCHNORM2D ? sums : 0;
     size_t parts = max(parts_size(out_pixels, l->out.c, taps * l->in.c),
                        max(parts_size(taps * l->in.c, l->out.c, out_pixels),
@@ -2549,20 +2560,20 @@ template <class T, void (*RUN)(Work), bool FORWARD> static void in_nhwc(Work w) 
 
 // A row of the table keeps the numbers of the variants that --autotune has chosen, a byte per pass.
 static size_t prepared_bytes(const Layer *l) {
-    return multiplies(l) ? PASSES : 0;
+    return has_weight_matrix(l) ? PASSES : 0;
 }
 
 // The elements that in_nhwc() needs for a row: its input twice, and its output
 static size_t transposed_size(const Layer *l, size_t n) {
-    return multiplies(l) ? 2 * ceil_div(n * l->in.h * l->in.w * l->in.c, 64) * 64 +
-                               n * l->out.h * l->out.w * l->out.c
-                         : 0;
+    return has_weight_matrix(l) ? 2 * ceil_div(n * l->in.h * l->in.w * l->in.c, 64) * 64 +
+                                      n * l->out.h * l->out.w * l->out.c
+                                : 0;
 }
 
 // The definition's operations: 2 for each multiply-add of forward and of each gradient
 static double flops(Work w) {
     const double forward = 2. * (double)(w.n * w.l->weight_count * w.l->out.h * w.l->out.w);
-    return multiplies(w.l) ? forward * (w.din ? 3 : 2) : 0;
+    return has_weight_matrix(w.l) ? forward * (w.din ? 3 : 2) : 0;
 }
 
 static void prepare_nothing(void *prepared, const Layer *l) {
@@ -2602,8 +2613,9 @@ static const Device gpu_device = make_device();
 // What the kernels of row `to` compute as well. EPILOGUE: a convolution's tile passes the ReLU
 // before it is stored.
 template <bool EPILOGUE>
-static Sharing fuse(const Layer *target, const Fusion *fused, const Layer *l) {
-    const bool applies_relu = target->kind == BATCHNORM2D || (EPILOGUE && multiplies(target));
+static RowMode fuse(const Layer *target, const Fusion *fused, const Layer *l) {
+    const bool applies_relu =
+        target->kind == BATCHNORM2D || (EPILOGUE && has_weight_matrix(target));
     if (l->kind == DROPOUT)
         return IN_PLACE;
     if (l->kind == RELU)

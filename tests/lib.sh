@@ -144,6 +144,31 @@ for name, track in tracks.items():
 END
 }
 
+# ---- Files of a run
+
+# same_file NAME A B
+same_file() { holds "$1" "$2 equal to $3" "other bytes, or none" cmp -s "$2" "$3"; }
+
+# position CHECKPOINT epoch|batch: from the metadata, at the begin of the file
+position() { head -c 3000 "$1" 2>/dev/null | grep -aoP -m1 "\"$2\":\"\K[0-9]+"; }
+
+status_of() { grep -oP '"status": "\K[a-z]+' "$1/run.json"; } # FOLDER
+
+# rows FOLDER: its steps and epochs, without times and rates
+rows() {
+    cut -d, -f1-6 "$1/steps.csv"
+    cut -d, -f1,2,6,7,9- "$1/epochs.csv"
+}
+
+# until_true SECONDS COMMAND...: waits; fails if it does not succeed in time
+until_true() {
+    local end=$((SECONDS + $1))
+    until "${@:2}"; do
+        [ $SECONDS -lt $end ] || return 1
+        sleep 0.05
+    done
+}
+
 # ---- Data files
 
 be32() {

@@ -35,7 +35,7 @@ COLUMNS_DIFFER = {"batch-size", "global-batch", "no-cuda", "gpus", "replicas", "
                   "test-batch-size"}  # by default the batch; neither timed nor seen in a result
 ENTRIES = ["status", "emulated", "command", "machine", "build", "settings", "parallel", "classes"]
 EPOCHS = ["epoch", "images", "seconds", "img_per_s", "loader_wait_s", "train_loss", "test_seconds", "test_loss",
-          "accuracy", "lr", "weight_hash"]  # columns of epochs.csv
+          "accuracy", "lr", "weight_hash"]  # the columns of epochs.csv that tools need
 RUN_FILES = ["run.json", "steps.csv", "output.txt"]  # one of them makes a folder a run folder
 DIGITS = 300  # larger numbers do not fit in a float
 # Settings that determine the losses, and what they may be: others are not passed on to a program.

@@ -37,8 +37,8 @@ import types
 
 from run_folders import GrowingTable, fail, step_of
 
-EPOCH = {"loss": "train_loss", "test_loss": "test_loss", "accuracy": "accuracy", "lr": "lr",
-         "img_per_s": "img_per_s"}  # TensorBoard's name: column of epochs.csv
+EPOCH = {"loss": "train_loss", "test_loss": "test_loss", "train_accuracy": "train_accuracy", "accuracy": "accuracy",
+         "lr": "lr", "img_per_s": "img_per_s"}  # TensorBoard's name: column of epochs.csv
 MS = ["load_s", "copy_s", "forward_s", "backward_s", "optimizer_s", "comm_s", "exposed_comm_s", "other_s",
       "seconds"]
 SUFFIX = ".cnn"  # marks the event files of this tool

@@ -14,13 +14,14 @@ Each finding is one line: the file, what was expected, what was found, what to d
 error: if you know why a number is right, explain it under Anomalies. Lines `Note:` are not findings. The tool
 only reads. The exit status is 0 without findings, 1 with findings, and 2 if DIR is not a folder.
 
-It lists as missing: unanswered questions, empty sections, incomplete runs; in studies also repeats below 5,
-tables, plots and the report. It lists as implausible: numbers that contradict each other or the machine
-(steps, images, seconds, CPU time, peaks, intervals, speed-ups, GPUs), and tables that contradict the run folders.
+It lists as missing: unanswered questions, incomplete runs; in studies also repeats below 5, tables, plots and the
+report. It lists as implausible: numbers that contradict each other or the machine (steps, images, seconds, CPU time,
+peaks, intervals, speed-ups, GPUs), and tables that contradict the run folders.
 `make check` applies the same rules to the runs that a lab asks for.
 """
 import contextlib
 import csv
+import itertools
 import math
 import os
 import re
@@ -29,8 +30,8 @@ import sys
 from collections import Counter
 from types import SimpleNamespace
 
-from report import (MAKERS, NOTHING, STEP_PARTS, Damaged, digest, free_settings, make_blocks, read_report,
-                    split, timing_rows, variants)
+from report import (STEP_PARTS, free_settings, generated_files, make_tables, place, read_report, timing_rows,
+                    variants)
 from run_folders import (COLUMNS, SCALING, WORKERS, Missing, add_speedups, by, differences, find_folders,
                          is_dirty, make_rows, read_confusion, read_csv, read_run, scaling_rows, start,
                          table_lines, workers_rows)
@@ -451,53 +452,28 @@ def check_plots_are_new(root, runs):
 # ---- The report
 
 
-def check_sections(root, where, pieces):
-    """The student's text: unanswered questions, headings, empty sections, images."""
-    for number, line in enumerate(read_report(where).splitlines(), 1):
-        if "TODO:" in line:
-            yield finding(f"{where}, line {number}", "your answer", line.strip()[:60] + "...",
-                          "replace the question by it")
-    text = "".join("generated\n" if name else "".join(lines) for name, lines in pieces).replace("\r", "")
-    text = re.sub("^> .*TODO:.*\n(> .*\n)*", "TODO\n", text, flags=re.M)
-    text = re.sub("^```.*?^```", "code", text, flags=re.M | re.S)
-    parts = re.split("^(#+) *(.*?) *$", text, flags=re.M)
-    sections = list(zip(parts[1::3], parts[2::3], parts[3::3]))
-    for (level, name, body), after in zip(sections, sections[1:] + [("", "", "")]):
-        body = re.sub("<!--.*?-->|generated", "", body, flags=re.S)
-        if not body.strip() and len(after[0]) <= len(level):
-            yield finding(where, f"your text under {name}", "none", "write it")
-    for image in re.findall(r"!\[[^\]]*\]\(([^) ]*)", text + str([p[1] for p in pieces if p[0]])):
-        if not re.match("https?:", image) and not os.path.exists(os.path.join(root, image)):
-            yield finding(where, f"the image {image}", "no such file",
-                          f"make plots RUNS={shlex.quote(root)}, or correct the link")
-
-
 def check_report(root, runs):
-    """What report.md contains."""
-    where = os.path.join(root, "report.md")
-    if not os.path.exists(where):
+    """Questions in report.md without an answer; and what make report generates is what it would write again."""
+    source = os.path.join(root, "report.md")
+    if not os.path.exists(source):
         return
-    try:
-        pieces = split(read_report(where))
-    except Damaged as why:
-        yield finding(where, "intact markers", why, "make report writes report.new.md to copy from")
-        return
-    yield from check_sections(root, where, pieces)
-    generated, blocks = dict(pieces), make_blocks(root, runs)
-    for name in MAKERS:
-        if name in generated and "".join(generated[name]).split() != (blocks[name] or NOTHING).split():
-            yield finding(where, f"the part {name} of the present run folders", "a different one", make_report(root))
+    for number, line in enumerate(read_report(source).splitlines(), 1):
+        if "TODO:" in line:
+            yield finding(f"{source}, line {number}", "your answer", line.strip()[:60] + "...",
+                          "replace the question by it")
+    for name, text in generated_files(root, make_tables(root, runs)).items():
+        where = os.path.join(root, name)
+        found = read_report(where) if os.path.exists(where) else "no such file"
+        yield from check_generated(root, where, text.splitlines(), found.splitlines())
 
 
-def check_page(root, runs):
-    """Whether report.html, if there is one, was made of the present report.md."""
-    where, source = os.path.join(root, "report.html"), os.path.join(root, "report.md")
-    if not os.path.exists(where) or not os.path.exists(source):
-        return
-    with open(where, encoding="utf-8", errors="replace") as f:
-        made_of = re.search('<meta name="report.md" content="([0-9a-f]*)">', f.read(1000))
-    if not made_of or made_of[1] != digest(read_report(source).splitlines()):
-        yield finding(where, "the text of the present report.md", "another text", make_report(root))
+def check_generated(root, where, expected, found):
+    """The first line that is not as generated from report.md and the present run folders, if there is one."""
+    for number, (new, old) in enumerate(itertools.zip_longest(expected, found, fillvalue=""), 1):
+        if new.strip() != old.strip():
+            yield finding(f"{where}, line {number}", f"the generated line {new.strip()[:200]!r}",
+                          repr(old.strip()[:200]), f"{make_report(root)} writes it again")
+            break
 
 
 def check_outline(root, runs):
@@ -510,13 +486,9 @@ def check_outline(root, runs):
     for name in SECTIONS:
         if not re.search(f"^#+ *{name}", text, re.M):
             yield finding(where, f"the heading {name}", "none", "add it and its section")
-    image = re.search(f"^#+ *{SECTIONS[1]}.*\n(?:(?!#).*\n)*", text, re.M)
-    if image and "TODO" not in image[0] and "![" not in image[0]:
-        yield finding(where, f"an image under {SECTIONS[1]}", "none", "write ![what it shows](file.png)")
     for name in ("settings", "machine", "timing"):
-        if f"<!-- begin {name}" not in text:
-            yield finding(where, f"the part {name}, from the run folders", "none",
-                          f"write <!-- begin {name} --> and <!-- end {name} --> there, then make report")
+        if place(name) not in text:
+            yield finding(where, f"the table {name}, from the run folders", "none", f"write a line {place(name)} there")
 
 
 # ---- Which rule applies to what
@@ -569,7 +541,6 @@ RULES = [
     (check_plots, {TIMING, SCALED}),
     (check_plots_are_new, ALL),
     (check_report, ALL),
-    (check_page, ALL),
     (check_outline, {TIMING, SCALED}),
 ]
 

@@ -2,7 +2,7 @@
    in memory, against the multiply-add peak and the copy bandwidth of the same run. Prints one line
    of key=value; with several threads, rounds with all and with one alternate, with two also rounds
    with one beside a second program. Times vary from run to run, the per cent of the peak less. With
-   --max-steps N it does N steps and prints nothing, for a profiler: test_instructions.sh. With
+   --max-steps N it does N steps and prints nothing, for a profiler: test_bench.sh. With
    --layers it prints where the time of the products goes, by layer and pass. */
 #define CNN_NO_MAIN
 #include "../../cnn.c"
@@ -157,7 +157,7 @@ static void print_measured(const char *name, Measured m, double peak) {
 static Measured measure_row(const Net *net, size_t row, size_t n, double peak) {
     const Layer *l = &net->layers[row];
     const Kernels *k = net->kernels;
-    const double dense = (double)n * layer_flops(l);
+    const double dense = (double)n * forward_flops(l);
     Work all = work_of(net, row, n, NULL), weights = all;
     weights.din = NULL;
     Pass p = forward_pass(l, false, all.prepared);
@@ -188,7 +188,7 @@ static void print_layers(const Net *net, size_t n) {
     for (size_t row = 1; row < net->count; row++) {
         const Layer *l = &net->layers[row];
         char text[64];
-        if (!multiplies(l))
+        if (!has_weight_matrix(l))
             continue;
         describe_layer(l, text, sizeof text);
         printf("%-24s %-34s %3zu x %-3zu %4zu -> %-4zu", l->name, text, l->in.h, l->in.w, l->in.c,

@@ -106,7 +106,7 @@ static const Cost costs[KINDS] = {
 static double forward_bytes(Work w) {
     const Cost *c = &costs[w.l->kind];
     const double in = (double)(w.n * shape_size(w.l->in)), out = (double)outputs(w);
-    const double weights = multiplies(w.l) ? (double)w.l->weight_count : 0;
+    const double weights = has_weight_matrix(w.l) ? (double)w.l->weight_count : 0;
     const bool adds = w.residual;
     return (double)gpu->element_bytes *
                (c->forward.in * in + (c->forward.out + adds) * out + weights) +
@@ -117,7 +117,7 @@ static double forward_bytes(Work w) {
 static double backward_bytes(Work w) {
     const Cost *c = &costs[w.l->kind];
     const double in = (double)(w.n * shape_size(w.l->in)), out = (double)outputs(w);
-    const double weights = multiplies(w.l) ? (double)w.l->weight_count : 0;
+    const double weights = has_weight_matrix(w.l) ? (double)w.l->weight_count : 0;
     const bool masks = w.fused.relu_backward && (w.residual || w.l->kind != BATCHNORM2D);
     double numbers = c->backward.in * in + c->backward.out * out + (w.accumulate ? in : 0);
     if (masks)
@@ -131,23 +131,24 @@ static double backward_bytes(Work w) {
 
 static void time_forward(Work w) {
     const LayerKind kind = w.l->kind;
-    TIME(costs[kind].names[0], w.l->name, multiplies(w.l) ? (double)w.n * layer_flops(w.l) : 0,
-         forward_bytes(w), w.out == w.in && kind != RELU, layers[kind].forward(w));
+    TIME(costs[kind].names[0], w.l->name,
+         has_weight_matrix(w.l) ? (double)w.n * forward_flops(w.l) : 0, forward_bytes(w),
+         w.out == w.in && kind != RELU, layers[kind].forward(w));
 }
 
 static void time_backward(Work w) {
     const LayerKind kind = w.l->kind;
-    const double passes = multiplies(w.l) ? w.din ? 2 : 1 : 0;
+    const double passes = has_weight_matrix(w.l) ? w.din ? 2 : 1 : 0;
     const bool sums = w.accumulate || w.accumulate_residual;
-    TIME(costs[kind].names[1], w.l->name, passes * (double)w.n * layer_flops(w.l),
+    TIME(costs[kind].names[1], w.l->name, passes * (double)w.n * forward_flops(w.l),
          backward_bytes(w), (sums || w.din == w.dout) && kind != RELU, layers[kind].backward(w));
 }
 
-static void time_nll_loss(real *losses, real *dlogp, const real *logp, const uint8_t *labels,
-                          size_t n, size_t batch, size_t classes, double smoothing,
-                          LossScale *scale) {
+static void time_nll_loss(real *losses, real *correct, real *dlogp, const real *logp,
+                          const uint8_t *labels, size_t n, size_t batch, size_t classes,
+                          double smoothing, LossScale *scale) {
     TIME("nll_loss", "", 0, 8. * (double)(n * classes), false,
-         nll_loss(losses, dlogp, logp, labels, n, batch, classes, smoothing, scale));
+         nll_loss(losses, correct, dlogp, logp, labels, n, batch, classes, smoothing, scale));
 }
 
 static void time_adadelta(Update u) {
@@ -246,10 +247,10 @@ static void free_bench(Run *run) {
 }
 
 // As in train(), where the loss is also copied to the host in every step.
-static double train_step(Run *run, const Batch *batch) {
+static BatchLoss train_step(Run *run, const Batch *batch) {
     net_load(&run->net, batch, 1e-4);
     forward(&run->net, batch->n, &run->net.step->key);
-    double loss = loss_and_gradient(&run->net, batch->n);
+    const BatchLoss loss = loss_and_gradient(&run->net, batch->n);
     backward(&run->net, batch->n);
     optimizer_step(&run->net, run->state);
     return loss;

@@ -314,7 +314,7 @@ make_answers() {
     mkdir "$tmp/answers"
     for lab in $(labs); do
         take_parts "$lab"
-        while IFS=: read -r name why; do
+        while IFS=': ' read -r name why; do
             fail "$(lab_name "$lab")-wrong/$name" "an edit of the solution" "$why"
         done < <(awk -v parts="$tmp/parts/$lab" -v out="$tmp/answers" -f "$repo/tests/labs/wrong/answers.awk" \
             "$repo/tests/labs/wrong/$(lab_name "$lab").txt")

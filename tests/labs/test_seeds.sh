@@ -84,7 +84,7 @@ else
     fail $course/homework "a program with another network" "none"
 fi
 row homework-report '^#' "labs/tools/report.py runs && cat runs/report.md"
-rm -f runs/report.*
+rm -f runs/report.* runs/report_full.md runs/tables.md
 
 # ---- A workshop: the same network as a script
 

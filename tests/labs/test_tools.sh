@@ -45,14 +45,14 @@ END
 # same_epochs NAME RUN_FOLDER [EVENTS]: the scalars of each epoch are those of epochs.csv
 same_epochs() {
     local tag
-    for tag in loss test_loss accuracy lr img_per_s; do
+    for tag in loss test_loss train_accuracy accuracy lr img_per_s; do
         same "$1/$tag" "$(awk -F, -v tag=$tag 'NR == 1 { for (i = 1; i <= NF; i++) column[$i] = i; next }
             { printf "%s %d %.5g\n", tag, $1, $column[tag == "loss" ? "train_loss" : tag] }' "$2/epochs.csv")" \
             "$(scalars "${3:-$2}" $tag)"
     done
 }
 
-epoch_columns=epoch,images,seconds,img_per_s,loader_wait_s,train_loss,test_seconds,test_loss,accuracy,lr,weight_hash
+epoch_columns=epoch,images,seconds,img_per_s,loader_wait_s,train_loss,train_accuracy,test_seconds,test_loss,accuracy,lr,weight_hash
 step_columns=epoch,step,rank,images,loss,lr,seconds,load_s,copy_s,forward_s,backward_s,optimizer_s,comm_s
 step_columns+=,exposed_comm_s,other_s,bytes_sent,warmup
 
@@ -68,7 +68,7 @@ make_run() {
     status "$@"
     cat >"$1/epochs.csv" <<END
 $epoch_columns
-1,12,3,4,0,2.5,1,2.25,12.5,1,89abcdef01234567
+1,12,3,4,0,2.5,25,1,2.25,12.5,1,89abcdef01234567
 END
     cat >"$1/steps.csv" <<END
 $step_columns
@@ -87,7 +87,7 @@ test_made_up() {
     make_run "$tmp/two" stopped
     tensorboard "$tmp/two"
     same made_up/status "0 " "$status $(cat "$err")"
-    line made_up/said "^$tmp/two: 49 values, the run is stopped; tensorboard --logdir $tmp/two\$"
+    line made_up/said "^$tmp/two: 50 values, the run is stopped; tensorboard --logdir $tmp/two\$"
     # (3 * 2 + 1 * 4) / 4; of step 2 one rank's loss is not known
     same made_up/loss "step/loss 1 2.5|step/loss 2 3|step/loss 3 nan|step/loss 4 1|" \
         "$(scalars "$tmp/two" step/loss | tr '\n' '|')"
@@ -119,14 +119,14 @@ test_made_up() {
     same twice/files 2 "$(find "$tmp/two" -name 'events*' | wc -l)"
     same twice/foreign foreign "$(cat "$tmp/two/events.out.tfevents.1.other")"
     rm "$tmp/two/events.out.tfevents.1.other"
-    same twice/values 49 "$(scalars "$tmp/two" | wc -l)"
+    same twice/values 50 "$(scalars "$tmp/two" | wc -l)"
     mkdir -p "$tmp/tf/tensorflow" "$tmp/tf/torch"
     tee "$tmp/tf/torch/__init__.py" >"$tmp/tf/tensorflow/__init__.py" <<<'raise SystemExit("a big library is loaded")'
     PYTHONPATH=$tmp/tf tensorboard "$tmp/two"
     same made_up/no_big_library "0 " "$status $(cat "$err")"
     status "$tmp/two" complete true
     tensorboard --logdir "$tmp/log" "$tmp/two"
-    same emulated/tags "accuracy loss lr step/loss step/lr test_loss" \
+    same emulated/tags "accuracy loss lr step/loss step/lr test_loss train_accuracy" \
         "$(scalars "$tmp/log/two" | cut -d ' ' -f 1 | uniq | xargs)"
 }
 
@@ -162,28 +162,28 @@ test_follow() {
         --out "$tmp/later" >/dev/null </dev/null
     wait $follower
     same follow/status "0 " "$? $(cat "$err")"
-    line follow/said '147 values, the run is complete' # 12 steps with 11, 3 epochs with 5
+    line follow/said '150 values, the run is complete' # 12 steps with 11, 3 epochs with 6
     same_epochs follow "$tmp/later"
 
     # a run that is killed, and begun anew in the same folder: that takes other files of the same names
     make_run "$tmp/live" running
     "$with_tb" "$repo/labs/tools/to_tensorboard.py" --follow "$tmp/live" >"$out" 2>"$err" </dev/null &
     follower=$!
-    until_seen 38 # the last step waits for its other rank
+    until_seen 39 # the last step waits for its other rank
     printf '5,1,0.001,0,0.01,0.02,0.004,0.003,0.002,0.0005,8,0\n2,2,0,2,7,0.1' >>"$tmp/live/steps.csv"
-    printf '2,12,3,4,0,1.5,1,1.25,50,0.2,89abc' >>"$tmp/live/epochs.csv"
+    printf '2,12,3,4,0,1.5,30,1,1.25,50,0.2,89abc' >>"$tmp/live/epochs.csv"
     sleep 2
-    same follow/half_lines 38 "$(scalars "$tmp/live" | wc -l)"
+    same follow/half_lines 39 "$(scalars "$tmp/live" | wc -l)"
     echo >>"$tmp/live/epochs.csv"
-    until_seen 54
+    until_seen 56
     same follow/step "step/loss 4 1.5" "$(scalars "$tmp/live" step/loss | tail -n 1)"
     make_run "$tmp/new" running
     mv "$tmp/new/epochs.csv" "$tmp/new/steps.csv" "$tmp/live/"
-    until_seen 38
+    until_seen 39
     status "$tmp/live" failed
     wait $follower
     same follow/failed "0 " "$? $(cat "$err")"
-    line follow/failed_said '49 values, the run is failed'
+    line follow/failed_said '50 values, the run is failed'
     same follow/restarted "step/loss 4 1" "$(scalars "$tmp/live" step/loss | tail -n 1)"
 }
 

@@ -250,7 +250,7 @@ static void run_golden_net(Net *net, const GoldenNet *which, const Golden *g) {
     fill_stream(output(net, 0), n * shape_size(which->images), IMAGE_STREAM);
     fill_labels(net->labels, n);
     forward(net, n, &key);
-    real loss = (real)loss_and_gradient(net, n);
+    real loss = (real)loss_and_gradient(net, n).mean;
     compare_numbers(g, "logp", output(net, last_row(net)), tolerance);
     compare_numbers(g, "loss", &loss, tolerance);
     backward(net, n);
@@ -289,7 +289,7 @@ static void check_golden_optimizer(const Line *line) {
     Net net = {.settings = &settings, .kernels = &fast_kernels, .params = params, .grads = grads};
     net.device = &cpu_device;
     net.param_size = COUNT;
-    net.step = &(Step){.lr = x[0]};
+    net.step = &(StepInputs){.lr = x[0]};
     fill_stream(params, COUNT, START_STREAM);
     for (uint32_t step = 0; step < STEPS && line->count == 5 + COUNT * STEPS; step++) {
         fill_stream(grads, COUNT, GRADIENT_STREAM + step);
@@ -323,13 +323,14 @@ static void check_golden_schedule(const Line *line) {
 
 static void check_golden_smoothing(const Line *line) {
     enum { N = 4, COUNT = N * GOLDEN_CLASSES };
-    real logits[COUNT], logp[COUNT], losses[N], got[1 + COUNT], want[1 + COUNT], bound[1 + COUNT];
+    real logits[COUNT], logp[COUNT], losses[N], correct[N];
+    real got[1 + COUNT], want[1 + COUNT], bound[1 + COUNT];
     uint8_t labels[N];
     fill_stream(logits, COUNT, LOGIT_STREAM);
     fill_labels(labels, N);
     const Layer l = {.out = {1, 1, GOLDEN_CLASSES}};
     log_softmax_forward((Work){.l = &l, .n = N, .in = logits, .out = logp});
-    nll_loss(losses, got + 1, logp, labels, N, N, GOLDEN_CLASSES, .1, NULL);
+    nll_loss(losses, correct, got + 1, logp, labels, N, N, GOLDEN_CLASSES, .1, NULL);
     got[0] = (losses[0] + losses[1] + losses[2] + losses[3]) / N;
     for (size_t i = 0; i < 1 + COUNT && line->count == 1 + COUNT; i++) {
         want[i] = (real)line->numbers[i];

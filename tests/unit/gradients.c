@@ -175,17 +175,22 @@ static void test_predictions(void) {
         {0, 3, 1, 2}, {5, 3, 1, 2}, {0, 3, 1, 4}, {0, 3, 3, 2}, {-4, -3, -2, -3}};
     static uint8_t labels[5] = {1, 1, 3, 1, 0};
     static real host[5 * CLASSES];
+    real losses[5], correct[5];
     const Batch batch = {.key = {.first = 5, .stride = 2}, .labels = labels, .n = 5};
     const size_t classes[5] = {1, 0, 3, 1, 2}; // of equal ones the first counts
     double predicted[15] = {0}, expected[15] = {0};
     start_net(&net, (Shape){1, 1, CLASSES});
     net.images = (real *)logp;
     net.staging[0] = host;
-    size_t correct = store_predictions(&net, &batch, predicted);
-    for (size_t i = 0; i < 5; i++)
+    store_predictions(&net, &batch, predicted);
+    nll_loss(losses, correct, NULL, logp[0], labels, 5, 5, CLASSES, 0, NULL);
+    for (size_t i = 0; i < 5; i++) {
         expected[5 + 2 * i] = (double)classes[i];
-    if (correct != 3 || memcmp(predicted, expected, sizeof expected) != 0)
-        fail("%zu right", correct);
+        if (correct[i] != (classes[i] == labels[i]))
+            fail("image %zu: correct is %g", i, (double)correct[i]);
+    }
+    if (memcmp(predicted, expected, sizeof expected) != 0)
+        fail("other classes");
     verdict("predicted classes");
 }
 
@@ -201,7 +206,7 @@ static void test_smoothing_of_training(void) {
     if (net.batches_tracked != 1)
         fail("%zu batches counted, expected the one of training", net.batches_tracked);
     loss_of(&net);
-    double tested = test_loss(&net, BATCH);
+    double tested = test_loss(&net, BATCH).mean;
     const real *logp = output(&net, last_row(&net));
     for (size_t i = 0; i < BATCH * CLASSES; i++) {
         sum -= (double)logp[i] / (BATCH * CLASSES);

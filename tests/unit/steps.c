@@ -80,7 +80,7 @@ static void train_steps(Net *net, Loader *l, real *state, size_t steps) {
         if (output(net, 0) != batch->device_images)
             fail("a CPU has copied the loader's images");
         forward(net, batch->n, &net->step->key);
-        double loss = loss_and_gradient(net, batch->n);
+        double loss = loss_and_gradient(net, batch->n).mean;
         if (!isfinite(loss))
             fail("the loss is %g", loss);
         backward(net, batch->n);
