@@ -14,7 +14,7 @@ list='
 data              *.sh
 labs              *.md *.mk grade requirements.txt
 labs/answers      *.md
-labs/check        *.awk *.c *.cu *.h *.sh
+labs/check        *.awk *.c *.cu *.h *.py *.sh
 labs/check/lab*   *.h
 labs/classroom    *.sh
 labs/containers   Dockerfile *.def
