@@ -17,21 +17,21 @@ import glob
 import hashlib
 import io
 import json
-import math
 import os
 import re
 import sys
 
 import verify
 from report import as_utf8, generated_files, make_tables
-from run_folders import Missing, by, differences, find_folders, read_csv
+from run_folders import Missing, differences, find_folders, read_csv, step_losses
 
 MOST = 40               # flags of each kind
 STEPS = 2000            # of a run that are compared
+AGAIN = 5               # of a run that is repeated
 GFLOPS_PER_CORE = 400   # more than any core does: 6 GHz x 64 operations
 TEXT = 20_000           # characters of a part, or of the report, that are shown
 # The checker and the tools of a starter: labs/grade uses its own, and these need no edit.
-TOOLS = ["Makefile", "labs/check", "labs/tools", "labs/pristine", "labs/stubs", "tests"]
+TOOLS = ["Makefile", "labs/programs.mk", "labs/check", "labs/tools", "labs/pristine", "labs/stubs", "tests"]
 CALLS = {"starts or stops processes": "system|popen|fork|vfork|clone|exec[lv][a-z]*|posix_spawn[a-z]*|kill|raise|exit|"
                                       "_exit|_Exit|abort|ptrace|daemon|setsid",
          "uses a network": "socket|connect|bind|listen|accept|send|sendto|recv|recvfrom|getaddrinfo|gethostbyname",
@@ -114,35 +114,6 @@ def check_own(run):
                              str(run.provenance)[:40])
 
 
-def check_command(run):
-    """Each option in the command against the setting of that name."""
-    words, given = run.command[1:], {}
-    for word, value in zip(words, [*words[1:], "--"]):
-        if word.startswith("--"):
-            given[word[2:]] = True if value.startswith("--") else value
-    if run.world > 1 or "global-batch" in given:  # these change them
-        for name in ("threads", "batch-size", "global-batch"):
-            given.pop(name, None)
-    if run.settings.get("lr-scaling") != "none":
-        given.pop("lr", None)
-    for name, value in given.items():
-        setting = run.settings.get(name)
-        if setting is not None and name not in ("out", "data") and not same_value(setting, value):
-            yield verify.finding(verify.path(run, "run.json"), f"--{name} {value}, as in its command",
-                                 f"{setting} in its settings")
-
-
-def same_value(setting, value):
-    if isinstance(setting, bool):
-        return setting == (value in (True, "on", "1", "true", "yes"))
-    if isinstance(setting, (int, float)):
-        try:
-            return math.isclose(float(value), setting, rel_tol=1e-6)
-        except (TypeError, ValueError):
-            return False
-    return str(value) == setting or setting == "" or value == "auto"
-
-
 def examine_runs(flags, root):
     """Applies all rules; returns the complete runs."""
     runs = []
@@ -153,7 +124,7 @@ def examine_runs(flags, root):
         kinds = verify.kinds_of(folder, members) or [verify.SEPARATE]
         lines = guarded(folder, verify.findings(folder, members, kinds))
         if complete:
-            extra = [*map(verify.each, (check_own, check_machine, check_command)), check_all_speedups]
+            extra = [*map(verify.each, (check_own, check_machine)), check_all_speedups]
             for rule in extra:
                 lines += guarded(folder, rule(folder, complete))
         for line in dict.fromkeys(lines):
@@ -182,13 +153,10 @@ def describe(run):
                 losses=first_losses(run))
 
 
-def first_losses(run, count=5):
-    """The loss of the first steps, the mean over the images of all ranks."""
+def first_losses(run):
+    """The loss of the first steps."""
     with contextlib.suppress(Missing):
-        rows = read_csv(run, "steps.csv", ["epoch", "step", "images", "loss"])
-        steps = by(rows, lambda row: (row[0], row[1]))
-        return [sum(r[2] * r[3] for r in some) / max(1, sum(r[2] for r in some))
-                for _, some in sorted(steps.items())[:count]]
+        return [loss for *_, loss in step_losses(run)[:AGAIN]]
     return []
 
 
