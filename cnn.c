@@ -271,7 +271,7 @@ static inline HOST_DEVICE real uniform(uint32_t bits) {
 
 #define SQRT(x) (sizeof(real) == sizeof(float) ? (real)sqrtf((float)(x)) : (real)sqrt((double)(x)))
 
-// Prints a message as printf() does, and ends the program. A starter's kernels call it, too.
+// Prints a message as printf() does, and ends the program. The stubs of a starter call it, too.
 static _Noreturn void die(int status, const char *format, ...);
 
 static size_t min_size(size_t a, size_t b) {

@@ -31,7 +31,7 @@ AGAIN = 5               # of a run that is repeated
 GFLOPS_PER_CORE = 400   # more than any core does: 6 GHz x 64 operations
 TEXT = 20_000           # characters of a part, or of the report, that are shown
 # The checker and the tools of a starter: labs/grade uses its own, and these need no edit.
-TOOLS = ["Makefile", "labs/check", "labs/tools", "labs/pristine", "labs/stubs", "tests"]
+TOOLS = ["Makefile", "labs/programs.mk", "labs/check", "labs/tools", "labs/pristine", "labs/stubs", "tests"]
 CALLS = {"starts or stops processes": "system|popen|fork|vfork|clone|exec[lv][a-z]*|posix_spawn[a-z]*|kill|raise|exit|"
                                       "_exit|_Exit|abort|ptrace|daemon|setsid",
          "uses a network": "socket|connect|bind|listen|accept|send|sendto|recv|recvfrom|getaddrinfo|gethostbyname",

@@ -12,7 +12,7 @@ list='
 .                 .clang-format .gitattributes .gitignore LICENSE Makefile README.md cnn.c cnn_kernels.c cnn_kernels.cu
 .ci               run
 data              *.sh
-labs              *.md grade requirements.txt
+labs              *.md *.mk grade requirements.txt
 labs/answers      *.md
 labs/check        *.awk *.c *.cu *.h *.py *.sh
 labs/check/lab*   *.h
@@ -27,7 +27,7 @@ labs/stubs        [1-9].[0-9] 10.[0-9]
 labs/tools        *.html *.md *.py *.sh monitor
 slurm             *.env *.sb *.sh
 slurm/configs     *.args *.txt
-tests             *.h *.md *.sh
+tests             *.h *.md *.mk *.sh
 tests/bench       *.c *.py *.sh
 tests/cluster     *.h *.sh
 tests/emulator    *.cu *.h *.sed *.sh
