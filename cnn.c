@@ -121,9 +121,9 @@ typedef struct Settings {
     OptimizerLaunch optimizer_launch;
     ZeroGrad zero_grad;
     Parallel parallel;
-    size_t width, limit_train, limit_test, resize, batch_size, test_batch_size, epochs, max_steps,
-        seed;
+    size_t width, limit_train, limit_test, batch_size, test_batch_size, epochs, max_steps, seed;
     size_t step_size, warmup_epochs, log_interval, workers, threads, gpus, replicas, global_batch;
+    size_t resize; // images to this height; 0: not at all
     double lr, momentum, weight_decay, gamma, label_smoothing;
     double bucket_mb; // in megabytes
     double timeout;   // in seconds
@@ -3452,7 +3452,7 @@ typedef struct Consumer {
     bool resident; // the data set is on the device, which builds the batches
     size_t rank;   // this rank
     size_t ranks;  // how many ranks divide the positions of an epoch; 1 if one loads for all
-    size_t resize; // --resize
+    size_t resize; // the setting
 } Consumer;
 
 // The loader of a data set: its ring of batches and the workers that fill them.
