@@ -140,8 +140,8 @@ DEFINES = -DCNN_COMMIT='"$(COMMIT)"' -DCNN_FLAGS='"$(CFLAGS) $(OMP_FLAGS)"'
 # cnn_kernels.cu includes only the declarations of cnn.c: other changes of cnn.c do not recompile it.
 build/declarations: cnn.c FORCE
 	@mkdir -p build
-	@sed '/^#ifndef CNN_DECLARATIONS_ONLY/q' cnn.c | cmp -s - $@ || \
-		sed '/^#ifndef CNN_DECLARATIONS_ONLY/q' cnn.c > $@
+	@sed '/^#ifndef CNN_DECLARATIONS_ONLY/,/^#endif .*CNN_DECLARATIONS_ONLY/d' cnn.c >$@.new
+	@cmp -s $@.new $@ || cp $@.new $@
 
 # cudart is linked statically, so that the program also starts on a machine without a driver.
 ifneq ($(HAVE_CUDA),)

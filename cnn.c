@@ -15,9 +15,9 @@
    and after the epoch the accuracy on the test set: about 89 % on Fashion-MNIST, 98 % on MNIST.
 
    The sections, in reading order:
-      1 Declarations               layers, their operands, devices and kernels; random numbers
-      2 Helpers                    clock, errors, threads, memory, files
-      3 Layers on the CPU          the definition of each, forward and backward
+      1 Layers and operands        what a layer is, what it works on; random numbers
+      2 Layers on the CPU          the definition of each, forward and backward
+      3 Devices and helpers        settings, data, devices and kernels; errors, memory, files
       4 Network                    the layer table and its builders, memory plan, summary
       5 Models                     the networks themselves
       6 Forward and backward       the walk over the layer table; the loss
@@ -32,7 +32,7 @@
      15 train(), test(), main()
 
    A section builds on the sections before it; only the checks of section 4 look ahead, to the CPU's
-   kernels in section 7. Sections 3 to 7 plan a training step and compute it; 8 to 11 provide its
+   kernels in section 7. Sections 1 to 7 plan a training step and compute it; 8 to 11 provide its
    images, run it on several devices and store its results; 12 to 14 are the user interface. For an
    overview, read train() in section 15 first. The fast kernels, for CPUs in cnn_kernels.c and for
    GPUs in cnn_kernels.cu, are not needed to understand this file.
@@ -48,12 +48,13 @@
      # AMP     mixed precision      # NHWC    memory layouts
      # PROF    ranges for Nsight    # EXTRA   what frameworks add to a plain step */
 
-/* ==== 1. Declarations ===========================================================================
+/* ==== 1. Layers and operands =====================================================================
 
-   cnn_kernels.cu, which is compiled separately, shares this section: it defines
-   CNN_DECLARATIONS_ONLY and includes this file up to the end of the section. Images are stored
-   NHWC: image, row, column, channel, with the channels innermost. Weights are stored
-   [filter row][filter column][input channel][output channel]. */
+   What a layer is, what it works on, and its random numbers. Images are stored NHWC: image, row,
+   column, channel, with the channels innermost. Weights are stored
+   [filter row][filter column][input channel][output channel].
+   cnn_kernels.cu, which is compiled separately, defines CNN_DECLARATIONS_ONLY and includes this
+   file: it shares this section and the first half of section 3. */
 
 #define _GNU_SOURCE 1 // for sched_getaffinity(); g++ predefines it
 #include <stdbool.h>
@@ -90,47 +91,6 @@ typedef struct Shape {
     size_t h, w, c;
 } Shape;
 
-// The values of options that are a choice, in the order in which --help lists their words
-enum { NOT_CHOSEN = -1 };
-typedef enum { STEM_3, STEM_7, STEM_IMAGENET } Stem;
-typedef enum { AUGMENT_NONE, AUGMENT_CROP_FLIP, AUGMENT_ELASTIC } Augmentation;
-typedef enum { ADADELTA, SGD } OptimizerChoice;
-typedef enum { SCHEDULE_STEP, SCHEDULE_COSINE } Schedule;
-typedef enum { SCALE_LR_NONE, SCALE_LR_LINEAR, SCALE_LR_SQRT } LrScaling;
-typedef enum { KERNELS_BEST = NOT_CHOSEN, NAIVE, FAST, TILED, TENSOR } KernelsChoice;
-typedef enum { PRECISION_BEST = NOT_CHOSEN, FP32, TF32, BF16, FP16, PRECISIONS } Precision;
-typedef enum { NHWC, NCHW } LayoutChoice;
-typedef enum { LAUNCH_FUSED, LAUNCH_PER_TENSOR } OptimizerLaunch;
-typedef enum { ZERO_GRAD_NONE, ZERO_GRAD_MEMSET } ZeroGrad;
-typedef enum { DDP, DP } Parallel;
-
-// The settings of a run. The table of options in section 12 fills in what the user chose. Setting
-// up (section 14) adds what was left open and replaces some values with those in effect, such as
-// the scaled learning rate; from then on they are constant.
-typedef struct Settings {
-    const char *model, *dataset, *data, *out, *checkpoint, *save_every, *load, *trace;
-    const char *trace_steps;
-    Stem stem;
-    Augmentation augment;
-    OptimizerChoice optimizer;
-    Schedule schedule;
-    LrScaling lr_scaling;
-    KernelsChoice kernels;
-    Precision precision;
-    LayoutChoice layout;
-    OptimizerLaunch optimizer_launch;
-    ZeroGrad zero_grad;
-    Parallel parallel;
-    size_t width, limit_train, limit_test, batch_size, test_batch_size, epochs, max_steps, seed;
-    size_t step_size, warmup_epochs, log_interval, workers, threads, gpus, replicas, global_batch;
-    size_t resize; // images to this height; 0: not at all
-    double lr, momentum, weight_decay, gamma, label_smoothing;
-    double bucket_mb; // in megabytes
-    double timeout;   // in seconds
-    bool nesterov, dry_run, save_model, resume, eval, per_class, profile, no_cuda, graph;
-    bool pin_memory, resident, autotune, quiet, layers, oversubscribe, overlap;
-} Settings;
-
 /* One row of the layer table: what its formula needs. Its RowPlan (section 4) says where its
    arrays are and which kernels compute it. */
 typedef struct Layer {
@@ -150,27 +110,7 @@ static inline HOST_DEVICE bool multiplies(const Layer *l) {
     return l->kind == CONV2D || l->kind == LINEAR;
 }
 
-/* For the fast kernels; skip it on a first reading. The kernels of a row may compute later rows in
-   the same pass, if nothing else reads the results in between (operator fusion):
-     out = pool(relu(op(in) + residual))
-   This says which rows they compute. The definitions in section 3 fuse nothing. */
-typedef struct Fusion {
-    bool add;                 // the sum with a residual
-    bool relu;                // the ReLU
-    const Layer *pool;        // the max-pool, or NULL
-    bool relu_backward;       // the backward pass begins with the fused ReLU's
-    bool input_relu_backward; // the backward pass ends with the preceding ReLU's
-    // conv2d: the batchnorm2d that follows, for which this row stores sums; batchnorm2d: the conv2d
-    // that has stored them; NULL if no sums are stored
-    const Layer *moments_partner;
-} Fusion;
-
-// How a row is computed
-typedef enum {
-    SEPARATE,          // by its own kernels, into its own memory
-    IN_PLACE,          // by its own kernels, over its input
-    FUSED_INTO_EARLIER // by the kernels of an earlier row
-} Sharing;
+// ---- Random numbers
 
 /* What the random numbers of a batch depend on, so that they are the same in any batch and on any
    rank: the seed, the epoch, and the position of each image in the epoch's permutation. */
@@ -181,303 +121,10 @@ typedef struct RandomKey {
     size_t stride; // the distance between two neighbours' positions
 } RandomKey;
 
-// What changes from step to step. It lies in the device's memory; kernels get a pointer to it.
-typedef struct Step {
-    RandomKey key;
-    double lr;
-} Step;
-
 // The position of image number `image` of the batch in the epoch's permutation.
 static inline HOST_DEVICE size_t position_of(RandomKey key, size_t image) {
     return key.first + image * key.stride;
 }
-
-// --augment: each epoch sees a different variant of each image. The functions are in section 9.
-enum { CROP_PADDING = 4, ELASTIC_ALPHA = 34, ELASTIC_SIGMA = 4, ELASTIC_REACH = 3 * ELASTIC_SIGMA };
-
-/* --resize enlarges an image by a whole factor: row i of the result is a weighted mean of the row
-   `first` of the image and the one after it. The row's position in the image is
-     (i + 1/2) / factor - 1/2, limited to [0, rows - 1] = first + share
-   and the same holds for columns. (PyTorch's F.interpolate() with mode="bilinear" and
-   align_corners=False.) */
-typedef struct Neighbours {
-    uint32_t first;
-    float share; // of the row after `first`; 0 if there is none
-} Neighbours;
-
-static inline HOST_DEVICE Neighbours neighbours_of(size_t i, size_t factor, size_t count) {
-    // in units of 1 / (2 factor), in which the positions are whole numbers
-    const uint32_t half = (uint32_t)factor, one = 2 * half, last = one * ((uint32_t)count - 1);
-    const uint32_t centre = 2 * (uint32_t)i + 1;
-    uint32_t position = centre > half ? centre - half : 0;
-    if (position > last)
-        position = last;
-    Neighbours n = {position / one, (float)(position % one) / (float)one};
-    return n;
-}
-
-// The share of the row `first` (0) or of the one after it (1)
-static inline HOST_DEVICE float share_of(Neighbours n, size_t which) {
-    return which == 0 ? 1 - n.share : n.share;
-}
-
-enum {
-    MAX_REPLICAS = 64,  // networks of a process that train together, each in its own thread
-    MAX_THREADS = 1024, // of a replica
-    MAX_LAYERS = 1024,  // rows of a network
-    MAX_ARENAS = 24     // of a memory plan
-};
-
-// A mark is a numbered point in a replica's queue of work, as an event in a CUDA stream. The clock
-// of train() uses the first CLOCK_MARKS numbers.
-enum { CLOCK_MARKS = 64, MAX_BUCKETS = 64, ROW_MARKS = 2 * (MAX_LAYERS + 1) };
-enum {
-    // one for each bucket of gradients (section 10)
-    BUCKET_MARKS = CLOCK_MARKS,
-    // with --layers and --trace: where each row begins and ends
-    FORWARD_MARKS = BUCKET_MARKS + MAX_BUCKETS,
-    BACKWARD_MARKS = FORWARD_MARKS + ROW_MARKS,
-    // the start of a trace
-    START_MARK = BACKWARD_MARKS + ROW_MARKS,
-    MARKS // the number of marks
-};
-
-typedef enum { FORWARD_PASS, BACKWARD_PASS } RowPass;
-
-// The marks where a pass of a row begins and where it ends
-static inline size_t begin_mark(size_t row, RowPass pass) {
-    return (pass == BACKWARD_PASS ? BACKWARD_MARKS : FORWARD_MARKS) + 2 * row;
-}
-
-static inline size_t end_mark(size_t row, RowPass pass) {
-    return begin_mark(row, pass) + 1;
-}
-
-typedef struct Dataset Dataset;
-typedef enum { TRAINING_SET, TEST_SET } DatasetPart;
-
-// What is known about a data set
-typedef struct DatasetInfo {
-    const char *name;
-    Shape shape;
-    size_t classes;         // the number of classes
-    size_t counts[2];       // the number of images, by DatasetPart
-    double mean[3], std[3]; // for each channel, where pixels are scaled to [0, 1]
-    void (*read)(Dataset *data, const char *dir, DatasetPart part, size_t limit);
-    const char *files[2][6]; // by DatasetPart; NULL ends each list
-    const char *class_names; // separated by spaces, or NULL if the classes are only numbered
-} DatasetInfo;
-
-// The images of a training set or a test set
-struct Dataset {
-    const DatasetInfo *info;
-    size_t count;
-    uint8_t *images; // [count][h][w][c]
-    uint8_t *labels; // [count]
-};
-
-// A data set in a device's memory, with what is needed to build batches there.
-typedef struct Resident {
-    const uint8_t *images;  // [count][h][w][c]
-    const uint8_t *labels;  // [count]
-    uint32_t *order;        // the epoch's permutation: order[position] = image
-    const real *normalised; // [c][256]: the value of each byte of a channel
-    Shape shape;
-    size_t factor; // --resize: by which the images are enlarged
-    Augmentation augment;
-    float blur[ELASTIC_REACH + 1]; // AUGMENT_ELASTIC: the weights of its blur
-} Resident;
-
-// The images of one step, in the memory of a loader.
-typedef struct Batch {
-    real *images;    // [n][h][w][c], normalised
-    uint8_t *labels; // [n]
-    // where the kernels read them: the same arrays on a CPU, copies on a GPU
-    real *device_images;
-    uint8_t *device_labels;
-    const Resident *resident; // the data set on the device, which replaces images; or NULL
-    RandomKey key;            // of the random numbers of these images
-    size_t n;                 // how many images
-    size_t number;            // of the batch in the epoch, from 0
-} Batch;
-
-// The statistics of a batchnorm2d, as rows with one number for each channel. The last two are for
-// the backward pass.
-enum { RUNNING_MEAN, RUNNING_VARIANCE, BATCH_MEAN, BATCH_INVERSE_STD, STATS_ROWS };
-
-/* What a row works on in one step. A forward pass reads in, residual, weight and bias and writes
-   out, stats and saved (=). A backward pass reads dout and what the forward pass read and wrote; it
-   writes dweight and dbias with =, and din and dresidual with = or, if accumulate or
-   accumulate_residual, with +=. A prefixed d denotes the gradient of the loss.
-   With --precision bf16 and fp16, in, residual, out, dout, din and the weight of a convolution or
-   linear layer point to 16-bit numbers. The out and dout of log_softmax stay 32-bit. */
-typedef struct Work {
-    const Layer *l;
-    size_t row;                // its number in the table
-    size_t n;                  // images of this batch
-    const real *in, *residual; // residual is NULL if nothing is added
-    const real *weight, *bias; // bias is NULL if there is none
-    real *out, *dout, *din;    // din is NULL if it is not needed
-    real *dresidual;           // NULL if it is not needed or shares the memory of dout
-    real *dweight, *dbias;
-    real *stats;              // batchnorm2d: [STATS_ROWS][channels]
-    uint8_t *saved;           // argmax of a max-pool, mask of a dropout
-    real *scratch;            // as many numbers as the scratch_size() of the kernels
-    const RandomKey *key;     // of a training step's forward, in the device's memory; else NULL
-    bool accumulate;          // another reader of the input has already written din
-    bool accumulate_residual; // another reader of the residual has already written dresidual
-    // for the fast kernels; skip it on a first reading
-    Fusion fused;
-    real *moments;     // sums that a conv2d stores for the batchnorm2d that follows it
-    void *transposed;  // --layout nchw: its transposed_size() elements; else NULL
-    Shape unflattened; // the shape of in, before a linear layer flattens it
-    void *prepared;    // what the kernels keep for this row; zeroed, then set up by prepare()
-    bool autotune;     // choose the fastest kernels now, if that has not been done
-} Work;
-
-/* How a GPU treats losses and gradients that are not finite:
-   - In fp32, tf32 and bf16 it skips all further updates, until the host reads the count at the log
-     interval and ends the run.
-   - In fp16, gradients below 6e-8 would become 0. So the loss is multiplied by `scale`, and the
-     update divides by it. Gradients that are not finite skip one update and halve the scale; after
-     SCALE_STEPS steps without any it is doubled. (Micikevicius et al., "Mixed precision training",
-     arXiv:1710.03740; numbers as in PyTorch's GradScaler.) # AMP */
-typedef struct LossScale {
-    float scale;         // 1 in other precisions
-    uint32_t steps;      // since the scale was changed
-    uint32_t skipped;    // updates in the whole run
-    uint32_t not_finite; // losses and gradients: in fp16 of this step, else of all steps
-} LossScale;
-enum { FIRST_SCALE = 65536, SCALE_STEPS = 2000 };
-
-// What an optimizer updates: `count` parameters, and the state that it keeps for each of them.
-typedef struct Update {
-    real *param, *state[2];
-    const real *grad;
-    void *param16;          // for GPUs: a 16-bit copy of param, or NULL
-    const LossScale *scale; // for GPUs: the scale of the gradients; NULL on a CPU
-    size_t count;
-    const Step *step; // with the learning rate, in the device's memory
-    double momentum, weight_decay;
-    bool nesterov;
-} Update;
-
-// Nsight shows nested ranges of time for a thread. Their levels, the outermost first:
-typedef enum { RANGE_STEP, RANGE_LINE, RANGE_ROW } RangeLevel;
-
-// A device as a run finds it
-typedef struct DeviceInfo {
-    char name[256];
-    char uuid[48], driver[32];     // empty on a CPU
-    double memory;                 // bytes that a run may take
-    bool emulated;                 // GPU code that runs on the CPU: its times mean nothing
-    bool tensor_cores[PRECISIONS]; // some that --kernels tensor can use in that precision
-} DeviceInfo;
-
-/* A kind of device: its memory, and a stream of operations that are queued and run in order. A CPU
-   runs them at once, in the host's memory; entries marked GPU are not called there. Devices are
-   numbered from 0. */
-typedef struct Device {
-    bool is_gpu;
-    size_t (*count)(const char **why_not); // how many there are; if 0, it stores the reason
-    // the calling thread computes for this replica, on device `number`; errors go to on_error
-    void (*use)(size_t replica, size_t number, void (*on_error)(int status, const char *, ...));
-    void (*describe)(DeviceInfo *info); // the device of the calling thread
-    void *(*alloc)(size_t bytes);       // zeroed device memory, or NULL if there is not enough
-    void (*release)(void *memory);
-    void *(*pinned_alloc)(size_t bytes); // zeroed host memory that the device reads directly
-    void (*pinned_release)(void *memory);
-    // queues a copy between host and device, either way, or within the device
-    void (*copy)(void *to, const void *from, size_t bytes);
-    void (*clear)(void *memory, size_t bytes); // queues: memory of the device = 0
-    void (*set_step)(Step *to, Step step);     // queues: *to = step, on the device
-    // GPU: copies between host and device `number`, either way; complete on return. Any thread may
-    // call it, concurrently with the device's operations.
-    void (*transfer)(size_t number, void *to, const void *from, size_t bytes);
-    /* to = from, or += from if add; complete on return. `from` may be on this device, another one
-       or the host; buffer is device memory of the size of `to`. Any thread may call it,
-       concurrently with the device's operations. */
-    void (*receive)(size_t number, real *to, const real *from, size_t n, bool add, real *buffer);
-    void (*synchronize)(void);
-    void (*mark)(size_t i);                    // marks the end of the work queued so far
-    double (*elapsed)(size_t from, size_t to); // seconds between two marks; waits for both
-    void (*wait)(size_t replica, size_t mark); // waits until it has passed the mark
-    /* GPU, CUDA graphs: after capture(true), operations are recorded instead of executed, including
-       copies to and from pinned memory. capture(false) returns them as a graph, which
-       replay() queues. */
-    void *(*capture)(bool begin);
-    void (*replay)(void *graph);
-    void (*free_graph)(void *graph);
-    double (*peak_gflops)(void); // measures it, 2 operations a multiply-add; NAN if unknown
-    // # PROF  for Nsight: ends this thread's range of this level, with the ranges inside it. Begins
-    // a range of this name, unless it is NULL.
-    void (*range)(RangeLevel level, const char *name);
-    void (*record)(bool on); // starts or stops the recording of Nsight
-} Device;
-
-/* What --kernels and --precision name: the functions that compute a network on one kind of device.
-   Entries marked GPU are not called on a CPU. */
-typedef struct Kernels {
-    const Device *device;
-    KernelsChoice name;
-    Precision precision;
-    size_t element_bytes; // bytes of an element of activations and of their gradients
-    struct {
-        void (*forward)(Work w), (*backward)(Work w);
-    } layers[KINDS];
-    // elements of scratch memory that a row needs
-    size_t (*scratch_size)(const Layer *l, const Fusion *fused, size_t n);
-    double (*flops)(Work w); // operations that the row's forward and backward execute
-    // A GPU multiplies dlogp by the scale and adds the count of losses that are not finite to
-    // scale->not_finite. On a CPU, scale is NULL.
-    void (*nll_loss)(real *losses, real *correct, real *dlogp, const real *logp,
-                     const uint8_t *labels, size_t n, size_t batch, size_t classes,
-                     double smoothing, LossScale *scale);
-    void (*adadelta)(Update u);
-    void (*sgd)(Update u);
-    /* The rest is for the fast kernels; skip it on a first reading. Row l is the only
-       reader of what the kernels of row `target` write. fuse() decides whether these kernels also
-       compute row l; `fused` lists what they compute so far. */
-    Sharing (*fuse)(const Layer *target, const Fusion *fused, const Layer *l);
-    // elements in which a conv2d's forward stores sums for the batchnorm2d that follows it, or 0
-    size_t (*moments_size)(const Layer *conv, size_t n);
-    size_t (*transposed_size)(const Layer *l, size_t n); // --layout nchw, in elements
-    // The kernels of a row may keep something in the host's memory: this is its size in bytes, and
-    // prepare() sets it up.
-    size_t (*prepared_bytes)(const Layer *l);
-    void (*prepare)(void *prepared, const Layer *l);
-    // GPU, 16-bit precisions: param16 = param
-    void (*to_16_bit)(void *param16, const real *param, size_t count);
-    // GPU: adds the number of gradients that are not finite to scale->not_finite
-    void (*count_not_finite)(LossScale *scale, const real *grad, size_t count);
-    void (*adjust_scale)(LossScale *scale); // GPU, fp16: changes the scale, after the update
-    // GPU: out = the images of a loader, in the layout of row 0
-    void (*load_images)(real *out, const real *images, size_t n, Shape s, bool nchw);
-    // GPU: out, labels = a batch of a resident data set; out has the layout of row 0, and key is in
-    // the device's memory
-    void (*gather)(real *out, uint8_t *labels, const Resident *r, const RandomKey *key, size_t n,
-                   bool nchw);
-} Kernels;
-
-/* What cnn_kernels.cu provides where nvcc or the emulator has compiled it. For C, the functions are
-   weak: where no file of the program defines them, they are NULL.
-   cuda_kernels()       returns its kernels by number, the best ones last, then NULL
-   With NCCL, for GPUs of several processes:
-   cuda_nccl_id()       creates the id of a group; rank 0 calls it and sends it to the others
-   cuda_nccl_join()     makes this thread's device join the group
-   cuda_nccl_leave()    frees the group's memory
-   cuda_all_reduce()    data = its sum over the group; false if that takes more than `timeout` s */
-#ifdef __cplusplus
-#define OPTIONAL extern "C"
-#else
-#define OPTIONAL __attribute__((weak))
-#endif
-enum { NCCL_ID_BYTES = 128 };
-OPTIONAL const Kernels *cuda_kernels(size_t i);
-OPTIONAL void cuda_nccl_id(char id[NCCL_ID_BYTES]);
-OPTIONAL void cuda_nccl_join(const char id[NCCL_ID_BYTES], size_t rank, size_t world);
-OPTIONAL void cuda_nccl_leave(void);
-OPTIONAL bool cuda_all_reduce(size_t device, real *data, size_t count, double timeout);
 
 /* Philox4x32-10, a counter-based random number generator: out = a keyed bijection of the counter.
    (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.) It has no state, so any
@@ -517,13 +164,73 @@ static inline HOST_DEVICE real uniform(uint32_t bits) {
     return (real)(bits >> 8) * (real)(1.0 / 16777216.0);
 }
 
-#ifndef CNN_DECLARATIONS_ONLY // cnn_kernels.cu reads no further
+// ---- Operands
 
-/* ==== 2. Helpers =================================================================================
+typedef struct LossScale LossScale; // for GPUs: in section 3
 
-   Clock, errors, memory, files, hashes and the events of a trace. An error ends in die(), with one
-   line that says what failed, where, what was expected, what was found and what to do. (The one
-   exception is main(), which checks the CPU before anything else.) */
+// The statistics of a batchnorm2d, as rows with one number for each channel. The last two are for
+// the backward pass.
+enum { RUNNING_MEAN, RUNNING_VARIANCE, BATCH_MEAN, BATCH_INVERSE_STD, STATS_ROWS };
+
+/* For the fast kernels; skip it on a first reading. The kernels of a row may compute later rows in
+   the same pass, if nothing else reads the results in between (operator fusion):
+     out = pool(relu(op(in) + residual))
+   This says which rows they compute. The definitions in section 2 fuse nothing. */
+typedef struct Fusion {
+    bool add;                 // the sum with a residual
+    bool relu;                // the ReLU
+    const Layer *pool;        // the max-pool, or NULL
+    bool relu_backward;       // the backward pass begins with the fused ReLU's
+    bool input_relu_backward; // the backward pass ends with the preceding ReLU's
+    // conv2d: the batchnorm2d that follows, for which this row stores sums; batchnorm2d: the conv2d
+    // that has stored them; NULL if no sums are stored
+    const Layer *moments_partner;
+} Fusion;
+
+/* What a row works on in one step. A forward pass reads in, residual, weight and bias and writes
+   out, stats and saved (=). A backward pass reads dout and what the forward pass read and wrote; it
+   writes dweight and dbias with =, and din and dresidual with = or, if accumulate or
+   accumulate_residual, with +=. A prefixed d denotes the gradient of the loss.
+   With --precision bf16 and fp16, in, residual, out, dout, din and the weight of a convolution or
+   linear layer point to 16-bit numbers. The out and dout of log_softmax stay 32-bit. */
+typedef struct Work {
+    const Layer *l;
+    size_t row;                // its number in the table
+    size_t n;                  // images of this batch
+    const real *in, *residual; // residual is NULL if nothing is added
+    const real *weight, *bias; // bias is NULL if there is none
+    real *out, *dout, *din;    // din is NULL if it is not needed
+    real *dresidual;           // NULL if it is not needed or shares the memory of dout
+    real *dweight, *dbias;
+    real *stats;              // batchnorm2d: [STATS_ROWS][channels]
+    uint8_t *saved;           // argmax of a max-pool, mask of a dropout
+    real *scratch;            // as many numbers as the scratch_size() of the kernels
+    const RandomKey *key;     // of a training step's forward, in the device's memory; else NULL
+    bool accumulate;          // another reader of the input has already written din
+    bool accumulate_residual; // another reader of the residual has already written dresidual
+    // for the fast kernels; skip it on a first reading
+    Fusion fused;
+    real *moments;     // sums that a conv2d stores for the batchnorm2d that follows it
+    void *transposed;  // --layout nchw: its transposed_size() elements; else NULL
+    Shape unflattened; // the shape of in, before a linear layer flattens it
+    void *prepared;    // what the kernels keep for this row; zeroed, then set up by prepare()
+    bool autotune;     // choose the fastest kernels now, if that has not been done
+} Work;
+
+/* ==== 2. Layers on the CPU =======================================================================
+
+   Each layer is defined here by a few loops that compute its formula; the tests compare everything
+   else with these definitions. Where a name ends in _naive, cnn_kernels.c has a fast version, whose
+   name ends in _fast.
+
+   Gradients: dX is the derivative of the loss with respect to X. In comments, "x (=)" says that a
+   function sets x, and "x (+=)" that it adds to x. How a sum is split depends on shapes, never on
+   the number of threads, and its order is fixed: the result has the same bits for any --threads.
+   Convolutions keep the output channels in the innermost loop, where weights and outputs are
+   contiguous, so that the compiler vectorises it: each output is still the same sum in the same
+   order as in the textbook's loops. */
+
+#ifndef CNN_DECLARATIONS_ONLY // cnn_kernels.cu continues in section 3
 
 #include <errno.h>
 #include <fcntl.h>
@@ -557,62 +264,7 @@ static inline HOST_DEVICE real uniform(uint32_t bits) {
 #define PARALLEL_FOR
 #endif
 
-#define LENGTH(array) (sizeof(array) / sizeof *(array))
 #define SQRT(x) (sizeof(real) == sizeof(float) ? (real)sqrtf((float)(x)) : (real)sqrt((double)(x)))
-// Parameter i of a function is a format like that of printf(), and its arguments follow.
-#define FORMAT(i) __attribute__((format(printf, i, (i) + 1)))
-
-enum { PATH_SIZE = 4096, EXIT_USAGE = 2 };
-
-// Seconds, from an arbitrary start
-static double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
-/* How the program exits on an error: the first thread that calls die() ends it, and threads that
-   fail meanwhile wait until it has ended. */
-static void (*before_dying)(void);               // marks the run folder as failed
-static void (*exit_process)(int status) = _exit; // with MPI, ends the other ranks as well
-static bool dying;                               // whether a thread is ending the program
-static _Thread_local bool dying_here;            // whether it is this thread
-static _Thread_local const char *unfinished;     // a temporary file of this thread, or NULL
-static char lock_file[PATH_SIZE + 8];            // of the checkpoint, which is this run's; or ""
-
-// A name in a file may contain escape sequences, which must not reach the terminal.
-static void replace_control_characters(char *text) {
-    for (char *c = text; *c; c++)
-        if ((unsigned char)*c < ' ' || *c == 127)
-            *c = '?';
-}
-
-// Prints a message as printf() does, and ends the program.
-static _Noreturn FORMAT(2) void die(int status, const char *format, ...) {
-    char line[2 * PATH_SIZE];
-    va_list args;
-    const bool was_dying = __atomic_exchange_n(&dying, true, __ATOMIC_SEQ_CST);
-    if (was_dying && !dying_here)
-        for (;;)
-            pause();
-    if (dying_here) // before_dying() has failed
-        exit_process(status);
-    dying_here = true;
-    va_start(args, format);
-    vsnprintf(line, sizeof line, format, args);
-    va_end(args);
-    replace_control_characters(line);
-    if (ftrylockfile(stdout) == 0) // if it is locked, another thread is blocked on a full pipe
-        fflush(stdout);
-    fprintf(stderr, "cnn: error: %s\n", line);
-    if (unfinished)
-        unlink(unfinished);
-    unlink(lock_file);
-    if (before_dying)
-        before_dying();
-    exit_process(status);
-    abort(); // exit_process() does not return
-}
 
 static size_t min_size(size_t a, size_t b) {
     return a < b ? a : b;
@@ -629,358 +281,6 @@ static size_t shape_size(Shape s) {
 static size_t ceil_div(size_t a, size_t b) {
     return (a + b - 1) / b;
 }
-
-typedef struct Range {
-    size_t first, count; // of numbers, pixels or iterations
-} Range;
-
-// Part i of a range that is divided into `parts`, whose sizes differ by at most 1
-static Range part_of(Range whole, size_t i, size_t parts) {
-    size_t first = whole.count * i / parts, last = whole.count * (i + 1) / parts;
-    return (Range){whole.first + first, last - first};
-}
-
-static _Thread_local size_t num_threads = 1; // how many threads this thread may use
-
-static void set_num_threads(size_t count) {
-    num_threads = count;
-    omp_set_num_threads((int)count);
-}
-
-// Zeroed memory, aligned to a cache line and padded, so that vector loads may read past its end.
-static void *zeroed_alloc(size_t bytes) {
-    void *memory = NULL;
-    if (bytes > SIZE_MAX / 2 || posix_memalign(&memory, 64, bytes + 128) != 0)
-        return NULL;
-    return memset(memory, 0, bytes + 128);
-}
-
-static _Noreturn void die_no_memory(size_t bytes, const char *what) {
-    die(1, "no memory for %s: %.1f MB requested; try a smaller --batch-size or --limit-train", what,
-        (double)bytes / 1e6);
-}
-
-static void *must_alloc(size_t bytes, const char *what) {
-    void *memory = zeroed_alloc(bytes);
-    if (!memory)
-        die_no_memory(bytes, what);
-    return memory;
-}
-
-typedef enum { HOST, PINNED, DEVICE } MemoryKind;
-
-// What an arena is for, as the printed plan adds it up
-typedef enum {
-    FOR_PARAMETERS,
-    FOR_GRADIENTS,
-    FOR_OPTIMIZER,
-    FOR_ACTIVATIONS,
-    FOR_DACTIVATIONS,
-    FOR_STATISTICS,
-    FOR_SCRATCH,
-    FOR_BUFFERS,
-    FOR_COMMUNICATION,
-    FOR_LOADER,
-    FOR_DATA,
-    MEMORY_USES,               // the number of uses
-    FOR_ANYTHING = MEMORY_USES // all of these together
-} MemoryUse;
-
-static const char *const memory_uses[MEMORY_USES] = {
-    [FOR_PARAMETERS] = "parameters",
-    [FOR_GRADIENTS] = "gradients",
-    [FOR_OPTIMIZER] = "optimizer state",
-    [FOR_ACTIVATIONS] = "activations",
-    [FOR_DACTIVATIONS] = "activation gradients",
-    [FOR_STATISTICS] = "statistics and masks",
-    [FOR_SCRATCH] = "scratch",
-    [FOR_BUFFERS] = "buffers",
-    [FOR_COMMUNICATION] = "communication",
-    [FOR_LOADER] = "loader",
-    [FOR_DATA] = "data set",
-};
-
-/* The memory of a network or a loader: a list of arenas, which is printed before anything is
-   allocated; they are then allocated, and later freed, together. */
-typedef struct MemoryPlan {
-    const Device *device;
-    size_t count;
-    struct Arena {
-        void *destination; // address of the pointer to set; it has any type, hence memcpy()
-        size_t bytes;
-        MemoryKind where;
-        MemoryUse use;
-    } arenas[MAX_ARENAS];
-} MemoryPlan;
-
-static void memory_plan_add(MemoryPlan *p, void *destination, size_t bytes, MemoryKind where,
-                            MemoryUse use) {
-    if (p->count == MAX_ARENAS)
-        die(1, "memory for %s: more than %d arenas; raise MAX_ARENAS in cnn.c", memory_uses[use],
-            MAX_ARENAS);
-    if (where == PINNED && !p->device->is_gpu)
-        where = HOST; // there is no device that reads it
-    p->arenas[p->count] = (struct Arena){destination, bytes, where, use};
-    p->count++;
-}
-
-static void memory_plan_alloc(const MemoryPlan *p) {
-    const Device *d = p->device;
-    void *(*const alloc[])(size_t) = {zeroed_alloc, d->pinned_alloc, d->alloc};
-    for (size_t i = 0; i < p->count; i++) {
-        void *memory = alloc[p->arenas[i].where](p->arenas[i].bytes);
-        if (!memory)
-            die_no_memory(p->arenas[i].bytes, memory_uses[p->arenas[i].use]);
-        memcpy(p->arenas[i].destination, &memory, sizeof memory);
-    }
-}
-
-static void memory_plan_free(const MemoryPlan *p) {
-    const Device *d = p->device;
-    void (*const release[])(void *) = {free, d->pinned_release, d->release};
-    for (size_t i = 0; i < p->count; i++) {
-        void *memory;
-        memcpy(&memory, p->arenas[i].destination, sizeof memory);
-        release[p->arenas[i].where](memory);
-    }
-}
-
-static void join_path(char path[PATH_SIZE], const char *dir, const char *file) {
-    if (snprintf(path, PATH_SIZE, "%s/%s", dir, file) >= PATH_SIZE)
-        die(1, "path too long: %s/%s", dir, file);
-}
-
-// path = the path of a file or folder in the program's folder
-static void path_beside_program(char path[PATH_SIZE], const char *file) {
-    char program[PATH_SIZE] = "";
-    const ssize_t length = readlink("/proc/self/exe", program, sizeof program - 1);
-    if (length < 0)
-        strcpy(program, "./cnn");
-    join_path(path, dirname(program), file);
-}
-
-static _Noreturn void die_file(const char *doing, const char *path) {
-    die(1, "%s %s: %s", doing, path, strerror(errno));
-}
-
-static void flush(FILE *f, const char *name) {
-    if (fflush(f) != 0 || ferror(f))
-        die_file("cannot write to", name);
-}
-
-// Opens a file for reading, or returns NULL if it does not exist. A named pipe would block; it is
-// read as an empty file instead.
-static FILE *open_existing(const char *path) {
-    const int fd = open(path, O_RDONLY | O_NONBLOCK);
-    FILE *f = fd < 0 ? NULL : fdopen(fd, "rb");
-    if (!f && errno != ENOENT)
-        die_file("cannot read", path);
-    return f;
-}
-
-// Locks an open file or folder until the program ends. A run that has just been ended may still be
-// saving, so this waits for up to 5 seconds. Returns false if another run keeps the lock.
-static bool lock_for_this_run(int fd) {
-    for (int tries = 0; tries < 50; tries++) {
-        if (flock(fd, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK)
-            return true; // some file systems have no locks
-        nanosleep(&(struct timespec){.tv_nsec = 100000000}, NULL);
-    }
-    return false;
-}
-
-/* A file that is replaced atomically: written to a temporary file in its folder, synced, renamed.
-   The new file has the mode of the old one. If it is a symbolic link, its target is replaced. */
-typedef struct AtomicFile {
-    FILE *stream;
-    char path[PATH_SIZE], temporary[PATH_SIZE + 4]; // both empty if what is written is discarded
-} AtomicFile;
-
-// If path is NULL, what is written is discarded.
-static void atomic_open(AtomicFile *f, const char *path) {
-    struct stat old;
-    const bool exists = path && stat(path, &old) == 0;
-    *f = (AtomicFile){.stream = NULL};
-    if (!path) {
-        f->stream = fopen("/dev/null", "wb");
-        if (!f->stream)
-            die_file("cannot open", "/dev/null");
-        return;
-    }
-    if (exists && !S_ISREG(old.st_mode))
-        die(1, "cannot write %s: it exists and is not a regular file; choose another name", path);
-    if (!realpath(path, f->path))
-        snprintf(f->path, PATH_SIZE, "%s", path);
-    snprintf(f->temporary, sizeof f->temporary, "%s.tmp", f->path);
-    unlink(f->temporary); // which a killed run may have left
-    f->stream = fopen(f->temporary, "wb");
-    unfinished = f->temporary;
-    if (!f->stream)
-        die_file("cannot create", f->temporary);
-    if (exists && fchmod(fileno(f->stream), old.st_mode & 07777) != 0)
-        die_file("cannot create", f->temporary);
-}
-
-// Syncs the folder of a file, which holds its name. Some file systems cannot do that (EINVAL).
-static void sync_folder(const char *file) {
-    char path[PATH_SIZE];
-    snprintf(path, sizeof path, "%s", file);
-    const int folder = open(dirname(path), O_RDONLY);
-    if (folder < 0)
-        return; // a folder that may be written but not read
-    if (fsync(folder) != 0 && errno != EINVAL)
-        die_file("cannot sync the folder of", file);
-    close(folder);
-}
-
-static void atomic_commit(AtomicFile *f) {
-    const bool kept = *f->path != 0;
-    if (fflush(f->stream) != 0 || ferror(f->stream))
-        die_file("cannot write", f->temporary);
-    if (kept && fsync(fileno(f->stream)) != 0)
-        die_file("cannot write", f->temporary);
-    if (fclose(f->stream) != 0)
-        die_file("cannot write", f->temporary);
-    if (kept && rename(f->temporary, f->path) != 0)
-        die_file("cannot write", f->path);
-    unfinished = NULL;
-    if (kept)
-        sync_folder(f->path);
-}
-
-static size_t usable_cores(void) {
-    cpu_set_t set;
-    return sched_getaffinity(0, sizeof set, &set) == 0 ? (size_t)CPU_COUNT(&set) : 1;
-}
-
-static double machine_memory(void) {
-    return (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
-}
-
-// A positive number from the environment, or 0
-static size_t environment_number(const char *name) {
-    const char *text = getenv(name);
-    if (!text || atoi(text) <= 0)
-        return 0;
-    return (size_t)atoi(text);
-}
-
-// line = the first line of a file that begins with `begin`, or "" if no line does
-static void find_line(char line[PATH_SIZE], const char *path, const char *begin) {
-    char next[PATH_SIZE];
-    FILE *f = fopen(path, "r");
-    *line = 0;
-    if (!f)
-        return;
-    while (fgets(next, sizeof next, f)) {
-        if (strncmp(next, begin, strlen(begin)) != 0)
-            continue;
-        strcpy(line, next);
-        break;
-    }
-    fclose(f);
-    line[strcspn(line, "\n")] = 0;
-}
-
-// The memory, in bytes, that the cgroup of this process allows (version 2). `table` is in the
-// format of /proc/self/cgroup: a line "0::GROUP", whose limit is in ROOT/GROUP/memory.max.
-static double cgroup_limit(const char *table, const char *root) {
-    char line[PATH_SIZE], path[3 * PATH_SIZE];
-    double limit;
-    find_line(line, table, "0::");
-    if (!*line)
-        return INFINITY;
-    snprintf(path, sizeof path, "%s%s/memory.max", root, line + strlen("0::"));
-    find_line(line, path, "");
-    if (sscanf(line, "%lf", &limit) != 1)
-        return INFINITY; // the line is "max"
-    return limit;
-}
-
-// The memory, in bytes, that the Slurm job of this process allows on this machine. A job states it
-// in MB, for the machine or for each core.
-static double slurm_limit(void) {
-    const size_t mb_of_machine = environment_number("SLURM_MEM_PER_NODE");
-    const size_t mb_per_core = environment_number("SLURM_MEM_PER_CPU");
-    const size_t mb =
-        max_size(mb_of_machine, mb_per_core * environment_number("SLURM_CPUS_ON_NODE"));
-    return mb > 0 ? 0x1p20 * (double)mb : INFINITY;
-}
-
-// The memory that this process may take, in bytes: the smallest of the limits of the machine, the
-// Slurm job and the cgroup
-static double memory_limit(void) {
-    const double cgroup = cgroup_limit("/proc/self/cgroup", "/sys/fs/cgroup");
-    return fmin(fmin(machine_memory(), slurm_limit()), cgroup);
-}
-
-// FNV-1a. `hash` is the hash of the preceding bytes, or HASH_START at the beginning.
-#define HASH_START 0xcbf29ce484222325u
-static uint64_t hash_bytes(uint64_t hash, const void *memory, size_t bytes) {
-    for (size_t i = 0; i < bytes; i++)
-        hash = (hash ^ ((const uint8_t *)memory)[i]) * 0x100000001b3u;
-    return hash;
-}
-
-// Whether a 16-bit number is finite: not all bits of its exponent are set.
-static bool is_finite_16(uint16_t bits, Precision precision) {
-    const uint16_t exponent = precision == FP16 ? 0x7c00 : 0x7f80;
-    return (bits & exponent) != exponent;
-}
-
-static bool all_finite(const void *numbers, size_t count, Precision precision) {
-    const bool is_16_bit = precision == FP16 || precision == BF16;
-    for (size_t i = 0; i < count; i++) {
-        bool finite;
-        if (is_16_bit)
-            finite = is_finite_16(((const uint16_t *)numbers)[i], precision);
-        else
-            finite = isfinite(((const real *)numbers)[i]);
-        if (!finite)
-            return false;
-    }
-    return true;
-}
-
-// The events of --trace. A track is a thread, a device or a worker of a rank.
-enum { TRACE_EVENTS = 1 << 18 };
-enum { TRACK_STEP, TRACK_HOST, TRACK_DEVICE, TRACK_COMM, TRACK_LOADER };
-
-typedef struct TraceEvent {
-    char name[48];
-    size_t rank, track;
-    double begin, end; // as now() returns them
-} TraceEvent;
-
-static struct {
-    size_t traced_ranks; // how many ranks are in a traced step
-    size_t count;        // how many events there were; those after TRACE_EVENTS were dropped
-    TraceEvent *events;
-} trace;
-
-// Appends an event, if any rank is being traced. Thread-safe.
-static void trace_event(size_t rank, size_t track, const char *name, double begin, double end) {
-    if (!__atomic_load_n(&trace.traced_ranks, __ATOMIC_RELAXED))
-        return;
-    size_t i = __atomic_fetch_add(&trace.count, 1, __ATOMIC_RELAXED);
-    if (i >= TRACE_EVENTS)
-        return;
-    trace.events[i] = (TraceEvent){.rank = rank, .track = track, .begin = begin, .end = end};
-    snprintf(trace.events[i].name, sizeof trace.events[i].name, "%s", name);
-}
-
-/* ==== 3. Layers on the CPU =======================================================================
-
-   Each layer is defined here by a few loops that compute its formula; the tests compare everything
-   else with these definitions. Where a name ends in _naive, cnn_kernels.c has a fast version, whose
-   name ends in _fast.
-
-   Gradients: dX is the derivative of the loss with respect to X. In comments, "x (=)" says that a
-   function sets x, and "x (+=)" that it adds to x. How a sum is split depends on shapes, never on
-   the number of threads, and its order is fixed: the result has the same bits for any --threads.
-   Convolutions keep the output channels in the innermost loop, where weights and outputs are
-   contiguous, so that the compiler vectorises it: each output is still the same sum in the same
-   order as in the textbook's loops. */
 
 enum { OUTSIDE = -1 };
 
@@ -1481,6 +781,740 @@ static void nll_loss(real *losses, real *correct, real *dlogp, const real *logp,
             const real target = k == labels[i] ? at_label : elsewhere;
             dlogp[i * classes + k] = -target / (real)batch;
         }
+}
+
+/* ==== 3. Devices and helpers =====================================================================
+
+   What else a run consists of. The first half is shared with cnn_kernels.cu: settings, data, and a
+   kind of device with the kernels that compute on it. The second half is the clock, errors, memory,
+   files, hashes and the events of a trace. An error ends in die(), with one line that says what
+   failed, where, what was expected, what was found and what to do. (The one exception is main(),
+   which checks the CPU before anything else.) */
+
+#endif // CNN_DECLARATIONS_ONLY
+
+// ---- Settings
+
+// The values of options that are a choice, in the order in which --help lists their words
+enum { NOT_CHOSEN = -1 };
+typedef enum { STEM_3, STEM_7, STEM_IMAGENET } Stem;
+typedef enum { AUGMENT_NONE, AUGMENT_CROP_FLIP, AUGMENT_ELASTIC } Augmentation;
+typedef enum { ADADELTA, SGD } OptimizerChoice;
+typedef enum { SCHEDULE_STEP, SCHEDULE_COSINE } Schedule;
+typedef enum { SCALE_LR_NONE, SCALE_LR_LINEAR, SCALE_LR_SQRT } LrScaling;
+typedef enum { KERNELS_BEST = NOT_CHOSEN, NAIVE, FAST, TILED, TENSOR } KernelsChoice;
+typedef enum { PRECISION_BEST = NOT_CHOSEN, FP32, TF32, BF16, FP16, PRECISIONS } Precision;
+typedef enum { NHWC, NCHW } LayoutChoice;
+typedef enum { LAUNCH_FUSED, LAUNCH_PER_TENSOR } OptimizerLaunch;
+typedef enum { ZERO_GRAD_NONE, ZERO_GRAD_MEMSET } ZeroGrad;
+typedef enum { DDP, DP } Parallel;
+
+// The settings of a run. The table of options in section 12 fills in what the user chose. Setting
+// up (section 14) adds what was left open and replaces some values with those in effect, such as
+// the scaled learning rate; from then on they are constant.
+typedef struct Settings {
+    const char *model, *dataset, *data, *out, *checkpoint, *save_every, *load, *trace;
+    const char *trace_steps;
+    Stem stem;
+    Augmentation augment;
+    OptimizerChoice optimizer;
+    Schedule schedule;
+    LrScaling lr_scaling;
+    KernelsChoice kernels;
+    Precision precision;
+    LayoutChoice layout;
+    OptimizerLaunch optimizer_launch;
+    ZeroGrad zero_grad;
+    Parallel parallel;
+    size_t width, limit_train, limit_test, batch_size, test_batch_size, epochs, max_steps, seed;
+    size_t step_size, warmup_epochs, log_interval, workers, threads, gpus, replicas, global_batch;
+    size_t resize; // images to this height; 0: not at all
+    double lr, momentum, weight_decay, gamma, label_smoothing;
+    double bucket_mb; // in megabytes
+    double timeout;   // in seconds
+    bool nesterov, dry_run, save_model, resume, eval, per_class, profile, no_cuda, graph;
+    bool pin_memory, resident, autotune, quiet, layers, oversubscribe, overlap;
+} Settings;
+
+// ---- Data
+
+// --augment: each epoch sees a different variant of each image. The functions are in section 9.
+enum { CROP_PADDING = 4, ELASTIC_ALPHA = 34, ELASTIC_SIGMA = 4, ELASTIC_REACH = 3 * ELASTIC_SIGMA };
+
+/* --resize enlarges an image by a whole factor: row i of the result is a weighted mean of the row
+   `first` of the image and the one after it. The row's position in the image is
+     (i + 1/2) / factor - 1/2, limited to [0, rows - 1] = first + share
+   and the same holds for columns. (PyTorch's F.interpolate() with mode="bilinear" and
+   align_corners=False.) */
+typedef struct Neighbours {
+    uint32_t first;
+    float share; // of the row after `first`; 0 if there is none
+} Neighbours;
+
+static inline HOST_DEVICE Neighbours neighbours_of(size_t i, size_t factor, size_t count) {
+    // in units of 1 / (2 factor), in which the positions are whole numbers
+    const uint32_t half = (uint32_t)factor, one = 2 * half, last = one * ((uint32_t)count - 1);
+    const uint32_t centre = 2 * (uint32_t)i + 1;
+    uint32_t position = centre > half ? centre - half : 0;
+    if (position > last)
+        position = last;
+    Neighbours n = {position / one, (float)(position % one) / (float)one};
+    return n;
+}
+
+// The share of the row `first` (0) or of the one after it (1)
+static inline HOST_DEVICE float share_of(Neighbours n, size_t which) {
+    return which == 0 ? 1 - n.share : n.share;
+}
+
+typedef struct Dataset Dataset;
+typedef enum { TRAINING_SET, TEST_SET } DatasetPart;
+
+// What is known about a data set
+typedef struct DatasetInfo {
+    const char *name;
+    Shape shape;
+    size_t classes;         // the number of classes
+    size_t counts[2];       // the number of images, by DatasetPart
+    double mean[3], std[3]; // for each channel, where pixels are scaled to [0, 1]
+    void (*read)(Dataset *data, const char *dir, DatasetPart part, size_t limit);
+    const char *files[2][6]; // by DatasetPart; NULL ends each list
+    const char *class_names; // separated by spaces, or NULL if the classes are only numbered
+} DatasetInfo;
+
+// The images of a training set or a test set
+struct Dataset {
+    const DatasetInfo *info;
+    size_t count;
+    uint8_t *images; // [count][h][w][c]
+    uint8_t *labels; // [count]
+};
+
+// A data set in a device's memory, with what is needed to build batches there.
+typedef struct Resident {
+    const uint8_t *images;  // [count][h][w][c]
+    const uint8_t *labels;  // [count]
+    uint32_t *order;        // the epoch's permutation: order[position] = image
+    const real *normalised; // [c][256]: the value of each byte of a channel
+    Shape shape;
+    size_t factor; // --resize: by which the images are enlarged
+    Augmentation augment;
+    float blur[ELASTIC_REACH + 1]; // AUGMENT_ELASTIC: the weights of its blur
+} Resident;
+
+// The images of one step, in the memory of a loader.
+typedef struct Batch {
+    real *images;    // [n][h][w][c], normalised
+    uint8_t *labels; // [n]
+    // where the kernels read them: the same arrays on a CPU, copies on a GPU
+    real *device_images;
+    uint8_t *device_labels;
+    const Resident *resident; // the data set on the device, which replaces images; or NULL
+    RandomKey key;            // of the random numbers of these images
+    size_t n;                 // how many images
+    size_t number;            // of the batch in the epoch, from 0
+} Batch;
+
+// ---- Devices and their kernels
+
+enum {
+    MAX_REPLICAS = 64,  // networks of a process that train together, each in its own thread
+    MAX_THREADS = 1024, // of a replica
+    MAX_LAYERS = 1024,  // rows of a network
+    MAX_ARENAS = 24     // of a memory plan
+};
+
+// A mark is a numbered point in a replica's queue of work, as an event in a CUDA stream. The clock
+// of train() uses the first CLOCK_MARKS numbers.
+enum { CLOCK_MARKS = 64, MAX_BUCKETS = 64, ROW_MARKS = 2 * (MAX_LAYERS + 1) };
+enum {
+    // one for each bucket of gradients (section 10)
+    BUCKET_MARKS = CLOCK_MARKS,
+    // with --layers and --trace: where each row begins and ends
+    FORWARD_MARKS = BUCKET_MARKS + MAX_BUCKETS,
+    BACKWARD_MARKS = FORWARD_MARKS + ROW_MARKS,
+    // the start of a trace
+    START_MARK = BACKWARD_MARKS + ROW_MARKS,
+    MARKS // the number of marks
+};
+
+typedef enum { FORWARD_PASS, BACKWARD_PASS } RowPass;
+
+// The marks where a pass of a row begins and where it ends
+static inline size_t begin_mark(size_t row, RowPass pass) {
+    return (pass == BACKWARD_PASS ? BACKWARD_MARKS : FORWARD_MARKS) + 2 * row;
+}
+
+static inline size_t end_mark(size_t row, RowPass pass) {
+    return begin_mark(row, pass) + 1;
+}
+
+// How a row is computed
+typedef enum {
+    SEPARATE,          // by its own kernels, into its own memory
+    IN_PLACE,          // by its own kernels, over its input
+    FUSED_INTO_EARLIER // by the kernels of an earlier row
+} Sharing;
+
+// What changes from step to step. It lies in the device's memory; kernels get a pointer to it.
+typedef struct Step {
+    RandomKey key;
+    double lr;
+} Step;
+
+/* How a GPU treats losses and gradients that are not finite:
+   - In fp32, tf32 and bf16 it skips all further updates, until the host reads the count at the log
+     interval and ends the run.
+   - In fp16, gradients below 6e-8 would become 0. So the loss is multiplied by `scale`, and the
+     update divides by it. Gradients that are not finite skip one update and halve the scale; after
+     SCALE_STEPS steps without any it is doubled. (Micikevicius et al., "Mixed precision training",
+     arXiv:1710.03740; numbers as in PyTorch's GradScaler.) # AMP */
+struct LossScale {
+    float scale;         // 1 in other precisions
+    uint32_t steps;      // since the scale was changed
+    uint32_t skipped;    // updates in the whole run
+    uint32_t not_finite; // losses and gradients: in fp16 of this step, else of all steps
+};
+enum { FIRST_SCALE = 65536, SCALE_STEPS = 2000 };
+
+// What an optimizer updates: `count` parameters, and the state that it keeps for each of them.
+typedef struct Update {
+    real *param, *state[2];
+    const real *grad;
+    void *param16;          // for GPUs: a 16-bit copy of param, or NULL
+    const LossScale *scale; // for GPUs: the scale of the gradients; NULL on a CPU
+    size_t count;
+    const Step *step; // with the learning rate, in the device's memory
+    double momentum, weight_decay;
+    bool nesterov;
+} Update;
+
+// Nsight shows nested ranges of time for a thread. Their levels, the outermost first:
+typedef enum { RANGE_STEP, RANGE_LINE, RANGE_ROW } RangeLevel;
+
+// A device as a run finds it
+typedef struct DeviceInfo {
+    char name[256];
+    char uuid[48], driver[32];     // empty on a CPU
+    double memory;                 // bytes that a run may take
+    bool emulated;                 // GPU code that runs on the CPU: its times mean nothing
+    bool tensor_cores[PRECISIONS]; // some that --kernels tensor can use in that precision
+} DeviceInfo;
+
+/* A kind of device: its memory, and a stream of operations that are queued and run in order. A CPU
+   runs them at once, in the host's memory; entries marked GPU are not called there. Devices are
+   numbered from 0. */
+typedef struct Device {
+    bool is_gpu;
+    size_t (*count)(const char **why_not); // how many there are; if 0, it stores the reason
+    // the calling thread computes for this replica, on device `number`; errors go to on_error
+    void (*use)(size_t replica, size_t number, void (*on_error)(int status, const char *, ...));
+    void (*describe)(DeviceInfo *info); // the device of the calling thread
+    void *(*alloc)(size_t bytes);       // zeroed device memory, or NULL if there is not enough
+    void (*release)(void *memory);
+    void *(*pinned_alloc)(size_t bytes); // zeroed host memory that the device reads directly
+    void (*pinned_release)(void *memory);
+    // queues a copy between host and device, either way, or within the device
+    void (*copy)(void *to, const void *from, size_t bytes);
+    void (*clear)(void *memory, size_t bytes); // queues: memory of the device = 0
+    void (*set_step)(Step *to, Step step);     // queues: *to = step, on the device
+    // GPU: copies between host and device `number`, either way; complete on return. Any thread may
+    // call it, concurrently with the device's operations.
+    void (*transfer)(size_t number, void *to, const void *from, size_t bytes);
+    /* to = from, or += from if add; complete on return. `from` may be on this device, another one
+       or the host; buffer is device memory of the size of `to`. Any thread may call it,
+       concurrently with the device's operations. */
+    void (*receive)(size_t number, real *to, const real *from, size_t n, bool add, real *buffer);
+    void (*synchronize)(void);
+    void (*mark)(size_t i);                    // marks the end of the work queued so far
+    double (*elapsed)(size_t from, size_t to); // seconds between two marks; waits for both
+    void (*wait)(size_t replica, size_t mark); // waits until it has passed the mark
+    /* GPU, CUDA graphs: after capture(true), operations are recorded instead of executed, including
+       copies to and from pinned memory. capture(false) returns them as a graph, which
+       replay() queues. */
+    void *(*capture)(bool begin);
+    void (*replay)(void *graph);
+    void (*free_graph)(void *graph);
+    double (*peak_gflops)(void); // measures it, 2 operations a multiply-add; NAN if unknown
+    // # PROF  for Nsight: ends this thread's range of this level, with the ranges inside it. Begins
+    // a range of this name, unless it is NULL.
+    void (*range)(RangeLevel level, const char *name);
+    void (*record)(bool on); // starts or stops the recording of Nsight
+} Device;
+
+/* What --kernels and --precision name: the functions that compute a network on one kind of device.
+   Entries marked GPU are not called on a CPU. */
+typedef struct Kernels {
+    const Device *device;
+    KernelsChoice name;
+    Precision precision;
+    size_t element_bytes; // bytes of an element of activations and of their gradients
+    struct {
+        void (*forward)(Work w), (*backward)(Work w);
+    } layers[KINDS];
+    // elements of scratch memory that a row needs
+    size_t (*scratch_size)(const Layer *l, const Fusion *fused, size_t n);
+    double (*flops)(Work w); // operations that the row's forward and backward execute
+    // A GPU multiplies dlogp by the scale and adds the count of losses that are not finite to
+    // scale->not_finite. On a CPU, scale is NULL.
+    void (*nll_loss)(real *losses, real *correct, real *dlogp, const real *logp,
+                     const uint8_t *labels, size_t n, size_t batch, size_t classes,
+                     double smoothing, LossScale *scale);
+    void (*adadelta)(Update u);
+    void (*sgd)(Update u);
+    /* The rest is for the fast kernels; skip it on a first reading. Row l is the only
+       reader of what the kernels of row `target` write. fuse() decides whether these kernels also
+       compute row l; `fused` lists what they compute so far. */
+    Sharing (*fuse)(const Layer *target, const Fusion *fused, const Layer *l);
+    // elements in which a conv2d's forward stores sums for the batchnorm2d that follows it, or 0
+    size_t (*moments_size)(const Layer *conv, size_t n);
+    size_t (*transposed_size)(const Layer *l, size_t n); // --layout nchw, in elements
+    // The kernels of a row may keep something in the host's memory: this is its size in bytes, and
+    // prepare() sets it up.
+    size_t (*prepared_bytes)(const Layer *l);
+    void (*prepare)(void *prepared, const Layer *l);
+    // GPU, 16-bit precisions: param16 = param
+    void (*to_16_bit)(void *param16, const real *param, size_t count);
+    // GPU: adds the number of gradients that are not finite to scale->not_finite
+    void (*count_not_finite)(LossScale *scale, const real *grad, size_t count);
+    void (*adjust_scale)(LossScale *scale); // GPU, fp16: changes the scale, after the update
+    // GPU: out = the images of a loader, in the layout of row 0
+    void (*load_images)(real *out, const real *images, size_t n, Shape s, bool nchw);
+    // GPU: out, labels = a batch of a resident data set; out has the layout of row 0, and key is in
+    // the device's memory
+    void (*gather)(real *out, uint8_t *labels, const Resident *r, const RandomKey *key, size_t n,
+                   bool nchw);
+} Kernels;
+
+/* What cnn_kernels.cu provides where nvcc or the emulator has compiled it. For C, the functions are
+   weak: where no file of the program defines them, they are NULL.
+   cuda_kernels()       returns its kernels by number, the best ones last, then NULL
+   With NCCL, for GPUs of several processes:
+   cuda_nccl_id()       creates the id of a group; rank 0 calls it and sends it to the others
+   cuda_nccl_join()     makes this thread's device join the group
+   cuda_nccl_leave()    frees the group's memory
+   cuda_all_reduce()    data = its sum over the group; false if that takes more than `timeout` s */
+#ifdef __cplusplus
+#define OPTIONAL extern "C"
+#else
+#define OPTIONAL __attribute__((weak))
+#endif
+enum { NCCL_ID_BYTES = 128 };
+OPTIONAL const Kernels *cuda_kernels(size_t i);
+OPTIONAL void cuda_nccl_id(char id[NCCL_ID_BYTES]);
+OPTIONAL void cuda_nccl_join(const char id[NCCL_ID_BYTES], size_t rank, size_t world);
+OPTIONAL void cuda_nccl_leave(void);
+OPTIONAL bool cuda_all_reduce(size_t device, real *data, size_t count, double timeout);
+
+#ifndef CNN_DECLARATIONS_ONLY // cnn_kernels.cu reads no further
+
+// ---- Clock and errors
+
+#define LENGTH(array) (sizeof(array) / sizeof *(array))
+// Parameter i of a function is a format like that of printf(), and its arguments follow.
+#define FORMAT(i) __attribute__((format(printf, i, (i) + 1)))
+
+enum { PATH_SIZE = 4096, EXIT_USAGE = 2 };
+
+// Seconds, from an arbitrary start
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* How the program exits on an error: the first thread that calls die() ends it, and threads that
+   fail meanwhile wait until it has ended. */
+static void (*before_dying)(void);               // marks the run folder as failed
+static void (*exit_process)(int status) = _exit; // with MPI, ends the other ranks as well
+static bool dying;                               // whether a thread is ending the program
+static _Thread_local bool dying_here;            // whether it is this thread
+static _Thread_local const char *unfinished;     // a temporary file of this thread, or NULL
+static char lock_file[PATH_SIZE + 8];            // of the checkpoint, which is this run's; or ""
+
+// A name in a file may contain escape sequences, which must not reach the terminal.
+static void replace_control_characters(char *text) {
+    for (char *c = text; *c; c++)
+        if ((unsigned char)*c < ' ' || *c == 127)
+            *c = '?';
+}
+
+// Prints a message as printf() does, and ends the program.
+static _Noreturn FORMAT(2) void die(int status, const char *format, ...) {
+    char line[2 * PATH_SIZE];
+    va_list args;
+    const bool was_dying = __atomic_exchange_n(&dying, true, __ATOMIC_SEQ_CST);
+    if (was_dying && !dying_here)
+        for (;;)
+            pause();
+    if (dying_here) // before_dying() has failed
+        exit_process(status);
+    dying_here = true;
+    va_start(args, format);
+    vsnprintf(line, sizeof line, format, args);
+    va_end(args);
+    replace_control_characters(line);
+    if (ftrylockfile(stdout) == 0) // if it is locked, another thread is blocked on a full pipe
+        fflush(stdout);
+    fprintf(stderr, "cnn: error: %s\n", line);
+    if (unfinished)
+        unlink(unfinished);
+    unlink(lock_file);
+    if (before_dying)
+        before_dying();
+    exit_process(status);
+    abort(); // exit_process() does not return
+}
+
+// ---- Threads
+
+typedef struct Range {
+    size_t first, count; // of numbers, pixels or iterations
+} Range;
+
+// Part i of a range that is divided into `parts`, whose sizes differ by at most 1
+static Range part_of(Range whole, size_t i, size_t parts) {
+    size_t first = whole.count * i / parts, last = whole.count * (i + 1) / parts;
+    return (Range){whole.first + first, last - first};
+}
+
+static _Thread_local size_t num_threads = 1; // how many threads this thread may use
+
+static void set_num_threads(size_t count) {
+    num_threads = count;
+    omp_set_num_threads((int)count);
+}
+
+// ---- Memory
+
+// Zeroed memory, aligned to a cache line and padded, so that vector loads may read past its end.
+static void *zeroed_alloc(size_t bytes) {
+    void *memory = NULL;
+    if (bytes > SIZE_MAX / 2 || posix_memalign(&memory, 64, bytes + 128) != 0)
+        return NULL;
+    return memset(memory, 0, bytes + 128);
+}
+
+static _Noreturn void die_no_memory(size_t bytes, const char *what) {
+    die(1, "no memory for %s: %.1f MB requested; try a smaller --batch-size or --limit-train", what,
+        (double)bytes / 1e6);
+}
+
+static void *must_alloc(size_t bytes, const char *what) {
+    void *memory = zeroed_alloc(bytes);
+    if (!memory)
+        die_no_memory(bytes, what);
+    return memory;
+}
+
+typedef enum { HOST, PINNED, DEVICE } MemoryKind;
+
+// What an arena is for, as the printed plan adds it up
+typedef enum {
+    FOR_PARAMETERS,
+    FOR_GRADIENTS,
+    FOR_OPTIMIZER,
+    FOR_ACTIVATIONS,
+    FOR_DACTIVATIONS,
+    FOR_STATISTICS,
+    FOR_SCRATCH,
+    FOR_BUFFERS,
+    FOR_COMMUNICATION,
+    FOR_LOADER,
+    FOR_DATA,
+    MEMORY_USES,               // the number of uses
+    FOR_ANYTHING = MEMORY_USES // all of these together
+} MemoryUse;
+
+static const char *const memory_uses[MEMORY_USES] = {
+    [FOR_PARAMETERS] = "parameters",
+    [FOR_GRADIENTS] = "gradients",
+    [FOR_OPTIMIZER] = "optimizer state",
+    [FOR_ACTIVATIONS] = "activations",
+    [FOR_DACTIVATIONS] = "activation gradients",
+    [FOR_STATISTICS] = "statistics and masks",
+    [FOR_SCRATCH] = "scratch",
+    [FOR_BUFFERS] = "buffers",
+    [FOR_COMMUNICATION] = "communication",
+    [FOR_LOADER] = "loader",
+    [FOR_DATA] = "data set",
+};
+
+/* The memory of a network or a loader: a list of arenas, which is printed before anything is
+   allocated; they are then allocated, and later freed, together. */
+typedef struct MemoryPlan {
+    const Device *device;
+    size_t count;
+    struct Arena {
+        void *destination; // address of the pointer to set; it has any type, hence memcpy()
+        size_t bytes;
+        MemoryKind where;
+        MemoryUse use;
+    } arenas[MAX_ARENAS];
+} MemoryPlan;
+
+static void memory_plan_add(MemoryPlan *p, void *destination, size_t bytes, MemoryKind where,
+                            MemoryUse use) {
+    if (p->count == MAX_ARENAS)
+        die(1, "memory for %s: more than %d arenas; raise MAX_ARENAS in cnn.c", memory_uses[use],
+            MAX_ARENAS);
+    if (where == PINNED && !p->device->is_gpu)
+        where = HOST; // there is no device that reads it
+    p->arenas[p->count] = (struct Arena){destination, bytes, where, use};
+    p->count++;
+}
+
+static void memory_plan_alloc(const MemoryPlan *p) {
+    const Device *d = p->device;
+    void *(*const alloc[])(size_t) = {zeroed_alloc, d->pinned_alloc, d->alloc};
+    for (size_t i = 0; i < p->count; i++) {
+        void *memory = alloc[p->arenas[i].where](p->arenas[i].bytes);
+        if (!memory)
+            die_no_memory(p->arenas[i].bytes, memory_uses[p->arenas[i].use]);
+        memcpy(p->arenas[i].destination, &memory, sizeof memory);
+    }
+}
+
+static void memory_plan_free(const MemoryPlan *p) {
+    const Device *d = p->device;
+    void (*const release[])(void *) = {free, d->pinned_release, d->release};
+    for (size_t i = 0; i < p->count; i++) {
+        void *memory;
+        memcpy(&memory, p->arenas[i].destination, sizeof memory);
+        release[p->arenas[i].where](memory);
+    }
+}
+
+// ---- Files
+
+static void join_path(char path[PATH_SIZE], const char *dir, const char *file) {
+    if (snprintf(path, PATH_SIZE, "%s/%s", dir, file) >= PATH_SIZE)
+        die(1, "path too long: %s/%s", dir, file);
+}
+
+// path = the path of a file or folder in the program's folder
+static void path_beside_program(char path[PATH_SIZE], const char *file) {
+    char program[PATH_SIZE] = "";
+    const ssize_t length = readlink("/proc/self/exe", program, sizeof program - 1);
+    if (length < 0)
+        strcpy(program, "./cnn");
+    join_path(path, dirname(program), file);
+}
+
+static _Noreturn void die_file(const char *doing, const char *path) {
+    die(1, "%s %s: %s", doing, path, strerror(errno));
+}
+
+static void flush(FILE *f, const char *name) {
+    if (fflush(f) != 0 || ferror(f))
+        die_file("cannot write to", name);
+}
+
+// Opens a file for reading, or returns NULL if it does not exist. A named pipe would block; it is
+// read as an empty file instead.
+static FILE *open_existing(const char *path) {
+    const int fd = open(path, O_RDONLY | O_NONBLOCK);
+    FILE *f = fd < 0 ? NULL : fdopen(fd, "rb");
+    if (!f && errno != ENOENT)
+        die_file("cannot read", path);
+    return f;
+}
+
+// Locks an open file or folder until the program ends. A run that has just been ended may still be
+// saving, so this waits for up to 5 seconds. Returns false if another run keeps the lock.
+static bool lock_for_this_run(int fd) {
+    for (int tries = 0; tries < 50; tries++) {
+        if (flock(fd, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK)
+            return true; // some file systems have no locks
+        nanosleep(&(struct timespec){.tv_nsec = 100000000}, NULL);
+    }
+    return false;
+}
+
+/* A file that is replaced atomically: written to a temporary file in its folder, synced, renamed.
+   The new file has the mode of the old one. If it is a symbolic link, its target is replaced. */
+typedef struct AtomicFile {
+    FILE *stream;
+    char path[PATH_SIZE], temporary[PATH_SIZE + 4]; // both empty if what is written is discarded
+} AtomicFile;
+
+// If path is NULL, what is written is discarded.
+static void atomic_open(AtomicFile *f, const char *path) {
+    struct stat old;
+    const bool exists = path && stat(path, &old) == 0;
+    *f = (AtomicFile){.stream = NULL};
+    if (!path) {
+        f->stream = fopen("/dev/null", "wb");
+        if (!f->stream)
+            die_file("cannot open", "/dev/null");
+        return;
+    }
+    if (exists && !S_ISREG(old.st_mode))
+        die(1, "cannot write %s: it exists and is not a regular file; choose another name", path);
+    if (!realpath(path, f->path))
+        snprintf(f->path, PATH_SIZE, "%s", path);
+    snprintf(f->temporary, sizeof f->temporary, "%s.tmp", f->path);
+    unlink(f->temporary); // which a killed run may have left
+    f->stream = fopen(f->temporary, "wb");
+    unfinished = f->temporary;
+    if (!f->stream)
+        die_file("cannot create", f->temporary);
+    if (exists && fchmod(fileno(f->stream), old.st_mode & 07777) != 0)
+        die_file("cannot create", f->temporary);
+}
+
+// Syncs the folder of a file, which holds its name. Some file systems cannot do that (EINVAL).
+static void sync_folder(const char *file) {
+    char path[PATH_SIZE];
+    snprintf(path, sizeof path, "%s", file);
+    const int folder = open(dirname(path), O_RDONLY);
+    if (folder < 0)
+        return; // a folder that may be written but not read
+    if (fsync(folder) != 0 && errno != EINVAL)
+        die_file("cannot sync the folder of", file);
+    close(folder);
+}
+
+static void atomic_commit(AtomicFile *f) {
+    const bool kept = *f->path != 0;
+    if (fflush(f->stream) != 0 || ferror(f->stream))
+        die_file("cannot write", f->temporary);
+    if (kept && fsync(fileno(f->stream)) != 0)
+        die_file("cannot write", f->temporary);
+    if (fclose(f->stream) != 0)
+        die_file("cannot write", f->temporary);
+    if (kept && rename(f->temporary, f->path) != 0)
+        die_file("cannot write", f->path);
+    unfinished = NULL;
+    if (kept)
+        sync_folder(f->path);
+}
+
+// ---- Limits of the machine
+
+static size_t usable_cores(void) {
+    cpu_set_t set;
+    return sched_getaffinity(0, sizeof set, &set) == 0 ? (size_t)CPU_COUNT(&set) : 1;
+}
+
+static double machine_memory(void) {
+    return (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
+}
+
+// A positive number from the environment, or 0
+static size_t environment_number(const char *name) {
+    const char *text = getenv(name);
+    if (!text || atoi(text) <= 0)
+        return 0;
+    return (size_t)atoi(text);
+}
+
+// line = the first line of a file that begins with `begin`, or "" if no line does
+static void find_line(char line[PATH_SIZE], const char *path, const char *begin) {
+    char next[PATH_SIZE];
+    FILE *f = fopen(path, "r");
+    *line = 0;
+    if (!f)
+        return;
+    while (fgets(next, sizeof next, f)) {
+        if (strncmp(next, begin, strlen(begin)) != 0)
+            continue;
+        strcpy(line, next);
+        break;
+    }
+    fclose(f);
+    line[strcspn(line, "\n")] = 0;
+}
+
+// The memory, in bytes, that the cgroup of this process allows (version 2). `table` is in the
+// format of /proc/self/cgroup: a line "0::GROUP", whose limit is in ROOT/GROUP/memory.max.
+static double cgroup_limit(const char *table, const char *root) {
+    char line[PATH_SIZE], path[3 * PATH_SIZE];
+    double limit;
+    find_line(line, table, "0::");
+    if (!*line)
+        return INFINITY;
+    snprintf(path, sizeof path, "%s%s/memory.max", root, line + strlen("0::"));
+    find_line(line, path, "");
+    if (sscanf(line, "%lf", &limit) != 1)
+        return INFINITY; // the line is "max"
+    return limit;
+}
+
+// The memory, in bytes, that the Slurm job of this process allows on this machine. A job states it
+// in MB, for the machine or for each core.
+static double slurm_limit(void) {
+    const size_t mb_of_machine = environment_number("SLURM_MEM_PER_NODE");
+    const size_t mb_per_core = environment_number("SLURM_MEM_PER_CPU");
+    const size_t mb =
+        max_size(mb_of_machine, mb_per_core * environment_number("SLURM_CPUS_ON_NODE"));
+    return mb > 0 ? 0x1p20 * (double)mb : INFINITY;
+}
+
+// The memory that this process may take, in bytes: the smallest of the limits of the machine, the
+// Slurm job and the cgroup
+static double memory_limit(void) {
+    const double cgroup = cgroup_limit("/proc/self/cgroup", "/sys/fs/cgroup");
+    return fmin(fmin(machine_memory(), slurm_limit()), cgroup);
+}
+
+// ---- Hashes, and numbers that are finite
+
+// FNV-1a. `hash` is the hash of the preceding bytes, or HASH_START at the beginning.
+#define HASH_START 0xcbf29ce484222325u
+static uint64_t hash_bytes(uint64_t hash, const void *memory, size_t bytes) {
+    for (size_t i = 0; i < bytes; i++)
+        hash = (hash ^ ((const uint8_t *)memory)[i]) * 0x100000001b3u;
+    return hash;
+}
+
+// Whether a 16-bit number is finite: not all bits of its exponent are set.
+static bool is_finite_16(uint16_t bits, Precision precision) {
+    const uint16_t exponent = precision == FP16 ? 0x7c00 : 0x7f80;
+    return (bits & exponent) != exponent;
+}
+
+static bool all_finite(const void *numbers, size_t count, Precision precision) {
+    const bool is_16_bit = precision == FP16 || precision == BF16;
+    for (size_t i = 0; i < count; i++) {
+        bool finite;
+        if (is_16_bit)
+            finite = is_finite_16(((const uint16_t *)numbers)[i], precision);
+        else
+            finite = isfinite(((const real *)numbers)[i]);
+        if (!finite)
+            return false;
+    }
+    return true;
+}
+
+// ---- Events of a trace
+
+// The events of --trace. A track is a thread, a device or a worker of a rank.
+enum { TRACE_EVENTS = 1 << 18 };
+enum { TRACK_STEP, TRACK_HOST, TRACK_DEVICE, TRACK_COMM, TRACK_LOADER };
+
+typedef struct TraceEvent {
+    char name[48];
+    size_t rank, track;
+    double begin, end; // as now() returns them
+} TraceEvent;
+
+static struct {
+    size_t traced_ranks; // how many ranks are in a traced step
+    size_t count;        // how many events there were; those after TRACE_EVENTS were dropped
+    TraceEvent *events;
+} trace;
+
+// Appends an event, if any rank is being traced. Thread-safe.
+static void trace_event(size_t rank, size_t track, const char *name, double begin, double end) {
+    if (!__atomic_load_n(&trace.traced_ranks, __ATOMIC_RELAXED))
+        return;
+    size_t i = __atomic_fetch_add(&trace.count, 1, __ATOMIC_RELAXED);
+    if (i >= TRACE_EVENTS)
+        return;
+    trace.events[i] = (TraceEvent){.rank = rank, .track = track, .begin = begin, .end = end};
+    snprintf(trace.events[i].name, sizeof trace.events[i].name, "%s", name);
 }
 
 /* ==== 4. Network =================================================================================

@@ -2,7 +2,7 @@
 
    cnn.c is a whole program without this file. Where the file exists, section 7 of cnn.c includes it
    as text (-DCNN_NO_KERNELS leaves it out) and --kernels fast chooses the table at its end,
-   fast_kernels. The kernels compute what the definitions in section 3 compute, equal up to
+   fast_kernels. The kernels compute what the definitions in section 2 compute, equal up to
    rounding, close to the peak rate of the machine. The parts, in reading order:
 
      Threads             loops that a busy machine does not hold up

@@ -21,7 +21,7 @@
    Rules: results never depend on the order in which threads run (no floating-point atomics), so
    the same seed gives the same bits; no thread returns before a barrier; and for the emulator, one
    __shared__ array per line, template arguments written out at a launch. Of cnn.c only the
-   declarations are included (its section 1), which are valid C and C++. */
+   declarations are included (its sections 1 and 3), which are valid C and C++. */
 
 #define CNN_DECLARATIONS_ONLY
 #include "cnn.c"
@@ -1415,7 +1415,7 @@ static void nll_loss(real *losses, real *correct, real *dlogp, const real *logp,
 
    --kernels naive: one kernel per operation, in which one thread per output runs the CPU's loops.
    It reads every number from memory each time it is needed; only the caches soften that. The
-   formulas are in cnn.c, section 3; a linear layer is a convolution on 1 x 1 pixel. */
+   formulas are in cnn.c, section 2; a linear layer is a convolution on 1 x 1 pixel. */
 
 /* LAB 4.2 BEGIN add_bias */
 // out[n][y][x][k] += bias[k]; count: the elements of out.   Traffic: 8 N bytes

@@ -19,7 +19,7 @@ END
 sections() {
     awk -v wanted=" $* " '
         /^\/\* ==== [0-9]+\. / { on = index(wanted, " " $3 " ") }
-        /^#ifndef CNN_DECLARATIONS_ONLY/ { next }
+        /^#(ifndef|endif \/\/) CNN_DECLARATIONS_ONLY/ { next }
         /^ *die\(1,$/ { held = $0; next }
         held != "" { if (!/TODO 2 is not done/) out(held "\n" $0); held = ""; next }
         { out($0) }

@@ -1,6 +1,6 @@
 /* lab02.c - in which order do the loops of TODO 2.1 go through the memory?
 
-   part.c, sections 1 to 3 of cnn.c with the student's part, is compiled with -fsanitize=thread: so
+   part.c, sections 1 and 2 of cnn.c with the student's part, is compiled with -fsanitize=thread: so
    each load and store calls a function, one of those below. For each instruction they count how
    often the number that it reads or writes lies next to the one before. Vectors can be loaded and
    stored only where the innermost loop goes from one number to the next. */

@@ -33,7 +33,7 @@ build_order() {
         "${CC:-gcc}" -std=gnu17 -O1 -g -Wno-unknown-pragmas labs/check/lab02.c part.o -o lab02 -lm
 }
 instrument() {
-    { sections 1. 2. 3. && echo 'void part(Work w) { conv2d_forward_naive(w); }'; } >part.c &&
+    { sections 1. 2. && echo 'void part(Work w) { conv2d_forward_naive(w); }'; } >part.c &&
         "${CC:-gcc}" -std=gnu17 -O1 -g -w -fsanitize=thread -c part.c -o part.o
 }
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The labs, as students and teachers use them. For each lab: its starter builds without warnings and has the
 # right score, the solution has all points, the commands of the handout run and print what it says, and each
-# wrong answer in tests/labs/ is detected. No starter contains an answer.
+# wrong answer in tests/labs/wrong/ is detected. No starter contains an answer.
 #
 #   tests/labs/test_labs.sh [LAB...]     if none is named, labs 0, 9 and half of the others, the other half the next day
 #                                        (LONG=1: all)
@@ -10,11 +10,9 @@
 #                                        answer for each TODO of labs 1, 4, 5, 8, 9, 10 and for one of lab 3; where the points
 #                                        of lab 0 are not what is tested, without its test 2, which trains
 #                                        LONG=1: all wrong answers, instead of a seventh, another one each day
+#   tests/labs/test_labs.sh CASE...      only these wrong answers, such as 3.1-forgets_quit
 #
-# tests/labs/03/ID-what_is_wrong   replaces the lines between the markers of ID; the first line is a comment
-#                                  `// expect: REGEX` that the output of make check has to match.
-#                                  ID-cheat_...: none of the tests that need ID may pass
-# tests/labs/03/NAME/edit, expect  run folders: shell commands that edit runs/, and the REGEX
+# tests/labs/wrong/lab03.txt has the wrong answers to lab 3; tests/README.md says what a case consists of.
 suite=labs
 # shellcheck source=tests/lib.sh
 . "$(dirname "$0")/../lib.sh"
@@ -88,14 +86,18 @@ verdicts() { sed -nE 's/^(passed|failed|skipped) +[0-9]+\/[0-9]+ +test ([0-9]+):
 
 # Copies the solutions of this lab into a starter.
 solve() {
-    local lab=$1 dir=$2 file id
-    rm -rf "$dir.parts" && mkdir "$dir.parts"
-    (cd "$repo" && marked "$lab") |
+    local file
+    (cd "$repo" && marked "$1") | while read -r file; do put "$tmp/parts/$1" "$2/$file"; done
+}
+# take_parts LAB: the solution of each of its parts to $tmp/parts/3/3.1
+take_parts() {
+    local file id
+    mkdir -p "$tmp/parts/$1"
+    (cd "$repo" && marked "$1") |
         while read -r file; do
-            for id in $(ids "$lab" "$file"); do
-                awk -v mode=take -v id="$id" -f "$repo/labs/check/regions.awk" "$repo/$file" >"$dir.parts/$id"
+            for id in $(ids "$1" "$file"); do
+                awk -v mode=take -v id="$id" -f "$repo/labs/check/regions.awk" "$repo/$file" >"$tmp/parts/$1/$id"
             done
-            put "$dir.parts" "$dir/$file"
         done
 }
 ids() { awk -v mode=list -v lab="$1" -f "$repo/labs/check/regions.awk" "$repo/$2" | cut -d ' ' -f 1; }
@@ -293,6 +295,29 @@ END
 
 # ---- Wrong answers
 
+cases_of() { sed -n 's/^case //p' "$repo/tests/labs/wrong/$(lab_name "$1").txt"; }
+# case_lines LAB CASE KEY: the lines of this case that begin with KEY, without it
+case_lines() {
+    awk -v name="$2" -v key="$3 " '
+        /^case / { inside = $2 == name }
+        inside && index($0, key) == 1 { print substr($0, length(key) + 1) }' "$repo/tests/labs/wrong/$(lab_name "$1").txt"
+}
+expected() { case_lines "$1" "$(basename "$2")" expect; } # expected LAB CASE
+
+# The wrong answers of all labs to $tmp/answers. An edit that does not fit the solution has failed.
+make_answers() {
+    local lab name why
+    mkdir "$tmp/answers"
+    for lab in $(labs); do
+        take_parts "$lab"
+        while IFS=: read -r name why; do
+            fail "$(lab_name "$lab")-wrong/$name" "an edit of the solution" "$why"
+        done < <(awk -v parts="$tmp/parts/$lab" -v out="$tmp/answers" -f "$repo/tests/labs/wrong/answers.awk" \
+            "$repo/tests/labs/wrong/$(lab_name "$lab").txt")
+    done
+    same wrong-answers-made "$(cat "$repo"/tests/labs/wrong/*.txt | grep -c '^case [0-9]')" "$(find "$tmp/answers" -type f | wc -l)"
+}
+
 # The k-th wrong answers of all TODOs are tried together, since each fails different tests; those that expect a
 # sum of points are tried alone.
 wrong_answers() {
@@ -303,7 +328,7 @@ wrong_answers() {
         for id in $(answered "$lab"); do
             [ -z "${QUICK:-}" ] || [ "$id" != 3.2 ] || continue
             # under QUICK no cheat of lab 4: those take the race detector
-            file=$(find "$repo/tests/labs/$(printf %02d "$lab")" -maxdepth 1 -type f -name "$id-*" | sort |
+            file=$(find "$tmp/answers" -name "$id-*" | sort |
                 awk -v quick="${QUICK:-}" 'quick == "" || !/\/4[.].-cheat/' | sed -n "${k}p")
             [ -z "$file" ] || answer[$id]=$file
         done
@@ -314,9 +339,8 @@ wrong_answers() {
         k=$((k + 1))
     done
 }
-answered() { # the TODOs that have wrong answers
-    find "$repo/tests/labs/$(printf %02d "$1")" -maxdepth 1 -type f -name "$1.*-*" -printf '%f\n' 2>/dev/null | sed 's/-.*//' | sort -u
-}
+# the TODOs that have wrong answers
+answered() { find "$tmp/answers" -name "$1.*-*" -printf '%f\n' | sed 's/-.*//' | sort -u; }
 
 # try_round LAB DIR FILES...
 try_round() {
@@ -324,7 +348,7 @@ try_round() {
     local together=()
     for file in "${@:3}"; do
         id=$(id_of "$file")
-        if [[ $(expected "$file") = *points* ]]; then
+        if [[ $(expected "$lab" "$file") = *points* ]]; then
             try_answers "$lab" "$dir.$id" "" "$file"
             must_be_caught "$lab" "$file" "$dir.$id.said"
         else
@@ -340,11 +364,19 @@ try_round() {
 must_be_caught() {
     local said=$3 dir
     dir=$tmp/$(basename "$2")
-    if ! caught "$1" "$2" "$said" && [[ $(expected "$2") != *points* ]]; then
+    if ! caught "$1" "$2" "$said" && [[ $(expected "$1" "$2") != *points* ]]; then
         try_answers "$1" "$dir" "" "$2"
         said=$dir.said
     fi
-    holds "$(lab_name "$1")-wrong/$(basename "$2")" "$(expected "$2")" "$(grep -v '^passed' "$said")" caught "$1" "$2" "$said"
+    holds "$(lab_name "$1")-wrong/$(basename "$2")" "$(expected "$1" "$2")" "$(grep -v '^passed' "$said")" caught "$1" "$2" "$said"
+}
+
+# try_case CASE: one wrong answer alone
+try_case() {
+    local lab=${1%%.*}
+    [ -f "$tmp/answers/$1" ] || { fail "$1" "a case in tests/labs/wrong/$(lab_name "$lab").txt" "none that edits a solution"; return; }
+    [ -d "$tmp/solved$lab" ] || { starter "$lab" "$tmp/solved$lab" && solve "$lab" "$tmp/solved$lab"; }
+    try_round "$lab" "$tmp/alone.$1" "$tmp/answers/$1"
 }
 
 # try_answers LAB DIR TESTS FILES...: a solved starter with these answers
@@ -359,7 +391,6 @@ try_answers() {
 }
 marked() { grep -lE "/\* LAB( [0-9.]+)* $1\.[0-9]+( [0-9.]+)* BEGIN" cnn.c cnn_kernels.cu labs/lab*/* 2>/dev/null; }
 id_of() { basename "$1" | sed 's/-.*//'; }
-expected() { sed -n '1s/.*expect: //p' "$1"; }
 
 # caught LAB FILE SAID: a test that needs its TODO fails with the expected words; for a cheat, all such tests
 caught() {
@@ -367,24 +398,25 @@ caught() {
     id=$(id_of "$2")
     failed=$(verdicts "$3" | awk '$1 == "failed" { print $2 }')
     of=$(list "$1" | awk -F '|' -v id="$id" 'index(" " $2 " ", " " id " ") { print NR }')
-    grep -qxF "$of" <<<"$failed" && [ -n "$(expected "$2")" ] && grep -qE -- "$(expected "$2")" "$3" || return 1
+    grep -qxF "$of" <<<"$failed" && [ -n "$(expected "$1" "$2")" ] && grep -qE -- "$(expected "$1" "$2")" "$3" || return 1
     [[ $2 != *cheat* ]] || [ -z "$(comm -23 <(tests_of "$1" "$id" | tr ' ' '\n' | sed '/^$/d' | sort) \
         <(sort <<<"$failed"))" ]
 }
 
 # Run folders of the solution, edited so that they are wrong.
 wrong_runs() {
-    local lab=$1 folder name dir
-    for folder in "$repo/tests/labs/$(printf %02d "$lab")"/*/; do
-        [ -f "$folder/edit" ] || continue
-        name=$(basename "$folder") dir=$tmp/runs$lab-$(basename "$folder")
+    local lab=$1 name dir
+    for name in $(cases_of "$lab" | grep -v '^[0-9]'); do
+        dir=$tmp/runs$lab-$name
         mkdir "$dir"
         # shellcheck disable=SC2046 # a word for each file
         (cd "$2" && cp -r --parents runs $(marked "$lab") "$dir")
-        (cd "$dir/runs" && bash -e "$folder/edit") || fail "$(lab_name "$lab")-runs/$name" "an edit that works" "none"
+        case_lines "$lab" "$name" '$' >"$dir.edit"
+        (cd "$dir/runs" && bash -e "$dir.edit") || fail "$(lab_name "$lab")-runs/$name" "an edit that works" "none"
+        ! diff -r "$2/runs" "$dir/runs" >"$dir.diff" || fail "$(lab_name "$lab")-runs/$name" "an edit of the runs" "none"
         check "$lab" "$repo" "$dir" "$dir.said" "$(most_tests "$lab")" && fail "$(lab_name "$lab")-runs/$name" "not all points" "all points"
-        holds "$(lab_name "$lab")-runs/$name" "$(cat "$folder/expect")" "$(grep -v ^passed "$dir.said")" \
-            grep -qE -- "$(cat "$folder/expect")" "$dir.said"
+        holds "$(lab_name "$lab")-runs/$name" "$(expected "$lab" "$name")" "$(grep -v ^passed "$dir.said")" \
+            grep -qE -- "$(expected "$lab" "$name")" "$dir.said"
         [ -z "${QUICK:-}" ] || break
     done
 }
@@ -552,6 +584,11 @@ wanted=${*:-$(of_today)}
 if ! command -v g++ >/dev/null; then
     skip labs-4-to-7-and-10 "g++ is not installed, which the emulator of a GPU needs"
     wanted=$(grep -vxE '[4567]|10' <<<"${wanted// /$'\n'}")
+fi
+make_answers
+if [[ $* = *-* ]]; then
+    for name; do try_case "$name"; done
+    exit 0
 fi
 # Two lanes, on odd and on even days of about the same work, most of which keeps one core busy
 lane() {

@@ -34,9 +34,7 @@ tests/emulator    *.cu *.h *.sed *.sh
 tests/gpu         *.c *.cu *.py *.sh
 tests/gpu/results *.md
 tests/labs        *.cu *.py *.sh
-tests/labs/0?     [1-9].[1-9]-*
-tests/labs/10     10.[1-9]-*
-tests/labs/0?/*   edit expect
+tests/labs/wrong  *.awk *.txt
 tests/program     *.sh
 tests/ptx         *.cpp *.h *.sh
 tests/pytorch     *.c *.py

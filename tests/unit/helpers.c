@@ -1,4 +1,4 @@
-/* helpers.c - sections 1 and 2 of cnn.c: random numbers, and loops whose iterations are stolen
+/* helpers.c - sections 1 and 3 of cnn.c: random numbers, and loops whose iterations are stolen
    by threads that have finished their own. */
 
 // Known answers from the Random123 library.

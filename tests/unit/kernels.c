@@ -1,4 +1,4 @@
-/* kernels.c - cnn_kernels.c against the definitions in section 3 of cnn.c, over shapes that
+/* kernels.c - cnn_kernels.c against the definitions in section 2 of cnn.c, over shapes that
    reach every edge of its tiles. The two agree up to rounding; the kernels give the same bits
    for any number of threads. */
 

@@ -1,4 +1,4 @@
-/* layers.c - section 3 of cnn.c: max-pool, dropout, log_softmax and BatchNorm against their
+/* layers.c - section 2 of cnn.c: max-pool, dropout, log_softmax and BatchNorm against their
    formulas. gradients.c compares the gradients of all layers with central differences. */
 
 /* ---- Max-pool -------------------------------------------------------------------------------- */
