@@ -50,8 +50,9 @@
 
 /* ==== 1. Layers and operands =====================================================================
 
-   What a layer is, what it works on, and its random numbers. Images are stored NHWC: image, row,
-   column, channel, with the channels innermost. Weights are stored
+   What a layer is, what it works on, and its random numbers. A network is a table of layers
+   (section 4): each row is a layer, which reads the output of an earlier row, or of two. Images are
+   stored NHWC: image, row, column, channel, with the channels innermost. Weights are stored
    [filter row][filter column][input channel][output channel].
    cnn_kernels.cu, which is compiled separately, defines CNN_DECLARATIONS_ONLY and includes this
    file: it shares this section and the first half of section 3. */
@@ -91,81 +92,28 @@ typedef struct Shape {
     size_t h, w, c;
 } Shape;
 
-/* One row of the layer table: what its formula needs. Its RowPlan (section 4) says where its
-   arrays are and which kernels compute it. */
+/* A layer is one row of the layer table. It holds what the layer's formula needs. Its RowPlan
+   (section 4) says where its arrays are and which kernels compute it. */
 typedef struct Layer {
     LayerKind kind;
     char name[48];                   // PyTorch's name of its parameters, such as "conv1", or empty
     size_t input;                    // the row that it reads
     size_t other;                    // add: the second row that it reads
     Shape in, out;                   // a linear layer reads 1 x 1 x (h * w * c)
-    size_t kernel, stride, padding;  // conv2d, maxpool2d
-    real p;                          // dropout: probability of a zero; new kinds may use it
+    size_t kernel, stride, padding;  // conv2d, maxpool2d: the window; linear: 1, 1, 0
+    real p;                          // dropout: the probability that an element becomes 0
     size_t weight_count, bias_count; // of parameters; batchnorm2d: weights are its scales
     size_t weight_offset, bias_offset; // into params and grads, in elements
 } Layer;
 
-// Whether a row multiplies its input by a matrix of weights.
-static inline HOST_DEVICE bool multiplies(const Layer *l) {
+// Whether a layer multiplies its input by a matrix of weights
+static inline HOST_DEVICE bool has_weight_matrix(const Layer *l) {
     return l->kind == CONV2D || l->kind == LINEAR;
-}
-
-// ---- Random numbers
-
-/* What the random numbers of a batch depend on, so that they are the same in any batch and on any
-   rank: the seed, the epoch, and the position of each image in the epoch's permutation. */
-typedef struct RandomKey {
-    uint64_t seed;
-    size_t epoch;
-    size_t first;  // the position of the batch's first image
-    size_t stride; // the distance between two neighbours' positions
-} RandomKey;
-
-// The position of image number `image` of the batch in the epoch's permutation.
-static inline HOST_DEVICE size_t position_of(RandomKey key, size_t image) {
-    return key.first + image * key.stride;
-}
-
-/* Philox4x32-10, a counter-based random number generator: out = a keyed bijection of the counter.
-   (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.) It has no state, so any
-   thread, device or replica can compute any of its numbers at any time, and all agree. The counter
-   has these parts, where `position` is that of an image in the epoch's permutation:
-     c3               c0                                c1          c2
-     DRAW_INIT        element / 4                       tensor      0
-     DRAW_SHUFFLE     position                          0           epoch
-     DRAW_SYNTHETIC   wave of a class's glyph           class       0
-                      0: distractor, 1: glyph           image       1
-                      first of 16 elements, for noise   image       2
-     DRAW_AUGMENT     0, or 1 + element of the field    position    epoch
-     DRAW_DROPOUT     element / 8; c3 is DRAW_DROPOUT + row      position    epoch */
-static inline HOST_DEVICE void philox4x32(uint32_t out[4], uint32_t c0, uint32_t c1, uint32_t c2,
-                                          uint32_t c3, uint64_t seed) {
-    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
-    for (int round = 0; round < 10; round++) {
-        uint64_t p0 = (uint64_t)0xD2511F53u * c0, p1 = (uint64_t)0xCD9E8D57u * c2;
-        c0 = (uint32_t)(p1 >> 32) ^ c1 ^ k0;
-        c1 = (uint32_t)p1;
-        c2 = (uint32_t)(p0 >> 32) ^ c3 ^ k1;
-        c3 = (uint32_t)p0;
-        k0 += 0x9E3779B9u; // Weyl sequences: the golden ratio and sqrt(3) - 1
-        k1 += 0xBB67AE85u;
-    }
-    out[0] = c0;
-    out[1] = c1;
-    out[2] = c2;
-    out[3] = c3;
-}
-
-// The purpose of a random number. A dropout adds its row, so that layers differ.
-enum { DRAW_INIT, DRAW_SHUFFLE, DRAW_SYNTHETIC, DRAW_AUGMENT, DRAW_DROPOUT = 256 };
-
-// Uniform in [0, 1), from the upper 24 of 32 random bits: exact in float and in double.
-static inline HOST_DEVICE real uniform(uint32_t bits) {
-    return (real)(bits >> 8) * (real)(1.0 / 16777216.0);
 }
 
 // ---- Operands
 
+typedef struct RandomKey RandomKey; // below
 typedef struct LossScale LossScale; // for GPUs: in section 3
 
 // The statistics of a batchnorm2d, as rows with one number for each channel. The last two are for
@@ -187,12 +135,12 @@ typedef struct Fusion {
     const Layer *moments_partner;
 } Fusion;
 
-/* What a row works on in one step. A forward pass reads in, residual, weight and bias and writes
-   out, stats and saved (=). A backward pass reads dout and what the forward pass read and wrote; it
-   writes dweight and dbias with =, and din and dresidual with = or, if accumulate or
-   accumulate_residual, with +=. A prefixed d denotes the gradient of the loss.
-   With --precision bf16 and fp16, in, residual, out, dout, din and the weight of a convolution or
-   linear layer point to 16-bit numbers. The out and dout of log_softmax stay 32-bit. */
+/* The arrays and flags with which a row is computed in one step. The prefix d denotes the gradient
+   of the loss. The forward pass reads in, residual, weight and bias; it sets out, stats and saved.
+   The backward pass reads dout and all of these arrays. It sets dweight and dbias. It sets din, or
+   adds to it if accumulate is true; for dresidual, accumulate_residual says which. With --precision
+   bf16 and fp16, in, residual, out, dout, din and the weight of a convolution or linear layer point
+   to 16-bit numbers. The out and dout of log_softmax stay 32-bit. */
 typedef struct Work {
     const Layer *l;
     size_t row;                // its number in the table
@@ -205,7 +153,7 @@ typedef struct Work {
     real *stats;              // batchnorm2d: [STATS_ROWS][channels]
     uint8_t *saved;           // argmax of a max-pool, mask of a dropout
     real *scratch;            // as many numbers as the scratch_size() of the kernels
-    const RandomKey *key;     // of a training step's forward, in the device's memory; else NULL
+    const RandomKey *key;     // in the device's memory; NULL in evaluation and in backward passes
     bool accumulate;          // another reader of the input has already written din
     bool accumulate_residual; // another reader of the residual has already written dresidual
     // for the fast kernels; skip it on a first reading
@@ -217,15 +165,72 @@ typedef struct Work {
     bool autotune;     // choose the fastest kernels now, if that has not been done
 } Work;
 
+// ---- Random numbers
+
+/* The random numbers of an image depend only on the seed, the epoch, and the image's position in
+   the epoch's permutation. They are therefore the same for any batch size and on any rank. */
+struct RandomKey {
+    uint64_t seed;
+    size_t epoch;
+    size_t first;  // the position of the batch's first image
+    size_t stride; // the distance between two neighbours' positions
+};
+
+// The position of image number `image` of the batch in the epoch's permutation.
+static inline HOST_DEVICE size_t position_of(RandomKey key, size_t image) {
+    return key.first + image * key.stride;
+}
+
+/* Philox4x32-10, a counter-based random number generator: out = a keyed bijection of the counter.
+   (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.) It has no state, so any
+   thread, device or replica can compute any of its numbers at any time, and all agree. The counter
+   has these parts, where `position` is that of an image in the epoch's permutation:
+     c3               c0                                c1          c2
+     DRAW_INIT        element / 4                       tensor      0
+     DRAW_SHUFFLE     position                          0           epoch
+     DRAW_SYNTHETIC   wave of a class's glyph           class       0
+                      0: distractor, 1: glyph           image       1
+                      first of 16 elements, for noise   image       2
+     DRAW_AUGMENT     0, or 1 + element of the field    position    epoch
+     DRAW_DROPOUT     element / 8                       position    epoch
+       + row */
+static inline HOST_DEVICE void philox4x32(uint32_t out[4], uint32_t c0, uint32_t c1, uint32_t c2,
+                                          uint32_t c3, uint64_t seed) {
+    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    for (int round = 0; round < 10; round++) {
+        uint64_t p0 = (uint64_t)0xD2511F53u * c0, p1 = (uint64_t)0xCD9E8D57u * c2;
+        c0 = (uint32_t)(p1 >> 32) ^ c1 ^ k0;
+        c1 = (uint32_t)p1;
+        c2 = (uint32_t)(p0 >> 32) ^ c3 ^ k1;
+        c3 = (uint32_t)p0;
+        k0 += 0x9E3779B9u; // Weyl sequences: the golden ratio and sqrt(3) - 1
+        k1 += 0xBB67AE85u;
+    }
+    out[0] = c0;
+    out[1] = c1;
+    out[2] = c2;
+    out[3] = c3;
+}
+
+// What a random number is used for. A dropout adds its row number, so that each dropout layer draws
+// its own numbers.
+enum { DRAW_INIT, DRAW_SHUFFLE, DRAW_SYNTHETIC, DRAW_AUGMENT, DRAW_DROPOUT = 256 };
+
+// Uniform in [0, 1), from the upper 24 of 32 random bits: exact in float and in double.
+static inline HOST_DEVICE real uniform(uint32_t bits) {
+    return (real)(bits >> 8) * (real)(1.0 / 16777216.0);
+}
+
 /* ==== 2. Layers on the CPU =======================================================================
 
-   Each layer is defined here by a few loops that compute its formula; the tests compare everything
-   else with these definitions. Where a name ends in _naive, cnn_kernels.c has a fast version, whose
-   name ends in _fast.
+   Each layer is defined here by a few loops that compute its formula; the tests compare all faster
+   kernels with these definitions. Where a name ends in _naive, cnn_kernels.c has a fast version,
+   whose name ends in _fast.
 
    Gradients: dX is the derivative of the loss with respect to X. In comments, "x (=)" says that a
-   function sets x, and "x (+=)" that it adds to x. How a sum is split depends on shapes, never on
-   the number of threads, and its order is fixed: the result has the same bits for any --threads.
+   function sets x, and "x (+=)" that it adds to x. Only the shapes
+   determine how a sum is split and in which order it is added: the result has the same bits for any
+   --threads.
    Convolutions keep the output channels in the innermost loop, where weights and outputs are
    contiguous, so that the compiler vectorises it: each output is still the same sum in the same
    order as in the textbook's loops. */
@@ -371,9 +376,10 @@ static void conv2d_parameter_gradients(Work w) {
 
 /* din[n][iy][ix][c] = sum over y, x, i, j, k of dout[n][y][x][k] * weight[i][j][c][k]
                        with y * s + i - padding = iy and x * s + j - padding = ix
-   It is += if accumulate. gcc may not reorder the terms of a floating-point sum, so it does not
-   vectorise a loop that computes a single sum. The weights are therefore transposed: the innermost
-   loop then runs over the input channels, each with its own sum. */
+   If w.accumulate is set, the sum is added to din. gcc may not reorder the terms of a
+   floating-point sum, so it does not vectorise a loop that computes a single sum. The weights are
+   therefore transposed: the innermost loop then runs over the input channels, each with its own
+   sum. */
 static void conv2d_input_gradient(Work w) {
     const Layer *l = w.l;
     const Shape I = l->in, O = l->out;
@@ -413,7 +419,7 @@ static size_t outputs(Work w) {
     return w.n * shape_size(w.l->out);
 }
 
-// An evaluation has no key, since it draws no random numbers.
+// Of a forward pass. An evaluation has no key, since it draws no random numbers.
 static bool is_training(Work w) {
     return w.key;
 }
@@ -464,7 +470,7 @@ static void maxpool2d_forward_naive(Work w) {
     /* LAB 1.4 END */
 }
 
-// Clears din unless accumulate; then adds dout to the pixel that was the maximum.
+// Adds each dout to the pixel that was the maximum. Unless accumulate is set, din is cleared first.
 static void maxpool2d_backward(Work w) {
     const Layer *l = w.l;
     Shape I = l->in, O = l->out;
@@ -554,7 +560,7 @@ static size_t bn_pixels(const Work *w) {
     return w->n * w->l->in.h * w->l->in.w;
 }
 
-// Sets channel c in all four rows of stats. `squares` is the sum of (in - mean)^2 over m pixels.
+// Updates channel c in all four rows of stats. `squares` is the sum of (in - mean)^2 over m pixels.
 static void bn_update_stats(real *stats, size_t channels, size_t c, double mean, double squares,
                             size_t m) {
     const double unbiased = squares / (double)(m > 1 ? m - 1 : 1);
@@ -662,7 +668,7 @@ static void batchnorm2d_backward_naive(Work w) {
      out = in / (1 - p), or 0 with probability p
    The mask records which elements were kept. Element e of the image at position q draws from (seed,
    layer, epoch, q, e). One Philox block serves 8 elements with 16 bits each, so p is rounded to
-   1/65536. */
+   a multiple of 1/65536. */
 
 // An element becomes 0 if its 16 random bits are below this threshold.
 static uint32_t dropout_threshold(const Layer *l) {
@@ -785,17 +791,18 @@ static void nll_loss(real *losses, real *correct, real *dlogp, const real *logp,
 
 /* ==== 3. Devices and helpers =====================================================================
 
-   What else a run consists of. The first half is shared with cnn_kernels.cu: settings, data, and a
-   kind of device with the kernels that compute on it. The second half is the clock, errors, memory,
-   files, hashes and the events of a trace. An error ends in die(), with one line that says what
-   failed, where, what was expected, what was found and what to do. (The one exception is main(),
-   which checks the CPU before anything else.) */
+   The remaining types, and helper functions. The first half is shared with cnn_kernels.cu:
+   settings, data, and a kind of device with the kernels that compute on it. The second half is the
+   clock, errors, memory, files, hashes and the events of a trace. An error ends in die(), with one
+   line that says what failed and where and, if possible, what was expected, what was found and what
+   to do. (The one exception is main(), which checks the CPU before anything else.) */
 
 #endif // CNN_DECLARATIONS_ONLY
 
 // ---- Settings
 
-// The values of options that are a choice, in the order in which --help lists their words
+// An enum for each option whose values are words, in the order of its words in the table of options
+// (section 12)
 enum { NOT_CHOSEN = -1 };
 typedef enum { STEM_3, STEM_7, STEM_IMAGENET } Stem;
 typedef enum { AUGMENT_NONE, AUGMENT_CROP_FLIP, AUGMENT_ELASTIC } Augmentation;
@@ -809,9 +816,9 @@ typedef enum { LAUNCH_FUSED, LAUNCH_PER_TENSOR } OptimizerLaunch;
 typedef enum { ZERO_GRAD_NONE, ZERO_GRAD_MEMSET } ZeroGrad;
 typedef enum { DDP, DP } Parallel;
 
-// The settings of a run. The table of options in section 12 fills in what the user chose. Setting
-// up (section 14) adds what was left open and replaces some values with those in effect, such as
-// the scaled learning rate; from then on they are constant.
+// The settings of a run. The table of options in section 12 fills in what the user chose. Section
+// 14 fills in what the user left open, and replaces some values: lr becomes the scaled learning
+// rate. After that they do not change.
 typedef struct Settings {
     const char *model, *dataset, *data, *out, *checkpoint, *save_every, *load, *trace;
     const char *trace_steps;
@@ -891,7 +898,7 @@ struct Dataset {
 };
 
 // A data set in a device's memory, with what is needed to build batches there.
-typedef struct Resident {
+typedef struct DeviceDataset {
     const uint8_t *images;  // [count][h][w][c]
     const uint8_t *labels;  // [count]
     uint32_t *order;        // the epoch's permutation: order[position] = image
@@ -900,7 +907,7 @@ typedef struct Resident {
     size_t factor; // --resize: by which the images are enlarged
     Augmentation augment;
     float blur[ELASTIC_REACH + 1]; // AUGMENT_ELASTIC: the weights of its blur
-} Resident;
+} DeviceDataset;
 
 // The images of one step, in the memory of a loader.
 typedef struct Batch {
@@ -909,10 +916,10 @@ typedef struct Batch {
     // where the kernels read them: the same arrays on a CPU, copies on a GPU
     real *device_images;
     uint8_t *device_labels;
-    const Resident *resident; // the data set on the device, which replaces images; or NULL
-    RandomKey key;            // of the random numbers of these images
-    size_t n;                 // how many images
-    size_t number;            // of the batch in the epoch, from 0
+    const DeviceDataset *resident; // the data set on the device, which replaces images; or NULL
+    RandomKey key;                 // of the random numbers of these images
+    size_t n;                      // how many images
+    size_t number;                 // of the batch in the epoch, from 0
 } Batch;
 
 // ---- Devices and their kernels
@@ -924,8 +931,8 @@ enum {
     MAX_ARENAS = 24     // of a memory plan
 };
 
-// A mark is a numbered point in a replica's queue of work, as an event in a CUDA stream. The clock
-// of train() uses the first CLOCK_MARKS numbers.
+// A mark is a numbered point in a replica's queue of work, like an event in a CUDA stream. The
+// clock of train() uses the first CLOCK_MARKS numbers.
 enum { CLOCK_MARKS = 64, MAX_BUCKETS = 64, ROW_MARKS = 2 * (MAX_LAYERS + 1) };
 enum {
     // one for each bucket of gradients (section 10)
@@ -954,13 +961,13 @@ typedef enum {
     SEPARATE,          // by its own kernels, into its own memory
     IN_PLACE,          // by its own kernels, over its input
     FUSED_INTO_EARLIER // by the kernels of an earlier row
-} Sharing;
+} RowMode;
 
 // What changes from step to step. It lies in the device's memory; kernels get a pointer to it.
-typedef struct Step {
+typedef struct StepInputs {
     RandomKey key;
     double lr;
-} Step;
+} StepInputs;
 
 /* How a GPU treats losses and gradients that are not finite:
    - In fp32, tf32 and bf16 it skips all further updates, until the host reads the count at the log
@@ -984,7 +991,7 @@ typedef struct Update {
     void *param16;          // for GPUs: a 16-bit copy of param, or NULL
     const LossScale *scale; // for GPUs: the scale of the gradients; NULL on a CPU
     size_t count;
-    const Step *step; // with the learning rate, in the device's memory
+    const StepInputs *step; // with the learning rate, in the device's memory
     double momentum, weight_decay;
     bool nesterov;
 } Update;
@@ -992,11 +999,11 @@ typedef struct Update {
 // Nsight shows nested ranges of time for a thread. Their levels, the outermost first:
 typedef enum { RANGE_STEP, RANGE_LINE, RANGE_ROW } RangeLevel;
 
-// A device as a run finds it
+// What a device reports about itself
 typedef struct DeviceInfo {
     char name[256];
     char uuid[48], driver[32];     // empty on a CPU
-    double memory;                 // bytes that a run may take
+    double memory;                 // bytes that this process may use
     bool emulated;                 // GPU code that runs on the CPU: its times mean nothing
     bool tensor_cores[PRECISIONS]; // some that --kernels tensor can use in that precision
 } DeviceInfo;
@@ -1006,18 +1013,21 @@ typedef struct DeviceInfo {
    numbered from 0. */
 typedef struct Device {
     bool is_gpu;
-    size_t (*count)(const char **why_not); // how many there are; if 0, it stores the reason
+    // GPU: how many there are; if 0, it stores the reason
+    size_t (*count)(const char **why_not);
     // the calling thread computes for this replica, on device `number`; errors go to on_error
     void (*use)(size_t replica, size_t number, void (*on_error)(int status, const char *, ...));
     void (*describe)(DeviceInfo *info); // the device of the calling thread
     void *(*alloc)(size_t bytes);       // zeroed device memory, or NULL if there is not enough
     void (*release)(void *memory);
-    void *(*pinned_alloc)(size_t bytes); // zeroed host memory that the device reads directly
+    // GPU: zeroed host memory that the device reads directly
+    void *(*pinned_alloc)(size_t bytes);
     void (*pinned_release)(void *memory);
-    // queues a copy between host and device, either way, or within the device
+    // queues a copy within the device, or copies between host and device, either way: that is
+    // complete on return, except while a graph is captured
     void (*copy)(void *to, const void *from, size_t bytes);
-    void (*clear)(void *memory, size_t bytes); // queues: memory of the device = 0
-    void (*set_step)(Step *to, Step step);     // queues: *to = step, on the device
+    void (*clear)(void *memory, size_t bytes);         // queues: memory of the device = 0
+    void (*set_step)(StepInputs *to, StepInputs step); // queues: *to = step, on the device
     // GPU: copies between host and device `number`, either way; complete on return. Any thread may
     // call it, concurrently with the device's operations.
     void (*transfer)(size_t number, void *to, const void *from, size_t bytes);
@@ -1042,8 +1052,8 @@ typedef struct Device {
     void (*record)(bool on); // starts or stops the recording of Nsight
 } Device;
 
-/* What --kernels and --precision name: the functions that compute a network on one kind of device.
-   Entries marked GPU are not called on a CPU. */
+/* The functions that compute a network on one kind of device. --kernels and --precision select such
+   a table. Entries marked GPU are not called on a CPU. */
 typedef struct Kernels {
     const Device *device;
     KernelsChoice name;
@@ -1065,7 +1075,7 @@ typedef struct Kernels {
     /* The rest is for the fast kernels; skip it on a first reading. Row l is the only
        reader of what the kernels of row `target` write. fuse() decides whether these kernels also
        compute row l; `fused` lists what they compute so far. */
-    Sharing (*fuse)(const Layer *target, const Fusion *fused, const Layer *l);
+    RowMode (*fuse)(const Layer *target, const Fusion *fused, const Layer *l);
     // elements in which a conv2d's forward stores sums for the batchnorm2d that follows it, or 0
     size_t (*moments_size)(const Layer *conv, size_t n);
     size_t (*transposed_size)(const Layer *l, size_t n); // --layout nchw, in elements
@@ -1082,8 +1092,8 @@ typedef struct Kernels {
     void (*load_images)(real *out, const real *images, size_t n, Shape s, bool nchw);
     // GPU: out, labels = a batch of a resident data set; out has the layout of row 0, and key is in
     // the device's memory
-    void (*gather)(real *out, uint8_t *labels, const Resident *r, const RandomKey *key, size_t n,
-                   bool nchw);
+    void (*gather)(real *out, uint8_t *labels, const DeviceDataset *r, const RandomKey *key,
+                   size_t n, bool nchw);
 } Kernels;
 
 /* What cnn_kernels.cu provides where nvcc or the emulator has compiled it. For C, the functions are
@@ -1130,7 +1140,7 @@ static void (*exit_process)(int status) = _exit; // with MPI, ends the other ran
 static bool dying;                               // whether a thread is ending the program
 static _Thread_local bool dying_here;            // whether it is this thread
 static _Thread_local const char *unfinished;     // a temporary file of this thread, or NULL
-static char lock_file[PATH_SIZE + 8];            // of the checkpoint, which is this run's; or ""
+static char lock_file[PATH_SIZE + 8]; // beside the checkpoint; "" if this run has not locked it
 
 // A name in a file may contain escape sequences, which must not reach the terminal.
 static void replace_control_characters(char *text) {
@@ -1209,7 +1219,7 @@ static void *must_alloc(size_t bytes, const char *what) {
 
 typedef enum { HOST, PINNED, DEVICE } MemoryKind;
 
-// What an arena is for, as the printed plan adds it up
+// The uses for which the printed plan adds up memory
 typedef enum {
     FOR_PARAMETERS,
     FOR_GRADIENTS,
@@ -1519,10 +1529,9 @@ static void trace_event(size_t rank, size_t track, const char *name, double begi
 
 /* ==== 4. Network =================================================================================
 
-   A network is a table of layers. Each reads the output of an earlier row, or of two (add).
-   Builders add rows and mirror PyTorch's modules. Everything else (sizes, memory, summary, forward,
-   backward, checkpoints) walks over the table. The network owns these arenas, which are planned
-   from the table and allocated once:
+   A network is a table of layers. Builders add rows and mirror PyTorch's modules. Everything else
+   (sizes, memory, summary, forward, backward, checkpoints) walks over the table. The network owns
+   these arenas, which are planned from the table and allocated once:
       params, grads     [param_size], each tensor aligned to a cache line
       params16          --precision bf16, fp16: a 16-bit copy of the parameters
       activations       [batch][...] of every row; in-place rows share their input's, and a CPU
@@ -1545,9 +1554,9 @@ enum { ALIGN = 64 / sizeof(real) };
      3 relu        2             at 4096     at 4096     fused: its output is that of row 2 */
 typedef struct RowPlan {
     size_t computed_by; // the row whose kernels compute this one
-    Sharing sharing;
+    RowMode mode;
     Fusion fused;           // what the kernels of this row compute as well
-    size_t residual;        // the row that an add, fused or not, adds; 0 if there is none
+    size_t residual;        // the row that an add, fused or not, adds; else 0, as if the images
     size_t output, doutput; // offsets into activations and dactivations, in bytes
     size_t stats;           // batchnorm2d: offset into stats, see the block on BatchNorm
     size_t saved;           // offset into saved: argmax of a max-pool, mask of a dropout
@@ -1569,23 +1578,23 @@ typedef struct Net {
     // sizes of the arenas in elements
     size_t param_size; // of the parameters, with the gaps between tensors
     size_t stats_size, moments_size, scratch_size, transposed_size;
-    size_t staging_size; // the larger of the largest tensor and the outputs of a batch
+    size_t staging_size; // of the largest that is copied at once: a tensor, a batch's outputs, ...
     // sizes of the arenas in bytes
-    size_t activation_bytes, doutput_bytes, saved_bytes, prepared_bytes;
+    size_t activation_bytes, dactivation_bytes, saved_bytes, prepared_bytes;
     // the arenas
     real *params, *grads, *stats, *moments, *scratch, *losses;
     char *params16, *activations, *dactivations;
     void *transposed;      // --layout nchw, else NULL
     LossScale *loss_scale; // on a GPU, else NULL
     // On the host: staging buffers for copies from and to the device. The results of a step come
-    // back in staging[0]: the losses, or the outputs.
+    // back in staging[0]: the losses and what was classified correctly, or the outputs.
     real *staging[2];
     uint8_t *saved, *labels;
     char *prepared;                 // what the kernels keep
     size_t prepared_at[MAX_LAYERS]; // each row's offset into it
     MemoryPlan plan;                // of these arenas
     // the current step
-    Step *step;             // of the batch that net_load() has loaded
+    StepInputs *step;       // of the batch that net_load() has loaded
     real *images;           // if not NULL, the loader's buffer, which replaces output(net, 0)
     size_t world;           // how many ranks share a batch, over which the loss is a mean
     size_t batches_tracked; // number of batches in BatchNorm's running statistics
@@ -1597,9 +1606,9 @@ typedef struct Net {
     double *flops;   // if not NULL, backward stores here what each row executes
 } Net;
 
-/* Properties of each kind. A row of a kind that reads_out may not be overwritten in place, because
-   its backward reads its output. A ReLU's backward only reads the signs of its output. A dropout in
-   place may set an element to zero, but then the gradient of this element is also zero. */
+/* Properties of each kind. A row of a kind that needs_out may not be overwritten in place, because
+   its backward reads the values of its output. A ReLU's backward only reads which are positive: a
+   dropout in place may set such an element to zero, but then its gradient is also zero. */
 static const struct {
     const char *name;
     double flops; // forward, for each weight and output pixel
@@ -1608,7 +1617,7 @@ static const struct {
     double in_accesses;  // of the input and the weights
     double out_accesses; // of the output
     bool saves;          // a byte for each output: an argmax or a mask
-    bool reads_out;
+    bool needs_out;
     size_t stats; // rows of statistics, with one number for each channel
 } kinds[KINDS] = {
     [INPUT] = {.name = "input"},
@@ -1620,7 +1629,7 @@ static const struct {
     [ADD] = {.name = "add", .out_accesses = 3},
     [DROPOUT] = {.name = "dropout", .saves = true, .out_accesses = 4.5},
     [LINEAR] = {.name = "linear", .flops = 2, .in_accesses = 3, .out_accesses = 3},
-    [LOG_SOFTMAX] = {.name = "log_softmax", .reads_out = true, .out_accesses = 5},
+    [LOG_SOFTMAX] = {.name = "log_softmax", .needs_out = true, .out_accesses = 5},
 };
 
 static size_t last_row(const Net *net) {
@@ -1639,13 +1648,18 @@ static size_t add_layer(Net *net, Layer l) {
     return last_row(net);
 }
 
+// Reserves `size` at the end of an arena. Returns its offset.
+static size_t reserve(size_t *arena_size, size_t size) {
+    const size_t offset = *arena_size;
+    *arena_size += size;
+    return offset;
+}
+
 // Reserves room for `count` parameters. Returns its offset.
 static size_t add_params(Net *net, size_t count) {
-    size_t offset = net->param_size;
-    net->param_size += align_up(count);
     net->parameter_count += count;
     net->staging_size = max_size(net->staging_size, count);
-    return offset;
+    return reserve(&net->param_size, align_up(count));
 }
 
 // Adds a layer with parameters, named as in PyTorch's examples: conv1, conv2, ..., fc1, fc2, ...
@@ -1776,34 +1790,27 @@ static size_t global_avgpool2d(Net *net, size_t x) {
     return add_layer(net, (Layer){.kind = AVGPOOL2D, .input = x, .in = s, .out = {1, 1, s.c}});
 }
 
-// ---- Memory
+// ---- Fusion
 
-static bool reads(const Layer *l, size_t row) {
-    if (l->kind == INPUT)
-        return false;
-    if (l->kind == ADD && l->other == row)
-        return true;
-    return l->input == row;
+// How often a layer reads a row: x + x reads x twice.
+static size_t reads_of(const Layer *l, size_t row) {
+    const bool as_other = l->kind == ADD && l->other == row;
+    return (size_t)(l->input == row) + (size_t)as_other;
 }
 
-// How often a row is read; x + x reads x twice.
+// How often all layers after a row read it
 static size_t count_reads(const Net *net, size_t row) {
     size_t count = 0;
-    for (size_t i = row + 1; i < net->count; i++) {
-        const Layer *l = &net->layers[i];
-        if (l->input == row)
-            count++;
-        if (l->kind == ADD && l->other == row)
-            count++;
-    }
+    for (size_t i = row + 1; i < net->count; i++)
+        count += reads_of(&net->layers[i], row);
     return count;
 }
 
 // Whether a row's output may be overwritten: it has one reader, and no backward pass needs it.
 static bool may_overwrite(const Net *net, size_t row) {
     const Layer *l = &net->layers[row], *producer = &net->layers[net->row_plans[row].computed_by];
-    return row > 0 && count_reads(net, row) == 1 && !kinds[l->kind].reads_out &&
-           !kinds[producer->kind].reads_out;
+    return row > 0 && count_reads(net, row) == 1 && !kinds[l->kind].needs_out &&
+           !kinds[producer->kind].needs_out;
 }
 
 // Fuses a sum, whose other row is its residual.
@@ -1826,13 +1833,14 @@ static void fuse_relu(RowPlan *target) {
      after                        false           false           true
      after, if another row also
      reads the first ReLU         true            false           false     */
-static void fuse_pool(Net *net, RowPlan *target, size_t input, const Layer *pool) {
-    RowPlan *producer = &net->row_plans[net->row_plans[input].computed_by];
-    target->fused.pool = pool;
-    target->fused.relu_backward = false;
-    target->fused.input_relu_backward = producer->fused.relu && count_reads(net, input) == 1;
-    if (target->fused.input_relu_backward)
-        producer->fused.relu_backward = false;
+static void fuse_pool(Net *net, RowPlan *conv, size_t conv_input, const Layer *pool) {
+    RowPlan *before = &net->row_plans[net->row_plans[conv_input].computed_by];
+    const bool includes_relu = before->fused.relu && count_reads(net, conv_input) == 1;
+    conv->fused.pool = pool;
+    conv->fused.relu_backward = false;
+    conv->fused.input_relu_backward = includes_relu;
+    if (includes_relu)
+        before->fused.relu_backward = false;
 }
 
 // Makes the kernels of row `target`, which compute the input of row i, compute row i as well.
@@ -1869,14 +1877,16 @@ static void plan_fusion(Net *net) {
         const size_t target = net->row_plans[l->input].computed_by;
         plan->computed_by = i;
         if (may_overwrite(net, l->input))
-            plan->sharing = k->fuse(&net->layers[target], &net->row_plans[target].fused, l);
-        if (plan->sharing == FUSED_INTO_EARLIER)
+            plan->mode = k->fuse(&net->layers[target], &net->row_plans[target].fused, l);
+        if (plan->mode == FUSED_INTO_EARLIER)
             fuse_row(net, i, target);
         else if (l->kind == ADD)
             plan->residual = l->other;
         link_moments(net, i);
     }
 }
+
+// ---- Memory of the gradients
 
 /* The gradient of a sum is the gradient of both its inputs. So the gradient of the residual can
    share the memory of the sum's gradient, where an add that is not fused would copy it:
@@ -1887,17 +1897,16 @@ static void plan_fusion(Net *net) {
      4 add          3 and 1    its gradient is also that of row 1, to which row 2 adds later
    True if the kernels of `row`, here 3, may share gradients that way. They may not if a later row
    also reads row 1: its backward would run earlier and write to the shared memory. */
-static bool may_share_doutput(const Net *net, size_t row) {
+static bool may_share_gradient(const Net *net, size_t row) {
     const RowPlan *plans = net->row_plans;
     const size_t source = plans[plans[row].residual].computed_by; // of the residual
     if (!plans[row].fused.add || source == 0)
         return false;
     for (size_t i = row; i < net->count; i++) {
-        if (plans[i].sharing == FUSED_INTO_EARLIER)
-            continue;
-        if (plans[net->layers[i].input].computed_by == source)
-            return false;
-        if (i > row && plans[i].residual && plans[plans[i].residual].computed_by == source)
+        const bool has_kernels = plans[i].mode != FUSED_INTO_EARLIER;
+        const bool as_input = plans[net->layers[i].input].computed_by == source;
+        const bool as_residual = i > row && plans[plans[i].residual].computed_by == source;
+        if (has_kernels && (as_input || as_residual))
             return false;
     }
     return true;
@@ -1905,36 +1914,34 @@ static bool may_share_doutput(const Net *net, size_t row) {
 
 /* The memory of a gradient. Backward runs from the last row to the first; it uses the gradient from
    the last of its readers, which writes it, to the first of the rows that share it. */
-typedef struct DoutputBlock {
+typedef struct GradientBlock {
     size_t first_row, last_row;
     size_t size, offset; // in bytes
-} DoutputBlock;
+} GradientBlock;
 
-static bool overlap_in_time(const DoutputBlock *a, const DoutputBlock *b) {
+static bool overlap_in_time(const GradientBlock *a, const GradientBlock *b) {
     return a->first_row <= b->last_row && b->first_row <= a->last_row;
 }
 
-static bool overlap_in_memory(const DoutputBlock *a, const DoutputBlock *b) {
+static bool overlap_in_memory(const GradientBlock *a, const GradientBlock *b) {
     return a->offset < b->offset + b->size && b->offset < a->offset + a->size;
 }
 
-// The next offset to try: the end of the first placed block that `block` overlaps in time and
-// memory, or block->offset if it overlaps none.
-static size_t next_free_offset(const DoutputBlock *block, const DoutputBlock *placed,
-                               size_t count) {
+// Returns a placed block that `block` overlaps in time and memory, or NULL.
+static const GradientBlock *find_conflict(const GradientBlock *block, const GradientBlock *placed,
+                                          size_t count) {
     for (size_t i = 0; i < count; i++)
         if (overlap_in_time(block, &placed[i]) && overlap_in_memory(block, &placed[i]))
-            return placed[i].offset + placed[i].size;
-    return block->offset;
+            return &placed[i];
+    return NULL;
 }
 
 // First fit: moves `block` to the lowest offset at which no gradient is used at the same time.
-static void place_doutput(DoutputBlock *block, const DoutputBlock *placed, size_t count) {
-    size_t next = 0;
-    do {
-        block->offset = next;
-        next = next_free_offset(block, placed, count);
-    } while (next != block->offset);
+static void place_gradient(GradientBlock *block, const GradientBlock *placed, size_t count) {
+    const GradientBlock *conflict;
+    block->offset = 0;
+    while ((conflict = find_conflict(block, placed, count)))
+        block->offset = conflict->offset + conflict->size;
 }
 
 // Bytes per element of a row's output: log_softmax, which feeds the loss, stays 32-bit.
@@ -1943,48 +1950,50 @@ static size_t element_bytes_of(const Net *net, const Layer *l) {
 }
 
 // owner[row]: the row whose gradient's memory this row shares, or the row itself
-static void assign_doutput_owners(const Net *net, size_t *owner) {
+static void assign_gradient_owners(const Net *net, size_t *owner) {
     for (size_t i = 0; i < net->count; i++)
         owner[i] = i;
     for (size_t i = last_row(net); i > 0; i--) {
-        if (net->row_plans[i].sharing != SEPARATE)
+        if (net->row_plans[i].mode != SEPARATE)
             owner[net->layers[i].input] = owner[i];
-        if (net->row_plans[i].residual && may_share_doutput(net, i))
+        if (net->row_plans[i].residual && may_share_gradient(net, i))
             owner[net->row_plans[i].residual] = owner[i];
     }
 }
 
-static DoutputBlock doutput_block_of(const Net *net, size_t row, const size_t *owner) {
+static GradientBlock gradient_block_of(const Net *net, size_t row, const size_t *owner) {
     const Layer *l = &net->layers[row];
-    DoutputBlock block = {.first_row = row, .last_row = row};
+    GradientBlock block = {.first_row = row, .last_row = row};
     block.size = align_up(net->max_batch * shape_size(l->out)) * element_bytes_of(net, l);
     for (size_t i = 1; i < net->count; i++) {
         if (owner[i] == row)
             block.first_row = min_size(block.first_row, i);
-        if (reads(&net->layers[i], row))
+        if (reads_of(&net->layers[i], row) > 0)
             block.last_row = max_size(block.last_row, i);
     }
     return block;
 }
 
 // Sets the offsets of all gradients, from the last row to the first.
-static void plan_doutputs(Net *net) {
+static void plan_gradients(Net *net) {
     size_t owner[MAX_LAYERS], count = 0;
-    DoutputBlock placed[MAX_LAYERS];
-    assign_doutput_owners(net, owner);
+    GradientBlock placed[MAX_LAYERS];
+    assign_gradient_owners(net, owner);
     for (size_t row = last_row(net); row > 0; row--) {
         if (owner[row] != row)
             continue;
-        DoutputBlock block = doutput_block_of(net, row, owner);
-        place_doutput(&block, placed, count);
+        GradientBlock block = gradient_block_of(net, row, owner);
+        place_gradient(&block, placed, count);
         placed[count] = block;
         count++;
-        net->doutput_bytes = max_size(net->doutput_bytes, block.offset + block.size);
+        net->dactivation_bytes = max_size(net->dactivation_bytes, block.offset + block.size);
         for (size_t i = 1; i <= row; i++)
             if (owner[i] == row)
                 net->row_plans[i].doutput = block.offset;
     }
 }
+
+// ---- Arenas
 
 // Whether there is a 16-bit copy of the parameters, which the kernels read
 static bool has_params16(const Net *net) {
@@ -2001,7 +2010,7 @@ static void plan_net_arenas(Net *net) {
     if (has_params16(net))
         memory_plan_add(p, &net->params16, 2 * net->param_size, DEVICE, FOR_PARAMETERS);
     memory_plan_add(p, &net->activations, net->activation_bytes, DEVICE, FOR_ACTIVATIONS);
-    memory_plan_add(p, &net->dactivations, net->doutput_bytes, DEVICE, FOR_DACTIVATIONS);
+    memory_plan_add(p, &net->dactivations, net->dactivation_bytes, DEVICE, FOR_DACTIVATIONS);
     memory_plan_add(p, &net->stats, size * net->stats_size, DEVICE, FOR_STATISTICS);
     memory_plan_add(p, &net->saved, net->saved_bytes, DEVICE, FOR_STATISTICS);
     memory_plan_add(p, &net->losses, 2 * size * max_images, DEVICE, FOR_STATISTICS);
@@ -2057,7 +2066,7 @@ static void check_row(const Net *net, size_t i) {
         require_kernels(net, &naive_kernels, "naive_kernels", i);
     if (k->name == FAST)
         require_kernels(net, k, "fast_kernels", i);
-    if (element_bytes_of(net, &net->layers[l->input]) != k->element_bytes)
+    if (has_params16(net) && net->layers[l->input].kind == LOG_SOFTMAX)
         die(1, "model %s, row %zu: reads a log_softmax; expected that as the last row only",
             net->model, i);
 }
@@ -2069,25 +2078,19 @@ static void plan_row(Net *net, size_t i, size_t max_images) {
     const Kernels *k = net->kernels;
     RowPlan *plan = &net->row_plans[i];
     const size_t count = align_up(max_images * shape_size(stored_shape(net, i)));
-    const bool has_kernels = plan->sharing != FUSED_INTO_EARLIER;
+    const bool has_kernels = plan->mode != FUSED_INTO_EARLIER;
     const bool saves = plan->fused.pool || (has_kernels && kinds[l->kind].saves);
-    if (plan->sharing == SEPARATE) {
-        plan->output = net->activation_bytes;
-        net->activation_bytes += count * element_bytes_of(net, l);
-    } else {
+    if (plan->mode == SEPARATE)
+        plan->output = reserve(&net->activation_bytes, count * element_bytes_of(net, l));
+    else
         plan->output = net->row_plans[l->input].output;
-    }
-    plan->stats = net->stats_size;
-    net->stats_size += kinds[l->kind].stats * align_up(l->out.c);
-    plan->saved = net->saved_bytes;
-    if (saves)
-        net->saved_bytes += count;
+    plan->stats = reserve(&net->stats_size, kinds[l->kind].stats * align_up(l->out.c));
+    plan->saved = reserve(&net->saved_bytes, saves ? count : 0);
     const size_t training_scratch = k->scratch_size(l, &plan->fused, net->max_batch);
     const size_t largest_scratch = k->scratch_size(l, &plan->fused, max_images);
     net->scratch_size = max_size(net->scratch_size, max_size(training_scratch, largest_scratch));
     net->transposed_size = max_size(net->transposed_size, k->transposed_size(l, max_images));
-    net->prepared_at[i] = net->prepared_bytes;
-    net->prepared_bytes += 64 * ceil_div(k->prepared_bytes(l), 64);
+    net->prepared_at[i] = reserve(&net->prepared_bytes, 64 * ceil_div(k->prepared_bytes(l), 64));
 }
 
 // Plans all arenas, for training steps of at most `batch` images and for evaluations of at most
@@ -2098,10 +2101,10 @@ static void plan_net(Net *net, size_t batch) {
         check_row(net, i);
     net->max_batch = batch;
     plan_fusion(net);
-    net->staging_size = max_size(net->staging_size, max_images * net->classes);
+    net->staging_size = max_size(net->staging_size, max_images * max_size(net->classes, 2));
     for (size_t i = 0; i < net->count; i++)
         plan_row(net, i, max_images);
-    plan_doutputs(net);
+    plan_gradients(net);
     plan_net_arenas(net);
 }
 
@@ -2199,7 +2202,7 @@ static void init_weights(Net *net, uint64_t seed) {
 // ---- Summary
 
 // Floating-point operations for one image, forward: 2 for each multiply-add with a weight
-static double layer_flops(const Layer *l) {
+static double forward_flops(const Layer *l) {
     return kinds[l->kind].flops * (double)l->weight_count * (double)(l->out.h * l->out.w);
 }
 
@@ -2207,7 +2210,7 @@ static double layer_flops(const Layer *l) {
 // the images, that of the input
 static double layer_training_flops(const Layer *l) {
     const double passes = l->input == 0 ? 2 : 3;
-    return passes * layer_flops(l);
+    return passes * forward_flops(l);
 }
 
 static double training_flops(const Net *net) {
@@ -2247,7 +2250,7 @@ static void print_summary(const Net *net) {
         describe_layer(l, kind, sizeof kind);
         snprintf(shape, sizeof shape, "%zu x %zu x %zu", l->out.h, l->out.w, l->out.c);
         printf("  %3zu  %-*s %-34s %19s  %10zu  %13.3f\n", i, width, l->name, kind, shape,
-               l->weight_count + l->bias_count, layer_flops(l) / 1e6);
+               l->weight_count + l->bias_count, forward_flops(l) / 1e6);
     }
     printf("  %zu parameters, %.1f MFLOP to train on one image\n", net->parameter_count,
            training_flops(net) / 1e6);
@@ -2365,7 +2368,8 @@ typedef struct Model {
     const char *name;
     size_t (*build)(Net *net, size_t x);
     const char *datasets; // --dataset auto: the first of these that is found
-    const char *native;   // the data set whose shape, classes and counts synthetic images have
+    // the data set whose shape, classes and counts synthetic images have
+    const char *synthetic_like;
     const char *defaults; // options that differ from the table in section 12
     // mean and standard deviation .5 in all channels, as in PyTorch's CIFAR-10 tutorial
     bool normalise_to_plus_minus_one;
@@ -2376,7 +2380,7 @@ typedef struct Model {
 #define RESNET_MODEL(depth, dataset)                                                     \
     {                                                                                    \
         .name = "resnet" #depth, .build = model_resnet##depth,                           \
-        .datasets = "cifar100 cifar10 synthetic", .native = dataset,                     \
+        .datasets = "cifar100 cifar10 synthetic", .synthetic_like = dataset,             \
         .defaults = "--optimizer sgd --lr 0.1 --momentum 0.9 --weight-decay 5e-4 "       \
                     "--batch-size 128 --epochs 100 --schedule cosine --log-interval 20", \
         .logs_throughput = true                                                          \
@@ -2385,17 +2389,17 @@ static const Model models[] = {
     {.name = "mnist",
      .build = model_mnist,
      .datasets = "mnist fashion-mnist synthetic",
-     .native = "mnist",
+     .synthetic_like = "mnist",
      .defaults = "--test-batch-size 1000"},
     {.name = "lenet",
      .build = model_lenet,
      .datasets = "mnist fashion-mnist synthetic",
-     .native = "mnist",
+     .synthetic_like = "mnist",
      .defaults = "--test-batch-size 1000"},
     {.name = "cifar",
      .build = model_cifar,
      .datasets = "cifar10 synthetic",
-     .native = "cifar10",
+     .synthetic_like = "cifar10",
      .defaults = "--optimizer sgd --lr 0.001 --momentum 0.9 --batch-size 4 --epochs 2 --gamma 1",
      .normalise_to_plus_minus_one = true},
     RESNET_MODEL(8, "cifar10"),
@@ -2440,10 +2444,11 @@ static void net_build(Net *net, const Model *model, const DatasetInfo *data,
 
 /* ==== 6. Forward and backward ====================================================================
 
-   The walk over the layer table: down for the outputs, up for the gradients. The rule for what is =
-   and what is +=: gradients of parameters are always =, so nothing has to be set to zero before a
-   step (PyTorch's optimizer.zero_grad()). The gradient of a row is written (=) by its last reader,
-   which runs first in backward; each reader after that adds (+=). */
+   forward() goes through the layer table from the first row to the last and computes outputs;
+   backward() goes from the last row to the first and computes gradients. It overwrites the
+   gradients of parameters (=), so nothing has to be set to zero before a step (PyTorch's
+   optimizer.zero_grad()). The gradient of a row is written (=) by its last reader, which runs first
+   in backward; each reader after that adds (+=). */
 
 static real *output(const Net *net, size_t row) {
     if (row == 0 && net->images)
@@ -2460,7 +2465,7 @@ static real *doutput(const Net *net, size_t row) {
 
 // The weights of a row. If it multiplies by them, they are in the 16-bit copy, if there is one.
 static real *weight_of(const Net *net, const Layer *l) {
-    if (has_params16(net) && multiplies(l))
+    if (has_params16(net) && has_weight_matrix(l))
         return (real *)(net->params16 + 2 * l->weight_offset);
     return net->params + l->weight_offset;
 }
@@ -2470,7 +2475,7 @@ static real *weight_of(const Net *net, const Layer *l) {
 static void net_load(Net *net, const Batch *batch, double lr) {
     const Kernels *k = net->kernels;
     const bool nchw = net->transposed;
-    net->device->set_step(net->step, (Step){batch->key, lr});
+    net->device->set_step(net->step, (StepInputs){batch->key, lr});
     if (batch->resident) {
         k->gather(output(net, 0), net->labels, batch->resident, &net->step->key, batch->n, nchw);
         return;
@@ -2481,6 +2486,8 @@ static void net_load(Net *net, const Batch *batch, double lr) {
         net->images = batch->device_images;
     net->device->copy(net->labels, batch->device_labels, batch->n);
 }
+
+// ---- Marks and names of rows, for the instruments
 
 // With --zero-grad memset, backward begins with the zeroing of the gradients, as a row of its own.
 static size_t zero_grad_row(const Net *net) {
@@ -2516,6 +2523,8 @@ static void end_row(const Net *net, size_t row, RowPass pass) {
         net->device->range(RANGE_ROW, NULL);
 }
 
+// ---- The passes
+
 // The operands of row i for n images.
 static Work work_of(const Net *net, size_t i, size_t n, const RandomKey *key) {
     const Layer *l = &net->layers[i];
@@ -2548,7 +2557,7 @@ static Work work_of(const Net *net, size_t i, size_t n, const RandomKey *key) {
 // Computes one row's output (=) and the rows that are fused into it. A rank of dp may have no
 // image: n == 0.
 static void forward_row(const Net *net, size_t i, size_t n, const RandomKey *key) {
-    if (n > 0 && net->row_plans[i].sharing != FUSED_INTO_EARLIER)
+    if (n > 0 && net->row_plans[i].mode != FUSED_INTO_EARLIER)
         net->kernels->layers[net->layers[i].kind].forward(work_of(net, i, n, key));
 }
 
@@ -2564,9 +2573,15 @@ static void forward(Net *net, size_t n, const RandomKey *key) {
     }
 }
 
-// Computes one row's gradients: of its parameters (=), and of its inputs (=, or += if already
-// written[]). Rows without a residual name row 0, which has no gradient, so written[0] is never
-// used.
+// Whether nothing has been written to a row's gradient yet; something is from now on.
+static bool first_write(bool *written, size_t row) {
+    const bool first = !written[row];
+    written[row] = true;
+    return first;
+}
+
+// Computes the gradients of one row's parameters (=) and of its inputs (=, or += if already
+// written[]). If there is no residual, that is row 0, which has no gradient.
 static void backward_row(const Net *net, size_t i, size_t n, bool *written) {
     const Kernels *k = net->kernels;
     const Layer *l = &net->layers[i];
@@ -2574,12 +2589,12 @@ static void backward_row(const Net *net, size_t i, size_t n, bool *written) {
     Work w = work_of(net, i, n, NULL);
     w.dresidual = doutput(net, residual);
     if (w.dresidual == w.dout)
-        w.dresidual = NULL; // the same memory
-    w.accumulate_residual = written[residual];
-    written[residual] = true; // before din, which may be the same: x + x
-    w.accumulate = written[l->input];
-    written[l->input] = true;
-    if (n == 0 || net->row_plans[i].sharing == FUSED_INTO_EARLIER || (!w.din && !l->weight_count))
+        w.dresidual = NULL;                                  // the same memory
+    w.accumulate_residual = !first_write(written, residual); // before din, the same in x + x
+    w.accumulate = !first_write(written, l->input);
+    const bool has_kernels = net->row_plans[i].mode != FUSED_INTO_EARLIER;
+    const bool is_needed = w.din || l->weight_count;
+    if (n == 0 || !has_kernels || !is_needed)
         return;
     if (net->flops)
         net->flops[i] = k->flops(w);
@@ -2630,9 +2645,16 @@ static BatchLoss compute_loss(Net *net, size_t n, real *dlogp, double smoothing)
     return batch_loss_from(net->staging[0], n);
 }
 
-// Returns the loss of a training batch, and sets the gradient of the last row.
+// The loss of a training batch; sets the gradient of the last row.
 static BatchLoss loss_and_gradient(Net *net, size_t n) {
     return compute_loss(net, n, doutput(net, last_row(net)), net->settings->label_smoothing);
+}
+
+// A training step on a single device, up to the gradients
+static void compute_gradients(Net *net, size_t n) {
+    forward(net, n, &net->step->key);
+    loss_and_gradient(net, n);
+    backward(net, n);
 }
 
 static BatchLoss test_loss(Net *net, size_t n) {
@@ -2651,7 +2673,7 @@ static void store_predictions(const Net *net, const Batch *batch, double *predic
 
 // Whether the outputs of row i for n images are all finite. A fused row does not keep them.
 static bool is_output_finite(const Net *net, size_t i, size_t n) {
-    if (net->row_plans[i].sharing == FUSED_INTO_EARLIER)
+    if (net->row_plans[i].mode == FUSED_INTO_EARLIER)
         return true;
     const size_t bytes = element_bytes_of(net, &net->layers[i]);
     const size_t count = n * shape_size(stored_shape(net, i));
@@ -2730,7 +2752,7 @@ static void sgd_naive(Update u) {
     }
 }
 
-// ---- Optimizers
+// ---- The update of all parameters
 
 typedef struct Optimizer {
     double lr;                // the default
@@ -2811,11 +2833,6 @@ static double learning_rate(const Settings *s, size_t epoch, size_t step, size_t
 
 // ---- The CPU
 
-static size_t cpu_count(const char **why_not) {
-    (void)why_not;
-    return usable_cores();
-}
-
 // Does nothing: each thread that calls the kernels has threads of its own.
 static void cpu_use(size_t replica, size_t number, void (*on_error)(int, const char *, ...)) {
     (void)replica, (void)number, (void)on_error;
@@ -2830,7 +2847,7 @@ static void cpu_copy(void *to, const void *from, size_t bytes) {
     memcpy(to, from, bytes);
 }
 
-static void cpu_set_step(Step *to, Step step) {
+static void cpu_set_step(StepInputs *to, StepInputs step) {
     *to = step;
 }
 
@@ -2874,13 +2891,10 @@ static void cpu_record(bool on) {
 static double cpu_peak_gflops(void); // cnn_kernels.c measures it
 
 static const Device cpu_device = {
-    .count = cpu_count,
     .use = cpu_use,
     .describe = cpu_describe,
     .alloc = zeroed_alloc,
     .release = free,
-    .pinned_alloc = zeroed_alloc,
-    .pinned_release = free,
     .copy = cpu_copy,
     .clear = bzero,
     .set_step = cpu_set_step,
@@ -2897,7 +2911,7 @@ static const Device cpu_device = {
 
 // ---- The definitions as kernels
 
-static Sharing fuse_nothing(const Layer *target, const Fusion *fused, const Layer *l) {
+static RowMode fuse_nothing(const Layer *target, const Fusion *fused, const Layer *l) {
     (void)target, (void)fused, (void)l;
     return SEPARATE;
 }
@@ -2907,7 +2921,7 @@ static size_t scratch_size_naive(const Layer *l, const Fusion *fused, size_t n) 
     (void)fused, (void)n;
     if (l->kind == BATCHNORM2D)
         return l->in.c;
-    return multiplies(l) ? l->weight_count : 0;
+    return has_weight_matrix(l) ? l->weight_count : 0;
 }
 
 static size_t no_size(const Layer *l, size_t n) {
@@ -3227,11 +3241,12 @@ static const DatasetInfo *find_dataset_info(const char *name) {
     return NULL;
 }
 
-/* A data set as a model sees it. Synthetic images have the shape of the model's native data set.
-   If they are synthetic or the model says so, images with three channels have mean and std .5. */
+/* A data set as a model sees it. Synthetic images have the shape that the model's synthetic_like
+   names. If they are synthetic or the model says so, images with three channels have mean and std
+   .5. */
 static DatasetInfo dataset_for(const Model *model, const char *name) {
     bool synthetic = strcmp(name, "synthetic") == 0;
-    DatasetInfo info = *find_dataset_info(synthetic ? model->native : name);
+    DatasetInfo info = *find_dataset_info(synthetic ? model->synthetic_like : name);
     if (info.shape.c == 3 && (model->normalise_to_plus_minus_one || synthetic))
         for (size_t c = 0; c < 3; c++)
             info.mean[c] = info.std[c] = .5;
@@ -3512,9 +3527,9 @@ typedef struct Loader {
     MemoryPlan plan;
     real *images, *device_images; // of all slots
     uint8_t *labels, *device_labels;
-    Resident resident; // the data set on the device, if consumer.resident
-    size_t uploaded;   // bytes copied to the device
-    size_t upload_ns;  // how long that took
+    DeviceDataset resident; // the data set on the device, if consumer.resident
+    size_t uploaded;        // bytes copied to the device
+    size_t upload_ns;       // how long that took
     pthread_mutex_t lock;
     pthread_cond_t changed;
     pthread_t *threads;
@@ -3649,7 +3664,8 @@ static void loader_plan(Loader *l, const Dataset *data, size_t batch_size, size_
     l->changed = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
     l->shape = resized(shape, consumer.resize);
     l->augment = augmentations[augment].augment;
-    l->resident = (Resident){.shape = shape, .factor = l->shape.h / shape.h, .augment = augment};
+    l->resident =
+        (DeviceDataset){.shape = shape, .factor = l->shape.h / shape.h, .augment = augment};
     l->slots = 2 * workers + 1; // PyTorch's prefetch_factor of 2, and the batch in use
     l->plan.device = consumer.device;
     if (!consumer.resident)
@@ -3675,7 +3691,7 @@ static void loader_plan(Loader *l, const Dataset *data, size_t batch_size, size_
 static void make_resident(Loader *l) {
     const Dataset *data = l->data;
     const Device *d = l->consumer.device;
-    Resident *r = &l->resident;
+    DeviceDataset *r = &l->resident;
     d->copy((void *)r->images, data->images, data->count * shape_size(r->shape));
     d->copy((void *)r->labels, data->labels, data->count);
     d->copy((void *)r->normalised, l->normalised, sizeof l->normalised);
@@ -3885,9 +3901,9 @@ static _Noreturn void die_timeout(const Comm *c, size_t awaited) {
 /* ---- Signals
 
    SIGUSR1 asks for a checkpoint. SIGINT, SIGTERM and SIGHUP ask for a checkpoint and then end the
-   run, with exit status 128 + their number; a second one ends the program at once. A process notes
-   the request in the result of its step. Ranks gather these results at the log interval, a single
-   rank after each step, so all of them learn of it after the same step and end in the same way. */
+   run, with exit status 128 + their number; a second one ends the program at once. Each
+   process stores the request in the StepResult of its step. Several ranks exchange these results at
+   the log interval, so all of them learn of it after the same step. A single rank acts at once. */
 enum { SAVE_REQUEST = 1, END_REQUEST = 128 };
 static volatile sig_atomic_t requested; // SAVE_REQUEST, END_REQUEST + the signal's number, or 0
 
@@ -4079,12 +4095,12 @@ static void all_reduce(Comm *c, real *data, Range range) {
     const size_t rank_plus_2n = c->rank + 2 * n; // from which any step can be subtracted
     c->published = data;
     /* LAB 8.1 BEGIN all_reduce */
-    /* The parts that a rank sends -> receives, with n = 3:
-                          rank 0    rank 1    rank 2
-         step 0     +=    0 -> 2    1 -> 0    2 -> 1
-         step 1     +=    2 -> 1    0 -> 2    1 -> 0
-         step 2     =     1 -> 0    2 -> 1    0 -> 2
-         step 3     =     0 -> 2    1 -> 0    2 -> 1
+    /* The part that a rank sends and the part that it receives, with n = 3:
+                          rank 0            rank 1            rank 2
+         step 0     +=    sends 0, gets 2   sends 1, gets 0   sends 2, gets 1
+         step 1     +=    sends 2, gets 1   sends 0, gets 2   sends 1, gets 0
+         step 2     =     sends 1, gets 0   sends 2, gets 1   sends 0, gets 2
+         step 3     =     sends 0, gets 2   sends 1, gets 0   sends 2, gets 1
        After the reduce-scatter, n - 1 steps, part (rank + 1) % n is complete on a rank. */
     for (size_t step = 0; step < 2 * (n - 1); step++) {
         const Range sent = part_of(range, (rank_plus_2n - step) % n, n);
@@ -4116,27 +4132,35 @@ static void broadcast(Comm *c, real *data, size_t count) {
 
 enum { GATHER_CHUNK = 4096 }; // bytes
 
-// all[r] = the bytes that rank r has in its all[r], in host memory. Processes pass them around the
-// ring, in chunks; threads read them where they are.
-static void all_gather(Comm *c, void *all, size_t bytes) {
+// Threads of one process read the other ranks' bytes where they are.
+static void gather_from_team(Comm *c, char *all, size_t bytes) {
+    for (size_t r = 0; r < c->world; r++)
+        if (r != c->rank)
+            memcpy(all + r * bytes, (const char *)c->team->comms[r]->published + r * bytes, bytes);
+}
+
+// Processes pass the bytes around the ring, in chunks.
+static void gather_around_ring(Comm *c, char *all, size_t bytes) {
     const size_t n = c->world;
-    char *own = all;
-    c->published = all;
-    team_barrier(c);
     for (size_t step = 1; step < n; step++) {
-        // The rank whose bytes come in this step, and the one whose bytes came in the step before
+        // the rank whose bytes arrive in this step, and the one whose bytes arrived before
         const size_t received = (c->rank + n - step) % n, sent = (received + 1) % n;
         for (size_t offset = 0; offset < bytes; offset += GATHER_CHUNK) {
             const size_t size = min_size(GATHER_CHUNK, bytes - offset);
-            const size_t place = received * bytes + offset;
-            const char *from;
-            if (c->team)
-                from = (const char *)c->team->comms[received]->published + place;
-            else
-                from = mpi_exchange(c, own + sent * bytes + offset, size, size);
-            memcpy(own + place, from, size);
+            const void *chunk = mpi_exchange(c, all + sent * bytes + offset, size, size);
+            memcpy(all + received * bytes + offset, chunk, size);
         }
     }
+}
+
+// all[r] = the bytes that rank r has in its all[r], in host memory
+static void all_gather(Comm *c, void *all, size_t bytes) {
+    c->published = all;
+    team_barrier(c);
+    if (c->team)
+        gather_from_team(c, all, bytes);
+    else
+        gather_around_ring(c, all, bytes);
     team_barrier(c);
 }
 
@@ -4254,7 +4278,7 @@ static const Batch *dp_next(Comm *c) {
 static void dp_load(Comm *c, double lr) {
     Net *net = c->net;
     const Shape image_shape = net->layers[0].out;
-    net->device->set_step(net->step, (Step){c->batch.key, lr});
+    net->device->set_step(net->step, (StepInputs){c->batch.key, lr});
     net->images = NULL; // row 0 has its own memory again: test() has set this to a loader's batch
     const size_t count = c->batch.n * shape_size(image_shape);
     if (c->received_images) {
@@ -4270,27 +4294,35 @@ static void dp_load(Comm *c, double lr) {
     }
 }
 
-// Gathers the outputs of all ranks. The master computes the loss and its gradient for the whole
-// batch, and each rank fetches its part of the gradient. Returns the mean loss of the whole batch,
-// and the number of images of this rank's part that are classified correctly.
+// The master computes the loss of the whole batch, and its gradient.
+static void master_loss(Comm *c) {
+    Team *t = c->team;
+    Net *net = c->net;
+    const size_t n = t->batch->n;
+    net->kernels->nll_loss(t->losses, t->losses + n, t->dlogp, t->logp, t->batch->device_labels, n,
+                           n, net->classes, c->settings->label_smoothing, net->loss_scale);
+    net->device->copy(t->host_losses, t->losses, 2 * n * sizeof(real));
+    t->loss = batch_loss_from(t->host_losses, n).mean;
+}
+
+// Gathers the outputs of all ranks on the master, which computes the loss, and fetches this rank's
+// part of its gradient. Returns the mean loss of the whole batch, and the number of images of this
+// rank's part that are classified correctly.
 static BatchLoss dp_loss(Comm *c) {
     Team *t = c->team;
     Net *net = c->net;
-    const size_t classes = net->classes, n = t->batch->n;
-    const Range part = dp_part(c, c->rank);
-    const size_t first = part.first * classes, count = part.count * classes;
+    const Range images = dp_part(c, c->rank);
+    const size_t first_output = images.first * net->classes;
+    const size_t output_count = images.count * net->classes;
+    const real *correct = t->host_losses + t->batch->n + images.first;
     net->device->synchronize();
-    dp_copy(c, t->logp + first, output(net, last_row(net)), count);
+    dp_copy(c, t->logp + first_output, output(net, last_row(net)), output_count);
     team_barrier(c);
-    if (c->rank == 0) {
-        net->kernels->nll_loss(t->losses, t->losses + n, t->dlogp, t->logp, t->batch->device_labels,
-                               n, n, classes, c->settings->label_smoothing, net->loss_scale);
-        net->device->copy(t->host_losses, t->losses, 2 * n * sizeof(real));
-        t->loss = batch_loss_from(t->host_losses, n).mean;
-    }
+    if (c->rank == 0)
+        master_loss(c);
     team_barrier(c);
-    dp_copy(c, doutput(net, last_row(net)), t->dlogp + first, count);
-    return (BatchLoss){t->loss, sum_of(t->host_losses + n + part.first, part.count)};
+    dp_copy(c, doutput(net, last_row(net)), t->dlogp + first_output, output_count);
+    return (BatchLoss){t->loss, sum_of(correct, images.count)};
 }
 
 // The master adds up the gradients of the ranks that had an image.
@@ -4511,23 +4543,28 @@ static Tensor *add_tensor(Tensor *t, const char *prefix, const Layer *l, const c
     return t + 1;
 }
 
+// Convolutions and linear layers: the shape of their weights in the file, and of their filters
+static void describe_filters(const Net *net, const Layer *l, Tensor *t) {
+    if (l->kind == LINEAR) {
+        t->filter = net->layers[l->input].out; // the whole image
+        snprintf(t->shape, SHAPE_SIZE, "%zu,%zu", l->out.c, l->in.c);
+    }
+    if (l->kind == CONV2D) {
+        t->filter = (Shape){l->kernel, l->kernel, l->in.c};
+        snprintf(t->shape, SHAPE_SIZE, "%zu,%zu,%zu,%zu", l->out.c, l->in.c, l->kernel, l->kernel);
+    }
+}
+
 // Lists the weights and biases of all layers, or an optimizer's numbers for them, at `params`.
 static Tensor *list_parameters(const Net *net, Tensor *t, const char *prefix, real *params) {
     for (const Layer *l = net->layers; l < net->layers + net->count; l++) {
         Tensor *weight = t;
-        if (l->weight_count)
+        if (l->weight_count) {
             t = add_tensor(t, prefix, l, "weight", params, l->weight_offset, l->weight_count);
+            describe_filters(net, l, weight);
+        }
         if (l->bias_count)
             t = add_tensor(t, prefix, l, "bias", params, l->bias_offset, l->bias_count);
-        if (l->kind == LINEAR) {
-            weight->filter = net->layers[l->input].out; // the whole image
-            snprintf(weight->shape, SHAPE_SIZE, "%zu,%zu", l->out.c, l->in.c);
-        }
-        if (l->kind == CONV2D) {
-            weight->filter = (Shape){l->kernel, l->kernel, l->in.c};
-            snprintf(weight->shape, SHAPE_SIZE, "%zu,%zu,%zu,%zu", l->out.c, l->in.c, l->kernel,
-                     l->kernel);
-        }
     }
     return t;
 }
@@ -4953,7 +4990,7 @@ static uint64_t hash_weights(Net *net) {
 typedef enum { SWITCH, COUNT, NUMBER, CHOICE, NAME, TEXT } OptionKind;
 
 /* Whether a resumed run may have a different value of an option.
-   FREE               It may.
+   FREE               It may. (--batch-size is one, since --global-batch is compared.)
    FIXED              It may not, since the value changes the result. Checkpoints hold it, and
                       --resume compares it.
    FIXED_OMIT_ZERO    The same, but checkpoints omit the first choice and the number 0, so that a
@@ -5019,23 +5056,23 @@ static const Option options[] = {
     {"--weight-decay", AS_NUMBER(weight_decay, "W", 0, 1e3), "0", FIXED,
      "add W * weight to each gradient"},
     {"--label-smoothing", AS_NUMBER(label_smoothing, "E", 0, 0.999999), "0", FIXED,
-     "share of the target that is spread over all classes"},
+     "fraction of the target probability that is spread evenly over all classes"},
     {"--schedule", AS_CHOICE(schedule, "step|cosine"), "step", FIXED,
      "how the learning rate changes from epoch to epoch"},
     {"--gamma", AS_NUMBER(gamma, "M", 0, 1e6), "0.7", FIXED,
-     "step: the factor of the rate, after every --step-size epochs"},
+     "step: the factor by which the rate is multiplied every --step-size epochs"},
     {"--step-size", AS_COUNT(step_size, "N", 1, 100000), "1", FIXED,
-     "step: after how many epochs --gamma multiplies the rate"},
+     "step: the number of epochs between multiplications by --gamma"},
     {"--warmup-epochs", AS_COUNT(warmup_epochs, "N", 0, 100000), "0", FIXED,
-     "epochs before the schedule in which the rate grows linearly up to --lr"},
+     "the number of epochs at the start during which the rate grows linearly to --lr"},
     {"--lr-scaling", AS_CHOICE(lr_scaling, "none|linear|sqrt"), "none", FIXED,
-     "multiply --lr by batch size / the model's default, or by the root of that"},
+     "multiply --lr by batch size / the model's default batch size, or by the root of that"},
     {"--seed", AS_COUNT(seed, "S", 0, 9007199254740991.), "1", FIXED,
      "determines all random numbers; the same seed gives the same run"},
     {"--log-interval", AS_COUNT(log_interval, "N", 1, UINT32_MAX), "10", FREE,
      "steps between log lines"},
     {"--workers", AS_COUNT(workers, "N", 1, 256), NULL, FREE,
-     "loader threads of each device (default: SLURM_CPUS_PER_TASK among all, else 1)"},
+     "loader threads of each device (default: SLURM_CPUS_PER_TASK divided among them, else 1)"},
     {"--threads", AS_COUNT(threads, "N", 1, MAX_THREADS), NULL, FREE,
      "threads that compute (default: OMP_NUM_THREADS, else the usable cores)"},
     {"--kernels", AS_CHOICE(kernels, "naive|fast|tiled|tensor"), NULL, FIXED,
@@ -5045,9 +5082,9 @@ static const Option options[] = {
     {"--layout", AS_CHOICE(layout, "nhwc|nchw"), "nhwc", FIXED_OMIT_ZERO,
      "GPU: nchw transposes around each convolution, to see what it costs"},
     {"--optimizer-launch", AS_CHOICE(optimizer_launch, "fused|per-tensor"), "fused", FREE,
-     "fused: one pass over all parameters; per-tensor: one for each tensor, to compare"},
+     "fused: one update of all parameters; per-tensor: one for each tensor, for comparison"},
     {"--zero-grad", AS_CHOICE(zero_grad, "none|memset"), "none", FREE,
-     "memset: clear the gradients before backward, as frameworks once did, to compare"},
+     "memset: clear the gradients before backward, as frameworks once did, for comparison"},
     {"--graph", AS_SWITCH(graph), "off", FREE, "GPU: launch each step as one CUDA graph"},
     {"--autotune", AS_SWITCH(autotune), "off", FREE,
      "GPU: time tile sizes in the first step and keep the fastest; the results are the same"},
@@ -5060,7 +5097,7 @@ static const Option options[] = {
     {"--replicas", AS_COUNT(replicas, "N", 1, MAX_REPLICAS), "1", FREE,
      "train N copies of the network on the CPU, which share the --threads"},
     {"--oversubscribe", AS_SWITCH(oversubscribe), "off", FREE,
-     "let several ranks share a GPU or a core, for trying things out"},
+     "allow several ranks on one GPU or core, for experiments"},
     {"--parallel", AS_CHOICE(parallel, "ddp|dp"), "ddp", FIXED,
      "ddp: each device loads a batch, gradients are all-reduced; dp: one device loads for all"},
     {"--global-batch", AS_COUNT(global_batch, "B", 1, 65536), NULL, FIXED,
@@ -5403,7 +5440,7 @@ typedef struct EpochResult {
     uint64_t weight_hash;
 } EpochResult;
 
-// The clock of train(); see section 13
+// The clock of train(); see section 13, and AT() in section 15
 enum { PROFILED_LINES = 128 };
 
 typedef struct LineClock {
@@ -5477,7 +5514,7 @@ typedef struct Evaluation {
     double *predicted; // the class predicted for each image of the test set
 } Evaluation;
 
-// The state of a run, of which each rank has one.
+// The state of one rank. Each rank has a Run of its own.
 typedef struct Run {
     Settings settings;
     const Model *model;
@@ -5615,7 +5652,8 @@ static FORMAT(3) void print_record(FILE *f, Form form, const char *record, ...) 
 
 // Reads the times of lines that have ended, the oldest first, except for the last `unread` of them.
 static void clock_read_times(LineClock *c, size_t unread) {
-    while (c->times_read + 1 + unread < c->marks_set) {
+    const size_t ended = c->marks_set > 0 ? c->marks_set - 1 : 0;
+    while (c->times_read + unread < ended) {
         const size_t from = c->times_read % CLOCK_MARKS, to = (c->times_read + 1) % CLOCK_MARKS;
         const double seconds = c->device->elapsed(from, to);
         if (c->at_mark[from].line)
@@ -6018,7 +6056,7 @@ static const struct {
     const char *file;
     const char *position_format; // of the columns at the beginning of a row
     const char *required_column; // a log without it was written by an older version
-} logs[] = {[EPOCHS_LOG] = {"epochs.csv", "%zu", ",weight_hash"},
+} logs[] = {[EPOCHS_LOG] = {"epochs.csv", "%zu", ",train_accuracy,"},
             [STEPS_LOG] = {"steps.csv", "%zu,%zu", ",other_s,"}};
 
 // Whether a resumed run keeps a row: the header, if it has this version's columns, and the rows
@@ -6134,7 +6172,8 @@ static void check_gpu_gradients(Run *run) {
         die(1, "epoch %zu, at most %zu steps ago: a gradient was not finite; try a smaller --lr",
             run->epoch, run->recorder.buffered_steps);
     if (s->skipped > before.skipped && run->comm.rank == 0)
-        printf("fp16: updates skipped: %u, since gradients were not finite; loss scale %g\n",
+        printf("fp16: skipped %u updates because gradients were not finite; the loss scale is now "
+               "%g\n",
                s->skipped - before.skipped, (double)s->scale);
 }
 
@@ -6235,21 +6274,25 @@ static void buffer_step(Run *run, const EpochResult *e, const Batch *batch, Batc
     run->comm.seconds = run->comm.bytes_moved = 0;
 }
 
-// After a step: keeps its result, and at the log interval prints the log line. A single rank
-// handles a signal at once, several ranks at the log interval.
-static void log_step(Run *run, EpochResult *e, const Batch *batch, BatchLoss loss) {
+static void report_progress(Run *run, EpochResult *e) {
     Recorder *r = &run->recorder;
-    const int request = take_request();
-    buffer_step(run, e, batch, loss, request);
-    if (at_log_interval(run) || (request && run->comm.world == 1))
-        flush_steps(run, e);
-    if (!at_log_interval(run) || run->comm.rank > 0 || run->settings.quiet)
-        return;
     clear_progress();
     print_log_line(run, e);
     e->images_logged = e->images;
     r->log_start = now();
     show_progress(run, e, now() - r->epoch_start);
+}
+
+// After a step: keeps its result, and at the log interval prints the log line. A single rank
+// handles a signal at once, several ranks at the log interval.
+static void log_step(Run *run, EpochResult *e, const Batch *batch, BatchLoss loss) {
+    const int request = take_request();
+    const bool due = at_log_interval(run), alone = run->comm.world == 1;
+    buffer_step(run, e, batch, loss, request);
+    if (due || (request && alone))
+        flush_steps(run, e);
+    if (due && run->comm.rank == 0 && !run->settings.quiet)
+        report_progress(run, e);
 }
 
 // Prints the parts of an epoch in seconds, and the MB sent, as averages over the ranks.
@@ -6528,9 +6571,7 @@ static void time_rows(Run *run, const Batch *batch, LayerTimes *times, double *f
     net_load(net, batch, 0);
     for (size_t round = 0; round < LAYER_ROUNDS; round++) {
         net->flops = round == 0 ? flops : NULL;
-        forward(net, batch->n, &net->step->key);
-        loss_and_gradient(net, batch->n);
-        backward(net, batch->n);
+        compute_gradients(net, batch->n);
         for (size_t i = 1; i < net->count; i++) {
             times[i].forward[round] =
                 d->elapsed(begin_mark(i, FORWARD_PASS), end_mark(i, FORWARD_PASS));
@@ -6580,7 +6621,7 @@ static void print_layer_csv(FILE *csv, Form form, const Layer *l, const char *na
         csv, form,
         "layer=%s kind=%s out_shape=%s params=%zu mflop=%.3f forward_ms=%.4f backward_ms=%.4f "
         "gflops=%.2f gb_per_s=%.2f percent_of_peak=%.1f saved=%.3f bound=%s",
-        name, kind, shape, l->weight_count + l->bias_count, layer_flops(l) / 1e6, f->forward_ms,
+        name, kind, shape, l->weight_count + l->bias_count, forward_flops(l) / 1e6, f->forward_ms,
         f->backward_ms, f->gflops, f->gb_per_s, f->percent_of_limit, f->operation_ratio, f->bound);
 }
 
@@ -6631,7 +6672,7 @@ static void measure_layers(Run *run) {
     print_layers_head(run, batch.n, peak, bandwidth);
     print_layer_csv(csv.stream, CSV_HEADER, &net->layers[0], "", "", &(LayerFigures){.bound = ""});
     for (size_t i = 1; i < net->count; i++) {
-        if (net->row_plans[i].sharing == FUSED_INTO_EARLIER)
+        if (net->row_plans[i].mode == FUSED_INTO_EARLIER)
             continue;
         const LayerFigures f = layer_figures(net, i, batch.n, &times[i], flops[i], peak, bandwidth);
         print_layer(run->recorder.results, csv.stream, net, i, &f);
@@ -6639,6 +6680,8 @@ static void measure_layers(Run *run) {
     atomic_commit(&csv);
     free(times);
 }
+
+// ---- Predictions
 
 // Prints the accuracy of each class in the last test, as PyTorch's CIFAR-10 tutorial does.
 static void print_per_class(const Run *run) {
@@ -6848,17 +6891,23 @@ static void read_loss_scale(Run *run, const char *metadata) {
     run->device->copy(run->net.loss_scale, scale, sizeof *scale);
 }
 
-// Reads the position, and what else changes during a run, from a checkpoint's metadata.
+static _Noreturn void die_no_position(const TensorFile *f) {
+    die(1, "%s: expected the position of a run in its metadata, found \"%.*s\"", f->path,
+        (int)strcspn(f->metadata, "\n"), f->metadata);
+}
+
+// Reads the position, and what else changes during a run, from a checkpoint's metadata. The run has
+// the checkpoint's position before they are compared: only their settings can differ then.
 static void read_position(Run *run, const TensorFile *f) {
     static const char format[] = "format=pt epoch=%9zu batch=%9zu";
     const int numbers = sscanf(f->metadata, format, &run->epoch, &run->batch_index);
+    if (numbers != 2 || run->epoch == 0)
+        die_no_position(f);
     read_epoch_sums(&run->current, f->metadata);
     read_loss_scale(run, f->metadata);
-    if (numbers == 2)
-        compare_with_checkpoint(run, f);
-    if (numbers != 2 || run->epoch == 0 || run->batch_index >= run->epoch_steps)
-        die(1, "%s: expected the position of a run in its metadata, found \"%.*s\"", f->path,
-            (int)strcspn(f->metadata, "\n"), f->metadata);
+    compare_with_checkpoint(run, f);
+    if (run->batch_index >= run->epoch_steps) // which depends on the settings
+        die_no_position(f);
 }
 
 // Continues from the checkpoint, if it exists; the settings that determine the result must agree.
@@ -6879,6 +6928,8 @@ static void resume_checkpoint(Run *run) {
     if (prints)
         printf("Resuming from %s: epoch %zu, step %zu\n", path, run->epoch, run->batch_index + 1);
 }
+
+// ---- Settings that depend on each other
 
 // "2" stands for every 2 epochs, "100steps" for every 100 steps.
 static void parse_save_every(Run *run) {
@@ -6906,15 +6957,14 @@ static void check_contradictions(const Settings *s) {
         {s->nesterov && !sgd, "--nesterov: expected --optimizer sgd", "--optimizer"},
         {s->nesterov && s->momentum == 0, "--nesterov: expected --momentum above 0", "--momentum"},
         {s->momentum > 0 && !sgd,
-         "--momentum: expected --optimizer sgd; or --momentum 0, if it is the model's default",
+         "--momentum: expected --optimizer sgd, or --momentum 0 if the model's default sets it",
          "--optimizer"},
         {s->resume && !*s->checkpoint, "--resume: expected --checkpoint FILE too", "--checkpoint"},
         {strcmp(s->save_every, "1") != 0 && !*s->checkpoint,
          "--save-every: expected --checkpoint FILE too", "--checkpoint"},
         {s->eval && *s->checkpoint && !s->resume && !*s->load,
          "--eval: expected --resume or --load too, to read weights", "--load"},
-        {s->gpus > 1 && s->replicas > 1,
-         "--gpus and --replicas cannot be combined: --replicas is for the CPU; remove one",
+        {s->gpus > 1 && s->replicas > 1, "--gpus: expected no --replicas, which are for the CPU",
          "--replicas"},
         {*s->trace && strcmp(s->trace, s->checkpoint) == 0,
          "--trace: expected a different file from --checkpoint", "--trace"}};
@@ -6944,6 +6994,8 @@ static FILE *second_stdout(void) {
         die_file("cannot write to", "standard output");
     return f;
 }
+
+// ---- Ranks
 
 // Ranks are processes if a launcher started several, and threads otherwise.
 static void join_ranks(Comm *c, Settings *s) {
@@ -7129,8 +7181,8 @@ static void setup_graph(Run *run) {
     Settings *s = &run->settings;
     const bool observed = s->profile || *s->trace || s->layers;
     if (s->graph && (observed || run->comm.world > 1)) {
-        printf("CUDA graph: off; it cannot be combined with several devices, --profile, --trace, "
-               "--layers\n");
+        printf("CUDA graph: off, because it cannot be combined with several devices, --profile, "
+               "--trace or --layers\n");
         s->graph = false;
     }
 }
@@ -7189,6 +7241,8 @@ static void setup_device(Run *run) {
     print_device(run, why_not);
     setup_graph(run);
 }
+
+// ---- Data
 
 // Loads the training set or the test set from a folder, or generates its images if `dir` is NULL.
 // *limit: the most images to load, or 0; then the number of images that were loaded
@@ -7253,7 +7307,7 @@ static void load_first_dataset(Run *run) {
 
 static void setup_data(Run *run) {
     const Settings *s = &run->settings;
-    const char *where = "./data, beside ./cnn and in /usr/share/datasets";
+    const char *where = "./data, the folder data beside ./cnn, or /usr/share/datasets";
     if (strcmp(s->dataset, "auto") == 0) {
         load_first_dataset(run);
         return;
@@ -7263,7 +7317,7 @@ static void setup_data(Run *run) {
     if (*s->data)
         where = "the folder --data ";
     die(1,
-        "%s: expected %s (or .gz), found none in %s%s; run: data/get_data.sh %s, or use "
+        "%s: there is no %s (or .gz) in %s%s; run: data/get_data.sh %s, or use "
         "--dataset synthetic",
         s->dataset, find_dataset_info(s->dataset)->files[0][0], where, s->data, s->dataset);
 }
@@ -7365,8 +7419,9 @@ static double plan_run(Run *run, bool resident) {
     return run->device->is_gpu ? run_bytes(run, FOR_ANYTHING, true) : all_bytes(run);
 }
 
-// Plans the run. The data set is resident if 10 % of the memory stays free, or if copying batches
-// would need even more. Returns the bytes on the device, as plan_run() does.
+// Plans the run. The data set stays on the device if at least 10 % of the memory remains free, or
+// if copying batches would need no less memory. Returns the bytes on the device, as plan_run()
+// does.
 static double plan_residency(Run *run) {
     enum { COPY_BATCHES = false, RESIDENT = true };
     if (!run->settings.resident || !run->device->is_gpu || run->comm.dp)
@@ -7485,6 +7540,7 @@ static void lock_checkpoint(const char *checkpoint) {
     strcpy(lock_file, path);
 }
 
+// Dies if an output of the run cannot be written.
 static void check_outputs(const Run *run) {
     const Settings *s = &run->settings;
     char path[PATH_SIZE];
@@ -7586,11 +7642,11 @@ static void check_ranks_agree(Run *run) {
     char metadata[METADATA_SIZE];
     run_metadata(run, metadata);
     uint64_t hash = hash_bytes(HASH_START, metadata, strlen(metadata));
-    const size_t more[] = {s->epochs, s->max_steps,  s->log_interval, s->test_batch_size,
-                           s->eval,   s->limit_test, s->dry_run,      s->oversubscribe};
+    const size_t other_settings[] = {s->epochs, s->max_steps,  s->log_interval, s->test_batch_size,
+                                     s->eval,   s->limit_test, s->dry_run,      s->oversubscribe};
     hash = hash_bytes(hash, s->save_every, strlen(s->save_every));
     require_equal_on_ranks(&run->comm, "settings or its position in the run",
-                           hash_bytes(hash, more, sizeof more));
+                           hash_bytes(hash, other_settings, sizeof other_settings));
     require_equal_on_ranks(&run->comm, "weights", hash_weights(&run->net));
 }
 
@@ -7610,8 +7666,8 @@ static size_t step_kind(const Run *run, const Batch *batch) {
     return batch->n < run->net.max_batch ? SHORT : FULL;
 }
 
-// Whether this step is launched as a graph
-static bool is_replayed(const Run *run, const Batch *batch) {
+// Whether this step is launched as a CUDA graph, which the first such step captures
+static bool uses_graph(const Run *run, const Batch *batch) {
     return run->settings.graph && run->graphs.kernels_loaded[step_kind(run, batch)];
 }
 
@@ -7619,14 +7675,12 @@ static bool is_replayed(const Run *run, const Batch *batch) {
 static void *capture_step(Run *run, const Batch *batch) {
     Net *net = &run->net;
     run->device->capture(true);
-    forward(net, batch->n, &net->step->key);
-    loss_and_gradient(net, batch->n);
-    backward(net, batch->n);
+    compute_gradients(net, batch->n);
     update_weights(run);
     return run->device->capture(false);
 }
 
-// Runs a step as one CUDA graph, which is captured once. Returns the loss.
+// Runs a step as one CUDA graph, which is captured once.
 static BatchLoss replay_step(Run *run, const Batch *batch) {
     Net *net = &run->net;
     void **graph = &run->graphs.graph[step_kind(run, batch)];
@@ -7703,7 +7757,7 @@ static void train(Run *run, EpochResult *result) {
         AT(OTHER, run->lr = learning_rate(s, run->epoch - 1, run->batch_index, run->epoch_steps));
         AT(LOAD, batch = next_batch(comm));
         AT(COPY, load_batch(comm, batch, run->lr));
-        if (is_replayed(run, batch)) {
+        if (uses_graph(run, batch)) {
             AT(FORWARD, loss = replay_step(run, batch));
         } else {
             AT(FORWARD, forward(net, batch->n, &net->step->key));

@@ -670,7 +670,7 @@ static Pass backward_pass(const Layer *l, const int32_t *maps, bool accumulate) 
 
 // Bytes of a layer's two maps: of its output pixels, then of its input pixels
 static size_t maps_size(const Layer *l) {
-    const bool convolves = multiplies(l);
+    const bool convolves = has_weight_matrix(l);
     return convolves ? (map_size(l, l->in) + map_size(l, l->out)) * sizeof(int32_t) : 0;
 }
 
@@ -2605,7 +2605,7 @@ static void conv2d_backward_fast(Work w) {
 static size_t scratch_size_fast(const Layer *l, const Fusion *fused, size_t n) {
     if (l->kind == BATCHNORM2D)
         return (2 * BN_SLICES + 3) * l->in.c;
-    if (!multiplies(l))
+    if (!has_weight_matrix(l))
         return 0;
     const Pass forward = forward_pass(l, false, NULL), backward = backward_pass(l, NULL, false);
     const WeightGradient g = weight_gradient_plan(l, n, NULL);
@@ -2663,14 +2663,14 @@ static double flops_fast(Work w) {
 }
 
 static bool fuses_relu(const Layer *target, const Fusion *fused) {
-    return !fused->relu && (multiplies(target) || target->kind == BATCHNORM2D);
+    return !fused->relu && (has_weight_matrix(target) || target->kind == BATCHNORM2D);
 }
 
 static bool fuses_pool(const Layer *target, const Fusion *fused, const Layer *pool) {
     return target->kind == CONV2D && fused->relu && !fused->pool && suits_pooled(target, pool);
 }
 
-static Sharing fuse_fast(const Layer *target, const Fusion *fused, const Layer *l) {
+static RowMode fuse_fast(const Layer *target, const Fusion *fused, const Layer *l) {
     if (l->kind == DROPOUT)
         return IN_PLACE;
     if (l->kind == RELU && fuses_relu(target, fused))

@@ -329,7 +329,8 @@ static double elapsed(size_t from, size_t to) {
 
 /* A CUDA graph: the operations of a stream, recorded once and then queued by one call, which costs
    the host as much as a single kernel. Arguments are recorded by value, pointers included, so what
-   changes from step to step is read from memory: struct Step. Other threads' streams go on. */
+   changes from step to step is read from memory: struct StepInputs. Other threads' streams go on.
+   */
 static void *capture(bool begin) {
     cudaGraph_t recorded;
     cudaGraphExec_t graph;
@@ -835,11 +836,11 @@ template <class T> static __global__ void avgpool2d_backward_kernel(Row r, Layou
 }
 
 // to = step, which is copied when the kernel is queued: the host does not wait.
-static __global__ void set_step_kernel(Step *to, Step step) {
+static __global__ void set_step_kernel(StepInputs *to, StepInputs step) {
     *to = step;
 }
 
-static void set_step(Step *to, Step step) {
+static void set_step(StepInputs *to, StepInputs step) {
     LAUNCH_GRID(set_step_kernel, 1, 1, 0, to, step);
 }
 
@@ -959,7 +960,8 @@ struct View {
 
 // Channel c of a pixel of the augmented image, normalised. The byte is interpolated at the position
 // that augment_crop_flip() or augment_elastic() of cnn.c gives.
-static __device__ real augmented(const Resident &r, const View &v, int row, int column, int c) {
+static __device__ real augmented(const DeviceDataset &r, const View &v, int row, int column,
+                                 int c) {
     const int w = (int)r.shape.w, pixels = (int)r.shape.h * w;
     const bool crop_flip = r.augment == AUGMENT_CROP_FLIP, elastic = r.augment == AUGMENT_ELASTIC;
     real y = row, x = crop_flip && v.bits[2] & 1 ? w - 1 - column : column;
@@ -981,7 +983,7 @@ static __device__ real augmented(const Resident &r, const View &v, int row, int 
    displacement fields of augment_elastic() stay in shared memory.   Grid: images x blocks of one.
    Traffic: N elements, N bytes */
 template <class T>
-static __global__ void gather_kernel(T *out, uint8_t *labels, Resident r, Layout layout,
+static __global__ void gather_kernel(T *out, uint8_t *labels, DeviceDataset r, Layout layout,
                                      const RandomKey *key) {
     extern __shared__ real fields[]; // down, right, and a buffer to blur them
     const int h = (int)r.shape.h, w = (int)r.shape.w, pixels = h * w, factor = (int)r.factor;
@@ -1019,8 +1021,8 @@ static __global__ void gather_kernel(T *out, uint8_t *labels, Resident r, Layout
 }
 
 template <class T>
-static void gather(real *out, uint8_t *labels, const Resident *r, const RandomKey *key, size_t n,
-                   bool nchw) {
+static void gather(real *out, uint8_t *labels, const DeviceDataset *r, const RandomKey *key,
+                   size_t n, bool nchw) {
     const Shape s = {r->shape.h * r->factor, r->shape.w * r->factor, r->shape.c};
     const size_t pixels = r->shape.h * r->shape.w;
     const size_t fields = r->augment == AUGMENT_ELASTIC ? 3 * pixels * sizeof(real) : 0;
@@ -2514,7 +2516,7 @@ static size_t scratch_size(const Layer *l, const Fusion *, size_t n) {
     if (max(in_pixels * l->in.c, out_pixels * l->out.c) >> 31)
         fail(1, "layer %s: %zu images have more than 2^31 numbers; use a smaller batch size",
              l->name, n);
-    if (!multiplies(l))
+    if (!has_weight_matrix(l))
         return l->kind == BATCHNORM2D ? sums : 0;
     size_t parts = max(parts_size(out_pixels, l->out.c, taps * l->in.c),
                        max(parts_size(taps * l->in.c, l->out.c, out_pixels),
@@ -2583,20 +2585,20 @@ template <class T, void (*RUN)(Work), bool FORWARD> static void in_nhwc(Work w) 
 
 // A row of the table keeps the numbers of the variants that --autotune has chosen, a byte per pass.
 static size_t prepared_bytes(const Layer *l) {
-    return multiplies(l) ? PASSES : 0;
+    return has_weight_matrix(l) ? PASSES : 0;
 }
 
 // The elements that in_nhwc() needs for a row: its input twice, and its output
 static size_t transposed_size(const Layer *l, size_t n) {
-    return multiplies(l) ? 2 * ceil_div(n * l->in.h * l->in.w * l->in.c, 64) * 64 +
-                               n * l->out.h * l->out.w * l->out.c
-                         : 0;
+    return has_weight_matrix(l) ? 2 * ceil_div(n * l->in.h * l->in.w * l->in.c, 64) * 64 +
+                                      n * l->out.h * l->out.w * l->out.c
+                                : 0;
 }
 
 // The definition's operations: 2 for each multiply-add of forward and of each gradient
 static double flops(Work w) {
     const double forward = 2. * (double)(w.n * w.l->weight_count * w.l->out.h * w.l->out.w);
-    return multiplies(w.l) ? forward * (w.din ? 3 : 2) : 0;
+    return has_weight_matrix(w.l) ? forward * (w.din ? 3 : 2) : 0;
 }
 
 static void prepare_nothing(void *prepared, const Layer *l) {
@@ -2636,8 +2638,9 @@ static const Device gpu_device = make_device();
 // What the kernels of row `to` compute as well. EPILOGUE: a convolution's tile passes the ReLU
 // before it is stored.
 template <bool EPILOGUE>
-static Sharing fuse(const Layer *target, const Fusion *fused, const Layer *l) {
-    const bool applies_relu = target->kind == BATCHNORM2D || (EPILOGUE && multiplies(target));
+static RowMode fuse(const Layer *target, const Fusion *fused, const Layer *l) {
+    const bool applies_relu =
+        target->kind == BATCHNORM2D || (EPILOGUE && has_weight_matrix(target));
     if (l->kind == DROPOUT)
         return IN_PLACE;
     if (l->kind == RELU)

@@ -1,11 +1,13 @@
 # Prints the code of a C source: a comment becomes a blank, a string "", a character constant '0'.
-# A line that ends in a backslash, even with blanks after it, is joined with the next, as compilers do.
+# A line that ends in a backslash, even with blanks after it, is joined with the next, as compilers do; a form feed
+# is a blank.
 
 { text = text $0 "\n" }
 
 END {
     gsub(/\r/, "", text)
-    gsub(/\\[ \t]*\n/, " ", text)
+    gsub(/[\f\v]/, " ", text)
+    gsub(/\\[ \t]*\n/, "", text)
     size = length(text)
     for (i = 1; i <= size; i++) {
         c = substr(text, i, 1)

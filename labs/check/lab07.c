@@ -149,9 +149,9 @@ static struct {
 } sequence;
 
 static void sequence_job(void) {
-    Step *step = gpu->device->alloc(sizeof *step);
+    StepInputs *step = gpu->device->alloc(sizeof *step);
     real *grad = sequence.grad->before;
-    gpu->device->set_step(step, (Step){.lr = .5});
+    gpu->device->set_step(step, (StepInputs){.lr = .5});
     for (size_t i = 0; i < STEPS; i++) {
         LossScale now;
         gpu->device->copy(&now, sequence.scale->device, sizeof now);
@@ -352,8 +352,8 @@ static size_t kept_states(void) {
 }
 
 static void update_job(void) {
-    Step *step = gpu->device->alloc(sizeof *step);
-    gpu->device->set_step(step, (Step){.lr = updated.lr});
+    StepInputs *step = gpu->device->alloc(sizeof *step);
+    gpu->device->set_step(step, (StepInputs){.lr = updated.lr});
     gpu->device->synchronize();
     shared->launches = 0;
     Update u = updated.u;

@@ -98,9 +98,9 @@ static void measure(FILE *csv, Net *cpu, Net *gpu, size_t row, size_t largest, b
         us[2][count] = microseconds(&copied, emulated);
         size_t bytes = n * (shape_size(l->in) + shape_size(l->out)) * sizeof(real);
         printf("%-6s %5zu %10.3f %12zu %10.1f %10.1f %10.1f\n", name, n,
-               (double)n * layer_flops(l) / 1e6, bytes, us[0][count], us[1][count], us[2][count]);
+               (double)n * forward_flops(l) / 1e6, bytes, us[0][count], us[1][count], us[2][count]);
         fprintf(csv, "%s,%zu,%.3f,%zu,%.1f,%.1f,%.1f,%s\n", name, n,
-                (double)n * layer_flops(l) / 1e6, bytes, us[0][count], us[1][count], us[2][count],
+                (double)n * forward_flops(l) / 1e6, bytes, us[0][count], us[1][count], us[2][count],
                 emulated ? "true" : "false");
         fflush(stdout);
     }

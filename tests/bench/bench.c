@@ -157,7 +157,7 @@ static void print_measured(const char *name, Measured m, double peak) {
 static Measured measure_row(const Net *net, size_t row, size_t n, double peak) {
     const Layer *l = &net->layers[row];
     const Kernels *k = net->kernels;
-    const double dense = (double)n * layer_flops(l);
+    const double dense = (double)n * forward_flops(l);
     Work all = work_of(net, row, n, NULL), weights = all;
     weights.din = NULL;
     Pass p = forward_pass(l, false, all.prepared);
@@ -188,7 +188,7 @@ static void print_layers(const Net *net, size_t n) {
     for (size_t row = 1; row < net->count; row++) {
         const Layer *l = &net->layers[row];
         char text[64];
-        if (!multiplies(l))
+        if (!has_weight_matrix(l))
             continue;
         describe_layer(l, text, sizeof text);
         printf("%-24s %-34s %3zu x %-3zu %4zu -> %-4zu", l->name, text, l->in.h, l->in.w, l->in.c,

@@ -424,7 +424,7 @@ test_refusals() {
     local d=(--dataset synthetic --limit-train 16 --limit-test 4)
     refused refusals/replicas 2 "expected at most" "${d[@]}" --replicas 64
     refused refusals/gpus 2 "--replicas 2" "${d[@]}" --no-cuda --gpus 2
-    refused refusals/both 2 "cannot be combined" "${d[@]}" --gpus 2 --replicas 2
+    refused refusals/both 2 "expected no --replicas" "${d[@]}" --gpus 2 --replicas 2
     refused refusals/batch 2 "multiple of the 2" "${d[@]}" --replicas 2 --oversubscribe --global-batch 9
     refused refusals/parallel 2 "ddp|dp" "${d[@]}" --parallel hogwild
     local why

@@ -106,7 +106,7 @@ static const Cost costs[KINDS] = {
 static double forward_bytes(Work w) {
     const Cost *c = &costs[w.l->kind];
     const double in = (double)(w.n * shape_size(w.l->in)), out = (double)outputs(w);
-    const double weights = multiplies(w.l) ? (double)w.l->weight_count : 0;
+    const double weights = has_weight_matrix(w.l) ? (double)w.l->weight_count : 0;
     const bool adds = w.residual;
     return (double)gpu->element_bytes *
                (c->forward.in * in + (c->forward.out + adds) * out + weights) +
@@ -117,7 +117,7 @@ static double forward_bytes(Work w) {
 static double backward_bytes(Work w) {
     const Cost *c = &costs[w.l->kind];
     const double in = (double)(w.n * shape_size(w.l->in)), out = (double)outputs(w);
-    const double weights = multiplies(w.l) ? (double)w.l->weight_count : 0;
+    const double weights = has_weight_matrix(w.l) ? (double)w.l->weight_count : 0;
     const bool masks = w.fused.relu_backward && (w.residual || w.l->kind != BATCHNORM2D);
     double numbers = c->backward.in * in + c->backward.out * out + (w.accumulate ? in : 0);
     if (masks)
@@ -131,15 +131,16 @@ static double backward_bytes(Work w) {
 
 static void time_forward(Work w) {
     const LayerKind kind = w.l->kind;
-    TIME(costs[kind].names[0], w.l->name, multiplies(w.l) ? (double)w.n * layer_flops(w.l) : 0,
-         forward_bytes(w), w.out == w.in && kind != RELU, layers[kind].forward(w));
+    TIME(costs[kind].names[0], w.l->name,
+         has_weight_matrix(w.l) ? (double)w.n * forward_flops(w.l) : 0, forward_bytes(w),
+         w.out == w.in && kind != RELU, layers[kind].forward(w));
 }
 
 static void time_backward(Work w) {
     const LayerKind kind = w.l->kind;
-    const double passes = multiplies(w.l) ? w.din ? 2 : 1 : 0;
+    const double passes = has_weight_matrix(w.l) ? w.din ? 2 : 1 : 0;
     const bool sums = w.accumulate || w.accumulate_residual;
-    TIME(costs[kind].names[1], w.l->name, passes * (double)w.n * layer_flops(w.l),
+    TIME(costs[kind].names[1], w.l->name, passes * (double)w.n * forward_flops(w.l),
          backward_bytes(w), (sums || w.din == w.dout) && kind != RELU, layers[kind].backward(w));
 }
 

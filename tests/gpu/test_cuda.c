@@ -38,7 +38,7 @@ typedef struct Task {
     bool accumulate, accumulate_residual, in_place, apart, training, no_din;
     size_t row;
     RandomKey key;                           // if training
-    const Step *step;                        // draw and rate, on the device
+    const StepInputs *step;                  // draw and rate, on the device
     double rate, momentum, decay, smoothing; // of optimizers and the loss
     bool nesterov;
     const Batch *on_cpu, *on_gpu;
@@ -225,10 +225,10 @@ static void from_device(const Kernels *k, char *base, Array *a) {
 static bool perform(const Kernels *k, const Task *t, Array *a, size_t count) {
     Array scratch = output_array("scratch", t->l ? k->scratch_size(t->l, &t->fused, t->n) : 0, 1);
     char *base[MOST_ARRAYS], *scratch_base = to_device(k, &scratch);
-    Step *step = k->device->alloc(sizeof *step);
+    StepInputs *step = k->device->alloc(sizeof *step);
     Task on_device = *t;
     on_device.step = step;
-    k->device->set_step(step, (Step){t->key, t->rate});
+    k->device->set_step(step, (StepInputs){t->key, t->rate});
     void *at[MOST_ARRAYS];
     bool used = false;
     for (size_t i = 0; i < count; i++) {
@@ -518,7 +518,7 @@ static void test_conv(const Kernels *k) {
         size_t n;
         Layer l = draw_conv(&n);
         // the definitions are slow: shapes that would take too long are drawn again
-        if (layer_flops(&l) * (double)n > 2 * 4e6)
+        if (forward_flops(&l) * (double)n > 2 * 4e6)
             continue;
         integers = shape % 3 == 0;
         compare_layer(k, l, draw_bits() % 2, n, shape % 2, shape % 5 == 0, &splits);
@@ -1555,7 +1555,7 @@ static void refuse(int status, const char *format, ...) {
 
 // Images whose displacement fields exceed the shared memory of any GPU are refused by name.
 static void test_large_elastic(const Kernels *k) {
-    const Resident resident = {.shape = {200, 200, 1}, .augment = AUGMENT_ELASTIC};
+    const DeviceDataset resident = {.shape = {200, 200, 1}, .augment = AUGMENT_ELASTIC};
     const RandomKey key = {0};
     *refusal = 0;
     k->device->use(0, 0, refuse);
@@ -1568,7 +1568,7 @@ static void test_large_elastic(const Kernels *k) {
 }
 
 static void call_that_fails(const Kernels *k, const char *function) {
-    const Resident resident = {.shape = {5, 5, 1}, .augment = AUGMENT_ELASTIC};
+    const DeviceDataset resident = {.shape = {5, 5, 1}, .augment = AUGMENT_ELASTIC};
     const RandomKey key = {0};
     if (strcmp(function, "cudaMalloc") == 0)
         k->device->alloc(1);
@@ -1743,10 +1743,10 @@ static void test_loss_scale(const Kernels *k) {
     LossScale *scale = k->device->alloc(sizeof *scale),
               now = {.scale = 1024, .steps = SCALE_STEPS - 2};
     void *low = k->device->alloc(COUNT * k->element_bytes);
-    Step *step = k->device->alloc(sizeof *step);
+    StepInputs *step = k->device->alloc(sizeof *step);
     for (size_t i = 0; i < 3; i++)
         on_device[i] = k->device->alloc(COUNT * sizeof(real));
-    k->device->set_step(step, (Step){.lr = .1});
+    k->device->set_step(step, (StepInputs){.lr = .1});
     k->device->copy(on_device[0], param.at, COUNT * sizeof(real));
     k->device->copy(scale, &now, sizeof now);
     for (size_t i = 0; i < STEPS; i++) {

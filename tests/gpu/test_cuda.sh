@@ -310,7 +310,7 @@ test_precisions() {
     # Gradients beyond 65504 skip one update and halve the scale; that is no error, and a resumed run knows it.
     overflow=(--model cifar --precision fp16 --batch-size 1 --lr 1 --limit-train 12 --save-model)
     train skipped "${overflow[@]}"
-    line skipped/says_so '^fp16: updates skipped: 1, since gradients were not finite; loss scale 32768$'
+    line skipped/says_so '^fp16: skipped 1 updates because gradients were not finite; the loss scale is now 32768$'
     train resumed "${overflow[@]}" --max-steps 6 --checkpoint "$tmp/fp16.ckpt"
     train resumed "${overflow[@]}" --checkpoint "$tmp/fp16.ckpt" --resume
     holds skipped/resumed "the same weights" "others" \

@@ -289,7 +289,7 @@ static void check_golden_optimizer(const Line *line) {
     Net net = {.settings = &settings, .kernels = &fast_kernels, .params = params, .grads = grads};
     net.device = &cpu_device;
     net.param_size = COUNT;
-    net.step = &(Step){.lr = x[0]};
+    net.step = &(StepInputs){.lr = x[0]};
     fill_stream(params, COUNT, START_STREAM);
     for (uint32_t step = 0; step < STEPS && line->count == 5 + COUNT * STEPS; step++) {
         fill_stream(grads, COUNT, GRADIENT_STREAM + step);

@@ -47,7 +47,7 @@ static void test_layer_times(const char *model, const char *dataset, size_t show
     loss_and_gradient(&net, 2);
     backward(&net, 2);
     for (size_t i = 1; i < net.count; i++) {
-        const bool fused = net.row_plans[i].sharing == FUSED_INTO_EARLIER;
+        const bool fused = net.row_plans[i].mode == FUSED_INTO_EARLIER;
         rows += !fused;
         for (size_t way = 0; way < 2; way++)
             if ((kernels_of_row[i][way] > 0) == fused)

@@ -142,7 +142,7 @@ static void test_fast_conv(void) {
         size_t n;
         Layer l = draw_conv(&net, &n);
         // the definitions are slow: a shape that would take them long is drawn again
-        if (layer_flops(&l) * (double)n > 2 * 6e6)
+        if (forward_flops(&l) * (double)n > 2 * 6e6)
             continue;
         compare_layer(l, draw_bits() % 2, n, draw_bits() % 2);
         shape++;

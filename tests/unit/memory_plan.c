@@ -2,7 +2,7 @@
    compute the same bits with it and without, no gradient is overwritten while a row still needs it,
    and the definitions compute every row by itself. */
 
-static Sharing share_in_place(const Layer *to, const Fusion *with, const Layer *l) {
+static RowMode share_in_place(const Layer *to, const Fusion *with, const Layer *l) {
     (void)to, (void)with;
     return l->kind == RELU || l->kind == DROPOUT ? IN_PLACE : SEPARATE;
 }
@@ -88,7 +88,7 @@ static const Model random_model = {.name = "random", .build = build_random};
 static void separate(Net *net, size_t i) {
     const Layer *l = &net->layers[i];
     RowPlan *slot = &net->row_plans[i];
-    slot->sharing = SEPARATE;
+    slot->mode = SEPARATE;
     slot->computed_by = i;
     slot->fused = (Fusion){0};
     slot->residual = l->kind == ADD ? l->other : 0;
@@ -98,25 +98,25 @@ static void separate(Net *net, size_t i) {
    the kernels of a row still compute what is fused with it, which shares its memory; else only a
    convolution's its ReLU and max-pool, by sums in another order than when they are separate. */
 static void plan_apart(Net *net, bool fused) {
-    net->activation_bytes = net->doutput_bytes = 0;
+    net->activation_bytes = net->dactivation_bytes = 0;
     for (size_t i = 0; i < net->count; i++) {
         RowPlan *slot = &net->row_plans[i];
         const RowPlan *to = &net->row_plans[slot->computed_by];
         if (!fused && !to->fused.pool)
             separate(net, i);
         slot->fused.input_relu_backward = fused && slot->fused.input_relu_backward;
-        if (slot->sharing == IN_PLACE)
-            slot->sharing = SEPARATE;
-        if (slot->sharing == FUSED_INTO_EARLIER) {
+        if (slot->mode == IN_PLACE)
+            slot->mode = SEPARATE;
+        if (slot->mode == FUSED_INTO_EARLIER) {
             slot->output = to->output;
             slot->doutput = to->doutput;
             continue;
         }
         const size_t size = align_up(net->max_batch * shape_size(net->layers[i].out));
         slot->output = net->activation_bytes;
-        slot->doutput = net->doutput_bytes;
+        slot->doutput = net->dactivation_bytes;
         net->activation_bytes += size * sizeof(real);
-        net->doutput_bytes += size * sizeof(real);
+        net->dactivation_bytes += size * sizeof(real);
     }
 }
 
@@ -275,7 +275,7 @@ static void tag_backward(Tags *t) {
         const Layer *l = &net->layers[i];
         const RowPlan *slot = &net->row_plans[i];
         const size_t last = last_fused(net, i);
-        if (slot->sharing == FUSED_INTO_EARLIER)
+        if (slot->mode == FUSED_INTO_EARLIER)
             continue;
         expect_tag(t, last, t->whole[last], "before its backward");
         tag_fused(t, i);
@@ -283,7 +283,7 @@ static void tag_backward(Tags *t) {
             add_tag(t, i, l->other);
         if (l->input > 0)
             add_tag(t, i, l->input);
-        if (slot->sharing == SEPARATE)
+        if (slot->mode == SEPARATE)
             expect_tag(t, i, t->whole[slot->fused.pool ? last : i], "after its backward");
     }
 }
@@ -295,12 +295,12 @@ static void check_plan(const Net *net) {
         tags.count[i] = count_cells(net, i);
         const size_t gradient = net->row_plans[i].doutput;
         if (gradient % CACHE_LINE ||
-            gradient / CACHE_LINE + tags.count[i] > net->doutput_bytes / CACHE_LINE)
+            gradient / CACHE_LINE + tags.count[i] > net->dactivation_bytes / CACHE_LINE)
             fail("%s: row %zu lies outside of the arena", net->model, i);
     }
     if (*failure)
         return;
-    tags.cells = must_alloc(net->doutput_bytes / CACHE_LINE * sizeof(uint64_t), "a test");
+    tags.cells = must_alloc(net->dactivation_bytes / CACHE_LINE * sizeof(uint64_t), "a test");
     tag_backward(&tags);
     free(tags.cells);
 }
@@ -320,18 +320,18 @@ static void check_resnet_size(const Net *net) {
     for (size_t i = 1; i < net->count; i++)
         largest = max_size(largest, count_cells(net, i) * CACHE_LINE);
     bool resnet = strncmp(net->model, "resnet", 6) == 0;
-    if (resnet && (double)net->doutput_bytes > 3.1 * (double)largest)
-        fail("%s: %zu bytes, the largest gradient has %zu", net->model, net->doutput_bytes,
+    if (resnet && (double)net->dactivation_bytes > 3.1 * (double)largest)
+        fail("%s: %zu bytes, the largest gradient has %zu", net->model, net->dactivation_bytes,
              largest);
-    if (strcmp(net->model, "resnet18") == 0 && net->doutput_bytes * 4 > unshared_size(net))
-        fail("resnet18: %zu of %zu bytes", net->doutput_bytes, unshared_size(net));
+    if (strcmp(net->model, "resnet18") == 0 && net->dactivation_bytes * 4 > unshared_size(net))
+        fail("resnet18: %zu of %zu bytes", net->dactivation_bytes, unshared_size(net));
 }
 
 // Every add of a ResNet is done while the output of a BatchNorm is stored.
 static void check_resnet_adds(const Net *net) {
     bool resnet = strncmp(net->model, "resnet", 6) == 0;
     for (size_t i = 1; i < net->count; i++)
-        if (resnet && net->layers[i].kind == ADD && net->row_plans[i].sharing != FUSED_INTO_EARLIER)
+        if (resnet && net->layers[i].kind == ADD && net->row_plans[i].mode != FUSED_INTO_EARLIER)
             fail("%s: row %zu is an add of its own", net->model, i);
 }
 
@@ -377,7 +377,7 @@ static void check_nothing_fused(const Net *net) {
     for (size_t i = 1; i < net->count; i++) {
         const RowPlan *slot = &net->row_plans[i];
         const bool adds = net->layers[i].kind == ADD;
-        if (slot->sharing != SEPARATE || slot->computed_by != i ||
+        if (slot->mode != SEPARATE || slot->computed_by != i ||
             memcmp(&slot->fused, &none, sizeof none) != 0 || (slot->residual > 0 && !adds))
             fail("%s: row %zu is fused or in place", net->model, i);
         if (slot->output == net->row_plans[net->layers[i].input].output)

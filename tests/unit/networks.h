@@ -137,7 +137,7 @@ static double loss_of(Net *net) {
 // All gradients of a batch; where NaN was must be written before it is read.
 static void find_gradients(Net *net) {
     memset(net->grads, 0xFF, net->param_size * sizeof(real));
-    memset(net->dactivations, 0xFF, net->doutput_bytes);
+    memset(net->dactivations, 0xFF, net->dactivation_bytes);
     memset(net->scratch, 0xFF, net->scratch_size * sizeof(real));
     loss_of(net);
     backward(net, BATCH);

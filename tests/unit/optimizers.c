@@ -50,14 +50,14 @@ static void test_optimizer(const Rule *rule) {
                                     .state = {state.at, delta.at},
                                     .grad = grad.at,
                                     .count = OPT_COUNT,
-                                    .step = &(Step){.lr = .7},
+                                    .step = &(StepInputs){.lr = .7},
                                     .weight_decay = rule->decay});
         else // without momentum there is no buffer
             sgd_naive((Update){.param = param.at,
                                .state = {rule->momentum > 0 ? state.at : NULL},
                                .grad = grad.at,
                                .count = OPT_COUNT,
-                               .step = &(Step){.lr = .01},
+                               .step = &(StepInputs){.lr = .01},
                                .momentum = rule->momentum,
                                .weight_decay = rule->decay,
                                .nesterov = rule->nesterov});
@@ -93,7 +93,7 @@ static Array run_flat(size_t kind, int threads) {
                       .state = {square.at, other.at},
                       .grad = in.at,
                       .count = FLAT_COUNT,
-                      .step = &(Step){.lr = kind ? .1 : .7},
+                      .step = &(StepInputs){.lr = kind ? .1 : .7},
                       .momentum = .9,
                       .weight_decay = .1,
                       .nesterov = true};
