@@ -91,7 +91,7 @@ refused() {
 # Everything that a run computed, without its times.
 figures() {
     grep -E '^(Train Epoch|Test set: A)' "$out"
-    grep -oE '(train_loss|test_loss|accuracy)=[^ ]+' "$out"
+    grep -oE '(train_loss|train_accuracy|test_loss|accuracy)=[^ ]+' "$out"
 }
 
 # python NAME ARGUMENTS... <PROGRAM: passes if it prints nothing, else fails with what it printed

@@ -83,7 +83,7 @@ test_determinism() {
         if [ -z "$first" ]; then
             first=$name
             same same_seed/status 0 "$status"
-            same same_seed/figures 14 "$(wc -l <"$tmp/figures_$name")"
+            same same_seed/figures 15 "$(wc -l <"$tmp/figures_$name")"
             continue
         fi
         local differ=0 weights=equal figures=equal wanted=equal
