@@ -271,6 +271,9 @@ static inline HOST_DEVICE real uniform(uint32_t bits) {
 
 #define SQRT(x) (sizeof(real) == sizeof(float) ? (real)sqrtf((float)(x)) : (real)sqrt((double)(x)))
 
+// Prints a message as printf() does, and ends the program. The stubs of a starter call it, too.
+static _Noreturn void die(int status, const char *format, ...);
+
 static size_t min_size(size_t a, size_t b) {
     return a < b ? a : b;
 }
@@ -6462,12 +6465,12 @@ static void write_trace_event(FILE *f, const TraceEvent *e, double started) {
 }
 
 // Writes Chrome's trace event format: names (M) of processes and threads, and complete events (X),
-// with times in microseconds.
+// with times in microseconds; and the kernels that have run.
 static void write_trace(const Run *run) {
     const size_t events = min_size(trace.count, TRACE_EVENTS);
     const char *hint = "";
     AtomicFile file;
-    char path[PATH_SIZE];
+    char path[PATH_SIZE], kernels[32];
     if (!trace.events)
         return;
     if (run->comm.rank == 0)
@@ -6476,7 +6479,9 @@ static void write_trace(const Run *run) {
         snprintf(path, sizeof path, "%s.rank%zu", run->settings.trace, run->comm.rank);
     atomic_open(&file, path);
     FILE *f = file.stream;
-    fprintf(f, "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n");
+    choice_word(kernels, "--kernels", (int)run->kernels->name);
+    fprintf(f, "{\"displayTimeUnit\":\"ms\",\"otherData\":{\"kernels\":\"%s\"},", kernels);
+    fprintf(f, "\"traceEvents\":[\n");
     for (size_t rank = 0; rank < run->comm.world; rank++) {
         if (rank > 0)
             fprintf(f, ",\n");

@@ -91,7 +91,7 @@ refused() {
 # Everything that a run computed, without its times.
 figures() {
     grep -E '^(Train Epoch|Test set: A)' "$out"
-    grep -oE '(train_loss|train_accuracy|test_loss|accuracy)=[^ ]+' "$out"
+    grep -oE '\b(train_loss|train_accuracy|test_loss|accuracy)=[^ ]+' "$out"
 }
 
 # python NAME ARGUMENTS... <PROGRAM: passes if it prints nothing, else fails with what it printed
@@ -142,6 +142,31 @@ for name, track in tracks.items():
         if name.endswith(":device") and not any(inside(e, step) for step in steps):
             print(name, e, "lies in no step")
 END
+}
+
+# ---- Files of a run
+
+# same_file NAME A B
+same_file() { holds "$1" "$2 equal to $3" "other bytes, or none" cmp -s "$2" "$3"; }
+
+# position CHECKPOINT epoch|batch: from the metadata, at the begin of the file
+position() { head -c 3000 "$1" 2>/dev/null | grep -aoP -m1 "\"$2\":\"\K[0-9]+"; }
+
+status_of() { grep -oP '"status": "\K[a-z]+' "$1/run.json"; } # FOLDER
+
+# rows FOLDER: its steps and epochs, without times and rates
+rows() {
+    cut -d, -f1-6 "$1/steps.csv"
+    cut -d, -f1,2,6,7,9- "$1/epochs.csv"
+}
+
+# until_true SECONDS COMMAND...: waits; fails if it does not succeed in time
+until_true() {
+    local end=$((SECONDS + $1))
+    until "${@:2}"; do
+        [ $SECONDS -lt $end ] || return 1
+        sleep 0.05
+    done
 }
 
 # ---- Data files

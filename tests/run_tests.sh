@@ -53,7 +53,6 @@ robust/test_fuzz.sh         tests/robust/test_fuzz.sh
 pytorch/pytorch_weights.py  python_with_torch tests/pytorch/pytorch_weights.py
 unit/float                  build/test_float
 gpu/test_nvcc.sh            tests/gpu/test_nvcc.sh
-bench/test_instructions.sh  tests/bench/test_instructions.sh
 bench/test_bench.sh         tests/bench/test_bench.sh
 source/test_static.sh       tests/source/test_static.sh
 labs/test_scaling_model.sh  tests/labs/test_scaling_model.sh

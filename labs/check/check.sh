@@ -63,7 +63,7 @@ variables() {
     code=$(awk -f "$home/labs/check/code.awk" "$parts/$1" | grep -v '^[ \t]*#')
     grep -oE '(size_t|ptrdiff_t|real|float|double|int|long|unsigned|bool|char|u?int[0-9]+_t)[ *]+(const +)?[a-z]+' <<<"$code" |
         sed 's/.*[ *]//' | sort -u | while read -r name; do
-        grep -qE "(^|[^A-Za-z0-9_])$name[ )]*\(" <<<"$code" || echo "$name"
+        grep -qE "(^|[^A-Za-z0-9_])${name}[ )]*\(" <<<"$code" || echo "$name"
     done
 }
 

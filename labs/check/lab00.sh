@@ -1,7 +1,5 @@
 # Lab 0: the program builds and learns here, and the student's run folder is complete. check.sh reads this.
-# shellcheck shell=bash disable=SC2119,SC2154 # check.sh exports home, from and work
-# shellcheck source=labs/check/run_folders.sh
-. "$home/labs/check/run_folders.sh"
+# shellcheck shell=bash disable=SC2154 # check.sh exports home and from
 
 tests() {
     cat <<'END'
@@ -35,20 +33,12 @@ learns() {
           echo "run: make doctor"; return 1; }
 }
 
-own_run() {
-    open_run lab00 "./cnn --dataset synthetic --limit-train 12800 --limit-test 1000 --epochs 1 --out runs/lab00"
-}
-reproducible() { retrain && same_losses own/steps.csv "in the checker's run with your images and seed"; }
-
 run() {
     local token
     read -r token
     case $1 in
     1) builds ;;
     2) learns ;;
-    3) own_run && complete ;;
-    4) own_run && counts ;;
-    5) own_run && reproducible ;;
-    6) own_run && machine_card ;;
-    esac && send_token
+    *) bash "$home/labs/check/runs.sh" 0 "$1" "$from" ;;
+    esac && echo "$token" >&9
 }

@@ -1,7 +1,5 @@
 # Lab 3: the loader's queue; see check.sh.
-# shellcheck shell=bash disable=SC2119,SC2154 # home, work and from are check.sh's
-# shellcheck source=labs/check/run_folders.sh
-. "$home/labs/check/run_folders.sh"
+# shellcheck shell=bash disable=SC2154 # check.sh exports home and from
 
 tests() {
     cat <<'END'
@@ -42,7 +40,7 @@ run() {
     7) ./lab03 sleep ;;
     8) races ;;
     9) ./lab03 order 9>/dev/null <<<"" && same_bits && return_token ;; # made by the workers
-    10) ./lab03 order 9>/dev/null <<<"" && sweep && return_token ;; # made with the queue
+    10) ./lab03 order 9>/dev/null <<<"" && bash "$home/labs/check/runs.sh" 3 10 "$from" && return_token ;; # made with the queue
     esac
 }
 
@@ -99,59 +97,8 @@ same_bits() {
     done
 }
 
-# facts FOLDER: lines `KEY<tab>VALUE` of its run.json; fact FOLDER KEY: one of these values
-facts() { awk -f "$home/labs/check/json.awk" "$1/run.json"; }
-fact() { facts "$1" | awk -F '\t' -v key="$2" '$1 == key { print $2 }'; }
-
 # results FOLDER: the training loss and the weights' hash of each epoch
 results() {
     awk -F , 'NR == 1 { for (i = 1; i <= NF; i++) column[$i] = i }
         NR > 1 { print "epoch " $1 ":", $column["train_loss"], $column["weight_hash"] }' "$1/epochs.csv"
-}
-
-# conditions FOLDER: what has to be the same in all rows
-conditions() {
-    facts "$1" | awk -F '\t' '
-        $1 ~ /^settings\.(model|width|dataset|limit-train|batch-size|epochs|seed|threads|kernels)$/ ||
-        $1 ~ /^machine\.(cpu|device)$/'
-    results "$1"
-}
-
-# row_of WORKERS: the name of the run folder with that many workers
-row_of() {
-    local file
-    for file in "$sweep"/*/run.json; do
-        [ -f "$file" ] || continue
-        [ "$(fact "$(dirname "$file")" settings.workers)" != "$1" ] || { basename "$(dirname "$file")" && return; }
-    done
-}
-
-# fits FIRST: the open run differs from FIRST, a row of the sweep, in nothing but --workers
-fits() {
-    local why
-    why=$(diff <(conditions "$1") <(conditions "$folder")) && return
-    echo "$1 and $folder differ in more than --workers; run both on the same machine with the same options:"
-    grep '^[<>]' <<<"$why" | head -n 4
-    return 1
-}
-
-options="--no-cuda --threads 1 --model cifar --dataset synthetic --limit-train 6400 --limit-test 500 --epochs 2"
-options+=" --batch-size 64 --resident off --augment elastic"
-
-sweep() {
-    local sweep=$from/runs/lab03-workers workers row missing="" first=
-    for workers in 1 2 4 8; do
-        row=$(row_of "$workers")
-        [ -n "$row" ] || { missing+=" $workers" && continue; }
-        open_run "lab03-workers/$row" "./cnn $options --workers $workers --out runs/lab03-workers/$row" && complete && counts && machine_card &&
-            is settings.resident false "loading has to cost something" &&
-            is settings.augment elastic "loading has to cost something" &&
-            own_times "$sweep"/*/ || return
-        first=${first:-$folder}
-        fits "$first" || return
-    done
-    [ -z "$missing" ] || {
-        echo "no run folder in $sweep for --workers$missing; step 6 of the handout has the commands"
-        return 1
-    }
 }

@@ -2,8 +2,6 @@
 # shellcheck shell=bash disable=SC2015,SC2119,SC2154 # check.sh exports home, from and work
 # shellcheck source=labs/check/kernels.sh
 . "$home/labs/check/kernels.sh"
-# shellcheck source=labs/check/run_folders.sh
-. "$home/labs/check/run_folders.sh"
 
 tests() {
     cat <<'END'
@@ -64,38 +62,6 @@ parts_are_right() {
     done
 }
 
-training="./cnn-emu --model lenet --dataset synthetic --kernels naive --resident off --augment elastic --limit-train 64 --limit-test 8 --epochs 2 --batch-size 8 --lr 0.1 --quiet --trace runs/lab06/trace.json --trace-steps 0:16 --out runs/lab06"
-
 trace_of_run() {
-    local steps key said
-    open_run lab06 "$training" && is status complete "the run was stopped or has failed" &&
-        is provenance measured "only your own measurements count" &&
-        is settings.model lenet "the lab traces the network lenet" &&
-        is settings.kernels naive "these are the kernels that you write" &&
-        is settings.resident false "only then a loader makes and uploads batches" &&
-        is settings.max-steps 0 "the run ended before the epoch did" && same_command &&
-        is parallel.world 1 "the lab traces one device" && counts && first_losses || return
-    [[ $(value machine.device) != cpu ]] || complain "$run was computed by the CPU; expected a GPU, or the emulator's" || return
-    [ "$(value settings.epochs)" -ge 2 ] || complain "$run: expected 2 epochs or more, found $(value settings.epochs)" || return
-    [ -f "$folder/trace.json" ] || { complain "$run/trace.json: missing"; return 1; }
-    said=$(awk -f "$home/labs/check/json.awk" "$folder/trace.json" 2>&1 >trace.flat) ||
-        complain "$run/trace.json is not valid JSON, $said; was it truncated or edited?" || return
-    steps=$(($(value settings.epochs) * $(value parallel.iterations)))
-    "${CC:-gcc}" -std=gnu17 -O1 -w labs/check/lab06_trace.c -o lab06_trace &&
-        ./lab06_trace "$steps" "$folder/steps.csv" "$folder/overlap.txt" <trace.flat ||
-        complain "a trace shows all steps of its run, and events that nest"
-}
-
-# first_losses: the losses of its first steps are those of a training by the checker, on the CPU
-first_losses() {
-    local key number arguments=()
-    for key in limit-train batch-size epochs lr seed augment; do
-        number=$(value "settings.$key")
-        [[ $number =~ ^[0-9a-z.-]{1,9}$ ]] || { complain "$run/run.json: settings.$key: found ${number:-nothing}"; return 1; }
-        arguments+=("--$key" "$number")
-    done
-    "${CC:-gcc}" -std=gnu17 -O1 -w cnn.c -o cnn -lm -lpthread &&
-        ./cnn --no-cuda --model lenet --dataset synthetic --limit-test 1 --max-steps 4 --threads 1 "${arguments[@]}" --out own \
-            >own.log 2>&1 </dev/null 9>&- || { tail -n 2 own.log; return 1; }
-    same_losses own/steps.csv "in a training by the checker"
+    "${CC:-gcc}" -std=gnu17 -O1 -w cnn.c -o cnn -lm -lpthread && bash "$home/labs/check/runs.sh" 6 8 "$from"
 }

@@ -315,7 +315,7 @@ static void run_ring(size_t world, size_t first, size_t count) {
     serve_ranks(8 * world + 8);
 }
 
-static real sum_of(size_t i) {
+static real total_of(size_t i) {
     real sum = 0;
     for (size_t r = 0; r < ranks.world; r++)
         sum += number_of(r, i);
@@ -325,7 +325,7 @@ static real sum_of(size_t i) {
 // Which ranks are in a sum of 8^rank.
 static _Noreturn void explain_counts(size_t rank, size_t i, double found) {
     char list[256] = "", *at = list;
-    const double n = (double)ranks.world, sum = (double)sum_of(i);
+    const double n = (double)ranks.world, sum = (double)total_of(i);
     if (found == sum / n || fabs(found - sum / n) < 1e-6 * sum)
         WRONG("rank %zu has the mean of all ranks' numbers, expected their sum: each gradient is "
               "already a part of the mean over the whole batch",
@@ -347,7 +347,7 @@ static void check_numbers(void) {
         const real *got = ranks.payload[r];
         for (size_t i = 0; i < ring.count; i++) {
             bool inside = i >= whole.first && i < whole.first + whole.count;
-            real want = inside ? sum_of(i) : number_of(r, i);
+            real want = inside ? total_of(i) : number_of(r, i);
             if (got[i] == want)
                 continue;
             if (!inside)
@@ -356,7 +356,7 @@ static void check_numbers(void) {
             if (ring_kind == COUNTS)
                 explain_counts(r, i, (double)got[i]);
             for (size_t k = 0; k < whole.count; k++)
-                if (got[i] == sum_of(whole.first + k))
+                if (got[i] == total_of(whole.first + k))
                     WRONG("number %zu of rank %zu is the sum of the numbers %zu: parts are "
                           "exchanged",
                           i - whole.first, r, k);

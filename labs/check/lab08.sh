@@ -1,8 +1,6 @@
 # Lab 8: the ring all-reduce and the sampler, each rank in a process of its own; then both in ./cnn, and
 # three run folders. check.sh reads this.
-# shellcheck shell=bash disable=SC2119,SC2154 # check.sh exports home, from and work
-# shellcheck source=labs/check/run_folders.sh
-. "$home/labs/check/run_folders.sh"
+# shellcheck shell=bash disable=SC2154 # check.sh exports home and from
 
 # shellcheck disable=SC2034 # check.sh reads it
 harmless='send[a-z]*' # a good name in a ring; allowed_symbols() finds calls
@@ -85,6 +83,14 @@ trained() {
     return 1
 }
 
+# step_losses FOLDER: of each step, the mean over the images of all ranks
+step_losses() {
+    awk -F , 'NR > 1 { key = $1 "," $2; sum[key] += $4 * $5; images[key] += $4 }
+        NR > 1 && !seen[key]++ { order[++count] = key }
+        END { for (i = 1; i <= count; i++) print order[i], images[order[i]], sum[order[i]] / images[order[i]] }' \
+        "$1/steps.csv"
+}
+
 # same_steps ONE FOLDER DEVIATION MOST: the losses and images of all steps, at most MOST of them, are those of ONE
 same_steps() {
     paste -d ' ' <(step_losses "$1") <(step_losses "$2") | head -n "${4:-100000}" | awk -v most="$3" -v many="$2" '
@@ -149,73 +155,22 @@ variants() {
 
 # ---- Test 10
 
-options="--no-cuda --dataset synthetic --limit-train 3200 --limit-test 500 --epochs 2 --lr 0.1 --global-batch 64"
-
-declare -A own_options=([one]="--threads 1" [ddp]="--threads 2 --replicas 2"
-    [dp]="--threads 2 --replicas 2 --parallel dp")
-
-command_of() { echo "./cnn $options ${own_options[$1]} --out runs/lab08-$1"; }
-open_lab_run() { open_run "lab08-$1" "$(command_of "$1")"; }
-
-# What must be equal in the three runs.
-facts() {
-    awk -F '\t' '$1 ~ /^(settings|build)\./ || $1 ~ /^machine\.(host|cpu|cores|device)$/ || $1 == "parallel.global_batch"' \
-        "$1" | grep -vE '^settings\.(out|quiet|replicas|gpus|parallel|batch-size)	' | sort
+run_folders() {
+    local said world iterations one=$from/runs/lab08-one name
+    said=$(bash "$home/labs/check/runs.sh" 8 10 "$from") || { set -- $? && echo "$said" && return "$1"; }
+    read -r world iterations <<<"$said"
+    for name in ddp dp; do
+        same_steps "$one" "$from/runs/lab08-$name" .01 $((2 * iterations)) || return
+    done
+    sends "$from/runs/lab08-ddp" "$world" 1199882 && master_receives "$from/runs/lab08-dp" "$world"
 }
 
-# comparable MODE: the open run has this mode, and is otherwise as runs/lab08-one
-comparable() {
-    local other base=$work/lab08-one.flat
-    is parallel.mode "$1" "this is what the run is to show" || return
-    other=$(diff <(facts "$base") <(facts "$flat") | awk -F '\t' '
-        /^[<>]/ { key = substr($1, 3); value[substr($1, 1, 1), key] = $2; keys[key] }
-        END { for (key in keys) print key " (" value[">", key] ", there " value["<", key] ")" }' | sort | paste -sd ' ')
-    [ -z "$other" ] || {
-        complain "$run differs from runs/lab08-one also in $other, so a difference in speed has more than one cause"
-        echo "and: $(command_of one)"
-        return 1
-    }
-    same_steps "$from/runs/lab08-one" "$folder" .01 "$((2 * $(value parallel.iterations)))" ||
-        complain "at the same global batch, all three train in the same way"
-}
-
-# dp's master receives the gradients of the others, which receive its parameters.
+# master_receives FOLDER RANKS: dp's master receives the gradients of the others, which receive its parameters
 master_receives() {
-    awk -F , -v run="$run" -v ranks="$(value parallel.world)" -v bytes=$((1199882 * 4)) '
+    awk -F , -v run="$1" -v ranks="$2" -v bytes=$((1199882 * 4)) '
         NR > 1 { want = ($3 == 0 ? ranks - 1 : 1) * bytes }
         NR > 1 && ($16 < .99 * want || $16 > 1.2 * want) {
             printf "%s/steps.csv: rank %s has %s bytes in step %s, expected about %d\n", run, $3, $16, $2, want
             exit 1
-        }' "$folder/steps.csv" || complain "is it a run with --parallel dp?"
-}
-
-run_folders() {
-    local name lr world
-    for name in one ddp dp; do
-        open_lab_run $name && complete && counts && machine_card || return
-    done
-    open_lab_run one && comparable single || return
-    lr=$(value settings.lr)
-    [[ $lr =~ ^[0-9.]{1,8}$ ]] || { complain "$run/run.json: settings.lr should be a number, found $lr"; return 1; }
-    retrain --lr "$lr" && same_losses own/steps.csv "in a training by the checker" || return
-    open_lab_run ddp && comparable ddp || return
-    world=$(value parallel.world)
-    sends "$folder" "$world" 1199882 || { complain "is it a run with --parallel ddp?"; return 1; }
-    open_lab_run dp && comparable dp && is parallel.world "$world" "ddp and dp are compared on as many devices" &&
-        master_receives && apart
-}
-
-# The three have times of their own.
-apart() {
-    local a b
-    for a in one ddp; do
-        for b in ddp dp; do
-            [ $a != $b ] || continue
-            ! cmp -s <(cut -d , -f 3 "$from/runs/lab08-$a/epochs.csv") <(cut -d , -f 3 "$from/runs/lab08-$b/epochs.csv") ||
-                ! cmp -s <(cut -d , -f 7 "$from/runs/lab08-$a/steps.csv") <(cut -d , -f 7 "$from/runs/lab08-$b/steps.csv") || {
-                complain "runs/lab08-$a and runs/lab08-$b have exactly the same times: one is a copy of the other"
-                return 1
-            }
-        done
-    done
+        }' "$1/steps.csv"
 }

@@ -17,21 +17,21 @@ import glob
 import hashlib
 import io
 import json
-import math
 import os
 import re
 import sys
 
 import verify
-from report import Damaged, make_blocks, read_report, split
-from run_folders import Missing, by, differences, find_folders, read_csv
+from report import as_utf8, generated_files, make_tables
+from run_folders import Missing, differences, find_folders, read_csv, step_losses
 
 MOST = 40               # flags of each kind
 STEPS = 2000            # of a run that are compared
+AGAIN = 5               # of a run that is repeated
 GFLOPS_PER_CORE = 400   # more than any core does: 6 GHz x 64 operations
 TEXT = 20_000           # characters of a part, or of the report, that are shown
 # The checker and the tools of a starter: labs/grade uses its own, and these need no edit.
-TOOLS = ["Makefile", "labs/check", "labs/tools", "labs/pristine", "labs/stubs", "tests"]
+TOOLS = ["Makefile", "labs/programs.mk", "labs/check", "labs/tools", "labs/pristine", "labs/stubs", "tests"]
 CALLS = {"starts or stops processes": "system|popen|fork|vfork|clone|exec[lv][a-z]*|posix_spawn[a-z]*|kill|raise|exit|"
                                       "_exit|_Exit|abort|ptrace|daemon|setsid",
          "uses a network": "socket|connect|bind|listen|accept|send|sendto|recv|recvfrom|getaddrinfo|gethostbyname",
@@ -42,6 +42,7 @@ NO_CODE = re.compile(r'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n]
 # What reading a file that ./cnn has not written may raise.
 DAMAGES = (AttributeError, ArithmeticError, IndexError, KeyError, OSError, TypeError, ValueError, RecursionError,
            csv.Error)
+REPORT = re.compile(r"(^|/)(report|report_full|tables)\.md(, line \d+)?$")
 MARKER = re.compile(r"^[ \t]*/\* LAB (\d+\.\d+(?: \d+\.\d+)*) (BEGIN|END)", re.M)
 
 
@@ -113,71 +114,6 @@ def check_own(run):
                              str(run.provenance)[:40])
 
 
-def check_command(run):
-    """Each option in the command against the setting of that name."""
-    words, given = run.command[1:], {}
-    for word, value in zip(words, [*words[1:], "--"]):
-        if word.startswith("--"):
-            given[word[2:]] = True if value.startswith("--") else value
-    if run.world > 1 or "global-batch" in given:  # these change them
-        for name in ("threads", "batch-size", "global-batch"):
-            given.pop(name, None)
-    if run.settings.get("lr-scaling") != "none":
-        given.pop("lr", None)
-    for name, value in given.items():
-        setting = run.settings.get(name)
-        if setting is not None and name not in ("out", "data") and not same_value(setting, value):
-            yield verify.finding(verify.path(run, "run.json"), f"--{name} {value}, as in its command",
-                                 f"{setting} in its settings")
-
-
-def same_value(setting, value):
-    if isinstance(setting, bool):
-        return setting == (value in (True, "on", "1", "true", "yes"))
-    if isinstance(setting, (int, float)):
-        try:
-            return math.isclose(float(value), setting, rel_tol=1e-6)
-        except (TypeError, ValueError):
-            return False
-    return str(value) == setting or setting == "" or value == "auto"
-
-
-def check_loose_tables(root, runs):
-    """Tables in report.md outside of the generated parts that look like one of these: their rows are rows of these."""
-    where = os.path.join(root, "report.md")
-    if not os.path.exists(where):
-        return
-    try:
-        pieces = split(read_report(where))
-    except Damaged:
-        return  # verify.check_report() says so
-    known = {}
-    for text in make_blocks(root, runs).values():
-        for head, rows in tables(text.splitlines()):
-            known.setdefault(head, set()).update(rows)
-    for head, rows in tables([line for name, lines in pieces if not name for line in lines]):
-        for row in rows if head in known else ():
-            if row not in known[head]:
-                yield verify.finding(where, f"in a table with the columns {', '.join(head[:4])}, ... a row of the run "
-                                     "folders", " | ".join(row))
-
-
-def tables(lines):
-    """(head, rows) of each Markdown table; a row is a tuple of cells."""
-    found = []
-    for line in lines:
-        line = line.strip()
-        cells = tuple(cell.strip() for cell in line.strip("|").split("|"))
-        if not line.startswith("|"):
-            found.append(None)
-        elif found and found[-1]:
-            if not set(line) <= set("|-: "):
-                found[-1][1].append(cells)
-        else:
-            found.append((cells, []))
-    return [table for table in found if table]
-
-
 def examine_runs(flags, root):
     """Applies all rules; returns the complete runs."""
     runs = []
@@ -188,13 +124,12 @@ def examine_runs(flags, root):
         kinds = verify.kinds_of(folder, members) or [verify.SEPARATE]
         lines = guarded(folder, verify.findings(folder, members, kinds))
         if complete:
-            extra = [*map(verify.each, (check_own, check_machine, check_command)), check_all_speedups,
-                     check_loose_tables]
+            extra = [*map(verify.each, (check_own, check_machine)), check_all_speedups]
             for rule in extra:
                 lines += guarded(folder, rule(folder, complete))
         for line in dict.fromkeys(lines):
             place, what = split_finding(line)
-            flags.append(["report" if "report." in place else "numbers", place, what])
+            flags.append(["report" if REPORT.search(place) else "numbers", place, what])
         runs += complete
     return runs
 
@@ -218,13 +153,10 @@ def describe(run):
                 losses=first_losses(run))
 
 
-def first_losses(run, count=5):
-    """The loss of the first steps, the mean over the images of all ranks."""
+def first_losses(run):
+    """The loss of the first steps."""
     with contextlib.suppress(Missing):
-        rows = read_csv(run, "steps.csv", ["epoch", "step", "images", "loss"])
-        steps = by(rows, lambda row: (row[0], row[1]))
-        return [sum(r[2] * r[3] for r in some) / max(1, sum(r[2] for r in some))
-                for _, some in sorted(steps.items())[:count]]
+        return [loss for *_, loss in step_losses(run)[:AGAIN]]
     return []
 
 
@@ -294,10 +226,30 @@ def read_text(path):
     return ""
 
 
+def report_of(root, folders):
+    """report.md with the tables of the run folders in root, whatever tables.md and report_full.md say."""
+    if not os.path.exists(os.path.join(root, "report.md")):
+        return ""
+    try:
+        runs = list(filter(None, map(complete_run, folders)))
+        return as_utf8(generated_files(root, make_tables(root, runs))["report_full.md"])[:TEXT]
+    except (Missing, SystemExit, *DAMAGES):  # flags say why
+        return read_text(os.path.join(root, "report.md"))
+
+
+def all_reports(root, lab):
+    """The reports among the run folders, and the one that make report LAB=n has written elsewhere."""
+    found = [report_of(folder, members) for folder, members in find_folders(root).items()]
+    handed_in = read_text(f"reports/lab{lab:0>2}/report_full.md")
+    if handed_in:
+        found.append("The tables below are as handed in: they were not compared with the runs.\n\n" + handed_in)
+    return "\n\n".join(filter(None, found))
+
+
 def main(folder, starter, lab, said):
     os.chdir(folder)
-    flags = []
-    runs = examine_runs(flags, "runs" if os.path.isdir("runs") else ".")
+    flags, root = [], "runs" if os.path.isdir("runs") else "."
+    runs = examine_runs(flags, root)
     parts = examine_code(flags, lab, starter)
     examine_tools(flags, starter)
     described = []
@@ -314,7 +266,7 @@ def main(folder, starter, lab, said):
             kept.append(flag)
     with open(said, "w", encoding="utf-8", errors="replace") as f:
         json.dump(dict(flags=kept, runs=described, parts=parts,
-                       report=read_text(os.path.join("runs", "report.md")) or read_text("report.md")), f)
+                       report=all_reports(root, lab) or read_text("report.md")), f)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
 """Grades one submission after the other, for labs/grade: the checker, the rules, re-runs, plots."""
+import contextlib
 import csv
 import json
 import os
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 
 import intake
 import sandbox
+from run_folders import Missing, other_loss, repeat_options, step_losses
 
 TEST_S = 100        # of one test of the checker, if LIMIT_S is not set
 BUILD_S = 600       # of the builds of the checker
@@ -24,15 +26,6 @@ PLOT_BYTES = 4 << 20
 LARGEST = 1e15     # no run has larger numbers
 SHARED = 0.2        # of the steps of two runs that have the same times, and at least 3: one is a copy
 BUSY = 1.5          # the measured peak may be too low by this factor, as in verify.py
-# Settings that determine the losses, and what they may be. Others are not passed on from a submission.
-NUMBER = r"-?[0-9]{1,9}(\.[0-9]{1,12})?(e-?[0-9]{1,3})?"
-PASSED = {"model": "[a-z0-9]{1,12}", "stem": "[a-z0-9]{1,8}", "dataset": "[a-z0-9-]{1,14}", "augment": "[a-z-]{1,10}",
-          "optimizer": "[a-z]{1,10}", "schedule": "[a-z]{1,10}", "lr-scaling": "[a-z]{1,6}",
-          "kernels": "naive|fast", "parallel": "ddp|dp", "save-every": "",
-          **dict.fromkeys(["width", "limit-train", "batch-size", "epochs", "lr", "momentum", "weight-decay",
-                           "label-smoothing", "gamma", "step-size", "warmup-epochs", "seed", "bucket-mb"], NUMBER),
-          "nesterov": "on|off"}
-
 
 class Ungraded(Exception):
     """Nothing is known about a submission, since this program's own tools fail; the message says how."""
@@ -254,70 +247,30 @@ def begin_again(course, result, folder):
     """Re-runs some runs with the instructor's build: the first losses have to be the same."""
     measured = [r for r in result.runs if r["provenance"] == "measured" and r["losses"]]
     for number, run in enumerate(course.draw.sample(measured, min(course.again, len(measured)))):
-        options, why = options_of(run)
+        options, why = repeat_options(run["settings"], run["world"])
         if why:
             result.again.append((run["folder"], "", why))
             result.flags.append(("rerun", f"{run['folder']}/run.json", why))
             continue
         write = course.new(folder, f"again{number}")
         data = ["--data", os.path.abspath(course.data)] if course.data else []
-        done = course.run([course.program, *options, *data, "--no-cuda", "--max-steps", str(STEPS), "--limit-test",
-                           "1", "--quiet", "--layers", "--out", "run"],
+        done = course.run([course.program, *options, *data, "--max-steps", str(STEPS), "--limit-test", "1", "--quiet",
+                           "--layers", "--out", "run"],
                           [course.program, *data[1:]], write, AGAIN_S)
-        losses = read_losses(os.path.join(write, "run", "steps.csv"))
+        losses = []
+        with contextlib.suppress(Missing):
+            losses = [loss for *_, loss in step_losses(SimpleNamespace(folder=os.path.join(write, "run")))]
         if done.status or not losses:
             result.again.append((run["folder"], "", f"could not be re-run: {done.stopped or last_line(done.said)}"))
             continue
-        wrong = compare_losses(run, losses)
-        result.again.append((run["folder"], "no" if wrong else "yes", wrong or "the first losses are the same"))
+        wrong = other_loss(run["losses"], losses, run["settings"].get("precision", "fp32"))
+        said = "the first losses are the same"
         if wrong:
-            result.flags.append(("rerun", f"{run['folder']}/steps.csv", wrong))
+            said = (f"expected the loss {wrong[2]:.6g} in step {wrong[0]}, as in a run of your own build with the same "
+                    f"settings and seed, found {text(wrong[1], 20)}")
+            result.flags.append(("rerun", f"{run['folder']}/steps.csv", said))
+        result.again.append((run["folder"], "no" if wrong else "yes", said))
         check_flops(result, run, os.path.join(write, "run", "layers.csv"))
-
-
-def options_of(run):
-    """The options that re-run a run, or why there are none. Their values are checked: they come from a
-    submission."""
-    settings, options = run["settings"], []
-    for name, pattern in PASSED.items():
-        value = settings.get(name)
-        value = ("off", "on")[value] if isinstance(value, bool) else text(value)
-        if name == "kernels" and value not in ("naive", "fast"):
-            value = "fast"
-        if not value or not pattern:
-            continue
-        if not re.fullmatch(pattern, value):
-            return [], f"expected a setting as ./cnn writes it, found --{name} {value[:40]}; it was not run"
-        options += [f"--{name}", value]
-    world = run["world"]
-    if world not in range(1, 17):
-        return [], f"expected 1 to 16 devices, found {world}; it was not run"
-    options += ["--threads", str(int(world)), "--replicas", str(int(world))]
-    return options + ["--oversubscribe"] * (world > 1), ""
-
-
-def read_losses(path):
-    """The mean loss of each of the first steps in a steps.csv that our own program has written."""
-    try:
-        with open(path, newline="", encoding="utf-8") as f:
-            rows = list(csv.DictReader(f))
-    except OSError:
-        return []
-    steps = {}
-    for row in rows:
-        steps.setdefault((int(row["epoch"]), int(row["step"])), []).append((float(row["images"]), float(row["loss"])))
-    return [sum(n * loss for n, loss in some) / sum(n for n, _ in some) for _, some in sorted(steps.items())][:STEPS]
-
-
-def compare_losses(run, losses):
-    """What differs, or "". Step 1 depends on images, order and weights only; later ones also on rounding."""
-    exact = run["settings"].get("precision", "fp32") == "fp32"
-    for step, (found, expected) in enumerate(zip(run["losses"], losses), 1):
-        most = (0.0005 if step == 1 else 0.01) if exact else 0.03
-        if not is_number(found) or abs(found - expected) > most * max(abs(expected), 0.1):
-            return (f"expected the loss {expected:.6g} in step {step}, as in a run of your own build with the same "
-                    f"settings and seed, found {text(found, 20)}")
-    return ""
 
 
 def check_flops(result, run, path):

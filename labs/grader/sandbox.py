@@ -106,7 +106,8 @@ def others():
 
 def environment(write, kind):
     """Nothing of the instructor's environment but where programs are."""
-    path = [os.path.dirname(compiler()), "/usr/local/bin", "/usr/bin", "/bin", "/usr/sbin", "/sbin"]
+    path = [os.path.dirname(compiler()), "/usr/local/bin", "/usr/bin", "/bin", "/usr/sbin", "/sbin",
+            os.path.dirname(sys.executable)]  # the checker needs some python3
     return {"PATH": ":".join(path), "HOME": "/tmp", "TMPDIR": write if kind == "limits" else "/tmp",
             "LC_ALL": "C.UTF-8", "CC": compiler(), "NO_CUDA": "1", "NO_MPI": "1",
             "OPENBLAS_NUM_THREADS": "1",

@@ -2,4 +2,4 @@
 # Gradescope runs this once, as root on Ubuntu, when it builds the autograder's image.
 set -e
 apt-get update
-apt-get install -y --no-install-recommends gcc g++ make gzip
+apt-get install -y --no-install-recommends gcc g++ make gzip python3

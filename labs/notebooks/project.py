@@ -81,11 +81,11 @@ def plots(folder, *names):
 
 
 def part(name, folder):
-    """Shows a part of the folder's report.md, which `make report` has written: its tables, then its plots."""
-    text = (PROJECT / folder / "report.md").read_text(encoding="utf-8")
-    found = re.search(rf"<!-- begin {name}\b.*?-->\n(.*?)<!-- end {name} -->", text, re.DOTALL)
+    """Shows a part of the folder's tables.md, which `make report` has written: its tables, then its plots."""
+    text = (PROJECT / folder / "tables.md").read_text(encoding="utf-8")
+    found = re.search(rf"^# {name}\n(.*?)(?=^# |\Z)", text, re.DOTALL | re.MULTILINE)
     if not found:
-        raise Stop(f"{folder}/report.md: expected a part {name}, found none: its runs lack what that part needs")
+        raise Stop(f"{folder}/tables.md: expected a part {name}, found none: its runs lack what that part needs")
     display(Markdown(PICTURE.sub("", found[1])))
     for picture in PICTURE.findall(found[1]):
         show(f"{folder}/{picture}")

@@ -1,31 +1,33 @@
 #!/usr/bin/env python3
-"""Writes DIR/report.md: tables and plots from the run folders in DIR, and questions for you to answer.
+"""Writes a report of the run folders in DIR: tables and plots of them, and questions for you to answer.
 
     labs/tools/report.py runs/first     `make report RUNS=runs/first` draws the plots first
 
-The report starts as a copy of report_template.md. The parts between <!-- begin NAME --> and
-<!-- end NAME --> are generated from the run folders, and only these are updated when you run this again.
-All other text is yours: replace each `> TODO:` with your answer, and add what you like. If your study does not
-need a section, delete it together with its markers. To restore it, write the two markers where you want it.
-If a marker is damaged or the text between two markers was edited, report.md is not changed and
-report.new.md is written instead.
+report.md       your text. It begins as a copy of report_template.md, and is never changed after that: replace each
+                `> TODO:` by your answer, and add what you like. In place of a line [timing](tables.md#timing) the
+                report has that table. If your study does not need a section, delete it.
+tables.md       the tables, from the run folders
+report_full.md  report.md with the tables in place: the file to hand in
+report.html     the same as a single file with the plots inside, to read in a browser and to print. For this Python
+                needs the package markdown-it-py: pip install -r labs/requirements.txt, or on Debian apt-get install
+                python3-markdown-it.
+
+All but report.md are written again, whenever you run this again.
 
 Runs that differ in more than device, batch and seed (--workers, --kernels, the compiler's flags, ...) are
 not averaged: they are listed in separate rows with their differences. A speed-up compares rows that agree.
 A run made before a change of the source has the same settings as a run made after it. The questions of a lab
 name its folder, <!-- other source: lab02-textbook -->, and it has a row of its own.
 
+Numbers have no more digits than the standard deviation of the repeats allows: the tables of study.py have all of them.
+
 `make report LAB=3` does the same for the runs of lab 3, in reports/lab03, with the questions of that lab,
 labs/lab03/questions.md.
-
-report.md is then converted to report.html, a single file with the plots inside, to read in a browser and to
-print; for this Python needs the package markdown-it-py: pip install -r labs/requirements.txt, or on Debian
-apt-get install python3-markdown-it.
 """
 import contextlib
 import csv
 import functools
-import hashlib
+import math
 import os
 import re
 import sys
@@ -114,14 +116,79 @@ def timing_rows(runs):
 # ---- Tables
 
 
+# The titles of columns, where the name with blanks in place of _ would not do
+TITLES = dict(
+    label="device", batch="batch on each", seconds_mean="seconds, mean", seconds_sd="sd", ci95="95 % interval, +-",
+    img_per_s="img/s", img_per_s_mean="img/s, mean", img_per_s_sd="sd", speedup="speed-up", accuracy="accuracy in %",
+    accuracy_mean="accuracy in %", accuracy_sd="sd of the accuracy", loader_wait_s_mean="wait for the loader, s",
+    variant="what differs", times_first="times the first", times_previous="times the previous",
+    count="devices or cores", wall_s_mean="wall time, s", training_percent="training in %", out_shape="output",
+    params="parameters", mflop="MFLOP", forward_ms="forward, ms", backward_ms="backward, ms", gflops="GFLOP/s",
+    gb_per_s="GB/s", percent_of_peak="% of the peak", saved="times fewer operations", time_us="time, us",
+    per_hit_us="us per hit", percent="% of the time")
+# A standard deviation, and the numbers that have no more digits than it allows
+SPREADS = {"seconds_sd": ["seconds_mean", "ci95"], "img_per_s_sd": ["img_per_s_mean", "ci95"],
+           "accuracy_sd": ["accuracy_mean", "accuracy"], "peak_sd": ["peak"]}
+RATES = ["img_per_s", "speedup", "efficiency"]  # as exact as the seconds from which they are computed
+MOST_COLUMNS = 6  # of a table with one row; a longer row is written as a column
+
+
+def titles_of(names):
+    return {name: TITLES.get(name, name.replace("_", " ")) for name in names}
+
+
+def number(value):
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+
+
+def rounded(value, spread):
+    """With two digits of the spread, but at most five digits."""
+    spread = max(spread, 1e-3 * abs(value))
+    if spread == 0 or not math.isfinite(spread):
+        return number(value)
+    decimals = 1 - math.floor(math.log10(spread))
+    return f"{round(value, decimals):.{max(0, decimals)}f}"
+
+
+def round_to_spread(row):
+    """The row with texts in place of the numbers of which the spread is known."""
+    texts, numbers = dict(row), {name: value for name, value in row.items() if isinstance(value, (int, float))}
+    for spread, names in SPREADS.items():
+        if numbers.get(spread):
+            texts.update((name, rounded(numbers[name], numbers[spread])) for name in (spread, *names) if name in numbers)
+    if numbers.get("seconds_sd"):
+        relative = numbers["seconds_sd"] / numbers["seconds_mean"]
+        texts.update((name, rounded(numbers[name], relative * numbers[name])) for name in RATES if name in numbers)
+    return texts
+
+
+def cell(value):
+    text = number(value) if isinstance(value, float) else "" if value is None else str(value)
+    return text.replace("|", "\\|")
+
+
+def markdown(lines):
+    head, *rows = ["| " + " | ".join(line) + " |" for line in lines]
+    return "\n".join([head, "|" + " --- |" * len(lines[0]), *rows])
+
+
 def table(titles, rows):
-    """In Markdown; rows are dicts with the keys of titles."""
-    def cell(value):
-        if isinstance(value, float):
-            return f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
-        return "" if value is None else str(value)
-    texts = [list(titles.values()), ["---"] * len(titles)] + [[cell(r.get(c)) for c in titles] for r in rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in texts)
+    """In Markdown; rows are dicts with the keys of titles. To be narrow, it lacks columns without an entry, and columns
+    with the same in all rows, which the sentence before it names; a single long row is written as a column."""
+    lines = [[cell(row.get(name)) for name in titles] for row in map(round_to_spread, rows)]
+    columns = [(title, cells) for title, cells in zip(titles.values(), zip(*lines)) if any(cells)]
+    if len(rows) == 1 and len(columns) > MOST_COLUMNS:
+        return markdown([(title, cells[0]) for title, cells in columns])
+    equal = [(title, cells) for title, cells in columns[1:] if len(rows) > 1 and len(set(cells)) == 1]
+    about = "; ".join(f"{title} {cells[0]}" for title, cells in equal)
+    columns = [column for column in columns if column not in equal]
+    text = markdown([[title for title, _ in columns], *zip(*(cells for _, cells in columns))])
+    return f"In all rows: {about}.\n\n{text}" if equal else text
+
+
+def as_number(text):
+    """An entry of a CSV file: a number, or the text."""
+    return float(text) if re.fullmatch(r"-?\d+(\.\d+)?", text or "") else text
 
 
 def csv_tables(root, name, folders):
@@ -129,9 +196,9 @@ def csv_tables(root, name, folders):
     paths, texts = [os.path.join(f, name) for f in folders if os.path.exists(os.path.join(f, name))], []
     for path in paths[:MOST_TABLES]:
         with open(path, newline="", encoding="utf-8", errors="replace") as f:
-            lines = list(csv.DictReader(f))
-        caption = f"From `{os.path.relpath(path, root)}`:\n\n"
-        texts.append(caption + table({c: c for c in (lines or [{}])[0]}, lines))
+            lines = [{name: as_number(text) for name, text in line.items()} for line in csv.DictReader(f)]
+        if lines:
+            texts.append(f"From `{os.path.relpath(path, root)}`:\n\n" + table(titles_of(lines[0]), lines))
     if len(paths) > MOST_TABLES:
         texts.append(f"{len(paths) - MOST_TABLES} more run folders have a {name}.")
     return "\n\n".join(texts)
@@ -171,24 +238,23 @@ def fence(lines):
 
 def make_machine(root, runs, rows):
     titles = dict(host="host", cpu="CPU", cores="usable cores", memory="memory in GB", device="device",
-                  driver="driver", threads="threads", peak="measured peak, GFLOP/s", sd="its sd", runs="runs",
+                  driver="driver", threads="threads", peak="measured peak, GFLOP/s", peak_sd="its sd", runs="runs",
                   jobs="Slurm jobs")
     lines = []
     for group in by(runs, lambda r: (*map(r.machine.get, titles), r.settings["threads"])).values():
         card = group[0].machine
         peaks = [r.machine["peak_gflops"] for r in group if r.machine["peak_gflops"] is not None]
         peak, sd, _ = summary(peaks) if peaks else (None, None, None)
-        lines.append(dict(card, memory=card.get("memory_bytes", 0) / 1e9, peak=peak, sd=sd, runs=len(group),
+        lines.append(dict(card, memory=card.get("memory_bytes", 0) / 1e9, peak=peak, peak_sd=sd, runs=len(group),
                           threads=group[0].settings["threads"],
                           jobs=len({r.machine.get("slurm") for r in group} - {None})))
     return table(titles, lines)
 
 
 def make_timing(root, runs, rows):
-    titles = dict(label="device", model="model", batch="batch on each", global_batch="global batch",
-                  repeats="repeats", seconds_mean="seconds, mean", seconds_sd="sd", ci95="95 % interval, +-",
-                  img_per_s="img/s", speedup="speed-up over cpu", accuracy_mean="accuracy in %",
-                  accuracy_sd="its sd", provenance="provenance")
+    titles = titles_of(["label", "model", "batch", "global_batch", "repeats", "seconds_mean", "seconds_sd", "ci95",
+                        "img_per_s", "speedup", "accuracy_mean", "accuracy_sd", "provenance"])
+    titles["speedup"] = "speed-up over cpu"
     if all(r["runs"][0].kind == "cpu" and r.get("speedup") in (None, 1) for r in rows):  # over itself
         del titles["speedup"]
     if any(r["variant"] for r in rows):
@@ -224,8 +290,7 @@ def make_scaling(root, runs, rows):
         lines += [r for group in groups.values() if len(group) > 1 for r in group]
     if not lines:
         return ""
-    columns = [c for c in SCALING if c != "emulated"] + ["provenance"]
-    titles = {c: c.replace("_", " ") for c in columns}
+    titles = titles_of([c for c in SCALING if c != "emulated"] + ["provenance"])
     return table(titles, lines) + picture(root, "scaling", "speed-up by devices")
 
 
@@ -233,7 +298,7 @@ def make_workers(root, runs, rows):
     text = csv_tables(root, "workers.csv", [root])
     swept = [r for r in runs if sum(not differences(r, o, FREE | {"workers"}) for o in runs) > 1]
     if not text and len({r.settings["workers"] for r in swept}) > 1:
-        text = table({c: c.replace("_", " ") for c in WORKERS[:6]}, workers_rows(swept))
+        text = table(titles_of(WORKERS[:7]), workers_rows(swept))
     return (text + picture(root, "workers", "images per second by workers")).strip()
 
 
@@ -290,80 +355,56 @@ MAKERS = dict(settings=make_settings, machine=make_machine, timing=make_timing, 
               scaling=make_scaling, hours=make_hours, ablation=make_ablation, workers=make_workers,
               layers=make_layers, profile=make_profile, timeline=make_timeline, precision=make_precision,
               classes=make_classes)
-MARKER = re.compile(rf"<!-- (begin|end) ({'|'.join(MAKERS)})(?: ([0-9a-f]{{8}}))?\b[^>]*-->\s*")
+# The line of report.md in whose place report_full.md has a table
+PLACE = re.compile(rf"^\[({'|'.join(MAKERS)})\]\(tables\.md#\1\)[ \t\r]*$", re.M)
 
 
-def make_blocks(root, runs):
-    """Name and text of each generated part; "" if the runs lack the data for it."""
+def make_tables(root, runs):
+    """Name and text of each table, with its plots; "" if the runs lack the data for it."""
     rows = timing_rows(runs)
     return {name: maker(root, runs, rows) for name, maker in MAKERS.items()}
 
 
-# ---- The file
+# ---- The files
 
 
-class Damaged(Exception):
-    """A marker is wrong; the message says how, and in which line."""
+def place(name):
+    return f"[{name}](tables.md#{name})"
 
 
-def digest(lines):
-    return hashlib.sha1("\n".join(line.strip() for line in lines).strip().encode(
-        "utf-8", "surrogateescape")).hexdigest()[:8]
-
-
-def split(text):
-    """The report as pieces (name, lines): the student's text has the name None; a block's lines are without
-    its markers. A marker holds a digest of its block, which shows whether the block was edited."""
-    pieces, begun = [(None, [])], None
-    for number, line in enumerate(text.splitlines(keepends=True), 1):
-        marker = MARKER.fullmatch(line)
-        what, name, stamp = marker.groups() if marker else (None, None, None)
-        where = f"line {number}: {line.strip()}"
-        if what == "end" and (not begun or name != begun[0]):
-            raise Damaged(f"{where}: expected its begin marker before it")
-        if what == "begin" and (begun or any(name == n for n, _ in pieces)):
-            raise Damaged(f"{where}: expected each part once, after the end of the previous one")
-        if what == "begin":
-            begun = name, stamp
-            pieces.append((name, []))
-        elif what == "end":
-            if begun[1] != digest(pieces[-1][1]) and "".join(pieces[-1][1]).strip():
-                raise Damaged(f"{where}: the text between it and its begin marker was edited")
-            begun = None
-            pieces.append((None, []))
-        else:
-            pieces[-1][1].append(line)
-    if begun:
-        raise Damaged(f"expected <!-- end {begun[0]} -->, found none")
-    return pieces
-
-
-def block(name, text):
-    stamp = digest(text.splitlines())
-    return (f"<!-- begin {name} {stamp}: generated from the run folders; do not edit this part -->\n"
-            f"{text}\n<!-- end {name} -->\n")
-
-
-def fresh_report(blocks, root):
-    """The template without the sections for which the runs have no data; for a lab its questions, all of them."""
+def first_copy(root, tables):
+    """What report.md begins as: the questions of a lab, or the template without the sections that have no table."""
     if os.path.exists(questions_of(root)):
-        return renewed_report(read_report(questions_of(root)), blocks)
+        return read_report(questions_of(root))
     template = read_report(os.path.join(os.path.dirname(os.path.abspath(__file__)), "report_template.md"))
-    unfit = [f"<!-- begin {name} -->" for name, text in blocks.items() if not text]
-    sections = [s for s in re.split("(?m)^(?=#)", template) if not any(marker in s for marker in unfit)]
-    return renewed_report("".join(sections), blocks)
+    sections = re.split("(?m)^(?=#)", template)
+    return "".join(s for s in sections if all(tables[name] for name in PLACE.findall(s)))
 
 
-def renewed_report(text, blocks):
-    return "".join("".join(lines) if name is None else
-                   block(name, blocks[name] or NOTHING)
-                   for name, lines in split(text))
+def with_tables(text, tables):
+    return PLACE.sub(lambda found: tables[found[1]] or NOTHING, text)
+
+
+def generated_files(root, tables):
+    """Name and text of what is generated from report.md and the tables, besides report.html."""
+    parts = [f"# {name}\n\n{text}\n" for name, text in tables.items() if text]
+    return {"tables.md": "\n".join([TABLES_ARE, *parts]),
+            "report_full.md": REPORT_IS + with_tables(read_report(os.path.join(root, "report.md")), tables)}
+
+
+TABLES_ARE = "<!-- Generated from the run folders by make report, which overwrites this file. -->\n"
+REPORT_IS = "<!-- Generated from report.md by make report, which overwrites this file: write in report.md. -->\n"
 
 
 def read_report(path):
     """Preserves all bytes, including line endings, when the text is written again."""
     with open(path, encoding="utf-8", errors="surrogateescape", newline="") as f:
         return f.read()
+
+
+def as_utf8(text):
+    """With a mark in place of each byte that is not UTF-8."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def write_file(path, text):
@@ -373,13 +414,14 @@ def write_file(path, text):
     os.replace(path + ".part", path)
 
 
-def write_report(path, text):
+def write_generated(path, text):
+    """Not to be written to, so that an editor warns whoever has opened it in place of report.md."""
     write_file(path, text)
-    print(f"Written: {path}, {len(re.findall('^> TODO:', text, re.M))} questions left for you to answer")
+    os.chmod(path, 0o444)
 
 
 def write_page(root, text):
-    """report.html, of the text of report.md."""
+    """report.html, of the text of report_full.md."""
     path = os.path.join(root, "report.html")
     try:
         from report_html import make_page
@@ -389,31 +431,37 @@ def write_page(root, text):
         with contextlib.suppress(OSError):
             os.remove(path)  # of an earlier report.md
         return
-    page, absent = make_page(root, text.encode("utf-8", "surrogateescape").decode("utf-8", "replace"),
-                             digest(text.splitlines()))
-    write_file(path, page)
+    page, absent = make_page(root, as_utf8(text))
+    write_generated(path, page)
     print(*(f"Note: {note}" for note in absent), sep="\n", end="\n" * bool(absent))
-    print(f"Written: {path}, to read in a browser and to print; after you have changed report.md, make report again")
+    print(f"Written: {path}, to read in a browser and to print")
+
+
+def without_place(root, text, tables):
+    """The tables that report.md does not show. Which of them the report of a lab needs, its questions say."""
+    if os.path.exists(questions_of(root)):
+        return []
+    return [name for name, table_text in tables.items() if table_text and place(name) not in text]
 
 
 def main(root):
     path = os.path.join(root, "report.md")
     try:
-        blocks = make_blocks(root, read_runs(root))
-        old = read_report(path) if os.path.exists(path) else None
-        try:
-            text = fresh_report(blocks, root) if old is None else renewed_report(old, blocks)
-        except Damaged as why:
-            new = os.path.join(root, "report.new.md")
-            if os.path.exists(new):
-                fail(path, "intact markers", why, f"fix it, or copy what you need from {new} and delete that")
-            write_report(new, fresh_report(blocks, root))
-            fail(path, "intact markers", why, f"{path} was not changed; copy the parts you need from {new}")
-        write_report(path, text)
-        write_page(root, text)
-        for name in (n for n, part in blocks.items() if old and part and f"<!-- begin {n}" not in old):
-            print(f"Note: the runs have data for the part {name}, which report.md does not contain. To add "
-                  f"it, write a line <!-- begin {name} --> and a line <!-- end {name} --> there.")
+        tables = make_tables(root, read_runs(root))
+        if not os.path.exists(path):
+            write_file(path, first_copy(root, tables))
+            print(f"Written: {path}, for you to write in; make report will not change it again")
+        text, generated = read_report(path), generated_files(root, tables)
+        for name, generated_text in generated.items():
+            write_generated(os.path.join(root, name), generated_text)
+        for name in without_place(root, text, tables):
+            print(f"Note: the runs have data for the table {name}, which report.md does not contain. To add it, write "
+                  f"a line {place(name)} there.")
+        left = len(re.findall("^> TODO:", text, re.M))
+        print(f"Written: {os.path.join(root, 'tables.md')}")
+        print(f"Written: {os.path.join(root, 'report_full.md')}, to hand in; {left} questions left for you to answer "
+              "in report.md")
+        write_page(root, generated["report_full.md"])
     except OSError as error:
         fail(error.filename or path, "a file that can be read and written", error.strerror,
              "fix its permissions")

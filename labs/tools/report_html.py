@@ -1,4 +1,4 @@
-"""Makes report.html from report.md, for report.py: a single file with its pictures inside, for phones and printers.
+"""Makes report.html from the text of report_full.md: a single file with its pictures inside, for phones and printers.
 
 Whoever opens it need not trust who wrote report.md: HTML in it is shown as text, scripts and requests are
 forbidden by the page's policy, and only pictures below the folder of the report are embedded. Needs
@@ -27,7 +27,6 @@ PAGE = """<!DOCTYPE html>
 <meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="report.md" content="{digest}">
 <title>{title}</title>
 <style>
 {style}</style>
@@ -66,7 +65,8 @@ blockquote { margin: 1em 0; padding: .1em 1em; border-left: 4px solid #bbb }
   img { max-height: 12cm }
   .table { overflow-x: visible }
   table { font-size: 7pt }
-  th, td { padding: .15em .3em }
+  th, td { padding: .15em .3em; overflow-wrap: anywhere } /* a wide table is not cut off */
+  .long { min-width: 0 }
 }
 """
 
@@ -146,7 +146,7 @@ def end_of(text, begin):
 
 
 def without_comments(text):
-    """Code stays, comments (such as the markers of the generated parts) go. What has no end goes on to the last line,
+    """Code stays, comments go. What has no end goes on to the last line,
     so nothing is searched twice."""
     kept, at = [], 0
     while begin := BEGIN.search(text, at):
@@ -159,8 +159,8 @@ def without_comments(text):
     return "".join(kept) + text[at:]
 
 
-def make_page(root, text, digest):
-    """The page, and notes about pictures that it lacks; digest tells of which report.md it was made."""
+def make_page(root, text):
+    """The page, and notes about pictures that it lacks."""
     markdown = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
     markdown.add_render_rule("image", render_picture)
     markdown.add_render_rule("table_open", lambda *_: '<div class="table"><table>\n')
@@ -171,5 +171,5 @@ def make_page(root, text, digest):
     titles = (words.content for begin, words in zip(tokens, tokens[1:]) if begin.type == "heading_open")
     env = {"root": root, "absent": []}
     body = markdown.renderer.render(tokens, markdown.options, env)
-    return PAGE.format(policy=POLICY, digest=digest, title=html.escape(next(titles, "Report")), style=STYLE,
-                       body=body), env["absent"]
+    page = PAGE.format(policy=POLICY, title=html.escape(next(titles, "Report")), style=STYLE, body=body)
+    return page, env["absent"]

@@ -38,6 +38,14 @@ EPOCHS = ["epoch", "images", "seconds", "img_per_s", "loader_wait_s", "train_los
           "accuracy", "lr", "weight_hash"]  # the columns of epochs.csv that tools need
 RUN_FILES = ["run.json", "steps.csv", "output.txt"]  # one of them makes a folder a run folder
 DIGITS = 300  # larger numbers do not fit in a float
+# Settings that determine the losses, and what they may be: others are not passed on to a program.
+NUMBER = r"-?[0-9]{1,9}(\.[0-9]{1,12})?(e-?[0-9]{1,3})?"
+REPEATED = {"model": "[a-z0-9]{1,12}", "stem": "[a-z0-9]{1,8}", "dataset": "[a-z0-9-]{1,14}", "augment": "[a-z-]{1,10}",
+            "optimizer": "[a-z]{1,10}", "schedule": "[a-z]{1,10}", "lr-scaling": "[a-z]{1,6}",
+            "kernels": "naive|fast", "parallel": "ddp|dp",
+            **dict.fromkeys(["width", "limit-train", "batch-size", "epochs", "lr", "momentum", "weight-decay",
+                             "label-smoothing", "gamma", "step-size", "warmup-epochs", "seed", "bucket-mb"], NUMBER),
+            "nesterov": "on|off"}
 TEXTS = {"layer", "kind", "out_shape", "bound", "source"}  # columns that hold no number
 
 
@@ -230,14 +238,23 @@ def read_csv(run, name, columns, absent=None):
         raise Missing(f"{path}: expected the columns {', '.join(columns)}, found {error!r}") from None
 
 
-def read_losses(run):
-    """[epochs done, loss] of each training step; the loss is the mean over the images of all ranks."""
+def step_losses(run):
+    """(epoch, step, images, loss) of each training step; the loss is the mean over the images of all ranks."""
     steps = by(read_csv(run, "steps.csv", ["epoch", "step", "images", "loss"]), lambda row: (row[0], row[1]))
     if not steps:
         raise Missing(f"{run.folder}/steps.csv has no step with a loss")
-    last = max(step for _, step in steps)
-    return [(epoch - 1 + step / last, sum(r[2] * r[3] for r in ranks) / sum(r[2] for r in ranks))
-            for (epoch, step), ranks in sorted(steps.items())]
+    table = []
+    for (epoch, step), ranks in sorted(steps.items()):
+        images = sum(row[2] for row in ranks)
+        table.append((epoch, step, images, sum(row[2] * row[3] for row in ranks) / max(1, images)))
+    return table
+
+
+def read_losses(run):
+    """[epochs done, loss] of each training step."""
+    steps = step_losses(run)
+    last = max(step for _, step, _, _ in steps)
+    return [(epoch - 1 + step / last, loss) for epoch, step, _, loss in steps]
 
 
 def read_trace(run):
@@ -325,6 +342,38 @@ def read_predictions(run):
         return rows
     except (OSError, AttributeError, KeyError, TypeError, ValueError, csv.Error) as error:
         raise Missing(f"{path}: expected test images with their predictions, found {error!r}") from None
+
+
+# ---- Running again
+
+
+def repeat_options(settings, world):
+    """The options with which a CPU repeats a run of somebody else, or why there are none: (options, why)."""
+    options = []
+    for name, pattern in REPEATED.items():
+        value = settings.get(name)
+        value = ("off", "on")[value] if isinstance(value, bool) else str(value)[:40] if value is not None else ""
+        if not value:
+            continue
+        if name == "kernels" and value not in ("naive", "fast"):
+            value = "fast"
+        if not re.fullmatch(pattern, value):
+            return [], f"expected a setting as ./cnn writes it, found --{name} {value}; it was not run"
+        options += [f"--{name}", value]
+    if world not in range(1, 17):
+        return [], f"expected 1 to 16 devices, found {world}; it was not run"
+    options += ["--no-cuda", "--threads", str(int(world)), "--replicas", str(int(world))]
+    return options + ["--oversubscribe"] * (world > 1), ""
+
+
+def other_loss(found, expected, precision="fp32"):
+    """(step, loss found, loss expected) where two trainings with the same settings first have other losses; None if
+    nowhere. Step 1 depends on images, order and weights only; later ones also on rounding."""
+    for step, (a, b) in enumerate(zip(found, expected), 1):
+        most = 0.03 if precision != "fp32" else 0.0005 if step == 1 else 0.01
+        if not abs(a - b) <= most * max(abs(b), 0.1):
+            return step, a, b
+    return None
 
 
 # ---- Comparing

@@ -4,6 +4,10 @@
     make see LAB=5 KERNEL=tiled_kernel BLOCK=0        runs the emulator, then this program
     labs/tools/see.py RECORD --source FILE.cu [--with PAGE.html] [--out PAGE.html]
 
+Variables of make see: LAB=5: a kernel of that lab's convolution; LAB=4 or 6: one of ./cnn in a step as in that lab;
+without LAB, one of a training step, with OPTIONS='--kernels naive' or other options of ./cnn. BLOCK=0: the block's
+number; LAUNCH=0: the launch, from 0 on; WITH=PAGE.html: as --with; PAGE=FILE: as --out.
+
 RECORD is what the emulator writes with CUEMU_SEE (tests/emulator/cuda_on_cpu_record.h). --with puts the run of an
 earlier page beside this one. The page needs no network and no other file.
 

@@ -14,8 +14,12 @@ run.json says `complete`, with the same command, settings and build; an unfinish
                                                with --workers 1 2 ...: workers.csv;
                                                with --counts 1 2 ...: scaling.csv
     labs/tools/study.py hours runs/first       what the runs at any depth in that folder have cost: hours.csv
-`make study`, `make study-scaling`, `make study-workers` and `make ablation` call these and draw the plots.
-Options of ./cnn come last, after --.
+`make study`, `make study-scaling`, `make study-workers` and `make ablation` call these and draw the plots, and
+`make cpu`, `make single` and `make multi` train once. Options of ./cnn come last, after --.
+
+The variables of make are options: MODEL=cifar EPOCHS=20 REPEATS=10 LIMIT=2000 GPUS=2 EMULATE=1 WORKERS='1 2 4 8'
+RUNGS=slurm/configs/one-core.txt (after make build/cnn-O0), BATCHES='50 100' for make study and BATCH=250 for the
+others, RUNS=DIR for the folder, and OPTIONS='--width 64' for options of ./cnn.
 
 Devices: cpu (all usable cores), single (one GPU), multi (--gpus of them, ddp). A missing device is skipped,
 with a message. With --emulate a virtual GPU replaces it: ./cnn-emu runs the GPU's code on the CPU; its

@@ -14,21 +14,24 @@ Each finding is one line: the file, what was expected, what was found, what to d
 error: if you know why a number is right, explain it under Anomalies. Lines `Note:` are not findings. The tool
 only reads. The exit status is 0 without findings, 1 with findings, and 2 if DIR is not a folder.
 
-It lists as missing: unanswered questions, empty sections, incomplete runs; in studies also repeats below 5,
-tables, plots and the report. It lists as implausible: numbers that contradict each other or the machine
-(steps, images, seconds, CPU time, peaks, intervals, speed-ups, GPUs), and tables that contradict the run folders.
+It lists as missing: unanswered questions, incomplete runs; in studies also repeats below 5, tables, plots and the
+report. It lists as implausible: numbers that contradict each other or the machine (steps, images, seconds, CPU time,
+peaks, intervals, speed-ups, GPUs), and tables that contradict the run folders.
+`make check` applies the same rules to the runs that a lab asks for.
 """
 import contextlib
 import csv
+import itertools
 import math
 import os
 import re
 import shlex
 import sys
+from collections import Counter
 from types import SimpleNamespace
 
-from report import (MAKERS, NOTHING, STEP_PARTS, Damaged, digest, free_settings, make_blocks, read_report,
-                    split, timing_rows, variants)
+from report import (STEP_PARTS, free_settings, generated_files, make_tables, place, read_report, timing_rows,
+                    variants)
 from run_folders import (COLUMNS, SCALING, WORKERS, Missing, add_speedups, by, differences, find_folders,
                          is_dirty, make_rows, read_confusion, read_csv, read_run, scaling_rows, start,
                          table_lines, workers_rows)
@@ -51,6 +54,7 @@ NEEDED = {"settings": ["model", "dataset", "limit-train", "epochs", "batch-size"
 NUMBERS = {"settings": ["limit-train", "epochs", "batch-size", "seed", "threads", "workers"],
            "machine": ["cores", "memory_bytes"], "parallel": ["world", "batch_per_device", "global_batch"],
            "resources": ["wall_s", "cpu_s"]}
+COPIED = 0.5        # of the steps of two runs that have the same times, and at least 3: one is a copy
 SMALLER_LR = "run it again with a smaller --lr"
 
 
@@ -90,6 +94,38 @@ def check_entries(run):
             value = getattr(run, part).get(name, 0)
             if not is_finite(value):
                 yield finding(path(run, "run.json"), f"in {part} a number as {name}", str(value)[:60])
+            elif part == "machine" and value <= 0:
+                yield finding(path(run, "run.json"), f"in {part} a {name} above 0", value)
+
+
+def check_command(run):
+    """Each option in the command against the setting of that name."""
+    words, given = run.command[1:], {}
+    for word, after in zip(words, [*words[1:], "--"]):
+        name, equals, value = word[2:].partition("=")
+        if word.startswith("--"):
+            given[name] = value if equals else True if after.startswith("--") else after
+    if run.world > 1 or "global-batch" in given:  # these change them
+        for name in ("threads", "batch-size", "global-batch"):
+            given.pop(name, None)
+    if run.settings.get("lr-scaling") != "none":
+        given.pop("lr", None)
+    for name, value in given.items():
+        setting = run.settings.get(name)
+        if setting is not None and name not in ("out", "data", "graph") and not same_value(setting, value):
+            yield finding(path(run, "run.json"), f"--{name} {value}, as in its command", f"{setting} in its settings",
+                          "was it edited? Run it again")
+
+
+def same_value(setting, value):
+    if isinstance(setting, bool):
+        return setting == (value in (True, "on", "1", "true", "yes"))
+    if isinstance(setting, (int, float)):
+        try:
+            return math.isclose(float(value), setting, rel_tol=1e-6)
+        except (TypeError, ValueError):
+            return False
+    return str(value) == setting or setting == "" or value == "auto"
 
 
 def is_printed(run):
@@ -145,6 +181,9 @@ def check_steps(run):
         if counts != [steps] * run.world:
             yield finding(where, f"{steps} steps = ceil({shard} images / batch {batch}), ranks: "
                           f"{run.world}, in epoch {e['epoch']}", counts)
+        if not run.settings.get("max-steps") and run.parallel["iterations"] != steps:
+            yield finding(path(run, "run.json"), f"{steps} iterations, the steps of epoch {e['epoch']}",
+                          run.parallel["iterations"])
         if images != e["images"]:
             yield finding(where, f"{e['images']} images in epoch {e['epoch']}, as in epochs.csv", f"{images:g}")
         if not 0.9 * seconds - 0.05 <= total <= 1.01 * seconds + 0.005:
@@ -163,6 +202,47 @@ def check_steps(run):
             yield finding(where, f"seconds = sum of the parts in epoch {epoch:g}, step {step:g}",
                           f"{seconds} and {sum(parts):.6f}")
             break
+
+
+def check_layer_times(run):
+    """GFLOP/s x saved x time = passes x MFLOP x images: forward, and two passes backward, one in the first layer, whose
+    input needs no gradient. percent_of_peak refers to the same limit in all rows with the same bound; where the peak
+    was not measured, no row has a bound."""
+    where = path(run, "layers.csv")
+    if not os.path.exists(where) or run.emulated:
+        return
+    images = min(run.batch, math.ceil(run.epochs[0]["images"] / run.world))
+    rows = read_csv(run, "layers.csv", ["layer", "mflop", "forward_ms", "backward_ms", "gflops", "saved"])
+    for layer, mflop, forward, backward, gflops, saved in rows:
+        ms = forward + backward
+        if not ms > 0:
+            yield finding(where, f"a time above 0 in row {layer}", ms)
+        elif mflop > 0.1 and gflops > 0:
+            passes = gflops * saved * ms / (mflop * images)
+            rounding = 0.02 + 0.01 / gflops + 1e-4 / ms
+            if not min(abs(passes - 2) / 2, abs(passes - 3) / 3) <= rounding:
+                yield finding(where, f"2 or 3 passes = gflops x saved x ms / (mflop x {images} images) in row {layer}",
+                              f"{passes:.2f}")
+    limited = read_csv(run, "layers.csv", ["layer", "bound", "percent_of_peak", "gflops", "gb_per_s"])
+    yield from check_limits(where, len(rows), limited)
+
+
+def check_limits(where, count, limited):
+    """The rows of layers.csv that have a bound, of `count` rows."""
+    limits = {}
+    if len(limited) not in (0, count):
+        yield finding(where, "a bound and a percentage in all rows, or in none", f"them in {len(limited)} of {count}")
+    for layer, bound, percent, gflops, gb_per_s in limited:
+        if bound not in ("compute", "memory"):
+            yield finding(where, f"bound compute or memory in row {layer}", bound)
+        elif not 0 <= percent < 1000:
+            yield finding(where, f"percent_of_peak from 0 to 1000 in row {layer}", percent)
+        elif percent >= 10:  # smaller ones are rounded too coarsely
+            peak = 100 * (gflops if bound == "compute" else gb_per_s) / percent
+            first = limits.setdefault(bound, peak)
+            if not abs(peak - first) <= 0.03 * first:
+                yield finding(where, f"percent_of_peak of {first:.4g} in row {layer}, as in the other rows",
+                              f"of {peak:.4g}")
 
 
 def check_layers(run):
@@ -225,7 +305,7 @@ def check_complete(folder):
     try:
         run = read_run(folder)
     except SystemExit as why:
-        return None, [str(why).replace("verify: error: ", "")]
+        return None, [str(why).partition(": error: ")[2]]
     if run is None:
         return None, [finding(where, "a run.json", "none", "run it again, or delete the folder")]
     if run.settings.get("eval"):  # it has not trained: no measurement
@@ -247,15 +327,20 @@ def check_measured(root, runs):
 
 
 def check_copies(root, runs):
-    """Two runs never have the same times to the microsecond, not even with the same seed."""
-    seen = {}
+    """Two runs never have the same times to the microsecond in many steps, not even with the same seed."""
+    owners = {}
     for run in runs:
         with contextlib.suppress(OSError, IndexError), open(path(run, "steps.csv")) as f:
-            times = hash(tuple(line.split(",", 6)[6] for line in f))  # the columns from seconds on
-            other = seen.setdefault(times, run)
-            if other is not run:
-                yield finding(path(run, "steps.csv"), "times of its own", f"all those of {other.folder}",
-                              "delete the copy and run it again")
+            times = set(enumerate(line.split(",", 6)[6] for line in list(f)[1:]))  # the columns from seconds on
+            shared = Counter(other for row in times for other in owners.get(row, ()))
+            for row in times:
+                owners.setdefault(row, []).append(run.folder)
+            for other, count in shared.items():
+                if count >= max(min(3, len(times)), COPIED * len(times)):
+                    yield finding(path(run, "steps.csv"), "times of its own", "all those of " * (count == len(times))
+                                  + f"{count} of {len(times)} those of " * (count < len(times)) + other,
+                                  "delete the copy and run it again")
+                    break
 
 
 def check_same(root, runs):
@@ -316,8 +401,8 @@ def check_speedups(root, runs):
                               f"{row['speedup']:.2f}", "was the machine busy? Replicas wait for the slowest of them")
 
 
-def check_table(study):
-    """The rule that the table of a study is there and agrees with the runs."""
+def check_table(study, compared=None):
+    """The rule that the table of a study is there and agrees with the runs, in the columns `compared` or in all."""
     def rule(root, runs):
         where, again = os.path.join(root, study.table), f"{study.target} writes it again"
         if not os.path.exists(where):
@@ -326,9 +411,12 @@ def check_table(study):
         with open(where, newline="", encoding="utf-8", errors="replace") as f:
             found = list(csv.reader(f))
         expected = table_lines(study.columns, study.rows(runs))
-        for number, (old, new) in enumerate(zip(found + [None] * len(expected), expected), 1):
-            if old != new:
-                yield finding(f"{where}, line {number}", ",".join(new), ",".join(old) if old else "none",
+        for number, (old, new) in enumerate(zip(found + [[]] * len(expected), expected), 1):
+            cells = [(name, a, b) for name, a, b in zip(study.columns, old, new)
+                     if a != b and name in (compared or study.columns)]
+            if cells or len(old) != len(new):
+                name, a, b = cells[0] if cells and number > 1 else ("", ",".join(old), ",".join(new))
+                yield finding(f"{where}, line {number}", f"{name} {b or 'empty'}".strip(), a or "none",
                               f"it contradicts the run folders: {again}")
                 break
         if len(found) > len(expected):
@@ -364,53 +452,28 @@ def check_plots_are_new(root, runs):
 # ---- The report
 
 
-def check_sections(root, where, pieces):
-    """The student's text: unanswered questions, headings, empty sections, images."""
-    for number, line in enumerate(read_report(where).splitlines(), 1):
-        if "TODO:" in line:
-            yield finding(f"{where}, line {number}", "your answer", line.strip()[:60] + "...",
-                          "replace the question by it")
-    text = "".join("generated\n" if name else "".join(lines) for name, lines in pieces).replace("\r", "")
-    text = re.sub("^> .*TODO:.*\n(> .*\n)*", "TODO\n", text, flags=re.M)
-    text = re.sub("^```.*?^```", "code", text, flags=re.M | re.S)
-    parts = re.split("^(#+) *(.*?) *$", text, flags=re.M)
-    sections = list(zip(parts[1::3], parts[2::3], parts[3::3]))
-    for (level, name, body), after in zip(sections, sections[1:] + [("", "", "")]):
-        body = re.sub("<!--.*?-->|generated", "", body, flags=re.S)
-        if not body.strip() and len(after[0]) <= len(level):
-            yield finding(where, f"your text under {name}", "none", "write it")
-    for image in re.findall(r"!\[[^\]]*\]\(([^) ]*)", text + str([p[1] for p in pieces if p[0]])):
-        if not re.match("https?:", image) and not os.path.exists(os.path.join(root, image)):
-            yield finding(where, f"the image {image}", "no such file",
-                          f"make plots RUNS={shlex.quote(root)}, or correct the link")
-
-
 def check_report(root, runs):
-    """What report.md contains."""
-    where = os.path.join(root, "report.md")
-    if not os.path.exists(where):
+    """Questions in report.md without an answer; and what make report generates is what it would write again."""
+    source = os.path.join(root, "report.md")
+    if not os.path.exists(source):
         return
-    try:
-        pieces = split(read_report(where))
-    except Damaged as why:
-        yield finding(where, "intact markers", why, "make report writes report.new.md to copy from")
-        return
-    yield from check_sections(root, where, pieces)
-    generated, blocks = dict(pieces), make_blocks(root, runs)
-    for name in MAKERS:
-        if name in generated and "".join(generated[name]).split() != (blocks[name] or NOTHING).split():
-            yield finding(where, f"the part {name} of the present run folders", "a different one", make_report(root))
+    for number, line in enumerate(read_report(source).splitlines(), 1):
+        if "TODO:" in line:
+            yield finding(f"{source}, line {number}", "your answer", line.strip()[:60] + "...",
+                          "replace the question by it")
+    for name, text in generated_files(root, make_tables(root, runs)).items():
+        where = os.path.join(root, name)
+        found = read_report(where) if os.path.exists(where) else "no such file"
+        yield from check_generated(root, where, text.splitlines(), found.splitlines())
 
 
-def check_page(root, runs):
-    """Whether report.html, if there is one, was made of the present report.md."""
-    where, source = os.path.join(root, "report.html"), os.path.join(root, "report.md")
-    if not os.path.exists(where) or not os.path.exists(source):
-        return
-    with open(where, encoding="utf-8", errors="replace") as f:
-        made_of = re.search('<meta name="report.md" content="([0-9a-f]*)">', f.read(1000))
-    if not made_of or made_of[1] != digest(read_report(source).splitlines()):
-        yield finding(where, "the text of the present report.md", "another text", make_report(root))
+def check_generated(root, where, expected, found):
+    """The first line that is not as generated from report.md and the present run folders, if there is one."""
+    for number, (new, old) in enumerate(itertools.zip_longest(expected, found, fillvalue=""), 1):
+        if new.strip() != old.strip():
+            yield finding(f"{where}, line {number}", f"the generated line {new.strip()[:200]!r}",
+                          repr(old.strip()[:200]), f"{make_report(root)} writes it again")
+            break
 
 
 def check_outline(root, runs):
@@ -423,13 +486,9 @@ def check_outline(root, runs):
     for name in SECTIONS:
         if not re.search(f"^#+ *{name}", text, re.M):
             yield finding(where, f"the heading {name}", "none", "add it and its section")
-    image = re.search(f"^#+ *{SECTIONS[1]}.*\n(?:(?!#).*\n)*", text, re.M)
-    if image and "TODO" not in image[0] and "![" not in image[0]:
-        yield finding(where, f"an image under {SECTIONS[1]}", "none", "write ![what it shows](file.png)")
     for name in ("settings", "machine", "timing"):
-        if f"<!-- begin {name}" not in text:
-            yield finding(where, f"the part {name}, from the run folders", "none",
-                          f"write <!-- begin {name} --> and <!-- end {name} --> there, then make report")
+        if place(name) not in text:
+            yield finding(where, f"the table {name}, from the run folders", "none", f"write a line {place(name)} there")
 
 
 # ---- Which rule applies to what
@@ -464,9 +523,11 @@ def each(check):
 # Before them, check_complete() applies to all.
 RULES = [
     (each(check_entries), ALL),
+    (each(check_command), ALL),
     (each(check_nature), ALL),
     (each(check_epochs), ALL),
     (each(check_steps), ALL),
+    (each(check_layer_times), ALL),
     (each(check_layers), ALL),
     (each(check_devices), ALL),
     (check_copies, ALL),
@@ -480,7 +541,6 @@ RULES = [
     (check_plots, {TIMING, SCALED}),
     (check_plots_are_new, ALL),
     (check_report, ALL),
-    (check_page, ALL),
     (check_outline, {TIMING, SCALED}),
 ]
 

@@ -2,7 +2,7 @@
    in memory, against the multiply-add peak and the copy bandwidth of the same run. Prints one line
    of key=value; with several threads, rounds with all and with one alternate, with two also rounds
    with one beside a second program. Times vary from run to run, the per cent of the peak less. With
-   --max-steps N it does N steps and prints nothing, for a profiler: test_instructions.sh. With
+   --max-steps N it does N steps and prints nothing, for a profiler: test_bench.sh. With
    --layers it prints where the time of the products goes, by layer and pass. */
 #define CNN_NO_MAIN
 #include "../../cnn.c"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tests slurm/doctor.sh, which `make doctor` calls, with programs that only pretend to be there.
+# slurm/doctor.sh, which `make doctor` calls, with programs that only pretend to be there; and slurm/requeue.sh.
 # CNN=PATH: another binary.
 # Prints `pass doctor/NAME` or `fail doctor/NAME: expected ..., found ...`.
 export suite=doctor
@@ -8,113 +8,79 @@ source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh" || exit 1
 # shellcheck disable=SC2154 # lib.sh sets them
 cp -r "$repo/slurm" "$repo/Makefile" . && cp "$cnn" cnn || exit 1
 unset "${!SLURM@}" "${!SBATCH@}" OMP HAVE_CUDA NVCC HAVE_MPI HAVE_NCCL
-export CC=${CC:-gcc}
 
-# pretend PROGRAM <SCRIPT: lies in the folder $fakes, which comes first
-# shellcheck disable=SC2154
-fakes=$tmp/fakes
-mkdir "$fakes"
-PATH=$fakes:$PATH
+# pretend PROGRAM SCRIPT
 pretend() {
-    { echo '#!/bin/sh' && cat; } >"$fakes/$1"
-    chmod +x "$fakes/$1"
-}
-doctor() { # [VARIABLE=VALUE...]
     # shellcheck disable=SC2154
-    env "$@" slurm/doctor.sh >"$out" 2>"$err" </dev/null
+    printf '#!/bin/sh\n%s\n' "$2" >"$tmp/fakes/$1" && chmod +x "$tmp/fakes/$1"
+}
+mkdir "$tmp/fakes" && PATH=$tmp/fakes:$PATH
+pretend cc-12 'echo cc-12 12.2.0'
+pretend cc-4 'exit 1'
+pretend nvcc 'echo release 12.4'
+pretend nvidia-smi "printf 'GPU %d: NVIDIA A100 (UUID: GPU-1)\n' 0 1"
+pretend mpirun 'echo mpirun 4.1.4'
+pretend srun 'echo pmi2'
+pretend nproc 'echo 4'
+pretend df 'printf "%s\n" "Filesystem 1024-blocks Used Available" "/dev/a 9 9 5000000"'
+# shellcheck disable=SC2016 # the script's own
+pretend sinfo '[ $1 = --version ] && echo slurm 24.05.1 && exit
+printf "%s\n" "cpu* 10 64 (null) 1-00:00:00" "gpu 4 128 gpu:a100:4 12:00:00"'
+
+# doctor VARIABLE=VALUE...
+doctor() {
+    # shellcheck disable=SC2154
+    env CC=cc-12 "$@" slurm/doctor.sh >"$out" 2>&1 </dev/null
     status=$?
 }
-
-pretend nvidia-smi <<'END'
-echo 'GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-1)'
-echo 'GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-2)'
-END
-pretend sinfo <<'END'
-case $1 in
---version) echo slurm 24.05.1 ;;
-*) printf '%s\n' 'cpu* 10 64 (null) 1-00:00:00' 'gpu 4 128 gpu:a100:4 12:00:00' ;;
-esac
-END
-pretend srun <<'END'
-echo pmi2
-END
-pretend mpirun <<'END'
-echo 'mpirun (Open MPI) 4.1.4'
-END
-pretend nproc <<'END'
-echo 4
-END
-pretend df <<'END'
-printf '%s\n' 'Filesystem 1024-blocks Used Available Capacity Mounted on' '/dev/a 9 9 5000000 9% /'
-END
+# rows STATE: what has it; a machine may have Fashion-MNIST and hipcc
+rows() { awk -v state="$1" '$1 == state && $2 !~ /^(fashion|hipcc)/ { print $2 }' "$out" | xargs; }
 
 doctor OMP=yes NVCC=nvcc HAVE_CUDA=yes HAVE_MPI=yes HAVE_NCCL=yes SBATCH_PARTITION=gpu
-same all/status 0 "$status"
-same all/quiet_stderr "" "$(cat "$err")"
-line all/compiler '^ok +compiler +.*\d+\.\d+'
-line all/openmp '^ok +OpenMP '
-line all/binary '^ok +\./cnn +trains on: '
-line all/nvcc '^ok +nvcc '
-line all/gpu '^ok +GPU +2: 2 NVIDIA A100-SXM4-40GB$'
-line all/mpi '^ok +MPI +mpirun \(Open MPI\) 4\.1\.4$'
-line all/nccl '^ok +NCCL '
-line all/cores '^ok +cores +4 usable$'
-line all/disk '^ok +disk +5 GB free here$'
-line all/slurm '^ok +Slurm +slurm 24\.05\.1'
-line all/partition_cpu '^ +cpu\*: 10 nodes of 64 cores, GPUs none, at most 1-00:00:00$'
-line all/partition_gpu '^ +gpu: 4 nodes of 128 cores, GPUs gpu:a100:4, at most 12:00:00$'
-line all/no_pmix '^missing +PMIx .*mpirun --bind-to none'
-same all/site_env 0 "$(grep -c site.env "$out" | awk '{ print $1 - 1 }')" # but for the one of PMIx
+same all/ok "0 compiler OpenMP ./cnn nvcc GPU MPI NCCL cores disk Slurm synthetic" "$status $(rows ok)"
+same all/missing "PMIx mnist cifar10 cifar100, " "$(rows missing), $(rows note)"
+while read -r row; do line "all/${row%% *}" "^(ok|missing| ) +$row"; done <<'END'
+compiler +cc-12 12\.2\.0$
+./cnn +trains on: .
+nvcc +release 12\.4$
+GPU +2: 2 NVIDIA A100$
+cores +4 usable$
+disk +5 GB free here$
+cpu\*: 10 nodes of 64 cores, GPUs none, at most 1-00:00:00$
+gpu: 4 nodes of 128 cores, GPUs gpu:a100:4, at most 12:00:00$
+END
 
-doctor SBATCH_PARTITION=gqu
-same none/status 0 "$status"
-line none/openmp '^missing +OpenMP '
-line none/nvcc '^missing +nvcc +.*module load cuda'
-line none/mpi '^missing +MPI '
-line none/nccl '^missing +NCCL +.*module load nccl'
-line none/partition '^note +site\.env +SBATCH_PARTITION=gqu is none of these$'
-
-# What Slurm has granted, and the cores that are there
-granted() {
-    doctor SLURM_JOB_ID=7 "$2"
-    line "granted/$1" "$3"
-}
-granted equal SLURM_CPUS_PER_TASK=4 '^ok +cores +4 usable, as granted'
-granted fewer SLURM_CPUS_PER_TASK=8 '^note +cores +4 usable, .*srun --cpus-per-task=8$'
-granted more SLURM_CPUS_PER_TASK=2 '^note +cores +4 usable, .*--threads 2$'
-granted list SLURM_CPUS_PER_TASK=4,4 '^ok +cores +4 usable, as granted'
-granted unsaid SLURM_NOTHING=1 '^note +cores +4 usable; .*--cpus-per-task'
-
-mkdir -p data/mnist data/cifar10
-touch data/mnist/train-images-idx3-ubyte.gz data/cifar10/data_batch_1.bin
-for program in nvidia-smi sinfo; do echo 'exit 1' | pretend $program; done
-echo 'echo "cnn: error: this CPU lacks avx512f" >&2; exit 1' | pretend cnn
-cp "$fakes/cnn" cnn
-doctor
-same bare/status 0 "$status"
-line bare/binary '^note +\./cnn +does not run here: cnn: error: this CPU lacks avx512f$'
-line bare/gpu '^missing +GPU +.*srun --gres=gpu:1'
-line bare/slurm '^missing +Slurm +.*logged in'
-line bare/mnist '^ok +mnist +data/mnist$'
-line bare/cifar10 '^ok +cifar10 +data/cifar10$'
-line bare/cifar100 '^missing +cifar100 +data/get_data\.sh cifar100'
+pretend srun 'echo pmix'
+mkdir -p data/mnist && touch data/mnist/train-images-idx3-ubyte.gz
+printf '#!/bin/sh\necho "cnn: error: this CPU lacks avx512f"; exit 1\n' >cnn
+doctor SBATCH_PARTITION=other
+same none/missing "0 OpenMP nvcc MPI NCCL cifar10 cifar100" "$status $(rows missing)"
+same none/note "./cnn site.env" "$(rows note)"
+line none/cnn '^note +\./cnn +does not run here: cnn: error: this CPU lacks avx512f$'
+line none/mnist '^ok +mnist +data/mnist$'
+pretend sinfo 'exit 1'
+pretend nvidia-smi 'exit 1'
 rm cnn
 doctor
-line bare/not_built '^note +\./cnn +not built yet: run make$'
+same login "GPU Slurm, ./cnn" "$(rows missing | grep -oE 'GPU|Slurm' | xargs), $(rows note)"
+for compiler in cc-4 no-such-compiler; do
+    doctor CC=$compiler
+    same "broken/$compiler" "1 compiler" "$status $(rows BROKEN)"
+done
+env -u CC slurm/doctor.sh >"$out" 2>&1 </dev/null # by way of make
+same make "0 compiler" "$? $(rows ok | grep -o compiler)"
 
-doctor CC=no-such-compiler
-same broken/status 1 "$status"
-line broken/compiler '^BROKEN +compiler +no-such-compiler not found'
-line broken/end '^\./cnn cannot be built here'
-pretend old-compiler <<'END'
-exit 1
+# What Slurm has granted, and the four cores that are there
+while read -r cores said; do
+    doctor SLURM_JOB_ID=7 ${cores:+SLURM_CPUS_PER_TASK=${cores#none}}
+    line "granted/$cores" "$said"
+done <<'END'
+4 ^ok +cores +4 usable, as granted
+4,4 ^ok +cores +4 usable, as granted
+8 ^note +cores +4 usable, .*srun --cpus-per-task=8$
+2 ^note +cores +4 usable, .*--threads 2$
+none ^note +cores +4 usable; .*--cpus-per-task
 END
-doctor CC=old-compiler
-same broken/old 1 "$status"
-line broken/old_says '^BROKEN +compiler +old-compiler cannot build'
-doctor -u CC
-same make/status 0 "$status"
-line make/compiler '^ok +compiler '
 
 # ---- slurm/requeue.sh: the status is the program's, also of one that ends while the script handles the signal; the
 # monitor beside it changes nothing, and writes monitor.csv

@@ -300,8 +300,7 @@ test_resume() {
         with "$kind" 3 "${small[@]}" --batch-size 2 --checkpoint "$tmp/straight"
         with "$kind" 3 "${small[@]}" --batch-size 2 --checkpoint "$tmp/stopped" --max-steps 7
         with "$kind" 3 "${small[@]}" --batch-size 2 --checkpoint "$tmp/stopped" --resume
-        holds "resume/$kind" "equal checkpoints" "other bytes, or none" \
-            cmp -s "$tmp/stopped" "$tmp/straight"
+        same_file "resume/$kind" "$tmp/stopped" "$tmp/straight"
     done
     refused resume/other_world 2 "was saved with devices=3, but this run has devices=1" "${small[@]}" \
         --batch-size 6 --resume --checkpoint "$tmp/straight"
@@ -328,10 +327,7 @@ test_signal() {
     nice -n 19 mpirun -n 3 "$cnn" --no-cuda --threads 1 --out "$tmp/run" "${small[@]}" --log-interval 7 \
         --checkpoint "$tmp/signalled" >"$out" 2>"$err" </dev/null &
     job=$!
-    for ((i = 0; i < 1000; i++)); do
-        ! grep -qs '^1,8,' "$tmp/run/steps.csv" || break
-        sleep 0.02
-    done
+    until_true 20 grep -qs '^1,8,' "$tmp/run/steps.csv"
     rank=$(ranks_of $job | tail -n 1)
     kill -TERM "$rank"
     wait $job
@@ -342,7 +338,7 @@ test_signal() {
     same signal/at_the_interval "1 1" "$(head -c 3000 "$tmp/signalled" | grep -aoP '"(epoch|batch)":"\K[0-9]+' |
         paste -sd ' ' | awk '{ print $1, $2 % 7 }')"
     with mpi 3 "${small[@]}" --checkpoint "$tmp/signalled" --resume
-    holds signal/goes_on "equal checkpoints" "other bytes, or none" cmp -s "$tmp/signalled" "$tmp/straight"
+    same_file signal/goes_on "$tmp/signalled" "$tmp/straight"
 }
 
 # ---- A rank that dies or hangs ends the job
@@ -359,16 +355,10 @@ test_dead_rank() {
             --limit-train 6000 --epochs 1000 --checkpoint "$tmp/dying" --save-every 5steps \
             --batch-size 4 >"$out" 2>"$err" </dev/null &
         job=$!
-        for ((i = 0; i < 200; i++)); do
-            [ ! -s "$tmp/dying" ] || break
-            sleep 0.1
-        done
+        until_true 20 test -s "$tmp/dying"
         rank=$(ranks_of $job | tail -n 1)
         kill -$signal "$rank"
-        for ((i = 0; i < 300; i++)); do
-            kill -0 $job 2>/dev/null || break
-            sleep 0.1
-        done
+        until_true 30 eval "! kill -0 $job 2>/dev/null"
         left=$(ranks_of $job | grep -cvx "$rank")
         [ $signal = KILL ] || kill -KILL "$rank" 2>/dev/null
         if kill -0 $job 2>/dev/null; then

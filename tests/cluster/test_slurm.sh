@@ -68,15 +68,6 @@ stop() {
 }
 trap stop EXIT
 
-# until_true SECONDS COMMAND...
-until_true() {
-    local end=$((SECONDS + $1))
-    until "${@:2}"; do
-        [ $SECONDS -lt $end ] || return 1
-        sleep .2
-    done
-}
-
 # shellcheck disable=SC2317 # until_true calls it
 no_jobs() { [ -z "$(squeue -h)" ]; }
 # shellcheck disable=SC2317
@@ -499,30 +490,8 @@ test_doctor() {
     line doctor/partition '^note +site.env +SBATCH_PARTITION=third is none of these'
 }
 
-# A job on a GPU says what is missing: ./cnn, which `make run` on the login node does not build, or CUDA in it. With a
-# full ./cnn it computes on the GPU, also after a `make run`.
-test_program() {
-    local run=(make build/cnn-here NO_CUDA=1 NO_MPI=1 OPT=-O0) # as on a login node, but for the epoch
-    mv cnn kept
-    "${run[@]}" >"$out" 2>&1 || fail program/build "exit 0" "$(tail -n 5 "$out")"
-    submit slurm/single.sb "${tiny[@]}"
-    ends program/missing "$job" FAILED
-    line program/missing/says '^single: there is no ./cnn in .*: run .make. '
-    cp build/cnn-here cnn
-    submit slurm/single.sb "${tiny[@]}"
-    ends program/no_cuda "$job" FAILED
-    line program/no_cuda/says '^single: this job has a GPU, but ./cnn was built without CUDA: run .make. '
-    cp cnn-emu cnn
-    "${run[@]}" >"$out" 2>&1
-    submit slurm/single.sb "${tiny[@]}"
-    trained program/full single "$job" single 1
-    line program/full/device '^Device: emulated GPU'
-    mv kept cnn
-}
-
 start
 test_doctor
-test_program
 test_two_gpus_and_cancel
 test_requeue
 test_site

@@ -7,8 +7,7 @@
      emulator_test bugs          the names of the bugs
      emulator_test devices       how many GPUs there are
      emulator_test properties    the first one's: compute capability, multiprocessors, shared memory
-                                 of a block; shared memory, threads, blocks of a multiprocessor
-     emulator_test speed         what a barrier, a shuffle, a launch and a thread cost here */
+                                 of a block; shared memory, threads, blocks of a multiprocessor */
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -1385,42 +1384,6 @@ static void test_all() {
     test_properties();
 }
 
-// The time of a barrier or a shuffle in the emulator.
-__global__ void many_shuffles(float *a, int rounds) {
-    float value = (float)threadIdx.x;
-    for (int r = 0; r < rounds; r++) {
-        value = __shfl_xor_sync(0xffffffff, value, 1);
-    }
-    a[threadIdx.x] = value;
-}
-static double seconds() {
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-}
-static void print_speed() {
-    const int ROUNDS = 10000, LAUNCHES = 1000;
-    Both<float> a(256);
-    double begin = seconds();
-    rounds_of_barriers<<<1, 256, 1024>>>(a.gpu, ROUNDS / 2);
-    a.down();
-    printf("barrier_ns=%.1f ", (seconds() - begin) / ROUNDS / 256 * 1e9);
-    begin = seconds();
-    many_shuffles<<<1, 256>>>(a.gpu, ROUNDS);
-    a.down();
-    printf("shuffle_ns=%.1f ", (seconds() - begin) / ROUNDS / 256 * 1e9);
-    begin = seconds();
-    for (int i = 0; i < LAUNCHES; i++) {
-        fill<<<2, 128>>>(a.gpu, 1, 256);
-    }
-    a.down();
-    printf("launch_us=%.1f ", (seconds() - begin) / LAUNCHES * 1e6);
-    begin = seconds();
-    fill<<<100000, 128>>>(a.gpu, 1, 256);
-    a.down();
-    printf("thread_ns=%.1f\n", (seconds() - begin) / 12.8e6 * 1e9);
-}
-
 int main(int argc, char **argv) {
 #ifdef CUDA_ON_CPU
     fprintf(stderr, "%s\n", cuda_emulated());
@@ -1429,9 +1392,6 @@ int main(int argc, char **argv) {
     bool known = !*what;
     if (!*what) {
         test_all();
-    } else if (strcmp(what, "speed") == 0) {
-        print_speed();
-        known = true;
     } else if (strcmp(what, "devices") == 0) {
         int count = -1;
         cudaError_t error = cudaGetDeviceCount(&count);

@@ -2,7 +2,7 @@
 
 pictures writes hostile things into DIR, whose report.md then names them; check prints what is wrong with
 DIR/report.html, one line each; frames writes PAGE, which measures report.html in a browser that is 390 px wide, as it
-is and without its policy: its first <pre> is in JSON what measured() below returns for both.
+is, without its policy, and as printed: its first <pre> is in JSON what measured() below returns for each.
 """
 import base64
 import html
@@ -140,11 +140,11 @@ def check(root):
     wrong = page.wrong + [f"<{tag}> without end" for tag in page.open]
     if page.order[:3] != ["html", "head", "meta"]:
         wrong.append(f"{page.order[:3]} at the beginning")
-    with open(f"{root}/report.md", encoding="utf-8") as f:
+    with open(f"{root}/report_full.md", encoding="utf-8") as f:
         named = re.findall(r"^!\[([^\]]*)\]\(([^ )]*)", f.read(), re.M)
     absent = len(re.findall('class="absent"', text))
     if len(named) != len(page.pictures) + absent:
-        wrong.append(f"{len(page.pictures)} pictures and {absent} notes for {len(named)} in report.md")
+        wrong.append(f"{len(page.pictures)} pictures and {absent} notes for {len(named)} in report_full.md")
     inside = [base64.b64decode(p["src"].partition(",")[2]) for p in page.pictures]
     shown = [(shows, name) for shows, name in named if f'alt="{html.escape(shows)}"' in text]
     for picture, (shows, name) in zip(inside, shown):
@@ -160,7 +160,8 @@ def frames(root, path):
     frame = '<iframe width="390" height="800" style="border: 0" srcdoc="{}"></iframe>'
     with open(path, "w", encoding="utf-8") as f:
         f.write("<!DOCTYPE html><pre></pre>" + "".join(
-            frame.format(html.escape(page)) for page in (text, re.sub("<meta http-equiv[^>]*>", "", text)))
+            frame.format(html.escape(page)) for page in (text, re.sub("<meta http-equiv[^>]*>", "", text),
+                                                         text.replace("@media print", "@media all")))
             + f"<script>{SCRIPT}</script>")
 
 

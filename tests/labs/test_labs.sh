@@ -214,11 +214,15 @@ refuses_tensor() {
 
 # The solution gets all points when a teacher grades it from the project.
 check_all() {
+    ! lacks_python "$1" || { skip "$(lab_name "$1")-solution" "python3, which reads run folders, is not installed"; return; }
     check "$1" "$repo" "$2" "$2.said"
     holds "$(lab_name "$1")-solution" "lab $1: $(full "$1")/$(full "$1")" "$(grep -v ^passed "$2.said")" \
         grep -qx "lab $1: $(full "$1")/$(full "$1") points" "$2.said"
     results_json "$(lab_name "$1")-results.json" "$2.said.json"
 }
+
+# lacks_python LAB: whether the lab's run folders cannot be read here
+lacks_python() { [ -z "$python3" ] && grep -q runs.sh "$repo/labs/check/$(lab_name "$1").sh"; }
 
 # grade_class LAB SOLVED: the grade book of two students, of whom one has handed in the starter as it was.
 # The compiler is the real one: the sandbox does not see the other.
@@ -310,7 +314,7 @@ make_answers() {
     mkdir "$tmp/answers"
     for lab in $(labs); do
         take_parts "$lab"
-        while IFS=: read -r name why; do
+        while IFS=': ' read -r name why; do
             fail "$(lab_name "$lab")-wrong/$name" "an edit of the solution" "$why"
         done < <(awk -v parts="$tmp/parts/$lab" -v out="$tmp/answers" -f "$repo/tests/labs/wrong/answers.awk" \
             "$repo/tests/labs/wrong/$(lab_name "$lab").txt")
@@ -406,6 +410,7 @@ caught() {
 # Run folders of the solution, edited so that they are wrong.
 wrong_runs() {
     local lab=$1 name dir
+    ! lacks_python "$lab" || { skip "$(lab_name "$lab")-runs" "python3 is not installed"; return; }
     for name in $(cases_of "$lab" | grep -v '^[0-9]'); do
         dir=$tmp/runs$lab-$name
         mkdir "$dir"
@@ -475,6 +480,14 @@ own_checker() {
     printf 'tests() { echo "10|-|all is well"; }\nbuild() { :; }\nrun() { cat >&9; }\n' >"$dir/labs/check/lab00.sh"
     check 0 "$repo" "$dir" "$dir.said" "$(most_tests 0)"
     same own-checker-counts-nothing "lab 0: $([ -z "${QUICK:-}" ] && echo 3/10 || echo 1/8) points" "$(grep '^lab 0' "$dir.said")"
+}
+
+# In a starter without Python, tests of run folders are skipped, with how to earn their points.
+without_python() {
+    mkdir "$tmp/no_python" && printf '#!/bin/sh\nexit 127\n' >"$tmp/no_python/python3" && chmod +x "$tmp/no_python/python3"
+    PATH=$tmp/no_python:$PATH check 0 "$tmp/fresh0" "$tmp/solved0" "$tmp/no_python.said" "1 4"
+    same no-python "passed  1/1 skipped 0/2 to earn these points install python3 and run make check LAB=0 again" \
+        "$(grep -oE '^(passed|skipped) +[0-9/]+|to earn these points .*again' "$tmp/no_python.said" | paste -sd ' ')"
 }
 
 gradescope() {
@@ -602,5 +615,5 @@ unavailable_labs
 no_answers
 classroom
 figures
-[[ " $(tr '\n' ' ' <<<"$wanted")" != *" 0 "* ]] || { own_checker && gradescope; }
+[[ " $(tr '\n' ' ' <<<"$wanted")" != *" 0 "* ]] || { own_checker && without_python && gradescope; }
 wait

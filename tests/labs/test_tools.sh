@@ -523,7 +523,7 @@ test_readme() {
     local page=$repo/labs/tools/README.md picture
     # shellcheck disable=SC2016 # backquotes of the page
     same readme/table "$(cd "$repo/labs/tools" && find . -maxdepth 1 -type f ! -name '*.md' -printf '%f\n' |
-        grep -vx 'lab_runs.sh\|run_folders.py\|report_html.py\|see.html' | sort | xargs)" \
+        grep -vx 'lab_runs.sh\|see_block.sh\|run_folders.py\|report_html.py\|see.html' | sort | xargs)" \
         "$(grep -oP '^\| `\K[^` ]+(?=[^|]*\|[^|]*\? \|)' "$page" | sort -u | xargs)"
     same readme/pictures 5 "$(grep -c '^!\[' "$page")"
     while read -r picture; do

@@ -1,500 +1,195 @@
 #!/usr/bin/env bash
-# Tests data/get_data.sh against a small HTTP server on 127.0.0.1. Prints one
-# line a test: pass NAME, fail NAME: what was expected and found, or
-# skip NAME: why. The exit status is 0 unless this script itself broke.
-#
-# The checksums of the real sets are fixed, so the tests give get_data.sh a
-# table of their own (CNN_DATA_TABLE) with files made on the spot.
-#
-# Tests are functions that run() calls by name, which shellcheck cannot follow:
-# shellcheck disable=SC2317
-set -u
-export LC_ALL=C
-
-script=$(CDPATH='' cd -- "$(dirname -- "$0")/../../data" && pwd)/get_data.sh
-[ -f "$script" ] || { echo "no $script" >&2; exit 1; }
-tmp=$(mktemp -d) || exit 1
-server=''
-trap '[ -z "$server" ] || { kill "$server"; wait "$server"; } 2>/dev/null; rm -rf -- "$tmp"' EXIT
-trap 'exit 130' INT TERM
-
-# Nothing of the user's may change what curl and wget do here.
+# data/get_data.sh with curl and with wget, against a server on 127.0.0.1 and small files in place of the data sets.
+# Prints `pass get_data/NAME`, `fail get_data/NAME: expected ..., found ...` or `skip get_data/NAME: why`.
+suite=get_data
+: "${CNN:=$(type -P true)}" # not run here
+# shellcheck source=tests/lib.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh" || exit 1
 unset http_proxy https_proxy all_proxy HTTP_PROXY HTTPS_PROXY ALL_PROXY INSTALL WGETRC CURL_HOME XDG_CONFIG_HOME
 export HOME=$tmp
+data=$tmp/data system=$tmp/system closed=http://127.0.0.1:1 # where nothing listens
 
-md5() { if command -v md5sum >/dev/null; then md5sum <"$1" | cut -c1-32; else md5 -q <"$1"; fi; }
+# The served files, and the table of their checksums
+mkdir -p "$tmp/www" "$tmp/cifar/batches"
+for file in a b; do head -c 20000 /dev/urandom >"$tmp/www/$file.gz"; done
+for file in data_batch_1 test_batch; do head -c 5000 /dev/urandom >"$tmp/cifar/batches/$file.bin"; done
+tar -czf "$tmp/www/c.tar.gz" -C "$tmp/cifar" batches
+md5() { md5sum <"$tmp/www/$1" | cut -c 1-32; }
+cat >"$tmp/table" <<END
+one|a.gz|$(md5 a.gz)|20000
+fashion-mnist|a.gz|$(md5 a.gz)|20000
+fashion-mnist|b.gz|$(md5 b.gz)|20000
+cifar10|c.tar.gz|$(md5 c.tar.gz)|-
+END
 
-# ---------------------------------------------------------------- the server
-
-# www/ is served under /ok/. The other first path parts misbehave:
-#   /norange/ ignores Range, /refuse/ answers it with 416, /cut/ stops half-way,
-#   /bad/ sends other bytes, /hang/ never answers; anything else is 404.
+# The server: ok/ serves www; norange/ ignores Range, refuse/ answers it with 416, cut/ stops half-way, bad/ sends other
+# bytes, hang/ never answers.
 cat >"$tmp/server.py" <<'END'
-import http.server, os, re, sys, time
-top = sys.argv[1]
-
+import http.server, os, re, time
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         mode, name = self.path.strip("/").split("/", 1)
-        asked = self.headers.get("Range", "-")
-        with open(top + "/log", "a") as log:
-            log.write("%s %s %s\n" % (mode, name, asked))
+        asked = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
+        first = int(asked[1]) if asked else 0
+        print(f"{mode}:{first}", file=open("log", "a"))
         if mode == "hang":
             time.sleep(60)
-            return
-        path = os.path.join(top, "www", os.path.basename(name))
-        modes = ("ok", "norange", "refuse", "cut", "bad")
-        if mode not in modes or not os.path.exists(path):
+        if mode == "nowhere":
             return self.send_error(404)
-        with open(path, "rb") as file:
-            data = file.read()
+        data = open("www/" + name, "rb").read()
+        if first and mode == "refuse" or first >= len(data):
+            return self.send_error(416)
         if mode == "bad":
-            data = bytes(255 - b for b in data)
-        start = 0
-        match = re.fullmatch(r"bytes=(\d+)-", asked)
-        if match and mode != "norange":
-            start = int(match.group(1))
-            if mode == "refuse" or start >= len(data):
-                return self.send_error(416)
-            self.send_response(206)
-            self.send_header("Content-Range", "bytes %d-%d/%d" % (start, len(data) - 1, len(data)))
-        else:
-            self.send_response(200)
-        self.send_header("Content-Length", str(len(data) - start))
+            data = bytes(255 - byte for byte in data)
+        if mode == "norange":
+            first = 0
+        self.send_response(206 if first else 200)
+        if first:
+            self.send_header("Content-Range", f"bytes {first}-{len(data) - 1}/{len(data)}")
+        self.send_header("Content-Length", str(len(data) - first))
         self.end_headers()
-        end = len(data) // 2 if mode == "cut" else len(data)
-        self.wfile.write(data[start:end])
-
-    def log_message(self, *args):
+        self.wfile.write(data[first:len(data) // 2 if mode == "cut" else len(data)])
+    def log_message(self, *words):
         pass
-
-httpd = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-httpd.daemon_threads = True
-with open(top + "/port.new", "w") as file:
-    file.write(str(httpd.server_port))
-os.rename(top + "/port.new", top + "/port")
-httpd.serve_forever()
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+print(server.server_port, file=open("port", "w"), flush=True)
+server.serve_forever()
 END
 
-start_server() {
-    local i
-    python3 "$tmp/server.py" "$tmp" >"$tmp/server.out" 2>&1 &
-    server=$!
-    for ((i = 0; i < 100; i++)); do
-        [ -s "$tmp/port" ] && break
-        sleep 0.1
-    done
-    [ -s "$tmp/port" ] || { echo "the test server did not start:" >&2; cat "$tmp/server.out" >&2; exit 1; }
-    url=http://127.0.0.1:$(cat "$tmp/port")
-}
-
-# ----------------------------------------------------------- files to fetch
-
-make_files() {
-    local set file
-    mkdir "$tmp/www" "$tmp/tar" "$tmp/tar/cifar-10-batches-bin"
-    for file in train-images train-labels t10k-images t10k-labels; do
-        head -c 20000 /dev/urandom >"$tmp/www/$file.gz"
-    done
-    for file in data_batch_1 data_batch_2 test_batch; do
-        head -c 5000 /dev/urandom >"$tmp/tar/cifar-10-batches-bin/$file.bin"
-    done
-    tar -czf "$tmp/www/c10.tar.gz" -C "$tmp/tar" cifar-10-batches-bin
-    {
-        for set in mnist fashion-mnist; do
-            for file in train-images train-labels t10k-images t10k-labels; do
-                echo "$set|$file.gz|$(md5 "$tmp/www/$file.gz")|20000"
-            done
-        done
-        echo "cifar10|c10.tar.gz|$(md5 "$tmp/www/c10.tar.gz")|-"
-        # Sets of one file, for the tests that are about one download.
-        echo "one|train-images.gz|$(md5 "$tmp/www/train-images.gz")|20000"
-        echo "two|train-labels.gz|$(md5 "$tmp/www/train-labels.gz")|20000"
-        echo "gone|gone.gz|00000000000000000000000000000000|-"
-    } >"$tmp/table"
-}
-
-# --------------------------------------------------------------- the harness
-
-# get MIRRORS ARG...: runs the script for the present test; afterwards $rc,
-# $took (seconds), $dir/out (both outputs) and $tmp/log (requests) tell of it.
+# get MIRRORS SET...: from an empty log; what it says is in $out
 get() {
-    local mirrors=$1
-    shift
     : >"$tmp/log"
-    SECONDS=0
-    PATH=$path CNN_DATA_TABLE=$table CNN_DATA_DIR=$dir/data CNN_SYSTEM_DATA=$dir/system \
-        CNN_DATA_MIRROR=$mirrors "$bash" "$script" "$@" >"$dir/out" 2>&1 </dev/null
-    rc=$?
-    took=$SECONDS
+    PATH=$path CNN_DATA_TABLE=$tmp/table CNN_DATA_DIR=$data CNN_SYSTEM_DATA=$system CNN_DATA_MIRROR=$1 \
+        "$BASH" "$repo/data/get_data.sh" "${@:2}" >"$out" 2>&1 </dev/null
+    status=$?
 }
 
-expect() { # WHAT WANTED FOUND
-    [ "$2" = "$3" ] || wrong="$wrong $1: expected '$2', found '$3';"
+# left: the files that are there, or whether a.gz is the served one and alone
+left() {
+    local files
+    files=$(cd "$data" 2>/dev/null && find . -type f -printf '%P ')
+    if [ "$files" = "one/a.gz " ] && cmp -s "$data/one/a.gz" "$tmp/www/a.gz"; then echo whole; else echo "$files"; fi
 }
 
-expect_word() { # WORDS, in the output of the last run
-    grep -qF -- "$1" "$dir/out" || wrong="$wrong output: expected '$1', found '$(tr '\n' ' ' <"$dir/out")';"
+# without PROGRAM...: $path, of links to all the others
+without() {
+    local folder
+    rm -rf "${tmp:?}/bin" && mkdir "$tmp/bin" && path=$tmp/bin
+    for folder in ${PATH//:/ }; do ln -s "$folder"/* "$path/" 2>/dev/null; done
+    (cd "$path" && rm -f -- "$@")
+}
+stand_in() { printf '#!/bin/sh\n%s\n' "$2" >"$path/$1" && chmod +x "$path/$1"; } # PROGRAM COMMANDS
+
+# Status, files and requests for each kind of server; PART: of an earlier download, the right bytes or others
+test_servers() {
+    local name part mirrors wanted words server=http://127.0.0.1:$1 kind
+    while IFS='|' read -r name part mirrors wanted words; do
+        rm -rf "$data" && mkdir -p "$data/one"
+        [ -z "$part" ] || head -c 7000 "$tmp/www/$part" >"$data/one/a.gz.part"
+        get "$(for kind in $mirrors; do [ "$kind" = closed ] && echo $closed || echo "$server/$kind/"; done)" one
+        same "$2/$name" "$wanted" "$status $(left) $(paste -sd ' ' "$tmp/log")"
+        [ -z "$words" ] || line "$2/$name/says" "$words"
+    done <<'END'
+good||ok|0 whole ok:0|^get .*/a.gz .20000 bytes.
+resumes|a.gz|ok|0 whole ok:7000
+useless_part|b.gz|ok|0 whole ok:7000 ok:0
+refuses_range|a.gz|refuse|0 whole refuse:7000 refuse:0
+not_there||nowhere|1  nowhere:0|nowhere/a.gz refused
+next_mirror|a.gz|nowhere closed ok|0 whole nowhere:7000 ok:7000
+corrupt||bad|1  bad:0|bad/a.gz sent a file with a wrong checksum
+after_corrupt||bad ok|0 whole bad:0 ok:0
+cut||cut|1 one/a.gz.part  cut:0|interrupted
+silent||hang|1  hang:0|could not be reached
+unreachable||closed|1  |^error one: no a.gz: .* could not be reached.*; .*--dataset synthetic.*login node
+END
 }
 
-expect_same() { # FILE in the target folder, FILE it must equal
-    cmp -s "$dir/data/$1" "$2" || wrong="$wrong $1: expected the served bytes, found $(ls -l "$dir/data/$1" 2>&1);"
+# What is already there
+test_existing() {
+    rm -rf "$data" && mkdir -p "$data/one"
+    head -c 7000 "$tmp/www/a.gz" >"$data/one/a.gz.part"
+    get "${1%ok}norange" one
+    same ignores_range "0 whole" "$status $(left)"
+    get "$1" one
+    same have "0 whole " "$status $(left) $(cat "$tmp/log")"
+    echo damage >>"$data/one/a.gz"
+    get "$1" one
+    same damaged "0 whole" "$status $(left)"
+    rm -rf "$data" && mkdir -p "$data/one/a.gz" "$data/cifar10/test_batch.bin"
+    get "$1" cifar10 one
+    same folder "1 2" "$status $(grep -c "$data/.* is a folder, remove it" "$out")"
+    rm -rf "$data" && mkdir -p "$data/one"
+    head -c 7000 "$tmp/www/a.gz" >"$tmp/elsewhere"
+    ln -s "$tmp/elsewhere" "$data/one/a.gz.part"
+    get "$1" one
+    same link "0 whole 7000" "$status $(left) $(stat -c %s "$tmp/elsewhere")"
 }
 
-files() { (cd "$dir/data" 2>/dev/null && find . -type f | sort | tr '\n' ' '); }
-
-requests() { grep -c . "$tmp/log"; }
-
-start_part() { # BYTES SOURCE: an interrupted download of set "one"
-    mkdir -p "$dir/data/one"
-    head -c "$1" "$2" >"$dir/data/one/train-images.gz.part"
+test_cifar() {
+    rm -rf "$data"
+    get "$1" cifar10
+    same cifar/unpacked "0 data_batch_1.bin test_batch.bin" "$status $(diff -qr "$tmp/cifar/batches" "$data/cifar10" |
+        grep -v 'c.tar.gz.md5$')$(cd "$data/cifar10" && echo *.bin)"
+    get "$1" cifar10
+    same cifar/have "0 " "$status $(cat "$tmp/log")"
+    echo damage >>"$data/cifar10/test_batch.bin"
+    get "$1" cifar10
+    same cifar/damaged 0 "$(cmp "$tmp/cifar/batches/test_batch.bin" "$data/cifar10/test_batch.bin"; echo $?)"
 }
 
-# A PATH with all commands but those named. Links, since the unwanted ones
-# share their folder with the wanted ones.
-path_without() {
-    local d rest=$PATH:
-    mkdir "$dir/bin"
-    while [ -n "$rest" ]; do
-        d=${rest%%:*} rest=${rest#*:}
-        ln -s "$d"/* "$dir/bin/" 2>/dev/null # the first of a name stays, as in PATH
+# Debian's package, in place of an apt-get that installs it
+test_debian() {
+    rm -rf "$data" && mkdir -p "$system/fashion-mnist"
+    touch "$system/fashion-mnist/a.gz"
+    get $closed fashion-mnist
+    same debian/half "1 1" "$status $(grep -c 'sudo apt-get install dataset-fashion-mnist' "$out")"
+    stand_in sudo 'exec "$@"'
+    stand_in apt-get "echo \$* >$tmp/installed && touch $system/fashion-mnist/b.gz"
+    get $closed fashion-mnist
+    INSTALL=1 get $closed one
+    same debian/not_asked "1 none" "$status $(cat "$tmp/installed" 2>/dev/null || echo none)"
+    INSTALL=1 get $closed fashion-mnist
+    same debian/asked "0 install -y dataset-fashion-mnist" "$status $(cat "$tmp/installed")"
+    get $closed fashion-mnist
+    same debian/have "0 1 " "$status $(grep -c "found in $system/fashion-mnist" "$out") $(left)"
+}
+
+test_usage() {
+    local words
+    for words in "" "one imagenet" "cifar1."; do
+        # shellcheck disable=SC2086 # words
+        get $closed $words
+        same "usage/${words:-none}" "2 1" "$status $(grep -cE '^usage:|expected one of: one fashion-mnist cifar10$' "$out")"
     done
-    (cd "$dir/bin" && rm -f -- "$@")
-    path=$dir/bin
+    get $closed --help
+    same usage/help "0 1" "$status $(grep -c '^usage:' "$out")"
+    get $closed one
+    line neither '^error one: .*neither curl nor wget is installed'
 }
 
-command_in_path() { # NAME TEXT: a stand-in for a system command
-    mkdir -p "$dir/bin"
-    rm -f -- "$dir/bin/$1"
-    printf '#!%s\n%s\n' "$bash" "$2" >"$dir/bin/$1"
-    chmod +x "$dir/bin/$1"
-    [ "$path" = "$dir/bin" ] || path=$dir/bin:$PATH
-}
-
-fill_system() {
-    mkdir -p "$dir/system/fashion-mnist"
-    touch "$dir/system/fashion-mnist/"{train-images,train-labels,t10k-images,t10k-labels}.gz
-}
-
-# An apt-get that "installs" by letting a prepared folder appear, and a sudo
-# that only runs its command: the tests install nothing on this machine.
-fake_apt() {
-    fill_system
-    mv "$dir/system" "$dir/package"
-    command_in_path apt-get "echo \"\$*\" >>'$dir/apt'; mv '$dir/package' '$dir/system'"
-    command_in_path sudo "exec \"\$@\""
-}
-
-# ------------------------------------------------ tests that need no server
-
-no_argument_prints_usage() {
-    get "$closed"
-    expect "exit" 2 "$rc"
-    expect_word "usage:"
-}
-
-help_exits_0() {
-    get "$closed" -h
-    expect "exit" 0 "$rc"
-    expect_word "usage:"
-}
-
-unknown_name_exits_2() {
-    table=''
-    get "$closed" mnist imagenet
-    expect "exit" 2 "$rc"
-    expect "lines printed" 1 "$(grep -c . "$dir/out")"
-    expect_word "imagenet"
-    expect_word "mnist fashion-mnist cifar10 cifar100"
-    get "$closed" 'cifar1.'
-    expect "exit for a pattern" 2 "$rc"
-}
-
-debian_folder_is_used() {
-    fill_system
-    get "$closed" fashion-mnist
-    expect "exit" 0 "$rc"
-    expect "files" "" "$(files)"
-    expect_word "found in $dir/system/fashion-mnist"
-}
-
-debian_folder_must_be_whole() {
-    fill_system
-    rm "$dir/system/fashion-mnist/t10k-labels.gz"
-    get "$closed" fashion-mnist
-    expect "exit" 1 "$rc"
-}
-
-without_INSTALL_only_prints_apt() {
-    fake_apt
-    get "$closed" fashion-mnist
-    expect "exit" 1 "$rc"
-    expect "apt-get called with" "" "$(cat "$dir/apt" 2>/dev/null)"
-    expect_word "sudo apt-get install dataset-fashion-mnist"
-}
-
-INSTALL_1_installs_the_package() {
-    fake_apt
-    INSTALL=1 get "$closed" fashion-mnist
-    expect "exit" 0 "$rc"
-    expect "apt-get called with" "install -y dataset-fashion-mnist" "$(cat "$dir/apt" 2>/dev/null)"
-}
-
-INSTALL_1_is_for_fashion_mnist_only() {
-    fake_apt
-    INSTALL=1 get "$closed" mnist
-    expect "exit" 1 "$rc"
-    expect "apt-get called with" "" "$(cat "$dir/apt" 2>/dev/null)"
-}
-
-offline_says_what_works() {
-    get "$closed" mnist cifar10
-    expect "exit" 1 "$rc"
-    expect "within 10 s" yes "$([ "$took" -le 10 ] && echo yes || echo "$took s")"
-    expect "error lines" 2 "$(grep -c '^error' "$dir/out")"
-    expect_word "$closed/train-images.gz could not be reached"
-    expect_word "$closed/c10.tar.gz could not be reached"
-    expect_word "sudo apt-get install dataset-fashion-mnist"
-    expect_word "./cnn --dataset fashion-mnist"
-    expect_word "./cnn --dataset synthetic"
-    expect_word "login node"
-    expect "files" "" "$(files)"
-}
-
-no_curl_no_wget_is_said() {
-    path_without curl wget
-    get "$closed" one
-    expect "exit" 1 "$rc"
-    expect_word "neither curl nor wget is installed"
-}
-
-# ------------------------------------------------- tests against the server
-
-good_download() {
-    local file
-    get "$url/ok/" mnist
-    expect "exit" 0 "$rc"
-    for file in train-images train-labels t10k-images t10k-labels; do
-        expect_same "mnist/$file.gz" "$tmp/www/$file.gz"
-    done
-    expect "number of files" 4 "$(files | wc -w | tr -d ' ')"
-}
-
-second_run_asks_nothing() {
-    get "$url/ok" mnist
-    get "$url/ok" mnist
-    expect "exit" 0 "$rc"
-    expect "requests" 0 "$(requests)"
-    expect_word "have  mnist/train-images.gz"
-}
-
-damaged_file_is_replaced() {
-    get "$url/ok" one
-    echo damage >>"$dir/data/one/train-images.gz"
-    get "$url/ok" one
-    expect "exit" 0 "$rc"
-    expect_same one/train-images.gz "$tmp/www/train-images.gz"
-}
-
-resume_sends_range() {
-    start_part 7000 "$tmp/www/train-images.gz"
-    get "$url/ok" one
-    expect "exit" 0 "$rc"
-    expect "requests" "ok train-images.gz bytes=7000-" "$(cat "$tmp/log")"
-    expect_same one/train-images.gz "$tmp/www/train-images.gz"
-}
-
-folder_of_the_files_name() {
-    mkdir -p "$dir/data/one/train-images.gz"
-    get "$url/ok" one
-    expect "exit" 1 "$rc"
-    expect_word "$dir/data/one/train-images.gz is a folder, remove it"
-    mkdir -p "$dir/data/cifar10/test_batch.bin"
-    get "$url/ok" cifar10
-    expect "exit for an unpacked file" 1 "$rc"
-    expect_word "$dir/data/cifar10/test_batch.bin is a folder, remove it"
-}
-
-part_that_is_a_link() {
-    mkdir -p "$dir/data/one"
-    head -c 7000 "$tmp/www/train-images.gz" >"$dir/elsewhere"
-    ln -s ../../elsewhere "$dir/data/one/train-images.gz.part"
-    get "$url/ok" one
-    expect "exit" 0 "$rc"
-    expect_same one/train-images.gz "$tmp/www/train-images.gz"
-    expect "link" no "$([ -L "$dir/data/one/train-images.gz" ] && echo yes || echo no)"
-    expect "bytes of what it led to" 7000 "$(wc -c <"$dir/elsewhere" | tr -d ' ')"
-}
-
-cut_download_is_kept_and_continued() {
-    get "$url/cut" one
-    expect "exit" 1 "$rc"
-    expect "files" "./one/train-images.gz.part " "$(files)"
-    get "$url/ok" one
-    expect "exit of the second run" 0 "$rc"
-    expect "requests" "ok train-images.gz bytes=10000-" "$(cat "$tmp/log")"
-    expect_same one/train-images.gz "$tmp/www/train-images.gz"
-}
-
-server_without_ranges_starts_over() {
-    start_part 7000 "$tmp/www/train-images.gz"
-    get "$url/norange" one
-    expect "exit" 0 "$rc"
-    expect_same one/train-images.gz "$tmp/www/train-images.gz"
-}
-
-server_refusing_range_starts_over() {
-    start_part 7000 "$tmp/www/train-images.gz"
-    get "$url/refuse" one
-    expect "exit" 0 "$rc"
-    expect_same one/train-images.gz "$tmp/www/train-images.gz"
-}
-
-useless_part_is_dropped() {
-    start_part 7000 "$tmp/www/t10k-images.gz"
-    get "$url/ok" one
-    expect "exit" 0 "$rc"
-    expect_same one/train-images.gz "$tmp/www/train-images.gz"
-}
-
-missing_mirror_keeps_part() {
-    start_part 7000 "$tmp/www/train-images.gz"
-    get "$url/nowhere $url/ok" one
-    expect "exit" 0 "$rc"
-    expect "last request" "ok train-images.gz bytes=7000-" "$(tail -n 1 "$tmp/log")"
-    expect_same one/train-images.gz "$tmp/www/train-images.gz"
-}
-
-corrupt_file_is_refused() {
-    get "$url/bad" one
-    expect "exit" 1 "$rc"
-    expect "files" "" "$(files)"
-    expect_word "wrong checksum"
-}
-
-next_mirror_after_404() {
-    get "$url/nowhere $url/ok" one
-    expect "exit" 0 "$rc"
-    expect "requests" "nowhere ok" "$(cut -d' ' -f1 "$tmp/log" | paste -sd' ' -)"
-    expect_same one/train-images.gz "$tmp/www/train-images.gz"
-}
-
-next_mirror_after_corrupt_file() {
-    get "$url/bad $url/ok" one
-    expect "exit" 0 "$rc"
-    expect_same one/train-images.gz "$tmp/www/train-images.gz"
-}
-
-next_mirror_after_closed_port() {
-    get "$closed $url/ok" one
-    expect "exit" 0 "$rc"
-    expect_same one/train-images.gz "$tmp/www/train-images.gz"
-}
-
-silent_server_is_left() {
-    get "$url/hang" one
-    expect "exit" 1 "$rc"
-    expect "requests" 1 "$(requests)"
-    expect "within 15 s" yes "$([ "$took" -le 15 ] && echo yes || echo "$took s")"
-    expect_word "could not be reached"
-}
-
-one_missing_set_exits_1() {
-    get "$url/ok" gone one
-    expect "exit" 1 "$rc"
-    expect_word "error gone: no gone.gz"
-    expect_same one/train-images.gz "$tmp/www/train-images.gz"
-}
-
-cifar_tar_is_flattened() {
-    local file
-    get "$url/ok" cifar10
-    expect "exit" 0 "$rc"
-    for file in data_batch_1 data_batch_2 test_batch; do
-        expect_same "cifar10/$file.bin" "$tmp/tar/cifar-10-batches-bin/$file.bin"
-    done
-    expect "left besides *.bin and the checksums" "" \
-        "$(find "$dir/data/cifar10" -mindepth 1 ! -name '*.bin' ! -name '*.md5')"
-    get "$url/ok" cifar10
-    expect "exit of the second run" 0 "$rc"
-    expect "requests of the second run" 0 "$(requests)"
-}
-
-damaged_cifar_file_is_replaced() {
-    get "$url/ok" cifar10
-    echo damage >"$dir/data/cifar10/data_batch_2.bin"
-    get "$url/ok" cifar10
-    expect "exit" 0 "$rc"
-    expect_same cifar10/data_batch_2.bin "$tmp/tar/cifar-10-batches-bin/data_batch_2.bin"
-}
-
-macos_md5_serves_too() {
-    path_without md5sum
-    if command -v md5sum >/dev/null; then
-        command_in_path md5 "[ \"\$1\" = -q ] && $(command -v md5sum) | cut -c1-32"
-    fi
-    get "$url/ok" one
-    expect "exit" 0 "$rc"
-    expect_same one/train-images.gz "$tmp/www/train-images.gz"
-    get "$url/bad" two
-    expect "exit for a corrupt file" 1 "$rc"
-}
-
-wget_downloads_and_resumes() {
-    path_without curl
-    start_part 7000 "$tmp/www/train-images.gz"
-    get "$url/ok" one two
-    expect "exit" 0 "$rc"
-    expect "first request" "ok train-images.gz bytes=7000-" "$(head -n 1 "$tmp/log")"
-    expect_same one/train-images.gz "$tmp/www/train-images.gz"
-    expect_same two/train-labels.gz "$tmp/www/train-labels.gz"
-}
-
-wget_refuses_what_curl_refuses() {
-    path_without curl
-    get "$url/bad $url/nowhere $closed" one
-    expect "exit" 1 "$rc"
-    expect "files" "" "$(files)"
-    expect_word "$url/bad/train-images.gz sent a file with a wrong checksum"
-    expect_word "$url/nowhere/train-images.gz refused"
-    expect_word "$closed/train-images.gz could not be reached"
-    start_part 7000 "$tmp/www/t10k-images.gz"
-    get "$url/norange" one
-    expect "exit after a useless .part" 0 "$rc"
-    expect_same one/train-images.gz "$tmp/www/train-images.gz"
-}
-
-# ------------------------------------------------------------------ run them
-
-bash=$(command -v bash)
-closed=http://127.0.0.1:1 # nothing listens on port 1
-make_files
-if command -v python3 >/dev/null; then start_server; fi
-
-run() { # "COMMANDS IT NEEDS" TEST...
-    local need missing name
-    missing=''
-    for need in $1; do command -v "$need" >/dev/null || missing="$missing $need"; done
-    shift
-    for name in "$@"; do
-        if [ -n "$missing" ]; then echo "skip get_data/$name: not installed:$missing"; continue; fi
-        dir=$tmp/$name wrong='' path=$PATH table=$tmp/table
-        mkdir "$dir"
-        "$name"
-        if [ -z "$wrong" ]; then echo "pass get_data/$name"; else echo "fail get_data/$name:${wrong//$'\n'/ }"; fi
-    done
-}
-
-run "" no_argument_prints_usage help_exits_0 unknown_name_exits_2 \
-    debian_folder_is_used debian_folder_must_be_whole without_INSTALL_only_prints_apt \
-    INSTALL_1_installs_the_package INSTALL_1_is_for_fashion_mnist_only no_curl_no_wget_is_said
-run "curl" offline_says_what_works
-run "curl python3" good_download second_run_asks_nothing damaged_file_is_replaced \
-    resume_sends_range folder_of_the_files_name part_that_is_a_link cut_download_is_kept_and_continued \
-    server_without_ranges_starts_over server_refusing_range_starts_over \
-    useless_part_is_dropped missing_mirror_keeps_part corrupt_file_is_refused \
-    next_mirror_after_404 next_mirror_after_corrupt_file next_mirror_after_closed_port \
-    silent_server_is_left one_missing_set_exits_1 cifar_tar_is_flattened \
-    damaged_cifar_file_is_replaced macos_md5_serves_too
-run "wget python3" wget_downloads_and_resumes wget_refuses_what_curl_refuses
+without curl wget
+test_usage
+test_debian
+if ! command -v python3 >/dev/null; then
+    skip downloads "python3 is not installed"
+    exit 0
+fi
+(cd "$tmp" && exec python3 server.py) &
+server=$!
+trap 'kill $server; rm -rf "$tmp"' EXIT
+until [ -s "$tmp/port" ]; do sleep 0.1; done
+port=$(cat "$tmp/port")
+for downloader in curl wget; do
+    command -v $downloader >/dev/null || { skip $downloader "$downloader is not installed" && continue; }
+    path=$PATH
+    [ $downloader = curl ] || without curl
+    test_servers "$port" $downloader
+    test_existing "http://127.0.0.1:$port/ok"
+    test_cifar "http://127.0.0.1:$port/ok"
+done
+without md5sum
+stand_in md5 "[ \"\$1\" = -q ] && $(command -v md5sum) | cut -c 1-32" # macOS's
+rm -rf "$data" && mkdir -p "$data"
+get "http://127.0.0.1:$port/ok" one
+same md5 "0 whole" "$status $(left)"
 exit 0

@@ -51,7 +51,7 @@ knows all-major native sm_80 sm_86
 # project: with a program that is built at once
 project() {
     rm -rf "$tmp/project" && mkdir -p "$tmp/project/labs" && cd "$tmp/project" || exit 1
-    cp -r "$repo/Makefile" "$repo/slurm" . && cp -r "$repo/labs/tools" labs
+    cp -r "$repo/Makefile" "$repo/slurm" . && cp -r "$repo/labs/tools" "$repo/labs/programs.mk" labs
     cat >cnn.c <<'END'
 #include <stdio.h>
 int main(void) { return puts("Train Epoch: 1") < 0; }
@@ -175,6 +175,19 @@ test_job_scripts() {
     done
 }
 
+# make help names each target that a user calls, on a page.
+test_help() {
+    local target missing=
+    project
+    made help
+    while read -r target; do
+        grep -qE "(^|[ ,])$target([ ,;:]|\$)" "$out" || missing+=" $target"
+    done < <(sed -n '/^\.PHONY:/,/[^\\]$/p' Makefile | sed 's/^\.PHONY://; s/\\$//' | xargs -n 1)
+    same help/targets "0 all help FORCE" "$status$missing"
+    holds help/page "at most 40 lines of 120 columns" "$(wc -lL <"$out")" \
+        awk 'length > 120 { wide = 1 } END { exit wide || NR > 40 }' "$out"
+}
+
 # In a terminal of Jupyter, MPLBACKEND has a value that matplotlib refuses elsewhere.
 test_jupyter() {
     project
@@ -221,5 +234,6 @@ test_login_node
 test_gpu_node
 test_old_nvcc
 test_job_scripts
+test_help
 test_jupyter
 test_blanks

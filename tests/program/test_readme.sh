@@ -242,16 +242,26 @@ for page in "${pages[@]}"; do
     verdict "fences $page" "an end of every block" "a block of $fence without one" [ -z "$fence" ]
 done
 
+# ---- The two examples of tests/README.md: a shell test, and one in C, which is compiled with the next test
+
+# example bash|c
+example() { sed -n "/^\`\`\`$1\$/,/^\`\`\`\$/p" tests/README.md | sed '1d; $d'; }
+{ sed '/^# ---- A good run/q' tests/program/test_cli.sh && example bash && echo test_smaller_batch; } >tests/program/example.sh
+CNN=./cnn bash tests/program/example.sh >"$out" 2>"$err"
+verdict example "3 tests that pass" "$(cat "$out" "$err")" [ "$(grep -c '^pass cli/smaller_batch/' "$out")" = 3 ]
+
 # ---- The new layer: values of torch.nn.GELU(), and gradients as the text says
 
 # shellcheck disable=SC2016 # these are the page's backquotes
 row=$(tr '\n' ' ' <labs/extending.md | grep -oP 'add `\K[^`]*(?=` to `odd_models\[\]`)')
 verdict odd_models "a row for odd_models[] in the text" "none" [ -n "$row" ]
 sed -i "/^static const Model odd_models\[\] = {/a ${row:-,}" tests/unit/networks.h
+example c >example.c
 cat >gelu_test.c <<'END'
 #define main all_tests
 #include "tests/unit/unit.c"
 #undef main
+#include "example.c"
 
 int main(void) {
     static const real in[] = {-3, -1, 0, .5, 1, 2};
@@ -265,6 +275,7 @@ int main(void) {
         bound[i] = 1e-10;
     check_tensor("gelu", got, want, bound, 6);
     verdict("gelu_values");
+    test_sgd_by_hand();
     omp_set_num_threads(1);
     for (size_t m = 0; m < ODD_MODELS; m++)
         for (size_t b = 0; b < 2 && strcmp(odd_models[m].name, "gelu") == 0; b++)
@@ -274,7 +285,7 @@ int main(void) {
 END
 gcc -std=gnu17 -O1 -fopenmp -DREAL=double -Wno-unused-function gelu_test.c -o gelu_test -lm -lpthread -ldl 2>"$err" &&
     ./gelu_test >"$out" 2>"$err"
-verdict gelu_test "3 tests" "$(cat "$out" "$err")" [ "$(grep -c ': \|/gelu_values$\|, gelu$' "$out")" = 3 ]
+verdict gelu_test "4 tests" "$(cat "$out" "$err")" [ "$(grep -c ': \|/gelu_values$\|/sgd by hand$\|, gelu$' "$out")" = 4 ]
 grep '^[a-z]* readme/' "$out"
 
 # ---- What the text mentions exists

@@ -12,27 +12,6 @@ tiny=(--model cifar --threads 1 --dataset synthetic --limit-train 10 --limit-tes
 small=("${tiny[@]}" --max-steps 1)
 replicas=(--threads 2 --replicas 2 --oversubscribe)
 
-same_file() { holds "$1" "$2 equal to $3" "other bytes, or none" cmp -s "$2" "$3"; }
-# position FILE KEY: a number in a checkpoint's metadata
-position() { head -c 3000 "$1" | grep -aoP -m1 "\"$2\":\"\\K[0-9]+"; }
-status_of() { grep -oP '"status": "\K[a-z]+' "$1/run.json"; }
-
-# rows FOLDER: its steps and epochs, without times and rates
-rows() {
-    cut -d, -f1-6 "$1/steps.csv"
-    cut -d, -f1,2,6,7,9- "$1/epochs.csv"
-}
-
-# wait_for SECONDS COMMAND...: until it succeeds
-wait_for() {
-    local i
-    for ((i = 0; i < 50 * $1; i++)); do
-        ! "${@:2}" || return 0
-        sleep 0.02
-    done
-    return 1
-}
-
 # ---- Signals
 
 # starts OPTIONS...: in the background, in $pid; returns when it has trained a few steps
@@ -41,7 +20,7 @@ starts() {
     # nice: on a busy machine the program does not end before this script has seen its rows
     env --default-signal nice -n 19 "$cnn" "$@" --out "$tmp/signals" --log-interval 2 >"$out" 2>"$err" </dev/null &
     pid=$!
-    wait_for 20 grep -qs '^1,8,' "$tmp/signals/steps.csv"
+    until_true 20 grep -qs '^1,8,' "$tmp/signals/steps.csv"
 }
 
 # ends NAME SIGNAL STATUS OPTIONS...: the step is finished, the checkpoint saved, the program ends with
@@ -71,7 +50,7 @@ test_signals() {
     rm -f "$tmp/signalled"
     starts "${long[@]}" --checkpoint "$tmp/signalled" --save-every 3
     kill -USR1 "$pid"
-    wait_for 20 test -s "$tmp/signalled"
+    until_true 20 test -s "$tmp/signalled"
     same signals/USR1/saves "epoch 1, running" \
         "epoch $(position "$tmp/signalled" epoch), $(status_of "$tmp/signals")"
     wait "$pid"
@@ -85,7 +64,7 @@ test_signals() {
     # Ignored signals, as by nohup, stay ignored.
     (trap '' HUP && exec "$cnn" "${long[@]}" --out "$tmp/nohup" --log-interval 2 >"$out" 2>"$err") &
     pid=$!
-    wait_for 20 grep -qs '^1,8,' "$tmp/nohup/steps.csv"
+    until_true 20 grep -qs '^1,8,' "$tmp/nohup/steps.csv"
     kill -HUP "$pid"
     wait "$pid"
     same signals/nohup "0 complete" "$? $(status_of "$tmp/nohup")"

@@ -38,9 +38,6 @@ import sys
 import threading
 import time
 
-sys.dont_write_bytecode = True  # no __pycache__ in the source tree
-import style
-
 REPO = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 MEMORY = 8 << 30  # bytes that changed unit tests may take
 CC = os.environ.get("CC", "gcc")
@@ -67,8 +64,8 @@ PARTS = {
 # The tests that most likely notice a change in a section of cnn.c: sections of the unit tests, then parts.
 CLI, CHECKPOINTS, PARALLEL = "program/test_cli.sh", "program/test_checkpoints.sh", "cluster/test_parallel.sh"
 LIKELY = {
-    2: ("helpers checkpoints instruments", CLI, CHECKPOINTS),
-    3: ("layers gradients",),
+    2: ("layers gradients",),
+    3: ("helpers checkpoints instruments", CLI, CHECKPOINTS),
     4: ("network memory_plan gradients", CLI),
     5: ("network golden", CLI),
     6: ("gradients steps network",),
@@ -94,6 +91,20 @@ PROGRAMS = {"unit/float": "build/test_float", "unit/double": "build/test_double"
 OPERATORS = {"+": "-", "-": "+", "*": "+", "/": "*", "%": "/", "<": "<=", "<=": "<", ">": ">=", ">=": ">",
              "==": "!=", "!=": "==", "&&": "||", "||": "&&", "-=": "+=", "*=": "+="}  # fmt: skip
 DECLARATION = re.compile(r"\s*(?:(?:static|const|volatile|struct|enum) )*\w+ \**(?:restrict )?\w+[ ;,\[=]")
+
+
+# A block comment, a line comment, a string, a character: what remains of a C file is code.
+NO_CODE = re.compile(r'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'', re.S)
+
+
+def read(path):
+    with open(path, encoding="utf-8") as file:
+        return file.read()
+
+
+def code_lines(text):
+    """The lines of a C file, with blanks instead of comments and strings."""
+    return NO_CODE.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text).split("\n")
 
 
 # Each of these yields the changes of one kind in a line of code: (first column, last column, new text).
@@ -166,7 +177,7 @@ def end_session(leader):
     for wanted in signal.SIGTERM, signal.SIGKILL:
         for path in glob.glob("/proc/[0-9]*/stat"):
             try:
-                fields = style.read(path).rsplit(")", 1)[1].split()
+                fields = read(path).rsplit(")", 1)[1].split()
                 if int(fields[3]) == leader:
                     os.kill(int(path.split("/")[2]), wanted)
             except OSError:  # it has ended by itself
@@ -238,7 +249,7 @@ class Tree:
 
 def all_parts():
     """The parts of tests/run_tests.sh, the shortest first, and the command of each."""
-    runner = style.read(os.path.join(REPO, "tests/run_tests.sh"))
+    runner = read(os.path.join(REPO, "tests/run_tests.sh"))
     listed = re.search(r"^parts='\n(.*?)^'", runner, re.S | re.M)[1].splitlines()
     return {line.split()[0]: line.split()[1:] for line in reversed(listed)}
 
@@ -288,7 +299,7 @@ class Known:
         folder = os.path.join(REPO, "build/mutations")
         os.makedirs(folder, exist_ok=True)
         self.path = os.path.join(folder, "-".join(names) + ".jsonl")
-        lines = style.read(self.path).splitlines() if os.path.exists(self.path) else []
+        lines = read(self.path).splitlines() if os.path.exists(self.path) else []
         self.known = dict(json.loads(line) for line in lines)
 
     def __contains__(self, key):
@@ -305,7 +316,7 @@ class Known:
 
 def equivalents():
     """The changes of equivalent.txt: its lines that are neither a comment nor indented, a proof."""
-    text = style.read(os.path.join(REPO, "tests/source/equivalent.txt"))
+    text = read(os.path.join(REPO, "tests/source/equivalent.txt"))
     return {line.rstrip() for line in text.splitlines() if line and line[0] not in "# "}
 
 
@@ -315,11 +326,11 @@ class Mutations:
     def __init__(self, source, sections, options, trees):
         self.source, self.options, (self.good, self.changed) = source, options, trees
         self.path = os.path.join(REPO, source)
-        self.text = style.read(self.path)
+        self.text = read(self.path)
         version = hashlib.sha1(self.text.encode()).hexdigest()[:8]
         self.known = Known(source, options.tests, str(options.seed), version)
         self.seconds = Known("seconds")
-        lines = list(zip(self.text.split("\n"), style.code_lines(self.path)))
+        lines = list(zip(self.text.split("\n"), code_lines(self.text)))
         self.places = changes(lines, sections)
 
     def draw(self):

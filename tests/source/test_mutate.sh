@@ -12,7 +12,7 @@ if [ -n "${QUICK:-}" ]; then
 elif ! command -v python3 >/dev/null; then
     skip all "no python3; on Debian: apt-get install python3"
 else
-    sources=(cnn.c:3-7 cnn_kernels.c cnn_kernels.cu)
+    sources=(cnn.c:2-7 cnn_kernels.c cnn_kernels.cu)
     for i in 0 1 2; do
         share $i || continue
         source=${sources[i]}

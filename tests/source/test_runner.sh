@@ -40,10 +40,6 @@ line bad/shown '^fail b: expected 1, found 2$'
 same bad/shown_again_at_the_end "fail b: expected 1, found 2|1 passed, 1 failed, 0 skipped|" \
     "$(tail -n 2 "$out" | one_line)"
 line bad/again 'to repeat it: make test CC=clang PARTS=made/bad$'
-LIMIT=1 runner
-same all "1 [ 5 of 5] 4 failed" "$status $(grep -o '\[ 5 of 5\]' "$out") $(tail -n 1 "$out" | grep -o '[0-9]* failed')"
-runner made/good made/good
-same once "0 2 passed, 0 failed, 1 skipped" "$status $(tail -n 1 "$out")"
 runner made/none
 same unknown "2 1" "$status $(grep -c 'no part made/none; the parts are: made/good made/bad' "$out")"
 
@@ -59,40 +55,12 @@ left() {
 }
 made_up leaves_a_process <<<'echo "pass a"; setsid sleep 987 >/dev/null 2>&1 &'
 left leaves_a_process "process N, sleep 987 "
-made_up leaves_a_loop <<<'echo "pass a"; (trap "" TERM; while :; do sleep 0.01; done) &'
-runner made/good made/leaves_a_loop
-line left/leaves_a_loop '^fail made/leaves_a_loop: left process \d+, bash ./leaves_a_loop $'
-mark="TEST_PART=${TEST_PART:-}[made/"
-same left/ended "" "$(grep -alsF -- "$mark" /proc/[0-9]*/environ)"
+same left/ended "" "$(grep -alsF -- "TEST_PART=${TEST_PART:-}[made/" /proc/[0-9]*/environ)"
 # shellcheck disable=SC2016 # the part's own variables
 made_up leaves_temporary_files <<<'echo "pass a"; cd "$TMPDIR" && pwd >where && cp where "$OLDPWD/build"'
 left leaves_temporary_files "the temporary file where"
 same left/removed "" "$(ls -d "$(cat "$tmp/project/build/where")" 2>/dev/null)"
 made_up leaves_a_file <<<'echo "pass a"; mkdir -p runs/a; touch runs/a/b build/c'
 jobs=1 runner made/good made/leaves_a_file made/silent
-line left/one_at_a_time '^fail made/leaves_a_file: left ./runs in the work tree$'
-rm -r "$tmp/project/runs"
-made_up beside <<<'touch build/beside; until [ -e build/c ]; do sleep 0.05; done; echo "pass a"'
-made_up leaves_a_file_beside <<<'until [ -e build/beside ]; do sleep 0.05; done; bash ./leaves_a_file; sleep 0.1'
-rm -f "$tmp/project/build/c"
-runner made/beside made/leaves_a_file_beside
-line left/side_by_side "^fail one of (made/beside made/leaves_a_file_beside): left ./runs .*; which one: make test JOBS=1 PARTS='\1'"
-
-# .ci/run: its stages, with a make that writes a log and fails
-# shellcheck disable=SC2016 # as it stands there
-sed -n '/^failed=/,/^}/p; /^\[ -z "\$failed" \]/p' "$repo/.ci/run" >"$tmp/stages"
-sed -i '/^\[ -z/i stage one make test\nstage two make test' "$tmp/stages"
-# shellcheck disable=SC2317 # the stages call it
-make() {
-    [ "$1" = clean ] || { mkdir -p build/tests && echo 'fail a: expected 1, found 2' >build/tests/a.log && false; }
-}
-(
-    set -euo pipefail # as .ci/run does
-    # shellcheck source=/dev/null
-    source "$tmp/stages"
-) >"$out" 2>&1
-same ci/fails "1" "$?"
-same ci/shows_at_the_end \
-    "one: fail a: expected 1, found 2|two: fail a: expected 1, found 2|failed: [one] [two]|" \
-    "$(tail -n 3 "$out" | one_line)"
+line left/in_the_tree '^fail made/leaves_a_file: left ./runs in the work tree$'
 exit 0
