@@ -41,6 +41,7 @@ test_stops() {
         --limit-test 10 --epochs 2
     stops cifar_momentum "$steps" 6 "${cifar[@]}"
     stops cifar_no_momentum "3 4" 6 "${cifar[@]}" --momentum 0 --weight-decay 0.01
+    stops cifar_resized "3 4" 6 "${cifar[@]}" --resize 64 --augment crop-flip
     stops resnet8 "$steps$more" 9 --model resnet8 --dataset synthetic --limit-train 20 \
         --batch-size 8 --limit-test 10 --epochs 3 --nesterov --schedule cosine --warmup-epochs 1 \
         --augment crop-flip --label-smoothing 0.1
@@ -236,6 +237,10 @@ test_resume_refuses() {
     base=("${cifar[@]}" --model resnet8 --batch-size 4)
     run "${base[@]}" --checkpoint "$tmp/base" --max-steps 2
     differs stem --stem 7
+    run "${base[@]}" --checkpoint "$tmp/base" --max-steps 2 --resize 64
+    refused resume/refuses_resize 2 "was saved with resize=64, but this run has resize=96" "${base[@]}" \
+        --checkpoint "$tmp/base" --resume --resize 96
+    refused resume/refuses_resize_0 2 "was saved with resize=64" "${base[@]}" --checkpoint "$tmp/base" --resume
     same resume/tried_all "$(printf '%s\n' "${kept[@]}" | sort)" \
         "$(printf '%s\n' "${tried[@]}" | sort -u)"
 }
