@@ -838,6 +838,7 @@ typedef struct Settings {
     Parallel parallel;
     size_t width, limit_train, limit_test, batch_size, test_batch_size, epochs, max_steps, seed;
     size_t step_size, warmup_epochs, log_interval, workers, threads, gpus, replicas, global_batch;
+    size_t resize; // images to this height; 0: not at all
     double lr, momentum, weight_decay, gamma, label_smoothing;
     double bucket_mb; // in megabytes
     double timeout;   // in seconds
@@ -849,6 +850,32 @@ typedef struct Settings {
 
 // --augment: each epoch sees a different variant of each image. The functions are in section 9.
 enum { CROP_PADDING = 4, ELASTIC_ALPHA = 34, ELASTIC_SIGMA = 4, ELASTIC_REACH = 3 * ELASTIC_SIGMA };
+
+/* --resize enlarges an image by a whole factor: row i of the result is a weighted mean of the row
+   `first` of the image and the one after it. The row's position in the image is
+     (i + 1/2) / factor - 1/2, limited to [0, rows - 1] = first + share
+   and the same holds for columns. (PyTorch's F.interpolate() with mode="bilinear" and
+   align_corners=False.) */
+typedef struct Neighbours {
+    uint32_t first;
+    float share; // of the row after `first`; 0 if there is none
+} Neighbours;
+
+static inline HOST_DEVICE Neighbours neighbours_of(size_t i, size_t factor, size_t count) {
+    // in units of 1 / (2 factor), in which the positions are whole numbers
+    const uint32_t half = (uint32_t)factor, one = 2 * half, last = one * ((uint32_t)count - 1);
+    const uint32_t centre = 2 * (uint32_t)i + 1;
+    uint32_t position = centre > half ? centre - half : 0;
+    if (position > last)
+        position = last;
+    Neighbours n = {position / one, (float)(position % one) / (float)one};
+    return n;
+}
+
+// The share of the row `first` (0) or of the one after it (1)
+static inline HOST_DEVICE float share_of(Neighbours n, size_t which) {
+    return which == 0 ? 1 - n.share : n.share;
+}
 
 typedef struct Dataset Dataset;
 typedef enum { TRAINING_SET, TEST_SET } DatasetPart;
@@ -880,6 +907,7 @@ typedef struct DeviceDataset {
     uint32_t *order;        // the epoch's permutation: order[position] = image
     const real *normalised; // [c][256]: the value of each byte of a channel
     Shape shape;
+    size_t factor; // --resize: by which the images are enlarged
     Augmentation augment;
     float blur[ELASTIC_REACH + 1]; // AUGMENT_ELASTIC: the weights of its blur
 } DeviceDataset;
@@ -2393,6 +2421,12 @@ static const Model *find_model(const char *name) {
     return m;
 }
 
+// The shape of images after --resize, a multiple of their height; 0 leaves them as they are.
+static Shape resized(Shape s, size_t resize) {
+    const size_t factor = resize ? resize / s.h : 1;
+    return (Shape){s.h * factor, s.w * factor, s.c};
+}
+
 // Fills the layer table.
 static void net_build(Net *net, const Model *model, const DatasetInfo *data,
                       const Settings *settings, const Kernels *kernels) {
@@ -2400,7 +2434,8 @@ static void net_build(Net *net, const Model *model, const DatasetInfo *data,
     net->device = kernels->device;
     net->classes = data->classes;
     net->world = 1;
-    size_t x = add_layer(net, (Layer){.kind = INPUT, .in = data->shape, .out = data->shape});
+    const Shape images = resized(data->shape, settings->resize);
+    size_t x = add_layer(net, (Layer){.kind = INPUT, .in = images, .out = images});
     x = model->build(net, x);
     const Layer *last = &net->layers[x];
     if (x != last_row(net) || last->kind != LOG_SOFTMAX || shape_size(last->out) != data->classes)
@@ -3469,11 +3504,13 @@ typedef struct Consumer {
     bool resident; // the data set is on the device, which builds the batches
     size_t rank;   // this rank
     size_t ranks;  // how many ranks divide the positions of an epoch; 1 if one loads for all
+    size_t resize; // the setting
 } Consumer;
 
 // The loader of a data set: its ring of batches and the workers that fill them.
 typedef struct Loader {
     const Dataset *data;
+    Shape shape;        // of the images in a batch
     uint32_t *order;    // the epoch's permutation: order[position] = image
     size_t rank_images; // how many of its images are this rank's
     size_t batch_size;
@@ -3502,25 +3539,62 @@ typedef struct Loader {
     real normalised[3][256]; // (byte / 255 - mean) / std, by channel
 } Loader;
 
-// out = the image at a position of the epoch, augmented and normalised
+// Channel c of a pixel between four pixels of an image
+static real interpolate(const real *image, Shape s, Neighbours rows, Neighbours columns, size_t c) {
+    float sum = 0;
+    for (size_t i = 0; i < 4; i++) {
+        const float weight = share_of(rows, i / 2) * share_of(columns, i % 2);
+        const size_t y = rows.first + i / 2, x = columns.first + i % 2;
+        if (weight > 0)
+            sum = fmaf(weight, (float)image[(y * s.w + x) * s.c + c], sum);
+    }
+    return sum;
+}
+
+// out = an image of shape s, enlarged by a whole factor; see Neighbours
+static void enlarge(real *out, const real *image, Shape s, size_t factor) {
+    const size_t width = s.w * factor;
+    for (size_t y = 0; y < s.h * factor; y++) {
+        const Neighbours rows = neighbours_of(y, factor, s.h);
+        for (size_t x = 0; x < width; x++) {
+            const Neighbours columns = neighbours_of(x, factor, s.w);
+            for (size_t c = 0; c < s.c; c++)
+                out[(y * width + x) * s.c + c] = interpolate(image, s, rows, columns, c);
+        }
+    }
+}
+
+// out = the normalised values of an image
+static void normalise(const Loader *l, real *out, const uint8_t *image) {
+    const Shape s = l->data->info->shape;
+    for (size_t p = 0; p < shape_size(s); p += s.c)
+        for (size_t c = 0; c < s.c; c++)
+            out[p + c] = l->normalised[c][image[p + c]];
+}
+
+// out = the image at a position of the epoch, augmented, normalised and enlarged
 static void load_image(const Loader *l, real *out, size_t position) {
     const Shape s = l->data->info->shape;
-    const size_t size = shape_size(s);
+    const size_t size = shape_size(s), factor = l->shape.h / s.h;
     const uint8_t *bytes = l->data->images + l->order[position] * size;
     uint8_t augmented[size];
+    real normalised[size];
     if (l->augment) {
         const RandomKey key = {l->key.seed, l->key.epoch, position, 1};
         l->augment(augmented, bytes, s, &key);
         bytes = augmented;
     }
-    for (size_t p = 0; p < size; p += s.c)
-        for (size_t c = 0; c < s.c; c++)
-            out[p + c] = l->normalised[c][bytes[p + c]];
+    if (factor == 1) {
+        normalise(l, out, bytes);
+        return;
+    }
+    normalise(l, normalised, bytes);
+    enlarge(out, normalised, s, factor);
 }
 
 // Fills a batch. If the data set is resident, the device adds the images.
 static void fill_batch(const Loader *l, Batch *batch, size_t number) {
-    const size_t size = shape_size(l->data->info->shape), first = number * l->batch_size;
+    const size_t size = shape_size(l->shape), first = number * l->batch_size;
     batch->number = number;
     batch->key = l->key;
     batch->key.first = position_of(l->key, first);
@@ -3544,7 +3618,7 @@ static void make_batch(Loader *l, size_t number, size_t worker) {
     trace_event(consumer->rank, TRACK_LOADER + worker, "make a batch", start, filled_at);
     if (!consumer->device->is_gpu || consumer->resident)
         return;
-    size_t bytes = slot->n * shape_size(l->data->info->shape) * sizeof(real);
+    size_t bytes = slot->n * shape_size(l->shape) * sizeof(real);
     consumer->device->transfer(consumer->device_number, slot->device_images, slot->images, bytes);
     consumer->device->transfer(consumer->device_number, slot->device_labels, slot->labels, slot->n);
     double end = now();
@@ -3586,24 +3660,27 @@ static size_t order_size(const Dataset *data, const Consumer *consumer) {
 // Plans the memory of a loader with batches of batch_size images. loader_init() allocates it.
 static void loader_plan(Loader *l, const Dataset *data, size_t batch_size, size_t workers,
                         Augmentation augment, Consumer consumer) {
-    const size_t image_size = shape_size(data->info->shape);
+    const Shape shape = data->info->shape;
     const size_t order_bytes = order_size(data, &consumer) * sizeof *l->order;
     *l = (Loader){.data = data, .batch_size = batch_size, .workers = workers, .consumer = consumer};
     l->lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
     l->changed = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
+    l->shape = resized(shape, consumer.resize);
     l->augment = augmentations[augment].augment;
-    l->resident = (DeviceDataset){.shape = data->info->shape, .augment = augment};
+    l->resident =
+        (DeviceDataset){.shape = shape, .factor = l->shape.h / shape.h, .augment = augment};
     l->slots = 2 * workers + 1; // PyTorch's prefetch_factor of 2, and the batch in use
     l->plan.device = consumer.device;
     if (!consumer.resident)
-        l->slot_size = align_up(batch_size * image_size) + ALIGN;
+        l->slot_size = align_up(batch_size * shape_size(l->shape)) + ALIGN;
     const size_t bytes = l->slots * l->slot_size * sizeof(real);
     const MemoryKind where = consumer.pinned ? PINNED : HOST;
     memory_plan_add(&l->plan, &l->images, bytes, where, FOR_LOADER);
     memory_plan_add(&l->plan, &l->labels, l->slots * batch_size, where, FOR_LOADER);
     memory_plan_add(&l->plan, &l->order, order_bytes, HOST, FOR_LOADER);
     if (consumer.resident) {
-        memory_plan_add(&l->plan, &l->resident.images, data->count * image_size, DEVICE, FOR_DATA);
+        memory_plan_add(&l->plan, &l->resident.images, data->count * shape_size(shape), DEVICE,
+                        FOR_DATA);
         memory_plan_add(&l->plan, &l->resident.labels, data->count, DEVICE, FOR_DATA);
         memory_plan_add(&l->plan, &l->resident.normalised, sizeof l->normalised, DEVICE, FOR_DATA);
         memory_plan_add(&l->plan, &l->resident.order, order_bytes, DEVICE, FOR_DATA);
@@ -4919,9 +4996,9 @@ typedef enum { SWITCH, COUNT, NUMBER, CHOICE, NAME, TEXT } OptionKind;
    FREE               It may. (--batch-size is one, since --global-batch is compared.)
    FIXED              It may not, since the value changes the result. Checkpoints hold it, and
                       --resume compares it.
-   FIXED_OMIT_FIRST   The same, but checkpoints omit the first choice, so that a checkpoint from
-                      before the option existed can be resumed. */
-typedef enum { FREE, FIXED, FIXED_OMIT_FIRST } ResumeRule;
+   FIXED_OMIT_ZERO    The same, but checkpoints omit the first choice and the number 0, so that a
+                      checkpoint from before the option existed can be resumed. */
+typedef enum { FREE, FIXED, FIXED_OMIT_ZERO } ResumeRule;
 
 typedef struct Option {
     const char *name;
@@ -4965,6 +5042,8 @@ static const Option options[] = {
      "test on the first N images only (default: all)"},
     {"--augment", AS_CHOICE(augment, "none|crop-flip|elastic"), "none", FIXED,
      "how the training images vary from epoch to epoch"},
+    {"--resize", AS_COUNT(resize, "N", 0, 1024), "0", FIXED_OMIT_ZERO,
+     "enlarge images to N x N pixels, a multiple of their size; 0: leave them as they are"},
     {"--batch-size", AS_COUNT(batch_size, "N", 1, 65536), "64", FREE, "images per training step"},
     {"--test-batch-size", AS_COUNT(test_batch_size, "N", 1, 65536), NULL, FREE,
      "images tested at a time (default: 1000 for mnist and lenet, else the training batch)"},
@@ -5001,9 +5080,9 @@ static const Option options[] = {
      "threads that compute (default: OMP_NUM_THREADS, else the usable cores)"},
     {"--kernels", AS_CHOICE(kernels, "naive|fast|tiled|tensor"), NULL, FIXED,
      "naive: the definitions; fast: CPU; tiled, tensor: GPU (default: the best here)"},
-    {"--precision", AS_CHOICE(precision, "fp32|tf32|bf16|fp16"), NULL, FIXED_OMIT_FIRST,
+    {"--precision", AS_CHOICE(precision, "fp32|tf32|bf16|fp16"), NULL, FIXED_OMIT_ZERO,
      "GPU: all but fp32 use tensor cores (default: fp32; with --kernels tensor: tf32)"},
-    {"--layout", AS_CHOICE(layout, "nhwc|nchw"), "nhwc", FIXED_OMIT_FIRST,
+    {"--layout", AS_CHOICE(layout, "nhwc|nchw"), "nhwc", FIXED_OMIT_ZERO,
      "GPU: nchw transposes around each convolution, to see what it costs"},
     {"--optimizer-launch", AS_CHOICE(optimizer_launch, "fused|per-tensor"), "fused", FREE,
      "fused: one update of all parameters; per-tensor: one for each tensor, for comparison"},
@@ -5055,10 +5134,16 @@ static const Option options[] = {
     {"--eval", AS_SWITCH(eval), "off", FREE, "test only"},
     {"--dry-run", AS_SWITCH(dry_run), "off", FREE,
      "one epoch of one training batch, then the test"},
-    {"--no-cuda", AS_SWITCH(no_cuda), "off", FREE, "use the CPU even if there is a GPU"},
+    {"--no-cuda", AS_SWITCH(no_cuda), "off", FREE,
+     "use the CPU even if there is a GPU; also called --no-accel"},
 };
 // clang-format on
 enum { OPTIONS = LENGTH(options) };
+
+// Second names of options
+static const struct {
+    const char *alias, *name;
+} aliases[] = {{"--no-accel", "--no-cuda"}}; // both are names in PyTorch's MNIST example
 
 static size_t word_length(const char *words) {
     return strcspn(words, "|");
@@ -5138,11 +5223,19 @@ static void print_help(void) {
             printf("  --model %-9s %s\n", models[i].name, models[i].defaults);
 }
 
-// The option whose name is this word, up to a = if there is one
-static const Option *find_option(const char *word) {
+// Whether a word, up to a = if there is one, is this name
+static bool is_option(const char *word, const char *name) {
     const size_t length = strcspn(word, "=");
+    return strlen(name) == length && strncmp(word, name, length) == 0;
+}
+
+// The option that a word names
+static const Option *find_option(const char *word) {
+    for (size_t i = 0; i < LENGTH(aliases); i++)
+        if (is_option(word, aliases[i].alias))
+            return find_option(aliases[i].name);
     for (const Option *o = options; o < options + OPTIONS; o++)
-        if (strlen(o->name) == length && strncmp(word, o->name, length) == 0)
+        if (is_option(word, o->name))
             return o;
     die(EXIT_USAGE, "unknown option %s; ./cnn --help lists all options", word);
 }
@@ -6698,6 +6791,13 @@ static bool training_is_over(const Run *run) {
            run->saving.request >= END_REQUEST;
 }
 
+// Whether text is the first choice of an option, or the number 0
+static bool is_zero(const Option *o, const char *text) {
+    if (o->kind == CHOICE)
+        return find_word(o->values, text) == 0;
+    return strcmp(text, "0") == 0;
+}
+
 // metadata = lines "key=value": the position, the settings that determine the result, and the sums
 // of the epoch so far
 static void run_metadata(const Run *run, char metadata[METADATA_SIZE]) {
@@ -6707,8 +6807,7 @@ static void run_metadata(const Run *run, char metadata[METADATA_SIZE]) {
          run->comm.world);
     for (const Option *o = options; o < options + OPTIONS; o++) {
         const char *text = option_text(&run->settings, o);
-        const bool first_choice = o->kind == CHOICE && find_word(o->values, text) == 0;
-        if (o->on_resume == FIXED || (o->on_resume == FIXED_OMIT_FIRST && !first_choice))
+        if (o->on_resume == FIXED || (o->on_resume == FIXED_OMIT_ZERO && !is_zero(o, text)))
             LINE("%s=%s\n", o->name + strlen("--"), text);
     }
     if (run->kernels->precision == FP16)
@@ -7163,6 +7262,14 @@ static void load_set(Dataset *set, const DatasetInfo *info, const char *dir, Dat
     *limit = set->count;
 }
 
+static void check_resize(const DatasetInfo *info, size_t resize) {
+    if (resize % info->shape.h != 0)
+        die(EXIT_USAGE,
+            "--resize: expected a multiple of the %zu x %zu pixels of the images of %s, such as "
+            "224, found %zu",
+            info->shape.h, info->shape.w, info->name, resize);
+}
+
 // Loads a data set from a folder, or generates its images if `dir` is NULL.
 static void load_dataset(Run *run, const char *name, const char *dir) {
     Settings *s = &run->settings;
@@ -7171,6 +7278,7 @@ static void load_dataset(Run *run, const char *name, const char *dir) {
     else
         printf("Data: %s (generated images)\n", name);
     run->info = dataset_for(run->model, name);
+    check_resize(&run->info, s->resize);
     load_set(&run->train_set, &run->info, dir, TRAINING_SET, &s->limit_train);
     load_set(&run->test_set, &run->info, dir, TEST_SET, &s->limit_test);
     s->dataset = run->info.name;
@@ -7261,7 +7369,8 @@ static void plan_loaders(Run *run, bool resident) {
                          .pinned = s->pin_memory && run->device->is_gpu,
                          .resident = resident,
                          .rank = c->rank,
-                         .ranks = c->world};
+                         .ranks = c->world,
+                         .resize = s->resize};
     loader_plan(&run->test_loader, &run->test_set, run->net.max_test_batch, s->workers,
                 AUGMENT_NONE, consumer);
     if (c->dp)

@@ -951,46 +951,70 @@ static __device__ void blur(real *to, const real *from, const float *by, int h, 
     __syncthreads();
 }
 
-/* out[n][h][w][c] = normalised[c][byte], and the labels. The byte is interpolated at the position
-   that augment_crop_flip() or augment_elastic() of cnn.c gives; the displacement fields of the
-   latter stay in shared memory.   Grid: images x blocks of one.   Traffic: N elements, N bytes */
+// An image of a resident data set, and what augments it
+struct View {
+    const uint8_t *bytes;
+    uint32_t bits[4];   // crop-flip: its random numbers
+    const real *fields; // elastic: the displacements, down and right
+};
+
+// Channel c of a pixel of the augmented image, normalised. The byte is interpolated at the position
+// that augment_crop_flip() or augment_elastic() of cnn.c gives.
+static __device__ real augmented(const DeviceDataset &r, const View &v, int row, int column,
+                                 int c) {
+    const int w = (int)r.shape.w, pixels = (int)r.shape.h * w;
+    const bool crop_flip = r.augment == AUGMENT_CROP_FLIP, elastic = r.augment == AUGMENT_ELASTIC;
+    real y = row, x = crop_flip && v.bits[2] & 1 ? w - 1 - column : column;
+    y += crop_flip ? (int)(v.bits[0] % (2 * CROP_PADDING + 1)) - CROP_PADDING : 0;
+    x += crop_flip ? (int)(v.bits[1] % (2 * CROP_PADDING + 1)) - CROP_PADDING : 0;
+    y += elastic ? v.fields[row * w + column] : 0;
+    x += elastic ? v.fields[pixels + row * w + column] : 0;
+    real down = y - floorf(y), right = x - floorf(x);
+    int top = (int)floorf(y), left = (int)floorf(x);
+    real above = fmaf(right, byte_at(v.bytes, r.shape, top, left + 1, c),
+                      (1 - right) * byte_at(v.bytes, r.shape, top, left, c));
+    real below = fmaf(right, byte_at(v.bytes, r.shape, top + 1, left + 1, c),
+                      (1 - right) * byte_at(v.bytes, r.shape, top + 1, left, c));
+    int byte = (int)fmaf(down, below, fmaf(1 - down, above, .5f));
+    return r.normalised[c * 256 + byte];
+}
+
+/* out[n][h][w][c] = the augmented images, enlarged as enlarge() of cnn.c does, and the labels. The
+   displacement fields of augment_elastic() stay in shared memory.   Grid: images x blocks of one.
+   Traffic: N elements, N bytes */
 template <class T>
 static __global__ void gather_kernel(T *out, uint8_t *labels, DeviceDataset r, Layout layout,
                                      const RandomKey *key) {
     extern __shared__ real fields[]; // down, right, and a buffer to blur them
-    const int h = (int)r.shape.h, w = (int)r.shape.w, pixels = h * w;
-    const unsigned size = pixels * r.shape.c;
+    const int h = (int)r.shape.h, w = (int)r.shape.w, pixels = h * w, factor = (int)r.factor;
+    const unsigned bytes = pixels * r.shape.c, size = bytes * factor * factor;
     const size_t position = position_of(*key, blockIdx.x), image = r.order[position];
-    const uint8_t *bytes = r.images + image * size;
-    const bool crop_flip = r.augment == AUGMENT_CROP_FLIP, elastic = r.augment == AUGMENT_ELASTIC;
-    uint32_t bits[4];
+    const bool elastic = r.augment == AUGMENT_ELASTIC;
+    View view = {r.images + image * bytes, {}, fields};
     for (int i = threadIdx.x; elastic && i < 2 * pixels; i += THREADS) {
         int field = i / pixels, at = i % pixels;
-        philox4x32(bits, (uint32_t)(1 + field * pixels + at / 4 * 4), (uint32_t)position,
+        philox4x32(view.bits, (uint32_t)(1 + field * pixels + at / 4 * 4), (uint32_t)position,
                    (uint32_t)key->epoch, DRAW_AUGMENT, key->seed);
-        fields[i] = ELASTIC_ALPHA * (2 * uniform(bits[at % 4]) - 1);
+        fields[i] = ELASTIC_ALPHA * (2 * uniform(view.bits[at % 4]) - 1);
     }
     __syncthreads();
     for (int field = 0; elastic && field < 2; field++) {
         blur(fields + 2 * pixels, fields + field * pixels, r.blur, h, w, true);
         blur(fields + field * pixels, fields + 2 * pixels, r.blur, h, w, false);
     }
-    philox4x32(bits, 0, (uint32_t)position, (uint32_t)key->epoch, DRAW_AUGMENT, key->seed);
+    philox4x32(view.bits, 0, (uint32_t)position, (uint32_t)key->epoch, DRAW_AUGMENT, key->seed);
     for (unsigned i = blockIdx.y * THREADS + threadIdx.x; i < size; i += gridDim.y * THREADS) {
-        const Index o = index_of(i, h, w, layout);
-        real y = o.y, x = crop_flip && bits[2] & 1 ? w - 1 - o.x : o.x;
-        y += crop_flip ? (int)(bits[0] % (2 * CROP_PADDING + 1)) - CROP_PADDING : 0;
-        x += crop_flip ? (int)(bits[1] % (2 * CROP_PADDING + 1)) - CROP_PADDING : 0;
-        y += elastic ? fields[o.y * w + o.x] : 0;
-        x += elastic ? fields[pixels + o.y * w + o.x] : 0;
-        real down = y - floorf(y), right = x - floorf(x);
-        int top = (int)floorf(y), left = (int)floorf(x);
-        real above = fmaf(right, byte_at(bytes, r.shape, top, left + 1, o.c),
-                          (1 - right) * byte_at(bytes, r.shape, top, left, o.c));
-        real below = fmaf(right, byte_at(bytes, r.shape, top + 1, left + 1, o.c),
-                          (1 - right) * byte_at(bytes, r.shape, top + 1, left, o.c));
-        int byte = (int)fmaf(down, below, fmaf(1 - down, above, .5f));
-        out[blockIdx.x * size + i] = (T)r.normalised[o.c * 256 + byte];
+        const Index o = index_of(i, h * factor, w * factor, layout);
+        const Neighbours rows = neighbours_of(o.y, factor, h);
+        const Neighbours columns = neighbours_of(o.x, factor, w);
+        real sum = 0;
+        for (int k = 0; k < 4; k++) {
+            const real weight = share_of(rows, k / 2) * share_of(columns, k % 2);
+            const int y = (int)rows.first + k / 2, x = (int)columns.first + k % 2;
+            if (weight > 0) // without --resize, one of the four weights is 1 and the others are 0
+                sum = fmaf(weight, augmented(r, view, y, x, o.c), sum);
+        }
+        out[blockIdx.x * size + i] = (T)sum;
     }
     if (blockIdx.y == 0 && threadIdx.x == 0)
         labels[blockIdx.x] = r.labels[image];
@@ -999,9 +1023,10 @@ static __global__ void gather_kernel(T *out, uint8_t *labels, DeviceDataset r, L
 template <class T>
 static void gather(real *out, uint8_t *labels, const DeviceDataset *r, const RandomKey *key,
                    size_t n, bool nchw) {
+    const Shape s = {r->shape.h * r->factor, r->shape.w * r->factor, r->shape.c};
     const size_t pixels = r->shape.h * r->shape.w;
     const size_t fields = r->augment == AUGMENT_ELASTIC ? 3 * pixels * sizeof(real) : 0;
-    const dim3 grid(n, fields ? 1 : ceil_div(pixels * r->shape.c, THREADS));
+    const dim3 grid(n, fields ? 1 : ceil_div(s.h * s.w * s.c, THREADS));
     // more than 48 KB of shared memory must be asked for
     const cudaError_t error = cudaFuncSetAttribute(
         gather_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)fields);
@@ -1011,8 +1036,8 @@ static void gather(real *out, uint8_t *labels, const DeviceDataset *r, const Ran
              "more than device %d has; expected smaller images, or another --augment",
              r->shape.h, r->shape.w, fields, device);
     check(error, "cudaFuncSetAttribute", __LINE__);
-    LAUNCH_GRID(gather_kernel<T>, grid, THREADS, fields, (T *)out, labels, *r,
-                layout_of(r->shape, nchw), key);
+    LAUNCH_GRID(gather_kernel<T>, grid, THREADS, fields, (T *)out, labels, *r, layout_of(s, nchw),
+                key);
 }
 
 // out = in, which is NHWC, in another type and layout.   Traffic: 4 N bytes, N elements

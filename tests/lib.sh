@@ -154,8 +154,8 @@ position() { head -c 3000 "$1" 2>/dev/null | grep -aoP -m1 "\"$2\":\"\K[0-9]+"; 
 
 status_of() { grep -oP '"status": "\K[a-z]+' "$1/run.json"; } # FOLDER
 
-# rows FOLDER: its steps and epochs, without times and rates
-rows() {
+# run_rows FOLDER: its steps and epochs, without times and rates
+run_rows() {
     cut -d, -f1-6 "$1/steps.csv"
     cut -d, -f1,2,6,7,9- "$1/epochs.csv"
 }

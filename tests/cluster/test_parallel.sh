@@ -56,6 +56,9 @@ same_losses() {
     same "$1" "" "$worst"
 }
 
+# accuracies FOLDER: of training and of the test, in each epoch
+accuracies() { tail -n +2 "$1/epochs.csv" | cut -d , -f 7,10 | paste -sd ' '; }
+
 hash_of() { grep -oE '[0-9a-f]{16}$' "$1/epochs.csv" | paste -sd ' '; }
 
 # ---- N devices make the update of one
@@ -70,12 +73,12 @@ equal_losses() {
         with "$kind" "$n" "${small[@]}" --global-batch 12 --augment crop-flip
         same "$kind/$model/$n/status" 0 "$status"
         same_losses "$kind/$model/$n/losses" "$steps" "$tmp/one" "$tmp/run"
-        same "$kind/$model/$n/accuracy" "$(tail -n 1 "$tmp/one/epochs.csv" | cut -d , -f 9)" \
-            "$(tail -n 1 "$tmp/run/epochs.csv" | cut -d , -f 9)"
+        same "$kind/$model/$n/accuracies" "$(accuracies "$tmp/one")" "$(accuracies "$tmp/run")"
         same "$kind/$model/$n/predictions" "" "$(diff "$tmp/one/predictions.csv" "$tmp/run/predictions.csv" 2>&1)"
         [ "$kind" != mpi ] || continue
         with "$kind" "$n" "${small[@]}" --batch-size 12 --parallel dp --augment crop-flip
         same_losses "$kind/$model/$n/dp_losses" "$steps" "$tmp/one" "$tmp/run"
+        same "$kind/$model/$n/dp_accuracies" "$(accuracies "$tmp/one")" "$(accuracies "$tmp/run")"
     done
     rm -rf "$tmp/one"
 }
@@ -89,6 +92,10 @@ test_equal_losses() {
         [ ! -x "$emulator" ] || equal_losses gpus "$model" 4 --limit-train 24
         [ -n "$why" ] || equal_losses mpi "$model" 10 --limit-train 60
     done
+    local resized=(cifar 2 --limit-train 12 --resize 64)
+    equal_losses replicas "${resized[@]}"
+    [ ! -x "$emulator" ] || equal_losses gpus "${resized[@]}"
+    [ -n "$why" ] || equal_losses mpi "${resized[@]}"
     [ -x "$emulator" ] || skip gpus "no cnn-emu: make emulate"
     [ -z "$why" ] || skip mpi "$why"
 }

@@ -154,6 +154,15 @@ test_options() {
     train elastic "${small[@]}" --augment elastic
     train elastic_cpu "${small[@]}" --augment elastic --no-cuda
     close elastic elastic_cpu # but for a few grey levels
+    local resized=(--model cifar --limit-train 6 --batch-size 4 --resize 64 --augment crop-flip)
+    train resized "${resized[@]}"
+    line resized/row_0 ' 0 +input .* 64 x 64 x 3 '
+    for way in "resident off" "layout nchw"; do
+        train "resized_${way// /_}" "${resized[@]}" "--${way% *}" "${way#* }"
+        close "resized_${way// /_}" resized
+    done
+    train resized_cpu "${resized[@]}" --no-cuda
+    close resized resized_cpu
     same augmented_otherwise different \
         "$([ "$(losses base)" = "$(losses elastic)" ] || echo different)"
     train naive "${small[@]}" --kernels naive

@@ -299,12 +299,13 @@ END
 
 # ---- Wrong answers
 
-cases_of() { sed -n 's/^case //p' "$repo/tests/labs/wrong/$(lab_name "$1").txt"; }
+wrong_file() { echo "$repo/tests/labs/wrong/$(lab_name "$1").txt"; } # wrong_file LAB
+cases_of() { sed -n 's/^case //p' "$(wrong_file "$1")"; }
 # case_lines LAB CASE KEY: the lines of this case that begin with KEY, without it
 case_lines() {
     awk -v name="$2" -v key="$3 " '
         /^case / { inside = $2 == name }
-        inside && index($0, key) == 1 { print substr($0, length(key) + 1) }' "$repo/tests/labs/wrong/$(lab_name "$1").txt"
+        inside && index($0, key) == 1 { print substr($0, length(key) + 1) }' "$(wrong_file "$1")"
 }
 expected() { case_lines "$1" "$(basename "$2")" expect; } # expected LAB CASE
 
@@ -316,10 +317,11 @@ make_answers() {
         take_parts "$lab"
         while IFS=': ' read -r name why; do
             fail "$(lab_name "$lab")-wrong/$name" "an edit of the solution" "$why"
-        done < <(awk -v parts="$tmp/parts/$lab" -v out="$tmp/answers" -f "$repo/tests/labs/wrong/answers.awk" \
-            "$repo/tests/labs/wrong/$(lab_name "$lab").txt")
+        done < <(awk -v parts="$tmp/parts/$lab" -v out="$tmp/answers" \
+            -f "$repo/tests/labs/wrong/answers.awk" "$(wrong_file "$lab")")
     done
-    same wrong-answers-made "$(cat "$repo"/tests/labs/wrong/*.txt | grep -c '^case [0-9]')" "$(find "$tmp/answers" -type f | wc -l)"
+    same wrong-answers-made "$(cat "$repo"/tests/labs/wrong/*.txt | grep -c '^case [0-9]')" \
+        "$(find "$tmp/answers" -type f | wc -l)"
 }
 
 # The k-th wrong answers of all TODOs are tried together, since each fails different tests; those that expect a
@@ -372,13 +374,14 @@ must_be_caught() {
         try_answers "$1" "$dir" "" "$2"
         said=$dir.said
     fi
-    holds "$(lab_name "$1")-wrong/$(basename "$2")" "$(expected "$1" "$2")" "$(grep -v '^passed' "$said")" caught "$1" "$2" "$said"
+    holds "$(lab_name "$1")-wrong/$(basename "$2")" "$(expected "$1" "$2")" "$(grep -v '^passed' "$said")" \
+        caught "$1" "$2" "$said"
 }
 
 # try_case CASE: one wrong answer alone
 try_case() {
     local lab=${1%%.*}
-    [ -f "$tmp/answers/$1" ] || { fail "$1" "a case in tests/labs/wrong/$(lab_name "$lab").txt" "none that edits a solution"; return; }
+    [ -f "$tmp/answers/$1" ] || { fail "$1" "a case in $(wrong_file "$lab")" "none that can be tried"; return; }
     [ -d "$tmp/solved$lab" ] || { starter "$lab" "$tmp/solved$lab" && solve "$lab" "$tmp/solved$lab"; }
     try_round "$lab" "$tmp/alone.$1" "$tmp/answers/$1"
 }
@@ -398,11 +401,12 @@ id_of() { basename "$1" | sed 's/-.*//'; }
 
 # caught LAB FILE SAID: a test that needs its TODO fails with the expected words; for a cheat, all such tests
 caught() {
-    local id failed of
+    local id failed of words
     id=$(id_of "$2")
+    words=$(expected "$1" "$2")
     failed=$(verdicts "$3" | awk '$1 == "failed" { print $2 }')
     of=$(list "$1" | awk -F '|' -v id="$id" 'index(" " $2 " ", " " id " ") { print NR }')
-    grep -qxF "$of" <<<"$failed" && [ -n "$(expected "$1" "$2")" ] && grep -qE -- "$(expected "$1" "$2")" "$3" || return 1
+    grep -qxF "$of" <<<"$failed" && [ -n "$words" ] && grep -qE -- "$words" "$3" || return 1
     [[ $2 != *cheat* ]] || [ -z "$(comm -23 <(tests_of "$1" "$id" | tr ' ' '\n' | sed '/^$/d' | sort) \
         <(sort <<<"$failed"))" ]
 }

@@ -37,6 +37,7 @@ elsewhere clone "a network"
 row read-the-network '^  1199882 parameters, ' "./cnn $tiny --dry-run"
 row arguments-of-a-convolution '^ +1  conv1 +conv2d 3x3 stride 1 padding 0 +26 x 26 x 32 ' "./cnn $tiny --dry-run"
 row profiled-training '^Function: train at line \d+' "./cnn $tiny --epochs=3 --profile --out runs/profiled"
+row without-accelerator '^Settings: .* --no-cuda on$' "./cnn ${tiny#--no-cuda} --no-accel --dry-run"
 elsewhere job-script "a cluster; tests/cluster/test_slurm.sh submits slurm/single.sb"
 elsewhere environment-of-the-job "a cluster: the job scripts print host name and SLURM_ variables"
 row efficiency-of-a-job '^CPU Efficiency: [\d.]+% of \d\d:\d\d:\d\d core-walltime$' "./cnn $tiny --epochs 1"
@@ -134,6 +135,8 @@ for model in "resnet50 23705252" "resnet152 58341028"; do
         "./cnn --no-cuda --model ${model% *} --dataset synthetic --limit-train 1 --limit-test 1 \
         --batch-size 1 --dry-run"
 done
+row images-of-imagenet-size '^ +1 +conv1 +conv2d 7x7 stride 2 padding 3 +112 x 112 x 16 ' \
+    "./cnn $tiny --model resnet8 --stem imagenet --resize 224 --batch-size 1 --limit-test 1 --dry-run"
 row question-7-batch '^Memory in MB.* activations 44\.' "./cnn ${small/--quiet/} --batch-size 64 --dry-run"
 elsewhere tensorboard "a browser and a package; tests/labs/test_tools.sh reads the event files"
 row trace-of-steps '^epoch=1 ' "./cnn $small --batch-size 16 --trace runs/trace.json --trace-steps 1:3"
@@ -161,6 +164,8 @@ row configuration-opt-runs '^epoch=1 ' \
     "./cnn-emu @slurm/configs/bs1024-warmup-opt.args --model resnet8 $virtual --global-batch 2 \
     --warmup-epochs 0 --autotune off --quiet"
 row images-per-second '^INFO - Epoch: 1, Iteration: 0, Avg img/sec: [\d.]+$' "./cnn ${small/--quiet/--log-interval 1}"
+line $course/start '^INFO - Starting Training Loop\.\.\.$'
+line $course/accuracies '^epoch=2 .* train_accuracy=[0-9.]+ .* accuracy=[0-9.]+ '
 line $course/time-of-an-epoch '^INFO - Time taken for epoch 2 is [\d.]+ sec$'
 for label in PROF AMP NHWC EXTRA; do
     row "label-$label" "# $label" "grep -h '# $label' '$repo/cnn.c' '$repo/cnn_kernels.cu'"

@@ -41,6 +41,7 @@ test_stops() {
         --limit-test 10 --epochs 2
     stops cifar_momentum "$steps" 6 "${cifar[@]}"
     stops cifar_no_momentum "3 4" 6 "${cifar[@]}" --momentum 0 --weight-decay 0.01
+    stops cifar_resized "3 4" 6 "${cifar[@]}" --resize 64 --augment crop-flip
     stops resnet8 "$steps$more" 9 --model resnet8 --dataset synthetic --limit-train 20 \
         --batch-size 8 --limit-test 10 --epochs 3 --nesterov --schedule cosine --warmup-epochs 1 \
         --augment crop-flip --label-smoothing 0.1
@@ -80,7 +81,7 @@ test_max_steps() {
 # ---- The folder of a run that was stopped, resumed
 
 # same_folder NAME FOLDER FOLDER
-same_folder() { same "$1" "$(rows "$2")" "$(rows "$3")"; }
+same_folder() { same "$1" "$(run_rows "$2")" "$(run_rows "$3")"; }
 
 # killed EVERY [OPTIONS...]: starts or resumes --save-every EVERY and kills it when it has written the
 # checkpoint
@@ -105,7 +106,7 @@ killed() {
 test_same_folder() {
     local long=("${cifar[@]}" --limit-train 400 --limit-test 400 --epochs 4 --log-interval 30) k
     run "${long[@]}" --checkpoint "$tmp/straight" --out "$tmp/straight_run"
-    same folder/rows 404 "$(rows "$tmp/straight_run" | grep -c '^[0-9]')"
+    same folder/rows 404 "$(run_rows "$tmp/straight_run" | grep -c '^[0-9]')"
     for k in 7steps:7 100steps:99 1:150 100steps:100; do
         rm -rf "$tmp/cut" "$tmp/cut_run"
         run "${long[@]}" --checkpoint "$tmp/cut" --out "$tmp/cut_run" --save-every "${k%:*}" --max-steps "${k#*:}"
@@ -236,6 +237,10 @@ test_resume_refuses() {
     base=("${cifar[@]}" --model resnet8 --batch-size 4)
     run "${base[@]}" --checkpoint "$tmp/base" --max-steps 2
     differs stem --stem 7
+    run "${base[@]}" --checkpoint "$tmp/base" --max-steps 2 --resize 64
+    refused resume/refuses_resize 2 "was saved with resize=64, but this run has resize=96" "${base[@]}" \
+        --checkpoint "$tmp/base" --resume --resize 96
+    refused resume/refuses_resize_0 2 "was saved with resize=64" "${base[@]}" --checkpoint "$tmp/base" --resume
     same resume/tried_all "$(printf '%s\n' "${kept[@]}" | sort)" \
         "$(printf '%s\n' "${tried[@]}" | sort -u)"
 }
@@ -481,6 +486,7 @@ write("zero_byte", "no zero byte", good.replace("fc3.weight", "fc3.\0ias"))
 write("list", "starts with {", "[" + good + "]")
 write("empty", "starts with {", "")
 write("no_tensors", "found none", "{}", b"")
+write("longer_name", "a tensor of this model", good.replace("fc3.weight", "fc3.weight.fc3"))
 write("long_name", "a tensor of this model", good.replace("fc3.weight", 3000 * "x"))
 write("nested", 'metadata as "key":"value"', good.replace('{"format"', '{"a":{"b":"c"},"format"'))
 write("number", 'metadata as "key":"value"', good.replace('"format":"pt"', '"format":1'))

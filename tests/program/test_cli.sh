@@ -33,7 +33,8 @@ accuracy=$number lr=1\$"
     correct=$(grep -oP '^Test set: .*Accuracy: \K[0-9]+' "$out")
     same run/accuracy "$(awk -v c="$correct" 'BEGIN { printf "%.2f", c / 2 }')" "$(value accuracy)"
     holds run/train_accuracy "a multiple of 1/6.4 %" "$(value train_accuracy)" \
-        awk -v a="$(value train_accuracy)" 'BEGIN { d = a * 6.4 - int(a * 6.4 + .5); exit !(a > 10 && d * d < .04 ^ 2) }'
+        awk -v a="$(value train_accuracy)" \
+        'BEGIN { d = a * 6.4 - int(a * 6.4 + .5); exit !(a > 10 && d * d < .04 ^ 2) }'
     run "${small[@]}" --epochs 2
     line run/lr_decays '^epoch=2 .* lr=0\.7$'
     same run/default_log_interval 2 "$(grep -c '^Train Epoch: ' "$out")"
@@ -147,6 +148,16 @@ test_options() {
     same options/equals_status 0 "$status"
     same options/equals_used 2 "$(grep -c '^Train Epoch: ' "$out")"
     same options/profile_off 0 "$(grep -c '^Line #' "$out")"
+
+    run "${tiny[@]}" --no-accel --dry-run
+    line options/no_accel '^Settings: .* --no-cuda on'
+    run "${tiny[@]}" --no-accel=off --dry-run
+    line options/no_accel_off '^Settings: .* --no-cuda off'
+    usage resize "expected a multiple of the 28 x 28 pixels of the images of synthetic, such as 224, found 100" \
+        "${tiny[@]}" --resize 100
+    usage resize_too_small "--resize: expected a multiple of the 28 x 28 pixels" "${tiny[@]}" --resize 14
+    usage resize_too_large "--resize: expected a whole number from 0 to 1024, found \"1120\"" \
+        "${tiny[@]}" --resize 1120
 
     run --help
     same options/help_status 0 "$status"

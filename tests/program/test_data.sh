@@ -412,6 +412,9 @@ test_shapes() {
     shape resnet8_28x28x1 77754 --model resnet8 --dataset fashion-mnist --data "$tmp/idx"
     shape resnet8_imagenet_28x28x1 78394 --model resnet8 --dataset mnist --data "$tmp/idx" \
         --stem imagenet
+    shape resnet8_imagenet_224 78394 --model resnet8 --dataset mnist --data "$tmp/idx" \
+        --stem imagenet --resize 224
+    line shapes/resnet8_imagenet_224/row_0 ' 0 +input .* 224 x 224 x 1 '
     if [ -n "${QUICK:-}" ]; then
         skip shapes/resnet18_28x28x1 "QUICK=1"
     else

@@ -38,7 +38,7 @@ ends() {
     same "$name/temporary" "" "$(find "$tmp" -name '*.tmp')"
     run "$@" --checkpoint "$tmp/signalled" --resume --out "$tmp/signals" --log-interval 50
     same_file "$name/equal" "$tmp/signalled" "$tmp/straight"
-    same "$name/folder" "$(rows "$tmp/straight_run")" "$(rows "$tmp/signals")"
+    same "$name/folder" "$(run_rows "$tmp/straight_run")" "$(run_rows "$tmp/signals")"
 }
 
 test_signals() {

@@ -101,7 +101,7 @@ int main(int argc, char **argv) {
         read_batch(f, &batch, pixels);
         net_load(net, &batch, s->lr);
         forward(net, batch.n, &net->step->key);
-        printf("loss %.17g\n", loss_and_gradient(net, batch.n));
+        printf("loss %.17g\n", loss_and_gradient(net, batch.n).mean);
         backward(net, batch.n);
         optimizer_step(net, run.state);
     }

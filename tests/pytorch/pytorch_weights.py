@@ -44,10 +44,11 @@ def resnet18_cifar():
 
 CIFAR10 = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 CIFAR100 = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
-NETS = {  # name: network, dataset, images to test, (mean, standard deviation) of a pixel
+NETS = {  # --model and other options: network, dataset, images to test, (mean, standard deviation) of a pixel
     "mnist": (mnist, "mnist", 200, ((0.1307,), (0.3081,))),
     "cifar": (CifarNet, "cifar10", 200, ((0.5,) * 3, (0.5,) * 3)),
     "resnet8": (resnet8, "cifar10", 200, CIFAR10),
+    "resnet8 --resize 96": (resnet8, "cifar10", 40, CIFAR10),
     "resnet18": (resnet18_cifar, "cifar100", 40, CIFAR100),
 }
 
@@ -123,9 +124,10 @@ def write_data(folder, dataset, train, test):
         write_cifar(f"{folder}/test.bin", *test, 2, 10000)
 
 
-def normalised(images, mean, std):
+def normalised(images, mean, std, size=None):
     mean, std = (torch.tensor(x).reshape(1, -1, 1, 1) for x in (mean, std))
-    return (torch.from_numpy(images).float() / 255 - mean) / std
+    images = (torch.from_numpy(images).float() / 255 - mean) / std
+    return F.interpolate(images, size, mode="bilinear", align_corners=False) if size else images
 
 
 # ---- The two sides ------------------------------------------------------------------------------
@@ -210,8 +212,10 @@ def check_net(name, folder):
     classes = 100 if dataset == "cifar100" else 10
     train, test = (draw_images(n, len(mean), classes, rng) for n in (TRAIN, count))
     write_data(folder, dataset, train, test)
-    inputs, labels = normalised(test[0], mean, std), test[1]
-    options = "--model", name, "--dataset", dataset, "--limit-test", str(count)
+    model, *resize = name.split()
+    inputs, labels = normalised(test[0], mean, std, *map(int, resize[1:])), test[1]
+    options = "--model", model, *resize, "--dataset", dataset, "--limit-test", str(count)
+    name = name.replace(" --resize ", "_")
 
     theirs = make()
     randomise(theirs, inputs)

@@ -1,6 +1,6 @@
 /* checkpoints.c - section 11 of cnn.c: weights in PyTorch's order, checkpoints that are saved
-   and loaded, and files with numbers that are not finite or with inverted bits, which must be refused. Headers
-   that lie: tests/program/test_checkpoints.sh and tests/robust/fuzz.c. */
+   and loaded, and files with numbers that are not finite or with inverted bits, which must be
+   refused. Headers that lie: tests/program/test_checkpoints.sh and tests/robust/fuzz.c. */
 
 #include <setjmp.h>
 #include <sys/mman.h>

@@ -480,6 +480,92 @@ static void test_augmented_loader(size_t augmentation) {
     verdict("%s", name);
 }
 
+static double between(double a, double b, double share_of_b) {
+    return a + share_of_b * (b - a);
+}
+
+// Channel c of the image at a position in pixels, from the four pixels around it
+static double pixel_at(const real *image, Shape s, double y, double x, size_t c) {
+    const size_t top = (size_t)y, bottom = min_size(top + 1, s.h - 1);
+    const size_t left = (size_t)x, right = min_size(left + 1, s.w - 1);
+    const real *above = image + top * s.w * s.c + c, *below = image + bottom * s.w * s.c + c;
+    return between(between((double)above[left * s.c], (double)above[right * s.c], x - (double)left),
+                   between((double)below[left * s.c], (double)below[right * s.c], x - (double)left),
+                   y - (double)top);
+}
+
+// The position in an image of `count` pixels where pixel i of the enlarged one reads
+static double read_position_of(size_t i, size_t factor, size_t count) {
+    return fmin(fmax(((double)i + .5) / (double)factor - .5, 0), (double)(count - 1));
+}
+
+// want = the image, enlarged
+static void expect_enlarged(real *want, const real *image, Shape s, size_t factor) {
+    const size_t width = s.w * factor;
+    for (size_t i = 0; i < s.h * factor * width * s.c; i++) {
+        const double y = read_position_of(i / s.c / width, factor, s.h);
+        const double x = read_position_of(i / s.c % width, factor, s.w);
+        want[i] = (real)pixel_at(image, s, y, x, i % s.c);
+    }
+}
+
+// Computed in float, also where real is double
+static void check_enlarged(const real *got, const real *want, size_t count, real largest) {
+    Array bound = array(count, 0);
+    for (size_t i = 0; i < count; i++)
+        bound.at[i] = 8 * (real)0x1p-24 * largest;
+    check_tensor("enlarged", got, want, bound.at, count);
+    free_arrays(&bound, sizeof bound);
+}
+
+static void test_enlarge(void) {
+    static const Shape shapes[] = {{1, 1, 1}, {1, 5, 2}, {4, 1, 1}, {5, 9, 3}, {28, 28, 1}};
+    static const size_t factors[] = {1, 2, 3, 7, 8};
+    for (size_t i = 0; i < LENGTH(shapes) * LENGTH(factors); i++) {
+        const Shape s = shapes[i / LENGTH(factors)];
+        const size_t factor = factors[i % LENGTH(factors)], count = shape_size(s) * factor * factor;
+        snprintf(context, sizeof context, "%zu x %zu x %zu, %zu times", s.h, s.w, s.c, factor);
+        Array image = array(shape_size(s), 0), want = array(count, 0);
+        Array got = array(count, guard_value);
+        for (size_t p = 0; p < shape_size(s); p++)
+            image.at[p] = (real)(float)draw_real();
+        enlarge(got.at, image.at, s, factor);
+        expect_enlarged(want.at, image.at, s, factor);
+        check_enlarged(got.at, want.at, count, 5);
+        if (factor == 1)
+            check_tensor("not enlarged", got.at, image.at, NULL, count);
+        free_arrays((Array[]){image, want, got}, 3 * sizeof(Array));
+    }
+    verdict("--resize: bilinear interpolation");
+}
+
+// Images are augmented in their own size, normalised, and then enlarged.
+static void test_resized_loader(size_t augmentation) {
+    enum { FACTOR = 3, LARGE = FACTOR * FACTOR * VIEW_SIZE };
+    Augment *augment = augmentations[augmentation].augment;
+    Dataset data = view_dataset();
+    Consumer consumer = on_cpu;
+    Loader l;
+    consumer.resize = FACTOR * view_info.shape.h;
+    plan_loader(&l, &data, 8, 3, augment, consumer);
+    loader_start(&l, 21, 3, 0);
+    for (const Batch *b; (b = loader_next(&l));)
+        for (size_t i = 0; i < b->n; i++) {
+            const RandomKey key = {21, 3, position_of(b->key, i), 1};
+            const uint8_t *image = data.images + b->labels[i] * VIEW_SIZE;
+            uint8_t bytes[VIEW_SIZE];
+            real view[VIEW_SIZE], want[LARGE];
+            memcpy(bytes, image, VIEW_SIZE);
+            if (augment)
+                augment(bytes, image, view_info.shape, &key);
+            normalise(&l, view, bytes);
+            expect_enlarged(want, view, view_info.shape, FACTOR);
+            check_enlarged(b->images + i * LARGE, want, LARGE, 10);
+        }
+    loader_free(&l);
+    verdict("loader: --resize with augmentation %s", augmentations[augmentation].name);
+}
+
 // Another seed, epoch or position: another view of the same image, in nearly all cases.
 static void test_augmentation_draws(size_t augmentation) {
     Augment *augment = augmentations[augmentation].augment;
@@ -511,6 +597,9 @@ static void test_augmentation(void) {
     test_elastic_field();
     for (size_t i = 0; i < LENGTH(augmentations); i++)
         test_augmented_loader(i);
+    test_enlarge();
+    for (size_t i = 0; i < LENGTH(augmentations); i++)
+        test_resized_loader(i);
     for (size_t i = 1; i < LENGTH(augmentations); i++)
         test_augmentation_draws(i);
 }

@@ -160,7 +160,8 @@ static void *learner_thread(void *argument) {
     net_alloc(net);
     init_weights(net, 1);
     real *state = must_alloc(2 * net->param_size * sizeof(real), "a test");
-    Consumer consumer = {&learner->device, 0, false, false, run->comm.rank, run->comm.world};
+    Consumer consumer = {
+        .device = &learner->device, .rank = run->comm.rank, .ranks = run->comm.world};
     plan_loader(&run->train_loader, &data, LEARN_BATCH, 1, NULL, consumer);
     comm_plan(&run->comm, net, &run->train_loader);
     memory_plan_alloc(&run->comm.plan);
