@@ -47,8 +47,8 @@ same layers "conv1 forward weights,conv2 forward weights data,fc1 forward weight
 for net in "mnist 6 2" "cifar 6 4" "cifar 64 2" "resnet8 6 1"; do
     command -v valgrind >/dev/null || { skip instructions "valgrind is not installed" && break; }
     read -r model width batch <<<"$net"
-    valgrind --tool=callgrind --callgrind-out-file=/dev/null --collect-atstart=no --toggle-collect="train_step*" "$bench" \
-        --model "$model" --width "$width" --batch-size "$batch" --threads 1 --max-steps 2 >"$out" 2>&1
+    valgrind --tool=callgrind --callgrind-out-file=/dev/null --collect-atstart=no --toggle-collect="train_step*" \
+        "$bench" --model "$model" --width "$width" --batch-size "$batch" --threads 1 --max-steps 2 >"$out" 2>&1
     count=$(grep -oP 'Collected : \K[1-9][0-9]*' "$out")
     echo "instructions of two steps of $model, width $width, batch $batch: $count"
     holds "instructions/$model-$width" "a count" "$(tail -n 3 "$out")" test "$count"

@@ -2,8 +2,8 @@
 # Compiles cnn_kernels.cu with nvcc for old and new GPUs: no warning, no spilled register, only what CUDA 11 has, and a
 # ./cnn that starts without a GPU. Needs no GPU. __launch_bounds__ in the kernels says how many blocks have to fit on a
 # multiprocessor: where the registers do not suffice, nvcc spills them.
-# build/registers.txt gets what depends on nvcc's version: registers and memory of every kernel, and, where cuobjdump and
-# nvdisasm are, the multiply-adds of its main loop; nvcc alone comes without these two: pip install
+# build/registers.txt gets what depends on nvcc's version: registers and memory of every kernel, and, where
+# cuobjdump and nvdisasm are, the multiply-adds of its main loop; nvcc alone comes without these two: pip install
 # nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm, in .venv.
 # QUICK=1: only sm_80. What make has just compiled for tests/ptx is not compiled again. NVCC=PATH: another.
 # Prints `pass nvcc/NAME`, `fail nvcc/NAME: expected ..., found ...` or `skip nvcc/NAME: why`.
@@ -42,12 +42,12 @@ resources() {
             print $1, $2 }' | sort
 }
 
-# in_memory <RESOURCES: kernels that keep numbers of a thread in memory, except for the four of Philox, which are indexed by
-# a variable
+# in_memory <RESOURCES: kernels that keep numbers of a thread in memory, except for the four of Philox, which are
+# indexed by a variable
 in_memory() { awk '$4 > 0 || $3 > ($1 ~ /^(dropout_forward|gather)_/ ? 16 : 0)'; }
 
-# loops <MACHINE CODE: a line `KERNEL MULTIPLY_ADDS INSTRUCTIONS` of each kernel's loop that has the most multiply-adds, of
-# tensor kernels those of the tensor cores
+# loops <MACHINE CODE: a line `KERNEL MULTIPLY_ADDS INSTRUCTIONS` of each kernel's loop that has the most
+# multiply-adds, of tensor kernels those of the tensor cores
 loops() {
     awk '
         function number(hex,    i, value) {
@@ -100,8 +100,8 @@ check_loops() {
         skip "$name/loops" "cuobjdump and nvdisasm are not there: see the top of this file"
         return
     fi
-    loops <"$tmp/sass" | awk '{ printf "%s: %d of %d instructions of the main loop are multiply-adds, %.1f %%\n", $1, $2, $3,
-        100 * $2 / $3 }' >>"$report"
+    loops <"$tmp/sass" | awk '{ printf "%s: %d of %d instructions of the main loop are multiply-adds, %.1f %%\n",
+        $1, $2, $3, 100 * $2 / $3 }' >>"$report"
     same "$name/generic" 0 "$(generic <"$tmp/sass")"
 }
 

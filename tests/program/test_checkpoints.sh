@@ -492,14 +492,17 @@ write("nested", 'metadata as "key":"value"', good.replace('{"format"', '{"a":{"b
 write("number", 'metadata as "key":"value"', good.replace('"format":"pt"', '"format":1'))
 write("backslash", "without backslashes", good.replace('"format":"pt"', '"format":"\\u0041"'))
 write("damaged", "damaged", good.replace('"format":"pt"', '"format":"pT"'))
+write("checksum_first", "damaged", re.sub(
+    '"__metadata__":{.*?}', '"__metadata__":{"cnn.checksum":"fnv1a64:0123456789abcdef"}', good))
 write("no_checksum", "damaged", re.sub(',"cnn.checksum":"[^"]*"', "", good))
 write("first_version", "", re.sub(',"cnn.version".*?(?=})', "", good))
 write("much_metadata", "at most 4096 bytes of metadata",
       '{"__metadata__":{"a":"%s"},' % (9000 * "x") + good[good.index('"conv1.weight"'):])
 write("much_header", "at most 1048576", good + 1048577 * " ")
 write("blank", "starts with {", " " + good)
-for i, text in enumerate(('{', '{{{{{{{{', '{"a"}', '{"a":[[[[', '{"a":{"a":{', '{"a":{"dtype":"F32"}}', '{"a":{"shape":[', '{"abc',
-                          '{"a":{"shape":[-1]', '{"a":{"data_offsets":[0,1,2]', '{"a\nb":{}}', '{"__metadata__":{},')):
+for i, text in enumerate(('{', '{{{{{{{{', '{"a"}', '{"a":[[[[', '{"a":{"a":{', '{"a":{"dtype":"F32"}}', '{"abc',
+                          '{"a":{"shape":[', '{"a":{"shape":[-1]', '{"a":{"data_offsets":[0,1,2]', '{"a\nb":{}}',
+                          '{"__metadata__":{},')):
     write(f"garbage_{i}", "a tensor of this model", text, b"")
 write("garbage_end", "a comma and a tensor, or the end", '{"__metadata__":{}} x', b"")
 write("length_beyond", "at most 1048576", good, length=len(good) + len(numbers) + 1)

@@ -86,7 +86,8 @@ test_servers() {
     while IFS='|' read -r name part mirrors wanted words; do
         rm -rf "$data" && mkdir -p "$data/one"
         [ -z "$part" ] || head -c 7000 "$tmp/www/$part" >"$data/one/a.gz.part"
-        get "$(for kind in $mirrors; do [ "$kind" = closed ] && echo $closed || echo "$server/$kind/"; done)" one
+        mirrors=$(for kind in $mirrors; do [ "$kind" = closed ] && echo $closed || echo "$server/$kind/"; done | xargs)
+        get "$mirrors" one
         same "$2/$name" "$wanted" "$status $(left) $(paste -sd ' ' "$tmp/log")"
         [ -z "$words" ] || line "$2/$name/says" "$words"
     done <<'END'
@@ -159,7 +160,8 @@ test_usage() {
     for words in "" "one imagenet" "cifar1."; do
         # shellcheck disable=SC2086 # words
         get $closed $words
-        same "usage/${words:-none}" "2 1" "$status $(grep -cE '^usage:|expected one of: one fashion-mnist cifar10$' "$out")"
+        same "usage/${words:-none}" "2 1" \
+            "$status $(grep -cE '^usage:|expected one of: one fashion-mnist cifar10$' "$out")"
     done
     get $closed --help
     same usage/help "0 1" "$status $(grep -c '^usage:' "$out")"
