@@ -490,8 +490,8 @@ own_checker() {
 without_python() {
     mkdir "$tmp/no_python" && printf '#!/bin/sh\nexit 127\n' >"$tmp/no_python/python3" && chmod +x "$tmp/no_python/python3"
     PATH=$tmp/no_python:$PATH check 0 "$tmp/fresh0" "$tmp/solved0" "$tmp/no_python.said" "1 4"
-    same no-python "passed  1/1 skipped 0/2 to earn these points install python3 and run make check LAB=0 again" \
-        "$(grep -oE '^(passed|skipped) +[0-9/]+|to earn these points .*again' "$tmp/no_python.said" | paste -sd ' ')"
+    same no-python "passed 1/1 skipped 0/2 to earn these points install python3 and run make check LAB=0 again" \
+        "$(grep -oE '^(passed|skipped) +[0-9/]+|to earn these points .*again' "$tmp/no_python.said" | tr -s ' ' | paste -sd ' ')"
 }
 
 gradescope() {

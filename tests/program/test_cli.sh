@@ -464,8 +464,8 @@ last, = [int(line["line"]) for line in lines if "finish_epoch" in line["source"]
 for number in range(first + 1, last):
     text = source[number - 1].strip()
     hits = "".join(line["hits"] for line in lines if line["line"] == str(number))
-    of_graph = "graph" in text or "replay" in text # --graph on
-    if hits != "33" and text not in ("while (!over) {", "}", "} else {") and not of_graph:
+    graph = "uses_graph" in text or "replay_step" in text  # --graph on
+    if hits != "33" and text not in ("while (!over) {", "}", "} else {") and not graph:
         print("expected 33 hits of", text, "found", hits)
 if len(steps) != 33:
     print("expected 33 steps, found", len(steps))
