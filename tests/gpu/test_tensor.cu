@@ -1,7 +1,7 @@
 /* test_tensor.cu - the layouts in section 7 of cnn_kernels.cu, by elements that are their own index:
    a permutation of K that A and B share does not change their product, so no test of results would
    notice it, and bank conflicts only cost time. Also the tiles that are chosen for the products of
-   some networks: their last blocks may leave few multiprocessors idle.
+   some networks: test_tensor late lists those whose last blocks leave many multiprocessors idle.
 
    It is compiled behind cnn_kernels.cu, as one file: cat cnn_kernels.cu tests/gpu/test_tensor.cu */
 
@@ -234,18 +234,17 @@ enum { GPUS = sizeof multiprocessors_of / sizeof *multiprocessors_of };
 enum { OF_TILED, OF_TENSOR, KERNELS_JUDGED };
 
 struct Network {
+    const char *name;
     size_t images;
     int expansion, blocks[4]; // of a ResNet: 1 with basic blocks, 4 with bottlenecks; 0: mnist
     // The share of the multiply-adds that may be in late products, and in wasteful ones. In mnist
     // both are large: its layers are small, and 32 columns fill half of the narrowest tensor tile.
     double most_late, most_wasteful;
 };
-static const Network networks[] = {
-    {64, 0, {}, .11, .38},            // mnist
-    {32, 1, {2, 2, 2, 2}, .02, .01},  // resnet18
-    {128, 1, {2, 2, 2, 2}, .02, .01}, // resnet18
-    {256, 4, {3, 4, 6, 3}, .02, .01}, // resnet50
-};
+static const Network networks[] = {{"mnist", 64, 0, {}, .11, .38},
+                                   {"resnet18", 32, 1, {2, 2, 2, 2}, .02, .01},
+                                   {"resnet18", 128, 1, {2, 2, 2, 2}, .02, .01},
+                                   {"resnet50", 256, 4, {3, 4, 6, 3}, .02, .01}};
 
 struct Shares { // of multiply-adds
     double all, late, wasteful;
@@ -253,9 +252,27 @@ struct Shares { // of multiply-adds
 
 struct Judge {
     const Network &network;
+    bool prints; // the late products
     Shares shares[KERNELS_JUDGED][GPUS] = {};
     size_t too_many_parts = 0; // for parts_size()
 };
+
+static const char *reason_of(double waves, bool by_chunks) {
+    if (waves < 1)
+        return "each part sums over 256 of K or more";
+    return by_chunks ? "the other tiles take longer" : "no other tile reads single elements";
+}
+
+static void print_late(const Judge &judge, const Layer &l, const Variant<real, real> &v,
+                       const Product<real, real> &p, size_t processors, double waves,
+                       bool by_chunks) {
+    static const char *const passes[] = {"forward", "data gradient", "weight gradient"};
+    printf("%s %zu, %zu x %zu x %zu to %zu, filter %zu, stride %zu, %s: C %d x %d, K %d, %zu "
+           "blocks of %zu x %zu on %zu multiprocessors, %.2f waves: %.2f; %s\n",
+           judge.network.name, judge.network.images, l.in.h, l.in.w, l.in.c, l.out.c, l.kernel,
+           l.stride, passes[p.pass], p.rows, p.columns, p.depth, blocks_of(v, p), v.m, v.n,
+           processors, waves, ceil(waves) / waves, reason_of(waves, by_chunks));
+}
 
 // The product in the kernels' tiles; CHUNK: so many channels are read at once, if they are a
 // multiple of it
@@ -280,6 +297,8 @@ static void judge_product(Judge &judge, const Layer &l, Product<real, real> p) {
         shares.all += multiply_adds;
         shares.late += late ? multiply_adds : 0;
         shares.wasteful += needed < .7 * ceil(waves) * processors ? multiply_adds : 0;
+        if (late && judge.prints)
+            print_late(judge, l, v, p, processors, waves, by_chunks);
     }
 }
 
@@ -341,10 +360,10 @@ static void judge_resnet(Judge &judge) {
     judge_layer(judge, 1, channels, 100, 1, 1, 0);
 }
 
-static size_t idle_multiprocessors(void) {
+static size_t idle_multiprocessors(bool prints) {
     size_t wrong = 0;
     for (const Network &network : networks) {
-        Judge judge = {network};
+        Judge judge = {network, prints};
         if (network.expansion > 0)
             judge_resnet(judge);
         else
@@ -380,13 +399,15 @@ static size_t wrong_residents(void) {
     return wrong;
 }
 
-int main(void) {
+int main(int argc, char **argv) {
     const char *reason;
+    if (argc > 1 && strcmp(argv[1], "late") == 0)
+        return idle_multiprocessors(true) > 0;
     if (device_count(&reason) == 0) {
         printf("skip cuda/layouts: %s\n", reason);
         return 0;
     }
-    verdict("multiprocessors with work", idle_multiprocessors());
+    verdict("multiprocessors with work", idle_multiprocessors(false));
     verdict("blocks on a multiprocessor", wrong_residents());
     use(0, 0, end);
     DeviceInfo info = {};
