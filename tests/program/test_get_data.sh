@@ -78,7 +78,11 @@ without() {
     for folder in ${PATH//:/ }; do ln -s "$folder"/* "$path/" 2>/dev/null; done
     (cd "$path" && rm -f -- "$@")
 }
-stand_in() { printf '#!/bin/sh\n%s\n' "$2" >"$path/$1" && chmod +x "$path/$1"; } # PROGRAM COMMANDS
+# stand_in PROGRAM COMMANDS. A link of $path leads to the real program, which stays as it is.
+stand_in() {
+    rm -f "$path/$1"
+    printf '#!/bin/sh\n%s\n' "$2" >"$path/$1" && chmod +x "$path/$1"
+}
 
 # Status, files and requests for each kind of server; PART: of an earlier download, the right bytes or others
 test_servers() {
