@@ -298,7 +298,7 @@ spans() { grep -ohP '`[^`]+`' "$@" | tr -d '`' | sort -u; }
 mapfile -t about_cnn < <(printf '%s\n' "${pages[@]}" | grep -v '/README.md$')
 ./cnn --help >"$out"
 while IFS= read -r option; do
-    grep -qE -- "^  $option( |$)" "$out" || unknown+=" $option"
+    grep -qE -- "(^  |also called )$option( |$)" "$out" || unknown+=" $option"
 done < <(spans "${about_cnn[@]}" | grep -vE '^(sbatch|srun|squeue|labs|gcc|docker|podman|apptainer)' | grep -oP '(?<![\w-])--[a-z][a-z-]+' | sort -u)
 verdict options "options of ./cnn" "${unknown:-}" [ -z "${unknown:-}" ]
 # shellcheck disable=SC2046 # the words are targets and variables
