@@ -216,7 +216,7 @@ test_graph() {
     for why in "--profile" "--trace trace.json" "--layers" "--gpus 2 --oversubscribe"; do
         # shellcheck disable=SC2086 # words
         train graph_off "${cifar[@]}" --graph on --max-steps 3 $why
-        line "graph_off/${why%% *}" '^CUDA graph: off; '
+        line "graph_off/${why%% *}" '^CUDA graph: off, '
         same "graph_off/${why%% *}/run_json" '"graph":false}' "$(graph_of graph_off)"
     done
     refused graph_on_cpu 2 "--graph on: expected a GPU" --graph on --no-cuda --dataset synthetic
