@@ -873,7 +873,7 @@ static inline HOST_DEVICE Neighbours neighbours_of(size_t i, size_t factor, size
 }
 
 // The share of the row `first` (0) or of the one after it (1)
-static inline HOST_DEVICE float share_of(Neighbours n, size_t which) {
+static inline HOST_DEVICE float neighbour_share(Neighbours n, size_t which) {
     return which == 0 ? 1 - n.share : n.share;
 }
 
@@ -3543,7 +3543,7 @@ typedef struct Loader {
 static real interpolate(const real *image, Shape s, Neighbours rows, Neighbours columns, size_t c) {
     float sum = 0;
     for (size_t i = 0; i < 4; i++) {
-        const float weight = share_of(rows, i / 2) * share_of(columns, i % 2);
+        const float weight = neighbour_share(rows, i / 2) * neighbour_share(columns, i % 2);
         const size_t y = rows.first + i / 2, x = columns.first + i % 2;
         if (weight > 0)
             sum = fmaf(weight, (float)image[(y * s.w + x) * s.c + c], sum);

@@ -329,8 +329,8 @@ static double elapsed(size_t from, size_t to) {
 
 /* A CUDA graph: the operations of a stream, recorded once and then queued by one call, which costs
    the host as much as a single kernel. Arguments are recorded by value, pointers included, so what
-   changes from step to step is read from memory: struct StepInputs. Other threads' streams go on.
-   */
+   changes from step to step is read from memory: struct StepInputs. Other threads' streams go
+   on. */
 static void *capture(bool begin) {
     cudaGraph_t recorded;
     cudaGraphExec_t graph;
@@ -951,37 +951,21 @@ static __device__ void blur(real *to, const real *from, const float *by, int h, 
     __syncthreads();
 }
 
-// An image of a resident data set, and what augments it
-struct View {
-    const uint8_t *bytes;
-    uint32_t bits[4];   // crop-flip: its random numbers
-    const real *fields; // elastic: the displacements, down and right
-};
-
-// Channel c of a pixel of the augmented image, normalised. The byte is interpolated at the position
-// that augment_crop_flip() or augment_elastic() of cnn.c gives.
-static __device__ real augmented(const DeviceDataset &r, const View &v, int row, int column,
-                                 int c) {
-    const int w = (int)r.shape.w, pixels = (int)r.shape.h * w;
-    const bool crop_flip = r.augment == AUGMENT_CROP_FLIP, elastic = r.augment == AUGMENT_ELASTIC;
-    real y = row, x = crop_flip && v.bits[2] & 1 ? w - 1 - column : column;
-    y += crop_flip ? (int)(v.bits[0] % (2 * CROP_PADDING + 1)) - CROP_PADDING : 0;
-    x += crop_flip ? (int)(v.bits[1] % (2 * CROP_PADDING + 1)) - CROP_PADDING : 0;
-    y += elastic ? v.fields[row * w + column] : 0;
-    x += elastic ? v.fields[pixels + row * w + column] : 0;
+// Channel c of an image between its pixels, as a byte
+static __device__ int interpolated_byte(const uint8_t *image, Shape s, real y, real x, int c) {
     real down = y - floorf(y), right = x - floorf(x);
     int top = (int)floorf(y), left = (int)floorf(x);
-    real above = fmaf(right, byte_at(v.bytes, r.shape, top, left + 1, c),
-                      (1 - right) * byte_at(v.bytes, r.shape, top, left, c));
-    real below = fmaf(right, byte_at(v.bytes, r.shape, top + 1, left + 1, c),
-                      (1 - right) * byte_at(v.bytes, r.shape, top + 1, left, c));
-    int byte = (int)fmaf(down, below, fmaf(1 - down, above, .5f));
-    return r.normalised[c * 256 + byte];
+    real above = fmaf(right, byte_at(image, s, top, left + 1, c),
+                      (1 - right) * byte_at(image, s, top, left, c));
+    real below = fmaf(right, byte_at(image, s, top + 1, left + 1, c),
+                      (1 - right) * byte_at(image, s, top + 1, left, c));
+    return (int)fmaf(down, below, fmaf(1 - down, above, .5f));
 }
 
 /* out[n][h][w][c] = the augmented images, enlarged as enlarge() of cnn.c does, and the labels. The
-   displacement fields of augment_elastic() stay in shared memory.   Grid: images x blocks of one.
-   Traffic: N elements, N bytes */
+   bytes are interpolated at the positions that augment_crop_flip() or augment_elastic() of cnn.c
+   give; the displacement fields of the latter stay in shared memory.   Grid: images x blocks of
+   one.   Traffic: N elements, N bytes */
 template <class T>
 static __global__ void gather_kernel(T *out, uint8_t *labels, DeviceDataset r, Layout layout,
                                      const RandomKey *key) {
@@ -989,30 +973,38 @@ static __global__ void gather_kernel(T *out, uint8_t *labels, DeviceDataset r, L
     const int h = (int)r.shape.h, w = (int)r.shape.w, pixels = h * w, factor = (int)r.factor;
     const unsigned bytes = pixels * r.shape.c, size = bytes * factor * factor;
     const size_t position = position_of(*key, blockIdx.x), image = r.order[position];
-    const bool elastic = r.augment == AUGMENT_ELASTIC;
-    View view = {r.images + image * bytes, {}, fields};
+    const bool crop_flip = r.augment == AUGMENT_CROP_FLIP, elastic = r.augment == AUGMENT_ELASTIC;
+    uint32_t bits[4];
     for (int i = threadIdx.x; elastic && i < 2 * pixels; i += THREADS) {
         int field = i / pixels, at = i % pixels;
-        philox4x32(view.bits, (uint32_t)(1 + field * pixels + at / 4 * 4), (uint32_t)position,
+        philox4x32(bits, (uint32_t)(1 + field * pixels + at / 4 * 4), (uint32_t)position,
                    (uint32_t)key->epoch, DRAW_AUGMENT, key->seed);
-        fields[i] = ELASTIC_ALPHA * (2 * uniform(view.bits[at % 4]) - 1);
+        fields[i] = ELASTIC_ALPHA * (2 * uniform(bits[at % 4]) - 1);
     }
     __syncthreads();
     for (int field = 0; elastic && field < 2; field++) {
         blur(fields + 2 * pixels, fields + field * pixels, r.blur, h, w, true);
         blur(fields + field * pixels, fields + 2 * pixels, r.blur, h, w, false);
     }
-    philox4x32(view.bits, 0, (uint32_t)position, (uint32_t)key->epoch, DRAW_AUGMENT, key->seed);
+    philox4x32(bits, 0, (uint32_t)position, (uint32_t)key->epoch, DRAW_AUGMENT, key->seed);
+    const bool flipped = crop_flip && bits[2] & 1;
+    const int moved_down = crop_flip ? (int)(bits[0] % (2 * CROP_PADDING + 1)) - CROP_PADDING : 0;
+    const int moved_right = crop_flip ? (int)(bits[1] % (2 * CROP_PADDING + 1)) - CROP_PADDING : 0;
     for (unsigned i = blockIdx.y * THREADS + threadIdx.x; i < size; i += gridDim.y * THREADS) {
         const Index o = index_of(i, h * factor, w * factor, layout);
         const Neighbours rows = neighbours_of(o.y, factor, h);
         const Neighbours columns = neighbours_of(o.x, factor, w);
         real sum = 0;
         for (int k = 0; k < 4; k++) {
-            const real weight = share_of(rows, k / 2) * share_of(columns, k % 2);
-            const int y = (int)rows.first + k / 2, x = (int)columns.first + k % 2;
-            if (weight > 0) // without --resize, one of the four weights is 1 and the others are 0
-                sum = fmaf(weight, augmented(r, view, y, x, o.c), sum);
+            const real weight = neighbour_share(rows, k / 2) * neighbour_share(columns, k % 2);
+            const int row = (int)rows.first + k / 2, column = (int)columns.first + k % 2;
+            if (weight == 0) // without --resize, one of the four weights is 1, the others are 0
+                continue;
+            real y = row + moved_down, x = (flipped ? w - 1 - column : column) + moved_right;
+            y += elastic ? fields[row * w + column] : 0;
+            x += elastic ? fields[pixels + row * w + column] : 0;
+            const int byte = interpolated_byte(r.images + image * bytes, r.shape, y, x, o.c);
+            sum = fmaf(weight, r.normalised[o.c * 256 + byte], sum);
         }
         out[blockIdx.x * size + i] = (T)sum;
     }
