@@ -141,7 +141,7 @@ check_output() { # COMMAND
         make\ study-workers*) says study_workers '^Written: runs/workers-cifar-1-epochs-20000-images/workers.csv$' ;;
         'make ablation') says ablation '^(fast|graph) +\d[\d.]+ ' ;;
         'make ablation EMULATE'*) says virtual_ablation '^graph +n/a +n/a +n/a +n/a +n/a +--graph on$' ;;
-        'make report RUNS='*) says report "^Written: ${1#*RUNS=}/report.md, " ;;
+        'make report RUNS='*) says report "^Written: ${1#*RUNS=}/report_full.md, " ;;
         'make doctor') says doctor '^This machine: ' ;;
     esac
 }
