@@ -7322,8 +7322,8 @@ static void setup_data(Run *run) {
     if (*s->data)
         where = "the folder --data ";
     die(1,
-        "%s: expected %s (or .gz) in %s%s, but it is not there; run: data/get_data.sh %s, or "
-        "use --dataset synthetic",
+        "%s: expected %s (or .gz), found none in %s%s; run: data/get_data.sh %s, or use "
+        "--dataset synthetic",
         s->dataset, find_dataset_info(s->dataset)->files[0][0], where, s->data, s->dataset);
 }
 

@@ -47,7 +47,7 @@ def refuse(why):
 if "gpu" in lacks and not emulated and "--gpus" in given:
     refuse("--gpus 1: found no GPU (stand-in); --replicas 1 does the same on the CPU")
 if "fashion-mnist" in lacks and given["--dataset"] == "fashion-mnist":
-    refuse("fashion-mnist: expected train-images-idx3-ubyte (or .gz) in")
+    refuse("fashion-mnist: expected train-images-idx3-ubyte (or .gz), found none in")
 fast = {"--kernels": ["naive", "tiled", "tensor"], "--precision": ["fp32", "tf32", "bf16"],
         "--layout": ["nchw", "nhwc"], "--optimizer-launch": ["per-tensor", "fused"],
         "--zero-grad": ["memset", "none"], "--autotune": ["off", "on"], "--graph": ["off", "on"]}
