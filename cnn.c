@@ -1941,10 +1941,12 @@ static const GradientBlock *find_conflict(const GradientBlock *block, const Grad
 
 // First fit: moves `block` to the lowest offset at which no gradient is used at the same time.
 static void place_gradient(GradientBlock *block, const GradientBlock *placed, size_t count) {
-    const GradientBlock *conflict;
     block->offset = 0;
-    while ((conflict = find_conflict(block, placed, count)))
+    const GradientBlock *conflict = find_conflict(block, placed, count);
+    while (conflict) {
         block->offset = conflict->offset + conflict->size;
+        conflict = find_conflict(block, placed, count);
+    }
 }
 
 // Bytes per element of a row's output: log_softmax, which feeds the loss, stays 32-bit.
