@@ -148,7 +148,7 @@ check_output() { # COMMAND
 
 # Lines as they are compared: what differs between machines is removed.
 comparable() {
-    sed -E 's/^(Machine|Device):.*/\1/; s/(Loss|loss|Accuracy):? .*/\1/' | tr -s ' '
+    sed -E 's/^(Machine|Device|Findings):.*/\1/; s/(Loss|loss|Accuracy):? .*/\1/' | tr -s ' '
 }
 
 # Quoted output: its lines, without blank ones and those that are `...`, appear in this order.
