@@ -138,9 +138,10 @@ typedef struct Fusion {
 /* The arrays and flags with which a row is computed in one step. The prefix d denotes the gradient
    of the loss. The forward pass reads in, residual, weight and bias; it sets out, stats and saved.
    The backward pass reads dout and all of these arrays. It sets dweight and dbias. It sets din, or
-   adds to it if accumulate is true; for dresidual, accumulate_residual says which. With --precision
-   bf16 and fp16, in, residual, out, dout, din and the weight of a convolution or linear layer point
-   to 16-bit numbers. The out and dout of log_softmax stay 32-bit. */
+   adds to it if accumulate is true; for dresidual, accumulate_residual says which.
+
+   With --precision bf16 and fp16, in, residual, out, dout, din and the weight of a convolution or
+   linear layer point to 16-bit numbers. The out and dout of log_softmax stay 32-bit. */
 typedef struct Work {
     const Layer *l;
     size_t row;                // its number in the table
@@ -192,8 +193,7 @@ static inline HOST_DEVICE size_t position_of(RandomKey key, size_t image) {
                       0: distractor, 1: glyph           image       1
                       first of 16 elements, for noise   image       2
      DRAW_AUGMENT     0, or 1 + element of the field    position    epoch
-     DRAW_DROPOUT     element / 8                       position    epoch
-       + row */
+     DRAW_DROPOUT+row element / 8                       position    epoch */
 static inline HOST_DEVICE void philox4x32(uint32_t out[4], uint32_t c0, uint32_t c1, uint32_t c2,
                                           uint32_t c3, uint64_t seed) {
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
@@ -228,9 +228,9 @@ static inline HOST_DEVICE real uniform(uint32_t bits) {
    whose name ends in _fast.
 
    Gradients: dX is the derivative of the loss with respect to X. In comments, "x (=)" says that a
-   function sets x, and "x (+=)" that it adds to x. Only the shapes
-   determine how a sum is split and in which order it is added: the result has the same bits for any
-   --threads.
+   function sets x, and "x (+=)" that it adds to x. Only the shapes determine how a sum is split and
+   in which order it is added: the result has the same bits for any --threads.
+
    Convolutions keep the output channels in the innermost loop, where weights and outputs are
    contiguous, so that the compiler vectorises it: each output is still the same sum in the same
    order as in the textbook's loops. */
@@ -1559,7 +1559,7 @@ typedef struct RowPlan {
     size_t computed_by; // the row whose kernels compute this one
     RowMode mode;
     Fusion fused;           // what the kernels of this row compute as well
-    size_t residual;        // the row that an add, fused or not, adds; else 0, as if the images
+    size_t residual;        // the row that an add, fused or not, adds; 0: none, or the images
     size_t output, doutput; // offsets into activations and dactivations, in bytes
     size_t stats;           // batchnorm2d: offset into stats, see the block on BatchNorm
     size_t saved;           // offset into saved: argmax of a max-pool, mask of a dropout
@@ -1581,7 +1581,7 @@ typedef struct Net {
     // sizes of the arenas in elements
     size_t param_size; // of the parameters, with the gaps between tensors
     size_t stats_size, moments_size, scratch_size, transposed_size;
-    size_t staging_size; // of the largest that is copied at once: a tensor, a batch's outputs, ...
+    size_t staging_size; // what is copied at once: at most a tensor or the outputs of a batch
     // sizes of the arenas in bytes
     size_t activation_bytes, dactivation_bytes, saved_bytes, prepared_bytes;
     // the arenas
@@ -2578,7 +2578,7 @@ static void forward(Net *net, size_t n, const RandomKey *key) {
     }
 }
 
-// Whether nothing has been written to a row's gradient yet; something is from now on.
+// Notes that a row's gradient is written. Returns whether this is the first time.
 static bool first_write(bool *written, size_t row) {
     const bool first = !written[row];
     written[row] = true;
@@ -3246,9 +3246,9 @@ static const DatasetInfo *find_dataset_info(const char *name) {
     return NULL;
 }
 
-/* A data set as a model sees it. Synthetic images have the shape that the model's synthetic_like
-   names. If they are synthetic or the model says so, images with three channels have mean and std
-   .5. */
+/* A data set as a model sees it. Synthetic images look like the images of the data set that the
+   model's synthetic_like names. Images with three channels have mean and std .5 if they are
+   synthetic or the model says so. */
 static DatasetInfo dataset_for(const Model *model, const char *name) {
     bool synthetic = strcmp(name, "synthetic") == 0;
     DatasetInfo info = *find_dataset_info(synthetic ? model->synthetic_like : name);
@@ -3506,7 +3506,7 @@ typedef struct Consumer {
     bool resident; // the data set is on the device, which builds the batches
     size_t rank;   // this rank
     size_t ranks;  // how many ranks divide the positions of an epoch; 1 if one loads for all
-    size_t resize; // the setting
+    size_t resize; // as --resize
 } Consumer;
 
 // The loader of a data set: its ring of batches and the workers that fill them.
@@ -3856,7 +3856,7 @@ typedef struct Team {
     struct Comm *comms[MAX_REPLICAS]; // by rank
     size_t arrivals[MAX_REPLICAS];    // the barriers that each rank has reached
     // For dp: the master's batch, and the outputs, gradients and losses of all its images, laid out
-    // as those of a network
+    // as in a network
     const Batch *batch;
     real *logp, *dlogp;
     real *losses, *host_losses;
@@ -3907,8 +3907,9 @@ static _Noreturn void die_timeout(const Comm *c, size_t awaited) {
 
    SIGUSR1 asks for a checkpoint. SIGINT, SIGTERM and SIGHUP ask for a checkpoint and then end the
    run, with exit status 128 + their number; a second one ends the program at once. Each
-   process stores the request in the StepResult of its step. Several ranks exchange these results at
-   the log interval, so all of them learn of it after the same step. A single rank acts at once. */
+   process stores the request in the StepResult of the current step. Several ranks exchange these
+   results at the log interval, so they all learn of it after the same step. A single rank acts
+   after the current step. */
 enum { SAVE_REQUEST = 1, END_REQUEST = 128 };
 static volatile sig_atomic_t requested; // SAVE_REQUEST, END_REQUEST + the signal's number, or 0
 
@@ -6793,7 +6794,7 @@ static bool training_is_over(const Run *run) {
            run->saving.request >= END_REQUEST;
 }
 
-// Whether text is the first choice of an option, or the number 0
+// Whether the text of an option is its first choice, or the number 0
 static bool is_zero(const Option *o, const char *text) {
     if (o->kind == CHOICE)
         return find_word(o->values, text) == 0;
@@ -7095,6 +7096,8 @@ static void setup_settings(Run *run, int argc, char **argv) {
     setup_threads(s, run->comm.replicas);
 }
 
+// ---- Devices and kernels
+
 // The calling thread computes for this rank. Ranks that share a device share its memory.
 static void use_device(Run *run) {
     const Comm *c = &run->comm;
@@ -7264,6 +7267,7 @@ static void load_set(Dataset *set, const DatasetInfo *info, const char *dir, Dat
     *limit = set->count;
 }
 
+// Dies unless --resize is a multiple of the height of the data set's images.
 static void check_resize(const DatasetInfo *info, size_t resize) {
     if (resize % info->shape.h != 0)
         die(EXIT_USAGE,
